@@ -1,0 +1,52 @@
+"""Tiny real models and tokenizers that every test builds for itself: nothing is downloaded."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+import torch
+from transformers import LlamaConfig, LlamaForCausalLM
+
+
+@pytest.fixture(autouse=True)
+def _two_threads() -> None:
+    torch.set_num_threads(2)
+
+
+@pytest.fixture
+def make_llama() -> Callable[..., LlamaForCausalLM]:
+    """A function that builds a random Llama: `make_llama(vocab_size=16, seed=1, num_hidden_layers=2, ...)`."""
+
+    def build(vocab_size: int = 64, seed: int = 0, sharpness: float = 1.0, **overrides: object) -> LlamaForCausalLM:
+        settings = {
+            "vocab_size": vocab_size,
+            "hidden_size": 32,
+            "intermediate_size": 48,
+            "num_hidden_layers": 2,
+            "num_attention_heads": 4,
+            "num_key_value_heads": 2,
+            "max_position_embeddings": 256,
+            "tie_word_embeddings": False,
+        } | overrides
+        torch.manual_seed(seed)
+        model = LlamaForCausalLM(LlamaConfig(**settings)).eval()
+        with torch.no_grad():
+            for parameter in model.parameters():  # the default init is so small that every distribution is flat
+                if parameter.dim() == 2:
+                    parameter.normal_(0.0, sharpness * parameter.shape[1] ** -0.5)
+        return model
+
+    return build
+
+
+@pytest.fixture
+def shared_data() -> Path:
+    """The folder of real data; the test is skipped where there is none."""
+    default = Path(__file__).resolve().parents[2] / "shared" / "data"
+    folder = Path(os.environ.get("DRAFTSMITH_SHARED", default))
+    if not folder.is_dir():
+        pytest.skip(f"no real data at {folder} (set DRAFTSMITH_SHARED)")
+    return folder
