@@ -1,0 +1,79 @@
+"""A drafter's own key/value cache, kept in step with what the target commits.
+
+Shape letters: B batch, M new nodes, K depth, D hidden, V vocabulary.
+"""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from .engine import Context, Verdict, prefill
+from .kv_cache import KVCache
+from .models import LanguageModel
+from .tree import Tree
+
+
+class DraftState:
+    """Grows a tree of the drafter's own on top of the committed tokens.
+
+    The drafter's node i lies `i` slots behind the root, as the target's does, so that accepted nodes are kept by the
+    same move. Tokens that were committed but not yet read by the drafter are read first.
+    """
+
+    def __init__(self, model: LanguageModel, context: Context, max_nodes: int, max_depth: int) -> None:
+        self.model = model
+        longest = max(context.lengths) + context.limits.max_new_tokens
+        if longest - 1 + max_depth > model.max_positions:
+            raise ValueError(
+                f"the drafter has {model.max_positions} positions; prompt, new tokens and a look-ahead of {max_depth} "
+                f"need {longest - 1 + max_depth}"
+            )
+        self.cache: KVCache = model.new_cache(len(context.lengths), longest + max_nodes)
+        prefill(model, self.cache, context.ids_BS, context.lengths)
+        self._read = list(self.cache.lengths)
+        self._levels = 0
+
+    def read_root(self, context: Context) -> Tensor:
+        """Read what was committed since the last proposal, the root included.
+
+        Returns:
+            [B, D] hidden state of the root. Node 0 stands in its slot from here on.
+        """
+        # A row that is ahead of the others reads some tokens again: same values, same slots.
+        pending = max(length - read for length, read in zip(context.lengths, self._read, strict=True))
+        pending = min(pending, min(context.lengths))
+        self.cache.set_lengths([length - pending for length in context.lengths])
+        hidden_BMD = self.model.extend(self.cache, context.last_ids(pending))
+        self.cache.set_lengths([length - 1 for length in context.lengths])
+        self._levels = 0
+        return hidden_BMD[:, -1]
+
+    def grow(self, tokens_BM: Tensor, tree: Tree, start: int) -> Tensor:
+        """Run nodes start..start+M-1, all of one level. Returns [B, M, D] hidden states."""
+        self._levels += 1
+        return self.model.extend(self.cache, tokens_BM, tree, start)
+
+    def keep(self, context: Context, verdict: Verdict, own_path_BK: Tensor | None) -> None:
+        """Keep the accepted nodes that were run.
+
+        Args:
+            own_path_BK: the path in the drafter's own numbering; None where it needs no move.
+        """
+        if own_path_BK is not None and self._levels:
+            self.cache.move_to_front(own_path_BK[:, : self._levels])
+        roots = self.cache.lengths
+        accepted = verdict.accepted_B.tolist()
+        self._read = [
+            min(root + 1 + min(count, self._levels), length - 1)
+            for root, count, length in zip(roots, accepted, context.lengths, strict=True)
+        ]
+
+
+def own_path(nodes_BN: Tensor, path_BK: Tensor, accepted_B: Tensor) -> Tensor:
+    """A verdict's path in a drafter's numbering: `nodes_BN[b, i]` is the drafter's node behind proposal node i.
+
+    Columns that are not kept name themselves, as `KVCache.move_to_front` asks.
+    """
+    place_K = torch.arange(1, path_BK.shape[1] + 1, device=path_BK.device)
+    return torch.where(place_K <= accepted_B[:, None], nodes_BN.gather(1, path_BK), place_K)

@@ -1,0 +1,252 @@
+"""Causal language models seen as scorers of token trees; the only file here that knows transformers.
+
+Shape letters: B batch, M new tokens, n tree slots up to the last new one, S cache slots, V vocabulary, D hidden,
+H heads, E head width.
+"""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from transformers import AutoConfig, AutoModelForCausalLM, Cache, PreTrainedModel
+
+from .kv_cache import KVCache
+from .tree import Tree
+
+
+class LanguageModel(ABC):
+    """What the engine and the proposers ask of a causal LM: run some tree nodes on top of a cache, project, no more."""
+
+    vocab_size: int
+    hidden_size: int
+    max_positions: int
+    device: torch.device
+    dtype: torch.dtype
+    layers: int
+    kv_heads: int
+    key_width: int
+    value_width: int
+
+    def new_cache(self, batch: int, capacity: int) -> KVCache:
+        """An empty cache of `capacity` slots a row."""
+        widths = (self.key_width, self.value_width)
+        return KVCache(self.layers, batch, self.kv_heads, capacity, *widths, self.dtype, self.device)
+
+    def extend(
+        self, cache: KVCache, tokens_BM: Tensor, tree: Tree | None = None, start: int = 0, stop: int | None = None
+    ) -> Tensor:
+        """Run new tokens on top of the cache and write their keys and values behind its committed ones.
+
+        Args:
+            cache: its lengths say where each row's tree begins; they are not changed.
+            tokens_BM: [B, M]; nodes start..start+M-1 of the tree (M = stop - start).
+            tree: topology of the nodes 0..stop-1, of which those before `start` were run before. None: a chain.
+            start: the first of the new nodes.
+            stop: one after the last of them; by default start + M.
+
+        Returns:
+            [B, M, D] last hidden states after the final norm.
+
+        Raises:
+            ValueError: where the cache is too small, naming both numbers.
+        """
+        count = tokens_BM.shape[1]
+        stop = start + count if stop is None else stop
+        assert stop - start == count
+        cache.check_room(stop)
+        if tree is None or tree.is_chain:
+            depth_BM = torch.arange(start, stop, device=self.device)[None]
+            bias_BMn = None
+        else:
+            depth_BM = tree.depth_BN[:, start:stop]
+            bias_BMn = tree.bias_BNN[:, start:stop, :stop]
+        positions_BM = depth_BM + (cache.lengths[0] if cache.uniform else cache.lengths_B[:, None])
+        end = max(cache.lengths) + stop
+        mask_B1MS = self._mask(cache, bias_BMn, start, stop, end)
+        return self._forward(cache, tokens_BM, positions_BM, mask_B1MS, start, end)
+
+    def _mask(self, cache: KVCache, bias_BMn: Tensor | None, start: int, stop: int, end: int) -> Tensor | None:
+        """[B or 1, 1, M, end] additive float mask; None where every new token may see every slot (M = 1, a chain)."""
+        count = stop - start
+        if bias_BMn is None:
+            if count == 1 and cache.uniform:
+                return None
+            ones_Mn = torch.ones(count, stop, dtype=torch.bool, device=self.device)
+            bias_BMn = torch.zeros(1, count, stop, device=self.device).masked_fill_(~ones_Mn.tril(start), -torch.inf)
+        bias_BMn = bias_BMn.to(self.dtype)
+        if cache.uniform:
+            prefix_BML = bias_BMn.new_zeros(1, count, cache.lengths[0]).expand(len(bias_BMn), -1, -1)
+            return torch.cat((prefix_BML, bias_BMn), -1)[:, None]
+        batch = len(cache.lengths)
+        committed_BS = torch.arange(end, device=self.device) < cache.lengths_B[:, None]
+        mask_BS = torch.zeros(batch, end, dtype=self.dtype, device=self.device).masked_fill_(~committed_BS, -torch.inf)
+        mask_BMS = mask_BS[:, None].repeat(1, count, 1)
+        slots_Bn = cache.lengths_B[:, None] + torch.arange(stop, device=self.device)
+        mask_BMS.scatter_(2, slots_Bn[:, None].expand(-1, count, -1), bias_BMn.expand(batch, -1, -1))
+        return mask_BMS[:, None]
+
+    @abstractmethod
+    def _forward(
+        self, cache: KVCache, tokens_BM: Tensor, positions_BM: Tensor, mask_B1MS: Tensor | None, start: int, end: int
+    ) -> Tensor:
+        """The model itself: [B, M, D] hidden states, keys and values written at slots `length + start` and on."""
+
+    @abstractmethod
+    def logits(self, hidden_XD: Tensor) -> Tensor:
+        """[..., D] hidden states to [..., V] logits."""
+
+
+class SlotCache(Cache):
+    """Hands transformers' attention layers our cache: writes where the tree stands, returns views up to `end`."""
+
+    def __init__(self, cache: KVCache, start: int, end: int) -> None:
+        super().__init__(layers=[])
+        self._cache, self._start, self._end = cache, start, end
+
+    def update(self, key_states: Tensor, value_states: Tensor, layer_idx: int, *args: Any, **kwargs: Any) -> tuple[Tensor, Tensor]:
+        self._cache.write(layer_idx, key_states, value_states, self._start)
+        return self._cache.view(layer_idx, self._end)
+
+    def get_seq_length(self, layer_idx: int = 0) -> int:
+        return max(self._cache.lengths) + self._start
+
+
+class TransformersModel(LanguageModel):
+    """Any decoder of transformers, unmodified: our cache, an explicit 4-D mask and explicit positions."""
+
+    def __init__(self, model: PreTrainedModel) -> None:
+        config = model.config.get_text_config(decoder=True)
+        self.model = model
+        self.vocab_size = model.get_output_embeddings().weight.shape[0]
+        self.hidden_size = config.hidden_size
+        self.max_positions = _max_positions(config)
+        self.device = model.get_input_embeddings().weight.device
+        self.dtype = model.get_input_embeddings().weight.dtype
+        self.layers = config.num_hidden_layers
+        heads = config.num_attention_heads
+        self.kv_heads = getattr(config, "num_key_value_heads", None) or heads
+        self.key_width = self.value_width = getattr(config, "head_dim", None) or config.hidden_size // heads
+        self._softcap = getattr(config, "final_logit_softcapping", None)
+        self._decoder: nn.Module = model.base_model
+
+    def _forward(
+        self, cache: KVCache, tokens_BM: Tensor, positions_BM: Tensor, mask_B1MS: Tensor | None, start: int, end: int
+    ) -> Tensor:
+        if mask_B1MS is None:  # without a mask, transformers would make its own from the cache's state
+            mask_B1MS = torch.zeros(1, 1, tokens_BM.shape[1], end, dtype=self.dtype, device=self.device)
+        batch = tokens_BM.shape[0]
+        output = self._decoder(
+            input_ids=tokens_BM,
+            attention_mask=mask_B1MS.expand(batch, -1, -1, -1),
+            position_ids=positions_BM.expand(batch, -1),
+            past_key_values=SlotCache(cache, start, end),
+            use_cache=True,
+        )
+        return output.last_hidden_state
+
+    def logits(self, hidden_XD: Tensor) -> Tensor:
+        logits_XV = self.model.get_output_embeddings()(hidden_XD)
+        if self._softcap is not None:
+            logits_XV = self._softcap * torch.tanh(logits_XV / self._softcap)
+        return logits_XV
+
+
+def wrap_model(model: PreTrainedModel, *, fast: bool = True, check: bool = True) -> LanguageModel:
+    """A scorer over a transformers model.
+
+    Args:
+        model: any causal LM; it is put into evaluation mode.
+        fast: use the thin forward of `lean.py` where it covers the model (Llama-type decoders). It copies the
+            layers' weights, so training the model afterwards does not change the scorer.
+        check: compare the forward of a small branching tree with the model's own forwards of its paths.
+
+    Raises:
+        ValueError: where the model's tree forward differs from its plain forwards (ALiBi and other positions that
+            follow the slot instead of `position_ids`), naming the model type and the difference.
+    """
+    from .lean import LeanLlama  # lean.py builds on this file
+
+    model.eval()
+    wrapped: LanguageModel
+    if fast and LeanLlama.covers(model):
+        wrapped = LeanLlama(model)
+    else:
+        wrapped = TransformersModel(model)
+    if check:
+        check_tree_forward(wrapped, model)
+    return wrapped
+
+
+@torch.inference_mode()
+def check_tree_forward(wrapped: LanguageModel, model: PreTrainedModel) -> None:
+    """Compare a tree of two branches with plain forwards of both branches; ValueError where they differ."""
+    device, vocab = wrapped.device, wrapped.vocab_size
+    prompt, left, right = (torch.tensor(ids, device=device) % vocab for ids in ([5, 1, 7], [2, 3], [6]))
+    try:
+        cache = wrapped.new_cache(1, 8)
+        wrapped.extend(cache, prompt[None, :-1])
+        cache.set_lengths([2])
+        tree = Tree.from_parents(torch.tensor([[-1, 0, 0, 1]], device=device), 2)  # root, left, right, left's child
+        nodes = torch.cat((prompt[-1:], left[:1], right, left[1:]))
+        tree_NV = wrapped.logits(wrapped.extend(cache, nodes[None], tree))[0].float()
+    except (TypeError, AttributeError, RuntimeError, IndexError) as error:
+        kind = model.config.model_type
+        raise ValueError(f"models of type {kind!r} cannot score token trees here: their forward failed with {error}") from error
+    left_V = model(torch.cat((prompt, left))[None]).logits[0, -1].float()
+    right_V = model(torch.cat((prompt, right))[None]).logits[0, -1].float()
+    scale = max(1.0, left_V.abs().max().item(), right_V.abs().max().item())
+    difference = max((tree_NV[3] - left_V).abs().max().item(), (tree_NV[2] - right_V).abs().max().item()) / scale
+    tolerance = 1e-4 if wrapped.dtype == torch.float32 else 6e-2
+    if not difference <= tolerance:
+        raise ValueError(
+            f"models of type {model.config.model_type!r} cannot score token trees: a branch scored in a tree differs "
+            f"from the same tokens scored alone by {difference:.2g} (at most {tolerance:.0e} is allowed); "
+            "positions that follow the cache slot, as with ALiBi, are not supported"
+        )
+
+
+def load_model(source: str, *, dtype: str | torch.dtype = "auto", device: str = "cpu") -> PreTrainedModel:
+    """A causal LM from a folder or a hub id, in evaluation mode; never with remote code.
+
+    Raises:
+        ValueError: where there is neither such a folder nor such a model on the hub.
+    """
+    if not Path(source).is_dir() and (source.startswith((".", "/", "~", "runs/")) or source.count("/") > 1):
+        raise ValueError(f"there is no model folder {source!r}")
+    try:
+        model = AutoModelForCausalLM.from_pretrained(source, dtype=dtype)
+    except (OSError, ValueError) as error:
+        reason = str(error).strip().splitlines()[0]
+        raise ValueError(f"no causal language model could be loaded from {source!r}: {reason}") from error
+    return model.to(device).eval()
+
+
+def load_config(source: str) -> Any:
+    """The configuration of a model folder or hub id. Raises ValueError where there is none."""
+    try:
+        return AutoConfig.from_pretrained(source)
+    except (OSError, ValueError) as error:
+        reason = str(error).strip().splitlines()[0]
+        raise ValueError(f"no model configuration could be loaded from {source!r}: {reason}") from error
+
+
+def check_same_vocabulary(target: LanguageModel, other: LanguageModel, what: str) -> None:
+    """Raises ValueError naming both sizes where a drafter's vocabulary is not the target's."""
+    if target.vocab_size != other.vocab_size:
+        raise ValueError(
+            f"the {what} has a vocabulary of {other.vocab_size} tokens, the target of {target.vocab_size}: "
+            "they must be the same"
+        )
+
+
+def _max_positions(config: Any) -> int:
+    limits: Sequence[int | None] = (
+        getattr(config, "max_position_embeddings", None),
+        getattr(config, "sliding_window", None) if getattr(config, "use_sliding_window", True) else None,
+    )
+    return min((limit for limit in limits if limit), default=1 << 30)

@@ -1,0 +1,54 @@
+"""Explicit randomness: one generator a row, so that a row's sample does not depend on its neighbours.
+
+Shape letters: B batch, V vocabulary, X any further shape.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import torch
+from torch import Tensor
+
+
+class Rng:
+    """Random numbers for a batch of rows. The same seeds give the same numbers, whatever the other rows do."""
+
+    def __init__(self, seeds: Sequence[int], device: torch.device | str = "cpu") -> None:
+        self.device = torch.device(device)
+        self._generators = [torch.Generator(device=self.device).manual_seed(seed) for seed in seeds]
+
+    @classmethod
+    def for_rows(cls, seed: int, rows: int, device: torch.device | str = "cpu") -> Rng:
+        """Row b is seeded by `seed + b`: a prompt decoded alone with that seed draws the same numbers."""
+        return cls([seed + row for row in range(rows)], device)
+
+    def uniform(self, *shape: int) -> Tensor:
+        """[B, *shape] float64 in [0, 1)."""
+        draws = [
+            torch.rand(shape, generator=generator, dtype=torch.float64, device=self.device)
+            for generator in self._generators
+        ]
+        return torch.stack(draws)
+
+    def exponential(self, *shape: int) -> Tensor:
+        """[B, *shape] float32, Exp(1)."""
+        draws = [
+            torch.empty(shape, dtype=torch.float32, device=self.device).exponential_(generator=generator)
+            for generator in self._generators
+        ]
+        return torch.stack(draws)
+
+
+def categorical(probs_XV: Tensor, uniform_X: Tensor) -> Tensor:
+    """One token a row by inverting the distribution function.
+
+    Args:
+        probs_XV: [..., V], not necessarily normalised, with a positive sum.
+        uniform_X: [...] in [0, 1).
+
+    Returns:
+        [...] int64. A token of probability 0 is never returned: the running sum does not move there.
+    """
+    cdf_XV = probs_XV.double().cumsum(-1)
+    return torch.searchsorted(cdf_XV, (uniform_X * cdf_XV[..., -1]).unsqueeze(-1), right=True).squeeze(-1)

@@ -1,0 +1,126 @@
+"""Token trees: what one forward of the target scores. A chain is a tree; so is the root alone.
+
+Shape letters: B batch (1 where all rows share the topology), N tree nodes (node 0 is the root: the last committed
+token, whose key and value are not cached yet), C children of a node, K depth.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from functools import cache, cached_property
+
+import torch
+from torch import Tensor
+
+
+@dataclass(frozen=True, eq=False)
+class Tree:
+    """Topology of one tree, or of one tree a row; parents stand before their children."""
+
+    parents_BN: Tensor
+    """int64; -1 at the root, and at padding nodes, which no path reaches."""
+    depth_BN: Tensor
+    """int64; 0 at the root and at padding nodes."""
+    ancestors_BNN: Tensor
+    """bool; [b, i, j] says that j is i or an ancestor of i."""
+    max_depth: int
+    is_chain: bool = False
+
+    @property
+    def nodes(self) -> int:
+        return self.parents_BN.shape[1]
+
+    @classmethod
+    def from_parents(cls, parents_BN: Tensor, max_depth: int) -> Tree:
+        """Derive depths and ancestors from parent pointers by following them `max_depth` times."""
+        nodes = parents_BN.shape[1]
+        ancestors_BNN = torch.eye(nodes, dtype=torch.bool, device=parents_BN.device).expand(len(parents_BN), -1, -1)
+        ancestors_BNN = ancestors_BNN.clone()
+        depth_BN = torch.zeros_like(parents_BN)
+        above_BN = parents_BN
+        for _ in range(max_depth):
+            exists_BN = above_BN >= 0
+            depth_BN += exists_BN
+            here_BN = above_BN.clamp(min=0)
+            ancestors_BNN.scatter_(2, here_BN[..., None], ancestors_BNN.gather(2, here_BN[..., None]) | exists_BN[..., None])
+            above_BN = torch.where(exists_BN, parents_BN.gather(1, here_BN), -1)
+        return cls(parents_BN, depth_BN, ancestors_BNN, max_depth)
+
+    @classmethod
+    def chain(cls, gamma: int) -> Tree:
+        """The root and `gamma` tokens after it, each the child of the one before."""
+        return _chain(gamma)
+
+    @classmethod
+    def k_ary(cls, branching: Sequence[int]) -> Tree:
+        """Each node of depth i has `branching[i]` children; nodes are numbered level by level."""
+        return _k_ary(tuple(branching))
+
+    def to(self, device: torch.device) -> Tree:
+        if self.parents_BN.device == device:
+            return self
+        moved = (self.parents_BN.to(device), self.depth_BN.to(device), self.ancestors_BNN.to(device))
+        return Tree(*moved, self.max_depth, self.is_chain)
+
+    @cached_property
+    def rank_BN(self) -> Tensor:
+        """int64; a node's place among its siblings, from 0."""
+        same_BNN = self.parents_BN[:, :, None] == self.parents_BN[:, None, :]
+        return same_BNN.tril(-1).sum(-1)
+
+    @cached_property
+    def child_count_BN(self) -> Tensor:
+        """int64; how many children a node has."""
+        counts_BN = torch.zeros_like(self.parents_BN)
+        has_parent_BN = self.parents_BN >= 0
+        return counts_BN.scatter_add_(1, self.parents_BN.clamp(min=0), has_parent_BN.long())
+
+    @cached_property
+    def children_BNC(self) -> Tensor:
+        """int64; a node's children in order, padded with -1."""
+        width = max(1, int(self.child_count_BN.max()))
+        children_BNC = self.parents_BN.new_full((*self.parents_BN.shape, width), -1)
+        rows_B, nodes_B = torch.nonzero(self.parents_BN >= 0, as_tuple=True)
+        children_BNC[rows_B, self.parents_BN[rows_B, nodes_B], self.rank_BN[rows_B, nodes_B]] = nodes_B
+        return children_BNC
+
+    @cached_property
+    def bias_BNN(self) -> Tensor:
+        """float32; 0 where a node may attend to a node, minus infinity elsewhere."""
+        return torch.zeros_like(self.ancestors_BNN, dtype=torch.float32).masked_fill_(~self.ancestors_BNN, -torch.inf)
+
+
+@cache
+def _chain(gamma: int) -> Tree:
+    if gamma < 0:
+        raise ValueError(f"a chain needs a length of at least 0, got {gamma}")
+    depth_N = torch.arange(gamma + 1)
+    ancestors_NN = torch.ones(gamma + 1, gamma + 1, dtype=torch.bool).tril()
+    return Tree((depth_N - 1)[None], depth_N[None], ancestors_NN[None], gamma, is_chain=True)
+
+
+@cache
+def _k_ary(branching: tuple[int, ...]) -> Tree:
+    if any(width < 1 for width in branching):
+        raise ValueError(f"every level of a tree needs at least 1 child a node, got {'x'.join(map(str, branching))}")
+    if all(width == 1 for width in branching):
+        return _chain(len(branching))
+    parents, level = [-1], [0]
+    for width in branching:
+        children = [parent for parent in level for _ in range(width)]
+        level = list(range(len(parents), len(parents) + len(children)))
+        parents += children
+    return Tree.from_parents(torch.tensor([parents]), len(branching))
+
+
+def parse_branching(text: str) -> tuple[int, ...]:
+    """A k-configuration such as `4x2x2x1` (multi-candidate paper, section 4.3) as numbers.
+
+    Raises:
+        ValueError: where the text is not positive integers joined by `x`.
+    """
+    parts = str(text).lower().split("x")
+    if not all(part.strip().isdigit() and int(part) > 0 for part in parts):
+        raise ValueError(f"k-configuration {text!r} does not parse: give positive integers joined by x, such as 4x2x1")
+    return tuple(int(part) for part in parts)

@@ -1,0 +1,61 @@
+"""Logits become probabilities here and nowhere else, for target and drafter alike.
+
+Shape letters: X any leading shape, V vocabulary.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+
+@dataclass(frozen=True, slots=True)
+class Sampling:
+    """How a next-token distribution is warped before a token is drawn from it."""
+
+    temperature: float = 0.0
+    """Divides the logits; 0 puts all mass on the most likely token."""
+    top_k: int = 0
+    """Keep the k most likely tokens (ties with the k-th are kept too); 0 keeps all."""
+    top_p: float = 1.0
+    """Keep the fewest most likely tokens whose mass reaches p; 1 keeps all."""
+
+    def __post_init__(self) -> None:
+        if self.temperature < 0:
+            raise ValueError(f"temperature must be at least 0, got {self.temperature}")
+        if self.top_k < 0:
+            raise ValueError(f"top_k must be at least 0 (0 keeps all tokens), got {self.top_k}")
+        if not 0 < self.top_p <= 1:
+            raise ValueError(f"top_p must lie in (0, 1], got {self.top_p}")
+
+    @property
+    def greedy(self) -> bool:
+        return self.temperature == 0
+
+
+def warp(logits_XV: Tensor, sampling: Sampling) -> Tensor:
+    """Probabilities after temperature, top-k and top-p, in that order.
+
+    Args:
+        logits_XV: [..., V] of any float type.
+
+    Returns:
+        [..., V] float32, each row summing to 1. "Lossless" always means: this distribution of the target.
+    """
+    if sampling.greedy:
+        return torch.zeros_like(logits_XV, dtype=torch.float32).scatter_(-1, logits_XV.argmax(-1, keepdim=True), 1.0)
+    logits_XV = logits_XV.float() / sampling.temperature
+    if 0 < sampling.top_k < logits_XV.shape[-1]:
+        kth_X1 = logits_XV.topk(sampling.top_k, dim=-1).values[..., -1:]
+        logits_XV = logits_XV.masked_fill(logits_XV < kth_X1, -torch.inf)
+    probs_XV = logits_XV.softmax(-1)
+    if sampling.top_p < 1:
+        sorted_XV, order_XV = probs_XV.sort(dim=-1, descending=True, stable=True)
+        # A token goes when those before it already reach p; the most likely one therefore always stays.
+        dropped_XV = sorted_XV.cumsum(-1) - sorted_XV >= sampling.top_p
+        dropped_XV[..., 0] = False  # rounding of the running sum must not cost the first token
+        probs_XV = probs_XV.masked_fill(dropped_XV.scatter(-1, order_XV, dropped_XV), 0.0)
+        probs_XV = probs_XV / probs_XV.sum(-1, keepdim=True)
+    return probs_XV
