@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
-from typing import Protocol
+from typing import Any, Protocol
 
 import numpy as np
 import torch
@@ -96,6 +96,9 @@ class Proposer(Protocol):
 
     def commit(self, context: Context, proposal: Proposal, verdict: Verdict) -> None:
         """Called after the context has taken the verdict in."""
+
+    def forwards(self) -> list[tuple[Any, int]]:
+        """The forwards of one proposal for one row: each a model or heads, and how many tokens it runs."""
 
 
 class Verifier(Protocol):
@@ -265,10 +268,14 @@ def _check_prompts(target: LanguageModel, prompts: Sequence[Sequence[int]], limi
         raise ValueError("there is no prompt to decode: the batch is empty")
     for row, prompt in enumerate(prompts):
         if not prompt:
-            raise ValueError(f"prompt {row} has no tokens: give at least one, such as the tokenizer's first special token")
+            raise ValueError(
+                f"prompt {row} has no tokens: give at least one, such as the tokenizer's first special token"
+            )
         if not 0 <= min(prompt) <= max(prompt) < target.vocab_size:
             wrong = next(token for token in prompt if not 0 <= token < target.vocab_size)
-            raise ValueError(f"prompt {row} holds token {wrong}; the target's vocabulary has {target.vocab_size} tokens")
+            raise ValueError(
+                f"prompt {row} holds token {wrong}; the target's vocabulary has {target.vocab_size} tokens"
+            )
         # The last tree's root may be the last token but one; its deepest node is scored all the same.
         needed = len(prompt) + limits.max_new_tokens - 1 + max_depth
         if needed > target.max_positions:

@@ -69,7 +69,7 @@ class KVCache:
         """Raises ValueError where `nodes` more tokens do not fit behind the longest row."""
         if max(self.lengths) + nodes > self.capacity:
             raise ValueError(
-                f"the key/value cache has {self.capacity} slots; {max(self.lengths)} are taken and {nodes} more are needed"
+                f"the key/value cache has {self.capacity} slots; {max(self.lengths)} are taken, {nodes} more are needed"
             )
 
     def move_to_front(self, path_BK: Tensor) -> None:

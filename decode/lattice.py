@@ -28,7 +28,7 @@ def best_paths(
         `parents_BN`, `depth_BN` and `place_BN` (which candidate of its level) of the tree's nodes, the root first and
         parents before children. N is the largest tree of the batch; smaller ones are padded with parent -1.
     """
-    batch, depth, candidates = log_probs_BKC.shape
+    batch, depth = log_probs_BKC.shape[:2]
     scores_BCR = (first_BC + log_probs_BKC[:, 0])[..., None]
     levels, backs = [scores_BCR], [torch.zeros_like(scores_BCR, dtype=torch.int64)]
     for level in range(1, depth):
@@ -56,9 +56,7 @@ def best_paths(
     return _compact(used, parents, [level.shape[2] for level in levels], batch)
 
 
-def _compact(
-    used: list[Tensor], parents: list[Tensor], kept: list[int], batch: int
-) -> tuple[Tensor, Tensor, Tensor]:
+def _compact(used: list[Tensor], parents: list[Tensor], kept: list[int], batch: int) -> tuple[Tensor, Tensor, Tensor]:
     """Number the used paths from 1, level by level, and lay them out as nodes."""
     used_BX = torch.cat(used, 1)
     number_BX = used_BX.long().cumsum(1)

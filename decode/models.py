@@ -108,7 +108,9 @@ class SlotCache(Cache):
         super().__init__(layers=[])
         self._cache, self._start, self._end = cache, start, end
 
-    def update(self, key_states: Tensor, value_states: Tensor, layer_idx: int, *args: Any, **kwargs: Any) -> tuple[Tensor, Tensor]:
+    def update(
+        self, key_states: Tensor, value_states: Tensor, layer_idx: int, *args: Any, **kwargs: Any
+    ) -> tuple[Tensor, Tensor]:
         self._cache.write(layer_idx, key_states, value_states, self._start)
         return self._cache.view(layer_idx, self._end)
 
@@ -194,9 +196,11 @@ def check_tree_forward(wrapped: LanguageModel, model: PreTrainedModel) -> None:
         tree = Tree.from_parents(torch.tensor([[-1, 0, 0, 1]], device=device), 2)  # root, left, right, left's child
         nodes = torch.cat((prompt[-1:], left[:1], right, left[1:]))
         tree_NV = wrapped.logits(wrapped.extend(cache, nodes[None], tree))[0].float()
-    except (TypeError, AttributeError, RuntimeError, IndexError) as error:
+    except (TypeError, ValueError, AttributeError, RuntimeError, IndexError) as error:
         kind = model.config.model_type
-        raise ValueError(f"models of type {kind!r} cannot score token trees here: their forward failed with {error}") from error
+        raise ValueError(
+            f"models of type {kind!r} cannot score token trees here: their forward failed with {error}"
+        ) from error
     left_V = model(torch.cat((prompt, left))[None]).logits[0, -1].float()
     right_V = model(torch.cat((prompt, right))[None]).logits[0, -1].float()
     scale = max(1.0, left_V.abs().max().item(), right_V.abs().max().item())

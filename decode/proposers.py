@@ -7,7 +7,7 @@ D hidden.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Protocol
+from typing import Any, Protocol
 
 import torch
 from torch import Tensor
@@ -42,6 +42,9 @@ class Nothing:
     def propose(self, context: Context) -> Proposal:
         return Proposal(self._tree, context.root_B1)
 
+    def forwards(self) -> list[tuple[Any, int]]:
+        return []
+
     def commit(self, context: Context, proposal: Proposal, verdict: Verdict) -> None:
         """Nothing is remembered."""
 
@@ -73,14 +76,15 @@ class DraftTree:
             tokens.append(tokens_BM)
             if probs_BMV is not None:
                 probs.append(probs_BMV)
-            if valid_BM is not None:
-                valid.append(valid_BM)
+            valid.append(valid_BM)
             if level + 1 < len(self.branching):
                 hidden_BMD = self._draft.grow(tokens_BM, self.tree, first)
                 first += tokens_BM.shape[1]
         proposal = Proposal(self.tree, torch.cat(tokens, 1), torch.cat(probs, 1) if probs else None)
-        if valid:
-            proposal.valid_BN = torch.cat((torch.ones_like(tokens[0], dtype=torch.bool), *valid), 1)
+        if any(valid_BM is not None for valid_BM in valid):
+            all_valid = [torch.ones_like(tokens_BM, dtype=torch.bool) for tokens_BM in tokens]
+            levels = [mask if mask is not None else every for mask, every in zip([None, *valid], all_valid, strict=True)]
+            proposal.valid_BN = torch.cat(levels, 1)
         return proposal
 
     def _draw(self, hidden_BMD: Tensor, width: int, context: Context) -> tuple[Tensor, Tensor | None, Tensor | None]:
@@ -93,13 +97,21 @@ class DraftTree:
         probs_BMV = warp(logits_BMV, context.sampling)
         if self.replacement or width == 1:
             uniform_BMC = context.rng.uniform(probs_BMV.shape[1], width)
-            drawn_BMC = categorical(probs_BMV[:, :, None], uniform_BMC) if width == 1 else _draw_many(probs_BMV, uniform_BMC)
+            drawn_BMC = (
+                categorical(probs_BMV[:, :, None], uniform_BMC) if width == 1 else _draw_many(probs_BMV, uniform_BMC)
+            )
             return drawn_BMC.flatten(1), probs_BMV, None
         # Exponential races: sorting by p / E is drawing without replacement, in order.
         race_BMV = probs_BMV / context.rng.exponential(*probs_BMV.shape[1:])
         top = race_BMV.topk(width, -1)
         valid_BM = (top.values > 0).flatten(1) if context.sampling.top_k or context.sampling.top_p < 1 else None
         return top.indices.flatten(1), probs_BMV, valid_BM
+
+    def forwards(self) -> list[tuple[Any, int]]:
+        widths = [1]
+        for width in self.branching[:-1]:
+            widths.append(widths[-1] * width)
+        return [(self.model, width) for width in widths]
 
     def commit(self, context: Context, proposal: Proposal, verdict: Verdict) -> None:
         self._draft.keep(context, verdict, None if self.tree.is_chain else verdict.path_BK)
@@ -171,6 +183,9 @@ class DraftBeam:
             scores = joint_BX.gather(1, picked_BM)
         return scores, picked_BM // vocab, picked_BM % vocab
 
+    def forwards(self) -> list[tuple[Any, int]]:
+        return [(self.model, 1)] + [(self.model, self.beams)] * (self.gamma - 1)
+
     def commit(self, context: Context, proposal: Proposal, verdict: Verdict) -> None:
         self._draft.keep(context, verdict, own_path(self._nodes_BN, verdict.path_BK, verdict.accepted_B))
 
@@ -199,6 +214,9 @@ class HeadTree:
         logits_BKV = self.heads(context.hidden_BD)[:, : len(self.branching)]
         candidates_BX = logits_BKV.topk(self._width, -1).indices.flatten(1)
         return Proposal(self.tree, torch.cat((context.root_B1, candidates_BX[:, self._place_N]), 1))
+
+    def forwards(self) -> list[tuple[Any, int]]:
+        return [(self.heads, 1)]
 
     def commit(self, context: Context, proposal: Proposal, verdict: Verdict) -> None:
         """Nothing is remembered."""
@@ -241,6 +259,9 @@ class PrunedHeadTree:
         tokens_BN = top.indices.flatten(1).gather(1, ((depth_BN - 1).clamp(min=0) * self.candidates + place_BN))
         tokens_BN[:, 0] = context.root_B1[:, 0]
         return Proposal(Tree.from_parents(parents_BN, self.depth), tokens_BN)
+
+    def forwards(self) -> list[tuple[Any, int]]:
+        return [(self.heads, 1)]
 
     def commit(self, context: Context, proposal: Proposal, verdict: Verdict) -> None:
         """Nothing is remembered."""

@@ -43,7 +43,9 @@ class Tree:
             exists_BN = above_BN >= 0
             depth_BN += exists_BN
             here_BN = above_BN.clamp(min=0)
-            ancestors_BNN.scatter_(2, here_BN[..., None], ancestors_BNN.gather(2, here_BN[..., None]) | exists_BN[..., None])
+            ancestors_BNN.scatter_(
+                2, here_BN[..., None], ancestors_BNN.gather(2, here_BN[..., None]) | exists_BN[..., None]
+            )
             above_BN = torch.where(exists_BN, parents_BN.gather(1, here_BN), -1)
         return cls(parents_BN, depth_BN, ancestors_BNN, max_depth)
 

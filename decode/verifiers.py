@@ -87,7 +87,7 @@ class ExactChain:
 class MultiCandidate:
     """Multi-candidate speculative sampling over a tree: each node's children are tried in turn.
 
-    With replacement Algorithm 1 of the multi-candidate paper; without, Algorithm 2, where a refused token also leaves q.
+    With replacement Algorithm 1 of the multi-candidate paper; without, Algorithm 2, where a refused token leaves q too.
     A child that the drafter could not fill (`valid_BN` False) is passed over. Both keep the target's distribution
     (appendices A and B). For one candidate a level both are speculative sampling.
     """
@@ -193,7 +193,7 @@ class JointLikelihood:
 
 
 def residual(target_XV: Tensor, draft_XV: Tensor) -> Tensor:
-    """[p - q]+ normalised, [..., V]; p itself where nothing is left, which happens with probability 0 but for rounding."""
+    """[p - q]+ normalised, [..., V]; p itself where nothing is left, which only rounding can bring about."""
     left_XV = (target_XV - draft_XV).clamp(min=0)
     mass_X1 = left_XV.sum(-1, keepdim=True)
     return torch.where(mass_X1 > 0, left_XV / torch.where(mass_X1 > 0, mass_X1, 1.0), target_XV)

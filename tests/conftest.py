@@ -12,8 +12,8 @@ from transformers import LlamaConfig, LlamaForCausalLM
 
 
 @pytest.fixture(autouse=True)
-def _two_threads() -> None:
-    torch.set_num_threads(2)
+def _one_thread() -> None:
+    torch.set_num_threads(1)  # tiny models gain nothing from more, and several test runs share a machine
 
 
 @pytest.fixture
@@ -50,3 +50,22 @@ def shared_data() -> Path:
     if not folder.is_dir():
         pytest.skip(f"no real data at {folder} (set DRAFTSMITH_SHARED)")
     return folder
+
+
+class RandomHeads(torch.nn.Module):
+    """Prediction heads of random weights: they propose nonsense, which a lossless method must not mind."""
+
+    def __init__(self, num_heads: int, hidden_size: int, vocab_size: int, seed: int = 5) -> None:
+        super().__init__()
+        self.num_heads = num_heads
+        generator = torch.Generator().manual_seed(seed)
+        self.weight_KVD = torch.randn(num_heads, vocab_size, hidden_size, generator=generator)
+
+    def forward(self, hidden_XD: torch.Tensor) -> torch.Tensor:
+        return torch.einsum("kvd,...d->...kv", self.weight_KVD, hidden_XD)
+
+
+@pytest.fixture
+def make_heads() -> type[RandomHeads]:
+    """`make_heads(num_heads, hidden_size, vocab_size)`: heads that any method accepts."""
+    return RandomHeads

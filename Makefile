@@ -1,0 +1,42 @@
+# make quickstart [ARGS="--minutes 20"]   install, then train and measure the embedded pair
+# make test                               install, then lint, type check and test
+# make clean                              remove the virtual environment
+# Needs make and Python 3.11 or later: PYTHON=/path/to/python3 names one.
+
+PYTHON ?= python3
+ARGS ?=
+VENV := .venv
+PIP := $(VENV)/bin/python -m pip --disable-pip-version-check --no-input --quiet
+
+.PHONY: quickstart test clean
+.DELETE_ON_ERROR:
+
+quickstart: $(VENV)/.train
+	$(VENV)/bin/draftsmith quickstart $(ARGS)
+
+test: $(VENV)/.test
+	$(VENV)/bin/ruff check .
+	$(VENV)/bin/ruff format --check .
+	$(VENV)/bin/mypy
+	$(VENV)/bin/python -m pytest -m "not slow and not gpu" $(ARGS)
+
+clean:
+	rm -rf $(VENV)
+
+# What was installed is remembered by empty files in the environment: a second run installs nothing.
+$(VENV)/.created:
+	@command -v "$(PYTHON)" >/dev/null || { echo "make: there is no $(PYTHON): install Python 3.11 or later, or set PYTHON=/path/to/python3" >&2; exit 1; }
+	@"$(PYTHON)" -c 'import sys; ok = sys.version_info >= (3, 11); sys.exit(None if ok else "make: %s is Python %d.%d, and 3.11 or later is needed: set PYTHON=/path/to/python3" % (sys.executable, *sys.version_info[:2]))'
+	@echo "Making the virtual environment $(VENV)"
+	@"$(PYTHON)" -m venv --clear $(VENV)
+	@touch $@
+
+$(VENV)/.train: $(VENV)/.created pyproject.toml constraints.txt
+	@echo "Installing draftsmith[train] and the pinned set of constraints.txt into $(VENV)"
+	@$(PIP) install -c constraints.txt -e '.[train]'
+	@touch $@
+
+$(VENV)/.test: $(VENV)/.created pyproject.toml constraints.txt
+	@echo "Installing draftsmith[test] and the pinned set of constraints.txt into $(VENV)"
+	@$(PIP) install -c constraints.txt -e '.[test]'
+	@touch $(VENV)/.train $@

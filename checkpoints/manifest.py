@@ -1,0 +1,155 @@
+"""The record in an artifact, `artifact.json`: what it is, what it was made from, and the hash of every file."""
+
+from __future__ import annotations
+
+import json
+import math
+import platform
+import re
+from dataclasses import asdict, dataclass, fields
+from importlib.metadata import PackageNotFoundError, version
+from pathlib import Path
+from typing import Any
+
+SCHEMA_VERSION = 1
+MANIFEST_FILE = "artifact.json"
+KINDS = ("drafter", "heads", "table", "target")
+REDACTED = "<redacted>"
+
+_LIBRARIES = (
+    "draftsmith",
+    "torch",
+    "transformers",
+    "safetensors",
+    "numpy",
+    "accelerate",
+    "peft",
+    "datasets",
+    "deepspeed",
+)
+_SECRET_KEY = re.compile(
+    r"(?:^|[_\-.])(?:secrets?|passwords?|passwd|passphrase|credentials?|api[_\-]?keys?|(?:access|private|secret)[_\-]?keys?"
+    r"|(?:access|auth|api|hf|hub|bearer)[_\-]?tokens?)(?:$|[_\-.])|^token$",
+    re.IGNORECASE,
+)
+_SECRET_VALUE = re.compile(r"\bhf_[A-Za-z0-9]{16,}")
+_URL_PASSWORD = re.compile(r"(?<=://)[^/\s@]+@")
+
+
+@dataclass(frozen=True)
+class Manifest:
+    """`artifact.json`. Dictionaries hold plain JSON values only."""
+
+    kind: str
+    """drafter, heads, table or target."""
+    vocab_size: int
+    """Tokens that the artifact knows: V of its tensors."""
+    tokenizer_fingerprint: str | None
+    """What `tokenizer_fingerprint` gives for the tokenizer it was made with."""
+    target: dict[str, Any] | None
+    """The model it was made for: id, revision, fingerprint."""
+    shapes: dict[str, Any]
+    """Sizes by name."""
+    recipe: dict[str, Any]
+    """The resolved recipe, without secrets."""
+    data: dict[str, Any]
+    """Where the data came from: source, rows, tokens, sha256."""
+    training: dict[str, Any]
+    """What training reported."""
+    evaluation: dict[str, Any] | None
+    """What measuring it reported."""
+    versions: dict[str, str | None]
+    """Python and the libraries it was made with; null where one was not installed."""
+    files: dict[str, dict[str, Any]]
+    """Path in the folder to sha256 (hex) and bytes, of every file but `artifact.json` itself."""
+    schema: int = SCHEMA_VERSION
+    """Version of this record's form."""
+
+    def to_json(self) -> str:
+        """The text of `artifact.json`."""
+        values = asdict(self)
+        ordered = {"schema": values.pop("schema")} | values
+        return json.dumps(ordered, indent=2, ensure_ascii=False, allow_nan=False) + "\n"
+
+    @classmethod
+    def from_json(cls, text: str) -> Manifest:
+        """Read what `to_json` wrote.
+
+        Raises:
+            ValueError: not JSON, an unknown schema version, or fields that are missing, unknown or of a wrong type.
+        """
+        try:
+            values = json.loads(text)
+        except json.JSONDecodeError as error:
+            raise ValueError(f"it is not JSON: {error}") from error
+        if not isinstance(values, dict):
+            raise ValueError(f"it holds a JSON {type(values).__name__}, expected an object")
+        if values.get("schema") != SCHEMA_VERSION:
+            raise ValueError(f"its schema version is {values.get('schema')!r}, this draftsmith reads {SCHEMA_VERSION}")
+        names = {field.name for field in fields(cls)}
+        if names != set(values):
+            missing, unknown = sorted(names - set(values)), sorted(set(values) - names)
+            raise ValueError(f"its fields differ from schema {SCHEMA_VERSION}: missing {missing}, unknown {unknown}")
+        _check_types(values)
+        return cls(**values)
+
+
+def _check_types(values: dict[str, Any]) -> None:
+    wanted: dict[str, tuple[type, ...]] = {"kind": (str,), "vocab_size": (int,)}
+    wanted |= dict.fromkeys(("shapes", "recipe", "data", "training", "versions", "files"), (dict,))
+    wanted |= {name: (dict, type(None)) for name in ("target", "evaluation")}
+    wanted["tokenizer_fingerprint"] = (str, type(None))
+    for name, types in wanted.items():
+        if not isinstance(values[name], types):
+            expected = " or ".join(kind.__name__ for kind in types)
+            raise ValueError(f"{name} is {values[name]!r}, expected {expected}")
+    if values["kind"] not in KINDS:
+        raise ValueError(f"its kind is {values['kind']!r}, expected one of {', '.join(KINDS)}")
+    for name, entry in values["files"].items():
+        good = isinstance(entry, dict) and isinstance(entry.get("sha256"), str) and isinstance(entry.get("bytes"), int)
+        if not good or Path(name).is_absolute() or ".." in Path(name).parts:
+            raise ValueError(f"files names {name!r} with {entry!r}, expected a path in the folder, sha256 and bytes")
+
+
+def plain(value: Any) -> Any:
+    """A value as JSON can hold it, without secrets.
+
+    Paths become text, tuples and sets lists, array scalars numbers; numbers that are not finite become null. Text under
+    a key that names a secret (password, api_key, hf_token, …), hub tokens and passwords in URLs are redacted.
+
+    Raises:
+        ValueError: a value that has no plain form.
+    """
+    return _plain(value, secret=False)
+
+
+def _plain(value: Any, secret: bool) -> Any:
+    if isinstance(value, dict):
+        return {str(key): _plain(item, secret or bool(_SECRET_KEY.search(str(key)))) for key, item in value.items()}
+    if isinstance(value, (list, tuple)):
+        return [_plain(item, secret) for item in value]
+    if isinstance(value, (set, frozenset)):
+        return [_plain(item, secret) for item in sorted(value)]
+    if value is None or isinstance(value, bool):
+        return value
+    if isinstance(value, (str, Path)):
+        text = str(value)
+        return REDACTED if secret and text else _URL_PASSWORD.sub(REDACTED + "@", _SECRET_VALUE.sub(REDACTED, text))
+    if hasattr(value, "item"):
+        value = value.item()
+    if isinstance(value, int):
+        return value
+    if isinstance(value, float):
+        return value if math.isfinite(value) else None
+    raise ValueError(f"a {type(value).__name__} cannot be kept in {MANIFEST_FILE}: {value!r}")
+
+
+def library_versions() -> dict[str, str | None]:
+    """Python's and the libraries' versions; None where one is not installed."""
+    found: dict[str, str | None] = {"python": platform.python_version()}
+    for name in _LIBRARIES:
+        try:
+            found[name] = version(name)
+        except PackageNotFoundError:
+            found[name] = None
+    return found

@@ -1,0 +1,253 @@
+"""One docstring to plain prose: the description, the parameters, the example.
+
+Understands numpydoc (underlined section titles), Google style (`Args:`) and plain prose, and takes the markup out:
+a small model trained on the text should learn sentences, not reStructuredText.
+"""
+
+from __future__ import annotations
+
+import re
+from dataclasses import dataclass
+
+MAX_DESCRIPTION = 2400  # characters; a paragraph is never cut in the middle unless it alone is longer
+MAX_PARAMETERS = 2400
+MAX_EXAMPLE = 1400
+MIN_DESCRIPTION = 40
+
+_PARAMETERS = {"parameters", "args", "arguments", "params", "keyword arguments", "other parameters", "attributes"}
+_RETURNS = {"returns", "return", "yields"}
+_NOTES = {"notes", "note", "tips"}
+_EXAMPLE = {"example", "examples", "usage"}
+_SKIP = {
+    "raises", "warns", "warnings", "see also", "references", "methods", "warning", "shape",
+    "citation", "copyright", "license", "todo", "versionadded", "authors", "author", "references:", "input", "inputs",
+    "output", "outputs", "receives", "signature", "dimensions",
+}  # fmt: skip
+_TITLES = _PARAMETERS | _RETURNS | _NOTES | _EXAMPLE | _SKIP
+
+_UNDERLINE = re.compile(r"^[-=~^*#]{3,}\s*$")
+_GOOGLE = re.compile(r"^\s{0,4}([A-Z][A-Za-z]+(?: [A-Za-z]+)?)\s*:{1,2}\s*$")
+_ROLE = re.compile(r":(?:[a-zA-Z]+:)?[a-zA-Z]+:`~?!?([^`<]+?)(?:\s*<[^`>]*>)?`")
+_LINK = re.compile(r"`([^`<]+?)\s*<[^`>]+>`_{1,2}|\[([^\]]+)\]\((?:https?://|[./#])[^)]*\)")
+_HF_LINK = re.compile(r"\[`~?([^`\]]+)`\](?:\([^)]*\))?")
+_DOUBLE = re.compile(r"``([^`]+)``")
+_DIRECTIVE = re.compile(r"^(\s*)\.\.(?:\s|$)")
+_FIELD = re.compile(r"^\s*:(?:param|type|returns?|rtype|raises?|arg|keyword|ivar|cvar)\b[^:]*:", re.MULTILINE)
+_NUMPY_PARAMETER = re.compile(r"^([*\w][\w*, .]*?)\s*(?::\s*(.*))?$")
+_CITATION = re.compile(r" ?\[[\w.]+\]_")
+_STUMP = re.compile(r"(?:[-*+•]|\d+[.)])\s+(?:\S+\s+){0,4}\S*[^.!?)`'\"]")  # what is left of an item whose formula went
+_TYPED_PARAMETER = re.compile(r"^`?\w+`? \(.{1,200}?\): ")  # a fragment that a decorator merges into a parameter list
+_LETTERS_AND_SPACES = re.compile(r"[^\W\d_]+|[ \n]+")
+_GOOGLE_PARAMETER = re.compile(r"^([*`]{0,3}\w[\w*, `]*?)\s*(?:\((.*?)\))?\s*:\s*(.*)$")
+
+
+@dataclass(frozen=True, slots=True)
+class Docstring:
+    """Cleaned parts of one docstring; an empty string where there is none."""
+
+    description: str
+    parameters: str
+    returns: str
+    example: str
+    notes: str
+
+
+def parse_docstring(text: str) -> Docstring | None:
+    """Split and clean a docstring that went through `inspect.cleandoc`; None where no prose is left to teach."""
+    sections = _sections(text)
+    description = _prose(sections.get("description", []), MAX_DESCRIPTION)
+    if len(description) < MIN_DESCRIPTION or not _is_prose(description) or _TYPED_PARAMETER.match(description):
+        return None
+    parameters = _parameters(sections.get("parameters", []))
+    returns_lines = _dedent(sections.get("returns", []))
+    returns = (
+        _parameters(returns_lines) if _looks_numpy(text.split("\n")) else _prose(returns_lines, MAX_DESCRIPTION // 2)
+    )
+    notes = _prose(_dedent(sections.get("notes", [])), MAX_DESCRIPTION)
+    example = _example(sections.get("example", []))
+    return Docstring(
+        description, parameters, returns, example, notes if len(notes) >= MIN_DESCRIPTION and _is_prose(notes) else ""
+    )
+
+
+def _sections(text: str) -> dict[str, list[str]]:
+    """Lines by kind of section: description, parameters, returns, example (others are left out)."""
+    lines = text.expandtabs().split("\n")
+    sections: dict[str, list[str]] = {"description": []}
+    kind: str | None = "description"
+    skip_next = False
+    for number, line in enumerate(lines):
+        if skip_next:
+            skip_next = False
+            continue
+        following = lines[number + 1] if number + 1 < len(lines) else ""
+        underlined = bool(line.strip()) and bool(_UNDERLINE.match(following)) and not line.startswith(" ")
+        google = _GOOGLE.match(line)
+        title = line.strip().lower().rstrip(":") if underlined else google.group(1).lower() if google else ""
+        if underlined or title in _TITLES:
+            kind = _kind(title, underlined)
+            skip_next = underlined
+            continue
+        inside_google = (
+            kind not in (None, "description") and line[:1].strip() and number and not lines[number - 1].strip()
+        )
+        if inside_google and not _looks_numpy(lines) and not line.startswith(">>>"):
+            kind = "description" if len(sections) < 2 else None  # prose at the margin ends an indented section
+        if kind is not None:
+            sections.setdefault(kind, []).append(line)
+    return sections
+
+
+def _kind(title: str, underlined: bool) -> str | None:
+    if title in _PARAMETERS:
+        return "parameters"
+    if title in _RETURNS:
+        return "returns"
+    if title in _EXAMPLE:
+        return "example"
+    if title in _NOTES:
+        return "notes"
+    return None if title in _SKIP or not underlined else "description"
+
+
+def _looks_numpy(lines: list[str]) -> bool:
+    return any(_UNDERLINE.match(line) for line in lines)
+
+
+def _inline(text: str) -> str:
+    """Take roles, links and doubled backquotes out of a piece of reStructuredText or Markdown."""
+    text = _HF_LINK.sub(r"`\1`", text)
+    text = _ROLE.sub(lambda match: f"`{match.group(1)}`", text)
+    text = _LINK.sub(lambda match: match.group(1) or match.group(2), text)
+    text = re.sub(r"(?<=\S) {2,}", " ", _CITATION.sub("", text))
+    return _DOUBLE.sub(r"`\1`", text).replace("\\*", "*").replace("\\_", "_")
+
+
+def _prose(lines: list[str], limit: int) -> str:
+    """Paragraphs with their lines joined; directives, tables, doctests and field lists left out."""
+    paragraphs: list[str] = []
+    for block in _blocks(lines):
+        joined = _paragraph(block)
+        if not joined:
+            continue
+        if sum(map(len, paragraphs)) + len(joined) > limit:
+            if not paragraphs:
+                paragraphs.append(_cut_sentence(joined, limit))
+            break
+        paragraphs.append(joined)
+    while paragraphs and paragraphs[-1].endswith(":"):  # it announced something that was left out
+        paragraphs.pop()
+    return "\n\n".join(paragraphs)
+
+
+def _paragraph(block: list[str]) -> str:
+    """One block as a paragraph (or a list, one item a line); "" where it is markup rather than prose."""
+    first = block[0].lstrip()
+    is_markup = first.startswith((">>>", "...", "|", "+--", "===", "```", "<", "@", "#", "{{", "$")) or _FIELD.match(
+        first
+    )
+    if is_markup or ("%(" in first and ")s" in first) or any("https://" in line and len(block) == 1 for line in block):
+        return ""
+    is_list = bool(re.match(r"(?:[-*+•]|\d+[.)])\s", first))
+    if not is_list and block[0].startswith("    "):
+        return ""  # an indented literal block
+    lines: list[str] = []
+    for line in block:
+        stripped = line.strip()
+        starts_item = bool(re.match(r"(?:[-*+•]|\d+[.)])\s", stripped))
+        if lines and not (is_list and starts_item):
+            lines[-1] += " " + stripped
+        else:
+            lines.append(stripped)
+    joined = _inline("\n".join(lines))
+    if _STUMP.fullmatch(joined):
+        return ""
+    return re.sub(r"::$", ":", joined)
+
+
+def _blocks(lines: list[str]) -> list[list[str]]:
+    """Blocks of lines between blank ones; a `.. directive` goes with everything indented below it."""
+    blocks: list[list[str]] = [[]]
+    directive_indent: int | None = None
+    for line in lines:
+        indent = len(line) - len(line.lstrip())
+        if directive_indent is not None and (not line.strip() or indent > directive_indent):
+            continue
+        match = _DIRECTIVE.match(line)
+        directive_indent = len(match.group(1)) if match else None
+        if match or not line.strip() or _UNDERLINE.match(line):
+            blocks.append([])
+        else:
+            blocks[-1].append(line)
+    return [block for block in blocks if block]
+
+
+def _parameters(lines: list[str]) -> str:
+    """One line for each parameter: "- `name` (type): what it does."."""
+    lines = _dedent(lines)
+    entries: list[tuple[str, str, list[str]]] = []
+    for line in lines:
+        if line[:1].strip():
+            google = _GOOGLE_PARAMETER.match(line)
+            numpy = _NUMPY_PARAMETER.match(line)
+            if google and (google.group(2) is not None or not numpy or len(google.group(3)) > 40):
+                entries.append((google.group(1), google.group(2) or "", [google.group(3)]))
+            elif numpy:
+                entries.append((numpy.group(1), numpy.group(2) or "", []))
+            elif google:
+                entries.append((google.group(1), google.group(2) or "", [google.group(3)]))
+        elif entries:
+            entries[-1][2].append(line)
+    shown: list[str] = []
+    for name, kind, body in entries:
+        what = _prose(_dedent(body), 600).replace("\n\n", " ").replace("\n", " ")
+        if not what:
+            continue
+        kind = _inline(kind).replace("`", "").strip(" ,")
+        shown.append(f"- `{name.strip('`* ')}`" + (f" ({kind})" if kind else "") + f": {what}")
+        if sum(map(len, shown)) > MAX_PARAMETERS:
+            shown.pop()
+            break
+    return "\n".join(shown)
+
+
+def _example(lines: list[str]) -> str:
+    """The first doctest of the section, whole steps only, as Python at a prompt."""
+    kept: list[str] = []
+    size = 0
+    for line in _dedent(lines):
+        stripped = line.strip()
+        started = bool(kept)
+        if (not started and not stripped.startswith(">>>")) or "xdoctest:" in stripped:
+            continue
+        if not stripped and size > MAX_EXAMPLE // 2:
+            break
+        if size + len(line) > MAX_EXAMPLE:
+            while kept and not kept[-1].lstrip().startswith(">>>"):
+                kept.pop()
+            kept = kept[:-1]
+            break
+        if stripped and not stripped.startswith((">>>", "...")) and not kept[-1].strip():
+            break  # prose after the doctest
+        kept.append(line.rstrip().replace("# doctest: +SKIP", "").rstrip())
+        size += len(line)
+    text = "\n".join(_dedent(kept)).strip()
+    return text if len(text) >= 40 else ""
+
+
+def _dedent(lines: list[str]) -> list[str]:
+    indents = [len(line) - len(line.lstrip()) for line in lines if line.strip()]
+    margin = min(indents, default=0)
+    return [line[margin:] for line in lines]
+
+
+def _cut_sentence(text: str, limit: int) -> str:
+    cut = text[:limit]
+    end = max(cut.rfind(". "), cut.rfind(".\n"))
+    return cut[: end + 1] if end > limit // 3 else cut.rsplit(" ", 1)[0]
+
+
+def _is_prose(text: str) -> bool:
+    """Mostly letters and spaces, several words, little mathematics."""
+    others = len(_LETTERS_AND_SPACES.sub("", text))
+    return others < 0.22 * len(text) and len(text.split()) >= 6

@@ -1,0 +1,116 @@
+"""Whole documents into blocks of one length, and blocks into the batches of every step.
+
+Letters: B batch (blocks), T tokens of a block.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from functools import lru_cache
+
+import numpy as np
+import torch
+
+IGNORED = -100  # a label that no loss counts
+PADDING = -1  # the document number of padding
+
+
+@dataclass(slots=True)
+class Batch:
+    """Four int64 tensors [B, T].
+
+    `labels_BT[b, t]` is the label of position t's own token (unshifted), −100 where it is not trained on and at the
+    first token of each document, which nothing predicts. Positions restart at 0 with every document. `documents_BT`
+    numbers the documents, −1 is padding.
+    """
+
+    tokens_BT: torch.Tensor
+    labels_BT: torch.Tensor
+    positions_BT: torch.Tensor
+    documents_BT: torch.Tensor
+
+    def to(self, device: torch.device | str) -> Batch:
+        """The same batch on another device."""
+        return Batch(
+            self.tokens_BT.to(device),
+            self.labels_BT.to(device),
+            self.positions_BT.to(device),
+            self.documents_BT.to(device),
+        )
+
+    def attention_mask_B1TT(self) -> torch.Tensor:
+        """Boolean [B, 1, T, T], True where the row's token may attend to the column's: earlier or itself, and of the
+        same document. Padding attends to itself alone, so that no row is empty."""
+        documents_BT = self.documents_BT
+        length = documents_BT.shape[1]
+        ones_TT = torch.ones(length, length, dtype=torch.bool, device=documents_BT.device)
+        same_BTT = (documents_BT[:, :, None] == documents_BT[:, None, :]) & (documents_BT != PADDING)[:, :, None]
+        mask_BTT = same_BTT & ones_TT.tril()
+        return (mask_BTT | torch.eye(length, dtype=torch.bool, device=documents_BT.device))[:, None]
+
+
+def pack_best_fit(lengths: Sequence[int], block_tokens: int) -> list[list[int]]:
+    """Documents (by index) of each block: longest first, each into the fullest block that still has room.
+
+    Raises:
+        ValueError: a document longer than a block.
+    """
+    if lengths and max(lengths) > block_tokens:
+        raise ValueError(f"a document has {max(lengths)} tokens, a block only {block_tokens}")
+    blocks: list[list[int]] = []
+    open_by_room: list[list[int]] = [[] for _ in range(block_tokens + 1)]
+    rooms = 0  # bit r is set where a block with r free tokens exists: the best fit is one bit trick away
+    for index in sorted(range(len(lengths)), key=lambda i: -lengths[i]):
+        length = lengths[index]
+        fitting = rooms >> length
+        if fitting:
+            room = length + (fitting & -fitting).bit_length() - 1
+            block = open_by_room[room].pop()
+            if not open_by_room[room]:
+                rooms ^= 1 << room
+        else:
+            room, block = block_tokens, len(blocks)
+            blocks.append([])
+        blocks[block].append(index)
+        open_by_room[room - length].append(block)
+        rooms |= 1 << (room - length)
+    return blocks
+
+
+def positions_in_documents(documents_BT: np.ndarray) -> np.ndarray:
+    """Position of each token inside its document, int64 [B, T]; padding counts from 0 as well."""
+    starts_BT = np.ones(documents_BT.shape, dtype=bool)
+    starts_BT[:, 1:] = documents_BT[:, 1:] != documents_BT[:, :-1]
+    index_T = np.arange(documents_BT.shape[1], dtype=np.int64)
+    return index_T - np.maximum.accumulate(np.where(starts_BT, index_T, 0), axis=1)
+
+
+def global_batch(blocks: int, batch_blocks: int, step: int, seed: int) -> np.ndarray:
+    """Block indices int64 [batch_blocks] of a global step (0, 1, …): a pure function, so resuming needs no state.
+
+    Every epoch is its own permutation of the blocks. Batches run across the border of epochs, so that each block is
+    used exactly once in each, whatever the batch size.
+
+    Raises:
+        ValueError: no blocks, an empty batch, or a negative step.
+    """
+    if blocks < 1 or batch_blocks < 1 or step < 0:
+        raise ValueError(f"blocks is {blocks}, batch_blocks {batch_blocks}, step {step}; expected ≥ 1, ≥ 1, ≥ 0")
+    first = step * batch_blocks
+    parts: list[np.ndarray] = []
+    missing = batch_blocks
+    while missing:
+        epoch, offset = divmod(first, blocks)
+        part = _epoch(blocks, epoch, seed)[offset : offset + missing]
+        parts.append(part)
+        missing -= len(part)
+        first += len(part)
+    return np.concatenate(parts)
+
+
+@lru_cache(maxsize=4)
+def _epoch(blocks: int, epoch: int, seed: int) -> np.ndarray:
+    order = np.random.default_rng([seed, epoch]).permutation(blocks).astype(np.int64)
+    order.setflags(write=False)  # it is shared by every caller of the cache
+    return order

@@ -1,0 +1,274 @@
+"""Methods measured side by side: the same prompts, one process, runs interleaved; the clock is read here.
+
+Shape letters: B batch, N nodes, D hidden.
+"""
+
+from __future__ import annotations
+
+import statistics
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+from functools import partial
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from .engine import Limits, generate
+from .methods import Method, Parts, build_method
+from .metrics import Tally, impossible, speedup_interval, total
+from .models import LanguageModel
+from .rng import Rng
+from .warpers import Sampling
+
+BASELINE = "autoregressive"
+REFERENCE = "transformers"
+
+
+@dataclass(frozen=True)
+class Entry:
+    """A method with its settings, as one row of the table."""
+
+    label: str
+    method: str
+    options: dict[str, Any] = field(default_factory=dict)
+
+
+@dataclass
+class Run:
+    """What one entry did: by prompt, the tokens of its first run, its counts, and the seconds of every run."""
+
+    ids: list[list[int]]
+    tallies: list[Tally]
+    seconds: list[list[float]]
+
+    def median_seconds(self) -> list[float]:
+        return [statistics.median(times) for times in self.seconds]
+
+
+def decode(
+    target: LanguageModel, method: Method, sampling: Sampling, seed: int, prompt: Sequence[int], limits: Limits
+) -> tuple[list[int], Tally, float]:
+    """One prompt with one method: new ids, counts, and seconds with the prefill included."""
+    ids: list[int] = []
+    tally = Tally()
+    _synchronise(target)
+    start = time.perf_counter()
+    for step in generate(target, *method, [prompt], limits, sampling, Rng.for_rows(seed, 1, target.device)):
+        ids += step.new_ids[0]
+        tally.add_step(step, 0)
+    _synchronise(target)
+    return ids, tally, time.perf_counter() - start
+
+
+def decode_reference(model: Any, prompt: Sequence[int], limits: Limits) -> tuple[list[int], Tally, float]:
+    """One prompt with `transformers.generate`, greedily."""
+    ids = torch.tensor([list(prompt)], device=model.device)
+    start = time.perf_counter()
+    with torch.inference_mode():
+        output = model.generate(
+            input_ids=ids,
+            attention_mask=torch.ones_like(ids),
+            do_sample=False,
+            max_new_tokens=limits.max_new_tokens,
+            eos_token_id=list(limits.stop_ids) or None,
+            pad_token_id=0,
+        )
+    new = output[0, len(prompt) :].tolist()
+    return new, Tally(tokens=len(new), steps=len(new), nodes=len(new)), time.perf_counter() - start
+
+
+def measure(
+    target: LanguageModel,
+    parts: Parts,
+    entries: Sequence[Entry],
+    prompts: Sequence[Sequence[int]],
+    limits: Limits,
+    sampling: Sampling,
+    *,
+    reference: Any = None,
+    repeats: int = 1,
+    seed: int = 0,
+    progress: Callable[[int, int], None] | None = None,
+) -> dict[str, Run]:
+    """Decode every prompt with every entry, `repeats` times, one after another prompt by prompt.
+
+    Args:
+        reference: a transformers model; it is run greedily as one more row where the temperature is 0.
+
+    Returns:
+        Runs by label.
+    """
+    jobs: dict[str, Callable[[Sequence[int], Limits], tuple[list[int], Tally, float]]] = {}
+    for entry in entries:
+        method = build_method(entry.method, parts, sampling, **entry.options)
+        jobs[entry.label] = partial(decode, target, method, sampling, seed)
+    if reference is not None and sampling.greedy:
+        jobs[REFERENCE] = partial(decode_reference, reference)
+    warm_up = Limits(min(8, limits.max_new_tokens), limits.stop_ids)
+    for job in jobs.values():
+        job(prompts[0], warm_up)
+    runs = {label: Run([], [], [[] for _ in prompts]) for label in jobs}
+    done, work = 0, repeats * len(prompts) * len(jobs)
+    for repeat in range(repeats):
+        for place, prompt in enumerate(prompts):
+            for label, job in jobs.items():
+                ids, tally, seconds = job(prompt, limits)
+                runs[label].seconds[place].append(seconds)
+                if repeat == 0:
+                    runs[label].ids.append(ids)
+                    runs[label].tallies.append(tally)
+                done += 1
+                if progress:
+                    progress(done, work)
+    return runs
+
+
+@dataclass(frozen=True)
+class Costs:
+    """Raw seconds of forwards in isolation."""
+
+    one: float
+    """A target forward of one token."""
+    tree: float
+    """A target forward of as many nodes as the method's trees hold."""
+    propose: float
+    """The forwards of one proposal: the drafter's, or the heads'."""
+    forwards: int
+    """How many forwards a proposal takes."""
+
+
+@torch.inference_mode()
+def raw_costs(target: LanguageModel, method: Method, nodes: float, context: int, runs: int = 30) -> Costs:
+    """Time the forwards that a step of a method needs, and nothing else, at a context of `context` tokens.
+
+    The target forwards of one token and of a tree are timed in turn, so that drift touches both alike.
+    """
+    calls: list[Callable[[], Any]] = [_forward(target, 1, context), _forward(target, max(1, round(nodes)), context)]
+    drafts = method.proposer.forwards()
+    for model, count in drafts:
+        if isinstance(model, LanguageModel):
+            calls.append(_forward(model, count, context))
+        else:
+            hidden_BD = torch.randn(1, target.hidden_size, dtype=target.dtype, device=target.device)
+            calls.append(partial(model, hidden_BD))
+    times: list[list[float]] = [[] for _ in calls]
+    for _ in range(runs):
+        for place, call in enumerate(calls):
+            _synchronise(target)
+            start = time.perf_counter()
+            call()
+            _synchronise(target)
+            times[place].append(time.perf_counter() - start)
+    medians = [statistics.median(series) for series in times]
+    return Costs(medians[0], medians[1], sum(medians[2:]), len(drafts))
+
+
+def _forward(model: LanguageModel, nodes: int, context: int) -> Callable[[], Tensor]:
+    cache = model.new_cache(1, context + nodes)
+    cache.set_lengths([context])
+    tokens_BN = torch.zeros(1, nodes, dtype=torch.int64, device=model.device)
+    return lambda: model.logits(model.extend(cache, tokens_BN))
+
+
+@torch.inference_mode()
+def perplexity(
+    target: LanguageModel, prompts: Sequence[Sequence[int]], outputs: Sequence[Sequence[int]]
+) -> float | None:
+    """exp of the mean negative log-likelihood of the outputs under the unwarped target (`mjsd.txt`, eq. 1)."""
+    loss, count = 0.0, 0
+    for prompt, output in zip(prompts, outputs, strict=True):
+        if not output:
+            continue
+        ids = torch.tensor([[*prompt, *output]], device=target.device)
+        cache = target.new_cache(1, ids.shape[1])
+        hidden_BTD = target.extend(cache, ids[:, :-1])[:, len(prompt) - 1 :]
+        log_probs_BTV = target.logits(hidden_BTD).float().log_softmax(-1)
+        loss -= log_probs_BTV.gather(2, ids[:, len(prompt) :, None]).sum().item()
+        count += len(output)
+    return float(torch.tensor(loss / count).exp()) if count else None
+
+
+def summarise(
+    target: LanguageModel,
+    parts: Parts,
+    entries: Sequence[Entry],
+    prompts: Sequence[Sequence[int]],
+    runs: dict[str, Run],
+    sampling: Sampling,
+) -> list[dict[str, Any]]:
+    """One dictionary an entry, with the metric names of `metrics.py` and of DESIGN: what `results.json` holds.
+
+    Raises:
+        ValueError: a result that cannot be true (see `metrics.impossible`), or no autoregressive entry.
+    """
+    if BASELINE not in runs:
+        raise ValueError(
+            f"speedups are measured against {BASELINE!r}: add it to the methods (there are {sorted(runs)})"
+        )
+    base = runs[BASELINE]
+    context = round(statistics.mean(len(prompt) + len(ids) / 2 for prompt, ids in zip(prompts, base.ids, strict=True)))
+    rows = []
+    for entry in entries:
+        run, method = runs[entry.label], build_method(entry.method, parts, sampling, **entry.options)
+        counts = total(run.tallies)
+        row: dict[str, Any] = {"label": entry.label, "method": entry.method, "options": entry.options}
+        row |= {"temperature": sampling.temperature, "lossless": method.verifier.lossless} | counts.metrics()
+        row |= _speeds(run, base, runs.get(REFERENCE))
+        row["identical_to_greedy"] = _identical(run, base) if sampling.greedy else None
+        costs = raw_costs(target, method, counts.nodes / max(1, counts.steps), context)
+        row |= _bounds(row, costs)
+        row["perplexity"] = perplexity(target, prompts, run.ids)
+        fault = impossible(row)
+        if fault:
+            raise ValueError(f"the measurement of {entry.label!r} cannot be true: {fault}")
+        rows.append(row)
+    return rows
+
+
+def _speeds(run: Run, base: Run, reference: Run | None) -> dict[str, Any]:
+    seconds, base_seconds = run.median_seconds(), base.median_seconds()
+    tokens, base_tokens = [len(ids) for ids in run.ids], [len(ids) for ids in base.ids]
+    speedup, interval = speedup_interval(tokens, seconds, base_tokens, base_seconds)
+    row: dict[str, Any] = {
+        "tokens": sum(tokens),
+        "seconds": sum(seconds),
+        "tokens_per_second": sum(tokens) / sum(seconds),
+        "speedup": speedup,
+        "speedup_interval": interval,
+    }
+    if reference is not None:
+        reference_tokens = [len(ids) for ids in reference.ids]
+        row["speedup_over_transformers"] = speedup_interval(
+            tokens, seconds, reference_tokens, reference.median_seconds()
+        )[0]
+    return row
+
+
+def _identical(run: Run, base: Run) -> list[int]:
+    """How many prompts gave exactly the baseline's tokens, and of how many."""
+    return [sum(mine == theirs for mine, theirs in zip(run.ids, base.ids, strict=True)), len(base.ids)]
+
+
+def _bounds(row: dict[str, Any], costs: Costs) -> dict[str, Any]:
+    per_step = row["tokens_per_step"]
+    bound = per_step * costs.one / (costs.tree + costs.propose)
+    cost_ratio = costs.propose / costs.forwards / costs.one if costs.forwards else None
+    return {
+        "cost_ratio": cost_ratio,
+        "ideal": per_step / (1 + cost_ratio * costs.forwards) if cost_ratio is not None else per_step,
+        "bound": bound,
+        "efficiency": row["speedup"] / bound,
+        "milliseconds": {"one": 1e3 * costs.one, "tree": 1e3 * costs.tree, "propose": 1e3 * costs.propose},
+    }
+
+
+def same_as_reference(runs: dict[str, Run]) -> list[int] | None:
+    """How many prompts `transformers.generate` decodes to the same tokens, and of how many; None if it was not run."""
+    return _identical(runs[REFERENCE], runs[BASELINE]) if REFERENCE in runs else None
+
+
+def _synchronise(model: LanguageModel) -> None:
+    if model.device.type == "cuda":
+        torch.cuda.synchronize(model.device)

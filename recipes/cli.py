@@ -1,0 +1,158 @@
+"""The command line: it parses and forwards. `draftsmith`, `python -m draftsmith`, `accelerate launch -m draftsmith`."""
+
+from __future__ import annotations
+
+import errno
+import os
+import shutil
+import sys
+import traceback
+from pathlib import Path
+from typing import Annotated
+
+import typer
+from rich.markup import escape
+from rich.table import Table
+
+from .. import __version__
+from ..train.interrupts import Interrupted
+from .loading import find_recipe, load_recipe, shipped_recipes
+from .terminal import console, say
+
+app = typer.Typer(
+    help="Train drafters, prediction heads and bigram tables for speculative decoding; measure what each is worth.",
+    no_args_is_help=True,
+    add_completion=False,
+    pretty_exceptions_enable=False,
+    rich_markup_mode=None,
+)
+recipes_app = typer.Typer(help="List, show and copy the recipes that come with the package.", no_args_is_help=True)
+app.add_typer(recipes_app, name="recipes")
+
+RecipeName = Annotated[str, typer.Argument(help="A recipe's file, or the name of a shipped one.")]
+Overrides = Annotated[list[str] | None, typer.Argument(help="Changes to the recipe: key.path=value.")]
+
+
+@app.callback(invoke_without_command=True)
+def _version(show: Annotated[bool, typer.Option("--version", help="Print the version.")] = False) -> None:
+    if show:
+        console().print(__version__)
+        raise typer.Exit
+
+
+@app.command()
+def quickstart(
+    overrides: Overrides = None,
+    recipe: Annotated[str, typer.Option(help="A quickstart recipe.")] = "quickstart",
+    minutes: Annotated[float | None, typer.Option(help="Training time to aim at on two cores; buys quality.")] = None,
+    seed: Annotated[int | None, typer.Option(help="Fixes corpus, weights and order.")] = None,
+    out: Annotated[str | None, typer.Option(help="Folder of everything.")] = None,
+) -> None:
+    """The whole main job on text that is already here: nothing is downloaded."""
+    from .config import QuickstartRecipe
+    from .quickstart import run_quickstart
+
+    options = {"minutes": minutes, "seed": seed, "out": out}
+    given = [f"{key}={value}" for key, value in options.items() if value is not None]
+    loaded = load_recipe(recipe, [*given, *(overrides or [])], kinds=["quickstart"])
+    assert isinstance(loaded, QuickstartRecipe)
+    run_quickstart(loaded)
+
+
+@app.command()
+def prepare(recipe: RecipeName, overrides: Overrides = None) -> None:
+    """Read, render and pack a training recipe's data, and say what became of it."""
+    from ..data.tokenizers import load_tokenizer
+    from .config import DrafterRecipe, HeadsRecipe, TableRecipe
+    from .prepare import prepare_data
+
+    loaded = load_recipe(recipe, overrides or [], kinds=["drafter", "heads", "table"])
+    assert isinstance(loaded, (DrafterRecipe, HeadsRecipe, TableRecipe))
+    prepared = prepare_data(loaded.data, load_tokenizer(loaded.tokenizer_source))
+    console().print(f"{prepared.folder}")
+
+
+@app.command()
+def train(recipe: RecipeName, overrides: Overrides = None) -> None:
+    """Run a training recipe: a drafter, prediction heads or a correlation table."""
+    from .config import DrafterRecipe, HeadsRecipe, TableRecipe
+    from .run import run_train
+
+    loaded = load_recipe(recipe, overrides or [], kinds=["drafter", "heads", "table"])
+    assert isinstance(loaded, (DrafterRecipe, HeadsRecipe, TableRecipe))
+    run_train(loaded)
+
+
+@app.command()
+def evaluate(recipe: RecipeName, overrides: Overrides = None) -> None:
+    """Decode held-out prompts with several methods and compare them."""
+    from .config import EvaluateRecipe
+    from .evaluate import run_evaluate
+
+    loaded = load_recipe(recipe, overrides or [], kinds=["evaluate"])
+    assert isinstance(loaded, EvaluateRecipe)
+    run_evaluate(loaded)
+
+
+@app.command()
+def doctor() -> None:
+    """Versions, devices, number formats, and which optional parts are missing and how to get them."""
+    from .doctor import findings
+
+    table = Table(show_header=False, box=None)
+    for finding in findings():
+        table.add_row(finding.name, finding.state, escape(finding.advice))
+    console().print(table)
+
+
+@recipes_app.command("ls")
+def recipes_list() -> None:
+    """The shipped recipes, with their first comment."""
+    table = Table(show_header=False, box=None)
+    for name, path in shipped_recipes().items():
+        table.add_row(name, path.read_text(encoding="utf-8").splitlines()[0].removeprefix("#").strip())
+    console().print(table)
+
+
+@recipes_app.command("show")
+def recipes_show(recipe: RecipeName) -> None:
+    """A recipe as it stands in its file."""
+    sys.stdout.write(find_recipe(recipe).read_text(encoding="utf-8"))
+
+
+@recipes_app.command("copy")
+def recipes_copy(recipe: RecipeName, to: Annotated[Path, typer.Argument(help="A new file, or a folder.")]) -> None:
+    """Copy a recipe, to change it."""
+    source = find_recipe(recipe)
+    target = to / source.name if to.is_dir() else to
+    if target.exists():
+        raise ValueError(f"{target} exists already")
+    target.parent.mkdir(parents=True, exist_ok=True)
+    shutil.copyfile(source, target)
+    console().print(f"copied to {target}")
+
+
+def main() -> None:
+    """Run the command line. Exit codes: 0 done, 1 failed, 2 wrong input, 130 or 143 interrupted."""
+    try:
+        app()
+    except KeyboardInterrupt:
+        _fail("interrupted", 130)
+    except Interrupted as stopped:
+        sys.exit(128 + stopped.signal_number)
+    except (ValueError, FileNotFoundError, ModuleNotFoundError) as error:
+        _fail(str(error), 2)
+    except OSError as error:
+        if error.errno == errno.ENOSPC:
+            _fail(
+                f"no space left on the disk while writing {error.filename or 'files'}; what was saved before is whole",
+                1,
+            )
+        _fail(str(error), 1)
+
+
+def _fail(message: str, code: int) -> None:
+    if os.environ.get("DRAFTSMITH_TRACEBACK"):
+        traceback.print_exc()
+    say(f"error: {message}")
+    sys.exit(code)

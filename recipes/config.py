@@ -1,0 +1,292 @@
+"""What a recipe may say: every field once, its meaning under it, its default beside it. Only this folder sees YAML."""
+
+from __future__ import annotations
+
+from typing import Any, Literal
+
+from pydantic import BaseModel, ConfigDict, Field, model_validator
+
+Kind = Literal["drafter", "heads", "table", "evaluate", "quickstart"]
+
+
+class Section(BaseModel):
+    """Strict: an unknown key or a value of another type is refused."""
+
+    model_config = ConfigDict(extra="forbid", strict=True, frozen=True, use_attribute_docstrings=True)
+
+
+class DataSection(Section):
+    """Where conversations come from and how they become token blocks."""
+
+    source: str
+    """A local file or folder (.json, .jsonl, .parquet), or a hub id."""
+    file: str | None = None
+    """One data file inside a hub repository."""
+    split: str = "train"
+    """Split of a hub data set."""
+    revision: str | None = None
+    """Revision of a hub data set."""
+    limit: int | None = Field(None, ge=1)
+    """Read at most this many conversations."""
+    template: str = "vicuna-v1.1"
+    """Chat template by name: how turns become text."""
+    block_tokens: int = Field(2048, ge=8)
+    """Length of a packed training block."""
+    heldout_source: str | None = None
+    """Conversations to evaluate on; without it `heldout_share` of the source is held out."""
+    heldout_share: float = Field(0.01, gt=0, lt=1)
+    """Share of the conversations held out, chosen by a hash of their ids."""
+    heldout_limit: int = Field(256, ge=1)
+    """Use at most this many held-out conversations."""
+    cache: str = "runs/prepared"
+    """Folder that keeps prepared blocks; they are reused when nothing that matters has changed."""
+
+
+class ModelSection(Section):
+    """The model to train: an existing one, or a new one."""
+
+    source: str | None = None
+    """Folder or hub id of the model to start from."""
+    config: dict[str, Any] | None = None
+    """A new model instead: `model_type` and other fields of its transformers configuration."""
+    dtype: Literal["float32", "bfloat16", "float16"] = "float32"
+    """Type of the weights while training."""
+
+    @model_validator(mode="after")
+    def _one_of_them(self) -> ModelSection:
+        if (self.source is None) == (self.config is None):
+            given = "both" if self.source else "neither"
+            raise ValueError(f"give one of `source` (start from a model) and `config` (make a new one), got {given}")
+        if self.config is not None and "model_type" not in self.config:
+            raise ValueError("`config` needs `model_type`, such as llama")
+        return self
+
+
+class TrainSection(Section):
+    """The training loop."""
+
+    epochs: float = Field(1.0, gt=0)
+    """Passes over the data; `steps` overrides it."""
+    steps: int | None = Field(None, ge=1)
+    """Optimizer steps."""
+    global_batch: int = Field(128, ge=1)
+    """Blocks per optimizer step, over all processes and micro batches."""
+    micro_batch: int = Field(4, ge=1)
+    """Blocks per forward of one process."""
+    learning_rate: float = Field(2e-5, gt=0)
+    """Peak learning rate."""
+    schedule: Literal["cosine", "linear", "constant"] = "cosine"
+    """How the learning rate falls after its warm-up."""
+    warmup: float = Field(0.03, ge=0, lt=1)
+    """Share of the steps in which the learning rate rises."""
+    weight_decay: float = Field(0.0, ge=0)
+    """AdamW's weight decay."""
+    betas: list[float] = Field([0.9, 0.999], min_length=2, max_length=2)
+    """AdamW's moment decays."""
+    clip_norm: float = Field(1.0, ge=0)
+    """Largest norm of the gradient; 0 never clips."""
+    precision: Literal["no", "bf16", "fp16"] = "no"
+    """Mixed precision."""
+    gradient_checkpointing: bool = False
+    """Recompute activations in the backward pass: less memory, more time."""
+    evaluate_every: int = Field(200, ge=0)
+    """Steps between evaluations on held-out data, the first before training; 0: only at the end."""
+    save_every: int = Field(200, ge=0)
+    """Steps between checkpoints, which is what a killed run may lose; 0: only at the end."""
+    keep_checkpoints: int = Field(2, ge=1)
+    """How many checkpoints stay on disk."""
+    log_every: int = Field(10, ge=1)
+    """Steps between lines of the log."""
+    seed: int = 0
+    """Order of the data and initial weights."""
+
+
+class MeasureSection(Section):
+    """Acceptance measured while training, by decoding a fixed held-out sample at temperature 0."""
+
+    prompts: int = Field(8, ge=0)
+    """Held-out prompts to decode; 0 measures nothing."""
+    new_tokens: int = Field(48, ge=1)
+    """Tokens per prompt."""
+    gamma: int = Field(4, ge=1)
+    """Draft tokens a step (drafters)."""
+    tree: str = "2x1"
+    """Candidates by depth (heads)."""
+
+
+class DrafterRecipe(Section):
+    """Train a causal language model: a drafter, or a target from scratch."""
+
+    kind: Literal["drafter"]
+    out: str
+    """Folder of the artifact; logs and checkpoints lie beside it in `<out>.state`."""
+    model: ModelSection
+    target: str | None = None
+    """Folder or hub id of the model to draft for; the teacher of the distillation objectives."""
+    tokenizer: str | None = None
+    """Folder or hub id of the tokenizer; by default the target's, else the model's."""
+    objective: dict[str, float] = {"cross-entropy": 1.0}
+    """Objectives by name with their weights: cross-entropy, forward-kl, total-variation."""
+    data: DataSection
+    train: TrainSection = TrainSection()
+    measure: MeasureSection = MeasureSection()
+
+    @property
+    def tokenizer_source(self) -> str:
+        return self.tokenizer or self.target or str(self.model.source)
+
+    @model_validator(mode="after")
+    def _teacher(self) -> DrafterRecipe:
+        if self.tokenizer is None and self.target is None and self.model.source is None:
+            raise ValueError("a new model without a target needs `tokenizer`")
+        taught = sorted(set(self.objective) - {"cross-entropy"})
+        if taught and self.target is None:
+            raise ValueError(f"objective {taught[0]!r} needs a `target` to learn from")
+        return self
+
+
+class HeadsRecipe(Section):
+    """Train Medusa-1 / SLiM prediction heads on a frozen target."""
+
+    kind: Literal["heads"]
+    out: str
+    """Folder of the artifact; logs and checkpoints lie beside it in `<out>.state`."""
+    target: str
+    """Folder or hub id of the model that the heads sit on."""
+    num_heads: int = Field(4, ge=1)
+    """Head k predicts the token k + 2 places ahead (k from 0)."""
+    num_layers: int = Field(1, ge=0)
+    """Residual blocks a head."""
+    weight_decay_by_head: float = Field(0.8, gt=0)
+    """Head k's loss counts this to the power of k (so the first head counts 1)."""
+    data: DataSection
+    train: TrainSection = TrainSection(learning_rate=1e-3, warmup=0.1)
+    measure: MeasureSection = MeasureSection()
+
+    @property
+    def tokenizer_source(self) -> str:
+        return self.target
+
+
+class TableRecipe(Section):
+    """Count the bigram correlation table of a corpus (SLiM, eq. 5)."""
+
+    kind: Literal["table"]
+    out: str
+    """Folder of the artifact."""
+    tokenizer: str
+    """Folder or hub id of the tokenizer."""
+    data: DataSection
+
+    @property
+    def tokenizer_source(self) -> str:
+        return self.tokenizer
+
+
+class MethodSection(Section):
+    """One row of an evaluation."""
+
+    method: str
+    """A method by name."""
+    label: str | None = None
+    """Name of the row; by default the method's."""
+    options: dict[str, Any] = {}
+    """Settings of the method, such as gamma."""
+
+
+class EvaluateRecipe(Section):
+    """Decode held-out prompts with several methods and compare them."""
+
+    kind: Literal["evaluate"]
+    out: str
+    """The results file (.json)."""
+    target: str
+    """Folder or hub id of the target."""
+    drafter: str | None = None
+    """Folder or hub id of the drafter."""
+    heads: str | None = None
+    """Folder of the prediction heads."""
+    table: str | None = None
+    """Folder of the correlation table."""
+    prompts: str
+    """Conversations whose first question is the prompt: a file, a folder or a hub id."""
+    template: str = "vicuna-v1.1"
+    """Chat template by name."""
+    limit: int = Field(80, ge=1)
+    """Prompts to decode."""
+    max_prompt_tokens: int = Field(1024, ge=1)
+    """Longer prompts are passed over."""
+    max_new_tokens: int = Field(128, ge=1)
+    """Tokens to generate for each prompt."""
+    temperature: float = Field(0.0, ge=0)
+    """0 decodes greedily."""
+    top_k: int = Field(0, ge=0)
+    """Keep the k most likely tokens; 0 keeps all."""
+    top_p: float = Field(1.0, gt=0, le=1)
+    """Keep the most likely tokens up to this mass."""
+    repeats: int = Field(1, ge=1)
+    """Timed runs of each prompt with each method; medians are reported."""
+    compare_with_transformers: bool = True
+    """At temperature 0, run `transformers.generate` too, for its tokens and its speed."""
+    device: str = "auto"
+    """Where to decode: auto, cpu, cuda …"""
+    dtype: Literal["auto", "float32", "bfloat16", "float16"] = "auto"
+    """Type of the weights; auto takes that of the files."""
+    seed: int = 0
+    """Random numbers of sampling."""
+    methods: list[MethodSection] = Field(min_length=1)
+    """Rows of the table; `autoregressive`, the baseline, must be one of them."""
+
+    @model_validator(mode="after")
+    def _labels(self) -> EvaluateRecipe:
+        labels = [row.label or row.method for row in self.methods]
+        double = sorted({label for label in labels if labels.count(label) > 1})
+        if double:
+            raise ValueError(f"two rows of `methods` are both called {double[0]!r}: give one of them a `label`")
+        if "autoregressive" not in labels:
+            raise ValueError("`methods` must hold `autoregressive`: speedups are measured against it")
+        return self
+
+
+class CorpusSection(Section):
+    """The corpus of the embedded pair: documentation of the Python packages already installed."""
+
+    packages: list[str] = Field(min_length=1)
+    """Packages to read besides the standard library; those that are not installed are passed over and named."""
+    megabytes: float = Field(gt=0)
+    """Text to take, spread over the packages."""
+    heldout_share: float = Field(0.02, gt=0, lt=1)
+    """Share of the documented objects held out, chosen by a hash of their names."""
+    vocab_size: int = Field(4096, ge=300)
+    """Tokens of the byte-level BPE that is trained on it."""
+
+
+class QuickstartRecipe(Section):
+    """The whole main job on text that is already here: corpus, tokenizer, target, drafter, heads, table, evaluation."""
+
+    kind: Literal["quickstart"]
+    out: str = "runs/quickstart"
+    """Folder of everything; `{out}` in the parts below stands for it."""
+    minutes: float = Field(8.0, gt=0)
+    """Training steps are those given below times minutes / 8: the whole run then takes about so long on two cores."""
+    seed: int = 0
+    """Fixes the corpus, the initial weights and the order of the data."""
+    corpus: CorpusSection
+    target: DrafterRecipe
+    drafter: DrafterRecipe
+    """First stage: cross entropy."""
+    distilled: DrafterRecipe
+    """Second stage, from the first: distillation from the target. Its artifact is the drafter."""
+    heads: HeadsRecipe
+    table: TableRecipe
+    evaluate: EvaluateRecipe
+
+
+Recipe = DrafterRecipe | HeadsRecipe | TableRecipe | EvaluateRecipe | QuickstartRecipe
+RECIPES: dict[str, type[Section]] = {
+    "drafter": DrafterRecipe,
+    "heads": HeadsRecipe,
+    "table": TableRecipe,
+    "evaluate": EvaluateRecipe,
+    "quickstart": QuickstartRecipe,
+}

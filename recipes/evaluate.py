@@ -1,0 +1,183 @@
+"""Evaluation: prompts and artifacts in, one honest table and `results.json` out."""
+
+from __future__ import annotations
+
+import json
+import os
+import platform
+from importlib.metadata import PackageNotFoundError, version
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from ..checkpoints.artifact import check_target, load_manifest, tokenizer_fingerprint
+from ..checkpoints.heads import load_heads
+from ..checkpoints.table import BigramTable
+from ..data.conversations import read_conversations
+from ..data.templates import get_template
+from ..data.tokenizers import load_tokenizer
+from ..decode.engine import Limits
+from ..decode.measure import Entry, Run, measure, same_as_reference, summarise
+from ..decode.methods import METHODS, Parts, method_options
+from ..decode.models import LanguageModel, check_same_vocabulary, load_model, wrap_model
+from ..decode.warpers import Sampling
+from .config import EvaluateRecipe
+from .loading import write_recipe
+from .terminal import bar, console, results_table, say
+
+SCHEMA = 1
+
+
+def run_evaluate(recipe: EvaluateRecipe) -> dict[str, Any]:
+    """Measure every method of the recipe, print the table and write the results.
+
+    Raises:
+        ValueError: a missing or unfit artifact, no prompt short enough, a method without its part, or a lossless
+            method whose output at temperature 0 differs from the target's own.
+    """
+    for row in recipe.methods:
+        method_options(row.method, row.options)
+    device = _device(recipe.device)
+    tokenizer = load_tokenizer(recipe.target)
+    model = load_model(recipe.target, dtype=recipe.dtype, device=device)
+    target = wrap_model(model)
+    parts = _load_parts(recipe, target, tokenizer, device)
+    prompts = load_prompts(recipe.prompts, recipe.template, tokenizer, recipe.limit, recipe.max_prompt_tokens)
+    limits = Limits(recipe.max_new_tokens, stop_ids(tokenizer))
+    sampling = Sampling(recipe.temperature, recipe.top_k, recipe.top_p)
+    entries = [Entry(row.label or row.method, row.method, row.options) for row in recipe.methods]
+    say(f"evaluate: {len(prompts)} prompts, {len(entries)} methods, {recipe.repeats} run(s) each, on {device}")
+    with bar("evaluating", "runs") as advance:
+        runs = measure(
+            target,
+            parts,
+            entries,
+            prompts,
+            limits,
+            sampling,
+            reference=model if recipe.compare_with_transformers else None,
+            repeats=recipe.repeats,
+            seed=recipe.seed,
+            progress=advance,
+        )
+    rows = summarise(target, parts, entries, prompts, runs, sampling)
+    results = {
+        "schema": SCHEMA,
+        "machine": machine(device),
+        "recipe": recipe.model_dump(mode="json"),
+        "prompts": len(prompts),
+        "greedy_equals_transformers": same_as_reference(runs),
+        "methods": rows,
+    }
+    _write_json(Path(recipe.out), results)
+    write_recipe(recipe, Path(recipe.out).with_name("evaluate.yaml"))
+    _show(recipe, results)
+    _check_lossless(results, runs)
+    return results
+
+
+def load_prompts(source: str, template: str, tokenizer: Any, limit: int, max_tokens: int) -> list[list[int]]:
+    """Token ids of the first questions of conversations, as the template presents them for generation.
+
+    Raises:
+        ValueError: where no prompt is short enough, naming the limit and the shortest.
+    """
+    layout, prompts, shortest = get_template(template), [], None
+    for conversation in read_conversations(source):
+        question = next(place for place, turn in enumerate(conversation.turns) if turn.role == "user")
+        ids = layout.prompt(conversation.turns[: question + 1], tokenizer)
+        shortest = min(len(ids), shortest or len(ids))
+        if len(ids) <= max_tokens:
+            prompts.append(ids)
+        if len(prompts) == limit:
+            break
+    if not prompts:
+        raise ValueError(f"no prompt in {source} has at most {max_tokens} tokens; the shortest has {shortest}")
+    return prompts
+
+
+def stop_ids(tokenizer: Any) -> tuple[int, ...]:
+    """Tokens that end an answer."""
+    return () if tokenizer.eos_token_id is None else (int(tokenizer.eos_token_id),)
+
+
+def machine(device: str) -> dict[str, Any]:
+    """Hardware and library versions that numbers were measured with."""
+    name = torch.cuda.get_device_name() if device.startswith("cuda") else _cpu_name()
+    versions = {}
+    for package in ("draftsmith", "torch", "transformers", "accelerate", "deepspeed"):
+        try:
+            versions[package] = version(package)
+        except PackageNotFoundError:
+            continue
+    threads = {"cores": os.cpu_count(), "threads": torch.get_num_threads()}
+    return {"device": device, "name": name, **threads, "python": platform.python_version(), "versions": versions}
+
+
+def _cpu_name() -> str:
+    info = Path("/proc/cpuinfo")
+    if info.is_file():
+        for line in info.read_text(encoding="utf-8").splitlines():
+            if line.startswith("model name"):
+                return line.split(":", 1)[1].strip()
+    return platform.processor() or platform.machine()
+
+
+def _device(wanted: str) -> str:
+    if wanted != "auto":
+        return wanted
+    return "cuda" if torch.cuda.is_available() else "cpu"
+
+
+def _load_parts(recipe: EvaluateRecipe, target: LanguageModel, tokenizer: Any, device: str) -> Parts:
+    needed = {part for row in recipe.methods for part in METHODS[row.method].needs}
+    for part in sorted(needed):
+        if getattr(recipe, part) is None:
+            method = next(row.method for row in recipe.methods if part in METHODS[row.method].needs)
+            raise ValueError(f"method {method!r} needs `{part}`, and the recipe names none")
+    fingerprint = tokenizer_fingerprint(tokenizer)
+    sizes: dict[str, Any] = {"vocab_size": target.vocab_size, "tokenizer_fingerprint": fingerprint}
+    drafter = heads = table = None
+    if recipe.drafter is not None:
+        drafter = wrap_model(load_model(recipe.drafter, dtype=recipe.dtype, device=device))
+        check_same_vocabulary(target, drafter, "drafter")
+        if (Path(recipe.drafter) / "artifact.json").is_file():
+            check_target(load_manifest(Path(recipe.drafter)), what=f"the drafter {recipe.drafter}", **sizes)
+    if recipe.heads is not None:
+        check_target(load_manifest(Path(recipe.heads)), what=f"the heads {recipe.heads}", **sizes)
+        heads = load_heads(Path(recipe.heads), device=device, dtype=target.dtype).eval()
+    if recipe.table is not None:
+        check_target(load_manifest(Path(recipe.table)), what=f"the table {recipe.table}", **sizes)
+        table = BigramTable.load(Path(recipe.table))
+    return Parts(drafter, heads, table)
+
+
+def _write_json(path: Path, results: dict[str, Any]) -> None:
+    path.parent.mkdir(parents=True, exist_ok=True)
+    unfinished = path.with_name(f".{path.name}.{os.getpid()}")
+    unfinished.write_text(json.dumps(results, indent=2, allow_nan=False) + "\n", encoding="utf-8")
+    unfinished.replace(path)
+
+
+def _show(recipe: EvaluateRecipe, results: dict[str, Any]) -> None:
+    title = f"{recipe.target} at temperature {recipe.temperature:g}, {results['prompts']} prompts"
+    console().print(results_table(title, results["methods"], results["prompts"]))
+    same = results["greedy_equals_transformers"]
+    if same is not None:
+        console().print(f"autoregressive decoding equals transformers.generate on {same[0]} of {same[1]} prompts")
+    console().print(f"results: {recipe.out}")
+
+
+def _check_lossless(results: dict[str, Any], runs: dict[str, Run]) -> None:
+    """The run's own check: at temperature 0 a lossless method writes what the target writes."""
+    for row in results["methods"]:
+        same = row["identical_to_greedy"]
+        if row["lossless"] and same is not None and same[0] < same[1]:
+            baseline = runs["autoregressive"].ids
+            mine = runs[row["label"]].ids
+            place = next(index for index, ids in enumerate(mine) if ids != baseline[index])
+            raise ValueError(
+                f"{row['label']!r} calls itself lossless, but differs from greedy decoding on {same[1] - same[0]} of "
+                f"{same[1]} prompts, first on prompt {place}"
+            )

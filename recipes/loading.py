@@ -1,0 +1,200 @@
+"""From a recipe's file and `key=value` overrides to a checked recipe, or one clear message."""
+
+from __future__ import annotations
+
+import difflib
+import os
+import re
+import types
+import typing
+from collections.abc import Hashable, Sequence
+from pathlib import Path
+from typing import Any
+
+import yaml
+from pydantic import BaseModel, ValidationError
+
+from .config import RECIPES, Recipe
+
+SHIPPED = Path(__file__).parent
+
+
+class _Loader(yaml.SafeLoader):
+    """YAML 1.2 floats (1e-3 is a number), and no key twice."""
+
+    def construct_mapping(self, node: yaml.MappingNode, deep: bool = False) -> dict[Hashable, Any]:
+        keys = [self.construct_object(key, deep=True) for key, _ in node.value]
+        for place, key in enumerate(keys):
+            if key in keys[:place]:
+                raise yaml.constructor.ConstructorError(None, None, f"key {key!r} stands twice", node.start_mark)
+        return super().construct_mapping(node, deep)
+
+
+_Loader.add_implicit_resolver(
+    "tag:yaml.org,2002:float",
+    re.compile(r"^[-+]?(\d+\.\d*([eE][-+]?\d+)?|\.\d+([eE][-+]?\d+)?|\d+[eE][-+]?\d+|\.inf|\.nan)$"),
+    list("-+0123456789."),
+)
+
+
+def shipped_recipes() -> dict[str, Path]:
+    """Recipes that come with the package, by name (`drafter/vicuna-68m`)."""
+    return {str(path.relative_to(SHIPPED).with_suffix("")): path for path in sorted(SHIPPED.rglob("*.yaml"))}
+
+
+def find_recipe(name: str) -> Path:
+    """A recipe's file by path, or by the name of one that is shipped.
+
+    Raises:
+        ValueError: where there is neither, with the nearest right name.
+    """
+    path = Path(name)
+    if path.is_file():
+        return path
+    shipped = shipped_recipes()
+    short = name.removesuffix(".yaml").removeprefix("recipes/")
+    if short in shipped:
+        return shipped[short]
+    known = [*shipped, *(item.name for item in path.parent.glob("*.yaml"))]
+    raise ValueError(
+        f"there is no recipe {name!r}.{_nearest(short, known)} `draftsmith recipes ls` lists what is shipped"
+    )
+
+
+def read_recipe(path: Path) -> dict[str, Any]:
+    """The mapping in a YAML file. Raises ValueError naming file and line where it is none."""
+    try:
+        loaded = yaml.load(path.read_text(encoding="utf-8"), Loader=_Loader)
+    except yaml.YAMLError as error:
+        mark = getattr(error, "problem_mark", None)
+        where = f"{path}:{mark.line + 1}" if mark else str(path)
+        raise ValueError(f"{where} is not valid YAML: {getattr(error, 'problem', None) or error}") from error
+    except UnicodeDecodeError as error:
+        raise ValueError(f"{path} is not a text file: {error}") from error
+    if not isinstance(loaded, dict):
+        raise ValueError(f"{path} is not a recipe: it must be a mapping with `kind`, and is {type(loaded).__name__}")
+    return typing.cast(dict[str, Any], _unshared(loaded))
+
+
+def _unshared(value: Any) -> Any:
+    """A copy in which YAML's aliases are values of their own, so that an override changes one place."""
+    if isinstance(value, dict):
+        return {key: _unshared(item) for key, item in value.items()}
+    return [_unshared(item) for item in value] if isinstance(value, list) else value
+
+
+def load_recipe(name: str, overrides: Sequence[str] = (), *, kinds: Sequence[str] = tuple(RECIPES)) -> Recipe:
+    """A checked recipe.
+
+    Args:
+        name: a file, or a shipped recipe's name.
+        overrides: `key.path=value`, values in YAML.
+        kinds: those that the caller can run.
+
+    Raises:
+        ValueError: one message with every fault, each with its key's path and the nearest right name.
+    """
+    path = find_recipe(name)
+    values = read_recipe(path)
+    for override in overrides:
+        _apply(values, override)
+    kind = values.get("kind")
+    if kind not in RECIPES:
+        raise ValueError(f"{path}: `kind` is {kind!r}.{_nearest(str(kind), list(RECIPES))} Known: {', '.join(RECIPES)}")
+    if kind not in kinds:
+        raise ValueError(f"{path} is a recipe of kind {kind!r}; this command runs {', '.join(kinds)}")
+    return parse_recipe(values, str(path))
+
+
+def parse_recipe(values: dict[str, Any], where: str) -> Recipe:
+    """A checked recipe from its mapping. Raises ValueError as `load_recipe` does."""
+    model = RECIPES[values["kind"]]
+    try:
+        return typing.cast(Recipe, model.model_validate(values))
+    except ValidationError as error:
+        faults = [_describe(model, fault) for fault in error.errors()]
+        raise ValueError(f"{where}: " + "; ".join(dict.fromkeys(faults))) from error
+
+
+def dump_recipe(recipe: Recipe) -> str:
+    """The resolved recipe as YAML; running it again repeats the run."""
+    return yaml.safe_dump(recipe.model_dump(mode="json"), sort_keys=False, allow_unicode=True)
+
+
+def write_recipe(recipe: Recipe, path: Path) -> None:
+    """Write the resolved recipe, whole or not at all."""
+    path.parent.mkdir(parents=True, exist_ok=True)
+    unfinished = path.with_name(f".{path.name}.{os.getpid()}")
+    unfinished.write_text(dump_recipe(recipe), encoding="utf-8")
+    unfinished.replace(path)
+
+
+def _apply(values: dict[str, Any], override: str) -> None:
+    key, equals, text = override.partition("=")
+    if not equals or not key:
+        raise ValueError(f"override {override!r} is not of the form key.path=value")
+    try:
+        value = yaml.load(text, Loader=_Loader) if text else None
+    except yaml.YAMLError as error:
+        raise ValueError(f"override {override!r}: the value is not valid YAML") from error
+    *parents, last = key.split(".")
+    here: Any = values
+    for place, parent in enumerate(parents):
+        if isinstance(here, list):
+            here = _item(here, parent, override)
+            continue
+        if here.get(parent) is None:
+            here[parent] = {}
+        here = here[parent]
+        if not isinstance(here, (dict, list)):
+            raise ValueError(f"override {override!r}: {'.'.join(parents[: place + 1])!r} is a value, not a section")
+    if isinstance(here, list):
+        _item(here, last, override)
+        here[int(last)] = value
+    else:
+        here[last] = value
+
+
+def _item(items: list[Any], index: str, override: str) -> Any:
+    if not index.isdigit() or int(index) >= len(items):
+        raise ValueError(f"override {override!r}: {index!r} is no place in a list of {len(items)}")
+    return items[int(index)]
+
+
+def _describe(model: type[BaseModel], fault: Any) -> str:
+    place = [str(part) for part in fault["loc"]]
+    key = ".".join(place)
+    if fault["type"] == "extra_forbidden":
+        known = _fields_at(model, fault["loc"][:-1])
+        return f"unknown key {key!r}.{_nearest(place[-1], known)}"
+    if fault["type"] == "missing":
+        return f"{key!r} is missing"
+    message = fault["msg"].removeprefix("Value error, ")
+    message = message[0].lower() + message[1:]
+    given = "" if isinstance(fault["input"], (dict, BaseModel)) else f", got {fault['input']!r}"
+    return f"{key!r}: {message}{given}" if key else f"{message}{given}"
+
+
+def _fields_at(model: Any, place: Sequence[str | int]) -> list[str]:
+    """Names of the fields of the section that a key's path leads to."""
+    for part in place:
+        model = _section_of(model.model_fields[part].annotation if isinstance(part, str) else model)
+        if model is None:
+            return []
+    return list(model.model_fields)
+
+
+def _section_of(annotation: Any) -> type[BaseModel] | None:
+    if isinstance(annotation, type) and issubclass(annotation, BaseModel):
+        return annotation
+    if typing.get_origin(annotation) in (list, typing.Union, types.UnionType):
+        for inner in typing.get_args(annotation):
+            found = _section_of(inner)
+            if found is not None:
+                return found
+    return None
+
+
+def _nearest(name: str, known: Sequence[str]) -> str:
+    close = difflib.get_close_matches(name, known, n=1, cutoff=0.5)
+    return f" Did you mean {close[0]!r}?" if close else ""

@@ -1,0 +1,307 @@
+"""The kinds of training recipes: from a checked recipe to an artifact on disk."""
+
+from __future__ import annotations
+
+import json
+import math
+import shutil
+from collections.abc import Callable, Sequence
+from dataclasses import asdict
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import nn
+from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedModel
+
+from ..checkpoints.artifact import (
+    load_manifest,
+    model_fingerprint,
+    save_artifact,
+    tokenizer_fingerprint,
+    verify_artifact,
+)
+from ..checkpoints.heads import PredictionHeads, save_heads
+from ..checkpoints.table import BigramTable
+from ..data.tokenizers import load_tokenizer
+from ..decode.engine import Limits
+from ..decode.measure import decode
+from ..decode.methods import Parts, build_method
+from ..decode.metrics import total
+from ..decode.models import LanguageModel, load_model, wrap_model
+from ..decode.warpers import Sampling
+from ..train.drafter import DrafterTask
+from ..train.heads import HeadsTask
+from ..train.loop import FitConfig, FitResult, Task, fit
+from .config import DrafterRecipe, HeadsRecipe, MeasureSection, Section, TableRecipe, TrainSection
+from .evaluate import load_prompts, stop_ids
+from .loading import dump_recipe, write_recipe
+from .prepare import Prepared, prepare_data
+from .terminal import say
+
+
+def run_train(recipe: DrafterRecipe | HeadsRecipe | TableRecipe) -> Path:
+    """Run a training recipe to its artifact, or find that it is there already.
+
+    Returns:
+        The artifact's folder.
+
+    Raises:
+        ValueError: an artifact of another recipe stands there; whatever data, models and training raise.
+    """
+    out = Path(recipe.out)
+    accelerator = _accelerator(recipe)
+    if accelerator.is_main_process:
+        _check_out(out, recipe)
+    accelerator.wait_for_everyone()
+    if _finished(out, recipe):
+        say(f"{recipe.kind}: {out} is finished, reusing it")
+        return out
+    KINDS[recipe.kind](recipe, out, accelerator)
+    accelerator.wait_for_everyone()
+    return out
+
+
+def _accelerator(recipe: Section) -> Any:
+    from accelerate import Accelerator
+
+    train = getattr(recipe, "train", None)
+    return Accelerator(mixed_precision=train.precision if train is not None else "no")
+
+
+def run_drafter(recipe: DrafterRecipe, out: Path, accelerator: Any) -> None:
+    """Train a causal LM: from a model or from scratch, on labels or on a target's distributions."""
+    tokenizer = load_tokenizer(recipe.tokenizer_source)
+    prepared = _prepare_once(recipe, tokenizer, accelerator)
+    model = _model(recipe, accelerator)
+    _check_vocabulary(len(tokenizer), model.get_output_embeddings().weight.shape[0], recipe.model.source or "the model")
+    teaches = set(recipe.objective) != {"cross-entropy"}
+    target = None
+    if recipe.target is not None and (teaches or recipe.measure.prompts):
+        target = load_model(recipe.target, device=str(accelerator.device))
+    measure = _drafter_measure(recipe, target, tokenizer, prepared) if target is not None else None
+    task = DrafterTask(
+        model, prepared.heldout, objective=recipe.objective, teacher=target if teaches else None, evaluate_fn=measure
+    )
+    result = _fit(task, prepared, recipe, out, accelerator)
+    if not accelerator.is_main_process:
+        return
+
+    def write(folder: Path) -> None:
+        model.save_pretrained(folder)
+        tokenizer.save_pretrained(folder)
+
+    _save(recipe, out, write, tokenizer, prepared, result, target, _shapes(model))
+
+
+def run_heads(recipe: HeadsRecipe, out: Path, accelerator: Any) -> None:
+    """Train prediction heads on a frozen target."""
+    tokenizer = load_tokenizer(recipe.tokenizer_source)
+    prepared = _prepare_once(recipe, tokenizer, accelerator)
+    target = load_model(recipe.target, device=str(accelerator.device))
+    projection_VD = target.get_output_embeddings().weight.detach()
+    _check_vocabulary(len(tokenizer), projection_VD.shape[0], recipe.target)
+    heads = PredictionHeads.from_lm_head(projection_VD, recipe.num_heads, recipe.num_layers).to(accelerator.device)
+    measure = _heads_measure(recipe, target, tokenizer, prepared) if recipe.measure.prompts else None
+    weights = [recipe.weight_decay_by_head**place for place in range(recipe.num_heads)]
+    task = HeadsTask(target, heads, prepared.heldout, head_weights=weights, evaluate_fn=measure)
+    result = _fit(task, prepared, recipe, out, accelerator)
+    if not accelerator.is_main_process:
+        return
+    shapes = {"num_heads": recipe.num_heads, "num_layers": recipe.num_layers, "hidden_size": projection_VD.shape[1]}
+    _save(
+        recipe,
+        out,
+        lambda folder: save_heads(heads, folder, recipe.target),
+        tokenizer,
+        prepared,
+        result,
+        target,
+        shapes,
+    )
+
+
+def run_table(recipe: TableRecipe, out: Path, accelerator: Any) -> None:
+    """Count bigrams; one process counts, others wait."""
+    tokenizer = load_tokenizer(recipe.tokenizer_source)
+    prepared = _prepare_once(recipe, tokenizer, accelerator)
+    if not accelerator.is_main_process:
+        return
+    say(f"table: counting pairs in {prepared.train.manifest['tokens']:,} tokens")
+    table = BigramTable.from_documents(prepared.train.iter_documents(), len(tokenizer))
+    shapes = {"entries": len(table.col)}
+    say(f"table: {len(table.col):,} pairs seen at least once")
+    _save(recipe, out, table.save, tokenizer, prepared, None, None, shapes)
+
+
+KINDS: dict[str, Callable[..., None]] = {"drafter": run_drafter, "heads": run_heads, "table": run_table}
+
+
+def _prepare_once(recipe: Any, tokenizer: Any, accelerator: Any) -> Prepared:
+    """The main process prepares, the others then find it done."""
+    if accelerator.is_main_process:
+        prepare_data(recipe.data, tokenizer)
+    accelerator.wait_for_everyone()
+    return prepare_data(recipe.data, tokenizer, quiet=True)
+
+
+def _model(recipe: DrafterRecipe, accelerator: Any) -> PreTrainedModel:
+    dtype = getattr(torch, recipe.model.dtype)
+    if recipe.model.source is not None:
+        return load_model(recipe.model.source, dtype=dtype)
+    settings = dict(recipe.model.config or {})
+    torch.manual_seed(recipe.train.seed)
+    try:
+        config = AutoConfig.for_model(settings.pop("model_type"), **settings)
+    except (ValueError, TypeError) as error:
+        raise ValueError(f"model.config makes no model: {str(error).splitlines()[0]}") from error
+    return AutoModelForCausalLM.from_config(config).to(dtype)
+
+
+def _check_vocabulary(tokens: int, rows: int, what: str) -> None:
+    if tokens > rows:
+        raise ValueError(f"the tokenizer has {tokens} tokens, and {what} has embeddings for {rows}")
+
+
+def _fit(task: Task, prepared: Prepared, recipe: Any, out: Path, accelerator: Any) -> FitResult:
+    train: TrainSection = recipe.train
+    settings = train.model_dump(exclude={"epochs", "steps"})
+    steps = train.steps or max(1, math.ceil(train.epochs * prepared.train.blocks / train.global_batch))
+    config = FitConfig(steps=steps, **(settings | {"betas": tuple(train.betas)}))
+    state = _state(out)
+    if accelerator.is_main_process:
+        state.mkdir(parents=True, exist_ok=True)
+        write_recipe(recipe, state / "recipe.yaml")
+    accelerator.wait_for_everyone()
+    return fit(task, prepared.train, config, state, accelerator)
+
+
+def _save(
+    recipe: Any,
+    out: Path,
+    write: Callable[[Path], None],
+    tokenizer: Any,
+    prepared: Prepared,
+    result: FitResult | None,
+    target: nn.Module | None,
+    shapes: dict[str, Any],
+) -> None:
+    def write_all(folder: Path) -> None:
+        write(folder)
+        (folder / "recipe.yaml").write_text(dump_recipe(recipe), encoding="utf-8")
+
+    named = getattr(recipe, "target", None)
+    identity = None
+    if named is not None:
+        identity = {"id": named, "fingerprint": model_fingerprint(target) if target is not None else None}
+    save_artifact(
+        out,
+        kind=recipe.kind,
+        write=write_all,
+        vocab_size=shapes.get("vocab_size", len(tokenizer)),
+        tokenizer_fingerprint=tokenizer_fingerprint(tokenizer),
+        target=identity,
+        shapes=shapes,
+        recipe=recipe.model_dump(mode="json"),
+        data=prepared.summary(),
+        training={} if result is None else asdict(result) | {"history": result.history.name},
+        evaluation=None if result is None else result.metrics,
+    )
+    shutil.rmtree(_state(out) / "checkpoints", ignore_errors=True)
+    say(f"{recipe.kind}: wrote {out}")
+
+
+def _state(out: Path) -> Path:
+    return out.with_name(out.name + ".state")
+
+
+def _check_out(out: Path, recipe: Section) -> None:
+    """Refuse to write over what another recipe made; check the hashes of what this one made."""
+    if not out.exists():
+        return
+    if not (out / "artifact.json").is_file():
+        if any(out.iterdir()):
+            raise ValueError(f"{out} holds other files and no artifact: choose another `out`")
+        return
+    theirs, mine = load_manifest(out).recipe, json.loads(json.dumps(recipe.model_dump(mode="json")))
+    if theirs != mine:
+        raise ValueError(
+            f"{out} holds the artifact of another recipe ({_difference(theirs, mine)}): "
+            "choose another `out`, or delete that folder"
+        )
+    verify_artifact(out)
+
+
+def _finished(out: Path, recipe: Section) -> bool:
+    return (out / "artifact.json").is_file()
+
+
+def _difference(theirs: Any, mine: Any, place: str = "") -> str:
+    """The first key in which two recipes differ, with both values."""
+    if isinstance(theirs, dict) and isinstance(mine, dict):
+        for key in sorted(set(theirs) | set(mine)):
+            if theirs.get(key) != mine.get(key):
+                return _difference(theirs.get(key), mine.get(key), f"{place}.{key}" if place else key)
+    return f"{place}: {theirs!r} there, {mine!r} here"
+
+
+def _shapes(model: PreTrainedModel) -> dict[str, Any]:
+    return {
+        "vocab_size": model.get_output_embeddings().weight.shape[0],
+        "parameters": sum(parameter.numel() for parameter in model.parameters()),
+        "model_type": model.config.model_type,
+    }
+
+
+def _drafter_measure(
+    recipe: DrafterRecipe, target: PreTrainedModel, tokenizer: Any, prepared: Prepared
+) -> Callable[[nn.Module], dict[str, float]] | None:
+    if not recipe.measure.prompts:
+        return None
+    scorer = wrap_model(target)
+    prompts = _sample(recipe, tokenizer, prepared)
+
+    def run(model: Any) -> dict[str, float]:
+        parts = Parts(drafter=wrap_model(model, check=False))
+        return _acceptance(
+            scorer, parts, "speculative", {"gamma": recipe.measure.gamma}, prompts, recipe.measure, tokenizer
+        )
+
+    return run
+
+
+def _heads_measure(
+    recipe: HeadsRecipe, target: PreTrainedModel, tokenizer: Any, prepared: Prepared
+) -> Callable[[nn.Module], dict[str, float]]:
+    scorer = wrap_model(target)
+    prompts = _sample(recipe, tokenizer, prepared)
+
+    def run(heads: Any) -> dict[str, float]:
+        was_training = heads.training
+        options = {"tree": recipe.measure.tree}
+        metrics = _acceptance(scorer, Parts(heads=heads.eval()), "medusa", options, prompts, recipe.measure, tokenizer)
+        heads.train(was_training)
+        return metrics
+
+    return run
+
+
+def _sample(recipe: DrafterRecipe | HeadsRecipe, tokenizer: Any, prepared: Prepared) -> list[list[int]]:
+    source, longest = str(prepared.folder / "heldout.jsonl"), recipe.data.block_tokens
+    return load_prompts(source, recipe.data.template, tokenizer, recipe.measure.prompts, longest)
+
+
+def _acceptance(
+    scorer: LanguageModel,
+    parts: Parts,
+    name: str,
+    options: dict[str, Any],
+    prompts: Sequence[Sequence[int]],
+    section: MeasureSection,
+    tokenizer: Any,
+) -> dict[str, float]:
+    """Tokens per step and acceptance rate of real decoding at temperature 0 on the fixed sample."""
+    method = build_method(name, parts, Sampling(), **options)
+    limits = Limits(section.new_tokens, stop_ids(tokenizer))
+    metrics = total(decode(scorer, method, Sampling(), 0, prompt, limits)[1] for prompt in prompts).metrics()
+    return {key: float(metrics[key]) for key in ("tokens_per_step", "acceptance_rate")}  # type: ignore[arg-type]

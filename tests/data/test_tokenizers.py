@@ -1,0 +1,64 @@
+"""The trained vocabulary is exact, complete and the same every time; loading fails clearly."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+from draftsmith.data.tokenizers import load_tokenizer, train_bpe
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+SPECIALS = ["<|endoftext|>", "<|im_start|>", "<|im_end|>"]
+TEXTS = ["the cat and the hat and the bat", "a man, a plan, a canal", "print(the_cat + the_hat)"] * 3
+
+
+def test_exact_size_and_special_ids() -> None:
+    tokenizer = train_bpe(TEXTS, 280, SPECIALS)
+    assert len(tokenizer) == 280
+    assert [tokenizer.convert_tokens_to_ids(token) for token in SPECIALS] == [0, 1, 2]
+    assert (tokenizer.pad_token, tokenizer.bos_token, tokenizer.eos_token) == (SPECIALS[0], SPECIALS[0], SPECIALS[2])
+    assert tokenizer("<|im_start|>").input_ids == [1]
+    assert len(tokenizer("the").input_ids) < 3, "merges were learnt"
+
+
+@settings(max_examples=60, deadline=None)
+@given(text=st.text())
+def test_any_text_comes_back_byte_for_byte(text: str) -> None:
+    ids = _TOKENIZER(text, split_special_tokens=True).input_ids
+    assert _TOKENIZER.decode(ids) == text
+
+
+_TOKENIZER = train_bpe(TEXTS, 280, SPECIALS)
+
+
+def test_training_is_deterministic() -> None:
+    assert train_bpe(iter(TEXTS), 280, SPECIALS).get_vocab() == train_bpe(TEXTS, 280, SPECIALS).get_vocab()
+
+
+def test_saved_and_loaded_is_the_same(tmp_path: Path) -> None:
+    tokenizer = train_bpe(TEXTS, 280, SPECIALS)
+    tokenizer.save_pretrained(tmp_path)
+    loaded = load_tokenizer(str(tmp_path))
+    assert loaded.get_vocab() == tokenizer.get_vocab()
+    assert sorted(loaded.all_special_tokens) == sorted(SPECIALS)
+    assert loaded("the <|im_end|>").input_ids == tokenizer("the <|im_end|>").input_ids
+    assert loaded.eos_token_id == 2
+
+
+def test_sizes_that_cannot_be_name_both_numbers() -> None:
+    with pytest.raises(ValueError, match=r"vocab_size is 258, but 256 bytes and 3 special tokens need 259"):
+        train_bpe(TEXTS, 258, SPECIALS)
+    with pytest.raises(ValueError, match=r"a vocabulary of 2\d\d tokens, not 4000"):
+        train_bpe(["ab ab"], 4000, SPECIALS)
+    with pytest.raises(ValueError, match="special_tokens must be"):
+        train_bpe(TEXTS, 300, ["<a>", "<a>"])
+
+
+def test_a_folder_without_tokenizer_and_a_file_are_refused(tmp_path: Path) -> None:
+    with pytest.raises(ValueError, match="no tokenizer could be loaded from the folder"):
+        load_tokenizer(str(tmp_path))
+    file = tmp_path / "tokenizer.model"
+    file.write_text("x")
+    with pytest.raises(ValueError, match="is a file; a tokenizer is loaded from the folder"):
+        load_tokenizer(str(file))

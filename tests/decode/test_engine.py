@@ -1,0 +1,178 @@
+"""The loop: greedy identity with transformers, ragged batches, stop rules, refusals."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+
+import numpy as np
+import pytest
+import torch
+from draftsmith.checkpoints.table import BigramTable
+from draftsmith.decode.engine import Limits, Step, generate
+from draftsmith.decode.methods import METHODS, Parts, build_method
+from draftsmith.decode.models import LanguageModel, check_same_vocabulary, wrap_model
+from draftsmith.decode.rng import Rng
+from draftsmith.decode.warpers import Sampling
+from transformers import LlamaForCausalLM
+
+VOCAB = 64
+PROMPTS = [[1, 2, 3], [5], [9, 8, 7, 6, 5, 4, 3], [63, 0]]
+LOSSLESS = [name for name in METHODS if name != "mjsd"]
+
+
+@pytest.fixture
+def target_model(make_llama: Callable[..., LlamaForCausalLM]) -> LlamaForCausalLM:
+    return make_llama(VOCAB, seed=0, num_hidden_layers=3)
+
+
+@pytest.fixture
+def parts(make_llama: Callable[..., LlamaForCausalLM], make_heads: Callable[..., torch.nn.Module]) -> Parts:
+    drafter = wrap_model(make_llama(VOCAB, seed=1, num_hidden_layers=1))
+    rng = np.random.default_rng(0)
+    table = BigramTable.from_documents([rng.integers(0, VOCAB, 5000)], VOCAB)
+    return Parts(drafter, make_heads(4, 32, VOCAB), table)
+
+
+def run(
+    target: LanguageModel,
+    name: str,
+    parts: Parts,
+    prompts: Sequence[Sequence[int]],
+    limits: Limits,
+    sampling: Sampling = Sampling(),  # noqa: B008
+    seed: int = 0,
+    **options: object,
+) -> tuple[list[list[int]], list[Step]]:
+    output: list[list[int]] = [[] for _ in prompts]
+    steps = []
+    method = build_method(name, parts, sampling, **options)
+    for step in generate(target, *method, prompts, limits, sampling, Rng.for_rows(seed, len(prompts))):
+        steps.append(step)
+        for row, new in zip(output, step.new_ids, strict=True):
+            row += new
+    return output, steps
+
+
+def greedy(model: LlamaForCausalLM, prompt: Sequence[int], count: int, stop: int | None = None) -> list[int]:
+    ids = torch.tensor([list(prompt)])
+    options = {"attention_mask": torch.ones_like(ids), "do_sample": False, "eos_token_id": stop, "pad_token_id": 0}
+    output = model.generate(ids, max_new_tokens=count, **options)
+    return output[0, len(prompt) :].tolist()
+
+
+@pytest.mark.parametrize("fast", [True, False])
+@pytest.mark.parametrize("name", LOSSLESS)
+def test_greedy_output_is_that_of_transformers(
+    target_model: LlamaForCausalLM, parts: Parts, name: str, fast: bool
+) -> None:
+    target = wrap_model(target_model, fast=fast)
+    wanted = [greedy(target_model, prompt, 30) for prompt in PROMPTS]
+    together, _ = run(target, name, parts, PROMPTS, Limits(30))
+    alone = [run(target, name, parts, [prompt], Limits(30))[0][0] for prompt in PROMPTS]
+    assert together == wanted
+    assert alone == wanted
+
+
+@pytest.mark.parametrize("name", ["speculative", "multi-candidate", "mjsd"])
+def test_a_drafter_that_is_the_target_is_always_accepted(target_model: LlamaForCausalLM, name: str) -> None:
+    target = wrap_model(target_model)
+    options = {"multi-candidate": {"k_config": "2x1x1x1"}, "mjsd": {"beams": 1}}.get(name, {})
+    output, steps = run(target, name, Parts(drafter=target), PROMPTS[:1], Limits(30), **options)
+    assert len(steps) == 6  # four drafted tokens and an extra one a step
+    assert output[0] == greedy(target_model, PROMPTS[0], 30)
+
+
+@pytest.mark.parametrize("name", ["speculative", "multi-candidate", "mjsd"])
+def test_a_rows_sample_does_not_depend_on_its_neighbours(
+    target_model: LlamaForCausalLM, parts: Parts, name: str
+) -> None:
+    target, sampling = wrap_model(target_model), Sampling(1.0)
+    together, _ = run(target, name, parts, PROMPTS, Limits(20), sampling, seed=40)
+    for row, prompt in enumerate(PROMPTS):
+        alone, _ = run(target, name, parts, [prompt], Limits(20), sampling, seed=40 + row)
+        assert alone[0] == together[row]
+
+
+@pytest.mark.parametrize("name", [*METHODS])
+def test_same_seed_same_output_and_another_seed_another(
+    target_model: LlamaForCausalLM, parts: Parts, name: str
+) -> None:
+    if name == "medusa" or name.startswith("slim"):
+        with pytest.raises(ValueError, match="temperature 0"):
+            build_method(name, parts, Sampling(1.0))
+        return
+    target, sampling = wrap_model(target_model), Sampling(1.0)
+    first, again, other = (run(target, name, parts, PROMPTS, Limits(20), sampling, seed)[0] for seed in (1, 1, 2))
+    assert first == again
+    assert first != other
+
+
+@pytest.mark.parametrize("name", LOSSLESS)
+def test_nothing_is_kept_past_a_stop_token_or_the_limit(
+    target_model: LlamaForCausalLM, parts: Parts, name: str
+) -> None:
+    target = wrap_model(target_model)
+    full = [greedy(target_model, prompt, 25) for prompt in PROMPTS]
+    stop = full[0][9]
+    output, _ = run(target, name, parts, PROMPTS, Limits(23, (stop,)))
+    for mine, theirs in zip(output, full, strict=True):
+        end = theirs.index(stop) + 1 if stop in theirs[:23] else 23
+        assert mine == theirs[:end]
+
+
+def test_a_stop_token_in_the_prompt_does_not_end_decoding(target_model: LlamaForCausalLM, parts: Parts) -> None:
+    output, _ = run(wrap_model(target_model), "speculative", parts, [[7, 7, 1]], Limits(5, (7,)))
+    assert output[0] == greedy(target_model, [7, 7, 1], 5, stop=7)
+
+
+def test_steps_count_what_was_examined(target_model: LlamaForCausalLM, parts: Parts) -> None:
+    _, steps = run(wrap_model(target_model), "speculative", parts, PROMPTS, Limits(20), gamma=3)
+    for step in steps:
+        for row, active in enumerate(step.active):
+            assert step.examined[row] == step.accepted[row] + step.rejected[row]
+            assert len(step.new_ids[row]) <= (step.accepted[row] + 1 if active else 0)
+
+
+def test_refusals_name_both_numbers(
+    target_model: LlamaForCausalLM, parts: Parts, make_llama: Callable[..., LlamaForCausalLM]
+) -> None:
+    target = wrap_model(target_model)
+    with pytest.raises(ValueError, match=r"prompt 1 has no tokens"):
+        run(target, "speculative", parts, [[1], []], Limits(4))
+    with pytest.raises(ValueError, match="batch is empty"):
+        run(target, "speculative", parts, [], Limits(4))
+    with pytest.raises(ValueError, match=r"token 64; the target's vocabulary has 64"):
+        run(target, "speculative", parts, [[64]], Limits(4))
+    with pytest.raises(ValueError, match=r"250 tokens.*257 positions.*256"):
+        run(target, "speculative", parts, [[1] * 250], Limits(4))
+    short = Parts(drafter=wrap_model(make_llama(VOCAB, num_hidden_layers=1, max_position_embeddings=16)))
+    with pytest.raises(ValueError, match=r"drafter has 16 positions.*need 27"):
+        run(target, "speculative", short, [[1, 2, 3, 4]], Limits(20))
+    other = wrap_model(make_llama(32, num_hidden_layers=1))
+    with pytest.raises(ValueError, match=r"32 tokens, the target of 64"):
+        check_same_vocabulary(target, other, "drafter")
+
+
+@pytest.mark.parametrize(
+    ("name", "options", "message"),
+    [
+        ("speculativ", {}, "Did you mean 'speculative'"),
+        ("speculative", {"gama": 3}, "Did you mean 'gamma'"),
+        ("speculative", {"gamma": 0}, "at least 1, got 0"),
+        ("speculative", {"gamma": "4"}, "must be int"),
+        ("multi-candidate", {"k_config": "4x0"}, "does not parse"),
+        ("multi-candidate", {"k_config": "four"}, "does not parse"),
+        ("mjsd", {"threshold": 2.0}, r"\[0, 1\], got 2.0"),
+        ("medusa", {"tree": "2x1x1x1x1"}, "5 levels deep.*4 heads"),
+        ("slim-s", {"depth": 7}, "heads, 4; got 7"),
+    ],
+)
+def test_wrong_settings_are_refused(parts: Parts, name: str, options: dict[str, object], message: str) -> None:
+    with pytest.raises(ValueError, match=message):
+        build_method(name, parts, Sampling(), **options)
+
+
+@pytest.mark.parametrize(("name", "part"), [("speculative", "drafter"), ("medusa", "heads"), ("slim-s", "heads")])
+def test_a_missing_part_is_named(name: str, part: str) -> None:
+    with pytest.raises(ValueError, match=f"needs a {part}"):
+        build_method(name, Parts(), Sampling())

@@ -1,0 +1,140 @@
+"""Trees, warpers, the lattice search and the metrics, each against something slow and plain."""
+
+from __future__ import annotations
+
+import itertools
+
+import numpy as np
+import pytest
+import torch
+from draftsmith.decode.engine import Step
+from draftsmith.decode.lattice import best_paths
+from draftsmith.decode.metrics import Tally, impossible, speedup_interval
+from draftsmith.decode.rng import Rng, categorical
+from draftsmith.decode.tree import Tree, parse_branching
+from draftsmith.decode.warpers import Sampling, warp
+from transformers import TemperatureLogitsWarper, TopKLogitsWarper, TopPLogitsWarper
+
+
+@pytest.mark.parametrize("branching", [(1,), (3,), (2, 3, 1), (4, 2, 2, 1), (1, 1, 1)])
+def test_trees_are_what_their_branching_says(branching: tuple[int, ...]) -> None:
+    tree = Tree.k_ary(branching)
+    again = Tree.from_parents(tree.parents_BN, len(branching))
+    assert torch.equal(tree.depth_BN, again.depth_BN)
+    assert torch.equal(tree.ancestors_BNN, again.ancestors_BNN)
+    assert tree.nodes == 1 + sum(int(np.prod(branching[: level + 1])) for level in range(len(branching)))
+    for node in range(tree.nodes):
+        depth = int(tree.depth_BN[0, node])
+        line, above = {node}, int(tree.parents_BN[0, node])
+        while above >= 0:
+            line.add(above)
+            above = int(tree.parents_BN[0, above])
+        assert set(torch.nonzero(tree.ancestors_BNN[0, node])[:, 0].tolist()) == line
+        assert len(line) == depth + 1
+        wanted = branching[depth] if depth < len(branching) else 0
+        assert int(tree.child_count_BN[0, node]) == wanted
+        children = [child for child in tree.children_BNC[0, node].tolist() if child >= 0]
+        assert [int(tree.rank_BN[0, child]) for child in children] == list(range(wanted))
+
+
+def test_branching_parses_and_refuses() -> None:
+    assert parse_branching("4x2X1") == (4, 2, 1)
+    for wrong in ("", "4x", "4x-1", "0", "axb"):
+        with pytest.raises(ValueError, match="does not parse"):
+            parse_branching(wrong)
+
+
+@pytest.mark.parametrize(
+    "sampling", [Sampling(0.7), Sampling(1.5, top_k=4), Sampling(1.0, top_p=0.7), Sampling(2.0, 6, 0.6)]
+)
+def test_warping_equals_that_of_transformers(sampling: Sampling) -> None:
+    logits = torch.randn(50, 12, generator=torch.Generator().manual_seed(0)) * 3
+    scores = TemperatureLogitsWarper(sampling.temperature)(None, logits)
+    if sampling.top_k:
+        scores = TopKLogitsWarper(sampling.top_k)(None, scores)
+    if sampling.top_p < 1:
+        scores = TopPLogitsWarper(sampling.top_p)(None, scores)
+    torch.testing.assert_close(warp(logits, sampling), scores.softmax(-1))
+
+
+def test_temperature_zero_is_one_hot_and_wrong_settings_are_refused() -> None:
+    logits = torch.tensor([[0.0, 2.0, 2.0, 1.0]])
+    assert warp(logits, Sampling()).tolist() == [[0.0, 1.0, 0.0, 0.0]]
+    for wrong in ({"temperature": -1.0}, {"top_k": -2}, {"top_p": 0.0}, {"top_p": 1.5}):
+        with pytest.raises(ValueError, match=next(iter(wrong))):
+            Sampling(**wrong)  # type: ignore[arg-type]
+
+
+def test_categorical_draws_by_the_given_numbers_and_never_the_impossible() -> None:
+    probs = torch.tensor([0.0, 0.25, 0.0, 0.75, 0.0])
+    for uniform, token in [(0.0, 1), (0.2499, 1), (0.25, 3), (1 - 2**-53, 3)]:
+        assert categorical(probs, torch.tensor(uniform, dtype=torch.float64)) == token
+
+
+def test_rows_draw_what_they_would_draw_alone() -> None:
+    together, second = Rng.for_rows(5, 3), Rng.for_rows(6, 1)
+    assert torch.equal(together.uniform(4)[1], second.uniform(4)[0])
+    assert torch.equal(together.exponential(2, 3)[1], second.exponential(2, 3)[0])
+
+
+@pytest.mark.parametrize(("depth", "candidates", "wanted"), [(1, 3, 2), (2, 4, 5), (3, 3, 7), (4, 3, 20), (3, 2, 50)])
+@pytest.mark.parametrize("linked", [True, False])
+def test_best_paths_equal_enumeration(depth: int, candidates: int, wanted: int, linked: bool) -> None:
+    generator = torch.Generator().manual_seed(depth * 100 + wanted)
+    log_probs = torch.randn(3, depth, candidates, generator=generator)
+    first = torch.randn(3, candidates, generator=generator)
+    first[0, 0] = -torch.inf  # an unseen pair
+    links = 2 * torch.randn(3, depth - 1, candidates, candidates, generator=generator) if linked else None
+    parents_BN, depth_BN, place_BN = best_paths(log_probs, first, links, wanted)
+    for row in range(3):
+        scores: dict[tuple[int, ...], float] = {}
+        for length in range(1, depth + 1):
+            for path in itertools.product(range(candidates), repeat=length):
+                score = float(first[row, path[0]]) + sum(float(log_probs[row, i, c]) for i, c in enumerate(path))
+                if links is not None:
+                    score += sum(float(links[row, i, a, b]) for i, (a, b) in enumerate(itertools.pairwise(path)))
+                if score > -np.inf:
+                    scores[path] = score
+        best = sorted(scores, key=scores.__getitem__, reverse=True)[:wanted]
+        expected = {path[: length + 1] for path in best for length in range(len(path))}
+        found: dict[int, tuple[int, ...]] = {0: ()}
+        for node in range(1, parents_BN.shape[1]):
+            parent = int(parents_BN[row, node])
+            if parent >= 0:
+                assert parent < node
+                found[node] = (*found[parent], int(place_BN[row, node]))
+                assert int(depth_BN[row, node]) == len(found[node])
+        assert set(found.values()) - {()} == expected
+        assert len(set(found.values())) == len(found)  # no prefix stands twice
+
+
+def test_the_tally_follows_the_definitions() -> None:
+    """A chain of three: 3 accepted; 1 accepted, a rejection, cut to 1 token; a row that had ended."""
+    tally = Tally()
+    for active, accepted, rejected, new in [(True, 3, False, [1, 2, 3, 4]), (True, 1, True, [5]), (False, 2, True, [])]:
+        counts = [np.array([value]) for value in (accepted, accepted + rejected, rejected)]
+        tally.add_step(Step([new], 4, np.array([active]), *counts), 0)
+    metrics = (tally + Tally()).metrics()
+    assert metrics["tokens_per_step"] == 5 / 2
+    assert metrics["acceptance_rate"] == 4 / 5
+    assert metrics["acceptance_by_depth"] == [1.0, 0.5, 1.0]
+    assert metrics["nodes_per_step"] == 4
+
+
+def test_speedup_is_a_ratio_of_throughputs_with_an_interval_around_it() -> None:
+    rng = np.random.default_rng(0)
+    seconds = rng.uniform(0.9, 1.1, 40)
+    value, interval = speedup_interval([100] * 40, seconds / 2, [100] * 40, seconds)
+    assert value == pytest.approx(2.0)
+    assert interval == (pytest.approx(2.0), pytest.approx(2.0))  # paired: the noise of a prompt is in both
+    value, interval = speedup_interval([100] * 40, rng.uniform(0.4, 0.6, 40), [100] * 40, seconds)
+    assert interval is not None
+    assert interval[0] < value < interval[1]
+
+
+def test_impossible_results_are_named() -> None:
+    assert "above tokens_per_step" in str(
+        impossible({"speedup": 2.0, "tokens_per_step": 1.5, "speedup_interval": (1.8, 2.2)})
+    )
+    assert "outside" in str(impossible({"acceptance_rate": 1.2}))
+    assert impossible({"speedup": 1.2, "tokens_per_step": 1.5, "speedup_interval": (1.1, 1.3)}) is None

@@ -1,0 +1,42 @@
+"""What the tests of training share."""
+
+from __future__ import annotations
+
+import importlib.util
+import json
+from collections.abc import Callable
+from pathlib import Path
+from types import ModuleType
+from typing import Any
+
+import pytest
+import torch
+
+
+@pytest.fixture(autouse=True)
+def _one_thread(_two_threads: None) -> None:
+    """Models of this size only lose by waiting for a second thread; the worker's default is the same."""
+    torch.set_num_threads(1)
+
+
+@pytest.fixture(scope="session")
+def worker() -> ModuleType:
+    """`worker.py` of this folder, which is also run as a process of its own."""
+    path = Path(__file__).with_name("worker.py")
+    spec = importlib.util.spec_from_file_location("train_worker", path)
+    assert spec is not None
+    assert spec.loader is not None
+    module = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(module)
+    return module
+
+
+@pytest.fixture
+def logged() -> Callable[..., list[Any]]:
+    """`logged(state_dir, "loss")`: the values of a key in `log.jsonl`, in order."""
+
+    def read(state_dir: Path, key: str = "loss") -> list[Any]:
+        lines = [json.loads(line) for line in (state_dir / "log.jsonl").read_text().splitlines()]
+        return [line[key] for line in lines if key in line]
+
+    return read

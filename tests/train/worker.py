@@ -1,0 +1,94 @@
+"""A small training run that a test can repeat in its own process, in another one, or in two.
+
+python worker.py '{"state_dir": "…", "steps": 6, "kill_at": 4, "signal": 9, "weights": "final.safetensors"}'
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import sys
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+from draftsmith.data.prepared import PreparedData
+from draftsmith.train.drafter import DrafterTask
+from draftsmith.train.loop import FitConfig, fit
+from safetensors.torch import save_file
+from transformers import LlamaConfig, LlamaForCausalLM
+
+VOCAB = 32
+
+
+def make_data(blocks: int = 24, length: int = 16, seed: int = 0) -> PreparedData:
+    """Blocks of two or three random documents with some padding; about two thirds of the tokens are trained on."""
+    rng = np.random.default_rng(seed)
+    shape = (blocks, length)
+    documents = np.sort(rng.integers(0, 3, shape), axis=1).astype(np.int32)
+    documents[:, -2:] = -1
+    arrays = {
+        "tokens": rng.integers(0, VOCAB, shape).astype(np.int32),
+        "labels": ((rng.random(shape) < 0.67) & (documents >= 0)).astype(np.uint8),
+        "documents": documents,
+    }
+    return PreparedData(Path("nowhere"), {"sha256": {"tokens": f"of seed {seed}"}}, arrays)
+
+
+def make_model(seed: int = 0, **overrides: Any) -> LlamaForCausalLM:
+    """A Llama of some ten thousand parameters."""
+    settings = {
+        "vocab_size": VOCAB,
+        "hidden_size": 16,
+        "intermediate_size": 32,
+        "num_hidden_layers": 2,
+        "num_attention_heads": 2,
+        "num_key_value_heads": 2,
+        "max_position_embeddings": 64,
+        "attention_dropout": 0.1,  # so that a resumed run must draw the same random numbers
+    }
+    torch.manual_seed(seed)
+    return LlamaForCausalLM(LlamaConfig(**(settings | overrides)))
+
+
+class SignallingTask(DrafterTask):
+    """Sends its own process a signal while step `at` (from 1) is under way."""
+
+    def __init__(self, model: Any, heldout: PreparedData | None, at: int = 0, number: int = 9) -> None:
+        super().__init__(model, heldout)
+        self._left, self._number = at, number
+
+    def count(self, batch: Any) -> torch.Tensor:
+        self._left -= 1
+        if self._left == 0:
+            os.kill(os.getpid(), self._number)
+        return super().count(batch)
+
+
+def make_config(**overrides: Any) -> FitConfig:
+    """Six steps of eight blocks, a checkpoint after every second."""
+    settings = {"steps": 6, "global_batch": 8, "micro_batch": 4, "learning_rate": 1e-2, "save_every": 2}
+    return FitConfig(**(settings | overrides))
+
+
+def main() -> None:
+    options = json.loads(sys.argv[1])
+    torch.set_num_threads(1)
+    rank = int(os.environ.get("RANK", "0"))
+    task = SignallingTask(
+        make_model(attention_dropout=options.get("dropout", 0.1)),
+        make_data(4, seed=1),
+        options.get("kill_at", 0) if rank == options.get("kill_rank", 0) else 0,
+        options.get("signal", 9),
+    )
+    config = make_config(**options.get("config", {}))
+    result = fit(task, make_data(), config, options["state_dir"])
+    if rank == 0:
+        state = {name: tensor.contiguous() for name, tensor in task.module.state_dict().items()}
+        save_file(state, options["weights"])
+        print(json.dumps({"processes": result.processes, "distributed_type": result.distributed_type}))
+
+
+if __name__ == "__main__":
+    main()

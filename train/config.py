@@ -1,0 +1,67 @@
+"""The settings of a training run."""
+
+from __future__ import annotations
+
+from dataclasses import asdict, dataclass
+from typing import Any
+
+_MAY_CHANGE = ("micro_batch", "evaluate_every", "save_every", "log_every", "keep_checkpoints", "gradient_checkpointing")
+
+
+@dataclass(frozen=True)
+class FitConfig:
+    """How to train; what to train is the task's business."""
+
+    steps: int
+    """Optimizer steps."""
+    global_batch: int
+    """Blocks of a step, over all processes."""
+    micro_batch: int
+    """Blocks of one forward in one process; changes memory and speed, not the result."""
+    learning_rate: float
+    """Peak learning rate of AdamW."""
+    schedule: str = "cosine"
+    """"cosine", "linear" or "constant" after the warm-up."""
+    warmup: float = 0.03
+    """Share of the steps over which the learning rate rises from 0."""
+    weight_decay: float = 0.0
+    """Of matrices; biases and norms are not decayed."""
+    betas: tuple[float, float] = (0.9, 0.999)
+    """AdamW's decay rates of the gradient's mean and square."""
+    clip_norm: float = 1.0
+    """Largest norm of the gradient; 0: never clipped."""
+    precision: str = "no"
+    """"no" (the weights' own type), "bf16" or "fp16" (automatic mixed precision)."""
+    evaluate_every: int = 0
+    """Steps between evaluations, the first before training; 0: only at the end."""
+    save_every: int = 0
+    """Steps between checkpoints; 0: only at the end."""
+    log_every: int = 1
+    """Steps between lines of `log.jsonl`."""
+    keep_checkpoints: int = 2
+    """How many of the newest checkpoints stay."""
+    seed: int = 0
+    """Order of the blocks, and dropout."""
+    gradient_checkpointing: bool = False
+    """Recompute activations in the backward pass: less memory, about a third more time."""
+
+    def fixed(self) -> dict[str, Any]:
+        """The settings that a resumed run must share; the others change its memory, speed or reports alone."""
+        return {name: value for name, value in asdict(self).items() if name not in _MAY_CHANGE}
+
+    def __post_init__(self) -> None:
+        positive = ("steps", "global_batch", "micro_batch", "learning_rate", "log_every", "keep_checkpoints")
+        for name in positive:
+            if not getattr(self, name) > 0:
+                raise ValueError(f"{name} is {getattr(self, name)}, expected more than 0")
+        for name in ("weight_decay", "clip_norm", "evaluate_every", "save_every"):
+            if not getattr(self, name) >= 0:
+                raise ValueError(f"{name} is {getattr(self, name)}, expected 0 or more")
+        if not 0 <= self.warmup <= 1:
+            raise ValueError(f"warmup is {self.warmup}, expected a share of the steps: 0 to 1")
+        for name, allowed in {
+            "schedule": ("cosine", "linear", "constant"),
+            "precision": ("no", "bf16", "fp16"),
+        }.items():
+            if getattr(self, name) not in allowed:
+                raise ValueError(f"{name} is {getattr(self, name)!r}, expected one of: {', '.join(allowed)}")

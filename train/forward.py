@@ -1,0 +1,112 @@
+"""Last hidden states of any causal LM over packed blocks, and the matrix that makes logits of them.
+
+Letters: B batch (blocks), T tokens, D hidden, V vocabulary.
+"""
+
+from __future__ import annotations
+
+import inspect
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from ..data.packing import PADDING, Batch
+
+_PROBE_TOLERANCE = 1e-3  # of the largest logit; a wrong head (bias, capping, scaling) is off by more
+
+
+class PackedForward:
+    """Runs a transformers causal LM on packed blocks so that no token sees another document.
+
+    Holds the model without registering it anywhere: it is no module, so that a frozen model is neither wrapped for
+    data parallelism nor stored in a checkpoint.
+
+    Raises:
+        ValueError: the model cannot be given positions (ALiBi models such as Bloom).
+    """
+
+    def __init__(self, model: Any) -> None:
+        self.model = model
+        self.config = model.config.get_text_config()
+        parameters = inspect.signature(_decoder(model).forward).parameters
+        if "position_ids" not in parameters:
+            raise ValueError(
+                f"{type(model).__name__} takes no position_ids, so blocks of several documents are refused"
+            )
+        self.plain_head = has_plain_head(model)
+
+    @property
+    def vocab_size(self) -> int:
+        """Rows of the output projection: the number of logits."""
+        return int(self.model.get_output_embeddings().weight.shape[0])
+
+    def weight_VD(self) -> Tensor | None:
+        """The output projection, or None where `__call__` returns logits (heads with a bias, capping or scaling)."""
+        return self.model.get_output_embeddings().weight if self.plain_head else None
+
+    def __call__(self, batch: Batch) -> Tensor:
+        """Last hidden states [B, T, D]; logits [B, T, V] where `weight_VD()` is None."""
+        if self.plain_head:
+            return self.hidden(batch)
+        return self.model(batch.tokens_BT, use_cache=False, **self._attention(batch)).logits
+
+    def hidden(self, batch: Batch) -> Tensor:
+        """Last hidden states [B, T, D], whatever the head."""
+        decoder = _decoder(self.model)
+        return decoder(batch.tokens_BT, use_cache=False, **self._attention(batch)).last_hidden_state
+
+    def _attention(self, batch: Batch) -> dict[str, Tensor | None]:
+        """The mask and positions that keep documents apart; None as a mask lets the model use its causal kernel."""
+        documents_BT = batch.documents_BT
+        implementation = getattr(self.config, "_attn_implementation", None) or "eager"
+        if "flash" in implementation or "flex" in implementation or self._slides(batch.tokens_BT.shape[1]):
+            # these build their own masks, and find the documents where positions restart
+            return {"attention_mask": None, "position_ids": batch.positions_BT}
+        if bool(((documents_BT == documents_BT[:, :1]) | (documents_BT == PADDING)).all()):
+            # one document a row, then padding, which nothing real can see: plain causal attention is exact
+            rows, length = documents_BT.shape
+            positions_BT = torch.arange(length, device=documents_BT.device).expand(rows, length)
+            return {"attention_mask": None, "position_ids": positions_BT}
+        mask_B1TT = batch.attention_mask_B1TT()
+        if implementation != "sdpa":
+            dtype = self.model.dtype
+            mask_B1TT = torch.zeros(mask_B1TT.shape, dtype=dtype, device=mask_B1TT.device).masked_fill_(
+                ~mask_B1TT, torch.finfo(dtype).min
+            )
+        return {"attention_mask": mask_B1TT, "position_ids": batch.positions_BT}
+
+    def _slides(self, length: int) -> bool:
+        window = getattr(self.config, "sliding_window", None)
+        return window is not None and getattr(self.config, "use_sliding_window", True) and length > window
+
+
+def has_plain_head(model: Any) -> bool:
+    """Whether the model's logits are exactly its last hidden state times its output projection.
+
+    Known exceptions are read from the module and its config; any other is found by trying three tokens.
+    """
+    head = model.get_output_embeddings()
+    config = model.config.get_text_config()
+    if not isinstance(head, nn.Linear) or head.bias is not None:
+        return False
+    for name in ("final_logit_softcapping", "logit_scale", "logits_scaling", "lm_head_multiplier"):
+        if getattr(config, name, None) not in (None, 1, 1.0):
+            return False
+    was_training = model.training
+    model.eval()
+    with torch.no_grad():
+        tokens_BT = torch.arange(3, device=head.weight.device)[None] % head.weight.shape[0]
+        hidden_BTD = _decoder(model)(tokens_BT, use_cache=False).last_hidden_state
+        if hidden_BTD.shape[-1] != head.weight.shape[1]:
+            return False
+        expected_BTV = model(tokens_BT, use_cache=False).logits.float()
+        found_BTV = (hidden_BTD @ head.weight.T).float()
+    model.train(was_training)
+    return bool((expected_BTV - found_BTV).abs().max() <= _PROBE_TOLERANCE * expected_BTV.abs().max().clamp(min=1e-6))
+
+
+def _decoder(model: Any) -> Any:
+    """The part of a causal LM that ends in the last hidden state."""
+    decoder = model.base_model
+    return decoder if decoder is not model else model.get_decoder()

@@ -1,0 +1,45 @@
+"""Ctrl-C and SIGTERM as a request to stop after the current step."""
+
+from __future__ import annotations
+
+import signal
+import threading
+from types import FrameType, TracebackType
+from typing import Any
+
+
+class Interrupted(Exception):  # noqa: N818 - like KeyboardInterrupt, it is no error
+    """Training was stopped by a signal after its state was saved; `signal_number` says by which."""
+
+    def __init__(self, signal_number: int, message: str) -> None:
+        super().__init__(message)
+        self.signal_number = signal_number
+
+
+class StopSignals:
+    """While entered, SIGINT and SIGTERM only set `received`; a second SIGINT raises KeyboardInterrupt at once.
+
+    Handlers are installed in the main thread alone (Python allows no other), and put back on leaving.
+    """
+
+    def __init__(self) -> None:
+        self.received: int | None = None
+        self._previous: dict[int, Any] = {}
+
+    def __enter__(self) -> StopSignals:
+        if threading.current_thread() is threading.main_thread():
+            for number in (signal.SIGINT, signal.SIGTERM):
+                self._previous[number] = signal.signal(number, self._receive)
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        for number, handler in self._previous.items():
+            # None stands for a handler that was not set from Python and cannot be put back
+            signal.signal(number, signal.SIG_DFL if handler is None else handler)
+
+    def _receive(self, number: int, frame: FrameType | None) -> None:
+        if number == signal.SIGINT and self.received == signal.SIGINT:
+            raise KeyboardInterrupt
+        self.received = self.received or number

@@ -1,0 +1,322 @@
+"""The state folder of a training run: `fit.json`, `log.jsonl` and `checkpoints/step-000100/`.
+
+A checkpoint is written beside its place, synced and renamed, so that a folder of that name is whole; its
+`checkpoint.json` lists every file with size and SHA-256, so that later damage is found too.
+"""
+
+from __future__ import annotations
+
+import errno
+import hashlib
+import json
+import os
+import shutil
+import warnings
+from collections import OrderedDict
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import nn
+
+_SUMMARY = "checkpoint.json"
+_FORMAT = 1
+
+
+@dataclass(frozen=True)
+class Position:
+    """How far a run is: steps taken, and seconds spent on them in all its processes' lives."""
+
+    step: int = 0
+    seconds: float = 0.0
+    processes: int = 0
+
+
+class StateFolder:
+    """Reads and writes a state folder together with the other processes of `accelerator`."""
+
+    def __init__(self, folder: Path, accelerator: Any, keep: int) -> None:
+        self.folder = folder
+        self.history = folder / "log.jsonl"
+        self._checkpoints = folder / "checkpoints"
+        self._accelerator = accelerator
+        self._keep = keep
+        self._evaluations: dict[int, dict[str, float]] = {}
+
+    def open(self, settings: Mapping[str, Any]) -> Position | None:
+        """Find the newest whole checkpoint (None: start from nothing) and make log and `fit.json` agree with it.
+
+        Raises:
+            ValueError: there is a checkpoint, and it was trained with other settings.
+        """
+        found: list[Any] = [None, None]  # position, message of a refusal
+        if self._accelerator.is_main_process:
+            self._checkpoints.mkdir(parents=True, exist_ok=True)
+            for leftover in self._checkpoints.glob(".step-*"):
+                shutil.rmtree(leftover, ignore_errors=True)
+            found[0] = self._newest()
+            found[1] = self._refusal(settings) if found[0] is not None else None
+            if found[1] is None:
+                _write_atomically(self.folder / "fit.json", json.dumps(settings, indent=2) + "\n")
+                self._cut_log(found[0].step if found[0] is not None else -1)
+        position, refusal = self._broadcast(found)
+        if refusal is not None:
+            raise ValueError(refusal)
+        self._read_evaluations()
+        return position
+
+    def load(self, position: Position) -> None:
+        """Load the checkpoint of `position` into what the accelerator has prepared."""
+
+        def bare(models: list[nn.Module], _: str) -> None:  # weights are stored under the names of the bare module
+            models[:] = [self._accelerator.unwrap_model(model) for model in models]
+
+        hook = self._accelerator.register_load_state_pre_hook(bare)
+        try:
+            self._accelerator.load_state(str(self._place(position.step)))
+        finally:
+            hook.remove()
+
+    def save(self, position: Position) -> Path:
+        """Write a checkpoint, then delete the oldest until `keep` are left. Returns its folder.
+
+        Raises:
+            OSError: it could not be written (a full disk); nothing of it is left, older ones are untouched.
+        """
+        target = self._place(position.step)
+        temporary = target.with_name("." + target.name)
+        error: OSError | None = None
+        if self._accelerator.is_main_process:
+            error = _failure(lambda: temporary.mkdir(parents=True))
+        self._accelerator.wait_for_everyone()
+        if error is None:
+            error = _failure(lambda: self._write(temporary))
+        self._accelerator.wait_for_everyone()
+        if self._accelerator.is_main_process and error is None:
+            error = _failure(lambda: self._finish(temporary, target, position))
+        self._agree(error, temporary, target)
+        return target
+
+    def log(self, line: Mapping[str, Any]) -> None:
+        """Append one line to `log.jsonl` (main process only)."""
+        if self._accelerator.is_main_process:
+            with self.history.open("a", encoding="utf-8") as out:
+                out.write(json.dumps(line) + "\n")
+
+    def log_evaluation(self, step: int, metrics: Mapping[str, float]) -> None:
+        """Append what was measured after `step` steps."""
+        self._evaluations[step] = dict(metrics)
+        self.log({"step": step, "evaluation": dict(metrics)})
+
+    def evaluation(self, step: int) -> dict[str, float] | None:
+        """What was measured after `step` steps, or None."""
+        return self._evaluations.get(step)
+
+    def losses(self) -> list[float]:
+        """The logged losses in the order of the steps."""
+        return [line["loss"] for line in _read_lines(self.history) if "loss" in line]
+
+    def _place(self, step: int) -> Path:
+        return self._checkpoints / f"step-{step:06d}"
+
+    def _newest(self) -> Position | None:
+        folders = {int(path.name[5:]): path for path in self._checkpoints.glob("step-*") if path.name[5:].isdigit()}
+        for step in sorted(folders, reverse=True):
+            problem = _problem_of(folders[step])
+            if problem is None:
+                summary = json.loads((folders[step] / _SUMMARY).read_text(encoding="utf-8"))
+                return Position(summary["step"], summary["seconds"], summary["processes"])
+            warnings.warn(f"checkpoint {folders[step]} is skipped: {problem}", stacklevel=2)
+        return None
+
+    def _refusal(self, settings: Mapping[str, Any]) -> str | None:
+        path = self.folder / "fit.json"
+        try:
+            before = json.loads(path.read_text(encoding="utf-8"))
+        except (OSError, json.JSONDecodeError) as error:
+            return f"{path} cannot be read ({error}) although there are checkpoints; delete the folder {self.folder}"
+        changed = [
+            f"{key}: {_shown(before.get(key))} before, {_shown(value)} now"
+            for key, value in json.loads(json.dumps(settings)).items()
+            if before.get(key) != value
+        ]
+        if not changed:
+            return None
+        return (
+            f"{self.folder} holds a run with other settings ({'; '.join(changed)}); choose another output folder, "
+            f"or delete this one to start again"
+        )
+
+    def _cut_log(self, step: int) -> None:
+        lines = [line for line in _read_lines(self.history) if line["step"] <= step]
+        _write_atomically(self.history, "".join(json.dumps(line) + "\n" for line in lines))
+
+    def _read_evaluations(self) -> None:
+        self._evaluations = {
+            line["step"]: line["evaluation"] for line in _read_lines(self.history) if "evaluation" in line
+        }
+
+    def _write(self, temporary: Path) -> None:
+        def bare(_: list[nn.Module], weights: list[dict[str, Any]], folder: str) -> None:
+            for index, state in enumerate(weights):
+                weights[index] = _bare_state(state)
+
+        hook = self._accelerator.register_save_state_pre_hook(bare)
+        try:
+            self._accelerator.save_state(str(temporary))
+        except Exception as error:
+            # torch and safetensors wrap a failed write in errors of their own: let the system say what it was
+            _probe_disk(temporary)
+            if "No space left" in str(error):
+                raise OSError(errno.ENOSPC, "No space left on device", str(temporary)) from error
+            raise
+        finally:
+            hook.remove()
+
+    def _finish(self, temporary: Path, target: Path, position: Position) -> None:
+        files = sorted(path for path in temporary.rglob("*") if path.is_file())
+        summary = {
+            "format": _FORMAT,
+            "step": position.step,
+            "seconds": position.seconds,
+            "processes": self._accelerator.num_processes,
+            "files": {path.relative_to(temporary).as_posix(): _stamp(path) for path in files},
+        }
+        (temporary / _SUMMARY).write_text(json.dumps(summary, indent=2) + "\n", encoding="utf-8")
+        folders = [path for path in temporary.rglob("*") if path.is_dir()]
+        for path in [*files, temporary / _SUMMARY, *folders, temporary]:
+            _sync(path)
+        if target.exists():  # a damaged one that was skipped
+            shutil.rmtree(target)
+        temporary.rename(target)
+        _sync(self._checkpoints)
+
+    def _agree(self, error: OSError | None, temporary: Path, target: Path) -> None:
+        """All processes fail or none does; the old checkpoints go only when the new one stands."""
+        failed = self._broadcast_any(error is not None)
+        if self._accelerator.is_main_process:
+            if failed:
+                shutil.rmtree(temporary, ignore_errors=True)
+            else:
+                self._prune(int(target.name[5:]))
+        self._accelerator.wait_for_everyone()
+        if failed:
+            reason = error.strerror if error is not None and error.strerror else "another process could not write"
+            raise OSError(
+                error.errno if error is not None else errno.EIO, f"{reason}; the checkpoint was not saved", str(target)
+            )
+
+    def _prune(self, newest: int) -> None:
+        steps = sorted(int(path.name[5:]) for path in self._checkpoints.glob("step-*") if path.name[5:].isdigit())
+        kept = [step for step in steps if step <= newest][-self._keep :]  # beyond `newest` lie only damaged ones
+        for step in steps:
+            if step not in kept:
+                shutil.rmtree(self._place(step), ignore_errors=True)
+
+    def _broadcast(self, objects: list[Any]) -> list[Any]:
+        if self._accelerator.num_processes == 1:
+            return objects
+        from accelerate.utils import broadcast_object_list
+
+        return list(broadcast_object_list(objects))
+
+    def _broadcast_any(self, flag: bool) -> bool:
+        if self._accelerator.num_processes == 1:
+            return flag
+        flags = torch.tensor(float(flag), device=self._accelerator.device)
+        return bool(self._accelerator.reduce(flags, "sum") > 0)
+
+
+def data_fingerprint(data: Any) -> str:
+    """SHA-256 of what a manifest says about its data: the hashes of its arrays, or the whole manifest without them."""
+    known = {"shape": [data.blocks, data.block_tokens], "content": data.manifest.get("sha256", data.manifest)}
+    return hashlib.sha256(json.dumps(known, sort_keys=True, default=str).encode()).hexdigest()
+
+
+def _bare_state(state: Mapping[str, torch.Tensor]) -> OrderedDict[str, torch.Tensor]:
+    """Weights without the wrapper's prefix, so that any number of processes can load them; tied ones once."""
+    kept: OrderedDict[str, torch.Tensor] = OrderedDict()
+    seen: set[tuple[Any, ...]] = set()
+    for name, tensor in state.items():
+        place = (tensor.device, tensor.data_ptr(), tensor.shape, tensor.stride(), tensor.dtype)
+        if tensor.numel() == 0 or place not in seen:
+            kept[name.removeprefix("module.")] = tensor
+        seen.add(place)
+    return kept
+
+
+def _failure(action: Callable[[], None]) -> OSError | None:
+    """Do it; the OSError it ended with, if it did, so that other processes can be told before it is raised."""
+    try:
+        action()
+    except OSError as error:
+        return error
+    return None
+
+
+def _problem_of(folder: Path) -> str | None:
+    """Why a checkpoint cannot be used, or None."""
+    try:
+        summary = json.loads((folder / _SUMMARY).read_text(encoding="utf-8"))
+        files = summary["files"]
+    except FileNotFoundError:
+        return f"incomplete, it has no {_SUMMARY}"
+    except (OSError, json.JSONDecodeError, KeyError, TypeError) as error:
+        return f"{_SUMMARY} is damaged ({error})"
+    for name, stamp in files.items():
+        path = folder / name
+        if not path.is_file():
+            return f"{name} is missing"
+        if path.stat().st_size != stamp["bytes"]:
+            return f"{name} has {path.stat().st_size} bytes, expected {stamp['bytes']}"
+        if _stamp(path) != stamp:
+            return f"{name} is damaged, its SHA-256 differs"
+    return None
+
+
+def _stamp(path: Path) -> dict[str, Any]:
+    with path.open("rb") as file:
+        return {"bytes": path.stat().st_size, "sha256": hashlib.file_digest(file, "sha256").hexdigest()}
+
+
+def _read_lines(path: Path) -> list[dict[str, Any]]:
+    """The lines of a log; a last line that was cut short by a crash is left out."""
+    lines: list[dict[str, Any]] = []
+    if path.exists():
+        for text in path.read_text(encoding="utf-8").splitlines():
+            try:
+                lines.append(json.loads(text))
+            except json.JSONDecodeError:
+                break
+    return lines
+
+
+def _write_atomically(path: Path, text: str) -> None:
+    temporary = path.with_name(f".{path.name}.new")
+    temporary.write_text(text, encoding="utf-8")
+    _sync(temporary)
+    temporary.replace(path)
+
+
+def _sync(path: Path) -> None:
+    descriptor = os.open(path, os.O_RDONLY)
+    try:
+        os.fsync(descriptor)
+    finally:
+        os.close(descriptor)
+
+
+def _probe_disk(folder: Path) -> None:
+    """Raise the OSError that writing a mebibyte into `folder` meets, if any."""
+    probe = folder / "probe"
+    with probe.open("wb") as out:
+        out.write(bytes(1 << 20))
+        out.flush()
+        os.fsync(out.fileno())
+    probe.unlink()
+
+
+def _shown(value: Any) -> str:
+    return "not set" if value is None else json.dumps(value)
