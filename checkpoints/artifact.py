@@ -85,6 +85,11 @@ def save_artifact(
         versions=library_versions(),
         files={},
     )
+    return _write_all(out, manifest, write, card)
+
+
+def _write_all(out: Path, manifest: Manifest, write: Callable[[Path], None], card: str | None) -> Manifest:
+    """Write to a hidden folder beside `out` and put it in place; the manifest with the files' hashes."""
     out.parent.mkdir(parents=True, exist_ok=True)
     unfinished = Path(tempfile.mkdtemp(prefix=f".{out.name}.", suffix=".saving", dir=out.parent))
     try:

@@ -83,7 +83,9 @@ class DraftTree:
         proposal = Proposal(self.tree, torch.cat(tokens, 1), torch.cat(probs, 1) if probs else None)
         if any(valid_BM is not None for valid_BM in valid):
             all_valid = [torch.ones_like(tokens_BM, dtype=torch.bool) for tokens_BM in tokens]
-            levels = [mask if mask is not None else every for mask, every in zip([None, *valid], all_valid, strict=True)]
+            levels = [
+                mask if mask is not None else every for mask, every in zip([None, *valid], all_valid, strict=True)
+            ]
             proposal.valid_BN = torch.cat(levels, 1)
         return proposal
 

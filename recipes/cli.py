@@ -16,6 +16,7 @@ from rich.table import Table
 
 from .. import __version__
 from ..train.interrupts import Interrupted
+from .config import DrafterRecipe, EvaluateRecipe, HeadsRecipe, QuickstartRecipe, TableRecipe
 from .loading import find_recipe, load_recipe, shipped_recipes
 from .terminal import console, say
 
@@ -49,12 +50,11 @@ def quickstart(
     out: Annotated[str | None, typer.Option(help="Folder of everything.")] = None,
 ) -> None:
     """The whole main job on text that is already here: nothing is downloaded."""
-    from .config import QuickstartRecipe
-    from .quickstart import run_quickstart
-
     options = {"minutes": minutes, "seed": seed, "out": out}
     given = [f"{key}={value}" for key, value in options.items() if value is not None]
     loaded = load_recipe(recipe, [*given, *(overrides or [])], kinds=["quickstart"])
+    from .quickstart import run_quickstart  # after the recipe is checked: libraries take seconds to load
+
     assert isinstance(loaded, QuickstartRecipe)
     run_quickstart(loaded)
 
@@ -62,11 +62,10 @@ def quickstart(
 @app.command()
 def prepare(recipe: RecipeName, overrides: Overrides = None) -> None:
     """Read, render and pack a training recipe's data, and say what became of it."""
+    loaded = load_recipe(recipe, overrides or [], kinds=["drafter", "heads", "table"])
     from ..data.tokenizers import load_tokenizer
-    from .config import DrafterRecipe, HeadsRecipe, TableRecipe
     from .prepare import prepare_data
 
-    loaded = load_recipe(recipe, overrides or [], kinds=["drafter", "heads", "table"])
     assert isinstance(loaded, (DrafterRecipe, HeadsRecipe, TableRecipe))
     prepared = prepare_data(loaded.data, load_tokenizer(loaded.tokenizer_source))
     console().print(f"{prepared.folder}")
@@ -75,10 +74,9 @@ def prepare(recipe: RecipeName, overrides: Overrides = None) -> None:
 @app.command()
 def train(recipe: RecipeName, overrides: Overrides = None) -> None:
     """Run a training recipe: a drafter, prediction heads or a correlation table."""
-    from .config import DrafterRecipe, HeadsRecipe, TableRecipe
+    loaded = load_recipe(recipe, overrides or [], kinds=["drafter", "heads", "table"])
     from .run import run_train
 
-    loaded = load_recipe(recipe, overrides or [], kinds=["drafter", "heads", "table"])
     assert isinstance(loaded, (DrafterRecipe, HeadsRecipe, TableRecipe))
     run_train(loaded)
 
@@ -86,10 +84,9 @@ def train(recipe: RecipeName, overrides: Overrides = None) -> None:
 @app.command()
 def evaluate(recipe: RecipeName, overrides: Overrides = None) -> None:
     """Decode held-out prompts with several methods and compare them."""
-    from .config import EvaluateRecipe
+    loaded = load_recipe(recipe, overrides or [], kinds=["evaluate"])
     from .evaluate import run_evaluate
 
-    loaded = load_recipe(recipe, overrides or [], kinds=["evaluate"])
     assert isinstance(loaded, EvaluateRecipe)
     run_evaluate(loaded)
 

@@ -10,13 +10,6 @@ from types import ModuleType
 from typing import Any
 
 import pytest
-import torch
-
-
-@pytest.fixture(autouse=True)
-def _one_thread(_two_threads: None) -> None:
-    """Models of this size only lose by waiting for a second thread; the worker's default is the same."""
-    torch.set_num_threads(1)
 
 
 @pytest.fixture(scope="session")

@@ -1,0 +1,271 @@
+"""The house: layout, direction of imports, what the package needs, what its wheel holds."""
+
+from __future__ import annotations
+
+import ast
+import itertools
+import os
+import re
+import shutil
+import subprocess
+import sys
+import tomllib
+import zipfile
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import draftsmith
+import pytest
+from packaging.requirements import Requirement
+
+ROOT = Path(__file__).resolve().parents[1]
+FOLDERS = ("data", "checkpoints", "decode", "train", "recipes")
+MAY_IMPORT = {
+    "data": set(),
+    "checkpoints": set(),
+    "decode": {"data", "checkpoints"},
+    "train": {"data", "checkpoints", "decode"},
+    "recipes": {"data", "checkpoints", "decode", "train"},
+}
+OPTIONAL = ("accelerate", "peft", "datasets", "pyarrow", "deepspeed", "matplotlib", "sentencepiece")
+ONLY_RECIPES = ("pydantic", "typer", "rich")
+MAX_FILE_LINES = 500
+MAX_FUNCTION_LINES = 60
+MODULES = sorted(path for folder in FOLDERS for path in (ROOT / folder).rglob("*.py"))
+PYTHON = [sys.executable, "-W", "error::DeprecationWarning:draftsmith"]
+
+NOT_INSTALLED = """
+import sys
+
+class Without:
+    def __init__(self, finder, refused):
+        self.finder, self.refused = finder, refused
+    def find_spec(self, name, *rest):
+        return None if name.partition(".")[0] in self.refused else self.finder.find_spec(name, *rest)
+    def __getattr__(self, name):
+        return getattr(self.finder, name)
+
+def without(*refused):
+    assert not set(refused) & set(sys.modules), "imported too early"
+    sys.meta_path[:] = [Without(finder, refused) for finder in sys.meta_path]
+"""
+
+TWO_STEPS = """
+import sys
+from pathlib import Path
+import torch
+from transformers import LlamaConfig, LlamaForCausalLM
+import draftsmith
+from draftsmith.decode.engine import Limits, generate
+from draftsmith.decode.methods import Parts, build_method
+from draftsmith.decode.models import wrap_model
+from draftsmith.decode.rng import Rng
+from draftsmith.decode.warpers import Sampling
+
+assert Path(draftsmith.__file__).is_relative_to(sys.argv[1]), draftsmith.__file__
+torch.manual_seed(0)
+sizes = dict(vocab_size=32, hidden_size=16, intermediate_size=16, num_hidden_layers=1, num_attention_heads=2)
+model = LlamaForCausalLM(LlamaConfig(**sizes, num_key_value_heads=2, max_position_embeddings=64))
+target, sampling = wrap_model(model), Sampling()
+method = build_method("autoregressive", Parts(), sampling)
+steps = list(generate(target, *method, [[1, 2, 3]], Limits(2), sampling, Rng.for_rows(0, 1)))
+wanted = model.generate(torch.tensor([[1, 2, 3]]), max_new_tokens=2, do_sample=False, eos_token_id=None, pad_token_id=0)
+assert [token for step in steps for token in step.new_ids[0]] == wanted[0, 3:].tolist()
+print(len(steps), "steps")
+"""
+
+
+def run(*arguments: str, cwd: Path, **environment: str) -> str:
+    """A Python process of its own; its standard output."""
+    kept = {key: value for key, value in os.environ.items() if key != "PYTHONPATH"}
+    done = subprocess.run(
+        [*PYTHON, *arguments], cwd=cwd, env=kept | environment, capture_output=True, text=True, check=False, timeout=300
+    )
+    assert done.returncode == 0, done.stderr
+    return done.stdout
+
+
+def name_of(path: Path) -> str:
+    parts = path.relative_to(ROOT).with_suffix("").parts
+    return ".".join(("draftsmith", *(part for part in parts if part != "__init__")))
+
+
+@pytest.fixture(scope="module")
+def project() -> dict[str, Any]:
+    return tomllib.loads((ROOT / "pyproject.toml").read_text(encoding="utf-8"))
+
+
+def test_every_package_is_listed(project: dict[str, Any]) -> None:
+    packages = {"draftsmith"} | {name_of(path) for path in MODULES if path.name == "__init__.py"}
+    assert set(project["tool"]["setuptools"]["packages"]) == packages
+    lonely = [path for path in MODULES if not (path.parent / "__init__.py").is_file()]
+    assert lonely == []
+    assert len(MODULES) > 30
+
+
+def test_the_version_is_given_once(project: dict[str, Any]) -> None:
+    assert project["project"]["version"] == draftsmith.__version__
+    assert draftsmith.__version__ in (ROOT / "CHANGELOG.md").read_text(encoding="utf-8")
+
+
+def test_no_python_lies_at_the_root() -> None:
+    assert {path.name for path in ROOT.glob("*.py")} == {"__init__.py", "__main__.py"}
+
+
+def test_type_checkers_find_the_package() -> None:
+    assert os.readlink(ROOT / ".typing" / "draftsmith") == ".."
+
+
+def test_every_dependency_is_pinned_to_a_version_it_allows(project: dict[str, Any]) -> None:
+    lines = (ROOT / "constraints.txt").read_text(encoding="utf-8").splitlines()
+    pins = {pin.name.lower(): pin for line in lines if line and not line.startswith("#") for pin in [Requirement(line)]}
+    extras = project["project"]["optional-dependencies"]
+    wanted = itertools.chain(project["project"]["dependencies"], *extras.values())
+    for need in (Requirement(text) for text in wanted):
+        if need.name == "draftsmith":
+            continue
+        (pin,) = pins[need.name.lower()].specifier
+        assert pin.operator == "=="
+        assert need.specifier.contains(pin.version), f"{need} excludes the tested {pin}"
+
+
+def imports(path: Path) -> Iterator[tuple[int, str, str]]:
+    """Level, module and name of every import in a file, inside functions too."""
+    for node in ast.walk(ast.parse(path.read_text(encoding="utf-8"))):
+        if isinstance(node, ast.Import):
+            yield from ((0, alias.name, "") for alias in node.names)
+        elif isinstance(node, ast.ImportFrom):
+            yield from ((node.level, node.module or "", alias.name) for alias in node.names)
+
+
+@pytest.mark.parametrize("path", MODULES, ids=lambda path: str(path.relative_to(ROOT)))
+def test_imports_run_one_way(path: Path) -> None:
+    parts = path.relative_to(ROOT).parts
+    for level, module, name in imports(path):
+        if level == 0:
+            assert module.partition(".")[0] not in ("draftsmith", "tests", *FOLDERS), f"{module}: import relatively"
+            continue
+        above = parts[: len(parts) - level]
+        whole = (*above, *(part for part in (module, name) if part)) if level <= len(parts) else ()
+        assert whole, f"an import of {name} leaves the package"
+        folder = whole[0].partition(".")[0]
+        allowed = MAY_IMPORT[parts[0]] | {parts[0], "__version__"}
+        assert folder in allowed, f"{parts[0]} may import {sorted(allowed)}, not {folder}"
+
+
+@pytest.mark.parametrize("path", MODULES, ids=lambda path: str(path.relative_to(ROOT)))
+def test_files_and_functions_stay_readable(path: Path) -> None:
+    text = path.read_text(encoding="utf-8")
+    assert len(text.splitlines()) <= MAX_FILE_LINES
+    for node in ast.walk(ast.parse(text)):
+        if isinstance(node, (ast.FunctionDef, ast.AsyncFunctionDef)):
+            lines = (node.end_lineno or node.lineno) - node.lineno + 1
+            assert lines <= MAX_FUNCTION_LINES, f"{node.name} has {lines} lines, {MAX_FUNCTION_LINES} are allowed"
+
+
+def test_every_module_imports_with_the_core_alone(tmp_path: Path) -> None:
+    names = [name_of(path) for path in MODULES]
+    script = f"""{NOT_INSTALLED}
+without{OPTIONAL!r}
+import importlib
+for name in {names!r}:
+    importlib.import_module(name)
+assert not set({OPTIONAL!r}) & {{name.partition('.')[0] for name in sys.modules}}
+"""
+    assert run("-c", script, cwd=tmp_path) == ""
+
+
+def test_decoding_and_losses_import_without_what_only_recipes_need(tmp_path: Path) -> None:
+    names = [name_of(path) for path in MODULES if path.is_relative_to(ROOT / "decode")]
+    names += [name_of(path) for path in MODULES if path.is_relative_to(ROOT / "checkpoints")]
+    script = f"""{NOT_INSTALLED}
+without{(*OPTIONAL, *ONLY_RECIPES)!r}
+import importlib
+for name in {[*names, "draftsmith.train.losses"]!r}:
+    importlib.import_module(name)
+"""
+    assert run("-c", script, cwd=tmp_path) == ""
+
+
+def test_importing_does_nothing(tmp_path: Path) -> None:
+    script = f"""
+import importlib, logging, os, sys, warnings
+import torch, transformers
+
+def state():
+    return (dict(os.environ), list(sys.path), list(logging.getLogger().handlers), torch.get_default_dtype(),
+            torch.get_num_threads(), torch.initial_seed(), torch.is_grad_enabled(), os.getcwd())
+
+before = state()
+for name in {[name_of(path) for path in MODULES]!r}:
+    importlib.import_module(name)
+    assert state() == before, name
+"""
+    assert run("-c", script, cwd=tmp_path) == ""
+    assert list(tmp_path.iterdir()) == []
+
+
+@pytest.fixture(scope="module")
+def wheel(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """The wheel of a copy of this checkout, in which things lie about that must not be packed."""
+    folder = tmp_path_factory.mktemp("wheel")
+    left = shutil.ignore_patterns(
+        ".git", ".venv", "runs", "build", "dist", "*.egg-info", "__pycache__", ".*_cache", ".hypothesis"
+    )
+    shutil.copytree(ROOT, folder / "checkout", symlinks=True, ignore=left)
+    for stray in ("runs/a/recipe.yaml", ".venv/lib/module.py", "runs/script.py", "tests/data/more.yaml"):
+        (folder / "checkout" / stray).parent.mkdir(parents=True, exist_ok=True)
+        (folder / "checkout" / stray).write_text("")
+    build = ("-m", "build", "--wheel", "--no-isolation", "--outdir", str(folder), str(folder / "checkout"))
+    run(*build, cwd=folder)
+    (built,) = folder.glob("*.whl")
+    return built
+
+
+@pytest.fixture(scope="module")
+def installed(wheel: Path) -> Path:
+    """A folder, far from the checkout, that the wheel is installed into."""
+    folder = wheel.parent / "installed"
+    run("-m", "pip", "install", "-q", "--no-deps", "--no-index", "--target", str(folder), str(wheel), cwd=wheel.parent)
+    return folder
+
+
+def test_the_wheel_holds_the_package_and_nothing_else(wheel: Path) -> None:
+    with zipfile.ZipFile(wheel) as opened:
+        names = set(opened.namelist())
+        (metadata,) = (opened.read(name).decode() for name in names if name.endswith(".dist-info/METADATA"))
+    info = f"draftsmith-{draftsmith.__version__}.dist-info"
+    assert {name.partition("/")[0] for name in names} == {"draftsmith", info}
+    shipped = {name.removeprefix("draftsmith/") for name in names if name.startswith("draftsmith/")}
+    recipes = {path for kind in ("yaml", "json") for path in (ROOT / "recipes").rglob(f"*.{kind}")}
+    expected = {str(path.relative_to(ROOT)) for path in (*MODULES, *recipes)}
+    assert len(recipes) >= 2
+    assert shipped == expected | {"__init__.py", "__main__.py", "py.typed"}
+    assert f"{info}/licenses/LICENSE" in names
+    assert "License-Expression: Apache-2.0" in metadata
+
+
+def test_the_installed_wheel_has_a_command_line(installed: Path) -> None:
+    shown = run("-m", "draftsmith", "--help", cwd=installed.parent, PYTHONPATH=str(installed))
+    for command in ("quickstart", "train", "evaluate", "recipes", "doctor"):
+        assert command in shown
+
+
+def test_the_installed_wheel_decodes_two_steps(installed: Path) -> None:
+    shown = run("-c", TWO_STEPS, str(installed), cwd=installed.parent, PYTHONPATH=str(installed))
+    assert shown == "2 steps\n"
+
+
+def test_no_secrets_lie_about() -> None:
+    known = re.compile(
+        r"\bhf_[A-Za-z]{30,}\b|\bAKIA[0-9A-Z]{16}\b|\bgh[pousr]_[A-Za-z0-9]{30,}|\bsk-[A-Za-z0-9_-]{24,}"
+        r"|-----BEGIN [A-Z ]*PRIVATE KEY-----|://[^/\s:@'\"<>{}]+:[^/\s:@'\"<>{}]{8,}@"
+    )
+    listed = subprocess.run(["git", "ls-files", "-z"], cwd=ROOT, capture_output=True, text=True, check=False)
+    names = listed.stdout.split("\0") if listed.returncode == 0 else [str(path.relative_to(ROOT)) for path in MODULES]
+    files = [ROOT / name for name in names if name and (ROOT / name).is_file()]
+    assert len(files) > 30
+    for path in files:
+        found = known.search(path.read_text(encoding="utf-8", errors="replace"))
+        assert found is None, f"{path.relative_to(ROOT)} holds what looks like a secret"
