@@ -13,7 +13,7 @@ import pytest
 import yaml
 from draftsmith.data.tokenizers import train_bpe
 
-WORDS = "the a tree token draft model target head table keeps drops reads writes fast slow exact small large".split()
+WORDS = ["the", "tree", "token", "draft", "target", "head", "table", "keeps", "drops", "reads", "fast", "slow", "exact"]
 TINY = {
     "model_type": "llama",
     "vocab_size": 320,
