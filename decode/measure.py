@@ -33,6 +33,7 @@ class Entry:
     label: str
     method: str
     options: dict[str, Any] = field(default_factory=dict)
+    sampling: Sampling = field(default_factory=Sampling)
 
 
 @dataclass
@@ -85,7 +86,6 @@ def measure(
     entries: Sequence[Entry],
     prompts: Sequence[Sequence[int]],
     limits: Limits,
-    sampling: Sampling,
     *,
     reference: Any = None,
     repeats: int = 1,
@@ -95,16 +95,16 @@ def measure(
     """Decode every prompt with every entry, `repeats` times, one after another prompt by prompt.
 
     Args:
-        reference: a transformers model; it is run greedily as one more row where the temperature is 0.
+        reference: a transformers model; it is run greedily as one more row where an entry is greedy.
 
     Returns:
         Runs by label.
     """
     jobs: dict[str, Callable[[Sequence[int], Limits], tuple[list[int], Tally, float]]] = {}
     for entry in entries:
-        method = build_method(entry.method, parts, sampling, **entry.options)
-        jobs[entry.label] = partial(decode, target, method, sampling, seed)
-    if reference is not None and sampling.greedy:
+        method = build_method(entry.method, parts, entry.sampling, **entry.options)
+        jobs[entry.label] = partial(decode, target, method, entry.sampling, seed)
+    if reference is not None and any(entry.sampling.greedy for entry in entries):
         jobs[REFERENCE] = partial(decode_reference, reference)
     warm_up = Limits(min(8, limits.max_new_tokens), limits.stop_ids)
     for job in jobs.values():
@@ -196,28 +196,30 @@ def summarise(
     entries: Sequence[Entry],
     prompts: Sequence[Sequence[int]],
     runs: dict[str, Run],
-    sampling: Sampling,
 ) -> list[dict[str, Any]]:
     """One dictionary an entry, with the metric names of `metrics.py` and of DESIGN: what `results.json` holds.
 
+    Speedups are over autoregressive decoding with the same warping.
+
     Raises:
-        ValueError: a result that cannot be true (see `metrics.impossible`), or no autoregressive entry.
+        ValueError: a result that cannot be true (see `metrics.impossible`), or no autoregressive entry to compare with.
     """
-    if BASELINE not in runs:
-        raise ValueError(
-            f"speedups are measured against {BASELINE!r}: add it to the methods (there are {sorted(runs)})"
-        )
-    base = runs[BASELINE]
-    context = round(statistics.mean(len(prompt) + len(ids) / 2 for prompt, ids in zip(prompts, base.ids, strict=True)))
+    bases = {entry.sampling: runs[entry.label] for entry in entries if entry.method == BASELINE}
     rows = []
     for entry in entries:
-        run, method = runs[entry.label], build_method(entry.method, parts, sampling, **entry.options)
+        if entry.sampling not in bases:
+            raise ValueError(
+                f"{entry.label!r} needs {BASELINE!r} at temperature {entry.sampling.temperature:g} beside it"
+            )
+        run, base = runs[entry.label], bases[entry.sampling]
+        method = build_method(entry.method, parts, entry.sampling, **entry.options)
         counts = total(run.tallies)
         row: dict[str, Any] = {"label": entry.label, "method": entry.method, "options": entry.options}
-        row |= {"temperature": sampling.temperature, "lossless": method.verifier.lossless} | counts.metrics()
+        row |= {"temperature": entry.sampling.temperature, "lossless": method.verifier.lossless} | counts.metrics()
         row |= _speeds(run, base, runs.get(REFERENCE))
-        row["identical_to_greedy"] = _identical(run, base) if sampling.greedy else None
-        costs = raw_costs(target, method, counts.nodes / max(1, counts.steps), context)
+        row["identical_to_greedy"] = _identical(run, base) if entry.sampling.greedy else None
+        lengths = [len(prompt) + len(ids) / 2 for prompt, ids in zip(prompts, base.ids, strict=True)]
+        costs = raw_costs(target, method, counts.nodes / max(1, counts.steps), round(statistics.mean(lengths)))
         row |= _bounds(row, costs)
         row["perplexity"] = perplexity(target, prompts, run.ids)
         fault = impossible(row)
@@ -264,9 +266,12 @@ def _bounds(row: dict[str, Any], costs: Costs) -> dict[str, Any]:
     }
 
 
-def same_as_reference(runs: dict[str, Run]) -> list[int] | None:
+def same_as_reference(entries: Sequence[Entry], runs: dict[str, Run]) -> list[int] | None:
     """How many prompts `transformers.generate` decodes to the same tokens, and of how many; None if it was not run."""
-    return _identical(runs[REFERENCE], runs[BASELINE]) if REFERENCE in runs else None
+    if REFERENCE not in runs:
+        return None
+    base = next(entry.label for entry in entries if entry.method == BASELINE and entry.sampling.greedy)
+    return _identical(runs[REFERENCE], runs[base])
 
 
 def _synchronise(model: LanguageModel) -> None:

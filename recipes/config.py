@@ -189,9 +189,11 @@ class MethodSection(Section):
     method: str
     """A method by name."""
     label: str | None = None
-    """Name of the row; by default the method's."""
+    """Name of the row; by default the method's, with the temperature where it has one of its own."""
     options: dict[str, Any] = {}
     """Settings of the method, such as gamma."""
+    temperature: float | None = Field(None, ge=0)
+    """By default the recipe's."""
 
 
 class EvaluateRecipe(Section):
@@ -237,14 +239,26 @@ class EvaluateRecipe(Section):
     methods: list[MethodSection] = Field(min_length=1)
     """Rows of the table; `autoregressive`, the baseline, must be one of them."""
 
+    def labels(self) -> list[str]:
+        """Names of the rows."""
+        own = ["" if row.temperature is None else f" T={row.temperature:g}" for row in self.methods]
+        return [row.label or row.method + suffix for row, suffix in zip(self.methods, own, strict=True)]
+
     @model_validator(mode="after")
-    def _labels(self) -> EvaluateRecipe:
-        labels = [row.label or row.method for row in self.methods]
+    def _rows(self) -> EvaluateRecipe:
+        labels = self.labels()
         double = sorted({label for label in labels if labels.count(label) > 1})
         if double:
             raise ValueError(f"two rows of `methods` are both called {double[0]!r}: give one of them a `label`")
-        if "autoregressive" not in labels:
-            raise ValueError("`methods` must hold `autoregressive`: speedups are measured against it")
+        temperatures = [self.temperature if row.temperature is None else row.temperature for row in self.methods]
+        compared = {
+            place for row, place in zip(self.methods, temperatures, strict=True) if row.method == "autoregressive"
+        }
+        missing = sorted(set(temperatures) - compared)
+        if missing:
+            raise ValueError(
+                f"`methods` must hold `autoregressive` at temperature {missing[0]:g}: speedups are measured against it"
+            )
         return self
 
 

@@ -18,7 +18,7 @@ from ..data.conversations import read_conversations
 from ..data.templates import get_template
 from ..data.tokenizers import load_tokenizer
 from ..decode.engine import Limits
-from ..decode.measure import Entry, Run, measure, same_as_reference, summarise
+from ..decode.measure import BASELINE, Entry, Run, measure, same_as_reference, summarise
 from ..decode.methods import METHODS, Parts, method_options
 from ..decode.models import LanguageModel, check_same_vocabulary, load_model, wrap_model
 from ..decode.warpers import Sampling
@@ -45,8 +45,7 @@ def run_evaluate(recipe: EvaluateRecipe) -> dict[str, Any]:
     parts = _load_parts(recipe, target, tokenizer, device)
     prompts = load_prompts(recipe.prompts, recipe.template, tokenizer, recipe.limit, recipe.max_prompt_tokens)
     limits = Limits(recipe.max_new_tokens, stop_ids(tokenizer))
-    sampling = Sampling(recipe.temperature, recipe.top_k, recipe.top_p)
-    entries = [Entry(row.label or row.method, row.method, row.options) for row in recipe.methods]
+    entries = _entries(recipe)
     say(f"evaluate: {len(prompts)} prompts, {len(entries)} methods, {recipe.repeats} run(s) each, on {device}")
     with bar("evaluating", "runs") as advance:
         runs = measure(
@@ -55,19 +54,18 @@ def run_evaluate(recipe: EvaluateRecipe) -> dict[str, Any]:
             entries,
             prompts,
             limits,
-            sampling,
             reference=model if recipe.compare_with_transformers else None,
             repeats=recipe.repeats,
             seed=recipe.seed,
             progress=advance,
         )
-    rows = summarise(target, parts, entries, prompts, runs, sampling)
+    rows = summarise(target, parts, entries, prompts, runs)
     results = {
         "schema": SCHEMA,
         "machine": machine(device),
         "recipe": recipe.model_dump(mode="json"),
         "prompts": len(prompts),
-        "greedy_equals_transformers": same_as_reference(runs),
+        "greedy_equals_transformers": same_as_reference(entries, runs),
         "methods": rows,
     }
     _write_json(Path(recipe.out), results)
@@ -75,6 +73,14 @@ def run_evaluate(recipe: EvaluateRecipe) -> dict[str, Any]:
     _show(recipe, results)
     _check_lossless(results, runs)
     return results
+
+
+def _entries(recipe: EvaluateRecipe) -> list[Entry]:
+    entries = []
+    for label, row in zip(recipe.labels(), recipe.methods, strict=True):
+        temperature = recipe.temperature if row.temperature is None else row.temperature
+        entries.append(Entry(label, row.method, row.options, Sampling(temperature, recipe.top_k, recipe.top_p)))
+    return entries
 
 
 def load_prompts(source: str, template: str, tokenizer: Any, limit: int, max_tokens: int) -> list[list[int]]:
@@ -161,8 +167,8 @@ def _write_json(path: Path, results: dict[str, Any]) -> None:
 
 
 def _show(recipe: EvaluateRecipe, results: dict[str, Any]) -> None:
-    title = f"{recipe.target} at temperature {recipe.temperature:g}, {results['prompts']} prompts"
-    console().print(results_table(title, results["methods"], results["prompts"]))
+    title = f"{recipe.target}, {results['prompts']} prompts of {recipe.prompts}"
+    console().print(results_table(title, results["methods"]))
     same = results["greedy_equals_transformers"]
     if same is not None:
         console().print(f"autoregressive decoding equals transformers.generate on {same[0]} of {same[1]} prompts")
@@ -174,9 +180,11 @@ def _check_lossless(results: dict[str, Any], runs: dict[str, Run]) -> None:
     for row in results["methods"]:
         same = row["identical_to_greedy"]
         if row["lossless"] and same is not None and same[0] < same[1]:
-            baseline = runs["autoregressive"].ids
-            mine = runs[row["label"]].ids
-            place = next(index for index, ids in enumerate(mine) if ids != baseline[index])
+            greedy = next(
+                other for other in results["methods"] if other["method"] == BASELINE and not other["temperature"]
+            )
+            pairs = zip(runs[row["label"]].ids, runs[greedy["label"]].ids, strict=True)
+            place = next(index for index, (mine, theirs) in enumerate(pairs) if mine != theirs)
             raise ValueError(
                 f"{row['label']!r} calls itself lossless, but differs from greedy decoding on {same[1] - same[0]} of "
                 f"{same[1]} prompts, first on prompt {place}"

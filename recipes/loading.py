@@ -14,6 +14,7 @@ from typing import Any
 import yaml
 from pydantic import BaseModel, ValidationError
 
+from ..checkpoints.manifest import plain
 from .config import RECIPES, Recipe
 
 SHIPPED = Path(__file__).parent
@@ -117,8 +118,8 @@ def parse_recipe(values: dict[str, Any], where: str) -> Recipe:
 
 
 def dump_recipe(recipe: Recipe) -> str:
-    """The resolved recipe as YAML; running it again repeats the run."""
-    return yaml.safe_dump(recipe.model_dump(mode="json"), sort_keys=False, allow_unicode=True)
+    """The resolved recipe as YAML, secrets struck out; running it again repeats the run."""
+    return yaml.safe_dump(plain(recipe.model_dump(mode="json")), sort_keys=False, allow_unicode=True)
 
 
 def write_recipe(recipe: Recipe, path: Path) -> None:

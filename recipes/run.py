@@ -22,7 +22,6 @@ from ..checkpoints.artifact import (
     verify_artifact,
 )
 from ..checkpoints.heads import PredictionHeads, save_heads
-from ..checkpoints.table import BigramTable
 from ..data.tokenizers import load_tokenizer
 from ..decode.engine import Limits
 from ..decode.measure import decode
@@ -33,9 +32,10 @@ from ..decode.warpers import Sampling
 from ..train.drafter import DrafterTask
 from ..train.heads import HeadsTask
 from ..train.loop import FitConfig, FitResult, Task, fit
+from ..train.table import count_table
 from .config import DrafterRecipe, HeadsRecipe, MeasureSection, Section, TableRecipe, TrainSection
 from .evaluate import load_prompts, stop_ids
-from .loading import dump_recipe, write_recipe
+from .loading import write_recipe
 from .prepare import Prepared, prepare_data
 from .terminal import say
 
@@ -54,7 +54,7 @@ def run_train(recipe: DrafterRecipe | HeadsRecipe | TableRecipe) -> Path:
     if accelerator.is_main_process:
         _check_out(out, recipe)
     accelerator.wait_for_everyone()
-    if _finished(out, recipe):
+    if (out / "artifact.json").is_file():
         say(f"{recipe.kind}: {out} is finished, reusing it")
         return out
     KINDS[recipe.kind](recipe, out, accelerator)
@@ -108,7 +108,7 @@ def run_heads(recipe: HeadsRecipe, out: Path, accelerator: Any) -> None:
     result = _fit(task, prepared, recipe, out, accelerator)
     if not accelerator.is_main_process:
         return
-    shapes = {"num_heads": recipe.num_heads, "num_layers": recipe.num_layers, "hidden_size": projection_VD.shape[1]}
+    shapes = {name: getattr(heads, name) for name in ("num_heads", "num_layers", "hidden_size", "vocab_size")}
     _save(
         recipe,
         out,
@@ -128,7 +128,7 @@ def run_table(recipe: TableRecipe, out: Path, accelerator: Any) -> None:
     if not accelerator.is_main_process:
         return
     say(f"table: counting pairs in {prepared.train.manifest['tokens']:,} tokens")
-    table = BigramTable.from_documents(prepared.train.iter_documents(), len(tokenizer))
+    table = count_table(prepared.train, len(tokenizer))
     shapes = {"entries": len(table.col)}
     say(f"table: {len(table.col):,} pairs seen at least once")
     _save(recipe, out, table.save, tokenizer, prepared, None, None, shapes)
@@ -188,7 +188,7 @@ def _save(
 ) -> None:
     def write_all(folder: Path) -> None:
         write(folder)
-        (folder / "recipe.yaml").write_text(dump_recipe(recipe), encoding="utf-8")
+        write_recipe(recipe, folder / "recipe.yaml")
 
     named = getattr(recipe, "target", None)
     identity = None
@@ -229,11 +229,10 @@ def _check_out(out: Path, recipe: Section) -> None:
             f"{out} holds the artifact of another recipe ({_difference(theirs, mine)}): "
             "choose another `out`, or delete that folder"
         )
-    verify_artifact(out)
-
-
-def _finished(out: Path, recipe: Section) -> bool:
-    return (out / "artifact.json").is_file()
+    made_for = verify_artifact(out).target or {}
+    folder, fingerprint = Path(str(made_for.get("id"))), made_for.get("fingerprint")
+    if fingerprint and folder.is_dir() and model_fingerprint(folder) != fingerprint:
+        raise ValueError(f"{out} was made for another model than the one that stands at {folder} now: delete {out}")
 
 
 def _difference(theirs: Any, mine: Any, place: str = "") -> str:

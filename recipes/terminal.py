@@ -16,8 +16,8 @@ _SECONDS_BETWEEN_LINES = 15.0
 
 
 def console() -> Console:
-    """Standard output: for results. Made anew, so that redirection is noticed."""
-    return Console(highlight=False, soft_wrap=True)
+    """Standard output: for results. Made anew, so that redirection is noticed; a file is 120 columns wide."""
+    return Console(highlight=False, width=None if sys.stdout.isatty() else 120)
 
 
 def say(text: str) -> None:
@@ -67,13 +67,13 @@ def bar(title: str, unit: str) -> Iterator[Callable[[int, int], None]]:
         yield advance_bar
 
 
-def results_table(title: str, rows: Sequence[dict[str, Any]], prompts: int) -> Table:
+def results_table(title: str, rows: Sequence[dict[str, Any]]) -> Table:
     """The evaluation as one table, a row a method."""
-    table = Table(title=title, title_justify="left", caption_justify="left")
-    table.add_column("method")
+    table = Table(title=title, title_justify="left")
+    table.add_column("method", no_wrap=True)
     for heading in ("tokens/step", "accepted", "tokens/s", "speedup", "95 % interval", "bound", "efficiency"):
-        table.add_column(heading, justify="right")
-    table.add_column("lossless")
+        table.add_column(heading, justify="right", no_wrap=True)
+    table.add_column("lossless", no_wrap=True)
     for row in rows:
         interval = row["speedup_interval"]
         table.add_row(
@@ -85,14 +85,13 @@ def results_table(title: str, rows: Sequence[dict[str, Any]], prompts: int) -> T
             "–" if interval is None else f"{interval[0]:.2f}–{interval[1]:.2f}",
             f"{row['bound']:.2f}x",
             f"{row['efficiency']:.2f}",
-            _lossless(row, prompts),
+            _lossless(row),
         )
     return table
 
 
-def _lossless(row: dict[str, Any], prompts: int) -> str:
+def _lossless(row: dict[str, Any]) -> str:
     if not row["lossless"]:
         return "no"
-    if row["identical_to_greedy"] is None:
-        return "yes"
-    return f"yes: {row['identical_to_greedy'][0]} of {prompts} identical"
+    same = row["identical_to_greedy"]
+    return "yes" if same is None else f"yes, {same[0]}/{same[1]} identical"
