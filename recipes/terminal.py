@@ -71,8 +71,16 @@ def results_table(title: str, rows: Sequence[dict[str, Any]]) -> Table:
     """The evaluation as one table, a row a method."""
     table = Table(title=title, title_justify="left")
     table.add_column("method", no_wrap=True)
-    for heading in ("tokens/step", "accepted", "tokens/s", "speedup", "95 % interval", "bound", "efficiency"):
-        table.add_column(heading, justify="right", no_wrap=True)
+    for heading in (
+        "tokens per step",
+        "acceptance rate",
+        "tokens/s",
+        "speedup",
+        "95 % interval",
+        "bound",
+        "efficiency",
+    ):
+        table.add_column(heading, justify="right", min_width=max(len(word) for word in heading.split()))
     table.add_column("lossless", no_wrap=True)
     for row in rows:
         interval = row["speedup_interval"]
@@ -94,4 +102,4 @@ def _lossless(row: dict[str, Any]) -> str:
     if not row["lossless"]:
         return "no"
     same = row["identical_to_greedy"]
-    return "yes" if same is None else f"yes, {same[0]}/{same[1]} identical"
+    return "yes" if same is None else f"yes, {same[0]}/{same[1]} same"
