@@ -246,10 +246,13 @@ def _replace(new: Path, out: Path) -> None:
 
 def _write_arrays(folder: Path, rendered: _Tokens, blocks: list[list[int]], block_tokens: int, padding_id: int) -> None:
     shape = (len(blocks), block_tokens)
-    written = {
-        name: np.lib.format.open_memmap(folder / f"{name}.npy", mode="w+", dtype=dtype, shape=shape)
-        for name, dtype in _ARRAYS.items()
-    }
+    written = {}
+    for name, dtype in _ARRAYS.items():
+        path = folder / f"{name}.npy"
+        written[name] = np.lib.format.open_memmap(path, mode="w+", dtype=dtype, shape=shape)
+        if hasattr(os, "posix_fallocate"):  # without it a full disk is found by a bus error, when a page is written
+            with path.open("r+b") as reserved:
+                os.posix_fallocate(reserved.fileno(), 0, path.stat().st_size)
     ids = np.frombuffer(rendered.ids, dtype=np.int32)
     trainable = np.frombuffer(rendered.trainable, dtype=np.uint8)
     starts = np.concatenate([[0], np.cumsum(rendered.lengths)])

@@ -5,6 +5,7 @@ Shape letters: B batch, N nodes, D hidden.
 
 from __future__ import annotations
 
+import math
 import statistics
 import time
 from collections.abc import Callable, Sequence
@@ -176,7 +177,10 @@ def _forward(model: LanguageModel, nodes: int, context: int) -> Callable[[], Ten
 def perplexity(
     target: LanguageModel, prompts: Sequence[Sequence[int]], outputs: Sequence[Sequence[int]]
 ) -> float | None:
-    """exp of the mean negative log-likelihood of the outputs under the unwarped target (`mjsd.txt`, eq. 1)."""
+    """exp of the mean negative log-likelihood of the outputs under the unwarped target (`mjsd.txt`, eq. 1).
+
+    None where there is no output, or one that the target holds impossible.
+    """
     loss, count = 0.0, 0
     for prompt, output in zip(prompts, outputs, strict=True):
         if not output:
@@ -187,7 +191,7 @@ def perplexity(
         log_probs_BTV = target.logits(hidden_BTD).float().log_softmax(-1)
         loss -= log_probs_BTV.gather(2, ids[:, len(prompt) :, None]).sum().item()
         count += len(output)
-    return float(torch.tensor(loss / count).exp()) if count else None
+    return math.exp(loss / count) if count and loss / count < 700 else None
 
 
 def summarise(
@@ -196,16 +200,20 @@ def summarise(
     entries: Sequence[Entry],
     prompts: Sequence[Sequence[int]],
     runs: dict[str, Run],
-) -> list[dict[str, Any]]:
+) -> tuple[list[dict[str, Any]], list[str]]:
     """One dictionary an entry, with the metric names of `metrics.py` and of DESIGN: what `results.json` holds.
 
     Speedups are over autoregressive decoding with the same warping.
 
+    Returns:
+        The rows, and what is wrong with the entries whose measurements cannot be true (see `metrics.impossible`): an
+        error of the report each, not a row of it.
+
     Raises:
-        ValueError: a result that cannot be true (see `metrics.impossible`), or no autoregressive entry to compare with.
+        ValueError: no autoregressive entry to compare with.
     """
     bases = {entry.sampling: runs[entry.label] for entry in entries if entry.method == BASELINE}
-    rows = []
+    rows, errors = [], []
     for entry in entries:
         if entry.sampling not in bases:
             raise ValueError(
@@ -224,9 +232,10 @@ def summarise(
         row["perplexity"] = perplexity(target, prompts, run.ids)
         fault = impossible(row)
         if fault:
-            raise ValueError(f"the measurement of {entry.label!r} cannot be true: {fault}")
-        rows.append(row)
-    return rows
+            errors.append(f"the measurement of {entry.label!r} cannot be true: {fault}")
+        else:
+            rows.append(row)
+    return rows, errors
 
 
 def _speeds(run: Run, base: Run, reference: Run | None) -> dict[str, Any]:

@@ -12,8 +12,9 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from safetensors import SafetensorError
 from torch import Tensor, nn
-from transformers import AutoConfig, AutoModelForCausalLM, Cache, PreTrainedModel
+from transformers import AutoModelForCausalLM, Cache, PreTrainedModel
 
 from .kv_cache import KVCache
 from .tree import Tree
@@ -145,7 +146,8 @@ class TransformersModel(LanguageModel):
         output = self._decoder(
             input_ids=tokens_BM,
             attention_mask=mask_B1MS.expand(batch, -1, -1, -1),
-            position_ids=positions_BM.expand(batch, -1),
+            # Rows that have ended still run, beyond the last learned position; what they give is not used.
+            position_ids=positions_BM.clamp(max=self.max_positions - 1).expand(batch, -1),
             past_key_values=SlotCache(cache, start, end),
             use_cache=True,
         )
@@ -163,8 +165,8 @@ def wrap_model(model: PreTrainedModel, *, fast: bool = True, check: bool = True)
 
     Args:
         model: any causal LM; it is put into evaluation mode.
-        fast: use the thin forward of `lean.py` where it covers the model (Llama-type decoders). It copies the
-            layers' weights, so training the model afterwards does not change the scorer.
+        fast: use the thin forward of `lean.py` where it covers the model (Llama-type decoders). It copies some
+            weights and shares others: after further training, wrap the model again.
         check: compare the forward of a small branching tree with the model's own forwards of its paths.
 
     Raises:
@@ -224,19 +226,10 @@ def load_model(source: str, *, dtype: str | torch.dtype = "auto", device: str = 
         raise ValueError(f"there is no model folder {source!r}")
     try:
         model = AutoModelForCausalLM.from_pretrained(source, dtype=dtype)
-    except (OSError, ValueError) as error:
+    except (OSError, ValueError, RuntimeError, SafetensorError) as error:
         reason = str(error).strip().splitlines()[0]
         raise ValueError(f"no causal language model could be loaded from {source!r}: {reason}") from error
     return model.to(device).eval()
-
-
-def load_config(source: str) -> Any:
-    """The configuration of a model folder or hub id. Raises ValueError where there is none."""
-    try:
-        return AutoConfig.from_pretrained(source)
-    except (OSError, ValueError) as error:
-        reason = str(error).strip().splitlines()[0]
-        raise ValueError(f"no model configuration could be loaded from {source!r}: {reason}") from error
 
 
 def check_same_vocabulary(target: LanguageModel, other: LanguageModel, what: str) -> None:

@@ -106,8 +106,8 @@ class DraftTree:
         # Exponential races: sorting by p / E is drawing without replacement, in order.
         race_BMV = probs_BMV / context.rng.exponential(*probs_BMV.shape[1:])
         top = race_BMV.topk(width, -1)
-        valid_BM = (top.values > 0).flatten(1) if context.sampling.top_k or context.sampling.top_p < 1 else None
-        return top.indices.flatten(1), probs_BMV, valid_BM
+        # Warping, or a low temperature's underflow, may leave fewer possible tokens than children.
+        return top.indices.flatten(1), probs_BMV, (top.values > 0).flatten(1)
 
     def forwards(self) -> list[tuple[Any, int]]:
         widths = [1]

@@ -15,7 +15,7 @@ from rich.markup import escape
 from rich.table import Table
 
 from .. import __version__
-from ..train.interrupts import Interrupted
+from ..train.interrupts import Interrupted, TrainingError
 from .config import DrafterRecipe, EvaluateRecipe, HeadsRecipe, QuickstartRecipe, TableRecipe
 from .loading import find_recipe, load_recipe, shipped_recipes
 from .terminal import console, say
@@ -133,10 +133,10 @@ def main() -> None:
     """Run the command line. Exit codes: 0 done, 1 failed, 2 wrong input, 130 or 143 interrupted."""
     try:
         app()
-    except KeyboardInterrupt:
-        _fail("interrupted", 130)
     except Interrupted as stopped:
         sys.exit(128 + stopped.signal_number)
+    except TrainingError as error:
+        _fail(str(error), 1)
     except (ValueError, FileNotFoundError, ModuleNotFoundError) as error:
         _fail(str(error), 2)
     except OSError as error:
@@ -146,6 +146,11 @@ def main() -> None:
                 1,
             )
         _fail(str(error), 1)
+    except Exception as error:
+        # safetensors and tokenizers report a full disk in exceptions of their own
+        if "No space left" not in str(error):
+            raise
+        _fail(f"no space left on the disk: {error}; what was saved before is whole", 1)
 
 
 def _fail(message: str, code: int) -> None:

@@ -6,8 +6,6 @@ from typing import Any, Literal
 
 from pydantic import BaseModel, ConfigDict, Field, model_validator
 
-Kind = Literal["drafter", "heads", "table", "evaluate", "quickstart"]
-
 
 class Section(BaseModel):
     """Strict: an unknown key or a value of another type is refused."""
@@ -166,6 +164,13 @@ class HeadsRecipe(Section):
     @property
     def tokenizer_source(self) -> str:
         return self.target
+
+    @model_validator(mode="after")
+    def _tree(self) -> HeadsRecipe:
+        depth = self.measure.tree.count("x") + 1
+        if self.measure.prompts and depth > self.num_heads:
+            raise ValueError(f"`measure.tree` is {depth} levels deep, and there are {self.num_heads} heads")
+        return self
 
 
 class TableRecipe(Section):

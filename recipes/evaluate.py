@@ -59,7 +59,7 @@ def run_evaluate(recipe: EvaluateRecipe) -> dict[str, Any]:
             seed=recipe.seed,
             progress=advance,
         )
-    rows = summarise(target, parts, entries, prompts, runs)
+    rows, errors = summarise(target, parts, entries, prompts, runs)
     results = {
         "schema": SCHEMA,
         "machine": machine(device),
@@ -67,9 +67,10 @@ def run_evaluate(recipe: EvaluateRecipe) -> dict[str, Any]:
         "prompts": len(prompts),
         "greedy_equals_transformers": same_as_reference(entries, runs),
         "methods": rows,
+        "errors": errors,
     }
     _write_json(Path(recipe.out), results)
-    write_recipe(recipe, Path(recipe.out).with_name("evaluate.yaml"))
+    write_recipe(recipe, Path(recipe.out).with_suffix(".recipe.yaml"))
     _show(recipe, results)
     _check_lossless(results, runs)
     return results
@@ -169,6 +170,8 @@ def _write_json(path: Path, results: dict[str, Any]) -> None:
 def _show(recipe: EvaluateRecipe, results: dict[str, Any]) -> None:
     title = f"{recipe.target}, {results['prompts']} prompts of {recipe.prompts}"
     console().print(results_table(title, results["methods"]))
+    for error in results["errors"]:
+        console().print(f"error: {error}", markup=False)
     same = results["greedy_equals_transformers"]
     if same is not None:
         console().print(f"autoregressive decoding equals transformers.generate on {same[0]} of {same[1]} prompts")

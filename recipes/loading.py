@@ -24,6 +24,7 @@ class _Loader(yaml.SafeLoader):
     """YAML 1.2 floats (1e-3 is a number), and no key twice."""
 
     def construct_mapping(self, node: yaml.MappingNode, deep: bool = False) -> dict[Hashable, Any]:
+        self.flatten_mapping(node)  # `<<` merges
         keys = [self.construct_object(key, deep=True) for key, _ in node.value]
         for place, key in enumerate(keys):
             if key in keys[:place]:
@@ -100,7 +101,7 @@ def load_recipe(name: str, overrides: Sequence[str] = (), *, kinds: Sequence[str
     for override in overrides:
         _apply(values, override)
     kind = values.get("kind")
-    if kind not in RECIPES:
+    if not isinstance(kind, str) or kind not in RECIPES:
         raise ValueError(f"{path}: `kind` is {kind!r}.{_nearest(str(kind), list(RECIPES))} Known: {', '.join(RECIPES)}")
     if kind not in kinds:
         raise ValueError(f"{path} is a recipe of kind {kind!r}; this command runs {', '.join(kinds)}")
@@ -143,10 +144,10 @@ def _apply(values: dict[str, Any], override: str) -> None:
     for place, parent in enumerate(parents):
         if isinstance(here, list):
             here = _item(here, parent, override)
-            continue
-        if here.get(parent) is None:
-            here[parent] = {}
-        here = here[parent]
+        else:
+            if here.get(parent) is None:
+                here[parent] = {}
+            here = here[parent]
         if not isinstance(here, (dict, list)):
             raise ValueError(f"override {override!r}: {'.'.join(parents[: place + 1])!r} is a value, not a section")
     if isinstance(here, list):

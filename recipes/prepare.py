@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import hashlib
 import json
+import re
 import shutil
 import tempfile
 from collections.abc import Iterator
@@ -27,9 +28,6 @@ class Prepared:
     heldout: PreparedData
     folder: Path
     report: dict[str, Any]
-
-    def heldout_conversations(self, limit: int) -> list[Conversation]:
-        return list(read_conversations(str(self.folder / "heldout.jsonl"), limit=limit))
 
     def summary(self) -> dict[str, Any]:
         """For an artifact's manifest: where the data came from, and how much of it there is."""
@@ -119,8 +117,9 @@ def _prepare(section: DataSection, tokenizer: Any, identity: dict[str, Any], fol
 
 
 def _held_out(conversation: Conversation, share: float) -> bool:
-    # ShareGPT's parts of one long conversation are called id_0, id_1 …: they must fall on one side.
-    whole = conversation.id.rsplit("_", 1)[0]
+    # ShareGPT's parts of one long conversation are called abcdefg_0, abcdefg_1 …: they must fall on one side.
+    part = re.fullmatch(r"([A-Za-z0-9]{7})_\d+", conversation.id)
+    whole = part[1] if part else conversation.id
     digest = hashlib.sha256(f"held out {whole}".encode()).digest()
     return int.from_bytes(digest[:8], "big") < share * 2**64
 

@@ -81,9 +81,9 @@ def make_corpus(recipe: QuickstartRecipe, folder: Path) -> None:
     folder.mkdir(parents=True, exist_ok=True)
     write_conversations(train, folder / "train.jsonl")
     write_conversations(heldout, folder / "heldout.jsonl")
-    report_file.write_text(
-        json.dumps(report, indent=2) + "\n", encoding="utf-8"
-    )  # last: it says that the rest is whole
+    unfinished = report_file.with_suffix(".unfinished")
+    unfinished.write_text(json.dumps(report, indent=2) + "\n", encoding="utf-8")
+    unfinished.replace(report_file)  # last: it says that the rest is whole
     if report["skipped"]:
         say(f"corpus: not installed and passed over: {', '.join(report['skipped'])}")
     say(

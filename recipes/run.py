@@ -7,10 +7,13 @@ import math
 import shutil
 from collections.abc import Callable, Sequence
 from dataclasses import asdict
+from datetime import timedelta
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 import torch
+from huggingface_hub.errors import StrictDataclassError
 from torch import nn
 from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedModel
 
@@ -25,7 +28,7 @@ from ..checkpoints.heads import PredictionHeads, save_heads
 from ..data.tokenizers import load_tokenizer
 from ..decode.engine import Limits
 from ..decode.measure import decode
-from ..decode.methods import Parts, build_method
+from ..decode.methods import Parts, build_method, nearest
 from ..decode.metrics import total
 from ..decode.models import LanguageModel, load_model, wrap_model
 from ..decode.warpers import Sampling
@@ -51,9 +54,7 @@ def run_train(recipe: DrafterRecipe | HeadsRecipe | TableRecipe) -> Path:
     """
     out = Path(recipe.out)
     accelerator = _accelerator(recipe)
-    if accelerator.is_main_process:
-        _check_out(out, recipe)
-    accelerator.wait_for_everyone()
+    _on_main(accelerator, partial(_check_out, out, recipe))
     if (out / "artifact.json").is_file():
         say(f"{recipe.kind}: {out} is finished, reusing it")
         return out
@@ -63,10 +64,35 @@ def run_train(recipe: DrafterRecipe | HeadsRecipe | TableRecipe) -> Path:
 
 
 def _accelerator(recipe: Section) -> Any:
-    from accelerate import Accelerator
+    from accelerate import Accelerator, InitProcessGroupKwargs
+    from accelerate.state import AcceleratorState
 
     train = getattr(recipe, "train", None)
-    return Accelerator(mixed_precision=train.precision if train is not None else "no")
+    precision = train.precision if train is not None else "no"
+    shared = AcceleratorState._shared_state
+    if shared and shared.get("_mixed_precision", precision) != precision:
+        AcceleratorState._reset_state()  # an earlier stage of this process had another precision
+    # While the main process prepares a large corpus, the others wait longer than the default allows.
+    patience = InitProcessGroupKwargs(timeout=timedelta(hours=6))
+    return Accelerator(mixed_precision=precision, kwargs_handlers=[patience])
+
+
+def _on_main(accelerator: Any, work: Callable[[], Any]) -> None:
+    """Do something in the main process; a user's mistake found there is raised in all of them."""
+    problem: list[str | None] = [None]
+    if accelerator.is_main_process:
+        try:
+            work()
+        except ValueError as error:
+            if accelerator.num_processes == 1:
+                raise
+            problem = [str(error)]
+    if accelerator.num_processes > 1:
+        from accelerate.utils import broadcast_object_list
+
+        broadcast_object_list(problem)
+        if problem[0] is not None:
+            raise ValueError(problem[0])
 
 
 def run_drafter(recipe: DrafterRecipe, out: Path, accelerator: Any) -> None:
@@ -79,10 +105,15 @@ def run_drafter(recipe: DrafterRecipe, out: Path, accelerator: Any) -> None:
     target = None
     if recipe.target is not None and (teaches or recipe.measure.prompts):
         target = load_model(recipe.target, device=str(accelerator.device))
+        theirs, mine = (side.get_output_embeddings().weight.shape[0] for side in (target, model))
+        if theirs != mine:
+            raise ValueError(f"the drafter has a vocabulary of {mine} tokens, the target {recipe.target} of {theirs}")
     measure = _drafter_measure(recipe, target, tokenizer, prepared) if target is not None else None
     task = DrafterTask(
         model, prepared.heldout, objective=recipe.objective, teacher=target if teaches else None, evaluate_fn=measure
     )
+    if target is not None:
+        task.settings["target"] = model_fingerprint(target)
     result = _fit(task, prepared, recipe, out, accelerator)
     if not accelerator.is_main_process:
         return
@@ -105,6 +136,7 @@ def run_heads(recipe: HeadsRecipe, out: Path, accelerator: Any) -> None:
     measure = _heads_measure(recipe, target, tokenizer, prepared) if recipe.measure.prompts else None
     weights = [recipe.weight_decay_by_head**place for place in range(recipe.num_heads)]
     task = HeadsTask(target, heads, prepared.heldout, head_weights=weights, evaluate_fn=measure)
+    task.settings["target"] = model_fingerprint(target)
     result = _fit(task, prepared, recipe, out, accelerator)
     if not accelerator.is_main_process:
         return
@@ -139,9 +171,7 @@ KINDS: dict[str, Callable[..., None]] = {"drafter": run_drafter, "heads": run_he
 
 def _prepare_once(recipe: Any, tokenizer: Any, accelerator: Any) -> Prepared:
     """The main process prepares, the others then find it done."""
-    if accelerator.is_main_process:
-        prepare_data(recipe.data, tokenizer)
-    accelerator.wait_for_everyone()
+    _on_main(accelerator, partial(prepare_data, recipe.data, tokenizer))
     return prepare_data(recipe.data, tokenizer, quiet=True)
 
 
@@ -150,12 +180,17 @@ def _model(recipe: DrafterRecipe, accelerator: Any) -> PreTrainedModel:
     if recipe.model.source is not None:
         return load_model(recipe.model.source, dtype=dtype)
     settings = dict(recipe.model.config or {})
+    kind = settings.pop("model_type")
     torch.manual_seed(recipe.train.seed)
     try:
-        config = AutoConfig.for_model(settings.pop("model_type"), **settings)
-    except (ValueError, TypeError) as error:
-        raise ValueError(f"model.config makes no model: {str(error).splitlines()[0]}") from error
-    return AutoModelForCausalLM.from_config(config).to(dtype)
+        known = vars(AutoConfig.for_model(kind))
+        unknown = sorted(set(settings) - set(known))
+        if unknown:
+            raise ValueError(f"unknown field {unknown[0]!r} of {kind}.{nearest(unknown[0], list(known))}")
+        model = AutoModelForCausalLM.from_config(AutoConfig.for_model(kind, **settings))
+    except (ValueError, TypeError, RuntimeError, AttributeError, StrictDataclassError) as error:
+        raise ValueError(f"model.config makes no model: {' '.join(str(error).split())}") from error
+    return model.to(dtype)
 
 
 def _check_vocabulary(tokens: int, rows: int, what: str) -> None:
@@ -168,12 +203,10 @@ def _fit(task: Task, prepared: Prepared, recipe: Any, out: Path, accelerator: An
     settings = train.model_dump(exclude={"epochs", "steps"})
     steps = train.steps or max(1, math.ceil(train.epochs * prepared.train.blocks / train.global_batch))
     config = FitConfig(steps=steps, **(settings | {"betas": tuple(train.betas)}))
-    state = _state(out)
+    result = fit(task, prepared.train, config, _state(out), accelerator)
     if accelerator.is_main_process:
-        state.mkdir(parents=True, exist_ok=True)
-        write_recipe(recipe, state / "recipe.yaml")
-    accelerator.wait_for_everyone()
-    return fit(task, prepared.train, config, state, accelerator)
+        write_recipe(recipe, _state(out) / "recipe.yaml")
+    return result
 
 
 def _save(
@@ -286,7 +319,9 @@ def _heads_measure(
 
 
 def _sample(recipe: DrafterRecipe | HeadsRecipe, tokenizer: Any, prepared: Prepared) -> list[list[int]]:
-    source, longest = str(prepared.folder / "heldout.jsonl"), recipe.data.block_tokens
+    # Room for the answer, in models whose positions are as many as a block has.
+    longest = max(1, recipe.data.block_tokens - recipe.measure.new_tokens - 16)
+    source = str(prepared.folder / "heldout.jsonl")
     return load_prompts(source, recipe.data.template, tokenizer, recipe.measure.prompts, longest)
 
 

@@ -16,6 +16,10 @@ class Interrupted(Exception):  # noqa: N818 - like KeyboardInterrupt, it is no e
         self.signal_number = signal_number
 
 
+class TrainingError(ValueError):
+    """Training cannot go on (a loss or gradient that is not finite); the last checkpoint is untouched."""
+
+
 class StopSignals:
     """While entered, SIGINT and SIGTERM only set `received`; a second SIGINT raises KeyboardInterrupt at once.
 

@@ -19,7 +19,7 @@ from torch import Tensor, nn
 
 from ..data.packing import Batch, global_batch
 from .config import FitConfig
-from .interrupts import Interrupted, StopSignals
+from .interrupts import Interrupted, StopSignals, TrainingError
 from .progress import Report
 from .state import Position, StateFolder, data_fingerprint
 
@@ -31,10 +31,6 @@ if TYPE_CHECKING:
 __all__ = ["FitConfig", "FitResult", "Interrupted", "Task", "TrainingError", "fit"]
 
 _MAX_SKIPPED_STEPS = 50
-
-
-class TrainingError(ValueError):
-    """Training cannot go on (a loss or gradient that is not finite); the last checkpoint is untouched."""
 
 
 class Task(Protocol):
@@ -175,10 +171,11 @@ class _Run:
         config = self.config
         while True:
             step = position.step
-            if self._due(step, config.evaluate_every, also=step == config.steps):
-                self._evaluate(step, report)
+            # Saved first: an evaluation that fails must not cost the training that led to it.
             if step and self.resumed_from != step and self._due(step, config.save_every, also=step == config.steps):
                 self.state.save(position)
+            if self._due(step, config.evaluate_every, also=step == config.steps):
+                self._evaluate(step, report)
             if step == config.steps:
                 return self._result(position)
             started = time.perf_counter()

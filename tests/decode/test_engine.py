@@ -13,7 +13,7 @@ from draftsmith.decode.methods import METHODS, Parts, build_method
 from draftsmith.decode.models import LanguageModel, check_same_vocabulary, wrap_model
 from draftsmith.decode.rng import Rng
 from draftsmith.decode.warpers import Sampling
-from transformers import LlamaForCausalLM
+from transformers import AutoConfig, AutoModelForCausalLM, LlamaForCausalLM
 
 VOCAB = 64
 PROMPTS = [[1, 2, 3], [5], [9, 8, 7, 6, 5, 4, 3], [63, 0]]
@@ -176,3 +176,16 @@ def test_wrong_settings_are_refused(parts: Parts, name: str, options: dict[str, 
 def test_a_missing_part_is_named(name: str, part: str) -> None:
     with pytest.raises(ValueError, match=f"needs a {part}"):
         build_method(name, Parts(), Sampling())
+
+
+def test_a_row_that_has_ended_does_not_run_past_learned_positions() -> None:
+    """The longer row ends first, at the model's last position, while the other goes on."""
+    torch.manual_seed(0)
+    sizes = {"vocab_size": 32, "n_embd": 16, "n_layer": 1, "n_head": 2, "n_positions": 24}
+    target_model = AutoModelForCausalLM.from_config(AutoConfig.for_model("gpt2", **sizes)).eval()
+    drafter_model = AutoModelForCausalLM.from_config(AutoConfig.for_model("gpt2", **sizes)).eval()
+    target, parts = wrap_model(target_model), Parts(drafter=wrap_model(drafter_model))
+    prompts = [list(range(14)), [1, 2, 3]]
+    for options in ({"gamma": 3}, {"gamma": 2}):
+        output, _ = run(target, "speculative", parts, prompts, Limits(8), **options)
+        assert output == [greedy(target_model, prompt, 8) for prompt in prompts]

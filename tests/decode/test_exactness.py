@@ -104,11 +104,10 @@ def test_the_test_finds_a_wrong_residual(make_llama: Callable[..., LlamaForCausa
 
 
 def test_hardly_overlapping_supports(make_llama: Callable[..., LlamaForCausalLM]) -> None:
-    """With top_k = 1 on sharp models the drafter's only token is mostly refused: the residual is p without it."""
+    """Two tokens each that mostly differ, by top_k or by a temperature at which all others underflow to 0."""
     target = make_llama(VOCAB, seed=0, sharpness=3.0, num_hidden_layers=1)
     drafter = make_llama(VOCAB, seed=9, sharpness=3.0, num_hidden_layers=1)
     parts = Parts(drafter=wrap_model(drafter, check=False))
-    sampling = Sampling(1.0, top_k=2)
-    for replacement in (True, False):
+    for sampling, replacement in itertools.product((Sampling(1.0, top_k=2), Sampling(0.05)), (True, False)):
         method = build_method("multi-candidate", parts, sampling, k_config="4x3", replacement=replacement)
         assert p_value(method, target, sampling, seed=3) > FALSE_ALARM

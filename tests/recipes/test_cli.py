@@ -63,6 +63,7 @@ def test_wrong_input_gets_one_message_and_exit_code_2(cli: Cli, drafter_recipe: 
     refused(cli("train", recipe, "data.template=vicuna"), "'vicuna-v1.1'")
     refused(cli("train", recipe, "train.global_batch=5"), "5", "2")
     refused(cli("train", recipe, "model.config.vocab_size=100"), "320 tokens", "100")
+    refused(cli("train", recipe, "model.config.hiden_size=64"), "Did you mean 'hidden_size'")
     assert not (tmp_path / "drafter").exists()
 
 
@@ -211,6 +212,11 @@ def test_heads_table_and_evaluation_run_from_recipes(
     assert rows["autoregressive"]["tokens_per_step"] == 1.0
     assert "3 of 3 prompts" in result.stdout
 
+    refused(
+        cli("train", str(tmp_path / "distilled.yaml"), f"out={tmp_path / 'x'}", "model.config.vocab_size=330"),
+        "330",
+        "320",
+    )
     small = cli("train", str(drafter_recipe), f"out={tmp_path / 'other'}", "model.config.vocab_size=330")
     assert small.returncode == 0, small.stderr
     refused(cli("evaluate", str(path), f"drafter={tmp_path / 'other'}"), "330", "320")

@@ -14,7 +14,7 @@ kind: drafter
 out: runs/x
 model: {source: base}
 data: {source: rows.json}
-train: {learning_rate: 1e-3, steps: 5}
+train: {learning_rate: 1e-3, steps: 5, betas: [0.9, 0.95]}
 """
 
 
@@ -56,6 +56,8 @@ def test_a_resolved_recipe_repeats_itself(recipe: str, tmp_path: Path) -> None:
         ("objective={forward-kl: 1.0}", "'forward-kl' needs a `target`"),
         ("kind=draftr", r"`kind` is 'draftr'. Did you mean 'drafter'\?"),
         ("train", "not of the form key.path=value"),
+        ("kind=[drafter]", "`kind` is"),
+        ("train.betas.0.x=1", "'train.betas.0' is a value, not a section"),
         ("out.folder=1", "'out' is a value, not a section"),
         ("data=", "'data'"),
     ],
@@ -106,3 +108,9 @@ def test_the_quickstart_fills_in_folder_seed_and_minutes() -> None:
     assert plain.target.train.steps is not None
     assert resolved.target.train.steps == 2 * plain.target.train.steps
     assert "{out}" not in dump_recipe(resolved)
+
+
+def test_merge_keys_are_yaml_too(tmp_path: Path) -> None:
+    merged = RECIPE.replace("data: {source: rows.json}", "data: {<<: {limit: 7}, source: rows.json}")
+    (tmp_path / "recipe.yaml").write_text(merged)
+    assert load_recipe(str(tmp_path / "recipe.yaml")).data.limit == 7  # type: ignore[union-attr]
