@@ -21,7 +21,13 @@ SHIPPED = Path(__file__).parent
 
 
 class _Loader(yaml.SafeLoader):
-    """YAML 1.2 floats (1e-3 is a number), and no key twice."""
+    """YAML 1.2 scalars (1e-3 is a number, no and on are words), and no key twice."""
+
+    # A copy: the resolvers below must not change every other loader of the process.
+    yaml_implicit_resolvers: typing.ClassVar[dict[str, Any]] = {
+        first: [(tag, pattern) for tag, pattern in resolvers if tag != "tag:yaml.org,2002:bool"]
+        for first, resolvers in yaml.SafeLoader.yaml_implicit_resolvers.items()
+    }
 
     def construct_mapping(self, node: yaml.MappingNode, deep: bool = False) -> dict[Hashable, Any]:
         self.flatten_mapping(node)  # `<<` merges
@@ -32,6 +38,9 @@ class _Loader(yaml.SafeLoader):
         return super().construct_mapping(node, deep)
 
 
+_Loader.add_implicit_resolver(
+    "tag:yaml.org,2002:bool", re.compile(r"^(true|True|TRUE|false|False|FALSE)$"), list("tTfF")
+)
 _Loader.add_implicit_resolver(
     "tag:yaml.org,2002:float",
     re.compile(r"^[-+]?(\d+\.\d*([eE][-+]?\d+)?|\.\d+([eE][-+]?\d+)?|\d+[eE][-+]?\d+|\.inf|\.nan)$"),

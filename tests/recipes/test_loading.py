@@ -34,9 +34,12 @@ def test_every_shipped_recipe_loads_and_opens_with_its_command() -> None:
 
 
 def test_a_resolved_recipe_repeats_itself(recipe: str, tmp_path: Path) -> None:
-    first = load_recipe(recipe, ["train.steps=7", "objective={cross-entropy: 0.5}"])
+    words = ["train.precision=no", "train.gradient_checkpointing=true"]  # `no` is a word in YAML 1.2, False in 1.1
+    first = load_recipe(recipe, ["train.steps=7", "objective={cross-entropy: 0.5}", *words])
     assert isinstance(first, DrafterRecipe)
     assert first.train.steps == 7
+    assert first.train.precision == "no"
+    assert first.train.gradient_checkpointing is True
     assert first.train.learning_rate == 1e-3  # a number in YAML 1.2, a string in 1.1
     again = tmp_path / "resolved.yaml"
     again.write_text(dump_recipe(first))
