@@ -15,6 +15,7 @@ from typing import Any
 
 import torch
 from torch import Tensor
+from torch.utils.flop_counter import FlopCounterMode
 
 from .engine import Limits, generate
 from .methods import Method, Parts, build_method
@@ -138,6 +139,10 @@ class Costs:
     """The forwards of one proposal: the drafter's, or the heads'."""
     forwards: int
     """How many forwards a proposal takes."""
+    tree_flops: int
+    """Of the tree forward, as torch's counter has them."""
+    propose_flops: int
+    """Of the proposal's forwards."""
 
 
 @torch.inference_mode()
@@ -163,7 +168,14 @@ def raw_costs(target: LanguageModel, method: Method, nodes: float, context: int,
             _synchronise(target)
             times[place].append(time.perf_counter() - start)
     medians = [statistics.median(series) for series in times]
-    return Costs(medians[0], medians[1], sum(medians[2:]), len(drafts))
+    flops = [_flops(call) for call in calls]
+    return Costs(medians[0], medians[1], sum(medians[2:]), len(drafts), flops[1], sum(flops[2:]))
+
+
+def _flops(call: Callable[[], Any]) -> int:
+    with FlopCounterMode(display=False) as counter:
+        call()
+    return int(counter.get_total_flops())
 
 
 def _forward(model: LanguageModel, nodes: int, context: int) -> Callable[[], Tensor]:
@@ -224,7 +236,7 @@ def summarise(
         counts = total(run.tallies)
         row: dict[str, Any] = {"label": entry.label, "method": entry.method, "options": entry.options}
         row |= {"temperature": entry.sampling.temperature, "lossless": method.verifier.lossless} | counts.metrics()
-        row |= _speeds(run, base, runs.get(REFERENCE))
+        row |= _speeds(run, base, runs.get(REFERENCE) if entry.sampling.greedy else None)
         row["identical_to_greedy"] = _identical(run, base) if entry.sampling.greedy else None
         lengths = [len(prompt) + len(ids) / 2 for prompt, ids in zip(prompts, base.ids, strict=True)]
         costs = raw_costs(target, method, counts.nodes / max(1, counts.steps), round(statistics.mean(lengths)))
@@ -271,6 +283,13 @@ def _bounds(row: dict[str, Any], costs: Costs) -> dict[str, Any]:
         "ideal": per_step / (1 + cost_ratio * costs.forwards) if cost_ratio is not None else per_step,
         "bound": bound,
         "efficiency": row["speedup"] / bound,
+        "flops_per_token": {
+            "verification": costs.tree_flops / per_step,
+            "drafting": costs.propose_flops / per_step,
+            "total": (costs.tree_flops + costs.propose_flops) / per_step,
+        },
+        "joules_per_token": None,
+        "rouge_l": None,
         "milliseconds": {"one": 1e3 * costs.one, "tree": 1e3 * costs.tree, "propose": 1e3 * costs.propose},
     }
 

@@ -253,6 +253,8 @@ class EvaluateRecipe(Section):
     def _rows(self) -> EvaluateRecipe:
         labels = self.labels()
         double = sorted({label for label in labels if labels.count(label) > 1})
+        if "transformers" in labels:
+            raise ValueError("no row of `methods` may be called 'transformers': that is the name of the reference run")
         if double:
             raise ValueError(f"two rows of `methods` are both called {double[0]!r}: give one of them a `label`")
         temperatures = [self.temperature if row.temperature is None else row.temperature for row in self.methods]

@@ -11,7 +11,7 @@ from typing import Any
 
 import torch
 
-from ..checkpoints.artifact import check_target, load_manifest, tokenizer_fingerprint
+from ..checkpoints.artifact import check_target, tokenizer_fingerprint, verify_artifact
 from ..checkpoints.heads import load_heads
 from ..checkpoints.table import BigramTable
 from ..data.conversations import read_conversations
@@ -60,12 +60,15 @@ def run_evaluate(recipe: EvaluateRecipe) -> dict[str, Any]:
             progress=advance,
         )
     rows, errors = summarise(target, parts, entries, prompts, runs)
+    same = same_as_reference(entries, runs)
+    if same is not None and same[0] < same[1]:
+        errors.append(f"greedy decoding differs from transformers.generate on {same[1] - same[0]} of {same[1]} prompts")
     results = {
         "schema": SCHEMA,
         "machine": machine(device),
         "recipe": recipe.model_dump(mode="json"),
         "prompts": len(prompts),
-        "greedy_equals_transformers": same_as_reference(entries, runs),
+        "greedy_equals_transformers": same,
         "methods": rows,
         "errors": errors,
     }
@@ -150,12 +153,18 @@ def _load_parts(recipe: EvaluateRecipe, target: LanguageModel, tokenizer: Any, d
         drafter = wrap_model(load_model(recipe.drafter, dtype=recipe.dtype, device=device))
         check_same_vocabulary(target, drafter, "drafter")
         if (Path(recipe.drafter) / "artifact.json").is_file():
-            check_target(load_manifest(Path(recipe.drafter)), what=f"the drafter {recipe.drafter}", **sizes)
+            check_target(
+                verify_artifact(Path(recipe.drafter), "drafter"), what=f"the drafter {recipe.drafter}", **sizes
+            )
     if recipe.heads is not None:
-        check_target(load_manifest(Path(recipe.heads)), what=f"the heads {recipe.heads}", **sizes)
-        heads = load_heads(Path(recipe.heads), device=device, dtype=target.dtype).eval()
+        check_target(verify_artifact(Path(recipe.heads), "heads"), what=f"the heads {recipe.heads}", **sizes)
+        heads = load_heads(Path(recipe.heads), device=device, dtype=target.dtype)
+        if heads.hidden_size != target.hidden_size:
+            raise ValueError(
+                f"the heads take hidden states of {heads.hidden_size}, the target makes {target.hidden_size}"
+            )
     if recipe.table is not None:
-        check_target(load_manifest(Path(recipe.table)), what=f"the table {recipe.table}", **sizes)
+        check_target(verify_artifact(Path(recipe.table), "table"), what=f"the table {recipe.table}", **sizes)
         table = BigramTable.load(Path(recipe.table))
     return Parts(drafter, heads, table)
 

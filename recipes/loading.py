@@ -24,7 +24,7 @@ class _Loader(yaml.SafeLoader):
     """YAML 1.2 scalars (1e-3 is a number, no and on are words), and no key twice."""
 
     # A copy: the resolvers below must not change every other loader of the process.
-    yaml_implicit_resolvers: typing.ClassVar[dict[str, Any]] = {
+    yaml_implicit_resolvers = {  # noqa: RUF012 (pyyaml's own way)
         first: [(tag, pattern) for tag, pattern in resolvers if tag != "tag:yaml.org,2002:bool"]
         for first, resolvers in yaml.SafeLoader.yaml_implicit_resolvers.items()
     }

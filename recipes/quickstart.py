@@ -6,6 +6,7 @@ Each stage is a recipe of its own and runs through the same code as any other; a
 from __future__ import annotations
 
 import json
+import os
 import time
 from pathlib import Path
 from typing import Any
@@ -29,6 +30,9 @@ def run_quickstart(recipe: QuickstartRecipe) -> dict[str, Any]:
     Raises:
         ValueError: the folder belongs to a quickstart of other settings.
     """
+    processes = int(os.environ.get("WORLD_SIZE", "1"))
+    if processes > 1:
+        raise ValueError(f"the quickstart measures speeds and runs in one process, not in {processes}")
     out = Path(recipe.out)
     resolved = resolve(recipe)
     _check_folder(out, recipe)
