@@ -108,7 +108,7 @@ def run_drafter(recipe: DrafterRecipe, out: Path, accelerator: Any) -> None:
         theirs, mine = (side.get_output_embeddings().weight.shape[0] for side in (target, model))
         if theirs != mine:
             raise ValueError(f"the drafter has a vocabulary of {mine} tokens, the target {recipe.target} of {theirs}")
-    measure = _drafter_measure(recipe, target, tokenizer, prepared) if target is not None else None
+    measure = _drafter_measure(recipe, target, model, tokenizer, prepared) if target is not None else None
     task = DrafterTask(
         model, prepared.heldout, objective=recipe.objective, teacher=target if teaches else None, evaluate_fn=measure
     )
@@ -165,6 +165,9 @@ def run_table(recipe: TableRecipe, out: Path, accelerator: Any) -> None:
     say(f"table: {len(table.col):,} pairs seen at least once")
     _save(recipe, out, table.save, tokenizer, prepared, None, None, shapes)
 
+
+# More than any tree of a measurement is deep.
+_LOOK_AHEAD = 16
 
 KINDS: dict[str, Callable[..., None]] = {"drafter": run_drafter, "heads": run_heads, "table": run_table}
 
@@ -286,12 +289,13 @@ def _shapes(model: PreTrainedModel) -> dict[str, Any]:
 
 
 def _drafter_measure(
-    recipe: DrafterRecipe, target: PreTrainedModel, tokenizer: Any, prepared: Prepared
+    recipe: DrafterRecipe, target: PreTrainedModel, drafter: PreTrainedModel, tokenizer: Any, prepared: Prepared
 ) -> Callable[[nn.Module], dict[str, float]] | None:
     if not recipe.measure.prompts:
         return None
     scorer = wrap_model(target)
-    prompts = _sample(recipe, tokenizer, prepared)
+    positions = min(scorer.max_positions, getattr(drafter.config, "max_position_embeddings", scorer.max_positions))
+    prompts = _sample(recipe, tokenizer, prepared, positions)
 
     def run(model: Any) -> dict[str, float]:
         parts = Parts(drafter=wrap_model(model, check=False))
@@ -306,7 +310,7 @@ def _heads_measure(
     recipe: HeadsRecipe, target: PreTrainedModel, tokenizer: Any, prepared: Prepared
 ) -> Callable[[nn.Module], dict[str, float]]:
     scorer = wrap_model(target)
-    prompts = _sample(recipe, tokenizer, prepared)
+    prompts = _sample(recipe, tokenizer, prepared, scorer.max_positions)
 
     def run(heads: Any) -> dict[str, float]:
         was_training = heads.training
@@ -318,9 +322,9 @@ def _heads_measure(
     return run
 
 
-def _sample(recipe: DrafterRecipe | HeadsRecipe, tokenizer: Any, prepared: Prepared) -> list[list[int]]:
-    # Room for the answer, in models whose positions are as many as a block has.
-    longest = max(1, recipe.data.block_tokens - recipe.measure.new_tokens - 16)
+def _sample(recipe: DrafterRecipe | HeadsRecipe, tokenizer: Any, prepared: Prepared, positions: int) -> list[list[int]]:
+    # Room for the answer and the look-ahead, in models whose positions are as many as a block has.
+    longest = min(recipe.data.block_tokens, positions - recipe.measure.new_tokens - _LOOK_AHEAD)
     source = str(prepared.folder / "heldout.jsonl")
     return load_prompts(source, recipe.data.template, tokenizer, recipe.measure.prompts, longest)
 
