@@ -99,7 +99,7 @@ def run_drafter(recipe: DrafterRecipe, out: Path, accelerator: Any) -> None:
     """Train a causal LM: from a model or from scratch, on labels or on a target's distributions."""
     tokenizer = load_tokenizer(recipe.tokenizer_source)
     prepared = _prepare_once(recipe, tokenizer, accelerator)
-    model = _model(recipe, accelerator)
+    model = _model(recipe)
     _check_vocabulary(len(tokenizer), model.get_output_embeddings().weight.shape[0], recipe.model.source or "the model")
     teaches = set(recipe.objective) != {"cross-entropy"}
     target = None
@@ -178,7 +178,7 @@ def _prepare_once(recipe: Any, tokenizer: Any, accelerator: Any) -> Prepared:
     return prepare_data(recipe.data, tokenizer, quiet=True)
 
 
-def _model(recipe: DrafterRecipe, accelerator: Any) -> PreTrainedModel:
+def _model(recipe: DrafterRecipe) -> PreTrainedModel:
     dtype = getattr(torch, recipe.model.dtype)
     if recipe.model.source is not None:
         return load_model(recipe.model.source, dtype=dtype)
