@@ -91,7 +91,6 @@ def main() -> None:
     rates = {name: tokens[name] / sum(seconds[name]) for name in jobs}
     counts = total(tallies)
     costs = raw_costs(target, speculative, arguments.gamma + 1, 128)
-    step = sum(seconds["speculative"]) / counts.steps
     bound = counts.tokens / counts.steps * costs.one / (costs.tree + costs.propose)
     print(f"{len(prompts)} prompts, {limits.max_new_tokens} new tokens, gamma {arguments.gamma}; same tokens on {same}")
     for name, rate in rates.items():
@@ -101,7 +100,6 @@ def main() -> None:
         "vs_transformers_assisted": rates["speculative"] / rates["transformers assisted"],
         "speedup": rates["speculative"] / rates["autoregressive"],
         "efficiency": {"speculative": rates["speculative"] / rates["autoregressive"] / bound},
-        "host_us_per_step": 1e6 * (step - costs.tree - costs.propose),
         "tokens_per_step": counts.tokens / counts.steps,
         "same_tokens_prompts": same,
         "prompts": len(prompts),
