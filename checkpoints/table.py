@@ -155,6 +155,10 @@ class BigramTable:
         seen_X = keys_E[place_X] == wanted_X
         return torch.where(seen_X, log_r_E[place_X], math.log(unseen) if unseen else -math.inf)
 
+    def distributions(self, device: torch.device | str, prior: float) -> NextToken:
+        """What follows a token, as a drafter: smoothed distributions on a device."""
+        return NextToken(self, torch.device(device), prior)
+
     def _keys(self) -> Tensor:
         """int64 [E]: x V + y of each entry, ascending."""
         rows_E = torch.repeat_interleave(torch.arange(self.vocab_size), self.row_ptr.diff())
@@ -210,6 +214,38 @@ class BigramTable:
             said = metadata.get("vocab_size")
             raise ValueError(f"{path}: its metadata says {said} tokens, its unigram counts are {table.vocab_size}")
         return table
+
+
+class NextToken:
+    """Distributions over the next token: q(y | x) = (n(x, y) + c u(y)) / (n(x, ·) + c), with c the prior's weight.
+
+    u is the unigram distribution with one observation added to every token, so that no token is impossible and a token
+    that was never seen on the left is followed by u. Rows are gathered in padded form: nothing waits for the host.
+
+    Attributes:
+        unigram_V: float32 [V], u.
+    """
+
+    def __init__(self, table: BigramTable, device: torch.device, prior: float) -> None:
+        counts_V = table.unigram.double() + 1
+        self.unigram_V = (counts_V / counts_V.sum()).float().to(device)
+        self._prior = prior
+        self._row_ptr, self._col, self._count = (part.to(device) for part in (table.row_ptr, table.col, table.count))
+        self._left_V = table.left_counts().float().to(device)
+        widest = int(table.row_ptr.diff().max()) if table.vocab_size else 0
+        self._place_W = torch.arange(widest, device=device)
+
+    def after(self, x_X: Tensor) -> Tensor:
+        """float32 [..., V]: the distribution after each of the tokens, int64 [...]."""
+        start_X1, end_X1 = self._row_ptr[x_X][..., None], self._row_ptr[x_X + 1][..., None]
+        entry_XW = start_X1 + self._place_W
+        inside_XW = entry_XW < end_X1
+        entry_XW = torch.where(inside_XW, entry_XW, 0)
+        mass_XV = (self._prior * self.unigram_V).expand(*x_X.shape, -1).clone()
+        if len(self._col):
+            counts_XW = torch.where(inside_XW, self._count[entry_XW], 0).float()
+            mass_XV.scatter_add_(-1, self._col[entry_XW].long(), counts_XW)
+        return mass_XV / (self._left_V[x_X][..., None] + self._prior)
 
 
 class _PairCounter:

@@ -5,11 +5,12 @@ Shape letters: B batch, M new nodes, K depth, D hidden, V vocabulary.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 import torch
 from torch import Tensor
 
-from .engine import Context, Verdict, prefill
-from .kv_cache import KVCache
+from .engine import Context, prefill
 from .models import LanguageModel
 from .tree import Tree
 
@@ -29,7 +30,9 @@ class DraftState:
                 f"the drafter has {model.max_positions} positions; prompt, new tokens and a look-ahead of {max_depth} "
                 f"need {longest - 1 + max_depth}"
             )
-        self.cache: KVCache = model.new_cache(len(context.lengths), longest + max_nodes)
+        ids, self.cache = model.begin(context.prompts, context.limits.max_new_tokens + max_nodes)
+        if [len(row) for row in ids] != context.lengths:
+            raise ValueError("target and drafter must both be decoders, or both encoder-decoders")
         prefill(model, self.cache, context.ids_BS, context.lengths)
         self._read = list(self.cache.lengths)
         self._levels = 0
@@ -54,26 +57,27 @@ class DraftState:
         self._levels += 1
         return self.model.extend(self.cache, tokens_BM, tree, start)
 
-    def keep(self, context: Context, verdict: Verdict, own_path_BK: Tensor | None) -> None:
+    def keep(self, context: Context, kept: Sequence[int] | None = None, own_path_BK: Tensor | None = None) -> None:
         """Keep the accepted nodes that were run.
 
         Args:
+            kept: how many nodes of its path each row keeps, at most; None: all that were accepted.
             own_path_BK: the path in the drafter's own numbering; None where it needs no move.
         """
         if own_path_BK is not None and self._levels:
             self.cache.move_to_front(own_path_BK[:, : self._levels])
-        roots = self.cache.lengths
-        accepted = verdict.accepted_B.tolist()
+        counts = context.accepted.tolist() if kept is None else kept
         self._read = [
             min(root + 1 + min(count, self._levels), length - 1)
-            for root, count, length in zip(roots, accepted, context.lengths, strict=True)
+            for root, count, length in zip(self.cache.lengths, counts, context.lengths, strict=True)
         ]
 
 
-def own_path(nodes_BN: Tensor, path_BK: Tensor, accepted_B: Tensor) -> Tensor:
+def own_path(nodes_BN: Tensor, path_BK: Tensor, kept_B: Tensor) -> Tensor:
     """A verdict's path in a drafter's numbering: `nodes_BN[b, i]` is the drafter's node behind proposal node i.
 
     Columns that are not kept name themselves, as `KVCache.move_to_front` asks.
     """
     place_K = torch.arange(1, path_BK.shape[1] + 1, device=path_BK.device)
-    return torch.where(place_K <= accepted_B[:, None], nodes_BN.gather(1, path_BK), place_K)
+    known_BK = path_BK.clamp(max=nodes_BN.shape[1] - 1)
+    return torch.where(place_K <= kept_B[:, None], nodes_BN.gather(1, known_BK), place_K)

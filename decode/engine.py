@@ -5,9 +5,10 @@ Shape letters: B batch, N tree nodes, M nodes that have children, K depth, S buf
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from abc import ABC, abstractmethod
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
-from typing import Any, Protocol
+from typing import Any, Literal, Protocol
 
 import numpy as np
 import torch
@@ -15,6 +16,7 @@ from torch import Tensor
 
 from .kv_cache import KVCache
 from .models import LanguageModel
+from .paths import extend_by_path
 from .rng import Rng
 from .tree import Tree
 from .warpers import Sampling, warp
@@ -34,6 +36,16 @@ class Limits:
             raise ValueError(f"max_new_tokens must be at least 1, got {self.max_new_tokens}")
 
 
+@dataclass(frozen=True, slots=True)
+class Chains:
+    """Chains that were drafted side by side and share the nodes of their common prefixes."""
+
+    nodes_BMK: Tensor
+    """int64; the node that holds the k-th token of chain m."""
+    probs_BMKV: Tensor
+    """float32; the distribution that the k-th token of chain m was drawn from."""
+
+
 @dataclass(slots=True)
 class Proposal:
     """A token tree to be scored, with what the verifier needs to know of how it was drawn."""
@@ -42,11 +54,18 @@ class Proposal:
     tokens_BN: Tensor
     """int64; node 0 is the root."""
     draft_probs_BMV: Tensor | None = None
-    """float32; the distribution that a node's children were drawn from, for the first M nodes."""
+    """float32; the distribution that a node's children were drawn from, for the first M nodes. None: no chance was
+    involved, all of it lies on the tokens themselves."""
     valid_BN: Tensor | None = None
-    """bool; False at nodes that the drafter could not fill (fewer possible tokens than children). None: all are."""
+    """bool; False at nodes that the drafter could not fill, or did not want to. None: all are."""
     draft_scores_BN: Tensor | None = None
     """float32; log of the drafter's joint probability of the path to a node."""
+    chains: Chains | None = None
+    levels: int = 0
+    """For trees whose depth varies: how many levels random numbers are drawn for, so that a row's numbers do not
+    depend on how far its neighbours were drafted. 0: the tree's depth."""
+    by_path: bool = False
+    """Score each path of the tree as a row of its own, with copies of the cache, instead of by tree attention."""
 
 
 @dataclass(slots=True)
@@ -80,37 +99,53 @@ class Step:
     rejected: np.ndarray
 
 
-class Proposer(Protocol):
+class Proposer(ABC):
     """Grows a token tree from a context."""
 
-    max_nodes: int
-    """The most nodes that a proposal holds, the root included: room that the cache must have."""
-    max_depth: int
-    """The deepest of them: how far positions may reach beyond the last token that is kept."""
+    @abstractmethod
+    def room(self, limits: Limits) -> tuple[int, int]:
+        """The most nodes of a proposal, the root included (slots that the cache must have), and how far its deepest
+        node may reach beyond the last token that is kept (positions that the models must have)."""
 
     def start(self, context: Context) -> None:
-        """Read the prompts: called once, before the first proposal."""
+        """Read the prompts: called once, before the first proposal. By default nothing is done."""
+        return
 
+    @abstractmethod
     def propose(self, context: Context) -> Proposal:
         """The next tree; its root is the last committed token of each row."""
 
     def commit(self, context: Context, proposal: Proposal, verdict: Verdict) -> None:
-        """Called after the context has taken the verdict in."""
+        """Called after the context has taken the verdict in. By default nothing is remembered."""
+        return
 
-    def forwards(self) -> list[tuple[Any, int]]:
-        """The forwards of one proposal for one row: each a model or heads, and how many tokens it runs."""
+    def forwards(self, nodes: float) -> list[tuple[Any, int]]:
+        """The forwards behind a proposal of `nodes` nodes for one row: each a model or heads, and how many tokens it
+        runs. By default none."""
+        return []
 
 
-class Verifier(Protocol):
+class Verifier(ABC):
     """Decides which path of a scored tree is kept."""
 
     lossless: bool
     """Whether the output follows the target's warped distribution."""
-    raw: bool
-    """Whether it judges by the target's unwarped probabilities."""
+    judges: Literal["probabilities", "unwarped", "logits"]
+    """What it judges by: the target's warped probabilities, its unwarped ones, or its logits, if order is enough."""
 
-    def verify(self, proposal: Proposal, target_probs_BNV: Tensor, rng: Rng) -> Verdict:
-        """Pure but for the numbers it draws. `target_probs_BNV[:, i]` is the distribution after node i's path."""
+    @abstractmethod
+    def verify(self, proposal: Proposal, target_BNV: Tensor, rng: Rng) -> Verdict:
+        """Pure but for the numbers it draws. `target_BNV[:, i]` is what the target says after node i's path."""
+
+
+class Profile(Protocol):
+    """Told by `generate` where a step stands; `profile.StepProfile` reads clocks at these points."""
+
+    def start(self) -> None:
+        """A step begins."""
+
+    def mark(self, phase: str) -> None:
+        """A phase of it has ended: draft, score, verify or commit."""
 
 
 class Context:
@@ -126,19 +161,22 @@ class Context:
         room: tuple[int, int] = (1, 0),
     ) -> None:
         max_nodes, max_depth = room
-        _check_prompts(target, prompts, limits, max_depth)
-        device, rows = target.device, len(prompts)
+        _check_prompts(target, prompts)
+        self.target, self.prompts = target, prompts
         self.sampling, self.limits, self.rng = sampling, limits, rng
-        self.lengths = [len(prompt) for prompt in prompts]
+        ids, self.cache = target.begin(prompts, limits.max_new_tokens + max_nodes)
+        self.lengths = [len(row) for row in ids]
+        _check_positions(target, self.lengths, limits, max_depth)
         self._ends = np.array(self.lengths) + limits.max_new_tokens
         self.capacity = max(self.lengths) + limits.max_new_tokens + max_nodes
-        self.ids_BS = torch.zeros(rows, self.capacity, dtype=torch.int64, device=device)
-        for row, prompt in enumerate(prompts):
-            self.ids_BS[row, : len(prompt)] = torch.tensor(prompt, dtype=torch.int64)
-        self.ended = np.zeros(rows, dtype=bool)
-        self._rows_B1 = torch.arange(rows, device=device)[:, None]
+        self.host_ids_BS = np.zeros((len(ids), self.capacity), dtype=np.int64)
+        for row, row_ids in enumerate(ids):
+            self.host_ids_BS[row, : len(row_ids)] = row_ids
+        self.ids_BS = torch.from_numpy(self.host_ids_BS).to(target.device, copy=True)
+        self.ended = np.zeros(len(ids), dtype=bool)
+        self.accepted = np.zeros(len(ids), dtype=np.int64)
+        self._rows_B1 = torch.arange(len(ids), device=target.device)[:, None]
         self._stop_ids = np.array(limits.stop_ids, dtype=np.int64)
-        self.cache: KVCache = target.new_cache(rows, self.capacity)
         self.hidden_BD = prefill(target, self.cache, self.ids_BS, self.lengths)
 
     @property
@@ -178,9 +216,12 @@ class Context:
         self._append(new_BK1)
         active = ~self.ended
         new_ids = [row[:count].tolist() for row, count in zip(new, kept, strict=True)]
+        for row, ids in enumerate(new_ids):
+            self.host_ids_BS[row, self.lengths[row] : self.lengths[row] + len(ids)] = ids
         self.lengths = [length + int(count) for length, count in zip(self.lengths, kept, strict=True)]
         self.ended = self.ended | (np.array(self.lengths) >= self._ends) | self._ends_with_stop(new, kept)
         self.cache.set_lengths([length - 1 for length in self.lengths])
+        self.accepted = accepted
         return Step(new_ids, proposal.tokens_BN.shape[1], active, accepted, host[:, depth + 2], host[:, depth + 3] > 0)
 
     def _count_kept(self, new: np.ndarray, accepted: np.ndarray) -> np.ndarray:
@@ -234,6 +275,7 @@ def generate(
     limits: Limits,
     sampling: Sampling,
     rng: Rng,
+    profile: Profile | None = None,
 ) -> Iterator[Step]:
     """Decode a batch of prompts; yields after each forward of the target.
 
@@ -241,29 +283,38 @@ def generate(
         target: the model whose output is wanted.
         proposer: grows token trees. It is started anew by each call.
         verifier: decides what is kept.
-        prompts: token ids of each row, at least one token each.
+        prompts: token ids of each row, at least one token each; what the encoder reads, where there is one.
         rng: one generator a row.
+        profile: is told when the phases of a step end.
 
     Raises:
         ValueError: an empty batch or prompt, a token outside the vocabulary, or a prompt that leaves no room in the
             model's positions for the new tokens and the tree.
     """
+    warping = {"probabilities": sampling, "unwarped": Sampling(temperature=1.0), "logits": None}[verifier.judges]
+    mark: Callable[[str], None] = profile.mark if profile else lambda phase: None
     with torch.inference_mode():
-        room = (proposer.max_nodes, proposer.max_depth)
-        context = Context(target, prompts, limits, sampling, rng, room)
+        context = Context(target, prompts, limits, sampling, rng, proposer.room(limits))
         proposer.start(context)
     while not context.ended.all():
         with torch.inference_mode():
+            if profile:
+                profile.start()
             proposal = proposer.propose(context)
-            hidden_BND = target.extend(context.cache, proposal.tokens_BN, proposal.tree)
-            target_probs_BNV = warp(target.logits(hidden_BND), Sampling(temperature=1.0) if verifier.raw else sampling)
-            verdict = verifier.verify(proposal, target_probs_BNV, rng)
+            mark("draft")
+            extend = extend_by_path if proposal.by_path else type(target).extend
+            hidden_BND = extend(target, context.cache, proposal.tokens_BN, proposal.tree)
+            logits_BNV = target.logits(hidden_BND)
+            mark("score")
+            verdict = verifier.verify(proposal, warp(logits_BNV, warping) if warping else logits_BNV, rng)
+            mark("verify")
             step = context.commit(proposal, verdict, hidden_BND)
             proposer.commit(context, proposal, verdict)
+            mark("commit")
         yield step
 
 
-def _check_prompts(target: LanguageModel, prompts: Sequence[Sequence[int]], limits: Limits, max_depth: int) -> None:
+def _check_prompts(target: LanguageModel, prompts: Sequence[Sequence[int]]) -> None:
     if not prompts:
         raise ValueError("there is no prompt to decode: the batch is empty")
     for row, prompt in enumerate(prompts):
@@ -276,10 +327,14 @@ def _check_prompts(target: LanguageModel, prompts: Sequence[Sequence[int]], limi
             raise ValueError(
                 f"prompt {row} holds token {wrong}; the target's vocabulary has {target.vocab_size} tokens"
             )
+
+
+def _check_positions(target: LanguageModel, lengths: Sequence[int], limits: Limits, max_depth: int) -> None:
+    for row, length in enumerate(lengths):
         # The last tree's root may be the last token but one; its deepest node is scored all the same.
-        needed = len(prompt) + limits.max_new_tokens - 1 + max_depth
+        needed = length + limits.max_new_tokens - 1 + max_depth
         if needed > target.max_positions:
             raise ValueError(
-                f"prompt {row} has {len(prompt)} tokens; with {limits.max_new_tokens} new ones and a look-ahead of "
+                f"prompt {row} has {length} tokens; with {limits.max_new_tokens} new ones and a look-ahead of "
                 f"{max_depth} that is {needed} positions, and the target has {target.max_positions}"
             )

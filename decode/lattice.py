@@ -10,7 +10,7 @@ from torch import Tensor
 
 
 def best_paths(
-    log_probs_BKC: Tensor, first_BC: Tensor, links_BKCC: Tensor | None, wanted: int
+    log_probs_BKC: Tensor, first_BC: Tensor, links_BKCC: Tensor | None, wanted: int, full: bool = False
 ) -> tuple[Tensor, Tensor, Tensor]:
     """The `wanted` paths of highest score among those of all lengths 1..K, merged into a tree by their prefixes.
 
@@ -23,6 +23,7 @@ def best_paths(
         log_probs_BKC: log-probabilities of the candidates.
         first_BC: links from the root to the first level's candidates.
         links_BKCC: [B, K - 1, C, C] links from level k's candidates (rows) to those of level k + 1; None: all 0.
+        full: only paths of length K compete.
 
     Returns:
         `parents_BN`, `depth_BN` and `place_BN` (which candidate of its level) of the tree's nodes, the root first and
@@ -42,6 +43,8 @@ def best_paths(
         backs.append(top.indices.transpose(1, 2))
 
     sizes = [level.shape[1] * level.shape[2] for level in levels]
+    if full:
+        levels[:-1] = [torch.full_like(level, -torch.inf) for level in levels[:-1]]
     all_BX = torch.cat([level.flatten(1) for level in levels], 1)
     top = all_BX.topk(min(wanted, all_BX.shape[1]), 1)
     used_BX = torch.zeros_like(all_BX, dtype=torch.bool).scatter_(1, top.indices, top.values > -torch.inf)

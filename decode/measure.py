@@ -152,7 +152,7 @@ def raw_costs(target: LanguageModel, method: Method, nodes: float, context: int,
     The target forwards of one token and of a tree are timed in turn, so that drift touches both alike.
     """
     calls: list[Callable[[], Any]] = [_forward(target, 1, context), _forward(target, max(1, round(nodes)), context)]
-    drafts = method.proposer.forwards()
+    drafts = method.proposer.forwards(nodes)
     for model, count in drafts:
         if isinstance(model, LanguageModel):
             calls.append(_forward(model, count, context))

@@ -3,16 +3,30 @@
 from __future__ import annotations
 
 import difflib
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 
 from ..checkpoints.table import BigramTable
+from .adaptive import AdaptiveChain, Confidence, ExpectedGain, Oracle, Policy
+from .beams import DraftBeam, TargetBeam
+from .chains import DraftChains
 from .engine import Proposer, Verifier
+from .head_trees import HeadModule, HeadTree, PrunedHeadTree
+from .lossy import AcceptAll, JointLikelihood, OverAcceptance, Rollback, TypicalAcceptance
 from .models import LanguageModel
-from .proposers import DraftBeam, DraftTree, HeadModule, HeadTree, Nothing, PrunedHeadTree
+from .ngrams import PromptLookup, TableChain
+from .proposers import DraftTree, Nothing
 from .tree import parse_branching
-from .verifiers import ExactChain, GreedyMatch, JointLikelihood, MultiCandidate, Sample
+from .verifiers import (
+    ExactChain,
+    GreedyMatch,
+    KSequential,
+    MultiCandidate,
+    Sample,
+    SampleAndMatch,
+    SeveralDrafters,
+)
 from .warpers import Sampling
 
 
@@ -30,74 +44,201 @@ class Parts:
     drafter: LanguageModel | None = None
     heads: HeadModule | None = None
     table: BigramTable | None = None
+    more_drafters: tuple[LanguageModel, ...] = ()
+    """Drafters beside the first, for methods that take several."""
+
+
+Options = dict[str, Any]
 
 
 @dataclass(frozen=True)
 class _Spec:
-    build: Callable[[Parts, Sampling, dict[str, Any]], Method]
+    build: Callable[[Parts, Sampling, Options], Method]
     needs: tuple[str, ...] = ()
-    defaults: dict[str, Any] = field(default_factory=dict)
+    defaults: Options = field(default_factory=dict)
+    choices: Mapping[str, tuple[str, ...]] = field(default_factory=dict)
 
 
-def _autoregressive(parts: Parts, sampling: Sampling, options: dict[str, Any]) -> Method:
+def _autoregressive(parts: Parts, sampling: Sampling, options: Options) -> Method:
     return Method(Nothing(), GreedyMatch() if sampling.greedy else Sample())
 
 
-def _speculative(parts: Parts, sampling: Sampling, options: dict[str, Any]) -> Method:
+def _beam(parts: Parts, sampling: Sampling, options: Options) -> Method:
+    return Method(TargetBeam(options.get("gamma", 0), options["beams"]), AcceptAll())
+
+
+def _mjgd(parts: Parts, sampling: Sampling, options: Options) -> Method:
+    _positive("gamma", options["gamma"])
+    return _beam(parts, sampling, options)
+
+
+def _chain(parts: Parts, gamma: int) -> DraftTree:
     assert parts.drafter is not None
-    if options["gamma"] < 1:
-        raise ValueError(f"gamma must be at least 1, got {options['gamma']}")
-    proposer = DraftTree(parts.drafter, (1,) * options["gamma"])
+    _positive("gamma", gamma)
+    return DraftTree(parts.drafter, (1,) * gamma)
+
+
+def _speculative(parts: Parts, sampling: Sampling, options: Options) -> Method:
+    return Method(_chain(parts, options["gamma"]), GreedyMatch() if sampling.greedy else ExactChain())
+
+
+def _relaxed(optimal: bool) -> Callable[[Parts, Sampling, Options], Method]:
+    def build(parts: Parts, sampling: Sampling, options: Options) -> Method:
+        return Method(_chain(parts, options["gamma"]), OverAcceptance(options["epsilon"], optimal))
+
+    return build
+
+
+def _unigram(parts: Parts, sampling: Sampling, options: Options) -> Method:
+    assert parts.table is not None
+    proposer = TableChain(parts.table, options["gamma"], order=1, prior=1.0)
     return Method(proposer, GreedyMatch() if sampling.greedy else ExactChain())
 
 
-def _multi_candidate(parts: Parts, sampling: Sampling, options: dict[str, Any]) -> Method:
+def _bigram(parts: Parts, sampling: Sampling, options: Options) -> Method:
+    assert parts.table is not None
+    proposer = TableChain(parts.table, options["gamma"], order=2, prior=options["prior"])
+    return Method(proposer, GreedyMatch() if sampling.greedy else ExactChain())
+
+
+def _prompt_lookup(parts: Parts, sampling: Sampling, options: Options) -> Method:
+    proposer = PromptLookup(options["gamma"], options["ngram"])
+    return Method(proposer, GreedyMatch() if sampling.greedy else ExactChain())
+
+
+def _draft_tree(parts: Parts, sampling: Sampling, branching: tuple[int, ...], options: Options) -> DraftTree:
     assert parts.drafter is not None
-    branching, replacement = parse_branching(options["k_config"]), bool(options["replacement"])
-    if sampling.greedy and replacement:
+    if sampling.greedy and options["replacement"]:
         branching = (1,) * len(branching)  # independent draws from a one-hot distribution are all the same token
-    proposer = DraftTree(parts.drafter, branching, replacement)
-    return Method(proposer, GreedyMatch() if sampling.greedy else MultiCandidate(replacement))
+    return DraftTree(parts.drafter, branching, options["replacement"], options["attention"] == "batch")
 
 
-def _mjsd(parts: Parts, sampling: Sampling, options: dict[str, Any]) -> Method:
+def _multi_candidate(parts: Parts, sampling: Sampling, options: Options) -> Method:
+    proposer = _draft_tree(parts, sampling, parse_branching(options["k_config"]), options)
+    return Method(proposer, GreedyMatch() if sampling.greedy else MultiCandidate(options["replacement"]))
+
+
+def _naive_multi_candidate(parts: Parts, sampling: Sampling, options: Options) -> Method:
+    proposer = _draft_tree(parts, sampling, parse_branching(options["k_config"]), options)
+    return Method(proposer, GreedyMatch() if sampling.greedy else SampleAndMatch())
+
+
+def _batch_speculative(parts: Parts, sampling: Sampling, options: Options) -> Method:
+    _positive("drafts", options["drafts"])
+    _positive("gamma", options["gamma"])
+    branching = (options["drafts"],) + (1,) * (options["gamma"] - 1)
+    proposer = _draft_tree(parts, sampling, branching, {"replacement": True, "attention": "tree"})
+    return Method(proposer, GreedyMatch() if sampling.greedy else MultiCandidate(replacement=True))
+
+
+def _spectr(parts: Parts, sampling: Sampling, options: Options) -> Method:
+    assert parts.drafter is not None
+    proposer = DraftChains([parts.drafter], options["gamma"], options["drafts"], sampling.greedy)
+    return Method(proposer, GreedyMatch() if sampling.greedy else KSequential())
+
+
+def _specinfer(parts: Parts, sampling: Sampling, options: Options) -> Method:
+    assert parts.drafter is not None
+    models = (parts.drafter, *parts.more_drafters)
+    proposer = DraftChains(models, options["gamma"], options["drafts"], sampling.greedy)
+    return Method(proposer, GreedyMatch() if sampling.greedy else SeveralDrafters())
+
+
+def _bild(parts: Parts, sampling: Sampling, options: Options) -> Method:
+    assert parts.drafter is not None
+    proposer = AdaptiveChain(parts.drafter, options["gamma"], Confidence(options["fallback"]))
+    return Method(proposer, Rollback(options["rollback"], sampling.greedy))
+
+
+def _mjsd(parts: Parts, sampling: Sampling, options: Options) -> Method:
     assert parts.drafter is not None
     proposer = DraftBeam(parts.drafter, options["gamma"], options["beams"])
     return Method(proposer, JointLikelihood(options["threshold"], sampling.greedy))
 
 
-def _medusa(parts: Parts, sampling: Sampling, options: dict[str, Any]) -> Method:
-    assert parts.heads is not None
-    _only_greedy("medusa", sampling)
-    return Method(HeadTree(parts.heads, parse_branching(options["tree"])), GreedyMatch())
+def _adaptive(parts: Parts, sampling: Sampling, options: Options) -> Method:
+    assert parts.drafter is not None
+    policies: dict[str, Callable[[], Policy]] = {
+        "confidence": lambda: Confidence(options["threshold"]),
+        "expected-gain": lambda: ExpectedGain(options["cost"]),
+        "oracle": lambda: Oracle(options["cost"]),
+    }
+    proposer = AdaptiveChain(parts.drafter, options["gamma"], policies[options["policy"]]())
+    return Method(proposer, GreedyMatch() if sampling.greedy else ExactChain())
 
 
-def _slim(parts: Parts, sampling: Sampling, options: dict[str, Any]) -> Method:
+def _bpd(parts: Parts, sampling: Sampling, options: Options) -> Method:
     assert parts.heads is not None
-    _only_greedy("slim", sampling)
     depth = options["depth"] or parts.heads.num_heads
-    settings = (options["sequences"], options["candidates"], options["unseen"], depth)
-    return Method(PrunedHeadTree(parts.heads, parts.table, *settings), GreedyMatch())
+    return Method(HeadTree(parts.heads, "x".join("1" * depth)), _match_heads(sampling))
 
 
-def _only_greedy(name: str, sampling: Sampling) -> None:
-    if not sampling.greedy:
-        raise ValueError(f"{name} verifies by greedy match, which needs temperature 0, got {sampling.temperature}")
+def _medusa(parts: Parts, sampling: Sampling, options: Options) -> Method:
+    assert parts.heads is not None
+    verifier = _match_heads(sampling)
+    if options["acceptance"] == "typical" and not sampling.greedy:
+        verifier = TypicalAcceptance(options["epsilon"], options["delta"])
+    return Method(HeadTree(parts.heads, options["tree"]), verifier)
 
 
-def _slim_defaults(sequences: int) -> dict[str, Any]:
-    return {"sequences": sequences, "candidates": 10, "unseen": 0.01, "depth": 0}
+def _slim(parts: Parts, sampling: Sampling, options: Options) -> Method:
+    assert parts.heads is not None
+    depth = options["depth"] or parts.heads.num_heads
+    settings = (options["sequences"], options["candidates"], options["unseen"], depth, options["lengths"])
+    return Method(PrunedHeadTree(parts.heads, parts.table, *settings), _match_heads(sampling))
 
+
+def _match_heads(sampling: Sampling) -> Verifier:
+    """Candidates of heads are not drawn by chance: matching what the target itself would say is exact, and best."""
+    return GreedyMatch() if sampling.greedy else SampleAndMatch()
+
+
+def _positive(name: str, value: int) -> None:
+    if value < 1:
+        raise ValueError(f"{name} must be at least 1, got {value}")
+
+
+def _slim_spec(sequences: int) -> _Spec:
+    defaults = {"sequences": sequences, "candidates": 10, "unseen": 0.01, "depth": 0, "lengths": "all"}
+    return _Spec(_slim, ("heads", "table"), defaults, {"lengths": ("all", "full")})
+
+
+_ATTENTION = {"attention": ("tree", "batch")}
+_TREE = {"k_config": "4x2x2x1", "replacement": False, "attention": "tree"}
 
 METHODS: dict[str, _Spec] = {
     "autoregressive": _Spec(_autoregressive),
+    "beam": _Spec(_beam, (), {"beams": 4}),
+    "mjgd": _Spec(_mjgd, (), {"gamma": 2, "beams": 8}),
     "speculative": _Spec(_speculative, ("drafter",), {"gamma": 4}),
-    "multi-candidate": _Spec(_multi_candidate, ("drafter",), {"k_config": "4x2x2x1", "replacement": False}),
+    "unigram": _Spec(_unigram, ("table",), {"gamma": 2}),
+    "bigram": _Spec(_bigram, ("table",), {"gamma": 2, "prior": 1.0}),
+    "prompt-lookup": _Spec(_prompt_lookup, (), {"gamma": 4, "ngram": 3}),
+    "multi-candidate": _Spec(_multi_candidate, ("drafter",), _TREE, _ATTENTION),
+    "naive-multi-candidate": _Spec(_naive_multi_candidate, ("drafter",), _TREE, _ATTENTION),
+    "batch-speculative": _Spec(_batch_speculative, ("drafter",), {"gamma": 4, "drafts": 4}),
+    "spectr": _Spec(_spectr, ("drafter",), {"gamma": 4, "drafts": 4}),
+    "specinfer": _Spec(_specinfer, ("drafter",), {"gamma": 4, "drafts": 1}),
+    "bild": _Spec(_bild, ("drafter",), {"gamma": 10, "fallback": 0.9, "rollback": 2.0}),
     "mjsd": _Spec(_mjsd, ("drafter",), {"gamma": 4, "beams": 8, "threshold": 0.1}),
-    "medusa": _Spec(_medusa, ("heads",), {"tree": "4x2x1x1"}),
-    "slim-ss": _Spec(_slim, ("heads", "table"), _slim_defaults(1)),
-    "slim-s": _Spec(_slim, ("heads", "table"), _slim_defaults(20)),
-    "slim-l": _Spec(_slim, ("heads", "table"), _slim_defaults(40)),
+    "adaptive": _Spec(
+        _adaptive,
+        ("drafter",),
+        {"gamma": 8, "policy": "confidence", "threshold": 0.4, "cost": 0.1},
+        {"policy": ("confidence", "expected-gain", "oracle")},
+    ),
+    "relaxed-opt": _Spec(_relaxed(optimal=True), ("drafter",), {"gamma": 4, "epsilon": 0.1}),
+    "relaxed-uno": _Spec(_relaxed(optimal=False), ("drafter",), {"gamma": 4, "epsilon": 0.1}),
+    "bpd": _Spec(_bpd, ("heads",), {"depth": 0}),
+    "medusa": _Spec(
+        _medusa,
+        ("heads",),
+        {"tree": "4x2x1x1", "acceptance": "exact", "epsilon": 0.09, "delta": 0.3},
+        {"acceptance": ("exact", "typical")},
+    ),
+    "slim-ss": _slim_spec(1),
+    "slim-s": _slim_spec(20),
+    "slim-l": _slim_spec(40),
 }
 
 
@@ -107,7 +248,7 @@ def nearest(name: str, known: list[str]) -> str:
     return f" Did you mean {close[0]!r}?" if close else ""
 
 
-def method_options(name: str, options: dict[str, Any]) -> dict[str, Any]:
+def method_options(name: str, options: Options) -> Options:
     """The settings of a method, its defaults filled in.
 
     Raises:
@@ -123,6 +264,12 @@ def method_options(name: str, options: dict[str, Any]) -> dict[str, Any]:
         wanted = type(defaults[key])
         if not (type(value) is wanted or (wanted is float and type(value) is int)):
             raise ValueError(f"option {key!r} of method {name!r} must be {wanted.__name__}, got {value!r}")
+        choices = METHODS[name].choices.get(key)
+        if choices and value not in choices:
+            hint = nearest(value, list(choices))
+            raise ValueError(
+                f"option {key!r} of method {name!r} cannot be {value!r}.{hint} Known: {', '.join(choices)}"
+            )
     return defaults | options
 
 
@@ -130,8 +277,8 @@ def build_method(name: str, parts: Parts, sampling: Sampling, **options: Any) ->
     """The proposer and verifier of a method.
 
     Raises:
-        ValueError: what `method_options` raises, a part that the method needs and that is missing, or a temperature
-            that the method cannot keep its promise at.
+        ValueError: what `method_options` raises, a part that the method needs and that is missing, or settings that do
+            not fit the parts.
     """
     settings = method_options(name, options)
     for part in METHODS[name].needs:

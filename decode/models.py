@@ -38,6 +38,13 @@ class LanguageModel(ABC):
         widths = (self.key_width, self.value_width)
         return KVCache(self.layers, batch, self.kv_heads, capacity, *widths, self.dtype, self.device)
 
+    def begin(self, prompts: Sequence[Sequence[int]], room: int) -> tuple[Sequence[Sequence[int]], KVCache]:
+        """The committed ids that decoding starts from, and an empty cache with `room` slots beyond the longest of them.
+
+        A decoder starts from the prompts themselves; an encoder-decoder reads them and starts from its own first token.
+        """
+        return prompts, self.new_cache(len(prompts), max(len(prompt) for prompt in prompts) + room)
+
     def extend(
         self, cache: KVCache, tokens_BM: Tensor, tree: Tree | None = None, start: int = 0, stop: int | None = None
     ) -> Tensor:
@@ -65,7 +72,7 @@ class LanguageModel(ABC):
             bias_BMn = None
         else:
             depth_BM = tree.depth_BN[:, start:stop]
-            bias_BMn = tree.bias_BNN[:, start:stop, :stop]
+            bias_BMn = tree.bias(start, stop)
         positions_BM = depth_BM + (cache.lengths[0] if cache.uniform else cache.lengths_B[:, None])
         end = max(cache.lengths) + stop
         mask_B1MS = self._mask(cache, bias_BMn, start, stop, end)

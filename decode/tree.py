@@ -49,6 +49,20 @@ class Tree:
             above_BN = torch.where(exists_BN, parents_BN.gather(1, here_BN), -1)
         return cls(parents_BN, depth_BN, ancestors_BNN, max_depth)
 
+    def grow(self, parents_BM: Tensor) -> Tree:
+        """This tree with one more level: M nodes behind the last, each under one of this tree's deepest nodes."""
+        rows = torch.arange(len(parents_BM), device=parents_BM.device)[:, None]
+        count = parents_BM.shape[1]
+        above_BMN = self.ancestors_BNN.expand(len(parents_BM), -1, -1)[rows, parents_BM]
+        own_BMM = torch.eye(count, dtype=torch.bool, device=parents_BM.device).expand(len(parents_BM), -1, -1)
+        old_BNN = torch.nn.functional.pad(self.ancestors_BNN.expand(len(parents_BM), -1, -1), (0, count))
+        return Tree(
+            torch.cat((self.parents_BN.expand(len(parents_BM), -1), parents_BM), 1),
+            torch.nn.functional.pad(self.depth_BN.expand(len(parents_BM), -1), (0, count), value=self.max_depth + 1),
+            torch.cat((old_BNN, torch.cat((above_BMN, own_BMM), 2)), 1),
+            self.max_depth + 1,
+        )
+
     @classmethod
     def chain(cls, gamma: int) -> Tree:
         """The root and `gamma` tokens after it, each the child of the one before."""
@@ -88,9 +102,16 @@ class Tree:
         return children_BNC
 
     @cached_property
-    def bias_BNN(self) -> Tensor:
-        """float32; 0 where a node may attend to a node, minus infinity elsewhere."""
-        return torch.zeros_like(self.ancestors_BNN, dtype=torch.float32).masked_fill_(~self.ancestors_BNN, -torch.inf)
+    def _biases(self) -> dict[tuple[int, int], Tensor]:
+        return {}
+
+    def bias(self, start: int, stop: int) -> Tensor:
+        """[B, stop - start, stop] float32; 0 where a node may attend to a node, minus infinity elsewhere."""
+        if (start, stop) not in self._biases:
+            hidden_BMN = ~self.ancestors_BNN[:, start:stop, :stop]
+            zeros_BMN = torch.zeros(hidden_BMN.shape, dtype=torch.float32, device=hidden_BMN.device)
+            self._biases[start, stop] = zeros_BMN.masked_fill_(hidden_BMN, -torch.inf)
+        return self._biases[start, stop]
 
 
 @cache
@@ -126,3 +147,36 @@ def parse_branching(text: str) -> tuple[int, ...]:
     if not all(part.strip().isdigit() and int(part) > 0 for part in parts):
         raise ValueError(f"k-configuration {text!r} does not parse: give positive integers joined by x, such as 4x2x1")
     return tuple(int(part) for part in parts)
+
+
+def parse_tree(text: str) -> tuple[Tree, Tensor]:
+    """A tree whose nodes take candidates by rank: a k-configuration, or a list of paths.
+
+    `4x2x1` gives every node of a level the same number of children, of ranks 0 and up. A list such as `0, 1, 0.0, 0.2`
+    names each node by the ranks on its path (Medusa's sparse trees): the best and the second of the first head, then,
+    after the best, the best and the third of the second head. Prefixes that are not listed are added.
+
+    Returns:
+        The tree, and each node's rank [N] (0 at the root).
+
+    Raises:
+        ValueError: where the text is neither.
+    """
+    if not set(text) & set(",."):
+        tree = Tree.k_ary(parse_branching(text))
+        return tree, tree.rank_BN[0]
+    paths = set()
+    for part in text.split(","):
+        steps = part.strip().split(".")
+        if not all(step.isdigit() for step in steps):
+            raise ValueError(
+                f"tree {text!r} does not parse at {part.strip()!r}: give ranks joined by dots, such as 0.2"
+            )
+        path = tuple(int(step) for step in steps)
+        paths |= {path[:length] for length in range(len(path) + 1)}
+    ordered = sorted(paths, key=lambda path: (len(path), path))
+    number = {path: node for node, path in enumerate(ordered)}
+    parents = torch.tensor([[-1] + [number[path[:-1]] for path in ordered[1:]]])
+    depth = len(ordered[-1])
+    tree = Tree.chain(depth) if len(ordered) == depth + 1 else Tree.from_parents(parents, depth)
+    return tree, torch.tensor([0] + [path[-1] for path in ordered[1:]])

@@ -1,32 +1,34 @@
-"""Verifiers: which path of a scored tree is kept. Each declares whether it is lossless.
+"""Verifiers that keep the target's distribution: which path of a scored tree is kept, and what comes after it.
 
-In formulas p is the target's and q the drafter's warped distribution, as in the multi-candidate paper.
+In formulas p is the target's and q the drafter's warped distribution, as in the multi-candidate paper. `lossy.py` holds
+the verifiers that give some of p up.
 
-Shape letters: B batch, N tree nodes, M nodes with children, C children of a node, K depth, V vocabulary.
+Shape letters: B batch, N tree nodes, M nodes with children or chains, C children of a node, K depth, V vocabulary.
 """
 
 from __future__ import annotations
 
+from typing import Literal
+
 import torch
 from torch import Tensor
 
-from .engine import Proposal, Verdict
+from .engine import Proposal, Verdict, Verifier
 from .rng import Rng, categorical
 from .tree import Tree
 
 
-class Sample:
+class Sample(Verifier):
     """Nothing was proposed: draw the next token from the target (autoregressive decoding)."""
 
     lossless = True
-    raw = False
+    judges: Literal["probabilities"] = "probabilities"
 
-    def verify(self, proposal: Proposal, target_probs_BNV: Tensor, rng: Rng) -> Verdict:
-        probs_BV = target_probs_BNV[:, 0]
-        return _nothing_accepted(categorical(probs_BV, rng.uniform()))
+    def verify(self, proposal: Proposal, target_BNV: Tensor, rng: Rng) -> Verdict:
+        return nothing_accepted(categorical(target_BNV[:, 0], rng.uniform()))
 
 
-class GreedyMatch:
+class GreedyMatch(Verifier):
     """Keep the longest path on which each token is the target's most likely one after its parent.
 
     Exact at temperature 0 for any proposal: what is kept is what greedy decoding would have written (`slim.txt`, eq. 1;
@@ -34,57 +36,62 @@ class GreedyMatch:
     """
 
     lossless = True
-    raw = False
+    judges: Literal["logits"] = "logits"
 
-    def verify(self, proposal: Proposal, target_probs_BNV: Tensor, rng: Rng) -> Verdict:
-        best_BN = target_probs_BNV.argmax(-1)
+    def verify(self, proposal: Proposal, target_BNV: Tensor, rng: Rng) -> Verdict:
+        best_BN = target_BNV.argmax(-1)
         tree, tokens_BN = proposal.tree, proposal.tokens_BN
         if tree.max_depth == 0:
-            return _nothing_accepted(best_BN[:, 0])
+            return nothing_accepted(best_BN[:, 0])
         if tree.is_chain:
-            matches_BK = tokens_BN[:, 1:] == best_BN[:, :-1]
-            return _chain_verdict(matches_BK, best_BN)
+            accepted_B, rejected_B = count_prefix(tokens_BN[:, 1:] == best_BN[:, :-1], proposal.valid_BN)
+            next_B = best_BN.gather(1, accepted_B[:, None])[:, 0]
+            return chain_verdict(proposal, accepted_B, rejected_B, next_B)
         parents_BN = tree.parents_BN.clamp(min=0).expand_as(tokens_BN)
-        matches_BN = (tokens_BN == best_BN.gather(1, parents_BN)) & (tree.parents_BN >= 0)
-        if proposal.valid_BN is not None:
-            matches_BN &= proposal.valid_BN
-        matches_BN[:, 0] = True
-        on_path_BN = (matches_BN[:, None] | ~tree.ancestors_BNN).all(-1)
-        return _deepest_path(tree, on_path_BN, best_BN)
+        last_B, verdict = deepest_path(proposal, tokens_BN == best_BN.gather(1, parents_BN))
+        verdict.next_B = at(best_BN, last_B)
+        return verdict
 
 
-class ExactChain:
+class ExactChain(Verifier):
     """Speculative sampling: accept x with probability min(1, p(x)/q(x)), else draw from [p - q]+.
 
-    Source: speculative-decoding slides, Algorithm 1 and its proof (Leviathan et al.; Chen et al.).
+    Source: speculative-decoding slides, Algorithm 1 and its proof (Leviathan et al.; Chen et al.). A proposal without
+    `draft_probs_BMV` was not drawn at all: q is 1 at its tokens.
     """
 
     lossless = True
-    raw = False
+    judges: Literal["probabilities"] = "probabilities"
+    tolerance = 0.0
 
-    def verify(self, proposal: Proposal, target_probs_BNV: Tensor, rng: Rng) -> Verdict:
+    def verify(self, proposal: Proposal, target_BNV: Tensor, rng: Rng) -> Verdict:
         assert proposal.tree.is_chain
-        assert proposal.draft_probs_BMV is not None
         depth = proposal.tree.max_depth
-        uniform_BU = rng.uniform(depth + 1)
+        uniform_BU = rng.uniform((proposal.levels or depth) + 1)
+        if depth == 0:
+            return nothing_accepted(categorical(target_BNV[:, 0], uniform_BU[:, -1]))
         drafted_BK1 = proposal.tokens_BN[:, 1:, None]
-        target_BK = target_probs_BNV[:, :-1].gather(2, drafted_BK1)[..., 0]
-        draft_BK = proposal.draft_probs_BMV.gather(2, drafted_BK1)[..., 0]
-        accepted_BK = uniform_BU[:, :-1] * draft_BK < target_BK
-        accepted_B = accepted_BK.long().cumprod(1).sum(1)
-        # The distribution to draw the next token from: the residual after a rejection, p after a whole chain.
-        at_B11 = accepted_B[:, None, None].expand(-1, 1, target_probs_BNV.shape[-1])
-        target_BV = target_probs_BNV.gather(1, at_B11)[:, 0]
-        draft_BV = proposal.draft_probs_BMV.gather(1, at_B11.clamp(max=depth - 1))[:, 0]
-        rejected_B = accepted_B < depth
-        next_probs_BV = torch.where(rejected_B[:, None], residual(target_BV, draft_BV), target_BV)
-        path_BK = _identity_path(proposal.tree, len(accepted_B))
-        return Verdict(
-            path_BK, accepted_B, categorical(next_probs_BV, uniform_BU[:, -1]), accepted_B + rejected_B, rejected_B
-        )
+        target_BK = target_BNV[:, :-1].gather(2, drafted_BK1)[..., 0]
+        uniform_BK = uniform_BU[:, :depth]
+        if proposal.draft_probs_BMV is not None:
+            uniform_BK = uniform_BK * proposal.draft_probs_BMV.gather(2, drafted_BK1)[..., 0]
+        accepted_B, rejected_B = count_prefix(uniform_BK < target_BK + self.tolerance, proposal.valid_BN)
+        at_B11 = accepted_B[:, None, None].expand(-1, 1, target_BNV.shape[-1])
+        target_BV = target_BNV.gather(1, at_B11)[:, 0]
+        if proposal.draft_probs_BMV is not None:
+            draft_BV = proposal.draft_probs_BMV.gather(1, at_B11.clamp(max=depth - 1))[:, 0]
+        else:
+            refused_B1 = drafted_BK1[:, :, 0].gather(1, accepted_B[:, None].clamp(max=depth - 1))
+            draft_BV = torch.zeros_like(target_BV).scatter_(1, refused_B1, 1.0)
+        next_probs_BV = torch.where(rejected_B[:, None], self.after_refusal(target_BV, draft_BV), target_BV)
+        return chain_verdict(proposal, accepted_B, rejected_B, categorical(next_probs_BV, uniform_BU[:, -1]))
+
+    def after_refusal(self, target_BV: Tensor, draft_BV: Tensor) -> Tensor:
+        """What the token in place of a refused one is drawn from."""
+        return residual(target_BV, draft_BV)
 
 
-class MultiCandidate:
+class MultiCandidate(Verifier):
     """Multi-candidate speculative sampling over a tree: each node's children are tried in turn.
 
     With replacement Algorithm 1 of the multi-candidate paper; without, Algorithm 2, where a refused token leaves q too.
@@ -93,24 +100,24 @@ class MultiCandidate:
     """
 
     lossless = True
-    raw = False
+    judges: Literal["probabilities"] = "probabilities"
 
     def __init__(self, replacement: bool) -> None:
         self.replacement = replacement
 
-    def verify(self, proposal: Proposal, target_probs_BNV: Tensor, rng: Rng) -> Verdict:
+    def verify(self, proposal: Proposal, target_BNV: Tensor, rng: Rng) -> Verdict:
         assert proposal.draft_probs_BMV is not None
         tree = proposal.tree
-        rows = len(target_probs_BNV)
-        path_BK = _identity_path(tree, rows).clone()
+        rows = len(target_BNV)
+        path_BK = identity_path(tree, rows).clone()
         node_B = path_BK.new_zeros(rows)
         accepted_B, examined_B = node_B.clone(), node_B.clone()
         alive_B = torch.ones_like(node_B, dtype=torch.bool)
         rejected_B = ~alive_B
-        next_probs_BV = _at(target_probs_BNV, node_B)
+        next_probs_BV = at(target_BNV, node_B)
         uniform_BKC = rng.uniform(tree.max_depth, tree.children_BNC.shape[-1])
         for depth in range(tree.max_depth):
-            children_BC = _at(tree.children_BNC.expand(rows, -1, -1), node_B)
+            children_BC = at(tree.children_BNC.expand(rows, -1, -1), node_B)
             child_B, tried_B, residual_BV = self._try_children(
                 proposal, node_B, children_BC, next_probs_BV, uniform_BKC[:, depth], alive_B
             )
@@ -120,7 +127,7 @@ class MultiCandidate:
             path_BK[:, depth] = torch.where(found_B, child_B, path_BK[:, depth])
             accepted_B += found_B
             node_B = torch.where(found_B, child_B, node_B)
-            next_probs_BV = torch.where(found_B[:, None], _at(target_probs_BNV, node_B), residual_BV)
+            next_probs_BV = torch.where(found_B[:, None], at(target_BNV, node_B), residual_BV)
             alive_B = found_B
         next_B = categorical(next_probs_BV, rng.uniform())
         return Verdict(path_BK, accepted_B, next_B, examined_B, rejected_B)
@@ -136,15 +143,15 @@ class MultiCandidate:
     ) -> tuple[Tensor, Tensor, Tensor]:
         """The accepted child of `node_B` (-1: none), how many were tried, and what is left of the target's mass."""
         assert proposal.draft_probs_BMV is not None
-        draft_BV = _at(proposal.draft_probs_BMV, node_B.clamp(max=proposal.draft_probs_BMV.shape[1] - 1))
+        draft_BV = at(proposal.draft_probs_BMV, node_B.clamp(max=proposal.draft_probs_BMV.shape[1] - 1))
         found_B = torch.full_like(node_B, -1)
         tried_B = torch.zeros_like(node_B)
         for place in range(children_BC.shape[1]):
             child_B = children_BC[:, place].clamp(min=0)
             here_B = alive_B & (found_B < 0) & (children_BC[:, place] >= 0)
             if proposal.valid_BN is not None:
-                here_B = here_B & _at(proposal.valid_BN, child_B)
-            token_B1 = _at(proposal.tokens_BN, child_B)[:, None]
+                here_B = here_B & at(proposal.valid_BN, child_B)
+            token_B1 = at(proposal.tokens_BN, child_B)[:, None]
             target_B, draft_B = target_BV.gather(1, token_B1)[:, 0], draft_BV.gather(1, token_B1)[:, 0]
             accept_B = here_B & (uniform_BC[:, place] * draft_B < target_B)
             tried_B += here_B
@@ -159,81 +166,213 @@ class MultiCandidate:
         return found_B, tried_B, target_BV
 
 
-class JointLikelihood:
-    """Keep the longest prefix of a chain whose joint likelihood passes: min(1, p(x1..j)/q(x1..j)) > threshold.
+class SampleAndMatch(Verifier):
+    """Naive sampling: draw each token from the target, and go on along the tree while it holds what was drawn.
 
-    Source: `mjsd.txt`, section 3.2 and Algorithm 1. Not lossless: it aims at likely sequences, not at the target's
-    distribution. A prefix may pass although a shorter one failed.
+    With candidates from a draft model this is MCNS (multi-candidate paper, section 4.5 and appendix C), which accepts
+    less than its residual methods. With candidates that no chance was involved in, such as those of prediction heads,
+    no exact method accepts more: p's mass on the candidates.
     """
 
-    lossless = False
+    lossless = True
+    judges: Literal["probabilities"] = "probabilities"
 
-    def __init__(self, threshold: float, greedy: bool) -> None:
-        if not 0 <= threshold <= 1:
-            raise ValueError(f"the threshold of joint likelihood must lie in [0, 1], got {threshold}")
-        self.threshold = threshold
-        # One-hot probabilities know no likelihood: at temperature 0 both models are judged unwarped.
-        self.raw = greedy
-        self._greedy = greedy
+    def verify(self, proposal: Proposal, target_BNV: Tensor, rng: Rng) -> Verdict:
+        tree, tokens_BN = proposal.tree, proposal.tokens_BN
+        rows, depth = len(tokens_BN), tree.max_depth
+        uniform_BU = rng.uniform((proposal.levels or depth) + 1)
+        node_B = tokens_BN.new_zeros(rows)
+        drawn_B = categorical(target_BNV[:, 0], uniform_BU[:, 0])
+        if depth == 0:
+            return nothing_accepted(drawn_B)
+        path_BK = identity_path(tree, rows).clone()
+        accepted_B, examined_B = node_B.clone(), node_B.clone()
+        alive_B = torch.ones_like(node_B, dtype=torch.bool)
+        rejected_B = ~alive_B
+        for level in range(depth):
+            children_BN = (tree.parents_BN == node_B[:, None]) & alive_B[:, None]
+            if proposal.valid_BN is not None:
+                children_BN &= proposal.valid_BN
+            matches_BN = children_BN & (tokens_BN == drawn_B[:, None])
+            found_B, child_B = matches_BN.any(1), matches_BN.int().argmax(1)
+            before_BN = torch.arange(tree.nodes, device=child_B.device) <= child_B[:, None]
+            examined_B += (children_BN & (before_BN | ~found_B[:, None])).sum(1)
+            rejected_B = rejected_B | (children_BN.any(1) & ~found_B)
+            path_BK[:, level] = torch.where(found_B, child_B, path_BK[:, level])
+            accepted_B += found_B
+            node_B = torch.where(found_B, child_B, node_B)
+            drawn_B = torch.where(found_B, categorical(at(target_BNV, node_B), uniform_BU[:, level + 1]), drawn_B)
+            alive_B = found_B
+        return Verdict(path_BK, accepted_B, drawn_B, examined_B, rejected_B)
 
-    def verify(self, proposal: Proposal, target_probs_BNV: Tensor, rng: Rng) -> Verdict:
-        assert proposal.tree.is_chain
-        assert proposal.draft_scores_BN is not None
-        depth = proposal.tree.max_depth
-        target_BK = target_probs_BNV[:, :-1].gather(2, proposal.tokens_BN[:, 1:, None])[..., 0]
-        log_ratio_BK = target_BK.log().cumsum(1) - proposal.draft_scores_BN[:, 1:]
-        passes_BK = log_ratio_BK.clamp(max=0).exp() > self.threshold
-        place_K = torch.arange(1, depth + 1, device=passes_BK.device)
-        accepted_B = (passes_BK * place_K).amax(1)
-        next_probs_BV = _at(target_probs_BNV, accepted_B)
-        next_B = next_probs_BV.argmax(-1) if self._greedy else categorical(next_probs_BV, rng.uniform())
-        path_BK = _identity_path(proposal.tree, len(accepted_B))
-        examined_B = torch.full_like(accepted_B, depth)
-        return Verdict(path_BK, accepted_B, next_B, examined_B, accepted_B < depth)
+
+class SeveralDrafters(Verifier):
+    """One chain a drafter, verified token by token: the chains' candidates are tried in turn, each against its own q.
+
+    Algorithm 1 of the multi-candidate paper with q replaced by q_m for the m-th candidate, as SpecInfer verifies (its
+    multi-step speculative sampling; `mjsd.txt`, section 6). Chains that agree with the accepted token stay in play.
+    """
+
+    lossless = True
+    judges: Literal["probabilities"] = "probabilities"
+
+    def verify(self, proposal: Proposal, target_BNV: Tensor, rng: Rng) -> Verdict:
+        assert proposal.chains is not None
+        nodes_BMK, probs_BMKV = proposal.chains.nodes_BMK, proposal.chains.probs_BMKV
+        rows, chains, depth = nodes_BMK.shape
+        tokens_BMK = proposal.tokens_BN.gather(1, nodes_BMK.flatten(1)).view_as(nodes_BMK)
+        uniform_BKM, last_B = rng.uniform(depth, chains), rng.uniform()
+        path_BK = identity_path(proposal.tree, rows).clone()
+        alive_BM = torch.ones(rows, chains, dtype=torch.bool, device=path_BK.device)
+        left_BV = target_BNV[:, 0]
+        accepted_B, examined_B = path_BK.new_zeros(rows), path_BK.new_zeros(rows)
+        rejected_B = torch.zeros_like(alive_BM[:, 0])
+        for level in range(depth):
+            tokens_BM = tokens_BMK[:, :, level]
+            chain_B, tried_B, left_BV = self.pick(
+                alive_BM, tokens_BM, probs_BMKV[:, :, level], left_BV, uniform_BKM[:, level]
+            )
+            found_B = chain_B >= 0
+            examined_B += tried_B
+            rejected_B = rejected_B | (alive_BM.any(1) & ~found_B)
+            winner_B1 = chain_B.clamp(min=0)[:, None]
+            node_B = nodes_BMK[:, :, level].gather(1, winner_B1)[:, 0]
+            path_BK[:, level] = torch.where(found_B, node_B, path_BK[:, level])
+            accepted_B += found_B
+            left_BV = torch.where(found_B[:, None], at(target_BNV, node_B), left_BV)
+            alive_BM = alive_BM & found_B[:, None] & (tokens_BM == tokens_BM.gather(1, winner_B1))
+        return Verdict(path_BK, accepted_B, categorical(left_BV, last_B), examined_B, rejected_B)
+
+    def pick(
+        self, alive_BM: Tensor, tokens_BM: Tensor, draft_BMV: Tensor, target_BV: Tensor, uniform_BM: Tensor
+    ) -> tuple[Tensor, Tensor, Tensor]:
+        """The chain whose token is accepted (-1: none), how many were tried, and what is left of the target's mass."""
+        found_B = torch.full_like(tokens_BM[:, 0], -1)
+        tried_B = torch.zeros_like(found_B)
+        for chain in range(tokens_BM.shape[1]):
+            here_B = alive_BM[:, chain] & (found_B < 0)
+            token_B1, draft_BV = tokens_BM[:, chain, None], draft_BMV[:, chain]
+            target_B, draft_B = target_BV.gather(1, token_B1)[:, 0], draft_BV.gather(1, token_B1)[:, 0]
+            accept_B = here_B & (uniform_BM[:, chain] * draft_B < target_B)
+            tried_B += here_B
+            found_B = torch.where(accept_B, chain, found_B)
+            target_BV = torch.where((here_B & ~accept_B)[:, None], residual(target_BV, draft_BV), target_BV)
+        return found_B, tried_B, target_BV
+
+
+class KSequential(SeveralDrafters):
+    """SpecTr's k-SEQ: of k independent chains' tokens the first x with u < p(x) / (ρ q(x)) is accepted.
+
+    ρ is the smallest at which what is left of p is a distribution (`k_seq_rho`). With one chain in play, ρ is 1 and the
+    rule is speculative sampling's. Source: Sun et al. 2023, Algorithm 2 (the baseline `Spectr` of `mjsd.txt`, 5.1).
+    """
+
+    def pick(
+        self, alive_BM: Tensor, tokens_BM: Tensor, draft_BMV: Tensor, target_BV: Tensor, uniform_BM: Tensor
+    ) -> tuple[Tensor, Tensor, Tensor]:
+        # All chains in play have the same past, and so the same q.
+        draft_BV = at(draft_BMV, alive_BM.int().argmax(1))
+        count_B1 = alive_BM.sum(1, keepdim=True).clamp(min=1)
+        rho_B1 = k_seq_rho(target_BV, draft_BV, count_B1)
+        target_BM, draft_BM = target_BV.gather(1, tokens_BM), draft_BV.gather(1, tokens_BM)
+        accept_BM = alive_BM & (uniform_BM * rho_B1 * draft_BM < target_BM)
+        found_B, first_B = accept_BM.any(1), accept_BM.int().argmax(1)
+        place_M = torch.arange(alive_BM.shape[1], device=alive_BM.device)
+        tried_BM = alive_BM & ((place_M <= first_B[:, None]) | ~found_B[:, None])
+        # Each chain gives x with probability min(q, p/ρ), after s = Σ (1 - β)^i refusals of those before it.
+        each_BV = torch.minimum(draft_BV, target_BV / rho_B1)
+        beta_B1 = each_BV.sum(1, keepdim=True)
+        times_B1 = torch.where(beta_B1 > 0, (1 - (1 - beta_B1) ** count_B1) / beta_B1.clamp(min=1e-30), count_B1)
+        left_BV = normalise(target_BV - each_BV * times_B1, target_BV)
+        refused_B1 = (alive_BM.any(1) & ~found_B)[:, None]
+        return torch.where(found_B, first_B, -1), tried_BM.sum(1), torch.where(refused_B1, left_BV, target_BV)
+
+
+def k_seq_rho(target_BV: Tensor, draft_BV: Tensor, count_B1: Tensor, rounds: int = 24) -> Tensor:
+    """The ρ in [1, k] with 1 - (1 - β(ρ))^k = ρ β(ρ), β(ρ) = Σ min(q, p/ρ), by bisection from above; [B, 1].
+
+    Args:
+        count_B1: k, how many independent draws from q there are.
+    """
+    low_B1 = torch.ones_like(target_BV[:, :1])
+    high_B1 = count_B1.to(low_B1.dtype)
+    for _ in range(rounds):
+        rho_B1 = (low_B1 + high_B1) / 2
+        beta_B1 = torch.minimum(draft_BV, target_BV / rho_B1).sum(1, keepdim=True).clamp(max=1)
+        enough_B1 = rho_B1 * beta_B1 >= 1 - (1 - beta_B1) ** count_B1
+        low_B1, high_B1 = torch.where(enough_B1, low_B1, rho_B1), torch.where(enough_B1, rho_B1, high_B1)
+    return high_B1
 
 
 def residual(target_XV: Tensor, draft_XV: Tensor) -> Tensor:
     """[p - q]+ normalised, [..., V]; p itself where nothing is left, which only rounding can bring about."""
-    left_XV = (target_XV - draft_XV).clamp(min=0)
+    return normalise(target_XV - draft_XV, target_XV)
+
+
+def normalise(mass_XV: Tensor, otherwise_XV: Tensor) -> Tensor:
+    """The positive part of a mass, scaled to sum to 1; `otherwise_XV` where there is none."""
+    left_XV = mass_XV.clamp(min=0)
     mass_X1 = left_XV.sum(-1, keepdim=True)
-    return torch.where(mass_X1 > 0, left_XV / torch.where(mass_X1 > 0, mass_X1, 1.0), target_XV)
+    return torch.where(mass_X1 > 0, left_XV / torch.where(mass_X1 > 0, mass_X1, 1.0), otherwise_XV)
 
 
-def _at(values_BNX: Tensor, node_B: Tensor) -> Tensor:
+def at(values_BNX: Tensor, node_B: Tensor) -> Tensor:
     """values[b, node[b]] for each row."""
     return values_BNX[torch.arange(len(values_BNX), device=values_BNX.device), node_B]
 
 
-def _identity_path(tree: Tree, rows: int) -> Tensor:
+def identity_path(tree: Tree, rows: int) -> Tensor:
+    """[B, K] a path on which nothing is accepted yet: column i holds i + 1."""
     return torch.arange(1, tree.max_depth + 1, device=tree.parents_BN.device).expand(rows, -1)
 
 
-def _nothing_accepted(next_B: Tensor) -> Verdict:
+def nothing_accepted(next_B: Tensor) -> Verdict:
+    """The verdict on a root alone."""
     none_B = torch.zeros_like(next_B)
     return Verdict(next_B.new_zeros(len(next_B), 0), none_B, next_B, none_B, none_B.bool())
 
 
-def _chain_verdict(matches_BK: Tensor, best_BN: Tensor) -> Verdict:
-    depth = matches_BK.shape[1]
-    accepted_B = matches_BK.long().cumprod(1).sum(1)
-    rejected_B = accepted_B < depth
-    path_BK = torch.arange(1, depth + 1, device=best_BN.device).expand(len(best_BN), -1)
-    next_B = best_BN.gather(1, accepted_B[:, None])[:, 0]
+def count_prefix(passes_BK: Tensor, valid_BN: Tensor | None) -> tuple[Tensor, Tensor]:
+    """How many of a chain's tokens pass one after another, and whether the next one was refused (or was not there)."""
+    if valid_BN is None:
+        accepted_B = passes_BK.long().cumprod(1).sum(1)
+        return accepted_B, accepted_B < passes_BK.shape[1]
+    exists_BK = valid_BN[:, 1:]
+    accepted_B = (passes_BK & exists_BK).long().cumprod(1).sum(1)
+    return accepted_B, accepted_B < exists_BK.long().cumprod(1).sum(1)
+
+
+def chain_verdict(proposal: Proposal, accepted_B: Tensor, rejected_B: Tensor, next_B: Tensor) -> Verdict:
+    """The verdict that keeps the first tokens of a chain."""
+    path_BK = identity_path(proposal.tree, len(accepted_B))
     return Verdict(path_BK, accepted_B, next_B, accepted_B + rejected_B, rejected_B)
 
 
-def _deepest_path(tree: Tree, on_path_BN: Tensor, best_BN: Tensor) -> Verdict:
-    """The verdict that keeps the deepest node whose whole path matched (the first of equals)."""
-    rows, nodes = on_path_BN.shape
-    last_B = torch.where(on_path_BN, tree.depth_BN, -1).argmax(1)
-    line_BN = _at(tree.ancestors_BNN.expand(rows, -1, -1), last_B)
+def deepest_path(proposal: Proposal, passes_BN: Tensor, score_BN: Tensor | None = None) -> tuple[Tensor, Verdict]:
+    """The deepest node of those whose whole path passes, and the verdict that keeps it; its next token is left open.
+
+    Of equally deep ones that of the highest score is taken, or the first.
+    """
+    tree, tokens_BN = proposal.tree, proposal.tokens_BN
+    rows, nodes = tokens_BN.shape
+    passes_BN = passes_BN & (tree.parents_BN >= 0)
+    if proposal.valid_BN is not None:
+        passes_BN &= proposal.valid_BN
+    passes_BN[:, 0] = True
+    on_path_BN = (passes_BN[:, None] | ~tree.ancestors_BNN).all(-1)
     depth_BN = tree.depth_BN.expand(rows, -1)
+    reach_BN = torch.where(on_path_BN, depth_BN, -1)
+    if score_BN is None:
+        last_B = reach_BN.argmax(1)
+    else:
+        deepest_BN = reach_BN == reach_BN.amax(1, keepdim=True)
+        last_B = torch.where(deepest_BN, score_BN, -torch.inf).argmax(1)
+    line_BN = at(tree.ancestors_BNN.expand(rows, -1, -1), last_B)
     # Column 0 takes the root and, harmlessly, every node that is not on the line.
     path_BK1 = torch.arange(tree.max_depth + 1, device=line_BN.device).expand(rows, -1).clone()
     node_N = torch.arange(nodes, device=line_BN.device).expand(rows, -1)
     path_BK1.scatter_(1, torch.where(line_BN, depth_BN, 0), node_N)
-    accepted_B = _at(depth_BN, last_B)
-    children_B = _at(tree.child_count_BN.expand(rows, -1), last_B)
+    accepted_B = at(depth_BN, last_B)
+    children_B = at(tree.child_count_BN.expand(rows, -1), last_B)
     ranks_B = torch.where(line_BN & (depth_BN > 0), tree.rank_BN.expand(rows, -1) + 1, 0).sum(1)
-    next_B = _at(best_BN, last_B)
-    return Verdict(path_BK1[:, 1:], accepted_B, next_B, ranks_B + children_B, children_B > 0)
+    return last_B, Verdict(path_BK1[:, 1:], accepted_B, last_B, ranks_B + children_B, children_B > 0)

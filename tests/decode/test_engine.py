@@ -17,7 +17,8 @@ from transformers import AutoConfig, AutoModelForCausalLM, LlamaForCausalLM
 
 VOCAB = 64
 PROMPTS = [[1, 2, 3], [5], [9, 8, 7, 6, 5, 4, 3], [63, 0]]
-LOSSLESS = [name for name in METHODS if name != "mjsd"]
+LOSSY = {"beam", "mjgd", "bild", "mjsd", "relaxed-opt", "relaxed-uno"}
+LOSSLESS = [name for name in METHODS if name not in LOSSY]
 
 
 @pytest.fixture
@@ -97,10 +98,6 @@ def test_a_rows_sample_does_not_depend_on_its_neighbours(
 def test_same_seed_same_output_and_another_seed_another(
     target_model: LlamaForCausalLM, parts: Parts, name: str
 ) -> None:
-    if name == "medusa" or name.startswith("slim"):
-        with pytest.raises(ValueError, match="temperature 0"):
-            build_method(name, parts, Sampling(1.0))
-        return
     target, sampling = wrap_model(target_model), Sampling(1.0)
     first, again, other = (run(target, name, parts, PROMPTS, Limits(20), sampling, seed)[0] for seed in (1, 1, 2))
     assert first == again

@@ -1,0 +1,120 @@
+"""Trees that prediction heads fill: fixed ones (Medusa), or the best of all that they allow (SLiM).
+
+Shape letters: B batch, N tree nodes, C candidates, K depth or heads, V vocabulary, D hidden.
+"""
+
+from __future__ import annotations
+
+from typing import Any, Literal, Protocol
+
+import torch
+from torch import Tensor
+
+from ..checkpoints.table import BigramTable
+from .engine import Context, Limits, Proposal, Proposer
+from .lattice import best_paths
+from .tree import Tree, parse_tree
+
+
+class HeadModule(Protocol):
+    """Prediction heads: [..., D] hidden states to [..., K, V] logits; head k speaks of the token at depth k + 1."""
+
+    num_heads: int
+
+    def __call__(self, hidden_XD: Tensor) -> Tensor: ...
+
+
+class HeadTree(Proposer):
+    """A fixed tree: each node holds the candidate of a given rank of its depth's head.
+
+    Source: Medusa, as described in `slim.txt`, sections 2 and 4.1. One candidate a level is blockwise parallel
+    decoding.
+
+    Args:
+        shape: a k-configuration or a list of paths, see `tree.parse_tree`.
+    """
+
+    def __init__(self, heads: HeadModule, shape: str) -> None:
+        self.tree, self._ranks_N = parse_tree(shape)
+        if self.tree.max_depth > heads.num_heads:
+            raise ValueError(
+                f"the tree is {self.tree.max_depth} levels deep, but there are only {heads.num_heads} heads"
+            )
+        self.heads = heads
+
+    def room(self, limits: Limits) -> tuple[int, int]:
+        return self.tree.nodes, self.tree.max_depth
+
+    def start(self, context: Context) -> None:
+        self.tree = self.tree.to(context.ids_BS.device)
+        self._width = 1 + int(self._ranks_N.max())
+        self._place_N = ((self.tree.depth_BN[0].cpu() - 1) * self._width + self._ranks_N)[1:].to(context.ids_BS.device)
+
+    def propose(self, context: Context) -> Proposal:
+        logits_BKV = self.heads(context.hidden_BD)[:, : self.tree.max_depth]
+        candidates_BX = logits_BKV.topk(self._width, -1).indices.flatten(1)
+        return Proposal(self.tree, torch.cat((context.root_B1, candidates_BX[:, self._place_N]), 1))
+
+    def forwards(self, nodes: float) -> list[tuple[Any, int]]:
+        return [(self.heads, 1)]
+
+
+class PrunedHeadTree(Proposer):
+    """Of all sequences that the heads' candidates allow, those of the highest posterior (SLiM: `slim.txt`, eq. 2, 3).
+
+    The posterior of a sequence is the product of its tokens' head probabilities and of the correlations r of its
+    neighbours, the root included. Sequences of every length compete (appendix C), or full ones only (eq. 2). Without a
+    table r is 1.
+    """
+
+    def __init__(
+        self,
+        heads: HeadModule,
+        table: BigramTable | None,
+        sequences: int,
+        candidates: int,
+        unseen: float,
+        depth: int,
+        lengths: Literal["all", "full"] = "all",
+    ) -> None:
+        if not 1 <= depth <= heads.num_heads:
+            raise ValueError(f"the depth must lie between 1 and the number of heads, {heads.num_heads}; got {depth}")
+        if sequences < 1 or candidates < 1:
+            raise ValueError(f"sequences and candidates must be at least 1, got {sequences} and {candidates}")
+        if lengths not in ("all", "full"):
+            raise ValueError(f"lengths must be 'all' or 'full', got {lengths!r}")
+        self.heads, self.table = heads, table
+        self.sequences, self.candidates, self.unseen, self.depth = sequences, candidates, unseen, depth
+        self.full = lengths == "full"
+
+    def room(self, limits: Limits) -> tuple[int, int]:
+        return 1 + self.sequences * self.depth, self.depth
+
+    def start(self, context: Context) -> None:
+        if self.table is not None:
+            self.table = self.table.to(context.ids_BS.device)
+
+    def propose(self, context: Context) -> Proposal:
+        logits_BKV = self.heads(context.hidden_BD)[:, : self.depth].float()
+        top = logits_BKV.topk(min(self.candidates, logits_BKV.shape[-1]), -1)
+        log_probs_BKC = top.values - logits_BKV.logsumexp(-1, keepdim=True)
+        tree, tokens_BN = self.prune(context.root_B1, top.indices, log_probs_BKC)
+        return Proposal(tree, tokens_BN, valid_BN=None if len(tokens_BN) == 1 else tree.parents_BN >= 0)
+
+    def prune(self, root_B1: Tensor, candidates_BKC: Tensor, log_probs_BKC: Tensor) -> tuple[Tree, Tensor]:
+        """The tree of the best sequences, and its tokens [B, N]."""
+        if self.table is None:
+            first_BC, links_BKCC = torch.zeros_like(log_probs_BKC[:, 0]), None
+        else:
+            before_B1C = root_B1[:, :, None].expand(-1, 1, candidates_BKC.shape[2])
+            left_BKC = torch.cat((before_B1C, candidates_BKC[:, :-1]), 1)
+            links_BKCC = self.table.log_correlation(left_BKC[..., None], candidates_BKC[:, :, None], self.unseen)
+            first_BC, links_BKCC = links_BKCC[:, 0, 0], links_BKCC[:, 1:]
+        parents_BN, depth_BN, place_BN = best_paths(log_probs_BKC, first_BC, links_BKCC, self.sequences, self.full)
+        width = candidates_BKC.shape[2]
+        tokens_BN = candidates_BKC.flatten(1).gather(1, (depth_BN - 1).clamp(min=0) * width + place_BN)
+        tokens_BN[:, 0] = root_B1[:, 0]
+        return Tree.from_parents(parents_BN, self.depth), tokens_BN
+
+    def forwards(self, nodes: float) -> list[tuple[Any, int]]:
+        return [(self.heads, 1)]

@@ -1,0 +1,103 @@
+"""Drafts without a draft model: from counted unigrams and bigrams, or from the text that is already there.
+
+Shape letters: B batch, S buffer slots, K depth, V vocabulary.
+"""
+
+from __future__ import annotations
+
+from typing import Literal
+
+import numpy as np
+import torch
+
+from ..checkpoints.table import BigramTable
+from .engine import Context, Limits, Proposal, Proposer
+from .rng import categorical
+from .tree import Tree
+from .warpers import warp
+
+
+class TableChain(Proposer):
+    """A chain of `gamma` tokens from a table of counts: each by itself, or each after the one before.
+
+    The n-gram baselines of the speculative-decoding slides ("Empirical α values"), warped as any drafter is.
+    """
+
+    def __init__(self, table: BigramTable, gamma: int, order: Literal[1, 2], prior: float) -> None:
+        if gamma < 1:
+            raise ValueError(f"gamma must be at least 1, got {gamma}")
+        if prior <= 0:
+            raise ValueError(f"prior must be above 0, got {prior}")
+        self.table, self.gamma, self.order, self.prior = table, gamma, order, prior
+
+    def room(self, limits: Limits) -> tuple[int, int]:
+        return self.gamma + 1, self.gamma
+
+    def start(self, context: Context) -> None:
+        device = context.ids_BS.device
+        self._rows = self.table.distributions(device, self.prior)
+        self._tree = Tree.chain(self.gamma).to(device)
+
+    def propose(self, context: Context) -> Proposal:
+        greedy = context.sampling.greedy
+        tokens, probs = [context.root_B1], []
+        uniform_BK = None if greedy else context.rng.uniform(self.gamma)
+        for level in range(self.gamma):
+            last_B1 = tokens[-1]
+            log_BMV = (
+                self._rows.after(last_B1).log()
+                if self.order == 2
+                else self._rows.unigram_V.log().expand(*last_B1.shape, -1)
+            )
+            if uniform_BK is None:
+                tokens.append(log_BMV.argmax(-1))
+                continue
+            probs.append(warp(log_BMV, context.sampling))
+            tokens.append(categorical(probs[-1], uniform_BK[:, level, None]))
+        return Proposal(self._tree, torch.cat(tokens, 1), torch.cat(probs, 1) if probs else None)
+
+
+class PromptLookup(Proposer):
+    """The tokens that followed the last time the text ended as it ends now (prompt look-up).
+
+    The longest match of `longest` down to 1 tokens counts, the latest of equals. What follows is read on beyond the
+    end of the text as if it repeated itself from the match on. Rows without a match propose nothing.
+    """
+
+    def __init__(self, gamma: int, longest: int) -> None:
+        if gamma < 1 or longest < 1:
+            raise ValueError(f"prompt look-up needs gamma and ngram of at least 1, got {gamma} and {longest}")
+        self.gamma, self.longest = gamma, longest
+
+    def room(self, limits: Limits) -> tuple[int, int]:
+        return self.gamma + 1, self.gamma
+
+    def propose(self, context: Context) -> Proposal:
+        # On the host, where every committed token is known already: nothing is waited for.
+        places_B = lookup(context.host_ids_BS, np.array(context.lengths), self.longest)
+        found_B = places_B >= 0
+        device = context.ids_BS.device
+        depth = self.gamma if found_B.any() else 0
+        lengths_B1, places_B1 = np.array(context.lengths)[:, None], places_B[:, None]
+        source_BK = places_B1 + np.arange(depth) % np.maximum(lengths_B1 - places_B1, 1)
+        tokens_BK = np.take_along_axis(context.host_ids_BS, np.where(found_B[:, None], source_BK, 0), 1)
+        tokens_BN = torch.cat((context.root_B1, torch.from_numpy(tokens_BK).to(device)), 1)
+        proposal = Proposal(Tree.chain(depth).to(device), tokens_BN, levels=self.gamma)
+        if depth and not found_B.all():
+            proposal.valid_BN = torch.from_numpy(found_B).to(device)[:, None].expand(-1, depth + 1)
+        return proposal
+
+
+def lookup(ids_BS: np.ndarray, lengths_B: np.ndarray, longest: int) -> np.ndarray:
+    """Where the text goes on after the latest earlier occurrence of its last tokens; -1: nowhere. int64 [B]."""
+    rows_B, slots_S = np.arange(len(ids_BS)), np.arange(ids_BS.shape[1])
+    matches_BS = slots_S < lengths_B[:, None] - 1  # the token at a slot equals the last one, and so on backwards
+    place_B = np.full(len(ids_BS), -1)
+    for back in range(longest):
+        last_B = ids_BS[rows_B, np.maximum(lengths_B - 1 - back, 0)]
+        shifted_BS = np.full_like(ids_BS, -1)
+        shifted_BS[:, back:] = ids_BS[:, : ids_BS.shape[1] - back]
+        matches_BS &= (shifted_BS == last_B[:, None]) & (back < lengths_B[:, None])
+        latest_B = ids_BS.shape[1] - 1 - matches_BS[:, ::-1].argmax(1)
+        place_B = np.where(matches_BS.any(1), latest_B + 1, place_B)
+    return place_B
