@@ -14,7 +14,7 @@ from typing import Any
 import torch
 from safetensors import SafetensorError
 from torch import Tensor, nn
-from transformers import AutoModelForCausalLM, Cache, PreTrainedModel
+from transformers import AutoConfig, AutoModelForCausalLM, AutoModelForSeq2SeqLM, Cache, PreTrainedModel
 
 from .kv_cache import KVCache
 from .tree import Tree
@@ -32,11 +32,14 @@ class LanguageModel(ABC):
     kv_heads: int
     key_width: int
     value_width: int
+    layer_devices: Sequence[torch.device] | None = None
+    """Where each layer runs, for models that are spread over several devices."""
 
     def new_cache(self, batch: int, capacity: int) -> KVCache:
-        """An empty cache of `capacity` slots a row."""
+        """An empty cache of `capacity` slots a row, or of some more."""
         widths = (self.key_width, self.value_width)
-        return KVCache(self.layers, batch, self.kv_heads, capacity, *widths, self.dtype, self.device)
+        place = (self.device, self.layer_devices)
+        return KVCache(self.layers, batch, self.kv_heads, capacity, *widths, self.dtype, *place)
 
     def begin(self, prompts: Sequence[Sequence[int]], room: int) -> tuple[Sequence[Sequence[int]], KVCache]:
         """The committed ids that decoding starts from, and an empty cache with `room` slots beyond the longest of them.
@@ -126,8 +129,25 @@ class SlotCache(Cache):
         return max(self._cache.lengths) + self._start
 
 
+class _DeviceProbe(KVCache):
+    """Takes keys and values in as they come, to see on which device each layer computes them."""
+
+    def __init__(self) -> None:
+        super().__init__(0, 1, 1, 1, 1, 1, torch.float32, torch.device("cpu"))
+        self.seen: dict[int, tuple[Tensor, Tensor]] = {}
+
+    def write(self, layer: int, key_BHME: Tensor, value_BHME: Tensor, start: int) -> None:
+        self.seen[layer] = key_BHME, value_BHME
+
+    def view(self, layer: int, end: int) -> tuple[Tensor, Tensor]:
+        return self.seen[layer]
+
+
 class TransformersModel(LanguageModel):
-    """Any decoder of transformers, unmodified: our cache, an explicit 4-D mask and explicit positions."""
+    """Any decoder of transformers, unmodified: our cache, an explicit 4-D mask and explicit positions.
+
+    It may be spread over several devices, or offloaded in part, by accelerate's hooks (`device_map`).
+    """
 
     def __init__(self, model: PreTrainedModel) -> None:
         config = model.config.get_text_config(decoder=True)
@@ -143,6 +163,21 @@ class TransformersModel(LanguageModel):
         self.key_width = self.value_width = getattr(config, "head_dim", None) or config.hidden_size // heads
         self._softcap = getattr(config, "final_logit_softcapping", None)
         self._decoder: nn.Module = model.base_model
+        if len({parameter.device for parameter in model.parameters()}) > 1:
+            self.layer_devices = self._find_devices()
+
+    @torch.inference_mode()
+    def _find_devices(self) -> list[torch.device]:
+        """The device of each layer's keys. Hooks move what the layers read; where to, only a forward tells for sure."""
+        offloaded = self.device.type == "meta"
+        if offloaded:
+            self.device = torch.device("cpu")
+        probe, zeros_11 = _DeviceProbe(), torch.zeros(1, 1, dtype=torch.int64, device=self.device)
+        self._forward(probe, zeros_11, zeros_11, None, 0, 1)
+        devices = [probe.seen[layer][0].device for layer in range(self.layers)]
+        if offloaded:
+            self.device = devices[0]
+        return devices
 
     def _forward(
         self, cache: KVCache, tokens_BM: Tensor, positions_BM: Tensor, mask_B1MS: Tensor | None, start: int, end: int
@@ -158,38 +193,56 @@ class TransformersModel(LanguageModel):
             past_key_values=SlotCache(cache, start, end),
             use_cache=True,
         )
-        return output.last_hidden_state
+        return output.last_hidden_state.to(self.device)
 
     def logits(self, hidden_XD: Tensor) -> Tensor:
-        logits_XV = self.model.get_output_embeddings()(hidden_XD)
+        logits_XV = self.model.get_output_embeddings()(hidden_XD).to(self.device)
         if self._softcap is not None:
             logits_XV = self._softcap * torch.tanh(logits_XV / self._softcap)
         return logits_XV
 
 
-def wrap_model(model: PreTrainedModel, *, fast: bool = True, check: bool = True) -> LanguageModel:
+def wrap_model(
+    model: PreTrainedModel, *, fast: bool = True, graphs: bool | None = None, check: bool = True
+) -> LanguageModel:
     """A scorer over a transformers model.
 
     Args:
-        model: any causal LM; it is put into evaluation mode.
+        model: any causal LM, or an encoder-decoder of the T5 family; it is put into evaluation mode.
         fast: use the thin forward of `lean.py` where it covers the model (Llama-type decoders). It copies some
             weights and shares others: after further training, wrap the model again.
+        graphs: replay forwards of few tokens as CUDA graphs (`graphs.py`). None: where the thin forward serves, on a
+            CUDA device. True also has other decoders captured, of which some cannot be.
         check: compare the forward of a small branching tree with the model's own forwards of its paths.
 
     Raises:
         ValueError: where the model's tree forward differs from its plain forwards (ALiBi and other positions that
-            follow the slot instead of `position_ids`), naming the model type and the difference.
+            follow the slot instead of `position_ids`), naming the model type and the difference; an encoder-decoder
+            of another family; `graphs` for a model that does not lie on one CUDA device, or for an encoder-decoder.
     """
-    from .lean import LeanLlama  # lean.py builds on this file
+    from .graphs import GraphedModel  # these build on this file
+    from .lean import LeanLlama
+    from .seq2seq import Seq2SeqModel, check_source_forward
 
     model.eval()
+    if model.config.is_encoder_decoder:
+        if graphs:
+            raise ValueError(f"CUDA graphs are for decoders; {model.config.model_type!r} is an encoder-decoder")
+        source_model = Seq2SeqModel(model)
+        if check:
+            check_source_forward(source_model, model)
+        return source_model
     wrapped: LanguageModel
     if fast and LeanLlama.covers(model):
         wrapped = LeanLlama(model)
     else:
         wrapped = TransformersModel(model)
+    if graphs or (graphs is None and isinstance(wrapped, LeanLlama) and wrapped.device.type == "cuda"):
+        wrapped = GraphedModel(wrapped)
     if check:
         check_tree_forward(wrapped, model)
+        if isinstance(wrapped, GraphedModel):  # the first call of a shape is not replayed, the second is
+            check_tree_forward(wrapped, model)
     return wrapped
 
 
@@ -224,7 +277,7 @@ def check_tree_forward(wrapped: LanguageModel, model: PreTrainedModel) -> None:
 
 
 def load_model(source: str, *, dtype: str | torch.dtype = "auto", device: str = "cpu") -> PreTrainedModel:
-    """A causal LM from a folder or a hub id, in evaluation mode; never with remote code.
+    """A causal LM or an encoder-decoder from a folder or a hub id, in evaluation mode; never with remote code.
 
     Raises:
         ValueError: where there is neither such a folder nor such a model on the hub.
@@ -232,10 +285,12 @@ def load_model(source: str, *, dtype: str | torch.dtype = "auto", device: str = 
     if not Path(source).is_dir() and (source.startswith((".", "/", "~", "runs/")) or source.count("/") > 1):
         raise ValueError(f"there is no model folder {source!r}")
     try:
-        model = AutoModelForCausalLM.from_pretrained(source, dtype=dtype)
+        config = AutoConfig.from_pretrained(source)
+        loader = AutoModelForSeq2SeqLM if config.is_encoder_decoder else AutoModelForCausalLM
+        model = loader.from_pretrained(source, dtype=dtype)
     except (OSError, ValueError, RuntimeError, SafetensorError) as error:
         reason = str(error).strip().splitlines()[0]
-        raise ValueError(f"no causal language model could be loaded from {source!r}: {reason}") from error
+        raise ValueError(f"no language model could be loaded from {source!r}: {reason}") from error
     return model.to(device).eval()
 
 

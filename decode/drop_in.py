@@ -1,0 +1,215 @@
+"""Methods inside transformers: `model.generate(**inputs, custom_generate=method("speculative", drafter=...))`.
+
+`generate` prepares ids, mask, processors and criteria as it always does; `generate_calls.py` reads them.
+
+Shape letters: B batch, T tokens with padding, V vocabulary, D hidden.
+"""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, NamedTuple
+from weakref import WeakKeyDictionary
+
+import torch
+from torch import Tensor
+from transformers import PreTrainedModel
+from transformers.generation import GenerateDecoderOnlyOutput, GenerateEncoderDecoderOutput
+
+from ..checkpoints.artifact import MANIFEST_FILE, verify_artifact
+from ..checkpoints.heads import PredictionHeads, load_heads
+from ..checkpoints.table import BigramTable
+from .engine import generate
+from .generate_calls import Replay, check_request, held_back, prompts_of, sampling_of
+from .head_trees import HeadModule
+from .lean import LeanLlama
+from .methods import METHODS, Parts, build_method, method_options
+from .models import LanguageModel, check_same_vocabulary, load_model, wrap_model
+from .rng import Rng
+
+
+def method(
+    name: str,
+    *,
+    drafter: PreTrainedModel | str | Path | None = None,
+    more_drafters: Sequence[PreTrainedModel | str | Path] = (),
+    heads: HeadModule | str | Path | None = None,
+    table: BigramTable | str | Path | None = None,
+    **options: Any,
+) -> CustomGenerate:
+    """A method of decoding for transformers: `model.generate(**inputs, custom_generate=method(...))`.
+
+    The output has the form that `generate` gives it. If the method is lossless, it holds the same tokens at temperature
+    0 and follows the same distribution else. Parts that the method does not need are not looked at.
+
+    Args:
+        name: one of `methods.METHODS`.
+        drafter: a model on the target's device, or a folder or hub id, which is loaded now and put there.
+        more_drafters: drafters beside the first, for methods that take several.
+        heads: prediction heads on the target's device and in its dtype, or their folder.
+        table: bigram counts, or their folder.
+        options: the method's own settings, such as `gamma=4`.
+
+    Raises:
+        ValueError: an unknown method or option, with the nearest right name; a part that is missing or cannot be read.
+    """
+    settings, needs = method_options(name, options), METHODS[name].needs
+    given = {"drafter": drafter, "heads": heads, "table": table}
+    for part in needs:
+        if given[part] is None:
+            raise ValueError(f"method {name!r} needs a {part}, and none was given")
+    models = [_Drafter(source) for source in (drafter, *more_drafters) if "drafter" in needs]
+    loaded = isinstance(heads, (str, Path))
+    if "heads" not in needs:
+        heads = None
+    elif isinstance(heads, (str, Path)):
+        _check_artifact(heads, "heads")
+        heads = load_heads(Path(heads))
+    if "table" not in needs:
+        table = None
+    elif isinstance(table, (str, Path)):
+        _check_artifact(table, "table")
+        table = BigramTable.load(Path(table))
+    return CustomGenerate(name, settings, models, heads, table, loaded)
+
+
+@dataclass(frozen=True)
+class CustomGenerate:
+    """What `generate` calls in place of its own loop; `method` makes it.
+
+    The target is wrapped at the first call, and again when its weights have changed. Sampling draws one number, its
+    seed, from torch's generator of the target's device: `torch.manual_seed` makes it reproducible.
+    """
+
+    name: str
+    options: dict[str, Any]
+    drafters: Sequence[_Drafter]
+    heads: HeadModule | None
+    table: BigramTable | None
+    loaded_heads: bool
+    """The heads are nobody else's: they follow the target's device and dtype."""
+
+    def __call__(
+        self,
+        model: PreTrainedModel,
+        input_ids: Tensor,
+        *,
+        logits_processor: Sequence[Any],
+        stopping_criteria: Sequence[Any],
+        generation_config: Any,
+        inputs_tensor: Tensor | None = None,
+        **model_kwargs: Any,
+    ) -> Any:
+        """Decode as `generate` asks.
+
+        Args:
+            input_ids: [B, T] prompts, padded on the left; an encoder-decoder's start tokens.
+            inputs_tensor: what `generate` was given: an encoder-decoder's source.
+
+        Returns:
+            [B, T + new] ids; with `return_dict_in_generate` an output whose `sequences` they are.
+
+        Raises:
+            ValueError: whatever was asked for that this decoder does not do, named; parts that do not fit the target.
+        """
+        model_kwargs = held_back(inspect.currentframe()) | model_kwargs
+        streamer = model_kwargs.pop("streamer", None)
+        check_request(model, generation_config, model_kwargs)
+        sampling = sampling_of(logits_processor, bool(generation_config.do_sample))
+        target = _scorer(model, "target")
+        prompts = prompts_of(target, model, input_ids, inputs_tensor, model_kwargs)
+        replay = Replay(input_ids, stopping_criteria, generation_config, streamer)
+        built = build_method(self.name, self._parts(target), sampling, **self.options)
+        seed = 0 if sampling.greedy else int(torch.randint(1 << 62, (), device=target.device))
+        rng = Rng.for_rows(seed, len(prompts), target.device)
+        for step in generate(target, *built, prompts, replay.limits, sampling, rng):
+            if not replay.add(step.new_ids):
+                break
+        if streamer is not None:
+            streamer.end()
+        sequences = replay.ids_BT[:, : replay.length].to(input_ids.device)
+        if not generation_config.return_dict_in_generate:
+            return sequences
+        output = GenerateEncoderDecoderOutput if model.config.is_encoder_decoder else GenerateDecoderOnlyOutput
+        return output(sequences=sequences)
+
+    def _parts(self, target: LanguageModel) -> Parts:
+        drafters = [drafter.scorer(target) for drafter in self.drafters]
+        for what, part in (("heads", self.heads), ("table", self.table)):
+            for size, mine in (("vocab_size", target.vocab_size), ("hidden_size", target.hidden_size)):
+                theirs = getattr(part, size, mine)
+                if theirs != mine:
+                    raise ValueError(f"{size} of the {what} is {theirs}, of the target {mine}: they must be the same")
+        if isinstance(self.heads, PredictionHeads):
+            weight_VD = self.heads.projection(0)
+            if (weight_VD.device, weight_VD.dtype) != (target.device, target.dtype):
+                if not self.loaded_heads:
+                    given, wanted = (f"{side.dtype} on {side.device}" for side in (weight_VD, target))
+                    raise ValueError(f"the heads are {given}, the target is {wanted}: they must be the same")
+                self.heads.to(target.device, target.dtype)
+        return Parts(drafters[0] if drafters else None, self.heads, self.table, tuple(drafters[1:]))
+
+
+class _Drafter:
+    """A drafter as it was given: the user's own model, or one that is loaded here and follows the target's device."""
+
+    def __init__(self, source: Any) -> None:
+        self._loaded = isinstance(source, (str, Path))
+        if not self._loaded and not isinstance(source, PreTrainedModel):
+            kind = type(source).__name__
+            raise ValueError(f"a drafter must be a transformers model, a folder or a hub id, got a {kind}")
+        self._model = source
+        if self._loaded:
+            _check_artifact(source)
+            self._model = load_model(str(source))
+
+    def scorer(self, target: LanguageModel) -> LanguageModel:
+        if self._loaded:
+            self._model.to(target.device)
+        drafter = _scorer(self._model, "drafter")
+        check_same_vocabulary(target, drafter, "drafter")
+        if drafter.device != target.device:
+            raise ValueError(f"the drafter is on {drafter.device}, the target on {target.device}: put both on one")
+        return drafter
+
+
+def _check_artifact(folder: str | Path, kind: str | None = None) -> None:
+    """Check the files of an artifact; folders from elsewhere have nothing to be checked against."""
+    if (Path(folder) / MANIFEST_FILE).is_file():
+        verify_artifact(Path(folder), kind)
+
+
+class _Kept(NamedTuple):
+    state: list[Any]
+    scorer: LanguageModel | None
+    """None where it refers to the model, which would then never be freed: it is made anew, but not checked again."""
+
+
+_KEPT: WeakKeyDictionary[PreTrainedModel, _Kept] = WeakKeyDictionary()
+
+
+def _scorer(model: PreTrainedModel, what: str) -> LanguageModel:
+    """The model wrapped: once, and again after its weights have changed."""
+    if model.training:
+        raise ValueError(f"the {what} is in training mode, in which forwards differ by chance: call its eval() first")
+    state = _state(model)
+    kept = _KEPT.get(model)
+    if kept is not None and kept.state == state:
+        return kept.scorer or wrap_model(model, fast=False, check=False)
+    # Adapters (LoRA) wrap the projections; the thin forward would read the weights within and miss them.
+    scorer = wrap_model(model, fast=not any(hasattr(module, "base_layer") for module in model.modules()))
+    _KEPT[model] = _Kept(state, scorer if isinstance(scorer, LeanLlama) else None)
+    return scorer
+
+
+def _state(model: PreTrainedModel) -> list[Any]:
+    """Where weights lie, how often they were written, and one value of each: writing through `.data` is not counted."""
+    weights = [
+        weight.detach() for weight in model.parameters() if type(weight) is torch.nn.Parameter and weight.numel()
+    ]
+    places = [(weight.data_ptr(), None if weight.is_inference() else weight._version) for weight in weights]
+    values = [weight[(-1,) * weight.dim()] for weight in weights if weight.device.type != "meta"]
+    return [*places, *torch.stack([value.to(values[0].device, torch.float64) for value in values]).tolist()]
