@@ -100,9 +100,10 @@ class ExpectedGain(Policy):
 
     def commit(self, context: Context, proposal: Proposal, verdict: Verdict) -> None:
         depth = proposal.tree.max_depth
+        assert proposal.valid_BN is not None
         place_K = torch.arange(depth, device=verdict.accepted_B.device)
         accepted_BK = (place_K < verdict.accepted_B[:, None]).float()
-        examined_BK = (place_K < verdict.examined_B[:, None]).float()
+        examined_BK = (place_K <= verdict.accepted_B[:, None]) * proposal.valid_BN[:, 1:].float()
         self._accepted_BC.scatter_add_(1, self._class_BK[:, :depth], accepted_BK)
         self._examined_BC.scatter_add_(1, self._class_BK[:, :depth], examined_BK)
 

@@ -65,19 +65,19 @@ class TargetBeam(Proposer):
 
     def start(self, context: Context) -> None:
         gamma = self.gamma or context.limits.max_new_tokens
-        self._depth, self._model = gamma, context.target
+        self._depth = gamma
         self._state = DraftState(context.target, context, 1 + self.beams * gamma, self.gamma or 1)
         self._chain = Tree.chain(gamma).to(context.target.device)
 
     def propose(self, context: Context) -> Proposal:
         tokens_BN, _, self._nodes_BN = best_beam(self._state, context, self._depth, self.beams, stops=True)
-        return Proposal(self._chain, tokens_BN)
+        return Proposal(self._chain, tokens_BN, target_forwards=self._depth)
 
     def commit(self, context: Context, proposal: Proposal, verdict: Verdict) -> None:
         self._state.keep(context, own_path_BK=own_path(self._nodes_BN, verdict.path_BK, verdict.accepted_B))
 
     def forwards(self, nodes: float) -> list[tuple[Any, int]]:
-        return [(self._model, 1)] + [(self._model, self.beams)] * (self._depth - 1)
+        return [(None, 1)] + [(None, self.beams)] * (round(nodes) - 2)
 
 
 def best_beam(

@@ -31,8 +31,11 @@ class DraftState:
                 f"need {longest - 1 + max_depth}"
             )
         ids, self.cache = model.begin(context.prompts, context.limits.max_new_tokens + max_nodes)
-        if [len(row) for row in ids] != context.lengths:
-            raise ValueError("target and drafter must both be decoders, or both encoder-decoders")
+        committed = [row[:length].tolist() for row, length in zip(context.host_ids_BS, context.lengths, strict=True)]
+        if [list(row) for row in ids] != committed:
+            raise ValueError(
+                "target and drafter must both be decoders, or both be encoder-decoders that start from the same token"
+            )
         prefill(model, self.cache, context.ids_BS, context.lengths)
         self._read = list(self.cache.lengths)
         self._levels = 0

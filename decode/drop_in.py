@@ -199,8 +199,7 @@ def _scorer(model: PreTrainedModel, what: str) -> LanguageModel:
     kept = _KEPT.get(model)
     if kept is not None and kept.state == state:
         return kept.scorer or wrap_model(model, fast=False, check=False)
-    # Adapters (LoRA) wrap the projections; the thin forward would read the weights within and miss them.
-    scorer = wrap_model(model, fast=not any(hasattr(module, "base_layer") for module in model.modules()))
+    scorer = wrap_model(model)
     _KEPT[model] = _Kept(state, scorer if isinstance(scorer, LeanLlama) else None)
     return scorer
 

@@ -64,6 +64,8 @@ class Proposal:
     levels: int = 0
     """For trees whose depth varies: how many levels random numbers are drawn for, so that a row's numbers do not
     depend on how far its neighbours were drafted. 0: the tree's depth."""
+    target_forwards: int = 0
+    """Forwards of the target itself that this proposal took."""
     by_path: bool = False
     """Score each path of the tree as a row of its own, with copies of the cache, instead of by tree attention."""
 
@@ -78,10 +80,10 @@ class Verdict:
     """int64; how many columns of the path are accepted."""
     next_B: Tensor
     """int64; the token after the path: a correction, or an extra one."""
-    examined_B: Tensor
-    """int64; draft tokens looked at until the path ended."""
-    rejected_B: Tensor
-    """bool; the path ended because no child was accepted, not because there were none."""
+    examined_B: Tensor | None = None
+    """int64; draft tokens looked at. None: each accepted node's siblings up to itself, and all children of the last."""
+    rejected_B: Tensor | None = None
+    """bool; the path ended because no child was accepted. None: if the last node has children."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -90,6 +92,8 @@ class Step:
 
     new_ids: list[list[int]]
     """The tokens that each row gained; empty for rows that had ended before."""
+    forwards: int
+    """Forwards of the target: one that scored the tree, and those that the proposal took."""
     nodes: int
     """Tree nodes that the target scored for each row."""
     active: np.ndarray
@@ -120,8 +124,8 @@ class Proposer(ABC):
         return
 
     def forwards(self, nodes: float) -> list[tuple[Any, int]]:
-        """The forwards behind a proposal of `nodes` nodes for one row: each a model or heads, and how many tokens it
-        runs. By default none."""
+        """The forwards behind a proposal of `nodes` nodes for one row: each a model, heads or None for the target, and
+        how many tokens it runs. By default none."""
         return []
 
 
@@ -172,12 +176,22 @@ class Context:
         self.host_ids_BS = np.zeros((len(ids), self.capacity), dtype=np.int64)
         for row, row_ids in enumerate(ids):
             self.host_ids_BS[row, : len(row_ids)] = row_ids
-        self.ids_BS = torch.from_numpy(self.host_ids_BS).to(target.device, copy=True)
+        # On a CPU both are the same memory.
+        self.ids_BS = torch.from_numpy(self.host_ids_BS).to(target.device)
         self.ended = np.zeros(len(ids), dtype=bool)
         self.accepted = np.zeros(len(ids), dtype=np.int64)
-        self._rows_B1 = torch.arange(len(ids), device=target.device)[:, None]
         self._stop_ids = np.array(limits.stop_ids, dtype=np.int64)
-        self.hidden_BD = prefill(target, self.cache, self.ids_BS, self.lengths)
+        self._hidden: tuple[Tensor, Verdict | None]
+        self._hidden = prefill(target, self.cache, self.ids_BS, self.lengths)[:, None], None
+
+    @property
+    def hidden_BD(self) -> Tensor:
+        """[B, D] hidden state that the last committed token was read from; zeros where there is none."""
+        hidden_BND, verdict = self._hidden
+        if verdict is None:
+            return hidden_BND[:, 0]
+        node_B1 = torch.nn.functional.pad(verdict.path_BK, (1, 0)).gather(1, verdict.accepted_B[:, None])
+        return hidden_BND.gather(1, node_B1[..., None].expand(-1, 1, hidden_BND.shape[2]))[:, 0]
 
     @property
     def root_B1(self) -> Tensor:
@@ -196,38 +210,41 @@ class Context:
 
         Rows that had ended keep their state. A row never gains a token past its stop token or its limit.
         """
-        depth = verdict.path_BK.shape[1]
+        tree, depth = proposal.tree, verdict.path_BK.shape[1]
+        optional = (proposal.valid_BN, verdict.examined_B, verdict.rejected_B)
+        tokens, path, accepted, next_token, parents, *rest = _to_host(
+            proposal.tokens_BN, verdict.path_BK, verdict.accepted_B, verdict.next_B, tree.parents_BN, *optional
+        )
+        rows = np.arange(len(tokens))
+        new = np.empty((len(tokens), depth + 1), dtype=np.int64)
         # A pruned tree may have fewer nodes than levels: columns that are not kept may then name nodes beyond it.
-        path_tokens_BK = proposal.tokens_BN.gather(1, verdict.path_BK.clamp(max=proposal.tokens_BN.shape[1] - 1))
-        new_BK1 = torch.cat((path_tokens_BK, verdict.next_B[:, None]), 1)
-        new_BK1.scatter_(1, verdict.accepted_B[:, None], verdict.next_B[:, None])
-        counts_B3 = torch.stack((verdict.accepted_B, verdict.examined_B, verdict.rejected_B.long()), 1)
-        host = torch.cat((new_BK1, counts_B3), 1).cpu().numpy()
-        new, accepted = host[:, : depth + 1], host[:, depth + 1]
+        new[:, :depth] = tokens[rows[:, None], np.minimum(path, tokens.shape[1] - 1)]
+        new[rows, accepted] = next_token
         kept = self._count_kept(new, accepted)
+        examined, rejected = (_account_chain if tree.is_chain else _account)(path, accepted, parents, *rest)
 
-        if depth and not proposal.tree.is_chain:
-            self.cache.move_to_front(verdict.path_BK)
-        last_B1 = verdict.path_BK.gather(1, (verdict.accepted_B[:, None] - 1).clamp(min=0)) if depth else None
-        root_B1 = torch.zeros_like(verdict.accepted_B[:, None])
-        node_B1 = root_B1 if last_B1 is None else torch.where(verdict.accepted_B[:, None] > 0, last_B1, root_B1)
-        self.hidden_BD = hidden_BND.gather(1, node_B1[..., None].expand(-1, -1, hidden_BND.shape[-1]))[:, 0]
+        deepest = int(accepted.max())
+        if not tree.is_chain and (path[:, :deepest] != np.arange(1, deepest + 1)).any():
+            self.cache.move_to_front(verdict.path_BK[:, :deepest])
+        self._hidden = hidden_BND, verdict
 
-        self._append(new_BK1)
         active = ~self.ended
-        new_ids = [row[:count].tolist() for row, count in zip(new, kept, strict=True)]
+        new_ids = [row[:count].tolist() for row, count in zip(new, kept.tolist(), strict=True)]
         for row, ids in enumerate(new_ids):
             self.host_ids_BS[row, self.lengths[row] : self.lengths[row] + len(ids)] = ids
-        self.lengths = [length + int(count) for length, count in zip(self.lengths, kept, strict=True)]
+        if self.ids_BS.device.type != "cpu":
+            self._append(torch.from_numpy(new))
+        self.lengths = [length + len(ids) for length, ids in zip(self.lengths, new_ids, strict=True)]
         self.ended = self.ended | (np.array(self.lengths) >= self._ends) | self._ends_with_stop(new, kept)
         self.cache.set_lengths([length - 1 for length in self.lengths])
         self.accepted = accepted
-        return Step(new_ids, proposal.tokens_BN.shape[1], active, accepted, host[:, depth + 2], host[:, depth + 3] > 0)
+        forwards, nodes = 1 + proposal.target_forwards, proposal.tokens_BN.shape[1]
+        return Step(new_ids, forwards, nodes, active, accepted, examined, rejected)
 
     def _count_kept(self, new: np.ndarray, accepted: np.ndarray) -> np.ndarray:
         kept = np.minimum(accepted + 1, self._ends - np.array(self.lengths))
         if len(self._stop_ids):
-            stops = np.isin(new, self._stop_ids)
+            stops = (new[..., None] == self._stop_ids).any(-1)
             first_stop = np.where(stops.any(1), stops.argmax(1), new.shape[1])
             kept = np.minimum(kept, first_stop + 1)
         return np.where(self.ended, 0, kept)
@@ -236,18 +253,67 @@ class Context:
         if not len(self._stop_ids):
             return np.zeros_like(self.ended)
         last = new[np.arange(len(new)), np.maximum(kept - 1, 0)]
-        return np.isin(last, self._stop_ids) & (kept > 0)
+        return (last[:, None] == self._stop_ids).any(1) & (kept > 0)
 
     def _append(self, new_BK1: Tensor) -> None:
         """Write all new tokens; those beyond a row's new length are never read and are written over later."""
+        new_BK1 = new_BK1.to(self.ids_BS.device, non_blocking=True)
         count = new_BK1.shape[1]
         if len(self.lengths) == 1:
             room = min(count, self.capacity - self.lengths[0])
             self.ids_BS[:, self.lengths[0] : self.lengths[0] + room] = new_BK1[:, :room]
             return
-        lengths_B1 = torch.tensor(self.lengths, device=new_BK1.device)[:, None]
-        slots_BK1 = (lengths_B1 + torch.arange(count, device=new_BK1.device)).clamp(max=self.capacity - 1)
-        self.ids_BS[self._rows_B1, slots_BK1] = new_BK1
+        slots_BK1 = self.cache.lengths_B[:, None] + torch.arange(1, count + 1, device=self.ids_BS.device)
+        self.ids_BS.scatter_(1, slots_BK1.clamp(max=self.capacity - 1), new_BK1)
+
+
+def _to_host(*tensors: Tensor | None) -> list[Any]:
+    """Arrays of small integers or truth values; from a device in one copy, the one synchronisation of a step."""
+    given = [tensor for tensor in tensors if tensor is not None]
+    if given[0].device.type == "cpu":
+        return [None if tensor is None else tensor.numpy() for tensor in tensors]
+    parts = iter(torch.cat([tensor.flatten() for tensor in given]).cpu().split([tensor.numel() for tensor in given]))
+    return [None if tensor is None else next(parts).view(tensor.shape).numpy() for tensor in tensors]
+
+
+def _account(
+    path: np.ndarray,
+    accepted: np.ndarray,
+    parents: np.ndarray,
+    valid: np.ndarray | None,
+    examined: np.ndarray | None,
+    rejected: np.ndarray | None,
+) -> tuple[np.ndarray, np.ndarray]:
+    """How many draft tokens each row examined, and whether its path ended by a rejection; see `Verdict`."""
+    if examined is not None and rejected is not None:
+        return examined, rejected > 0
+    rows, depth = path.shape
+    nodes, places = parents.shape[1], np.arange(depth + 1)
+    reached = places <= accepted[:, None]
+    above = np.full((rows, depth + 1), 0, dtype=np.int64)
+    above[:, 1:] = path
+    up_to = np.full((rows, depth + 1), nodes, dtype=np.int64)
+    up_to[:, :-1] = np.where(reached[:, 1:], path, nodes)
+    children = parents[:, None] == np.where(reached, above, -2)[..., None]
+    if valid is not None:
+        children = children & (valid > 0)[:, None]
+    tried = children & (np.arange(nodes) <= up_to[..., None])
+    return tried.sum((1, 2)), children[np.arange(rows), accepted].any(1)
+
+
+def _account_chain(
+    path: np.ndarray,
+    accepted: np.ndarray,
+    parents: np.ndarray,
+    valid: np.ndarray | None,
+    examined: np.ndarray | None,
+    rejected: np.ndarray | None,
+) -> tuple[np.ndarray, np.ndarray]:
+    """The same for a chain."""
+    if examined is not None and rejected is not None:
+        return examined, rejected > 0
+    missed = accepted < (path.shape[1] if valid is None else (valid[:, 1:] > 0).cumprod(1).sum(1))
+    return accepted + missed, missed
 
 
 def prefill(model: LanguageModel, cache: KVCache, ids_BS: Tensor, lengths: Sequence[int]) -> Tensor:

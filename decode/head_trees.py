@@ -5,6 +5,7 @@ Shape letters: B batch, N tree nodes, C candidates, K depth or heads, V vocabula
 
 from __future__ import annotations
 
+import math
 from typing import Any, Literal, Protocol
 
 import torch
@@ -12,7 +13,7 @@ from torch import Tensor
 
 from ..checkpoints.table import BigramTable
 from .engine import Context, Limits, Proposal, Proposer
-from .lattice import best_paths
+from .lattice import Lattice
 from .tree import Tree, parse_tree
 
 
@@ -84,37 +85,49 @@ class PrunedHeadTree(Proposer):
         if lengths not in ("all", "full"):
             raise ValueError(f"lengths must be 'all' or 'full', got {lengths!r}")
         self.heads, self.table = heads, table
-        self.sequences, self.candidates, self.unseen, self.depth = sequences, candidates, unseen, depth
+        self.sequences, self.candidates, self.depth = sequences, candidates, depth
+        if unseen < 0:
+            raise ValueError(f"unseen is a correlation: expected at least 0, got {unseen}")
         self.full = lengths == "full"
+        self._lattice: Lattice | None = None
+        self._log_unseen = math.log(unseen) if unseen else -math.inf
 
     def room(self, limits: Limits) -> tuple[int, int]:
         return 1 + self.sequences * self.depth, self.depth
 
     def start(self, context: Context) -> None:
-        if self.table is not None:
-            self.table = self.table.to(context.ids_BS.device)
+        self._lattice = None
+        if self.table is None:
+            return
+        if self.table.vocab_size != context.target.vocab_size:
+            sizes = f"{self.table.vocab_size} tokens, the target's {context.target.vocab_size}"
+            raise ValueError(f"the table's vocabulary has {sizes}: they must be the same")
+        self.table = self.table.to(context.ids_BS.device)
 
     def propose(self, context: Context) -> Proposal:
         logits_BKV = self.heads(context.hidden_BD)[:, : self.depth].float()
         top = logits_BKV.topk(min(self.candidates, logits_BKV.shape[-1]), -1)
         log_probs_BKC = top.values - logits_BKV.logsumexp(-1, keepdim=True)
         tree, tokens_BN = self.prune(context.root_B1, top.indices, log_probs_BKC)
-        return Proposal(tree, tokens_BN, valid_BN=None if len(tokens_BN) == 1 else tree.parents_BN >= 0)
+        return Proposal(tree, tokens_BN)
 
     def prune(self, root_B1: Tensor, candidates_BKC: Tensor, log_probs_BKC: Tensor) -> tuple[Tree, Tensor]:
         """The tree of the best sequences, and its tokens [B, N]."""
         if self.table is None:
-            first_BC, links_BKCC = torch.zeros_like(log_probs_BKC[:, 0]), None
+            first_BC = log_probs_BKC[:, 0]
+            edges_BKCC = log_probs_BKC[:, 1:, :, None].expand(-1, -1, -1, log_probs_BKC.shape[2])
         else:
-            before_B1C = root_B1[:, :, None].expand(-1, 1, candidates_BKC.shape[2])
-            left_BKC = torch.cat((before_B1C, candidates_BKC[:, :-1]), 1)
-            links_BKCC = self.table.log_correlation(left_BKC[..., None], candidates_BKC[:, :, None], self.unseen)
-            first_BC, links_BKCC = links_BKCC[:, 0, 0], links_BKCC[:, 1:]
-        parents_BN, depth_BN, place_BN = best_paths(log_probs_BKC, first_BC, links_BKCC, self.sequences, self.full)
-        width = candidates_BKC.shape[2]
-        tokens_BN = candidates_BKC.flatten(1).gather(1, (depth_BN - 1).clamp(min=0) * width + place_BN)
+            before_BKC = torch.cat((root_B1[:, :, None].expand_as(candidates_BKC[:, :1]), candidates_BKC[:, :-1]), 1)
+            log_r_BKCC = self.table.look_up(before_BKC[:, :, None], candidates_BKC[..., None], self._log_unseen)
+            edges_BKCC = log_r_BKCC + log_probs_BKC[..., None]
+            first_BC, edges_BKCC = edges_BKCC[:, 0, :, 0], edges_BKCC[:, 1:]
+        if self._lattice is None or self._lattice.sizes != log_probs_BKC.shape:
+            rows, levels, width = log_probs_BKC.shape
+            self._lattice = Lattice(rows, levels, width, self.sequences, root_B1.device, self.full)
+        parents_BN, depth_BN, place_BN = self._lattice.best_paths(first_BC, edges_BKCC)
+        tokens_BN = candidates_BKC.flatten(1).gather(1, place_BN)
         tokens_BN[:, 0] = root_B1[:, 0]
-        return Tree.from_parents(parents_BN, self.depth), tokens_BN
+        return Tree.from_parents(parents_BN, self.depth, depth_BN), tokens_BN
 
     def forwards(self, nodes: float) -> list[tuple[Any, int]]:
         return [(self.heads, 1)]

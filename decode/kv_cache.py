@@ -5,6 +5,10 @@ Shape letters: L layers, B batch, H key/value heads, S cache slots, M new tokens
 
 from __future__ import annotations
 
+import copy
+import itertools
+from collections.abc import Sequence
+
 import torch
 from torch import Tensor
 
@@ -26,18 +30,31 @@ class KVCache:
         value_width: int,
         dtype: torch.dtype,
         device: torch.device,
+        layer_devices: Sequence[torch.device] | None = None,
     ) -> None:
-        # Zeros, not empty: a masked slot is multiplied by weight 0, and 0 x NaN would be NaN.
-        self.keys_LBHSE = torch.zeros(layers, batch, heads, capacity, key_width, dtype=dtype, device=device)
-        self.values_LBHSE = torch.zeros(layers, batch, heads, capacity, value_width, dtype=dtype, device=device)
+        """An empty cache. `layer_devices` says where each layer runs if not all run on `device`."""
+        # One stack for each run of layers that share a device: accepted nodes are moved in all its layers at once.
+        self._stacks: list[tuple[Tensor, Tensor]] = []
+        for place, group in itertools.groupby(layer_devices or [device] * layers):
+            shape = (len(list(group)), batch, heads, capacity)
+            # Zeros, not empty: a masked slot is multiplied by weight 0, and 0 x NaN would be NaN.
+            keys_LBHSE = torch.zeros(*shape, key_width, dtype=dtype, device=place)
+            self._stacks.append((keys_LBHSE, torch.zeros(*shape, value_width, dtype=dtype, device=place)))
         # Indexing a list of per-layer views costs less than slicing the stacked tensor in every layer.
-        self.keys = list(self.keys_LBHSE)
-        self.values = list(self.values_LBHSE)
+        self.keys = [key_BHSE for keys_LBHSE, _ in self._stacks for key_BHSE in keys_LBHSE]
+        self.values = [value_BHSE for _, values_LBHSE in self._stacks for value_BHSE in values_LBHSE]
         self.capacity = capacity
         self.device = device
-        self.lengths = [0] * batch
-        self.lengths_B = torch.zeros(batch, dtype=torch.int64, device=device)
-        self._rows_B1 = torch.arange(batch, device=device)[:, None]
+        self._set([0] * batch)
+
+    def emptied(self) -> KVCache:
+        """The same memory, zeroed, as an empty cache with lengths of its own: for one user after another."""
+        for keys_LBHSE, values_LBHSE in self._stacks:
+            keys_LBHSE.zero_()
+            values_LBHSE.zero_()
+        again = copy.copy(self)
+        again._set([0] * len(self.lengths))
+        return again
 
     @property
     def uniform(self) -> bool:
@@ -46,8 +63,31 @@ class KVCache:
 
     def set_lengths(self, lengths: list[int]) -> None:
         if lengths != self.lengths:
-            self.lengths = list(lengths)
-            self.lengths_B = torch.tensor(lengths, dtype=torch.int64, device=self.device)
+            self._set(list(lengths))
+
+    def _set(self, lengths: list[int]) -> None:
+        self.lengths = lengths
+        self._lengths_B: Tensor | None = None
+        self._places: dict[tuple[int, int, torch.device], tuple[Tensor, Tensor]] = {}
+
+    @property
+    def lengths_B(self) -> Tensor:
+        """int64; the lengths on the device, sent when they are first asked for."""
+        if self._lengths_B is None:
+            # From pinned memory the copy is queued; from other memory the host would wait for the device.
+            pinned = self.device.type == "cuda"
+            lengths_B = torch.tensor(self.lengths, dtype=torch.int64, pin_memory=pinned)
+            self._lengths_B = lengths_B.to(self.device, non_blocking=True)
+        return self._lengths_B
+
+    def _slots(self, start: int, count: int, device: torch.device) -> tuple[Tensor, Tensor]:
+        """Indices of rows [B, 1] and of slots `length + start` and on [B, count]; computed once for all layers."""
+        place = (start, count, device)
+        if place not in self._places:
+            rows_B1 = torch.arange(len(self.lengths), device=device)[:, None]
+            slots_BM = self.lengths_B.to(device)[:, None] + torch.arange(start, start + count, device=device)
+            self._places[place] = rows_B1, slots_BM
+        return self._places[place]
 
     def write(self, layer: int, key_BHME: Tensor, value_BHME: Tensor, start: int) -> None:
         """Store M new tokens of every row at slots `length + start` and on."""
@@ -57,9 +97,9 @@ class KVCache:
             self.keys[layer][:, :, first : first + count] = key_BHME
             self.values[layer][:, :, first : first + count] = value_BHME
         else:
-            slots_BM = self.lengths_B[:, None] + torch.arange(start, start + count, device=self.device)
-            self.keys[layer][self._rows_B1, :, slots_BM] = key_BHME.transpose(1, 2)
-            self.values[layer][self._rows_B1, :, slots_BM] = value_BHME.transpose(1, 2)
+            rows_B1, slots_BM = self._slots(start, count, key_BHME.device)
+            self.keys[layer][rows_B1, :, slots_BM] = key_BHME.transpose(1, 2)
+            self.values[layer][rows_B1, :, slots_BM] = value_BHME.transpose(1, 2)
 
     def view(self, layer: int, end: int) -> tuple[Tensor, Tensor]:
         """Keys and values of the first `end` slots, [B, H, end, E], without a copy."""
@@ -79,13 +119,28 @@ class KVCache:
             path_BK: [B, K] node indices, at least i + 1 in column i; a column that is not kept names itself (i + 1).
         """
         depth = path_BK.shape[1]
-        if self.uniform and len(self.lengths) == 1:
-            first = self.lengths[0]
-            source_K = path_BK[0] + first
-            self.keys_LBHSE[:, :, :, first + 1 : first + 1 + depth] = self.keys_LBHSE.index_select(3, source_K)
-            self.values_LBHSE[:, :, :, first + 1 : first + 1 + depth] = self.values_LBHSE.index_select(3, source_K)
-            return
-        source_BK = path_BK + self.lengths_B[:, None]
-        slots_BK = self.lengths_B[:, None] + torch.arange(1, depth + 1, device=self.device)
-        self.keys_LBHSE[:, self._rows_B1, :, slots_BK] = self.keys_LBHSE[:, self._rows_B1, :, source_BK]
-        self.values_LBHSE[:, self._rows_B1, :, slots_BK] = self.values_LBHSE[:, self._rows_B1, :, source_BK]
+        for keys_LBHSE, values_LBHSE in self._stacks:
+            nodes_BK = path_BK.to(keys_LBHSE.device)
+            if len(self.lengths) == 1:
+                first = self.lengths[0]
+                source_K = nodes_BK[0] + first
+                keys_LBHSE[:, :, :, first + 1 : first + 1 + depth] = keys_LBHSE.index_select(3, source_K)
+                values_LBHSE[:, :, :, first + 1 : first + 1 + depth] = values_LBHSE.index_select(3, source_K)
+            else:
+                rows_B1, slots_BK = self._slots(1, depth, nodes_BK.device)
+                source_BK = nodes_BK + self.lengths_B.to(nodes_BK.device)[:, None]
+                keys_LBHSE[:, rows_B1, :, slots_BK] = keys_LBHSE[:, rows_B1, :, source_BK]
+                values_LBHSE[:, rows_B1, :, slots_BK] = values_LBHSE[:, rows_B1, :, source_BK]
+
+
+class IndexedCache(KVCache):
+    """A cache whose new tokens go where a tensor says: no number that the host knows has a part in a forward on it."""
+
+    def __init__(self, cache: KVCache, slots_BM: Tensor, rows_B1: Tensor) -> None:
+        """Writes to the memory of `cache`, at `slots_BM` of each row."""
+        self.__dict__.update(vars(cache))
+        self._rows_B1, self._slots_BM = rows_B1, slots_BM
+
+    def write(self, layer: int, key_BHME: Tensor, value_BHME: Tensor, start: int) -> None:
+        self.keys[layer][self._rows_B1, :, self._slots_BM] = key_BHME.transpose(1, 2)
+        self.values[layer][self._rows_B1, :, self._slots_BM] = value_BHME.transpose(1, 2)

@@ -1,6 +1,7 @@
 """The most likely paths through a lattice of candidates, found without enumerating them.
 
-Shape letters: B batch, K depth, C candidates a level, R paths kept a candidate, W paths wanted, N nodes.
+Shape letters: B batch, K depth, C candidates a level, R paths kept a candidate, W paths wanted, N nodes, T the root and
+all kept paths, X flattened.
 """
 
 from __future__ import annotations
@@ -9,74 +10,95 @@ import torch
 from torch import Tensor
 
 
-def best_paths(
-    log_probs_BKC: Tensor, first_BC: Tensor, links_BKCC: Tensor | None, wanted: int, full: bool = False
-) -> tuple[Tensor, Tensor, Tensor]:
-    """The `wanted` paths of highest score among those of all lengths 1..K, merged into a tree by their prefixes.
+class Lattice:
+    """Finds the `wanted` paths of highest score among those of all lengths 1..K, merged into a tree by their prefixes.
 
-    The score of a path is the sum of its candidates' log-probabilities and of the links between neighbours
-    (`slim.txt`, eq. 3, in logarithms). At each level the best `wanted` paths into each candidate are kept: a better
-    path's prefix is among the best into its own candidate, so the result is exact. Memory grows with K x C x wanted,
-    not with C to the power of K. A score of minus infinity is never wanted.
+    The score of a path is the sum of its edges' (`slim.txt`, eq. 3, in logarithms). At each level the best `wanted`
+    paths into each candidate are kept: a better path's prefix is among the best into its own candidate, so the result
+    is exact. Memory grows with K · C² · wanted, not with C to the power of K. A score of minus infinity is never
+    wanted.
+
+    Kept paths are numbered level by level, after the root, which is 0. Their scores and the paths that they extend lie
+    in two buffers, which every level writes its part of: these searches are made of operations so small that copying
+    their results would cost as much as they do. One lattice must not be used by two threads at a time.
 
     Args:
-        log_probs_BKC: log-probabilities of the candidates.
-        first_BC: links from the root to the first level's candidates.
-        links_BKCC: [B, K - 1, C, C] links from level k's candidates (rows) to those of level k + 1; None: all 0.
         full: only paths of length K compete.
-
-    Returns:
-        `parents_BN`, `depth_BN` and `place_BN` (which candidate of its level) of the tree's nodes, the root first and
-        parents before children. N is the largest tree of the batch; smaller ones are padded with parent -1.
     """
-    batch, depth = log_probs_BKC.shape[:2]
-    scores_BCR = (first_BC + log_probs_BKC[:, 0])[..., None]
-    levels, backs = [scores_BCR], [torch.zeros_like(scores_BCR, dtype=torch.int64)]
-    for level in range(1, depth):
-        # [B, C from, R, C to]: every kept path, extended by every candidate.
-        extended = levels[-1][..., None] + log_probs_BKC[:, level, None, None]
-        if links_BKCC is not None:
-            extended = extended + links_BKCC[:, level - 1, :, None]
-        flat_BXC = extended.flatten(1, 2)
-        top = flat_BXC.topk(min(wanted, flat_BXC.shape[1]), dim=1)
-        levels.append(top.values.transpose(1, 2))
-        backs.append(top.indices.transpose(1, 2))
 
-    sizes = [level.shape[1] * level.shape[2] for level in levels]
-    if full:
-        levels[:-1] = [torch.full_like(level, -torch.inf) for level in levels[:-1]]
-    all_BX = torch.cat([level.flatten(1) for level in levels], 1)
-    top = all_BX.topk(min(wanted, all_BX.shape[1]), 1)
-    used_BX = torch.zeros_like(all_BX, dtype=torch.bool).scatter_(1, top.indices, top.values > -torch.inf)
-    used = list(used_BX.split(sizes, 1))
-    parents = [back.flatten(1) for back in backs]
-    for level in range(depth - 1, 0, -1):
-        # A used path's prefix is used too, whether it was wanted for itself or not.
-        # Unused paths point at a column of their own behind the level, which is cut off again.
-        target = torch.where(used[level], parents[level], sizes[level - 1])
-        marked = torch.nn.functional.pad(used[level - 1], (0, 1)).scatter_(1, target, True)
-        used[level - 1] = marked[:, :-1]
-    return _compact(used, parents, [level.shape[2] for level in levels], batch)
+    def __init__(
+        self, rows: int, levels: int, width: int, wanted: int, device: torch.device | str, full: bool = False
+    ) -> None:
+        self.sizes = (rows, levels, width)
+        self._wanted = wanted
+        counts, offsets, chosen = [width], [1], [False]
+        for level in range(1, levels):
+            # The last level's paths have no successors to be chosen for: all compete with those of other lengths.
+            chosen.append(counts[-1] > wanted and level + 1 < levels)
+            offsets.append(offsets[-1] + counts[-1])
+            counts.append(width * (wanted if chosen[-1] else counts[-1]))
+        total = offsets[-1] + counts[-1]
+        scores_BT = torch.full((rows, total), -torch.inf, device=device)
+        self._parents_BT = torch.zeros(rows, total, dtype=torch.int64, device=device)
+        self._place_T, self._depth_T = torch.zeros(2, total, dtype=torch.int64, device=device)
+        self._scores: list[Tensor] = []
+        self._chosen: list[Tensor | None] = []
+        self._offsets = offsets
+        for level, (offset, count) in enumerate(zip(offsets, counts, strict=True)):
+            part = slice(offset, offset + count)
+            self._scores.append(scores_BT[:, part].unflatten(1, (width, -1)))
+            own_X = torch.arange(count, device=device)
+            self._place_T[part] = level * width + own_X // (count // width)
+            self._depth_T[part] = level + 1
+            parents_BX = self._parents_BT[:, part]
+            self._chosen.append(parents_BX.unflatten(1, (width, -1)) if chosen[level] else None)
+            if level and not chosen[level]:
+                parents_BX.copy_(own_X % counts[level - 1] + offsets[level - 1])
+        self._first = offsets[-1] if full else 0
+        self._competing_BX = scores_BT[:, self._first :]
+        self._kept = min(wanted, total - max(1, self._first))
+        self._number_BT = torch.zeros_like(self._parents_BT)
+        used_BX = torch.zeros(rows, 1 + levels * self._kept, dtype=torch.int64, device=device)
+        self._used_BX, self._line = used_BX, list(used_BX[:, 1:].split(self._kept, 1))
 
+    def best_paths(self, first_BC: Tensor, edges_BKCC: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+        """The best paths' tree.
 
-def _compact(used: list[Tensor], parents: list[Tensor], kept: list[int], batch: int) -> tuple[Tensor, Tensor, Tensor]:
-    """Number the used paths from 1, level by level, and lay them out as nodes."""
-    used_BX = torch.cat(used, 1)
-    number_BX = used_BX.long().cumsum(1)
-    nodes = 1 + int(number_BX[:, -1].max())
-    device = used_BX.device
-    parents_BN = torch.full((batch, nodes + 1), -1, dtype=torch.int64, device=device)
-    depth_BN, place_BN = torch.zeros_like(parents_BN), torch.zeros_like(parents_BN)
-    column_BX = torch.where(used_BX, number_BX, nodes)  # unused paths fall on a last column that is cut off
-    above, depths, places, before = [torch.zeros_like(parents[0])], [], [], 0
-    for level, level_used in enumerate(used):
-        size = level_used.shape[1]
-        if level:
-            above.append(number_BX.gather(1, before + parents[level]))
-            before += used[level - 1].shape[1]
-        depths.append(torch.full((size,), level + 1, device=device))
-        places.append(torch.arange(size, device=device) // kept[level])
-    parents_BN.scatter_(1, column_BX, torch.cat(above, 1))
-    depth_BN.scatter_(1, column_BX, torch.cat(depths).expand(batch, -1))
-    place_BN.scatter_(1, column_BX, torch.cat(places).expand(batch, -1))
-    return parents_BN[:, :nodes], depth_BN[:, :nodes], place_BN[:, :nodes]
+        Args:
+            first_BC: scores of the edges from the root to the first level's candidates.
+            edges_BKCC: [B, K - 1, C, C] scores of the edges between levels: row t, column f is the edge to candidate t
+                from candidate f of the level before.
+
+        Returns:
+            `parents_BN`, parents before children and -1 at the root; `depth_BN`; and `place_BN`, the candidate of each
+            node as level · C + candidate (0 at the root). N is the largest tree of the batch; smaller ones are padded
+            with parent -1 and depth 0.
+        """
+        self._scores[0].copy_(first_BC[..., None])
+        for level, edges_BCC in enumerate(edges_BKCC.unbind(1), 1):
+            # [B, C to, C from, R]: every kept path, extended to every candidate.
+            kept_B1CR, edges_BCC1 = self._scores[level - 1][:, None], edges_BCC[..., None]
+            scores_BCX, chosen_BCR = self._scores[level], self._chosen[level]
+            if chosen_BCR is None:
+                scores_BCCR = scores_BCX.unflatten(2, (kept_B1CR.shape[2], -1))
+                torch.add(kept_B1CR, edges_BCC1, out=scores_BCCR)
+            else:
+                longer_BCX = (kept_B1CR + edges_BCC1).flatten(2)
+                torch.topk(longer_BCX, self._wanted, 2, sorted=False, out=(scores_BCX, chosen_BCR))
+                chosen_BCR += self._offsets[level - 1]
+        top = self._competing_BX.topk(self._kept, 1, sorted=False)
+        path_BW = top.indices + self._first if self._first else top.indices
+        self._line[0].copy_(path_BW.masked_fill_(top.values == -torch.inf, 0))
+        return self._merge()
+
+    def _merge(self) -> tuple[Tensor, Tensor, Tensor]:
+        """Lay out the wanted paths and their prefixes as nodes, in the order of the kept paths."""
+        parents_BT, used_BX = self._parents_BT, self._used_BX
+        for longer_BW, shorter_BW in zip(self._line, self._line[1:], strict=False):
+            torch.gather(parents_BT, 1, longer_BW, out=shorter_BW)
+        number_BT = torch.cumsum(self._number_BT.zero_().scatter_(1, used_BX, 1), 1)
+        nodes = int(number_BT[:, -1].max())
+        # Numbers begin with 1 here; column 0, and then that of the root, serve for what does not exist.
+        kept_BN = used_BX.new_zeros(len(used_BX), nodes + 1).scatter_(1, number_BT.gather(1, used_BX), used_BX)[:, 1:]
+        parents_BN = number_BT.gather(1, parents_BT.gather(1, kept_BN)).sub_(1)
+        return parents_BN.masked_fill_(kept_BN == 0, -1), self._depth_T[kept_BN], self._place_T[kept_BN]

@@ -85,6 +85,9 @@ class LeanLlama(LanguageModel):
             and model.get_output_embeddings().bias is None
             and len({parameter.device for parameter in model.parameters()}) == 1
             and not getattr(model, "is_quantized", False)
+            # Hooks that move or load weights run in the modules' own forwards, which are passed over here.
+            # Adapters (LoRA) wrap the projections: the weights within are not all there is.
+            and not any(hasattr(module, "_hf_hook") or hasattr(module, "base_layer") for module in model.modules())
         )
 
     def __init__(self, model: PreTrainedModel) -> None:
@@ -116,6 +119,7 @@ class LeanLlama(LanguageModel):
         self._rotary = decoder.rotary_emb
         self._turns_SE = torch.empty(0, 0)
         self._sin_SE = torch.empty(0, 0)
+        self._outgrown: list[Tensor] = []
 
     def _fuse(self, layer: Any) -> _Layer:
         attention, mlp = layer.self_attn, layer.mlp
@@ -151,6 +155,8 @@ class LeanLlama(LanguageModel):
     def _rotation(self, positions_BM: Tensor, needed: int) -> tuple[Tensor, Tensor | None]:
         """Turns for each position, shaped to multiply [B, M, H, E]; tables grow to the longest position seen."""
         if needed > len(self._turns_SE):
+            # A CUDA graph reads the table that it was captured with: tables that were outgrown stay where they are.
+            self._outgrown += (self._turns_SE, self._sin_SE)
             size = max(256, 2 * needed)
             positions = torch.arange(size, device=self.device)[None]
             cos_1SE, sin_1SE = self._rotary(torch.empty(0, dtype=torch.float32, device=self.device), positions)

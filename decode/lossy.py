@@ -45,8 +45,8 @@ class JointLikelihood(Verifier):
         passes_BK = log_ratio_BK.clamp(max=0) > self._log_threshold
         place_K = torch.arange(1, depth + 1, device=passes_BK.device)
         accepted_B = (passes_BK * place_K).amax(1)
-        verdict = chain_verdict(proposal, accepted_B, accepted_B < depth, _next(self, target_BNV, accepted_B, rng))
-        verdict.examined_B = torch.full_like(accepted_B, depth)
+        verdict = chain_verdict(proposal, accepted_B, _next(self, target_BNV, accepted_B, rng))
+        verdict.examined_B, verdict.rejected_B = torch.full_like(accepted_B, depth), accepted_B < depth
         return verdict
 
 
@@ -67,8 +67,8 @@ class Rollback(Verifier):
     def verify(self, proposal: Proposal, target_BNV: Tensor, rng: Rng) -> Verdict:
         assert proposal.tree.is_chain
         target_BK = target_BNV[:, :-1].gather(2, proposal.tokens_BN[:, 1:, None])[..., 0]
-        accepted_B, rejected_B = count_prefix(target_BK.log() >= self._log_threshold, proposal.valid_BN)
-        return chain_verdict(proposal, accepted_B, rejected_B, _next(self, target_BNV, accepted_B, rng))
+        accepted_B = count_prefix(target_BK.log() >= self._log_threshold, proposal.valid_BN)
+        return chain_verdict(proposal, accepted_B, _next(self, target_BNV, accepted_B, rng))
 
 
 class OverAcceptance(ExactChain):
@@ -129,7 +129,9 @@ class AcceptAll(Verifier):
     def verify(self, proposal: Proposal, target_BNV: Tensor, rng: Rng) -> Verdict:
         depth, tokens_BN = proposal.tree.max_depth, proposal.tokens_BN
         accepted_B = torch.full_like(tokens_BN[:, 0], depth - 1)
-        return chain_verdict(proposal, accepted_B, torch.zeros_like(accepted_B, dtype=torch.bool), tokens_BN[:, -1])
+        verdict = chain_verdict(proposal, accepted_B, tokens_BN[:, -1])
+        verdict.examined_B, verdict.rejected_B = accepted_B, torch.zeros_like(accepted_B, dtype=torch.bool)
+        return verdict
 
 
 def _next(verifier: JointLikelihood | Rollback, target_BNV: Tensor, accepted_B: Tensor, rng: Rng) -> Tensor:

@@ -78,7 +78,7 @@ def decode_reference(model: Any, prompt: Sequence[int], limits: Limits) -> tuple
             eos_token_id=list(limits.stop_ids) or None,
             pad_token_id=0,
         )
-    new = output[0, len(prompt) :].tolist()
+    new = output[0, 1 if model.config.is_encoder_decoder else len(prompt) :].tolist()
     return new, Tally(tokens=len(new), steps=len(new), nodes=len(new)), time.perf_counter() - start
 
 
@@ -154,8 +154,8 @@ def raw_costs(target: LanguageModel, method: Method, nodes: float, context: int,
     calls: list[Callable[[], Any]] = [_forward(target, 1, context), _forward(target, max(1, round(nodes)), context)]
     drafts = method.proposer.forwards(nodes)
     for model, count in drafts:
-        if isinstance(model, LanguageModel):
-            calls.append(_forward(model, count, context))
+        if model is None or isinstance(model, LanguageModel):
+            calls.append(_forward(model or target, count, context))
         else:
             hidden_BD = torch.randn(1, target.hidden_size, dtype=target.dtype, device=target.device)
             calls.append(partial(model, hidden_BD))
@@ -179,7 +179,7 @@ def _flops(call: Callable[[], Any]) -> int:
 
 
 def _forward(model: LanguageModel, nodes: int, context: int) -> Callable[[], Tensor]:
-    cache = model.new_cache(1, context + nodes)
+    _, cache = model.begin([[0] * context], context + nodes)
     cache.set_lengths([context])
     tokens_BN = torch.zeros(1, nodes, dtype=torch.int64, device=model.device)
     return lambda: model.logits(model.extend(cache, tokens_BN))
@@ -197,11 +197,11 @@ def perplexity(
     for prompt, output in zip(prompts, outputs, strict=True):
         if not output:
             continue
-        ids = torch.tensor([[*prompt, *output]], device=target.device)
-        cache = target.new_cache(1, ids.shape[1])
-        hidden_BTD = target.extend(cache, ids[:, :-1])[:, len(prompt) - 1 :]
+        start, cache = target.begin([prompt], len(output))
+        ids, first = torch.tensor([[*start[0], *output]], device=target.device), len(start[0])
+        hidden_BTD = target.extend(cache, ids[:, :-1])[:, first - 1 :]
         log_probs_BTV = target.logits(hidden_BTD).float().log_softmax(-1)
-        loss -= log_probs_BTV.gather(2, ids[:, len(prompt) :, None]).sum().item()
+        loss -= log_probs_BTV.gather(2, ids[:, first:, None]).sum().item()
         count += len(output)
     return math.exp(loss / count) if count and loss / count < 700 else None
 

@@ -37,7 +37,7 @@ class Tally:
             return
         accepted, rejected = int(step.accepted[row]), bool(step.rejected[row])
         self.tokens += len(step.new_ids[row])
-        self.steps += 1
+        self.steps += step.forwards
         self.nodes += step.nodes
         self.accepted += accepted
         self.examined += int(step.examined[row])

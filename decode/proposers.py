@@ -111,5 +111,5 @@ def draw_many(probs_BMV: Tensor, uniform_BMC: Tensor) -> Tensor:
     """Independent draws [B, M, C] from each of the distributions [B, M, V]."""
     if uniform_BMC.shape[-1] == 1:
         return categorical(probs_BMV[:, :, None], uniform_BMC)
-    cdf_BMV = probs_BMV.double().cumsum(-1)
+    cdf_BMV = probs_BMV.cumsum(-1, dtype=torch.float64)
     return torch.searchsorted(cdf_BMV, uniform_BMC * cdf_BMV[..., -1:], right=True)

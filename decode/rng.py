@@ -25,6 +25,8 @@ class Rng:
 
     def uniform(self, *shape: int) -> Tensor:
         """[B, *shape] float64 in [0, 1)."""
+        if len(self._generators) == 1:
+            return torch.rand(1, *shape, generator=self._generators[0], dtype=torch.float64, device=self.device)
         draws = [
             torch.rand(shape, generator=generator, dtype=torch.float64, device=self.device)
             for generator in self._generators
@@ -32,12 +34,8 @@ class Rng:
         return torch.stack(draws)
 
     def exponential(self, *shape: int) -> Tensor:
-        """[B, *shape] float32, Exp(1)."""
-        draws = [
-            torch.empty(shape, dtype=torch.float32, device=self.device).exponential_(generator=generator)
-            for generator in self._generators
-        ]
-        return torch.stack(draws)
+        """[B, *shape] float32, Exp(1); logarithms of uniform numbers, which is several times faster than one by one."""
+        return self.uniform(*shape).log_().neg_().float()
 
 
 def categorical(probs_XV: Tensor, uniform_X: Tensor) -> Tensor:
@@ -50,5 +48,5 @@ def categorical(probs_XV: Tensor, uniform_X: Tensor) -> Tensor:
     Returns:
         [...] int64. A token of probability 0 is never returned: the running sum does not move there.
     """
-    cdf_XV = probs_XV.double().cumsum(-1)
-    return torch.searchsorted(cdf_XV, (uniform_X * cdf_XV[..., -1]).unsqueeze(-1), right=True).squeeze(-1)
+    cdf_XV = probs_XV.cumsum(-1, dtype=torch.float64)
+    return torch.searchsorted(cdf_XV, (uniform_X * cdf_XV[..., -1])[..., None], right=True)[..., 0]

@@ -22,8 +22,8 @@ class Tree:
     """int64; -1 at the root, and at padding nodes, which no path reaches."""
     depth_BN: Tensor
     """int64; 0 at the root and at padding nodes."""
-    ancestors_BNN: Tensor
-    """bool; [b, i, j] says that j is i or an ancestor of i."""
+    line_BNP: Tensor
+    """int64; a node, its parent, its parent's parent …, and then the root again and again."""
     max_depth: int
     is_chain: bool = False
 
@@ -32,34 +32,28 @@ class Tree:
         return self.parents_BN.shape[1]
 
     @classmethod
-    def from_parents(cls, parents_BN: Tensor, max_depth: int) -> Tree:
-        """Derive depths and ancestors from parent pointers by following them `max_depth` times."""
-        nodes = parents_BN.shape[1]
-        ancestors_BNN = torch.eye(nodes, dtype=torch.bool, device=parents_BN.device).expand(len(parents_BN), -1, -1)
-        ancestors_BNN = ancestors_BNN.clone()
-        depth_BN = torch.zeros_like(parents_BN)
-        above_BN = parents_BN
+    def from_parents(cls, parents_BN: Tensor, max_depth: int, depth_BN: Tensor | None = None) -> Tree:
+        """Derive ancestors, and depths where they are not known, by following parents `max_depth` times."""
+        above_BN = parents_BN.clamp(min=0)
+        line = [torch.arange(parents_BN.shape[1], device=parents_BN.device).expand_as(parents_BN)]
         for _ in range(max_depth):
-            exists_BN = above_BN >= 0
-            depth_BN += exists_BN
-            here_BN = above_BN.clamp(min=0)
-            ancestors_BNN.scatter_(
-                2, here_BN[..., None], ancestors_BNN.gather(2, here_BN[..., None]) | exists_BN[..., None]
-            )
-            above_BN = torch.where(exists_BN, parents_BN.gather(1, here_BN), -1)
-        return cls(parents_BN, depth_BN, ancestors_BNN, max_depth)
+            line.append(above_BN.gather(1, line[-1]))
+        line_BNP = torch.stack(line, -1)
+        if depth_BN is None:
+            depth_BN = torch.where(parents_BN >= 0, (line_BNP > 0).sum(-1), 0)
+        return cls(parents_BN, depth_BN, line_BNP, max_depth)
 
     def grow(self, parents_BM: Tensor) -> Tree:
         """This tree with one more level: M nodes behind the last, each under one of this tree's deepest nodes."""
-        rows = torch.arange(len(parents_BM), device=parents_BM.device)[:, None]
-        count = parents_BM.shape[1]
-        above_BMN = self.ancestors_BNN.expand(len(parents_BM), -1, -1)[rows, parents_BM]
-        own_BMM = torch.eye(count, dtype=torch.bool, device=parents_BM.device).expand(len(parents_BM), -1, -1)
-        old_BNN = torch.nn.functional.pad(self.ancestors_BNN.expand(len(parents_BM), -1, -1), (0, count))
+        rows, count = parents_BM.shape
+        places_BM1 = torch.arange(self.nodes, self.nodes + count, device=parents_BM.device).expand(rows, -1)[..., None]
+        wide_BNP = self.line_BNP.expand(rows, -1, -1)
+        above_BMP = wide_BNP.gather(1, parents_BM[..., None].expand(-1, -1, wide_BNP.shape[2]))
+        pad = torch.nn.functional.pad
         return Tree(
-            torch.cat((self.parents_BN.expand(len(parents_BM), -1), parents_BM), 1),
-            torch.nn.functional.pad(self.depth_BN.expand(len(parents_BM), -1), (0, count), value=self.max_depth + 1),
-            torch.cat((old_BNN, torch.cat((above_BMN, own_BMM), 2)), 1),
+            torch.cat((self.parents_BN.expand(rows, -1), parents_BM), 1),
+            pad(self.depth_BN.expand(rows, -1), (0, count), value=self.max_depth + 1),
+            torch.cat((pad(wide_BNP, (0, 1)), torch.cat((places_BM1, above_BMP), 2)), 1),
             self.max_depth + 1,
         )
 
@@ -76,8 +70,14 @@ class Tree:
     def to(self, device: torch.device) -> Tree:
         if self.parents_BN.device == device:
             return self
-        moved = (self.parents_BN.to(device), self.depth_BN.to(device), self.ancestors_BNN.to(device))
+        moved = (self.parents_BN.to(device), self.depth_BN.to(device), self.line_BNP.to(device))
         return Tree(*moved, self.max_depth, self.is_chain)
+
+    @cached_property
+    def ancestors_BNN(self) -> Tensor:
+        """bool; [b, i, j] says that j is i or an ancestor of i."""
+        none_BNN = torch.zeros(*self.parents_BN.shape, self.nodes, dtype=torch.bool, device=self.line_BNP.device)
+        return none_BNN.scatter_(2, self.line_BNP, True)
 
     @cached_property
     def rank_BN(self) -> Tensor:
@@ -102,15 +102,40 @@ class Tree:
         return children_BNC
 
     @cached_property
+    def inner_children(self) -> tuple[Tensor, Tensor]:
+        """Of the first row's nodes that have children: those, [M, C] int64 padded with 0, and which of them exist.
+
+        For a tree whose nodes with children stand before those without.
+        """
+        inner = int((self.child_count_BN[0] > 0).sum())
+        children_MC = self.children_BNC[0, :inner]
+        return children_MC.clamp(min=0), children_MC >= 0
+
+    @cached_property
+    def more_children(self) -> list[tuple[Tensor, Tensor]]:
+        """For c = 1, 2 …: the first row's nodes with more than c children, as places among those with at least c, and
+        as nodes. For a tree whose nodes with children stand before those without.
+        """
+        counts_N = self.child_count_BN[0]
+        nodes_M = torch.nonzero(counts_N > 0)[:, 0]
+        found = []
+        for count in range(1, int(counts_N.max())):
+            places = torch.nonzero(counts_N[nodes_M] > count)[:, 0]
+            nodes_M = nodes_M[places]
+            found.append((places, nodes_M))
+        return found
+
+    @cached_property
     def _biases(self) -> dict[tuple[int, int], Tensor]:
         return {}
 
     def bias(self, start: int, stop: int) -> Tensor:
         """[B, stop - start, stop] float32; 0 where a node may attend to a node, minus infinity elsewhere."""
         if (start, stop) not in self._biases:
-            hidden_BMN = ~self.ancestors_BNN[:, start:stop, :stop]
-            zeros_BMN = torch.zeros(hidden_BMN.shape, dtype=torch.float32, device=hidden_BMN.device)
-            self._biases[start, stop] = zeros_BMN.masked_fill_(hidden_BMN, -torch.inf)
+            line_BMP = self.line_BNP[:, start:stop]
+            shape = (*line_BMP.shape[:2], stop)
+            hidden_BMN = torch.full(shape, -torch.inf, dtype=torch.float32, device=line_BMP.device)
+            self._biases[start, stop] = hidden_BMN.scatter_(2, line_BMP, 0.0)
         return self._biases[start, stop]
 
 
@@ -119,8 +144,8 @@ def _chain(gamma: int) -> Tree:
     if gamma < 0:
         raise ValueError(f"a chain needs a length of at least 0, got {gamma}")
     depth_N = torch.arange(gamma + 1)
-    ancestors_NN = torch.ones(gamma + 1, gamma + 1, dtype=torch.bool).tril()
-    return Tree((depth_N - 1)[None], depth_N[None], ancestors_NN[None], gamma, is_chain=True)
+    line_NP = (depth_N[:, None] - depth_N).clamp(min=0)
+    return Tree((depth_N - 1)[None], depth_N[None], line_NP[None], gamma, is_chain=True)
 
 
 @cache

@@ -17,6 +17,8 @@ from .engine import Proposal, Verdict, Verifier
 from .rng import Rng, categorical
 from .tree import Tree
 
+_TINY = torch.finfo(torch.float32).tiny
+
 
 class Sample(Verifier):
     """Nothing was proposed: draw the next token from the target (autoregressive decoding)."""
@@ -44,11 +46,17 @@ class GreedyMatch(Verifier):
         if tree.max_depth == 0:
             return nothing_accepted(best_BN[:, 0])
         if tree.is_chain:
-            accepted_B, rejected_B = count_prefix(tokens_BN[:, 1:] == best_BN[:, :-1], proposal.valid_BN)
-            next_B = best_BN.gather(1, accepted_B[:, None])[:, 0]
-            return chain_verdict(proposal, accepted_B, rejected_B, next_B)
-        parents_BN = tree.parents_BN.clamp(min=0).expand_as(tokens_BN)
-        last_B, verdict = deepest_path(proposal, tokens_BN == best_BN.gather(1, parents_BN))
+            accepted_B = count_prefix(tokens_BN[:, 1:] == best_BN[:, :-1], proposal.valid_BN)
+            return chain_verdict(proposal, accepted_B, best_BN.gather(1, accepted_B[:, None])[:, 0])
+        parents_BN = tree.parents_BN.expand_as(tokens_BN)
+        matches_BN = (tokens_BN == best_BN.gather(1, parents_BN.clamp(min=0))) & (parents_BN >= 0)
+        if proposal.valid_BN is not None:
+            matches_BN &= proposal.valid_BN
+        here_BN = torch.arange(tree.nodes, device=tokens_BN.device).expand_as(tokens_BN)
+        # The matching child of each node, or the node itself; what matches nothing writes into a column of its own.
+        next_BN1 = torch.nn.functional.pad(here_BN, (0, 1))
+        next_BN1.scatter_(1, torch.where(matches_BN, parents_BN, tree.nodes), here_BN)
+        last_B, verdict = walk(proposal, next_BN1)
         verdict.next_B = at(best_BN, last_B)
         return verdict
 
@@ -75,7 +83,10 @@ class ExactChain(Verifier):
         uniform_BK = uniform_BU[:, :depth]
         if proposal.draft_probs_BMV is not None:
             uniform_BK = uniform_BK * proposal.draft_probs_BMV.gather(2, drafted_BK1)[..., 0]
-        accepted_B, rejected_B = count_prefix(uniform_BK < target_BK + self.tolerance, proposal.valid_BN)
+        accepted_B = count_prefix(uniform_BK < target_BK + self.tolerance, proposal.valid_BN)
+        rejected_B = accepted_B < depth
+        if proposal.valid_BN is not None:
+            rejected_B = at(torch.nn.functional.pad(proposal.valid_BN, (0, 1)), accepted_B + 1)
         at_B11 = accepted_B[:, None, None].expand(-1, 1, target_BNV.shape[-1])
         target_BV = target_BNV.gather(1, at_B11)[:, 0]
         if proposal.draft_probs_BMV is not None:
@@ -84,7 +95,7 @@ class ExactChain(Verifier):
             refused_B1 = drafted_BK1[:, :, 0].gather(1, accepted_B[:, None].clamp(max=depth - 1))
             draft_BV = torch.zeros_like(target_BV).scatter_(1, refused_B1, 1.0)
         next_probs_BV = torch.where(rejected_B[:, None], self.after_refusal(target_BV, draft_BV), target_BV)
-        return chain_verdict(proposal, accepted_B, rejected_B, categorical(next_probs_BV, uniform_BU[:, -1]))
+        return chain_verdict(proposal, accepted_B, categorical(next_probs_BV, uniform_BU[:, -1]))
 
     def after_refusal(self, target_BV: Tensor, draft_BV: Tensor) -> Tensor:
         """What the token in place of a refused one is drawn from."""
@@ -97,6 +108,10 @@ class MultiCandidate(Verifier):
     With replacement Algorithm 1 of the multi-candidate paper; without, Algorithm 2, where a refused token leaves q too.
     A child that the drafter could not fill (`valid_BN` False) is passed over. Both keep the target's distribution
     (appendices A and B). For one candidate a level both are speculative sampling.
+
+    The children of all nodes are tried at once; then the path is walked. What is left of p is kept unnormalised beside
+    its mass, and q beside the mass that has not been drawn from it: a refused token has nothing left of p, so that it
+    does not matter that q still holds it.
     """
 
     lossless = True
@@ -107,63 +122,84 @@ class MultiCandidate(Verifier):
 
     def verify(self, proposal: Proposal, target_BNV: Tensor, rng: Rng) -> Verdict:
         assert proposal.draft_probs_BMV is not None
-        tree = proposal.tree
-        rows = len(target_BNV)
-        path_BK = identity_path(tree, rows).clone()
-        node_B = path_BK.new_zeros(rows)
-        accepted_B, examined_B = node_B.clone(), node_B.clone()
-        alive_B = torch.ones_like(node_B, dtype=torch.bool)
-        rejected_B = ~alive_B
-        next_probs_BV = at(target_BNV, node_B)
-        uniform_BKC = rng.uniform(tree.max_depth, tree.children_BNC.shape[-1])
-        for depth in range(tree.max_depth):
-            children_BC = at(tree.children_BNC.expand(rows, -1, -1), node_B)
-            child_B, tried_B, residual_BV = self._try_children(
-                proposal, node_B, children_BC, next_probs_BV, uniform_BKC[:, depth], alive_B
-            )
-            found_B = child_B >= 0
-            examined_B += tried_B
-            rejected_B = rejected_B | (alive_B & ~found_B & (tried_B > 0))
-            path_BK[:, depth] = torch.where(found_B, child_B, path_BK[:, depth])
-            accepted_B += found_B
-            node_B = torch.where(found_B, child_B, node_B)
-            next_probs_BV = torch.where(found_B[:, None], at(target_BNV, node_B), residual_BV)
-            alive_B = found_B
-        next_B = categorical(next_probs_BV, rng.uniform())
-        return Verdict(path_BK, accepted_B, next_B, examined_B, rejected_B)
+        tree, rows = proposal.tree, len(target_BNV)
+        children_MC, exists_MC = tree.inner_children
+        uniform_BX = rng.uniform(children_MC.numel() + 1)
+        tokens_BMC = select(proposal.tokens_BN, children_MC)
+        draft_BMC = proposal.draft_probs_BMV.gather(2, tokens_BMC)
+        exists_BMC = exists_MC.expand(rows, -1, -1)
+        if proposal.valid_BN is not None:
+            exists_BMC = exists_BMC & select(proposal.valid_BN, children_MC)
+        accepted_BM = self._accept(
+            proposal, target_BNV, tokens_BMC, draft_BMC, exists_BMC, uniform_BX[:, :-1].view_as(draft_BMC)
+        )
+        child_BM = children_MC.expand(rows, -1, -1).gather(2, accepted_BM.clamp(min=0)[..., None])[..., 0]
+        here_M = torch.arange(accepted_BM.shape[1], device=accepted_BM.device)
+        last_B, verdict = walk(proposal, torch.where(accepted_BM < 0, here_M, child_BM))
+        left_BV = self._left(proposal, target_BNV, last_B, draft_BMC, exists_BMC)
+        verdict.next_B = categorical(left_BV, uniform_BX[:, -1])
+        return verdict
 
-    def _try_children(
+    def _accept(
         self,
         proposal: Proposal,
-        node_B: Tensor,
-        children_BC: Tensor,
-        target_BV: Tensor,
-        uniform_BC: Tensor,
-        alive_B: Tensor,
-    ) -> tuple[Tensor, Tensor, Tensor]:
-        """The accepted child of `node_B` (-1: none), how many were tried, and what is left of the target's mass."""
+        target_BNV: Tensor,
+        tokens_BMC: Tensor,
+        draft_BMC: Tensor,
+        exists_BMC: Tensor,
+        uniform_BMC: Tensor,
+    ) -> Tensor:
+        """[B, M] which of its children each node accepts; -1: none."""
         assert proposal.draft_probs_BMV is not None
-        draft_BV = at(proposal.draft_probs_BMV, node_B.clamp(max=proposal.draft_probs_BMV.shape[1] - 1))
-        found_B = torch.full_like(node_B, -1)
-        tried_B = torch.zeros_like(node_B)
-        for place in range(children_BC.shape[1]):
-            child_B = children_BC[:, place].clamp(min=0)
-            here_B = alive_B & (found_B < 0) & (children_BC[:, place] >= 0)
-            if proposal.valid_BN is not None:
-                here_B = here_B & at(proposal.valid_BN, child_B)
-            token_B1 = at(proposal.tokens_BN, child_B)[:, None]
-            target_B, draft_B = target_BV.gather(1, token_B1)[:, 0], draft_BV.gather(1, token_B1)[:, 0]
-            accept_B = here_B & (uniform_BC[:, place] * draft_B < target_B)
-            tried_B += here_B
-            found_B = torch.where(accept_B, child_B, found_B)
-            refused_B1 = (here_B & ~accept_B)[:, None]
-            target_BV = torch.where(refused_B1, residual(target_BV, draft_BV), target_BV)
+        left_BMV, draft_BMV = target_BNV[:, : tokens_BMC.shape[1]], proposal.draft_probs_BMV
+        mass_BM = torch.ones_like(draft_BMC[..., 0])
+        rest_BM = mass_BM
+        accepted_BM = torch.full_like(tokens_BMC[..., 0], -1)
+        for place in range(tokens_BMC.shape[2]):
+            tokens_BM, draft_BM, exists_BM, uniform_BM = (
+                part_BMC[..., place] for part_BMC in (tokens_BMC, draft_BMC, exists_BMC, uniform_BMC)
+            )
+            before_BM = accepted_BM
+            if place:
+                # Only for nodes that have another child is it worth knowing what the refused one left.
+                more_M, nodes_M = proposal.tree.more_children[place - 1]
+                tokens_BM, draft_BM, exists_BM, uniform_BM, before_BM = (
+                    part_BM.index_select(1, nodes_M)
+                    for part_BM in (tokens_BM, draft_BM, exists_BM, uniform_BM, accepted_BM)
+                )
+                share_BM1 = (mass_BM / rest_BM.clamp(min=_TINY)).index_select(1, more_M)[..., None]
+                draft_BMV, left_BMV = draft_BMV.index_select(1, more_M), left_BMV.index_select(1, more_M)
+                left_BMV = torch.addcmul(left_BMV, share_BM1, draft_BMV, value=-1).clamp_(min=0)
+                mass_BM, rest_BM = left_BMV.sum(-1), rest_BM.index_select(1, more_M)
+                if not self.replacement:
+                    rest_BM = rest_BM - draft_BMC[..., place - 1].index_select(1, nodes_M)
+            target_BM = left_BMV.gather(2, tokens_BM[..., None])[..., 0]
+            passes_BM = (uniform_BM * draft_BM * mass_BM < target_BM * rest_BM) & exists_BM
+            if place:
+                accepted_BM.index_copy_(1, nodes_M, torch.where(passes_BM & (before_BM < 0), place, before_BM))
+            else:
+                accepted_BM += passes_BM
+        return accepted_BM
+
+    def _left(
+        self, proposal: Proposal, target_BNV: Tensor, node_B: Tensor, draft_BMC: Tensor, exists_BMC: Tensor
+    ) -> Tensor:
+        """What is left of p, [B, V], where each row's path ends and all children were refused."""
+        assert proposal.draft_probs_BMV is not None
+        target_BV = left_BV = at(target_BNV, node_B)
+        inner_B = node_B.clamp(max=draft_BMC.shape[1] - 1)
+        draft_BV, draft_BC = at(proposal.draft_probs_BMV, inner_B), at(draft_BMC, inner_B)
+        refused_BC = at(exists_BMC, inner_B) & (inner_B == node_B)[:, None]
+        mass_B1 = torch.ones_like(target_BV[:, :1])
+        rest_B1 = mass_B1
+        for place in range(draft_BC.shape[1]):
+            share_B1 = torch.where(refused_BC[:, place, None], mass_B1 / rest_B1.clamp(min=_TINY), 0.0)
+            left_BV = torch.addcmul(left_BV, share_B1, draft_BV, value=-1).clamp_(min=0)
+            mass_B1 = left_BV.sum(1, keepdim=True)
             if not self.replacement:
-                left_BV = draft_BV.scatter(1, token_B1, 0.0)
-                mass_B1 = left_BV.sum(1, keepdim=True)
-                left_BV = left_BV / torch.where(mass_B1 > 0, mass_B1, 1.0)
-                draft_BV = torch.where(refused_B1, left_BV, draft_BV)
-        return found_B, tried_B, target_BV
+                rest_B1 = rest_B1 - draft_BC[:, place, None]
+        # Rounding alone can leave nothing at all.
+        return torch.where(mass_B1 > 0, left_BV, target_BV)
 
 
 class SampleAndMatch(Verifier):
@@ -186,24 +222,20 @@ class SampleAndMatch(Verifier):
         if depth == 0:
             return nothing_accepted(drawn_B)
         path_BK = identity_path(tree, rows).clone()
-        accepted_B, examined_B = node_B.clone(), node_B.clone()
+        accepted_B = node_B.clone()
         alive_B = torch.ones_like(node_B, dtype=torch.bool)
-        rejected_B = ~alive_B
         for level in range(depth):
             children_BN = (tree.parents_BN == node_B[:, None]) & alive_B[:, None]
             if proposal.valid_BN is not None:
                 children_BN &= proposal.valid_BN
             matches_BN = children_BN & (tokens_BN == drawn_B[:, None])
             found_B, child_B = matches_BN.any(1), matches_BN.int().argmax(1)
-            before_BN = torch.arange(tree.nodes, device=child_B.device) <= child_B[:, None]
-            examined_B += (children_BN & (before_BN | ~found_B[:, None])).sum(1)
-            rejected_B = rejected_B | (children_BN.any(1) & ~found_B)
             path_BK[:, level] = torch.where(found_B, child_B, path_BK[:, level])
             accepted_B += found_B
             node_B = torch.where(found_B, child_B, node_B)
             drawn_B = torch.where(found_B, categorical(at(target_BNV, node_B), uniform_BU[:, level + 1]), drawn_B)
             alive_B = found_B
-        return Verdict(path_BK, accepted_B, drawn_B, examined_B, rejected_B)
+        return Verdict(path_BK, accepted_B, drawn_B)
 
 
 class SeveralDrafters(Verifier):
@@ -225,39 +257,32 @@ class SeveralDrafters(Verifier):
         path_BK = identity_path(proposal.tree, rows).clone()
         alive_BM = torch.ones(rows, chains, dtype=torch.bool, device=path_BK.device)
         left_BV = target_BNV[:, 0]
-        accepted_B, examined_B = path_BK.new_zeros(rows), path_BK.new_zeros(rows)
-        rejected_B = torch.zeros_like(alive_BM[:, 0])
+        accepted_B = path_BK.new_zeros(rows)
         for level in range(depth):
             tokens_BM = tokens_BMK[:, :, level]
-            chain_B, tried_B, left_BV = self.pick(
-                alive_BM, tokens_BM, probs_BMKV[:, :, level], left_BV, uniform_BKM[:, level]
-            )
+            chain_B, left_BV = self.pick(alive_BM, tokens_BM, probs_BMKV[:, :, level], left_BV, uniform_BKM[:, level])
             found_B = chain_B >= 0
-            examined_B += tried_B
-            rejected_B = rejected_B | (alive_BM.any(1) & ~found_B)
             winner_B1 = chain_B.clamp(min=0)[:, None]
             node_B = nodes_BMK[:, :, level].gather(1, winner_B1)[:, 0]
             path_BK[:, level] = torch.where(found_B, node_B, path_BK[:, level])
             accepted_B += found_B
             left_BV = torch.where(found_B[:, None], at(target_BNV, node_B), left_BV)
             alive_BM = alive_BM & found_B[:, None] & (tokens_BM == tokens_BM.gather(1, winner_B1))
-        return Verdict(path_BK, accepted_B, categorical(left_BV, last_B), examined_B, rejected_B)
+        return Verdict(path_BK, accepted_B, categorical(left_BV, last_B))
 
     def pick(
         self, alive_BM: Tensor, tokens_BM: Tensor, draft_BMV: Tensor, target_BV: Tensor, uniform_BM: Tensor
-    ) -> tuple[Tensor, Tensor, Tensor]:
-        """The chain whose token is accepted (-1: none), how many were tried, and what is left of the target's mass."""
+    ) -> tuple[Tensor, Tensor]:
+        """The chain whose token is accepted (-1: none), and what is left of the target's mass."""
         found_B = torch.full_like(tokens_BM[:, 0], -1)
-        tried_B = torch.zeros_like(found_B)
         for chain in range(tokens_BM.shape[1]):
             here_B = alive_BM[:, chain] & (found_B < 0)
             token_B1, draft_BV = tokens_BM[:, chain, None], draft_BMV[:, chain]
             target_B, draft_B = target_BV.gather(1, token_B1)[:, 0], draft_BV.gather(1, token_B1)[:, 0]
             accept_B = here_B & (uniform_BM[:, chain] * draft_B < target_B)
-            tried_B += here_B
             found_B = torch.where(accept_B, chain, found_B)
             target_BV = torch.where((here_B & ~accept_B)[:, None], residual(target_BV, draft_BV), target_BV)
-        return found_B, tried_B, target_BV
+        return found_B, target_BV
 
 
 class KSequential(SeveralDrafters):
@@ -269,7 +294,7 @@ class KSequential(SeveralDrafters):
 
     def pick(
         self, alive_BM: Tensor, tokens_BM: Tensor, draft_BMV: Tensor, target_BV: Tensor, uniform_BM: Tensor
-    ) -> tuple[Tensor, Tensor, Tensor]:
+    ) -> tuple[Tensor, Tensor]:
         # All chains in play have the same past, and so the same q.
         draft_BV = at(draft_BMV, alive_BM.int().argmax(1))
         count_B1 = alive_BM.sum(1, keepdim=True).clamp(min=1)
@@ -277,15 +302,13 @@ class KSequential(SeveralDrafters):
         target_BM, draft_BM = target_BV.gather(1, tokens_BM), draft_BV.gather(1, tokens_BM)
         accept_BM = alive_BM & (uniform_BM * rho_B1 * draft_BM < target_BM)
         found_B, first_B = accept_BM.any(1), accept_BM.int().argmax(1)
-        place_M = torch.arange(alive_BM.shape[1], device=alive_BM.device)
-        tried_BM = alive_BM & ((place_M <= first_B[:, None]) | ~found_B[:, None])
         # Each chain gives x with probability min(q, p/ρ), after s = Σ (1 - β)^i refusals of those before it.
         each_BV = torch.minimum(draft_BV, target_BV / rho_B1)
         beta_B1 = each_BV.sum(1, keepdim=True)
         times_B1 = torch.where(beta_B1 > 0, (1 - (1 - beta_B1) ** count_B1) / beta_B1.clamp(min=1e-30), count_B1)
         left_BV = normalise(target_BV - each_BV * times_B1, target_BV)
         refused_B1 = (alive_BM.any(1) & ~found_B)[:, None]
-        return torch.where(found_B, first_B, -1), tried_BM.sum(1), torch.where(refused_B1, left_BV, target_BV)
+        return torch.where(found_B, first_B, -1), torch.where(refused_B1, left_BV, target_BV)
 
 
 def k_seq_rho(target_BV: Tensor, draft_BV: Tensor, count_B1: Tensor, rounds: int = 24) -> Tensor:
@@ -318,7 +341,14 @@ def normalise(mass_XV: Tensor, otherwise_XV: Tensor) -> Tensor:
 
 def at(values_BNX: Tensor, node_B: Tensor) -> Tensor:
     """values[b, node[b]] for each row."""
+    if len(values_BNX) == 1:
+        return values_BNX[0].index_select(0, node_B)  # several times cheaper than indexing by two tensors
     return values_BNX[torch.arange(len(values_BNX), device=values_BNX.device), node_B]
+
+
+def select(values_BN: Tensor, nodes_MC: Tensor) -> Tensor:
+    """[B, M, C] the values of the given nodes, the same ones in each row."""
+    return values_BN.index_select(1, nodes_MC.flatten()).unflatten(1, nodes_MC.shape)
 
 
 def identity_path(tree: Tree, rows: int) -> Tensor:
@@ -328,24 +358,19 @@ def identity_path(tree: Tree, rows: int) -> Tensor:
 
 def nothing_accepted(next_B: Tensor) -> Verdict:
     """The verdict on a root alone."""
-    none_B = torch.zeros_like(next_B)
-    return Verdict(next_B.new_zeros(len(next_B), 0), none_B, next_B, none_B, none_B.bool())
+    return Verdict(next_B.new_zeros(len(next_B), 0), torch.zeros_like(next_B), next_B)
 
 
-def count_prefix(passes_BK: Tensor, valid_BN: Tensor | None) -> tuple[Tensor, Tensor]:
-    """How many of a chain's tokens pass one after another, and whether the next one was refused (or was not there)."""
-    if valid_BN is None:
-        accepted_B = passes_BK.long().cumprod(1).sum(1)
-        return accepted_B, accepted_B < passes_BK.shape[1]
-    exists_BK = valid_BN[:, 1:]
-    accepted_B = (passes_BK & exists_BK).long().cumprod(1).sum(1)
-    return accepted_B, accepted_B < exists_BK.long().cumprod(1).sum(1)
+def count_prefix(passes_BK: Tensor, valid_BN: Tensor | None) -> Tensor:
+    """[B] how many of a chain's tokens pass one after another."""
+    if valid_BN is not None:
+        passes_BK = passes_BK & valid_BN[:, 1:]
+    return passes_BK.cumprod(1).sum(1)
 
 
-def chain_verdict(proposal: Proposal, accepted_B: Tensor, rejected_B: Tensor, next_B: Tensor) -> Verdict:
+def chain_verdict(proposal: Proposal, accepted_B: Tensor, next_B: Tensor) -> Verdict:
     """The verdict that keeps the first tokens of a chain."""
-    path_BK = identity_path(proposal.tree, len(accepted_B))
-    return Verdict(path_BK, accepted_B, next_B, accepted_B + rejected_B, rejected_B)
+    return Verdict(identity_path(proposal.tree, len(accepted_B)), accepted_B, next_B)
 
 
 def deepest_path(proposal: Proposal, passes_BN: Tensor, score_BN: Tensor | None = None) -> tuple[Tensor, Verdict]:
@@ -360,19 +385,29 @@ def deepest_path(proposal: Proposal, passes_BN: Tensor, score_BN: Tensor | None 
         passes_BN &= proposal.valid_BN
     passes_BN[:, 0] = True
     on_path_BN = (passes_BN[:, None] | ~tree.ancestors_BNN).all(-1)
-    depth_BN = tree.depth_BN.expand(rows, -1)
-    reach_BN = torch.where(on_path_BN, depth_BN, -1)
+    reach_BN = torch.where(on_path_BN, tree.depth_BN, -1)
     if score_BN is None:
         last_B = reach_BN.argmax(1)
     else:
         deepest_BN = reach_BN == reach_BN.amax(1, keepdim=True)
         last_B = torch.where(deepest_BN, score_BN, -torch.inf).argmax(1)
     line_BN = at(tree.ancestors_BNN.expand(rows, -1, -1), last_B)
-    # Column 0 takes the root and, harmlessly, every node that is not on the line.
-    path_BK1 = torch.arange(tree.max_depth + 1, device=line_BN.device).expand(rows, -1).clone()
-    node_N = torch.arange(nodes, device=line_BN.device).expand(rows, -1)
-    path_BK1.scatter_(1, torch.where(line_BN, depth_BN, 0), node_N)
-    accepted_B = at(depth_BN, last_B)
-    children_B = at(tree.child_count_BN.expand(rows, -1), last_B)
-    ranks_B = torch.where(line_BN & (depth_BN > 0), tree.rank_BN.expand(rows, -1) + 1, 0).sum(1)
-    return last_B, Verdict(path_BK1[:, 1:], accepted_B, last_B, ranks_B + children_B, children_B > 0)
+    here_BN = torch.arange(nodes, device=line_BN.device).expand(rows, -1)
+    next_BN1 = torch.nn.functional.pad(here_BN, (0, 1))
+    leads_BN = line_BN & (tree.parents_BN >= 0)
+    return walk(proposal, next_BN1.scatter_(1, torch.where(leads_BN, tree.parents_BN, nodes), here_BN))
+
+
+def walk(proposal: Proposal, next_BN: Tensor) -> tuple[Tensor, Verdict]:
+    """Follow `next_BN` from the root until a node names itself: the last node, and the verdict that keeps the path.
+
+    The verdict's next token is left open.
+    """
+    line = [next_BN.new_zeros(len(next_BN), 1)]
+    for _ in range(proposal.tree.max_depth):
+        line.append(next_BN.gather(1, line[-1]))
+    line_BK1 = torch.cat(line, 1)
+    moved_BK = line_BK1[:, 1:] != line_BK1[:, :-1]
+    path_BK = torch.where(moved_BK, line_BK1[:, 1:], identity_path(proposal.tree, len(line_BK1)))
+    last_B = line_BK1[:, -1]
+    return last_B, Verdict(path_BK, moved_BK.sum(1), last_B)

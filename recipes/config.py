@@ -211,6 +211,8 @@ class EvaluateRecipe(Section):
     """Folder or hub id of the target."""
     drafter: str | None = None
     """Folder or hub id of the drafter."""
+    more_drafters: list[str] = []
+    """Drafters beside the first, for methods that take several (specinfer)."""
     heads: str | None = None
     """Folder of the prediction heads."""
     table: str | None = None

@@ -148,14 +148,15 @@ def _load_parts(recipe: EvaluateRecipe, target: LanguageModel, tokenizer: Any, d
             raise ValueError(f"method {method!r} needs `{part}`, and the recipe names none")
     fingerprint = tokenizer_fingerprint(tokenizer)
     sizes: dict[str, Any] = {"vocab_size": target.vocab_size, "tokenizer_fingerprint": fingerprint}
-    drafter = heads = table = None
-    if recipe.drafter is not None:
-        drafter = wrap_model(load_model(recipe.drafter, dtype=recipe.dtype, device=device))
-        check_same_vocabulary(target, drafter, "drafter")
-        if (Path(recipe.drafter) / "artifact.json").is_file():
-            check_target(
-                verify_artifact(Path(recipe.drafter), "drafter"), what=f"the drafter {recipe.drafter}", **sizes
-            )
+    sources = [recipe.drafter, *recipe.more_drafters] if recipe.drafter else recipe.more_drafters
+    drafters = []
+    for source in sources:
+        drafter = wrap_model(load_model(source, dtype=recipe.dtype, device=device))
+        check_same_vocabulary(target, drafter, f"drafter {source}")
+        if (Path(source) / "artifact.json").is_file():
+            check_target(verify_artifact(Path(source), "drafter"), what=f"the drafter {source}", **sizes)
+        drafters.append(drafter)
+    heads = table = None
     if recipe.heads is not None:
         check_target(verify_artifact(Path(recipe.heads), "heads"), what=f"the heads {recipe.heads}", **sizes)
         heads = load_heads(Path(recipe.heads), device=device, dtype=target.dtype)
@@ -166,7 +167,7 @@ def _load_parts(recipe: EvaluateRecipe, target: LanguageModel, tokenizer: Any, d
     if recipe.table is not None:
         check_target(verify_artifact(Path(recipe.table), "table"), what=f"the table {recipe.table}", **sizes)
         table = BigramTable.load(Path(recipe.table))
-    return Parts(drafter, heads, table)
+    return Parts(drafters[0] if drafters else None, heads, table, tuple(drafters[1:]))
 
 
 def _write_json(path: Path, results: dict[str, Any]) -> None:

@@ -104,7 +104,7 @@ def run_drafter(recipe: DrafterRecipe, out: Path, accelerator: Any) -> None:
     teaches = set(recipe.objective) != {"cross-entropy"}
     target = None
     if recipe.target is not None and (teaches or recipe.measure.prompts):
-        target = load_model(recipe.target, device=str(accelerator.device))
+        target = _load_decoder(recipe.target, device=str(accelerator.device))
         theirs, mine = (side.get_output_embeddings().weight.shape[0] for side in (target, model))
         if theirs != mine:
             raise ValueError(f"the drafter has a vocabulary of {mine} tokens, the target {recipe.target} of {theirs}")
@@ -129,7 +129,7 @@ def run_heads(recipe: HeadsRecipe, out: Path, accelerator: Any) -> None:
     """Train prediction heads on a frozen target."""
     tokenizer = load_tokenizer(recipe.tokenizer_source)
     prepared = _prepare_once(recipe, tokenizer, accelerator)
-    target = load_model(recipe.target, device=str(accelerator.device))
+    target = _load_decoder(recipe.target, device=str(accelerator.device))
     projection_VD = target.get_output_embeddings().weight.detach()
     _check_vocabulary(len(tokenizer), projection_VD.shape[0], recipe.target)
     heads = PredictionHeads.from_lm_head(projection_VD, recipe.num_heads, recipe.num_layers).to(accelerator.device)
@@ -181,7 +181,7 @@ def _prepare_once(recipe: Any, tokenizer: Any, accelerator: Any) -> Prepared:
 def _model(recipe: DrafterRecipe) -> PreTrainedModel:
     dtype = getattr(torch, recipe.model.dtype)
     if recipe.model.source is not None:
-        return load_model(recipe.model.source, dtype=dtype)
+        return _load_decoder(recipe.model.source, dtype=dtype)
     settings = dict(recipe.model.config or {})
     kind = settings.pop("model_type")
     torch.manual_seed(recipe.train.seed)
@@ -286,6 +286,14 @@ def _shapes(model: PreTrainedModel) -> dict[str, Any]:
         "parameters": sum(parameter.numel() for parameter in model.parameters()),
         "model_type": model.config.model_type,
     }
+
+
+def _load_decoder(source: str, **options: Any) -> PreTrainedModel:
+    """A model to train, or to learn from. Raises ValueError for an encoder-decoder."""
+    model = load_model(source, **options)
+    if model.config.is_encoder_decoder:
+        raise ValueError(f"{source} is an encoder-decoder ({model.config.model_type}): only decoders are trained here")
+    return model
 
 
 def _drafter_measure(

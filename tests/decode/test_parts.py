@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 import torch
 from draftsmith.decode.engine import Step
-from draftsmith.decode.lattice import best_paths
+from draftsmith.decode.lattice import Lattice
 from draftsmith.decode.metrics import Tally, impossible, speedup_interval
 from draftsmith.decode.rng import Rng, categorical
 from draftsmith.decode.tree import Tree, parse_branching
@@ -79,16 +79,22 @@ def test_rows_draw_what_they_would_draw_alone() -> None:
 
 @pytest.mark.parametrize(("depth", "candidates", "wanted"), [(1, 3, 2), (2, 4, 5), (3, 3, 7), (4, 3, 20), (3, 2, 50)])
 @pytest.mark.parametrize("linked", [True, False])
-def test_best_paths_equal_enumeration(depth: int, candidates: int, wanted: int, linked: bool) -> None:
+@pytest.mark.parametrize("full", [True, False])
+def test_best_paths_equal_enumeration(depth: int, candidates: int, wanted: int, linked: bool, full: bool) -> None:
     generator = torch.Generator().manual_seed(depth * 100 + wanted)
     log_probs = torch.randn(3, depth, candidates, generator=generator)
     first = torch.randn(3, candidates, generator=generator)
     first[0, 0] = -torch.inf  # an unseen pair
     links = 2 * torch.randn(3, depth - 1, candidates, candidates, generator=generator) if linked else None
-    parents_BN, depth_BN, place_BN = best_paths(log_probs, first, links, wanted)
+    edges = log_probs[:, 1:, :, None].expand(-1, -1, -1, candidates)
+    if links is not None:
+        edges = edges + links.transpose(2, 3)
+    lattice = Lattice(3, depth, candidates, wanted, "cpu", full)
+    for _ in range(2):  # a second search finds nothing of the first one's left
+        parents_BN, depth_BN, place_BN = lattice.best_paths(first + log_probs[:, 0], edges)
     for row in range(3):
         scores: dict[tuple[int, ...], float] = {}
-        for length in range(1, depth + 1):
+        for length in range(depth if full else 1, depth + 1):
             for path in itertools.product(range(candidates), repeat=length):
                 score = float(first[row, path[0]]) + sum(float(log_probs[row, i, c]) for i, c in enumerate(path))
                 if links is not None:
@@ -102,7 +108,7 @@ def test_best_paths_equal_enumeration(depth: int, candidates: int, wanted: int, 
             parent = int(parents_BN[row, node])
             if parent >= 0:
                 assert parent < node
-                found[node] = (*found[parent], int(place_BN[row, node]))
+                found[node] = (*found[parent], int(place_BN[row, node]) % candidates)
                 assert int(depth_BN[row, node]) == len(found[node])
         assert set(found.values()) - {()} == expected
         assert len(set(found.values())) == len(found)  # no prefix stands twice
@@ -113,7 +119,7 @@ def test_the_tally_follows_the_definitions() -> None:
     tally = Tally()
     for active, accepted, rejected, new in [(True, 3, False, [1, 2, 3, 4]), (True, 1, True, [5]), (False, 2, True, [])]:
         counts = [np.array([value]) for value in (accepted, accepted + rejected, rejected)]
-        tally.add_step(Step([new], 4, np.array([active]), *counts), 0)
+        tally.add_step(Step([new], 1, 4, np.array([active]), *counts), 0)
     metrics = (tally + Tally()).metrics()
     assert metrics["tokens_per_step"] == 5 / 2
     assert metrics["acceptance_rate"] == 4 / 5

@@ -303,7 +303,7 @@ def test_a_model_that_does_more_than_its_family_is_refused() -> None:
 def test_pairs_of_a_decoder_and_an_encoder_decoder_are_refused(make_llama: Callable[..., LlamaForCausalLM]) -> None:
     decoder, both = wrap_model(make_llama(VOCAB)), scorer("t5")
     for target, drafter in ((decoder, both), (both, decoder)):
-        with pytest.raises(ValueError, match="must both be decoders, or both encoder-decoders"):
+        with pytest.raises(ValueError, match="must both be decoders, or both be encoder-decoders"):
             run(target, "speculative", Parts(drafter=drafter))
 
 
