@@ -45,6 +45,10 @@ class Policy(ABC):
         """Told of the verdict."""
         return
 
+    def stop(self) -> None:
+        """Called when decoding has ended."""
+        return
+
 
 class Confidence(Policy):
     """Stop where the drafter's most likely token falls below a threshold (BiLD's fallback, `mjsd.txt`, table 5, τ₁)."""
@@ -135,6 +139,9 @@ class Oracle(ExpectedGain):
     def commit(self, context: Context, proposal: Proposal, verdict: Verdict) -> None:
         self._peek.keep(context)
 
+    def stop(self) -> None:
+        del self._peek
+
 
 class AdaptiveChain(Proposer):
     """A chain of at most `gamma` draft tokens that ends where the policy says so, row by row.
@@ -187,6 +194,10 @@ class AdaptiveChain(Proposer):
     def commit(self, context: Context, proposal: Proposal, verdict: Verdict) -> None:
         self._draft.keep(context)
         self.policy.commit(context, proposal, verdict)
+
+    def stop(self) -> None:
+        del self._draft
+        self.policy.stop()
 
     def forwards(self, nodes: float) -> list[tuple[Any, int]]:
         # As many as there are tokens, and one whose distribution made the policy stop.

@@ -44,6 +44,9 @@ class DraftBeam(Proposer):
     def commit(self, context: Context, proposal: Proposal, verdict: Verdict) -> None:
         self._state.keep(context, own_path_BK=own_path(self._nodes_BN, verdict.path_BK, verdict.accepted_B))
 
+    def stop(self) -> None:
+        del self._state
+
     def forwards(self, nodes: float) -> list[tuple[Any, int]]:
         return [(self.model, 1)] + [(self.model, self.beams)] * (self.gamma - 1)
 
@@ -75,6 +78,9 @@ class TargetBeam(Proposer):
 
     def commit(self, context: Context, proposal: Proposal, verdict: Verdict) -> None:
         self._state.keep(context, own_path_BK=own_path(self._nodes_BN, verdict.path_BK, verdict.accepted_B))
+
+    def stop(self) -> None:
+        del self._state
 
     def forwards(self, nodes: float) -> list[tuple[Any, int]]:
         return [(None, 1)] + [(None, self.beams)] * (round(nodes) - 2)

@@ -83,6 +83,9 @@ class DraftChains(Proposer):
             own_path_BK = torch.where(place_K < kept_B[:, None], own_BK, place_K + 1)
             state.keep(context, kept_B.tolist(), own_path_BK if self.per_model > 1 else None)
 
+    def stop(self) -> None:
+        del self._states
+
     def forwards(self, nodes: float) -> list[tuple[Any, int]]:
         widths = [1] + [self.per_model] * (self.gamma - 1)
         return [(model, width) for model in self.models for width in widths]

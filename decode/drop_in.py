@@ -24,6 +24,7 @@ from ..checkpoints.heads import PredictionHeads, load_heads
 from ..checkpoints.table import BigramTable
 from .engine import generate
 from .generate_calls import Replay, check_request, held_back, prompts_of, sampling_of
+from .graphs import GraphedModel
 from .head_trees import HeadModule
 from .lean import LeanLlama
 from .methods import METHODS, Parts, build_method, method_options
@@ -200,7 +201,7 @@ def _scorer(model: PreTrainedModel, what: str) -> LanguageModel:
     if kept is not None and kept.state == state:
         return kept.scorer or wrap_model(model, fast=False, check=False)
     scorer = wrap_model(model)
-    _KEPT[model] = _Kept(state, scorer if isinstance(scorer, LeanLlama) else None)
+    _KEPT[model] = _Kept(state, scorer if isinstance(scorer, (LeanLlama, GraphedModel)) else None)
     return scorer
 
 

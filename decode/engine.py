@@ -123,6 +123,10 @@ class Proposer(ABC):
         """Called after the context has taken the verdict in. By default nothing is remembered."""
         return
 
+    def stop(self) -> None:
+        """Called when decoding has ended: let go of what was made for it. By default there is nothing."""
+        return
+
     def forwards(self, nodes: float) -> list[tuple[Any, int]]:
         """The forwards behind a proposal of `nodes` nodes for one row: each a model, heads or None for the target, and
         how many tokens it runs. By default none."""
@@ -202,8 +206,8 @@ class Context:
         """[B, count] last committed tokens of each row; each row must have as many."""
         if len(self.lengths) == 1:
             return self.ids_BS[:, self.lengths[0] - count : self.lengths[0]]
-        lengths_B1 = torch.tensor(self.lengths, device=self.ids_BS.device)[:, None]
-        return self.ids_BS.gather(1, lengths_B1 - count + torch.arange(count, device=self.ids_BS.device))
+        after_B1 = self.cache.lengths_B[:, None] + 1  # the cache holds all but the root
+        return self.ids_BS.gather(1, after_B1 - count + torch.arange(count, device=self.ids_BS.device))
 
     def commit(self, proposal: Proposal, verdict: Verdict, hidden_BND: Tensor) -> Step:
         """Keep the accepted path and the token after it; the one host synchronisation of a step.
@@ -257,7 +261,8 @@ class Context:
 
     def _append(self, new_BK1: Tensor) -> None:
         """Write all new tokens; those beyond a row's new length are never read and are written over later."""
-        new_BK1 = new_BK1.to(self.ids_BS.device, non_blocking=True)
+        # From pinned memory the copy is queued; from other memory the host would wait for the device.
+        new_BK1 = new_BK1.pin_memory().to(self.ids_BS.device, non_blocking=True)
         count = new_BK1.shape[1]
         if len(self.lengths) == 1:
             room = min(count, self.capacity - self.lengths[0])
@@ -362,22 +367,25 @@ def generate(
     with torch.inference_mode():
         context = Context(target, prompts, limits, sampling, rng, proposer.room(limits))
         proposer.start(context)
-    while not context.ended.all():
-        with torch.inference_mode():
-            if profile:
-                profile.start()
-            proposal = proposer.propose(context)
-            mark("draft")
-            extend = extend_by_path if proposal.by_path else type(target).extend
-            hidden_BND = extend(target, context.cache, proposal.tokens_BN, proposal.tree)
-            logits_BNV = target.logits(hidden_BND)
-            mark("score")
-            verdict = verifier.verify(proposal, warp(logits_BNV, warping) if warping else logits_BNV, rng)
-            mark("verify")
-            step = context.commit(proposal, verdict, hidden_BND)
-            proposer.commit(context, proposal, verdict)
-            mark("commit")
-        yield step
+    try:
+        while not context.ended.all():
+            with torch.inference_mode():
+                if profile:
+                    profile.start()
+                proposal = proposer.propose(context)
+                mark("draft")
+                extend = extend_by_path if proposal.by_path else type(target).extend
+                hidden_BND = extend(target, context.cache, proposal.tokens_BN, proposal.tree)
+                logits_BNV = target.logits(hidden_BND)
+                mark("score")
+                verdict = verifier.verify(proposal, warp(logits_BNV, warping) if warping else logits_BNV, rng)
+                mark("verify")
+                step = context.commit(proposal, verdict, hidden_BND)
+                proposer.commit(context, proposal, verdict)
+                mark("commit")
+            yield step
+    finally:
+        proposer.stop()
 
 
 def _check_prompts(target: LanguageModel, prompts: Sequence[Sequence[int]]) -> None:

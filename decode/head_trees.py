@@ -113,6 +113,13 @@ class PrunedHeadTree(Proposer):
 
     def prune(self, root_B1: Tensor, candidates_BKC: Tensor, log_probs_BKC: Tensor) -> tuple[Tree, Tensor]:
         """The tree of the best sequences, and its tokens [B, N]."""
+        parents_BN, depth_BN, place_BN = self.search(root_B1, candidates_BKC, log_probs_BKC)
+        tokens_BN = candidates_BKC.flatten(1).gather(1, place_BN)
+        tokens_BN[:, 0] = root_B1[:, 0]
+        return Tree.from_parents(parents_BN, self.depth, depth_BN), tokens_BN
+
+    def search(self, root_B1: Tensor, candidates_BKC: Tensor, log_probs_BKC: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+        """The best sequences as `Lattice.best_paths` gives them: parents, depths, and places among the candidates."""
         if self.table is None:
             first_BC = log_probs_BKC[:, 0]
             edges_BKCC = log_probs_BKC[:, 1:, :, None].expand(-1, -1, -1, log_probs_BKC.shape[2])
@@ -124,10 +131,7 @@ class PrunedHeadTree(Proposer):
         if self._lattice is None or self._lattice.sizes != log_probs_BKC.shape:
             rows, levels, width = log_probs_BKC.shape
             self._lattice = Lattice(rows, levels, width, self.sequences, root_B1.device, self.full)
-        parents_BN, depth_BN, place_BN = self._lattice.best_paths(first_BC, edges_BKCC)
-        tokens_BN = candidates_BKC.flatten(1).gather(1, place_BN)
-        tokens_BN[:, 0] = root_B1[:, 0]
-        return Tree.from_parents(parents_BN, self.depth, depth_BN), tokens_BN
+        return self._lattice.best_paths(first_BC, edges_BKCC)
 
     def forwards(self, nodes: float) -> list[tuple[Any, int]]:
         return [(self.heads, 1)]

@@ -145,31 +145,53 @@ class Costs:
     """Of the proposal's forwards."""
 
 
-@torch.inference_mode()
-def raw_costs(target: LanguageModel, method: Method, nodes: float, context: int, runs: int = 30) -> Costs:
-    """Time the forwards that a step of a method needs, and nothing else, at a context of `context` tokens.
+class RawCosts:
+    """Times the forwards that a step of a method needs, and nothing else, in turn, so that drift touches all alike.
 
-    The target forwards of one token and of a tree are timed in turn, so that drift touches both alike.
+    Args:
+        nodes: how many nodes the target scores a step.
+        context: how many tokens are committed.
     """
-    calls: list[Callable[[], Any]] = [_forward(target, 1, context), _forward(target, max(1, round(nodes)), context)]
-    drafts = method.proposer.forwards(nodes)
-    for model, count in drafts:
-        if model is None or isinstance(model, LanguageModel):
-            calls.append(_forward(model or target, count, context))
-        else:
-            hidden_BD = torch.randn(1, target.hidden_size, dtype=target.dtype, device=target.device)
-            calls.append(partial(model, hidden_BD))
-    times: list[list[float]] = [[] for _ in calls]
-    for _ in range(runs):
-        for place, call in enumerate(calls):
-            _synchronise(target)
-            start = time.perf_counter()
-            call()
-            _synchronise(target)
-            times[place].append(time.perf_counter() - start)
-    medians = [statistics.median(series) for series in times]
-    flops = [_flops(call) for call in calls]
-    return Costs(medians[0], medians[1], sum(medians[2:]), len(drafts), flops[1], sum(flops[2:]))
+
+    def __init__(self, target: LanguageModel, method: Method, nodes: float, context: int) -> None:
+        self._target = target
+        self._calls: list[Callable[[], Any]] = [
+            _forward(target, 1, context),
+            _forward(target, max(1, round(nodes)), context),
+        ]
+        drafts = method.proposer.forwards(nodes)
+        for model, count in drafts:
+            if model is None or isinstance(model, LanguageModel):
+                self._calls.append(_forward(model or target, count, context))
+            else:
+                hidden_BD = torch.randn(1, target.hidden_size, dtype=target.dtype, device=target.device)
+                self._calls.append(partial(model, hidden_BD))
+        self._forwards = len(drafts)
+        self._seconds: list[list[float]] = [[] for _ in self._calls]
+
+    @torch.inference_mode()
+    def sample(self, runs: int) -> RawCosts:
+        """Time every forward `runs` times more."""
+        for _ in range(runs):
+            for call, seconds in zip(self._calls, self._seconds, strict=True):
+                _synchronise(self._target)
+                start = time.perf_counter()
+                call()
+                _synchronise(self._target)
+                seconds.append(time.perf_counter() - start)
+        return self
+
+    @torch.inference_mode()
+    def costs(self) -> Costs:
+        """Medians of all samples."""
+        medians = [statistics.median(seconds) for seconds in self._seconds]
+        flops = [_flops(call) for call in self._calls]
+        return Costs(medians[0], medians[1], sum(medians[2:]), self._forwards, flops[1], sum(flops[2:]))
+
+
+def raw_costs(target: LanguageModel, method: Method, nodes: float, context: int, runs: int = 30) -> Costs:
+    """`RawCosts` of `runs` samples."""
+    return RawCosts(target, method, nodes, context).sample(runs).costs()
 
 
 def _flops(call: Callable[[], Any]) -> int:
@@ -179,7 +201,8 @@ def _flops(call: Callable[[], Any]) -> int:
 
 
 def _forward(model: LanguageModel, nodes: int, context: int) -> Callable[[], Tensor]:
-    _, cache = model.begin([[0] * context], context + nodes)
+    with torch.inference_mode():
+        _, cache = model.begin([[0] * context], context + nodes)
     cache.set_lengths([context])
     tokens_BN = torch.zeros(1, nodes, dtype=torch.int64, device=model.device)
     return lambda: model.logits(model.extend(cache, tokens_BN))

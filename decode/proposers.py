@@ -100,6 +100,9 @@ class DraftTree(Proposer):
     def commit(self, context: Context, proposal: Proposal, verdict: Verdict) -> None:
         self._draft.keep(context, own_path_BK=None if self.tree.is_chain else verdict.path_BK)
 
+    def stop(self) -> None:
+        del self._draft
+
     def forwards(self, nodes: float) -> list[tuple[Any, int]]:
         widths = [1]
         for width in self.branching[:-1]:

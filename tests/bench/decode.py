@@ -1,10 +1,13 @@
-"""Decoding speed on the quickstart pair: this engine against transformers, plain and assisted, greedy, batch 1.
+"""Decoding speed: this engine against transformers and against what the hardware can give.
 
     python tests/bench/decode.py [--quick] [--pair runs/quickstart] [--gamma 4]
+    python tests/bench/decode.py --shapes 7b-68m 13b-160m [--device cuda] [--dtype bfloat16]
 
-Runs are interleaved prompt by prompt in one process, totals of per-prompt medians are compared. The assistant of
-transformers is the same drafter with the same constant number of draft tokens and no confidence threshold. Needs a
-trained pair: `make quickstart` first. The last line is one JSON object.
+The first form needs a trained pair (`make quickstart`): batch 1, all runs interleaved prompt by prompt in one process,
+medians of each prompt's runs, raw forwards timed in between. The assistant of transformers is the same drafter with the
+same constant number of draft tokens and no confidence threshold; `published` is the loop of the speculative-decoding
+slides, written down with transformers and its caches. The second form builds models of real shapes with random weights,
+where a fixed pattern stands in for agreement. The last line is one JSON object.
 """
 
 from __future__ import annotations
@@ -14,28 +17,58 @@ import json
 import statistics
 import time
 from collections.abc import Callable, Sequence
+from functools import partial
 from pathlib import Path
+from typing import Any
 
 import torch
+from draftsmith.checkpoints.heads import load_heads
+from draftsmith.checkpoints.table import BigramTable
 from draftsmith.data.tokenizers import load_tokenizer
-from draftsmith.decode.engine import Limits
-from draftsmith.decode.measure import decode, decode_reference, raw_costs
-from draftsmith.decode.methods import Parts, build_method
-from draftsmith.decode.metrics import total
-from draftsmith.decode.models import load_model, wrap_model
+from draftsmith.decode.engine import Limits, generate
+from draftsmith.decode.head_trees import PrunedHeadTree
+from draftsmith.decode.kv_cache import KVCache
+from draftsmith.decode.measure import Costs, RawCosts, decode, decode_reference
+from draftsmith.decode.methods import Method, Parts, build_method
+from draftsmith.decode.metrics import Tally, total
+from draftsmith.decode.models import LanguageModel, load_model, wrap_model
+from draftsmith.decode.profile import StepProfile
+from draftsmith.decode.rng import Rng
+from draftsmith.decode.tree import Tree
 from draftsmith.decode.warpers import Sampling
 from draftsmith.recipes.evaluate import load_prompts, machine, stop_ids
+from transformers import DynamicCache
 
-Job = Callable[[Sequence[int], Limits], tuple[list[int], object, float]]
+Run = tuple[list[int], Tally | None, float]
+Job = Callable[[Sequence[int], Limits], Run]
+
+GREEDY, PLAIN = Sampling(), Sampling(1.0)
 
 
-def assisted(target: torch.nn.Module, drafter: torch.nn.Module, gamma: int) -> Job:
+def rows(gamma: int) -> dict[str, tuple[str, dict[str, Any], Sampling]]:
+    """The methods measured, by label."""
+    return {
+        "autoregressive": ("autoregressive", {}, GREEDY),
+        "speculative": ("speculative", {"gamma": gamma}, GREEDY),
+        "multi-candidate": ("multi-candidate", {"k_config": "2x1x1x1"}, GREEDY),
+        "medusa": ("medusa", {"tree": "2x1"}, GREEDY),
+        "slim-ss": ("slim-ss", {}, GREEDY),
+        "slim-s": ("slim-s", {"sequences": 4}, GREEDY),
+        "slim-l": ("slim-l", {}, GREEDY),
+        "mjsd": ("mjsd", {"beams": 4}, GREEDY),
+        "autoregressive T=1": ("autoregressive", {}, PLAIN),
+        "speculative T=1": ("speculative", {"gamma": gamma}, PLAIN),
+        "multi-candidate T=1": ("multi-candidate", {"k_config": "2x1x1x1"}, PLAIN),
+    }
+
+
+def assisted(target: Any, drafter: Any, gamma: int) -> Job:
     """`transformers.generate(assistant_model=…)` with `gamma` draft tokens a step, always."""
     config = drafter.generation_config
     config.num_assistant_tokens, config.num_assistant_tokens_schedule = gamma, "constant"
     config.assistant_confidence_threshold = 0.0
 
-    def run(prompt: Sequence[int], limits: Limits) -> tuple[list[int], object, float]:
+    def run(prompt: Sequence[int], limits: Limits) -> Run:
         ids = torch.tensor([list(prompt)])
         options = {"do_sample": False, "max_new_tokens": limits.max_new_tokens, "pad_token_id": 0}
         start = time.perf_counter()
@@ -52,59 +85,238 @@ def assisted(target: torch.nn.Module, drafter: torch.nn.Module, gamma: int) -> J
     return run
 
 
+def published(target: Any, drafter: Any, gamma: int) -> Job:
+    """Greedy speculative decoding as the slides' code has it: both models' caches cut back after each block."""
+
+    @torch.inference_mode()
+    def run(prompt: Sequence[int], limits: Limits) -> Run:
+        start = time.perf_counter()
+        ids = torch.tensor([list(prompt)])
+        caches = DynamicCache(config=target.config), DynamicCache(config=drafter.config)
+        done = False
+        while not done:
+            drafted = ids
+            for _ in range(gamma):
+                seen = caches[1].get_seq_length()
+                logits = drafter(drafted[:, seen:], past_key_values=caches[1], use_cache=True).logits
+                drafted = torch.cat((drafted, logits[:, -1:].argmax(-1)), 1)
+            seen = caches[0].get_seq_length()
+            logits = target(drafted[:, seen:], past_key_values=caches[0], use_cache=True).logits
+            best = logits[:, -gamma - 1 :].argmax(-1)
+            accepted = 0
+            while accepted < gamma and bool(drafted[0, ids.shape[1] + accepted] == best[0, accepted]):
+                accepted += 1
+            new = [*drafted[0, ids.shape[1] : ids.shape[1] + accepted].tolist(), int(best[0, accepted])]
+            for place, token in enumerate(new):
+                if token in limits.stop_ids or ids.shape[1] + place + 1 - len(prompt) == limits.max_new_tokens:
+                    new, done = new[: place + 1], True
+                    break
+            ids = torch.cat((ids, torch.tensor([new])), 1)
+            for cache in caches:
+                cache.crop(min(cache.get_seq_length(), ids.shape[1] - 1))
+        return ids[0, len(prompt) :].tolist(), None, time.perf_counter() - start
+
+    return run
+
+
+class Idle(LanguageModel):
+    """A model that computes nothing: what a step costs with it is the engine's own."""
+
+    def __init__(self, vocab_size: int) -> None:
+        self.vocab_size, self.hidden_size, self.max_positions = vocab_size, 8, 1 << 30
+        self.device, self.dtype = torch.device("cpu"), torch.float32
+        self.layers = self.kv_heads = self.key_width = self.value_width = 1
+        self._hidden_1ND = torch.zeros(1, 256, 8)
+        self._logits_1NV = torch.randn(1, 256, vocab_size, generator=torch.Generator().manual_seed(0))
+
+    def extend(
+        self, cache: KVCache, tokens_BM: torch.Tensor, tree: Tree | None = None, start: int = 0, stop: int | None = None
+    ) -> torch.Tensor:
+        return self._hidden_1ND[:, : tokens_BM.shape[1]]
+
+    def _forward(self, *arguments: Any) -> torch.Tensor:
+        raise NotImplementedError
+
+    def logits(self, hidden_XD: torch.Tensor) -> torch.Tensor:
+        return self._logits_1NV[:, : hidden_XD.shape[1]]
+
+
+class IdleHeads:
+    """Heads that compute nothing."""
+
+    num_heads = 4
+
+    def __init__(self, vocab_size: int) -> None:
+        self._logits_BKV = torch.randn(1, 4, vocab_size, generator=torch.Generator().manual_seed(1))
+
+    def __call__(self, hidden_XD: torch.Tensor) -> torch.Tensor:
+        return self._logits_BKV
+
+
+def host_microseconds(vocab_size: int, table: BigramTable, gamma: int, tokens: int) -> dict[str, float]:
+    """Median time of a step by label with models that compute nothing."""
+    parts = Parts(Idle(vocab_size), IdleHeads(vocab_size), table)
+    found = {}
+    for label, (name, options, sampling) in rows(gamma).items():
+        profile = StepProfile()
+        method = build_method(name, parts, sampling, **options)
+        for _ in generate(
+            Idle(vocab_size), *method, [[1, 2, 3]], Limits(tokens), sampling, Rng.for_rows(0, 1), profile
+        ):
+            pass
+        summary = profile.summary()
+        found[label] = summary["step"] - summary["host"]
+    return found
+
+
+@torch.inference_mode()
+def prune_share(target: LanguageModel, heads: Any, table: BigramTable, runs: int) -> tuple[float, float]:
+    """Seconds that finding the top 40 posteriors takes for 4 heads x top 10, over those of a one-token forward.
+
+    Blocks of both alternate; the medians of all calls are compared.
+
+    Returns:
+        The share, and the same with the tree's topology and tokens for the verification included.
+    """
+    proposer = PrunedHeadTree(heads, table, 40, 10, 0.01, 4)
+    generator = torch.Generator().manual_seed(0)
+    root_B1 = torch.randint(target.vocab_size, (1, 1), generator=generator)
+    logits_BKV = heads(torch.randn(1, target.hidden_size, generator=generator)).float()
+    top = logits_BKV.topk(10, -1)
+    log_probs_BKC = top.values - logits_BKV.logsumexp(-1, keepdim=True)
+    cache = target.new_cache(1, 130)
+    cache.set_lengths([128])
+    jobs: list[Callable[[], Any]] = [
+        lambda: target.logits(target.extend(cache, root_B1)),
+        lambda: proposer.search(root_B1, top.indices, log_probs_BKC),
+        lambda: proposer.prune(root_B1, top.indices, log_probs_BKC),
+    ]
+    seconds: list[list[float]] = [[] for _ in jobs]
+    for _ in range(runs):
+        for job, series in zip(jobs, seconds, strict=True):
+            for _ in range(20):
+                start = time.perf_counter()
+                job()
+                series.append(time.perf_counter() - start)
+    forward, search, prune = (statistics.median(series) for series in seconds)
+    return search / forward, prune / forward
+
+
+def bench_pair(arguments: argparse.Namespace) -> dict[str, Any]:
+    """The trained pair, on the CPU."""
+    pair, quick, gamma = arguments.pair, arguments.quick, arguments.gamma
+    tokenizer = load_tokenizer(str(pair / "target"))
+    target_model, drafter_model = (load_model(str(pair / name)) for name in ("target", "drafter"))
+    target, drafter = wrap_model(target_model), wrap_model(drafter_model)
+    table = BigramTable.load(pair / "table")
+    parts = Parts(drafter, load_heads(pair / "heads"), table)
+    heldout = str(pair / "corpus" / "heldout.jsonl")
+    prompts = load_prompts(heldout, "chatml", tokenizer, 3 if quick else 24, 128)
+    limits = Limits(48 if quick else 128, stop_ids(tokenizer))
+    methods = {
+        label: build_method(name, parts, sampling, **options)
+        for label, (name, options, sampling) in rows(gamma).items()
+    }
+    jobs: dict[str, Job] = {
+        label: partial(_decode, target, methods[label], sampling) for label, (_, _, sampling) in rows(gamma).items()
+    }
+    jobs["transformers"] = lambda prompt, limits: decode_reference(target_model, prompt, limits)
+    jobs["transformers assisted"] = assisted(target_model, drafter_model, gamma)
+    jobs["published"] = published(target_model, drafter_model, gamma)
+    for job in jobs.values():
+        job(prompts[0], Limits(8, limits.stop_ids))
+
+    runs: dict[str, list[list[Run]]] = {label: [[] for _ in prompts] for label in jobs}
+    samplers: dict[str, RawCosts] = {}
+    for repeat in range(2 if quick else 3):
+        for place, prompt in enumerate(prompts):
+            for label, job in jobs.items():
+                runs[label][place].append(job(prompt, limits))
+                if label in samplers:
+                    samplers[label].sample(2 if quick else 1)
+        if repeat == 0:  # from here on it is known how many nodes a step has
+            for label, method in methods.items():
+                counts = _counts(runs[label])
+                samplers[label] = RawCosts(target, method, counts.nodes / counts.steps, 96)
+    table_rows = {label: _row(runs[label], samplers.get(label)) for label in jobs}
+    for label, row in table_rows.items():
+        base = table_rows["autoregressive T=1" if label.endswith("T=1") else "autoregressive"]
+        row["speedup"] = row["tokens_per_second"] / base["tokens_per_second"]
+        if "bound" in row:
+            row["efficiency"] = row["speedup"] / row["bound"]
+    greedy = [runs[label] for label, (_, _, sampling) in rows(gamma).items() if sampling.greedy and label != "mjsd"]
+    greedy += [runs["transformers"], runs["transformers assisted"], runs["published"]]
+    same = sum(len({tuple(run[place][0][0]) for run in greedy}) == 1 for place in range(len(prompts)))
+    print(f"{len(prompts)} prompts, {limits.max_new_tokens} new tokens, gamma {gamma}; same greedy tokens on {same}")
+    _print_rows(table_rows)
+    host = host_microseconds(target.vocab_size, table, gamma, 200 if quick else 2000)
+    print("host per step: " + ", ".join(f"{label} {value:.0f} us" for label, value in host.items()))
+    share, with_tree = prune_share(target, parts.heads, table, 5 if quick else 50)
+    print(f"slim: top 40 of 4 x 10 candidates {share:.1%} of a target forward, {with_tree:.1%} with the tree laid out")
+    speeds = {label: row["tokens_per_second"] for label, row in table_rows.items()}
+    return {
+        "vs_transformers_assisted": speeds["speculative"] / speeds["transformers assisted"],
+        "vs_transformers": speeds["autoregressive"] / speeds["transformers"],
+        "vs_published": speeds["speculative"] / speeds["published"],
+        "efficiency": {label: row["efficiency"] for label, row in table_rows.items() if "efficiency" in row},
+        "speedup": {label: row["speedup"] for label, row in table_rows.items()},
+        "tokens_per_second": speeds,
+        "tokens_per_step": {label: row["tokens_per_step"] for label, row in table_rows.items() if label in methods},
+        "host_us_per_step": host["speculative"],
+        "host_us_per_step_by_method": host,
+        "slim_prune_share": share,
+        "slim_prune_and_tree_share": with_tree,
+        "same_tokens_prompts": same,
+        "prompts": len(prompts),
+    }
+
+
+def _decode(target: LanguageModel, method: Method, sampling: Sampling, prompt: Sequence[int], limits: Limits) -> Run:
+    return decode(target, method, sampling, 0, prompt, limits)
+
+
+def _counts(runs: list[list[Run]]) -> Tally:
+    return total(run[0][1] for run in runs if run[0][1] is not None)
+
+
+def _row(runs: list[list[Run]], sampler: RawCosts | None) -> dict[str, Any]:
+    tokens = sum(len(run[0][0]) for run in runs)
+    seconds = sum(statistics.median(result[2] for result in run) for run in runs)
+    row: dict[str, Any] = {"tokens_per_second": tokens / seconds}
+    if sampler is not None:
+        costs: Costs = sampler.costs()
+        counts = _counts(runs)
+        row["tokens_per_step"] = counts.tokens / counts.steps
+        row["bound"] = row["tokens_per_step"] * costs.one / (costs.tree + costs.propose)
+        row["milliseconds"] = (1e3 * costs.one, 1e3 * costs.tree, 1e3 * costs.propose)
+    return row
+
+
+def _print_rows(table_rows: dict[str, dict[str, Any]]) -> None:
+    print(
+        f"{'':24s}{'tokens/s':>9s}{'tokens/step':>13s}{'speedup':>9s}{'bound':>7s}{'efficiency':>12s}"
+        "   raw ms: one, tree, draft"
+    )
+    for label, row in table_rows.items():
+        line = f"{label:24s}{row['tokens_per_second']:9.1f}"
+        if "bound" in row:
+            raw = ", ".join(f"{value:.2f}" for value in row["milliseconds"])
+            line += f"{row['tokens_per_step']:13.2f}{row['speedup']:9.2f}{row['bound']:7.2f}{row['efficiency']:12.2f}"
+            line += f"   {raw}"
+        else:
+            line += f"{'':13s}{row['speedup']:9.2f}"
+        print(line)
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--quick", action="store_true", help="4 prompts, one run: under a minute")
+    parser.add_argument("--quick", action="store_true", help="3 prompts, two runs: under a minute")
     parser.add_argument("--pair", type=Path, default=Path("runs/quickstart"))
     parser.add_argument("--gamma", type=int, default=4)
     arguments = parser.parse_args()
     if not (arguments.pair / "drafter").is_dir():
         parser.error(f"there is no trained pair at {arguments.pair}: run `make quickstart` first")
-    tokenizer = load_tokenizer(str(arguments.pair / "target"))
-    target_model, drafter_model = (load_model(str(arguments.pair / name)) for name in ("target", "drafter"))
-    target, drafter = wrap_model(target_model), wrap_model(drafter_model)
-    heldout = str(arguments.pair / "corpus" / "heldout.jsonl")
-    prompts = load_prompts(heldout, "chatml", tokenizer, 4 if arguments.quick else 32, 128)
-    limits, greedy = Limits(64 if arguments.quick else 128, stop_ids(tokenizer)), Sampling()
-    plain = build_method("autoregressive", Parts(), greedy)
-    speculative = build_method("speculative", Parts(drafter=drafter), greedy, gamma=arguments.gamma)
-    jobs: dict[str, Job] = {
-        "autoregressive": lambda prompt, limits: decode(target, plain, greedy, 0, prompt, limits),
-        "speculative": lambda prompt, limits: decode(target, speculative, greedy, 0, prompt, limits),
-        "transformers": lambda prompt, limits: decode_reference(target_model, prompt, limits),
-        "transformers assisted": assisted(target_model, drafter_model, arguments.gamma),
-    }
-    for job in jobs.values():
-        job(prompts[0], Limits(8, limits.stop_ids))
-    seconds: dict[str, list[float]] = {name: [] for name in jobs}
-    tokens = dict.fromkeys(jobs, 0)
-    tallies, same = [], 0
-    for prompt in prompts:
-        runs = {
-            name: [job(prompt, limits) for job in [job] * (1 if arguments.quick else 3)] for name, job in jobs.items()
-        }
-        for name, results in runs.items():
-            seconds[name].append(statistics.median(result[2] for result in results))
-            tokens[name] += len(results[0][0])
-        tallies.append(runs["speculative"][0][1])
-        same += len({tuple(results[0][0]) for results in runs.values()}) == 1
-    rates = {name: tokens[name] / sum(seconds[name]) for name in jobs}
-    counts = total(tallies)
-    costs = raw_costs(target, speculative, arguments.gamma + 1, 128)
-    bound = counts.tokens / counts.steps * costs.one / (costs.tree + costs.propose)
-    print(f"{len(prompts)} prompts, {limits.max_new_tokens} new tokens, gamma {arguments.gamma}; same tokens on {same}")
-    for name, rate in rates.items():
-        print(f"{name:24s} {rate:8.1f} tokens/s   {rate / rates['transformers']:.2f} x transformers")
-    result = {
-        "vs_transformers": rates["autoregressive"] / rates["transformers"],
-        "vs_transformers_assisted": rates["speculative"] / rates["transformers assisted"],
-        "speedup": rates["speculative"] / rates["autoregressive"],
-        "efficiency": {"speculative": rates["speculative"] / rates["autoregressive"] / bound},
-        "tokens_per_step": counts.tokens / counts.steps,
-        "same_tokens_prompts": same,
-        "prompts": len(prompts),
-        "machine": machine("cpu"),
-    }
+    result = bench_pair(arguments) | {"machine": machine("cpu")}
     print(json.dumps(result))
 
 
