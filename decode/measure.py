@@ -21,6 +21,7 @@ from .engine import Limits, generate
 from .methods import Method, Parts, build_method
 from .metrics import Tally, impossible, speedup_interval, total
 from .models import LanguageModel
+from .profile import StepProfile
 from .rng import Rng
 from .warpers import Sampling
 
@@ -51,14 +52,21 @@ class Run:
 
 
 def decode(
-    target: LanguageModel, method: Method, sampling: Sampling, seed: int, prompt: Sequence[int], limits: Limits
+    target: LanguageModel,
+    method: Method,
+    sampling: Sampling,
+    seed: int,
+    prompt: Sequence[int],
+    limits: Limits,
+    profile: StepProfile | None = None,
 ) -> tuple[list[int], Tally, float]:
     """One prompt with one method: new ids, counts, and seconds with the prefill included."""
     ids: list[int] = []
     tally = Tally()
     _synchronise(target)
     start = time.perf_counter()
-    for step in generate(target, *method, [prompt], limits, sampling, Rng.for_rows(seed, 1, target.device)):
+    rng = Rng.for_rows(seed, 1, target.device)
+    for step in generate(target, *method, [prompt], limits, sampling, rng, profile):
         ids += step.new_ids[0]
         tally.add_step(step, 0)
     _synchronise(target)

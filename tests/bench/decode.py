@@ -13,19 +13,20 @@ where a fixed pattern stands in for agreement. The last line is one JSON object.
 from __future__ import annotations
 
 import argparse
+import gc
 import json
 import statistics
 import time
 from collections.abc import Callable, Sequence
 from functools import partial
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 import torch
-from draftsmith.checkpoints.heads import load_heads
+from draftsmith.checkpoints.heads import PredictionHeads, load_heads
 from draftsmith.checkpoints.table import BigramTable
 from draftsmith.data.tokenizers import load_tokenizer
-from draftsmith.decode.engine import Limits, generate
+from draftsmith.decode.engine import Limits, Proposal, Verdict, Verifier, generate
 from draftsmith.decode.head_trees import PrunedHeadTree
 from draftsmith.decode.kv_cache import KVCache
 from draftsmith.decode.measure import Costs, RawCosts, decode, decode_reference
@@ -35,9 +36,10 @@ from draftsmith.decode.models import LanguageModel, load_model, wrap_model
 from draftsmith.decode.profile import StepProfile
 from draftsmith.decode.rng import Rng
 from draftsmith.decode.tree import Tree
+from draftsmith.decode.verifiers import at, walk
 from draftsmith.decode.warpers import Sampling
 from draftsmith.recipes.evaluate import load_prompts, machine, stop_ids
-from transformers import DynamicCache
+from transformers import DynamicCache, LlamaConfig, LlamaForCausalLM
 
 Run = tuple[list[int], Tally | None, float]
 Job = Callable[[Sequence[int], Limits], Run]
@@ -113,7 +115,9 @@ def published(target: Any, drafter: Any, gamma: int) -> Job:
                     break
             ids = torch.cat((ids, torch.tensor([new])), 1)
             for cache in caches:
-                cache.crop(min(cache.get_seq_length(), ids.shape[1] - 1))
+                extra = cache.get_seq_length() - (ids.shape[1] - 1)
+                if extra > 0:
+                    cache.crop(-extra)
         return ids[0, len(prompt) :].tolist(), None, time.perf_counter() - start
 
     return run
@@ -308,12 +312,149 @@ def _print_rows(table_rows: dict[str, dict[str, Any]]) -> None:
         print(line)
 
 
+# hidden, width of the MLP, layers, heads, vocabulary
+SHAPES = {
+    "13b": (5120, 13824, 40, 40, 32000),
+    "7b": (4096, 11008, 32, 32, 32000),
+    "160m": (768, 3072, 12, 12, 32000),
+    "68m": (768, 3072, 2, 12, 32000),
+    "mini": (128, 256, 4, 4, 2000),
+    "micro": (64, 128, 1, 4, 2000),
+}
+PATTERN = (3, 1, 4, 0, 2, 4, 1)
+
+
+class FixedPattern(Verifier):
+    """Keeps as many tokens of the first path as a fixed pattern says: models of random weights never agree."""
+
+    lossless = False
+    judges: Literal["logits"] = "logits"
+
+    def __init__(self) -> None:
+        self._step = 0
+
+    def verify(self, proposal: Proposal, target_BNV: torch.Tensor, rng: Rng) -> Verdict:
+        tree = proposal.tree
+        wanted = PATTERN[self._step % len(PATTERN)]
+        self._step += 1
+        parents_BN = tree.parents_BN.expand(len(target_BNV), -1)
+        here_BN = torch.arange(tree.nodes, device=parents_BN.device).expand_as(parents_BN)
+        follows_BN = (parents_BN >= 0) & (tree.depth_BN <= wanted)
+        next_BN1 = torch.nn.functional.pad(here_BN, (0, 1)).clone()
+        # Of several children the first: they are written from the last to the first.
+        places_BN = torch.where(follows_BN, parents_BN, tree.nodes).flip(1)
+        next_BN1.scatter_reduce_(1, places_BN, here_BN.flip(1), "amin", include_self=False)
+        last_B, verdict = walk(proposal, next_BN1)
+        verdict.next_B = at(target_BNV, last_B).argmax(-1)
+        return verdict
+
+
+def random_llama(shape: str, device: str, dtype: torch.dtype) -> LlamaForCausalLM:
+    """A Llama of the given shape with random weights, made on the device."""
+    hidden, intermediate, layers, heads, vocabulary = SHAPES[shape]
+    config = LlamaConfig(
+        vocab_size=vocabulary,
+        hidden_size=hidden,
+        intermediate_size=intermediate,
+        num_hidden_layers=layers,
+        num_attention_heads=heads,
+        num_key_value_heads=heads,
+        max_position_embeddings=2048,
+        tie_word_embeddings=False,
+    )
+    torch.manual_seed(0)
+    with torch.device(device):
+        model = LlamaForCausalLM(config).to(dtype)
+    return model.eval()
+
+
+@torch.inference_mode()
+def draft_microseconds(models: dict[str, LanguageModel], gamma: int, rounds: int) -> dict[str, float]:
+    """Median microseconds of one drafter step (forward, projection, argmax) by model, interleaved."""
+    setups = {}
+    for label, model in models.items():
+        setups[label] = model, model.new_cache(1, 256), Tree.chain(gamma).to(model.device)
+
+    def block(model: LanguageModel, cache: KVCache, chain: Tree) -> None:
+        cache.set_lengths([100])
+        token_B1 = torch.ones(1, 1, dtype=torch.int64, device=model.device)
+        hidden_B1D = model.extend(cache, token_B1)
+        for place in range(1, gamma):
+            token_B1 = model.logits(hidden_B1D[:, -1:]).argmax(-1)
+            hidden_B1D = model.extend(cache, token_B1, chain, place)
+        model.logits(hidden_B1D).argmax(-1)
+
+    seconds: dict[str, list[float]] = {label: [] for label in models}
+    for number in range(rounds + 5):  # the first ones run and capture
+        for label, setup in setups.items():
+            _wait(setup[0])
+            start = time.perf_counter()
+            block(*setup)
+            _wait(setup[0])
+            if number >= 5:
+                seconds[label].append((time.perf_counter() - start) / gamma)
+    return {label: 1e6 * statistics.median(series) for label, series in seconds.items()}
+
+
+def _wait(model: LanguageModel) -> None:
+    if model.device.type == "cuda":
+        torch.cuda.synchronize(model.device)
+
+
+def bench_shapes(arguments: argparse.Namespace) -> dict[str, Any]:
+    """Models of real shapes with random weights, on any device."""
+    found = {}
+    dtype = getattr(torch, arguments.dtype)
+    for pair in arguments.shapes:
+        target_model, drafter_model = (random_llama(shape, arguments.device, dtype) for shape in pair.split("-"))
+        kinds = {"plain": False} | ({"graphs": True} if arguments.device.startswith("cuda") else {})
+        drafters = {kind: wrap_model(drafter_model, graphs=graphs) for kind, graphs in kinds.items()}
+        steps = draft_microseconds(drafters, arguments.gamma, 20 if arguments.quick else 200)
+        row: dict[str, Any] = {"us_per_drafter_step": steps}
+        vocabulary = target_model.config.vocab_size
+        heads = PredictionHeads.from_lm_head(target_model.lm_head.weight.detach(), 4, 1).to(arguments.device).eval()
+        counts = torch.randint(vocabulary, (200_000,), generator=torch.Generator().manual_seed(0)).numpy()
+        table = BigramTable.from_documents([counts], vocabulary)
+        limits = Limits(32 if arguments.quick else 256)
+        for kind, graphs in kinds.items():
+            target = wrap_model(target_model, graphs=graphs)
+            parts = Parts(drafters[kind], heads, table)
+            for label in ("autoregressive", "speculative", "multi-candidate", "medusa", "slim-s", "slim-l"):
+                name, options, sampling = rows(arguments.gamma)[label]
+                method = build_method(name, parts, sampling, **options)
+                if label != "autoregressive":
+                    method = Method(method.proposer, FixedPattern())
+                decode(target, method, sampling, 0, [1] * 64, limits)
+                profile = StepProfile(target.device)
+                ids, tally, seconds = decode(target, method, sampling, 0, [1] * 64, limits, profile)
+                row[f"{label} {kind}"] = {
+                    "tokens_per_second": len(ids) / seconds,
+                    "tokens_per_step": tally.tokens / tally.steps,
+                    "us_per_step": profile.summary(),
+                }
+                print(
+                    f"{pair:12s} {label:16s} {kind:7s} {len(ids) / seconds:8.1f} tokens/s  "
+                    + "  ".join(f"{phase} {value:.0f} us" for phase, value in profile.summary().items())
+                )
+        print(f"{pair:12s} one drafter step: " + ", ".join(f"{kind} {value:.0f} us" for kind, value in steps.items()))
+        found[pair] = row
+        del target, target_model, heads, drafters
+        gc.collect()
+    return {"shapes": found, "dtype": arguments.dtype, "gamma": arguments.gamma}
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--quick", action="store_true", help="3 prompts, two runs: under a minute")
     parser.add_argument("--pair", type=Path, default=Path("runs/quickstart"))
     parser.add_argument("--gamma", type=int, default=4)
+    parser.add_argument("--shapes", nargs="+", metavar="TARGET-DRAFTER", help=f"of {', '.join(SHAPES)}")
+    parser.add_argument("--device", default="cuda" if torch.cuda.is_available() else "cpu")
+    parser.add_argument("--dtype", default="bfloat16", help="of the models of --shapes")
     arguments = parser.parse_args()
+    if arguments.shapes:
+        print(json.dumps(bench_shapes(arguments) | {"machine": machine(arguments.device)}))
+        return
     if not (arguments.pair / "drafter").is_dir():
         parser.error(f"there is no trained pair at {arguments.pair}: run `make quickstart` first")
     result = bench_pair(arguments) | {"machine": machine("cpu")}
