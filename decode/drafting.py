@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from .engine import Context, prefill
-from .models import LanguageModel
+from .models import LanguageModel, check_same_vocabulary
 from .tree import Tree
 
 
@@ -23,6 +23,7 @@ class DraftState:
     """
 
     def __init__(self, model: LanguageModel, context: Context, max_nodes: int, max_depth: int) -> None:
+        check_same_vocabulary(context.target, model, "drafter")
         self.model = model
         longest = max(context.lengths) + context.limits.max_new_tokens
         if longest - 1 + max_depth > model.max_positions:

@@ -14,6 +14,7 @@ from torch import Tensor
 from ..checkpoints.table import BigramTable
 from .engine import Context, Limits, Proposal, Proposer
 from .lattice import Lattice
+from .models import check_same_vocabulary
 from .tree import Tree, parse_tree
 
 
@@ -47,6 +48,7 @@ class HeadTree(Proposer):
         return self.tree.nodes, self.tree.max_depth
 
     def start(self, context: Context) -> None:
+        _check_heads(self.heads, context)
         self.tree = self.tree.to(context.ids_BS.device)
         self._width = 1 + int(self._ranks_N.max())
         self._place_N = ((self.tree.depth_BN[0].cpu() - 1) * self._width + self._ranks_N)[1:].to(context.ids_BS.device)
@@ -96,12 +98,11 @@ class PrunedHeadTree(Proposer):
         return 1 + self.sequences * self.depth, self.depth
 
     def start(self, context: Context) -> None:
+        _check_heads(self.heads, context)
         self._lattice = None
         if self.table is None:
             return
-        if self.table.vocab_size != context.target.vocab_size:
-            sizes = f"{self.table.vocab_size} tokens, the target's {context.target.vocab_size}"
-            raise ValueError(f"the table's vocabulary has {sizes}: they must be the same")
+        check_same_vocabulary(context.target, self.table, "table")
         self.table = self.table.to(context.ids_BS.device)
 
     def propose(self, context: Context) -> Proposal:
@@ -135,3 +136,12 @@ class PrunedHeadTree(Proposer):
 
     def forwards(self, nodes: float) -> list[tuple[Any, int]]:
         return [(self.heads, 1)]
+
+
+def _check_heads(heads: HeadModule, context: Context) -> None:
+    """ValueError for heads of another target, as far as they know their sizes."""
+    if hasattr(heads, "vocab_size"):
+        check_same_vocabulary(context.target, heads, "module of prediction heads")
+    theirs, mine = getattr(heads, "hidden_size", context.target.hidden_size), context.target.hidden_size
+    if theirs != mine:
+        raise ValueError(f"the heads take hidden states of {theirs}, the target makes {mine}")

@@ -294,8 +294,8 @@ def load_model(source: str, *, dtype: str | torch.dtype = "auto", device: str = 
     return model.to(device).eval()
 
 
-def check_same_vocabulary(target: LanguageModel, other: LanguageModel, what: str) -> None:
-    """Raises ValueError naming both sizes where a drafter's vocabulary is not the target's."""
+def check_same_vocabulary(target: LanguageModel, other: Any, what: str) -> None:
+    """Raises ValueError naming both sizes where a drafter's, a table's or the heads' vocabulary is not the target's."""
     if target.vocab_size != other.vocab_size:
         raise ValueError(
             f"the {what} has a vocabulary of {other.vocab_size} tokens, the target of {target.vocab_size}: "

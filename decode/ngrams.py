@@ -12,6 +12,7 @@ import torch
 
 from ..checkpoints.table import BigramTable
 from .engine import Context, Limits, Proposal, Proposer
+from .models import check_same_vocabulary
 from .rng import categorical
 from .tree import Tree
 from .warpers import warp
@@ -34,6 +35,7 @@ class TableChain(Proposer):
         return self.gamma + 1, self.gamma
 
     def start(self, context: Context) -> None:
+        check_same_vocabulary(context.target, self.table, "table")
         device = context.ids_BS.device
         self._rows = self.table.distributions(device, self.prior)
         self._tree = Tree.chain(self.gamma).to(device)

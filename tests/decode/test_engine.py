@@ -3,14 +3,16 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from typing import Any
 
 import numpy as np
 import pytest
 import torch
+from draftsmith.checkpoints.heads import PredictionHeads
 from draftsmith.checkpoints.table import BigramTable
 from draftsmith.decode.engine import Limits, Step, generate
 from draftsmith.decode.methods import METHODS, Parts, build_method
-from draftsmith.decode.models import LanguageModel, check_same_vocabulary, wrap_model
+from draftsmith.decode.models import LanguageModel, wrap_model
 from draftsmith.decode.rng import Rng
 from draftsmith.decode.warpers import Sampling
 from transformers import AutoConfig, AutoModelForCausalLM, LlamaForCausalLM
@@ -83,14 +85,27 @@ def test_a_drafter_that_is_the_target_is_always_accepted(target_model: LlamaForC
     assert output[0] == greedy(target_model, PROMPTS[0], 30)
 
 
-@pytest.mark.parametrize("name", ["speculative", "multi-candidate", "mjsd"])
+@pytest.mark.parametrize(
+    ("name", "options"),
+    [(name, {}) for name in METHODS]
+    + [
+        ("adaptive", {"policy": "expected-gain"}),
+        ("adaptive", {"policy": "oracle"}),
+        ("medusa", {"acceptance": "typical"}),
+        ("multi-candidate", {"attention": "batch", "replacement": True}),
+        ("specinfer", {"drafts": 3}),
+    ],
+    ids=str,
+)
 def test_a_rows_sample_does_not_depend_on_its_neighbours(
-    target_model: LlamaForCausalLM, parts: Parts, name: str
+    target_model: LlamaForCausalLM, parts: Parts, name: str, options: dict[str, Any]
 ) -> None:
     target, sampling = wrap_model(target_model), Sampling(1.0)
-    together, _ = run(target, name, parts, PROMPTS, Limits(20), sampling, seed=40)
-    for row, prompt in enumerate(PROMPTS):
-        alone, _ = run(target, name, parts, [prompt], Limits(20), sampling, seed=40 + row)
+    # These heads, asked about a row of one token, hold all tokens equally likely; which ones they name is arbitrary.
+    prompts = [prompt for prompt in PROMPTS if len(prompt) > 1] if "acceptance" in options else PROMPTS
+    together, _ = run(target, name, parts, prompts, Limits(20), sampling, seed=40, **options)
+    for row, prompt in enumerate(prompts):
+        alone, _ = run(target, name, parts, [prompt], Limits(20), sampling, seed=40 + row, **options)
         assert alone[0] == together[row]
 
 
@@ -146,8 +161,20 @@ def test_refusals_name_both_numbers(
     with pytest.raises(ValueError, match=r"drafter has 16 positions.*need 27"):
         run(target, "speculative", short, [[1, 2, 3, 4]], Limits(20))
     other = wrap_model(make_llama(32, num_hidden_layers=1))
-    with pytest.raises(ValueError, match=r"32 tokens, the target of 64"):
-        check_same_vocabulary(target, other, "drafter")
+    table = BigramTable.from_documents([np.arange(32)], 32)
+    for name in ("speculative", "mjsd", "spectr", "adaptive", "bigram"):
+        with pytest.raises(ValueError, match=r"(drafter|table) has a vocabulary of 32 tokens, the target of 64"):
+            run(target, name, Parts(other, table=table), PROMPTS, Limits(4))
+    with pytest.raises(ValueError, match=r"table has a vocabulary of 32 tokens, the target of 64"):
+        run(target, "slim-s", Parts(heads=parts.heads, table=table), PROMPTS, Limits(4))
+    heads = PredictionHeads.from_lm_head(torch.randn(32, 16), 2, 1)
+    with pytest.raises(ValueError, match=r"heads has a vocabulary of 32 tokens, the target of 64"):
+        run(target, "bpd", Parts(heads=heads), PROMPTS, Limits(4))
+    heads = PredictionHeads.from_lm_head(torch.randn(64, 16), 2, 1)
+    with pytest.raises(ValueError, match=r"heads take hidden states of 16, the target makes 32"):
+        run(target, "bpd", Parts(heads=heads), PROMPTS, Limits(4))
+    with pytest.raises(ValueError, match=r"prompt 0 has 3 tokens.*look-ahead of 300.*306 positions.*256"):
+        run(target, "speculative", parts, PROMPTS, Limits(4), gamma=300)
 
 
 @pytest.mark.parametrize(
@@ -161,15 +188,33 @@ def test_refusals_name_both_numbers(
         ("multi-candidate", {"k_config": "four"}, "does not parse"),
         ("mjsd", {"threshold": 2.0}, r"\[0, 1\], got 2.0"),
         ("medusa", {"tree": "2x1x1x1x1"}, "5 levels deep.*4 heads"),
+        ("medusa", {"tree": "0, 1, 1.x"}, "does not parse at '1.x'"),
+        ("medusa", {"acceptance": "typicl"}, "Did you mean 'typical'"),
+        ("medusa", {"acceptance": "typical", "delta": 2.0}, r"in \(0, 1\), got 0.09 and 2.0"),
         ("slim-s", {"depth": 7}, "heads, 4; got 7"),
+        ("slim-s", {"unseen": -1.0}, "at least 0, got -1.0"),
+        ("multi-candidate", {"attention": "paths"}, "Known: tree, batch"),
+        ("adaptive", {"policy": "oracel"}, "Did you mean 'oracle'"),
+        ("adaptive", {"threshold": 1.5}, r"\[0, 1\], got 1.5"),
+        ("adaptive", {"policy": "expected-gain", "cost": 0.0}, "above 0, got 0.0"),
+        ("bild", {"rollback": -1.0}, "at least 0, got -1.0"),
+        ("relaxed-opt", {"epsilon": 1.5}, r"\[0, 1\], got 1.5"),
+        ("batch-speculative", {"drafts": 0}, "drafts must be at least 1, got 0"),
+        ("spectr", {"drafts": 0}, "at least 1, got 4 and 0"),
+        ("mjgd", {"gamma": 0}, "gamma must be at least 1, got 0"),
+        ("beam", {"beams": 0}, "at least 1, got 1 and 0"),
+        ("bigram", {"prior": 0.0}, "above 0, got 0.0"),
+        ("prompt-lookup", {"ngram": 0}, "at least 1, got 4 and 0"),
     ],
 )
 def test_wrong_settings_are_refused(parts: Parts, name: str, options: dict[str, object], message: str) -> None:
     with pytest.raises(ValueError, match=message):
-        build_method(name, parts, Sampling(), **options)
+        build_method(name, parts, Sampling(1.0), **options)
 
 
-@pytest.mark.parametrize(("name", "part"), [("speculative", "drafter"), ("medusa", "heads"), ("slim-s", "heads")])
+@pytest.mark.parametrize(
+    ("name", "part"), [(name, part) for name, method in METHODS.items() for part in method.needs[:1]]
+)
 def test_a_missing_part_is_named(name: str, part: str) -> None:
     with pytest.raises(ValueError, match=f"needs a {part}"):
         build_method(name, Parts(), Sampling())
