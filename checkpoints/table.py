@@ -149,15 +149,15 @@ class BigramTable:
         if self.device.type == "cpu":
             _check_range(x_X, self.vocab_size)
             _check_range(y_X, self.vocab_size)
-        return self.look_up(x_X, y_X, math.log(unseen) if unseen else -math.inf)
+        log_unseen = torch.tensor(math.log(unseen) if unseen else -math.inf, device=self.device)
+        return self.look_up(x_X, y_X, log_unseen)
 
-    def look_up(self, x_X: Tensor, y_X: Tensor, log_unseen: float) -> Tensor:
-        """`log_correlation` of tokens that are known to be in the vocabulary."""
+    def look_up(self, x_X: Tensor, y_X: Tensor, log_unseen: Tensor) -> Tensor:
+        """`log_correlation` of tokens that are known to be in the vocabulary; `log_unseen` has no dimensions."""
         keys_E, log_r_E = self._tensors()
         wanted_X = x_X * self.vocab_size + y_X
         place_X = torch.searchsorted(keys_E, wanted_X)
-        seen_X = keys_E[place_X] == wanted_X
-        return torch.where(seen_X, log_r_E[place_X], log_unseen)
+        return torch.where(keys_E.take(place_X) == wanted_X, log_r_E.take(place_X), log_unseen)
 
     def distributions(self, device: torch.device | str, prior: float) -> NextToken:
         """What follows a token, as a drafter: smoothed distributions on a device."""

@@ -92,7 +92,7 @@ class PrunedHeadTree(Proposer):
             raise ValueError(f"unseen is a correlation: expected at least 0, got {unseen}")
         self.full = lengths == "full"
         self._lattice: Lattice | None = None
-        self._log_unseen = math.log(unseen) if unseen else -math.inf
+        self._log_unseen = torch.tensor(math.log(unseen) if unseen else -math.inf)
 
     def room(self, limits: Limits) -> tuple[int, int]:
         return 1 + self.sequences * self.depth, self.depth
@@ -104,6 +104,7 @@ class PrunedHeadTree(Proposer):
             return
         check_same_vocabulary(context.target, self.table, "table")
         self.table = self.table.to(context.ids_BS.device)
+        self._log_unseen = self._log_unseen.to(context.ids_BS.device)
 
     def propose(self, context: Context) -> Proposal:
         logits_BKV = self.heads(context.hidden_BD)[:, : self.depth].float()

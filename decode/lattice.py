@@ -101,4 +101,4 @@ class Lattice:
         # Numbers begin with 1 here; column 0, and then that of the root, serve for what does not exist.
         kept_BN = used_BX.new_zeros(len(used_BX), nodes + 1).scatter_(1, number_BT.gather(1, used_BX), used_BX)[:, 1:]
         parents_BN = number_BT.gather(1, parents_BT.gather(1, kept_BN)).sub_(1)
-        return parents_BN.masked_fill_(kept_BN == 0, -1), self._depth_T[kept_BN], self._place_T[kept_BN]
+        return parents_BN.masked_fill_(kept_BN == 0, -1), self._depth_T.take(kept_BN), self._place_T.take(kept_BN)

@@ -46,7 +46,9 @@ def warp(logits_XV: Tensor, sampling: Sampling) -> Tensor:
     """
     if sampling.greedy:
         return torch.zeros_like(logits_XV, dtype=torch.float32).scatter_(-1, logits_XV.argmax(-1, keepdim=True), 1.0)
-    logits_XV = logits_XV.float() / sampling.temperature
+    logits_XV = logits_XV.float()
+    if sampling.temperature != 1:
+        logits_XV = logits_XV / sampling.temperature
     if 0 < sampling.top_k < logits_XV.shape[-1]:
         kth_X1 = logits_XV.topk(sampling.top_k, dim=-1).values[..., -1:]
         logits_XV = logits_XV.masked_fill(logits_XV < kth_X1, -torch.inf)
