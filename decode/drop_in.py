@@ -27,8 +27,9 @@ from .generate_calls import Replay, check_request, held_back, prompts_of, sampli
 from .graphs import GraphedModel
 from .head_trees import HeadModule
 from .lean import LeanLlama
+from .loading import load_model, wrap_model
 from .methods import METHODS, Parts, build_method, method_options
-from .models import LanguageModel, check_same_vocabulary, load_model, wrap_model
+from .models import LanguageModel, check_same_vocabulary
 from .rng import Rng
 
 

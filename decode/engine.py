@@ -216,7 +216,7 @@ class Context:
         """
         tree, depth = proposal.tree, verdict.path_BK.shape[1]
         optional = (proposal.valid_BN, verdict.examined_B, verdict.rejected_B)
-        tokens, path, accepted, next_token, parents, *rest = _to_host(
+        tokens, path, accepted, next_token, parents, valid, examined, rejected = _to_host(
             proposal.tokens_BN, verdict.path_BK, verdict.accepted_B, verdict.next_B, tree.parents_BN, *optional
         )
         rows = np.arange(len(tokens))
@@ -225,7 +225,12 @@ class Context:
         new[:, :depth] = tokens[rows[:, None], np.minimum(path, tokens.shape[1] - 1)]
         new[rows, accepted] = next_token
         kept = self._count_kept(new, accepted)
-        examined, rejected = (_account_chain if tree.is_chain else _account)(path, accepted, parents, *rest)
+        if examined is None and tree.is_chain:
+            reach = depth if valid is None else (valid[:, 1:] > 0).cumprod(1).sum(1)
+            rejected = accepted < reach
+            examined = accepted + rejected
+        elif examined is None:
+            examined, rejected = _account(path, accepted, parents, valid)
 
         deepest = int(accepted.max())
         if not tree.is_chain and (path[:, :deepest] != np.arange(1, deepest + 1)).any():
@@ -243,7 +248,7 @@ class Context:
         self.cache.set_lengths([length - 1 for length in self.lengths])
         self.accepted = accepted
         forwards, nodes = 1 + proposal.target_forwards, proposal.tokens_BN.shape[1]
-        return Step(new_ids, forwards, nodes, active, accepted, examined, rejected)
+        return Step(new_ids, forwards, nodes, active, accepted, examined, rejected > 0)
 
     def _count_kept(self, new: np.ndarray, accepted: np.ndarray) -> np.ndarray:
         kept = np.minimum(accepted + 1, self._ends - np.array(self.lengths))
@@ -282,20 +287,13 @@ def _to_host(*tensors: Tensor | None) -> list[Any]:
 
 
 def _account(
-    path: np.ndarray,
-    accepted: np.ndarray,
-    parents: np.ndarray,
-    valid: np.ndarray | None,
-    examined: np.ndarray | None,
-    rejected: np.ndarray | None,
+    path: np.ndarray, accepted: np.ndarray, parents: np.ndarray, valid: np.ndarray | None
 ) -> tuple[np.ndarray, np.ndarray]:
-    """How many draft tokens each row examined, and whether its path ended by a rejection; see `Verdict`."""
-    if examined is not None and rejected is not None:
-        return examined, rejected > 0
+    """How many draft tokens each row examined in a tree, and whether its path ended by a rejection; see `Verdict`."""
     rows, depth = path.shape
     nodes, places = parents.shape[1], np.arange(depth + 1)
     reached = places <= accepted[:, None]
-    above = np.full((rows, depth + 1), 0, dtype=np.int64)
+    above = np.zeros((rows, depth + 1), dtype=np.int64)
     above[:, 1:] = path
     up_to = np.full((rows, depth + 1), nodes, dtype=np.int64)
     up_to[:, :-1] = np.where(reached[:, 1:], path, nodes)
@@ -304,21 +302,6 @@ def _account(
         children = children & (valid > 0)[:, None]
     tried = children & (np.arange(nodes) <= up_to[..., None])
     return tried.sum((1, 2)), children[np.arange(rows), accepted].any(1)
-
-
-def _account_chain(
-    path: np.ndarray,
-    accepted: np.ndarray,
-    parents: np.ndarray,
-    valid: np.ndarray | None,
-    examined: np.ndarray | None,
-    rejected: np.ndarray | None,
-) -> tuple[np.ndarray, np.ndarray]:
-    """The same for a chain."""
-    if examined is not None and rejected is not None:
-        return examined, rejected > 0
-    missed = accepted < (path.shape[1] if valid is None else (valid[:, 1:] > 0).cumprod(1).sum(1))
-    return accepted + missed, missed
 
 
 def prefill(model: LanguageModel, cache: KVCache, ids_BS: Tensor, lengths: Sequence[int]) -> Tensor:

@@ -20,7 +20,7 @@ from torch import Tensor
 from transformers import PreTrainedModel
 
 from .kv_cache import KVCache
-from .models import LanguageModel, _max_positions
+from .models import LanguageModel, position_limit
 
 _FEW_ROWS = 16
 _LARGEST_COPY = 1 << 25
@@ -95,7 +95,7 @@ class LeanLlama(LanguageModel):
         decoder: Any = model.model
         embedding: Tensor = decoder.embed_tokens.weight.detach()
         self.vocab_size, self.hidden_size = model.get_output_embeddings().weight.shape
-        self.max_positions = _max_positions(config)
+        self.max_positions = position_limit(config)
         self.device, self.dtype = embedding.device, embedding.dtype
         self.layers = config.num_hidden_layers
         self.heads = config.num_attention_heads

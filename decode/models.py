@@ -1,4 +1,4 @@
-"""Causal language models seen as scorers of token trees; the only file here that knows transformers.
+"""Causal language models seen as scorers of token trees, and any decoder of transformers as one of them.
 
 Shape letters: B batch, M new tokens, n tree slots up to the last new one, S cache slots, V vocabulary, D hidden,
 H heads, E head width.
@@ -8,13 +8,11 @@ from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from collections.abc import Sequence
-from pathlib import Path
 from typing import Any
 
 import torch
-from safetensors import SafetensorError
 from torch import Tensor, nn
-from transformers import AutoConfig, AutoModelForCausalLM, AutoModelForSeq2SeqLM, Cache, PreTrainedModel
+from transformers import Cache, PreTrainedModel
 
 from .kv_cache import KVCache
 from .tree import Tree
@@ -154,7 +152,7 @@ class TransformersModel(LanguageModel):
         self.model = model
         self.vocab_size = model.get_output_embeddings().weight.shape[0]
         self.hidden_size = config.hidden_size
-        self.max_positions = _max_positions(config)
+        self.max_positions = position_limit(config)
         self.device = model.get_input_embeddings().weight.device
         self.dtype = model.get_input_embeddings().weight.dtype
         self.layers = config.num_hidden_layers
@@ -202,98 +200,6 @@ class TransformersModel(LanguageModel):
         return logits_XV
 
 
-def wrap_model(
-    model: PreTrainedModel, *, fast: bool = True, graphs: bool | None = None, check: bool = True
-) -> LanguageModel:
-    """A scorer over a transformers model.
-
-    Args:
-        model: any causal LM, or an encoder-decoder of the T5 family; it is put into evaluation mode.
-        fast: use the thin forward of `lean.py` where it covers the model (Llama-type decoders). It copies some
-            weights and shares others: after further training, wrap the model again.
-        graphs: replay forwards of few tokens as CUDA graphs (`graphs.py`). None: where the thin forward serves, on a
-            CUDA device. True also has other decoders captured, of which some cannot be.
-        check: compare the forward of a small branching tree with the model's own forwards of its paths.
-
-    Raises:
-        ValueError: where the model's tree forward differs from its plain forwards (ALiBi and other positions that
-            follow the slot instead of `position_ids`), naming the model type and the difference; an encoder-decoder
-            of another family; `graphs` for a model that does not lie on one CUDA device, or for an encoder-decoder.
-    """
-    from .graphs import GraphedModel  # these build on this file
-    from .lean import LeanLlama
-    from .seq2seq import Seq2SeqModel, check_source_forward
-
-    model.eval()
-    if model.config.is_encoder_decoder:
-        if graphs:
-            raise ValueError(f"CUDA graphs are for decoders; {model.config.model_type!r} is an encoder-decoder")
-        source_model = Seq2SeqModel(model)
-        if check:
-            check_source_forward(source_model, model)
-        return source_model
-    wrapped: LanguageModel
-    if fast and LeanLlama.covers(model):
-        wrapped = LeanLlama(model)
-    else:
-        wrapped = TransformersModel(model)
-    if graphs or (graphs is None and isinstance(wrapped, LeanLlama) and wrapped.device.type == "cuda"):
-        wrapped = GraphedModel(wrapped)
-    if check:
-        check_tree_forward(wrapped, model)
-        if isinstance(wrapped, GraphedModel):  # the first call of a shape is not replayed, the second is
-            check_tree_forward(wrapped, model)
-    return wrapped
-
-
-@torch.inference_mode()
-def check_tree_forward(wrapped: LanguageModel, model: PreTrainedModel) -> None:
-    """Compare a tree of two branches with plain forwards of both branches; ValueError where they differ."""
-    device, vocab = wrapped.device, wrapped.vocab_size
-    prompt, left, right = (torch.tensor(ids, device=device) % vocab for ids in ([5, 1, 7], [2, 3], [6]))
-    try:
-        cache = wrapped.new_cache(1, 8)
-        wrapped.extend(cache, prompt[None, :-1])
-        cache.set_lengths([2])
-        tree = Tree.from_parents(torch.tensor([[-1, 0, 0, 1]], device=device), 2)  # root, left, right, left's child
-        nodes = torch.cat((prompt[-1:], left[:1], right, left[1:]))
-        tree_NV = wrapped.logits(wrapped.extend(cache, nodes[None], tree))[0].float()
-    except (TypeError, ValueError, AttributeError, RuntimeError, IndexError) as error:
-        kind = model.config.model_type
-        raise ValueError(
-            f"models of type {kind!r} cannot score token trees here: their forward failed with {error}"
-        ) from error
-    left_V = model(torch.cat((prompt, left))[None]).logits[0, -1].float()
-    right_V = model(torch.cat((prompt, right))[None]).logits[0, -1].float()
-    scale = max(1.0, left_V.abs().max().item(), right_V.abs().max().item())
-    difference = max((tree_NV[3] - left_V).abs().max().item(), (tree_NV[2] - right_V).abs().max().item()) / scale
-    tolerance = 1e-4 if wrapped.dtype == torch.float32 else 6e-2
-    if not difference <= tolerance:
-        raise ValueError(
-            f"models of type {model.config.model_type!r} cannot score token trees: a branch scored in a tree differs "
-            f"from the same tokens scored alone by {difference:.2g} (at most {tolerance:.0e} is allowed); "
-            "positions that follow the cache slot, as with ALiBi, are not supported"
-        )
-
-
-def load_model(source: str, *, dtype: str | torch.dtype = "auto", device: str = "cpu") -> PreTrainedModel:
-    """A causal LM or an encoder-decoder from a folder or a hub id, in evaluation mode; never with remote code.
-
-    Raises:
-        ValueError: where there is neither such a folder nor such a model on the hub.
-    """
-    if not Path(source).is_dir() and (source.startswith((".", "/", "~", "runs/")) or source.count("/") > 1):
-        raise ValueError(f"there is no model folder {source!r}")
-    try:
-        config = AutoConfig.from_pretrained(source)
-        loader = AutoModelForSeq2SeqLM if config.is_encoder_decoder else AutoModelForCausalLM
-        model = loader.from_pretrained(source, dtype=dtype)
-    except (OSError, ValueError, RuntimeError, SafetensorError) as error:
-        reason = str(error).strip().splitlines()[0]
-        raise ValueError(f"no language model could be loaded from {source!r}: {reason}") from error
-    return model.to(device).eval()
-
-
 def check_same_vocabulary(target: LanguageModel, other: Any, what: str) -> None:
     """Raises ValueError naming both sizes where a drafter's, a table's or the heads' vocabulary is not the target's."""
     if target.vocab_size != other.vocab_size:
@@ -303,7 +209,8 @@ def check_same_vocabulary(target: LanguageModel, other: Any, what: str) -> None:
         )
 
 
-def _max_positions(config: Any) -> int:
+def position_limit(config: Any) -> int:
+    """How many positions a decoder has; no more than its sliding window, beyond which tokens would not be seen."""
     limits: Sequence[int | None] = (
         getattr(config, "max_position_embeddings", None),
         getattr(config, "sliding_window", None) if getattr(config, "use_sliding_window", True) else None,

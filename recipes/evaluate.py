@@ -18,9 +18,10 @@ from ..data.conversations import read_conversations
 from ..data.templates import get_template
 from ..data.tokenizers import load_tokenizer
 from ..decode.engine import Limits
+from ..decode.loading import load_model, wrap_model
 from ..decode.measure import BASELINE, Entry, Run, measure, same_as_reference, summarise
 from ..decode.methods import METHODS, Parts, method_options
-from ..decode.models import LanguageModel, check_same_vocabulary, load_model, wrap_model
+from ..decode.models import LanguageModel, check_same_vocabulary
 from ..decode.warpers import Sampling
 from .config import EvaluateRecipe
 from .loading import write_recipe

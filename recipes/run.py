@@ -27,10 +27,11 @@ from ..checkpoints.artifact import (
 from ..checkpoints.heads import PredictionHeads, save_heads
 from ..data.tokenizers import load_tokenizer
 from ..decode.engine import Limits
+from ..decode.loading import load_model, wrap_model
 from ..decode.measure import decode
 from ..decode.methods import Parts, build_method, nearest
 from ..decode.metrics import total
-from ..decode.models import LanguageModel, load_model, wrap_model
+from ..decode.models import LanguageModel
 from ..decode.warpers import Sampling
 from ..train.drafter import DrafterTask
 from ..train.heads import HeadsTask

@@ -59,7 +59,7 @@ from transformers import LlamaConfig, LlamaForCausalLM
 import draftsmith
 from draftsmith.decode.engine import Limits, generate
 from draftsmith.decode.methods import Parts, build_method
-from draftsmith.decode.models import wrap_model
+from draftsmith.decode.loading import wrap_model
 from draftsmith.decode.rng import Rng
 from draftsmith.decode.warpers import Sampling
 

@@ -29,10 +29,11 @@ from draftsmith.data.tokenizers import load_tokenizer
 from draftsmith.decode.engine import Limits, Proposal, Verdict, Verifier, generate
 from draftsmith.decode.head_trees import PrunedHeadTree
 from draftsmith.decode.kv_cache import KVCache
+from draftsmith.decode.loading import load_model, wrap_model
 from draftsmith.decode.measure import Costs, RawCosts, decode, decode_reference
 from draftsmith.decode.methods import Method, Parts, build_method
 from draftsmith.decode.metrics import Tally, total
-from draftsmith.decode.models import LanguageModel, load_model, wrap_model
+from draftsmith.decode.models import LanguageModel
 from draftsmith.decode.profile import StepProfile
 from draftsmith.decode.rng import Rng
 from draftsmith.decode.tree import Tree

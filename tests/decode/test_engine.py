@@ -11,8 +11,9 @@ import torch
 from draftsmith.checkpoints.heads import PredictionHeads
 from draftsmith.checkpoints.table import BigramTable
 from draftsmith.decode.engine import Limits, Step, generate
+from draftsmith.decode.loading import wrap_model
 from draftsmith.decode.methods import METHODS, Parts, build_method
-from draftsmith.decode.models import LanguageModel, wrap_model
+from draftsmith.decode.models import LanguageModel
 from draftsmith.decode.rng import Rng
 from draftsmith.decode.warpers import Sampling
 from transformers import AutoConfig, AutoModelForCausalLM, LlamaForCausalLM

@@ -17,8 +17,8 @@ import torch
 from draftsmith.checkpoints.table import BigramTable
 from draftsmith.decode import verifiers
 from draftsmith.decode.engine import Limits, generate
+from draftsmith.decode.loading import wrap_model
 from draftsmith.decode.methods import METHODS, Method, Parts, build_method
-from draftsmith.decode.models import wrap_model
 from draftsmith.decode.proposers import DraftTree
 from draftsmith.decode.rng import Rng
 from draftsmith.decode.verifiers import ExactChain, MultiCandidate

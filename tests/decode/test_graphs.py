@@ -20,8 +20,9 @@ from draftsmith.decode.engine import Limits, generate
 from draftsmith.decode.graphs import GraphedModel, round_up
 from draftsmith.decode.kv_cache import KVCache
 from draftsmith.decode.lean import LeanLlama
+from draftsmith.decode.loading import wrap_model
 from draftsmith.decode.methods import Parts, build_method
-from draftsmith.decode.models import LanguageModel, TransformersModel, wrap_model
+from draftsmith.decode.models import LanguageModel, TransformersModel
 from draftsmith.decode.rng import Rng
 from draftsmith.decode.tree import Tree
 from draftsmith.decode.warpers import Sampling

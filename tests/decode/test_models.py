@@ -8,7 +8,8 @@ from typing import Any
 import pytest
 import torch
 from draftsmith.decode.lean import LeanLlama
-from draftsmith.decode.models import TransformersModel, load_model, wrap_model
+from draftsmith.decode.loading import load_model, wrap_model
+from draftsmith.decode.models import TransformersModel
 from draftsmith.decode.tree import Tree
 from transformers import AutoConfig, AutoModelForCausalLM, LlamaForCausalLM, PreTrainedModel
 

@@ -17,8 +17,9 @@ import pytest
 import torch
 from draftsmith.checkpoints.table import BigramTable
 from draftsmith.decode.engine import Limits, Step, generate
+from draftsmith.decode.loading import load_model, wrap_model
 from draftsmith.decode.methods import METHODS, Parts, build_method
-from draftsmith.decode.models import LanguageModel, load_model, wrap_model
+from draftsmith.decode.models import LanguageModel
 from draftsmith.decode.rng import Rng
 from draftsmith.decode.seq2seq import Seq2SeqModel
 from draftsmith.decode.tree import Tree

@@ -1,0 +1,106 @@
+"""Models of transformers loaded, and wrapped by the fastest scorer that covers them; each is checked first.
+
+Shape letters: N tree nodes, V vocabulary.
+"""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import torch
+from safetensors import SafetensorError
+from transformers import AutoConfig, AutoModelForCausalLM, AutoModelForSeq2SeqLM, PreTrainedModel
+
+from .graphs import GraphedModel
+from .lean import LeanLlama
+from .models import LanguageModel, TransformersModel
+from .seq2seq import Seq2SeqModel, check_source_forward
+from .tree import Tree
+
+
+def wrap_model(
+    model: PreTrainedModel, *, fast: bool = True, graphs: bool | None = None, check: bool = True
+) -> LanguageModel:
+    """A scorer over a transformers model.
+
+    Args:
+        model: any causal LM, or an encoder-decoder of the T5 family; it is put into evaluation mode.
+        fast: use the thin forward of `lean.py` where it covers the model (Llama-type decoders). It copies some
+            weights and shares others: after further training, wrap the model again.
+        graphs: replay forwards of few tokens as CUDA graphs (`graphs.py`). None: where the thin forward serves, on a
+            CUDA device. True also has other decoders captured, of which some cannot be.
+        check: compare the forward of a small branching tree with the model's own forwards of its paths.
+
+    Raises:
+        ValueError: where the model's tree forward differs from its plain forwards (ALiBi and other positions that
+            follow the slot instead of `position_ids`), naming the model type and the difference; an encoder-decoder
+            of another family; `graphs` for a model that does not lie on one CUDA device, or for an encoder-decoder.
+    """
+    model.eval()
+    if model.config.is_encoder_decoder:
+        if graphs:
+            raise ValueError(f"CUDA graphs are for decoders; {model.config.model_type!r} is an encoder-decoder")
+        source_model = Seq2SeqModel(model)
+        if check:
+            check_source_forward(source_model, model)
+        return source_model
+    wrapped: LanguageModel
+    if fast and LeanLlama.covers(model):
+        wrapped = LeanLlama(model)
+    else:
+        wrapped = TransformersModel(model)
+    if graphs or (graphs is None and isinstance(wrapped, LeanLlama) and wrapped.device.type == "cuda"):
+        wrapped = GraphedModel(wrapped)
+    if check:
+        check_tree_forward(wrapped, model)
+        if isinstance(wrapped, GraphedModel):  # the first call of a shape is not replayed, the second is
+            check_tree_forward(wrapped, model)
+    return wrapped
+
+
+@torch.inference_mode()
+def check_tree_forward(wrapped: LanguageModel, model: PreTrainedModel) -> None:
+    """Compare a tree of two branches with plain forwards of both branches; ValueError where they differ."""
+    device, vocab = wrapped.device, wrapped.vocab_size
+    prompt, left, right = (torch.tensor(ids, device=device) % vocab for ids in ([5, 1, 7], [2, 3], [6]))
+    try:
+        cache = wrapped.new_cache(1, 8)
+        wrapped.extend(cache, prompt[None, :-1])
+        cache.set_lengths([2])
+        tree = Tree.from_parents(torch.tensor([[-1, 0, 0, 1]], device=device), 2)  # root, left, right, left's child
+        nodes = torch.cat((prompt[-1:], left[:1], right, left[1:]))
+        tree_NV = wrapped.logits(wrapped.extend(cache, nodes[None], tree))[0].float()
+    except (TypeError, ValueError, AttributeError, RuntimeError, IndexError) as error:
+        kind = model.config.model_type
+        raise ValueError(
+            f"models of type {kind!r} cannot score token trees here: their forward failed with {error}"
+        ) from error
+    left_V = model(torch.cat((prompt, left))[None]).logits[0, -1].float()
+    right_V = model(torch.cat((prompt, right))[None]).logits[0, -1].float()
+    scale = max(1.0, left_V.abs().max().item(), right_V.abs().max().item())
+    difference = max((tree_NV[3] - left_V).abs().max().item(), (tree_NV[2] - right_V).abs().max().item()) / scale
+    tolerance = 1e-4 if wrapped.dtype == torch.float32 else 6e-2
+    if not difference <= tolerance:
+        raise ValueError(
+            f"models of type {model.config.model_type!r} cannot score token trees: a branch scored in a tree differs "
+            f"from the same tokens scored alone by {difference:.2g} (at most {tolerance:.0e} is allowed); "
+            "positions that follow the cache slot, as with ALiBi, are not supported"
+        )
+
+
+def load_model(source: str, *, dtype: str | torch.dtype = "auto", device: str = "cpu") -> PreTrainedModel:
+    """A causal LM or an encoder-decoder from a folder or a hub id, in evaluation mode; never with remote code.
+
+    Raises:
+        ValueError: where there is neither such a folder nor such a model on the hub.
+    """
+    if not Path(source).is_dir() and (source.startswith((".", "/", "~", "runs/")) or source.count("/") > 1):
+        raise ValueError(f"there is no model folder {source!r}")
+    try:
+        config = AutoConfig.from_pretrained(source)
+        loader = AutoModelForSeq2SeqLM if config.is_encoder_decoder else AutoModelForCausalLM
+        model = loader.from_pretrained(source, dtype=dtype)
+    except (OSError, ValueError, RuntimeError, SafetensorError) as error:
+        reason = str(error).strip().splitlines()[0]
+        raise ValueError(f"no language model could be loaded from {source!r}: {reason}") from error
+    return model.to(device).eval()
