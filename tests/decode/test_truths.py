@@ -1,0 +1,401 @@
+"""What is known of each method beyond the distribution of its output: what it proposes, keeps and finds.
+
+Each is compared with something slow and plain: forwards of whole texts, enumerations of all sequences, other methods.
+Nothing here is statistical. Where a truth could hold because nothing happens, that something does is asserted.
+
+Shape letters: B batch, S slots, T positions, N nodes, K heads, V vocabulary, E sequences enumerated.
+"""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Callable, Iterator, Sequence
+
+import numpy as np
+import pytest
+import torch
+from draftsmith.checkpoints.table import BigramTable
+from draftsmith.decode.engine import Context, Limits, Proposal, Proposer, Step, Verdict, Verifier, generate
+from draftsmith.decode.head_trees import PrunedHeadTree
+from draftsmith.decode.loading import wrap_model
+from draftsmith.decode.methods import Method, Parts, build_method
+from draftsmith.decode.models import LanguageModel
+from draftsmith.decode.ngrams import PromptLookup, lookup
+from draftsmith.decode.rng import Rng
+from draftsmith.decode.warpers import Sampling
+from transformers import LlamaForCausalLM
+
+GREEDY, PLAIN = Sampling(), Sampling(1.0)
+PROMPTS = [[1, 2, 3], [5], [9, 8, 7, 6, 5, 4, 3], [11, 0]]
+MakeLlama = Callable[..., LlamaForCausalLM]
+MakeMarkov = Callable[[torch.Tensor], LanguageModel]
+MakeHeads = Callable[..., torch.nn.Module]
+
+
+class Watching(Verifier):
+    """Another verifier whose proposals are remembered."""
+
+    def __init__(self, verifier: Verifier) -> None:
+        self.verifier, self.lossless, self.judges = verifier, verifier.lossless, verifier.judges
+        self.proposals: list[Proposal] = []
+
+    def verify(self, proposal: Proposal, target_BNV: torch.Tensor, rng: Rng) -> Verdict:
+        self.proposals.append(proposal)
+        return self.verifier.verify(proposal, target_BNV, rng)
+
+
+def trace(
+    target: LanguageModel,
+    method: Method,
+    sampling: Sampling,
+    limits: Limits,
+    prompts: Sequence[Sequence[int]] = PROMPTS,
+) -> Iterator[tuple[list[int], list[int], int, list[int]]]:
+    """Of every step and row: the text before it, the chain that was drafted, how much was accepted, what was gained."""
+    watching = Watching(method.verifier)
+    texts = [list(prompt) for prompt in prompts]
+    rng = Rng.for_rows(0, len(prompts))
+    for step in generate(target, method.proposer, watching, prompts, limits, sampling, rng):
+        proposal = watching.proposals.pop()
+        assert proposal.tree.is_chain
+        for row, text in enumerate(texts):
+            if step.active[row]:
+                drafted_N = proposal.tokens_BN[row, 1:]
+                if proposal.valid_BN is not None:
+                    drafted_N = drafted_N[proposal.valid_BN[row, 1:]]
+                yield list(text), drafted_N.tolist(), int(step.accepted[row]), step.new_ids[row]
+            text += step.new_ids[row]
+
+
+def run(
+    target: LanguageModel, method: Method, sampling: Sampling, limits: Limits
+) -> tuple[list[list[int]], list[Step]]:
+    steps = list(generate(target, *method, PROMPTS, limits, sampling, Rng.for_rows(0, len(PROMPTS))))
+    return [[token for step in steps for token in step.new_ids[row]] for row in range(len(PROMPTS))], steps
+
+
+@torch.no_grad()
+def log_probs(model: LlamaForCausalLM, ids: Sequence[Sequence[int]]) -> torch.Tensor:
+    """[B, T, V] float64, by plain forwards of whole texts of one length."""
+    return model(torch.tensor(ids)).logits.double().log_softmax(-1)
+
+
+def greedy(model: LlamaForCausalLM, prompt: Sequence[int], count: int) -> list[int]:
+    ids = list(prompt)
+    for _ in range(count):
+        ids.append(int(log_probs(model, [ids])[0, -1].argmax()))
+    return ids[len(prompt) :]
+
+
+def make_pair(make_llama: MakeLlama, vocab: int, noise: float) -> tuple[LlamaForCausalLM, LlamaForCausalLM]:
+    """A target, and a drafter that often agrees with it: the same weights with some noise."""
+    target, drafter = (make_llama(vocab, seed=0, sharpness=2.0) for _ in range(2))
+    generator = torch.Generator().manual_seed(1)
+    with torch.no_grad():
+        for parameter in drafter.parameters():
+            parameter += noise * parameter.std() * torch.randn(parameter.shape, generator=generator)
+    return target, drafter
+
+
+@pytest.mark.parametrize("sampling", [GREEDY, PLAIN], ids=["greedy", "sampled"])
+def test_without_thresholds_everything_is_drafted_and_kept(make_llama: MakeLlama, sampling: Sampling) -> None:
+    target, drafter = (wrap_model(make_llama(16, seed=seed)) for seed in (0, 1))
+    settings = {"mjsd": {"beams": 4, "threshold": 0.0}, "bild": {"fallback": 0.0, "rollback": 1e9}}
+    for name, options in settings.items():
+        method = build_method(name, Parts(drafter), sampling, gamma=3, **options)
+        for _, drafted, accepted, gained in trace(target, method, sampling, Limits(24)):
+            assert accepted == len(drafted) == 3
+            assert len(gained) == 4
+
+
+def test_mjsd_with_a_wide_beam_drafts_what_the_drafter_finds_likeliest(make_llama: MakeLlama) -> None:
+    target, drafter = make_pair(make_llama, 6, noise=0.1)
+    method = build_method("mjsd", Parts(wrap_model(drafter)), GREEDY, gamma=3, beams=36, threshold=0.6)
+    prompts = [[token % 6 for token in prompt] for prompt in PROMPTS]
+    for text, drafted, _, _ in trace(wrap_model(target), method, GREEDY, Limits(20), prompts):
+        assert drafted == likeliest(drafter, text, 3, None)
+
+
+def test_mjsd_at_threshold_1_is_greedy_decoding(make_llama: MakeLlama) -> None:
+    target = make_llama(16, seed=0)
+    drafter = wrap_model(target)  # even the target's own drafts are refused
+    method = build_method("mjsd", Parts(drafter), GREEDY, gamma=3, beams=4, threshold=1.0)
+    output, steps = run(wrap_model(target), method, GREEDY, Limits(15))
+    assert output == [greedy(target, prompt, 15) for prompt in PROMPTS]
+    assert not any(step.accepted.any() for step in steps)
+
+
+@pytest.mark.parametrize("sampling", [GREEDY, PLAIN], ids=["greedy", "sampled"])
+def test_mjsd_keeps_the_longest_passing_prefix(make_llama: MakeLlama, sampling: Sampling) -> None:
+    """By plain forwards of both models. Prefixes that pass although a shorter one failed, which only the joint
+    likelihood of this method knows, must occur."""
+    target, drafter = make_pair(make_llama, 16, noise=0.1)
+    threshold, late, seen = 0.6, 0, set()
+    method = build_method("mjsd", Parts(wrap_model(drafter)), sampling, gamma=4, beams=3, threshold=threshold)
+    for text, drafted, accepted, gained in trace(wrap_model(target), method, sampling, Limits(60)):
+        places, tokens = torch.arange(len(text) - 1, len(text) + 3), torch.tensor(drafted)
+        p, q = (log_probs(model, [text + drafted])[0, places, tokens].cumsum(0).exp() for model in (target, drafter))
+        passes = [min(1.0, ratio) > threshold for ratio in (p / q).tolist()]
+        assert accepted == max((length for length in range(1, 5) if passes[length - 1]), default=0)
+        late += not all(passes[:accepted])
+        seen.add(accepted)
+        if sampling.greedy and len(gained) > accepted:
+            assert gained[accepted] == greedy(target, text + drafted[:accepted], 1)[0]
+    assert late > 0
+    assert seen == {0, 1, 2, 3, 4}
+
+
+@pytest.mark.parametrize("sampling", [GREEDY, PLAIN], ids=["greedy", "sampled"])
+def test_bild_falls_back_and_rolls_back_where_its_thresholds_say(make_llama: MakeLlama, sampling: Sampling) -> None:
+    """By plain forwards of both models."""
+    target, drafter = make_pair(make_llama, 16, noise=0.1)
+    fallback, rollback, cut, refused = 0.3, 1.5, 0, 0
+    options = {"gamma": 6, "fallback": fallback, "rollback": rollback}
+    method = build_method("bild", Parts(wrap_model(drafter)), sampling, **options)
+    for text, drafted, accepted, gained in trace(wrap_model(target), method, sampling, Limits(60)):
+        here = slice(len(text) - 1, None)
+        p, q = (log_probs(model, [text + drafted])[0, here] for model in (target, drafter))
+        sure = (q.exp().amax(-1) >= fallback).tolist()
+        assert all(sure[: len(drafted)])
+        assert len(drafted) == 6 or not sure[len(drafted)]
+        unlikely = [place for place, token in enumerate(drafted) if -float(p[place, token]) > rollback]
+        assert accepted == min([*unlikely, len(drafted)])
+        cut, refused = cut + (0 < len(drafted) < 6), refused + (accepted < len(drafted))
+        if sampling.greedy and len(gained) > accepted:
+            assert gained[accepted] == int(p[accepted].argmax())
+    assert cut > 5
+    assert refused > 5
+
+
+def test_the_oracle_wastes_nothing(make_llama: MakeLlama) -> None:
+    """At temperature 0 every token that it drafts is accepted, and it keeps as much as chains of full length."""
+    target_model, drafter = make_pair(make_llama, 32, noise=0.05)
+    target, parts, limits = wrap_model(target_model), Parts(wrap_model(drafter)), Limits(60)
+    counts = {}
+    for policy in ("oracle", "confidence", "expected-gain"):
+        method = build_method("adaptive", parts, GREEDY, gamma=5, policy=policy)
+        steps = list(trace(target, method, GREEDY, limits))
+        drafted, accepted = sum(len(step[1]) for step in steps), sum(step[2] for step in steps)
+        counts[policy] = (drafted, accepted, len(steps))
+    drafted, accepted, oracle_steps = counts.pop("oracle")
+    assert 0 < drafted == accepted
+    assert all(drafted > accepted for drafted, accepted, _ in counts.values())
+    assert all(steps >= oracle_steps for _, _, steps in counts.values())
+    full = list(trace(target, build_method("speculative", parts, GREEDY, gamma=5), GREEDY, limits))
+    assert len(full) == oracle_steps
+    assert sum(step[2] for step in full) == accepted < sum(len(step[1]) for step in full)
+
+
+def test_batch_speculative_is_a_k_configuration(make_llama: MakeLlama) -> None:
+    target, parts = wrap_model(make_llama(16, seed=0)), Parts(wrap_model(make_llama(16, seed=1)))
+    batch = build_method("batch-speculative", parts, PLAIN, drafts=3, gamma=4)
+    tree = build_method("multi-candidate", parts, PLAIN, k_config="3x1x1x1", replacement=True)
+    other = build_method("multi-candidate", parts, PLAIN, k_config="3x1x1x1", replacement=False)
+    outputs = [run(target, method, PLAIN, Limits(40))[0] for method in (batch, tree, other)]
+    assert outputs[0] == outputs[1] != outputs[2]
+
+
+class Beside(Proposer):
+    """Proposes what the first proposer does, and remembers what the second would have proposed."""
+
+    def __init__(self, first: Proposer, second: Proposer) -> None:
+        self.both = (first, second)
+        self.pairs: list[tuple[Proposal, Proposal]] = []
+
+    def room(self, limits: Limits) -> tuple[int, int]:
+        first, second = (proposer.room(limits) for proposer in self.both)
+        return max(first[0], second[0]), max(first[1], second[1])
+
+    def start(self, context: Context) -> None:
+        for proposer in self.both:
+            proposer.start(context)
+
+    def propose(self, context: Context) -> Proposal:
+        first, second = (proposer.propose(context) for proposer in self.both)
+        self.pairs.append((first, second))
+        return first
+
+
+def paths(proposal: Proposal, row: int) -> set[tuple[int, ...]]:
+    """The token sequences that lead from the root to each node of a tree."""
+    parents = proposal.tree.parents_BN.expand(len(proposal.tokens_BN), -1)[row].tolist()
+    found: dict[int, tuple[int, ...]] = {0: ()}
+    for node, (parent, token) in enumerate(zip(parents, proposal.tokens_BN[row].tolist(), strict=True)):
+        if node and parent >= 0:
+            found[node] = (*found[parent], token)
+    return set(found.values()) - {()}
+
+
+def longest_match(candidates: set[tuple[int, ...]], text: Sequence[int]) -> int:
+    return max((len(path) for path in candidates if path == tuple(text[: len(path)])), default=0)
+
+
+@pytest.mark.parametrize("sequences", [1, 6, 39])
+def test_medusas_tree_holds_what_slim_proposes(make_llama: MakeLlama, make_heads: MakeHeads, sequences: int) -> None:
+    """So Medusa never accepts less, from the same contexts; with all 3 + 9 + 27 sequences the trees are the same."""
+    model, heads = make_llama(8, seed=0), make_heads(3, 32, 8)
+    table = BigramTable.from_documents([np.random.default_rng(0).integers(0, 8, 60)], 8)
+    slim = PrunedHeadTree(heads, table, sequences, 3, 0.01, 3)
+    medusa, verifier = build_method("medusa", Parts(heads=heads), GREEDY, tree="3x3x3")
+    beside = Beside(medusa, slim)
+    prompts = np.random.default_rng(1).integers(0, 8, (20, 3)).tolist()
+    truths = [prompt + greedy(model, prompt, 43) for prompt in prompts]
+    lengths = [len(prompt) for prompt in prompts]
+    totals = np.zeros(2, dtype=np.int64)
+    rng = Rng.for_rows(0, len(prompts))
+    for step in generate(wrap_model(model), beside, verifier, prompts, Limits(40), GREEDY, rng):
+        for row in np.flatnonzero(step.active):
+            wide, pruned = (paths(proposal, row) for proposal in beside.pairs[-1])
+            assert len(wide) == 39
+            assert pruned <= wide
+            assert len(pruned) >= sequences
+            assert (pruned == wide) == (sequences == 39)
+            accepted = [longest_match(tree, truths[row][lengths[row] :]) for tree in (wide, pruned)]
+            assert step.accepted[row] == accepted[0] >= accepted[1]
+            totals += accepted
+            lengths[row] += len(step.new_ids[row])
+    assert totals[1] > 0
+    assert (totals[0] > totals[1]) == (sequences < 39)
+
+
+@pytest.mark.parametrize("sampling", [GREEDY, PLAIN], ids=["greedy", "sampled"])
+def test_bpd_is_slim_with_one_full_sequence(make_llama: MakeLlama, make_heads: MakeHeads, sampling: Sampling) -> None:
+    target, heads = wrap_model(make_llama(12, seed=0)), make_heads(3, 32, 12)
+    blockwise = build_method("bpd", Parts(heads=heads), sampling)
+    beside = Beside(blockwise.proposer, PrunedHeadTree(heads, None, 1, 4, 0.01, 3, "full"))
+    output, steps = run(target, Method(beside, blockwise.verifier), sampling, Limits(40))
+    for chain, pruned in beside.pairs:
+        assert torch.equal(chain.tokens_BN, pruned.tokens_BN)
+        assert torch.equal(chain.tree.parents_BN.expand(len(PROMPTS), -1), pruned.tree.parents_BN)
+    again, same_steps = run(target, Method(beside.both[1], blockwise.verifier), sampling, Limits(40))
+    assert again == output
+    assert [step.accepted.tolist() for step in same_steps] == [step.accepted.tolist() for step in steps]
+    assert sum(int(step.accepted.sum()) for step in steps) > 0
+
+
+@pytest.mark.parametrize("lengths", ["all", "full"])
+@pytest.mark.parametrize("unseen", [0.0, 0.01])
+@pytest.mark.parametrize("sequences", [1, 3, 30])
+def test_slim_keeps_the_highest_posteriors(make_heads: MakeHeads, unseen: float, lengths: str, sequences: int) -> None:
+    """Enumerated for three rows: Π p Π r, the root included, over a table in which half of the pairs are missing."""
+    vocab, depth, width = 12, 4, 4
+    rng, generator = np.random.default_rng(3), torch.Generator().manual_seed(sequences)
+    documents = [rng.integers(0, vocab, 8) for _ in range(12)]
+    table = BigramTable.from_documents(documents, vocab)
+    pairs = [pair for document in documents for pair in itertools.pairwise(document.tolist())]
+    left, right = (np.bincount(side, minlength=vocab) for side in zip(*pairs, strict=True))
+
+    def correlation(x: int, y: int) -> float:
+        count = pairs.count((x, y))
+        return count * len(pairs) / (left[x] * right[y]) if count else unseen
+
+    heads_BKV = torch.randn(3, depth, vocab, generator=generator).softmax(-1)
+    top = heads_BKV.topk(width, -1)
+    roots = [2, 7, 11]
+    tree = PrunedHeadTree(make_heads(depth, 1, vocab), table, sequences, width, unseen, depth, lengths)
+    found, tokens_BN = tree.prune(torch.tensor(roots)[:, None], top.indices, top.values.log())
+    for row, root in enumerate(roots):
+        posteriors = {}
+        for length in range(1, depth + 1) if lengths == "all" else [depth]:
+            for path in itertools.product(*top.indices[row, :length].tolist()):
+                head = np.prod([float(heads_BKV[row, level, token]) for level, token in enumerate(path)])
+                posterior = head * np.prod([correlation(*pair) for pair in itertools.pairwise((root, *path))])
+                if posterior > 0:
+                    posteriors[path] = posterior
+        best = sorted(posteriors, key=posteriors.__getitem__, reverse=True)[:sequences]
+        wanted = {path[:length] for path in best for length in range(1, len(path) + 1)}
+        assert paths(Proposal(found, tokens_BN), row) == wanted
+
+
+def test_slim_may_find_no_sequence_at_all(make_llama: MakeLlama, make_heads: MakeHeads) -> None:
+    """With r = 0 for unseen pairs: a tree of the root alone, in some rows or in all, is decoded one token a step."""
+    model = make_llama(12, seed=0)
+    wanted = [greedy(model, prompt, 20) for prompt in PROMPTS]
+    for documents in ([np.arange(1)], [np.arange(12), np.arange(4)]):
+        parts = Parts(heads=make_heads(3, 32, 12), table=BigramTable.from_documents(documents, 12))
+        method = build_method("slim-s", parts, GREEDY, unseen=0.0, candidates=4)
+        output, steps = run(wrap_model(model), method, GREEDY, Limits(20))
+        assert output == wanted
+        assert {step.nodes for step in steps} == ({1} if len(documents) == 1 else {1, 2, 3, 4})
+
+
+def likeliest(model: LlamaForCausalLM, text: Sequence[int], count: int, stop: int | None) -> list[int]:
+    """The continuation of `count` tokens of the highest joint probability, of all there are; or shorter, at a stop."""
+    every_ET = torch.tensor(list(itertools.product(range(model.config.vocab_size), repeat=count)))
+    scores_ETV = log_probs(model, [[*text, *tokens] for tokens in every_ET.tolist()])[:, len(text) - 1 : -1]
+    scores_ET = scores_ETV.gather(2, every_ET[..., None])[..., 0]
+    if stop is not None:  # what follows a stop token costs nothing, and is cut off below
+        scores_ET[:, 1:].masked_fill_((every_ET[:, :-1] == stop).long().cumsum(1) > 0, 0.0)
+    best = every_ET[scores_ET.sum(1).argmax()].tolist()
+    return best[: best.index(stop) + 1] if stop in best else best
+
+
+@pytest.mark.parametrize("stop", [None, 4])
+def test_a_wide_beam_finds_the_likeliest_sequence(make_llama: MakeLlama, stop: int | None) -> None:
+    """Of 6^3, with 6^2 beams. Greedy decoding misses it somewhere, and with a stop token something ends early."""
+    model = make_llama(6, seed=4)
+    prompts = [[first, second, 1] for first in range(6) for second in range(6)]
+    limits = Limits(3, () if stop is None else (stop,))
+    method = build_method("beam", Parts(), GREEDY, beams=36)
+    steps = list(generate(wrap_model(model), *method, prompts, limits, GREEDY, Rng.for_rows(0, len(prompts))))
+    assert len(steps) == 1
+    wanted = [likeliest(model, prompt, 3, stop) for prompt in prompts]
+    assert steps[0].new_ids == wanted
+    assert any(found != greedy(model, prompt, 3)[: len(found)] for prompt, found in zip(prompts, wanted, strict=True))
+    assert any(len(found) < 3 for found in wanted) == (stop is not None)
+
+
+@pytest.mark.parametrize("stop", [None, 4])
+def test_joint_greedy_decoding_takes_the_likeliest_tokens_of_each_step(make_llama: MakeLlama, stop: int | None) -> None:
+    model = make_llama(6, seed=4)
+    prompts = [[token % 6 for token in prompt] for prompt in PROMPTS]
+    limits, unlike_greedy, ended = Limits(12, () if stop is None else (stop,)), 0, 0
+    for gamma in (2, 3):
+        method = build_method("mjgd", Parts(), GREEDY, gamma=gamma, beams=36)
+        for text, drafted, accepted, gained in trace(wrap_model(model), method, GREEDY, limits, prompts):
+            assert accepted == len(drafted) - 1 == gamma - 1  # the last one is the token after the path
+            assert gained == likeliest(model, text, gamma, stop)
+            unlike_greedy += gained != greedy(model, text, gamma)[: len(gained)]
+            ended += len(gained) < gamma
+    assert unlike_greedy > 0
+    assert (ended > 0) == (stop is not None)
+
+
+def test_joint_greedy_decoding_of_one_token_is_greedy_decoding(make_llama: MakeLlama) -> None:
+    model = make_llama(16, seed=0)
+    for beams in (1, 3, 50):
+        method = build_method("mjgd", Parts(), GREEDY, gamma=1, beams=beams)
+        output, _ = run(wrap_model(model), method, GREEDY, Limits(12))
+        assert output == [greedy(model, prompt, 12) for prompt in PROMPTS]
+
+
+def test_prompt_lookup_reads_on_in_a_text_that_repeats_itself(make_markov: MakeMarkov) -> None:
+    """Over a target that counts 0, 1 … 4, 0 …: everything that is proposed is right, beyond the end of the text too."""
+    cycle = torch.full((1, 5, 5), 1e-6).scatter_(2, (torch.arange(5)[None, :, None] + 1) % 5, 1.0)
+    prompts = [[3, 4, 0, 1, 2, 3, 4, 0, 1], [2, 3, 4, 0, 1, 2], [1, 2]]
+    method = Method(PromptLookup(7, 3), build_method("prompt-lookup", Parts(), GREEDY).verifier)
+    steps = list(trace(make_markov(cycle), method, GREEDY, Limits(32), prompts))
+    for text, drafted, accepted, gained in steps:
+        repeats = len(set(text)) < len(text)
+        assert drafted == ([(text[-1] + place) % 5 for place in range(1, 8)] if repeats else [])
+        assert accepted == len(drafted)
+        assert gained == [(text[-1] + place) % 5 for place in range(1, 9)][: len(gained)]
+    assert [len(step[1]) for step in steps[:3]] == [7, 7, 0]
+
+
+def latest_match(text: list[int], longest: int) -> int:
+    """Where the text goes on after the latest of its longest earlier matches with its end, by trying every place."""
+    for size in range(min(longest, len(text) - 1), 0, -1):
+        for place in range(len(text) - 1, size - 1, -1):
+            if text[place - size : place] == text[-size:]:
+                return place
+    return -1
+
+
+@pytest.mark.parametrize("longest", [1, 2, 3, 5])
+def test_lookup_equals_a_search_of_every_place(longest: int) -> None:
+    rng = np.random.default_rng(longest)
+    ids_BS, lengths_B = rng.integers(0, 4, (500, 12)), rng.integers(1, 13, 500)  # a text ends before its row does
+    wanted = [latest_match(ids_S[:length].tolist(), longest) for ids_S, length in zip(ids_BS, lengths_B, strict=True)]
+    assert lookup(ids_BS, lengths_B, longest).tolist() == wanted
+    assert 0 < wanted.count(-1) < 250
