@@ -47,14 +47,21 @@ class DraftState:
         Returns:
             [B, D] hidden state of the root. Node 0 stands in its slot from here on.
         """
-        # A row that is ahead of the others reads some tokens again: same values, same slots.
+        # A row that is ahead of the others reads some tokens again: same values, same slots. One that has fewer tokens
+        # than the others must read begins at its start, and reads beyond its end what is never looked at.
         pending = max(length - read for length, read in zip(context.lengths, self._read, strict=True))
-        pending = min(pending, min(context.lengths))
-        self.cache.set_lengths([length - pending for length in context.lengths])
-        hidden_BMD = self.model.extend(self.cache, context.last_ids(pending))
+        starts = [max(0, length - pending) for length in context.lengths]
+        self.cache.set_lengths(starts)
+        if pending <= min(context.lengths):
+            hidden_BD = self.model.extend(self.cache, context.last_ids(pending))[:, -1]
+        else:
+            places_BM = self.cache.lengths_B[:, None] + torch.arange(pending, device=self.model.device)
+            hidden_BMD = self.model.extend(self.cache, context.ids_BS.gather(1, places_BM))
+            roots_B = context.cache.lengths_B - self.cache.lengths_B
+            hidden_BD = hidden_BMD[torch.arange(len(starts), device=self.model.device), roots_B]
         self.cache.set_lengths([length - 1 for length in context.lengths])
         self._levels = 0
-        return hidden_BMD[:, -1]
+        return hidden_BD
 
     def grow(self, tokens_BM: Tensor, tree: Tree, start: int) -> Tensor:
         """Run nodes start..start+M-1, all of one level. Returns [B, M, D] hidden states."""
@@ -70,7 +77,7 @@ class DraftState:
         """
         if own_path_BK is not None and self._levels:
             self.cache.move_to_front(own_path_BK[:, : self._levels])
-        counts = context.accepted.tolist() if kept is None else kept
+        counts = context.accepted if kept is None else kept
         self._read = [
             min(root + 1 + min(count, self._levels), length - 1)
             for root, count, length in zip(self.cache.lengths, counts, context.lengths, strict=True)

@@ -175,16 +175,16 @@ class Context:
         ids, self.cache = target.begin(prompts, limits.max_new_tokens + max_nodes)
         self.lengths = [len(row) for row in ids]
         _check_positions(target, self.lengths, limits, max_depth)
-        self._ends = np.array(self.lengths) + limits.max_new_tokens
+        self._ends = [length + limits.max_new_tokens for length in self.lengths]
         self.capacity = max(self.lengths) + limits.max_new_tokens + max_nodes
         self.host_ids_BS = np.zeros((len(ids), self.capacity), dtype=np.int64)
         for row, row_ids in enumerate(ids):
             self.host_ids_BS[row, : len(row_ids)] = row_ids
         # On a CPU both are the same memory.
         self.ids_BS = torch.from_numpy(self.host_ids_BS).to(target.device)
-        self.ended = np.zeros(len(ids), dtype=bool)
-        self.accepted = np.zeros(len(ids), dtype=np.int64)
-        self._stop_ids = np.array(limits.stop_ids, dtype=np.int64)
+        self.ended = [False] * len(ids)
+        self.accepted = [0] * len(ids)
+        self._stop_ids = frozenset(limits.stop_ids)
         self._hidden: tuple[Tensor, Verdict | None]
         self._hidden = prefill(target, self.cache, self.ids_BS, self.lengths)[:, None], None
 
@@ -216,92 +216,76 @@ class Context:
         """
         tree, depth = proposal.tree, verdict.path_BK.shape[1]
         optional = (proposal.valid_BN, verdict.examined_B, verdict.rejected_B)
-        tokens, path, accepted, next_token, parents, valid, examined, rejected = _to_host(
+        tokens, paths, accepted, next_tokens, parents, valid, examined, rejected = _to_host(
             proposal.tokens_BN, verdict.path_BK, verdict.accepted_B, verdict.next_B, tree.parents_BN, *optional
         )
-        rows = np.arange(len(tokens))
-        new = np.empty((len(tokens), depth + 1), dtype=np.int64)
-        # A pruned tree may have fewer nodes than levels: columns that are not kept may then name nodes beyond it.
-        new[:, :depth] = tokens[rows[:, None], np.minimum(path, tokens.shape[1] - 1)]
-        new[rows, accepted] = next_token
-        kept = self._count_kept(new, accepted)
-        if examined is None and tree.is_chain:
-            reach = depth if valid is None else (valid[:, 1:] > 0).cumprod(1).sum(1)
-            rejected = accepted < reach
-            examined = accepted + rejected
-        elif examined is None:
-            examined, rejected = _account(path, accepted, parents, valid)
+        active, before = np.array([not ended for ended in self.ended]), list(self.lengths)
+        paths = [path[:count] for path, count in zip(paths, accepted, strict=True)]
+        new_ids = [
+            self._append(row, [*(own[node] for node in path), token])
+            for row, (own, path, token) in enumerate(zip(tokens, paths, next_tokens, strict=True))
+        ]
+        if examined is None:
+            above = parents if len(parents) > 1 else parents * len(paths)
+            exists = valid or [None] * len(paths)
+            tried = [_tried(*row) for row in zip(paths, above, exists, strict=True)]
+            examined, rejected = zip(*tried, strict=True)
 
-        deepest = int(accepted.max())
-        if not tree.is_chain and (path[:, :deepest] != np.arange(1, deepest + 1)).any():
+        deepest = max(accepted)
+        if not tree.is_chain and any(path != list(range(1, len(path) + 1)) for path in paths):
             self.cache.move_to_front(verdict.path_BK[:, :deepest])
-        self._hidden = hidden_BND, verdict
-
-        active = ~self.ended
-        new_ids = [row[:count].tolist() for row, count in zip(new, kept.tolist(), strict=True)]
-        for row, ids in enumerate(new_ids):
-            self.host_ids_BS[row, self.lengths[row] : self.lengths[row] + len(ids)] = ids
         if self.ids_BS.device.type != "cpu":
-            self._append(torch.from_numpy(new))
-        self.lengths = [length + len(ids) for length, ids in zip(self.lengths, new_ids, strict=True)]
-        self.ended = self.ended | (np.array(self.lengths) >= self._ends) | self._ends_with_stop(new, kept)
+            self._send(before, depth + 1)
         self.cache.set_lengths([length - 1 for length in self.lengths])
-        self.accepted = accepted
-        forwards, nodes = 1 + proposal.target_forwards, proposal.tokens_BN.shape[1]
-        return Step(new_ids, forwards, nodes, active, accepted, examined, rejected > 0)
+        self.accepted, self._hidden = accepted, (hidden_BND, verdict)
+        forwards, nodes = 1 + proposal.target_forwards, len(tokens[0])
+        counts = (np.array(values) for values in (accepted, examined, rejected))
+        return Step(new_ids, forwards, nodes, active, *counts)
 
-    def _count_kept(self, new: np.ndarray, accepted: np.ndarray) -> np.ndarray:
-        kept = np.minimum(accepted + 1, self._ends - np.array(self.lengths))
-        if len(self._stop_ids):
-            stops = (new[..., None] == self._stop_ids).any(-1)
-            first_stop = np.where(stops.any(1), stops.argmax(1), new.shape[1])
-            kept = np.minimum(kept, first_stop + 1)
-        return np.where(self.ended, 0, kept)
+    def _append(self, row: int, ids: list[int]) -> list[int]:
+        """Write a row's new tokens, up to its stop token or its limit; returns those that are kept."""
+        if self.ended[row]:
+            return []
+        length = self.lengths[row]
+        ids = ids[: self._ends[row] - length]
+        for place, token in enumerate(ids):
+            if token in self._stop_ids:
+                ids = ids[: place + 1]
+                self.ended[row] = True
+                break
+        self.lengths[row] = length + len(ids)
+        self.host_ids_BS[row, length : length + len(ids)] = ids
+        self.ended[row] |= self.lengths[row] == self._ends[row]
+        return ids
 
-    def _ends_with_stop(self, new: np.ndarray, kept: np.ndarray) -> np.ndarray:
-        if not len(self._stop_ids):
-            return np.zeros_like(self.ended)
-        last = new[np.arange(len(new)), np.maximum(kept - 1, 0)]
-        return (last[:, None] == self._stop_ids).any(1) & (kept > 0)
-
-    def _append(self, new_BK1: Tensor) -> None:
-        """Write all new tokens; those beyond a row's new length are never read and are written over later."""
-        # From pinned memory the copy is queued; from other memory the host would wait for the device.
-        new_BK1 = new_BK1.pin_memory().to(self.ids_BS.device, non_blocking=True)
-        count = new_BK1.shape[1]
-        if len(self.lengths) == 1:
-            room = min(count, self.capacity - self.lengths[0])
-            self.ids_BS[:, self.lengths[0] : self.lengths[0] + room] = new_BK1[:, :room]
-            return
-        slots_BK1 = self.cache.lengths_B[:, None] + torch.arange(1, count + 1, device=self.ids_BS.device)
-        self.ids_BS.scatter_(1, slots_BK1.clamp(max=self.capacity - 1), new_BK1)
+    def _send(self, lengths: list[int], count: int) -> None:
+        """Copy the `count` tokens behind each row's former end to the device: what is kept, and what is never read."""
+        slots = np.minimum(np.array(lengths)[:, None] + np.arange(count), self.capacity - 1)
+        # From pinned memory a copy is queued; from other memory the host would wait for the device.
+        packed = torch.from_numpy(np.stack((slots, np.take_along_axis(self.host_ids_BS, slots, 1)))).pin_memory()
+        slots_BK1, new_BK1 = packed.to(self.ids_BS.device, non_blocking=True)
+        self.ids_BS.scatter_(1, slots_BK1, new_BK1)
 
 
 def _to_host(*tensors: Tensor | None) -> list[Any]:
-    """Arrays of small integers or truth values; from a device in one copy, the one synchronisation of a step."""
+    """Integers and truth values as lists; from a device in one copy, the one synchronisation of a step."""
     given = [tensor for tensor in tensors if tensor is not None]
     if given[0].device.type == "cpu":
-        return [None if tensor is None else tensor.numpy() for tensor in tensors]
+        return [None if tensor is None else tensor.tolist() for tensor in tensors]
     parts = iter(torch.cat([tensor.flatten() for tensor in given]).cpu().split([tensor.numel() for tensor in given]))
-    return [None if tensor is None else next(parts).view(tensor.shape).numpy() for tensor in tensors]
+    return [None if tensor is None else next(parts).view(tensor.shape).tolist() for tensor in tensors]
 
 
-def _account(
-    path: np.ndarray, accepted: np.ndarray, parents: np.ndarray, valid: np.ndarray | None
-) -> tuple[np.ndarray, np.ndarray]:
-    """How many draft tokens each row examined in a tree, and whether its path ended by a rejection; see `Verdict`."""
-    rows, depth = path.shape
-    nodes, places = parents.shape[1], np.arange(depth + 1)
-    reached = places <= accepted[:, None]
-    above = np.zeros((rows, depth + 1), dtype=np.int64)
-    above[:, 1:] = path
-    up_to = np.full((rows, depth + 1), nodes, dtype=np.int64)
-    up_to[:, :-1] = np.where(reached[:, 1:], path, nodes)
-    children = parents[:, None] == np.where(reached, above, -2)[..., None]
-    if valid is not None:
-        children = children & (valid > 0)[:, None]
-    tried = children & (np.arange(nodes) <= up_to[..., None])
-    return tried.sum((1, 2)), children[np.arange(rows), accepted].any(1)
+def _tried(path: list[int], parents: list[int], valid: list[bool] | None) -> tuple[int, bool]:
+    """How many draft tokens a row examined, and whether its path ended by a rejection; see `Verdict`."""
+    last_tried = dict(zip([0, *path], [*path, len(parents)], strict=True))  # of each node's children, by number
+    end = path[-1] if path else 0
+    tried, refused = 0, False
+    for node, parent in enumerate(parents):
+        if node <= last_tried.get(parent, -1) and (valid is None or valid[node]):
+            tried += 1
+            refused |= parent == end
+    return tried, refused
 
 
 def prefill(model: LanguageModel, cache: KVCache, ids_BS: Tensor, lengths: Sequence[int]) -> Tensor:
@@ -316,7 +300,9 @@ def prefill(model: LanguageModel, cache: KVCache, ids_BS: Tensor, lengths: Seque
     if longest > 0:
         hidden_BTD = model.extend(cache, ids_BS[:, :longest])
         last_B = torch.tensor([max(length - 2, 0) for length in lengths], device=model.device)
-        hidden_BD = hidden_BTD.gather(1, last_B[:, None, None].expand(-1, 1, hidden_BTD.shape[-1]))[:, 0]
+        last_BD = hidden_BTD.gather(1, last_B[:, None, None].expand(-1, 1, hidden_BTD.shape[-1]))[:, 0]
+        alone_B1 = torch.tensor(lengths, device=model.device)[:, None] < 2
+        hidden_BD = last_BD.masked_fill(alone_B1, 0.0)
     cache.set_lengths([length - 1 for length in lengths])
     return hidden_BD
 
@@ -351,7 +337,7 @@ def generate(
         context = Context(target, prompts, limits, sampling, rng, proposer.room(limits))
         proposer.start(context)
     try:
-        while not context.ended.all():
+        while not all(context.ended):
             with torch.inference_mode():
                 if profile:
                     profile.start()

@@ -51,6 +51,10 @@ class HeadTree(Proposer):
         _check_heads(self.heads, context)
         self.tree = self.tree.to(context.ids_BS.device)
         self._width = 1 + int(self._ranks_N.max())
+        if self._width > context.target.vocab_size:
+            raise ValueError(
+                f"the tree asks for {self._width} candidates of a head; the vocabulary has {context.target.vocab_size}"
+            )
         self._place_N = ((self.tree.depth_BN[0].cpu() - 1) * self._width + self._ranks_N)[1:].to(context.ids_BS.device)
 
     def propose(self, context: Context) -> Proposal:
@@ -107,10 +111,9 @@ class PrunedHeadTree(Proposer):
         self._log_unseen = self._log_unseen.to(context.ids_BS.device)
 
     def propose(self, context: Context) -> Proposal:
-        logits_BKV = self.heads(context.hidden_BD)[:, : self.depth].float()
-        top = logits_BKV.topk(min(self.candidates, logits_BKV.shape[-1]), -1)
-        log_probs_BKC = top.values - logits_BKV.logsumexp(-1, keepdim=True)
-        tree, tokens_BN = self.prune(context.root_B1, top.indices, log_probs_BKC)
+        probs_BKV = self.heads(context.hidden_BD)[:, : self.depth].softmax(-1, dtype=torch.float32)
+        top = probs_BKV.topk(min(self.candidates, probs_BKV.shape[-1]), -1)
+        tree, tokens_BN = self.prune(context.root_B1, top.indices, top.values.log())
         return Proposal(tree, tokens_BN)
 
     def prune(self, root_B1: Tensor, candidates_BKC: Tensor, log_probs_BKC: Tensor) -> tuple[Tree, Tensor]:

@@ -95,7 +95,7 @@ def lookup(ids_BS: np.ndarray, lengths_B: np.ndarray, longest: int) -> np.ndarra
     rows_B, slots_S = np.arange(len(ids_BS)), np.arange(ids_BS.shape[1])
     matches_BS = slots_S < lengths_B[:, None] - 1  # the token at a slot equals the last one, and so on backwards
     place_B = np.full(len(ids_BS), -1)
-    for back in range(longest):
+    for back in range(min(longest, ids_BS.shape[1])):
         last_B = ids_BS[rows_B, np.maximum(lengths_B - 1 - back, 0)]
         shifted_BS = np.full_like(ids_BS, -1)
         shifted_BS[:, back:] = ids_BS[:, : ids_BS.shape[1] - back]

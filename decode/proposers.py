@@ -55,6 +55,11 @@ class DraftTree(Proposer):
         return self.tree.nodes, self.tree.max_depth
 
     def start(self, context: Context) -> None:
+        if not self.replacement and max(self.branching) > self.model.vocab_size:
+            raise ValueError(
+                f"the tree asks for {max(self.branching)} different candidates of a vocabulary of "
+                f"{self.model.vocab_size} tokens"
+            )
         self._draft = DraftState(self.model, context, *self.room(context.limits))
 
     def propose(self, context: Context) -> Proposal:

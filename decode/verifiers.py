@@ -48,15 +48,16 @@ class GreedyMatch(Verifier):
         if tree.is_chain:
             accepted_B = count_prefix(tokens_BN[:, 1:] == best_BN[:, :-1], proposal.valid_BN)
             return chain_verdict(proposal, accepted_B, best_BN.gather(1, accepted_B[:, None])[:, 0])
-        parents_BN = tree.parents_BN.expand_as(tokens_BN)
-        matches_BN = (tokens_BN == best_BN.gather(1, parents_BN.clamp(min=0))) & (parents_BN >= 0)
+        above_BN = tree.line_BNP[..., 1].expand_as(tokens_BN)
+        matches_BN = tokens_BN == best_BN.gather(1, above_BN)
         if proposal.valid_BN is not None:
             matches_BN &= proposal.valid_BN
-        here_BN = torch.arange(tree.nodes, device=tokens_BN.device).expand_as(tokens_BN)
-        # The matching child of each node, or the node itself; what matches nothing writes into a column of its own.
-        next_BN1 = torch.nn.functional.pad(here_BN, (0, 1))
-        next_BN1.scatter_(1, torch.where(matches_BN, parents_BN, tree.nodes), here_BN)
-        last_B, verdict = walk(proposal, next_BN1)
+        # The matching child of each node, or the node itself. Column 0 takes what matches nothing, the root (whose
+        # parent is -1) and padding.
+        numbers_1N1 = torch.arange(-1, tree.nodes, device=tokens_BN.device)[None]
+        numbers_BN1 = numbers_1N1.expand(len(tokens_BN), -1)
+        next_BN1 = numbers_BN1.scatter(1, (tree.parents_BN + 1) * matches_BN, numbers_BN1[:, 1:])
+        last_B, verdict = walk(proposal, next_BN1[:, 1:])
         verdict.next_B = at(best_BN, last_B)
         return verdict
 

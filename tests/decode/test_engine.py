@@ -102,12 +102,26 @@ def test_a_rows_sample_does_not_depend_on_its_neighbours(
     target_model: LlamaForCausalLM, parts: Parts, name: str, options: dict[str, Any]
 ) -> None:
     target, sampling = wrap_model(target_model), Sampling(1.0)
-    # These heads, asked about a row of one token, hold all tokens equally likely; which ones they name is arbitrary.
-    prompts = [prompt for prompt in PROMPTS if len(prompt) > 1] if "acceptance" in options else PROMPTS
-    together, _ = run(target, name, parts, prompts, Limits(20), sampling, seed=40, **options)
-    for row, prompt in enumerate(prompts):
+    together, _ = run(target, name, parts, PROMPTS, Limits(20), sampling, seed=40, **options)
+    for row, prompt in enumerate(PROMPTS):
         alone, _ = run(target, name, parts, [prompt], Limits(20), sampling, seed=40 + row, **options)
         assert alone[0] == together[row]
+
+
+def test_a_drafter_catches_up_with_many_tokens_beside_a_short_row(
+    target_model: LlamaForCausalLM, make_llama: Callable[..., LlamaForCausalLM]
+) -> None:
+    """The second drafter is refused for long, and then has more to read than the other row has tokens."""
+    near = make_llama(VOCAB, seed=0, num_hidden_layers=3)
+    with torch.no_grad():
+        near.lm_head.weight += 0.05 * torch.randn(near.lm_head.weight.shape, generator=torch.Generator().manual_seed(2))
+    target = wrap_model(target_model)
+    parts = Parts(wrap_model(near), more_drafters=(wrap_model(make_llama(VOCAB, seed=1, num_hidden_layers=1)),))
+    prompts, limits, sampling = [[1, 2, 3, 4, 5, 6], [5]], Limits(12), Sampling(1.0)
+    for seed in range(40):
+        together, _ = run(target, "specinfer", parts, prompts, limits, sampling, seed, gamma=6)
+        alone, _ = run(target, "specinfer", parts, prompts[:1], limits, sampling, seed, gamma=6)
+        assert together[0] == alone[0]
 
 
 @pytest.mark.parametrize("name", [*METHODS])
@@ -174,6 +188,14 @@ def test_refusals_name_both_numbers(
     heads = PredictionHeads.from_lm_head(torch.randn(64, 16), 2, 1)
     with pytest.raises(ValueError, match=r"heads take hidden states of 16, the target makes 32"):
         run(target, "bpd", Parts(heads=heads), PROMPTS, Limits(4))
+    for name, options in (
+        ("medusa", {"tree": "65x1"}),
+        ("medusa", {"tree": "0, 64"}),
+        ("multi-candidate", {"k_config": "65x1"}),
+    ):
+        with pytest.raises(ValueError, match=r"asks for 65 .*vocabulary.*64"):
+            run(target, name, parts, PROMPTS, Limits(4), **options)
+    assert len(run(target, "prompt-lookup", parts, [[1]], Limits(2), gamma=1, ngram=50)[0][0]) == 2
     with pytest.raises(ValueError, match=r"prompt 0 has 3 tokens.*look-ahead of 300.*306 positions.*256"):
         run(target, "speculative", parts, PROMPTS, Limits(4), gamma=300)
 

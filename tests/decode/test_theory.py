@@ -34,6 +34,7 @@ from scipy.stats import chisquare
 
 VOCAB, TOKENS, ROWS = 8, 50, 2000
 BATCH_TOKENS = 30  # trees of several drafts are wide
+START = VOCAB - 1  # the token that texts begin with
 SAMPLING = Sampling(1.0)
 MakeMarkov = Callable[[torch.Tensor], LanguageModel]
 MakeStream = Callable[[int, int], Rng]
@@ -69,7 +70,7 @@ def refusal(target_VV: torch.Tensor, draft_VV: torch.Tensor, candidates: int) ->
 
 def expected_rejections(target_TVV: torch.Tensor, draft_TVV: torch.Tensor, weights_TVV: torch.Tensor) -> float:
     """Formula 1, Σₙ E TV(pₙ, qₙ), which is right where the chain that weighs the prefixes is the target's."""
-    prefix_V = torch.eye(VOCAB, dtype=torch.float64)[0]
+    prefix_V = torch.eye(VOCAB, dtype=torch.float64)[START]
     total = 0.0
     for target_VV, draft_VV, weights_VV in zip(target_TVV, draft_TVV, weights_TVV, strict=True):
         total += float(prefix_V @ (target_VV - draft_VV).abs().sum(-1) / 2)
@@ -91,7 +92,7 @@ def expected_batch_rejections(
     Args:
         drafts: M; None: its limit, where one of the candidates is always accepted.
     """
-    prefix_V = torch.eye(VOCAB, dtype=torch.float64)[0]
+    prefix_V = torch.eye(VOCAB, dtype=torch.float64)[START]
     replaced_V = start * prefix_V
     total = 0.0
     for target_VV, draft_VV in zip(target_TVV, draft_TVV, strict=True):
@@ -109,15 +110,16 @@ def expected_batch_rejections(
 
 def count_rejections(
     target: LanguageModel, method: Method, rng: Rng, rows: int, tokens: int = TOKENS
-) -> tuple[float, float]:
-    """The mean number of rejections in a text, and its standard error."""
-    counts_B, steps_B = np.zeros(rows), np.zeros(rows)
-    for step in generate(target, *method, [[0]] * rows, Limits(tokens), SAMPLING, rng):
+) -> tuple[float, float, np.ndarray]:
+    """The mean number of rejections in a text, its standard error, and how often each token came last."""
+    counts_B, steps_B, last_B = np.zeros(rows), np.zeros(rows), np.zeros(rows, dtype=np.int64)
+    for step in generate(target, *method, [[START]] * rows, Limits(tokens), SAMPLING, rng):
         kept_B = np.array([len(ids) for ids in step.new_ids])
         counts_B += step.active & step.rejected & (kept_B == step.accepted + 1)  # else the limit cut it off
         steps_B += step.active
+        last_B[step.active] = [ids[-1] for ids in step.new_ids if ids]
     assert np.isin(steps_B - counts_B, (0, 1)).all()  # a step ends by a rejection; the last one may end with the text
-    return float(counts_B.mean()), float(counts_B.std(ddof=1) / rows**0.5)
+    return float(counts_B.mean()), float(counts_B.std(ddof=1) / rows**0.5), np.bincount(last_B, minlength=VOCAB)
 
 
 @pytest.mark.parametrize("seed", [0, 1])
@@ -127,7 +129,7 @@ def test_speculative_rejections_are_the_sum_of_total_variations(
     """Formula 1. With the prefixes weighted by the drafter's chain it would be found wrong, by ten standard errors."""
     target_TVV, draft_TVV = random_tables(seed)
     method = build_method("speculative", Parts(make_markov(draft_TVV)), SAMPLING, gamma=TOKENS)
-    mean, error = count_rejections(make_markov(target_TVV), method, make_stream(seed, ROWS), ROWS)
+    mean, error, _ = count_rejections(make_markov(target_TVV), method, make_stream(seed, ROWS), ROWS)
     expected = expected_rejections(target_TVV, draft_TVV, target_TVV)
     assert 10 < expected < 25  # neither hardly any rejections nor hardly anything else
     assert abs(mean - expected) < 3 * error
@@ -139,8 +141,8 @@ def test_another_unbiased_method_has_more_rejections(make_markov: MakeMarkov, ma
     target_TVV, draft_TVV = (table_TVV[:BATCH_TOKENS] for table_TVV in random_tables(0))
     parts, k_config = Parts(make_markov(draft_TVV)), "x".join("1" * BATCH_TOKENS)
     method = build_method("naive-multi-candidate", parts, SAMPLING, k_config=k_config, replacement=True)
-    mean, error = count_rejections(make_markov(target_TVV), method, make_stream(0, 1000), 1000, BATCH_TOKENS)
-    prefix_V, expected = torch.eye(VOCAB, dtype=torch.float64)[0], 0.0
+    mean, error, _ = count_rejections(make_markov(target_TVV), method, make_stream(0, 1000), 1000, BATCH_TOKENS)
+    prefix_V, expected = torch.eye(VOCAB, dtype=torch.float64)[START], 0.0
     for target_VV, draft_VV in zip(target_TVV, draft_TVV, strict=True):
         expected += float(prefix_V @ (1 - (target_VV * draft_VV).sum(-1)))
         prefix_V = prefix_V @ target_VV
@@ -155,7 +157,7 @@ def test_batch_speculative_rejections(make_markov: MakeMarkov, make_stream: Make
     parts = Parts(make_markov(draft_TVV))
     method = build_method("batch-speculative", parts, SAMPLING, gamma=BATCH_TOKENS, drafts=drafts)
     rows = ROWS if drafts < 8 else ROWS // 2
-    mean, error = count_rejections(make_markov(target_TVV), method, make_stream(drafts, rows), rows, BATCH_TOKENS)
+    mean, error, _ = count_rejections(make_markov(target_TVV), method, make_stream(drafts, rows), rows, BATCH_TOKENS)
     expected = expected_batch_rejections(target_TVV, draft_TVV, drafts)
     assert abs(mean - expected) < 3 * error
     others = [expected_batch_rejections(target_TVV, draft_TVV, other) for other in (1, 2, 4, 8) if other != drafts]
@@ -167,15 +169,20 @@ def test_batch_speculative_rejections(make_markov: MakeMarkov, make_stream: Make
 def test_batch_speculative_rejections_of_short_texts(
     make_markov: MakeMarkov, make_stream: MakeStream, drafts: int, tokens: int
 ) -> None:
-    """Formula 3 where its start counts: with one draft for the first token it would be ten standard errors off."""
+    """Formula 3 where its start counts: with one draft for the first token it would be ten standard errors off.
+
+    The output is unbiased: the last token follows the target's chain, by a chi-square test of false alarm rate 1e-6.
+    """
     target_TVV, draft_TVV = (table_TVV[:tokens] for table_TVV in random_tables(2))
     rows = 40_000
     method = build_method("batch-speculative", Parts(make_markov(draft_TVV)), SAMPLING, gamma=tokens, drafts=drafts)
-    mean, error = count_rejections(make_markov(target_TVV), method, make_stream(tokens, rows), rows, tokens)
+    mean, error, counts_V = count_rejections(make_markov(target_TVV), method, make_stream(tokens, rows), rows, tokens)
     expected = expected_batch_rejections(target_TVV, draft_TVV, drafts)
     assert abs(mean - expected) < 3 * error
     if drafts > 1:
         assert expected_batch_rejections(target_TVV, draft_TVV, drafts, start=0.0) - expected > 10 * error
+    last_V = torch.linalg.multi_dot([torch.eye(VOCAB, dtype=torch.float64), *target_TVV])[START].numpy()
+    assert chisquare(counts_V, rows * last_V).pvalue > 1e-6
 
 
 @pytest.mark.parametrize("seed", range(5))
@@ -275,10 +282,8 @@ def test_over_acceptance_of_one_token_end_to_end(make_markov: MakeMarkov, make_s
     rows, epsilon, false_alarm = 50_000, 0.1, 1e-6
     target_TVV, draft_TVV = random_tables(1)
     method = build_method(name, Parts(make_markov(draft_TVV)), SAMPLING, gamma=1, epsilon=epsilon)
-    (step,) = generate(
-        make_markov(target_TVV), *method, [[VOCAB - 1]] * rows, Limits(1), SAMPLING, make_stream(3, rows)
-    )
-    p, q = target_TVV[0, -1].numpy(), draft_TVV[0, -1].numpy()
+    (step,) = generate(make_markov(target_TVV), *method, [[START]] * rows, Limits(1), SAMPLING, make_stream(3, rows))
+    p, q = target_TVV[0, START].numpy(), draft_TVV[0, START].numpy()
     b = np.minimum(1, (p + epsilon) / q)
     rejection, rest = ((1 - b) * q).sum(), np.maximum(p - q, 0)
     outputs = {"relaxed-opt": b * q + rejection * rest / rest.sum(), "relaxed-uno": b * q + rejection * p}

@@ -26,7 +26,8 @@ from draftsmith.decode.warpers import Sampling
 from transformers import LlamaForCausalLM
 
 GREEDY, PLAIN = Sampling(), Sampling(1.0)
-PROMPTS = [[1, 2, 3], [5], [9, 8, 7, 6, 5, 4, 3], [11, 0]]
+# No row of one token: heads, asked about it, hold all tokens equally likely, and which ones they name is arbitrary.
+PROMPTS = [[1, 2, 3], [5, 2], [9, 8, 7, 6, 5, 4, 3], [11, 0]]
 MakeLlama = Callable[..., LlamaForCausalLM]
 MakeMarkov = Callable[[torch.Tensor], LanguageModel]
 MakeHeads = Callable[..., torch.nn.Module]
@@ -242,8 +243,7 @@ def test_medusas_tree_holds_what_slim_proposes(make_llama: MakeLlama, make_heads
     truths = [prompt + greedy(model, prompt, 43) for prompt in prompts]
     lengths = [len(prompt) for prompt in prompts]
     totals = np.zeros(2, dtype=np.int64)
-    rng = Rng.for_rows(0, len(prompts))
-    for step in generate(wrap_model(model), beside, verifier, prompts, Limits(40), GREEDY, rng):
+    for step in generate(wrap_model(model), beside, verifier, prompts, Limits(40), GREEDY, Rng.for_rows(0, 20)):
         for row in np.flatnonzero(step.active):
             wide, pruned = (paths(proposal, row) for proposal in beside.pairs[-1])
             assert len(wide) == 39
