@@ -185,6 +185,7 @@ class Context:
         self.ended = [False] * len(ids)
         self.accepted = [0] * len(ids)
         self._stop_ids = frozenset(limits.stop_ids)
+        self._last_node = 0  # the first row's, known on the host
         self._hidden: tuple[Tensor, Verdict | None]
         self._hidden = prefill(target, self.cache, self.ids_BS, self.lengths)[:, None], None
 
@@ -194,6 +195,8 @@ class Context:
         hidden_BND, verdict = self._hidden
         if verdict is None:
             return hidden_BND[:, 0]
+        if len(self.accepted) == 1:
+            return hidden_BND[:, self._last_node]
         node_B1 = torch.nn.functional.pad(verdict.path_BK, (1, 0)).gather(1, verdict.accepted_B[:, None])
         return hidden_BND.gather(1, node_B1[..., None].expand(-1, 1, hidden_BND.shape[2]))[:, 0]
 
@@ -238,6 +241,7 @@ class Context:
             self._send(before, depth + 1)
         self.cache.set_lengths([length - 1 for length in self.lengths])
         self.accepted, self._hidden = accepted, (hidden_BND, verdict)
+        self._last_node = paths[0][-1] if paths[0] else 0
         forwards, nodes = 1 + proposal.target_forwards, len(tokens[0])
         counts = (np.array(values) for values in (accepted, examined, rejected))
         return Step(new_ids, forwards, nodes, active, *counts)

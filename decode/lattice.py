@@ -6,8 +6,24 @@ all kept paths, X flattened.
 
 from __future__ import annotations
 
+from dataclasses import dataclass
+
 import torch
 from torch import Tensor
+
+
+@dataclass(frozen=True, slots=True)
+class _Level:
+    """Views of the buffers that one level of the search reads and writes."""
+
+    kept_B1CR: Tensor
+    """Scores of the paths of the level before, by the candidate that they end with."""
+    longer_BCCR: Tensor
+    """Scores of these paths extended: [B, C to, C from, R]."""
+    chosen: tuple[Tensor, Tensor] | None
+    """Where the best of them and their places go, [B, C, W] each; None: all are kept."""
+    offset: int
+    """The number of the first path of the level before."""
 
 
 class Lattice:
@@ -30,6 +46,7 @@ class Lattice:
         self, rows: int, levels: int, width: int, wanted: int, device: torch.device | str, full: bool = False
     ) -> None:
         self.sizes = (rows, levels, width)
+        """B, K and C."""
         self._wanted = wanted
         counts, offsets, chosen = [width], [1], [False]
         for level in range(1, levels):
@@ -37,23 +54,29 @@ class Lattice:
             chosen.append(counts[-1] > wanted and level + 1 < levels)
             offsets.append(offsets[-1] + counts[-1])
             counts.append(width * (wanted if chosen[-1] else counts[-1]))
-        total = offsets[-1] + counts[-1]
+        total = self.paths = offsets[-1] + counts[-1]
+        """T, what memory and time grow with."""
         scores_BT = torch.full((rows, total), -torch.inf, device=device)
         self._parents_BT = torch.zeros(rows, total, dtype=torch.int64, device=device)
         self._place_T, self._depth_T = torch.zeros(2, total, dtype=torch.int64, device=device)
-        self._scores: list[Tensor] = []
-        self._chosen: list[Tensor | None] = []
-        self._offsets = offsets
+        self._first_BC = scores_BT[:, 1 : 1 + width]
+        self._levels: list[_Level] = []
+        kept_B1CR = self._first_BC[:, None, :, None]
         for level, (offset, count) in enumerate(zip(offsets, counts, strict=True)):
             part = slice(offset, offset + count)
-            self._scores.append(scores_BT[:, part].unflatten(1, (width, -1)))
             own_X = torch.arange(count, device=device)
             self._place_T[part] = level * width + own_X // (count // width)
             self._depth_T[part] = level + 1
+            scores_BCX = scores_BT[:, part].unflatten(1, (width, -1))
             parents_BX = self._parents_BT[:, part]
-            self._chosen.append(parents_BX.unflatten(1, (width, -1)) if chosen[level] else None)
-            if level and not chosen[level]:
+            if level and chosen[level]:
+                longer_BCCR = torch.empty(rows, width, width, counts[level - 1] // width, device=device)
+                best = (scores_BCX, parents_BX.unflatten(1, (width, -1)))
+                self._levels.append(_Level(kept_B1CR, longer_BCCR, best, offsets[level - 1]))
+            elif level:
                 parents_BX.copy_(own_X % counts[level - 1] + offsets[level - 1])
+                self._levels.append(_Level(kept_B1CR, scores_BCX.unflatten(2, (width, -1)), None, offsets[level - 1]))
+            kept_B1CR = scores_BCX[:, None]
         self._first = offsets[-1] if full else 0
         self._competing_BX = scores_BT[:, self._first :]
         self._kept = min(wanted, total - max(1, self._first))
@@ -74,18 +97,13 @@ class Lattice:
             node as level · C + candidate (0 at the root). N is the largest tree of the batch; smaller ones are padded
             with parent -1 and depth 0.
         """
-        self._scores[0].copy_(first_BC[..., None])
-        for level, edges_BCC in enumerate(edges_BKCC.unbind(1), 1):
+        self._first_BC.copy_(first_BC)
+        for edges_BCC1, level in zip(edges_BKCC[..., None].unbind(1), self._levels, strict=True):
             # [B, C to, C from, R]: every kept path, extended to every candidate.
-            kept_B1CR, edges_BCC1 = self._scores[level - 1][:, None], edges_BCC[..., None]
-            scores_BCX, chosen_BCR = self._scores[level], self._chosen[level]
-            if chosen_BCR is None:
-                scores_BCCR = scores_BCX.unflatten(2, (kept_B1CR.shape[2], -1))
-                torch.add(kept_B1CR, edges_BCC1, out=scores_BCCR)
-            else:
-                longer_BCX = (kept_B1CR + edges_BCC1).flatten(2)
-                torch.topk(longer_BCX, self._wanted, 2, sorted=False, out=(scores_BCX, chosen_BCR))
-                chosen_BCR += self._offsets[level - 1]
+            longer_BCCR = torch.add(level.kept_B1CR, edges_BCC1, out=level.longer_BCCR)
+            if level.chosen is not None:
+                torch.topk(longer_BCCR.flatten(2), self._wanted, 2, sorted=False, out=level.chosen)
+                level.chosen[1].add_(level.offset)
         top = self._competing_BX.topk(self._kept, 1, sorted=False)
         path_BW = top.indices + self._first if self._first else top.indices
         self._line[0].copy_(path_BW.masked_fill_(top.values == -torch.inf, 0))
@@ -96,6 +114,12 @@ class Lattice:
         parents_BT, used_BX = self._parents_BT, self._used_BX
         for longer_BW, shorter_BW in zip(self._line, self._line[1:], strict=False):
             torch.gather(parents_BT, 1, longer_BW, out=shorter_BW)
+        if len(used_BX) == 1:
+            kept_N = used_BX.unique()
+            above_N = parents_BT[0].take(kept_N)
+            parents_1N = torch.searchsorted(kept_N, above_N)[None]
+            parents_1N[0, 0] = -1
+            return parents_1N, self._depth_T.take(kept_N)[None], self._place_T.take(kept_N)[None]
         number_BT = torch.cumsum(self._number_BT.zero_().scatter_(1, used_BX, 1), 1)
         nodes = int(number_BT[:, -1].max())
         # Numbers begin with 1 here; column 0, and then that of the root, serve for what does not exist.

@@ -88,8 +88,14 @@ def check_tree_forward(wrapped: LanguageModel, model: PreTrainedModel) -> None:
         )
 
 
-def load_model(source: str, *, dtype: str | torch.dtype = "auto", device: str = "cpu") -> PreTrainedModel:
+def load_model(
+    source: str, *, dtype: str | torch.dtype = "auto", device: str = "cpu", device_map: str | None = None
+) -> PreTrainedModel:
     """A causal LM or an encoder-decoder from a folder or a hub id, in evaluation mode; never with remote code.
+
+    Args:
+        device: where to put it.
+        device_map: spread it over several devices instead, as accelerate does: auto, balanced, sequential …
 
     Raises:
         ValueError: where there is neither such a folder nor such a model on the hub.
@@ -99,8 +105,8 @@ def load_model(source: str, *, dtype: str | torch.dtype = "auto", device: str = 
     try:
         config = AutoConfig.from_pretrained(source)
         loader = AutoModelForSeq2SeqLM if config.is_encoder_decoder else AutoModelForCausalLM
-        model = loader.from_pretrained(source, dtype=dtype)
+        model = loader.from_pretrained(source, dtype=dtype, device_map=device_map)
     except (OSError, ValueError, RuntimeError, SafetensorError) as error:
         reason = str(error).strip().splitlines()[0]
         raise ValueError(f"no language model could be loaded from {source!r}: {reason}") from error
-    return model.to(device).eval()
+    return model.eval() if device_map else model.to(device).eval()

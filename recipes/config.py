@@ -239,6 +239,8 @@ class EvaluateRecipe(Section):
     """At temperature 0, run `transformers.generate` too, for its tokens and its speed."""
     device: str = "auto"
     """Where to decode: auto, cpu, cuda …"""
+    device_map: str | None = None
+    """Spread the target over several devices, as accelerate does: auto, balanced …; by default it lies on `device`."""
     dtype: Literal["auto", "float32", "bfloat16", "float16"] = "auto"
     """Type of the weights; auto takes that of the files."""
     seed: int = 0

@@ -41,7 +41,7 @@ def run_evaluate(recipe: EvaluateRecipe) -> dict[str, Any]:
         method_options(row.method, row.options)
     device = _device(recipe.device)
     tokenizer = load_tokenizer(recipe.target)
-    model = load_model(recipe.target, dtype=recipe.dtype, device=device)
+    model = load_model(recipe.target, dtype=recipe.dtype, device=device, device_map=recipe.device_map)
     target = wrap_model(model)
     parts = _load_parts(recipe, target, tokenizer, device)
     prompts = load_prompts(recipe.prompts, recipe.template, tokenizer, recipe.limit, recipe.max_prompt_tokens)

@@ -1,17 +1,20 @@
-"""Trees, warpers, the lattice search and the metrics, each against something slow and plain."""
+"""Trees, warpers, the lattice search, metrics and profile, each against something slow and plain."""
 
 from __future__ import annotations
 
 import itertools
+import time
 
 import numpy as np
 import pytest
 import torch
-from draftsmith.decode.engine import Step
+from draftsmith.decode.engine import Proposal, Step
 from draftsmith.decode.lattice import Lattice
+from draftsmith.decode.lossy import TypicalAcceptance
 from draftsmith.decode.metrics import Tally, impossible, speedup_interval
+from draftsmith.decode.profile import StepProfile
 from draftsmith.decode.rng import Rng, categorical
-from draftsmith.decode.tree import Tree, parse_branching
+from draftsmith.decode.tree import Tree, parse_branching, parse_tree
 from draftsmith.decode.warpers import Sampling, warp
 from transformers import TemperatureLogitsWarper, TopKLogitsWarper, TopPLogitsWarper
 
@@ -144,3 +147,62 @@ def test_impossible_results_are_named() -> None:
     )
     assert "outside" in str(impossible({"acceptance_rate": 1.2}))
     assert impossible({"speedup": 1.2, "tokens_per_step": 1.5, "speedup_interval": (1.1, 1.3)}) is None
+
+
+def test_the_lattice_does_not_grow_with_the_number_of_sequences() -> None:
+    """Eight levels of ten candidates allow a hundred million sequences."""
+    levels, width, wanted = 8, 10, 40
+    lattice = Lattice(1, levels, width, wanted, "cpu")
+    assert lattice.paths <= 1 + levels * width * width * wanted
+    generator = torch.Generator().manual_seed(0)
+    parents_BN, depth_BN, _ = lattice.best_paths(
+        torch.randn(1, width, generator=generator), torch.randn(1, levels - 1, width, width, generator=generator)
+    )
+    assert parents_BN.shape[1] <= 1 + levels * wanted
+    assert int(depth_BN.max()) == levels
+
+
+@pytest.mark.parametrize("shape", ["3x2x2", "0, 1, 0.0, 1.2, 0.0.1"])
+def test_typical_acceptance_by_hand(shape: str) -> None:
+    """The deepest path of tokens with p > min(ε, δ exp(-H)), of equals the likeliest, and a typical one after it."""
+    tree, _ = parse_tree(shape)
+    rows, vocab, epsilon, delta = 300, 12, 0.09, 0.3
+    generator = torch.Generator().manual_seed(1)
+    tokens_BN = torch.randint(vocab, (rows, tree.nodes), generator=generator)
+    probs_BNV = (2 * torch.randn(rows, tree.nodes, vocab, generator=generator)).softmax(-1)
+    verdict = TypicalAcceptance(epsilon, delta).verify(Proposal(tree, tokens_BN), probs_BNV, Rng.for_rows(0, rows))
+    floor_BN = (delta * (probs_BNV * probs_BNV.log()).sum(-1).exp()).clamp(max=epsilon)
+    depths = set()
+    for row in range(rows):
+        best: tuple[int, float, list[int]] = (0, 0.0, [])
+        paths: dict[int, tuple[float, list[int]] | None] = {0: (0.0, [])}
+        for node in range(1, tree.nodes):
+            parent = int(tree.parents_BN[0, node])
+            above, prob = paths[parent], float(probs_BNV[row, parent, tokens_BN[row, node]])
+            passes = above is not None and prob > float(floor_BN[row, parent])
+            paths[node] = (above[0] + np.log(prob), [*above[1], node]) if above and passes else None
+            found = paths[node]
+            if found and (len(found[1]), found[0]) > best[:2]:
+                best = (len(found[1]), found[0], found[1])
+        depths.add(best[0])
+        assert verdict.path_BK[row, : int(verdict.accepted_B[row])].tolist() == best[2]
+        end = best[2][-1] if best[2] else 0
+        assert probs_BNV[row, end, verdict.next_B[row]] > floor_BN[row, end]
+    assert depths == set(range(tree.max_depth + 1))
+
+
+def test_a_profile_accounts_for_every_step() -> None:
+    profile = StepProfile()
+    for _ in range(3):
+        profile.start()
+        for phase in ("draft", "score", "verify", "commit"):
+            time.sleep(0.002 if phase == "score" else 0.0005)
+            profile.mark(phase)
+        time.sleep(0.001)
+    assert all(len(series) == 3 for series in profile.seconds.values())
+    sums = [sum(parts) for parts in zip(*profile.seconds.values(), strict=True)]
+    assert sums == pytest.approx(profile.steps, abs=2e-4)
+    summary = profile.summary()
+    assert summary["score"] >= 2000
+    assert summary["host"] >= 1000
+    assert summary["step"] >= 4500
