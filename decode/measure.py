@@ -11,7 +11,7 @@ import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from functools import partial
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -21,7 +21,7 @@ from .engine import Limits, generate
 from .methods import Method, Parts, build_method
 from .metrics import Tally, impossible, speedup_interval, total
 from .models import LanguageModel
-from .profile import StepProfile
+from .profile import FirstStep, StepProfile
 from .rng import Rng
 from .warpers import Sampling
 
@@ -39,16 +39,39 @@ class Entry:
     sampling: Sampling = field(default_factory=Sampling)
 
 
+class Decoded(NamedTuple):
+    """One prompt decoded."""
+
+    ids: list[int]
+    tally: Tally
+    seconds: float
+    """Of the whole."""
+    reading: float
+    """Of them, those before the first step. 0: not known."""
+
+
 @dataclass
 class Run:
-    """What one entry did: by prompt, the tokens of its first run, its counts, and the seconds of every run."""
+    """What one entry did: by prompt, the tokens of its first run, its counts, and the seconds of every run.
+
+    `reading` are those of them that passed before the first step, while prompts were read.
+    """
 
     ids: list[list[int]]
     tallies: list[Tally]
     seconds: list[list[float]]
+    reading: list[list[float]]
 
     def median_seconds(self) -> list[float]:
         return [statistics.median(times) for times in self.seconds]
+
+    def stepping_rate(self) -> float:
+        """Tokens per second of the steps alone."""
+        steps = [
+            statistics.median(whole - read for whole, read in zip(*times, strict=True))
+            for times in zip(self.seconds, self.reading, strict=True)
+        ]
+        return sum(len(ids) for ids in self.ids) / sum(steps)
 
 
 def decode(
@@ -59,21 +82,22 @@ def decode(
     prompt: Sequence[int],
     limits: Limits,
     profile: StepProfile | None = None,
-) -> tuple[list[int], Tally, float]:
-    """One prompt with one method: new ids, counts, and seconds with the prefill included."""
+) -> Decoded:
+    """One prompt with one method."""
     ids: list[int] = []
     tally = Tally()
     _synchronise(target)
     start = time.perf_counter()
-    rng = Rng.for_rows(seed, 1, target.device)
-    for step in generate(target, *method, [prompt], limits, sampling, rng, profile):
+    rng, first = Rng.for_rows(seed, 1, target.device), FirstStep(partial(_synchronise, target))
+    for step in generate(target, *method, [prompt], limits, sampling, rng, profile or first):
         ids += step.new_ids[0]
         tally.add_step(step, 0)
     _synchronise(target)
-    return ids, tally, time.perf_counter() - start
+    end = time.perf_counter()
+    return Decoded(ids, tally, end - start, min(first.at, end) - start)
 
 
-def decode_reference(model: Any, prompt: Sequence[int], limits: Limits) -> tuple[list[int], Tally, float]:
+def decode_reference(model: Any, prompt: Sequence[int], limits: Limits) -> Decoded:
     """One prompt with `transformers.generate`, greedily."""
     ids = torch.tensor([list(prompt)], device=model.device)
     start = time.perf_counter()
@@ -87,7 +111,8 @@ def decode_reference(model: Any, prompt: Sequence[int], limits: Limits) -> tuple
             pad_token_id=0,
         )
     new = output[0, 1 if model.config.is_encoder_decoder else len(prompt) :].tolist()
-    return new, Tally(tokens=len(new), steps=len(new), nodes=len(new)), time.perf_counter() - start
+    seconds = time.perf_counter() - start
+    return Decoded(new, Tally(tokens=len(new), steps=len(new), nodes=len(new)), seconds, 0.0)
 
 
 def measure(
@@ -110,7 +135,7 @@ def measure(
     Returns:
         Runs by label.
     """
-    jobs: dict[str, Callable[[Sequence[int], Limits], tuple[list[int], Tally, float]]] = {}
+    jobs: dict[str, Callable[[Sequence[int], Limits], Decoded]] = {}
     for entry in entries:
         method = build_method(entry.method, parts, entry.sampling, **entry.options)
         jobs[entry.label] = partial(decode, target, method, entry.sampling, seed)
@@ -119,16 +144,17 @@ def measure(
     warm_up = Limits(min(8, limits.max_new_tokens), limits.stop_ids)
     for job in jobs.values():
         job(prompts[0], warm_up)
-    runs = {label: Run([], [], [[] for _ in prompts]) for label in jobs}
+    runs = {label: Run([], [], [[] for _ in prompts], [[] for _ in prompts]) for label in jobs}
     done, work = 0, repeats * len(prompts) * len(jobs)
     for repeat in range(repeats):
         for place, prompt in enumerate(prompts):
             for label, job in jobs.items():
-                ids, tally, seconds = job(prompt, limits)
-                runs[label].seconds[place].append(seconds)
+                decoded = job(prompt, limits)
+                runs[label].seconds[place].append(decoded.seconds)
+                runs[label].reading[place].append(decoded.reading)
                 if repeat == 0:
-                    runs[label].ids.append(ids)
-                    runs[label].tallies.append(tally)
+                    runs[label].ids.append(decoded.ids)
+                    runs[label].tallies.append(decoded.tally)
                 done += 1
                 if progress:
                     progress(done, work)
@@ -271,7 +297,7 @@ def summarise(
         row["identical_to_greedy"] = _identical(run, base) if entry.sampling.greedy else None
         lengths = [len(prompt) + len(ids) / 2 for prompt, ids in zip(prompts, base.ids, strict=True)]
         costs = raw_costs(target, method, counts.nodes / max(1, counts.steps), round(statistics.mean(lengths)))
-        row |= _bounds(row, costs)
+        row |= _bounds(row, costs, run.stepping_rate() / base.stepping_rate())
         row["perplexity"] = perplexity(target, prompts, run.ids)
         fault = impossible(row)
         if fault:
@@ -305,7 +331,8 @@ def _identical(run: Run, base: Run) -> list[int]:
     return [sum(mine == theirs for mine, theirs in zip(run.ids, base.ids, strict=True)), len(base.ids)]
 
 
-def _bounds(row: dict[str, Any], costs: Costs) -> dict[str, Any]:
+def _bounds(row: dict[str, Any], costs: Costs, stepping: float) -> dict[str, Any]:
+    """`stepping` is the speedup of the steps alone: the bound knows of no prompts that are read."""
     per_step = row["tokens_per_step"]
     bound = per_step * costs.one / (costs.tree + costs.propose)
     cost_ratio = costs.propose / costs.forwards / costs.one if costs.forwards else None
@@ -313,7 +340,7 @@ def _bounds(row: dict[str, Any], costs: Costs) -> dict[str, Any]:
         "cost_ratio": cost_ratio,
         "ideal": per_step / (1 + cost_ratio * costs.forwards) if cost_ratio is not None else per_step,
         "bound": bound,
-        "efficiency": row["speedup"] / bound,
+        "efficiency": stepping / bound,
         "flops_per_token": {
             "verification": costs.tree_flops / per_step,
             "drafting": costs.propose_flops / per_step,

@@ -2,12 +2,30 @@
 
 from __future__ import annotations
 
+import math
 import statistics
 import time
+from collections.abc import Callable
 
 import torch
 
 PHASES = ("draft", "score", "verify", "commit", "host")
+
+
+class FirstStep:
+    """Notes when the first step begins, at which the prompt has been read; give it to `generate` as `profile`."""
+
+    def __init__(self, before: Callable[[], None]) -> None:
+        self._before, self.at = before, math.inf
+
+    def start(self) -> None:
+        """A step begins."""
+        if self.at == math.inf:
+            self._before()
+            self.at = time.perf_counter()
+
+    def mark(self, phase: str) -> None:
+        """A phase of it has ended."""
 
 
 class StepProfile:

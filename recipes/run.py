@@ -350,5 +350,5 @@ def _acceptance(
     """Tokens per step and acceptance rate of real decoding at temperature 0 on the fixed sample."""
     method = build_method(name, parts, Sampling(), **options)
     limits = Limits(section.new_tokens, stop_ids(tokenizer))
-    metrics = total(decode(scorer, method, Sampling(), 0, prompt, limits)[1] for prompt in prompts).metrics()
+    metrics = total(decode(scorer, method, Sampling(), 0, prompt, limits).tally for prompt in prompts).metrics()
     return {key: float(metrics[key]) for key in ("tokens_per_step", "acceptance_rate")}  # type: ignore[arg-type]

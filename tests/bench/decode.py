@@ -4,7 +4,8 @@
     python tests/bench/decode.py --shapes 7b-68m 13b-160m [--device cuda] [--dtype bfloat16]
 
 The first form needs a trained pair (`make quickstart`): batch 1, all runs interleaved prompt by prompt in one process,
-medians of each prompt's runs, raw forwards timed in between. The assistant of transformers is the same drafter with the
+medians of each prompt's runs, raw forwards timed in between. Speeds hold the reading of the prompt; efficiency, like
+the bound that it is measured by, does not. The assistant of transformers is the same drafter with the
 same constant number of draft tokens and no confidence threshold; `published` is the loop of the speculative-decoding
 slides, written down with transformers and its caches. The second form builds models of real shapes with random weights,
 where a fixed pattern stands in for agreement. The last line is one JSON object.
@@ -30,7 +31,7 @@ from draftsmith.decode.engine import Limits, Proposal, Verdict, Verifier, genera
 from draftsmith.decode.head_trees import PrunedHeadTree
 from draftsmith.decode.kv_cache import KVCache
 from draftsmith.decode.loading import load_model, wrap_model
-from draftsmith.decode.measure import Costs, RawCosts, decode, decode_reference
+from draftsmith.decode.measure import Costs, Decoded, RawCosts, decode, decode_reference
 from draftsmith.decode.methods import Method, Parts, build_method
 from draftsmith.decode.metrics import Tally, total
 from draftsmith.decode.models import LanguageModel
@@ -42,8 +43,7 @@ from draftsmith.decode.warpers import Sampling
 from draftsmith.recipes.evaluate import load_prompts, machine, stop_ids
 from transformers import DynamicCache, LlamaConfig, LlamaForCausalLM
 
-Run = tuple[list[int], Tally | None, float]
-Job = Callable[[Sequence[int], Limits], Run]
+Job = Callable[[Sequence[int], Limits], Decoded]
 
 GREEDY, PLAIN = Sampling(), Sampling(1.0)
 
@@ -71,7 +71,7 @@ def assisted(target: Any, drafter: Any, gamma: int) -> Job:
     config.num_assistant_tokens, config.num_assistant_tokens_schedule = gamma, "constant"
     config.assistant_confidence_threshold = 0.0
 
-    def run(prompt: Sequence[int], limits: Limits) -> Run:
+    def run(prompt: Sequence[int], limits: Limits) -> Decoded:
         ids = torch.tensor([list(prompt)])
         options = {"do_sample": False, "max_new_tokens": limits.max_new_tokens, "pad_token_id": 0}
         start = time.perf_counter()
@@ -83,7 +83,7 @@ def assisted(target: Any, drafter: Any, gamma: int) -> Job:
                 eos_token_id=list(limits.stop_ids) or None,
                 **options,
             )
-        return output[0, len(prompt) :].tolist(), None, time.perf_counter() - start
+        return Decoded(output[0, len(prompt) :].tolist(), Tally(), time.perf_counter() - start, 0.0)
 
     return run
 
@@ -92,7 +92,7 @@ def published(target: Any, drafter: Any, gamma: int) -> Job:
     """Greedy speculative decoding as the slides' code has it: both models' caches cut back after each block."""
 
     @torch.inference_mode()
-    def run(prompt: Sequence[int], limits: Limits) -> Run:
+    def run(prompt: Sequence[int], limits: Limits) -> Decoded:
         start = time.perf_counter()
         ids = torch.tensor([list(prompt)])
         caches = DynamicCache(config=target.config), DynamicCache(config=drafter.config)
@@ -119,7 +119,7 @@ def published(target: Any, drafter: Any, gamma: int) -> Job:
                 extra = cache.get_seq_length() - (ids.shape[1] - 1)
                 if extra > 0:
                     cache.crop(-extra)
-        return ids[0, len(prompt) :].tolist(), None, time.perf_counter() - start
+        return Decoded(ids[0, len(prompt) :].tolist(), Tally(), time.perf_counter() - start, 0.0)
 
     return run
 
@@ -231,7 +231,7 @@ def bench_pair(arguments: argparse.Namespace) -> dict[str, Any]:
     for job in jobs.values():
         job(prompts[0], Limits(8, limits.stop_ids))
 
-    runs: dict[str, list[list[Run]]] = {label: [[] for _ in prompts] for label in jobs}
+    runs: dict[str, list[list[Decoded]]] = {label: [[] for _ in prompts] for label in jobs}
     samplers: dict[str, RawCosts] = {}
     for repeat in range(2 if quick else 3):
         for place, prompt in enumerate(prompts):
@@ -248,10 +248,10 @@ def bench_pair(arguments: argparse.Namespace) -> dict[str, Any]:
         base = table_rows["autoregressive T=1" if label.endswith("T=1") else "autoregressive"]
         row["speedup"] = row["tokens_per_second"] / base["tokens_per_second"]
         if "bound" in row:
-            row["efficiency"] = row["speedup"] / row["bound"]
+            row["efficiency"] = row["stepping_rate"] / base["stepping_rate"] / row["bound"]
     greedy = [runs[label] for label, (_, _, sampling) in rows(gamma).items() if sampling.greedy and label != "mjsd"]
     greedy += [runs["transformers"], runs["transformers assisted"], runs["published"]]
-    same = sum(len({tuple(run[place][0][0]) for run in greedy}) == 1 for place in range(len(prompts)))
+    same = sum(len({tuple(run[place][0].ids) for run in greedy}) == 1 for place in range(len(prompts)))
     print(f"{len(prompts)} prompts, {limits.max_new_tokens} new tokens, gamma {gamma}; same greedy tokens on {same}")
     _print_rows(table_rows)
     host = host_microseconds(target.vocab_size, table, gamma, 200 if quick else 2000)
@@ -276,18 +276,21 @@ def bench_pair(arguments: argparse.Namespace) -> dict[str, Any]:
     }
 
 
-def _decode(target: LanguageModel, method: Method, sampling: Sampling, prompt: Sequence[int], limits: Limits) -> Run:
+def _decode(
+    target: LanguageModel, method: Method, sampling: Sampling, prompt: Sequence[int], limits: Limits
+) -> Decoded:
     return decode(target, method, sampling, 0, prompt, limits)
 
 
-def _counts(runs: list[list[Run]]) -> Tally:
-    return total(run[0][1] for run in runs if run[0][1] is not None)
+def _counts(runs: list[list[Decoded]]) -> Tally:
+    return total(run[0].tally for run in runs)
 
 
-def _row(runs: list[list[Run]], sampler: RawCosts | None) -> dict[str, Any]:
-    tokens = sum(len(run[0][0]) for run in runs)
-    seconds = sum(statistics.median(result[2] for result in run) for run in runs)
-    row: dict[str, Any] = {"tokens_per_second": tokens / seconds}
+def _row(runs: list[list[Decoded]], sampler: RawCosts | None) -> dict[str, Any]:
+    tokens = sum(len(run[0].ids) for run in runs)
+    seconds = sum(statistics.median(result.seconds for result in run) for run in runs)
+    steps = sum(statistics.median(result.seconds - result.reading for result in run) for run in runs)
+    row: dict[str, Any] = {"tokens_per_second": tokens / seconds, "stepping_rate": tokens / steps}
     if sampler is not None:
         costs: Costs = sampler.costs()
         counts = _counts(runs)
@@ -427,7 +430,7 @@ def bench_shapes(arguments: argparse.Namespace) -> dict[str, Any]:
                     method = Method(method.proposer, FixedPattern())
                 decode(target, method, sampling, 0, [1] * 64, limits)
                 profile = StepProfile(target.device)
-                ids, tally, seconds = decode(target, method, sampling, 0, [1] * 64, limits, profile)
+                ids, tally, seconds, _ = decode(target, method, sampling, 0, [1] * 64, limits, profile)
                 row[f"{label} {kind}"] = {
                     "tokens_per_second": len(ids) / seconds,
                     "tokens_per_step": tally.tokens / tally.steps,
