@@ -114,13 +114,15 @@ class PrunedHeadTree(Proposer):
         probs_BKV = self.heads(context.hidden_BD)[:, : self.depth].softmax(-1, dtype=torch.float32)
         top = probs_BKV.topk(min(self.candidates, probs_BKV.shape[-1]), -1)
         tree, tokens_BN = self.prune(context.root_B1, top.indices, top.values.log())
-        return Proposal(tree, tokens_BN)
+        return Proposal(tree, tokens_BN, levels=self.depth)
 
     def prune(self, root_B1: Tensor, candidates_BKC: Tensor, log_probs_BKC: Tensor) -> tuple[Tree, Tensor]:
         """The tree of the best sequences, and its tokens [B, N]."""
         parents_BN, depth_BN, place_BN = self.search(root_B1, candidates_BKC, log_probs_BKC)
         tokens_BN = candidates_BKC.flatten(1).gather(1, place_BN)
         tokens_BN[:, 0] = root_B1[:, 0]
+        if self.sequences == 1 and len(tokens_BN) == 1:  # one sequence is a chain, which costs less to score and verify
+            return Tree.chain(tokens_BN.shape[1] - 1).to(tokens_BN.device), tokens_BN
         return Tree.from_parents(parents_BN, self.depth, depth_BN), tokens_BN
 
     def search(self, root_B1: Tensor, candidates_BKC: Tensor, log_probs_BKC: Tensor) -> tuple[Tensor, Tensor, Tensor]:

@@ -180,7 +180,10 @@ class Costs:
 
 
 class RawCosts:
-    """Times the forwards that a step of a method needs, and nothing else, in turn, so that drift touches all alike.
+    """Times the forwards that a step of a method needs, and nothing else.
+
+    A few one-token forwards and a few steps alternate, so that drift touches both alike. The forwards of a step follow
+    one another as they do in decoding: what one leaves in the caches of the machine is what the next finds.
 
     Args:
         nodes: how many nodes the target scores a step.
@@ -205,14 +208,18 @@ class RawCosts:
 
     @torch.inference_mode()
     def sample(self, runs: int) -> RawCosts:
-        """Time every forward `runs` times more."""
+        """Time every forward `2 runs` times more."""
+        places = range(len(self._calls))
         for _ in range(runs):
-            for call, seconds in zip(self._calls, self._seconds, strict=True):
-                _synchronise(self._target)
-                start = time.perf_counter()
-                call()
-                _synchronise(self._target)
-                seconds.append(time.perf_counter() - start)
+            for step in ([0], [*places[2:], 1]):
+                for repeat in range(3):
+                    for place in step:
+                        _synchronise(self._target)
+                        start = time.perf_counter()
+                        self._calls[place]()
+                        _synchronise(self._target)
+                        if repeat:  # the first finds what other forwards have left
+                            self._seconds[place].append(time.perf_counter() - start)
         return self
 
     @torch.inference_mode()
@@ -223,7 +230,7 @@ class RawCosts:
         return Costs(medians[0], medians[1], sum(medians[2:]), self._forwards, flops[1], sum(flops[2:]))
 
 
-def raw_costs(target: LanguageModel, method: Method, nodes: float, context: int, runs: int = 30) -> Costs:
+def raw_costs(target: LanguageModel, method: Method, nodes: float, context: int, runs: int = 12) -> Costs:
     """`RawCosts` of `runs` samples."""
     return RawCosts(target, method, nodes, context).sample(runs).costs()
 
