@@ -28,9 +28,10 @@ def extend_by_path(model: LanguageModel, cache: KVCache, tokens_BN: Tensor, tree
     path_LP, leaf_N = _paths(tree)
     leaves, rows = len(path_LP), len(tokens_BN)
     wide = model.new_cache(rows * leaves, cache.capacity)
+    end = max(cache.lengths)
     for layer in range(model.layers):
-        wide.keys[layer].copy_(cache.keys[layer].repeat_interleave(leaves, 0))
-        wide.values[layer].copy_(cache.values[layer].repeat_interleave(leaves, 0))
+        for copies, originals in ((wide.keys, cache.keys), (wide.values, cache.values)):
+            copies[layer][:, :, :end] = originals[layer][:, :, :end].repeat_interleave(leaves, 0)
     wide.set_lengths([length for length in cache.lengths for _ in range(leaves)])
     tokens_XP = tokens_BN[:, path_LP].flatten(0, 1)
     hidden_BLPD = model.extend(wide, tokens_XP).unflatten(0, (rows, leaves))
