@@ -15,7 +15,7 @@ from torch import Tensor
 
 from .engine import Proposal, Verdict, Verifier
 from .rng import Rng, categorical
-from .verifiers import ExactChain, at, chain_verdict, count_prefix, deepest_path, normalise
+from .verifiers import ExactChain, at, chain_verdict, count_prefix, normalise, walk
 
 Judges = Literal["probabilities", "unwarped"]
 
@@ -113,7 +113,7 @@ class TypicalAcceptance(Verifier):
         token_BN = target_BNV[rows_B1, parents_BN, proposal.tokens_BN]
         log_BN = torch.where(proposal.tree.parents_BN >= 0, token_BN.log(), 0.0)
         path_scores_BN = torch.where(proposal.tree.ancestors_BNN, log_BN[:, None], 0.0).sum(-1)
-        last_B, verdict = deepest_path(proposal, token_BN > floor_BN.gather(1, parents_BN), path_scores_BN)
+        last_B, verdict = _deepest_path(proposal, token_BN > floor_BN.gather(1, parents_BN), path_scores_BN)
         probs_BV, floor_B1 = at(target_BNV, last_B), at(floor_BN, last_B)[:, None]
         typical_BV = normalise(torch.where(probs_BV > floor_B1, probs_BV, 0.0), probs_BV)
         verdict.next_B = categorical(typical_BV, rng.uniform())
@@ -132,6 +132,26 @@ class AcceptAll(Verifier):
         verdict = chain_verdict(proposal, accepted_B, tokens_BN[:, -1])
         verdict.examined_B, verdict.rejected_B = accepted_B, torch.zeros_like(accepted_B, dtype=torch.bool)
         return verdict
+
+
+def _deepest_path(proposal: Proposal, passes_BN: Tensor, score_BN: Tensor) -> tuple[Tensor, Verdict]:
+    """The deepest node of those whose whole path passes, and the verdict that keeps it; its next token is left open.
+
+    Of equally deep ones that of the highest score is taken.
+    """
+    tree = proposal.tree
+    rows, nodes = passes_BN.shape
+    passes_BN = passes_BN & (tree.parents_BN >= 0)
+    passes_BN[:, 0] = True
+    on_path_BN = (passes_BN[:, None] | ~tree.ancestors_BNN).all(-1)
+    reach_BN = torch.where(on_path_BN, tree.depth_BN, -1)
+    deepest_BN = reach_BN == reach_BN.amax(1, keepdim=True)
+    last_B = torch.where(deepest_BN, score_BN, -torch.inf).argmax(1)
+    line_BN = at(tree.ancestors_BNN.expand(rows, -1, -1), last_B)
+    here_BN = torch.arange(nodes, device=line_BN.device).expand(rows, -1)
+    next_BN1 = torch.nn.functional.pad(here_BN, (0, 1))
+    leads_BN = line_BN & (tree.parents_BN >= 0)
+    return walk(proposal, next_BN1.scatter_(1, torch.where(leads_BN, tree.parents_BN, nodes), here_BN))
 
 
 def _next(verifier: JointLikelihood | Rollback, target_BNV: Tensor, accepted_B: Tensor, rng: Rng) -> Tensor:

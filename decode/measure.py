@@ -94,7 +94,7 @@ def decode(
         tally.add_step(step, 0)
     _synchronise(target)
     end = time.perf_counter()
-    return Decoded(ids, tally, end - start, min(first.at, end) - start)
+    return Decoded(ids, tally, end - start, 0.0 if profile else first.at - start)
 
 
 def decode_reference(model: Any, prompt: Sequence[int], limits: Limits) -> Decoded:

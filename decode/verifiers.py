@@ -374,31 +374,6 @@ def chain_verdict(proposal: Proposal, accepted_B: Tensor, next_B: Tensor) -> Ver
     return Verdict(identity_path(proposal.tree, len(accepted_B)), accepted_B, next_B)
 
 
-def deepest_path(proposal: Proposal, passes_BN: Tensor, score_BN: Tensor | None = None) -> tuple[Tensor, Verdict]:
-    """The deepest node of those whose whole path passes, and the verdict that keeps it; its next token is left open.
-
-    Of equally deep ones that of the highest score is taken, or the first.
-    """
-    tree, tokens_BN = proposal.tree, proposal.tokens_BN
-    rows, nodes = tokens_BN.shape
-    passes_BN = passes_BN & (tree.parents_BN >= 0)
-    if proposal.valid_BN is not None:
-        passes_BN &= proposal.valid_BN
-    passes_BN[:, 0] = True
-    on_path_BN = (passes_BN[:, None] | ~tree.ancestors_BNN).all(-1)
-    reach_BN = torch.where(on_path_BN, tree.depth_BN, -1)
-    if score_BN is None:
-        last_B = reach_BN.argmax(1)
-    else:
-        deepest_BN = reach_BN == reach_BN.amax(1, keepdim=True)
-        last_B = torch.where(deepest_BN, score_BN, -torch.inf).argmax(1)
-    line_BN = at(tree.ancestors_BNN.expand(rows, -1, -1), last_B)
-    here_BN = torch.arange(nodes, device=line_BN.device).expand(rows, -1)
-    next_BN1 = torch.nn.functional.pad(here_BN, (0, 1))
-    leads_BN = line_BN & (tree.parents_BN >= 0)
-    return walk(proposal, next_BN1.scatter_(1, torch.where(leads_BN, tree.parents_BN, nodes), here_BN))
-
-
 def walk(proposal: Proposal, next_BN: Tensor) -> tuple[Tensor, Verdict]:
     """Follow `next_BN` from the root until a node names itself: the last node, and the verdict that keeps the path.
 

@@ -5,11 +5,16 @@ Shape letters: B batch, M new tokens, T positions, V vocabulary, X anything.
 
 from __future__ import annotations
 
+from collections.abc import Callable
+
 import pytest
 import torch
+from draftsmith.decode import method
+from draftsmith.decode.drop_in import CustomGenerate
 from draftsmith.decode.kv_cache import KVCache
 from draftsmith.decode.models import LanguageModel
 from draftsmith.decode.rng import Rng
+from transformers import LlamaForCausalLM
 
 
 class MarkovModel(LanguageModel):
@@ -60,8 +65,25 @@ class OneStream(Rng):
     def uniform(self, *shape: int) -> torch.Tensor:
         return torch.rand(self._rows, *shape, generator=self._generator, dtype=torch.float64)
 
-    def exponential(self, *shape: int) -> torch.Tensor:
-        return torch.empty(self._rows, *shape).exponential_(generator=self._generator)
+
+@pytest.fixture
+def target(make_llama: Callable[..., LlamaForCausalLM]) -> LlamaForCausalLM:
+    """A model of transformers that no token ends."""
+    model = make_llama(64, seed=0)
+    model.generation_config.eos_token_id = None
+    return model
+
+
+@pytest.fixture
+def drafter(make_llama: Callable[..., LlamaForCausalLM]) -> LlamaForCausalLM:
+    """A smaller one."""
+    return make_llama(64, seed=1, num_hidden_layers=1)
+
+
+@pytest.fixture
+def speculative(drafter: LlamaForCausalLM) -> CustomGenerate:
+    """Speculative decoding with it, for `model.generate`."""
+    return method("speculative", drafter=drafter, gamma=3)
 
 
 @pytest.fixture

@@ -38,23 +38,6 @@ SPECIALS = ("<|endoftext|>", "<|im_start|>", "<|im_end|>")
 README = Path(__file__).resolve().parents[2] / "README.md"
 
 
-@pytest.fixture
-def target(make_llama: Callable[..., LlamaForCausalLM]) -> LlamaForCausalLM:
-    model = make_llama(VOCAB, seed=0)
-    model.generation_config.eos_token_id = None
-    return model
-
-
-@pytest.fixture
-def drafter(make_llama: Callable[..., LlamaForCausalLM]) -> LlamaForCausalLM:
-    return make_llama(VOCAB, seed=1, num_hidden_layers=1)
-
-
-@pytest.fixture
-def speculative(drafter: LlamaForCausalLM) -> drop_in.CustomGenerate:
-    return method("speculative", drafter=drafter, gamma=3)
-
-
 def check_same(model: Any, custom: drop_in.CustomGenerate, **asked: Any) -> torch.Tensor:
     """What `generate` gives with and without the method is the same tensor, which is returned."""
     wanted = model.generate(**asked)

@@ -70,18 +70,7 @@ CASES: list[tuple[str, dict[str, Any]]] = [
 ]
 
 
-class OneGenerator(Rng):
-    """The numbers of all rows from one generator: faster, and no row's distribution depends on where they are from."""
-
-    def __init__(self, seed: int, rows: int) -> None:
-        super().__init__([seed])
-        self._rows, self._one = rows, torch.Generator().manual_seed(seed)
-
-    def uniform(self, *shape: int) -> torch.Tensor:
-        return torch.rand(self._rows, *shape, generator=self._one, dtype=torch.float64)
-
-    def exponential(self, *shape: int) -> torch.Tensor:
-        return torch.empty(self._rows, *shape).exponential_(generator=self._one)
+MakeStream = Callable[[int, int], Rng]
 
 
 def exact_distribution(model: LlamaForCausalLM, sampling: Sampling) -> torch.Tensor:
@@ -94,11 +83,11 @@ def exact_distribution(model: LlamaForCausalLM, sampling: Sampling) -> torch.Ten
     return probs[:, places].gather(2, paths[:, :, None])[..., 0].prod(1)
 
 
-def p_value(method: Method, target: LlamaForCausalLM, sampling: Sampling, seed: int) -> float:
+def p_value(method: Method, target: LlamaForCausalLM, sampling: Sampling, rng: Rng) -> float:
     """Of the hypothesis that the method's samples follow the target's distribution."""
     scorer = wrap_model(target, check=False)
     output: list[list[int]] = [[] for _ in range(ROWS)]
-    for step in generate(scorer, *method, [PROMPT] * ROWS, Limits(TOKENS), sampling, OneGenerator(seed, ROWS)):
+    for step in generate(scorer, *method, [PROMPT] * ROWS, Limits(TOKENS), sampling, rng):
         for row, new in zip(output, step.new_ids, strict=True):
             row += new
     outcomes = torch.tensor(output) @ torch.tensor([VOCAB**2, VOCAB, 1])
@@ -126,12 +115,16 @@ def pair(
 @pytest.mark.parametrize("sampling", SAMPLINGS, ids=str)
 @pytest.mark.parametrize(("name", "options"), CASES, ids=lambda value: str(value))
 def test_three_tokens_follow_the_target(
-    pair: tuple[LlamaForCausalLM, Parts], name: str, options: dict[str, Any], sampling: Sampling
+    pair: tuple[LlamaForCausalLM, Parts],
+    make_stream: MakeStream,
+    name: str,
+    options: dict[str, Any],
+    sampling: Sampling,
 ) -> None:
     target, parts = pair
     method = build_method(name, parts, sampling, **options)
     assert method.verifier.lossless
-    assert p_value(method, target, sampling, seed=11) > FALSE_ALARM
+    assert p_value(method, target, sampling, make_stream(11, ROWS)) > FALSE_ALARM
 
 
 def test_every_lossless_method_is_tested(pair: tuple[LlamaForCausalLM, Parts]) -> None:
@@ -153,25 +146,29 @@ def test_every_lossless_method_is_tested(pair: tuple[LlamaForCausalLM, Parts]) -
     ids=lambda value: str(value),
 )
 def test_hardly_overlapping_supports(
-    make_llama: Callable[..., LlamaForCausalLM], name: str, options: dict[str, Any], sampling: Sampling
+    make_llama: Callable[..., LlamaForCausalLM],
+    make_stream: MakeStream,
+    name: str,
+    options: dict[str, Any],
+    sampling: Sampling,
 ) -> None:
     """Two tokens each that mostly differ, by top_k or by a temperature at which all others underflow to 0."""
     target = make_llama(VOCAB, seed=0, sharpness=3.0, **SMALL)
     drafter, other = (wrap_model(make_llama(VOCAB, seed=seed, sharpness=3.0, **SMALL), check=False) for seed in (9, 10))
     parts = Parts(drafter, more_drafters=(other,))
-    assert p_value(build_method(name, parts, sampling, **options), target, sampling, seed=3) > FALSE_ALARM
+    assert p_value(build_method(name, parts, sampling, **options), target, sampling, make_stream(3, ROWS)) > FALSE_ALARM
 
 
 @pytest.mark.parametrize("name", ["speculative", "multi-candidate", "batch-speculative", "spectr", "specinfer"])
 def test_a_drafter_that_is_the_target_leaves_no_residual(
-    make_llama: Callable[..., LlamaForCausalLM], name: str
+    make_llama: Callable[..., LlamaForCausalLM], make_stream: MakeStream, name: str
 ) -> None:
     """p - q is 0 everywhere: the first candidate must be accepted, always."""
     target = make_llama(VOCAB, seed=0, **SMALL)
     scorer = wrap_model(target, check=False)
     sampling = Sampling(1.0)
     method = build_method(name, Parts(scorer), sampling)
-    assert p_value(method, target, sampling, seed=5) > FALSE_ALARM
+    assert p_value(method, target, sampling, make_stream(5, ROWS)) > FALSE_ALARM
     steps = list(generate(scorer, *method, [PROMPT] * 500, Limits(4), sampling, Rng.for_rows(0, 500)))
     assert sum(int(step.accepted[step.active].sum()) for step in steps) >= 500 * 4 * 0.98
 
@@ -183,20 +180,24 @@ class WrongResidual(ExactChain):
         return target_BV
 
 
-def test_the_test_finds_a_wrong_residual(pair: tuple[LlamaForCausalLM, Parts]) -> None:
+def test_the_test_finds_a_wrong_residual(pair: tuple[LlamaForCausalLM, Parts], make_stream: MakeStream) -> None:
     assert pair[1].drafter is not None
     method = Method(DraftTree(pair[1].drafter, (1, 1)), WrongResidual())
-    assert p_value(method, pair[0], Sampling(1.0), seed=11) < FALSE_ALARM
+    assert p_value(method, pair[0], Sampling(1.0), make_stream(11, ROWS)) < FALSE_ALARM
 
 
-def test_the_test_finds_draws_without_replacement_verified_as_if_with(pair: tuple[LlamaForCausalLM, Parts]) -> None:
+def test_the_test_finds_draws_without_replacement_verified_as_if_with(
+    pair: tuple[LlamaForCausalLM, Parts], make_stream: MakeStream
+) -> None:
     assert pair[1].drafter is not None
     method = Method(DraftTree(pair[1].drafter, (4, 2), replacement=False), MultiCandidate(replacement=True))
-    assert p_value(method, pair[0], Sampling(1.0), seed=11) < FALSE_ALARM
+    assert p_value(method, pair[0], Sampling(1.0), make_stream(11, ROWS)) < FALSE_ALARM
 
 
-def test_the_test_finds_a_wrong_rho(pair: tuple[LlamaForCausalLM, Parts], monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_test_finds_a_wrong_rho(
+    pair: tuple[LlamaForCausalLM, Parts], make_stream: MakeStream, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """ρ = 1 accepts too much of what the drafter likes."""
     monkeypatch.setattr(verifiers, "k_seq_rho", lambda target_BV, *_: torch.ones_like(target_BV[:, :1]))
     method = build_method("spectr", pair[1], Sampling(1.0), gamma=2, drafts=4)
-    assert p_value(method, pair[0], Sampling(1.0), seed=11) < FALSE_ALARM
+    assert p_value(method, pair[0], Sampling(1.0), make_stream(11, ROWS)) < FALSE_ALARM

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from types import SimpleNamespace
 from typing import Any
 
@@ -29,23 +28,6 @@ ONE = torch.tensor([[1, 2, 3]])
 PADDED = torch.tensor([[PAD, PAD, 1, 2, 3], [9, 8, 7, 6, 5], [PAD, PAD, PAD, PAD, 11]])
 MASK = (PADDED != PAD).long()
 BATCH = {"inputs": PADDED, "attention_mask": MASK, "pad_token_id": PAD}
-
-
-@pytest.fixture
-def target(make_llama: Callable[..., LlamaForCausalLM]) -> LlamaForCausalLM:
-    model = make_llama(VOCAB, seed=0)
-    model.generation_config.eos_token_id = None
-    return model
-
-
-@pytest.fixture
-def drafter(make_llama: Callable[..., LlamaForCausalLM]) -> LlamaForCausalLM:
-    return make_llama(VOCAB, seed=1, num_hidden_layers=1)
-
-
-@pytest.fixture
-def speculative(drafter: LlamaForCausalLM) -> drop_in.CustomGenerate:
-    return method("speculative", drafter=drafter, gamma=3)
 
 
 class Recorder:
