@@ -14,7 +14,7 @@ import torch
 from ..checkpoints.artifact import check_target, tokenizer_fingerprint, verify_artifact
 from ..checkpoints.heads import load_heads
 from ..checkpoints.table import BigramTable
-from ..data.conversations import read_conversations
+from ..data.reading import read_conversations
 from ..data.templates import get_template
 from ..data.tokenizers import load_tokenizer
 from ..decode.engine import Limits

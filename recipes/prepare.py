@@ -13,8 +13,9 @@ from pathlib import Path
 from typing import Any
 
 from ..checkpoints.artifact import tokenizer_fingerprint
-from ..data.conversations import Conversation, CorpusReport, read_conversations, write_conversations
+from ..data.conversations import Conversation, CorpusReport, write_conversations
 from ..data.prepared import PreparedData, prepare
+from ..data.reading import read_conversations
 from ..data.templates import get_template
 from .config import DataSection
 from .terminal import counter, say

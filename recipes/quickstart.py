@@ -11,8 +11,9 @@ import time
 from pathlib import Path
 from typing import Any
 
-from ..data.conversations import read_conversations, write_conversations
+from ..data.conversations import write_conversations
 from ..data.documentation import documentation_conversations
+from ..data.reading import read_conversations
 from ..data.tokenizers import train_bpe
 from .config import QuickstartRecipe
 from .evaluate import run_evaluate

@@ -13,9 +13,9 @@ from draftsmith.data.conversations import (
     Conversation,
     CorpusReport,
     Turn,
-    read_conversations,
     write_conversations,
 )
+from draftsmith.data.reading import read_conversations
 
 
 def _jsonl(path: Path, *rows: Any) -> str:

@@ -10,8 +10,9 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from draftsmith.data.conversations import Conversation, Turn, read_conversations
+from draftsmith.data.conversations import Conversation, Turn
 from draftsmith.data.prepared import PreparedData, prepare
+from draftsmith.data.reading import read_conversations
 from draftsmith.data.templates import get_template, render_all
 from draftsmith.data.tokenizers import load_tokenizer, train_bpe
 

@@ -6,7 +6,8 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from draftsmith.data.conversations import Conversation, Turn, read_conversations
+from draftsmith.data.conversations import Conversation, Turn
+from draftsmith.data.reading import read_conversations
 from draftsmith.data.templates import TEMPLATES, VICUNA_SYSTEM, Template, get_template, render_all
 from draftsmith.data.tokenizers import load_tokenizer, train_bpe
 
