@@ -59,10 +59,12 @@ class Prompt:
 
 @dataclass(slots=True)
 class CorpusReport:
-    """What became of every row: `rows == kept + sum(dropped.values())`.
+    """What became of every row and of every exchange: `rows == kept + sum(dropped.values())` and
+    `exchanges == exchanges_kept + sum(exchanges_lost.values())`.
 
-    `changed` counts kept conversations by what was cut from them (one conversation can appear under several
-    reasons), `unmapped_roles` counts the dropped conversations by the first role the table does not know.
+    `changed` counts kept conversations by what was cut from them or rewritten (one conversation can appear under
+    several reasons), `unmapped_roles` counts conversations by the first role the table does not know. An exchange is
+    a question directly before an answer; it is lost with its conversation, or as one of a conversation that is kept.
     """
 
     rows: int = 0
@@ -70,27 +72,34 @@ class CorpusReport:
     dropped: Counter[str] = field(default_factory=Counter)
     changed: Counter[str] = field(default_factory=Counter)
     unmapped_roles: Counter[str] = field(default_factory=Counter)
+    exchanges: int = 0
+    exchanges_kept: int = 0
+    exchanges_lost: Counter[str] = field(default_factory=Counter)
+
+    def merge(self, other: CorpusReport) -> None:
+        """Add the counts of another part of the corpus (another rank, another worker)."""
+        for name in self.__slots__:
+            setattr(self, name, getattr(self, name) + getattr(other, name))
 
     def as_dict(self) -> dict[str, Any]:
         """Plain dictionaries and numbers, ready for JSON."""
-        return {
-            "rows": self.rows,
-            "kept": self.kept,
-            "dropped": dict(sorted(self.dropped.items())),
-            "changed": dict(sorted(self.changed.items())),
-            "unmapped_roles": dict(sorted(self.unmapped_roles.items())),
-        }
+        values = ((name, getattr(self, name)) for name in self.__slots__)
+        return {name: dict(sorted(value.items())) if isinstance(value, Counter) else value for name, value in values}
 
     def summary(self) -> str:
-        """One line: `987 of 1000 rows kept; dropped 13 (8 no whole exchange, …); changed …`."""
+        """One line: `987 of 1000 rows kept; dropped 13 (8 no whole exchange, …); exchanges lost 40 (…); changed: …`."""
         parts = [f"{self.kept} of {self.rows} rows kept"]
-        for word, counts in (("dropped", self.dropped), ("changed", self.changed), ("unmapped", self.unmapped_roles)):
+        for word, counts in (("dropped", self.dropped), ("exchanges lost", self.exchanges_lost)):
             if counts:
-                reasons = ", ".join(f"{n} {reason}" for reason, n in counts.most_common())
-                parts.append(
-                    f"{word} {sum(counts.values())} ({reasons})" if word == "dropped" else f"{word}: {reasons}"
-                )
+                parts.append(f"{word} {sum(counts.values())} ({_reasons(counts)})")
+        for word, counts in (("changed", self.changed), ("unmapped", self.unmapped_roles)):
+            if counts:
+                parts.append(f"{word}: {_reasons(counts)}")
         return "; ".join(parts)
+
+
+def _reasons(counts: Counter[str]) -> str:
+    return ", ".join(f"{count} {reason}" for reason, count in counts.most_common())
 
 
 def write_conversations(conversations: Iterable[Conversation], path: str | os.PathLike[str]) -> int:

@@ -1,77 +1,86 @@
 """Text pieces to ids such that pieces joined as ids say what the same pieces joined as text say.
 
 Tokenizers differ in what they do at the start of a text. Byte-level BPE does nothing. A sentencepiece model puts a
-space ("▁") before it, always or unless there is one. A piece in the middle of a document must allow for that.
+space ("▁") before it: always, unless there is one, only at the start of a document but not behind a special token, or
+never (what transformers' `legacy` and `add_prefix_space` choose). A piece in the middle of a document must allow for
+that, so every piece is encoded with what stands before it (`After`). Letters: T tokens.
 """
 
 from __future__ import annotations
 
 from collections.abc import Sequence
+from enum import Enum
+from itertools import accumulate, chain
 from typing import Any
+
+import numpy as np
 
 _SENTINEL = "\n"
 
 
-class PieceEncoder:
-    """Encodes pieces as plain text (special-token strings in them stay text) and knows the special ids."""
+class After(Enum):
+    """What stands before a piece of text."""
 
-    def __init__(self, tokenizer: Any) -> None:
-        self._tokenizer = tokenizer
-        bare, spaced = self.plain(["a", " a"])
+    NOTHING = "nothing"  # the document begins with it
+    SPECIAL = "special"  # a special token
+    SPACE = "space"  # other text and one space, which belongs to this piece's ids
+    TEXT = "text"  # other text, and nothing between
+
+
+def special_strings(tokenizer: Any) -> list[str]:
+    """The texts of all special tokens."""
+    return [token.content for token in tokenizer.added_tokens_decoder.values() if token.special]
+
+
+class PieceEncoder:
+    """Encodes pieces as plain text (special-token strings in them stay text) and knows the special ids.
+
+    With `own` it works on a copy of the tokenizer, so that another thread may use the original meanwhile.
+    """
+
+    def __init__(self, tokenizer: Any, *, own: bool = False) -> None:
+        self.tokenizer = tokenizer
+        self._backend = getattr(tokenizer, "backend_tokenizer", None)
+        if own and self._backend is not None:
+            self._backend = type(self._backend).from_str(self._backend.to_str())
+        bare, spaced = self._raw(["a", " a"])
         starts_word = tokenizer.convert_ids_to_tokens(bare)[0].startswith(("▁", "Ġ"))
         self._always_adds_space = starts_word and bare != spaced
         self._adds_space = starts_word
-        self._sentinel = self.plain([_SENTINEL])[0] if starts_word else []
+        self._sentinel = self._raw([_SENTINEL])[0] if starts_word else []
+        self._adds_space_after_special = starts_word and self._probe_after_special(bare)
         bos = tokenizer.bos_token_id
         with_specials = list(tokenizer("a").input_ids)
         adds_bos = bos is not None and with_specials[:1] == [bos] and bare[:1] != [bos]
         self.bos: list[int] = [bos] if adds_bos else []
 
-    def plain(self, texts: Sequence[str]) -> list[list[int]]:
-        """Ids of each text by itself, as at the start of a document (without special tokens)."""
-        if not texts:
-            return []
-        # a fast tokenizer keeps its own batches on all cores; the other arguments save it work that nobody reads
-        encoded = self._tokenizer(
-            list(texts),
-            add_special_tokens=False,
-            split_special_tokens=True,
-            return_attention_mask=False,
-            return_token_type_ids=False,
-            verbose=False,
-        )
-        return list(encoded["input_ids"])
+    def encode(self, texts: Sequence[str], after: Sequence[After]) -> tuple[np.ndarray, np.ndarray]:
+        """Ids of every piece by what stands before it.
 
-    def continuing(self, texts: Sequence[str]) -> list[list[int]]:
-        """Ids of each text in the middle of a document after one space, which the ids include."""
-        if self._always_adds_space:
-            return self.plain(texts)
-        return self.plain([f" {text}" for text in texts])
+        Returns:
+            All ids end to end, int32 [T], and where each piece begins, int64 [pieces + 1].
+        """
+        encoded = self._raw([self._prepared(text, place) for text, place in zip(texts, after, strict=True)])
+        if self._adds_space:
+            for number, place in enumerate(after):
+                if self._bare(place):
+                    encoded[number] = self._without_sentinel(encoded[number], texts[number])
+        starts = np.fromiter(accumulate(map(len, encoded), initial=0), np.int64, len(encoded) + 1)
+        return np.fromiter(chain.from_iterable(encoded), np.int32, int(starts[-1])), starts
 
-    def unprefixed(self, texts: Sequence[str]) -> list[list[int]]:
-        """Ids of each text in the middle of a document with nothing before it."""
-        if not self._adds_space:
-            return self.plain(texts)
-        # encoded behind a line break, whose ids are then taken off, the text gets no "▁" of its own
-        skip = len(self._sentinel)
-        encoded = self.plain([_SENTINEL + text for text in texts])
-        for number, ids in enumerate(encoded):
-            if ids[:skip] == self._sentinel:
-                encoded[number] = ids[skip:]
-            else:  # the line break merged with what follows it
-                encoded[number] = self.plain([texts[number]])[0]
-        return encoded
+    def one(self, text: str, after: After) -> list[int]:
+        """Ids of one piece; [] for ""."""
+        return list(self.encode([text], [after])[0]) if text else []
 
-    def constant(self, text: str) -> list[int]:
-        """Ids of a template's own text by itself; [] for ""."""
-        return self.plain([text])[0] if text else []
-
-    def after_special(self, special: str, text: str) -> list[int]:
-        """Ids of a template's own `text` as the tokenizer writes it behind the special token `special`."""
+    def template(self, text: str, before: str = "") -> list[int]:
+        """Ids of a template's own text, in which special tokens are special, as the tokenizer writes it behind the
+        special token `before` (""; a document begins with it)."""
         if not text:
             return []
-        ids = list(self._tokenizer(special + text, add_special_tokens=False, split_special_tokens=False).input_ids)
-        assert ids[0] == self._tokenizer.convert_tokens_to_ids(special), (special, ids)
+        ids = list(self.tokenizer(before + text, add_special_tokens=False, split_special_tokens=False).input_ids)
+        if not before:
+            return ids
+        assert ids[0] == self.tokenizer.convert_tokens_to_ids(before), (before, ids)
         return ids[1:]
 
     def special_id(self, text: str, template: str) -> int:
@@ -80,20 +89,45 @@ class PieceEncoder:
         Raises:
             ValueError: the tokenizer does not hold `text` as one special token.
         """
-        number = self._tokenizer.get_vocab().get(text)
-        added = self._tokenizer.added_tokens_decoder
+        number = self.tokenizer.get_vocab().get(text)
+        added = self.tokenizer.added_tokens_decoder
         if number is None or number not in added or not added[number].special:
             raise ValueError(f"template {template} needs {text} as one special token, which this tokenizer lacks")
         return int(number)
 
-    def eos_id(self, template: str) -> int:
-        """The end-of-sequence id.
+    def _raw(self, texts: list[str]) -> list[list[int]]:
+        """Ids of each text by itself, as at the start of a document, without special tokens."""
+        if not texts:
+            return []
+        if self._backend is None:
+            encoded = self.tokenizer(texts, add_special_tokens=False, split_special_tokens=True, verbose=False)
+            return list(encoded["input_ids"])
+        # straight to the backend nothing is made that nobody reads; transformers sets these on its own calls too
+        if not self._backend.encode_special_tokens:
+            self._backend.encode_special_tokens = True
+        if self._backend.truncation is not None:
+            self._backend.no_truncation()
+        if self._backend.padding is not None:
+            self._backend.no_padding()
+        return [encoding.ids for encoding in self._backend.encode_batch_fast(texts, add_special_tokens=False)]
 
-        Raises:
-            ValueError: the tokenizer has none.
-        """
-        if self._tokenizer.eos_token_id is None:
-            raise ValueError(
-                f"template {template} ends an answer with the end-of-sequence token; this tokenizer has none"
-            )
-        return int(self._tokenizer.eos_token_id)
+    def _prepared(self, text: str, after: After) -> str:
+        if after is After.SPACE and not self._always_adds_space:
+            return " " + text
+        if self._adds_space and self._bare(after):
+            # encoded behind a line break, whose ids are then taken off, the text gets no "▁" of its own
+            return _SENTINEL + text
+        return text
+
+    def _bare(self, after: After) -> bool:
+        """Whether the piece gets no space that is not its own."""
+        return after is After.TEXT or (after is After.SPECIAL and not self._adds_space_after_special)
+
+    def _without_sentinel(self, ids: list[int], text: str) -> list[int]:
+        skip = len(self._sentinel)
+        # where the line break merged with what follows it, the text by itself is the best there is
+        return ids[skip:] if ids[:skip] == self._sentinel else self._raw([text])[0]
+
+    def _probe_after_special(self, bare: list[int]) -> bool:
+        special = self.tokenizer.eos_token or self.tokenizer.bos_token
+        return special is None or self.template("a", special) == bare

@@ -78,12 +78,16 @@ def pack_best_fit(lengths: Sequence[int], block_tokens: int) -> list[list[int]]:
     return blocks
 
 
-def positions_in_documents(documents_BT: np.ndarray) -> np.ndarray:
-    """Position of each token inside its document, int64 [B, T]; padding counts from 0 as well."""
-    starts_BT = np.ones(documents_BT.shape, dtype=bool)
-    starts_BT[:, 1:] = documents_BT[:, 1:] != documents_BT[:, :-1]
-    index_T = np.arange(documents_BT.shape[1], dtype=np.int64)
-    return index_T - np.maximum.accumulate(np.where(starts_BT, index_T, 0), axis=1)
+PACKINGS = ("best-fit", "pad")
+
+
+def pack(lengths: np.ndarray, block_tokens: int, packing: str) -> tuple[np.ndarray, np.ndarray]:
+    """Documents in the order of their blocks int64 [documents], and how many each block has int64 [blocks]."""
+    if packing == "pad":
+        return np.arange(len(lengths)), np.ones(len(lengths), dtype=np.int64)
+    blocks = pack_best_fit(lengths.tolist(), block_tokens)
+    order = np.array([document for block in blocks for document in block], dtype=np.int64)
+    return order, np.array([len(block) for block in blocks], dtype=np.int64)
 
 
 def global_batch(blocks: int, batch_blocks: int, step: int, seed: int) -> np.ndarray:

@@ -1,8 +1,9 @@
-"""Token blocks on disk: prepared once, memory-mapped ever after.
+"""Documents on disk: rendered once, memory-mapped ever after, and put together to blocks when a batch is read.
 
-A folder holds `tokens.npy` int32 [blocks, T], `labels.npy` uint8 [blocks, T] (1 where a token is trained on, which the
-first of a document never is), `documents.npy` int32 [blocks, T] (the document's number from 0, −1 where there is
-padding) and `data.json`. Letters: B batch (blocks), T tokens of a block.
+A folder holds, as flat arrays in the order of rendering, `tokens.npy` (uint16 where the vocabulary allows, else int32)
+and `trained.npy` uint8 (1 where a token is trained on, which the first of a document never is); `documents.npy` int64
+[documents + 1], where each document begins; `order.npy` int64 [documents] and `blocks.npy` int64 [blocks + 1]: block b
+is the documents order[blocks[b]] … order[blocks[b + 1] - 1]; and `data.json`. Letters: B batch (blocks), T tokens.
 """
 
 from __future__ import annotations
@@ -12,8 +13,8 @@ import json
 import os
 import shutil
 import tempfile
-from array import array
 from collections.abc import Callable, Iterable, Iterator, Sequence
+from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
@@ -21,19 +22,18 @@ import numpy as np
 import torch
 
 from .conversations import Conversation
-from .packing import IGNORED, PADDING, Batch, global_batch, pack_best_fit, positions_in_documents
-from .templates import Template, render_all
+from .packing import IGNORED, PACKINGS, PADDING, Batch, global_batch, pack
+from .rendering import Rendered, RenderReport, render_all
+from .templates import Template
 
 __all__ = ["Batch", "PreparedData", "global_batch", "prepare"]
 
-SCHEMA = 1
+SCHEMA = 2
 MANIFEST = "data.json"
-_ARRAYS: dict[str, np.dtype[Any]] = {
-    "tokens": np.dtype(np.int32),
-    "labels": np.dtype(np.uint8),
-    "documents": np.dtype(np.int32),
-}
+_ARRAYS = ("tokens", "trained", "documents", "order", "blocks")
 _PROGRESS_ROWS = 256
+_BUFFERED_TOKENS = 1 << 20
+_WINDOW_DOCUMENTS = 1 << 18  # packed together: far more than density needs, and little memory
 
 
 def prepare(
@@ -44,51 +44,68 @@ def prepare(
     out_dir: str | os.PathLike[str],
     *,
     source: dict[str, Any],
+    packing: str = "best-fit",
+    last_turn_only: bool = False,
+    watch: Callable[[Rendered], None] | None = None,
     progress: Callable[[int, int], None] | None = None,
 ) -> PreparedData:
     """Render conversations, pack them into blocks of `block_tokens` tokens and write `out_dir`, whole or not at all.
 
-    The conversations are consumed as a stream; only their tokens are kept. A folder that already holds prepared
-    data is replaced. `source` goes into the manifest as it is (where the rows came from, the tokenizer's
-    fingerprint, …); `progress(rows, tokens)` is called as rows are rendered.
+    The conversations are consumed as a stream and their tokens written as they come: memory does not grow with the
+    corpus, but for some bytes a document. A folder that already holds prepared data is replaced. `packing` is
+    "best-fit", or "pad" for one document a block, padded to the longest of a batch. `source` goes into the manifest as
+    it is (where the rows came from, the tokenizer's fingerprint, …); `watch` sees every document; `progress(rows,
+    tokens)` is called as rows are rendered.
 
     Raises:
-        ValueError: a block too short to train on; no conversations; nothing trainable; `out_dir` holds other files.
+        ValueError: a block too short to train on; an unknown packing; no conversations; nothing trainable; `out_dir`
+            holds other files.
     """
     if block_tokens < 2:
         raise ValueError(f"block_tokens is {block_tokens}, expected at least 2: the first token predicts the second")
+    if packing not in PACKINGS:
+        raise ValueError(f"packing is {packing!r}, known: {', '.join(PACKINGS)}")
     out = Path(out_dir)
     _check_replaceable(out)
-    rendered = _Tokens()
-    rows = _Counter(conversations, lambda n: progress(n, len(rendered.ids)) if progress else None)
-    for document in render_all(rows, tokenizer, template, block_tokens):
-        rendered.add(document.ids, document.trainable)
-    trainable = sum(rendered.trainable)
-    if not rendered.lengths or not trainable:
-        raise ValueError(
-            f"nothing to train on: {rows.count} conversations gave {len(rendered.lengths)} documents with "
-            f"{trainable} trainable tokens of {len(rendered.ids)} in blocks of {block_tokens}"
-        )
-    if progress is not None:
-        progress(rows.count, len(rendered.ids))
-    blocks = pack_best_fit(rendered.lengths, block_tokens)
-    manifest = {
-        "schema": SCHEMA,
-        "source": source,
-        "options": {"template": template.name, "block_tokens": block_tokens},
-        "rows": rows.count,
-        "documents": len(rendered.lengths),
-        "blocks": len(blocks),
-        "tokens": len(rendered.ids),
-        "trainable_tokens": trainable,
-        "trainable_share": trainable / len(rendered.ids),
-        "packing_density": len(rendered.ids) / (len(blocks) * block_tokens),
-    }
     out.parent.mkdir(parents=True, exist_ok=True)
     temporary = Path(tempfile.mkdtemp(prefix=f".{out.name}.", dir=out.parent))
+    report = RenderReport()
     try:
-        _write_arrays(temporary, rendered, blocks, block_tokens, _padding_id(tokenizer))
-        manifest["sha256"] = {name: _sha256(temporary / f"{name}.npy") for name in _ARRAYS}
+        writer = _Writer(temporary, len(tokenizer))
+        rows = _Counter(conversations, lambda n: progress(n, writer.tokens) if progress else None)
+        rendered = render_all(rows, tokenizer, template, block_tokens, last_turn_only=last_turn_only, report=report)
+        for document in rendered:
+            writer.add(document)
+            if watch is not None:
+                watch(document)
+        if not writer.trained:
+            raise ValueError(
+                f"nothing to train on: {rows.count} conversations gave {writer.documents} documents with "
+                f"{writer.trained} trainable tokens of {writer.tokens} in blocks of {block_tokens}"
+            )
+        if progress is not None:
+            progress(rows.count, writer.tokens)
+        blocks = writer.finish(block_tokens, packing)
+        manifest = {
+            "schema": SCHEMA,
+            "source": source,
+            "options": {
+                "template": template.name,
+                "block_tokens": block_tokens,
+                "packing": packing,
+                "last_turn_only": last_turn_only,
+            },
+            "rows": rows.count,
+            "rendering": report.as_dict(),
+            "documents": writer.documents,
+            "blocks": blocks,
+            "tokens": writer.tokens,
+            "trainable_tokens": writer.trained,
+            "trainable_share": writer.trained / writer.tokens,
+            "packing_density": writer.tokens / (blocks * block_tokens),
+            "padding_id": _padding_id(tokenizer),
+            "sha256": {name: _sha256(temporary / f"{name}.npy") for name in _ARRAYS},
+        }
         _write_synced(temporary / MANIFEST, json.dumps(manifest, indent=2, ensure_ascii=False) + "\n")
         temporary.chmod(0o755)  # mkdtemp makes a private folder
         _replace(temporary, out)
@@ -104,10 +121,14 @@ class PreparedData:
         self.directory = directory
         self.manifest = manifest
         self._tokens = arrays["tokens"]
-        self._labels = arrays["labels"]
+        self._trained = arrays["trained"]
         self._documents = arrays["documents"]
-        self.blocks = int(self._tokens.shape[0])
-        self.block_tokens = int(self._tokens.shape[1])
+        self._order = arrays["order"]
+        self._blocks = arrays["blocks"]
+        self.blocks = len(self._blocks) - 1
+        self.block_tokens = int(manifest["options"]["block_tokens"])
+        self._pads = manifest["options"]["packing"] == "pad"
+        self._padding_id = int(manifest["padding_id"])
 
     @classmethod
     def load(cls, directory: str | os.PathLike[str]) -> PreparedData:
@@ -119,24 +140,29 @@ class PreparedData:
         directory = Path(directory)
         needed = [MANIFEST, *(f"{name}.npy" for name in _ARRAYS)]
         missing = [name for name in needed if not (directory / name).is_file()]
-        if missing:
+        if missing and not (directory / MANIFEST).is_file():
             raise ValueError(f"{directory} is no prepared data: {', '.join(missing)} missing")
         try:
             manifest = json.loads((directory / MANIFEST).read_text(encoding="utf-8"))
-            schema, shape = manifest["schema"], (manifest["blocks"], manifest["options"]["block_tokens"])
+            schema = manifest["schema"]
+            if schema == SCHEMA:
+                shapes = _shapes(manifest)
         except (json.JSONDecodeError, KeyError, TypeError) as error:
             raise ValueError(f"{directory / MANIFEST}: not a manifest of prepared data: {error!r}") from error
         if schema != SCHEMA:
             raise ValueError(f"{directory / MANIFEST}: schema {schema}, this version reads {SCHEMA}; prepare again")
+        if missing:
+            raise ValueError(f"{directory} is no prepared data: {', '.join(missing)} missing")
         arrays = {}
-        for name, dtype in _ARRAYS.items():
+        for name, (length, dtypes) in shapes.items():
             path = directory / f"{name}.npy"
             try:
                 found = np.load(path, mmap_mode="r", allow_pickle=False)
             except (ValueError, EOFError) as error:
                 raise ValueError(f"{path}: damaged: {error}") from error
-            if found.shape != shape or found.dtype != dtype:
-                raise ValueError(f"{path}: {found.dtype} {found.shape}, the manifest says {dtype} {shape}")
+            if found.shape != (length,) or found.dtype not in dtypes:
+                expected = " or ".join(map(str, dtypes))
+                raise ValueError(f"{path}: {found.dtype} {found.shape}, the manifest says {expected} ({length},)")
             arrays[name] = found
         return cls(directory, manifest, arrays)
 
@@ -151,17 +177,39 @@ class PreparedData:
             if found != expected:
                 raise ValueError(f"{self.directory / name}.npy: sha256 {found}, the manifest says {expected}")
 
+    def step_batch(self, step: int, batch_blocks: int, seed: int) -> tuple[np.ndarray, Batch]:
+        """The blocks of a global step by number, and as a batch: a function of its arguments alone."""
+        indices = global_batch(self.blocks, batch_blocks, step, seed)
+        return indices, self.batch(indices)
+
     def batch(self, indices: Sequence[int] | np.ndarray) -> Batch:
-        """The blocks of these indices as a batch [B, T].
+        """The blocks of these indices as a batch [B, T]; T is the longest block's length where blocks are not packed.
 
         Raises:
             ValueError: an index outside 0 … blocks − 1.
         """
         index_B = self._checked(indices)
-        tokens_BT = self._tokens[index_B].astype(np.int64)
-        documents_BT = self._documents[index_B].astype(np.int64)
-        positions_BT = positions_in_documents(documents_BT)
-        labels_BT = np.where(self._labels[index_B] != 0, tokens_BT, IGNORED)
+        members = [self._order[self._blocks[b] : self._blocks[b + 1]].tolist() for b in index_B]
+        length = self.block_tokens
+        if self._pads and len(index_B):
+            length = max(int(self._documents[d + 1] - self._documents[d]) for row in members for d in row)
+        shape = (len(index_B), length)
+        tokens_BT = np.full(shape, self._padding_id, dtype=np.int64)
+        labels_BT = np.full(shape, IGNORED, dtype=np.int64)
+        documents_BT = np.full(shape, PADDING, dtype=np.int64)
+        positions_BT = np.zeros(shape, dtype=np.int64)
+        for row, documents in enumerate(members):
+            at = 0
+            for document in documents:
+                start, end = int(self._documents[document]), int(self._documents[document + 1])
+                place = slice(at, at + end - start)
+                ids = self._tokens[start:end]
+                tokens_BT[row, place] = ids
+                labels_BT[row, place] = np.where(self._trained[start:end], ids.astype(np.int64), IGNORED)
+                documents_BT[row, place] = document
+                positions_BT[row, place] = np.arange(end - start)
+                at = place.stop
+            positions_BT[row, at:] = np.arange(length - at)
         return Batch(*map(torch.from_numpy, (tokens_BT, labels_BT, positions_BT, documents_BT)))
 
     def trainable_tokens(self, indices: Sequence[int] | np.ndarray) -> int:
@@ -171,21 +219,13 @@ class PreparedData:
             ValueError: an index outside 0 … blocks − 1.
         """
         # the first token of a document is never marked in the file, so every mark has a token before it
-        return int(np.count_nonzero(self._labels[self._checked(indices)]))
+        documents = [d for b in self._checked(indices) for d in self._order[self._blocks[b] : self._blocks[b + 1]]]
+        return sum(int(np.count_nonzero(self._trained[self._documents[d] : self._documents[d + 1]])) for d in documents)
 
     def iter_documents(self) -> Iterator[np.ndarray]:
         """Token ids int32 [T] of every document, in the order in which they were rendered."""
-        flat = np.asarray(self._documents).reshape(-1)
-        border = np.ones(len(flat) + 1, dtype=bool)
-        border[1:-1] = flat[1:] != flat[:-1]
-        border[:: self.block_tokens] = True  # a document ends with its block
-        edges = np.flatnonzero(border)
-        starts, ends = edges[:-1], edges[1:]
-        numbers = flat[starts]
-        tokens = self._tokens.reshape(-1)
-        for run in np.argsort(numbers, kind="stable"):
-            if numbers[run] != PADDING:
-                yield np.array(tokens[starts[run] : ends[run]])
+        for start, end in pairwise(self._documents):
+            yield np.array(self._tokens[start:end], dtype=np.int32)
 
     def _checked(self, indices: Sequence[int] | np.ndarray) -> np.ndarray:
         index_B = np.asarray(indices, dtype=np.int64).reshape(-1)
@@ -194,20 +234,116 @@ class PreparedData:
         return index_B
 
 
-class _Tokens:
-    """All documents end to end, in five bytes a token."""
+def token_dtype(vocab_size: int) -> np.dtype[Any]:
+    """The type that ids of a vocabulary are stored in."""
+    return np.dtype(np.uint16) if vocab_size <= 1 << 16 else np.dtype(np.int32)
 
-    def __init__(self) -> None:
-        self.ids = array("i")
-        self.trainable = bytearray()
-        self.lengths: list[int] = []
 
-    def add(self, ids: list[int], trainable: list[bool]) -> None:
-        self.ids.extend(ids)
-        self.trainable.extend(trainable)
-        if trainable[0]:
-            self.trainable[-len(ids)] = 0  # nothing comes before the first token, so nothing can predict it
-        self.lengths.append(len(ids))
+class _Writer:
+    """Writes documents as they come."""
+
+    def __init__(self, folder: Path, vocab_size: int) -> None:
+        self._folder = folder
+        self._dtype = token_dtype(vocab_size)
+        self._columns = {
+            "tokens": _Column(folder / "tokens.npy", self._dtype),
+            "trained": _Column(folder / "trained.npy", np.dtype(np.uint8)),
+        }
+        self._waiting: list[Rendered] = []
+        self._waiting_tokens = 0
+        self._lengths: list[int] = []
+        self.tokens = self.trained = 0
+
+    @property
+    def documents(self) -> int:
+        return len(self._lengths)
+
+    def add(self, document: Rendered) -> None:
+        if document.spans and document.spans[0][0] == 0:
+            document.spans[0] = (1, document.spans[0][1])  # nothing comes before the first token to predict it
+        length = len(document.ids)
+        self._lengths.append(length)
+        self._waiting.append(document)
+        self._waiting_tokens += length
+        self.tokens += length
+        self.trained += sum(end - start for start, end in document.spans)
+        if self._waiting_tokens >= _BUFFERED_TOKENS:
+            self._flush()
+
+    def finish(self, block_tokens: int, packing: str) -> int:
+        """Pack, write what is left and return the number of blocks."""
+        self._flush()
+        lengths = np.array(self._lengths, dtype=np.int64)
+        orders, sizes = [], []
+        for start in range(0, len(lengths), _WINDOW_DOCUMENTS):
+            order, size = pack(lengths[start : start + _WINDOW_DOCUMENTS], block_tokens, packing)
+            orders.append(order + start)
+            sizes.append(size)
+        size = np.concatenate(sizes)
+        for name, values in (
+            ("documents", np.concatenate([[0], np.cumsum(lengths)])),
+            ("order", np.concatenate(orders)),
+            ("blocks", np.concatenate([[0], np.cumsum(size)])),
+        ):
+            self._columns[name] = _Column(self._folder / f"{name}.npy", np.dtype(np.int64))
+            self._columns[name].append(values)
+        for column in self._columns.values():
+            column.close()
+        return len(size)
+
+    def _flush(self) -> None:
+        if self._waiting:
+            ids = np.concatenate([document.ids for document in self._waiting])
+            self._columns["tokens"].append(ids)
+            trained = np.zeros(len(ids), dtype=np.uint8)
+            at = 0
+            for document in self._waiting:
+                for start, end in document.spans:
+                    trained[at + start : at + end] = 1
+                at += len(document.ids)
+            self._columns["trained"].append(trained)
+        self._waiting, self._waiting_tokens = [], 0
+
+
+class _Column:
+    """A one-dimensional .npy file that grows; whole after `close`."""
+
+    def __init__(self, path: Path, dtype: np.dtype[Any]) -> None:
+        self._file = path.open("wb")
+        self._dtype = dtype
+        self._length = 0
+        self._header()
+        self._data = self._file.tell()
+
+    def append(self, values: np.ndarray) -> None:
+        self._file.write(np.ascontiguousarray(values, dtype=self._dtype).data)
+        self._length += len(values)
+
+    def close(self) -> None:
+        self._file.seek(0)
+        self._header()
+        assert self._file.tell() == self._data, "numpy leaves room in the header for the length to grow"
+        self._file.flush()
+        os.fsync(self._file.fileno())
+        self._file.close()
+
+    def _header(self) -> None:
+        descr = np.lib.format.dtype_to_descr(self._dtype)
+        np.lib.format.write_array_header_1_0(
+            self._file, {"descr": descr, "fortran_order": False, "shape": (self._length,)}
+        )
+
+
+def _shapes(manifest: dict[str, Any]) -> dict[str, tuple[int, tuple[np.dtype[Any], ...]]]:
+    tokens, documents, blocks = manifest["tokens"], manifest["documents"], manifest["blocks"]
+    wide = (np.dtype(np.int64),)
+    return {
+        "tokens": (tokens, (np.dtype(np.uint16), np.dtype(np.int32))),
+        "trained": (tokens, (np.dtype(np.uint8),)),
+        "documents": (documents + 1, wide),
+        "order": (documents, wide),
+        "blocks": (blocks + 1, wide),
+    }
 
 
 class _Counter:
@@ -242,36 +378,6 @@ def _replace(new: Path, out: Path) -> None:
     out.rename(aside)
     new.rename(out)
     shutil.rmtree(aside)
-
-
-def _write_arrays(folder: Path, rendered: _Tokens, blocks: list[list[int]], block_tokens: int, padding_id: int) -> None:
-    shape = (len(blocks), block_tokens)
-    written = {}
-    for name, dtype in _ARRAYS.items():
-        path = folder / f"{name}.npy"
-        written[name] = np.lib.format.open_memmap(path, mode="w+", dtype=dtype, shape=shape)
-        if hasattr(os, "posix_fallocate"):  # without it a full disk is found by a bus error, when a page is written
-            with path.open("r+b") as reserved:
-                os.posix_fallocate(reserved.fileno(), 0, path.stat().st_size)
-    ids = np.frombuffer(rendered.ids, dtype=np.int32)
-    trainable = np.frombuffer(rendered.trainable, dtype=np.uint8)
-    starts = np.concatenate([[0], np.cumsum(rendered.lengths)])
-    tokens, labels, documents = written["tokens"], written["labels"], written["documents"]
-    for block, members in enumerate(blocks):
-        at = 0
-        for document in members:
-            start, end = starts[document], starts[document + 1]
-            place = slice(at, at + int(end - start))
-            tokens[block, place] = ids[start:end]
-            labels[block, place] = trainable[start:end]
-            documents[block, place] = document
-            at = place.stop
-        tokens[block, at:] = padding_id
-        documents[block, at:] = PADDING
-    for name, values in written.items():
-        values.flush()
-        with (folder / f"{name}.npy").open("rb") as stored:
-            os.fsync(stored.fileno())
 
 
 def _padding_id(tokenizer: Any) -> int:

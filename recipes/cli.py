@@ -16,7 +16,7 @@ from rich.table import Table
 
 from .. import __version__
 from ..train.interrupts import Interrupted, TrainingError
-from .config import DrafterRecipe, EvaluateRecipe, HeadsRecipe, QuickstartRecipe, TableRecipe
+from .config import DrafterRecipe, EvaluateRecipe, HeadsRecipe, QuickstartRecipe, RegenerateRecipe, TableRecipe
 from .loading import find_recipe, load_recipe, shipped_recipes
 from .terminal import console, say
 
@@ -89,6 +89,17 @@ def evaluate(recipe: RecipeName, overrides: Overrides = None) -> None:
 
     assert isinstance(loaded, EvaluateRecipe)
     run_evaluate(loaded)
+
+
+@app.command()
+def regenerate(recipe: RecipeName, overrides: Overrides = None) -> None:
+    """Replace a corpus's answers by a target's own, decoded here or asked of a server; goes on where it stopped."""
+    loaded = load_recipe(recipe, overrides or [], kinds=["regenerate"])
+    from .regenerate import run_regenerate
+
+    assert isinstance(loaded, RegenerateRecipe)
+    if run_regenerate(loaded).failed:
+        raise typer.Exit(1)
 
 
 @app.command()

@@ -307,11 +307,93 @@ class QuickstartRecipe(Section):
     evaluate: EvaluateRecipe
 
 
-Recipe = DrafterRecipe | HeadsRecipe | TableRecipe | EvaluateRecipe | QuickstartRecipe
+class ServerSection(Section):
+    """An OpenAI-compatible server: `transformers serve`, vLLM, SGLang, TGI, llama.cpp …"""
+
+    url: str = Field(pattern="^https?://")
+    """Where its API begins, such as http://127.0.0.1:8000/v1."""
+    model: str
+    """The model's name there."""
+    concurrency: int = Field(16, ge=1)
+    """Requests at a time."""
+    requests_per_minute: float | None = Field(None, gt=0)
+    """Requests begun a minute at most, those that are tried again included; null: as many as there are."""
+    timeout: float = Field(600.0, gt=0)
+    """Seconds that an answer may take; then it is asked for again, a few times."""
+    key_variable: str = "OPENAI_API_KEY"
+    """Environment variable that holds the API key; where it is not set, the word none is sent instead of one."""
+
+
+class RegenerateRecipe(Section):
+    """Replace the answers of a corpus by a target's own."""
+
+    kind: Literal["regenerate"]
+    out: str = Field(pattern=r"\.jsonl$")
+    """The file of conversations (.jsonl); settings, errors and the recipe lie beside it."""
+    source: str
+    """A local file or folder (.json, .jsonl, .parquet), or a hub id."""
+    file: str | None = None
+    """One data file inside a hub repository."""
+    split: str = "train"
+    """Split of a hub data set."""
+    revision: str | None = None
+    """Revision of a hub data set."""
+    limit: int | None = Field(None, ge=1)
+    """Read at most this many conversations."""
+    target: str | None = None
+    """Folder or hub id of the target, to decode in this process."""
+    server: ServerSection | None = None
+    """A server to ask instead."""
+    template: str = "vicuna-v1.1"
+    """Chat template by name. A server has its own: then this only says whether an answer stands after a space, so that
+    one space at its beginning is taken off."""
+    system: str | None = None
+    """System text for conversations that bring none, kept with them; null: what the template says by itself."""
+    max_new_tokens: int = Field(1024, ge=1)
+    """Tokens of an answer at most."""
+    on_length: Literal["drop", "keep"] = "drop"
+    """What becomes of an answer that this limit cut: `drop` leaves it out with the turns that follow it, for a
+    conversation written with it would teach to stop there."""
+    temperature: float = Field(0.0, ge=0)
+    """0 decodes greedily. `transformers serve` draws by chance only where the model's own settings say so."""
+    top_k: int = Field(0, ge=0)
+    """Keep the k most likely tokens; 0 keeps all. Sent to a server only if it is not 0: not every server knows it."""
+    top_p: float = Field(1.0, gt=0, le=1)
+    """Keep the most likely tokens up to this mass."""
+    seed: int = 0
+    """Random numbers of sampling; each answer's are its own, whatever is decoded beside it."""
+    batch: int = Field(8, ge=1)
+    """Conversations decoded together (in this process)."""
+    method: str = "autoregressive"
+    """How to decode in this process, by name; speculative methods need the drafter."""
+    options: dict[str, Any] = {}
+    """Settings of the method, such as gamma."""
+    drafter: str | None = None
+    """Folder or hub id of the drafter."""
+    device: str = "auto"
+    """Where to decode: auto, cpu, cuda …"""
+    dtype: Literal["auto", "float32", "bfloat16", "float16"] = "auto"
+    """Type of the weights; auto takes that of the files."""
+
+    @model_validator(mode="after")
+    def _one_of_them(self) -> RegenerateRecipe:
+        if (self.target is None) == (self.server is None):
+            given = "both" if self.target else "neither"
+            raise ValueError(f"give one of `target` (decode here) and `server` (ask one), got {given}")
+        only_here = ("batch", "method", "options", "drafter", "device", "dtype")
+        fields = type(self).model_fields
+        useless = [name for name in only_here if getattr(self, name) != fields[name].default]
+        if self.server is not None and useless:
+            raise ValueError(f"`{useless[0]}` is for decoding in this process, and a `server` was given")
+        return self
+
+
+Recipe = DrafterRecipe | HeadsRecipe | TableRecipe | EvaluateRecipe | RegenerateRecipe | QuickstartRecipe
 RECIPES: dict[str, type[Section]] = {
     "drafter": DrafterRecipe,
     "heads": HeadsRecipe,
     "table": TableRecipe,
     "evaluate": EvaluateRecipe,
+    "regenerate": RegenerateRecipe,
     "quickstart": QuickstartRecipe,
 }

@@ -17,7 +17,7 @@ import numpy as np
 import torch
 from torch import Tensor, nn
 
-from ..data.packing import Batch, global_batch
+from ..data.packing import Batch
 from .config import FitConfig
 from .interrupts import Interrupted, StopSignals, TrainingError
 from .progress import Report
@@ -192,8 +192,7 @@ class _Run:
     def _step(self, step: int, stop: StopSignals) -> dict[str, Any]:
         """One optimizer step over one global batch; what to log about it."""
         config = self.config
-        indices = global_batch(self.data.blocks, config.global_batch, step, config.seed)
-        whole = self.data.batch(indices)
+        indices, whole = self.data.step_batch(step, config.global_batch, config.seed)
         counts = self.task.count(whole).clamp(min=1).to(self.accelerator.device)
         rate = config.learning_rate * self.rates(step)
         for group in self.optimizer.param_groups:

@@ -27,26 +27,27 @@ MERGES = [
 def sentencepiece_like(style: str) -> PreTrainedTokenizerFast:
     """A Llama-type tokenizer: "▁" for a space, bytes for what it does not know, `<s>` first.
 
-    `style` is where the "▁" at a text's start comes from: "metaspace" adds it unless there is one, "prepend" always.
+    `style` is where the "▁" at a text's start comes from, the cases that transformers' `legacy` and `add_prefix_space`
+    make: "always" adds it to every piece of text unless there is one, "first" only at the start of a document, "never"
+    nowhere, "prepend" to every piece, even to one that begins with a space.
     """
     tokens = ["<unk>", "<s>", "</s>", *(f"<0x{i:02X}>" for i in range(256)), "▁", *map(chr, range(33, 127))]
     tokens += ["".join(pair) for pair in MERGES]
     vocab = {token: i for i, token in enumerate(dict.fromkeys(tokens))}
     backend = Tokenizer(models.BPE(vocab, MERGES, byte_fallback=True, unk_token="<unk>", fuse_unk=True))
-    if style == "metaspace":
-        backend.pre_tokenizer = pre_tokenizers.Metaspace(prepend_scheme="always", split=False)
+    if style != "prepend":
+        backend.pre_tokenizer = pre_tokenizers.Metaspace(prepend_scheme=style, split=False)
     else:
         backend.normalizer = normalizers.Sequence([normalizers.Prepend("▁"), normalizers.Replace(" ", "▁")])
-    backend.decoder = decoders.Sequence(
-        [decoders.Replace("▁", " "), decoders.ByteFallback(), decoders.Fuse(), decoders.Strip(" ", 1, 0)]
-    )
+    strip = [] if style == "never" else [decoders.Strip(" ", 1, 0)]
+    backend.decoder = decoders.Sequence([decoders.Replace("▁", " "), decoders.ByteFallback(), decoders.Fuse(), *strip])
     backend.post_processor = processors.TemplateProcessing(single="<s> $A", special_tokens=[("<s>", 1)])
     fast = PreTrainedTokenizerFast(tokenizer_object=backend, bos_token="<s>", eos_token="</s>", unk_token="<unk>")
     fast.add_special_tokens({"additional_special_tokens": ["<|im_start|>", "<|im_end|>"]})
     return fast
 
 
-@pytest.fixture(scope="session", params=["bytes", "metaspace", "prepend"])
+@pytest.fixture(scope="session", params=["bytes", "always", "first", "never", "prepend"])
 def tokenizer(request: pytest.FixtureRequest) -> Any:
     if request.param == "bytes":
         text = ["The user asks and the assistant answers. USER: the ASSISTANT: hello there\nuser assistant system"]

@@ -5,7 +5,7 @@ from __future__ import annotations
 import numpy as np
 import pytest
 import torch
-from draftsmith.data.packing import Batch, global_batch, pack_best_fit, positions_in_documents
+from draftsmith.data.packing import Batch, global_batch, pack_best_fit
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
@@ -30,15 +30,6 @@ def test_best_fit_takes_the_fullest_block_with_room() -> None:
 def test_a_document_longer_than_a_block_is_refused() -> None:
     with pytest.raises(ValueError, match="a document has 11 tokens, a block only 10"):
         pack_best_fit([3, 11], 10)
-
-
-def test_positions_restart_with_each_document() -> None:
-    documents_BT = np.array([[4, 4, 4, 9, 9, -1], [7, 2, 2, 2, -1, -1], [4, 4, 4, 4, 4, 4]])
-    assert positions_in_documents(documents_BT).tolist() == [
-        [0, 1, 2, 0, 1, 0],
-        [0, 0, 1, 2, 0, 1],
-        [0, 1, 2, 3, 4, 5],
-    ]
 
 
 def test_attention_mask_says_what_two_loops_say() -> None:

@@ -12,8 +12,8 @@ import pytest
 import torch
 from draftsmith.data.conversations import Conversation, Turn
 from draftsmith.data.prepared import PreparedData, prepare
-from draftsmith.data.reading import read_conversations
-from draftsmith.data.templates import get_template, render_all
+from draftsmith.data.rendering import render_all
+from draftsmith.data.templates import get_template
 from draftsmith.data.tokenizers import load_tokenizer, train_bpe
 
 BLOCK = 64
@@ -49,7 +49,7 @@ def prepared(many: list[Conversation], bpe: Any, tmp_path: Path) -> PreparedData
 def test_every_document_is_in_the_blocks_exactly_once(
     many: list[Conversation], bpe: Any, prepared: PreparedData
 ) -> None:
-    expected = [document.ids for document in render_all(many, bpe, CHATML, BLOCK)]
+    expected = [document.ids.tolist() for document in render_all(many, bpe, CHATML, BLOCK)]
     assert len(expected) > len(many), "some conversations must have been split for this to say anything"
     assert [document.tolist() for document in prepared.iter_documents()] == expected
     batch = prepared.batch(range(prepared.blocks))
@@ -70,7 +70,7 @@ def test_labels_are_the_trainable_tokens(many: list[Conversation], bpe: Any, pre
         assert tensor.shape == (prepared.blocks, BLOCK)
     for number, document in enumerate(documents):
         labels = batch.labels_BT[batch.documents_BT == number].tolist()
-        assert labels == [i if flag else -100 for i, flag in zip(document.ids, document.trainable, strict=True)]
+        assert labels == [i if flag else -100 for i, flag in zip(document.ids, document.trainable(), strict=True)]
     padding = batch.documents_BT == -1
     assert padding.any(), "these lengths leave some room"
     assert (batch.labels_BT[padding] == -100).all()
@@ -87,19 +87,13 @@ def test_trainable_tokens_count_the_shifted_labels(prepared: PreparedData) -> No
 
 
 def test_the_first_token_of_a_document_has_no_label(bpe: Any, tmp_path: Path) -> None:
-    class Bare:
-        """A template whose documents are trainable from their first token on."""
-
-        name = "bare"
-
-    from draftsmith.data import prepared as module
-    from draftsmith.data.templates import Rendered
-
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(module, "render_all", lambda *_: iter([Rendered([5, 6, 7], [True] * 3)] * 2))
-        data = prepare([], bpe, Bare(), 8, tmp_path / "p", source={})  # type: ignore[arg-type]
-    assert data.batch([0]).labels_BT.tolist() == [[-100, 6, 7, -100, 6, 7, -100, -100]]
-    assert data.trainable_tokens([0]) == data.manifest["trainable_tokens"] == 4
+    plain, text = get_template("plain"), Conversation("text", (Turn("assistant", "question"),))
+    (document,) = render_all([text], bpe, plain, None)
+    assert document.spans == [(0, len(document.ids))], "this tokenizer puts nothing before a text"
+    data = prepare([text] * 2, bpe, plain, 2 * len(document.ids), tmp_path / "p", source={})
+    labels = [-100, *document.ids[1:].tolist()]
+    assert data.batch([0]).labels_BT.tolist() == [labels * 2]
+    assert data.trainable_tokens([0]) == data.manifest["trainable_tokens"] == 2 * len(document.ids) - 2
 
 
 def test_packed_documents_compute_what_they_compute_alone(prepared: PreparedData, make_llama: Any) -> None:
@@ -175,11 +169,11 @@ def test_progress_ends_at_the_totals(many: list[Conversation], bpe: Any, tmp_pat
 def test_nothing_to_train_on_is_an_error_with_numbers(bpe: Any, tmp_path: Path) -> None:
     with pytest.raises(ValueError, match=r"0 conversations gave 0 documents with 0 trainable tokens"):
         prepare([], bpe, CHATML, BLOCK, tmp_path / "p", source={})
-    long_question = Conversation("a", (Turn("user", "q" * 500), Turn("assistant", "a")))
+    long_system = Conversation("a", (Turn("system", "s" * 500), Turn("user", "q"), Turn("assistant", "a")))
     with pytest.raises(ValueError, match=r"1 conversations gave 0 documents with 0 trainable tokens.*blocks of 64"):
-        prepare([long_question], bpe, CHATML, BLOCK, tmp_path / "p", source={})
+        prepare([long_system], bpe, CHATML, BLOCK, tmp_path / "p", source={})
     with pytest.raises(ValueError, match="block_tokens is 1, expected at least 2"):
-        prepare([long_question], bpe, CHATML, 1, tmp_path / "p", source={})
+        prepare([long_system], bpe, CHATML, 1, tmp_path / "p", source={})
     assert not list(tmp_path.iterdir())
 
 
@@ -188,27 +182,31 @@ def test_loading_checks_presence_shape_and_content(prepared: PreparedData) -> No
     with pytest.raises(ValueError, match=rf"block {prepared.blocks} … {prepared.blocks} asked for, there are"):
         prepared.batch([prepared.blocks])
     tokens = np.load(folder / "tokens.npy")
-    tokens[0, 0] += 1
+    assert tokens.dtype == np.uint16, "a vocabulary of 300 fits"
+    tokens[0] += 1
     np.save(folder / "tokens.npy", tokens)
     with pytest.raises(ValueError, match="sha256"):
         PreparedData.load(folder).verify()
-    np.save(folder / "tokens.npy", tokens[:, :-1])
-    with pytest.raises(ValueError, match=r"tokens\.npy: int32 .*the manifest says int32"):
+    np.save(folder / "tokens.npy", tokens[:-1])
+    with pytest.raises(ValueError, match=r"tokens\.npy: uint16 .*the manifest says uint16 or int32"):
         PreparedData.load(folder)
     (folder / "tokens.npy").write_bytes(b"\x93NUMPY")
     with pytest.raises(ValueError, match=r"tokens\.npy: damaged"):
         PreparedData.load(folder)
     manifest = json.loads((folder / "data.json").read_text())
     (folder / "data.json").write_text(json.dumps(manifest | {"schema": 99}))
-    with pytest.raises(ValueError, match="schema 99, this version reads 1"):
+    with pytest.raises(ValueError, match="schema 99, this version reads 2"):
         PreparedData.load(folder)
-    (folder / "labels.npy").unlink()
-    with pytest.raises(ValueError, match=r"is no prepared data: labels\.npy missing"):
+    (folder / "data.json").write_text(json.dumps(manifest))
+    (folder / "order.npy").unlink()
+    with pytest.raises(ValueError, match=r"is no prepared data: order\.npy missing"):
         PreparedData.load(folder)
 
 
 @pytest.mark.shared
 def test_real_conversations_pack_densely(shared_data: Path, tmp_path: Path) -> None:
+    from draftsmith.data.reading import read_conversations
+
     pytest.importorskip("sentencepiece")
     tokenizer = load_tokenizer(str(shared_data / "tokenizer" / "llama2c"))
     chats = read_conversations(str(shared_data / "sharegpt" / "sharegpt_v3_sample_800.json"))

@@ -10,7 +10,6 @@ from typing import Any
 import pytest
 import torch
 from draftsmith.checkpoints.heads import PredictionHeads
-from draftsmith.data.prepared import PreparedData
 from draftsmith.train.heads import HeadsTask
 from draftsmith.train.loop import fit
 from draftsmith.train.table import count_table
@@ -71,16 +70,12 @@ def test_heads_learn_a_sequence_that_can_be_known(
     worker: ModuleType, task: HeadsTask, tmp_path: Path, logged: Callable[..., list[Any]]
 ):
     data = worker.make_data()
-    documents = data._documents
-    tokens = (data._tokens[:, :1] + torch.arange(16).numpy()) % worker.VOCAB  # every token is one more than the last
-    counting = PreparedData(Path("nowhere"), {"sha256": "counting"}, arrays_of(tokens, data._labels, documents))
+    batch = data.batch(range(data.blocks))
+    tokens = (batch.tokens_BT[:, :1] + torch.arange(16)) % worker.VOCAB  # every token is one more than the last
+    counting = worker.data_of(tokens, batch.labels_BT != -100, batch.documents_BT, "counting")
     task._heldout = counting
     result = fit(task, counting, worker.make_config(steps=60, learning_rate=0.05, save_every=0), tmp_path)
     assert all(result.metrics[f"head{k}_top1"] > 0.9 for k in range(HEADS))
-
-
-def arrays_of(tokens: Any, labels: Any, documents: Any) -> dict[str, Any]:
-    return {"tokens": tokens.astype("int32"), "labels": labels, "documents": documents}
 
 
 def test_wrong_shapes_are_refused(worker: ModuleType):
@@ -95,7 +90,8 @@ def test_wrong_shapes_are_refused(worker: ModuleType):
 def test_a_table_counts_the_documents(worker: ModuleType):
     data = worker.make_data(5)
     table = count_table(data, worker.VOCAB)
-    tokens, documents = data._tokens, data._documents
+    batch = data.batch(range(5))
+    tokens, documents = batch.tokens_BT, batch.documents_BT
     pairs: dict[tuple[int, int], int] = {}
     for row in range(5):
         for place in range(15):

@@ -8,6 +8,7 @@ from __future__ import annotations
 import json
 import os
 import sys
+from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
@@ -28,12 +29,31 @@ def make_data(blocks: int = 24, length: int = 16, seed: int = 0) -> PreparedData
     shape = (blocks, length)
     documents = np.sort(rng.integers(0, 3, shape), axis=1).astype(np.int32)
     documents[:, -2:] = -1
+    tokens = rng.integers(0, VOCAB, shape)
+    return data_of(tokens, (rng.random(shape) < 0.67) & (documents >= 0), documents, f"of seed {seed}")
+
+
+def data_of(tokens_BT: Any, trained_BT: Any, documents_BT: Any, name: str) -> PreparedData:
+    """Prepared data in memory from blocks: a document ends where its number changes, −1 is padding at the end."""
+    starts, ids, flags, sizes = [0], [], [], []
+    for row, numbers in enumerate(documents_BT.tolist()):
+        places = [at for at, number in enumerate(numbers) if number >= 0]
+        borders = [at for at in places if at == 0 or numbers[at] != numbers[at - 1]] + [len(places)]
+        for first, end in pairwise(borders):
+            ids += tokens_BT[row, first:end].tolist()
+            flags += [0, *trained_BT[row, first + 1 : end].tolist()]
+            starts.append(len(ids))
+        sizes.append(len(borders) - 1)
     arrays = {
-        "tokens": rng.integers(0, VOCAB, shape).astype(np.int32),
-        "labels": ((rng.random(shape) < 0.67) & (documents >= 0)).astype(np.uint8),
-        "documents": documents,
+        "tokens": np.array(ids, dtype=np.int32),
+        "trained": np.array(flags, dtype=np.uint8),
+        "documents": np.array(starts),
+        "order": np.arange(len(starts) - 1),
+        "blocks": np.cumsum([0, *sizes]),
     }
-    return PreparedData(Path("nowhere"), {"sha256": {"tokens": f"of seed {seed}"}}, arrays)
+    options = {"block_tokens": documents_BT.shape[1], "packing": "best-fit"}
+    manifest = {"sha256": {"tokens": name}, "options": options, "padding_id": 0}
+    return PreparedData(Path("nowhere"), manifest, arrays)
 
 
 def make_model(seed: int = 0, **overrides: Any) -> LlamaForCausalLM:

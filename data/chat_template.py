@@ -1,0 +1,114 @@
+"""A tokenizer's own chat template as constant texts: found by rendering marks and looking what stands around them."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from .encoding import special_strings
+from .templates import OWN, Template
+
+_SYSTEM, _QUESTIONS, _ANSWERS = "xSYSTEMx", ("xASKx1", "xASKx2", "xASKx3"), ("xTELLx1", "xTELLx2", "xTELLx3")
+
+
+def own_template(tokenizer: Any) -> Template:
+    """The chat template that `tokenizer` brings, for any number of exchanges.
+
+    Raises:
+        ValueError: it has none; the template rewrites earlier turns (so that what is generated for one turn is not what
+            stands there in the next), writes something before an answer that the prompt lacks, or ends an answer
+            without a special token.
+    """
+    if not getattr(tokenizer, "chat_template", None):
+        raise ValueError("template 'tokenizer' is the tokenizer's own chat template, and this tokenizer has none")
+    prompts = [_render(tokenizer, turns, prompt=True) for turns in (1, 2, 3)]
+    wholes = [_render(tokenizer, turns, prompt=False) for turns in (1, 2, 3)]
+    for earlier, later in zip([*prompts, *wholes[:2]], [*wholes, *prompts[1:]], strict=True):
+        if not later.startswith(earlier):
+            raise _rewrites(earlier, later)
+    start, middle = _around(prompts[0], _QUESTIONS[0])
+    lead, tail = _around(wholes[0].removeprefix(prompts[0]), _ANSWERS[0])
+    if lead not in ("", " "):
+        raise ValueError(
+            f"template 'tokenizer': the tokenizer's chat template writes {lead!r} before an answer, which its prompt "
+            "lacks: the answer could not be generated so; name another template"
+        )
+    end, after = _split_end(tail, tokenizer)
+    following = prompts[1].removeprefix(wholes[0])
+    template = Template(
+        name=OWN,
+        start=start,
+        system=_system(tokenizer),
+        next=_around(following, _QUESTIONS[1])[0],
+        middle=middle + lead,
+        end=end,
+        after=after,
+        strips=_strips(tokenizer),
+        writes_bos=True,
+        special_tokens=(),
+    )
+    rebuilt = start + _QUESTIONS[0]
+    for number in range(3):
+        question = template.next + _QUESTIONS[number] if number else ""
+        rebuilt += question + template.middle + _ANSWERS[number] + end + after
+    if rebuilt != wholes[2]:
+        raise _rewrites(rebuilt, wholes[2])
+    return template
+
+
+def _render(tokenizer: Any, exchanges: int, *, prompt: bool, system: str | None = None, pad: str = "") -> str:
+    messages = [] if system is None else [{"role": "system", "content": system}]
+    for number in range(exchanges):
+        messages.append({"role": "user", "content": pad + _QUESTIONS[number] + pad})
+        messages.append({"role": "assistant", "content": pad + _ANSWERS[number] + pad})
+    if prompt:
+        messages.pop()
+    return tokenizer.apply_chat_template(messages, tokenize=False, add_generation_prompt=prompt)
+
+
+def _around(text: str, mark: str) -> tuple[str, str]:
+    before, found, behind = text.partition(mark)
+    if not found or mark in behind:
+        raise ValueError(
+            f"template 'tokenizer': the tokenizer's chat template does not show a message exactly once: {text!r}; "
+            "name another template"
+        )
+    return before, behind
+
+
+def _split_end(tail: str, tokenizer: Any) -> tuple[str, str]:
+    """What closes an answer, up to its first special token, and what follows that."""
+    places = [(tail.find(token), -len(token), token) for token in special_strings(tokenizer) if token in tail]
+    if not places:
+        raise ValueError(
+            f"template 'tokenizer': the tokenizer's chat template ends an answer with {tail!r}, which holds no special "
+            "token: generation would not know where to stop; name another template"
+        )
+    place, _, token = min(places)
+    return tail[: place + len(token)], tail[place + len(token) :]
+
+
+def _system(tokenizer: Any) -> tuple[str, str] | None:
+    from jinja2 import TemplateError
+
+    try:
+        text = _render(tokenizer, 1, prompt=True, system=_SYSTEM)
+    except TemplateError:
+        return None  # such as Gemma's: "system role not supported"
+    if _SYSTEM not in text:
+        return None
+    before, behind = _around(text, _SYSTEM)
+    return before, _around(behind, _QUESTIONS[0])[0]
+
+
+def _strips(tokenizer: Any) -> tuple[bool, bool]:
+    padded = _render(tokenizer, 1, prompt=False, pad="  ")
+    return f"  {_QUESTIONS[0]}  " not in padded, f"  {_ANSWERS[0]}  " not in padded
+
+
+def _rewrites(earlier: str, later: str) -> ValueError:
+    same = next((i for i, (a, b) in enumerate(zip(earlier, later, strict=False)) if a != b), len(later))
+    window = slice(max(0, same - 20), same + 40)
+    return ValueError(
+        "template 'tokenizer': the tokenizer's chat template rewrites earlier turns, so that what is learned for one "
+        f"is not what stands there in the next: {earlier[window]!r} becomes {later[window]!r}; name another template"
+    )

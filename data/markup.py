@@ -1,0 +1,143 @@
+"""HTML to Markdown and escaped Markdown to plain Markdown, in prose alone: code is left as it is."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Callable
+from typing import Any
+
+INSTALL = "pip install 'draftsmith[clean]'"
+
+# Names that stand in angle brackets for hardly anything but HTML. The others are also placeholders ("about <title>"),
+# markers of prompts (<article>) or special tokens (</s>): they count only beside one of these.
+SURE = (
+    "a|abbr|b|blockquote|body|br|button|center|dd|del|div|dl|dt|em|figure|font|form|h[1-6]|head|hr|html|i|iframe|img|ins"
+    "|kbd|li|meta|nav|ol|p|pre|script|span|strong|style|sub|sup|svg|table|tbody|td|tfoot|th|thead|tr|tt|ul"
+)
+UNSURE = (
+    "address|article|aside|caption|cite|code|col|colgroup|details|dfn|fieldset|figcaption|footer|g|header|input|label"
+    "|link|main|option|path|picture|rect|samp|section|select|small|source|summary|textarea|title|video"
+)
+ATTRIBUTES = r"""(?:\s++[\w:@.-]++(?:\s*+=\s*+(?:"[^"]*+"|'[^']*+'|[^\s"'<>=]++))?+)"""
+# `List<i>` and `<a>` in a program are no tags: a short name stands apart, an anchor has an attribute.
+SURE_TAG = re.compile(
+    rf"</(?:{SURE})\s*>|(?<!\w)<[bip]\s*/?>|<a{ATTRIBUTES}++\s*>|<(?![abip]\s*/?>|a\b)(?:{SURE}){ATTRIBUTES}*+\s*/?>",
+    re.IGNORECASE,
+)
+ANY_TAG = re.compile(
+    rf"{SURE_TAG.pattern}|</?(?:{UNSURE}){ATTRIBUTES}*+\s*/?>|<!--(?s:(?!<!--).)*?-->|<!doctype\b[^<>]*+>",
+    re.IGNORECASE,
+)
+
+CODE = r"(?P<fence>`{3,}|^[ ]{0,3}~{3,})(?s:.*?)(?:(?P=fence)|\Z)|(?P<tick>`{1,2})[^`\n]+(?P=tick)"
+TABLE_ROW = r"^[ \t]*\|.*\|[ \t]*$"  # <br> is the only line break that a cell of a Markdown table can have
+FORMULA = r"\\\[(?s:(?!\\\[).)*?\\\]|\\\((?s:(?!\\\().)*?\\\)|\$\$[^$]+\$\$"
+CODE_SPAN = re.compile(CODE, re.MULTILINE)
+NO_HTML = re.compile(f"{CODE}|{TABLE_ROW}", re.MULTILINE)
+NO_ESCAPES = re.compile(f"{CODE}|{FORMULA}", re.MULTILINE)
+ESCAPES = re.compile(r"(?<!\\)\\([_*#~])|^([ \t]*)\\([-+=>])|^([ \t]*\d+)\\(?=\.\s)", re.MULTILINE)
+AMPERSAND = re.compile(r"&(?!#?\w+;)")
+
+
+def unescape_markdown(text: str) -> str:
+    r"""Take back what converters from HTML escape: `\_`, `\*`, `\#`, `\~`, and `\-`, `\+`, `\=`, `\>`, `1\.` where a
+    line begins. Code, formulas and every other backslash stay."""
+    if "\\" not in text:
+        return text
+    return _rewrite_around(NO_ESCAPES, text, lambda prose: ESCAPES.sub(r"\1\2\3\4", prose))
+
+
+def holds_html(text: str) -> bool:
+    """True where a tag of HTML stands outside of code and of the rows of Markdown tables."""
+    if "<" not in text or not SURE_TAG.search(text):
+        return False
+    return SURE_TAG.search(_rewrite_around(NO_HTML, text, str, keep=False)) is not None
+
+
+def html_to_markdown(text: str) -> str | None:
+    """The text with each element of HTML as Markdown; what stands around the elements, and code, stays as it is.
+
+    A text without tags comes back unchanged. None: nested too deep to be converted.
+
+    Raises:
+        ValueError: markdownify is not installed.
+    """
+    if not holds_html(text):
+        return text
+    marker = next((mark for mark in map(chr, range(0xE000, 0xF900)) if mark not in text), None)
+    if marker is None:  # nobody writes with all of the private-use characters
+        return text
+    code: list[str] = []
+
+    def set_aside(found: re.Match[str]) -> str:
+        code.append(found[0])
+        return f"{marker}{len(code) - 1}{marker}"
+
+    try:
+        converted = _convert(_only_tags(NO_HTML.sub(set_aside, text)))
+    except RecursionError:
+        return None
+    return re.sub(f"{marker}(\\d+){marker}", lambda found: code[int(found[1])], converted)
+
+
+def _rewrite_around(protected: re.Pattern[str], text: str, rewrite: Callable[[str], str], keep: bool = True) -> str:
+    """`rewrite` applied between what is protected, which is kept or, without `keep`, replaced by a space."""
+    pieces, end = [], 0
+    for found in protected.finditer(text):
+        pieces += [rewrite(text[end : found.start()]), found[0] if keep else " "]
+        end = found.end()
+    return "".join([*pieces, rewrite(text[end:])])
+
+
+def _only_tags(text: str) -> str:
+    """Escape what a parser of HTML would take for a tag or an entity and is none: `a < b`, `List<int>`, `?x=1&lt=2`."""
+    return _rewrite_around(ANY_TAG, text, lambda prose: AMPERSAND.sub("&amp;", prose).replace("<", "&lt;"))
+
+
+def _convert(html: str) -> str:
+    try:
+        from bs4 import BeautifulSoup, NavigableString, Tag
+        from markdownify import MarkdownConverter
+    except ImportError as error:
+        raise ValueError(f"html: markdown needs the package markdownify: {INSTALL}") from error
+    soup: Any = BeautifulSoup(html, "html.parser")
+    for useless in soup(["button", "script", "style", "svg", "head"]):
+        useless.decompose()
+    for block in soup("pre"):  # ChatGPT's pages: <pre><div><span>python</span><code>…</code></div></pre>
+        if block.code:
+            block.replace_with(_plain_block(soup, block))
+    converter = MarkdownConverter(
+        heading_style="atx",
+        bullets="-",
+        escape_asterisks=False,
+        escape_underscores=False,
+        code_language_callback=lambda block: block.get("lang", ""),
+    )
+    pieces = [""]
+    for node in soup.children:
+        if isinstance(node, Tag):
+            _append(pieces, converter.convert_soup(node))
+        elif type(node) is NavigableString:  # not its children: comments, doctypes
+            _append(pieces, str(node))
+    return "".join(pieces).strip("\n")
+
+
+def _plain_block(soup: Any, block: Any) -> Any:
+    """A <pre> with the text of its code alone, and the language in `lang`."""
+    code = block.code.extract()
+    named = [name.removeprefix("language-") for name in code.get("class", []) if name.startswith("language-")]
+    language = named[0] if named else block.get_text().strip()
+    plain = soup.new_tag("pre", attrs={"lang": language if re.fullmatch(r"[\w+#.-]{1,20}", language) else ""})
+    plain.string = code.get_text()
+    return plain
+
+
+def _append(pieces: list[str], right: str) -> None:
+    """Add a piece, with at most one blank line where two elements meet."""
+    above, below = pieces[-1].rstrip("\n"), right.lstrip("\n")
+    if not above or not below:
+        pieces[-1] += right
+        return
+    breaks = max(len(pieces[-1]) - len(above), len(right) - len(below))
+    pieces[-1] = above + "\n" * min(2, breaks)
+    pieces.append(below)

@@ -1,0 +1,390 @@
+"""A corpus whose answers are a target's own: what is kept on disk, and the queue of what is still to be asked.
+
+It knows no model and no server. An answerer is an async function from a batch of questions to their answers.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import fcntl
+import hashlib
+import heapq
+import json
+import os
+import re
+import time
+from collections import Counter
+from collections.abc import Awaitable, Callable, Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+from io import FileIO
+from pathlib import Path
+from types import TracebackType
+from typing import Any, BinaryIO, Literal
+
+from .conversations import Conversation, Turn
+
+_KEY = re.compile("[0-9a-f]{32}")
+_SECONDS_BETWEEN_FSYNCS = 5.0
+_SECONDS_BETWEEN_LOOKS = 0.2  # at whether to stop, while answers are awaited
+_BATCHES_AHEAD = 16  # conversations held open, from which those of similar length are batched
+
+
+@dataclass(frozen=True, slots=True)
+class Question:
+    """What the target is asked: `turns` are [system], user, assistant, …, user.
+
+    `seed`, in [0, 2^31), depends on the conversation, its turn and the seed of the whole, on nothing else.
+    """
+
+    turns: tuple[Turn, ...]
+    seed: int
+
+
+@dataclass(frozen=True, slots=True)
+class Answer:
+    """What the target said: `finish` is "stop", or "length" where the token limit cut it."""
+
+    text: str
+    finish: Literal["stop", "length"] = "stop"
+
+
+@dataclass(frozen=True, slots=True)
+class Failure:
+    """Why there is no answer. `lasting`: nor will there be one when it is asked again, as for a prompt too long."""
+
+    error: str
+    lasting: bool = False
+
+
+Answerer = Callable[[Sequence[Question]], Awaitable[Sequence[Answer | Failure | None]]]
+"""Answers in the order of the questions; None where it was told to stop before the answer was complete."""
+
+
+@dataclass(slots=True)
+class RegenerationReport:
+    """What a run did: `written + failed` conversations are done with, of which `cut` counts by reason those that were
+    written without their last turns."""
+
+    written: int = 0
+    failed: int = 0
+    answers: int = 0
+    cut: Counter[str] = field(default_factory=Counter)
+
+
+def keyed(conversations: Iterable[Conversation]) -> Iterator[tuple[str, Conversation]]:
+    """Each conversation with its key: 32 hex digits of its id, its texts, and how often the same came before.
+
+    So a source that holds a conversation twice yields two keys, whatever the order of its other rows.
+    """
+    seen: Counter[bytes] = Counter()
+    for conversation in conversations:
+        content = [conversation.id, [[turn.role, turn.text] for turn in conversation.turns]]
+        digest = _digest(json.dumps(content).encode())
+        yield _digest(digest + seen[digest].to_bytes(8, "big")).hex(), conversation
+        seen[digest] += 1
+
+
+def _digest(content: bytes) -> bytes:
+    return hashlib.blake2b(content, digest_size=16).digest()
+
+
+class Store:
+    """The finished conversations, one JSON line each, which `read_conversations` reads; open for one writer.
+
+    Beside `path` lie `<path>.json` (the settings that decide the answers), `<path>.errors.jsonl` (a line for every
+    attempt that failed) and `<path>.lock`. A line is written when its conversation is complete. After a kill, an
+    unfinished last line is cut off when the file is opened again. Of what is finished 16 bytes each stay in memory.
+
+    Raises:
+        ValueError: another process writes here; the file was begun with other settings, of which the first is named;
+            the file holds something else, naming the line.
+    """
+
+    def __init__(self, path: str | os.PathLike[str], settings: Mapping[str, Any]) -> None:
+        self.path = Path(path)
+        self.errors_path = self.path.with_name(self.path.name + ".errors.jsonl")
+        self.path.parent.mkdir(parents=True, exist_ok=True)
+        self._lock = self.path.with_name(self.path.name + ".lock").open("ab")
+        self._errors: FileIO | None = None
+        self._done: set[bytes] = set()
+        try:
+            _lock(self._lock, self.path)
+            self._check_settings(json.loads(json.dumps(settings)))
+            for number, row in _whole_lines(self.path):
+                key = bytes.fromhex(row["key"])
+                if key in self._done:
+                    raise ValueError(f"{self.path}, row {number}: conversation {row.get('id')!r} stands there twice")
+                self._done.add(key)
+            self._attempts = Counter(row["key"] for _, row in _whole_lines(self.errors_path))
+        except ValueError:
+            self._lock.close()
+            raise
+        self._file = self.path.open("ab", buffering=0)
+        self._synced = time.monotonic()
+
+    def __contains__(self, key: str) -> bool:
+        return bytes.fromhex(key) in self._done
+
+    def __len__(self) -> int:
+        return len(self._done)
+
+    def add(self, name: str, key: str, turns: Sequence[Turn], finishes: Sequence[str], cut: str = "") -> None:
+        """Write a conversation: id and key, its turns, how each answer ended, and why later ones are missing."""
+        assert key not in self, f"{key} is written already"
+        messages = [{"role": turn.role, "content": turn.text} for turn in turns]
+        row = {"id": name, "key": key, "messages": messages, "finish": list(finishes)} | ({"cut": cut} if cut else {})
+        _write_line(self._file, row)
+        self._done.add(bytes.fromhex(key))
+        if time.monotonic() - self._synced > _SECONDS_BETWEEN_FSYNCS:
+            os.fsync(self._file.fileno())
+            self._synced = time.monotonic()
+
+    def fail(self, name: str, key: str, error: str) -> None:
+        """Write down that a conversation could not be completed, and at which attempt."""
+        self._attempts[key] += 1
+        if self._errors is None:
+            self._errors = self.errors_path.open("ab", buffering=0)
+        _write_line(self._errors, {"id": name, "key": key, "error": error, "attempt": self._attempts[key]})
+
+    def close(self) -> None:
+        """Bring everything to the disk and let other writers in."""
+        try:
+            for file in (self._file, self._errors):
+                if file is not None:
+                    os.fsync(file.fileno())
+                    file.close()
+        finally:
+            self._lock.close()
+
+    def __enter__(self) -> Store:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self.close()
+
+    def _check_settings(self, settings: dict[str, Any]) -> None:
+        place = self.path.with_name(self.path.name + ".json")
+        if not self.path.exists() or not self.path.stat().st_size:
+            unfinished = place.with_name(f".{place.name}.{os.getpid()}")
+            with unfinished.open("w", encoding="utf-8") as out:
+                out.write(json.dumps(settings, indent=2, ensure_ascii=False) + "\n")
+                out.flush()
+                os.fsync(out.fileno())
+            unfinished.replace(place)
+            return
+        if not place.is_file():
+            raise ValueError(f"{self.path} was not written by regeneration ({place.name} is missing): choose another")
+        try:
+            begun = json.loads(place.read_text(encoding="utf-8"))
+        except json.JSONDecodeError as error:
+            raise ValueError(f"{place} is not JSON, expected the settings of {self.path.name}: {error}") from error
+        for name in dict.fromkeys([*settings, *begun]):
+            if begun.get(name) != settings.get(name):
+                raise ValueError(
+                    f"{self.path} was begun with {name} {begun.get(name)!r}, now it is {settings.get(name)!r}: its "
+                    "answers would not be of one kind; choose another `out`, or delete that file"
+                )
+
+
+def _lock(lock: BinaryIO, path: Path) -> None:
+    try:
+        fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except BlockingIOError as error:
+        raise ValueError(f"another process is writing {path}; wait for it, or choose another `out`") from error
+
+
+def _write_line(file: FileIO, row: dict[str, Any]) -> None:
+    line = json.dumps(row, ensure_ascii=False).encode("utf-8", "replace") + b"\n"
+    start = file.seek(0, os.SEEK_END)
+    try:
+        while line:
+            line = line[file.write(line) :]
+    except OSError:
+        file.truncate(start)  # half a line, of a disk that is full, must not stand before the next one
+        raise
+
+
+def _whole_lines(path: Path) -> Iterator[tuple[int, dict[str, Any]]]:
+    """Numbered rows of a file of ours, if it exists; what a killed writer left behind the last whole line is cut off.
+
+    Raises:
+        ValueError: a line that is none of ours, with its number.
+    """
+    if not path.exists():
+        return
+    with path.open("r+b") as file:
+        whole = 0
+        for number, line in enumerate(file, start=1):
+            row = _row(line)
+            if row is None:
+                if file.read(1):
+                    raise ValueError(f"{path}, row {number} was not written by regeneration: choose another `out`")
+                file.truncate(whole)
+                return
+            whole += len(line)
+            yield number, row
+
+
+def _row(line: bytes) -> dict[str, Any] | None:
+    try:
+        row = json.loads(line) if line.endswith(b"\n") else None
+    except ValueError:  # not JSON, or not UTF-8
+        return None
+    key = row.get("key") if isinstance(row, dict) else None
+    return row if isinstance(key, str) and _KEY.fullmatch(key) else None
+
+
+@dataclass(slots=True)
+class _Open:
+    """A conversation in work: `turns` so far, ending with what is asked next; `later` questions in order."""
+
+    key: str
+    name: str
+    turns: list[Turn]
+    later: list[Turn]
+    finishes: list[str] = field(default_factory=list)
+
+    def length(self) -> int:
+        return sum(len(turn.text) for turn in self.turns)
+
+    def question(self, seed: int) -> Question:
+        digest = _digest(f"{seed} {self.key} {len(self.finishes)}".encode())
+        return Question(tuple(self.turns), int.from_bytes(digest[:4], "big") >> 1)
+
+
+async def regenerate(
+    conversations: Iterable[Conversation],
+    store: Store,
+    answer: Answerer,
+    *,
+    batch: int = 1,
+    concurrency: int = 1,
+    seed: int = 0,
+    system: str | None = None,
+    keep_cut: bool = False,
+    stopping: Callable[[], bool] = lambda: False,
+    progress: Callable[[int], None] = lambda done: None,
+) -> RegenerationReport:
+    """Answer every conversation that the store does not hold yet.
+
+    The user's turns stay; each answer is asked for after the target's own earlier ones. A conversation is written when
+    its last answer is there. An answer that is empty, or that the token limit cut, is dropped with all that follows it;
+    if nothing whole is left before it, the conversation counts as failed.
+
+    Args:
+        answer: see `Answerer`. What it raises ends the run; all that was complete is written by then.
+        batch: questions of one call; they are of similar length.
+        concurrency: calls at a time.
+        system: system text for conversations that bring none.
+        keep_cut: keep answers that the token limit cut, and go on after them.
+        stopping: asked often; once it says so, nothing new is asked and what is under way is abandoned.
+        progress: told how many conversations this run is done with.
+    """
+    queue = _Queue(store, system, keep_cut, progress)
+    source = (item for item in keyed(conversations) if item[0] not in store)
+    ahead = batch * (concurrency + (_BATCHES_AHEAD if batch > 1 else 0))
+    running: set[asyncio.Task[None]] = set()
+
+    async def call(group: list[_Open]) -> None:
+        outcomes = await answer([work.question(seed) for work in group])
+        for work, outcome in zip(group, outcomes, strict=True):
+            queue.take(work, outcome)
+
+    try:
+        while not stopping():
+            queue.fill(source, ahead - batch * len(running))
+            while queue.ready and len(running) < concurrency:
+                running.add(asyncio.create_task(call(queue.group(batch))))
+            if not running:
+                break
+            done, running = await asyncio.wait(
+                running, timeout=_SECONDS_BETWEEN_LOOKS, return_when=asyncio.FIRST_COMPLETED
+            )
+            errors = [error for task in done if (error := task.exception())]
+            if errors:
+                raise errors[0]
+    finally:
+        for task in running:
+            task.cancel()
+        await asyncio.gather(*running, return_exceptions=True)
+    return queue.report
+
+
+class _Queue:
+    """Conversations that are open, and what becomes of each answer."""
+
+    def __init__(self, store: Store, system: str | None, keep_cut: bool, progress: Callable[[int], None]) -> None:
+        self.ready: list[_Open] = []
+        self.report = RegenerationReport()
+        self._store, self._system, self._keep_cut, self._progress = store, system, keep_cut, progress
+
+    def fill(self, source: Iterator[tuple[str, Conversation]], size: int) -> None:
+        """Open conversations until `size` of them are ready."""
+        while len(self.ready) < size:
+            item = next(source, None)
+            if item is None:
+                return
+            key, conversation = item
+            head = [turn for turn in conversation.turns[:1] if turn.role == "system"]
+            if not head and self._system:
+                head = [Turn("system", self._system)]
+            questions = [turn for turn in conversation.turns if turn.role == "user"]
+            work = _Open(key, conversation.id, head + questions[:1], questions[1:])
+            if questions:
+                self.ready.append(work)
+            else:
+                self._fail(work, "nothing is asked in it")
+
+    def group(self, size: int) -> list[_Open]:
+        """Take the conversation that has waited longest, and those nearest to it in length."""
+        first = self.ready[0]
+        others = self.ready[1:]
+        near = heapq.nsmallest(size - 1, others, key=lambda work: abs(work.length() - first.length()))
+        taken = {id(work) for work in (first, *near)}
+        self.ready = [work for work in self.ready if id(work) not in taken]
+        return [first, *near]
+
+    def take(self, work: _Open, outcome: Answer | Failure | None) -> None:
+        """Go on with a conversation, write it, or write down why not."""
+        if outcome is None:
+            return
+        if isinstance(outcome, Failure):
+            self._cut(work, "cannot be asked", outcome.error) if outcome.lasting else self._fail(work, outcome.error)
+            return
+        self.report.answers += 1
+        if not outcome.text.strip():
+            self._cut(work, "empty answer", "it is empty")
+        elif outcome.finish == "length" and not self._keep_cut:
+            self._cut(work, "token limit", "it reached the token limit")
+        else:
+            self._keep(work, outcome)
+
+    def _keep(self, work: _Open, answer: Answer) -> None:
+        work.turns.append(Turn("assistant", answer.text))
+        work.finishes.append(answer.finish)
+        if work.later:
+            work.turns.append(work.later.pop(0))
+            self.ready.insert(0, work)  # before new ones: what is begun shall soon be written
+        else:
+            self._write(work)
+
+    def _cut(self, work: _Open, kind: str, reason: str) -> None:
+        reason = f"answer {len(work.finishes) + 1}: {reason}"
+        if not work.finishes:
+            self._fail(work, reason)
+            return
+        work.turns.pop()  # the question
+        self.report.cut[kind] += 1
+        self._write(work, reason)
+
+    def _write(self, work: _Open, cut: str = "") -> None:
+        self._store.add(work.name, work.key, work.turns, work.finishes, cut)
+        self.report.written += 1
+        self._progress(self.report.written + self.report.failed)
+
+    def _fail(self, work: _Open, error: str) -> None:
+        self._store.fail(work.name, work.key, error)
+        self.report.failed += 1
+        self._progress(self.report.written + self.report.failed)

@@ -1,0 +1,432 @@
+"""Answers replaced one by one: killed at any point, resumed, and in the end each conversation stands there once."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import random
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import Any
+
+import pytest
+from draftsmith.data.conversations import Conversation, Turn
+from draftsmith.data.reading import read_conversations
+from draftsmith.data.regeneration import (
+    Answer,
+    Answerer,
+    Failure,
+    Question,
+    RegenerationReport,
+    Store,
+    keyed,
+    regenerate,
+)
+
+Outcome = Answer | Failure | None
+SETTINGS = {"target": "echo", "temperature": 0.0}
+
+
+def conversation(name: str, *questions: str, system: str | None = None) -> Conversation:
+    turns = [Turn("system", system)] if system else []
+    for question in questions:
+        turns += [Turn("user", question), Turn("assistant", f"somebody else's answer to {question}")]
+    return Conversation(name, tuple(turns))
+
+
+def one_by_one(answer: Callable[[Question], Outcome]) -> Answerer:
+    async def answers(questions: Sequence[Question]) -> list[Outcome]:
+        return [answer(question) for question in questions]
+
+    return answers
+
+
+def echo(question: Question) -> Answer:
+    """Says what it was asked, and in which context."""
+    return Answer(" / ".join(turn.text for turn in question.turns))
+
+
+def run(
+    path: Path, conversations: Sequence[Conversation], answer: Callable[[Question], Outcome] = echo, **options: Any
+) -> RegenerationReport:
+    with Store(path, SETTINGS) as store:
+        return asyncio.run(regenerate(conversations, store, one_by_one(answer), **options))
+
+
+def rows(path: Path) -> list[dict[str, Any]]:
+    return [json.loads(line) for line in path.read_text(encoding="utf-8").splitlines()]
+
+
+def errors(path: Path) -> list[dict[str, Any]]:
+    return rows(path.with_name(path.name + ".errors.jsonl"))
+
+
+def test_answers_are_replaced_and_the_questions_stay(tmp_path: Path) -> None:
+    out = tmp_path / "folder" / "out.jsonl"
+    talks = [conversation("a", "one", "two"), conversation("b", "three", system="be brief"), conversation("c", "four")]
+    report = run(out, talks, system="be kind")
+    assert (report.written, report.failed, report.answers) == (3, 0, 4)
+    assert [(talk.id, [(turn.role, turn.text) for turn in talk.turns]) for talk in read_conversations(str(out))] == [
+        ("a", [("system", "be kind"), ("user", "one"), ("assistant", "be kind / one"),
+               ("user", "two"), ("assistant", "be kind / one / be kind / one / two")]),
+        ("b", [("system", "be brief"), ("user", "three"), ("assistant", "be brief / three")]),
+        ("c", [("system", "be kind"), ("user", "four"), ("assistant", "be kind / four")]),
+    ]  # fmt: skip
+    assert rows(out)[0]["finish"] == ["stop", "stop"]
+
+
+def test_what_is_finished_is_not_asked_again(tmp_path: Path) -> None:
+    asked: list[str] = []
+
+    def remember(question: Question) -> Answer:
+        asked.append(question.turns[-1].text)
+        return echo(question)
+
+    out = tmp_path / "out.jsonl"
+    talks = [conversation(str(number), f"question {number}") for number in range(5)]
+    run(out, talks[:3], remember)
+    before = out.read_bytes()
+    told: list[int] = []
+    report = run(out, talks, remember, progress=told.append)
+    assert asked == [f"question {number}" for number in range(5)]
+    assert out.read_bytes().startswith(before)
+    assert (report.written, told) == (2, [1, 2])
+
+
+def test_identical_rows_are_as_many_as_in_the_source(tmp_path: Path) -> None:
+    twice = [conversation("a", "one"), conversation("b", "one"), conversation("a", "one"), conversation("a", "other")]
+    assert len({key for key, _ in keyed(twice)}) == 4
+    # the place in the source does not count, nor does what stands between
+    assert {key for key, _ in keyed(reversed(twice))} == {key for key, _ in keyed(twice)}
+    out = tmp_path / "out.jsonl"
+    run(out, twice[:2])
+    run(out, twice)
+    assert sorted(row["id"] for row in rows(out)) == ["a", "a", "a", "b"]
+
+
+def test_texts_are_not_confused_by_where_they_are_split() -> None:
+    parts = [
+        conversation("a", "one two"),
+        conversation("a", "one", "two"),
+        conversation("a one", "two"),
+        conversation("a", "two", system="one"),
+    ]
+    assert len({key for key, _ in keyed(parts)}) == 4
+
+
+def test_seeds_depend_on_conversation_turn_and_seed_alone(tmp_path: Path) -> None:
+    talks = [conversation("a", "one", "two"), conversation("b", "one"), conversation("c", "three")]
+
+    def seeds(name: str, chosen: Sequence[Conversation], **options: int) -> dict[str, int]:
+        seen: dict[str, int] = {}
+
+        def note(question: Question) -> Answer:
+            seen[" / ".join(turn.text for turn in question.turns)] = question.seed
+            return Answer("yes")
+
+        run(tmp_path / name, chosen, note, **options)
+        return seen
+
+    alone = seeds("alone.jsonl", talks[:1])
+    assert len(set(alone.values())) == 2, "each turn has a seed of its own"
+    together = seeds("together.jsonl", [talks[2], talks[0]], batch=3)
+    assert alone.items() <= together.items()
+    assert len(set(together.values())) == 3
+    assert all(0 <= seed < 2**31 for seed in together.values())
+    assert not set(seeds("other.jsonl", talks[:1], seed=1).values()) & set(alone.values())
+
+
+@pytest.mark.parametrize("keep", [False, True])
+def test_an_answer_cut_by_the_token_limit_goes_with_all_after_it_unless_it_is_kept(tmp_path: Path, keep: bool) -> None:
+    def limited(question: Question) -> Answer:
+        text = question.turns[-1].text
+        return Answer(f"answer to {text}", "length" if "long" in text else "stop")
+
+    out = tmp_path / "out.jsonl"
+    talks = [conversation("late", "short", "long", "more"), conversation("first", "long"), conversation("whole", "ok")]
+    report = run(out, talks, limited, keep_cut=keep)
+    kept = {row["id"]: [message["content"] for message in row["messages"]] for row in rows(out)}
+    if keep:
+        assert kept["late"] == ["short", "answer to short", "long", "answer to long", "more", "answer to more"]
+        assert {row["id"]: row["finish"] for row in rows(out)}["late"] == ["stop", "length", "stop"]
+        assert (report.written, report.failed, dict(report.cut)) == (3, 0, {})
+        return
+    assert kept == {"late": ["short", "answer to short"], "whole": ["ok", "answer to ok"]}
+    assert rows(out)[0]["cut"] == "answer 2: it reached the token limit"
+    assert "cut" not in rows(out)[1]
+    assert (report.written, report.failed, dict(report.cut)) == (2, 1, {"token limit": 1})
+    assert [(row["id"], row["error"]) for row in errors(out)] == [("first", "answer 1: it reached the token limit")]
+
+
+def test_empty_answers_and_lasting_failures_leave_the_exchanges_before_them(tmp_path: Path) -> None:
+    def moody(question: Question) -> Outcome:
+        text = question.turns[-1].text
+        if text == "silence":
+            return Answer(" \n")
+        return Failure("600 tokens, and 512 fit", lasting=True) if text == "huge" else Answer("yes")
+
+    out = tmp_path / "out.jsonl"
+    talks = [conversation("a", "x", "silence"), conversation("b", "x", "y", "huge", "z"), conversation("c", "huge")]
+    talks.append(Conversation("d", (Turn("assistant", "bare text"),)))
+    report = run(out, talks, moody, keep_cut=True)
+    assert {row["id"]: len(row["messages"]) for row in rows(out)} == {"a": 2, "b": 4}
+    assert dict(report.cut) == {"empty answer": 1, "cannot be asked": 1}
+    failed = {row["id"]: row["error"] for row in errors(out)}
+    assert failed == {"c": "answer 1: 600 tokens, and 512 fit", "d": "nothing is asked in it"}
+    assert report.failed == 2
+
+
+def test_failures_are_written_down_and_tried_again(tmp_path: Path) -> None:
+    out = tmp_path / "out.jsonl"
+    talks = [conversation("a", "one", "two"), conversation("b", "three")]
+
+    def broken(question: Question) -> Outcome:
+        return Failure("server on fire") if question.turns[-1].text == "two" else echo(question)
+
+    assert run(out, talks, broken).failed == 1
+    assert run(out, talks, broken).failed == 1
+    assert [(row["id"], row["error"], row["attempt"]) for row in errors(out)] == [
+        ("a", "server on fire", 1),
+        ("a", "server on fire", 2),
+    ]
+    report = run(out, talks)
+    assert (report.written, report.failed) == (1, 0)
+    assert sorted(row["id"] for row in rows(out)) == ["a", "b"]
+    assert len(errors(out)) == 2
+
+
+def test_a_torn_last_line_is_cut_off_wherever_it_was_torn(tmp_path: Path) -> None:
+    out = tmp_path / "out.jsonl"
+    talks = [conversation("a", "één"), conversation("b", "zwei – drei")]
+    run(out, talks)
+    whole = out.read_bytes()
+    start = whole.index(b"\n") + 1
+    for end in range(start, len(whole)):
+        out.write_bytes(whole[:end])
+        with Store(out, SETTINGS) as store:
+            assert len(store) == 1
+        assert out.read_bytes() == whole[:start]
+    assert run(out, talks).written == 1
+    assert out.read_bytes() == whole
+
+
+def test_a_torn_error_line_is_cut_off_too(tmp_path: Path) -> None:
+    out = tmp_path / "out.jsonl"
+    talks = [conversation("a", "one")]
+    run(out, talks, lambda question: Failure("no"))
+    place = out.with_name("out.jsonl.errors.jsonl")
+    place.write_bytes(place.read_bytes() + b'{"id": "a", "ke')
+    run(out, talks, lambda question: Failure("no"))
+    assert [row["attempt"] for row in errors(out)] == [1, 2]
+
+
+def test_other_files_are_refused_and_left_alone(tmp_path: Path) -> None:
+    out = tmp_path / "out.jsonl"
+    out.write_text('{"id": "a", "messages": []}\n')
+    with pytest.raises(ValueError, match=r"out\.jsonl was not written by regeneration \(out\.jsonl\.json is missing"):
+        Store(out, SETTINGS)
+    out.unlink()
+    run(out, [conversation("a", "one")])
+    whole = out.read_text()
+    for line in ("a line of somebody else", '{"id": "b", "key": "abc"}', "[]"):
+        out.write_text(f"{whole}{line}\n{whole}")
+        with pytest.raises(ValueError, match=r"out\.jsonl, row 2 was not written by regeneration"):
+            Store(out, SETTINGS)
+    out.write_text(whole + whole)
+    with pytest.raises(ValueError, match=r"out\.jsonl, row 2: conversation 'a' stands there twice"):
+        Store(out, SETTINGS)
+    assert out.read_text() == whole + whole
+    out.with_name("out.jsonl.json").write_text("{")
+    with pytest.raises(ValueError, match=r"out\.jsonl\.json is not JSON"):
+        Store(out, SETTINGS)
+
+
+def test_other_settings_are_refused_by_name(tmp_path: Path) -> None:
+    out = tmp_path / "out.jsonl"
+    with Store(out, {"target": "a mistake"}):
+        pass
+    run(out, [conversation("a", "one")])  # nothing had been written with the other settings
+    with pytest.raises(ValueError, match=r"begun with temperature 0\.0, now it is 0\.7"):
+        Store(out, SETTINGS | {"temperature": 0.7, "target": "echo"})
+    with pytest.raises(ValueError, match="begun with system None, now it is 'be kind'"):
+        Store(out, SETTINGS | {"system": "be kind"})
+    with pytest.raises(ValueError, match=r"begun with temperature 0\.0, now it is None"):
+        Store(out, {"target": "echo"})
+
+
+def test_a_second_writer_is_refused_while_the_first_is_at_work(tmp_path: Path) -> None:
+    out = tmp_path / "out.jsonl"
+    attempt = f"""
+from draftsmith.data.regeneration import Store
+try:
+    Store({str(out)!r}, {SETTINGS!r}).close()
+except ValueError as error:
+    print(error)
+"""
+    with Store(out, SETTINGS):
+        second = subprocess.run([sys.executable, "-c", attempt], capture_output=True, text=True, check=True)
+        assert f"another process is writing {out}" in second.stdout
+    assert subprocess.run([sys.executable, "-c", attempt], capture_output=True, text=True, check=True).stdout == ""
+
+
+def test_batches_hold_conversations_of_similar_length(tmp_path: Path) -> None:
+    rng = random.Random(0)
+    talks = [conversation(str(number), "x" * length) for number, length in enumerate([3, 300] * 20)]
+    rng.shuffle(talks)
+    batches: list[list[int]] = []
+
+    async def answer(questions: Sequence[Question]) -> list[Outcome]:
+        batches.append([len(question.turns[-1].text) for question in questions])
+        return [Answer("yes") for _ in questions]
+
+    with Store(tmp_path / "out.jsonl", SETTINGS) as store:
+        report = asyncio.run(regenerate(talks, store, answer, batch=4))
+    assert report.written == 40
+    assert [len(batch) for batch in batches] == [4] * 10
+    assert all(len(set(batch)) == 1 for batch in batches)
+
+
+def test_as_many_are_asked_at_a_time_as_was_said(tmp_path: Path) -> None:
+    at_work, most = 0, 0
+
+    async def answer(questions: Sequence[Question]) -> list[Outcome]:
+        nonlocal at_work, most
+        at_work += 1
+        most = max(most, at_work)
+        await asyncio.sleep(0.001)
+        at_work -= 1
+        return [echo(question) for question in questions]
+
+    talks = [conversation(str(number), "one", "two") for number in range(20)]
+    with Store(tmp_path / "out.jsonl", SETTINGS) as store:
+        report = asyncio.run(regenerate(talks, store, answer, concurrency=7))
+    assert (report.written, most) == (20, 7)
+
+
+def test_told_to_stop_it_abandons_what_is_under_way_and_keeps_what_is_complete(tmp_path: Path) -> None:
+    out, stop = tmp_path / "out.jsonl", False
+
+    async def answer(questions: Sequence[Question]) -> list[Outcome]:
+        nonlocal stop
+        if questions[0].turns[-1].text == "never":
+            stop = True
+            await asyncio.sleep(3600)
+        return [echo(question) for question in questions]
+
+    talks = [conversation("a", "one"), conversation("b", "two", "never"), conversation("c", "three")]
+    with Store(out, SETTINGS) as store:
+        report = asyncio.run(regenerate(talks, store, answer, concurrency=2, stopping=lambda: stop))
+    assert report.failed == 0
+    assert {row["id"] for row in rows(out)} <= {"a", "c"}
+    assert report.written == len(rows(out)) >= 1
+    run(out, talks)
+    assert sorted(row["id"] for row in rows(out)) == ["a", "b", "c"]
+
+
+def test_what_an_answerer_raises_ends_the_run_after_what_was_complete(tmp_path: Path) -> None:
+    out = tmp_path / "out.jsonl"
+
+    async def answer(questions: Sequence[Question]) -> list[Outcome]:
+        if questions[0].turns[-1].text == "stop":
+            raise ConnectionError("the server has gone")
+        return [echo(question) for question in questions]
+
+    talks = [conversation("a", "one"), conversation("b", "stop"), conversation("c", "two")]
+    with Store(out, SETTINGS) as store, pytest.raises(ConnectionError, match="has gone"):
+        asyncio.run(regenerate(talks, store, answer))
+    assert [row["id"] for row in rows(out)] == ["a"]
+    assert not out.with_name("out.jsonl.errors.jsonl").exists()
+
+
+def test_half_an_emoji_is_no_reason_to_stop(tmp_path: Path) -> None:
+    out = tmp_path / "out.jsonl"
+    run(out, [conversation("a\ud83d", "one")], lambda question: Answer("\ud83d and 😀"))
+    (row,) = rows(out)
+    assert row["messages"][1]["content"] == "? and 😀"
+    with Store(out, SETTINGS) as store:
+        assert len(store) == 1
+
+
+FULL_DISK = """
+import resource, sys
+from draftsmith.data.conversations import Turn
+from draftsmith.data.regeneration import Store
+
+store = Store(sys.argv[1], {})
+store.add("a", "0" * 32, [Turn("user", "x" * 300)], [])
+resource.setrlimit(resource.RLIMIT_FSIZE, (600, resource.RLIM_INFINITY))
+try:
+    store.add("b", "1" * 32, [Turn("user", "y" * 300)], [])
+except OSError as error:
+    print(error.strerror)
+store.add("c", "2" * 32, [Turn("user", "z")], [])
+store.close()
+"""
+
+
+def test_a_line_for_which_there_is_no_room_leaves_nothing_behind(tmp_path: Path) -> None:
+    out = tmp_path / "out.jsonl"
+    script = [sys.executable, "-c", FULL_DISK, str(out)]
+    assert subprocess.run(script, capture_output=True, text=True, check=True).stdout == "File too large\n"
+    assert [row["id"] for row in rows(out)] == ["a", "c"]
+
+
+WORK = """
+import asyncio, hashlib, sys
+from draftsmith.data.reading import read_conversations
+from draftsmith.data.regeneration import Answer, Store, regenerate
+
+async def answer(questions):
+    await asyncio.sleep(0.002)
+    said = [repr((question.turns, question.seed)) for question in questions]
+    return [Answer(hashlib.sha256(text.encode()).hexdigest()) for text in said]
+
+with Store(sys.argv[2], {"target": "hash"}) as store:
+    batch, concurrency = int(sys.argv[3]), int(sys.argv[4])
+    asyncio.run(regenerate(read_conversations(sys.argv[1]), store, answer, batch=batch, concurrency=concurrency))
+"""
+
+
+def start_work(source: Path, out: Path, batch: int, concurrency: int) -> subprocess.Popen[bytes]:
+    arguments = [str(source), str(out), str(batch), str(concurrency)]
+    return subprocess.Popen([sys.executable, "-c", WORK, *arguments])
+
+
+@pytest.mark.parametrize(("batch", "concurrency"), [(1, 5), (4, 1)])
+def test_killed_ten_times_it_ends_with_what_an_undisturbed_run_gives(
+    tmp_path: Path, batch: int, concurrency: int
+) -> None:
+    rng = random.Random(batch)
+    talks = [conversation(f"row{n}", *(f"question {n}.{i}" for i in range(rng.randint(1, 4)))) for n in range(600)]
+    talks += rng.sample(talks, 100)  # duplicates
+    source = tmp_path / "source.jsonl"
+    with source.open("w") as file:
+        for talk in talks:
+            messages = [{"role": turn.role, "content": turn.text} for turn in talk.turns]
+            file.write(json.dumps({"id": talk.id, "messages": messages}) + "\n")
+    assert start_work(source, tmp_path / "whole.jsonl", batch, concurrency).wait(60) == 0
+    whole, out = (tmp_path / "whole.jsonl").read_bytes(), tmp_path / "killed.jsonl"
+
+    for _ in range(10):
+        size = out.stat().st_size if out.exists() else 0
+        goal = size + rng.randint(1, len(whole) // 12)
+        process = start_work(source, out, batch, concurrency)
+        deadline = time.monotonic() + 30
+        while not (out.exists() and out.stat().st_size >= goal):
+            assert process.poll() is None, "it must be killed at work"
+            assert time.monotonic() < deadline
+            time.sleep(0.0005)
+        process.send_signal(signal.SIGKILL)
+        assert process.wait(10) == -signal.SIGKILL
+    assert out.stat().st_size < len(whole), "there must be something left to do"
+    assert start_work(source, out, batch, concurrency).wait(60) == 0
+
+    assert sorted(out.read_bytes().splitlines()) == sorted(whole.splitlines())
+    assert len({row["key"] for row in rows(out)}) == len(rows(out)) == 700
+    again = out.read_bytes()
+    assert start_work(source, out, batch, concurrency).wait(60) == 0
+    assert out.read_bytes() == again
