@@ -78,6 +78,36 @@ def pack_best_fit(lengths: Sequence[int], block_tokens: int) -> list[list[int]]:
     return blocks
 
 
+@dataclass(frozen=True, slots=True)
+class Document:
+    """A document in a block: `ids` [T], `trained` [T] (not zero: trained on) and its `number`."""
+
+    ids: np.ndarray
+    trained: np.ndarray
+    number: int
+
+
+def make_batch(blocks: Sequence[Sequence[Document]], length: int, padding_id: int) -> Batch:
+    """The documents of blocks end to end, padded to `length` tokens."""
+    shape = (len(blocks), length)
+    tokens_BT = np.full(shape, padding_id, dtype=np.int64)
+    labels_BT = np.full(shape, IGNORED, dtype=np.int64)
+    documents_BT = np.full(shape, PADDING, dtype=np.int64)
+    positions_BT = np.zeros(shape, dtype=np.int64)
+    for row, documents in enumerate(blocks):
+        at = 0
+        for document in documents:
+            place = slice(at, at + len(document.ids))
+            tokens_BT[row, place] = document.ids
+            labels_BT[row, place] = np.where(document.trained, document.ids.astype(np.int64), IGNORED)
+            labels_BT[row, at] = IGNORED  # nothing comes before the first token to predict it
+            documents_BT[row, place] = document.number
+            positions_BT[row, place] = np.arange(len(document.ids))
+            at = place.stop
+        positions_BT[row, at:] = np.arange(length - at)
+    return Batch(*map(torch.from_numpy, (tokens_BT, labels_BT, positions_BT, documents_BT)))
+
+
 PACKINGS = ("best-fit", "pad")
 
 

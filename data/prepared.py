@@ -19,10 +19,9 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
-import torch
 
 from .conversations import Conversation
-from .packing import IGNORED, PACKINGS, PADDING, Batch, global_batch, pack
+from .packing import PACKINGS, Batch, Document, global_batch, make_batch, pack
 from .rendering import Rendered, RenderReport, render_all
 from .templates import Template
 
@@ -46,7 +45,7 @@ def prepare(
     source: dict[str, Any],
     packing: str = "best-fit",
     last_turn_only: bool = False,
-    watch: Callable[[Rendered], None] | None = None,
+    watch: Callable[[Rendered], object] | None = None,
     progress: Callable[[int, int], None] | None = None,
 ) -> PreparedData:
     """Render conversations, pack them into blocks of `block_tokens` tokens and write `out_dir`, whole or not at all.
@@ -103,7 +102,7 @@ def prepare(
             "trainable_tokens": writer.trained,
             "trainable_share": writer.trained / writer.tokens,
             "packing_density": writer.tokens / (blocks * block_tokens),
-            "padding_id": _padding_id(tokenizer),
+            "padding_id": padding_id(tokenizer),
             "sha256": {name: _sha256(temporary / f"{name}.npy") for name in _ARRAYS},
         }
         _write_synced(temporary / MANIFEST, json.dumps(manifest, indent=2, ensure_ascii=False) + "\n")
@@ -182,35 +181,32 @@ class PreparedData:
         indices = global_batch(self.blocks, batch_blocks, step, seed)
         return indices, self.batch(indices)
 
+    def state(self) -> dict[str, int]:
+        """A step says by its number alone which blocks it takes: there is nothing to remember."""
+        return {}
+
+    def restore(self, state: dict[str, int]) -> None:
+        """Go on from any step."""
+        assert not state, "a place in a stream"
+
     def batch(self, indices: Sequence[int] | np.ndarray) -> Batch:
         """The blocks of these indices as a batch [B, T]; T is the longest block's length where blocks are not packed.
 
         Raises:
             ValueError: an index outside 0 … blocks − 1.
         """
-        index_B = self._checked(indices)
-        members = [self._order[self._blocks[b] : self._blocks[b + 1]].tolist() for b in index_B]
+        blocks = [
+            [self._document(document) for document in self._order[self._blocks[b] : self._blocks[b + 1]].tolist()]
+            for b in self._checked(indices)
+        ]
         length = self.block_tokens
-        if self._pads and len(index_B):
-            length = max(int(self._documents[d + 1] - self._documents[d]) for row in members for d in row)
-        shape = (len(index_B), length)
-        tokens_BT = np.full(shape, self._padding_id, dtype=np.int64)
-        labels_BT = np.full(shape, IGNORED, dtype=np.int64)
-        documents_BT = np.full(shape, PADDING, dtype=np.int64)
-        positions_BT = np.zeros(shape, dtype=np.int64)
-        for row, documents in enumerate(members):
-            at = 0
-            for document in documents:
-                start, end = int(self._documents[document]), int(self._documents[document + 1])
-                place = slice(at, at + end - start)
-                ids = self._tokens[start:end]
-                tokens_BT[row, place] = ids
-                labels_BT[row, place] = np.where(self._trained[start:end], ids.astype(np.int64), IGNORED)
-                documents_BT[row, place] = document
-                positions_BT[row, place] = np.arange(end - start)
-                at = place.stop
-            positions_BT[row, at:] = np.arange(length - at)
-        return Batch(*map(torch.from_numpy, (tokens_BT, labels_BT, positions_BT, documents_BT)))
+        if self._pads and blocks:
+            length = max(len(document.ids) for block in blocks for document in block)
+        return make_batch(blocks, length, self._padding_id)
+
+    def _document(self, number: int) -> Document:
+        start, end = int(self._documents[number]), int(self._documents[number + 1])
+        return Document(self._tokens[start:end], self._trained[start:end], number)
 
     def trainable_tokens(self, indices: Sequence[int] | np.ndarray) -> int:
         """How many labels of these blocks count after the shift: trainable, with a token of the same document before.
@@ -380,7 +376,8 @@ def _replace(new: Path, out: Path) -> None:
     shutil.rmtree(aside)
 
 
-def _padding_id(tokenizer: Any) -> int:
+def padding_id(tokenizer: Any) -> int:
+    """What stands behind the last document of a block; no label and no attention reaches it."""
     candidates = (tokenizer.pad_token_id, tokenizer.eos_token_id, 0)
     return int(next(number for number in candidates if number is not None))
 

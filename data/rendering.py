@@ -21,6 +21,7 @@ from .templates import Template
 
 _BATCH_CHARACTERS = 1 << 20  # enough for all cores, and little beside a model
 _BATCHES_AHEAD = 3
+_THREADS = 3  # the end of one batch keeps a single core busy
 _REMEMBERED_SYSTEMS = 1 << 10
 _SPLITS_TRIED = 4
 _LEAST_ROOM = 16  # tokens that question and answer need of a block
@@ -87,7 +88,7 @@ def render_prompt(turns: Sequence[Turn], template: Template, tokenizer: Any) -> 
     Raises:
         ValueError: the turns are not [system], user, assistant, …, user; a special token is missing.
     """
-    return _Layout(template, PieceEncoder(tokenizer)).prompt(tuple(turns))
+    return prompt_renderer(template, tokenizer)(turns)
 
 
 def prompt_renderer(template: Template, tokenizer: Any) -> Callable[[Sequence[Turn]], list[int]]:
@@ -105,7 +106,12 @@ def render_all(
     last_turn_only: bool = False,
     report: RenderReport | None = None,
 ) -> Iterator[Rendered]:
-    """Render many conversations; a thread tokenises the next ones while these are put together.
+    """Render many conversations; see `Renderer`."""
+    return Renderer(template, tokenizer, max_tokens, last_turn_only=last_turn_only)(conversations, report)
+
+
+class Renderer:
+    """Renders conversations; threads tokenise the next ones while these are put together.
 
     A conversation over `max_tokens` becomes several documents, split between exchanges, each with the system text at
     its start. Of an exchange too long by itself the question loses its beginning, down to half of the room where the
@@ -115,22 +121,62 @@ def render_all(
     Raises:
         ValueError: as `render`; `max_tokens` that is not positive.
     """
-    if max_tokens is not None and max_tokens < 1:
-        raise ValueError(f"max_tokens is {max_tokens}, expected at least 1")
-    report = report if report is not None else RenderReport()
-    layout = _Layout(template, PieceEncoder(tokenizer, own=True))
-    waiting: deque[tuple[list[_Parts], Future[tuple[np.ndarray, np.ndarray]]]] = deque()
-    with ThreadPoolExecutor(max_workers=2, thread_name_prefix="tokenizer") as thread:
-        try:
-            for batch in _batches(layout, conversations):
-                texts, after = layout.pieces(batch)
-                waiting.append((batch, thread.submit(layout.encoder.encode, texts, after)))
-                if len(waiting) > _BATCHES_AHEAD:
-                    yield from _documents(layout, *waiting.popleft(), max_tokens, last_turn_only, report)
-            while waiting:
-                yield from _documents(layout, *waiting.popleft(), max_tokens, last_turn_only, report)
-        finally:
-            thread.shutdown(wait=True, cancel_futures=True)
+
+    def __init__(
+        self, template: Template, tokenizer: Any, max_tokens: int | None, *, last_turn_only: bool = False
+    ) -> None:
+        if max_tokens is not None and max_tokens < 1:
+            raise ValueError(f"max_tokens is {max_tokens}, expected at least 1")
+        self._layout = _Layout(template, PieceEncoder(tokenizer, own=True))
+        self._max_tokens = max_tokens
+        self._last_turn_only = last_turn_only
+
+    def __call__(self, conversations: Iterable[Conversation], report: RenderReport | None = None) -> Iterator[Rendered]:
+        """The documents of conversations, in their order; `report` is filled on the way."""
+        report = report if report is not None else RenderReport()
+        encode = self._layout.encoder.encode
+        waiting: deque[tuple[list[_Parts], Future[tuple[np.ndarray, np.ndarray]]]] = deque()
+        with ThreadPoolExecutor(_THREADS, thread_name_prefix="tokenizer") as threads:
+            try:
+                for batch in _batches(self._layout, conversations):
+                    waiting.append((batch, threads.submit(encode, *self._layout.pieces(batch))))
+                    if len(waiting) > _BATCHES_AHEAD:
+                        yield from self._documents(*waiting.popleft(), report)
+                while waiting:
+                    yield from self._documents(*waiting.popleft(), report)
+            finally:
+                threads.shutdown(wait=True, cancel_futures=True)
+
+    def _documents(
+        self, batch: list[_Parts], encoded: Future[tuple[np.ndarray, np.ndarray]], report: RenderReport
+    ) -> Iterator[Rendered]:
+        """The documents of conversations whose texts have been encoded."""
+        ids, starts = encoded.result()
+        bounds = starts.tolist()
+        piece = 0
+        for parts in batch:
+            count = len(parts.questions) + len(parts.answers)
+            texts = [ids[bounds[i] : bounds[i + 1]] for i in range(piece, piece + count)]
+            piece += count
+            if parts.questions:
+                documents = list(_split(self._layout, parts, texts, self._max_tokens))
+            else:
+                documents = list(_bare_text(self._layout, parts, texts[0], self._max_tokens))
+            report.exchanges += max(1, len(parts.questions))
+            report.no_room += sum(not document.spans for document in documents)
+            if self._last_turn_only:
+                report.context_only += sum(len(document.spans) for document in documents) - bool(documents[-1].spans)
+                documents = documents[-1:]
+                documents[0].spans = documents[0].spans[-1:]
+            documents = [document for document in documents if document.spans]
+            report.conversations += 1
+            report.rendered += bool(documents)
+            report.left_out += not documents
+            report.documents += len(documents)
+            report.split += len(documents) > 1
+            report.questions_cut += sum(document.question_cut for document in documents)
+            report.answers_cut += sum(document.answer_cut for document in documents)
+            yield from documents
 
 
 @dataclass(slots=True)
@@ -234,7 +280,7 @@ class _Layout:
         parts = self.parts(Conversation("prompt", turns), ends_with="user")
         ids, starts = self.encoder.encode(*self.pieces([parts]))
         encoded = iter([ids[starts[i] : starts[i + 1]] for i in range(len(starts) - 1)])
-        pieces = [self.bos, self.first_lead(parts.system).ids]
+        pieces: list[Any] = [self.bos, self.first_lead(parts.system).ids]
         for number in range(len(parts.questions)):
             pieces += [self.next.ids if number else [], next(encoded), self.answer.ids]
             if number < len(parts.answers):
@@ -344,43 +390,6 @@ def _batches(layout: _Layout, conversations: Iterable[Conversation]) -> Iterator
         yield batch
 
 
-def _documents(
-    layout: _Layout,
-    batch: list[_Parts],
-    encoded: Future[tuple[np.ndarray, np.ndarray]],
-    max_tokens: int | None,
-    last_turn_only: bool,
-    report: RenderReport,
-) -> Iterator[Rendered]:
-    """The documents of conversations whose texts have been encoded."""
-    ids, starts = encoded.result()
-    bounds = starts.tolist()
-    piece = 0
-    for parts in batch:
-        count = len(parts.questions) + len(parts.answers)
-        texts = [ids[bounds[i] : bounds[i + 1]] for i in range(piece, piece + count)]
-        piece += count
-        if parts.questions:
-            documents = list(_split(layout, parts, texts, max_tokens))
-        else:
-            documents = list(_bare_text(layout, parts, texts[0], max_tokens))
-        report.exchanges += max(1, len(parts.questions))
-        report.no_room += sum(not document.spans for document in documents)
-        if last_turn_only:
-            report.context_only += sum(len(document.spans) for document in documents) - bool(documents[-1].spans)
-            documents = documents[-1:]
-            documents[0].spans = documents[0].spans[-1:]
-        documents = [document for document in documents if document.spans]
-        report.conversations += 1
-        report.rendered += bool(documents)
-        report.left_out += not documents
-        report.documents += len(documents)
-        report.split += len(documents) > 1
-        report.questions_cut += sum(document.question_cut for document in documents)
-        report.answers_cut += sum(document.answer_cut for document in documents)
-        yield from documents
-
-
 class _Document:
     """A document under construction."""
 
@@ -431,7 +440,7 @@ def _split(layout: _Layout, parts: _Parts, texts: list[np.ndarray], max_tokens: 
     for number in range(len(parts.questions)):
         question, answer = next(pieces), next(pieces)
         if document is not None:
-            asking = [layout.next.ids, question, layout.answer.ids]
+            asking: list[Any] = [layout.next.ids, question, layout.answer.ids]
             if document.length + sum(map(len, asking)) + len(answer) + layout.closing_tokens <= limit:
                 document.add(asking, [answer, layout.end], layout.after)
                 continue

@@ -36,11 +36,6 @@ class Template:
     writes_bos: bool = False
     special_tokens: tuple[str, ...] = ()
 
-    def prompt(self, turns: Any, tokenizer: Any) -> list[int]:  # TEMPORARY
-        from .rendering import render_prompt
-
-        return render_prompt(turns, self, tokenizer)
-
 
 VICUNA_SYSTEM = (
     "A chat between a curious user and an artificial intelligence assistant. "

@@ -60,15 +60,40 @@ def quickstart(
 
 
 @app.command()
-def prepare(recipe: RecipeName, overrides: Overrides = None) -> None:
-    """Read, render and pack a training recipe's data, and say what became of it."""
+def prepare(
+    recipe: RecipeName,
+    overrides: Overrides = None,
+    lint: Annotated[
+        bool, typer.Option("--lint", help="Decode what every row teaches; show three; fail on faults.")
+    ] = False,
+) -> None:
+    """Read, clean, render and pack a training recipe's data, and say what became of it."""
     loaded = load_recipe(recipe, overrides or [], kinds=["drafter", "heads", "table"])
     from ..data.tokenizers import load_tokenizer
-    from .prepare import prepare_data
+    from .prepare import lint_data, prepare_data
 
     assert isinstance(loaded, (DrafterRecipe, HeadsRecipe, TableRecipe))
-    prepared = prepare_data(loaded.data, load_tokenizer(loaded.tokenizer_source))
-    console().print(f"{prepared.folder}")
+    tokenizer = load_tokenizer(loaded.tokenizer_source)
+    if lint:
+        failures = lint_data(loaded.data, tokenizer)
+        for failure in failures:
+            say(f"error: {failure}")
+        raise typer.Exit(1 if failures else 0)
+    console().print(f"{prepare_data(loaded.data, tokenizer).folder}")
+
+
+@app.command()
+def corpora() -> None:
+    """The corpora that are known by name: where they lie, what they are for, and on what terms."""
+    from ..data.corpora import CORPORA
+
+    table = Table(box=None)
+    for heading in ("name", "hub id", "for", "licence", "note"):
+        table.add_column(heading, no_wrap=heading == "name")
+    for corpus in CORPORA.values():
+        note = "; ".join(filter(None, ["gated" if corpus.gated else "", corpus.note]))
+        table.add_row(corpus.name, corpus.hub or "–", corpus.use, corpus.licence, escape(note))
+    console().print(table)
 
 
 @app.command()

@@ -5,6 +5,8 @@ from __future__ import annotations
 import json
 import os
 import platform
+from collections import Counter
+from collections.abc import Iterator, Sequence
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 from typing import Any
@@ -14,13 +16,17 @@ import torch
 from ..checkpoints.artifact import check_target, tokenizer_fingerprint, verify_artifact
 from ..checkpoints.heads import load_heads
 from ..checkpoints.table import BigramTable
-from ..data.reading import read_conversations
+from ..data.conversations import Prompt
+from ..data.corpora import find_corpus
+from ..data.reading import read_prompts
+from ..data.rendering import prompt_renderer
 from ..data.templates import get_template
 from ..data.tokenizers import load_tokenizer
 from ..decode.engine import Limits
 from ..decode.loading import load_model, wrap_model
 from ..decode.measure import BASELINE, Entry, Run, measure, same_as_reference, summarise
 from ..decode.methods import METHODS, Parts, method_options
+from ..decode.metrics import Tally, total
 from ..decode.models import LanguageModel, check_same_vocabulary
 from ..decode.warpers import Sampling
 from .config import EvaluateRecipe
@@ -44,7 +50,17 @@ def run_evaluate(recipe: EvaluateRecipe) -> dict[str, Any]:
     model = load_model(recipe.target, dtype=recipe.dtype, device=device, device_map=recipe.device_map)
     target = wrap_model(model)
     parts = _load_parts(recipe, target, tokenizer, device)
-    prompts = load_prompts(recipe.prompts, recipe.template, tokenizer, recipe.limit, recipe.max_prompt_tokens)
+    read = load_prompts(
+        recipe.prompts,
+        recipe.template,
+        tokenizer,
+        recipe.limit,
+        recipe.max_prompt_tokens,
+        path=recipe.prompts_path,
+        groups=recipe.groups or None,
+    )
+    prompts = [ids for _, ids in read]
+    categories = [prompt.category for prompt, _ in read]
     limits = Limits(recipe.max_new_tokens, stop_ids(tokenizer))
     entries = _entries(recipe)
     say(f"evaluate: {len(prompts)} prompts, {len(entries)} methods, {recipe.repeats} run(s) each, on {device}")
@@ -61,6 +77,8 @@ def run_evaluate(recipe: EvaluateRecipe) -> dict[str, Any]:
             progress=advance,
         )
     rows, errors = summarise(target, parts, entries, prompts, runs)
+    for measured in rows:
+        measured["by_category"] = _by_category(runs[measured["label"]], categories)
     same = same_as_reference(entries, runs)
     if same is not None and same[0] < same[1]:
         errors.append(f"greedy decoding differs from transformers.generate on {same[1] - same[0]} of {same[1]} prompts")
@@ -69,6 +87,7 @@ def run_evaluate(recipe: EvaluateRecipe) -> dict[str, Any]:
         "machine": machine(device),
         "recipe": recipe.model_dump(mode="json"),
         "prompts": len(prompts),
+        "categories": dict(Counter(categories)),
         "greedy_equals_transformers": same,
         "methods": rows,
         "errors": errors,
@@ -80,6 +99,14 @@ def run_evaluate(recipe: EvaluateRecipe) -> dict[str, Any]:
     return results
 
 
+def _by_category(run: Run, categories: Sequence[str]) -> dict[str, dict[str, Any]]:
+    """Counted metrics of each category of prompts."""
+    groups: dict[str, list[Tally]] = {}
+    for category, tally in zip(categories, run.tallies, strict=True):
+        groups.setdefault(category, []).append(tally)
+    return {category: {"prompts": len(tallies)} | total(tallies).metrics() for category, tallies in groups.items()}
+
+
 def _entries(recipe: EvaluateRecipe) -> list[Entry]:
     entries = []
     for label, row in zip(recipe.labels(), recipe.methods, strict=True):
@@ -88,24 +115,48 @@ def _entries(recipe: EvaluateRecipe) -> list[Entry]:
     return entries
 
 
-def load_prompts(source: str, template: str, tokenizer: Any, limit: int, max_tokens: int) -> list[list[int]]:
-    """Token ids of the first questions of conversations, as the template presents them for generation.
+def load_prompts(
+    source: str,
+    template: str,
+    tokenizer: Any,
+    limit: int,
+    max_tokens: int,
+    *,
+    path: str | None = None,
+    groups: Sequence[str] | None = None,
+) -> list[tuple[Prompt, list[int]]]:
+    """Questions of an evaluation set or of conversations, each with its token ids as the template presents them for
+    generation. Of a set with fixed groups each group gives as many as the others, as far as it has them.
 
     Raises:
         ValueError: where no prompt is short enough, naming the limit and the shortest.
     """
-    layout, prompts, shortest = get_template(template), [], None
-    for conversation in read_conversations(source):
-        question = next(place for place, turn in enumerate(conversation.turns) if turn.role == "user")
-        ids = layout.prompt(conversation.turns[: question + 1], tokenizer)
+    encode = prompt_renderer(get_template(template, tokenizer), tokenizer)
+    prompts: list[tuple[Prompt, list[int]]] = []
+    shortest = None
+    for prompt in _in_turn(source, read_prompts(source, path=path, groups=groups)):
+        ids = encode(prompt.turns)
         shortest = min(len(ids), shortest or len(ids))
         if len(ids) <= max_tokens:
-            prompts.append(ids)
+            prompts.append((prompt, ids))
         if len(prompts) == limit:
             break
     if not prompts:
         raise ValueError(f"no prompt in {source} has at most {max_tokens} tokens; the shortest has {shortest}")
     return prompts
+
+
+def _in_turn(source: str, prompts: Iterator[Prompt]) -> Iterator[Prompt]:
+    """Prompts of a set with groups, one of each group after the other."""
+    corpus = find_corpus(source)
+    if corpus is None or not corpus.groups:
+        yield from prompts
+        return
+    by_group: dict[str, list[Prompt]] = {}
+    for prompt in prompts:
+        by_group.setdefault(prompt.category, []).append(prompt)
+    for place in range(max(map(len, by_group.values()), default=0)):
+        yield from (group[place] for group in by_group.values() if place < len(group))
 
 
 def stop_ids(tokenizer: Any) -> tuple[int, ...]:

@@ -160,7 +160,8 @@ def run_table(recipe: TableRecipe, out: Path, accelerator: Any) -> None:
     prepared = _prepare_once(recipe, tokenizer, accelerator)
     if not accelerator.is_main_process:
         return
-    say(f"table: counting pairs in {prepared.train.manifest['tokens']:,} tokens")
+    amount = "a stream" if recipe.data.streaming else f"{prepared.train.manifest['tokens']:,} tokens"
+    say(f"table: counting pairs in {amount}")
     table = count_table(prepared.train, len(tokenizer))
     shapes = {"entries": len(table.col)}
     say(f"table: {len(table.col):,} pairs seen at least once")
@@ -175,8 +176,9 @@ KINDS: dict[str, Callable[..., None]] = {"drafter": run_drafter, "heads": run_he
 
 def _prepare_once(recipe: Any, tokenizer: Any, accelerator: Any) -> Prepared:
     """The main process prepares, the others then find it done."""
-    _on_main(accelerator, partial(prepare_data, recipe.data, tokenizer))
-    return prepare_data(recipe.data, tokenizer, quiet=True)
+    seed = recipe.train.seed if hasattr(recipe, "train") else 0
+    _on_main(accelerator, partial(prepare_data, recipe.data, tokenizer, seed=seed))
+    return prepare_data(recipe.data, tokenizer, seed=seed, quiet=True)
 
 
 def _model(recipe: DrafterRecipe) -> PreTrainedModel:
@@ -205,6 +207,8 @@ def _check_vocabulary(tokens: int, rows: int, what: str) -> None:
 def _fit(task: Task, prepared: Prepared, recipe: Any, out: Path, accelerator: Any) -> FitResult:
     train: TrainSection = recipe.train
     settings = train.model_dump(exclude={"epochs", "steps"})
+    if train.steps is None and recipe.data.streaming:
+        raise ValueError("`train.steps` is needed with `data.streaming`: nobody knows how long an epoch is")
     steps = train.steps or max(1, math.ceil(train.epochs * prepared.train.blocks / train.global_batch))
     config = FitConfig(steps=steps, **(settings | {"betas": tuple(train.betas)}))
     result = fit(task, prepared.train, config, _state(out), accelerator)
@@ -335,7 +339,8 @@ def _sample(recipe: DrafterRecipe | HeadsRecipe, tokenizer: Any, prepared: Prepa
     # Room for the answer and the look-ahead, in models whose positions are as many as a block has.
     longest = min(recipe.data.block_tokens, positions - recipe.measure.new_tokens - _LOOK_AHEAD)
     source = str(prepared.folder / "heldout.jsonl")
-    return load_prompts(source, recipe.data.template, tokenizer, recipe.measure.prompts, longest)
+    found = load_prompts(source, recipe.data.template, tokenizer, recipe.measure.prompts, longest)
+    return [ids for _, ids in found]
 
 
 def _acceptance(

@@ -17,7 +17,7 @@ import numpy as np
 import torch
 from torch import Tensor, nn
 
-from ..data.packing import Batch
+from ..data.packing import PADDING, Batch
 from .config import FitConfig
 from .interrupts import Interrupted, StopSignals, TrainingError
 from .progress import Report
@@ -27,6 +27,7 @@ if TYPE_CHECKING:
     from rich.console import Console
 
     from ..data.prepared import PreparedData
+    from ..data.stream import StreamedData
 
 __all__ = ["FitConfig", "FitResult", "Interrupted", "Task", "TrainingError", "fit"]
 
@@ -65,7 +66,7 @@ class FitResult:
     metrics: dict[str, float]
     """Of the last evaluation."""
     tokens: int
-    """Seen, padding and untrained ones included."""
+    """Seen, untrained ones included, padding not."""
     seconds: float
     """Of training, in all runs that led here; evaluations and checkpoints not counted."""
     history: Path
@@ -78,7 +79,7 @@ class FitResult:
 
 def fit(
     task: Task,
-    data: PreparedData,
+    data: PreparedData | StreamedData,
     config: FitConfig,
     state_dir: str | Path,
     accelerator: Any | None = None,
@@ -110,7 +111,9 @@ def fit(
 class _Run:
     """The pieces of one call of `fit`."""
 
-    def __init__(self, task: Task, data: PreparedData, config: FitConfig, folder: Path, accelerator: Any) -> None:
+    def __init__(
+        self, task: Task, data: PreparedData | StreamedData, config: FitConfig, folder: Path, accelerator: Any
+    ) -> None:
         self.task, self.data, self.config, self.accelerator = task, data, config, accelerator
         self.is_main: bool = accelerator.is_main_process
         self.world: int = accelerator.num_processes
@@ -142,6 +145,7 @@ class _Run:
         if position is None:
             return Position()
         self.state.load(position)
+        self.data.restore(position.data)
         self.resumed_from = position.step
         return position
 
@@ -158,7 +162,7 @@ class _Run:
         line = (
             f"{self.task.name}: {self.world} process{'es' if self.world > 1 else ''} "
             f"({accelerator.distributed_type.value}) on {accelerator.device.type}, precision {config.precision}, "
-            f"{trained:,} trained parameters, {config.steps} steps of {tokens:,} tokens"
+            f"{trained:,} trained parameters, {config.steps} steps of {tokens:,} tokens at most"
         )
         if self.resumed_from is not None:
             line += f"; going on after step {position.step}"
@@ -181,8 +185,9 @@ class _Run:
             started = time.perf_counter()
             line = self._step(step, stop)
             seconds = time.perf_counter() - started
-            position = Position(step + 1, position.seconds + seconds, self.world)
-            line["tokens_per_second"] = config.global_batch * self.data.block_tokens / seconds
+            tokens = position.tokens + line.pop("step_tokens")
+            line |= {"tokens": tokens, "tokens_per_second": (tokens - position.tokens) / seconds}
+            position = Position(step + 1, position.seconds + seconds, self.world, tokens, self.data.state())
             report.step(step + 1, line["loss"], line["tokens_per_second"])
             if (step + 1) % config.log_every == 0 or step + 1 == config.steps:
                 self.state.log(line)
@@ -217,8 +222,14 @@ class _Run:
         self._check(step, loss, float(norm), losses, indices)
         self.optimizer.step()
         self.optimizer.zero_grad()
-        tokens = (step + 1) * config.global_batch * self.data.block_tokens
-        return {"step": step + 1, "loss": loss, "learning_rate": rate, "grad_norm": float(norm), "tokens": tokens}
+        tokens = int((whole.documents_BT != PADDING).sum())
+        return {
+            "step": step + 1,
+            "loss": loss,
+            "learning_rate": rate,
+            "grad_norm": float(norm),
+            "step_tokens": tokens,
+        }
 
     def _sum_over_processes(self, loss: Tensor, stop: StopSignals) -> float:
         """The step's loss over all processes; on the way they agree on whether to stop."""
@@ -287,7 +298,7 @@ class _Run:
             first_loss=losses[0] if losses else math.nan,
             last_loss=sum(tail) / len(tail) if tail else math.nan,
             metrics=self.state.evaluation(position.step) or {},
-            tokens=position.step * self.config.global_batch * self.data.block_tokens,
+            tokens=position.tokens,
             seconds=position.seconds,
             history=self.state.history,
             processes=self.world,

@@ -14,7 +14,7 @@ import shutil
 import warnings
 from collections import OrderedDict
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field, fields
 from pathlib import Path
 from typing import Any
 
@@ -27,11 +27,14 @@ _FORMAT = 1
 
 @dataclass(frozen=True)
 class Position:
-    """How far a run is: steps taken, and seconds spent on them in all its processes' lives."""
+    """How far a run is: steps taken, seconds spent on them in all its processes' lives, tokens seen, and the place in
+    the data where the steps do not say it."""
 
     step: int = 0
     seconds: float = 0.0
     processes: int = 0
+    tokens: int = 0
+    data: dict[str, int] = field(default_factory=dict)
 
 
 class StateFolder:
@@ -127,7 +130,8 @@ class StateFolder:
             problem = _problem_of(folders[step])
             if problem is None:
                 summary = json.loads((folders[step] / _SUMMARY).read_text(encoding="utf-8"))
-                return Position(summary["step"], summary["seconds"], summary["processes"])
+                names = (item.name for item in fields(Position))
+                return Position(**{name: summary[name] for name in names if name in summary})
             warnings.warn(f"checkpoint {folders[step]} is skipped: {problem}", stacklevel=2)
         return None
 
@@ -182,6 +186,8 @@ class StateFolder:
             "step": position.step,
             "seconds": position.seconds,
             "processes": self._accelerator.num_processes,
+            "tokens": position.tokens,
+            "data": position.data,
             "files": {path.relative_to(temporary).as_posix(): _stamp(path) for path in files},
         }
         (temporary / _SUMMARY).write_text(json.dumps(summary, indent=2) + "\n", encoding="utf-8")

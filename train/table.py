@@ -9,9 +9,12 @@ from ..checkpoints.table import BigramTable
 
 if TYPE_CHECKING:
     from ..data.prepared import PreparedData
+    from ..data.stream import StreamedData
 
 
-def count_table(data: PreparedData, vocab_size: int, progress: Callable[[int, int], None] | None = None) -> BigramTable:
+def count_table(
+    data: PreparedData | StreamedData, vocab_size: int, progress: Callable[[int, int], None] | None = None
+) -> BigramTable:
     """Which token follows which within the documents of `data`, trained on or not; padding is not counted.
 
     `progress(documents, tokens)` is called after each document.

@@ -216,7 +216,7 @@ def bench_pair(arguments: argparse.Namespace) -> dict[str, Any]:
     table = BigramTable.load(pair / "table")
     parts = Parts(drafter, load_heads(pair / "heads"), table)
     heldout = str(pair / "corpus" / "heldout.jsonl")
-    prompts = load_prompts(heldout, "chatml", tokenizer, 3 if quick else 16, 128)
+    prompts = [ids for _, ids in load_prompts(heldout, "chatml", tokenizer, 3 if quick else 16, 128)]
     limits = Limits(48 if quick else 128, stop_ids(tokenizer))
     methods = {
         label: build_method(name, parts, sampling, **options)

@@ -413,7 +413,7 @@ def test_killed_ten_times_it_ends_with_what_an_undisturbed_run_gives(
 
     for _ in range(10):
         size = out.stat().st_size if out.exists() else 0
-        goal = size + rng.randint(1, len(whole) // 12)
+        goal = size + rng.randint(1, len(whole) // 25)
         process = start_work(source, out, batch, concurrency)
         deadline = time.monotonic() + 30
         while not (out.exists() and out.stat().st_size >= goal):

@@ -188,7 +188,8 @@ def test_of_an_exchange_too_long_question_and_answer_keep_what_fits(
     assert abs(document.spans[0][0] - len(opening) - (limit - document.spans[0][0])) < 25, "about half"
     begin = template.start if not with_system or template.system is None else "s".join(template.system)
     begin = begin.replace("{bos}", tokenizer.bos_token).strip(" ")
-    assert begin in tokenizer.decode(document.ids), "the template's own text is never cut"
+    text = tokenizer.decode(document.ids).replace(" ", "")  # decoders put spaces around special tokens
+    assert begin.replace(" ", "") in text, "the template's own text is never cut"
 
 
 def test_a_system_text_as_long_as_a_block_leaves_no_room(template: Template, tokenizer: Any) -> None:

@@ -44,7 +44,7 @@ class Pair:
         table = BigramTable.load(folder / "table")
         self.parts = Parts(drafter, load_heads(folder / "heads"), table, (drafter,))
         heldout = str(folder / "corpus" / "heldout.jsonl")
-        self.prompts = load_prompts(heldout, "chatml", tokenizer, PROMPTS, 200)
+        self.prompts = [ids for _, ids in load_prompts(heldout, "chatml", tokenizer, PROMPTS, 200)]
         self.limits = Limits(40, stop_ids(tokenizer))
         self.greedy = self.decode("autoregressive", 1)
 

@@ -362,7 +362,7 @@ def test_requests_are_so_many_at_a_time_and_a_minute(values: dict[str, Any], ser
     run(served(values, server.url, requests_per_minute=1200), out=values["out"].replace("out.", "slow."), limit=6)
     assert len(server.times) > 6
     lasted = server.times[-1] - server.times[0]
-    assert lasted > 0.95 * 0.05 * (len(server.times) - 1), "20 a second at most"
+    assert lasted > 0.8 * 0.05 * (len(server.times) - 1), "20 a second at most"
 
 
 def test_a_busy_server_is_asked_again_when_it_says(values: dict[str, Any], serve: Callable[..., Server]) -> None:
@@ -444,3 +444,26 @@ def test_a_server_that_is_not_there_or_refuses_gets_one_message(
     with pytest.raises(ConnectionError, match=r"failed at \d+ questions in a row, the last time with: .*unknown field"):
         run(served(values, server.url), limit=60)
     assert rows(values["out"]) == {}
+
+
+def test_a_server_that_goes_away_ends_the_run_and_the_next_one_goes_on(
+    values: dict[str, Any], serve: Callable[..., Server]
+) -> None:
+    def leave(body: dict[str, Any]) -> tuple[int, dict[str, str], Any]:
+        if len(leaving.bodies) == 6:
+            leaving.close()
+        return echo(body)
+
+    leaving = serve(leave)
+    with pytest.raises(ConnectionError, match=r"does not answer any more .*the same command goes on once the server"):
+        run(served(values, leaving.url, concurrency=1))
+    written = rows(values["out"])
+    assert 0 < len(written) <= 6
+    assert not Path(values["out"] + ".errors.jsonl").exists()
+    assert run(served(values, serve(echo).url)).written == 30 - len(written)
+
+
+def test_without_the_client_it_is_said_how_to_get_it(values: dict[str, Any], monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(sys.modules, "openai", None)
+    with pytest.raises(ValueError, match=r"needs openai: pip install 'draftsmith\[regenerate\]'"):
+        run(served(values, "http://127.0.0.1:1/v1"))

@@ -34,10 +34,8 @@ def test_the_loss_is_that_of_the_token_t_plus_2_plus_k(worker: ModuleType, task:
     expected, items = [0.0] * HEADS, [0] * HEADS
     with torch.no_grad():
         for row in range(3):
-            for number in (0, 1, 2):
+            for number in set(batch.documents_BT[row].tolist()) - {-1}:
                 inside = batch.documents_BT[row] == number
-                if not inside.any():
-                    continue
                 tokens, labels = batch.tokens_BT[row][inside], batch.labels_BT[row][inside].tolist()
                 hidden = task.target.model(tokens[None]).last_hidden_state[0]
                 logits = task.module.heads(hidden)  # [T, K, V]

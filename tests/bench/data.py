@@ -1,0 +1,210 @@
+"""Preparing data: against the raw tokenizer, in bounded memory, how full blocks are, and what packing is worth.
+
+    python tests/bench/data.py [--quick] [--corpus FILE] [--tokenizer FOLDER] [--megabytes 300]
+
+The corpus is by default the ShareGPT sample of the shared data, with LLaMA's tokenizer; without them the documentation
+of the installed packages with a BPE trained on it. `prepare_vs_tokenizer` is the time of the fastest tokenizer for the
+vocabulary on all cores (`tokenizers`' encode_batch_fast, sentencepiece's encode of a list: all messages in one call,
+already in memory) divided by the time of preparing the same conversations from their file: reading, cleaning,
+rendering, packing, writing, hashing. Both run in turn; the median of the ratios counts. `peak_mb` is the largest
+resident size of a process that prepares a corpus ten times larger than the memory it may allocate (RLIMIT_DATA, with
+--megabytes; left out with --quick). Training on packed and on padded batches is measured with a 12 x 192 Llama. The
+last line is one JSON object.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import resource
+import statistics
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+from draftsmith.data.conversations import Conversation, write_conversations
+from draftsmith.data.documentation import documentation_conversations
+from draftsmith.data.packing import Batch
+from draftsmith.data.prepared import PreparedData, prepare
+from draftsmith.data.reading import read_conversations
+from draftsmith.data.templates import get_template
+from draftsmith.data.tokenizers import load_tokenizer, train_bpe
+from draftsmith.recipes.evaluate import machine
+from draftsmith.train.drafter import DrafterTask
+from transformers import LlamaConfig, LlamaForCausalLM
+
+SHARED = Path(os.environ.get("DRAFTSMITH_SHARED", Path(__file__).resolve().parents[3] / "shared" / "data"))
+BLOCK = 2048
+TEMPLATE = get_template("vicuna-v1.1")
+
+
+def defaults(folder: Path) -> tuple[Path, Path]:
+    """A corpus and a tokenizer that need no download."""
+    sample, llama = SHARED / "sharegpt" / "sharegpt_v3_sample_800.json", SHARED / "tokenizer" / "llama2c"
+    if sample.is_file():
+        return sample, llama
+    chats, _, _ = documentation_conversations(["numpy", "torch"], heldout_share=0.01, max_megabytes=5, seed=0)
+    write_conversations(chats, folder / "corpus.jsonl")
+    texts = (turn.text for chat in chats for turn in chat.turns)
+    train_bpe(texts, 4096, ("<pad>", "</s>")).save_pretrained(folder / "tokenizer")
+    return folder / "corpus.jsonl", folder / "tokenizer"
+
+
+def raw_tokenizers(tokenizer: Any, folder: Path) -> dict[str, Callable[[list[str]], int]]:
+    """Ways to tokenise a list of texts on all cores, each returning the number of tokens."""
+    backend = tokenizer.backend_tokenizer
+    ways: dict[str, Callable[[list[str]], int]] = {
+        "tokenizers": lambda texts: sum(len(e.ids) for e in backend.encode_batch_fast(texts, add_special_tokens=False))
+    }
+    model = folder / "tokenizer.model"
+    if model.is_file():
+        import sentencepiece
+
+        processor = sentencepiece.SentencePieceProcessor(model_file=str(model))
+        ways["sentencepiece"] = lambda texts: sum(map(len, processor.encode(texts, num_threads=os.cpu_count())))
+    return ways
+
+
+def repeated(corpus: Path, times: int) -> Iterator[Conversation]:
+    """The corpus several times over, with ids of its own each time."""
+    chats = list(read_conversations(str(corpus)))
+    for number in range(times):
+        for chat in chats:
+            yield Conversation(f"{chat.id}-{number}", chat.turns)
+
+
+def throughput(corpus: Path, tokenizer: Any, tokenizer_folder: Path, folder: Path, quick: bool) -> dict[str, Any]:
+    """Preparing against the raw tokenizer, in turn."""
+    file = folder / "repeated.jsonl"
+    write_conversations(repeated(corpus, 2 if quick else 6), file)
+    texts = [turn.text for chat in read_conversations(str(file)) for turn in chat.turns]
+    ways = raw_tokenizers(tokenizer, tokenizer_folder)
+    seconds: dict[str, list[float]] = {name: [] for name in [*ways, "prepare"]}
+    tokens: dict[str, int] = {}
+    for _ in range(3 if quick else 9):
+        for name, encode in ways.items():
+            start = time.perf_counter()
+            tokens[name] = encode(texts)
+            seconds[name].append(time.perf_counter() - start)
+        start = time.perf_counter()
+        data = prepare(read_conversations(str(file)), tokenizer, TEMPLATE, BLOCK, folder / "prepared", source={})
+        seconds["prepare"].append(time.perf_counter() - start)
+        tokens["prepare"] = data.manifest["tokens"]
+    fastest = min(ways, key=lambda name: statistics.median(seconds[name]))
+    ratios = [raw / whole for raw, whole in zip(seconds[fastest], seconds["prepare"], strict=True)]
+    for name, values in seconds.items():
+        rate = tokens[name] / statistics.median(values) / 1e6
+        print(f"{name:14s} {statistics.median(values):6.2f} s   {rate:5.2f} M tokens/s")
+    return {
+        "prepare_vs_tokenizer": statistics.median(ratios),
+        "fastest_tokenizer": fastest,
+        "mtok_per_sec": {name: tokens[name] / statistics.median(values) / 1e6 for name, values in seconds.items()},
+        "corpus_mb": file.stat().st_size / 1e6,
+    }
+
+
+def limited(corpus: Path, tokenizer_folder: Path, megabytes: int, folder: Path) -> dict[str, Any]:
+    """Prepare a corpus ten times larger than the memory that the process may allocate."""
+    file = folder / "large.jsonl"
+    chats = [
+        json.dumps({"id": chat.id, "messages": [{"role": t.role, "content": t.text} for t in chat.turns]})
+        for chat in read_conversations(str(corpus))
+    ]
+    size = sum(len(line.encode()) + 1 for line in chats)
+    with file.open("w", encoding="utf-8") as out:
+        for _ in range(-(-10 * megabytes * 1_000_000 // size)):
+            out.write("\n".join(chats) + "\n")
+    command = [sys.executable, __file__, "--child", str(file), str(tokenizer_folder), str(folder / "large")]
+    start = time.perf_counter()
+    done = subprocess.run(
+        [*command, "--megabytes", str(megabytes)], stdout=subprocess.PIPE, text=True, check=True, cwd=folder
+    )
+    found: dict[str, Any] = json.loads(done.stdout.splitlines()[-1])
+    found |= {"corpus_mb": file.stat().st_size / 1e6, "limit_mb": megabytes, "seconds": time.perf_counter() - start}
+    file.unlink()
+    return found
+
+
+def child(file: str, tokenizer_folder: str, out: str, megabytes: int) -> None:
+    """Run by `limited` in a process of its own."""
+    limit = megabytes * 1_000_000
+    resource.setrlimit(resource.RLIMIT_DATA, (limit, limit))
+    tokenizer = load_tokenizer(tokenizer_folder)
+    before = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
+    data = prepare(read_conversations(file), tokenizer, TEMPLATE, BLOCK, out, source={})
+    peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
+    numbers = {key: data.manifest[key] for key in ("rows", "tokens", "packing_density")}
+    print(json.dumps({"peak_mb": peak / 1e3, "before_mb": before / 1e3} | numbers))
+
+
+def training(corpus: Path, tokenizer: Any, folder: Path, quick: bool) -> dict[str, Any]:
+    """Tokens a second of forward and backward on packed and on padded batches of the same documents."""
+    torch.manual_seed(0)
+    vocabulary = len(tokenizer)
+    shape = {"hidden_size": 192, "intermediate_size": 512, "num_hidden_layers": 12, "num_attention_heads": 4}
+    module = DrafterTask(LlamaForCausalLM(LlamaConfig(vocab_size=vocabulary, **shape)), None).module
+    batches: dict[str, list[Batch]] = {}
+    for packing in ("best-fit", "pad"):
+        data = prepare(
+            read_conversations(str(corpus)), tokenizer, TEMPLATE, 1024, folder / packing, source={}, packing=packing
+        )
+        batches[packing] = _drawn(data, 2 if quick else 6)
+    seconds: dict[str, list[float]] = {name: [] for name in batches}
+    for number in range(len(batches["pad"])):
+        for name in batches:
+            batch = batches[name][number]
+            start = time.perf_counter()
+            sums, counts = module(batch.tokens_BT, batch.labels_BT, batch.positions_BT, batch.documents_BT)
+            (sums.sum() / counts.sum()).backward()
+            seconds[name].append((time.perf_counter() - start) / int((batch.documents_BT >= 0).sum()))
+    rates = {name: 1 / statistics.median(values) for name, values in seconds.items()}
+    for name, rate in rates.items():
+        print(f"training on {name:9s} {rate:8.0f} tokens/s")
+    return {"tokens_per_sec": rates, "packed_vs_padded": rates["best-fit"] / rates["pad"]}
+
+
+def _drawn(data: PreparedData, batches: int) -> list[Batch]:
+    """Batches of four blocks, drawn as training draws them."""
+    order = np.random.default_rng(0).permutation(data.blocks)
+    return [data.batch(order[4 * n : 4 * n + 4]) for n in range(batches)]
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--quick", action="store_true", help="under a minute; leaves out the corpus larger than memory")
+    parser.add_argument("--corpus", type=Path)
+    parser.add_argument("--tokenizer", type=Path)
+    parser.add_argument("--megabytes", type=int, default=400, help="memory that the limited process may allocate")
+    parser.add_argument("--child", nargs=3, help=argparse.SUPPRESS)
+    arguments = parser.parse_args()
+    if arguments.child:
+        child(*arguments.child, arguments.megabytes)
+        return
+    with tempfile.TemporaryDirectory() as name:
+        folder = Path(name)
+        corpus, tokenizer_folder = defaults(folder)
+        corpus, tokenizer_folder = arguments.corpus or corpus, arguments.tokenizer or tokenizer_folder
+        tokenizer = load_tokenizer(str(tokenizer_folder))
+        data = prepare(read_conversations(str(corpus)), tokenizer, TEMPLATE, BLOCK, folder / "once", source={})
+        result: dict[str, Any] = {"corpus": corpus.name, "packing_density": data.manifest["packing_density"]}
+        print(f"blocks of {BLOCK} are {result['packing_density']:.1%} full, {data.manifest['rendering']}")
+        result |= throughput(corpus, tokenizer, tokenizer_folder, folder, arguments.quick)
+        print(f"prepare_vs_tokenizer {result['prepare_vs_tokenizer']:.2f}")
+        result["training"] = training(corpus, tokenizer, folder, arguments.quick)
+        result["peak_mb"] = None
+        if not arguments.quick:
+            result["limited"] = limited(corpus, tokenizer_folder, arguments.megabytes, folder)
+            result["peak_mb"] = result["limited"]["peak_mb"]
+            print(f"limited: {result['limited']}")
+    print(json.dumps(result | {"machine": machine("cpu")}))
+
+
+if __name__ == "__main__":
+    main()
