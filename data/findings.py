@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
+from .decoding import alike, decoded, special_flags, vocabulary_size
 from .rendering import Rendered
 
 if TYPE_CHECKING:
@@ -200,29 +201,3 @@ def colour(document: Rendered, tokenizer: Any, *, max_characters: int = 4000) ->
             last = len(whole) if end == len(ids) else place(end)
             text.append(whole[place(start) : last].translate(_VISIBLE), styles[style[start]])
     return text
-
-
-def alike(one: str, other: str) -> int:
-    """How many characters two texts share at their beginnings."""
-    if one.startswith(other) or other.startswith(one):
-        return min(len(one), len(other))
-    return next(i for i, (a, b) in enumerate(zip(one, other, strict=False)) if a != b)
-
-
-def decoded(tokenizer: Any, ids: list[int]) -> str:
-    return str(tokenizer.decode(ids, skip_special_tokens=False, clean_up_tokenization_spaces=False))
-
-
-def vocabulary_size(tokenizer: Any) -> int:
-    """How many ids there are; with gaps between added tokens, more than there are tokens."""
-    return max(len(tokenizer), max(tokenizer.get_vocab().values()) + 1)
-
-
-def special_flags(tokenizer: Any) -> np.ndarray:
-    """Flags bool [vocabulary]: special tokens that no text is encoded to (as unknown characters are to `unk`)."""
-    flags = np.zeros(vocabulary_size(tokenizer), dtype=bool)
-    flags[[number for number, token in tokenizer.added_tokens_decoder.items() if token.special]] = True
-    unknown = getattr(tokenizer, "unk_token_id", None)
-    if unknown is not None and unknown not in (tokenizer.bos_token_id, tokenizer.eos_token_id):
-        flags[unknown] = False
-    return flags

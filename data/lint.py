@@ -17,7 +17,7 @@ from typing import Any
 import numpy as np
 
 from .conversations import Conversation
-from .encoding import special_strings
+from .decoding import UNKNOWN, PieceDecoder, alike, special_flags, vocabulary_size
 from .findings import (
     ANSWER_CUT,
     ANSWER_DIFFERS,
@@ -34,11 +34,7 @@ from .findings import (
     SPECIAL_TOKEN_TEXT,
     USER_TEXT_TRAINED,
     LintReport,
-    alike,
     colour,
-    decoded,
-    special_flags,
-    vocabulary_size,
 )
 from .rendering import Rendered
 from .templates import Template
@@ -46,8 +42,7 @@ from .templates import Template
 __all__ = ["LintReport", "Linter", "colour"]
 
 _START, _END = -1, -2  # marks where a trained stretch begins and ends, beside ids of special tokens
-_UNKNOWN = "\N{REPLACEMENT CHARACTER}"
-_MOST_BYTES = 4  # of a character
+_TOKEN = 16  # characters that a token may hold
 _TAIL = 4  # characters before an answer by which its beginning is looked for
 
 
@@ -86,7 +81,8 @@ class _Sketch:
 class Linter:
     """Checks documents that were rendered with this tokenizer and template, and keeps a `report` of them.
 
-    Up to three documents are kept to be shown: see `examples`.
+    Up to three documents are kept to be shown: see `examples`. A conversation's last turn may be trained alone, as
+    `last_turn_only` has it; which of the two a whole corpus is, is not asked.
 
     Raises:
         ValueError: the template needs {eos} or {bos}, or an end of turn, that the tokenizer lacks.
@@ -95,14 +91,12 @@ class Linter:
     def __init__(self, tokenizer: Any, template: Template) -> None:
         self.report = LintReport()
         self._tokenizer, self._template = tokenizer, template
-        self._backend = getattr(tokenizer, "backend_tokenizer", None)
+        self._decoder = PieceDecoder(tokenizer)
         self._vocabulary = vocabulary_size(tokenizer)
         self._special = special_flags(tokenizer)
-        strings = sorted(filter(None, special_strings(tokenizer)), key=len, reverse=True)
+        added = tokenizer.added_tokens_decoder.items()
+        strings = sorted((token.content for i, token in added if self._special[i]), key=len, reverse=True)
         self._strings = re.compile("(" + ("|".join(map(re.escape, strings)) or r"(?!)") + ")")
-        # behind another token, because a decoder takes the space off the start of a text
-        self._anchor = list(tokenizer("a", add_special_tokens=False).input_ids)
-        self._anchor_text = self._plain_decode([self._anchor])[0]
         bos = tokenizer.bos_token_id
         adds_bos = bos is not None and not template.writes_bos and list(tokenizer("a").input_ids)[:1] == [bos]
         self._bos: list[str | int] = [bos] if adds_bos else []
@@ -222,12 +216,12 @@ class Linter:
         """Of a part of a bare text: it may begin and end anywhere, but is trained whole."""
         faults = []
         ids = document.ids
-        said = self._decode([ids[~self._special[ids]].tolist()])[0].strip(_UNKNOWN)
+        said = self._decoder.decode([ids[~self._special[ids]].tolist()])[0].strip(UNKNOWN)
         text = document.conversation.turns[0].text
         text = text.strip() if self._template.strips[1] else text
         known = said in text or said.removeprefix(" ") in text
         whole = len(document.spans) == 1 and document.spans[0][0] <= 1 and document.spans[0][1] == len(ids)
-        if not whole or not (known or _squashed(said) in _squashed(self._round_trip(text))):
+        if not whole or not (known or _squashed(said) in _squashed(self._decoder.round_trip(text))):
             faults.append(ANSWER_DIFFERS)
         right = self._bos + [self._closing] * int(ids[-1] == self._closing)
         if ids[self._special[ids]].tolist() != right:
@@ -247,10 +241,14 @@ class Linter:
             pieces.append(ids[at:position])
             at = following
         pieces.append(ids[at:])
-        sketch = _Sketch([mark for _, _, mark, _ in marks], self._decode(pieces))
+        sketch = _Sketch([mark for _, _, mark, _ in marks], self._decoder.decode(pieces))
+        if document.answer_cut or document.question_cut:
+            for number, text in enumerate(sketch.texts):
+                if UNKNOWN in text:
+                    sketch.texts[number] = self._decoder.careful(pieces[number])
         if document.answer_cut:
-            answer = sketch.marks.index(_START) + 1
-            sketch.cut = self._readings(pieces[answer], sketch.texts[answer])
+            answer = sketch.texts[sketch.marks.index(_START) + 1]
+            sketch.cut = (answer, answer.removesuffix(UNKNOWN))
         return sketch
 
     def _expected(self, document: Rendered, exchanges: int, *, last_only: bool = False) -> _Sketch:
@@ -317,12 +315,12 @@ class Linter:
 
     def _right_if_lossy(self, said: str, text: str, head: int | None, beginning: bool) -> bool:
         """For tokenizers that change texts (normal forms, unknown characters): is it `text` as these say it?"""
-        heard, whole, said = _squashed(self._round_trip(text)), _squashed(text), _squashed(said)
+        heard, whole, said = _squashed(self._decoder.round_trip(text)), _squashed(text), _squashed(said)
         if heard == whole:
             return False
         if beginning:
             return heard.startswith(said)
-        return said == heard or (head is not None and _less_a_part(said, heard, 0))
+        return said == heard or (head is not None and _less_a_part(said, heard, None))
 
     def _named(self, document: Rendered, actual: _Sketch, left: int) -> list[str]:
         """The names of what is wrong."""
@@ -363,7 +361,8 @@ class Linter:
         plain = document.ids[~special].tolist()
         before = np.concatenate([[0], np.cumsum(~special)]).tolist()
         bounds = [before[place] for span in document.spans for place in span]
-        whole, *beginnings = map(_squashed, self._decode([plain, *(plain[:bound] for bound in bounds)]))
+        texts = [self._decoder.careful(ids) for ids in [plain, *(plain[:bound] for bound in bounds)]]
+        whole, *beginnings = map(_squashed, texts)
         places = [alike(whole, beginning) for beginning in beginnings]
         return whole, list(zip(places[::2], places[1::2], strict=True))
 
@@ -377,8 +376,9 @@ class Linter:
                 places = [found.end() for found in re.finditer(re.escape(context[-_TAIL:]), whole)]
             for place in places:
                 end = place + len(answer)
-                if _less_a_part(whole[:place], context, 0) and (
-                    answer.startswith(whole[place:]) or (whole[place:end], whole[end:]) == (answer, "".join(rest))
+                if _less_a_part(whole[:place], context, None) and (
+                    answer.startswith(whole[place:].rstrip(UNKNOWN))
+                    or (whole[place:end], whole[end:]) == (answer, "".join(rest))
                 ):
                     return 1, [(place, min(end, len(whole)))]
             return 0, []
@@ -394,7 +394,7 @@ class Linter:
         return 0, []
 
     def _expected_words(self, document: Rendered, exchanges: int) -> list[str]:
-        return [_squashed(self._round_trip(text)) for text in self._expected(document, exchanges).stretches()]
+        return [_squashed(self._decoder.round_trip(text)) for text in self._expected(document, exchanges).stretches()]
 
     def _constant(self, text: str) -> list[str | int]:
         """A template's text with its special tokens as ids.
@@ -409,24 +409,6 @@ class Linter:
         parts = self._strings.split(text)
         ids = [self._tokenizer.convert_tokens_to_ids(part) if i % 2 else part for i, part in enumerate(parts)]
         return [part for part in ids if part != ""]
-
-    def _readings(self, ids: list[int], text: str) -> tuple[str, ...]:
-        """What ids that may end inside a character say: all of them, and less the bytes of half a character."""
-        halves = range(1, _MOST_BYTES if text.endswith(_UNKNOWN) else 1)
-        return (text, *self._decode([ids[: max(0, len(ids) - dropped)] for dropped in halves]))
-
-    def _round_trip(self, text: str) -> str:
-        encoded = self._tokenizer(text, add_special_tokens=False, split_special_tokens=True, verbose=False)
-        return self._decode([list(encoded.input_ids)])[0]
-
-    def _decode(self, pieces: list[list[int]]) -> list[str]:
-        texts = self._plain_decode([self._anchor + piece for piece in pieces])
-        return [text.removeprefix(self._anchor_text) for text in texts]
-
-    def _plain_decode(self, pieces: list[list[int]]) -> list[str]:
-        if self._backend is not None:
-            return list(self._backend.decode_batch(pieces, skip_special_tokens=False))
-        return [decoded(self._tokenizer, piece) for piece in pieces]
 
 
 def _is_bare(document: Rendered) -> bool:
@@ -447,11 +429,16 @@ def _messages(conversation: Conversation, template: Template) -> tuple[str | Non
     return system, questions, answers
 
 
-def _less_a_part(said: str, text: str, head: int) -> bool:
-    """Whether `said` is `text` with a stretch behind its first `head` characters left out; half a character at the
-    place is let pass."""
+def _less_a_part(said: str, text: str, head: int | None) -> bool:
+    """Whether `said` is `text` with a stretch left out behind its first `head` characters, or anywhere with None.
+
+    Half a character at the place is let pass, and the rest of a token that begins in the head.
+    """
     same = alike(said, text)
-    return same >= min(head, len(text)) and text.endswith(said[same:].lstrip(_UNKNOWN))
+    if head is None:
+        return text.endswith(said[same:].lstrip(UNKNOWN))
+    rests = (said[place:].lstrip(UNKNOWN + " \n") for place in range(head, min(same, head + _TOKEN) + 1))
+    return any(text.endswith(rest) for rest in rests)
 
 
 def _squashed(text: str) -> str:

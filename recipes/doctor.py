@@ -19,6 +19,9 @@ OPTIONAL = {
     "pyarrow": ("train", "parquet files"),
     "sentencepiece": ("train", "LLaMA's tokenizer files"),
     "google.protobuf": ("train", "LLaMA's tokenizer files"),
+    "markdownify": ("clean", "HTML in conversations"),
+    "py3langid": ("clean", "languages of conversations"),
+    "openai": ("regenerate", "answers from a server"),
     "deepspeed": ("deepspeed", "ZeRO"),
     "matplotlib": ("report", "plots"),
 }

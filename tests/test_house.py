@@ -28,7 +28,10 @@ MAY_IMPORT = {
     "train": {"data", "checkpoints", "decode"},
     "recipes": {"data", "checkpoints", "decode", "train"},
 }
-OPTIONAL = ("accelerate", "peft", "datasets", "pyarrow", "deepspeed", "matplotlib", "sentencepiece")
+OPTIONAL = (
+    *("accelerate", "peft", "datasets", "pyarrow", "deepspeed", "matplotlib", "sentencepiece"),
+    *("markdownify", "bs4", "py3langid", "openai"),
+)
 ONLY_RECIPES = ("pydantic", "typer", "rich")
 MAX_FILE_LINES = 500
 MAX_FUNCTION_LINES = 60

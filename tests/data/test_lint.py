@@ -7,6 +7,7 @@ import subprocess
 import sys
 from collections.abc import Callable, Sequence
 from dataclasses import replace
+from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
@@ -18,10 +19,10 @@ from draftsmith.data.lint import Linter, LintReport, colour
 from draftsmith.data.rendering import Rendered, render, render_all, render_prompt
 from draftsmith.data.templates import TEMPLATES, Template, get_template
 from draftsmith.data.tokenizers import load_tokenizer, train_bpe
-from hypothesis import given, settings
+from hypothesis import example, given, settings
 from hypothesis import strategies as st
 from tokenizers import Tokenizer, models, normalizers, pre_tokenizers
-from transformers import PreTrainedTokenizerFast
+from transformers import AddedToken, ByT5Tokenizer, PreTrainedTokenizerFast
 
 TALK = ["what is the first question", "the first answer here", "and then?", "another answer to that", "so?", "then end"]
 MARKERS = ("</s>", "<s>", "<unk>", "<|im_end|>", "<|im_start|>", "<|endoftext|>", "USER: ", " ASSISTANT:", "[/INST]")
@@ -42,8 +43,7 @@ def _faults(findings: Sequence[str]) -> set[str]:
     return set(findings) - NOTICED
 
 
-@pytest.mark.parametrize("last_turn_only", [False, True])
-@pytest.mark.parametrize("max_tokens", [None, 300, 150])
+@pytest.mark.parametrize(("max_tokens", "last_turn_only"), [(None, True), (300, False), (150, True)])
 def test_renderings_have_no_faults(
     chats: list[Conversation], template: Template, tokenizer: Any, max_tokens: int | None, last_turn_only: bool
 ) -> None:
@@ -123,17 +123,14 @@ PLANTS: dict[str, tuple[Plant, set[str]]] = {
 
 
 @pytest.mark.parametrize("system", [None, "Be kind."])
-@pytest.mark.parametrize("planted", sorted(PLANTS))
-def test_a_planted_fault_is_found_under_its_name(
-    template: Template, tokenizer: Any, planted: str, system: str | None
-) -> None:
-    plant, expected = PLANTS[planted]
+def test_a_planted_fault_is_found_under_its_name(template: Template, tokenizer: Any, system: str | None) -> None:
     document = render(_talk(TALK, system), template, tokenizer)
-    linter = Linter(tokenizer, template)
-    assert linter.check(document) == ()
-    assert set(linter.check(plant(document, tokenizer))) == expected
-    assert linter.report.clean_share == 0.5
-    assert linter.report.examples == {name: ["talk"] for name in expected}
+    for planted, (plant, expected) in PLANTS.items():
+        linter = Linter(tokenizer, template)
+        assert linter.check(document) == ()
+        assert set(linter.check(plant(document, tokenizer))) == expected, planted
+        assert linter.report.clean_share == 0.5
+        assert linter.report.examples == {name: ["talk"] for name in expected}
 
 
 COUNTED = {
@@ -149,12 +146,11 @@ COUNTED = {
 }
 
 
-@pytest.mark.parametrize("planted", sorted(COUNTED))
-def test_what_ids_and_spans_show_is_counted_under_the_same_names(
-    template: Template, tokenizer: Any, planted: str
-) -> None:
-    document = PLANTS[planted][0](render(_talk(TALK), template, tokenizer), tokenizer)
-    assert set(Linter(tokenizer, template).count(document)) == COUNTED[planted]
+def test_what_ids_and_spans_show_is_counted_under_the_same_names(template: Template, tokenizer: Any) -> None:
+    document = render(_talk(TALK), template, tokenizer)
+    for planted, expected in COUNTED.items():
+        found = Linter(tokenizer, template).count(PLANTS[planted][0](document, tokenizer))
+        assert set(found) == expected, planted
 
 
 def test_the_first_token_apart_everything_is_everything(tokenizer: Any) -> None:
@@ -186,11 +182,13 @@ def test_a_system_text_lost_is_a_context_that_differs(template: Template, tokeni
     assert found == (f.CONTEXT_DIFFERS,)
 
 
-@pytest.mark.parametrize("answer", ["so many words " * 30, "你好，世界😀" * 20, "é" * 90])
+@pytest.mark.parametrize(
+    "answer", ["so many words " * 30, "你好，世界😀" * 20, "é" * 90], ids=["words", "bytes", "pairs"]
+)
 def test_of_a_cut_answer_the_beginning_is_right(template: Template, tokenizer: Any, answer: str) -> None:
     linter, chat = Linter(tokenizer, template), _talk(["the question", answer])
     length = len(render_prompt(chat.turns[:1], template, tokenizer))
-    for limit in range(length + 40, length + 46):
+    for limit in range(length + 40, length + 44):
         (document,) = render_all([chat], tokenizer, template, limit)
         assert linter.check(document) == (f.ANSWER_CUT,)
         unmarked = replace(document, answer_cut=False)
@@ -204,11 +202,11 @@ def test_of_a_cut_answer_the_beginning_is_right(template: Template, tokenizer: A
         assert _faults(linter.check(closed)) == {f.SPECIAL_TOKEN_INSIDE}, "taught to stop in the middle"
 
 
-@pytest.mark.parametrize("question", ["so many words " * 30, "你好，世界😀" * 20])
+@pytest.mark.parametrize("question", ["so many words " * 30, "你好，世界😀" * 20], ids=["words", "bytes"])
 def test_of_a_cut_question_the_end_is_right(template: Template, tokenizer: Any, question: str) -> None:
     linter, chat = Linter(tokenizer, template), _talk([question, "the answer"])
     length = len(render(_talk(["", "the answer"]), template, tokenizer).ids)
-    for limit in range(length + 40, length + 46):
+    for limit in range(length + 40, length + 44):
         (document,) = render_all([chat], tokenizer, template, limit)
         assert linter.check(document) == (f.QUESTION_CUT,)
         assert f.CONTEXT_DIFFERS in linter.check(replace(document, question_cut=False))
@@ -270,6 +268,15 @@ def test_tokenizers_that_change_texts() -> None:
         assert linter.check(replace(document, conversation=_talk(unsaid))) == (f.ANSWER_DIFFERS,)
 
 
+def test_a_tokenizer_without_a_fast_backend() -> None:
+    tokenizer, template = ByT5Tokenizer(eos_token=AddedToken("</s>", special=True)), get_template("vicuna-v1.1")
+    linter, document = Linter(tokenizer, template), render(_talk(["¿qué?", "你好 </s>"]), template, tokenizer)
+    assert linter.check(document) == (f.SPECIAL_TOKEN_TEXT,)
+    ((start, end),) = document.spans
+    assert linter.check(replace(document, spans=[(start - 2, end)])) == (f.USER_TEXT_TRAINED, f.SPECIAL_TOKEN_TEXT)
+    assert colour(document, tokenizer).plain == tokenizer.decode(document.ids)
+
+
 def test_a_tokenizers_own_template(chats: list[Conversation]) -> None:
     tokenizer = train_bpe(["user assistant the hello"], 280, ("<pad>", "<s>", "<|im_start|>", "<|im_end|>", "</turn>"))
     tokenizer.chat_template = (
@@ -303,8 +310,9 @@ CHATS = st.tuples(
 )
 
 
-@settings(max_examples=25, deadline=None, derandomize=True)
+@settings(max_examples=12, deadline=None, derandomize=True)
 @given(st.lists(CHATS, min_size=1, max_size=4), st.booleans())
+@example([("\x1b", [("\x80</s></s><|im_end|>", "")], 20)], False)  # cut inside a character, behind other bytes
 def test_no_text_whatever_puts_user_text_under_the_mask(
     template: Template, tokenizer: Any, made: list[Any], last_turn_only: bool
 ) -> None:
@@ -337,7 +345,8 @@ def test_report_adds_up_and_merges() -> None:
     assert values["faults"] == {f.ANSWER_DIFFERS: {"documents": 10, "examples": [f"row-{i}" for i in (3, 2, 4, 5, 6)]}}
     assert values["notices"].keys() == {f.ANSWER_CUT}
     assert report.summary() == (
-        "15 documents, 150 tokens, 40.0 % trained; 10 documents with faults (10 answer differs); notices (10 answer cut)"
+        "15 documents, 150 tokens, 40.0 % trained; 10 documents with faults (10 answer differs); "
+        "notices (10 answer cut)"
     )
     assert _report(2, 0).summary() == "2 documents, 20 tokens, 40.0 % trained; no faults"
 
@@ -361,14 +370,14 @@ def test_three_examples_are_kept(tokenizer: Any) -> None:
     def kept(faulty: int | None) -> list[str]:
         linter = Linter(tokenizer, template)
         for number in range(20):
-            chat = _talk(["the question", "x" * (1 + number) ** 2], name=str(number))
+            chat = _talk(["the question", "x" * (1 + 7 * number % 20) ** 2], name=str(number))
             document = render(chat, template, tokenizer)
             linter.check(document if number != faulty else replace(document, spans=[]))
         return [document.conversation.id for document in linter.examples()]
 
     first, typical, found = kept(15)
     assert (first, found) == ("0", "15")
-    assert 5 < int(typical) < 16
+    assert 8 < 1 + 7 * int(typical) % 20 < 16, "about the mean of squares up to 20"
     assert len(set(kept(None))) == 3
     assert kept(3) == kept(3)
 
@@ -385,9 +394,9 @@ def test_colours_show_what_is_trained(
             tokenizer.decode(document.ids[:end]).removeprefix(tokenizer.decode(document.ids[:start]))
             for start, end in document.spans
         )
-        dim = {text.plain[span.start : span.end] for span in text.spans if "dim" in span.style}
-        assert tokenizer.convert_tokens_to_ids("</s>") is None or all(len(piece) > 2 for piece in dim)
-        assert dim
+        dim = [text.plain[span.start : span.end] for span in text.spans if "dim" in span.style]
+        specials = [tokenizer.convert_ids_to_tokens(int(i)) for i in document.ids if i in tokenizer.all_special_ids]
+        assert "".join(dim) == "".join(specials)
 
 
 def test_colours_of_long_and_odd_documents(tokenizer: Any) -> None:
@@ -440,7 +449,7 @@ def test_every_real_row_is_accounted_for_and_masks_right(shared_data: Path, name
     usable = 0
     for dialogue in open_dialogues(source):
         roles = [ROLES.get(role) if str(text or "").strip() else None for role, text in dialogue.messages]
-        usable += ("user", "assistant") in zip(roles, roles[1:], strict=False)
+        usable += ("user", "assistant") in pairwise(roles)
     tokenizer = load_tokenizer(str(shared_data / "tokenizer" / "llama2c"))
     template = get_template("vicuna-v1.1")
     linter = Linter(tokenizer, template)

@@ -209,6 +209,8 @@ def test_heads_table_and_evaluation_run_from_recipes(
         assert row["tokens"] > 0
         if row["lossless"]:
             assert row["identical_to_greedy"] == [3, 3]
+        assert row["by_category"][""]["prompts"] == 3
+        assert row["by_category"][""]["tokens_per_step"] == row["tokens_per_step"]
     assert rows["autoregressive"]["tokens_per_step"] == 1.0
     assert "3 of 3 prompts" in result.stdout
 
