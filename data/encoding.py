@@ -8,7 +8,7 @@ that, so every piece is encoded with what stands before it (`After`). Letters: T
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from enum import Enum
 from itertools import accumulate, chain
 from typing import Any
@@ -16,6 +16,16 @@ from typing import Any
 import numpy as np
 
 _SENTINEL = "\n"
+_LEADS = ("", " ", "  ", "    ", "\n", "\t", "\n\n    ", "a ", "1")
+# texts on which two encoders of one vocabulary could differ
+_PROBES = (
+    *("", " ", "def f(x):\n    return  x\n\n\tif  x :\n        pass  ", "1234567890 3.14 -2e10", "'s 'll don't I'm"),
+    *("</s> <s> <unk> <0x0A> <|im_end|>", "\u2581a \u2581\u2581b", "a" * 300, "!" * 40 + "=" * 70 + "-" * 33),
+    "na\u00efve nai\u0308ve \ufb01 \u2126 \uff21 \u00bd \u1e9b\u0323 \u0627\u0644\u0639 \u4e2d\u6587 \ud55c\uae00",
+    "\U0001f600\U0001f468\u200d\U0001f469 \u00a0\u3000\u200b\u2028\ufeff \u0000 \x07 \r\n\r",
+    *(" " * n + "x" for n in range(1, 40)),
+    *("y" + " " * n for n in (1, 2, 3, 7, 17, 33)),
+)
 
 
 class After(Enum):
@@ -43,12 +53,14 @@ class PieceEncoder:
         self._backend = getattr(tokenizer, "backend_tokenizer", None)
         if own and self._backend is not None:
             self._backend = type(self._backend).from_str(self._backend.to_str())
+        self._pieces: Callable[[list[str]], list[list[int]]] | None = None
         bare, spaced = self._raw(["a", " a"])
         starts_word = tokenizer.convert_ids_to_tokens(bare)[0].startswith(("▁", "Ġ"))
         self._always_adds_space = starts_word and bare != spaced
         self._adds_space = starts_word
         self._sentinel = self._raw([_SENTINEL])[0] if starts_word else []
         self._adds_space_after_special = starts_word and self._probe_after_special(bare)
+        self._pieces = self._sentencepiece()
         bos = tokenizer.bos_token_id
         with_specials = list(tokenizer("a").input_ids)
         adds_bos = bos is not None and with_specials[:1] == [bos] and bare[:1] != [bos]
@@ -99,6 +111,8 @@ class PieceEncoder:
         """Ids of each text by itself, as at the start of a document, without special tokens."""
         if not texts:
             return []
+        if self._pieces is not None and len(texts) > 1:
+            return self._pieces(texts)
         if self._backend is None:
             encoded = self.tokenizer(texts, add_special_tokens=False, split_special_tokens=True, verbose=False)
             return list(encoded["input_ids"])
@@ -110,6 +124,27 @@ class PieceEncoder:
         if self._backend.padding is not None:
             self._backend.no_padding()
         return [encoding.ids for encoding in self._backend.encode_batch_fast(texts, add_special_tokens=False)]
+
+    def _sentencepiece(self) -> Callable[[list[str]], list[list[int]]] | None:
+        """Sentencepiece's own encoder, which needs a fifth less time, where it gives the tokenizer's ids."""
+        file = getattr(self.tokenizer, "sentencepiece_file", None)
+        if file is None or self._backend is None:
+            return None
+        from sentencepiece import SentencePieceProcessor
+
+        processor = SentencePieceProcessor(model_file=file)
+        skip = 0 if self._always_adds_space else 1  # the space that a model puts before every text
+
+        def encode(texts: list[str]) -> list[list[int]]:
+            bare = [text[skip:] if text.startswith(" ") else text for text in texts]
+            found = processor.encode(bare, num_threads=-1)
+            for number, text in enumerate(bare):
+                if not text or text[0] == "\u2581":  # whether a space comes before these is another question
+                    found[number] = self._raw([texts[number]])[0]
+            return found
+
+        probes = [lead + text for lead in _LEADS for text in _PROBES]
+        return encode if encode(probes) == self._raw(probes) else None
 
     def _prepared(self, text: str, after: After) -> str:
         if after is After.SPACE and not self._always_adds_space:

@@ -19,9 +19,9 @@ from .conversations import Conversation, Turn
 from .encoding import After, PieceEncoder, special_strings
 from .templates import Template
 
-_BATCH_CHARACTERS = 1 << 20  # enough for all cores, and little beside a model
+_BATCH_CHARACTERS = 1 << 19  # enough for all cores, and little beside a model
 _BATCHES_AHEAD = 3
-_THREADS = 3  # the end of one batch keeps a single core busy
+_THREADS = 2  # the end of one batch keeps a single core busy
 _REMEMBERED_SYSTEMS = 1 << 10
 _SPLITS_TRIED = 4
 _LEAST_ROOM = 16  # tokens that question and answer need of a block

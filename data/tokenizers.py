@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from collections.abc import Iterable, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -61,6 +62,10 @@ def train_bpe(texts: Iterable[str], vocab_size: int, special_tokens: Sequence[st
 def load_tokenizer(source: str) -> Any:
     """The tokenizer of a local folder or a hub id; code that a repository brings along is never run.
 
+    Where sentencepiece's `tokenizer.model` is all there is, the tokenizer says what sentencepiece says: transformers
+    (5.23 at least) orders the merges of LLaMA's by id instead of by score, which gives indented text other ids than
+    the model was trained on.
+
     Raises:
         ValueError: nothing there, nothing that is a tokenizer, or a package it needs is missing.
     """
@@ -70,8 +75,10 @@ def load_tokenizer(source: str) -> Any:
     if path.is_file():
         raise ValueError(f"{source} is a file; a tokenizer is loaded from the folder that holds its files")
     where = f"the folder {source}" if path.is_dir() else f"{source} (no such local folder, so taken as a hub id)"
+    place = str(path) if path.is_dir() else source
     try:
-        return AutoTokenizer.from_pretrained(str(path) if path.is_dir() else source, trust_remote_code=False)
+        tokenizer = AutoTokenizer.from_pretrained(place, trust_remote_code=False)
+        return _with_its_own_merges(tokenizer, place)
     except ImportError as error:
         raise ValueError(
             f"{where}: the tokenizer needs a missing package: {error}; pip install 'draftsmith[train]'"
@@ -79,3 +86,49 @@ def load_tokenizer(source: str) -> Any:
     except (OSError, ValueError, KeyError, TypeError) as error:
         reason = str(error).strip().splitlines() or [type(error).__name__]
         raise ValueError(f"no tokenizer could be loaded from {where}: {reason[0]}") from error
+
+
+def _with_its_own_merges(tokenizer: Any, place: str) -> Any:
+    """The tokenizer, its merges in the order of their scores if only a sentencepiece model says what they are."""
+    from transformers.utils import cached_file
+
+    def file(name: str) -> str | None:
+        return cached_file(
+            place,
+            name,
+            _raise_exceptions_for_missing_entries=False,
+            _raise_exceptions_for_connection_errors=False,
+            _raise_exceptions_for_gated_repo=False,
+        )
+
+    backend = getattr(tokenizer, "backend_tokenizer", None)
+    model_file = file("tokenizer.model") if backend is not None else None
+    if backend is None or model_file is None:
+        return tokenizer
+    state = json.loads(backend.to_str())
+    if file("tokenizer.json") is None and state["model"]["type"] == "BPE":
+        merges = _scored_merges(model_file, state["model"]["vocab"])
+        if merges != [tuple(pair) for pair in state["model"]["merges"]]:
+            state["model"]["merges"] = merges
+            tokenizer._tokenizer = type(backend).from_str(json.dumps(state))
+    tokenizer.sentencepiece_file = model_file  # the fastest way to the same ids: see PieceEncoder
+    return tokenizer
+
+
+def _scored_merges(model_file: str, vocabulary: dict[str, int]) -> list[tuple[str, str]]:
+    """All pairs of pieces that make a piece, best score first: what sentencepiece's BPE merges first. Of one score,
+    which only runs of spaces have, it takes the leftmost, so that a run grows from its left: longest piece first."""
+    from sentencepiece import SentencePieceProcessor
+
+    model = SentencePieceProcessor(model_file=model_file)
+    found: list[tuple[float, int, str, str]] = []
+    for number in range(model.get_piece_size()):
+        piece, score = model.id_to_piece(number), model.get_score(number)
+        if model.is_control(number) or model.is_unknown(number) or model.is_byte(number):
+            continue
+        for place in range(1, len(piece)):
+            left, right = piece[:place], piece[place:]
+            if left in vocabulary and right in vocabulary:
+                found.append((-score, -len(piece), left, right))
+    found.sort(key=lambda pair: pair[:2])
+    return [pair[2:] for pair in found]
