@@ -13,6 +13,7 @@ from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
+from functools import lru_cache
 from pathlib import Path
 from typing import Any
 
@@ -203,8 +204,12 @@ def _file_rows(path: Path, cursor: _Cursor, columns: Columns) -> Iterator[Row | 
 
 
 def _row(path: Path, row: int, number: int, value: Any) -> Row:
-    stem = path.name.removesuffix(path.suffix) if path.suffix.lower() in PACKED else path.name
-    return Row(value, f"{path}, row {row}", f"{Path(stem).stem}-{number + 1}", number)
+    return Row(value, f"{path}, row {row}", f"{_stem(path)}-{number + 1}", number)
+
+
+@lru_cache(maxsize=8)
+def _stem(path: Path) -> str:
+    return Path(path.name.removesuffix(path.suffix) if path.suffix.lower() in PACKED else path.name).stem
 
 
 @contextmanager

@@ -24,6 +24,7 @@ _BATCHES_AHEAD = 3
 _THREADS = 2  # the end of one batch keeps a single core busy
 _REMEMBERED_SYSTEMS = 1 << 10
 _SPLITS_TRIED = 4
+_NO_IDS = np.empty(0, dtype=np.int32)
 _LEAST_ROOM = 16  # tokens that question and answer need of a block
 _PROBES = ("a", " a", "\na", "1", ".", "é", "中", "")  # messages that could join with what stands before them
 
@@ -194,7 +195,7 @@ class _Lead:
     """A constant before a message: the ids of its beginning, and the `tail` that is tokenised with the message because
     the two may share a token; `after` is what stands before the tail."""
 
-    ids: list[int]
+    ids: np.ndarray  # int32
     tail: str
     after: After
 
@@ -214,7 +215,7 @@ class _Layout:
         self._names = {name: token for name, token in names.items() if token is not None}
         specials = sorted(special_strings(tokenizer), key=len, reverse=True)
         self._special = re.compile("|".join(map(re.escape, specials)) or r"(?!)")
-        self.bos = [] if template.writes_bos else encoder.bos
+        self.bos = _array([] if template.writes_bos else encoder.bos)
         self.start = self._split_long(self._lead(template.start))
         self._leads: dict[str | None, _Lead] = {None: self.start}
         self.behind_question, rest = self._head(template.middle)
@@ -222,9 +223,9 @@ class _Layout:
         self.behind_answer, rest = self._head(template.end)
         closing = self._special.fullmatch(self._filled(rest))
         assert closing is not None, f"template {template.name} must end an answer with one special token"
-        self.end = encoder.template(closing[0])
-        self.after = encoder.template(self._filled(template.after), closing[0])
-        self.closing_tokens = len(self.end) + len(self.after)
+        self.end = _array(encoder.template(closing[0]))
+        self.after = _array(encoder.template(self._filled(template.after), closing[0]))
+        self.closing = np.concatenate([self.end, self.after])
         self.next = self._next(closing[0])
 
     def pieces(self, batch: Sequence[_Parts]) -> tuple[list[str], list[After]]:
@@ -282,10 +283,10 @@ class _Layout:
         encoded = iter([ids[starts[i] : starts[i + 1]] for i in range(len(starts) - 1)])
         pieces: list[Any] = [self.bos, self.first_lead(parts.system).ids]
         for number in range(len(parts.questions)):
-            pieces += [self.next.ids if number else [], next(encoded), self.answer.ids]
+            pieces += [self.next.ids if number else _NO_IDS, next(encoded), self.answer.ids]
             if number < len(parts.answers):
-                pieces += [next(encoded), self.end, self.after]
-        return [int(token) for piece in pieces for token in piece]
+                pieces += [next(encoded), self.closing]
+        return list(np.concatenate(pieces).tolist())
 
     def first_lead(self, system: str | None) -> _Lead:
         """What stands before the first question, the system text included. Many rows have the same one."""
@@ -298,9 +299,9 @@ class _Layout:
             if found is None:  # one text with the question
                 lead = self._split_long(_Lead(lead.ids, lead.tail + system + behind, lead.after))
             else:
-                ids = lead.ids + self.encoder.one(lead.tail + system + behind[: found.start()], lead.after)
+                ids = _array(self.encoder.one(lead.tail + system + behind[: found.start()], lead.after))
                 rest = self._lead(behind[found.start() :])
-                lead = _Lead(ids + rest.ids, rest.tail, rest.after)
+                lead = _Lead(np.concatenate([lead.ids, ids, rest.ids]), rest.tail, rest.after)
             if len(self._leads) >= _REMEMBERED_SYSTEMS:
                 self._leads = {None: self.start}
             self._leads[system] = lead
@@ -335,28 +336,28 @@ class _Layout:
     def _constant(self, rest: str) -> _Lead:
         """What stands between a question and its answer: no token is shared with the answer, which is generated."""
         if rest in ("", " "):
-            return _Lead([], "", After.SPACE if rest else After.TEXT)
+            return _Lead(_NO_IDS, "", After.SPACE if rest else After.TEXT)
         space = rest.endswith(" ")
         rest = rest.removesuffix(" ")
         last = [found.end() for found in self._special.finditer(rest)][-1]
         place = After.SPACE if space else After.SPECIAL if last == len(rest) else After.TEXT
-        return _Lead(self.encoder.template(rest), "", place)
+        return _Lead(_array(self.encoder.template(rest)), "", place)
 
     def _lead(self, text: str, place: After = After.NOTHING, before: str = "") -> _Lead:
         """A constant before a message, behind `place` (the special token `before`, where there is one)."""
         text = self._filled(text)
         ends = [found.end() for found in self._special.finditer(text)]
         if not ends:
-            return _Lead([], text, place)
-        return _Lead(self.encoder.template(text[: ends[-1]], before), text[ends[-1] :], After.SPECIAL)
+            return _Lead(_NO_IDS, text, place)
+        return _Lead(_array(self.encoder.template(text[: ends[-1]], before)), text[ends[-1] :], After.SPECIAL)
 
     def _split_long(self, lead: _Lead) -> _Lead:
         """A lead with a shorter tail: its beginning is tokenised once for all questions, where that changes nothing."""
         for found in list(re.finditer(r"(?<=\S) (?=\S)", lead.tail))[: -_SPLITS_TRIED - 1 : -1]:
             head, tail = lead.tail[: found.start()], lead.tail[found.end() :]
             ids = self.encoder.one(head, lead.after)
-            shorter = _Lead(lead.ids + ids, tail, After.SPACE)
-            if self._probed(lead) == [ids + rest for rest in self._probed(_Lead([], tail, After.SPACE))]:
+            shorter = _Lead(np.concatenate([lead.ids, _array(ids)]), tail, After.SPACE)
+            if self._probed(lead) == [ids + rest for rest in self._probed(shorter)]:
                 return shorter
         return lead
 
@@ -364,7 +365,7 @@ class _Layout:
         """The lead of later questions, which follows `after`."""
         after = self._filled(self.template.after)
         lead = self._lead(after + self.template.next, After.SPECIAL, closing)
-        if lead.ids[: len(self.after)] == self.after and (lead.ids or not after):
+        if np.array_equal(lead.ids[: len(self.after)], self.after) and (len(lead.ids) or not after):
             lead = _Lead(lead.ids[len(self.after) :], lead.tail, lead.after)
         else:
             lead = self._lead(self.template.next, After.TEXT)
@@ -373,6 +374,10 @@ class _Layout:
 
     def _probed(self, lead: _Lead) -> list[list[int]]:
         return [self.encoder.one(lead.tail + probe, lead.after) for probe in _PROBES]
+
+
+def _array(ids: list[int]) -> np.ndarray:
+    return np.array(ids, dtype=np.int32)
 
 
 def _batches(layout: _Layout, conversations: Iterable[Conversation]) -> Iterator[list[_Parts]]:
@@ -393,26 +398,30 @@ def _batches(layout: _Layout, conversations: Iterable[Conversation]) -> Iterator
 class _Document:
     """A document under construction."""
 
-    def __init__(self, parts: _Parts, first: int, opening: list[Any]) -> None:
-        self.parts = parts
+    def __init__(self, layout: _Layout, parts: _Parts, first: int) -> None:
+        self.layout, self.parts = layout, parts
         self.rendered = Rendered(np.empty(0, dtype=np.int32), [], parts.conversation, first)
-        self.pieces = opening
-        self.length = sum(map(len, opening))
+        self.pieces = [layout.bos, layout.first_lead(parts.system).ids]
+        self.length = len(self.pieces[0]) + len(self.pieces[1])
 
-    def add(self, asking: list[Any], answer: list[Any], after: list[int]) -> None:
-        self.pieces += [*asking, *answer, after]
-        start = self.length + sum(map(len, asking))
-        end = start + sum(map(len, answer))
+    def add(self, lead: np.ndarray, question: np.ndarray, answer: np.ndarray, limit: int) -> bool:
+        """Add a whole exchange; False, and nothing done, where it does not fit."""
+        layout = self.layout
+        start = self.length + len(lead) + len(question) + len(layout.answer.ids)
+        end = start + len(answer) + len(layout.end)
+        if end + len(layout.after) > limit:
+            return False
+        self.pieces += (lead, question, layout.answer.ids, answer, layout.closing)
         self.rendered.spans.append((start, end))
-        self.length = end + len(after)
+        self.length = end + len(layout.after)
+        return True
 
-    def add_first(self, layout: _Layout, question: np.ndarray, answer: np.ndarray, limit: int) -> bool:
-        """Add an exchange to an empty document, as much of it as fits; False where nothing does."""
+    def add_cut(self, question: np.ndarray, answer: np.ndarray, limit: int) -> bool:
+        """Add as much of an exchange as fits into an empty document; False where nothing does."""
+        layout = self.layout
+        lead = layout.lead_tokens(self.parts)
         room = limit - self.length - len(layout.answer.ids) - len(layout.end)
-        after = layout.after[: max(0, room - len(question) - len(answer))]
-        closed = [answer, layout.end]
         if len(question) + len(answer) > room:
-            lead = layout.lead_tokens(self.parts)
             free = room - lead
             if free < _LEAST_ROOM:
                 return False
@@ -421,44 +430,42 @@ class _Document:
             if kept < asked:
                 question = np.concatenate([question[:lead], question[len(question) - kept :]])
                 self.rendered.question_cut = True
-            if len(answer) > free - kept:
-                closed = [answer[: free - kept + len(layout.end)]]  # the end of turn goes first
-                self.rendered.answer_cut = True
-        self.add([question, layout.answer.ids], closed, after)
+            self.rendered.answer_cut = len(answer) > free - kept
+        start = self.length + len(question) + len(layout.answer.ids)
+        self.pieces += (question, layout.answer.ids, answer, layout.closing)
+        self.rendered.spans.append((start, min(limit, start + len(answer) + len(layout.end))))
+        self.length = limit  # full
         return True
 
-    def finished(self) -> Rendered:
-        self.rendered.ids = np.concatenate([np.asarray(piece, dtype=np.int32) for piece in self.pieces])
+    def finished(self, limit: int) -> Rendered:
+        self.rendered.ids = np.concatenate(self.pieces)[:limit]
         return self.rendered
 
 
 def _split(layout: _Layout, parts: _Parts, texts: list[np.ndarray], max_tokens: int | None) -> Iterator[Rendered]:
     """One document, or several of at most `max_tokens`; one without spans has no room for its exchange."""
-    pieces = iter(texts)
     limit = max_tokens if max_tokens is not None else 1 << 62
     document: _Document | None = None
-    for number in range(len(parts.questions)):
-        question, answer = next(pieces), next(pieces)
+    for number, (question, answer) in enumerate(zip(texts[::2], texts[1::2], strict=True)):
         if document is not None:
-            asking: list[Any] = [layout.next.ids, question, layout.answer.ids]
-            if document.length + sum(map(len, asking)) + len(answer) + layout.closing_tokens <= limit:
-                document.add(asking, [answer, layout.end], layout.after)
+            if document.add(layout.next.ids, question, answer, limit):
                 continue
-            yield document.finished()
-        document = _Document(parts, number, [layout.bos, layout.first_lead(parts.system).ids])
+            yield document.finished(limit)
+        document = _Document(layout, parts, number)
         if number:
             question = layout.first_ids(parts, number, question)
-        if not document.add_first(layout, question, answer, limit):
-            yield document.finished()
+        fits = document.add(_NO_IDS, question, answer, limit) or document.add_cut(question, answer, limit)
+        if not fits:
+            yield document.finished(limit)
             document = None
     if document is not None:
-        yield document.finished()
+        yield document.finished(limit)
 
 
 def _bare_text(layout: _Layout, parts: _Parts, text: np.ndarray, max_tokens: int | None) -> Iterator[Rendered]:
     """Text in documents of at most `max_tokens`: what a block cannot hold goes into the next."""
-    opening = np.array(layout.bos + layout.start.ids, dtype=np.int32)
-    ids = np.concatenate([text, np.asarray(layout.end, dtype=np.int32)])
+    opening = np.concatenate([layout.bos, layout.start.ids])
+    ids = np.concatenate([text, layout.end])
     size = len(ids) if max_tokens is None else max(1, max_tokens - len(opening))
     for start in range(0, len(ids), size):
         part = np.concatenate([opening, ids[start : start + size]])

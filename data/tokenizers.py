@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Iterable, Sequence
+from importlib.util import find_spec
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -111,7 +112,8 @@ def _with_its_own_merges(tokenizer: Any, place: str) -> Any:
         if merges != [tuple(pair) for pair in state["model"]["merges"]]:
             state["model"]["merges"] = merges
             tokenizer._tokenizer = type(backend).from_str(json.dumps(state))
-    tokenizer.sentencepiece_file = model_file  # the fastest way to the same ids: see PieceEncoder
+    if find_spec("sentencepiece") is not None:
+        tokenizer.sentencepiece_file = model_file  # the fastest way to the same ids: see PieceEncoder
     return tokenizer
 
 

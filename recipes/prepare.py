@@ -257,9 +257,16 @@ def _identity(section: DataSection, tokenizer: Any) -> dict[str, Any]:
         "heldout": hashes.of(section.heldout_source) if section.heldout_source else None,
         "contamination": [hashes.of(name) for name in section.clean.get("contamination", [])],
         "tokenizer": tokenizer_fingerprint(tokenizer),
+        "encoder": _encoder_hash(tokenizer),
     }
     hashes.save()
     return json.loads(json.dumps(identity))
+
+
+def _encoder_hash(tokenizer: Any) -> str:
+    """What decides which of the vocabulary's ids a text gets: merges, normalizer …; "" where that cannot be asked."""
+    backend = getattr(tokenizer, "backend_tokenizer", None)
+    return "" if backend is None else hashlib.sha256(backend.to_str().encode()).hexdigest()
 
 
 class _Hashes:
