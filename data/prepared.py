@@ -68,8 +68,8 @@ def prepare(
     _check_replaceable(out)
     out.parent.mkdir(parents=True, exist_ok=True)
     temporary = Path(tempfile.mkdtemp(prefix=f".{out.name}.", dir=out.parent))
-    report = RenderReport()
     try:
+        report = RenderReport()
         writer = _Writer(temporary, len(tokenizer))
         rows = _Counter(conversations, lambda n: progress(n, writer.tokens) if progress else None)
         rendered = render_all(rows, tokenizer, template, block_tokens, last_turn_only=last_turn_only, report=report)
@@ -84,29 +84,13 @@ def prepare(
             )
         if progress is not None:
             progress(rows.count, writer.tokens)
-        blocks = writer.finish(block_tokens, packing)
-        manifest = {
-            "schema": SCHEMA,
-            "source": source,
-            "options": {
-                "template": template.name,
-                "block_tokens": block_tokens,
-                "packing": packing,
-                "last_turn_only": last_turn_only,
-            },
-            "rows": rows.count,
-            "rendering": report.as_dict(),
-            "documents": writer.documents,
-            "blocks": blocks,
-            "tokens": writer.tokens,
-            "trainable_tokens": writer.trained,
-            "trainable_share": writer.trained / writer.tokens,
-            "packing_density": writer.tokens / (blocks * block_tokens),
-            "padding_id": padding_id(tokenizer),
-            "sha256": {name: _sha256(temporary / f"{name}.npy") for name in _ARRAYS},
-        }
+        counts = writer.finish(block_tokens, packing)
+        options = {"block_tokens": block_tokens, "packing": packing, "last_turn_only": last_turn_only}
+        manifest = {"schema": SCHEMA, "source": source, "options": {"template": template.name} | options}
+        manifest |= {"rows": rows.count, "rendering": report.as_dict()} | counts
+        hashes = {name: _sha256(temporary / f"{name}.npy") for name in _ARRAYS}
+        manifest |= {"padding_id": padding_id(tokenizer), "sha256": hashes}
         _write_synced(temporary / MANIFEST, json.dumps(manifest, indent=2, ensure_ascii=False) + "\n")
-        temporary.chmod(0o755)  # mkdtemp makes a private folder
         _replace(temporary, out)
     finally:
         shutil.rmtree(temporary, ignore_errors=True)
@@ -266,8 +250,8 @@ class _Writer:
         if self._waiting_tokens >= _BUFFERED_TOKENS:
             self._flush()
 
-    def finish(self, block_tokens: int, packing: str) -> int:
-        """Pack, write what is left and return the number of blocks."""
+    def finish(self, block_tokens: int, packing: str) -> dict[str, int | float]:
+        """Pack, write what is left and return the manifest's counts."""
         self._flush()
         lengths = np.array(self._lengths, dtype=np.int64)
         orders, sizes = [], []
@@ -285,7 +269,14 @@ class _Writer:
             self._columns[name].append(values)
         for column in self._columns.values():
             column.close()
-        return len(size)
+        return {
+            "documents": self.documents,
+            "blocks": len(size),
+            "tokens": self.tokens,
+            "trainable_tokens": self.trained,
+            "trainable_share": self.trained / self.tokens,
+            "packing_density": self.tokens / (len(size) * block_tokens),
+        }
 
     def _flush(self) -> None:
         if self._waiting:
@@ -367,6 +358,7 @@ def _check_replaceable(out: Path) -> None:
 
 def _replace(new: Path, out: Path) -> None:
     """Put `new` where `out` is; what was there is moved aside first, deleted last."""
+    new.chmod(0o755)  # mkdtemp makes a private folder
     if not out.exists():
         new.rename(out)
         return

@@ -50,17 +50,10 @@ def run_evaluate(recipe: EvaluateRecipe) -> dict[str, Any]:
     model = load_model(recipe.target, dtype=recipe.dtype, device=device, device_map=recipe.device_map)
     target = wrap_model(model)
     parts = _load_parts(recipe, target, tokenizer, device)
-    read = load_prompts(
-        recipe.prompts,
-        recipe.template,
-        tokenizer,
-        recipe.limit,
-        recipe.max_prompt_tokens,
-        path=recipe.prompts_path,
-        groups=recipe.groups or None,
-    )
-    prompts = [ids for _, ids in read]
-    categories = [prompt.category for prompt, _ in read]
+    where: dict[str, Any] = {"path": recipe.prompts_path, "groups": recipe.groups or None}
+    asked = load_prompts(recipe.prompts, recipe.template, tokenizer, recipe.limit, recipe.max_prompt_tokens, **where)
+    prompts = [ids for _, ids in asked]
+    categories = [prompt.category for prompt, _ in asked]
     limits = Limits(recipe.max_new_tokens, stop_ids(tokenizer))
     entries = _entries(recipe)
     say(f"evaluate: {len(prompts)} prompts, {len(entries)} methods, {recipe.repeats} run(s) each, on {device}")

@@ -12,7 +12,9 @@ import torch
 from torch import Tensor, nn
 
 from ..data.packing import PADDING, Batch
+from .attention import NAME, document_spans, register
 
+_WORTH_IT = 0.7  # of a block's pairs of tokens inside documents: with more, one call for all of it is as fast
 _PROBE_TOLERANCE = 1e-3  # of the largest logit; a wrong head (bias, capping, scaling) is off by more
 
 
@@ -35,6 +37,7 @@ class PackedForward:
                 f"{type(model).__name__} takes no position_ids, so blocks of several documents are refused"
             )
         self.plain_head = has_plain_head(model)
+        self._by_document = _attends_by_document(model)
 
     @property
     def vocab_size(self) -> int:
@@ -56,7 +59,7 @@ class PackedForward:
         decoder = _decoder(self.model)
         return decoder(batch.tokens_BT, use_cache=False, **self._attention(batch)).last_hidden_state
 
-    def _attention(self, batch: Batch) -> dict[str, Tensor | None]:
+    def _attention(self, batch: Batch) -> dict[str, Any]:
         """The mask and positions that keep documents apart; None as a mask lets the model use its causal kernel."""
         documents_BT = batch.documents_BT
         implementation = getattr(self.config, "_attn_implementation", None) or "eager"
@@ -68,8 +71,15 @@ class PackedForward:
             rows, length = documents_BT.shape
             positions_BT = torch.arange(length, device=documents_BT.device).expand(rows, length)
             return {"attention_mask": None, "position_ids": positions_BT}
+        if self._by_document and documents_BT.device.type == "cpu":
+            spans = document_spans(documents_BT)
+            lengths = [end - start for row in spans for start, end in row]
+            if sum(length**2 for length in lengths) < _WORTH_IT * documents_BT.numel() * documents_BT.shape[1]:
+                # the mask is never looked at: its four dimensions keep transformers from making one
+                unused_1111 = torch.zeros(1, 1, 1, 1, dtype=self.model.dtype)
+                return {"attention_mask": unused_1111, "position_ids": batch.positions_BT, "spans": spans}
         mask_B1TT = batch.attention_mask_B1TT()
-        if implementation != "sdpa":
+        if implementation not in ("sdpa", NAME):
             dtype = self.model.dtype
             mask_B1TT = torch.zeros(mask_B1TT.shape, dtype=dtype, device=mask_B1TT.device).masked_fill_(
                 ~mask_B1TT, torch.finfo(dtype).min
@@ -79,6 +89,45 @@ class PackedForward:
     def _slides(self, length: int) -> bool:
         window = getattr(self.config, "sliding_window", None)
         return window is not None and getattr(self.config, "use_sliding_window", True) and length > window
+
+
+def _attends_by_document(model: Any) -> bool:
+    """Switch a model on a processor from SDPA to attention by document, where that gives the same states; whether it
+    does is tried on two documents in one block. What has no packed blocks to read is not changed by it."""
+    config = model.config.get_text_config()
+    if next(model.parameters()).device.type != "cpu" or not hasattr(config, "_attn_implementation"):
+        return False
+    if config._attn_implementation == NAME:
+        return True
+    if config._attn_implementation != "sdpa" or getattr(config, "sliding_window", None) is not None:
+        return False
+    register()
+    decoder = _decoder(model)
+    tokens_BT = torch.arange(7)[None] % config.vocab_size
+    documents_BT = torch.tensor([[0, 0, 0, 1, 1, 1, 1]])
+    positions_BT = torch.tensor([[0, 1, 2, 0, 1, 2, 3]])
+    mask_B1TT = Batch(tokens_BT, tokens_BT, positions_BT, documents_BT).attention_mask_B1TT()
+    was_training = model.training
+    model.eval()
+    try:
+        with torch.no_grad():
+            expected = decoder(tokens_BT, attention_mask=mask_B1TT, position_ids=positions_BT, use_cache=False)
+            config._attn_implementation = NAME
+            found = decoder(
+                tokens_BT,
+                attention_mask=torch.zeros(1, 1, 1, 1, dtype=model.dtype),
+                position_ids=positions_BT,
+                spans=document_spans(documents_BT),
+                use_cache=False,
+            )
+            wanted_BTD, found_BTD = expected.last_hidden_state.float(), found.last_hidden_state.float()
+            same = bool((wanted_BTD - found_BTD).abs().max() <= _PROBE_TOLERANCE * wanted_BTD.abs().max())
+    except (TypeError, RuntimeError, ValueError):  # the decoder passes nothing on to its attention, or not as Llama
+        same = False
+    model.train(was_training)
+    if not same:
+        config._attn_implementation = "sdpa"
+    return same
 
 
 def has_plain_head(model: Any) -> bool:

@@ -1,0 +1,74 @@
+"""Attention over packed blocks document by document: on a processor a mask of a whole block costs what it hides.
+
+Registered with transformers under `NAME`; a model that uses it falls back to its ordinary SDPA attention wherever no
+`spans` come with a call. Letters: B batch, H heads, T tokens, D size of a head.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+NAME = "draftsmith_documents"
+
+Spans = Sequence[Sequence[tuple[int, int]]]
+"""For each row of a batch the [start, end) of its documents and of its padding: together the whole row."""
+
+
+def document_spans(documents_BT: Tensor) -> Spans:
+    """Where the documents of packed blocks lie."""
+    spans = []
+    for row in documents_BT.cpu():
+        borders = (torch.nonzero(row[1:] != row[:-1]).flatten() + 1).tolist()
+        spans.append(list(zip([0, *borders], [*borders, len(row)], strict=True)))
+    return spans
+
+
+def register() -> None:
+    """Make the name known to transformers."""
+    from transformers import AttentionInterface
+    from transformers.masking_utils import AttentionMaskInterface, sdpa_mask
+
+    AttentionInterface.register(NAME, documents_attention)
+    AttentionMaskInterface.register(NAME, sdpa_mask)
+
+
+def documents_attention(
+    module: Any,
+    query_BHTD: Tensor,
+    key_BHTD: Tensor,
+    value_BHTD: Tensor,
+    attention_mask: Tensor | None,
+    dropout: float = 0.0,
+    scaling: float | None = None,
+    is_causal: bool | None = None,
+    spans: Spans | None = None,
+    **others: Any,
+) -> tuple[Tensor, None]:
+    """Causal attention inside each span; keys and values may have fewer heads. Returns [B, T, H, D]."""
+    if spans is None:
+        from transformers.integrations.sdpa_attention import sdpa_attention_forward
+
+        return sdpa_attention_forward(
+            module, query_BHTD, key_BHTD, value_BHTD, attention_mask, dropout, scaling, is_causal, **others
+        )
+    rows = []
+    for row, borders in enumerate(spans):
+        parts = [
+            F.scaled_dot_product_attention(
+                query_BHTD[row : row + 1, :, start:end],
+                key_BHTD[row : row + 1, :, start:end],
+                value_BHTD[row : row + 1, :, start:end],
+                dropout_p=dropout,
+                scale=scaling,
+                is_causal=True,
+                enable_gqa=query_BHTD.shape[1] != key_BHTD.shape[1],
+            )
+            for start, end in borders
+        ]
+        rows.append(torch.cat(parts, dim=2))
+    return torch.cat(rows).transpose(1, 2).contiguous(), None
