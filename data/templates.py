@@ -93,6 +93,13 @@ TEMPLATES: dict[str, Template] = {
 }
 
 
+CHATML_JINJA = (
+    "{% for message in messages %}<|im_start|>{{ message['role'] }}\n{{ message['content'] }}<|im_end|>\n{% endfor %}"
+    "{% if add_generation_prompt %}<|im_start|>assistant\n{% endif %}"
+)
+"""`chatml` as transformers and servers want it: a tokenizer's `chat_template`."""
+
+
 def get_template(name: str, tokenizer: Any = None) -> Template:
     """The template of that name; `tokenizer` is asked for its own where the name is "tokenizer".
 

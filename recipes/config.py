@@ -16,6 +16,15 @@ class Section(BaseModel):
     model_config = ConfigDict(extra="forbid", strict=True, frozen=True, use_attribute_docstrings=True)
 
 
+def check_cleaning(options: dict[str, Any]) -> None:
+    """Raises ValueError for an option or value that `Cleaning` does not have, with the nearest that it has."""
+    known = [field.name for field in dataclasses.fields(Cleaning)]
+    for name in options:
+        if name not in known:
+            raise ValueError(f"`clean` has no option {name!r}{nearest_name(name, known)}")
+    Cleaning(**options)
+
+
 class SourceSection(Section):
     """One corpus."""
 
@@ -96,11 +105,7 @@ class DataSection(Section):
             raise ValueError(f"give one of `source` (a corpus) and `mixture` (several), got {given}")
         if self.source is None and any((self.path, self.config, self.split, self.revision, self.file, self.limit)):
             raise ValueError("with `mixture`, path, config, split, revision, file and limit belong to its corpora")
-        known = [field.name for field in dataclasses.fields(Cleaning)]
-        for name in self.clean:
-            if name not in known:
-                raise ValueError(f"`clean` has no option {name!r}{nearest_name(name, known)}")
-        Cleaning(**self.clean)
+        check_cleaning(self.clean)
         return self
 
 
@@ -400,15 +405,16 @@ class RegenerateRecipe(Section):
     out: str = Field(pattern=r"\.jsonl$")
     """The file of conversations (.jsonl); settings, errors and the recipe lie beside it."""
     source: str
-    """A local file or folder (.json, .jsonl, .parquet), or a hub id."""
-    file: str | None = None
-    """One data file inside a hub repository."""
-    split: str = "train"
-    """Split of a hub data set."""
+    """The corpus whose questions are asked, as in `SourceSection`; also the next five fields."""
+    path: str | None = None
+    config: str | None = None
+    split: str | None = None
     revision: str | None = None
-    """Revision of a hub data set."""
+    file: str | None = None
     limit: int | None = Field(None, ge=1)
     """Read at most this many conversations."""
+    clean: dict[str, Any] = {}
+    """What is cut and dropped before: the options of `draftsmith.data.cleaning_options.Cleaning`."""
     target: str | None = None
     """Folder or hub id of the target, to decode in this process."""
     server: ServerSection | None = None
@@ -449,6 +455,7 @@ class RegenerateRecipe(Section):
         if (self.target is None) == (self.server is None):
             given = "both" if self.target else "neither"
             raise ValueError(f"give one of `target` (decode here) and `server` (ask one), got {given}")
+        check_cleaning(self.clean)
         only_here = ("batch", "method", "options", "drafter", "device", "dtype")
         fields = type(self).model_fields
         useless = [name for name in only_here if getattr(self, name) != fields[name].default]

@@ -14,6 +14,7 @@ from typing import Any
 from ..data.conversations import write_conversations
 from ..data.documentation import documentation_conversations
 from ..data.reading import read_conversations
+from ..data.templates import CHATML_JINJA
 from ..data.tokenizers import train_bpe
 from .config import QuickstartRecipe
 from .evaluate import run_evaluate
@@ -105,6 +106,7 @@ def make_tokenizer(recipe: QuickstartRecipe, corpus: Path, folder: Path) -> None
     say(f"— tokenizer → {folder}")
     texts = (turn.text for row in read_conversations(str(corpus / "train.jsonl")) for turn in row.turns)
     tokenizer = train_bpe(texts, recipe.corpus.vocab_size, SPECIAL_TOKENS)
+    tokenizer.chat_template = CHATML_JINJA  # so that servers can chat with the target
     unfinished = folder.with_name(f".{folder.name}.unfinished")
     tokenizer.save_pretrained(unfinished)
     unfinished.rename(folder)

@@ -18,6 +18,7 @@ from typing import Any
 import torch
 
 from ..checkpoints.artifact import model_fingerprint
+from ..data.cleaning_options import Cleaning
 from ..data.conversations import Conversation, CorpusReport
 from ..data.reading import read_conversations
 from ..data.regeneration import Answer, Answerer, Failure, Question, RegenerationReport, Store, keyed, regenerate
@@ -104,8 +105,8 @@ def _settings(recipe: RegenerateRecipe) -> dict[str, Any]:
 
 
 def _read(recipe: RegenerateRecipe, report: CorpusReport | None = None) -> Iterator[Conversation]:
-    places: dict[str, Any] = {"split": recipe.split, "revision": recipe.revision, "file": recipe.file}
-    return read_conversations(recipe.source, **places, limit=recipe.limit, report=report)
+    places = recipe.model_dump(include={"path", "config", "split", "revision", "file", "limit"})
+    return read_conversations(recipe.source, **places, cleaning=Cleaning(**recipe.clean), report=report)
 
 
 def _count(recipe: RegenerateRecipe, store: Store, stopping: Callable[[], bool]) -> int:

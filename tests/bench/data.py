@@ -1,6 +1,6 @@
 """Preparing data: against the raw tokenizer, in bounded memory, how full blocks are, and what packing is worth.
 
-    python tests/bench/data.py [--quick] [--corpus FILE] [--tokenizer FOLDER] [--megabytes 300]
+    python tests/bench/data.py [--quick] [--corpus FILE] [--tokenizer FOLDER] [--megabytes 600]
 
 The corpus is by default the ShareGPT sample of the shared data, with LLaMA's tokenizer; without them the documentation
 of the installed packages with a BPE trained on it. `prepare_vs_tokenizer` is the time of the fastest tokenizer for the
@@ -181,7 +181,7 @@ def main() -> None:
     parser.add_argument("--quick", action="store_true", help="under a minute; leaves out the corpus larger than memory")
     parser.add_argument("--corpus", type=Path)
     parser.add_argument("--tokenizer", type=Path)
-    parser.add_argument("--megabytes", type=int, default=400, help="memory that the limited process may allocate")
+    parser.add_argument("--megabytes", type=int, default=600, help="memory that the limited process may allocate")
     parser.add_argument("--child", nargs=3, help=argparse.SUPPRESS)
     arguments = parser.parse_args()
     if arguments.child:

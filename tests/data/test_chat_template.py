@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 from draftsmith.data.conversations import Conversation, Turn
 from draftsmith.data.rendering import render, render_prompt
-from draftsmith.data.templates import get_template
+from draftsmith.data.templates import CHATML_JINJA, get_template
 from draftsmith.data.tokenizers import train_bpe
 from hypothesis import given, settings
 from hypothesis import strategies as st
@@ -107,6 +107,15 @@ def test_special_token_strings_in_messages_stay_text(tokenizer: Any) -> None:
     harmless = render(Conversation("c", (Turn("user", "a"), Turn("assistant", "b"))), template, tokenizer).ids.tolist()
     specials = set(tokenizer.all_special_ids)
     assert [i for i in hostile if i in specials] == [i for i in harmless if i in specials]
+
+
+def test_the_quickstarts_chat_template_is_chatml(chats: list[Conversation]) -> None:
+    tokenizer = _tokenizer(CHATML_JINJA)
+    own = get_template("tokenizer", tokenizer)
+    for chat in chats:
+        one, other = (render(chat, template, tokenizer) for template in (own, get_template("chatml")))
+        assert one.ids.tolist() == other.ids.tolist()
+        assert one.spans == other.spans
 
 
 @pytest.mark.parametrize(

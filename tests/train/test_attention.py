@@ -107,6 +107,18 @@ def test_models_that_cannot_are_left_as_they_are() -> None:
         PackedForward(bloom)
 
 
+def test_flex_attention_keeps_documents_apart_too(worker: ModuleType) -> None:
+    batch = worker.make_data(3, length=24).batch(range(3))
+    real = (batch.documents_BT >= 0)[..., None]
+    found = []
+    for implementation in ("eager", "flex_attention"):
+        torch.manual_seed(0)
+        config = LlamaConfig(**(SMALL | {"hidden_size": 64}), intermediate_size=32, attn_implementation=implementation)
+        with torch.no_grad():
+            found.append(PackedForward(LlamaForCausalLM(config).eval()).hidden(batch) * real)
+    torch.testing.assert_close(*found, atol=1e-5, rtol=1e-4)
+
+
 def test_spans_cover_rows_in_order() -> None:
     documents_BT = torch.tensor([[4, 4, 4, 9, 9, -1], [7, 2, 2, 2, 2, 2], [3, 3, 3, 3, 3, 3]])
     assert document_spans(documents_BT) == [[(0, 3), (3, 5), (5, 6)], [(0, 1), (1, 6)], [(0, 6)]]
