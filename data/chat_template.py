@@ -7,6 +7,7 @@ from typing import Any
 from .encoding import special_strings
 from .templates import OWN, Template
 
+_ONE_DAY = "26 Jul 2024"  # what Llama 3 says where it is not told the date; today's would be another text tomorrow
 _SYSTEM, _QUESTIONS, _ANSWERS = "xSYSTEMx", ("xASKx1", "xASKx2", "xASKx3"), ("xTELLx1", "xTELLx2", "xTELLx3")
 
 
@@ -20,6 +21,11 @@ def own_template(tokenizer: Any) -> Template:
     """
     if not getattr(tokenizer, "chat_template", None):
         raise ValueError("template 'tokenizer' is the tokenizer's own chat template, and this tokenizer has none")
+    if "strftime_now" in str(tokenizer.chat_template) and "date_string" not in str(tokenizer.chat_template):
+        raise ValueError(
+            "template 'tokenizer': the tokenizer's chat template writes today's date, so that what is learned would be "
+            "another text tomorrow; name another template"
+        )
     prompts = [_render(tokenizer, turns, prompt=True) for turns in (1, 2, 3)]
     wholes = [_render(tokenizer, turns, prompt=False) for turns in (1, 2, 3)]
     for earlier, later in zip([*prompts, *wholes[:2]], [*wholes, *prompts[1:]], strict=True):
@@ -46,13 +52,20 @@ def own_template(tokenizer: Any) -> Template:
         writes_bos=True,
         special_tokens=(),
     )
-    rebuilt = start + _QUESTIONS[0]
-    for number in range(3):
-        question = template.next + _QUESTIONS[number] if number else ""
-        rebuilt += question + template.middle + _ANSWERS[number] + end + after
-    if rebuilt != wholes[2]:
-        raise _rewrites(rebuilt, wholes[2])
+    for system in (None, _SYSTEM) if template.system is not None else (None,):
+        rebuilt, whole = _rebuilt(template, system), _render(tokenizer, 3, prompt=False, system=system)
+        if rebuilt != whole:
+            raise _rewrites(rebuilt, whole)
     return template
+
+
+def _rebuilt(template: Template, system: str | None) -> str:
+    """Three exchanges as the constant texts have them."""
+    text = template.start if system is None or template.system is None else system.join(template.system)
+    for number in range(3):
+        text += template.next if number else ""
+        text += _QUESTIONS[number] + template.middle + _ANSWERS[number] + template.end + template.after
+    return text
 
 
 def _render(tokenizer: Any, exchanges: int, *, prompt: bool, system: str | None = None, pad: str = "") -> str:
@@ -62,7 +75,7 @@ def _render(tokenizer: Any, exchanges: int, *, prompt: bool, system: str | None 
         messages.append({"role": "assistant", "content": pad + _ANSWERS[number] + pad})
     if prompt:
         messages.pop()
-    return tokenizer.apply_chat_template(messages, tokenize=False, add_generation_prompt=prompt)
+    return tokenizer.apply_chat_template(messages, tokenize=False, add_generation_prompt=prompt, date_string=_ONE_DAY)
 
 
 def _around(text: str, mark: str) -> tuple[str, str]:

@@ -145,7 +145,8 @@ class PieceEncoder:
                     found[number] = self._raw([texts[number]])[0]
             return found
 
-        probes = [lead + text for lead in _LEADS for text in _PROBES]
+        added = [token.content for token in self.tokenizer.added_tokens_decoder.values()]
+        probes = [lead + text for lead in _LEADS for text in (*_PROBES, *added, *(f"a{text} b" for text in added))]
         same = all(np.array_equal(*pair) for pair in zip(encode(probes), self._raw(probes), strict=True))
         return encode if same else None
 

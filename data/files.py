@@ -131,7 +131,7 @@ def local_rows(
     Raises:
         ValueError: nothing to read at `path`; when it is reached, what cannot be read, unless broken rows are skipped.
     """
-    return _wanted_rows(_files_of(path, split), selection, columns, Counter() if skipped is None else skipped)
+    return _wanted_rows(data_files(path, split), selection, columns, Counter() if skipped is None else skipped)
 
 
 def _wanted_rows(files: list[Path], selection: Selection, columns: Columns, skipped: Counter[str]) -> Iterator[Row]:
@@ -146,7 +146,12 @@ def _wanted_rows(files: list[Path], selection: Selection, columns: Columns, skip
                 skipped[found.reason] += 1
 
 
-def _files_of(path: Path, split: str | None) -> list[Path]:
+def data_files(path: Path, split: str | None) -> list[Path]:
+    """The files that are read of a path, in their order.
+
+    Raises:
+        ValueError: there is none.
+    """
     if not path.is_dir():
         if _suffix(path) is None:
             raise ValueError(f"{path}: expected a file ending in {EXPECTED}, found {path.suffix or 'no suffix'}")

@@ -16,7 +16,7 @@ import tempfile
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from itertools import pairwise
 from pathlib import Path
-from typing import Any
+from typing import Any, ClassVar
 
 import numpy as np
 
@@ -70,7 +70,7 @@ def prepare(
     temporary = Path(tempfile.mkdtemp(prefix=f".{out.name}.", dir=out.parent))
     try:
         report = RenderReport()
-        writer = _Writer(temporary, len(tokenizer))
+        writer = _Writer(temporary, 1 + max(tokenizer.get_vocab().values()))
         rows = _Counter(conversations, lambda n: progress(n, writer.tokens) if progress else None)
         rendered = render_all(rows, tokenizer, template, block_tokens, last_turn_only=last_turn_only, report=report)
         for document in rendered:
@@ -99,6 +99,8 @@ def prepare(
 
 class PreparedData:
     """A prepared folder, opened for reading. Build it with `PreparedData.load`."""
+
+    beginning: ClassVar[dict[str, int]] = {}
 
     def __init__(self, directory: Path, manifest: dict[str, Any], arrays: dict[str, np.ndarray]) -> None:
         self.directory = directory

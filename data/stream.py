@@ -7,11 +7,13 @@ see the same blocks. Letters: B batch (blocks), T tokens.
 
 from __future__ import annotations
 
+import os
+import signal
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from functools import partial
 from itertools import count, islice
-from typing import Any
+from typing import Any, ClassVar
 
 import numpy as np
 import torch
@@ -55,6 +57,11 @@ class _Windows(torch.utils.data.IterableDataset[_Window]):
     def __iter__(self) -> Iterator[_Window]:
         worker = torch.utils.data.get_worker_info()
         index, workers = (worker.id, worker.num_workers) if worker is not None else (0, 1)
+        if worker is not None:
+            # a fork has none of the threads that its parent's tokenizer may have started, and would wait for them
+            os.environ["TOKENIZERS_PARALLELISM"] = "false"
+            for stop in (signal.SIGINT, signal.SIGTERM):  # the training process says when to end: it saves first
+                signal.signal(stop, signal.SIG_IGN)
         renderer = self._make_renderer()
         for number, (epoch, start, chats, last) in enumerate(self._chunks()):
             if number % workers == index:  # a loader asks its workers in turn
@@ -99,6 +106,7 @@ class StreamedData:
     """
 
     blocks = 0  # nobody knows how many
+    beginning: ClassVar[dict[str, int]] = {"epoch": 0, "conversation": 0, "blocks_used": 0}
 
     def __init__(
         self,

@@ -8,6 +8,7 @@ import platform
 from collections import Counter
 from collections.abc import Iterator, Sequence
 from importlib.metadata import PackageNotFoundError, version
+from itertools import islice
 from pathlib import Path
 from typing import Any
 
@@ -125,29 +126,31 @@ def load_prompts(
         ValueError: where no prompt is short enough, naming the limit and the shortest.
     """
     encode = prompt_renderer(get_template(template, tokenizer), tokenizer)
-    prompts: list[tuple[Prompt, list[int]]] = []
-    shortest = None
-    for prompt in _in_turn(source, read_prompts(source, path=path, groups=groups)):
-        ids = encode(prompt.turns)
-        shortest = min(len(ids), shortest or len(ids))
-        if len(ids) <= max_tokens:
-            prompts.append((prompt, ids))
-        if len(prompts) == limit:
-            break
+    lengths: list[int] = []
+
+    def short_enough() -> Iterator[tuple[Prompt, list[int]]]:
+        for prompt in read_prompts(source, path=path, groups=groups):
+            ids = encode(prompt.turns)
+            lengths.append(len(ids))
+            if len(ids) <= max_tokens:
+                yield prompt, ids
+
+    prompts = list(islice(_in_turn(source, short_enough()), limit))
     if not prompts:
+        shortest = min(lengths, default=None)
         raise ValueError(f"no prompt in {source} has at most {max_tokens} tokens; the shortest has {shortest}")
     return prompts
 
 
-def _in_turn(source: str, prompts: Iterator[Prompt]) -> Iterator[Prompt]:
+def _in_turn(source: str, prompts: Iterator[tuple[Prompt, list[int]]]) -> Iterator[tuple[Prompt, list[int]]]:
     """Prompts of a set with groups, one of each group after the other."""
     corpus = find_corpus(source)
     if corpus is None or not corpus.groups:
         yield from prompts
         return
-    by_group: dict[str, list[Prompt]] = {}
-    for prompt in prompts:
-        by_group.setdefault(prompt.category, []).append(prompt)
+    by_group: dict[str, list[tuple[Prompt, list[int]]]] = {}
+    for prompt, ids in prompts:
+        by_group.setdefault(prompt.category, []).append((prompt, ids))
     for place in range(max(map(len, by_group.values()), default=0)):
         yield from (group[place] for group in by_group.values() if place < len(group))
 

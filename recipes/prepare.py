@@ -18,6 +18,7 @@ from ..checkpoints.artifact import tokenizer_fingerprint
 from ..data.cleaning_options import Cleaning
 from ..data.conversations import Conversation, CorpusReport, write_conversations
 from ..data.corpora import DOCUMENTED, find_corpus
+from ..data.files import data_files
 from ..data.lint import Linter, LintReport, colour
 from ..data.mixture import Part, hashed_share, mixture
 from ..data.prepared import SCHEMA, PreparedData, padding_id, prepare
@@ -140,21 +141,18 @@ def _prepare(section: DataSection, tokenizer: Any, identity: dict[str, Any], fol
                     progress=advance,
                     **options,
                 )
-        if section.heldout_source is not None:
-            heldout = list(read_conversations(section.heldout_source, limit=section.heldout_limit))
-        if not heldout:
-            kept = sum(report.kept for report in reports)
-            raise ValueError(
-                f"no conversation of {names} was held out: {kept} rows at a share of {section.heldout_share}; raise "
-                "data.heldout_share or give data.heldout_source"
-            )
-        heldout = heldout[: section.heldout_limit]
+        heldout = _checked_heldout(section, heldout, reports)
         prepare(heldout, tokenizer, template, section.block_tokens, unfinished / "heldout", source=identity, **options)
         write_conversations(heldout, unfinished / "heldout.jsonl")
         report = _report(section, reports, linter.report)
         (unfinished / "report.json").write_text(json.dumps(report, indent=2) + "\n", encoding="utf-8")
         unfinished.chmod(0o755)
-        unfinished.rename(folder)
+        try:
+            unfinished.rename(folder)
+        except OSError:
+            if not (folder / "report.json").is_file():
+                raise
+            say(f"data: another process has prepared {folder} meanwhile")
     finally:
         shutil.rmtree(unfinished, ignore_errors=True)
     for part, corpus in zip(section.parts(), reports, strict=True):
@@ -168,6 +166,28 @@ def _prepare(section: DataSection, tokenizer: Any, identity: dict[str, Any], fol
         f"data: {numbers['tokens']:,} tokens in {numbers['blocks']:,} blocks of {section.block_tokens} "
         f"({numbers['packing_density']:.1%} full), {numbers['trainable_share']:.1%} trained; {len(heldout)} held out"
     )
+
+
+def _checked_heldout(
+    section: DataSection, heldout: list[Conversation], reports: list[CorpusReport]
+) -> list[Conversation]:
+    """The conversations to evaluate on: those of a source of their own, or those that were taken out.
+
+    Raises:
+        ValueError: there are none.
+    """
+    if section.heldout_source is not None:
+        part = SourceSection(source=section.heldout_source, limit=section.heldout_limit)
+        heldout = list(_read(section, part, CorpusReport(), tell=False))
+        if not heldout:
+            raise ValueError(f"no conversation of data.heldout_source, {section.heldout_source}, could be used")
+    if not heldout:
+        names = ", ".join(part.source for part in section.parts())
+        raise ValueError(
+            f"no conversation of {names} was held out: {sum(report.kept for report in reports)} rows at a share of "
+            f"{section.heldout_share}; raise data.heldout_share or give data.heldout_source"
+        )
+    return heldout[: section.heldout_limit]
 
 
 def _report(section: DataSection, reports: list[CorpusReport], lint: LintReport) -> dict[str, Any]:
@@ -279,7 +299,7 @@ class _Hashes:
         if file.is_file():
             try:
                 self._known = json.loads(file.read_text(encoding="utf-8"))
-            except json.JSONDecodeError:  # another process was killed while writing it
+            except json.JSONDecodeError:  # two processes wrote it at once
                 self._known = {}
 
     def of(self, source: str) -> dict[str, Any]:
@@ -288,7 +308,7 @@ class _Hashes:
         if path.is_file():
             return {"files": {path.name: self._sha256(path)}}
         if path.is_dir():
-            files = sorted(item for item in path.rglob("*") if item.is_file())
+            files = data_files(path, None)
             return {"files": {str(item.relative_to(path)): self._sha256(item) for item in files}}
         corpus = find_corpus(source)
         if corpus is not None and corpus.rows is not None:

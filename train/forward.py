@@ -14,6 +14,7 @@ from torch import Tensor, nn
 from ..data.packing import PADDING, Batch
 from .attention import NAME, document_spans, register
 
+_ROUGH_TOLERANCE = 0.1  # the same in 16 bits
 _WORTH_IT = 0.7  # of a block's pairs of tokens inside documents: with more, one call for all of it is as fast
 _PROBE_TOLERANCE = 1e-3  # of the largest logit; a wrong head (bias, capping, scaling) is off by more
 
@@ -38,6 +39,7 @@ class PackedForward:
             )
         self.plain_head = has_plain_head(model)
         self._by_document = _attends_by_document(model)
+        _check_documents_apart(model, self)
 
     @property
     def vocab_size(self) -> int:
@@ -91,6 +93,27 @@ class PackedForward:
         return window is not None and getattr(self.config, "use_sliding_window", True) and length > window
 
 
+def _check_documents_apart(model: Any, forward: PackedForward) -> None:
+    """Raises ValueError for a model in which a document's states depend on what stands before it in the block."""
+    vocabulary = model.get_input_embeddings().weight.shape[0]
+    device = next(model.parameters()).device
+    tokens_BT = torch.tensor([[1, 2, 3, 2, 1, 3, 2]], device=device) % vocabulary
+    documents_BT = torch.tensor([[0, 0, 0, 1, 1, 1, 1]], device=device)
+    positions_BT = torch.tensor([[0, 1, 2, 0, 1, 2, 3]], device=device)
+    was_training = model.training
+    model.eval()
+    with torch.no_grad():
+        packed_BTD = forward.hidden(Batch(tokens_BT, tokens_BT, positions_BT, documents_BT))[:, 3:].float()
+        alone_BTD = _decoder(model)(tokens_BT[:, 3:], use_cache=False).last_hidden_state.float()
+    model.train(was_training)
+    tolerance = _PROBE_TOLERANCE if model.dtype == torch.float32 else _ROUGH_TOLERANCE
+    if (packed_BTD - alone_BTD).abs().max() > tolerance * alone_BTD.abs().max():
+        raise ValueError(
+            f"{type(model).__name__} carries states from one document of a block into the next (convolutions, "
+            "recurrence), so packed blocks are refused"
+        )
+
+
 def _attends_by_document(model: Any) -> bool:
     """Switch a model on a processor from SDPA to attention by document, where that gives the same states; whether it
     does is tried on two documents in one block. What has no packed blocks to read is not changed by it."""
@@ -124,7 +147,8 @@ def _attends_by_document(model: Any) -> bool:
             same = bool((wanted_BTD - found_BTD).abs().max() <= _PROBE_TOLERANCE * wanted_BTD.abs().max())
     except (TypeError, RuntimeError, ValueError):  # the decoder passes nothing on to its attention, or not as Llama
         same = False
-    model.train(was_training)
+    finally:
+        model.train(was_training)
     if not same:
         config._attn_implementation = "sdpa"
     return same

@@ -143,6 +143,7 @@ class _Run:
         self.module, self.optimizer = self.accelerator.prepare(module, _optimizer(module, config))
         self.parameters = [p for p in self.module.parameters() if p.requires_grad]
         if position is None:
+            self.data.restore(self.data.beginning)
             return Position()
         self.state.load(position)
         self.data.restore(position.data)

@@ -1,6 +1,6 @@
 """Preparing data: against the raw tokenizer, in bounded memory, how full blocks are, and what packing is worth.
 
-    python tests/bench/data.py [--quick] [--corpus FILE] [--tokenizer FOLDER] [--megabytes 600]
+    python tests/bench/data.py [--quick] [--corpus FILE] [--tokenizer FOLDER] [--megabytes 400]
 
 The corpus is by default the ShareGPT sample of the shared data, with LLaMA's tokenizer; without them the documentation
 of the installed packages with a BPE trained on it. `prepare_vs_tokenizer` is the time of the fastest tokenizer for the
@@ -17,7 +17,6 @@ from __future__ import annotations
 import argparse
 import json
 import os
-import resource
 import statistics
 import subprocess
 import sys
@@ -121,27 +120,33 @@ def limited(corpus: Path, tokenizer_folder: Path, megabytes: int, folder: Path) 
     with file.open("w", encoding="utf-8") as out:
         for _ in range(-(-10 * megabytes * 1_000_000 // size)):
             out.write("\n".join(chats) + "\n")
-    command = [sys.executable, __file__, "--child", str(file), str(tokenizer_folder), str(folder / "large")]
+    command = [sys.executable, "-c", CHILD, str(megabytes), str(file), str(tokenizer_folder), str(folder / "large")]
     start = time.perf_counter()
-    done = subprocess.run(
-        [*command, "--megabytes", str(megabytes)], stdout=subprocess.PIPE, text=True, check=True, cwd=folder
-    )
+    small = os.environ | {"OMP_NUM_THREADS": "1", "MALLOC_ARENA_MAX": "2"}  # threads' stacks and heaps count as well
+    done = subprocess.run(command, stdout=subprocess.PIPE, text=True, check=True, cwd=folder, env=small)
     found: dict[str, Any] = json.loads(done.stdout.splitlines()[-1])
     found |= {"corpus_mb": file.stat().st_size / 1e6, "limit_mb": megabytes, "seconds": time.perf_counter() - start}
     file.unlink()
     return found
 
 
-def child(file: str, tokenizer_folder: str, out: str, megabytes: int) -> None:
-    """Run by `limited` in a process of its own."""
-    limit = megabytes * 1_000_000
-    resource.setrlimit(resource.RLIMIT_DATA, (limit, limit))
-    tokenizer = load_tokenizer(tokenizer_folder)
-    before = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
-    data = prepare(read_conversations(file), tokenizer, TEMPLATE, BLOCK, out, source={})
-    peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
-    numbers = {key: data.manifest[key] for key in ("rows", "tokens", "packing_density")}
-    print(json.dumps({"peak_mb": peak / 1e3, "before_mb": before / 1e3} | numbers))
+# run by `limited` in a process of its own, which loads no more than preparing needs
+CHILD = """
+import json, resource, sys
+limit = int(sys.argv[1]) * 1_000_000
+resource.setrlimit(resource.RLIMIT_DATA, (limit, limit))
+from draftsmith.data.prepared import prepare
+from draftsmith.data.reading import read_conversations
+from draftsmith.data.templates import get_template
+from draftsmith.data.tokenizers import load_tokenizer
+tokenizer = load_tokenizer(sys.argv[3])
+before = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
+template = get_template("vicuna-v1.1")
+data = prepare(read_conversations(sys.argv[2]), tokenizer, template, 2048, sys.argv[4], source={})
+peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
+numbers = {key: data.manifest[key] for key in ("rows", "tokens", "packing_density")}
+print(json.dumps({"peak_mb": peak / 1e3, "before_mb": before / 1e3} | numbers))
+"""
 
 
 def training(corpus: Path, tokenizer: Any, folder: Path, quick: bool) -> dict[str, Any]:
@@ -181,12 +186,8 @@ def main() -> None:
     parser.add_argument("--quick", action="store_true", help="under a minute; leaves out the corpus larger than memory")
     parser.add_argument("--corpus", type=Path)
     parser.add_argument("--tokenizer", type=Path)
-    parser.add_argument("--megabytes", type=int, default=600, help="memory that the limited process may allocate")
-    parser.add_argument("--child", nargs=3, help=argparse.SUPPRESS)
+    parser.add_argument("--megabytes", type=int, default=400, help="memory that the limited process may allocate")
     arguments = parser.parse_args()
-    if arguments.child:
-        child(*arguments.child, arguments.megabytes)
-        return
     with tempfile.TemporaryDirectory() as name:
         folder = Path(name)
         corpus, tokenizer_folder = defaults(folder)

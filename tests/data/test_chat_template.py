@@ -139,6 +139,14 @@ def test_the_quickstarts_chat_template_is_chatml(chats: list[Conversation]) -> N
             "writes 'Well: ' before an answer",
         ),
         ("{% for m in messages %}<turn>{{ m['role'] }}</turn>{% endfor %}", "does not show a message exactly once"),
+        (  # the system text stands in the last question
+            "{% set s = messages[0]['content'] if messages[0]['role'] == 'system' else '' %}{% for m in messages %}"
+            "{% if m['role'] != 'system' %}<turn>{{ m['role'] }}\n{% if s and m['role'] == 'user' and "
+            "(loop.last or loop.index0 == messages | length - 2) %}{{ s }}\n\n{% endif %}{{ m['content'] }}</turn>"
+            "{% endif %}{% endfor %}{% if add_generation_prompt %}<turn>assistant\n{% endif %}",
+            "rewrites earlier turns",
+        ),
+        ("{{ strftime_now('%d %b %Y') }}{% for m in messages %}{{ m['content'] }}{% endfor %}", "today's date"),
     ],
 )
 def test_templates_that_cannot_be_learned_are_refused(chat_template: str | None, message: str) -> None:

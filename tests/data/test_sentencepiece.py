@@ -120,3 +120,13 @@ def test_saving_keeps_the_ids(folder: Path, tmp_path: Path) -> None:
     tokenizer.save_pretrained(tmp_path / "saved")
     again = load_tokenizer(str(tmp_path / "saved"))
     assert again(CODE).input_ids == tokenizer(CODE).input_ids
+
+
+def test_added_tokens_keep_the_tokenizers_own_encoder(folder: Path) -> None:
+    tokenizer = load_tokenizer(str(folder))
+    tokenizer.add_tokens(["<tool>"])
+    fast, plain = PieceEncoder(tokenizer, own=True), PieceEncoder(tokenizer)
+    plain._pieces = None
+    texts = ["use the <tool> here", "<tool>", "a", " <tool> b"]
+    for after in After:
+        assert fast.encode(texts, [after] * 4)[0].tolist() == plain.encode(texts, [after] * 4)[0].tolist()

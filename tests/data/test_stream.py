@@ -188,3 +188,20 @@ def test_an_epoch_is_opened_as_often_as_needed(rows_file: Path, bpe: Any) -> Non
     assert epochs == sorted(set(epochs))
     assert len(epochs) > 1
     assert all(isinstance(n, np.ndarray) and len(n) == 2 for n in numbers)
+
+
+def test_a_stream_can_be_read_from_its_beginning_again(rows_file: Path, bpe: Any) -> None:
+    data = stream(rows_file, bpe)
+    first = [data.step_batch(step, 3, 0)[1].tokens_BT for step in range(4)]
+    data.restore(data.beginning)
+    assert all(torch.equal(data.step_batch(step, 3, 0)[1].tokens_BT, first[step]) for step in range(4))
+
+
+@pytest.mark.parametrize("parallel", ["true", "false"])
+def test_workers_do_not_wait_for_threads_of_their_parent(
+    rows_file: Path, bpe: Any, monkeypatch: pytest.MonkeyPatch, parallel: str
+) -> None:
+    monkeypatch.setenv("TOKENIZERS_PARALLELISM", parallel)
+    assert len(list(render_all(open_epoch(rows_file, 0), bpe, CHATML, BLOCK))) == ROWS  # threads have been started
+    data = stream(rows_file, bpe, workers=1)
+    assert data.step_batch(0, 2, 0)[1].tokens_BT.shape == (2, BLOCK)
