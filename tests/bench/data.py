@@ -1,6 +1,7 @@
 """Preparing data: against the raw tokenizer, in bounded memory, how full blocks are, and what packing is worth.
 
-    python tests/bench/data.py [--quick] [--corpus FILE] [--tokenizer FOLDER] [--megabytes 400]
+    python tests/bench/data.py [--quick] [--parts throughput training limited] [--corpus FILE] [--tokenizer FOLDER]
+        [--megabytes 400]
 
 The corpus is by default the ShareGPT sample of the shared data, with LLaMA's tokenizer; without them the documentation
 of the installed packages with a BPE trained on it. `prepare_vs_tokenizer` is the time of the fastest tokenizer for the
@@ -41,6 +42,7 @@ from transformers import LlamaConfig, LlamaForCausalLM
 
 SHARED = Path(os.environ.get("DRAFTSMITH_SHARED", Path(__file__).resolve().parents[3] / "shared" / "data"))
 BLOCK = 2048
+PARTS = ("throughput", "training", "limited")
 TEMPLATE = get_template("vicuna-v1.1")
 
 
@@ -139,13 +141,15 @@ from draftsmith.data.prepared import prepare
 from draftsmith.data.reading import read_conversations
 from draftsmith.data.templates import get_template
 from draftsmith.data.tokenizers import load_tokenizer
+def peak():  # ru_maxrss would hold the parent's
+    with open("/proc/self/status") as status:
+        return next(int(line.split()[1]) for line in status if line.startswith("VmHWM"))
 tokenizer = load_tokenizer(sys.argv[3])
-before = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
+before = peak()
 template = get_template("vicuna-v1.1")
 data = prepare(read_conversations(sys.argv[2]), tokenizer, template, 2048, sys.argv[4], source={})
-peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
 numbers = {key: data.manifest[key] for key in ("rows", "tokens", "packing_density")}
-print(json.dumps({"peak_mb": peak / 1e3, "before_mb": before / 1e3} | numbers))
+print(json.dumps({"peak_mb": peak() / 1e3, "before_mb": before / 1e3} | numbers))
 """
 
 
@@ -184,6 +188,7 @@ def _drawn(data: PreparedData, batches: int) -> list[Batch]:
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--quick", action="store_true", help="under a minute; leaves out the corpus larger than memory")
+    parser.add_argument("--parts", nargs="+", choices=PARTS, help="by default all; not limited with --quick")
     parser.add_argument("--corpus", type=Path)
     parser.add_argument("--tokenizer", type=Path)
     parser.add_argument("--megabytes", type=int, default=400, help="memory that the limited process may allocate")
@@ -196,11 +201,13 @@ def main() -> None:
         data = prepare(read_conversations(str(corpus)), tokenizer, TEMPLATE, BLOCK, folder / "once", source={})
         result: dict[str, Any] = {"corpus": corpus.name, "packing_density": data.manifest["packing_density"]}
         print(f"blocks of {BLOCK} are {result['packing_density']:.1%} full, {data.manifest['rendering']}")
-        result |= throughput(corpus, tokenizer, tokenizer_folder, folder, arguments.quick)
-        print(f"prepare_vs_tokenizer {result['prepare_vs_tokenizer']:.2f}")
-        result["training"] = training(corpus, tokenizer, folder, arguments.quick)
-        result["peak_mb"] = None
-        if not arguments.quick:
+        parts = arguments.parts or [part for part in PARTS if part != "limited" or not arguments.quick]
+        if "throughput" in parts:
+            result |= throughput(corpus, tokenizer, tokenizer_folder, folder, arguments.quick)
+            print(f"prepare_vs_tokenizer {result['prepare_vs_tokenizer']:.2f}")
+        if "training" in parts:
+            result["training"] = training(corpus, tokenizer, folder, arguments.quick)
+        if "limited" in parts:
             result["limited"] = limited(corpus, tokenizer_folder, arguments.megabytes, folder)
             result["peak_mb"] = result["limited"]["peak_mb"]
             print(f"limited: {result['limited']}")
