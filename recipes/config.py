@@ -25,12 +25,9 @@ def check_cleaning(options: dict[str, Any]) -> None:
     Cleaning(**options)
 
 
-class SourceSection(Section):
-    """One corpus."""
+class PlaceSection(Section):
+    """Where the rows of a corpus lie."""
 
-    source: str
-    """A local file or folder (.json, .jsonl, .parquet, .arrow, .txt, packed with gzip or Zstandard too), the name of a
-    known corpus (`draftsmith corpora`), or a hub id."""
     path: str | None = None
     """A local copy that stands in for the hub."""
     config: str | None = None
@@ -43,21 +40,23 @@ class SourceSection(Section):
     """One data file inside a hub repository."""
     limit: int | None = Field(None, ge=1)
     """Read at most this many conversations."""
+
+
+class SourceSection(PlaceSection):
+    """One corpus."""
+
+    source: str
+    """A local file or folder (.json, .jsonl, .parquet, .arrow, .txt, packed with gzip or Zstandard too), the name of a
+    known corpus (`draftsmith corpora`), or a hub id."""
     weight: float = Field(1.0, gt=0)
     """How often each row is used in an epoch; 0.25: a quarter of the rows."""
 
 
-class DataSection(Section):
+class DataSection(PlaceSection):
     """Where conversations come from and how they become token blocks."""
 
     source: str | None = None
-    """A corpus, as in `mixture`, for which the next six fields are."""
-    path: str | None = None
-    config: str | None = None
-    split: str | None = None
-    revision: str | None = None
-    file: str | None = None
-    limit: int | None = Field(None, ge=1)
+    """A corpus, as in `mixture`; `path`, `config`, `split`, `revision`, `file` and `limit` are for it."""
     mixture: list[SourceSection] = []
     """Several corpora instead."""
     skip_broken: bool = False
@@ -95,15 +94,14 @@ class DataSection(Section):
         """The corpora."""
         if self.source is None:
             return self.mixture
-        own = {name: getattr(self, name) for name in SourceSection.model_fields if name != "weight"}
-        return [SourceSection(**own)]
+        return [SourceSection(source=self.source, **{name: getattr(self, name) for name in PlaceSection.model_fields})]
 
     @model_validator(mode="after")
     def _consistent(self) -> DataSection:
         if (self.source is None) == (not self.mixture):
             given = "both" if self.source else "neither"
             raise ValueError(f"give one of `source` (a corpus) and `mixture` (several), got {given}")
-        if self.source is None and any((self.path, self.config, self.split, self.revision, self.file, self.limit)):
+        if self.source is None and any(getattr(self, name) for name in PlaceSection.model_fields):
             raise ValueError("with `mixture`, path, config, split, revision, file and limit belong to its corpora")
         check_cleaning(self.clean)
         return self
@@ -398,21 +396,14 @@ class ServerSection(Section):
     """Environment variable that holds the API key; where it is not set, the word none is sent instead of one."""
 
 
-class RegenerateRecipe(Section):
+class RegenerateRecipe(PlaceSection):
     """Replace the answers of a corpus by a target's own."""
 
     kind: Literal["regenerate"]
     out: str = Field(pattern=r"\.jsonl$")
     """The file of conversations (.jsonl); settings, errors and the recipe lie beside it."""
     source: str
-    """The corpus whose questions are asked, as in `SourceSection`; also the next five fields."""
-    path: str | None = None
-    config: str | None = None
-    split: str | None = None
-    revision: str | None = None
-    file: str | None = None
-    limit: int | None = Field(None, ge=1)
-    """Read at most this many conversations."""
+    """The corpus whose questions are asked, as in a data section."""
     clean: dict[str, Any] = {}
     """What is cut and dropped before: the options of `draftsmith.data.cleaning_options.Cleaning`."""
     target: str | None = None

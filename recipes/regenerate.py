@@ -31,7 +31,7 @@ from ..decode.methods import METHODS, Parts, build_method, method_options
 from ..decode.rng import Rng
 from ..decode.warpers import Sampling
 from ..train.interrupts import Interrupted, StopSignals
-from .config import RegenerateRecipe, ServerSection
+from .config import PlaceSection, RegenerateRecipe, ServerSection
 from .evaluate import stop_ids
 from .loading import write_recipe
 from .terminal import bar, say
@@ -105,7 +105,7 @@ def _settings(recipe: RegenerateRecipe) -> dict[str, Any]:
 
 
 def _read(recipe: RegenerateRecipe, report: CorpusReport | None = None) -> Iterator[Conversation]:
-    places = recipe.model_dump(include={"path", "config", "split", "revision", "file", "limit"})
+    places = recipe.model_dump(include=set(PlaceSection.model_fields))
     return read_conversations(recipe.source, **places, cleaning=Cleaning(**recipe.clean), report=report)
 
 

@@ -155,6 +155,31 @@ def test_a_streamed_run_goes_on_where_it_was_killed(cli: Cli, drafter_recipe: Pa
     assert "`train.steps` is needed" in endless.stderr
 
 
+def test_two_ranks_with_two_workers_each_train_on_the_stream_of_one(
+    cli: Cli, drafter_recipe: Path, tmp_path: Path
+) -> None:
+    streamed = ["data.streaming=true", "data.window=8", "data.workers=2", "train.steps=20"]
+    alone = cli("train", str(drafter_recipe), *streamed, f"out={tmp_path / 'alone'}")
+    assert alone.returncode == 0, alone.stderr
+    launch = [sys.executable, "-m", "accelerate.commands.launch", "--multi_gpu", "--num_processes", "2"]
+    launch += ["--num_machines", "1", "--mixed_precision", "no", "--dynamo_backend", "no", "-m", "draftsmith", "train"]
+    one_thread = os.environ | {"ACCELERATE_USE_CPU": "true", "OMP_NUM_THREADS": "1"}
+    together = subprocess.run(
+        [*launch, str(drafter_recipe), *streamed],
+        capture_output=True,
+        text=True,
+        env=one_thread,
+        timeout=240,
+        check=False,
+    )
+    assert together.returncode == 0, together.stderr
+    assert "2 processes (MULTI_CPU)" in together.stderr
+    # the loss of a step is the mean over all trained tokens of the global batch: a row lost or doubled would show
+    mine, theirs = losses(tmp_path / "alone.state"), losses(tmp_path / "drafter.state")
+    assert theirs == pytest.approx(mine, rel=1e-5)
+    assert len(mine) == 20
+
+
 def test_a_table_is_the_same_from_a_stream(cli: Cli, corpus: Path, drafter_recipe: Path, tmp_path: Path) -> None:
     data = yaml.safe_load(drafter_recipe.read_text())["data"]
     recipe = {"kind": "table", "tokenizer": str(corpus / "tokenizer"), "data": data}
