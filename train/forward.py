@@ -26,7 +26,8 @@ class PackedForward:
     data parallelism nor stored in a checkpoint.
 
     Raises:
-        ValueError: the model cannot be given positions (ALiBi models such as Bloom).
+        ValueError: the model cannot be given positions (ALiBi models such as Bloom), or carries states from one
+            document of a block into the next.
     """
 
     def __init__(self, model: Any) -> None:
@@ -38,8 +39,15 @@ class PackedForward:
                 f"{type(model).__name__} takes no position_ids, so blocks of several documents are refused"
             )
         self.plain_head = has_plain_head(model)
-        self._by_document = _attends_by_document(model)
-        _check_documents_apart(model, self)
+        self.by_document = _can_attend_by_document(model)
+        if self.by_document and not _keeps_documents_apart(self):  # the decoder passes nothing on to its attention
+            self.config._attn_implementation = "sdpa"
+            self.by_document = False
+        if not self.by_document and not _keeps_documents_apart(self):
+            raise ValueError(
+                f"{type(model).__name__} carries states from one document of a block into the next (convolutions, "
+                "recurrence), so packed blocks are refused"
+            )
 
     @property
     def vocab_size(self) -> int:
@@ -73,7 +81,7 @@ class PackedForward:
             rows, length = documents_BT.shape
             positions_BT = torch.arange(length, device=documents_BT.device).expand(rows, length)
             return {"attention_mask": None, "position_ids": positions_BT}
-        if self._by_document and documents_BT.device.type == "cpu":
+        if self.by_document and documents_BT.device.type == "cpu":
             spans = document_spans(documents_BT)
             lengths = [end - start for row in spans for start, end in row]
             if sum(length**2 for length in lengths) < _WORTH_IT * documents_BT.numel() * documents_BT.shape[1]:
@@ -93,65 +101,38 @@ class PackedForward:
         return window is not None and getattr(self.config, "use_sliding_window", True) and length > window
 
 
-def _check_documents_apart(model: Any, forward: PackedForward) -> None:
-    """Raises ValueError for a model in which a document's states depend on what stands before it in the block."""
-    vocabulary = model.get_input_embeddings().weight.shape[0]
+def _can_attend_by_document(model: Any) -> bool:
+    """Switch a model on a processor from SDPA to attention by document, if it may be; nothing else notices it."""
+    config = model.config.get_text_config()
+    if next(model.parameters()).device.type != "cpu" or getattr(config, "sliding_window", None) is not None:
+        return False
+    if getattr(config, "_attn_implementation", None) == "sdpa":
+        register()
+        config._attn_implementation = NAME
+    return getattr(config, "_attn_implementation", None) == NAME
+
+
+def _keeps_documents_apart(forward: PackedForward) -> bool:
+    """Whether a document behind another in a block has the states that it has alone."""
+    model = forward.model
     device = next(model.parameters()).device
-    tokens_BT = torch.tensor([[1, 2, 3, 2, 1, 3, 2]], device=device) % vocabulary
+    tokens_BT = torch.tensor([[1, 2, 3, 2, 1, 3, 2]], device=device) % model.get_input_embeddings().weight.shape[0]
     documents_BT = torch.tensor([[0, 0, 0, 1, 1, 1, 1]], device=device)
     positions_BT = torch.tensor([[0, 1, 2, 0, 1, 2, 3]], device=device)
     was_training = model.training
     model.eval()
-    with torch.no_grad():
-        packed_BTD = forward.hidden(Batch(tokens_BT, tokens_BT, positions_BT, documents_BT))[:, 3:].float()
-        alone_BTD = _decoder(model)(tokens_BT[:, 3:], use_cache=False).last_hidden_state.float()
-    model.train(was_training)
-    tolerance = _PROBE_TOLERANCE if model.dtype == torch.float32 else _ROUGH_TOLERANCE
-    if (packed_BTD - alone_BTD).abs().max() > tolerance * alone_BTD.abs().max():
-        raise ValueError(
-            f"{type(model).__name__} carries states from one document of a block into the next (convolutions, "
-            "recurrence), so packed blocks are refused"
-        )
-
-
-def _attends_by_document(model: Any) -> bool:
-    """Switch a model on a processor from SDPA to attention by document, where that gives the same states; whether it
-    does is tried on two documents in one block. What has no packed blocks to read is not changed by it."""
-    config = model.config.get_text_config()
-    if next(model.parameters()).device.type != "cpu" or not hasattr(config, "_attn_implementation"):
-        return False
-    if config._attn_implementation == NAME:
-        return True
-    if config._attn_implementation != "sdpa" or getattr(config, "sliding_window", None) is not None:
-        return False
-    register()
-    decoder = _decoder(model)
-    tokens_BT = torch.arange(7)[None] % config.vocab_size
-    documents_BT = torch.tensor([[0, 0, 0, 1, 1, 1, 1]])
-    positions_BT = torch.tensor([[0, 1, 2, 0, 1, 2, 3]])
-    mask_B1TT = Batch(tokens_BT, tokens_BT, positions_BT, documents_BT).attention_mask_B1TT()
-    was_training = model.training
-    model.eval()
     try:
         with torch.no_grad():
-            expected = decoder(tokens_BT, attention_mask=mask_B1TT, position_ids=positions_BT, use_cache=False)
-            config._attn_implementation = NAME
-            found = decoder(
-                tokens_BT,
-                attention_mask=torch.zeros(1, 1, 1, 1, dtype=model.dtype),
-                position_ids=positions_BT,
-                spans=document_spans(documents_BT),
-                use_cache=False,
-            )
-            wanted_BTD, found_BTD = expected.last_hidden_state.float(), found.last_hidden_state.float()
-            same = bool((wanted_BTD - found_BTD).abs().max() <= _PROBE_TOLERANCE * wanted_BTD.abs().max())
-    except (TypeError, RuntimeError, ValueError):  # the decoder passes nothing on to its attention, or not as Llama
-        same = False
+            packed_BTD = forward.hidden(Batch(tokens_BT, tokens_BT, positions_BT, documents_BT))[:, 3:].float()
+            alone_BTD = _decoder(model)(tokens_BT[:, 3:], use_cache=False).last_hidden_state.float()
+    except TypeError:  # a decoder that takes nothing for its attention
+        if not forward.by_document:
+            raise
+        return False
     finally:
         model.train(was_training)
-    if not same:
-        config._attn_implementation = "sdpa"
-    return same
+    tolerance = _PROBE_TOLERANCE if model.dtype == torch.float32 else _ROUGH_TOLERANCE
+    return bool((packed_BTD - alone_BTD).abs().max() <= tolerance * alone_BTD.abs().max())
 
 
 def has_plain_head(model: Any) -> bool:

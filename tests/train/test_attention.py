@@ -39,8 +39,8 @@ MODELS = {
 
 def states_and_gradient(model: Any, batch: Batch, by_document: bool) -> tuple[torch.Tensor, list[torch.Tensor]]:
     forward = PackedForward(model)
-    assert forward._by_document, "or nothing is compared"
-    forward._by_document = by_document
+    assert forward.by_document, "or nothing is compared"
+    forward.by_document = by_document
     model.zero_grad()
     hidden_BTD = forward.hidden(batch)
     real = (batch.documents_BT >= 0)[..., None]
@@ -102,7 +102,7 @@ def test_models_that_cannot_are_left_as_they_are() -> None:
     eager = LlamaForCausalLM(LlamaConfig(**SMALL, intermediate_size=32, attn_implementation="eager"))
     for model, implementation in ((sliding, "sdpa"), (eager, "eager")):
         forward = PackedForward(model)
-        assert not forward._by_document
+        assert not forward.by_document
         assert model.config._attn_implementation == implementation
     bloom = BloomForCausalLM(BloomConfig(vocab_size=32, hidden_size=16, n_layer=2, n_head=4))
     with pytest.raises(ValueError, match="takes no position_ids"):
