@@ -16,9 +16,10 @@ from rich.table import Table
 
 from .. import __version__
 from ..train.interrupts import Interrupted, TrainingError
-from .config import DrafterRecipe, EvaluateRecipe, HeadsRecipe, QuickstartRecipe, RegenerateRecipe, TableRecipe
+from .config import EvaluateRecipe, QuickstartRecipe, RegenerateRecipe
 from .loading import find_recipe, load_recipe, shipped_recipes
 from .terminal import console, say
+from .training import DrafterRecipe, HeadsRecipe, TableRecipe
 
 app = typer.Typer(
     help="Train drafters, prediction heads and bigram tables for speculative decoding; measure what each is worth.",

@@ -26,7 +26,7 @@ from ..data.reading import read_conversations
 from ..data.rendering import Renderer
 from ..data.stream import StreamedData
 from ..data.templates import get_template
-from .config import DataSection, SourceSection
+from .data_sections import DataSection, SourceSection
 from .terminal import console, counter, say
 
 # What a section says about how it is read, not about what comes of it.

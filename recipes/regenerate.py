@@ -31,7 +31,8 @@ from ..decode.methods import METHODS, Parts, build_method, method_options
 from ..decode.rng import Rng
 from ..decode.warpers import Sampling
 from ..train.interrupts import Interrupted, StopSignals
-from .config import PlaceSection, RegenerateRecipe, ServerSection
+from .config import RegenerateRecipe, ServerSection
+from .data_sections import PlaceSection
 from .evaluate import stop_ids
 from .loading import write_recipe
 from .terminal import bar, say

@@ -37,11 +37,12 @@ from ..train.drafter import DrafterTask
 from ..train.heads import HeadsTask
 from ..train.loop import FitConfig, FitResult, Task, fit
 from ..train.table import count_table
-from .config import DrafterRecipe, HeadsRecipe, MeasureSection, Section, TableRecipe, TrainSection
+from .data_sections import Section
 from .evaluate import load_prompts, stop_ids
 from .loading import write_recipe
 from .prepare import Prepared, prepare_data
 from .terminal import say
+from .training import DrafterRecipe, HeadsRecipe, MeasureSection, TableRecipe, TrainSection
 
 
 def run_train(recipe: DrafterRecipe | HeadsRecipe | TableRecipe) -> Path:

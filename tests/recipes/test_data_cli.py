@@ -18,7 +18,7 @@ from draftsmith.checkpoints.artifact import load_manifest
 from draftsmith.checkpoints.table import BigramTable
 from draftsmith.data.prepared import PreparedData
 from draftsmith.data.tokenizers import load_tokenizer
-from draftsmith.recipes.config import DataSection
+from draftsmith.recipes.data_sections import DataSection
 from draftsmith.recipes.evaluate import load_prompts
 from draftsmith.recipes.prepare import prepare_data
 

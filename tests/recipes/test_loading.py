@@ -5,9 +5,10 @@ from __future__ import annotations
 from pathlib import Path
 
 import pytest
-from draftsmith.recipes.config import DrafterRecipe, QuickstartRecipe
+from draftsmith.recipes.config import QuickstartRecipe
 from draftsmith.recipes.loading import dump_recipe, find_recipe, load_recipe, shipped_recipes
 from draftsmith.recipes.quickstart import resolve
+from draftsmith.recipes.training import DrafterRecipe
 
 RECIPE = """
 kind: drafter

@@ -1,0 +1,262 @@
+"""The sections of a training recipe, and the training recipes; see `config`."""
+
+from __future__ import annotations
+
+from typing import Any, Literal
+
+from pydantic import Field, model_validator
+
+from .data_sections import DataSection, Section
+
+
+class LoraSection(Section):
+    """Train low-rank changes to a model's matrices instead of it, with peft (Hu et al. 2021, arXiv 2106.09685)."""
+
+    rank: int = Field(16, ge=1)
+    """Rank of each change."""
+    alpha: float = Field(32.0, gt=0)
+    """A change is scaled by alpha / rank."""
+    dropout: float = Field(0.0, ge=0, lt=1)
+    """Dropout before each change."""
+    targets: list[str] = []
+    """Ends of the names of the linear layers to change, such as q_proj; empty: all but the output projection."""
+    export: Literal["merged", "adapter"] = "merged"
+    """What the artifact holds: a whole model with the changes added, or the adapter alone, to be swapped."""
+
+
+class ModelSection(Section):
+    """The model to train: an existing one, a part of one, or a new one."""
+
+    source: str | None = None
+    """Folder or hub id of the model to start from."""
+    layers: list[int] = []
+    """Keep only these layers of `source`, counted from 0: a drafter cut from its target."""
+    config: dict[str, Any] | None = None
+    """A new model instead: `model_type` and other fields of its transformers configuration."""
+    embeddings: Literal["own", "target"] = "own"
+    """`target`: start from the target's token embeddings and output projection; the hidden sizes must agree."""
+    freeze_embeddings: bool = False
+    """Leave the token embeddings and the output projection as they are."""
+    lora: LoraSection | None = None
+    """Train an adapter, not the whole model."""
+    attention: Literal["auto", "eager", "sdpa", "flash_attention_2", "flash_attention_3", "flex_attention"] = "auto"
+    """Attention kernel of transformers; auto: SDPA where the model has it."""
+    dtype: Literal["float32", "bfloat16", "float16"] = "float32"
+    """Type of the weights while training."""
+
+    @model_validator(mode="after")
+    def _one_of_them(self) -> ModelSection:
+        if (self.source is None) == (self.config is None):
+            given = "both" if self.source else "neither"
+            raise ValueError(f"give one of `source` (start from a model) and `config` (make a new one), got {given}")
+        if self.config is not None and "model_type" not in self.config:
+            raise ValueError("`config` needs `model_type`, such as llama")
+        if self.layers and (self.source is None or min(self.layers) < 0 or self.layers != sorted(set(self.layers))):
+            raise ValueError(f"`layers` is {self.layers}: give layers of `source`, rising from 0, each once")
+        if self.lora is not None and (self.config is not None or self.freeze_embeddings):
+            raise ValueError("`lora` changes a model of `source`, whose embeddings it leaves alone by itself")
+        return self
+
+
+class TeacherSection(Section):
+    """How the target teaches in the distillation objectives."""
+
+    temperature: float = Field(1.0, gt=0)
+    """Divides the logits of both sides."""
+    top_k: int = Field(0, ge=0)
+    """Learn from the target's k most likely tokens only; 0: from all."""
+    tail: Literal["bucket", "renormalise"] = "bucket"
+    """What becomes of the others with `top_k`: one event "any other token" on both sides, or the k are made to sum to 1
+    (what a target that samples with this top_k does)."""
+    cache: str | None = None
+    """Folder that keeps the target's `top_k` log-probabilities of all training blocks (`draftsmith prepare --teacher`):
+    the target is then run once, however many epochs and drafters learn from it."""
+    dtype: Literal["auto", "float32", "bfloat16", "float16"] = "auto"
+    """Type of the target's weights; auto takes that of the files."""
+    load_in_8bit: bool = False
+    """Hold the target's matrices in 8 bits (bitsandbytes; where that is installed)."""
+    batch: int = Field(4, ge=1)
+    """Blocks per forward while the cache is written."""
+
+    @model_validator(mode="after")
+    def _consistent(self) -> TeacherSection:
+        if self.cache is not None and not self.top_k:
+            raise ValueError("`cache` needs `top_k`: whole distributions are too large to keep")
+        if self.top_k and self.tail == "bucket" and self.temperature != 1:
+            raise ValueError(f"`tail: bucket` needs temperature 1, got {self.temperature}: use `tail: renormalise`")
+        return self
+
+
+class OnPolicySection(Section):
+    """Learn on what the drafter itself writes (DistillSpec: Zhou et al. 2023, arXiv 2310.08461)."""
+
+    share: float = Field(0.5, gt=0, le=1)
+    """Share of a step's blocks whose answers are sampled from the drafter and scored by the target; the others keep
+    theirs."""
+    new_tokens: int = Field(256, ge=1)
+    """Longest sampled answer; it is never longer than the block has room for."""
+    temperature: float = Field(1.0, gt=0)
+    """Of the sampling."""
+
+
+class TrainSection(Section):
+    """The training loop."""
+
+    epochs: float = Field(1.0, gt=0)
+    """Passes over the data; `steps` overrides it."""
+    steps: int | None = Field(None, ge=1)
+    """Optimizer steps; needed when the data is streamed, whose length nobody knows."""
+    global_batch: int = Field(128, ge=1)
+    """Blocks per optimizer step, over all processes and micro batches."""
+    micro_batch: int = Field(4, ge=1)
+    """Blocks per forward of one process."""
+    learning_rate: float = Field(2e-5, gt=0)
+    """Peak learning rate."""
+    schedule: Literal["cosine", "linear", "constant"] = "cosine"
+    """How the learning rate falls after its warm-up."""
+    warmup: float = Field(0.03, ge=0, lt=1)
+    """Share of the steps in which the learning rate rises."""
+    weight_decay: float = Field(0.0, ge=0)
+    """AdamW's weight decay."""
+    betas: list[float] = Field([0.9, 0.999], min_length=2, max_length=2)
+    """AdamW's moment decays."""
+    clip_norm: float = Field(1.0, ge=0)
+    """Largest norm of the gradient; 0 never clips."""
+    precision: Literal["no", "bf16", "fp16"] = "no"
+    """Mixed precision."""
+    gradient_checkpointing: bool = False
+    """Recompute activations in the backward pass: less memory, more time."""
+    evaluate_every: int = Field(200, ge=0)
+    """Steps between evaluations on held-out data, the first before training; 0: only at the end."""
+    save_every: int = Field(200, ge=0)
+    """Steps between checkpoints, which is what a killed run may lose; 0: only at the end."""
+    keep_checkpoints: int = Field(2, ge=1)
+    """How many checkpoints stay on disk."""
+    log_every: int = Field(10, ge=1)
+    """Steps between lines of the log, and of what trackers are sent."""
+    trackers: list[Literal["tensorboard", "wandb", "trackio", "mlflow"]] = []
+    """Where else to log, through accelerate."""
+    on_bad_step: Literal["stop", "skip"] = "stop"
+    """What to do when loss or gradient are not finite, or the gradient is larger than `max_norm`: stop, or leave the
+    weights as they are and go on (50 times in a row at most)."""
+    max_norm: float = Field(0.0, ge=0)
+    """A gradient of a larger norm, before clipping, is a bad step; 0: only one that is not finite."""
+    compile: bool = False
+    """Compile the model with torch.compile: minutes at the start, then faster on CUDA."""
+    liger: bool = False
+    """Use Liger's kernels in the model (CUDA; needs liger-kernel)."""
+    seed: int = 0
+    """Order of the data and initial weights."""
+
+
+class MeasureSection(Section):
+    """Acceptance measured while training, by decoding a fixed held-out sample."""
+
+    prompts: int = Field(8, ge=0)
+    """Held-out prompts to decode; 0 measures nothing."""
+    new_tokens: int = Field(48, ge=1)
+    """Tokens per prompt."""
+    temperature: float = Field(0.0, ge=0)
+    """0 decodes greedily."""
+    gamma: int = Field(4, ge=1)
+    """Draft tokens a step (drafters)."""
+    tree: str = "2x1"
+    """Candidates by depth (heads)."""
+    blocks: int = Field(64, ge=0)
+    """Held-out blocks for losses and teacher-forced agreement; 0: none."""
+    keep: Literal["best", "last"] = "best"
+    """Which weights become the artifact: those with the most tokens per step of all evaluations, or the last."""
+
+
+Weight = float | list[float]
+"""Of an objective: a number, or [at the start, at the end of the run], or [from, to, share of the run at which `to` is
+reached]; linear between."""
+
+
+class DrafterRecipe(Section):
+    """Train a language model: a drafter, or a target from scratch."""
+
+    kind: Literal["drafter"]
+    out: str
+    """Folder of the artifact; logs and checkpoints lie beside it in `<out>.state`."""
+    model: ModelSection
+    target: str | None = None
+    """Folder or hub id of the model to draft for; the teacher of the distillation objectives."""
+    tokenizer: str | None = None
+    """Folder or hub id of the tokenizer; by default the target's, else the model's."""
+    objective: dict[str, Weight] = {"cross-entropy": 1.0}
+    """Objectives by name (`draftsmith.train.objectives.OBJECTIVES`) with their weights."""
+    teacher: TeacherSection = TeacherSection()
+    on_policy: OnPolicySection | None = None
+    """Learn on the drafter's own samples too."""
+    data: DataSection
+    train: TrainSection = TrainSection()
+    measure: MeasureSection = MeasureSection()
+
+    @property
+    def tokenizer_source(self) -> str:
+        return self.tokenizer or self.target or str(self.model.source)
+
+    @property
+    def distils(self) -> bool:
+        """Whether an objective looks at the target's distributions."""
+        return set(self.objective) != {"cross-entropy"}
+
+    @model_validator(mode="after")
+    def _teacher(self) -> DrafterRecipe:
+        if self.tokenizer is None and self.target is None and self.model.source is None:
+            raise ValueError("a new model without a target needs `tokenizer`")
+        taught = sorted(set(self.objective) - {"cross-entropy"})
+        if taught and self.target is None:
+            raise ValueError(f"objective {taught[0]!r} needs a `target` to learn from")
+        if self.model.embeddings == "target" and self.target is None:
+            raise ValueError("`model.embeddings: target` needs a `target`")
+        if self.on_policy is not None and (not taught or self.teacher.cache is not None):
+            reason = "a distillation objective" if not taught else "the target itself, not a cache of it"
+            raise ValueError(f"`on_policy` needs {reason}: nobody knows beforehand what the drafter will write")
+        return self
+
+
+class HeadsRecipe(Section):
+    """Train Medusa-1 / SLiM prediction heads on a frozen target."""
+
+    kind: Literal["heads"]
+    out: str
+    """Folder of the artifact; logs and checkpoints lie beside it in `<out>.state`."""
+    target: str
+    """Folder or hub id of the model that the heads sit on."""
+    num_heads: int = Field(4, ge=1)
+    """Head k predicts the token k + 2 places ahead (k from 0)."""
+    num_layers: int = Field(1, ge=0)
+    """Residual blocks a head."""
+    weight_decay_by_head: float = Field(0.8, gt=0)
+    """Head k's loss counts this to the power of k (so the first head counts 1)."""
+    data: DataSection
+    train: TrainSection = TrainSection(learning_rate=1e-3, warmup=0.1)
+    measure: MeasureSection = MeasureSection()
+
+    @property
+    def tokenizer_source(self) -> str:
+        return self.target
+
+    @model_validator(mode="after")
+    def _tree(self) -> HeadsRecipe:
+        depth = self.measure.tree.count("x") + 1
+        if self.measure.prompts and depth > self.num_heads:
+            raise ValueError(f"`measure.tree` is {depth} levels deep, and there are {self.num_heads} heads")
+        return self
+
+
+class TableRecipe(Section):
+    """Count the bigram correlation table of a corpus (SLiM, eq. 5)."""
+
+    kind: Literal["table"]
+    out: str
+    """Folder of the artifact."""
+    tokenizer: str
+    """Folder or hub id of the tokenizer."""
+    data: DataSection
+
+    @property
+    def tokenizer_source(self) -> str:
+        return self.tokenizer
