@@ -39,6 +39,13 @@ class Batch:
             self.documents_BT.to(device),
         )
 
+    def rows(self, rows: np.ndarray) -> Batch:
+        """The batch of these rows, in this order."""
+        chosen = torch.from_numpy(rows)
+        return Batch(
+            self.tokens_BT[chosen], self.labels_BT[chosen], self.positions_BT[chosen], self.documents_BT[chosen]
+        )
+
     def attention_mask_B1TT(self) -> torch.Tensor:
         """Boolean [B, 1, T, T], True where the row's token may attend to the column's: earlier or itself, and of the
         same document. Padding attends to itself alone, so that no row is empty."""

@@ -89,6 +89,8 @@ TEMPLATES: dict[str, Template] = {
         ),
         # no words of its own: for translation, summaries and bare text
         Template(name="plain", start="", system=("", "\n"), next="", middle="\n", end="{eos}"),
+        # T5's own: what the encoder reads ends as what the decoder writes; a system text is the task's prefix
+        Template(name="t5", start="", system=("", " "), next="", middle="{eos}", end="{eos}"),
     )
 }
 

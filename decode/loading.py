@@ -5,7 +5,9 @@ Shape letters: N tree nodes, V vocabulary.
 
 from __future__ import annotations
 
+import json
 from pathlib import Path
+from typing import Any
 
 import torch
 from safetensors import SafetensorError
@@ -13,9 +15,11 @@ from transformers import AutoConfig, AutoModelForCausalLM, AutoModelForSeq2SeqLM
 
 from .graphs import GraphedModel
 from .lean import LeanLlama
-from .models import LanguageModel, TransformersModel
+from .models import LanguageModel, TransformersModel, bare_model
 from .seq2seq import Seq2SeqModel, check_source_forward
 from .tree import Tree
+
+ADAPTER_CONFIG = "adapter_config.json"
 
 
 def wrap_model(
@@ -24,7 +28,8 @@ def wrap_model(
     """A scorer over a transformers model.
 
     Args:
-        model: any causal LM, or an encoder-decoder of the T5 family; it is put into evaluation mode.
+        model: any causal LM, or an encoder-decoder of the T5 family, with LoRA layers or without, in peft's wrapper or
+            without; it is put into evaluation mode.
         fast: use the thin forward of `lean.py` where it covers the model (Llama-type decoders). It copies some
             weights and shares others: after further training, wrap the model again.
         graphs: replay forwards of few tokens as CUDA graphs (`graphs.py`). None: where the thin forward serves, on a
@@ -37,6 +42,7 @@ def wrap_model(
             of another family; `graphs` for a model that does not lie on one CUDA device, or for an encoder-decoder.
     """
     model.eval()
+    model = bare_model(model)
     if model.config.is_encoder_decoder:
         if graphs:
             raise ValueError(f"CUDA graphs are for decoders; {model.config.model_type!r} is an encoder-decoder")
@@ -89,24 +95,54 @@ def check_tree_forward(wrapped: LanguageModel, model: PreTrainedModel) -> None:
 
 
 def load_model(
-    source: str, *, dtype: str | torch.dtype = "auto", device: str = "cpu", device_map: str | None = None
+    source: str,
+    *,
+    dtype: str | torch.dtype = "auto",
+    device: str = "cpu",
+    device_map: str | None = None,
+    attention: str | None = None,
 ) -> PreTrainedModel:
     """A causal LM or an encoder-decoder from a folder or a hub id, in evaluation mode; never with remote code.
+
+    A folder with a LoRA adapter of peft gives the model that it was made for with the adapter added to its weights: a
+    plain model, which decodes as fast as any other.
 
     Args:
         device: where to put it.
         device_map: spread it over several devices instead, as accelerate does: auto, balanced, sequential …
+        attention: transformers' name of an attention kernel; None: its own choice, SDPA where the model has it.
 
     Raises:
-        ValueError: where there is neither such a folder nor such a model on the hub.
+        ValueError: where there is neither such a folder nor such a model on the hub; where the attention kernel is not
+            installed, or the model has none of that name; an adapter where peft is not installed.
     """
     if not Path(source).is_dir() and (source.startswith((".", "/", "~", "runs/")) or source.count("/") > 1):
         raise ValueError(f"there is no model folder {source!r}")
+    if (Path(source) / ADAPTER_CONFIG).is_file() and not (Path(source) / "config.json").is_file():
+        return _with_adapter(Path(source), dtype=dtype, device=device, device_map=device_map, attention=attention)
     try:
         config = AutoConfig.from_pretrained(source)
         loader = AutoModelForSeq2SeqLM if config.is_encoder_decoder else AutoModelForCausalLM
-        model = loader.from_pretrained(source, dtype=dtype, device_map=device_map)
-    except (OSError, ValueError, RuntimeError, SafetensorError) as error:
+        model = loader.from_pretrained(source, dtype=dtype, device_map=device_map, attn_implementation=attention)
+    except (OSError, ValueError, RuntimeError, ImportError, SafetensorError) as error:
         reason = str(error).strip().splitlines()[0]
         raise ValueError(f"no language model could be loaded from {source!r}: {reason}") from error
     return model.eval() if device_map else model.to(device).eval()
+
+
+def _with_adapter(folder: Path, **options: Any) -> PreTrainedModel:
+    """The model that an adapter was made for, changed by it for good."""
+    try:
+        from peft import PeftModel
+    except ImportError as error:
+        raise ValueError(f"{folder} holds a LoRA adapter, which needs peft: pip install draftsmith[train]") from error
+    settings = json.loads((folder / ADAPTER_CONFIG).read_text(encoding="utf-8"))
+    base = settings.get("base_model_name_or_path")
+    if not base or Path(base).resolve() == folder.resolve():
+        raise ValueError(f"{folder / ADAPTER_CONFIG} does not say which model the adapter is for, got {base!r}")
+    try:
+        model = PeftModel.from_pretrained(load_model(base, **options), str(folder)).merge_and_unload()
+    except (OSError, RuntimeError, SafetensorError) as error:
+        reason = str(error).strip().splitlines()[0]
+        raise ValueError(f"the adapter in {folder} does not fit the model {base!r}: {reason}") from error
+    return model.eval()

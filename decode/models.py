@@ -7,7 +7,8 @@ H heads, E head width.
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from typing import Any
 
 import torch
@@ -183,14 +184,15 @@ class TransformersModel(LanguageModel):
         if mask_B1MS is None:  # without a mask, transformers would make its own from the cache's state
             mask_B1MS = torch.zeros(1, 1, tokens_BM.shape[1], end, dtype=self.dtype, device=self.device)
         batch = tokens_BM.shape[0]
-        output = self._decoder(
-            input_ids=tokens_BM,
-            attention_mask=mask_B1MS.expand(batch, -1, -1, -1),
-            # Rows that have ended still run, beyond the last learned position; what they give is not used.
-            position_ids=positions_BM.clamp(max=self.max_positions - 1).expand(batch, -1),
-            past_key_values=SlotCache(cache, start, end),
-            use_cache=True,
-        )
+        with masked_attention(self.model):
+            output = self._decoder(
+                input_ids=tokens_BM,
+                attention_mask=mask_B1MS.expand(batch, -1, -1, -1),
+                # Rows that have ended still run, beyond the last learned position; what they give is not used.
+                position_ids=positions_BM.clamp(max=self.max_positions - 1).expand(batch, -1),
+                past_key_values=SlotCache(cache, start, end),
+                use_cache=True,
+            )
         return output.last_hidden_state.to(self.device)
 
     def logits(self, hidden_XD: Tensor) -> Tensor:
@@ -198,6 +200,30 @@ class TransformersModel(LanguageModel):
         if self._softcap is not None:
             logits_XV = self._softcap * torch.tanh(logits_XV / self._softcap)
         return logits_XV
+
+
+def bare_model(model: Any) -> Any:
+    """The transformers model in peft's wrapper, its layers changed as they are; any other model is given back.
+
+    The wrapper has no `base_model` that ends in hidden states, which is what is asked for here.
+    """
+    inner = getattr(model, "get_base_model", None)
+    return inner() if inner is not None else model
+
+
+@contextmanager
+def masked_attention(model: Any) -> Iterator[None]:
+    """Meanwhile a model with a flash or flex kernel, which reads no mask of numbers, uses one that does."""
+    config = model.config.get_text_config(decoder=True)
+    chosen = getattr(config, "_attn_implementation", None) or ""
+    if "flash" not in chosen and "flex" not in chosen:
+        yield
+        return
+    config._attn_implementation = "sdpa" if getattr(model, "_supports_sdpa", False) else "eager"
+    try:
+        yield
+    finally:
+        config._attn_implementation = chosen
 
 
 def check_same_vocabulary(target: LanguageModel, other: Any, what: str) -> None:

@@ -23,7 +23,7 @@ from .models import LanguageModel
 from .tree import Tree
 
 # Which families were compared with transformers, and what makes them scale the decoder's output before they project it.
-_SCALED_IF = {"t5": "scale_decoder_outputs", "mt5": None, "umt5": "tie_word_embeddings"}
+SCALED_IF = {"t5": "scale_decoder_outputs", "mt5": None, "umt5": "tie_word_embeddings"}
 
 
 class SourceCache(KVCache):
@@ -58,8 +58,8 @@ class Seq2SeqModel(LanguageModel):
     def __init__(self, model: PreTrainedModel) -> None:
         """Raises ValueError for other types of encoder-decoders, several devices, and an unknown first token."""
         config: Any = model.config
-        if config.model_type not in _SCALED_IF:
-            known = ", ".join(_SCALED_IF)
+        if config.model_type not in SCALED_IF:
+            known = ", ".join(SCALED_IF)
             raise ValueError(f"encoder-decoders of type {config.model_type!r} are not supported; known: {known}")
         devices = sorted({str(parameter.device) for parameter in model.parameters()})
         if len(devices) > 1:
@@ -82,7 +82,7 @@ class Seq2SeqModel(LanguageModel):
         self.layers = config.num_decoder_layers
         self.kv_heads = config.num_heads
         self.key_width = self.value_width = config.d_kv
-        scaled_if = _SCALED_IF[config.model_type]
+        scaled_if = SCALED_IF[config.model_type]
         self._scale = config.d_model**-0.5 if scaled_if and getattr(config, scaled_if) else None
         self._farthest = config.relative_attention_max_distance
         self._bias_tables = [self._bias_table(block.layer[0].SelfAttention) for block in decoder.block]

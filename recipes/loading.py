@@ -49,8 +49,9 @@ _Loader.add_implicit_resolver(
 
 
 def shipped_recipes() -> dict[str, Path]:
-    """Recipes that come with the package, by name (`drafter/vicuna-68m`)."""
-    return {str(path.relative_to(SHIPPED).with_suffix("")): path for path in sorted(SHIPPED.rglob("*.yaml"))}
+    """Recipes that come with the package, by name (`drafter/vicuna-68m`); `accelerate/` holds launch settings."""
+    found = (path for path in sorted(SHIPPED.rglob("*.yaml")) if path.parent.name != "accelerate")
+    return {str(path.relative_to(SHIPPED).with_suffix("")): path for path in found}
 
 
 def find_recipe(name: str) -> Path:
@@ -87,6 +88,40 @@ def read_recipe(path: Path) -> dict[str, Any]:
     return typing.cast(dict[str, Any], _unshared(loaded))
 
 
+def read_extended(path: Path) -> dict[str, Any]:
+    """A recipe's mapping laid over that of the recipe which it `extends`, if it does: sections key by key, all else
+    replaced. The other is named as on the command line, or by its place beside this one.
+
+    Raises:
+        ValueError: see `read_recipe`; recipes that extend each other.
+    """
+    return _extended(path, ())
+
+
+def _extended(path: Path, above: tuple[Path, ...]) -> dict[str, Any]:
+    if path.resolve() in above:
+        raise ValueError(f"{path} extends itself, by way of {', '.join(map(str, above))}")
+    values = read_recipe(path)
+    base = values.pop("extends", None)
+    if base is None:
+        return values
+    beside = path.parent / str(base)
+    other = beside if beside.is_file() else find_recipe(str(base))
+    return _laid_over(_extended(other, (*above, path.resolve())), values)
+
+
+def _laid_over(base: dict[str, Any], values: dict[str, Any]) -> dict[str, Any]:
+    laid = dict(base)
+    for key, value in values.items():
+        under = laid.get(key)
+        # weights of objectives are a whole: half of an old mixture is not what anybody means
+        if isinstance(value, dict) and isinstance(under, dict) and key != "objective":
+            laid[key] = _laid_over(under, value)
+        else:
+            laid[key] = value
+    return laid
+
+
 def _unshared(value: Any) -> Any:
     """A copy in which YAML's aliases are values of their own, so that an override changes one place."""
     if isinstance(value, dict):
@@ -106,7 +141,7 @@ def load_recipe(name: str, overrides: Sequence[str] = (), *, kinds: Sequence[str
         ValueError: one message with every fault, each with its key's path and the nearest right name.
     """
     path = find_recipe(name)
-    values = read_recipe(path)
+    values = read_extended(path)
     for override in overrides:
         _apply(values, override)
     kind = values.get("kind")

@@ -5,7 +5,17 @@ from __future__ import annotations
 from dataclasses import asdict, dataclass
 from typing import Any
 
-_MAY_CHANGE = ("micro_batch", "evaluate_every", "save_every", "log_every", "keep_checkpoints", "gradient_checkpointing")
+_MAY_CHANGE = (
+    "micro_batch",
+    "evaluate_every",
+    "save_every",
+    "log_every",
+    "keep_checkpoints",
+    "gradient_checkpointing",
+    "on_bad_step",  # what is changed after a bad step, to go on
+    "max_norm",
+    "keep_best",
+)
 
 
 @dataclass(frozen=True)
@@ -45,6 +55,14 @@ class FitConfig:
     gradient_checkpointing: bool = False
     """Recompute activations in the backward pass: less memory, about a third more time."""
 
+    on_bad_step: str = "stop"
+    """"stop", or "skip": leave the weights as they are and go on, 50 times in a row at most."""
+    max_norm: float = 0.0
+    """A gradient of a larger norm, before clipping, makes a bad step; 0: only one that is not finite."""
+    keep_best: str | None = None
+    """An evaluation's metric, more of which is better: the weights with the most of it are those that stay at the end.
+    None: the last."""
+
     def fixed(self) -> dict[str, Any]:
         """The settings that a resumed run must share; the others change its memory, speed or reports alone."""
         return {name: value for name, value in asdict(self).items() if name not in _MAY_CHANGE}
@@ -54,7 +72,7 @@ class FitConfig:
         for name in positive:
             if not getattr(self, name) > 0:
                 raise ValueError(f"{name} is {getattr(self, name)}, expected more than 0")
-        for name in ("weight_decay", "clip_norm", "evaluate_every", "save_every"):
+        for name in ("weight_decay", "clip_norm", "evaluate_every", "save_every", "max_norm"):
             if not getattr(self, name) >= 0:
                 raise ValueError(f"{name} is {getattr(self, name)}, expected 0 or more")
         if not 0 <= self.warmup <= 1:
@@ -62,6 +80,7 @@ class FitConfig:
         for name, allowed in {
             "schedule": ("cosine", "linear", "constant"),
             "precision": ("no", "bf16", "fp16"),
+            "on_bad_step": ("stop", "skip"),
         }.items():
             if getattr(self, name) not in allowed:
                 raise ValueError(f"{name} is {getattr(self, name)!r}, expected one of: {', '.join(allowed)}")

@@ -1,39 +1,63 @@
-"""Last hidden states of any causal LM over packed blocks, and the matrix that makes logits of them.
+"""Last hidden states of any language model over packed blocks, and the matrix that makes logits of them.
 
-Letters: B batch (blocks), T tokens, D hidden, V vocabulary.
+Letters: B batch (blocks), T tokens, D hidden, V vocabulary, N documents with the padding of each block.
 """
 
 from __future__ import annotations
 
 import inspect
+from contextlib import AbstractContextManager, nullcontext
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
 from ..data.packing import PADDING, Batch
+from ..decode.models import bare_model, masked_attention
 from .attention import NAME, document_spans, register
+from .seq2seq import SourceForward
 
 _ROUGH_TOLERANCE = 0.1  # the same in 16 bits
 _WORTH_IT = 0.7  # of a block's pairs of tokens inside documents: with more, one call for all of it is as fast
 _PROBE_TOLERANCE = 1e-3  # of the largest logit; a wrong head (bias, capping, scaling) is off by more
 
 
+def make_forward(model: Any) -> PackedForward | SourceForward:
+    """What runs a model on packed blocks: an encoder-decoder reads what comes before an answer, a decoder everything.
+
+    Raises:
+        ValueError: see `PackedForward` and `SourceForward`.
+    """
+    return SourceForward(model) if model.config.is_encoder_decoder else PackedForward(model)
+
+
 class PackedForward:
     """Runs a transformers causal LM on packed blocks so that no token sees another document.
 
     Holds the model without registering it anywhere: it is no module, so that a frozen model is neither wrapped for
-    data parallelism nor stored in a checkpoint.
+    data parallelism nor stored in a checkpoint. A model in peft's wrapper is run without the wrapper.
 
     Raises:
         ValueError: the model cannot be given positions (ALiBi models such as Bloom), or carries states from one
-            document of a block into the next.
+            document of a block into the next; an encoder-decoder.
     """
 
+    reads_source = False
+    """Whether an encoder reads what comes before an answer."""
+
     def __init__(self, model: Any) -> None:
-        self.model = model
+        if model.config.is_encoder_decoder:
+            raise ValueError(f"{type(model).__name__} is an encoder-decoder, and a decoder is needed here")
+        self.model = model = bare_model(model)
+        self._compiled: Any = None
         self.config = model.config.get_text_config()
         parameters = inspect.signature(_decoder(model).forward).parameters
+        takes_any = any(parameter.kind is inspect.Parameter.VAR_KEYWORD for parameter in parameters.values())
+        if "flash" in self._kernel and not takes_any:
+            raise ValueError(
+                f"{type(model).__name__} passes nothing on to its attention: with {self._kernel} the documents of a "
+                "block would see each other; use sdpa or eager"
+            )
         if "position_ids" not in parameters:
             raise ValueError(
                 f"{type(model).__name__} takes no position_ids, so blocks of several documents are refused"
@@ -62,26 +86,49 @@ class PackedForward:
         """Last hidden states [B, T, D]; logits [B, T, V] where `weight_VD()` is None."""
         if self.plain_head:
             return self.hidden(batch)
-        return self.model(batch.tokens_BT, use_cache=False, **self._attention(batch)).logits
+        model = self._compiled if self._compiled is not None else self.model
+        return self._run(model, batch).logits.reshape(*batch.tokens_BT.shape, -1)
 
     def hidden(self, batch: Batch) -> Tensor:
         """Last hidden states [B, T, D], whatever the head."""
-        decoder = _decoder(self.model)
-        return decoder(batch.tokens_BT, use_cache=False, **self._attention(batch)).last_hidden_state
+        compiled = self._compiled if self.plain_head else None
+        decoder = compiled if compiled is not None else _decoder(self.model)
+        return self._run(decoder, batch).last_hidden_state.reshape(*batch.tokens_BT.shape, -1)
+
+    def compile(self) -> None:
+        """Compile what a call runs (torch.compile), here alone: decoding, whose shapes change, goes on as before.
+
+        Attention by document would be compiled again for the documents of every batch, so masks take its place.
+        """
+        if self.by_document:
+            self.config._attn_implementation = "sdpa"
+            self.by_document = False
+        self._compiled = torch.compile(_decoder(self.model) if self.plain_head else self.model)
+
+    def _run(self, module: Any, batch: Batch) -> Any:
+        if "flash" in self._kernel:  # one row: these kernels know documents by where each begins in all tokens
+            return module(batch.tokens_BT.reshape(1, -1), use_cache=False, **_flash_attention(batch))
+        return module(batch.tokens_BT, use_cache=False, **self._attention(batch))
+
+    @property
+    def _kernel(self) -> str:
+        return getattr(self.config, "_attn_implementation", None) or "eager"
 
     def _attention(self, batch: Batch) -> dict[str, Any]:
         """The mask and positions that keep documents apart; None as a mask lets the model use its causal kernel."""
         documents_BT = batch.documents_BT
-        implementation = getattr(self.config, "_attn_implementation", None) or "eager"
-        if "flash" in implementation or "flex" in implementation or self._slides(batch.tokens_BT.shape[1]):
-            # these build their own masks, and find the documents where positions restart
+        implementation = self._kernel
+        if self._slides(batch.tokens_BT.shape[1]):
+            # models with windows build their own masks, and find the documents where positions restart
             return {"attention_mask": None, "position_ids": batch.positions_BT}
+        if "flex" in implementation:
+            return {"attention_mask": _flex_mask(documents_BT), "position_ids": batch.positions_BT}
         if bool(((documents_BT == documents_BT[:, :1]) | (documents_BT == PADDING)).all()):
             # one document a row, then padding, which nothing real can see: plain causal attention is exact
             rows, length = documents_BT.shape
             positions_BT = torch.arange(length, device=documents_BT.device).expand(rows, length)
             return {"attention_mask": None, "position_ids": positions_BT}
-        if self.by_document and documents_BT.device.type == "cpu":
+        if self.by_document and implementation == NAME and documents_BT.device.type == "cpu":
             spans = document_spans(documents_BT)
             lengths = [end - start for row in spans for start, end in row]
             if sum(length**2 for length in lengths) < _WORTH_IT * documents_BT.numel() * documents_BT.shape[1]:
@@ -99,6 +146,39 @@ class PackedForward:
     def _slides(self, length: int) -> bool:
         window = getattr(self.config, "sliding_window", None)
         return window is not None and getattr(self.config, "use_sliding_window", True) and length > window
+
+
+def _flash_attention(batch: Batch) -> dict[str, Any]:
+    """Positions of all tokens in one row, and where its documents begin and end.
+
+    transformers finds documents by itself where positions restart, but looks for them in every layer, and in batches
+    of one row alone. Padding is a document of its own.
+    """
+    documents_BT = batch.documents_BT
+    starts_BT = torch.ones_like(documents_BT, dtype=torch.bool)
+    starts_BT[:, 1:] = documents_BT[:, 1:] != documents_BT[:, :-1]
+    starts_N = starts_BT.flatten().nonzero()[:, 0]
+    borders = torch.cat((starts_N, starts_N.new_tensor([documents_BT.numel()]))).int()
+    longest = int(borders.diff().max())
+    return {
+        "attention_mask": None,
+        "position_ids": batch.positions_BT.reshape(1, -1),
+        "cu_seq_lens_q": borders,
+        "cu_seq_lens_k": borders,
+        "max_length_q": longest,
+        "max_length_k": longest,
+    }
+
+
+def _flex_mask(documents_BT: Tensor) -> Any:
+    """`Batch.attention_mask_B1TT` as FlexAttention wants it; padding sees the padding before it."""
+    from torch.nn.attention.flex_attention import create_block_mask
+
+    def visible(row: Tensor, _: Tensor, query: Tensor, key: Tensor) -> Tensor:
+        return (documents_BT[row, query] == documents_BT[row, key]) & (key <= query)
+
+    rows, length = documents_BT.shape
+    return create_block_mask(visible, rows, None, length, length, device=str(documents_BT.device))
 
 
 def _can_attend_by_document(model: Any) -> bool:
@@ -122,7 +202,7 @@ def _keeps_documents_apart(forward: PackedForward) -> bool:
     was_training = model.training
     model.eval()
     try:
-        with torch.no_grad():
+        with torch.no_grad(), _tried_anywhere(model):
             packed_BTD = forward.hidden(Batch(tokens_BT, tokens_BT, positions_BT, documents_BT))[:, 3:].float()
             alone_BTD = _decoder(model)(tokens_BT[:, 3:], use_cache=False).last_hidden_state.float()
     except TypeError:  # a decoder that takes nothing for its attention
@@ -149,7 +229,7 @@ def has_plain_head(model: Any) -> bool:
             return False
     was_training = model.training
     model.eval()
-    with torch.no_grad():
+    with torch.no_grad(), _tried_anywhere(model):
         tokens_BT = torch.arange(3, device=head.weight.device)[None] % head.weight.shape[0]
         hidden_BTD = _decoder(model)(tokens_BT, use_cache=False).last_hidden_state
         if hidden_BTD.shape[-1] != head.weight.shape[1]:
@@ -158,6 +238,11 @@ def has_plain_head(model: Any) -> bool:
         found_BTV = (hidden_BTD @ head.weight.T).float()
     model.train(was_training)
     return bool((expected_BTV - found_BTV).abs().max() <= _PROBE_TOLERANCE * expected_BTV.abs().max().clamp(min=1e-6))
+
+
+def _tried_anywhere(model: Any) -> AbstractContextManager[None]:
+    """Flash and flex kernels train on a GPU alone: what is tried before the model lies there is tried with others."""
+    return masked_attention(model) if next(model.parameters()).device.type == "cpu" else nullcontext()
 
 
 def _decoder(model: Any) -> Any:

@@ -8,6 +8,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any
 
+import numpy as np
 import torch
 from torch import Tensor, nn
 
@@ -15,7 +16,7 @@ from ..data.packing import Batch
 from ..data.prepared import PreparedData
 from .drafter import Evaluate, blocks_in_order
 from .forward import PackedForward
-from .losses import IGNORED, head_labels, heads_cross_entropy, top1_hits
+from .losses import IGNORED, head_labels, heads_cross_entropy, label_hits
 
 if TYPE_CHECKING:
     from ..checkpoints.heads import PredictionHeads
@@ -50,6 +51,11 @@ class HeadsModule(nn.Module):
         projections = [self.heads.projection(k) for k in range(self.num_heads)]
         sums_K, counts_K = heads_cross_entropy(features_XKD, projections, labels_XK, self.chunk)
         return sums_K * torch.tensor(self.head_weights, device=sums_K.device), counts_K
+
+    def read_directly(self) -> list[nn.Parameter]:
+        """Parameters that `forward` uses without calling the layer that owns them: ZeRO-3 must gather them for it."""
+        found = (self.heads.projection(k) for k in range(self.num_heads))
+        return [weight_VD for weight_VD in found if isinstance(weight_VD, nn.Parameter)]
 
     def features(self, batch: Batch) -> tuple[Tensor, Tensor]:
         """Heads' features [X, K, D] and labels int64 [X, K]; positions that no head is trained on are left out."""
@@ -99,9 +105,27 @@ class HeadsTask:
         self._heldout, self._evaluate_fn = heldout, evaluate_fn
         self._blocks, self._batch = evaluate_blocks, evaluate_batch
 
+    rewrites = False
+
     def place(self, device: torch.device) -> None:
         """Move what is run but not trained."""
         self.target.to(device)
+
+    def begin(self, step: int, steps: int) -> None:
+        """Every step is like any other."""
+
+    def rewrite(self, batch: Batch, rows: np.ndarray, global_batch: int, seed: tuple[int, int]) -> Batch:
+        """Heads learn on the data alone."""
+        raise AssertionError("nothing is rewritten")
+
+    def flops(self, tokens: int, trained: int) -> float:
+        """Operations of the target's forward, 2 a weight and token, and of the heads' forward and backward, 6 a weight
+        and trained position; products inside attention are left out."""
+        projection, embedding = self.target.get_output_embeddings().weight, self.target.get_input_embeddings().weight
+        body = sum(w.numel() for w in self.target.parameters() if w.dim() >= 2 and w is not embedding)
+        body -= 0 if projection is embedding else projection.numel()
+        heads = sum(w.numel() for w in self.module.parameters() if w.dim() >= 2)
+        return 2.0 * body * tokens + 6.0 * heads * trained
 
     def count(self, batch: Batch) -> Tensor:
         """Trained positions of each head, int64 [K]."""
@@ -121,11 +145,11 @@ class HeadsTask:
         projections = [module.heads.projection(k) for k in range(module.num_heads)]
         for batch in blocks_in_order(self._heldout, self._blocks, self._batch):
             features_XKD, labels_XK = module.features(batch.to(device))
-            losses, counts = heads_cross_entropy(features_XKD, projections, labels_XK, module.chunk)
-            hits = [top1_hits(features_XKD[:, k], w, labels_XK[:, k], module.chunk) for k, w in enumerate(projections)]
-            sums_K += losses.double().cpu()
-            counts_K += counts.cpu()
-            hits_K += torch.tensor([int(hit) for hit, _ in hits])
+            for k, weight_VD in enumerate(projections):
+                hits = label_hits(features_XKD[:, k], weight_VD, labels_XK[:, k], module.chunk)
+                sums_K[k] += float(hits.loss)
+                hits_K[k] += float(hits.top1)
+                counts_K[k] += float(hits.count)
         metrics: dict[str, float] = {}
         if bool((counts_K > 0).all()):
             means_K = sums_K / counts_K

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import signal
 import threading
+from collections.abc import Sequence
 from types import FrameType, TracebackType
 from typing import Any
 
@@ -17,7 +18,12 @@ class Interrupted(Exception):  # noqa: N818 - like KeyboardInterrupt, it is no e
 
 
 class TrainingError(ValueError):
-    """Training cannot go on (a loss or gradient that is not finite); the last checkpoint is untouched."""
+    """Training cannot go on (a loss or gradient that is not finite, no memory …); the last checkpoint is untouched.
+    `blocks` are those of the data that it happened in, where they are known."""
+
+    def __init__(self, message: str, blocks: Sequence[int] = ()) -> None:
+        super().__init__(message)
+        self.blocks = [int(block) for block in blocks]
 
 
 class StopSignals:

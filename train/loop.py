@@ -8,7 +8,6 @@ from __future__ import annotations
 import math
 import signal
 import time
-from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Protocol
@@ -19,9 +18,15 @@ from torch import Tensor, nn
 
 from ..data.packing import PADDING, Batch
 from .config import FitConfig
+from .curve import fit_curve
+from .faults import dead_worker_named, lack_of_memory_named, shown
 from .interrupts import Interrupted, StopSignals, TrainingError
+from .optimizer import learning_rates, make_optimizer
 from .progress import Report
+from .scale import Stepper, configure, make_accelerator, whole
+from .sharding import make_whole
 from .state import Position, StateFolder, data_fingerprint
+from .telemetry import peak_flops, peak_memory
 
 if TYPE_CHECKING:
     from rich.console import Console
@@ -44,11 +49,25 @@ class Task(Protocol):
     settings: dict[str, Any]
     """What a resumed run must not change; JSON values."""
 
+    @property
+    def rewrites(self) -> bool:
+        """Whether `rewrite` has anything to do."""
+
     def place(self, device: torch.device) -> None:
         """Move to `device` what is run but not trained."""
 
+    def begin(self, step: int, steps: int) -> None:
+        """Step number `step` of `steps` is about to run."""
+
+    def rewrite(self, batch: Batch, rows: np.ndarray, global_batch: int, seed: tuple[int, int]) -> Batch:
+        """The batch to train on instead of `batch`, which holds rows number `rows` of a global batch of so many; what
+        becomes of a row may depend on it, its number and `seed` (of the run, step) alone."""
+
     def count(self, batch: Batch) -> Tensor:
         """The counts that `module` would return for this batch, without running it."""
+
+    def flops(self, tokens: int, trained: int) -> float:
+        """Operations that forward and backward of so many tokens, `trained` of them trained on, take in matrices."""
 
     def evaluate(self, module: nn.Module) -> dict[str, float]:
         """Held-out metrics of `module` (unwrapped, in evaluation mode); may be empty."""
@@ -64,7 +83,12 @@ class FitResult:
     last_loss: float
     """Mean over the last tenth of the logged steps."""
     metrics: dict[str, float]
-    """Of the last evaluation."""
+    """Of the evaluation of the weights that were kept."""
+    kept_step: int
+    """The step whose weights were kept: the last, unless `keep_best` found a better one."""
+    outlook: dict[str, float] | None
+    """Of `keep_best`'s metric: `now`, and what as many tokens again would add by the fitted curve (`gain`), with the
+    curve's own `error`; None where there are too few evaluations."""
     tokens: int
     """Seen, untrained ones included, padding not."""
     seconds: float
@@ -93,7 +117,7 @@ def fit(
 
     Raises:
         ValueError: a batch that cannot be split; a state folder of a run with other settings.
-        TrainingError: a loss or gradient that is not finite.
+        TrainingError: a loss or gradient that is not finite or too large; a dead worker of the data; no memory.
         Interrupted: SIGINT or SIGTERM; the state was saved.
         OSError: a checkpoint could not be written; the older ones are untouched.
     """
@@ -103,7 +127,9 @@ def fit(
         position = run.prepare()
         with StopSignals() as stop, Report(task.name, config.steps, position.step, progress, run.is_main) as report:
             report.line(run.opening_line(position))
-            return run.train(position, stop, report)
+            result = run.train(position, stop, report)
+        make_whole(accelerator, run.module)
+        return result
     finally:
         run.release()
 
@@ -118,9 +144,10 @@ class _Run:
         self.is_main: bool = accelerator.is_main_process
         self.world: int = accelerator.num_processes
         self.micro_steps = _micro_steps(config, self.world)
-        accelerator.gradient_accumulation_steps = self.micro_steps
+        configure(accelerator, config, self.micro_steps)
         self.state = StateFolder(folder, accelerator, config.keep_checkpoints)
-        self.rates = _learning_rates(config)
+        self.rates = learning_rates(config)
+        self.best: tuple[float, int] | None = None
         self.module: Any = task.module
         self.resumed_from: int | None = None
         self.skipped = 0
@@ -140,14 +167,21 @@ class _Run:
         position = self.state.open(settings)
         self.task.place(self.accelerator.device)
         module.to(self.accelerator.device)
-        self.module, self.optimizer = self.accelerator.prepare(module, _optimizer(module, config))
+        optimizer = make_optimizer(module, config)
+        self.state.attach(module, optimizer)
+        self.module, self.optimizer = self.accelerator.prepare(module, optimizer)
+        self.stepper = Stepper(self.accelerator, self.module, self.optimizer, config.clip_norm)
         self.parameters = [p for p in self.module.parameters() if p.requires_grad]
+        dtype = {"bf16": torch.bfloat16, "fp16": torch.float16}.get(config.precision, self.parameters[0].dtype)
+        self.peak = peak_flops(self.accelerator.device, dtype)
         if position is None:
             self.data.restore(self.data.beginning)
             return Position()
         self.state.load(position)
         self.data.restore(position.data)
         self.resumed_from = position.step
+        for step, metrics in sorted(self.state.evaluations.items()):
+            self._is_best(step, metrics)
         return position
 
     def release(self) -> None:
@@ -163,7 +197,8 @@ class _Run:
         line = (
             f"{self.task.name}: {self.world} process{'es' if self.world > 1 else ''} "
             f"({accelerator.distributed_type.value}) on {accelerator.device.type}, precision {config.precision}, "
-            f"{trained:,} trained parameters, {config.steps} steps of {tokens:,} tokens at most"
+            f"{trained:,} trained parameters, {config.steps} steps of {tokens:,} tokens at most; peak "
+            f"{self.peak / 1e12:.3g} TFLOP/s"
         )
         if self.resumed_from is not None:
             line += f"; going on after step {position.step}"
@@ -178,28 +213,41 @@ class _Run:
             step = position.step
             # Saved first: an evaluation that fails must not cost the training that led to it.
             if step and self.resumed_from != step and self._due(step, config.save_every, also=step == config.steps):
-                self.state.save(position)
+                self._save(position)
             if self._due(step, config.evaluate_every, also=step == config.steps):
-                self._evaluate(step, report)
+                self._evaluate(position, report)
             if step == config.steps:
-                return self._result(position)
+                return self._result(position, report)
             started = time.perf_counter()
-            line = self._step(step, stop)
+            line = self._step(step, stop, report)
             seconds = time.perf_counter() - started
             tokens = position.tokens + line.pop("step_tokens")
-            line |= {"tokens": tokens, "tokens_per_second": (tokens - position.tokens) / seconds}
+            line |= {
+                "tokens": tokens,
+                "tokens_per_second": (tokens - position.tokens) / seconds,
+                "mfu": line.pop("flops") / seconds / (self.peak * self.world),
+                "peak_memory_bytes": peak_memory(self.accelerator.device),
+            }
             position = Position(step + 1, position.seconds + seconds, self.world, tokens, self.data.state())
             report.step(step + 1, line["loss"], line["tokens_per_second"])
-            if (step + 1) % config.log_every == 0 or step + 1 == config.steps:
-                self.state.log(line)
+            if (step + 1) % config.log_every == 0 or step + 1 == config.steps or "skipped" in line:
+                self._log(line)
             if self.stopping:
                 self._stop(position, stop, report)
 
-    def _step(self, step: int, stop: StopSignals) -> dict[str, Any]:
+    def _log(self, line: dict[str, Any]) -> None:
+        known = {key: value for key, value in line.items() if not (isinstance(value, float) and math.isnan(value))}
+        self.state.log(known)  # JSON has no word for "not a number"
+        numbers = {key: value for key, value in known.items() if key not in ("step", "skipped")}
+        self.accelerator.log(numbers, step=line["step"])
+
+    def _save(self, position: Position) -> None:
+        self.state.save(position, pinned=None if self.best is None else self.best[1])
+
+    def _step(self, step: int, stop: StopSignals, report: Report) -> dict[str, Any]:
         """One optimizer step over one global batch; what to log about it."""
         config = self.config
-        indices, whole = self.data.step_batch(step, config.global_batch, config.seed)
-        counts = self.task.count(whole).clamp(min=1).to(self.accelerator.device)
+        indices, batch, counts, tokens = self._read(step)
         rate = config.learning_rate * self.rates(step)
         for group in self.optimizer.param_groups:
             group["lr"] = rate
@@ -207,30 +255,50 @@ class _Run:
         torch.manual_seed(int(np.random.SeedSequence([config.seed, step, rank]).generate_state(1, np.uint64)[0]) >> 1)
         self.module.train()
         losses: list[Tensor] = []
-        norm = torch.zeros(())
+        norm = 0.0
+        size = config.micro_batch
         for micro in range(self.micro_steps):
-            rows = _rows(micro, rank, self.world, config.micro_batch)
-            with self.accelerator.accumulate(self.module):
-                loss_sums, _ = self.module(*_tensors(whole, rows, self.accelerator.device))
+            rows = slice(micro * size, (micro + 1) * size)
+            memory = lack_of_memory_named(step, indices, size, self.data.block_tokens, self.state.folder)
+            with self.accelerator.accumulate(self.module), memory:
+                loss_sums, _ = self.module(*_tensors(batch, rows, self.accelerator.device))
                 part = (loss_sums.float() / counts).sum()
                 losses.append(part.detach())
                 # accelerate divides by the accumulation steps, data parallelism by the processes: undo both
-                self.accelerator.backward(part * (self.micro_steps * self.world))
+                self.stepper.backward(part * (self.micro_steps * self.world))
                 if self.accelerator.sync_gradients:
-                    limit = config.clip_norm or math.inf
-                    norm = torch.as_tensor(self.accelerator.clip_grad_norm_(self.parameters, limit))
+                    norm = self.stepper.norm()
         loss = self._sum_over_processes(sum(losses, torch.zeros((), device=losses[0].device)), stop)
-        self._check(step, loss, float(norm), losses, indices)
-        self.optimizer.step()
-        self.optimizer.zero_grad()
-        tokens = int((whole.documents_BT != PADDING).sum())
-        return {
-            "step": step + 1,
-            "loss": loss,
-            "learning_rate": rate,
-            "grad_norm": float(norm),
-            "step_tokens": tokens,
-        }
+        line: dict[str, Any] = {"step": step + 1, "loss": loss, "learning_rate": rate, "grad_norm": norm}
+        line |= {"step_tokens": tokens, "flops": self.task.flops(tokens, int(counts.max()))}
+        fault = self._fault(step, loss, norm, losses, indices)
+        if fault is not None:
+            report.line(f"{self.task.name}: {fault}; skipped, the weights stay as they are")
+            line |= {"loss": math.nan, "skipped": fault}
+            self.stepper.discard()
+        else:
+            self.stepper.apply()
+        return line
+
+    def _read(self, step: int) -> tuple[np.ndarray, Batch, Tensor, int]:
+        """Of a step: its blocks by number, this process's rows micro-step after micro-step, the counts and the tokens
+        of the whole global batch."""
+        config, rank = self.config, self.accelerator.process_index
+        with dead_worker_named(step, self.state.folder):
+            indices, drawn = self.data.step_batch(step, config.global_batch, config.seed)
+        self.task.begin(step, config.steps)
+        rows = np.concatenate([_rows(micro, rank, self.world, config.micro_batch) for micro in range(self.micro_steps)])
+        batch = drawn.rows(rows)
+        counted = drawn
+        if self.task.rewrites:
+            with whole(self.accelerator, self.module):
+                counted = batch = self.task.rewrite(batch, rows, config.global_batch, (config.seed, step))
+        counts = self.task.count(counted)
+        numbers = torch.cat([counts.flatten(), (counted.documents_BT != PADDING).sum()[None]])
+        numbers = numbers.to(self.accelerator.device)
+        if self.task.rewrites and self.world > 1:
+            numbers = self.accelerator.reduce(numbers, "sum")
+        return indices, batch, numbers[:-1].clamp(min=1).reshape(counts.shape), int(numbers[-1])
 
     def _sum_over_processes(self, loss: Tensor, stop: StopSignals) -> float:
         """The step's loss over all processes; on the way they agree on whether to stop."""
@@ -242,46 +310,66 @@ class _Run:
         self.stopping = bool(both[1] > 0)
         return float(both[0])
 
-    def _check(self, step: int, loss: float, norm: float, losses: list[Tensor], indices: np.ndarray) -> None:
-        if math.isfinite(loss) and math.isfinite(norm):
+    def _fault(self, step: int, loss: float, norm: float, losses: list[Tensor], indices: np.ndarray) -> str | None:
+        """What is wrong with a step that is to be skipped; None: nothing. Raises TrainingError where it is to stop."""
+        limit = self.config.max_norm or math.inf
+        if math.isfinite(loss) and math.isfinite(norm) and norm <= limit:
             self.skipped = 0
-            return
-        if math.isfinite(loss) and self.accelerator.scaler is not None:
-            self.skipped += 1  # float16: the optimizer skips this step and lowers the loss scale
-            if self.skipped < _MAX_SKIPPED_STEPS:
-                return
-        what = f"the loss is {loss}" if not math.isfinite(loss) else f"the gradient's norm is {norm}"
+            return None
+        self.skipped += 1
+        what = f"the gradient's norm is {norm}" + (f", above max_norm {limit}" if math.isfinite(norm) else "")
+        if not math.isfinite(loss):
+            what = f"the loss is {loss}"
         rank, size = self.accelerator.process_index, self.config.micro_batch
         bad = [micro for micro, value in enumerate(losses) if not math.isfinite(float(value))]
         blocks = [int(i) for micro in bad for i in indices[_rows(micro, rank, self.world, size)]]
+        where = f"{what} at step {step + 1}, blocks {shown(blocks or indices)}"
+        # float16: the scaler finds gradients too large now and then, and lowers its scale
+        lenient = self.config.on_bad_step == "skip" or (math.isfinite(loss) and self.stepper.scales_loss)
+        if lenient and self.skipped <= _MAX_SKIPPED_STEPS:
+            return where
         raise TrainingError(
-            f"{what} at step {step + 1}, blocks {blocks or [int(i) for i in indices]}; stopped before the weights were "
-            f"changed. The last checkpoint in {self.state.folder} is untouched. Lower learning_rate or clip_norm, or "
-            f"look at these blocks"
+            f"{where}{f', the {self.skipped}th in a row' if lenient else ''}; stopped before the weights were "
+            f"changed. The last checkpoint in {self.state.folder} is untouched. Lower learning_rate or clip_norm, set "
+            f"on_bad_step: skip, or look at these blocks",
+            blocks or [int(block) for block in indices],
         )
 
     def _due(self, step: int, every: int, also: bool) -> bool:
         return also or (every > 0 and step % every == 0)
 
-    def _evaluate(self, step: int, report: Report) -> None:
-        """Measure unless the log has it already; sharded modules need all processes, others only the main one."""
-        if self.state.evaluation(step) is not None:
+    def _evaluate(self, position: Position, report: Report) -> None:
+        """Measure in the main process, unless the log has it already."""
+        step = position.step
+        if step in self.state.evaluations:
             return
         self.accelerator.wait_for_everyone()
         metrics: dict[str, float] = {}
-        if self.is_main or self.accelerator.distributed_type.value in ("DEEPSPEED", "FSDP"):
-            self.module.eval()
-            with torch.no_grad(), self.accelerator.autocast():
-                metrics = self.task.evaluate(self.accelerator.unwrap_model(self.module))
+        with whole(self.accelerator, self.module):
+            if self.is_main:
+                self.module.eval()
+                with torch.no_grad(), self.accelerator.autocast():
+                    metrics = self.task.evaluate(self.accelerator.unwrap_model(self.module))
         if self.world > 1:
             from accelerate.utils import broadcast_object_list
 
             metrics = broadcast_object_list([metrics])[0]
-        self.state.log_evaluation(step, metrics)
+        self.state.log_evaluation(step, metrics, position.tokens)
+        self.accelerator.log(metrics, step=step)
         report.evaluation(step, metrics)
+        if self._is_best(step, metrics) and not self.state.has(step):
+            self._save(position)
+
+    def _is_best(self, step: int, metrics: dict[str, float]) -> bool:
+        """Whether these weights are at least as good as any before; then they are the best."""
+        value = metrics.get(self.config.keep_best or "")
+        if value is None or (self.best is not None and value < self.best[0]):
+            return False
+        self.best = (value, step)
+        return True
 
     def _stop(self, position: Position, stop: StopSignals, report: Report) -> None:
-        self.state.save(position)
+        self._save(position)
         number = stop.received or signal.SIGTERM  # another process was told to stop
         message = (
             f"stopped by {signal.Signals(number).name} after step {position.step} of {self.config.steps}; saved in "
@@ -290,7 +378,39 @@ class _Run:
         report.line(f"{self.task.name}: {message}")
         raise Interrupted(number, message)
 
-    def _result(self, position: Position) -> FitResult:
+    def _keep_best(self, position: Position, report: Report) -> int:
+        """Load the best weights if they are not the last. Returns the step that they are of."""
+        if self.best is None or self.best[1] == position.step:
+            return position.step
+        value, step = self.best
+        last = self.state.evaluations[position.step][str(self.config.keep_best)]
+        found = f"{self.config.keep_best} {value:.4g} after step {step}, {last:.4g} after the last step"
+        if not self.state.has(step):
+            report.line(f"{self.task.name}: {found}, but there is no checkpoint of step {step}: the last weights stay")
+            return position.step
+        self.state.load_weights(step)
+        report.line(f"{self.task.name}: {found}: the weights of step {step} are kept")
+        return step
+
+    def _outlook(self, report: Report) -> dict[str, float] | None:
+        name = self.config.keep_best
+        points = [
+            (self.state.tokens_at[step], metrics[name])
+            for step, metrics in sorted(self.state.evaluations.items())
+            if name is not None and name in metrics
+        ]
+        curve = fit_curve([x for x, _ in points], [y for _, y in points])
+        if curve is None:
+            return None
+        report.line(
+            f"{self.task.name}: {name} {curve.at(curve.tokens):.4g} after {curve.tokens:,} tokens; by a curve through "
+            f"{curve.points} evaluations (error {curve.error:.2g}) as many again add {curve.doubled():.2g}"
+        )
+        return {"now": curve.at(curve.tokens), "gain": curve.doubled(), "error": curve.error}
+
+    def _result(self, position: Position, report: Report) -> FitResult:
+        outlook = self._outlook(report)
+        kept = self._keep_best(position, report)
         self.accelerator.wait_for_everyone()  # the log is the main process's
         losses = self.state.losses()
         tail = losses[-max(1, len(losses) // 10) :]
@@ -298,7 +418,9 @@ class _Run:
             steps=position.step,
             first_loss=losses[0] if losses else math.nan,
             last_loss=sum(tail) / len(tail) if tail else math.nan,
-            metrics=self.state.evaluation(position.step) or {},
+            metrics=self.state.evaluations.get(kept, {}),
+            kept_step=kept,
+            outlook=outlook,
             tokens=position.tokens,
             seconds=position.seconds,
             history=self.state.history,
@@ -309,14 +431,8 @@ class _Run:
 
 
 def _accelerator(config: FitConfig, accelerator: Any | None) -> Any:
-    from accelerate import Accelerator
-    from accelerate.state import AcceleratorState
-
     if accelerator is None:
-        shared = AcceleratorState._shared_state
-        if shared and shared.get("_mixed_precision", config.precision) != config.precision:
-            AcceleratorState._reset_state()  # an earlier run of this process had another precision
-        return Accelerator(mixed_precision=config.precision)
+        return make_accelerator(config.precision)
     if accelerator.mixed_precision != config.precision:
         raise ValueError(
             f"precision is {config.precision!r}, the accelerator was made for {accelerator.mixed_precision!r}"
@@ -334,33 +450,10 @@ def _micro_steps(config: FitConfig, processes: int) -> int:
     return config.global_batch // together
 
 
-def _optimizer(module: nn.Module, config: FitConfig) -> torch.optim.Optimizer:
-    trained = [p for p in module.parameters() if p.requires_grad]
-    assert trained, "the task has no trained parameters"
-    groups = [
-        {"params": [p for p in trained if p.dim() >= 2], "weight_decay": config.weight_decay},
-        {"params": [p for p in trained if p.dim() < 2], "weight_decay": 0.0},
-    ]
-    fused = all(p.device.type in ("cpu", "cuda") for p in trained)
-    groups = [group for group in groups if group["params"]]
-    return torch.optim.AdamW(groups, lr=config.learning_rate, betas=config.betas, fused=fused)
-
-
-def _learning_rates(config: FitConfig) -> Callable[[int], float]:
-    """Share of the peak learning rate at step 0, 1, …: transformers' schedule as a pure function, nothing to store."""
-    from transformers import get_scheduler
-
-    names = {"cosine": "cosine", "linear": "linear", "constant": "constant_with_warmup"}
-    optimizer = torch.optim.SGD([nn.Parameter(torch.zeros(1))], lr=1.0)
-    warmup = math.ceil(config.warmup * config.steps)
-    scheduler = get_scheduler(names[config.schedule], optimizer, warmup, config.steps)
-    return scheduler.lr_lambdas[0]
-
-
-def _rows(micro: int, rank: int, world: int, micro_batch: int) -> slice:
+def _rows(micro: int, rank: int, world: int, micro_batch: int) -> np.ndarray:
     """Rows of the global batch that one process works on in one micro-step."""
     first = (micro * world + rank) * micro_batch
-    return slice(first, first + micro_batch)
+    return np.arange(first, first + micro_batch)
 
 
 def _tensors(batch: Batch, rows: slice, device: torch.device) -> tuple[Tensor, ...]:

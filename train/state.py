@@ -1,7 +1,9 @@
 """The state folder of a training run: `fit.json`, `log.jsonl` and `checkpoints/step-000100/`.
 
-A checkpoint is written beside its place, synced and renamed, so that a folder of that name is whole; its
-`checkpoint.json` lists every file with size and SHA-256, so that later damage is found too.
+A checkpoint holds `model.safetensors` and `optimizer.bin` under the names and numbers of the bare, unsharded module, so
+that any number of processes under any kind of parallelism can go on from it. It is written beside its place, synced and
+renamed, so that a folder of that name is whole; its `checkpoint.json` lists every file with size and SHA-256, so that
+later damage is found too.
 """
 
 from __future__ import annotations
@@ -13,7 +15,8 @@ import os
 import shutil
 import warnings
 from collections import OrderedDict
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
 from dataclasses import dataclass, field, fields
 from pathlib import Path
 from typing import Any
@@ -21,6 +24,10 @@ from typing import Any
 import torch
 from torch import nn
 
+from .scale import zero_stage
+from .sharding import load_whole_optimizer, load_whole_weights, whole_optimizer, whole_state
+
+_WEIGHTS, _OPTIMIZER, _SCALER = "model.safetensors", "optimizer.bin", "scaler.pt"  # accelerate's names
 _SUMMARY = "checkpoint.json"
 _FORMAT = 1
 
@@ -46,7 +53,12 @@ class StateFolder:
         self._checkpoints = folder / "checkpoints"
         self._accelerator = accelerator
         self._keep = keep
-        self._evaluations: dict[int, dict[str, float]] = {}
+        self._module: nn.Module | None = None
+        self._groups: list[dict[str, Any]] = []
+        self.evaluations: dict[int, dict[str, float]] = {}
+        """What was measured, by step."""
+        self.tokens_at: dict[int, int] = {}
+        """Tokens seen until then."""
 
     def open(self, settings: Mapping[str, Any]) -> Position | None:
         """Find the newest whole checkpoint (None: start from nothing) and make log and `fit.json` agree with it.
@@ -70,36 +82,75 @@ class StateFolder:
         self._read_evaluations()
         return position
 
+    def attach(self, module: nn.Module, optimizer: torch.optim.Optimizer) -> None:
+        """Say what is saved and loaded; to be called before the accelerator prepares (and shards) it."""
+        self._module = module
+        self._groups = [dict(group) | {"params": list(group["params"])} for group in optimizer.param_groups]
+
     def load(self, position: Position) -> None:
-        """Load the checkpoint of `position` into what the accelerator has prepared."""
+        """Load the checkpoint of `position` into what the accelerator has prepared, whatever kind of parallelism and
+        however many processes wrote it.
+
+        Raises:
+            ValueError: a float16 run without a loss scale, which DeepSpeed does not leave, is to go on without it.
+        """
+        folder = self._place(position.step)
+        if zero_stage(self._accelerator):
+            self.load_weights(position.step)
+            saved = torch.load(folder / _OPTIMIZER, map_location="cpu", weights_only=True, mmap=True)
+            load_whole_optimizer(self._accelerator, self._groups, saved)
+            return
+        if self._accelerator.scaler is not None and not (folder / _SCALER).exists():
+            kind = self._accelerator.distributed_type.value
+            raise ValueError(
+                f"{folder} was saved under DeepSpeed in fp16, without a loss scale; going on under {kind} needs one: "
+                "go on under DeepSpeed, or start again with precision bf16"
+            )
 
         def bare(models: list[nn.Module], _: str) -> None:  # weights are stored under the names of the bare module
             models[:] = [self._accelerator.unwrap_model(model) for model in models]
 
         hook = self._accelerator.register_load_state_pre_hook(bare)
         try:
-            self._accelerator.load_state(str(self._place(position.step)))
+            self._accelerator.load_state(str(folder))
         finally:
             hook.remove()
 
-    def save(self, position: Position) -> Path:
-        """Write a checkpoint, then delete the oldest until `keep` are left. Returns its folder.
+    def load_weights(self, step: int) -> None:
+        """Load the weights of a checkpoint alone; the optimizer's state stays as it is."""
+        assert self._module is not None, "nothing was attached"
+        file = self._place(step) / _WEIGHTS
+        if zero_stage(self._accelerator):
+            load_whole_weights(self._accelerator, self._module, file)
+        else:
+            from safetensors.torch import load_model
+
+            load_model(self._module, file)
+
+    def has(self, step: int) -> bool:
+        """Whether there is a whole checkpoint of that step."""
+        return bool(self._broadcast([self._accelerator.is_main_process and _problem_of(self._place(step)) is None])[0])
+
+    def save(self, position: Position, pinned: int | None = None) -> Path:
+        """Write a checkpoint, then delete the oldest until `keep` are left besides that of step `pinned`. Returns its
+        folder.
 
         Raises:
             OSError: it could not be written (a full disk); nothing of it is left, older ones are untouched.
         """
         target = self._place(position.step)
         temporary = target.with_name("." + target.name)
+        gathered = self._gather()
         error: OSError | None = None
         if self._accelerator.is_main_process:
             error = _failure(lambda: temporary.mkdir(parents=True))
         self._accelerator.wait_for_everyone()
         if error is None:
-            error = _failure(lambda: self._write(temporary))
+            error = _failure(lambda: self._write(temporary, gathered))
         self._accelerator.wait_for_everyone()
         if self._accelerator.is_main_process and error is None:
             error = _failure(lambda: self._finish(temporary, target, position))
-        self._agree(error, temporary, target)
+        self._agree(error, temporary, target, pinned)
         return target
 
     def log(self, line: Mapping[str, Any]) -> None:
@@ -108,14 +159,10 @@ class StateFolder:
             with self.history.open("a", encoding="utf-8") as out:
                 out.write(json.dumps(line) + "\n")
 
-    def log_evaluation(self, step: int, metrics: Mapping[str, float]) -> None:
-        """Append what was measured after `step` steps."""
-        self._evaluations[step] = dict(metrics)
-        self.log({"step": step, "evaluation": dict(metrics)})
-
-    def evaluation(self, step: int) -> dict[str, float] | None:
-        """What was measured after `step` steps, or None."""
-        return self._evaluations.get(step)
+    def log_evaluation(self, step: int, metrics: Mapping[str, float], tokens: int) -> None:
+        """Append what was measured after `step` steps and so many tokens."""
+        self.evaluations[step], self.tokens_at[step] = dict(metrics), tokens
+        self.log({"step": step, "tokens": tokens, "evaluation": dict(metrics)})
 
     def losses(self) -> list[float]:
         """The logged losses in the order of the steps."""
@@ -158,24 +205,37 @@ class StateFolder:
         _write_atomically(self.history, "".join(json.dumps(line) + "\n" for line in lines))
 
     def _read_evaluations(self) -> None:
-        self._evaluations = {
-            line["step"]: line["evaluation"] for line in _read_lines(self.history) if "evaluation" in line
-        }
+        for line in _read_lines(self.history):
+            if "evaluation" in line:
+                self.evaluations[line["step"]], self.tokens_at[line["step"]] = line["evaluation"], line["tokens"]
 
-    def _write(self, temporary: Path) -> None:
+    def _gather(self) -> tuple[Any, Any] | None:
+        """What DeepSpeed has sharded, whole in the main process's memory: weights and optimizer state."""
+        if not zero_stage(self._accelerator):
+            return None
+        assert self._module is not None, "nothing was attached"
+        weights = whole_state(self._accelerator, self._module, masters=True)
+        return weights, whole_optimizer(self._accelerator, self._groups)
+
+    def _write(self, temporary: Path, gathered: tuple[Any, Any] | None) -> None:
+        if gathered is None:
+            self._write_unsharded(temporary)
+        elif self._accelerator.is_main_process:
+            from safetensors.torch import save_file
+
+            with _disk_errors_named(temporary):
+                save_file(_bare_state(gathered[0]), temporary / _WEIGHTS, metadata={"format": "pt"})
+                torch.save(gathered[1], temporary / _OPTIMIZER)
+
+    def _write_unsharded(self, temporary: Path) -> None:
         def bare(_: list[nn.Module], weights: list[dict[str, Any]], folder: str) -> None:
             for index, state in enumerate(weights):
                 weights[index] = _bare_state(state)
 
         hook = self._accelerator.register_save_state_pre_hook(bare)
         try:
-            self._accelerator.save_state(str(temporary))
-        except Exception as error:
-            # torch and safetensors wrap a failed write in errors of their own: let the system say what it was
-            _probe_disk(temporary)
-            if "No space left" in str(error):
-                raise OSError(errno.ENOSPC, "No space left on device", str(temporary)) from error
-            raise
+            with _disk_errors_named(temporary):
+                self._accelerator.save_state(str(temporary))
         finally:
             hook.remove()
 
@@ -187,6 +247,7 @@ class StateFolder:
             "seconds": position.seconds,
             "processes": self._accelerator.num_processes,
             "tokens": position.tokens,
+            "parallelism": self._parallelism(),
             "data": position.data,
             "files": {path.relative_to(temporary).as_posix(): _stamp(path) for path in files},
         }
@@ -199,14 +260,18 @@ class StateFolder:
         temporary.rename(target)
         _sync(self._checkpoints)
 
-    def _agree(self, error: OSError | None, temporary: Path, target: Path) -> None:
+    def _parallelism(self) -> str:
+        stage = zero_stage(self._accelerator)
+        return f"ZeRO-{stage}" if stage else str(self._accelerator.distributed_type.value)
+
+    def _agree(self, error: OSError | None, temporary: Path, target: Path, pinned: int | None) -> None:
         """All processes fail or none does; the old checkpoints go only when the new one stands."""
         failed = self._broadcast_any(error is not None)
         if self._accelerator.is_main_process:
             if failed:
                 shutil.rmtree(temporary, ignore_errors=True)
             else:
-                self._prune(int(target.name[5:]))
+                self._prune(int(target.name[5:]), pinned)
         self._accelerator.wait_for_everyone()
         if failed:
             reason = error.strerror if error is not None and error.strerror else "another process could not write"
@@ -214,11 +279,11 @@ class StateFolder:
                 error.errno if error is not None else errno.EIO, f"{reason}; the checkpoint was not saved", str(target)
             )
 
-    def _prune(self, newest: int) -> None:
+    def _prune(self, newest: int, pinned: int | None) -> None:
         steps = sorted(int(path.name[5:]) for path in self._checkpoints.glob("step-*") if path.name[5:].isdigit())
         kept = [step for step in steps if step <= newest][-self._keep :]  # beyond `newest` lie only damaged ones
         for step in steps:
-            if step not in kept:
+            if step not in kept and step != pinned:
                 shutil.rmtree(self._place(step), ignore_errors=True)
 
     def _broadcast(self, objects: list[Any]) -> list[Any]:
@@ -312,6 +377,18 @@ def _sync(path: Path) -> None:
         os.fsync(descriptor)
     finally:
         os.close(descriptor)
+
+
+@contextmanager
+def _disk_errors_named(folder: Path) -> Iterator[None]:
+    """torch and safetensors wrap a failed write in errors of their own: let the system say what it was."""
+    try:
+        yield
+    except Exception as error:
+        _probe_disk(folder)
+        if "No space left" in str(error):
+            raise OSError(errno.ENOSPC, "No space left on device", str(folder)) from error
+        raise
 
 
 def _probe_disk(folder: Path) -> None:

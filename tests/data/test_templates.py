@@ -11,6 +11,8 @@ from draftsmith.data.conversations import Conversation, Turn
 from draftsmith.data.rendering import Rendered, RenderReport, render, render_all, render_prompt
 from draftsmith.data.templates import TEMPLATES, VICUNA_SYSTEM, Template, get_template
 from draftsmith.data.tokenizers import load_tokenizer, train_bpe
+from tokenizers import Tokenizer, models, pre_tokenizers, processors
+from transformers import PreTrainedTokenizerFast
 
 HELLO = Conversation("hello", (Turn("user", "the"), Turn("assistant", "hello")))
 
@@ -41,16 +43,23 @@ def _plain(document: Rendered) -> tuple[list[int], list[tuple[int, int]], bool]:
 
 
 def _expected(turns: Sequence[Turn], template: Template, tokenizer: Any) -> list[str]:
-    """What must be trained on: answers, the space that the template leaves to them, and their end of turn."""
+    """What must be trained on: answers, the space that the template leaves to them, and their end of turn.
+
+    Behind a special token some tokenizers write a space of their own: `_spaceless` compares without it."""
     space = " " if template.middle.endswith(" ") else ""
     answers = [turn.text.strip() if template.strips[1] else turn.text for turn in turns if turn.role == "assistant"]
     return [f"{space}{answer}{_filled(template.end, tokenizer)}" for answer in answers]
 
 
+def _spaceless(texts: list[str], template: Template) -> list[str]:
+    return [text.lstrip(" ") for text in texts] if template.middle.endswith("{eos}") else texts
+
+
 def test_trainable_tokens_are_the_answers(chats: list[Conversation], template: Template, tokenizer: Any) -> None:
     for chat in chats:
         rendered = render(chat, template, tokenizer)
-        assert _trained(rendered, tokenizer) == _expected(chat.turns, template, tokenizer)
+        found, wanted = _trained(rendered, tokenizer), _expected(chat.turns, template, tokenizer)
+        assert _spaceless(found, template) == _spaceless(wanted, template)
         assert rendered.trainable().sum() == sum(end - start for start, end in rendered.spans)
 
 
@@ -138,7 +147,7 @@ def test_long_conversations_split_between_exchanges(
     assert all(len(part.ids) <= max_tokens for part in parts)
     assert all("Be kind." in tokenizer.decode(part.ids) for part in parts)
     answers = [answer for part in parts for answer in _trained(part, tokenizer)]
-    assert answers == _expected(chat.turns, template, tokenizer)
+    assert _spaceless(answers, template) == _spaceless(_expected(chat.turns, template, tokenizer), template)
     assert report.as_dict() == RenderReport(1, 1, 0, len(parts), 1, 14).as_dict()
     # a part is what rendering its own exchanges gives, and no part could have taken the next exchange as well
     at = 0
@@ -213,6 +222,28 @@ def test_a_document_of_exactly_the_limit_is_whole(template: Template, tokenizer:
     assert len(shorter.ids) == end - 1
 
 
+def test_t5_reads_and_writes_what_its_tokenizer_makes_of_each_text() -> None:
+    words = ["translate", "English", "to", "German:", "the", "house", "is", "small", "das", "Haus", "ist", "klein"]
+    pieces = [("<pad>", 0.0), ("</s>", 0.0), ("<unk>", 0.0), ("▁", -3.0), *((f"▁{word}", -2.0) for word in words)]
+    backend = Tokenizer(models.Unigram(pieces, unk_id=2))
+    backend.pre_tokenizer = pre_tokenizers.Metaspace(prepend_scheme="always")
+    backend.post_processor = processors.TemplateProcessing(single="$A </s>", special_tokens=[("</s>", 1)])
+    tokenizer = PreTrainedTokenizerFast(
+        tokenizer_object=backend, eos_token="</s>", pad_token="<pad>", unk_token="<unk>"
+    )
+    template = get_template("t5")
+    task = Turn("system", "translate English to German:")
+    turns = (task, Turn("user", "the house is small"), Turn("assistant", "das Haus ist klein"))
+    source = tokenizer("translate English to German: the house is small").input_ids
+    assert source[-1] == tokenizer.eos_token_id
+    assert 2 not in source
+    assert render_prompt(turns[:2], template, tokenizer) == source
+    ids = render(Conversation("a", turns), template, tokenizer).ids
+    assert ids.tolist() == source + tokenizer("das Haus ist klein").input_ids
+    more = (*turns, Turn("user", "to the house"))
+    assert render_prompt(more, template, tokenizer) == ids.tolist() + tokenizer("to the house").input_ids
+
+
 def test_last_turn_only_trains_on_the_last_answer(
     chats: list[Conversation], template: Template, tokenizer: Any
 ) -> None:
@@ -283,4 +314,5 @@ def test_every_real_conversation_masks_right(shared_data: Path, template: Templa
         )
     assert len(chats) > 700
     for chat, rendered in zip(chats, render_all(chats, tokenizer, template, None), strict=True):
-        assert _trained(rendered, tokenizer) == _expected(chat.turns, template, tokenizer), chat.id
+        found, wanted = _trained(rendered, tokenizer), _expected(chat.turns, template, tokenizer)
+        assert _spaceless(found, template) == _spaceless(wanted, template), chat.id

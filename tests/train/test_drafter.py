@@ -15,6 +15,7 @@ from draftsmith.data.packing import Batch
 from draftsmith.train.drafter import DrafterTask
 from draftsmith.train.forward import PackedForward, has_plain_head
 from draftsmith.train.loop import fit
+from draftsmith.train.teacher import ModelTeacher
 
 COMMON = {"vocab_size": 32, "hidden_size": 16, "num_hidden_layers": 2, "num_attention_heads": 2}
 LLAMA = COMMON | {"intermediate_size": 24, "num_key_value_heads": 1, "head_dim": 8}
@@ -103,7 +104,8 @@ def test_models_without_positions_are_refused():
 @pytest.mark.parametrize("family", ["Llama", "Phi"])
 def test_distillation_uses_the_teacher_without_training_it(worker: ModuleType, family: str):
     drafter, teacher = build("Llama"), build(family, seed=5, num_hidden_layers=3)
-    task = DrafterTask(drafter, worker.make_data(4), {"forward-kl": 0.7, "total-variation": 0.3}, teacher)
+    objective = {"forward-kl": 0.7, "total-variation": 0.3}
+    task = DrafterTask(drafter, worker.make_data(4), objective, ModelTeacher(teacher))
     batch = worker.make_data(3).batch(range(3))
     loss, _ = task.module(batch.tokens_BT, batch.labels_BT, batch.positions_BT, batch.documents_BT)
     expected = 0.0
@@ -131,11 +133,13 @@ def test_evaluation_measures_loss_overlap_and_what_it_is_given(worker: ModuleTyp
         return {"tokens_per_step": 2.1}
 
     data = worker.make_data(5)
-    task = DrafterTask(drafter, data, teacher=drafter, evaluate_fn=measure, evaluate_batch=2)
+    # one that equals it
+    task = DrafterTask(drafter, data, judge=ModelTeacher(build("Llama")), evaluate_fn=measure, evaluate_batch=2)
     metrics = task.evaluate(task.module)
     assert seen == [drafter]
-    assert metrics["overlap"] == pytest.approx(1.0, abs=1e-5)  # it is its own teacher
-    assert metrics["top1_agreement"] == 1.0
+    assert metrics["overlap"] == pytest.approx(1.0, abs=1e-5)
+    assert metrics["top1_agreement"] == metrics["top5_agreement"] == 1.0
+    assert 0 < metrics["top1_accuracy"] < metrics["top5_accuracy"] < 1
     assert metrics["tokens_per_step"] == 2.1
     assert metrics["perplexity"] == pytest.approx(math.exp(metrics["heldout_loss"]))
     batch = data.batch(range(5))
@@ -145,7 +149,7 @@ def test_evaluation_measures_loss_overlap_and_what_it_is_given(worker: ModuleTyp
 
 def test_wrong_pairs_are_refused(worker: ModuleType):
     with pytest.raises(ValueError, match=r"drafter's vocabulary has 32 tokens, the teacher's 40"):
-        DrafterTask(build("Llama"), None, teacher=build("Llama", vocab_size=40))
+        DrafterTask(build("Llama"), None, teacher=ModelTeacher(build("Llama", vocab_size=40)))
     with pytest.raises(ValueError, match="needs a teacher"):
         DrafterTask(build("Llama"), None, {"forward-kl": 1.0})
     with pytest.raises(ValueError, match="temperature is 0"):
@@ -156,9 +160,49 @@ def test_distillation_raises_the_overlap(worker: ModuleType, tmp_path: Path, log
     drafter, teacher = worker.make_model(1), worker.make_model(2, hidden_size=32)
     with torch.no_grad():
         teacher.lm_head.weight.mul_(20)
-    task = DrafterTask(drafter, worker.make_data(8, seed=3), {"total-variation": 1.0}, teacher)
+    taught = ModelTeacher(teacher)
+    task = DrafterTask(drafter, worker.make_data(8, seed=3), {"total-variation": 1.0}, taught, judge=taught)
     config = worker.make_config(steps=40, evaluate_every=40, save_every=0)
     result = fit(task, worker.make_data(), config, tmp_path)
     first = logged(tmp_path, "evaluation")[0]
     assert result.metrics["overlap"] > first["overlap"] + 0.05
     assert 0 <= result.last_loss < result.first_loss <= 1
+
+
+def test_weights_follow_the_run(worker: ModuleType, tmp_path: Path, logged: Callable[..., list[Any]]):
+    """Cross entropy fades out over the first half; the steps' losses are those of the weights at that moment."""
+    teacher = ModelTeacher(worker.make_model(2))
+    objective = {"cross-entropy": [1.0, 0.0, 0.5], "total-variation": [0.0, 1.0]}
+    config = worker.make_config(steps=4, learning_rate=1e-12, warmup=0.0)
+    model = worker.make_model(attention_dropout=0.0)
+    fit(DrafterTask(model, None, objective, teacher), worker.make_data(), config, tmp_path / "both")
+    parts = {}
+    for name in ("cross-entropy", "total-variation"):
+        fit(DrafterTask(model, None, {name: 1.0}, teacher), worker.make_data(), config, tmp_path / name)
+        parts[name] = logged(tmp_path / name)
+    for step, (weight_ce, weight_tv) in enumerate([(1.0, 0.0), (0.5, 0.25), (0.0, 0.5), (0.0, 0.75)]):
+        expected = weight_ce * parts["cross-entropy"][step] + weight_tv * parts["total-variation"][step]
+        assert logged(tmp_path / "both")[step] == pytest.approx(expected, rel=1e-5)
+
+
+def test_flops_are_those_of_torchs_counter(worker: ModuleType):
+    """Forward and backward of every weight matrix, the projection where there is something to predict."""
+    from torch.utils.flop_counter import FlopCounterMode
+
+    model = worker.make_model(attention_dropout=0.0)
+    task = DrafterTask(model, None)
+    tokens_BT = worker.make_data(4).batch(range(4)).tokens_BT
+    with FlopCounterMode(display=False) as counter:
+        model(tokens_BT).logits.sum().backward()
+    found = counter.get_flop_counts()["Global"]
+    products = sum(value for operation, value in found.items() if "attention" not in str(operation))
+    assert task.flops(tokens_BT.numel(), tokens_BT.numel()) == products
+    assert task.flops(tokens_BT.numel(), 0) == products - 6 * tokens_BT.numel() * model.lm_head.weight.numel()
+
+
+def test_training_compiled_gives_the_same_losses(worker: ModuleType, tmp_path: Path, logged: Callable[..., list[Any]]):
+    config = worker.make_config(steps=3)
+    for name, compiled in (("plain", False), ("compiled", True)):
+        task = DrafterTask(worker.make_model(attention_dropout=0.0), None, compiled=compiled)
+        fit(task, worker.make_data(), config, tmp_path / name)
+    assert logged(tmp_path / "compiled") == pytest.approx(logged(tmp_path / "plain"), abs=1e-5)

@@ -44,7 +44,7 @@ def test_it_learns_and_keeps_a_log(worker: ModuleType, tmp_path: Path, logged: L
     evaluations = logged(tmp_path, "evaluation")
     assert len(evaluations) == 3  # before training, after 20 steps, at the end
     assert evaluations[-1] == result.metrics
-    assert result.metrics.keys() == {"heldout_loss", "perplexity"}
+    assert result.metrics.keys() == {"heldout_loss", "perplexity", "top1_accuracy", "top5_accuracy"}
     assert logged(tmp_path, "learning_rate")[0] == 0.0
     assert [path.name for path in (tmp_path / "checkpoints").iterdir()] == ["step-000040"]
 

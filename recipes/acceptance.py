@@ -1,0 +1,83 @@
+"""What training is for: tokens per step by real decoding of a fixed held-out sample, while a recipe trains."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Any
+
+from transformers import PreTrainedModel
+
+from ..decode.engine import Limits
+from ..decode.loading import wrap_model
+from ..decode.measure import decode
+from ..decode.methods import Parts, build_method
+from ..decode.metrics import total
+from ..decode.models import LanguageModel
+from ..decode.warpers import Sampling
+from .evaluate import load_prompts, stop_ids
+from .prepare import Prepared
+from .training import DrafterRecipe, HeadsRecipe, MeasureSection
+
+_LOOK_AHEAD = 16  # more than any tree of a measurement is deep
+
+Measure = Callable[[Any], dict[str, float]]
+
+
+def drafter_measure(
+    recipe: DrafterRecipe, target: PreTrainedModel, drafter: PreTrainedModel, tokenizer: Any, prepared: Prepared
+) -> Measure:
+    """Speculative decoding with a drafter as it stands: `tokens_per_step` and `acceptance_rate`."""
+    scorer = wrap_model(target)
+    positions = min(scorer.max_positions, getattr(drafter.config, "max_position_embeddings", scorer.max_positions))
+    prompts = _sample(recipe, tokenizer, prepared, positions)
+    options = {"gamma": recipe.measure.gamma}
+
+    def run(model: Any) -> dict[str, float]:
+        was_training = model.training
+        parts = Parts(drafter=wrap_model(model, check=False))
+        metrics = _acceptance(scorer, parts, "speculative", options, prompts, recipe.measure, tokenizer)
+        model.train(was_training)
+        return metrics
+
+    return run
+
+
+def heads_measure(recipe: HeadsRecipe, target: PreTrainedModel, tokenizer: Any, prepared: Prepared) -> Measure:
+    """Medusa decoding with heads as they stand: the same."""
+    scorer = wrap_model(target)
+    prompts = _sample(recipe, tokenizer, prepared, scorer.max_positions)
+    options = {"tree": recipe.measure.tree}
+
+    def run(heads: Any) -> dict[str, float]:
+        was_training = heads.training
+        metrics = _acceptance(scorer, Parts(heads=heads.eval()), "medusa", options, prompts, recipe.measure, tokenizer)
+        heads.train(was_training)
+        return metrics
+
+    return run
+
+
+def _sample(recipe: DrafterRecipe | HeadsRecipe, tokenizer: Any, prepared: Prepared, positions: int) -> list[list[int]]:
+    # Room for the answer and the look-ahead, in models whose positions are as many as a block has.
+    longest = min(recipe.data.block_tokens, positions - recipe.measure.new_tokens - _LOOK_AHEAD)
+    source = str(prepared.folder / "heldout.jsonl")
+    found = load_prompts(source, recipe.data.template, tokenizer, recipe.measure.prompts, longest)
+    return [ids for _, ids in found]
+
+
+def _acceptance(
+    scorer: LanguageModel,
+    parts: Parts,
+    name: str,
+    options: dict[str, Any],
+    prompts: Sequence[Sequence[int]],
+    section: MeasureSection,
+    tokenizer: Any,
+) -> dict[str, float]:
+    sampling = Sampling(temperature=section.temperature)
+    method = build_method(name, parts, sampling, **options)
+    limits = Limits(section.new_tokens, stop_ids(tokenizer))
+    # a prompt draws the same numbers at every evaluation
+    tallies = [decode(scorer, method, sampling, seed, prompt, limits).tally for seed, prompt in enumerate(prompts)]
+    metrics = total(tallies).metrics()
+    return {key: float(metrics[key]) for key in ("tokens_per_step", "acceptance_rate")}  # type: ignore[arg-type]

@@ -1,0 +1,126 @@
+"""A drafter from its recipe: model, teacher and measurement put together, trained, and written as an artifact."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from transformers import AutoConfig, PreTrainedModel
+
+from ..data.tokenizers import load_tokenizer
+from ..train.drafter import DrafterTask
+from ..train.losses import TopK
+from ..train.objectives import parse_weights
+from ..train.on_policy import OnPolicy
+from ..train.teacher import ModelTeacher, load_teacher
+from .acceptance import drafter_measure
+from .evaluate import stop_ids
+from .models import TrainableModel, build_model, check_vocabulary
+from .outcome import check_target, fit_recipe, prepare_once, save
+from .prepare import Prepared
+from .teacher import open_teacher
+from .training import DrafterRecipe, ModelSection, TrainSection
+
+_FROM_TARGET = ("vocab_size", "max_position_embeddings", "bos_token_id", "eos_token_id", "pad_token_id")
+
+
+@dataclass(frozen=True)
+class DrafterParts:
+    """What a drafter recipe comes to before the first step."""
+
+    trained: TrainableModel
+    task: DrafterTask
+    target: PreTrainedModel | None
+    """Where it is in memory: to teach, or to measure acceptance."""
+    measured: bool
+    """Whether evaluations decode."""
+
+
+def run_drafter(recipe: DrafterRecipe, out: Path, accelerator: Any) -> None:
+    """Train a language model: from a model or from scratch, on labels or on a target's distributions."""
+    parse_weights(recipe.objective)  # a wrong name or weight is said before the data is prepared
+    tokenizer = load_tokenizer(recipe.tokenizer_source)
+    prepared = prepare_once(recipe, tokenizer, accelerator)
+    parts = drafter_parts(recipe, tokenizer, prepared, accelerator.device)
+    result = fit_recipe(parts.task, prepared, recipe, out, accelerator, tokenizer, parts.measured)
+    if not accelerator.is_main_process:
+        return
+
+    def write(folder: Path) -> None:
+        parts.trained.save(folder)
+        tokenizer.save_pretrained(folder)
+
+    save(recipe, out, write, tokenizer, prepared, result, parts.target, parts.trained.shapes())
+
+
+def drafter_parts(recipe: DrafterRecipe, tokenizer: Any, prepared: Prepared, device: Any) -> DrafterParts:
+    """Load or make the model, its teacher and what it is measured with.
+
+    Raises:
+        ValueError: what `build_model`, `open_teacher` and `DrafterTask` raise; vocabularies or kinds of models that
+            do not go together.
+    """
+    trained = build_model(_complete(recipe), recipe.target, recipe.train.seed)
+    model = trained.model
+    check_vocabulary(len(tokenizer), model, recipe.model.source or "the model")
+    taught_by_target = recipe.distils and recipe.teacher.cache is None
+    target = judge = measure = None
+    if recipe.target is not None and (taught_by_target or recipe.measure.prompts):
+        section = recipe.teacher
+        judge = load_teacher(recipe.target, section.dtype, section.load_in_8bit, device)
+        target = judge.model
+        check_target(target, model, recipe.target)
+        if recipe.measure.prompts:
+            measure = drafter_measure(recipe, target, model, tokenizer, prepared)
+    teacher = open_teacher(recipe, prepared, device, target) if recipe.distils else None
+    if taught_by_target:
+        assert isinstance(judge, ModelTeacher)
+        teacher = judge  # one model, one fingerprint
+    _make_fast(model, recipe.train)
+    task = DrafterTask(
+        model,
+        prepared.heldout if recipe.measure.blocks else None,
+        recipe.objective,
+        teacher,
+        recipe.teacher.temperature,
+        TopK(recipe.teacher.top_k, recipe.teacher.tail) if recipe.teacher.top_k else None,
+        _on_policy(recipe, tokenizer),
+        judge or teacher,
+        measure,
+        evaluate_blocks=recipe.measure.blocks,
+        compiled=recipe.train.compile,
+    )
+    return DrafterParts(trained, task, target, measure is not None)
+
+
+def _on_policy(recipe: DrafterRecipe, tokenizer: Any) -> OnPolicy | None:
+    section = recipe.on_policy
+    if section is None:
+        return None
+    return OnPolicy(section.share, section.new_tokens, tuple(stop_ids(tokenizer)), section.temperature)
+
+
+def _complete(recipe: DrafterRecipe) -> ModelSection:
+    """The model's section; what a new model's configuration leaves open is its target's, as far as serving asks for
+    it: the same vocabulary, as many positions, the same special tokens."""
+    section = recipe.model
+    if section.config is None or recipe.target is None:
+        return section
+    theirs = AutoConfig.from_pretrained(recipe.target).get_text_config()
+    given = {name: getattr(theirs, name, None) for name in _FROM_TARGET}
+    known = vars(AutoConfig.for_model(section.config["model_type"]))
+    taken = {name: value for name, value in given.items() if value is not None and name in known}
+    return section.model_copy(update={"config": taken | section.config})
+
+
+def _make_fast(model: PreTrainedModel, train: TrainSection) -> None:
+    """Liger's kernels, where the recipe asks for them; the loss has its own chunks."""
+    if not train.liger:
+        return
+    from transformers.integrations.liger import apply_liger_kernel
+
+    try:
+        apply_liger_kernel(model, {"cross_entropy": False, "fused_linear_cross_entropy": False})
+    except ImportError as error:
+        raise ValueError(f"`train.liger` needs the package liger-kernel: pip install liger-kernel ({error})") from error

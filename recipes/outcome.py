@@ -1,0 +1,211 @@
+"""What all training recipes share: data prepared once, one run of `fit`, one artifact, nothing written over."""
+
+from __future__ import annotations
+
+import json
+import math
+import shutil
+from collections.abc import Callable
+from dataclasses import asdict
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+from torch import nn
+from transformers import PreTrainedModel
+
+from ..checkpoints.artifact import (
+    load_manifest,
+    model_fingerprint,
+    save_artifact,
+    tokenizer_fingerprint,
+    verify_artifact,
+)
+from ..checkpoints.manifest import plain
+from ..data.prepared import PreparedData
+from ..train.interrupts import TrainingError
+from ..train.loop import FitConfig, FitResult, Task, fit
+from .data_sections import Section
+from .loading import write_recipe
+from .prepare import Prepared, prepare_data
+from .terminal import say
+from .training import TrainSection
+
+_NOT_FOR_THE_LOOP = {"epochs", "steps", "trackers", "compile", "liger"}
+_SHOWN_DOCUMENTS = 3
+_SHOWN_TOKENS = 24
+
+
+def state_folder(out: Path) -> Path:
+    """Where logs and checkpoints of an artifact's training lie."""
+    return out.with_name(out.name + ".state")
+
+
+def on_main(accelerator: Any, work: Callable[[], Any]) -> None:
+    """Do something in the main process; a user's mistake found there is raised in all of them."""
+    problem: list[str | None] = [None]
+    if accelerator.is_main_process:
+        try:
+            work()
+        except ValueError as error:
+            if accelerator.num_processes == 1:
+                raise
+            problem = [str(error)]
+    if accelerator.num_processes > 1:
+        from accelerate.utils import broadcast_object_list
+
+        broadcast_object_list(problem)
+        if problem[0] is not None:
+            raise ValueError(problem[0])
+
+
+def prepare_once(recipe: Any, tokenizer: Any, accelerator: Any) -> Prepared:
+    """The main process prepares, the others then find it done."""
+    seed = recipe.train.seed if hasattr(recipe, "train") else 0
+    on_main(accelerator, partial(prepare_data, recipe.data, tokenizer, seed=seed))
+    return prepare_data(recipe.data, tokenizer, seed=seed, quiet=True)
+
+
+def steps_of(recipe: Any, prepared: Prepared) -> int:
+    """Optimizer steps of a recipe.
+
+    Raises:
+        ValueError: streamed data, and the recipe does not say how many.
+    """
+    train: TrainSection = recipe.train
+    if train.steps is None and recipe.data.streaming:
+        raise ValueError("`train.steps` is needed with `data.streaming`: nobody knows how long an epoch is")
+    return train.steps or max(1, math.ceil(train.epochs * prepared.train.blocks / train.global_batch))
+
+
+def fit_config(recipe: Any, prepared: Prepared, measured: bool) -> FitConfig:
+    """The loop's settings; `measured`: its evaluations decode, so that the best weights can be told."""
+    train: TrainSection = recipe.train
+    settings = train.model_dump(exclude=_NOT_FOR_THE_LOOP) | {"betas": (train.betas[0], train.betas[1])}
+    best = "tokens_per_step" if measured and recipe.measure.keep == "best" else None
+    return FitConfig(steps=steps_of(recipe, prepared), keep_best=best, **settings)
+
+
+def fit_recipe(
+    task: Task, prepared: Prepared, recipe: Any, out: Path, accelerator: Any, tokenizer: Any, measured: bool
+) -> FitResult:
+    """Train, and log to the recipe's trackers; the resolved recipe lies beside the checkpoints from the beginning.
+
+    Raises:
+        TrainingError: what `fit` raises, with the beginnings of the documents it happened in.
+    """
+    if accelerator.is_main_process:
+        write_recipe(recipe, state_folder(out) / "recipe.yaml")
+    if recipe.train.trackers:
+        accelerator.init_trackers("draftsmith", config=_flat(plain(recipe.model_dump(mode="json"))))
+    try:
+        config = fit_config(recipe, prepared, measured)
+        return fit(task, prepared.train, config, state_folder(out), accelerator)
+    except TrainingError as error:
+        shown = _beginnings(prepared.train, error.blocks, tokenizer)
+        raise TrainingError(f"{error}{shown}", error.blocks) from error
+    finally:
+        if recipe.train.trackers:
+            accelerator.end_training()
+
+
+def save(
+    recipe: Any,
+    out: Path,
+    write: Callable[[Path], None],
+    tokenizer: Any,
+    prepared: Prepared,
+    result: FitResult | None,
+    target: nn.Module | None,
+    shapes: dict[str, Any],
+) -> None:
+    """Write the artifact: what `write` puts into its folder, the resolved recipe, and `artifact.json`."""
+
+    def write_all(folder: Path) -> None:
+        write(folder)
+        write_recipe(recipe, folder / "recipe.yaml")
+
+    named = getattr(recipe, "target", None)
+    identity = None
+    if named is not None:
+        identity = {"id": named, "fingerprint": model_fingerprint(target) if target is not None else None}
+    save_artifact(
+        out,
+        kind=recipe.kind,
+        write=write_all,
+        vocab_size=shapes.get("vocab_size", len(tokenizer)),
+        tokenizer_fingerprint=tokenizer_fingerprint(tokenizer),
+        target=identity,
+        shapes=shapes,
+        recipe=recipe.model_dump(mode="json"),
+        data=prepared.summary(),
+        training={} if result is None else asdict(result) | {"history": result.history.name},
+        evaluation=None if result is None else result.metrics,
+    )
+    shutil.rmtree(state_folder(out) / "checkpoints", ignore_errors=True)
+    say(f"{recipe.kind}: wrote {out}")
+
+
+def check_out(out: Path, recipe: Section) -> None:
+    """Refuse to write over what another recipe made; check the hashes of what this one made."""
+    if not out.exists():
+        return
+    if not (out / "artifact.json").is_file():
+        if any(out.iterdir()):
+            raise ValueError(f"{out} holds other files and no artifact: choose another `out`")
+        return
+    theirs, mine = load_manifest(out).recipe, json.loads(json.dumps(recipe.model_dump(mode="json")))
+    if theirs != mine:
+        raise ValueError(
+            f"{out} holds the artifact of another recipe ({_difference(theirs, mine)}): "
+            "choose another `out`, or delete that folder"
+        )
+    made_for = verify_artifact(out).target or {}
+    folder, fingerprint = Path(str(made_for.get("id"))), made_for.get("fingerprint")
+    if fingerprint and folder.is_dir() and model_fingerprint(folder) != fingerprint:
+        raise ValueError(f"{out} was made for another model than the one that stands at {folder} now: delete {out}")
+
+
+def check_target(target: PreTrainedModel, model: PreTrainedModel, name: str) -> None:
+    """Raises ValueError naming both sides where a drafter's vocabulary or kind of model is not its target's."""
+    theirs, mine = (side.get_output_embeddings().weight.shape[0] for side in (target, model))
+    if theirs != mine:
+        raise ValueError(f"the drafter has a vocabulary of {mine} tokens, the target {name} of {theirs}")
+    kinds = [("decoder", "encoder-decoder")[side.config.is_encoder_decoder] for side in (model, target)]
+    if kinds[0] != kinds[1]:
+        raise ValueError(f"the drafter is a {kinds[0]}, the target {name} a {kinds[1]}: they must be of one kind")
+
+
+def _beginnings(data: Any, blocks: list[int], tokenizer: Any) -> str:
+    """The first words of the first documents of some blocks."""
+    if not isinstance(data, PreparedData) or not blocks:
+        return ""
+    texts: list[str] = []
+    for block in blocks:
+        batch = data.batch([block])
+        numbers = batch.documents_BT[0]
+        for number in dict.fromkeys(numbers[numbers >= 0].tolist()):
+            if len(texts) < _SHOWN_DOCUMENTS:
+                ids = batch.tokens_BT[0, numbers == number][:_SHOWN_TOKENS]
+                texts.append(f"{' '.join(tokenizer.decode(ids).split())!r} …")
+    return f". Its documents begin: {'; '.join(texts)}"
+
+
+def _difference(theirs: Any, mine: Any, place: str = "") -> str:
+    """The first key in which two recipes differ, with both values."""
+    if isinstance(theirs, dict) and isinstance(mine, dict):
+        for key in sorted(set(theirs) | set(mine)):
+            if theirs.get(key) != mine.get(key):
+                return _difference(theirs.get(key), mine.get(key), f"{place}.{key}" if place else key)
+    return f"{place}: {theirs!r} there, {mine!r} here"
+
+
+def _flat(values: dict[str, Any], place: str = "") -> dict[str, Any]:
+    """Sections as names with dots, for trackers that know numbers and words only."""
+    flat: dict[str, Any] = {}
+    for key, value in values.items():
+        if isinstance(value, dict):
+            flat |= _flat(value, f"{place}{key}.")
+        else:
+            flat[place + key] = value if isinstance(value, (int, float, str, bool)) else json.dumps(value)
+    return flat

@@ -1,0 +1,254 @@
+"""Training a drafter of the 68M shape: against the Hugging Face Trainer, the memory of the loss, what a teacher costs.
+
+    python tests/bench/train_drafter.py [--quick] [--parts trainer loss teacher] [--rounds 3]
+
+Conversations: the ShareGPT sample of the shared data with LLaMA's tokenizer; without them the documentation of the
+installed packages with a BPE trained on it, in the same shape. Both sides train on the same documents, rendered once,
+with the same labels, AdamW and float32: here packed into blocks of 2,048 tokens by `fit`, there one to a row, padded to
+the longest of a batch, by `Trainer.train`; batch 4; alternating in one process. Tokens per second count what is no
+padding; `vs_hf_trainer` is the ratio of the totals. `loss_memory_ratio` is the largest memory above the inputs and
+gradients that cross entropy needs, chunked, divided by that of full logits, each in a process of its own. The last line
+is one JSON object.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import statistics
+import subprocess
+import sys
+import tempfile
+import time
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+from draftsmith.data.documentation import documentation_conversations
+from draftsmith.data.packing import IGNORED
+from draftsmith.data.prepared import PreparedData, prepare
+from draftsmith.data.reading import read_conversations
+from draftsmith.data.templates import get_template
+from draftsmith.data.tokenizers import load_tokenizer, train_bpe
+from draftsmith.recipes.evaluate import machine
+from draftsmith.train.drafter import DrafterTask
+from draftsmith.train.loop import FitConfig, fit
+from draftsmith.train.losses import cross_entropy
+from draftsmith.train.teacher import ModelTeacher
+from transformers import LlamaConfig, LlamaForCausalLM, Trainer, TrainerCallback, TrainingArguments
+
+SHARED = Path(os.environ.get("DRAFTSMITH_SHARED", Path(__file__).resolve().parents[3] / "shared" / "data"))
+BATCH = 4
+PARTS = ("trainer", "loss", "teacher")
+OBJECTIVES = ("cross-entropy", "forward-kl", "reverse-kl", "jensen-shannon", "total-variation", "lk-alpha", "lk-lambda")
+
+
+def model_of(vocab: int, positions: int, layers: int = 2, seed: int = 0) -> LlamaForCausalLM:
+    """Llama-68M's shape."""
+    torch.manual_seed(seed)
+    shape = {"hidden_size": 768, "intermediate_size": 3072, "num_hidden_layers": layers, "num_attention_heads": 12}
+    return LlamaForCausalLM(LlamaConfig(vocab_size=vocab, max_position_embeddings=positions, **shape))
+
+
+def documents(folder: Path, block: int, rows: int) -> tuple[PreparedData, int]:
+    """So many conversations as prepared data, and the size of the vocabulary."""
+    sample, llama = SHARED / "sharegpt" / "sharegpt_v3_sample_800.json", SHARED / "tokenizer" / "llama2c"
+    if sample.is_file():
+        chats, tokenizer = read_conversations(str(sample), limit=rows), load_tokenizer(str(llama))
+    else:
+        found, _, _ = documentation_conversations(["numpy", "torch"], heldout_share=0.01, max_megabytes=5, seed=0)
+        chats = iter(found[: rows * 10])
+        tokenizer = train_bpe((turn.text for chat in found for turn in chat.turns), 4096, ("<pad>", "</s>"))
+    template = get_template("vicuna-v1.1")
+    return prepare(chats, tokenizer, template, block, folder, source={"bench": "train_drafter"}), len(tokenizer)
+
+
+class Rows(torch.utils.data.Dataset[dict[str, Any]]):
+    """The same documents for the Trainer: one to a row."""
+
+    def __init__(self, data: PreparedData) -> None:
+        self.rows = []
+        for batch in (data.batch([block]) for block in range(data.blocks)):
+            numbers = batch.documents_BT[0]
+            for number in dict.fromkeys(numbers[numbers >= 0].tolist()):
+                inside = numbers == number
+                self.rows.append({"input_ids": batch.tokens_BT[0, inside], "labels": batch.labels_BT[0, inside]})
+        order = np.random.default_rng(0).permutation(len(self.rows))
+        self.rows = [self.rows[i] for i in order]
+
+    def __len__(self) -> int:
+        return len(self.rows)
+
+    def __getitem__(self, index: int) -> dict[str, Any]:
+        return self.rows[index]
+
+
+def padded(rows: list[dict[str, Any]]) -> dict[str, torch.Tensor]:
+    """A batch, padded to its longest row."""
+
+    def together(name: str, value: int) -> torch.Tensor:
+        return torch.nn.utils.rnn.pad_sequence([row[name] for row in rows], batch_first=True, padding_value=value)
+
+    lengths = torch.tensor([len(row["input_ids"]) for row in rows])
+    mask = (torch.arange(int(lengths.max()))[None] < lengths[:, None]).long()
+    return {"input_ids": together("input_ids", 0), "labels": together("labels", IGNORED), "attention_mask": mask}
+
+
+class Watch(TrainerCallback):
+    """Seconds of each of the Trainer's steps."""
+
+    def __init__(self) -> None:
+        self.seconds: list[float] = []
+        self._began = 0.0
+
+    def on_step_begin(self, *_: Any, **__: Any) -> None:
+        self._began = time.perf_counter()
+
+    def on_step_end(self, *_: Any, **__: Any) -> None:
+        self.seconds.append(time.perf_counter() - self._began)
+
+
+def trainer_round(model: Any, rows: Rows, first: int, steps: int, folder: Path) -> tuple[int, float]:
+    """Tokens and seconds of so many steps of `Trainer.train`."""
+    watch = Watch()
+    part = [rows[i % len(rows)] for i in range(first * BATCH, (first + steps) * BATCH)]
+    arguments = TrainingArguments(
+        output_dir=str(folder), per_device_train_batch_size=BATCH, max_steps=steps, learning_rate=2e-5, use_cpu=True,
+        save_strategy="no", logging_strategy="no", report_to=[], disable_tqdm=True, max_grad_norm=1.0,
+        lr_scheduler_type="constant", optim="adamw_torch_fused",
+    )  # fmt: skip
+    Trainer(
+        model=model, args=arguments, train_dataset=part, data_collator=padded, callbacks=[watch]
+    ).train()  # fmt: skip
+    return sum(len(row["input_ids"]) for row in part), sum(watch.seconds)
+
+
+def fit_round(task: DrafterTask, data: PreparedData, steps: int, folder: Path, seed: int) -> tuple[int, float]:
+    """Tokens and seconds of so many steps of `fit`, as it reports them."""
+    config = FitConfig(
+        steps, BATCH, BATCH, 2e-5, schedule="constant", warmup=0.0, log_every=1, seed=seed, keep_checkpoints=1
+    )
+    with tempfile.TemporaryDirectory(dir=folder) as state:
+        result = fit(task, data, config, state)
+    return result.tokens, result.seconds
+
+
+def against_the_trainer(folder: Path, block: int, rows: int, rounds: int, steps: int) -> dict[str, Any]:
+    data, vocab = documents(folder / "data", block, rows)
+    ours, theirs = DrafterTask(model_of(vocab, block), None), model_of(vocab, block)
+    listed = Rows(data)
+    mine, other = [], []
+    for number in range(rounds + 1):
+        mine.append(fit_round(ours, data, steps, folder, seed=number))
+        other.append(trainer_round(theirs, listed, number * steps, steps, folder / "trainer"))
+    speeds = {name: sum(t for t, _ in runs[1:]) / sum(s for _, s in runs[1:]) for name, runs in
+              (("draftsmith", mine), ("trainer", other))}  # fmt: skip
+    by_round = [(a / b) / (c / d) for (a, b), (c, d) in zip(mine[1:], other[1:], strict=True)]
+    useful = sum(len(row["input_ids"]) for row in listed.rows) / len(listed)
+    print(
+        f"documents of {useful:.0f} tokens on average, blocks of {block}, {data.manifest['packing_density']:.1%} full"
+    )
+    for name, speed in speeds.items():
+        print(f"  {name:12} {speed:8.0f} useful tokens/s")
+    return {
+        "useful_tokens_per_sec": speeds,
+        "vs_hf_trainer": speeds["draftsmith"] / speeds["trainer"],
+        "vs_hf_trainer_by_round": by_round,
+        "mean_document_tokens": useful,
+        "packing_density": data.manifest["packing_density"],
+    }
+
+
+def peak_of_loss(way: str, positions: int, vocab: int) -> dict[str, float]:
+    """In this process: the most bytes above inputs and gradients that cross entropy takes, and its seconds."""
+    torch.manual_seed(0)
+    hidden_XD = torch.randn(positions, 768, requires_grad=True)
+    weight_VD = torch.randn(vocab, 768, requires_grad=True)
+    labels_X = torch.randint(vocab, (positions,))
+    hidden_XD.grad, weight_VD.grad = torch.zeros_like(hidden_XD), torch.zeros_like(weight_VD)
+    small = hidden_XD[:8].detach().requires_grad_()
+    run_loss(way, small, weight_VD, labels_X[:8])  # libraries take their own memory once
+    Path("/proc/self/clear_refs").write_text("5")
+    before = status_bytes("VmRSS")
+    started = time.perf_counter()
+    run_loss(way, hidden_XD, weight_VD, labels_X)
+    seconds = time.perf_counter() - started
+    return {"bytes": status_bytes("VmHWM") - before, "seconds": seconds}
+
+
+def run_loss(way: str, hidden_XD: torch.Tensor, weight_VD: torch.Tensor, labels_X: torch.Tensor) -> None:
+    if way == "chunked":
+        loss, _ = cross_entropy(hidden_XD, weight_VD, labels_X)
+    else:
+        loss = torch.nn.functional.cross_entropy(hidden_XD @ weight_VD.T, labels_X, reduction="sum")
+    loss.backward()
+
+
+def status_bytes(name: str) -> int:
+    line = next(line for line in Path("/proc/self/status").read_text().splitlines() if line.startswith(name))
+    return int(line.split()[1]) * 1024
+
+
+def memory_of_loss(positions: int, vocab: int) -> dict[str, Any]:
+    found: dict[str, Any] = {}
+    for way in ("full", "chunked"):
+        command = [sys.executable, __file__, "--loss", way, "--positions", str(positions), "--vocab", str(vocab)]
+        found[way] = json.loads(subprocess.run(command, capture_output=True, text=True, check=True).stdout)
+        print(f"  loss {way:8} {found[way]['bytes'] / 1e6:8.0f} MB  {found[way]['seconds']:.2f} s")
+    return {
+        "loss_memory_mb": {way: value["bytes"] / 1e6 for way, value in found.items()},
+        "loss_sec": {way: value["seconds"] for way, value in found.items()},
+        "loss_memory_ratio": found["chunked"]["bytes"] / found["full"]["bytes"],
+    }
+
+
+def cost_of_teachers(folder: Path, block: int, rows: int, rounds: int) -> dict[str, Any]:
+    """Time of a step with each objective, its teacher of the drafter's own shape, over that of cross entropy."""
+    data, vocab = documents(folder / "taught", block, rows)
+    teacher = ModelTeacher(model_of(vocab, block, seed=1))
+    tasks = {
+        name: DrafterTask(model_of(vocab, block), None, {name: 1.0}, None if name == "cross-entropy" else teacher)
+        for name in OBJECTIVES
+    }
+    seconds: dict[str, list[float]] = {name: [] for name in tasks}
+    for number in range(rounds + 1):
+        for name, task in tasks.items():
+            tokens, took = fit_round(task, data, 1, folder, seed=number)
+            if number:
+                seconds[name].append(took / tokens)
+    medians = {name: statistics.median(values) for name, values in seconds.items()}
+    ratios = {name: value / medians["cross-entropy"] for name, value in medians.items()}
+    for name, ratio in ratios.items():
+        print(f"  {name:16} {1 / medians[name]:7.0f} tokens/s  {ratio:.2f} x the time of cross entropy")
+    return {"cost_vs_cross_entropy": ratios}
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__.split("\n")[0])
+    parser.add_argument("--quick", action="store_true", help="blocks of 512 tokens, one round")
+    parser.add_argument("--parts", nargs="+", choices=PARTS, default=list(PARTS))
+    parser.add_argument("--rounds", type=int, default=3)
+    parser.add_argument("--loss", choices=("full", "chunked"), help=argparse.SUPPRESS)
+    parser.add_argument("--positions", type=int, default=8192, help=argparse.SUPPRESS)
+    parser.add_argument("--vocab", type=int, default=32000, help=argparse.SUPPRESS)
+    options = parser.parse_args()
+    if options.loss:
+        print(json.dumps(peak_of_loss(options.loss, options.positions, options.vocab)))
+        return
+    block, rounds = (512, 1) if options.quick else (2048, options.rounds)
+    results: dict[str, Any] = {"block_tokens": block, "batch": BATCH, "rounds": rounds}
+    with tempfile.TemporaryDirectory() as place:
+        folder = Path(place)
+        if "trainer" in options.parts:
+            results |= against_the_trainer(folder, block, 200, rounds, 1 if options.quick else 2)
+        if "loss" in options.parts:
+            results |= memory_of_loss(BATCH * block, 32000)
+        if "teacher" in options.parts:
+            results |= cost_of_teachers(folder, block, 60, rounds)
+    print(json.dumps(results | {"machine": machine("cpu")}))
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,230 @@
+"""The cache of a recipe's teacher, from the command line to the batches that a drafter learns from."""
+
+from __future__ import annotations
+
+import os
+import re
+import shutil
+import signal
+import subprocess
+import sys
+from collections import namedtuple
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import yaml
+from draftsmith.data.tokenizers import load_tokenizer
+from draftsmith.recipes.loading import load_recipe
+from draftsmith.recipes.prepare import Prepared, prepare_data
+from draftsmith.recipes.teacher import open_teacher, prepare_teacher
+from draftsmith.recipes.training import DrafterRecipe
+from draftsmith.train.losses import IGNORED, shifted_labels
+from draftsmith.train.teacher import CachedTeacher, ModelTeacher
+from draftsmith.train.teacher_cache import TeacherCache
+
+# the command line with files of a few blocks, as a large corpus has them
+SMALL_FILES = """
+import sys
+import draftsmith.train.teacher_cache as cache
+from draftsmith.recipes.cli import main
+cache.SHARD_BYTES = 8000
+if __name__ == "__main__":
+    main()
+"""
+Usage = namedtuple("Usage", "total used free")
+
+
+@pytest.fixture
+def recipe_file(drafter_recipe: Path, tmp_path: Path, corpus: Path, make_llama: Callable[..., Any]) -> Path:
+    """A recipe whose drafter learns from the cached top 6 of a small target."""
+    target = tmp_path / "target"
+    make_llama(320, seed=1, sharpness=2.0).save_pretrained(target)
+    for path in (corpus / "tokenizer").iterdir():
+        shutil.copy(path, target)
+    values = yaml.safe_load(drafter_recipe.read_text())
+    values |= {"target": str(target), "objective": {"forward-kl": 1.0}}
+    values["teacher"] = {"top_k": 6, "cache": str(tmp_path / "teachers"), "batch": 2}
+    drafter_recipe.write_text(yaml.safe_dump(values))
+    return drafter_recipe
+
+
+def loaded(recipe_file: Path, *overrides: str) -> DrafterRecipe:
+    recipe = load_recipe(str(recipe_file), overrides)
+    assert isinstance(recipe, DrafterRecipe)
+    return recipe
+
+
+def prepared_of(recipe: DrafterRecipe) -> Prepared:
+    return prepare_data(recipe.data, load_tokenizer(recipe.tokenizer_source), quiet=True)
+
+
+def contents(cache: Path) -> dict[str, bytes]:
+    return {str(path.relative_to(cache)): path.read_bytes() for path in cache.rglob("*") if path.is_file()}
+
+
+def environment() -> dict[str, str]:
+    return os.environ | {"ACCELERATE_USE_CPU": "true", "OMP_NUM_THREADS": "1", "HF_HUB_OFFLINE": "1"}
+
+
+def test_the_command_writes_what_the_drafter_then_learns_from(recipe_file: Path, cli: Callable[..., Any]):
+    recipe = loaded(recipe_file)
+    prepared = prepared_of(recipe)
+    with pytest.raises(ValueError, match=r"no cache of the top 6 tokens of .*target for the training data .*--teacher"):
+        open_teacher(recipe, prepared)
+
+    done = cli("prepare", str(recipe_file), "--teacher")
+    assert done.returncode == 0, done.stderr
+    folder = Path(done.stdout.strip())
+    cache = TeacherCache.load(folder)
+    rows = prepared.train.manifest["trainable_tokens"]
+    heldout_rows = prepared.heldout.manifest["trainable_tokens"]
+    assert cache.rows == rows
+    size = (rows + heldout_rows) * (6 * 4 + 2) / 1000  # known to the byte before it starts
+    said = rf"the 6 most likely of 320 tokens at {rows + heldout_rows:,} positions: {size:.1f} kB in .*teachers"
+    assert re.search(said, done.stderr)
+    assert re.search(r"about \d+ s with 1 process\(es\) at [\d,]+ positions a second each", done.stderr)
+    assert f"training: {rows:,} positions in {folder}, every SHA-256 as written" in done.stderr
+    written = contents(folder.parent)
+
+    again = cli("prepare", str(recipe_file), "--teacher")
+    assert (again.returncode, again.stdout) == (0, done.stdout)
+    assert "probe" not in again.stderr
+    assert contents(folder.parent) == written
+
+    cached, in_process = (
+        open_teacher(recipe, prepared),
+        open_teacher(loaded(recipe_file, "teacher.cache=null"), prepared),
+    )
+    assert isinstance(cached, CachedTeacher)
+    assert isinstance(in_process, ModelTeacher)
+    assert cached.settings["target"] == in_process.settings["target"]
+    for data in (prepared.train, prepared.heldout):
+        batch = data.batch([2, 0])
+        kept_X = (shifted_labels(batch.labels_BT, batch.documents_BT, 1) != IGNORED).flatten()
+        dense, sparse = in_process(batch), cached(batch)
+        wanted_RV = (dense.hidden_XE @ dense.weight_VE.T).log_softmax(1)[kept_X]
+        torch.testing.assert_close(sparse.log_probs_XK[kept_X], wanted_RV.topk(6).values, rtol=2**-10, atol=1e-3)
+
+    (folder / "rows-00000.safetensors").write_bytes(written[f"{folder.name}/rows-00000.safetensors"][::-1])
+    broken = cli("prepare", str(recipe_file), "--teacher")
+    assert broken.returncode == 2
+    assert "rows-00000.safetensors is damaged" in broken.stderr
+
+
+def test_a_cache_of_another_target_is_not_taken(recipe_file: Path, make_llama: Callable[..., Any], tmp_path: Path):
+    recipe = loaded(recipe_file)
+    prepared = prepared_of(recipe)
+    prepare_teacher(recipe)
+    assert open_teacher(recipe, prepared).vocab_size == 320
+    with pytest.raises(ValueError, match=r"what lies there is another: top_k is 6 there, 7 here\)"):
+        open_teacher(loaded(recipe_file, "teacher.top_k=7"), prepared)
+    make_llama(320, seed=2).save_pretrained(tmp_path / "target")  # trained again, say
+    with pytest.raises(ValueError, match=r"another: target is [0-9a-f]{16} \(.*target\) there, [0-9a-f]{16} \("):
+        open_teacher(recipe, prepared)
+    # a target that was only moved is the same
+    make_llama(320, seed=1, sharpness=2.0).save_pretrained(tmp_path / "moved")
+    moved = loaded(recipe_file, f"target={tmp_path / 'moved'}", f"tokenizer={tmp_path / 'target'}")
+    assert open_teacher(moved, prepared).vocab_size == 320
+
+
+def test_what_cannot_be_cached_is_refused_before_anything_runs(recipe_file: Path, cli: Callable[..., Any]):
+    with pytest.raises(ValueError, match=r"with `data\.streaming` nobody knows"):
+        prepare_teacher(loaded(recipe_file, "data.streaming=true"))
+    with pytest.raises(ValueError, match=r"needs `teacher\.cache`, and the recipe has none"):
+        prepare_teacher(loaded(recipe_file, "teacher.cache=null"))
+    with pytest.raises(ValueError, match="needs `target`, and the recipe has none"):
+        prepare_teacher(loaded(recipe_file, "target=null", "objective={cross-entropy: 1.0}"))
+    with pytest.raises(ValueError, match="top_k is 321, expected 1 … 320"):
+        prepare_teacher(loaded(recipe_file, "teacher.top_k=321"))
+    table = recipe_file.with_name("table.yaml")
+    values = yaml.safe_load(recipe_file.read_text())
+    table.write_text(yaml.safe_dump({"kind": "table"} | {key: values[key] for key in ("out", "tokenizer", "data")}))
+    refused = cli("prepare", str(table), "--teacher")
+    assert refused.returncode == 2
+    assert "--teacher is for recipes of kind 'drafter'" in refused.stderr
+
+
+def test_a_disk_that_is_too_small_is_found_out_beforehand(
+    recipe_file: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+):
+    recipe = loaded(recipe_file)
+    prepared = prepared_of(recipe)
+    rows = prepared.train.manifest["trainable_tokens"] + prepared.heldout.manifest["trainable_tokens"]
+
+    def free(size: int) -> None:
+        monkeypatch.setattr(shutil, "disk_usage", lambda _: Usage(10**9, 10**9 - size, size))
+
+    free(30_000)
+    with pytest.raises(
+        ValueError, match=r"needs [\d.]+ kB, and 30\.0 kB are free: the largest .* that fits is \d"
+    ) as found:
+        prepare_teacher(recipe)
+    assert not list((tmp_path / "teachers").glob("[!.]*"))
+    numbers = re.search(r"needs ([\d.]+) kB.* fits is (\d)", str(found.value))
+    assert numbers is not None
+    assert rows * 26 < float(numbers[1]) * 1000 < rows * 26 + 10_000
+    fits = int(numbers[2])
+    with pytest.raises(ValueError, match=f"that fits is {fits}"):
+        prepare_teacher(loaded(recipe_file, f"teacher.top_k={fits + 1}"))
+    free(3_000)
+    with pytest.raises(ValueError, match="not even one token a position fits"):
+        prepare_teacher(recipe)
+    free(30_000)
+    assert TeacherCache.load(prepare_teacher(loaded(recipe_file, f"teacher.top_k={fits}"))).rows > 0
+
+
+def test_ctrl_c_and_two_processes_lead_to_the_same_bytes(
+    recipe_file: Path, tmp_path: Path, make_llama: Callable[..., Any]
+):
+    make_llama(320, seed=1, hidden_size=128, intermediate_size=256, num_hidden_layers=12).save_pretrained(
+        tmp_path / "target"
+    )
+    script = tmp_path / "small_files.py"
+    script.write_text(SMALL_FILES)
+    arguments = [str(script), "prepare", str(recipe_file), "--teacher", "teacher.batch=1"]
+    prepared_of(loaded(recipe_file))
+
+    def cache(name: str) -> str:
+        return f"teacher.cache={tmp_path / name}"
+
+    undisturbed = subprocess.Popen(
+        [sys.executable, *arguments, cache("one")],
+        env=environment(),
+        stderr=subprocess.DEVNULL,
+        stdout=subprocess.DEVNULL,
+    )
+    launcher = [sys.executable, "-m", "accelerate.commands.launch", "--multi_gpu", "--num_processes", "2"]
+    launcher += ["--num_machines", "1", "--mixed_precision", "no", "--dynamo_backend", "no", "--main_process_port", "0"]
+    with subprocess.Popen(
+        [sys.executable, *arguments, cache("two")], env=environment(), stderr=subprocess.PIPE, text=True
+    ) as stopped:
+        assert stopped.stderr is not None
+        lines = []
+        for line in stopped.stderr:
+            lines.append(line)
+            if "positions a second" in line:
+                stopped.send_signal(signal.SIGINT)
+    assert stopped.returncode == 130, lines
+    assert re.search(r"stopped by SIGINT after [\d,]+ of [\d,]+ positions; \d+ of \d+ files are whole", lines[-1]), (
+        lines
+    )
+    assert not list((tmp_path / "two").glob("[!.]*"))
+
+    done = subprocess.run(
+        [*launcher, *arguments, cache("two")],
+        env=environment(),
+        capture_output=True,
+        text=True,
+        timeout=200,
+        check=False,
+    )
+    assert done.returncode == 0, done.stderr
+    assert "with 2 process(es)" in done.stderr
+    assert len(done.stdout.splitlines()) == 1  # the folder, once
+    assert undisturbed.wait(120) == 0
+    one, two = contents(tmp_path / "one"), contents(tmp_path / "two")
+    assert one == two
+    assert sum(".safetensors" in name for name in one) > 5

@@ -1,0 +1,100 @@
+"""Runs jobs one after the other in each of the processes that a launcher has started, and says what became of them.
+
+torchrun … zero_worker.py '[{"name": "…", "state_dir": "…", "weights": "….safetensors", "config": {…}, …}]'
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import sys
+from typing import Any
+
+import torch
+from draftsmith.checkpoints.heads import PredictionHeads
+from draftsmith.train.drafter import DrafterModule
+from draftsmith.train.heads import HeadsTask
+from draftsmith.train.interrupts import Interrupted, TrainingError
+from draftsmith.train.loop import fit
+from safetensors.torch import save_file
+from worker import SignallingTask, make_config, make_data, make_model
+
+
+class UnevenModule(DrafterModule):
+    """A drafter whose gradient is not a number, though its loss is one, while `uneven` is set."""
+
+    uneven = False
+
+    def forward(self, *batch: Any) -> tuple[torch.Tensor, torch.Tensor]:
+        sums, counts = super().forward(*batch)
+        if self.uneven:
+            sums = sums + 0 * torch.sqrt(0 * sums)
+        return sums, counts
+
+
+class SpyingTask(SignallingTask):
+    """Notes what it finds sharded, in training and in evaluation; has a bad gradient in step `uneven_at` (from 1)."""
+
+    uneven_at = 0
+    sharded_between_steps: int | None = None
+    sharded_in_evaluation: int | None = None
+
+    def begin(self, step: int, steps: int) -> None:
+        super().begin(step, steps)
+        self.module.uneven = step + 1 == self.uneven_at
+        self.sharded_between_steps = count_sharded(self.module)
+
+    def evaluate(self, module: torch.nn.Module) -> dict[str, float]:
+        self.sharded_in_evaluation = count_sharded(module)
+        return super().evaluate(module)
+
+
+def count_sharded(module: torch.nn.Module) -> int:
+    """How many parameters this process does not have whole."""
+    return sum(parameter.numel() == 0 for parameter in module.parameters())
+
+
+def make_task(options: dict[str, Any], rank: int) -> Any:
+    model = make_model(**{"attention_dropout": 0.0} | options.get("model", {}))
+    if options.get("task") == "heads":
+        heads = PredictionHeads.from_lm_head(model.get_output_embeddings().weight.detach().clone(), 2, 1)
+        return HeadsTask(model, heads, make_data(4, seed=1))
+    mine = rank == options.get("kill_rank", 0)
+    task = SpyingTask(model, make_data(4, seed=1), options.get("kill_at", 0) if mine else 0, options.get("signal", 15))
+    task.module.__class__ = UnevenModule
+    task.uneven_at = options.get("uneven_at", 0)
+    return task
+
+
+def run_job(options: dict[str, Any], rank: int) -> dict[str, Any]:
+    task = make_task(options, rank)
+    said: dict[str, Any] = {"name": options["name"]}
+    try:
+        result = fit(task, make_data(), make_config(**options.get("config", {})), options["state_dir"])
+    except (Interrupted, TrainingError, ValueError) as error:
+        return said | {"error": f"{type(error).__name__}: {error}"}
+    said |= {
+        "processes": result.processes,
+        "distributed_type": result.distributed_type,
+        "resumed_from": result.resumed_from,
+        "between_steps": getattr(task, "sharded_between_steps", None),
+        "in_evaluation": getattr(task, "sharded_in_evaluation", None),
+        "afterwards": count_sharded(task.module),
+        "gradients": all(type(p) is torch.nn.Parameter for p in task.module.parameters()),
+    }
+    if rank == 0:
+        save_file({name: tensor.clone() for name, tensor in task.module.state_dict().items()}, options["weights"])
+    return said
+
+
+def main() -> None:
+    torch.set_num_threads(1)
+    rank = int(os.environ.get("RANK", "0"))
+    for options in json.loads(sys.argv[1]):
+        said = run_job(options, rank)
+        if rank == options.get("speaker", 0):
+            print("said " + json.dumps(said), flush=True)
+
+
+if __name__ == "__main__":
+    main()

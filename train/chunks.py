@@ -1,0 +1,266 @@
+"""Logits chunk by chunk: of a drafter, and what a teacher says at the same positions.
+
+Letters: X flattened positions, C positions of a chunk, R rows of a block (a part of a chunk), D hidden of the drafter,
+E hidden of the teacher, V vocabulary, K tokens that a top-k teacher names, F events (K, or K + 1 with "any other").
+
+Two sizes: matrix products run over a *chunk* of positions, into one buffer that every chunk uses again; what comes
+after them is elementwise and runs over *blocks* of few rows, whose temporaries stay in a CPU's caches.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+from typing import Literal, NamedTuple
+
+import torch
+from torch import Tensor
+
+IGNORED = -100  # a label that no loss counts
+
+# logits and positions of a chunk at most: 64 MB of float32 on CPU, 256 MB on a GPU
+_CHUNK_ELEMENTS = {"cpu": 1 << 24, "cuda": 1 << 26}
+_CHUNK_POSITIONS = {"cpu": 1024, "cuda": 8192}
+_BLOCK_ELEMENTS = 1 << 18  # of a thread: 1 MB of float32
+
+
+@dataclass(frozen=True, slots=True)
+class DenseTeacher:
+    """A teacher that knows its whole distribution: hidden states [X, E] and projection [V, E] (logits are
+    `hidden_XE @ weight_VE.T`), or its logits [X, V] and None. No gradient reaches it.
+    """
+
+    hidden_XE: Tensor
+    weight_VE: Tensor | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class SparseTeacher:
+    """A teacher of which only the most likely tokens were kept: their ids int64 [X, K] (all different), in any order,
+    and their log-probabilities [X, K], of the softmax over the whole vocabulary at temperature 1.
+    """
+
+    ids_XK: Tensor
+    log_probs_XK: Tensor
+
+
+Teacher = DenseTeacher | SparseTeacher
+
+
+@dataclass(frozen=True, slots=True)
+class TopK:
+    """Learn from the teacher's k most likely tokens.
+
+    `tail`: what becomes of its other tokens. "bucket": they are one event, "any other", on both sides; only at
+    temperature 1. "renormalise": they have probability 0, and the k are made to sum to 1, as a target that samples
+    with this top-k does; at any temperature.
+
+    Raises:
+        ValueError: k < 1; an unknown tail.
+    """
+
+    k: int
+    tail: Literal["bucket", "renormalise"] = "bucket"
+
+    def __post_init__(self) -> None:
+        if self.k < 1:
+            raise ValueError(f"top_k keeps {self.k} tokens, expected 1 or more")
+        if self.tail not in ("bucket", "renormalise"):
+            raise ValueError(f"top_k has tail {self.tail!r}, expected 'bucket' or 'renormalise'")
+
+
+class DrafterLogits:
+    """Walks over the positions that have a label, chunk after chunk.
+
+    A weight of None says that `hidden_XD` holds the logits. `chunk` positions at a time (None: by vocabulary and
+    device). Products run in the type of autocast where that is on, else in that of `hidden_XD`.
+    """
+
+    def __init__(self, hidden_XD: Tensor, weight_VD: Tensor | None, labels_X: Tensor, chunk: int | None) -> None:
+        assert hidden_XD.dim() == 2, hidden_XD.shape
+        assert labels_X.shape == hidden_XD.shape[:1], (hidden_XD.shape, labels_X.shape)
+        device = "cuda" if hidden_XD.device.type == "cuda" else "cpu"
+        self.vocab = hidden_XD.shape[1] if weight_VD is None else weight_VD.shape[0]
+        self.kept = (labels_X != IGNORED).nonzero()[:, 0]
+        self.size = chunk or max(16, min(_CHUNK_POSITIONS[device], _CHUNK_ELEMENTS[device] // self.vocab))
+        self.block = max(1, _BLOCK_ELEMENTS * torch.get_num_threads() // self.vocab) if device == "cpu" else self.size
+        self._product = _Product(hidden_XD, weight_VD, self.size)
+
+    @property
+    def count(self) -> Tensor:
+        """How many positions have a label, int64 scalar."""
+        return torch.tensor(len(self.kept), device=self.kept.device)
+
+    @property
+    def weight_VD(self) -> Tensor | None:
+        """The projection, in the type that products run in."""
+        return self._product.weight_VD
+
+    @property
+    def dtype(self) -> torch.dtype:
+        """The type that products run in."""
+        return self._product.dtype
+
+    def chunks(self) -> Iterator[tuple[Tensor, Tensor]]:
+        """Positions int64 [C] and logits [C, V] of each chunk; the next one overwrites the logits."""
+        for rows_C in self.kept.split(self.size):
+            if len(rows_C):
+                yield rows_C, self._product(rows_C)
+
+    def blocks(self, rows: int) -> Iterator[slice]:
+        """The blocks of a chunk of so many rows."""
+        for start in range(0, rows, self.block):
+            yield slice(start, min(start + self.block, rows))
+
+
+class Lesson(NamedTuple):
+    """What a teacher says of a block: log-probabilities of the events, [R, V] over the vocabulary where `ids_RK` is
+    None, else [R, F] of these tokens int64 [R, K] and, where F = K + 1, of "any other".
+    """
+
+    ids_RK: Tensor | None
+    log_probs_RF: Tensor
+
+    def top(self, count: int) -> Tensor:
+        """The most likely tokens int64 [R, count], the first one first; fewer where the teacher names fewer."""
+        if self.ids_RK is None:
+            return self.log_probs_RF.topk(min(count, self.log_probs_RF.shape[1]), dim=1).indices
+        known = self.ids_RK.shape[1]
+        return self.ids_RK.gather(1, self.log_probs_RF[:, :known].topk(min(count, known), dim=1).indices)
+
+
+class TeacherLessons:
+    """Gives a teacher's log-probabilities at `temperature`, for chunk after chunk of `DrafterLogits`.
+
+    Raises:
+        ValueError: the vocabularies differ; the bucket of `top_k` at a temperature other than 1; more tokens wanted
+            than a sparse teacher has.
+    """
+
+    def __init__(
+        self, teacher: Teacher, drafter: DrafterLogits, positions: int, top_k: TopK | None, temperature: float
+    ) -> None:
+        self._top_k, self._temperature = top_k, temperature
+        self._product: _Product | None = None
+        self._sparse: SparseTeacher | None = None
+        self._vocab = drafter.vocab
+        if isinstance(teacher, SparseTeacher):
+            assert teacher.ids_XK.shape == teacher.log_probs_XK.shape, (
+                teacher.ids_XK.shape,
+                teacher.log_probs_XK.shape,
+            )
+            self._sparse, rows, kept = teacher, len(teacher.ids_XK), teacher.ids_XK.shape[1]
+            self._top_k = top_k = top_k or TopK(kept)
+            if top_k.k > kept:
+                raise ValueError(f"top_k wants the {top_k.k} most likely tokens, and the teacher keeps {kept}")
+        else:
+            hidden_XE, weight_VE = teacher.hidden_XE.detach(), teacher.weight_VE
+            rows, vocab = len(hidden_XE), hidden_XE.shape[1] if weight_VE is None else weight_VE.shape[0]
+            if vocab != self._vocab:
+                sides = f"the drafter's vocabulary has {self._vocab} tokens, the teacher's {vocab}"
+                raise ValueError(f"{sides}: they must agree")
+            self._product = _Product(hidden_XE, None if weight_VE is None else weight_VE.detach(), drafter.size)
+        assert rows == positions, (rows, positions)
+        if top_k is not None and top_k.tail == "bucket" and temperature != 1:
+            raise ValueError(f"tail 'bucket' needs temperature 1, got {temperature}: use tail 'renormalise'")
+        self._rows_C: Tensor | None = None
+        self._logits_CV: Tensor | None = None
+
+    def load(self, rows_C: Tensor) -> None:
+        """Go to the chunk of these positions."""
+        self._rows_C = rows_C
+        self._logits_CV = None if self._product is None else self._product(rows_C)
+
+    def block(self, block: slice) -> Lesson:
+        """What the teacher says of these rows of the chunk."""
+        assert self._rows_C is not None
+        top_k, heat = self._top_k, self._temperature
+        if self._sparse is not None:
+            assert top_k is not None
+            rows_R = self._rows_C[block]
+            ids_RK, scores_RK = self._sparse.ids_XK[rows_R], wide(self._sparse.log_probs_XK.detach()[rows_R])
+            if top_k.k < ids_RK.shape[1]:
+                scores_RK, order_RK = scores_RK.topk(top_k.k, dim=1)
+                ids_RK = ids_RK.gather(1, order_RK)
+            if top_k.tail == "renormalise" or ids_RK.shape[1] == self._vocab:
+                return self._closed(ids_RK, scores_RK)
+            tail_R1 = _log_rest(scores_RK)
+            return Lesson(ids_RK, torch.cat([scores_RK, tail_R1], 1).log_softmax(1))
+        assert self._logits_CV is not None
+        logits_RV = wide(self._logits_CV[block])
+        if top_k is None or top_k.k >= self._vocab:
+            return Lesson(None, heated(logits_RV, heat).log_softmax(1))
+        scores_RK, ids_RK = logits_RV.topk(top_k.k, dim=1)
+        if top_k.tail == "renormalise":
+            return self._closed(ids_RK, scores_RK)
+        tail_R1 = logits_RV.scatter(1, ids_RK, -torch.inf).logsumexp(1, keepdim=True)
+        return Lesson(ids_RK, torch.cat([scores_RK, tail_R1], 1).log_softmax(1))
+
+    def _closed(self, ids_RK: Tensor, scores_RK: Tensor) -> Lesson:
+        """Nothing but these tokens is possible."""
+        log_probs_RK = heated(scores_RK, self._temperature).log_softmax(1)
+        if ids_RK.shape[1] == self._vocab:
+            return Lesson(ids_RK, log_probs_RK)
+        none_R1 = torch.full_like(log_probs_RK[:, :1], -torch.inf)
+        return Lesson(ids_RK, torch.cat([log_probs_RK, none_R1], 1))
+
+
+def coarsen(logits_RV: Tensor, ids_RK: Tensor) -> tuple[Tensor, Tensor]:
+    """A drafter's distribution as the events "token ids_k" and "any other": a softmax over the scores z_ids and
+    logsumexp(z of all others).
+
+    Returns:
+        The log-probabilities of the events [R, F], and each token's share of "any other" [R, V] (0 for `ids_RK`). With
+        K = V there is no other token: F = K, and the shares are 0. Otherwise F = K + 1.
+    """
+    scores_RK = logits_RV.gather(1, ids_RK)
+    if ids_RK.shape[1] == logits_RV.shape[1]:
+        return scores_RK.log_softmax(1), torch.zeros_like(logits_RV)
+    rest_RV = logits_RV.scatter(1, ids_RK, -torch.inf)
+    top_R1, where_R1 = rest_RV.max(1, keepdim=True)
+    rest_RV = rest_RV.softmax(1)
+    tail_R1 = top_R1 - rest_RV.gather(1, where_R1).log()
+    return torch.cat([scores_RK, tail_R1], 1).log_softmax(1), rest_RV
+
+
+def spread(grad_RF: Tensor, ids_RK: Tensor, rest_RV: Tensor) -> Tensor:
+    """The gradient with respect to all logits, from that with respect to the scores of `coarsen`; `rest_RV` becomes
+    the result."""
+    known = ids_RK.shape[1]
+    if grad_RF.shape[1] > known:
+        rest_RV.mul_(grad_RF[:, known:])
+    return rest_RV.scatter_(1, ids_RK, grad_RF[:, :known])
+
+
+def wide(values: Tensor) -> Tensor:
+    """As float32, or float64 where it is that."""
+    return values.to(torch.promote_types(values.dtype, torch.float32))
+
+
+def heated(logits_RV: Tensor, temperature: float) -> Tensor:
+    """Logits at a temperature."""
+    return logits_RV if temperature == 1 else logits_RV / temperature
+
+
+def _log_rest(log_probs_RK: Tensor) -> Tensor:
+    """log(1 − Σ p) [R, 1]; −∞ where rounding made the sum 1 or more."""
+    return torch.expm1(log_probs_RK.logsumexp(1, keepdim=True)).neg_().clamp_(min=0).log_()
+
+
+class _Product:
+    """Rows of `hidden_XD @ weight_VD.T`, written into the same memory each time; or rows of `hidden_XD`."""
+
+    def __init__(self, hidden_XD: Tensor, weight_VD: Tensor | None, rows: int) -> None:
+        device = hidden_XD.device.type
+        self.dtype = torch.get_autocast_dtype(device) if torch.is_autocast_enabled(device) else hidden_XD.dtype
+        self.weight_VD = None if weight_VD is None else weight_VD.detach().to(self.dtype)
+        self._hidden_XD, self._rows = hidden_XD.detach(), min(rows, len(hidden_XD))
+        self._out_CV: Tensor | None = None
+
+    def __call__(self, rows_C: Tensor) -> Tensor:
+        hidden_CD = self._hidden_XD[rows_C]
+        if self.weight_VD is None:
+            return hidden_CD
+        if self._out_CV is None:
+            self._out_CV = hidden_CD.new_empty((self._rows, len(self.weight_VD)), dtype=self.dtype)
+        return torch.mm(hidden_CD.to(self.dtype), self.weight_VD.T, out=self._out_CV[: len(rows_C)])

@@ -1,0 +1,209 @@
+"""Objectives: what a drafter's distribution is scored by, and with what weight at which time of a run.
+
+Letters: C positions of a chunk, V events (the vocabulary, or the tokens that a teacher knows about and "any other").
+p is the teacher's distribution, q the drafter's, α = Σ_v min(p_v, q_v) the chance that a draft token is accepted
+(Leviathan et al. 2023, arXiv 2211.17192, definition 3.2 and lemma 3.3), z the drafter's logits.
+
+Every chunk function is pure and takes the gradient by hand, `(log_drafter_CV, log_teacher_CV, labels_C) ->
+(loss_C, grad_CV)`: log q, log p (None where no teacher is needed), labels int64; the loss of each position, and the
+gradient of `loss_C.sum()` with respect to z. log q is finite, as finite logits give it, however small; log p may be −∞.
+"""
+
+from __future__ import annotations
+
+import difflib
+import math
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+LOG_FLOOR = -100.0  # reverse KL takes a teacher's probability for at least e^−100: below what float32 tells from 0
+LK_DECAY = 3.0  # η of `lk-lambda`
+
+ChunkFunction = Callable[[Tensor, Tensor | None, Tensor], tuple[Tensor, Tensor]]
+
+
+@dataclass(frozen=True, slots=True)
+class Objective:
+    """One way to score a drafter; `chunk` is as the top of this file says."""
+
+    chunk: ChunkFunction
+    needs_teacher: bool
+
+
+def cross_entropy_chunk(log_drafter_CV: Tensor, _: Tensor | None, labels_C: Tensor) -> tuple[Tensor, Tensor]:
+    """−log q_label; ∂/∂z = q − onehot(label)."""
+    labels_C1 = labels_C[:, None]
+    loss_C = -log_drafter_CV.gather(1, labels_C1)[:, 0]
+    grad_CV = log_drafter_CV.exp()
+    grad_CV.scatter_add_(1, labels_C1, torch.full_like(labels_C1, -1, dtype=grad_CV.dtype))
+    return loss_C, grad_CV
+
+
+def forward_kl_chunk(log_drafter_CV: Tensor, log_teacher_CV: Tensor | None, _: Tensor) -> tuple[Tensor, Tensor]:
+    """KL(p ‖ q) = Σ_v p_v · (log p_v − log q_v); ∂/∂z = q − p (Hinton et al. 2015, arXiv 1503.02531, section 2)."""
+    assert log_teacher_CV is not None
+    teacher_CV = log_teacher_CV.exp()
+    gap_CV = _without_infinity(log_teacher_CV).sub_(log_drafter_CV)
+    return gap_CV.mul_(teacher_CV).sum(1), log_drafter_CV.exp().sub_(teacher_CV)
+
+
+def reverse_kl_chunk(log_drafter_CV: Tensor, log_teacher_CV: Tensor | None, _: Tensor) -> tuple[Tensor, Tensor]:
+    """KL(q ‖ p) = Σ_v q_v · g_v with g = log q − log p; ∂/∂z = q · (g − KL) (MiniLLM: Gu et al. 2023, arXiv 2306.08543,
+    section 2.1; DistillSpec: Zhou et al. 2023, arXiv 2310.08461, section 4).
+
+    Where p is 0 and q is not the true value is infinite: log p counts as −100 at least (`LOG_FLOOR`).
+    """
+    assert log_teacher_CV is not None
+    drafter_CV = log_drafter_CV.exp()
+    gap_CV = log_teacher_CV.clamp(min=LOG_FLOOR).neg_().add_(log_drafter_CV)
+    loss_C = (drafter_CV * gap_CV).sum(1)
+    return loss_C, gap_CV.sub_(loss_C[:, None]).mul_(drafter_CV)
+
+
+def jensen_shannon_chunk(log_drafter_CV: Tensor, log_teacher_CV: Tensor | None, _: Tensor) -> tuple[Tensor, Tensor]:
+    """½ · KL(p ‖ m) + ½ · KL(q ‖ m), m = (p + q) / 2; ∂/∂z = ½ · q · (g − Σ q · g) with g = log q − log m. At most
+    log 2 (the generalised Jensen-Shannon divergence of DistillSpec, arXiv 2310.08461, section 4, at β = ½).
+    """
+    assert log_teacher_CV is not None
+    drafter_CV = log_drafter_CV.exp()
+    log_middle_CV = torch.logaddexp(log_drafter_CV, log_teacher_CV).sub_(math.log(2.0))
+    teacher_part_C = _without_infinity(log_teacher_CV).sub_(log_middle_CV).mul_(log_teacher_CV.exp()).sum(1)
+    gap_CV = log_middle_CV.neg_().add_(log_drafter_CV)
+    drafter_part_C = (drafter_CV * gap_CV).sum(1)
+    return 0.5 * (teacher_part_C + drafter_part_C), gap_CV.sub_(drafter_part_C[:, None]).mul_(drafter_CV.mul_(0.5))
+
+
+def total_variation_chunk(log_drafter_CV: Tensor, log_teacher_CV: Tensor | None, _: Tensor) -> tuple[Tensor, Tensor]:
+    """½ · Σ_v |p_v − q_v| = 1 − α, exactly the share of draft tokens that speculative decoding rejects; ∂/∂z =
+    q · Σ s − s with s = q where q < p, else 0 (Leviathan et al. 2023, lemma 3.3; as an objective: DistillSpec).
+
+    Where p = q the minimum has a kink; the gradient there counts the drafter's side as enough.
+    """
+    assert log_teacher_CV is not None
+    drafter_CV, least_CV = log_drafter_CV.exp(), log_teacher_CV.exp()
+    short_CV = drafter_CV * (drafter_CV < least_CV)  # where more drafter probability would be accepted
+    loss_C = 1.0 - torch.minimum(drafter_CV, least_CV, out=least_CV).sum(1)
+    return loss_C, drafter_CV.mul_(short_CV.sum(1, keepdim=True)).sub_(short_CV)
+
+
+def lk_alpha_chunk(log_drafter_CV: Tensor, log_teacher_CV: Tensor | None, _: Tensor) -> tuple[Tensor, Tensor]:
+    """−log α; ∂/∂z = (∂(1 − α)/∂z) / α, which does not vanish where p and q hardly overlap, and equals the cross
+    entropy's where p is one token (LK losses: Samarin et al. 2026, arXiv 2602.23881).
+
+    Taken in logarithms, log α = log Σ exp(min(log p, log q)): an α far below what float32 holds is no special case.
+    """
+    assert log_teacher_CV is not None
+    least_CV = torch.minimum(log_drafter_CV, log_teacher_CV)
+    part_CV = least_CV.softmax(1)
+    loss_C = part_CV.amax(1).log_().sub_(least_CV.amax(1))  # the largest term of Σ, and its part of it, give log Σ
+    short_CV = part_CV.mul_(log_drafter_CV < log_teacher_CV)
+    return loss_C, log_drafter_CV.exp().mul_(short_CV.sum(1, keepdim=True)).sub_(short_CV)
+
+
+def lk_lambda_chunk(log_drafter_CV: Tensor, log_teacher_CV: Tensor | None, labels_C: Tensor) -> tuple[Tensor, Tensor]:
+    """λ · KL(p ‖ q) + (1 − λ) · (1 − α), λ = exp(−η · α) without gradient: forward KL while there is little overlap,
+    total variation later; ∂/∂z is the sum of theirs with the same weights (LK losses: Samarin et al. 2026, arXiv
+    2602.23881; η = 3 is the paper's best).
+
+    λ is taken at each position from its own α (the authors' code takes one λ from the mean of α over a batch).
+    """
+    kl_C, grad_CV = forward_kl_chunk(log_drafter_CV, log_teacher_CV, labels_C)
+    rejected_C, rejected_grad_CV = total_variation_chunk(log_drafter_CV, log_teacher_CV, labels_C)
+    share_C = torch.exp(LK_DECAY * (rejected_C - 1.0))
+    grad_CV.mul_(share_C[:, None]).add_(rejected_grad_CV.mul_((1.0 - share_C)[:, None]))
+    return share_C * kl_C + (1.0 - share_C) * rejected_C, grad_CV
+
+
+def _without_infinity(log_teacher_CV: Tensor) -> Tensor:
+    """A copy in which 0 · log 0 can be computed, as 0."""
+    return log_teacher_CV.clamp(min=torch.finfo(log_teacher_CV.dtype).min)
+
+
+OBJECTIVES: dict[str, Objective] = {
+    "cross-entropy": Objective(cross_entropy_chunk, needs_teacher=False),
+    "forward-kl": Objective(forward_kl_chunk, needs_teacher=True),
+    "reverse-kl": Objective(reverse_kl_chunk, needs_teacher=True),
+    "jensen-shannon": Objective(jensen_shannon_chunk, needs_teacher=True),
+    "total-variation": Objective(total_variation_chunk, needs_teacher=True),
+    "lk-alpha": Objective(lk_alpha_chunk, needs_teacher=True),
+    "lk-lambda": Objective(lk_lambda_chunk, needs_teacher=True),
+}
+
+
+def check_objective(names: Iterable[str]) -> bool:
+    """Whether a mixture of these objectives (names, or a mapping by name) needs a teacher.
+
+    Raises:
+        ValueError: no objective, or an unknown name (the nearest is named).
+    """
+    names = list(names)
+    if not names:
+        raise ValueError(f"no objective given, expected weights for some of: {', '.join(OBJECTIVES)}")
+    for name in names:
+        if name not in OBJECTIVES:
+            near = difflib.get_close_matches(name, OBJECTIVES, n=1)
+            hint = f"did you mean {near[0]!r}?" if near else f"expected one of: {', '.join(OBJECTIVES)}"
+            raise ValueError(f"unknown objective {name!r}; {hint}")
+    return any(OBJECTIVES[name].needs_teacher for name in names)
+
+
+@dataclass(frozen=True, slots=True)
+class Ramp:
+    """A weight that goes linearly from `start` to `end`, which it reaches at the share `until` of a run and keeps."""
+
+    start: float
+    end: float
+    until: float = 1.0
+
+    def at(self, progress: float) -> float:
+        """The weight when this share of the run is done: 0 at its start, 1 at its end."""
+        if progress >= self.until:
+            return self.end
+        return self.start + (self.end - self.start) * max(progress, 0.0) / self.until
+
+
+def parse_weights(weights: Mapping[str, float | Sequence[float]]) -> dict[str, Ramp]:
+    """Weights of objectives by name: a number, or [at the start, at the end of the run], or [from, to, share of the
+    run at which `to` is reached].
+
+    Raises:
+        ValueError: see `check_objective`; a weight that is no finite number, negative, or always 0; a list of other
+            than 2 or 3 numbers; a share outside (0, 1]; all weights 0 at the start, or all 0 at the end (weights are
+            straight lines above 0: between the two, some weight is positive).
+    """
+    check_objective(weights)
+    ramps = {name: _parse_ramp(name, value) for name, value in weights.items()}
+    for when, values in (("start", [r.start for r in ramps.values()]), ("end", [r.end for r in ramps.values()])):
+        if not any(values):
+            given = ", ".join(f"{name}: {value}" for name, value in weights.items())
+            raise ValueError(f"all weights are 0 at the {when} of the run ({given}): nothing would be trained")
+    return ramps
+
+
+def weights_at(ramps: Mapping[str, Ramp], progress: float) -> dict[str, float]:
+    """The weights when this share of the run is done, without those that are 0 then."""
+    return {name: weight for name, ramp in ramps.items() if (weight := ramp.at(progress))}
+
+
+def _parse_ramp(name: str, value: float | Sequence[float]) -> Ramp:
+    numbers = [value] if isinstance(value, int | float) else list(value)
+    if isinstance(value, str) or not all(isinstance(n, int | float) and not isinstance(n, bool) for n in numbers):
+        raise ValueError(f"objective {name!r} has weight {value!r}, expected a number or a list of 2 or 3 numbers")
+    if not all(math.isfinite(number) for number in numbers):
+        raise ValueError(f"objective {name!r} has weight {value}, expected finite numbers")
+    if isinstance(value, int | float):
+        ramp = Ramp(float(value), float(value))
+    elif len(numbers) in (2, 3):
+        ramp = Ramp(*(float(number) for number in numbers))
+    else:
+        raise ValueError(f"objective {name!r} has {len(numbers)} values {value}, expected 2 or 3 ([from, to, share])")
+    if not 0 < ramp.until <= 1:
+        raise ValueError(f"objective {name!r} has share {ramp.until} of the run, expected 0 < share ≤ 1")
+    if min(ramp.start, ramp.end) < 0:
+        raise ValueError(f"objective {name!r} has weight {min(ramp.start, ramp.end)}, expected 0 or more")
+    if ramp.start == ramp.end == 0:
+        raise ValueError(f"objective {name!r} has weight 0 for the whole run, expected more than 0: leave it out")
+    return ramp
