@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 
@@ -15,15 +15,16 @@ _SHOWN_BLOCKS = 16
 
 
 @contextmanager
-def dead_worker_named(step: int, folder: Path) -> Iterator[None]:
-    """Raises TrainingError where a worker process of the data has died."""
+def dead_worker_named(step: Callable[[], int], folder: Path) -> Iterator[None]:
+    """Raises TrainingError where a worker process of the data has died while `step()` steps were done: torch raises its
+    own error as soon as the signal comes, wherever the training stands."""
     try:
         yield
     except RuntimeError as error:
         if "DataLoader worker" not in str(error):
             raise
         raise TrainingError(
-            f"a worker process of the data died before step {step + 1} ({_one_line(error)}); the last checkpoint in "
+            f"a worker process of the data died after step {step()} ({_one_line(error)}); the last checkpoint in "
             f"{folder} is untouched, run the same again to go on"
         ) from error
 

@@ -127,7 +127,8 @@ def fit(
         position = run.prepare()
         with StopSignals() as stop, Report(task.name, config.steps, position.step, progress, run.is_main) as report:
             report.line(run.opening_line(position))
-            result = run.train(position, stop, report)
+            with dead_worker_named(lambda: run.done, run.state.folder):
+                result = run.train(position, stop, report)
         make_whole(accelerator, run.module)
         return result
     finally:
@@ -151,6 +152,7 @@ class _Run:
         self.module: Any = task.module
         self.resumed_from: int | None = None
         self.skipped = 0
+        self.done = 0
         self.stopping = False
 
     def prepare(self) -> Position:
@@ -210,7 +212,7 @@ class _Run:
         """All remaining steps, with what is due after each."""
         config = self.config
         while True:
-            step = position.step
+            step = self.done = position.step
             # Saved first: an evaluation that fails must not cost the training that led to it.
             if step and self.resumed_from != step and self._due(step, config.save_every, also=step == config.steps):
                 self._save(position)
@@ -284,8 +286,7 @@ class _Run:
         """Of a step: its blocks by number, this process's rows micro-step after micro-step, the counts and the tokens
         of the whole global batch."""
         config, rank = self.config, self.accelerator.process_index
-        with dead_worker_named(step, self.state.folder):
-            indices, drawn = self.data.step_batch(step, config.global_batch, config.seed)
+        indices, drawn = self.data.step_batch(step, config.global_batch, config.seed)
         self.task.begin(step, config.steps)
         rows = np.concatenate([_rows(micro, rank, self.world, config.micro_batch) for micro in range(self.micro_steps)])
         batch = drawn.rows(rows)

@@ -205,11 +205,10 @@ def dying_rows(epoch: int) -> Iterator[Conversation]:
 
 
 def test_a_dead_data_worker_is_named_and_leaves_the_last_checkpoint(worker: ModuleType, tmp_path: Path):
-    tokenizer = train_bpe(["the question the answer user assistant 0123456789"], 300, SPECIALS)
+    tokenizer = train_bpe(["the question the answer user assistant 0123456789"], 280, SPECIALS)
     template = get_template("chatml")
     data = StreamedData(dying_rows, tokenizer, template, 32, size=12, workers=1, seed=0, identity={"name": "dying"})
     task = worker.SignallingTask(worker.make_model(vocab_size=len(tokenizer)), None)
-    with pytest.raises(TrainingError, match=r"a worker process of the data died before step \d+ \(.*killed.*untouched"):
+    with pytest.raises(TrainingError, match=r"a worker process of the data died after step \d+ \(.*killed.*untouched"):
         fit(task, data, worker.make_config(global_batch=4, steps=40, save_every=1), tmp_path)
-    assert (tmp_path / "checkpoints").exists()
-    assert len(list((tmp_path / "checkpoints").iterdir())) == 2
+    assert len(list((tmp_path / "checkpoints").glob("step-*"))) == 2
