@@ -67,6 +67,9 @@ def prepare(
     lint: Annotated[
         bool, typer.Option("--lint", help="Decode what every row teaches; show three; fail on faults.")
     ] = False,
+    teacher: Annotated[
+        bool, typer.Option("--teacher", help="Also write the cache of the target's most likely tokens.")
+    ] = False,
 ) -> None:
     """Read, clean, render and pack a training recipe's data, and say what became of it."""
     loaded = load_recipe(recipe, overrides or [], kinds=["drafter", "heads", "table"])
@@ -74,13 +77,23 @@ def prepare(
     from .prepare import lint_data, prepare_data
 
     assert isinstance(loaded, (DrafterRecipe, HeadsRecipe, TableRecipe))
+    if teacher and not isinstance(loaded, DrafterRecipe):
+        raise ValueError(f"--teacher is for recipes of kind 'drafter', and {recipe} is of kind {loaded.kind!r}")
     tokenizer = load_tokenizer(loaded.tokenizer_source)
     if lint:
         failures = lint_data(loaded.data, tokenizer)
         for failure in failures:
             say(f"error: {failure}")
         raise typer.Exit(1 if failures else 0)
-    console().print(f"{prepare_data(loaded.data, tokenizer).folder}")
+    if teacher:
+        from .teacher import prepare_teacher
+
+        assert isinstance(loaded, DrafterRecipe)
+        folder = prepare_teacher(loaded)
+    else:
+        folder = prepare_data(loaded.data, tokenizer).folder
+    if os.environ.get("RANK", "0") == "0":
+        console().print(f"{folder}")
 
 
 @app.command()
@@ -98,12 +111,25 @@ def corpora() -> None:
 
 
 @app.command()
-def train(recipe: RecipeName, overrides: Overrides = None) -> None:
+def train(
+    recipe: RecipeName,
+    overrides: Overrides = None,
+    plan: Annotated[
+        bool, typer.Option("--plan", help="Only say what it will take of memory, disk and time, and whether it fits.")
+    ] = False,
+) -> None:
     """Run a training recipe: a drafter, prediction heads or a correlation table."""
     loaded = load_recipe(recipe, overrides or [], kinds=["drafter", "heads", "table"])
+    assert isinstance(loaded, (DrafterRecipe, HeadsRecipe, TableRecipe))
+    if plan:
+        from .plan import plan_recipe, show
+
+        planned = plan_recipe(loaded)
+        if os.environ.get("RANK", "0") == "0":
+            show(planned)
+        return
     from .run import run_train
 
-    assert isinstance(loaded, (DrafterRecipe, HeadsRecipe, TableRecipe))
     run_train(loaded)
 
 

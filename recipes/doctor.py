@@ -23,9 +23,12 @@ OPTIONAL = {
     "py3langid": ("clean", "languages of conversations"),
     "openai": ("regenerate", "answers from a server"),
     "deepspeed": ("deepspeed", "ZeRO"),
+    "bitsandbytes": ("cuda", "teachers in 8 bits"),
+    "liger_kernel": ("cuda", "Liger's kernels"),
+    "tensorboard": ("track", "logs in tensorboard"),
     "matplotlib": ("report", "plots"),
 }
-_DISTRIBUTIONS = {"google.protobuf": "protobuf"}
+_DISTRIBUTIONS = {"google.protobuf": "protobuf", "liger_kernel": "liger-kernel"}
 
 
 @dataclass(frozen=True)

@@ -6,6 +6,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+import torch
 from transformers import AutoConfig, PreTrainedModel
 
 from ..data.tokenizers import load_tokenizer
@@ -61,7 +62,7 @@ def drafter_parts(recipe: DrafterRecipe, tokenizer: Any, prepared: Prepared, dev
         ValueError: what `build_model`, `open_teacher` and `DrafterTask` raise; vocabularies or kinds of models that
             do not go together.
     """
-    trained = build_model(_complete(recipe), recipe.target, recipe.train.seed)
+    trained = build_model(complete_section(recipe), recipe.target, recipe.train.seed)
     model = trained.model
     check_vocabulary(len(tokenizer), model, recipe.model.source or "the model")
     taught_by_target = recipe.distils and recipe.teacher.cache is None
@@ -101,7 +102,7 @@ def _on_policy(recipe: DrafterRecipe, tokenizer: Any) -> OnPolicy | None:
     return OnPolicy(section.share, section.new_tokens, tuple(stop_ids(tokenizer)), section.temperature)
 
 
-def _complete(recipe: DrafterRecipe) -> ModelSection:
+def complete_section(recipe: DrafterRecipe) -> ModelSection:
     """The model's section; what a new model's configuration leaves open is its target's, as far as serving asks for
     it: the same vocabulary, as many positions, the same special tokens."""
     section = recipe.model
@@ -118,6 +119,8 @@ def _make_fast(model: PreTrainedModel, train: TrainSection) -> None:
     """Liger's kernels, where the recipe asks for them; the loss has its own chunks."""
     if not train.liger:
         return
+    if not torch.cuda.is_available():
+        raise ValueError("`train.liger` needs a CUDA device, and there is none: leave it out")
     from transformers.integrations.liger import apply_liger_kernel
 
     try:

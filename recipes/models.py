@@ -88,7 +88,7 @@ def build_model(section: ModelSection, target: str | None, seed: int) -> Trainab
     dtype = getattr(torch, section.dtype)
     attention = None if section.attention == "auto" else section.attention
     if section.source is None:
-        model = _from_config(section, attention).to(dtype)
+        model = model_from_config(section, attention).to(dtype)
     elif section.layers:
         # In the type of the files, and only what is kept in that of the training.
         model = cut_layers(load_trainable(section.source), section.layers, section.source, attention).to(dtype)
@@ -102,7 +102,7 @@ def build_model(section: ModelSection, target: str | None, seed: int) -> Trainab
             part.requires_grad_(False)
     if section.lora is None:
         return TrainableModel(model)
-    return TrainableModel(model, section.lora, _add_lora(model, section))
+    return TrainableModel(model, section.lora, add_lora(model, section))
 
 
 def load_trainable(source: str, *, decoder: bool = False, **options: Any) -> PreTrainedModel:
@@ -126,7 +126,8 @@ def check_vocabulary(tokens: int, model: PreTrainedModel, what: str) -> None:
         raise ValueError(f"the tokenizer has {tokens} tokens, and {what} has embeddings for {rows}")
 
 
-def _from_config(section: ModelSection, attention: str | None) -> PreTrainedModel:
+def model_from_config(section: ModelSection, attention: str | None) -> PreTrainedModel:
+    """A new model; ValueError for fields that its type does not have, or values that make no model."""
     settings = dict(section.config or {})
     kind = settings.pop("model_type")
     try:
@@ -138,7 +139,7 @@ def _from_config(section: ModelSection, attention: str | None) -> PreTrainedMode
         config = AutoConfig.for_model(kind, **settings)
         if config.is_encoder_decoder and getattr(config, "decoder_start_token_id", None) is None:
             config.decoder_start_token_id = config.pad_token_id  # T5's own
-        model = _new_model(config, attention)
+        model = new_model(config, attention)
         if config.is_encoder_decoder:
             Seq2SeqModel(model)
     except (ValueError, TypeError, RuntimeError, AttributeError, StrictDataclassError) as error:
@@ -146,7 +147,8 @@ def _from_config(section: ModelSection, attention: str | None) -> PreTrainedMode
     return model
 
 
-def _new_model(config: Any, attention: str | None) -> PreTrainedModel:
+def new_model(config: Any, attention: str | None) -> PreTrainedModel:
+    """The model of a transformers configuration; ValueError where the attention kernel is missing."""
     maker = AutoModelForSeq2SeqLM if config.is_encoder_decoder else AutoModelForCausalLM
     try:
         return maker.from_config(config, **({} if attention is None else {"attn_implementation": attention}))
@@ -182,7 +184,7 @@ def cut_layers(model: PreTrainedModel, layers: list[int], name: str, attention: 
             settings[key] = [value[layer] for layer in layers]
     settings |= dict.fromkeys(depths, len(layers))
     try:
-        small = _new_model(type(config).from_dict(settings), attention).to(model.dtype)
+        small = new_model(type(config).from_dict(settings), attention).to(model.dtype)
         old = model.state_dict()
         pattern = re.compile(rf"^({'|'.join(map(re.escape, prefixes))})\.(\d+)\.")
         state = {key: old[_old_name(key, pattern, layers, old)] for key in small.state_dict()}
@@ -270,7 +272,7 @@ def _outline(target: str) -> PreTrainedModel | None:
     try:
         config = AutoConfig.from_pretrained(target)
         with torch.device("meta"):
-            return _new_model(config, None)
+            return new_model(config, None)
     except (OSError, ValueError, RuntimeError):
         return None
 
@@ -314,7 +316,7 @@ def _weight_files(source: str, names: set[str | None]) -> Iterator[str]:
         yield whole
 
 
-def _add_lora(model: PreTrainedModel, section: ModelSection) -> Any:
+def add_lora(model: PreTrainedModel, section: ModelSection) -> Any:
     """Put adapters into a model's linear layers; peft's wrapper around it."""
     lora, source = section.lora, section.source
     assert lora is not None

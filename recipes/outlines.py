@@ -18,8 +18,8 @@ from ..checkpoints.heads import PredictionHeads
 from ..decode.loading import ADAPTER_CONFIG
 from ..train.plan import Demand, Launch, ModelSize, heads_size, model_size
 from ..train.scale import zero_stage
-from .drafters import _complete
-from .models import TrainableModel, _add_lora, _from_config, _new_model, cut_layers
+from .drafters import complete_section
+from .models import TrainableModel, add_lora, cut_layers, model_from_config, new_model
 from .training import DrafterRecipe, HeadsRecipe, ModelSection
 
 _ACCELERATE = "recipes/accelerate/"
@@ -58,7 +58,7 @@ def outline_of(recipe: DrafterRecipe | HeadsRecipe, accelerator: Any) -> Outline
         )
     if isinstance(recipe, HeadsRecipe):
         return _heads_outline(recipe, launch)
-    trained, loading = outline_trainable(_complete(recipe))
+    trained, loading = outline_trainable(complete_section(recipe))
     model = model_size(trained.model)
     taught = recipe.distils and recipe.teacher.cache is None
     target = None
@@ -132,7 +132,7 @@ def outline_trainable(section: ModelSection) -> tuple[TrainableModel, int]:
     loading = 0
     with torch.device("meta"):
         if section.source is None:
-            model = _from_config(section, attention).to(dtype)
+            model = model_from_config(section, attention).to(dtype)
         else:
             model = outline_model(section.source, "auto" if section.layers else section.dtype, attention)
             if section.layers:
@@ -143,7 +143,7 @@ def outline_trainable(section: ModelSection) -> tuple[TrainableModel, int]:
                 part.requires_grad_(False)
         if section.lora is None:
             return TrainableModel(model), loading
-        return TrainableModel(model, section.lora, _add_lora(model, section)), loading
+        return TrainableModel(model, section.lora, add_lora(model, section)), loading
 
 
 def outline_model(source: str, dtype: str, attention: str | None = None) -> PreTrainedModel:
@@ -156,7 +156,7 @@ def outline_model(source: str, dtype: str, attention: str | None = None) -> PreT
     try:
         config = AutoConfig.from_pretrained(place)
         with torch.device("meta"):
-            model = _new_model(config, attention)
+            model = new_model(config, attention)
     except (OSError, ValueError, RuntimeError) as error:
         reason = str(error).strip().splitlines()[0]
         raise ValueError(f"no language model could be outlined from {source!r}: {reason}") from error
@@ -204,8 +204,8 @@ def _launch(accelerator: Any) -> Launch:
     zero = accelerator.deepspeed_plugin.deepspeed_config["zero_optimization"]
     offloaded = (zero.get(part, {}).get("device") == "cpu" for part in ("offload_optimizer", "offload_param"))
     bucket = zero.get("reduce_bucket_size")
-    known = {"bucket": int(bucket)} if isinstance(bucket, int | float) else {}
-    return Launch(device, processes, local, stage, *offloaded, **known)
+    launch = Launch(device, processes, local, stage, *offloaded)
+    return replace(launch, bucket=int(bucket)) if isinstance(bucket, int | float) else launch
 
 
 def _launches(launch: Launch) -> tuple[tuple[str, Launch], ...]:

@@ -7,16 +7,12 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
-from ..checkpoints.artifact import model_fingerprint
-from ..checkpoints.heads import PredictionHeads, save_heads
 from ..data.tokenizers import load_tokenizer
-from ..train.heads import HeadsTask
 from ..train.scale import make_accelerator
 from ..train.table import count_table
-from .acceptance import heads_measure
 from .drafters import run_drafter
-from .models import check_vocabulary, load_trainable
-from .outcome import check_out, fit_recipe, on_main, prepare_once, save, state_folder
+from .heads import run_heads
+from .outcome import check_out, on_main, prepare_once, save, state_folder
 from .terminal import say
 from .training import DrafterRecipe, HeadsRecipe, TableRecipe
 
@@ -58,35 +54,6 @@ def accelerator_for(recipe: DrafterRecipe | HeadsRecipe | TableRecipe) -> Any:
     if missing:
         raise ValueError(f"`train.trackers` has {missing[0]!r}, which is not installed: pip install {missing[0]}")
     return make_accelerator(recipe.train.precision, log_with=names, project_dir=str(state_folder(Path(recipe.out))))
-
-
-def run_heads(recipe: HeadsRecipe, out: Path, accelerator: Any) -> None:
-    """Train prediction heads on a frozen target."""
-    tokenizer = load_tokenizer(recipe.tokenizer_source)
-    prepared = prepare_once(recipe, tokenizer, accelerator)
-    target = load_trainable(recipe.target, decoder=True, device=str(accelerator.device))
-    check_vocabulary(len(tokenizer), target, recipe.target)
-    projection_VD = target.get_output_embeddings().weight.detach()
-    heads = PredictionHeads.from_lm_head(projection_VD, recipe.num_heads, recipe.num_layers).to(accelerator.device)
-    measure = heads_measure(recipe, target, tokenizer, prepared) if recipe.measure.prompts else None
-    task = HeadsTask(
-        target,
-        heads,
-        prepared.heldout if recipe.measure.blocks else None,
-        head_weights=[recipe.weight_decay_by_head**place for place in range(recipe.num_heads)],
-        evaluate_fn=measure,
-        evaluate_blocks=recipe.measure.blocks,
-    )
-    task.settings["target"] = model_fingerprint(target)
-    result = fit_recipe(task, prepared, recipe, out, accelerator, tokenizer, measure is not None)
-    if not accelerator.is_main_process:
-        return
-    shapes = {name: getattr(heads, name) for name in ("num_heads", "num_layers", "hidden_size", "vocab_size")}
-
-    def write(folder: Path) -> None:
-        save_heads(heads, folder, recipe.target)
-
-    save(recipe, out, write, tokenizer, prepared, result, target, shapes)
 
 
 def run_table(recipe: TableRecipe, out: Path, accelerator: Any) -> None:

@@ -24,11 +24,15 @@ from ..train.teacher import CachedTeacher, ModelTeacher, Teacher, load_teacher
 from ..train.teacher_cache import MANIFEST, CachePlan, CacheSource, Shard, TeacherCache, read_manifest
 from ..train.teacher_writer import CacheWriter
 from .prepare import Prepared, prepare_data
-from .terminal import bar, say
+from .terminal import bar, duration, gigabytes, say
 from .training import DrafterRecipe
 
 _PROBE_BATCHES = 3
 _PROBE_SECONDS = 20.0
+
+
+class NoCacheError(ValueError):
+    """A recipe names a cache that has not been written yet."""
 
 
 @dataclass(frozen=True)
@@ -68,7 +72,7 @@ def open_teacher(
     parts = _parts(recipe, prepared)
     for part in parts:
         if not part.done:
-            raise ValueError(
+            raise NoCacheError(
                 f"there is no cache of the top {part.source.top_k} tokens of {recipe.target} for the {part.name} data "
                 f"in {recipe.teacher.cache}: `draftsmith prepare` with this recipe and `--teacher` writes it"
                 f"{_nearest(part)}"
@@ -241,23 +245,24 @@ def _announce(writers: Sequence[CacheWriter], teacher: ModelTeacher, batch: int,
     plans = [writer.plan for writer in writers]
     rows, size = sum(plan.rows for plan in plans), sum(plan.rows * plan.row_bytes for plan in plans)
     top_k, folder = plans[0].top_k, writers[0].folder.parent
-    what = f"the {top_k} most likely of {plans[0].vocab_size:,} tokens at {rows:,} positions: {_size(size)} in {folder}"
+    what = f"the {top_k} most likely of {plans[0].vocab_size:,} tokens at {rows:,} positions: "
+    what += f"{gigabytes(size)} in {folder}"
     free = shutil.disk_usage(folder).free
     if needed > free:
         fixed = sum(plan.bytes_of(len(plan.shards), 0) for plan in plans)
         fits = max(0, (free - fixed) * top_k // max(1, size))
         advice = f"the largest `teacher.top_k` that fits is {fits}" if fits else "not even one token a position fits"
-        raise ValueError(f"{what}; it needs {_size(needed)}, and {_size(free)} are free: {advice}")
+        raise ValueError(f"{what}; it needs {gigabytes(needed)}, and {gigabytes(free)} are free: {advice}")
     blocks, speed = _probe(writers, missing, teacher, batch, state.device)
     left = sum(shard.end_block - shard.first_block for shards in missing for shard in shards)
     seconds = left / blocks / state.num_processes if blocks else 0.0
     say(f"teacher: {what}")
     if needed < size:
         written = sum(len(plan.shards) for plan in plans) - sum(map(len, missing))
-        say(f"teacher: {written} files are there already, {_size(needed)} are left to write")
+        say(f"teacher: {written} files are there already, {gigabytes(needed)} are left to write")
     if blocks:
         say(
-            f"teacher: about {_duration(seconds)} with {state.num_processes} process(es) at {speed:,.0f} positions a "
+            f"teacher: about {duration(seconds)} with {state.num_processes} process(es) at {speed:,.0f} positions a "
             "second each, by a short probe"
         )
 
@@ -283,17 +288,3 @@ def _probe(
         fastest = min(seconds)  # the first warms up
         return (end - first) / fastest, rows / fastest
     return 0.0, 0.0
-
-
-def _size(size: float) -> str:
-    for unit in ("bytes", "kB", "MB"):
-        if size < 1000:
-            return f"{size:.0f} bytes" if unit == "bytes" else f"{size:.1f} {unit}"
-        size /= 1000
-    return f"{size:,.1f} GB"
-
-
-def _duration(seconds: float) -> str:
-    if seconds < 90:
-        return f"{seconds:.0f} s"
-    return f"{seconds / 60:.0f} minutes" if seconds < 5400 else f"{seconds / 3600:.1f} hours"

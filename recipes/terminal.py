@@ -103,3 +103,18 @@ def _lossless(row: dict[str, Any]) -> str:
         return "no"
     same = row["identical_to_greedy"]
     return "yes" if same is None else f"yes, {same[0]}/{same[1]} same"
+
+
+def gigabytes(size: float) -> str:
+    """Bytes for people, in powers of ten."""
+    for unit, worth in (("GB", 1e9), ("MB", 1e6), ("kB", 1e3)):
+        if size >= worth:
+            return f"{size / worth:,.2f} {unit}"
+    return f"{size:.0f} bytes"
+
+
+def duration(seconds: float) -> str:
+    """A time for people."""
+    if seconds < 120:
+        return f"{seconds:.0f} s"
+    return f"{seconds / 60:.0f} minutes" if seconds < 7200 else f"{seconds / 3600:.1f} hours"

@@ -211,6 +211,8 @@ class DrafterRecipe(Section):
             raise ValueError(f"objective {taught[0]!r} needs a `target` to learn from")
         if self.model.embeddings == "target" and self.target is None:
             raise ValueError("`model.embeddings: target` needs a `target`")
+        if self.model.attention.startswith("flash") and self.model.dtype == "float32" and self.train.precision == "no":
+            raise ValueError(f"`model.attention: {self.model.attention}` needs 16 bits: set `train.precision: bf16`")
         if self.on_policy is not None and (not taught or self.teacher.cache is not None):
             reason = "a distillation objective" if not taught else "the target itself, not a cache of it"
             raise ValueError(f"`on_policy` needs {reason}: nobody knows beforehand what the drafter will write")

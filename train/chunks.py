@@ -19,9 +19,9 @@ from torch import Tensor
 IGNORED = -100  # a label that no loss counts
 
 # logits and positions of a chunk at most: 64 MB of float32 on CPU, 256 MB on a GPU
-_CHUNK_ELEMENTS = {"cpu": 1 << 24, "cuda": 1 << 26}
-_CHUNK_POSITIONS = {"cpu": 1024, "cuda": 8192}
-_BLOCK_ELEMENTS = 1 << 18  # of a thread: 1 MB of float32
+CHUNK_ELEMENTS = {"cpu": 1 << 24, "cuda": 1 << 26}
+CHUNK_POSITIONS = {"cpu": 1024, "cuda": 8192}
+BLOCK_ELEMENTS = 1 << 18  # of a thread: 1 MB of float32
 
 
 @dataclass(frozen=True, slots=True)
@@ -82,8 +82,8 @@ class DrafterLogits:
         device = "cuda" if hidden_XD.device.type == "cuda" else "cpu"
         self.vocab = hidden_XD.shape[1] if weight_VD is None else weight_VD.shape[0]
         self.kept = (labels_X != IGNORED).nonzero()[:, 0]
-        self.size = chunk or max(16, min(_CHUNK_POSITIONS[device], _CHUNK_ELEMENTS[device] // self.vocab))
-        self.block = max(1, _BLOCK_ELEMENTS * torch.get_num_threads() // self.vocab) if device == "cpu" else self.size
+        self.size = chunk or max(16, min(CHUNK_POSITIONS[device], CHUNK_ELEMENTS[device] // self.vocab))
+        self.block = max(1, BLOCK_ELEMENTS * torch.get_num_threads() // self.vocab) if device == "cpu" else self.size
         self._product = _Product(hidden_XD, weight_VD, self.size)
 
     @property
