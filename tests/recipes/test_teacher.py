@@ -83,7 +83,7 @@ def test_the_command_writes_what_the_drafter_then_learns_from(recipe_file: Path,
     heldout_rows = prepared.heldout.manifest["trainable_tokens"]
     assert cache.rows == rows
     size = (rows + heldout_rows) * (6 * 4 + 2) / 1000  # known to the byte before it starts
-    said = rf"the 6 most likely of 320 tokens at {rows + heldout_rows:,} positions: {size:.1f} kB in .*teachers"
+    said = rf"the 6 most likely of 320 tokens at {rows + heldout_rows:,} positions: {size:.2f} kB in .*teachers"
     assert re.search(said, done.stderr)
     assert re.search(r"about \d+ s with 1 process\(es\) at [\d,]+ positions a second each", done.stderr)
     assert f"training: {rows:,} positions in {folder}, every SHA-256 as written" in done.stderr
@@ -159,7 +159,7 @@ def test_a_disk_that_is_too_small_is_found_out_beforehand(
 
     free(30_000)
     with pytest.raises(
-        ValueError, match=r"needs [\d.]+ kB, and 30\.0 kB are free: the largest .* that fits is \d"
+        ValueError, match=r"needs [\d.]+ kB, and 30\.00 kB are free: the largest .* that fits is \d"
     ) as found:
         prepare_teacher(recipe)
     assert not list((tmp_path / "teachers").glob("[!.]*"))
