@@ -29,6 +29,7 @@ from .training import DrafterRecipe
 
 _PROBE_BATCHES = 3
 _PROBE_SECONDS = 20.0
+_ENOUGH_MASS = 0.9  # with 0.6 of it a drafter was taught to be worse than it had been (tests/bench/objectives.py)
 
 
 class NoCacheError(ValueError):
@@ -112,7 +113,13 @@ def prepare_teacher(recipe: DrafterRecipe, accelerator: Any | None = None) -> Pa
             cache = TeacherCache.load(part.folder, part.source)
             if part not in missing_parts:
                 cache.verify()
-            say(f"teacher: {part.name}: {cache.rows:,} positions in {part.folder}, every SHA-256 as written")
+            mass = cache.mean_mass()
+            say(
+                f"teacher: {part.name}: {cache.rows:,} positions in {part.folder}, every SHA-256 as written; the top "
+                f"{cache.source.top_k} hold {mass:.1%} of the probability"
+            )
+            if mass < _ENOUGH_MASS:
+                say(f"teacher: {1 - mass:.0%} of the probability is not taught: a larger `teacher.top_k` is better")
     return parts[0].folder
 
 

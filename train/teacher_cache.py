@@ -239,6 +239,11 @@ class TeacherCache:
                     "write the cache again"
                 )
 
+    def mean_mass(self) -> float:
+        """How much of the target's probability the tokens that were kept hold, on average over the positions."""
+        rest = sum(float(np.exp(arrays["log_rest"], dtype=np.float64).sum()) for arrays in self._shards)
+        return 1.0 - rest / max(1, self.rows)
+
     def find(self, batch: Batch) -> tuple[np.ndarray, np.ndarray] | None:
         """Flattened positions int64 [R] of a batch whose next token is trained on, and their rows int64 [R].
 

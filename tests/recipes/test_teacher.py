@@ -13,6 +13,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 import yaml
@@ -87,6 +88,12 @@ def test_the_command_writes_what_the_drafter_then_learns_from(recipe_file: Path,
     assert re.search(said, done.stderr)
     assert re.search(r"about \d+ s with 1 process\(es\) at [\d,]+ positions a second each", done.stderr)
     assert f"training: {rows:,} positions in {folder}, every SHA-256 as written" in done.stderr
+    _, log_probs = cache.read(np.arange(rows))
+    mass = float(np.exp(log_probs.astype(np.float64)).sum(1).mean())
+    assert cache.mean_mass() == pytest.approx(mass, abs=1e-3)
+    assert f"the top 6 hold {mass:.0%}"[:-1] in done.stderr
+    assert mass < 0.9
+    assert "of the probability is not taught: a larger `teacher.top_k` is better" in done.stderr
     written = contents(folder.parent)
 
     again = cli("prepare", str(recipe_file), "--teacher")
