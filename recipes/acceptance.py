@@ -18,16 +18,23 @@ from .evaluate import load_prompts, stop_ids
 from .prepare import Prepared
 from .training import DrafterRecipe, HeadsRecipe, MeasureSection
 
+_FEW_PARAMETERS = 1_000_000_000
 _LOOK_AHEAD = 16  # more than any tree of a measurement is deep
 
 Measure = Callable[[Any], dict[str, float]]
+
+
+def decodes_fast(target: PreTrainedModel) -> bool:
+    """Whether a target decodes with weights laid out for that: copies of most of them, which a large one has no room
+    for beside the training."""
+    return sum(weight.numel() for weight in target.parameters()) <= _FEW_PARAMETERS
 
 
 def drafter_measure(
     recipe: DrafterRecipe, target: PreTrainedModel, drafter: PreTrainedModel, tokenizer: Any, prepared: Prepared
 ) -> Measure:
     """Speculative decoding with a drafter as it stands: `tokens_per_step` and `acceptance_rate`."""
-    scorer = wrap_model(target)
+    scorer = wrap_model(target, fast=decodes_fast(target))
     positions = min(scorer.max_positions, getattr(drafter.config, "max_position_embeddings", scorer.max_positions))
     prompts = _sample(recipe, tokenizer, prepared, positions)
     options = {"gamma": recipe.measure.gamma}
@@ -44,7 +51,7 @@ def drafter_measure(
 
 def heads_measure(recipe: HeadsRecipe, target: PreTrainedModel, tokenizer: Any, prepared: Prepared) -> Measure:
     """Medusa decoding with heads as they stand: the same."""
-    scorer = wrap_model(target)
+    scorer = wrap_model(target, fast=decodes_fast(target))
     prompts = _sample(recipe, tokenizer, prepared, scorer.max_positions)
     options = {"tree": recipe.measure.tree}
 

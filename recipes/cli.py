@@ -17,7 +17,7 @@ from rich.table import Table
 from .. import __version__
 from ..train.interrupts import Interrupted, TrainingError
 from .config import EvaluateRecipe, QuickstartRecipe, RegenerateRecipe
-from .loading import find_recipe, load_recipe, shipped_recipes
+from .loading import accelerate_configs, find_recipe, first_sentence, load_recipe, shipped_recipes
 from .terminal import console, say
 from .training import DrafterRecipe, HeadsRecipe, TableRecipe
 
@@ -167,10 +167,10 @@ def doctor() -> None:
 
 @recipes_app.command("ls")
 def recipes_list() -> None:
-    """The shipped recipes, with their first comment."""
+    """The shipped recipes, with the first sentence of their comment."""
     table = Table(show_header=False, box=None)
     for name, path in shipped_recipes().items():
-        table.add_row(name, path.read_text(encoding="utf-8").splitlines()[0].removeprefix("#").strip())
+        table.add_row(name, escape(first_sentence(path)))
     console().print(table)
 
 
@@ -182,8 +182,8 @@ def recipes_show(recipe: RecipeName) -> None:
 
 @recipes_app.command("copy")
 def recipes_copy(recipe: RecipeName, to: Annotated[Path, typer.Argument(help="A new file, or a folder.")]) -> None:
-    """Copy a recipe, to change it."""
-    source = find_recipe(recipe)
+    """Copy a recipe, or a configuration of accelerate (accelerate/zero2 …), to change it."""
+    source = accelerate_configs().get(recipe.removesuffix(".yaml")) or find_recipe(recipe)
     target = to / source.name if to.is_dir() else to
     if target.exists():
         raise ValueError(f"{target} exists already")

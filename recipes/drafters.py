@@ -18,7 +18,7 @@ from ..train.teacher import ModelTeacher, load_teacher
 from .acceptance import drafter_measure
 from .evaluate import stop_ids
 from .models import TrainableModel, build_model, check_vocabulary
-from .outcome import check_target, fit_recipe, prepare_once, save
+from .outcome import check_batch, check_target, fit_recipe, prepare_once, save
 from .prepare import Prepared
 from .teacher import open_teacher
 from .training import DrafterRecipe, ModelSection, TrainSection
@@ -40,10 +40,13 @@ class DrafterParts:
 
 def run_drafter(recipe: DrafterRecipe, out: Path, accelerator: Any) -> None:
     """Train a language model: from a model or from scratch, on labels or on a target's distributions."""
-    parse_weights(recipe.objective)  # a wrong name or weight is said before the data is prepared
+    # mistakes are found before the data is prepared, which may take hours
+    parse_weights(recipe.objective)
+    check_batch(recipe, accelerator)
     tokenizer = load_tokenizer(recipe.tokenizer_source)
+    trained = trainable(recipe, tokenizer)
     prepared = prepare_once(recipe, tokenizer, accelerator)
-    parts = drafter_parts(recipe, tokenizer, prepared, accelerator.device)
+    parts = drafter_parts(recipe, tokenizer, prepared, accelerator.device, trained)
     result = fit_recipe(parts.task, prepared, recipe, out, accelerator, tokenizer, parts.measured)
     if not accelerator.is_main_process:
         return
@@ -55,16 +58,32 @@ def run_drafter(recipe: DrafterRecipe, out: Path, accelerator: Any) -> None:
     save(recipe, out, write, tokenizer, prepared, result, parts.target, parts.trained.shapes())
 
 
-def drafter_parts(recipe: DrafterRecipe, tokenizer: Any, prepared: Prepared, device: Any) -> DrafterParts:
-    """Load or make the model, its teacher and what it is measured with.
+def trainable(recipe: DrafterRecipe, tokenizer: Any) -> TrainableModel:
+    """Load or make the model.
 
     Raises:
-        ValueError: what `build_model`, `open_teacher` and `DrafterTask` raise; vocabularies or kinds of models that
-            do not go together.
+        ValueError: what `build_model` raises; a tokenizer with more tokens than the model has; a template that is not
+            for its kind of model; kernels that cannot be used.
     """
     trained = build_model(complete_section(recipe), recipe.target, recipe.train.seed)
+    check_vocabulary(len(tokenizer), trained.model, recipe.model.source or "the model")
+    if recipe.data.template == "t5" and not trained.model.config.is_encoder_decoder:
+        raise ValueError("`data.template: t5` is for encoder-decoders, and the model is a decoder")
+    _make_fast(trained.model, recipe.train)
+    return trained
+
+
+def drafter_parts(
+    recipe: DrafterRecipe, tokenizer: Any, prepared: Prepared, device: Any, trained: TrainableModel | None = None
+) -> DrafterParts:
+    """The model (`trained`, or `trainable`'s), its teacher and what it is measured with.
+
+    Raises:
+        ValueError: what `trainable`, `open_teacher` and `DrafterTask` raise; vocabularies or kinds of models that do
+            not go together.
+    """
+    trained = trained or trainable(recipe, tokenizer)
     model = trained.model
-    check_vocabulary(len(tokenizer), model, recipe.model.source or "the model")
     taught_by_target = recipe.distils and recipe.teacher.cache is None
     target = judge = measure = None
     if recipe.target is not None and (taught_by_target or recipe.measure.prompts):
@@ -78,7 +97,6 @@ def drafter_parts(recipe: DrafterRecipe, tokenizer: Any, prepared: Prepared, dev
     if taught_by_target:
         assert isinstance(judge, ModelTeacher)
         teacher = judge  # one model, one fingerprint
-    _make_fast(model, recipe.train)
     task = DrafterTask(
         model,
         prepared.heldout if recipe.measure.blocks else None,
@@ -92,6 +110,9 @@ def drafter_parts(recipe: DrafterRecipe, tokenizer: Any, prepared: Prepared, dev
         evaluate_blocks=recipe.measure.blocks,
         compiled=recipe.train.compile,
     )
+    # what changes the training, or what its evaluations are compared by
+    task.settings["model"] = recipe.model.model_dump(mode="json", exclude={"attention"})
+    task.settings["measure"] = recipe.measure.model_dump(mode="json", exclude={"keep"})
     return DrafterParts(trained, task, target, measure is not None)
 
 

@@ -11,7 +11,7 @@ from ..data.tokenizers import load_tokenizer
 from ..train.heads import HeadsTask
 from .acceptance import heads_measure
 from .models import check_vocabulary, load_trainable
-from .outcome import fit_recipe, prepare_once, save
+from .outcome import check_batch, fit_recipe, prepare_once, save
 from .prepare import Prepared
 from .training import HeadsRecipe
 
@@ -19,9 +19,11 @@ from .training import HeadsRecipe
 def run_heads(recipe: HeadsRecipe, out: Path, accelerator: Any) -> None:
     """Train prediction heads on a frozen target."""
     tokenizer = load_tokenizer(recipe.tokenizer_source)
+    check_batch(recipe, accelerator)
     prepared = prepare_once(recipe, tokenizer, accelerator)
     task, heads = heads_parts(recipe, tokenizer, prepared, accelerator.device)
     task.settings["target"] = model_fingerprint(task.target)
+    task.settings["measure"] = recipe.measure.model_dump(mode="json", exclude={"keep"})
     measured = recipe.measure.prompts > 0
     result = fit_recipe(task, prepared, recipe, out, accelerator, tokenizer, measured)
     if not accelerator.is_main_process:

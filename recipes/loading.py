@@ -54,6 +54,21 @@ def shipped_recipes() -> dict[str, Path]:
     return {str(path.relative_to(SHIPPED).with_suffix("")): path for path in found}
 
 
+def accelerate_configs() -> dict[str, Path]:
+    """Launch settings for accelerate that come with the package, by name (`accelerate/zero2`)."""
+    return {f"accelerate/{path.stem}": path for path in sorted((SHIPPED / "accelerate").glob("*.yaml"))}
+
+
+def first_sentence(path: Path) -> str:
+    """What a recipe's head comment says first, after its command."""
+    comment: list[str] = []
+    for line in path.read_text(encoding="utf-8").splitlines()[1:]:
+        if not line.startswith("#"):
+            break
+        comment.append(line.removeprefix("#").strip())
+    return re.split(r"[.;:](?:\s|$)", " ".join(comment))[0]
+
+
 def find_recipe(name: str) -> Path:
     """A recipe's file by path, or by the name of one that is shipped.
 
@@ -67,6 +82,11 @@ def find_recipe(name: str) -> Path:
     short = name.removesuffix(".yaml").removeprefix("recipes/")
     if short in shipped:
         return shipped[short]
+    if short in accelerate_configs():
+        raise ValueError(
+            f"{name!r} is no recipe but accelerate's settings: `draftsmith recipes copy {short} .`, then "
+            f"`accelerate launch --config_file {short.removeprefix('accelerate/')}.yaml -m draftsmith train RECIPE`"
+        )
     known = [*shipped, *(item.name for item in path.parent.glob("*.yaml"))]
     raise ValueError(
         f"there is no recipe {name!r}.{_nearest(short, known)} `draftsmith recipes ls` lists what is shipped"

@@ -21,7 +21,6 @@ from ..checkpoints.artifact import (
     tokenizer_fingerprint,
     verify_artifact,
 )
-from ..checkpoints.manifest import plain
 from ..data.prepared import PreparedData
 from ..train.interrupts import TrainingError
 from ..train.loop import FitConfig, FitResult, Task, fit
@@ -89,24 +88,19 @@ def fit_config(recipe: Any, prepared: Prepared, measured: bool) -> FitConfig:
 def fit_recipe(
     task: Task, prepared: Prepared, recipe: Any, out: Path, accelerator: Any, tokenizer: Any, measured: bool
 ) -> FitResult:
-    """Train, and log to the recipe's trackers; the resolved recipe lies beside the checkpoints from the beginning.
+    """Train; the resolved recipe lies beside the checkpoints from the beginning.
 
     Raises:
         TrainingError: what `fit` raises, with the beginnings of the documents it happened in.
     """
     if accelerator.is_main_process:
         write_recipe(recipe, state_folder(out) / "recipe.yaml")
-    if recipe.train.trackers:
-        accelerator.init_trackers("draftsmith", config=_flat(plain(recipe.model_dump(mode="json"))))
     try:
         config = fit_config(recipe, prepared, measured)
         return fit(task, prepared.train, config, state_folder(out), accelerator)
     except TrainingError as error:
         shown = _beginnings(prepared.train, error.blocks, tokenizer)
         raise TrainingError(f"{error}{shown}", error.blocks) from error
-    finally:
-        if recipe.train.trackers:
-            accelerator.end_training()
 
 
 def save(
@@ -166,14 +160,24 @@ def check_out(out: Path, recipe: Section) -> None:
         raise ValueError(f"{out} was made for another model than the one that stands at {folder} now: delete {out}")
 
 
+def check_batch(recipe: Any, accelerator: Any) -> None:
+    """Raises ValueError where the global batch cannot be split among the processes."""
+    together = recipe.train.micro_batch * accelerator.num_processes
+    if recipe.train.global_batch % together:
+        raise ValueError(
+            f"`train.global_batch` {recipe.train.global_batch} cannot be split into micro_batch "
+            f"{recipe.train.micro_batch} × {accelerator.num_processes} processes = {together} blocks at a time"
+        )
+
+
 def check_target(target: PreTrainedModel, model: PreTrainedModel, name: str) -> None:
     """Raises ValueError naming both sides where a drafter's vocabulary or kind of model is not its target's."""
     theirs, mine = (side.get_output_embeddings().weight.shape[0] for side in (target, model))
     if theirs != mine:
         raise ValueError(f"the drafter has a vocabulary of {mine} tokens, the target {name} of {theirs}")
-    kinds = [("decoder", "encoder-decoder")[side.config.is_encoder_decoder] for side in (model, target)]
+    kinds = [("a decoder", "an encoder-decoder")[side.config.is_encoder_decoder] for side in (model, target)]
     if kinds[0] != kinds[1]:
-        raise ValueError(f"the drafter is a {kinds[0]}, the target {name} a {kinds[1]}: they must be of one kind")
+        raise ValueError(f"the drafter is {kinds[0]}, the target {name} {kinds[1]}: they must be of one kind")
 
 
 def _beginnings(data: Any, blocks: list[int], tokenizer: Any) -> str:
@@ -198,14 +202,3 @@ def _difference(theirs: Any, mine: Any, place: str = "") -> str:
             if theirs.get(key) != mine.get(key):
                 return _difference(theirs.get(key), mine.get(key), f"{place}.{key}" if place else key)
     return f"{place}: {theirs!r} there, {mine!r} here"
-
-
-def _flat(values: dict[str, Any], place: str = "") -> dict[str, Any]:
-    """Sections as names with dots, for trackers that know numbers and words only."""
-    flat: dict[str, Any] = {}
-    for key, value in values.items():
-        if isinstance(value, dict):
-            flat |= _flat(value, f"{place}{key}.")
-        else:
-            flat[place + key] = value if isinstance(value, (int, float, str, bool)) else json.dumps(value)
-    return flat

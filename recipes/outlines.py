@@ -18,6 +18,7 @@ from ..checkpoints.heads import PredictionHeads
 from ..decode.loading import ADAPTER_CONFIG
 from ..train.plan import Demand, Launch, ModelSize, heads_size, model_size
 from ..train.scale import zero_stage
+from .acceptance import decodes_fast
 from .drafters import complete_section
 from .models import TrainableModel, add_lora, cut_layers, model_from_config, new_model
 from .training import DrafterRecipe, HeadsRecipe, ModelSection
@@ -63,9 +64,9 @@ def outline_of(recipe: DrafterRecipe | HeadsRecipe, accelerator: Any) -> Outline
     taught = recipe.distils and recipe.teacher.cache is None
     target = None
     if recipe.target is not None and (taught or recipe.measure.prompts):
-        measured = launch.device if recipe.measure.prompts else None
         dtype = "float16" if recipe.teacher.load_in_8bit and recipe.teacher.dtype == "auto" else recipe.teacher.dtype
         outlined = outline_model(recipe.target, dtype)
+        measured = launch.device if recipe.measure.prompts and decodes_fast(outlined) else None
         target = model_size(outlined, eight_bit=recipe.teacher.load_in_8bit, decodes_on=measured)
     demand = _demand(recipe, launch, model, target, taught, 0, loading)
 
@@ -88,7 +89,8 @@ def _heads_outline(recipe: HeadsRecipe, launch: Launch) -> Outline:
     if outlined.config.is_encoder_decoder:
         kind = outlined.config.model_type
         raise ValueError(f"{recipe.target} is an encoder-decoder ({kind}), and a decoder is needed")
-    target = model_size(outlined, decodes_on=launch.device if recipe.measure.prompts else None)
+    measured = launch.device if recipe.measure.prompts and decodes_fast(outlined) else None
+    target = model_size(outlined, decodes_on=measured)
     with torch.device("meta"):
         projection_VD = outlined.get_output_embeddings().weight
         heads = PredictionHeads.from_lm_head(projection_VD, recipe.num_heads, recipe.num_layers)

@@ -159,7 +159,9 @@ class TeacherLessons:
             if vocab != self._vocab:
                 sides = f"the drafter's vocabulary has {self._vocab} tokens, the teacher's {vocab}"
                 raise ValueError(f"{sides}: they must agree")
-            self._product = _Product(hidden_XE, None if weight_VE is None else weight_VE.detach(), drafter.size)
+            self._product = _Product(
+                hidden_XE, None if weight_VE is None else weight_VE.detach(), drafter.size, own_type=True
+            )
         assert rows == positions, (rows, positions)
         if top_k is not None and top_k.tail == "bucket" and temperature != 1:
             raise ValueError(f"tail 'bucket' needs temperature 1, got {temperature}: use tail 'renormalise'")
@@ -250,9 +252,10 @@ def _log_rest(log_probs_RK: Tensor) -> Tensor:
 class _Product:
     """Rows of `hidden_XD @ weight_VD.T`, written into the same memory each time; or rows of `hidden_XD`."""
 
-    def __init__(self, hidden_XD: Tensor, weight_VD: Tensor | None, rows: int) -> None:
+    def __init__(self, hidden_XD: Tensor, weight_VD: Tensor | None, rows: int, own_type: bool = False) -> None:
         device = hidden_XD.device.type
-        self.dtype = torch.get_autocast_dtype(device) if torch.is_autocast_enabled(device) else hidden_XD.dtype
+        autocast = torch.is_autocast_enabled(device) and not own_type
+        self.dtype = torch.get_autocast_dtype(device) if autocast else hidden_XD.dtype
         self.weight_VD = None if weight_VD is None else weight_VD.detach().to(self.dtype)
         self._hidden_XD, self._rows = hidden_XD.detach(), min(rows, len(hidden_XD))
         self._out_CV: Tensor | None = None

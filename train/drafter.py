@@ -123,6 +123,8 @@ class DrafterTask:
             raise ValueError(f"objective {objective} needs a teacher, and none was given")
         if on_policy is not None and "cross-entropy" in objective:
             raise ValueError("cross-entropy on what the drafter itself has written would only confirm it: leave it out")
+        if "reverse-kl" in objective and top_k is not None and top_k.tail == "renormalise":
+            raise ValueError("reverse-kl is infinite where the teacher gives nothing: use the tail `bucket` with it")
         if not temperature > 0:
             raise ValueError(f"temperature is {temperature}, expected more than 0")
         self.teacher, self.judge, self.on_policy = teacher, judge, on_policy
@@ -135,7 +137,12 @@ class DrafterTask:
         if teacher is not None:
             self.settings |= {f"teacher.{key}": value for key, value in teacher.settings.items()}
         if on_policy is not None:
-            self.settings["on_policy"] = [on_policy.share, on_policy.new_tokens, on_policy.temperature]
+            self.settings["on_policy"] = [
+                on_policy.share, on_policy.new_tokens, on_policy.temperature, list(on_policy.stop_ids)
+            ]  # fmt: skip
+        taught = getattr(teacher, "model", None)
+        work = [_work(model, backward=True), *([] if taught is None else [_work(taught, backward=False)])]
+        self._each_token, self._each_trained = (float(sum(each)) for each in zip(*work, strict=True))
         self._heldout, self._evaluate_fn = heldout, evaluate_fn
         self._blocks, self._batch = evaluate_blocks, evaluate_batch
 
@@ -169,16 +176,14 @@ class DrafterTask:
         """Operations of forward and backward: 6 a weight and token, 4 where the weight is frozen, 2 for the teacher's
         forward (Kaplan et al. 2020, arXiv 2001.08361, section 2.1). Products inside attention are left out; the output
         projection counts where it is run, on trained positions."""
-        assert isinstance(self.module, DrafterModule)
-        total = _model_flops(self.module.model, tokens, trained, backward=True)
-        taught = getattr(self.teacher, "model", None)
-        return total + (0.0 if taught is None else _model_flops(taught, tokens, trained, backward=False))
+        return self._each_token * tokens + self._each_trained * trained
 
     @torch.no_grad()
     def evaluate(self, module: nn.Module) -> dict[str, float]:
-        """On held-out blocks: `heldout_loss` (nats a token), `perplexity`, `top1_accuracy` and `top5_accuracy` (how
-        often the next token is the drafter's first, or among its first five); against the judge `overlap` (Σ min(p, q),
-        the teacher-forced chance of acceptance), `top1_agreement` and `top5_agreement`; and what `evaluate_fn` returns.
+        """On held-out blocks, in the precision of the training: `heldout_loss` (nats a token), `perplexity`,
+        `top1_accuracy` and `top5_accuracy` (how often the next token is the drafter's first, or among its first five);
+        against the judge `overlap` (Σ min(p, q), the teacher-forced chance of acceptance), `top1_agreement` and
+        `top5_agreement`. And what `evaluate_fn` returns, which decodes as the artifact will: in the weights' own type.
         """
         assert isinstance(module, DrafterModule)
         sums: dict[str, float] = {}
@@ -203,7 +208,8 @@ class DrafterTask:
         if items:
             metrics["perplexity"] = math.exp(min(metrics["heldout_loss"], 700.0))
         if self._evaluate_fn is not None:
-            metrics |= self._evaluate_fn(module.model)
+            with torch.autocast(device.type, enabled=False):
+                metrics |= self._evaluate_fn(module.model)
         return metrics
 
 
@@ -215,13 +221,16 @@ def blocks_in_order(data: PreparedData | None, blocks: int | None, batch_blocks:
         yield data.batch(range(start, min(start + batch_blocks, end)))
 
 
-def _model_flops(model: Any, tokens: int, trained: int, backward: bool) -> float:
+def _work(model: Any, backward: bool) -> tuple[int, int]:
+    """Operations a token in a model's matrices, and those a trained position in its output projection. Counted before
+    the weights may be sharded."""
     projection = model.get_output_embeddings().weight
     embedding = model.get_input_embeddings().weight
-    total = 0.0
+    body = last = 0
     for weight in model.parameters():
-        if weight.dim() < 2 or (weight is embedding and weight is not projection):
-            continue  # a look-up multiplies nothing
         each = (6 if weight.requires_grad else 4) if backward else 2
-        total += float(each * weight.numel() * (trained if weight is projection else tokens))
-    return total
+        if weight is projection:
+            last = each * weight.numel()
+        elif weight.dim() >= 2 and weight is not embedding:  # a look-up multiplies nothing
+            body += each * weight.numel()
+    return body, last

@@ -30,22 +30,20 @@ def dead_worker_named(step: Callable[[], int], folder: Path) -> Iterator[None]:
 
 
 @contextmanager
-def lack_of_memory_named(
-    step: int, blocks: Sequence[int] | np.ndarray, micro_batch: int, block_tokens: int, folder: Path
-) -> Iterator[None]:
-    """Raises TrainingError, with what would need less, where memory runs out."""
+def lack_of_memory_named(what: str, blocks: list[int], less: str, folder: Path) -> Iterator[None]:
+    """Raises TrainingError where memory runs out: what was done with which blocks (those in the list by then), and what
+    would need less."""
     try:
         yield
     except (RuntimeError, MemoryError) as error:
         text = _one_line(error)
         if not isinstance(error, MemoryError) and not any(words in text.lower() for words in _NO_MEMORY):
             raise
-        less = f"micro_batch {micro_batch // 2}" if micro_batch > 1 else "gradient_checkpointing or shorter blocks"
+        where = f", blocks {shown(blocks)}" if blocks else ""
         raise TrainingError(
-            f"out of memory in step {step + 1}, blocks {shown(blocks)}, with micro_batch {micro_batch} of "
-            f"{block_tokens} tokens ({text or type(error).__name__}). The last checkpoint in {folder} is untouched: go "
-            f"on from it with {less}",
-            [int(block) for block in blocks],
+            f"out of memory in {what}{where} ({text or type(error).__name__}). The last checkpoint in {folder} is "
+            f"untouched: go on from it with {less}",
+            blocks,
         ) from error
 
 

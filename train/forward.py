@@ -63,6 +63,7 @@ class PackedForward:
                 f"{type(model).__name__} takes no position_ids, so blocks of several documents are refused"
             )
         self.plain_head = has_plain_head(model)
+        self._positions = _learned_positions(model)
         self.by_document = _can_attend_by_document(model)
         if self.by_document and not _keeps_documents_apart(self):  # the decoder passes nothing on to its attention
             self.config._attn_implementation = "sdpa"
@@ -114,38 +115,63 @@ class PackedForward:
     def _kernel(self) -> str:
         return getattr(self.config, "_attn_implementation", None) or "eager"
 
+    def _learned(self, positions_BT: Tensor, documents_BT: Tensor) -> Tensor:
+        """The same positions where a model learned only so many: padding, which nothing sees, goes no further.
+
+        Raises:
+            ValueError: a document is longer than that.
+        """
+        if self._positions is None or positions_BT.shape[1] <= self._positions:
+            return positions_BT
+        longest = int(positions_BT[documents_BT != PADDING].amax()) + 1
+        if longest > self._positions:
+            raise ValueError(
+                f"a document has {longest} tokens, and {type(self.model).__name__} {self._positions} positions"
+            )
+        return positions_BT.clamp(max=self._positions - 1)
+
     def _attention(self, batch: Batch) -> dict[str, Any]:
         """The mask and positions that keep documents apart; None as a mask lets the model use its causal kernel."""
         documents_BT = batch.documents_BT
+        positions_BT = self._learned(batch.positions_BT, documents_BT)
         implementation = self._kernel
         if self._slides(batch.tokens_BT.shape[1]):
             # models with windows build their own masks, and find the documents where positions restart
-            return {"attention_mask": None, "position_ids": batch.positions_BT}
+            return {"attention_mask": None, "position_ids": positions_BT}
         if "flex" in implementation:
-            return {"attention_mask": _flex_mask(documents_BT), "position_ids": batch.positions_BT}
+            return {"attention_mask": _flex_mask(documents_BT), "position_ids": positions_BT}
         if bool(((documents_BT == documents_BT[:, :1]) | (documents_BT == PADDING)).all()):
             # one document a row, then padding, which nothing real can see: plain causal attention is exact
             rows, length = documents_BT.shape
             positions_BT = torch.arange(length, device=documents_BT.device).expand(rows, length)
-            return {"attention_mask": None, "position_ids": positions_BT}
+            return {"attention_mask": None, "position_ids": self._learned(positions_BT, documents_BT)}
         if self.by_document and implementation == NAME and documents_BT.device.type == "cpu":
             spans = document_spans(documents_BT)
             lengths = [end - start for row in spans for start, end in row]
             if sum(length**2 for length in lengths) < _WORTH_IT * documents_BT.numel() * documents_BT.shape[1]:
                 # the mask is never looked at: its four dimensions keep transformers from making one
                 unused_1111 = torch.zeros(1, 1, 1, 1, dtype=self.model.dtype)
-                return {"attention_mask": unused_1111, "position_ids": batch.positions_BT, "spans": spans}
+                return {"attention_mask": unused_1111, "position_ids": positions_BT, "spans": spans}
         mask_B1TT = batch.attention_mask_B1TT()
         if implementation not in ("sdpa", NAME):
             dtype = self.model.dtype
             mask_B1TT = torch.zeros(mask_B1TT.shape, dtype=dtype, device=mask_B1TT.device).masked_fill_(
                 ~mask_B1TT, torch.finfo(dtype).min
             )
-        return {"attention_mask": mask_B1TT, "position_ids": batch.positions_BT}
+        return {"attention_mask": mask_B1TT, "position_ids": positions_BT}
 
     def _slides(self, length: int) -> bool:
         window = getattr(self.config, "sliding_window", None)
         return window is not None and getattr(self.config, "use_sliding_window", True) and length > window
+
+
+def _learned_positions(model: Any) -> int | None:
+    """How many positions a model has embeddings for; None where they are computed (rotary), or there are none."""
+    limit = getattr(model.config.get_text_config(), "max_position_embeddings", None)
+    tokens = model.get_input_embeddings()
+    tables = (m for m in model.modules() if isinstance(m, nn.Embedding) and m is not tokens)
+    # OPT's table begins with two rows that stand for no position
+    return limit if any(limit is not None and 0 <= table.num_embeddings - limit <= 2 for table in tables) else None
 
 
 def _flash_attention(batch: Batch) -> dict[str, Any]:

@@ -102,6 +102,10 @@ class HeadsTask:
         self.target = target
         self.module: nn.Module = HeadsModule(target, heads, weights, chunk)
         self.settings: dict[str, Any] = {"head_weights": weights}
+        outer = (target.get_output_embeddings().weight, target.get_input_embeddings().weight)
+        inner = (w for w in target.parameters() if w.dim() >= 2 and not any(w is other for other in outer))
+        self._target_weights = sum(w.numel() for w in inner)
+        self._head_weights = sum(w.numel() for w in heads.parameters() if w.dim() >= 2)  # before they may be sharded
         self._heldout, self._evaluate_fn = heldout, evaluate_fn
         self._blocks, self._batch = evaluate_blocks, evaluate_batch
 
@@ -121,11 +125,7 @@ class HeadsTask:
     def flops(self, tokens: int, trained: int) -> float:
         """Operations of the target's forward, 2 a weight and token, and of the heads' forward and backward, 6 a weight
         and trained position; products inside attention are left out."""
-        projection, embedding = self.target.get_output_embeddings().weight, self.target.get_input_embeddings().weight
-        body = sum(w.numel() for w in self.target.parameters() if w.dim() >= 2 and w is not embedding)
-        body -= 0 if projection is embedding else projection.numel()
-        heads = sum(w.numel() for w in self.module.parameters() if w.dim() >= 2)
-        return 2.0 * body * tokens + 6.0 * heads * trained
+        return 2.0 * self._target_weights * tokens + 6.0 * self._head_weights * trained
 
     def count(self, batch: Batch) -> Tensor:
         """Trained positions of each head, int64 [K]."""
@@ -158,5 +158,6 @@ class HeadsTask:
             for k in range(module.num_heads):
                 metrics |= {f"head{k}_loss": float(means_K[k]), f"head{k}_top1": float(hits_K[k] / counts_K[k])}
         if self._evaluate_fn is not None:
-            metrics |= self._evaluate_fn(module.heads)
+            with torch.autocast(device.type, enabled=False):  # as the artifact will decode
+                metrics |= self._evaluate_fn(module.heads)
         return metrics

@@ -8,6 +8,7 @@ from __future__ import annotations
 import math
 import signal
 import time
+from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Protocol
@@ -153,6 +154,7 @@ class _Run:
         self.resumed_from: int | None = None
         self.skipped = 0
         self.done = 0
+        self.blocks: list[int] = []
         self.stopping = False
 
     def prepare(self) -> Position:
@@ -164,9 +166,12 @@ class _Run:
             module.gradient_checkpointing_enable()  # type: ignore[operator]
         settings = config.fixed()
         settings |= {f"{self.task.name}.{key}": value for key, value in self.task.settings.items()}
-        settings["parameters"] = sum(p.numel() for p in module.parameters() if p.requires_grad)
+        self.trained = sum(p.numel() for p in module.parameters() if p.requires_grad)  # before they may be sharded
+        settings["parameters"] = self.trained
         settings["data"] = data_fingerprint(self.data)
         position = self.state.open(settings)
+        if self.accelerator.log_with:
+            self.accelerator.init_trackers("draftsmith", config={key: _shown(value) for key, value in settings.items()})
         self.task.place(self.accelerator.device)
         module.to(self.accelerator.device)
         optimizer = make_optimizer(module, config)
@@ -188,18 +193,19 @@ class _Run:
 
     def release(self) -> None:
         """Leave the accelerator empty and the module as it was, without wrappers."""
+        if self.accelerator.log_with:
+            self.accelerator.end_training()
         self.accelerator.unwrap_model(self.module, keep_fp32_wrapper=False)
         self.accelerator.free_memory()
 
     def opening_line(self, position: Position) -> str:
         """Where and what is about to run."""
         config, accelerator = self.config, self.accelerator
-        trained = sum(p.numel() for p in self.parameters)
         tokens = config.global_batch * self.data.block_tokens
         line = (
             f"{self.task.name}: {self.world} process{'es' if self.world > 1 else ''} "
             f"({accelerator.distributed_type.value}) on {accelerator.device.type}, precision {config.precision}, "
-            f"{trained:,} trained parameters, {config.steps} steps of {tokens:,} tokens at most; peak "
+            f"{self.trained:,} trained parameters, {config.steps} steps of {tokens:,} tokens at most; peak "
             f"{self.peak / 1e12:.3g} TFLOP/s"
         )
         if self.resumed_from is not None:
@@ -221,7 +227,8 @@ class _Run:
             if step == config.steps:
                 return self._result(position, report)
             started = time.perf_counter()
-            line = self._step(step, stop, report)
+            with self._memory_named(f"step {step + 1}"):
+                line = self._step(step, stop, report)
             seconds = time.perf_counter() - started
             tokens = position.tokens + line.pop("step_tokens")
             line |= {
@@ -231,15 +238,21 @@ class _Run:
                 "peak_memory_bytes": peak_memory(self.accelerator.device),
             }
             position = Position(step + 1, position.seconds + seconds, self.world, tokens, self.data.state())
-            report.step(step + 1, line["loss"], line["tokens_per_second"])
+            report.step(step + 1, line["loss"], line["tokens_per_second"], seconds)
             if (step + 1) % config.log_every == 0 or step + 1 == config.steps or "skipped" in line:
                 self._log(line)
             if self.stopping:
                 self._stop(position, stop, report)
 
+    def _memory_named(self, what: str) -> AbstractContextManager[None]:
+        size, self.blocks = self.config.micro_batch, []
+        less = f"micro_batch {size // 2}" if size > 1 else "gradient_checkpointing or shorter blocks"
+        where = f"{what}, with micro_batch {size} of {self.data.block_tokens} tokens"
+        return lack_of_memory_named(where, self.blocks, less, self.state.folder)
+
     def _log(self, line: dict[str, Any]) -> None:
-        known = {key: value for key, value in line.items() if not (isinstance(value, float) and math.isnan(value))}
-        self.state.log(known)  # JSON has no word for "not a number"
+        known = {key: value for key, value in line.items() if not isinstance(value, float) or math.isfinite(value)}
+        self.state.log(known)  # JSON has no word for infinity, or for what is not a number
         numbers = {key: value for key, value in known.items() if key not in ("step", "skipped")}
         self.accelerator.log(numbers, step=line["step"])
 
@@ -261,8 +274,7 @@ class _Run:
         size = config.micro_batch
         for micro in range(self.micro_steps):
             rows = slice(micro * size, (micro + 1) * size)
-            memory = lack_of_memory_named(step, indices, size, self.data.block_tokens, self.state.folder)
-            with self.accelerator.accumulate(self.module), memory:
+            with self.accelerator.accumulate(self.module):
                 loss_sums, _ = self.module(*_tensors(batch, rows, self.accelerator.device))
                 part = (loss_sums.float() / counts).sum()
                 losses.append(part.detach())
@@ -287,6 +299,7 @@ class _Run:
         of the whole global batch."""
         config, rank = self.config, self.accelerator.process_index
         indices, drawn = self.data.step_batch(step, config.global_batch, config.seed)
+        self.blocks[:] = indices.tolist()
         self.task.begin(step, config.steps)
         rows = np.concatenate([_rows(micro, rank, self.world, config.micro_batch) for micro in range(self.micro_steps)])
         batch = drawn.rows(rows)
@@ -349,7 +362,8 @@ class _Run:
         with whole(self.accelerator, self.module):
             if self.is_main:
                 self.module.eval()
-                with torch.no_grad(), self.accelerator.autocast():
+                named = self._memory_named(f"the evaluation after step {step}")
+                with torch.no_grad(), self.accelerator.autocast(), named:
                     metrics = self.task.evaluate(self.accelerator.unwrap_model(self.module))
         if self.world > 1:
             from accelerate.utils import broadcast_object_list
@@ -363,8 +377,8 @@ class _Run:
 
     def _is_best(self, step: int, metrics: dict[str, float]) -> bool:
         """Whether these weights are at least as good as any before; then they are the best."""
-        value = metrics.get(self.config.keep_best or "")
-        if value is None or (self.best is not None and value < self.best[0]):
+        value = metrics.get(self.config.keep_best or "", math.nan)
+        if not math.isfinite(value) or (self.best is not None and value < self.best[0]):
             return False
         self.best = (value, step)
         return True
@@ -383,6 +397,11 @@ class _Run:
         """Load the best weights if they are not the last. Returns the step that they are of."""
         if self.best is None or self.best[1] == position.step:
             return position.step
+        if self.best[1] == 0:
+            report.line(
+                f"{self.task.name}: by {self.config.keep_best} training has gained nothing: what is kept is the "
+                "beginning. A larger sample says more than a small one"
+            )
         value, step = self.best
         last = self.state.evaluations[position.step][str(self.config.keep_best)]
         found = f"{self.config.keep_best} {value:.4g} after step {step}, {last:.4g} after the last step"
@@ -455,6 +474,11 @@ def _rows(micro: int, rank: int, world: int, micro_batch: int) -> np.ndarray:
     """Rows of the global batch that one process works on in one micro-step."""
     first = (micro * world + rank) * micro_batch
     return np.arange(first, first + micro_batch)
+
+
+def _shown(value: Any) -> Any:
+    """As trackers take it: numbers and words."""
+    return value if isinstance(value, (int, float, str, bool)) else str(value)
 
 
 def _tensors(batch: Batch, rows: slice, device: torch.device) -> tuple[Tensor, ...]:

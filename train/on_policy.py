@@ -30,7 +30,7 @@ class OnPolicy:
     """How many answers are replaced, and how they are sampled."""
 
     share: float
-    """Of the blocks of a global batch."""
+    """Of the blocks of a global batch, on average."""
     new_tokens: int
     """Of an answer at most; it also never outgrows its document."""
     stop_ids: tuple[int, ...] = ()
@@ -67,7 +67,9 @@ def rewrite(
     numbers in the global batch: another number of processes or another micro batch samples the same. `model` is put
     into evaluation mode.
     """
-    chosen = np.random.default_rng([*seed, 0]).permutation(global_batch)[: round(options.share * global_batch)]
+    rng = np.random.default_rng([*seed, 0])
+    # a share that is no whole number of rows is kept on average
+    chosen = rng.permutation(global_batch)[: int(options.share * global_batch + rng.random())]
     blocks: list[list[Document]] = []
     drafts: list[_Draft] = []
     for at, row in enumerate(rows.tolist()):
@@ -76,7 +78,7 @@ def rewrite(
         if row in chosen:
             drafts += _drafts(documents, at, np.random.default_rng([*seed, 1, row]), options.new_tokens)
     drafts.sort(key=lambda draft: len(draft.prompt))  # rows of one length waste nothing
-    scorer = wrap_model(model, check=False)
+    scorer = wrap_model(model, check=False, graphs=False)  # not worth capturing for one step
     for together in _groups(drafts, scorer.max_positions):
         for draft, answer in zip(together, _sample(scorer, together, options), strict=True):
             ids = np.concatenate([draft.prompt, np.array(answer, dtype=draft.prompt.dtype)])

@@ -24,7 +24,7 @@ class Report:
         self._bar: Any = None
         self._task: Any = None
         self._last_line = -_SECONDS_BETWEEN_LINES
-        self._started, self._first_step = time.monotonic(), first_step
+        self._seconds, self._first_step = 0.0, first_step
 
     def __enter__(self) -> Report:
         if self._active and self._console.is_terminal and self._step < self._steps:
@@ -52,16 +52,17 @@ class Report:
         if self._active:
             self._console.print(text, markup=False, highlight=False, soft_wrap=True)
 
-    def step(self, step: int, loss: float, tokens_per_second: float) -> None:
-        """`step` steps are done; the last had this loss."""
+    def step(self, step: int, loss: float, tokens_per_second: float, seconds: float) -> None:
+        """`step` steps are done; the last had this loss and took so long."""
         if not self._active:
             return
+        self._seconds += seconds  # of steps alone: what evaluations take says nothing about what is left
         now = f"loss {loss:.4f} · {tokens_per_second:,.0f} tokens/s"
         if self._bar is not None:
             self._bar.update(self._task, completed=step, now=now)
         elif time.monotonic() - self._last_line >= _SECONDS_BETWEEN_LINES or step == self._steps:
             self._last_line = time.monotonic()
-            left = (self._last_line - self._started) / (step - self._first_step) * (self._steps - step)
+            left = self._seconds / (step - self._first_step) * (self._steps - step)
             self.line(f"{self._name}: step {step} of {self._steps} · {now} · {left:.0f} s left")
 
     def evaluation(self, step: int, metrics: dict[str, float]) -> None:

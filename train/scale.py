@@ -31,8 +31,8 @@ def make_accelerator(precision: str, **options: Any) -> Any:
     through gloo, also under DeepSpeed. Warns where several processes were asked for and one was started.
 
     Raises:
-        ValueError: DeepSpeed together with ACCELERATE_USE_CPU, which would leave DeepSpeed out without a word; a kind
-            of parallelism that is not supported; processes that do not find each other.
+        ValueError: fp16 without an accelerator; DeepSpeed together with ACCELERATE_USE_CPU, which would leave DeepSpeed
+            out without a word; a kind of parallelism that is not supported; processes that do not find each other.
     """
     from accelerate import Accelerator, InitProcessGroupKwargs
     from accelerate.state import AcceleratorState
@@ -44,6 +44,8 @@ def make_accelerator(precision: str, **options: Any) -> Any:
     if with_deepspeed and _is_set("ACCELERATE_USE_CPU"):
         raise ValueError("ACCELERATE_USE_CPU is set, with which DeepSpeed would be left out: unset it")
     on_cpu = not torch.accelerator.is_available()
+    if on_cpu and precision == "fp16":
+        raise ValueError("precision is fp16, which processors have no fast products for: use bf16 or no")
     if on_cpu:
         # accelerate imports DeepSpeed where it is installed, which otherwise prints that it has found no GPU
         os.environ.setdefault("DS_ACCELERATOR", "cpu")

@@ -188,10 +188,13 @@ class StateFolder:
             before = json.loads(path.read_text(encoding="utf-8"))
         except (OSError, json.JSONDecodeError) as error:
             return f"{path} cannot be read ({error}) although there are checkpoints; delete the folder {self.folder}"
+        now = json.loads(json.dumps(settings))
         changed = [
-            f"{key}: {_shown(before.get(key))} before, {_shown(value)} now"
-            for key, value in json.loads(json.dumps(settings)).items()
-            if before.get(key) != value
+            "the data is other data"
+            if key == "data"
+            else f"{key}: {_shown(before.get(key))} before, {_shown(now.get(key))} now"
+            for key in {**now, **before}
+            if before.get(key) != now.get(key)
         ]
         if not changed:
             return None

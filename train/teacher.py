@@ -58,8 +58,9 @@ class ModelTeacher:
 
     @torch.no_grad()
     def __call__(self, batch: Batch) -> DenseTeacher:
-        """Hidden states [X, E] and projection [V, E], or logits [X, V] and None."""
-        return DenseTeacher(self._forward(batch).flatten(0, 1), self._forward.weight_VD())
+        """Hidden states [X, E] and projection [V, E], or logits [X, V] and None; in the model's own precision."""
+        with torch.autocast(batch.tokens_BT.device.type, enabled=False):
+            return DenseTeacher(self._forward(batch).flatten(0, 1), self._forward.weight_VD())
 
 
 class CachedTeacher:

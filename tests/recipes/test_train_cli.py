@@ -11,8 +11,9 @@ import pytest
 import torch
 import yaml
 from draftsmith.data.tokenizers import load_tokenizer
+from draftsmith.recipes.cli import app
 from draftsmith.recipes.drafters import drafter_parts
-from draftsmith.recipes.loading import load_recipe, read_extended
+from draftsmith.recipes.loading import accelerate_configs, load_recipe, read_extended, shipped_recipes
 from draftsmith.recipes.outcome import fit_recipe
 from draftsmith.recipes.prepare import prepare_data
 from draftsmith.recipes.run import accelerator_for, run_train
@@ -112,3 +113,59 @@ def test_wrong_settings_are_one_message(cli: Cli, drafter_recipe: Path, changes:
     assert "Traceback" not in found.stderr
     for word in words:
         assert word in found.stderr
+
+
+def test_every_shipped_recipe_can_be_copied_and_listed(cli: Cli, tmp_path: Path) -> None:
+    listed = cli("recipes", "ls").stdout
+    for name in shipped_recipes():
+        target = tmp_path / name.replace("/", "-")
+        assert cli_app(["recipes", "copy", name, f"{target}.yaml"]) == 0
+        assert load_recipe(f"{target}.yaml") == load_recipe(name)
+        assert name in listed
+    assert "taught by Vicuna-33B" in listed
+    for name in accelerate_configs():
+        assert cli_app(["recipes", "copy", name, str(tmp_path)]) == 0
+    with pytest.raises(ValueError, match="accelerate's settings"):
+        load_recipe("accelerate/zero2")
+
+
+def cli_app(arguments: list[str]) -> int:
+    """The command line in this process: one process for each of many commands takes minutes."""
+    from typer.testing import CliRunner
+
+    return CliRunner().invoke(app, arguments).exit_code
+
+
+def test_mistakes_are_found_before_the_data_is_prepared(drafter_recipe: Path, tmp_path: Path) -> None:
+    for change, words in (
+        ("train.global_batch=5", "cannot be split"),
+        ("model.config.hiden_size=3", "Did you mean 'hidden_size'"),
+        ("train.liger=true", "needs a CUDA device"),
+        ("data.template=t5", "for encoder-decoders"),
+        ("train.precision=fp16", "use bf16 or no"),
+    ):
+        recipe = load_recipe(str(drafter_recipe), [change])
+        assert isinstance(recipe, DrafterRecipe)
+        with pytest.raises(ValueError, match=words):
+            run_train(recipe)
+        assert not (tmp_path / "prepared").exists(), change
+        assert not (tmp_path / "drafter.state").exists(), change
+
+
+def test_a_setting_that_is_taken_away_is_noticed(drafter_recipe: Path, tmp_path: Path) -> None:
+    first = load_recipe(str(drafter_recipe), ["model.freeze_embeddings=true"])
+    second = load_recipe(str(drafter_recipe), ["train.trackers=[tensorboard]"])
+    assert isinstance(first, DrafterRecipe)
+    assert isinstance(second, DrafterRecipe)
+    run_train(first)
+    (tmp_path / "drafter" / "artifact.json").rename(tmp_path / "artifact.json")
+    for path in (tmp_path / "drafter").iterdir():
+        path.unlink()
+    tokenizer = load_tokenizer(first.tokenizer_source)
+    prepared = prepare_data(first.data, tokenizer, quiet=True)
+    accelerator = accelerator_for(first)
+    parts = drafter_parts(first, tokenizer, prepared, accelerator.device)
+    fit_recipe(parts.task, prepared, first, tmp_path / "drafter", accelerator, tokenizer, False)
+    with pytest.raises(ValueError, match="other settings"):
+        run_train(second)
+    assert not (tmp_path / "drafter.state" / "draftsmith").exists(), "trackers begin when the run does"

@@ -87,10 +87,16 @@ def test_the_last_weights_stay_where_they_are_best_or_asked_for(worker: ModuleTy
     assert result.outlook is None
 
 
-def test_training_that_harms_gives_back_the_beginning(worker: ModuleType, tmp_path: Path):
+def test_training_that_harms_gives_back_the_beginning(worker: ModuleType, tmp_path: Path, capfd: Any):
     scored = Scored(worker, [2.0, 1.5, 1.4, 1.3, 1.2])
     assert run(worker, scored, tmp_path).kept_step == 0
     assert same(scored.task.module.model, scored.seen[0])
+    assert "training has gained nothing" in capfd.readouterr().err
+
+
+def test_what_is_no_number_is_never_the_best(worker: ModuleType, tmp_path: Path):
+    result = run(worker, Scored(worker, [1.0, 2.0, float("nan"), 1.5, 1.6]), tmp_path)
+    assert (result.kept_step, result.metrics) == (2, {"score": 2.0})
 
 
 def test_a_best_checkpoint_that_is_gone_is_said(worker: ModuleType, tmp_path: Path, capfd: Any):

@@ -8,6 +8,7 @@ from pathlib import Path
 from types import ModuleType
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 import transformers
@@ -15,6 +16,7 @@ from draftsmith.data.packing import Batch
 from draftsmith.train.drafter import DrafterTask
 from draftsmith.train.forward import PackedForward, has_plain_head
 from draftsmith.train.loop import fit
+from draftsmith.train.losses import TopK
 from draftsmith.train.teacher import ModelTeacher
 
 COMMON = {"vocab_size": 32, "hidden_size": 16, "num_hidden_layers": 2, "num_attention_heads": 2}
@@ -154,6 +156,9 @@ def test_wrong_pairs_are_refused(worker: ModuleType):
         DrafterTask(build("Llama"), None, {"forward-kl": 1.0})
     with pytest.raises(ValueError, match="temperature is 0"):
         DrafterTask(build("Llama"), None, temperature=0.0)
+    taught = ModelTeacher(build("Llama"))
+    with pytest.raises(ValueError, match="use the tail `bucket`"):
+        DrafterTask(build("Llama"), None, {"reverse-kl": 1.0}, taught, top_k=TopK(4, "renormalise"))
 
 
 def test_distillation_raises_the_overlap(worker: ModuleType, tmp_path: Path, logged: Callable[..., list[Any]]):
@@ -206,3 +211,44 @@ def test_training_compiled_gives_the_same_losses(worker: ModuleType, tmp_path: P
         task = DrafterTask(worker.make_model(attention_dropout=0.0), None, compiled=compiled)
         fit(task, worker.make_data(), config, tmp_path / name)
     assert logged(tmp_path / "compiled") == pytest.approx(logged(tmp_path / "plain"), abs=1e-5)
+
+
+def test_bf16_training_measures_the_weights_as_they_are(worker: ModuleType, tmp_path: Path):
+    """Decoding for a measurement, and the teacher, run in their own types: autocast is for what is trained."""
+    seen: list[bool] = []
+
+    def measure(model: Any) -> dict[str, float]:
+        seen.append(torch.is_autocast_enabled("cpu"))
+        return {"dtype_bits": float(torch.finfo(model(torch.tensor([[1, 2]])).logits.dtype).bits)}
+
+    teacher = ModelTeacher(worker.make_model(3))
+    with torch.autocast("cpu", dtype=torch.bfloat16):
+        states = teacher(worker.make_data(2).batch(range(2)))
+    assert states.hidden_XE.dtype == torch.float32
+    task = DrafterTask(worker.make_model(), None, {"forward-kl": 1.0}, teacher, evaluate_fn=measure)
+    result = fit(task, worker.make_data(), worker.make_config(steps=2, precision="bf16"), tmp_path)
+    assert seen == [False]
+    assert result.metrics == {"dtype_bits": 32.0}
+
+
+@pytest.mark.parametrize("family", ["OPT", "GPT2"])
+def test_blocks_may_be_longer_than_learned_positions_but_documents_not(worker: ModuleType, family: str):
+    """Blocks of 16, documents of at most 8, or of one and much padding; eight learned positions."""
+    limit = {"max_position_embeddings": 8} if family == "OPT" else {"n_positions": 8}
+    model = build(family, **limit)
+    rows = torch.arange(32).reshape(2, 16) % 32
+    documents = torch.tensor([[0] * 7 + [1] * 8 + [-1], [2] * 6 + [-1] * 10])
+    positions = torch.tensor([[*range(7), *range(8), 0], [*range(6), *range(10)]])
+    labels = torch.where(documents >= 0, rows, -100)
+    for chosen in ([0, 1], [1]):  # with a mask, and with one document a row
+        batch = Batch(rows, labels, positions, documents).rows(np.array(chosen))
+        found = PackedForward(model)(batch)
+        assert found.isfinite().all()
+        for row, logits, _ in documents_alone(model, batch):
+            head = model.get_output_embeddings()
+            inside = batch.documents_BT[row]
+            number = next(n for n in inside.unique().tolist() if n >= 0 and int((inside == n).sum()) == len(logits))
+            torch.testing.assert_close(head(found[row][inside == number]), logits, atol=1e-4, rtol=1e-4)
+    too_long = Batch(rows[:1], rows[:1], torch.arange(16)[None], torch.zeros(1, 16, dtype=torch.int64))
+    with pytest.raises(ValueError, match=r"a document has 16 tokens, and .* 8 positions"):
+        PackedForward(model)(too_long)

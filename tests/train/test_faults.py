@@ -22,6 +22,7 @@ from draftsmith.data.stream import StreamedData
 from draftsmith.data.templates import get_template
 from draftsmith.data.tokenizers import train_bpe
 from draftsmith.train.loop import TrainingError, fit
+from torch.optim.optimizer import register_optimizer_step_pre_hook
 
 Logged = Callable[..., list[Any]]
 SPECIALS = ("<|endoftext|>", "<|im_start|>", "<|im_end|>")
@@ -103,9 +104,28 @@ def test_no_memory_is_named_with_what_would_need_less(worker: ModuleType, tmp_pa
         return forward(*inputs)
 
     task.module.forward = fails
-    with pytest.raises(TrainingError, match=r"out of memory in step 3, blocks \[.*go on from it with micro_batch 2"):
+    with pytest.raises(
+        TrainingError, match=r"out of memory in step 3, with micro_batch 4 of 16 tokens, blocks \[.*with micro_batch 2"
+    ):
         fit(task, worker.make_data(), worker.make_config(), tmp_path)
     assert [path.name for path in (tmp_path / "checkpoints").iterdir()] == ["step-000002"]
+
+
+def test_no_memory_for_an_evaluation_or_the_optimizer_is_named_too(worker: ModuleType, tmp_path: Path):
+    def fails(*_: Any) -> Any:
+        raise torch.OutOfMemoryError("CUDA out of memory")
+
+    task = worker.SignallingTask(worker.make_model(), None)
+    task.evaluate = fails
+    with pytest.raises(TrainingError, match="out of memory in the evaluation after step 6"):
+        fit(task, worker.make_data(), worker.make_config(), tmp_path / "evaluation")
+    task = worker.SignallingTask(worker.make_model(), None)
+    hook = register_optimizer_step_pre_hook(fails)
+    try:
+        with pytest.raises(TrainingError, match=r"out of memory in step 1, .*blocks \["):
+            fit(task, worker.make_data(), worker.make_config(), tmp_path / "optimizer")
+    finally:
+        hook.remove()
 
 
 def test_memory_really_runs_out_in_a_process_of_its_own(tmp_path: Path):
@@ -129,7 +149,9 @@ task.begin = limited
 fit(task, worker["make_data"](), worker["make_config"](), {str(tmp_path)!r})
 """
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=120, check=False)
-    assert "TrainingError: out of memory in step 4, blocks [" in done.stderr, done.stderr[-2000:]
+    assert "TrainingError: out of memory in step 4, with micro_batch 4 of 16 tokens, blocks [" in done.stderr, (
+        done.stderr[-2000:]
+    )
     assert [path.name for path in (tmp_path / "checkpoints").iterdir()] == ["step-000002"]
 
 

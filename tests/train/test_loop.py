@@ -137,7 +137,7 @@ def test_a_changed_setting_is_refused(worker: ModuleType, tmp_path: Path):
     run(worker, tmp_path, steps=2)
     with pytest.raises(ValueError, match=r"learning_rate: 0\.01 before, 0\.02 now.*another output folder"):
         run(worker, tmp_path, steps=2, learning_rate=0.02)
-    with pytest.raises(ValueError, match="data: "):
+    with pytest.raises(ValueError, match="the data is other data"):
         fit(
             worker.SignallingTask(worker.make_model(), None),
             worker.make_data(seed=5),
