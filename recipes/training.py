@@ -152,8 +152,8 @@ class TrainSection(Section):
 class MeasureSection(Section):
     """Acceptance measured while training, by decoding a fixed held-out sample."""
 
-    prompts: int = Field(8, ge=0)
-    """Held-out prompts to decode; 0 measures nothing."""
+    prompts: int = Field(16, ge=0)
+    """Held-out prompts to decode; 0 measures nothing. Few say little: the best weights are chosen by them."""
     new_tokens: int = Field(48, ge=1)
     """Tokens per prompt."""
     temperature: float = Field(0.0, ge=0)
