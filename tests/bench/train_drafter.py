@@ -242,7 +242,7 @@ def main() -> None:
     with tempfile.TemporaryDirectory() as place:
         folder = Path(place)
         if "trainer" in options.parts:
-            results |= against_the_trainer(folder, block, 200, rounds, 1 if options.quick else 2)
+            results |= against_the_trainer(folder, block, 200, rounds, 1 if options.quick else 3)
         if "loss" in options.parts:
             results |= memory_of_loss(BATCH * block, 32000)
         if "teacher" in options.parts:
