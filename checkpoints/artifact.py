@@ -211,10 +211,11 @@ def _hash_all(directory: Path) -> dict[str, dict[str, Any]]:
 def _sync_all(directory: Path) -> None:
     """Flush every file to the disk, and every folder, so that names are there as well."""
     for path in (*(directory / name for name in _files(directory)), *directory.rglob("*/"), directory):
-        _sync(path)
+        sync(path)
 
 
-def _sync(path: Path) -> None:
+def sync(path: Path) -> None:
+    """Flush one file or folder to the disk."""
     descriptor = os.open(path, os.O_RDONLY)
     try:
         os.fsync(descriptor)
@@ -236,7 +237,7 @@ def _put_in_place(new: Path, out: Path) -> None:
             aside.rename(out)
             raise
         shutil.rmtree(aside, ignore_errors=True)
-    _sync(out.parent)
+    sync(out.parent)
 
 
 def _exchange(first: Path, second: Path) -> bool:

@@ -10,17 +10,18 @@ import torch
 from transformers import AutoConfig, PreTrainedModel
 
 from ..data.tokenizers import load_tokenizer
+from ..train.config import micro_steps
 from ..train.drafter import DrafterTask
 from ..train.losses import TopK
 from ..train.objectives import parse_weights
 from ..train.on_policy import OnPolicy
-from ..train.teacher import ModelTeacher, load_teacher
+from ..train.teacher import Teacher, load_teacher
 from .acceptance import drafter_measure
 from .evaluate import stop_ids
 from .models import TrainableModel, build_model, check_vocabulary
-from .outcome import check_batch, check_target, fit_recipe, prepare_once, save
+from .outcome import check_target, fit_recipe, prepare_once, save
 from .prepare import Prepared
-from .teacher import open_teacher
+from .teacher import open_cache
 from .training import DrafterRecipe, ModelSection, TrainSection
 
 _FROM_TARGET = ("vocab_size", "max_position_embeddings", "bos_token_id", "eos_token_id", "pad_token_id")
@@ -42,7 +43,7 @@ def run_drafter(recipe: DrafterRecipe, out: Path, accelerator: Any) -> None:
     """Train a language model: from a model or from scratch, on labels or on a target's distributions."""
     # mistakes are found before the data is prepared, which may take hours
     parse_weights(recipe.objective)
-    check_batch(recipe, accelerator)
+    micro_steps(recipe.train.global_batch, recipe.train.micro_batch, accelerator.num_processes)
     tokenizer = load_tokenizer(recipe.tokenizer_source)
     trained = trainable(recipe, tokenizer)
     prepared = prepare_once(recipe, tokenizer, accelerator)
@@ -79,7 +80,7 @@ def drafter_parts(
     """The model (`trained`, or `trainable`'s), its teacher and what it is measured with.
 
     Raises:
-        ValueError: what `trainable`, `open_teacher` and `DrafterTask` raise; vocabularies or kinds of models that do
+        ValueError: what `trainable`, `open_cache` and `DrafterTask` raise; vocabularies or kinds of models that do
             not go together.
     """
     trained = trained or trainable(recipe, tokenizer)
@@ -93,10 +94,9 @@ def drafter_parts(
         check_target(target, model, recipe.target)
         if recipe.measure.prompts:
             measure = drafter_measure(recipe, target, model, tokenizer, prepared)
-    teacher = open_teacher(recipe, prepared, device, target) if recipe.distils else None
-    if taught_by_target:
-        assert isinstance(judge, ModelTeacher)
-        teacher = judge  # one model, one fingerprint
+    teacher: Teacher | None = judge if taught_by_target else None
+    if recipe.distils and recipe.teacher.cache is not None:
+        teacher = open_cache(recipe, prepared)
     task = DrafterTask(
         model,
         prepared.heldout if recipe.measure.blocks else None,

@@ -8,10 +8,11 @@ from typing import Any
 from ..checkpoints.artifact import model_fingerprint
 from ..checkpoints.heads import PredictionHeads, save_heads
 from ..data.tokenizers import load_tokenizer
+from ..train.config import micro_steps
 from ..train.heads import HeadsTask
 from .acceptance import heads_measure
 from .models import check_vocabulary, load_trainable
-from .outcome import check_batch, fit_recipe, prepare_once, save
+from .outcome import fit_recipe, prepare_once, save
 from .prepare import Prepared
 from .training import HeadsRecipe
 
@@ -19,7 +20,7 @@ from .training import HeadsRecipe
 def run_heads(recipe: HeadsRecipe, out: Path, accelerator: Any) -> None:
     """Train prediction heads on a frozen target."""
     tokenizer = load_tokenizer(recipe.tokenizer_source)
-    check_batch(recipe, accelerator)
+    micro_steps(recipe.train.global_batch, recipe.train.micro_batch, accelerator.num_processes)
     prepared = prepare_once(recipe, tokenizer, accelerator)
     task, heads = heads_parts(recipe, tokenizer, prepared, accelerator.device)
     task.settings["target"] = model_fingerprint(task.target)

@@ -160,16 +160,6 @@ def check_out(out: Path, recipe: Section) -> None:
         raise ValueError(f"{out} was made for another model than the one that stands at {folder} now: delete {out}")
 
 
-def check_batch(recipe: Any, accelerator: Any) -> None:
-    """Raises ValueError where the global batch cannot be split among the processes."""
-    together = recipe.train.micro_batch * accelerator.num_processes
-    if recipe.train.global_batch % together:
-        raise ValueError(
-            f"`train.global_batch` {recipe.train.global_batch} cannot be split into micro_batch "
-            f"{recipe.train.micro_batch} × {accelerator.num_processes} processes = {together} blocks at a time"
-        )
-
-
 def check_target(target: PreTrainedModel, model: PreTrainedModel, name: str) -> None:
     """Raises ValueError naming both sides where a drafter's vocabulary or kind of model is not its target's."""
     theirs, mine = (side.get_output_embeddings().weight.shape[0] for side in (target, model))

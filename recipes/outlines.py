@@ -16,6 +16,7 @@ from transformers.utils import cached_file
 
 from ..checkpoints.heads import PredictionHeads
 from ..decode.loading import ADAPTER_CONFIG
+from ..train.config import micro_steps
 from ..train.plan import Demand, Launch, ModelSize, heads_size, model_size
 from ..train.scale import zero_stage
 from .acceptance import decodes_fast
@@ -51,12 +52,7 @@ def outline_of(recipe: DrafterRecipe | HeadsRecipe, accelerator: Any) -> Outline
             it does not have; a global batch that cannot be split.
     """
     launch = _launch(accelerator)
-    together = recipe.train.micro_batch * launch.processes
-    if recipe.train.global_batch % together:
-        raise ValueError(
-            f"global_batch {recipe.train.global_batch} cannot be split into micro_batch {recipe.train.micro_batch} × "
-            f"{launch.processes} processes = {together} blocks at a time; choose a multiple of {together}"
-        )
+    micro_steps(recipe.train.global_batch, recipe.train.micro_batch, launch.processes)
     if isinstance(recipe, HeadsRecipe):
         return _heads_outline(recipe, launch)
     trained, loading = outline_trainable(complete_section(recipe))

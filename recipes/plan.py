@@ -27,7 +27,7 @@ from .heads import heads_parts
 from .outcome import check_out, fit_config, on_main, prepare_once, state_folder
 from .outlines import Outline, outline_of
 from .prepare import Prepared
-from .teacher import NoCacheError, open_teacher
+from .teacher import NoCacheError, open_cache
 from .terminal import console, duration, gigabytes, say
 from .training import DrafterRecipe, HeadsRecipe, TableRecipe
 
@@ -342,7 +342,7 @@ def _checkpoint(outline: Outline) -> int:
 
 def _missing_cache(recipe: DrafterRecipe, prepared: Prepared, outline: Outline) -> int:
     try:
-        open_teacher(recipe, prepared)
+        open_cache(recipe, prepared)
     except NoCacheError:
         pass
     else:

@@ -20,7 +20,7 @@ from ..data.tokenizers import load_tokenizer
 from ..train.interrupts import Interrupted, StopSignals
 from ..train.scale import make_accelerator
 from ..train.state import data_fingerprint
-from ..train.teacher import CachedTeacher, ModelTeacher, Teacher, load_teacher
+from ..train.teacher import CachedTeacher, ModelTeacher, load_teacher
 from ..train.teacher_cache import MANIFEST, CachePlan, CacheSource, Shard, TeacherCache, read_manifest
 from ..train.teacher_writer import CacheWriter
 from .prepare import Prepared, prepare_data
@@ -50,26 +50,13 @@ class _Part:
         return (self.folder / MANIFEST).is_file()
 
 
-def open_teacher(
-    recipe: DrafterRecipe, prepared: Prepared, device: torch.device | str = "cpu", model: Any | None = None
-) -> Teacher:
-    """What a recipe's drafter learns from, for batches of its training data and of what is held out.
-
-    Args:
-        recipe: one with a target.
-        prepared: its data.
-        device: where the target is run, if it is.
-        model: the target, where it is loaded already.
+def open_cache(recipe: DrafterRecipe, prepared: Prepared) -> CachedTeacher:
+    """The cache that a recipe names, for batches of its training data and of what is held out.
 
     Raises:
-        ValueError: there is no cache although the recipe names one, or it is damaged; streamed data with a cache; what
-            loading the target raises.
+        NoCacheError: it has not been written yet.
+        ValueError: it is damaged; streamed data.
     """
-    if recipe.teacher.cache is None:
-        if model is not None:
-            return ModelTeacher(model)
-        section = recipe.teacher
-        return load_teacher(str(recipe.target), section.dtype, section.load_in_8bit, device)
     parts = _parts(recipe, prepared)
     for part in parts:
         if not part.done:

@@ -18,6 +18,21 @@ _MAY_CHANGE = (
 )
 
 
+def micro_steps(global_batch: int, micro_batch: int, processes: int) -> int:
+    """Forwards of one process in a step.
+
+    Raises:
+        ValueError: the global batch is no multiple of what the processes do at a time.
+    """
+    together = micro_batch * processes
+    if global_batch % together:
+        raise ValueError(
+            f"global_batch {global_batch} cannot be split into micro_batch {micro_batch} × {processes} processes = "
+            f"{together} blocks at a time; choose a multiple of {together}"
+        )
+    return global_batch // together
+
+
 @dataclass(frozen=True)
 class FitConfig:
     """How to train; what to train is the task's business."""

@@ -2,11 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
-
-import numpy as np
 
 from .interrupts import TrainingError
 
@@ -47,12 +45,11 @@ def lack_of_memory_named(what: str, blocks: list[int], less: str, folder: Path) 
         ) from error
 
 
-def shown(blocks: Sequence[int] | np.ndarray) -> str:
+def shown(blocks: list[int]) -> str:
     """Blocks by number, the first of many."""
-    numbers = [int(block) for block in blocks]
-    if len(numbers) <= _SHOWN_BLOCKS:
-        return str(numbers)
-    return f"{numbers[:_SHOWN_BLOCKS]} and {len(numbers) - _SHOWN_BLOCKS} more"
+    if len(blocks) <= _SHOWN_BLOCKS:
+        return str(blocks)
+    return f"{blocks[:_SHOWN_BLOCKS]} and {len(blocks) - _SHOWN_BLOCKS} more"
 
 
 def _one_line(error: BaseException) -> str:

@@ -18,7 +18,7 @@ import torch
 from torch import Tensor, nn
 
 from ..data.packing import PADDING, Batch
-from .config import FitConfig
+from .config import FitConfig, micro_steps
 from .curve import fit_curve
 from .faults import dead_worker_named, lack_of_memory_named, shown
 from .interrupts import Interrupted, StopSignals, TrainingError
@@ -145,7 +145,7 @@ class _Run:
         self.task, self.data, self.config, self.accelerator = task, data, config, accelerator
         self.is_main: bool = accelerator.is_main_process
         self.world: int = accelerator.num_processes
-        self.micro_steps = _micro_steps(config, self.world)
+        self.micro_steps = micro_steps(config.global_batch, config.micro_batch, self.world)
         configure(accelerator, config, self.micro_steps)
         self.state = StateFolder(folder, accelerator, config.keep_checkpoints)
         self.rates = learning_rates(config)
@@ -171,15 +171,15 @@ class _Run:
         settings["data"] = data_fingerprint(self.data)
         position = self.state.open(settings)
         if self.accelerator.log_with:
-            self.accelerator.init_trackers("draftsmith", config={key: _shown(value) for key, value in settings.items()})
+            self.accelerator.init_trackers("draftsmith", config=_for_trackers(settings))
         self.task.place(self.accelerator.device)
         module.to(self.accelerator.device)
         optimizer = make_optimizer(module, config)
         self.state.attach(module, optimizer)
         self.module, self.optimizer = self.accelerator.prepare(module, optimizer)
         self.stepper = Stepper(self.accelerator, self.module, self.optimizer, config.clip_norm)
-        self.parameters = [p for p in self.module.parameters() if p.requires_grad]
-        dtype = {"bf16": torch.bfloat16, "fp16": torch.float16}.get(config.precision, self.parameters[0].dtype)
+        trained = next(p for p in self.module.parameters() if p.requires_grad)
+        dtype = {"bf16": torch.bfloat16, "fp16": torch.float16}.get(config.precision, trained.dtype)
         self.peak = peak_flops(self.accelerator.device, dtype)
         if position is None:
             self.data.restore(self.data.beginning)
@@ -262,7 +262,7 @@ class _Run:
     def _step(self, step: int, stop: StopSignals, report: Report) -> dict[str, Any]:
         """One optimizer step over one global batch; what to log about it."""
         config = self.config
-        indices, batch, counts, tokens = self._read(step)
+        batch, counts, tokens = self._read(step)
         rate = config.learning_rate * self.rates(step)
         for group in self.optimizer.param_groups:
             group["lr"] = rate
@@ -285,7 +285,7 @@ class _Run:
         loss = self._sum_over_processes(sum(losses, torch.zeros((), device=losses[0].device)), stop)
         line: dict[str, Any] = {"step": step + 1, "loss": loss, "learning_rate": rate, "grad_norm": norm}
         line |= {"step_tokens": tokens, "flops": self.task.flops(tokens, int(counts.max()))}
-        fault = self._fault(step, loss, norm, losses, indices)
+        fault = self._fault(step, loss, norm, losses)
         if fault is not None:
             report.line(f"{self.task.name}: {fault}; skipped, the weights stay as they are")
             line |= {"loss": math.nan, "skipped": fault}
@@ -294,9 +294,9 @@ class _Run:
             self.stepper.apply()
         return line
 
-    def _read(self, step: int) -> tuple[np.ndarray, Batch, Tensor, int]:
-        """Of a step: its blocks by number, this process's rows micro-step after micro-step, the counts and the tokens
-        of the whole global batch."""
+    def _read(self, step: int) -> tuple[Batch, Tensor, int]:
+        """Of a step: this process's rows micro-step after micro-step, the counts and the tokens of the whole global
+        batch. `blocks` then has the numbers of its blocks."""
         config, rank = self.config, self.accelerator.process_index
         indices, drawn = self.data.step_batch(step, config.global_batch, config.seed)
         self.blocks[:] = indices.tolist()
@@ -312,7 +312,7 @@ class _Run:
         numbers = numbers.to(self.accelerator.device)
         if self.task.rewrites and self.world > 1:
             numbers = self.accelerator.reduce(numbers, "sum")
-        return indices, batch, numbers[:-1].clamp(min=1).reshape(counts.shape), int(numbers[-1])
+        return batch, numbers[:-1].clamp(min=1).reshape(counts.shape), int(numbers[-1])
 
     def _sum_over_processes(self, loss: Tensor, stop: StopSignals) -> float:
         """The step's loss over all processes; on the way they agree on whether to stop."""
@@ -324,7 +324,7 @@ class _Run:
         self.stopping = bool(both[1] > 0)
         return float(both[0])
 
-    def _fault(self, step: int, loss: float, norm: float, losses: list[Tensor], indices: np.ndarray) -> str | None:
+    def _fault(self, step: int, loss: float, norm: float, losses: list[Tensor]) -> str | None:
         """What is wrong with a step that is to be skipped; None: nothing. Raises TrainingError where it is to stop."""
         limit = self.config.max_norm or math.inf
         if math.isfinite(loss) and math.isfinite(norm) and norm <= limit:
@@ -336,8 +336,8 @@ class _Run:
             what = f"the loss is {loss}"
         rank, size = self.accelerator.process_index, self.config.micro_batch
         bad = [micro for micro, value in enumerate(losses) if not math.isfinite(float(value))]
-        blocks = [int(i) for micro in bad for i in indices[_rows(micro, rank, self.world, size)]]
-        where = f"{what} at step {step + 1}, blocks {shown(blocks or indices)}"
+        blocks = [self.blocks[row] for micro in bad for row in _rows(micro, rank, self.world, size)] or self.blocks
+        where = f"{what} at step {step + 1}, blocks {shown(blocks)}"
         # float16: the scaler finds gradients too large now and then, and lowers its scale
         lenient = self.config.on_bad_step == "skip" or (math.isfinite(loss) and self.stepper.scales_loss)
         if lenient and self.skipped <= _MAX_SKIPPED_STEPS:
@@ -346,7 +346,7 @@ class _Run:
             f"{where}{f', the {self.skipped}th in a row' if lenient else ''}; stopped before the weights were "
             f"changed. The last checkpoint in {self.state.folder} is untouched. Lower learning_rate or clip_norm, set "
             f"on_bad_step: skip, or look at these blocks",
-            blocks or [int(block) for block in indices],
+            blocks,
         )
 
     def _due(self, step: int, every: int, also: bool) -> bool:
@@ -460,25 +460,15 @@ def _accelerator(config: FitConfig, accelerator: Any | None) -> Any:
     return accelerator
 
 
-def _micro_steps(config: FitConfig, processes: int) -> int:
-    together = config.micro_batch * processes
-    if config.global_batch % together:
-        raise ValueError(
-            f"global_batch {config.global_batch} cannot be split into micro_batch {config.micro_batch} × {processes} "
-            f"processes = {together} blocks at a time; choose a multiple of {together}"
-        )
-    return config.global_batch // together
-
-
 def _rows(micro: int, rank: int, world: int, micro_batch: int) -> np.ndarray:
     """Rows of the global batch that one process works on in one micro-step."""
     first = (micro * world + rank) * micro_batch
     return np.arange(first, first + micro_batch)
 
 
-def _shown(value: Any) -> Any:
-    """As trackers take it: numbers and words."""
-    return value if isinstance(value, (int, float, str, bool)) else str(value)
+def _for_trackers(settings: dict[str, Any]) -> dict[str, Any]:
+    """As trackers take them: numbers and words."""
+    return {key: value if isinstance(value, (int, float, str)) else str(value) for key, value in settings.items()}
 
 
 def _tensors(batch: Batch, rows: slice, device: torch.device) -> tuple[Tensor, ...]:

@@ -24,6 +24,7 @@ from typing import Any
 import torch
 from torch import nn
 
+from ..checkpoints.artifact import sync
 from .scale import zero_stage
 from .sharding import load_whole_optimizer, load_whole_weights, whole_optimizer, whole_state
 
@@ -257,11 +258,11 @@ class StateFolder:
         (temporary / _SUMMARY).write_text(json.dumps(summary, indent=2) + "\n", encoding="utf-8")
         folders = [path for path in temporary.rglob("*") if path.is_dir()]
         for path in [*files, temporary / _SUMMARY, *folders, temporary]:
-            _sync(path)
+            sync(path)
         if target.exists():  # a damaged one that was skipped
             shutil.rmtree(target)
         temporary.rename(target)
-        _sync(self._checkpoints)
+        sync(self._checkpoints)
 
     def _parallelism(self) -> str:
         stage = zero_stage(self._accelerator)
@@ -370,16 +371,8 @@ def _read_lines(path: Path) -> list[dict[str, Any]]:
 def _write_atomically(path: Path, text: str) -> None:
     temporary = path.with_name(f".{path.name}.new")
     temporary.write_text(text, encoding="utf-8")
-    _sync(temporary)
+    sync(temporary)
     temporary.replace(path)
-
-
-def _sync(path: Path) -> None:
-    descriptor = os.open(path, os.O_RDONLY)
-    try:
-        os.fsync(descriptor)
-    finally:
-        os.close(descriptor)
 
 
 @contextmanager

@@ -20,6 +20,7 @@ import torch
 from safetensors.numpy import save
 from torch import Tensor
 
+from ..checkpoints.artifact import sync
 from ..data.packing import Batch
 from ..data.prepared import PreparedData, token_dtype
 from .chunks import DenseTeacher
@@ -180,7 +181,7 @@ class CacheWriter:
         }
         _write_whole(self.unfinished / MANIFEST, (json.dumps(manifest, indent=2) + "\n").encode())
         self.unfinished.rename(self.folder)
-        _sync(self.folder.parent)
+        sync(self.folder.parent)
         return TeacherCache.load(self.folder, self.source)
 
     def _whole(self, shard: Shard) -> bool:
@@ -211,11 +212,3 @@ def _write_whole(path: Path, content: bytes) -> None:
         unfinished.replace(path)
     finally:
         unfinished.unlink(missing_ok=True)
-
-
-def _sync(folder: Path) -> None:
-    descriptor = os.open(folder, os.O_RDONLY)
-    try:
-        os.fsync(descriptor)
-    finally:
-        os.close(descriptor)

@@ -423,7 +423,7 @@ def test_colours_of_long_and_odd_documents(tokenizer: Any) -> None:
 
 def test_linting_needs_no_rich() -> None:
     code = "import sys; sys.modules['rich'] = None; import draftsmith.data.lint"
-    subprocess.run([sys.executable, "-c", code], check=True)
+    assert subprocess.run([sys.executable, "-c", code], check=False).returncode == 0
 
 
 REAL = (

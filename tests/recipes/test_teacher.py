@@ -20,10 +20,10 @@ import yaml
 from draftsmith.data.tokenizers import load_tokenizer
 from draftsmith.recipes.loading import load_recipe
 from draftsmith.recipes.prepare import Prepared, prepare_data
-from draftsmith.recipes.teacher import open_teacher, prepare_teacher
+from draftsmith.recipes.teacher import open_cache, prepare_teacher
 from draftsmith.recipes.training import DrafterRecipe
 from draftsmith.train.losses import IGNORED, shifted_labels
-from draftsmith.train.teacher import CachedTeacher, ModelTeacher
+from draftsmith.train.teacher import CachedTeacher, ModelTeacher, load_teacher
 from draftsmith.train.teacher_cache import TeacherCache
 
 # the command line with files of a few blocks, as a large corpus has them
@@ -74,7 +74,7 @@ def test_the_command_writes_what_the_drafter_then_learns_from(recipe_file: Path,
     recipe = loaded(recipe_file)
     prepared = prepared_of(recipe)
     with pytest.raises(ValueError, match=r"no cache of the top 6 tokens of .*target for the training data .*--teacher"):
-        open_teacher(recipe, prepared)
+        open_cache(recipe, prepared)
 
     done = cli("prepare", str(recipe_file), "--teacher")
     assert done.returncode == 0, done.stderr
@@ -102,8 +102,8 @@ def test_the_command_writes_what_the_drafter_then_learns_from(recipe_file: Path,
     assert contents(folder.parent) == written
 
     cached, in_process = (
-        open_teacher(recipe, prepared),
-        open_teacher(loaded(recipe_file, "teacher.cache=null"), prepared),
+        open_cache(recipe, prepared),
+        load_teacher(str(recipe.target)),
     )
     assert isinstance(cached, CachedTeacher)
     assert isinstance(in_process, ModelTeacher)
@@ -125,16 +125,16 @@ def test_a_cache_of_another_target_is_not_taken(recipe_file: Path, make_llama: C
     recipe = loaded(recipe_file)
     prepared = prepared_of(recipe)
     prepare_teacher(recipe)
-    assert open_teacher(recipe, prepared).vocab_size == 320
+    assert open_cache(recipe, prepared).vocab_size == 320
     with pytest.raises(ValueError, match=r"what lies there is another: top_k is 6 there, 7 here\)"):
-        open_teacher(loaded(recipe_file, "teacher.top_k=7"), prepared)
+        open_cache(loaded(recipe_file, "teacher.top_k=7"), prepared)
     make_llama(320, seed=2).save_pretrained(tmp_path / "target")  # trained again, say
     with pytest.raises(ValueError, match=r"another: target is [0-9a-f]{16} \(.*target\) there, [0-9a-f]{16} \("):
-        open_teacher(recipe, prepared)
+        open_cache(recipe, prepared)
     # a target that was only moved is the same
     make_llama(320, seed=1, sharpness=2.0).save_pretrained(tmp_path / "moved")
     moved = loaded(recipe_file, f"target={tmp_path / 'moved'}", f"tokenizer={tmp_path / 'target'}")
-    assert open_teacher(moved, prepared).vocab_size == 320
+    assert open_cache(moved, prepared).vocab_size == 320
 
 
 def test_what_cannot_be_cached_is_refused_before_anything_runs(recipe_file: Path, cli: Callable[..., Any]):
