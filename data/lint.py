@@ -341,7 +341,11 @@ class Linter:
             found |= {USER_TEXT_TRAINED if len(said) > len(text) else ANSWER_DIFFERS for said, text in wrong}
         elif not exchanges:
             found.add(ANSWER_DIFFERS if wrong else CONTEXT_DIFFERS)
-        closed = (document.ids[document.trainable()] == self._closing).sum()
+        # where the token that ends an answer ends a question too (T5), one at an answer's beginning is the question's
+        borrowed = sum(end - start > 1 and document.ids[start] == self._closing for start, end in document.spans)
+        if borrowed:
+            found.add(USER_TEXT_TRAINED)
+        closed = (document.ids[document.trainable()] == self._closing).sum() - borrowed
         if closed < expected.marks.count(_END) - document.answer_cut:
             found.add(MISSING_END)
         if actual.specials() - expected.specials():
