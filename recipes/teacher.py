@@ -29,7 +29,7 @@ from .training import DrafterRecipe
 
 _PROBE_BATCHES = 3
 _PROBE_SECONDS = 20.0
-_ENOUGH_MASS = 0.9  # with 0.57 of it a drafter was taught to be worse than it had been (tests/bench/objectives.py)
+_ENOUGH_MASS = 0.9  # with 0.54 of it a drafter was taught to be worse than it had been (tests/bench/objectives.py)
 
 
 class NoCacheError(ValueError):

@@ -69,3 +69,18 @@ class RandomHeads(torch.nn.Module):
 def make_heads() -> type[RandomHeads]:
     """`make_heads(num_heads, hidden_size, vocab_size)`: heads that any method accepts."""
     return RandomHeads
+
+
+@pytest.fixture(scope="session")
+def load_script() -> Callable[[Path], ModuleType]:
+    """Loads a Python file that is also run as a process of its own: a worker, a benchmark."""
+
+    def load(path: Path) -> ModuleType:
+        spec = importlib.util.spec_from_file_location(f"script_{path.stem}", path)
+        assert spec is not None
+        assert spec.loader is not None
+        module = importlib.util.module_from_spec(spec)
+        spec.loader.exec_module(module)
+        return module
+
+    return load
