@@ -15,6 +15,7 @@ from torch import Tensor, nn
 from ..data.packing import PADDING, Batch
 from ..decode.models import bare_model, masked_attention
 from .attention import NAME, document_spans, register
+from .projection import Projected
 from .seq2seq import SourceForward
 
 _ROUGH_TOLERANCE = 0.1  # the same in 16 bits
@@ -31,7 +32,7 @@ def make_forward(model: Any) -> PackedForward | SourceForward:
     return SourceForward(model) if model.config.is_encoder_decoder else PackedForward(model)
 
 
-class PackedForward:
+class PackedForward(Projected):
     """Runs a transformers causal LM on packed blocks so that no token sees another document.
 
     Holds the model without registering it anywhere: it is no module, so that a frozen model is neither wrapped for
@@ -73,15 +74,6 @@ class PackedForward:
                 f"{type(model).__name__} carries states from one document of a block into the next (convolutions, "
                 "recurrence), so packed blocks are refused"
             )
-
-    @property
-    def vocab_size(self) -> int:
-        """Rows of the output projection: the number of logits."""
-        return int(self.model.get_output_embeddings().weight.shape[0])
-
-    def weight_VD(self) -> Tensor | None:
-        """The output projection, or None where `__call__` returns logits (heads with a bias, capping or scaling)."""
-        return self.model.get_output_embeddings().weight if self.plain_head else None
 
     def __call__(self, batch: Batch) -> Tensor:
         """Last hidden states [B, T, D]; logits [B, T, V] where `weight_VD()` is None."""

@@ -17,13 +17,14 @@ from torch import Tensor, nn
 from ..data.packing import IGNORED, PADDING, Batch
 from ..decode.models import bare_model
 from ..decode.seq2seq import SCALED_IF, Seq2SeqModel
+from .projection import Projected
 
 _TOLERANCE = 1e-3  # of the largest logit
 _ROUGH_TOLERANCE = 0.1  # the same in 16 bits
 _NOBODY = -1  # the answer that a place of padding belongs to
 
 
-class SourceForward:
+class SourceForward(Projected):
     """Runs an encoder-decoder on packed blocks: the encoder reads a document up to an answer, the decoder writes that.
 
     An answer is a run of trained tokens. The encoder reads all tokens of the document before it, earlier answers
@@ -56,15 +57,6 @@ class SourceForward:
         head = model.get_output_embeddings()
         self.plain_head = isinstance(head, nn.Linear) and head.bias is None
         _check_rows(self)
-
-    @property
-    def vocab_size(self) -> int:
-        """Rows of the output projection: the number of logits."""
-        return int(self.model.get_output_embeddings().weight.shape[0])
-
-    def weight_VD(self) -> Tensor | None:
-        """The output projection, or None where `__call__` returns logits (a head that is no plain matrix)."""
-        return self.model.get_output_embeddings().weight if self.plain_head else None
 
     def __call__(self, batch: Batch) -> Tensor:
         """Decoder states [B, T, D], see `hidden`; logits [B, T, V] where `weight_VD()` is None."""

@@ -2,20 +2,18 @@
 
 from __future__ import annotations
 
-import importlib.util
+from collections.abc import Callable
 from pathlib import Path
+from types import ModuleType
 
 import pytest
 
 
 @pytest.mark.shared
-def test_agreement_with_held_out_answers_of_vicuna_rises(shared_data: Path, tmp_path: Path) -> None:
-    path = Path(__file__).parents[1] / "bench" / "vicuna_answers.py"
-    spec = importlib.util.spec_from_file_location("vicuna_answers", path)
-    assert spec is not None
-    assert spec.loader is not None
-    bench = importlib.util.module_from_spec(spec)
-    spec.loader.exec_module(bench)
+def test_agreement_with_held_out_answers_of_vicuna_rises(
+    shared_data: Path, tmp_path: Path, load_script: Callable[[Path], ModuleType]
+) -> None:
+    bench = load_script(Path(__file__).parents[1] / "bench" / "vicuna_answers.py")
     bench.SHARED = shared_data
     points = bench.curve(tmp_path, 40, bench.SMALL, points=4)
     start, *later = points

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import importlib.util
 import json
 from collections.abc import Callable
 from pathlib import Path
@@ -13,15 +12,9 @@ import pytest
 
 
 @pytest.fixture(scope="session")
-def worker() -> ModuleType:
+def worker(load_script: Callable[[Path], ModuleType]) -> ModuleType:
     """`worker.py` of this folder, which is also run as a process of its own."""
-    path = Path(__file__).with_name("worker.py")
-    spec = importlib.util.spec_from_file_location("train_worker", path)
-    assert spec is not None
-    assert spec.loader is not None
-    module = importlib.util.module_from_spec(spec)
-    spec.loader.exec_module(module)
-    return module
+    return load_script(Path(__file__).with_name("worker.py"))
 
 
 @pytest.fixture

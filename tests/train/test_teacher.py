@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import hashlib
-import importlib.util
 import json
 import math
 import os
@@ -11,6 +10,7 @@ import random
 import subprocess
 import sys
 from collections.abc import Callable
+from importlib.util import find_spec
 from pathlib import Path
 from types import ModuleType
 from typing import Any
@@ -30,14 +30,8 @@ CPU = torch.device("cpu")
 
 
 @pytest.fixture(scope="module")
-def teacher_worker() -> ModuleType:
-    path = Path(__file__).with_name("teacher_worker.py")
-    spec = importlib.util.spec_from_file_location("teacher_worker", path)
-    assert spec is not None
-    assert spec.loader is not None
-    module = importlib.util.module_from_spec(spec)
-    spec.loader.exec_module(module)
-    return module
+def teacher_worker(load_script: Callable[[Path], ModuleType]) -> ModuleType:
+    return load_script(Path(__file__).with_name("teacher_worker.py"))
 
 
 def write_cache(
@@ -364,7 +358,7 @@ def test_a_teacher_is_loaded_in_8_bits_or_what_is_missing_is_named(worker: Modul
     batch = worker.make_data(4).batch([0, 1])
     exact = dense_log_probs(load_teacher(str(tmp_path)), batch)
     torch.testing.assert_close(exact, dense_log_probs(ModelTeacher(model), batch))
-    if importlib.util.find_spec("bitsandbytes") is None:
+    if find_spec("bitsandbytes") is None:
         with pytest.raises(ValueError, match=r"needs the package bitsandbytes, .* pip install bitsandbytes"):
             load_teacher(str(tmp_path), load_in_8bit=True)
         return
