@@ -290,11 +290,12 @@ from draftsmith.recipes.plan import plan_recipe
 print(json.dumps(asdict(plan_recipe(load_recipe(sys.argv[1], sys.argv[2:]))), default=str))
 """
 TRAINED = """
-import resource, sys
+import sys
 from draftsmith.recipes.loading import load_recipe
 from draftsmith.recipes.run import run_train
 run_train(load_recipe(sys.argv[1], sys.argv[2:]))
-print(1024 * resource.getrusage(resource.RUSAGE_SELF).ru_maxrss)
+with open("/proc/self/status") as status:  # ru_maxrss would hold the parent's
+    print(1024 * next(int(line.split()[1]) for line in status if line.startswith("VmHWM")))
 """
 
 
