@@ -8,7 +8,7 @@ from .manifest import Manifest
 
 _WHAT = {
     "drafter": "a draft model for speculative decoding",
-    "heads": "prediction heads (Medusa-1 layout) for speculative decoding",
+    "heads": "prediction heads on a target's hidden states, for speculative decoding",
     "table": "a bigram table: counts of neighbouring tokens, for pruning and drafting in speculative decoding",
     "target": "a target model for speculative decoding",
 }

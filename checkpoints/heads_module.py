@@ -1,0 +1,332 @@
+"""Prediction heads: small networks on a target's hidden state that guess the tokens after the next one.
+
+Letters: K heads, L residual blocks of a head, V vocabulary, D hidden, R rank, F what a projection reads (D or R),
+X any leading shape.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any, Self
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+PROJECTIONS = ("own", "low-rank", "target")
+STATES = ("after-norm", "before-norm")
+STACK_LIMIT = 1 << 26
+"""Most elements of all weights that are stacked for decoding; stacking doubles the memory that they take."""
+
+_SVD_ROWS = 4096
+
+
+class ResidualBlock(nn.Module):
+    """x + SiLU(W x + b) with W and b zero at first, so that the block begins as the identity."""
+
+    def __init__(self, hidden_size: int) -> None:
+        super().__init__()
+        self.linear = nn.Linear(hidden_size, hidden_size)
+        nn.init.zeros_(self.linear.weight)
+        nn.init.zeros_(self.linear.bias)
+
+    def forward(self, hidden_XD: Tensor) -> Tensor:
+        return hidden_XD + F.silu(self.linear(hidden_XD))
+
+
+class LowRankProjection(nn.Module):
+    """A projection through R numbers: `up` [V, R] times `down` [R, D], without bias."""
+
+    def __init__(self, hidden_size: int, vocab_size: int, rank: int) -> None:
+        super().__init__()
+        self.down = nn.Linear(hidden_size, rank, bias=False)
+        self.up = nn.Linear(rank, vocab_size, bias=False)
+
+    def forward(self, hidden_XD: Tensor) -> Tensor:
+        return self.up(self.down(hidden_XD))
+
+
+@dataclass(frozen=True)
+class _Stacks:
+    """Copies of the heads' weights, side by side and transposed for `bmm`."""
+
+    state: list[Any]
+    """Where the originals lay, and how often each had been written."""
+    blocks: list[tuple[Tensor, Tensor]]
+    """Of each residual block the weights [K, D, D] and biases [K, 1, D]."""
+    tails: list[Tensor]
+    """What follows the blocks: [K, D, V]; for low-rank heads [K, D, R] and [K, R, V]; nothing for the target's."""
+
+
+class PredictionHeads(nn.Module):
+    """K heads, each L residual blocks and a projection without bias; head k at position t speaks of token t + 2 + k.
+
+    Source: SLiM, section 3.3, first paragraph; with the tensor names of Medusa-1, `{k}.{l}.linear.weight`,
+    `{k}.{l}.linear.bias` and `{k}.{L}.weight`.
+
+    Args:
+        vocab_size: V; None where heads of projection "target" do not know it yet.
+        projection: "own", a matrix [V, D] a head; "low-rank", two of [V, R] and [R, D] a head, `{k}.{L}.up.weight` and
+            `{k}.{L}.down.weight`; "target", none: all heads share the target's output projection (FasterDecoding's
+            version 2), which `attach` hands over.
+        rank: R of low-rank heads, else 0.
+        states: which hidden states of the target the heads read: "after-norm", its last ones after its final norm, or
+            "before-norm", what goes into that norm.
+
+    Raises:
+        ValueError: a size below its limit, a rank above min(V, D) or where there is none, an unknown name.
+    """
+
+    def __init__(
+        self,
+        num_heads: int,
+        num_layers: int,
+        hidden_size: int,
+        vocab_size: int | None,
+        projection: str = "own",
+        rank: int = 0,
+        states: str = "after-norm",
+    ) -> None:
+        super().__init__()
+        _check_names(projection, states)
+        least_layers = 1 if projection == "target" else 0
+        sizes: list[tuple[str, int | None, int]]
+        sizes = [("num_heads", num_heads, 1), ("num_layers", num_layers, least_layers), ("hidden_size", hidden_size, 1)]
+        if vocab_size is not None or projection != "target":
+            sizes.append(("vocab_size", vocab_size, 1))
+        for name, size, least in sizes:
+            if size is None or size < least:
+                raise ValueError(f"{name} is {size}, expected at least {least}")
+        _check_rank(projection, rank, hidden_size, vocab_size)
+        self.num_heads, self.num_layers, self.hidden_size = num_heads, num_layers, hidden_size
+        self.projection_kind, self.rank, self.states = projection, rank, states
+        self._vocab_size = vocab_size
+        self._attached: tuple[Tensor] | None = None  # a module takes a bare parameter for its own
+        self._stacked: _Stacks | None = None
+        for k in range(num_heads):
+            parts: list[nn.Module] = [ResidualBlock(hidden_size) for _ in range(num_layers)]
+            if projection == "own":
+                parts.append(nn.Linear(hidden_size, vocab_size or 0, bias=False))
+            elif projection == "low-rank":
+                parts.append(LowRankProjection(hidden_size, vocab_size or 0, rank))
+            self.add_module(str(k), nn.Sequential(*parts))
+        self._elements = sum(parameter.numel() for parameter in self.parameters())
+
+    @classmethod
+    def from_lm_head(
+        cls,
+        lm_head_weight_VD: Tensor,
+        num_heads: int,
+        num_layers: int,
+        projection: str = "own",
+        rank: int = 0,
+        states: str = "after-norm",
+        dtype: torch.dtype | None = None,
+    ) -> Self:
+        """Heads that all begin as the target's own projection, on its device.
+
+        Own projections begin as copies of it. Low-rank ones begin as its best approximation of their rank (see
+        `best_factors`). With "target" the weight itself is attached.
+
+        Args:
+            dtype: of the heads; None: that of the weight.
+        """
+        vocab_size, hidden_size = lm_head_weight_VD.shape
+        with torch.device("meta"):
+            heads = cls(num_heads, num_layers, hidden_size, vocab_size, projection, rank, states)
+        heads = heads.to(dtype or lm_head_weight_VD.dtype).to_empty(device=lm_head_weight_VD.device)
+        with torch.no_grad():
+            for parameter in heads.parameters():
+                parameter.zero_()
+            if projection == "own":
+                for k in range(num_heads):
+                    heads.projection(k).copy_(lm_head_weight_VD)
+            elif projection == "low-rank" and lm_head_weight_VD.device.type != "meta":
+                up_VR, down_RD = best_factors(lm_head_weight_VD, rank)
+                for k in range(num_heads):
+                    heads.projection(k).copy_(up_VR)
+                    heads._tail(k).down.weight.copy_(down_RD)
+        if projection == "target":
+            heads.attach(lm_head_weight_VD)
+        return heads
+
+    @property
+    def vocab_size(self) -> int:
+        """V. Raises ValueError where heads that reuse the target's projection do not know it yet."""
+        if self._vocab_size is None:
+            raise ValueError(_UNATTACHED)
+        return self._vocab_size
+
+    @property
+    def knows_vocab_size(self) -> bool:
+        """Whether there is a `vocab_size` to ask for."""
+        return self._vocab_size is not None
+
+    def attach(self, lm_head_weight_VD: Tensor) -> Self:
+        """Hand over the target's output projection [V, D], which heads of projection "target" share with it.
+
+        It is used as it stands: it is no parameter of the heads and not in their state dict, and it stays where it is
+        when they move. Features are cast to its type.
+
+        Raises:
+            ValueError: heads with a projection of their own; a weight of another shape.
+        """
+        if self.projection_kind != "target":
+            raise ValueError(f"heads with {self.projection_kind} projections take none of the target's")
+        shape = list(getattr(lm_head_weight_VD, "ds_shape", lm_head_weight_VD.shape))  # ZeRO-3 hides the true one
+        expected = [self._vocab_size if self._vocab_size is not None else "V", self.hidden_size]
+        if len(shape) != 2 or shape[1] != expected[1] or expected[0] not in ("V", shape[0]):
+            raise ValueError(f"the target's output projection is {shape}, the heads expect {expected}".replace("'", ""))
+        self._vocab_size, self._attached = shape[0], (lm_head_weight_VD,)
+        return self
+
+    def _head(self, k: int) -> nn.Sequential:
+        if not 0 <= k < self.num_heads:
+            raise ValueError(f"there is no head {k}: there are {self.num_heads}, counted from 0")
+        head = self._modules[str(k)]
+        assert isinstance(head, nn.Sequential)
+        return head
+
+    def _tail(self, k: int) -> Any:
+        """What follows head k's blocks."""
+        return self._head(k)[self.num_layers]
+
+    def projection(self, k: int) -> Tensor:
+        """What head k's features are multiplied with: its own [V, D] or [V, R], or the target's [V, D].
+
+        Raises:
+            ValueError: no such head; the target's projection, where it has not been attached.
+        """
+        if self.projection_kind == "own":
+            return self._tail(k).weight
+        if self.projection_kind == "low-rank":
+            return self._tail(k).up.weight
+        self._head(k)
+        if self._attached is None:
+            raise ValueError(_UNATTACHED)
+        return self._attached[0]
+
+    def head_forward(self, k: int, hidden_XD: Tensor) -> Tensor:
+        """[..., D] hidden states to head k's logits [..., V]."""
+        features_XF = self._features(k, hidden_XD)
+        if self.projection_kind == "target":
+            return self._through_target(features_XF)
+        tail = self._tail(k)  # called as a layer, not read: ZeRO-3 gathers its weight then
+        return tail.up(features_XF) if self.projection_kind == "low-rank" else tail(features_XF)
+
+    def _features(self, k: int, hidden_XD: Tensor) -> Tensor:
+        features_XD = self._head(k)[: self.num_layers](hidden_XD)
+        return self._tail(k).down(features_XD) if self.projection_kind == "low-rank" else features_XD
+
+    def _through_target(self, features_XD: Tensor) -> Tensor:
+        weight_VD = self.projection(0)
+        return F.linear(features_XD.to(weight_VD.dtype), weight_VD)
+
+    def features(self, hidden_XD: Tensor) -> Tensor:
+        """[..., D] hidden states to what each head projects, [..., K, D]; low-rank: [..., K, R], after `down`.
+
+        Head k's logits are features[..., k, :] times `projection(k)`, transposed.
+        """
+        return torch.stack([self._features(k, hidden_XD) for k in range(self.num_heads)], -2)
+
+    def forward(self, hidden_XD: Tensor) -> Tensor:
+        """[..., D] hidden states, cast to the heads' type, to logits [..., K, V].
+
+        In evaluation mode without gradients all heads run as one batched product over stacked copies of the weights,
+        unless the copies would be larger than `STACK_LIMIT`; of the target's projection there are no copies, all heads
+        go through it in one product. The copies follow every change made through the parameters, and are dropped by
+        `train()`, `eval()` and `to()`.
+
+        Raises:
+            ValueError: heads that reuse the target's projection, where it has not been attached.
+        """
+        assert hidden_XD.shape[-1] == self.hidden_size
+        hidden_XD = hidden_XD.to(next(self.parameters()).dtype)
+        one_by_one = self.training or torch.is_grad_enabled() or self._elements > STACK_LIMIT
+        if self.projection_kind == "target":
+            features_XKD = self.features(hidden_XD) if one_by_one else self._stacked_forward(hidden_XD)
+            return self._through_target(features_XKD)
+        if one_by_one:
+            return torch.stack([self.head_forward(k, hidden_XD) for k in range(self.num_heads)], -2)
+        return self._stacked_forward(hidden_XD)
+
+    def _stacked_forward(self, hidden_XD: Tensor) -> Tensor:
+        """Logits [..., K, V]; for the target's projection, which is not stacked, features [..., K, D]."""
+        stacks = self._stacks()
+        found_KXF = hidden_XD.reshape(1, -1, self.hidden_size).expand(self.num_heads, -1, -1)
+        for weight_KDD, bias_K1D in stacks.blocks:
+            found_KXF = found_KXF + F.silu(torch.baddbmm(bias_K1D, found_KXF, weight_KDD))
+        for tail_KFF in stacks.tails:
+            found_KXF = torch.bmm(found_KXF, tail_KFF)
+        return found_KXF.transpose(0, 1).reshape(*hidden_XD.shape[:-1], self.num_heads, found_KXF.shape[-1])
+
+    def _stacks(self) -> _Stacks:
+        state = [(p.data_ptr(), None if p.is_inference() else p._version) for p in self.parameters()]
+        if self._stacked is None or self._stacked.state != state:
+            heads = range(self.num_heads)
+            blocks = []
+            for layer in range(self.num_layers):
+                linears: list[Any] = [self._head(k)[layer].linear for k in heads]
+                biases_K1D = torch.stack([linear.bias.detach() for linear in linears])[:, None]
+                blocks.append((_transposed([linear.weight for linear in linears]), biases_K1D))
+            tails = []
+            if self.projection_kind == "low-rank":
+                tails.append(_transposed([self._tail(k).down.weight for k in heads]))
+            if self.projection_kind != "target":
+                tails.append(_transposed([self.projection(k) for k in heads]))
+            self._stacked = _Stacks(state, blocks, tails)
+        return self._stacked
+
+    def train(self, mode: bool = True) -> Self:
+        self._stacked = None
+        return super().train(mode)
+
+    def _apply(self, *args: Any, **kwargs: Any) -> Self:
+        self._stacked = None
+        return super()._apply(*args, **kwargs)
+
+    def __getstate__(self) -> dict[str, Any]:
+        return self.__dict__ | {"_stacked": None}
+
+
+@torch.no_grad()
+def best_factors(weight_VD: Tensor, rank: int) -> tuple[Tensor, Tensor]:
+    """The best approximation of a matrix by one of rank R: float64 factors up [V, R] and down [R, D].
+
+    This is the truncated singular value decomposition, so no product of such factors comes closer in the Frobenius norm
+    (Eckart and Young, 1936): the error is the root of the sum of the squares of the singular values left out. Here it
+    is more than that by at most about 1e-7 of the largest one, as the right singular vectors come from the D x D matrix
+    of the columns' products, in float64. The rows of `down` are orthonormal, the largest singular value's first.
+    """
+    columns_DD = torch.zeros(weight_VD.shape[1], weight_VD.shape[1], dtype=torch.float64, device=weight_VD.device)
+    for rows_XD in weight_VD.split(_SVD_ROWS):
+        columns_DD.addmm_(rows_XD.double().mT, rows_XD.double())
+    down_RD = torch.linalg.eigh(columns_DD).eigenvectors[:, -rank:].flip(1).mT.contiguous()
+    return torch.cat([rows_XD.double() @ down_RD.mT for rows_XD in weight_VD.split(_SVD_ROWS)]), down_RD
+
+
+_UNATTACHED = (
+    "these heads reuse the target's output projection: hand it over with `heads.attach(weight)`, "
+    "or load them with `load_heads(folder, lm_head=weight)`"
+)
+
+
+def _transposed(weights: list[Tensor]) -> Tensor:
+    """K matrices, each transposed, side by side."""
+    return torch.stack([weight.detach().mT for weight in weights])
+
+
+def _check_names(projection: str, states: str) -> None:
+    for name, value, known in (("projection", projection, PROJECTIONS), ("states", states, STATES)):
+        if value not in known:
+            raise ValueError(f"{name} is {value!r}, expected one of {', '.join(known)}")
+
+
+def _check_rank(projection: str, rank: int, hidden_size: int, vocab_size: int | None) -> None:
+    if projection != "low-rank":
+        if rank != 0:
+            raise ValueError(f"rank is {rank}, expected 0: only low-rank projections have one, not {projection!r}")
+        return
+    most = min(hidden_size, vocab_size or 0)
+    if not 1 <= rank <= most:
+        raise ValueError(f"rank is {rank}, expected 1 to {most}, the smaller of hidden and vocabulary size")
