@@ -25,10 +25,10 @@ from ..checkpoints.table import BigramTable
 from .engine import generate
 from .generate_calls import Replay, check_request, held_back, prompts_of, sampling_of
 from .graphs import GraphedModel
-from .head_trees import HeadModule
+from .head_trees import HeadModule, attach_projection, states_of
 from .lean import LeanLlama
 from .loading import load_model, wrap_model
-from .methods import METHODS, Parts, build_method, method_options
+from .methods import Parts, build_method, method_options, needs_of
 from .models import LanguageModel, check_same_vocabulary
 from .rng import Rng
 
@@ -51,14 +51,16 @@ def method(
         name: one of `methods.METHODS`.
         drafter: a model on the target's device, or a folder or hub id, which is loaded now and put there.
         more_drafters: drafters beside the first, for methods that take several.
-        heads: prediction heads on the target's device and in its dtype, or their folder.
+        heads: prediction heads on the target's device and in its dtype, or their folder. Those that use the target's
+            projection are given it at each call.
         table: bigram counts, or their folder.
         options: the method's own settings, such as `gamma=4`.
 
     Raises:
         ValueError: an unknown method or option, with the nearest right name; a part that is missing or cannot be read.
     """
-    settings, needs = method_options(name, options), METHODS[name].needs
+    settings = method_options(name, options)
+    needs = needs_of(name, settings)
     given = {"drafter": drafter, "heads": heads, "table": table}
     for part in needs:
         if given[part] is None:
@@ -121,9 +123,10 @@ class CustomGenerate:
         streamer = model_kwargs.pop("streamer", None)
         check_request(model, generation_config, model_kwargs)
         sampling = sampling_of(logits_processor, bool(generation_config.do_sample))
-        target = _scorer(model, "target")
+        target = _scorer(model, "target", None if self.heads is None else states_of(self.heads))
         prompts = prompts_of(target, model, input_ids, inputs_tensor, model_kwargs)
         replay = Replay(input_ids, stopping_criteria, generation_config, streamer)
+        attach_projection(self.heads, model, target.device)
         built = build_method(self.name, self._parts(target), sampling, **self.options)
         seed = 0 if sampling.greedy else int(torch.randint(1 << 62, (), device=target.device))
         rng = Rng.for_rows(seed, len(prompts), target.device)
@@ -146,10 +149,10 @@ class CustomGenerate:
                 if theirs != mine:
                     raise ValueError(f"{size} of the {what} is {theirs}, of the target {mine}: they must be the same")
         if isinstance(self.heads, PredictionHeads):
-            weight_VD = self.heads.projection(0)
-            if (weight_VD.device, weight_VD.dtype) != (target.device, target.dtype):
+            weight = next(self.heads.parameters())
+            if (weight.device, weight.dtype) != (target.device, target.dtype):
                 if not self.loaded_heads:
-                    given, wanted = (f"{side.dtype} on {side.device}" for side in (weight_VD, target))
+                    given, wanted = (f"{side.dtype} on {side.device}" for side in (weight, target))
                     raise ValueError(f"the heads are {given}, the target is {wanted}: they must be the same")
                 self.heads.to(target.device, target.dtype)
         return Parts(drafters[0] if drafters else None, self.heads, self.table, tuple(drafters[1:]))
@@ -171,7 +174,7 @@ class _Drafter:
     def scorer(self, target: LanguageModel) -> LanguageModel:
         if self._loaded:
             self._model.to(target.device)
-        drafter = _scorer(self._model, "drafter")
+        drafter = _scorer(self._model, "drafter", None)
         check_same_vocabulary(target, drafter, "drafter")
         if drafter.device != target.device:
             raise ValueError(f"the drafter is on {drafter.device}, the target on {target.device}: put both on one")
@@ -186,6 +189,7 @@ def _check_artifact(folder: str | Path, kind: str | None = None) -> None:
 
 class _Kept(NamedTuple):
     state: list[Any]
+    states: str
     scorer: LanguageModel | None
     """None where it refers to the model, which would then never be freed: it is made anew, but not checked again."""
 
@@ -193,16 +197,20 @@ class _Kept(NamedTuple):
 _KEPT: WeakKeyDictionary[PreTrainedModel, _Kept] = WeakKeyDictionary()
 
 
-def _scorer(model: PreTrainedModel, what: str) -> LanguageModel:
-    """The model wrapped: once, and again after its weights have changed."""
+def _scorer(model: PreTrainedModel, what: str, states: str | None) -> LanguageModel:
+    """The model wrapped: once, and again after its weights have changed, or where other hidden states are needed.
+
+    None as `states` is for whoever reads logits alone: they are the same whatever the states.
+    """
     if model.training:
         raise ValueError(f"the {what} is in training mode, in which forwards differ by chance: call its eval() first")
     state = _state(model)
     kept = _KEPT.get(model)
-    if kept is not None and kept.state == state:
-        return kept.scorer or wrap_model(model, fast=False, check=False)
-    scorer = wrap_model(model)
-    _KEPT[model] = _Kept(state, scorer if isinstance(scorer, (LeanLlama, GraphedModel)) else None)
+    if kept is not None and kept.state == state and states in (None, kept.states):
+        return kept.scorer or wrap_model(model, fast=False, check=False, states=kept.states)
+    states = states or "after-norm"
+    scorer = wrap_model(model, states=states)
+    _KEPT[model] = _Kept(state, states, scorer if isinstance(scorer, (LeanLlama, GraphedModel)) else None)
     return scorer
 
 

@@ -181,7 +181,7 @@ class GraphedModel(LanguageModel):
             capture = CudaGraphs(model.device)
         self.model, self._capture = model, capture
         self.vocab_size, self.hidden_size = model.vocab_size, model.hidden_size
-        self.max_positions, self.layers = model.max_positions, model.layers
+        self.max_positions, self.layers, self.states = model.max_positions, model.layers, model.states
         self.device, self.dtype = model.device, model.dtype
         self.kv_heads, self.key_width, self.value_width = model.kv_heads, model.key_width, model.value_width
         self._max_tokens, self._max_graphs, self._stride = max_tokens, max_graphs, stride

@@ -10,6 +10,7 @@ from typing import Any, Literal, Protocol
 
 import torch
 from torch import Tensor
+from transformers import PreTrainedModel
 
 from ..checkpoints.table import BigramTable
 from .engine import Context, Limits, Proposal, Proposer
@@ -19,7 +20,11 @@ from .tree import Tree, parse_tree
 
 
 class HeadModule(Protocol):
-    """Prediction heads: [..., D] hidden states to [..., K, V] logits; head k speaks of the token at depth k + 1."""
+    """Prediction heads: [..., D] hidden states to [..., K, V] logits; head k speaks of the token at depth k + 1.
+
+    They may say which of the target's hidden states they read, in an attribute `states`: "after-norm", which is taken
+    where they say nothing, or "before-norm".
+    """
 
     num_heads: int
 
@@ -144,10 +149,39 @@ class PrunedHeadTree(Proposer):
         return [(self.heads, 1)]
 
 
+def states_of(heads: Any) -> str:
+    """Which of the target's hidden states heads read; those after the final norm where they do not say, or are None."""
+    return getattr(heads, "states", "after-norm")
+
+
+def attach_projection(heads: Any, model: PreTrainedModel, device: torch.device) -> None:
+    """Give heads that have no projection of their own the target's; other heads stay as they are.
+
+    Args:
+        heads: heads, or None. Those in question have `projection_kind` "target".
+        model: the target, with or without peft's wrapper.
+        device: where its scorer makes hidden states.
+
+    Raises:
+        ValueError: the projection is offloaded; one of another hidden size or vocabulary.
+    """
+    if getattr(heads, "projection_kind", None) != "target":
+        return
+    weight_VD = model.get_output_embeddings().weight.detach()
+    if weight_VD.device.type == "meta":
+        raise ValueError("the heads use the target's output projection, which is offloaded: keep it on a device")
+    heads.attach(weight_VD.to(device))
+
+
 def _check_heads(heads: HeadModule, context: Context) -> None:
-    """ValueError for heads of another target, as far as they know their sizes."""
+    """ValueError for heads of another target, or of other states of it, as far as they know what they read."""
     if hasattr(heads, "vocab_size"):
         check_same_vocabulary(context.target, heads, "module of prediction heads")
     theirs, mine = getattr(heads, "hidden_size", context.target.hidden_size), context.target.hidden_size
     if theirs != mine:
         raise ValueError(f"the heads take hidden states of {theirs}, the target makes {mine}")
+    if states_of(heads) != context.target.states:
+        raise ValueError(
+            f"the heads read hidden states {states_of(heads)}, the target gives those {context.target.states}: wrap it "
+            f"with wrap_model(model, states={states_of(heads)!r})"
+        )

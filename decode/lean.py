@@ -90,8 +90,9 @@ class LeanLlama(LanguageModel):
             and not any(hasattr(module, "_hf_hook") or hasattr(module, "base_layer") for module in model.modules())
         )
 
-    def __init__(self, model: PreTrainedModel) -> None:
+    def __init__(self, model: PreTrainedModel, states: str = "after-norm") -> None:
         config = model.config
+        self.states = states
         decoder: Any = model.model
         embedding: Tensor = decoder.embed_tokens.weight.detach()
         self.vocab_size, self.hidden_size = model.get_output_embeddings().weight.shape
@@ -147,6 +148,11 @@ class LeanLlama(LanguageModel):
             return x_XD / torch.hypot(torch.linalg.vector_norm(x_XD, dim=-1, keepdim=True), self._offset)
         return F.rms_norm(x_XD, (self.hidden_size,), weight_D, self._eps)
 
+    def _final_norm(self, x_XD: Tensor) -> Tensor:
+        """RMSNorm with its weight: what follows may be no product of ours."""
+        x_XD = self._norm(x_XD, self._norm_D)
+        return x_XD * self._norm_D if self._folded else x_XD
+
     def _interleave(self, weight: Tensor) -> Tensor:
         rows, columns = weight.shape
         halves = weight.view(rows // self.key_width, 2, self.key_width // 2, columns)
@@ -195,10 +201,12 @@ class LeanLlama(LanguageModel):
             hidden_XD = layer.out.add_to(hidden_XD, attended_XD)
             gate_XF, up_XF = layer.gate_up(self._norm(hidden_XD, layer.norm_mlp_D)).chunk(2, -1)
             hidden_XD = layer.down.add_to(hidden_XD, (F.silu(gate_XF) * up_XF).contiguous())
-        hidden_XD = self._norm(hidden_XD, self._norm_D)
-        if self._folded:
-            hidden_XD = hidden_XD * self._norm_D
+        if self.states == "after-norm":
+            hidden_XD = self._final_norm(hidden_XD)
         return hidden_XD.view(batch, count, -1)
 
     def logits(self, hidden_XD: Tensor) -> Tensor:
-        return self._head(hidden_XD.flatten(0, -2)).contiguous().view(*hidden_XD.shape[:-1], -1)
+        rows_XD = hidden_XD.flatten(0, -2)
+        if self.states == "before-norm":
+            rows_XD = self._final_norm(rows_XD)
+        return self._head(rows_XD).contiguous().view(*hidden_XD.shape[:-1], -1)

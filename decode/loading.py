@@ -13,6 +13,7 @@ import torch
 from safetensors import SafetensorError
 from transformers import AutoConfig, AutoModelForCausalLM, AutoModelForSeq2SeqLM, PreTrainedModel
 
+from .final_norm import check_states
 from .graphs import GraphedModel
 from .lean import LeanLlama
 from .models import LanguageModel, TransformersModel, bare_model
@@ -23,7 +24,12 @@ ADAPTER_CONFIG = "adapter_config.json"
 
 
 def wrap_model(
-    model: PreTrainedModel, *, fast: bool = True, graphs: bool | None = None, check: bool = True
+    model: PreTrainedModel,
+    *,
+    fast: bool = True,
+    graphs: bool | None = None,
+    check: bool = True,
+    states: str = "after-norm",
 ) -> LanguageModel:
     """A scorer over a transformers model.
 
@@ -35,26 +41,35 @@ def wrap_model(
         graphs: replay forwards of few tokens as CUDA graphs (`graphs.py`). None: where the thin forward serves, on a
             CUDA device. True also has other decoders captured, of which some cannot be.
         check: compare the forward of a small branching tree with the model's own forwards of its paths.
+        states: the hidden states that the scorer gives, and makes logits of: those "after-norm", which most prediction
+            heads read, or "before-norm", what goes into the final norm. The logits are the same.
 
     Raises:
         ValueError: where the model's tree forward differs from its plain forwards (ALiBi and other positions that
             follow the slot instead of `position_ids`), naming the model type and the difference; an encoder-decoder
-            of another family; `graphs` for a model that does not lie on one CUDA device, or for an encoder-decoder.
+            of another family; `graphs` for a model that does not lie on one CUDA device, or for an encoder-decoder;
+            states before the norm of an encoder-decoder, or of a model that has no final norm; unknown states.
     """
+    check_states(states)
     model.eval()
     model = bare_model(model)
     if model.config.is_encoder_decoder:
         if graphs:
             raise ValueError(f"CUDA graphs are for decoders; {model.config.model_type!r} is an encoder-decoder")
+        if states != "after-norm":
+            raise ValueError(
+                f"hidden states before the final norm are read from decoders; {model.config.model_type!r} is an "
+                "encoder-decoder"
+            )
         source_model = Seq2SeqModel(model)
         if check:
             check_source_forward(source_model, model)
         return source_model
     wrapped: LanguageModel
     if fast and LeanLlama.covers(model):
-        wrapped = LeanLlama(model)
+        wrapped = LeanLlama(model, states)
     else:
-        wrapped = TransformersModel(model)
+        wrapped = TransformersModel(model, states)
     if graphs or (graphs is None and isinstance(wrapped, LeanLlama) and wrapped.device.type == "cuda"):
         wrapped = GraphedModel(wrapped)
     if check:

@@ -185,7 +185,8 @@ def _slim(parts: Parts, sampling: Sampling, options: Options) -> Method:
     assert parts.heads is not None
     depth = options["depth"] or parts.heads.num_heads
     settings = (options["sequences"], options["candidates"], options["unseen"], depth, options["lengths"])
-    return Method(PrunedHeadTree(parts.heads, parts.table, *settings), _match_heads(sampling))
+    table = None if options["correlation"] == "none" else parts.table
+    return Method(PrunedHeadTree(parts.heads, table, *settings), _match_heads(sampling))
 
 
 def _match_heads(sampling: Sampling) -> Verifier:
@@ -200,7 +201,8 @@ def _positive(name: str, value: int) -> None:
 
 def _slim_spec(sequences: int) -> _Spec:
     defaults = {"sequences": sequences, "candidates": 10, "unseen": 0.01, "depth": 0, "lengths": "all"}
-    return _Spec(_slim, ("heads", "table"), defaults, {"lengths": ("all", "full")})
+    choices = {"lengths": ("all", "full"), "correlation": ("table", "none")}
+    return _Spec(_slim, ("heads", "table"), defaults | {"correlation": "table"}, choices)
 
 
 _ATTENTION = {"attention": ("tree", "batch")}
@@ -273,6 +275,12 @@ def method_options(name: str, options: Options) -> Options:
     return defaults | options
 
 
+def needs_of(name: str, options: Options) -> tuple[str, ...]:
+    """The parts that a method works with: drafter, heads, table. SLiM without correlation (r ≡ 1) needs no table."""
+    without = ("table",) if options.get("correlation") == "none" else ()
+    return tuple(part for part in METHODS[name].needs if part not in without)
+
+
 def build_method(name: str, parts: Parts, sampling: Sampling, **options: Any) -> Method:
     """The proposer and verifier of a method.
 
@@ -281,7 +289,7 @@ def build_method(name: str, parts: Parts, sampling: Sampling, **options: Any) ->
             not fit the parts.
     """
     settings = method_options(name, options)
-    for part in METHODS[name].needs:
+    for part in needs_of(name, settings):
         if getattr(parts, part) is None:
             raise ValueError(f"method {name!r} needs a {part}, and none was given")
     return METHODS[name].build(parts, sampling, settings)

@@ -15,6 +15,7 @@ import torch
 from torch import Tensor, nn
 from transformers import Cache, PreTrainedModel
 
+from .final_norm import final_norm, norm_input
 from .kv_cache import KVCache
 from .tree import Tree
 
@@ -33,6 +34,8 @@ class LanguageModel(ABC):
     value_width: int
     layer_devices: Sequence[torch.device] | None = None
     """Where each layer runs, for models that are spread over several devices."""
+    states: str = "after-norm"
+    """Which hidden states these are, `extend`'s and `logits`': those after the final norm, or what goes into it."""
 
     def new_cache(self, batch: int, capacity: int) -> KVCache:
         """An empty cache of `capacity` slots a row, or of some more."""
@@ -60,7 +63,7 @@ class LanguageModel(ABC):
             stop: one after the last of them; by default start + M.
 
         Returns:
-            [B, M, D] last hidden states after the final norm.
+            [B, M, D] last hidden states, after the final norm or before it as `states` says.
 
         Raises:
             ValueError: where the cache is too small, naming both numbers.
@@ -108,7 +111,7 @@ class LanguageModel(ABC):
 
     @abstractmethod
     def logits(self, hidden_XD: Tensor) -> Tensor:
-        """[..., D] hidden states to [..., V] logits."""
+        """[..., D] hidden states as `extend` gives them to [..., V] logits."""
 
 
 class SlotCache(Cache):
@@ -146,9 +149,12 @@ class TransformersModel(LanguageModel):
     """Any decoder of transformers, unmodified: our cache, an explicit 4-D mask and explicit positions.
 
     It may be spread over several devices, or offloaded in part, by accelerate's hooks (`device_map`).
+
+    Raises:
+        ValueError: states before the norm, where no final norm is found.
     """
 
-    def __init__(self, model: PreTrainedModel) -> None:
+    def __init__(self, model: PreTrainedModel, states: str = "after-norm") -> None:
         config = model.config.get_text_config(decoder=True)
         self.model = model
         self.vocab_size = model.get_output_embeddings().weight.shape[0]
@@ -162,6 +168,10 @@ class TransformersModel(LanguageModel):
         self.key_width = self.value_width = getattr(config, "head_dim", None) or config.hidden_size // heads
         self._softcap = getattr(config, "final_logit_softcapping", None)
         self._decoder: nn.Module = model.base_model
+        self.states, self._norm = states, None
+        if states == "before-norm":
+            with masked_attention(model):
+                self._norm = final_norm(self._decoder)
         if len({parameter.device for parameter in model.parameters()}) > 1:
             self.layer_devices = self._find_devices()
 
@@ -184,18 +194,24 @@ class TransformersModel(LanguageModel):
         if mask_B1MS is None:  # without a mask, transformers would make its own from the cache's state
             mask_B1MS = torch.zeros(1, 1, tokens_BM.shape[1], end, dtype=self.dtype, device=self.device)
         batch = tokens_BM.shape[0]
+        inputs = {
+            "input_ids": tokens_BM,
+            "attention_mask": mask_B1MS.expand(batch, -1, -1, -1),
+            # Rows that have ended still run, beyond the last learned position; what they give is not used.
+            "position_ids": positions_BM.clamp(max=self.max_positions - 1).expand(batch, -1),
+            "past_key_values": SlotCache(cache, start, end),
+            "use_cache": True,
+        }
         with masked_attention(self.model):
-            output = self._decoder(
-                input_ids=tokens_BM,
-                attention_mask=mask_B1MS.expand(batch, -1, -1, -1),
-                # Rows that have ended still run, beyond the last learned position; what they give is not used.
-                position_ids=positions_BM.clamp(max=self.max_positions - 1).expand(batch, -1),
-                past_key_values=SlotCache(cache, start, end),
-                use_cache=True,
-            )
-        return output.last_hidden_state.to(self.device)
+            if self._norm is None:
+                return self._decoder(**inputs).last_hidden_state.to(self.device)
+            with norm_input(self._norm) as seen:
+                self._decoder(**inputs)
+        return seen[0].reshape(*tokens_BM.shape, -1).to(self.device)
 
     def logits(self, hidden_XD: Tensor) -> Tensor:
+        if self._norm is not None:
+            hidden_XD = self._norm(hidden_XD)
         logits_XV = self.model.get_output_embeddings()(hidden_XD).to(self.device)
         if self._softcap is not None:
             logits_XV = self._softcap * torch.tanh(logits_XV / self._softcap)

@@ -14,8 +14,8 @@ from typing import Any
 
 import torch
 
-from ..checkpoints.artifact import check_target, tokenizer_fingerprint, verify_artifact
-from ..checkpoints.heads import load_heads
+from ..checkpoints.artifact import check_target, load_manifest, tokenizer_fingerprint, verify_artifact
+from ..checkpoints.heads import PredictionHeads, load_heads
 from ..checkpoints.table import BigramTable
 from ..data.conversations import Prompt
 from ..data.corpora import find_corpus
@@ -24,9 +24,10 @@ from ..data.rendering import prompt_renderer
 from ..data.templates import get_template
 from ..data.tokenizers import load_tokenizer
 from ..decode.engine import Limits
+from ..decode.head_trees import attach_projection, states_of
 from ..decode.loading import load_model, wrap_model
 from ..decode.measure import BASELINE, Entry, Run, measure, same_as_reference, summarise
-from ..decode.methods import METHODS, Parts, method_options
+from ..decode.methods import Parts, method_options, needs_of
 from ..decode.metrics import Tally, total
 from ..decode.models import LanguageModel, check_same_vocabulary
 from ..decode.warpers import Sampling
@@ -49,8 +50,10 @@ def run_evaluate(recipe: EvaluateRecipe) -> dict[str, Any]:
     device = _device(recipe.device)
     tokenizer = load_tokenizer(recipe.target)
     model = load_model(recipe.target, dtype=recipe.dtype, device=device, device_map=recipe.device_map)
-    target = wrap_model(model)
-    parts = _load_parts(recipe, target, tokenizer, device)
+    heads = _load_heads(recipe, device)
+    target = wrap_model(model, states=states_of(heads))
+    parts = _load_parts(recipe, target, heads, tokenizer, device)
+    attach_projection(heads, model, target.device)
     where: dict[str, Any] = {"path": recipe.prompts_path, "groups": recipe.groups or None}
     asked = load_prompts(recipe.prompts, recipe.template, tokenizer, recipe.limit, recipe.max_prompt_tokens, **where)
     prompts = [ids for _, ids in asked]
@@ -188,12 +191,21 @@ def _device(wanted: str) -> str:
     return "cuda" if torch.cuda.is_available() else "cpu"
 
 
-def _load_parts(recipe: EvaluateRecipe, target: LanguageModel, tokenizer: Any, device: str) -> Parts:
-    needed = {part for row in recipe.methods for part in METHODS[row.method].needs}
-    for part in sorted(needed):
-        if getattr(recipe, part) is None:
-            method = next(row.method for row in recipe.methods if part in METHODS[row.method].needs)
-            raise ValueError(f"method {method!r} needs `{part}`, and the recipe names none")
+def _load_heads(recipe: EvaluateRecipe, device: str) -> PredictionHeads | None:
+    """The recipe's heads, which decide what hidden states the target must give."""
+    if recipe.heads is None:
+        return None
+    verify_artifact(Path(recipe.heads), "heads")
+    return load_heads(Path(recipe.heads), device=device)
+
+
+def _load_parts(
+    recipe: EvaluateRecipe, target: LanguageModel, heads: PredictionHeads | None, tokenizer: Any, device: str
+) -> Parts:
+    for row in recipe.methods:
+        for part in needs_of(row.method, row.options):
+            if getattr(recipe, part) is None:
+                raise ValueError(f"method {row.method!r} needs `{part}`, and the recipe names none")
     fingerprint = tokenizer_fingerprint(tokenizer)
     sizes: dict[str, Any] = {"vocab_size": target.vocab_size, "tokenizer_fingerprint": fingerprint}
     sources = [recipe.drafter, *recipe.more_drafters] if recipe.drafter else recipe.more_drafters
@@ -204,10 +216,10 @@ def _load_parts(recipe: EvaluateRecipe, target: LanguageModel, tokenizer: Any, d
         if (Path(source) / "artifact.json").is_file():
             check_target(verify_artifact(Path(source), "drafter"), what=f"the drafter {source}", **sizes)
         drafters.append(drafter)
-    heads = table = None
-    if recipe.heads is not None:
-        check_target(verify_artifact(Path(recipe.heads), "heads"), what=f"the heads {recipe.heads}", **sizes)
-        heads = load_heads(Path(recipe.heads), device=device, dtype=target.dtype)
+    table = None
+    if heads is not None:
+        check_target(load_manifest(Path(str(recipe.heads))), what=f"the heads {recipe.heads}", **sizes)
+        heads = heads.to(target.dtype)
         if heads.hidden_size != target.hidden_size:
             raise ValueError(
                 f"the heads take hidden states of {heads.hidden_size}, the target makes {target.hidden_size}"

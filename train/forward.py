@@ -13,6 +13,7 @@ import torch
 from torch import Tensor, nn
 
 from ..data.packing import PADDING, Batch
+from ..decode.final_norm import check_states, final_norm, norm_input
 from ..decode.models import bare_model, masked_attention
 from .attention import NAME, document_spans, register
 from .projection import Projected
@@ -38,19 +39,27 @@ class PackedForward(Projected):
     Holds the model without registering it anywhere: it is no module, so that a frozen model is neither wrapped for
     data parallelism nor stored in a checkpoint. A model in peft's wrapper is run without the wrapper.
 
+    Args:
+        model: a causal LM of transformers.
+        states: which states `hidden` gives: those "after-norm", the last ones, or "before-norm", what goes into the
+            final norm.
+
     Raises:
         ValueError: the model cannot be given positions (ALiBi models such as Bloom), or carries states from one
-            document of a block into the next; an encoder-decoder.
+            document of a block into the next; an encoder-decoder; states before the norm of a model that has no final
+            norm; unknown states.
     """
 
     reads_source = False
     """Whether an encoder reads what comes before an answer."""
 
-    def __init__(self, model: Any) -> None:
+    def __init__(self, model: Any, states: str = "after-norm") -> None:
+        check_states(states)
         if model.config.is_encoder_decoder:
             raise ValueError(f"{type(model).__name__} is an encoder-decoder, and a decoder is needed here")
         self.model = model = bare_model(model)
         self._compiled: Any = None
+        self._compiled_to_norm: Any = None
         self.config = model.config.get_text_config()
         parameters = inspect.signature(_decoder(model).forward).parameters
         takes_any = any(parameter.kind is inspect.Parameter.VAR_KEYWORD for parameter in parameters.values())
@@ -65,6 +74,10 @@ class PackedForward(Projected):
             )
         self.plain_head = has_plain_head(model)
         self._positions = _learned_positions(model)
+        self.states, self._norm = states, None
+        if states == "before-norm":
+            with _tried_anywhere(model):
+                self._norm = final_norm(_decoder(model))
         self.by_document = _can_attend_by_document(model)
         if self.by_document and not _keeps_documents_apart(self):  # the decoder passes nothing on to its attention
             self.config._attn_implementation = "sdpa"
@@ -76,14 +89,27 @@ class PackedForward(Projected):
             )
 
     def __call__(self, batch: Batch) -> Tensor:
-        """Last hidden states [B, T, D]; logits [B, T, V] where `weight_VD()` is None."""
+        """Last hidden states [B, T, D], after the final norm; logits [B, T, V] where `weight_VD()` is None."""
         if self.plain_head:
-            return self.hidden(batch)
+            return self._last_hidden(batch)
         model = self._compiled if self._compiled is not None else self.model
         return self._run(model, batch).logits.reshape(*batch.tokens_BT.shape, -1)
 
     def hidden(self, batch: Batch) -> Tensor:
-        """Last hidden states [B, T, D], whatever the head."""
+        """Hidden states [B, T, D], after the final norm or before it as `states` says, whatever the head."""
+        if self._norm is None:
+            return self._last_hidden(batch)
+        if self._compiled_to_norm is not None:
+            return self._run(self._compiled_to_norm, batch).reshape(*batch.tokens_BT.shape, -1)
+        with norm_input(self._norm) as seen:
+            self._run(_decoder(self.model), batch)
+        return seen[0].reshape(*batch.tokens_BT.shape, -1)
+
+    def after_norm(self, states_XD: Tensor) -> Tensor:
+        """Last hidden states [..., D] of states [..., D] as `hidden` gives them: through the final norm, if need be."""
+        return states_XD if self._norm is None else self._norm(states_XD.to(self.model.dtype))
+
+    def _last_hidden(self, batch: Batch) -> Tensor:
         compiled = self._compiled if self.plain_head else None
         decoder = compiled if compiled is not None else _decoder(self.model)
         return self._run(decoder, batch).last_hidden_state.reshape(*batch.tokens_BT.shape, -1)
@@ -97,6 +123,8 @@ class PackedForward(Projected):
             self.config._attn_implementation = "sdpa"
             self.by_document = False
         self._compiled = torch.compile(_decoder(self.model) if self.plain_head else self.model)
+        if self._norm is not None:
+            self._compiled_to_norm = _compile_to_norm(_decoder(self.model), self._norm)
 
     def _run(self, module: Any, batch: Batch) -> Any:
         if "flash" in self._kernel:  # one row: these kernels know documents by where each begins in all tokens
@@ -155,6 +183,27 @@ class PackedForward(Projected):
     def _slides(self, length: int) -> bool:
         window = getattr(self.config, "sliding_window", None)
         return window is not None and getattr(self.config, "use_sliding_window", True) and length > window
+
+
+def _compile_to_norm(decoder: Any, norm: nn.Module) -> Any:
+    """A compiled forward that returns what goes into the final norm.
+
+    A hook that comes and goes with each forward would never be compiled, so one stays; it does nothing in any other
+    forward of the model.
+    """
+    seen: list[Tensor | None] = []
+
+    def keep(_: nn.Module, args: tuple[Any, ...]) -> None:
+        if seen:
+            seen[-1] = args[0]
+
+    def run(*args: Any, **kwargs: Any) -> Tensor | None:
+        seen.append(None)
+        decoder(*args, **kwargs)
+        return seen.pop()
+
+    norm.register_forward_pre_hook(keep)
+    return torch.compile(run)
 
 
 def _learned_positions(model: Any) -> int | None:
@@ -221,7 +270,7 @@ def _keeps_documents_apart(forward: PackedForward) -> bool:
     model.eval()
     try:
         with torch.no_grad(), _tried_anywhere(model):
-            packed_BTD = forward.hidden(Batch(tokens_BT, tokens_BT, positions_BT, documents_BT))[:, 3:].float()
+            packed_BTD = forward._last_hidden(Batch(tokens_BT, tokens_BT, positions_BT, documents_BT))[:, 3:].float()
             alone_BTD = _decoder(model)(tokens_BT[:, 3:], use_cache=False).last_hidden_state.float()
     except TypeError:  # a decoder that takes nothing for its attention
         if not forward.by_document:

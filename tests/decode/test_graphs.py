@@ -144,6 +144,7 @@ def run(
     return output
 
 
+@pytest.mark.parametrize("states", ["after-norm", "before-norm"])
 @pytest.mark.parametrize(
     ("kind", "lengths", "dtype"),
     [
@@ -156,10 +157,12 @@ def run(
     ids=str,
 )
 def test_a_replay_equals_the_plain_forward(
-    make_llama: Build, kind: str, lengths: list[int], dtype: torch.dtype
+    make_llama: Build, kind: str, lengths: list[int], dtype: torch.dtype, states: str
 ) -> None:
-    plain = wrap_model((gpt2() if kind == "gpt2" else make_llama(VOCAB)).to(dtype), fast=kind == "lean")
+    model = (gpt2() if kind == "gpt2" else make_llama(VOCAB)).to(dtype)
+    plain = wrap_model(model, fast=kind == "lean", states=states)
     fast, recordings = graphed(plain)
+    assert fast.states == states
     for seed in (0, 1):  # the second time on the cache of the first, other tokens, all shapes known
         assert difference(walk(fast, lengths, 18, seed), walk(plain, lengths, 18, seed)) < TOLERANCES[dtype]
         gc.collect()
@@ -356,11 +359,12 @@ def gpu(test: Any) -> Any:
 
 @gpu
 @pytest.mark.parametrize("dtype", TOLERANCES, ids=str)
+@pytest.mark.parametrize("states", ["after-norm", "before-norm"])
 @pytest.mark.parametrize(("kind", "lengths"), [("lean", [5]), ("lean", [3, 9, 1]), ("llama", [3, 9, 1])], ids=str)
 def test_a_cuda_graph_equals_the_plain_forward(
-    make_llama: Build, kind: str, lengths: list[int], dtype: torch.dtype
+    make_llama: Build, kind: str, lengths: list[int], dtype: torch.dtype, states: str
 ) -> None:
-    plain = wrap_model(make_llama(VOCAB).to("cuda", dtype), fast=kind == "lean", graphs=False)
+    plain = wrap_model(make_llama(VOCAB).to("cuda", dtype), fast=kind == "lean", graphs=False, states=states)
     roomy, tight = GraphedModel(plain, stride=16), GraphedModel(plain, stride=16, max_graphs=3)
     for seed in (0, 1, 2):
         wanted = walk(plain, lengths, 18, seed)

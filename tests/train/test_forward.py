@@ -9,6 +9,7 @@ from typing import Any
 import pytest
 import torch
 from draftsmith.data.packing import Batch
+from draftsmith.decode.final_norm import final_norm
 from draftsmith.decode.loading import wrap_model
 from draftsmith.decode.models import masked_attention
 from draftsmith.train.attention import documents_attention
@@ -205,3 +206,107 @@ def test_peft_may_wrap_the_model(worker: ModuleType) -> None:
     torch.testing.assert_close(forward(batch)[real], wanted[real], rtol=1e-4, atol=1e-4)
     wrapper.disable_adapter_layers()
     assert not torch.allclose(forward(batch)[real], wanted[real], atol=1e-2), "the adapter had no effect"
+
+
+WITH_NORM = {family: {} for family in FAMILIES} | {"opt": {"word_embed_proj_dim": 16}}
+
+
+def entering(norm: torch.nn.Module, model: Any, **inputs: Any) -> torch.Tensor:
+    """What goes into a norm in the model's own forward."""
+    found: list[torch.Tensor] = []
+    handle = norm.register_forward_pre_hook(lambda module, args: found.append(args[0]))
+    model(**inputs, use_cache=False)
+    handle.remove()
+    return found[0]
+
+
+@pytest.mark.parametrize("attention", ["sdpa", "eager", REFERENCE])
+@pytest.mark.parametrize("family", WITH_NORM)
+def test_states_before_the_norm_are_what_goes_into_it(
+    worker: ModuleType, reference: str, family: str, attention: str
+) -> None:
+    assert reference == REFERENCE
+    batch = worker.make_data(4, length=21).batch(range(4))
+    model = build(family, attention, **WITH_NORM[family])
+    forward, after = PackedForward(model, "before-norm"), PackedForward(model)
+    assert forward.by_document == (attention == "sdpa")
+    states_BTD = forward.hidden(batch)
+    real = batch.documents_BT >= 0
+    torch.testing.assert_close(forward.after_norm(states_BTD)[real], after.hidden(batch)[real], rtol=1e-4, atol=1e-4)
+    torch.testing.assert_close(forward(batch)[real], after(batch)[real], rtol=1e-4, atol=1e-4)
+    assert after.after_norm(states_BTD) is states_BTD
+    norm = final_norm(model.base_model)
+    assert not norm._forward_pre_hooks
+    model.config._attn_implementation = "eager"
+    for row, documents_T in enumerate(batch.documents_BT):
+        for document in documents_T[documents_T >= 0].unique():
+            place = documents_T == document
+            alone_1TD = entering(norm, model, input_ids=batch.tokens_BT[row : row + 1, place])
+            torch.testing.assert_close(states_BTD[row, place], alone_1TD[0], rtol=1e-3, atol=1e-3)
+
+
+def test_gradients_flow_through_states_before_the_norm(worker: ModuleType) -> None:
+    batch = worker.make_data(3).batch(range(3))
+    gradients = []
+    for states in ("after-norm", "before-norm"):
+        model = build("llama", "sdpa")
+        forward = PackedForward(model, states)
+        after_BTD = forward.after_norm(forward.hidden(batch))
+        (after_BTD * (batch.documents_BT >= 0)[..., None]).pow(2).sum().backward()
+        gradients.append([p.grad for p in model.model.parameters()])
+    for mine, theirs in zip(*gradients, strict=True):
+        torch.testing.assert_close(mine, theirs, rtol=1e-3, atol=1e-3)
+    with torch.no_grad():
+        assert not forward.hidden(batch).requires_grad
+
+
+def test_states_of_another_type_are_normed_in_the_models_own(worker: ModuleType) -> None:
+    batch = worker.make_data(2).batch(range(2))
+    forward = PackedForward(build("gpt_neox", "sdpa"), "before-norm")
+    with torch.no_grad():
+        states_BTD = forward.hidden(batch)
+        kept_BTD = forward.after_norm(states_BTD.bfloat16())  # as from a cache on disk
+        torch.testing.assert_close(kept_BTD, forward.after_norm(states_BTD), rtol=0.05, atol=0.05)
+
+
+@pytest.mark.slow
+def test_compiled_it_gives_the_same_states_before_the_norm(worker: ModuleType) -> None:
+    model = build("llama", "sdpa")
+    batches = [worker.make_data(3, length=length).batch(range(3)) for length in (19, 23)]
+    plain, forward = PackedForward(model, "before-norm"), PackedForward(model, "before-norm")
+    forward.compile()
+    for batch in (*batches, *batches):
+        real = batch.documents_BT >= 0
+        wanted = plain.hidden(batch)[real]
+        found = forward.hidden(batch)[real]
+        torch.testing.assert_close(found, wanted, rtol=1e-4, atol=1e-4)
+        torch.testing.assert_close(forward(batch)[real], plain(batch)[real], rtol=1e-4, atol=1e-4)
+    found.sum().backward()
+    assert all(p.grad is not None for p in model.model.layers.parameters())
+
+
+def test_adapters_change_states_before_the_norm(worker: ModuleType) -> None:
+    peft = pytest.importorskip("peft")
+    batch = worker.make_data(3).batch(range(3))
+    plain = PackedForward(build("llama", "sdpa"), "before-norm").hidden(batch)
+    settings = peft.LoraConfig(r=2, target_modules=["q_proj", "down_proj"], init_lora_weights=False)
+    adapted = peft.get_peft_model(build("llama", "sdpa"), settings)
+    forward, after = PackedForward(adapted, "before-norm"), PackedForward(adapted)
+    real = batch.documents_BT >= 0
+    found = forward.hidden(batch)
+    torch.testing.assert_close(forward.after_norm(found)[real], after.hidden(batch)[real], rtol=1e-4, atol=1e-4)
+    assert not torch.allclose(found[real], plain[real], atol=1e-2), "the adapter had no effect"
+    with adapted.disable_adapter():
+        torch.testing.assert_close(forward.hidden(batch)[real], plain[real], rtol=1e-4, atol=1e-4)
+
+
+@pytest.mark.parametrize(
+    ("family", "states", "message"),
+    [
+        ("opt", "before-norm", "of type 'opt': its last hidden states are not the output of a norm"),
+        ("llama", "befor-norm", "states is 'befor-norm', expected one of after-norm, before-norm"),
+    ],
+)
+def test_states_that_cannot_be_had_are_refused(family: str, states: str, message: str) -> None:
+    with pytest.raises(ValueError, match=message):
+        PackedForward(build(family, "sdpa"), states)
