@@ -1,11 +1,14 @@
-"""A drafter recipe's teacher: the target in this process, or a cache of its most likely tokens; how that is written."""
+"""What a recipe's target says, kept on disk: opened for a run, planned, written, gone on with, and mended.
+
+A drafter's teacher and the hidden states that heads read are kept in the same way; `caches` says in what they differ.
+"""
 
 from __future__ import annotations
 
 import shutil
 import signal
 import time
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass
 from pathlib import Path
@@ -17,19 +20,24 @@ from transformers import AutoConfig
 from ..checkpoints.fingerprints import model_fingerprint
 from ..data.prepared import PreparedData
 from ..data.tokenizers import load_tokenizer
+from ..train.hidden_cache import CachedHidden
 from ..train.interrupts import Interrupted, StopSignals
+from ..train.row_cache import BrokenManifestError, find_damage, read_manifest
+from ..train.row_plan import CachePlan, Shard, Source
+from ..train.row_writer import CacheWriter, MakeRows, set_aside
 from ..train.scale import make_accelerator
 from ..train.state import data_fingerprint
-from ..train.teacher import CachedTeacher, ModelTeacher, load_teacher
-from ..train.teacher_cache import MANIFEST, CachePlan, CacheSource, Shard, TeacherCache, read_manifest
-from ..train.teacher_writer import CacheWriter
+from ..train.teacher import CachedTeacher
+from .caches import Kept, KeptHidden, KeptTeacher, kept_by
 from .prepare import Prepared, prepare_data
 from .terminal import bar, duration, gigabytes, say
-from .training import DrafterRecipe
+from .training import DrafterRecipe, HeadsRecipe
 
 _PROBE_BATCHES = 3
 _PROBE_SECONDS = 20.0
-_ENOUGH_MASS = 0.9  # with 0.54 of it a drafter was taught to be worse than it had been (tests/bench/objectives.py)
+_TOLD = 20  # damaged files that are named one by one
+
+Stamps = Mapping[str, dict[str, Any]]
 
 
 class NoCacheError(ValueError):
@@ -38,102 +46,126 @@ class NoCacheError(ValueError):
 
 @dataclass(frozen=True)
 class _Part:
-    """The training data, or what is held out, and where the target's tokens for it lie."""
+    """The training data, or what is held out, and where its cache lies."""
 
     name: str
     data: PreparedData
-    source: CacheSource
+    source: Source
     folder: Path
 
     @property
     def done(self) -> bool:
-        return (self.folder / MANIFEST).is_file()
+        return (self.folder / self.source.manifest).is_file()
 
 
 def open_cache(recipe: DrafterRecipe, prepared: Prepared) -> CachedTeacher:
-    """The cache that a recipe names, for batches of its training data and of what is held out.
+    """The cache of its teacher that a recipe names, for batches of its training data and of what is held out.
 
     Raises:
         NoCacheError: it has not been written yet.
         ValueError: it is damaged; streamed data.
     """
-    parts = _parts(recipe, prepared)
+    return CachedTeacher(*_opened(KeptTeacher(recipe), prepared))
+
+
+def open_hidden(recipe: HeadsRecipe, prepared: Prepared) -> CachedHidden:
+    """The cache of hidden states that a recipe names, for batches of its training data and of what is held out.
+
+    Raises:
+        NoCacheError: it has not been written yet.
+        ValueError: it is damaged; streamed data.
+    """
+    return CachedHidden(*_opened(KeptHidden(recipe), prepared))
+
+
+def teacher_bytes(recipe: DrafterRecipe, prepared: Prepared, vocab_size: int) -> int:
+    """Bytes on disk of the cache of a recipe's teacher, whether it is there or not."""
+    return _bytes(KeptTeacher(recipe), prepared, vocab_size)
+
+
+def hidden_bytes(recipe: HeadsRecipe, prepared: Prepared, hidden_size: int) -> int:
+    """Bytes on disk of the cache of hidden states of a recipe's target, whether it is there, or wanted, or not."""
+    return _bytes(KeptHidden(recipe), prepared, hidden_size)
+
+
+def _bytes(kept: Kept, prepared: Prepared, size: int) -> int:
+    assert isinstance(prepared.train, PreparedData)
+    source = kept.source("", "")
+    return sum(CachePlan.of(data, source, size).bytes for data in (prepared.train, prepared.heldout))
+
+
+def _opened(kept: Kept, prepared: Prepared) -> list[Any]:
+    parts = _parts(kept, prepared)
     for part in parts:
         if not part.done:
             raise NoCacheError(
-                f"there is no cache of the top {part.source.top_k} tokens of {recipe.target} for the {part.name} data "
-                f"in {recipe.teacher.cache}: `draftsmith prepare` with this recipe and `--teacher` writes it"
-                f"{_nearest(part)}"
+                f"there is no cache of {kept.title} for the {part.name} data in {kept.folder}: `draftsmith prepare` "
+                f"with this recipe and `--teacher` writes it{_nearest(part)}"
             )
-    return CachedTeacher(*(TeacherCache.load(part.folder, part.source) for part in parts))
+    return [kept.cache_type.load(part.folder, part.source) for part in parts]
 
 
-def prepare_teacher(recipe: DrafterRecipe, accelerator: Any | None = None) -> Path:
-    """Run a recipe's target over its data and keep its most likely tokens, or find that this is done and whole.
+def prepare_teacher(recipe: DrafterRecipe | HeadsRecipe, accelerator: Any | None = None) -> Path:
+    """Run a recipe's target over its data and keep what is learnt from it, or find that this is done and whole.
 
-    A run that was stopped or killed is gone on from. Under `accelerate launch` the processes share the work; they need
-    one file system.
+    A run that was stopped or killed is gone on from; of a finished cache, files that are missing or damaged are named
+    and written again, and no others. Under `accelerate launch` the processes share the work; they need one file system.
 
     Returns:
         The folder of the training data's cache.
 
     Raises:
-        ValueError: a recipe without target or `teacher.cache`; streamed data; a disk that is too small; a cache that
-            is damaged; what preparing the data and loading the target raise.
+        ValueError: a recipe without target or folder; streamed data; a disk that is too small; what preparing the data
+            and loading the target raise.
         Interrupted: a signal came; what was whole stays.
     """
-    if recipe.target is None or recipe.teacher.cache is None:
-        missing = "target" if recipe.target is None else "teacher.cache"
+    kept = kept_by(recipe)
+    if kept.target is None or kept.folder is None:
+        missing = "target" if kept.target is None else kept.setting
         raise ValueError(f"`prepare --teacher` needs `{missing}`, and the recipe has none")
-    _check_kept(recipe)
+    if recipe.data.streaming:
+        raise ValueError(_streamed(kept))
     state = accelerator if accelerator is not None else make_accelerator("no")
     tokenizer = load_tokenizer(recipe.tokenizer_source)
     with state.main_process_first():
         prepared = prepare_data(recipe.data, tokenizer, seed=recipe.train.seed, quiet=not state.is_main_process)
-    parts = _parts(recipe, prepared)
+    parts = _parts(kept, prepared)
+    known: dict[Path, Stamps] = {}
+    if state.is_main_process:
+        known = {part.folder: _check(kept, part) for part in parts if part.done}
+    state.wait_for_everyone()  # what was damaged has been set aside
     missing_parts = [part for part in parts if not part.done]
     state.wait_for_everyone()  # all have looked before one writes
     if missing_parts:
-        _write(recipe, missing_parts, state)
+        _write(kept, missing_parts, known, state)
     if state.is_main_process:
         for part in parts:
-            cache = TeacherCache.load(part.folder, part.source)
-            if part not in missing_parts:
-                cache.verify()
-            mass = cache.mean_mass()
+            cache = kept.cache_type.load(part.folder, part.source, checked=True)
+            first, *others = kept.facts(cache)
             say(
-                f"teacher: {part.name}: {cache.rows:,} positions in {part.folder}, every SHA-256 as written; the top "
-                f"{cache.source.top_k} hold {mass:.1%} of the probability"
+                f"{kept.word}: {part.name}: {cache.rows:,} positions in {part.folder}, every SHA-256 as written; "
+                f"{first}"
             )
-            if mass < _ENOUGH_MASS:
-                say(f"teacher: {1 - mass:.0%} of the probability is not taught: a larger `teacher.top_k` is better")
+            for fact in others:
+                say(f"{kept.word}: {fact}")
     return parts[0].folder
 
 
-def _check_kept(recipe: DrafterRecipe) -> None:
-    if recipe.data.streaming:
-        raise ValueError(
-            "`teacher.cache` needs data that is kept: with `data.streaming` nobody knows beforehand which blocks come; "
-            "take the target in process, or prepare the data"
-        )
+def _streamed(kept: Kept) -> str:
+    return (
+        f"`{kept.setting}` needs data that is kept: with `data.streaming` nobody knows beforehand which blocks come; "
+        f"{kept.instead}, or prepare the data"
+    )
 
 
-def _parts(recipe: DrafterRecipe, prepared: Prepared) -> list[_Part]:
-    _check_kept(recipe)
-    assert isinstance(prepared.train, PreparedData)
-    section = recipe.teacher
-    fingerprint = _fingerprint(str(recipe.target))
+def _parts(kept: Kept, prepared: Prepared) -> list[_Part]:
+    if not isinstance(prepared.train, PreparedData):
+        raise ValueError(_streamed(kept))
+    fingerprint = _fingerprint(str(kept.target))
     parts = []
     for name, data in (("training", prepared.train), ("held-out", prepared.heldout)):
-        source = CacheSource(
-            target=str(recipe.target),
-            fingerprint=fingerprint,
-            data=data_fingerprint(data),
-            top_k=section.top_k,
-            dtype=section.dtype,
-            load_in_8bit=section.load_in_8bit,
-        )
-        parts.append(_Part(name, data, source, Path(str(section.cache)) / source.key))
+        source = kept.source(fingerprint, data_fingerprint(data))
+        parts.append(_Part(name, data, source, Path(str(kept.folder)) / source.key))
     return parts
 
 
@@ -152,9 +184,9 @@ def _fingerprint(target: str) -> str:
 def _nearest(part: _Part) -> str:
     """In what the most similar cache beside the missing one differs."""
     found: list[list[str]] = []
-    for manifest in sorted(part.folder.parent.glob(f"*/{MANIFEST}")):
+    for manifest in sorted(part.folder.parent.glob(f"*/{part.source.manifest}")):
         try:
-            source = CacheSource(**read_manifest(manifest.parent)["source"])
+            source = type(part.source)(**read_manifest(manifest.parent, type(part.source))["source"])
         except ValueError:
             continue
         found.append(source.differences(part.source))
@@ -164,34 +196,57 @@ def _nearest(part: _Part) -> str:
     return f" (what lies there is another: {'; '.join(found[0])})"
 
 
-def _write(recipe: DrafterRecipe, parts: Sequence[_Part], state: Any) -> None:
-    section = recipe.teacher
+def _check(kept: Kept, part: _Part) -> Stamps:
+    """Read a finished cache; where files of it are damaged, make of it one that lacks them. Returns the stamps of the
+    others, or nothing where it is whole."""
+    try:
+        with bar(f"{kept.word}: reading the {part.name} cache", "files") as advance:
+            damaged = find_damage(part.folder, type(part.source), part.source, advance)
+        files = read_manifest(part.folder, type(part.source))["files"]
+    except BrokenManifestError as error:
+        damaged, files = {part.source.manifest: str(error)}, {}
+    if not damaged:
+        return {}
+    for fault in list(damaged.values())[:_TOLD]:
+        say(f"{kept.word}: {fault}: it is written again")
+    if len(damaged) > _TOLD:
+        say(f"{kept.word}: … and {len(damaged) - _TOLD} more files")
+    known = {name: written for name, written in files.items() if name not in damaged}
+    set_aside(part.folder, damaged, known)
+    return known
+
+
+def _write(kept: Kept, parts: Sequence[_Part], known: Mapping[Path, Stamps], state: Any) -> None:
     with ExitStack() as locks:
         with StopSignals() as signals:
-            teacher = load_teacher(str(recipe.target), section.dtype, section.load_in_8bit, state.device)
+            make_rows, size = kept.load(state.device)
             writers = [
                 CacheWriter(
-                    part.folder, part.source, part.data, CachePlan.of(part.data, section.top_k, teacher.vocab_size)
+                    part.folder,
+                    part.source,
+                    part.data,
+                    CachePlan.of(part.data, part.source, size),
+                    known.get(part.folder),
                 )
                 for part in parts
             ]
             if state.is_main_process:
-                Path(str(section.cache)).mkdir(parents=True, exist_ok=True)
+                Path(str(kept.folder)).mkdir(parents=True, exist_ok=True)
                 for writer in writers:
                     locks.enter_context(writer.locked())
-                _announce(writers, teacher, section.batch, state)
+                _announce(kept, writers, make_rows, state)
             state.wait_for_everyone()
-            _run(writers, teacher, section.batch, state, signals)
+            _run(kept, writers, make_rows, state, signals)
         # signals work as ever while processes wait for each other
         state.wait_for_everyone()
         if state.is_main_process:
-            say("teacher: reading back what was written")
-            for writer in writers:
-                writer.finish()
+            for part, writer in zip(parts, writers, strict=True):
+                with bar(f"{kept.word}: reading back what was written of the {part.name} cache", "files") as advance:
+                    writer.finish(advance)
         state.wait_for_everyone()
 
 
-def _run(writers: Sequence[CacheWriter], teacher: ModelTeacher, batch: int, state: Any, signals: StopSignals) -> None:
+def _run(kept: Kept, writers: Sequence[CacheWriter], make_rows: MakeRows, state: Any, signals: StopSignals) -> None:
     """Write this process's share of the files.
 
     Raises:
@@ -203,7 +258,7 @@ def _run(writers: Sequence[CacheWriter], teacher: ModelTeacher, batch: int, stat
         shares = (shard for shard in writer.plan.shards if shard.number % state.num_processes == state.process_index)
         mine += [(writer, shard) for shard in shares if shard in missing]
     total, done = sum(shard.rows for _, shard in mine), 0
-    with bar("teacher: writing the cache", "positions") as advance:
+    with bar(f"{kept.word}: writing the cache", "positions") as advance:
 
         def progress(rows: int) -> None:
             nonlocal done
@@ -213,19 +268,19 @@ def _run(writers: Sequence[CacheWriter], teacher: ModelTeacher, batch: int, stat
 
         for number, (writer, shard) in enumerate(mine):
             whole = writer.write(
-                shard, teacher, state.device, batch, progress, stopping=lambda: signals.received is not None
+                shard, make_rows, state.device, kept.batch, progress, stopping=lambda: signals.received is not None
             )
             if not whole:
                 assert signals.received is not None
                 message = (
-                    f"teacher: stopped by {signal.Signals(signals.received).name} after {done:,} of {total:,} "
+                    f"{kept.word}: stopped by {signal.Signals(signals.received).name} after {done:,} of {total:,} "
                     f"positions; {number} of {len(mine)} files are whole, and the same command goes on with the next"
                 )
                 say(message)
                 raise Interrupted(signals.received, message)
 
 
-def _announce(writers: Sequence[CacheWriter], teacher: ModelTeacher, batch: int, state: Any) -> None:
+def _announce(kept: Kept, writers: Sequence[CacheWriter], make_rows: MakeRows, state: Any) -> None:
     """Say how large the cache becomes and how long it takes.
 
     Raises:
@@ -237,34 +292,30 @@ def _announce(writers: Sequence[CacheWriter], teacher: ModelTeacher, batch: int,
         for writer, shards in zip(writers, missing, strict=True)
     )
     plans = [writer.plan for writer in writers]
-    rows, size = sum(plan.rows for plan in plans), sum(plan.rows * plan.row_bytes for plan in plans)
-    top_k, folder = plans[0].top_k, writers[0].folder.parent
-    what = f"the {top_k} most likely of {plans[0].vocab_size:,} tokens at {rows:,} positions: "
-    what += f"{gigabytes(size)} in {folder}"
+    size, folder = sum(plan.rows * plan.row_bytes for plan in plans), writers[0].folder.parent
+    what = f"{kept.contents(plans)}: {gigabytes(size)} in {folder}"
     free = shutil.disk_usage(folder).free
     if needed > free:
-        fixed = sum(plan.bytes_of(len(plan.shards), 0) for plan in plans)
-        fits = max(0, (free - fixed) * top_k // max(1, size))
-        advice = f"the largest `teacher.top_k` that fits is {fits}" if fits else "not even one token a position fits"
+        advice = kept.nearest(plans, free)
         raise ValueError(f"{what}; it needs {gigabytes(needed)}, and {gigabytes(free)} are free: {advice}")
-    blocks, speed = _probe(writers, missing, teacher, batch, state.device)
+    blocks, speed = _probe(writers, missing, make_rows, kept.batch, state.device)
     left = sum(shard.end_block - shard.first_block for shards in missing for shard in shards)
     seconds = left / blocks / state.num_processes if blocks else 0.0
-    say(f"teacher: {what}")
+    say(f"{kept.word}: {what}")
     if needed < size:
         written = sum(len(plan.shards) for plan in plans) - sum(map(len, missing))
-        say(f"teacher: {written} files are there already, {gigabytes(needed)} are left to write")
+        say(f"{kept.word}: {written} files are there already, {gigabytes(needed)} are left to write")
     if blocks:
         say(
-            f"teacher: about {duration(seconds)} with {state.num_processes} process(es) at {speed:,.0f} positions a "
-            "second each, by a short probe"
+            f"{kept.word}: about {duration(seconds)} with {state.num_processes} process(es) at {speed:,.0f} positions "
+            "a second each, by a short probe"
         )
 
 
 def _probe(
     writers: Sequence[CacheWriter],
     missing: Sequence[Sequence[Shard]],
-    teacher: ModelTeacher,
+    make_rows: MakeRows,
     batch: int,
     device: torch.device,
 ) -> tuple[float, float]:
@@ -277,7 +328,7 @@ def _probe(
         seconds: list[float] = []
         while len(seconds) < _PROBE_BATCHES and sum(seconds) < _PROBE_SECONDS:
             start = time.perf_counter()
-            rows = sum(len(ids_CK.cpu()) for ids_CK, _ in writer.rows(teacher, first, end, device))
+            rows = sum(len(next(iter(piece.values()))) for piece in writer.rows(make_rows, first, end, device))
             seconds.append(time.perf_counter() - start)
         fastest = min(seconds)  # the first warms up
         return (end - first) / fastest, rows / fastest

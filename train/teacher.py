@@ -18,6 +18,7 @@ from ..data.packing import Batch
 from ..decode.loading import load_model
 from .chunks import DenseTeacher, SparseTeacher
 from .forward import make_forward
+from .row_cache import check_alike, look_up
 from .teacher_cache import TeacherCache
 
 
@@ -74,13 +75,9 @@ class CachedTeacher:
     """
 
     def __init__(self, *caches: TeacherCache) -> None:
-        assert caches
+        check_alike([cache.source for cache in caches])
         self._caches = caches
-        first, *others = (cache.source for cache in caches)
-        for other in others:
-            known = (first.fingerprint, first.top_k, first.dtype, first.load_in_8bit)
-            if known != (other.fingerprint, other.top_k, other.dtype, other.load_in_8bit):
-                raise ValueError(f"caches of different teachers: {'; '.join(first.differences(other))}")
+        first = caches[0].source
         self.top_k = first.top_k
         self.vocab_size = caches[0].vocab_size
         self.settings: dict[str, Any] = {
@@ -97,16 +94,9 @@ class CachedTeacher:
         """Ids int64 [X, K] and float32 log-probabilities [X, K], the most likely first.
 
         Raises:
-            ValueError: a batch with documents that no cache was made from.
+            ValueError: a batch with documents that no cache was made from; a damaged file.
         """
-        for cache in self._caches:
-            found = cache.find(batch)
-            if found is not None:
-                break
-        else:
-            folders = ", ".join(str(cache.folder) for cache in self._caches)
-            raise ValueError(f"a batch holds documents that the teacher's cache was not made from ({folders})")
-        positions_R, rows_R = found
+        cache, positions_R, rows_R = look_up(self._caches, batch)
         ids_RK, log_probs_RK = cache.read(rows_R)
         device = batch.tokens_BT.device
         positions = torch.from_numpy(positions_R).to(device)

@@ -1,4 +1,4 @@
-"""The cache of a recipe's teacher, from the command line to the batches that a drafter learns from."""
+"""The cache of what a recipe's target says, from the command line to the batches that drafters and heads learn from."""
 
 from __future__ import annotations
 
@@ -18,20 +18,30 @@ import pytest
 import torch
 import yaml
 from draftsmith.data.tokenizers import load_tokenizer
+from draftsmith.decode.loading import load_model
 from draftsmith.recipes.loading import load_recipe
 from draftsmith.recipes.prepare import Prepared, prepare_data
-from draftsmith.recipes.teacher import open_cache, prepare_teacher
-from draftsmith.recipes.training import DrafterRecipe
-from draftsmith.train.losses import IGNORED, shifted_labels
+from draftsmith.recipes.teacher import (
+    NoCacheError,
+    hidden_bytes,
+    open_cache,
+    open_hidden,
+    prepare_teacher,
+    teacher_bytes,
+)
+from draftsmith.recipes.training import DrafterRecipe, HeadsRecipe
+from draftsmith.train.forward import PackedForward
+from draftsmith.train.hidden_cache import HiddenCache
+from draftsmith.train.losses import IGNORED, head_labels, shifted_labels
 from draftsmith.train.teacher import CachedTeacher, ModelTeacher, load_teacher
 from draftsmith.train.teacher_cache import TeacherCache
 
 # the command line with files of a few blocks, as a large corpus has them
 SMALL_FILES = """
 import sys
-import draftsmith.train.teacher_cache as cache
+import draftsmith.train.row_plan as rows
 from draftsmith.recipes.cli import main
-cache.SHARD_BYTES = 8000
+rows.SHARD_BYTES = 8000
 if __name__ == "__main__":
     main()
 """
@@ -52,13 +62,31 @@ def recipe_file(drafter_recipe: Path, tmp_path: Path, corpus: Path, make_llama: 
     return drafter_recipe
 
 
+@pytest.fixture
+def heads_file(recipe_file: Path, tmp_path: Path) -> Path:
+    """A recipe whose heads learn from the same target's hidden states on disk."""
+    values = yaml.safe_load(recipe_file.read_text())
+    heads = {"kind": "heads", "out": str(tmp_path / "heads"), "num_heads": 2}
+    heads |= {key: values[key] for key in ("target", "data", "train")}
+    heads["hidden"] = {"cache": str(tmp_path / "hidden"), "batch": 2}
+    path = tmp_path / "heads.yaml"
+    path.write_text(yaml.safe_dump(heads))
+    return path
+
+
+def loaded_heads(heads_file: Path, *overrides: str) -> HeadsRecipe:
+    recipe = load_recipe(str(heads_file), overrides)
+    assert isinstance(recipe, HeadsRecipe)
+    return recipe
+
+
 def loaded(recipe_file: Path, *overrides: str) -> DrafterRecipe:
     recipe = load_recipe(str(recipe_file), overrides)
     assert isinstance(recipe, DrafterRecipe)
     return recipe
 
 
-def prepared_of(recipe: DrafterRecipe) -> Prepared:
+def prepared_of(recipe: DrafterRecipe | HeadsRecipe) -> Prepared:
     return prepare_data(recipe.data, load_tokenizer(recipe.tokenizer_source), quiet=True)
 
 
@@ -95,6 +123,8 @@ def test_the_command_writes_what_the_drafter_then_learns_from(recipe_file: Path,
     assert mass < 0.9
     assert "of the probability is not taught: a larger `teacher.top_k` is better" in done.stderr
     written = contents(folder.parent)
+    on_disk = sum(len(content) for name, content in written.items() if name.endswith(".safetensors"))
+    assert on_disk <= teacher_bytes(recipe, prepared, 320) <= on_disk + 8192
 
     again = cli("prepare", str(recipe_file), "--teacher")
     assert (again.returncode, again.stdout) == (0, done.stdout)
@@ -114,11 +144,6 @@ def test_the_command_writes_what_the_drafter_then_learns_from(recipe_file: Path,
         dense, sparse = in_process(batch), cached(batch)
         wanted_RV = (dense.hidden_XE @ dense.weight_VE.T).log_softmax(1)[kept_X]
         torch.testing.assert_close(sparse.log_probs_XK[kept_X], wanted_RV.topk(6).values, rtol=2**-10, atol=1e-3)
-
-    (folder / "rows-00000.safetensors").write_bytes(written[f"{folder.name}/rows-00000.safetensors"][::-1])
-    broken = cli("prepare", str(recipe_file), "--teacher")
-    assert broken.returncode == 2
-    assert "rows-00000.safetensors is damaged" in broken.stderr
 
 
 def test_a_cache_of_another_target_is_not_taken(recipe_file: Path, make_llama: Callable[..., Any], tmp_path: Path):
@@ -151,7 +176,7 @@ def test_what_cannot_be_cached_is_refused_before_anything_runs(recipe_file: Path
     table.write_text(yaml.safe_dump({"kind": "table"} | {key: values[key] for key in ("out", "tokenizer", "data")}))
     refused = cli("prepare", str(table), "--teacher")
     assert refused.returncode == 2
-    assert "--teacher is for recipes of kind 'drafter'" in refused.stderr
+    assert "--teacher is for recipes of kind 'drafter' or 'heads'" in refused.stderr
 
 
 def test_a_disk_that_is_too_small_is_found_out_beforehand(
@@ -181,6 +206,132 @@ def test_a_disk_that_is_too_small_is_found_out_beforehand(
         prepare_teacher(recipe)
     free(30_000)
     assert TeacherCache.load(prepare_teacher(loaded(recipe_file, f"teacher.top_k={fits}"))).rows > 0
+
+
+def test_a_disk_too_small_for_hidden_states_is_found_out_beforehand(
+    heads_file: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+):
+    recipe, wide = loaded_heads(heads_file), loaded_heads(heads_file, "hidden.dtype=float32")
+    prepared = prepared_of(recipe)
+    small, large = (hidden_bytes(one, prepared, 32) for one in (recipe, wide))
+    assert small < large
+
+    def free(size: int) -> None:
+        monkeypatch.setattr(shutil, "disk_usage", lambda _: Usage(10**9, 10**9 - size, size))
+
+    free(large - 1)
+    with pytest.raises(ValueError, match=r"are free: the nearest setting that fits is `hidden\.dtype=bfloat16`"):
+        prepare_teacher(wide)
+    free(small - 1)
+    for each in (recipe, wide):
+        with pytest.raises(ValueError, match=r"no type of them fits; compute the states .*`hidden\.cache=null`"):
+            prepare_teacher(each)
+    assert not list((tmp_path / "hidden").glob("[!.]*"))
+    free(small)
+    folder = prepare_teacher(recipe).parent
+    written = sum(path.stat().st_size for path in folder.rglob("*.safetensors"))
+    assert 0.95 * small < written <= small
+    free(large)
+    prepare_teacher(wide)
+    assert len(list(folder.iterdir())) == 4  # both types, of training and held-out data
+
+
+def test_heads_learn_from_the_states_that_the_command_wrote(heads_file: Path, cli: Callable[..., Any]):
+    recipe = loaded_heads(heads_file)
+    prepared = prepared_of(recipe)
+    with pytest.raises(NoCacheError, match=r"no cache of the hidden states of .*target .* training data .*--teacher"):
+        open_hidden(recipe, prepared)
+    done = cli("prepare", str(heads_file), "--teacher")
+    assert done.returncode == 0, done.stderr
+    folder = Path(done.stdout.strip())
+    cache = HiddenCache.load(folder)
+    assert cache.source.dtype == "bfloat16"
+    said = rf"hidden states: {cache.hidden_size} numbers in bfloat16 at [\d,]+ positions: [\d.]+ kB in .*hidden"
+    assert re.search(said, done.stderr)
+    assert re.search(r"about \d+ s with 1 process\(es\) at [\d,]+ positions a second each", done.stderr)
+    assert f"training: {cache.rows:,} positions in {folder}, every SHA-256 as written; " in done.stderr
+
+    cached, forward = open_hidden(recipe, prepared), PackedForward(load_model(recipe.target))
+    for data in (prepared.train, prepared.heldout):
+        batch = data.batch([2, 0])
+        kept_BT = (head_labels(batch.labels_BT, batch.documents_BT, recipe.num_heads) != IGNORED).any(-1)
+        with torch.no_grad():
+            wanted_XD = forward.hidden(batch)[kept_BT]
+        torch.testing.assert_close(cached.hidden(batch)[kept_BT].float(), wanted_XD, rtol=2**-8, atol=1e-5)
+    with pytest.raises(NoCacheError, match=r"what lies there is another: states is after-norm there, before-norm here"):
+        open_hidden(loaded_heads(heads_file, "states=before-norm"), prepared)
+    with pytest.raises(NoCacheError, match=r"another: target_dtype is auto there, float32 here"):
+        open_hidden(loaded_heads(heads_file, "target_dtype=float32"), prepared)
+    with pytest.raises(ValueError, match=r"needs `hidden\.cache`, and the recipe has none"):
+        prepare_teacher(loaded_heads(heads_file, "hidden.cache=null"))
+    with pytest.raises(ValueError, match=r"`hidden\.cache` needs data that is kept: with `data\.streaming`"):
+        prepare_teacher(loaded_heads(heads_file, "data.streaming=true"))
+
+
+def flip(path: Path) -> None:
+    content = bytearray(path.read_bytes())
+    content[-1] ^= 1
+    path.write_bytes(content)
+
+
+@pytest.mark.parametrize("kind", ["drafter", "heads"])
+def test_of_a_damaged_cache_only_what_is_damaged_is_written_again(
+    kind: str, recipe_file: Path, heads_file: Path, tmp_path: Path
+):
+    script = tmp_path / "small_files.py"
+    script.write_text(SMALL_FILES)
+    recipe = loaded(recipe_file) if kind == "drafter" else loaded_heads(heads_file)
+    command = [sys.executable, str(script), "prepare", str(recipe_file if kind == "drafter" else heads_file)]
+
+    def run() -> subprocess.CompletedProcess[str]:
+        return subprocess.run(
+            [*command, "--teacher"], env=environment(), capture_output=True, text=True, timeout=200, check=False
+        )
+
+    def stood() -> dict[str, tuple[int, int]]:
+        return {path.name: (path.stat().st_ino, path.stat().st_mtime_ns) for path in folder.iterdir()}
+
+    folder = Path(run().stdout.strip())
+    before, stood_before = contents(folder), stood()
+    assert sum(name.endswith(".safetensors") for name in before) > 4
+    flip(folder / "rows-00001.safetensors")
+    (folder / "rows-00003.safetensors").unlink()
+    open_it = open_cache if kind == "drafter" else open_hidden
+    with pytest.raises(ValueError, match=r"rows-00003\.safetensors is missing: `draftsmith prepare` .* `--teacher`"):
+        open_it(recipe, prepared_of(recipe))  # type: ignore[operator]
+
+    with subprocess.Popen([*command, "--teacher"], env=environment(), stderr=subprocess.PIPE, text=True) as killed:
+        assert killed.stderr is not None
+        lines = []
+        for line in killed.stderr:
+            lines.append(line)
+            if "are left to write" in line:  # the damaged files are gone, nothing is written yet
+                killed.kill()
+    damaged = [line for line in lines if "it is written again" in line]
+    assert len(damaged) == 2, lines
+    assert any("rows-00001.safetensors is damaged: its SHA-256" in line for line in damaged)
+    assert any("rows-00003.safetensors is missing" in line for line in damaged)
+
+    done = run()
+    assert (done.returncode, done.stdout.strip()) == (0, str(folder)), done.stderr
+    assert "files are there already" in done.stderr
+    assert contents(folder) == before
+    manifest = "teacher.json" if kind == "drafter" else "hidden.json"
+    again = {f"rows-0000{number}.{end}" for number in (1, 3) for end in ("safetensors", "sha256")}
+    now = stood()
+    assert {name for name, old in stood_before.items() if now[name] != old} == again | {
+        "documents.safetensors",
+        manifest,
+    }
+    third = run()
+    assert "written again" not in third.stderr
+    assert "probe" not in third.stderr
+    assert stood() == now
+
+    (folder / manifest).write_text("{")
+    done = run()
+    assert f"{manifest} is damaged" in done.stderr
+    assert (done.returncode, contents(folder)) == (0, before)
 
 
 def test_ctrl_c_and_two_processes_lead_to_the_same_bytes(

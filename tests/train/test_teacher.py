@@ -2,11 +2,8 @@
 
 from __future__ import annotations
 
-import hashlib
 import json
 import math
-import os
-import random
 import subprocess
 import sys
 from collections.abc import Callable
@@ -21,29 +18,26 @@ import torch
 from draftsmith.data.packing import Batch
 from draftsmith.train.chunks import DenseTeacher, SparseTeacher, TopK
 from draftsmith.train.losses import IGNORED, mixture, shifted_labels
+from draftsmith.train.row_plan import CachePlan
+from draftsmith.train.row_writer import CacheWriter
 from draftsmith.train.teacher import CachedTeacher, ModelTeacher, load_teacher
-from draftsmith.train.teacher_cache import MANIFEST, CachePlan, CacheSource, TeacherCache, map_safetensors
-from draftsmith.train.teacher_writer import CacheWriter, top_log_probs
+from draftsmith.train.teacher_cache import CacheSource, TeacherCache, TopRows, top_log_probs
 from safetensors.torch import load_file
 
 CPU = torch.device("cpu")
-
-
-@pytest.fixture(scope="module")
-def teacher_worker(load_script: Callable[[Path], ModuleType]) -> ModuleType:
-    return load_script(Path(__file__).with_name("teacher_worker.py"))
 
 
 def write_cache(
     folder: Path, blocks: Any, teacher: Any, top_k: int, shard_bytes: int | None = None, batch: int = 3, **source: Any
 ) -> TeacherCache:
     settings = {"target": "nowhere", "fingerprint": "a model", "data": "some data"} | source
-    plan = CachePlan.of(blocks, top_k, teacher.vocab_size, shard_bytes)
-    writer = CacheWriter(folder, CacheSource(top_k=top_k, **settings), blocks, plan)
+    made_from = CacheSource(top_k=top_k, **settings)
+    writer = CacheWriter(folder, made_from, blocks, CachePlan.of(blocks, made_from, teacher.vocab_size, shard_bytes))
     with writer.locked():
         for shard in writer.missing():
-            assert writer.write(shard, teacher, CPU, batch)
-        return writer.finish()
+            assert writer.write(shard, TopRows(teacher, top_k), CPU, batch)
+        writer.finish()
+    return TeacherCache.load(folder, made_from)
 
 
 def kept_of(batch: Batch) -> torch.Tensor:
@@ -118,12 +112,12 @@ def test_ids_take_the_room_their_vocabulary_needs_and_the_size_is_known_beforeha
     data = worker.make_data(6)
     for vocab, bytes_an_id in ((65_536, 2), (65_537, 4)):
         teacher = ModelTeacher(make_llama(vocab, hidden_size=8, num_attention_heads=2, intermediate_size=8))
-        plan = CachePlan.of(data, 3, teacher.vocab_size)
+        plan = CachePlan.of(data, CacheSource("nowhere", "a model", "some data", 3), teacher.vocab_size)
         cache = write_cache(tmp_path / str(vocab), data, teacher, 3)
         assert plan.row_bytes == 3 * (bytes_an_id + 2) + 2
         written = sum(path.stat().st_size for path in (tmp_path / str(vocab)).glob("*.safetensors"))
         rows = data.trainable_tokens(range(6))
-        assert rows * plan.row_bytes < written <= plan.bytes_of(len(plan.shards), rows)
+        assert rows * plan.row_bytes < written <= plan.bytes
         tensors = load_file(tmp_path / str(vocab) / "rows-00000.safetensors")  # any reader of the format
         assert tensors["log_probs"].dtype == torch.float16
         batch = data.batch([0, 1])
@@ -131,7 +125,7 @@ def test_ids_take_the_room_their_vocabulary_needs_and_the_size_is_known_beforeha
         wanted = dense_log_probs(teacher, batch)[kept].argmax(1)
         assert torch.equal(CachedTeacher(cache)(batch).ids_XK[kept, 0], wanted)
     with pytest.raises(ValueError, match="top_k is 33, expected 1 … 32"):
-        CachePlan.of(data, 33, 32)
+        CachePlan.of(data, CacheSource("nowhere", "a model", "some data", 33), 32)
 
 
 def test_float16_moves_no_probability_by_more_than_the_stated_bound():
@@ -226,117 +220,8 @@ def test_a_cache_of_something_else_is_refused_with_both_sides(cache: TeacherCach
         assert changed.key != cache.source.key
         with pytest.raises(ValueError, match=message):
             TeacherCache.load(cache.folder, changed)
-    with pytest.raises(ValueError, match=f"no cache of a teacher: it has no {MANIFEST}"):
+    with pytest.raises(ValueError, match=r"is no teacher's cache: it has no teacher\.json"):
         TeacherCache.load(tmp_path)
-
-
-def test_damage_is_found_and_named(cache: TeacherCache):
-    path = cache.folder / "rows-00002.safetensors"
-    whole = path.read_bytes()
-    cache.verify()
-    path.write_bytes(whole[:-1] + bytes([whole[-1] ^ 1]))
-    with pytest.raises(ValueError, match=r"rows-00002.safetensors is damaged: its SHA-256"):
-        TeacherCache.load(cache.folder).verify()
-    path.write_bytes(whole[:-1])
-    with pytest.raises(ValueError, match=rf"rows-00002.safetensors is damaged: it has {len(whole) - 1} bytes"):
-        TeacherCache.load(cache.folder)
-    path.write_bytes(b"\xff" * len(whole))
-    with pytest.raises(ValueError, match=r"rows-00002.safetensors is damaged"):
-        TeacherCache.load(cache.folder)
-    path.unlink()
-    with pytest.raises(ValueError, match=r"rows-00002.safetensors is missing"):
-        TeacherCache.load(cache.folder)
-    path.write_bytes(whole)
-    manifest = json.loads((cache.folder / MANIFEST).read_text())
-    for text, message in (
-        (json.dumps(manifest | {"schema": 99}), "schema 99, this version reads 1"),
-        (json.dumps(manifest | {"shards": [{"number": 1}]}), "not the manifest"),
-        ("{", "not the manifest"),
-    ):
-        (cache.folder / MANIFEST).write_text(text)
-        with pytest.raises(ValueError, match=message):
-            TeacherCache.load(cache.folder)
-
-
-def test_the_sums_beside_the_files_are_what_other_tools_read(cache: TeacherCache):
-    for path in cache.folder.glob("rows-*.safetensors"):
-        expected = f"{hashlib.sha256(path.read_bytes()).hexdigest()}  {path.name}\n"
-        assert path.with_suffix(".sha256").read_text() == expected
-    rows = map_safetensors(cache.folder / "rows-00001.safetensors")
-    assert isinstance(rows["ids"], np.memmap)  # nothing but what is asked for is read
-    assert rows["ids"].shape == rows["log_probs"].shape
-
-
-def test_what_the_disk_garbles_is_found_before_the_cache_counts_as_written(
-    worker: ModuleType, teacher_worker: ModuleType, tmp_path: Path
-):
-    data, teacher = worker.make_data(12), ModelTeacher(worker.make_model())
-    writer = teacher_worker.make_writer(tmp_path / "cache", data)
-    with writer.locked():
-        shards = writer.missing()
-        for shard in shards:
-            writer.write(shard, teacher, CPU, 1)
-        path = writer.unfinished / shards[1].name
-        path.write_bytes(path.read_bytes()[:-1] + b"?")
-        with pytest.raises(ValueError, match=r"rows-00001.safetensors is not what was written"):
-            writer.finish()
-        assert not writer.folder.exists()
-        assert writer.missing() == [shards[1]]
-        with pytest.raises(ValueError, match="another process is writing"), writer.locked():
-            pass
-        writer.write(shards[1], teacher, CPU, 1)
-        assert writer.finish().rows == data.trainable_tokens(range(12))
-    (tmp_path / "notes").mkdir()
-    (tmp_path / "notes" / "mine.txt").write_text("")
-    with (
-        pytest.raises(ValueError, match="is no cache of a teacher"),
-        teacher_worker.make_writer(tmp_path / "notes", data).locked(),
-    ):
-        pass
-
-
-def test_writing_stops_between_batches_when_asked(worker: ModuleType, teacher_worker: ModuleType, tmp_path: Path):
-    writer = teacher_worker.make_writer(tmp_path / "cache", worker.make_data(12))
-    writer.unfinished.mkdir()
-    asked: list[int] = []
-    done = writer.write(
-        writer.plan.shards[0],
-        ModelTeacher(worker.make_model()),
-        CPU,
-        1,
-        progress=asked.append,
-        stopping=lambda: len(asked) == 1,
-    )
-    assert not done
-    assert len(asked) == 1
-    assert writer.missing() == list(writer.plan.shards)
-    assert list(writer.unfinished.iterdir()) == []
-
-
-def test_killed_at_random_moments_it_goes_on_to_the_same_bytes(tmp_path: Path):
-    def run(name: str, kills: list[float]) -> tuple[dict[str, bytes], list[str]]:
-        folder = tmp_path / name
-        options = json.dumps({"folder": str(folder), "kills": kills, "pause": 0.004})
-        command = [sys.executable, str(Path(__file__).with_name("teacher_worker.py")), options]
-        done = subprocess.run(
-            command, capture_output=True, text=True, timeout=120, env=os.environ | {"OMP_NUM_THREADS": "1"}, check=False
-        )
-        assert done.returncode == 0, done.stderr
-        return {path.name: path.read_bytes() for path in folder.iterdir()}, done.stdout.splitlines()
-
-    rng = random.Random(os.getpid())
-    kills = [rng.uniform(0.0, 0.25) for _ in range(10)]
-    undisturbed, lines = run("undisturbed", [])
-    shards = sum(name.endswith(".safetensors") for name in undisturbed) - 1
-    assert lines == [*(f"wrote {number}" for number in range(shards)), "ended 0"]
-    assert shards > 15
-    killed, lines = run("killed", kills)
-    assert killed == undisturbed, kills
-    assert lines.count("ended -9") >= 2, kills
-    written = [line for line in lines if line.startswith("wrote")]
-    # no file that was whole is written again; one may be whole although the process died before it said so
-    assert len(set(written)) == len(written) >= shards - lines.count("ended -9")
-    assert not list(tmp_path.glob(".*"))
 
 
 def test_a_model_teaches_frozen_and_in_evaluation_mode(worker: ModuleType):
@@ -390,6 +275,6 @@ def test_an_encoder_decoder_teaches_from_the_cache_too(worker: ModuleType, tmp_p
 def test_teachers_import_without_what_only_recipes_and_training_need():
     blocked = ("accelerate", "pydantic", "rich", "datasets", "deepspeed", "bitsandbytes")
     program = f"import sys\nfor name in {blocked!r}: sys.modules[name] = None\n"
-    program += "import draftsmith.train.teacher, draftsmith.train.teacher_writer"
+    program += "import draftsmith.train.teacher, draftsmith.train.hidden_cache, draftsmith.train.row_writer"
     done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, check=False)
     assert done.stderr == ""

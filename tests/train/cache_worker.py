@@ -1,0 +1,91 @@
+"""Writes a small cache of what a target says in child processes that are killed after so many seconds each, then in
+one that is left alone.
+
+python cache_worker.py '{"folder": "…", "kind": "hidden", "kills": [0.01, 0.2], "pause": 0.004}'
+"""
+
+from __future__ import annotations
+
+import importlib.util
+import json
+import os
+import signal
+import sys
+import time
+from pathlib import Path
+from types import ModuleType
+from typing import Any
+
+import torch
+from draftsmith.train.hidden_cache import HiddenCache, HiddenRows, HiddenSource
+from draftsmith.train.row_cache import RowCache
+from draftsmith.train.row_plan import CachePlan, Source
+from draftsmith.train.row_writer import CacheWriter, MakeRows
+from draftsmith.train.teacher import ModelTeacher
+from draftsmith.train.teacher_cache import CacheSource, TeacherCache, TopRows
+
+TOP_K = 5
+CACHES: dict[str, type[RowCache]] = {"top": TeacherCache, "hidden": HiddenCache}
+
+
+def load_worker() -> ModuleType:
+    """`worker.py` beside this file."""
+    spec = importlib.util.spec_from_file_location("train_worker", Path(__file__).with_name("worker.py"))
+    assert spec is not None
+    assert spec.loader is not None
+    module = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(module)
+    return module
+
+
+def make_source(kind: str) -> Source:
+    told = ("nowhere", "a model", "some data")
+    return CacheSource(*told, top_k=TOP_K) if kind == "top" else HiddenSource(*told)
+
+
+def make_rows(kind: str, model: Any) -> tuple[MakeRows, int]:
+    """What makes rows of a model's states, and the size that these depend on."""
+    if kind == "top":
+        teacher = ModelTeacher(model)
+        return TopRows(teacher, TOP_K), teacher.vocab_size
+    rows = HiddenRows(model)
+    return rows, rows.hidden_size
+
+
+def make_writer(folder: Path, data: Any, kind: str, size: int, **options: Any) -> CacheWriter:
+    """Some twenty files of a few blocks each."""
+    source = make_source(kind)
+    row_bytes = sum(column.row_bytes for column in source.columns(size).values())
+    return CacheWriter(folder, source, data, CachePlan.of(data, source, size, shard_bytes=row_bytes * 20), **options)
+
+
+def write(folder: Path, data: Any, kind: str, model: Any, pause: float = 0.0, **options: Any) -> None:
+    rows, size = make_rows(kind, model)
+    writer = make_writer(folder, data, kind, size, **options)
+    with writer.locked():
+        for shard in writer.missing():
+            writer.write(shard, rows, torch.device("cpu"), 1, progress=lambda rows: time.sleep(pause))
+            os.write(1, f"wrote {shard.number}\n".encode())  # at once, so that no kill leaves half a line
+        writer.finish()
+
+
+def main() -> None:
+    options = json.loads(sys.argv[1])
+    torch.set_num_threads(1)
+    worker = load_worker()
+    data, model = worker.make_data(48), worker.make_model()
+    folder = Path(options["folder"])
+    for seconds in [*options["kills"], None]:
+        child = os.fork()
+        if child == 0:
+            write(folder, data, options["kind"], model, options["pause"])
+            os._exit(0)
+        if seconds is not None:
+            time.sleep(seconds)
+            os.kill(child, signal.SIGKILL)
+        _, status = os.waitpid(child, 0)
+        print("ended", os.waitstatus_to_exitcode(status), flush=True)
+
+
+if __name__ == "__main__":
+    main()
