@@ -9,7 +9,7 @@ after them is elementwise and runs over *blocks* of few rows, whose temporaries 
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from typing import Literal, NamedTuple
 
@@ -69,6 +69,17 @@ class TopK:
             raise ValueError(f"top_k has tail {self.tail!r}, expected 'bucket' or 'renormalise'")
 
 
+def chunk_positions(vocab: int, device: torch.device) -> int:
+    """Positions of a chunk."""
+    kind = "cuda" if device.type == "cuda" else "cpu"
+    return max(16, min(CHUNK_POSITIONS[kind], CHUNK_ELEMENTS[kind] // vocab))
+
+
+def block_rows(vocab: int, chunk: int, device: torch.device) -> int:
+    """Rows of a block: on a GPU, blocks are chunks."""
+    return chunk if device.type == "cuda" else max(1, BLOCK_ELEMENTS * torch.get_num_threads() // vocab)
+
+
 class DrafterLogits:
     """Walks over the positions that have a label, chunk after chunk.
 
@@ -79,27 +90,16 @@ class DrafterLogits:
     def __init__(self, hidden_XD: Tensor, weight_VD: Tensor | None, labels_X: Tensor, chunk: int | None) -> None:
         assert hidden_XD.dim() == 2, hidden_XD.shape
         assert labels_X.shape == hidden_XD.shape[:1], (hidden_XD.shape, labels_X.shape)
-        device = "cuda" if hidden_XD.device.type == "cuda" else "cpu"
         self.vocab = hidden_XD.shape[1] if weight_VD is None else weight_VD.shape[0]
         self.kept = (labels_X != IGNORED).nonzero()[:, 0]
-        self.size = chunk or max(16, min(CHUNK_POSITIONS[device], CHUNK_ELEMENTS[device] // self.vocab))
-        self.block = max(1, BLOCK_ELEMENTS * torch.get_num_threads() // self.vocab) if device == "cpu" else self.size
+        self.size = chunk or chunk_positions(self.vocab, hidden_XD.device)
+        self.block = block_rows(self.vocab, self.size, hidden_XD.device)
         self._product = _Product(hidden_XD, weight_VD, self.size)
 
     @property
     def count(self) -> Tensor:
         """How many positions have a label, int64 scalar."""
         return torch.tensor(len(self.kept), device=self.kept.device)
-
-    @property
-    def weight_VD(self) -> Tensor | None:
-        """The projection, in the type that products run in."""
-        return self._product.weight_VD
-
-    @property
-    def dtype(self) -> torch.dtype:
-        """The type that products run in."""
-        return self._product.dtype
 
     def chunks(self) -> Iterator[tuple[Tensor, Tensor]]:
         """Positions int64 [C] and logits [C, V] of each chunk; the next one overwrites the logits."""
@@ -130,7 +130,10 @@ class Lesson(NamedTuple):
 
 
 class TeacherLessons:
-    """Gives a teacher's log-probabilities at `temperature`, for chunk after chunk of `DrafterLogits`.
+    """Gives a teacher's log-probabilities at `temperature`, chunk after chunk of its positions.
+
+    `vocab` is the drafter's; at most `size` positions are asked for at a time. Products and sorting are done once a
+    chunk, however often its rows are asked for.
 
     Raises:
         ValueError: the vocabularies differ; the bucket of `top_k` at a temperature other than 1; more tokens wanted
@@ -138,62 +141,77 @@ class TeacherLessons:
     """
 
     def __init__(
-        self, teacher: Teacher, drafter: DrafterLogits, positions: int, top_k: TopK | None, temperature: float
+        self, teacher: Teacher, vocab: int, size: int, top_k: TopK | None = None, temperature: float = 1.0
     ) -> None:
         self._top_k, self._temperature = top_k, temperature
         self._product: _Product | None = None
+        self._precise = False  # 16 bits hold logits, but no log-probabilities
         self._sparse: SparseTeacher | None = None
-        self._vocab = drafter.vocab
+        self._vocab = vocab
+        self._block = block_rows(vocab, size, _device(teacher))
         if isinstance(teacher, SparseTeacher):
             assert teacher.ids_XK.shape == teacher.log_probs_XK.shape, (
                 teacher.ids_XK.shape,
                 teacher.log_probs_XK.shape,
             )
-            self._sparse, rows, kept = teacher, len(teacher.ids_XK), teacher.ids_XK.shape[1]
+            self._sparse, self.positions, kept = teacher, len(teacher.ids_XK), teacher.ids_XK.shape[1]
             self._top_k = top_k = top_k or TopK(kept)
             if top_k.k > kept:
                 raise ValueError(f"top_k wants the {top_k.k} most likely tokens, and the teacher keeps {kept}")
         else:
             hidden_XE, weight_VE = teacher.hidden_XE.detach(), teacher.weight_VE
-            rows, vocab = len(hidden_XE), hidden_XE.shape[1] if weight_VE is None else weight_VE.shape[0]
-            if vocab != self._vocab:
-                sides = f"the drafter's vocabulary has {self._vocab} tokens, the teacher's {vocab}"
+            self.positions, self._precise = len(hidden_XE), hidden_XE.dtype.itemsize > 2
+            theirs = hidden_XE.shape[1] if weight_VE is None else weight_VE.shape[0]
+            if theirs != vocab:
+                sides = f"the drafter's vocabulary has {vocab} tokens, the teacher's {theirs}"
                 raise ValueError(f"{sides}: they must agree")
-            self._product = _Product(
-                hidden_XE, None if weight_VE is None else weight_VE.detach(), drafter.size, own_type=True
-            )
-        assert rows == positions, (rows, positions)
+            self._product = _Product(hidden_XE, None if weight_VE is None else weight_VE.detach(), size, own_type=True)
         if top_k is not None and top_k.tail == "bucket" and temperature != 1:
             raise ValueError(f"tail 'bucket' needs temperature 1, got {temperature}: use tail 'renormalise'")
-        self._rows_C: Tensor | None = None
         self._logits_CV: Tensor | None = None
+        self._kept: Lesson | None = None
 
     def load(self, rows_C: Tensor) -> None:
         """Go to the chunk of these positions."""
-        self._rows_C = rows_C
-        self._logits_CV = None if self._product is None else self._product(rows_C)
+        if self._product is None:
+            self._kept = self._join([self._named(rows_R) for rows_R in rows_C.split(self._block)])
+            return
+        self._logits_CV = logits_CV = self._product(rows_C)
+        if self._top_k is not None and self._top_k.k < self._vocab:
+            self._kept = self._join([self._cut(wide(logits_RV)) for logits_RV in logits_CV.split(self._block)])
+        elif self._precise:
+            for logits_RV in logits_CV.split(self._block):
+                logits_RV.copy_(heated(logits_RV, self._temperature).log_softmax(1))
 
-    def block(self, block: slice) -> Lesson:
+    def lesson(self, rows_R: Tensor | slice) -> Lesson:
         """What the teacher says of these rows of the chunk."""
-        assert self._rows_C is not None
-        top_k, heat = self._top_k, self._temperature
-        if self._sparse is not None:
-            assert top_k is not None
-            rows_R = self._rows_C[block]
-            ids_RK, scores_RK = self._sparse.ids_XK[rows_R], wide(self._sparse.log_probs_XK.detach()[rows_R])
-            if top_k.k < ids_RK.shape[1]:
-                scores_RK, order_RK = scores_RK.topk(top_k.k, dim=1)
-                ids_RK = ids_RK.gather(1, order_RK)
-            if top_k.tail == "renormalise" or ids_RK.shape[1] == self._vocab:
-                return self._closed(ids_RK, scores_RK)
-            tail_R1 = _log_rest(scores_RK)
-            return Lesson(ids_RK, torch.cat([scores_RK, tail_R1], 1).log_softmax(1))
+        if self._kept is not None:
+            ids_CK, log_probs_CF = self._kept
+            assert ids_CK is not None
+            return Lesson(ids_CK[rows_R], log_probs_CF[rows_R])
         assert self._logits_CV is not None
-        logits_RV = wide(self._logits_CV[block])
-        if top_k is None or top_k.k >= self._vocab:
-            return Lesson(None, heated(logits_RV, heat).log_softmax(1))
-        scores_RK, ids_RK = logits_RV.topk(top_k.k, dim=1)
-        if top_k.tail == "renormalise":
+        if self._precise:
+            return Lesson(None, self._logits_CV[rows_R])
+        return Lesson(None, heated(wide(self._logits_CV[rows_R]), self._temperature).log_softmax(1))
+
+    def _named(self, rows_R: Tensor) -> Lesson:
+        """Of a sparse teacher."""
+        assert self._sparse is not None
+        assert self._top_k is not None
+        ids_RK, scores_RK = self._sparse.ids_XK[rows_R], wide(self._sparse.log_probs_XK.detach()[rows_R])
+        if self._top_k.k < ids_RK.shape[1]:
+            scores_RK, order_RK = scores_RK.topk(self._top_k.k, dim=1)
+            ids_RK = ids_RK.gather(1, order_RK)
+        if self._top_k.tail == "renormalise" or ids_RK.shape[1] == self._vocab:
+            return self._closed(ids_RK, scores_RK)
+        tail_R1 = _log_rest(scores_RK)
+        return Lesson(ids_RK, torch.cat([scores_RK, tail_R1], 1).log_softmax(1))
+
+    def _cut(self, logits_RV: Tensor) -> Lesson:
+        """Of a dense teacher of which only the most likely tokens are wanted."""
+        assert self._top_k is not None
+        scores_RK, ids_RK = logits_RV.topk(self._top_k.k, dim=1)
+        if self._top_k.tail == "renormalise":
             return self._closed(ids_RK, scores_RK)
         tail_R1 = logits_RV.scatter(1, ids_RK, -torch.inf).logsumexp(1, keepdim=True)
         return Lesson(ids_RK, torch.cat([scores_RK, tail_R1], 1).log_softmax(1))
@@ -205,6 +223,11 @@ class TeacherLessons:
             return Lesson(ids_RK, log_probs_RK)
         none_R1 = torch.full_like(log_probs_RK[:, :1], -torch.inf)
         return Lesson(ids_RK, torch.cat([log_probs_RK, none_R1], 1))
+
+    @staticmethod
+    def _join(parts: Sequence[Lesson]) -> Lesson:
+        ids = [part.ids_RK for part in parts if part.ids_RK is not None]
+        return Lesson(torch.cat(ids), torch.cat([part.log_probs_RF for part in parts]))
 
 
 def coarsen(logits_RV: Tensor, ids_RK: Tensor) -> tuple[Tensor, Tensor]:
@@ -223,6 +246,11 @@ def coarsen(logits_RV: Tensor, ids_RK: Tensor) -> tuple[Tensor, Tensor]:
     rest_RV = rest_RV.softmax(1)
     tail_R1 = top_R1 - rest_RV.gather(1, where_R1).log()
     return torch.cat([scores_RK, tail_R1], 1).log_softmax(1), rest_RV
+
+
+def seen_by(lesson: Lesson, logits_RV: Tensor) -> tuple[Tensor, Tensor | None]:
+    """The drafter's log-probabilities of the events that a lesson is about, and see `coarsen`."""
+    return (logits_RV.log_softmax(1), None) if lesson.ids_RK is None else coarsen(logits_RV, lesson.ids_RK)
 
 
 def spread(grad_RF: Tensor, ids_RK: Tensor, rest_RV: Tensor) -> Tensor:
@@ -244,26 +272,34 @@ def heated(logits_RV: Tensor, temperature: float) -> Tensor:
     return logits_RV if temperature == 1 else logits_RV / temperature
 
 
+def _device(teacher: Teacher) -> torch.device:
+    return (teacher.ids_XK if isinstance(teacher, SparseTeacher) else teacher.hidden_XE).device
+
+
 def _log_rest(log_probs_RK: Tensor) -> Tensor:
     """log(1 − Σ p) [R, 1]; −∞ where rounding made the sum 1 or more."""
     return torch.expm1(log_probs_RK.logsumexp(1, keepdim=True)).neg_().clamp_(min=0).log_()
+
+
+def product_type(values: Tensor) -> torch.dtype:
+    """The type that products of these values run in: that of autocast where it is on."""
+    kind = values.device.type
+    return torch.get_autocast_dtype(kind) if torch.is_autocast_enabled(kind) else values.dtype
 
 
 class _Product:
     """Rows of `hidden_XD @ weight_VD.T`, written into the same memory each time; or rows of `hidden_XD`."""
 
     def __init__(self, hidden_XD: Tensor, weight_VD: Tensor | None, rows: int, own_type: bool = False) -> None:
-        device = hidden_XD.device.type
-        autocast = torch.is_autocast_enabled(device) and not own_type
-        self.dtype = torch.get_autocast_dtype(device) if autocast else hidden_XD.dtype
-        self.weight_VD = None if weight_VD is None else weight_VD.detach().to(self.dtype)
+        self._dtype = hidden_XD.dtype if own_type else product_type(hidden_XD)
+        self._weight_VD = None if weight_VD is None else weight_VD.detach().to(self._dtype)
         self._hidden_XD, self._rows = hidden_XD.detach(), min(rows, len(hidden_XD))
         self._out_CV: Tensor | None = None
 
     def __call__(self, rows_C: Tensor) -> Tensor:
         hidden_CD = self._hidden_XD[rows_C]
-        if self.weight_VD is None:
+        if self._weight_VD is None:
             return hidden_CD
         if self._out_CV is None:
-            self._out_CV = hidden_CD.new_empty((self._rows, len(self.weight_VD)), dtype=self.dtype)
-        return torch.mm(hidden_CD.to(self.dtype), self.weight_VD.T, out=self._out_CV[: len(rows_C)])
+            self._out_CV = hidden_CD.new_empty((self._rows, len(self._weight_VD)), dtype=self._dtype)
+        return torch.mm(hidden_CD.to(self._dtype), self._weight_VD.T, out=self._out_CV[: len(rows_C)])

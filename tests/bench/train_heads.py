@@ -1,0 +1,362 @@
+"""The loss of prediction heads: memory and time against logits of all heads at once; on a GPU, a whole step.
+
+    python tests/bench/train_heads.py [--quick] [--hidden 768 4096] [--rounds 3]
+    python tests/bench/train_heads.py --gpu-shape [--rounds 10]
+
+Four heads over 2 x 2,048 tokens with a vocabulary of 32,000, float32, random numbers. `naive` is plain PyTorch: logits
+[B, T, K, V], `F.cross_entropy` for each head (`F.kl_div` with soft targets), autograd. Memory is the most that forward
+and backward take above their inputs and the gradients of the parameters, each side in a process of its own;
+`loss_memory_ratio` divides it by the size of the naive logits alone, `loss_memory_ratio_to_naive` by what naive takes.
+The gradient of the features, which any loss leaves, counts as memory of the loss; `..._without_features_gradient`
+leaves it out. Times are from one process in which both sides and the bare matrix products take turns: `time_ratio` is
+the median over rounds of fused / naive, `products_ratio` that of products / naive, which nothing exact can go below.
+Keys of the larger shapes end in their hidden size. Soft targets: the target's own distribution of the same tokens, from
+states of the heads' size; forward KL.
+
+`--gpu-shape`: a Llama of the 7B shape with random weights in bfloat16 and four heads of one block in float32, trained
+on 2 x 2,048 tokens a step under autocast with AdamW: tokens/s, peak memory, and the target's share of a step. The last
+line is one JSON object.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import statistics
+import subprocess
+import sys
+import time
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from draftsmith.checkpoints.heads import PredictionHeads
+from draftsmith.data.packing import Batch
+from draftsmith.recipes.evaluate import machine
+from draftsmith.train.head_losses import heads_mixture
+from draftsmith.train.heads import HeadsTask
+from draftsmith.train.losses import IGNORED, DenseTeacher, head_labels
+from torch import Tensor
+from transformers import LlamaConfig, LlamaForCausalLM
+
+HEADS, BLOCKS, VOCAB = 4, 2, 32000
+SHAPES = {
+    "7b": {"vocab_size": VOCAB, "hidden_size": 4096, "intermediate_size": 11008, "layers": 32, "attention_heads": 32},
+    "tiny": {"vocab_size": 320, "hidden_size": 64, "intermediate_size": 128, "layers": 2, "attention_heads": 4},
+}
+WEIGHTS = {"hard": {"cross-entropy": 1.0}, "soft": {"forward-kl": 1.0}}
+
+
+@dataclass
+class Inputs:
+    """What both sides are given; gradients are dropped before every run, as a training step does."""
+
+    features_XKD: Tensor
+    projections: list[Tensor]
+    labels_XK: Tensor
+    teacher: DenseTeacher
+    rows_XK: Tensor
+
+    @classmethod
+    def of(cls, hidden: int, tokens: int) -> Inputs:
+        torch.manual_seed(0)
+        positions = BLOCKS * tokens
+        labels_BT = torch.randint(VOCAB, (BLOCKS, tokens))
+        labels_XK = head_labels(labels_BT, torch.zeros_like(labels_BT), HEADS).flatten(0, 1)
+        ahead_XK = torch.arange(positions)[:, None] + torch.arange(1, HEADS + 1)
+        target_VD = torch.randn(VOCAB, hidden) * hidden**-0.5
+        return cls(
+            torch.randn(positions, HEADS, hidden).requires_grad_(),
+            [target_VD.clone().requires_grad_() for _ in range(HEADS)],  # what heads begin as
+            labels_XK,
+            DenseTeacher(torch.randn(positions, hidden), target_VD),
+            torch.where(labels_XK == IGNORED, -1, ahead_XK),
+        )
+
+    @property
+    def leaves(self) -> list[Tensor]:
+        return [self.features_XKD, *self.projections]
+
+    def clear(self) -> None:
+        for leaf in self.leaves:
+            leaf.grad = None
+
+
+def fused(inputs: Inputs, kind: str) -> float:
+    """The loss, with its gradients left behind."""
+    given = (inputs.features_XKD, inputs.projections, inputs.labels_XK)
+    taught = (inputs.teacher, inputs.rows_XK) if kind == "soft" else ()
+    sums_K, counts_K = heads_mixture(WEIGHTS[kind], *given, *taught)
+    loss = (sums_K / counts_K).sum()
+    loss.backward()
+    return float(loss.detach())
+
+
+def naive(inputs: Inputs, kind: str) -> float:
+    """The same, as one would write it."""
+    positions = len(inputs.labels_XK)
+    features_BTKD = inputs.features_XKD.unflatten(0, (BLOCKS, positions // BLOCKS))
+    logits_BTKV = torch.stack([features_BTKD[:, :, k] @ w_VD.T for k, w_VD in enumerate(inputs.projections)], dim=2)
+    if kind == "soft":
+        target_XV = (inputs.teacher.hidden_XE @ inputs.teacher.weight_VE.T).log_softmax(-1)
+    loss = torch.zeros(())
+    for k in range(HEADS):
+        logits_XV, labels_X = logits_BTKV[:, :, k].flatten(0, 1), inputs.labels_XK[:, k]
+        if kind == "hard":
+            loss = loss + F.cross_entropy(logits_XV, labels_X, ignore_index=IGNORED)
+        else:
+            kept = labels_X != IGNORED
+            mine, theirs = logits_XV[kept].log_softmax(-1), target_XV[inputs.rows_XK[kept, k]]
+            loss = loss + F.kl_div(mine, theirs, reduction="batchmean", log_target=True)
+    loss.backward()
+    return float(loss.detach())
+
+
+@torch.no_grad()
+def products(inputs: Inputs, kind: str, chunk: int = 512) -> float:
+    """Nothing but the matrix products that the loss and its gradients need, into memory that is there."""
+    features_XD = inputs.features_XKD[:, 0].detach().contiguous()
+    hidden = features_XD.shape[1]
+    grad_VD = torch.zeros(VOCAB, hidden)
+    out_CV, out_CD = torch.empty(chunk, VOCAB), torch.empty(chunk, hidden)
+    started = time.perf_counter()
+    for head, weight_VD in enumerate(inputs.projections):
+        for hidden_CD in features_XD.split(chunk):
+            rows = len(hidden_CD)
+            logits_CV = torch.mm(hidden_CD, weight_VD.detach().T, out=out_CV[:rows])
+            if kind == "soft" and head == 0:  # the target's logits, once for all heads
+                torch.mm(hidden_CD, weight_VD.detach().T, out=out_CV[:rows])
+            torch.mm(logits_CV, weight_VD.detach(), out=out_CD[:rows])
+            grad_VD.addmm_(logits_CV.T, hidden_CD)
+    return time.perf_counter() - started
+
+
+SIDES: dict[str, Callable[[Inputs, str], float]] = {"fused": fused, "naive": naive}
+
+
+def memory_of(side: str, kind: str, hidden: int, tokens: int) -> dict[str, float]:
+    """In this process: bytes that a side takes, and its seconds."""
+    run, inputs = SIDES[side], Inputs.of(hidden, tokens)
+    run(Inputs.of(8, 8), kind)  # libraries take their own memory once
+    Path("/proc/self/clear_refs").write_text("5")
+    before = status_bytes("VmRSS")
+    started = time.perf_counter()
+    loss = run(inputs, kind)
+    seconds = time.perf_counter() - started
+    parameters = sum(weight.grad.nbytes for weight in inputs.projections if weight.grad is not None)
+    return {"bytes": status_bytes("VmHWM") - before - parameters, "seconds": seconds, "loss": loss}
+
+
+def status_bytes(name: str) -> int:
+    line = next(line for line in Path("/proc/self/status").read_text().splitlines() if line.startswith(name))
+    return int(line.split()[1]) * 1024
+
+
+def compare_memory(hidden: int, tokens: int) -> dict[str, Any]:
+    logits = BLOCKS * tokens * HEADS * VOCAB * 4
+    features = BLOCKS * tokens * HEADS * hidden * 4
+    print(
+        f"hidden {hidden}: memory (naive logits alone: {logits / 1e6:.0f} MB; features' gradient {features / 1e6:.0f})"
+    )
+    found: dict[str, dict[str, float]] = {}
+    for side, kind in (("fused", "hard"), ("naive", "hard"), ("fused", "soft")):
+        command = [sys.executable, __file__, "--measure", side, "--kind", kind]
+        command += ["--hidden", str(hidden), "--tokens", str(tokens)]
+        done = subprocess.run(command, capture_output=True, text=True, check=False)
+        assert done.returncode == 0, f"{side}, {kind}: ended with {done.returncode}: {done.stderr[-500:]}"
+        found[f"{side}, {kind}"] = one = json.loads(done.stdout)
+        print(f"  {side}, {kind:5} {one['bytes'] / 1e6:8.0f} MB  {one['seconds']:6.2f} s  loss {one['loss']:.5f}")
+    mine, soft, theirs = found["fused, hard"]["bytes"], found["fused, soft"]["bytes"], found["naive, hard"]["bytes"]
+    return {
+        "loss_memory_mb": {name: value["bytes"] / 1e6 for name, value in found.items()},
+        "naive_logits_mb": logits / 1e6,
+        "loss_memory_ratio": mine / logits,
+        "loss_memory_ratio_without_features_gradient": (mine - features) / logits,
+        "loss_memory_ratio_soft": soft / logits,
+        "loss_memory_ratio_to_naive": mine / theirs,
+    }
+
+
+def compare_time(hidden: int, tokens: int, rounds: int) -> dict[str, Any]:
+    inputs = Inputs.of(hidden, tokens)
+    seconds: dict[str, list[float]] = {}
+    for number in range(rounds + 1):
+        for kind in WEIGHTS:
+            for side, run in SIDES.items():
+                inputs.clear()
+                started = time.perf_counter()
+                run(inputs, kind)
+                seconds.setdefault(f"{side}, {kind}", []).append(time.perf_counter() - started)
+            inputs.clear()
+            seconds.setdefault(f"products, {kind}", []).append(products(inputs, kind))
+        if number == 0 and rounds:
+            seconds.clear()  # the first round warms up
+    print(f"hidden {hidden}: seconds of forward and backward, medians of {max(1, rounds)} rounds")
+    for name, values in seconds.items():
+        print(f"  {name:15} {statistics.median(values):7.2f}")
+
+    def ratio(upper: str, lower: str) -> float:
+        return statistics.median(a / b for a, b in zip(seconds[upper], seconds[lower], strict=True))
+
+    return {
+        "sec": {name: statistics.median(values) for name, values in seconds.items()},
+        "time_ratio": ratio("fused, hard", "naive, hard"),
+        "products_ratio": ratio("products, hard", "naive, hard"),
+        "time_over_products": ratio("fused, hard", "products, hard"),
+        "soft_over_hard": ratio("fused, soft", "fused, hard"),
+        "soft_over_products": ratio("fused, soft", "products, soft"),
+        "time_ratio_soft": ratio("fused, soft", "naive, soft"),
+    }
+
+
+def on_processor(options: argparse.Namespace) -> dict[str, Any]:
+    results: dict[str, Any] = {"heads": HEADS, "blocks": BLOCKS, "vocab_size": VOCAB}
+    rounds = 0 if options.quick else options.rounds
+    shapes = options.hidden or ([768] if options.quick else [768, 4096])
+    tokens = options.tokens or (128 if options.quick else 2048)
+    results |= {"block_tokens": tokens, "rounds": max(1, rounds)}
+    for hidden in shapes:
+        found = compare_memory(hidden, tokens)
+        found |= compare_time(hidden, tokens, rounds)
+        suffix = "" if hidden == shapes[0] else f"_{hidden}"
+        results |= {f"{key}{suffix}": value for key, value in found.items()}
+        name = f"hidden {hidden}: memory {found['loss_memory_ratio']:.3f} x the naive logits"
+        print(f"{name}, time {found['time_ratio']:.2f} x naive (products alone {found['products_ratio']:.2f})")
+    return results
+
+
+def random_target(shape: str, tokens: int, device: str) -> LlamaForCausalLM:
+    sizes = dict(SHAPES[shape])
+    layers, heads = sizes.pop("layers"), sizes.pop("attention_heads")
+    config = LlamaConfig(
+        **sizes, num_hidden_layers=layers, num_attention_heads=heads, num_key_value_heads=heads,
+        max_position_embeddings=tokens, tie_word_embeddings=False, dtype="bfloat16",
+    )  # fmt: skip
+    torch.set_default_dtype(torch.bfloat16)
+    try:
+        with torch.device(device):
+            return LlamaForCausalLM(config)
+    finally:
+        torch.set_default_dtype(torch.float32)
+
+
+class WholeStep:
+    """Steps of training heads on a random target, and its parts, timed."""
+
+    def __init__(self, shape: str, tokens: int, device: str, objective: str) -> None:
+        torch.manual_seed(0)
+        target = random_target(shape, tokens, device)
+        weight_VD = target.lm_head.weight.detach()
+        heads = PredictionHeads.from_lm_head(weight_VD, HEADS, 1, dtype=torch.float32)
+        self.task = HeadsTask(target, heads, None, objective={objective: 1.0})
+        self.task.module.to(device).train()
+        parameters = [weight for weight in self.task.module.parameters() if weight.requires_grad]
+        self.optimizer = torch.optim.AdamW(parameters, lr=1e-4, fused=True)
+        vocab, self.device = weight_VD.shape[0], device
+        tokens_BT = torch.randint(vocab, (BLOCKS, tokens), device=device)
+        labels_BT = tokens_BT.clone()
+        labels_BT[:, 0] = IGNORED
+        positions_BT = torch.arange(tokens, device=device).expand(BLOCKS, -1)
+        self.batch = Batch(tokens_BT, labels_BT, positions_BT, torch.zeros_like(tokens_BT))
+
+    def step(self) -> None:
+        self.optimizer.zero_grad(set_to_none=True)
+        batch = self.batch
+        with torch.autocast(self.device, dtype=torch.bfloat16):
+            sums_K, counts_K = self.task.module(
+                batch.tokens_BT, batch.labels_BT, batch.positions_BT, batch.documents_BT
+            )  # fmt: skip
+        (sums_K / counts_K).sum().backward()
+        self.optimizer.step()
+
+    def target(self) -> None:
+        self.task.module.frozen_states(self.batch)  # type: ignore[operator]
+
+    def loss(self, liger: bool) -> Callable[[], None]:
+        """Forward and backward of the loss alone, from features that are there."""
+        rows_X, labels_XK = self.task.module.trained_rows(self.batch)  # type: ignore[operator]
+        heads = self.task.module.heads
+        with torch.no_grad():
+            states_XD = self.task.module.frozen_states(self.batch)[rows_X]  # type: ignore[operator]
+            features_XKD = heads.features(states_XD.float())  # type: ignore[union-attr,operator]
+        features_XKD.requires_grad_()
+        projections = [heads.projection(k) for k in range(HEADS)]  # type: ignore[union-attr,operator]
+
+        def run() -> None:
+            with torch.autocast(self.device, dtype=torch.bfloat16):
+                sums_K, _ = heads_mixture({"cross-entropy": 1.0}, features_XKD, projections, labels_XK, liger=liger)
+            torch.autograd.grad(sums_K.sum(), [features_XKD, *projections])
+
+        return run
+
+    def seconds(self, run: Callable[[], None], rounds: int) -> float:
+        """Median over rounds, of which the first two are not counted."""
+        found = []
+        for _ in range(rounds + 2):
+            started = self.now()
+            run()
+            found.append(self.now() - started)
+        return statistics.median(found[2:])
+
+    def now(self) -> float:
+        if self.device == "cuda":
+            torch.cuda.synchronize()
+        return time.perf_counter()
+
+
+def whole_step(shape: str, tokens: int, rounds: int, device: str) -> dict[str, Any]:
+    results: dict[str, Any] = {"shape": shape, "block_tokens": tokens, "blocks": BLOCKS, "heads": HEADS}
+    for name, objective in (("hard", "cross-entropy"), ("soft", "forward-kl")):
+        bench = WholeStep(shape, tokens, device, objective)
+        if device == "cuda":
+            torch.cuda.reset_peak_memory_stats()
+        step = bench.seconds(bench.step, rounds)
+        found = {"tokens_per_sec": BLOCKS * tokens / step, "step_sec": step}
+        if device == "cuda":
+            found["peak_memory_gb"] = torch.cuda.max_memory_allocated() / 1e9
+        found["target_share"] = bench.seconds(bench.target, rounds) / step
+        if name == "hard":
+            bench.optimizer.zero_grad(set_to_none=True)
+            found["loss_sec"] = bench.seconds(bench.loss(liger=False), rounds)
+            try:
+                found["loss_sec_liger"] = bench.seconds(bench.loss(liger=True), rounds)
+            except ValueError as error:
+                print(f"  without Liger: {error}")
+        print(f"{shape}, {name} targets:")
+        for key, value in found.items():
+            print(f"  {key:16} {value:10.3f}")
+        results |= {key if name == "hard" else f"{key}_soft": value for key, value in found.items()}
+        del bench
+    return results
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__.split("\n")[0])
+    parser.add_argument("--quick", action="store_true", help="2 x 128 tokens, hidden 768, one round")
+    parser.add_argument("--hidden", type=int, nargs="+")
+    parser.add_argument("--rounds", type=int, default=3)
+    parser.add_argument("--gpu-shape", action="store_true", help="a whole step on a CUDA device")
+    parser.add_argument("--tokens", type=int, help="of a block")
+    parser.add_argument("--shape", choices=list(SHAPES), default="7b", help=argparse.SUPPRESS)
+    parser.add_argument("--measure", choices=list(SIDES), help=argparse.SUPPRESS)
+    parser.add_argument("--kind", choices=list(WEIGHTS), default="hard", help=argparse.SUPPRESS)
+    options = parser.parse_args()
+    if options.measure:
+        print(json.dumps(memory_of(options.measure, options.kind, options.hidden[0], options.tokens)))
+        return
+    device = "cuda" if torch.cuda.is_available() else "cpu"
+    if options.gpu_shape:
+        if device == "cpu" and options.shape != "tiny":
+            raise SystemExit("--gpu-shape needs a CUDA device, and there is none")
+        tokens = options.tokens or (2048 if options.shape == "7b" else 64)
+        results = whole_step(options.shape, tokens, options.rounds, device)
+    else:
+        results, device = on_processor(options), "cpu"
+    print(json.dumps(results | {"machine": machine(device)}))
+
+
+if __name__ == "__main__":
+    main()

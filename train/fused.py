@@ -1,0 +1,308 @@
+"""Projection, objective and gradient of many positions in one pass, chunk by chunk: the engine of `losses`.
+
+Letters: X positions, K heads (1 for a drafter), C positions of a chunk, R rows of a block, D hidden, V vocabulary,
+F events (see `chunks`), N positions of a teacher that somebody learns from, Y all of a teacher's.
+
+For every chunk the logits, the losses *and their gradient* are computed in the forward pass: three matrix products a
+chunk (two where the projection is frozen), nothing is computed twice, and what stays is one gradient of the size of
+each input (the idea of fused linear cross entropy: Hsu et al. 2024, Liger Kernel, arXiv 2410.10989). The gradient with
+respect to the logits takes their place in memory. The backward pass needs neither weights nor logits: a weight that
+exists only while the forward pass runs (DeepSpeed ZeRO-3) is enough.
+
+Heads that learn from a teacher do so chunk after chunk of *its* positions, each in turn: what it says is computed once,
+not once a head.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator, Mapping, Sequence
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+
+from .chunks import (
+    IGNORED,
+    Lesson,
+    Teacher,
+    TeacherLessons,
+    TopK,
+    block_rows,
+    chunk_positions,
+    heated,
+    product_type,
+    seen_by,
+    spread,
+    wide,
+)
+from .objectives import OBJECTIVES, Objective, check_objective
+
+_LABELS = OBJECTIVES["cross-entropy"]
+
+
+class Step(NamedTuple):
+    """What one product is made of: a head, some of its positions int64 [C] and, where there is a teacher, which rows of
+    its chunk speak of their labels, int64 [C].
+    """
+
+    head: int
+    rows_C: Tensor
+    lesson_rows_C: Tensor | None
+
+
+class Plan:
+    """What a fused loss works through, and how; the arguments are those of `head_losses.heads_mixture`.
+
+    A projection of None says that the features are logits. Without `teacher_rows_XK` row x of the teacher speaks of
+    position x.
+
+    Raises:
+        ValueError: see `losses.mixture`.
+    """
+
+    def __init__(
+        self,
+        weights: Mapping[str, float],
+        features_XKD: Tensor,
+        projections: Sequence[Tensor | None],
+        labels_XK: Tensor,
+        teacher: Teacher | None,
+        teacher_rows_XK: Tensor | None,
+        temperature: float,
+        chunk: int | None,
+        top_k: TopK | None,
+    ) -> None:
+        assert features_XKD.shape[:2] == labels_XK.shape, (features_XKD.shape, labels_XK.shape)
+        assert len(projections) == labels_XK.shape[1], (len(projections), labels_XK.shape)
+        self.terms = terms_of(weights)
+        if not temperature > 0:
+            raise ValueError(f"temperature is {temperature}, expected more than 0")
+        self.temperature, self.labels_XK = float(temperature), labels_XK
+        first = projections[0]
+        self.vocab = features_XKD.shape[2] if first is None else first.shape[0]
+        self.size = chunk or chunk_positions(self.vocab, features_XKD.device)
+        self.block = block_rows(self.vocab, self.size, features_XKD.device)
+        self.dtype = product_type(features_XKD)
+        self.kept = [(labels_X != IGNORED).nonzero()[:, 0] for labels_X in labels_XK.unbind(1)]
+        self.lessons: TeacherLessons | None = None
+        self._teacher_rows_XK = teacher_rows_XK
+        if any(objective.needs_teacher for objective, _ in self.terms):
+            if teacher is None:
+                raise ValueError(f"objective {dict(weights)} needs a teacher, and none was given")
+            self.lessons = TeacherLessons(teacher, self.vocab, self.size, top_k, self.temperature)
+            assert teacher_rows_XK is not None or self.lessons.positions == len(labels_XK)
+
+    @property
+    def counts_K(self) -> Tensor:
+        """How many positions of each head have a label, int64 [K]."""
+        return torch.tensor([len(rows) for rows in self.kept], device=self.labels_XK.device)
+
+    def steps(self) -> Iterator[Step]:
+        """Head by head or, where there is a teacher, chunk by chunk of its positions, which are loaded for the step."""
+        if self.lessons is None:
+            for head, rows in enumerate(self.kept):
+                yield from (Step(head, rows_C, None) for rows_C in _even(rows, self.size))
+            return
+        heads = range(len(self.kept))
+        taught_by = [self._taught_by(head) for head in heads]
+        wanted_N = torch.cat(taught_by).unique()
+        chunks = _even(wanted_N, self.size)
+        edges = [0, *torch.tensor([len(rows_C) for rows_C in chunks]).cumsum(0).tolist()]
+        # each head's positions in the order of the rows that teach them, cut where the chunks are
+        places, orders, cuts = [], [], []
+        for teaching in taught_by:
+            place, order = torch.searchsorted(wanted_N, teaching).sort(stable=True)
+            places.append(place)
+            orders.append(order)
+            cuts.append(torch.searchsorted(place, torch.tensor(edges, device=place.device)).tolist())
+        for number, rows_C in enumerate(chunks):
+            self.lessons.load(rows_C)
+            for head in heads:
+                inside = slice(cuts[head][number], cuts[head][number + 1])
+                positions, local = self.kept[head][orders[head][inside]], places[head][inside] - edges[number]
+                for part, lesson_rows in zip(_even(positions, self.size), _even(local, self.size), strict=True):
+                    yield Step(head, part, lesson_rows)
+
+    def _taught_by(self, head: int) -> Tensor:
+        """The teacher's row for each of a head's positions, int64."""
+        rows = self.kept[head]
+        if self._teacher_rows_XK is None:
+            return rows
+        taught_by = self._teacher_rows_XK[rows, head]
+        assert not len(taught_by) or int(taught_by.min()) >= 0, "a position with a label, and no teacher for it"
+        return taught_by
+
+    def score_chunk(self, step: Step, logits_CV: Tensor) -> Tensor:
+        """The sum of a chunk's losses; their gradient takes the place of `logits_CV`."""
+        labels_C = self.labels_XK[step.rows_C, step.head]
+        sums = []
+        for start in range(0, len(labels_C), self.block):
+            block, lesson = slice(start, start + self.block), None
+            if step.lesson_rows_C is not None:
+                assert self.lessons is not None
+                lesson = self.lessons.lesson(step.lesson_rows_C[block])
+            loss_R, grad_RV = self._score(wide(logits_CV[block]), lesson, labels_C[block])
+            logits_CV[block] = grad_RV
+            sums.append(loss_R.sum())
+        return torch.stack(sums).sum()
+
+    def _score(self, logits_RV: Tensor, lesson: Lesson | None, labels_R: Tensor) -> tuple[Tensor, Tensor]:
+        """Weighted losses of a block's rows [R], and the gradient of their sum with respect to `logits_RV`."""
+        parts = []
+        if own := [(objective, weight) for objective, weight in self.terms if not objective.needs_teacher]:
+            if [objective for objective, _ in own] == [_LABELS]:
+                parts.append(_scaled(*_label_loss(logits_RV, labels_R), own[0][1]))
+            else:
+                parts.append(_weighted(own, logits_RV.log_softmax(1), None, labels_R))
+        if taught := [(objective, weight) for objective, weight in self.terms if objective.needs_teacher]:
+            assert lesson is not None
+            log_drafter_RF, rest_RV = seen_by(lesson, heated(logits_RV, self.temperature))
+            loss_R, grad_RF = _weighted(taught, log_drafter_RF, lesson.log_probs_RF, labels_R)
+            if lesson.ids_RK is not None:
+                assert rest_RV is not None
+                grad_RF = spread(grad_RF, lesson.ids_RK, rest_RV)
+            heat = self.temperature  # the gradient: τ² of the loss by 1/τ of the chain rule
+            parts.append((loss_R, grad_RF) if heat == 1 else (loss_R * heat**2, grad_RF.mul_(heat)))
+        return _sum(parts)
+
+
+def fused_loss(plan: Plan, features_XKD: Tensor, projections: Sequence[Tensor | None]) -> Tensor:
+    """The sums of the plan's losses, one a head: float32 [K] (float64 if the features are), differentiable once with
+    respect to features and projections.
+    """
+    return _FusedLoss.apply(plan, torch.is_grad_enabled(), features_XKD, *projections)
+
+
+def terms_of(weights: Mapping[str, float]) -> tuple[tuple[Objective, float], ...]:
+    """Objectives with their weights, where these are not 0.
+
+    Raises:
+        ValueError: an unknown objective; a weight that is negative or not finite; no weight above 0.
+    """
+    check_objective(weights)
+    for name, weight in weights.items():
+        if not 0 <= weight < math.inf:
+            raise ValueError(f"objective {name!r} has weight {weight}, expected a finite number of 0 or more")
+    terms = tuple((OBJECTIVES[name], float(weight)) for name, weight in weights.items() if weight)
+    if not terms:
+        raise ValueError(f"all weights are 0 ({dict(weights)}), expected one above 0: nothing would be trained")
+    return terms
+
+
+def _even(rows: Tensor, size: int) -> Sequence[Tensor]:
+    """As few parts of at most `size` as possible, about as long as each other: a product of few rows is slow."""
+    if not len(rows):
+        return ()
+    return rows.split(-(-len(rows) // -(-len(rows) // size)))
+
+
+def _label_loss(logits_RV: Tensor, labels_R: Tensor) -> tuple[Tensor, Tensor]:
+    """Cross entropy at temperature 1 and its gradient, as `objectives.cross_entropy_chunk` gives them, with one
+    exponential an element less: log Σ exp is taken from the largest logit and its part of the sum.
+    """
+    labels_R1 = labels_R[:, None]
+    grad_RV = logits_RV.softmax(1)
+    loss_R1 = logits_RV.amax(1, keepdim=True) - grad_RV.amax(1, keepdim=True).log_() - logits_RV.gather(1, labels_R1)
+    grad_RV.scatter_add_(1, labels_R1, torch.full_like(labels_R1, -1, dtype=grad_RV.dtype))
+    return loss_R1[:, 0], grad_RV
+
+
+def _weighted(
+    terms: Sequence[tuple[Objective, float]], log_drafter_RF: Tensor, log_teacher_RF: Tensor | None, labels_R: Tensor
+) -> tuple[Tensor, Tensor]:
+    """Σ weight · objective of each row, and its gradient."""
+    return _sum([_scaled(*objective.chunk(log_drafter_RF, log_teacher_RF, labels_R), w) for objective, w in terms])
+
+
+def _scaled(loss_R: Tensor, grad_RF: Tensor, weight: float) -> tuple[Tensor, Tensor]:
+    return (loss_R, grad_RF) if weight == 1 else (loss_R * weight, grad_RF.mul_(weight))
+
+
+def _sum(parts: Sequence[tuple[Tensor, Tensor]]) -> tuple[Tensor, Tensor]:
+    """Losses added up, and their gradients, in the place of the first."""
+    (loss_R, grad_RF), *others = parts
+    for other_R, other_RF in others:
+        loss_R, grad_RF = loss_R + other_R, grad_RF.add_(other_RF)
+    return loss_R, grad_RF
+
+
+class _Products:
+    """Features times a head's projection, always into the same memory; projections in the type of the products."""
+
+    def __init__(self, plan: Plan, features_XKD: Tensor, projections: Sequence[Tensor | None]) -> None:
+        self._plan, self._features_XKD, self._projections = plan, features_XKD.detach(), projections
+        self._out_CV: Tensor | None = None
+        self._cast: tuple[Tensor, Tensor] | None = None
+
+    def weight_VD(self, head: int) -> Tensor | None:
+        """Cast anew only when it is another than the last one: one copy at a time."""
+        weight_VD = self._projections[head]
+        if weight_VD is None:
+            return None
+        if self._cast is None or self._cast[0] is not weight_VD:
+            self._cast = None
+            self._cast = (weight_VD, weight_VD.detach().to(self._plan.dtype))
+        return self._cast[1]
+
+    def __call__(self, step: Step) -> tuple[Tensor, Tensor]:
+        """Features [C, D] and logits [C, V]; the next step overwrites the logits."""
+        features_CD = self._features_XKD[:, step.head][step.rows_C].to(self._plan.dtype)
+        weight_VD = self.weight_VD(step.head)
+        if weight_VD is None:
+            return features_CD, features_CD
+        if self._out_CV is None:
+            rows = min(self._plan.size, max(len(kept) for kept in self._plan.kept))
+            self._out_CV = features_CD.new_empty((rows, self._plan.vocab))
+        return features_CD, torch.mm(features_CD, weight_VD.T, out=self._out_CV[: len(features_CD)])
+
+
+class _FusedLoss(torch.autograd.Function):
+    """Losses and gradients in one pass; `backward` only scales what `forward` has left."""
+
+    @staticmethod
+    def forward(ctx: Any, plan: Plan, with_grad: bool, features_XKD: Tensor, *projections: Tensor | None) -> Tensor:
+        # sums of thousands of terms stay in float32 or more whatever the model's type; products run in the plan's
+        wide_dtype = torch.promote_types(features_XKD.dtype, torch.float32)
+        _, _, features_wanted, *wanted = ctx.needs_input_grad
+        grad_XKD = torch.zeros_like(features_XKD) if with_grad and features_wanted else None
+        sums: list[Tensor] = [torch.zeros((), dtype=wide_dtype, device=features_XKD.device) for _ in projections]
+        grads: list[Tensor | None] = [None] * len(projections)
+        products = _Products(plan, features_XKD, projections)
+        with torch.autocast(features_XKD.device.type, enabled=False):
+            for step in plan.steps():
+                head = step.head
+                features_CD, grad_CV = products(step)
+                sums[head] += plan.score_chunk(step, grad_CV)
+                if grad_XKD is not None:
+                    weight_VD = products.weight_VD(head)
+                    grad_CD = grad_CV if weight_VD is None else grad_CV @ weight_VD
+                    grad_XKD[step.rows_C, head] = grad_CD.to(grad_XKD.dtype)
+                if with_grad and wanted[head]:
+                    grads[head] = _add_outer(grads[head], grad_CV, features_CD, wide_dtype)
+        for head, weight_VD in enumerate(projections):
+            if with_grad and wanted[head] and grads[head] is None:
+                assert weight_VD is not None
+                grads[head] = torch.zeros_like(weight_VD, dtype=wide_dtype)
+        ctx.grads = (grad_XKD, grads, [None if weight_VD is None else weight_VD.dtype for weight_VD in projections])
+        return torch.stack(sums)
+
+    @staticmethod
+    def backward(ctx: Any, grad_output_K: Tensor) -> tuple[Tensor | None, ...]:
+        assert ctx.grads is not None, "a fused loss can be differentiated once: its gradients were handed on"
+        (grad_XKD, grads, dtypes), ctx.grads = ctx.grads, None
+        if grad_XKD is not None:
+            grad_XKD.mul_(grad_output_K[:, None])
+        for head, dtype in enumerate(dtypes):
+            if grads[head] is not None:
+                grads[head] = grads[head].mul_(grad_output_K[head]).to(dtype)
+        return None, None, grad_XKD, *grads
+
+
+def _add_outer(sum_VD: Tensor | None, grad_CV: Tensor, hidden_CD: Tensor, dtype: torch.dtype) -> Tensor:
+    """sum_VD + grad_CV.T @ hidden_CD, in its place; `dtype` is what sums are kept in."""
+    if sum_VD is None:
+        return (grad_CV.T @ hidden_CD).to(dtype)
+    if grad_CV.dtype == dtype:
+        return sum_VD.addmm_(grad_CV.T, hidden_CD)
+    return sum_VD.add_(grad_CV.T @ hidden_CD)

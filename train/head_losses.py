@@ -1,0 +1,96 @@
+"""The loss of K heads with a vocabulary each; the logits of all heads never exist together (see `fused`).
+
+Letters: X positions, Y positions of a teacher, K heads, D what a projection takes (hidden, or a low rank), E hidden of
+the teacher, V vocabulary.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from importlib import import_module
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from .chunks import IGNORED, Teacher, TopK
+from .fused import Plan, fused_loss, terms_of
+from .objectives import OBJECTIVES
+
+
+def heads_mixture(
+    weights: Mapping[str, float],
+    features_XKD: Tensor,
+    projections: Sequence[Tensor],
+    labels_XK: Tensor,
+    teacher: Teacher | None = None,
+    teacher_rows_XK: Tensor | None = None,
+    temperature: float = 1.0,
+    chunk: int | None = None,
+    top_k: TopK | None = None,
+    liger: bool = False,
+) -> tuple[Tensor, Tensor]:
+    """Of each head, for itself, the sum that `losses.mixture` is: Medusa's loss (Cai et al. 2024, arXiv 2401.10774,
+    equation 1) where the objective is cross entropy, its self-distillation (section 2.3.2) where it is a divergence.
+
+    Logits of head k are `features_XKD[:, k] @ projections[k].T`; several heads may share one projection [V, D], which
+    then gets the sum of their gradients, and a frozen one costs a product less. `labels_XK` are as
+    `losses.head_labels` gives them (−100: left out, and costs nothing). `teacher_rows_XK`, int64, says which of the
+    teacher's Y rows is the distribution of the token labels_XK[x, k]: for a target's states, the row one before that
+    token's; it is read only where there is a label. Each of these rows is computed once, for all heads. `temperature`,
+    `chunk` and `top_k` are as in `losses.mixture`. `liger` computes cross entropy by Liger Kernel's fused linear cross
+    entropy (Hsu et al. 2024, arXiv 2410.10989), which chooses its chunks itself.
+
+    Memory beyond inputs and their gradients: logits of one chunk, of a second one with a teacher, and one projection in
+    the type of the products where that is not its own. Trainable projections that are shared count once a head.
+
+    Returns:
+        Sums [K] (float32, or float64 if `features_XKD` is; differentiable once) and numbers of positions int64 [K].
+
+    Raises:
+        ValueError: see `losses.mixture`; a teacher without `teacher_rows_XK`; `liger` with another objective than cross
+            entropy, where liger-kernel is not installed, or with tensors that are not on a CUDA device.
+    """
+    if liger:
+        return _liger_sums(weights, features_XKD, projections, labels_XK)
+    if teacher is not None and teacher_rows_XK is None:
+        raise ValueError("a teacher of heads needs teacher_rows_XK: heads learn from other positions than their own")
+    plan = Plan(
+        weights, features_XKD, projections, labels_XK, teacher, teacher_rows_XK, temperature, chunk, top_k
+    )  # fmt: skip
+    return fused_loss(plan, features_XKD, projections), plan.counts_K
+
+
+def _liger_sums(
+    weights: Mapping[str, float], features_XKD: Tensor, projections: Sequence[Tensor], labels_XK: Tensor
+) -> tuple[Tensor, Tensor]:
+    terms = terms_of(weights)
+    if [objective for objective, _ in terms] != [OBJECTIVES["cross-entropy"]]:
+        raise ValueError(f"Liger's kernel computes cross entropy alone, not {dict(weights)}: leave `liger` out")
+    fused = _liger_function()
+    device = features_XKD.device
+    if device.type != "cuda":
+        raise ValueError(f"Liger's kernel needs tensors on a CUDA device, not on {device}: leave `liger` out")
+    kept_XK = labels_XK != IGNORED
+    sums = []
+    for k, weight_VD in enumerate(projections):
+        rows = kept_XK[:, k].nonzero()[:, 0]
+        features_RD = features_XKD[:, k][rows]
+        if not len(rows):  # the kernel divides by the number of rows; both inputs still get gradients, of 0
+            sums.append(features_RD.sum().float() + 0.0 * weight_VD[:1].sum().float())
+            continue
+        if weight_VD.requires_grad and torch.is_grad_enabled() and not features_RD.requires_grad:
+            features_RD = features_RD.requires_grad_()  # without it the kernel computes no gradient at all
+        found = fused.apply(
+            features_RD, weight_VD, labels_XK[rows, k], None, None, IGNORED, 0.0, 0.0, "sum", None, False, torch.float32
+        )
+        sums.append(found[0])
+    return torch.stack(sums) * terms[0][1], kept_XK.sum(0)
+
+
+def _liger_function() -> Any:
+    try:
+        module = import_module("liger_kernel.ops.fused_linear_cross_entropy")
+    except ImportError as error:
+        raise ValueError(f"`liger` needs the package liger-kernel: pip install liger-kernel ({error})") from error
+    return module.LigerFusedLinearCrossEntropyFunction
