@@ -2,15 +2,19 @@
 
 from __future__ import annotations
 
+import copy
 from collections.abc import Callable, Sequence
+from pathlib import Path
 from typing import Any
 
 from transformers import PreTrainedModel
 
+from ..checkpoints.table import BigramTable
 from ..decode.engine import Limits
+from ..decode.head_trees import attach_projection
 from ..decode.loading import wrap_model
 from ..decode.measure import decode
-from ..decode.methods import Parts, build_method
+from ..decode.methods import METHODS, Parts, method_options
 from ..decode.metrics import total
 from ..decode.models import LanguageModel
 from ..decode.warpers import Sampling
@@ -50,14 +54,29 @@ def drafter_measure(
 
 
 def heads_measure(recipe: HeadsRecipe, target: PreTrainedModel, tokenizer: Any, prepared: Prepared) -> Measure:
-    """Medusa decoding with heads as they stand: the same."""
-    scorer = wrap_model(target, fast=decodes_fast(target))
+    """Medusa decoding with heads as they stand: the same, and `slim_tokens_per_step`, SLiM's."""
+    section = recipe.measure
+    # weights laid out for decoding are copies, and `base` changes the target
+    fast = recipe.base is None and decodes_fast(target)
+    scorer = wrap_model(target, fast=fast, states=recipe.states)
     prompts = _sample(recipe, tokenizer, prepared, scorer.max_positions)
-    options = {"tree": recipe.measure.tree}
+    table = None if section.table is None else BigramTable.load(Path(section.table))
+    rows: list[tuple[str, str, dict[str, Any]]] = [("", "medusa", {"tree": section.tree})]
+    if section.sequences:
+        correlation = "none" if table is None else "table"
+        rows.append(("slim_", "slim-s", {"sequences": section.sequences, "correlation": correlation}))
 
     def run(heads: Any) -> dict[str, float]:
         was_training = heads.training
-        metrics = _acceptance(scorer, Parts(heads=heads.eval()), "medusa", options, prompts, recipe.measure, tokenizer)
+        mine = heads.eval()
+        if next(heads.parameters()).dtype != scorer.dtype:  # trained in float32, kept in the target's type
+            mine = copy.deepcopy(heads).to(scorer.dtype)
+            attach_projection(mine, target, scorer.device)
+        parts = Parts(heads=mine, table=table)
+        metrics: dict[str, float] = {}
+        for prefix, name, options in rows:
+            found = _acceptance(scorer, parts, name, options, prompts, section, tokenizer)
+            metrics |= {f"{prefix}{key}": value for key, value in found.items()}
         heads.train(was_training)
         return metrics
 
@@ -82,7 +101,8 @@ def _acceptance(
     tokenizer: Any,
 ) -> dict[str, float]:
     sampling = Sampling(temperature=section.temperature)
-    method = build_method(name, parts, sampling, **options)
+    # not `build_method`, which wants a table for SLiM: without one r is 1
+    method = METHODS[name].build(parts, sampling, method_options(name, options))
     limits = Limits(section.new_tokens, stop_ids(tokenizer))
     # a prompt draws the same numbers at every evaluation
     tallies = [decode(scorer, method, sampling, seed, prompt, limits).tally for seed, prompt in enumerate(prompts)]

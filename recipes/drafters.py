@@ -19,7 +19,7 @@ from ..train.teacher import Teacher, load_teacher
 from .acceptance import drafter_measure
 from .evaluate import stop_ids
 from .models import TrainableModel, build_model, check_vocabulary
-from .outcome import check_target, fit_recipe, prepare_once, save
+from .outcome import check_target, fingerprint_of, fit_recipe, prepare_once, save
 from .prepare import Prepared
 from .teacher import open_cache
 from .training import DrafterRecipe, ModelSection, TrainSection
@@ -56,7 +56,8 @@ def run_drafter(recipe: DrafterRecipe, out: Path, accelerator: Any) -> None:
         parts.trained.save(folder)
         tokenizer.save_pretrained(folder)
 
-    save(recipe, out, write, tokenizer, prepared, result, parts.target, parts.trained.shapes())
+    known = None if parts.target is None else fingerprint_of(str(recipe.target), parts.target)
+    save(recipe, out, write, tokenizer, prepared, result, known, parts.trained.shapes())
 
 
 def trainable(recipe: DrafterRecipe, tokenizer: Any) -> TrainableModel:

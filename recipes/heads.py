@@ -1,60 +1,149 @@
-"""Prediction heads from their recipe: target, heads and measurement put together, trained, and written."""
+"""Prediction heads from their recipe: target, heads and measurement put together, trained, and written.
+
+Letters: V vocabulary, D hidden, X positions.
+"""
 
 from __future__ import annotations
 
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from ..checkpoints.artifact import model_fingerprint
+import torch
+from torch import Tensor
+
 from ..checkpoints.heads import PredictionHeads, save_heads
+from ..data.packing import PADDING
 from ..data.tokenizers import load_tokenizer
 from ..train.config import micro_steps
+from ..train.forward import PackedForward
 from ..train.heads import HeadsTask
+from ..train.joint import Joint, JointTask
+from ..train.objectives import check_objective, parse_weights
+from ..train.scale import zero_stage
 from .acceptance import heads_measure
-from .models import check_vocabulary, load_trainable
-from .outcome import fit_recipe, prepare_once, save
+from .models import TrainableModel, add_lora, check_vocabulary, load_trainable
+from .outcome import fingerprint_of, fit_recipe, prepare_once, save
 from .prepare import Prepared
-from .training import HeadsRecipe
+from .teacher import open_hidden
+from .training import HeadsRecipe, ModelSection
+
+BASE = "base"
+"""Folder of the artifact that holds a target trained with its heads."""
+
+
+@dataclass(frozen=True)
+class HeadsParts:
+    """What a heads recipe comes to before the first step."""
+
+    heads: PredictionHeads
+    task: HeadsTask
+    base: TrainableModel | None
+    """The target, where it is trained too."""
+    fingerprint: str
+    """Of the target as it was."""
 
 
 def run_heads(recipe: HeadsRecipe, out: Path, accelerator: Any) -> None:
-    """Train prediction heads on a frozen target."""
-    tokenizer = load_tokenizer(recipe.tokenizer_source)
+    """Train prediction heads on a target, frozen or trained with them."""
+    # mistakes are found before the data is prepared, which may take hours
+    check_objective(recipe.objective)
+    parse_weights(recipe.objective)
     micro_steps(recipe.train.global_batch, recipe.train.micro_batch, accelerator.num_processes)
+    tokenizer = load_tokenizer(recipe.tokenizer_source)
     prepared = prepare_once(recipe, tokenizer, accelerator)
-    task, heads = heads_parts(recipe, tokenizer, prepared, accelerator.device)
-    task.settings["target"] = model_fingerprint(task.target)
-    task.settings["measure"] = recipe.measure.model_dump(mode="json", exclude={"keep"})
+    parts = heads_parts(recipe, tokenizer, prepared, accelerator.device)
+    _check_type(recipe, parts.task, accelerator)
     measured = recipe.measure.prompts > 0
-    result = fit_recipe(task, prepared, recipe, out, accelerator, tokenizer, measured)
+    result = fit_recipe(parts.task, prepared, recipe, out, accelerator, tokenizer, measured)
     if not accelerator.is_main_process:
         return
-    shapes = {name: getattr(heads, name) for name in ("num_heads", "num_layers", "hidden_size", "vocab_size")}
+    heads = parts.heads
+    names = ("num_heads", "num_layers", "hidden_size", "vocab_size", "projection_kind", "rank", "states")
+    shapes = {name: getattr(heads, name) for name in names}
 
     def write(folder: Path) -> None:
-        save_heads(heads, folder, recipe.target)
+        save_heads(heads.to(parts.task.target.dtype), folder, recipe.target if parts.base is None else BASE)
+        if parts.base is not None:
+            parts.base.save(folder / BASE)
+            tokenizer.save_pretrained(folder / BASE)
 
-    save(recipe, out, write, tokenizer, prepared, result, task.target, shapes)
+    save(recipe, out, write, tokenizer, prepared, result, parts.fingerprint, shapes)
 
 
-def heads_parts(
-    recipe: HeadsRecipe, tokenizer: Any, prepared: Prepared, device: Any
-) -> tuple[HeadsTask, PredictionHeads]:
+def _check_type(recipe: HeadsRecipe, task: HeadsTask, accelerator: Any) -> None:
+    """Raises ValueError where DeepSpeed, which casts all of a module, would make the target another."""
+    precision = {"bf16": torch.bfloat16, "fp16": torch.float16}.get(recipe.train.precision)
+    inside = recipe.base is not None or recipe.shard_target
+    if inside and zero_stage(accelerator) and precision not in (None, task.target.dtype):
+        name, cast = (str(dtype).removeprefix("torch.") for dtype in (task.target.dtype, precision))
+        raise ValueError(f"the target is in {name}, and DeepSpeed would cast it to {cast}: set `target_dtype: {cast}`")
+
+
+def heads_parts(recipe: HeadsRecipe, tokenizer: Any, prepared: Prepared, device: Any) -> HeadsParts:
     """Load the target, and make heads for it.
 
     Raises:
-        ValueError: what loading the target raises; a tokenizer with more tokens than it.
+        ValueError: what loading the target, opening the cache of its hidden states and `HeadsTask` raise; a tokenizer
+            with more tokens than it.
     """
-    target = load_trainable(recipe.target, decoder=True, device=str(device))
+    target = load_trainable(recipe.target, decoder=True, device=str(device), dtype=recipe.target_dtype)
     check_vocabulary(len(tokenizer), target, recipe.target)
-    projection_VD = target.get_output_embeddings().weight.detach()
-    heads = PredictionHeads.from_lm_head(projection_VD, recipe.num_heads, recipe.num_layers).to(device)
-    task = HeadsTask(
-        target,
-        heads,
-        prepared.heldout if recipe.measure.blocks else None,
-        head_weights=[recipe.weight_decay_by_head**place for place in range(recipe.num_heads)],
-        evaluate_fn=heads_measure(recipe, target, tokenizer, prepared) if recipe.measure.prompts else None,
-        evaluate_blocks=recipe.measure.blocks,
+    fingerprint = fingerprint_of(recipe.target, target)
+    states = None if recipe.hidden.cache is None else open_hidden(recipe, prepared)
+    heads = _new_heads(recipe, target, prepared)
+    base = None
+    if recipe.base is not None:
+        section = ModelSection(source=recipe.target, lora=recipe.base.lora)
+        torch.manual_seed(recipe.train.seed)
+        base = TrainableModel(target, recipe.base.lora, add_lora(target, section))
+    common: dict[str, Any] = {
+        "head_weights": [recipe.weight_decay_by_head**place for place in range(recipe.num_heads)],
+        "objective": recipe.objective,
+        "temperature": recipe.temperature,
+        "evaluate_fn": heads_measure(recipe, target, tokenizer, prepared) if recipe.measure.prompts else None,
+        "evaluate_blocks": recipe.measure.blocks,
+        "liger": recipe.train.liger,
+    }
+    heldout = prepared.heldout if recipe.measure.blocks else None
+    if recipe.base is None:
+        task = HeadsTask(target, heads, heldout, states=states, shard_target=recipe.shard_target, **common)
+    else:
+        numbers = recipe.base.model_dump(exclude={"lora"})
+        task = JointTask(target, heads, heldout, Joint(**numbers), **common)
+        task.settings["lora"] = recipe.base.lora.model_dump(mode="json", exclude={"export"})
+    # what changes the training, or what its evaluations are compared by
+    task.settings["target"] = fingerprint
+    task.settings["target_dtype"] = str(target.dtype)
+    task.settings["heads"] = [recipe.num_heads, recipe.num_layers, recipe.projection, recipe.rank, recipe.states]
+    task.settings["hidden"] = None if states is None else recipe.hidden.dtype
+    task.settings["measure"] = recipe.measure.model_dump(mode="json", exclude={"keep"})
+    return HeadsParts(heads, task, base, fingerprint)
+
+
+def _new_heads(recipe: HeadsRecipe, target: Any, prepared: Prepared) -> PredictionHeads:
+    """Heads that begin as the target's own projection, in float32 (16 bits would lose small changes)."""
+    weight_VD = target.get_output_embeddings().weight.detach()
+    start_VD = weight_VD.float()
+    if recipe.states == "before-norm":
+        start_VD = start_VD * _norm_scale(target, prepared)
+    heads = PredictionHeads.from_lm_head(
+        start_VD, recipe.num_heads, recipe.num_layers, recipe.projection, recipe.rank, recipe.states
     )
-    return task, heads
+    if recipe.projection == "target":
+        heads.attach(target.get_output_embeddings().weight)
+    return heads
+
+
+@torch.no_grad()
+def _norm_scale(target: Any, prepared: Prepared) -> Tensor:
+    """[D]: what the final norm multiplies each number by, by least squares over a held-out block: so that heads which
+    read what goes into the norm begin near the target's own projection."""
+    if not prepared.heldout.blocks:
+        raise ValueError("`states: before-norm` needs a held-out block to begin from, and there is none")
+    forward = PackedForward(target, "before-norm")
+    batch = prepared.heldout.batch([0]).to(target.device)
+    before_XD = forward.hidden(batch)[batch.documents_BT != PADDING]
+    after_XD = forward.after_norm(before_XD).float()
+    before_XD = before_XD.float()
+    return (after_XD * before_XD).sum(0) / before_XD.square().sum(0).clamp(min=1e-12)

@@ -11,7 +11,6 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
-from torch import nn
 from transformers import PreTrainedModel
 
 from ..checkpoints.artifact import (
@@ -110,10 +109,11 @@ def save(
     tokenizer: Any,
     prepared: Prepared,
     result: FitResult | None,
-    target: nn.Module | None,
+    target: str | None,
     shapes: dict[str, Any],
 ) -> None:
-    """Write the artifact: what `write` puts into its folder, the resolved recipe, and `artifact.json`."""
+    """Write the artifact: what `write` puts into its folder, the resolved recipe, and `artifact.json`; `target` is the
+    fingerprint of the model that it is for."""
 
     def write_all(folder: Path) -> None:
         write(folder)
@@ -122,7 +122,7 @@ def save(
     named = getattr(recipe, "target", None)
     identity = None
     if named is not None:
-        identity = {"id": named, "fingerprint": model_fingerprint(target) if target is not None else None}
+        identity = {"id": named, "fingerprint": target}
     save_artifact(
         out,
         kind=recipe.kind,
@@ -158,6 +158,13 @@ def check_out(out: Path, recipe: Section) -> None:
     folder, fingerprint = Path(str(made_for.get("id"))), made_for.get("fingerprint")
     if fingerprint and folder.is_dir() and model_fingerprint(folder) != fingerprint:
         raise ValueError(f"{out} was made for another model than the one that stands at {folder} now: delete {out}")
+
+
+def fingerprint_of(source: str, model: PreTrainedModel) -> str:
+    """Which model a folder or hub id is, by its files where they are here: it may have been loaded in another type."""
+    folder = Path(source)
+    whole = (folder / "config.json").is_file() and any(folder.glob("model*.safetensors"))
+    return model_fingerprint(folder if whole else model)
 
 
 def check_target(target: PreTrainedModel, model: PreTrainedModel, name: str) -> None:

@@ -67,7 +67,7 @@ def outline_of(recipe: DrafterRecipe | HeadsRecipe, accelerator: Any) -> Outline
     demand = _demand(recipe, launch, model, target, taught, 0, loading)
 
     def cached(other: Demand) -> Demand:
-        return replace(other, target=None, taught=False)
+        return replace(other, target=None, taught=False, soft=False)
 
     wanted = target is not None and taught and recipe.on_policy is None and not recipe.data.streaming
     return Outline(
@@ -81,21 +81,33 @@ def outline_of(recipe: DrafterRecipe | HeadsRecipe, accelerator: Any) -> Outline
 
 
 def _heads_outline(recipe: HeadsRecipe, launch: Launch) -> Outline:
-    outlined = outline_model(recipe.target, "auto")
+    outlined = outline_model(recipe.target, recipe.target_dtype)
     if outlined.config.is_encoder_decoder:
         kind = outlined.config.model_type
         raise ValueError(f"{recipe.target} is an encoder-decoder ({kind}), and a decoder is needed")
-    measured = launch.device if recipe.measure.prompts and decodes_fast(outlined) else None
-    target = model_size(outlined, decodes_on=measured)
+    fast = recipe.base is None and recipe.measure.prompts and decodes_fast(outlined)
+    target = model_size(outlined, decodes_on=launch.device if fast else None)
     with torch.device("meta"):
-        projection_VD = outlined.get_output_embeddings().weight
-        heads = PredictionHeads.from_lm_head(projection_VD, recipe.num_heads, recipe.num_layers)
-    model = heads_size(heads, recipe.num_heads, recipe.num_layers, target)
+        projection_VD = outlined.get_output_embeddings().weight.float()
+        forms = (recipe.projection, recipe.rank, recipe.states)
+        heads = PredictionHeads.from_lm_head(projection_VD, recipe.num_heads, recipe.num_layers, *forms)
+    exported = sum(p.numel() for p in heads.parameters()) * outlined.dtype.itemsize
+    base = None
+    if recipe.base is not None:
+        section = ModelSection(source=recipe.target, lora=recipe.base.lora)
+        with torch.device("meta"):
+            trained = TrainableModel(outlined, recipe.base.lora, add_lora(outlined, section))
+        base = model_size(outlined)
+        exported += _exported_bytes(trained, base)
+    model = heads_size(heads, target, base)
+    tensors = [*heads.parameters(), *(p for p in outlined.parameters() if base is not None and p.requires_grad)]
+    recomputed = recipe.hidden.cache is None and base is None
+    demand = _demand(recipe, launch, model, None if base else target, recomputed, recipe.num_heads, 0)
     return Outline(
-        demand=_demand(recipe, launch, model, target, True, recipe.num_heads, 0),
-        artifact_bytes=model.weights,
-        stored_weights=model.weights,
-        tensors=len(list(heads.parameters())),
+        demand=replace(demand, soft=recipe.distils),
+        artifact_bytes=exported,
+        stored_weights=model.trained_weights,
+        tensors=len(tensors),
         launches=_launches(launch),
         cached=None,
     )
@@ -110,6 +122,7 @@ def _demand(
         target=target,
         taught=taught,
         heads=heads,
+        soft=taught,
         block_tokens=recipe.data.block_tokens,
         micro_batch=train.micro_batch,
         global_batch=train.global_batch,

@@ -9,7 +9,8 @@ from __future__ import annotations
 import os
 import shutil
 import tempfile
-from collections.abc import Iterator
+import time
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
@@ -17,17 +18,17 @@ from typing import Any
 
 from ..data.prepared import PreparedData
 from ..data.tokenizers import load_tokenizer
-from ..train.loop import FitConfig
+from ..train.heads import HeadsModule
+from ..train.loop import FitConfig, Task
 from ..train.plan import Demand, ModelSize, Part, checkpoint_bytes, peak, plan_memory
 from ..train.probe import MemoryWatch, Probe, free_bytes, held_bytes, probe
 from ..train.scale import make_accelerator
-from ..train.teacher_cache import CachePlan
 from .drafters import drafter_parts
 from .heads import heads_parts
 from .outcome import check_out, fit_config, on_main, prepare_once, state_folder
 from .outlines import Outline, outline_of
 from .prepare import Prepared
-from .teacher import NoCacheError, open_cache
+from .teacher import NoCacheError, hidden_bytes, open_cache, open_hidden, teacher_bytes
 from .terminal import console, duration, gigabytes, say
 from .training import DrafterRecipe, HeadsRecipe, TableRecipe
 
@@ -117,7 +118,9 @@ def plan_recipe(recipe: DrafterRecipe | HeadsRecipe | TableRecipe) -> Plan:
     if notes:
         notes = [*notes, "no probe without it, hence no time and no measured memory"]
     else:
-        found, share = _probe(recipe, config, prepared, tokenizer, accelerator, outline, free)
+        found, share, task = _probe(recipe, config, prepared, tokenizer, accelerator, outline, free)
+        if isinstance(recipe, HeadsRecipe):
+            notes = [*notes, *_hidden_notes(recipe, config, prepared, found, task, accelerator)]
     parts, blocks, demand = plan_memory(outline.demand), prepared.train.blocks, outline.demand
     sharded = f"ZeRO {demand.launch.zero_stage}" if demand.launch.zero_stage else accelerator.distributed_type.value
     return Plan(
@@ -265,7 +268,7 @@ def _smaller(recipe: Any, outline: Outline) -> Iterator[tuple[str, Demand]]:
     share = demand.global_batch // demand.launch.processes
     sizes = [size for size in range(demand.micro_batch, 0, -1) if share % size == 0]
     stages: list[tuple[str, Demand]] = [("", demand)]
-    if not demand.heads and not demand.checkpointing:
+    if not demand.checkpointing and (not demand.heads or demand.target is None):
         stages.append(("train.gradient_checkpointing=true", replace(demand, checkpointing=True)))
     last = stages[-1]
     if outline.cached is not None:
@@ -303,7 +306,7 @@ def _disk(
     """What the run will write, and why it could not begin as it is."""
     out = Path(recipe.out)
     with tempfile.TemporaryDirectory() as scratch:
-        if recipe.kind == "drafter":
+        if recipe.kind == "drafter" or recipe.base is not None:
             tokenizer.save_pretrained(scratch)
         files = _size_of(Path(scratch))
     checkpoints = _kept(config) * _checkpoint(outline) - _size_of(state_folder(out) / "checkpoints")
@@ -312,6 +315,13 @@ def _disk(
         DiskPart("artifact", outline.artifact_bytes + files + _SMALL_FILES, out),
     ]
     notes = []
+    if recipe.kind == "heads" and recipe.hidden.cache is not None:
+        try:
+            open_hidden(recipe, prepared)
+        except NoCacheError:
+            size = hidden_bytes(recipe, prepared, outline.demand.model.hidden_size)
+            parts.append(DiskPart("hidden states", size, Path(recipe.hidden.cache)))
+            notes.append("the hidden states are not written yet: `draftsmith prepare` with this recipe and `--teacher`")
     if recipe.kind == "drafter" and recipe.distils and recipe.teacher.cache is not None:
         size = _missing_cache(recipe, prepared, outline)
         if size:
@@ -344,13 +354,8 @@ def _missing_cache(recipe: DrafterRecipe, prepared: Prepared, outline: Outline) 
     try:
         open_cache(recipe, prepared)
     except NoCacheError:
-        pass
-    else:
-        return 0
-    assert isinstance(prepared.train, PreparedData)
-    vocab = outline.demand.model.vocab_size
-    plans = [CachePlan.of(data, recipe.teacher.top_k, vocab) for data in (prepared.train, prepared.heldout)]
-    return sum(plan.bytes_of(len(plan.shards), plan.rows) for plan in plans)
+        return teacher_bytes(recipe, prepared, outline.demand.model.vocab_size)
+    return 0
 
 
 def _check_disk(parts: list[DiskPart], config: FitConfig) -> None:
@@ -403,8 +408,8 @@ def _size_of(folder: Path) -> int:
 
 def _probe(
     recipe: Any, config: FitConfig, prepared: Prepared, tokenizer: Any, accelerator: Any, outline: Outline, free: Any
-) -> tuple[Probe, float]:
-    """Run the recipe's task for a step or two. Returns also the share of an evaluation that was run."""
+) -> tuple[Probe, float, Task]:
+    """Run the recipe's task for a step or two. Returns also the share of an evaluation that was run, and the task."""
     say(f"{recipe.kind}: trying one or two micro batches")
     small, share = _less_measured(recipe, prepared)
     watch = MemoryWatch(accelerator.device)
@@ -412,14 +417,46 @@ def _probe(
         if isinstance(recipe, DrafterRecipe):
             task: Any = drafter_parts(small, tokenizer, prepared, accelerator.device).task
         else:
-            task = heads_parts(small, tokenizer, prepared, accelerator.device)[0]
-        return probe(task, prepared.train, config, accelerator, watch), share
+            task = heads_parts(small, tokenizer, prepared, accelerator.device).task
+        return probe(task, prepared.train, config, accelerator, watch), share, task
     except MemoryError as error:
         reckoned, there = peak(plan_memory(outline.demand), accelerator.device.type), free[0] * 9 // 10
         raise ValueError(
             f"out of memory in the probe, though {gigabytes(reckoned)} were reckoned and {gigabytes(free[0])} are "
             f"{free[1]} ({error}). {nearest_memory(recipe, outline, there)}"
         ) from error
+
+
+def _hidden_notes(
+    recipe: HeadsRecipe, config: FitConfig, prepared: Prepared, found: Probe, task: Task, accelerator: Any
+) -> Iterator[str]:
+    """What recomputing the target's hidden states costs, and what keeping them would."""
+    module, micro = task.module, config.micro_batch
+    assert isinstance(module, HeadsModule)
+    if recipe.hidden.cache is not None:
+        yield f"the target's hidden states come from {recipe.hidden.cache}"
+        return
+    if recipe.base is not None or recipe.shard_target or not isinstance(prepared.train, PreparedData):
+        return
+    batch = prepared.train.batch(range(min(micro, prepared.train.blocks))).to(accelerator.device)
+    seconds = min(_seconds_of(lambda: module.frozen_states(batch).flatten()[0].item()) for _ in range(2))
+    steps = config.global_batch / (micro * accelerator.num_processes)
+    share = min(1.0, seconds * steps / found.step_seconds)
+    size = hidden_bytes(recipe, prepared, module.heads.hidden_size)
+    folder = prepared.folder
+    free = shutil.disk_usage(_standing(folder)).free
+    epochs = config.steps * config.global_batch / max(1, prepared.train.blocks)
+    yield (
+        f"the target's forward is {share:.0%} of a step; its hidden states on disk (`hidden.cache`, "
+        f"{recipe.hidden.dtype}) would take {gigabytes(size)} ({gigabytes(free)} free below {folder}) and as long as "
+        f"one epoch of it to write; this run has {epochs:.2g} epochs"
+    )
+
+
+def _seconds_of(work: Callable[[], object]) -> float:
+    started = time.perf_counter()
+    work()
+    return time.perf_counter() - started
 
 
 def _less_measured(recipe: Any, prepared: Prepared) -> tuple[Any, float]:

@@ -144,7 +144,7 @@ class TrainSection(Section):
     compile: bool = False
     """Compile the model with torch.compile: minutes at the start, then faster on CUDA."""
     liger: bool = False
-    """Use Liger's kernels in the model (CUDA; needs liger-kernel)."""
+    """Use Liger's kernels (CUDA; needs liger-kernel): in a drafter's layers, for the cross entropy of heads."""
     seed: int = 0
     """Order of the data and initial weights."""
 
@@ -162,6 +162,10 @@ class MeasureSection(Section):
     """Draft tokens a step (drafters)."""
     tree: str = "2x1"
     """Candidates by depth (heads)."""
+    sequences: int = Field(4, ge=0)
+    """Sequences that SLiM keeps (heads): its decoding is measured beside Medusa's; 0: it is not."""
+    table: str | None = None
+    """Correlation table for it; without one r is 1."""
     blocks: int = Field(64, ge=0)
     """Held-out blocks for losses and teacher-forced agreement; 0: none."""
     keep: Literal["best", "last"] = "best"
@@ -219,20 +223,82 @@ class DrafterRecipe(Section):
         return self
 
 
+class HiddenSection(Section):
+    """The target's hidden states, which heads learn from: recomputed in every step, or kept on disk."""
+
+    cache: str | None = None
+    """Folder that keeps them for all training blocks (`draftsmith prepare --teacher`): the target is then run once,
+    however many epochs and kinds of heads learn from them. `train --plan` says what it would cost and save."""
+    dtype: Literal["bfloat16", "float16", "float32"] = "bfloat16"
+    """Type that they are kept in."""
+    batch: int = Field(4, ge=1)
+    """Blocks per forward while they are written."""
+
+
+class BaseSection(Section):
+    """Train the target together with its heads (Medusa-2: Cai et al. 2024, arXiv 2401.10774, section 2.2.2).
+
+    Two stages: at first the heads alone, then both, with a loss of Σ heads' losses · `heads_weight` +
+    `label_weight` · cross entropy + `kl_weight` · KL(the original ‖ the target), where the heads' part rises from 0.
+    """
+
+    lora: LoraSection = LoraSection()
+    """How the target is changed; what the artifact's folder `base` then holds."""
+    alone: float = Field(0.3, ge=0, lt=1)
+    """Share of the run in which the heads alone are trained."""
+    warmup: float = Field(0.2, ge=0, lt=1)
+    """Share of the run, after that, over which the heads' part rises."""
+    heads_weight: float = Field(0.2, gt=0)
+    """Of the heads' losses when they train the target too."""
+    label_weight: float = Field(1.0, ge=0)
+    """Of the target's own cross entropy."""
+    kl_weight: float = Field(1.0, ge=0)
+    """Of the divergence from the original."""
+    rate: float = Field(0.25, gt=0)
+    """The target's learning rate is this times the heads'."""
+
+    @model_validator(mode="after")
+    def _anchored(self) -> BaseSection:
+        if not self.label_weight + self.kl_weight:
+            raise ValueError("`label_weight` and `kl_weight` are both 0: nothing would keep the target what it is")
+        if self.alone + self.warmup > 1:
+            raise ValueError(f"`alone` and `warmup` are {self.alone} and {self.warmup} of the run, together at most 1")
+        return self
+
+
 class HeadsRecipe(Section):
-    """Train Medusa-1 / SLiM prediction heads on a frozen target."""
+    """Train Medusa / SLiM prediction heads on a target's last hidden state."""
 
     kind: Literal["heads"]
     out: str
     """Folder of the artifact; logs and checkpoints lie beside it in `<out>.state`."""
     target: str
     """Folder or hub id of the model that the heads sit on."""
+    target_dtype: Literal["auto", "float32", "bfloat16", "float16"] = "auto"
+    """Type of the target's weights; auto takes that of the files. Heads are trained in float32 and kept in this one."""
     num_heads: int = Field(4, ge=1)
     """Head k predicts the token k + 2 places ahead (k from 0)."""
     num_layers: int = Field(1, ge=0)
     """Residual blocks a head."""
+    projection: Literal["own", "low-rank", "target"] = "own"
+    """What makes logits: a matrix for each head that begins as the target's, one of rank `rank`, or the target's
+    itself (Medusa's version 2)."""
+    rank: int = Field(0, ge=0)
+    """Of `projection: low-rank`."""
+    states: Literal["after-norm", "before-norm"] = "after-norm"
+    """The hidden states that heads read: after the target's final norm, as Medusa's, or before it."""
+    objective: dict[str, Weight] = {"cross-entropy": 1.0}
+    """Objectives of each head by name (`draftsmith.train.objectives.OBJECTIVES`) with their weights; cross-entropy
+    learns from the text, all others from the target's own distribution of the same token (self-distillation)."""
+    temperature: float = Field(1.0, gt=0)
+    """Divides the logits of both sides in the objectives that look at the target."""
     weight_decay_by_head: float = Field(0.8, gt=0)
-    """Head k's loss counts this to the power of k (so the first head counts 1)."""
+    """Head k's loss counts this to the power of k, k from 0: the first head's counts 1. 1 is Medusa-1's plain sum."""
+    hidden: HiddenSection = HiddenSection()
+    base: BaseSection | None = None
+    """Train the target too (Medusa-2); without it the target stays as it is (Medusa-1)."""
+    shard_target: bool = False
+    """Under ZeRO 3 spread the target's weights too, which otherwise lie whole in each process; slower."""
     data: DataSection
     train: TrainSection = TrainSection(learning_rate=1e-3, warmup=0.1)
     measure: MeasureSection = MeasureSection()
@@ -241,11 +307,26 @@ class HeadsRecipe(Section):
     def tokenizer_source(self) -> str:
         return self.target
 
+    @property
+    def distils(self) -> bool:
+        """Whether an objective looks at the target's distributions."""
+        return set(self.objective) != {"cross-entropy"}
+
     @model_validator(mode="after")
-    def _tree(self) -> HeadsRecipe:
+    def _consistent(self) -> HeadsRecipe:
         depth = self.measure.tree.count("x") + 1
         if self.measure.prompts and depth > self.num_heads:
             raise ValueError(f"`measure.tree` is {depth} levels deep, and there are {self.num_heads} heads")
+        if (self.projection == "low-rank") != (self.rank > 0):
+            raise ValueError(f"`rank` is {self.rank} with `projection: {self.projection}`: low-rank needs it, alone")
+        if self.projection == "target" and self.num_layers == 0:
+            raise ValueError("`projection: target` without residual blocks (`num_layers: 0`) leaves nothing to train")
+        if self.projection == "target" and self.states == "before-norm":
+            raise ValueError("`projection: target` reads states after the final norm: `states` cannot be before-norm")
+        if self.base is not None and self.hidden.cache is not None:
+            raise ValueError(
+                "`hidden.cache` holds the states of the target as it is, and `base` changes it: choose one"
+            )
         return self
 
 

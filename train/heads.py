@@ -1,12 +1,14 @@
-"""Training prediction heads on a frozen target's last hidden state.
+"""Training prediction heads on a target's last hidden state; the target stays as it is.
 
-Letters: B batch (blocks), T tokens, X = B · T flattened positions, K heads, D hidden, V vocabulary.
+Letters: B batch (blocks), T tokens, Y = B · T flattened positions, X those that a head is trained at, K heads,
+D hidden, V vocabulary.
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from typing import TYPE_CHECKING, Any
+import math
+from collections.abc import Iterator, Mapping, Sequence
+from typing import TYPE_CHECKING, Any, Protocol, Self
 
 import numpy as np
 import torch
@@ -14,25 +16,59 @@ from torch import Tensor, nn
 
 from ..data.packing import Batch
 from ..data.prepared import PreparedData
-from .drafter import Evaluate, blocks_in_order
+from ..decode.models import TransformersModel
+from .chunks import DenseTeacher
+from .drafter import Evaluate, Weight, blocks_in_order
 from .forward import PackedForward
-from .losses import IGNORED, head_labels, heads_cross_entropy, label_hits
+from .head_losses import heads_mixture
+from .losses import IGNORED, head_labels, label_hits
+from .objectives import OBJECTIVES, check_objective, parse_weights, weights_at
 
 if TYPE_CHECKING:
     from ..checkpoints.heads import PredictionHeads
 
 
+class HiddenStates(Protocol):
+    """A target's hidden states from disk; see `hidden_cache`."""
+
+    def hidden(self, batch: Batch) -> Tensor:
+        """[B, T, D]; positions that no head is trained at mean nothing."""
+
+
 class HeadsModule(nn.Module):
-    """Heads whose forward is their loss; the target is run without gradients and makes no logits of its own."""
+    """Heads whose forward is their loss; the target runs once a batch, without gradients.
+
+    The target is no part of the module, unless `shard_target`: then ZeRO-3 spreads its weights as well. Checkpoints
+    hold what is trained, the target's weights never.
+    """
 
     def __init__(
-        self, target: Any, heads: PredictionHeads, head_weights: Sequence[float], chunk: int | None = None
+        self,
+        target: Any,
+        heads: PredictionHeads,
+        head_weights: Sequence[float],
+        objective: Mapping[str, Weight],
+        temperature: float = 1.0,
+        states: HiddenStates | None = None,
+        shard_target: bool = False,
+        chunk: int | None = None,
+        liger: bool = False,
     ) -> None:
         super().__init__()
         self.heads = heads
-        self.chunk = chunk
+        self.chunk, self.liger = chunk, liger
+        self.temperature = temperature
         self.head_weights = tuple(float(weight) for weight in head_weights)
-        self._target = PackedForward(target)
+        self.progress = 0.0
+        """Share of the run that is done: what the weights of the objectives follow."""
+        self._objective = parse_weights(objective)
+        self._target = PackedForward(target, heads.states)
+        self._states = states
+        self._logits = None if self._target.plain_head else TransformersModel(target).logits
+        if shard_target:
+            self.target = target
+            self.register_state_dict_post_hook(_without_frozen)
+            self.register_load_state_dict_pre_hook(_with_frozen)
 
     @property
     def num_heads(self) -> int:
@@ -42,39 +78,101 @@ class HeadsModule(nn.Module):
     def forward(
         self, tokens_BT: Tensor, labels_BT: Tensor, positions_BT: Tensor, documents_BT: Tensor
     ) -> tuple[Tensor, Tensor]:
-        """Weighted cross entropy sums [K] and numbers of trained positions int64 [K]; inputs as in `Batch`.
+        """Weighted sums of the objective [K] and numbers of trained positions int64 [K]; inputs as in `Batch`.
 
         Head k at position t is trained on token t + 2 + k where that is labelled and of the same document.
         """
         batch = Batch(tokens_BT, labels_BT, positions_BT, documents_BT)
-        features_XKD, labels_XK = self.features(batch)
+        return self.heads_loss(batch, self.frozen_states(batch))
+
+    def heads_loss(self, batch: Batch, states_YD: Tensor) -> tuple[Tensor, Tensor]:
+        """What `forward` returns, from the target's hidden states."""
+        rows_X, labels_XK = self.trained_rows(batch)
+        weights = weights_at(self._objective, self.progress)
+        teacher, teacher_rows_XK = None, None
+        if any(OBJECTIVES[name].needs_teacher for name in weights):
+            teacher = self.teacher(states_YD.detach())
+            ahead_K = torch.arange(1, self.num_heads + 1, device=rows_X.device)
+            # the target's own guess at token t + 2 + k is made at t + 1 + k
+            teacher_rows_XK = torch.where(labels_XK == IGNORED, -1, rows_X[:, None] + ahead_K)
+        features_XKD = self.heads.features(states_YD[rows_X].to(next(self.heads.parameters()).dtype))
         projections = [self.heads.projection(k) for k in range(self.num_heads)]
-        sums_K, counts_K = heads_cross_entropy(features_XKD, projections, labels_XK, self.chunk)
+        sums_K, counts_K = heads_mixture(
+            weights, features_XKD, projections, labels_XK, teacher, teacher_rows_XK, self.temperature, self.chunk,
+            liger=self.liger,
+        )  # fmt: skip
         return sums_K * torch.tensor(self.head_weights, device=sums_K.device), counts_K
+
+    def trained_rows(self, batch: Batch) -> tuple[Tensor, Tensor]:
+        """Flattened positions int64 [X] at which some head is trained, and their labels int64 [X, K]."""
+        labels_YK = head_labels(batch.labels_BT, batch.documents_BT, self.num_heads).flatten(0, 1)
+        rows_X = (labels_YK != IGNORED).any(1).nonzero()[:, 0]
+        return rows_X, labels_YK[rows_X]
+
+    @torch.no_grad()
+    def frozen_states(self, batch: Batch) -> Tensor:
+        """The target's hidden states [Y, D]: computed, or from disk."""
+        if self._states is not None:
+            return self._states.hidden(batch).flatten(0, 1)
+        with torch.autocast(batch.tokens_BT.device.type, enabled=False):
+            return self._target.hidden(batch).flatten(0, 1)
+
+    def teacher(self, states_YD: Tensor) -> DenseTeacher:
+        """The target's distributions behind its hidden states."""
+        with torch.no_grad(), torch.autocast(states_YD.device.type, enabled=False):
+            after_YD = self._target.after_norm(states_YD.to(self._target.model.dtype))
+            if self._logits is not None:
+                return DenseTeacher(self._logits(after_YD))
+            return DenseTeacher(after_YD, self._target.weight_VD())
 
     def read_directly(self) -> list[nn.Parameter]:
         """Parameters that `forward` uses without calling the layer that owns them: ZeRO-3 must gather them for it."""
-        found = (self.heads.projection(k) for k in range(self.num_heads))
-        return [weight_VD for weight_VD in found if isinstance(weight_VD, nn.Parameter)]
+        found = [self.heads.projection(k) for k in range(self.num_heads)]
+        if "target" in self._modules:
+            weight_VD = self._target.weight_VD()
+            found += [] if weight_VD is None else [weight_VD]
+        # one that belongs to a target outside of the module is always there
+        inside = {id(parameter) for parameter in self.parameters()}
+        return [p for p in dict.fromkeys(found) if isinstance(p, nn.Parameter) and id(p) in inside]
 
-    def features(self, batch: Batch) -> tuple[Tensor, Tensor]:
-        """Heads' features [X, K, D] and labels int64 [X, K]; positions that no head is trained on are left out."""
-        labels_XK = head_labels(batch.labels_BT, batch.documents_BT, self.num_heads).flatten(0, 1)
-        kept = (labels_XK != IGNORED).any(1).nonzero()[:, 0]
-        with torch.no_grad():
-            hidden_XD = self._target.hidden(batch).flatten(0, 1)[kept]
-        dtype = next(self.heads.parameters()).dtype
-        return self.heads.features(hidden_XD.to(dtype)), labels_XK[kept]
+    def train(self, mode: bool = True) -> Self:
+        super().train(mode)
+        if "target" in self._modules:
+            self.target.eval()
+        return self
+
+
+def _without_frozen(module: nn.Module, state: dict[str, Any], prefix: str, _: Any) -> None:
+    """Leave out of a state what comes from the target's own files."""
+    for name, tensor in _target_state(module):
+        if not tensor.requires_grad:
+            state.pop(prefix + name, None)
+
+
+def _with_frozen(module: nn.Module, state: dict[str, Any], prefix: str, *_: Any) -> None:
+    """What a stored state leaves out stays as it is."""
+    for name, tensor in _target_state(module):
+        if not tensor.requires_grad:
+            state.setdefault(prefix + name, tensor.detach())
+
+
+def _target_state(module: nn.Module) -> Iterator[tuple[str, Tensor]]:
+    yield from module.target.state_dict(keep_vars=True, prefix="target.").items()  # type: ignore[union-attr]
 
 
 class HeadsTask:
     """Trains heads on a frozen target; see `train.loop.Task`.
 
-    The loss of a step is Σ_k head_weights[k] · (mean cross entropy of head k over its own positions). Medusa-1 uses a
-    plain sum (all weights 1), Medusa's paper 0.8^k. Evaluation: as for a drafter; `evaluate_fn` is given the heads.
+    The loss of a step is Σ_k head_weights[k] · (mean objective of head k over its own positions). Medusa-1 uses a
+    plain sum (all weights 1), Medusa's paper 0.8^k (Cai et al. 2024, arXiv 2401.10774, eq. 1, where k counts from 1).
+    `objective` gives weights by name (`objectives.OBJECTIVES`): cross-entropy learns from the text, all others from the
+    target's own distribution of the same token, whose hidden states are there anyway (self-distillation: section
+    2.3.2 there). `states` are its hidden states from disk. Evaluation: as for a drafter; `evaluate_fn` is given the
+    heads. `liger` computes cross entropy with Liger's kernel, on CUDA.
 
     Raises:
-        ValueError: as many weights as heads are needed, none negative; a target whose hidden size differs.
+        ValueError: as many weights as heads are needed, none negative; a target whose hidden size or vocabulary
+            differs; an unknown objective; a temperature ≤ 0.
     """
 
     name = "heads"
@@ -85,27 +183,27 @@ class HeadsTask:
         heads: PredictionHeads,
         heldout: PreparedData | None,
         head_weights: Sequence[float] | None = None,
+        objective: Mapping[str, Weight] | None = None,
+        temperature: float = 1.0,
+        states: HiddenStates | None = None,
         evaluate_fn: Evaluate | None = None,
         evaluate_blocks: int | None = 64,
         evaluate_batch: int = 4,
+        shard_target: bool = False,
         chunk: int | None = None,
+        liger: bool = False,
     ) -> None:
-        weights = [1.0] * heads.num_heads if head_weights is None else [float(weight) for weight in head_weights]
-        if len(weights) != heads.num_heads or min(weights) < 0:
-            raise ValueError(
-                f"head_weights is {weights}, expected {heads.num_heads} weights (one a head), none negative"
-            )
-        hidden = target.config.get_text_config().hidden_size
-        if heads.hidden_size != hidden:
-            raise ValueError(f"the heads take hidden states of size {heads.hidden_size}, the target makes {hidden}")
+        weights, objective = _checked(target, heads, head_weights, objective, temperature)
         target.requires_grad_(False).eval()
         self.target = target
-        self.module: nn.Module = HeadsModule(target, heads, weights, chunk)
-        self.settings: dict[str, Any] = {"head_weights": weights}
+        self.module: nn.Module = HeadsModule(
+            target, heads, weights, objective, temperature, states, shard_target, chunk, liger
+        )
+        self.settings: dict[str, Any] = {"head_weights": weights, "objective": objective, "temperature": temperature}
         outer = (target.get_output_embeddings().weight, target.get_input_embeddings().weight)
         inner = (w for w in target.parameters() if w.dim() >= 2 and not any(w is other for other in outer))
-        self._target_weights = sum(w.numel() for w in inner)
-        self._head_weights = sum(w.numel() for w in heads.parameters() if w.dim() >= 2)  # before they may be sharded
+        self._target_work = 0.0 if states is not None else 2.0 * sum(w.numel() for w in inner)
+        self._head_work = 6.0 * sum(w.numel() for w in heads.parameters() if w.dim() >= 2)  # before they may be sharded
         self._heldout, self._evaluate_fn = heldout, evaluate_fn
         self._blocks, self._batch = evaluate_blocks, evaluate_batch
 
@@ -116,7 +214,8 @@ class HeadsTask:
         self.target.to(device)
 
     def begin(self, step: int, steps: int) -> None:
-        """Every step is like any other."""
+        """Tell the module how far the run is."""
+        self.module.progress = step / steps  # type: ignore[assignment]
 
     def rewrite(self, batch: Batch, rows: np.ndarray, global_batch: int, seed: tuple[int, int]) -> Batch:
         """Heads learn on the data alone."""
@@ -125,7 +224,7 @@ class HeadsTask:
     def flops(self, tokens: int, trained: int) -> float:
         """Operations of the target's forward, 2 a weight and token, and of the heads' forward and backward, 6 a weight
         and trained position; products inside attention are left out."""
-        return 2.0 * self._target_weights * tokens + 6.0 * self._head_weights * trained
+        return self._target_work * tokens + self._head_work * trained
 
     def count(self, batch: Batch) -> Tensor:
         """Trained positions of each head, int64 [K]."""
@@ -135,29 +234,57 @@ class HeadsTask:
 
     @torch.no_grad()
     def evaluate(self, module: nn.Module) -> dict[str, float]:
-        """On held-out blocks, for each head k: `head{k}_loss` (nats a token) and `head{k}_top1`; `heldout_loss`, their
-        weighted sum as in training; and what `evaluate_fn(heads)` returns.
+        """On held-out blocks, for each head k: `head{k}_loss` (cross entropy, nats a token), `head{k}_top1` and
+        `head{k}_top5` (how often its token is the head's first, or among its first five); `heldout_loss`, their
+        weighted sum; and what `evaluate_fn(heads)` returns.
         """
         assert isinstance(module, HeadsModule)
-        sums_K = torch.zeros(module.num_heads, dtype=torch.float64)
-        hits_K, counts_K = torch.zeros_like(sums_K), torch.zeros_like(sums_K)
         device = next(module.parameters()).device
-        projections = [module.heads.projection(k) for k in range(module.num_heads)]
+        sums_K4 = torch.zeros(module.num_heads, 4, dtype=torch.float64)
         for batch in blocks_in_order(self._heldout, self._blocks, self._batch):
-            features_XKD, labels_XK = module.features(batch.to(device))
-            for k, weight_VD in enumerate(projections):
-                hits = label_hits(features_XKD[:, k], weight_VD, labels_XK[:, k], module.chunk)
-                sums_K[k] += float(hits.loss)
-                hits_K[k] += float(hits.top1)
-                counts_K[k] += float(hits.count)
+            sums_K4 += self.score(module, batch.to(device))
         metrics: dict[str, float] = {}
-        if bool((counts_K > 0).all()):
-            means_K = sums_K / counts_K
-            weights_K = torch.tensor(module.head_weights, dtype=torch.float64)
-            metrics["heldout_loss"] = float((means_K * weights_K).sum())
-            for k in range(module.num_heads):
-                metrics |= {f"head{k}_loss": float(means_K[k]), f"head{k}_top1": float(hits_K[k] / counts_K[k])}
+        if bool((sums_K4[:, 3] > 0).all()):
+            means_K3 = sums_K4[:, :3] / sums_K4[:, 3:]
+            metrics["heldout_loss"] = float((means_K3[:, 0] * torch.tensor(module.head_weights)).sum())
+            for k, (loss, top1, top5) in enumerate(means_K3.tolist()):
+                metrics |= {f"head{k}_loss": loss, f"head{k}_top1": top1, f"head{k}_top5": top5}
         if self._evaluate_fn is not None:
             with torch.autocast(device.type, enabled=False):  # as the artifact will decode
                 metrics |= self._evaluate_fn(module.heads)
         return metrics
+
+    def score(self, module: HeadsModule, batch: Batch) -> Tensor:
+        """Of each head over a batch: Σ cross entropy, hits of the first, hits of the first five, positions [K, 4]."""
+        rows_X, labels_XK = module.trained_rows(batch)
+        states_XD = module.frozen_states(batch)[rows_X]
+        features_XKD = module.heads.features(states_XD.to(next(module.heads.parameters()).dtype))
+        found = []
+        for k in range(module.num_heads):
+            hits = label_hits(features_XKD[:, k], module.heads.projection(k), labels_XK[:, k], module.chunk)
+            found.append([float(hits.loss), float(hits.top1), float(hits.top5), float(hits.count)])
+        return torch.tensor(found, dtype=torch.float64)
+
+
+def _checked(
+    target: Any,
+    heads: PredictionHeads,
+    head_weights: Sequence[float] | None,
+    objective: Mapping[str, Weight] | None,
+    temperature: float,
+) -> tuple[list[float], dict[str, Weight]]:
+    """The heads' weights and the objective; see `HeadsTask` for what is refused."""
+    weights = [1.0] * heads.num_heads if head_weights is None else [float(weight) for weight in head_weights]
+    if len(weights) != heads.num_heads or min(weights) < 0:
+        raise ValueError(f"head_weights is {weights}, expected {heads.num_heads} weights (one a head), none negative")
+    hidden, vocab = target.config.get_text_config().hidden_size, target.get_output_embeddings().weight.shape[0]
+    if heads.hidden_size != hidden:
+        raise ValueError(f"the heads take hidden states of size {heads.hidden_size}, the target makes {hidden}")
+    if heads.vocab_size != vocab:
+        raise ValueError(f"the heads have a vocabulary of {heads.vocab_size} tokens, the target of {vocab}")
+    objective = dict(objective or {"cross-entropy": 1.0})
+    parse_weights(objective)
+    check_objective(objective)
+    if not (temperature > 0 and math.isfinite(temperature)):
+        raise ValueError(f"temperature is {temperature}, expected more than 0")
+    return weights, objective

@@ -265,7 +265,7 @@ class _Run:
         batch, counts, tokens = self._read(step)
         rate = config.learning_rate * self.rates(step)
         for group in self.optimizer.param_groups:
-            group["lr"] = rate
+            group["lr"] = rate * group["rate_scale"]
         rank = self.accelerator.process_index
         torch.manual_seed(int(np.random.SeedSequence([config.seed, step, rank]).generate_state(1, np.uint64)[0]) >> 1)
         self.module.train()

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable
+from typing import Any
 
 import torch
 from torch import nn
@@ -12,16 +13,22 @@ from .config import FitConfig
 
 
 def make_optimizer(module: nn.Module, config: FitConfig) -> torch.optim.Optimizer:
-    """AdamW over the parameters that are trained; matrices decay, biases and norms do not."""
+    """AdamW over the parameters that are trained; matrices decay, biases and norms do not.
+
+    A group's `rate_scale` multiplies its learning rate: 1, unless the module has a `rate_of(parameter)` that differs.
+    """
     trained = [p for p in module.parameters() if p.requires_grad]
     assert trained, "the task has no trained parameters"
-    groups = [
-        {"params": [p for p in trained if p.dim() >= 2], "weight_decay": config.weight_decay},
-        {"params": [p for p in trained if p.dim() < 2], "weight_decay": 0.0},
-    ]
+    rate_of: Callable[[nn.Parameter], float] = getattr(module, "rate_of", lambda _: 1.0)
+    groups: dict[tuple[float, bool], dict[str, Any]] = {}
+    for parameter in trained:
+        scale, decays = rate_of(parameter), parameter.dim() >= 2
+        decay = config.weight_decay if decays else 0.0
+        group = groups.setdefault((scale, decays), {"params": [], "weight_decay": decay, "rate_scale": scale})
+        group["params"].append(parameter)
+    ordered = [groups[key] for key in sorted(groups, reverse=True)]
     fused = all(p.device.type in ("cpu", "cuda") for p in trained)
-    groups = [group for group in groups if group["params"]]
-    return torch.optim.AdamW(groups, lr=config.learning_rate, betas=config.betas, fused=fused)
+    return torch.optim.AdamW(ordered, lr=config.learning_rate, betas=config.betas, fused=fused)
 
 
 def learning_rates(config: FitConfig) -> Callable[[int], float]:

@@ -10,13 +10,16 @@ Rajbhandari et al. 2020 (ZeRO, arXiv 1910.02054, section 3). All sizes are bytes
 from __future__ import annotations
 
 from collections import Counter
-from dataclasses import dataclass
-from typing import Any, Literal
+from dataclasses import dataclass, replace
+from typing import TYPE_CHECKING, Any, Literal
 
 import torch
 from torch import nn
 
 from .chunks import BLOCK_ELEMENTS, CHUNK_ELEMENTS, CHUNK_POSITIONS
+
+if TYPE_CHECKING:
+    from ..checkpoints.heads import PredictionHeads
 
 Place = Literal["device", "host"]
 Phase = Literal["always", "training", "saving", "loading"]
@@ -102,7 +105,7 @@ class Demand:
     taught: bool
     """Whether the target runs in every micro batch."""
     heads: int
-    """0: a language model is trained."""
+    """How many are trained on the last hidden state; 0: a language model is trained."""
     block_tokens: int
     micro_batch: int
     global_batch: int
@@ -111,6 +114,8 @@ class Demand:
     loading: int = 0
     """Bytes of a model of which only a part is kept."""
     launch: Launch = Launch()
+    soft: bool = False
+    """Whether the loss looks at the target's whole distributions."""
 
     @property
     def tokens(self) -> int:
@@ -159,10 +164,23 @@ def model_size(model: Any, *, eight_bit: bool = False, decodes_on: str | None = 
     )
 
 
-def heads_size(heads: nn.Module, num_heads: int, num_layers: int, target: ModelSize) -> ModelSize:
-    """The sizes of prediction heads on a target; a layer is all heads together."""
+def heads_size(heads: PredictionHeads, target: ModelSize, base: ModelSize | None = None) -> ModelSize:
+    """The sizes of prediction heads on a target; a layer is all heads together. `base` is the target, where it is
+    trained with them: then those of both."""
     parameters = list(heads.parameters())
-    count, weights = (sum(p.numel() * size(p) for p in parameters) for size in (_one, torch.Tensor.element_size))
+    count = sum(p.numel() for p in parameters)
+    weights = sum(p.numel() * p.element_size() for p in parameters)
+    own = heads.projection_kind != "target"
+    if base is not None:
+        return replace(
+            base,
+            parameters=base.parameters + count,
+            trained=base.trained + count,
+            weights=base.weights + weights,
+            trained_weights=base.trained_weights + weights,
+            projection_trained=own,
+            in_heap=base.in_heap + _in_heap(parameters),
+        )
     return ModelSize(
         parameters=count,
         trained=count,
@@ -171,11 +189,11 @@ def heads_size(heads: nn.Module, num_heads: int, num_layers: int, target: ModelS
         item=parameters[0].element_size(),
         vocab_size=target.vocab_size,
         hidden_size=target.hidden_size,
-        projection_trained=True,
+        projection_trained=own,
         whole_logits=False,
-        layers=num_layers,
-        layer_wide=2 * num_heads * target.hidden_size,
-        layer_narrow=num_heads * target.hidden_size,
+        layers=heads.num_layers,
+        layer_wide=2 * heads.num_heads * target.hidden_size,
+        layer_narrow=heads.num_heads * target.hidden_size,
         unfused_heads=0,
         in_heap=_in_heap(parameters),
         copied=0,
@@ -281,7 +299,7 @@ def _teacher(demand: Demand) -> list[Part]:
     if target is None:
         return []
     parts = [Part("target", target.weights), Part("target, prepared for decoding", target.copied)]
-    if demand.taught or demand.heads:
+    if demand.taught:
         layer = target.layer_wide + target.layer_narrow + 2 * target.hidden_size
         running = demand.tokens * layer * target.item + _scores(target, demand)
         parts.append(Part("target while it runs", running, "training"))
@@ -311,7 +329,7 @@ def _loss(demand: Demand) -> int:
     model = demand.model
     item = 2 if demand.precision != "no" else model.item
     chunk, block = _chunk_rows(model.vocab_size, demand.launch.device)
-    sides = 2 if demand.taught else 1
+    sides = 2 if demand.soft else 1
     size = sides * (min(chunk, demand.tokens) * item + _TEMPORARIES * min(block, demand.tokens) * 4) * model.vocab_size
     projection = model.vocab_size * model.hidden_size * max(1, demand.heads)
     if model.projection_trained and (demand.micro_steps > 1 or model.item != 4 or not demand.heads):
@@ -373,7 +391,3 @@ def _activation(config: Any) -> str:
 def _in_heap(parameters: list[Any]) -> int:
     sizes = (p.numel() * p.element_size() for p in parameters)
     return sum(size for size in sizes if size < _HEAP_TENSOR)
-
-
-def _one(_: torch.Tensor) -> int:
-    return 1

@@ -7,11 +7,9 @@ by a few of its last bits (2e-7 each), after six steps by 1e-6 at most; ten time
 from __future__ import annotations
 
 import json
-import os
 import shutil
-import subprocess
 import sys
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 from types import ModuleType
@@ -38,6 +36,7 @@ UNEVEN = {
 }
 TIED = UNEVEN | {"tie_word_embeddings": True}
 Logged = Callable[..., list[Any]]
+Launch = Callable[..., dict[str, dict[str, Any]]]
 
 
 @dataclass(frozen=True)
@@ -52,40 +51,6 @@ class Runs:
 
     def weights(self, stage: int, name: str) -> dict[str, torch.Tensor]:
         return load_file(self.folder / f"zero{stage}" / f"{name}.safetensors")
-
-
-def launch(folder: Path, stage: int, jobs: Sequence[dict[str, Any]]) -> dict[str, dict[str, Any]]:
-    """Run jobs in two processes under a ZeRO stage; what the main process said of each."""
-    folder.mkdir(parents=True, exist_ok=True)
-    # by default parameters of fewer than 100,000 elements stay whole under ZeRO-3: here all of them
-    zero = {"stage": stage, "stage3_param_persistence_threshold": 0, "reduce_bucket_size": "auto"}
-    settings = folder / "deepspeed.json"
-    settings.write_text(json.dumps({"zero_optimization": zero, "gradient_clipping": 0.123, "train_batch_size": 5}))
-    places = [
-        {
-            "state_dir": str(folder / job.get("folder", job["name"])),
-            "weights": str(folder / f"{job['name']}.safetensors"),
-        }
-        for job in jobs
-    ]
-    worker = str(Path(__file__).with_name("zero_worker.py"))
-    command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc_per_node", "2", worker]
-    environment = os.environ | {
-        "ACCELERATE_USE_DEEPSPEED": "true",
-        "ACCELERATE_DEEPSPEED_CONFIG_FILE": str(settings),
-        "OMP_NUM_THREADS": "1",
-    }
-    done = subprocess.run(
-        [*command, json.dumps([job | place for job, place in zip(jobs, places, strict=True)])],
-        capture_output=True,
-        text=True,
-        env=environment,
-        timeout=180,
-        check=False,
-    )
-    assert done.returncode == 0, done.stderr[-5000:]
-    lines = [json.loads(line.removeprefix("said ")) for line in done.stdout.splitlines() if line.startswith("said ")]
-    return {line["name"]: line for line in lines}
 
 
 def as_if_killed(state: Path, target: Path) -> None:
@@ -127,7 +92,7 @@ JOBS: list[dict[str, Any]] = [
 
 
 @pytest.fixture(scope="module")
-def runs(one: Callable[..., Path], tmp_path_factory: pytest.TempPathFactory) -> Runs:
+def runs(one: Callable[..., Path], launch_zero: Launch, tmp_path_factory: pytest.TempPathFactory) -> Runs:
     """All jobs under all stages; "resumed" goes on from what the stage before (for stage 1: one process) had saved."""
     folder = tmp_path_factory.mktemp("zero")
     said: dict[tuple[int, str], dict[str, Any]] = {}
@@ -135,7 +100,7 @@ def runs(one: Callable[..., Path], tmp_path_factory: pytest.TempPathFactory) -> 
     for stage in (1, 2, 3):
         as_if_killed(before, folder / f"zero{stage}" / "resumed")
         jobs = [job | {"config": SETTINGS | job.get("config", {})} for job in JOBS]
-        found = launch(folder / f"zero{stage}", stage, jobs)
+        found = launch_zero(folder / f"zero{stage}", stage, jobs)
         said |= {(stage, name): line for name, line in found.items()}
         before = folder / f"zero{stage}" / "untied"
     return Runs(folder, said)

@@ -16,13 +16,18 @@ from draftsmith.train.table import count_table
 from safetensors import safe_open
 
 HEADS = 3
+WEIGHTS = [1.0, 0.8, 0.64]
+
+
+def measured(_: Any) -> dict[str, float]:
+    return {"tokens_per_step": 1.5}
 
 
 @pytest.fixture
 def task(worker: ModuleType) -> HeadsTask:
     target = worker.make_model()
     heads = PredictionHeads.from_lm_head(target.lm_head.weight.detach(), HEADS, 1)
-    return HeadsTask(target, heads, worker.make_data(4, seed=1), [1.0, 0.8, 0.64], lambda _: {"tokens_per_step": 1.5})
+    return HeadsTask(target, heads, worker.make_data(4, seed=1), WEIGHTS, evaluate_fn=measured)
 
 
 def test_the_loss_is_that_of_the_token_t_plus_2_plus_k(worker: ModuleType, task: HeadsTask):
@@ -46,7 +51,7 @@ def test_the_loss_is_that_of_the_token_t_plus_2_plus_k(worker: ModuleType, task:
                             expected[k] -= float(logits[place, k].log_softmax(-1)[labels[ahead]])
                             items[k] += 1
     assert counts.tolist() == items == task.count(batch).tolist()
-    weighted = [value * weight for value, weight in zip(expected, (1.0, 0.8, 0.64), strict=True)]
+    weighted = [value * weight for value, weight in zip(expected, WEIGHTS, strict=True)]
     assert sums.tolist() == pytest.approx(weighted, rel=1e-4)
 
 
@@ -58,9 +63,9 @@ def test_only_the_heads_are_trained_and_stored(worker: ModuleType, task: HeadsTa
         assert torch.equal(tensor, before[name])
     with safe_open(tmp_path / "checkpoints" / "step-000030" / "model.safetensors", "pt") as stored:
         assert set(stored.keys()) == set(task.module.state_dict())
-    names = {f"head{k}_{what}" for k in range(HEADS) for what in ("loss", "top1")}
+    names = {f"head{k}_{what}" for k in range(HEADS) for what in ("loss", "top1", "top5")}
     assert result.metrics.keys() == names | {"heldout_loss", "tokens_per_step"}
-    expected = sum(w * result.metrics[f"head{k}_loss"] for k, w in enumerate((1.0, 0.8, 0.64)))
+    expected = sum(w * result.metrics[f"head{k}_loss"] for k, w in enumerate(WEIGHTS))
     assert result.metrics["heldout_loss"] == pytest.approx(expected)
 
 
@@ -76,6 +81,87 @@ def test_heads_learn_a_sequence_that_can_be_known(
     assert all(result.metrics[f"head{k}_top1"] > 0.9 for k in range(HEADS))
 
 
+@pytest.mark.parametrize("projection", ["own", "low-rank", "target"])
+@pytest.mark.parametrize("states", ["after-norm", "before-norm"])
+def test_soft_targets_are_the_targets_own_of_the_same_token(worker: ModuleType, projection: str, states: str):
+    if (projection, states) == ("target", "before-norm"):
+        pytest.skip("the target's projection reads states after the norm")
+    target = worker.make_model()
+    rank = 5 if projection == "low-rank" else 0
+    heads = PredictionHeads.from_lm_head(target.lm_head.weight.detach(), HEADS, 1, projection, rank, states)
+    with torch.no_grad():
+        for parameter in heads.parameters():
+            parameter.normal_(0.0, 0.3)
+    task = HeadsTask(target, heads, None, WEIGHTS, {"forward-kl": 1.0}, temperature=2.0)
+    batch = worker.make_data(3).batch(range(3))
+    sums, counts = task.module(batch.tokens_BT, batch.labels_BT, batch.positions_BT, batch.documents_BT)
+    expected, items = torch.zeros(HEADS), torch.zeros(HEADS)
+    for row in range(3):
+        for number in set(batch.documents_BT[row].tolist()) - {-1}:
+            inside = batch.documents_BT[row] == number
+            tokens, labels = batch.tokens_BT[row][inside], batch.labels_BT[row][inside].tolist()
+            with torch.no_grad():
+                output = target.model(tokens[None], output_hidden_states=True)
+                after = output.last_hidden_state
+                before = states_before_norm(target, tokens)
+            teacher = (target.lm_head(after)[0] / 2).log_softmax(-1)
+            mine = (heads(after[0] if states == "after-norm" else before[0]) / 2).log_softmax(-1)
+            for place in range(len(labels)):
+                for k in range(HEADS):
+                    if place + 2 + k < len(labels) and labels[place + 2 + k] != -100:
+                        p = teacher[place + 1 + k]
+                        expected[k] += 4 * WEIGHTS[k] * (p.exp() * (p - mine[place, k])).sum().detach()
+                        items[k] += 1
+    assert counts.tolist() == items.tolist()
+    torch.testing.assert_close(sums.detach(), expected, rtol=1e-4, atol=1e-4)
+
+
+def states_before_norm(target: Any, tokens: torch.Tensor) -> torch.Tensor:
+    found: list[torch.Tensor] = []
+    hook = target.model.norm.register_forward_pre_hook(lambda _, inputs: found.append(inputs[0]))
+    target.model(tokens[None])
+    hook.remove()
+    return found[0]
+
+
+def test_self_distilled_heads_learn_what_the_target_says(worker: ModuleType, tmp_path: Path):
+    target, data = worker.make_model(), worker.make_data()
+    found = {}
+    for name in ("cross-entropy", "forward-kl"):
+        heads = PredictionHeads.from_lm_head(target.lm_head.weight.detach(), HEADS, 1)
+        task = HeadsTask(target, heads, None, objective={name: 1.0})
+        config = worker.make_config(steps=60, learning_rate=0.02, save_every=0)
+        fit(task, data, config, tmp_path / name)
+        judge = HeadsTask(target, heads, None, objective={"forward-kl": 1.0})
+        batch = data.batch(range(data.blocks))
+        with torch.no_grad():
+            sums, counts = judge.module(batch.tokens_BT, batch.labels_BT, batch.positions_BT, batch.documents_BT)
+        found[name] = float((sums / counts).sum())
+    # the tokens are random: who learns them knows less of the target than before
+    assert found["forward-kl"] < 0.5 * found["cross-entropy"]
+
+
+def test_a_target_inside_the_module_is_neither_stored_nor_trained(worker: ModuleType, tmp_path: Path):
+    results = {}
+    for inside in (False, True):
+        target = worker.make_model()
+        heads = PredictionHeads.from_lm_head(target.lm_head.weight.detach(), HEADS, 1)
+        task = HeadsTask(target, heads, worker.make_data(4, seed=1), shard_target=inside)
+        folder = tmp_path / str(inside)
+        fit(task, worker.make_data(), worker.make_config(steps=4, save_every=2), folder)
+        assert (task.module.training, target.training) == (task.module.training, False)
+        with safe_open(folder / "checkpoints" / "step-000004" / "model.safetensors", "pt") as stored:
+            assert all(name.startswith("heads.") for name in stored.keys())  # noqa: SIM118 (not a dictionary)
+        results[inside] = {name: tensor.clone() for name, tensor in heads.state_dict().items()}
+        assert any(name.startswith("target.") for name, _ in task.module.named_parameters()) == inside
+        # going on from the folder finds everything that it needs
+        again = HeadsTask(target, PredictionHeads(HEADS, 1, 16, worker.VOCAB), None, shard_target=inside)
+        again.settings = task.settings
+        fit(again, worker.make_data(), worker.make_config(steps=4, save_every=2), folder)
+        assert torch.equal(again.module.heads.projection(0), heads.projection(0))
+    assert all(torch.equal(results[False][name], results[True][name]) for name in results[False])
+
+
 def test_wrong_shapes_are_refused(worker: ModuleType):
     target = worker.make_model()
     heads = PredictionHeads(2, 1, 16, worker.VOCAB)
@@ -83,6 +169,12 @@ def test_wrong_shapes_are_refused(worker: ModuleType):
         HeadsTask(target, heads, None, [1.0])
     with pytest.raises(ValueError, match="size 8, the target makes 16"):
         HeadsTask(target, PredictionHeads(2, 1, 8, worker.VOCAB), None)
+    with pytest.raises(ValueError, match="vocabulary of 9 tokens, the target of 32"):
+        HeadsTask(target, PredictionHeads(2, 1, 16, 9), None)
+    with pytest.raises(ValueError, match=r"unknown objective 'forward-k'.*forward-kl"):
+        HeadsTask(target, heads, None, objective={"forward-k": 1.0})
+    with pytest.raises(ValueError, match="temperature is 0"):
+        HeadsTask(target, heads, None, temperature=0)
 
 
 def test_a_table_counts_the_documents(worker: ModuleType):

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import json
 import os
+import signal
 import sys
 from typing import Any
 
@@ -15,7 +16,9 @@ from draftsmith.checkpoints.heads import PredictionHeads
 from draftsmith.train.drafter import DrafterModule
 from draftsmith.train.heads import HeadsTask
 from draftsmith.train.interrupts import Interrupted, TrainingError
+from draftsmith.train.joint import Joint, JointTask
 from draftsmith.train.loop import fit
+from peft import LoraConfig, get_peft_model
 from safetensors.torch import save_file
 from worker import SignallingTask, make_config, make_data, make_model
 
@@ -54,12 +57,37 @@ def count_sharded(module: torch.nn.Module) -> int:
     return sum(parameter.numel() == 0 for parameter in module.parameters())
 
 
-def make_task(options: dict[str, Any], rank: int) -> Any:
+def make_heads_task(options: dict[str, Any], kind: str) -> HeadsTask:
     model = make_model(**{"attention_dropout": 0.0} | options.get("model", {}))
-    if options.get("task") == "heads":
-        heads = PredictionHeads.from_lm_head(model.get_output_embeddings().weight.detach().clone(), 2, 1)
-        return HeadsTask(model, heads, make_data(4, seed=1))
+    heads = PredictionHeads.from_lm_head(model.get_output_embeddings().weight.detach().clone(), 2, 1)
+    if kind == "heads":
+        return HeadsTask(model, heads, make_data(4, seed=1), shard_target=options.get("shard_target", False))
+    torch.manual_seed(1)
+    get_peft_model(model, LoraConfig(r=3, target_modules=["q_proj", "v_proj", "down_proj"], lora_dropout=0.1))
+    return JointTask(model, heads, make_data(4, seed=1), Joint())
+
+
+def signal_in_step(task: HeadsTask, at: int) -> None:
+    """Send this process a SIGTERM while step `at` (from 1) is under way."""
+    count, steps = task.count, [0]
+
+    def counted(batch: Any) -> torch.Tensor:
+        steps[0] += 1
+        if steps[0] == at:
+            os.kill(os.getpid(), signal.SIGTERM)
+        return count(batch)
+
+    task.count = counted  # type: ignore[method-assign]
+
+
+def make_task(options: dict[str, Any], rank: int) -> Any:
     mine = rank == options.get("kill_rank", 0)
+    if "task" in options:
+        heads_task = make_heads_task(options, options["task"])
+        if mine:
+            signal_in_step(heads_task, options.get("kill_at", 0))
+        return heads_task
+    model = make_model(**{"attention_dropout": 0.0} | options.get("model", {}))
     task = SpyingTask(model, make_data(4, seed=1), options.get("kill_at", 0) if mine else 0, options.get("signal", 15))
     task.module.__class__ = UnevenModule
     task.uneven_at = options.get("uneven_at", 0)

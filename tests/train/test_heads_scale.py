@@ -1,0 +1,86 @@
+"""Heads whose target ZeRO-3 spreads, and heads trained with their target, go on after a signal as if none had come.
+
+What they learn is compared with one process's by the recipes' tests; here all parameters are spread, however small.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from safetensors.torch import load_file
+
+pytest.importorskip("deepspeed")
+
+# 33 tokens by 17: sizes that two processes do not divide evenly
+UNEVEN = {
+    "hidden_size": 17,
+    "intermediate_size": 33,
+    "vocab_size": 33,
+    "head_dim": 8,
+    "num_attention_heads": 1,
+    "num_key_value_heads": 1,
+}
+KINDS: dict[str, dict[str, Any]] = {
+    "spread": {"task": "heads", "shard_target": True},
+    "joint": {"task": "joint"},  # its target joins in with step 2 of 6: before the signal, and after it
+}
+STOPS = {"spread": (3,), "joint": (1, 3)}
+CONFIG = {"micro_batch": 2, "save_every": 2, "clip_norm": 0.5}
+
+
+def jobs() -> list[dict[str, Any]]:
+    """Of each kind a run that nothing happens to, and those that are stopped by one process and go on."""
+    found = []
+    for kind, options in KINDS.items():
+        common = options | {"model": UNEVEN, "config": CONFIG}
+        found.append(common | {"name": kind})
+        for at in STOPS[kind]:
+            stopped = f"{kind} stopped at {at}"
+            found.append(common | {"name": stopped, "kill_at": at, "kill_rank": 1})
+            found.append(common | {"name": f"{kind} went on from {at}", "folder": stopped})
+    return found
+
+
+@pytest.fixture(scope="module")
+def runs(launch_zero: Callable[..., Any], tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, dict[str, Any]]:
+    folder = tmp_path_factory.mktemp("zero3")
+    return folder, launch_zero(folder, 3, jobs())
+
+
+@pytest.mark.parametrize("kind", list(KINDS))
+def test_a_stopped_run_goes_on_to_the_very_same_weights(
+    runs: tuple[Path, dict[str, Any]], logged: Callable[..., list[Any]], kind: str
+):
+    folder, said = runs
+    assert (said[kind]["distributed_type"], said[kind]["processes"]) == ("DEEPSPEED", 2)
+    assert said[kind]["afterwards"] == 0, "all weights are whole at the end"
+    expected = load_file(folder / f"{kind}.safetensors")
+    assert all(tensor.numel() > 0 and bool(torch.isfinite(tensor).all()) for tensor in expected.values())
+    for at in STOPS[kind]:
+        stopped = f"{kind} stopped at {at}"
+        assert said[stopped]["error"].startswith(f"Interrupted: stopped by SIGTERM after step {at} of 6")
+        assert said[f"{kind} went on from {at}"]["resumed_from"] == at
+        assert logged(folder / stopped) == logged(folder / kind)
+        found = load_file(folder / f"{kind} went on from {at}.safetensors")
+        assert found.keys() == expected.keys()
+        for name, tensor in expected.items():
+            assert torch.equal(found[name], tensor), name
+
+
+def test_checkpoints_hold_what_is_trained_and_nothing_empty(runs: tuple[Path, dict[str, Any]]):
+    folder, _ = runs
+    stored = {kind: load_file(folder / kind / "checkpoints" / "step-000006" / "model.safetensors") for kind in KINDS}
+    assert not [name for name in stored["spread"] if name.startswith("target.")]
+    adapters = {name for name in stored["joint"] if name.startswith("target.")}
+    assert adapters
+    assert all("lora_" in name for name in adapters)
+    assert stored["joint"].keys() - adapters == stored["spread"].keys()
+    for name, tensor in (stored["spread"] | stored["joint"]).items():
+        assert tensor.numel() > 0, name
+    changed = [tensor.abs().max() > 0 for name, tensor in stored["joint"].items() if "lora_B" in name]
+    assert changed
+    assert all(changed), "adapters begin as nothing"
