@@ -14,7 +14,7 @@ from ..decode.engine import Limits
 from ..decode.head_trees import attach_projection
 from ..decode.loading import wrap_model
 from ..decode.measure import decode
-from ..decode.methods import METHODS, Parts, method_options
+from ..decode.methods import Parts, build_method
 from ..decode.metrics import total
 from ..decode.models import LanguageModel
 from ..decode.warpers import Sampling
@@ -101,8 +101,7 @@ def _acceptance(
     tokenizer: Any,
 ) -> dict[str, float]:
     sampling = Sampling(temperature=section.temperature)
-    # not `build_method`, which wants a table for SLiM: without one r is 1
-    method = METHODS[name].build(parts, sampling, method_options(name, options))
+    method = build_method(name, parts, sampling, **options)
     limits = Limits(section.new_tokens, stop_ids(tokenizer))
     # a prompt draws the same numbers at every evaluation
     tallies = [decode(scorer, method, sampling, seed, prompt, limits).tally for seed, prompt in enumerate(prompts)]

@@ -17,7 +17,7 @@ from rich.table import Table
 from .. import __version__
 from ..train.interrupts import Interrupted, TrainingError
 from .config import EvaluateRecipe, QuickstartRecipe, RegenerateRecipe
-from .loading import accelerate_configs, find_recipe, first_sentence, load_recipe, shipped_recipes
+from .loading import accelerate_configs, deepspeed_configs, find_recipe, first_sentence, load_recipe, shipped_recipes
 from .terminal import console, say
 from .training import DrafterRecipe, HeadsRecipe, TableRecipe
 
@@ -68,7 +68,8 @@ def prepare(
         bool, typer.Option("--lint", help="Decode what every row teaches; show three; fail on faults.")
     ] = False,
     teacher: Annotated[
-        bool, typer.Option("--teacher", help="Also write the cache of the target's most likely tokens.")
+        bool,
+        typer.Option("--teacher", help="Also write the cache of the target's most likely tokens, or hidden states."),
     ] = False,
 ) -> None:
     """Read, clean, render and pack a training recipe's data, and say what became of it."""
@@ -77,8 +78,8 @@ def prepare(
     from .prepare import lint_data, prepare_data
 
     assert isinstance(loaded, (DrafterRecipe, HeadsRecipe, TableRecipe))
-    if teacher and not isinstance(loaded, DrafterRecipe):
-        raise ValueError(f"--teacher is for recipes of kind 'drafter', and {recipe} is of kind {loaded.kind!r}")
+    if teacher and isinstance(loaded, TableRecipe):
+        raise ValueError(f"--teacher is for recipes of kind 'drafter' or 'heads', and {recipe} is of kind 'table'")
     tokenizer = load_tokenizer(loaded.tokenizer_source)
     if lint:
         failures = lint_data(loaded.data, tokenizer)
@@ -88,7 +89,7 @@ def prepare(
     if teacher:
         from .teacher import prepare_teacher
 
-        assert isinstance(loaded, DrafterRecipe)
+        assert not isinstance(loaded, TableRecipe)
         folder = prepare_teacher(loaded)
     else:
         folder = prepare_data(loaded.data, tokenizer).folder
@@ -117,8 +118,18 @@ def train(
     plan: Annotated[
         bool, typer.Option("--plan", help="Only say what it will take of memory, disk and time, and whether it fits.")
     ] = False,
+    sweep: Annotated[
+        list[str] | None,
+        typer.Option("--sweep", help="key.path=value,value: a run with each; given again, all combinations."),
+    ] = None,
 ) -> None:
     """Run a training recipe: a drafter, prediction heads or a correlation table."""
+    if sweep:
+        from .sweep import plan_sweep, run_sweep, show_plans
+
+        act = show_plans if plan else run_sweep
+        act(plan_sweep(recipe, overrides or [], sweep))
+        return
     loaded = load_recipe(recipe, overrides or [], kinds=["drafter", "heads", "table"])
     assert isinstance(loaded, (DrafterRecipe, HeadsRecipe, TableRecipe))
     if plan:
@@ -141,6 +152,26 @@ def evaluate(recipe: RecipeName, overrides: Overrides = None) -> None:
 
     assert isinstance(loaded, EvaluateRecipe)
     run_evaluate(loaded)
+
+
+@app.command("import")
+def import_(
+    source: Annotated[str, typer.Argument(help="Published heads: a folder, or a hub id.")],
+    out: Annotated[Path, typer.Option(help="Folder of the artifact.")],
+    target: Annotated[
+        str | None, typer.Option(help="The model they are for; by default one that lies with the heads.")
+    ] = None,
+    unpickle: Annotated[
+        bool, typer.Option("--unpickle", help="Also read pickled files (.pt, .bin), of which only tensors are loaded.")
+    ] = False,
+    states: Annotated[
+        str | None, typer.Option(help="Hidden states that they read, where their config is silent: before-norm.")
+    ] = None,
+) -> None:
+    """Make published prediction heads (Medusa) an artifact, from any layout that FasterDecoding has used."""
+    from .import_heads import import_heads
+
+    import_heads(source, out, target, unpickle=unpickle, states=states)
 
 
 @app.command()
@@ -182,8 +213,9 @@ def recipes_show(recipe: RecipeName) -> None:
 
 @recipes_app.command("copy")
 def recipes_copy(recipe: RecipeName, to: Annotated[Path, typer.Argument(help="A new file, or a folder.")]) -> None:
-    """Copy a recipe, or a configuration of accelerate (accelerate/zero2 …), to change it."""
-    source = accelerate_configs().get(recipe.removesuffix(".yaml")) or find_recipe(recipe)
+    """Copy a recipe, or settings of accelerate or DeepSpeed (accelerate/zero2, deepspeed/zero2 …), to change it."""
+    settings = accelerate_configs() | deepspeed_configs()
+    source = settings.get(recipe.removesuffix(".yaml").removesuffix(".json")) or find_recipe(recipe)
     target = to / source.name if to.is_dir() else to
     if target.exists():
         raise ValueError(f"{target} exists already")

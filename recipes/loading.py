@@ -59,6 +59,11 @@ def accelerate_configs() -> dict[str, Path]:
     return {f"accelerate/{path.stem}": path for path in sorted((SHIPPED / "accelerate").glob("*.yaml"))}
 
 
+def deepspeed_configs() -> dict[str, Path]:
+    """DeepSpeed configurations that come with the package, by name (`deepspeed/zero2`)."""
+    return {f"deepspeed/{path.stem}": path for path in sorted((SHIPPED / "deepspeed").glob("*.json"))}
+
+
 def first_sentence(path: Path) -> str:
     """What a recipe's head comment says first, after its command."""
     comment: list[str] = []
@@ -219,6 +224,14 @@ def _apply(values: dict[str, Any], override: str) -> None:
         here[int(last)] = value
     else:
         here[last] = value
+
+
+def parse_values(text: str, where: str) -> list[Any]:
+    """The values of a list written with commas, each in YAML. Raises ValueError where they are none."""
+    try:
+        return list(yaml.load(f"[{text}]", Loader=_Loader))
+    except yaml.YAMLError as error:
+        raise ValueError(f"{where}: the values are not valid YAML") from error
 
 
 def _item(items: list[Any], index: str, override: str) -> Any:

@@ -7,11 +7,24 @@ import os
 import random
 import subprocess
 import sys
+from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 import pytest
+import torch
 import yaml
+from draftsmith.data.templates import CHATML_JINJA
 from draftsmith.data.tokenizers import train_bpe
+from transformers import (
+    AutoModelForCausalLM,
+    GPTNeoXConfig,
+    LlamaConfig,
+    MistralConfig,
+    OPTConfig,
+    T5Config,
+    T5ForConditionalGeneration,
+)
 
 WORDS = ["the", "tree", "token", "draft", "target", "head", "table", "keeps", "drops", "reads", "fast", "slow", "exact"]
 TINY = {
@@ -24,6 +37,86 @@ TINY = {
     "num_key_value_heads": 2,
     "max_position_embeddings": 256,
 }
+VOCAB = 320
+COMMON = {"vocab_size": VOCAB, "hidden_size": 16, "num_hidden_layers": 2, "num_attention_heads": 2}
+LLAMA = COMMON | {"intermediate_size": 32, "max_position_embeddings": 512}
+CONFIGS: dict[str, Any] = {
+    "llama": lambda: LlamaConfig(**LLAMA),
+    "deep-llama": lambda: LlamaConfig(**(LLAMA | {"num_hidden_layers": 22})),
+    "mistral": lambda: MistralConfig(**(LLAMA | {"num_key_value_heads": 1})),
+    "opt": lambda: OPTConfig(**COMMON, ffn_dim=32, max_position_embeddings=512, word_embed_proj_dim=16),
+    "neox": lambda: GPTNeoXConfig(**COMMON, intermediate_size=32, max_position_embeddings=512),
+    "t5": lambda: T5Config(
+        vocab_size=VOCAB, d_model=16, d_kv=8, d_ff=32, num_layers=2, num_heads=2, decoder_start_token_id=0
+    ),
+}
+STAND_INS = {
+    "JackFram/llama-68m": "llama",
+    "JackFram/llama-160m": "llama",
+    "double7/vicuna-68m": "llama",
+    "runs/vicuna-68m-from-7b": "llama",
+    "lmsys/vicuna-7b-v1.3": "llama",
+    "lmsys/vicuna-13b-v1.3": "llama",
+    "lmsys/vicuna-33b-v1.3": "llama",
+    "meta-llama/Llama-2-7b-chat-hf": "llama",
+    "facebook/opt-125m": "opt",
+    "facebook/opt-13b": "opt",
+    "EleutherAI/pythia-70m-deduped": "neox",
+    "EleutherAI/pythia-2.8b-deduped": "neox",
+    "google-t5/t5-small": "t5",
+    "google-t5/t5-3b": "t5",
+    "TinyLlama/TinyLlama-1.1B-Chat-v1.0": "deep-llama",
+    "mistralai/Mistral-7B-Instruct-v0.2": "mistral",
+}
+
+
+@dataclass(frozen=True)
+class StandIns:
+    """Tiny models of the families that shipped recipes name, each with its tokenizer, and a corpus for them."""
+
+    folder: Path
+    rows: Path
+    """ShareGPT form."""
+    few: tuple[str, ...]
+    """Changes after which a training recipe takes three small steps."""
+
+    def target(self, source: str) -> Path:
+        """In the place of a target."""
+        return self.folder / "target" / STAND_INS[source]
+
+    def drafter(self, source: str) -> Path:
+        """In the place of a model that is trained on."""
+        return self.folder / "drafter" / STAND_INS[source]
+
+
+@pytest.fixture(scope="session")
+def stand_ins(tmp_path_factory: pytest.TempPathFactory) -> StandIns:
+    """Two models a family, of other weights."""
+    folder = tmp_path_factory.mktemp("models")
+    rng = random.Random(0)
+    rows = []
+    for number in range(60):
+        turns = []
+        for _ in range(rng.randint(1, 2)):
+            question, answer = (" ".join(rng.choices(WORDS, k=rng.randint(3, 8))) for _ in range(2))
+            turns += [{"from": "human", "value": question + "?"}, {"from": "gpt", "value": answer + "."}]
+        rows.append({"id": f"row{number}", "conversations": turns})
+    (folder / "rows.json").write_text(json.dumps(rows))
+    varied = ["".join(random.Random(i).choices("abcdefghij", k=6)) for i in range(200)]
+    tokenizer = train_bpe([*WORDS, *varied], VOCAB, ("<pad>", "<s>", "<|im_start|>", "<|im_end|>", "</s>"))
+    tokenizer.bos_token = "<s>"
+    tokenizer.chat_template = CHATML_JINJA
+    for seed, (name, config) in enumerate(CONFIGS.items()):
+        for role in ("target", "drafter"):
+            torch.manual_seed(2 * seed + (role == "target"))
+            make = T5ForConditionalGeneration if name == "t5" else AutoModelForCausalLM.from_config
+            make(config()).save_pretrained(folder / role / name)
+            tokenizer.save_pretrained(folder / role / name)
+    few = (
+        "train.steps=3", "train.global_batch=4", "train.micro_batch=2", "train.log_every=1", "data.block_tokens=320",
+        "data.heldout_share=0.2", "measure.prompts=2", "measure.new_tokens=6", "measure.blocks=4",
+    )  # fmt: skip
+    return StandIns(folder, folder / "rows.json", few)
 
 
 @pytest.fixture(scope="session")
