@@ -113,27 +113,6 @@ class CorpusSection(Section):
     """Tokens of the byte-level BPE that is trained on it."""
 
 
-class QuickstartRecipe(Section):
-    """The whole main job on text that is already here: corpus, tokenizer, target, drafter, heads, table, evaluation."""
-
-    kind: Literal["quickstart"]
-    out: str = "runs/quickstart"
-    """Folder of everything; `{out}` in the parts below stands for it."""
-    minutes: float = Field(8.0, gt=0)
-    """Training steps are those given below times minutes / 8: the whole run then takes about so long on two cores."""
-    seed: int = 0
-    """Fixes the corpus, the initial weights and the order of the data."""
-    corpus: CorpusSection
-    target: DrafterRecipe
-    drafter: DrafterRecipe
-    """First stage: cross entropy."""
-    distilled: DrafterRecipe
-    """Second stage, from the first: distillation from the target. Its artifact is the drafter."""
-    heads: HeadsRecipe
-    table: TableRecipe
-    evaluate: EvaluateRecipe
-
-
 class ServerSection(Section):
     """An OpenAI-compatible server: `transformers serve`, vLLM, SGLang, TGI, llama.cpp …"""
 
@@ -208,6 +187,30 @@ class RegenerateRecipe(PlaceSection):
         if self.server is not None and useless:
             raise ValueError(f"`{useless[0]}` is for decoding in this process, and a `server` was given")
         return self
+
+
+class QuickstartRecipe(Section):
+    """The whole main job on text that is already here: corpus, tokenizer, target, drafter, answers, heads, table,
+    evaluation."""
+
+    kind: Literal["quickstart"]
+    out: str = "runs/quickstart"
+    """Folder of everything; `{out}` in the parts below stands for it."""
+    minutes: float = Field(8.0, gt=0)
+    """Training steps are those given below times minutes / 8: the whole run then takes about so long on two cores."""
+    seed: int = 0
+    """Fixes the corpus, the initial weights and the order of the data."""
+    corpus: CorpusSection
+    target: DrafterRecipe
+    drafter: DrafterRecipe
+    """First stage: cross entropy."""
+    distilled: DrafterRecipe
+    """Second stage, from the first: distillation from the target. Its artifact is the drafter."""
+    answers: RegenerateRecipe
+    """The target's own answers, which heads and table learn from."""
+    heads: HeadsRecipe
+    table: TableRecipe
+    evaluate: EvaluateRecipe
 
 
 Recipe = DrafterRecipe | HeadsRecipe | TableRecipe | EvaluateRecipe | RegenerateRecipe | QuickstartRecipe

@@ -16,9 +16,10 @@ from ..data.documentation import documentation_conversations
 from ..data.reading import read_conversations
 from ..data.templates import CHATML_JINJA
 from ..data.tokenizers import train_bpe
-from .config import QuickstartRecipe
+from .config import QuickstartRecipe, RegenerateRecipe
 from .evaluate import run_evaluate
 from .loading import parse_recipe, read_recipe, write_recipe
+from .regenerate import run_regenerate
 from .run import run_train
 from .terminal import bar, say
 
@@ -42,10 +43,13 @@ def run_quickstart(recipe: QuickstartRecipe) -> dict[str, Any]:
     start = time.monotonic()
     make_corpus(recipe, out / "corpus")
     make_tokenizer(recipe, out / "corpus", out / "tokenizer")
-    for name in ("target", "drafter", "distilled", "heads", "table"):
+    for name in ("target", "drafter", "distilled", "answers", "heads", "table"):
         stage: Any = getattr(resolved, name)
         say(f"\n— {name} → {stage.out}")
-        run_train(stage)
+        if isinstance(stage, RegenerateRecipe):
+            run_regenerate(stage)
+        else:
+            run_train(stage)
     say(f"\n— evaluation → {resolved.evaluate.out}")
     results = run_evaluate(resolved.evaluate)
     say(f"quickstart: {(time.monotonic() - start) / 60:.1f} minutes")
@@ -53,7 +57,8 @@ def run_quickstart(recipe: QuickstartRecipe) -> dict[str, Any]:
 
 
 def resolve(recipe: QuickstartRecipe) -> QuickstartRecipe:
-    """The recipe with `{out}` filled in, the seed handed down, and training steps scaled by the minutes asked for."""
+    """The recipe with `{out}` filled in, the seed handed down, and training steps and the target's answers scaled by
+    the minutes asked for."""
     values = _fill(recipe.model_dump(mode="json"), recipe.out)
     scale = recipe.minutes / REFERENCE_MINUTES
     for name in ("target", "drafter", "distilled", "heads"):
@@ -61,7 +66,10 @@ def resolve(recipe: QuickstartRecipe) -> QuickstartRecipe:
         train["seed"] = recipe.seed
         if train["steps"] is not None:
             train["steps"] = max(1, round(train["steps"] * scale))
-    values["evaluate"]["seed"] = recipe.seed
+    answers = values["answers"]
+    answers["limit"] = None if answers["limit"] is None else max(20, round(answers["limit"] * scale))
+    for name in ("answers", "evaluate"):
+        values[name]["seed"] = recipe.seed
     filled = parse_recipe(values, "quickstart")
     assert isinstance(filled, QuickstartRecipe)
     return filled
