@@ -6,6 +6,7 @@ H heads, E head width.
 
 from __future__ import annotations
 
+import math
 from abc import ABC, abstractmethod
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
@@ -167,6 +168,9 @@ class TransformersModel(LanguageModel):
         self.kv_heads = getattr(config, "num_key_value_heads", None) or heads
         self.key_width = self.value_width = getattr(config, "head_dim", None) or config.hidden_size // heads
         self._softcap = getattr(config, "final_logit_softcapping", None)
+        # Cohere, Falcon-H1 and others multiply their logits, Granite and others divide them
+        factors = (getattr(config, name, None) or 1.0 for name in ("logit_scale", "lm_head_multiplier"))
+        self._scale = math.prod(factors) / (getattr(config, "logits_scaling", None) or 1.0)
         self._decoder: nn.Module = model.base_model
         self.states, self._norm = states, None
         if states == "before-norm":
@@ -213,6 +217,8 @@ class TransformersModel(LanguageModel):
         if self._norm is not None:
             hidden_XD = self._norm(hidden_XD)
         logits_XV = self.model.get_output_embeddings()(hidden_XD).to(self.device)
+        if self._scale != 1:
+            logits_XV = logits_XV * self._scale
         if self._softcap is not None:
             logits_XV = self._softcap * torch.tanh(logits_XV / self._softcap)
         return logits_XV

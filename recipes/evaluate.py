@@ -14,7 +14,13 @@ from typing import Any
 
 import torch
 
-from ..checkpoints.artifact import check_target, load_manifest, tokenizer_fingerprint, verify_artifact
+from ..checkpoints.artifact import (
+    check_target,
+    load_manifest,
+    model_fingerprint,
+    tokenizer_fingerprint,
+    verify_artifact,
+)
 from ..checkpoints.heads import PredictionHeads, load_heads
 from ..checkpoints.table import BigramTable
 from ..data.conversations import Prompt
@@ -218,6 +224,7 @@ def _load_parts(
         drafters.append(drafter)
     table = None
     if heads is not None:
+        _check_base(recipe)
         check_target(load_manifest(Path(str(recipe.heads))), what=f"the heads {recipe.heads}", **sizes)
         heads = heads.to(target.dtype)
         if heads.hidden_size != target.hidden_size:
@@ -228,6 +235,13 @@ def _load_parts(
         check_target(verify_artifact(Path(recipe.table), "table"), what=f"the table {recipe.table}", **sizes)
         table = BigramTable.load(Path(recipe.table))
     return Parts(drafters[0] if drafters else None, heads, table, tuple(drafters[1:]))
+
+
+def _check_base(recipe: EvaluateRecipe) -> None:
+    """Warn where heads were trained together with another target than this one (Medusa-2)."""
+    base, target = Path(str(recipe.heads)) / "base", Path(recipe.target)
+    if (base / "config.json").is_file() and target.is_dir() and model_fingerprint(base) != model_fingerprint(target):
+        say(f"evaluate: the heads were trained together with the target in {base}, not with {target}")
 
 
 def _write_json(path: Path, results: dict[str, Any]) -> None:

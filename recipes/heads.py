@@ -53,7 +53,7 @@ def run_heads(recipe: HeadsRecipe, out: Path, accelerator: Any) -> None:
     tokenizer = load_tokenizer(recipe.tokenizer_source)
     prepared = prepare_once(recipe, tokenizer, accelerator)
     parts = heads_parts(recipe, tokenizer, prepared, accelerator.device)
-    _check_type(recipe, parts.task, accelerator)
+    _check_launch(recipe, parts.task, accelerator)
     measured = recipe.measure.prompts > 0
     result = fit_recipe(parts.task, prepared, recipe, out, accelerator, tokenizer, measured)
     if not accelerator.is_main_process:
@@ -63,7 +63,8 @@ def run_heads(recipe: HeadsRecipe, out: Path, accelerator: Any) -> None:
     shapes = {name: getattr(heads, name) for name in names}
 
     def write(folder: Path) -> None:
-        save_heads(heads.to(parts.task.target.dtype), folder, recipe.target if parts.base is None else BASE)
+        made_for = recipe.target if parts.base is None else str(out / BASE)
+        save_heads(heads.to(parts.task.target.dtype), folder, made_for)
         if parts.base is not None:
             parts.base.save(folder / BASE)
             tokenizer.save_pretrained(folder / BASE)
@@ -71,8 +72,11 @@ def run_heads(recipe: HeadsRecipe, out: Path, accelerator: Any) -> None:
     save(recipe, out, write, tokenizer, prepared, result, parts.fingerprint, shapes)
 
 
-def _check_type(recipe: HeadsRecipe, task: HeadsTask, accelerator: Any) -> None:
-    """Raises ValueError where DeepSpeed, which casts all of a module, would make the target another."""
+def _check_launch(recipe: HeadsRecipe, task: HeadsTask, accelerator: Any) -> None:
+    """Raises ValueError where nothing would spread the target, or DeepSpeed, which casts all of a module, would make it
+    another."""
+    if recipe.shard_target and zero_stage(accelerator) < 3:
+        raise ValueError("`shard_target` is for ZeRO 3, and this launch has none: recipes/accelerate/zero3.yaml")
     precision = {"bf16": torch.bfloat16, "fp16": torch.float16}.get(recipe.train.precision)
     inside = recipe.base is not None or recipe.shard_target
     if inside and zero_stage(accelerator) and precision not in (None, task.target.dtype):
@@ -112,6 +116,8 @@ def heads_parts(recipe: HeadsRecipe, tokenizer: Any, prepared: Prepared, device:
         numbers = recipe.base.model_dump(exclude={"lora"})
         task = JointTask(target, heads, heldout, Joint(**numbers), **common)
         task.settings["lora"] = recipe.base.lora.model_dump(mode="json", exclude={"export"})
+    if recipe.train.compile:
+        task.module.compile()
     # what changes the training, or what its evaluations are compared by
     task.settings["target"] = fingerprint
     task.settings["target_dtype"] = str(target.dtype)

@@ -385,7 +385,9 @@ def _nearest_disk(parts: list[DiskPart], config: FitConfig, needed: int, free: i
         fits = needed - written + each * _kept(changed)
         if fits <= free:
             return f"The nearest setting that fits: {words} ({gigabytes(round(fits))})"
-    return f"Choose a folder on another disk: {'out' if written else 'teacher.cache'}=FOLDER"
+    caches = {"teacher's cache": "teacher.cache", "hidden states": "hidden.cache"}
+    setting = next((caches[part.name] for part in parts if part.name in caches and not written), "out")
+    return f"Choose a folder on another disk: {setting}=FOLDER"
 
 
 def _below(config: FitConfig) -> range:

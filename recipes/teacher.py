@@ -5,6 +5,8 @@ A drafter's teacher and the hidden states that heads read are kept in the same w
 
 from __future__ import annotations
 
+import hashlib
+import json
 import shutil
 import signal
 import time
@@ -38,6 +40,9 @@ _PROBE_SECONDS = 20.0
 _TOLD = 20  # damaged files that are named one by one
 
 Stamps = Mapping[str, dict[str, Any]]
+
+
+_OF_NO_EFFECT = ("_name_or_path", "architectures", "transformers_version", "use_cache", "id2label", "label2id")
 
 
 class NoCacheError(ValueError):
@@ -170,10 +175,14 @@ def _parts(kept: Kept, prepared: Prepared) -> list[_Part]:
 
 
 def _fingerprint(target: str) -> str:
-    """Which model it is, without loading it: a folder's fingerprint, or a hub id with its commit."""
+    """Which model it is, without loading it: a hash of a folder's fingerprint and of all settings that decide what it
+    computes, or a hub id with its commit."""
     folder = Path(target).expanduser()
     if folder.is_dir():
-        return model_fingerprint(folder)
+        settings = AutoConfig.from_pretrained(folder).to_dict()
+        decisive = {name: value for name, value in settings.items() if name not in _OF_NO_EFFECT}
+        text = json.dumps([model_fingerprint(folder), decisive], sort_keys=True, default=str)
+        return hashlib.sha256(text.encode()).hexdigest()
     try:
         config = AutoConfig.from_pretrained(target)
     except (OSError, ValueError) as error:

@@ -298,7 +298,8 @@ class HeadsRecipe(Section):
     base: BaseSection | None = None
     """Train the target too (Medusa-2); without it the target stays as it is (Medusa-1)."""
     shard_target: bool = False
-    """Under ZeRO 3 spread the target's weights too, which otherwise lie whole in each process; slower."""
+    """Under ZeRO 3 spread the target's weights too while steps run; slower. Each process still needs room for all of it
+    while it is loaded, in evaluations, and at the end."""
     data: DataSection
     train: TrainSection = TrainSection(learning_rate=1e-3, warmup=0.1)
     measure: MeasureSection = MeasureSection()
@@ -323,6 +324,12 @@ class HeadsRecipe(Section):
             raise ValueError("`projection: target` without residual blocks (`num_layers: 0`) leaves nothing to train")
         if self.projection == "target" and self.states == "before-norm":
             raise ValueError("`projection: target` reads states after the final norm: `states` cannot be before-norm")
+        if self.hidden.cache is not None and self.num_heads > 15:
+            raise ValueError(f"`hidden.cache` serves up to 15 heads, and `num_heads` is {self.num_heads}")
+        if self.hidden.cache is not None and self.train.compile:
+            raise ValueError(
+                "`train.compile` compiles the target, and with `hidden.cache` it does not run: leave it out"
+            )
         if self.base is not None and self.hidden.cache is not None:
             raise ValueError(
                 "`hidden.cache` holds the states of the target as it is, and `base` changes it: choose one"

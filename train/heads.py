@@ -7,7 +7,7 @@ D hidden, V vocabulary.
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import TYPE_CHECKING, Any, Protocol, Self
 
 import numpy as np
@@ -21,8 +21,11 @@ from .chunks import DenseTeacher
 from .drafter import Evaluate, Weight, blocks_in_order
 from .forward import PackedForward
 from .head_losses import heads_mixture
+from .hidden_cache import REACH
 from .losses import IGNORED, head_labels, label_hits
 from .objectives import OBJECTIVES, check_objective, parse_weights, weights_at
+
+_LOGIT_TOLERANCE = 0.02  # of the largest: 16 bits round, a wrong scale does not come near
 
 if TYPE_CHECKING:
     from ..checkpoints.heads import PredictionHeads
@@ -30,6 +33,9 @@ if TYPE_CHECKING:
 
 class HiddenStates(Protocol):
     """A target's hidden states from disk; see `hidden_cache`."""
+
+    states: str
+    hidden_size: int
 
     def hidden(self, batch: Batch) -> Tensor:
         """[B, T, D]; positions that no head is trained at mean nothing."""
@@ -64,7 +70,7 @@ class HeadsModule(nn.Module):
         self._objective = parse_weights(objective)
         self._target = PackedForward(target, heads.states)
         self._states = states
-        self._logits = None if self._target.plain_head else TransformersModel(target).logits
+        self._logits = None if self._target.plain_head else _logits_of(target)
         if shard_target:
             self.target = target
             self.register_state_dict_post_hook(_without_frozen)
@@ -135,11 +141,35 @@ class HeadsModule(nn.Module):
         inside = {id(parameter) for parameter in self.parameters()}
         return [p for p in dict.fromkeys(found) if isinstance(p, nn.Parameter) and id(p) in inside]
 
+    def compile(self, *args: Any, **kwargs: Any) -> None:
+        """Compile the target's decoder; the chunks of the loss are few large operations as they are."""
+        self._target.compile()
+
     def train(self, mode: bool = True) -> Self:
         super().train(mode)
         if "target" in self._modules:
             self.target.eval()
         return self
+
+
+def _logits_of(target: Any) -> Callable[[Tensor], Tensor]:
+    """What makes logits [..., V] of last hidden states [..., D] where that is no plain matrix.
+
+    Raises:
+        ValueError: the target makes its logits in another way.
+    """
+    scorer = TransformersModel(target)
+    tokens_11 = torch.ones(1, 1, dtype=torch.int64, device=scorer.device)
+    was_training = target.training
+    target.eval()
+    with torch.no_grad():
+        hidden_11D = target.base_model(tokens_11, use_cache=False).last_hidden_state
+        expected, found = target(tokens_11, use_cache=False).logits.float(), scorer.logits(hidden_11D).float()
+    target.train(was_training)
+    if float((found - expected).abs().max()) > _LOGIT_TOLERANCE * float(expected.abs().max()):
+        kind = target.config.model_type
+        raise ValueError(f"models of type {kind!r} make their logits in a way that is not known here")
+    return scorer.logits
 
 
 def _without_frozen(module: nn.Module, state: dict[str, Any], prefix: str, _: Any) -> None:
@@ -194,6 +224,8 @@ class HeadsTask:
         liger: bool = False,
     ) -> None:
         weights, objective = _checked(target, heads, head_weights, objective, temperature)
+        if states is not None:
+            _check_states(heads, states)
         target.requires_grad_(False).eval()
         self.target = target
         self.module: nn.Module = HeadsModule(
@@ -264,6 +296,16 @@ class HeadsTask:
             hits = label_hits(features_XKD[:, k], module.heads.projection(k), labels_XK[:, k], module.chunk)
             found.append([float(hits.loss), float(hits.top1), float(hits.top5), float(hits.count)])
         return torch.tensor(found, dtype=torch.float64)
+
+
+def _check_states(heads: PredictionHeads, states: HiddenStates) -> None:
+    if (states.states, states.hidden_size) != (heads.states, heads.hidden_size):
+        raise ValueError(
+            f"the heads read {heads.states} states of size {heads.hidden_size}, and the cache holds {states.states} "
+            f"states of size {states.hidden_size}"
+        )
+    if heads.num_heads >= REACH:
+        raise ValueError(f"there are {heads.num_heads} heads, and a cache of hidden states serves {REACH - 1} at most")
 
 
 def _checked(

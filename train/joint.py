@@ -55,10 +55,13 @@ class Joint:
 
     def heads_part(self, progress: float) -> float:
         """Weight of the heads' losses: 1 while they are alone, then rising to `heads_weight` as a sine."""
+        return 1.0 if progress < self.alone else self.heads_weight * math.sin(math.pi / 2 * self.risen(progress))
+
+    def risen(self, progress: float) -> float:
+        """How far the warm-up of the second stage is, 0 to 1."""
         if progress < self.alone:
-            return 1.0
-        done = 1.0 if not self.warmup else min(1.0, (progress - self.alone) / self.warmup)
-        return self.heads_weight * math.sin(math.pi / 2 * done)
+            return 0.0
+        return 1.0 if not self.warmup else min(1.0, (progress - self.alone) / self.warmup)
 
 
 class JointModule(HeadsModule):
@@ -121,11 +124,19 @@ class JointModule(HeadsModule):
         """What of the target is trained."""
         return (parameter for parameter in self.target.parameters() if parameter.requires_grad)
 
-    def rate_of(self, parameter: nn.Parameter) -> float:
-        """Of a parameter: its learning rate in those of the run."""
-        if not hasattr(self, "_slow"):
-            self._slow = {id(adapter) for adapter in self.adapters()}
-        return self.joint.rate if id(parameter) in self._slow else 1.0
+    def rate_group(self, parameter: nn.Parameter) -> str:
+        """Which parameters share a learning rate; see `rate`."""
+        return "base" if any(parameter is adapter for adapter in self.adapters()) else ""
+
+    def rate(self, group: str) -> float:
+        """Of a group: its learning rate in those of the run, as far as that is.
+
+        The target's rises with the heads' part of the loss. AdamW counts the steps in which the heads were alone, so
+        that nothing would hold back its first steps with gradients.
+        """
+        if group != "base":
+            return 1.0
+        return self.joint.rate * self.joint.risen(self.progress)
 
     @contextmanager
     def original(self) -> Iterator[None]:
@@ -181,6 +192,8 @@ class JointTask(HeadsTask):
         trained = [parameter for parameter in target.parameters() if parameter.requires_grad]
         if not trained:
             raise ValueError("the target has no parameters to be trained: put adapters into its layers")
+        if hasattr(target.get_output_embeddings(), "base_layer"):
+            raise ValueError("the target's output projection has an adapter, which heads do not see: leave it out")
         super().__init__(
             target, heads, heldout, head_weights, objective, temperature, None, evaluate_fn, evaluate_blocks,
             evaluate_batch, chunk=chunk,

@@ -265,7 +265,8 @@ class _Run:
         batch, counts, tokens = self._read(step)
         rate = config.learning_rate * self.rates(step)
         for group in self.optimizer.param_groups:
-            group["lr"] = rate * group["rate_scale"]
+            name = group["rate_group"]
+            group["lr"] = rate * self.task.module.rate(name) if name else rate  # type: ignore[operator]
         rank = self.accelerator.process_index
         torch.manual_seed(int(np.random.SeedSequence([config.seed, step, rank]).generate_state(1, np.uint64)[0]) >> 1)
         self.module.train()

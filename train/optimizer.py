@@ -15,18 +15,19 @@ from .config import FitConfig
 def make_optimizer(module: nn.Module, config: FitConfig) -> torch.optim.Optimizer:
     """AdamW over the parameters that are trained; matrices decay, biases and norms do not.
 
-    A group's `rate_scale` multiplies its learning rate: 1, unless the module has a `rate_of(parameter)` that differs.
+    A group's `rate_group` is what the module's `rate_group(parameter)` says, or "": its `rate(group)` then says at each
+    step what the learning rate is multiplied by.
     """
     trained = [p for p in module.parameters() if p.requires_grad]
     assert trained, "the task has no trained parameters"
-    rate_of: Callable[[nn.Parameter], float] = getattr(module, "rate_of", lambda _: 1.0)
-    groups: dict[tuple[float, bool], dict[str, Any]] = {}
+    group_of: Callable[[nn.Parameter], str] = getattr(module, "rate_group", lambda _: "")
+    groups: dict[tuple[str, bool], dict[str, Any]] = {}
     for parameter in trained:
-        scale, decays = rate_of(parameter), parameter.dim() >= 2
-        decay = config.weight_decay if decays else 0.0
-        group = groups.setdefault((scale, decays), {"params": [], "weight_decay": decay, "rate_scale": scale})
+        name, vector = group_of(parameter), parameter.dim() < 2
+        decay = 0.0 if vector else config.weight_decay
+        group = groups.setdefault((name, vector), {"params": [], "weight_decay": decay, "rate_group": name})
         group["params"].append(parameter)
-    ordered = [groups[key] for key in sorted(groups, reverse=True)]
+    ordered = [groups[key] for key in sorted(groups)]
     fused = all(p.device.type in ("cpu", "cuda") for p in trained)
     return torch.optim.AdamW(ordered, lr=config.learning_rate, betas=config.betas, fused=fused)
 

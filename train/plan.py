@@ -77,6 +77,10 @@ class ModelSize:
     """Bytes of trained weights in tensors that are small enough for the C library's heap."""
     copied: int
     """Bytes of weights that decoding keeps a second time."""
+    stored: int
+    """Parameters that a checkpoint holds."""
+    projection: int
+    """Elements of what makes logits (of a head's, where there are heads)."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -161,6 +165,8 @@ def model_size(model: Any, *, eight_bit: bool = False, decodes_on: str | None = 
         unfused_heads=0 if _is_fused(model, config) else config.num_attention_heads,
         in_heap=_in_heap(trained),
         copied=_copied(model, decodes_on),
+        stored=sum(p.numel() for p in parameters),
+        projection=head.weight.numel(),
     )
 
 
@@ -171,6 +177,7 @@ def heads_size(heads: PredictionHeads, target: ModelSize, base: ModelSize | None
     count = sum(p.numel() for p in parameters)
     weights = sum(p.numel() * p.element_size() for p in parameters)
     own = heads.projection_kind != "target"
+    projection = target.vocab_size * (heads.rank or target.hidden_size)
     if base is not None:
         return replace(
             base,
@@ -180,6 +187,8 @@ def heads_size(heads: PredictionHeads, target: ModelSize, base: ModelSize | None
             trained_weights=base.trained_weights + weights,
             projection_trained=own,
             in_heap=base.in_heap + _in_heap(parameters),
+            stored=base.trained + count,
+            projection=projection,
         )
     return ModelSize(
         parameters=count,
@@ -197,6 +206,8 @@ def heads_size(heads: PredictionHeads, target: ModelSize, base: ModelSize | None
         unfused_heads=0,
         in_heap=_in_heap(parameters),
         copied=0,
+        stored=count,
+        projection=projection,
     )
 
 
@@ -261,7 +272,7 @@ def peak(parts: tuple[Part, ...], device: str, place: Place = "device") -> int:
 def checkpoint_bytes(model: ModelSize, stored_weights: int, launch: Launch) -> int:
     """Files of a checkpoint: weights (`stored_weights` bytes without DeepSpeed) and AdamW's two moments."""
     if launch.zero_stage:  # float32, whatever it was trained in
-        return 4 * model.parameters + 8 * model.trained
+        return 4 * model.stored + 8 * model.trained
     return stored_weights + 2 * model.trained_weights
 
 
@@ -290,7 +301,7 @@ def _states(demand: Demand) -> list[Part]:
         Part("gradients on their way between processes", bucket * 4),
         Part("AdamW's two moments", 8 * model.trained // share, place=optimizer),
         Part("weights in float32", 4 * model.trained // share, place=optimizer),
-        Part("checkpoint while it is gathered", 4 * model.parameters + 8 * model.trained, "saving", "host"),
+        Part("checkpoint while it is gathered", 4 * model.stored + 8 * model.trained, "saving", "host"),
     ]
 
 
@@ -331,11 +342,12 @@ def _loss(demand: Demand) -> int:
     chunk, block = _chunk_rows(model.vocab_size, demand.launch.device)
     sides = 2 if demand.soft else 1
     size = sides * (min(chunk, demand.tokens) * item + _TEMPORARIES * min(block, demand.tokens) * 4) * model.vocab_size
-    projection = model.vocab_size * model.hidden_size * max(1, demand.heads)
     if model.projection_trained and (demand.micro_steps > 1 or model.item != 4 or not demand.heads):
-        size += 4 * projection
-    if demand.precision != "no":
-        size += 2 * projection
+        size += 4 * model.projection * max(1, demand.heads)
+    if demand.precision != "no":  # one at a time is held in the type that products run in
+        size += 2 * model.projection
+    elif not model.projection_trained and demand.target is not None and demand.target.item < model.item:
+        size += model.item * model.projection
     return size + (3 * demand.tokens * model.vocab_size * item if model.whole_logits else 0)
 
 

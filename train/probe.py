@@ -157,7 +157,7 @@ class _Steps:
         size, rank = config.micro_batch, self._accelerator.process_index
         rows = np.arange(size * self._micro_steps) + rank * size * self._micro_steps
         batch = drawn.rows(rows)
-        self._task.begin(config.steps // 2, config.steps)  # some begin with less than they do later
+        self._task.begin(config.steps - 1, config.steps)  # some begin with less than they do later
         clock = _Clock(device)
         if self._task.rewrites:
             with whole(self._accelerator, self.module):

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import os
 import re
 import shutil
@@ -21,6 +22,7 @@ from draftsmith.data.tokenizers import load_tokenizer
 from draftsmith.decode.loading import load_model
 from draftsmith.recipes.loading import load_recipe
 from draftsmith.recipes.prepare import Prepared, prepare_data
+from draftsmith.recipes.run import run_train
 from draftsmith.recipes.teacher import (
     NoCacheError,
     hidden_bytes,
@@ -137,7 +139,7 @@ def test_the_command_writes_what_the_drafter_then_learns_from(recipe_file: Path,
     )
     assert isinstance(cached, CachedTeacher)
     assert isinstance(in_process, ModelTeacher)
-    assert cached.settings["target"] == in_process.settings["target"]
+    assert cached.settings["target"] == TeacherCache.load(folder).source.fingerprint
     for data in (prepared.train, prepared.heldout):
         batch = data.batch([2, 0])
         kept_X = (shifted_labels(batch.labels_BT, batch.documents_BT, 1) != IGNORED).flatten()
@@ -266,6 +268,52 @@ def test_heads_learn_from_the_states_that_the_command_wrote(heads_file: Path, cl
         prepare_teacher(loaded_heads(heads_file, "hidden.cache=null"))
     with pytest.raises(ValueError, match=r"`hidden\.cache` needs data that is kept: with `data\.streaming`"):
         prepare_teacher(loaded_heads(heads_file, "data.streaming=true"))
+
+
+@pytest.mark.parametrize(
+    "changes",
+    [
+        (),
+        ("projection=low-rank", "rank=4", "states=before-norm", 'objective={"forward-kl": 1.0}'),
+        ("projection=target", "target_dtype=bfloat16"),
+    ],
+)
+def test_losses_from_the_cache_are_those_of_computed_states(
+    changes: tuple[str, ...], heads_file: Path, tmp_path: Path, logged_losses: Callable[[Path], list[float]]
+):
+    kept = "bfloat16" if "target_dtype=bfloat16" in changes else "float32"
+    few = ("train.steps=4", "train.log_every=1", "measure.prompts=0", f"hidden.dtype={kept}", *changes)
+    cached = loaded_heads(heads_file, *few, f"out={tmp_path / 'cached'}")
+    prepare_teacher(cached)
+    computed = loaded_heads(heads_file, *few, f"out={tmp_path / 'computed'}", "hidden.cache=null")
+    losses = [logged_losses(run_train(recipe)) for recipe in (cached, computed)]
+    assert len(losses[0]) == 4
+    assert losses[0] == pytest.approx(losses[1], rel=1e-5)
+
+
+@pytest.fixture
+def logged_losses() -> Callable[[Path], list[float]]:
+    """Of an artifact's training."""
+
+    def read(out: Path) -> list[float]:
+        lines = (out.with_name(f"{out.name}.state") / "log.jsonl").read_text().splitlines()
+        return [line["loss"] for line in map(json.loads, lines) if "loss" in line]
+
+    return read
+
+
+def test_a_target_whose_settings_changed_is_another(heads_file: Path):
+    recipe = loaded_heads(heads_file)
+    prepare_teacher(recipe)
+    prepared = prepared_of(recipe)
+    open_hidden(recipe, prepared)
+    config = Path(recipe.target) / "config.json"
+    settings = json.loads(config.read_text())
+    config.write_text(json.dumps(settings | {"transformers_version": "5.0.0"}))
+    open_hidden(recipe, prepared)
+    config.write_text(json.dumps(settings | {"rms_norm_eps": 1e-3}))
+    with pytest.raises(NoCacheError, match="another: target is"):
+        open_hidden(recipe, prepared)
 
 
 def flip(path: Path) -> None:

@@ -14,6 +14,7 @@ from draftsmith.train.heads import HeadsTask
 from draftsmith.train.loop import fit
 from draftsmith.train.table import count_table
 from safetensors import safe_open
+from transformers import AutoConfig, AutoModelForCausalLM
 
 HEADS = 3
 WEIGHTS = [1.0, 0.8, 0.64]
@@ -114,6 +115,43 @@ def test_soft_targets_are_the_targets_own_of_the_same_token(worker: ModuleType, 
                         items[k] += 1
     assert counts.tolist() == items.tolist()
     torch.testing.assert_close(sums.detach(), expected, rtol=1e-4, atol=1e-4)
+
+
+@pytest.mark.parametrize("family", ["cohere", "granite", "gemma2", "phi"])
+def test_soft_targets_of_any_family_are_what_the_model_says(worker: ModuleType, family: str):
+    """Logits that are scaled, capped, or have a bias."""
+    sizes = {"vocab_size": worker.VOCAB, "hidden_size": 16, "intermediate_size": 32, "num_hidden_layers": 2}
+    sizes |= {"num_attention_heads": 2, "num_key_value_heads": 2, "max_position_embeddings": 64, "pad_token_id": 0}
+    own = {"cohere": {"logit_scale": 0.2}, "granite": {"logits_scaling": 7.0}, "gemma2": {"head_dim": 8}, "phi": {}}
+    torch.manual_seed(0)
+    target = AutoModelForCausalLM.from_config(AutoConfig.for_model(family, **sizes, **own[family])).eval()
+    for parameter in target.parameters():
+        parameter.data.mul_(3)
+    heads = PredictionHeads.from_lm_head(target.get_output_embeddings().weight.detach(), HEADS, 1)
+    module = HeadsTask(target, heads, None, objective={"forward-kl": 1.0}).module
+    batch = worker.make_data(2).batch([0])
+    first = batch.documents_BT[0] == 0
+    with torch.no_grad():
+        expected = target(batch.tokens_BT[:, first]).logits[0]
+        teacher = module.teacher(module.frozen_states(batch))  # type: ignore[operator]
+        found = teacher.hidden_XE if teacher.weight_VE is None else teacher.hidden_XE @ teacher.weight_VE.T
+    torch.testing.assert_close(found[first], expected, rtol=1e-4, atol=1e-4)
+
+
+def test_a_cache_of_other_states_or_of_too_little_is_refused(worker: ModuleType):
+    class Cache:
+        states, hidden_size = "before-norm", 16
+
+        def hidden(self, batch: Any) -> torch.Tensor:
+            raise AssertionError("not to be read")
+
+    target = worker.make_model()
+    weight = target.lm_head.weight.detach()
+    with pytest.raises(ValueError, match=r"read after-norm states of size 16, and the cache holds before-norm"):
+        HeadsTask(target, PredictionHeads.from_lm_head(weight, 2, 1), None, states=Cache())
+    many = PredictionHeads.from_lm_head(weight, 16, 1, states="before-norm")
+    with pytest.raises(ValueError, match="16 heads, and a cache of hidden states serves 15"):
+        HeadsTask(target, many, None, states=Cache())
 
 
 def states_before_norm(target: Any, tokens: torch.Tensor) -> torch.Tensor:

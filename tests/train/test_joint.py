@@ -150,11 +150,40 @@ def test_the_target_learns_at_its_own_rate(worker: ModuleType):
 
     task = make_task(worker)
     optimizer = make_optimizer(task.module, worker.make_config())
-    scales = {id(p): group["rate_scale"] for group in optimizer.param_groups for p in group["params"]}
+    names = {id(p): group["rate_group"] for group in optimizer.param_groups for p in group["params"]}
     for name, parameter in task.module.named_parameters():
         if parameter.requires_grad:
-            assert scales[id(parameter)] == (0.5 if "lora_" in name else 1.0), name
-    assert len(scales) == sum(p.requires_grad for p in task.module.parameters())
+            assert names[id(parameter)] == ("base" if "lora_" in name else ""), name
+    assert len(names) == sum(p.requires_grad for p in task.module.parameters())
+    rates = []
+    for step in (0, 49, 50, 60, 75, 99):
+        task.begin(step, 100)
+        rates.append(task.module.rate("base"))  # type: ignore[operator]
+    assert rates == pytest.approx([0, 0, 0, 0.5 * 10 / 25, 0.5, 0.5])
+
+
+def test_an_adapter_in_the_output_projection_is_refused(worker: ModuleType):
+    target = worker.make_model()
+    heads = PredictionHeads.from_lm_head(target.lm_head.weight.detach(), HEADS, 1)
+    get_peft_model(target, LoraConfig(r=4, target_modules=["lm_head"]))
+    with pytest.raises(ValueError, match="output projection has an adapter"):
+        JointTask(target, heads, None, JOINT)
+
+
+def test_recomputed_activations_give_the_same_gradients(worker: ModuleType):
+    batch = worker.make_data(3).batch(range(3))
+    found = []
+    for recomputed in (False, True):
+        task = make_task(worker, trained=True)
+        if recomputed:
+            task.module.gradient_checkpointing_enable()  # type: ignore[operator]
+        task.begin(9, 10)
+        task.module.train()
+        torch.manual_seed(0)
+        task.module(*tensors(batch))[0].sum().backward()
+        found.append([p.grad for p in task.module.parameters() if p.requires_grad])
+    for plain, again in zip(*found, strict=True):
+        torch.testing.assert_close(plain, again)
 
 
 def test_a_target_without_adapters_is_refused(worker: ModuleType):
