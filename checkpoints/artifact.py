@@ -96,6 +96,7 @@ def _write_all(out: Path, manifest: Manifest, write: Callable[[Path], None], car
         write(unfinished)
         assert any(unfinished.iterdir()), "write left no files"
         assert not (unfinished / MANIFEST_FILE).exists(), f"{MANIFEST_FILE} is written here, not by `write`"
+        _make_readable(unfinished)
         text = card if card is not None else model_card(manifest, out.name)
         (unfinished / CARD_FILE).write_text(text, encoding="utf-8")
         manifest = replace(manifest, files=_hash_all(unfinished))
@@ -106,6 +107,15 @@ def _write_all(out: Path, manifest: Manifest, write: Callable[[Path], None], car
     finally:
         shutil.rmtree(unfinished, ignore_errors=True)
     return manifest
+
+
+def _make_readable(folder: Path) -> None:
+    """safetensors writes files that their owner alone may read, and others serve them."""
+    umask = os.umask(0)
+    os.umask(umask)
+    for path in folder.rglob("*"):
+        if path.is_file():
+            path.chmod(0o666 & ~umask)
 
 
 def load_manifest(directory: Path, kind: str | None = None) -> Manifest:

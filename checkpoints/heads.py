@@ -55,6 +55,7 @@ def save_heads(
         "projection": heads.projection_kind,
         "rank": heads.rank,
         "states": heads.states,
+        "scale": heads.scale,
     }
     (directory / CONFIG_FILE).write_text(json.dumps(config, indent=2) + "\n", encoding="utf-8")
 
@@ -69,8 +70,8 @@ def load_heads(
 ) -> PredictionHeads:
     """Read a folder of heads in evaluation mode, in any of the layouts of `heads_layouts.read_heads`.
 
-    Form and sizes are counted from the tensors, never from the config, of which only `states` is believed. Warns where
-    `config.json` says something else than the tensors.
+    Form and sizes are counted from the tensors, never from the config, of which only `states` and `scale` are believed.
+    Warns where `config.json` says something else than the tensors.
 
     Args:
         lm_head: [V, D] output projection of the target, for heads that reuse it (see `PredictionHeads.attach`); the

@@ -6,6 +6,7 @@ Letters: K heads, L residual blocks of a head, V vocabulary, D hidden, R rank.
 from __future__ import annotations
 
 import json
+import math
 import pickle
 import re
 import zipfile
@@ -49,6 +50,8 @@ class StoredHeads:
     projection: str
     rank: int
     states: str
+    scale: float
+    """Of the hidden states, as the config has it; else 1."""
     whole_model: bool
     """A model lies in the same folder or files: the heads were trained together with it, or on it."""
     base_model: str | None
@@ -78,7 +81,7 @@ class StoredHeads:
         """
         sizes = (self.num_heads, self.num_layers, self.hidden_size, vocab_size or self.vocab_size)
         with torch.device("meta"):
-            heads = PredictionHeads(*sizes, self.projection, self.rank, self.states)
+            heads = PredictionHeads(*sizes, self.projection, self.rank, self.states, self.scale)
         heads.load_state_dict({name: tensor.to(self.dtype) for name, tensor in self.tensors.items()}, assign=True)
         return heads
 
@@ -122,12 +125,21 @@ def read_heads(directory: Path, *, unpickle: bool = False, states: str | None = 
         projection=projection,
         rank=sizes.get("rank", 0),
         states=says,
+        scale=_scale(config.get("scale"), directory / CONFIG_FILE),
         whole_model=inside or any((directory / name).is_file() for name in WHOLE_FILES + PICKLED_WHOLE_FILES),
         base_model=base_model if isinstance(base_model, str) else None,
         disagreements=disagreements,
     )
     _check_shapes(stored)
     return stored
+
+
+def _scale(value: Any, path: Path) -> float:
+    if value is None:
+        return 1.0
+    if isinstance(value, bool) or not isinstance(value, int | float) or not 0 < value < math.inf:
+        raise ValueError(f"{path}: scale is {value!r}, expected a number above 0")
+    return float(value)
 
 
 def _find(directory: Path, unpickle: bool) -> Path:
@@ -203,8 +215,8 @@ def _read_pickled(path: Path, wanted: Callable[[str], bool] | None) -> dict[str,
     try:
         loaded = torch.load(path, map_location="cpu", weights_only=True, mmap=zipfile.is_zipfile(path))
     except _UNREADABLE as error:
-        reason = " ".join(str(error).split())[:200]
-        raise ValueError(f"{path} is not a pickled file of tensors alone: {reason}") from error
+        # torch's own words end in the advice to load anything
+        raise ValueError(f"{path} is not a pickled file of tensors alone; it was not loaded") from error
     if not isinstance(loaded, dict):
         raise ValueError(f"{path} holds a {type(loaded).__name__}, expected tensors by name")
     chosen = {name: tensor for name, tensor in loaded.items() if wanted is None or wanted(str(name))}

@@ -6,6 +6,7 @@ X any leading shape.
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass
 from typing import Any, Self
 
@@ -70,6 +71,8 @@ class PredictionHeads(nn.Module):
             `{k}.{L}.down.weight`; "target", none: all heads share the target's output projection (FasterDecoding's
             version 2), which `attach` hands over.
         rank: R of low-rank heads, else 0.
+        scale: what hidden states are multiplied with first. States before the norm can be many times larger than those
+            after it, and with them every step of the training would be.
         states: which hidden states of the target the heads read: "after-norm", its last ones after its final norm, or
             "before-norm", what goes into that norm.
 
@@ -86,6 +89,7 @@ class PredictionHeads(nn.Module):
         projection: str = "own",
         rank: int = 0,
         states: str = "after-norm",
+        scale: float = 1.0,
     ) -> None:
         super().__init__()
         _check_names(projection, states)
@@ -99,7 +103,9 @@ class PredictionHeads(nn.Module):
                 raise ValueError(f"{name} is {size}, expected at least {least}")
         _check_rank(projection, rank, hidden_size, vocab_size)
         self.num_heads, self.num_layers, self.hidden_size = num_heads, num_layers, hidden_size
-        self.projection_kind, self.rank, self.states = projection, rank, states
+        if not (scale > 0 and math.isfinite(scale)):
+            raise ValueError(f"scale is {scale}, expected a number above 0")
+        self.projection_kind, self.rank, self.states, self.scale = projection, rank, states, float(scale)
         self._vocab_size = vocab_size
         self._attached: tuple[Tensor] | None = None  # a module takes a bare parameter for its own
         self._stacked: _Stacks | None = None
@@ -122,6 +128,7 @@ class PredictionHeads(nn.Module):
         rank: int = 0,
         states: str = "after-norm",
         dtype: torch.dtype | None = None,
+        scale: float = 1.0,
     ) -> Self:
         """Heads that all begin as the target's own projection, on its device.
 
@@ -133,7 +140,7 @@ class PredictionHeads(nn.Module):
         """
         vocab_size, hidden_size = lm_head_weight_VD.shape
         with torch.device("meta"):
-            heads = cls(num_heads, num_layers, hidden_size, vocab_size, projection, rank, states)
+            heads = cls(num_heads, num_layers, hidden_size, vocab_size, projection, rank, states, scale)
         heads = heads.to(dtype or lm_head_weight_VD.dtype).to_empty(device=lm_head_weight_VD.device)
         with torch.no_grad():
             for parameter in heads.parameters():
@@ -215,8 +222,11 @@ class PredictionHeads(nn.Module):
         return tail.up(features_XF) if self.projection_kind == "low-rank" else tail(features_XF)
 
     def _features(self, k: int, hidden_XD: Tensor) -> Tensor:
-        features_XD = self._head(k)[: self.num_layers](hidden_XD)
+        features_XD = self._head(k)[: self.num_layers](self._scaled(hidden_XD))
         return self._tail(k).down(features_XD) if self.projection_kind == "low-rank" else features_XD
+
+    def _scaled(self, hidden_XD: Tensor) -> Tensor:
+        return hidden_XD if self.scale == 1 else hidden_XD * self.scale
 
     def _through_target(self, features_XD: Tensor) -> Tensor:
         weight_VD = self.projection(0)
@@ -253,7 +263,7 @@ class PredictionHeads(nn.Module):
     def _stacked_forward(self, hidden_XD: Tensor) -> Tensor:
         """Logits [..., K, V]; for the target's projection, which is not stacked, features [..., K, D]."""
         stacks = self._stacks()
-        found_KXF = hidden_XD.reshape(1, -1, self.hidden_size).expand(self.num_heads, -1, -1)
+        found_KXF = self._scaled(hidden_XD).reshape(1, -1, self.hidden_size).expand(self.num_heads, -1, -1)
         for weight_KDD, bias_K1D in stacks.blocks:
             found_KXF = found_KXF + F.silu(torch.baddbmm(bias_K1D, found_KXF, weight_KDD))
         for tail_KFF in stacks.tails:

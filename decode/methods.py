@@ -175,10 +175,13 @@ def _bpd(parts: Parts, sampling: Sampling, options: Options) -> Method:
 
 def _medusa(parts: Parts, sampling: Sampling, options: Options) -> Method:
     assert parts.heads is not None
+    tree = options["tree"]
+    if tree == METHODS["medusa"].defaults["tree"]:  # of the default no more levels than there are heads
+        tree = "x".join(tree.split("x")[: parts.heads.num_heads])
     verifier = _match_heads(sampling)
     if options["acceptance"] == "typical" and not sampling.greedy:
         verifier = TypicalAcceptance(options["epsilon"], options["delta"])
-    return Method(HeadTree(parts.heads, options["tree"]), verifier)
+    return Method(HeadTree(parts.heads, tree), verifier)
 
 
 def _slim(parts: Parts, sampling: Sampling, options: Options) -> Method:

@@ -17,6 +17,7 @@ from ..decode.measure import decode
 from ..decode.methods import Parts, build_method
 from ..decode.metrics import total
 from ..decode.models import LanguageModel
+from ..decode.tree import parse_tree
 from ..decode.warpers import Sampling
 from .evaluate import load_prompts, stop_ids
 from .prepare import Prepared
@@ -53,6 +54,23 @@ def drafter_measure(
     return run
 
 
+def check_measure(recipe: HeadsRecipe) -> None:
+    """Raises ValueError where heads could not be measured as a recipe says, before anything is spent."""
+    if not recipe.measure.prompts:
+        return
+    depth = parse_tree(_tree(recipe))[0].max_depth
+    if depth > recipe.num_heads:
+        raise ValueError(f"`measure.tree` is {depth} levels deep, and there are {recipe.num_heads} heads")
+    if recipe.measure.table is not None:
+        BigramTable.load(Path(recipe.measure.table))
+
+
+def _tree(recipe: HeadsRecipe) -> str:
+    """Of the measurement; of a k-configuration no more levels than there are heads."""
+    tree = recipe.measure.tree
+    return tree if "," in tree else "x".join(tree.split("x")[: recipe.num_heads])
+
+
 def heads_measure(recipe: HeadsRecipe, target: PreTrainedModel, tokenizer: Any, prepared: Prepared) -> Measure:
     """Medusa decoding with heads as they stand: the same, and `slim_tokens_per_step`, SLiM's."""
     section = recipe.measure
@@ -61,7 +79,7 @@ def heads_measure(recipe: HeadsRecipe, target: PreTrainedModel, tokenizer: Any, 
     scorer = wrap_model(target, fast=fast, states=recipe.states)
     prompts = _sample(recipe, tokenizer, prepared, scorer.max_positions)
     table = None if section.table is None else BigramTable.load(Path(section.table))
-    rows: list[tuple[str, str, dict[str, Any]]] = [("", "medusa", {"tree": section.tree})]
+    rows: list[tuple[str, str, dict[str, Any]]] = [("", "medusa", {"tree": _tree(recipe)})]
     if section.sequences:
         correlation = "none" if table is None else "table"
         rows.append(("slim_", "slim-s", {"sequences": section.sequences, "correlation": correlation}))

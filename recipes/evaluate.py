@@ -224,7 +224,7 @@ def _load_parts(
         drafters.append(drafter)
     table = None
     if heads is not None:
-        _check_base(recipe)
+        _check_made_for(recipe)
         check_target(load_manifest(Path(str(recipe.heads))), what=f"the heads {recipe.heads}", **sizes)
         heads = heads.to(target.dtype)
         if heads.hidden_size != target.hidden_size:
@@ -237,11 +237,15 @@ def _load_parts(
     return Parts(drafters[0] if drafters else None, heads, table, tuple(drafters[1:]))
 
 
-def _check_base(recipe: EvaluateRecipe) -> None:
-    """Warn where heads were trained together with another target than this one (Medusa-2)."""
-    base, target = Path(str(recipe.heads)) / "base", Path(recipe.target)
-    if (base / "config.json").is_file() and target.is_dir() and model_fingerprint(base) != model_fingerprint(target):
-        say(f"evaluate: the heads were trained together with the target in {base}, not with {target}")
+def _check_made_for(recipe: EvaluateRecipe) -> None:
+    """Warn where the target is another model than the one that the heads were trained on, or with (Medusa-2)."""
+    heads, target = Path(str(recipe.heads)), Path(recipe.target)
+    made_for = load_manifest(heads).target or {}
+    base = heads / "base"
+    trained = (base / "config.json").is_file()
+    theirs = model_fingerprint(base) if trained else made_for.get("fingerprint")
+    if theirs is not None and (target / "config.json").is_file() and model_fingerprint(target) != theirs:
+        say(f"evaluate: the heads were trained with {base if trained else made_for.get('id')}, not with {target}")
 
 
 def _write_json(path: Path, results: dict[str, Any]) -> None:

@@ -21,7 +21,7 @@ from ..train.heads import HeadsTask
 from ..train.joint import Joint, JointTask
 from ..train.objectives import check_objective, parse_weights
 from ..train.scale import zero_stage
-from .acceptance import heads_measure
+from .acceptance import check_measure, heads_measure
 from .models import TrainableModel, add_lora, check_vocabulary, load_trainable
 from .outcome import fingerprint_of, fit_recipe, prepare_once, save
 from .prepare import Prepared
@@ -49,6 +49,7 @@ def run_heads(recipe: HeadsRecipe, out: Path, accelerator: Any) -> None:
     # mistakes are found before the data is prepared, which may take hours
     check_objective(recipe.objective)
     parse_weights(recipe.objective)
+    check_measure(recipe)
     micro_steps(recipe.train.global_batch, recipe.train.micro_batch, accelerator.num_processes)
     tokenizer = load_tokenizer(recipe.tokenizer_source)
     prepared = prepare_once(recipe, tokenizer, accelerator)
@@ -69,7 +70,11 @@ def run_heads(recipe: HeadsRecipe, out: Path, accelerator: Any) -> None:
             parts.base.save(folder / BASE)
             tokenizer.save_pretrained(folder / BASE)
 
-    save(recipe, out, write, tokenizer, prepared, result, parts.fingerprint, shapes)
+    if parts.base is None:
+        save(recipe, out, write, tokenizer, prepared, result, parts.fingerprint, shapes)
+    else:
+        shapes["trained_from"] = recipe.target
+        save(recipe, out, write, tokenizer, prepared, result, None, shapes, made_for=str(out / BASE))
 
 
 def _check_launch(recipe: HeadsRecipe, task: HeadsTask, accelerator: Any) -> None:
@@ -130,26 +135,27 @@ def heads_parts(recipe: HeadsRecipe, tokenizer: Any, prepared: Prepared, device:
 def _new_heads(recipe: HeadsRecipe, target: Any, prepared: Prepared) -> PredictionHeads:
     """Heads that begin as the target's own projection, in float32 (16 bits would lose small changes)."""
     weight_VD = target.get_output_embeddings().weight.detach()
-    start_VD = weight_VD.float()
+    start_VD, scale = weight_VD.float(), 1.0
     if recipe.states == "before-norm":
-        start_VD = start_VD * _norm_scale(target, prepared)
-    heads = PredictionHeads.from_lm_head(
-        start_VD, recipe.num_heads, recipe.num_layers, recipe.projection, recipe.rank, recipe.states
-    )
+        scale, norm_D = _before_norm(target, prepared)
+        start_VD = start_VD * norm_D
+    forms = (recipe.projection, recipe.rank, recipe.states)
+    heads = PredictionHeads.from_lm_head(start_VD, recipe.num_heads, recipe.num_layers, *forms, scale=scale)
     if recipe.projection == "target":
         heads.attach(target.get_output_embeddings().weight)
     return heads
 
 
 @torch.no_grad()
-def _norm_scale(target: Any, prepared: Prepared) -> Tensor:
-    """[D]: what the final norm multiplies each number by, by least squares over a held-out block: so that heads which
-    read what goes into the norm begin near the target's own projection."""
+def _before_norm(target: Any, prepared: Prepared) -> tuple[float, Tensor]:
+    """Of a held-out block: what makes the states that go into the final norm as large as those after a norm, and [D],
+    what the norm then multiplies each number by, by least squares: heads begin near the target's own projection."""
     if not prepared.heldout.blocks:
         raise ValueError("`states: before-norm` needs a held-out block to begin from, and there is none")
     forward = PackedForward(target, "before-norm")
     batch = prepared.heldout.batch([0]).to(target.device)
     before_XD = forward.hidden(batch)[batch.documents_BT != PADDING]
     after_XD = forward.after_norm(before_XD).float()
-    before_XD = before_XD.float()
-    return (after_XD * before_XD).sum(0) / before_XD.square().sum(0).clamp(min=1e-12)
+    scale = 1 / float(before_XD.float().square().mean().sqrt().clamp(min=1e-12))
+    before_XD = before_XD.float() * scale
+    return scale, (after_XD * before_XD).sum(0) / before_XD.square().sum(0).clamp(min=1e-12)

@@ -372,6 +372,7 @@ def _save_adapter(wrapper: Any, folder: Path, state: Mapping[str, Tensor]) -> No
     named = {f"{_WRAPPER}{name}": tensor for name, tensor in state.items()}
     adapter = get_peft_model_state_dict(wrapper, state_dict=named, save_embedding_layers=False)
     tensors = {name: tensor.detach().contiguous() for name, tensor in adapter.items()}
+    folder.mkdir(parents=True, exist_ok=True)
     save_file(tensors, folder / "adapter_model.safetensors", metadata={"format": "pt"})
     config = copy.deepcopy(wrapper.peft_config[_ADAPTER_NAME])
     config.inference_mode = True

@@ -111,15 +111,16 @@ def save(
     result: FitResult | None,
     target: str | None,
     shapes: dict[str, Any],
+    made_for: str | None = None,
 ) -> None:
     """Write the artifact: what `write` puts into its folder, the resolved recipe, and `artifact.json`; `target` is the
-    fingerprint of the model that it is for."""
+    fingerprint of the model that it is for, `made_for` where that lies if it is not the recipe's target."""
 
     def write_all(folder: Path) -> None:
         write(folder)
         write_recipe(recipe, folder / "recipe.yaml")
 
-    named = getattr(recipe, "target", None)
+    named = made_for or getattr(recipe, "target", None)
     identity = None
     if named is not None:
         identity = {"id": named, "fingerprint": target}

@@ -444,14 +444,14 @@ def _hidden_notes(
     seconds = min(_seconds_of(lambda: module.frozen_states(batch).flatten()[0].item()) for _ in range(2))
     steps = config.global_batch / (micro * accelerator.num_processes)
     share = min(1.0, seconds * steps / found.step_seconds)
-    size = hidden_bytes(recipe, prepared, module.heads.hidden_size)
-    folder = prepared.folder
-    free = shutil.disk_usage(_standing(folder)).free
+    epoch = seconds * prepared.train.blocks / (micro * accelerator.num_processes)
     epochs = config.steps * config.global_batch / max(1, prepared.train.blocks)
+    size = hidden_bytes(recipe, prepared, module.heads.hidden_size)
+    free = shutil.disk_usage(_standing(prepared.folder)).free
     yield (
-        f"the target's forward is {share:.0%} of a step; its hidden states on disk (`hidden.cache`, "
-        f"{recipe.hidden.dtype}) would take {gigabytes(size)} ({gigabytes(free)} free below {folder}) and as long as "
-        f"one epoch of it to write; this run has {epochs:.2g} epochs"
+        f"the target's forward is {share:.0%} of a step, {duration(epoch * epochs)} of this run's {epochs:.2g} epochs; "
+        f"its hidden states on disk (`hidden.cache`, {recipe.hidden.dtype}) would take {gigabytes(size)} "
+        f"({gigabytes(free)} free below {prepared.folder}) and {duration(epoch)} to write once"
     )
 
 

@@ -149,6 +149,15 @@ class TrainSection(Section):
     """Order of the data and initial weights."""
 
 
+class HeadsTrainSection(TrainSection):
+    """The training loop, with what Medusa-1's heads were trained with (Cai et al. 2024, arXiv 2401.10774)."""
+
+    learning_rate: float = Field(1e-3, gt=0)
+    """Peak learning rate."""
+    warmup: float = Field(0.1, ge=0, lt=1)
+    """Share of the steps in which the learning rate rises."""
+
+
 class MeasureSection(Section):
     """Acceptance measured while training, by decoding a fixed held-out sample."""
 
@@ -161,7 +170,7 @@ class MeasureSection(Section):
     gamma: int = Field(4, ge=1)
     """Draft tokens a step (drafters)."""
     tree: str = "2x1"
-    """Candidates by depth (heads)."""
+    """Candidates by depth (heads), or paths such as `0, 1, 0.0`; no deeper than there are heads."""
     sequences: int = Field(4, ge=0)
     """Sequences that SLiM keeps (heads): its decoding is measured beside Medusa's; 0: it is not."""
     table: str | None = None
@@ -301,7 +310,7 @@ class HeadsRecipe(Section):
     """Under ZeRO 3 spread the target's weights too while steps run; slower. Each process still needs room for all of it
     while it is loaded, in evaluations, and at the end."""
     data: DataSection
-    train: TrainSection = TrainSection(learning_rate=1e-3, warmup=0.1)
+    train: HeadsTrainSection = HeadsTrainSection()
     measure: MeasureSection = MeasureSection()
 
     @property
@@ -315,11 +324,9 @@ class HeadsRecipe(Section):
 
     @model_validator(mode="after")
     def _consistent(self) -> HeadsRecipe:
-        depth = self.measure.tree.count("x") + 1
-        if self.measure.prompts and depth > self.num_heads:
-            raise ValueError(f"`measure.tree` is {depth} levels deep, and there are {self.num_heads} heads")
         if (self.projection == "low-rank") != (self.rank > 0):
-            raise ValueError(f"`rank` is {self.rank} with `projection: {self.projection}`: low-rank needs it, alone")
+            needed = "1 or more with `projection: low-rank`" if not self.rank else "0 without `projection: low-rank`"
+            raise ValueError(f"`rank` is {self.rank}, expected {needed}")
         if self.projection == "target" and self.num_layers == 0:
             raise ValueError("`projection: target` without residual blocks (`num_layers: 0`) leaves nothing to train")
         if self.projection == "target" and self.states == "before-norm":

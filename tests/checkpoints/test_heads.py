@@ -260,6 +260,7 @@ def test_saved_files_are_those_that_engines_read(tmp_path: Path) -> None:
         "projection": "own",
         "rank": 0,
         "states": "after-norm",
+        "scale": 1.0,
     }
     assert sorted(path.name for path in tmp_path.iterdir()) == [CONFIG_FILE, HEADS_FILE]
 
@@ -400,4 +401,22 @@ def test_files_that_are_no_heads_are_refused(tmp_path: Path) -> None:
         load_heads(tmp_path)
     (tmp_path / HEADS_FILE).write_bytes(b"\x00" * 20)
     with pytest.raises(ValueError, match="is not a safetensors file"):
+        load_heads(tmp_path)
+
+
+def test_scaled_states_are_heads_on_smaller_states(tmp_path: Path) -> None:
+    heads = random_heads()
+    scaled = PredictionHeads(3, 2, 8, 13, states="before-norm", scale=0.25)
+    scaled.load_state_dict(heads.state_dict())
+    hidden_XD = torch.randn(5, 8)
+    save_heads(scaled.eval(), tmp_path, "base")
+    with torch.inference_mode():
+        wanted = heads.eval()(hidden_XD * 0.25)
+        for found in (scaled, load_heads(tmp_path)):
+            torch.testing.assert_close(found(hidden_XD), wanted)  # the fast path
+            assert found.scale == 0.25
+    torch.testing.assert_close(scaled.train()(hidden_XD), wanted)
+    config = json.loads((tmp_path / CONFIG_FILE).read_text())
+    (tmp_path / CONFIG_FILE).write_text(json.dumps(config | {"scale": -1}))
+    with pytest.raises(ValueError, match="scale is -1, expected a number above 0"):
         load_heads(tmp_path)

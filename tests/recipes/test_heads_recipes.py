@@ -128,3 +128,23 @@ def test_the_head_of_each_recipe_gives_command_hardware_and_cost() -> None:
             assert word in head, (name, word)
         assert "not measured" in head or "measured on" in head, name
         assert max(map(len, text.splitlines())) <= 120, name
+
+
+def test_what_cannot_be_measured_is_found_before_the_data_is_read(tmp_path: Path) -> None:
+    common = ["data.source=/nowhere", f"target={tmp_path}", f"out={tmp_path / 'out'}"]
+    for change, message in (
+        ('measure.tree="0, 0.0, 0.0.0, 0.0.0.0, 0.0.0.0.0, 0.0.0.0.0.0"', "6 levels deep, and there are 5 heads"),
+        ("measure.tree=axb", "'axb' does not parse"),
+        ("measure.table=/nowhere/table", "there is no table"),
+    ):
+        recipe = load_recipe("heads/vicuna-7b-medusa-1", [*common, change])
+        with pytest.raises(ValueError, match=message):
+            run_train(recipe)  # type: ignore[arg-type]
+
+
+def test_a_recipe_that_says_little_keeps_the_rate_of_heads() -> None:
+    data = {"source": "rows.json", "template": "plain", "block_tokens": 64}
+    recipe = HeadsRecipe.model_validate(
+        {"kind": "heads", "out": "x", "target": "y", "data": data, "train": {"steps": 3}}
+    )
+    assert (recipe.train.learning_rate, recipe.train.warmup) == (1e-3, 0.1)

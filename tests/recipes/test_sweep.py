@@ -124,7 +124,7 @@ def test_plans_of_all_combinations(heads: Path, capsys: Any) -> None:
     [
         (["num_head=2,3"], r"^with num_head=2: .*unknown key 'num_head'. Did you mean 'num_heads'\?"),
         (["num_heads=2,many"], "^with num_heads=many: .*'num_heads': input should be a valid integer, got 'many'"),
-        (["num_heads=2,1"], "^with num_heads=1: .*`measure.tree` is 2 levels deep, and there are 1 heads"),
+        (["num_heads=2,0"], "^with num_heads=0: .*num_heads.* greater than or equal to 1"),
         (["num_heads="], "--sweep 'num_heads=' has no values"),
         (["num_heads"], "--sweep 'num_heads' is not of the form key.path=value,value"),
         (["num_heads=2,2"], "--sweep 'num_heads=2,2' has the value 2 twice"),
