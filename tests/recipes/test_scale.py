@@ -17,7 +17,7 @@ import yaml
 from draftsmith.checkpoints.artifact import verify_artifact
 from draftsmith.checkpoints.heads import load_heads
 from draftsmith.recipes.cli import app
-from draftsmith.recipes.heads import _check_type
+from draftsmith.recipes.heads import _check_launch
 from draftsmith.recipes.loading import SHIPPED, deepspeed_configs, load_recipe, shipped_recipes
 from draftsmith.recipes.sweep import plan_sweep, run_sweep
 from draftsmith.recipes.training import HeadsRecipe
@@ -294,9 +294,13 @@ def test_a_target_that_deepspeed_would_cast_is_refused(heads_recipe: Path, base:
         task: Any = SimpleNamespace(target=SimpleNamespace(dtype=dtype))
         if refused and dtype == torch.float16:
             with pytest.raises(ValueError, match=r"the target is in float16, .* set `target_dtype: bfloat16`"):
-                _check_type(recipe, task, zero3)
+                _check_launch(recipe, task, zero3)
         else:
-            _check_type(recipe, task, zero3)
+            _check_launch(recipe, task, zero3)
+        if spread:
+            alone: Any = SimpleNamespace(distributed_type=SimpleNamespace(value="NO"))
+            with pytest.raises(ValueError, match="`shard_target` is for ZeRO 3"):
+                _check_launch(recipe, task, alone)
 
 
 def plugin(settings: dict[str, Any]) -> Any:
