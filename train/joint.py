@@ -212,9 +212,6 @@ class JointTask(HeadsTask):
         own = (shifted_labels(batch.labels_BT, batch.documents_BT, 1) != IGNORED).sum()
         return torch.cat([super().count(batch), own[None]])
 
-    def place(self, device: torch.device) -> None:
-        """The target is a part of the module."""
-
     @torch.no_grad()
     def evaluate(self, module: nn.Module) -> dict[str, float]:
         """As `HeadsTask.evaluate`, on the target as it is now; and `base_loss`, `base_overlap`."""
