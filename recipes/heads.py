@@ -127,7 +127,7 @@ def heads_parts(recipe: HeadsRecipe, tokenizer: Any, prepared: Prepared, device:
     task.settings["target"] = fingerprint
     task.settings["target_dtype"] = str(target.dtype)
     task.settings["heads"] = [recipe.num_heads, recipe.num_layers, recipe.projection, recipe.rank, recipe.states]
-    task.settings["hidden"] = None if states is None else recipe.hidden.dtype
+    task.settings["hidden"] = None if states is None else states.settings
     task.settings["measure"] = recipe.measure.model_dump(mode="json", exclude={"keep"})
     return HeadsParts(heads, task, base, fingerprint)
 

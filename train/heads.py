@@ -228,7 +228,7 @@ class HeadsTask:
             _check_states(heads, states)
         target.requires_grad_(False).eval()
         self.target = target
-        self.module: nn.Module = HeadsModule(
+        self.module: nn.Module = self._make_module(
             target, heads, weights, objective, temperature, states, shard_target, chunk, liger
         )
         self.settings: dict[str, Any] = {"head_weights": weights, "objective": objective, "temperature": temperature}
@@ -238,6 +238,9 @@ class HeadsTask:
         self._head_work = 6.0 * sum(w.numel() for w in heads.parameters() if w.dim() >= 2)  # before they may be sharded
         self._heldout, self._evaluate_fn = heldout, evaluate_fn
         self._blocks, self._batch = evaluate_blocks, evaluate_batch
+
+    def _make_module(self, *arguments: Any) -> HeadsModule:
+        return HeadsModule(*arguments)
 
     rewrites = False
 

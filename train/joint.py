@@ -194,18 +194,20 @@ class JointTask(HeadsTask):
             raise ValueError("the target has no parameters to be trained: put adapters into its layers")
         if hasattr(target.get_output_embeddings(), "base_layer"):
             raise ValueError("the target's output projection has an adapter, which heads do not see: leave it out")
+        self._joint = joint
         super().__init__(
             target, heads, heldout, head_weights, objective, temperature, None, evaluate_fn, evaluate_blocks,
-            evaluate_batch, chunk=chunk,
+            evaluate_batch, chunk=chunk, liger=liger,
         )  # fmt: skip
         for parameter in trained:
             parameter.requires_grad_(True)
-        assert isinstance(self.module, HeadsModule)
-        weights = self.module.head_weights
-        known = self.settings["objective"]
-        self.module = JointModule(target, heads, weights, known, temperature, joint, chunk, liger)
         self.settings["joint"] = {name: getattr(joint, name) for name in Joint.__slots__}
         self._target_work *= 4 if joint.kl_weight else 3
+
+    def _make_module(
+        self, target: Any, heads: Any, weights: Any, objective: Any, temperature: float, *rest: Any
+    ) -> Any:
+        return JointModule(target, heads, weights, objective, temperature, self._joint, *rest[2:])
 
     def count(self, batch: Batch) -> Tensor:
         """Trained positions of each head, and of the target, int64 [K + 1]."""
