@@ -233,4 +233,7 @@ def test_a_dead_data_worker_is_named_and_leaves_the_last_checkpoint(worker: Modu
     task = worker.SignallingTask(worker.make_model(vocab_size=len(tokenizer)), None)
     with pytest.raises(TrainingError, match=r"a worker process of the data died after step \d+ \(.*killed.*untouched"):
         fit(task, data, worker.make_config(global_batch=4, steps=40, save_every=1), tmp_path)
-    assert len(list((tmp_path / "checkpoints").glob("step-*"))) == 2
+    # the loader's signal may come anywhere, also between writing a checkpoint and deleting the oldest
+    kept = sorted((tmp_path / "checkpoints").glob("step-*"))
+    assert len(kept) in (2, 3)
+    assert all((folder / "model.safetensors").is_file() for folder in kept[-2:])
