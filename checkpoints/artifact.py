@@ -180,9 +180,12 @@ def check_target(manifest: Manifest, *, vocab_size: int, tokenizer_fingerprint: 
         ValueError: another vocabulary size or tokenizer; both sides are named.
     """
     if manifest.vocab_size != vocab_size:
+        # A padded embedding has rows for tokens that no text holds; a table can be counted with as many.
+        padded = manifest.kind == "table" and manifest.vocab_size < vocab_size
+        hint = f"; if the target's is padded, count the table with `vocab_size: {vocab_size}`" if padded else ""
         raise ValueError(
             f"{what} has a vocabulary of {manifest.vocab_size} tokens, the target of {vocab_size}: "
-            "they must be the same"
+            f"they must be the same{hint}"
         )
     mine, theirs = manifest.tokenizer_fingerprint, tokenizer_fingerprint
     if mine is not None and theirs is not None and mine != theirs:

@@ -38,8 +38,26 @@ def model_card(manifest: Manifest, name: str) -> str:
         ("Evaluation", manifest.evaluation),
     ):
         lines += _section(f"## {heading}", _scalars(values or {}))
+    lines += _correlations(manifest.training)
     lines += ["The recipe, all versions and the hash of every file are in `artifact.json`.", ""]
     return "\n".join(lines)
+
+
+def _correlations(training: dict[str, Any]) -> list[str]:
+    """The most extreme correlations of a table, where its report has them."""
+    lines: list[str] = []
+    for name, key in (("highest", "highest_r"), ("lowest", "lowest_r")):
+        pairs = training.get(key) or []
+        if pairs:
+            lines += [f"## Pairs with the {name} correlation", "", "| left | right | seen | expected | r |"]
+            lines += ["|---|---|---|---|---|", *map(_pair_row, pairs), ""]
+    return lines
+
+
+def _pair_row(pair: dict[str, Any]) -> str:
+    texts = [str(text).replace("|", "\\|").replace("`", "'") for text in pair.get("texts", ())]
+    left, right = (f"`{text}`" for text in texts) if texts else (pair["left"], pair["right"])
+    return f"| {left} | {right} | {pair['count']:,} | {pair['expected']:,.1f} | {pair['r']:.4g} |"
 
 
 def _scalars(values: dict[str, Any]) -> dict[str, Any]:

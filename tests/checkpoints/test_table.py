@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import subprocess
+import sys
 from collections import Counter
 from itertools import pairwise
 from pathlib import Path
@@ -10,12 +12,14 @@ import numpy as np
 import pytest
 import torch
 from draftsmith.checkpoints.table import TABLE_FILE, BigramTable
-from hypothesis import given, settings
+from draftsmith.checkpoints.table_file import write_table
+from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from safetensors.torch import load_file, save_file
 from scipy.sparse import csr_matrix
 
 VOCAB = 11
+NAMES = ("row_ptr", "col", "count", "unigram")
 DOCUMENTS = st.lists(st.lists(st.integers(0, VOCAB - 1), max_size=40), max_size=12)
 
 
@@ -59,7 +63,7 @@ def test_counts_are_those_of_a_counter(documents: list[list[int]], budget: int) 
 def test_merging_is_counting_both(first: list[list[int]], second: list[list[int]]) -> None:
     merged = BigramTable.merge(*(BigramTable.from_documents(arrays(side), VOCAB) for side in (first, second)))
     together = BigramTable.from_documents(arrays(first + second), VOCAB)
-    for name in ("row_ptr", "col", "count", "unigram"):
+    for name in NAMES:
         assert torch.equal(getattr(merged, name), getattr(together, name)), name
 
 
@@ -124,7 +128,7 @@ def test_a_token_outside_the_vocabulary_is_named(wrong: int) -> None:
 
 @pytest.mark.parametrize("document", [np.zeros((2, 2), dtype=np.int64), np.array([0.5, 1.0])])
 def test_a_document_that_is_no_row_of_integers_is_refused(document: np.ndarray) -> None:
-    with pytest.raises(ValueError, match=r"document 0 is .* expected one dimension of integers"):
+    with pytest.raises(ValueError, match=r"document 0 .* expected one dimension of integers"):
         BigramTable.from_documents([document], VOCAB)
 
 
@@ -153,7 +157,7 @@ def test_saving_and_loading(tmp_path: Path) -> None:
     table = random_table()
     table.save(tmp_path)
     loaded = BigramTable.load(tmp_path)
-    for name in ("row_ptr", "col", "count", "unigram"):
+    for name in NAMES:
         assert torch.equal(getattr(loaded, name), getattr(table, name)), name
     assert load_file(tmp_path / TABLE_FILE)["row_ptr"].dtype == torch.int64
     assert loaded.vocab_size == VOCAB
@@ -170,6 +174,10 @@ def test_saving_and_loading(tmp_path: Path) -> None:
         ("col", lambda t: t.flip(0), "do not ascend"),
         ("count", lambda t: t[:-1], "counts for"),
         ("count", lambda t: t * 0, "count holds 0, expected at least 1"),
+        ("count", lambda t: t.long(), "count is torch.int64"),
+        ("col", lambda t: t[None], r"col is torch.int32 \[1, "),
+        ("col", lambda t: torch.cat((t[:1], t[:1], t[2:])), r"not ascend within each row: 0 and 0 .* in row 0"),
+        ("unigram", lambda t: t - 10**6, "unigram holds -9.*, expected at least 0"),
     ],
 )
 def test_a_table_that_contradicts_itself_is_refused(tmp_path: Path, name: str, change, message: str) -> None:  # type: ignore[no-untyped-def]
@@ -179,6 +187,84 @@ def test_a_table_that_contradicts_itself_is_refused(tmp_path: Path, name: str, c
     save_file(tensors, tmp_path / TABLE_FILE, metadata={"vocab_size": str(VOCAB)})
     with pytest.raises(ValueError, match=message):
         BigramTable.load(tmp_path)
+
+
+def test_a_file_cut_off_anywhere_is_refused(tmp_path: Path) -> None:
+    random_table().save(tmp_path)
+    whole = (tmp_path / TABLE_FILE).read_bytes()
+    header = 8 + int.from_bytes(whole[:8], "little")
+    places = {*range(24), *range(0, len(whole), 37), header - 1, header, header + 1, len(whole) - 1}
+    for size in sorted(places):
+        (tmp_path / TABLE_FILE).write_bytes(whole[:size])
+        with pytest.raises(
+            ValueError, match=rf"{TABLE_FILE} \({size} bytes\) is not a safetensors file, or not the whole"
+        ):
+            BigramTable.load(tmp_path)
+    (tmp_path / TABLE_FILE).write_bytes(whole + bytes(8))
+    with pytest.raises(ValueError, match="not a safetensors file, or not the whole"):
+        BigramTable.load(tmp_path)
+
+
+@settings(deadline=None, max_examples=200, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@given(place=st.integers(0, 10**6), flip=st.integers(1, 255))
+def test_a_header_with_a_flipped_byte_is_refused_or_says_the_same(tmp_path: Path, place: int, flip: int) -> None:
+    """What nobody reads may change (spaces, `format`), and nothing else; nothing crashes."""
+    table = random_table()
+    table.save(tmp_path)
+    whole = bytearray((tmp_path / TABLE_FILE).read_bytes())
+    whole[place % (8 + int.from_bytes(whole[:8], "little"))] ^= flip
+    (tmp_path / TABLE_FILE).write_bytes(whole)
+    refused, loaded = "", None
+    try:
+        loaded = BigramTable.load(tmp_path)
+    except ValueError as error:
+        refused = str(error)
+    if loaded is None:
+        assert str(tmp_path / TABLE_FILE) in refused
+    else:
+        assert all(torch.equal(getattr(loaded, name), getattr(table, name)) for name in NAMES)
+
+
+LOAD_MAPPED = """
+import re, sys
+from pathlib import Path
+import torch
+from draftsmith.checkpoints.table import BigramTable
+
+def megabytes(kind):
+    return int(re.search(kind + r":\\s+(\\d+) kB", Path("/proc/self/status").read_text())[1]) / 1000
+
+BigramTable.from_documents([], 1000)
+before = megabytes("RssAnon")
+table = BigramTable.load(Path(sys.argv[1]))
+print(megabytes("RssAnon") - before, table.entries)
+"""
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="reads /proc")
+def test_a_loaded_table_stays_in_its_file(tmp_path: Path) -> None:
+    """What the process itself holds grows by far less than the file: the system may drop the rest at any time."""
+    vocab, entries = 2000, 3_000_000
+    keys = np.sort(np.random.default_rng(0).choice(vocab**2, entries, replace=False)).astype(np.uint32)
+    run = (keys, np.ones(entries, dtype=np.int64))
+    write_table(tmp_path / TABLE_FILE, vocab, [run], np.full(vocab, entries))
+    output = subprocess.run(
+        [sys.executable, "-c", LOAD_MAPPED, str(tmp_path)], capture_output=True, text=True, check=True
+    )
+    grown, found = output.stdout.split()
+    assert int(found) == entries
+    assert (tmp_path / TABLE_FILE).stat().st_size > 24e6
+    assert float(grown) < 12
+
+
+def test_saving_over_the_file_that_a_table_was_loaded_from(tmp_path: Path) -> None:
+    table = random_table()
+    table.save(tmp_path)
+    loaded = BigramTable.load(tmp_path)
+    loaded.save(tmp_path)
+    loaded.pruned(min_count=3).save(tmp_path)
+    assert all(torch.equal(getattr(loaded, name), getattr(table, name)) for name in NAMES)
+    assert BigramTable.load(tmp_path).pruning is not None
 
 
 def test_files_that_are_no_tables_are_refused(tmp_path: Path) -> None:
