@@ -1,0 +1,36 @@
+"""Counts random documents into a folder, from wherever it stands; a test kills it and starts it again.
+
+python counting_worker.py FOLDER VOCABULARY DOCUMENTS MEMORY_MB PROCESSES
+"""
+
+from __future__ import annotations
+
+import sys
+from pathlib import Path
+
+import numpy as np
+from draftsmith.train.counting import PairCounter
+
+BATCH = 16
+
+
+def document(number: int, vocab_size: int) -> np.ndarray:
+    """Tokens of the document of this number, the same in each process."""
+    rng = np.random.default_rng(number)
+    return (rng.zipf(1.5, size=int(rng.integers(0, 200))) % vocab_size).astype(np.int32)
+
+
+def main(folder: Path, vocab_size: int, documents: int, memory_mb: float, processes: bool) -> None:
+    with PairCounter(vocab_size, folder, memory_mb, processes=processes) as counter:
+        print("from", 0 if counter.place is None else counter.place["document"], flush=True)
+        while (at := 0 if counter.place is None else counter.place["document"]) < documents:
+            batch = [document(number, vocab_size) for number in range(at, min(at + BATCH, documents))]
+            starts = np.cumsum([0, *map(len, batch)])[:-1]
+            counter.add(np.concatenate(batch), starts, {"document": at + len(batch)})
+            print(at, flush=True)
+        counter.spill()
+    print("done", flush=True)
+
+
+if __name__ == "__main__":
+    main(Path(sys.argv[1]), int(sys.argv[2]), int(sys.argv[3]), float(sys.argv[4]), sys.argv[5] == "1")
