@@ -13,6 +13,7 @@ from torch import Tensor
 from transformers import PreTrainedModel
 
 from ..checkpoints.table import BigramTable
+from ..checkpoints.table_smoothing import check_smoothing
 from .engine import Context, Limits, Proposal, Proposer
 from .lattice import Lattice
 from .models import check_same_vocabulary
@@ -77,6 +78,11 @@ class PrunedHeadTree(Proposer):
     The posterior of a sequence is the product of its tokens' head probabilities and of the correlations r of its
     neighbours, the root included. Sequences of every length compete (appendix C), or full ones only (eq. 2). Without a
     table r is 1.
+
+    Args:
+        unseen: r of pairs that the table does not hold; not used with smoothing, which has an r for each of them.
+        smoothing: of the table's counts: "none", "add-k" or "kneser-ney", see `table_smoothing.Smoothed`.
+        strength: k, or the discount; 0 is the smoothing's default.
     """
 
     def __init__(
@@ -88,6 +94,8 @@ class PrunedHeadTree(Proposer):
         unseen: float,
         depth: int,
         lengths: Literal["all", "full"] = "all",
+        smoothing: str = "none",
+        strength: float = 0.0,
     ) -> None:
         if not 1 <= depth <= heads.num_heads:
             raise ValueError(f"the depth must lie between 1 and the number of heads, {heads.num_heads}; got {depth}")
@@ -99,6 +107,8 @@ class PrunedHeadTree(Proposer):
         self.sequences, self.candidates, self.depth = sequences, candidates, depth
         if unseen < 0:
             raise ValueError(f"unseen is a correlation: expected at least 0, got {unseen}")
+        check_smoothing(smoothing, strength)
+        self.smoothing, self.strength = smoothing, strength
         self.full = lengths == "full"
         self._lattice: Lattice | None = None
         self._log_unseen = torch.tensor(math.log(unseen) if unseen else -math.inf)
@@ -137,7 +147,9 @@ class PrunedHeadTree(Proposer):
             edges_BKCC = log_probs_BKC[:, 1:, :, None].expand(-1, -1, -1, log_probs_BKC.shape[2])
         else:
             before_BKC = torch.cat((root_B1[:, :, None].expand_as(candidates_BKC[:, :1]), candidates_BKC[:, :-1]), 1)
-            log_r_BKCC = self.table.look_up(before_BKC[:, :, None], candidates_BKC[..., None], self._log_unseen)
+            log_r_BKCC = self.table.look_up(
+                before_BKC[:, :, None], candidates_BKC[..., None], self._log_unseen, self.smoothing, self.strength
+            )
             edges_BKCC = log_r_BKCC + log_probs_BKC[..., None]
             first_BC, edges_BKCC = edges_BKCC[:, 0, :, 0], edges_BKCC[:, 1:]
         if self._lattice is None or self._lattice.sizes != log_probs_BKC.shape:

@@ -5,10 +5,9 @@ Shape letters: B batch, N nodes, D hidden.
 
 from __future__ import annotations
 
-import math
 import statistics
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import partial
 from typing import Any, NamedTuple
@@ -19,7 +18,7 @@ from torch.utils.flop_counter import FlopCounterMode
 
 from .engine import Limits, generate
 from .methods import Method, Parts, build_method
-from .metrics import Tally, impossible, speedup_interval, total
+from .metrics import Tally
 from .models import LanguageModel
 from .profile import FirstStep, StepProfile
 from .rng import Rng
@@ -27,6 +26,8 @@ from .warpers import Sampling
 
 BASELINE = "autoregressive"
 REFERENCE = "transformers"
+PROFILED = 3
+"""Prompts that are decoded once more to see where the time of a step goes."""
 
 
 @dataclass(frozen=True)
@@ -50,6 +51,14 @@ class Decoded(NamedTuple):
     """Of them, those before the first step. 0: not known."""
 
 
+class RunKey(NamedTuple):
+    """One run of an evaluation: which entry, which prompt, which time."""
+
+    label: str
+    prompt: int
+    repeat: int
+
+
 @dataclass
 class Run:
     """What one entry did: by prompt, the tokens of its first run, its counts, and the seconds of every run.
@@ -62,7 +71,17 @@ class Run:
     seconds: list[list[float]]
     reading: list[list[float]]
 
+    def only(self, places: Sequence[int]) -> Run:
+        """The prompts at these places alone."""
+        return Run(
+            [self.ids[place] for place in places],
+            [self.tallies[place] for place in places],
+            [self.seconds[place] for place in places],
+            [self.reading[place] for place in places],
+        )
+
     def median_seconds(self) -> list[float]:
+        """Seconds of each prompt."""
         return [statistics.median(times) for times in self.seconds]
 
     def stepping_rate(self) -> float:
@@ -125,40 +144,98 @@ def measure(
     reference: Any = None,
     repeats: int = 1,
     seed: int = 0,
-    progress: Callable[[int, int], None] | None = None,
+    finished: Mapping[RunKey, Decoded] | None = None,
+    on_run: Callable[[RunKey, Decoded], None] | None = None,
+    progress: Callable[[int, int, str], None] | None = None,
 ) -> dict[str, Run]:
     """Decode every prompt with every entry, `repeats` times, one after another prompt by prompt.
 
+    In which order changes from prompt to prompt, so that each entry follows every other equally often (see `turn`). The
+    numbers that a prompt's tokens are drawn with depend on `seed` and its place alone: each repeat writes the same.
+
     Args:
         reference: a transformers model; it is run greedily as one more row where an entry is greedy.
+        finished: runs of an earlier evaluation that was interrupted; they are not done again.
+        on_run: gets every run that was done.
+        progress: gets how many runs are done, of how many, and the label of the one that is next.
 
     Returns:
         Runs by label.
     """
-    jobs: dict[str, Callable[[Sequence[int], Limits], Decoded]] = {}
-    for entry in entries:
-        method = build_method(entry.method, parts, entry.sampling, **entry.options)
-        jobs[entry.label] = partial(decode, target, method, entry.sampling, seed)
-    if reference is not None and any(entry.sampling.greedy for entry in entries):
-        jobs[REFERENCE] = partial(decode_reference, reference)
+    jobs = _jobs(target, parts, entries, reference, seed)
+    labels, done = list(jobs), dict(finished or {})
+    keys = [
+        RunKey(labels[job], place, repeat)
+        for repeat in range(repeats)
+        for place in range(len(prompts))
+        for job in turn(len(labels), repeat * len(prompts) + place)
+    ]
+    left = [key for key in keys if key not in done]
     warm_up = Limits(min(8, limits.max_new_tokens), limits.stop_ids)
-    for job in jobs.values():
-        job(prompts[0], warm_up)
-    runs = {label: Run([], [], [[] for _ in prompts], [[] for _ in prompts]) for label in jobs}
-    done, work = 0, repeats * len(prompts) * len(jobs)
-    for repeat in range(repeats):
-        for place, prompt in enumerate(prompts):
-            for label, job in jobs.items():
-                decoded = job(prompt, limits)
-                runs[label].seconds[place].append(decoded.seconds)
-                runs[label].reading[place].append(decoded.reading)
-                if repeat == 0:
-                    runs[label].ids.append(decoded.ids)
-                    runs[label].tallies.append(decoded.tally)
-                done += 1
-                if progress:
-                    progress(done, work)
-    return runs
+    for label in dict.fromkeys(key.label for key in left):
+        jobs[label](0, prompts[0], warm_up)
+    for number, key in enumerate(left):
+        if progress:
+            progress(len(keys) - len(left) + number, len(keys), key.label)
+        done[key] = jobs[key.label](key.prompt, prompts[key.prompt], limits)
+        if on_run:
+            on_run(key, done[key])
+    if progress:
+        progress(len(keys), len(keys), "")
+    return {label: _gathered(label, done, len(prompts), repeats) for label in labels}
+
+
+def _jobs(
+    target: LanguageModel, parts: Parts, entries: Sequence[Entry], reference: Any, seed: int
+) -> dict[str, Callable[[int, Sequence[int], Limits], Decoded]]:
+    """What decodes a prompt, given its place, by label."""
+
+    def job(method: Method, sampling: Sampling) -> Callable[[int, Sequence[int], Limits], Decoded]:
+        return lambda place, prompt, limits: decode(target, method, sampling, seed + place, prompt, limits)
+
+    jobs = {
+        entry.label: job(build_method(entry.method, parts, entry.sampling, **entry.options), entry.sampling)
+        for entry in entries
+    }
+    if reference is not None and any(entry.sampling.greedy for entry in entries):
+        jobs[REFERENCE] = lambda place, prompt, limits: decode_reference(reference, prompt, limits)
+    return jobs
+
+
+def turn(count: int, number: int) -> list[int]:
+    """The order of `count` jobs at turn `number`, of which each follows every other equally often over `count` turns,
+    or twice as many where `count` is odd (Williams 1949, designs balanced for what was done just before)."""
+    zigzag = [(place + 1) // 2 if place % 2 else -(place // 2) for place in range(count)]
+    order = [(step + number) % count for step in zigzag]
+    return order[::-1] if count % 2 and number // count % 2 else order
+
+
+def _gathered(label: str, done: Mapping[RunKey, Decoded], prompts: int, repeats: int) -> Run:
+    by_prompt = [[done[RunKey(label, place, repeat)] for repeat in range(repeats)] for place in range(prompts)]
+    return Run(
+        [runs[0].ids for runs in by_prompt],
+        [runs[0].tally for runs in by_prompt],
+        [[run.seconds for run in runs] for runs in by_prompt],
+        [[run.reading for run in runs] for runs in by_prompt],
+    )
+
+
+def phases(
+    target: LanguageModel, parts: Parts, entry: Entry, prompts: Sequence[Sequence[int]], limits: Limits, seed: int = 0
+) -> dict[str, float]:
+    """Where the time of a step goes: `StepProfile.summary` over the first prompts, decoded once more.
+
+    Measured runs read no clock within a step; these are for this alone.
+    """
+    method = build_method(entry.method, parts, entry.sampling, **entry.options)
+    whole = StepProfile(target.device)
+    for place, prompt in enumerate(prompts[:PROFILED]):
+        profile = StepProfile(target.device)
+        decode(target, method, entry.sampling, seed + place, prompt, limits, profile)
+        whole.steps += profile.steps
+        for phase, seconds in profile.seconds.items():
+            whole.seconds[phase] += seconds
+    return whole.summary()
 
 
 @dataclass(frozen=True)
@@ -247,124 +324,6 @@ def _forward(model: LanguageModel, nodes: int, context: int) -> Callable[[], Ten
     cache.set_lengths([context])
     tokens_BN = torch.zeros(1, nodes, dtype=torch.int64, device=model.device)
     return lambda: model.logits(model.extend(cache, tokens_BN))
-
-
-@torch.inference_mode()
-def perplexity(
-    target: LanguageModel, prompts: Sequence[Sequence[int]], outputs: Sequence[Sequence[int]]
-) -> float | None:
-    """exp of the mean negative log-likelihood of the outputs under the unwarped target (`mjsd.txt`, eq. 1).
-
-    None where there is no output, or one that the target holds impossible.
-    """
-    loss, count = 0.0, 0
-    for prompt, output in zip(prompts, outputs, strict=True):
-        if not output:
-            continue
-        start, cache = target.begin([prompt], len(output))
-        ids, first = torch.tensor([[*start[0], *output]], device=target.device), len(start[0])
-        hidden_BTD = target.extend(cache, ids[:, :-1])[:, first - 1 :]
-        log_probs_BTV = target.logits(hidden_BTD).float().log_softmax(-1)
-        loss -= log_probs_BTV.gather(2, ids[:, first:, None]).sum().item()
-        count += len(output)
-    return math.exp(loss / count) if count and loss / count < 700 else None
-
-
-def summarise(
-    target: LanguageModel,
-    parts: Parts,
-    entries: Sequence[Entry],
-    prompts: Sequence[Sequence[int]],
-    runs: dict[str, Run],
-) -> tuple[list[dict[str, Any]], list[str]]:
-    """One dictionary an entry, with the metric names of `metrics.py` and of DESIGN: what `results.json` holds.
-
-    Speedups are over autoregressive decoding with the same warping.
-
-    Returns:
-        The rows, and what is wrong with the entries whose measurements cannot be true (see `metrics.impossible`): an
-        error of the report each, not a row of it.
-
-    Raises:
-        ValueError: no autoregressive entry to compare with.
-    """
-    bases = {entry.sampling: runs[entry.label] for entry in entries if entry.method == BASELINE}
-    rows, errors = [], []
-    for entry in entries:
-        if entry.sampling not in bases:
-            raise ValueError(
-                f"{entry.label!r} needs {BASELINE!r} at temperature {entry.sampling.temperature:g} beside it"
-            )
-        run, base = runs[entry.label], bases[entry.sampling]
-        method = build_method(entry.method, parts, entry.sampling, **entry.options)
-        counts = total(run.tallies)
-        row: dict[str, Any] = {"label": entry.label, "method": entry.method, "options": entry.options}
-        row |= {"temperature": entry.sampling.temperature, "lossless": method.verifier.lossless} | counts.metrics()
-        row |= _speeds(run, base, runs.get(REFERENCE) if entry.sampling.greedy else None)
-        row["identical_to_greedy"] = _identical(run, base) if entry.sampling.greedy else None
-        lengths = [len(prompt) + len(ids) / 2 for prompt, ids in zip(prompts, base.ids, strict=True)]
-        costs = raw_costs(target, method, counts.nodes / max(1, counts.steps), round(statistics.mean(lengths)))
-        row |= _bounds(row, costs, run.stepping_rate() / base.stepping_rate())
-        row["perplexity"] = perplexity(target, prompts, run.ids)
-        fault = impossible(row)
-        if fault:
-            errors.append(f"the measurement of {entry.label!r} cannot be true: {fault}")
-        else:
-            rows.append(row)
-    return rows, errors
-
-
-def _speeds(run: Run, base: Run, reference: Run | None) -> dict[str, Any]:
-    seconds, base_seconds = run.median_seconds(), base.median_seconds()
-    tokens, base_tokens = [len(ids) for ids in run.ids], [len(ids) for ids in base.ids]
-    speedup, interval = speedup_interval(tokens, seconds, base_tokens, base_seconds)
-    row: dict[str, Any] = {
-        "tokens": sum(tokens),
-        "seconds": sum(seconds),
-        "tokens_per_second": sum(tokens) / sum(seconds),
-        "speedup": speedup,
-        "speedup_interval": interval,
-    }
-    if reference is not None:
-        reference_tokens = [len(ids) for ids in reference.ids]
-        row["speedup_over_transformers"] = speedup_interval(
-            tokens, seconds, reference_tokens, reference.median_seconds()
-        )[0]
-    return row
-
-
-def _identical(run: Run, base: Run) -> list[int]:
-    """How many prompts gave exactly the baseline's tokens, and of how many."""
-    return [sum(mine == theirs for mine, theirs in zip(run.ids, base.ids, strict=True)), len(base.ids)]
-
-
-def _bounds(row: dict[str, Any], costs: Costs, stepping: float) -> dict[str, Any]:
-    """`stepping` is the speedup of the steps alone: the bound knows of no prompts that are read."""
-    per_step = row["tokens_per_step"]
-    bound = per_step * costs.one / (costs.tree + costs.propose)
-    cost_ratio = costs.propose / costs.forwards / costs.one if costs.forwards else None
-    return {
-        "cost_ratio": cost_ratio,
-        "ideal": per_step / (1 + cost_ratio * costs.forwards) if cost_ratio is not None else per_step,
-        "bound": bound,
-        "efficiency": stepping / bound,
-        "flops_per_token": {
-            "verification": costs.tree_flops / per_step,
-            "drafting": costs.propose_flops / per_step,
-            "total": (costs.tree_flops + costs.propose_flops) / per_step,
-        },
-        "joules_per_token": None,
-        "rouge_l": None,
-        "milliseconds": {"one": 1e3 * costs.one, "tree": 1e3 * costs.tree, "propose": 1e3 * costs.propose},
-    }
-
-
-def same_as_reference(entries: Sequence[Entry], runs: dict[str, Run]) -> list[int] | None:
-    """How many prompts `transformers.generate` decodes to the same tokens, and of how many; None if it was not run."""
-    if REFERENCE not in runs:
-        return None
-    base = next(entry.label for entry in entries if entry.method == BASELINE and entry.sampling.greedy)
-    return _identical(runs[REFERENCE], runs[base])
 
 
 def _synchronise(model: LanguageModel) -> None:

@@ -8,6 +8,7 @@ from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 
 from ..checkpoints.table import BigramTable
+from ..checkpoints.table_smoothing import SMOOTHINGS
 from .adaptive import AdaptiveChain, Confidence, ExpectedGain, Oracle, Policy
 from .beams import DraftBeam, TargetBeam
 from .chains import DraftChains
@@ -97,7 +98,8 @@ def _unigram(parts: Parts, sampling: Sampling, options: Options) -> Method:
 
 def _bigram(parts: Parts, sampling: Sampling, options: Options) -> Method:
     assert parts.table is not None
-    proposer = TableChain(parts.table, options["gamma"], order=2, prior=options["prior"])
+    settings = {name: options[name] for name in ("prior", *_SMOOTHING)}
+    proposer = TableChain(parts.table, options["gamma"], order=2, **settings)
     return Method(proposer, GreedyMatch() if sampling.greedy else ExactChain())
 
 
@@ -189,7 +191,8 @@ def _slim(parts: Parts, sampling: Sampling, options: Options) -> Method:
     depth = options["depth"] or parts.heads.num_heads
     settings = (options["sequences"], options["candidates"], options["unseen"], depth, options["lengths"])
     table = None if options["correlation"] == "none" else parts.table
-    return Method(PrunedHeadTree(parts.heads, table, *settings), _match_heads(sampling))
+    smoothing = {name: options[name] for name in _SMOOTHING}
+    return Method(PrunedHeadTree(parts.heads, table, *settings, **smoothing), _match_heads(sampling))
 
 
 def _match_heads(sampling: Sampling) -> Verifier:
@@ -202,10 +205,13 @@ def _positive(name: str, value: int) -> None:
         raise ValueError(f"{name} must be at least 1, got {value}")
 
 
+_SMOOTHING: Options = {"smoothing": "none", "strength": 0.0}
+
+
 def _slim_spec(sequences: int) -> _Spec:
     defaults = {"sequences": sequences, "candidates": 10, "unseen": 0.01, "depth": 0, "lengths": "all"}
-    choices = {"lengths": ("all", "full"), "correlation": ("table", "none")}
-    return _Spec(_slim, ("heads", "table"), defaults | {"correlation": "table"}, choices)
+    choices = {"lengths": ("all", "full"), "correlation": ("table", "none"), "smoothing": SMOOTHINGS}
+    return _Spec(_slim, ("heads", "table"), defaults | {"correlation": "table"} | _SMOOTHING, choices)
 
 
 _ATTENTION = {"attention": ("tree", "batch")}
@@ -217,7 +223,7 @@ METHODS: dict[str, _Spec] = {
     "mjgd": _Spec(_mjgd, (), {"gamma": 2, "beams": 8}),
     "speculative": _Spec(_speculative, ("drafter",), {"gamma": 4}),
     "unigram": _Spec(_unigram, ("table",), {"gamma": 2}),
-    "bigram": _Spec(_bigram, ("table",), {"gamma": 2, "prior": 1.0}),
+    "bigram": _Spec(_bigram, ("table",), {"gamma": 2, "prior": 1.0} | _SMOOTHING, {"smoothing": SMOOTHINGS}),
     "prompt-lookup": _Spec(_prompt_lookup, (), {"gamma": 4, "ngram": 3}),
     "multi-candidate": _Spec(_multi_candidate, ("drafter",), _TREE, _ATTENTION),
     "naive-multi-candidate": _Spec(_naive_multi_candidate, ("drafter",), _TREE, _ATTENTION),

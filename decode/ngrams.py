@@ -11,6 +11,7 @@ import numpy as np
 import torch
 
 from ..checkpoints.table import BigramTable
+from ..checkpoints.table_smoothing import check_smoothing
 from .engine import Context, Limits, Proposal, Proposer
 from .models import check_same_vocabulary
 from .rng import categorical
@@ -22,14 +23,29 @@ class TableChain(Proposer):
     """A chain of `gamma` tokens from a table of counts: each by itself, or each after the one before.
 
     The n-gram baselines of the speculative-decoding slides ("Empirical α values"), warped as any drafter is.
+
+    Args:
+        prior: weight of the unigram distribution in what follows a token, where there is no smoothing.
+        smoothing: of what follows a token: "none", "add-k" or "kneser-ney", see `table_smoothing.Smoothed`.
+        strength: k, or the discount; 0 is the smoothing's default.
     """
 
-    def __init__(self, table: BigramTable, gamma: int, order: Literal[1, 2], prior: float) -> None:
+    def __init__(
+        self,
+        table: BigramTable,
+        gamma: int,
+        order: Literal[1, 2],
+        prior: float,
+        smoothing: str = "none",
+        strength: float = 0.0,
+    ) -> None:
         if gamma < 1:
             raise ValueError(f"gamma must be at least 1, got {gamma}")
         if prior <= 0:
             raise ValueError(f"prior must be above 0, got {prior}")
+        check_smoothing(smoothing, strength)
         self.table, self.gamma, self.order, self.prior = table, gamma, order, prior
+        self.smoothing, self.strength = smoothing, strength
 
     def room(self, limits: Limits) -> tuple[int, int]:
         return self.gamma + 1, self.gamma
@@ -37,7 +53,9 @@ class TableChain(Proposer):
     def start(self, context: Context) -> None:
         check_same_vocabulary(context.target, self.table, "table")
         device = context.ids_BS.device
-        self._rows = self.table.distributions(device, self.prior)
+        self._rows = self.table.distributions(device, self.prior, self.smoothing, self.strength)
+        self._unigram_V = self._rows.unigram_V.log()
+        self._commonest = self._unigram_V.argmax()
         self._tree = Tree.chain(self.gamma).to(device)
 
     def propose(self, context: Context) -> Proposal:
@@ -46,14 +64,11 @@ class TableChain(Proposer):
         uniform_BK = None if greedy else context.rng.uniform(self.gamma)
         for level in range(self.gamma):
             last_B1 = tokens[-1]
-            log_BMV = (
-                self._rows.after(last_B1).log()
-                if self.order == 2
-                else self._rows.unigram_V.log().expand(*last_B1.shape, -1)
-            )
             if uniform_BK is None:
-                tokens.append(log_BMV.argmax(-1))
+                chosen_B1 = self._rows.most_likely(last_B1) if self.order == 2 else self._commonest.expand_as(last_B1)
+                tokens.append(chosen_B1)
                 continue
+            log_BMV = self._rows.after(last_B1).log() if self.order == 2 else self._unigram_V.expand(*last_B1.shape, -1)
             probs.append(warp(log_BMV, context.sampling))
             tokens.append(categorical(probs[-1], uniform_BK[:, level, None]))
         return Proposal(self._tree, torch.cat(tokens, 1), torch.cat(probs, 1) if probs else None)

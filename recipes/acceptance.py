@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import copy
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -13,8 +13,8 @@ from ..checkpoints.table import BigramTable
 from ..decode.engine import Limits
 from ..decode.head_trees import attach_projection
 from ..decode.loading import wrap_model
-from ..decode.measure import decode
-from ..decode.methods import Parts, build_method
+from ..decode.measure import Decoded, decode
+from ..decode.methods import Method, Parts, build_method
 from ..decode.metrics import total
 from ..decode.models import LanguageModel
 from ..decode.tree import parse_tree
@@ -121,7 +121,18 @@ def _acceptance(
     sampling = Sampling(temperature=section.temperature)
     method = build_method(name, parts, sampling, **options)
     limits = Limits(section.new_tokens, stop_ids(tokenizer))
-    # a prompt draws the same numbers at every evaluation
-    tallies = [decode(scorer, method, sampling, seed, prompt, limits).tally for seed, prompt in enumerate(prompts)]
-    metrics = total(tallies).metrics()
+    metrics = total(found.tally for found in decode_prompts(scorer, method, sampling, prompts, limits)).metrics()
     return {key: float(metrics[key]) for key in ("tokens_per_step", "acceptance_rate")}  # type: ignore[arg-type]
+
+
+def decode_prompts(
+    scorer: LanguageModel,
+    method: Method,
+    sampling: Sampling,
+    prompts: Sequence[Sequence[int]],
+    limits: Limits,
+    seed: int = 0,
+) -> Iterator[Decoded]:
+    """Prompts one after the other; prompt i draws the numbers of `seed` + i, whatever decodes it."""
+    for place, prompt in enumerate(prompts):
+        yield decode(scorer, method, sampling, seed + place, prompt, limits)

@@ -16,8 +16,9 @@ from rich.table import Table
 
 from .. import __version__
 from ..train.interrupts import Interrupted, TrainingError
-from .config import EvaluateRecipe, QuickstartRecipe, RegenerateRecipe
+from .config import QuickstartRecipe, RegenerateRecipe
 from .loading import accelerate_configs, deepspeed_configs, find_recipe, first_sentence, load_recipe, shipped_recipes
+from .tables_cli import table_app
 from .terminal import console, say
 from .training import DrafterRecipe, HeadsRecipe, TableRecipe
 
@@ -30,6 +31,7 @@ app = typer.Typer(
 )
 recipes_app = typer.Typer(help="List, show and copy the recipes that come with the package.", no_args_is_help=True)
 app.add_typer(recipes_app, name="recipes")
+app.add_typer(table_app, name="table")
 
 RecipeName = Annotated[str, typer.Argument(help="A recipe's file, or the name of a shipped one.")]
 Overrides = Annotated[list[str] | None, typer.Argument(help="Changes to the recipe: key.path=value.")]
@@ -122,8 +124,14 @@ def train(
         list[str] | None,
         typer.Option("--sweep", help="key.path=value,value: a run with each; given again, all combinations."),
     ] = None,
+    saturation: Annotated[
+        bool,
+        typer.Option("--saturation", help="How much corpus a table needs, by decoding with those of its parts."),
+    ] = False,
 ) -> None:
     """Run a training recipe: a drafter, prediction heads or a correlation table."""
+    if saturation and (sweep or plan):
+        raise ValueError(f"--saturation is a run of its own: leave out {'--sweep' if sweep else '--plan'}")
     if sweep:
         from .sweep import plan_sweep, run_sweep, show_plans
 
@@ -139,19 +147,121 @@ def train(
         if os.environ.get("RANK", "0") == "0":
             show(planned)
         return
+    if saturation:
+        if not isinstance(loaded, TableRecipe):
+            raise ValueError(f"--saturation is for recipes of kind 'table', and {recipe} is of kind {loaded.kind!r}")
+        from .saturation import run_saturation
+
+        run_saturation(loaded)
+        return
     from .run import run_train
 
     run_train(loaded)
 
 
 @app.command()
-def evaluate(recipe: RecipeName, overrides: Overrides = None) -> None:
-    """Decode held-out prompts with several methods and compare them."""
-    loaded = load_recipe(recipe, overrides or [], kinds=["evaluate"])
-    from .evaluate import run_evaluate
+def evaluate(
+    recipe: Annotated[str | None, typer.Argument(help="A recipe's file or name; without one, give --target.")] = None,
+    overrides: Overrides = None,
+    target: Annotated[str | None, typer.Option(help="Folder or hub id of the target.")] = None,
+    drafter: Annotated[str | None, typer.Option(help="Of a drafter.")] = None,
+    heads: Annotated[str | None, typer.Option(help="Folder of prediction heads.")] = None,
+    table: Annotated[str | None, typer.Option(help="Folder of a correlation table.")] = None,
+    prompts: Annotated[str | None, typer.Option(help="Questions: a known set, a file, a folder, a hub id.")] = None,
+    out: Annotated[str | None, typer.Option(help="The results file (.json).")] = None,
+    categories: Annotated[bool, typer.Option("--categories", help="Also print a table by category.")] = False,
+) -> None:
+    """Decode held-out prompts with several methods and compare them; goes on where it was stopped."""
+    from .direct import evaluate_recipe
 
-    assert isinstance(loaded, EvaluateRecipe)
+    given = {"target": target, "drafter": drafter, "heads": heads, "table": table, "prompts": prompts, "out": out}
+    loaded = evaluate_recipe(recipe, overrides or [], given | {"show_categories": categories})
+    from .evaluate import run_evaluate  # after the recipe is checked: libraries take seconds to load
+
     run_evaluate(loaded)
+
+
+@app.command()
+def certify(
+    recipe: Annotated[str | None, typer.Argument(help="An evaluate recipe; without one, give --target.")] = None,
+    overrides: Overrides = None,
+    target: Annotated[str | None, typer.Option(help="Folder or hub id of the target.")] = None,
+    drafter: Annotated[str | None, typer.Option(help="Of a drafter.")] = None,
+    heads: Annotated[str | None, typer.Option(help="Folder of prediction heads.")] = None,
+    table: Annotated[str | None, typer.Option(help="Folder of a correlation table.")] = None,
+    prompts: Annotated[str | None, typer.Option(help="Questions: a known set, a file, a folder, a hub id.")] = None,
+    temperature: Annotated[list[float] | None, typer.Option(help="For all methods; again, for more of them.")] = None,
+    tokens: Annotated[int, typer.Option(help="To judge for each method above temperature 0.")] = 10_000,
+    power: Annotated[float | None, typer.Option(help="As many tokens as find this bias with 99 %.")] = None,
+    level: Annotated[float, typer.Option(help="Probability of any false alarm.")] = 1e-6,
+    batch: Annotated[int, typer.Option(help="Prompts decoded together.")] = 1,
+    out: Annotated[Path | None, typer.Option(help="The certificate; by default beside the results.")] = None,
+) -> None:
+    """Test that methods write what the target alone would write; exit code 1 where one does not and should."""
+    from .direct import evaluate_recipe
+
+    given = {"target": target, "drafter": drafter, "heads": heads, "table": table, "prompts": prompts}
+    loaded = evaluate_recipe(recipe, overrides or [], given, "certify")
+    from .certify import Asked, run_certify
+
+    asked = Asked(tuple(temperature or ()), tokens, power, level, batch, out)
+    if any(certificate.failed for certificate in run_certify(loaded, asked)):
+        raise typer.Exit(1)
+
+
+@app.command()
+def tune(
+    recipe: Annotated[str | None, typer.Argument(help="A recipe's file or name; without one, give --target.")] = None,
+    overrides: Overrides = None,
+    target: Annotated[str | None, typer.Option(help="Folder or hub id of the target.")] = None,
+    drafter: Annotated[str | None, typer.Option(help="Of a drafter.")] = None,
+    heads: Annotated[str | None, typer.Option(help="Folder of prediction heads.")] = None,
+    table: Annotated[str | None, typer.Option(help="Folder of a correlation table.")] = None,
+    prompts: Annotated[str | None, typer.Option(help="Questions: a known set, a file, a folder, a hub id.")] = None,
+    out: Annotated[str | None, typer.Option(help="A results file (.json); what is found lies beside it.")] = None,
+) -> None:
+    """Find each method's best settings by replay under measured costs, and confirm the winners by decoding."""
+    from .direct import evaluate_recipe
+
+    given = {"target": target, "drafter": drafter, "heads": heads, "table": table, "prompts": prompts, "out": out}
+    loaded = evaluate_recipe(recipe, overrides or [], given, "tune")
+    from .tune import run_tune
+
+    run_tune(loaded)
+
+
+@app.command()
+def report(
+    results: Annotated[list[Path], typer.Argument(help="Results files; others are compared with the first.")],
+    out: Annotated[Path | None, typer.Option(help="The page; by default report.html beside the first.")] = None,
+) -> None:
+    """Show results as one page that needs no network, and two or more of them side by side."""
+    from .report import run_report
+
+    run_report(results, out)
+
+
+@app.command()
+def trace(
+    recipe: Annotated[str | None, typer.Argument(help="A recipe's file or name; without one, give --target.")] = None,
+    overrides: Overrides = None,
+    target: Annotated[str | None, typer.Option(help="Folder or hub id of the target.")] = None,
+    drafter: Annotated[str | None, typer.Option(help="Of a drafter.")] = None,
+    heads: Annotated[str | None, typer.Option(help="Folder of prediction heads.")] = None,
+    table: Annotated[str | None, typer.Option(help="Folder of a correlation table.")] = None,
+    method: Annotated[list[str] | None, typer.Option(help="A row of the recipe, or a method; again for more.")] = None,
+    prompt: Annotated[str | None, typer.Option(help="A question, instead of the recipe's.")] = None,
+    limit: Annotated[int, typer.Option(help="Of the recipe's prompts.")] = 2,
+    html: Annotated[Path | None, typer.Option(help="Also write a page.")] = None,
+) -> None:
+    """Decode a few prompts and show which tokens were accepted, rejected and corrected."""
+    from .direct import evaluate_recipe
+
+    given = {"target": target, "drafter": drafter, "heads": heads, "table": table}
+    loaded = evaluate_recipe(recipe, overrides or [], given, "trace")
+    from .trace import run_trace
+
+    run_trace(loaded, method or [], prompt, limit, html)
 
 
 @app.command("import")

@@ -71,7 +71,9 @@ class EvaluateRecipe(Section):
     dtype: Literal["auto", "float32", "bfloat16", "float16"] = "auto"
     """Type of the weights; auto takes that of the files."""
     seed: int = 0
-    """Random numbers of sampling."""
+    """Random numbers of sampling; each prompt's are its own, whatever is decoded before it."""
+    show_categories: bool = False
+    """Print a second table, by category; the results hold it anyhow."""
     methods: list[MethodSection] = Field(min_length=1)
     """Rows of the table; `autoregressive`, the baseline, must be one of them."""
 

@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import hashlib
 import json
 import os
 import platform
 from collections import Counter
 from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, field
 from importlib.metadata import PackageNotFoundError, version
 from itertools import islice
 from pathlib import Path
@@ -14,108 +16,192 @@ from typing import Any
 
 import torch
 
-from ..checkpoints.artifact import (
-    check_target,
-    load_manifest,
-    model_fingerprint,
-    tokenizer_fingerprint,
-    verify_artifact,
-)
-from ..checkpoints.heads import PredictionHeads, load_heads
-from ..checkpoints.table import BigramTable
 from ..data.conversations import Prompt
 from ..data.corpora import find_corpus
 from ..data.reading import read_prompts
 from ..data.rendering import prompt_renderer
 from ..data.templates import get_template
-from ..data.tokenizers import load_tokenizer
 from ..decode.engine import Limits
-from ..decode.head_trees import attach_projection, states_of
-from ..decode.loading import load_model, wrap_model
-from ..decode.measure import BASELINE, Entry, Run, measure, same_as_reference, summarise
-from ..decode.methods import Parts, method_options, needs_of
-from ..decode.metrics import Tally, total
-from ..decode.models import LanguageModel, check_same_vocabulary
-from ..decode.warpers import Sampling
+from ..decode.measure import Entry, Run, measure
+from ..decode.methods import Parts
+from ..decode.models import LanguageModel
+from ..decode.summary import Asked, Summariser, Summary, same_as_reference
+from ..train.interrupts import Interrupted, StopSignals
 from .config import EvaluateRecipe
+from .journal import RunJournal
 from .loading import write_recipe
-from .terminal import bar, console, results_table, say
+from .opening import _load_heads, _load_parts, device_of, entries_of, open_recipe  # noqa: F401
+from .report import report_beside, write_report
+from .results import KIND, SCHEMA, write_results
+from .terminal import Advance, bar, categories_table, console, results_table, say
 
-SCHEMA = 1
+
+def _device(wanted: str) -> str:
+    return wanted if wanted != "auto" else "cpu"
+
+
+_entries = entries_of
+_NAMED_PASSED_OVER = 20  # of prompts that were too long; of the others only the number is kept
 
 
 def run_evaluate(recipe: EvaluateRecipe) -> dict[str, Any]:
-    """Measure every method of the recipe, print the table and write the results.
+    """Measure every method of the recipe, print the table and write the results; go on where a killed run stopped.
 
     Raises:
-        ValueError: a missing or unfit artifact, no prompt short enough, a method without its part, or a lossless
-            method whose output at temperature 0 differs from the target's own.
+        ValueError: a missing or unfit artifact, no prompt short enough, a method without its part, a damaged journal,
+            or a lossless method whose output at temperature 0 differs from the target's own.
+        Interrupted: a signal came; the runs that had finished are kept.
     """
-    for row in recipe.methods:
-        method_options(row.method, row.options)
-    device = _device(recipe.device)
-    tokenizer = load_tokenizer(recipe.target)
-    model = load_model(recipe.target, dtype=recipe.dtype, device=device, device_map=recipe.device_map)
-    heads = _load_heads(recipe, device)
-    target = wrap_model(model, states=states_of(heads))
-    parts = _load_parts(recipe, target, heads, tokenizer, device)
-    attach_projection(heads, model, target.device)
-    where: dict[str, Any] = {"path": recipe.prompts_path, "groups": recipe.groups or None}
-    asked = load_prompts(recipe.prompts, recipe.template, tokenizer, recipe.limit, recipe.max_prompt_tokens, **where)
-    prompts = [ids for _, ids in asked]
-    categories = [prompt.category for prompt, _ in asked]
-    limits = Limits(recipe.max_new_tokens, stop_ids(tokenizer))
-    entries = _entries(recipe)
-    say(f"evaluate: {len(prompts)} prompts, {len(entries)} methods, {recipe.repeats} run(s) each, on {device}")
+    opened = open_recipe(recipe)
+    tokenizer, target, parts, device = opened.tokenizer, opened.target, opened.parts, opened.device
+    passed = PassedOver()
+    where: dict[str, Any] = {"path": recipe.prompts_path, "groups": recipe.groups or None, "passed_over": passed}
+    found = load_prompts(recipe.prompts, recipe.template, tokenizer, recipe.limit, recipe.max_prompt_tokens, **where)
+    asked = [Asked(ids, prompt.id, prompt.category, prompt.references) for prompt, ids in found]
+    limits, entries = Limits(recipe.max_new_tokens, stop_ids(tokenizer)), entries_of(recipe)
+    say(f"evaluate: {len(asked)} prompts, {len(entries)} methods, {recipe.repeats} run(s) each, on {device}")
+    if passed:
+        say(f"evaluate: passed over {passed.words()}")
+    out = Path(recipe.out)
+    with StopSignals() as signals, RunJournal(out, _identity(recipe, asked, device)) as journal:
+        runs = _measure(recipe, target, parts, entries, asked, limits, opened.model, journal, signals)
+
+        def text_of(ids: Sequence[int]) -> str:
+            return str(tokenizer.decode(ids, skip_special_tokens=True))
+
+        summariser = Summariser(target, parts, asked, runs, limits, seed=recipe.seed, text_of=text_of)
+        with bar("timing steps, reading texts", "methods") as advance:
+            summary = summariser.summarise(entries, _Watch(signals, advance))
+        results = _results(recipe, asked, passed, device, summary, same_as_reference(entries, runs))
+        results["resumed"] = len(journal.finished)
+        write_results(out, results)
+        write_report(report_beside(out), [out], [results])
+        write_recipe(recipe, out.with_suffix(".recipe.yaml"))
+        journal.remove()
+    _show(recipe, results)
+    if summary.broken:
+        raise ValueError(summary.broken[0])
+    return results
+
+
+class _Watch:
+    """Progress that stops the evaluation where a signal has come. `inner` shows it."""
+
+    def __init__(self, signals: StopSignals, inner: Advance | None = None) -> None:
+        self._signals, self._inner = signals, inner
+
+    def __call__(self, done: int, total: int, note: str = "") -> None:
+        if self._inner is not None:
+            self._inner(done, total, note)
+        if self._signals.received is not None:
+            message = f"evaluate: stopped by signal {self._signals.received}; the same command goes on from here"
+            say(message)
+            raise Interrupted(self._signals.received, message)
+
+
+def _measure(
+    recipe: EvaluateRecipe,
+    target: LanguageModel,
+    parts: Parts,
+    entries: Sequence[Entry],
+    asked: Sequence[Asked],
+    limits: Limits,
+    model: Any,
+    journal: RunJournal,
+    signals: StopSignals,
+) -> dict[str, Run]:
+    """The runs, of which those that the journal holds are not done again."""
+    if journal.changed:
+        changed = ", ".join(journal.changed)
+        say(f"evaluate: {journal.path} holds runs of another evaluation ({changed} differ): starting anew")
+    if journal.finished:
+        say(f"evaluate: going on; {len(journal.finished)} runs are finished already, timed by an earlier process")
     with bar("evaluating", "runs") as advance:
-        runs = measure(
+        return measure(
             target,
             parts,
             entries,
-            prompts,
+            [prompt.ids for prompt in asked],
             limits,
             reference=model if recipe.compare_with_transformers else None,
             repeats=recipe.repeats,
             seed=recipe.seed,
-            progress=advance,
+            finished=journal.finished,
+            on_run=journal.add,
+            progress=_Watch(signals, advance),
         )
-    rows, errors = summarise(target, parts, entries, prompts, runs)
-    for measured in rows:
-        measured["by_category"] = _by_category(runs[measured["label"]], categories)
-    same = same_as_reference(entries, runs)
+
+
+def _results(
+    recipe: EvaluateRecipe,
+    asked: Sequence[Asked],
+    passed: PassedOver,
+    device: str,
+    summary: Summary,
+    same: list[int] | None,
+) -> dict[str, Any]:
+    errors = [*summary.errors, *summary.broken]
     if same is not None and same[0] < same[1]:
         errors.append(f"greedy decoding differs from transformers.generate on {same[1] - same[0]} of {same[1]} prompts")
-    results = {
+    return {
         "schema": SCHEMA,
+        "kind": KIND,
         "machine": machine(device),
         "recipe": recipe.model_dump(mode="json"),
-        "prompts": len(prompts),
-        "categories": dict(Counter(categories)),
+        "prompts": len(asked),
+        "prompts_sha256": _prompts_digest(asked),
+        "passed_over": passed.as_dict(),
+        "categories": dict(Counter(prompt.category for prompt in asked)),
+        "resumed": 0,
         "greedy_equals_transformers": same,
-        "methods": rows,
+        "methods": summary.rows,
         "errors": errors,
     }
-    _write_json(Path(recipe.out), results)
-    write_recipe(recipe, Path(recipe.out).with_suffix(".recipe.yaml"))
-    _show(recipe, results)
-    _check_lossless(results, runs)
-    return results
 
 
-def _by_category(run: Run, categories: Sequence[str]) -> dict[str, dict[str, Any]]:
-    """Counted metrics of each category of prompts."""
-    groups: dict[str, list[Tally]] = {}
-    for category, tally in zip(categories, run.tallies, strict=True):
-        groups.setdefault(category, []).append(tally)
-    return {category: {"prompts": len(tallies)} | total(tallies).metrics() for category, tallies in groups.items()}
+def _identity(recipe: EvaluateRecipe, asked: Sequence[Asked], device: str) -> dict[str, Any]:
+    """What finished runs belong to: they may only be used again where all of it is the same."""
+    settings = recipe.model_dump(mode="json", exclude={"out", "show_categories"})
+    sources = [recipe.target, recipe.drafter, *recipe.more_drafters, recipe.heads, recipe.table]
+    artifacts = {source: _state_of(source) for source in sources if source is not None}
+    return settings | {"artifacts": artifacts, "prompts read": _prompts_digest(asked), "machine": machine(device)}
 
 
-def _entries(recipe: EvaluateRecipe) -> list[Entry]:
-    entries = []
-    for label, row in zip(recipe.labels(), recipe.methods, strict=True):
-        temperature = recipe.temperature if row.temperature is None else row.temperature
-        entries.append(Entry(label, row.method, row.options, Sampling(temperature, recipe.top_k, recipe.top_p)))
-    return entries
+def _state_of(source: str) -> Any:
+    """Of a folder what changes when it is written anew; the manifest of an artifact holds the hashes of its files."""
+    folder = Path(source)
+    manifest = folder / "artifact.json"
+    if manifest.is_file():
+        return hashlib.sha256(manifest.read_bytes()).hexdigest()
+    files = sorted(path for path in folder.rglob("*") if path.is_file()) if folder.is_dir() else []
+    return [[str(path.relative_to(folder)), path.stat().st_size, path.stat().st_mtime_ns] for path in files]
+
+
+def _prompts_digest(asked: Sequence[Asked]) -> str:
+    return hashlib.sha256(json.dumps([list(prompt.ids) for prompt in asked]).encode()).hexdigest()
+
+
+@dataclass
+class PassedOver:
+    """Prompts that were read and not asked, up to the last that was."""
+
+    too_long: list[str] = field(default_factory=list)
+    """Their names."""
+    skipped: Counter[str] = field(default_factory=Counter)
+    """How many others, by reason."""
+
+    def __bool__(self) -> bool:
+        return bool(self.too_long or self.skipped)
+
+    def words(self) -> str:
+        """For people."""
+        counts = Counter({"too long": len(self.too_long)}) + self.skipped
+        return ", ".join(f"{count} prompts ({reason})" for reason, count in counts.items())
+
+    def as_dict(self) -> dict[str, Any]:
+        """Numbers by reason, and the first names of those that were too long."""
+        counts = {"too long": len(self.too_long)} | dict(self.skipped)
+        return {"counts": counts, "too_long": self.too_long[:_NAMED_PASSED_OVER]}
 
 
 def load_prompts(
@@ -127,22 +213,27 @@ def load_prompts(
     *,
     path: str | None = None,
     groups: Sequence[str] | None = None,
+    passed_over: PassedOver | None = None,
 ) -> list[tuple[Prompt, list[int]]]:
     """Questions of an evaluation set or of conversations, each with its token ids as the template presents them for
-    generation. Of a set with fixed groups each group gives as many as the others, as far as it has them.
+    generation, in the order of the set. Of a set with fixed groups each group gives as many as the others, as far as
+    it has them. `passed_over` gets those that were read and left out.
 
     Raises:
         ValueError: where no prompt is short enough, naming the limit and the shortest.
     """
     encode = prompt_renderer(get_template(template, tokenizer), tokenizer)
     lengths: list[int] = []
+    passed = PassedOver() if passed_over is None else passed_over
 
     def short_enough() -> Iterator[tuple[Prompt, list[int]]]:
-        for prompt in read_prompts(source, path=path, groups=groups):
+        for prompt in read_prompts(source, path=path, groups=groups, skipped=passed.skipped):
             ids = encode(prompt.turns)
             lengths.append(len(ids))
             if len(ids) <= max_tokens:
                 yield prompt, ids
+            else:
+                passed.too_long.append(prompt.id)
 
     prompts = list(islice(_in_turn(source, short_enough()), limit))
     if not prompts:
@@ -191,92 +282,16 @@ def _cpu_name() -> str:
     return platform.processor() or platform.machine()
 
 
-def _device(wanted: str) -> str:
-    if wanted != "auto":
-        return wanted
-    return "cuda" if torch.cuda.is_available() else "cpu"
-
-
-def _load_heads(recipe: EvaluateRecipe, device: str) -> PredictionHeads | None:
-    """The recipe's heads, which decide what hidden states the target must give."""
-    if recipe.heads is None:
-        return None
-    verify_artifact(Path(recipe.heads), "heads")
-    return load_heads(Path(recipe.heads), device=device)
-
-
-def _load_parts(
-    recipe: EvaluateRecipe, target: LanguageModel, heads: PredictionHeads | None, tokenizer: Any, device: str
-) -> Parts:
-    for row in recipe.methods:
-        for part in needs_of(row.method, row.options):
-            if getattr(recipe, part) is None:
-                raise ValueError(f"method {row.method!r} needs `{part}`, and the recipe names none")
-    fingerprint = tokenizer_fingerprint(tokenizer)
-    sizes: dict[str, Any] = {"vocab_size": target.vocab_size, "tokenizer_fingerprint": fingerprint}
-    sources = [recipe.drafter, *recipe.more_drafters] if recipe.drafter else recipe.more_drafters
-    drafters = []
-    for source in sources:
-        drafter = wrap_model(load_model(source, dtype=recipe.dtype, device=device))
-        check_same_vocabulary(target, drafter, f"drafter {source}")
-        if (Path(source) / "artifact.json").is_file():
-            check_target(verify_artifact(Path(source), "drafter"), what=f"the drafter {source}", **sizes)
-        drafters.append(drafter)
-    table = None
-    if heads is not None:
-        _check_made_for(recipe)
-        check_target(load_manifest(Path(str(recipe.heads))), what=f"the heads {recipe.heads}", **sizes)
-        heads = heads.to(target.dtype)
-        if heads.hidden_size != target.hidden_size:
-            raise ValueError(
-                f"the heads take hidden states of {heads.hidden_size}, the target makes {target.hidden_size}"
-            )
-    if recipe.table is not None:
-        check_target(verify_artifact(Path(recipe.table), "table"), what=f"the table {recipe.table}", **sizes)
-        table = BigramTable.load(Path(recipe.table))
-    return Parts(drafters[0] if drafters else None, heads, table, tuple(drafters[1:]))
-
-
-def _check_made_for(recipe: EvaluateRecipe) -> None:
-    """Warn where the target is another model than the one that the heads were trained on, or with (Medusa-2)."""
-    heads, target = Path(str(recipe.heads)), Path(recipe.target)
-    made_for = load_manifest(heads).target or {}
-    base = heads / "base"
-    trained = (base / "config.json").is_file()
-    theirs = model_fingerprint(base) if trained else made_for.get("fingerprint")
-    if theirs is not None and (target / "config.json").is_file() and model_fingerprint(target) != theirs:
-        say(f"evaluate: the heads were trained with {base if trained else made_for.get('id')}, not with {target}")
-
-
-def _write_json(path: Path, results: dict[str, Any]) -> None:
-    path.parent.mkdir(parents=True, exist_ok=True)
-    unfinished = path.with_name(f".{path.name}.{os.getpid()}")
-    unfinished.write_text(json.dumps(results, indent=2, allow_nan=False) + "\n", encoding="utf-8")
-    unfinished.replace(path)
-
-
 def _show(recipe: EvaluateRecipe, results: dict[str, Any]) -> None:
     title = f"{recipe.target}, {results['prompts']} prompts of {recipe.prompts}"
     console().print(results_table(title, results["methods"]))
+    if recipe.show_categories:
+        console().print(categories_table(results["methods"]))
     for error in results["errors"]:
         console().print(f"error: {error}", markup=False)
     same = results["greedy_equals_transformers"]
     if same is not None:
         console().print(f"autoregressive decoding equals transformers.generate on {same[0]} of {same[1]} prompts")
-    console().print(f"results: {recipe.out}")
-
-
-def _check_lossless(results: dict[str, Any], runs: dict[str, Run]) -> None:
-    """The run's own check: at temperature 0 a lossless method writes what the target writes."""
-    for row in results["methods"]:
-        same = row["identical_to_greedy"]
-        if row["lossless"] and same is not None and same[0] < same[1]:
-            greedy = next(
-                other for other in results["methods"] if other["method"] == BASELINE and not other["temperature"]
-            )
-            pairs = zip(runs[row["label"]].ids, runs[greedy["label"]].ids, strict=True)
-            place = next(index for index, (mine, theirs) in enumerate(pairs) if mine != theirs)
-            raise ValueError(
-                f"{row['label']!r} calls itself lossless, but differs from greedy decoding on {same[1] - same[0]} of "
-                f"{same[1]} prompts, first on prompt {place}"
-            )
+    if results["resumed"]:
+        console().print(f"{results['resumed']} runs were timed by an earlier process that was interrupted")
+    console().print(f"results: {recipe.out}, and {report_beside(Path(recipe.out))} to look at", soft_wrap=True)

@@ -31,6 +31,7 @@ from .terminal import console, counter, say
 
 # What a section says about how it is read, not about what comes of it.
 _WITHOUT_EFFECT = {"cache", "workers", "min_clean_share", "min_trained_share"}
+_OF_BLOCKS = {"block_tokens", "packing", "streaming", "window"}
 
 
 @dataclass(frozen=True)
@@ -60,7 +61,7 @@ def prepare_data(section: DataSection, tokenizer: Any, *, seed: int = 0, quiet: 
     Raises:
         ValueError: what reading, rendering and packing raise; nothing held out; shares below the section's floors.
     """
-    identity = _identity(section, tokenizer)
+    identity = _identity(section, tokenizer, _WITHOUT_EFFECT if section.streaming else {*_WITHOUT_EFFECT, "window"})
     key = hashlib.sha256(json.dumps(identity, sort_keys=True).encode()).hexdigest()[:16]
     folder = Path(section.cache) / key
     if not (folder / "report.json").is_file():
@@ -110,6 +111,22 @@ def lint_data(section: DataSection, tokenizer: Any) -> list[str]:
     return linter.report.failures(section.min_clean_share, section.min_trained_share)
 
 
+def training_conversations(section: DataSection, reports: list[CorpusReport], *, tell: bool) -> Iterator[Conversation]:
+    """The conversations to train on, always the same in the same order: cleaned, and without those held out.
+
+    Args:
+        reports: one for each corpus of the section, filled on the way.
+        tell: say in which form each corpus was found.
+    """
+    return _rows(section, 0, reports, None, tell=tell)
+
+
+def conversations_identity(section: DataSection, tokenizer: Any) -> dict[str, Any]:
+    """All that decides which conversations those are and what ids they get: sources with their hashes, options,
+    cleaning, template and tokenizer, without what only concerns blocks."""
+    return _identity(section, tokenizer, _WITHOUT_EFFECT | _OF_BLOCKS)
+
+
 def _renderer(section: DataSection, tokenizer: Any) -> Renderer:
     template = get_template(section.template, tokenizer)
     return Renderer(template, tokenizer, section.block_tokens, last_turn_only=section.last_turn_only)
@@ -126,7 +143,7 @@ def _prepare(section: DataSection, tokenizer: Any, identity: dict[str, Any], fol
     names = ", ".join(part.source for part in section.parts())
     try:
         with counter(f"preparing {names}", "conversations") as advance:
-            rows = _rows(section, 0, reports, heldout)
+            rows = _rows(section, 0, reports, heldout, tell=True)
             if section.streaming:
                 _hold_out(section, rows, heldout)
             else:
@@ -208,13 +225,18 @@ def _failures(section: DataSection, lint: dict[str, Any]) -> list[str]:
 
 
 def _rows(
-    section: DataSection, seed: int, reports: list[CorpusReport], heldout: list[Conversation] | None
+    section: DataSection,
+    seed: int,
+    reports: list[CorpusReport],
+    heldout: list[Conversation] | None,
+    *,
+    tell: bool = False,
 ) -> Iterator[Conversation]:
     """The conversations to train on; those held out go into `heldout`, or nowhere."""
 
     def open_part(part: SourceSection, report: CorpusReport, number: int) -> Iterator[Conversation]:
         # a later pass over the same rows is not counted again
-        rows = _read(section, part, report if number == 0 else CorpusReport(), tell=heldout is not None)
+        rows = _read(section, part, report if number == 0 else CorpusReport(), tell=tell)
         for conversation in rows:
             if section.heldout_source is None and _held_out(conversation, section.heldout_share):
                 if heldout is not None and number == 0:
@@ -264,9 +286,8 @@ def _held_out(conversation: Conversation, share: float) -> bool:
     return hashed_share(f"held out {whole}") < share
 
 
-def _identity(section: DataSection, tokenizer: Any) -> dict[str, Any]:
-    """All that decides what the blocks are."""
-    ignored = _WITHOUT_EFFECT if section.streaming else {*_WITHOUT_EFFECT, "window"}
+def _identity(section: DataSection, tokenizer: Any, ignored: set[str]) -> dict[str, Any]:
+    """All that decides what comes of a section, but for the options that are `ignored`."""
     hashes = _Hashes(Path(section.cache) / "hashes.json")
     identity = {
         "schema": SCHEMA,

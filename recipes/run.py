@@ -3,16 +3,15 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from functools import partial
 from pathlib import Path
 from typing import Any
 
-from ..data.tokenizers import load_tokenizer
 from ..train.scale import make_accelerator
-from ..train.table import count_table
 from .drafters import run_drafter
 from .heads import run_heads
-from .outcome import check_out, on_main, prepare_once, save, state_folder
+from .outcome import check_out, state_folder
+from .processes import together
+from .table import run_table
 from .terminal import say
 from .training import DrafterRecipe, HeadsRecipe, TableRecipe
 
@@ -28,7 +27,7 @@ def run_train(recipe: DrafterRecipe | HeadsRecipe | TableRecipe) -> Path:
     """
     out = Path(recipe.out)
     accelerator = accelerator_for(recipe)
-    on_main(accelerator, partial(check_out, out, recipe))
+    together(accelerator, lambda: check_out(out, recipe) if accelerator.is_main_process else None)
     if (out / "artifact.json").is_file():
         say(f"{recipe.kind}: {out} is finished, reusing it")
         return out
@@ -54,20 +53,6 @@ def accelerator_for(recipe: DrafterRecipe | HeadsRecipe | TableRecipe) -> Any:
     if missing:
         raise ValueError(f"`train.trackers` has {missing[0]!r}, which is not installed: pip install {missing[0]}")
     return make_accelerator(recipe.train.precision, log_with=names, project_dir=str(state_folder(Path(recipe.out))))
-
-
-def run_table(recipe: TableRecipe, out: Path, accelerator: Any) -> None:
-    """Count bigrams; one process counts, others wait."""
-    tokenizer = load_tokenizer(recipe.tokenizer_source)
-    prepared = prepare_once(recipe, tokenizer, accelerator)
-    if not accelerator.is_main_process:
-        return
-    amount = "a stream" if recipe.data.streaming else f"{prepared.train.manifest['tokens']:,} tokens"
-    say(f"table: counting pairs in {amount}")
-    table = count_table(prepared.train, len(tokenizer))
-    shapes = {"entries": len(table.col)}
-    say(f"table: {len(table.col):,} pairs seen at least once")
-    save(recipe, out, table.save, tokenizer, prepared, None, None, shapes)
 
 
 KINDS: dict[str, Callable[..., None]] = {"drafter": run_drafter, "heads": run_heads, "table": run_table}

@@ -6,7 +6,10 @@ from typing import Any, Literal
 
 from pydantic import Field, model_validator
 
+from ..data.cleaning_options import nearest_name
 from .data_sections import DataSection, Section
+
+MESSAGE_ROLES = ("system", "user", "assistant")
 
 
 class LoraSection(Section):
@@ -344,15 +347,120 @@ class HeadsRecipe(Section):
         return self
 
 
+class CountSection(Section):
+    """Which neighbouring tokens a table counts, and with how much memory."""
+
+    pairs: Literal["documents", "answers", "messages"] = "documents"
+    """`documents`: all of a conversation as its template writes it, the template's own tokens too. `answers`: the pairs
+    whose right token is trained on, that is the assistant's words and the end of turn, each answer with the one token
+    that stands before it. `messages`: the words of each message alone, without any token of the template. A pair never
+    reaches from one document, answer or message into the next."""
+    roles: list[str] = []
+    """Whose messages, with `pairs: messages`: system, user, assistant; empty: user and assistant."""
+    memory_mb: int = Field(512, ge=1)
+    """Memory for the counts of each process; what outgrows it goes to `<out>.state`."""
+    save_minutes: float = Field(5.0, gt=0)
+    """Counts are put on disk at least so often, which is what a killed run may lose."""
+
+    @model_validator(mode="after")
+    def _known_roles(self) -> CountSection:
+        if self.roles and self.pairs != "messages":
+            raise ValueError(f"`roles` chooses among messages, and `pairs` is {self.pairs!r}: set `pairs: messages`")
+        for role in self.roles:
+            if role not in MESSAGE_ROLES:
+                known = ", ".join(MESSAGE_ROLES)
+                raise ValueError(f"`roles` has {role!r}{nearest_name(role, MESSAGE_ROLES)}; known: {known}")
+        return self
+
+
+class PruneSection(Section):
+    """Leave pairs out of a finished table; r of those that stay is what it was."""
+
+    min_count: int = Field(1, ge=1)
+    """Keep pairs that were seen at least so often."""
+    top: int = Field(0, ge=0)
+    """Keep at most so many pairs a left token, the most frequent; 0: all."""
+    megabytes: float | None = Field(None, gt=0)
+    """Keep the most frequent pairs that fit into a file of this size."""
+    keep_whole: bool = True
+    """Also write the whole table, as an artifact of its own at `<out>-whole`: pruned counts cannot be merged."""
+
+    @model_validator(mode="after")
+    def _prunes(self) -> PruneSection:
+        if self.min_count == 1 and not self.top and self.megabytes is None:
+            raise ValueError("`prune` leaves nothing out: give `min_count` above 1, `top` or `megabytes`")
+        return self
+
+
+class SaturationSection(Section):
+    """`--saturation`: whether the corpus is large enough, by tables of growing parts of it, each used for SLiM's
+    decoding and compared with r = 1 for all pairs (figure 7 of the paper)."""
+
+    target: str
+    """Folder or hub id of the model to decode with."""
+    heads: str
+    """Folder of its prediction heads."""
+    prompts: str | None = None
+    """Questions to answer, as in a recipe of kind evaluate; by default those of conversations held out of `data`."""
+    limit: int = Field(40, ge=3)
+    """Prompts to decode."""
+    max_prompt_tokens: int = Field(1024, ge=1)
+    """Longer prompts are passed over."""
+    new_tokens: int = Field(64, ge=1)
+    """Tokens to generate for each prompt."""
+    temperature: float = Field(0.0, ge=0)
+    """0 decodes greedily."""
+    sizes: list[int] = []
+    """Conversations of the parts, rising; empty: 1,000, 2,000, 5,000, 10,000 … as far as the corpus goes. The whole
+    corpus always comes last."""
+    sequences: list[int] = Field([20], min_length=1)
+    """Sequences that SLiM keeps; with several there is a curve for each."""
+    candidates: int = Field(10, ge=1)
+    """Candidates that it takes of each head."""
+    unseen: float = Field(0.01, ge=0)
+    """r of a pair that was never seen."""
+    smoothing: Literal["none", "add-k", "kneser-ney"] = "none"
+    """Of the counts, before r is derived."""
+    strength: float = Field(0.0, ge=0)
+    """k or the discount of the smoothing; 0: its default."""
+    least_gain: float = Field(0.01, ge=0)
+    """A smaller gain in tokens per step (0.01: 1 %) does not count as paying."""
+    device: str = "auto"
+    """Where to decode: auto, cpu, cuda …"""
+    dtype: Literal["auto", "float32", "bfloat16", "float16"] = "auto"
+    """Type of the weights; auto takes that of the files."""
+    seed: int = 0
+    """Random numbers of sampling."""
+
+    @model_validator(mode="after")
+    def _rising(self) -> SaturationSection:
+        for name, values in (("sizes", self.sizes), ("sequences", self.sequences)):
+            if values != sorted(set(values)) or (values and values[0] < 1):
+                raise ValueError(f"`{name}` is {values}: give numbers from 1 on, rising, each once")
+        return self
+
+
 class TableRecipe(Section):
-    """Count the bigram correlation table of a corpus (SLiM, eq. 5)."""
+    """Count the bigram correlation table of a corpus (SLiM, eq. 5).
+
+    The corpus is streamed, cleaned and rendered whole: of the data section, block_tokens, packing, streaming, window
+    and workers change nothing, and no blocks are prepared. Held-out conversations are not counted.
+    """
 
     kind: Literal["table"]
     out: str
-    """Folder of the artifact."""
+    """Folder of the artifact; counts that are not finished lie beside it in `<out>.state`."""
     tokenizer: str
     """Folder or hub id of the tokenizer."""
+    vocab_size: int | None = Field(None, ge=1)
+    """Tokens of the table; by default the tokenizer's. Set it to the target's where its embeddings are padded: 32064
+    where the tokenizer has 32000."""
     data: DataSection
+    count: CountSection = CountSection()
+    prune: PruneSection | None = None
+    """Make the artifact smaller; without it the table holds every pair that was seen."""
+    saturation: SaturationSection | None = None
+    """What `draftsmith train RECIPE --saturation` needs; counting does not look at it."""
 
     @property
     def tokenizer_source(self) -> str:

@@ -241,7 +241,7 @@ def test_the_wheel_holds_the_package_and_nothing_else(wheel: Path) -> None:
     info = f"draftsmith-{draftsmith.__version__}.dist-info"
     assert {name.partition("/")[0] for name in names} == {"draftsmith", info}
     shipped = {name.removeprefix("draftsmith/") for name in names if name.startswith("draftsmith/")}
-    recipes = {path for kind in ("yaml", "json", "md") for path in (ROOT / "recipes").rglob(f"*.{kind}")}
+    recipes = {path for kind in ("yaml", "json", "md", "html") for path in (ROOT / "recipes").rglob(f"*.{kind}")}
     expected = {str(path.relative_to(ROOT)) for path in (*MODULES, *recipes)}
     assert len(recipes) >= 2
     assert shipped == expected | {"__init__.py", "__main__.py", "py.typed"}

@@ -16,9 +16,9 @@ from draftsmith.checkpoints.table import BigramTable
 from draftsmith.data.tokenizers import load_tokenizer
 from draftsmith.decode.engine import Limits, generate
 from draftsmith.decode.loading import load_model, wrap_model
-from draftsmith.decode.measure import perplexity
 from draftsmith.decode.methods import METHODS, Parts, build_method
 from draftsmith.decode.models import LanguageModel
+from draftsmith.decode.quality import perplexity
 from draftsmith.decode.rng import Rng
 from draftsmith.decode.warpers import Sampling
 from draftsmith.recipes.evaluate import load_prompts, stop_ids

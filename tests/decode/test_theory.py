@@ -23,6 +23,7 @@ from collections.abc import Callable, Iterator
 import numpy as np
 import pytest
 import torch
+from draftsmith.decode import theory
 from draftsmith.decode.engine import Limits, Proposal, Verifier, generate
 from draftsmith.decode.methods import Method, Parts, build_method
 from draftsmith.decode.models import LanguageModel
@@ -54,58 +55,17 @@ def random_tables(seed: int) -> tuple[torch.Tensor, torch.Tensor]:
     return target_TVV, torch.lerp(target_TVV, other_TVV, weight_V1)
 
 
-def refusal(target_VV: torch.Tensor, draft_VV: torch.Tensor, candidates: int) -> tuple[torch.Tensor, torch.Tensor]:
-    """The probability that all candidates are refused, Π TV(pᵐ, q), and what is drawn from then, pᴹ⁺¹; by last token.
-
-    p¹ = p and pᵐ⁺¹ = [pᵐ - q]+ normalised.
-    """
-    left_VV, refused_V1 = target_VV, torch.ones_like(target_VV[:, :1])
-    for _ in range(candidates):
-        rest_VV = (left_VV - draft_VV).clamp(min=0)
-        mass_V1 = rest_VV.sum(-1, keepdim=True)
-        refused_V1 = refused_V1 * mass_V1
-        left_VV = torch.where(mass_V1 > 0, rest_VV / mass_V1.clamp(min=1e-300), left_VV)
-    return refused_V1[:, 0], left_VV
-
-
-def expected_rejections(target_TVV: torch.Tensor, draft_TVV: torch.Tensor, weights_TVV: torch.Tensor) -> float:
-    """Formula 1, Σₙ E TV(pₙ, qₙ), which is right where the chain that weighs the prefixes is the target's."""
-    prefix_V = torch.eye(VOCAB, dtype=torch.float64)[START]
-    total = 0.0
-    for target_VV, draft_VV, weights_VV in zip(target_TVV, draft_TVV, weights_TVV, strict=True):
-        total += float(prefix_V @ (target_VV - draft_VV).abs().sum(-1) / 2)
-        prefix_V = prefix_V @ weights_VV
-    return total
+def expected_rejections(*tables: torch.Tensor) -> float:
+    """Formula 1, of a target, a drafter and the chain that weighs the prefixes."""
+    target_TVV, draft_TVV, weights_TVV = (table_TVV.numpy() for table_TVV in tables)
+    return theory.expected_rejections(target_TVV, draft_TVV, START, weights_TVV)
 
 
 def expected_batch_rejections(
-    target_TVV: torch.Tensor, draft_TVV: torch.Tensor, drafts: int | None, start: float = 1.0
+    target_TVV: torch.Tensor, draft_TVV: torch.Tensor, drafts: int | None, first: float = 1.0
 ) -> float:
-    """Formula 3: Σₙ E TV(pₙ, qₙ) - Σₙ Σ f(x₁..ₙ₋₁) [TV(pₙ, qₙ) - Πₘ TV(pₙᵐ, qₙ)].
-
-    f(x₁..ₙ) is the probability that the prefix is x₁..ₙ and that its last token took the place of a refused one. Of the
-    chain only the last token matters, so f is kept by it. f follows from the target's own probability of the prefix,
-    which the output has because it is unbiased: where the last token was not a replacement, there is one candidate,
-    refused with probability TV(p, q) and replaced from [p - q]+; where it was, all M are refused with probability
-    Π TV(pᵐ, q) and replaced from pᴹ⁺¹. M drafts are made at the start as well: f of the empty prefix is `start` = 1.
-
-    Args:
-        drafts: M; None: its limit, where one of the candidates is always accepted.
-    """
-    prefix_V = torch.eye(VOCAB, dtype=torch.float64)[START]
-    replaced_V = start * prefix_V
-    total = 0.0
-    for target_VV, draft_VV in zip(target_TVV, draft_TVV, strict=True):
-        one_V, after_one_VV = refusal(target_VV, draft_VV, 1)
-        all_V, after_all_VV = refusal(target_VV, draft_VV, drafts or 1)
-        if drafts is None:
-            all_V = torch.zeros_like(all_V)
-        total += float(prefix_V @ one_V - replaced_V @ (one_V - all_V))
-        replaced_V, prefix_V = (
-            (replaced_V * all_V) @ after_all_VV + ((prefix_V - replaced_V) * one_V) @ after_one_VV,
-            prefix_V @ target_VV,
-        )
-    return total
+    """Formula 3."""
+    return theory.expected_batch_rejections(target_TVV.numpy(), draft_TVV.numpy(), START, drafts, first)
 
 
 def count_rejections(
@@ -142,10 +102,7 @@ def test_another_unbiased_method_has_more_rejections(make_markov: MakeMarkov, ma
     parts, k_config = Parts(make_markov(draft_TVV)), "x".join("1" * BATCH_TOKENS)
     method = build_method("naive-multi-candidate", parts, SAMPLING, k_config=k_config, replacement=True)
     mean, error, _ = count_rejections(make_markov(target_TVV), method, make_stream(0, 1000), 1000, BATCH_TOKENS)
-    prefix_V, expected = torch.eye(VOCAB, dtype=torch.float64)[START], 0.0
-    for target_VV, draft_VV in zip(target_TVV, draft_TVV, strict=True):
-        expected += float(prefix_V @ (1 - (target_VV * draft_VV).sum(-1)))
-        prefix_V = prefix_V @ target_VV
+    expected = theory.expected_naive_rejections(target_TVV.numpy(), draft_TVV.numpy(), START)
     assert abs(mean - expected) < 3 * error
     assert mean > expected_rejections(target_TVV, draft_TVV, target_TVV) + 10 * error
 
@@ -180,7 +137,7 @@ def test_batch_speculative_rejections_of_short_texts(
     expected = expected_batch_rejections(target_TVV, draft_TVV, drafts)
     assert abs(mean - expected) < 3 * error
     if drafts > 1:
-        assert expected_batch_rejections(target_TVV, draft_TVV, drafts, start=0.0) - expected > 10 * error
+        assert expected_batch_rejections(target_TVV, draft_TVV, drafts, first=0.0) - expected > 10 * error
     last_V = torch.linalg.multi_dot([torch.eye(VOCAB, dtype=torch.float64), *target_TVV])[START].numpy()
     assert chisquare(counts_V, rows * last_V).pvalue > 1e-6
 
@@ -239,7 +196,7 @@ def one_step(verifier: Verifier, target_V: torch.Tensor, draft_V: torch.Tensor) 
 
 
 def total_variation(first_V: np.ndarray, second_V: np.ndarray) -> float:
-    return float(np.abs(first_V - second_V).sum() / 2)
+    return float(theory.total_variation(first_V, second_V))
 
 
 @pytest.mark.parametrize("seed", range(3))
@@ -255,10 +212,7 @@ def test_over_acceptance_lies_on_the_pareto_line_or_above_it(make_markov: MakeMa
     others = np.random.default_rng(seed).dirichlet(np.full(VOCAB, 0.5), 200)
     above = []
     for epsilon in EPSILONS:
-        b = np.minimum(1, (p + epsilon) / q)
-        rejection = ((1 - b) * q).sum()
-        loss = np.abs(p - b * q).sum() / 2 - rejection / 2
-        mixture = b * q + rejection * p
+        b, rejection, loss, best, mixture = theory.over_acceptance(p, q, epsilon)
         built = [
             build_method(name, Parts(make_markov(draft_TVV)), SAMPLING, gamma=1, epsilon=epsilon)
             for name in ("relaxed-opt", "relaxed-uno")
@@ -267,6 +221,7 @@ def test_over_acceptance_lies_on_the_pareto_line_or_above_it(make_markov: MakeMa
         assert rejected == rejected_too == pytest.approx(rejection, abs=tolerance)
         assert total_variation(optimal, p) == pytest.approx(loss, abs=tolerance)
         assert rejected + total_variation(optimal, p) == pytest.approx(total_variation(p, q), abs=tolerance)
+        assert total_variation(optimal, best) < tolerance
         assert total_variation(simple, mixture) < tolerance
         assert all(total_variation(b * q + rejection * other, p) > loss - 1e-12 for other in others)
         above.append(rejected_too + total_variation(simple, p) - total_variation(p, q))
@@ -284,9 +239,8 @@ def test_over_acceptance_of_one_token_end_to_end(make_markov: MakeMarkov, make_s
     method = build_method(name, Parts(make_markov(draft_TVV)), SAMPLING, gamma=1, epsilon=epsilon)
     (step,) = generate(make_markov(target_TVV), *method, [[START]] * rows, Limits(1), SAMPLING, make_stream(3, rows))
     p, q = target_TVV[0, START].numpy(), draft_TVV[0, START].numpy()
-    b = np.minimum(1, (p + epsilon) / q)
-    rejection, rest = ((1 - b) * q).sum(), np.maximum(p - q, 0)
-    outputs = {"relaxed-opt": b * q + rejection * rest / rest.sum(), "relaxed-uno": b * q + rejection * p}
+    _, rejection, _, optimal, simple = theory.over_acceptance(p, q, epsilon)
+    outputs = {"relaxed-opt": optimal, "relaxed-uno": simple}
     counts = np.bincount([ids[0] for ids in step.new_ids], minlength=VOCAB)
     assert chisquare(counts, rows * outputs.pop(name)).pvalue > false_alarm
     for wrong in (p, *outputs.values()):
@@ -303,19 +257,9 @@ def random_distributions(count: int, vocab: int, seed: int) -> Iterator[tuple[np
         yield p, (1 - mix) * p + mix * other
 
 
-def naive_acceptance(p: np.ndarray, q: np.ndarray, k: int) -> float:
-    """Σ p(x) (1 - (1 - q(x))^k): what was drawn from the target is among k independent candidates."""
-    return float((p * (1 - (1 - q) ** k)).sum())
-
-
-def residual_refusals(p: np.ndarray, q: np.ndarray, k: int) -> np.ndarray:
-    """P(x, all k refused) of multi-candidate sampling with replacement, by its recursion (appendix A)."""
-    mass, left = 1.0, p
-    for _ in range(k):
-        rest = np.maximum(left - q, 0)
-        if rest.sum() == 0:
-            return rest
-        mass, left = mass * rest.sum(), rest / rest.sum()
+def refused(p: np.ndarray, q: np.ndarray, k: int) -> np.ndarray:
+    """P(x, all k refused) of multi-candidate sampling with replacement (appendix A)."""
+    mass, left = theory.refusals(p, q, k)
     return mass * left
 
 
@@ -340,9 +284,9 @@ def test_residual_sampling_never_accepts_less_than_naive_sampling() -> None:
     gains = []
     for p, q in random_distributions(2000, 7, seed=0):
         for k in (1, 2, 3, 4):
-            assert (residual_refusals(p, q, k) <= p * (1 - q) ** k + 1e-12).all()
-            assert naive_acceptance(p, q, k) >= (p * q).sum() - 1e-12  # never less than random chance
-            gains.append(1 - residual_refusals(p, q, k).sum() - naive_acceptance(p, q, k))
+            assert (refused(p, q, k) <= p * (1 - q) ** k + 1e-12).all()
+            assert theory.naive_acceptance(p, q, k) >= (p * q).sum() - 1e-12  # never less than random chance
+            gains.append(1 - refused(p, q, k).sum() - theory.naive_acceptance(p, q, k))
     assert min(gains) > -1e-12
     assert np.mean(gains) > 0.05
 
@@ -351,8 +295,8 @@ def test_residual_sampling_never_accepts_less_than_naive_sampling() -> None:
 def test_both_accept_as_much_as_their_formulas_say(make_markov: MakeMarkov, make_stream: MakeStream, seed: int) -> None:
     p, q = list(random_distributions(6, 7, seed))[2 + seed]
     acceptances = {
-        "naive-multi-candidate": lambda k: naive_acceptance(p, q, k),
-        "multi-candidate": lambda k: 1 - residual_refusals(p, q, k).sum(),
+        "naive-multi-candidate": lambda k: theory.naive_acceptance(p, q, k),
+        "multi-candidate": lambda k: 1 - refused(p, q, k).sum(),
     }
     for name, acceptance in acceptances.items():
         counts = level_counts(make_markov, make_stream, name, p, q, k_config="4x2x1", replacement=True)
@@ -377,10 +321,4 @@ def test_k_seq_solves_its_equation() -> None:
 def test_k_seq_accepts_as_much_as_its_formula_says(make_markov: MakeMarkov, make_stream: MakeStream, k: int) -> None:
     p, q = list(random_distributions(6, 7, seed=1))[2]
     whole, part = level_counts(make_markov, make_stream, "spectr", p, q, gamma=1, drafts=k)
-    low, high = 1.0, float(k)  # bisection in double precision
-    for _ in range(60):
-        rho = (low + high) / 2
-        beta = np.minimum(q, p / rho).sum()
-        low, high = (low, rho) if rho * beta >= 1 - (1 - beta) ** k else (rho, high)
-    beta = np.minimum(q, p / high).sum()
-    assert_share(part, whole, 1 - (1 - beta) ** k)
+    assert_share(part, whole, theory.k_seq(p, q, k).acceptance)

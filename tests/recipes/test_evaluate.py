@@ -1,22 +1,35 @@
-"""Evaluation of heads of every form: the target is wrapped, and its projection lent, as they need it."""
+"""Evaluation: heads of every form, artifacts without a recipe, prompts, what people see."""
 
 from __future__ import annotations
 
+import io
+import json
+import subprocess
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 from draftsmith.checkpoints.artifact import save_artifact, tokenizer_fingerprint
 from draftsmith.checkpoints.heads import PredictionHeads, save_heads
+from draftsmith.checkpoints.table import BigramTable
 from draftsmith.data.tokenizers import load_tokenizer
+from draftsmith.decode.methods import METHODS, needs_of
 from draftsmith.recipes import evaluate
 from draftsmith.recipes.config import EvaluateRecipe
+from draftsmith.recipes.direct import evaluate_recipe
+from draftsmith.recipes.evaluate import PassedOver, load_prompts, run_evaluate
+from draftsmith.recipes.loading import load_recipe
+from draftsmith.recipes.results import load_results
+from draftsmith.recipes.terminal import bar, categories_table, results_table
+from rich.console import Console
 from transformers import LlamaConfig, LlamaForCausalLM
 
 SIZES = {"vocab_size": 320, "hidden_size": 16, "intermediate_size": 32, "num_hidden_layers": 2}
 ATTENTION = {"num_attention_heads": 2, "num_key_value_heads": 2, "max_position_embeddings": 256}
-METHODS = [{"method": "autoregressive"}, {"method": "medusa", "options": {"tree": "2x1"}}, {"method": "bpd"}]
+ROWS = [{"method": "autoregressive"}, {"method": "medusa", "options": {"tree": "2x1"}}, {"method": "bpd"}]
 FORMS: dict[str, dict[str, Any]] = {
     "own": {},
     "before": {"states": "before-norm"},
@@ -51,7 +64,7 @@ def recipe(heads: PredictionHeads, corpus: Path, folder: Path) -> EvaluateRecipe
     )
     places = {"out": str(folder / "results.json"), "target": str(folder / "target"), "heads": str(folder / "heads")}
     asked = {"prompts": str(corpus / "rows.json"), "template": "chatml", "limit": 3, "max_new_tokens": 12}
-    asked |= {"kind": "evaluate", "device": "cpu", "methods": METHODS}
+    asked |= {"kind": "evaluate", "device": "cpu", "methods": ROWS}
     return EvaluateRecipe(**(places | asked))
 
 
@@ -92,3 +105,129 @@ def test_heads_of_another_size_are_refused(target: LlamaForCausalLM, corpus: Pat
     fewer = PredictionHeads.from_lm_head(weight_VD[:310].clone(), 3, 1, projection="target")
     with pytest.raises(ValueError, match=r"310.*320"):
         evaluate.run_evaluate(recipe(fewer, corpus, tmp_path))
+
+
+@pytest.fixture
+def artifacts(target: LlamaForCausalLM, corpus: Path, tmp_path: Path) -> Path:
+    """A folder with target, drafter, heads and table."""
+    del target
+    torch.manual_seed(1)
+    LlamaForCausalLM(LlamaConfig(**(SIZES | ATTENTION | {"num_hidden_layers": 1}))).save_pretrained(
+        tmp_path / "drafter"
+    )
+    tokenizer = load_tokenizer(str(corpus / "tokenizer"))
+    tokenizer.save_pretrained(tmp_path / "drafter")
+    about: dict[str, Any] = {"vocab_size": 320, "tokenizer_fingerprint": tokenizer_fingerprint(tokenizer)}
+    about |= {name: {} for name in ("target", "shapes", "recipe", "data", "training")}
+    heads = PredictionHeads.from_lm_head(torch.randn(320, 16), 3, 1)
+    save_artifact(tmp_path / "heads", kind="heads", write=lambda place: save_heads(heads, place, "target"), **about)
+    rng = np.random.default_rng(0)
+    documents = [rng.integers(0, 320, 60).tolist() for _ in range(20)]
+    table = BigramTable.from_documents(documents, 320)
+    save_artifact(tmp_path / "table", kind="table", write=table.save, **about)
+    return tmp_path
+
+
+def test_one_command_measures_whatever_artifacts_there_are(
+    artifacts: Path, corpus: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(artifacts)
+    words = ["template=chatml", "limit=5", "max_new_tokens=6", "compare_with_transformers=false"]
+    named = {"target": "target", "prompts": str(corpus / "rows.json")}
+    for parts, needed in ((("drafter",), {"drafter"}), ((), set()), (("heads", "table"), {"heads", "table"})):
+        loaded = evaluate_recipe(None, words, named | {part: part for part in parts})
+        rows = {row.method for row in loaded.methods}
+        assert rows == {name for name in METHODS if set(needs_of(name, {})) <= needed}
+    loaded = evaluate_recipe(words[0], words[1:], named | {part: part for part in ("drafter", "heads", "table")})
+    assert loaded.out == "runs/evaluate/target/results.json"
+    assert {row.method for row in loaded.methods} == set(METHODS)
+    results = run_evaluate(loaded)
+    assert results["errors"] == []
+    assert {row["method"] for row in results["methods"]} == set(METHODS)
+    assert {row["method"] for row in results["methods"] if not row["lossless"]} >= {"beam", "mjsd", "bild"}
+    assert all(row["identical_to_greedy"] in (None, [5, 5]) for row in results["methods"] if row["lossless"])
+    assert load_results(Path(loaded.out)) == json.loads(json.dumps(results))
+    assert load_recipe(str(Path(loaded.out).with_suffix(".recipe.yaml"))) == loaded, "the written recipe repeats it"
+
+
+def test_the_command_without_a_recipe(
+    artifacts: Path, corpus: Path, cli: Callable[..., subprocess.CompletedProcess[str]]
+) -> None:
+    arguments = ["--target", "target", "--drafter", "drafter", "--prompts", str(corpus / "rows.json")]
+    few = ["limit=3", "max_new_tokens=4", "methods=[{method: autoregressive}, {method: speculative}]"]
+    done = cli("evaluate", *arguments, "--out", "r.json", "--categories", "template=chatml", *few, cwd=artifacts)
+    assert done.returncode == 0, done.stderr
+    assert "left out, for they need --drafter, --heads or --table: unigram, bigram, bpd" in done.stderr
+    assert "by category" in done.stdout
+    assert "yes 3/3" in done.stdout
+    assert [row["label"] for row in load_results(artifacts / "r.json")["methods"]] == ["autoregressive", "speculative"]
+
+
+def test_the_recipe_of_all_methods_has_all_methods() -> None:
+    shipped = load_recipe("evaluate/all-methods")
+    assert isinstance(shipped, EvaluateRecipe)
+    greedy = [row for row in shipped.methods if row.temperature is None]
+    assert [row.method for row in greedy] == list(METHODS), "every method once, with its default settings"
+    assert all(row.options == {} for row in greedy)
+
+
+def test_options_change_a_recipe(artifacts: Path) -> None:
+    loaded = evaluate_recipe("evaluate/all-methods", ["limit=2"], {"target": "a: b, [c]", "drafter": None})
+    assert (loaded.target, loaded.drafter, loaded.limit) == ("a: b, [c]", "runs/quickstart/drafter", 2)
+    with pytest.raises(ValueError, match="Did you mean 'max_new_tokens'"):
+        evaluate_recipe("evaluate/all-methods", ["max_new_token=2"], {})
+    with pytest.raises(ValueError, match="of kind 'quickstart'"):
+        evaluate_recipe("quickstart", [], {})
+    with pytest.raises(ValueError, match="or a target: draftsmith evaluate --target T"):
+        evaluate_recipe("limit=3", [], {"target": None, "drafter": "D"})
+
+
+def test_prompts_are_reproducible_and_those_passed_over_are_named(corpus: Path, tmp_path: Path) -> None:
+    tokenizer = load_tokenizer(str(corpus / "tokenizer"))
+    rows = json.loads((corpus / "rows.json").read_text())[:30]
+    rows[4]["conversations"][0]["value"] = "the tree " * 200
+    rows[7]["conversations"] = [{"from": "gpt", "value": "nothing was asked"}]
+    (tmp_path / "rows.json").write_text(json.dumps(rows))
+    passed = PassedOver()
+    first = load_prompts(str(tmp_path / "rows.json"), "chatml", tokenizer, 10, 100, passed_over=passed)
+    assert first == load_prompts(str(tmp_path / "rows.json"), "chatml", tokenizer, 10, 100)
+    assert [prompt.id for prompt, _ in first] == [f"row{place}" for place in range(12) if place not in (4, 7)]
+    assert passed.as_dict() == {"counts": {"too long": 1, "no question": 1}, "too_long": ["row4"]}
+    assert passed.words() == "1 prompts (too long), 1 prompts (no question)"
+    assert not PassedOver()
+
+
+@pytest.mark.parametrize("width", [100, 140])
+def test_the_table_fits_into_a_terminal(width: int) -> None:
+    part = {"tokens_per_step": 1.5, "acceptance_rate": 0.52, "tokens_per_second": 12345.6, "speedup": 1.25}
+    part |= {"speedup_interval": [1.12, 1.34], "perplexity": 1234.5, "rouge_l": 0.21, "prompts": 80}
+    row = part | {
+        "bound": 10.51,
+        "efficiency": 0.93,
+        "identical_to_greedy": [480, 480],
+        "by_category": {"[math]": part},
+    }
+    rows = [row | {"label": name, "lossless": name != "mjsd"} for name in ("naive-multi-candidate T=1", "mjsd", "[a]")]
+    console = Console(width=width, record=True, file=io.StringIO())
+    console.print(results_table("title", rows), categories_table(rows))
+    text = console.export_text()
+    lines = [line.rstrip() for line in text.splitlines()]
+    assert max(map(len, lines)) <= width
+    assert "…" not in text
+    for name, end in (("naive-multi-candidate T=1", "yes 480/480"), ("mjsd", "no"), ("[a]", "yes 480/480")):
+        (line,) = (line for line in lines if line.startswith(name) and line.endswith(end))
+        assert all(shown in line for shown in ("1.50", "0.52", "12346", "1.25x", "1.12–1.34", "10.51x", "0.93", "1234"))
+    assert text.count("[math]") == 3
+
+
+def test_progress_says_what_is_next_and_counts_from_where_it_began(
+    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    now = [0.0]
+    monkeypatch.setattr("draftsmith.recipes.terminal.time.monotonic", lambda: now[0])
+    with bar("evaluating", "runs") as advance:
+        now[0] = 5.0
+        advance(90, 100, "beam")  # of an earlier process
+        now[0] = 25.0
+        advance(92, 100, "mjsd")
+    assert capsys.readouterr().err.splitlines() == ["evaluating: 92 of 100 runs, 80 s left; next: mjsd"]

@@ -1,0 +1,126 @@
+"""What an evaluation recipe names, opened: target, drafters, heads and table, checked against one another."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+from transformers import PreTrainedModel
+
+from ..checkpoints.artifact import (
+    check_target,
+    load_manifest,
+    model_fingerprint,
+    tokenizer_fingerprint,
+    verify_artifact,
+)
+from ..checkpoints.heads import PredictionHeads, load_heads
+from ..checkpoints.table import BigramTable
+from ..data.tokenizers import load_tokenizer
+from ..decode.head_trees import attach_projection, states_of
+from ..decode.loading import load_model, wrap_model
+from ..decode.measure import Entry
+from ..decode.methods import Parts, method_options, needs_of
+from ..decode.models import LanguageModel, check_same_vocabulary
+from ..decode.warpers import Sampling
+from .config import EvaluateRecipe
+from .terminal import say
+
+
+@dataclass(frozen=True)
+class Opened:
+    """An evaluation's target and parts, ready to decode."""
+
+    tokenizer: Any
+    model: PreTrainedModel
+    """The target as transformers has it."""
+    target: LanguageModel
+    parts: Parts
+    device: str
+
+
+def open_recipe(recipe: EvaluateRecipe) -> Opened:
+    """Load what a recipe names.
+
+    Raises:
+        ValueError: an unknown method or option; a missing or unfit artifact; a method without its part.
+    """
+    for row in recipe.methods:
+        method_options(row.method, row.options)
+    device = device_of(recipe)
+    tokenizer = load_tokenizer(recipe.target)
+    model = load_model(recipe.target, dtype=recipe.dtype, device=device, device_map=recipe.device_map)
+    heads = _load_heads(recipe, device)
+    target = wrap_model(model, states=states_of(heads))
+    parts = _load_parts(recipe, target, heads, tokenizer, device)
+    attach_projection(heads, model, target.device)
+    return Opened(tokenizer, model, target, parts, device)
+
+
+def device_of(recipe: EvaluateRecipe) -> str:
+    """Where a recipe decodes: what it says, or a GPU if there is one."""
+    if recipe.device != "auto":
+        return recipe.device
+    return "cuda" if torch.cuda.is_available() else "cpu"
+
+
+def entries_of(recipe: EvaluateRecipe) -> list[Entry]:
+    """A recipe's rows as the measurement takes them."""
+    entries = []
+    for label, row in zip(recipe.labels(), recipe.methods, strict=True):
+        temperature = recipe.temperature if row.temperature is None else row.temperature
+        entries.append(Entry(label, row.method, row.options, Sampling(temperature, recipe.top_k, recipe.top_p)))
+    return entries
+
+
+def _load_heads(recipe: EvaluateRecipe, device: str) -> PredictionHeads | None:
+    """The recipe's heads, which decide what hidden states the target must give."""
+    if recipe.heads is None:
+        return None
+    verify_artifact(Path(recipe.heads), "heads")
+    return load_heads(Path(recipe.heads), device=device)
+
+
+def _load_parts(
+    recipe: EvaluateRecipe, target: LanguageModel, heads: PredictionHeads | None, tokenizer: Any, device: str
+) -> Parts:
+    for row in recipe.methods:
+        for part in needs_of(row.method, row.options):
+            if getattr(recipe, part) is None:
+                raise ValueError(f"method {row.method!r} needs `{part}`, and the recipe names none")
+    fingerprint = tokenizer_fingerprint(tokenizer)
+    sizes: dict[str, Any] = {"vocab_size": target.vocab_size, "tokenizer_fingerprint": fingerprint}
+    sources = [recipe.drafter, *recipe.more_drafters] if recipe.drafter else recipe.more_drafters
+    drafters = []
+    for source in sources:
+        drafter = wrap_model(load_model(source, dtype=recipe.dtype, device=device))
+        check_same_vocabulary(target, drafter, f"drafter {source}")
+        if (Path(source) / "artifact.json").is_file():
+            check_target(verify_artifact(Path(source), "drafter"), what=f"the drafter {source}", **sizes)
+        drafters.append(drafter)
+    table = None
+    if heads is not None:
+        _check_made_for(recipe)
+        check_target(load_manifest(Path(str(recipe.heads))), what=f"the heads {recipe.heads}", **sizes)
+        heads = heads.to(target.dtype)
+        if heads.hidden_size != target.hidden_size:
+            raise ValueError(
+                f"the heads take hidden states of {heads.hidden_size}, the target makes {target.hidden_size}"
+            )
+    if recipe.table is not None:
+        check_target(verify_artifact(Path(recipe.table), "table"), what=f"the table {recipe.table}", **sizes)
+        table = BigramTable.load(Path(recipe.table))
+    return Parts(drafters[0] if drafters else None, heads, table, tuple(drafters[1:]))
+
+
+def _check_made_for(recipe: EvaluateRecipe) -> None:
+    """Warn where the target is another model than the one that the heads were trained on, or with (Medusa-2)."""
+    heads, target = Path(str(recipe.heads)), Path(recipe.target)
+    made_for = load_manifest(heads).target or {}
+    base = heads / "base"
+    trained = (base / "config.json").is_file()
+    theirs = model_fingerprint(base) if trained else made_for.get("fingerprint")
+    if theirs is not None and (target / "config.json").is_file() and model_fingerprint(target) != theirs:
+        say(f"evaluate: the heads were trained with {base if trained else made_for.get('id')}, not with {target}")

@@ -1,0 +1,451 @@
+"""Counting a correlation table: the corpus streams by every process, each counts its share and merges its part of the
+keys, and the main process lays the parts together. What was counted stays when a run is killed."""
+
+from __future__ import annotations
+
+import fcntl
+import json
+import os
+import re
+import shutil
+import socket
+import time
+import uuid
+from collections.abc import Callable, Iterable, Iterator
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import ExitStack, contextmanager, suppress
+from dataclasses import dataclass
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from ..checkpoints.artifact import load_manifest, save_artifact
+from ..checkpoints.table import TABLE_FILE, BigramTable
+from ..data.conversations import Conversation, CorpusReport
+from ..data.templates import get_template
+from ..data.tokenizers import load_tokenizer
+from ..train.counting import Counted, PairCounter, counted
+from ..train.interrupts import Interrupted, StopSignals
+from ..train.table import Numbered, Share, count_laid, laid_end_to_end, spilled_place, token_documents
+from .loading import write_recipe
+from .outcome import check_out, state_folder
+from .prepare import conversations_identity, training_conversations
+from .processes import together
+from .table_report import say_report
+from .terminal import say
+from .training import TableRecipe
+
+_MERGING = 2
+"""Ranges of keys that a process merges at a time."""
+_STOP = "stop"
+_TOKEN = "token"
+_IDENTITY = "identity.json"
+_SECONDS_BETWEEN_LOOKS = 1.0
+_SECONDS_BETWEEN_LINES = 15.0
+_SECONDS_TO_APPEAR = 10.0
+_RANK_FOLDER = re.compile(r"rank-(\d+)-of-(\d+)")
+
+
+def run_table(recipe: TableRecipe, _: Path, accelerator: Any) -> None:
+    """Count a recipe's corpus, going on from what an earlier run has counted, and leave the artifact.
+
+    Raises:
+        ValueError: a tokenizer larger than `vocab_size`; processes that do not share a file system; another run that
+            counts into the same place; nothing to count; what reading, rendering and counting raise.
+        Interrupted: stopped by a signal after what was counted is on disk.
+    """
+    count_corpus(recipe, together(accelerator, partial(load_tokenizer, recipe.tokenizer_source)), accelerator)
+
+
+def count_corpus(recipe: TableRecipe, tokenizer: Any, accelerator: Any) -> None:
+    """`run_table` with the recipe's tokenizer."""
+    job = _Job(recipe, accelerator, tokenizer, together(accelerator, partial(table_vocabulary, recipe, tokenizer)))
+    if recipe.prune is not None and recipe.prune.keep_whole:
+        whole = whole_recipe(recipe)
+        kept = Path(whole.out)
+        together(accelerator, partial(job.on_main, partial(check_out, kept, whole)))
+        if (kept / "artifact.json").is_file():
+            together(accelerator, partial(job.on_main, partial(_prune_artifact, recipe, kept, tokenizer)))
+            return
+    with ExitStack() as stack:
+        token = together(accelerator, partial(job.on_main, partial(job.begin, stack)))
+        together(accelerator, partial(job.see, job.broadcast(token)))
+        data = together(accelerator, job.count)
+        together(accelerator, job.merge)
+        together(accelerator, partial(job.on_main, partial(job.finish, data)))
+
+
+def whole_recipe(recipe: TableRecipe) -> TableRecipe:
+    """The recipe of the table with all pairs: `recipe` itself, where it does not prune."""
+    if recipe.prune is None:
+        return recipe
+    return recipe.model_copy(update={"out": f"{recipe.out}-whole", "prune": None})
+
+
+def table_vocabulary(recipe: TableRecipe, tokenizer: Any) -> int:
+    """V of a recipe's table.
+
+    Raises:
+        ValueError: `vocab_size` is smaller than the tokenizer's.
+    """
+    needed = max(len(tokenizer), 1 + max(tokenizer.get_vocab().values()))
+    if recipe.vocab_size is None:
+        return needed
+    if recipe.vocab_size < needed:
+        raise ValueError(f"`vocab_size` is {recipe.vocab_size}, and the tokenizer {recipe.tokenizer} has {needed}")
+    return recipe.vocab_size
+
+
+def recipe_documents(
+    recipe: TableRecipe, tokenizer: Any, numbered: Iterable[Numbered]
+) -> Iterator[tuple[int, list[np.ndarray]]]:
+    """What a recipe counts of numbered conversations; see `token_documents`."""
+    section = recipe.data
+    return token_documents(
+        numbered,
+        tokenizer,
+        get_template(section.template, tokenizer),
+        pairs=recipe.count.pairs,
+        roles=recipe.count.roles,
+        last_turn_only=section.last_turn_only,
+    )
+
+
+def count_identity(recipe: TableRecipe, tokenizer: Any) -> dict[str, Any]:
+    """All that decides what a recipe's counts are: what `conversations_identity` says, the kind of pairs, V."""
+    identity = conversations_identity(recipe.data, tokenizer)
+    return identity | {"pairs": recipe.count.pairs, "roles": sorted(recipe.count.roles)}
+
+
+def save_table(
+    out: Path,
+    write: Callable[[Path], None],
+    table: BigramTable,
+    tokenizer: Any,
+    *,
+    recipe: dict[str, Any],
+    fingerprint: str | None,
+    data: dict[str, Any],
+) -> None:
+    """Write the artifact of a table and print its report, which is kept in `training`; `write` fills the folder."""
+    report = table.report(tokenizer)
+    shapes = {"entries": len(table.col), "pairs": table.pairs}
+    save_artifact(
+        out,
+        kind="table",
+        write=write,
+        vocab_size=table.vocab_size,
+        tokenizer_fingerprint=fingerprint,
+        target=None,
+        shapes=shapes,
+        recipe=recipe,
+        data=data,
+        training=report,
+    )
+    say_report(report)
+    say(f"table: wrote {out}")
+
+
+def _save_recipe(
+    recipe: TableRecipe, write: Callable[[Path], None], table: BigramTable, tokenizer: Any, data: dict[str, Any]
+) -> None:
+    def write_all(folder: Path) -> None:
+        write(folder)
+        write_recipe(recipe, folder / "recipe.yaml")
+
+    described, fingerprint = recipe.model_dump(mode="json"), data["source"]["tokenizer"]
+    save_table(Path(recipe.out), write_all, table, tokenizer, recipe=described, fingerprint=fingerprint, data=data)
+
+
+def _prune_artifact(recipe: TableRecipe, whole: Path, tokenizer: Any) -> None:
+    say(f"table: pruning the counts of {whole}")
+    _save_pruned(recipe, whole, tokenizer, load_manifest(whole, "table").data)
+
+
+def _save_pruned(recipe: TableRecipe, folder: Path, tokenizer: Any, data: dict[str, Any]) -> None:
+    """The pruned table of the whole one in `folder`."""
+    assert recipe.prune is not None
+    options = recipe.prune.model_dump(exclude={"keep_whole"})
+    table = BigramTable.load(folder).pruned(**options)
+    _save_recipe(recipe, table.save, table, tokenizer, data)
+
+
+@dataclass
+class _Job:
+    """One process of a count."""
+
+    recipe: TableRecipe
+    accelerator: Any
+    tokenizer: Any
+    vocab_size: int
+
+    @property
+    def folder(self) -> Path:
+        return state_folder(Path(self.recipe.out)) / "count"
+
+    @property
+    def rank(self) -> int:
+        return int(self.accelerator.process_index)
+
+    @property
+    def world(self) -> int:
+        return int(self.accelerator.num_processes)
+
+    def on_main(self, work: Callable[[], Any]) -> Any:
+        """What the main process does; None in the others."""
+        return work() if self.accelerator.is_main_process else None
+
+    def begin(self, stack: ExitStack) -> str:
+        """Claim the folder of the state, and empty it where it belongs to another recipe. Returns a word in it."""
+        self.folder.mkdir(parents=True, exist_ok=True)
+        stack.enter_context(_locked(self.folder))
+        identity = count_identity(self.recipe, self.tokenizer) | {"vocab_size": self.vocab_size}
+        identity = json.loads(json.dumps(identity))
+        theirs = _read_json(self.folder / _IDENTITY)
+        if theirs != identity:
+            if theirs:
+                changed = ", ".join(sorted(key for key in identity if theirs.get(key) != identity[key]))
+                say(f"table: counting anew: {self.folder} holds counts of other settings ({changed})")
+            _empty(self.folder)
+        for leftover in (_STOP, _TOKEN):
+            (self.folder / leftover).unlink(missing_ok=True)
+        _write(self.folder / _IDENTITY, json.dumps(identity))
+        token = uuid.uuid4().hex
+        _write(self.folder / _TOKEN, token)
+        return token
+
+    def broadcast(self, token: str | None) -> tuple[str, str]:
+        """The main process's word, and the machine that it runs on."""
+        told = [token, socket.gethostname()]
+        if self.world > 1:
+            from accelerate.utils import broadcast_object_list
+
+            broadcast_object_list(told)
+        word, host = told
+        assert word is not None
+        assert host is not None
+        return word, host
+
+    def see(self, told: tuple[str, str]) -> None:
+        """Find the main process's word, for which a network's file system is given some seconds.
+
+        Raises:
+            ValueError: it is not there.
+        """
+        token, host = told
+        deadline = time.monotonic() + _SECONDS_TO_APPEAR
+        while not (self.folder / _TOKEN).is_file() or (self.folder / _TOKEN).read_text(encoding="utf-8") != token:
+            if time.monotonic() >= deadline:
+                raise ValueError(
+                    f"process {self.rank} on {socket.gethostname()} does not see in {self.folder.absolute()} what "
+                    f"process 0 on {host} wrote there: `out` must lie on a file system that all processes share"
+                )
+            time.sleep(0.2)
+
+    def count(self) -> dict[str, Any]:
+        """Count this process's share. Returns what there is to say about the data."""
+        stop = self.folder / _STOP
+        section = self.recipe.data
+        reports = [CorpusReport() for _ in section.parts()]
+        share = Share(self.rank, self.world, _earlier(self.folder))
+        with StopSignals() as signals:
+            stopping = _Stopping(signals, stop)
+            numbers = _Numbers(training_conversations(section, reports, tell=self.rank == 0), share, stopping)
+            try:
+                self._count(numbers)
+            except (ValueError, OSError):
+                with suppress(OSError):
+                    stop.touch()
+                raise
+            if signals.received is not None:
+                stop.touch()
+        if signals.received is not None:
+            message = f"table: stopped by signal {signals.received}; the same command goes on from what is counted"
+            self.on_main(partial(say, message))
+            raise Interrupted(signals.received, message)
+        for part, report in zip(section.parts(), reports, strict=True) if not stopping() else ():
+            self.on_main(partial(say, f"data: {part.source}: {report.summary()}"))
+        return {"conversations": numbers.read, "corpus": _corpus(self.recipe, reports)}
+
+    def _count(self, numbers: _Numbers) -> None:
+        folder = self.folder / f"rank-{self.rank}-of-{self.world}"
+        options = self.recipe.count
+        with PairCounter(self.vocab_size, folder, options.memory_mb) as counter:
+            if counter.tokens:
+                self.on_main(partial(say, f"table: going on after {counter.tokens:,} tokens that are counted already"))
+            shown = _Progress(numbers, counter, self.rank, self.world)
+            batches = laid_end_to_end(recipe_documents(self.recipe, self.tokenizer, numbers))
+            count_laid(batches, counter, save_seconds=60 * options.save_minutes, progress=shown)
+
+    def merge(self) -> None:
+        """Merge this process's range of the keys of all that was counted, by whichever process."""
+        total = self._counted(check=self.rank == 0)
+        mine = slice(self.rank * _MERGING, (self.rank + 1) * _MERGING)
+        ranges, parts = total.ranges(self.world * _MERGING)[mine], self.parts()[mine]
+        with ThreadPoolExecutor(_MERGING, thread_name_prefix="merge") as threads:
+            tasks = [
+                threads.submit(total.merge_part, first, end, part)
+                for (first, end), part in zip(ranges, parts, strict=True)
+            ]
+            for task in tasks:
+                task.result()
+
+    def parts(self) -> list[Path]:
+        """The files of all ranges."""
+        number = self.world * _MERGING
+        return [self.folder / "parts" / f"{place}-of-{number}" for place in range(number)]
+
+    def _counted(self, *, check: bool) -> Counted:
+        return counted([folder for folder, _, _ in _rank_folders(self.folder)], self.vocab_size, check)
+
+    def finish(self, data: dict[str, Any]) -> None:
+        """Lay the parts together, write the artifacts, and delete the state."""
+        whole = self.folder / "whole"
+        whole.mkdir(exist_ok=True)
+        total = self._counted(check=False)
+        if not total.documents:
+            names = ", ".join(part.source for part in self.recipe.data.parts())
+            raise ValueError(f"there is nothing to count: {data['conversations']} conversations of {names} are left")
+        total.assemble(self.parts(), whole / TABLE_FILE)
+        identity = _read_json(self.folder / _IDENTITY)
+        data = {"source": identity, "documents": total.documents, "tokens": total.tokens} | data
+        if self.recipe.prune is None or self.recipe.prune.keep_whole:
+            complete = whole_recipe(self.recipe)
+            table = BigramTable.load(whole)
+
+            def move(folder: Path) -> None:
+                (whole / TABLE_FILE).rename(folder / TABLE_FILE)
+
+            _save_recipe(complete, move, table, self.tokenizer, data)
+            whole = Path(complete.out)
+            self._forget()
+        if self.recipe.prune is not None:
+            _save_pruned(self.recipe, whole, self.tokenizer, data)
+        self._forget()
+
+    def _forget(self) -> None:
+        """Delete the state: an artifact holds all of it."""
+        shutil.rmtree(self.folder, ignore_errors=True)
+        with suppress(OSError):
+            self.folder.parent.rmdir()  # of a table it holds nothing else
+
+
+class _Stopping:
+    """Whether to stop counting: a signal came, or another process has stopped."""
+
+    def __init__(self, signals: StopSignals, file: Path) -> None:
+        self._signals, self._file = signals, file
+        self._look, self._seen = 0.0, False
+
+    def __call__(self) -> bool:
+        now = time.monotonic()
+        if now >= self._look:
+            self._look = now + _SECONDS_BETWEEN_LOOKS
+            self._seen = self._file.exists()
+        return self._seen or self._signals.received is not None
+
+
+class _Numbers:
+    """A stream's conversations with their numbers, of which one process's share is handed on; `read` is how many came
+    by."""
+
+    def __init__(self, rows: Iterator[Conversation], share: Share, stopping: Callable[[], bool]) -> None:
+        self._rows, self._share, self._stopping = rows, share, stopping
+        self.read = 0
+
+    def __iter__(self) -> Iterator[Numbered]:
+        for number, conversation in enumerate(self._rows):
+            if self._stopping():
+                return
+            self.read = number + 1
+            if self._share.wants(number):
+                yield number, conversation
+
+
+class _Progress:
+    """A line of the main process now and then."""
+
+    def __init__(self, numbers: _Numbers, counter: PairCounter, rank: int, world: int) -> None:
+        self._numbers, self._counter, self._active = numbers, counter, rank == 0
+        self._who = "" if world == 1 else f" by process 0 of {world}"
+        self._start = self._last = time.monotonic()
+        self._before = counter.tokens
+
+    def __call__(self, place: int) -> None:
+        now = time.monotonic()
+        if not self._active or now - self._last < _SECONDS_BETWEEN_LINES:
+            return
+        self._last = now
+        tokens = self._counter.tokens
+        rate = (tokens - self._before) / (now - self._start)
+        say(
+            f"table: {self._numbers.read:,} conversations read, {tokens:,} tokens counted{self._who}, {rate:,.0f} a "
+            f"second, {self._counter.spilled_bytes / 1e6:,.0f} MB on disk"
+        )
+
+
+def _rank_folders(folder: Path) -> list[tuple[Path, int, int]]:
+    """Folders of counts with the rank and the number of processes that wrote them, in one order everywhere."""
+    found = ((path, _RANK_FOLDER.fullmatch(path.name)) for path in folder.iterdir())
+    ranks = [(path, int(match[1]), int(match[2])) for path, match in found if match is not None]
+    return sorted(ranks, key=lambda entry: (entry[2], entry[1]))
+
+
+def _earlier(folder: Path) -> tuple[tuple[int, dict[int, int]], ...]:
+    """How far each process came of each number of processes that counted here; see `Share`."""
+    places: dict[int, dict[int, int]] = {}
+    for path, rank, world in _rank_folders(folder):
+        places.setdefault(world, {})[rank] = spilled_place(path)
+    return tuple(sorted(places.items()))
+
+
+def _corpus(recipe: TableRecipe, reports: list[CorpusReport]) -> dict[str, Any]:
+    """What became of the rows of all sources together, and of each."""
+    total = CorpusReport()
+    for report in reports:
+        total.merge(report)
+    parts = zip(recipe.data.parts(), reports, strict=True)
+    each = [{"source": part.source, "weight": part.weight} | report.as_dict() for part, report in parts]
+    return total.as_dict() | {"sources": each}
+
+
+@contextmanager
+def _locked(folder: Path) -> Iterator[None]:
+    """Keep others from counting into the same folder."""
+    lock = os.open(folder, os.O_RDONLY)
+    try:
+        try:
+            fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError as error:
+            raise ValueError(
+                f"another process is counting into {folder}; wait for it, or choose another `out`"
+            ) from error
+        yield
+    finally:
+        os.close(lock)
+
+
+def _empty(folder: Path) -> None:
+    for path in folder.iterdir():
+        if path.is_dir():
+            shutil.rmtree(path)
+        else:
+            path.unlink()
+
+
+def _read_json(file: Path) -> dict[str, Any]:
+    """The object in a file; {} where there is none, or what a crash left of one."""
+    try:
+        found = json.loads(file.read_text(encoding="utf-8"))
+    except (FileNotFoundError, json.JSONDecodeError):
+        return {}
+    return found if isinstance(found, dict) else {}
+
+
+def _write(file: Path, text: str) -> None:
+    """Whole or not at all."""
+    unfinished = file.with_name(f".{file.name}")
+    unfinished.write_text(text, encoding="utf-8")
+    unfinished.replace(file)

@@ -1,0 +1,173 @@
+"""Tables: how fast pairs are counted, in what memory, and what a finished table costs to load and to ask.
+
+    python tests/bench/table.py [--quick] [--parts count zipf load lookup text]
+
+`count` feeds a `PairCounter` a stream of Zipf's law (exponent 1, ranks spread over the ids at random) from memory, at
+three vocabularies, in documents of 1,000 and of 20 tokens: `count_mtok_per_sec` is the tokens of a second from the
+first `add` to the last run on the disk, at 32,000 tokens and documents of 1,000; the best of three. `with_table` goes
+on to the finished file. `by_cpu` is what two cores would count if they did nothing else: tokens by the processor time
+that counting took, doubled; other work on the machine disturbs it less. `sort_only` is the same keys sorted by numpy in
+as many threads and nothing else.
+
+`zipf` counts 10 million, 100 million and a billion tokens, made as they are counted, each to a finished file in a
+process of its own: seconds, and `peak_mb`, the largest resident sizes of that process and of those that sort for it,
+together, with what they share counted each time. --quick leaves out the billion.
+
+`load`, `lookup` and `text` are told in table_parts.py and table_text.py. The last line is one JSON object.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import resource
+import subprocess
+import sys
+import tempfile
+import time
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+from draftsmith.checkpoints.pair_runs import key_dtype, write_keys
+from draftsmith.recipes.evaluate import machine
+from draftsmith.train.counting import PairCounter, counted
+from table_parts import load, lookup
+from table_text import text
+
+PARTS = ("count", "zipf", "load", "lookup", "text")
+VOCABULARIES = (32_000, 128_256, 151_936)
+LENGTHS = (1000, 20)
+BATCH = 1 << 20
+THREADS = 2
+
+
+def zipf_tokens(vocab_size: int, size: int, seed: int) -> np.ndarray:
+    """int32 [size]: independent tokens; that of rank k has a probability proportional to 1 / k."""
+    cumulated_V = np.cumsum(1 / np.arange(1, vocab_size + 1))
+    id_of_rank_V = np.random.default_rng(0).permutation(vocab_size).astype(np.int32)
+    drawn_T = np.random.default_rng(seed).random(size) * cumulated_V[-1]
+    return id_of_rank_V[np.searchsorted(cumulated_V, drawn_T)]
+
+
+def count(folder: Path, quick: bool) -> dict[str, Any]:
+    """Counting from memory, by vocabulary and length of documents."""
+    batches = 48 if quick else 256
+    result: dict[str, Any] = {}
+    for vocab_size in VOCABULARIES:
+        stream = zipf_tokens(vocab_size, batches * BATCH, seed=1).reshape(batches, BATCH)
+        for length in LENGTHS:
+            starts = np.arange(0, BATCH, length)
+            found = [_counted_once(folder, vocab_size, stream, starts) for _ in range(1 if quick else 3)]
+            best = {name: max(run[name] for run in found) for name in found[0]}
+            name = f"{vocab_size}, documents of {length}"
+            result[name] = best
+            print(f"count {name:28s} " + "   ".join(f"{key} {value:6.1f}" for key, value in best.items()), flush=True)
+        result[f"{vocab_size}, sort_only"] = _sort_only(vocab_size, stream)
+        print(f"count {vocab_size}, sort_only {result[f'{vocab_size}, sort_only']:.1f} M keys/s", flush=True)
+    return {"count": result, "count_mtok_per_sec": result["32000, documents of 1000"]["counted"]}
+
+
+def _counted_once(folder: Path, vocab_size: int, stream: np.ndarray, starts: np.ndarray) -> dict[str, float]:
+    """Millions of tokens a second."""
+    with tempfile.TemporaryDirectory(dir=folder) as name:
+        start, used = time.perf_counter(), _processor()
+        with PairCounter(vocab_size, Path(name) / "runs", threads=THREADS) as counter:
+            for number, tokens_T in enumerate(stream):
+                counter.add(tokens_T, starts, number)
+            counter.spill()
+            done = time.perf_counter()
+        used = _processor() - used
+        counted([Path(name) / "runs"], vocab_size).write(Path(name) / "table", Path(name), THREADS)
+        seconds = {"counted": done - start, "with_table": time.perf_counter() - start, "by_cpu": used / THREADS}
+    return {key: stream.size / value / 1e6 for key, value in seconds.items()}
+
+
+def _processor() -> float:
+    """Processor seconds of this process and of those that have ended for it."""
+    return sum(sum(resource.getrusage(who)[:2]) for who in (resource.RUSAGE_SELF, resource.RUSAGE_CHILDREN))
+
+
+def _sort_only(vocab_size: int, stream: np.ndarray) -> float:
+    """Millions of keys a second, sorted here in chunks by as many threads."""
+    chunks = [np.empty(4 * BATCH - 1, key_dtype(vocab_size)) for _ in range(2 * THREADS)]
+    for number, chunk in enumerate(chunks):
+        write_keys(stream[4 * number : 4 * number + 4].reshape(-1), vocab_size, chunk)
+    start = time.perf_counter()
+    with ThreadPoolExecutor(THREADS) as pool:
+        list(pool.map(np.ndarray.sort, chunks))
+    return sum(map(len, chunks)) / (time.perf_counter() - start) / 1e6
+
+
+def zipf(folder: Path, quick: bool) -> dict[str, Any]:
+    """Time and memory against the number of tokens."""
+    points = []
+    for tokens in (10**7, 10**8, *(() if quick else (10**9,))):
+        with tempfile.TemporaryDirectory(dir=folder) as name:
+            command = [sys.executable, "-c", CHILD, name, str(tokens), str(Path(__file__).parent)]
+            done = subprocess.run(command, stdout=subprocess.PIPE, text=True, check=True)
+        points.append({"tokens": tokens} | json.loads(done.stdout.splitlines()[-1]))
+        shown = "   ".join(f"{key} {value:,.6g}" for key, value in points[-1].items())
+        print(f"zipf {shown}", flush=True)
+    return {"zipf": points, "peak_mb": points[-1]["peak_mb"]}
+
+
+# run by `zipf` in a process of its own, which loads no more than counting needs; the stream is drawn by a small table
+# of ranks, since drawing exactly takes far longer than counting
+CHILD = """
+import json, sys, time
+from pathlib import Path
+import numpy as np
+from draftsmith.train.counting import PairCounter, counted
+VOCAB, BATCH, LENGTH = 32000, 1 << 20, 1000
+folder, tokens = Path(sys.argv[1]), int(sys.argv[2])
+def peak(process):
+    text = Path(f"/proc/{process}/status").read_text()
+    return int(text.partition("VmHWM:")[2].split()[0]) / 1e3
+def sorting():
+    found = []
+    for path in Path("/proc/self/task").glob("*/children"):
+        found += path.read_text().split()
+    return found
+cumulated = np.cumsum(1 / np.arange(1, VOCAB + 1))
+drawn = np.searchsorted(cumulated, (np.arange(1 << 22) + 0.5) / (1 << 22) * cumulated[-1])
+table = np.random.default_rng(0).permutation(VOCAB).astype(np.int32)[drawn]
+rng = np.random.default_rng(1)
+start, making, peaks = time.perf_counter(), 0.0, {}
+with PairCounter(VOCAB, folder / "runs") as counter:
+    for first in range(0, tokens, BATCH):
+        begin = time.perf_counter()
+        size = min(BATCH, tokens - first)
+        batch = table[rng.integers(0, 1 << 22, size, dtype=np.uint32)]
+        making += time.perf_counter() - begin
+        counter.add(batch, np.arange(0, size, LENGTH), first)
+    counter.spill()
+    peaks = {child: peak(child) for child in sorting()}
+    spilled = counter.spilled_bytes
+counting = time.perf_counter() - start
+counted([folder / "runs"], VOCAB).write(folder / "table", folder)
+whole = time.perf_counter() - start
+print(json.dumps({
+    "peak_mb": peak("self") + sum(peaks.values()), "own_peak_mb": peak("self"), "sec": whole, "making_sec": making,
+    "counting_sec": counting - making, "merging_sec": whole - counting, "ns_per_token": (whole - making) / tokens * 1e9,
+    "spilled_mb": spilled / 1e6, "file_mb": (folder / "table").stat().st_size / 1e6,
+}))
+"""
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--quick", action="store_true", help="some minutes; leaves out the billion tokens")
+    parser.add_argument("--parts", nargs="+", choices=PARTS, default=PARTS)
+    arguments = parser.parse_args()
+    ways = {"count": count, "zipf": zipf, "load": load, "lookup": lookup, "text": text}
+    result: dict[str, Any] = {}
+    for part in arguments.parts:
+        with tempfile.TemporaryDirectory() as name:
+            result |= ways[part](Path(name), arguments.quick)
+    print(json.dumps(result | {"machine": machine("cpu")}))
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,78 @@
+"""The part `text` of table.py: a whole count from text to artifact, against the raw tokenizer.
+
+`text_vs_tokenizer` is defined as `prepare_vs_tokenizer` of data.py: the time of the fastest tokenizer for the
+vocabulary on all cores (all messages in one call, already in memory) divided by the time of the whole recipe over the
+same conversations from their file: hashing, reading, cleaning, rendering, counting, merging, and writing the artifact
+with its report. Both run in turn; the median of the ratios counts. `text_cpu_vs_tokenizer` is the same of processor
+time, which other work on the machine disturbs less.
+"""
+
+from __future__ import annotations
+
+import resource
+import statistics
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+from draftsmith.checkpoints.artifact import load_manifest
+from draftsmith.data.conversations import write_conversations
+from draftsmith.data.reading import read_conversations
+from draftsmith.data.tokenizers import load_tokenizer
+from draftsmith.recipes.run import accelerator_for
+from draftsmith.recipes.table import count_corpus
+from draftsmith.recipes.training import TableRecipe
+
+from data import defaults, raw_tokenizers, repeated
+
+
+def text(folder: Path, quick: bool) -> dict[str, Any]:
+    """Counting from text against the raw tokenizer, in turn."""
+    corpus, tokenizer_folder = defaults(folder)
+    tokenizer = load_tokenizer(str(tokenizer_folder))
+    file = folder / "repeated.jsonl"
+    write_conversations(repeated(corpus, 4 if quick else 24), file)
+    texts = [turn.text for chat in read_conversations(str(file)) for turn in chat.turns]
+    ways: dict[str, Callable[[], int]] = {
+        name: (lambda encode=encode: encode(texts))
+        for name, encode in raw_tokenizers(tokenizer, tokenizer_folder).items()
+    }
+    names = [*ways]
+    # conversations held out are not counted: next to none are
+    data = {"source": str(file), "heldout_share": 1e-9, "cache": str(folder / "cache")}
+    numbers = iter(range(1_000_000))
+
+    def count() -> int:
+        out = folder / f"table-{next(numbers)}"
+        recipe = TableRecipe(kind="table", out=str(out), tokenizer=str(tokenizer_folder), data=data)
+        count_corpus(recipe, tokenizer, accelerator_for(recipe))
+        return int(load_manifest(out).data["tokens"])
+
+    ways["count"] = count
+    tokens: dict[str, int] = {}
+    seconds: dict[str, list[tuple[float, float]]] = {name: [] for name in ways}
+    for _ in range(2 if quick else 5):
+        for name, way in ways.items():
+            start, used = time.perf_counter(), _processor()
+            tokens[name] = way()
+            seconds[name].append((time.perf_counter() - start, _processor() - used))
+    fastest = min(names, key=lambda name: statistics.median(wall for wall, _ in seconds[name]))
+    pairs = list(zip(seconds[fastest], seconds["count"], strict=True))
+    rates = {name: tokens[name] / statistics.median(wall for wall, _ in times) / 1e6 for name, times in seconds.items()}
+    for name, rate in rates.items():
+        print(f"{name:14s} {rate:5.2f} M tokens/s")
+    found = {
+        "text_vs_tokenizer": statistics.median(raw[0] / whole[0] for raw, whole in pairs),
+        "text_cpu_vs_tokenizer": statistics.median(raw[1] / whole[1] for raw, whole in pairs),
+        "text_fastest_tokenizer": fastest,
+        "text_mtok_per_sec": rates,
+    }
+    print(f"text_vs_tokenizer {found['text_vs_tokenizer']:.2f}")
+    return found
+
+
+def _processor() -> float:
+    """Seconds of processor time so far, of this process and of those that it has waited for."""
+    used = [resource.getrusage(who) for who in (resource.RUSAGE_SELF, resource.RUSAGE_CHILDREN)]
+    return sum(each.ru_utime + each.ru_stime for each in used)

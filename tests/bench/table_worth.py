@@ -1,0 +1,413 @@
+"""What correlation tables are worth: how large a corpus they need, smoothing, pruning, and drafts from counts alone.
+
+    python tests/bench/table_worth.py [--pair runs/quickstart] [--work FOLDER] [--parts pair,real] [--quick]
+
+`pair` is a finished quickstart: its target and heads, and tables counted on the target's own answers (which the heads
+learned from too) and on the corpus's text. Tokens per step at temperature 0, and at 1, since the small target's greedy
+text repeats itself; questions are held out.
+
+`real` is real text with LLaMA's vocabulary: tables counted on ShareGPT, and Vicuna-7B's own answers to AlpacaEval as
+the target's output. A small Llama, trained from random weights for some minutes on ShareGPT and nine tenths of the
+answers, stands for the target's layers, with heads that learn from those answers; what it would say is replaced by the
+recorded answer, so that greedy decoding writes the held-out answers of Vicuna word for word, and tokens per step and
+acceptance are those of decoding that text. The same small Llama is the neural drafter. Neither is as good as one that
+comes from a 7B model: what is compared here are tables.
+
+Intervals: 95 %, bootstrap over prompts, paired for gains. `--work` keeps what was trained. The last line is one JSON
+object.
+"""
+
+from __future__ import annotations
+
+import argparse
+import itertools
+import json
+import os
+import sys
+import tempfile
+import time
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass, field
+from functools import partial
+from itertools import islice
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+from draftsmith.checkpoints.heads import load_heads
+from draftsmith.checkpoints.table import BigramTable
+from draftsmith.data.conversations import Conversation, write_conversations
+from draftsmith.data.reading import read_conversations
+from draftsmith.data.rendering import render, render_all, render_prompt
+from draftsmith.data.templates import get_template
+from draftsmith.data.tokenizers import load_tokenizer
+from draftsmith.decode.engine import Limits, generate
+from draftsmith.decode.lean import LeanLlama
+from draftsmith.decode.loading import load_model, wrap_model
+from draftsmith.decode.methods import Parts, build_method
+from draftsmith.decode.metrics import Tally
+from draftsmith.decode.rng import Rng
+from draftsmith.decode.warpers import Sampling
+from draftsmith.recipes.evaluate import load_prompts, machine, stop_ids
+from draftsmith.recipes.loading import parse_recipe
+from draftsmith.recipes.run import run_train
+from draftsmith.recipes.saturation import enough_from, paired_gain, per_step
+
+SHARED = Path(os.environ.get("DRAFTSMITH_SHARED", Path(__file__).resolve().parents[3] / "shared" / "data"))
+SHAREGPT = SHARED / "sharegpt" / "sharegpt_v3_sample_800.json"
+VICUNA = SHARED / "instruct" / "alpaca_eval" / "vicuna-7b-v1.3.json"
+LLAMA = SHARED / "tokenizer" / "llama2c"
+TRUNK = {
+    "model_type": "llama", "vocab_size": 32000, "hidden_size": 128, "intermediate_size": 384, "num_hidden_layers": 3,
+    "num_attention_heads": 4, "num_key_value_heads": 4, "max_position_embeddings": 2048, "tie_word_embeddings": True,
+}  # fmt: skip
+HEADS = 4
+NEW_TOKENS = 48
+SEQUENCES = (1, 4, 20)
+LEAST_GAIN = 0.01
+HELD_OUT = 10  # one answer of so many
+BATCH = 16
+SMOOTHED: dict[str, dict[str, Any]] = {
+    "bigram": {},
+    "bigram, add-k 0.01": {"smoothing": "add-k", "strength": 0.01},
+    "bigram, Kneser-Ney": {"smoothing": "kneser-ney"},
+}
+
+
+@dataclass(frozen=True)
+class Variant:
+    """A table and how SLiM looks it up; without a table r is 1."""
+
+    table: BigramTable | None
+    options: dict[str, Any] = field(default_factory=dict)
+
+
+@dataclass(frozen=True)
+class Question:
+    """A prompt, and the answer that is known of it, if one is."""
+
+    ids: list[int]
+    answer: list[int] = field(default_factory=list)
+
+
+class RecordedTarget(LeanLlama):
+    """A target that says what is recorded. Hidden states are the model's own; the logits of a node are certain of the
+    recorded token after its position, whatever path led there: off the recorded path nothing is accepted anyway."""
+
+    def __init__(self, model: Any) -> None:
+        super().__init__(model)
+        self.recorded_BT = torch.zeros(1, 1, dtype=torch.int64)
+        """Prompt and answer of each row that is decoded, padded with anything."""
+
+    def _forward(self, cache: Any, tokens_BM: Any, positions_BM: Any, *rest: Any) -> Any:
+        self._next_BM = (positions_BM + 1).expand(tokens_BM.shape).clamp(max=self.recorded_BT.shape[1] - 1)
+        return super()._forward(cache, tokens_BM, positions_BM, *rest)
+
+    def logits(self, hidden_XD: torch.Tensor) -> torch.Tensor:
+        known_BM1 = self.recorded_BT.gather(1, self._next_BM)[..., None]
+        return torch.zeros(*known_BM1.shape[:2], self.vocab_size).scatter_(2, known_BM1, 100.0)
+
+
+@dataclass(frozen=True)
+class Bench:
+    """Something to decode with, and questions."""
+
+    scorer: Any
+    heads: Any
+    drafter: Any
+    questions: list[Question]
+    stop: tuple[int, ...]
+    done: list[float] = field(default_factory=lambda: [0, time.monotonic()])
+
+    def run(self, method: str, temperature: float, table: BigramTable | None = None, **options: Any) -> np.ndarray:
+        """Tokens, steps, accepted and examined draft tokens of each question [P, 4].
+
+        Raises:
+            AssertionError: greedy decoding of a recorded target that does not write what is recorded.
+        """
+        sampling, limits = Sampling(temperature), Limits(NEW_TOKENS, self.stop)
+        parts = Parts(drafter=self.drafter, heads=self.heads, table=table)
+        built = build_method(method, parts, sampling, **options)
+        rows = []
+        for start in range(0, len(self.questions), BATCH):
+            asked = self.questions[start : start + BATCH]
+            recorded = [torch.tensor(question.ids + question.answer) for question in asked]
+            if asked[0].answer:
+                self.scorer.recorded_BT = torch.nn.utils.rnn.pad_sequence(recorded, batch_first=True)
+            tallies, written = [Tally() for _ in asked], [list[int]() for _ in asked]
+            rng = Rng.for_rows(start, len(asked))
+            for step in generate(self.scorer, *built, [question.ids for question in asked], limits, sampling, rng):
+                for row, tally in enumerate(tallies):
+                    tally.add_step(step, row)
+                    written[row] += step.new_ids[row]
+            for question, ids in zip(asked, written, strict=True):
+                assert not question.answer or ids == question.answer, f"{method}: not the recorded answer"
+            self.tell()
+            rows += [[tally.tokens, tally.steps, tally.accepted, tally.examined] for tally in tallies]
+        return np.array(rows)
+
+    def tell(self) -> None:
+        """A line on standard error now and then."""
+        self.done[0] += 1
+        if self.done[0] % 20 == 0:
+            print(f"{self.done[0]} batches decoded, {time.monotonic() - self.done[1]:.0f} s", file=sys.stderr)
+
+    def slim(self, variant: Variant, sequences: int, temperature: float) -> np.ndarray:
+        """Tokens and steps of each question [P, 2]."""
+        options = variant.options if variant.table is not None else {"correlation": "none"}
+        return self.run("slim-s", temperature, variant.table, sequences=sequences, **options)[:, :2]
+
+
+def variants(table: BigramTable) -> dict[str, Variant]:
+    """A table as it is, smoothed and pruned; of the last, pairs may take half of their bytes."""
+    margins, pairs = 32 * table.vocab_size + 8, 8 * table.entries
+    pruned: dict[str, dict[str, Any]] = {
+        "count ≥ 2": {"min_count": 2},
+        "count ≥ 5": {"min_count": 5},
+        "top 10 a row": {"top": 10},
+        "half the bytes": {"megabytes": (margins + pairs / 2) / 1e6},
+    }
+    rows = {"r = 1": Variant(None), "as counted": Variant(table)}
+    rows |= {name.partition(", ")[2]: Variant(table, options) for name, options in SMOOTHED.items() if options}
+    return rows | {name: Variant(table.pruned(**options)) for name, options in pruned.items()}
+
+
+def compare(bench: Bench, rows: dict[str, Variant], temperatures: Sequence[float]) -> dict[str, Any]:
+    """Each row's tokens per step and its gains over r = 1 and over the table as counted, by temperature, sequences."""
+    results: dict[str, Any] = {}
+    for temperature in temperatures:
+        for sequences in SEQUENCES:
+            counts = {name: bench.slim(variant, sequences, temperature) for name, variant in rows.items()}
+            found: dict[str, Any] = {}
+            for name, counts_P2 in counts.items():
+                value, interval = per_step(counts_P2)
+                gain, gain_interval = paired_gain(counts_P2, counts["r = 1"])
+                other, other_interval = paired_gain(counts_P2, counts["as counted"])
+                found[name] = {
+                    "tokens_per_step": value, "interval": interval, "gain_over_r1": gain,
+                    "gain_over_r1_interval": gain_interval, "gain_over_counted": other,
+                    "gain_over_counted_interval": other_interval,
+                }  # fmt: skip
+            results[f"T={temperature:g}, {sequences} sequences"] = found
+    return results
+
+
+def curve(bench: Bench, tables: dict[int, BigramTable], sequences: int, temperature: float) -> dict[str, Any]:
+    """Tokens per step by the conversations of the table, and from which size on more does not pay."""
+    base = bench.slim(Variant(None), sequences, temperature)
+    counts = {size: bench.slim(Variant(table), sequences, temperature) for size, table in tables.items()}
+    points = []
+    for size, counts_P2 in counts.items():
+        value, interval = per_step(counts_P2)
+        gain, gain_interval = paired_gain(counts_P2, base)
+        table = tables[size]
+        points.append({
+            "conversations": size, "entries": len(table.col), "megabytes": table.report()["bytes"] / 1e6,
+            "tokens_per_step": value, "interval": interval, "gain_over_r1": gain,
+            "gain_over_r1_interval": gain_interval,
+        })  # fmt: skip
+    place, most_lost = enough_from(list(counts.values()), LEAST_GAIN)
+    return {
+        "r1_tokens_per_step": per_step(base)[0],
+        "points": points,
+        "enough_conversations": list(tables)[place] if place < len(tables) - 1 else None,
+        "most_lost": most_lost,
+    }
+
+
+def acceptance(bench: Bench, tables: dict[str, BigramTable], temperatures: Sequence[float]) -> dict[str, Any]:
+    """Shares of draft tokens that the target accepts, with intervals; tables by what they were counted on."""
+    methods: dict[str, tuple[str, dict[str, Any]]] = {"unigram": ("unigram", {})}
+    methods |= {name: ("bigram", options) for name, options in SMOOTHED.items()}
+    methods["neural drafter"] = ("speculative", {})
+    results: dict[str, Any] = {}
+    for source, temperature, gamma in itertools.product(tables, temperatures, (1, 2)):
+        found = {}
+        for name, (method, options) in methods.items():
+            counts_P4 = bench.run(method, temperature, tables[source], gamma=gamma, **options)
+            rate, interval = per_step(counts_P4[:, 2:])
+            found[name] = {"acceptance_rate": rate, "interval": interval}
+        results[f"{source}, T={temperature:g}, gamma {gamma}"] = found
+    return results
+
+
+def growing(
+    documents: Callable[[int], Iterator[np.ndarray]], sizes: Sequence[int], vocab: int
+) -> dict[int, BigramTable]:
+    """Tables of the first so many conversations."""
+    return {size: BigramTable.from_documents(documents(size), vocab) for size in sizes}
+
+
+def rendered(source: Path, template: str, tokenizer: Any, size: int) -> Iterator[np.ndarray]:
+    """Ids of the first conversations of a file."""
+    rows = islice(read_conversations(str(source)), size)
+    return (document.ids for document in render_all(rows, tokenizer, get_template(template, tokenizer), None))
+
+
+def sizes_to(most: int, first: int) -> list[int]:
+    """first, 2 first, 5 first, 10 first … and `most`."""
+    steps = (first * step * 10**power for power in range(9) for step in (1, 2, 5))
+    return [*(size for size in steps if size < most), most]
+
+
+def pair_part(pair: Path, questions: int, quick: bool) -> dict[str, Any]:
+    """The embedded pair."""
+    tokenizer, target = load_tokenizer(str(pair / "target")), load_model(str(pair / "target"))
+    prompts = load_prompts(str(pair / "corpus" / "heldout.jsonl"), "chatml", tokenizer, questions, 128)
+    drafter = wrap_model(load_model(str(pair / "drafter")))
+    asked = [Question(ids) for _, ids in prompts]
+    heads = load_heads(pair / "heads")
+    bench = Bench(wrap_model(target), heads, drafter, asked, stop_ids(tokenizer))
+    own = partial(rendered, pair / "answers.jsonl", "chatml", tokenizer)
+    text = partial(rendered, pair / "corpus" / "train.jsonl", "chatml", tokenizer)
+    vocab, temperatures = bench.scorer.vocab_size, ((1.0,) if quick else (0.0, 1.0))
+    answers, most = (count(pair / name) for name in ("answers.jsonl", "corpus/train.jsonl"))
+    tables = growing(own, sizes_to(answers, 200 if quick else 5), vocab)
+    on_text = growing(text, [answers] if quick else sizes_to(most, 200), vocab)
+    whole, whole_text = list(tables.values())[-1], list(on_text.values())[-1]
+    rows = variants(whole) | {"counted on the text": Variant(whole_text)}
+    curves = {f"own answers, T={each:g}": curve(bench, tables, SEQUENCES[-1], each) for each in temperatures}
+    return {
+        "saturation": curves | {"text, T=1": curve(bench, on_text, SEQUENCES[-1], 1.0)},
+        "variants": compare(bench, rows, temperatures),
+        "acceptance": acceptance(bench, {"own answers": whole, "text": whole_text}, temperatures),
+        "questions": len(asked),
+    }
+
+
+def count(file: Path) -> int:
+    """Conversations of a file."""
+    return sum(1 for _ in read_conversations(str(file)))
+
+
+def real_part(work: Path, questions: int, steps: int, heads_steps: int, quick: bool) -> dict[str, Any]:
+    """Real answers with LLaMA's vocabulary."""
+    tokenizer = load_tokenizer(str(LLAMA))
+    train, held = split(work)
+    trained = time.monotonic()
+    trunk = train_models(work, train, held, steps, heads_steps)
+    trained = time.monotonic() - trained
+    template = get_template("vicuna-v1.1", tokenizer)
+    asked = []
+    for conversation in islice(read_conversations(str(held)), questions):
+        turns = conversation.turns[:2]
+        whole = render(Conversation(conversation.id, turns), template, tokenizer).ids.tolist()
+        prompt = render_prompt(turns[:1], template, tokenizer)
+        assert whole[: len(prompt)] == prompt
+        asked.append(Question(prompt, whole[len(prompt) :][:NEW_TOKENS]))
+    model = load_model(str(trunk))
+    bench = Bench(RecordedTarget(model), load_heads(work / "heads"), wrap_model(model), asked, stop_ids(tokenizer))
+    shared, vocab = partial(rendered, SHAREGPT, "vicuna-v1.1", tokenizer), bench.scorer.vocab_size
+    most = count(SHAREGPT)
+    tables = growing(shared, sizes_to(most, 200 if quick else 10), vocab)
+    own = BigramTable.from_documents(rendered(train, "vicuna-v1.1", tokenizer, 10**9), vocab)
+    both = BigramTable.merge(tables[most], own)
+    rows = variants(tables[most]) | {"counted on own answers": Variant(own), "ShareGPT and own": Variant(both)}
+    return {
+        "saturation": {"ShareGPT, T=0": curve(bench, tables, SEQUENCES[-1], 0.0)},
+        "variants": compare(bench, rows, (0.0,)),
+        "acceptance": acceptance(bench, {"ShareGPT": tables[most], "ShareGPT and own": both}, (0.0,)),
+        "questions": len(asked),
+        "training": {"steps": steps, "heads_steps": heads_steps, "sec": trained},
+    }
+
+
+def split(work: Path) -> tuple[Path, Path]:
+    """Vicuna's answers to train on and those held out."""
+    files = work / "train.jsonl", work / "heldout.jsonl"
+    rows = list(read_conversations(str(VICUNA)))
+    write_conversations([row for place, row in enumerate(rows) if place % HELD_OUT], files[0])
+    write_conversations([row for place, row in enumerate(rows) if not place % HELD_OUT], files[1])
+    return files
+
+
+def train_models(work: Path, train: Path, held: Path, steps: int, heads_steps: int) -> Path:
+    """The small Llama and its heads, or those that are there. Returns the Llama's folder."""
+    common = {
+        "template": "vicuna-v1.1", "block_tokens": 256, "heldout_source": str(held), "cache": str(work / "prepared")
+    }  # fmt: skip
+    settings = {
+        "global_batch": 2, "micro_batch": 2, "warmup": 0.05, "betas": [0.9, 0.95], "evaluate_every": 0,
+        "save_every": 0,
+    }  # fmt: skip
+    mixture = [{"source": str(SHAREGPT)}, {"source": str(train), "weight": 2.0}]
+    out = work / "trunk"
+    drafter = {
+        "kind": "drafter", "out": str(out), "tokenizer": str(LLAMA), "model": {"config": TRUNK},
+        "data": common | {"mixture": mixture},
+        "train": settings | {"steps": steps, "learning_rate": 3e-3, "weight_decay": 0.05},
+        "measure": {"prompts": 0, "blocks": 32},
+    }  # fmt: skip
+    heads = {
+        "kind": "heads", "out": str(work / "heads"), "target": str(out), "num_heads": HEADS, "num_layers": 1,
+        "data": common | {"source": str(train)}, "train": settings | {"steps": heads_steps, "learning_rate": 3e-3},
+        "measure": {"prompts": 0, "blocks": 32},
+    }  # fmt: skip
+    for recipe in (drafter, heads):
+        checked: Any = parse_recipe(recipe, "table_worth")
+        run_train(checked)
+    return out
+
+
+def lines(part: str, results: dict[str, Any]) -> Iterator[str]:
+    """What a reader wants to see."""
+    yield f"\n{part}: {results['questions']} held-out questions, up to {NEW_TOKENS} tokens each"
+    for when, found in results["saturation"].items():
+        yield f"saturation, {when}, {SEQUENCES[-1]} sequences; r = 1: {found['r1_tokens_per_step']:.2f} tokens/step"
+        for row in found["points"]:
+            low, high = row["gain_over_r1_interval"]
+            yield (
+                f"  {row['conversations']:>7,} conversations {row['entries']:>9,} entries {row['megabytes']:6.2f} MB"
+                f"  {row['tokens_per_step']:.2f} tokens/step, {row['gain_over_r1']:+.1%} ({low:+.1%} to {high:+.1%})"
+            )
+        enough = found["enough_conversations"]
+        yield (
+            "  more still pays at the end"
+            if enough is None
+            else f"  enough: {enough:,} (at most {found['most_lost']:.1%} lost)"
+        )
+    for when, rows in results["variants"].items():
+        yield f"SLiM, {when}: tokens/step, gain over the table as counted"
+        for name, row in rows.items():
+            low, high = row["gain_over_counted_interval"]
+            gain = "" if name == "as counted" else f"  {row['gain_over_counted']:+.1%} ({low:+.1%} to {high:+.1%})"
+            yield f"  {name:24} {row['tokens_per_step']:.2f} ({row['interval'][0]:.2f}–{row['interval'][1]:.2f}){gain}"
+    for when, rows in results["acceptance"].items():
+        cells = [f"{name} {row['acceptance_rate']:.3f}" for name, row in rows.items()]
+        yield f"acceptance, {when}: {', '.join(cells)}"
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__.split("\n")[0])
+    parser.add_argument("--pair", type=Path, default=Path("runs/quickstart"), help="a finished quickstart")
+    parser.add_argument("--work", type=Path, help="folder that keeps what is trained for the part `real`")
+    parser.add_argument("--parts", default="pair,real")
+    parser.add_argument("--questions", type=int, default=24)
+    parser.add_argument("--steps", type=int, default=1000, help="of 512 tokens, for the small Llama")
+    parser.add_argument("--heads-steps", type=int, default=150)
+    parser.add_argument("--quick", action="store_true", help="few questions, few steps")
+    options = parser.parse_args()
+    if options.quick:
+        options.questions, options.steps, options.heads_steps = 4, 4, 4
+    wanted = options.parts.split(",")
+    if unknown := sorted(set(wanted) - {"pair", "real"}):
+        parser.error(f"unknown part {unknown[0]!r}: pair and real are known")
+    if "real" in wanted and not SHARED.is_dir():
+        parser.error(f"there is no folder {SHARED}: set DRAFTSMITH_SHARED to the shared data, or --parts pair")
+    results: dict[str, Any] = {}
+    with tempfile.TemporaryDirectory() as scratch:
+        work = options.work or Path(scratch)
+        work.mkdir(parents=True, exist_ok=True)
+        began = time.monotonic()
+        if "pair" in wanted:
+            results["pair"] = pair_part(options.pair, options.questions, options.quick)
+        if "real" in wanted:
+            results["real"] = real_part(work, options.questions, options.steps, options.heads_steps, options.quick)
+    for part, found in results.items():
+        print("\n".join(lines(part, found)))
+    print(json.dumps(results | {"sec": time.monotonic() - began, "machine": machine("cpu")}))
+
+
+if __name__ == "__main__":
+    main()
