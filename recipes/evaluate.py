@@ -22,25 +22,20 @@ from ..data.reading import read_prompts
 from ..data.rendering import prompt_renderer
 from ..data.templates import get_template
 from ..decode.engine import Limits
-from ..decode.measure import Entry, Run, measure
+from ..decode.measure import BASELINE, Entry, Run, measure
 from ..decode.methods import Parts
 from ..decode.models import LanguageModel
+from ..decode.replay import predict_entries, record_entries
 from ..decode.summary import Asked, Summariser, Summary, same_as_reference
 from ..train.interrupts import Interrupted, StopSignals
 from .config import EvaluateRecipe
 from .journal import RunJournal
 from .loading import write_recipe
-from .opening import _load_heads, _load_parts, device_of, entries_of, open_recipe  # noqa: F401
+from .opening import Opened, entries_of, open_recipe
 from .report import report_beside, write_report
 from .results import KIND, SCHEMA, write_results
 from .terminal import Advance, bar, categories_table, console, results_table, say
 
-
-def _device(wanted: str) -> str:
-    return wanted if wanted != "auto" else "cpu"
-
-
-_entries = entries_of
 _NAMED_PASSED_OVER = 20  # of prompts that were too long; of the others only the number is kept
 
 
@@ -72,6 +67,8 @@ def run_evaluate(recipe: EvaluateRecipe) -> dict[str, Any]:
         summariser = Summariser(target, parts, asked, runs, limits, seed=recipe.seed, text_of=text_of)
         with bar("timing steps, reading texts", "methods") as advance:
             summary = summariser.summarise(entries, _Watch(signals, advance))
+        say("evaluate: foretelling the rows by replay of the target's own texts")
+        _predict(summary, opened, entries, asked, runs)
         results = _results(recipe, asked, passed, device, summary, same_as_reference(entries, runs))
         results["resumed"] = len(journal.finished)
         write_results(out, results)
@@ -130,6 +127,18 @@ def _measure(
             on_run=journal.add,
             progress=_Watch(signals, advance),
         )
+
+
+def _predict(
+    summary: Summary, opened: Opened, entries: Sequence[Entry], asked: Sequence[Asked], runs: dict[str, Run]
+) -> None:
+    """Put beside each row what replay of the baseline's texts foretells; None where it cannot."""
+    texts = {entry.sampling: runs[entry.label].ids for entry in entries if entry.method == BASELINE}
+    prompts = [prompt.ids for prompt in asked]
+    recordings = record_entries(opened.target, opened.parts, entries, prompts, texts)
+    predictions = predict_entries(recordings, opened.parts, entries)
+    for row in summary.rows:
+        row["prediction"] = predictions[row["label"]]
 
 
 def _results(

@@ -5,7 +5,8 @@
 First the tokens per step that replay predicts from one recording beside those that decoding takes: at temperature 0 on
 the same texts, where they must be equal, and at temperature 1 on other ones. Then every γ of speculative decoding and
 some k-configurations are decoded and timed, interleaved prompt by prompt. Of these measurements the choice sees, as in
-`draftsmith tune`, only those of the three settings that replay holds fastest under the measured cost model. The last line is one JSON object.
+`draftsmith tune`, only those of the three settings that replay holds fastest under the measured cost model. The last
+line is one JSON object.
 """
 
 from __future__ import annotations

@@ -189,8 +189,17 @@ def compare(bench: Bench, rows: dict[str, Variant], temperatures: Sequence[float
                     "gain_over_r1_interval": gain_interval, "gain_over_counted": other,
                     "gain_over_counted_interval": other_interval,
                 }  # fmt: skip
-            results[f"T={temperature:g}, {sequences} sequences"] = found
+            results[f"T={temperature:g}, {sequences} seq."] = found
     return results
+
+
+def curves(bench: Bench, source: str, tables: dict[int, BigramTable], temperatures: Sequence[float]) -> dict[str, Any]:
+    """Curves with the fewest and the most sequences, by what was counted, temperature and sequences."""
+    return {
+        f"{source}, T={temperature:g}, {sequences} seq.": curve(bench, tables, sequences, temperature)
+        for temperature in temperatures
+        for sequences in (SEQUENCES[0], SEQUENCES[-1])
+    }
 
 
 def curve(bench: Bench, tables: dict[int, BigramTable], sequences: int, temperature: float) -> dict[str, Any]:
@@ -267,9 +276,9 @@ def pair_part(pair: Path, questions: int, quick: bool) -> dict[str, Any]:
     on_text = growing(text, [answers] if quick else sizes_to(most, 200), vocab)
     whole, whole_text = list(tables.values())[-1], list(on_text.values())[-1]
     rows = variants(whole) | {"counted on the text": Variant(whole_text)}
-    curves = {f"own answers, T={each:g}": curve(bench, tables, SEQUENCES[-1], each) for each in temperatures}
+    own_curves = curves(bench, "own answers", tables, temperatures)
     return {
-        "saturation": curves | {"text, T=1": curve(bench, on_text, SEQUENCES[-1], 1.0)},
+        "saturation": own_curves | curves(bench, "text", on_text, (1.0,)),
         "variants": compare(bench, rows, temperatures),
         "acceptance": acceptance(bench, {"own answers": whole, "text": whole_text}, temperatures),
         "questions": len(asked),
@@ -305,7 +314,7 @@ def real_part(work: Path, questions: int, steps: int, heads_steps: int, quick: b
     both = BigramTable.merge(tables[most], own)
     rows = variants(tables[most]) | {"counted on own answers": Variant(own), "ShareGPT and own": Variant(both)}
     return {
-        "saturation": {"ShareGPT, T=0": curve(bench, tables, SEQUENCES[-1], 0.0)},
+        "saturation": curves(bench, "ShareGPT", tables, (0.0,)),
         "variants": compare(bench, rows, (0.0,)),
         "acceptance": acceptance(bench, {"ShareGPT": tables[most], "ShareGPT and own": both}, (0.0,)),
         "questions": len(asked),
@@ -354,7 +363,7 @@ def lines(part: str, results: dict[str, Any]) -> Iterator[str]:
     """What a reader wants to see."""
     yield f"\n{part}: {results['questions']} held-out questions, up to {NEW_TOKENS} tokens each"
     for when, found in results["saturation"].items():
-        yield f"saturation, {when}, {SEQUENCES[-1]} sequences; r = 1: {found['r1_tokens_per_step']:.2f} tokens/step"
+        yield f"saturation, {when}; r = 1: {found['r1_tokens_per_step']:.2f} tokens/step"
         for row in found["points"]:
             low, high = row["gain_over_r1_interval"]
             yield (

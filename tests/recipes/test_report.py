@@ -140,7 +140,7 @@ def test_the_page_says_what_was_measured(results: Path, tmp_path: Path) -> None:
     assert f"{best['speedup']:.2f}× " in page.text
     assert found["machine"]["versions"]["torch"] in page.text
     assert found["machine"]["name"] in page.text
-    assert len(page.tables) == 5
+    assert len(page.tables) == 6
     assert len(page.drawings) >= 5
 
 
