@@ -66,6 +66,7 @@ HEADS = 4
 NEW_TOKENS = 48
 SEQUENCES = (1, 4, 20)
 LEAST_GAIN = 0.01
+QUICK = ((4,), (1,))  # sequences and gammas
 HELD_OUT = 10  # one answer of so many
 BATCH = 16
 SMOOTHED: dict[str, dict[str, Any]] = {
@@ -118,6 +119,8 @@ class Bench:
     drafter: Any
     questions: list[Question]
     stop: tuple[int, ...]
+    sequences: tuple[int, ...] = SEQUENCES
+    gammas: tuple[int, ...] = (1, 2)
     done: list[float] = field(default_factory=lambda: [0, time.monotonic()])
 
     def run(self, method: str, temperature: float, table: BigramTable | None = None, **options: Any) -> np.ndarray:
@@ -177,7 +180,7 @@ def compare(bench: Bench, rows: dict[str, Variant], temperatures: Sequence[float
     """Each row's tokens per step and its gains over r = 1 and over the table as counted, by temperature, sequences."""
     results: dict[str, Any] = {}
     for temperature in temperatures:
-        for sequences in SEQUENCES:
+        for sequences in bench.sequences:
             counts = {name: bench.slim(variant, sequences, temperature) for name, variant in rows.items()}
             found: dict[str, Any] = {}
             for name, counts_P2 in counts.items():
@@ -198,7 +201,7 @@ def curves(bench: Bench, source: str, tables: dict[int, BigramTable], temperatur
     return {
         f"{source}, T={temperature:g}, {sequences} seq.": curve(bench, tables, sequences, temperature)
         for temperature in temperatures
-        for sequences in (SEQUENCES[0], SEQUENCES[-1])
+        for sequences in sorted({bench.sequences[0], bench.sequences[-1]})
     }
 
 
@@ -231,7 +234,7 @@ def acceptance(bench: Bench, tables: dict[str, BigramTable], temperatures: Seque
     methods |= {name: ("bigram", options) for name, options in SMOOTHED.items()}
     methods["neural drafter"] = ("speculative", {})
     results: dict[str, Any] = {}
-    for source, temperature, gamma in itertools.product(tables, temperatures, (1, 2)):
+    for source, temperature, gamma in itertools.product(tables, temperatures, bench.gammas):
         found = {}
         for name, (method, options) in methods.items():
             counts_P4 = bench.run(method, temperature, tables[source], gamma=gamma, **options)
@@ -267,7 +270,7 @@ def pair_part(pair: Path, questions: int, quick: bool) -> dict[str, Any]:
     drafter = wrap_model(load_model(str(pair / "drafter")))
     asked = [Question(ids) for _, ids in prompts]
     heads = load_heads(pair / "heads")
-    bench = Bench(wrap_model(target), heads, drafter, asked, stop_ids(tokenizer))
+    bench = Bench(wrap_model(target), heads, drafter, asked, stop_ids(tokenizer), *(QUICK if quick else ()))
     own = partial(rendered, pair / "answers.jsonl", "chatml", tokenizer)
     text = partial(rendered, pair / "corpus" / "train.jsonl", "chatml", tokenizer)
     vocab, temperatures = bench.scorer.vocab_size, ((1.0,) if quick else (0.0, 1.0))
@@ -306,7 +309,10 @@ def real_part(work: Path, questions: int, steps: int, heads_steps: int, quick: b
         assert whole[: len(prompt)] == prompt
         asked.append(Question(prompt, whole[len(prompt) :][:NEW_TOKENS]))
     model = load_model(str(trunk))
-    bench = Bench(RecordedTarget(model), load_heads(work / "heads"), wrap_model(model), asked, stop_ids(tokenizer))
+    extra = QUICK if quick else ()
+    bench = Bench(
+        RecordedTarget(model), load_heads(work / "heads"), wrap_model(model), asked, stop_ids(tokenizer), *extra
+    )
     shared, vocab = partial(rendered, SHAREGPT, "vicuna-v1.1", tokenizer), bench.scorer.vocab_size
     most = count(SHAREGPT)
     tables = growing(shared, sizes_to(most, 200 if quick else 10), vocab)
