@@ -5,6 +5,7 @@ Letters: V vocabulary, E entries.
 
 from __future__ import annotations
 
+import math
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -38,7 +39,7 @@ def pruned(table: BigramTable, min_count: int, top: int, megabytes: float | None
         of the whole counts: `pairs`, `entries`, and how many entries were seen once and twice.
 
     Raises:
-        ValueError: a table that is pruned already; a negative condition; a size in which no pair fits.
+        ValueError: a table that is pruned already; a negative condition; conditions that no pair meets.
     """
     if table.pruning is not None:
         raise ValueError(
@@ -47,6 +48,8 @@ def pruned(table: BigramTable, min_count: int, top: int, megabytes: float | None
         )
     if min_count < 1 or top < 0:
         raise ValueError(f"min_count must be at least 1 and top at least 0, got {min_count} and {top}")
+    if megabytes is not None and not math.isfinite(megabytes):
+        raise ValueError(f"megabytes must be a size, got {megabytes}")
     count_E = table.count.numpy()
     keep_E = count_E >= min_count
     if top:
@@ -55,6 +58,11 @@ def pruned(table: BigramTable, min_count: int, top: int, megabytes: float | None
     if megabytes is not None:
         threshold = max(min_count, _threshold(count_E[keep_E], table.vocab_size, megabytes))
         keep_E &= count_E >= threshold
+    if table.entries and not keep_E.any():
+        raise ValueError(
+            f"this leaves none of {table.entries} entries: the highest count is {count_E.max()}, and pairs are kept "
+            f"from a count of {threshold} on"
+        )
     row_ptr = np.searchsorted(np.flatnonzero(keep_E), table.row_ptr.numpy())
     once, twice = seen_once_and_twice(table)
     return {

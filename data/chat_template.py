@@ -20,7 +20,10 @@ def own_template(tokenizer: Any) -> Template:
             without a special token.
     """
     if not getattr(tokenizer, "chat_template", None):
-        raise ValueError("template 'tokenizer' is the tokenizer's own chat template, and this tokenizer has none")
+        raise ValueError(
+            "template 'tokenizer' is the tokenizer's own chat template, and this tokenizer has none: name another, "
+            "such as vicuna-v1.1 or plain"
+        )
     if "strftime_now" in str(tokenizer.chat_template) and "date_string" not in str(tokenizer.chat_template):
         raise ValueError(
             "template 'tokenizer': the tokenizer's chat template writes today's date, so that what is learned would be "

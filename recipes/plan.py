@@ -100,8 +100,8 @@ def plan_recipe(recipe: DrafterRecipe | HeadsRecipe | TableRecipe) -> Plan:
     """
     if isinstance(recipe, TableRecipe):
         raise ValueError(
-            "--plan is for recipes that train, and a table is counted in one pass over the data: `draftsmith prepare` "
-            "says how much of it there is"
+            "--plan is for recipes that train, and a table is counted in one pass over the data, at about the speed of "
+            "its tokenizer and within `count.memory_mb` of memory"
         )
     accelerator = make_accelerator(recipe.train.precision)
     on_main(accelerator, partial(check_out, Path(recipe.out), recipe))

@@ -10,36 +10,42 @@ from ..train.interrupts import Interrupted, TrainingError
 Found = TypeVar("Found")
 
 
+class StoppedError(TrainingError):
+    """A process ended its work because another one had to; that one tells why."""
+
+
 def together(accelerator: Any, work: Callable[[], Found]) -> Found:
     """Do something in all processes. Where one of them fails all end, and the main process alone tells why: the others
     leave with its exit code.
 
     Raises:
-        ValueError, TrainingError, Interrupted: what the first process raised that failed (an OSError is told as a
-            TrainingError, but by a single process, which raises it as it is).
+        ValueError, TrainingError, Interrupted: what the first process raised that failed, of those that were not
+            stopped by another (an OSError is told as a TrainingError, but by a single process, which raises it as it
+            is).
     """
     if accelerator.num_processes == 1:
         return work()
     from accelerate.utils import gather_object
 
-    found, failed = None, None
+    found, failed, follows = None, None, False
     try:
         found = work()
     except Interrupted as error:
         failed = (128 + error.signal_number, str(error))
     except ValueError as error:
         failed = (1 if isinstance(error, TrainingError) else 2, str(error))
+        follows = isinstance(error, StoppedError)
     except OSError as error:
         failed = (1, f"process {accelerator.process_index}: {error}")
     try:
-        failures = [failure for failure in gather_object([failed]) if failure is not None]
+        failures = [entry for entry in gather_object([(follows, failed)]) if entry[1] is not None]
     except RuntimeError:
-        if failed is None or failed[0] < 128:
+        if failed is None or not (failed[0] > 128 or follows):
             raise
-        failures = [failed]  # the launcher has ended another process already, which answers no more
+        failures = [(follows, failed)]  # the launcher has ended another process already, which answers no more
     if not failures:
         return found  # type: ignore[return-value]
-    code, text = failures[0]
+    _, (code, text) = min(failures, key=lambda entry: entry[0])
     if code > 128:
         raise Interrupted(code - 128, text)
     if not accelerator.is_main_process:

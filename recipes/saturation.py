@@ -225,6 +225,7 @@ def _measured(
         "section": section.model_dump(mode="json", exclude={"sizes", "least_gain", "device"}),
         "prune": None if recipe.prune is None else recipe.prune.model_dump(mode="json"),
         "heads": load_manifest(Path(section.heads)).files,
+        "read": {source: _state_of(Path(source)) for source in (section.target, section.prompts) if source is not None},
     }
     kept = _kept(file, identity)
     wanted = ["none", *(str(part.conversations) for part in parts)]
@@ -250,6 +251,12 @@ def _measured(
     results = _results(recipe, section, parts, {name: kept[name] for name in wanted})
     _write(file, results | {"identity": identity, "counts": {name: kept[name] for name in wanted}})
     return results
+
+
+def _state_of(source: Path) -> Any:
+    """What a local file or folder holds, so that a change is seen; None for what lies elsewhere."""
+    files = [source] if source.is_file() else sorted(path for path in source.rglob("*") if path.is_file())
+    return [[path.name, path.stat().st_size, path.stat().st_mtime_ns] for path in files] or None
 
 
 def _kept(file: Path, identity: dict[str, Any]) -> dict[str, dict[str, list[list[int]]]]:

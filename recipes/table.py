@@ -3,18 +3,15 @@ keys, and the main process lays the parts together. What was counted stays when 
 
 from __future__ import annotations
 
-import fcntl
 import json
-import os
-import re
 import shutil
 import socket
 import time
 import uuid
 from collections.abc import Callable, Iterable, Iterator
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import ExitStack, contextmanager, suppress
-from dataclasses import dataclass
+from contextlib import ExitStack, suppress
+from dataclasses import dataclass, field
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -28,24 +25,36 @@ from ..data.templates import get_template
 from ..data.tokenizers import load_tokenizer
 from ..train.counting import Counted, PairCounter, counted
 from ..train.interrupts import Interrupted, StopSignals
-from ..train.table import Numbered, Share, count_laid, laid_end_to_end, spilled_place, token_documents
+from ..train.table import Numbered, Share, count_laid, laid_end_to_end, token_documents
 from .loading import write_recipe
 from .outcome import check_out, state_folder
 from .prepare import conversations_identity, training_conversations
-from .processes import together
+from .processes import StoppedError, together
 from .table_report import say_report
+from .table_state import (
+    IDENTITY,
+    PARTS,
+    STOP,
+    TOKEN,
+    Places,
+    Stopping,
+    empty,
+    locked,
+    rank_folders,
+    read_identity,
+    read_word,
+    refuse_counting,
+    refuse_moved,
+    spilled_places,
+    write_whole,
+)
 from .terminal import say
 from .training import TableRecipe
 
 _MERGING = 2
 """Ranges of keys that a process merges at a time."""
-_STOP = "stop"
-_TOKEN = "token"
-_IDENTITY = "identity.json"
-_SECONDS_BETWEEN_LOOKS = 1.0
 _SECONDS_BETWEEN_LINES = 15.0
 _SECONDS_TO_APPEAR = 10.0
-_RANK_FOLDER = re.compile(r"rank-(\d+)-of-(\d+)")
 
 
 def run_table(recipe: TableRecipe, _: Path, accelerator: Any) -> None:
@@ -180,6 +189,12 @@ class _Job:
     accelerator: Any
     tokenizer: Any
     vocab_size: int
+    word: str = ""
+    """What this launch's processes know each other by; see `see`."""
+    identity: dict[str, Any] = field(default_factory=dict)
+    """Whose counts these are, in the main process."""
+    before: Places = field(default_factory=dict)
+    """What was counted before this launch."""
 
     @property
     def folder(self) -> Path:
@@ -198,22 +213,29 @@ class _Job:
         return work() if self.accelerator.is_main_process else None
 
     def begin(self, stack: ExitStack) -> str:
-        """Claim the folder of the state, and empty it where it belongs to another recipe. Returns a word in it."""
+        """Claim the folder of the state, and empty it where it belongs to another recipe. Returns a word in it.
+
+        Raises:
+            ValueError: another process counts into it; counts of which nothing says whose they are.
+        """
         self.folder.mkdir(parents=True, exist_ok=True)
-        stack.enter_context(_locked(self.folder))
-        identity = count_identity(self.recipe, self.tokenizer) | {"vocab_size": self.vocab_size}
-        identity = json.loads(json.dumps(identity))
-        theirs = _read_json(self.folder / _IDENTITY)
-        if theirs != identity:
-            if theirs:
-                changed = ", ".join(sorted(key for key in identity if theirs.get(key) != identity[key]))
-                say(f"table: counting anew: {self.folder} holds counts of other settings ({changed})")
-            _empty(self.folder)
-        for leftover in (_STOP, _TOKEN):
-            (self.folder / leftover).unlink(missing_ok=True)
-        _write(self.folder / _IDENTITY, json.dumps(identity))
+        stack.enter_context(locked(self.folder))
         token = uuid.uuid4().hex
-        _write(self.folder / _TOKEN, token)
+        # Before the look for locks: a process of an earlier launch takes its lock first, then looks for its own word.
+        write_whole(self.folder / TOKEN, token)
+        refuse_counting(self.folder)
+        identity = count_identity(self.recipe, self.tokenizer) | {"vocab_size": self.vocab_size}
+        self.identity = json.loads(json.dumps(identity))
+        theirs = read_identity(self.folder)
+        if theirs != self.identity:
+            if theirs is not None:
+                changed = ", ".join(sorted(key for key in identity if theirs.get(key) != self.identity[key]))
+                say(f"table: counting anew: {self.folder} holds counts of other settings ({changed})")
+            empty(self.folder)
+            write_whole(self.folder / IDENTITY, json.dumps(self.identity))
+        (self.folder / STOP).unlink(missing_ok=True)
+        if (self.folder / PARTS).is_dir():
+            shutil.rmtree(self.folder / PARTS)
         return token
 
     def broadcast(self, token: str | None) -> tuple[str, str]:
@@ -236,43 +258,56 @@ class _Job:
         """
         token, host = told
         deadline = time.monotonic() + _SECONDS_TO_APPEAR
-        while not (self.folder / _TOKEN).is_file() or (self.folder / _TOKEN).read_text(encoding="utf-8") != token:
+        while read_word(self.folder / TOKEN) != token:
             if time.monotonic() >= deadline:
                 raise ValueError(
                     f"process {self.rank} on {socket.gethostname()} does not see in {self.folder.absolute()} what "
                     f"process 0 on {host} wrote there: `out` must lie on a file system that all processes share"
                 )
             time.sleep(0.2)
+        self.word = token
 
     def count(self) -> dict[str, Any]:
-        """Count this process's share. Returns what there is to say about the data."""
-        stop = self.folder / _STOP
+        """Count this process's share. Returns what there is to say about the data.
+
+        Raises:
+            ValueError: what reading, rendering and counting raise.
+            Interrupted, StoppedError: a signal came, or another process has stopped; what was counted is on disk.
+        """
         section = self.recipe.data
         reports = [CorpusReport() for _ in section.parts()]
-        share = Share(self.rank, self.world, _earlier(self.folder))
+        self.before = spilled_places(self.folder)
+        share = Share(self.rank, self.world, tuple(sorted(self.before.items())))
         with StopSignals() as signals:
-            stopping = _Stopping(signals, stop)
+            stopping = Stopping(signals, self.folder / STOP, self.word)
             numbers = _Numbers(training_conversations(section, reports, tell=self.rank == 0), share, stopping)
             try:
                 self._count(numbers)
             except (ValueError, OSError):
                 with suppress(OSError):
-                    stop.touch()
+                    self._stop_others()
                 raise
             if signals.received is not None:
-                stop.touch()
+                self._stop_others()
         if signals.received is not None:
             message = f"table: stopped by signal {signals.received}; the same command goes on from what is counted"
             self.on_main(partial(say, message))
             raise Interrupted(signals.received, message)
-        for part, report in zip(section.parts(), reports, strict=True) if not stopping() else ():
+        if stopping.told:
+            raise StoppedError("counting was stopped by another process; the same command goes on")
+        for part, report in zip(section.parts(), reports, strict=True):
             self.on_main(partial(say, f"data: {part.source}: {report.summary()}"))
         return {"conversations": numbers.read, "corpus": _corpus(self.recipe, reports)}
+
+    def _stop_others(self) -> None:
+        (self.folder / STOP).write_text(self.word, encoding="utf-8")
 
     def _count(self, numbers: _Numbers) -> None:
         folder = self.folder / f"rank-{self.rank}-of-{self.world}"
         options = self.recipe.count
         with PairCounter(self.vocab_size, folder, options.memory_mb) as counter:
+            if read_word(self.folder / TOKEN) != self.word:
+                raise ValueError(f"another process is counting into {self.folder}: it was started after this one")
             if counter.tokens:
                 self.on_main(partial(say, f"table: going on after {counter.tokens:,} tokens that are counted already"))
             shown = _Progress(numbers, counter, self.rank, self.world)
@@ -280,7 +315,12 @@ class _Job:
             count_laid(batches, counter, save_seconds=60 * options.save_minutes, progress=shown)
 
     def merge(self) -> None:
-        """Merge this process's range of the keys of all that was counted, by whichever process."""
+        """Merge this process's range of the keys of all that was counted, by whichever process.
+
+        Raises:
+            ValueError: a process of an earlier launch has counted meanwhile; damaged counts.
+        """
+        refuse_moved(self.folder, self.before, self.world)
         total = self._counted(check=self.rank == 0)
         mine = slice(self.rank * _MERGING, (self.rank + 1) * _MERGING)
         ranges, parts = total.ranges(self.world * _MERGING)[mine], self.parts()[mine]
@@ -295,10 +335,10 @@ class _Job:
     def parts(self) -> list[Path]:
         """The files of all ranges."""
         number = self.world * _MERGING
-        return [self.folder / "parts" / f"{place}-of-{number}" for place in range(number)]
+        return [self.folder / PARTS / f"{place}-of-{number}" for place in range(number)]
 
     def _counted(self, *, check: bool) -> Counted:
-        return counted([folder for folder, _, _ in _rank_folders(self.folder)], self.vocab_size, check)
+        return counted([folder for folder, _, _ in rank_folders(self.folder)], self.vocab_size, check)
 
     def finish(self, data: dict[str, Any]) -> None:
         """Lay the parts together, write the artifacts, and delete the state."""
@@ -309,8 +349,7 @@ class _Job:
             names = ", ".join(part.source for part in self.recipe.data.parts())
             raise ValueError(f"there is nothing to count: {data['conversations']} conversations of {names} are left")
         total.assemble(self.parts(), whole / TABLE_FILE)
-        identity = _read_json(self.folder / _IDENTITY)
-        data = {"source": identity, "documents": total.documents, "tokens": total.tokens} | data
+        data = {"source": self.identity, "documents": total.documents, "tokens": total.tokens} | data
         if self.recipe.prune is None or self.recipe.prune.keep_whole:
             complete = whole_recipe(self.recipe)
             table = BigramTable.load(whole)
@@ -330,21 +369,6 @@ class _Job:
         shutil.rmtree(self.folder, ignore_errors=True)
         with suppress(OSError):
             self.folder.parent.rmdir()  # of a table it holds nothing else
-
-
-class _Stopping:
-    """Whether to stop counting: a signal came, or another process has stopped."""
-
-    def __init__(self, signals: StopSignals, file: Path) -> None:
-        self._signals, self._file = signals, file
-        self._look, self._seen = 0.0, False
-
-    def __call__(self) -> bool:
-        now = time.monotonic()
-        if now >= self._look:
-            self._look = now + _SECONDS_BETWEEN_LOOKS
-            self._seen = self._file.exists()
-        return self._seen or self._signals.received is not None
 
 
 class _Numbers:
@@ -386,21 +410,6 @@ class _Progress:
         )
 
 
-def _rank_folders(folder: Path) -> list[tuple[Path, int, int]]:
-    """Folders of counts with the rank and the number of processes that wrote them, in one order everywhere."""
-    found = ((path, _RANK_FOLDER.fullmatch(path.name)) for path in folder.iterdir())
-    ranks = [(path, int(match[1]), int(match[2])) for path, match in found if match is not None]
-    return sorted(ranks, key=lambda entry: (entry[2], entry[1]))
-
-
-def _earlier(folder: Path) -> tuple[tuple[int, dict[int, int]], ...]:
-    """How far each process came of each number of processes that counted here; see `Share`."""
-    places: dict[int, dict[int, int]] = {}
-    for path, rank, world in _rank_folders(folder):
-        places.setdefault(world, {})[rank] = spilled_place(path)
-    return tuple(sorted(places.items()))
-
-
 def _corpus(recipe: TableRecipe, reports: list[CorpusReport]) -> dict[str, Any]:
     """What became of the rows of all sources together, and of each."""
     total = CorpusReport()
@@ -409,43 +418,3 @@ def _corpus(recipe: TableRecipe, reports: list[CorpusReport]) -> dict[str, Any]:
     parts = zip(recipe.data.parts(), reports, strict=True)
     each = [{"source": part.source, "weight": part.weight} | report.as_dict() for part, report in parts]
     return total.as_dict() | {"sources": each}
-
-
-@contextmanager
-def _locked(folder: Path) -> Iterator[None]:
-    """Keep others from counting into the same folder."""
-    lock = os.open(folder, os.O_RDONLY)
-    try:
-        try:
-            fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        except BlockingIOError as error:
-            raise ValueError(
-                f"another process is counting into {folder}; wait for it, or choose another `out`"
-            ) from error
-        yield
-    finally:
-        os.close(lock)
-
-
-def _empty(folder: Path) -> None:
-    for path in folder.iterdir():
-        if path.is_dir():
-            shutil.rmtree(path)
-        else:
-            path.unlink()
-
-
-def _read_json(file: Path) -> dict[str, Any]:
-    """The object in a file; {} where there is none, or what a crash left of one."""
-    try:
-        found = json.loads(file.read_text(encoding="utf-8"))
-    except (FileNotFoundError, json.JSONDecodeError):
-        return {}
-    return found if isinstance(found, dict) else {}
-
-
-def _write(file: Path, text: str) -> None:
-    """Whole or not at all."""
-    unfinished = file.with_name(f".{file.name}")
-    unfinished.write_text(text, encoding="utf-8")
-    unfinished.replace(file)

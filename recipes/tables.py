@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-import json
+import shutil
 from collections.abc import Sequence
 from itertools import combinations
 from pathlib import Path
@@ -39,8 +39,8 @@ def merge_tables(folders: Sequence[Path], out: Path, *, again: bool = False) -> 
         again: merge tables that were counted from the same data too.
 
     Raises:
-        ValueError: fewer than two tables; a damaged one; other vocabularies or tokenizers; pruned counts; the same
-            data twice; `out` is there already; a pair seen more often than a table can hold.
+        ValueError: fewer than two tables; a damaged one; other vocabularies or tokenizers; pruned counts; different
+            rules of counting; the same data twice; `out` is there already; a pair seen too often for a table.
     """
     if len(folders) < 2:
         raise ValueError(f"merging takes two tables or more, got {len(folders)}")
@@ -49,12 +49,14 @@ def merge_tables(folders: Sequence[Path], out: Path, *, again: bool = False) -> 
     tables = [BigramTable.load(folder) for folder in folders]
     _check_alike(folders, manifests, tables)
     parts = [part for folder, manifest in zip(folders, manifests, strict=True) for part in _parts_of(folder, manifest)]
+    _check_rules(parts)
     if not again:
         _check_once(parts)
     vocab_size = tables[0].vocab_size
     unigram_V = np.sum([table.unigram.numpy() for table in tables], axis=0)
     unfinished = out.with_name(f".{out.name}.merging")
-    unfinished.mkdir(parents=True, exist_ok=True)
+    shutil.rmtree(unfinished, ignore_errors=True)  # of a merge that was killed
+    unfinished.mkdir(parents=True)
     file = unfinished / TABLE_FILE
     try:
         write_table(file, vocab_size, merged_runs(tables), unigram_V)
@@ -71,8 +73,7 @@ def merge_tables(folders: Sequence[Path], out: Path, *, again: bool = False) -> 
             data={key: sum(part.get(key, 0) for part in parts) for key in _SUMS} | {"parts": parts},
         )
     finally:
-        file.unlink(missing_ok=True)
-        unfinished.rmdir()
+        shutil.rmtree(unfinished, ignore_errors=True)
 
 
 def prune_table(folder: Path, out: Path, *, min_count: int = 1, top: int = 0, megabytes: float | None = None) -> None:
@@ -135,10 +136,23 @@ def _parts_of(folder: Path, manifest: Manifest) -> list[dict[str, Any]]:
     return [{"table": str(folder), "sha256": manifest.files[TABLE_FILE]["sha256"]} | manifest.data]
 
 
+def _check_rules(parts: Sequence[dict[str, Any]]) -> None:
+    """Raises ValueError naming two parts of which not the same pairs were counted."""
+    told = [part for part in parts if isinstance(part.get("source"), dict)]
+    for part in told:
+        for key in ("pairs", "roles"):
+            one, other = told[0]["source"].get(key), part["source"].get(key)
+            if one != other:
+                raise ValueError(
+                    f"{told[0]['table']} and {part['table']} were counted by different rules, which would mix: "
+                    f"`count.{key}` is {one} there and {other} here"
+                )
+
+
 def _check_once(parts: Sequence[dict[str, Any]]) -> None:
     """Raises ValueError naming two parts that were counted from the same data."""
     for one, other in combinations(parts, 2):
-        same = one.get("source") is not None and json.dumps(one["source"]) == json.dumps(other.get("source"))
+        same = one.get("source") is not None and one["source"] == other.get("source")
         if same or one["sha256"] == other["sha256"]:
             raise ValueError(
                 f"{one['table']} and {other['table']} were counted from the same data, which would count twice; "

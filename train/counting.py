@@ -14,6 +14,7 @@ import os
 import weakref
 from collections.abc import Iterator, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
+from contextlib import ExitStack
 from dataclasses import dataclass
 from itertools import pairwise
 from pathlib import Path
@@ -73,11 +74,14 @@ class PairCounter:
         self.folder = Path(folder)
         self.folder.mkdir(parents=True, exist_ok=True)
         self._unlock = weakref.finalize(self, os.close, _lock(self.folder))
-        index = read_index(self.folder, vocab_size, check=True)
-        remove_leftovers(self.folder, index)
+        with ExitStack() as refused:
+            refused.callback(self._unlock)
+            index = read_index(self.folder, vocab_size, check=True)
+            remove_leftovers(self.folder, index)
+            self._ends_V = read_ends(self.folder, index, vocab_size)
+            refused.pop_all()
         said = index or {"place": None, "tokens": 0, "documents": 0, "runs": []}
         self._runs: list[dict[str, Any]] = said["runs"]
-        self._ends_V = read_ends(self.folder, index, vocab_size)
         self.place: Any = said["place"]
         self.tokens: int = said["tokens"]
         self.documents: int = said["documents"]
@@ -106,7 +110,8 @@ class PairCounter:
 
         Raises:
             ValueError: a token outside the vocabulary, named with its document's number; nothing of this call counts.
-            OSError: a run could not be written; the folder is as it was at the last spill.
+            OSError: a run could not be written, or a process that counts died (`ChildProcessError`); the folder is as
+                it was at the last spill.
             RuntimeError: this counter failed before; open the folder again.
         """
         self._check_usable()
@@ -129,6 +134,7 @@ class PairCounter:
 
         Raises:
             OSError: the disk is full, or the like; what was spilled before is untouched, and this may be tried again.
+            ChildProcessError: a process that counts died; what was spilled before is untouched, open the folder again.
         """
         self._check_usable()
         if self._filled:

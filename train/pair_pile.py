@@ -17,6 +17,7 @@ import sys
 import time
 import weakref
 from contextlib import suppress
+from importlib import import_module
 from io import RawIOBase
 from pathlib import Path
 from typing import IO, Any, Protocol
@@ -26,6 +27,9 @@ from numpy.typing import NDArray
 
 from ..checkpoints.pair_runs import Run, key_dtype, merge_runs, run_of_keys
 from .run_files import write_run
+
+_AVX512 = ("AVX512F", "AVX512_SKX", "X86_V4")
+"""What the AVX-512 that numpy sorts with is called in its versions."""
 
 _SLOW_SECONDS = 15e-9
 """A key that takes longer to sort is taken as a sign of slow AVX-512; AVX2 takes 6 ns, scalar code 60."""
@@ -54,7 +58,7 @@ class Slots:
         dtype = key_dtype(vocab_size)
         self.size = size
         whole = number * size * dtype.itemsize
-        if file is None and sys.platform == "linux":
+        if file is None and sys.platform == "linux" and hasattr(os, "memfd_create"):
             file = os.memfd_create("draftsmith-count")
             os.ftruncate(file, whole)
         self.file = -1 if file is None else file
@@ -109,21 +113,22 @@ class LocalPile:
 
 
 class RemotePile:
-    """A `LocalPile` in a process of its own, whose numpy sorts without AVX-512; it ends with its owner."""
+    """A `LocalPile` in a process of its own, whose numpy sorts without AVX-512; it ends with its owner.
+
+    Signals to its owner's process group do not reach it: the owner may want to spill before it ends.
+    `count` and `spill` raise `ChildProcessError` where the process died.
+    """
 
     def __init__(self, slots: Slots, number: int, vocab_size: int, budget: int) -> None:
         settings = {"file": slots.file, "number": number, "size": slots.size}
-        environment = os.environ | {
-            "PYTHONPATH": os.pathsep.join(path or os.getcwd() for path in sys.path),
-            "NPY_DISABLE_CPU_FEATURES": "AVX512F AVX512_SKX X86_V4",
-            "OMP_NUM_THREADS": "1",
-        }
+        # -P: what lies in the working folder is imported only where this process would import it as well.
         self._process = subprocess.Popen(
-            [sys.executable, "-m", __name__, json.dumps(settings | {"vocab_size": vocab_size, "budget": budget})],
+            [sys.executable, "-P", "-m", __name__, json.dumps(settings | {"vocab_size": vocab_size, "budget": budget})],
             stdin=subprocess.PIPE,
             stdout=subprocess.PIPE,
             pass_fds=[slots.file],
-            env=environment,
+            env=_environment(),
+            start_new_session=True,
         )
         self._finalizer = weakref.finalize(self, _end, self._process)
 
@@ -148,7 +153,7 @@ class RemotePile:
             line = b""
         if not line:
             code = self._process.wait()
-            raise RuntimeError(f"a process that counts pairs ended with code {code}; start again to go on")
+            raise ChildProcessError(f"a process that counts pairs ended with code {code}; start again to go on")
         kind, *answer = json.loads(line)
         if kind == "OSError":
             raise OSError(*answer)
@@ -166,13 +171,28 @@ def _end(process: subprocess.Popen[bytes]) -> None:
     process.wait()
 
 
+def _features_to_disable() -> list[str]:
+    """AVX-512 as numpy uses it here. What numpy was built to require is not in it: it does not start without."""
+    numpy_core = import_module("numpy._core._multiarray_umath")
+    return [name for name in _AVX512 if name in numpy_core.__cpu_dispatch__ and numpy_core.__cpu_features__[name]]
+
+
+def _environment() -> dict[str, str]:
+    """This process's environment and path for imports, for a numpy without AVX-512."""
+    environment = os.environ | {
+        "PYTHONPATH": os.pathsep.join(path or os.getcwd() for path in sys.path),
+        "OMP_NUM_THREADS": "1",
+    }
+    if features := _features_to_disable():
+        environment.pop("NPY_ENABLE_CPU_FEATURES", None)  # numpy takes only one of the two
+        disabled = environment.get("NPY_DISABLE_CPU_FEATURES", "")
+        environment["NPY_DISABLE_CPU_FEATURES"] = " ".join([*disabled.replace(",", " ").split(), *features])
+    return environment
+
+
 def sorting_is_slow() -> bool:
-    """Whether numpy sorts slowly here, on a processor with AVX-512 that may be told to do without."""
-    try:
-        with open("/proc/cpuinfo", encoding="utf-8") as cpu:
-            if "avx512f" not in cpu.read():
-                return False
-    except OSError:
+    """Whether numpy sorts slowly here, with AVX-512 that it may be told to do without."""
+    if not _features_to_disable():
         return False
     keys_T = np.random.default_rng(0).integers(0, 2**32, 1 << 16, dtype=np.uint32)
     seconds = []
@@ -201,6 +221,7 @@ def _serve(settings: dict[str, int], requests: IO[bytes], answers: RawIOBase) ->
 
 
 if __name__ == "__main__":
-    signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C reaches the whole group; its owner decides what becomes of it
+    for number in (signal.SIGINT, signal.SIGTERM):  # sent to all processes of a job, its owner decides what they do
+        signal.signal(number, signal.SIG_IGN)
     with suppress(BrokenPipeError), open(1, "wb", buffering=0) as answers:  # its owner may be killed
         _serve(json.loads(sys.argv[1]), sys.stdin.buffer, answers)

@@ -144,12 +144,19 @@ def count_laid(
 
 
 def spilled_place(folder: Path) -> int:
-    """The place that a counter's folder has come to, without opening it; 0 at the start."""
+    """The place that a counter's folder has come to, without opening it; 0 at the start.
+
+    Raises:
+        ValueError: the folder's index is damaged; it is named.
+    """
     file = folder / INDEX
     if not file.is_file():
         return 0
-    place = json.loads(file.read_text(encoding="utf-8"))["place"]
-    return 0 if place is None else int(place[PLACE])
+    try:
+        place = json.loads(file.read_bytes())["place"]
+        return 0 if place is None else int(place[PLACE])
+    except (ValueError, KeyError, TypeError) as error:
+        raise ValueError(f"{file} is damaged: {error}; delete {folder} to count anew") from error
 
 
 def count_table(

@@ -276,7 +276,7 @@ def pair_part(pair: Path, questions: int, quick: bool) -> dict[str, Any]:
     vocab, temperatures = bench.scorer.vocab_size, ((1.0,) if quick else (0.0, 1.0))
     answers, most = (count(pair / name) for name in ("answers.jsonl", "corpus/train.jsonl"))
     tables = growing(own, sizes_to(answers, 200 if quick else 5), vocab)
-    on_text = growing(text, [answers] if quick else sizes_to(most, 200), vocab)
+    on_text = growing(text, [200, answers] if quick else sizes_to(most, 200), vocab)
     whole, whole_text = list(tables.values())[-1], list(on_text.values())[-1]
     rows = variants(whole) | {"counted on the text": Variant(whole_text)}
     own_curves = curves(bench, "own answers", tables, temperatures)

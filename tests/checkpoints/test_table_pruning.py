@@ -45,6 +45,10 @@ def same(first: BigramTable, second: BigramTable) -> bool:
 def test_pruning_keeps_what_it_says(documents: list[list[int]], min_count: int, top: int) -> None:
     whole = counted(documents)
     before = entries(whole)
+    if before and max(before.values()) < min_count:
+        with pytest.raises(ValueError, match=rf"the highest count is {max(before.values())}, .* of {min_count} on"):
+            whole.pruned(min_count=min_count, top=top)
+        return
     small = whole.pruned(min_count=min_count, top=top)
     wanted = {}
     for x in range(VOCAB):
@@ -127,6 +131,8 @@ def test_wrong_prunings_are_refused() -> None:
         table.pruned(megabytes=0.001)
     with pytest.raises(ValueError, match=r"megabytes is -1"):
         table.pruned(megabytes=-1)
+    with pytest.raises(ValueError, match="megabytes must be a size, got inf"):
+        table.pruned(megabytes=float("inf"))
     small = table.pruned(min_count=2)
     with pytest.raises(ValueError, match=rf"pruned already, to {small.entries} of {table.entries} entries"):
         small.pruned(top=1)

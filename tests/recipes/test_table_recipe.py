@@ -29,7 +29,7 @@ from draftsmith.data.tokenizers import load_tokenizer
 from draftsmith.recipes.loading import load_recipe, shipped_recipes
 from draftsmith.recipes.prepare import prepare_data, training_conversations
 from draftsmith.recipes.run import run_train
-from draftsmith.recipes.table import _locked
+from draftsmith.recipes.table_state import locked
 from draftsmith.recipes.training import TableRecipe
 from draftsmith.train.counting import PairCounter, counted
 from draftsmith.train.table import PLACE, Share, count_laid, laid_end_to_end, spilled_place, token_documents
@@ -327,6 +327,20 @@ def test_a_stopped_count_keeps_what_it_has(
     assert (out / TABLE_FILE).read_bytes() == (counted_once.with_name("once") / TABLE_FILE).read_bytes()
 
 
+def test_a_signal_to_one_process_ends_all_as_that_signal(counted_once: Path, tmp_path: Path) -> None:
+    out = tmp_path / "table"
+    started = start(counted_once, out, [None, None])
+    deadline = time.monotonic() + 120
+    while not any(places(out).values()):
+        assert time.monotonic() < deadline
+        time.sleep(0.01)
+    started[1].send_signal(signal.SIGTERM)
+    codes, said = ended(started)
+    assert codes == [128 + signal.SIGTERM] * 2, said
+    assert not out.exists()
+    assert "Traceback" not in "".join(said)
+
+
 def test_other_settings_count_anew(counted_once: Path, tmp_path: Path) -> None:
     out = tmp_path / "table"
     stop(counted_once, out, 1, signal.SIGKILL)
@@ -367,7 +381,7 @@ def test_processes_that_do_not_share_a_file_system_are_told(counted_once: Path, 
 def test_two_counts_into_one_place_are_refused(recipe: dict[str, Any]) -> None:
     folder = Path(recipe["out"] + ".state") / "count"
     folder.mkdir(parents=True)
-    with _locked(folder), pytest.raises(ValueError, match="another process is counting into"):
+    with locked(folder), pytest.raises(ValueError, match="another process is counting into"):
         run_train(loaded(recipe))
     assert run_train(loaded(recipe)).is_dir()
 

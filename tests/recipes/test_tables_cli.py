@@ -46,6 +46,7 @@ def tables(corpus: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
         "c": (rows[50:], {}),
         "whole": (rows, {}),
         "padded": (rows[:30], {"vocab_size": 384}),
+        "answers": (rows[30:50], {"count": {"pairs": "answers"}}),
         "other": (rows[30:50], {"tokenizer": str(folder / "tokenizer")}),
     }
     for name, (part, changes) in sides.items():
@@ -91,6 +92,14 @@ def test_merged_tables_are_exactly_that_of_the_whole(cli: Cli, tables: Path, tmp
     assert "error:" in failed.stderr
 
 
+def test_what_a_killed_merge_left_is_in_nobodys_way(tables: Path, tmp_path: Path) -> None:
+    left = tmp_path / ".ab.merging" / ".table.safetensors.12.partial"
+    left.parent.mkdir()
+    left.write_bytes(b"half")
+    run("table", "merge", tables / "a", tables / "b", "--out", tmp_path / "ab")
+    assert {path.name for path in tmp_path.iterdir()} == {"ab"}
+
+
 def test_merging_in_steps_remembers_all_parts(tables: Path, tmp_path: Path) -> None:
     run("table", "merge", tables / "a", tables / "b", "--out", tmp_path / "ab")
     run("table", "merge", tables / "c", tmp_path / "ab", "--out", tmp_path / "cab")
@@ -111,6 +120,8 @@ def test_what_cannot_be_merged_is_refused_with_both_sides(tables: Path, tmp_path
     refused(merging("b", "padded"), f"{tables / 'b'} has 320 tokens", f"{tables / 'padded'} 384")
     marks = [str(load_manifest(tables / name).tokenizer_fingerprint)[:16] for name in ("a", "other")]
     refused(merging("a", "other"), tables / "a", tables / "other", *marks, "both have 320 tokens")
+    rules = f"{tables / 'a'} and {tables / 'answers'} were counted by different rules"
+    refused(merging("a", "answers"), rules, "`count.pairs` is documents there and answers here")
     refused(merging("a", "pruned"), f"{tables / 'pruned'} is a pruned table")
     copied = tmp_path / "copy"
     shutil.copytree(tables / "a", copied)

@@ -1,10 +1,13 @@
 """Counts random documents into a folder, from wherever it stands; a test kills it and starts it again.
 
+SIGINT and SIGTERM make it spill and end.
+
 python counting_worker.py FOLDER VOCABULARY DOCUMENTS MEMORY_MB PROCESSES
 """
 
 from __future__ import annotations
 
+import signal
 import sys
 from pathlib import Path
 
@@ -21,15 +24,18 @@ def document(number: int, vocab_size: int) -> np.ndarray:
 
 
 def main(folder: Path, vocab_size: int, documents: int, memory_mb: float, processes: bool) -> None:
+    stop: list[int] = []
+    for number in (signal.SIGINT, signal.SIGTERM):
+        signal.signal(number, lambda received, _: stop.append(received))
     with PairCounter(vocab_size, folder, memory_mb, processes=processes) as counter:
         print("from", 0 if counter.place is None else counter.place["document"], flush=True)
-        while (at := 0 if counter.place is None else counter.place["document"]) < documents:
+        while not stop and (at := 0 if counter.place is None else counter.place["document"]) < documents:
             batch = [document(number, vocab_size) for number in range(at, min(at + BATCH, documents))]
             starts = np.cumsum([0, *map(len, batch)])[:-1]
             counter.add(np.concatenate(batch), starts, {"document": at + len(batch)})
             print(at, flush=True)
         counter.spill()
-    print("done", flush=True)
+        print("stopped" if stop else "done", counter.place["document"], flush=True)
 
 
 if __name__ == "__main__":

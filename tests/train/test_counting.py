@@ -12,11 +12,14 @@ import shutil
 import signal
 import subprocess
 import sys
+import time
 from collections import Counter
+from importlib import import_module
 from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
+import draftsmith
 import numpy as np
 import pytest
 from draftsmith.checkpoints.pair_runs import key_dtype
@@ -167,20 +170,27 @@ def test_memory_that_holds_everything_spills_once(tmp_path: Path) -> None:
     assert len(list(tmp_path.glob("run-*"))) == 1
 
 
-def start(folder: Path, vocab_size: int, documents: int, memory: float, processes: bool) -> subprocess.Popen[str]:
+def start(
+    folder: Path, vocab_size: int, documents: int, memory: float, processes: bool, **options: Any
+) -> subprocess.Popen[str]:
     command = [sys.executable, str(WORKER), str(folder), str(vocab_size), str(documents), str(memory), str(+processes)]
-    return subprocess.Popen(command, stdout=subprocess.PIPE, text=True, start_new_session=True)
+    return subprocess.Popen(command, stdout=subprocess.PIPE, text=True, start_new_session=True, **options)
+
+
+def worker_table(documents: int, vocab_size: int, path: Path) -> bytes:
+    """The file of a table of the worker's documents, counted pair by pair."""
+    sys.path.insert(0, str(WORKER.parent))
+    try:
+        from counting_worker import document
+    finally:
+        sys.path.remove(str(WORKER.parent))
+    return brute_table([document(number, vocab_size).tolist() for number in range(documents)], vocab_size, path)
 
 
 @pytest.mark.parametrize(("vocab_size", "processes"), [(300, False), (70_000, True)])
 def test_a_process_that_is_killed_again_and_again_counts_everything_once(
     tmp_path: Path, vocab_size: int, processes: bool
 ) -> None:
-    sys.path.insert(0, str(WORKER.parent))
-    try:
-        from counting_worker import document
-    finally:
-        sys.path.remove(str(WORKER.parent))
     folder, total, memory = tmp_path / "count", 1200, 0.02
     rng, places = np.random.default_rng(0), []
     for _ in range(6):
@@ -189,16 +199,74 @@ def test_a_process_that_is_killed_again_and_again_counts_everything_once(
         places.append(int(worker.stdout.readline().split()[1]))
         for _ in range(rng.integers(5, 20)):
             worker.stdout.readline()
+        counting = children(worker.pid)
+        assert len(counting) == 2 * processes
         worker.send_signal(signal.SIGKILL)
         worker.stdout.close()
         worker.wait(timeout=30)
+        until = time.monotonic() + 30
+        while any(map(counts, counting)):
+            assert time.monotonic() < until, "a process that counts outlived its owner"
+            time.sleep(0.01)
     assert places == sorted(places)
     assert places[-1] > 0, "nothing was gone on from"
     worker = start(folder, vocab_size, total, memory, processes)
-    assert worker.communicate(timeout=120)[0].endswith("done\n")
-    documents = [document(number, vocab_size).tolist() for number in range(total)]
-    wanted = brute_table(documents, vocab_size, tmp_path / "brute")
-    assert merged([folder], vocab_size, 2, tmp_path) == wanted
+    assert worker.communicate(timeout=120)[0].endswith(f"done {total}\n")
+    assert merged([folder], vocab_size, 2, tmp_path) == worker_table(total, vocab_size, tmp_path / "brute")
+
+
+@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
+@pytest.mark.parametrize("lines", [1, 40])
+def test_a_signal_to_the_whole_group_leaves_the_count_to_its_owner(tmp_path: Path, number: int, lines: int) -> None:
+    """After one line the processes that count have only begun to start."""
+    folder = tmp_path / "count"
+    worker = start(folder, 70_000, 10**9, 0.1, True)
+    assert worker.stdout is not None
+    assert worker.stdout.readline() == "from 0\n"
+    for _ in range(lines):
+        worker.stdout.readline()
+    counting = children(worker.pid)
+    assert counting
+    os.killpg(worker.pid, number)
+    for child in counting[: lines - 1]:  # as where all processes of a job are sent it; those that have started
+        os.kill(child, number)
+    kind, place = worker.communicate(timeout=60)[0].splitlines()[-1].split()
+    assert (kind, worker.returncode) == ("stopped", 0)
+    assert int(place) >= 16
+    assert counted([folder], 70_000).documents == int(place)
+    total = int(place) + 100
+    worker = start(folder, 70_000, total, 0.1, True)
+    assert worker.communicate(timeout=120)[0].startswith(f"from {place}\n")
+    assert merged([folder], 70_000, 2, tmp_path) == worker_table(total, 70_000, tmp_path / "brute")
+
+
+def test_processes_start_in_any_folder_and_with_any_settings_of_numpy(tmp_path: Path) -> None:
+    """Nothing is imported from the working folder, and the package is found by the path of its owner alone."""
+    (tmp_path / "here").mkdir()
+    for name in ("json", "numpy", "draftsmith"):
+        (tmp_path / "here" / f"{name}.py").write_text("raise SystemExit('imported from the working folder')\n")
+    (tmp_path / "path").mkdir()
+    (tmp_path / "path" / "draftsmith").symlink_to(Path(draftsmith.__file__).parent)
+    wanted = worker_table(64, 300, tmp_path / "brute")
+    for number, variables in enumerate(
+        [{}, {"NPY_ENABLE_CPU_FEATURES": " ".join(dispatched())}, {"NPY_DISABLE_CPU_FEATURES": ",".join(dispatched())}]
+    ):
+        folder = tmp_path / f"count-{number}"
+        environment = os.environ | {"PYTHONPATH": str(tmp_path / "path")} | variables
+        worker = start(folder, 300, 64, 0.02, True, cwd=tmp_path / "here", env=environment)
+        assert worker.communicate(timeout=60)[0].endswith("done 64\n"), variables
+        assert merged([folder], 300, 1, tmp_path) == wanted
+
+
+def test_where_memory_cannot_be_shared_threads_count(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """As in a Python that was built for an old C library."""
+    monkeypatch.delattr(os, "memfd_create", raising=False)
+    documents = zipf_documents(30, 500)
+    with PairCounter(500, tmp_path / "count", 0.05, processes=True) as counter:
+        counter.add(*laid(documents), 30)
+        assert children(os.getpid()) == []
+        counter.spill()
+    assert merged([tmp_path / "count"], 500, 1, tmp_path) == brute_table(documents, 500, tmp_path / "brute")
 
 
 def test_a_wrong_token_is_named_and_nothing_of_its_call_counts(tmp_path: Path) -> None:
@@ -238,7 +306,12 @@ def test_damaged_files_are_refused_and_named(tmp_path: Path, kind: str) -> None:
             with pytest.raises(ValueError, match=message) as caught:
                 attempt()
             assert name in str(caught.value)
+    path.write_bytes(content[:-1])
+    with pytest.raises(ValueError, match="is damaged") as caught:
+        PairCounter(500, tmp_path)
     path.write_bytes(content)
+    with PairCounter(500, tmp_path) as counter:  # while the error, and what it refers to, is still there
+        assert (counter.documents, name in str(caught.value)) == (15, True)
     assert counted([tmp_path], 500).documents == 15
     (tmp_path / INDEX).write_text("{")
     with pytest.raises(ValueError, match=rf"{INDEX} is damaged: .*; delete .* to count anew"):
@@ -351,11 +424,19 @@ def children(process: int) -> list[int]:
     for path in Path("/proc").glob("[0-9]*"):
         try:
             parent = int((path / "stat").read_text().rpartition(")")[2].split()[1])
-            if parent == process and "pair_pile" in (path / "cmdline").read_text():
-                found.append(int(path.name))
         except (FileNotFoundError, ProcessLookupError):
             continue  # it ended meanwhile
+        if parent == process and counts(int(path.name)):
+            found.append(int(path.name))
     return found
+
+
+def counts(process: int) -> bool:
+    """Whether this is a process that counts pairs, and has not ended."""
+    try:
+        return "pair_pile" in Path(f"/proc/{process}/cmdline").read_text()
+    except (FileNotFoundError, ProcessLookupError):
+        return False
 
 
 def test_a_counting_process_that_dies_is_told_and_nothing_spilled_is_lost(tmp_path: Path) -> None:
@@ -365,7 +446,7 @@ def test_a_counting_process_that_dies_is_told_and_nothing_spilled_is_lost(tmp_pa
     counter.spill()
     for child in children(os.getpid()):
         os.kill(child, signal.SIGKILL)
-    with pytest.raises(RuntimeError, match="a process that counts pairs ended with code -9; start again to go on"):
+    with pytest.raises(ChildProcessError, match="that counts pairs ended with code -9; start again to go on"):
         counter.add(*laid(documents[10:]), 30)
     with pytest.raises(RuntimeError, match="open the folder again"):
         counter.spill()
@@ -384,4 +465,20 @@ def test_counting_processes_end_with_their_owner(tmp_path: Path) -> None:
     del counter
     gc.collect()
     assert children(os.getpid()) == []
-    assert sorting_is_slow() in (False, True)
+
+
+def dispatched() -> list[str]:
+    """Features of this processor that numpy uses and may be told not to."""
+    numpy_core = import_module("numpy._core._multiarray_umath")
+    return [name for name in numpy_core.__cpu_dispatch__ if numpy_core.__cpu_features__[name]]
+
+
+def test_sorting_is_slow_only_where_numpy_can_do_without_what_makes_it_so() -> None:
+    """Without any of its features numpy sorts slowly, and there is nothing to be gained from a process without them."""
+    if not any(name.startswith(("AVX512", "X86_V4")) for name in dispatched()):
+        assert not sorting_is_slow()
+    code = "from draftsmith.train.pair_pile import sorting_is_slow; print(sorting_is_slow())"
+    environment = os.environ | {"NPY_DISABLE_CPU_FEATURES": " ".join(dispatched())}
+    environment.pop("NPY_ENABLE_CPU_FEATURES", None)
+    found = subprocess.run([sys.executable, "-c", code], env=environment, capture_output=True, text=True, check=True)
+    assert found.stdout == "False\n"
