@@ -48,8 +48,6 @@ def pruned(table: BigramTable, min_count: int, top: int, megabytes: float | None
         )
     if min_count < 1 or top < 0:
         raise ValueError(f"min_count must be at least 1 and top at least 0, got {min_count} and {top}")
-    if megabytes is not None and not math.isfinite(megabytes):
-        raise ValueError(f"megabytes must be a size, got {megabytes}")
     count_E = table.count.numpy()
     keep_E = count_E >= min_count
     if top:
@@ -99,6 +97,8 @@ def _keep_top(table: BigramTable, keep_E: NDArray[np.bool_], top: int) -> None:
 
 def _threshold(count_E: NDArray[np.int32], vocab_size: int, megabytes: float) -> int:
     """The least count at which the entries of at least so much fit the file."""
+    if not math.isfinite(megabytes):
+        raise ValueError(f"megabytes must be a size, got {megabytes}")
     fixed = _HEADER + _BYTES_PER_TOKEN * vocab_size
     room = int((megabytes * 1e6 - fixed) // _BYTES_PER_ENTRY) if megabytes * 1e6 >= fixed else 0
     if room < 1:
