@@ -465,5 +465,5 @@ def test_the_head_of_each_recipe_gives_command_hardware_and_cost() -> None:
         head = [line for line in shipped_recipes()[name].read_text().splitlines() if line.startswith("#")]
         assert head[0].startswith(f"# draftsmith train {name}")
         text = " ".join(head)
-        for words in ("accelerate launch --num_processes", "GB", "no cost"):
+        for words in ("accelerate launch --config_file", "GB", "no cost"):
             assert words in text, (name, words)
