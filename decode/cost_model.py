@@ -20,7 +20,7 @@ import torch
 from scipy.optimize import isotonic_regression
 
 from .engine import Limits
-from .measure import BASELINE, Decoded, decode
+from .measure import BASELINE, Decoded, decode, raw_forward, synchronise
 from .methods import Method, Parts, build_method
 from .metrics import total
 from .models import LanguageModel
@@ -155,9 +155,9 @@ def measure_forwards(
     Args:
         context: how many tokens are committed before the nodes.
     """
-    calls: list[Callable[[], Any]] = [_forward(target, count, context) for count in target_nodes]
+    calls: list[Callable[[], Any]] = [raw_forward(target, count, context) for count in target_nodes]
     if parts.drafter is not None:
-        calls += [_forward(parts.drafter, count, context) for count in drafter_nodes]
+        calls += [raw_forward(parts.drafter, count, context) for count in drafter_nodes]
     if parts.heads is not None:
         hidden_BD = torch.randn(1, target.hidden_size, dtype=target.dtype, device=target.device)
         calls.append(partial(parts.heads, hidden_BD))
@@ -166,10 +166,10 @@ def measure_forwards(
         for place, call in enumerate(calls):
             call()  # finds what other forwards have left
             for _ in range(2):
-                _synchronise(target)
+                synchronise(target)
                 start = time.perf_counter()
                 call()
-                _synchronise(target)
+                synchronise(target)
                 seconds[place].append(time.perf_counter() - start)
     found = [typical(series) for series in seconds]
     wide, narrow = len(target_nodes), len(drafter_nodes)
@@ -237,15 +237,3 @@ def fit_overhead(points: Sequence[tuple[float, float]]) -> Overhead:
         return Overhead(float(seconds.mean()))
     slope, constant = np.polyfit(nodes, seconds, 1)
     return Overhead(float(constant), float(slope)) if slope > 0 else Overhead(float(seconds.mean()))
-
-
-def _forward(model: LanguageModel, nodes: int, context: int) -> Callable[[], Any]:
-    _, cache = model.begin([[0] * context], context + nodes)
-    cache.set_lengths([context])
-    tokens_BN = torch.zeros(1, nodes, dtype=torch.int64, device=model.device)
-    return lambda: model.logits(model.extend(cache, tokens_BN))
-
-
-def _synchronise(model: LanguageModel) -> None:
-    if model.device.type == "cuda":
-        torch.cuda.synchronize(model.device)

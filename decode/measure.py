@@ -105,13 +105,13 @@ def decode(
     """One prompt with one method."""
     ids: list[int] = []
     tally = Tally()
-    _synchronise(target)
+    synchronise(target)
     start = time.perf_counter()
-    rng, first = Rng.for_rows(seed, 1, target.device), FirstStep(partial(_synchronise, target))
+    rng, first = Rng.for_rows(seed, 1, target.device), FirstStep(partial(synchronise, target))
     for step in generate(target, *method, [prompt], limits, sampling, rng, profile or first):
         ids += step.new_ids[0]
         tally.add_step(step, 0)
-    _synchronise(target)
+    synchronise(target)
     end = time.perf_counter()
     return Decoded(ids, tally, end - start, 0.0 if profile else first.at - start)
 
@@ -270,13 +270,13 @@ class RawCosts:
     def __init__(self, target: LanguageModel, method: Method, nodes: float, context: int) -> None:
         self._target = target
         self._calls: list[Callable[[], Any]] = [
-            _forward(target, 1, context),
-            _forward(target, max(1, round(nodes)), context),
+            raw_forward(target, 1, context),
+            raw_forward(target, max(1, round(nodes)), context),
         ]
         drafts = method.proposer.forwards(nodes)
         for model, count in drafts:
             if model is None or isinstance(model, LanguageModel):
-                self._calls.append(_forward(model or target, count, context))
+                self._calls.append(raw_forward(model or target, count, context))
             else:
                 hidden_BD = torch.randn(1, target.hidden_size, dtype=target.dtype, device=target.device)
                 self._calls.append(partial(model, hidden_BD))
@@ -291,10 +291,10 @@ class RawCosts:
             for step in ([0], [*places[2:], 1]):
                 for repeat in range(3):
                     for place in step:
-                        _synchronise(self._target)
+                        synchronise(self._target)
                         start = time.perf_counter()
                         self._calls[place]()
-                        _synchronise(self._target)
+                        synchronise(self._target)
                         if repeat:  # the first finds what other forwards have left
                             self._seconds[place].append(time.perf_counter() - start)
         return self
@@ -318,7 +318,8 @@ def _flops(call: Callable[[], Any]) -> int:
     return int(counter.get_total_flops())
 
 
-def _forward(model: LanguageModel, nodes: int, context: int) -> Callable[[], Tensor]:
+def raw_forward(model: LanguageModel, nodes: int, context: int) -> Callable[[], Tensor]:
+    """A forward of `nodes` tokens behind `context` committed ones, ready to be timed."""
     with torch.inference_mode():
         _, cache = model.begin([[0] * context], context + nodes)
     cache.set_lengths([context])
@@ -326,6 +327,7 @@ def _forward(model: LanguageModel, nodes: int, context: int) -> Callable[[], Ten
     return lambda: model.logits(model.extend(cache, tokens_BN))
 
 
-def _synchronise(model: LanguageModel) -> None:
+def synchronise(model: LanguageModel) -> None:
+    """Wait for a model's device, before a clock is read."""
     if model.device.type == "cuda":
         torch.cuda.synchronize(model.device)
