@@ -83,6 +83,25 @@ def pruned(table: BigramTable, min_count: int, top: int, megabytes: float | None
     }
 
 
+def check_size(vocab_size: int, megabytes: float) -> int:
+    """How many entries a file of so many megabytes has room for, which can be told before anything is counted.
+
+    Raises:
+        ValueError: no size, or one in which a table of `vocab_size` tokens has room for none.
+    """
+    if not math.isfinite(megabytes):
+        raise ValueError(f"megabytes must be a size, got {megabytes}")
+    fixed = _HEADER + _BYTES_PER_TOKEN * vocab_size
+    room = int((megabytes * 1e6 - fixed) // _BYTES_PER_ENTRY)
+    if room < 1:
+        least = (fixed + _BYTES_PER_ENTRY) / 1e6
+        raise ValueError(
+            f"a table of {vocab_size} tokens takes {least:.6g} megabytes with a single pair, for its margins (how "
+            f"often a token was seen at all, on the left and on the right) are kept whole; megabytes is {megabytes}"
+        )
+    return room
+
+
 def _keep_top(table: BigramTable, keep_E: NDArray[np.bool_], top: int) -> None:
     """Take out of `keep_E` what is not among the highest counts of its row."""
     count_E, row_ptr = table.count.numpy(), table.row_ptr.numpy()
@@ -97,15 +116,7 @@ def _keep_top(table: BigramTable, keep_E: NDArray[np.bool_], top: int) -> None:
 
 def _threshold(count_E: NDArray[np.int32], vocab_size: int, megabytes: float) -> int:
     """The least count at which the entries of at least so much fit the file."""
-    if not math.isfinite(megabytes):
-        raise ValueError(f"megabytes must be a size, got {megabytes}")
-    fixed = _HEADER + _BYTES_PER_TOKEN * vocab_size
-    room = int((megabytes * 1e6 - fixed) // _BYTES_PER_ENTRY) if megabytes * 1e6 >= fixed else 0
-    if room < 1:
-        least = (fixed + _BYTES_PER_ENTRY) / 1e6
-        raise ValueError(
-            f"a table of {vocab_size} tokens takes {least:.6g} megabytes with a single pair; megabytes is {megabytes}"
-        )
+    room = check_size(vocab_size, megabytes)
     if len(count_E) <= room:
         return 1
     return int(np.partition(count_E, len(count_E) - 1 - room)[len(count_E) - 1 - room]) + 1

@@ -5,6 +5,7 @@ from __future__ import annotations
 import difflib
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass
+from functools import lru_cache
 from typing import Any
 
 from .conversations import Dialogue
@@ -60,10 +61,9 @@ def detect_form(columns: Collection[str]) -> str:
     Raises:
         ValueError: the columns fit no form; it names them and the forms that are known.
     """
-    for form in _FORMS:
-        taken = form.columns(columns)
-        if taken is not None:
-            return " + ".join(taken)
+    taken = _taken(tuple(columns))
+    if taken is not None:
+        return " + ".join(taken)
     names = [str(name) for name in columns]
     close = next((close for name in names for close in difflib.get_close_matches(name, _COLUMNS, n=1, cutoff=0.8)), "")
     shown = ", ".join(name[:40] for name in names[:_SHOWN]) + (", …" if len(names) > _SHOWN else "")
@@ -73,10 +73,15 @@ def detect_form(columns: Collection[str]) -> str:
     )
 
 
+@lru_cache(maxsize=1024)
+def _taken(present: tuple[str, ...]) -> tuple[str, ...] | None:
+    """The columns that the first form that fits takes. The rows of a corpus have few sets of columns among them."""
+    return next((taken for form in _FORMS if (taken := form.columns(present)) is not None), None)
+
+
 def usable_columns(present: Sequence[str]) -> Sequence[str]:
     """The columns that a form or an id can take; all of them where they fit no form, so that an error can name them."""
-    fits = any(form.columns(present) is not None for form in _FORMS)
-    return [name for name in present if name in _KEPT] if fits else present
+    return [name for name in present if name in _KEPT] if _taken(tuple(present)) is not None else present
 
 
 def form_of(row: Row) -> str:
@@ -121,7 +126,7 @@ def read_dialogue(row: Row) -> Dialogue:
 def _filled(columns: Mapping[str, Any]) -> Collection[str]:
     """The columns that are not null, where they fit a form: a table of mixed forms fills the others with null."""
     filled = [name for name, value in columns.items() if value is not None]
-    return filled if any(form.columns(filled) is not None for form in _FORMS) else list(columns)
+    return filled if _taken(tuple(filled)) is not None else list(columns)
 
 
 def _messages(row: Row, columns: Mapping[str, Any], taken: Sequence[str]) -> tuple[tuple[Any, Any], ...]:

@@ -179,7 +179,7 @@ class GraphedModel(LanguageModel):
                 where = model.device if model.layer_devices is None else "several devices, or offloaded"
                 raise ValueError(f"CUDA graphs need a model on one CUDA device; this one is on {where}")
             capture = CudaGraphs(model.device)
-        self.model, self._capture = model, capture
+        self.model, self.config, self._capture = model, model.config, capture
         self.vocab_size, self.hidden_size = model.vocab_size, model.hidden_size
         self.max_positions, self.layers, self.states = model.max_positions, model.layers, model.states
         self.device, self.dtype = model.device, model.dtype

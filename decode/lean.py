@@ -91,7 +91,7 @@ class LeanLlama(LanguageModel):
         )
 
     def __init__(self, model: PreTrainedModel, states: str = "after-norm") -> None:
-        config = model.config
+        self.config = config = model.config
         self.states = states
         decoder: Any = model.model
         embedding: Tensor = decoder.embed_tokens.weight.detach()

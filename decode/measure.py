@@ -13,10 +13,11 @@ from functools import partial
 from typing import Any, NamedTuple
 
 import torch
-from torch import Tensor
-from torch.utils.flop_counter import FlopCounterMode
+from torch import Tensor, nn
 
+from .energy import Energy, EnergyMeter
 from .engine import Limits, generate
+from .flops import count_flops, part_flops, step_flops
 from .methods import Method, Parts, build_method
 from .metrics import Tally
 from .models import LanguageModel
@@ -27,7 +28,7 @@ from .warpers import Sampling
 BASELINE = "autoregressive"
 REFERENCE = "transformers"
 PROFILED = 3
-"""Prompts that are decoded once more to see where the time of a step goes."""
+"""Prompts that are decoded once more to see where the time of a step goes, and again and again to count joules."""
 
 
 @dataclass(frozen=True)
@@ -238,9 +239,49 @@ def phases(
     return whole.summary()
 
 
+def energy_of(
+    target: LanguageModel,
+    parts: Parts,
+    entry: Entry,
+    prompts: Sequence[Sequence[int]],
+    limits: Limits,
+    meter: EnergyMeter,
+    idle_watts: float,
+    *,
+    seed: int = 0,
+    progress: Callable[[int, int], None] | None = None,
+) -> Energy:
+    """Joules a token of an entry: the first prompts decoded over and over, as `EnergyMeter.measure` asks.
+
+    The reading of the prompts is part of it. A window holds whole rounds of them, so that every entry decodes the same.
+
+    Raises:
+        CounterError: the counter failed.
+    """
+    method = build_method(entry.method, parts, entry.sampling, **entry.options)
+
+    def decode_all() -> float:
+        found = (
+            decode(target, method, entry.sampling, seed + place, prompt, limits)
+            for place, prompt in enumerate(prompts[:PROFILED])
+        )
+        return float(sum(len(each.ids) for each in found))
+
+    return meter.measure(decode_all, idle_watts, seed=seed, progress=progress)
+
+
+def devices_of(target: LanguageModel, parts: Parts) -> list[torch.device]:
+    """Where a target and its parts lie, each device once."""
+    models = [target, *filter(None, (parts.drafter, *parts.more_drafters))]
+    found = [device for model in models for device in (model.device, *(model.layer_devices or ()))]
+    if isinstance(parts.heads, nn.Module):
+        found += [parameter.device for parameter in parts.heads.parameters()]
+    return list(dict.fromkeys(found))
+
+
 @dataclass(frozen=True)
 class Costs:
-    """Raw seconds of forwards in isolation."""
+    """What forwards cost in isolation: raw seconds, and FLOPs."""
 
     one: float
     """A target forward of one token."""
@@ -250,10 +291,12 @@ class Costs:
     """The forwards of one proposal: the drafter's, or the heads'."""
     forwards: int
     """How many forwards a proposal takes."""
-    tree_flops: int
-    """Of the tree forward, as torch's counter has them."""
-    propose_flops: int
+    tree_flops: float
+    """Of the target's forward of a step, by `flops.step_flops`; as torch's counter has them where that knows not."""
+    propose_flops: float
     """Of the proposal's forwards."""
+    flops_checked: float | None = None
+    """Of the very forwards that were timed, FLOPs by shapes over those that torch's counter saw; None: not compared."""
 
 
 class RawCosts:
@@ -273,14 +316,15 @@ class RawCosts:
             raw_forward(target, 1, context),
             raw_forward(target, max(1, round(nodes)), context),
         ]
+        self._method, self._nodes, self._context = method, nodes, context
         drafts = method.proposer.forwards(nodes)
+        self._forwards = [(target, max(1, round(nodes))), *((model or target, count) for model, count in drafts)]
         for model, count in drafts:
             if model is None or isinstance(model, LanguageModel):
                 self._calls.append(raw_forward(model or target, count, context))
             else:
                 hidden_BD = torch.randn(1, target.hidden_size, dtype=target.dtype, device=target.device)
                 self._calls.append(partial(model, hidden_BD))
-        self._forwards = len(drafts)
         self._seconds: list[list[float]] = [[] for _ in self._calls]
 
     @torch.inference_mode()
@@ -301,21 +345,21 @@ class RawCosts:
 
     @torch.inference_mode()
     def costs(self) -> Costs:
-        """Medians of all samples."""
+        """Medians of all samples, and FLOPs."""
         medians = [statistics.median(seconds) for seconds in self._seconds]
-        flops = [_flops(call) for call in self._calls]
-        return Costs(medians[0], medians[1], sum(medians[2:]), self._forwards, flops[1], sum(flops[2:]))
+        times = medians[0], medians[1], sum(medians[2:]), len(self._forwards) - 1
+        counted = [count_flops(call) for call in self._calls[1:]]
+        step = step_flops(self._target, self._method, self._nodes, self._context)
+        if step is None:
+            return Costs(*times, counted[0], sum(counted[1:]))
+        found = [part_flops(part, count, self._context) for part, count in self._forwards]
+        known = sum(flops["total"] for flops in found if flops is not None)
+        return Costs(*times, *step, known / sum(counted) if sum(counted) else None)
 
 
 def raw_costs(target: LanguageModel, method: Method, nodes: float, context: int, runs: int = 12) -> Costs:
     """`RawCosts` of `runs` samples."""
     return RawCosts(target, method, nodes, context).sample(runs).costs()
-
-
-def _flops(call: Callable[[], Any]) -> int:
-    with FlopCounterMode(display=False) as counter:
-        call()
-    return int(counter.get_total_flops())
 
 
 def raw_forward(model: LanguageModel, nodes: int, context: int) -> Callable[[], Tensor]:

@@ -37,6 +37,8 @@ class LanguageModel(ABC):
     """Where each layer runs, for models that are spread over several devices."""
     states: str = "after-norm"
     """Which hidden states these are, `extend`'s and `logits`': those after the final norm, or what goes into it."""
+    config: Any = None
+    """The configuration of the transformers model behind it; None where there is none."""
 
     def new_cache(self, batch: int, capacity: int) -> KVCache:
         """An empty cache of `capacity` slots a row, or of some more."""
@@ -157,7 +159,7 @@ class TransformersModel(LanguageModel):
 
     def __init__(self, model: PreTrainedModel, states: str = "after-norm") -> None:
         config = model.config.get_text_config(decoder=True)
-        self.model = model
+        self.model, self.config = model, config
         self.vocab_size = model.get_output_embeddings().weight.shape[0]
         self.hidden_size = config.hidden_size
         self.max_positions = position_limit(config)

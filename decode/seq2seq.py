@@ -73,7 +73,7 @@ class Seq2SeqModel(LanguageModel):
                 f"its padding token, 0), got {start_id}"
             )
         decoder: Any = model.decoder
-        self.model, self._decoder = model, decoder
+        self.model, self.config, self._decoder = model, config, decoder
         self.start_id = start_id
         self.vocab_size = model.get_output_embeddings().weight.shape[0]
         self.hidden_size = config.d_model

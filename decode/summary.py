@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 import statistics
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
+from .energy import Energy
 from .engine import Limits
 from .measure import BASELINE, REFERENCE, Costs, Entry, Run, phases, raw_costs
 from .methods import Parts, build_method
@@ -58,6 +59,7 @@ class Summariser:
     Args:
         limits, seed: those of the runs, for what is decoded once more (see `measure.phases`).
         text_of: decodes token ids, for ROUGE-L; None leaves it out.
+        energies: joules a token by label, where they were counted.
     """
 
     def __init__(
@@ -70,9 +72,10 @@ class Summariser:
         *,
         seed: int = 0,
         text_of: Callable[[Sequence[int]], str] | None = None,
+        energies: Mapping[str, Energy] | None = None,
     ) -> None:
         self._target, self._parts, self._asked, self._runs = target, parts, asked, runs
-        self._limits, self._seed, self._text_of = limits, seed, text_of
+        self._limits, self._seed, self._text_of, self._energies = limits, seed, text_of, energies or {}
         self._prompts = [prompt.ids for prompt in asked]
 
     def summarise(self, entries: Sequence[Entry], progress: Callable[[int, int, str], None] | None = None) -> Summary:
@@ -122,7 +125,7 @@ class Summariser:
             "phases_us": phases(self._target, self._parts, entry, self._prompts, self._limits, self._seed),
             "prediction": None,
         }
-        row |= energy(run)
+        row |= energy(self._energies.get(entry.label))
         groups: dict[str, list[int]] = {}
         for place, prompt in enumerate(self._asked):
             groups.setdefault(prompt.category, []).append(place)
@@ -228,17 +231,24 @@ def same_as_reference(entries: Sequence[Entry], runs: dict[str, Run]) -> list[in
 
 
 def flops_per_token(costs: Costs, tokens_per_step: float) -> dict[str, float]:
-    """FLOPs of a step's forwards, as torch's counter has them, by the tokens that a step keeps."""
-    return {
+    """FLOPs of a step's forwards, from their shapes, by the tokens that a step keeps.
+
+    `checked` is what shapes say of those forwards over what torch's counter sees; it is left out where shapes say
+    nothing, and the FLOPs are the counter's.
+    """
+    flops = {
         "verification": costs.tree_flops / tokens_per_step,
         "drafting": costs.propose_flops / tokens_per_step,
         "total": (costs.tree_flops + costs.propose_flops) / tokens_per_step,
     }
+    return flops if costs.flops_checked is None else flops | {"checked": costs.flops_checked}
 
 
-def energy(run: Run) -> dict[str, Any]:
-    """Joules a token and what counted them. Runs carry no counter's readings: both are None, never 0."""
-    return {"joules_per_token": None, "energy_source": None}
+def energy(found: Energy | None) -> dict[str, Any]:
+    """Joules a token, what counted them, and all that is known of them. They are None, never 0, where nothing did."""
+    if found is None:
+        return {"joules_per_token": None, "energy_source": None, "energy": None}
+    return {"joules_per_token": found.joules, "energy_source": found.source, "energy": found.as_dict()}
 
 
 def _speeds(run: Run, base: Run) -> dict[str, Any]:

@@ -2,9 +2,7 @@
 
 from __future__ import annotations
 
-import hashlib
 import json
-import os
 from collections.abc import Iterator, Sequence
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
@@ -13,7 +11,6 @@ from typing import Any
 from rich.markup import escape
 from rich.table import Table
 
-from ..checkpoints.artifact import model_fingerprint
 from ..decode.certify import Certificate, Plan, certify_method
 from ..decode.engine import Limits
 from ..decode.head_trees import states_of
@@ -25,12 +22,12 @@ from ..decode.reading_back import Rounding, measure_rounding
 from ..decode.uniformity import detectable_bias, tokens_for
 from ..decode.warpers import Sampling
 from . import evaluate
+from .certificate_report import KIND, SCHEMA, artifact_hash, certificate_beside
 from .config import EvaluateRecipe
+from .files import write_whole
 from .opening import entries_of, open_recipe
+from .outcome import fingerprint_of
 from .terminal import Advance, bar, console, say
-
-SCHEMA = 1
-KIND = "certificate"
 
 
 @dataclass(frozen=True)
@@ -70,11 +67,12 @@ def run_certify(recipe: EvaluateRecipe, asked: Asked) -> list[Certificate]:
     judge = wrap_model(model, fast=False, graphs=False, states=states_of(parts.heads))
     if any(not entry.sampling.greedy for entry in entries):
         say(f"certify: {plan_in_words(plan)}")
+    mine = {"source": recipe.target, "hash": fingerprint_of(recipe.target, model)}
     head = {
         "schema": SCHEMA,
         "kind": KIND,
         "machine": evaluate.machine(opened.device),
-        "artifacts": artifact_hashes(recipe) | {"target": {"source": recipe.target, "hash": model_fingerprint(model)}},
+        "artifacts": artifact_hashes(recipe) | {"target": mine},
         "recipe": recipe.model_dump(mode="json"),
         "plan": asdict(plan) | {"whole_level": asked.level},
     }
@@ -175,27 +173,11 @@ def plan_in_words(plan: Plan) -> str:
 
 
 def artifact_hashes(recipe: EvaluateRecipe) -> dict[str, dict[str, Any]]:
-    """Of each artifact that is named: source, and the hash of its manifest, or of its weights; null on the hub."""
+    """Of each artifact that is named: source, and hash (see `artifact_hash`)."""
     sources = {"drafter": recipe.drafter, "heads": recipe.heads, "table": recipe.table}
     sources |= {f"drafter {place + 2}": source for place, source in enumerate(recipe.more_drafters)}
-    hashes: dict[str, dict[str, Any]] = {}
-    for name, source in sources.items():
-        if source is None:
-            continue
-        manifest, digest = Path(source) / "artifact.json", None
-        if manifest.is_file():
-            digest = hashlib.sha256(manifest.read_bytes()).hexdigest()
-        elif (Path(source) / "config.json").is_file():
-            digest = model_fingerprint(Path(source))
-        hashes[name] = {"source": source, "hash": digest}
-    return hashes
-
-
-def certificate_beside(results: Path) -> Path:
-    """Where the certificate of an evaluation lies: `certificate.json` beside `results.json`."""
-    if results.stem == "results":
-        return results.with_name("certificate.json")
-    return results.with_name(f"{results.stem}.certificate.json")
+    named = {name: source for name, source in sources.items() if source is not None}
+    return {name: {"source": source, "hash": artifact_hash(source)} for name, source in named.items()}
 
 
 def _write(path: Path, head: dict[str, Any], certificates: Sequence[Certificate], of: int) -> None:
@@ -203,10 +185,7 @@ def _write(path: Path, head: dict[str, Any], certificates: Sequence[Certificate]
     failed = [certificate.label for certificate in certificates if certificate.failed]
     body = {"complete": len(certificates) == of, "not_lossless": failed}
     body["certificates"] = [certificate.as_dict() for certificate in certificates]
-    path.parent.mkdir(parents=True, exist_ok=True)
-    unfinished = path.with_name(f".{path.name}.{os.getpid()}")
-    unfinished.write_text(json.dumps(head | body, indent=2, allow_nan=False) + "\n", encoding="utf-8")
-    unfinished.replace(path)
+    write_whole(path, json.dumps(head | body, indent=2, allow_nan=False) + "\n")
 
 
 def certificates_table(title: str, certificates: Sequence[Certificate]) -> Table:

@@ -18,6 +18,7 @@ from .. import __version__
 from ..train.interrupts import Interrupted, TrainingError
 from .config import QuickstartRecipe, RegenerateRecipe
 from .loading import accelerate_configs, deepspeed_configs, find_recipe, first_sentence, load_recipe, shipped_recipes
+from .papers_config import PaperRecipe
 from .tables_cli import table_app
 from .terminal import console, say
 from .training import DrafterRecipe, HeadsRecipe, TableRecipe
@@ -35,6 +36,16 @@ app.add_typer(table_app, name="table")
 
 RecipeName = Annotated[str, typer.Argument(help="A recipe's file, or the name of a shipped one.")]
 Overrides = Annotated[list[str] | None, typer.Argument(help="Changes to the recipe: key.path=value.")]
+RecipeOrTarget = Annotated[str | None, typer.Argument(help="A recipe's file or name; without one, give --target.")]
+TargetPlace = Annotated[str | None, typer.Option(help="Folder or hub id of the target.")]
+DrafterPlace = Annotated[str | None, typer.Option(help="Folder or hub id of a drafter.")]
+HeadsPlace = Annotated[str | None, typer.Option(help="Folder of prediction heads.")]
+TablePlace = Annotated[str | None, typer.Option(help="Folder of a correlation table.")]
+PromptsPlace = Annotated[str | None, typer.Option(help="Questions: a known set, a file, a folder, a hub id.")]
+Pair = Annotated[
+    str | None,
+    typer.Option(help="quickstart[=FOLDER]: on the embedded pair that the quickstart left, at small size."),
+]
 
 
 @app.callback(invoke_without_command=True)
@@ -161,35 +172,60 @@ def train(
 
 @app.command()
 def evaluate(
-    recipe: Annotated[str | None, typer.Argument(help="A recipe's file or name; without one, give --target.")] = None,
+    recipe: RecipeOrTarget = None,
     overrides: Overrides = None,
-    target: Annotated[str | None, typer.Option(help="Folder or hub id of the target.")] = None,
-    drafter: Annotated[str | None, typer.Option(help="Of a drafter.")] = None,
-    heads: Annotated[str | None, typer.Option(help="Folder of prediction heads.")] = None,
-    table: Annotated[str | None, typer.Option(help="Folder of a correlation table.")] = None,
-    prompts: Annotated[str | None, typer.Option(help="Questions: a known set, a file, a folder, a hub id.")] = None,
+    target: TargetPlace = None,
+    drafter: DrafterPlace = None,
+    heads: HeadsPlace = None,
+    table: TablePlace = None,
+    prompts: PromptsPlace = None,
     out: Annotated[str | None, typer.Option(help="The results file (.json).")] = None,
     categories: Annotated[bool, typer.Option("--categories", help="Also print a table by category.")] = False,
+    pair: Pair = None,
+    plan: Annotated[bool, typer.Option("--plan", help="Only say what would be decoded.")] = False,
 ) -> None:
-    """Decode held-out prompts with several methods and compare them; goes on where it was stopped."""
-    from .direct import evaluate_recipe
+    """Decode held-out prompts with several methods and compare them, or run a paper's table again; goes on where it
+    was stopped."""
+    from .direct import evaluation_or_paper
+    from .papers import pair_folder, run_paper, short_name
 
+    folder = None if pair is None else pair_folder(pair)
     given = {"target": target, "drafter": drafter, "heads": heads, "table": table, "prompts": prompts, "out": out}
-    loaded = evaluate_recipe(recipe, overrides or [], given | {"show_categories": categories})
-    from .evaluate import run_evaluate  # after the recipe is checked: libraries take seconds to load
+    loaded = evaluation_or_paper(recipe, overrides or [], given | {"show_categories": categories}, folder)
+    if plan:
+        from .papers_plan import show_plan
 
-    run_evaluate(loaded)
+        show_plan(loaded, folder)
+    elif isinstance(loaded, PaperRecipe):
+        run_paper(loaded, short_name(str(recipe)), folder, Path(out) if out else None)
+    else:
+        from .evaluate import run_evaluate  # after the recipe is checked: libraries take seconds to load
+
+        run_evaluate(loaded)
+
+
+@app.command()
+def papers(
+    names: Annotated[list[str] | None, typer.Argument(help="Recipes of kind paper; by default all shipped.")] = None,
+    pair: Pair = None,
+    out: Annotated[Path | None, typer.Option(help="Folder of the results.")] = None,
+) -> None:
+    """Run the papers' tables again and say which of their claims held; what is finished is kept."""
+    from .papers import pair_folder, run_papers
+
+    if run_papers(names or [], None if pair is None else pair_folder(pair), out):
+        raise typer.Exit(1)
 
 
 @app.command()
 def certify(
-    recipe: Annotated[str | None, typer.Argument(help="An evaluate recipe; without one, give --target.")] = None,
+    recipe: RecipeOrTarget = None,
     overrides: Overrides = None,
-    target: Annotated[str | None, typer.Option(help="Folder or hub id of the target.")] = None,
-    drafter: Annotated[str | None, typer.Option(help="Of a drafter.")] = None,
-    heads: Annotated[str | None, typer.Option(help="Folder of prediction heads.")] = None,
-    table: Annotated[str | None, typer.Option(help="Folder of a correlation table.")] = None,
-    prompts: Annotated[str | None, typer.Option(help="Questions: a known set, a file, a folder, a hub id.")] = None,
+    target: TargetPlace = None,
+    drafter: DrafterPlace = None,
+    heads: HeadsPlace = None,
+    table: TablePlace = None,
+    prompts: PromptsPlace = None,
     temperature: Annotated[list[float] | None, typer.Option(help="For all methods; again, for more of them.")] = None,
     tokens: Annotated[int, typer.Option(help="To judge for each method above temperature 0.")] = 10_000,
     power: Annotated[float | None, typer.Option(help="As many tokens as find this bias with 99 %.")] = None,
@@ -211,13 +247,13 @@ def certify(
 
 @app.command()
 def tune(
-    recipe: Annotated[str | None, typer.Argument(help="A recipe's file or name; without one, give --target.")] = None,
+    recipe: RecipeOrTarget = None,
     overrides: Overrides = None,
-    target: Annotated[str | None, typer.Option(help="Folder or hub id of the target.")] = None,
-    drafter: Annotated[str | None, typer.Option(help="Of a drafter.")] = None,
-    heads: Annotated[str | None, typer.Option(help="Folder of prediction heads.")] = None,
-    table: Annotated[str | None, typer.Option(help="Folder of a correlation table.")] = None,
-    prompts: Annotated[str | None, typer.Option(help="Questions: a known set, a file, a folder, a hub id.")] = None,
+    target: TargetPlace = None,
+    drafter: DrafterPlace = None,
+    heads: HeadsPlace = None,
+    table: TablePlace = None,
+    prompts: PromptsPlace = None,
     out: Annotated[str | None, typer.Option(help="A results file (.json); what is found lies beside it.")] = None,
 ) -> None:
     """Find each method's best settings by replay under measured costs, and confirm the winners by decoding."""
@@ -228,6 +264,22 @@ def tune(
     from .tune import run_tune
 
     run_tune(loaded)
+
+
+@app.command()
+def energy(
+    recipe: RecipeOrTarget = None,
+    overrides: Overrides = None,
+    target: TargetPlace = None,
+    batch: Annotated[str, typer.Option(help="Inputs of a forward, with commas between.")] = "1,2,4,8,16",
+    runs: Annotated[int, typer.Option(help="Forwards to time at each batch size.")] = 300,
+    context: Annotated[int, typer.Option(help="Tokens that each input has behind it.")] = 128,
+    out: Annotated[Path | None, typer.Option(help="The results file (.json).")] = None,
+) -> None:
+    """Joules and seconds of a target's forward by batch size, beside those that a paper found."""
+    from .energy import energy_command
+
+    energy_command(recipe, overrides or [], target, batch=batch, runs=runs, context=context, out=out)
 
 
 @app.command()
@@ -243,12 +295,12 @@ def report(
 
 @app.command()
 def trace(
-    recipe: Annotated[str | None, typer.Argument(help="A recipe's file or name; without one, give --target.")] = None,
+    recipe: RecipeOrTarget = None,
     overrides: Overrides = None,
-    target: Annotated[str | None, typer.Option(help="Folder or hub id of the target.")] = None,
-    drafter: Annotated[str | None, typer.Option(help="Of a drafter.")] = None,
-    heads: Annotated[str | None, typer.Option(help="Folder of prediction heads.")] = None,
-    table: Annotated[str | None, typer.Option(help="Folder of a correlation table.")] = None,
+    target: TargetPlace = None,
+    drafter: DrafterPlace = None,
+    heads: HeadsPlace = None,
+    table: TablePlace = None,
     method: Annotated[list[str] | None, typer.Option(help="A row of the recipe, or a method; again for more.")] = None,
     prompt: Annotated[str | None, typer.Option(help="A question, instead of the recipe's.")] = None,
     limit: Annotated[int, typer.Option(help="Of the recipe's prompts.")] = 2,
@@ -262,6 +314,28 @@ def trace(
     from .trace import run_trace
 
     run_trace(loaded, method or [], prompt, limit, html)
+
+
+@app.command()
+def diagnose(
+    recipe: RecipeOrTarget = None,
+    overrides: Overrides = None,
+    target: TargetPlace = None,
+    drafter: DrafterPlace = None,
+    heads: HeadsPlace = None,
+    table: TablePlace = None,
+    prompts: PromptsPlace = None,
+    part: Annotated[list[str] | None, typer.Option(help="drafter, heads or table, alone; again for more.")] = None,
+    out: Annotated[Path | None, typer.Option(help="The diagnosis (.json); by default beside the results.")] = None,
+) -> None:
+    """Find out why acceptance is lower than what training measured: where it is lost, and on which tokens."""
+    from .direct import evaluate_recipe
+
+    given = {"target": target, "drafter": drafter, "heads": heads, "table": table, "prompts": prompts}
+    loaded = evaluate_recipe(recipe, overrides or [], given, "diagnose")
+    from .diagnose import run_diagnose
+
+    run_diagnose(loaded, part or [], out)
 
 
 @app.command("import")

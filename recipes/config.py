@@ -64,6 +64,10 @@ class EvaluateRecipe(Section):
     """Timed runs of each prompt with each method; medians are reported."""
     compare_with_transformers: bool = True
     """At temperature 0, run `transformers.generate` too, for its tokens and its speed."""
+    energy: Literal["auto", "off"] = "auto"
+    """auto: where something counts energy (NVML for GPUs, RAPL for processors), decode a few prompts again and again
+    with each method, four windows of seconds each, and give joules a token; else say why there are none. off: no
+    joules."""
     device: str = "auto"
     """Where to decode: auto, cpu, cuda …"""
     device_map: str | None = None
@@ -213,14 +217,3 @@ class QuickstartRecipe(Section):
     heads: HeadsRecipe
     table: TableRecipe
     evaluate: EvaluateRecipe
-
-
-Recipe = DrafterRecipe | HeadsRecipe | TableRecipe | EvaluateRecipe | RegenerateRecipe | QuickstartRecipe
-RECIPES: dict[str, type[Section]] = {
-    "drafter": DrafterRecipe,
-    "heads": HeadsRecipe,
-    "table": TableRecipe,
-    "evaluate": EvaluateRecipe,
-    "regenerate": RegenerateRecipe,
-    "quickstart": QuickstartRecipe,
-}

@@ -79,8 +79,8 @@ class DataSection(PlaceSection):
     """Processes that render ahead, when streaming; 0 renders in the training process."""
     heldout_source: str | None = None
     """Conversations to evaluate on; without it `heldout_share` of the source is held out."""
-    heldout_share: float = Field(0.01, gt=0, lt=1)
-    """Share of the conversations held out, chosen by a hash of their ids."""
+    heldout_share: float = Field(0.01, ge=0, lt=1)
+    """Share of the conversations held out, chosen by a hash of their ids; 0 holds none out, for counting a table."""
     heldout_limit: int = Field(256, ge=1)
     """Use at most this many held-out conversations."""
     min_clean_share: float = Field(0.98, ge=0, le=1)

@@ -8,10 +8,12 @@ from pathlib import Path
 from typing import Any
 
 from .config import EvaluateRecipe
-from .loading import load_recipe
+from .loading import find_recipe, load_recipe, read_extended, shipped_recipes
+from .papers_config import PaperRecipe, pair_values
 from .terminal import say
 
-BASE = "evaluate/all-methods"
+EVALUATIONS = "evaluate/"
+BASE = f"{EVALUATIONS}all-methods"
 PARTS = ("drafter", "heads", "table")
 PROMPTS = "spec-bench"
 
@@ -22,7 +24,8 @@ def evaluate_recipe(
     """The recipe of an evaluation.
 
     Args:
-        name: a recipe's file or name; None, or a change to a recipe (`key=value`), where there is none.
+        name: a recipe's file or name, of which `evaluate/` may be left out; None, or a change to a recipe
+            (`key=value`), where there is none.
         overrides: `key.path=value`, values in YAML; they come after `given`.
         given: target, drafter, heads, table, prompts, out and other keys by name; None: not given. Without a recipe
             there must be a target; then `evaluate/all-methods` is run with these parts, those methods that lack a part
@@ -36,6 +39,7 @@ def evaluate_recipe(
     words = [f"{key}={json.dumps(value, ensure_ascii=False)}" for key, value in changes.items()]
     if name is not None and "=" in name and not Path(name).is_file():
         overrides, name = [name, *overrides], None
+    name = _whole_name(name)
     if name is None:
         if "target" not in changes:
             raise ValueError(f"give a recipe (`draftsmith recipes ls`), or a target: draftsmith {command} --target T")
@@ -43,6 +47,57 @@ def evaluate_recipe(
     recipe = load_recipe(name, [*words, *overrides], kinds=["evaluate"])
     assert isinstance(recipe, EvaluateRecipe)
     return recipe
+
+
+def evaluation_or_paper(
+    name: str | None,
+    overrides: Sequence[str],
+    given: Mapping[str, str | bool | None],
+    pair: str | None,
+) -> EvaluateRecipe | PaperRecipe:
+    """What `draftsmith evaluate` runs: as `evaluate_recipe`, with the embedded pair of the folder `pair` in place of an
+    evaluation's own models; or a paper's recipe, which takes the pair when it is run.
+
+    Of a paper's recipe `given` changes the section `evaluate`, but for `out`.
+
+    Raises:
+        ValueError: `pair` beside a target, drafter, heads, table or prompts; what `evaluate_recipe` raises.
+    """
+    from .papers import PAIR, paper_recipe
+
+    own = [key for key in ("target", *PARTS, "prompts") if given.get(key) is not None]
+    if pair is not None and own:
+        raise ValueError(f"--pair brings its own {own[0]}: leave out --{own[0]}, or --pair")
+    name = _whole_name(name)
+    if name is not None and _is_paper(name):
+        changes = {key: value for key, value in given.items() if value is not None and value is not False}
+        words = [
+            f"{key if key == 'out' else f'evaluate.{key}'}={json.dumps(value, ensure_ascii=False)}"
+            for key, value in changes.items()
+        ]
+        return paper_recipe(name, [*words, *overrides])
+    recipe = evaluate_recipe(name, overrides, given)
+    if pair is None:
+        return recipe
+    parts = [part for part in PARTS if getattr(recipe, part) is not None]
+    out = Path(recipe.out)
+    moved = recipe.out if given.get("out") is not None else str(out.with_name(f"{out.stem}-{PAIR}{out.suffix}"))
+    return EvaluateRecipe.model_validate(pair_values(recipe, pair, parts) | {"out": moved})
+
+
+def _whole_name(name: str | None) -> str | None:
+    """A recipe's name with `evaluate/`, which may be left out where such a recipe is shipped."""
+    if name is None or Path(name).is_file():
+        return name
+    short = f"{EVALUATIONS}{name.removesuffix('.yaml')}"
+    return short if short in shipped_recipes() else name
+
+
+def _is_paper(name: str) -> bool:
+    """Whether a recipe of kind `paper` is meant."""
+    if "=" in name and not Path(name).is_file():
+        return False
+    return read_extended(find_recipe(name)).get("kind") == "paper"
 
 
 def usable_methods(parts: Sequence[str]) -> list[str]:

@@ -4,12 +4,15 @@ from __future__ import annotations
 
 import os
 import platform
+from contextlib import nullcontext
 from dataclasses import dataclass
 from importlib.metadata import PackageNotFoundError, version
 from importlib.util import find_spec
 from typing import Any
 
 import torch
+
+from ..decode.energy import open_meter
 
 CORE = ("torch", "transformers", "safetensors", "scipy", "numpy", "pydantic", "typer", "rich")
 OPTIONAL = {
@@ -25,10 +28,11 @@ OPTIONAL = {
     "deepspeed": ("deepspeed", "ZeRO"),
     "bitsandbytes": ("cuda", "teachers in 8 bits"),
     "liger_kernel": ("cuda", "Liger's kernels"),
+    "pynvml": ("cuda", "the energy of GPUs"),
     "tensorboard": ("track", "logs in tensorboard"),
     "matplotlib": ("report", "plots"),
 }
-_DISTRIBUTIONS = {"google.protobuf": "protobuf", "liger_kernel": "liger-kernel"}
+_DISTRIBUTIONS = {"google.protobuf": "protobuf", "liger_kernel": "liger-kernel", "pynvml": "nvidia-ml-py"}
 
 
 @dataclass(frozen=True)
@@ -62,6 +66,10 @@ def findings() -> list[Finding]:
         rows.append(Finding("cuda number formats", ", ".join(_formats("cuda"))))
     else:
         rows.append(Finding("cuda", "no device", "models decode and train on the processor"))
+    gpus = [torch.device("cuda", place) for place in range(torch.cuda.device_count())]
+    meter, covers = open_meter(gpus or [torch.device("cpu")])
+    with meter or nullcontext():  # what was opened is let go of: NVML, and threads that sample
+        rows.append(Finding("energy", covers if meter else "not counted", "" if meter else covers))
     return rows
 
 

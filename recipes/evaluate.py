@@ -21,8 +21,9 @@ from ..data.corpora import find_corpus
 from ..data.reading import read_prompts
 from ..data.rendering import prompt_renderer
 from ..data.templates import get_template
+from ..decode.energy import CounterError, Energy, open_meter
 from ..decode.engine import Limits
-from ..decode.measure import BASELINE, Entry, Run, measure
+from ..decode.measure import BASELINE, Entry, Run, devices_of, energy_of, measure
 from ..decode.methods import Parts
 from ..decode.models import LanguageModel
 from ..decode.replay import predict_entries, record_entries
@@ -34,7 +35,7 @@ from .loading import write_recipe
 from .opening import Opened, entries_of, open_recipe
 from .report import report_beside, write_report
 from .results import KIND, SCHEMA, write_results
-from .terminal import Advance, bar, categories_table, console, results_table, say
+from .terminal import Advance, bar, categories_table, console, duration, results_table, say
 
 _NAMED_PASSED_OVER = 20  # of prompts that were too long; of the others only the number is kept
 
@@ -60,11 +61,13 @@ def run_evaluate(recipe: EvaluateRecipe) -> dict[str, Any]:
     out = Path(recipe.out)
     with StopSignals() as signals, RunJournal(out, _identity(recipe, asked, device)) as journal:
         runs = _measure(recipe, target, parts, entries, asked, limits, opened.model, journal, signals)
+        energies = _energies(recipe, opened, entries, asked, limits, journal, signals)
 
         def text_of(ids: Sequence[int]) -> str:
             return str(tokenizer.decode(ids, skip_special_tokens=True))
 
-        summariser = Summariser(target, parts, asked, runs, limits, seed=recipe.seed, text_of=text_of)
+        more: dict[str, Any] = {"seed": recipe.seed, "text_of": text_of, "energies": energies}
+        summariser = Summariser(target, parts, asked, runs, limits, **more)
         with bar("timing steps, reading texts", "methods") as advance:
             summary = summariser.summarise(entries, _Watch(signals, advance))
         say("evaluate: foretelling the rows by replay of the target's own texts")
@@ -72,10 +75,11 @@ def run_evaluate(recipe: EvaluateRecipe) -> dict[str, Any]:
         results = _results(recipe, asked, passed, device, summary, same_as_reference(entries, runs))
         results["resumed"] = len(journal.finished)
         write_results(out, results)
-        write_report(report_beside(out), [out], [results])
         write_recipe(recipe, out.with_suffix(".recipe.yaml"))
         journal.remove()
     _show(recipe, results)
+    report = write_report(report_beside(out), [out], [results])
+    console().print(f"results: {out}, and {report} to look at", soft_wrap=True)
     if summary.broken:
         raise ValueError(summary.broken[0])
     return results
@@ -129,6 +133,51 @@ def _measure(
         )
 
 
+def _energies(
+    recipe: EvaluateRecipe,
+    opened: Opened,
+    entries: Sequence[Entry],
+    asked: Sequence[Asked],
+    limits: Limits,
+    journal: RunJournal,
+    signals: StopSignals,
+) -> dict[str, Energy]:
+    """Joules a token by label, as far as they can be counted; those that the journal holds are not counted again. Said
+    is what counts them and how long that takes, or why nothing does."""
+    if recipe.energy == "off":
+        return {}
+    found = {entry.label: journal.energies[entry.label] for entry in entries if entry.label in journal.energies}
+    if found:
+        say(f"evaluate: joules of {len(found)} of {len(entries)} rows were counted by an earlier process")
+    left = [entry for entry in entries if entry.label not in found]
+    if not left:
+        return found
+    meter, words = open_meter(devices_of(opened.target, opened.parts))
+    if meter is None:
+        say(f"evaluate: no joules: {words}")
+        return found
+    each, whole = meter.timing.least, len(left) * meter.timing.least
+    takes = f"{len(left)} rows of {duration(each)} or more, {duration(whole)} in all; `energy: off` leaves them out"
+    say(f"evaluate: counting joules of {words} ({meter.source}): {takes}")
+    prompts = [prompt.ids for prompt in asked]
+    with meter, bar("counting joules", "windows") as advance:
+        watch = _Watch(signals, advance)
+        try:
+            idle = meter.idle_watts()
+            for place, entry in enumerate(left):
+
+                def progress(trial: int, trials: int, place: int = place, label: str = entry.label) -> None:
+                    watch(place * trials + trial, len(left) * trials, label)
+
+                what = (opened.target, opened.parts, entry, prompts, limits, meter, idle)
+                found[entry.label] = energy_of(*what, seed=recipe.seed, progress=progress)
+                journal.add_energy(entry.label, found[entry.label])
+        except CounterError as error:
+            missing = ", ".join(entry.label for entry in left if entry.label not in found)
+            say(f"evaluate: no joules of {missing}: {error}")
+    return found
+
+
 def _predict(
     summary: Summary, opened: Opened, entries: Sequence[Entry], asked: Sequence[Asked], runs: dict[str, Run]
 ) -> None:
@@ -170,19 +219,19 @@ def _results(
 
 def _identity(recipe: EvaluateRecipe, asked: Sequence[Asked], device: str) -> dict[str, Any]:
     """What finished runs belong to: they may only be used again where all of it is the same."""
-    settings = recipe.model_dump(mode="json", exclude={"out", "show_categories"})
+    settings = recipe.model_dump(mode="json", exclude={"out", "show_categories", "energy"})
     sources = [recipe.target, recipe.drafter, *recipe.more_drafters, recipe.heads, recipe.table]
-    artifacts = {source: _state_of(source) for source in sources if source is not None}
+    artifacts = {source: state_of(source) for source in sources if source is not None}
     return settings | {"artifacts": artifacts, "prompts read": _prompts_digest(asked), "machine": machine(device)}
 
 
-def _state_of(source: str) -> Any:
-    """Of a folder what changes when it is written anew; the manifest of an artifact holds the hashes of its files."""
+def state_of(source: str) -> Any:
+    """What changes when a folder or file is written anew; an artifact's manifest holds the hashes of its files."""
     folder = Path(source)
     manifest = folder / "artifact.json"
     if manifest.is_file():
         return hashlib.sha256(manifest.read_bytes()).hexdigest()
-    files = sorted(path for path in folder.rglob("*") if path.is_file()) if folder.is_dir() else []
+    files = sorted(path for path in (folder, *folder.rglob("*")) if path.is_file())
     return [[str(path.relative_to(folder)), path.stat().st_size, path.stat().st_mtime_ns] for path in files]
 
 
@@ -303,4 +352,3 @@ def _show(recipe: EvaluateRecipe, results: dict[str, Any]) -> None:
         console().print(f"autoregressive decoding equals transformers.generate on {same[0]} of {same[1]} prompts")
     if results["resumed"]:
         console().print(f"{results['resumed']} runs were timed by an earlier process that was interrupted")
-    console().print(f"results: {recipe.out}, and {report_beside(Path(recipe.out))} to look at", soft_wrap=True)

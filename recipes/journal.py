@@ -1,4 +1,5 @@
-"""The runs of an evaluation that are done, kept on disk as they finish, so that a killed one can go on."""
+"""The runs of an evaluation that are done, and joules that are counted, kept on disk as they finish, so that a killed
+one can go on."""
 
 from __future__ import annotations
 
@@ -10,6 +11,7 @@ from pathlib import Path
 from types import TracebackType
 from typing import Any, BinaryIO
 
+from ..decode.energy import Energy
 from ..decode.measure import Decoded, RunKey
 from ..decode.metrics import Tally
 
@@ -17,13 +19,15 @@ SCHEMA = 1
 
 
 class RunJournal:
-    """`<out>.state/runs.jsonl`: in its first line what the runs belong to, then a line a run; open for one writer.
+    """`<out>.state/runs.jsonl`: in its first line what the runs belong to, then a line a run, and a line a row whose
+    joules are counted; open for one writer.
 
     A line is written and flushed when its run has finished. An unfinished last line, which a killed writer leaves, is
     cut off. Runs that belong to something else are dropped: `changed` then names what differs.
 
     Attributes:
         finished: the runs of earlier processes.
+        energies: what earlier processes counted, by label.
         changed: the parts of the identity that differ from those of the journal that was found; empty if none do.
 
     Raises:
@@ -33,6 +37,7 @@ class RunJournal:
     def __init__(self, out: Path, identity: dict[str, Any]) -> None:
         self.path = journal_path(out)
         self.finished: dict[RunKey, Decoded] = {}
+        self.energies: dict[str, Energy] = {}
         self.changed: list[str] = []
         self.path.parent.mkdir(parents=True, exist_ok=True)
         self._file: BinaryIO = self.path.open("a+b", buffering=0)
@@ -49,6 +54,10 @@ class RunJournal:
     def add(self, key: RunKey, run: Decoded) -> None:
         """Write down a run that has finished."""
         self._write([*key, run.ids, dataclasses.asdict(run.tally), run.seconds, run.reading])
+
+    def add_energy(self, label: str, energy: Energy) -> None:
+        """Write down what a token of a row takes."""
+        self._write({"label": label, "energy": energy.as_dict()})
 
     def remove(self) -> None:
         """Delete the journal: the results stand."""
@@ -78,8 +87,11 @@ class RunJournal:
             self.changed = [name for name in {**identity, **theirs} if identity.get(name) != theirs.get(name)]
         if lines and not self.changed:
             for number, line in enumerate(lines[1:], start=2):
-                key, run = _run(self.path, number, line)
-                self.finished[key] = run
+                value = _parsed(self.path, number, line)
+                if isinstance(value, dict):
+                    self.energies |= _energy(self.path, number, value)
+                else:
+                    self.finished |= _run(self.path, number, value)
             return
         self._file.truncate(0)
         self._write({"schema": SCHEMA, "identity": identity})
@@ -107,8 +119,7 @@ def _parsed(path: Path, number: int, line: bytes) -> Any:
         raise _damaged(path, number) from error
 
 
-def _run(path: Path, number: int, line: bytes) -> tuple[RunKey, Decoded]:
-    value = _parsed(path, number, line)
+def _run(path: Path, number: int, value: Any) -> dict[RunKey, Decoded]:
     wanted = (str, int, int, list, dict, float, float)
     if not isinstance(value, list) or [type(part) for part in value] != list(wanted):
         raise _damaged(path, number)
@@ -116,8 +127,22 @@ def _run(path: Path, number: int, line: bytes) -> tuple[RunKey, Decoded]:
     fields = {each.name for each in dataclasses.fields(Tally)}
     if set(counts) != fields or not all(type(token) is int for token in ids):
         raise _damaged(path, number)
-    return RunKey(label, place, repeat), Decoded(ids, Tally(**counts), seconds, reading)
+    return {RunKey(label, place, repeat): Decoded(ids, Tally(**counts), seconds, reading)}
+
+
+def _energy(path: Path, number: int, value: dict[str, Any]) -> dict[str, Energy]:
+    label, found = value.get("label"), value.get("energy")
+    names = {each.name for each in dataclasses.fields(Energy)}
+    if not isinstance(label, str) or not isinstance(found, dict) or set(found) != names:
+        raise _damaged(path, number)
+    trials, above = found["trials"], found["above_idle"]
+    if not isinstance(trials, list) or not isinstance(found["source"], str):
+        raise _damaged(path, number)
+    numbers = [*trials, *(found[name] for name in names - {"source", "trials", "above_idle"})]
+    if not all(type(each) is float for each in (*numbers, *([] if above is None else [above]))):
+        raise _damaged(path, number)
+    return {label: Energy(**found | {"trials": tuple(trials)})}
 
 
 def _damaged(path: Path, number: int) -> ValueError:
-    return ValueError(f"{path}:{number} is damaged: it holds no run; delete that line or the file to go on")
+    return ValueError(f"{path}:{number} is damaged: it holds no run, nor joules; delete that line or the file to go on")

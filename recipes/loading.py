@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-import difflib
-import os
+import copy
 import re
 import types
 import typing
@@ -15,7 +14,9 @@ import yaml
 from pydantic import BaseModel, ValidationError
 
 from ..checkpoints.manifest import plain
-from .config import RECIPES, Recipe
+from .claims import did_you_mean
+from .files import write_whole
+from .kinds import RECIPES, Recipe
 
 SHIPPED = Path(__file__).parent
 
@@ -94,7 +95,7 @@ def find_recipe(name: str) -> Path:
         )
     known = [*shipped, *(item.name for item in path.parent.glob("*.yaml"))]
     raise ValueError(
-        f"there is no recipe {name!r}.{_nearest(short, known)} `draftsmith recipes ls` lists what is shipped"
+        f"there is no recipe {name!r}.{did_you_mean(short, known)} `draftsmith recipes ls` lists what is shipped"
     )
 
 
@@ -163,18 +164,50 @@ def load_recipe(name: str, overrides: Sequence[str] = (), *, kinds: Sequence[str
         kinds: those that the caller can run.
 
     Raises:
-        ValueError: one message with every fault, each with its key's path and the nearest right name.
+        ValueError: one message with every fault, each with its key's path and the nearest right name; the file is
+            named for those that are its own, an override for those that come of it.
     """
     path = find_recipe(name)
     values = read_extended(path)
+    before = copy.deepcopy(values)
     for override in overrides:
         _apply(values, override)
     kind = values.get("kind")
     if not isinstance(kind, str) or kind not in RECIPES:
-        raise ValueError(f"{path}: `kind` is {kind!r}.{_nearest(str(kind), list(RECIPES))} Known: {', '.join(RECIPES)}")
+        near = did_you_mean(str(kind), list(RECIPES))
+        raise ValueError(f"{path}: `kind` is {kind!r}.{near} Known: {', '.join(RECIPES)}")
     if kind not in kinds:
         raise ValueError(f"{path} is a recipe of kind {kind!r}; this command runs {', '.join(kinds)}")
-    return parse_recipe(values, str(path))
+    try:
+        return typing.cast(Recipe, RECIPES[kind].model_validate(values))
+    except ValidationError as error:
+        raise ValueError(_faults_told(error, RECIPES[kind], before, str(path), overrides)) from error
+
+
+def _faults_told(
+    error: ValidationError, model: type[BaseModel], before: dict[str, Any], where: str, overrides: Sequence[str]
+) -> str:
+    """All faults: the file's own, which it has without overrides too, and those that come of overrides."""
+    own: set[str] = set()
+    if overrides:
+        try:
+            model.model_validate(before)
+        except ValidationError as found:
+            own = {describe(model, fault) for fault in found.errors()}
+    told: dict[str, list[str]] = {where: []}
+    for fault in error.errors():
+        text = describe(model, fault)
+        place = [str(part) for part in fault["loc"]]
+        causes = [] if text in own else [repr(given) for given in overrides if _concerns(given, place)]
+        told.setdefault(f"override {' and '.join(causes)}" if causes else where, []).append(text)
+    return "; ".join(f"{name}: {'; '.join(dict.fromkeys(texts))}" for name, texts in told.items() if texts)
+
+
+def _concerns(override: str, place: Sequence[str]) -> bool:
+    """Whether an override set something at, above or below a place."""
+    key = override.partition("=")[0].split(".")
+    shared = min(len(key), len(place))
+    return key[:shared] == list(place[:shared])
 
 
 def parse_recipe(values: dict[str, Any], where: str) -> Recipe:
@@ -183,7 +216,7 @@ def parse_recipe(values: dict[str, Any], where: str) -> Recipe:
     try:
         return typing.cast(Recipe, model.model_validate(values))
     except ValidationError as error:
-        faults = [_describe(model, fault) for fault in error.errors()]
+        faults = [describe(model, fault) for fault in error.errors()]
         raise ValueError(f"{where}: " + "; ".join(dict.fromkeys(faults))) from error
 
 
@@ -194,10 +227,7 @@ def dump_recipe(recipe: Recipe) -> str:
 
 def write_recipe(recipe: Recipe, path: Path) -> None:
     """Write the resolved recipe, whole or not at all."""
-    path.parent.mkdir(parents=True, exist_ok=True)
-    unfinished = path.with_name(f".{path.name}.{os.getpid()}")
-    unfinished.write_text(dump_recipe(recipe), encoding="utf-8")
-    unfinished.replace(path)
+    write_whole(path, dump_recipe(recipe))
 
 
 def _apply(values: dict[str, Any], override: str) -> None:
@@ -240,17 +270,25 @@ def _item(items: list[Any], index: str, override: str) -> Any:
     return items[int(index)]
 
 
-def _describe(model: type[BaseModel], fault: Any) -> str:
-    place = [str(part) for part in fault["loc"]]
+def describe(model: type[BaseModel], fault: Any, under: str = "") -> str:
+    """A fault that pydantic found in a section, for people: with its key's path, and the nearest right name.
+
+    Args:
+        under: the path of the section itself.
+    """
+    place = [*([under] if under else []), *(str(part) for part in fault["loc"])]
     key = ".".join(place)
     if fault["type"] == "extra_forbidden":
         known = _fields_at(model, fault["loc"][:-1])
-        return f"unknown key {key!r}.{_nearest(place[-1], known)}"
+        return f"unknown key {key!r}.{did_you_mean(place[-1], known)}"
     if fault["type"] == "missing":
         return f"{key!r} is missing"
     message = fault["msg"].removeprefix("Value error, ")
     message = message[0].lower() + message[1:]
     given = "" if isinstance(fault["input"], (dict, BaseModel)) else f", got {fault['input']!r}"
+    if fault["type"] == "literal_error" and isinstance(fault["input"], str):
+        near = did_you_mean(fault["input"], re.findall("'([^']*)'", fault["ctx"]["expected"]))
+        given += f".{near}" if near else ""
     return f"{key!r}: {message}{given}" if key else f"{message}{given}"
 
 
@@ -272,8 +310,3 @@ def _section_of(annotation: Any) -> type[BaseModel] | None:
             if found is not None:
                 return found
     return None
-
-
-def _nearest(name: str, known: Sequence[str]) -> str:
-    close = difflib.get_close_matches(name, known, n=1, cutoff=0.5)
-    return f" Did you mean {close[0]!r}?" if close else ""

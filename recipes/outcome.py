@@ -25,11 +25,18 @@ from ..train.interrupts import TrainingError
 from ..train.loop import FitConfig, FitResult, Task, fit
 from .data_sections import Section
 from .loading import write_recipe
-from .prepare import Prepared, prepare_data
+from .prepare import NOT_OF_CONVERSATIONS, Prepared, prepare_data
 from .terminal import say
 from .training import TrainSection
 
 _NOT_FOR_THE_LOOP = {"epochs", "steps", "trackers", "compile", "liger"}
+_NO_EFFECT = {
+    "table": frozenset(
+        ["out", "count.memory_mb", "count.save_minutes", "saturation", "data.heldout_limit"]
+        + [f"data.{name}" for name in NOT_OF_CONVERSATIONS]
+    )
+}
+"""By kinds: settings that change nothing of what is made, so that a finished one serves whatever they are."""
 _SHOWN_DOCUMENTS = 3
 _SHOWN_TOKENS = 24
 
@@ -142,7 +149,8 @@ def save(
 
 
 def check_out(out: Path, recipe: Section) -> None:
-    """Refuse to write over what another recipe made; check the hashes of what this one made."""
+    """Refuse to write over what another recipe made; check the hashes of what this one made. Settings that change
+    nothing of a table make no other recipe."""
     if not out.exists():
         return
     if not (out / "artifact.json").is_file():
@@ -150,6 +158,8 @@ def check_out(out: Path, recipe: Section) -> None:
             raise ValueError(f"{out} holds other files and no artifact: choose another `out`")
         return
     theirs, mine = load_manifest(out).recipe, json.loads(json.dumps(recipe.model_dump(mode="json")))
+    ignored = _NO_EFFECT.get(mine["kind"], frozenset())
+    theirs, mine = _without(theirs, ignored), _without(mine, ignored)
     if theirs != mine:
         raise ValueError(
             f"{out} holds the artifact of another recipe ({_difference(theirs, mine)}): "
@@ -159,6 +169,14 @@ def check_out(out: Path, recipe: Section) -> None:
     folder, fingerprint = Path(str(made_for.get("id"))), made_for.get("fingerprint")
     if fingerprint and folder.is_dir() and model_fingerprint(folder) != fingerprint:
         raise ValueError(f"{out} was made for another model than the one that stands at {folder} now: delete {out}")
+
+
+def _without(values: Any, ignored: frozenset[str], place: str = "") -> Any:
+    """A recipe without the settings of these keys."""
+    if not isinstance(values, dict):
+        return values
+    left = ((key, value) for key, value in values.items() if f"{place}{key}" not in ignored)
+    return {key: _without(value, ignored, f"{place}{key}.") for key, value in left}
 
 
 def fingerprint_of(source: str, model: PreTrainedModel) -> str:

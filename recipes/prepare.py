@@ -7,7 +7,7 @@ import json
 import re
 import shutil
 import tempfile
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import asdict, dataclass
 from functools import partial
 from importlib.metadata import PackageNotFoundError, version
@@ -31,7 +31,8 @@ from .terminal import console, counter, say
 
 # What a section says about how it is read, not about what comes of it.
 _WITHOUT_EFFECT = {"cache", "workers", "min_clean_share", "min_trained_share"}
-_OF_BLOCKS = {"block_tokens", "packing", "streaming", "window"}
+NOT_OF_CONVERSATIONS = _WITHOUT_EFFECT | {"block_tokens", "packing", "streaming", "window"}
+"""What a section says that changes no conversation."""
 
 
 @dataclass(frozen=True)
@@ -61,6 +62,7 @@ def prepare_data(section: DataSection, tokenizer: Any, *, seed: int = 0, quiet: 
     Raises:
         ValueError: what reading, rendering and packing raise; nothing held out; shares below the section's floors.
     """
+    check_heldout(section)
     identity = _identity(section, tokenizer, _WITHOUT_EFFECT if section.streaming else {*_WITHOUT_EFFECT, "window"})
     key = hashlib.sha256(json.dumps(identity, sort_keys=True).encode()).hexdigest()[:16]
     folder = Path(section.cache) / key
@@ -91,6 +93,14 @@ def prepare_data(section: DataSection, tokenizer: Any, *, seed: int = 0, quiet: 
     return Prepared(streamed, heldout, folder, report)
 
 
+def check_heldout(section: DataSection) -> None:
+    """Raises ValueError where a section leaves no conversations to evaluate on, which only counting can do without."""
+    if not section.heldout_share and section.heldout_source is None:
+        raise ValueError(
+            "`data.heldout_share` is 0 and there is no `data.heldout_source`: nothing would be held out to evaluate on"
+        )
+
+
 def lint_data(section: DataSection, tokenizer: Any) -> list[str]:
     """Render a recipe's training data once more, decode what would be learned of every row and print what was found.
 
@@ -111,20 +121,27 @@ def lint_data(section: DataSection, tokenizer: Any) -> list[str]:
     return linter.report.failures(section.min_clean_share, section.min_trained_share)
 
 
-def training_conversations(section: DataSection, reports: list[CorpusReport], *, tell: bool) -> Iterator[Conversation]:
+def training_conversations(
+    section: DataSection,
+    reports: list[CorpusReport],
+    *,
+    tell: bool,
+    hold: Callable[[Conversation], None] | None = None,
+) -> Iterator[Conversation]:
     """The conversations to train on, always the same in the same order: cleaned, and without those held out.
 
     Args:
         reports: one for each corpus of the section, filled on the way.
         tell: say in which form each corpus was found.
+        hold: is given those held out.
     """
-    return _rows(section, 0, reports, None, tell=tell)
+    return _rows(section, 0, reports, hold, tell=tell)
 
 
 def conversations_identity(section: DataSection, tokenizer: Any) -> dict[str, Any]:
     """All that decides which conversations those are and what ids they get: sources with their hashes, options,
     cleaning, template and tokenizer, without what only concerns blocks."""
-    return _identity(section, tokenizer, _WITHOUT_EFFECT | _OF_BLOCKS)
+    return _identity(section, tokenizer, NOT_OF_CONVERSATIONS)
 
 
 def _renderer(section: DataSection, tokenizer: Any) -> Renderer:
@@ -143,7 +160,7 @@ def _prepare(section: DataSection, tokenizer: Any, identity: dict[str, Any], fol
     names = ", ".join(part.source for part in section.parts())
     try:
         with counter(f"preparing {names}", "conversations") as advance:
-            rows = _rows(section, 0, reports, heldout, tell=True)
+            rows = _rows(section, 0, reports, heldout.append, tell=True)
             if section.streaming:
                 _hold_out(section, rows, heldout)
             else:
@@ -228,19 +245,19 @@ def _rows(
     section: DataSection,
     seed: int,
     reports: list[CorpusReport],
-    heldout: list[Conversation] | None,
+    hold: Callable[[Conversation], None] | None,
     *,
     tell: bool = False,
 ) -> Iterator[Conversation]:
-    """The conversations to train on; those held out go into `heldout`, or nowhere."""
+    """The conversations to train on; those held out are given to `hold`."""
 
     def open_part(part: SourceSection, report: CorpusReport, number: int) -> Iterator[Conversation]:
         # a later pass over the same rows is not counted again
         rows = _read(section, part, report if number == 0 else CorpusReport(), tell=tell)
         for conversation in rows:
             if section.heldout_source is None and _held_out(conversation, section.heldout_share):
-                if heldout is not None and number == 0:
-                    heldout.append(conversation)
+                if hold is not None and number == 0:
+                    hold(conversation)
             else:
                 yield conversation
 
@@ -298,13 +315,13 @@ def _identity(section: DataSection, tokenizer: Any, ignored: set[str]) -> dict[s
         "heldout": hashes.of(section.heldout_source) if section.heldout_source else None,
         "contamination": [hashes.of(name) for name in section.clean.get("contamination", [])],
         "tokenizer": tokenizer_fingerprint(tokenizer),
-        "encoder": _encoder_hash(tokenizer),
+        "encoder": encoder_hash(tokenizer),
     }
     hashes.save()
     return json.loads(json.dumps(identity))
 
 
-def _encoder_hash(tokenizer: Any) -> str:
+def encoder_hash(tokenizer: Any) -> str:
     """What decides which of the vocabulary's ids a text gets: merges, normalizer …; "" where that cannot be asked."""
     backend = getattr(tokenizer, "backend_tokenizer", None)
     return "" if backend is None else hashlib.sha256(backend.to_str().encode()).hexdigest()

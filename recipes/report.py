@@ -2,16 +2,19 @@
 
 from __future__ import annotations
 
-import os
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from functools import partial
 from html import escape
 from pathlib import Path
 from typing import Any
 
 import yaml
 
+from .certificate_report import certificate_beside, certificate_section, load_certificate
 from .charts import Point, depth_bars, scatter, stacked_bars
 from .compare import BASELINE, Comparison, compare, comparison_table
+from .files import write_whole
+from .papers_text import paper_section
 from .report_tables import (
     DASH,
     QUALITY,
@@ -27,7 +30,7 @@ from .report_tables import (
     prediction_table,
 )
 from .results import load_results
-from .terminal import console
+from .terminal import console, say
 from .trace_text import load_trace, trace_section
 
 PAGE = Path(__file__).with_name("report_page.html")
@@ -73,27 +76,38 @@ def run_report(paths: Sequence[Path], out: Path | None = None) -> Path:
 def write_report(
     out: Path, paths: Sequence[Path], results: Sequence[Mapping[str, Any]], comparison: Comparison | None = None
 ) -> Path:
-    """Write the page, whole or not at all."""
+    """Write the page, whole or not at all. Where a certificate or a trace beside the results cannot be read, the page
+    says so in its place: the results stand."""
     names = _names(paths)
     parts = ["<h1>Speculative decoding, measured</h1>"]
     if comparison is not None:
         parts.append(f"<p class=soft>{escape(' · '.join(names))}</p>{comparison_section(comparison)}")
     for place, (name, path, found) in enumerate(zip(names, paths, results, strict=True)):
         inside = _sections(found, f"r{place}")
-        if trace_beside(path).is_file():
-            inside += trace_section(load_trace(trace_beside(path)))
+        certified = partial(certificate_section, recipe=found["recipe"])
+        inside += _taken_in(certificate_beside(path), load_certificate, certified)
+        inside += _taken_in(trace_beside(path), load_trace, trace_section)
         title = f"<h2>{escape(name)}</h2>" if len(paths) > 1 else f'<p class="soft">{escape(name)}</p>'
         parts.append(f"<section>{title}{inside}</section>")
     return write_page(out, f"Speculative decoding: {', '.join(names)}", "\n".join(parts))
 
 
+def _taken_in(path: Path, load: Callable[[Path], dict[str, Any]], section: Callable[[dict[str, Any]], str]) -> str:
+    """The section of a file that lies beside the results; where that cannot be read, an alert."""
+    if not path.is_file():
+        return ""
+    try:
+        told = load(path)
+    except ValueError as error:
+        say(f"report: {error}")
+        return f'<div class="problem" role="alert">{escape(str(error))}</div>'
+    return section(told)
+
+
 def write_page(out: Path, title: str, body: str) -> Path:
     """Write a page in the report's form, whole or not at all; `body` is HTML."""
     page = PAGE.read_text(encoding="utf-8").replace("{{title}}", escape(title)).replace("{{body}}", body)
-    out.parent.mkdir(parents=True, exist_ok=True)
-    unfinished = out.with_name(f".{out.name}.{os.getpid()}")
-    unfinished.write_text(page, encoding="utf-8")
-    unfinished.replace(out)
+    write_whole(out, page)
     return out
 
 
@@ -113,6 +127,8 @@ def _sections(results: Mapping[str, Any], name: str) -> str:
     if results["errors"]:
         listed = "".join(f"<li>{escape(str(error))}</li>" for error in results["errors"])
         parts.append(f'<div class="problem" role="alert"><strong>What went wrong</strong><ul>{listed}</ul></div>')
+    if "paper" in results:
+        parts.append(paper_section(results["paper"], rows))
     if rows:
         parts.append(_controls(rows))
         parts.append(method_table("All methods", rows, SPEED))

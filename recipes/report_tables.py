@@ -117,29 +117,32 @@ def flops_unit(most: float) -> tuple[str, float]:
 
 def method_table(caption: str, rows: Sequence[Row], columns: Sequence[Column]) -> str:
     """A row a method, which the page's script can sort and filter."""
-    head = "".join(_heading(column.heading, column.unit) for column in columns)
+    head = "".join(heading(column.heading, column.unit) for column in columns)
     body = "".join(
         f"<tr {row_data(row)}>{method_cell(place, row)}"
-        + "".join(_cell(column.show(row), column.value(row)) for column in columns)
+        + "".join(cell(column.show(row), column.value(row)) for column in columns)
         + "</tr>"
         for place, row in enumerate(rows, 1)
     )
-    return _table(caption, f'<th scope="col" data-sort="text">method</th>{head}', body)
+    return wide_table(caption, f'<th scope="col" data-sort="text">method</th>{head}', body)
 
 
-def _table(caption: str, head: str, body: str) -> str:
+def wide_table(caption: str, head: str, body: str) -> str:
+    """A table that scrolls by itself where the page is narrow."""
     return (
         f'<div class="wide" tabindex="0" role="region" aria-label="{escape(caption)}"><table class="sortable"><caption>'
         f"{escape(caption)}</caption><thead><tr>{head}</tr></thead><tbody>{body}</tbody></table></div>"
     )
 
 
-def _heading(name: str, unit: str = "") -> str:
+def heading(name: str, unit: str = "") -> str:
+    """The head of a column of numbers."""
     small = f'<span class="unit">{escape(unit)}</span>' if unit else ""
     return f'<th scope="col" data-sort="number"><span>{escape(name)}</span>{small}</th>'
 
 
-def _cell(text: str, value: Any) -> str:
+def cell(text: str, value: Any) -> str:
+    """A text, and the number that it is sorted by."""
     sortable = isinstance(value, (int, float)) and math.isfinite(value)
     given = f' data-value="{float(value)!r}"' if sortable else ""
     return f"<td{given}>{escape(text)}</td>"
@@ -172,7 +175,7 @@ def category_tables(rows: Sequence[Row], categories: Mapping[str, int]) -> str:
     """Method by category: tokens per step and speedup."""
     names = list(categories)
     head = '<th scope="col" data-sort="text">method</th>' + "".join(
-        _heading(name or "no category", f"{count} prompts") for name, count in categories.items()
+        heading(name or "no category", f"{count} prompts") for name, count in categories.items()
     )
     tables = []
     for caption, key, unit in (
@@ -181,17 +184,17 @@ def category_tables(rows: Sequence[Row], categories: Mapping[str, int]) -> str:
     ):
         found = [[_inside((row.get("by_category") or {}).get(name, {}), key) for name in names] for row in rows]
         body = "".join(
-            f"<tr {row_data(row)}>{method_cell(place, row)}{''.join(_cell(number(v, 2), v) for v in values)}</tr>"
+            f"<tr {row_data(row)}>{method_cell(place, row)}{''.join(cell(number(v, 2), v) for v in values)}</tr>"
             for place, (row, values) in enumerate(zip(rows, found, strict=True), 1)
         )
-        tables.append(_table(f"{caption}{f' ({unit})' if unit else ''}", head, body))
+        tables.append(wide_table(f"{caption}{f' ({unit})' if unit else ''}", head, body))
     return "".join(tables)
 
 
 def prediction_table(rows: Sequence[tuple[int, Row]]) -> str:
     """Predicted beside measured tokens per step, of the methods that have a prediction."""
     head = '<th scope="col" data-sort="text">method</th>' + "".join(
-        _heading(*names)
+        heading(*names)
         for names in (
             ("predicted", "tokens per step"),
             ("measured", "tokens per step"),
@@ -203,12 +206,10 @@ def prediction_table(rows: Sequence[tuple[int, Row]]) -> str:
     for place, row in rows:
         predicted, measured = row["prediction"]["tokens_per_step"], row["tokens_per_step"]
         apart = 100 * (predicted / measured - 1)
-        cells = _cell(number(predicted), predicted) + _cell(number(measured), measured)
-        cells += _cell(
-            interval(row.get("tokens_per_step_interval")), (row.get("tokens_per_step_interval") or [None])[0]
-        )
-        body += f"<tr {row_data(row)}>{method_cell(place, row)}{cells}{_cell(f'{apart:+.1f}', apart)}</tr>"
-    return _table("Prediction beside measurement", head, body)
+        cells = cell(number(predicted), predicted) + cell(number(measured), measured)
+        cells += cell(interval(row.get("tokens_per_step_interval")), (row.get("tokens_per_step_interval") or [None])[0])
+        body += f"<tr {row_data(row)}>{method_cell(place, row)}{cells}{cell(f'{apart:+.1f}', apart)}</tr>"
+    return wide_table("Prediction beside measurement", head, body)
 
 
 def comparison_section(comparison: Comparison) -> str:
@@ -217,23 +218,23 @@ def comparison_section(comparison: Comparison) -> str:
     parts = [f'<h2>Side by side</h2><ul class="notes">{notes}</ul>']
     for metric in METRICS:
         head = '<th scope="col" data-sort="text">method</th><th scope="col" data-sort="number">temperature</th>'
-        head += "".join(_heading(name) for name in comparison.names)
-        head += "".join(_heading(f"change to {name}", "95 % interval") for name in comparison.names[1:])
+        head += "".join(heading(name) for name in comparison.names)
+        head += "".join(heading(f"change to {name}", "95 % interval") for name in comparison.names[1:])
         body = ""
         for row in comparison.rows:
             words = (
                 f'data-words="{escape(row.label.lower())}" data-temperature="{row.temperature:g}" data-lossless="yes"'
             )
-            cells = _cell(f"{row.temperature:g}", row.temperature)
-            cells += "".join(_cell(number(values[metric]), values[metric]) for values in row.values)
+            cells = cell(f"{row.temperature:g}", row.temperature)
+            cells += "".join(cell(number(values[metric]), values[metric]) for values in row.values)
             for changes in row.changes:
                 change = changes[metric]
-                shown = _cell(percent(change), None if change is None else change.ratio)
+                shown = cell(percent(change), None if change is None else change.ratio)
                 certain = change is not None and change.certain
                 cells += shown.replace("<td", '<td class="certain"', 1) if certain else shown
             name = f'<th scope="row" data-value="{escape(row.label.lower())}">{escape(row.label)}</th>'
             body += f"<tr {words}>{name}{cells}</tr>"
-        parts.append(_table(HEADINGS[metric][0].upper() + HEADINGS[metric][1:], head, body))
+        parts.append(wide_table(HEADINGS[metric][0].upper() + HEADINGS[metric][1:], head, body))
     parts.append("<p>Bold changes are those whose interval leaves out that nothing changed.</p>")
     return "".join(parts)
 

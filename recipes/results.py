@@ -37,8 +37,11 @@ A row, and those marked * also in each entry of `by_category`, which has the num
     cost_ratio                    a drafter's forward over the target's
     milliseconds                  of forwards in isolation: one (a token), tree (nodes_per_step tokens), propose
     phases_us                     median microseconds of a step by phase: draft, score, verify, commit, host, step
-    flops_per_token *             verification, drafting, total
-    joules_per_token              null where nothing counts energy; energy_source: "nvml", "rapl"
+    flops_per_token *             verification, drafting, total: by shapes; checked: the same of the forwards that were
+                                  timed over what torch's counter saw, left out where there is nothing to compare
+    joules_per_token              null where nothing counts energy; energy_source: "nvml", "nvml-power", "rapl"
+    energy                        null, or how they were counted: source, joules (with idle power) and error (standard),
+                                  above_idle (or null), watts, idle_watts, seconds, trials
     perplexity *                  of the text under the unwarped target
     rouge_l *                     F-measure against references, mean of those prompts that have one
     self_consistency *            mean share of the greedy text before the first difference
@@ -50,7 +53,7 @@ A row, and those marked * also in each entry of `by_category`, which has the num
 
 Schema 1 had no `kind`, `resumed`, `passed_over`, `prompts_sha256`, `by_prompt`, `phases_us`, `near_ties`, `prediction`,
 `energy_source`, `self_consistency`, `tokens_per_step_interval`, and no times by category: such files are read, and
-what they lack is null or empty, `by_category` too.
+what they lack is null or empty, `by_category` too. A row without `energy`, as there once were, has it null.
 """
 
 from __future__ import annotations
@@ -62,6 +65,8 @@ from collections.abc import Callable, Mapping, Sequence
 from json.decoder import JSONDecoder
 from pathlib import Path
 from typing import Any
+
+from .files import write_whole
 
 SCHEMA = 2
 KIND = "evaluation"
@@ -126,8 +131,8 @@ ROW: _Keys = METRICS | {
     "label": (_TEXT, False), "method": (_TEXT, False), "options": (_OBJECT, False), "temperature": (_NUMBER, False),
     "lossless": (_TRUTH, False), "near_ties": (_COUNT, True), "cost_ratio": (_NUMBER, True),
     "milliseconds": (_NAMED, False), "phases_us": (_NAMED, True), "joules_per_token": (_NUMBER, True),
-    "energy_source": (_TEXT, True), "prediction": (_OBJECT, True), "by_category": (_OBJECT, False),
-    "by_prompt": (_LIST, False),
+    "energy_source": (_TEXT, True), "energy": (_OBJECT, True), "prediction": (_OBJECT, True),
+    "by_category": (_OBJECT, False), "by_prompt": (_LIST, False),
 }  # fmt: skip
 CATEGORY: _Keys = METRICS | {"prompts": (_COUNT, False)}
 PROMPT: _Keys = {
@@ -140,13 +145,10 @@ PROMPT: _Keys = {
 
 def write_results(path: Path, results: Mapping[str, Any]) -> None:
     """Write results, whole or not at all."""
-    path.parent.mkdir(parents=True, exist_ok=True)
     text = json.dumps(results, indent=2, allow_nan=False) + "\n"
     fault = _fault(json.loads(text))
     assert fault is None, f"{'.'.join(map(str, fault[0]))} {fault[1]}"
-    unfinished = path.with_name(f".{path.name}.{os.getpid()}")
-    unfinished.write_text(text, encoding="utf-8")
-    unfinished.replace(path)
+    write_whole(path, text)
 
 
 def load_results(path: str | os.PathLike[str]) -> dict[str, Any]:
@@ -173,6 +175,9 @@ def load_results(path: str | os.PathLike[str]) -> dict[str, Any]:
         line = _line(text, ("schema",))
         raise ValueError(f"{path}:{line}: results of schema {results['schema']}, this version reads 1 to {SCHEMA}")
     upgraded = _upgraded(results) if results["schema"] == 1 else results
+    for row in upgraded["methods"] if isinstance(upgraded.get("methods"), list) else ():
+        if isinstance(row, dict):
+            row.setdefault("energy", None)
     fault = _fault(upgraded)
     if fault is not None:
         place, what = fault

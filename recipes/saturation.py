@@ -33,16 +33,19 @@ from ..decode.models import LanguageModel
 from ..decode.warpers import Sampling
 from ..train.interrupts import StopSignals
 from .acceptance import decode_prompts
-from .evaluate import load_prompts, machine, stop_ids
+from .evaluate import load_prompts, machine, state_of, stop_ids
+from .files import write_whole
 from .loading import write_recipe
 from .plots import draw_saturation, missing_matplotlib
-from .prepare import prepare_data
+from .prepare import check_heldout, prepare_data
 from .saturation_tables import COUNTS_FILE, PartTable, part_tables, raise_if_stopped
 from .table import table_vocabulary
 from .terminal import bar, console, say
 from .training import SaturationSection, TableRecipe
 
-SCHEMA = 1
+SCHEMA = 2
+LENGTHS = ("all", "full")
+"""Of sequences: each is tried where r is 1."""
 RULE = (
     "n conversations are enough if neither their table nor any larger one falls short of the whole corpus's tokens per "
     "step by {least:.1%} or more with a 95 % interval (bootstrap over prompts, paired) above 0"
@@ -76,8 +79,8 @@ def run_saturation(recipe: TableRecipe) -> dict[str, Any]:
     """Count the parts, decode with each, and write `saturation.json` and `saturation.png` into `<out>.saturation`.
 
     The parts are the first n conversations of the corpus in its own order. What a killed run has counted and measured
-    is kept: the same command goes on from there. Other data or other counts begin anew, other settings of the section
-    measure anew with the tables that are there.
+    is kept: the same command goes on from there. Other data or other counts begin anew, unless much would be lost;
+    other settings of the section measure anew with the tables that are there.
 
     The corpus is held to be large enough from the smallest size on at which, and above which, no table falls short of
     the whole corpus's tokens per step by `least_gain` or more with a paired 95 % interval above 0. Few prompts see
@@ -87,8 +90,8 @@ def run_saturation(recipe: TableRecipe) -> dict[str, Any]:
         What `saturation.json` holds.
 
     Raises:
-        ValueError: the recipe has no `saturation`; several processes; heads of another tokenizer or vocabulary; what
-            reading the corpus and loading models raise.
+        ValueError: the recipe has no `saturation`; several processes; heads of another tokenizer or vocabulary; no
+            prompts held out; considerable counts of other settings; what reading the corpus and loading models raise.
         Interrupted: a signal came; what was done is kept.
     """
     section = recipe.saturation
@@ -101,9 +104,9 @@ def run_saturation(recipe: TableRecipe) -> dict[str, Any]:
     if (missing := missing_matplotlib()) is not None:
         say(f"saturation: {missing}")
     folder = Path(f"{recipe.out}.saturation")
-    write_recipe(recipe, folder / "recipe.yaml")
     with StopSignals() as signals:
         parts = part_tables(recipe, tokenizer, folder, signals)
+        write_recipe(recipe, folder / "recipe.yaml")
         results = _measured(recipe, section, tokenizer, folder, parts, partial(raise_if_stopped, signals, folder))
     _show(results)
     if missing is None:
@@ -154,25 +157,35 @@ class _Bench:
     limits: Limits
 
     def counts(self, table: BigramTable | None, sequences: int, tick: Callable[[], None]) -> list[list[int]]:
-        """Tokens and steps of each prompt; without a table with r = 1."""
+        """Tokens and steps of each prompt.
+
+        Without a table with r = 1, among sequences of all lengths or of full length, whichever does better: among all
+        the shortest is always the likeliest, which hurts heads that are often right and helps those that are not.
+        """
         section = self.section
-        options: dict[str, Any] = {"sequences": sequences}
-        options |= {"candidates": section.candidates, "unseen": section.unseen}
+        shared: dict[str, Any] = {"sequences": sequences, "candidates": section.candidates, "unseen": section.unseen}
         if table is None:
-            options["correlation"] = "none"
+            ways = [shared | {"correlation": "none", "lengths": lengths} for lengths in LENGTHS]
         else:
-            options |= {"smoothing": section.smoothing, "strength": section.strength}
-        sampling = Sampling(section.temperature)
+            ways = [shared | {"smoothing": section.smoothing, "strength": section.strength}]
+        return max(
+            (self._decoded(table, options, tick) for options in ways), key=lambda pairs: per_step(np.array(pairs))
+        )
+
+    def _decoded(self, table: BigramTable | None, options: dict[str, Any], tick: Callable[[], None]) -> list[list[int]]:
+        sampling = Sampling(self.section.temperature)
         method = build_method("slim-s", Parts(heads=self.heads, table=table), sampling, **options)
         found = []
-        for decoded in decode_prompts(self.scorer, method, sampling, self.prompts, self.limits, section.seed):
+        for decoded in decode_prompts(self.scorer, method, sampling, self.prompts, self.limits, self.section.seed):
             found.append([decoded.tally.tokens, decoded.tally.steps])
             tick()
         return found
 
 
 def _check_heads(recipe: TableRecipe, section: SaturationSection, tokenizer: Any) -> None:
-    """Raises ValueError for heads that cannot use the table, before the corpus is counted."""
+    """Raises ValueError for heads that cannot use the table and for want of prompts, before the corpus is counted."""
+    if section.prompts is None:
+        check_heldout(recipe.data)
     manifest = verify_artifact(Path(section.heads), "heads")
     vocab_size = table_vocabulary(recipe, tokenizer)
     if manifest.vocab_size != vocab_size:
@@ -225,7 +238,7 @@ def _measured(
         "section": section.model_dump(mode="json", exclude={"sizes", "least_gain", "device"}),
         "prune": None if recipe.prune is None else recipe.prune.model_dump(mode="json"),
         "heads": load_manifest(Path(section.heads)).files,
-        "read": {source: _state_of(Path(source)) for source in (section.target, section.prompts) if source is not None},
+        "read": {source: state_of(source) for source in (section.target, section.prompts) if source is not None},
     }
     kept = _kept(file, identity)
     wanted = ["none", *(str(part.conversations) for part in parts)]
@@ -233,7 +246,8 @@ def _measured(
     if left:
         bench = _open(recipe, section, tokenizer)
         with bar("saturation: decoding", "prompts") as advance:
-            done, total = 0, len(left) * len(section.sequences) * len(bench.prompts)
+            ways = len(left) + ("none" in left) * (len(LENGTHS) - 1)
+            done, total = 0, ways * len(section.sequences) * len(bench.prompts)
 
             def tick() -> None:
                 nonlocal done
@@ -251,12 +265,6 @@ def _measured(
     results = _results(recipe, section, parts, {name: kept[name] for name in wanted})
     _write(file, results | {"identity": identity, "counts": {name: kept[name] for name in wanted}})
     return results
-
-
-def _state_of(source: Path) -> Any:
-    """What a local file or folder holds, so that a change is seen; None for what lies elsewhere."""
-    files = [source] if source.is_file() else sorted(path for path in source.rglob("*") if path.is_file())
-    return [[path.name, path.stat().st_size, path.stat().st_mtime_ns] for path in files] or None
 
 
 def _kept(file: Path, identity: dict[str, Any]) -> dict[str, dict[str, list[list[int]]]]:
@@ -324,9 +332,7 @@ def _verdict(sizes: Sequence[int], curve: Sequence[np.ndarray], base_P2: np.ndar
 
 
 def _write(file: Path, results: dict[str, Any]) -> None:
-    unfinished = file.with_name(f".{file.name}.{os.getpid()}")
-    unfinished.write_text(json.dumps(results, indent=1, allow_nan=False) + "\n", encoding="utf-8")
-    unfinished.replace(file)
+    write_whole(file, json.dumps(results, indent=1, allow_nan=False) + "\n")
 
 
 def _show(results: dict[str, Any]) -> None:

@@ -6,12 +6,12 @@ Each part between two sizes is counted into a folder of its own, and a table is 
 from __future__ import annotations
 
 import json
-import os
 import shutil
 import signal
 from collections.abc import Iterator
 from dataclasses import asdict, dataclass
-from itertools import count, islice
+from itertools import count as powers
+from itertools import islice
 from pathlib import Path
 from typing import Any
 
@@ -19,13 +19,18 @@ from ..checkpoints.table import TABLE_FILE, BigramTable
 from ..data.conversations import Conversation, CorpusReport
 from ..train.counting import Counted, PairCounter, counted
 from ..train.interrupts import Interrupted, StopSignals
-from ..train.table import PLACE, Numbered, count_laid, laid_end_to_end
+from ..train.table import PLACE, Numbered, count_laid, laid_end_to_end, spilled_tokens, tokens_at_a_time
+from .files import write_whole
 from .prepare import training_conversations
 from .table import count_identity, recipe_documents, table_vocabulary
+from .table_state import let_go
 from .terminal import counter, say
 from .training import TableRecipe
 
 COUNTS_FILE = "counts.json"
+_SERIES = "1, 2, 5, 10, 20, 50 …"
+_SMALLEST = 1000
+_LARGE = 10_000
 
 
 @dataclass(frozen=True)
@@ -54,8 +59,15 @@ class PartTable:
 
 
 def default_sizes() -> Iterator[int]:
-    """1,000, 2,000, 5,000, 10,000 …, without end."""
-    return (step * 10**power for power in count(3) for step in (1, 2, 5))
+    """1, 2, 5, 10, 20, 50 …, without end: where the corpus is cut while nobody knows how large it is."""
+    return (step * 10**power for power in powers() for step in (1, 2, 5))
+
+
+def sizes_to_show(sizes: list[int]) -> list[int]:
+    """Of the default sizes, which end with the whole corpus, those to make tables of: from 1,000 conversations on, of a
+    corpus of fewer than 10,000 from a hundredth of it on."""
+    smallest = _SMALLEST if sizes[-1] >= _LARGE else sizes[-1] / 100
+    return [size for size in sizes if size >= smallest]
 
 
 def raise_if_stopped(signals: StopSignals, folder: Path) -> None:
@@ -71,10 +83,11 @@ def part_tables(recipe: TableRecipe, tokenizer: Any, folder: Path, signals: Stop
     """The tables of all sizes of a recipe's section `saturation`, from the smallest to that of the whole corpus.
 
     `<folder>/tables/<n>` holds them, `<folder>/counts.json` says what they are of. Counts of another corpus, tokenizer
-    or kind of pairs that lie there are deleted; unfinished ones are gone on with.
+    or kind of pairs that lie there are deleted, if they are few; unfinished ones are gone on with.
 
     Raises:
-        ValueError: what reading, rendering and counting raise; a corpus no larger than the smallest size.
+        ValueError: what reading, rendering and counting raise; a corpus no larger than the smallest size; considerable
+            counts of another corpus.
         Interrupted: a signal came; what is counted is on disk.
     """
     assert recipe.saturation is not None
@@ -83,8 +96,7 @@ def part_tables(recipe: TableRecipe, tokenizer: Any, folder: Path, signals: Stop
     found = json.loads(file.read_text(encoding="utf-8")) if file.is_file() else {}
     if found.get("identity") != identity:
         if found:
-            changed = ", ".join(sorted(key for key in identity if found["identity"].get(key) != identity[key]))
-            say(f"saturation: counting anew: {folder} holds counts of other settings ({changed})")
+            let_go(folder, _tokens_in(found, counts), found["identity"], identity, "saturation")
         for old in (counts, tables):
             shutil.rmtree(old, ignore_errors=True)
         found = {"identity": identity, "parts": None}
@@ -93,8 +105,11 @@ def part_tables(recipe: TableRecipe, tokenizer: Any, folder: Path, signals: Stop
         shutil.rmtree(counts, ignore_errors=True)
         return [PartTable(**part) for part in found["parts"]]
     sizes = _count_parts(recipe, tokenizer, vocab_size, counts, signals)
+    shown = sizes if recipe.saturation.sizes else sizes_to_show(sizes)
     parts: list[PartTable] = []
     for place, size in enumerate(sizes):
+        if size not in shown:
+            continue
         raise_if_stopped(signals, folder)
         total = counted([counts / str(part) for part in range(place + 1)], vocab_size, check=place + 1 == len(sizes))
         target = tables / str(size)
@@ -111,9 +126,16 @@ def part_tables(recipe: TableRecipe, tokenizer: Any, folder: Path, signals: Stop
 def count_parts_identity(recipe: TableRecipe, tokenizer: Any) -> dict[str, Any]:
     """All that decides what the tables are, as JSON has it."""
     assert recipe.saturation is not None
-    identity = count_identity(recipe, tokenizer) | {"sizes": recipe.saturation.sizes}
+    identity = count_identity(recipe, tokenizer) | {"sizes": recipe.saturation.sizes or _SERIES}
     found: dict[str, Any] = json.loads(json.dumps(identity | {"vocab_size": table_vocabulary(recipe, tokenizer)}))
     return found
+
+
+def _tokens_in(found: dict[str, Any], counts: Path) -> int:
+    """How many tokens were counted: of what is finished, or of its parts so far."""
+    if found["parts"] is not None:
+        return int(found["parts"][-1]["tokens"])
+    return sum(spilled_tokens(path) for path in counts.glob("*"))
 
 
 def _assemble(total: Counted, target: Path) -> None:
@@ -137,7 +159,8 @@ def _count_parts(recipe: TableRecipe, tokenizer: Any, vocab_size: int, folder: P
             with PairCounter(vocab_size, folder / str(place), recipe.count.memory_mb) as pairs:
                 start = done if pairs.place is None else pairs.place[PLACE]
                 reading = _Reading(islice(numbered, None if end is None else end - done), start, done, signals)
-                batches = laid_end_to_end(recipe_documents(recipe, tokenizer, reading))
+                documents = recipe_documents(recipe, tokenizer, reading)
+                batches = laid_end_to_end(documents, tokens_at_a_time(recipe.count.memory_mb))
                 seconds = 60 * recipe.count.save_minutes
                 count_laid(batches, pairs, save_seconds=seconds, progress=lambda number: advance(number, 0))
             raise_if_stopped(signals, folder.parent)
@@ -148,11 +171,10 @@ def _count_parts(recipe: TableRecipe, tokenizer: Any, vocab_size: int, folder: P
             if end is None or done < end:
                 break
     if len(sizes) < 2:
-        smallest = given[0] if given else next(default_sizes())
-        raise ValueError(
-            f"the corpus has {done:,} conversations, and the smallest size to compare with it is {smallest:,}: give "
-            "smaller ones in `saturation.sizes`"
-        )
+        missing = "there are no parts to compare with it"
+        if given:
+            missing = f"the smallest size to compare with it is {given[0]:,}: give smaller ones in `saturation.sizes`"
+        raise ValueError(f"the corpus has {done:,} conversations, and {missing}")
     return sizes
 
 
@@ -174,7 +196,4 @@ class _Reading:
 
 
 def _write(file: Path, content: dict[str, Any]) -> None:
-    file.parent.mkdir(parents=True, exist_ok=True)
-    unfinished = file.with_name(f".{file.name}.{os.getpid()}")
-    unfinished.write_text(json.dumps(content, indent=1) + "\n", encoding="utf-8")
-    unfinished.replace(file)
+    write_whole(file, json.dumps(content, indent=1) + "\n")

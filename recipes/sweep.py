@@ -17,6 +17,7 @@ from rich.table import Table
 from safetensors import safe_open
 
 from ..checkpoints.artifact import load_manifest
+from .files import write_whole
 from .loading import load_recipe, parse_values
 from .terminal import console, say
 from .training import DrafterRecipe, HeadsRecipe, TableRecipe
@@ -196,9 +197,7 @@ def _parameters(folder: Path) -> int:
 
 def _write(sweep: Sweep, rows: list[dict[str, Any]]) -> None:
     content = json.dumps({"sweep": sweep.keys, "rows": rows}, indent=1) + "\n"
-    unfinished = sweep.results.with_name(f".{sweep.results.name}.{os.getpid()}")
-    unfinished.write_text(content, encoding="utf-8")
-    unfinished.replace(sweep.results)
+    write_whole(sweep.results, content)
 
 
 def _parsed(option: str) -> tuple[str, list[Any]]:

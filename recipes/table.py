@@ -20,12 +20,14 @@ import numpy as np
 
 from ..checkpoints.artifact import load_manifest, save_artifact
 from ..checkpoints.table import TABLE_FILE, BigramTable
+from ..checkpoints.table_pruning import check_size
 from ..data.conversations import Conversation, CorpusReport
 from ..data.templates import get_template
 from ..data.tokenizers import load_tokenizer
 from ..train.counting import Counted, PairCounter, counted
 from ..train.interrupts import Interrupted, StopSignals
-from ..train.table import Numbered, Share, count_laid, laid_end_to_end, token_documents
+from ..train.table import Numbered, Share, count_laid, laid_end_to_end, token_documents, tokens_at_a_time
+from .files import write_whole
 from .loading import write_recipe
 from .outcome import check_out, state_folder
 from .prepare import conversations_identity, training_conversations
@@ -38,7 +40,9 @@ from .table_state import (
     TOKEN,
     Places,
     Stopping,
+    counted_tokens,
     empty,
+    let_go,
     locked,
     rank_folders,
     read_identity,
@@ -46,13 +50,14 @@ from .table_state import (
     refuse_counting,
     refuse_moved,
     spilled_places,
-    write_whole,
 )
 from .terminal import say
 from .training import TableRecipe
 
 _MERGING = 2
 """Ranges of keys that a process merges at a time."""
+_NOT_COUNTED = {"clean", "heldout_limit"}
+"""Of the data's options: what is cleaned is said in full beside them, and whoever is held out is not counted."""
 _SECONDS_BETWEEN_LINES = 15.0
 _SECONDS_TO_APPEAR = 10.0
 
@@ -61,8 +66,9 @@ def run_table(recipe: TableRecipe, _: Path, accelerator: Any) -> None:
     """Count a recipe's corpus, going on from what an earlier run has counted, and leave the artifact.
 
     Raises:
-        ValueError: a tokenizer larger than `vocab_size`; processes that do not share a file system; another run that
-            counts into the same place; nothing to count; what reading, rendering and counting raise.
+        ValueError: a tokenizer larger than `vocab_size`; a size to prune to that is too small for any table; processes
+            that do not share a file system; another run that counts into the same place; unfinished counts of other
+            settings there; nothing to count, or nothing left by pruning; what reading, rendering and counting raise.
         Interrupted: stopped by a signal after what was counted is on disk.
     """
     count_corpus(recipe, together(accelerator, partial(load_tokenizer, recipe.tokenizer_source)), accelerator)
@@ -80,10 +86,14 @@ def count_corpus(recipe: TableRecipe, tokenizer: Any, accelerator: Any) -> None:
             return
     with ExitStack() as stack:
         token = together(accelerator, partial(job.on_main, partial(job.begin, stack)))
-        together(accelerator, partial(job.see, job.broadcast(token)))
-        data = together(accelerator, job.count)
-        together(accelerator, job.merge)
-        together(accelerator, partial(job.on_main, partial(job.finish, data)))
+        try:
+            together(accelerator, partial(job.see, job.broadcast(token)))
+            data = together(accelerator, job.count)
+            together(accelerator, job.merge)
+            together(accelerator, partial(job.on_main, partial(job.finish, data)))
+        except (ValueError, OSError):
+            job.on_main(job.tidy)
+            raise
 
 
 def whole_recipe(recipe: TableRecipe) -> TableRecipe:
@@ -97,14 +107,18 @@ def table_vocabulary(recipe: TableRecipe, tokenizer: Any) -> int:
     """V of a recipe's table.
 
     Raises:
-        ValueError: `vocab_size` is smaller than the tokenizer's.
+        ValueError: `vocab_size` is smaller than the tokenizer's; no table of V tokens fits `prune.megabytes`.
     """
     needed = max(len(tokenizer), 1 + max(tokenizer.get_vocab().values()))
-    if recipe.vocab_size is None:
-        return needed
-    if recipe.vocab_size < needed:
-        raise ValueError(f"`vocab_size` is {recipe.vocab_size}, and the tokenizer {recipe.tokenizer} has {needed}")
-    return recipe.vocab_size
+    vocab_size = needed if recipe.vocab_size is None else recipe.vocab_size
+    if vocab_size < needed:
+        raise ValueError(f"`vocab_size` is {vocab_size}, and the tokenizer {recipe.tokenizer} has {needed}")
+    if recipe.prune is not None and recipe.prune.megabytes is not None:
+        try:
+            check_size(vocab_size, recipe.prune.megabytes)
+        except ValueError as error:
+            raise ValueError(f"`prune`: {error}") from error
+    return vocab_size
 
 
 def recipe_documents(
@@ -125,7 +139,8 @@ def recipe_documents(
 def count_identity(recipe: TableRecipe, tokenizer: Any) -> dict[str, Any]:
     """All that decides what a recipe's counts are: what `conversations_identity` says, the kind of pairs, V."""
     identity = conversations_identity(recipe.data, tokenizer)
-    return identity | {"pairs": recipe.count.pairs, "roles": sorted(recipe.count.roles)}
+    options = {key: value for key, value in identity["options"].items() if key not in _NOT_COUNTED}
+    return identity | {"options": options, "pairs": recipe.count.pairs, "roles": sorted(recipe.count.roles)}
 
 
 def save_table(
@@ -174,10 +189,19 @@ def _prune_artifact(recipe: TableRecipe, whole: Path, tokenizer: Any) -> None:
 
 
 def _save_pruned(recipe: TableRecipe, folder: Path, tokenizer: Any, data: dict[str, Any]) -> None:
-    """The pruned table of the whole one in `folder`."""
+    """The pruned table of the whole one in `folder`.
+
+    Raises:
+        ValueError: it would be empty; says that nothing needs to be counted again.
+    """
     assert recipe.prune is not None
     options = recipe.prune.model_dump(exclude={"keep_whole"})
-    table = BigramTable.load(folder).pruned(**options)
+    whole = BigramTable.load(folder)
+    try:
+        table = whole.pruned(**options)
+    except ValueError as error:
+        kept = f"the whole table is kept in {folder}" if recipe.prune.keep_whole else "all that was counted is kept"
+        raise ValueError(f"`prune`: {error}; {kept}: another `prune` starts from it") from error
     _save_recipe(recipe, table.save, table, tokenizer, data)
 
 
@@ -216,21 +240,21 @@ class _Job:
         """Claim the folder of the state, and empty it where it belongs to another recipe. Returns a word in it.
 
         Raises:
-            ValueError: another process counts into it; counts of which nothing says whose they are.
+            ValueError: another process counts into it; counts of which nothing says whose they are; considerable ones
+                of other settings.
         """
+        identity = count_identity(self.recipe, self.tokenizer) | {"vocab_size": self.vocab_size}
+        self.identity = json.loads(json.dumps(identity))
         self.folder.mkdir(parents=True, exist_ok=True)
         stack.enter_context(locked(self.folder))
         token = uuid.uuid4().hex
         # Before the look for locks: a process of an earlier launch takes its lock first, then looks for its own word.
         write_whole(self.folder / TOKEN, token)
         refuse_counting(self.folder)
-        identity = count_identity(self.recipe, self.tokenizer) | {"vocab_size": self.vocab_size}
-        self.identity = json.loads(json.dumps(identity))
         theirs = read_identity(self.folder)
         if theirs != self.identity:
             if theirs is not None:
-                changed = ", ".join(sorted(key for key in identity if theirs.get(key) != self.identity[key]))
-                say(f"table: counting anew: {self.folder} holds counts of other settings ({changed})")
+                let_go(self.folder, counted_tokens(self.folder), theirs, self.identity)
             empty(self.folder)
             write_whole(self.folder / IDENTITY, json.dumps(self.identity))
         (self.folder / STOP).unlink(missing_ok=True)
@@ -276,11 +300,13 @@ class _Job:
         """
         section = self.recipe.data
         reports = [CorpusReport() for _ in section.parts()]
+        held_out = _Tally()
         self.before = spilled_places(self.folder)
         share = Share(self.rank, self.world, tuple(sorted(self.before.items())))
         with StopSignals() as signals:
             stopping = Stopping(signals, self.folder / STOP, self.word)
-            numbers = _Numbers(training_conversations(section, reports, tell=self.rank == 0), share, stopping)
+            rows = training_conversations(section, reports, tell=self.rank == 0, hold=held_out.add)
+            numbers = _Numbers(rows, share, stopping)
             try:
                 self._count(numbers)
             except (ValueError, OSError):
@@ -297,7 +323,13 @@ class _Job:
             raise StoppedError("counting was stopped by another process; the same command goes on")
         for part, report in zip(section.parts(), reports, strict=True):
             self.on_main(partial(say, f"data: {part.source}: {report.summary()}"))
-        return {"conversations": numbers.read, "corpus": _corpus(self.recipe, reports)}
+        told = f"table: {numbers.read:,} conversations are counted, {held_out.number:,} are held out"
+        self.on_main(partial(say, told))
+        return {
+            "conversations": numbers.read,
+            "held_out": held_out.number,
+            "corpus": _corpus(self.recipe, reports),
+        }
 
     def _stop_others(self) -> None:
         (self.folder / STOP).write_text(self.word, encoding="utf-8")
@@ -311,7 +343,8 @@ class _Job:
             if counter.tokens:
                 self.on_main(partial(say, f"table: going on after {counter.tokens:,} tokens that are counted already"))
             shown = _Progress(numbers, counter, self.rank, self.world)
-            batches = laid_end_to_end(recipe_documents(self.recipe, self.tokenizer, numbers))
+            documents = recipe_documents(self.recipe, self.tokenizer, numbers)
+            batches = laid_end_to_end(documents, tokens_at_a_time(options.memory_mb))
             count_laid(batches, counter, save_seconds=60 * options.save_minutes, progress=shown)
 
     def merge(self) -> None:
@@ -364,11 +397,27 @@ class _Job:
             _save_pruned(self.recipe, whole, self.tokenizer, data)
         self._forget()
 
+    def tidy(self) -> None:
+        """Delete the state of a launch that failed before anything was counted."""
+        with suppress(ValueError, OSError):  # damaged counts stay, and were told
+            if not counted_tokens(self.folder):
+                self._forget()
+
     def _forget(self) -> None:
         """Delete the state: an artifact holds all of it."""
         shutil.rmtree(self.folder, ignore_errors=True)
         with suppress(OSError):
             self.folder.parent.rmdir()  # of a table it holds nothing else
+
+
+@dataclass
+class _Tally:
+    """How many conversations went by; a corpus's are too many to keep."""
+
+    number: int = 0
+
+    def add(self, _: Conversation) -> None:
+        self.number += 1
 
 
 class _Numbers:

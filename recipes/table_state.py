@@ -14,17 +14,34 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
-from ..checkpoints.table_file import errors_named, finish_file, sync_folder
 from ..train.interrupts import StopSignals
 from ..train.run_files import INDEX
-from ..train.table import spilled_place
+from ..train.table import spilled_place, spilled_tokens
+from .terminal import say
 
 STOP = "stop"
 TOKEN = "token"
 IDENTITY = "identity.json"
 PARTS = "parts"
+CONSIDERABLE = 1 << 20
+"""Tokens whose counts nobody loses without being asked: some seconds of work."""
 _SECONDS_BETWEEN_LOOKS = 1.0
+_SHOWN_DIFFERENCES = 4
+_SHOWN_VALUE = 40
 _RANK_FOLDER = re.compile(r"rank-(\d+)-of-(\d+)")
+_NAMES = {
+    "options": "data",
+    "cleaning": "data.clean",
+    "pairs": "count.pairs",
+    "roles": "count.roles",
+    "sizes": "saturation.sizes",
+    "sources": "what the corpus holds",
+    "heldout": "what data.heldout_source holds",
+    "contamination": "what data.clean.contamination holds",
+    "tokenizer": "the tokenizer's fingerprint",
+    "encoder": "how the tokenizer cuts words",
+}
+"""What a recipe calls the parts of an identity."""
 
 Places = dict[int, dict[int, int]]
 """By numbers of processes: the places that they came to, by their ranks."""
@@ -148,24 +165,70 @@ def empty(folder: Path) -> None:
             path.unlink()
 
 
+def let_go(folder: Path, tokens: int, theirs: dict[str, Any], mine: dict[str, Any], what: str = "table") -> None:
+    """Find that the counts of `tokens` tokens in a folder, made with other settings, may be deleted. Who counts is told
+    so, but for counts of nothing.
+
+    Raises:
+        ValueError: they took considerable time; what differs is named with both values, and what to do.
+    """
+    if not tokens:
+        return
+    holds = f"{folder} holds counts of {tokens:,} tokens with other settings ({differences(theirs, mine)})"
+    if tokens >= CONSIDERABLE:
+        raise ValueError(
+            f"{holds}: set them back to go on from there, delete that folder to count anew, or choose another `out`"
+        )
+    say(f"{what}: counting anew: {holds}")
+
+
+def counted_tokens(folder: Path) -> int:
+    """Tokens that all processes together have on disk.
+
+    Raises:
+        ValueError: a damaged index.
+    """
+    return sum(spilled_tokens(path) for path, _, _ in rank_folders(folder))
+
+
+def differences(theirs: dict[str, Any], mine: dict[str, Any]) -> str:
+    """The settings in which two identities of counts differ, as recipes call them, with both values."""
+    found = list(_differences(theirs, mine, ()))
+    if any(place == ("options", "template") for place, _, _ in found):
+        found = [entry for entry in found if entry[0][0] != "template"]  # its parts follow from its name
+    said = [f"{_named(place)}: {_shown(one)} there, {_shown(other)} here" for place, one, other in found]
+    more = len(said) - _SHOWN_DIFFERENCES
+    return "; ".join(said[:_SHOWN_DIFFERENCES] + [f"and {more} more"] * (more > 0))
+
+
+def _differences(one: Any, other: Any, place: tuple[str, ...]) -> Iterator[tuple[tuple[str, ...], Any, Any]]:
+    if isinstance(one, dict) and isinstance(other, dict):
+        for key in [*one, *(key for key in other if key not in one)]:
+            yield from _differences(one.get(key), other.get(key), (*place, key))
+    elif _of_sections(one) and _of_sections(other) and len(one) == len(other):
+        for number, sides in enumerate(zip(one, other, strict=True)):
+            yield from _differences(*sides, (*place, str(number)))
+    elif one != other:
+        yield place, one, other
+
+
+def _of_sections(value: Any) -> bool:
+    return isinstance(value, list) and all(isinstance(item, dict) for item in value)
+
+
+def _named(place: tuple[str, ...]) -> str:
+    name, rest = _NAMES.get(place[0], place[0]), place[1:]
+    return f"{name} ({'.'.join(rest)})" if " " in name and rest else ".".join((name, *rest))
+
+
+def _shown(value: Any) -> str:
+    text = json.dumps(value, ensure_ascii=False)
+    return text if len(text) <= _SHOWN_VALUE else f"{text[:_SHOWN_VALUE]}…"
+
+
 def read_word(file: Path) -> str | None:
     """The text of a file; None where there is none."""
     try:
         return file.read_text(encoding="utf-8")
     except FileNotFoundError:
         return None
-
-
-def write_whole(file: Path, text: str) -> None:
-    """Whole and on the disk, or not at all.
-
-    Raises:
-        OSError: the disk is full, or the like; names the file.
-    """
-    unfinished = file.with_name(f".{file.name}")
-    with errors_named(file):
-        with unfinished.open("wb") as out:
-            out.write(text.encode())
-            finish_file(out)
-        unfinished.replace(file)
-        sync_folder(file.parent)

@@ -18,7 +18,9 @@ from .table import save_table
 from .table_report import show_report
 from .terminal import say
 
-_SUMS = ("conversations", "documents", "tokens")
+_SUMS = ("conversations", "held_out", "documents", "tokens")
+_PLACES = ("config", "split", "revision", "file")
+"""What tells apart the parts of a hub data set."""
 
 
 def show_table(folder: Path, tokenizer: str | None) -> None:
@@ -28,7 +30,9 @@ def show_table(folder: Path, tokenizer: str | None) -> None:
         ValueError: no table, a damaged one, a tokenizer that is not the table's.
     """
     manifest = verify_artifact(folder, "table")
-    show_report(folder, manifest, BigramTable.load(folder).report(_tokenizer(folder, manifest, tokenizer)))
+    texts = _tokenizer(folder, manifest, tokenizer)
+    hint = _without_texts(manifest) if texts is None else None
+    show_report(folder, manifest, BigramTable.load(folder).report(texts), hint)
 
 
 def merge_tables(folders: Sequence[Path], out: Path, *, again: bool = False) -> None:
@@ -36,11 +40,11 @@ def merge_tables(folders: Sequence[Path], out: Path, *, again: bool = False) -> 
     streamed: no more than a part of them is in memory.
 
     Args:
-        again: merge tables that were counted from the same data too.
+        again: merge tables that were counted from the same data, or in part from the same, too.
 
     Raises:
         ValueError: fewer than two tables; a damaged one; other vocabularies or tokenizers; pruned counts; different
-            rules of counting; the same data twice; `out` is there already; a pair seen too often for a table.
+            rules of counting; data that two of them share; `out` is there already; a pair seen too often for a table.
     """
     if len(folders) < 2:
         raise ValueError(f"merging takes two tables or more, got {len(folders)}")
@@ -150,14 +154,48 @@ def _check_rules(parts: Sequence[dict[str, Any]]) -> None:
 
 
 def _check_once(parts: Sequence[dict[str, Any]]) -> None:
-    """Raises ValueError naming two parts that were counted from the same data."""
-    for one, other in combinations(parts, 2):
+    """Raises ValueError naming two parts that were counted from the same data, all of it or a file."""
+    corpora = [(part, _corpora(part)) for part in parts]
+    for (one, these), (other, those) in combinations(corpora, 2):
         same = one.get("source") is not None and one["source"] == other.get("source")
+        both = f"{one['table']} and {other['table']} were counted from the same data"
         if same or one["sha256"] == other["sha256"]:
-            raise ValueError(
-                f"{one['table']} and {other['table']} were counted from the same data, which would count twice; "
-                "--again merges them all the same"
-            )
+            raise ValueError(f"{both}, which would count twice; --again merges them all the same")
+        shared = next(filter(None, (_shared(this, that) for this in these for that in those)), None)
+        if shared is not None:
+            raise ValueError(f"{both} in part: {shared} would count twice; --again merges them all the same")
+
+
+def _corpora(part: dict[str, Any]) -> list[tuple[dict[str, Any], dict[str, Any]]]:
+    """The corpora that a part was counted from: how its recipe names each, and its files' hashes, where they are known.
+    None of a part whose manifest does not say."""
+    source = part.get("source")
+    if not isinstance(source, dict) or not isinstance(source.get("sources"), list):
+        return []
+    options = source.get("options", {})
+    named = options.get("mixture") or [options]
+    return list(zip(named, source["sources"], strict=True)) if len(named) == len(source["sources"]) else []
+
+
+def _shared(one: tuple[dict[str, Any], dict[str, Any]], other: tuple[dict[str, Any], dict[str, Any]]) -> str | None:
+    """What two corpora both hold: a file by its hash, or the same place on the hub."""
+    (this, what), (that, whats) = one, other
+    known = {sha256: name for name, sha256 in what.get("files", {}).items()}
+    for name, sha256 in whats.get("files", {}).items():
+        if sha256 in known:
+            return known[sha256] if known[sha256] == name else f"{known[sha256]}, there called {name},"
+    if "files" in what or what != whats:
+        return None
+    apart = any(None not in (places := (this.get(key), that.get(key))) and places[0] != places[1] for key in _PLACES)
+    return None if apart else str(this.get("path") or this.get("source"))
+
+
+def _without_texts(manifest: Manifest) -> str:
+    """Why tokens are shown by their ids, and what to do about it."""
+    source, shown = manifest.recipe.get("tokenizer"), "tokens are shown by their ids"
+    if source is not None and Path(source).is_dir():
+        return f"{shown}: the tokenizer in {source} is not the one of the counts; --tokenizer names another"
+    return f"{shown}: --tokenizer {source or 'MODEL'} shows their texts"
 
 
 def _tokenizer(folder: Path, manifest: Manifest, given: str | None) -> Any:

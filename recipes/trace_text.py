@@ -8,7 +8,6 @@ is never alone: on the page tokens are underlined, struck through, bold or boxed
 from __future__ import annotations
 
 import json
-import os
 from collections.abc import Iterable, Mapping, Sequence
 from html import escape
 from itertools import islice
@@ -17,6 +16,8 @@ from typing import TYPE_CHECKING, Any
 
 from rich.console import Console
 from rich.text import Text
+
+from .files import write_whole
 
 if TYPE_CHECKING:  # a report is made without the libraries that decode
     from ..decode.tracing import TracedStep
@@ -210,10 +211,7 @@ def _spans(step: Mapping[str, Any], keep_lines: bool = False) -> str:
 
 def write_trace(path: Path, told: Mapping[str, Any]) -> None:
     """Write a trace, whole or not at all."""
-    path.parent.mkdir(parents=True, exist_ok=True)
-    unfinished = path.with_name(f".{path.name}.{os.getpid()}")
-    unfinished.write_text(json.dumps(told, ensure_ascii=False, indent=1) + "\n", encoding="utf-8")
-    unfinished.replace(path)
+    write_whole(path, json.dumps(told, ensure_ascii=False, indent=1) + "\n")
 
 
 def load_trace(path: Path) -> dict[str, Any]:

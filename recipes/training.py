@@ -411,8 +411,8 @@ class SaturationSection(Section):
     temperature: float = Field(0.0, ge=0)
     """0 decodes greedily."""
     sizes: list[int] = []
-    """Conversations of the parts, rising; empty: 1,000, 2,000, 5,000, 10,000 … as far as the corpus goes. The whole
-    corpus always comes last."""
+    """Conversations of the parts, rising; empty: 1,000, 2,000, 5,000, 10,000 … as far as the corpus goes, of one that
+    has fewer than 10,000 from a hundredth of it on (1, 2, 5, 10 …). The whole corpus always comes last."""
     sequences: list[int] = Field([20], min_length=1)
     """Sequences that SLiM keeps; with several there is a curve for each."""
     candidates: int = Field(10, ge=1)

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import hashlib
 import json
-import os
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
@@ -25,6 +24,7 @@ from ..decode.tuning import SAME_WHEN_GREEDY, Choice, Space, probes, tune_joint,
 from ..decode.warpers import Sampling
 from . import evaluate
 from .config import EvaluateRecipe, MethodSection
+from .files import write_whole
 from .loading import write_recipe
 from .opening import open_recipe
 from .terminal import bar, console, say
@@ -279,10 +279,7 @@ def _tuned_recipe(recipe: EvaluateRecipe, choices: dict[str, list[Choice]], fold
 
 
 def _write(path: Path, results: dict[str, Any]) -> None:
-    path.parent.mkdir(parents=True, exist_ok=True)
-    unfinished = path.with_name(f".{path.name}.{os.getpid()}")
-    unfinished.write_text(json.dumps(results, indent=2, allow_nan=False) + "\n", encoding="utf-8")
-    unfinished.replace(path)
+    write_whole(path, json.dumps(results, indent=2, allow_nan=False) + "\n")
 
 
 def _show(results: dict[str, Any], folder: Path) -> None:

@@ -30,7 +30,7 @@ MAY_IMPORT = {
 }
 OPTIONAL = (
     *("accelerate", "peft", "datasets", "pyarrow", "deepspeed", "matplotlib", "sentencepiece"),
-    *("markdownify", "bs4", "py3langid", "openai"),
+    *("markdownify", "bs4", "py3langid", "openai", "pynvml"),
 )
 ONLY_RECIPES = ("pydantic", "typer", "rich")
 MAX_FILE_LINES = 500

@@ -31,6 +31,7 @@ if TYPE_CHECKING:
 PLACE = "conversation"
 """Key of a counter's place: the number of the first conversation that is not counted yet."""
 _TOKENS_AT_A_TIME = 1 << 18
+_TOKENS_PER_MB = 1 << 14
 _BATCH_CHARACTERS = 1 << 19
 _BATCHES_AHEAD = 3
 _THREADS = 2
@@ -105,6 +106,12 @@ def token_documents(
             yield number, [rendered.ids[max(0, start - 1) : end] for start, end in rendered.spans]
 
 
+def tokens_at_a_time(memory_mb: float) -> int:
+    """How many tokens to lay end to end where counts may take so much: a sixteenth of it, which is plenty from 16 MB
+    on."""
+    return max(1, min(_TOKENS_AT_A_TIME, int(_TOKENS_PER_MB * memory_mb)))
+
+
 def laid_end_to_end(
     documents: Iterable[tuple[int, list[np.ndarray]]], tokens: int = _TOKENS_AT_A_TIME
 ) -> Iterator[Laid]:
@@ -149,12 +156,22 @@ def spilled_place(folder: Path) -> int:
     Raises:
         ValueError: the folder's index is damaged; it is named.
     """
+    return _spilled(folder)[0]
+
+
+def spilled_tokens(folder: Path) -> int:
+    """The tokens that a counter's folder holds counts of, without opening it. Raises ValueError as `spilled_place`."""
+    return _spilled(folder)[1]
+
+
+def _spilled(folder: Path) -> tuple[int, int]:
     file = folder / INDEX
     if not file.is_file():
-        return 0
+        return 0, 0
     try:
-        place = json.loads(file.read_bytes())["place"]
-        return 0 if place is None else int(place[PLACE])
+        index = json.loads(file.read_bytes())
+        place = index["place"]
+        return 0 if place is None else int(place[PLACE]), int(index["tokens"])
     except (ValueError, KeyError, TypeError) as error:
         raise ValueError(f"{file} is damaged: {error}; delete {folder} to count anew") from error
 

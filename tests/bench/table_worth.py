@@ -52,7 +52,7 @@ from draftsmith.decode.warpers import Sampling
 from draftsmith.recipes.evaluate import load_prompts, machine, stop_ids
 from draftsmith.recipes.loading import parse_recipe
 from draftsmith.recipes.run import run_train
-from draftsmith.recipes.saturation import enough_from, paired_gain, per_step
+from draftsmith.recipes.saturation import LENGTHS, enough_from, paired_gain, per_step
 
 SHARED = Path(os.environ.get("DRAFTSMITH_SHARED", Path(__file__).resolve().parents[3] / "shared" / "data"))
 SHAREGPT = SHARED / "sharegpt" / "sharegpt_v3_sample_800.json"
@@ -158,8 +158,11 @@ class Bench:
 
     def slim(self, variant: Variant, sequences: int, temperature: float) -> np.ndarray:
         """Tokens and steps of each question [P, 2]."""
-        options = variant.options if variant.table is not None else {"correlation": "none"}
-        return self.run("slim-s", temperature, variant.table, sequences=sequences, **options)[:, :2]
+        ways = [variant.options]
+        if variant.table is None:  # whichever does better, as `draftsmith train --saturation` has it
+            ways = [{"correlation": "none", "lengths": lengths} for lengths in LENGTHS]
+        tried = [self.run("slim-s", temperature, variant.table, sequences=sequences, **way)[:, :2] for way in ways]
+        return max(tried, key=per_step)
 
 
 def variants(table: BigramTable) -> dict[str, Variant]:

@@ -1,69 +1,14 @@
-"""What the tests of decoding share: Markov chains as models, and random numbers for thousands of rows.
-
-Shape letters: B batch, M new tokens, T positions, V vocabulary, X anything.
-"""
+"""What the tests of decoding share: Markov chains as models, and random numbers for thousands of rows."""
 
 from __future__ import annotations
 
 from collections.abc import Callable
 
 import pytest
-import torch
 from draftsmith.decode import method
 from draftsmith.decode.drop_in import CustomGenerate
-from draftsmith.decode.kv_cache import KVCache
-from draftsmith.decode.models import LanguageModel
-from draftsmith.decode.rng import Rng
+from draftsmith.decode.markov import MarkovModel, OneStream
 from transformers import LlamaForCausalLM
-
-
-class MarkovModel(LanguageModel):
-    """A model whose distributions are known: `tables_TVV[n, x]` is what follows token x at position n.
-
-    Positions beyond the last table use the last one. There are no layers, so the cache holds lengths and nothing else;
-    a hidden state is the index of a table's row, which float32 holds exactly.
-    """
-
-    def __init__(self, tables_TVV: torch.Tensor) -> None:
-        self.positions, self.vocab_size, _ = tables_TVV.shape
-        self.max_positions = 1 << 30
-        self.device, self.dtype = torch.device("cpu"), torch.float32
-        self.layers = 0
-        self.hidden_size = self.kv_heads = self.key_width = self.value_width = 1
-        self._logits_XV = tables_TVV.log().float().flatten(0, 1)
-
-    def _mask(self, cache: KVCache, bias_BMn: torch.Tensor | None, start: int, stop: int, end: int) -> None:
-        return
-
-    def _forward(
-        self,
-        cache: KVCache,
-        tokens_BM: torch.Tensor,
-        positions_BM: torch.Tensor,
-        mask_B1MS: torch.Tensor | None,
-        start: int,
-        end: int,
-    ) -> torch.Tensor:
-        row_BM = positions_BM.clamp(max=self.positions - 1) * self.vocab_size + tokens_BM
-        return row_BM[..., None].float()
-
-    def logits(self, hidden_XD: torch.Tensor) -> torch.Tensor:
-        return self._logits_XV[hidden_XD[..., 0].long()]
-
-
-class OneStream(Rng):
-    """Random numbers of all rows from one generator.
-
-    `Rng` has a generator a row, so that rows do not depend on their neighbours; asking thousands of them takes most of
-    the time of a simulation in which nobody minds.
-    """
-
-    def __init__(self, seed: int, rows: int) -> None:
-        self.device = torch.device("cpu")
-        self._rows, self._generator = rows, torch.Generator().manual_seed(seed)
-
-    def uniform(self, *shape: int) -> torch.Tensor:
-        return torch.rand(self._rows, *shape, generator=self._generator, dtype=torch.float64)
 
 
 @pytest.fixture

@@ -7,15 +7,20 @@ import os
 import random
 import subprocess
 import sys
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 import yaml
+from draftsmith.checkpoints.artifact import save_artifact, tokenizer_fingerprint
+from draftsmith.checkpoints.heads import PredictionHeads, save_heads
+from draftsmith.checkpoints.table import BigramTable
 from draftsmith.data.templates import CHATML_JINJA
-from draftsmith.data.tokenizers import train_bpe
+from draftsmith.data.tokenizers import load_tokenizer, train_bpe
 from transformers import (
     AutoModelForCausalLM,
     GPTNeoXConfig,
@@ -140,6 +145,41 @@ def corpus(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return folder
 
 
+@pytest.fixture(scope="session")
+def tiny_pair(corpus: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A folder as the quickstart leaves it: a random target, drafters that are it with noise, heads, a table, text."""
+    folder = tmp_path_factory.mktemp("pair")
+    tokenizer = load_tokenizer(str(corpus / "tokenizer"))
+    torch.manual_seed(0)
+    target = AutoModelForCausalLM.from_config(LlamaConfig(**LLAMA, num_key_value_heads=2)).eval()
+    weights = {
+        name: 0.3 * torch.randn_like(weight) for name, weight in target.state_dict().items() if weight.dim() == 2
+    }
+    target.load_state_dict(target.state_dict() | weights)
+    about = {name: {} for name in ("target", "shapes", "recipe", "data", "training")} | {"vocab_size": VOCAB}
+    about["tokenizer_fingerprint"] = tokenizer_fingerprint(tokenizer)
+    target.save_pretrained(folder / "target")
+    tokenizer.save_pretrained(folder / "target")
+    for name, noise in (("drafter", 0.05), ("drafter-stage1", 0.1)):
+        near = {key: weight + noise * torch.randn_like(weight) for key, weight in weights.items()}
+        drafter = AutoModelForCausalLM.from_config(target.config)
+        drafter.load_state_dict(target.state_dict() | near)
+        save_artifact(folder / name, kind="drafter", write=drafter.save_pretrained, **about)
+    heads = PredictionHeads.from_lm_head(target.lm_head.weight.detach(), 4, 1)
+    save_artifact(folder / "heads", kind="heads", write=lambda place: save_heads(heads, place, "target"), **about)
+    documents = np.random.default_rng(0).integers(0, VOCAB, (20, 60)).tolist()
+    save_artifact(folder / "table", kind="table", write=BigramTable.from_documents(documents, VOCAB).save, **about)
+    rows = [
+        {"messages": [{"role": "user" if turn["from"] == "human" else "assistant", "content": turn["value"]}
+                      for turn in row["conversations"]]}
+        for row in json.loads((corpus / "rows.json").read_text())
+    ]  # fmt: skip
+    (folder / "corpus").mkdir()
+    for name in ("corpus/heldout.jsonl", "corpus/train.jsonl", "answers.jsonl"):
+        (folder / name).write_text("".join(json.dumps(row) + "\n" for row in rows))
+    return folder
+
+
 @pytest.fixture
 def drafter_recipe(corpus: Path, tmp_path: Path) -> Path:
     """A recipe of kind drafter: 12 steps of a two-layer Llama."""
@@ -186,3 +226,12 @@ def draftsmith(*arguments: str, timeout: float = 240, cwd: Path | None = None) -
 @pytest.fixture
 def cli() -> object:
     return draftsmith
+
+
+@pytest.fixture(scope="module")
+def launcher(load_script: Callable[[Path], Any], tmp_path_factory: pytest.TempPathFactory) -> Iterator[Any]:
+    """Starts processes that need not import everything anew."""
+    script = load_script(Path(__file__).with_name("forked_cli.py"))
+    started = script.Launcher(tmp_path_factory.mktemp("said"))
+    yield started
+    started.close()

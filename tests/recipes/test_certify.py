@@ -14,7 +14,8 @@ import torch
 import yaml
 from draftsmith.data.tokenizers import load_tokenizer
 from draftsmith.decode import verifiers
-from draftsmith.recipes.certify import Asked, certificate_beside, certified_entries, make_plan
+from draftsmith.recipes.certificate_report import certificate_beside
+from draftsmith.recipes.certify import Asked, certified_entries, make_plan
 from draftsmith.recipes.cli import app, main
 from draftsmith.recipes.config import EvaluateRecipe
 from transformers import LlamaConfig, LlamaForCausalLM

@@ -19,7 +19,7 @@ from draftsmith.data.tokenizers import load_tokenizer
 from draftsmith.decode.methods import METHODS, needs_of
 from draftsmith.recipes import evaluate
 from draftsmith.recipes.config import EvaluateRecipe
-from draftsmith.recipes.direct import evaluate_recipe
+from draftsmith.recipes.direct import evaluate_recipe, evaluation_or_paper
 from draftsmith.recipes.evaluate import PassedOver, load_prompts, run_evaluate
 from draftsmith.recipes.loading import load_recipe
 from draftsmith.recipes.results import load_results
@@ -176,6 +176,11 @@ def test_options_change_a_recipe(artifacts: Path) -> None:
     assert (loaded.target, loaded.drafter, loaded.limit) == ("a: b, [c]", "runs/quickstart/drafter", 2)
     with pytest.raises(ValueError, match="Did you mean 'max_new_tokens'"):
         evaluate_recipe("evaluate/all-methods", ["max_new_token=2"], {})
+    assert evaluate_recipe("all-methods", ["limit=2"], {}) == evaluate_recipe("evaluate/all-methods", ["limit=2"], {})
+    assert evaluation_or_paper("all-methods.yaml", [], {}, None) == load_recipe("evaluate/all-methods")
+    paper = evaluation_or_paper("slides/alpha", [], {}, None)
+    assert paper == evaluation_or_paper("evaluate/slides/alpha", [], {}, None)
+    assert paper.kind == "paper"
     with pytest.raises(ValueError, match="of kind 'quickstart'"):
         evaluate_recipe("quickstart", [], {})
     with pytest.raises(ValueError, match="or a target: draftsmith evaluate --target T"):

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 import shutil
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -11,6 +12,7 @@ from typing import Any
 import pytest
 import torch
 from draftsmith.data.tokenizers import load_tokenizer
+from draftsmith.decode.methods import METHODS
 from draftsmith.recipes.config import EvaluateRecipe
 from draftsmith.recipes.evaluate import run_evaluate
 from draftsmith.recipes.report import run_report
@@ -28,7 +30,7 @@ pytestmark = pytest.mark.skipif(
     reason="Chromium and its driver are not installed (Debian: apt-get install chromium chromium-driver)",
 )
 QUIET = ("background-networking", "component-update", "sync", "extensions", "default-apps", "gpu", "dev-shm-usage")
-METHODS: list[dict[str, Any]] = [
+ROWS: list[dict[str, Any]] = [
     {"method": "autoregressive"},
     {"method": "speculative", "label": "spec <script>document.title='broken'</script>", "options": {"gamma": 2}},
     {"method": "prompt-lookup"},
@@ -52,7 +54,7 @@ def page(corpus: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
     out = folder / "results.json"
     made: dict[str, Any] = {"kind": "evaluate", "out": str(out), "prompts": str(corpus / "rows.json"), "limit": 4}
     made |= {"target": str(folder / "target"), "drafter": str(folder / "drafter"), "template": "chatml"}
-    recipe = EvaluateRecipe(**made, max_new_tokens=12, device="cpu", methods=METHODS)
+    recipe = EvaluateRecipe(**made, max_new_tokens=12, device="cpu", methods=ROWS)
     run_evaluate(recipe)
     run_trace(recipe, limit=1)
     found = json.loads(out.read_text())
@@ -149,16 +151,48 @@ def test_filters_hide_rows_in_every_table(page: Path, browse: Callable[..., Any]
     assert sum(row.is_displayed() for row in rows) == 2
 
 
-def test_nothing_is_asked_for_and_nothing_complains(page: Path, browse: Callable[..., Any]) -> None:
-    driver = browse(page)
-    driver.find_element("css selector", "th button").click()
+def quiet(driver: Any, page: Path) -> None:
+    """The page asked for nothing but itself, and the browser has no complaint."""
     assert driver.get_log("browser") == []
     events = [json.loads(entry["message"])["message"] for entry in driver.get_log("performance")]
     asked = {event["params"]["request"]["url"] for event in events if event["method"] == "Network.requestWillBeSent"}
     own = ("data:", "chrome:")  # of the page, and of the empty tab that the browser begins with
     assert {url for url in asked if not url.startswith(own)} == {page.as_uri()}
     assert driver.execute_script("return performance.getEntriesByType('resource').length") == 0
+
+
+def test_nothing_is_asked_for_and_nothing_complains(page: Path, browse: Callable[..., Any]) -> None:
+    driver = browse(page)
+    driver.find_element("css selector", "th button").click()
+    quiet(driver, page)
     assert driver.title.startswith("Speculative decoding")  # no label ran
+
+
+@pytest.mark.slow
+def test_all_methods_on_a_trained_pair(tmp_path: Path, browse: Callable[..., Any], cli: Any) -> None:
+    """One command on the quickstart's artifacts (`make quickstart`, or DRAFTSMITH_PAIR=FOLDER); minutes."""
+    pair = Path(os.environ.get("DRAFTSMITH_PAIR", "runs/quickstart"))
+    if not (pair / "table").is_dir():
+        pytest.skip(f"no trained pair at {pair}")
+    parts = [f"{name}={pair / name}" for name in ("target", "drafter", "heads", "table")]
+    given = [*parts, f"prompts={pair / 'corpus' / 'heldout.jsonl'}", f"out={tmp_path / 'results.json'}"]
+    done = cli("evaluate", "evaluate/all-methods", *given, "limit=4", "max_new_tokens=32", timeout=1200)
+    assert done.returncode == 0, done.stderr
+    rows = json.loads((tmp_path / "results.json").read_text())["methods"]
+    assert {row["method"] for row in rows} == set(METHODS)
+    assert all(row["label"].split()[0] in done.stdout for row in rows)
+    driver = browse(tmp_path / "report.html")
+    table = driver.find_element("css selector", "table.sortable")
+    headings = table.find_elements("css selector", "thead th")
+    speedup = [heading.text.split("\n")[0] for heading in headings].index("speedup")
+    headings[speedup].find_element("tag name", "button").click()
+    sped = numbers(column(driver, table, speedup))
+    assert len(sped) == len(rows)
+    assert sped == sorted(sped, reverse=True)
+    driver.find_element("css selector", "[type=search]").send_keys("slim")
+    found = [name.split()[1] for name in column(driver, table, 0)]
+    assert sorted(found) == ["slim-l", "slim-s", "slim-ss"]
+    quiet(driver, tmp_path / "report.html")
 
 
 def test_the_page_reads_without_scripts(page: Path, browse: Callable[..., Any]) -> None:

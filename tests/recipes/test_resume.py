@@ -15,6 +15,7 @@ import pytest
 import torch
 import yaml
 from draftsmith.data.tokenizers import load_tokenizer
+from draftsmith.decode.energy import Energy
 from draftsmith.decode.measure import Decoded, RunKey
 from draftsmith.decode.metrics import Tally
 from draftsmith.recipes.config import EvaluateRecipe
@@ -169,6 +170,21 @@ def test_the_journal_gives_back_what_was_written(tmp_path: Path) -> None:
     assert list(tmp_path.iterdir()) == []
 
 
+def test_the_journal_gives_back_joules(tmp_path: Path) -> None:
+    found = {
+        "a\nb": Energy("nvml", 2.0, 0.5, None, 120.0, 30.0, 0.1, (1.5, 2.5)),
+        "c": Energy("rapl", 2.0, 0.5, 1.25, 120.0, 30.0, 0.1, (2.0,)),
+    }
+    with RunJournal(tmp_path / "results.json", {"seed": 1}) as journal:
+        for (label, energy), (key, run) in zip(found.items(), runs(2), strict=True):
+            journal.add(key, run)
+            journal.add_energy(label, energy)
+    with RunJournal(tmp_path / "results.json", {"seed": 1}) as journal:
+        assert (journal.energies, journal.finished) == (found, dict(runs(2)))
+    with RunJournal(tmp_path / "results.json", {"seed": 2}) as journal:
+        assert journal.energies == {}
+
+
 def test_half_a_last_line_is_dropped(tmp_path: Path) -> None:
     path = written(tmp_path)
     whole = path.read_bytes()
@@ -184,8 +200,12 @@ def test_half_a_last_line_is_dropped(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize(
-    "damage", [b"nonsense\n", b"[1, 2]\n", b'["a", 0, 0, [1], {"tokens": 1}, 0.1, 0.0]\n', b"\xff\n", b"{}\n"]
-)
+    "damage",
+    [
+        b"nonsense\n", b"[1, 2]\n", b'["a", 0, 0, [1], {"tokens": 1}, 0.1, 0.0]\n', b"\xff\n", b"{}\n",
+        b'{"label": "a", "energy": {"joules": 1.0}}\n',
+    ],
+)  # fmt: skip
 def test_a_damaged_line_is_refused_with_its_number(tmp_path: Path, damage: bytes) -> None:
     path = written(tmp_path)
     lines = path.read_bytes().splitlines(keepends=True)

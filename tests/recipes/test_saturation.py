@@ -3,13 +3,11 @@
 from __future__ import annotations
 
 import json
-import os
 import shutil
 import signal
-import subprocess
 import sys
 import time
-from collections.abc import Callable
+from itertools import takewhile
 from pathlib import Path
 from typing import Any
 
@@ -34,15 +32,13 @@ from draftsmith.recipes.loading import load_recipe, parse_recipe
 from draftsmith.recipes.prepare import prepare_data, training_conversations
 from draftsmith.recipes.run import run_train
 from draftsmith.recipes.saturation import enough_from, paired_gain, per_step, run_saturation
-from draftsmith.recipes.saturation_tables import COUNTS_FILE, count_parts_identity, default_sizes
+from draftsmith.recipes.saturation_tables import COUNTS_FILE, count_parts_identity, default_sizes, sizes_to_show
 from draftsmith.recipes.table import recipe_documents
 from draftsmith.recipes.training import TableRecipe
 from draftsmith.train.counting import PairCounter
 from draftsmith.train.table import count_laid, laid_end_to_end
 
 SIZES = [4, 10, 25]
-
-Cli = Callable[..., Any]
 
 
 @pytest.fixture(scope="module")
@@ -139,9 +135,19 @@ def test_what_is_written_is_what_decoding_gives(recipe_file: Path, heads: Path, 
     for name, by_sequences in counts.items():
         table = None if name == "none" else BigramTable.load(Path(f"{recipe.out}.saturation") / "tables" / name)
         for sequences, pairs in by_sequences.items():
-            options: dict[str, Any] = {"sequences": int(sequences), "correlation": "none" if table is None else "table"}
-            method = build_method("slim-s", Parts(heads=module, table=table), sampling, **options)
-            tallies = [decode(scorer, method, sampling, seed, ids, limits).tally for seed, ids in enumerate(prompts)]
+            ways: list[dict[str, Any]] = [{}]
+            if table is None:
+                ways = [{"correlation": "none", "lengths": lengths} for lengths in ("all", "full")]
+            tried = []
+            for options in ways:
+                parts = Parts(heads=module, table=table)
+                method = build_method("slim-s", parts, sampling, sequences=int(sequences), **options)
+                tried.append(
+                    [decode(scorer, method, sampling, at, ids, limits).tally for at, ids in enumerate(prompts)]
+                )
+            tallies = max(
+                tried, key=lambda each: sum(tally.tokens for tally in each) / sum(tally.steps for tally in each)
+            )
             assert pairs == [[tally.tokens, tally.steps] for tally in tallies]
             entry = results["baseline"] if table is None else next(
                 row["sequences"] for row in results["sizes"] if str(row["conversations"]) == name
@@ -212,24 +218,30 @@ def test_what_few_prompts_cannot_tell_apart_does_not_pay_and_is_said() -> None:
 
 def test_default_sizes() -> None:
     sizes = default_sizes()
-    assert [next(sizes) for _ in range(7)] == [1000, 2000, 5000, 10_000, 20_000, 50_000, 100_000]
+    assert [next(sizes) for _ in range(7)] == [1, 2, 5, 10, 20, 50, 100]
+    for whole, first, number in (
+        (1_000_000, 1000, 10), (10_000, 1000, 4), (9999, 100, 7), (500, 5, 7), (64, 1, 7), (1, 1, 1),
+    ):  # fmt: skip
+        sizes = [*takewhile(lambda size: size < whole, default_sizes()), whole]  # noqa: B023 - used at once
+        shown = sizes_to_show(sizes)
+        assert (shown[0], shown[-1], len(shown)) == (first, whole, number)
+        assert shown == sizes[-number:]
 
 
-def test_a_stopped_and_a_killed_run_go_on(recipe_file: Path, tmp_path: Path) -> None:
-    changes = ["saturation.limit=12", "saturation.new_tokens=40", "saturation.sequences=[1, 4, 20]"]
+def test_a_stopped_and_a_killed_run_go_on(recipe_file: Path, tmp_path: Path, launcher: Any) -> None:
+    changes = ["saturation.limit=8", "saturation.new_tokens=30", "saturation.sequences=[1, 4]"]
     whole = run_saturation(load(recipe_file, *changes, f"out={tmp_path / 'other'}"))
     folder = tmp_path / "table.saturation"
-    command = [sys.executable, "-m", "draftsmith", "train", str(recipe_file), "--saturation", *changes]
-    environment = os.environ | {"ACCELERATE_USE_CPU": "true", "OMP_NUM_THREADS": "1", "HF_HUB_OFFLINE": "1"}
+    command = ["train", str(recipe_file), "--saturation", *changes]
     kept: dict[str, Any] = {}
     stamps: dict[Path, int] = {}
     for number in (signal.SIGTERM, signal.SIGKILL):
-        process = subprocess.Popen(command, env=environment, stderr=subprocess.PIPE, stdout=subprocess.PIPE, text=True)
+        process = launcher.start(*command)
         while process.poll() is None and len(measured(folder)) <= len(kept):
             time.sleep(0.005)
         process.send_signal(number)
-        _, errors = process.communicate(timeout=120)
-        assert process.returncode == (143 if number == signal.SIGTERM else -9), errors
+        code, errors = process.ended()
+        assert code == (143 if number == signal.SIGTERM else -9), errors
         if number == signal.SIGTERM:
             assert "the same command goes on from what" in errors
         now = measured(folder)
@@ -239,8 +251,8 @@ def test_a_stopped_and_a_killed_run_go_on(recipe_file: Path, tmp_path: Path) -> 
         files = {path: path.stat().st_mtime_ns for path in folder.glob("tables/*/*")}
         assert files.items() >= stamps.items()
         stamps = files
-    done = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=240, check=False)
-    assert done.returncode == 0, done.stderr
+    code, said = launcher.run(*command)
+    assert code == 0, said
     assert {path: path.stat().st_mtime_ns for path in folder.glob("tables/*/*")} == stamps, "nothing is counted again"
     results = json.loads((folder / "saturation.json").read_text())
     assert results["counts"].items() >= kept.items()
@@ -295,7 +307,17 @@ def test_other_settings_measure_anew_and_other_counts_count_anew(
     assert results["sizes"][0]["conversations"] == 7
     assert len(list(tables.iterdir())) == 2
     results = run_saturation(load(recipe_file, "saturation.sizes=[7]", "count.pairs=answers"))
-    assert "holds counts of other settings (pairs)" in capsys.readouterr().err.replace("\n", " ")
+    said = " ".join(capsys.readouterr().err.split())
+    assert 'with other settings (count.pairs: "documents" there, "answers" here)' in said
+    counts = tables.parent / COUNTS_FILE
+    found = json.loads(counts.read_text())
+    found["parts"][-1]["tokens"] = 10**7  # as if it had been hours of work
+    counts.write_text(json.dumps(found))
+    recipe = (tables.parent / "recipe.yaml").read_text()
+    with pytest.raises(ValueError, match=r"saturation.sizes: \[7\] there, \[8\] here.*set them back to go on"):
+        run_saturation(load(recipe_file, "saturation.sizes=[8]", "count.pairs=answers"))
+    assert (tables.parent / "recipe.yaml").read_text() == recipe
+    assert len(list(tables.iterdir())) == 2
 
 
 def test_tables_are_pruned_as_the_recipe_prunes(recipe_file: Path) -> None:
@@ -307,34 +329,21 @@ def test_tables_are_pruned_as_the_recipe_prunes(recipe_file: Path) -> None:
         assert 0 < pruned["mass"] < row["mass"] == 1
 
 
-def test_the_plot_is_grey_and_a_missing_matplotlib_is_said(recipe_file: Path, tmp_path: Path, cli: Cli) -> None:
+def test_the_plot_is_grey_and_a_missing_matplotlib_is_said(
+    recipe_file: Path, tmp_path: Path, launcher: Any, monkeypatch: pytest.MonkeyPatch, capsys: Any
+) -> None:
     from matplotlib.image import imread
 
-    done = cli("train", str(recipe_file), "--saturation")
-    assert done.returncode == 0, done.stderr
+    code, said = launcher.run("train", str(recipe_file), "--saturation")
+    assert code == 0, said
     plot = tmp_path / "table.saturation" / "saturation.png"
     pixels = imread(plot)[..., :3]
     assert (pixels == pixels[..., :1]).all(), "nothing is told by colour"
     assert 0.005 < (pixels < 0.5).mean() < 0.3
     plot.unlink()
-    script = f"""
-import sys
-class Without:
-    def __init__(self, finder): self.finder = finder
-    def find_spec(self, name, *rest):
-        return None if name.partition(".")[0] == "matplotlib" else self.finder.find_spec(name, *rest)
-    def __getattr__(self, name): return getattr(self.finder, name)
-sys.meta_path[:] = [Without(finder) for finder in sys.meta_path]
-sys.argv = ["draftsmith", "train", {str(recipe_file)!r}, "--saturation", "saturation.temperature=0.5"]
-from draftsmith.recipes.cli import main
-main()
-"""
-    environment = os.environ | {"OMP_NUM_THREADS": "1", "HF_HUB_OFFLINE": "1"}
-    done = subprocess.run(
-        [sys.executable, "-c", script], capture_output=True, text=True, timeout=240, env=environment, check=False
-    )
-    assert done.returncode == 0, done.stderr
-    assert "pip install draftsmith[report]" in done.stderr
+    monkeypatch.setitem(sys.modules, "matplotlib", None)
+    run_saturation(load(recipe_file, "saturation.temperature=0.5"))
+    assert "pip install draftsmith[report]" in capsys.readouterr().err
     assert not plot.exists()
     assert json.loads((plot.with_suffix(".json")).read_text())["recipe"]["saturation"]["temperature"] == 0.5
 
@@ -363,10 +372,26 @@ def test_mistakes_are_found_before_anything_is_counted(stand_ins: Any, recipe_fi
 
 def test_a_corpus_without_anything_to_compare_is_refused(recipe_file: Path) -> None:
     rows = len(conversations(load(recipe_file)))
-    with pytest.raises(ValueError, match=f"the corpus has {rows} conversations, and the smallest size .* is 1,000"):
-        run_saturation(load(recipe_file, "saturation.sizes=[]"))
+    with pytest.raises(ValueError, match=r"the corpus has [01] conversations, and there are no parts"):
+        run_saturation(load(recipe_file, "saturation.sizes=[]", "data.limit=1"))
     with pytest.raises(ValueError, match=f"has {rows} conversations, and the smallest size .* is {rows}"):
         run_saturation(load(recipe_file, f"saturation.sizes=[{rows}]"))
+
+
+def test_a_small_corpus_is_cut_small(recipe_file: Path) -> None:
+    recipe = load(recipe_file, "saturation.sizes=[]", "saturation.limit=3", "saturation.new_tokens=2")
+    rows = len(conversations(recipe))
+    results = run_saturation(recipe)
+    assert [row["conversations"] for row in results["sizes"]] == [1, 2, 5, 10, 20, rows]
+    assert [row["whole"] for row in results["sizes"]] == [False] * 5 + [True]
+
+
+def test_prompts_that_nobody_holds_out_are_missed_before_anything_is_counted(recipe_file: Path, tmp_path: Path) -> None:
+    with pytest.raises(ValueError, match=r"`data.heldout_share` is 0 .* nothing would be held out"):
+        run_saturation(load(recipe_file, "data.heldout_share=0.0"))
+    with pytest.raises(ValueError, match="`prune`: a table of 320 tokens takes"):
+        run_saturation(load(recipe_file, "prune={megabytes: 0.001}"))
+    assert not (tmp_path / "table.saturation").exists()
 
 
 def test_only_one_process(recipe_file: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -12,8 +12,8 @@ from draftsmith.data.tokenizers import load_tokenizer
 from draftsmith.recipes.processes import StoppedError
 from draftsmith.recipes.run import accelerator_for
 from draftsmith.recipes.table import _Job
-from draftsmith.recipes.table_state import IDENTITY, PARTS, STOP, TOKEN
-from draftsmith.recipes.training import TableRecipe
+from draftsmith.recipes.table_state import CONSIDERABLE, IDENTITY, PARTS, STOP, TOKEN, counted_tokens, differences
+from draftsmith.recipes.training import CountSection, TableRecipe
 from draftsmith.train.counting import PairCounter
 from draftsmith.train.run_files import INDEX
 from draftsmith.train.table import PLACE, spilled_place
@@ -30,17 +30,85 @@ def recipe(corpus: Path, tmp_path: Path) -> TableRecipe:
 
 
 @pytest.fixture
-def launch(recipe: TableRecipe) -> Iterator[Callable[[], _Job]]:
+def launch(recipe: TableRecipe) -> Iterator[Callable[..., _Job]]:
     """Begins a launch of one process, behind what `begin` and `see` do; the test's end gives its lock back."""
     with ExitStack() as stack:
 
-        def begin() -> _Job:
+        def begin(changed: TableRecipe = recipe) -> _Job:
             stack.pop_all().close()
-            job = _Job(recipe, accelerator_for(recipe), load_tokenizer(recipe.tokenizer), V)
+            size = changed.vocab_size or V
+            job = _Job(changed, accelerator_for(changed), load_tokenizer(recipe.tokenizer), size)
             job.see(job.broadcast(job.begin(stack)))
             return job
 
         yield begin
+
+
+def hold(folder: Path, tokens: int) -> None:
+    """Counts of so many tokens more, as an earlier process left them."""
+    with PairCounter(V, folder / "rank-0-of-2") as counter:
+        counter.add(np.arange(tokens, dtype=np.int32) % V, np.zeros(1, dtype=np.int64), {PLACE: 1})
+        counter.spill()
+
+
+@pytest.mark.parametrize("more", [-1, 0])
+def test_counts_of_other_settings_are_let_go_if_they_are_few(
+    launch: Callable[..., _Job], recipe: TableRecipe, capsys: pytest.CaptureFixture[str], more: int
+) -> None:
+    folder = launch().folder
+    hold(folder, CONSIDERABLE + more)
+    other = recipe.model_copy(
+        update={
+            "count": CountSection(pairs="messages", roles=["user"]),
+            "vocab_size": 384,
+            "data": recipe.data.model_copy(update={"template": "plain", "workers": 5, "heldout_limit": 3}),
+        }
+    )
+    words = (
+        f"{folder} holds counts of {CONSIDERABLE + more:,} tokens with other settings "
+        '(data.template: "chatml" there, "plain" here; count.pairs: "documents" there, "messages" here; '
+        'count.roles: [] there, ["user"] here; vocab_size: 320 there, 384 here)'
+    )
+    if more < 0:
+        launch(other)
+        assert f"table: counting anew: {words}" in capsys.readouterr().err
+        assert not (folder / "rank-0-of-2").exists()
+        return
+    with pytest.raises(ValueError, match=r"set them back .*, delete that folder .*, or choose another `out`") as caught:
+        launch(other)
+    assert words in str(caught.value)
+    assert counted_tokens(folder) == CONSIDERABLE
+    launch(recipe.model_copy(update={"count": CountSection(memory_mb=7)}))
+    assert counted_tokens(folder) == CONSIDERABLE, "the settings are set back: nothing was lost"
+
+
+def test_counts_of_nothing_alarm_nobody(
+    launch: Callable[..., _Job], recipe: TableRecipe, capsys: pytest.CaptureFixture[str]
+) -> None:
+    launch()
+    launch(recipe.model_copy(update={"count": CountSection(pairs="answers")}))
+    assert "anew" not in capsys.readouterr().err
+
+
+def test_what_differs_is_named_as_recipes_name_it() -> None:
+    theirs = {
+        "options": {"source": "a.jsonl"},
+        "cleaning": {"html": "drop"},
+        "sources": [{"files": {"a.jsonl": "0" * 64}}],
+    }
+    mine = {
+        "options": {"source": "a.jsonl"},
+        "cleaning": {"html": "keep"},
+        "sources": [{"files": {"a.jsonl": "1" * 64}}],
+    }
+    hashes = (f'"{"0" * 39}…', f'"{"1" * 39}…')
+    assert differences(theirs, mine) == (
+        'data.clean.html: "drop" there, "keep" here; '
+        f"what the corpus holds (0.files.a.jsonl): {hashes[0]} there, {hashes[1]} here"
+    )
+    many = differences({"options": dict.fromkeys("abcdef", 1)}, {"options": dict.fromkeys("abcdef", 2)})
+    assert many.endswith("data.d: 1 there, 2 here; and 2 more")
+    assert differences({"roles": ["a", "b"]}, {"roles": []}) == 'count.roles: ["a", "b"] there, [] here'
 
 
 def straggle(folder: Path, place: int) -> None:

@@ -4,22 +4,21 @@ from __future__ import annotations
 
 import json
 import shutil
-import subprocess
-from collections.abc import Callable, Sequence
+import sys
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 from draftsmith.checkpoints.artifact import load_manifest, save_artifact, tokenizer_fingerprint, verify_artifact
 from draftsmith.checkpoints.table import TABLE_FILE, BigramTable
 from draftsmith.data.tokenizers import load_tokenizer, train_bpe
-from draftsmith.recipes.cli import app
+from draftsmith.recipes.cli import app, main
 from draftsmith.recipes.run import run_train
 from draftsmith.recipes.tables import prune_table
 from draftsmith.recipes.training import TableRecipe
 from transformers import LlamaConfig, LlamaForCausalLM
-
-Cli = Callable[..., subprocess.CompletedProcess[str]]
 
 
 def run(*arguments: object) -> None:
@@ -52,8 +51,7 @@ def tables(corpus: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
     for name, (part, changes) in sides.items():
         source = folder / f"{name}.json"
         source.write_text(json.dumps(part))
-        # nothing is held out: which rows would be depends on their names alone, but a part needs one of its own
-        data = {"source": str(source), "template": "chatml", "heldout_share": 1e-9, "cache": str(folder / "cache")}
+        data = {"source": str(source), "template": "chatml", "heldout_share": 0.0, "cache": str(folder / "cache")}
         values = {"kind": "table", "out": str(folder / name), "tokenizer": str(corpus / "tokenizer"), "data": data}
         run_train(TableRecipe.model_validate(values | changes))
     prune_table(folder / "b", folder / "pruned", min_count=2)
@@ -72,24 +70,27 @@ def bytes_of(table: Path) -> bytes:
     return (table / TABLE_FILE).read_bytes()
 
 
-def test_merged_tables_are_exactly_that_of_the_whole(cli: Cli, tables: Path, tmp_path: Path) -> None:
+def test_merged_tables_are_exactly_that_of_the_whole(
+    tables: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
     out, order = tmp_path / "merged", ["c", "a", "b"]
-    done = cli("table", "merge", *(str(tables / name) for name in order), "--out", str(out))
-    assert done.returncode == 0, done.stderr
+    run("table", "merge", *(tables / name for name in order), "--out", out)
     assert bytes_of(out) == bytes_of(tables / "whole")
     manifest, whole = verify_artifact(out, "table"), load_manifest(tables / "whole")
     assert [Path(part["table"]).name for part in manifest.data["parts"]] == order
     for name, part in zip(order, manifest.data["parts"], strict=True):
         assert part["sha256"] == load_manifest(tables / name).files[TABLE_FILE]["sha256"]
         assert part["source"] == load_manifest(tables / name).data["source"]
-    for key in ("conversations", "documents", "tokens"):
+    for key in ("conversations", "held_out", "documents", "tokens"):
         assert manifest.data[key] == whole.data[key]
     assert manifest.tokenizer_fingerprint == whole.tokenizer_fingerprint
     assert not list(tmp_path.glob(".merged*")), "nothing is left beside it"
-    failed = cli("table", "merge", str(out), str(tables / "a"), "--out", str(tmp_path / "twice"))
-    assert failed.returncode == 2
-    assert "Traceback" not in failed.stderr
-    assert "error:" in failed.stderr
+    arguments = ["draftsmith", "table", "merge", out, tables / "a", "--out", tmp_path / "twice"]
+    monkeypatch.setattr(sys, "argv", [str(argument) for argument in arguments])
+    with pytest.raises(SystemExit) as ended:
+        main()
+    assert ended.value.code == 2
+    assert "error:" in capsys.readouterr().err
 
 
 def test_what_a_killed_merge_left_is_in_nobodys_way(tables: Path, tmp_path: Path) -> None:
@@ -137,6 +138,56 @@ def test_what_cannot_be_merged_is_refused_with_both_sides(tables: Path, tmp_path
     refused(merging("a", "b"), tmp_path / "merged", "is there already")
 
 
+def test_tables_that_share_a_file_are_merged_only_if_asked_to(tables: Path, tmp_path: Path) -> None:
+    """The same shard in two corpora, under another name, beside others, and cleaned otherwise."""
+    both = tmp_path / "ab"
+    both.mkdir()
+    shutil.copy(tables / "a.json", both / "monday.json")
+    shutil.copy(tables / "c.json", both / "tuesday.json")
+    recipe = load_manifest(tables / "a").recipe
+    recipe |= {
+        "out": str(tmp_path / "two"),
+        "data": recipe["data"] | {"source": str(both), "clean": {"html": "markdown"}},
+    }
+    run_train(TableRecipe.model_validate(recipe))
+    merging = ["table", "merge", tables / "b", tables / "a", tmp_path / "two", "--out", tmp_path / "merged"]
+    refused(
+        merging,
+        f"{tables / 'a'} and {tmp_path / 'two'} were counted from the same data in part: a.json, there called "
+        "monday.json, would count twice; --again merges them all the same",
+    )
+    run(*merging, "--again")
+    tokens = [load_manifest(place).data["tokens"] for place in (tables / "b", tables / "a", tmp_path / "two")]
+    assert load_manifest(tmp_path / "merged").data["tokens"] == sum(tokens)
+
+
+def hub_table(folder: Path, sha256: str, **places: str | None) -> Path:
+    """The table of a hub data set, or of one file of it."""
+    options = dict.fromkeys(("path", "config", "split", "revision", "file"), None) | {"mixture": []} | places
+    source = {"options": options | {"source": "lmsys/lmsys-chat-1m"}, "sources": [{"hub": "lmsys/lmsys-chat-1m"}]}
+    counts = [1 + int(sha256, 16)] * 5  # no two tables are the same file
+    save_artifact(
+        folder,
+        kind="table",
+        write=BigramTable.from_documents([np.array(counts)], 320).save,
+        vocab_size=320,
+        tokenizer_fingerprint=None,
+        target=None, shapes={}, recipe={}, data={"source": source, "tokens": 5}, training={},
+    )  # fmt: skip
+    return folder
+
+
+def test_parts_of_a_hub_data_set_are_told_apart_by_what_names_them(tmp_path: Path) -> None:
+    whole, one, two = (
+        hub_table(tmp_path / name, str(number), file=file)
+        for number, (name, file) in enumerate([("whole", None), ("one", "a.parquet"), ("two", "b.parquet")])
+    )
+    merging: list[object] = ["--out", tmp_path / "merged"]
+    refused(["table", "merge", one, whole, *merging], f"{one} and {whole}", "in part: lmsys/lmsys-chat-1m would count")
+    run("table", "merge", one, two, *merging)
+    assert load_manifest(tmp_path / "merged").data["tokens"] == 10
+
+
 def test_a_table_is_pruned_and_the_whole_one_stays(tables: Path, tmp_path: Path) -> None:
     before = bytes_of(tables / "whole")
     run("table", "prune", tables / "whole", "--min-count", 3, "--top", 5, "--out", tmp_path / "p")
@@ -162,13 +213,53 @@ def test_a_table_is_shown(tables: Path, corpus: Path, tmp_path: Path, capsys: py
         assert words in shown, words
     text = load_tokenizer(str(corpus / "tokenizer")).convert_ids_to_tokens(range(320))
     assert any(token in shown for token in text if len(token) > 3), "the most extreme pairs are shown as text"
+    assert "are shown by their ids" not in shown
     run("table", "show", tables / "pruned")
-    assert "min_count 2" in capsys.readouterr().out
+    shown = capsys.readouterr().out
+    assert "min_count 2" in shown
+    assert "the margins and r are those of the whole counts" in " ".join(shown.split())
     foreign = tables / "tokenizer"
     mark = str(load_manifest(tables / "whole").tokenizer_fingerprint)[:16]
     refused(["table", "show", tables / "whole", "--tokenizer", foreign], tables / "whole", foreign, mark)
     refused(["table", "show", tmp_path / "none"], tmp_path / "none", "no such folder")
     refused(["table", "show", foreign], "artifact.json")
+
+
+def test_tokens_that_cannot_be_shown_as_text_are_shown_with_a_hint(
+    tables: Path, corpus: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """A table whose tokenizer does not lie here, or not any more."""
+    table = BigramTable.load(tables / "padded")
+    fingerprint = load_manifest(tables / "padded").tokenizer_fingerprint
+    sources = {"hub": "some/model", "other": str(tables / "tokenizer"), "none": None}
+    hints = {
+        "hub": "tokens are shown by their ids: --tokenizer some/model shows their texts",
+        "other": f"the tokenizer in {tables / 'tokenizer'} is not the one of the counts; --tokenizer names another",
+        "none": "--tokenizer MODEL shows their texts",
+    }
+    for name, source in sources.items():
+        save_artifact(
+            tmp_path / name, kind="table", write=table.save, vocab_size=384, tokenizer_fingerprint=fingerprint,
+            target=None, shapes={}, recipe={"tokenizer": source}, data={}, training={},
+        )  # fmt: skip
+        run("table", "show", tmp_path / name)
+        shown = capsys.readouterr().out
+        assert " ".join(hints[name].split()) in " ".join(shown.split())
+        pair = table.report()["highest_r"][0]
+        assert f"#{pair['left']} #{pair['right']}" in shown
+        run("table", "show", tmp_path / name, "--tokenizer", corpus / "tokenizer")
+        shown = capsys.readouterr().out
+        assert "ids" not in shown
+        assert "#" not in shown
+
+
+def test_a_table_without_extremes_shows_none(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    run("table", "show", hub_table(tmp_path / "few", "3"))
+    shown = capsys.readouterr().out
+    assert "highest r" not in shown
+    assert "lowest r" not in shown
+    assert "--tokenizer" not in shown
+    assert "no pair was seen or expected 10 times" in " ".join(shown.split())
 
 
 def test_the_card_holds_the_report(tables: Path) -> None:

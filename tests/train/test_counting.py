@@ -14,6 +14,7 @@ import subprocess
 import sys
 import time
 from collections import Counter
+from collections.abc import Iterator
 from importlib import import_module
 from itertools import pairwise
 from pathlib import Path
@@ -71,6 +72,15 @@ def copied(folder: Path, copy: Path) -> None:
             shutil.copy(path, copy)
 
 
+@pytest.fixture(scope="module", autouse=True)
+def _only_new_objects_are_looked_through() -> Iterator[None]:
+    """Counters are dropped and collected again and again, and looking through all that is imported takes longer."""
+    gc.collect()
+    gc.freeze()
+    yield
+    gc.unfreeze()
+
+
 @st.composite
 def corpora(draw: st.DrawFn) -> tuple[int, list[list[int]]]:
     vocab_size = draw(st.one_of(st.integers(1, 70_000), st.sampled_from([1, 2, 65_536, 65_537])))
@@ -79,21 +89,27 @@ def corpora(draw: st.DrawFn) -> tuple[int, list[list[int]]]:
     return vocab_size, draw(st.lists(st.lists(token, max_size=30), max_size=10))
 
 
-@settings(deadline=None, max_examples=60)
-@given(
+ANY_WAY = given(
     corpus=corpora(),
     seed=st.integers(0, 2**32),
     ranks=st.integers(1, 3),
     ranges=st.integers(1, 5),
     memory=st.sampled_from(TINY),
 )
+
+
+@pytest.mark.parametrize("examples", [40, pytest.param(1000, marks=pytest.mark.slow)])
 def test_any_way_of_counting_gives_the_bytes_of_a_counter(
-    corpus: tuple[int, list[list[int]]],
-    seed: int,
-    ranks: int,
-    ranges: int,
-    memory: float,
-    tmp_path_factory: pytest.TempPathFactory,
+    tmp_path_factory: pytest.TempPathFactory, examples: int
+) -> None:
+    def count(**drawn: Any) -> None:
+        count_any_way(tmp_path_factory.mktemp("count"), **drawn)
+
+    settings(deadline=None, max_examples=examples)(ANY_WAY(count))()
+
+
+def count_any_way(
+    tmp: Path, corpus: tuple[int, list[list[int]]], seed: int, ranks: int, ranges: int, memory: float
 ) -> None:
     """Each rank counts its documents in adds of any size, and is killed between them at random.
 
@@ -101,7 +117,6 @@ def test_any_way_of_counting_gives_the_bytes_of_a_counter(
     """
     vocab_size, documents = corpus
     choices = random.Random(seed)
-    tmp = tmp_path_factory.mktemp("count")
     for rank in range(ranks):
         folder, share = tmp / f"rank-{rank}", documents[rank::ranks]
         done, counter = 0, PairCounter(vocab_size, folder, memory, threads=choices.randint(1, 3))
@@ -193,7 +208,7 @@ def test_a_process_that_is_killed_again_and_again_counts_everything_once(
 ) -> None:
     folder, total, memory = tmp_path / "count", 1200, 0.02
     rng, places = np.random.default_rng(0), []
-    for _ in range(6):
+    for _ in range(4):
         worker = start(folder, vocab_size, total, memory, processes)
         assert worker.stdout is not None
         places.append(int(worker.stdout.readline().split()[1]))

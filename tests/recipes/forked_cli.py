@@ -1,0 +1,121 @@
+"""The command line in processes that are forked from one which has imported what takes seconds to import.
+
+They are processes of their own in all else: with their own environment, folder, signals and exit code. Run as a script
+this is the one that forks: it reads a request a line, and answers each with a line.
+"""
+
+from __future__ import annotations
+
+import gc
+import json
+import os
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+PATIENCE = 240.0
+
+
+class Forked:
+    """A process of the command line."""
+
+    def __init__(self, launcher: Launcher, arguments: Sequence[str], said: Path, **settings: Any) -> None:
+        self._launcher, self._said = launcher, said
+        self._code: int | None = None
+        asked = {"arguments": list(arguments), "said": str(said)} | settings
+        self.pid: int = launcher.ask(asked)
+
+    def poll(self) -> int | None:
+        """The exit code as `subprocess` has it; None while it runs."""
+        if self._code is None:
+            self._code = self._launcher.ask({"pid": self.pid})
+        return self._code
+
+    def send_signal(self, number: int) -> None:
+        if self.poll() is None:
+            os.kill(self.pid, number)
+
+    def ended(self) -> tuple[int, str]:
+        """Exit code and what it said on standard error, when it has ended."""
+        deadline = time.monotonic() + PATIENCE
+        while (code := self.poll()) is None:
+            if time.monotonic() >= deadline:
+                os.kill(self.pid, signal.SIGKILL)
+                raise TimeoutError(f"after {PATIENCE:.0f} s it still runs, and said {self._said.read_text()}")
+            time.sleep(0.005)
+        return code, self._said.read_text()
+
+
+class Launcher:
+    """Starts processes of the command line; their standard error goes to files in a folder."""
+
+    def __init__(self, folder: Path) -> None:
+        self._folder, self._number = folder, 0
+        environment = os.environ | {"ACCELERATE_USE_CPU": "true", "OMP_NUM_THREADS": "1", "HF_HUB_OFFLINE": "1"}
+        self._process = subprocess.Popen(
+            [sys.executable, __file__], stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True, env=environment
+        )
+
+    def start(self, *arguments: str, cwd: Path | None = None, **environment: str) -> Forked:
+        """`draftsmith ARGUMENTS` in a folder (by default this process's), with more variables."""
+        self._number += 1
+        settings = {"cwd": str(cwd or Path.cwd()), "environment": environment}
+        return Forked(self, arguments, self._folder / f"said-{self._number}", **settings)
+
+    def run(self, *arguments: str) -> tuple[int, str]:
+        """To its end: exit code, and what it said."""
+        return self.start(*arguments).ended()
+
+    def ask(self, asked: dict[str, Any]) -> Any:
+        """What the process that forks answers."""
+        assert self._process.stdin is not None
+        assert self._process.stdout is not None
+        self._process.stdin.write(json.dumps(asked) + "\n")
+        self._process.stdin.flush()
+        return json.loads(self._process.stdout.readline())
+
+    def close(self) -> None:
+        assert self._process.stdin is not None
+        self._process.stdin.close()
+        self._process.wait(timeout=30)
+
+
+def become(arguments: Sequence[str], said: str, cwd: str, environment: dict[str, str]) -> None:
+    """Make this process one of the command line."""
+    for name, number, mode in ((os.devnull, 0, os.O_RDONLY), (os.devnull, 1, os.O_WRONLY)):
+        os.dup2(os.open(name, mode), number)
+    os.dup2(os.open(said, os.O_WRONLY | os.O_CREAT | os.O_TRUNC, 0o644), 2)
+    os.environ.update(environment)
+    os.chdir(cwd)
+    sys.argv = ["draftsmith", *arguments]
+
+
+def main() -> None:
+    import accelerate  # noqa: F401 - what counting and decoding import on their way
+    import draftsmith.recipes.run
+    import draftsmith.recipes.saturation  # noqa: F401
+    from draftsmith.recipes.cli import main as command_line
+    from transformers import AutoTokenizer, LlamaForCausalLM  # noqa: F401
+
+    gc.collect()
+    gc.freeze()  # what is imported is looked through by none of the others, nor copied for that
+    for line in sys.stdin:
+        asked = json.loads(line)
+        if "pid" in asked:
+            pid, status = os.waitpid(asked["pid"], os.WNOHANG)
+            answer = os.waitstatus_to_exitcode(status) if pid else None
+        else:
+            answer = os.fork()
+            if not answer:
+                become(**asked)
+                command_line()
+                return
+        print(json.dumps(answer), flush=True)
+
+
+if __name__ == "__main__":
+    main()
