@@ -11,7 +11,7 @@ import torch
 from draftsmith.decode.engine import Proposal, Step
 from draftsmith.decode.lattice import Lattice
 from draftsmith.decode.lossy import TypicalAcceptance
-from draftsmith.decode.metrics import Tally, impossible, speedup_interval
+from draftsmith.decode.metrics import Tally, speedup_interval
 from draftsmith.decode.profile import StepProfile
 from draftsmith.decode.rng import Rng, categorical
 from draftsmith.decode.tree import Tree, parse_branching, parse_tree
@@ -139,14 +139,6 @@ def test_speedup_is_a_ratio_of_throughputs_with_an_interval_around_it() -> None:
     value, interval = speedup_interval([100] * 40, rng.uniform(0.4, 0.6, 40), [100] * 40, seconds)
     assert interval is not None
     assert interval[0] < value < interval[1]
-
-
-def test_impossible_results_are_named() -> None:
-    assert "above tokens_per_step" in str(
-        impossible({"speedup": 2.0, "tokens_per_step": 1.5, "speedup_interval": (1.8, 2.2)})
-    )
-    assert "outside" in str(impossible({"acceptance_rate": 1.2}))
-    assert impossible({"speedup": 1.2, "tokens_per_step": 1.5, "speedup_interval": (1.1, 1.3)}) is None
 
 
 def test_the_lattice_does_not_grow_with_the_number_of_sequences() -> None:
