@@ -10,6 +10,7 @@ import shutil
 import tempfile
 from collections.abc import Callable
 from dataclasses import replace
+from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any
 
@@ -50,6 +51,8 @@ def save_artifact(
     training: dict[str, Any],
     evaluation: dict[str, Any] | None = None,
     card: str | None = None,
+    command: str | None = None,
+    export: dict[str, Any] | None = None,
 ) -> Manifest:
     """Write an artifact to `out_dir`, replacing one that stands there; a reader sees the old or the new, never a part.
 
@@ -63,6 +66,8 @@ def save_artifact(
         target: id, revision and fingerprint of the model it is made for.
         recipe: the resolved recipe; secrets in it are redacted (as in all other dictionaries).
         card: text of README.md; by default a small card made from the manifest.
+        command: what made it, as one would type it.
+        export: of an export (`export.py`), what it is.
 
     Raises:
         ValueError: an unknown kind, values that JSON cannot hold, or an `out_dir` that holds other files.
@@ -84,6 +89,9 @@ def save_artifact(
         evaluation=plain(evaluation),
         versions=library_versions(),
         files={},
+        created=datetime.now(UTC).isoformat(timespec="seconds"),
+        command=plain(command),
+        export=plain(export),
     )
     return _write_all(out, manifest, write, card)
 

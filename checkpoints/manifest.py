@@ -11,7 +11,7 @@ from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 from typing import Any
 
-SCHEMA_VERSION = 1
+SCHEMA_VERSION = 2
 MANIFEST_FILE = "artifact.json"
 KINDS = ("drafter", "heads", "table", "target")
 REDACTED = "<redacted>"
@@ -62,6 +62,13 @@ class Manifest:
     """Python and the libraries it was made with; null where one was not installed."""
     files: dict[str, dict[str, Any]]
     """Path in the folder to sha256 (hex) and bytes, of every file but `artifact.json` itself."""
+    created: str | None = None
+    """When it was written: UTC, ISO 8601."""
+    command: str | None = None
+    """The command that made it."""
+    export: dict[str, Any] | None = None
+    """What an export is: its format, which programs read it, whether this package does (`native`), and the hashes of
+    the artifact's files (`of`). None in artifacts."""
     schema: int = SCHEMA_VERSION
     """Version of this record's form."""
 
@@ -84,8 +91,7 @@ class Manifest:
             raise ValueError(f"it is not JSON: {error}") from error
         if not isinstance(values, dict):
             raise ValueError(f"it holds a JSON {type(values).__name__}, expected an object")
-        if values.get("schema") != SCHEMA_VERSION:
-            raise ValueError(f"its schema version is {values.get('schema')!r}, this draftsmith reads {SCHEMA_VERSION}")
+        values = _upgraded(values)
         names = {field.name for field in fields(cls)}
         if names != set(values):
             missing, unknown = sorted(names - set(values)), sorted(set(values) - names)
@@ -94,11 +100,35 @@ class Manifest:
         return cls(**values)
 
 
+def _upgraded(values: dict[str, Any]) -> dict[str, Any]:
+    """The values in the form of `SCHEMA_VERSION`, whatever version they were written in.
+
+    Raises:
+        ValueError: a version that this draftsmith does not read.
+    """
+    version = values.get("schema")
+    if type(version) is not int or not 1 <= version <= SCHEMA_VERSION:
+        newer = "; a newer draftsmith wrote it" if type(version) is int and version > SCHEMA_VERSION else ""
+        raise ValueError(f"its schema version is {version!r}, this draftsmith reads 1 to {SCHEMA_VERSION}{newer}")
+    for step in _UPGRADES[version - 1 :]:
+        values = step(values)
+    return values | {"schema": SCHEMA_VERSION}
+
+
+def _from_1(values: dict[str, Any]) -> dict[str, Any]:
+    """Version 1 did not say when and by which command an artifact was made, and knew no exports."""
+    return values | {"created": None, "command": None, "export": None}
+
+
+_UPGRADES = (_from_1,)
+"""From each version to the next."""
+
+
 def _check_types(values: dict[str, Any]) -> None:
     wanted: dict[str, tuple[type, ...]] = {"kind": (str,), "vocab_size": (int,)}
     wanted |= dict.fromkeys(("shapes", "recipe", "data", "training", "versions", "files"), (dict,))
-    wanted |= {name: (dict, type(None)) for name in ("target", "evaluation")}
-    wanted["tokenizer_fingerprint"] = (str, type(None))
+    wanted |= {name: (dict, type(None)) for name in ("target", "evaluation", "export")}
+    wanted |= {name: (str, type(None)) for name in ("tokenizer_fingerprint", "created", "command")}
     for name, types in wanted.items():
         if not isinstance(values[name], types):
             expected = " or ".join(kind.__name__ for kind in types)

@@ -5,13 +5,14 @@ Letters: V vocabulary, E entries, x a left token, y a right one.
 
 from __future__ import annotations
 
-import difflib
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 import numpy as np
 import torch
 from torch import Tensor
+
+from .names import did_you_mean
 
 if TYPE_CHECKING:
     from .table import BigramTable
@@ -88,9 +89,8 @@ def check_smoothing(smoothing: str, strength: float) -> None:
         ValueError: an unknown name, with the nearest right one; a strength that the smoothing cannot have.
     """
     if smoothing not in SMOOTHINGS:
-        close = difflib.get_close_matches(smoothing, SMOOTHINGS, n=1, cutoff=0.3)
-        hint = f" Did you mean {close[0]!r}?" if close else ""
-        raise ValueError(f"unknown smoothing {smoothing!r}.{hint} Known: {', '.join(SMOOTHINGS)}")
+        near = did_you_mean(smoothing, SMOOTHINGS)
+        raise ValueError(f"unknown smoothing {smoothing!r}.{near} Known: {', '.join(SMOOTHINGS)}")
     if smoothing == "none" and strength:
         raise ValueError(f"smoothing 'none' has no strength, got {strength}")
     if smoothing == "add-k" and not 0 <= strength < float("inf"):

@@ -10,7 +10,6 @@ Letters: M new tokens, S slots that they attend to, D hidden, H heads, E head wi
 
 from __future__ import annotations
 
-import difflib
 from collections import Counter
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
@@ -22,6 +21,7 @@ from torch.utils.flop_counter import FlopCounterMode
 from transformers.pytorch_utils import Conv1D
 
 from ..checkpoints.heads import PredictionHeads
+from ..checkpoints.names import did_you_mean
 from .methods import Method
 from .models import LanguageModel
 
@@ -121,8 +121,7 @@ def forward_flops(
         )
     text = config if config.is_encoder_decoder else config.get_text_config(decoder=True)
     if text.model_type not in FAMILIES:
-        close = difflib.get_close_matches(text.model_type, FAMILIES, n=1)
-        hint = f" Did you mean {close[0]!r}?" if close else ""
+        hint = did_you_mean(text.model_type, FAMILIES)
         raise ValueError(
             f"FLOPs of models of type {text.model_type!r} do not follow from their configuration here.{hint} "
             f"Known: {', '.join(FAMILIES)}"

@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
-import difflib
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 
+from ..checkpoints.names import did_you_mean
 from ..checkpoints.table import BigramTable
 from ..checkpoints.table_smoothing import SMOOTHINGS
 from .adaptive import AdaptiveChain, Confidence, ExpectedGain, Oracle, Policy
@@ -253,12 +253,6 @@ METHODS: dict[str, _Spec] = {
 }
 
 
-def nearest(name: str, known: list[str]) -> str:
-    """` Did you mean 'x'?` or nothing, for error messages."""
-    close = difflib.get_close_matches(name, known, n=1, cutoff=0.5)
-    return f" Did you mean {close[0]!r}?" if close else ""
-
-
 def method_options(name: str, options: Options) -> Options:
     """The settings of a method, its defaults filled in.
 
@@ -266,18 +260,20 @@ def method_options(name: str, options: Options) -> Options:
         ValueError: an unknown method or option, with the nearest right name; a value of another type than the default.
     """
     if name not in METHODS:
-        raise ValueError(f"unknown method {name!r}.{nearest(name, list(METHODS))} Known: {', '.join(METHODS)}")
+        raise ValueError(f"unknown method {name!r}.{did_you_mean(name, list(METHODS))} Known: {', '.join(METHODS)}")
     defaults = METHODS[name].defaults
     for key, value in options.items():
         if key not in defaults:
             known = ", ".join(defaults) or "none"
-            raise ValueError(f"method {name!r} has no option {key!r}.{nearest(key, list(defaults))} Known: {known}")
+            raise ValueError(
+                f"method {name!r} has no option {key!r}.{did_you_mean(key, list(defaults))} Known: {known}"
+            )
         wanted = type(defaults[key])
         if not (type(value) is wanted or (wanted is float and type(value) is int)):
             raise ValueError(f"option {key!r} of method {name!r} must be {wanted.__name__}, got {value!r}")
         choices = METHODS[name].choices.get(key)
         if choices and value not in choices:
-            hint = nearest(value, list(choices))
+            hint = did_you_mean(value, list(choices))
             raise ValueError(
                 f"option {key!r} of method {name!r} cannot be {value!r}.{hint} Known: {', '.join(choices)}"
             )

@@ -14,7 +14,6 @@ is `not judged`. `held` is what 95 % of the draws' middle agree with, `not held`
 
 from __future__ import annotations
 
-import difflib
 import math
 import re
 from collections.abc import Iterator, Mapping, Sequence
@@ -23,6 +22,8 @@ from functools import lru_cache
 from typing import Any
 
 import numpy as np
+
+from ..checkpoints.names import did_you_mean
 
 HELD, NOT_HELD, NOISE, NOT_JUDGED = "held", "not held", "within noise", "not judged"
 COMPARISONS = (">=", "<=", "==~", ">", "<")
@@ -82,12 +83,6 @@ class Claim:
         for side in self.sides:
             for term in side:
                 yield from (factor for factor in (*term.over, *term.under) if isinstance(factor, Reference))
-
-
-def did_you_mean(name: str, known: Sequence[str]) -> str:
-    """` Did you mean 'x'?` or nothing, for error messages."""
-    close = difflib.get_close_matches(name, known, n=1, cutoff=0.5)
-    return f" Did you mean {close[0]!r}?" if close else ""
 
 
 def nearest(name: str, known: Sequence[str]) -> str:

@@ -19,6 +19,7 @@ from ..train.interrupts import Interrupted, TrainingError
 from .config import QuickstartRecipe, RegenerateRecipe
 from .loading import accelerate_configs, deepspeed_configs, find_recipe, first_sentence, load_recipe, shipped_recipes
 from .papers_config import PaperRecipe
+from .shipping_cli import doctor, export
 from .tables_cli import table_app
 from .terminal import console, say
 from .training import DrafterRecipe, HeadsRecipe, TableRecipe
@@ -33,6 +34,8 @@ app = typer.Typer(
 recipes_app = typer.Typer(help="List, show and copy the recipes that come with the package.", no_args_is_help=True)
 app.add_typer(recipes_app, name="recipes")
 app.add_typer(table_app, name="table")
+for _command in (doctor, export):
+    app.command()(_command)
 
 RecipeName = Annotated[str, typer.Argument(help="A recipe's file, or the name of a shipped one.")]
 Overrides = Annotated[list[str] | None, typer.Argument(help="Changes to the recipe: key.path=value.")]
@@ -367,17 +370,6 @@ def regenerate(recipe: RecipeName, overrides: Overrides = None) -> None:
     assert isinstance(loaded, RegenerateRecipe)
     if run_regenerate(loaded).failed:
         raise typer.Exit(1)
-
-
-@app.command()
-def doctor() -> None:
-    """Versions, devices, number formats, and which optional parts are missing and how to get them."""
-    from .doctor import findings
-
-    table = Table(show_header=False, box=None)
-    for finding in findings():
-        table.add_row(finding.name, finding.state, escape(finding.advice))
-    console().print(table)
 
 
 @recipes_app.command("ls")

@@ -46,7 +46,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-from ..decode.methods import nearest
+from ..checkpoints.names import did_you_mean
 from ..train.interrupts import Interrupted, StopSignals
 from .config import EvaluateRecipe, MethodSection
 from .diagnose_case import Case, questions_of
@@ -128,7 +128,7 @@ def diagnosis_beside(results: Path) -> Path:
 def _chosen(recipe: EvaluateRecipe, parts: Sequence[str]) -> list[str]:
     for part in parts:
         if part not in CHAINS:
-            raise ValueError(f"unknown part {part!r}.{nearest(part, list(CHAINS))} Known: {', '.join(CHAINS)}")
+            raise ValueError(f"unknown part {part!r}.{did_you_mean(part, list(CHAINS))} Known: {', '.join(CHAINS)}")
         if getattr(recipe, part) is None:
             raise ValueError(f"there is no {part} to diagnose: the recipe names none (`{part}`)")
     chosen = [part for part in CHAINS if getattr(recipe, part) is not None and (not parts or part in parts)]

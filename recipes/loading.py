@@ -14,7 +14,7 @@ import yaml
 from pydantic import BaseModel, ValidationError
 
 from ..checkpoints.manifest import plain
-from .claims import did_you_mean
+from ..checkpoints.names import did_you_mean
 from .files import write_whole
 from .kinds import RECIPES, Recipe
 

@@ -22,8 +22,8 @@ from transformers import AutoConfig, AutoModelForCausalLM, AutoModelForSeq2SeqLM
 from transformers.pytorch_utils import Conv1D
 from transformers.utils import cached_file
 
+from ..checkpoints.names import did_you_mean
 from ..decode.loading import ADAPTER_CONFIG, load_model
-from ..decode.methods import nearest
 from ..decode.seq2seq import Seq2SeqModel
 from .training import LoraSection, ModelSection
 
@@ -135,7 +135,7 @@ def model_from_config(section: ModelSection, attention: str | None) -> PreTraine
         names = [*known, *type(AutoConfig.for_model(kind)).attribute_map]
         unknown = sorted(set(settings) - set(names))
         if unknown:
-            raise ValueError(f"unknown field {unknown[0]!r} of {kind}.{nearest(unknown[0], names)}")
+            raise ValueError(f"unknown field {unknown[0]!r} of {kind}.{did_you_mean(unknown[0], names)}")
         config = AutoConfig.for_model(kind, **settings)
         if config.is_encoder_decoder and getattr(config, "decoder_start_token_id", None) is None:
             config.decoder_start_token_id = config.pad_token_id  # T5's own
@@ -360,7 +360,7 @@ def _lora_targets(model: PreTrainedModel, targets: list[str]) -> list[str]:
             known = sorted({name.rpartition(".")[2] for name in linear})
             raise ValueError(
                 f"`lora.targets` has {target!r}, and no linear layer of the model that may be changed ends so."
-                f"{nearest(target, known)} There are: {', '.join(known)}"
+                f"{did_you_mean(target, known)} There are: {', '.join(known)}"
             )
         found += ends
     return found if targets else linear

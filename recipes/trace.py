@@ -8,12 +8,13 @@ from html import escape
 from pathlib import Path
 from typing import Any
 
+from ..checkpoints.names import did_you_mean
 from ..data.conversations import Turn
 from ..data.rendering import prompt_renderer
 from ..data.templates import get_template
 from ..decode.engine import Limits
 from ..decode.measure import BASELINE, Entry
-from ..decode.methods import METHODS, Parts, build_method, nearest
+from ..decode.methods import METHODS, Parts, build_method
 from ..decode.models import LanguageModel
 from ..decode.seq2seq import Seq2SeqModel
 from ..decode.tracing import trace
@@ -89,7 +90,7 @@ def chosen_rows(recipe: EvaluateRecipe, methods: Sequence[str]) -> list[MethodSe
         named = rows.get(name) or next((row for row in recipe.methods if row.method == name), None)
         if named is None and name not in METHODS:
             known = list(dict.fromkeys([*rows, *METHODS]))
-            raise ValueError(f"unknown method {name!r}.{nearest(name, known)} Known: {', '.join(known)}")
+            raise ValueError(f"unknown method {name!r}.{did_you_mean(name, known)} Known: {', '.join(known)}")
         chosen.append(named or MethodSection(method=name))
     return chosen
 

@@ -1,0 +1,141 @@
+"""Artifacts written in the forms that other programs read; each is read back and compared before it stands.
+
+A form is a `Format`: what it writes, how it is compared with its artifact, and what SERVING.md says. An export is an
+artifact itself, of the same kind, with `export` in its manifest: it can be verified and pushed like any other.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, fields
+from pathlib import Path
+from typing import Any
+
+from .artifact import save_artifact, verify_artifact
+from .manifest import Manifest
+from .names import did_you_mean
+
+SERVING_FILE = "SERVING.md"
+
+
+@dataclass(frozen=True)
+class Source:
+    """What is exported: an artifact whose files have been checked."""
+
+    folder: Path
+    manifest: Manifest
+
+
+@dataclass(frozen=True)
+class ExportOptions:
+    """Choices of the user. A format takes those that it names; another that is given is refused."""
+
+    target: str | None = None
+    """Folder or hub id of the target that is served with it; by default the one that the manifest names."""
+    speculative_tokens: int | None = None
+    """Tokens to draft a step, where the format has a place for it."""
+    merge: bool | None = None
+    """LoRA: merged into the weights (True) or as an adapter beside them (False)."""
+    pickle: bool = False
+    """Write a pickled file, which some engines want and which can run code where it is loaded carelessly."""
+    llama_cpp: Path | None = None
+    """A checkout of llama.cpp, for its converter."""
+
+    def given(self) -> list[str]:
+        """Names of the options that differ from their defaults."""
+        return [field.name for field in fields(self) if getattr(self, field.name) != field.default]
+
+
+@dataclass(frozen=True)
+class Format:
+    """A form that another program reads."""
+
+    name: str
+    kind: str
+    """Of the artifacts that it is for."""
+    summary: str
+    """What it is, in one line."""
+    readers: str
+    """Which programs read it, with their versions."""
+    write: Callable[[Source, Path, ExportOptions], None]
+    """Fills an empty folder. Raises ValueError where the artifact does not fit the form."""
+    compare: Callable[[Source, Path, ExportOptions], list[str]]
+    """Reads the folder back as its readers would and compares tensors and outputs with the artifact's: a line for each
+    thing that was found equal. Raises ValueError where one is not."""
+    serving: Callable[[Source, ExportOptions], str]
+    """The body of SERVING.md: the exact commands, and what to know beside them. `{folder}` stands for the folder."""
+    options: tuple[str, ...] = ()
+    """Names of the `ExportOptions` that it heeds."""
+    native: bool = False
+    """Whether this package's own loaders read it as they read the artifact."""
+
+
+def export_artifact(
+    artifact: Path, form: str, out: Path, formats: Mapping[str, Format], options: ExportOptions | None = None
+) -> list[str]:
+    """Write an artifact in another form to `out`, whole or not at all.
+
+    Returns:
+        What was compared and found equal, a line each.
+
+    Raises:
+        ValueError: an unknown form, or one for another kind of artifact; a damaged artifact, or one that does not fit;
+            an option that the form does not have; an export that differs from its artifact.
+    """
+    options = options or ExportOptions()
+    if form not in formats:
+        raise ValueError(f"unknown format {form!r}.{did_you_mean(form, formats)} Known: {', '.join(sorted(formats))}")
+    chosen = formats[form]
+    source = Source(Path(artifact), verify_artifact(Path(artifact)))
+    if source.manifest.export is not None:
+        raise ValueError(f"{artifact} is an export itself ({source.manifest.export['format']}): export its artifact")
+    if source.manifest.kind != chosen.kind:
+        fitting = sorted(name for name, other in formats.items() if other.kind == source.manifest.kind)
+        raise ValueError(
+            f"{form} is a format for kind {chosen.kind!r}, and {artifact} is of kind {source.manifest.kind!r}; "
+            f"for that there are: {', '.join(fitting) or 'none'}"
+        )
+    if unused := [name for name in options.given() if name not in chosen.options]:
+        takes = ", ".join(chosen.options) or "none"
+        raise ValueError(f"{form} has no option {', '.join(unused)}; its options: {takes}")
+    if Path(out).resolve() == source.folder.resolve():
+        raise ValueError(f"{out} is the artifact itself: choose another folder for its export")
+    findings: list[str] = []
+
+    def write(folder: Path) -> None:
+        chosen.write(source, folder, options)
+        findings.extend(chosen.compare(source, folder, options))
+        assert findings, f"{form} compares nothing"
+        text = _serving_text(source, chosen, options, Path(out).name, findings)
+        (folder / SERVING_FILE).write_text(text, encoding="utf-8")
+
+    save_export(source, chosen, Path(out), write)
+    return findings
+
+
+def save_export(source: Source, chosen: Format, out: Path, write: Callable[[Path], None]) -> Manifest:
+    """The export as an artifact of its own: its source's manifest, with `export`."""
+    known = source.manifest
+    about: dict[str, Any] = {"format": chosen.name, "readers": chosen.readers, "native": chosen.native}
+    about["of"] = {name: entry["sha256"] for name, entry in known.files.items()}
+    return save_artifact(
+        out,
+        kind=known.kind,
+        write=write,
+        vocab_size=known.vocab_size,
+        tokenizer_fingerprint=known.tokenizer_fingerprint,
+        target=known.target,
+        shapes=known.shapes,
+        recipe=known.recipe,
+        data=known.data,
+        training=known.training,
+        evaluation=known.evaluation,
+        export=about,
+    )
+
+
+def _serving_text(source: Source, chosen: Format, options: ExportOptions, name: str, findings: list[str]) -> str:
+    lines = [f"# Serving {name}", "", f"{chosen.summary}. Read by {chosen.readers}.", ""]
+    lines += [chosen.serving(source, options).replace("{folder}", name).strip(), ""]
+    lines += ["## What was compared with the artifact when this was written", "", *(f"- {line}" for line in findings)]
+    return "\n".join(lines) + "\n"

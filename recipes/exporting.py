@@ -1,0 +1,41 @@
+"""`draftsmith export`: an artifact written for what serves it."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+from rich.markup import escape
+from rich.table import Table
+
+from ..checkpoints.export import ExportOptions, Format, export_artifact
+from ..checkpoints.export_table import TABLE_FORMATS
+from .terminal import console, say
+
+FORMATS: dict[str, Format] = {form.name: form for form in (*TABLE_FORMATS,)}
+
+
+def run_export(artifact: Path, form: str, out: Path | None, options: ExportOptions) -> Path:
+    """Export, and say what was compared.
+
+    Returns:
+        The folder: `out`, or one beside the artifact, named for the format.
+
+    Raises:
+        ValueError: what `export_artifact` raises.
+    """
+    folder = out or artifact.resolve().with_name(f"{artifact.resolve().name}-{form}")
+    for line in export_artifact(artifact, form, folder, FORMATS, options):
+        say(f"export: {line}")
+    say(f"export: wrote {folder}; how to serve it stands in {folder / 'SERVING.md'}")
+    return folder
+
+
+def list_formats() -> None:
+    """Every format: its name, the kind of artifact, what it is, who reads it, and its options."""
+    table = Table(box=None)
+    for heading in ("format", "for", "what", "read by", "options"):
+        table.add_column(heading, no_wrap=heading in ("format", "for"))
+    for form in FORMATS.values():
+        options = " ".join(f"--{name.replace('_', '-')}" for name in form.options)
+        table.add_row(form.name, form.kind, *map(escape, (form.summary, form.readers, options)))
+    console().print(table)
