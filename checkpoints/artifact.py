@@ -2,39 +2,46 @@
 
 from __future__ import annotations
 
-import ctypes
-import errno
-import hashlib
-import os
-import shutil
-import tempfile
 from collections.abc import Callable
 from dataclasses import replace
 from datetime import UTC, datetime
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 from .card import model_card
 from .fingerprints import model_fingerprint, tokenizer_fingerprint
-from .manifest import KINDS, MANIFEST_FILE, SCHEMA_VERSION, Manifest, library_versions, plain
+from .folders import left_aside, steady, whole_folder
+from .manifest import (
+    KINDS,
+    MANIFEST_FILE,
+    MAX_MANIFEST_BYTES,
+    SCHEMA_VERSION,
+    Manifest,
+    library_versions,
+    plain,
+)
+from .untrusted import file_hash, files_of, is_blob, name_fault, read_text, shown
 
 __all__ = [
     "MANIFEST_FILE",
     "SCHEMA_VERSION",
     "Manifest",
+    "check_replaceable",
     "check_target",
+    "file_faults",
     "load_manifest",
     "model_fingerprint",
+    "open_artifact",
     "plain",
     "save_artifact",
     "tokenizer_fingerprint",
     "verify_artifact",
 ]
 
+Loaded = TypeVar("Loaded")
+
 CARD_FILE = "README.md"
-_AT_FDCWD = -100
-_RENAME_EXCHANGE = 2
-_NO_EXCHANGE = (errno.ENOSYS, errno.EINVAL, errno.EPERM, errno.ENOTSUP)
+_FAULTS_SHOWN = 20
 
 
 def save_artifact(
@@ -56,8 +63,9 @@ def save_artifact(
 ) -> Manifest:
     """Write an artifact to `out_dir`, replacing one that stands there; a reader sees the old or the new, never a part.
 
-    Everything is written to a hidden folder beside `out_dir`, flushed to the disk and then renamed. Where anything
-    fails, that folder is removed, what stood at `out_dir` stays, and the error goes on to the caller.
+    Everything is written to a hidden folder beside `out_dir`, flushed to the disk and then renamed, see
+    `folders.whole_folder`. Where anything fails, that folder is removed, what stood at `out_dir` stays, and the error
+    goes on to the caller.
 
     Args:
         kind: drafter, heads, table or target.
@@ -70,13 +78,14 @@ def save_artifact(
         export: of an export (`export.py`), what it is.
 
     Raises:
-        ValueError: an unknown kind, values that JSON cannot hold, or an `out_dir` that holds other files.
+        ValueError: an unknown kind, values that JSON cannot hold, files that are links or have names that not every
+            system knows, or an `out_dir` that holds other files.
         OSError: the disk is full or cannot be written.
     """
     out = Path(out_dir)
     if kind not in KINDS:
         raise ValueError(f"unknown kind of artifact {kind!r}, expected one of {', '.join(KINDS)}")
-    _check_replaceable(out)
+    check_replaceable(out)
     manifest = Manifest(
         kind=kind,
         vocab_size=int(vocab_size),
@@ -98,82 +107,125 @@ def save_artifact(
 
 def _write_all(out: Path, manifest: Manifest, write: Callable[[Path], None], card: str | None) -> Manifest:
     """Write to a hidden folder beside `out` and put it in place; the manifest with the files' hashes."""
-    out.parent.mkdir(parents=True, exist_ok=True)
-    unfinished = Path(tempfile.mkdtemp(prefix=f".{out.name}.", suffix=".saving", dir=out.parent))
-    try:
+    with whole_folder(out) as unfinished:
         write(unfinished)
         assert any(unfinished.iterdir()), "write left no files"
         assert not (unfinished / MANIFEST_FILE).exists(), f"{MANIFEST_FILE} is written here, not by `write`"
-        _make_readable(unfinished)
         text = card if card is not None else model_card(manifest, out.name)
         (unfinished / CARD_FILE).write_text(text, encoding="utf-8")
         manifest = replace(manifest, files=_hash_all(unfinished))
-        (unfinished / MANIFEST_FILE).write_text(manifest.to_json(), encoding="utf-8")
-        _sync_all(unfinished)
-        unfinished.chmod(0o755)  # mkdtemp makes a private folder
-        _put_in_place(unfinished, out)
-    finally:
-        shutil.rmtree(unfinished, ignore_errors=True)
+        record = manifest.to_json()
+        if len(record.encode()) > MAX_MANIFEST_BYTES:
+            raise ValueError(f"{MANIFEST_FILE} of {out} would have more than {MAX_MANIFEST_BYTES:,} bytes")
+        (unfinished / MANIFEST_FILE).write_text(record, encoding="utf-8")
+        check_replaceable(out)  # again: writing may have taken minutes
     return manifest
-
-
-def _make_readable(folder: Path) -> None:
-    """safetensors writes files that their owner alone may read, and others serve them."""
-    umask = os.umask(0)
-    os.umask(umask)
-    for path in folder.rglob("*"):
-        if path.is_file():
-            path.chmod(0o666 & ~umask)
 
 
 def load_manifest(directory: Path, kind: str | None = None) -> Manifest:
     """Read an artifact's manifest; the other files are not looked at.
 
     Args:
-        kind: where given, the kind that the artifact must be.
+        kind: where given, the kind that the artifact must be, in a form that this package reads.
 
     Raises:
-        ValueError: no such folder, no `artifact.json`, one that is not of this form, or an artifact of another kind.
+        ValueError: no such folder, no `artifact.json`, one that is not of this form, an artifact of another kind, or
+            an export for other programs.
     """
     directory = Path(directory)
-    path = directory / MANIFEST_FILE
-    if not directory.is_dir():
-        raise ValueError(f"there is no artifact at {directory}: no such folder")
-    if not path.is_file():
-        raise ValueError(f"{directory} is not an artifact: it has no {MANIFEST_FILE}")
-    try:
-        manifest = Manifest.from_json(path.read_text(encoding="utf-8"))
-    except UnicodeDecodeError as error:
-        raise ValueError(f"{path} cannot be read: it is not UTF-8 text") from error
-    except ValueError as error:
-        raise ValueError(f"{path} cannot be read: {error}") from error
+    manifest = steady(directory, lambda: _read_manifest(directory))
     if kind is not None and manifest.kind != kind:
         raise ValueError(f"{directory} holds an artifact of kind {manifest.kind!r}, expected {kind!r}")
+    if kind is not None and manifest.export is not None and not manifest.export["native"]:
+        raise ValueError(
+            f"{directory} is an export in the format {shown(manifest.export['format'])}, which other programs read: "
+            f"name the {kind} artifact that it was made from"
+        )
     return manifest
+
+
+def _read_manifest(directory: Path) -> Manifest:
+    path = directory / MANIFEST_FILE
+    if not directory.is_dir():
+        aside = left_aside(directory)
+        hint = f"; a save that was killed has left the former one at {aside[0]}" if aside else ""
+        raise ValueError(f"there is no artifact at {directory}: no such folder{hint}")
+    if path.is_symlink() and not is_blob(directory, path):
+        raise ValueError(f"{path} cannot be read: it is a link, expected a file")
+    try:
+        return Manifest.from_json(read_text(path, MAX_MANIFEST_BYTES))
+    except FileNotFoundError as error:
+        raise ValueError(f"{directory} is not an artifact: it has no {MANIFEST_FILE}") from error
+    except OSError as error:
+        raise ValueError(f"{path} cannot be read: {error.strerror}") from error
+    except ValueError as error:
+        raise ValueError(f"{path} cannot be read: {error}") from error
 
 
 def verify_artifact(directory: Path, kind: str | None = None) -> Manifest:
     """Check every file of an artifact against its manifest. Hidden files at the top (`.gitattributes`) do not count.
 
+    An artifact that is replaced meanwhile is checked again: see `folders.steady`, and `open_artifact` for loading one.
+
     Raises:
-        ValueError: what `load_manifest` raises; a file that is missing, not listed, or of other size or hash, named.
+        ValueError: what `load_manifest` raises; all files that are missing, not listed, no plain files, or of other
+            size or hash, named.
     """
     directory = Path(directory)
-    manifest = load_manifest(directory, kind)
-    present = {name for name in _files(directory) if not name.startswith(".")} - {MANIFEST_FILE}
-    listed = set(manifest.files)
-    if missing := sorted(listed - present):
-        raise ValueError(f"{directory} lacks {', '.join(missing)}, which its {MANIFEST_FILE} lists")
-    if extra := sorted(present - listed):
-        raise ValueError(f"{directory} holds {', '.join(extra)}, which its {MANIFEST_FILE} does not list")
+
+    def verify() -> Manifest:
+        manifest = load_manifest(directory, kind)
+        if faults := file_faults(directory, manifest):
+            more = [f"and {len(faults) - _FAULTS_SHOWN} faults more"] if len(faults) > _FAULTS_SHOWN else []
+            raise ValueError("; ".join(faults[:_FAULTS_SHOWN] + more))
+        return manifest
+
+    return steady(directory, verify)
+
+
+def open_artifact(directory: Path, load: Callable[[Path], Loaded], kind: str | None = None) -> tuple[Manifest, Loaded]:
+    """Verify an artifact and load it: both of the same one, however often it is replaced meanwhile.
+
+    Args:
+        load: given the folder, loads from it; what it raises must be a ValueError or an OSError.
+
+    Raises:
+        ValueError, OSError: what `verify_artifact` and `load` raise.
+    """
+    directory = Path(directory)
+    return steady(directory, lambda: (verify_artifact(directory, kind), load(directory)))
+
+
+def file_faults(directory: Path, manifest: Manifest) -> list[str]:
+    """Each file of a folder that is not what the manifest says, in a sentence that names it."""
+    present = {
+        name: fault
+        for name, fault in files_of(directory)
+        if name != MANIFEST_FILE and (name in manifest.files or not name.startswith("."))
+    }
+    faults = []
+    if missing := sorted(set(manifest.files) - set(present)):
+        faults.append(f"{directory} lacks {', '.join(missing)}, which its {MANIFEST_FILE} lists")
+    if extra := [shown(name) for name in sorted(set(present) - set(manifest.files))]:
+        faults.append(f"{directory} holds {', '.join(extra)}, which its {MANIFEST_FILE} does not list")
     for name, entry in manifest.files.items():
-        size = (directory / name).stat().st_size
+        if name in present:
+            fault = present[name] or _content_fault(directory / name, entry)
+            faults += [] if fault is None else [f"{directory / name} {fault}"]
+    return faults
+
+
+def _content_fault(path: Path, entry: dict[str, Any]) -> str | None:
+    try:
+        size = path.stat().st_size
         if size != entry["bytes"]:
-            raise ValueError(f"{directory / name} has {size} bytes, its {MANIFEST_FILE} says {entry['bytes']}")
-        digest = _sha256(directory / name)
-        if digest != entry["sha256"]:
-            raise ValueError(f"{directory / name} has the hash {digest}, its {MANIFEST_FILE} says {entry['sha256']}")
-    return manifest
+            return f"has {size} bytes, its {MANIFEST_FILE} says {entry['bytes']}"
+        digest = file_hash(path)
+    except OSError as error:
+        return f"cannot be read: {error.strerror}"
+    if digest != entry["sha256"]:
+        return f"has the hash {digest}, its {MANIFEST_FILE} says {entry['sha256']}"
+    return None
 
 
 def check_target(manifest: Manifest, *, vocab_size: int, tokenizer_fingerprint: str | None, what: str) -> None:
@@ -203,7 +255,8 @@ def check_target(manifest: Manifest, *, vocab_size: int, tokenizer_fingerprint: 
         )
 
 
-def _check_replaceable(out: Path) -> None:
+def check_replaceable(out: Path) -> None:
+    """Raises ValueError where something else than an artifact stands, which must not be written over."""
     if not out.exists() and not out.is_symlink():
         return
     if not out.is_dir():
@@ -212,64 +265,11 @@ def _check_replaceable(out: Path) -> None:
         raise ValueError(f"{out} holds other files and no artifact; it is not written over")
 
 
-def _files(directory: Path) -> list[str]:
-    """Paths of all files below a folder, relative to it, with forward slashes."""
-    return sorted(path.relative_to(directory).as_posix() for path in directory.rglob("*") if not path.is_dir())
-
-
-def _sha256(path: Path) -> str:
-    with path.open("rb") as opened:
-        return hashlib.file_digest(opened, "sha256").hexdigest()
-
-
 def _hash_all(directory: Path) -> dict[str, dict[str, Any]]:
-    return {
-        name: {"sha256": _sha256(directory / name), "bytes": (directory / name).stat().st_size}
-        for name in _files(directory)
-    }
-
-
-def _sync_all(directory: Path) -> None:
-    """Flush every file to the disk, and every folder, so that names are there as well."""
-    for path in (*(directory / name for name in _files(directory)), *directory.rglob("*/"), directory):
-        sync(path)
-
-
-def sync(path: Path) -> None:
-    """Flush one file or folder to the disk."""
-    descriptor = os.open(path, os.O_RDONLY)
-    try:
-        os.fsync(descriptor)
-    finally:
-        os.close(descriptor)
-
-
-def _put_in_place(new: Path, out: Path) -> None:
-    """Rename `new` to `out`. What stood there ends up under the name `new` or is removed."""
-    out = out.resolve()  # a link to a folder stays a link
-    if not out.exists():
-        new.rename(out)
-    elif not _exchange(new, out):
-        aside = Path(tempfile.mkdtemp(prefix=f".{out.name}.", suffix=".old", dir=out.parent))
-        out.rename(aside)  # onto an empty folder: allowed
-        try:
-            new.rename(out)
-        except OSError:
-            aside.rename(out)
-            raise
-        shutil.rmtree(aside, ignore_errors=True)
-    sync(out.parent)
-
-
-def _exchange(first: Path, second: Path) -> bool:
-    """Swap two folders in one step, so that each name always stands for one of them. False where that is not known."""
-    try:
-        renameat2 = ctypes.CDLL(None, use_errno=True).renameat2
-    except (AttributeError, OSError, TypeError):
-        return False
-    if renameat2(_AT_FDCWD, os.fsencode(first), _AT_FDCWD, os.fsencode(second), _RENAME_EXCHANGE) == 0:
-        return True
-    code = ctypes.get_errno()
-    if code in _NO_EXCHANGE:
-        return False
-    raise OSError(code, os.strerror(code), str(first), None, str(second))
+    entries = {}
+    for name, fault in sorted(files_of(directory)):
+        if (wrong := fault or name_fault(name)) is not None:
+            raise ValueError(f"{shown(name)} cannot be a file of an artifact: {wrong}")
+        path = directory / name
+        entries[name] = {"sha256": file_hash(path), "bytes": path.stat().st_size}
+    return entries

@@ -1,9 +1,19 @@
-"""The small model card that every artifact carries as README.md."""
+"""The model card, README.md: what an artifact is, for which target, what it is worth and how that is known.
+
+What the manifest says stands on every card. What is known beside it (a licence, results, names of data sets) is given
+as `Evidence`. Words of others are escaped, and folders of the machine that an artifact was made on are left out.
+"""
 
 from __future__ import annotations
 
+import json
+import re
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from pathlib import Path
 from typing import Any
 
+from .card_text import fenced, head, number, public, quoted, table, text
 from .manifest import Manifest
 
 _WHAT = {
@@ -12,35 +22,271 @@ _WHAT = {
     "table": "a bigram table: counts of neighbouring tokens, for pruning and drafting in speculative decoding",
     "target": "a target model for speculative decoding",
 }
-_USE = {
-    "drafter": 'AutoModelForCausalLM.from_pretrained("{name}")',
-    "heads": 'draftsmith.checkpoints.heads.load_heads(Path("{name}"))',
-    "table": 'draftsmith.checkpoints.table.BigramTable.load(Path("{name}"))',
-    "target": 'AutoModelForCausalLM.from_pretrained("{name}")',
-}
+_TAGS = {"drafter": ["draft-model"], "heads": ["medusa", "prediction-heads"], "table": ["bigram-table"], "target": []}
+_MODELS = ("drafter", "target")
+_HUB_NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9_.-]*/[A-Za-z0-9][A-Za-z0-9_.-]*")
+_TARGET = "the-target"
+_METHODS = {"drafter": "speculative", "heads": "medusa", "table": "bigram"}
+_MOST_FILES = 20
+_LAST = "The recipe, all versions and the hash of every file are in `artifact.json`."
+SERVING_FILE = "SERVING.md"
 
 
-def model_card(manifest: Manifest, name: str) -> str:
-    """README.md of an artifact in a folder called `name`: only what its manifest says."""
-    lines = ["---", "library_name: draftsmith", "tags: [speculative-decoding]", "---", "", f"# {name}", ""]
-    lines += [f"This folder holds {_WHAT[manifest.kind]}, made with draftsmith {manifest.versions['draftsmith']}.", ""]
+@dataclass(frozen=True)
+class Licence:
+    """On what terms a source of the data is known to be."""
+
+    licence: str
+    note: str = ""
+
+
+@dataclass(frozen=True)
+class Measured:
+    """Rows of an evaluation of this very artifact."""
+
+    rows: list[dict[str, Any]]
+    """As `draftsmith evaluate` writes them."""
+    machine: Mapping[str, Any]
+    target: str
+    prompts: int
+    source: str
+    """Of the prompts."""
+    created: str | None
+    """When it was measured."""
+    certificates: list[dict[str, Any]] = field(default_factory=list)
+    """Verdicts of `draftsmith certify` about these methods."""
+
+
+@dataclass(frozen=True)
+class Evidence:
+    """What is known of an artifact besides its manifest."""
+
+    licence: str | None = None
+    """Of the artifact, where the user says it."""
+    base_model: str | None = None
+    """A hub id that it is made from or for."""
+    datasets: tuple[str, ...] = ()
+    """Hub ids of its data."""
+    licences: Mapping[str, Licence] = field(default_factory=dict)
+    """Of the data, by name of the source."""
+    measured: Measured | None = None
+
+
+def model_card(manifest: Manifest, name: str, evidence: Evidence | None = None) -> str:
+    """README.md of an artifact in a folder or repository called `name`."""
+    known = evidence or Evidence()
+    lines = [*_head(manifest, known), f"# {text(name)}", ""]
+    lines += [f"{_introduction(manifest)}", "", *_facts(manifest)]
+    lines += _use(manifest, name)
+    lines += _measured(known.measured)
+    lines += _section("Evaluation", manifest.evaluation or {}, "On held-out text, at the end of training.")
+    lines += _data(manifest, known)
+    lines += _section("Training", _scalars(manifest.training))
+    lines += _correlations(manifest.training)
+    lines += _made(manifest)
+    return "\n".join(lines)
+
+
+def base_model(manifest: Manifest) -> str | None:
+    """What on the hub an artifact is made from, else made for, by its name: a folder that lies here is none."""
+    source = (manifest.recipe.get("model") or {}).get("source") if manifest.kind == "drafter" else None
+    for found in (source, (manifest.target or {}).get("id")):
+        if isinstance(found, str) and _HUB_NAME.fullmatch(found) and not Path(found).exists():
+            return found
+    return None
+
+
+def data_sources(manifest: Manifest) -> list[dict[str, Any]]:
+    """The corpora that an artifact was made of: `source` (its public name), `hub` (an id of the hub, or a known
+    corpus' name; None of files), `files` (hashes by name), and the counts that were kept of each."""
+    parts = manifest.data.get("parts") or [manifest.data]
+    found = []
+    for part in parts:
+        identity = part.get("source") if isinstance(part, dict) else None
+        if isinstance(identity, dict):
+            counts = (part.get("corpus") or {}).get("sources") or []
+            found += _sources_of(identity, counts)
+    return found
+
+
+def _sources_of(identity: Mapping[str, Any], counts: list[Any]) -> list[dict[str, Any]]:
+    options = identity.get("options") or {}
+    named = options.get("mixture") or [options]
+    hashed = identity.get("sources") or []
+    found = []
+    for place, part in enumerate(named):
+        source, hashes = str(part.get("source")), hashed[place] if place < len(hashed) else {}
+        is_local = "files" in hashes and not part.get("path")
+        count = counts[place] if place < len(counts) else {}
+        about = {"source": Path(source).name if is_local else source, "hub": None if is_local else source}
+        found.append(about | {"files": hashes.get("files") or {}, "weight": part.get("weight")} | _counts(count))
+    return found
+
+
+def _counts(values: Mapping[str, Any]) -> dict[str, Any]:
+    return {key: values.get(key) for key in ("rows", "kept", "dropped")}
+
+
+def _head(manifest: Manifest, known: Evidence) -> list[str]:
+    is_model = manifest.kind in _MODELS and (manifest.export is None or manifest.export.get("native"))
+    base = known.base_model
+    made_from = (manifest.recipe.get("model") or {}).get("source")
+    relation = {"heads": "adapter"}.get(manifest.kind, "finetune" if base == made_from else None)
+    return head(
+        {
+            "library_name": "transformers" if is_model else "draftsmith",
+            "pipeline_tag": "text-generation" if manifest.kind in _MODELS else None,
+            "license": known.licence,
+            "base_model": base,
+            "base_model_relation": relation if base else None,
+            "datasets": list(known.datasets),
+            "tags": ["speculative-decoding", "draftsmith", *_TAGS[manifest.kind]],
+        }
+    )
+
+
+def _introduction(manifest: Manifest) -> str:
+    made = f"made with draftsmith {text(manifest.versions.get('draftsmith'))}"
+    if manifest.export is None:
+        return f"This is {_WHAT[manifest.kind]}, {made}."
+    form, readers = (text(manifest.export.get(key)) for key in ("format", "readers"))
+    return f"This is {_WHAT[manifest.kind]}, in the form {form} for {readers}, {made}."
+
+
+def _facts(manifest: Manifest) -> list[str]:
     facts: dict[str, Any] = {"vocabulary": f"{manifest.vocab_size:,} tokens"} | _scalars(manifest.shapes)
     facts.pop("vocab_size", None)
-    if manifest.target is not None:
-        facts["made for"] = manifest.target.get("id")
-    if manifest.tokenizer_fingerprint is not None:
-        facts["tokenizer fingerprint"] = manifest.tokenizer_fingerprint
-    lines += _section("", facts)
-    lines += ["Load it with `" + _USE[manifest.kind].format(name=name) + "`.", ""]
-    for heading, values in (
-        ("Data", manifest.data),
-        ("Training", manifest.training),
-        ("Evaluation", manifest.evaluation),
-    ):
-        lines += _section(f"## {heading}", _scalars(values or {}))
-    lines += _correlations(manifest.training)
-    lines += ["The recipe, all versions and the hash of every file are in `artifact.json`.", ""]
-    return "\n".join(lines)
+    target = manifest.target or {}
+    facts |= {"made for": target.get("id"), "its revision": target.get("revision")}
+    facts |= {"its fingerprint": target.get("fingerprint"), "tokenizer fingerprint": manifest.tokenizer_fingerprint}
+    return _items({key: value for key, value in facts.items() if value is not None})
+
+
+def _use(manifest: Manifest, name: str) -> list[str]:
+    serving = [f"How to serve it stands in [{SERVING_FILE}]({SERVING_FILE}).", ""]
+    if manifest.export is not None and not manifest.export.get("native"):
+        return ["## Use", "", *serving]
+    lines, place = ["## Use", ""], name
+    if _HUB_NAME.fullmatch(name) and manifest.kind not in _MODELS:
+        place = name.partition("/")[2]
+        lines += [*fenced(f"draftsmith pull {name} {place}", "sh"), ""]
+    lines += [*fenced("\n".join(_code(manifest, place)), "python"), ""]
+    if manifest.kind == "drafter":
+        lines += ["transformers alone takes it as `assistant_model` of `generate`.", ""]
+    return lines + (serving if manifest.export is not None else [])
+
+
+def _code(manifest: Manifest, name: str) -> list[str]:
+    """Lines of Python that decode with it."""
+    loaded = json.dumps(name)
+    target = (
+        loaded if manifest.kind == "target" else json.dumps(public(str((manifest.target or {}).get("id", _TARGET))))
+    )
+    lines = ["from transformers import AutoModelForCausalLM, AutoTokenizer", ""]
+    lines += [f"tokenizer = AutoTokenizer.from_pretrained({target})"]
+    lines += [f"model = AutoModelForCausalLM.from_pretrained({target})"]
+    lines += ['inputs = tokenizer("What is a hash table?", return_tensors="pt")']
+    given = ""
+    if manifest.kind != "target":
+        lines.insert(0, "from draftsmith.decode import method")
+        drafting = f'method("{_METHODS[manifest.kind]}", {manifest.kind}={loaded})'
+        lines.append(f"drafting = {drafting}")
+        given = "custom_generate=drafting, "
+    lines.append(f"output = model.generate(**inputs, {given}max_new_tokens=64)")
+    return [*lines, "print(tokenizer.decode(output[0]))"]
+
+
+def _measured(found: Measured | None) -> list[str]:
+    """What was measured of it, with intervals; nothing where nothing was."""
+    if found is None:
+        return []
+    machine = found.machine
+    where = f"{text(machine.get('name'))} ({text(machine.get('device'))}, {number(machine.get('threads'))} threads)"
+    when = f", {text(found.created)}" if found.created else ""
+    asked = f"{found.prompts:,} prompts of {text(found.source)}, with the target {text(found.target)}"
+    lines = ["## Measured", "", f"{asked}, on {where}{when}.", ""]
+    rows = [
+        [
+            text(row["label"]),
+            number(row["temperature"]),
+            _with_interval(row["tokens_per_step"], row["tokens_per_step_interval"]),
+            "–" if row["acceptance_rate"] is None else f"{row['acceptance_rate']:.3f}",
+            _with_interval(row["speedup"], row["speedup_interval"]),
+            number(row["tokens_per_second"]),
+            "yes" if row["lossless"] else "no",
+        ]
+        for row in found.rows
+    ]
+    headings = ("method", "temperature", "tokens a step", "accepted", "speed-up", "tokens a second", "lossless")
+    lines += table(headings, rows)
+    lines += ["In brackets: 95 % intervals over prompts. Speed-up is over plain decoding by the same engine.", ""]
+    lines += ["Library versions: " + _versions(machine.get("versions") or {}) + ".", ""]
+    if found.certificates:
+        verdicts = [[text(one["label"]), text(one["verdict"]), number(one["tokens"])] for one in found.certificates]
+        lines += ["### Losslessness, tested", "", *table(("method", "verdict", "tokens judged"), verdicts)]
+    return lines
+
+
+def _with_interval(value: float | None, interval: list[float] | None) -> str:
+    if value is None:
+        return "–"
+    return f"{value:.2f}" if interval is None else f"{value:.2f} ({interval[0]:.2f}–{interval[1]:.2f})"
+
+
+def _data(manifest: Manifest, known: Evidence) -> list[str]:
+    """Sources with their counts, hashes and licences; and whether evaluation texts were looked for among them."""
+    if not manifest.data:
+        return []
+    digests = manifest.data.get("sha256")
+    hashed = digests if isinstance(digests, dict) else {"data": digests}
+    sums = {f"sha256 of {name}": digest for name, digest in hashed.items() if isinstance(digest, str)}
+    lines = ["## Data", "", *_items(_scalars(manifest.data) | sums)]
+    rows, hashes = [], []
+    for found in data_sources(manifest):
+        terms = known.licences.get(found["source"], Licence("unknown"))
+        licence = f"{text(terms.licence)} ({text(terms.note)})" if terms.note else text(terms.licence)
+        share = "–" if found["weight"] is None else number(found["weight"])
+        counts = ["–" if found[key] is None else number(found[key]) for key in ("rows", "kept")]
+        rows.append([text(found["source"]), *counts, share, licence])
+        hashes += [f"- {text(name)}: sha256 {text(digest)}" for name, digest in sorted(found["files"].items())]
+    if rows:
+        lines += table(("source", "rows", "kept", "weight", "licence"), rows)
+    if hashes:
+        more = [f"- and {len(hashes) - _MOST_FILES:,} more files"] if len(hashes) > _MOST_FILES else []
+        lines += [*hashes[:_MOST_FILES], *more, ""]
+    return [*lines, _contamination(manifest.data), ""]
+
+
+def _contamination(data: Mapping[str, Any]) -> str:
+    parts = [part for part in data.get("parts") or [data] if isinstance(part, dict)]
+    sets: set[str] = set()
+    dropped, checked = 0, 0
+    for part in parts:
+        source = part.get("source")
+        names = ((source if isinstance(source, dict) else {}).get("cleaning") or {}).get("contamination") or []
+        sets |= set(map(str, names))
+        checked += bool(names)
+        dropped += ((part.get("corpus") or {}).get("dropped") or {}).get("contamination", 0)
+    if not checked:
+        return "Contamination with evaluation texts was not checked."
+    named = ", ".join(map(text, sorted(sets)))
+    some = "" if checked == len(parts) else f" in {checked} of {len(parts)} parts"
+    return f"Contamination was checked{some}: {dropped:,} rows with texts of {named} were dropped."
+
+
+def _made(manifest: Manifest) -> list[str]:
+    """When, with which command and which libraries."""
+    lines = ["## How it was made", ""]
+    if manifest.command:
+        lines += [*fenced(public(manifest.command), "sh"), ""]
+    else:
+        lines += ["The recipe is in `artifact.json`.", ""]
+    when = [f"Written on {text(manifest.created)}."] if manifest.created else []
+    return [*lines, *when, f"Library versions: {_versions(manifest.versions)}.", "", _LAST, ""]
+
+
+def _versions(versions: Mapping[str, Any]) -> str:
+    return ", ".join(f"{text(name)} {text(version)}" for name, version in versions.items() if version is not None)
 
 
 def _correlations(training: dict[str, Any]) -> list[str]:
@@ -49,29 +295,26 @@ def _correlations(training: dict[str, Any]) -> list[str]:
     for name, key in (("highest", "highest_r"), ("lowest", "lowest_r")):
         pairs = training.get(key) or []
         if pairs:
-            lines += [f"## Pairs with the {name} correlation", "", "| left | right | seen | expected | r |"]
-            lines += ["|---|---|---|---|---|", *map(_pair_row, pairs), ""]
+            lines += [f"## Pairs with the {name} correlation", ""]
+            lines += table(("left", "right", "seen", "expected", "r"), list(map(_pair_row, pairs)))
     return lines
 
 
-def _pair_row(pair: dict[str, Any]) -> str:
-    texts = [str(text).replace("|", "\\|").replace("`", "'") for text in pair.get("texts", ())]
-    left, right = (f"`{text}`" for text in texts) if texts else (pair["left"], pair["right"])
-    return f"| {left} | {right} | {pair['count']:,} | {pair['expected']:,.1f} | {pair['r']:.4g} |"
+def _pair_row(pair: dict[str, Any]) -> list[str]:
+    texts = [quoted(str(each)) for each in pair.get("texts", ())]
+    left, right = texts or (number(pair["left"]), number(pair["right"]))
+    return [left, right, f"{pair['count']:,}", f"{pair['expected']:,.1f}", f"{pair['r']:.4g}"]
 
 
-def _scalars(values: dict[str, Any]) -> dict[str, Any]:
+def _scalars(values: Mapping[str, Any]) -> dict[str, Any]:
     return {key: value for key, value in values.items() if isinstance(value, (str, int, float)) and "sha256" not in key}
 
 
-def _section(heading: str, values: dict[str, Any]) -> list[str]:
-    if not values:
-        return []
-    rows = [f"- {key.replace('_', ' ')}: {_shown(value)}" for key, value in values.items()]
-    return [heading, "", *rows, ""] if heading else [*rows, ""]
+def _section(heading: str, values: Mapping[str, Any], words: str = "") -> list[str]:
+    listed = _items(_scalars(values))
+    return [f"## {heading}", "", *([words, ""] if words else []), *listed] if listed else []
 
 
-def _shown(value: Any) -> str:
-    if isinstance(value, float):
-        return f"{value:.4g}"
-    return f"{value:,}" if isinstance(value, int) and not isinstance(value, bool) else " ".join(str(value).split())
+def _items(values: Mapping[str, Any]) -> list[str]:
+    rows = [f"- {text(key.replace('_', ' '))}: {number(value)}" for key, value in values.items()]
+    return [*rows, ""] if rows else []

@@ -11,8 +11,8 @@ from dataclasses import dataclass, fields
 from pathlib import Path
 from typing import Any
 
-from .artifact import save_artifact, verify_artifact
-from .manifest import Manifest
+from .artifact import load_manifest, save_artifact, verify_artifact
+from .manifest import MANIFEST_FILE, Manifest
 from .names import did_you_mean
 
 SERVING_FILE = "SERVING.md"
@@ -80,7 +80,9 @@ def export_artifact(
 
     Raises:
         ValueError: an unknown form, or one for another kind of artifact; a damaged artifact, or one that does not fit;
-            an option that the form does not have; an export that differs from its artifact.
+            an option that the form does not have; a place that holds something else; an export that differs from its
+            artifact.
+        OSError: the disk is full or cannot be written.
     """
     options = options or ExportOptions()
     if form not in formats:
@@ -98,8 +100,7 @@ def export_artifact(
     if unused := [name for name in options.given() if name not in chosen.options]:
         takes = ", ".join(chosen.options) or "none"
         raise ValueError(f"{form} has no option {', '.join(unused)}; its options: {takes}")
-    if Path(out).resolve() == source.folder.resolve():
-        raise ValueError(f"{out} is the artifact itself: choose another folder for its export")
+    _check_place(Path(out), source, chosen)
     findings: list[str] = []
 
     def write(folder: Path) -> None:
@@ -111,6 +112,20 @@ def export_artifact(
 
     save_export(source, chosen, Path(out), write)
     return findings
+
+
+def _check_place(out: Path, source: Source, chosen: Format) -> None:
+    """An export replaces an earlier export in the same form, and nothing else."""
+    place, artifact = out.resolve(), source.folder.resolve()
+    if place == artifact:
+        raise ValueError(f"{out} is the artifact itself: choose another folder for its export")
+    if artifact in place.parents:
+        raise ValueError(f"{out} lies in the artifact, which would not be whole with it: choose another folder")
+    if (out / MANIFEST_FILE).is_file():
+        there = load_manifest(out)
+        held = f"an export in the form {there.export['format']}" if there.export else f"an artifact, {there.kind}"
+        if there.export is None or there.export["format"] != chosen.name or there.kind != chosen.kind:
+            raise ValueError(f"{out} holds {held}, which is not written over: choose another folder for {chosen.name}")
 
 
 def save_export(source: Source, chosen: Format, out: Path, write: Callable[[Path], None]) -> Manifest:

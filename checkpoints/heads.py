@@ -6,15 +6,17 @@ import json
 import warnings
 from collections.abc import Mapping
 from pathlib import Path
+from typing import Any
 
 import torch
 from safetensors.torch import save_file
 from torch import Tensor
 
+from .folders import steady
 from .heads_layouts import CONFIG_FILE, HEADS_FILE, read_heads
 from .heads_module import PredictionHeads
 
-__all__ = ["CONFIG_FILE", "HEADS_FILE", "PredictionHeads", "load_heads", "save_heads"]
+__all__ = ["CONFIG_FILE", "HEADS_FILE", "PredictionHeads", "engine_config", "load_heads", "save_heads"]
 
 _VERSIONS = {"own": "1", "target": "2", "low-rank": "low-rank"}
 
@@ -42,7 +44,19 @@ def save_heads(
     directory.mkdir(parents=True, exist_ok=True)
     tensors = {name: tensor.detach().cpu().contiguous() for name, tensor in found.items()}
     save_file(tensors, directory / HEADS_FILE, metadata={"format": "pt"})
-    config = {
+    own = {
+        "projection": heads.projection_kind,
+        "rank": heads.rank,
+        "states": heads.states,
+        "scale": heads.scale,
+    }
+    config = engine_config(heads, base_model_name_or_path) | own
+    (directory / CONFIG_FILE).write_text(json.dumps(config, indent=2) + "\n", encoding="utf-8")
+
+
+def engine_config(heads: PredictionHeads, base_model_name_or_path: str) -> dict[str, Any]:
+    """What serving engines look for in the `config.json` of heads; see `save_heads`."""
+    return {
         "model_type": "medusa",
         "base_model_name_or_path": base_model_name_or_path,
         "medusa_num_heads": heads.num_heads,
@@ -52,12 +66,7 @@ def save_heads(
         **({"vocab_size": heads.vocab_size} if heads.knows_vocab_size else {}),
         "medusa_fc_bias": True,
         "version": _VERSIONS[heads.projection_kind],
-        "projection": heads.projection_kind,
-        "rank": heads.rank,
-        "states": heads.states,
-        "scale": heads.scale,
     }
-    (directory / CONFIG_FILE).write_text(json.dumps(config, indent=2) + "\n", encoding="utf-8")
 
 
 def load_heads(
@@ -82,7 +91,7 @@ def load_heads(
         ValueError: no such file, a pickled one without `unpickle`, not heads of these forms, or tensors whose shapes do
             not fit each other.
     """
-    stored = read_heads(Path(directory), unpickle=unpickle)
+    stored = steady(Path(directory), lambda: read_heads(Path(directory), unpickle=unpickle))
     for disagreement in stored.disagreements:
         warnings.warn(disagreement, stacklevel=2)
     heads = stored.build().to(device=device, dtype=dtype).requires_grad_(True).eval()

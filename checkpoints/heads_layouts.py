@@ -5,7 +5,6 @@ Letters: K heads, L residual blocks of a head, V vocabulary, D hidden, R rank.
 
 from __future__ import annotations
 
-import json
 import math
 import pickle
 import re
@@ -20,6 +19,7 @@ from safetensors import SafetensorError, safe_open
 from torch import Tensor
 
 from .heads_module import PROJECTIONS, STATES, PredictionHeads
+from .untrusted import read_json
 
 HEADS_FILE = "medusa_lm_head.safetensors"
 PICKLED_FILE = "medusa_lm_head.pt"
@@ -109,11 +109,35 @@ def read_heads(directory: Path, *, unpickle: bool = False, states: str | None = 
     inside = place.name in WHOLE_FILES + PICKLED_WHOLE_FILES
     tensors = _read_inside(place) if inside else _read_all(place)
     config = _read_config(directory / CONFIG_FILE)
+    whole_model = inside or any((directory / name).is_file() for name in WHOLE_FILES + PICKLED_WHOLE_FILES)
+    config_place = directory / CONFIG_FILE
+    return assemble_heads(tensors, config, place, config_place=config_place, whole_model=whole_model, states=states)
+
+
+def assemble_heads(
+    tensors: dict[str, Tensor],
+    config: dict[str, Any],
+    place: Path,
+    *,
+    config_place: Path,
+    whole_model: bool = False,
+    states: str | None = None,
+) -> StoredHeads:
+    """Heads from their tensors, checked against each other and compared with what a config says of them.
+
+    Args:
+        tensors: under the names of `PredictionHeads`.
+        place: the file that they were read from, and `config_place` that of the config, for messages.
+        whole_model: a model lies in the same folder or files.
+        states: what the heads read, where the config does not say it or is wrong.
+
+    Raises:
+        ValueError: naming the file, the tensor where one is at fault, and what was expected.
+    """
     projection, sizes = _count(tensors, place)
     says = states or config.get("states") or STATES[0]
     if says not in STATES:
-        raise ValueError(f"{directory / CONFIG_FILE}: states is {says!r}, expected one of {', '.join(STATES)}")
-    disagreements = _disagreements(config, projection, sizes, directory / CONFIG_FILE)
+        raise ValueError(f"{config_place}: states is {says!r}, expected one of {', '.join(STATES)}")
     base_model = config.get("base_model_name_or_path")
     stored = StoredHeads(
         place=place,
@@ -125,10 +149,10 @@ def read_heads(directory: Path, *, unpickle: bool = False, states: str | None = 
         projection=projection,
         rank=sizes.get("rank", 0),
         states=says,
-        scale=_scale(config.get("scale"), directory / CONFIG_FILE),
-        whole_model=inside or any((directory / name).is_file() for name in WHOLE_FILES + PICKLED_WHOLE_FILES),
+        scale=_scale(config.get("scale"), config_place),
+        whole_model=whole_model,
         base_model=base_model if isinstance(base_model, str) else None,
-        disagreements=disagreements,
+        disagreements=_disagreements(config, projection, sizes, config_place),
     )
     _check_shapes(stored)
     return stored
@@ -298,28 +322,32 @@ def _sizes(tensors: dict[str, Tensor], parts: dict[str, str], place: Path) -> di
 
 def _check_shapes(stored: StoredHeads) -> None:
     """ValueError for the first tensor that is missing, or whose shape the others do not allow."""
+    for k in range(stored.num_heads):  # before the module is made: a name alone may promise millions of blocks
+        for layer in range(stored.num_layers):
+            _check_there(stored, f"{k}.{layer}.linear.weight")
     sizes = (stored.num_heads, stored.num_layers, stored.hidden_size, stored.vocab_size)
     with torch.device("meta"):
         whole = PredictionHeads(*sizes, stored.projection, stored.rank, stored.states).state_dict()
     for name, expected in whole.items():
-        if name not in stored.tensors:
-            raise ValueError(
-                f"{stored.place} lacks {name}: it has tensors of {stored.num_heads} heads "
-                f"with {stored.num_layers} blocks each"
-            )
+        _check_there(stored, name)
         shape = stored.tensors[name].shape
         if shape != expected.shape:
             raise ValueError(f"{stored.place}: {name} is {list(shape)}, expected {list(expected.shape)}")
 
 
+def _check_there(stored: StoredHeads, name: str) -> None:
+    if name not in stored.tensors:
+        raise ValueError(
+            f"{stored.place} lacks {name}: it has tensors of {stored.num_heads} heads "
+            f"with {stored.num_layers} blocks each"
+        )
+
+
 def _read_json(path: Path) -> dict[str, Any]:
     try:
-        loaded = json.loads(path.read_text(encoding="utf-8"))
-    except (UnicodeDecodeError, json.JSONDecodeError) as error:
-        raise ValueError(f"{path} is not JSON: {error}") from error
-    if not isinstance(loaded, dict):
-        raise ValueError(f"{path} holds a JSON {type(loaded).__name__}, expected an object")
-    return loaded
+        return read_json(path)
+    except ValueError as error:
+        raise ValueError(f"{path}: {error}") from error
 
 
 def _read_config(path: Path) -> dict[str, Any]:
@@ -327,7 +355,7 @@ def _read_config(path: Path) -> dict[str, Any]:
 
 
 def _whole_number(value: Any) -> int | None:
-    return value if isinstance(value, int) and value > 0 else None
+    return value if type(value) is int and value > 0 else None
 
 
 def _disagreements(config: dict[str, Any], projection: str, sizes: dict[str, int], path: Path) -> list[str]:

@@ -11,8 +11,12 @@ from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 from typing import Any
 
+from .untrusted import name_fault, parse_json, same_elsewhere
+
 SCHEMA_VERSION = 2
 MANIFEST_FILE = "artifact.json"
+MAX_MANIFEST_BYTES = 1 << 24
+"""16 MiB. Recipe and reports take kilobytes, a file's entry 150 bytes: room for a hundred thousand files."""
 KINDS = ("drafter", "heads", "table", "target")
 REDACTED = "<redacted>"
 
@@ -32,8 +36,17 @@ _SECRET_KEY = re.compile(
     r"|(?:access|auth|api|hf|hub|bearer)[_\-]?tokens?)(?:$|[_\-.])|^token$",
     re.IGNORECASE,
 )
-_SECRET_VALUE = re.compile(r"\bhf_[A-Za-z0-9]{16,}")
+SECRET_VALUE = re.compile(
+    r"\b(?:hf_[A-Za-z0-9]{16,}|sk-[A-Za-z0-9_\-]{20,}|gh[a-z]_[A-Za-z0-9]{20,}|github_pat_\w{20,}|AKIA[A-Z0-9]{16})"
+)
+"""Tokens that can be told by how they begin: of Hugging Face, OpenAI, GitHub, Amazon."""
 _URL_PASSWORD = re.compile(r"(?<=://)[^/\s@]+@")
+_URL_SECRET = re.compile(
+    r"([?&](?:[^=&#\s]*[\-_.])?(?:token|signature|secret|password|credential|key|sig|AWSAccessKeyId)=)[^&#\s]+",
+    re.IGNORECASE,
+)
+_LONGEST_SHOWN = 200
+_DIGEST = re.compile(r"[0-9a-f]{64}")
 
 
 @dataclass(frozen=True)
@@ -85,16 +98,11 @@ class Manifest:
         Raises:
             ValueError: not JSON, an unknown schema version, or fields that are missing, unknown or of a wrong type.
         """
-        try:
-            values = json.loads(text)
-        except json.JSONDecodeError as error:
-            raise ValueError(f"it is not JSON: {error}") from error
-        if not isinstance(values, dict):
-            raise ValueError(f"it holds a JSON {type(values).__name__}, expected an object")
+        values = parse_json(text, strict=True)
         values = _upgraded(values)
         names = {field.name for field in fields(cls)}
         if names != set(values):
-            missing, unknown = sorted(names - set(values)), sorted(set(values) - names)
+            missing, unknown = (_brief(sorted(one - other)) for one, other in ((names, {*values}), ({*values}, names)))
             raise ValueError(f"its fields differ from schema {SCHEMA_VERSION}: missing {missing}, unknown {unknown}")
         _check_types(values)
         return cls(**values)
@@ -109,7 +117,7 @@ def _upgraded(values: dict[str, Any]) -> dict[str, Any]:
     version = values.get("schema")
     if type(version) is not int or not 1 <= version <= SCHEMA_VERSION:
         newer = "; a newer draftsmith wrote it" if type(version) is int and version > SCHEMA_VERSION else ""
-        raise ValueError(f"its schema version is {version!r}, this draftsmith reads 1 to {SCHEMA_VERSION}{newer}")
+        raise ValueError(f"its schema version is {_brief(version)}, this draftsmith reads 1 to {SCHEMA_VERSION}{newer}")
     for step in _UPGRADES[version - 1 :]:
         values = step(values)
     return values | {"schema": SCHEMA_VERSION}
@@ -130,22 +138,49 @@ def _check_types(values: dict[str, Any]) -> None:
     wanted |= {name: (dict, type(None)) for name in ("target", "evaluation", "export")}
     wanted |= {name: (str, type(None)) for name in ("tokenizer_fingerprint", "created", "command")}
     for name, types in wanted.items():
-        if not isinstance(values[name], types):
+        if type(values[name]) not in types:
             expected = " or ".join(kind.__name__ for kind in types)
-            raise ValueError(f"{name} is {values[name]!r}, expected {expected}")
+            raise ValueError(f"{name} is {_brief(values[name])}, expected {expected}")
     if values["kind"] not in KINDS:
-        raise ValueError(f"its kind is {values['kind']!r}, expected one of {', '.join(KINDS)}")
-    for name, entry in values["files"].items():
-        good = isinstance(entry, dict) and isinstance(entry.get("sha256"), str) and isinstance(entry.get("bytes"), int)
-        if not good or Path(name).is_absolute() or ".." in Path(name).parts:
-            raise ValueError(f"files names {name!r} with {entry!r}, expected a path in the folder, sha256 and bytes")
+        raise ValueError(f"its kind is {_brief(values['kind'])}, expected one of {', '.join(KINDS)}")
+    if values["vocab_size"] < 1:
+        raise ValueError(f"vocab_size is {values['vocab_size']}, expected at least 1")
+    export = values["export"]
+    if export is not None and (type(export.get("format")), type(export.get("native"))) != (str, bool):
+        raise ValueError(f"export is {_brief(export)}, expected a format and whether it is native")
+    _check_files(values["files"])
+
+
+def _check_files(files: dict[str, Any]) -> None:
+    for name, entry in files.items():
+        good = (
+            isinstance(entry, dict)
+            and isinstance(entry.get("sha256"), str)
+            and _DIGEST.fullmatch(entry["sha256"])
+            and type(entry.get("bytes")) is int
+            and entry["bytes"] >= 0
+        )
+        fault = name_fault(name)
+        if not good or fault or name == MANIFEST_FILE:
+            why = f" ({fault})" if fault else ""
+            raise ValueError(
+                f"files names {_brief(name)} with {_brief(entry)}, expected a path in the folder{why}, sha256 and bytes"
+            )
+    if (pair := same_elsewhere(files)) is not None:
+        raise ValueError(f"files names {pair[0]!r} and {pair[1]!a}, which are one file on some systems")
+
+
+def _brief(value: Any) -> str:
+    text = ascii(value)
+    return text if len(text) <= _LONGEST_SHOWN else text[:_LONGEST_SHOWN] + "…"
 
 
 def plain(value: Any) -> Any:
     """A value as JSON can hold it, without secrets.
 
     Paths become text, tuples and sets lists, array scalars numbers; numbers that are not finite become null. Text under
-    a key that names a secret (password, api_key, hf_token, …), hub tokens and passwords in URLs are redacted.
+    a key that names a secret (password, api_key, hf_token, …), tokens of known forms, and passwords, signatures and
+    keys in URLs are redacted.
 
     Raises:
         ValueError: a value that has no plain form.
@@ -155,7 +190,7 @@ def plain(value: Any) -> Any:
 
 def _plain(value: Any, secret: bool) -> Any:
     if isinstance(value, dict):
-        return {str(key): _plain(item, secret or bool(_SECRET_KEY.search(str(key)))) for key, item in value.items()}
+        return {str(key): _plain(item, secret or is_secret(str(key))) for key, item in value.items()}
     if isinstance(value, (list, tuple)):
         return [_plain(item, secret) for item in value]
     if isinstance(value, (set, frozenset)):
@@ -164,7 +199,7 @@ def _plain(value: Any, secret: bool) -> Any:
         return value
     if isinstance(value, (str, Path)):
         text = str(value)
-        return REDACTED if secret and text else _URL_PASSWORD.sub(REDACTED + "@", _SECRET_VALUE.sub(REDACTED, text))
+        return REDACTED if secret and text else _without_secrets(text)
     if hasattr(value, "item"):
         value = value.item()
     if isinstance(value, int):
@@ -172,6 +207,16 @@ def _plain(value: Any, secret: bool) -> Any:
     if isinstance(value, float):
         return value if math.isfinite(value) else None
     raise ValueError(f"a {type(value).__name__} cannot be kept in {MANIFEST_FILE}: {value!r}")
+
+
+def _without_secrets(text: str) -> str:
+    text = _URL_PASSWORD.sub(REDACTED + "@", SECRET_VALUE.sub(REDACTED, text))
+    return _URL_SECRET.sub(rf"\1{REDACTED}", text) if "://" in text else text
+
+
+def is_secret(key: str) -> bool:
+    """Whether what stands under this key, such as `hub.token`, is nobody's business."""
+    return any(_SECRET_KEY.search(part) for part in (key, *key.split(".")))
 
 
 def library_versions() -> dict[str, str | None]:

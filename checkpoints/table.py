@@ -17,6 +17,7 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
+from .folders import steady
 from .pair_runs import Ints, Run, check_documents, count_pairs, key_dtype, merge_runs
 from .table_checks import check_csr, check_marginals, check_range, read_tensors
 from .table_file import MAX_COUNT, TABLE_FILE, check_counts, write_table
@@ -281,12 +282,16 @@ class BigramTable:
         Raises:
             ValueError: no such file, not a table, or one that contradicts itself: the file is named, and both sides.
         """
-        path = Path(directory) / TABLE_FILE
-        metadata, tensors = read_tensors(path)
+        return steady(Path(directory), lambda: cls.read(Path(directory) / TABLE_FILE))
+
+    @classmethod
+    def read(cls, path: Path, prefix: str = "") -> BigramTable:
+        """`load` of a file, in which the names of tensors and metadata may begin with a prefix."""
+        metadata, tensors = read_tensors(path, prefix)
         text = metadata.get("pruning")
         try:
             table = cls(**tensors, pruning=None if text is None else json.loads(text))
-        except ValueError as error:
+        except (ValueError, RecursionError) as error:
             raise ValueError(f"{path}: {error}") from error
         if metadata.get("vocab_size") != str(table.vocab_size):
             said = metadata.get("vocab_size")

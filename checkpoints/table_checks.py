@@ -22,8 +22,11 @@ _PRUNING = ("pairs", "entries", "seen_once", "seen_twice")
 _CHUNK = 1 << 20
 
 
-def read_tensors(path: Path) -> tuple[dict[str, str], dict[str, Tensor]]:
+def read_tensors(path: Path, prefix: str = "") -> tuple[dict[str, str], dict[str, Tensor]]:
     """Metadata and tensors of `table.safetensors`, mapped: nothing is read before it is used.
+
+    Args:
+        prefix: what all their names begin with, in a file that holds other things as well.
 
     Raises:
         ValueError: no file, a truncated or damaged one, one that lacks tensors, or tensors of other types; the file is
@@ -33,10 +36,11 @@ def read_tensors(path: Path) -> tuple[dict[str, str], dict[str, Tensor]]:
         raise ValueError(f"there is no table at {path}")
     try:
         with safe_open(path, framework="pt") as opened:
-            metadata = opened.metadata() or {}
+            every = (opened.metadata() or {}).items()
+            metadata = {name.removeprefix(prefix): text for name, text in every if name.startswith(prefix)}
             names = set(opened.keys())
             wanted = _DTYPES | (_MARGINALS if "pruning" in metadata else {})
-            tensors = {name: opened.get_tensor(name) for name in wanted if name in names}
+            tensors = {name: opened.get_tensor(prefix + name) for name in wanted if prefix + name in names}
     except SafetensorError as error:
         size = f"{path.stat().st_size} bytes"
         raise ValueError(f"{path} ({size}) is not a safetensors file, or not the whole of one: {error}") from error

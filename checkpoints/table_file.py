@@ -8,14 +8,14 @@ from __future__ import annotations
 import json
 import os
 import shutil
-from collections.abc import Iterable, Iterator, Mapping
-from contextlib import contextmanager
+from collections.abc import Iterable, Mapping
 from pathlib import Path
 from typing import IO, Any
 
 import numpy as np
 from numpy.typing import NDArray
 
+from .folders import whole_file
 from .pair_runs import Ints, Run, key_dtype
 
 TABLE_FILE = "table.safetensors"
@@ -54,17 +54,12 @@ def write_table(
             raise ValueError(f"{name} is {list(counts_V.shape)}, expected one count for each of {vocab_size} tokens")
     texts = {"format": "pt", "vocab_size": str(vocab_size)} | dict(metadata or {})
     path = Path(path)
-    path.parent.mkdir(parents=True, exist_ok=True)
-    whole, counts = (path.with_name(f".{path.name}.{os.getpid()}.{end}") for end in ("partial", "counts"))
+    counts = path.with_name(f".{path.name}.{os.getpid()}.counts")
     try:
-        with errors_named(path), whole.open("wb+") as out, counts.open("wb+") as aside:
+        with whole_file(path) as out, counts.open("wb+") as aside:
             _stream(out, aside, vocab_size, parts, sums, texts)
-            finish_file(out)
-            os.replace(whole, path)
-            sync_folder(path.parent)
     finally:
-        for leftover in (whole, counts):
-            leftover.unlink(missing_ok=True)
+        counts.unlink(missing_ok=True)
 
 
 def _stream(
@@ -136,29 +131,3 @@ def write_array(out: IO[bytes], array: NDArray[Any]) -> None:
     """The array's bytes, without a copy of them."""
     if len(array):
         out.write(np.ascontiguousarray(array).data.cast("B"))
-
-
-def finish_file(out: IO[bytes]) -> None:
-    """Flush a file to the disk."""
-    out.flush()
-    os.fsync(out.fileno())
-
-
-def sync_folder(folder: Path) -> None:
-    """Flush a folder's names to the disk."""
-    descriptor = os.open(folder, os.O_RDONLY)
-    try:
-        os.fsync(descriptor)
-    finally:
-        os.close(descriptor)
-
-
-@contextmanager
-def errors_named(path: Path) -> Iterator[None]:
-    """Name the file in errors of writing: the system does so for opening alone."""
-    try:
-        yield
-    except OSError as error:
-        if error.errno is None or error.filename is not None:
-            raise
-        raise OSError(error.errno, error.strerror, str(path)) from error

@@ -21,6 +21,7 @@ from typing import Any, ClassVar
 import numpy as np
 
 from .conversations import Conversation
+from .garbage import rarely_collected
 from .packing import PACKINGS, Batch, Document, global_batch, make_batch, pack
 from .rendering import Rendered, RenderReport, render_all
 from .templates import Template
@@ -73,10 +74,11 @@ def prepare(
         writer = _Writer(temporary, 1 + max(tokenizer.get_vocab().values()))
         rows = _Counter(conversations, lambda n: progress(n, writer.tokens) if progress else None)
         rendered = render_all(rows, tokenizer, template, block_tokens, last_turn_only=last_turn_only, report=report)
-        for document in rendered:
-            writer.add(document)
-            if watch is not None:
-                watch(document)
+        with rarely_collected():
+            for document in rendered:
+                writer.add(document)
+                if watch is not None:
+                    watch(document)
         if not writer.trained:
             raise ValueError(
                 f"nothing to train on: {rows.count} conversations gave {writer.documents} documents with "

@@ -1,19 +1,22 @@
-"""Artifacts in, tokens and measurements out. `method` is what transformers' `generate` takes as `custom_generate`."""
+"""Artifacts in, tokens and measurements out. `method` is what transformers' `generate` takes as `custom_generate`.
+
+`CustomGenerate.from_pretrained` is the same of a folder or of the hub.
+"""
 
 from __future__ import annotations
 
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
-    from .drop_in import method
+    from .drop_in import CustomGenerate, method
 
-__all__ = ["method"]
+__all__ = ["CustomGenerate", "method"]
 
 
 def __getattr__(name: str) -> Any:
     # Importing this package must not import transformers: train/losses.py and others do without.
-    if name == "method":
-        from .drop_in import method
+    if name in __all__:
+        from . import drop_in
 
-        return method
+        return getattr(drop_in, name)
     raise AttributeError(f"module {__name__!r} has no attribute {name!r}")

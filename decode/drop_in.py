@@ -8,10 +8,10 @@ Shape letters: B batch, T tokens with padding, V vocabulary, D hidden.
 from __future__ import annotations
 
 import inspect
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, TypeVar
 from weakref import WeakKeyDictionary
 
 import torch
@@ -19,8 +19,9 @@ from torch import Tensor
 from transformers import PreTrainedModel
 from transformers.generation import GenerateDecoderOnlyOutput, GenerateEncoderDecoderOutput
 
-from ..checkpoints.artifact import MANIFEST_FILE, verify_artifact
+from ..checkpoints.artifact import MANIFEST_FILE, open_artifact
 from ..checkpoints.heads import PredictionHeads, load_heads
+from ..checkpoints.sources import model_source, resolve
 from ..checkpoints.table import BigramTable
 from .engine import generate
 from .generate_calls import Replay, check_request, held_back, prompts_of, sampling_of
@@ -31,6 +32,8 @@ from .loading import load_model, wrap_model
 from .methods import Parts, build_method, method_options, needs_of
 from .models import LanguageModel, check_same_vocabulary
 from .rng import Rng
+
+Part = TypeVar("Part")
 
 
 def method(
@@ -51,9 +54,9 @@ def method(
         name: one of `methods.METHODS`.
         drafter: a model on the target's device, or a folder or hub id, which is loaded now and put there.
         more_drafters: drafters beside the first, for methods that take several.
-        heads: prediction heads on the target's device and in its dtype, or their folder. Those that use the target's
-            projection are given it at each call.
-        table: bigram counts, or their folder.
+        heads: prediction heads on the target's device and in its dtype, or their folder or hub id. Those that use the
+            target's projection are given it at each call.
+        table: bigram counts, or their folder or hub id.
         options: the method's own settings, such as `gamma=4`.
 
     Raises:
@@ -70,13 +73,11 @@ def method(
     if "heads" not in needs:
         heads = None
     elif isinstance(heads, (str, Path)):
-        _check_artifact(heads, "heads")
-        heads = load_heads(Path(heads))
+        heads = _read(resolve(heads, "heads"), load_heads, "heads")
     if "table" not in needs:
         table = None
     elif isinstance(table, (str, Path)):
-        _check_artifact(table, "table")
-        table = BigramTable.load(Path(table))
+        table = _read(resolve(table, "table"), BigramTable.load, "table")
     return CustomGenerate(name, settings, models, heads, table, loaded)
 
 
@@ -95,6 +96,35 @@ class CustomGenerate:
     table: BigramTable | None
     loaded_heads: bool
     """The heads are nobody else's: they follow the target's device and dtype."""
+
+    def save_pretrained(self, folder: str | Path) -> None:
+        """Write the method, its options and parts to a folder, whole or not at all; `from_pretrained` reads it.
+
+        The folder also holds what transformers runs itself where code from there is trusted:
+        `model.generate(**inputs, custom_generate=FOLDER, trust_remote_code=True)`.
+
+        Raises:
+            ValueError: the folder holds other files; heads that are not `PredictionHeads`; a drafter with adapters.
+            OSError: the disk is full or cannot be written.
+        """
+        from .attached import save_method
+
+        save_method(self, Path(folder))
+
+    @classmethod
+    def from_pretrained(cls, source: str | Path, revision: str | None = None) -> CustomGenerate:
+        """What `save_pretrained` wrote, from a folder or from the hub. Nothing that lies there is run.
+
+        Args:
+            source: a folder, or the repository's `user/name`.
+            revision: of the repository: a branch, tag or commit.
+
+        Raises:
+            ValueError: there is no such thing, or it is damaged, or its parts do not fit each other.
+        """
+        from .attached import load_method
+
+        return load_method(source, revision)
 
     def __call__(
         self,
@@ -166,25 +196,27 @@ class _Drafter:
         if not self._loaded and not isinstance(source, PreTrainedModel):
             kind = type(source).__name__
             raise ValueError(f"a drafter must be a transformers model, a folder or a hub id, got a {kind}")
-        self._model = source
+        self.hub_id = str(source) if self._loaded and not Path(source).is_dir() else None
+        self.model = source
         if self._loaded:
-            _check_artifact(source)
-            self._model = load_model(str(source))
+            place = model_source(str(source))
+            self.model = _read(Path(place), lambda _: load_model(place))
 
     def scorer(self, target: LanguageModel) -> LanguageModel:
         if self._loaded:
-            self._model.to(target.device)
-        drafter = _scorer(self._model, "drafter", None)
+            self.model.to(target.device)
+        drafter = _scorer(self.model, "drafter", None)
         check_same_vocabulary(target, drafter, "drafter")
         if drafter.device != target.device:
             raise ValueError(f"the drafter is on {drafter.device}, the target on {target.device}: put both on one")
         return drafter
 
 
-def _check_artifact(folder: str | Path, kind: str | None = None) -> None:
-    """Check the files of an artifact; folders from elsewhere have nothing to be checked against."""
-    if (Path(folder) / MANIFEST_FILE).is_file():
-        verify_artifact(Path(folder), kind)
+def _read(folder: Path, load: Callable[[Path], Part], kind: str | None = None) -> Part:
+    """A part from its folder; the files of an artifact are checked, those from elsewhere have no hashes."""
+    if (folder / MANIFEST_FILE).is_file():
+        return open_artifact(folder, load, kind)[1]
+    return load(folder)
 
 
 class _Kept(NamedTuple):

@@ -5,14 +5,16 @@ Shape letters: N tree nodes, V vocabulary.
 
 from __future__ import annotations
 
-import json
 from pathlib import Path
 from typing import Any
 
 import torch
+from huggingface_hub.errors import StrictDataclassError
 from safetensors import SafetensorError
 from transformers import AutoConfig, AutoModelForCausalLM, AutoModelForSeq2SeqLM, PreTrainedModel
 
+from ..checkpoints.folders import steady
+from ..checkpoints.untrusted import read_json
 from .final_norm import check_states
 from .graphs import GraphedModel
 from .lean import LeanLlama
@@ -21,6 +23,26 @@ from .seq2seq import Seq2SeqModel, check_source_forward
 from .tree import Tree
 
 ADAPTER_CONFIG = "adapter_config.json"
+MAX_LAYERS = 4096
+"""Ten times what the deepest published models have. A configuration is built before its weights are looked at, and the
+number of its layers alone decides how long that takes."""
+_DEPTHS = {"num_hidden_layers", "num_layers", "n_layer", "n_layers", "num_decoder_layers"}
+_DEPTHS |= {"encoder_layers", "decoder_layers"}
+_UNLOADABLE = (
+    OSError,
+    ValueError,
+    RuntimeError,
+    ImportError,
+    SafetensorError,
+    StrictDataclassError,
+    # what a configuration with values of wrong types or sizes ends in, in whichever model it names
+    KeyError,
+    TypeError,
+    AttributeError,
+    IndexError,
+    ZeroDivisionError,
+    AssertionError,
+)
 
 
 def wrap_model(
@@ -131,18 +153,41 @@ def load_model(
         ValueError: where there is neither such a folder nor such a model on the hub; where the attention kernel is not
             installed, or the model has none of that name; an adapter where peft is not installed.
     """
-    if not Path(source).is_dir() and (source.startswith((".", "/", "~", "runs/")) or source.count("/") > 1):
+    folder = Path(source)
+    if not folder.is_dir() and (source.startswith((".", "/", "~", "runs/")) or source.count("/") > 1):
         raise ValueError(f"there is no model folder {source!r}")
-    if (Path(source) / ADAPTER_CONFIG).is_file() and not (Path(source) / "config.json").is_file():
-        return _with_adapter(Path(source), dtype=dtype, device=device, device_map=device_map, attention=attention)
+    options = {"dtype": dtype, "device": device, "device_map": device_map, "attention": attention}
+    if not folder.is_dir():
+        return _load(source, **options)
+    return steady(folder, lambda: _with_adapter(folder, **options) if _is_adapter(folder) else _load(source, **options))
+
+
+def _load(source: str, *, dtype: Any, device: str, device_map: str | None, attention: str | None) -> PreTrainedModel:
     try:
-        config = AutoConfig.from_pretrained(source)
+        _check_config(Path(source) / "config.json")
+        config = AutoConfig.from_pretrained(source, trust_remote_code=False)
         loader = AutoModelForSeq2SeqLM if config.is_encoder_decoder else AutoModelForCausalLM
-        model = loader.from_pretrained(source, dtype=dtype, device_map=device_map, attn_implementation=attention)
-    except (OSError, ValueError, RuntimeError, ImportError, SafetensorError) as error:
-        reason = str(error).strip().splitlines()[0]
-        raise ValueError(f"no language model could be loaded from {source!r}: {reason}") from error
+        model = loader.from_pretrained(
+            source, dtype=dtype, device_map=device_map, attn_implementation=attention, trust_remote_code=False
+        )
+    except _UNLOADABLE as error:
+        raise ValueError(f"no language model could be loaded from {source!r}: {_reason(error)}") from error
     return model.eval() if device_map else model.to(device).eval()
+
+
+def _check_config(path: Path) -> None:
+    """Refuse a configuration that is too large or too deep to be one, or from which no model could be built."""
+    if not path.is_file():
+        return
+    config = read_json(path)
+    for part in (config, *(value for value in config.values() if isinstance(value, dict))):
+        for key in _DEPTHS & set(part):
+            if isinstance(part[key], int) and part[key] > MAX_LAYERS:
+                raise ValueError(f"its config.json says {key} {part[key]}, expected at most {MAX_LAYERS}")
+
+
+def _is_adapter(folder: Path) -> bool:
+    return (folder / ADAPTER_CONFIG).is_file() and not (folder / "config.json").is_file()
 
 
 def _with_adapter(folder: Path, **options: Any) -> PreTrainedModel:
@@ -151,13 +196,21 @@ def _with_adapter(folder: Path, **options: Any) -> PreTrainedModel:
         from peft import PeftModel
     except ImportError as error:
         raise ValueError(f"{folder} holds a LoRA adapter, which needs peft: pip install draftsmith[train]") from error
-    settings = json.loads((folder / ADAPTER_CONFIG).read_text(encoding="utf-8"))
-    base = settings.get("base_model_name_or_path")
-    if not base or Path(base).resolve() == folder.resolve():
-        raise ValueError(f"{folder / ADAPTER_CONFIG} does not say which model the adapter is for, got {base!r}")
     try:
-        model = PeftModel.from_pretrained(load_model(base, **options), str(folder)).merge_and_unload()
-    except (OSError, RuntimeError, SafetensorError) as error:
-        reason = str(error).strip().splitlines()[0]
-        raise ValueError(f"the adapter in {folder} does not fit the model {base!r}: {reason}") from error
+        base = read_json(folder / ADAPTER_CONFIG).get("base_model_name_or_path")
+    except ValueError as error:
+        raise ValueError(f"{folder / ADAPTER_CONFIG}: {error}") from error
+    if not isinstance(base, str) or not base or Path(base).resolve() == folder.resolve():
+        raise ValueError(f"{folder / ADAPTER_CONFIG} does not say which model the adapter is for, got {base!r}")
+    if _is_adapter(Path(base)):
+        raise ValueError(f"{folder / ADAPTER_CONFIG} names {base!r}, an adapter itself: merge that one into its model")
+    whole = load_model(base, **options)
+    try:
+        model = PeftModel.from_pretrained(whole, str(folder)).merge_and_unload()
+    except _UNLOADABLE as error:
+        raise ValueError(f"the adapter in {folder} does not fit the model {base!r}: {_reason(error)}") from error
     return model.eval()
+
+
+def _reason(error: Exception) -> str:
+    return (str(error).strip().splitlines() or [type(error).__name__])[0]

@@ -8,9 +8,12 @@ import math
 from collections.abc import Mapping
 from html import escape
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from .report_tables import DASH, cell, heading, number, wide_table
+
+if TYPE_CHECKING:
+    from .config import EvaluateRecipe
 
 SCHEMA = 1
 KIND = "certificate"
@@ -56,6 +59,23 @@ def load_certificate(path: Path) -> dict[str, Any]:
     if not known:
         raise ValueError(f"{path} is no certificate of schema {SCHEMA}: `draftsmith certify` writes a new one")
     return dict(told)
+
+
+def artifact_hashes(recipe: EvaluateRecipe) -> dict[str, dict[str, Any]]:
+    """Of each artifact that is named: source, hash (see `artifact_hash`), and the hashes of its files by name."""
+    from ..checkpoints.artifact import MANIFEST_FILE, load_manifest  # here, for they bring torch along
+    from .opening import place_of
+
+    sources = {"drafter": recipe.drafter, "heads": recipe.heads, "table": recipe.table}
+    sources |= {f"drafter {place + 2}": source for place, source in enumerate(recipe.more_drafters)}
+    found = {}
+    for name, source in sources.items():
+        if source is not None:
+            folder = Path(place_of(source, name.partition(" ")[0]))
+            entries = load_manifest(folder).files if (folder / MANIFEST_FILE).is_file() else {}
+            files = {file: entry["sha256"] for file, entry in entries.items()}
+            found[name] = {"source": source, "hash": artifact_hash(str(folder)), "files": files}
+    return found
 
 
 def artifact_hash(source: str) -> str | None:

@@ -22,7 +22,7 @@ from ..decode.reading_back import Rounding, measure_rounding
 from ..decode.uniformity import detectable_bias, tokens_for
 from ..decode.warpers import Sampling
 from . import evaluate
-from .certificate_report import KIND, SCHEMA, artifact_hash, certificate_beside
+from .certificate_report import KIND, SCHEMA, artifact_hashes, certificate_beside
 from .config import EvaluateRecipe
 from .files import write_whole
 from .opening import entries_of, open_recipe
@@ -170,14 +170,6 @@ def plan_in_words(plan: Plan) -> str:
         f"{found[1]:.3f} with 99 % probability, or smaller ones (a bias of b moves the share b of all probability "
         "towards what a drafter prefers)"
     )
-
-
-def artifact_hashes(recipe: EvaluateRecipe) -> dict[str, dict[str, Any]]:
-    """Of each artifact that is named: source, and hash (see `artifact_hash`)."""
-    sources = {"drafter": recipe.drafter, "heads": recipe.heads, "table": recipe.table}
-    sources |= {f"drafter {place + 2}": source for place, source in enumerate(recipe.more_drafters)}
-    named = {name: source for name, source in sources.items() if source is not None}
-    return {name: {"source": source, "hash": artifact_hash(source)} for name, source in named.items()}
 
 
 def _write(path: Path, head: dict[str, Any], certificates: Sequence[Certificate], of: int) -> None:

@@ -16,10 +16,11 @@ from rich.table import Table
 
 from .. import __version__
 from ..train.interrupts import Interrupted, TrainingError
+from .artifact_cli import artifact_app
 from .config import QuickstartRecipe, RegenerateRecipe
 from .loading import accelerate_configs, deepspeed_configs, find_recipe, first_sentence, load_recipe, shipped_recipes
 from .papers_config import PaperRecipe
-from .shipping_cli import doctor, export
+from .shipping_cli import doctor, export, pull, push
 from .tables_cli import table_app
 from .terminal import console, say
 from .training import DrafterRecipe, HeadsRecipe, TableRecipe
@@ -34,7 +35,8 @@ app = typer.Typer(
 recipes_app = typer.Typer(help="List, show and copy the recipes that come with the package.", no_args_is_help=True)
 app.add_typer(recipes_app, name="recipes")
 app.add_typer(table_app, name="table")
-for _command in (doctor, export):
+app.add_typer(artifact_app, name="artifact")
+for _command in (doctor, export, push, pull):
     app.command()(_command)
 
 RecipeName = Annotated[str, typer.Argument(help="A recipe's file, or the name of a shipped one.")]
@@ -42,8 +44,8 @@ Overrides = Annotated[list[str] | None, typer.Argument(help="Changes to the reci
 RecipeOrTarget = Annotated[str | None, typer.Argument(help="A recipe's file or name; without one, give --target.")]
 TargetPlace = Annotated[str | None, typer.Option(help="Folder or hub id of the target.")]
 DrafterPlace = Annotated[str | None, typer.Option(help="Folder or hub id of a drafter.")]
-HeadsPlace = Annotated[str | None, typer.Option(help="Folder of prediction heads.")]
-TablePlace = Annotated[str | None, typer.Option(help="Folder of a correlation table.")]
+HeadsPlace = Annotated[str | None, typer.Option(help="Folder or hub id of prediction heads.")]
+TablePlace = Annotated[str | None, typer.Option(help="Folder or hub id of a correlation table.")]
 PromptsPlace = Annotated[str | None, typer.Option(help="Questions: a known set, a file, a folder, a hub id.")]
 Pair = Annotated[
     str | None,

@@ -36,9 +36,9 @@ class EvaluateRecipe(Section):
     more_drafters: list[str] = []
     """Drafters beside the first, for methods that take several (specinfer)."""
     heads: str | None = None
-    """Folder of the prediction heads."""
+    """Folder or hub id of the prediction heads."""
     table: str | None = None
-    """Folder of the correlation table."""
+    """Folder or hub id of the correlation table."""
     prompts: str
     """Questions to answer: a known evaluation set by name (`draftsmith corpora`), or conversations whose first question
     is the prompt: a file, a folder or a hub id."""

@@ -56,7 +56,7 @@ from .diagnose_text import show_part
 from .diagnose_training import counted_on, differences, other_target, trained_of
 from .diagnose_verdict import as_dicts, cause_of, headline, sentences, verdict
 from .files import write_whole
-from .opening import entries_of, open_recipe
+from .opening import entries_of, open_recipe, place_of
 from .terminal import console, say
 
 SCHEMA = 1
@@ -104,7 +104,7 @@ def _diagnosed(case: Case, chosen: Sequence[str], path: Path) -> dict[str, Any]:
     for part, entry in zip(chosen, entries_of(recipe), strict=True):
         try:
             case.stop_if_asked()
-            trained = trained_of(getattr(recipe, part))
+            trained = trained_of(place_of(getattr(recipe, part), part))
             other = other_target(trained, recipe, opened)
             found = Probe(case, part, entry, trained, other).run()
             about = {"part": part, "source": getattr(recipe, part)} | _described(case, found, trained, other)

@@ -49,6 +49,7 @@ from ..train.heads import HeadsTask
 from ..train.teacher import ModelTeacher
 from .diagnose_case import Case
 from .diagnose_training import OtherTarget, Trained, block_passages
+from .opening import place_of
 from .terminal import say
 
 LEVEL = 0.99
@@ -165,7 +166,8 @@ class Probe:
         """The drafter from its files, as transformers has it. The last one is kept, for it may be asked for again."""
         if self._read is None or kind not in self._read[0]:
             self._read = None  # one at a time
-            model = load_model(str(self.case.recipe.drafter), dtype=kind, device=str(self.case.target.device))
+            place = place_of(str(self.case.recipe.drafter), "drafter")
+            model = load_model(place, dtype=kind, device=str(self.case.target.device))
             self._read = {kind, str(model.dtype).removeprefix("torch.")}, model
         return self._read[1]
 
@@ -176,7 +178,8 @@ class Probe:
         if isinstance(found, PredictionHeads):
             return found
         target = self.case.target
-        heads = load_heads(Path(str(self.case.recipe.heads)), device=target.device, dtype=getattr(torch, kind))
+        place = Path(place_of(str(self.case.recipe.heads), "heads"))
+        heads = load_heads(place, device=target.device, dtype=getattr(torch, kind))
         attach_projection(heads, self.case.opened.model, target.device)
         return heads
 

@@ -9,6 +9,7 @@ from typing import Any
 import torch
 from transformers import AutoConfig, PreTrainedModel
 
+from ..checkpoints.export_drafter import is_adapter, save_speculation
 from ..data.tokenizers import load_tokenizer
 from ..train.config import micro_steps
 from ..train.drafter import DrafterTask
@@ -55,6 +56,8 @@ def run_drafter(recipe: DrafterRecipe, out: Path, accelerator: Any) -> None:
     def write(folder: Path) -> None:
         parts.trained.save(folder)
         tokenizer.save_pretrained(folder)
+        if recipe.target is not None and not is_adapter(folder):  # of an adapter, transformers reads its model's
+            save_speculation(folder)
 
     known = None if parts.target is None else fingerprint_of(str(recipe.target), parts.target)
     save(recipe, out, write, tokenizer, prepared, result, known, parts.trained.shapes())

@@ -9,6 +9,7 @@ import platform
 from collections import Counter
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
+from datetime import UTC, datetime
 from importlib.metadata import PackageNotFoundError, version
 from itertools import islice
 from pathlib import Path
@@ -29,10 +30,11 @@ from ..decode.models import LanguageModel
 from ..decode.replay import predict_entries, record_entries
 from ..decode.summary import Asked, Summariser, Summary, same_as_reference
 from ..train.interrupts import Interrupted, StopSignals
+from .certificate_report import artifact_hashes
 from .config import EvaluateRecipe
 from .journal import RunJournal
 from .loading import write_recipe
-from .opening import Opened, entries_of, open_recipe
+from .opening import Opened, entries_of, open_recipe, place_of
 from .report import report_beside, write_report
 from .results import KIND, SCHEMA, write_results
 from .terminal import Advance, bar, categories_table, console, duration, results_table, say
@@ -204,7 +206,9 @@ def _results(
     return {
         "schema": SCHEMA,
         "kind": KIND,
+        "created": datetime.now(UTC).isoformat(timespec="seconds"),
         "machine": machine(device),
+        "artifacts": artifact_hashes(recipe),
         "recipe": recipe.model_dump(mode="json"),
         "prompts": len(asked),
         "prompts_sha256": _prompts_digest(asked),
@@ -220,8 +224,10 @@ def _results(
 def _identity(recipe: EvaluateRecipe, asked: Sequence[Asked], device: str) -> dict[str, Any]:
     """What finished runs belong to: they may only be used again where all of it is the same."""
     settings = recipe.model_dump(mode="json", exclude={"out", "show_categories", "energy"})
-    sources = [recipe.target, recipe.drafter, *recipe.more_drafters, recipe.heads, recipe.table]
-    artifacts = {source: state_of(source) for source in sources if source is not None}
+    drafters = [recipe.drafter, *recipe.more_drafters]
+    parts = [*((source, "drafter") for source in drafters), (recipe.heads, "heads"), (recipe.table, "table")]
+    artifacts = {source: state_of(place_of(source, kind)) for source, kind in parts if source is not None}
+    artifacts[recipe.target] = state_of(recipe.target)
     return settings | {"artifacts": artifacts, "prompts read": _prompts_digest(asked), "machine": machine(device)}
 
 

@@ -8,10 +8,17 @@ from rich.markup import escape
 from rich.table import Table
 
 from ..checkpoints.export import ExportOptions, Format, export_artifact
+from ..checkpoints.export_drafter import ASSISTANT
+from ..checkpoints.export_engines import DRAFT_MODEL
+from ..checkpoints.export_gguf import GGUF
+from ..checkpoints.export_heads import HEADS_FORMATS
 from ..checkpoints.export_table import TABLE_FORMATS
+from ..decode.export_attached import ATTACHED_FORMATS
 from .terminal import console, say
 
-FORMATS: dict[str, Format] = {form.name: form for form in (*TABLE_FORMATS,)}
+FORMATS: dict[str, Format] = {
+    form.name: form for form in (ASSISTANT, DRAFT_MODEL, GGUF, *HEADS_FORMATS, *TABLE_FORMATS, *ATTACHED_FORMATS)
+}
 
 
 def run_export(artifact: Path, form: str, out: Path | None, options: ExportOptions) -> Path:

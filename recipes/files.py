@@ -2,10 +2,9 @@
 
 from __future__ import annotations
 
-import os
 from pathlib import Path
 
-from ..checkpoints.table_file import errors_named, finish_file, sync_folder
+from ..checkpoints.folders import whole_file
 
 
 def write_whole(path: Path, text: str) -> None:
@@ -14,14 +13,5 @@ def write_whole(path: Path, text: str) -> None:
     Raises:
         OSError: the disk is full, or the like; names the file.
     """
-    path.parent.mkdir(parents=True, exist_ok=True)
-    unfinished = path.with_name(f".{path.name}.{os.getpid()}")
-    try:
-        with errors_named(path):
-            with unfinished.open("wb") as out:
-                out.write(text.encode())
-                finish_file(out)
-            unfinished.replace(path)
-            sync_folder(path.parent)
-    finally:
-        unfinished.unlink(missing_ok=True)
+    with whole_file(path) as out:
+        out.write(text.encode())

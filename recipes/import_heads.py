@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import glob
 from pathlib import Path
 from typing import Any
 
@@ -17,7 +18,9 @@ from ..checkpoints.heads_layouts import (
     read_heads,
     shards_of_heads,
 )
+from ..checkpoints.sources import fetch, here, hub_place
 from ..data.tokenizers import load_tokenizer
+from .command import typed_command
 from .terminal import say
 
 _KINDS = {
@@ -33,7 +36,7 @@ def import_heads(
     """Write an artifact of kind heads from published ones; see `heads_layouts.read_heads` for what is read.
 
     Args:
-        source: folder, or hub id where there is no such folder.
+        source: folder, or hub id (`user/name`, `user/name@revision`) where there is no such folder.
         out: a new or empty folder.
         target: folder or hub id of the model that the heads are for. Where they lie beside or inside a whole model,
             that one by default.
@@ -69,6 +72,7 @@ def import_heads(
         recipe={},
         data={},
         training={"imported_from": source, "imported_file": stored.place.name},
+        command=typed_command(),
     )
     say(f"heads: wrote {out}")
 
@@ -134,29 +138,18 @@ def _fingerprint(target: str) -> str | None:
 
 def _folder(source: str, unpickle: bool) -> Path:
     """The local folder; or the files of a hub id that are needed, fetched."""
-    path = Path(source).expanduser()
-    if path.exists():
+    path = here(source)
+    if path is not None:
         return path
-    if source.startswith((".", "/", "~", "runs/")) or source.count("/") > 1:
-        raise ValueError(f"there is no folder {source}")
-    folder = _fetch(source, [CONFIG_FILE, HEADS_FILE, WHOLE_FILES[1], PICKLED_WHOLE_FILES[1]])
+    repo, revision = hub_place(source)
+    folder = fetch(repo, [CONFIG_FILE, HEADS_FILE, WHOLE_FILES[1], PICKLED_WHOLE_FILES[1]], revision)
     if not (folder / HEADS_FILE).is_file() and unpickle:
-        folder = _fetch(source, [PICKLED_FILE])
+        folder = fetch(repo, [PICKLED_FILE], revision)
     for whole, index in (WHOLE_FILES, PICKLED_WHOLE_FILES) if unpickle else (WHOLE_FILES,):
         if not any((folder / name).is_file() for name in (HEADS_FILE, PICKLED_FILE, WHOLE_FILES[0])):
             shards = list(shards_of_heads(folder / index)) if (folder / index).is_file() else []
-            folder = _fetch(source, shards or [whole])
+            folder = fetch(repo, [glob.escape(shard) for shard in shards] or [whole], revision)
     known = (HEADS_FILE, PICKLED_FILE, *WHOLE_FILES) if unpickle else (HEADS_FILE, *WHOLE_FILES)
     if not unpickle and not any((folder / name).is_file() for name in known):
         raise ValueError(f"{source} on the hub holds no heads in safetensors; pickled ones are read with --unpickle")
     return folder
-
-
-def _fetch(source: str, names: list[str]) -> Path:
-    from huggingface_hub import snapshot_download
-
-    try:
-        return Path(snapshot_download(source, allow_patterns=names))
-    except (OSError, ValueError) as error:
-        reason = (str(error).strip().splitlines() or [type(error).__name__])[0]
-        raise ValueError(f"there is no folder {source}, and it could not be fetched from the hub: {reason}") from error

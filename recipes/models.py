@@ -6,22 +6,20 @@ Letters: V vocabulary, D hidden.
 from __future__ import annotations
 
 import copy
-import json
 import re
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import torch
 from huggingface_hub.errors import StrictDataclassError
-from safetensors import SafetensorError, safe_open
 from safetensors.torch import save_file
 from torch import Tensor, nn
 from transformers import AutoConfig, AutoModelForCausalLM, AutoModelForSeq2SeqLM, PreTrainedModel
 from transformers.pytorch_utils import Conv1D
-from transformers.utils import cached_file
 
+from ..checkpoints.model_files import names_of_embeddings, read_tensors
 from ..checkpoints.names import did_you_mean
 from ..decode.loading import ADAPTER_CONFIG, load_model
 from ..decode.seq2seq import Seq2SeqModel
@@ -60,7 +58,8 @@ class TrainableModel:
             _merged(self.model, self.adapter, state or self.model.state_dict()).save_pretrained(folder)
 
     def shapes(self) -> dict[str, Any]:
-        """What an artifact says of the model: vocabulary, parameters of the artifact and those trained, type."""
+        """What an artifact says of the model: vocabulary, parameters of the artifact and those trained, type; of an
+        adapter, the model that it changes."""
         added = {name for name, _ in self.model.named_parameters() if "lora_" in name}
         counted = {name: weight.numel() for name, weight in self.model.named_parameters()}
         trained = sum(weight.numel() for weight in self.model.parameters() if weight.requires_grad)
@@ -70,6 +69,7 @@ class TrainableModel:
             "parameters": sum(count for name, count in counted.items() if (name in added) == alone),
             "trained_parameters": trained,
             "model_type": self.model.config.model_type,
+            **({"base_model": self.adapter.peft_config[_ADAPTER_NAME].base_model_name_or_path} if alone else {}),
         }
 
 
@@ -250,8 +250,8 @@ def _target_embeddings(target: str) -> tuple[Tensor, Tensor, Tensor | None]:
     """A target's token embeddings, its output projection (the same tensor where they are tied) and that one's bias."""
     outline = _outline(target)
     if outline is not None:
-        names = _names_of_embeddings(outline)
-        found = _read_tensors(target, set(names) - {None})
+        names = names_of_embeddings(outline)
+        found = read_tensors(target, [name for name in names if name is not None])
         if found is not None:
             embeddings, projection, bias = (None if name is None else found[name] for name in names)
             assert embeddings is not None
@@ -275,45 +275,6 @@ def _outline(target: str) -> PreTrainedModel | None:
             return new_model(config, None)
     except (OSError, ValueError, RuntimeError):
         return None
-
-
-def _names_of_embeddings(outline: PreTrainedModel) -> tuple[str, str, str | None]:
-    """Names of token embeddings, output projection (the same where they are tied) and its bias."""
-    head = outline.get_output_embeddings()
-    wanted = (outline.get_input_embeddings().weight, head.weight, getattr(head, "bias", None))
-    names = [next((name for name, one in outline.named_parameters() if one is weight), None) for weight in wanted]
-    assert names[0] is not None
-    assert names[1] is not None
-    return names[0], names[1], names[2]
-
-
-def _read_tensors(source: str, names: set[str | None]) -> dict[str, Tensor] | None:
-    """Some tensors of a model's safetensors files; None where they are not there under these names, as numbers."""
-    found: dict[str, Tensor] = {}
-    try:
-        for path in _weight_files(source, names):
-            with safe_open(path, framework="pt") as opened:
-                for stored in opened.keys():  # noqa: SIM118 (not a dictionary)
-                    if stored in names:
-                        found[stored] = opened.get_tensor(stored)
-    except (OSError, ValueError, SafetensorError):
-        return None
-    complete = set(found) == names and all(tensor.is_floating_point() for tensor in found.values())
-    return found if complete else None
-
-
-def _weight_files(source: str, names: set[str | None]) -> Iterator[str]:
-    """The safetensors files, local or fetched, that hold these tensors; none where the model has no such files."""
-    quiet = {"_raise_exceptions_for_missing_entries": False}
-    index = cached_file(source, "model.safetensors.index.json", **quiet)
-    if index is not None:
-        places = json.loads(Path(index).read_text(encoding="utf-8"))["weight_map"]
-        shards = sorted({places[name] for name in names if name in places})
-        yield from (path for shard in shards if (path := cached_file(source, shard, **quiet)) is not None)
-        return
-    whole = cached_file(source, "model.safetensors", **quiet)
-    if whole is not None:
-        yield whole
 
 
 def add_lora(model: PreTrainedModel, section: ModelSection) -> Any:

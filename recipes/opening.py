@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from functools import cache
 from pathlib import Path
 from typing import Any
 
@@ -10,13 +11,16 @@ import torch
 from transformers import PreTrainedModel
 
 from ..checkpoints.artifact import (
+    MANIFEST_FILE,
+    Manifest,
     check_target,
     load_manifest,
     model_fingerprint,
+    open_artifact,
     tokenizer_fingerprint,
-    verify_artifact,
 )
 from ..checkpoints.heads import PredictionHeads, load_heads
+from ..checkpoints.sources import model_source, resolve
 from ..checkpoints.table import BigramTable
 from ..data.tokenizers import load_tokenizer
 from ..decode.head_trees import attach_projection, states_of
@@ -59,6 +63,17 @@ def open_recipe(recipe: EvaluateRecipe) -> Opened:
     return Opened(tokenizer, model, target, parts, device)
 
 
+@cache
+def place_of(source: str, kind: str) -> str:
+    """Where a part lies: its folder. Of an artifact on the hub that of its verified files, fetched once a process; of
+    another drafter there, its id.
+
+    Raises:
+        ValueError: what `checkpoints.sources.resolve` raises.
+    """
+    return model_source(source) if kind == "drafter" else str(resolve(source, kind))
+
+
 def device_of(recipe: EvaluateRecipe) -> str:
     """Where a recipe decodes: what it says, or a GPU if there is one."""
     if recipe.device != "auto":
@@ -79,8 +94,16 @@ def _load_heads(recipe: EvaluateRecipe, device: str) -> PredictionHeads | None:
     """The recipe's heads, which decide what hidden states the target must give."""
     if recipe.heads is None:
         return None
-    verify_artifact(Path(recipe.heads), "heads")
-    return load_heads(Path(recipe.heads), device=device)
+    place = Path(place_of(recipe.heads, "heads"))
+    return open_artifact(place, lambda folder: load_heads(folder, device=device), "heads")[1]
+
+
+def _load_drafter(recipe: EvaluateRecipe, source: str, device: str) -> tuple[Manifest | None, PreTrainedModel]:
+    """A drafter, and its manifest where it is an artifact."""
+    place = place_of(source, "drafter")
+    if not (Path(place) / MANIFEST_FILE).is_file():
+        return None, load_model(place, dtype=recipe.dtype, device=device)
+    return open_artifact(Path(place), lambda _: load_model(place, dtype=recipe.dtype, device=device), "drafter")
 
 
 def _load_parts(
@@ -95,29 +118,34 @@ def _load_parts(
     sources = [recipe.drafter, *recipe.more_drafters] if recipe.drafter else recipe.more_drafters
     drafters = []
     for source in sources:
-        drafter = wrap_model(load_model(source, dtype=recipe.dtype, device=device))
-        check_same_vocabulary(target, drafter, f"drafter {source}")
-        if (Path(source) / "artifact.json").is_file():
-            check_target(verify_artifact(Path(source), "drafter"), what=f"the drafter {source}", **sizes)
+        made, model = _load_drafter(recipe, source, device)
+        drafter = wrap_model(model)
+        try:
+            check_same_vocabulary(target, drafter, f"drafter {source}")
+            if made is not None:
+                check_target(made, what=f"the drafter {source}", **sizes)
+        except ValueError as error:
+            raise ValueError(f"{error}; draftsmith doctor {recipe.target} {source} says what can be done") from error
         drafters.append(drafter)
     table = None
     if heads is not None:
         _check_made_for(recipe)
-        check_target(load_manifest(Path(str(recipe.heads))), what=f"the heads {recipe.heads}", **sizes)
+        manifest = load_manifest(Path(place_of(str(recipe.heads), "heads")))
+        check_target(manifest, what=f"the heads {recipe.heads}", **sizes)
         heads = heads.to(target.dtype)
         if heads.hidden_size != target.hidden_size:
             raise ValueError(
                 f"the heads take hidden states of {heads.hidden_size}, the target makes {target.hidden_size}"
             )
     if recipe.table is not None:
-        check_target(verify_artifact(Path(recipe.table), "table"), what=f"the table {recipe.table}", **sizes)
-        table = BigramTable.load(Path(recipe.table))
+        manifest, table = open_artifact(Path(place_of(recipe.table, "table")), BigramTable.load, "table")
+        check_target(manifest, what=f"the table {recipe.table}", **sizes)
     return Parts(drafters[0] if drafters else None, heads, table, tuple(drafters[1:]))
 
 
 def _check_made_for(recipe: EvaluateRecipe) -> None:
     """Warn where the target is another model than the one that the heads were trained on, or with (Medusa-2)."""
-    heads, target = Path(str(recipe.heads)), Path(recipe.target)
+    heads, target = Path(place_of(str(recipe.heads), "heads")), Path(recipe.target)
     made_for = load_manifest(heads).target or {}
     base = heads / "base"
     trained = (base / "config.json").is_file()

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import math
 import shutil
 from collections.abc import Callable
@@ -16,6 +15,7 @@ from transformers import PreTrainedModel
 from ..checkpoints.artifact import (
     load_manifest,
     model_fingerprint,
+    plain,
     save_artifact,
     tokenizer_fingerprint,
     verify_artifact,
@@ -23,6 +23,7 @@ from ..checkpoints.artifact import (
 from ..data.prepared import PreparedData
 from ..train.interrupts import TrainingError
 from ..train.loop import FitConfig, FitResult, Task, fit
+from .command import typed_command
 from .data_sections import Section
 from .loading import write_recipe
 from .prepare import NOT_OF_CONVERSATIONS, Prepared, prepare_data
@@ -143,6 +144,7 @@ def save(
         data=prepared.summary(),
         training={} if result is None else asdict(result) | {"history": result.history.name},
         evaluation=None if result is None else result.metrics,
+        command=typed_command(),
     )
     shutil.rmtree(state_folder(out) / "checkpoints", ignore_errors=True)
     say(f"{recipe.kind}: wrote {out}")
@@ -157,7 +159,7 @@ def check_out(out: Path, recipe: Section) -> None:
         if any(out.iterdir()):
             raise ValueError(f"{out} holds other files and no artifact: choose another `out`")
         return
-    theirs, mine = load_manifest(out).recipe, json.loads(json.dumps(recipe.model_dump(mode="json")))
+    theirs, mine = load_manifest(out).recipe, plain(recipe.model_dump(mode="json"))  # secrets stand in neither
     ignored = _NO_EFFECT.get(mine["kind"], frozenset())
     theirs, mine = _without(theirs, ignored), _without(mine, ignored)
     if theirs != mine:

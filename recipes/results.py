@@ -7,6 +7,9 @@ The whole file:
 
     schema                      2
     kind                        "evaluation"
+    created                     when it was written: UTC, ISO 8601; left out by older versions, as `artifacts`
+    artifacts                   drafter, heads, table, as far as there are: source, hash (of its manifest, else of its
+                                weights), files (their hashes by name)
     machine                     device, name, cores, threads, python, versions
     recipe                      the resolved recipe
     prompts                     how many were decoded

@@ -22,11 +22,13 @@ from ..checkpoints.artifact import load_manifest, save_artifact
 from ..checkpoints.table import TABLE_FILE, BigramTable
 from ..checkpoints.table_pruning import check_size
 from ..data.conversations import Conversation, CorpusReport
+from ..data.garbage import rarely_collected
 from ..data.templates import get_template
 from ..data.tokenizers import load_tokenizer
 from ..train.counting import Counted, PairCounter, counted
 from ..train.interrupts import Interrupted, StopSignals
 from ..train.table import Numbered, Share, count_laid, laid_end_to_end, token_documents, tokens_at_a_time
+from .command import typed_command
 from .files import write_whole
 from .loading import write_recipe
 from .outcome import check_out, state_folder
@@ -167,6 +169,7 @@ def save_table(
         recipe=recipe,
         data=data,
         training=report,
+        command=typed_command(),
     )
     say_report(report)
     say(f"table: wrote {out}")
@@ -345,7 +348,8 @@ class _Job:
             shown = _Progress(numbers, counter, self.rank, self.world)
             documents = recipe_documents(self.recipe, self.tokenizer, numbers)
             batches = laid_end_to_end(documents, tokens_at_a_time(options.memory_mb))
-            count_laid(batches, counter, save_seconds=60 * options.save_minutes, progress=shown)
+            with rarely_collected():
+                count_laid(batches, counter, save_seconds=60 * options.save_minutes, progress=shown)
 
     def merge(self) -> None:
         """Merge this process's range of the keys of all that was counted, by whichever process.

@@ -26,7 +26,7 @@ from . import evaluate
 from .config import EvaluateRecipe, MethodSection
 from .files import write_whole
 from .loading import write_recipe
-from .opening import open_recipe
+from .opening import open_recipe, place_of
 from .terminal import bar, console, say
 
 SCHEMA = 1
@@ -175,7 +175,7 @@ def _recording(
 def _identity(recipe: EvaluateRecipe, prompts: Sequence[Sequence[int]], limits: Limits, space: Space) -> dict[str, Any]:
     """What a recording belongs to."""
     models = {
-        part: [source, _fingerprint(Path(source))]
+        part: [source, _fingerprint(Path(source if part == "target" else place_of(source, part)))]
         for part in ("target", "drafter", "heads", "table")
         if (source := getattr(recipe, part)) is not None
     }

@@ -19,8 +19,9 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
+from ..checkpoints.folders import errors_named, finish_file, sync
 from ..checkpoints.pair_runs import Ints, Run, key_dtype
-from ..checkpoints.table_file import check_counts, errors_named, finish_file, sync_folder, write_array
+from ..checkpoints.table_file import check_counts, write_array
 
 INDEX = "counted.json"
 _FORMAT = 1
@@ -180,7 +181,7 @@ def write_index(folder: Path, vocab_size: int, runs: list[dict[str, Any]], ends_
         raise
     with errors_named(folder / INDEX):
         os.replace(temporary, folder / INDEX)
-        sync_folder(folder)
+        sync(folder)
     remove_leftovers(folder, index)
 
 

@@ -13,7 +13,7 @@ from typing import Any
 
 import pytest
 import torch
-from draftsmith.checkpoints import artifact
+from draftsmith.checkpoints import folders
 from draftsmith.checkpoints.artifact import (
     MANIFEST_FILE,
     Manifest,
@@ -75,7 +75,7 @@ def test_the_card_says_what_the_manifest_says(tmp_path: Path) -> None:
 @pytest.fixture(params=["exchange", "rename"])
 def _both_ways(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> None:
     if request.param == "rename":
-        monkeypatch.setattr(artifact, "_exchange", lambda *_: False)
+        monkeypatch.setattr(folders, "_exchange", lambda *_: False)
 
 
 @pytest.mark.usefixtures("_both_ways")
@@ -107,7 +107,7 @@ def test_a_failure_leaves_the_old_artifact(tmp_path: Path, moment: str) -> None:
 
 def test_a_rename_that_fails_puts_the_old_artifact_back(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     save(tmp_path / "t", "old")
-    monkeypatch.setattr(artifact, "_exchange", lambda *_: False)
+    monkeypatch.setattr(folders, "_exchange", lambda *_: False)
     rename = Path.rename
 
     def fail(self: Path, target: Path) -> Path:
@@ -127,7 +127,7 @@ def test_a_rename_that_fails_puts_the_old_artifact_back(tmp_path: Path, monkeypa
 def test_a_reader_never_sees_half_an_artifact(tmp_path: Path) -> None:
     out = tmp_path / "t"
     save(out, "0")
-    if not artifact._exchange(*(Path(path) for path in _two_folders(tmp_path))):
+    if not folders._exchange(*(Path(path) for path in _two_folders(tmp_path))):
         pytest.skip("this file system cannot swap two folders in one step")
     stop, failures, reads = threading.Event(), [], 0
 

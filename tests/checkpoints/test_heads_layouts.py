@@ -321,8 +321,8 @@ def _without_heads(content: dict[str, Any]) -> None:
         (_points("0.0.linear.bias", 3), "expected the name of a file beside it"),
         (_index(_without_heads), "no tensor's name begins with medusa_head"),
         (_index(lambda content: content.pop("weight_map")), "it has no `weight_map`"),
-        (lambda f: (f / "model.safetensors.index.json").write_text("{"), r"index\.json is not JSON"),
-        (lambda f: (f / "config.json").write_text("[]"), r"config\.json holds a JSON list"),
+        (lambda f: (f / "model.safetensors.index.json").write_text("{"), r"index\.json: it is not JSON"),
+        (lambda f: (f / "config.json").write_text("[]"), r"config\.json: it holds a JSON list"),
         (lambda f: (f / "config.json").write_text('{"states": "later"}'), "states is 'later', expected one of after"),
     ],
 )

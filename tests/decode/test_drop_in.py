@@ -126,9 +126,9 @@ def test_parts_must_fit(
         method("speculative", drafter=torch.nn.Linear(1, 1))
     with pytest.raises(ValueError, match=r"no model folder './nowhere'"):
         method("speculative", drafter="./nowhere")
-    with pytest.raises(ValueError, match="no heads at nowhere"):
+    with pytest.raises(ValueError, match="there is no folder 'nowhere'"):
         method("medusa", heads="nowhere")
-    with pytest.raises(ValueError, match="no table at nowhere"):
+    with pytest.raises(ValueError, match="there is no folder 'nowhere'"):
         method("bigram", table=Path("nowhere"))
 
     def decode(custom: drop_in.CustomGenerate) -> None:

@@ -270,7 +270,7 @@ def test_of_the_hub_only_what_holds_the_heads_is_fetched(hub: Hub, target: Path,
         ("one", False, "imported", ["model.safetensors"]),
         ("bin", False, "holds no heads in safetensors", []),
         ("bin", True, "imported", ["pytorch_model.bin"]),
-        ("nothing", False, "no folder someone/nothing, and it could not be fetched from the hub", []),
+        ("nothing", False, "no folder someone/nothing, and someone/nothing on the hub", []),
     ]
     settings = {"HF_ENDPOINT": f"http://127.0.0.1:{hub.server_port}", "HF_HOME": str(tmp_path / "home")}
     free = {key: value for key, value in os.environ.items() if key not in ("HF_HUB_OFFLINE", "HF_HUB_CACHE")}

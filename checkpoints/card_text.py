@@ -1,0 +1,86 @@
+"""Words of others in Markdown: names, labels and token texts that stand on a card as text, whatever they hold."""
+
+from __future__ import annotations
+
+import json
+import re
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import yaml
+
+from .manifest import plain
+
+_MARKED = re.compile(r"([\\`*_{}\[\]#|~$@]|:(?=//)|(?<=www)\.)", re.IGNORECASE)
+_ENTITIES = {"&": "&amp;", "<": "&lt;", ">": "&gt;"}
+_PATH = re.compile(r"(?<![\w:/.\\~-])(?:~|[A-Za-z]:)?(?:[/\\][^\s/\\'\"<>|,;=:]+){2,}[/\\]?")
+_WHOLE_PATH = re.compile(r"(?:~|[A-Za-z]:)?[/\\][^/\\\n].*[/\\]([^/\\\n]+)")
+_LONGEST = 400
+
+
+def text(value: Any) -> str:
+    """A value as Markdown that is read as that very text: no markup, no HTML, no link, one line.
+
+    Folders of the machine that it was made on are left out: of a path the last part stays.
+    """
+    whole = _WHOLE_PATH.fullmatch(str(plain(value)))
+    line = _one_line(whole[1] if whole else public(str(plain(value))))
+    line = line if len(line) <= _LONGEST else line[:_LONGEST] + "…"
+    return _escaped(line)
+
+
+def quoted(value: str) -> str:
+    """A token's text, with quotes around it and its spaces and control characters seen."""
+    return _escaped(_shown(json.dumps(value[:_LONGEST], ensure_ascii=False)))
+
+
+def public(value: str) -> str:
+    """A text without the folders of a machine: `/home/me/runs/a.json` becomes `a.json`."""
+    return _PATH.sub(lambda found: re.split(r"[/\\]", found[0].rstrip("/\\"))[-1], value)
+
+
+def fenced(code: str, language: str) -> list[str]:
+    """Lines of a block of code; no backticks in it can end it."""
+    longest = max((len(run) for run in re.findall(r"`+", code)), default=0)
+    fence = "`" * max(3, longest + 1)
+    return [f"{fence}{language}", *code.splitlines(), fence]
+
+
+def number(value: Any) -> str:
+    """A number as people read it; anything else as text."""
+    if isinstance(value, float):
+        return f"{value:.4g}"
+    if isinstance(value, int) and not isinstance(value, bool):
+        return f"{value:,}"
+    return text(value)
+
+
+def table(headings: Sequence[str], rows: Sequence[Sequence[str]]) -> list[str]:
+    """Lines of a table; cells are Markdown already."""
+    lines = [f"| {' | '.join(headings)} |", "|---" * len(headings) + "|"]
+    return [*lines, *(f"| {' | '.join(row)} |" for row in rows), ""]
+
+
+def head(values: Mapping[str, str | Sequence[str] | None]) -> list[str]:
+    """The block of YAML at a card's top; empty values are left out. Texts are lines: one of theirs could end it."""
+    kept = {}
+    for key, value in values.items():
+        if isinstance(value, str):
+            kept[key] = _one_line(str(plain(value)))
+        elif value:
+            kept[key] = [_one_line(str(plain(each))) for each in value]
+    lines = yaml.safe_dump(kept, sort_keys=False, allow_unicode=True, width=1 << 20).splitlines()
+    return ["---", *lines, "---", ""]
+
+
+def _one_line(value: str) -> str:
+    return _shown(" ".join(value.split()))
+
+
+def _shown(value: str) -> str:
+    """Characters that cannot be seen, or that turn the order of others around, by their numbers."""
+    return "".join(one if one.isprintable() else f"\\u{ord(one):04x}" for one in value)
+
+
+def _escaped(line: str) -> str:
+    return _MARKED.sub(r"\\\1", "".join(_ENTITIES.get(character, character) for character in line))

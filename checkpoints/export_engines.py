@@ -1,0 +1,88 @@
+"""Drafters as draft models of vLLM and SGLang, which take them only with a target of the same vocabulary."""
+
+from __future__ import annotations
+
+import json
+import shlex
+from pathlib import Path
+
+from .export import ExportOptions, Format, Source
+from .export_drafter import SPECULATIVE_TOKENS, compare_whole, has_tokenizer, stored_types, write_whole
+from .export_target import check_pair, needed_target
+
+ARCHITECTURES = (
+    *("LlamaForCausalLM", "MistralForCausalLM", "Qwen2ForCausalLM", "Qwen3ForCausalLM", "OPTForCausalLM"),
+    *("GPTNeoXForCausalLM", "GPT2LMHeadModel", "GemmaForCausalLM", "Gemma2ForCausalLM", "Phi3ForCausalLM"),
+)
+"""Of small decoders, those that vLLM and SGLang both have."""
+DTYPES = ("F32", "F16", "BF16")
+
+_NEEDS = "vLLM and SGLang take a draft model only with a target of the same vocabulary"
+
+
+def _write(source: Source, folder: Path, options: ExportOptions) -> None:
+    target = needed_target(source, options, _NEEDS)
+    write_whole(source, folder)
+    if problems := _problems(folder):
+        raise ValueError(f"{source.folder} is no draft model for vLLM and SGLang: {'; '.join(problems)}")
+    check_pair(source, folder, target, ("vllm", "sglang"), also=("context length",))
+
+
+def _problems(folder: Path) -> list[str]:
+    """What the engines mind in the drafter alone."""
+    config = json.loads((folder / "config.json").read_text(encoding="utf-8"))
+    found = []
+    architecture = (config.get("architectures") or ["not given"])[0]
+    if architecture not in ARCHITECTURES:
+        found.append(f"its architecture is {architecture}, and those that both have are {', '.join(ARCHITECTURES)}")
+    if "auto_map" in config:
+        found.append("its config asks for code of its own (auto_map)")
+    dtypes = stored_types(folder)
+    if len(dtypes) != 1 or not dtypes <= set(DTYPES):
+        found.append(f"its tensors are of {' and '.join(sorted(dtypes))}, expected one type of {', '.join(DTYPES)}")
+    if not has_tokenizer(folder):
+        found.append("it has no tokenizer, and SGLang compares it with the target's")
+    return found
+
+
+def _compare(source: Source, folder: Path, options: ExportOptions) -> list[str]:
+    target = needed_target(source, options, _NEEDS)
+    check_pair(source, folder, target, ("vllm", "sglang"), also=("context length",))
+    return [*compare_whole(source, folder), f"vocabulary size, every token and the positions with those of {target}"]
+
+
+def _serve(source: Source, options: ExportOptions) -> str:
+    target = shlex.quote(needed_target(source, options, _NEEDS))
+    tokens = options.speculative_tokens or SPECULATIVE_TOKENS
+    return f"""
+vLLM (0.10 to 0.13 had no draft models):
+
+```bash
+vllm serve {target} \\
+    --speculative-config '{{"method": "draft_model", "model": "{{folder}}", "num_speculative_tokens": {tokens}}}'
+```
+
+SGLang:
+
+```bash
+python -m sglang.launch_server --model-path {target} \\
+    --speculative-algorithm STANDALONE --speculative-draft-model-path {{folder}} \\
+    --speculative-num-steps {tokens} --speculative-eagle-topk 1 --speculative-num-draft-tokens {tokens + 1}
+```
+
+vLLM takes a drafter of the target's `vocab_size` alone, SGLang one with the same tokens under the same ids; either cuts
+the target's context to the drafter's, or refuses to start, where that is shorter. All of that was checked.
+"""
+
+
+DRAFT_MODEL = Format(
+    name="vllm-sglang",
+    kind="drafter",
+    summary="Draft model, checked against its target",
+    readers="vLLM 0.27 to 0.33 (draft_model), SGLang since April 2026 (STANDALONE)",
+    write=_write,
+    compare=_compare,
+    serving=_serve,
+    options=("target", "speculative_tokens"),
+    native=True,
+)

@@ -1,0 +1,193 @@
+"""Drafters as GGUF files for llama.cpp, written by its own converter and read back here."""
+
+from __future__ import annotations
+
+import re
+import shlex
+import shutil
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from .export import ExportOptions, Format, Source
+from .export_drafter import SPECULATIVE_TOKENS, is_adapter, load_drafter, random_logits, stored_types, write_whole
+from .export_target import check_pair, target_name
+from .gguf_file import GgufFile, read_gguf
+
+GGUF_FILE = "model.gguf"
+CONVERTER = "convert_hf_to_gguf.py"
+
+_TYPES = {"F32": "f32", "F16": "f16", "BF16": "bf16"}
+_TAIL = 12
+_UNFINISHED = ".model"
+_NAMES = {
+    "token_embd": "model.embed_tokens",
+    "output_norm": "model.norm",
+    "output": "lm_head",
+    "attn_norm": "input_layernorm",
+    "ffn_norm": "post_attention_layernorm",
+    "attn_q": "self_attn.q_proj",
+    "attn_k": "self_attn.k_proj",
+    "attn_v": "self_attn.v_proj",
+    "attn_output": "self_attn.o_proj",
+    "attn_q_norm": "self_attn.q_norm",
+    "attn_k_norm": "self_attn.k_norm",
+    "ffn_gate": "mlp.gate_proj",
+    "ffn_up": "mlp.up_proj",
+    "ffn_down": "mlp.down_proj",
+}
+_DECODERS = ("llama", "mistral", "qwen2", "qwen3")
+"""Types of models whose tensors have these names."""
+_DERIVED = ("rope_freqs.weight",)
+"""Tensors of a GGUF file that are worked out from settings."""
+
+
+def _write(source: Source, folder: Path, options: ExportOptions) -> None:
+    converter = _converter(options)
+    model = source.folder
+    if is_adapter(model):
+        model = folder / _UNFINISHED
+        model.mkdir()
+        write_whole(source, model)
+    target = _known_target(source, options)
+    if target is not None:
+        check_pair(source, model, target, ("llama.cpp",))
+    found = stored_types(model)
+    if len(found) != 1 or not found <= set(_TYPES):
+        raise ValueError(f"{source.folder}: its tensors are of {' and '.join(sorted(found))}, expected one of {_TYPES}")
+    kind = _TYPES[found.pop()]
+    command = [sys.executable, str(converter), str(model), "--outfile", str(folder / GGUF_FILE), "--outtype", kind]
+    done = subprocess.run(
+        command, stdin=subprocess.DEVNULL, capture_output=True, text=True, errors="replace", check=False
+    )
+    if done.returncode or not (folder / GGUF_FILE).is_file():
+        tail = "\n".join((done.stdout + done.stderr).strip().splitlines()[-_TAIL:])
+        what = f"failed with exit code {done.returncode}" if done.returncode else f"left no {GGUF_FILE}"
+        raise ValueError(f"{converter} {what}; the end of what it said:\n{tail}")
+    shutil.rmtree(folder / _UNFINISHED, ignore_errors=True)
+
+
+def _converter(options: ExportOptions) -> Path:
+    if options.llama_cpp is None:
+        raise ValueError(f"gguf is written by llama.cpp's {CONVERTER}: say with --llama-cpp where your checkout lies")
+    found = options.llama_cpp.expanduser() / CONVERTER
+    if not found.is_file():
+        raise ValueError(f"there is no {found}: --llama-cpp names a checkout of llama.cpp, which holds {CONVERTER}")
+    return found.resolve()
+
+
+def _known_target(source: Source, options: ExportOptions) -> str | None:
+    """The target, where the user names one or it lies here."""
+    named = target_name(source, options)
+    return named if named is not None and (options.target or Path(named).is_dir()) else None
+
+
+def _compare(source: Source, folder: Path, options: ExportOptions) -> list[str]:
+    made = read_gguf(folder / GGUF_FILE)
+    model = _reference(source, folder)
+    config = model.config
+    tokens = made.lengths.get("tokenizer.ggml.tokens")
+    if tokens != config.vocab_size:
+        raise ValueError(f"{folder / GGUF_FILE} has {tokens} tokens, the artifact's vocabulary {config.vocab_size}")
+    lines = [f"GGUF of version {made.version}: {tokens:,} tokens, {len(made.tensors)} tensors"]
+    if config.model_type in _DECODERS:
+        lines += _compare_decoder(model, made)
+    else:
+        _check_equal("token_embd.weight", [made.load("token_embd.weight")], model.get_input_embeddings().weight, made)
+        lines.append(f"the token embedding (others are not compared in models of type {config.model_type})")
+    target = _known_target(source, options)
+    return [*lines, f"tokens with those of {target}" if target else "not compared: tokens with the target's, not here"]
+
+
+def _reference(source: Source, folder: Path) -> Any:
+    if not is_adapter(source.folder):
+        return load_drafter(source.folder)
+    merged = folder / _UNFINISHED
+    merged.mkdir()
+    write_whole(source, merged)
+    model = load_drafter(merged)
+    shutil.rmtree(merged)
+    return model
+
+
+def _compare_decoder(model: Any, made: GgufFile) -> list[str]:
+    """Every tensor, and the logits of a model that is filled with those of the file."""
+    expected = {name: weight.detach() for name, weight in model.named_parameters()}
+    names = {name: _own_name(name) for name in made.tensors if name not in _DERIVED}
+    if other := sorted(set(names.values()) ^ set(expected)):
+        raise ValueError(f"{made.path} and the artifact differ in their tensors: {', '.join(other[:3])}")
+    found = {}
+    for name, own in names.items():
+        tensor = made.load(name)
+        ways = [tensor]
+        if name.partition(".attn_")[2].startswith(("q.", "k.")):  # llama.cpp's order of rotary pairs
+            heads = model.config.num_attention_heads if ".attn_q." in name else model.config.num_key_value_heads
+            ways.append(_unpaired(tensor, heads))
+        found[own] = _check_equal(name, ways, expected[own], made)
+    again = type(model)(model.config).to(model.dtype).eval()
+    again.load_state_dict(found, strict=False)
+    again.tie_weights()
+    if not torch.equal(random_logits(model), random_logits(again)):
+        raise ValueError(f"logits of a model with the tensors of {made.path} differ from the artifact's")
+    return [
+        f"all {len(found)} tensors, bit by bit",
+        "logits of random tokens, by a model with these tensors, bit by bit",
+    ]
+
+
+def _own_name(name: str) -> str:
+    """The name in transformers of a tensor of GGUF."""
+    found = re.fullmatch(r"(?:blk\.(\d+)\.)?(\w+)\.(weight|bias)", name)
+    if found is None or found[2] not in _NAMES:
+        return name
+    return (f"model.layers.{found[1]}." if found[1] else "") + f"{_NAMES[found[2]]}.{found[3]}"
+
+
+def _unpaired(tensor: Tensor, heads: int) -> Tensor:
+    """Rows of a query or key projection in transformers' order: in each head, first halves of all pairs."""
+    if tensor.shape[0] % (2 * heads):
+        return tensor
+    return tensor.reshape(heads, -1, 2, *tensor.shape[1:]).transpose(1, 2).reshape(tensor.shape)
+
+
+def _check_equal(name: str, ways: list[Tensor], expected: Tensor, made: GgufFile) -> Tensor:
+    for tensor in ways:
+        if tensor.shape == expected.shape and torch.equal(tensor.float(), expected.detach().float()):
+            return tensor.to(expected.dtype)
+    raise ValueError(f"{name} in {made.path} differs from the artifact's")
+
+
+def _serve(source: Source, options: ExportOptions) -> str:
+    tokens = options.speculative_tokens or SPECULATIVE_TOKENS
+    target = target_name(source, options)
+    convert = f"python {CONVERTER} {shlex.quote(target)} --outfile target.gguf\n" if target else ""
+    return f"""
+```bash
+{convert}llama-server -m target.gguf -md {{folder}}/{GGUF_FILE} --spec-type draft-simple --spec-draft-n-max {tokens}
+```
+
+Versions before `--spec-type` had drafters (first half of 2026 and earlier) call the number of tokens `--draft-max`:
+
+```bash
+llama-server -m target.gguf -md {{folder}}/{GGUF_FILE} --draft-max {tokens}
+```
+
+`llama-speculative` takes the same options and a prompt (`-p`). The file has the type of the artifact's weights;
+`llama-quantize` makes it smaller.
+"""
+
+
+GGUF = Format(
+    name="gguf",
+    kind="drafter",
+    summary="GGUF file, by llama.cpp's own converter",
+    readers="llama.cpp of the version of the converter, and later",
+    write=_write,
+    compare=_compare,
+    serving=_serve,
+    options=("target", "speculative_tokens", "llama_cpp"),
+)

@@ -1,0 +1,383 @@
+"""Forms of prediction heads for serving engines: Medusa's first and second version, vLLM's own names, a pickled file.
+
+Letters: K heads, L residual blocks of a head, V vocabulary, D hidden, B hidden states to compare with.
+
+What each reader does stands in SERVING.md; its rules are tests (`tests/checkpoints/test_export_heads.py`).
+"""
+
+from __future__ import annotations
+
+import json
+import re
+import shlex
+from collections.abc import Callable
+from dataclasses import dataclass
+from functools import reduce
+from pathlib import Path
+
+import torch
+from safetensors.torch import load_file, save_file
+from torch import Tensor
+
+from .export import ExportOptions, Format, Source
+from .export_target import check_target_of, needed_target, output_projection, target_name
+from .heads import CONFIG_FILE, HEADS_FILE, PredictionHeads, engine_config, load_heads
+from .heads_layouts import PICKLED_FILE, StoredHeads, read_heads
+
+VLLM_FILE = "model.safetensors"
+FASTER_DECODING_HEADS = 5
+"""FasterDecoding's runtime builds as many, whatever the config says."""
+
+Tensors = dict[str, Tensor]
+
+_STATES = 32
+_TOLERANCE = {torch.float64: 1e-12, torch.float32: 1e-5, torch.float16: 5e-3, torch.bfloat16: 4e-2}
+"""Of logits, as a share of the largest: what multiplying a low-rank projection out may change by rounding."""
+
+
+def _load(source: Source, form: str) -> PredictionHeads:
+    """The artifact's heads; ValueError where they read what no engine hands them."""
+    heads = load_heads(source.folder)
+    if heads.states != "after-norm":
+        raise ValueError(
+            f"the heads in {source.folder} read the hidden states {heads.states.replace('-', ' the final ')}, and what "
+            f"reads {form} hands them those after it: train them with `states: after-norm`"
+        )
+    if heads.scale != 1:
+        raise ValueError(
+            f"the heads in {source.folder} multiply hidden states by {heads.scale:g} first, for which {form} has no "
+            "place; no weights of residual blocks have the same effect, as SiLU is not linear: train them with scale 1"
+        )
+    return heads
+
+
+def _projection(source: Source, options: ExportOptions, why: str) -> Tensor:
+    """[V, D]: the target's output projection; ValueError where the target is not the one of the heads."""
+    target = needed_target(source, options, why)
+    check_target_of(source, target)
+    return output_projection(target)
+
+
+def _attached(source: Source, options: ExportOptions, form: str) -> PredictionHeads:
+    """The artifact's heads, with the target's projection where they reuse it."""
+    heads = _load(source, form)
+    if heads.projection_kind == "target":
+        heads.attach(_projection(source, options, f"{form} stores its output projection with each head"))
+    return heads
+
+
+def _first_version(heads: PredictionHeads) -> Tensors:
+    """The tensors of heads that compute the same with projections [V, D] of their own."""
+    tensors = {name: tensor.detach() for name, tensor in heads.state_dict().items() if ".linear." in name}
+    for k in range(heads.num_heads):
+        tail = heads.projection(k).detach()
+        if heads.projection_kind == "low-rank":
+            down_RD = heads.get_parameter(f"{k}.{heads.num_layers}.down.weight").detach()
+            tail = (tail.double() @ down_RD.double()).to(tail.dtype)
+        tensors[f"{k}.{heads.num_layers}.weight"] = tail.clone()  # safetensors stores no tensor twice
+    return tensors
+
+
+@dataclass(frozen=True)
+class _FirstVersion:
+    """A form that stores each head with its own projection."""
+
+    name: str
+    save: Callable[[Tensors, Path], None]
+    """Writes tensors of the first version's names to a folder."""
+    read: Callable[[Path], Tensors]
+    """Reads them back."""
+
+    def write(self, source: Source, folder: Path, options: ExportOptions) -> None:
+        heads = _attached(source, options, self.name)
+        self.save(_first_version(heads), folder)
+        with torch.device("meta"):
+            outline = PredictionHeads(heads.num_heads, heads.num_layers, heads.hidden_size, heads.vocab_size)
+        _write_config(outline, source, options, folder)
+
+    def compare(self, source: Source, folder: Path, options: ExportOptions) -> list[str]:
+        heads, found = _attached(source, options, self.name), self.read(folder)
+        _check_equal(found, _first_version(heads), folder)
+        difference = _compare_logits(heads, found, folder)
+        exact = "bit by bit" if not difference else f"to within {difference:.1e} of the largest (low rank, multiplied)"
+        return [
+            f"all {len(found)} tensors, bit by bit, with what the heads hold"
+            + {"own": "", "low-rank": ", their projections multiplied out", "target": " and the target's projection"}[
+                heads.projection_kind
+            ],
+            f"logits of {heads.num_heads} heads on {_STATES} random hidden states, {exact}",
+        ]
+
+
+def _write_config(heads: PredictionHeads, source: Source, options: ExportOptions, folder: Path) -> None:
+    config = engine_config(heads, _base(source, options))
+    (folder / CONFIG_FILE).write_text(json.dumps(config, indent=2) + "\n", encoding="utf-8")
+
+
+def _base(source: Source, options: ExportOptions) -> str:
+    """The target's name, under which engines look for it."""
+    named = target_name(source, options) or read_heads(source.folder).base_model
+    return named or needed_target(source, options, "engines look for its name in the heads' config")
+
+
+def _check_equal(found: Tensors, expected: Tensors, folder: Path) -> None:
+    if names := sorted(set(found) ^ set(expected)):
+        raise ValueError(f"the tensors read back from {folder} are not those of the artifact: {', '.join(names[:3])}")
+    for name, tensor in expected.items():
+        if found[name].dtype != tensor.dtype or not torch.equal(found[name], tensor):
+            raise ValueError(f"{name}, read back from {folder}, differs from the artifact's")
+
+
+@torch.no_grad()
+def _compare_logits(heads: PredictionHeads, found: Tensors, folder: Path) -> float:
+    """The largest difference of logits, as a share of the largest; ValueError where that is more than rounding.
+
+    Both sides compute in the widest type that either is stored in.
+    """
+    dtype = reduce(torch.promote_types, (tensor.dtype for tensor in found.values()))
+    heads = heads.to(dtype)
+    if heads.projection_kind == "target":
+        heads.attach(heads.projection(0).to(dtype))
+    made = PredictionHeads(heads.num_heads, heads.num_layers, heads.hidden_size, heads.vocab_size)
+    made.load_state_dict({name: tensor.to(dtype) for name, tensor in found.items()}, assign=True)
+    states_BD = torch.randn(_STATES, heads.hidden_size, generator=torch.Generator().manual_seed(0)).to(dtype)
+    largest, allowed = 0.0, _TOLERANCE[dtype] if heads.projection_kind == "low-rank" else 0.0
+    for k in range(heads.num_heads):
+        mine_BV, theirs_BV = (side.head_forward(k, states_BD).float() for side in (heads, made))
+        difference = ((mine_BV - theirs_BV).abs().max() / mine_BV.abs().max().clamp(min=1e-30)).item()
+        if not difference <= allowed:
+            raise ValueError(
+                f"logits of head {k}, read back from {folder}, differ from the artifact's by {difference:.1e} of the "
+                f"largest; at most {allowed:.0e} is rounding"
+            )
+        largest = max(largest, difference)
+    return largest
+
+
+def _save_medusa(tensors: Tensors, folder: Path) -> None:
+    save_file(tensors, folder / HEADS_FILE, metadata={"format": "pt"})
+
+
+def _read_medusa(folder: Path) -> Tensors:
+    return load_file(folder / HEADS_FILE)
+
+
+def _save_vllm(tensors: Tensors, folder: Path) -> None:
+    renamed = {}
+    for name, tensor in tensors.items():
+        name = re.sub(r"^(\d+)\.(\d+)\.linear\.(\w+)$", r"blocks.\1.layers.\2.\3", name)
+        renamed[re.sub(r"^(\d+)\.\d+\.weight$", r"lm_heads.\1.weight", name)] = tensor
+    save_file(renamed, folder / VLLM_FILE, metadata={"format": "pt"})
+
+
+def _read_vllm(folder: Path) -> Tensors:
+    layers = json.loads((folder / CONFIG_FILE).read_text(encoding="utf-8"))["medusa_num_layers"]
+    found = {}
+    for name, tensor in load_file(folder / VLLM_FILE).items():
+        name = re.sub(r"^blocks\.(\d+)\.layers\.(\d+)\.(\w+)$", r"\1.\2.linear.\3", name)
+        found[re.sub(r"^lm_heads\.(\d+)\.weight$", rf"\1.{layers}.weight", name)] = tensor
+    return found
+
+
+def _save_pickled(tensors: Tensors, folder: Path) -> None:
+    torch.save(tensors, folder / PICKLED_FILE)
+
+
+def _read_pickled(folder: Path) -> Tensors:
+    found: Tensors = torch.load(folder / PICKLED_FILE, map_location="cpu", weights_only=True)
+    return found
+
+
+def _write_pickled(source: Source, folder: Path, options: ExportOptions) -> None:
+    if not options.pickle:
+        raise ValueError("medusa-pt is a pickled file, which is written only where that is asked for: add --pickle")
+    count = read_heads(source.folder).num_heads
+    if count != FASTER_DECODING_HEADS:
+        raise ValueError(
+            f"{source.folder} holds {count} heads, and FasterDecoding's runtime takes exactly {FASTER_DECODING_HEADS}"
+        )
+    _PICKLED.write(source, folder, options)
+
+
+_MEDUSA = _FirstVersion("medusa", _save_medusa, _read_medusa)
+_VLLM = _FirstVersion("medusa-vllm", _save_vllm, _read_vllm)
+_PICKLED = _FirstVersion("medusa-pt", _save_pickled, _read_pickled)
+
+
+def _second_version(source: Source, options: ExportOptions) -> tuple[PredictionHeads, Tensors]:
+    """Heads without their projections; ValueError where those are not the target's."""
+    heads = _load(source, "medusa-2")
+    if not heads.num_layers:
+        raise ValueError(f"the heads in {source.folder} have no residual blocks: nothing of them is left in medusa-2")
+    if heads.projection_kind == "low-rank":
+        raise ValueError(
+            f"the heads in {source.folder} have projections of rank {heads.rank}, and in medusa-2 all heads use the "
+            "target's: export them as medusa, or train them with `projection: target`"
+        )
+    if heads.projection_kind == "own":
+        target_VD = _projection(source, options, "in medusa-2 all heads use its output projection")
+        for k in range(heads.num_heads):
+            if not torch.equal(heads.projection(k).detach(), target_VD.to(heads.projection(k).dtype)):
+                raise ValueError(
+                    f"head {k} in {source.folder} has a projection other than the target's, which all heads use in "
+                    "medusa-2: export them as medusa, or train them with `projection: target`"
+                )
+    return heads, {name: tensor.detach() for name, tensor in heads.state_dict().items() if ".linear." in name}
+
+
+def _write_second(source: Source, folder: Path, options: ExportOptions) -> None:
+    heads, tensors = _second_version(source, options)
+    _save_medusa(tensors, folder)
+    vocab_size = heads.vocab_size if heads.knows_vocab_size else source.manifest.vocab_size
+    with torch.device("meta"):
+        outline = PredictionHeads(heads.num_heads, heads.num_layers, heads.hidden_size, vocab_size, "target")
+    _write_config(outline, source, options, folder)
+
+
+@torch.no_grad()
+def _compare_second(source: Source, folder: Path, options: ExportOptions) -> list[str]:
+    heads, expected = _second_version(source, options)
+    _check_equal(_read_medusa(folder), expected, folder)
+    made = load_heads(folder, dtype=next(heads.parameters()).dtype)
+    states_BD = torch.randn(_STATES, heads.hidden_size, generator=torch.Generator().manual_seed(0))
+    states_BD = states_BD.to(next(heads.parameters()).dtype)
+    for k in range(heads.num_heads):
+        mine, theirs = (side.get_submodule(str(k))[: heads.num_layers](states_BD) for side in (heads, made))  # type: ignore[index]
+        if not torch.equal(mine, theirs):
+            raise ValueError(f"the features of head {k}, read back from {folder}, differ from the artifact's")
+    own = heads.projection_kind == "own"
+    return [
+        f"all {len(expected)} tensors, bit by bit",
+        f"what {heads.num_heads} heads hand to the target's projection for {_STATES} random hidden states, bit by bit",
+        *(["the projections that are left out, with the target's, bit by bit"] if own else []),
+    ]
+
+
+def _heads_of(source: Source) -> StoredHeads:
+    return read_heads(source.folder)
+
+
+def _serve_vllm(source: Source, options: ExportOptions) -> str:
+    count, target = _heads_of(source).num_heads, shlex.quote(_base(source, options))
+    return f"""
+vLLM up to 0.32 (0.33 has no Medusa any more):
+
+```bash
+vllm serve {target} \\
+    --speculative-config '{{"method": "medusa", "model": "{{folder}}", "num_speculative_tokens": {count}}}'
+```
+
+It drafts one token a head, the likeliest. `num_speculative_tokens` may be less than {count}, never more: vLLM makes as
+many heads as that, and leaves those without weights as they are in memory.
+"""
+
+
+def _serve_medusa(source: Source, options: ExportOptions) -> str:
+    count, base = _heads_of(source).num_heads, _base(source, options)
+    target = shlex.quote(base)
+    return f"""
+text-generation-inference (TGI) 2.0 or later, which loads the target from where `base_model_name_or_path` says
+(`{base}`; another place: export again with `--target`):
+
+```bash
+text-generation-launcher --model-id {{folder}} --speculate {count}
+```
+
+TensorRT-LLM (its engines built from checkpoints, with `examples/medusa`):
+
+```bash
+python convert_checkpoint.py --model_dir {target} --medusa_model_dir {{folder}} \\
+    --output_dir checkpoint --dtype float16
+trtllm-build --checkpoint_dir checkpoint --output_dir engine --gemm_plugin float16 \\
+    --speculative_decoding_mode medusa
+```
+
+vLLM from the version on that knows these names (0.28 does, versions of 2025 do not) up to 0.32:
+
+```bash
+vllm serve {target} \\
+    --speculative-config '{{"method": "medusa", "model": "{{folder}}", "num_speculative_tokens": {count}}}'
+```
+
+A vLLM that does not know the names says nothing and drafts with random heads, none of whose tokens are accepted; for it
+there is the format `medusa-vllm`.
+"""
+
+
+def _serve_pickled(source: Source, options: ExportOptions) -> str:
+    return f"""
+FasterDecoding's own runtime, which loads the target from `{_base(source, options)}`:
+
+```bash
+python -m medusa.inference.cli --model {{folder}}
+```
+
+`{PICKLED_FILE}` is a pickled file of tensors alone. Whoever loads it should say `torch.load(..., weights_only=True)`:
+the runtime itself does not, so make sure that the file is this one (`draftsmith artifact verify {{folder}}`).
+"""
+
+
+def _serve_second(source: Source, options: ExportOptions) -> str:
+    heads, base = _heads_of(source), _base(source, options)
+    if heads.num_layers != 1:
+        tgi = f"TGI reads such heads with one residual block each; these have {heads.num_layers}, and it refuses them."
+    else:
+        tgi = f"""text-generation-inference (TGI) 2.0 or later, which loads the target from `{base}`:
+
+```bash
+text-generation-launcher --model-id {{folder}} --speculate {heads.num_heads}
+```"""
+    return f"""
+The heads have no projections: whoever reads them applies the target's own. That is Medusa's version 2, as
+FasterDecoding's main branch trains it. vLLM and TensorRT-LLM do not read it; for them there are `medusa` and
+`medusa-vllm`.
+
+{tgi}
+"""
+
+
+HEADS_FORMATS = (
+    Format(
+        name="medusa",
+        kind="heads",
+        summary="Medusa heads, version 1: each with its own projection, under the names of the first release",
+        readers="TGI ≥ 2.0, TensorRT-LLM ≥ 0.11, vLLM up to 0.32 where it knows the names (0.28 does)",
+        write=_MEDUSA.write,
+        compare=_MEDUSA.compare,
+        serving=_serve_medusa,
+        options=("target",),
+        native=True,
+    ),
+    Format(
+        name="medusa-vllm",
+        kind="heads",
+        summary="Medusa heads under the names of vLLM's own module",
+        readers="vLLM 0.10 to 0.32",
+        write=_VLLM.write,
+        compare=_VLLM.compare,
+        serving=_serve_vllm,
+        options=("target",),
+    ),
+    Format(
+        name="medusa-2",
+        kind="heads",
+        summary="Medusa heads, version 2: without projections, they use the target's",
+        readers="TGI ≥ 2.0 (one block a head), FasterDecoding's main branch",
+        write=_write_second,
+        compare=_compare_second,
+        serving=_serve_second,
+        options=("target",),
+        native=True,
+    ),
+    Format(
+        name="medusa-pt",
+        kind="heads",
+        summary="Medusa heads, version 1, as a pickled file",
+        readers="FasterDecoding/Medusa",
+        write=_write_pickled,
+        compare=_PICKLED.compare,
+        serving=_serve_pickled,
+        options=("target", "pickle"),
+    ),
+)
+"""Formats of heads for serving engines."""

@@ -1,0 +1,265 @@
+"""Are a target and a drafter a pair? Every check, and what each finding means for those who decode with the two.
+
+The engines' rules were read in their own code: `transformers/generation/utils.py` (_validate_assistant), vLLM's
+`config/speculative.py`, SGLang's `speculative/standalone_worker.py`, llama.cpp's `common/speculative.cpp`.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import Any
+
+from .fingerprints import tokenizer_fingerprint
+from .pair_tokenizers import end_ids, tokenizer_findings, wrapped_by
+from .pairs import BUT, CONSUMERS, REFUSED, Diagnosis, Effect, Finding, Side
+
+LLAMA_CPP_SIZES = 128
+"""By how much llama.cpp lets the sizes of two vocabularies differ."""
+LLAMA_CPP_FIRST = 5
+"""The first id whose text it compares."""
+_SHOWN = 3
+_SPECIAL = ("bos", "eos", "pad", "unk")
+
+
+def examine(target: Side, drafter: Side) -> Diagnosis:
+    """Compare all that is known of the two."""
+    findings = [*_kind(target, drafter), *_sizes(target, drafter)]
+    for side, name in ((target, "target"), (drafter, "drafter")):
+        findings += _rows_of(side, name)
+    if target.tokenizer is None or drafter.tokenizer is None:
+        findings += _no_tokenizer(target, drafter)
+    else:
+        findings += [*_token_texts(target, drafter), *_special_ids(target, drafter)]
+        findings += tokenizer_findings(target, drafter)
+    findings += [*_context(target, drafter), *_notes(target, drafter)]
+    if not any(finding.severity == "fault" and "draftsmith" in finding.effects for finding in findings):
+        findings += _fingerprint(target, drafter)
+    return Diagnosis(target.source, drafter.source, tuple(_facts(target, drafter)), tuple(findings))
+
+
+def other_fingerprint(target: Side, drafter: Side) -> bool:
+    """Whether the drafter is an artifact that was made with another tokenizer than the target's."""
+    made_with = drafter.manifest.tokenizer_fingerprint if drafter.manifest else None
+    if made_with is None or target.tokenizer is None:
+        return False
+    return made_with != tokenizer_fingerprint(target.tokenizer)
+
+
+def _facts(target: Side, drafter: Side) -> Iterator[tuple[str, str, str]]:
+    def fact(name: str, value: Any) -> tuple[str, str, str]:
+        return name, value(target), value(drafter)
+
+    yield fact("vocab_size", lambda side: f"{side.vocab_size:,}")
+    yield fact("tokens of the tokenizer", lambda side: "none" if side.tokenizer is None else f"{len(side.vocab):,}")
+    yield fact("rows of the embedding", lambda side: _known(side.rows))
+    yield fact("rows of the output layer", lambda side: _known(side.head_rows))
+    yield fact("tied", lambda side: "yes" if getattr(side.config, "tie_word_embeddings", False) else "no")
+    yield fact("positions", lambda side: _known(side.positions) + (f", rotary ({side.rotary})" if side.rotary else ""))
+    yield fact("type", lambda side: str(side.config.model_type))
+    yield fact("dtype", _dtype)
+    yield fact("ends a text with", lambda side: ", ".join(map(str, end_ids(side))) or "nothing")
+    yield fact("chat template", lambda side: "yes" if getattr(side.tokenizer, "chat_template", None) else "no")
+    # transformers reads these from the drafter alone
+    yield "drafts a step", "–", _assistant(drafter.generation)
+
+
+def _known(number: int | None) -> str:
+    return "not known" if number is None else f"{number:,}"
+
+
+def _dtype(side: Side) -> str:
+    return str(getattr(side.config, "dtype", None) or "not given").removeprefix("torch.")
+
+
+def _assistant(generation: Any) -> str:
+    tokens = generation.num_assistant_tokens
+    threshold = generation.assistant_confidence_threshold
+    return f"{20 if tokens is None else tokens}, while it is {0.4 if threshold is None else threshold:.0%} sure"
+
+
+def _all(outcome: str, reason: str) -> dict[str, Effect]:
+    return dict.fromkeys(CONSUMERS, Effect(outcome, reason))
+
+
+def _kind(target: Side, drafter: Side) -> Iterator[Finding]:
+    kinds = [("a decoder", "an encoder-decoder")[bool(side.config.is_encoder_decoder)] for side in (target, drafter)]
+    if kinds[0] != kinds[1]:
+        what = "they are models of different kinds"
+        yield Finding("kind of model", what, *kinds, _all(REFUSED, "both must be decoders, or both encoder-decoders"))
+
+
+def _sizes(target: Side, drafter: Side) -> Iterator[Finding]:
+    mine, theirs = target.vocab_size, drafter.vocab_size
+    if mine == theirs:
+        return
+    same = Effect(REFUSED, "both must have the same vocab_size")
+    effects = {
+        "transformers": Effect(
+            REFUSED,
+            "generate() stops at different vocab_sizes, unless `tokenizer` and `assistant_tokenizer` are given too: "
+            "then drafts are translated by way of their text",
+        ),
+        "vllm": Effect(
+            REFUSED, "both must have the same vocab_size (or `use_heterogeneous_vocab`, which drafts greedily)"
+        ),
+        "sglang": same,
+        "draftsmith": same,
+    }
+    if abs(mine - theirs) > LLAMA_CPP_SIZES:
+        reason = f"sizes may differ by {LLAMA_CPP_SIZES} at most, these do by {abs(mine - theirs):,}"
+        effects["llama.cpp"] = Effect(REFUSED, reason)
+    values = (
+        f"{side.vocab_size:,}" + (f" ({len(side.vocab):,} tokens)" if side.tokenizer is not None else "")
+        for side in (target, drafter)
+    )
+    yield Finding("vocab_size", "the configurations give different sizes", *values, effects)
+
+
+def _rows_of(side: Side, name: str) -> Iterator[Finding]:
+    """Whether a side's weights, configuration and tokenizer agree among themselves."""
+    wrong = [
+        f"{part} {rows:,}"
+        for part, rows in (("embedding", side.rows), ("output layer", side.head_rows))
+        if rows is not None and rows != side.vocab_size
+    ]
+    if wrong:
+        shown = f"{', '.join(wrong)} rows, vocab_size {side.vocab_size:,}"
+        values = (shown, "–") if name == "target" else ("–", shown)
+        what = f"the {name}'s weights and configuration disagree"
+        yield Finding("rows", what, *values, _all(REFUSED, f"the {name} does not load as it stands"))
+    beyond = sorted((number, text) for text, number in side.vocab.items() if number >= side.vocab_size)
+    if beyond:
+        shown = _list([f"{number} {text!r}" for number, text in beyond])
+        values = (shown, "–") if name == "target" else ("–", shown)
+        what = f"{len(beyond)} tokens of the {name}'s tokenizer have no row; no text may hold them"
+        yield Finding("tokens without a row", what, *values)
+
+
+def _list(texts: list[str]) -> str:
+    return ", ".join(texts[:_SHOWN]) + (f" and {len(texts) - _SHOWN:,} more" if len(texts) > _SHOWN else "")
+
+
+def _no_tokenizer(target: Side, drafter: Side) -> Iterator[Finding]:
+    values = ("none" if side.tokenizer is None else "one" for side in (target, drafter))
+    effects = {"llama.cpp": Effect(REFUSED, "its converter needs the files of a tokenizer in each folder")}
+    known = drafter.manifest is not None and drafter.manifest.tokenizer_fingerprint is not None
+    if not (known and target.tokenizer is not None):
+        effects |= {
+            name: Effect(BUT, "nothing says that an id means the same to both")
+            for name in CONSUMERS
+            if name != "llama.cpp"
+        }
+    yield Finding("tokenizer", "there are not two to compare", *values, effects)
+
+
+def _token_texts(target: Side, drafter: Side) -> Iterator[Finding]:
+    """Ids that stand for other texts, and tokens that only one side has."""
+    mine, theirs = ({number: text for text, number in side.vocab.items()} for side in (target, drafter))
+    differing = sorted(number for number in mine.keys() & theirs.keys() if mine[number] != theirs[number])
+    effects = _vocabulary_effects(target, drafter, mine, theirs)
+    if differing:
+        values = (_list([f"{number} {side[number]!r}" for number in differing]) for side in (mine, theirs))
+        order = ", the same tokens in another order" if set(mine.values()) == set(theirs.values()) else ""
+        yield Finding("token texts", f"{len(differing):,} ids stand for other tokens{order}", *values, effects)
+    lacking = [
+        sorted(one.keys() - other.keys(), key=lambda number: (number, one[number]))
+        for one, other in ((mine, theirs), (theirs, mine))
+    ]
+    if any(lacking):
+        sides = zip((mine, theirs), lacking, strict=True)
+        values = (_list([f"{number} {side[number]!r}" for number in only]) or "–" for side, only in sides)
+        what = f"{len(lacking[0]):,} ids are tokens of the target alone, {len(lacking[1]):,} of the drafter alone"
+        yield Finding("missing tokens", what, *values, effects)
+
+
+def _vocabulary_effects(target: Side, drafter: Side, mine: dict[int, str], theirs: dict[int, str]) -> dict[str, Effect]:
+    lossy = "such ids are drafted for what they mean to the drafter, and rejected; the output stays the target's"
+    effects = {
+        "transformers": Effect(BUT, f"it compares sizes alone: {lossy}"),
+        "vllm": Effect(BUT, f"it compares sizes alone: {lossy}"),
+        "sglang": Effect(REFUSED, "both tokenizers must have the same get_vocab()"),
+        "draftsmith": Effect(BUT, f"ids are not looked at: {lossy}"),
+    }
+    if other_fingerprint(target, drafter):
+        reason = "the artifact was made with another tokenizer than the target's (their fingerprints differ)"
+        effects["draftsmith"] = Effect(REFUSED, reason)
+    for number in range(LLAMA_CPP_FIRST, min(target.vocab_size, drafter.vocab_size)):
+        pad = f"[PAD{number}]"  # what its converter calls a row without a token
+        if mine.get(number, pad) != theirs.get(number, pad):
+            reason = f"texts must be the same from id {LLAMA_CPP_FIRST} on, {number} is the first that differs"
+            effects["llama.cpp"] = Effect(REFUSED, reason)
+            break
+    return effects
+
+
+def _special_ids(target: Side, drafter: Side) -> Iterator[Finding]:
+    for name in _SPECIAL:
+        mine, theirs = (_places(side, name) for side in (target, drafter))
+        if mine == theirs:
+            continue
+        effects: dict[str, Effect] = {}
+        if name in ("bos", "eos") and mine["tokenizer"] != theirs["tokenizer"]:
+            where = "begins" if name == "bos" else "ends"
+            reason = f"engines go by the target's: a drafter that {where} its texts with another token drafts that"
+            effects = _all(BUT, reason)
+            del effects["llama.cpp"]
+            if other_fingerprint(target, drafter):
+                reason = "the artifact was made with another tokenizer than the target's (their fingerprints differ)"
+                effects["draftsmith"] = Effect(REFUSED, reason)
+            if wrapped_by(target.tokenizer, name) or wrapped_by(drafter.tokenizer, name):
+                effects["llama.cpp"] = Effect(REFUSED, f"the {name} that is added to a text must be the same")
+        values = (", ".join(f"{place} {_ids(value)}" for place, value in side.items()) for side in (mine, theirs))
+        yield Finding("special ids", f"{name} is another token", *values, effects)
+
+
+def _places(side: Side, name: str) -> dict[str, list[int]]:
+    key = f"{name}_token_id"
+    places = {"tokenizer": side.tokenizer, "config": side.config, "generation_config": side.generation}
+    found = {place: getattr(holder, key, None) for place, holder in places.items()}
+    listed = {place: sorted(value) if isinstance(value, list) else [value] for place, value in found.items()}
+    return {place: [number for number in value if number is not None] for place, value in listed.items()}
+
+
+def _ids(numbers: list[int]) -> str:
+    return "+".join(map(str, numbers)) or "none"
+
+
+def _context(target: Side, drafter: Side) -> Iterator[Finding]:
+    mine, theirs = target.positions, drafter.positions
+    if mine is None or theirs is None or theirs >= mine:
+        return
+    beyond = "drafts beyond that come from positions it was never trained for"
+    stops = "there are no positions beyond that: a longer text stops with an error"
+    effects = {
+        "transformers": Effect(BUT, f"the drafter has {theirs:,} positions; {beyond if drafter.rotary else stops}"),
+        "vllm": Effect(BUT, f"its newest runner serves the target with {theirs:,} positions, as many as the drafter's"),
+        "sglang": Effect(BUT, f"it starts only with --context-length {theirs} or less"),
+        "llama.cpp": Effect(BUT, f"the drafter's context is at most {theirs:,}"),
+        "draftsmith": Effect(BUT, f"texts of more than {theirs:,} tokens, drafts included, are refused"),
+    }
+    values = (f"{number:,} positions" for number in (mine, theirs))
+    yield Finding("context length", "the drafter's is shorter", *values, effects)
+
+
+def _notes(target: Side, drafter: Side) -> Iterator[Finding]:
+    """What nobody refuses."""
+    quantised = [bool(getattr(side.config, "quantization_config", None)) for side in (target, drafter)]
+    if quantised[0] != quantised[1]:
+        values = ("quantised" if state else "not quantised" for state in quantised)
+        yield Finding("quantisation", "a server must be told of each", *values)
+    if (mine := _dtype(target)) != (theirs := _dtype(drafter)):
+        yield Finding("dtype", "the weights are kept in different formats", mine, theirs)
+    if drafter.rows is None:
+        what = "no safetensors weights within reach: their rows were not looked at"
+        yield Finding("weights", what, _known(target.rows), _known(drafter.rows))
+
+
+def _fingerprint(target: Side, drafter: Side) -> Iterator[Finding]:
+    """An artifact whose manifest names another tokenizer, though no other finding says so."""
+    if not other_fingerprint(target, drafter):
+        return
+    assert drafter.manifest is not None
+    wanted, named = tokenizer_fingerprint(target.tokenizer), str(drafter.manifest.tokenizer_fingerprint)
+    reason = "the artifact's manifest says that it was made with another tokenizer"
+    effects = {"draftsmith": Effect(REFUSED, reason)}
+    yield Finding("fingerprint", reason, f"{wanted[:16]}…", f"{named[:16]}…", effects)

@@ -1,0 +1,267 @@
+"""Make a drafter fit its target: rows moved, padded or trimmed, the target's tokenizer, settings, positions.
+
+What is repaired is a copy. Weights are rewritten only where rows change; else their files are copied as they are.
+Shape letters: V rows of a vocabulary, D hidden.
+"""
+
+from __future__ import annotations
+
+import json
+import shutil
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+
+import torch
+from torch import Tensor
+from transformers import AutoConfig
+
+from .artifact import save_artifact
+from .export_drafter import SPECULATIVE_TOKENS
+from .fingerprints import tokenizer_fingerprint
+from .folders import whole_folder
+from .pair_checks import other_fingerprint
+from .pairs import KEPT_FILES, TOKENIZER_FILES, WEIGHTS, Finding, Side, find_folder, model_class
+from .untrusted import read_json
+
+NEVER = -1e4
+"""The output bias of a row without a token, in models whose output layer has a bias."""
+ASSISTANT = {
+    "num_assistant_tokens": SPECULATIVE_TOKENS,
+    "num_assistant_tokens_schedule": "constant",
+    "assistant_confidence_threshold": 0.0,
+}
+"""What transformers reads from the drafter, where it says nothing itself."""
+_OF_TOKENIZERS = ("tokenizer", "token texts", "missing tokens", "special ids", "tokenizer settings", "vocabulary type")
+_LEARNT = ("added tokens", "encoding", "text after the end", "bos and eos around a text", "chat template")
+_KEEPS_ITS_FREQUENCIES = ("default", "linear", "llama3")
+
+
+@dataclass
+class Repairs:
+    """What is done to a drafter, and what cannot be."""
+
+    rows: list[int | None] | None = None
+    """For every row of the new embedding the drafter's row that it is, None for a new one; None where all stay."""
+    same_tokens: bool = False
+    """Whether every id means to the drafter, once repaired, what it means to the target."""
+    positions: int | None = None
+    done: list[str] = field(default_factory=list)
+    left: list[str] = field(default_factory=list)
+
+
+def repair(target: Side, drafter: Side, findings: Iterable[Finding], out: Path, command: str) -> Repairs:
+    """Write a drafter that fits its target to `out`, whole or not at all; an artifact where the drafter is one.
+
+    Args:
+        findings: what was found of the two.
+        command: what was typed, for the manifest.
+
+    Raises:
+        ValueError: an `out` that holds something, or is one of the two; a drafter without safetensors weights; nothing
+            that could be repaired.
+    """
+    _check_place(out, target, drafter)
+    plan = plan_repairs(target, drafter, findings)
+    if not plan.done:
+        raise ValueError(f"nothing of {drafter.source} is to be repaired: {'; '.join(plan.left) or 'the two fit'}")
+    weights = find_folder(drafter.source, [WEIGHTS, "*.json", *KEPT_FILES])
+    if not any(weights.glob(WEIGHTS)):
+        raise ValueError(f"{drafter.source} has no safetensors weights ({WEIGHTS}), and pickled ones are not read")
+
+    def write(folder: Path) -> None:
+        _write(plan, target, drafter, weights, folder)
+
+    if drafter.manifest is None:
+        with whole_folder(out) as folder:
+            write(folder)
+    else:
+        _save_artifact(out, plan, target, drafter, command, write)
+    return plan
+
+
+def plan_repairs(target: Side, drafter: Side, findings: Iterable[Finding]) -> Repairs:
+    """What would be done."""
+    plan, found = Repairs(), {finding.check for finding in findings}
+    _plan_rows(plan, target, drafter)
+    _plan_positions(plan, target, drafter)
+    if plan.same_tokens and found & {*_OF_TOKENIZERS, *_LEARNT}:
+        plan.done.append("tokenizer, chat template and special ids: the target's")
+    if plan.same_tokens and found & set(_LEARNT):
+        plan.left.append("what the drafter learnt from other ids or turns stays learnt: more training would help")
+    missing = [name for name in ASSISTANT if getattr(drafter.generation, name) is None]
+    if missing:
+        shown = ", ".join(f"{name} {ASSISTANT[name]}" for name in missing)
+        plan.done.append(f"generation_config.json: {shown}, which transformers reads from the drafter")
+    return plan
+
+
+def _plan_rows(plan: Repairs, target: Side, drafter: Side) -> None:
+    """Which row goes where, so that ids mean the same to both."""
+    if target.tokenizer is None:
+        plan.left.append("the target has no tokenizer: what its ids mean is not known")
+        return
+    mine, theirs = target.vocab, drafter.vocab
+    made_with = drafter.manifest.tokenizer_fingerprint if drafter.manifest else None
+    if drafter.tokenizer is not None and made_with not in (None, tokenizer_fingerprint(drafter.tokenizer)):
+        plan.left.append("its manifest names another tokenizer than lies beside it: which its rows are of is not known")
+        return
+    if drafter.tokenizer is None:
+        if made_with is None or other_fingerprint(target, drafter):
+            plan.left.append("which tokenizer the drafter was trained with is not known, so its rows cannot be placed")
+            return
+        theirs = mine
+    if strangers := sorted(theirs.keys() - mine.keys(), key=theirs.__getitem__):
+        some = ", ".join(map(repr, strangers[:3]))
+        plan.left.append(
+            f"{len(strangers):,} tokens of the drafter are not the target's ({some}), and its rows for them would be "
+            "lost: it needs training with the target's tokenizer"
+        )
+        return
+    size, old = target.rows or target.vocab_size, drafter.rows or drafter.vocab_size
+    moves = {mine[text]: number for text, number in theirs.items() if number < old}
+    taken = set(theirs.values())
+    rows = [moves.get(i, i if i < old and i not in taken else None) for i in range(size)]
+    if rows != list(range(old)):
+        if getattr(drafter.config, "quantization_config", None):
+            plan.left.append("its weights are quantised: rows of the vocabulary cannot be moved")
+            return
+        plan.rows = rows
+        plan.done += _rows_in_words(rows, old)
+    if drafter.rows not in (None, drafter.vocab_size):
+        plan.done.append(f"config.json: vocab_size, {drafter.vocab_size:,} where {old:,} rows are stored")
+    plan.same_tokens = True
+
+
+def _rows_in_words(rows: list[int | None], old: int) -> list[str]:
+    moved = sum(row is not None and row != i for i, row in enumerate(rows))
+    new = sum(row is None for row in rows)
+    said = [f"{moved:,} rows moved, so that ids mean the same tokens"] if moved else []
+    if new:
+        said.append(f"{new:,} rows added ({old:,} to {len(rows):,}): the mean of the others, which never comes first")
+    if dropped := old - len({row for row in rows if row is not None}):
+        said.append(f"{dropped:,} rows without a token dropped")
+    return said
+
+
+def _plan_positions(plan: Repairs, target: Side, drafter: Side) -> None:
+    wanted, has = target.positions, drafter.positions
+    if wanted is None or has is None or has >= wanted:
+        return
+    if drafter.rotary is None:
+        plan.left.append(f"its {has:,} positions are learnt, one by one: there can be no more without training")
+    elif drafter.config.max_position_embeddings > has:
+        plan.left.append(f"its sliding window of {has:,} tokens is part of how it attends")
+    elif drafter.rotary not in _KEEPS_ITS_FREQUENCIES:
+        plan.left.append(f"rotary positions of type {drafter.rotary!r} change with max_position_embeddings: not raised")
+    else:
+        plan.positions = wanted
+        plan.done.append(
+            f"max_position_embeddings: {has:,} to {wanted:,}, as positions are rotary; how well it drafts beyond "
+            f"{has:,} is not known"
+        )
+
+
+def _write(plan: Repairs, target: Side, drafter: Side, weights: Path, folder: Path) -> None:
+    if plan.rows is None:
+        for path in [*weights.glob(WEIGHTS), *weights.glob("model.safetensors.index.json")]:
+            shutil.copyfile(path, folder / path.name)
+        shutil.copyfile(weights / "config.json", folder / "config.json")
+    else:
+        _write_weights(plan.rows, drafter, weights, folder)
+    source = target.folder if plan.same_tokens else drafter.folder
+    kept = [path for pattern in KEPT_FILES for path in sorted(drafter.folder.glob(pattern))]
+    for path in (*kept, *(source / name for name in TOKENIZER_FILES)):
+        if path.is_file():
+            shutil.copyfile(path, folder / path.name)
+    _write_settings(plan, target, drafter, folder)
+
+
+def _write_weights(rows: list[int | None], drafter: Side, weights: Path, folder: Path) -> None:
+    config = AutoConfig.from_pretrained(weights, trust_remote_code=False)
+    if drafter.rows is not None:
+        config.get_text_config(decoder=True).vocab_size = drafter.rows  # what is stored, whatever it says
+    loader = model_class(config)
+    model = loader.from_pretrained(weights, config=config, dtype="auto", use_safetensors=True, trust_remote_code=False)
+    layers = [model.get_input_embeddings(), model.get_output_embeddings()]
+    old = [(layer.weight.detach().clone(), getattr(layer, "bias", None)) for layer in layers]
+    size = len(old[0][0])
+    used = sorted({number for number in drafter.vocab.values() if number < size}) or list(range(size))
+    with torch.no_grad():
+        model.resize_token_embeddings(len(rows), mean_resizing=False)
+        for layer, (weight_VD, bias_V) in zip(
+            (model.get_input_embeddings(), model.get_output_embeddings()), old, strict=True
+        ):
+            layer.weight.copy_(arranged(weight_VD, rows, used))
+            if bias_V is not None:
+                layer.bias.copy_(arranged(bias_V.detach(), rows, used))
+    model.save_pretrained(folder)
+
+
+def arranged(old_VX: Tensor, rows: Sequence[int | None], used: Sequence[int]) -> Tensor:
+    """Rows in another order; a new one is the mean of those `used`, which have a token.
+
+    As a row of the output layer, the mean gives the mean of the other logits: never the largest, and at most a V-th of
+    the probability. (A row of zeros gives 0, the largest where all others are negative; and no row without a bias is
+    below the others for every hidden state.) Where there is a bias [V], it settles the matter.
+    """
+    if old_VX.dim() == 1:
+        return torch.stack([old_VX[row] if row is not None else old_VX.new_tensor(NEVER) for row in rows])
+    mean_D = old_VX[torch.tensor(used)].double().mean(0).to(old_VX.dtype)
+    places = torch.tensor([-1 if row is None else row for row in rows])
+    new_VX = old_VX[places.clamp(min=0)]
+    new_VX[places < 0] = mean_D
+    return new_VX
+
+
+def _write_settings(plan: Repairs, target: Side, drafter: Side, folder: Path) -> None:
+    """config.json and generation_config.json."""
+    path = folder / "config.json"
+    whole = read_json(path)
+    config = whole["text_config"] if isinstance(whole.get("text_config"), dict) else whole
+    settings = {name: value for name, value in drafter.generation.to_diff_dict().items() if not name.startswith("_")}
+    settings |= {name: value for name, value in ASSISTANT.items() if settings.get(name) is None}
+    if plan.positions is not None:
+        config["max_position_embeddings"] = plan.positions
+    if plan.same_tokens:
+        config["vocab_size"] = len(plan.rows) if plan.rows is not None else drafter.rows or drafter.vocab_size
+        for name in ("bos_token_id", "eos_token_id", "pad_token_id"):
+            config[name] = getattr(target.config, name, None)
+            settings[name] = getattr(target.generation, name, None)
+    for name, values in (("config.json", whole), ("generation_config.json", settings)):
+        (folder / name).write_text(json.dumps(values, indent=2, sort_keys=True) + "\n", encoding="utf-8")
+
+
+def _check_place(out: Path, target: Side, drafter: Side) -> None:
+    for side in (target, drafter):
+        if out.resolve() == side.folder.resolve():
+            raise ValueError(f"{out} is one of the pair: choose another folder for the repaired drafter")
+    if out.is_file() or (out.is_dir() and any(out.iterdir())):
+        raise ValueError(f"{out} exists already; the repaired drafter is written to a new folder")
+
+
+def _save_artifact(
+    out: Path, plan: Repairs, target: Side, drafter: Side, command: str, write: Callable[[Path], None]
+) -> None:
+    known = drafter.manifest
+    assert known is not None
+    shapes, size = dict(known.shapes), known.vocab_size
+    fingerprint = known.tokenizer_fingerprint
+    if plan.same_tokens:
+        size = target.rows or target.vocab_size
+        shapes |= {"vocab_size": size} if "vocab_size" in shapes else {}
+        fingerprint = tokenizer_fingerprint(target.tokenizer)
+    save_artifact(
+        out,
+        kind=known.kind,
+        write=write,
+        vocab_size=size,
+        tokenizer_fingerprint=fingerprint,
+        target=known.target,
+        shapes=shapes,
+        recipe=known.recipe,
+        data=known.data,
+        training=known.training | {"repairs": plan.done},
+        evaluation=known.evaluation if plan.rows is None else None,  # measured on other rows
+        command=command,
+    )

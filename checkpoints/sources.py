@@ -1,0 +1,170 @@
+"""Where an artifact lies: a folder, or a repository of the hub at a revision, which is fetched and verified.
+
+Who asks is known by huggingface_hub's own store alone; what lies in its cache needs no network.
+"""
+
+from __future__ import annotations
+
+import glob
+import re
+from collections.abc import Sequence
+from pathlib import Path
+
+from .artifact import load_manifest, verify_artifact
+from .heads_layouts import CONFIG_FILE, HEADS_FILE
+from .hub import check_repository_name, check_revision
+from .manifest import MANIFEST_FILE
+from .table_file import TABLE_FILE
+
+_MODEL_FILES = ("*.safetensors", "*.json", "*.model", "*.txt", "*.jinja")
+_PLAIN_FILES = {"heads": (HEADS_FILE, CONFIG_FILE), "table": (TABLE_FILE,)}
+"""What is fetched of repositories that hold no artifact; of other kinds `_MODEL_FILES`. Nothing pickled."""
+_LONGEST_REASON = 300
+
+
+def resolve(place: str | Path, kind: str | None = None, revision: str | None = None) -> Path:
+    """The folder of an artifact, or of what others publish in its place.
+
+    Args:
+        place: a folder, `user/name` or `user/name@revision` on the hub. A folder that is here comes first.
+        kind: where given, the kind that an artifact on the hub must be. Of a repository without `artifact.json` only
+            the files that such a kind has are fetched.
+        revision: branch, tag or commit on the hub.
+
+    Returns:
+        The folder as given, unverified; or that in the hub's cache, where artifacts are verified.
+
+    Raises:
+        ValueError: neither such a folder nor a name that the hub allows; a repository or revision that is not there,
+            gated or out of reach; a damaged artifact, or one of another kind.
+    """
+    folder = here(place)
+    if folder is not None:
+        if revision is not None:
+            raise ValueError(f"{place} is here, where it has no revisions: leave out {revision!r}, or name the hub's")
+        return folder
+    repo, revision = hub_place(str(place), revision)
+    folder = fetch(repo, [MANIFEST_FILE], revision)
+    if not (folder / MANIFEST_FILE).is_file():
+        return fetch(repo, _PLAIN_FILES.get(str(kind), _MODEL_FILES), revision)
+    return _artifact(repo, folder, kind)
+
+
+def model_source(place: str) -> str:
+    """What transformers is to load a model from: the folder of a model that lies here, or of an artifact on the hub,
+    fetched and verified; of another model on the hub its id, or the folder of the revision that is named.
+
+    Raises:
+        ValueError: what `resolve` raises of a revision that is named, or of an artifact.
+    """
+    if here(place) is not None or "/" not in place or _is_path(place):
+        return place
+    if "@" in place:
+        return str(resolve(place))
+    try:
+        folder = fetch(place, [MANIFEST_FILE])
+    except ValueError:
+        return place  # transformers knows other places, and has its own words for what it does not find
+    return str(_artifact(place, folder, None)) if (folder / MANIFEST_FILE).is_file() else place
+
+
+def fetch(repo: str, patterns: Sequence[str], revision: str | None = None) -> Path:
+    """The folder in the hub's cache with a repository's files that fit the patterns, fetched where they are not there.
+
+    Raises:
+        ValueError: the repository or revision is not there, gated or out of reach; names both.
+        OSError: the disk is full, or the like.
+    """
+    from huggingface_hub import snapshot_download
+    from huggingface_hub.errors import HfHubHTTPError, HTTPError
+
+    try:
+        return Path(snapshot_download(repo, revision=revision, allow_patterns=list(patterns)))
+    except (OSError, ValueError, HTTPError) as error:
+        if isinstance(error, OSError) and error.errno is not None and not isinstance(error, HfHubHTTPError):
+            raise
+        named = repo if revision is None else f"{repo} at {revision}"
+        raise ValueError(f"there is no folder {repo}, and {named} on the hub {_reason(error, repo)}") from error
+
+
+def _artifact(repo: str, folder: Path, kind: str | None) -> Path:
+    """All files of the artifact whose manifest lies in a snapshot, verified."""
+    manifest = load_manifest(folder, kind)
+    names = [glob.escape(name) for name in (MANIFEST_FILE, *manifest.files)]
+    folder = fetch(repo, names, folder.name)  # the snapshot's commit: the branch may have moved on
+    try:
+        verify_artifact(folder, kind)
+    except ValueError as error:
+        raise ValueError(
+            f"what the hub's cache holds of {repo} is not what was published: {error}; delete {folder.parents[1]} to "
+            "fetch it again"
+        ) from error
+    return folder
+
+
+def here(place: str | Path) -> Path | None:
+    """The folder or file of this name on this machine."""
+    try:
+        folder = Path(place).expanduser()
+    except RuntimeError as error:
+        raise ValueError(f"there is no folder {place}: {error}") from error
+    return folder if folder.exists() else None
+
+
+def hub_place(place: str, revision: str | None = None) -> tuple[str, str | None]:
+    """Name and revision of a repository on the hub, from `user/name` or `user/name@revision`.
+
+    Raises:
+        ValueError: a path, a name or revision that the hub does not allow, two revisions.
+    """
+    repo, at, named = place.partition("@")
+    if _is_path(repo):
+        raise ValueError(f"there is no folder {place}")
+    if at and revision not in (None, named):
+        raise ValueError(f"{place} names the revision {named!r}, and {revision!r} was asked for: which one?")
+    try:
+        check_repository_name(repo)
+        revision = named if at else revision
+        if revision is not None:
+            check_revision(revision)
+    except ValueError as error:
+        raise ValueError(f"there is no folder {place!a}, and on the hub it cannot be: {error}") from error
+    return repo, revision
+
+
+def _is_path(place: str) -> bool:
+    """Whether a path was meant, not the hub."""
+    return place.startswith((".", "/", "~", "runs/")) or place.count("/") > 1 or "\\" in place or place.endswith("/")
+
+
+def _reason(error: Exception, repo: str) -> str:
+    """Why a repository could not be had, and what can be done about it."""
+    from huggingface_hub import constants
+    from huggingface_hub.errors import (
+        GatedRepoError,
+        HfHubHTTPError,
+        LocalEntryNotFoundError,
+        RepositoryNotFoundError,
+        RevisionNotFoundError,
+    )
+
+    if isinstance(error, GatedRepoError):
+        return f"is gated: ask for access at {constants.ENDPOINT}/{repo}, then log in with `hf auth login`"
+    if isinstance(error, RevisionNotFoundError):
+        return "has no such branch, tag or commit"
+    if isinstance(error, RepositoryNotFoundError):
+        return "is not there, or not for this account: check its name, or log in with `hf auth login`"
+    if isinstance(error, LocalEntryNotFoundError):
+        part = "not whole" if type(error) is not LocalEntryNotFoundError else "not"
+        cause = error.__cause__
+        if constants.HF_HUB_OFFLINE:
+            return f"is {part} in its cache on this machine, and HF_HUB_OFFLINE forbids to look further"
+        return f"is {part} in its cache on this machine, and cannot be reached: {_brief(cause or error)}"
+    if isinstance(error, HfHubHTTPError) and error.response is not None:
+        return f"could not be had: the hub answers with {error.response.status_code}"
+    return f"could not be had: {_brief(error)}"
+
+
+def _brief(error: BaseException) -> str:
+    line = (re.sub(r"\s+", " ", str(error)).strip()) or type(error).__name__
+    return line if len(line) <= _LONGEST_REASON else line[:_LONGEST_REASON] + "…"

@@ -1,0 +1,206 @@
+"""Reading what others wrote: files that may be too large, too deep, no files at all, or lead elsewhere."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import os
+import stat
+import unicodedata
+from collections.abc import Iterable, Iterator
+from pathlib import Path, PurePosixPath
+from typing import Any
+
+from safetensors import SafetensorError, safe_open
+
+MAX_JSON_BYTES = 1 << 26
+"""64 MiB. The index of the largest published models' shards has a seventh of it; JSON takes ten times its size in
+memory."""
+MAX_JSON_DEPTH = 100
+"""Recipes nest ten levels deep, and Python's own reader gives up at about a thousand."""
+
+
+def read_json(path: Path, *, limit: int = MAX_JSON_BYTES, strict: bool = False) -> dict[str, Any]:
+    """The object in a JSON file.
+
+    Args:
+        limit: bytes; a larger file is not read.
+        strict: refuse what JSON does not have, or leaves open: NaN, a key that stands twice, half a character.
+
+    Raises:
+        ValueError: not a file, too large, not UTF-8, not JSON or too deep, not an object. The file is not named.
+        OSError: it cannot be read.
+    """
+    return parse_json(read_text(path, limit), strict=strict)
+
+
+def parse_json(text: str, *, strict: bool = False) -> dict[str, Any]:
+    """`read_json` of a text."""
+    options: dict[str, Any] = {"object_pairs_hook": _once, "parse_constant": _no_number} if strict else {}
+    try:
+        values = json.loads(text, **options)
+    except json.JSONDecodeError as error:
+        raise ValueError(f"it is not JSON: {error}") from error
+    except RecursionError as error:
+        raise ValueError(f"its JSON nests deeper than {MAX_JSON_DEPTH} levels") from error
+    if not isinstance(values, dict):
+        raise ValueError(f"it holds a JSON {type(values).__name__}, expected an object")
+    _check_depth(values)
+    if strict:
+        try:
+            json.dumps(values, ensure_ascii=False).encode()
+        except UnicodeEncodeError as error:
+            raise ValueError(f"it holds half a character, {error.object[error.start : error.end]!r}") from error
+    return values
+
+
+def read_text(path: Path, limit: int) -> str:
+    """A text file of at most so many bytes; a larger one is not read. Raises what `read_json` raises."""
+    with os.fdopen(open_file(path), "rb") as opened:
+        size = os.fstat(opened.fileno()).st_size
+        if size > limit:
+            raise ValueError(f"it has {size:,} bytes, expected at most {limit:,}")
+        try:
+            return opened.read(limit + 1).decode()
+        except UnicodeDecodeError as error:
+            raise ValueError("it is not UTF-8 text") from error
+
+
+def _once(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
+    values: dict[str, Any] = {}
+    for name, value in pairs:
+        if name in values:
+            raise ValueError(f"the key {name!r} stands twice in it")
+        values[name] = value
+    return values
+
+
+def _no_number(name: str) -> Any:
+    raise ValueError(f"it holds {name}, which is no JSON")
+
+
+def _check_depth(values: Any) -> None:
+    level = [values]
+    for _ in range(MAX_JSON_DEPTH):
+        inner = [part.values() if isinstance(part, dict) else part for part in level]
+        level = [value for parts in inner for value in parts if isinstance(value, dict | list)]
+        if not level:
+            return
+    raise ValueError(f"its JSON nests deeper than {MAX_JSON_DEPTH} levels")
+
+
+def open_file(path: Path) -> int:
+    """A descriptor of a regular file, for reading. Never waits, as opening a pipe does.
+
+    Raises:
+        ValueError: a folder, pipe, socket or device; the file is not named.
+        OSError: it is not there, or cannot be read.
+    """
+    descriptor = os.open(path, os.O_RDONLY | os.O_NONBLOCK)
+    kind = os.fstat(descriptor).st_mode
+    if not stat.S_ISREG(kind):
+        os.close(descriptor)
+        raise ValueError(f"it is {_kind(kind)}, expected a file")
+    return descriptor
+
+
+def _kind(mode: int) -> str:
+    kinds = {stat.S_ISDIR: "a folder", stat.S_ISFIFO: "a pipe", stat.S_ISSOCK: "a socket", stat.S_ISLNK: "a link"}
+    return next((name for is_kind, name in kinds.items() if is_kind(mode)), "a device")
+
+
+def shown(text: str) -> str:
+    """Somebody else's text as a terminal may have it: without codes that move, colour or hide what stands there."""
+    return text if text.isprintable() else ascii(text)
+
+
+def file_hash(path: Path) -> str:
+    """SHA-256 (hex) of a regular file. Raises what `open_file` raises."""
+    with os.fdopen(open_file(path), "rb") as opened:
+        return hashlib.file_digest(opened, "sha256").hexdigest()
+
+
+def name_fault(name: str) -> str | None:
+    """What is wrong with a name of a file in a folder that is handed on: it must be a relative path with forward
+    slashes that means the same file on every system, and can be shown. None for a good one."""
+    if not name or not name.isprintable():
+        return "it is empty or has characters that cannot be shown"
+    if "\\" in name or ":" in name:
+        return "it has a backslash or a colon, which lead elsewhere on some systems"
+    if name.startswith("/") or PurePosixPath(name).as_posix() != name or {".", ".."} & set(name.split("/")):
+        return "it is not a plain path within the folder"
+    if any(part.endswith((".", " ")) for part in name.split("/")):
+        return "a part of it ends in a dot or a space, which some systems leave out"
+    return None
+
+
+def same_elsewhere(names: Iterable[str]) -> tuple[str, str] | None:
+    """Two names that are one file where upper case, or the way accents are written, does not count."""
+    seen: dict[str, str] = {}
+    for name in names:
+        plain = unicodedata.normalize("NFC", unicodedata.normalize("NFC", name).casefold())
+        if plain in seen:
+            return seen[plain], name
+        seen[plain] = name
+    return None
+
+
+def files_of(folder: Path) -> Iterator[tuple[str, str | None]]:
+    """Everything below a folder that is no folder, by its path with forward slashes, and what is wrong with it.
+
+    Links are wrong: they lead to what the folder does not hold. The hub's cache has its files as links to `blobs`
+    beside its snapshots, which are taken for what they stand for.
+    """
+    waiting = [folder]
+    while waiting:
+        place = waiting.pop()
+        try:
+            with os.scandir(place) as found:
+                entries = sorted(found, key=lambda entry: entry.name)
+        except OSError as error:
+            yield place.relative_to(folder).as_posix(), f"cannot be read: {error.strerror}"
+            continue
+        for entry in entries:
+            path = Path(entry.path)
+            if entry.is_dir(follow_symlinks=False):
+                waiting.append(path)
+            else:
+                yield path.relative_to(folder).as_posix(), _entry_fault(folder, path)
+
+
+def _entry_fault(folder: Path, path: Path) -> str | None:
+    mode = path.lstat().st_mode
+    if stat.S_ISREG(mode):
+        return None
+    if not stat.S_ISLNK(mode):
+        return f"is {_kind(mode)}, expected a file"
+    if is_blob(folder, path):
+        return None
+    return f"is a link to {os.readlink(path)!r}, expected a file"
+
+
+def is_blob(folder: Path, path: Path) -> bool:
+    """Whether a link in a snapshot of the hub's cache leads to a file of the same repository there."""
+    snapshots = folder.resolve().parent
+    try:
+        real = path.resolve(strict=True)
+    except (OSError, RuntimeError):  # nowhere, or round and round
+        return False
+    return snapshots.name == "snapshots" and real.parent == snapshots.parent / "blobs" and real.is_file()
+
+
+def check_safetensors(path: Path) -> dict[str, tuple[str, list[int]]]:
+    """Names, dtypes and shapes of the tensors in a file. Its header is checked against its size by safetensors itself:
+    tensors that lie outside, overlap, or leave room between them.
+
+    Raises:
+        ValueError: not a whole safetensors file; it is not named.
+        OSError: it cannot be read.
+    """
+    os.close(open_file(path))
+    try:
+        with safe_open(path, framework="np") as opened:
+            parts = {name: opened.get_slice(name) for name in opened.keys()}  # noqa: SIM118 (not a dictionary)
+            return {name: (str(part.get_dtype()), list(part.get_shape())) for name, part in parts.items()}
+    except SafetensorError as error:
+        raise ValueError(f"it is not a safetensors file, or not the whole of one: {error}") from error

@@ -1,0 +1,104 @@
+"""`draftsmith doctor TARGET DRAFTER`: what it prints, its exit code, and the pair of sentencepiece tokenizers."""
+
+from __future__ import annotations
+
+import json
+import shutil
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+from draftsmith.data.tokenizers import load_tokenizer
+from draftsmith.recipes.pairs import examine_pair
+from transformers import AutoModelForCausalLM, LlamaForCausalLM
+
+TEXT = "The user asks and the assistant answers. USER: the ASSISTANT: hello there, who are you? " * 30
+SPECIAL = {"bos_token": "<s>", "eos_token": "</s>", "unk_token": "<unk>", "tokenizer_class": "LlamaTokenizer"}
+
+
+@pytest.fixture(scope="module")
+def model_file(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    sentencepiece = pytest.importorskip("sentencepiece")
+    folder = tmp_path_factory.mktemp("sentencepiece")
+    (folder / "text.txt").write_text(TEXT)
+    sentencepiece.SentencePieceTrainer.train(
+        input=str(folder / "text.txt"), model_prefix=str(folder / "tokenizer"), vocab_size=320, model_type="bpe",
+        byte_fallback=True, normalization_rule_name="identity", remove_extra_whitespaces=False, minloglevel=2,
+    )  # fmt: skip
+    return folder / "tokenizer.model"
+
+
+@pytest.fixture
+def pair(model_file: Path, make_llama: Callable[..., LlamaForCausalLM], tmp_path: Path) -> tuple[Path, Path]:
+    """Two equal models, whose tokenizers differ in `legacy` alone."""
+    model = make_llama(320, hidden_size=16, intermediate_size=16, num_hidden_layers=1, bos_token_id=1, eos_token_id=2)
+    folders = tmp_path / "target", tmp_path / "drafter"
+    for folder, legacy in zip(folders, (False, True), strict=True):
+        model.save_pretrained(folder)
+        (folder / "tokenizer.model").write_bytes(model_file.read_bytes())
+        (folder / "tokenizer_config.json").write_text(json.dumps(SPECIAL | {"legacy": legacy}))
+    return folders
+
+
+def test_the_legacy_flag_shows_behind_the_end(
+    pair: tuple[Path, Path], tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    target, drafter = map(str, pair)
+    texts = [load_tokenizer(folder)("</s>hello", add_special_tokens=False).input_ids for folder in (target, drafter)]
+    assert texts[0] != texts[1], "or there is no fault to find"
+    assert not examine_pair(target, drafter, as_json=True)
+    shown = json.loads(capsys.readouterr().out)["pair"]
+    (finding,) = shown["findings"]
+    assert finding["check"] == "text after the end"
+    assert finding["severity"] == "weakness"
+    assert "legacy (false, true)" in finding["what"]
+    assert finding["what"].startswith('"</s>hello" is cut differently')
+    assert "▁" in finding["drafter"]
+    assert {verdict["outcome"] for verdict in shown["verdicts"].values()} == {"works but"}
+
+    assert examine_pair(target, drafter, tmp_path / "fixed", as_json=True)
+    mended = json.loads(capsys.readouterr().out)
+    assert mended["repaired"]["findings"] == []
+    assert any("stays learnt" in line for line in mended["repairs"]["left"])
+    assert (tmp_path / "fixed" / "tokenizer_config.json").read_bytes() == (
+        pair[0] / "tokenizer_config.json"
+    ).read_bytes()
+
+
+def test_it_is_a_table_for_people(pair: tuple[Path, Path], capsys: pytest.CaptureFixture[str]) -> None:
+    target, drafter = pair
+    assert examine_pair(str(target), str(target))
+    out = capsys.readouterr().out
+    assert "nothing differs that matters" in out
+    assert out.count(" works ") >= 5
+    model = AutoModelForCausalLM.from_pretrained(drafter)
+    model.resize_token_embeddings(352, mean_resizing=False)
+    model.save_pretrained(drafter)
+    shutil.copyfile(target / "tokenizer_config.json", drafter / "tokenizer_config.json")
+    assert not examine_pair(str(target), str(drafter))
+    out = " ".join(capsys.readouterr().out.split())
+    for part in ("vocab_size", "320 (320 tokens)", "352 (320 tokens)", "assistant_tokenizer", "fault", "refused"):
+        assert part in out
+    assert examine_pair(str(target), str(drafter), drafter.with_name("fixed"))
+    said = capsys.readouterr()
+    assert "repaired: 32 rows without a token dropped" in said.err
+    assert said.out.count("verdicts") == 2
+
+
+def test_the_command_line(pair: tuple[Path, Path], tmp_path: Path, cli: Any, launcher: Any) -> None:
+    target, drafter = map(str, pair)
+    found = cli("doctor", target, drafter, "--fix", str(tmp_path / "fixed"), "--json")
+    assert found.returncode == 0, found.stderr
+    assert json.loads(found.stdout)["repaired"]["findings"] == []
+    assert launcher.run("doctor", target, drafter)[0] == 1
+    assert launcher.run("doctor", target, str(tmp_path / "fixed"))[0] == 0
+    for arguments, said in (
+        ((target,), "a pair is two"),
+        (("--json",), "are for pairs"),
+        ((target, str(tmp_path / "none")), "there is no model folder"),
+        ((target, drafter, "--fix", drafter), "is one of the pair"),
+    ):
+        code, error = launcher.run("doctor", *arguments)
+        assert code == 2
+        assert said in error
