@@ -80,7 +80,7 @@ def model_card(manifest: Manifest, name: str, evidence: Evidence | None = None) 
     lines += _use(manifest, name)
     lines += _measured(known.measured)
     lines += _section("Evaluation", manifest.evaluation or {}, "On held-out text, at the end of training.")
-    lines += _data(manifest, known)
+    lines += _data(manifest, evidence)
     lines += _section("Training", _scalars(manifest.training))
     lines += _correlations(manifest.training)
     lines += _made(manifest)
@@ -99,14 +99,17 @@ def base_model(manifest: Manifest) -> str | None:
 def data_sources(manifest: Manifest) -> list[dict[str, Any]]:
     """The corpora that an artifact was made of: `source` (its public name), `hub` (an id of the hub, or a known
     corpus' name; None of files), `files` (hashes by name), and the counts that were kept of each."""
-    parts = manifest.data.get("parts") or [manifest.data]
     found = []
-    for part in parts:
-        identity = part.get("source") if isinstance(part, dict) else None
-        if isinstance(identity, dict):
-            counts = (part.get("corpus") or {}).get("sources") or []
-            found += _sources_of(identity, counts)
+    for part in _parts(manifest.data):
+        if isinstance(part.get("source"), dict):
+            found += _sources_of(part["source"], (part.get("corpus") or {}).get("sources") or [])
     return found
+
+
+def _parts(data: Mapping[str, Any]) -> list[Mapping[str, Any]]:
+    """What merged tables were merged of; otherwise the data itself."""
+    inner = [part for part in data.get("parts") or [] if isinstance(part, dict)]
+    return [each for part in inner for each in _parts(part)] if inner else [data]
 
 
 def _sources_of(identity: Mapping[str, Any], counts: list[Any]) -> list[dict[str, Any]]:
@@ -233,8 +236,9 @@ def _with_interval(value: float | None, interval: list[float] | None) -> str:
     return f"{value:.2f}" if interval is None else f"{value:.2f} ({interval[0]:.2f}–{interval[1]:.2f})"
 
 
-def _data(manifest: Manifest, known: Evidence) -> list[str]:
-    """Sources with their counts, hashes and licences; and whether evaluation texts were looked for among them."""
+def _data(manifest: Manifest, known: Evidence | None) -> list[str]:
+    """Sources with their counts, hashes and, where anything is known of them, licences; and whether evaluation texts
+    were looked for among them."""
     if not manifest.data:
         return []
     digests = manifest.data.get("sha256")
@@ -243,44 +247,47 @@ def _data(manifest: Manifest, known: Evidence) -> list[str]:
     lines = ["## Data", "", *_items(_scalars(manifest.data) | sums)]
     rows, hashes = [], []
     for found in data_sources(manifest):
-        terms = known.licences.get(found["source"], Licence("unknown"))
-        licence = f"{text(terms.licence)} ({text(terms.note)})" if terms.note else text(terms.licence)
-        share = "–" if found["weight"] is None else number(found["weight"])
-        counts = ["–" if found[key] is None else number(found[key]) for key in ("rows", "kept")]
-        rows.append([text(found["source"]), *counts, share, licence])
+        counts = ["–" if found[key] is None else number(found[key]) for key in ("rows", "kept", "weight")]
+        rows.append([text(found["source"]), *counts, *([] if known is None else [_terms(known, found["source"])])])
         hashes += [f"- {text(name)}: sha256 {text(digest)}" for name, digest in sorted(found["files"].items())]
     if rows:
-        lines += table(("source", "rows", "kept", "weight", "licence"), rows)
+        lines += table(("source", "rows", "kept", "weight", "licence")[: len(rows[0])], rows)
     if hashes:
         more = [f"- and {len(hashes) - _MOST_FILES:,} more files"] if len(hashes) > _MOST_FILES else []
         lines += [*hashes[:_MOST_FILES], *more, ""]
     return [*lines, _contamination(manifest.data), ""]
 
 
+def _terms(known: Evidence, source: str) -> str:
+    terms = known.licences.get(source, Licence("unknown"))
+    return f"{text(terms.licence)} ({text(terms.note)})" if terms.note else text(terms.licence)
+
+
 def _contamination(data: Mapping[str, Any]) -> str:
-    parts = [part for part in data.get("parts") or [data] if isinstance(part, dict)]
-    sets: set[str] = set()
-    dropped, checked = 0, 0
+    parts, sets = _parts(data), set()
+    dropped: list[int | None] = []
     for part in parts:
         source = part.get("source")
         names = ((source if isinstance(source, dict) else {}).get("cleaning") or {}).get("contamination") or []
-        sets |= set(map(str, names))
-        checked += bool(names)
-        dropped += ((part.get("corpus") or {}).get("dropped") or {}).get("contamination", 0)
-    if not checked:
+        if names:
+            sets |= set(map(str, names))
+            report = part.get("corpus")
+            dropped.append(None if report is None else (report.get("dropped") or {}).get("contamination", 0))
+    if not dropped:
         return "Contamination with evaluation texts was not checked."
+    some = "" if len(dropped) == len(parts) else f" in {len(dropped)} of {len(parts)} parts"
     named = ", ".join(map(text, sorted(sets)))
-    some = "" if checked == len(parts) else f" in {checked} of {len(parts)} parts"
-    return f"Contamination was checked{some}: {dropped:,} rows with texts of {named} were dropped."
+    if None in dropped:
+        return f"Contamination was checked{some}: rows with texts of {named} were dropped, how many was not counted."
+    total = sum(count for count in dropped if count is not None)
+    return f"Contamination was checked{some}: {total:,} rows with texts of {named} were dropped."
 
 
 def _made(manifest: Manifest) -> list[str]:
     """When, with which command and which libraries."""
     lines = ["## How it was made", ""]
     if manifest.command:
-        lines += [*fenced(public(manifest.command), "sh"), ""]
-    else:
-        lines += ["The recipe is in `artifact.json`.", ""]
+        lines += [*fenced(public(" ".join(manifest.command.split())), "sh"), ""]
     when = [f"Written on {text(manifest.created)}."] if manifest.created else []
     return [*lines, *when, f"Library versions: {_versions(manifest.versions)}.", "", _LAST, ""]
 

@@ -40,10 +40,11 @@ def public(value: str) -> str:
 
 
 def fenced(code: str, language: str) -> list[str]:
-    """Lines of a block of code; no backticks in it can end it."""
+    """Lines of a block of code; no backticks in it can end it, and it holds no secret."""
+    code = str(plain(code))
     longest = max((len(run) for run in re.findall(r"`+", code)), default=0)
     fence = "`" * max(3, longest + 1)
-    return [f"{fence}{language}", *code.splitlines(), fence]
+    return [f"{fence}{language}", *map(_shown, code.splitlines()), fence]
 
 
 def number(value: Any) -> str:
@@ -63,7 +64,7 @@ def table(headings: Sequence[str], rows: Sequence[Sequence[str]]) -> list[str]:
 
 def head(values: Mapping[str, str | Sequence[str] | None]) -> list[str]:
     """The block of YAML at a card's top; empty values are left out. Texts are lines: one of theirs could end it."""
-    kept = {}
+    kept: dict[str, str | list[str]] = {}
     for key, value in values.items():
         if isinstance(value, str):
             kept[key] = _one_line(str(plain(value)))

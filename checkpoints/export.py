@@ -6,7 +6,8 @@ artifact itself, of the same kind, with `export` in its manifest: it can be veri
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
 from dataclasses import dataclass, fields
 from pathlib import Path
 from typing import Any
@@ -104,14 +105,31 @@ def export_artifact(
     findings: list[str] = []
 
     def write(folder: Path) -> None:
-        chosen.write(source, folder, options)
-        findings.extend(chosen.compare(source, folder, options))
+        with _quiet():
+            chosen.write(source, folder, options)
+            findings.extend(chosen.compare(source, folder, options))
         assert findings, f"{form} compares nothing"
         text = _serving_text(source, chosen, options, Path(out).name, findings)
         (folder / SERVING_FILE).write_text(text, encoding="utf-8")
 
     save_export(source, chosen, Path(out), write)
     return findings
+
+
+@contextmanager
+def _quiet() -> Iterator[None]:
+    """transformers without progress bars and advice: an export loads models several times to compare them."""
+    from transformers.utils import logging
+
+    verbosity, bars = logging.get_verbosity(), logging.is_progress_bar_enabled()
+    logging.set_verbosity_error()
+    logging.disable_progress_bar()
+    try:
+        yield
+    finally:
+        logging.set_verbosity(verbosity)
+        if bars:
+            logging.enable_progress_bar()
 
 
 def _check_place(out: Path, source: Source, chosen: Format) -> None:
@@ -145,6 +163,7 @@ def save_export(source: Source, chosen: Format, out: Path, write: Callable[[Path
         data=known.data,
         training=known.training,
         evaluation=known.evaluation,
+        command=known.command,
         export=about,
     )
 

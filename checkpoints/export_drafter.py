@@ -7,8 +7,6 @@ from __future__ import annotations
 
 import json
 import shutil
-from collections.abc import Iterator
-from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -119,21 +117,8 @@ def stored_types(folder: Path) -> set[str]:
     return found
 
 
-@contextmanager
-def quiet() -> Iterator[None]:
-    """transformers without its progress bars' and settings' warnings: what matters is compared."""
-    from transformers.utils import logging
-
-    before = logging.get_verbosity()
-    logging.set_verbosity_error()
-    try:
-        yield
-    finally:
-        logging.set_verbosity(before)
-
-
-def copy_files(source: Source, folder: Path) -> None:
-    """The artifact's own files. Raises ValueError for code, and for weights other than safetensors."""
+def _own_files(source: Source) -> list[str]:
+    """The artifact's files that are its model's. Raises ValueError for code, and for weights but safetensors."""
     for name in source.manifest.files:
         if Path(name).suffix == ".py":
             raise ValueError(f"{source.folder / name} is code of the model's own, which is not exported")
@@ -141,22 +126,26 @@ def copy_files(source: Source, folder: Path) -> None:
             raise ValueError(
                 f"{source.folder / name}: weights lie beside the safetensors, of which one set is exported"
             )
-        if name not in _OURS:
-            (folder / name).parent.mkdir(parents=True, exist_ok=True)
-            shutil.copyfile(source.folder / name, folder / name)
+    return [name for name in source.manifest.files if name not in _OURS]
+
+
+def _copy(source: Source, folder: Path, names: list[str]) -> None:
+    for name in names:
+        (folder / name).parent.mkdir(parents=True, exist_ok=True)
+        shutil.copyfile(source.folder / name, folder / name)
 
 
 def write_whole(source: Source, folder: Path) -> None:
-    """The model as one: with its adapter merged, if it is one."""
-    if not is_adapter(source.folder):
-        copy_files(source, folder)
-        return
-    with quiet():
+    """The model as one: with its adapter merged, if it is one.
+
+    Raises:
+        ValueError: code of the model's own, weights that are not safetensors, or what `with_adapter` raises.
+    """
+    names = _own_files(source)
+    if is_adapter(source.folder):
         with_adapter(source.folder, merged=True).save_pretrained(folder)
-    for name in source.manifest.files:
-        if name not in (*_OURS, ADAPTER_CONFIG, ADAPTER_FILE) and not (folder / name).exists():
-            (folder / name).parent.mkdir(parents=True, exist_ok=True)
-            shutil.copyfile(source.folder / name, folder / name)
+        names = [name for name in names if name not in (ADAPTER_CONFIG, ADAPTER_FILE) and not (folder / name).exists()]
+    _copy(source, folder, names)
 
 
 def _random_ids(vocab_size: int, rows: int, length: int) -> Tensor:
@@ -174,19 +163,18 @@ def random_logits(model: Any) -> Tensor:
 
 def compare_whole(source: Source, folder: Path) -> list[str]:
     """Compare the model read back with the artifact's: tensors, logits, tokenizer."""
-    with quiet():
-        made = load_drafter(folder)
-        adapter = is_adapter(source.folder)
-        mine = with_adapter(source.folder, merged=True) if adapter else load_drafter(source.folder)
-        expected, found = mine.state_dict(), made.state_dict()
-        if set(expected) != set(found):
-            raise ValueError(f"{folder} and {source.folder} differ in their tensors: {set(expected) ^ set(found)}")
-        for name, tensor in expected.items():
-            if found[name].dtype != tensor.dtype or not torch.equal(found[name], tensor):
-                raise ValueError(f"{name}, read back from {folder}, differs from the artifact's")
-        lines = [f"all {len(expected)} tensors, bit by bit" + (", with the adapter merged" if adapter else "")]
-        apart = with_adapter(source.folder, merged=False) if adapter else mine
-        lines.append(_compare_logits(apart, made, f"{folder}"))
+    made = load_drafter(folder)
+    adapter = is_adapter(source.folder)
+    mine = with_adapter(source.folder, merged=True) if adapter else load_drafter(source.folder)
+    expected, found = mine.state_dict(), made.state_dict()
+    if set(expected) != set(found):
+        raise ValueError(f"{folder} and {source.folder} differ in their tensors: {set(expected) ^ set(found)}")
+    for name, tensor in expected.items():
+        if found[name].dtype != tensor.dtype or not torch.equal(found[name], tensor):
+            raise ValueError(f"{name}, read back from {folder}, differs from the artifact's")
+    lines = [f"all {len(expected)} tensors, bit by bit" + (", with the adapter merged" if adapter else "")]
+    apart = with_adapter(source.folder, merged=False) if adapter else mine
+    lines.append(_compare_logits(apart, made, f"{folder}"))
     return [*lines, *_compare_tokenizers(source.folder, folder)]
 
 
@@ -236,7 +224,7 @@ def _write_assistant(source: Source, folder: Path, options: ExportOptions) -> No
     if target is not None and (options.target or Path(target).is_dir()):
         check_vocabulary(source, target)
     if options.merge is False:
-        copy_files(source, folder)
+        _copy(source, folder, _own_files(source))
         base = AutoConfig.from_pretrained(base_of(source.folder), trust_remote_code=False)
         GenerationConfig.from_model_config(base).save_pretrained(folder)
     else:
@@ -262,9 +250,8 @@ def _compare_adapter(source: Source, folder: Path) -> list[str]:
     expected, found = load_file(source.folder / ADAPTER_FILE), load_file(folder / ADAPTER_FILE)
     if set(expected) != set(found) or any(not torch.equal(found[name], one) for name, one in expected.items()):
         raise ValueError(f"the adapter read back from {folder} differs from the artifact's")
-    with quiet():
-        mine, made = (with_adapter(place, merged=False) for place in (source.folder, folder))
-        lines = [f"all {len(found)} tensors of the adapter, bit by bit", _compare_logits(mine, made, f"{folder}")]
+    mine, made = (with_adapter(place, merged=False) for place in (source.folder, folder))
+    lines = [f"all {len(found)} tensors of the adapter, bit by bit", _compare_logits(mine, made, f"{folder}")]
     return [*lines, *_compare_tokenizers(source.folder, folder)]
 
 
@@ -278,24 +265,23 @@ def _compare_decoding(source: Source, folder: Path, options: ExportOptions) -> s
     size = sum(path.stat().st_size for path in Path(target).glob("*.safetensors"))
     if size > _TARGET_BYTES:
         return f"not compared: greedy decoding with the target {target}, which has {size / 1e9:.1f} GB"
-    with quiet():
-        model = load_drafter(target, torch.float32)
-        drafter = with_adapter(folder, merged=True) if is_adapter(folder) else load_drafter(folder, torch.float32)
-        drafter = drafter.to(torch.float32)
-        drafter.generation_config = GenerationConfig.from_pretrained(folder)
-        settings: dict[str, Any] = {"do_sample": False, "max_new_tokens": _NEW_TOKENS}
-        settings["pad_token_id"] = model.generation_config.pad_token_id or 0
-        for ids_T in _random_ids(source.manifest.vocab_size, _PROMPTS, _PROMPT_TOKENS):
-            both = {"input_ids": ids_T[None], "attention_mask": torch.ones_like(ids_T[None])}
-            alone, assisted = (
-                model.generate(**both, **settings),
-                model.generate(**both, **settings, assistant_model=drafter),
+    model = load_drafter(target, torch.float32)
+    drafter = with_adapter(folder, merged=True) if is_adapter(folder) else load_drafter(folder, torch.float32)
+    drafter = drafter.to(torch.float32)
+    drafter.generation_config = GenerationConfig.from_pretrained(folder)
+    settings: dict[str, Any] = {"do_sample": False, "max_new_tokens": _NEW_TOKENS}
+    settings["pad_token_id"] = model.generation_config.pad_token_id or 0
+    for ids_T in _random_ids(source.manifest.vocab_size, _PROMPTS, _PROMPT_TOKENS):
+        both = {"input_ids": ids_T[None], "attention_mask": torch.ones_like(ids_T[None])}
+        alone, assisted = (
+            model.generate(**both, **settings),
+            model.generate(**both, **settings, assistant_model=drafter),
+        )
+        if not torch.equal(alone, assisted):
+            raise ValueError(
+                f"the target {target} decodes otherwise with {folder} as its assistant: {assisted[0].tolist()} "
+                f"instead of {alone[0].tolist()}"
             )
-            if not torch.equal(alone, assisted):
-                raise ValueError(
-                    f"the target {target} decodes otherwise with {folder} as its assistant: {assisted[0].tolist()} "
-                    f"instead of {alone[0].tolist()}"
-                )
     return f"greedy decoding of the target {target} with and without it: {_PROMPTS} times {_NEW_TOKENS} tokens"
 
 

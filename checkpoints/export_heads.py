@@ -26,7 +26,7 @@ from .heads_layouts import PICKLED_FILE, StoredHeads, read_heads
 
 VLLM_FILE = "model.safetensors"
 FASTER_DECODING_HEADS = 5
-"""FasterDecoding's runtime builds as many, whatever the config says."""
+"""FasterDecoding's runtime builds as many, whatever the config says, and takes no other number from the file."""
 
 Tensors = dict[str, Tensor]
 
@@ -66,16 +66,20 @@ def _attached(source: Source, options: ExportOptions, form: str) -> PredictionHe
     return heads
 
 
-def _first_version(heads: PredictionHeads) -> Tensors:
-    """The tensors of heads that compute the same with projections [V, D] of their own."""
+def _first_version(heads: PredictionHeads, count: int) -> Tensors:
+    """The tensors of `count` heads that compute the same with projections [V, D] of their own. Where there are fewer,
+    the last stands for those that lack: what it proposes there is seldom accepted, and verified like any other."""
     tensors = {name: tensor.detach() for name, tensor in heads.state_dict().items() if ".linear." in name}
     for k in range(heads.num_heads):
         tail = heads.projection(k).detach()
         if heads.projection_kind == "low-rank":
             down_RD = heads.get_parameter(f"{k}.{heads.num_layers}.down.weight").detach()
             tail = (tail.double() @ down_RD.double()).to(tail.dtype)
-        tensors[f"{k}.{heads.num_layers}.weight"] = tail.clone()  # safetensors stores no tensor twice
-    return tensors
+        tensors[f"{k}.{heads.num_layers}.weight"] = tail
+    parts = {name.partition(".")[2] for name in tensors}
+    places = [(k, min(k, heads.num_heads - 1)) for k in range(count)]
+    # copies, as safetensors stores no tensor twice
+    return {f"{k}.{part}": tensors[f"{of}.{part}"].clone() for k, of in places for part in sorted(parts)}
 
 
 @dataclass(frozen=True)
@@ -87,26 +91,37 @@ class _FirstVersion:
     """Writes tensors of the first version's names to a folder."""
     read: Callable[[Path], Tensors]
     """Reads them back."""
+    count: int | None = None
+    """How many heads its reader takes; None: any number."""
 
     def write(self, source: Source, folder: Path, options: ExportOptions) -> None:
         heads = _attached(source, options, self.name)
-        self.save(_first_version(heads), folder)
+        count = self.count or heads.num_heads
+        self.save(_first_version(heads, count), folder)
         with torch.device("meta"):
-            outline = PredictionHeads(heads.num_heads, heads.num_layers, heads.hidden_size, heads.vocab_size)
+            outline = PredictionHeads(count, heads.num_layers, heads.hidden_size, heads.vocab_size)
         _write_config(outline, source, options, folder)
 
     def compare(self, source: Source, folder: Path, options: ExportOptions) -> list[str]:
         heads, found = _attached(source, options, self.name), self.read(folder)
-        _check_equal(found, _first_version(heads), folder)
-        difference = _compare_logits(heads, found, folder)
+        count = self.count or heads.num_heads
+        _check_equal(found, _first_version(heads, count), folder)
+        difference = _compare_logits(heads, found, count, folder)
         exact = "bit by bit" if not difference else f"to within {difference:.1e} of the largest (low rank, multiplied)"
         return [
             f"all {len(found)} tensors, bit by bit, with what the heads hold"
             + {"own": "", "low-rank": ", their projections multiplied out", "target": " and the target's projection"}[
                 heads.projection_kind
             ],
-            f"logits of {heads.num_heads} heads on {_STATES} random hidden states, {exact}",
+            f"logits of {min(count, heads.num_heads)} heads on {_STATES} random hidden states, {exact}",
+            *([f"{count} heads from {heads.num_heads}: {_filled(heads, count)}"] if count != heads.num_heads else []),
         ]
+
+
+def _filled(heads: PredictionHeads, count: int) -> str:
+    if count < heads.num_heads:
+        return f"the last {heads.num_heads - count} are left out"
+    return "the last stands for those that lack, and what it proposes there is seldom accepted"
 
 
 def _write_config(heads: PredictionHeads, source: Source, options: ExportOptions, folder: Path) -> None:
@@ -129,7 +144,7 @@ def _check_equal(found: Tensors, expected: Tensors, folder: Path) -> None:
 
 
 @torch.no_grad()
-def _compare_logits(heads: PredictionHeads, found: Tensors, folder: Path) -> float:
+def _compare_logits(heads: PredictionHeads, found: Tensors, count: int, folder: Path) -> float:
     """The largest difference of logits, as a share of the largest; ValueError where that is more than rounding.
 
     Both sides compute in the widest type that either is stored in.
@@ -138,12 +153,13 @@ def _compare_logits(heads: PredictionHeads, found: Tensors, folder: Path) -> flo
     heads = heads.to(dtype)
     if heads.projection_kind == "target":
         heads.attach(heads.projection(0).to(dtype))
-    made = PredictionHeads(heads.num_heads, heads.num_layers, heads.hidden_size, heads.vocab_size)
+    made = PredictionHeads(count, heads.num_layers, heads.hidden_size, heads.vocab_size)
     made.load_state_dict({name: tensor.to(dtype) for name, tensor in found.items()}, assign=True)
     states_BD = torch.randn(_STATES, heads.hidden_size, generator=torch.Generator().manual_seed(0)).to(dtype)
     largest, allowed = 0.0, _TOLERANCE[dtype] if heads.projection_kind == "low-rank" else 0.0
-    for k in range(heads.num_heads):
-        mine_BV, theirs_BV = (side.head_forward(k, states_BD).float() for side in (heads, made))
+    for k in range(count):
+        mine_BV = heads.head_forward(min(k, heads.num_heads - 1), states_BD).float()
+        theirs_BV = made.head_forward(k, states_BD).float()
         difference = ((mine_BV - theirs_BV).abs().max() / mine_BV.abs().max().clamp(min=1e-30)).item()
         if not difference <= allowed:
             raise ValueError(
@@ -191,17 +207,12 @@ def _read_pickled(folder: Path) -> Tensors:
 def _write_pickled(source: Source, folder: Path, options: ExportOptions) -> None:
     if not options.pickle:
         raise ValueError("medusa-pt is a pickled file, which is written only where that is asked for: add --pickle")
-    count = read_heads(source.folder).num_heads
-    if count != FASTER_DECODING_HEADS:
-        raise ValueError(
-            f"{source.folder} holds {count} heads, and FasterDecoding's runtime takes exactly {FASTER_DECODING_HEADS}"
-        )
     _PICKLED.write(source, folder, options)
 
 
 _MEDUSA = _FirstVersion("medusa", _save_medusa, _read_medusa)
 _VLLM = _FirstVersion("medusa-vllm", _save_vllm, _read_vllm)
-_PICKLED = _FirstVersion("medusa-pt", _save_pickled, _read_pickled)
+_PICKLED = _FirstVersion("medusa-pt", _save_pickled, _read_pickled, FASTER_DECODING_HEADS)
 
 
 def _second_version(source: Source, options: ExportOptions) -> tuple[PredictionHeads, Tensors]:

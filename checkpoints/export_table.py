@@ -6,6 +6,7 @@ Letters: V vocabulary, E entries (distinct pairs), R rows that have entries.
 from __future__ import annotations
 
 import runpy
+import shlex
 import shutil
 from collections.abc import Iterator
 from pathlib import Path
@@ -19,6 +20,7 @@ from scipy import sparse
 
 from . import vllm_proposer
 from .export import ExportOptions, Format, Source
+from .export_target import target_name
 from .table import BigramTable
 from .table_file import write_array
 
@@ -154,7 +156,11 @@ def _compare_llama(source: Source, folder: Path, options: ExportOptions) -> list
     found = [f"{rows:,} records with {table.entries:,} counts"]
     if scaled:
         found.append(f"of {scaled:,} records, the order of counts that were scaled down")
-    return [*found, f"{drafting:,} of the records make llama.cpp draft: one token has {_LLAMA_SHARE} % of its counts"]
+    found.append(
+        f"{drafting:,} of the records make llama.cpp draft: they have {_LLAMA_LEAST} counts or more, and one token "
+        f"{_LLAMA_SHARE} % of them"
+    )
+    return found
 
 
 def _same_followers(table: BigramTable, x: int, pairs: NDArray[np.int32]) -> bool:
@@ -172,8 +178,10 @@ def _same_followers(table: BigramTable, x: int, pairs: NDArray[np.int32]) -> boo
 def _serve_llama(source: Source, options: ExportOptions) -> str:
     del source, options
     return f"""
-    llama-server -m TARGET.gguf --spec-type ngram-cache --lookup-cache-dynamic {{folder}}/{LLAMA_FILE}
-    cp {{folder}}/{LLAMA_FILE} lookup.bin && llama-lookup -m TARGET.gguf --lookup-cache-dynamic lookup.bin -p "..."
+```sh
+llama-server -m TARGET.gguf --spec-type ngram-cache --lookup-cache-dynamic "{{folder}}/{LLAMA_FILE}"
+cp "{{folder}}/{LLAMA_FILE}" lookup.bin && llama-lookup -m TARGET.gguf --lookup-cache-dynamic lookup.bin -p "..."
+```
 
 `llama-lookup` writes what it has seen back into the file that it is given: hand it a copy. TARGET.gguf must have the
 vocabulary that the table was counted with, token for token: convert it from the target that the table was made for.
@@ -232,12 +240,14 @@ def _gamma(options: ExportOptions) -> int:
 
 
 def _serve_vllm(source: Source, options: ExportOptions) -> str:
-    target = options.target or (source.manifest.target or {}).get("id") or "TARGET"
+    target = target_name(source, options) or "TARGET"
     gamma = _gamma(options)
     settings = f'"method": "custom_class", "model": "{_module()}.BigramProposer", "num_speculative_tokens": {gamma}'
     return f"""
-    PYTHONDONTWRITEBYTECODE=1 PYTHONPATH=$PWD/{{folder}} vllm serve {target} --speculative-config \\
-      '{{{settings}}}'
+```sh
+PYTHONDONTWRITEBYTECODE=1 PYTHONPATH="$PWD/{{folder}}" vllm serve {shlex.quote(target)} --speculative-config \\
+  '{{{settings}}}'
+```
 
 `{_module()}.py` needs nothing of draftsmith. It drafts the likeliest token after the last one, then the likeliest after
 that, and stops where nothing was ever counted. vLLM verifies every draft, so that outputs are the target's own. A

@@ -11,11 +11,12 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from safetensors import SafetensorError, safe_open
+from safetensors import safe_open
 from torch import nn
 from transformers import AutoConfig
 
-from .untrusted import open_file, read_json
+from .folders import steady
+from .untrusted import UNREADABLE, open_file, read_json
 
 _CONFIG_KEYS = (
     "model_type",
@@ -72,8 +73,7 @@ def model_fingerprint(model_or_dir: nn.Module | Path | str) -> str:
         )
     else:
         directory = Path(model_or_dir)
-        config = _config(directory)
-        tensors = _file_samples(directory)
+        config, tensors = steady(directory, lambda: (_config(directory), list(_file_samples(directory))))
     text_config = config.get_text_config(decoder=True)
     settings = {key: getattr(text_config, key, None) for key in _CONFIG_KEYS}
     samples, embeddings = list[str](), set[str]()
@@ -132,7 +132,7 @@ def _file_samples(directory: Path) -> Iterator[Sample]:
                         continue
                     rows = part if shape else opened.get_tensor(name)
                     yield tuple(shape), _digest(shape, (part[:1] if shape else rows).dtype, rows)
-        except (SafetensorError, ValueError, OSError) as error:
+        except (*UNREADABLE, ValueError) as error:
             raise ValueError(f"{path} is not a safetensors file: {error}") from error
 
 

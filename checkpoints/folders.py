@@ -7,6 +7,7 @@ import errno
 import fcntl
 import os
 import re
+import secrets
 import shutil
 import socket
 import tempfile
@@ -166,19 +167,17 @@ def _host() -> str:
     return re.sub(r"[^A-Za-z0-9]", "-", socket.gethostname())[:40]
 
 
-def _made(out: Path, suffix: str) -> Path:
-    return Path(tempfile.mkdtemp(prefix=f".{out.name}.{_host()}-", suffix=suffix, dir=out.parent))
-
-
 def _claim(out: Path) -> tuple[Path, int]:
     """A new folder beside `out`, and the descriptor that holds its lock."""
     while True:
-        folder = _made(out, ".saving")
-        descriptor = os.open(folder, os.O_RDONLY | os.O_DIRECTORY)
-        _lock(descriptor, wait=True)
-        if _stands(descriptor, folder):
-            return folder, descriptor
-        os.close(descriptor)  # another writer took it for a leftover in the moment before it was locked
+        folder = Path(tempfile.mkdtemp(prefix=f".{out.name}.{_host()}-", suffix=".saving", dir=out.parent))
+        # Another writer may take it for a leftover in the moment before it is locked, and remove it: once more then.
+        with suppress(FileNotFoundError):
+            descriptor = os.open(folder, os.O_RDONLY | os.O_DIRECTORY)
+            _lock(descriptor, wait=True)
+            if _stands(descriptor, folder):
+                return folder, descriptor
+            os.close(descriptor)
 
 
 def _lock(descriptor: int, *, wait: bool) -> bool:
@@ -222,7 +221,7 @@ def _clear_leftovers(out: Path) -> None:
         with _locked(folder, wait=False) as ours:
             if not ours:
                 continue
-            if folder.suffix == ".old" and not out.exists() and any(folder.iterdir()):
+            if folder.suffix == ".old" and not out.exists():
                 folder.rename(out)  # its writer was killed between two renames
             else:
                 shutil.rmtree(folder, ignore_errors=True)
@@ -270,8 +269,8 @@ def _replace(new: Path, out: Path) -> bool:
     with _locked(out, wait=True) as ours:
         if not ours:
             return False
-        aside = _made(out, ".old")
-        out.rename(aside)  # onto an empty folder: allowed
+        aside = out.with_name(f".{out.name}.{_host()}-{secrets.token_hex(4)}.old")
+        out.rename(aside)
         try:
             new.rename(out)
         except OSError:

@@ -15,11 +15,11 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from safetensors import SafetensorError, safe_open
+from safetensors import safe_open
 from torch import Tensor
 
 from .heads_module import PROJECTIONS, STATES, PredictionHeads
-from .untrusted import read_json
+from .untrusted import UNREADABLE, read_json
 
 HEADS_FILE = "medusa_lm_head.safetensors"
 PICKLED_FILE = "medusa_lm_head.pt"
@@ -231,7 +231,7 @@ def _read_safetensors(path: Path, wanted: Callable[[str], bool] | None) -> dict[
             aliases = {name: kept for name, kept in (opened.metadata() or {}).items() if kept in names}
             every = {name: name for name in names} | {name: kept for name, kept in aliases.items() if name not in names}
             return {name: opened.get_tensor(kept) for name, kept in every.items() if wanted is None or wanted(name)}
-    except (SafetensorError, OSError) as error:
+    except UNREADABLE as error:
         raise ValueError(f"{path} is not a safetensors file: {error}") from error
 
 

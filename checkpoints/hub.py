@@ -13,6 +13,7 @@ import unicodedata
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any, TypeVar
 
@@ -161,30 +162,30 @@ class Hub:
     def branches(self, repo: str) -> list[str]:
         """Names of a repository's branches."""
         with self._explained(repo):
-            refs = self._patiently("branches", lambda: self._api().list_repo_refs(repo))
+            refs = self._patiently("branches", partial(self._api().list_repo_refs, repo))
         return [branch.name for branch in refs.branches]
 
     def create(self, repo: str, private: bool) -> None:
         """Make an empty repository; nothing happens where it is there."""
         with self._explained(repo):
-            call = lambda: self._api().create_repo(repo, private=private, exist_ok=True)  # noqa: E731
+            call = partial(self._api().create_repo, repo, private=private, exist_ok=True)
             self._patiently(f"making {repo}", call)
 
     def create_branch(self, repo: str, branch: str) -> None:
         """Begin a branch where the main one stands."""
         with self._explained(repo):
-            call = lambda: self._api().create_branch(repo, branch=branch, exist_ok=True)  # noqa: E731
+            call = partial(self._api().create_branch, repo, branch=branch, exist_ok=True)
             self._patiently(f"branch {branch}", call)
 
     def delete(self, repo: str) -> None:
         """Delete a repository."""
         with self._explained(repo):
-            self._patiently(f"deleting {repo}", lambda: self._api().delete_repo(repo, missing_ok=True))
+            self._patiently(f"deleting {repo}", partial(self._api().delete_repo, repo, missing_ok=True))
 
     def delete_branch(self, repo: str, branch: str) -> None:
         """Delete a branch."""
         with self._explained(repo):
-            self._patiently(f"deleting {branch}", lambda: self._api().delete_branch(repo, branch=branch))
+            self._patiently(f"deleting {branch}", partial(self._api().delete_branch, repo, branch=branch))
 
     def upload(self, repo: str, files: Mapping[str, Addition], branch: str) -> list[Any]:
         """Bring large files to the hub's store, where no one sees them yet; those that it has are not sent.
@@ -203,9 +204,9 @@ class Hub:
             operations.append(CommitOperationAdd(path_in_repo=path, path_or_fileobj=content))
         with self._explained(repo):
             self._api().preupload_lfs_files(repo, operations, revision=branch, free_memory=False)
-        for operation, file in zip(operations, files.values(), strict=True):
-            if operation.upload_info.sha256.hex() != file.sha256:
-                raise HubError(f"{file.content} was changed while it was uploaded; nothing was published")
+        for path, operation in zip(files, operations, strict=True):
+            if operation.upload_info.sha256.hex() != files[path].sha256:
+                raise HubError(f"{path} was changed while it was uploaded")
         return operations
 
     def commit(
@@ -281,7 +282,7 @@ class Hub:
 
         with self._explained(repo):
             try:
-                return self._patiently(repo, lambda: self._api().model_info(repo, revision=revision))
+                return self._patiently(repo, partial(self._api().model_info, repo, revision=revision))
             except GatedRepoError:
                 raise
             except RepositoryNotFoundError:

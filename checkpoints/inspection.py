@@ -16,7 +16,7 @@ from .folders import steady
 from .heads_layouts import CONFIG_FILE, HEADS_FILE
 from .manifest import Manifest
 from .table_file import TABLE_FILE
-from .untrusted import check_safetensors, read_json, shown
+from .untrusted import check_safetensors, is_blob, read_json, shown
 
 _NEEDED = {"heads": (HEADS_FILE, CONFIG_FILE), "table": (TABLE_FILE,)}
 _WEIGHTS = ("model.safetensors", "model.safetensors.index.json")
@@ -113,10 +113,12 @@ def _tensor_faults(directory: Path, manifest: Manifest) -> list[str]:
     faults = []
     for name in manifest.files:
         path = directory / name
+        if not path.exists() or (path.is_symlink() and not is_blob(directory, path)):
+            continue  # which is a fault already
         try:
-            if name.endswith(".safetensors") and path.exists():
+            if name.endswith(".safetensors"):
                 check_safetensors(path)
-            if name.endswith(".safetensors.index.json") and path.exists():
+            if name.endswith(".safetensors.index.json"):
                 faults += _index_faults(path, name, manifest)
         except (ValueError, OSError) as error:
             faults.append(f"{path}: {error}")

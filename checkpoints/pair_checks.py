@@ -1,6 +1,6 @@
 """Are a target and a drafter a pair? Every check, and what each finding means for those who decode with the two.
 
-The engines' rules were read in their own code: `transformers/generation/utils.py` (_validate_assistant), vLLM's
+The engines' rules were read in their own code: `transformers/generation/utils.py` (_validate_generation_mode), vLLM's
 `config/speculative.py`, SGLang's `speculative/standalone_worker.py`, llama.cpp's `common/speculative.cpp`.
 """
 
@@ -11,7 +11,7 @@ from typing import Any
 
 from .fingerprints import tokenizer_fingerprint
 from .pair_tokenizers import end_ids, tokenizer_findings, wrapped_by
-from .pairs import BUT, CONSUMERS, REFUSED, Diagnosis, Effect, Finding, Side
+from .pairs import BUT, CONSUMERS, REFUSED, Diagnosis, Effect, Finding, Side, both
 
 LLAMA_CPP_SIZES = 128
 """By how much llama.cpp lets the sizes of two vocabularies differ."""
@@ -82,7 +82,8 @@ def _all(outcome: str, reason: str) -> dict[str, Effect]:
 
 
 def _kind(target: Side, drafter: Side) -> Iterator[Finding]:
-    kinds = [("a decoder", "an encoder-decoder")[bool(side.config.is_encoder_decoder)] for side in (target, drafter)]
+    names = ("a decoder", "an encoder-decoder")
+    kinds = both(lambda side: names[bool(side.config.is_encoder_decoder)], target, drafter)
     if kinds[0] != kinds[1]:
         what = "they are models of different kinds"
         yield Finding("kind of model", what, *kinds, _all(REFUSED, "both must be decoders, or both encoder-decoders"))
@@ -108,9 +109,9 @@ def _sizes(target: Side, drafter: Side) -> Iterator[Finding]:
     if abs(mine - theirs) > LLAMA_CPP_SIZES:
         reason = f"sizes may differ by {LLAMA_CPP_SIZES} at most, these do by {abs(mine - theirs):,}"
         effects["llama.cpp"] = Effect(REFUSED, reason)
-    values = (
-        f"{side.vocab_size:,}" + (f" ({len(side.vocab):,} tokens)" if side.tokenizer is not None else "")
-        for side in (target, drafter)
+    values = both(
+        lambda side: f"{side.vocab_size:,}" + (f" ({len(side.vocab):,} tokens)" if side.tokenizer is not None else ""),
+        *(target, drafter),
     )
     yield Finding("vocab_size", "the configurations give different sizes", *values, effects)
 
@@ -140,7 +141,7 @@ def _list(texts: list[str]) -> str:
 
 
 def _no_tokenizer(target: Side, drafter: Side) -> Iterator[Finding]:
-    values = ("none" if side.tokenizer is None else "one" for side in (target, drafter))
+    values = both(lambda side: "none" if side.tokenizer is None else "one", target, drafter)
     effects = {"llama.cpp": Effect(REFUSED, "its converter needs the files of a tokenizer in each folder")}
     known = drafter.manifest is not None and drafter.manifest.tokenizer_fingerprint is not None
     if not (known and target.tokenizer is not None):
@@ -158,7 +159,7 @@ def _token_texts(target: Side, drafter: Side) -> Iterator[Finding]:
     differing = sorted(number for number in mine.keys() & theirs.keys() if mine[number] != theirs[number])
     effects = _vocabulary_effects(target, drafter, mine, theirs)
     if differing:
-        values = (_list([f"{number} {side[number]!r}" for number in differing]) for side in (mine, theirs))
+        values = both(lambda side: _list([f"{number} {side[number]!r}" for number in differing]), mine, theirs)
         order = ", the same tokens in another order" if set(mine.values()) == set(theirs.values()) else ""
         yield Finding("token texts", f"{len(differing):,} ids stand for other tokens{order}", *values, effects)
     lacking = [
@@ -166,8 +167,8 @@ def _token_texts(target: Side, drafter: Side) -> Iterator[Finding]:
         for one, other in ((mine, theirs), (theirs, mine))
     ]
     if any(lacking):
-        sides = zip((mine, theirs), lacking, strict=True)
-        values = (_list([f"{number} {side[number]!r}" for number in only]) or "–" for side, only in sides)
+        sides = ((mine, lacking[0]), (theirs, lacking[1]))
+        values = both(lambda side: _list([f"{number} {side[0][number]!r}" for number in side[1]]) or "–", *sides)
         what = f"{len(lacking[0]):,} ids are tokens of the target alone, {len(lacking[1]):,} of the drafter alone"
         yield Finding("missing tokens", what, *values, effects)
 
@@ -208,7 +209,7 @@ def _special_ids(target: Side, drafter: Side) -> Iterator[Finding]:
                 effects["draftsmith"] = Effect(REFUSED, reason)
             if wrapped_by(target.tokenizer, name) or wrapped_by(drafter.tokenizer, name):
                 effects["llama.cpp"] = Effect(REFUSED, f"the {name} that is added to a text must be the same")
-        values = (", ".join(f"{place} {_ids(value)}" for place, value in side.items()) for side in (mine, theirs))
+        values = both(lambda side: ", ".join(f"{place} {_ids(value)}" for place, value in side.items()), mine, theirs)
         yield Finding("special ids", f"{name} is another token", *values, effects)
 
 
@@ -237,15 +238,17 @@ def _context(target: Side, drafter: Side) -> Iterator[Finding]:
         "llama.cpp": Effect(BUT, f"the drafter's context is at most {theirs:,}"),
         "draftsmith": Effect(BUT, f"texts of more than {theirs:,} tokens, drafts included, are refused"),
     }
-    values = (f"{number:,} positions" for number in (mine, theirs))
+    values = both(lambda number: f"{number:,} positions", mine, theirs)
     yield Finding("context length", "the drafter's is shorter", *values, effects)
 
 
 def _notes(target: Side, drafter: Side) -> Iterator[Finding]:
     """What nobody refuses."""
-    quantised = [bool(getattr(side.config, "quantization_config", None)) for side in (target, drafter)]
-    if quantised[0] != quantised[1]:
-        values = ("quantised" if state else "not quantised" for state in quantised)
+    values = both(
+        lambda side: "quantised" if getattr(side.config, "quantization_config", None) else "not quantised",
+        *(target, drafter),
+    )
+    if values[0] != values[1]:
         yield Finding("quantisation", "a server must be told of each", *values)
     if (mine := _dtype(target)) != (theirs := _dtype(drafter)):
         yield Finding("dtype", "the weights are kept in different formats", mine, theirs)

@@ -16,12 +16,13 @@ import torch
 from torch import Tensor
 from transformers import AutoConfig
 
-from .artifact import save_artifact
+from .artifact import save_artifact, verify_artifact
 from .export_drafter import SPECULATIVE_TOKENS
 from .fingerprints import tokenizer_fingerprint
 from .folders import whole_folder
 from .pair_checks import other_fingerprint
 from .pairs import KEPT_FILES, TOKENIZER_FILES, WEIGHTS, Finding, Side, find_folder, model_class
+from .sources import resolve
 from .untrusted import read_json
 
 NEVER = -1e4
@@ -58,14 +59,14 @@ def repair(target: Side, drafter: Side, findings: Iterable[Finding], out: Path, 
         command: what was typed, for the manifest.
 
     Raises:
-        ValueError: an `out` that holds something, or is one of the two; a drafter without safetensors weights; nothing
-            that could be repaired.
+        ValueError: an `out` that holds something, or is one of the two; a drafter without safetensors weights, or a
+            damaged artifact; nothing that could be repaired.
     """
     _check_place(out, target, drafter)
     plan = plan_repairs(target, drafter, findings)
     if not plan.done:
         raise ValueError(f"nothing of {drafter.source} is to be repaired: {'; '.join(plan.left) or 'the two fit'}")
-    weights = find_folder(drafter.source, [WEIGHTS, "*.json", *KEPT_FILES])
+    weights = _weights(drafter)
     if not any(weights.glob(WEIGHTS)):
         raise ValueError(f"{drafter.source} has no safetensors weights ({WEIGHTS}), and pickled ones are not read")
 
@@ -78,6 +79,15 @@ def repair(target: Side, drafter: Side, findings: Iterable[Finding], out: Path, 
     else:
         _save_artifact(out, plan, target, drafter, command, write)
     return plan
+
+
+def _weights(drafter: Side) -> Path:
+    """The folder with a drafter's weights; of an artifact it has been verified."""
+    if drafter.manifest is None:
+        return find_folder(drafter.source, [WEIGHTS, "*.json", *KEPT_FILES])
+    folder = resolve(drafter.source)
+    verify_artifact(folder)
+    return folder
 
 
 def plan_repairs(target: Side, drafter: Side, findings: Iterable[Finding]) -> Repairs:
@@ -149,7 +159,9 @@ def _plan_positions(plan: Repairs, target: Side, drafter: Side) -> None:
     if wanted is None or has is None or has >= wanted:
         return
     if drafter.rotary is None:
-        plan.left.append(f"its {has:,} positions are learnt, one by one: there can be no more without training")
+        plan.left.append(
+            f"its {has:,} positions are not rotary: learnt, one by one, there can be no more without training"
+        )
     elif drafter.config.max_position_embeddings > has:
         plan.left.append(f"its sliding window of {has:,} tokens is part of how it attends")
     elif drafter.rotary not in _KEEPS_ITS_FREQUENCIES:

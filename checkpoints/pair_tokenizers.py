@@ -9,7 +9,7 @@ import json
 from collections.abc import Iterable, Iterator
 from typing import Any
 
-from .pairs import BUT, CONSUMERS, REFUSED, Effect, Finding, Side
+from .pairs import BUT, CONSUMERS, REFUSED, Effect, Finding, Side, both
 from .untrusted import shown
 
 _TEXTS = (
@@ -46,8 +46,7 @@ def tokenizer_findings(target: Side, drafter: Side) -> list[Finding]:
     found += [*_ends(mine, theirs), *_vocabulary_type(mine, theirs)]
     settings = setting_differences(mine, theirs)
     if settings and not any(finding.check in ("text after the end", "encoding") for finding in found):
-        listed = ([f"{name} {_short(side[place])}" for name, *side in settings] for place in (0, 1))
-        values = ("; ".join(names) for names in listed)
+        values = both(lambda place: "; ".join(f"{one[0]} {_short(one[place])}" for one in settings), 1, 2)
         found.append(Finding("tokenizer settings", "they differ, and no text of the probe shows it", *values))
     return [*found, *_chat_template(mine, theirs)]
 
@@ -61,14 +60,14 @@ def setting_differences(target: Any, drafter: Any) -> list[tuple[str, Any, Any]]
 
 
 def _settings(tokenizer: Any) -> dict[str, Any]:
-    found = {name: tokenizer.init_kwargs[name] for name in _OPTIONS if name in tokenizer.init_kwargs}
+    found = {name: getattr(tokenizer, name, tokenizer.init_kwargs.get(name)) for name in _OPTIONS}
     backend = getattr(tokenizer, "backend_tokenizer", None)
     if backend is not None:
         state = json.loads(backend.to_str())
         model = state["model"]
         found |= {f"model.{name}": model.get(name) for name in ("type", "merges", "byte_fallback", "ignore_merges")}
         found |= {name: state.get(name) for name in _PARTS}
-    return found
+    return {name: value for name, value in found.items() if value is not None or name in _PARTS}
 
 
 def _pieces(tokenizer: Any, text: str) -> list[str]:
@@ -83,8 +82,12 @@ def _first_difference(target: Any, drafter: Any, texts: Iterable[str]) -> tuple[
         if mine != theirs:
             same = next((i for i, (a, b) in enumerate(zip(mine, theirs, strict=False)) if a != b), len(mine))
             start = max(0, min(same, len(mine), len(theirs)) - 1)
-            return text, *(" ".join(map(repr, side[start : start + 5])) for side in (mine, theirs))
+            return text, _few(mine, start), _few(theirs, start)
     return None
+
+
+def _few(pieces: list[str], start: int) -> str:
+    return " ".join(map(repr, pieces[start : start + 5]))
 
 
 def _causes(target: Any, drafter: Any) -> str:
@@ -148,7 +151,7 @@ def _added_tokens(target: Any, drafter: Any) -> Iterator[Finding]:
     probes = (f"a {first} b", f"a{first}b", f"a  {first}  b", f"\n{first}\n", first.upper(), f"x{first}")
     seen = _first_difference(target, drafter, probes)
     effect = "no text of the probe shows it" if seen is None else f"so {_short(seen[0])} is cut differently"
-    values = ("; ".join(f"{text!r}: {_named(side.get(text))}" for text in differing[:3]) for side in (mine, theirs))
+    values = both(lambda side: "; ".join(f"{text!r}: {_named(side.get(text))}" for text in differing[:3]), mine, theirs)
     what = f"{len(differing)} {'tokens have' if len(differing) > 1 else 'token has'} other flags; {effect}"
     yield Finding("added tokens", what, *values, {} if seen is None else dict.fromkeys(CONSUMERS, _LEARNT))
 
@@ -171,7 +174,7 @@ def _ends(target: Any, drafter: Any) -> Iterator[Finding]:
         return
     effects = dict.fromkeys(CONSUMERS, _LEARNT)
     effects["llama.cpp"] = Effect(REFUSED, "both must add BOS, or neither, and the same for EOS")
-    values = ("adds " + (" and ".join(side) or "nothing") for side in (mine, theirs))
+    values = both(lambda side: "adds " + (" and ".join(side) or "nothing"), mine, theirs)
     yield Finding("bos and eos around a text", "one adds what the other does not", *values, effects)
 
 
@@ -213,14 +216,14 @@ def _chat_template(target: Any, drafter: Any) -> Iterator[Finding]:
     if mine == theirs:
         return
     if not mine or not theirs:
-        values = ("none" if not one else "one" for one in (mine, theirs))
+        values = both(lambda one: "none" if not one else "one", mine, theirs)
         yield Finding("chat template", "only one of them has one", *values)
         return
-    rendered = tuple(_rendered(tokenizer) for tokenizer in (target, drafter))
+    rendered = both(_rendered, target, drafter)
     if rendered[0] == rendered[1]:
         return
     same = next((i for i, (a, b) in enumerate(zip(*rendered, strict=False)) if a != b), min(map(len, rendered)))
-    values = (_short(text[max(0, same - 12) : same + 28]) for text in rendered)
+    values = both(lambda text: _short(text[max(0, same - 12) : same + 28]), *rendered)
     what = f"a conversation is written differently, from character {same} on"
     yield Finding("chat template", what, *values, dict.fromkeys(CONSUMERS, _TEMPLATE))
 

@@ -11,16 +11,18 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from huggingface_hub.errors import StrictDataclassError
 from safetensors import SafetensorError, safe_open
 from transformers import AutoConfig, AutoModelForCausalLM, AutoModelForSeq2SeqLM, GenerationConfig
 
 from .artifact import load_manifest
 from .manifest import MANIFEST_FILE, Manifest
 from .model_files import names_of_embeddings
+from .sources import fetch, here, hub_place
 
 CONSUMERS = {
-    "transformers": "transformers 5.17 to 5.23, generate(assistant_model=…)",
-    "vllm": "vLLM 0.27 to 0.33, method draft_model",
+    "transformers": "transformers 5.23, generate(assistant_model=…)",
+    "vllm": "vLLM 0.27 and later, method draft_model",
     "sglang": "SGLang since April 2026 (pull request 23838), STANDALONE",
     "llama.cpp": "llama.cpp of August 2026 (b10576), draft-simple, after its converter",
     "draftsmith": "this engine",
@@ -34,6 +36,8 @@ TOKENIZER_FILES = (
 KEPT_FILES = ("LICENSE*", "NOTICE*", "README.md", "recipe.yaml")
 """Files of a drafter that its repaired copy keeps beside its weights."""
 WEIGHTS = "model*.safetensors"
+_HEADS = ("lm_head.weight", "embed_out.weight", "output.weight")
+"""Names of output layers in files older than those of their classes in transformers."""
 _SETTINGS = ("config.json", "generation_config.json", MANIFEST_FILE, "adapter_config.json")
 
 
@@ -164,7 +168,8 @@ def open_side(source: str, load_tokenizer: Callable[[str], Any]) -> Side:
     """Read what there is to know of a target or a drafter.
 
     Args:
-        source: a folder, or a hub id, of which the small files are fetched and the weights' headers are read.
+        source: a folder, or `user/name` or `user/name@revision` on the hub, of which the small files are fetched and
+            the weights' headers are read.
         load_tokenizer: gives the tokenizer of a folder.
 
     Raises:
@@ -179,7 +184,7 @@ def open_side(source: str, load_tokenizer: Callable[[str], Any]) -> Side:
         config = whole if whole.is_encoder_decoder else whole.get_text_config(decoder=True)
         has_file = (folder / "generation_config.json").is_file()
         generation = GenerationConfig.from_pretrained(folder) if has_file else GenerationConfig.from_model_config(whole)
-    except (OSError, ValueError, KeyError, TypeError) as error:
+    except (OSError, ValueError, KeyError, TypeError, StrictDataclassError) as error:
         raise ValueError(f"{source}: its configuration cannot be read: {_first_line(error)}") from error
     if not isinstance(getattr(config, "vocab_size", None), int):
         raise ValueError(f"{source}: its configuration, of type {config.model_type!r}, has no vocab_size")
@@ -201,21 +206,15 @@ def find_folder(source: str, files: Sequence[str]) -> Path:
     """The folder itself, or the one into which these files of a hub id were fetched.
 
     Raises:
-        ValueError: no such folder, and nothing of that name on the hub, or no way to it.
+        ValueError: a file; no such folder, and nothing of that name on the hub, or no way to it.
     """
-    path = Path(source).expanduser()
-    if path.is_dir():
-        return path
-    if path.exists() or source.startswith((".", "/", "~", "runs/")) or source.count("/") > 1:
-        raise ValueError(f"there is no model folder {source!r}")
-    from huggingface_hub import snapshot_download
-
-    try:
-        return Path(snapshot_download(source, allow_patterns=list(files)))
-    except (OSError, ValueError) as error:
-        raise ValueError(
-            f"there is no folder {source!r}, and it could not be fetched from the hub: {_first_line(error)}"
-        ) from error
+    folder = here(source)
+    if folder is None:
+        repo, revision = hub_place(source)
+        return fetch(repo, files, revision)
+    if not folder.is_dir():
+        raise ValueError(f"{source} is a file: a model is a folder")
+    return folder
 
 
 def tensor_shapes(source: str, folder: Path) -> dict[str, tuple[int, ...]]:
@@ -232,16 +231,22 @@ def tensor_shapes(source: str, folder: Path) -> dict[str, tuple[int, ...]]:
                     shapes[name] = tuple(opened.get_slice(name).get_shape())
         except SafetensorError as error:
             raise ValueError(f"{path} is not a safetensors file: {error}") from error
-    if not shapes and not Path(source).expanduser().is_dir():
+    if not shapes and here(source) is None:
         from huggingface_hub import get_safetensors_metadata
-        from huggingface_hub.errors import NotASafetensorsRepoError, SafetensorsParsingError
+        from huggingface_hub.errors import HTTPError, NotASafetensorsRepoError, SafetensorsParsingError
 
         try:
-            files = get_safetensors_metadata(source).files_metadata.values()
-        except (OSError, ValueError, NotASafetensorsRepoError, SafetensorsParsingError):
+            repo, revision = hub_place(source)
+            files = get_safetensors_metadata(repo, revision=revision).files_metadata.values()
+        except (OSError, ValueError, HTTPError, NotASafetensorsRepoError, SafetensorsParsingError):
             return {}
         shapes = {name: tuple(one.shape) for file in files for name, one in file.tensors.items()}
     return shapes
+
+
+def both(describe: Callable[[Any], str], target: Any, drafter: Any) -> tuple[str, str]:
+    """A finding's two values."""
+    return describe(target), describe(drafter)
 
 
 def model_class(config: Any) -> Any:
@@ -256,14 +261,12 @@ def _rows(config: Any, shapes: dict[str, tuple[int, ...]]) -> tuple[int | None, 
             outline = model_class(config).from_config(config, trust_remote_code=False)
     except (ValueError, ImportError):  # no such model in this transformers, or a kernel that is not installed
         return None, None
-    prefix = f"{outline.base_model_prefix}."
-    embedding, head, _ = (None if name is None else name for name in names_of_embeddings(outline))
-    found = []
-    for name in (embedding, head):
-        assert name is not None
-        shape = shapes.get(name) or shapes.get(name.removeprefix(prefix))
-        found.append(shape[0] if shape else None)
-    return found[0], found[1]
+    embedding, head, _ = names_of_embeddings(outline)
+    names = (embedding, embedding.removeprefix(f"{outline.base_model_prefix}."))
+    rows = next((shapes[name][0] for name in names if name in shapes), None)
+    if head == embedding:
+        return rows, rows
+    return rows, next((shapes[name][0] for name in (head, *_HEADS) if name in shapes), None)
 
 
 def _first_line(error: Exception) -> str:

@@ -102,7 +102,7 @@ def plan_push(
     if found is None:
         if branch != MAIN:
             raise ValueError(f"there is no repository {repo} yet: push to its {MAIN} branch first, then to {branch}")
-        sent, deleted = tuple(files), ()
+        sent, deleted = tuple(files), tuple[str, ...]()
     else:
         if not new_branch and branch != MAIN:
             found = hub.look(repo, branch)
@@ -313,7 +313,10 @@ def _check_other(hub: Hub, repo: str, found: Repository, kind: str) -> None:
             f"{repo} holds something else than an artifact ({', '.join(visible[:3])}{more}): choose another "
             "repository, or replace all of it with --replace"
         )
-    theirs = Manifest.from_json(hub.download(repo, MANIFEST_FILE, found.commit).read_text(encoding="utf-8")).kind
+    try:
+        theirs = Manifest.from_json(hub.download(repo, MANIFEST_FILE, found.commit).read_text("utf-8")).kind
+    except ValueError as error:
+        raise ValueError(f"the {MANIFEST_FILE} of {repo} cannot be read: {error}; --replace replaces it") from error
     if theirs != kind:
         raise ValueError(
             f"{repo} holds an artifact of kind {theirs!r}, and this one is of kind {kind!r}: choose another "

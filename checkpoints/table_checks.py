@@ -11,10 +11,11 @@ from typing import Any
 import numpy as np
 import torch
 from numpy.typing import NDArray
-from safetensors import SafetensorError, safe_open
+from safetensors import safe_open
 from torch import Tensor
 
 from .pair_runs import Ints
+from .untrusted import UNREADABLE
 
 _DTYPES = {"row_ptr": torch.int64, "col": torch.int32, "count": torch.int32, "unigram": torch.int64}
 _MARGINALS = {"left": torch.int64, "right": torch.int64}
@@ -41,7 +42,7 @@ def read_tensors(path: Path, prefix: str = "") -> tuple[dict[str, str], dict[str
             names = set(opened.keys())
             wanted = _DTYPES | (_MARGINALS if "pruning" in metadata else {})
             tensors = {name: opened.get_tensor(prefix + name) for name in wanted if prefix + name in names}
-    except SafetensorError as error:
+    except UNREADABLE as error:
         size = f"{path.stat().st_size} bytes"
         raise ValueError(f"{path} ({size}) is not a safetensors file, or not the whole of one: {error}") from error
     missing = [name for name in wanted if name not in tensors]

@@ -13,6 +13,8 @@ from typing import Any
 
 from safetensors import SafetensorError, safe_open
 
+UNREADABLE = (SafetensorError, OSError, RuntimeError)
+"""What reading safetensors ends in; the last is torch's, where a file goes away while it is opened."""
 MAX_JSON_BYTES = 1 << 26
 """64 MiB. The index of the largest published models' shards has a seventh of it; JSON takes ten times its size in
 memory."""
@@ -96,12 +98,14 @@ def open_file(path: Path) -> int:
         ValueError: a folder, pipe, socket or device; the file is not named.
         OSError: it is not there, or cannot be read.
     """
-    descriptor = os.open(path, os.O_RDONLY | os.O_NONBLOCK)
-    kind = os.fstat(descriptor).st_mode
-    if not stat.S_ISREG(kind):
+    kind = os.stat(path).st_mode
+    if stat.S_ISREG(kind):
+        descriptor = os.open(path, os.O_RDONLY | os.O_NONBLOCK)
+        kind = os.fstat(descriptor).st_mode  # it may have been replaced
+        if stat.S_ISREG(kind):
+            return descriptor
         os.close(descriptor)
-        raise ValueError(f"it is {_kind(kind)}, expected a file")
-    return descriptor
+    raise ValueError(f"it is {_kind(kind)}, expected a file")
 
 
 def _kind(mode: int) -> str:

@@ -89,9 +89,8 @@ def prepare(
         counts = writer.finish(block_tokens, packing)
         options = {"block_tokens": block_tokens, "packing": packing, "last_turn_only": last_turn_only}
         manifest = {"schema": SCHEMA, "source": source, "options": {"template": template.name} | options}
-        manifest |= {"rows": rows.count, "rendering": report.as_dict()} | counts
-        hashes = {name: _sha256(temporary / f"{name}.npy") for name in _ARRAYS}
-        manifest |= {"padding_id": padding_id(tokenizer), "sha256": hashes}
+        manifest |= {"rows": rows.count, "rendering": report.as_dict(), "padding_id": padding_id(tokenizer)} | counts
+        manifest |= {"sha256": {name: _sha256(temporary / f"{name}.npy") for name in _ARRAYS}}
         _write_synced(temporary / MANIFEST, json.dumps(manifest, indent=2, ensure_ascii=False) + "\n")
         _replace(temporary, out)
     finally:

@@ -23,13 +23,21 @@ from transformers import PreTrainedModel
 
 from .. import __version__
 from ..checkpoints.artifact import MANIFEST_FILE, verify_artifact
-from ..checkpoints.folders import whole_folder
+from ..checkpoints.folders import steady, whole_folder
 from ..checkpoints.heads import PredictionHeads
 from ..checkpoints.heads_layouts import assemble_heads
 from ..checkpoints.hub import check_repository_name, check_revision
 from ..checkpoints.sources import resolve
 from ..checkpoints.table import BigramTable
-from ..checkpoints.untrusted import check_safetensors, file_hash, files_of, name_fault, parse_json, read_json
+from ..checkpoints.untrusted import (
+    UNREADABLE,
+    check_safetensors,
+    file_hash,
+    files_of,
+    name_fault,
+    parse_json,
+    read_json,
+)
 from .drop_in import CustomGenerate, method
 from .generate_calls import calling_generate
 
@@ -150,10 +158,14 @@ def load_method(source: str | Path, revision: str | None = None) -> CustomGenera
             that there is not, or that does not fit the others; what it was is said, and where.
     """
     folder = resolve(source, revision=revision)
+    return steady(folder, lambda: _load(folder))
+
+
+def _load(folder: Path) -> CustomGenerate:
     if (folder / MANIFEST_FILE).is_file():
         verify_artifact(folder)
     settings = _settings(folder)
-    _check_files(folder, settings["files"])
+    _check_files(folder, settings)
     parts = _read_parts(folder / PARTS_FILE, settings["parts"], folder / SETTINGS_FILE)
     drafters = [_drafter(folder, entry) for entry in settings["drafters"]]
     first: dict[str, Any] = {"drafter": drafters[0], "more_drafters": drafters[1:]} if drafters else {}
@@ -183,18 +195,22 @@ def _settings(folder: Path) -> dict[str, Any]:
     if settings["schema"] != SCHEMA:
         raise ValueError(f"{path}: its schema is {settings['schema']}, this draftsmith reads {SCHEMA}")
     for name, digest in settings["files"].items():
-        if (fault := name_fault(name)) is not None or not isinstance(digest, str):
+        if (fault := name_fault(name)) is None and not name.endswith((".safetensors", ".json")):
+            fault = "it is no file of weights or settings"
+        if fault is not None or not isinstance(digest, str):
             raise ValueError(f"{path}: files names {name!r} with {digest!r}: {fault or 'expected a hash'}")
     return settings
 
 
-def _check_files(folder: Path, files: dict[str, str]) -> None:
-    """ValueError for a file of the method that is missing, of another hash, or too many."""
-    ours = {name.partition("/")[0] for name in files}
-    for name, _ in files_of(folder):
-        if name in files or name.partition("/")[0] not in ours:
-            continue
-        raise ValueError(f"{folder} holds {name}, which its {SETTINGS_FILE} does not list")
+def _check_files(folder: Path, settings: dict[str, Any]) -> None:
+    """ValueError for a file of the method that is missing, no file, of another hash, or too many."""
+    files: dict[str, str] = settings["files"]
+    folders = [entry["folder"] for entry in settings["drafters"] if isinstance(entry, dict) and "folder" in entry]
+    for name, fault in files_of(folder):
+        if fault is not None and name in files:
+            raise ValueError(f"{folder / name} {fault}")
+        if name not in files and (name == PARTS_FILE or name.partition("/")[0] in folders):
+            raise ValueError(f"{folder} holds {name}, which its {SETTINGS_FILE} does not list")
     for name, digest in files.items():
         try:
             found = file_hash(folder / name)
@@ -227,11 +243,14 @@ def _read_parts(path: Path, parts: list[Any], listed_in: Path) -> dict[str, Any]
 
 
 def _read_heads(path: Path) -> PredictionHeads:
-    with safe_open(path, framework="pt") as opened:
-        prefix = "heads."
-        names = [name for name in opened.keys() if name.startswith(prefix)]  # noqa: SIM118 (not a dictionary)
-        tensors = {name.removeprefix(prefix): opened.get_tensor(name) for name in names}
-        text = (opened.metadata() or {}).get("heads", "")
+    try:
+        with safe_open(path, framework="pt") as opened:
+            prefix = "heads."
+            names = [name for name in opened.keys() if name.startswith(prefix)]  # noqa: SIM118 (not a dictionary)
+            tensors = {name.removeprefix(prefix): opened.get_tensor(name) for name in names}
+            text = (opened.metadata() or {}).get("heads", "")
+    except UNREADABLE as error:
+        raise ValueError(f"{path} is not a safetensors file: {error}") from error
     try:
         config = parse_json(text)
     except ValueError as error:

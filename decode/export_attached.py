@@ -5,6 +5,7 @@ Letters: V vocabulary, D hidden, X some states.
 
 from __future__ import annotations
 
+import json
 from pathlib import Path
 from typing import Any
 
@@ -99,24 +100,34 @@ def _same_text(mine: CustomGenerate, theirs: CustomGenerate, options: ExportOpti
 
 
 def _serving(source: Source, options: ExportOptions) -> str:
-    target = target_name(source, options) or "TARGET"
+    target = json.dumps(target_name(source, options) or "TARGET", ensure_ascii=False)
     return f"""
 ```python
 from draftsmith.decode import CustomGenerate
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
-tokenizer = AutoTokenizer.from_pretrained("{target}")
-model = AutoModelForCausalLM.from_pretrained("{target}")
+tokenizer = AutoTokenizer.from_pretrained({target})
+model = AutoModelForCausalLM.from_pretrained({target})
 inputs = tokenizer("What is a draft?", return_tensors="pt")
-output = model.generate(**inputs, custom_generate=CustomGenerate.from_pretrained("{{folder}}"), max_new_tokens=64)
+custom = CustomGenerate.from_pretrained("{{folder}}")
+output = model.generate(**inputs, custom_generate=custom, max_new_tokens=64)
 ```
 
-Whoever trusts the few lines in `{{folder}}/custom_generate/generate.py` can also write
-`model.generate(**inputs, custom_generate="{{folder}}", trust_remote_code=True)`. Both need draftsmith installed
-(`pip install draftsmith`). At temperature 0 the text is the target's own.
+Whoever trusts the few lines in `custom_generate/generate.py` can also write
+`model.generate(**inputs, custom_generate="{{folder}}", trust_remote_code=True)`; or serve a model that lies beside it:
 
-`{PARTS_FILE}` holds the weights, `custom_generate.json` the method and its options. For another method, save it anew:
-`method("slim-s", heads=…, table=…, sequences=20).save_pretrained(FOLDER)` (`draftsmith.decode.method`).
+```python
+custom.save_pretrained("served")
+model.save_pretrained("served")
+tokenizer.save_pretrained("served")
+```
+
+    transformers serve served --trust-remote-code
+
+All of this needs draftsmith installed (`pip install draftsmith`). At temperature 0 the text is the target's own.
+
+`{PARTS_FILE}` holds the weights, `custom_generate.json` the method and its options. For another method, save it
+anew with `draftsmith.decode.method`: `method("slim-s", heads=…, table=…, sequences=20).save_pretrained(FOLDER)`.
 """
 
 

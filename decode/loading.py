@@ -5,6 +5,7 @@ Shape letters: N tree nodes, V vocabulary.
 
 from __future__ import annotations
 
+import pickle
 from pathlib import Path
 from typing import Any
 
@@ -35,6 +36,8 @@ _UNLOADABLE = (
     ImportError,
     SafetensorError,
     StrictDataclassError,
+    pickle.UnpicklingError,
+    EOFError,
     # what a configuration with values of wrong types or sizes ends in, in whichever model it names
     KeyError,
     TypeError,
@@ -156,7 +159,7 @@ def load_model(
     folder = Path(source)
     if not folder.is_dir() and (source.startswith((".", "/", "~", "runs/")) or source.count("/") > 1):
         raise ValueError(f"there is no model folder {source!r}")
-    options = {"dtype": dtype, "device": device, "device_map": device_map, "attention": attention}
+    options: dict[str, Any] = {"dtype": dtype, "device": device, "device_map": device_map, "attention": attention}
     if not folder.is_dir():
         return _load(source, **options)
     return steady(folder, lambda: _with_adapter(folder, **options) if _is_adapter(folder) else _load(source, **options))

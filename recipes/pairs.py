@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import sys
+from contextlib import redirect_stdout
 from pathlib import Path
 
 from rich.console import Console
@@ -12,7 +13,7 @@ from rich.table import Table
 
 from ..checkpoints.pair_checks import examine
 from ..checkpoints.pair_repairs import Repairs, repair
-from ..checkpoints.pairs import CONSUMERS, WORKS, Diagnosis, Side, open_side
+from ..checkpoints.pairs import CONSUMERS, WORKS, Diagnosis, open_side
 from ..data.tokenizers import load_tokenizer
 from .terminal import console, say
 
@@ -36,43 +37,44 @@ def examine_pair(target: str, drafter: str, fix: Path | None = None, as_json: bo
     Raises:
         ValueError: what `open_side` and `repair` raise.
     """
-    sides = [open_side(source, load_tokenizer) for source in (target, drafter)]
-    diagnosis = examine(*sides)
+    with redirect_stdout(sys.stderr):  # what libraries say when they are first used is no result
+        mine, theirs = (open_side(source, load_tokenizer) for source in (target, drafter))
+        diagnosis = examine(mine, theirs)
     shown = {"pair": diagnosis.plain()}
     if not as_json:
-        show(diagnosis, sides)
+        show(diagnosis)
     if fix is not None:
         command = f"draftsmith doctor {target} {drafter} --fix {fix}"
-        repairs = repair(*sides, diagnosis.findings, fix, command)
-        sides[1] = open_side(str(fix), load_tokenizer)
-        diagnosis = examine(*sides)
+        with redirect_stdout(sys.stderr):
+            repairs = repair(mine, theirs, diagnosis.findings, fix, command)
+            diagnosis = examine(mine, open_side(str(fix), load_tokenizer))
         shown |= {"repairs": {"done": repairs.done, "left": repairs.left}, "repaired": diagnosis.plain()}
         if not as_json:
             _show_repairs(repairs, fix)
-            show(diagnosis, sides)
+            show(diagnosis)
     if as_json:
         sys.stdout.write(json.dumps(shown, indent=2, ensure_ascii=False) + "\n")
     verdicts = diagnosis.verdicts
     return all(verdicts[name].outcome == WORKS for name in _MUST_WORK)
 
 
-def show(diagnosis: Diagnosis, sides: list[Side]) -> None:
+def show(diagnosis: Diagnosis) -> None:
     """The facts, the findings and the verdicts, as tables."""
     out = console()
     facts = Table(box=None, title="compared", title_justify="left")
-    for heading in ("", f"target {sides[0].source}", f"drafter {sides[1].source}"):
+    for heading in ("", f"target {diagnosis.target}", f"drafter {diagnosis.drafter}"):
         facts.add_column(escape(heading), overflow="fold")
     for name, mine, theirs in diagnosis.facts:
         facts.add_row(name, mine, theirs, style=None if mine == theirs else "bold")
     out.print(facts)
     _show_findings(diagnosis, out)
     verdicts = Table(box=None, title="verdicts", title_justify="left")
-    for heading in ("", "verdict", "why"):
-        verdicts.add_column(heading, no_wrap=heading != "why")
+    for heading in ("", "verdict", "why, and what that was read of"):
+        verdicts.add_column(heading, no_wrap=len(heading) < 10)
     for name, verdict in diagnosis.verdicts.items():
-        why = "; ".join(verdict.reasons) or "–"
+        why = "".join(f"{escape(reason)}; " for reason in verdict.reasons)
         colour = _COLOURS[verdict.outcome]
-        verdicts.add_row(name, f"[{colour}]{verdict.outcome}[/]", f"{escape(why)} [dim]({escape(CONSUMERS[name])})[/]")
+        verdicts.add_row(name, f"[{colour}]{verdict.outcome}[/]", f"{why}[dim]{escape(CONSUMERS[name])}[/]")
     out.print(verdicts)
 
 

@@ -15,7 +15,6 @@ from ..checkpoints.hub import Hub
 from ..checkpoints.manifest import MANIFEST_FILE, Manifest
 from ..checkpoints.publish import MAIN, Plan, plan_push, pull, push
 from ..data.corpora import find_corpus
-from ..decode.methods import METHODS, needs_of
 from .certificate_report import certificate_beside, load_certificate
 from .results import load_results
 from .terminal import console, say
@@ -55,8 +54,16 @@ def run_push(artifact: Path, repo: str, asked: Asked) -> None:
     def card(manifest: Manifest) -> str:
         return model_card(manifest, repo, evidence_of(artifact, manifest, asked, hub))
 
-    options = {"branch": asked.branch, "private": asked.private, "message": asked.message}
-    plan = plan_push(hub, artifact, repo, card, replace_other=asked.replace_other, **options)
+    plan = plan_push(
+        hub,
+        artifact,
+        repo,
+        card,
+        branch=asked.branch,
+        private=asked.private,
+        message=asked.message,
+        replace_other=asked.replace_other,
+    )
     _show(plan, hub.address)
     if not asked.yes:
         say("push: nothing was uploaded; the same command with --yes does it")
@@ -155,6 +162,8 @@ def _digest(files: Mapping[str, str] | None) -> str:
 
 def _uses(row: Mapping[str, Any], name: str) -> bool:
     """Whether a row is about an artifact that results have under a name, or is what it is compared with."""
+    from ..decode.methods import METHODS, needs_of  # here, for transformers' models take seconds to load
+
     method = row["method"]
     if method == _BASELINE:
         return True
@@ -181,7 +190,9 @@ def _show(plan: Plan, address: str) -> None:
     kind = "private" if plan.private else "public"
     state = "to be made" if plan.parent is None else f"at {plan.parent[:12]}"
     branch = f"branch {plan.branch}" + (", to be begun" if plan.new_branch else "")
-    files = Table(title=escape(f"{where} ({kind}, {state}, {branch})"), title_justify="left", box=None)
+    out = console()
+    out.print(f"{where} ({kind}, {state}, {branch})", markup=False, soft_wrap=True)
+    files = Table(box=None)
     files.add_column("file", overflow="fold")
     files.add_column("bytes", justify="right", no_wrap=True)
     files.add_column("", no_wrap=True)
@@ -189,19 +200,20 @@ def _show(plan: Plan, address: str) -> None:
         files.add_row(escape(name), f"{file.size:,}", "is sent" if name in plan.sent else "is there already")
     for name in plan.deleted:
         files.add_row(escape(ascii(name)[1:-1]), "", "is deleted there")
-    out = console()
     out.print(files)
     total = sum(plan.files[name].size for name in plan.sent)
-    out.print(f"{len(plan.sent)} files, {total:,} bytes to send, in one commit: {plan.message}", markup=False)
+    sent = f"{len(plan.sent)} files, {total:,} bytes to send, in one commit: {plan.message}"
+    out.print(sent, markup=False, soft_wrap=True)
     account = "nobody: no token is stored (`hf auth login`)" if plan.account is None else plan.account
     out.print(f"as {account}", markup=False)
     folders = sorted(set(_folders(plan.manifest.recipe)) | set(_folders(plan.manifest.target)))
     if folders:
         more = ", …" if len(folders) > _NAMED_FOLDERS else ""
         named = ", ".join(folders[:_NAMED_FOLDERS]) + more
-        out.print(f"note: {MANIFEST_FILE}, which others will read, names places of this machine: {named}", markup=False)
+        note = f"note: {MANIFEST_FILE}, which others will read, names places of this machine: {named}"
+        out.print(note, markup=False, soft_wrap=True)
     out.rule(_CARD, align="left")
-    out.print(plan.card, markup=False)
+    out.print(plan.card, markup=False, soft_wrap=True)
     out.rule()
 
 

@@ -10,7 +10,7 @@ from typing import Any
 
 import numpy as np
 
-from ..checkpoints.artifact import Manifest, tokenizer_fingerprint, verify_artifact
+from ..checkpoints.artifact import Manifest, open_artifact, tokenizer_fingerprint
 from ..checkpoints.table import TABLE_FILE, BigramTable, merged_runs
 from ..checkpoints.table_file import write_table
 from ..data.tokenizers import load_tokenizer
@@ -29,10 +29,10 @@ def show_table(folder: Path, tokenizer: str | None) -> None:
     Raises:
         ValueError: no table, a damaged one, a tokenizer that is not the table's.
     """
-    manifest = verify_artifact(folder, "table")
+    manifest, table = open_artifact(folder, BigramTable.load, "table")
     texts = _tokenizer(folder, manifest, tokenizer)
     hint = _without_texts(manifest) if texts is None else None
-    show_report(folder, manifest, BigramTable.load(folder).report(texts), hint)
+    show_report(folder, manifest, table.report(texts), hint)
 
 
 def merge_tables(folders: Sequence[Path], out: Path, *, again: bool = False) -> None:
@@ -49,8 +49,8 @@ def merge_tables(folders: Sequence[Path], out: Path, *, again: bool = False) -> 
     if len(folders) < 2:
         raise ValueError(f"merging takes two tables or more, got {len(folders)}")
     _check_free(out)
-    manifests = [verify_artifact(folder, "table") for folder in folders]
-    tables = [BigramTable.load(folder) for folder in folders]
+    opened = [open_artifact(folder, BigramTable.load, "table") for folder in folders]
+    manifests, tables = [manifest for manifest, _ in opened], [table for _, table in opened]
     _check_alike(folders, manifests, tables)
     parts = [part for folder, manifest in zip(folders, manifests, strict=True) for part in _parts_of(folder, manifest)]
     _check_rules(parts)
@@ -89,9 +89,9 @@ def prune_table(folder: Path, out: Path, *, min_count: int = 1, top: int = 0, me
     _check_free(out)
     if min_count == 1 and not top and megabytes is None:
         raise ValueError("this leaves nothing out: give --min-count above 1, --top or --megabytes")
-    manifest = verify_artifact(folder, "table")
+    manifest, whole = open_artifact(folder, BigramTable.load, "table")
     options: dict[str, Any] = {"min_count": min_count, "top": top, "megabytes": megabytes}
-    pruned = BigramTable.load(folder).pruned(**options)
+    pruned = whole.pruned(**options)
     save_table(
         out,
         pruned.save,

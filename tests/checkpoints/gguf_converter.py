@@ -13,9 +13,7 @@ import re
 import struct
 import sys
 from pathlib import Path
-
-import torch
-from safetensors.torch import load_file
+from typing import Any
 
 NAMES = {
     "model.embed_tokens": "token_embd",
@@ -31,28 +29,53 @@ NAMES = {
     "mlp.up_proj": "ffn_up",
     "mlp.down_proj": "ffn_down",
 }
-KINDS = {"f32": (0, torch.float32), "f16": (1, torch.float16), "bf16": (30, torch.bfloat16)}
+KINDS = {"f32": 0, "f16": 1, "bf16": 30}
 
 
 def text(value: str) -> bytes:
     return struct.pack("<Q", len(value.encode())) + value.encode()
 
 
-def paired(weight: torch.Tensor, heads: int) -> torch.Tensor:
-    return weight.reshape(heads, 2, -1, *weight.shape[1:]).transpose(1, 2).reshape(weight.shape)
+def read(path: Path) -> dict[str, tuple[str, list[int], bytes]]:
+    """Type, shape and bytes of every tensor of a safetensors file; nothing is imported that takes long."""
+    whole = path.read_bytes()
+    (length,) = struct.unpack_from("<Q", whole)
+    entries = json.loads(whole[8 : 8 + length])
+    entries.pop("__metadata__", None)
+    return {
+        name: (one["dtype"], one["shape"], whole[8 + length + one["data_offsets"][0] :][: size_of(one)])
+        for name, one in entries.items()
+    }
 
 
-def tensors_of(folder: Path, config: dict[str, int], dtype: torch.dtype) -> dict[str, torch.Tensor]:
+def size_of(entry: dict[str, Any]) -> int:
+    return entry["data_offsets"][1] - entry["data_offsets"][0]
+
+
+def paired(data: bytes, rows: int, heads: int) -> bytes:
+    """Rows in llama.cpp's order: in each head, the two of a rotary pair beside each other."""
+    width, half = len(data) // rows, rows // heads // 2
+    order = [head * 2 * half + part * half + i for head in range(heads) for i in range(half) for part in range(2)]
+    return b"".join(data[row * width : (row + 1) * width] for row in order)
+
+
+def as_floats(kind: str, data: bytes) -> bytes:
+    if kind == "BF16":
+        return b"".join(b"\0\0" + data[i : i + 2] for i in range(0, len(data), 2))
+    return data if kind == "F32" else struct.pack(f"<{len(data) // 2}f", *struct.unpack(f"<{len(data) // 2}e", data))
+
+
+def tensors_of(folder: Path, config: dict[str, int]) -> dict[str, tuple[list[int], bytes, bool]]:
+    """Shape, bytes, and whether it is of float32, as vectors are."""
     found = {}
-    for name, tensor in load_file(folder / "model.safetensors").items():
+    for name, (kind, shape, data) in read(folder / "model.safetensors").items():
         layer = re.fullmatch(r"model\.layers\.(\d+)\.(.+)\.weight", name)
         own = NAMES[layer[2] if layer else name.removesuffix(".weight")]
-        if own == "attn_q":
-            tensor = paired(tensor, config["num_attention_heads"])
-        if own == "attn_k":
-            tensor = paired(tensor, config["num_key_value_heads"])
-        tensor = tensor.to(torch.float32 if tensor.dim() == 1 else dtype)
-        found[(f"blk.{layer[1]}." if layer else "") + own + ".weight"] = tensor
+        if own in ("attn_q", "attn_k"):
+            data = paired(data, shape[0], config["num_attention_heads" if own == "attn_q" else "num_key_value_heads"])
+        if len(shape) == 1:
+            data = as_floats(kind, data)
+        found[(f"blk.{layer[1]}." if layer else "") + own + ".weight"] = (shape, data, len(shape) == 1)
     return found
 
 
@@ -68,10 +91,10 @@ def main() -> None:
     if fault == "writes nothing":
         return
     config = json.loads((asked.model / "config.json").read_text())
-    kind, dtype = KINDS[asked.outtype]
-    tensors = tensors_of(asked.model, config, dtype)
+    tensors = tensors_of(asked.model, config)
     if fault == "one value":
-        tensors["blk.0.attn_q.weight"].view(-1)[5] += 0.01
+        shape, data, _ = tensors["blk.0.attn_q.weight"]
+        tensors["blk.0.attn_q.weight"] = (shape, data[:9] + bytes([data[9] ^ 1]) + data[10:], False)
     if fault == "one less":
         del tensors["blk.1.ffn_up.weight"]
     vocab_size = config["vocab_size"] - (fault == "fewer tokens")
@@ -81,12 +104,11 @@ def main() -> None:
     values.append(text("tokenizer.ggml.tokens") + struct.pack("<IIQ", 9, 8, len(tokens)) + b"".join(map(text, tokens)))
     values.append(text("tokenizer.ggml.scores") + struct.pack("<IIQ", 9, 6, 3) + struct.pack("<3f", 0, 1, 2))
     infos, data = b"", b""
-    for name, tensor in tensors.items():
+    for name, (shape, one, is_float) in tensors.items():
         data += b"\0" * (-len(data) % 32)
-        dims = tuple(reversed(tensor.shape))
-        info = struct.pack("<IQ", 0 if tensor.dtype == torch.float32 else kind, len(data))
-        infos += text(name) + struct.pack(f"<I{len(dims)}Q", len(dims), *dims) + info
-        data += bytes(tensor.contiguous().view(torch.uint8).flatten().tolist())
+        info = struct.pack("<IQ", 0 if is_float else KINDS[asked.outtype], len(data))
+        infos += text(name) + struct.pack(f"<I{len(shape)}Q", len(shape), *reversed(shape)) + info
+        data += one
     count = 1 << 60 if fault == "claims too much" else len(tensors)
     header = b"GGUF" + struct.pack("<IQQ", 3, count, len(values)) + b"".join(values) + infos
     whole = header + b"\0" * (-len(header) % 32) + data

@@ -36,7 +36,8 @@ def point_client(url: str, home: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     places = {"HF_TOKEN_PATH": "token", "AGENT_HARNESSES_PATH": "agents", "HF_HUB_CACHE": "hub"}
     settings: dict[str, Any] = {name: str(home / place) for name, place in places.items()}
     settings |= {"ENDPOINT": url, "HUGGINGFACE_CO_URL_TEMPLATE": url + "/{repo_id}/resolve/{revision}/{filename}"}
-    for name, value in (settings | {"HF_HUB_OFFLINE": False, "HF_HUB_DISABLE_XET": True}).items():
+    settings |= {"HF_HUB_OFFLINE": False, "HF_HUB_DISABLE_XET": True, "HF_HUB_DISABLE_PROGRESS_BARS": True}
+    for name, value in settings.items():
         monkeypatch.setattr(constants, name, value)
 
 

@@ -1,8 +1,8 @@
 """A hub on 127.0.0.1 that speaks what huggingface_hub's client speaks, and fails as it is told to.
 
 Repositories have commits, branches and a store of large files, which lies on a second address as on the real hub: there
-no token must be sent. Large files go through the LFS protocol, in one part or several; Xet is not spoken, so that the
-client is to be run with HF_HUB_DISABLE_XET=1. What is not known of the real hub's answers follows the client's source.
+no token must be sent. Large files go through the LFS protocol, in one part or several, or through Xet, where the hub is
+given such a store. What is not known of the real hub's answers follows the client's source.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ class Fault:
 
     kind: str
     """Of request: whoami, validate, create, delete, info, tree, refs, branch, preupload, batch, put, part, complete,
-    verify, commit, head, get, store."""
+    verify, commit, head, get, store; of Xet: token, xorbs, shards, reconstructions, fetch."""
     what: str
     """status: it is answered with `status`; drop: the connection ends without an answer; break: it ends in the middle
     of what the client sends; late: it is done, and then the connection ends; cut: the answer's body ends in its middle;
@@ -83,7 +83,8 @@ class Repo:
     branches: dict[str, str] = field(default_factory=dict)
 
     def add(self, branch: str, files: dict[str, Blob]) -> str:
-        name = hashlib.sha1(f"{len(self.commits)} {branch} {sorted(files)}".encode()).hexdigest()
+        held = sorted((path, blob.oid) for path, blob in files.items())
+        name = hashlib.sha1(f"{len(self.commits)} {branch} {held}".encode()).hexdigest()
         self.commits[name] = files
         self.branches[branch] = name
         return name
@@ -101,10 +102,10 @@ class Repo:
 class Hub:
     """The stand-in. `repos` is what it holds, `requests` what was asked of it."""
 
-    def __init__(self, part_bytes: int | None = None, page: int = 1000) -> None:
+    def __init__(self, part_bytes: int | None = None, page: int = 1000, xet: Any = None) -> None:
         self.part_bytes = part_bytes
-        """Where given, large files are uploaded in parts of this size. `page`: files that a list has at once."""
-        self.page = page
+        self.page, self.xet = page, xet
+        """`part_bytes`: of parts that large files are uploaded in, if they are; `page`: files a list has at once."""
         self.repos: dict[str, Repo] = {}
         self.store: dict[str, bytes] = {}
         self.parts: dict[str, dict[int, bytes]] = {}
@@ -159,14 +160,11 @@ def is_large(content: bytes) -> bool:
 
 
 class _Server(ThreadingHTTPServer):
-    daemon_threads = True
-
     def __init__(self, hub: Hub, storage: bool) -> None:
         super().__init__(("127.0.0.1", 0), _Handler)
-        self.hub, self.storage = hub, storage
+        self.hub, self.storage, self.daemon_threads = hub, storage, True
 
-    def handle_error(self, request: Any, client_address: Any) -> None:
-        """Clients that go away are no news."""
+    handle_error = staticmethod(lambda *_: None)  # clients that go away are no news
 
 
 @dataclass
@@ -177,8 +175,7 @@ class Answer:
 
 
 def said(value: Any, status: int = 200, **headers: str) -> Answer:
-    names = {name.replace("_", "-"): text for name, text in headers.items()}
-    return Answer(status, json.dumps(value).encode(), {"Content-Type": "application/json"} | names)
+    return Answer(status, json.dumps(value).encode(), {"Content-Type": "application/json"} | headers)
 
 
 def refused(status: int, code: str = "", message: str = "no") -> Answer:
@@ -191,6 +188,7 @@ NOT_FOUND = refused(404, "RepoNotFound", "Repository not found")
 
 class _Handler(BaseHTTPRequestHandler):
     protocol_version = "HTTP/1.1"
+    disable_nagle_algorithm = True
     server: _Server
 
     log_message = staticmethod(lambda *_: None)
@@ -232,14 +230,13 @@ class _Handler(BaseHTTPRequestHandler):
     do_GET = do_HEAD = do_POST = do_PUT = do_DELETE = handle_any
 
     def _body(self) -> bytes:
-        if self.headers.get("Transfer-Encoding") == "chunked":
-            chunks = []
-            while size := int(self.rfile.readline().split(b";")[0], 16):
-                chunks.append(self.rfile.read(size))
-                self.rfile.readline()
-            self.rfile.readline()
-            return b"".join(chunks)
-        return self.rfile.read(int(self.headers.get("Content-Length", 0)))
+        if self.headers.get("Transfer-Encoding") != "chunked":
+            return self.rfile.read(int(self.headers.get("Content-Length", 0)))
+        body = b""
+        while size := int(self.rfile.readline().split(b";")[0], 16):
+            body += self.rfile.read(size + 2)[:-2]
+        self.rfile.readline()
+        return body
 
     def _answer(self, answer: Answer, what: str) -> None:
         body = answer.body
@@ -277,8 +274,10 @@ class _Handler(BaseHTTPRequestHandler):
                 return "refs", self.refs, (f"{user}/{name}",)
             case [user, name, "info", "lfs", "objects", "batch"]:
                 return "batch", self.batch, (f"{user}/{name.removesuffix('.git')}",)
-            case ["lfs", ("verify" | "complete") as act, *rest]:
-                return act, getattr(self, act), tuple(rest)
+            case ["lfs", ("verify" | "complete") as act]:
+                return act, getattr(self, act), ()
+            case ["api", "models", user, name, ("xet-write-token" | "xet-read-token"), _] if self.hub.xet:
+                return "token", self.token, (f"{user}/{name}",)
             case [user, name, "resolve", revision, *path]:
                 act = "head" if self.command == "HEAD" else "get"
                 return act, self.resolve, (f"{user}/{name}", revision, "/".join(path))
@@ -292,6 +291,10 @@ class _Handler(BaseHTTPRequestHandler):
                 return "part", self.part, (oid, int(number))
             case "GET", ["file", oid]:
                 return "store", self.stored, (oid,)
+            case "GET", ["xorb", name]:
+                return "fetch", lambda: self._ranged(self.hub.xet.xorbs[name]), ()
+            case _, ["v1", kind, *rest] if self.hub.xet and kind in self.hub.xet.KINDS:
+                return kind, lambda: said(self.hub.xet.answer(self.hub, kind, rest, self.sent)), ()
         return "unknown", lambda: refused(404), ()
 
     def _seen(self, name: str) -> Repo | None:
@@ -335,10 +338,10 @@ class _Handler(BaseHTTPRequestHandler):
     def delete(self) -> Answer:
         asked = json.loads(self.sent)
         name = f"{asked['organization'] or USER}/{asked['name']}"
-        no = self._may_write(name)
-        if no is None:
-            del self.hub.repos[name]
-        return no or Answer()
+        if no := self._may_write(name):
+            return no
+        del self.hub.repos[name]
+        return Answer()
 
     def info(self, name: str, revision: str) -> Answer:
         repo = self._seen(name)
@@ -347,9 +350,8 @@ class _Handler(BaseHTTPRequestHandler):
         commit = repo.at(revision)
         if commit is None:
             return refused(404, "RevisionNotFound", f"Invalid rev id: {revision}")
-        names = [{"rfilename": path} for path in repo.commits[commit]]
         gated = "manual" if repo.gated else False
-        return said({"id": name, "sha": commit, "private": repo.private, "gated": gated, "siblings": names})
+        return said({"id": name, "sha": commit, "private": repo.private, "gated": gated, "siblings": []})
 
     def tree(self, name: str, revision: str) -> Answer:
         repo = self._seen(name)
@@ -358,21 +360,17 @@ class _Handler(BaseHTTPRequestHandler):
             return NOT_FOUND if repo is None else refused(404, "RevisionNotFound")
         entries = []
         for path, blob in sorted(repo.commits[commit].items()):
-            about = {"size": len(blob.content), "oid": blob.oid}
             large = {"lfs": {"oid": blob.sha256, "size": len(blob.content), "pointerSize": 130}} if blob.large else {}
-            entries.append({"type": "file", "path": path} | about | large)
+            entries.append({"type": "file", "path": path, "size": len(blob.content), "oid": blob.oid} | large)
         start = int(self.query.get("cursor", ["0"])[0])
-        answer = said(entries[start : start + self.hub.page])
-        if start + self.hub.page < len(entries):
-            more = f"{self.hub.url}{self.place}?recursive=true&cursor={start + self.hub.page}"
-            answer.headers["Link"] = f'<{more}>; rel="next"'
-        return answer
+        end = start + self.hub.page
+        more = f'<{self.hub.url}{self.place}?recursive=true&cursor={end}>; rel="next"'
+        return said(entries[start:end], **({"Link": more} if end < len(entries) else {}))
 
     def refs(self, name: str) -> Answer:
-        repo, found = self._seen(name), []
-        for branch, commit in (repo.branches if repo else {}).items():
-            found.append({"name": branch, "ref": f"refs/heads/{branch}", "targetCommit": commit})
-        return said({"branches": found, "converts": [], "tags": []}) if repo else NOT_FOUND
+        branches = getattr(self._seen(name), "branches", {})
+        found = [{"name": name, "ref": f"refs/heads/{name}", "targetCommit": at} for name, at in branches.items()]
+        return said({"branches": found, "converts": [], "tags": []}) if found else NOT_FOUND
 
     def branch(self, name: str, branch: str) -> Answer:
         if no := self._may_write(name):
@@ -380,27 +378,23 @@ class _Handler(BaseHTTPRequestHandler):
         repo = self.hub.repos[name]
         if self.command == "DELETE":
             del repo.branches[branch]
-        elif branch in repo.branches:
-            return refused(409)
         else:
-            repo.branches[branch] = repo.branches["main"]
+            repo.branches.setdefault(branch, repo.branches["main"])
         return Answer()
 
     def preupload(self, name: str, revision: str) -> Answer:
         if no := self._may_write(name):
             return no
-        repo = self.hub.repos[name]
-        commit = repo.at(revision)
+        commit = self.hub.repos[name].at(revision)
         if commit is None:
             return refused(404, "RevisionNotFound")
-        there = repo.commits[commit]
-        files = []
+        there, files = self.hub.repos[name].commits[commit], []
         for asked in json.loads(self.sent)["files"]:
             large = is_large(base64.b64decode(asked["sample"])) or asked["size"] > 100_000
             blob = there.get(asked["path"])
-            oid = None if blob is None else blob.sha256 if blob.large else blob.oid
-            mode = "lfs" if large else "regular"
-            files.append({"path": asked["path"], "uploadMode": mode, "shouldIgnore": False, "oid": oid})
+            about = {"uploadMode": "lfs" if large else "regular", "shouldIgnore": False}
+            about["oid"] = blob and (blob.sha256 if blob.large else blob.oid)
+            files.append({"path": asked["path"]} | about)
         return said({"files": files})
 
     def batch(self, name: str) -> Answer:
@@ -430,17 +424,15 @@ class _Handler(BaseHTTPRequestHandler):
 
     def complete(self) -> Answer:
         asked = json.loads(self.sent)
-        parts = self.hub.parts[asked["oid"]]
-        self.hub.store[asked["oid"]] = b"".join(parts[part["partNumber"]] for part in asked["parts"])
+        self.hub.store[asked["oid"]] = b"".join(part for _, part in sorted(self.hub.parts[asked["oid"]].items()))
         return said({})
 
     def verify(self) -> Answer:
-        asked = json.loads(self.sent)
-        content = self.hub.store.get(asked["oid"], b"")
-        if hashlib.sha256(content).hexdigest() != asked["oid"]:
-            self.hub.store.pop(asked["oid"], None)
-            return refused(422, message="the file's hash is another")
-        return said({})
+        oid = json.loads(self.sent)["oid"]
+        if hashlib.sha256(self.hub.store.get(oid, b"")).hexdigest() == oid:
+            return said({})
+        self.hub.store.pop(oid, None)
+        return refused(422, message="the file's hash is another")
 
     def commit(self, name: str, branch: str) -> Answer:
         if no := self._may_write(name):
@@ -476,17 +468,25 @@ class _Handler(BaseHTTPRequestHandler):
         if repo.gated:
             return refused(403, "GatedRepo", f"Access to model {name} is restricted")
         commit = repo.at(revision)
-        if commit is None or path not in repo.commits[commit]:
+        blob = repo.commits[commit].get(path) if commit else None
+        if commit is None or blob is None:
             return refused(404, "EntryNotFound" if commit else "RevisionNotFound")
-        blob = repo.commits[commit][path]
         headers = {"X-Repo-Commit": commit, "ETag": f'"{blob.oid}"'}
         if not blob.large:
             answer = self._ranged(blob.content)
             answer.headers |= headers
             return answer
         headers |= {"X-Linked-Etag": f'"{blob.sha256}"', "X-Linked-Size": str(len(blob.content))}
+        if self.hub.xet:
+            headers |= self.hub.xet.headers(blob.sha256, f"{self.hub.url}/api/models/{name}/xet-read-token/{commit}")
         self.hub.store.setdefault(blob.sha256, blob.content)
         return Answer(302, b"", headers | {"Location": f"{self.hub.storage_url}/file/{blob.sha256}"})
+
+    def token(self, name: str) -> Answer:
+        if self._seen(name) is None:
+            return NOT_FOUND
+        about = self.hub.xet.connection(self.hub.storage_url)
+        return said(about, **{f"X-Xet-{key}": str(value) for key, value in about.items()})
 
     def stored(self, oid: str) -> Answer:
         return self._ranged(self.hub.store[oid])
@@ -495,6 +495,6 @@ class _Handler(BaseHTTPRequestHandler):
         asked = self.headers.get("Range", "")
         if not asked.startswith("bytes="):
             return Answer(200, content, {"Content-Length": str(len(content))})
-        start = int(asked.removeprefix("bytes=").partition("-")[0])
-        about = {"Content-Range": f"bytes {start}-{len(content) - 1}/{len(content)}"}
-        return Answer(206, content[start:], about)
+        first, _, last = asked.removeprefix("bytes=").partition("-")
+        start, end = int(first), int(last or len(content) - 1)
+        return Answer(206, content[start : end + 1], {"Content-Range": f"bytes {start}-{end}/{len(content)}"})

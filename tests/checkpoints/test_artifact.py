@@ -8,6 +8,7 @@ import os
 import subprocess
 import threading
 from collections.abc import Callable, Iterator
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -253,6 +254,16 @@ def test_what_is_no_artifact_is_refused(tmp_path: Path) -> None:
         ({"vocab_size": "many"}, "vocab_size is 'many', expected int"),
         ({"files": {"../../etc/passwd": {"sha256": "", "bytes": 1}}}, "expected a path in the folder"),
         ({"colour": "red"}, r"unknown \['colour'\]"),
+        ({"schema": 3}, "schema version is 3, this draftsmith reads 1 to 2; a newer draftsmith wrote it"),
+        ({"schema": 0}, "schema version is 0"),
+        ({"schema": True}, "schema version is True"),
+        ({"schema": "2"}, "schema version is '2'"),
+        ({"vocab_size": True}, "vocab_size is True, expected int"),
+        ({"vocab_size": 0}, "vocab_size is 0, expected at least 1"),
+        ({"recipe": None}, "recipe is None, expected dict"),
+        ({"command": ["draftsmith"]}, "command is .*, expected str or NoneType"),
+        ({"export": {"format": "npz"}}, "export is .*, expected a format and whether it is native"),
+        ({"export": {"format": None, "native": True}}, "export is .*, expected a format"),
     ],
 )
 def test_a_manifest_of_another_form_is_refused(tmp_path: Path, change: dict[str, Any], message: str) -> None:
@@ -261,6 +272,34 @@ def test_a_manifest_of_another_form_is_refused(tmp_path: Path, change: dict[str,
     path.write_text(json.dumps(json.loads(path.read_text()) | change))
     with pytest.raises(ValueError, match=message):
         load_manifest(tmp_path / "t")
+
+
+def test_a_manifest_of_version_1_is_read_as_one_of_today(tmp_path: Path) -> None:
+    saved = save(tmp_path / "t", command="draftsmith train x")
+    path = tmp_path / "t" / MANIFEST_FILE
+    old = json.loads(path.read_text())
+    for field in ("created", "command", "export"):
+        del old[field]
+    path.write_text(json.dumps(old | {"schema": 1}))
+    assert verify_artifact(tmp_path / "t") == replace(saved, created=None, command=None)
+    path.write_text(json.dumps(old | {"schema": 1, "command": "x"}))
+    assert load_manifest(tmp_path / "t").command is None, "version 1 had no such field"
+    del old["training"]
+    path.write_text(json.dumps(old | {"schema": 1}))
+    with pytest.raises(ValueError, match=r"missing \['training'\]"):
+        load_manifest(tmp_path / "t")
+
+
+def test_what_is_exported_for_others_is_no_artifact_of_its_kind(tmp_path: Path) -> None:
+    save(tmp_path / "npz", export={"format": "npz", "native": False})
+    save(tmp_path / "own", export={"format": "own", "native": True})
+    for read in (load_manifest, verify_artifact):
+        read(tmp_path / "npz")
+        read(tmp_path / "own", "table")
+        with pytest.raises(ValueError, match="an export in the format npz, which other programs read: name the table"):
+            read(tmp_path / "npz", "table")
+        with pytest.raises(ValueError, match="kind 'table', expected 'heads'"):
+            read(tmp_path / "npz", "heads")
 
 
 def test_another_kind_is_refused(tmp_path: Path) -> None:

@@ -8,8 +8,8 @@ import random
 import signal
 import time
 import traceback
-from collections.abc import Callable, Iterator
-from itertools import pairwise
+from collections.abc import Callable, Iterator, Sequence
+from itertools import cycle, pairwise
 from pathlib import Path
 from typing import Any
 
@@ -21,6 +21,8 @@ from draftsmith.checkpoints.artifact import load_manifest, open_artifact, save_a
 from draftsmith.checkpoints.folders import steady
 from draftsmith.checkpoints.heads import PredictionHeads, load_heads, save_heads
 from draftsmith.checkpoints.table import BigramTable
+from draftsmith.decode.loading import load_model
+from transformers import LlamaForCausalLM
 
 VOCAB = 16
 ABOUT: dict[str, Any] = {"vocab_size": VOCAB, "tokenizer_fingerprint": None, "target": None, "recipe": {}, "data": {}}
@@ -74,10 +76,9 @@ def ended(child: int) -> int:
     return os.waitstatus_to_exitcode(os.waitpid(child, 0)[1])
 
 
-def replace_for_ever(save: Callable[[Path, str], None], out: Path) -> None:
-    while True:
-        for content in CONTENTS:
-            save(out, content)
+def replace_for_ever(save: Callable[[Path, str], None], out: Path, contents: Sequence[str] = CONTENTS) -> None:
+    for content in cycle(contents):
+        save(out, content)
 
 
 @pytest.fixture(params=["exchange", "rename"])
@@ -133,6 +134,28 @@ def test_heads_are_loaded_with_the_config_that_belongs_to_them(tmp_path: Path) -
 
 
 @pytest.mark.usefixtures("_both_ways")
+def test_models_of_several_files_are_loaded_whole(tmp_path: Path, make_llama: Callable[..., LlamaForCausalLM]) -> None:
+    out, sizes = tmp_path / "drafter", {"a": 16, "b": 32}
+
+    models = {
+        content: make_llama(vocab_size=VOCAB, hidden_size=size, num_hidden_layers=1) for content, size in sizes.items()
+    }
+
+    def save(out: Path, content: str) -> None:
+        write = lambda folder: models[content].save_pretrained(folder, max_shard_size="30KB")  # noqa: E731
+        save_artifact(out, kind="drafter", write=write, shapes={"hidden": sizes[content]}, training={}, **ABOUT)
+
+    save(out, "a")
+    seen = set()
+    with forked(lambda: replace_for_ever(save, out)):
+        for _ in range(15):
+            manifest, model = open_artifact(out, lambda folder: load_model(str(folder)), "drafter")
+            assert model.lm_head.weight.shape == (VOCAB, manifest.shapes["hidden"])
+            seen.add(load_model(str(out)).config.hidden_size)
+    assert seen == set(sizes.values())
+
+
+@pytest.mark.usefixtures("_both_ways")
 def test_of_two_writers_at_once_the_last_one_wins_whole(tmp_path: Path) -> None:
     out = tmp_path / "t"
 
@@ -153,8 +176,9 @@ def test_a_writer_that_is_killed_at_any_moment_leaves_a_whole_artifact(tmp_path:
     save_table(out, "a")
     duration = time.monotonic() - start
     left, found = 0, set()
-    for _ in range(60):
-        with forked(lambda: replace_for_ever(save_table, out)):
+    for number in range(30):
+        order = CONTENTS[:: 1 if number % 2 else -1]
+        with forked(lambda order=order: replace_for_ever(save_table, out, order)):
             time.sleep(rng.uniform(0, 4 * duration))
         left += len(os.listdir(tmp_path)) - 1
         manifest, table = open_artifact(out, BigramTable.load, "table")
@@ -218,14 +242,16 @@ def test_leftovers_of_others_and_of_other_names_stay(tmp_path: Path) -> None:
         ".t.elsewhere-abcd1234.saving",  # of another host, whose locks may not be seen from here
         f".t.{host}-abcd1234.saving.mine",
     ]
-    for name in (*stay, f".t.{host}-abcd1234.saving", f".t.{host}-abcd1235.old"):
+    for name in (*stay, f".t.{host}-abcd1234.saving", f".t.{host}-abcd1235.saving"):
         (tmp_path / name).mkdir()
         (tmp_path / name / "file").write_text("")
     save_table(tmp_path / "t", "a")
     assert sorted(os.listdir(tmp_path)) == sorted([*stay, "t"])
 
 
-def test_a_folder_that_is_replaced_while_it_is_read_is_read_again(tmp_path: Path) -> None:
+def test_a_folder_that_is_replaced_while_it_is_read_is_read_again(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     out, reads = tmp_path / "t", []
     save_table(out, "a")
 
@@ -237,7 +263,8 @@ def test_a_folder_that_is_replaced_while_it_is_read_is_read_again(tmp_path: Path
 
     assert steady(out, lambda: read(1)) == "bb"
     assert reads == ["a", "b"]
-    with pytest.raises(ValueError, match="was replaced 100 times while it was read"):
+    monkeypatch.setattr(folders, "_ATTEMPTS", 5)
+    with pytest.raises(ValueError, match="was replaced 5 times while it was read"):
         steady(out, lambda: read(1000))
 
 

@@ -304,7 +304,7 @@ def test_names_that_promise_millions_of_blocks_are_refused_before_they_are_made(
     [
         "[" * 100_000,
         '{"states": ' + "[" * 1000 + "]" * 1000 + "}",
-        '{"states": {}}',
+        '{"states": {"a": 1}}',
         '{"scale": 1e999}',
         '{"scale": "2"}',
         '{"scale": -1}',

@@ -147,7 +147,7 @@ def test_sources_of_mixtures_files_and_merged_tables() -> None:
     mixture = [{"source": "alpaca", "weight": 0.5}, {"source": "/home/me/rows.json", "weight": 2.0}]
     sources = [{"hub": "alpaca"}, {"files": {"rows.json": "ab"}}]
     cleaning = {"contamination": ["mt-bench"]}
-    one = {"source": {"options": {"mixture": mixture}, "sources": sources, "cleaning": cleaning}}
+    one = {"source": {"options": {"mixture": mixture}, "sources": sources, "cleaning": cleaning}, "corpus": {}}
     other = {"source": {"options": {"source": "x/y", "path": "/tmp/copy"}, "sources": [{"files": {"a": "00"}}]}}
     found = data_sources(make_manifest(data={"parts": [one, other]}))
     assert [(each["source"], each["hub"], each["files"], each["weight"]) for each in found] == [
@@ -158,6 +158,11 @@ def test_sources_of_mixtures_files_and_merged_tables() -> None:
     card = model_card(make_manifest(data={"parts": [one, other]}), "t")
     assert "Contamination was checked in 1 of 2 parts: 0 rows with texts of mt-bench were dropped." in card
     assert "/home/me" not in card
+    assert "licence" not in card, "nobody said anything of them"
+    assert "| alpaca | – | – | 0.5 | unknown |" in model_card(make_manifest(data={"parts": [one]}), "t", Evidence())
+    assert data_sources(make_manifest(data={"parts": [{"parts": [one]}, other]})) == found
+    del one["corpus"]
+    assert "how many was not counted" in model_card(make_manifest(data=one), "t")
 
 
 def test_the_model_on_the_hub_that_it_is_made_of_or_for(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -205,7 +210,7 @@ def test_words_of_others_stay_words(hostile: str) -> None:
     assert set(head_of(attacked)) == set(head_of(harmless))
     assert "\x1b" not in attacked
     assert "\u202e" not in attacked
-    assert len(attacked) < 40_000
+    assert len(attacked) < 60_000
 
 
 @pytest.mark.parametrize("hostile", HOSTILE[:-1])

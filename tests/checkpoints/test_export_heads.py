@@ -25,7 +25,7 @@ from transformers import AutoConfig, LlamaForCausalLM
 
 VOCAB, HIDDEN = 24, 16
 FORMATS = {form.name: form for form in HEADS_FORMATS}
-CASES = {
+CASES: dict[str, dict[str, Any]] = {
     "one block": {"num_heads": 3, "num_layers": 1},
     "two blocks": {"num_heads": 2, "num_layers": 2},
     "no blocks": {"num_heads": 2, "num_layers": 0},
@@ -65,7 +65,7 @@ def vllm_reads(folder: Path, drafted: int, target_vocab: int, renames: bool) -> 
     layers = [value for key, value in config.items() if "num" in key and "heads" not in key and "layers" in key][-1]
     assert config["hidden_size"] == HIDDEN
     has_bias = config.get("medusa_fc_bias", False)
-    shapes = {}
+    shapes: dict[str, tuple[int, ...]] = {}
     for k in range(drafted):
         for layer in range(layers):
             shapes[f"blocks.{k}.layers.{layer}.weight"] = (HIDDEN, HIDDEN)
@@ -107,7 +107,8 @@ def tgi_reads(folder: Path, target: Path) -> Tensor | None:
         )
     except KeyError:
         assert layers == 1
-        shared = tensors | {f"{k}.head": of_target["lm_head.weight"] for k in range(sizes)}
+        head = of_target.get("lm_head.weight", of_target["model.embed_tokens.weight"])
+        shared = tensors | {f"{k}.head": head for k in range(sizes)}
         return logits_of(shared, "{k}.{l}.linear.weight", "{k}.{l}.linear.bias", "{k}.head", (sizes, 1))
 
 
@@ -266,6 +267,19 @@ def test_heads_whose_projections_are_the_targets_need_none(make: Make, target: P
         export(make(**CASES["no blocks"]), "medusa-2")
 
 
+def test_the_projection_of_a_tied_target_is_its_embedding(
+    make: Make, target: Path, make_llama: Callable[..., LlamaForCausalLM]
+) -> None:
+    model = make_llama(VOCAB, 3, hidden_size=HIDDEN, num_attention_heads=2, tie_word_embeddings=True)
+    model.save_pretrained(target, max_shard_size="2KB")
+    assert len(list(target.glob("*.safetensors"))) > 1
+    (target / "model.safetensors").unlink()  # the untied one's
+    artifact = make(**CASES["the target's"])
+    with torch.inference_mode():
+        expected = load_heads(artifact).attach(model.lm_head.weight)(STATES_BD)
+    torch.testing.assert_close(tensorrt_reads(export(artifact, "medusa")), expected, rtol=1e-4, atol=1e-4)
+
+
 def test_serving_says_who_refuses(make: Make) -> None:
     text = (export(make(num_layers=2, projection="target"), "medusa-2") / SERVING_FILE).read_text()
     assert "these have 2, and it refuses them" in text
@@ -284,8 +298,18 @@ def test_five_heads_for_faster_decoding(make: Make, target: Path) -> None:
     for found in (faster_decoding_reads(out), tensorrt_reads(out)):
         torch.testing.assert_close(found, expected, rtol=1e-4, atol=1e-4)
     assert not list(out.glob("*.safetensors"))
-    with pytest.raises(ValueError, match=r"holds 4 heads, .* exactly 5"):
-        export(make(num_heads=4), "medusa-pt", pickle=True)
+
+
+@pytest.mark.parametrize("count", [3, 6])
+def test_other_numbers_of_heads_become_five(count: int, make: Make, target: Path) -> None:
+    artifact = make(num_heads=count)
+    out = export(artifact, "medusa-pt", pickle=True)
+    expected = own_logits(artifact, target)
+    expected = expected[:, [min(k, count - 1) for k in range(5)]]
+    for found in (faster_decoding_reads(out), tensorrt_reads(out)):
+        torch.testing.assert_close(found, expected, rtol=1e-4, atol=1e-4)
+    said = "the last stands for those that lack" if count < 5 else "the last 1 are left out"
+    assert f"5 heads from {count}: {said}" in (out / SERVING_FILE).read_text()
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
@@ -362,10 +386,10 @@ def test_logits_that_differ_are_found_where_tensors_do_not(make: Make, monkeypat
     """A fault in multiplying a low rank out is in what is expected as well; the logits alone can tell."""
     good = export_heads._first_version
 
-    def transpose_blocks(heads: PredictionHeads) -> dict[str, Tensor]:
+    def transpose_blocks(heads: PredictionHeads, count: int) -> dict[str, Tensor]:
         return {
             name: tensor.T.contiguous() if re.fullmatch(r"\d+\.\d+\.linear\.weight", name) else tensor
-            for name, tensor in good(heads).items()
+            for name, tensor in good(heads, count).items()
         }
 
     monkeypatch.setattr(export_heads, "_first_version", transpose_blocks)

@@ -12,6 +12,7 @@ import pytest
 from draftsmith.checkpoints.artifact import verify_artifact
 from draftsmith.checkpoints.hub import Hub, HubError, check_repository_name, check_revision
 from draftsmith.checkpoints.publish import plan_push, push
+from huggingface_hub import constants
 
 
 def test_what_is_pushed_is_pulled(client: Any, artifact: Path, tmp_path: Path, kit: ModuleType) -> None:
@@ -53,9 +54,9 @@ PASSING_PUSHES = {
     "a proxy's page": [{"kind": kind, "what": "page"} for kind in ("whoami", "create", "validate", "commit")],
     "second upload broken in the middle": [{"kind": "put", "what": "break", "nth": 2}],
     "second upload 500": [{"kind": "put", "what": "status", "status": 500, "nth": 2, **QUICK}],
-    "list after the commit 503": [{"kind": "tree", "what": "status", "nth": 3, **QUICK}],
+    "list after the commit 503": [{"kind": "tree", "what": "status", "nth": 2, **QUICK}],
     "commit done, answer lost, hub away": [
-        {"kind": "commit", "what": "late"}, {"kind": "info", "what": "drop", "nth": 5, "times": 2}],
+        {"kind": "commit", "what": "late"}, {"kind": "info", "what": "drop", "nth": 3, "times": 2}],
 }  # fmt: skip
 FAILING_PUSHES = {
     "token unknown": ({"kind": "whoami", "what": "status", "status": 401, "times": 99}, "does not accept the stored"),
@@ -99,7 +100,7 @@ def test_a_push_gets_through(
 ) -> None:
     client.hub.faults = [stand_in.Fault(**fault) for fault in faults]
     client.push(artifact)
-    assert all(client.hub.count(fault.kind) > fault.nth for fault in client.hub.faults), "a fault was not met"
+    assert all(client.hub.count(fault.kind) >= fault.nth for fault in client.hub.faults), "a fault was not met"
     assert len(client.hub.repos[kit.REPO].commits) == 2, "one commit, even where its answer was lost"
     client.hub.faults = []
     client.pull(tmp_path / "theirs")
@@ -121,7 +122,7 @@ def test_a_push_that_fails_publishes_nothing(
     client.hub.faults = [stand_in.Fault(**fault)]
     with pytest.raises(HubError, match=message) as failed:
         client.push(artifact)
-    check_unpublished(client, before)
+    check_unpublished(client, before, kit)
     assert stand_in.TOKEN not in f"{failed.value}{client.told}"
     assert sum(client.slept) < 200, "there is a limit to patience"
     client.hub.faults = []
@@ -176,6 +177,13 @@ def test_the_hub_says_how_long_to_wait(make_client: Callable[..., Any], artifact
     assert [line for line in client.told if "answer 429; again in 7 s, 4 tries are left" in line]
 
 
+def test_a_client_that_may_not_ask(client: Any, artifact: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(constants, "HF_HUB_OFFLINE", True)
+    with pytest.raises(HubError, match="HF_HUB_OFFLINE is set, and the hub is needed"):
+        client.push(artifact)
+    assert client.hub.requests == []
+
+
 def test_it_waits_that_long(make_client: Callable[..., Any], stand_in: ModuleType) -> None:
     client = make_client(quick=False)
     client.hub.faults = [stand_in.Fault("whoami", "status", status=429, headers={"Retry-After": "1"})]
@@ -201,6 +209,9 @@ def test_a_repository_of_something_else_is_not_written_over(client: Any, artifac
     manifest = json.loads((artifact / "artifact.json").read_text()) | {"kind": "heads"}
     client.hub.repo(kit.REPO, {"artifact.json": json.dumps(manifest).encode()})
     with pytest.raises(ValueError, match="an artifact of kind 'heads', and this one is of kind 'table'"):
+        client.push(artifact)
+    client.hub.repo(kit.REPO, {"artifact.json": b"[]"})
+    with pytest.raises(ValueError, match=r"the artifact\.json of .* cannot be read: .*; --replace replaces it"):
         client.push(artifact)
     client.push(artifact, replace_other=True)
     assert set(client.hub.repos[kit.REPO].head()) == set(kit.files_of(artifact))

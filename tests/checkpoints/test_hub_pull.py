@@ -74,7 +74,7 @@ def test_a_pull_that_fails_leaves_what_stood_there(
     with pytest.raises(HubError, match=message) as failed:
         client.pull(out)
     assert stand_in.TOKEN not in f"{failed.value}{client.told}"
-    check_unwritten(tmp_path, there)
+    check_unwritten(tmp_path, there, kit)
     client.hub.faults = []
     client.pull(out)  # also of files that lay damaged in the cache
     assert kit.files_of(out) == client.hub.repos[kit.REPO].head()
@@ -158,4 +158,4 @@ def test_a_pull_that_is_killed(
     client.pull(tmp_path / "pulled" / "out")
     assert kit.files_of(tmp_path / "pulled" / "out") == client.hub.repos[kit.REPO].head()
     assert client.hub.count("store") == 3, "what had been fetched was not fetched again"
-    check_unwritten(tmp_path, client.hub.repos[kit.REPO].head())
+    check_unwritten(tmp_path, client.hub.repos[kit.REPO].head(), kit)

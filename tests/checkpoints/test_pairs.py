@@ -13,7 +13,7 @@ import pytest
 import torch
 from draftsmith.checkpoints.artifact import load_manifest, save_artifact, tokenizer_fingerprint, verify_artifact
 from draftsmith.checkpoints.pair_checks import examine
-from draftsmith.checkpoints.pair_repairs import NEVER, Repairs, arranged, repair
+from draftsmith.checkpoints.pair_repairs import Repairs, repair
 from draftsmith.checkpoints.pairs import CONSUMERS, Diagnosis, open_side, tensor_shapes
 from draftsmith.data.templates import CHATML_JINJA
 from draftsmith.data.tokenizers import load_tokenizer, train_bpe
@@ -23,6 +23,7 @@ from draftsmith.decode.methods import Parts, build_method
 from draftsmith.decode.metrics import Tally
 from draftsmith.decode.rng import Rng
 from draftsmith.decode.warpers import Sampling
+from safetensors.torch import load_file
 from transformers import AutoModelForCausalLM, LlamaForCausalLM, OPTConfig, OPTForCausalLM
 
 VOCAB = 300
@@ -166,6 +167,10 @@ def test_a_padded_drafter_is_trimmed(target: Path, drafter: Path) -> None:
     assert "300 (300 tokens)" in diagnosis.findings[0].target
     assert "384 (300 tokens)" in diagnosis.findings[0].drafter
     assert outcomes(diagnosis, "refused") == ALL - {"llama.cpp"}
+    with pytest.raises(ValueError, match="have different tokenizers"):  # as the verdicts say
+        assisted(target, drafter)
+    with pytest.raises(ValueError, match="they must be the same"):
+        decode(target, drafter)
     repaired, done, after = mend(target, drafter)
     assert "84 rows without a token dropped" in done.done
     assert after.findings == ()
@@ -194,25 +199,6 @@ def test_a_drafter_is_padded_to_a_padded_target(target: Path, drafter: Path, tie
     assert_it_is_the_target_again(target, repaired)
 
 
-def test_added_rows_never_come_first() -> None:
-    """A row of zeros does, where all other logits are negative."""
-    generator = torch.Generator().manual_seed(0)
-    hidden_XD = torch.randn(200, 16, generator=generator)
-    hidden_XD[:, 0] = 1.0
-    rows_VD = torch.randn(50, 16, generator=generator)
-    rows_VD[:, 0] -= 30
-
-    new_VD = arranged(rows_VD, [*range(50), None, None], range(50))
-    assert torch.equal(new_VD[:50], rows_VD)
-    logits_XV = hidden_XD @ new_VD.T
-    assert (logits_XV[:, :50].max(-1).values > logits_XV[:, 50:].max(-1).values).all()
-    assert (logits_XV.softmax(-1)[:, 50:] <= 1 / 50).all()
-    zero_X = hidden_XD @ torch.zeros(16)
-    assert (zero_X > logits_XV.max(-1).values).all(), "or zeros would have done"
-    bias_V = arranged(torch.zeros(50), [*range(50), None], range(50))
-    assert bias_V.tolist() == [0.0] * 50 + [NEVER]
-
-
 def test_a_swapped_token(target: Path, drafter: Path, tokenizer: Any) -> None:
     reorder(drafter, {100: 150, 150: 100})
     diagnosis = look(target, drafter)
@@ -228,6 +214,16 @@ def test_a_swapped_token(target: Path, drafter: Path, tokenizer: Any) -> None:
     assert done.done[0] == "2 rows moved, so that ids mean the same tokens"
     assert after.findings == ()
     assert_it_is_the_target_again(target, repaired)
+
+
+def test_rows_that_are_no_token_to_either_stay(target: Path, drafter: Path) -> None:
+    for folder in (target, drafter):
+        change_rows(folder, lambda rows: loud(rows, 8))
+    assert look(target, drafter).findings == ()
+    reorder(drafter, {100: 150, 150: 100})
+    weights = [load_file(folder / "model.safetensors") for folder in (target, mend(target, drafter)[0])]
+    assert weights[0].keys() == weights[1].keys()
+    assert all(torch.equal(weights[0][name], weights[1][name]) for name in weights[0])
 
 
 def test_a_shuffled_and_padded_vocabulary(target: Path, drafter: Path) -> None:
@@ -415,6 +411,13 @@ def test_an_artifact_is_repaired_to_an_artifact(target: Path, drafter: Path) -> 
     assert manifest.command == "draftsmith doctor"
     assert load_manifest(artifact).command is None
     assert_it_is_the_target_again(target, repaired)
+    shutil.rmtree(repaired)
+    with (artifact / "model.safetensors").open("r+b") as weights:
+        weights.seek(-1, 2)
+        weights.write(b"\x07")
+    with pytest.raises(ValueError, match=r"model\.safetensors has the hash"):
+        mend(target, artifact)
+    assert not repaired.exists()
 
 
 def test_a_manifest_that_names_another_tokenizer(target: Path, drafter: Path) -> None:
@@ -461,7 +464,7 @@ def test_nothing_is_written_over_or_without_need(target: Path, drafter: Path, tm
 
 
 def test_what_is_no_model_is_refused(target: Path, tmp_path: Path) -> None:
-    with pytest.raises(ValueError, match="there is no model folder"):
+    with pytest.raises(ValueError, match="there is no folder"):
         open_side(str(tmp_path / "nowhere"), load_tokenizer)
     (tmp_path / "adapter").mkdir()
     (tmp_path / "adapter" / "adapter_config.json").write_text("{}")

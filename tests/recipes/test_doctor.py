@@ -10,7 +10,11 @@ from typing import Any
 
 import pytest
 from draftsmith.data.tokenizers import load_tokenizer
+from draftsmith.recipes.cli import main
+from draftsmith.recipes.config import EvaluateRecipe
+from draftsmith.recipes.opening import open_recipe
 from draftsmith.recipes.pairs import examine_pair
+from huggingface_hub import constants
 from transformers import AutoModelForCausalLM, LlamaForCausalLM
 
 TEXT = "The user asks and the assistant answers. USER: the ASSISTANT: hello there, who are you? " * 30
@@ -71,7 +75,7 @@ def test_it_is_a_table_for_people(pair: tuple[Path, Path], capsys: pytest.Captur
     assert examine_pair(str(target), str(target))
     out = capsys.readouterr().out
     assert "nothing differs that matters" in out
-    assert out.count(" works ") >= 5
+    assert out.count(" works ") == 5
     model = AutoModelForCausalLM.from_pretrained(drafter)
     model.resize_token_embeddings(352, mean_resizing=False)
     model.save_pretrained(drafter)
@@ -86,19 +90,58 @@ def test_it_is_a_table_for_people(pair: tuple[Path, Path], capsys: pytest.Captur
     assert said.out.count("verdicts") == 2
 
 
-def test_the_command_line(pair: tuple[Path, Path], tmp_path: Path, cli: Any, launcher: Any) -> None:
-    target, drafter = map(str, pair)
-    found = cli("doctor", target, drafter, "--fix", str(tmp_path / "fixed"), "--json")
+def test_a_drafter_on_the_hub(
+    pair: tuple[Path, Path], tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(constants, "HF_HUB_CACHE", str(tmp_path / "cache"))
+    monkeypatch.setattr(constants, "HF_HUB_OFFLINE", True)
+    repo, commit = tmp_path / "cache" / "models--me--drafter", "a" * 40
+    shutil.copytree(pair[1], repo / "snapshots" / commit)
+    (repo / "refs").mkdir()
+    (repo / "refs" / "main").write_text(commit)
+    assert examine_pair(str(pair[0]), "me/drafter", tmp_path / "fixed", as_json=True)
+    shown = json.loads(capsys.readouterr().out)
+    assert [one["check"] for one in shown["pair"]["findings"]] == ["text after the end"]
+    assert shown["repaired"]["findings"] == []
+    with pytest.raises(ValueError, match="there is no folder me/other"):
+        examine_pair(str(pair[0]), "me/other")
+
+
+def test_an_evaluation_of_an_unfit_drafter_names_the_doctor(pair: tuple[Path, Path]) -> None:
+    model = AutoModelForCausalLM.from_pretrained(pair[1])
+    model.resize_token_embeddings(352, mean_resizing=False)
+    model.save_pretrained(pair[1])
+    recipe = EvaluateRecipe(
+        kind="evaluate", out="results.json", target=str(pair[0]), drafter=str(pair[1]), prompts="spec-bench",
+        methods=[{"method": "autoregressive"}, {"method": "speculative"}],
+    )  # fmt: skip
+    with pytest.raises(ValueError, match=rf"352 tokens, the target of 320.*draftsmith doctor {pair[0]} {pair[1]}"):
+        open_recipe(recipe)
+
+
+def test_the_command_line(
+    pair: tuple[Path, Path], tmp_path: Path, cli: Any, capsys: pytest.CaptureFixture[str],
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:  # fmt: skip
+    target, drafter, fixed = (*map(str, pair), str(tmp_path / "fixed"))
+    found = cli("doctor", target, drafter, "--fix", fixed, "--json")
     assert found.returncode == 0, found.stderr
-    assert json.loads(found.stdout)["repaired"]["findings"] == []
-    assert launcher.run("doctor", target, drafter)[0] == 1
-    assert launcher.run("doctor", target, str(tmp_path / "fixed"))[0] == 0
+    assert json.loads(found.stdout)["repaired"]["findings"] == [], "and nothing else stands there"
+
+    def code(*arguments: str) -> int:
+        monkeypatch.setattr("sys.argv", ["draftsmith", "doctor", *arguments])
+        with pytest.raises(SystemExit) as ended:
+            main()
+        return int(ended.value.code or 0)
+
+    assert code(target, drafter) == 1
+    assert code(target, fixed) == 0
     for arguments, said in (
         ((target,), "a pair is two"),
         (("--json",), "are for pairs"),
-        ((target, str(tmp_path / "none")), "there is no model folder"),
+        ((target, str(tmp_path / "none")), "there is no folder"),
         ((target, drafter, "--fix", drafter), "is one of the pair"),
     ):
-        code, error = launcher.run("doctor", *arguments)
-        assert code == 2
-        assert said in error
+        capsys.readouterr()
+        assert code(*arguments) == 2
+        assert said in capsys.readouterr().err

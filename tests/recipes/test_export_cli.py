@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import errno
 import json
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import pytest
+from draftsmith.checkpoints import export_heads
 from draftsmith.checkpoints.artifact import verify_artifact
 from draftsmith.recipes import cli as command_line
 from draftsmith.recipes.exporting import FORMATS
@@ -81,7 +83,6 @@ def test_the_folder_lies_beside_the_artifact_by_default(
         (["{pair}/heads", "--to", "meduza"], ["unknown format 'meduza'", "Did you mean 'medusa'?"]),
         (["{pair}/heads", "--to", "medusa", "--merge"], ["has no option merge"]),
         (["{pair}/heads", "--to", "medusa-pt"], ["add --pickle"]),
-        (["{pair}/heads", "--to", "medusa-pt", "--pickle"], ["holds 4 heads", "exactly 5"]),
         (["{pair}/drafter", "--to", "vllm-sglang", "--target", "{pair}/target"], ["it has no tokenizer"]),
         (["{pair}/drafter", "--to", "gguf"], ["say with --llama-cpp"]),
         (["{pair}/drafter", "--to", "transformers", "--no-merge"], ["--no-merge is for LoRA adapters"]),
@@ -97,4 +98,17 @@ def test_mistakes_are_one_message(
     for word in words:
         assert word in " ".join(said.split())
     assert "Traceback" not in said
+    assert not list(tmp_path.iterdir())
+
+
+def test_a_full_disk_is_said(
+    run: Callable[..., tuple[int, str]], tiny_pair: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def full(tensors: Any, path: Path, **named: Any) -> None:
+        raise OSError(errno.ENOSPC, "No space left on device", str(path))
+
+    monkeypatch.setattr(export_heads, "save_file", full)
+    code, said = run("export", str(tiny_pair / "heads"), "--to", "medusa", "--out", str(tmp_path / "out"))
+    assert code == 1
+    assert "no space left on the disk while writing" in " ".join(said.split())
     assert not list(tmp_path.iterdir())

