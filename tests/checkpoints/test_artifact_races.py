@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import os
 import random
+import select
 import signal
 import time
 import traceback
@@ -176,14 +177,27 @@ def test_a_writer_that_is_killed_at_any_moment_leaves_a_whole_artifact(tmp_path:
     save_table(out, "a")
     duration = time.monotonic() - start
     left, found = 0, set()
+    done, tell = os.pipe()
+
+    def save(out: Path, content: str) -> None:
+        save_table(out, content)
+        os.write(tell, b".")
+
     for number in range(30):
         order = CONTENTS[:: 1 if number % 2 else -1]
-        with forked(lambda order=order: replace_for_ever(save_table, out, order)):
-            time.sleep(rng.uniform(0, 4 * duration))
+        with forked(lambda order=order: replace_for_ever(save, out, order)):
+            assert select.select([done], [], [], 60)[0], "the writer has not finished one save"
+            time.sleep(rng.uniform(0, 2 * duration))
+        os.set_blocking(done, False)
+        with contextlib.suppress(BlockingIOError):
+            os.read(done, 1 << 16)
+        os.set_blocking(done, True)
         left += len(os.listdir(tmp_path)) - 1
         manifest, table = open_artifact(out, BigramTable.load, "table")
         assert manifest.shapes["content"] == content_of(table)
         found.add(content_of(table))
+    os.close(done)
+    os.close(tell)
     assert left > 10, "no writer was killed at work"
     assert found == set(CONTENTS)
     save_table(out, "b")
