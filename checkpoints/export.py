@@ -108,6 +108,8 @@ def export_artifact(
         with _quiet():
             chosen.write(source, folder, options)
             findings.extend(chosen.compare(source, folder, options))
+        if load_manifest(source.folder).files != source.manifest.files:
+            raise ValueError(f"{artifact} was replaced by another artifact while it was exported: export it again")
         assert findings, f"{form} compares nothing"
         text = _serving_text(source, chosen, options, Path(out).name, findings)
         (folder / SERVING_FILE).write_text(text, encoding="utf-8")
