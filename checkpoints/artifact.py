@@ -19,6 +19,7 @@ from .manifest import (
     Manifest,
     library_versions,
     plain,
+    record_fault,
 )
 from .untrusted import file_hash, files_of, is_blob, name_fault, read_text, shown
 
@@ -203,7 +204,8 @@ def file_faults(directory: Path, manifest: Manifest) -> list[str]:
         for name, fault in files_of(directory)
         if name != MANIFEST_FILE and (name in manifest.files or not name.startswith("."))
     }
-    faults = []
+    record = record_fault(read_text(directory / MANIFEST_FILE, MAX_MANIFEST_BYTES), manifest)
+    faults = [] if record is None else [f"{directory / MANIFEST_FILE} {record}"]
     if missing := sorted(set(manifest.files) - set(present)):
         faults.append(f"{directory} lacks {', '.join(missing)}, which its {MANIFEST_FILE} lists")
     if extra := [shown(name) for name in sorted(set(present) - set(manifest.files))]:

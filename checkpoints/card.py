@@ -6,14 +6,13 @@ as `Evidence`. Words of others are escaped, and folders of the machine that an a
 
 from __future__ import annotations
 
-import json
 import re
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from .card_text import fenced, head, number, public, quoted, table, text
+from .card_text import fenced, head, number, public, python, quoted, table, text
 from .manifest import Manifest
 
 _WHAT = {
@@ -181,13 +180,12 @@ def _use(manifest: Manifest, name: str) -> list[str]:
 
 def _code(manifest: Manifest, name: str) -> list[str]:
     """Lines of Python that decode with it."""
-    loaded = json.dumps(name)
-    target = (
-        loaded if manifest.kind == "target" else json.dumps(public(str((manifest.target or {}).get("id", _TARGET))))
-    )
-    lines = ["from transformers import AutoModelForCausalLM, AutoTokenizer", ""]
+    loaded = python(name)
+    target = loaded if manifest.kind == "target" else python(public(str((manifest.target or {}).get("id", _TARGET))))
+    loader = "AutoModelForSeq2SeqLM" if _is_encoder_decoder(manifest) else "AutoModelForCausalLM"
+    lines = [f"from transformers import {loader}, AutoTokenizer", ""]
     lines += [f"tokenizer = AutoTokenizer.from_pretrained({target})"]
-    lines += [f"model = AutoModelForCausalLM.from_pretrained({target})"]
+    lines += [f"model = {loader}.from_pretrained({target})"]
     lines += ['inputs = tokenizer("What is a hash table?", return_tensors="pt")']
     given = ""
     if manifest.kind != "target":
@@ -197,6 +195,15 @@ def _code(manifest: Manifest, name: str) -> list[str]:
         given = "custom_generate=drafting, "
     lines.append(f"output = model.generate(**inputs, {given}max_new_tokens=64)")
     return [*lines, "print(tokenizer.decode(output[0]))"]
+
+
+def _is_encoder_decoder(manifest: Manifest) -> bool:
+    """Whether the target is one, as its drafter is then; by the type that the manifest names, where it is known."""
+    from transformers import CONFIG_MAPPING
+
+    kind = manifest.shapes.get("model_type")
+    known = isinstance(kind, str) and kind in CONFIG_MAPPING
+    return known and bool(getattr(CONFIG_MAPPING[kind], "is_encoder_decoder", False))
 
 
 def _measured(found: Measured | None) -> list[str]:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import re
+import shlex
 from collections.abc import Mapping, Sequence
 from typing import Any
 
@@ -39,12 +40,41 @@ def public(value: str) -> str:
     return _PATH.sub(lambda found: re.split(r"[/\\]", found[0].rstrip("/\\"))[-1], value)
 
 
+def paths_in(value: str) -> list[str]:
+    """The folders and files of a machine that a text names: what `public` shortens."""
+    return [found[0] for found in _PATH.finditer(value)]
+
+
 def fenced(code: str, language: str) -> list[str]:
     """Lines of a block of code; no backticks in it can end it, and it holds no secret."""
     code = str(plain(code))
     longest = max((len(run) for run in re.findall(r"`+", code)), default=0)
     fence = "`" * max(3, longest + 1)
     return [f"{fence}{language}", *map(_shown, code.splitlines()), fence]
+
+
+def span(value: str) -> str:
+    """A text in a line of Markdown as code: whole, with no backtick in it that could end it."""
+    line = _shown(str(plain(value)))
+    ticks = "`" * (max((len(run) for run in re.findall(r"`+", line)), default=0) + 1)
+    space = " " if line.startswith("`") or line.endswith("`") else ""
+    return f"{ticks}{space}{line}{space}{ticks}"
+
+
+def python(value: str) -> str:
+    """A text as Python has it, on one line. (JSON alone writes a character above U+FFFF as two that are none.)"""
+    found = json.dumps(str(plain(value)), ensure_ascii=False)
+    return "".join(one if one.isprintable() else one.encode("unicode_escape").decode() for one in found)
+
+
+def shell(value: str) -> str:
+    """A model's name as an argument in bash, on one line; never an option."""
+    value = str(plain(value))
+    value = f"./{value}" if value.startswith("-") else value
+    if value.isprintable():
+        return shlex.quote(value)
+    quotes = value.replace("\\", "\\\\").replace("'", "\\'")
+    return "$'" + "".join(one if one.isprintable() else f"\\U{ord(one):08x}" for one in quotes) + "'"
 
 
 def number(value: Any) -> str:

@@ -13,6 +13,7 @@ from pathlib import Path
 from typing import Any
 
 from .artifact import load_manifest, save_artifact, verify_artifact
+from .card_text import text
 from .manifest import MANIFEST_FILE, Manifest
 from .names import did_you_mean
 
@@ -64,7 +65,8 @@ class Format:
     """Reads the folder back as its readers would and compares tensors and outputs with the artifact's: a line for each
     thing that was found equal. Raises ValueError where one is not."""
     serving: Callable[[Source, ExportOptions], str]
-    """The body of SERVING.md: the exact commands, and what to know beside them. `{folder}` stands for the folder."""
+    """The body of SERVING.md: the exact commands, and what to know beside them. `{folder}` stands for the folder. Names
+    that others gave stand in it as `card_text`'s `python`, `shell` and `span` write them."""
     options: tuple[str, ...] = ()
     """Names of the `ExportOptions` that it heeds."""
     native: bool = False
@@ -111,8 +113,8 @@ def export_artifact(
         if load_manifest(source.folder).files != source.manifest.files:
             raise ValueError(f"{artifact} was replaced by another artifact while it was exported: export it again")
         assert findings, f"{form} compares nothing"
-        text = _serving_text(source, chosen, options, Path(out).name, findings)
-        (folder / SERVING_FILE).write_text(text, encoding="utf-8")
+        serving = _serving_text(source, chosen, options, Path(out).name, findings)
+        (folder / SERVING_FILE).write_text(serving, encoding="utf-8")
 
     save_export(source, chosen, Path(out), write)
     return findings
@@ -171,7 +173,8 @@ def save_export(source: Source, chosen: Format, out: Path, write: Callable[[Path
 
 
 def _serving_text(source: Source, chosen: Format, options: ExportOptions, name: str, findings: list[str]) -> str:
-    lines = [f"# Serving {name}", "", f"{chosen.summary}. Read by {chosen.readers}.", ""]
+    lines = [f"# Serving {text(name)}", "", f"{chosen.summary}. Read by {chosen.readers}.", ""]
     lines += [chosen.serving(source, options).replace("{folder}", name).strip(), ""]
-    lines += ["## What was compared with the artifact when this was written", "", *(f"- {line}" for line in findings)]
+    lines += ["## What was compared with the artifact when this was written", ""]
+    lines += [f"- {text(line)}" for line in findings]
     return "\n".join(lines) + "\n"

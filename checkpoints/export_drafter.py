@@ -7,18 +7,22 @@ from __future__ import annotations
 
 import json
 import shutil
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
 import torch
-from safetensors import SafetensorError, safe_open
+from safetensors import safe_open
 from safetensors.torch import load_file
 from torch import Tensor
 from transformers import AutoConfig, AutoModelForCausalLM, AutoModelForSeq2SeqLM, AutoTokenizer, GenerationConfig
 
+from .card_text import python, span
 from .export import ExportOptions, Format, Source
 from .export_target import check_vocabulary, target_name
 from .manifest import MANIFEST_FILE
+from .model_files import UNLOADABLE, check_config, reason
+from .untrusted import read_json
 
 ADAPTER_CONFIG = "adapter_config.json"
 ADAPTER_FILE = "adapter_model.safetensors"
@@ -49,25 +53,31 @@ def is_adapter(folder: Path) -> bool:
     return (folder / ADAPTER_CONFIG).is_file() and not (folder / "config.json").is_file()
 
 
+def load_config(source: str | Path) -> Any:
+    """A model's configuration. Raises ValueError where there is none, or none of a model."""
+    try:
+        check_config(Path(source) / "config.json")
+        return AutoConfig.from_pretrained(source, trust_remote_code=False)
+    except UNLOADABLE as error:
+        raise ValueError(f"no language model could be loaded from {source}: {reason(str(source), error)}") from error
+
+
 def load_drafter(source: str | Path, dtype: torch.dtype | str = "auto") -> Any:
     """A model from a folder, in evaluation mode; never with remote code, nothing pickled.
 
     Raises:
         ValueError: no model, or one that cannot be loaded.
     """
+    kind = AutoModelForSeq2SeqLM if load_config(source).is_encoder_decoder else AutoModelForCausalLM
     try:
-        config = AutoConfig.from_pretrained(source, trust_remote_code=False)
-        kind = AutoModelForSeq2SeqLM if config.is_encoder_decoder else AutoModelForCausalLM
         return kind.from_pretrained(source, dtype=dtype, use_safetensors=True, trust_remote_code=False).eval()
-    except (OSError, ValueError, KeyError, RuntimeError, SafetensorError) as error:
-        reason = (str(error).strip().splitlines() or [type(error).__name__])[0]
-        raise ValueError(f"no language model could be loaded from {source}: {reason}") from error
+    except UNLOADABLE as error:
+        raise ValueError(f"no language model could be loaded from {source}: {reason(str(source), error)}") from error
 
 
 def base_of(folder: Path) -> str:
     """The model that an adapter is for. Raises ValueError where it does not say."""
-    settings = json.loads((folder / ADAPTER_CONFIG).read_text(encoding="utf-8"))
-    base = settings.get("base_model_name_or_path")
+    base = read_json(folder / ADAPTER_CONFIG).get("base_model_name_or_path")
     if not isinstance(base, str) or not base:
         raise ValueError(f"{folder / ADAPTER_CONFIG} does not say which model the adapter is for")
     return base
@@ -86,26 +96,45 @@ def with_adapter(folder: Path, *, merged: bool) -> Any:
     base = base_of(folder)
     try:
         model = PeftModel.from_pretrained(load_drafter(base), str(folder))
-    except (OSError, ValueError, RuntimeError, SafetensorError) as error:
-        reason = (str(error).strip().splitlines() or [type(error).__name__])[0]
-        raise ValueError(f"the adapter in {folder} cannot be put on its model {base}: {reason}") from error
+    except UNLOADABLE as error:
+        why = reason(str(folder), error)
+        raise ValueError(f"the adapter in {folder} cannot be put on its model {base}: {why}") from error
     return (model.merge_and_unload() if merged else model).eval()
 
 
-def save_speculation(folder: Path, tokens: int = SPECULATIVE_TOKENS) -> None:
-    """Put into a drafter's `generation_config.json` how transformers shall draft with it.
+def speculation(tokens: int = SPECULATIVE_TOKENS) -> dict[str, Any]:
+    """What a drafter's `generation_config.json` says of how transformers shall draft with it.
 
     The count stays (transformers would add 2 to it or take 1 away after each step), and the threshold is 0: by default
     drafting stops below a confidence of 0.4, which is then tuned while decoding.
     """
-    if (folder / "generation_config.json").is_file():
-        settings = GenerationConfig.from_pretrained(folder)
+    return {
+        "num_assistant_tokens": tokens,
+        "num_assistant_tokens_schedule": "constant",
+        "assistant_confidence_threshold": 0.0,
+    }
+
+
+def generation_settings(generation: GenerationConfig) -> dict[str, Any]:
+    """What its file says. transformers loads settings that do not fit each other (a temperature, and no sampling; many
+    models are published so), and refuses to save them changed: hence `write_settings`."""
+    return {name: value for name, value in generation.to_diff_dict().items() if not name.startswith("_")}
+
+
+def write_settings(path: Path, settings: Mapping[str, Any]) -> None:
+    """A file of settings, config.json or generation_config.json."""
+    path.write_text(json.dumps(settings, indent=2, sort_keys=True) + "\n", encoding="utf-8")
+
+
+def save_speculation(folder: Path, tokens: int = SPECULATIVE_TOKENS, model: str | None = None) -> None:
+    """Put `speculation` beside what the drafter's settings say already, or would by its configuration (an adapter's is
+    its `model`'s)."""
+    path = folder / "generation_config.json"
+    if path.is_file():
+        settings = read_json(path)
     else:
-        settings = GenerationConfig.from_model_config(AutoConfig.from_pretrained(folder, trust_remote_code=False))
-    settings.num_assistant_tokens = tokens
-    settings.num_assistant_tokens_schedule = "constant"
-    settings.assistant_confidence_threshold = 0.0
-    settings.save_pretrained(folder)
+        settings = generation_settings(GenerationConfig.from_model_config(load_config(model or folder)))
+    write_settings(path, settings | speculation(tokens))
 
 
 def stored_types(folder: Path) -> set[str]:
@@ -225,24 +254,21 @@ def _write_assistant(source: Source, folder: Path, options: ExportOptions) -> No
         check_vocabulary(source, target)
     if options.merge is False:
         _copy(source, folder, _own_files(source))
-        base = AutoConfig.from_pretrained(base_of(source.folder), trust_remote_code=False)
-        GenerationConfig.from_model_config(base).save_pretrained(folder)
     else:
         write_whole(source, folder)
-    save_speculation(folder, options.speculative_tokens or SPECULATIVE_TOKENS)
+    model = base_of(folder) if is_adapter(folder) else None
+    save_speculation(folder, options.speculative_tokens or SPECULATIVE_TOKENS, model)
 
 
 def _compare_assistant(source: Source, folder: Path, options: ExportOptions) -> list[str]:
     apart = options.merge is False
     lines = _compare_adapter(source, folder) if apart else compare_whole(source, folder)
     settings = GenerationConfig.from_pretrained(folder)
-    names = ("num_assistant_tokens", "num_assistant_tokens_schedule", "assistant_confidence_threshold")
-    found = tuple(getattr(settings, name) for name in names)
-    if found != (options.speculative_tokens or SPECULATIVE_TOKENS, "constant", 0.0):
-        raise ValueError(f"{folder / 'generation_config.json'} says {dict(zip(names, found, strict=True))}")
-    lines.append(
-        "generation_config.json: " + ", ".join(f"{name} {value}" for name, value in zip(names, found, strict=True))
-    )
+    expected = speculation(options.speculative_tokens or SPECULATIVE_TOKENS)
+    found = {name: getattr(settings, name) for name in expected}
+    if found != expected:
+        raise ValueError(f"{folder / 'generation_config.json'} says {found}")
+    lines.append("generation_config.json: " + ", ".join(f"{name} {value}" for name, value in found.items()))
     return [*lines, _compare_decoding(source, folder, options)]
 
 
@@ -286,12 +312,13 @@ def _compare_decoding(source: Source, folder: Path, options: ExportOptions) -> s
 
 
 def _serve_assistant(source: Source, options: ExportOptions) -> str:
-    target = target_name(source, options) or "TARGET"
+    target = python(target_name(source, options) or "TARGET")
     tokens = options.speculative_tokens or SPECULATIVE_TOKENS
-    kind = "AutoModelForCausalLM"
+    place = base_of(source.folder) if is_adapter(source.folder) else source.folder
+    kind = "AutoModelForSeq2SeqLM" if load_config(place).is_encoder_decoder else "AutoModelForCausalLM"
     lines = ["```python", f"from transformers import {kind}, AutoTokenizer, GenerationConfig", ""]
-    lines += [f'tokenizer = AutoTokenizer.from_pretrained("{target}")']
-    lines += [f'target = {kind}.from_pretrained("{target}")', f'drafter = {kind}.from_pretrained("{{folder}}")']
+    lines += [f"tokenizer = AutoTokenizer.from_pretrained({target})"]
+    lines += [f"target = {kind}.from_pretrained({target})", f'drafter = {kind}.from_pretrained("{{folder}}")']
     if options.merge is False:
         lines += ['drafter.generation_config = GenerationConfig.from_pretrained("{folder}")']
     else:
@@ -307,7 +334,7 @@ def _serve_assistant(source: Source, options: ExportOptions) -> str:
         base = base_of(source.folder)
         lines += [
             "",
-            f"This folder holds a LoRA adapter for `{base}`, which must be there, and needs peft. transformers",
+            f"This folder holds a LoRA adapter for {span(base)}, which must be there, and needs peft. transformers",
         ]
         lines += ["takes generation settings from that model, hence the line that reads them from here."]
     return "\n".join(lines)

@@ -2,12 +2,11 @@
 
 from __future__ import annotations
 
-import json
-import shlex
 from pathlib import Path
 
+from .card_text import shell
 from .export import ExportOptions, Format, Source
-from .export_drafter import SPECULATIVE_TOKENS, compare_whole, has_tokenizer, stored_types, write_whole
+from .export_drafter import SPECULATIVE_TOKENS, compare_whole, has_tokenizer, load_config, stored_types, write_whole
 from .export_target import check_pair, needed_target
 
 ARCHITECTURES = (
@@ -17,6 +16,8 @@ ARCHITECTURES = (
 """Of small decoders, those that vLLM and SGLang both have."""
 DTYPES = ("F32", "F16", "BF16")
 
+_ALSO = ("context length", "tokenizer")
+"""Checks of which the engines refuse nothing, or not all, and that an export is to pass all the same."""
 _NEEDS = "vLLM and SGLang take a draft model only with a target of the same vocabulary"
 
 
@@ -25,17 +26,17 @@ def _write(source: Source, folder: Path, options: ExportOptions) -> None:
     write_whole(source, folder)
     if problems := _problems(folder):
         raise ValueError(f"{source.folder} is no draft model for vLLM and SGLang: {'; '.join(problems)}")
-    check_pair(source, folder, target, ("vllm", "sglang"), also=("context length",))
+    check_pair(source, folder, target, ("vllm", "sglang"), also=_ALSO)
 
 
 def _problems(folder: Path) -> list[str]:
     """What the engines mind in the drafter alone."""
-    config = json.loads((folder / "config.json").read_text(encoding="utf-8"))
-    found = []
-    architecture = (config.get("architectures") or ["not given"])[0]
+    config, found = load_config(folder), []
+    named = config.architectures
+    architecture = named[0] if isinstance(named, list) and named else "not given"
     if architecture not in ARCHITECTURES:
         found.append(f"its architecture is {architecture}, and those that both have are {', '.join(ARCHITECTURES)}")
-    if "auto_map" in config:
+    if getattr(config, "auto_map", None):
         found.append("its config asks for code of its own (auto_map)")
     dtypes = stored_types(folder)
     if len(dtypes) != 1 or not dtypes <= set(DTYPES):
@@ -47,12 +48,12 @@ def _problems(folder: Path) -> list[str]:
 
 def _compare(source: Source, folder: Path, options: ExportOptions) -> list[str]:
     target = needed_target(source, options, _NEEDS)
-    check_pair(source, folder, target, ("vllm", "sglang"), also=("context length",))
+    check_pair(source, folder, target, ("vllm", "sglang"), also=_ALSO)
     return [*compare_whole(source, folder), f"vocabulary size, every token and the positions with those of {target}"]
 
 
 def _serve(source: Source, options: ExportOptions) -> str:
-    target = shlex.quote(needed_target(source, options, _NEEDS))
+    target = shell(needed_target(source, options, _NEEDS))
     tokens = options.speculative_tokens or SPECULATIVE_TOKENS
     return f"""
 vLLM (0.10 to 0.13 had no draft models):

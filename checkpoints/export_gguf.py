@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import copy
 import re
-import shlex
 import shutil
 import subprocess
 import sys
@@ -14,6 +13,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from .card_text import shell
 from .export import ExportOptions, Format, Source
 from .export_drafter import SPECULATIVE_TOKENS, is_adapter, load_drafter, random_logits, stored_types, write_whole
 from .export_target import check_pair, target_name
@@ -166,7 +166,7 @@ def _check_equal(name: str, ways: list[Tensor], expected: Tensor, made: GgufFile
 def _serve(source: Source, options: ExportOptions) -> str:
     tokens = options.speculative_tokens or SPECULATIVE_TOKENS
     target = target_name(source, options)
-    convert = f"python {CONVERTER} {shlex.quote(target)} --outfile target.gguf\n" if target else ""
+    convert = f"python {CONVERTER} {shell(target)} --outfile target.gguf\n" if target else ""
     return f"""
 ```bash
 {convert}llama-server -m target.gguf -md {{folder}}/{GGUF_FILE} --spec-type draft-simple --spec-draft-n-max {tokens}

@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import json
 import re
-import shlex
 from collections.abc import Callable
 from dataclasses import dataclass
 from functools import reduce
@@ -19,6 +18,7 @@ import torch
 from safetensors.torch import load_file, save_file
 from torch import Tensor
 
+from .card_text import shell, span
 from .export import ExportOptions, Format, Source
 from .export_target import check_target_of, needed_target, output_projection, target_name
 from .heads import CONFIG_FILE, HEADS_FILE, PredictionHeads, engine_config, load_heads
@@ -269,7 +269,7 @@ def _heads_of(source: Source) -> StoredHeads:
 
 
 def _serve_vllm(source: Source, options: ExportOptions) -> str:
-    count, target = _heads_of(source).num_heads, shlex.quote(_base(source, options))
+    count, target = _heads_of(source).num_heads, shell(_base(source, options))
     return f"""
 vLLM up to 0.32 (0.33 has no Medusa any more):
 
@@ -285,10 +285,10 @@ many heads as that, and leaves those without weights as they are in memory.
 
 def _serve_medusa(source: Source, options: ExportOptions) -> str:
     count, base = _heads_of(source).num_heads, _base(source, options)
-    target = shlex.quote(base)
+    target = shell(base)
     return f"""
 text-generation-inference (TGI) 2.0 or later, which loads the target from where `base_model_name_or_path` says
-(`{base}`; another place: export again with `--target`):
+({span(base)}; another place: export again with `--target`):
 
 ```bash
 text-generation-launcher --model-id {{folder}} --speculate {count}
@@ -316,8 +316,22 @@ there is the format `medusa-vllm`.
 
 
 def _serve_pickled(source: Source, options: ExportOptions) -> str:
+    heads, made = _heads_of(source).num_heads, FASTER_DECODING_HEADS
+    if heads < made:
+        copies = "head is a copy" if made - heads == 1 else "heads are copies"
+        drafts = (
+            f"The runtime makes {made} heads, whatever the config says. The artifact has {heads}, so the last "
+            f"{made - heads} {copies} of its last, trained for an earlier place: what they propose is seldom accepted."
+        )
+    elif heads > made:
+        drafts = (
+            f"The runtime makes {made} heads, whatever the config says. The artifact has {heads}, of which the last "
+            f"{heads - made} are left out: it drafts that many tokens fewer."
+        )
+    else:
+        drafts = f"The runtime makes {made} heads, whatever the config says; the artifact has as many."
     return f"""
-FasterDecoding's own runtime, which loads the target from `{_base(source, options)}`:
+FasterDecoding's own runtime, which loads the target from {span(_base(source, options))}:
 
 ```bash
 python -m medusa.inference.cli --model {{folder}}
@@ -325,6 +339,8 @@ python -m medusa.inference.cli --model {{folder}}
 
 `{PICKLED_FILE}` is a pickled file of tensors alone. Whoever loads it should say `torch.load(..., weights_only=True)`:
 the runtime itself does not, so make sure that the file is this one (`draftsmith artifact verify {{folder}}`).
+
+{drafts}
 """
 
 
@@ -333,7 +349,7 @@ def _serve_second(source: Source, options: ExportOptions) -> str:
     if heads.num_layers != 1:
         tgi = f"TGI reads such heads with one residual block each; these have {heads.num_layers}, and it refuses them."
     else:
-        tgi = f"""text-generation-inference (TGI) 2.0 or later, which loads the target from `{base}`:
+        tgi = f"""text-generation-inference (TGI) 2.0 or later, which loads the target from {span(base)}:
 
 ```bash
 text-generation-launcher --model-id {{folder}} --speculate {heads.num_heads}
@@ -383,7 +399,7 @@ HEADS_FORMATS = (
     Format(
         name="medusa-pt",
         kind="heads",
-        summary="Medusa heads, version 1, as a pickled file",
+        summary="Medusa heads, version 1, as a pickled file; always five, cut or filled with copies of the last",
         readers="FasterDecoding/Medusa",
         write=_write_pickled,
         compare=_PICKLED.compare,

@@ -6,7 +6,6 @@ Letters: V vocabulary, E entries (distinct pairs), R rows that have entries.
 from __future__ import annotations
 
 import runpy
-import shlex
 import shutil
 from collections.abc import Iterator
 from pathlib import Path
@@ -19,6 +18,7 @@ from numpy.typing import NDArray
 from scipy import sparse
 
 from . import vllm_proposer
+from .card_text import shell
 from .export import ExportOptions, Format, Source
 from .export_target import target_name
 from .table import BigramTable
@@ -240,12 +240,12 @@ def _gamma(options: ExportOptions) -> int:
 
 
 def _serve_vllm(source: Source, options: ExportOptions) -> str:
-    target = target_name(source, options) or "TARGET"
+    target = shell(target_name(source, options) or "TARGET")
     gamma = _gamma(options)
     settings = f'"method": "custom_class", "model": "{_module()}.BigramProposer", "num_speculative_tokens": {gamma}'
     return f"""
-```sh
-PYTHONDONTWRITEBYTECODE=1 PYTHONPATH="$PWD/{{folder}}" vllm serve {shlex.quote(target)} --speculative-config \\
+```bash
+PYTHONDONTWRITEBYTECODE=1 PYTHONPATH="$PWD/{{folder}}" vllm serve {target} --speculative-config \\
   '{{{settings}}}'
 ```
 

@@ -97,7 +97,7 @@ def check_pair(
         if found.check in also or any(effect.outcome == REFUSED for effect in effects):
             reasons = dict.fromkeys(effect.reason for effect in effects)
             both = f"target: {found.target}; drafter: {found.drafter}"
-            refused.append(f"{found.what} ({both}): {'; '.join(reasons)}")
+            refused.append(f"{found.check}: {found.what} ({both}): {'; '.join(reasons)}")
     if refused:
         listed = "\n- ".join(refused)
         raise ValueError(
@@ -131,7 +131,10 @@ def output_projection(target: str) -> Tensor:
     except (ValueError, RuntimeError) as error:
         raise ValueError(_unreadable("model", target, error)) from error
     name = names_of_embeddings(outline)[1]
-    found = read_tensors(target, [name])
+    try:
+        found = read_tensors(target, [name], f"{outline.base_model_prefix}.")
+    except ValueError as error:
+        raise ValueError(_unreadable("output projection", target, error)) from error
     if found is None:
         raise ValueError(f"the output projection of the target {target}, {name}, is in no safetensors file of it")
     return found[name]

@@ -27,7 +27,9 @@ _PLAIN_REVISION = re.compile(r"[A-Za-z0-9_][A-Za-z0-9_./-]*")
 _LONGEST_NAME = 96
 _PASSING = (408, 425, 429, 500, 502, 503, 504)
 """What a hub answers that may answer otherwise in a moment."""
-_CONFLICT = (409, 412)
+_TAKEN = 409
+_CONFLICT = (_TAKEN, 412)
+_TOO_MANY = 429
 _TRIES = 5
 _LONGEST_WAIT = 300
 _LONGEST_WORDS = 300
@@ -165,17 +167,22 @@ class Hub:
             refs = self._patiently("branches", partial(self._api().list_repo_refs, repo))
         return [branch.name for branch in refs.branches]
 
-    def create(self, repo: str, private: bool) -> None:
-        """Make an empty repository; nothing happens where it is there."""
-        with self._explained(repo):
-            call = partial(self._api().create_repo, repo, private=private, exist_ok=True)
-            self._patiently(f"making {repo}", call)
+    def create(self, repo: str, private: bool) -> bool:
+        """Make an empty repository.
 
-    def create_branch(self, repo: str, branch: str) -> None:
-        """Begin a branch where the main one stands."""
+        Returns:
+            Whether it is known that this call made it. Not so where an answer was lost, and it stood there then.
+
+        Raises:
+            HubError: somebody else made it meanwhile, or it cannot be made.
+        """
         with self._explained(repo):
-            call = partial(self._api().create_branch, repo, branch=branch, exist_ok=True)
-            self._patiently(f"branch {branch}", call)
+            return self._made(repo, partial(self._api().create_repo, repo, private=private))
+
+    def create_branch(self, repo: str, branch: str) -> bool:
+        """Begin a branch where the main one stands. Returns and raises the same as `create`."""
+        with self._explained(repo):
+            return self._made(f"the branch {branch} of {repo}", partial(self._api().create_branch, repo, branch=branch))
 
     def delete(self, repo: str) -> None:
         """Delete a repository."""
@@ -288,6 +295,25 @@ class Hub:
             except RepositoryNotFoundError:
                 return None
 
+    def _made(self, what: str, call: Callable[[], Any]) -> bool:
+        """Whether the call, that makes something, is known to have made it; see `create`."""
+        may_be_done = False
+
+        def once() -> bool:
+            nonlocal may_be_done
+            try:
+                call()
+            except (_network_error(), json.JSONDecodeError) as error:
+                if _status(error) != _TAKEN:
+                    may_be_done |= _status(error) != _TOO_MANY
+                    raise
+                if not may_be_done:
+                    raise HubError(f"somebody else made {what} meanwhile: look at it, then push again") from error
+                return False
+            return True
+
+        return self._patiently(f"making {what}", once)
+
     def _patiently(self, what: str, call: Callable[[], _T]) -> _T:
         """The call's result; what may pass by itself is tried again, some times. huggingface_hub does so for some of
         its calls and not for others: looking, making, committing, and a download whose server fails."""
@@ -299,7 +325,7 @@ class Hub:
                 wait = _waiting(error, pause)
                 if wait is None or not left:
                     raise
-                self.tell(f"hub: {what}: {_brief(error)}; again in {wait:g} s, {left} tries are left")
+                self.tell(_safe(f"hub: {what}: {_brief(error)}; again in {wait:g} s, {left} tries are left"))
                 time.sleep(wait)
                 pause *= 2
         raise AssertionError("the last try returns or raises")

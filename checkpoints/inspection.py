@@ -10,7 +10,7 @@ from typing import Any
 import torch
 from safetensors import safe_open
 
-from .artifact import check_target, file_faults, load_manifest
+from .artifact import check_target, file_faults, load_manifest, verify_artifact
 from .fingerprints import model_fingerprint, tokenizer_fingerprint
 from .folders import steady
 from .heads_layouts import CONFIG_FILE, HEADS_FILE
@@ -141,9 +141,9 @@ def differences(first: Path, second: Path) -> list[str]:
     with their shapes or the greatest absolute difference of their values. Empty where they are the same.
 
     Raises:
-        ValueError: one of them cannot be read.
+        ValueError: one of them cannot be read, or is not what its manifest says.
     """
-    one, other = (asdict(load_manifest(place)) for place in (first, second))
+    one, other = (asdict(verify_artifact(place)) | {"digest": None} for place in (first, second))
     files, others = one.pop("files"), other.pop("files")
     lines = list(_values(one, other, ""))
     lines += [f"{name}: in {first} alone" for name in sorted(set(files) - set(others))]

@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
+import hashlib
 import json
 import math
 import platform
 import re
-from dataclasses import asdict, dataclass, fields
+from dataclasses import asdict, dataclass, field, fields
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 from typing import Any
@@ -19,6 +20,7 @@ MAX_MANIFEST_BYTES = 1 << 24
 """16 MiB. Recipe and reports take kilobytes, a file's entry 150 bytes: room for a hundred thousand files."""
 KINDS = ("drafter", "heads", "table", "target")
 REDACTED = "<redacted>"
+_NO_DIGEST = "0" * 64
 
 _LIBRARIES = (
     "draftsmith",
@@ -84,12 +86,16 @@ class Manifest:
     the artifact's files (`of`). None in artifacts."""
     schema: int = SCHEMA_VERSION
     """Version of this record's form."""
+    digest: str | None = field(default=None, compare=False)
+    """SHA-256 (hex) of the record's own text, with zeros where this stands; see `record_fault`."""
 
     def to_json(self) -> str:
         """The text of `artifact.json`."""
-        values = asdict(self)
+        values = asdict(self) | {"digest": _NO_DIGEST}
         ordered = {"schema": values.pop("schema")} | values
-        return json.dumps(ordered, indent=2, ensure_ascii=False, allow_nan=False) + "\n"
+        text = json.dumps(ordered, indent=2, ensure_ascii=False, allow_nan=False) + "\n"
+        head, _, tail = text.rpartition(_NO_DIGEST)
+        return head + _sha256(text) + tail
 
     @classmethod
     def from_json(cls, text: str) -> Manifest:
@@ -100,12 +106,27 @@ class Manifest:
         """
         values = parse_json(text, strict=True)
         values = _upgraded(values)
-        names = {field.name for field in fields(cls)}
+        names = {one.name for one in fields(cls)}
         if names != set(values):
             missing, unknown = (_brief(sorted(one - other)) for one, other in ((names, {*values}), ({*values}, names)))
             raise ValueError(f"its fields differ from schema {SCHEMA_VERSION}: missing {missing}, unknown {unknown}")
         _check_types(values)
         return cls(**values)
+
+
+def record_fault(text: str, manifest: Manifest) -> str | None:
+    """What is wrong with a record that `Manifest.from_json` reads: its text is not what was written. That finds
+    accidents, and changes by those who do not know of it. None where it is sound, or so old that it has no digest."""
+    if manifest.digest is None:
+        return None
+    head, found, tail = text.rpartition(manifest.digest)
+    if found and _sha256(head + _NO_DIGEST + tail) == manifest.digest:
+        return None
+    return "has been changed since it was written: its text does not have its own digest"
+
+
+def _sha256(text: str) -> str:
+    return hashlib.sha256(text.encode()).hexdigest()
 
 
 def _upgraded(values: dict[str, Any]) -> dict[str, Any]:
@@ -124,8 +145,8 @@ def _upgraded(values: dict[str, Any]) -> dict[str, Any]:
 
 
 def _from_1(values: dict[str, Any]) -> dict[str, Any]:
-    """Version 1 did not say when and by which command an artifact was made, and knew no exports."""
-    return values | {"created": None, "command": None, "export": None}
+    """Version 1 did not say when and by which command an artifact was made, knew no exports, and had no digest."""
+    return values | {"created": None, "command": None, "export": None, "digest": None}
 
 
 _UPGRADES = (_from_1,)
@@ -136,7 +157,7 @@ def _check_types(values: dict[str, Any]) -> None:
     wanted: dict[str, tuple[type, ...]] = {"kind": (str,), "vocab_size": (int,)}
     wanted |= dict.fromkeys(("shapes", "recipe", "data", "training", "versions", "files"), (dict,))
     wanted |= {name: (dict, type(None)) for name in ("target", "evaluation", "export")}
-    wanted |= {name: (str, type(None)) for name in ("tokenizer_fingerprint", "created", "command")}
+    wanted |= {name: (str, type(None)) for name in ("tokenizer_fingerprint", "created", "command", "digest")}
     for name, types in wanted.items():
         if type(values[name]) not in types:
             expected = " or ".join(kind.__name__ for kind in types)

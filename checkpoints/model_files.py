@@ -1,18 +1,134 @@
-"""Some tensors of a model, read from its files without the rest of it.
+"""A model's files: whether it may be loaded from them, and some of its tensors, read without the rest.
 
 Letters: V vocabulary, D hidden.
 """
 
 from __future__ import annotations
 
-import json
 from collections.abc import Collection, Iterator
 from pathlib import Path
+from pickle import UnpicklingError
+from typing import Any
 
+from huggingface_hub import HfApi
+from huggingface_hub.errors import HTTPError, StrictDataclassError
 from safetensors import SafetensorError, safe_open
 from torch import Tensor
 from transformers import PreTrainedModel
 from transformers.utils import cached_file
+
+from .untrusted import UNPICKLE, name_fault, pickles_allowed, read_json
+
+UNLOADABLE = (
+    OSError,
+    ValueError,
+    RuntimeError,
+    ImportError,
+    SafetensorError,
+    StrictDataclassError,
+    HTTPError,
+    EOFError,
+    UnpicklingError,
+    # what a configuration with values of wrong types or sizes ends in, in whichever model it names
+    LookupError,
+    TypeError,
+    AttributeError,
+    ArithmeticError,
+    AssertionError,
+)
+"""What making a model of somebody's files ends in, where they are not those of one."""
+MAX_LAYERS = 4096
+"""Ten times what the deepest published models have. A configuration is built before its weights are looked at, and the
+number of its layers alone decides how long that takes."""
+_DEPTHS = {"num_hidden_layers", "num_layers", "n_layer", "n_layers", "num_decoder_layers"}
+_DEPTHS |= {"encoder_layers", "decoder_layers"}
+_WHOLE, _INDEX = "model.safetensors", "model.safetensors.index.json"
+_ADAPTER = "adapter_model.safetensors"
+_QUIET = {"_raise_exceptions_for_missing_entries": False}
+
+
+def check_config(path: Path) -> None:
+    """Read a config.json, where there is one.
+
+    Raises:
+        ValueError: too large or too deep to be one, or of a model that is so; it is not named.
+    """
+    if not path.is_file():
+        return
+    config = read_json(path)
+    for part in (config, *(value for value in config.values() if isinstance(value, dict))):
+        for key in _DEPTHS & set(part):
+            if isinstance(part[key], int) and part[key] > MAX_LAYERS:
+                raise ValueError(f"its config.json says {key} {part[key]}, expected at most {MAX_LAYERS}")
+
+
+def only_safetensors(source: str, config: Any = None) -> bool | None:
+    """`use_safetensors` for transformers' `from_pretrained`: True, or None where pickles are allowed.
+
+    Looks at what True does not keep transformers and peft from: an adapter's weights, and files that a configuration or
+    an index names.
+
+    Args:
+        source: folder or hub id of a model or an adapter.
+        config: the model's; None for an adapter.
+
+    Raises:
+        ValueError: the weights are pickled, or some of them.
+    """
+    if pickles_allowed():
+        return None
+    folder = Path(source)
+    named = getattr(config, "transformers_weights", None)
+    if isinstance(named, str) and not named.endswith((".safetensors", ".safetensors.index.json")):
+        raise ValueError(_refusal([named]))
+    lenient = _QUIET | {"_raise_exceptions_for_gated_repo": False, "_raise_exceptions_for_connection_errors": False}
+    if cached_file(source, "adapter_config.json", **lenient) and not cached_file(source, _ADAPTER, **lenient):
+        pickled = [name for name in _names(source) if name == "adapter_model.bin"]
+        if pickled or not folder.is_dir():
+            raise ValueError(_refusal(pickled))
+    if config is None or (folder / _WHOLE).is_file():
+        return True
+    index = cached_file(source, _INDEX, **lenient)
+    if index is not None:
+        _shards(index)
+    elif folder.is_dir() and (pickled := _pickled(source)):
+        raise ValueError(_refusal(pickled))
+    return True
+
+
+def reason(source: str, error: Exception) -> str:
+    """Why no model could be loaded, in a line; of weights on the hub that are pickled alone, what to do."""
+    if isinstance(error, OSError) and not Path(source).is_dir() and not pickles_allowed():
+        pickled = _pickled(source)
+        if pickled:
+            return _refusal(pickled)
+    return (str(error).strip().splitlines() or [type(error).__name__])[0]
+
+
+def _pickled(source: str) -> list[str]:
+    """Pickled weights of a model that has no others."""
+    names = _names(source)
+    if any(name.endswith(".safetensors") for name in names):
+        return []
+    return [name for name in names if name.startswith("pytorch_model") and name.endswith(".bin")]
+
+
+def _names(source: str) -> list[str]:
+    """Files of a folder or of a hub id, of which there are none without a way to it."""
+    if Path(source).is_dir():
+        return sorted(path.name for path in Path(source).iterdir())
+    try:
+        return sorted(HfApi().list_repo_files(source))
+    except (OSError, ValueError, HTTPError):
+        return []
+
+
+def _refusal(pickled: Collection[str]) -> str:
+    return (
+        f"its weights are pickled ({', '.join(pickled) or 'not safetensors'}), and safetensors are expected: convert "
+        "them where you trust them (load them with transformers or peft, then `save_pretrained`), or set "
+        f"{UNPICKLE}=1, with which they are read, by `weights_only=True`"
+    )
 
 
 def names_of_embeddings(outline: PreTrainedModel) -> tuple[str, str, str | None]:
@@ -29,34 +145,64 @@ def names_of_embeddings(outline: PreTrainedModel) -> tuple[str, str, str | None]
     return names[0], names[1], names[2]
 
 
-def read_tensors(source: str, names: Collection[str]) -> dict[str, Tensor] | None:
+def read_tensors(source: str, names: Collection[str], prefix: str = "") -> dict[str, Tensor] | None:
     """Some tensors of a model's safetensors files; None where they are not there under these names, as numbers.
 
     Args:
         source: a folder, or a hub id, of which only the files with these tensors are fetched.
+        prefix: what names may lack in the files; files of a model without its output layer have none.
+
+    Raises:
+        ValueError: an index that is none, or leads out of the folder; a file that is not one of safetensors.
+        OSError: files that cannot be read or fetched.
     """
-    wanted, found = set(names), dict[str, Tensor]()
-    try:
-        for path in _weight_files(source, wanted):
+    found = dict[str, Tensor]()
+    for path in _weight_files(source, names, prefix):
+        try:
             with safe_open(path, framework="pt") as opened:
-                for stored in opened.keys():  # noqa: SIM118 (not a dictionary)
-                    if stored in wanted:
-                        found[stored] = opened.get_tensor(stored)
-    except (OSError, ValueError, SafetensorError):
-        return None
-    complete = set(found) == wanted and all(tensor.is_floating_point() for tensor in found.values())
+                stored = set(opened.keys())
+                for name in names:
+                    place = _place(name, stored, prefix)
+                    if place is not None:
+                        found[name] = opened.get_tensor(place)
+        except SafetensorError as error:
+            raise ValueError(f"{path} is not a safetensors file: {error}") from error
+    complete = set(found) == set(names) and all(tensor.is_floating_point() for tensor in found.values())
     return found if complete else None
 
 
-def _weight_files(source: str, names: set[str]) -> Iterator[str]:
+def _place(name: str, stored: Collection[str], prefix: str) -> str | None:
+    """The name under which a tensor is stored."""
+    return next((each for each in (name, name.removeprefix(prefix)) if each in stored), None)
+
+
+def _weight_files(source: str, names: Collection[str], prefix: str) -> Iterator[str]:
     """The safetensors files, local or fetched, that hold these tensors; none where the model has no such files."""
-    quiet = {"_raise_exceptions_for_missing_entries": False}
-    index = cached_file(source, "model.safetensors.index.json", **quiet)
-    if index is not None:
-        places = json.loads(Path(index).read_text(encoding="utf-8"))["weight_map"]
-        shards = sorted({places[name] for name in names if name in places})
-        yield from (path for shard in shards if (path := cached_file(source, shard, **quiet)) is not None)
-        return
-    whole = cached_file(source, "model.safetensors", **quiet)
+    whole = cached_file(source, _WHOLE, **_QUIET)
     if whole is not None:
         yield whole
+        return
+    index = cached_file(source, _INDEX, **_QUIET)
+    if index is None:
+        return
+    places = _shards(index)
+    stored = {place for name in names if (place := _place(name, places, prefix)) is not None}
+    for shard in sorted({places[name] for name in stored}):
+        path = cached_file(source, shard, **_QUIET)
+        if path is not None:
+            yield path
+
+
+def _shards(index: str) -> dict[str, str]:
+    """File names of shards by tensor. Raises ValueError for other files than safetensors of the same folder."""
+    try:
+        places = read_json(Path(index)).get("weight_map")
+    except ValueError as error:
+        raise ValueError(f"{index}: {error}") from error
+    if not isinstance(places, dict) or not all(isinstance(name, str) for name in places.values()):
+        raise ValueError(f"{index}: it has no weight_map of tensors to files")
+    for name in sorted(set(places.values())):
+        fault = name_fault(name) or (None if name.endswith(".safetensors") else "it is no safetensors file")
+        if fault is not None:
+            raise ValueError(f"{index} names the file {name!r}: {fault}")
+    return places

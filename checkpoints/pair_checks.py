@@ -17,8 +17,9 @@ LLAMA_CPP_SIZES = 128
 """By how much llama.cpp lets the sizes of two vocabularies differ."""
 LLAMA_CPP_FIRST = 5
 """The first id whose text it compares."""
+_DECODERS_ALONE = ("vllm", "sglang", "llama.cpp")
 _SHOWN = 3
-_SPECIAL = ("bos", "eos", "pad", "unk")
+_SPECIAL = ("bos", "eos", "pad", "unk", "decoder_start")
 
 
 def examine(target: Side, drafter: Side) -> Diagnosis:
@@ -54,7 +55,7 @@ def _facts(target: Side, drafter: Side) -> Iterator[tuple[str, str, str]]:
     yield fact("rows of the embedding", lambda side: _known(side.rows))
     yield fact("rows of the output layer", lambda side: _known(side.head_rows))
     yield fact("tied", lambda side: "yes" if getattr(side.config, "tie_word_embeddings", False) else "no")
-    yield fact("positions", lambda side: _known(side.positions) + (f", rotary ({side.rotary})" if side.rotary else ""))
+    yield fact("positions", lambda side: _positions(side) + (f", rotary ({side.rotary})" if side.rotary else ""))
     yield fact("type", lambda side: str(side.config.model_type))
     yield fact("dtype", _dtype)
     yield fact("ends a text with", lambda side: ", ".join(map(str, end_ids(side))) or "nothing")
@@ -87,6 +88,9 @@ def _kind(target: Side, drafter: Side) -> Iterator[Finding]:
     if kinds[0] != kinds[1]:
         what = "they are models of different kinds"
         yield Finding("kind of model", what, *kinds, _all(REFUSED, "both must be decoders, or both encoder-decoders"))
+    elif kinds[0] == names[True]:
+        effects = dict.fromkeys(_DECODERS_ALONE, Effect(REFUSED, "it does not draft with encoder-decoders"))
+        yield Finding("kind of model", "both are encoder-decoders, with which few engines draft", *kinds, effects)
 
 
 def _sizes(target: Side, drafter: Side) -> Iterator[Finding]:
@@ -226,20 +230,35 @@ def _ids(numbers: list[int]) -> str:
 
 
 def _context(target: Side, drafter: Side) -> Iterator[Finding]:
-    mine, theirs = target.positions, drafter.positions
-    if mine is None or theirs is None or theirs >= mine:
-        return
-    beyond = "drafts beyond that come from positions it was never trained for"
-    stops = "there are no positions beyond that: a longer text stops with an error"
-    effects = {
-        "transformers": Effect(BUT, f"the drafter has {theirs:,} positions; {beyond if drafter.rotary else stops}"),
-        "vllm": Effect(BUT, f"its newest runner serves the target with {theirs:,} positions, as many as the drafter's"),
-        "sglang": Effect(BUT, f"it starts only with --context-length {theirs} or less"),
-        "llama.cpp": Effect(BUT, f"the drafter's context is at most {theirs:,}"),
-        "draftsmith": Effect(BUT, f"texts of more than {theirs:,} tokens, drafts included, are refused"),
-    }
-    values = both(lambda number: f"{number:,} positions", mine, theirs)
-    yield Finding("context length", "the drafter's is shorter", *values, effects)
+    """Positions, and for this engine alone the sliding window: the caches of the others slide."""
+    effects: dict[str, Effect] = {}
+    theirs = drafter.positions
+    if _shorter(theirs, target.positions):
+        beyond = "drafts beyond that come from positions it was never trained for"
+        stops = "there are no positions beyond that: a longer text stops with an error"
+        after = beyond if drafter.rotary else stops
+        effects = {
+            "transformers": Effect(BUT, f"the drafter has {theirs:,} positions; {after}"),
+            "vllm": Effect(
+                BUT, f"its newest runner serves the target with {theirs:,} positions, as many as the drafter's"
+            ),
+            "sglang": Effect(BUT, f"it starts only with --context-length {theirs} or less"),
+            "llama.cpp": Effect(BUT, f"the drafter's context is at most {theirs:,}"),
+        }
+    if _shorter(drafter.limit, target.limit):
+        reason = f"texts of more than {drafter.limit:,} tokens, drafts included, are refused"
+        effects["draftsmith"] = Effect(BUT, reason)
+    if effects:
+        yield Finding("context length", "the drafter's is shorter", *both(_positions, target, drafter), effects)
+
+
+def _shorter(drafter: int | None, target: int | None) -> bool:
+    return drafter is not None and target is not None and drafter < target
+
+
+def _positions(side: Side) -> str:
+    window = f"a sliding window of {side.window:,}" if side.window else ""
+    return ", ".join(filter(None, (f"{side.positions:,} positions" if side.positions else "", window))) or "no limit"
 
 
 def _notes(target: Side, drafter: Side) -> Iterator[Finding]:

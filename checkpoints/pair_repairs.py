@@ -6,7 +6,6 @@ Shape letters: V rows of a vocabulary, D hidden.
 
 from __future__ import annotations
 
-import json
 import shutil
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field
@@ -17,7 +16,7 @@ from torch import Tensor
 from transformers import AutoConfig
 
 from .artifact import save_artifact, verify_artifact
-from .export_drafter import SPECULATIVE_TOKENS
+from .export_drafter import generation_settings, speculation, write_settings
 from .fingerprints import tokenizer_fingerprint
 from .folders import whole_folder
 from .pair_checks import other_fingerprint
@@ -27,11 +26,7 @@ from .untrusted import read_json
 
 NEVER = -1e4
 """The output bias of a row without a token, in models whose output layer has a bias."""
-ASSISTANT = {
-    "num_assistant_tokens": SPECULATIVE_TOKENS,
-    "num_assistant_tokens_schedule": "constant",
-    "assistant_confidence_threshold": 0.0,
-}
+ASSISTANT = speculation()
 """What transformers reads from the drafter, where it says nothing itself."""
 _OF_TOKENIZERS = ("tokenizer", "token texts", "missing tokens", "special ids", "tokenizer settings", "vocabulary type")
 _LEARNT = ("added tokens", "encoding", "text after the end", "bos and eos around a text", "chat template")
@@ -72,6 +67,7 @@ def repair(target: Side, drafter: Side, findings: Iterable[Finding], out: Path, 
 
     def write(folder: Path) -> None:
         _write(plan, target, drafter, weights, folder)
+        _check_place(out, target, drafter)  # again: writing may have taken minutes
 
     if drafter.manifest is None:
         with whole_folder(out) as folder:
@@ -155,6 +151,8 @@ def _rows_in_words(rows: list[int | None], old: int) -> list[str]:
 
 
 def _plan_positions(plan: Repairs, target: Side, drafter: Side) -> None:
+    if drafter.window is not None and drafter.window < (target.limit or 0):
+        plan.left.append(f"its sliding window of {drafter.window:,} tokens is part of how it attends")
     wanted, has = target.positions, drafter.positions
     if wanted is None or has is None or has >= wanted:
         return
@@ -162,8 +160,6 @@ def _plan_positions(plan: Repairs, target: Side, drafter: Side) -> None:
         plan.left.append(
             f"its {has:,} positions are not rotary: learnt, one by one, there can be no more without training"
         )
-    elif drafter.config.max_position_embeddings > has:
-        plan.left.append(f"its sliding window of {has:,} tokens is part of how it attends")
     elif drafter.rotary not in _KEEPS_ITS_FREQUENCIES:
         plan.left.append(f"rotary positions of type {drafter.rotary!r} change with max_position_embeddings: not raised")
     else:
@@ -231,17 +227,18 @@ def _write_settings(plan: Repairs, target: Side, drafter: Side, folder: Path) ->
     path = folder / "config.json"
     whole = read_json(path)
     config = whole["text_config"] if isinstance(whole.get("text_config"), dict) else whole
-    settings = {name: value for name, value in drafter.generation.to_diff_dict().items() if not name.startswith("_")}
+    settings = generation_settings(drafter.generation)
     settings |= {name: value for name, value in ASSISTANT.items() if settings.get(name) is None}
     if plan.positions is not None:
         config["max_position_embeddings"] = plan.positions
     if plan.same_tokens:
         config["vocab_size"] = len(plan.rows) if plan.rows is not None else drafter.rows or drafter.vocab_size
-        for name in ("bos_token_id", "eos_token_id", "pad_token_id"):
+        starts = ("decoder_start_token_id",) if drafter.config.is_encoder_decoder else ()
+        for name in ("bos_token_id", "eos_token_id", "pad_token_id", *starts):
             config[name] = getattr(target.config, name, None)
             settings[name] = getattr(target.generation, name, None)
-    for name, values in (("config.json", whole), ("generation_config.json", settings)):
-        (folder / name).write_text(json.dumps(values, indent=2, sort_keys=True) + "\n", encoding="utf-8")
+    write_settings(path, whole)
+    write_settings(folder / "generation_config.json", settings)
 
 
 def _check_place(out: Path, target: Side, drafter: Side) -> None:

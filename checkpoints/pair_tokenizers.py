@@ -30,6 +30,8 @@ _CHAT = (
     {"role": "user", "content": "And then?"},
 )
 _ONE_DAY = "26 Jul 2024"  # for templates that write today's date
+_OF_TEMPLATES = (ValueError, TypeError, ArithmeticError, MemoryError, LookupError, AttributeError)
+"""What a template ends in, beside jinja2's own errors: it is a program that somebody wrote."""
 _LEARNT = Effect(
     BUT, "prompts come from the target's tokenizer: if the drafter was trained with its own, it knows other ids"
 )
@@ -240,6 +242,6 @@ def _rendered(tokenizer: Any) -> str:
                     list(messages), tokenize=False, add_generation_prompt=True, date_string=_ONE_DAY
                 )
             )
-        except (TemplateError, ValueError, TypeError) as error:
-            problem = f"(cannot be rendered: {error})"
+        except (TemplateError, *_OF_TEMPLATES) as error:
+            problem = f"(cannot be rendered: {str(error) or type(error).__name__})"
     return problem

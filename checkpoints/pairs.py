@@ -11,13 +11,12 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from huggingface_hub.errors import StrictDataclassError
 from safetensors import SafetensorError, safe_open
 from transformers import AutoConfig, AutoModelForCausalLM, AutoModelForSeq2SeqLM, GenerationConfig
 
 from .artifact import load_manifest
 from .manifest import MANIFEST_FILE, Manifest
-from .model_files import names_of_embeddings
+from .model_files import UNLOADABLE, check_config, names_of_embeddings
 from .sources import fetch, here, hub_place
 
 CONSUMERS = {
@@ -145,10 +144,18 @@ class Side:
 
     @property
     def positions(self) -> int | None:
-        """How many it was made for; no more than its sliding window. None where there is no limit."""
-        window = getattr(self.config, "sliding_window", None) if _slides(self.config) else None
-        limits = [limit for limit in (getattr(self.config, "max_position_embeddings", None), window) if limit]
-        return min(limits, default=None)
+        """How many it was made for; None where there is no limit."""
+        return getattr(self.config, "max_position_embeddings", None) or None
+
+    @property
+    def window(self) -> int | None:
+        """Tokens that a layer with sliding attention sees; None where none has it."""
+        return (getattr(self.config, "sliding_window", None) or None) if _slides(self.config) else None
+
+    @property
+    def limit(self) -> int | None:
+        """How many tokens this engine takes: its caches do not slide (`decode/models.py`, position_limit)."""
+        return min((limit for limit in (self.positions, self.window) if limit), default=None)
 
     @property
     def rotary(self) -> str | None:
@@ -180,16 +187,21 @@ def open_side(source: str, load_tokenizer: Callable[[str], Any]) -> Side:
     if (folder / "adapter_config.json").is_file() and not (folder / "config.json").is_file():
         raise ValueError(f"{source} is a LoRA adapter and no model of its own: merge it into its model first")
     try:
+        check_config(folder / "config.json")
         whole = AutoConfig.from_pretrained(folder, trust_remote_code=False)
         config = whole if whole.is_encoder_decoder else whole.get_text_config(decoder=True)
         has_file = (folder / "generation_config.json").is_file()
         generation = GenerationConfig.from_pretrained(folder) if has_file else GenerationConfig.from_model_config(whole)
-    except (OSError, ValueError, KeyError, TypeError, StrictDataclassError) as error:
+    except UNLOADABLE as error:
         raise ValueError(f"{source}: its configuration cannot be read: {_first_line(error)}") from error
     if not isinstance(getattr(config, "vocab_size", None), int):
         raise ValueError(f"{source}: its configuration, of type {config.model_type!r}, has no vocab_size")
     has_tokenizer = any((folder / name).is_file() for name in TOKENIZER_FILES if name.startswith(("tok", "voc", "spi")))
-    rows, head_rows = _rows(whole, tensor_shapes(source, folder))
+    shapes = tensor_shapes(source, folder)
+    try:
+        rows, head_rows = _rows(whole, shapes)
+    except UNLOADABLE as error:
+        raise ValueError(f"{source}: its configuration makes no model: {_first_line(error)}") from error
     return Side(
         source=source,
         folder=folder,

@@ -8,14 +8,16 @@ from __future__ import annotations
 
 import hashlib
 import shutil
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace
 from pathlib import Path
+from typing import NamedTuple
 
-from .artifact import CARD_FILE, check_replaceable, load_manifest, verify_artifact
+from .artifact import CARD_FILE, check_replaceable, file_faults, load_manifest, verify_artifact
 from .folders import whole_folder
 from .hub import Addition, Hub, HubError, Repository, check_repository_name, check_revision
 from .manifest import MANIFEST_FILE, MAX_MANIFEST_BYTES, SECRET_VALUE, Manifest
+from .untrusted import read_text
 
 MAIN = "main"
 _TEXT_FILES = (".json", ".jsonl", ".md", ".txt", ".yaml", ".yml", ".py", ".jinja")
@@ -60,6 +62,12 @@ class Plan:
     def changes_files(self) -> bool:
         """Whether there is anything to commit."""
         return self.parent is None or bool(self.sent or self.deleted)
+
+    def texts(self) -> Iterator[tuple[str, str]]:
+        """Name and content of each file that people may read, unless it is very large."""
+        for name, file in self.files.items():
+            if _is_text(name, file):
+                yield name, _text(file)
 
     def is_whole(self, found: Repository) -> bool:
         """Whether a repository is what it should be after the push."""
@@ -143,15 +151,16 @@ def push(hub: Hub, plan: Plan) -> str:
         raise HubError("no token is stored: log in with `hf auth login`, then push again")
     if plan.parent is not None and not plan.new_branch and not plan.changes_files:
         return plan.parent
+    is_ours = False
     if plan.parent is None:
-        hub.create(plan.repo, plan.private)
+        is_ours = hub.create(plan.repo, plan.private)
     elif plan.new_branch:
-        hub.create_branch(plan.repo, plan.branch)
+        is_ours = hub.create_branch(plan.repo, plan.branch)
     try:
         commit = _commit(hub, plan)
     except (HubError, ValueError) as error:
         passing = isinstance(error, HubError) and error.passing
-        raise HubError(f"{error}; {_left(hub, plan, passing)}", passing) from error
+        raise HubError(f"{error}; {_left(hub, plan, passing, is_ours)}", passing) from error
     found = hub.look(plan.repo, commit)
     if found is None or (differing := plan.differences(found)):
         named = "everything" if found is None else ", ".join(differing)
@@ -167,44 +176,66 @@ def _commit(hub: Hub, plan: Plan) -> str:
             raise HubError(f"{plan.repo} was made, and cannot be seen")
         if any(not name.startswith(".") for name in made.files):
             raise HubError(f"somebody else filled {plan.repo} meanwhile: look at it, then push again")
+        if plan.private and not made.private:
+            raise HubError(f"somebody else made {plan.repo} meanwhile, and it is public: look at it, then push again")
         parent = made.commit
     additions = hub.upload(plan.repo, {name: plan.files[name] for name in plan.sent}, plan.branch)
     about = {"branch": plan.branch, "parent": parent, "message": plan.message}
     return hub.commit(plan.repo, additions, plan.deleted, is_whole=plan.is_whole, **about)
 
 
-def _left(hub: Hub, plan: Plan, passing: bool) -> str:
-    """Clear away what a push that failed has made, unless another try can go on from there; in words."""
+def _left(hub: Hub, plan: Plan, passing: bool, is_ours: bool) -> str:
+    """Clear away what a push that failed has made, unless another try can go on from there; in words.
+
+    Args:
+        is_ours: whether the new repository or branch is known to be of this push. Another's is not touched.
+    """
     nothing = "nothing was published"
     if plan.parent is not None and not plan.new_branch:
         return f"{nothing}, {plan.repo} is as it was"
+    made = f"the branch {plan.branch}" if plan.new_branch else f"the empty repository {plan.repo}"
     if passing:
-        made = f"the branch {plan.branch}" if plan.new_branch else f"the empty repository {plan.repo}"
         return f"{nothing}; {made} was made, and another push goes on from there"
+    if not is_ours:
+        return f"{nothing}; {made} is left, as somebody else may have made it: the hub's first answer was lost"
     try:
         found = hub.look(plan.repo, plan.branch)
-        if plan.new_branch:
-            if found is not None and found.commit == plan.parent:
-                hub.delete_branch(plan.repo, plan.branch)
+        if found is not None and plan.new_branch:
+            if found.commit != plan.parent:
+                return f"the branch {plan.branch} of {plan.repo} holds what somebody else put there"
+            hub.delete_branch(plan.repo, plan.branch)
             return f"{nothing}, {plan.repo} is as it was"
-        if found is None or all(name.startswith(".") for name in found.files):
+        if found is not None and any(not name.startswith(".") for name in found.files):
+            return f"{plan.repo} holds what somebody else put there"
+        if found is not None:
             hub.delete(plan.repo)
             return f"{nothing}, and the repository that was made for it is deleted again"
     except HubError as error:
         return f"{nothing}; what was made for it is left empty ({error})"
-    return f"{plan.repo} holds what somebody else put there"
+    return f"{nothing}, and {plan.repo} is gone"
 
 
-def pull(hub: Hub, repo: str, out: Path, revision: str | None = None) -> tuple[Manifest, str]:
+class Pulled(NamedTuple):
+    """What a pull came to."""
+
+    manifest: Manifest
+    commit: str
+    """That it is from."""
+    is_new: bool
+    """False where that very artifact stood there already."""
+
+
+def pull(hub: Hub, repo: str, out: Path, revision: str | None = None, *, replace_other: bool = False) -> Pulled:
     """Fetch an artifact from the hub to `out`, whole and with every hash checked, or not at all.
 
     Files go through huggingface_hub's cache: a pull that was stopped fetches only those that are not there yet.
 
-    Returns:
-        Its manifest, and the commit that it is from.
+    Args:
+        replace_other: also where another artifact stands at `out`; other files are never replaced.
 
     Raises:
-        ValueError: a name or revision that is none, an `out` that holds other files, a repository without an artifact.
+        ValueError: a name or revision that is none, an `out` that holds something else, a repository without an
+            artifact.
         HubError: the hub cannot be asked, or its files differ from their manifest, named.
     """
     out = Path(out)
@@ -217,20 +248,50 @@ def pull(hub: Hub, repo: str, out: Path, revision: str | None = None) -> tuple[M
         raise HubError(f"there is no repository {repo}, or not for this account: check its name, or `hf auth login`")
     if MANIFEST_FILE not in found.files:
         raise ValueError(f"{repo} holds no artifact: it has no {MANIFEST_FILE}{_hint(repo, found)}")
-    with whole_folder(out) as unfinished:
-        manifest = _fetch(hub, repo, found, unfinished)
-    return manifest, found.commit
-
-
-def _fetch(hub: Hub, repo: str, found: Repository, folder: Path) -> Manifest:
-    """All files that the manifest names, checked, in a folder."""
-    if found.files[MANIFEST_FILE].size > MAX_MANIFEST_BYTES:
-        raise ValueError(f"the {MANIFEST_FILE} of {repo} has {found.files[MANIFEST_FILE].size:,} bytes: it is none")
-    shutil.copyfile(hub.download(repo, MANIFEST_FILE, found.commit), folder / MANIFEST_FILE)
     try:
-        manifest = load_manifest(folder)
+        manifest = _their_manifest(hub, repo, found)
     except ValueError as error:
-        raise HubError(f"{repo}: {str(error).replace(str(folder) + '/', '')}") from error
+        raise HubError(f"{repo}: {MANIFEST_FILE} cannot be read: {error}") from error
+    if _stands(out, manifest, replace_other):
+        return Pulled(manifest, found.commit, is_new=False)
+    with whole_folder(out) as unfinished:
+        _fetch(hub, repo, found, manifest, unfinished)
+        _stands(out, manifest, replace_other)  # again: fetching may have taken minutes
+    return Pulled(manifest, found.commit, is_new=True)
+
+
+def _stands(out: Path, manifest: Manifest, replace_other: bool) -> bool:
+    """Whether an artifact with these very files is at `out`.
+
+    Raises:
+        ValueError: something else is there, which is not to be replaced; says what.
+    """
+    check_replaceable(out)
+    if replace_other or not (out / MANIFEST_FILE).is_file():
+        return False
+    try:
+        mine = load_manifest(out)
+        what = f"another artifact ({mine.kind}{f', written on {mine.created}' if mine.created else ''})"
+        if mine.files == manifest.files:
+            faults = file_faults(out, mine)
+            if not faults:
+                return True
+            what = f"this artifact, but changed: {faults[0]}"
+    except ValueError as error:
+        what = f"an artifact that cannot be read: {error}"
+    raise ValueError(f"{out} holds {what}; choose another folder, or replace all that is there with --replace")
+
+
+def _their_manifest(hub: Hub, repo: str, found: Repository) -> Manifest:
+    """Raises ValueError where it is none, or too large to be one, which is not downloaded."""
+    size = found.files[MANIFEST_FILE].size
+    if size > MAX_MANIFEST_BYTES:
+        raise ValueError(f"it has {size:,} bytes, expected at most {MAX_MANIFEST_BYTES:,}")
+    return Manifest.from_json(read_text(hub.download(repo, MANIFEST_FILE, found.commit), MAX_MANIFEST_BYTES))
+
+
+def _fetch(hub: Hub, repo: str, found: Repository, manifest: Manifest, folder: Path) -> None:
+    """All files that the manifest names, checked, and the manifest, in a folder."""
     for name, entry in manifest.files.items():
         listed = found.files.get(name)
         if listed is None:
@@ -241,7 +302,7 @@ def _fetch(hub: Hub, repo: str, found: Repository, folder: Path) -> Manifest:
             raise HubError(f"{name} of {repo} has the hash {listed.sha256}, its {MANIFEST_FILE} says {entry['sha256']}")
     for name, entry in manifest.files.items():
         _fetch_file(hub, repo, found.commit, folder, name, entry["sha256"])
-    return manifest
+    shutil.copyfile(hub.download(repo, MANIFEST_FILE, found.commit), folder / MANIFEST_FILE)
 
 
 def _fetch_file(hub: Hub, repo: str, commit: str, folder: Path, name: str, wanted: str) -> None:
@@ -280,13 +341,17 @@ def _files_to_push(artifact: Path, card: Callable[[Manifest], str]) -> dict[str,
 
 def _check_for_tokens(name: str, file: Addition) -> None:
     """Raises ValueError where a text holds a hub token: the stored one, or what looks like one."""
-    if not name.lower().endswith(_TEXT_FILES) or file.size > _LARGEST_TEXT:
+    if not _is_text(name, file):
         return
     from huggingface_hub import get_token
 
     text, token = _text(file), get_token()
     if SECRET_VALUE.search(text) or (token and token in text):
         raise ValueError(f"{name} holds what looks like a token of the hub: take it out, then push again")
+
+
+def _is_text(name: str, file: Addition) -> bool:
+    return name.lower().endswith(_TEXT_FILES) and file.size <= _LARGEST_TEXT
 
 
 def _addition(content: bytes) -> Addition:
@@ -314,7 +379,7 @@ def _check_other(hub: Hub, repo: str, found: Repository, kind: str) -> None:
             "repository, or replace all of it with --replace"
         )
     try:
-        theirs = Manifest.from_json(hub.download(repo, MANIFEST_FILE, found.commit).read_text("utf-8")).kind
+        theirs = _their_manifest(hub, repo, found).kind
     except ValueError as error:
         raise ValueError(f"the {MANIFEST_FILE} of {repo} cannot be read: {error}; --replace replaces it") from error
     if theirs != kind:

@@ -18,6 +18,8 @@ UNREADABLE = (SafetensorError, OSError, RuntimeError)
 MAX_JSON_BYTES = 1 << 26
 """64 MiB. The index of the largest published models' shards has a seventh of it; JSON takes ten times its size in
 memory."""
+UNPICKLE = "DRAFTSMITH_UNPICKLE"
+"""The environment's variable that allows pickled weights, when it is 1."""
 MAX_JSON_DEPTH = 100
 """Recipes nest ten levels deep, and Python's own reader gives up at about a thousand."""
 
@@ -89,6 +91,14 @@ def _check_depth(values: Any) -> None:
         if not level:
             return
     raise ValueError(f"its JSON nests deeper than {MAX_JSON_DEPTH} levels")
+
+
+def pickles_allowed() -> bool:
+    """Whether the user lets pickled weights of models be loaded, which are then read with `weights_only=True`.
+
+    `import` has an option of its own for heads.
+    """
+    return os.environ.get(UNPICKLE) == "1"
 
 
 def open_file(path: Path) -> int:

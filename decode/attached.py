@@ -78,6 +78,7 @@ def save_method(custom: CustomGenerate, folder: Path) -> None:
     _check_replaceable(folder)
     with whole_folder(folder) as place:
         write_method(custom, place)
+        _check_replaceable(folder)  # again: writing may have taken minutes
 
 
 def write_method(custom: CustomGenerate, folder: Path) -> None:

@@ -5,12 +5,12 @@ Letters: V vocabulary, D hidden, X some states.
 
 from __future__ import annotations
 
-import json
 from pathlib import Path
 from typing import Any
 
 import torch
 
+from ..checkpoints.card_text import python
 from ..checkpoints.export import ExportOptions, Format, Source
 from ..checkpoints.export_target import target_name
 from ..checkpoints.heads import PredictionHeads
@@ -100,7 +100,7 @@ def _same_text(mine: CustomGenerate, theirs: CustomGenerate, options: ExportOpti
 
 
 def _serving(source: Source, options: ExportOptions) -> str:
-    target = json.dumps(target_name(source, options) or "TARGET", ensure_ascii=False)
+    target = python(target_name(source, options) or "TARGET")
     return f"""
 ```python
 from draftsmith.decode import CustomGenerate

@@ -5,16 +5,14 @@ Shape letters: N tree nodes, V vocabulary.
 
 from __future__ import annotations
 
-import pickle
 from pathlib import Path
 from typing import Any
 
 import torch
-from huggingface_hub.errors import StrictDataclassError
-from safetensors import SafetensorError
 from transformers import AutoConfig, AutoModelForCausalLM, AutoModelForSeq2SeqLM, PreTrainedModel
 
 from ..checkpoints.folders import steady
+from ..checkpoints.model_files import UNLOADABLE, check_config, only_safetensors, reason
 from ..checkpoints.untrusted import read_json
 from .final_norm import check_states
 from .graphs import GraphedModel
@@ -24,28 +22,6 @@ from .seq2seq import Seq2SeqModel, check_source_forward
 from .tree import Tree
 
 ADAPTER_CONFIG = "adapter_config.json"
-MAX_LAYERS = 4096
-"""Ten times what the deepest published models have. A configuration is built before its weights are looked at, and the
-number of its layers alone decides how long that takes."""
-_DEPTHS = {"num_hidden_layers", "num_layers", "n_layer", "n_layers", "num_decoder_layers"}
-_DEPTHS |= {"encoder_layers", "decoder_layers"}
-_UNLOADABLE = (
-    OSError,
-    ValueError,
-    RuntimeError,
-    ImportError,
-    SafetensorError,
-    StrictDataclassError,
-    pickle.UnpicklingError,
-    EOFError,
-    # what a configuration with values of wrong types or sizes ends in, in whichever model it names
-    KeyError,
-    TypeError,
-    AttributeError,
-    IndexError,
-    ZeroDivisionError,
-    AssertionError,
-)
 
 
 def wrap_model(
@@ -154,7 +130,8 @@ def load_model(
 
     Raises:
         ValueError: where there is neither such a folder nor such a model on the hub; where the attention kernel is not
-            installed, or the model has none of that name; an adapter where peft is not installed.
+            installed, or the model has none of that name; an adapter where peft is not installed; pickled weights,
+            unless `DRAFTSMITH_UNPICKLE=1` (`checkpoints/untrusted.py`).
     """
     folder = Path(source)
     if not folder.is_dir() and (source.startswith((".", "/", "~", "runs/")) or source.count("/") > 1):
@@ -167,26 +144,20 @@ def load_model(
 
 def _load(source: str, *, dtype: Any, device: str, device_map: str | None, attention: str | None) -> PreTrainedModel:
     try:
-        _check_config(Path(source) / "config.json")
+        check_config(Path(source) / "config.json")
         config = AutoConfig.from_pretrained(source, trust_remote_code=False)
         loader = AutoModelForSeq2SeqLM if config.is_encoder_decoder else AutoModelForCausalLM
         model = loader.from_pretrained(
-            source, dtype=dtype, device_map=device_map, attn_implementation=attention, trust_remote_code=False
+            source,
+            dtype=dtype,
+            device_map=device_map,
+            attn_implementation=attention,
+            trust_remote_code=False,
+            use_safetensors=only_safetensors(source, config),
         )
-    except _UNLOADABLE as error:
-        raise ValueError(f"no language model could be loaded from {source!r}: {_reason(error)}") from error
+    except UNLOADABLE as error:
+        raise ValueError(f"no language model could be loaded from {source!r}: {reason(source, error)}") from error
     return model.eval() if device_map else model.to(device).eval()
-
-
-def _check_config(path: Path) -> None:
-    """Refuse a configuration that is too large or too deep to be one, or from which no model could be built."""
-    if not path.is_file():
-        return
-    config = read_json(path)
-    for part in (config, *(value for value in config.values() if isinstance(value, dict))):
-        for key in _DEPTHS & set(part):
-            if isinstance(part[key], int) and part[key] > MAX_LAYERS:
-                raise ValueError(f"its config.json says {key} {part[key]}, expected at most {MAX_LAYERS}")
 
 
 def _is_adapter(folder: Path) -> bool:
@@ -207,13 +178,14 @@ def _with_adapter(folder: Path, **options: Any) -> PreTrainedModel:
         raise ValueError(f"{folder / ADAPTER_CONFIG} does not say which model the adapter is for, got {base!r}")
     if _is_adapter(Path(base)):
         raise ValueError(f"{folder / ADAPTER_CONFIG} names {base!r}, an adapter itself: merge that one into its model")
+    try:
+        only_safetensors(str(folder))
+    except ValueError as error:
+        raise ValueError(f"the adapter in {folder} cannot be loaded: {error}") from error
     whole = load_model(base, **options)
     try:
         model = PeftModel.from_pretrained(whole, str(folder)).merge_and_unload()
-    except _UNLOADABLE as error:
-        raise ValueError(f"the adapter in {folder} does not fit the model {base!r}: {_reason(error)}") from error
+    except UNLOADABLE as error:
+        said = reason(str(folder), error)
+        raise ValueError(f"the adapter in {folder} does not fit the model {base!r}: {said}") from error
     return model.eval()
-
-
-def _reason(error: Exception) -> str:
-    return (str(error).strip().splitlines() or [type(error).__name__])[0]

@@ -14,12 +14,13 @@ Place = Annotated[str, typer.Argument(help="An artifact's folder, or user/name[@
 @artifact_app.command()
 def show(
     place: Place,
+    everything: Annotated[bool, typer.Option("--all", help="Also what is empty, and values within values.")] = False,
     as_json: Annotated[bool, typer.Option("--json", help="The manifest as it stands, in the newest schema.")] = False,
 ) -> None:
     """What an artifact is, what it was made for and from, and what it holds."""
     from .artifacts import show_artifact  # after the command is parsed: libraries take seconds to load
 
-    show_artifact(place, as_json=as_json)
+    show_artifact(place, everything=everything, as_json=as_json)
 
 
 @artifact_app.command()

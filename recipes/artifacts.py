@@ -19,11 +19,15 @@ from ..data.tokenizers import load_tokenizer
 from .terminal import console, gigabytes
 
 _LONGEST = 100
-_SECTIONS = ("target", "shapes", "data", "training", "evaluation", "export", "versions")
+_SECTIONS = ("export", "target", "shapes", "evaluation", "training", "data", "versions")
 
 
-def show_artifact(place: str, *, as_json: bool = False) -> None:
+def show_artifact(place: str, *, everything: bool = False, as_json: bool = False) -> None:
     """Print what an artifact's manifest says; its files are not read.
+
+    Args:
+        everything: also what is empty, and values within values.
+        as_json: the whole manifest instead.
 
     Raises:
         ValueError: there is none, or it cannot be read.
@@ -35,7 +39,7 @@ def show_artifact(place: str, *, as_json: bool = False) -> None:
     table = Table(show_header=False, box=None)
     table.add_column(no_wrap=True, style="bold")
     table.add_column(overflow="fold")
-    for name, value in _facts(place, manifest):
+    for name, value in _facts(place, manifest, everything):
         table.add_row(Text(name), Text(value))
     console().print(table)
 
@@ -88,7 +92,7 @@ def compare_artifacts(first: str, second: str) -> int:
     return len(lines)
 
 
-def _facts(place: str, manifest: Manifest) -> Iterator[tuple[str, str]]:
+def _facts(place: str, manifest: Manifest, everything: bool) -> Iterator[tuple[str, str]]:
     """What is said of an artifact, by heading; of long lists and texts the beginning."""
     total = sum(entry["bytes"] for entry in manifest.files.values())
     made = f", an export in the format {manifest.export['format']}" if manifest.export is not None else ""
@@ -99,19 +103,23 @@ def _facts(place: str, manifest: Manifest) -> Iterator[tuple[str, str]]:
     yield "tokenizer", shown(manifest.tokenizer_fingerprint or "not known")
     for section in _SECTIONS:
         values = getattr(manifest, section)
-        for number, (key, value) in enumerate(_flat(values or {}, "")):
+        for number, (key, value) in enumerate(_flat(values or {}, "", everything)):
             yield "" if number else section, shown(f"{key}: {value}")
     for number, (name, entry) in enumerate(manifest.files.items()):
         yield "" if number else "files", f"{name}: {entry['bytes']:,} bytes, sha256 {entry['sha256']}"
     yield "recipe", f"in {MANIFEST_FILE}; --json shows it" if manifest.recipe else "none"
+    if not everything:
+        yield "", "--all shows what is nested or empty, too"
 
 
-def _flat(values: Any, key: str) -> Iterator[tuple[str, str]]:
-    """Nested values by dotted keys, a line each."""
+def _flat(values: Any, key: str, everything: bool) -> Iterator[tuple[str, str]]:
+    """Values by dotted keys, a line each; nested and empty ones only where everything is wanted."""
     for name, value in values.items():
         place = f"{key}.{name}" if key else str(name)
+        if not everything and (value in (None, "") or isinstance(value, (dict, list))):
+            continue
         if isinstance(value, dict) and value:
-            yield from _flat(value, place)
+            yield from _flat(value, place, everything)
         else:
-            text = f"{value:,}" if type(value) is int else str(value)
+            text = f"{value:,}" if type(value) is int else f"{value:.4g}" if isinstance(value, float) else str(value)
             yield place, text if len(text) <= _LONGEST else text[:_LONGEST] + " …"

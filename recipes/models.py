@@ -19,7 +19,7 @@ from torch import Tensor, nn
 from transformers import AutoConfig, AutoModelForCausalLM, AutoModelForSeq2SeqLM, PreTrainedModel
 from transformers.pytorch_utils import Conv1D
 
-from ..checkpoints.model_files import names_of_embeddings, read_tensors
+from ..checkpoints.model_files import UNLOADABLE, check_config, names_of_embeddings, read_tensors
 from ..checkpoints.names import did_you_mean
 from ..decode.loading import ADAPTER_CONFIG, load_model
 from ..decode.seq2seq import Seq2SeqModel
@@ -251,7 +251,8 @@ def _target_embeddings(target: str) -> tuple[Tensor, Tensor, Tensor | None]:
     outline = _outline(target)
     if outline is not None:
         names = names_of_embeddings(outline)
-        found = read_tensors(target, [name for name in names if name is not None])
+        prefix = f"{outline.base_model_prefix}."
+        found = read_tensors(target, [name for name in names if name is not None], prefix)
         if found is not None:
             embeddings, projection, bias = (None if name is None else found[name] for name in names)
             assert embeddings is not None
@@ -270,10 +271,11 @@ def _outline(target: str) -> PreTrainedModel | None:
     if (Path(target) / ADAPTER_CONFIG).is_file():
         return None
     try:
-        config = AutoConfig.from_pretrained(target)
+        check_config(Path(target) / "config.json")
+        config = AutoConfig.from_pretrained(target, trust_remote_code=False)
         with torch.device("meta"):
             return new_model(config, None)
-    except (OSError, ValueError, RuntimeError):
+    except UNLOADABLE:  # loading it says why
         return None
 
 

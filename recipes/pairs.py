@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import shlex
 import sys
 from contextlib import redirect_stdout
 from pathlib import Path
@@ -44,7 +45,7 @@ def examine_pair(target: str, drafter: str, fix: Path | None = None, as_json: bo
     if not as_json:
         show(diagnosis)
     if fix is not None:
-        command = f"draftsmith doctor {target} {drafter} --fix {fix}"
+        command = shlex.join(["draftsmith", "doctor", target, drafter, "--fix", str(fix)])
         with redirect_stdout(sys.stderr):
             repairs = repair(mine, theirs, diagnosis.findings, fix, command)
             diagnosis = examine(mine, open_side(str(fix), load_tokenizer))

@@ -11,6 +11,7 @@ from rich.markup import escape
 from rich.table import Table
 
 from ..checkpoints.card import Evidence, Licence, Measured, base_model, data_sources, model_card
+from ..checkpoints.card_text import paths_in
 from ..checkpoints.hub import Hub
 from ..checkpoints.manifest import MANIFEST_FILE, Manifest
 from ..checkpoints.publish import MAIN, Plan, plan_push, pull, push
@@ -22,6 +23,7 @@ from .terminal import console, say
 _CARD = "README.md"
 _BASELINE = "autoregressive"
 _NAMED_FOLDERS = 3
+_VOCABULARIES = ("tokenizer.json", "vocab.json", "merges.txt", "added_tokens.json")
 
 
 @dataclass(frozen=True)
@@ -75,19 +77,20 @@ def run_push(artifact: Path, repo: str, asked: Asked) -> None:
     )
 
 
-def run_pull(source: str, out: Path, revision: str | None) -> None:
+def run_pull(source: str, out: Path, revision: str | None, replace_other: bool = False) -> None:
     """Fetch an artifact, given as REPO or REPO@REVISION, and check every hash.
 
     Raises:
-        ValueError: a name that is none, two revisions, an `out` that holds other files, no artifact there.
+        ValueError: a name that is none, two revisions, an `out` that holds something else, no artifact there.
         HubError: the hub cannot be asked, or its files are damaged.
     """
     repo, _, named = source.partition("@")
     if named and revision is not None and named != revision:
         raise ValueError(f"{source} names the revision {named!r}, and --revision {revision!r}: give one of them")
-    manifest, commit = pull(Hub(tell=say), repo, out, named or revision)
+    manifest, commit, is_new = pull(Hub(tell=say), repo, out, named or revision, replace_other=replace_other)
     total = sum(entry["bytes"] for entry in manifest.files.values())
-    say(f"pull: wrote {out}: the {manifest.kind} of {repo} at {commit}")
+    done = f"wrote {out}:" if is_new else f"nothing to do, {out} is"
+    say(f"pull: {done} the {manifest.kind} of {repo} at {commit}")
     say(f"pull: {len(manifest.files)} files, {total:,} bytes, each with the hash that its {MANIFEST_FILE} says")
 
 
@@ -206,15 +209,21 @@ def _show(plan: Plan, address: str) -> None:
     out.print(sent, markup=False, soft_wrap=True)
     account = "nobody: no token is stored (`hf auth login`)" if plan.account is None else plan.account
     out.print(f"as {account}", markup=False)
-    folders = sorted(set(_folders(plan.manifest.recipe)) | set(_folders(plan.manifest.target)))
-    if folders:
+    for name, folders in sorted(_local_paths(plan).items()):
         more = ", …" if len(folders) > _NAMED_FOLDERS else ""
         named = ", ".join(folders[:_NAMED_FOLDERS]) + more
-        note = f"note: {MANIFEST_FILE}, which others will read, names places of this machine: {named}"
+        note = f"note: {name}, which others will read, names places of this machine: {named}"
         out.print(note, markup=False, soft_wrap=True)
     out.rule(_CARD, align="left")
     out.print(plan.card, markup=False, soft_wrap=True)
     out.rule()
+
+
+def _local_paths(plan: Plan) -> dict[str, list[str]]:
+    """Absolute paths by the files that hold them; those with some stay. Vocabularies have tokens that look like one."""
+    found = {name: set(paths_in(text)) for name, text in plan.texts() if Path(name).name not in _VOCABULARIES}
+    found[MANIFEST_FILE] |= {*_folders(plan.manifest.recipe), *_folders(plan.manifest.target)}
+    return {name: sorted(paths) for name, paths in found.items() if paths}
 
 
 def _folders(value: Any) -> Iterator[str]:

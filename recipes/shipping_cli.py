@@ -90,8 +90,11 @@ def pull(
     repo: Annotated[str, typer.Argument(help="The repository on the hub: user/name, or user/name@revision.")],
     out: Annotated[Path, typer.Argument(help="Folder of the artifact.")],
     revision: Annotated[str | None, typer.Option(help="A branch, tag or commit.")] = None,
+    replace: Annotated[
+        bool, typer.Option("--replace", help="Also where another artifact stands at OUT; that is deleted.")
+    ] = False,
 ) -> None:
     """Fetch an artifact from the hub: with the hash of every file as it should be, or not at all."""
     from .publishing import run_pull
 
-    run_pull(repo, out, revision)
+    run_pull(repo, out, revision, replace)

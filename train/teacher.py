@@ -7,6 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from importlib.util import find_spec
+from pathlib import Path
 from typing import Any, Protocol
 
 import numpy as np
@@ -14,6 +15,7 @@ import torch
 from transformers import AutoConfig, AutoModelForCausalLM, AutoModelForSeq2SeqLM, BitsAndBytesConfig
 
 from ..checkpoints.fingerprints import model_fingerprint
+from ..checkpoints.model_files import UNLOADABLE, check_config, only_safetensors, reason
 from ..data.packing import Batch
 from ..decode.loading import load_model
 from .chunks import DenseTeacher, SparseTeacher
@@ -131,13 +133,14 @@ def load_teacher(
         "device_map": {"": str(device)},
     }
     try:
-        config = AutoConfig.from_pretrained(source)
+        check_config(Path(source) / "config.json")
+        config = AutoConfig.from_pretrained(source, trust_remote_code=False)
         loader = AutoModelForSeq2SeqLM if config.is_encoder_decoder else AutoModelForCausalLM
-        model = loader.from_pretrained(source, **options)
-    except (OSError, ValueError, RuntimeError, ImportError) as error:
-        reason = str(error).strip().splitlines()[0]
+        safe = only_safetensors(source, config)
+        model = loader.from_pretrained(source, use_safetensors=safe, trust_remote_code=False, **options)
+    except UNLOADABLE as error:
         raise ValueError(
-            f"{source!r} could not be loaded in 8 bits on {device}: {reason} (without `teacher.load_in_8bit` it takes "
-            "twice the memory and needs no bitsandbytes)"
+            f"{source!r} could not be loaded in 8 bits on {device}: {reason(source, error)} (without "
+            "`teacher.load_in_8bit` it takes twice the memory and needs no bitsandbytes)"
         ) from error
     return ModelTeacher(model)

@@ -60,8 +60,8 @@ class Client:
         here = Hub(self.told.append)
         return push(here, plan_push(here, artifact, REPO, lambda _: "a card", **settings))
 
-    def pull(self, out: Path, revision: str | None = None) -> str:
-        return pull(Hub(self.told.append), REPO, out, revision)[1]
+    def pull(self, out: Path, revision: str | None = None, **settings: Any) -> str:
+        return pull(Hub(self.told.append), REPO, out, revision, **settings).commit
 
 
 def make_artifact(folder: Path, seed: int = 0, **extra: bytes) -> Path:

@@ -183,6 +183,7 @@ def refused(status: int, code: str = "", message: str = "no") -> Answer:
     return said({"error": message}, status, **headers)
 
 
+WRITES = ("branch", "preupload", "batch", "commit")
 NOT_FOUND = refused(404, "RepoNotFound", "Repository not found")
 
 
@@ -218,7 +219,8 @@ class _Handler(BaseHTTPRequestHandler):
             answer = Answer(502, b"<html>bad gateway</html>", {"Content-Type": "text/html"})
         elif what not in ("drop", "hang"):
             with self.hub.lock:
-                answer = call(*given)
+                no = self._may_write(given[0]) if kind in WRITES else None
+                answer = no or call(*given)
         if what == "done":
             self.hub.hanging.set()
             self.hub.let_go.wait()
@@ -373,18 +375,16 @@ class _Handler(BaseHTTPRequestHandler):
         return said({"branches": found, "converts": [], "tags": []}) if found else NOT_FOUND
 
     def branch(self, name: str, branch: str) -> Answer:
-        if no := self._may_write(name):
-            return no
         repo = self.hub.repos[name]
         if self.command == "DELETE":
             del repo.branches[branch]
+        elif branch in repo.branches:
+            return refused(409, message="Reference already exists")
         else:
-            repo.branches.setdefault(branch, repo.branches["main"])
+            repo.branches[branch] = repo.branches["main"]
         return Answer()
 
     def preupload(self, name: str, revision: str) -> Answer:
-        if no := self._may_write(name):
-            return no
         commit = self.hub.repos[name].at(revision)
         if commit is None:
             return refused(404, "RevisionNotFound")
@@ -398,8 +398,6 @@ class _Handler(BaseHTTPRequestHandler):
         return said({"files": files})
 
     def batch(self, name: str) -> Answer:
-        if no := self._may_write(name):
-            return no
         objects = []
         for asked in json.loads(self.sent)["objects"]:
             if asked["oid"] in self.hub.store:
@@ -435,8 +433,6 @@ class _Handler(BaseHTTPRequestHandler):
         return refused(422, message="the file's hash is another")
 
     def commit(self, name: str, branch: str) -> Answer:
-        if no := self._may_write(name):
-            return no
         repo = self.hub.repos[name]
         if branch not in repo.branches:
             return refused(404, "RevisionNotFound")

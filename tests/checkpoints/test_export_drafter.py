@@ -131,6 +131,14 @@ def refused(artifact: Path, form: str, **options: Any) -> str:
     return str(caught.value)
 
 
+def served(out: Path) -> dict[str, Any]:
+    """What the Python in SERVING.md leaves, run as it stands there."""
+    code = (out / SERVING_FILE).read_text().partition("```python\n")[2].partition("```")[0]
+    values: dict[str, Any] = {}
+    exec(code.replace(f'"{out.name}"', repr(str(out))).replace("Question", "w1 w2"), values)
+    return values
+
+
 def logits(model: Any) -> torch.Tensor:
     with torch.no_grad():
         return model(torch.arange(20)[None] % VOCAB).logits.float()
@@ -148,10 +156,7 @@ def test_an_assistant_carries_its_settings_and_changes_no_answer(make: Make, tar
     assert f"greedy decoding of the target {target} with and without it" in said
     assert "all 21 tensors, bit by bit" in said
     assert not (out / "recipe.yaml").exists()
-    text = (out / SERVING_FILE).read_text()
-    code = text.partition("```python\n")[2].partition("```")[0]
-    values: dict[str, Any] = {}
-    exec(code.replace('"exported-transformers"', repr(str(out))).replace("Question", "w1 w2"), values)
+    values = served(out)
     alone = values["target"].generate(**values["inputs"], max_new_tokens=12, do_sample=False)
     assert torch.equal(values["answer"][:, : alone.shape[1]], alone)
     assert export(artifact, "transformers")[0] == out, "an earlier export of the same form is replaced"
@@ -195,10 +200,54 @@ def test_an_encoder_decoder_assists_too(save: Callable[..., Path], target: Path)
     sizes = {"d_model": 16, "d_kv": 8, "d_ff": 24, "num_layers": 1, "num_heads": 2, "decoder_start_token_id": 0}
     shutil.rmtree(target)
     T5ForConditionalGeneration(T5Config(vocab_size=VOCAB, **sizes)).save_pretrained(target)
+    tokenizer_of().save_pretrained(target)
     artifact = save(T5ForConditionalGeneration(T5Config(vocab_size=VOCAB, **sizes)).save_pretrained)
     out, said = export(artifact, "transformers")
     assert "with and without it" in said
     assert AutoModelForSeq2SeqLM.from_pretrained(out).generation_config.num_assistant_tokens == 4
+    values = served(out)
+    assert isinstance(values["drafter"], T5ForConditionalGeneration)
+    alone = values["target"].generate(**values["inputs"], max_new_tokens=128, do_sample=False)
+    assert torch.equal(values["answer"], alone)
+
+
+VICUNA = {"temperature": 0.9, "top_p": 0.6, "eos_token_id": 1, "bos_token_id": 0, "max_length": 60}
+"""What its generation_config.json says: it is loaded with a warning, and not saved where anything of it is changed."""
+
+
+def vicuna(folder: Path) -> None:
+    (folder / "generation_config.json").write_text(json.dumps(VICUNA))
+
+
+def test_settings_that_transformers_would_not_save_stay(make: Make, adapter: Make, tmp_path: Path) -> None:
+    out, said = export(make(also=vicuna), "transformers", speculative_tokens=3)
+    assert "with and without it" in said
+    assert json.loads((out / "generation_config.json").read_text()) == VICUNA | export_drafter.speculation(3)
+    assert AutoModelForCausalLM.from_pretrained(out).generation_config.top_p == 0.6
+    artifact = adapter()
+    vicuna(tmp_path / "base")
+    out, _ = export(artifact, "transformers")
+    assert json.loads((out / "generation_config.json").read_text()).items() >= VICUNA.items()
+    settings = [folder / "generation_config.json" for folder in (tmp_path / "base", out)]
+    saved = AutoModelForCausalLM.from_pretrained(tmp_path / "base")
+    saved.save_pretrained(tmp_path / "base")  # as training does, which says how to draft after that
+    export_drafter.save_speculation(tmp_path / "base")
+    assert GenerationConfig.from_pretrained(settings[0].parent).num_assistant_tokens == 4
+
+
+@pytest.mark.parametrize(
+    "change",
+    [
+        {"num_attention_heads": 0},
+        {"hidden_act": "nope"},
+        {"dtype": "bogus"},
+        {"num_hidden_layers": 10**9},
+    ],
+)
+@pytest.mark.parametrize("form", ["transformers", "vllm-sglang"])
+def test_a_configuration_of_nothing_is_one_refusal(form: str, change: dict[str, Any], make: Make) -> None:
+    artifact = make(also=edit_config(**change))
+    assert str(artifact.parent) in refused(artifact, form)
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
@@ -227,10 +276,7 @@ def test_an_adapter_stays_apart(adapter: Make, tmp_path: Path) -> None:
     assert not (out / "model.safetensors").exists()
     text = (out / SERVING_FILE).read_text()
     assert f"a LoRA adapter for `{tmp_path / 'base'}`, which must be there" in text
-    code = text.partition("```python\n")[2].partition("```")[0]
-    values: dict[str, Any] = {}
-    exec(code.replace('"exported-transformers"', repr(str(out))).replace("Question", "w1 w2"), values)
-    assert values["drafter"].generation_config.num_assistant_tokens == 4
+    assert served(out)["drafter"].generation_config.num_assistant_tokens == 4
 
 
 def test_adapters_that_cannot_be_used_say_why(adapter: Make, make: Make, tmp_path: Path) -> None:
@@ -320,6 +366,7 @@ FAULTS: dict[str, tuple[dict[str, Any], list[str]]] = {
     "code": ({"also": lambda folder: (folder / "modeling.py").write_text("")}, ["modeling.py is code"]),
     "pickled weights": ({"also": lambda folder: (folder / "pytorch_model.bin").write_text("")}, ["pytorch_model.bin"]),
     "types": ({"also": mix_types}, ["F16 and F32"]),
+    "no architecture": ({"also": edit_config(architectures=3)}, ["not given"]),
     "architecture": ({"also": edit_config(architectures=["MyForCausalLM"])}, ["MyForCausalLM", "LlamaForCausalLM"]),
 }
 
@@ -336,6 +383,14 @@ def test_the_checklist_of_vllm_and_sglang(fault: str, make: Make, target: Path) 
         assert "--fix" in said
 
 
+def test_a_target_without_a_tokenizer_is_compared_with_nothing(make: Make, target: Path) -> None:
+    for path in target.glob("*token*"):
+        path.unlink()
+    said = refused(make(), "vllm-sglang")
+    assert "tokenizer: there are not two to compare (target: none; drafter: one)" in said
+    assert str(target) in said
+
+
 def test_the_target_of_a_draft_model_must_be_there(save: Callable[..., Path], make: Make, target: Path) -> None:
     def write(folder: Path) -> None:
         make()
@@ -343,7 +398,9 @@ def test_the_target_of_a_draft_model_must_be_there(save: Callable[..., Path], ma
         (folder / "artifact.json").unlink()
 
     assert "does not name its target" in refused(save(write, named=False), "vllm-sglang")
-    assert "there is no model folder" in refused(make(), "vllm-sglang", target=f"{target}/nowhere")
+    said = refused(make(), "vllm-sglang", target=f"{target}/nowhere")
+    assert "there is no" in said
+    assert f"{target}/nowhere" in said
 
 
 def test_a_model_of_another_family_is_refused(save: Callable[..., Path]) -> None:

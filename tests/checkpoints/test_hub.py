@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import json
+import socketserver
+import threading
 from collections.abc import Callable
 from pathlib import Path
 from types import ModuleType
@@ -11,6 +13,7 @@ from typing import Any
 import pytest
 from draftsmith.checkpoints.artifact import verify_artifact
 from draftsmith.checkpoints.hub import Hub, HubError, check_repository_name, check_revision
+from draftsmith.checkpoints.manifest import MAX_MANIFEST_BYTES
 from draftsmith.checkpoints.publish import plan_push, push
 from huggingface_hub import constants
 
@@ -200,6 +203,73 @@ def test_a_branch_that_was_begun_for_nothing_is_deleted(
     with pytest.raises(HubError, match="nothing was published, somebody/drafts is as it was"):
         client.push(kit.make_artifact(tmp_path / "newer", seed=3), branch="trial")
     assert list(client.hub.repos[kit.REPO].branches) == ["main"]
+
+
+@pytest.mark.parametrize("branch", ["main", "trial"])
+@pytest.mark.parametrize("is_lost", [False, True], ids=["refused", "an answer was lost"])
+def test_what_another_push_has_made_is_not_deleted(
+    client: Any, artifact: Path, tmp_path: Path, stand_in: ModuleType, kit: ModuleType, branch: str, is_lost: bool
+) -> None:
+    """Two plan to make the same; one has made it and is uploading when the other comes, which fails for good."""
+    kind, made = ("create", f"the empty repository {kit.REPO}") if branch == "main" else ("branch", "the branch trial")
+    if branch != "main":
+        client.push(kit.make_artifact(tmp_path / "older", seed=1))
+    newer = kit.make_artifact(tmp_path / "newer", seed=3)
+    here, there = Hub(), Hub()
+    mine = plan_push(here, artifact, kit.REPO, lambda _: "mine", branch=branch)
+    theirs = plan_push(there, newer, kit.REPO, lambda _: "theirs", branch=branch)
+    assert there.create(kit.REPO, False) if branch == "main" else there.create_branch(kit.REPO, branch)
+    (artifact / kit.LARGE[0]).write_bytes(b"changed meanwhile")
+    client.hub.faults = [stand_in.Fault(kind, "drop", nth=client.hub.count(kind) + 1)] if is_lost else []
+    message = f"{made} is left, as somebody else may have made it" if is_lost else "somebody else made .* meanwhile"
+    with pytest.raises(HubError, match=message):
+        push(here, mine)
+    assert branch in client.hub.repos[kit.REPO].branches
+    about = {"branch": branch, "parent": client.hub.repos[kit.REPO].branches[branch], "message": "theirs"}
+    sent = there.upload(kit.REPO, theirs.files, branch)
+    there.commit(kit.REPO, sent, theirs.deleted, is_whole=theirs.is_whole, **about)
+    assert theirs.is_whole(there.look(kit.REPO, branch)), "the one that made it goes on"
+
+
+def test_a_private_push_does_not_fill_what_somebody_made_public(
+    client: Any, artifact: Path, stand_in: ModuleType, kit: ModuleType
+) -> None:
+    here = Hub()
+    plan = plan_push(here, artifact, kit.REPO, lambda _: "", private=True)
+    client.hub.repo(kit.REPO)
+    client.hub.faults = [stand_in.Fault("create", "drop")]
+    with pytest.raises(HubError, match="meanwhile, and it is public"):
+        push(here, plan)
+    assert client.hub.repos[kit.REPO].head() == {}
+    assert client.hub.count("put") == 0
+
+
+def test_a_manifest_that_is_too_large_is_not_fetched(client: Any, artifact: Path, kit: ModuleType) -> None:
+    client.hub.repo(kit.REPO, {"artifact.json": b" " * (MAX_MANIFEST_BYTES + 1)})
+    with pytest.raises(ValueError, match=rf"cannot be read: it has .* at most {MAX_MANIFEST_BYTES:,}; --replace"):
+        client.push(artifact)
+    with pytest.raises(HubError, match=rf"artifact\.json cannot be read: it has .* at most {MAX_MANIFEST_BYTES:,}"):
+        client.pull(artifact.with_name("theirs"))
+    assert client.hub.count("store") == client.hub.count("get") == 0
+
+
+def test_what_is_told_of_another_try_holds_no_token(
+    client: Any, stand_in: ModuleType, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A server that answers with the request's own words, in what is no HTTP."""
+
+    class Echo(socketserver.BaseRequestHandler):
+        def handle(self) -> None:
+            self.request.sendall(f"{stand_in.TOKEN} is yours\r\n\r\n".encode() * (self.request.recv(65536) != b""))
+
+    with socketserver.ThreadingTCPServer(("127.0.0.1", 0), Echo) as server:
+        threading.Thread(target=server.serve_forever, args=(0.02,), daemon=True).start()
+        monkeypatch.setattr(constants, "ENDPOINT", f"http://127.0.0.1:{server.server_address[1]}")
+        with pytest.raises(HubError):
+            Hub(client.told.append).account()
+        server.shutdown()
+    assert len(client.told) == 4
+    assert all("is yours" in line and stand_in.TOKEN not in line for line in client.told)
 
 
 def test_a_repository_of_something_else_is_not_written_over(client: Any, artifact: Path, kit: ModuleType) -> None:

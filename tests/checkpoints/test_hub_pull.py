@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 from draftsmith.checkpoints.hub import Hub, HubError
-from draftsmith.checkpoints.publish import plan_push
+from draftsmith.checkpoints.publish import plan_push, pull
 
 QUICK = {"headers": {"Retry-After": "0"}}
 FOREVER = {"times": 99, **QUICK}
@@ -72,11 +72,11 @@ def test_a_pull_that_fails_leaves_what_stood_there(
     client.hub.faults = [stand_in.Fault(**fault)]
     out = tmp_path / "pulled" / "out"
     with pytest.raises(HubError, match=message) as failed:
-        client.pull(out)
+        client.pull(out, replace_other=True)
     assert stand_in.TOKEN not in f"{failed.value}{client.told}"
     check_unwritten(tmp_path, there, kit)
     client.hub.faults = []
-    client.pull(out)  # also of files that lay damaged in the cache
+    client.pull(out, replace_other=True)  # also of files that lay damaged in the cache
     assert kit.files_of(out) == client.hub.repos[kit.REPO].head()
 
 
@@ -114,6 +114,67 @@ def test_what_somebody_added_on_the_hub_is_passed_over(
     assert kit.files_of(tmp_path / "theirs") == whole
 
 
+def test_what_stands_there_is_not_replaced_unasked(
+    client: Any, artifact: Path, tmp_path: Path, kit: ModuleType
+) -> None:
+    client.push(artifact)
+    out = kit.make_artifact(tmp_path / "trained", seed=9)
+    before, size = kit.files_of(out), (out / kit.LARGE[0]).stat().st_size
+    with pytest.raises(ValueError, match=r"trained holds another artifact \(table, written on .*\).*--replace"):
+        client.pull(out)
+    assert kit.files_of(out) == before
+    assert client.hub.count("store") == 0, "nothing large was fetched for it"
+    client.pull(out, replace_other=True)
+    theirs = client.hub.repos[kit.REPO].head()
+    assert kit.files_of(out) == theirs
+    again = pull(Hub(), kit.REPO, out)
+    assert (again.is_new, again.commit) == (False, client.hub.repos[kit.REPO].branches["main"])
+    assert client.hub.count("store") == 2, "it stood there already"
+    (out / kit.LARGE[0]).write_bytes(b"x" * size)
+    with pytest.raises(ValueError, match=r"this artifact, but changed: .*first\.safetensors has the hash"):
+        client.pull(out)
+    (out / "artifact.json").write_text("{}")
+    with pytest.raises(ValueError, match=r"an artifact that cannot be read: .*; choose another folder"):
+        client.pull(out)
+    assert pull(Hub(), kit.REPO, out, replace_other=True).is_new
+    assert kit.files_of(out) == theirs
+    (tmp_path / "empty").mkdir()
+    assert pull(Hub(), kit.REPO, tmp_path / "empty").is_new
+
+
+@pytest.mark.parametrize("name", ["thesis.tex", "artifact.json"])
+@pytest.mark.parametrize("replace", [False, True])
+def test_what_came_there_during_a_pull_stays(
+    client: Any,
+    artifact: Path,
+    tmp_path: Path,
+    kit: ModuleType,
+    monkeypatch: pytest.MonkeyPatch,
+    name: str,
+    replace: bool,
+) -> None:
+    client.push(artifact)
+    out, download = tmp_path / "out", Hub.download
+
+    def slow(self: Hub, repo: str, path: str, commit: str) -> Path:
+        if path == kit.LARGE[1] and not out.exists():
+            if name == "artifact.json":
+                kit.make_artifact(out, seed=9)
+            else:
+                out.mkdir()
+                (out / name).write_text("years of work")
+        return download(self, repo, path, commit)
+
+    monkeypatch.setattr(Hub, "download", slow)
+    if replace and name == "artifact.json":
+        assert pull(Hub(), kit.REPO, out, replace_other=True).is_new
+        return
+    with pytest.raises(ValueError, match="holds another artifact" if name == "artifact.json" else "holds other files"):
+        pull(Hub(), kit.REPO, out, replace_other=replace)
+    assert (out / name).is_file()
+    assert list(tmp_path.glob(".out*")) == []
+
+
 def test_gated_missing_and_private_repositories(client: Any, artifact: Path, tmp_path: Path, kit: ModuleType) -> None:
     with pytest.raises(HubError, match=f"there is no repository {kit.REPO}, or not for this account"):
         client.pull(tmp_path / "out")
@@ -136,7 +197,7 @@ def test_revisions(client: Any, artifact: Path, tmp_path: Path, kit: ModuleType)
     second = client.push(newer, branch="trial")
     assert client.hub.repos[kit.REPO].branches == {"main": first, "trial": second}
     for revision, source in ((None, artifact), ("trial", newer), (first, artifact), (second, newer)):
-        client.pull(tmp_path / "out", revision)
+        client.pull(tmp_path / "out", revision, replace_other=True)
         assert kit.weights_of(tmp_path / "out") == kit.weights_of(source)
     with pytest.raises(HubError, match="has no such revision"):
         client.pull(tmp_path / "out", "nowhere")

@@ -96,14 +96,30 @@ def test_every_fault_is_told(tmp_path: Path) -> None:
         assert part in str(caught.value)
 
 
-@pytest.mark.parametrize("place", range(0, 1300, 97))
-def test_a_single_flipped_byte_is_found_wherever_it_lies(tmp_path: Path, place: int) -> None:
+def test_a_single_flipped_bit_is_found_wherever_it_lies(tmp_path: Path) -> None:
+    """A bit of every byte of every file, the record itself among them."""
     out = save_table(tmp_path / "t")
-    path = out / "table.safetensors"
-    content = bytearray(path.read_bytes())
-    content[place] ^= 1
-    path.write_bytes(content)
-    assert any("table.safetensors has the hash" in fault for fault in find_faults(out)[1])
+    draws = np.random.default_rng(0)
+    for path in sorted(out.iterdir()):
+        good = path.read_bytes()
+        for place, bit in enumerate(draws.integers(0, 8, len(good))):
+            bad = bytearray(good)
+            bad[place] ^= 1 << int(bit)
+            path.write_bytes(bad)
+            assert find_faults(out)[1], (path, place, bit)
+        path.write_bytes(good)
+    assert find_faults(out)[1] == []
+
+
+def test_a_number_that_was_changed_in_the_record_is_found(tmp_path: Path) -> None:
+    out = save_table(tmp_path / "t", training={"last_loss": 2.5})
+    path = out / "artifact.json"
+    written = path.read_text()
+    path.write_text(written.replace('"last_loss": 2.5', '"last_loss": 0.5'))
+    with pytest.raises(ValueError, match=r"artifact\.json has been changed since it was written"):
+        verify_artifact(out)
+    path.write_text(written)
+    verify_artifact(out)
 
 
 def test_a_long_list_of_faults_is_cut_in_an_error_and_whole_in_a_report(tmp_path: Path) -> None:
@@ -249,3 +265,12 @@ def test_large_tensors_are_compared_in_parts(tmp_path: Path, monkeypatch: pytest
     lines = [line for line in differences(tmp_path / "one", tmp_path / "other") if line.startswith("tensor")]
     assert lines == ["tensor x: 3 values differ, by at most 3"]
     assert load_file(tmp_path / "one" / "x.safetensors")["x"].shape == (33, 7)
+
+
+def test_a_damaged_artifact_is_not_compared(tmp_path: Path) -> None:
+    """Its record says what it should hold, and so would tell no difference."""
+    first, second = save_table(tmp_path / "a"), save_table(tmp_path / "b")
+    path = second / "table.safetensors"
+    path.write_bytes(path.read_bytes()[:-1])
+    with pytest.raises(ValueError, match=r"b/table\.safetensors has \d+ bytes"):
+        differences(first, second)

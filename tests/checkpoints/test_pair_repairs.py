@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import shutil
 from collections.abc import Callable
 from pathlib import Path
@@ -9,6 +10,7 @@ from typing import Any
 
 import pytest
 import torch
+from draftsmith.checkpoints.artifact import save_artifact, tokenizer_fingerprint
 from draftsmith.checkpoints.pair_checks import examine
 from draftsmith.checkpoints.pair_repairs import NEVER, arranged, repair
 from draftsmith.checkpoints.pairs import open_side
@@ -105,3 +107,61 @@ def test_a_failed_repair_leaves_nothing(tmp_path: Path, monkeypatch: pytest.Monk
     with pytest.raises(OSError, match="No space"):
         repair(*sides, examine(*sides).findings, tmp_path / "out", "")
     assert sorted(path.name for path in tmp_path.iterdir()) == ["drafter", "target"]
+
+
+def test_what_came_there_during_a_repair_stays(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Of a drafter without a manifest as of one that is an artifact."""
+    tokenizer = train_bpe(["a little text of words to merge, and more"], VOCAB, ("<pad>", "</s>"))
+    for folder, rows in (("target", PADDED), ("drafter", VOCAB)):
+        config = PhiConfig(**SIZES | {"vocab_size": rows}, intermediate_size=16)
+        Decoder.from_config(config).save_pretrained(tmp_path / folder)
+        tokenizer.save_pretrained(tmp_path / folder)
+    about: dict[str, Any] = {key: {} for key in ("shapes", "recipe", "data", "training")} | {"target": None}
+    save_artifact(
+        tmp_path / "artifact",
+        kind="drafter",
+        write=lambda place: shutil.copytree(tmp_path / "drafter", place, dirs_exist_ok=True),
+        vocab_size=VOCAB,
+        tokenizer_fingerprint=tokenizer_fingerprint(tokenizer),
+        **about,
+    )
+    copy = shutil.copyfile
+
+    for name in ("drafter", "artifact"):
+        out = tmp_path / f"{name}-out"
+
+        def slow(source: Any, place: Any, out: Path = out, **settings: Any) -> Any:
+            out.mkdir(exist_ok=True)
+            (out / "artifact.json").write_text("somebody's")
+            return copy(source, place, **settings)
+
+        sides = [open_side(str(tmp_path / each), load_tokenizer) for each in ("target", name)]
+        assert (sides[1].manifest is None) == (name == "drafter")
+        findings = examine(*sides).findings
+        with monkeypatch.context() as patched:
+            patched.setattr(shutil, "copyfile", slow)
+            with pytest.raises(ValueError, match=r"-out exists already; the repaired drafter is written to a new"):
+                repair(*sides, findings, out, "")
+        assert [path.name for path in out.iterdir()] == ["artifact.json"]
+
+
+def test_the_token_that_a_decoder_starts_with(tmp_path: Path) -> None:
+    """Its id goes with the token, in both files that have it."""
+    words = ["a table, fast, slow; the target keeps, drops or reads a tree of tokens"]
+    sides = {}
+    for name, special in (("target", ("<pad>", "</s>", "<a>")), ("drafter", ("<a>", "</s>", "<pad>"))):
+        tokenizer = train_bpe(words, VOCAB, special)
+        pad, eos = tokenizer.convert_tokens_to_ids(["<pad>", "</s>"])
+        sizes = {"vocab_size": len(tokenizer), "d_model": 16, "d_kv": 8, "d_ff": 16, "num_layers": 1, "num_heads": 2}
+        config = T5Config(**sizes, pad_token_id=pad, eos_token_id=eos, decoder_start_token_id=pad)
+        EncoderDecoder.from_config(config).save_pretrained(tmp_path / name)
+        tokenizer.save_pretrained(tmp_path / name)
+        sides[name] = open_side(str(tmp_path / name), load_tokenizer)
+    findings = examine(*sides.values()).findings
+    assert "decoder_start is another token" in [finding.what for finding in findings]
+    repair(*sides.values(), findings, tmp_path / "out", "")
+    for name in ("config.json", "generation_config.json"):
+        wanted, found = (json.loads((tmp_path / folder / name).read_text()) for folder in ("target", "out"))
+        assert found["decoder_start_token_id"] == wanted["decoder_start_token_id"] == found["pad_token_id"]
+    mended = examine(sides["target"], open_side(str(tmp_path / "out"), load_tokenizer)).findings
+    assert [finding for finding in mended if finding.check == "special ids"] == []

@@ -63,6 +63,22 @@ def decode(model: LlamaForCausalLM, custom: Any, **asked: Any) -> list[list[int]
     return text
 
 
+def test_what_came_there_during_a_save_stays(
+    parts: dict[str, Any], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    folder, write = tmp_path / "saved", attached.write_method
+
+    def slow(custom: CustomGenerate, place: Path) -> None:
+        write(custom, place)
+        folder.mkdir()
+        (folder / "thesis.tex").write_text("years of work")
+
+    monkeypatch.setattr(attached, "write_method", slow)
+    with pytest.raises(ValueError, match=r"holds other files \(thesis\.tex\)"):
+        attached.save_method(method("bigram", **parts), folder)
+    assert [path.name for path in tmp_path.rglob("*")] == ["saved", "thesis.tex"]
+
+
 @pytest.mark.parametrize("name", [name for name, spec in METHODS.items() if spec.needs])
 def test_every_method_decodes_as_before(
     target: LlamaForCausalLM, parts: dict[str, Any], tmp_path: Path, name: str

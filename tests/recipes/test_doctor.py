@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import json
+import shlex
 import shutil
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import pytest
+from draftsmith.checkpoints.artifact import load_manifest, save_artifact, tokenizer_fingerprint
 from draftsmith.data.tokenizers import load_tokenizer
 from draftsmith.recipes.cli import main
 from draftsmith.recipes.config import EvaluateRecipe
@@ -88,6 +90,25 @@ def test_it_is_a_table_for_people(pair: tuple[Path, Path], capsys: pytest.Captur
     said = capsys.readouterr()
     assert "repaired: 32 rows without a token dropped" in said.err
     assert said.out.count("verdicts") == 2
+
+
+def test_the_command_in_the_manifest_can_be_typed_again(
+    pair: tuple[Path, Path], tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    about: dict[str, Any] = {key: {} for key in ("shapes", "recipe", "data", "training")} | {"target": None}
+    drafter, fixed = tmp_path / "my drafter", tmp_path / "it's mended"
+    save_artifact(
+        drafter,
+        kind="drafter",
+        write=lambda place: shutil.copytree(pair[1], place, dirs_exist_ok=True),
+        vocab_size=320,
+        tokenizer_fingerprint=tokenizer_fingerprint(load_tokenizer(str(pair[1]))),
+        **about,
+    )
+    examine_pair(str(pair[0]), str(drafter), fixed)
+    command = load_manifest(fixed).command
+    assert command is not None
+    assert shlex.split(command) == ["draftsmith", "doctor", str(pair[0]), str(drafter), "--fix", str(fixed)]
 
 
 def test_a_drafter_on_the_hub(

@@ -2,16 +2,15 @@
 
 from __future__ import annotations
 
-import hashlib
 import json
 import os
 import shutil
 import subprocess
 import sys
-import threading
 from collections.abc import Callable, Iterator
-from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
+from types import ModuleType
+from typing import Any
 
 import pytest
 import torch
@@ -179,58 +178,11 @@ def test_wrong_requests_are_refused(target: Path, tmp_path: Path) -> None:
     assert not (tmp_path / "heads").exists()
 
 
-class Hub(ThreadingHTTPServer):
-    """The hub's interface as far as downloads need it, over a folder of folders `someone/name`; keeps what was got."""
-
-    def __init__(self, root: Path) -> None:
-        super().__init__(("127.0.0.1", 0), HubRequest)
-        self.root, self.got = root, list[str]()
-
-
-class HubRequest(BaseHTTPRequestHandler):
-    server: Hub
-
-    def do_GET(self) -> None:
-        place = self.path.removeprefix("/api/models/").split("/")
-        folder = self.server.root / "/".join(place[:2] if self.path.startswith("/api/") else place[1:3])
-        if not folder.is_dir():
-            self.answer(404, b"{}")
-        elif "/tree/" in self.path:
-            files = sorted(folder.iterdir())
-            tree = [{"type": "file", "path": each.name, "size": each.stat().st_size, "oid": "0"} for each in files]
-            self.answer(200, json.dumps(tree).encode())
-        elif self.path.startswith("/api/"):
-            siblings = [{"rfilename": path.name} for path in folder.iterdir()]
-            self.answer(200, json.dumps({"id": "/".join(place[:2]), "sha": "a" * 40, "siblings": siblings}).encode())
-        else:
-            if self.command == "GET":
-                self.server.got.append(place[-1])
-            self.answer(200, (folder / place[-1]).read_bytes())
-
-    do_HEAD = do_GET
-
-    def answer(self, code: int, content: bytes) -> None:
-        self.send_response(code)
-        etag = hashlib.sha256(content).hexdigest()
-        for name, value in (("ETag", f'"{etag}"'), ("X-Repo-Commit", "a" * 40), ("Content-Length", str(len(content)))):
-            self.send_header(name, value)
-        self.end_headers()
-        if self.command == "GET":
-            self.wfile.write(content)
-
-    def log_message(self, format: str, *args: object) -> None:
-        pass
-
-
 @pytest.fixture
-def hub(tmp_path: Path) -> Iterator[Hub]:
-    (tmp_path / "hub").mkdir()
-    with Hub(tmp_path / "hub") as server:
-        thread = threading.Thread(target=server.serve_forever)
-        thread.start()
+def hub(tmp_path: Path, load_script: Callable[[Path], ModuleType]) -> Iterator[Any]:
+    folders = Path(__file__).parents[1] / "checkpoints" / "hub_folders.py"
+    with load_script(folders).serving(tmp_path / "hub") as server:
         yield server
-        server.shutdown()
-        thread.join()
 
 
 FETCH = """
@@ -247,7 +199,7 @@ for line in sys.stdin:
 """
 
 
-def test_of_the_hub_only_what_holds_the_heads_is_fetched(hub: Hub, target: Path, tmp_path: Path) -> None:
+def test_of_the_hub_only_what_holds_the_heads_is_fetched(hub: Any, target: Path, tmp_path: Path) -> None:
     state = tensors(2)
     whole = {f"medusa_head.{name}": tensor for name, tensor in state.items()}
     publish(hub.root / "someone" / "both", state)

@@ -200,6 +200,37 @@ def test_folders_of_this_machine_are_named(
     assert "note: artifact.json, which others will read, names places of this machine: /home/me/rows.json" in said
 
 
+def test_every_text_that_names_folders_of_this_machine_is_named(
+    hub: Any, kit: ModuleType, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    texts = {
+        "SERVING.md": "Serve it: `vllm serve /home/me/models/target --port 8000`, see https://docs.vllm.ai/en/latest/x",
+        "config.json": json.dumps({"_name_or_path": "/home/me/base", "rate": "1/2/3"}),
+        "tokenizer.json": json.dumps({"vocab": {"/usr/lib/x": 1}}),
+        "plain.md": "user/name, ./here/there, and/or/not, a <b>c</b></i>, //x/y, http://127.0.0.1:1/a/b",
+    }
+    folder = kit.make_artifact(tmp_path / "t", **{name: text.encode() for name, text in texts.items()})
+    run("push", folder, REPO)
+    notes = [line for line in capsys.readouterr().out.splitlines() if line.startswith("note: ")]
+    after = ", which others will read, names places of this machine: /home/me/"
+    assert notes == [f"note: SERVING.md{after}models/target", f"note: config.json{after}base"]
+
+
+def test_a_pull_over_another_artifact(
+    hub: Any, kit: ModuleType, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    run("push", kit.make_artifact(tmp_path / "t"), REPO, "--yes")
+    other = kit.make_artifact(tmp_path / "other", seed=2)
+    with pytest.raises(ValueError, match="other holds another artifact .*--replace"):
+        run("pull", REPO, other)
+    capsys.readouterr()
+    run("pull", REPO, other, "--replace")
+    assert f"pull: wrote {other}: the table of {REPO} at " in capsys.readouterr().err
+    run("pull", REPO, other)
+    assert f"pull: nothing to do, {other} is the table of {REPO} at " in capsys.readouterr().err
+    assert kit.files_of(other) == hub.repos[REPO].head()
+
+
 def test_what_is_deleted_there_is_shown(
     hub: Any, kit: ModuleType, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
