@@ -42,7 +42,7 @@ def public(value: str) -> str:
 
 def paths_in(value: str) -> list[str]:
     """The folders and files of a machine that a text names: what `public` shortens."""
-    return [found[0] for found in _PATH.finditer(value)]
+    return [found[0].rstrip("`.)]}") for found in _PATH.finditer(value)]
 
 
 def fenced(code: str, language: str) -> list[str]:

@@ -101,8 +101,8 @@ def export_artifact(
             f"for that there are: {', '.join(fitting) or 'none'}"
         )
     if unused := [name for name in options.given() if name not in chosen.options]:
-        takes = ", ".join(chosen.options) or "none"
-        raise ValueError(f"{form} has no option {', '.join(unused)}; its options: {takes}")
+        takes = ", ".join(map(option_name, chosen.options)) or "none"
+        raise ValueError(f"{form} has no option {', '.join(map(option_name, unused))}; its options: {takes}")
     _check_place(Path(out), source, chosen)
     findings: list[str] = []
 
@@ -118,6 +118,11 @@ def export_artifact(
 
     save_export(source, chosen, Path(out), write)
     return findings
+
+
+def option_name(name: str) -> str:
+    """An option as it is typed."""
+    return "--merge/--no-merge" if name == "merge" else f"--{name.replace('_', '-')}"
 
 
 @contextmanager

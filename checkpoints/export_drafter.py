@@ -324,7 +324,8 @@ def _serve_assistant(source: Source, options: ExportOptions) -> str:
     else:
         lines[1] = f"from transformers import {kind}, AutoTokenizer"
     lines += ['inputs = tokenizer("Question", return_tensors="pt")']
-    lines += ["answer = target.generate(**inputs, assistant_model=drafter, max_new_tokens=128)", "```", ""]
+    lines += ["answer = target.generate(**inputs, assistant_model=drafter, max_new_tokens=128)"]
+    lines += ["print(tokenizer.decode(answer[0]))", "```", ""]
     lines += [
         f"It drafts {tokens} tokens a step, as `generation_config.json` says: transformers takes the settings from the",
         "drafter's, never from the target's. The count is constant; the confidence below which drafting stops is 0, so",

@@ -325,8 +325,8 @@ def _serve_pickled(source: Source, options: ExportOptions) -> str:
         )
     elif heads > made:
         drafts = (
-            f"The runtime makes {made} heads, whatever the config says. The artifact has {heads}, of which the last "
-            f"{heads - made} are left out: it drafts that many tokens fewer."
+            f"The runtime makes {made} heads, whatever the config says. The artifact has {heads}, of which the first "
+            f"{made} are here: the places after theirs are not drafted."
         )
     else:
         drafts = f"The runtime makes {made} heads, whatever the config says; the artifact has as many."

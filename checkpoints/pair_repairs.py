@@ -10,18 +10,17 @@ import shutil
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
+from typing import Any
 
 import torch
 from torch import Tensor
 from transformers import AutoConfig
 
-from .artifact import save_artifact, verify_artifact
+from .artifact import file_faults, save_artifact
 from .export_drafter import generation_settings, speculation, write_settings
 from .fingerprints import tokenizer_fingerprint
-from .folders import whole_folder
 from .pair_checks import other_fingerprint
 from .pairs import KEPT_FILES, TOKENIZER_FILES, WEIGHTS, Finding, Side, find_folder, model_class
-from .sources import resolve
 from .untrusted import read_json
 
 NEVER = -1e4
@@ -47,21 +46,22 @@ class Repairs:
 
 
 def repair(target: Side, drafter: Side, findings: Iterable[Finding], out: Path, command: str) -> Repairs:
-    """Write a drafter that fits its target to `out`, whole or not at all; an artifact where the drafter is one.
+    """Write a drafter that fits its target to `out`, as an artifact, whole or not at all.
 
     Args:
         findings: what was found of the two.
         command: what was typed, for the manifest.
 
     Raises:
-        ValueError: an `out` that holds something, or is one of the two; a drafter without safetensors weights, or a
-            damaged artifact; nothing that could be repaired.
+        ValueError: an `out` that holds something, or is one of the two; a drafter without safetensors weights, or with
+            links in place of files; nothing that could be repaired.
     """
     _check_place(out, target, drafter)
     plan = plan_repairs(target, drafter, findings)
     if not plan.done:
         raise ValueError(f"nothing of {drafter.source} is to be repaired: {'; '.join(plan.left) or 'the two fit'}")
-    weights = _weights(drafter)
+    weights = find_folder(drafter.source, [WEIGHTS, "*.json", *KEPT_FILES])
+    _look_for_changes(plan, drafter)
     if not any(weights.glob(WEIGHTS)):
         raise ValueError(f"{drafter.source} has no safetensors weights ({WEIGHTS}), and pickled ones are not read")
 
@@ -69,21 +69,22 @@ def repair(target: Side, drafter: Side, findings: Iterable[Finding], out: Path, 
         _write(plan, target, drafter, weights, folder)
         _check_place(out, target, drafter)  # again: writing may have taken minutes
 
-    if drafter.manifest is None:
-        with whole_folder(out) as folder:
-            write(folder)
-    else:
-        _save_artifact(out, plan, target, drafter, command, write)
+    _save_artifact(out, plan, target, drafter, command, write)
     return plan
 
 
-def _weights(drafter: Side) -> Path:
-    """The folder with a drafter's weights; of an artifact it has been verified."""
+def _look_for_changes(plan: Repairs, drafter: Side) -> None:
+    """An artifact that was changed by hand is repaired as it is, and that is said."""
     if drafter.manifest is None:
-        return find_folder(drafter.source, [WEIGHTS, "*.json", *KEPT_FILES])
-    folder = resolve(drafter.source)
-    verify_artifact(folder)
-    return folder
+        return
+    faults = file_faults(drafter.folder, drafter.manifest)
+    if links := [fault for fault in faults if fault.endswith("expected a file")]:
+        raise ValueError(f"{drafter.source} cannot be copied: {'; '.join(links)}")
+    if faults:
+        plan.left.append(
+            f"{drafter.source} is not what its artifact.json says ({faults[0]}): what was measured and trained is of "
+            "the former files"
+        )
 
 
 def plan_repairs(target: Side, drafter: Side, findings: Iterable[Finding]) -> Repairs:
@@ -253,24 +254,18 @@ def _save_artifact(
     out: Path, plan: Repairs, target: Side, drafter: Side, command: str, write: Callable[[Path], None]
 ) -> None:
     known = drafter.manifest
-    assert known is not None
-    shapes, size = dict(known.shapes), known.vocab_size
-    fingerprint = known.tokenizer_fingerprint
+    size = drafter.rows or drafter.vocab_size
+    fingerprint = None if drafter.tokenizer is None else tokenizer_fingerprint(drafter.tokenizer)
+    about: dict[str, Any] = {"kind": "drafter", "recipe": {}, "data": {}, "training": {"repaired_from": drafter.source}}
+    about |= {"shapes": {"vocab_size": size, "model_type": drafter.config.model_type}}
+    about["target"] = {"id": target.source, "fingerprint": None}
+    if known is not None:
+        size, fingerprint = known.vocab_size, known.tokenizer_fingerprint
+        about = {name: getattr(known, name) for name in about}
+        changed = plan.rows is not None or any("artifact.json says" in line for line in plan.left)
+        about["evaluation"] = None if changed else known.evaluation  # measured on other rows, or other files
     if plan.same_tokens:
-        size = target.rows or target.vocab_size
-        shapes |= {"vocab_size": size} if "vocab_size" in shapes else {}
-        fingerprint = tokenizer_fingerprint(target.tokenizer)
-    save_artifact(
-        out,
-        kind=known.kind,
-        write=write,
-        vocab_size=size,
-        tokenizer_fingerprint=fingerprint,
-        target=known.target,
-        shapes=shapes,
-        recipe=known.recipe,
-        data=known.data,
-        training=known.training | {"repairs": plan.done},
-        evaluation=known.evaluation if plan.rows is None else None,  # measured on other rows
-        command=command,
-    )
+        size, fingerprint = target.rows or target.vocab_size, tokenizer_fingerprint(target.tokenizer)
+        about["shapes"] = about["shapes"] | ({"vocab_size": size} if "vocab_size" in about["shapes"] else {})
+    about["training"] = about["training"] | {"repairs": plan.done}
+    save_artifact(out, write=write, vocab_size=size, tokenizer_fingerprint=fingerprint, command=command, **about)

@@ -186,6 +186,9 @@ def open_side(source: str, load_tokenizer: Callable[[str], Any]) -> Side:
     folder = find_folder(source, [*_SETTINGS, *TOKENIZER_FILES, "model.safetensors.index.json", *KEPT_FILES])
     if (folder / "adapter_config.json").is_file() and not (folder / "config.json").is_file():
         raise ValueError(f"{source} is a LoRA adapter and no model of its own: merge it into its model first")
+    manifest = load_manifest(folder) if (folder / MANIFEST_FILE).is_file() else None
+    if manifest is not None and manifest.kind not in ("drafter", "target"):
+        raise ValueError(f"{source} is of kind {manifest.kind!r}: the doctor compares two models")
     try:
         check_config(folder / "config.json")
         whole = AutoConfig.from_pretrained(folder, trust_remote_code=False)
@@ -210,7 +213,7 @@ def open_side(source: str, load_tokenizer: Callable[[str], Any]) -> Side:
         tokenizer=load_tokenizer(str(folder)) if has_tokenizer else None,
         rows=rows,
         head_rows=head_rows,
-        manifest=load_manifest(folder) if (folder / MANIFEST_FILE).is_file() else None,
+        manifest=manifest,
     )
 
 

@@ -16,7 +16,7 @@ from typing import NamedTuple
 from .artifact import CARD_FILE, check_replaceable, file_faults, load_manifest, verify_artifact
 from .folders import whole_folder
 from .hub import Addition, Hub, HubError, Repository, check_repository_name, check_revision
-from .manifest import MANIFEST_FILE, MAX_MANIFEST_BYTES, SECRET_VALUE, Manifest
+from .manifest import MANIFEST_FILE, MAX_MANIFEST_BYTES, SECRET_VALUE, Manifest, record_fault
 from .untrusted import read_text
 
 MAIN = "main"
@@ -291,7 +291,12 @@ def _their_manifest(hub: Hub, repo: str, found: Repository) -> Manifest:
 
 
 def _fetch(hub: Hub, repo: str, found: Repository, manifest: Manifest, folder: Path) -> None:
-    """All files that the manifest names, checked, and the manifest, in a folder."""
+    """All files that the manifest names, and the manifest, checked, in a folder."""
+    cached = hub.download(repo, MANIFEST_FILE, found.commit)
+    shutil.copyfile(cached, folder / MANIFEST_FILE)
+    if fault := record_fault(read_text(folder / MANIFEST_FILE, MAX_MANIFEST_BYTES), manifest):
+        hub.forget(cached)
+        raise HubError(f"{MANIFEST_FILE} of {repo} {fault}")
     for name, entry in manifest.files.items():
         listed = found.files.get(name)
         if listed is None:
@@ -302,7 +307,6 @@ def _fetch(hub: Hub, repo: str, found: Repository, manifest: Manifest, folder: P
             raise HubError(f"{name} of {repo} has the hash {listed.sha256}, its {MANIFEST_FILE} says {entry['sha256']}")
     for name, entry in manifest.files.items():
         _fetch_file(hub, repo, found.commit, folder, name, entry["sha256"])
-    shutil.copyfile(hub.download(repo, MANIFEST_FILE, found.commit), folder / MANIFEST_FILE)
 
 
 def _fetch_file(hub: Hub, repo: str, commit: str, folder: Path, name: str, wanted: str) -> None:

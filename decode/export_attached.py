@@ -111,10 +111,12 @@ model = AutoModelForCausalLM.from_pretrained({target})
 inputs = tokenizer("What is a draft?", return_tensors="pt")
 custom = CustomGenerate.from_pretrained("{{folder}}")
 output = model.generate(**inputs, custom_generate=custom, max_new_tokens=64)
+print(tokenizer.decode(output[0]))
 ```
 
 Whoever trusts the few lines in `custom_generate/generate.py` can also write
-`model.generate(**inputs, custom_generate="{{folder}}", trust_remote_code=True)`; or serve a model that lies beside it:
+`model.generate(**inputs, custom_generate="{{folder}}", trust_remote_code=True)`; or serve a model that lies beside
+it, in a new folder:
 
 ```python
 custom.save_pretrained("served")

@@ -414,10 +414,8 @@ def main() -> None:
         _fail(str(error), 2)
     except OSError as error:
         if error.errno == errno.ENOSPC:
-            _fail(
-                f"no space left on the disk while writing {error.filename or 'files'}; what was saved before is whole",
-                1,
-            )
+            written = error.filename2 or error.filename or "files"  # of a copy, not what is copied
+            _fail(f"no space left on the disk while writing {written}; what was saved before is whole", 1)
         _fail(str(error), 1)
     except Exception as error:
         # safetensors and tokenizers report a full disk in exceptions of their own

@@ -7,12 +7,13 @@ from pathlib import Path
 from rich.markup import escape
 from rich.table import Table
 
-from ..checkpoints.export import ExportOptions, Format, export_artifact
+from ..checkpoints.export import ExportOptions, Format, export_artifact, option_name
 from ..checkpoints.export_drafter import ASSISTANT
 from ..checkpoints.export_engines import DRAFT_MODEL
 from ..checkpoints.export_gguf import GGUF
 from ..checkpoints.export_heads import HEADS_FORMATS
 from ..checkpoints.export_table import TABLE_FORMATS
+from ..checkpoints.sources import here, hub_place
 from ..decode.export_attached import ATTACHED_FORMATS
 from .terminal import console, say
 
@@ -30,7 +31,10 @@ def run_export(artifact: Path, form: str, out: Path | None, options: ExportOptio
     Raises:
         ValueError: what `export_artifact` raises.
     """
-    folder = out or artifact.resolve().with_name(f"{artifact.resolve().name}-{form}")
+    artifact = artifact.expanduser()
+    if options.target is not None and here(options.target) is None:
+        hub_place(options.target)  # what can be no id is not looked for
+    folder = out.expanduser() if out else artifact.resolve().with_name(f"{artifact.resolve().name}-{form}")
     for line in export_artifact(artifact, form, folder, FORMATS, options):
         say(f"export: {line}")
     say(f"export: wrote {folder}; how to serve it stands in {folder / 'SERVING.md'}")
@@ -43,6 +47,6 @@ def list_formats() -> None:
     for heading in ("format", "for", "what", "read by", "options"):
         table.add_column(heading, no_wrap=heading in ("format", "for"))
     for form in FORMATS.values():
-        options = " ".join(f"--{name.replace('_', '-')}" for name in form.options)
+        options = " ".join(map(option_name, form.options))
         table.add_row(form.name, form.kind, *map(escape, (form.summary, form.readers, options)))
     console().print(table)

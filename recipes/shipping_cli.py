@@ -48,7 +48,7 @@ def export(
     to: Annotated[str | None, typer.Option(help="The format.")] = None,
     out: Annotated[Path | None, typer.Option(help="The new folder; by default beside the artifact.")] = None,
     target: Annotated[str | None, typer.Option(help="The target that is served; by default the artifact's.")] = None,
-    speculative_tokens: Annotated[int | None, typer.Option(min=1, help="Tokens to draft a step.")] = None,
+    speculative_tokens: Annotated[int | None, typer.Option(min=1, max=64, help="Tokens to draft a step.")] = None,
     merge: Annotated[bool | None, typer.Option(help="LoRA: in the weights, or an adapter beside them.")] = None,
     pickle: Annotated[bool, typer.Option("--pickle", help="Write a pickled file, where the format is one.")] = False,
     llama_cpp: Annotated[Path | None, typer.Option(help="A checkout of llama.cpp, for its converter.")] = None,

@@ -18,9 +18,10 @@ from draftsmith.checkpoints.artifact import load_manifest, save_artifact, verify
 from draftsmith.checkpoints.heads import PredictionHeads, load_heads, save_heads
 from draftsmith.checkpoints.inspection import find_faults
 from draftsmith.checkpoints.manifest import MAX_MANIFEST_BYTES, plain
+from draftsmith.checkpoints.model_files import MAX_LAYERS
 from draftsmith.checkpoints.table import BigramTable
 from draftsmith.checkpoints.untrusted import MAX_JSON_BYTES, MAX_JSON_DEPTH, name_fault, shown
-from draftsmith.decode.loading import MAX_LAYERS, load_model
+from draftsmith.decode.loading import load_model
 from safetensors.torch import save_file
 from transformers import LlamaForCausalLM
 
@@ -418,7 +419,7 @@ def test_adapters_that_lead_round_and_round_are_refused(tmp_path: Path) -> None:
 
 
 def test_a_pickle_beside_the_weights_is_not_looked_at(
-    make_llama: Callable[..., LlamaForCausalLM], tmp_path: Path
+    make_llama: Callable[..., LlamaForCausalLM], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     mark = tmp_path / "mark"
 
@@ -432,6 +433,12 @@ def test_a_pickle_beside_the_weights_is_not_looked_at(
         (tmp_path / "model" / name).write_bytes(bomb)
     load_model(str(tmp_path / "model"))
     (tmp_path / "model" / "model.safetensors").unlink()
+    for content in (bomb, pickle.dumps({"harmless": 1})):
+        (tmp_path / "model" / "pytorch_model.bin").write_bytes(content)
+        with pytest.raises(ValueError, match=r"its weights are pickled \(pytorch_model\.bin\)"):
+            load_model(str(tmp_path / "model"))
+    (tmp_path / "model" / "pytorch_model.bin").write_bytes(bomb)
+    monkeypatch.setenv("DRAFTSMITH_UNPICKLE", "1")
     with pytest.raises(ValueError, match="no language model could be loaded"):
         load_model(str(tmp_path / "model"))
     assert not mark.is_symlink()

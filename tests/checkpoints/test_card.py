@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -11,8 +12,10 @@ import yaml
 from draftsmith.checkpoints.card import Evidence, Licence, Measured, base_model, data_sources, model_card
 from draftsmith.checkpoints.card_text import public, quoted, text
 from draftsmith.checkpoints.manifest import Manifest, plain
+from draftsmith.data.tokenizers import train_bpe
 from markdown_it import MarkdownIt
 from markdown_it.token import Token
+from transformers import T5Config, T5ForConditionalGeneration
 
 HOSTILE = (
     "<script>alert(1)</script>",
@@ -258,3 +261,25 @@ def test_a_link_in_the_place_of_a_name_has_no_effect_on_the_head() -> None:
     assert "evil" not in str(head.get("base_model"))
     assert head["license"] == "mit base_model: evil"
     assert head["datasets"] == ["a: b", "- c", "'\"", "x"]
+
+
+@pytest.mark.parametrize("kind", ["t5", "llama"])
+def test_the_code_of_a_drafters_card_runs(
+    kind: str, make_llama: Callable[..., Any], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Of an encoder-decoder too, which another class loads."""
+    tokenizer = train_bpe(["What is a hash table? It is a table."], 270, ("<pad>", "</s>"))
+    sizes = {"d_model": 16, "d_kv": 8, "d_ff": 24, "num_layers": 1, "num_heads": 2, "decoder_start_token_id": 0}
+    for name in ("target", "drafter"):
+        config = T5Config(vocab_size=270, pad_token_id=0, eos_token_id=1, **sizes)
+        model = T5ForConditionalGeneration(config) if kind == "t5" else make_llama(270, 1)
+        model.save_pretrained(tmp_path / name)
+        tokenizer.save_pretrained(tmp_path / name)
+    manifest = make_manifest(target={"id": "target"}, shapes={"model_type": kind}, vocab_size=270)
+    code = model_card(manifest, "drafter").partition("```python\n")[2].partition("```")[0]
+    monkeypatch.chdir(tmp_path)
+    values: dict[str, Any] = {}
+    exec(code, values)
+    assert values["model"].config.model_type == kind
+    plain = values["model"].generate(**values["inputs"], max_new_tokens=64, do_sample=False)
+    assert values["output"].tolist() == plain.tolist()

@@ -309,7 +309,11 @@ def test_other_numbers_of_heads_become_five(count: int, make: Make, target: Path
     for found in (faster_decoding_reads(out), tensorrt_reads(out)):
         torch.testing.assert_close(found, expected, rtol=1e-4, atol=1e-4)
     said = "the last stands for those that lack" if count < 5 else "the last 1 are left out"
-    assert f"5 heads from {count}: {said}" in (out / SERVING_FILE).read_text()
+    text = (out / SERVING_FILE).read_text()
+    assert f"5 heads from {count}: {said}" in text
+    said = "the last 2 heads are copies of its last" if count < 5 else "of which the first 5 are here"
+    assert f"The artifact has {count}" in text
+    assert said in text
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])

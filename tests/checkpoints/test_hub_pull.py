@@ -86,6 +86,7 @@ def test_repositories_that_are_no_whole_artifact(client: Any, artifact: Path, tm
     other = whole | {kit.LARGE[1]: whole[kit.LARGE[0]]}
     wrong = {name: content for name, content in whole.items() if name != kit.LARGE[1]}
     manifest = json.loads(whole["artifact.json"])
+    changed = json.dumps(manifest | {"vocab_size": 9}).encode()
     manifest["files"]["../outside.txt"] = manifest["files"]["README.md"]
     cases: list[tuple[dict[str, bytes], type[Exception], str]] = [
         ({"config.json": b"{}"}, ValueError, "holds no artifact: it has no artifact.json; a model is used by its name"),
@@ -96,6 +97,7 @@ def test_repositories_that_are_no_whole_artifact(client: Any, artifact: Path, tm
         (other, HubError, r"second\.safetensors of .* has the hash"),
         (whole | {"artifact.json": b"{}"}, HubError, r"artifact\.json cannot be read"),
         (whole | {"artifact.json": json.dumps(manifest).encode()}, HubError, r"files names '\.\./outside\.txt'"),
+        (whole | {"artifact.json": changed}, HubError, r"artifact\.json of .* has been changed since it was written"),
         (whole | {"deep/few.json": b'{"seed": 9}'}, HubError, r"deep/few\.json of .* has the hash"),
     ]
     for files, error, message in cases:

@@ -54,7 +54,7 @@ def test_an_encoder_decoder_for_a_decoder(pair: tuple[Path, Path]) -> None:
         eos_token_id=1, bos_token_id=0, pad_token_id=0,
     )  # fmt: skip
     T5ForConditionalGeneration(config).save_pretrained(pair[1])
-    assert found(pair) == {"kind of model": "fault"}
+    assert found(pair)["kind of model"] == "fault"
     assert {verdict.outcome for verdict in look(pair).verdicts.values()} == {"refused"}
 
 
@@ -113,11 +113,56 @@ def test_quantised_weights_stay_as_they_are(pair: tuple[Path, Path], tmp_path: P
     assert (tmp_path / "out" / "model.safetensors").read_bytes() == (pair[1] / "model.safetensors").read_bytes()
 
 
-def test_a_sliding_window_is_a_limit(pair: tuple[Path, Path], tmp_path: Path) -> None:
-    change(pair[1] / "config.json", model_type="mistral", architectures=["MistralForCausalLM"], sliding_window=64)
-    assert found(pair) == {"context length": "weakness"}
-    assert look(pair).findings[0].drafter == "64 positions"
+@pytest.mark.parametrize("kind", ["mistral", "gemma3_text"])
+def test_a_sliding_window_is_a_limit_of_this_engine_alone(pair: tuple[Path, Path], tmp_path: Path, kind: str) -> None:
+    change(pair[1] / "config.json", model_type=kind, architectures=None, head_dim=8, sliding_window=64)
+    assert found(pair)["context length"] == "weakness"
+    (finding,) = (one for one in look(pair).findings if one.check == "context length")
+    assert finding.drafter == "256 positions, a sliding window of 64"
+    reasons = {name: effect.reason for name, effect in finding.effects.items()}
+    assert reasons == {"draftsmith": "texts of more than 64 tokens, drafts included, are refused"}
     assert any("sliding window of 64" in line for line in left(pair, tmp_path / "out"))
+    for folder, window in zip(pair, (32, 64), strict=True):  # the target's is the shorter one
+        change(folder / "config.json", model_type=kind, architectures=None, head_dim=8, sliding_window=window)
+    assert "context length" not in found(pair)
+
+
+def test_fewer_positions_than_the_window(pair: tuple[Path, Path]) -> None:
+    change(
+        pair[1] / "config.json", model_type="mistral", architectures=None, sliding_window=64,
+        max_position_embeddings=128,
+    )  # fmt: skip
+    reasons = {name: verdict.reasons[0] for name, verdict in look(pair).verdicts.items()}
+    assert "64 tokens" in reasons.pop("draftsmith")
+    assert len(reasons) == 4
+    assert all("128" in reason for reason in reasons.values())
+
+
+def test_encoder_decoders_are_for_two_of_them(pair: tuple[Path, Path]) -> None:
+    config = T5Config(
+        vocab_size=VOCAB, d_model=16, d_kv=8, d_ff=16, num_layers=1, num_heads=2, decoder_start_token_id=0,
+        eos_token_id=1, bos_token_id=0, pad_token_id=0,
+    )  # fmt: skip
+    for folder in pair:
+        T5ForConditionalGeneration(config).save_pretrained(folder)
+    verdicts = look(pair).verdicts
+    assert {name for name, verdict in verdicts.items() if verdict.outcome == "works"} == {"transformers", "draftsmith"}
+    for name in ("vllm", "sglang", "llama.cpp"):
+        assert verdicts[name].reasons == ("it does not draft with encoder-decoders",)
+
+
+@pytest.mark.parametrize(
+    "template",
+    ["{% for i in range(10 ** 99) %}{% endfor %}", "{{ 1 / 0 }}", "{{ 'a' * 10 ** 18 }}", "{{ messages.x.y }}",
+     "{{ [] | first + 1 }}", "{{ 'a'.join(3) }}", "{{ '{1}'.format(1) }}"],
+)  # fmt: skip
+def test_a_template_that_cannot_be_rendered_is_said(pair: tuple[Path, Path], template: str) -> None:
+    for folder, text in zip(pair, ("{{ messages | length }}", template), strict=True):
+        own = load_tokenizer(str(folder))
+        own.chat_template = text
+        own.save_pretrained(folder)
+    (finding,) = (one for one in look(pair).findings if one.check == "chat template")
+    assert finding.drafter.startswith('"(cannot be rendered: ')
 
 
 def test_a_target_without_a_tokenizer(pair: tuple[Path, Path], tmp_path: Path) -> None:

@@ -10,10 +10,10 @@ from typing import Any
 
 import pytest
 import torch
-from draftsmith.checkpoints.artifact import save_artifact, tokenizer_fingerprint
+from draftsmith.checkpoints.artifact import save_artifact, tokenizer_fingerprint, verify_artifact
 from draftsmith.checkpoints.pair_checks import examine
 from draftsmith.checkpoints.pair_repairs import NEVER, arranged, repair
-from draftsmith.checkpoints.pairs import open_side
+from draftsmith.checkpoints.pairs import Diagnosis, open_side
 from draftsmith.data.tokenizers import load_tokenizer, train_bpe
 from transformers import AutoModelForCausalLM as Decoder
 from transformers import AutoModelForSeq2SeqLM as EncoderDecoder
@@ -65,6 +65,10 @@ def logits(folder: Path, maker: Any) -> torch.Tensor:
     return model(ids, **({"decoder_input_ids": ids} if model.config.is_encoder_decoder else {})).logits[0]
 
 
+def faults(diagnosis: Diagnosis) -> set[str]:
+    return {finding.check for finding in diagnosis.findings if finding.severity == "fault"}
+
+
 @pytest.mark.parametrize("family", FAMILIES)
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 def test_a_padded_model_says_what_it_said(family: str, dtype: torch.dtype, tmp_path: Path) -> None:
@@ -80,14 +84,16 @@ def test_a_padded_model_says_what_it_said(family: str, dtype: torch.dtype, tmp_p
     sides = [open_side(str(tmp_path / name), load_tokenizer) for name in ("target", "drafter")]
     assert [(side.rows, side.head_rows) for side in sides] == [(PADDED, PADDED), (VOCAB, VOCAB)]
     diagnosis = examine(*sides)
-    assert {finding.check for finding in diagnosis.findings if finding.severity == "fault"} == {"vocab_size"}
+    assert "vocab_size" in faults(diagnosis)
+    assert faults(diagnosis) <= {"vocab_size", "kind of model"}  # the latter of encoder-decoders
     repair(*sides, diagnosis.findings, tmp_path / "out", "")
     before, after = (logits(tmp_path / folder, maker) for folder in ("drafter", "out"))
     assert after.shape[-1] == PADDED
     assert torch.equal(before, after[:, :VOCAB])
     assert (after[:, VOCAB:].max(-1).values < before.max(-1).values).all()
     mended = examine(sides[0], open_side(str(tmp_path / "out"), load_tokenizer))
-    assert [finding for finding in mended.findings if finding.severity != "note"] == []
+    assert faults(mended) <= {"kind of model"}
+    assert {finding.severity for finding in mended.findings} <= {"fault", "note"}
 
 
 def test_a_failed_repair_leaves_nothing(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -165,3 +171,74 @@ def test_the_token_that_a_decoder_starts_with(tmp_path: Path) -> None:
         assert found["decoder_start_token_id"] == wanted["decoder_start_token_id"] == found["pad_token_id"]
     mended = examine(sides["target"], open_side(str(tmp_path / "out"), load_tokenizer)).findings
     assert [finding for finding in mended if finding.check == "special ids"] == []
+
+
+def padded_pair(folder: Path) -> tuple[Path, Path]:
+    """A target with padded rows, and a drafter without them that is an artifact."""
+    tokenizer = train_bpe(["a little text of words to merge, and more"], VOCAB, ("<pad>", "</s>"))
+
+    def write(rows: int, place: Path) -> None:
+        config = PhiConfig(**SIZES | {"vocab_size": rows}, intermediate_size=16)
+        Decoder.from_config(config).save_pretrained(place)
+        tokenizer.save_pretrained(place)
+
+    write(PADDED, folder / "target")
+    about: dict[str, Any] = {key: {} for key in ("shapes", "recipe", "data")} | {"target": None}
+    about |= {"training": {"steps": 3}, "evaluation": {"loss": 1.0}}
+    known = tokenizer_fingerprint(tokenizer)
+    save_artifact(
+        folder / "drafter",
+        kind="drafter",
+        write=lambda place: write(VOCAB, place),
+        vocab_size=VOCAB,
+        tokenizer_fingerprint=known,
+        **about,
+    )
+    return folder / "target", folder / "drafter"
+
+
+@pytest.mark.parametrize("change", ["as it was", "a file removed", "a config changed", "no artifact"])
+def test_what_is_repaired_is_an_artifact_whatever_came_before(change: str, tmp_path: Path) -> None:
+    """Folders that somebody changed by hand are what a doctor is asked about."""
+    target, drafter = padded_pair(tmp_path)
+    if change == "a file removed":
+        (drafter / "generation_config.json").unlink()
+    elif change == "a config changed":
+        path = drafter / "config.json"
+        path.write_text(json.dumps(json.loads(path.read_text()) | {"eos_token_id": 17}))
+    elif change == "no artifact":
+        (drafter / "artifact.json").unlink()
+    sides = [open_side(str(place), load_tokenizer) for place in (target, drafter)]
+    plan = repair(*sides, examine(*sides).findings, tmp_path / "out", "draftsmith doctor")
+    manifest = verify_artifact(tmp_path / "out", "drafter")
+    assert manifest.vocab_size == PADDED
+    assert manifest.training["repairs"] == plan.done
+    changed = [line for line in plan.left if "is not what its artifact.json says" in line]
+    assert bool(changed) == change.startswith("a ")
+    assert manifest.training.get("steps") == (None if change == "no artifact" else 3)
+    repaired = open_side(str(tmp_path / "out"), load_tokenizer)
+    assert not faults(examine(sides[0], repaired))
+
+
+def test_a_link_in_an_artifact_is_not_copied(tmp_path: Path) -> None:
+    target, drafter = padded_pair(tmp_path)
+    (drafter / "generation_config.json").unlink()
+    (drafter / "generation_config.json").symlink_to(target / "generation_config.json")
+    sides = [open_side(str(place), load_tokenizer) for place in (target, drafter)]
+    with pytest.raises(ValueError, match=r"cannot be copied: .*generation_config\.json is a link"):
+        repair(*sides, examine(*sides).findings, tmp_path / "out", "")
+    assert not (tmp_path / "out").exists()
+
+
+def test_heads_are_no_drafter(tmp_path: Path) -> None:
+    about: dict[str, Any] = {key: {} for key in ("shapes", "recipe", "data", "training")} | {"target": None}
+    save_artifact(
+        tmp_path / "heads",
+        kind="heads",
+        write=lambda place: (place / "config.json").write_text("{}"),
+        vocab_size=VOCAB,
+        tokenizer_fingerprint=None,
+        **about,
+    )
+    with pytest.raises(ValueError, match=r"is of kind 'heads': the doctor compares two models"):
+        open_side(str(tmp_path / "heads"), load_tokenizer)

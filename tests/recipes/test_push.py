@@ -9,6 +9,7 @@ import shutil
 import subprocess
 import sys
 from collections.abc import Callable, Iterator
+from dataclasses import replace
 from pathlib import Path
 from types import ModuleType
 from typing import Any
@@ -169,10 +170,8 @@ def test_licences_data_sets_and_models_of_the_hub(
     mixture = [{"source": name, "weight": 1.0} for name in ("sharegpt-v3", "tatsu-lab/alpaca", "me/own", "vicuna-80")]
     data = {"source": {"options": {"mixture": mixture}, "sources": [{"hub": part["source"]} for part in mixture]}}
     folder = kit.make_artifact(tmp_path / "t")
-    values = json.loads((folder / "artifact.json").read_text()) | {"data": data, "kind": "heads"}
-    values |= {"target": {"id": "lmsys/vicuna-7b-v1.3"}}
-    (folder / "artifact.json").write_text(json.dumps(values))
-    manifest = load_manifest(folder)
+    manifest = replace(load_manifest(folder), data=data, kind="heads", target={"id": "lmsys/vicuna-7b-v1.3"})
+    (folder / "artifact.json").write_text(manifest.to_json())
     known = evidence_of(folder, manifest, Asked(), Hub())
     assert known.datasets == ("anon8231489123/ShareGPT_Vicuna_unfiltered", "tatsu-lab/alpaca", "me/own")
     assert {name: one.licence for name, one in known.licences.items()} == {
@@ -192,9 +191,8 @@ def test_folders_of_this_machine_are_named(
     hub: Any, kit: ModuleType, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     folder = kit.make_artifact(tmp_path / "t")
-    values = json.loads((folder / "artifact.json").read_text())
-    values |= {"recipe": {"data": {"path": "/home/me/rows.json"}, "out": "runs/x"}}
-    (folder / "artifact.json").write_text(json.dumps(values))
+    recipe = {"data": {"path": "/home/me/rows.json"}, "out": "runs/x"}
+    (folder / "artifact.json").write_text(replace(load_manifest(folder), recipe=recipe).to_json())
     run("push", folder, REPO)
     said = " ".join(capsys.readouterr().out.split())
     assert "note: artifact.json, which others will read, names places of this machine: /home/me/rows.json" in said
@@ -204,7 +202,7 @@ def test_every_text_that_names_folders_of_this_machine_is_named(
     hub: Any, kit: ModuleType, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     texts = {
-        "SERVING.md": "Serve it: `vllm serve /home/me/models/target --port 8000`, see https://docs.vllm.ai/en/latest/x",
+        "SERVING.md": "Serve it: `vllm serve /home/me/models/target`, see https://docs.vllm.ai/en/latest/x",
         "config.json": json.dumps({"_name_or_path": "/home/me/base", "rate": "1/2/3"}),
         "tokenizer.json": json.dumps({"vocab": {"/usr/lib/x": 1}}),
         "plain.md": "user/name, ./here/there, and/or/not, a <b>c</b></i>, //x/y, http://127.0.0.1:1/a/b",
@@ -221,7 +219,7 @@ def test_a_pull_over_another_artifact(
 ) -> None:
     run("push", kit.make_artifact(tmp_path / "t"), REPO, "--yes")
     other = kit.make_artifact(tmp_path / "other", seed=2)
-    with pytest.raises(ValueError, match="other holds another artifact .*--replace"):
+    with pytest.raises(ValueError, match=r"other holds another artifact .*--replace"):
         run("pull", REPO, other)
     capsys.readouterr()
     run("pull", REPO, other, "--replace")
