@@ -229,18 +229,27 @@ def quickstart(tmp_path: Path, make_llama: Callable[..., LlamaForCausalLM]) -> P
     return tmp_path
 
 
-def test_the_example_of_the_readme_runs(
+def test_the_examples_of_the_readme_run(
     quickstart: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     section = README.read_text(encoding="utf-8").partition("## Use from transformers\n")[2].partition("\n## ")[0]
-    (example,) = re.findall(r"```python\n(.*?)```", section, re.DOTALL)
+    first, second = re.findall(r"```python\n(.*?)```", section, re.DOTALL)
     monkeypatch.chdir(quickstart)
+    folder = Path("runs/quickstart")
+    weight_VD = AutoModelForCausalLM.from_pretrained(folder / "target").lm_head.weight.detach()
+    save_heads(PredictionHeads.from_lm_head(weight_VD, 3, 1), folder / "heads", "target")
+    documents = np.random.default_rng(0).integers(0, len(weight_VD), (20, 50))
+    BigramTable.from_documents(list(documents), len(weight_VD)).save(folder / "table")
+    capsys.readouterr()
     names: dict[str, Any] = {}
-    exec(compile(example, "README.md", "exec"), names)
+    exec(compile(first, "README.md", "exec"), names)
     plain = names["model"].generate(**names["inputs"], max_new_tokens=64)
     assert names["output"].tolist() == plain.tolist()
     shown = names["tokenizer"].decode(plain[0, names["inputs"]["input_ids"].shape[1] :])
     assert capsys.readouterr().out == shown + "\n"
+    exec(compile(second, "README.md", "exec"), names)
+    again = names["model"].generate(**names["inputs"], custom_generate=names["custom"], max_new_tokens=64)
+    assert again.tolist() == plain.tolist()
 
 
 def test_stop_strings_end_rows_where_plain_generate_ends_them(quickstart: Path) -> None:

@@ -156,7 +156,7 @@ def quiet(driver: Any, page: Path) -> None:
     assert driver.get_log("browser") == []
     events = [json.loads(entry["message"])["message"] for entry in driver.get_log("performance")]
     asked = {event["params"]["request"]["url"] for event in events if event["method"] == "Network.requestWillBeSent"}
-    own = ("data:", "chrome:")  # of the page, and of the empty tab that the browser begins with
+    own = ("data:", "chrome:", "chrome-untrusted:")  # of the page, and of the empty tab that the browser begins with
     assert {url for url in asked if not url.startswith(own)} == {page.as_uri()}
     assert driver.execute_script("return performance.getEntriesByType('resource').length") == 0
 
