@@ -198,7 +198,8 @@ def test_a_writer_that_is_killed_at_any_moment_leaves_a_whole_artifact(tmp_path:
         found.add(content_of(table))
     os.close(done)
     os.close(tell)
-    assert left > 10, "no writer was killed at work"
+    # a third at least are killed while their folder is there: that none of 30 is has a chance of 5 in a million
+    assert left > 0, "no writer was killed at work"
     assert found == set(CONTENTS)
     save_table(out, "b")
     assert os.listdir(tmp_path) == ["t"]

@@ -86,8 +86,9 @@ def test_what_is_refused_before_anything_is_written(heads: Path, table: Path, tm
     out = tmp_path / "out"
     refused(heads, "medusas", out, r"unknown format 'medusas'\. Did you mean 'medusa'\?.*Known: .*npz")
     refused(heads, "npz", out, r"npz is a format for kind 'table', and .* of kind 'heads'; for that there are: medusa,")
-    refused(heads, "medusa", out, r"medusa has no option merge, pickle; its options: target", merge=True, pickle=True)
-    refused(table, "npz", out, r"npz has no option target; its options: none", target="x")
+    unknown = r"medusa has no option --merge/--no-merge, --pickle; its options: --target"
+    refused(heads, "medusa", out, unknown, merge=True, pickle=True)
+    refused(table, "npz", out, r"npz has no option --target; its options: none", target="x")
     refused(heads, "medusa", heads, r"is the artifact itself")
     refused(heads, "medusa", tmp_path / "heads" / ".." / "heads", r"is the artifact itself")
     refused(heads, "medusa", heads / "out", r"lies in the artifact")

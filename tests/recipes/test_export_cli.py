@@ -81,7 +81,7 @@ def test_the_folder_lies_beside_the_artifact_by_default(
     [
         (["{pair}/heads"], ["say with --to"]),
         (["{pair}/heads", "--to", "meduza"], ["unknown format 'meduza'", "Did you mean 'medusa'?"]),
-        (["{pair}/heads", "--to", "medusa", "--merge"], ["has no option merge"]),
+        (["{pair}/heads", "--to", "medusa", "--merge"], ["has no option --merge/--no-merge"]),
         (["{pair}/heads", "--to", "medusa-pt"], ["add --pickle"]),
         (["{pair}/drafter", "--to", "vllm-sglang", "--target", "{pair}/target"], ["it has no tokenizer"]),
         (["{pair}/drafter", "--to", "gguf"], ["say with --llama-cpp"]),
