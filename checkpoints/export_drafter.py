@@ -21,7 +21,7 @@ from .card_text import python, span
 from .export import ExportOptions, Format, Source
 from .export_target import check_vocabulary, target_name
 from .manifest import MANIFEST_FILE
-from .model_files import UNLOADABLE, check_config, reason
+from .model_files import UNLOADABLE, check_config, only_safetensors, reason
 from .untrusted import read_json
 
 ADAPTER_CONFIG = "adapter_config.json"
@@ -63,14 +63,16 @@ def load_config(source: str | Path) -> Any:
 
 
 def load_drafter(source: str | Path, dtype: torch.dtype | str = "auto") -> Any:
-    """A model from a folder, in evaluation mode; never with remote code, nothing pickled.
+    """A model from a folder, in evaluation mode; never with remote code, nothing pickled but where that is allowed.
 
     Raises:
         ValueError: no model, or one that cannot be loaded.
     """
-    kind = AutoModelForSeq2SeqLM if load_config(source).is_encoder_decoder else AutoModelForCausalLM
+    config = load_config(source)
+    kind = AutoModelForSeq2SeqLM if config.is_encoder_decoder else AutoModelForCausalLM
+    safe = only_safetensors(str(source), config)
     try:
-        return kind.from_pretrained(source, dtype=dtype, use_safetensors=True, trust_remote_code=False).eval()
+        return kind.from_pretrained(source, dtype=dtype, use_safetensors=safe, trust_remote_code=False).eval()
     except UNLOADABLE as error:
         raise ValueError(f"no language model could be loaded from {source}: {reason(str(source), error)}") from error
 

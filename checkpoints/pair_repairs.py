@@ -19,6 +19,8 @@ from transformers import AutoConfig
 from .artifact import file_faults, save_artifact
 from .export_drafter import generation_settings, speculation, write_settings
 from .fingerprints import tokenizer_fingerprint
+from .manifest import MANIFEST_FILE
+from .model_files import only_safetensors
 from .pair_checks import other_fingerprint
 from .pairs import KEPT_FILES, TOKENIZER_FILES, WEIGHTS, Finding, Side, find_folder, model_class
 from .untrusted import read_json
@@ -74,12 +76,18 @@ def repair(target: Side, drafter: Side, findings: Iterable[Finding], out: Path, 
 
 
 def _look_for_changes(plan: Repairs, drafter: Side) -> None:
-    """An artifact that was changed by hand is repaired as it is, and that is said."""
+    """An artifact whose settings or tokenizer were changed by hand is repaired as it is, and that is said. Weights that
+    are not those of the manifest may as well be damaged: a new artifact must not vouch for them."""
     if drafter.manifest is None:
         return
     faults = file_faults(drafter.folder, drafter.manifest)
     if links := [fault for fault in faults if fault.endswith("expected a file")]:
         raise ValueError(f"{drafter.source} cannot be copied: {'; '.join(links)}")
+    if weights := [fault for fault in faults if ".safetensors" in fault]:
+        raise ValueError(
+            f"{'; '.join(weights)}. If you changed the weights yourself, delete {drafter.folder / MANIFEST_FILE}: its "
+            "record is of others"
+        )
     if faults:
         plan.left.append(
             f"{drafter.source} is not what its artifact.json says ({faults[0]}): what was measured and trained is of "
@@ -188,10 +196,11 @@ def _write(plan: Repairs, target: Side, drafter: Side, weights: Path, folder: Pa
 
 def _write_weights(rows: list[int | None], drafter: Side, weights: Path, folder: Path) -> None:
     config = AutoConfig.from_pretrained(weights, trust_remote_code=False)
+    safe = only_safetensors(str(weights), config)
     if drafter.rows is not None:
         config.get_text_config(decoder=True).vocab_size = drafter.rows  # what is stored, whatever it says
     loader = model_class(config)
-    model = loader.from_pretrained(weights, config=config, dtype="auto", use_safetensors=True, trust_remote_code=False)
+    model = loader.from_pretrained(weights, config=config, dtype="auto", use_safetensors=safe, trust_remote_code=False)
     layers = [model.get_input_embeddings(), model.get_output_embeddings()]
     old = [(layer.weight.detach().clone(), getattr(layer, "bias", None)) for layer in layers]
     size = len(old[0][0])

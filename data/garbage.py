@@ -14,7 +14,7 @@ def rarely_collected() -> Iterator[None]:
     """Collect only after so many new objects that are still there.
 
     Rows are freed by their reference counts, without the collector; but every 700 new objects it looks for cycles, and
-    often among all that the process has loaded, which took a quarter of the time of counting a corpus.
+    often among all that the process has loaded.
     """
     before = gc.get_threshold()
     gc.set_threshold(_NEW_OBJECTS, *before[1:])

@@ -183,7 +183,9 @@ def test_a_writer_that_is_killed_at_any_moment_leaves_a_whole_artifact(tmp_path:
         save_table(out, content)
         os.write(tell, b".")
 
-    for number in range(30):
+    for number in range(200):
+        if number >= 30 and left > 10 and found == set(CONTENTS):
+            break
         order = CONTENTS[:: 1 if number % 2 else -1]
         with forked(lambda order=order: replace_for_ever(save, out, order)):
             assert select.select([done], [], [], 60)[0], "the writer has not finished one save"
@@ -198,8 +200,7 @@ def test_a_writer_that_is_killed_at_any_moment_leaves_a_whole_artifact(tmp_path:
         found.add(content_of(table))
     os.close(done)
     os.close(tell)
-    # a third at least are killed while their folder is there: that none of 30 is has a chance of 5 in a million
-    assert left > 0, "no writer was killed at work"
+    assert left > 10, "too few writers were killed at work"
     assert found == set(CONTENTS)
     save_table(out, "b")
     assert os.listdir(tmp_path) == ["t"]

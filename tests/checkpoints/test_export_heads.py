@@ -117,7 +117,9 @@ def tensorrt_reads(folder: Path) -> Tensor:
     block must have its bias, every head its projection."""
     config = json.loads((folder / "config.json").read_text())
     pickled = folder / "medusa_lm_head.pt"
-    tensors = torch.load(pickled) if pickled.exists() else load_file(folder / "medusa_lm_head.safetensors")
+    tensors = (
+        torch.load(pickled, weights_only=True) if pickled.exists() else load_file(folder / "medusa_lm_head.safetensors")
+    )
     sizes = config["medusa_num_heads"], config["medusa_num_layers"]
     tail = f"{{k}}.{sizes[1]}.weight"
     return logits_of(tensors, "{k}.{l}.linear.weight", "{k}.{l}.linear.bias", tail, sizes)
@@ -132,7 +134,7 @@ def faster_decoding_reads(folder: Path) -> Tensor:
     for _ in range(5):
         blocks = [torch.nn.ModuleDict({"linear": torch.nn.Linear(HIDDEN, HIDDEN)}) for _ in range(layers)]
         module.append(torch.nn.Sequential(*blocks, torch.nn.Linear(HIDDEN, VOCAB, bias=False)))
-    module.load_state_dict(torch.load(folder / "medusa_lm_head.pt"), strict=False)
+    module.load_state_dict(torch.load(folder / "medusa_lm_head.pt", weights_only=True), strict=False)
     tensors = module.state_dict()
     tail = f"{{k}}.{layers}.weight"
     return logits_of(tensors, "{k}.{l}.linear.weight", "{k}.{l}.linear.bias", tail, (5, layers))

@@ -20,8 +20,8 @@ SOUND: dict[str, Any] = {
     "speedup_interval": (1.4, 1.6),
     "perplexity": 3.0,
     "rouge_l": None,
-    "by_category": {"math": {"prompts": 6, "tokens_per_step": 2.0, "speedup": 1.5, "speedup_interval": [1.4, 1.6]}},
-    "by_prompt": [{"prompt": name, "seconds": 0.1} for name in "abcdef"],
+    "by_category": {"math": {"tokens_per_step": 2.0, "speedup": 1.5, "speedup_interval": [1.4, 1.6]}},
+    "by_prompt": [{"prompt": "a", "seconds": 0.1}],
 }
 
 
@@ -68,14 +68,13 @@ def test_what_cannot_be_is_named(change: dict[str, Any], message: str) -> None:
 def test_a_category_is_given_more_room() -> None:
     """One of many categories lies above by chance; by a tenth it does not."""
     for low, refused in ((2.1, False), (2.3, True)):
-        part = {"prompts": 6, "tokens_per_step": 2.0, "speedup": 2.4, "speedup_interval": [low, 2.5]}
+        part = {"tokens_per_step": 2.0, "speedup": 2.4, "speedup_interval": [low, 2.5]}
         assert (impossible(SOUND | {"by_category": {"math": part}}) is not None) == refused
 
 
-@pytest.mark.parametrize("interval", [None, [2.3, 2.5]])
-def test_the_speed_of_few_prompts_is_not_judged(interval: list[float] | None) -> None:
-    """One busy moment of the machine is enough to be wrong about them."""
-    fast = {"tokens_per_step": 2.0, "speedup": 2.4, "speedup_interval": interval}
-    assert impossible(SOUND | {"by_category": {"math": {"prompts": 5, **fast}}}) is None
-    assert impossible(SOUND | fast | {"by_prompt": SOUND["by_prompt"][:5]}) is None
-    assert "outside" in str(impossible(SOUND | fast | {"by_prompt": [], "acceptance_rate": 1.2}))
+def test_a_speed_without_an_interval_is_not_judged() -> None:
+    """Fewer than three prompts have none, and one busy moment of the machine is enough to be wrong about them."""
+    fast = {"tokens_per_step": 2.0, "speedup": 2.4, "speedup_interval": None}
+    assert impossible(SOUND | {"by_category": {"math": fast}}) is None
+    assert impossible(SOUND | fast) is None
+    assert "outside" in str(impossible(SOUND | fast | {"acceptance_rate": 1.2}))
