@@ -191,8 +191,8 @@ def evaluate(
 ) -> None:
     """Decode held-out prompts with several methods and compare them, or run a paper's table again; goes on where it
     was stopped."""
-    from .direct import evaluation_or_paper
-    from .papers import pair_folder, run_paper, short_name
+    from .direct import evaluation_or_paper, pair_folder
+    from .papers import run_paper, short_name
 
     folder = None if pair is None else pair_folder(pair)
     given = {"target": target, "drafter": drafter, "heads": heads, "table": table, "prompts": prompts, "out": out}
@@ -216,7 +216,8 @@ def papers(
     out: Annotated[Path | None, typer.Option(help="Folder of the results.")] = None,
 ) -> None:
     """Run the papers' tables again and say which of their claims held; what is finished is kept."""
-    from .papers import pair_folder, run_papers
+    from .direct import pair_folder
+    from .papers import run_papers
 
     if run_papers(names or [], None if pair is None else pair_folder(pair), out):
         raise typer.Exit(1)

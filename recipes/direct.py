@@ -9,13 +9,14 @@ from typing import Any
 
 from .config import EvaluateRecipe
 from .loading import find_recipe, load_recipe, read_extended, shipped_recipes
-from .papers_config import PaperRecipe, pair_values
+from .papers_config import PARTS, PaperRecipe, pair_values
 from .terminal import say
 
 EVALUATIONS = "evaluate/"
 BASE = f"{EVALUATIONS}all-methods"
-PARTS = ("drafter", "heads", "table")
 PROMPTS = "spec-bench"
+PAIR = "quickstart"
+PAIR_FOLDER = "runs/quickstart"
 
 
 def evaluate_recipe(
@@ -39,12 +40,11 @@ def evaluate_recipe(
     words = [f"{key}={json.dumps(value, ensure_ascii=False)}" for key, value in changes.items()]
     if name is not None and "=" in name and not Path(name).is_file():
         overrides, name = [name, *overrides], None
-    name = _whole_name(name)
     if name is None:
         if "target" not in changes:
             raise ValueError(f"give a recipe (`draftsmith recipes ls`), or a target: draftsmith {command} --target T")
         name, words = BASE, [*_direct(str(changes["target"]), changes, command), *words]
-    recipe = load_recipe(name, [*words, *overrides], kinds=["evaluate"])
+    recipe = load_recipe(_whole_name(name), [*words, *overrides], kinds=["evaluate"])
     assert isinstance(recipe, EvaluateRecipe)
     return recipe
 
@@ -63,12 +63,9 @@ def evaluation_or_paper(
     Raises:
         ValueError: `pair` beside a target, drafter, heads, table or prompts; what `evaluate_recipe` raises.
     """
-    from .papers import PAIR, paper_recipe
-
     own = [key for key in ("target", *PARTS, "prompts") if given.get(key) is not None]
     if pair is not None and own:
         raise ValueError(f"--pair brings its own {own[0]}: leave out --{own[0]}, or --pair")
-    name = _whole_name(name)
     if name is not None and _is_paper(name):
         changes = {key: value for key, value in given.items() if value is not None and value is not False}
         words = [
@@ -85,9 +82,34 @@ def evaluation_or_paper(
     return EvaluateRecipe.model_validate(pair_values(recipe, pair, parts) | {"out": moved})
 
 
-def _whole_name(name: str | None) -> str | None:
+def pair_folder(pair: str) -> str:
+    """The folder that `--pair quickstart[=FOLDER]` means.
+
+    Raises:
+        ValueError: another word, or no finished quickstart lies there.
+    """
+    word, given, folder = pair.partition("=")
+    if word != PAIR or (given and not folder):
+        raise ValueError(f"--pair is quickstart or quickstart=FOLDER, got {pair!r}")
+    found = Path(folder or PAIR_FOLDER)
+    wanted = [found / "target" / "config.json", found / "corpus" / "heldout.jsonl"]
+    wanted += [found / part / "artifact.json" for part in PARTS]
+    missing = [path for path in wanted if not path.is_file()]
+    if missing:
+        raise ValueError(f"there is no embedded pair in {found} (no {missing[0]}): run `draftsmith quickstart` first")
+    return str(found)
+
+
+def paper_recipe(name: str, overrides: Sequence[str] = ()) -> PaperRecipe:
+    """A recipe of kind `paper` by its file or name, of which `evaluate/` may be left out."""
+    recipe = load_recipe(_whole_name(name), overrides, kinds=["paper"])
+    assert isinstance(recipe, PaperRecipe)
+    return recipe
+
+
+def _whole_name(name: str) -> str:
     """A recipe's name with `evaluate/`, which may be left out where such a recipe is shipped."""
-    if name is None or Path(name).is_file():
+    if Path(name).is_file():
         return name
     short = f"{EVALUATIONS}{name.removesuffix('.yaml')}"
     return short if short in shipped_recipes() else name
@@ -97,7 +119,7 @@ def _is_paper(name: str) -> bool:
     """Whether a recipe of kind `paper` is meant."""
     if "=" in name and not Path(name).is_file():
         return False
-    return read_extended(find_recipe(name)).get("kind") == "paper"
+    return read_extended(find_recipe(_whole_name(name))).get("kind") == "paper"
 
 
 def usable_methods(parts: Sequence[str]) -> list[str]:

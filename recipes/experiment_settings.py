@@ -10,6 +10,7 @@ from pydantic import Field, ValidationError, model_validator
 from .claims import nearest
 from .config import EvaluateRecipe
 from .data_sections import Section
+from .faults import describe
 
 Share = Annotated[float, Field(ge=0, le=1)]
 Count = Annotated[int, Field(ge=1)]
@@ -169,8 +170,6 @@ def checked_settings(experiment: str, settings: dict[str, Any]) -> Section:
     try:
         found = model.model_validate(settings)
     except ValidationError as error:
-        from .loading import describe  # here, as it knows all kinds of recipes, those of papers too
-
         raise ValueError("; ".join(describe(model, fault, "settings") for fault in error.errors())) from error
     for name, values in found:
         if isinstance(values, list) and len(set(values)) < len(values):

@@ -27,50 +27,21 @@ from typing import Any
 
 from .. import __version__
 from .claims import judge, parse_claim
+from .direct import EVALUATIONS, PAIR, paper_recipe
 from .files import write_whole
-from .loading import load_recipe, read_extended, shipped_recipes, write_recipe
-from .papers_config import PARTS, PaperRecipe
+from .loading import read_extended, shipped_recipes, write_recipe
+from .papers_config import PaperRecipe
 from .papers_text import claims_table, markdown, numbers_table, paper_page, title_of
 from .results import load_results, write_results
 from .terminal import console, say
 
 SCHEMA = 1
-PAIR = "quickstart"
-PAIR_FOLDER = "runs/quickstart"
 FOLDER = "runs/papers"
-_PREFIX = "evaluate/"
 
 
 def shipped_papers() -> list[str]:
     """Names of the shipped recipes of kind `paper`."""
     return [name for name, path in shipped_recipes().items() if read_extended(path).get("kind") == "paper"]
-
-
-def pair_folder(pair: str) -> str:
-    """The folder that `--pair quickstart[=FOLDER]` means.
-
-    Raises:
-        ValueError: another word, or no finished quickstart lies there.
-    """
-    word, given, folder = pair.partition("=")
-    if word != PAIR or (given and not folder):
-        raise ValueError(f"--pair is quickstart or quickstart=FOLDER, got {pair!r}")
-    found = Path(folder or PAIR_FOLDER)
-    wanted = [found / "target" / "config.json", found / "corpus" / "heldout.jsonl"]
-    wanted += [found / part / "artifact.json" for part in PARTS]
-    missing = [path for path in wanted if not path.is_file()]
-    if missing:
-        raise ValueError(f"there is no embedded pair in {found} (no {missing[0]}): run `draftsmith quickstart` first")
-    return str(found)
-
-
-def paper_recipe(name: str, overrides: Sequence[str] = ()) -> PaperRecipe:
-    """A recipe of kind `paper` by its file or name, of which `evaluate/` may be left out."""
-    short = f"{_PREFIX}{name.removesuffix('.yaml')}"
-    known = name if Path(name).is_file() or short not in shipped_recipes() else short
-    recipe = load_recipe(known, overrides, kinds=["paper"])
-    assert isinstance(recipe, PaperRecipe)
-    return recipe
 
 
 def run_paper(recipe: PaperRecipe, name: str, pair: str | None = None, folder: Path | None = None) -> dict[str, Any]:
@@ -173,7 +144,7 @@ def run_papers(names: Sequence[str], pair: str | None, out: Path | None) -> list
 
 def short_name(name: str) -> str:
     """What a recipe is called in tables and folders: `slim/heads`, or of a file of one's own its name."""
-    short = name.removesuffix(".yaml").removeprefix("recipes/").removeprefix(_PREFIX)
+    short = name.removesuffix(".yaml").removeprefix("recipes/").removeprefix(EVALUATIONS)
     return Path(name).stem if Path(name).is_file() else short
 
 

@@ -13,6 +13,7 @@ from .config import EvaluateRecipe
 from .data_sections import Section
 from .experiment_settings import METRICS as EXPERIMENT_METRICS
 from .experiment_settings import CorrelationSettings, checked_settings, labels_of
+from .faults import describe
 from .results import METRICS, ROW
 
 RUN = "{run}: {label}"
@@ -270,6 +271,4 @@ def _filled(value: Any, folder: str) -> Any:
 
 def _faults(model: type[Section], error: ValidationError, under: str = "") -> str:
     """What pydantic found, for people."""
-    from .loading import describe  # here, as it knows all kinds of recipes, this one too
-
     return "; ".join(describe(model, fault, under) for fault in error.errors())

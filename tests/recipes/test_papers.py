@@ -15,9 +15,10 @@ from typing import Any
 import pytest
 import torch
 from draftsmith.recipes.claims import HELD, NOT_HELD, NOT_JUDGED, judge, metric_of, parse_claim
+from draftsmith.recipes.direct import paper_recipe
 from draftsmith.recipes.experiments import is_finished, results_of
 from draftsmith.recipes.loading import find_recipe
-from draftsmith.recipes.papers import paper_recipe, run_paper, run_papers, shipped_papers
+from draftsmith.recipes.papers import run_paper, run_papers, shipped_papers
 from draftsmith.recipes.papers_config import PaperRecipe
 from draftsmith.recipes.papers_plan import forwards_of, show_plan
 from draftsmith.recipes.papers_text import title_of

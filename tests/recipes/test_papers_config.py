@@ -13,11 +13,11 @@ import yaml
 from draftsmith.recipes.claims import HELD, NOT_JUDGED, judge, parse_claim
 from draftsmith.recipes.cli import app
 from draftsmith.recipes.config import EvaluateRecipe
-from draftsmith.recipes.direct import evaluation_or_paper
+from draftsmith.recipes.direct import evaluation_or_paper, pair_folder, paper_recipe
 from draftsmith.recipes.experiment_settings import checked_settings
 from draftsmith.recipes.experiments import EXPERIMENTS
 from draftsmith.recipes.loading import load_recipe
-from draftsmith.recipes.papers import pair_folder, paper_recipe, shipped_papers
+from draftsmith.recipes.papers import shipped_papers
 from draftsmith.recipes.papers_config import PaperRecipe
 from typer.testing import CliRunner
 
