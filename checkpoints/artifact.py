@@ -30,6 +30,7 @@ __all__ = [
     "check_replaceable",
     "check_target",
     "file_faults",
+    "inside",
     "load_manifest",
     "model_fingerprint",
     "open_artifact",
@@ -156,11 +157,21 @@ def _read_manifest(directory: Path) -> Manifest:
     try:
         return Manifest.from_json(read_text(path, MAX_MANIFEST_BYTES))
     except FileNotFoundError as error:
-        raise ValueError(f"{directory} is not an artifact: it has no {MANIFEST_FILE}") from error
+        raise ValueError(f"{directory} is not an artifact: it has no {MANIFEST_FILE}{inside(directory)}") from error
     except OSError as error:
         raise ValueError(f"{path} cannot be read: {error.strerror}") from error
     except ValueError as error:
         raise ValueError(f"{path} cannot be read: {error}") from error
+
+
+def inside(directory: Path) -> str:
+    """The end of a message about a folder that is no artifact: which ones lie in it, up to two folders deep."""
+    places = (path.parent for pattern in ("*", "*/*") for path in directory.glob(f"{pattern}/{MANIFEST_FILE}"))
+    found = sorted(str(place) for place in places if not any(part.startswith(".") for part in place.parts[-2:]))
+    if not found:
+        return ""
+    more = f" and {len(found) - _FAULTS_SHOWN} more" if len(found) > _FAULTS_SHOWN else ""
+    return f"; name one of those that lie in it: {', '.join(map(shown, found[:_FAULTS_SHOWN]))}{more}"
 
 
 def verify_artifact(directory: Path, kind: str | None = None) -> Manifest:

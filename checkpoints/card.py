@@ -181,7 +181,7 @@ def _use(manifest: Manifest, name: str) -> list[str]:
 def _code(manifest: Manifest, name: str) -> list[str]:
     """Lines of Python that decode with it."""
     loaded = python(name)
-    target = loaded if manifest.kind == "target" else python(public(str((manifest.target or {}).get("id", _TARGET))))
+    target = loaded if manifest.kind == "target" else _target(manifest.target or {})
     loader = "AutoModelForSeq2SeqLM" if _is_encoder_decoder(manifest) else "AutoModelForCausalLM"
     lines = [f"from transformers import {loader}, AutoTokenizer", ""]
     lines += [f"tokenizer = AutoTokenizer.from_pretrained({target})"]
@@ -195,6 +195,14 @@ def _code(manifest: Manifest, name: str) -> list[str]:
         given = "custom_generate=drafting, "
     lines.append(f"output = model.generate(**inputs, {given}max_new_tokens=64)")
     return [*lines, "print(tokenizer.decode(output[0]))"]
+
+
+def _target(known: Mapping[str, Any]) -> str:
+    """What transformers is given to load it."""
+    name, revision = str(known.get("id", _TARGET)), known.get("revision")
+    if revision is None or not _HUB_NAME.fullmatch(name):
+        return python(public(name))
+    return f"{python(name)}, revision={python(str(revision))}"
 
 
 def _is_encoder_decoder(manifest: Manifest) -> bool:

@@ -6,18 +6,23 @@ artifact itself, of the same kind, with `export` in its manifest: it can be veri
 
 from __future__ import annotations
 
+import json
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
-from dataclasses import dataclass, fields
+from dataclasses import dataclass, fields, replace
 from pathlib import Path
 from typing import Any
 
 from .artifact import load_manifest, save_artifact, verify_artifact
-from .card_text import text
+from .card_text import fenced, python, shell, span, text
 from .manifest import MANIFEST_FILE, Manifest
 from .names import did_you_mean
+from .sources import split_revision
 
 SERVING_FILE = "SERVING.md"
+FOLDER, FOLDER_IN_JSON, FOLDER_IN_PYTHON = "\ue000", "\ue001", "\ue002"
+"""What stands in serving texts for the export's folder: as a word of a shell, within double quotes of JSON that stands
+within a shell's single quotes, and within Python's double quotes."""
 
 
 @dataclass(frozen=True)
@@ -65,8 +70,9 @@ class Format:
     """Reads the folder back as its readers would and compares tensors and outputs with the artifact's: a line for each
     thing that was found equal. Raises ValueError where one is not."""
     serving: Callable[[Source, ExportOptions], str]
-    """The body of SERVING.md: the exact commands, and what to know beside them. `{folder}` stands for the folder. Names
-    that others gave stand in it as `card_text`'s `python`, `shell` and `span` write them."""
+    """The body of SERVING.md: the exact commands, and what to know beside them. For the folder's name stand `FOLDER`,
+    `FOLDER_IN_JSON` and `FOLDER_IN_PYTHON`. Names that others gave stand in it as `card_text`'s `python`, `shell` and
+    `span` write them, which leave no such characters."""
     options: tuple[str, ...] = ()
     """Names of the `ExportOptions` that it heeds."""
     native: bool = False
@@ -177,9 +183,28 @@ def save_export(source: Source, chosen: Format, out: Path, write: Callable[[Path
     )
 
 
+def _without_revision(source: Source, options: ExportOptions) -> tuple[Source, ExportOptions, list[str]]:
+    """Source and options with the target's bare name, as engines take it; and how its revision is had, in lines."""
+    known = source.manifest.target or {}
+    given = options.target is not None
+    name, revision = split_revision(str(options.target)) if given else (known.get("id"), known.get("revision"))
+    if not isinstance(name, str) or revision is None:
+        return source, options, []
+    download = f"hf download {shell(name)} --revision {shell(str(revision))} --local-dir target"
+    lines = [f"This is for {span(name)} at the revision {span(str(revision))}. Where the repository's main branch has"]
+    lines += ["moved on, fetch that one and name the folder `target` below in place of the repository:", ""]
+    lines += [*fenced(download, "bash"), ""]
+    bare = replace(source.manifest, target=known | {"revision": None})
+    return replace(source, manifest=bare), replace(options, target=name) if given else options, lines
+
+
 def _serving_text(source: Source, chosen: Format, options: ExportOptions, name: str, findings: list[str]) -> str:
     lines = [f"# Serving {text(name)}", "", f"{chosen.summary}. Read by {chosen.readers}.", ""]
-    lines += [chosen.serving(source, options).replace("{folder}", name).strip(), ""]
+    source, options, revised = _without_revision(source, options)
+    lines += revised
+    in_json = json.dumps(name)[1:-1].replace("'", "\\u0027")
+    written = str.maketrans({FOLDER: shell(name), FOLDER_IN_JSON: in_json, FOLDER_IN_PYTHON: python(name)[1:-1]})
+    lines += [chosen.serving(source, options).translate(written).strip(), ""]
     lines += ["## What was compared with the artifact when this was written", ""]
     lines += [f"- {text(line)}" for line in findings]
     return "\n".join(lines) + "\n"

@@ -18,7 +18,7 @@ from torch import Tensor
 from transformers import AutoConfig, AutoModelForCausalLM, AutoModelForSeq2SeqLM, AutoTokenizer, GenerationConfig
 
 from .card_text import python, span
-from .export import ExportOptions, Format, Source
+from .export import FOLDER_IN_PYTHON, ExportOptions, Format, Source
 from .export_target import check_vocabulary, target_name
 from .manifest import MANIFEST_FILE
 from .model_files import UNLOADABLE, check_config, only_safetensors, reason
@@ -206,7 +206,7 @@ def compare_whole(source: Source, folder: Path) -> list[str]:
     lines = [f"all {len(expected)} tensors, bit by bit" + (", with the adapter merged" if adapter else "")]
     apart = with_adapter(source.folder, merged=False) if adapter else mine
     lines.append(_compare_logits(apart, made, f"{folder}"))
-    return [*lines, *_compare_tokenizers(source.folder, folder)]
+    return [*lines, *compare_tokenizers(source.folder, folder)]
 
 
 def _compare_logits(mine: Any, made: Any, what: str) -> str:
@@ -229,7 +229,8 @@ def has_tokenizer(folder: Path) -> bool:
     return any((folder / name).is_file() for name in _TOKENIZER_FILES)
 
 
-def _compare_tokenizers(artifact: Path, folder: Path) -> list[str]:
+def compare_tokenizers(artifact: Path, folder: Path) -> list[str]:
+    """What is equal of two folders' tokenizers, a line each; ValueError where they differ."""
     if not has_tokenizer(artifact):
         return []
     mine, made = (AutoTokenizer.from_pretrained(place, trust_remote_code=False) for place in (artifact, folder))
@@ -280,7 +281,7 @@ def _compare_adapter(source: Source, folder: Path) -> list[str]:
         raise ValueError(f"the adapter read back from {folder} differs from the artifact's")
     mine, made = (with_adapter(place, merged=False) for place in (source.folder, folder))
     lines = [f"all {len(found)} tensors of the adapter, bit by bit", _compare_logits(mine, made, f"{folder}")]
-    return [*lines, *_compare_tokenizers(source.folder, folder)]
+    return [*lines, *compare_tokenizers(source.folder, folder)]
 
 
 @torch.no_grad()
@@ -320,9 +321,9 @@ def _serve_assistant(source: Source, options: ExportOptions) -> str:
     kind = "AutoModelForSeq2SeqLM" if load_config(place).is_encoder_decoder else "AutoModelForCausalLM"
     lines = ["```python", f"from transformers import {kind}, AutoTokenizer, GenerationConfig", ""]
     lines += [f"tokenizer = AutoTokenizer.from_pretrained({target})"]
-    lines += [f"target = {kind}.from_pretrained({target})", f'drafter = {kind}.from_pretrained("{{folder}}")']
+    lines += [f"target = {kind}.from_pretrained({target})", f'drafter = {kind}.from_pretrained("{FOLDER_IN_PYTHON}")']
     if options.merge is False:
-        lines += ['drafter.generation_config = GenerationConfig.from_pretrained("{folder}")']
+        lines += [f'drafter.generation_config = GenerationConfig.from_pretrained("{FOLDER_IN_PYTHON}")']
     else:
         lines[1] = f"from transformers import {kind}, AutoTokenizer"
     lines += ['inputs = tokenizer("Question", return_tensors="pt")']

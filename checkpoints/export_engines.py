@@ -5,15 +5,25 @@ from __future__ import annotations
 from pathlib import Path
 
 from .card_text import shell
-from .export import ExportOptions, Format, Source
-from .export_drafter import SPECULATIVE_TOKENS, compare_whole, has_tokenizer, load_config, stored_types, write_whole
+from .export import FOLDER, FOLDER_IN_JSON, ExportOptions, Format, Source
+from .export_drafter import (
+    SPECULATIVE_TOKENS,
+    base_of,
+    compare_whole,
+    has_tokenizer,
+    is_adapter,
+    load_config,
+    stored_types,
+    write_whole,
+)
 from .export_target import check_pair, needed_target
 
 ARCHITECTURES = (
     *("LlamaForCausalLM", "MistralForCausalLM", "Qwen2ForCausalLM", "Qwen3ForCausalLM", "OPTForCausalLM"),
     *("GPTNeoXForCausalLM", "GPT2LMHeadModel", "GemmaForCausalLM", "Gemma2ForCausalLM", "Phi3ForCausalLM"),
 )
-"""Of small decoders, those that vLLM and SGLang both have."""
+"""Of small decoders, those that vLLM and SGLang both run: with modules of their own, but for GPT-NeoX in SGLang, which
+takes that of transformers."""
 DTYPES = ("F32", "F16", "BF16")
 
 _ALSO = ("context length", "tokenizer")
@@ -52,27 +62,39 @@ def _compare(source: Source, folder: Path, options: ExportOptions) -> list[str]:
     return [*compare_whole(source, folder), f"vocabulary size, every token and the positions with those of {target}"]
 
 
+def named_otherwise(what: str) -> str:
+    """What to know of a folder's name: vLLM (0.24 to 0.33 at least) heeds it more than the method that is asked for."""
+    return f"""The path of the folder may have no `eagle-`, `eagle3`, `dflash` or `dspark` in it: vLLM takes {what} for
+one of those then, whatever `method` says, and fails."""
+
+
 def _serve(source: Source, options: ExportOptions) -> str:
     target = shell(needed_target(source, options, _NEEDS))
     tokens = options.speculative_tokens or SPECULATIVE_TOKENS
+    config = load_config(base_of(source.folder) if is_adapter(source.folder) else source.folder)
+    # of a drafter vLLM takes one kind of cache; without this flag each kind of attention gets its own
+    flag = " --disable-hybrid-kv-cache-manager" if len(set(getattr(config, "layer_types", None) or ())) > 1 else ""
     return f"""
-vLLM (0.10 to 0.13 had no draft models):
+vLLM (0.10 to 0.14 have no draft models):
 
 ```bash
-vllm serve {target} \\
-    --speculative-config '{{"method": "draft_model", "model": "{{folder}}", "num_speculative_tokens": {tokens}}}'
+vllm serve {target}{flag} \\
+    --speculative-config '{{"method": "draft_model", "model": "{FOLDER_IN_JSON}", "num_speculative_tokens": {tokens}}}'
 ```
 
 SGLang:
 
 ```bash
 python -m sglang.launch_server --model-path {target} \\
-    --speculative-algorithm STANDALONE --speculative-draft-model-path {{folder}} \\
+    --speculative-algorithm STANDALONE --speculative-draft-model-path {FOLDER} \\
     --speculative-num-steps {tokens} --speculative-eagle-topk 1 --speculative-num-draft-tokens {tokens + 1}
 ```
 
-vLLM takes a drafter of the target's `vocab_size` alone, SGLang one with the same tokens under the same ids; either cuts
-the target's context to the drafter's, or refuses to start, where that is shorter. All of that was checked.
+vLLM takes a drafter of the target's `vocab_size` alone, SGLang one with the same tokens under the same ids. Of a
+shorter context than the target's, vLLM drafts as far as that goes or cuts the target's to it, and SGLang refuses to
+start. All of that was checked.
+
+{named_otherwise("the drafter")}
 """
 
 

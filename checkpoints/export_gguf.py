@@ -3,28 +3,58 @@
 from __future__ import annotations
 
 import copy
+import json
 import re
 import shutil
 import subprocess
 import sys
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import torch
 from torch import Tensor
 
+from . import gguf_convert
 from .card_text import shell
-from .export import ExportOptions, Format, Source
-from .export_drafter import SPECULATIVE_TOKENS, is_adapter, load_drafter, random_logits, stored_types, write_whole
+from .export import FOLDER, ExportOptions, Format, Source
+from .export_drafter import (
+    SPECULATIVE_TOKENS,
+    is_adapter,
+    load_config,
+    load_drafter,
+    random_logits,
+    stored_types,
+    write_whole,
+)
 from .export_target import check_pair, target_name
 from .gguf_file import GgufFile, read_gguf
+from .manifest import MANIFEST_FILE
+from .untrusted import read_json
 
 GGUF_FILE = "model.gguf"
 CONVERTER = "convert_hf_to_gguf.py"
 
 _TYPES = {"F32": "f32", "F16": "f16", "BF16": "bf16"}
 _TAIL = 12
+_UNKNOWN = "pre-tokenizer was not recognized"
+_GPT2_SPLIT = {"add_prefix_space": False, "use_regex": True}
+_NOT_OF_GPT2 = (
+    "dropout",
+    "unk_token",
+    "continuing_subword_prefix",
+    "end_of_word_suffix",
+    "byte_fallback",
+    "ignore_merges",
+)
+"""Settings of a BPE; in GPT-2's they are empty."""
 _UNFINISHED = ".model"
+_PIECES = "tokenizer.model"
+_ASKED: dict[str, Callable[[Any], dict[str, Any]]] = {
+    "gpt2": lambda config: {"n_ctx": config.n_positions},
+    "gpt_neox": lambda config: {"rotary_pct": config.rope_parameters["partial_rotary_factor"]},
+}
+"""Settings of some types of models that the converter asks for, and transformers 5 writes under another name."""
 _NAMES = {
     "token_embd": "model.embed_tokens",
     "output_norm": "model.norm",
@@ -48,28 +78,55 @@ _DERIVED = ("rope_freqs.weight",)
 
 
 def _write(source: Source, folder: Path, options: ExportOptions) -> None:
-    converter = _converter(options)
-    model = source.folder
-    if is_adapter(model):
-        model = folder / _UNFINISHED
-        model.mkdir()
-        write_whole(source, model)
-    target = _known_target(source, options)
+    converter, target = _converter(options), _known_target(source, options)
+    model = _for_converter(source, folder / _UNFINISHED)
     if target is not None:
         check_pair(source, model, target, ("llama.cpp",))
+        _add_pieces(model, Path(target).resolve() / _PIECES)
     found = stored_types(model)
     if len(found) != 1 or not found <= set(_TYPES):
         raise ValueError(f"{source.folder}: its tensors are of {' and '.join(sorted(found))}, expected one of {_TYPES}")
-    kind = _TYPES[found.pop()]
-    command = [sys.executable, str(converter), str(model), "--outfile", str(folder / GGUF_FILE), "--outtype", kind]
+    other, config = _unlike_gpt2(model), load_config(model)
+    asked = _ASKED[config.model_type](config) if config.model_type in _ASKED else {}
+    command = [sys.executable, "-P", "-m", gguf_convert.__name__, str(converter)]
+    command += ["" if other else "gpt-2", json.dumps(asked)]
+    command += [str(model), "--outfile", str(folder / GGUF_FILE), "--outtype", _TYPES[found.pop()]]
     done = subprocess.run(
         command, stdin=subprocess.DEVNULL, capture_output=True, text=True, errors="replace", check=False
     )
     if done.returncode or not (folder / GGUF_FILE).is_file():
-        tail = "\n".join((done.stdout + done.stderr).strip().splitlines()[-_TAIL:])
+        said = done.stdout + done.stderr
+        if _UNKNOWN in said and other:
+            raise ValueError(
+                f"{converter} does not know the tokenizer of {source.folder}: it knows those of published models, and "
+                f"byte-level BPE that splits text as GPT-2 does is given it as such; here {other}"
+            )
+        tail = "\n".join(said.strip().splitlines()[-_TAIL:])
         what = f"failed with exit code {done.returncode}" if done.returncode else f"left no {GGUF_FILE}"
         raise ValueError(f"{converter} {what}; the end of what it said:\n{tail}")
-    shutil.rmtree(folder / _UNFINISHED, ignore_errors=True)
+    shutil.rmtree(folder / _UNFINISHED)
+
+
+def _for_converter(source: Source, place: Path) -> Path:
+    """The model, with its adapter merged, in a folder of the artifact's name, which the converter calls it by."""
+    model = place / source.folder.resolve().name
+    model.mkdir(parents=True)
+    if is_adapter(source.folder):
+        write_whole(source, model)
+    else:
+        for path in source.folder.resolve().iterdir():
+            if path.name != MANIFEST_FILE:
+                (model / path.name).symlink_to(path)
+    return model
+
+
+def _add_pieces(model: Path, target: Path) -> None:
+    """The target's model of sentencepiece where the drafter has none: transformers does not save it with a tokenizer.
+
+    Without one the converter refuses some families, and gives all tokens of others the same score.
+    """
+    if target.is_file() and not (model / _PIECES).exists():
+        (model / _PIECES).symlink_to(target)
 
 
 def _converter(options: ExportOptions) -> Path:
@@ -79,6 +136,25 @@ def _converter(options: ExportOptions) -> Path:
     if not found.is_file():
         raise ValueError(f"there is no {found}: --llama-cpp names a checkout of llama.cpp, which holds {CONVERTER}")
     return found.resolve()
+
+
+def _unlike_gpt2(model: Path) -> str:
+    """What keeps llama.cpp's `gpt-2` from splitting text as a model's tokenizer does; empty where nothing does."""
+    path = model / "tokenizer.json"
+    if not path.is_file():
+        return "there is no tokenizer.json"
+    told = read_json(path)
+    parts = ("model", "normalizer", "pre_tokenizer")
+    bpe, normalizer, split = (part if isinstance(part := told.get(name), dict) else {} for name in parts)
+    if bpe.get("type") != "BPE":
+        return f"its model is {bpe.get('type')}"
+    if normalizer:
+        return f"it has a normalizer, {normalizer.get('type')}"
+    if split.get("type") != "ByteLevel":
+        return f"its pre-tokenizer is {split.get('type')}"
+    otherwise = [name for name, value in _GPT2_SPLIT.items() if split.get(name) is not value]
+    otherwise += [name for name in _NOT_OF_GPT2 if bpe.get(name)]
+    return f"it is set otherwise: {', '.join(otherwise)}" if otherwise else ""
 
 
 def _known_target(source: Source, options: ExportOptions) -> str | None:
@@ -166,19 +242,25 @@ def _check_equal(name: str, ways: list[Tensor], expected: Tensor, made: GgufFile
 def _serve(source: Source, options: ExportOptions) -> str:
     tokens = options.speculative_tokens or SPECULATIVE_TOKENS
     target = target_name(source, options)
-    convert = f"python {CONVERTER} {shell(target)} --outfile target.gguf\n" if target else ""
+    convert, served = "", "target.gguf"
+    if target and (Path(target) / MANIFEST_FILE).is_file():
+        convert = f"draftsmith export {shell(target)} --to gguf --out target-gguf --llama-cpp LLAMA_CPP\n"
+        served = f"target-gguf/{GGUF_FILE}"
+    elif target:
+        convert = f"python {CONVERTER} {shell(target)} --outfile target.gguf\n"
     return f"""
 ```bash
-{convert}llama-server -m target.gguf -md {{folder}}/{GGUF_FILE} --spec-type draft-simple --spec-draft-n-max {tokens}
+{convert}llama-server -m {served} -md {FOLDER}/{GGUF_FILE} --spec-type draft-simple --spec-draft-n-max {tokens}
 ```
 
 Versions before `--spec-type` had drafters (first half of 2026 and earlier) call the number of tokens `--draft-max`:
 
 ```bash
-llama-server -m target.gguf -md {{folder}}/{GGUF_FILE} --draft-max {tokens}
+llama-server -m {served} -md {FOLDER}/{GGUF_FILE} --draft-max {tokens}
 ```
 
-`llama-speculative` takes the same options and a prompt (`-p`). The file has the type of the artifact's weights;
+`llama-speculative` takes the same options and a prompt (`-p`). Text is split by the target's tokenizer alone; of the
+drafter's, llama.cpp compares the tokens. The file has the type of the artifact's weights;
 `llama-quantize` makes it smaller.
 """
 
@@ -187,7 +269,7 @@ GGUF = Format(
     name="gguf",
     kind="drafter",
     summary="GGUF file, by llama.cpp's own converter",
-    readers="llama.cpp of the version of the converter, and later",
+    readers="llama.cpp of the version of the converter, and later (run with commit 0c1e57098)",
     write=_write,
     compare=_compare,
     serving=_serve,

@@ -19,8 +19,11 @@ from safetensors.torch import load_file, save_file
 from torch import Tensor
 
 from .card_text import shell, span
-from .export import ExportOptions, Format, Source
+from .export import FOLDER, FOLDER_IN_JSON, ExportOptions, Format, Source
+from .export_drafter import has_tokenizer
+from .export_engines import named_otherwise
 from .export_target import check_target_of, needed_target, output_projection, target_name
+from .export_tokenizer import compare_tokenizer, write_tokenizer
 from .heads import CONFIG_FILE, HEADS_FILE, PredictionHeads, engine_config, load_heads
 from .heads_layouts import PICKLED_FILE, StoredHeads, read_heads
 
@@ -207,7 +210,30 @@ def _read_pickled(folder: Path) -> Tensors:
 def _write_pickled(source: Source, folder: Path, options: ExportOptions) -> None:
     if not options.pickle:
         raise ValueError("medusa-pt is a pickled file, which is written only where that is asked for: add --pickle")
+    _check_blocks(_load(source, "medusa-pt"), source)
     _PICKLED.write(source, folder, options)
+
+
+def _check_blocks(heads: PredictionHeads, source: Source) -> None:
+    """ValueError where a head has blocks that differ: FasterDecoding's modules hold one, and go through it L times."""
+    tensors = heads.state_dict()
+    for name, tensor in tensors.items():
+        first = re.sub(r"^(\d+)\.\d+\.linear", r"\1.0.linear", name)
+        if not torch.equal(tensor, tensors[first]):
+            raise ValueError(
+                f"{name} in {source.folder} differs from {first}, and FasterDecoding's runtime goes through one block "
+                f"{heads.num_layers} times, the last that it reads: export them as medusa, or train them with "
+                "`num_layers: 1`"
+            )
+
+
+def _write_medusa(source: Source, folder: Path, options: ExportOptions) -> None:
+    _MEDUSA.write(source, folder, options)
+    write_tokenizer(_base(source, options), folder)
+
+
+def _compare_medusa(source: Source, folder: Path, options: ExportOptions) -> list[str]:
+    return _MEDUSA.compare(source, folder, options) + compare_tokenizer(_base(source, options), folder)
 
 
 _MEDUSA = _FirstVersion("medusa", _save_medusa, _read_medusa)
@@ -239,6 +265,7 @@ def _second_version(source: Source, options: ExportOptions) -> tuple[PredictionH
 def _write_second(source: Source, folder: Path, options: ExportOptions) -> None:
     heads, tensors = _second_version(source, options)
     _save_medusa(tensors, folder)
+    write_tokenizer(_base(source, options), folder)
     vocab_size = heads.vocab_size if heads.knows_vocab_size else source.manifest.vocab_size
     with torch.device("meta"):
         outline = PredictionHeads(heads.num_heads, heads.num_layers, heads.hidden_size, vocab_size, "target")
@@ -261,6 +288,7 @@ def _compare_second(source: Source, folder: Path, options: ExportOptions) -> lis
         f"all {len(expected)} tensors, bit by bit",
         f"what {heads.num_heads} heads hand to the target's projection for {_STATES} random hidden states, bit by bit",
         *(["the projections that are left out, with the target's, bit by bit"] if own else []),
+        *compare_tokenizer(_base(source, options), folder),
     ]
 
 
@@ -271,47 +299,67 @@ def _heads_of(source: Source) -> StoredHeads:
 def _serve_vllm(source: Source, options: ExportOptions) -> str:
     count, target = _heads_of(source).num_heads, shell(_base(source, options))
     return f"""
-vLLM up to 0.32 (0.33 has no Medusa any more):
+vLLM 0.10 to 0.32 (0.33 has no Medusa any more):
 
 ```bash
 vllm serve {target} \\
-    --speculative-config '{{"method": "medusa", "model": "{{folder}}", "num_speculative_tokens": {count}}}'
+    --speculative-config '{{"method": "medusa", "model": "{FOLDER_IN_JSON}", "num_speculative_tokens": {count}}}'
 ```
 
 It drafts one token a head, the likeliest. `num_speculative_tokens` may be less than {count}, never more: vLLM makes as
-many heads as that, and leaves those without weights as they are in memory.
+many heads as that, and those without weights stop it, or without blocks are left as they are in memory.
+
+{named_otherwise("the heads")}
 """
 
 
-def _serve_medusa(source: Source, options: ExportOptions) -> str:
-    count, base = _heads_of(source).num_heads, _base(source, options)
-    target = shell(base)
+def _serve_tgi(source: Source, options: ExportOptions) -> str:
+    base = _base(source, options)
+    fetch, note = "", "Its router looks for the tokenizer beside the heads: the target's is there."
+    if not has_tokenizer(Path(base)):
+        fetch = f"text-generation-server download-weights {shell(base)}\n" if not Path(base).is_dir() else ""
+        note = """Of heads that lie in a folder it does not fetch the target, and its router looks for the tokenizer
+beside them: put the target's there, or export again with `--target` and a folder that holds target and tokenizer."""
     return f"""
 text-generation-inference (TGI) 2.0 or later, which loads the target from where `base_model_name_or_path` says
 ({span(base)}; another place: export again with `--target`):
 
 ```bash
-text-generation-launcher --model-id {{folder}} --speculate {count}
+{fetch}text-generation-launcher --model-id {FOLDER} --speculate {_heads_of(source).num_heads}
 ```
 
-TensorRT-LLM (its engines built from checkpoints, with `examples/medusa`):
+{note}""".strip()
+
+
+def _serve_medusa(source: Source, options: ExportOptions) -> str:
+    stored, target = _heads_of(source), shell(_base(source, options))
+    count = stored.num_heads
+    return f"""
+{_serve_tgi(source, options)}
+
+TensorRT-LLM (its engines built from checkpoints, with `examples/medusa`), for targets of the Llama, Mixtral and Qwen2
+families whose output projection is not their embedding:
 
 ```bash
-python convert_checkpoint.py --model_dir {target} --medusa_model_dir {{folder}} \\
-    --output_dir checkpoint --dtype float16
+python convert_checkpoint.py --model_dir {target} --medusa_model_dir {FOLDER} \\
+    --num_medusa_heads {count} --num_medusa_layers {stored.num_layers} --output_dir checkpoint --dtype float16
 trtllm-build --checkpoint_dir checkpoint --output_dir engine --gemm_plugin float16 \\
     --speculative_decoding_mode medusa
 ```
 
-vLLM from the version on that knows these names (0.28 does, versions of 2025 do not) up to 0.32:
+Without the two numbers it builds four heads of one block, whatever the heads' config says.
+
+vLLM 0.25 to 0.32 (0.33 has no Medusa any more):
 
 ```bash
 vllm serve {target} \\
-    --speculative-config '{{"method": "medusa", "model": "{{folder}}", "num_speculative_tokens": {count}}}'
+    --speculative-config '{{"method": "medusa", "model": "{FOLDER_IN_JSON}", "num_speculative_tokens": {count}}}'
 ```
 
-A vLLM that does not know the names says nothing and drafts with random heads, none of whose tokens are accepted; for it
-there is the format `medusa-vllm`.
+One before 0.25 does not know the names and says that weights were not initialized from the checkpoint (of heads without
+blocks it says nothing, and none of their tokens are accepted); for it there is the format `medusa-vllm`.
+
+{named_otherwise("the heads")}
 """
 
 
@@ -334,32 +382,34 @@ def _serve_pickled(source: Source, options: ExportOptions) -> str:
 FasterDecoding's own runtime, which loads the target from {span(_base(source, options))}:
 
 ```bash
-python -m medusa.inference.cli --model {{folder}}
+python -m medusa.inference.cli --model {FOLDER}
 ```
 
-`{PICKLED_FILE}` is a pickled file of tensors alone. Whoever loads it should say `torch.load(..., weights_only=True)`:
-the runtime itself does not, so make sure that the file is this one (`draftsmith artifact verify {{folder}}`).
+It needs transformers 4.34 to 4.37 and a Llama or Mistral target with files that those read.
+
+`{PICKLED_FILE}` is a pickled file of tensors alone. Whoever loads it should say `torch.load(..., weights_only=True)`.
+The runtime does not; that is the default from torch 2.6 on, and with an older one make sure that the file is this one
+(`draftsmith artifact verify {FOLDER}`).
 
 {drafts}
 """
 
 
 def _serve_second(source: Source, options: ExportOptions) -> str:
-    heads, base = _heads_of(source), _base(source, options)
+    heads = _heads_of(source)
     if heads.num_layers != 1:
         tgi = f"TGI reads such heads with one residual block each; these have {heads.num_layers}, and it refuses them."
     else:
-        tgi = f"""text-generation-inference (TGI) 2.0 or later, which loads the target from {span(base)}:
-
-```bash
-text-generation-launcher --model-id {{folder}} --speculate {heads.num_heads}
-```"""
+        tgi = _serve_tgi(source, options)
     return f"""
 The heads have no projections: whoever reads them applies the target's own. That is Medusa's version 2, as
 FasterDecoding's main branch trains it. vLLM and TensorRT-LLM do not read it; for them there are `medusa` and
 `medusa-vllm`.
 
 {tgi}
+
+FasterDecoding's own runtime does not decode with such heads, though it has a class that reads them; for it there is
+`medusa-pt`.
 """
 
 
@@ -368,9 +418,9 @@ HEADS_FORMATS = (
         name="medusa",
         kind="heads",
         summary="Medusa heads, version 1: each with its own projection, under the names of the first release",
-        readers="TGI ≥ 2.0, TensorRT-LLM ≥ 0.11, vLLM up to 0.32 where it knows the names (0.28 does)",
-        write=_MEDUSA.write,
-        compare=_MEDUSA.compare,
+        readers="TGI ≥ 2.0, TensorRT-LLM ≥ 0.11, vLLM 0.25 to 0.32",
+        write=_write_medusa,
+        compare=_compare_medusa,
         serving=_serve_medusa,
         options=("target",),
         native=True,
@@ -389,7 +439,7 @@ HEADS_FORMATS = (
         name="medusa-2",
         kind="heads",
         summary="Medusa heads, version 2: without projections, they use the target's",
-        readers="TGI ≥ 2.0 (one block a head), FasterDecoding's main branch",
+        readers="TGI ≥ 2.0 (one block a head)",
         write=_write_second,
         compare=_compare_second,
         serving=_serve_second,

@@ -19,7 +19,7 @@ from scipy import sparse
 
 from . import vllm_proposer
 from .card_text import shell
-from .export import ExportOptions, Format, Source
+from .export import FOLDER, FOLDER_IN_PYTHON, ExportOptions, Format, Source
 from .export_target import target_name
 from .table import BigramTable
 from .table_file import write_array
@@ -80,10 +80,10 @@ def _serve_npz(source: Source, options: ExportOptions) -> str:
 import numpy as np
 from scipy import sparse
 
-counts = sparse.load_npz("{{folder}}/{NPZ_FILE}")  # counts[x, y]: how often token y came after token x
-unigram = np.load("{{folder}}/unigram.npy")  # how often each token was seen
-left = np.load("{{folder}}/left.npy")  # ... on the left of a pair
-right = np.load("{{folder}}/right.npy")  # ... on the right of one
+counts = sparse.load_npz("{FOLDER_IN_PYTHON}/{NPZ_FILE}")  # counts[x, y]: how often token y came after token x
+unigram = np.load("{FOLDER_IN_PYTHON}/unigram.npy")  # how often each token was seen
+left = np.load("{FOLDER_IN_PYTHON}/left.npy")  # ... on the left of a pair
+right = np.load("{FOLDER_IN_PYTHON}/right.npy")  # ... on the right of one
 r = counts[x, y] * left.sum() / (left[x] * right[y])  # the correlation p(x, y) / (p(x) p(y))
 ```
 
@@ -179,12 +179,13 @@ def _serve_llama(source: Source, options: ExportOptions) -> str:
     del source, options
     return f"""
 ```sh
-llama-server -m TARGET.gguf --spec-type ngram-cache --lookup-cache-dynamic "{{folder}}/{LLAMA_FILE}"
-cp "{{folder}}/{LLAMA_FILE}" lookup.bin && llama-lookup -m TARGET.gguf --lookup-cache-dynamic lookup.bin -p "..."
+llama-server -m TARGET.gguf --spec-type ngram-cache --lookup-cache-dynamic {FOLDER}/{LLAMA_FILE}
+cp {FOLDER}/{LLAMA_FILE} lookup.bin && llama-lookup -m TARGET.gguf --lookup-cache-dynamic lookup.bin -p "..."
 ```
 
-`llama-lookup` writes what it has seen back into the file that it is given: hand it a copy. TARGET.gguf must have the
-vocabulary that the table was counted with, token for token: convert it from the target that the table was made for.
+`llama-lookup` writes what it has seen back into the file that it is given: hand it a copy. `llama-server` only reads
+it, and drafts up to 8 tokens, whatever `--spec-draft-n-max` says. TARGET.gguf must have the vocabulary that the table
+was counted with, token for token: convert it from the target that the table was made for.
 
 Records have one token of context, so this is a *dynamic* cache; a static one (`--lookup-cache-static`) is looked up by
 two tokens and would find nothing here. llama.cpp looks first in the text so far. From this file it drafts where the
@@ -245,7 +246,7 @@ def _serve_vllm(source: Source, options: ExportOptions) -> str:
     settings = f'"method": "custom_class", "model": "{_module()}.BigramProposer", "num_speculative_tokens": {gamma}'
     return f"""
 ```bash
-PYTHONDONTWRITEBYTECODE=1 PYTHONPATH="$PWD/{{folder}}" vllm serve {target} --speculative-config \\
+PYTHONDONTWRITEBYTECODE=1 PYTHONPATH="$PWD"/{FOLDER} vllm serve {target} --speculative-config \\
   '{{{settings}}}'
 ```
 
@@ -272,7 +273,7 @@ TABLE_FORMATS = (
         name="llama-ngrams",
         kind="table",
         summary="Counts of pairs as a dynamic n-gram cache",
-        readers="llama.cpp (llama-server with --spec-type ngram-cache, llama-lookup)",
+        readers="llama.cpp (llama-server with --spec-type ngram-cache, llama-lookup; run with commit 0c1e57098)",
         write=_write_llama,
         compare=_compare_llama,
         serving=_serve_llama,

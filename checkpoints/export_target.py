@@ -19,12 +19,16 @@ from .fingerprints import model_fingerprint
 from .model_files import names_of_embeddings, read_tensors
 from .pair_checks import examine
 from .pairs import REFUSED, open_side
+from .sources import at_revision
 
 
 def target_name(source: Source, options: ExportOptions) -> str | None:
     """Folder or hub id of the target: the user's choice, else the one in the manifest, if it names one."""
-    named = (source.manifest.target or {}).get("id")
-    return options.target or (str(named) if named else None)
+    if options.target:
+        return options.target
+    known = source.manifest.target or {}
+    at = f"@{known['revision']}" if known.get("revision") else ""
+    return f"{known['id']}{at}" if known.get("id") else None
 
 
 def needed_target(source: Source, options: ExportOptions, why: str) -> str:
@@ -44,6 +48,7 @@ def check_target_of(source: Source, target: str) -> None:
 
     For exports that take weights from the target.
     """
+    target = at_revision(target)
     made_for = (source.manifest.target or {}).get("fingerprint")
     if made_for is None or not any(Path(target).glob("model*.safetensors")):
         return
@@ -62,7 +67,8 @@ def target_config(target: str) -> Any:
         ValueError: there is none to be read.
     """
     try:
-        return AutoConfig.from_pretrained(target, trust_remote_code=False).get_text_config(decoder=True)
+        place = at_revision(target, weights=False)
+        return AutoConfig.from_pretrained(place, trust_remote_code=False).get_text_config(decoder=True)
     except (OSError, ValueError, KeyError) as error:
         raise ValueError(_unreadable("configuration", target, error)) from error
 
@@ -90,7 +96,7 @@ def check_pair(
     Raises:
         ValueError: a target that cannot be read; what one of the consumers refuses, with both sides.
     """
-    findings = examine(open_side(target, _tokenizer), open_side(str(folder), _tokenizer)).findings
+    findings = examine(open_side(target, load_tokenizer), open_side(str(folder), load_tokenizer)).findings
     refused = []
     for found in findings:
         effects = [found.effects[name] for name in consumers if name in found.effects]
@@ -111,7 +117,8 @@ def _doctor(source: Source, target: str) -> str:
     return f"; `{command}` says all that differs, and repairs what can be"
 
 
-def _tokenizer(place: str) -> Any:
+def load_tokenizer(place: str) -> Any:
+    """The tokenizer in a folder or of a hub id; ValueError where it cannot be read."""
     try:
         return AutoTokenizer.from_pretrained(place, trust_remote_code=False)
     except (OSError, ValueError, KeyError, TypeError, ImportError) as error:
@@ -132,7 +139,7 @@ def output_projection(target: str) -> Tensor:
         raise ValueError(_unreadable("model", target, error)) from error
     name = names_of_embeddings(outline)[1]
     try:
-        found = read_tensors(target, [name], f"{outline.base_model_prefix}.")
+        found = read_tensors(at_revision(target), [name], f"{outline.base_model_prefix}.")
     except ValueError as error:
         raise ValueError(_unreadable("output projection", target, error)) from error
     if found is None:

@@ -15,6 +15,7 @@ from torch import Tensor
 from .folders import steady
 from .heads_layouts import CONFIG_FILE, HEADS_FILE, read_heads
 from .heads_module import PredictionHeads
+from .sources import split_revision
 
 __all__ = ["CONFIG_FILE", "HEADS_FILE", "PredictionHeads", "engine_config", "load_heads", "save_heads"]
 
@@ -58,7 +59,7 @@ def engine_config(heads: PredictionHeads, base_model_name_or_path: str) -> dict[
     """What serving engines look for in the `config.json` of heads; see `save_heads`."""
     return {
         "model_type": "medusa",
-        "base_model_name_or_path": base_model_name_or_path,
+        "base_model_name_or_path": split_revision(base_model_name_or_path)[0],  # engines know no other names
         "medusa_num_heads": heads.num_heads,
         "num_medusa_heads": heads.num_heads,
         "medusa_num_layers": heads.num_layers,

@@ -19,7 +19,7 @@ from safetensors import safe_open
 from torch import Tensor
 
 from .heads_module import PROJECTIONS, STATES, PredictionHeads
-from .untrusted import UNREADABLE, read_json
+from .untrusted import UNREADABLE, check_safetensors, read_json
 
 HEADS_FILE = "medusa_lm_head.safetensors"
 PICKLED_FILE = "medusa_lm_head.pt"
@@ -180,6 +180,28 @@ def _find(directory: Path, unpickle: bool) -> Path:
             "say `unpickle=True`, or --unpickle on the command line"
         )
     return place
+
+
+def holds_heads(directory: Path, *, unpickle: bool = False) -> bool:
+    """Whether `read_heads` finds heads in a folder. Into a pickled model it is looked only with `unpickle`.
+
+    Raises:
+        ValueError: files that cannot be read.
+    """
+    if any((directory / name).is_file() for name in (HEADS_FILE, PICKLED_FILE)):
+        return True
+    wanted = (*WHOLE_FILES, *PICKLED_WHOLE_FILES)
+    place = next((directory / name for name in wanted if (directory / name).is_file()), None)
+    if place is None:
+        return False
+    if place.suffix == ".json":
+        return bool(shards_of_heads(place))
+    if place.name in WHOLE_FILES:
+        try:
+            return any(name.startswith(PREFIX) for name in check_safetensors(place))
+        except ValueError as error:
+            raise ValueError(f"{place}: {error}") from error
+    return unpickle and bool(_read_pickled(place, lambda name: name.startswith(PREFIX)))
 
 
 def _read_all(path: Path) -> dict[str, Tensor]:

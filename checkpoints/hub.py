@@ -8,6 +8,7 @@ from __future__ import annotations
 import hashlib
 import json
 import re
+import threading
 import time
 import unicodedata
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -31,7 +32,13 @@ _TAKEN = 409
 _CONFLICT = (_TAKEN, 412)
 _TOO_MANY = 429
 _TRIES = 5
+_THEIR_TRIES = "what fails is tried 5 times more"
+"""Where huggingface_hub tries again by itself."""
 _LONGEST_WAIT = 300
+_LONGEST_LOOK = 30
+"""Seconds for an answer of a few lines. The client itself would wait for ever."""
+_SILENCE = 3.0
+"""Seconds without an answer after which that is told."""
 _LONGEST_WORDS = 300
 
 
@@ -117,7 +124,7 @@ class Hub:
     """The hub that huggingface_hub's settings name (HF_ENDPOINT, HF_HOME …)."""
 
     tell: Callable[[str], None] = lambda _: None
-    """Is given a line where a call is made again."""
+    """Is given a line where a call takes long, or is made again."""
 
     @property
     def address(self) -> str:
@@ -152,7 +159,7 @@ class Hub:
             return None
         from huggingface_hub import RepoFile
 
-        with self._explained(repo):
+        with self._explained(repo), self._told_if_slow(f"files of {repo}", _THEIR_TRIES):
             listed = self._api().list_repo_tree(repo, recursive=True, revision=info.sha)
             found = [entry for entry in listed if isinstance(entry, RepoFile)]
         files = {}
@@ -167,32 +174,19 @@ class Hub:
             refs = self._patiently("branches", partial(self._api().list_repo_refs, repo))
         return [branch.name for branch in refs.branches]
 
-    def create(self, repo: str, private: bool) -> bool:
+    def create(self, repo: str, private: bool) -> None:
         """Make an empty repository.
-
-        Returns:
-            Whether it is known that this call made it. Not so where an answer was lost, and it stood there then.
 
         Raises:
             HubError: somebody else made it meanwhile, or it cannot be made.
         """
         with self._explained(repo):
-            return self._made(repo, partial(self._api().create_repo, repo, private=private))
+            self._make(repo, partial(self._api().create_repo, repo, private=private))
 
-    def create_branch(self, repo: str, branch: str) -> bool:
-        """Begin a branch where the main one stands. Returns and raises the same as `create`."""
+    def create_branch(self, repo: str, branch: str) -> None:
+        """Begin a branch where the main one stands. Raises the same as `create`."""
         with self._explained(repo):
-            return self._made(f"the branch {branch} of {repo}", partial(self._api().create_branch, repo, branch=branch))
-
-    def delete(self, repo: str) -> None:
-        """Delete a repository."""
-        with self._explained(repo):
-            self._patiently(f"deleting {repo}", partial(self._api().delete_repo, repo, missing_ok=True))
-
-    def delete_branch(self, repo: str, branch: str) -> None:
-        """Delete a branch."""
-        with self._explained(repo):
-            self._patiently(f"deleting {branch}", partial(self._api().delete_branch, repo, branch=branch))
+            self._make(f"the branch {branch} of {repo}", partial(self._api().create_branch, repo, branch=branch))
 
     def upload(self, repo: str, files: Mapping[str, Addition], branch: str) -> list[Any]:
         """Bring large files to the hub's store, where no one sees them yet; those that it has are not sent.
@@ -209,7 +203,7 @@ class Hub:
         for path, file in files.items():
             content = file.content if isinstance(file.content, bytes) else str(file.content)
             operations.append(CommitOperationAdd(path_in_repo=path, path_or_fileobj=content))
-        with self._explained(repo):
+        with self._explained(repo), self._told_if_slow(f"sending {len(files)} files to {repo}", _THEIR_TRIES):
             self._api().preupload_lfs_files(repo, operations, revision=branch, free_memory=False)
         for path, operation in zip(files, operations, strict=True):
             if operation.upload_info.sha256.hex() != files[path].sha256:
@@ -287,19 +281,20 @@ class Hub:
     def _info(self, repo: str, revision: str | None) -> Any:
         from huggingface_hub.errors import GatedRepoError, RepositoryNotFoundError
 
+        look = partial(self._api().model_info, timeout=_LONGEST_LOOK)
         with self._explained(repo):
             try:
-                return self._patiently(repo, partial(self._api().model_info, repo, revision=revision))
+                return self._patiently(repo, partial(look, repo, revision=revision))
             except GatedRepoError:
                 raise
             except RepositoryNotFoundError:
                 return None
 
-    def _made(self, what: str, call: Callable[[], Any]) -> bool:
-        """Whether the call, that makes something, is known to have made it; see `create`."""
+    def _make(self, what: str, call: Callable[[], Any]) -> None:
+        """Make it with this call; where an answer was lost, it may stand there by then."""
         may_be_done = False
 
-        def once() -> bool:
+        def once() -> None:
             nonlocal may_be_done
             try:
                 call()
@@ -309,10 +304,8 @@ class Hub:
                     raise
                 if not may_be_done:
                     raise HubError(f"somebody else made {what} meanwhile: look at it, then push again") from error
-                return False
-            return True
 
-        return self._patiently(f"making {what}", once)
+        self._patiently(f"making {what}", once)
 
     def _patiently(self, what: str, call: Callable[[], _T]) -> _T:
         """The call's result; what may pass by itself is tried again, some times. huggingface_hub does so for some of
@@ -320,7 +313,8 @@ class Hub:
         pause = 1.0
         for left in reversed(range(_TRIES)):
             try:
-                return call()
+                with self._told_if_slow(what, f"{left} tries are left"):
+                    return call()
             except (_network_error(), json.JSONDecodeError) as error:
                 wait = _waiting(error, pause)
                 if wait is None or not left:
@@ -329,6 +323,18 @@ class Hub:
                 time.sleep(wait)
                 pause *= 2
         raise AssertionError("the last try returns or raises")
+
+    @contextmanager
+    def _told_if_slow(self, what: str, tries: str) -> Iterator[None]:
+        """Tell what is waited for where that takes more than a moment."""
+        line = _safe(f"hub: {what}: waiting for {self.address} for {_SILENCE:g} s now; {tries}")
+        clock = threading.Timer(_SILENCE, self.tell, (line,))
+        clock.daemon = True
+        clock.start()
+        try:
+            yield
+        finally:
+            clock.cancel()
 
     @contextmanager
     def _explained(self, what: str) -> Iterator[None]:

@@ -9,9 +9,11 @@ from __future__ import annotations
 from collections.abc import Iterator
 from typing import Any
 
+from .artifact import file_faults
 from .fingerprints import tokenizer_fingerprint
 from .pair_tokenizers import end_ids, tokenizer_findings, wrapped_by
 from .pairs import BUT, CONSUMERS, REFUSED, Diagnosis, Effect, Finding, Side, both
+from .sources import here
 
 LLAMA_CPP_SIZES = 128
 """By how much llama.cpp lets the sizes of two vocabularies differ."""
@@ -24,9 +26,9 @@ _SPECIAL = ("bos", "eos", "pad", "unk", "decoder_start")
 
 def examine(target: Side, drafter: Side) -> Diagnosis:
     """Compare all that is known of the two."""
-    findings = [*_kind(target, drafter), *_sizes(target, drafter)]
+    findings = [*_same(target, drafter), *_kind(target, drafter), *_sizes(target, drafter)]
     for side, name in ((target, "target"), (drafter, "drafter")):
-        findings += _rows_of(side, name)
+        findings += [*_rows_of(side, name), *_changed(side, name)]
     if target.tokenizer is None or drafter.tokenizer is None:
         findings += _no_tokenizer(target, drafter)
     else:
@@ -80,6 +82,23 @@ def _assistant(generation: Any) -> str:
 
 def _all(outcome: str, reason: str) -> dict[str, Effect]:
     return dict.fromkeys(CONSUMERS, Effect(outcome, reason))
+
+
+def _same(target: Side, drafter: Side) -> Iterator[Finding]:
+    if target.folder.resolve() == drafter.folder.resolve():
+        effects = _all(BUT, "a target that drafts for itself is no faster than alone")
+        yield Finding("one model", "they are one and the same folder", target.source, drafter.source, effects)
+
+
+def _changed(side: Side, name: str) -> Iterator[Finding]:
+    """Whether an artifact that is here is what its manifest says."""
+    if side.manifest is None or here(side.source) is None:
+        return
+    if faults := file_faults(side.folder, side.manifest):
+        values = (_list(faults), "–") if name == "target" else ("–", _list(faults))
+        reason = "it loads no artifact whose files are not what its artifact.json says"
+        effects = {"draftsmith": Effect(REFUSED, reason)} if name == "drafter" else {}
+        yield Finding("changed files", f"the {name} is not what its artifact.json says", *values, effects)
 
 
 def _kind(target: Side, drafter: Side) -> Iterator[Finding]:

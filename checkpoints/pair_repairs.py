@@ -23,6 +23,7 @@ from .manifest import MANIFEST_FILE
 from .model_files import only_safetensors
 from .pair_checks import other_fingerprint
 from .pairs import KEPT_FILES, TOKENIZER_FILES, WEIGHTS, Finding, Side, find_folder, model_class
+from .sources import target_record
 from .untrusted import read_json
 
 NEVER = -1e4
@@ -60,10 +61,10 @@ def repair(target: Side, drafter: Side, findings: Iterable[Finding], out: Path, 
     """
     _check_place(out, target, drafter)
     plan = plan_repairs(target, drafter, findings)
-    if not plan.done:
-        raise ValueError(f"nothing of {drafter.source} is to be repaired: {'; '.join(plan.left) or 'the two fit'}")
     weights = find_folder(drafter.source, [WEIGHTS, "*.json", *KEPT_FILES])
     _look_for_changes(plan, drafter)
+    if not plan.done:
+        raise ValueError(f"nothing of {drafter.source} is to be repaired: {'; '.join(plan.left) or 'the two fit'}")
     if not any(weights.glob(WEIGHTS)):
         raise ValueError(f"{drafter.source} has no safetensors weights ({WEIGHTS}), and pickled ones are not read")
 
@@ -89,6 +90,7 @@ def _look_for_changes(plan: Repairs, drafter: Side) -> None:
             "record is of others"
         )
     if faults:
+        plan.done.append("artifact.json: of the files as they are now")
         plan.left.append(
             f"{drafter.source} is not what its artifact.json says ({faults[0]}): what was measured and trained is of "
             "the former files"
@@ -267,7 +269,7 @@ def _save_artifact(
     fingerprint = None if drafter.tokenizer is None else tokenizer_fingerprint(drafter.tokenizer)
     about: dict[str, Any] = {"kind": "drafter", "recipe": {}, "data": {}, "training": {"repaired_from": drafter.source}}
     about |= {"shapes": {"vocab_size": size, "model_type": drafter.config.model_type}}
-    about["target"] = {"id": target.source, "fingerprint": None}
+    about["target"] = target_record(target.source, None)
     if known is not None:
         size, fingerprint = known.vocab_size, known.tokenizer_fingerprint
         about = {name: getattr(known, name) for name in about}

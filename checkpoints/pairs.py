@@ -14,7 +14,7 @@ import torch
 from safetensors import SafetensorError, safe_open
 from transformers import AutoConfig, AutoModelForCausalLM, AutoModelForSeq2SeqLM, GenerationConfig
 
-from .artifact import load_manifest
+from .artifact import inside, load_manifest
 from .manifest import MANIFEST_FILE, Manifest
 from .model_files import UNLOADABLE, check_config, names_of_embeddings
 from .sources import fetch, here, hub_place
@@ -196,7 +196,8 @@ def open_side(source: str, load_tokenizer: Callable[[str], Any]) -> Side:
         has_file = (folder / "generation_config.json").is_file()
         generation = GenerationConfig.from_pretrained(folder) if has_file else GenerationConfig.from_model_config(whole)
     except UNLOADABLE as error:
-        raise ValueError(f"{source}: its configuration cannot be read: {_first_line(error)}") from error
+        hint = "" if (folder / "config.json").is_file() else inside(folder)
+        raise ValueError(f"{source}: its configuration cannot be read: {_first_line(error)}{hint}") from error
     if not isinstance(getattr(config, "vocab_size", None), int):
         raise ValueError(f"{source}: its configuration, of type {config.model_type!r}, has no vocab_size")
     has_tokenizer = any((folder / name).is_file() for name in TOKENIZER_FILES if name.startswith(("tok", "voc", "spi")))

@@ -104,8 +104,8 @@ def plan_push(
     check_repository_name(repo)
     check_revision(branch)
     files = _files_to_push(artifact, card)
-    account = hub.account()
     found = hub.look(repo)
+    account = hub.account()
     new_branch = found is not None and branch != MAIN and branch not in hub.branches(repo)
     if found is None:
         if branch != MAIN:
@@ -151,16 +151,15 @@ def push(hub: Hub, plan: Plan) -> str:
         raise HubError("no token is stored: log in with `hf auth login`, then push again")
     if plan.parent is not None and not plan.new_branch and not plan.changes_files:
         return plan.parent
-    is_ours = False
     if plan.parent is None:
-        is_ours = hub.create(plan.repo, plan.private)
+        hub.create(plan.repo, plan.private)
     elif plan.new_branch:
-        is_ours = hub.create_branch(plan.repo, plan.branch)
+        hub.create_branch(plan.repo, plan.branch)
     try:
         commit = _commit(hub, plan)
     except (HubError, ValueError) as error:
         passing = isinstance(error, HubError) and error.passing
-        raise HubError(f"{error}; {_left(hub, plan, passing, is_ours)}", passing) from error
+        raise HubError(f"{error}; {_left(plan)}", passing) from error
     found = hub.look(plan.repo, commit)
     if found is None or (differing := plan.differences(found)):
         named = "everything" if found is None else ", ".join(differing)
@@ -184,35 +183,16 @@ def _commit(hub: Hub, plan: Plan) -> str:
     return hub.commit(plan.repo, additions, plan.deleted, is_whole=plan.is_whole, **about)
 
 
-def _left(hub: Hub, plan: Plan, passing: bool, is_ours: bool) -> str:
-    """Clear away what a push that failed has made, unless another try can go on from there; in words.
+def _left(plan: Plan) -> str:
+    """What a push that failed leaves on the hub, in words.
 
-    Args:
-        is_ours: whether the new repository or branch is known to be of this push. Another's is not touched.
+    What it made stays, empty: the hub cannot be asked to delete a repository or a branch only as long as it is so, and
+    what somebody else puts there meanwhile would be gone.
     """
-    nothing = "nothing was published"
     if plan.parent is not None and not plan.new_branch:
-        return f"{nothing}, {plan.repo} is as it was"
-    made = f"the branch {plan.branch}" if plan.new_branch else f"the empty repository {plan.repo}"
-    if passing:
-        return f"{nothing}; {made} was made, and another push goes on from there"
-    if not is_ours:
-        return f"{nothing}; {made} is left, as somebody else may have made it: the hub's first answer was lost"
-    try:
-        found = hub.look(plan.repo, plan.branch)
-        if found is not None and plan.new_branch:
-            if found.commit != plan.parent:
-                return f"the branch {plan.branch} of {plan.repo} holds what somebody else put there"
-            hub.delete_branch(plan.repo, plan.branch)
-            return f"{nothing}, {plan.repo} is as it was"
-        if found is not None and any(not name.startswith(".") for name in found.files):
-            return f"{plan.repo} holds what somebody else put there"
-        if found is not None:
-            hub.delete(plan.repo)
-            return f"{nothing}, and the repository that was made for it is deleted again"
-    except HubError as error:
-        return f"{nothing}; what was made for it is left empty ({error})"
-    return f"{nothing}, and {plan.repo} is gone"
+        return f"nothing was published, {plan.repo} is as it was"
+    made = f"the branch {plan.branch} of {plan.repo}" if plan.new_branch else f"the repository {plan.repo}"
+    return f"nothing was published; {made} is there now, and another push goes on from there"
 
 
 class Pulled(NamedTuple):
@@ -396,7 +376,7 @@ def _check_other(hub: Hub, repo: str, found: Repository, kind: str) -> None:
 def _hint(repo: str, found: Repository) -> str:
     """What a repository without a manifest may be."""
     if any(Path(name).name.startswith("medusa_lm_head") for name in found.files):
-        return f"; published heads become an artifact with `draftsmith import {repo} OUT`"
+        return f"; published heads become an artifact with `draftsmith import {repo} --out OUT`"
     if "config.json" in found.files:
         return f"; a model is used by its name, as in `--target {repo}`, without being pulled"
     return ""

@@ -8,6 +8,7 @@ from __future__ import annotations
 import glob
 import re
 from collections.abc import Sequence
+from functools import cache
 from pathlib import Path
 
 from .artifact import load_manifest, verify_artifact
@@ -17,6 +18,7 @@ from .manifest import MANIFEST_FILE
 from .table_file import TABLE_FILE
 
 _MODEL_FILES = ("*.safetensors", "*.json", "*.model", "*.txt", "*.jinja")
+_SETTINGS = ("*.json", "*.model", "*.txt", "*.jinja")
 _PLAIN_FILES = {"heads": (HEADS_FILE, CONFIG_FILE), "table": (TABLE_FILE,)}
 """What is fetched of repositories that hold no artifact; of other kinds `_MODEL_FILES`. Nothing pickled."""
 _LONGEST_REASON = 300
@@ -57,15 +59,51 @@ def model_source(place: str) -> str:
     Raises:
         ValueError: what `resolve` raises of a revision that is named, or of an artifact.
     """
+    if split_revision(place)[1] is not None:
+        return at_revision(place)
     if here(place) is not None or "/" not in place or _is_path(place):
         return place
-    if "@" in place:
-        return str(resolve(place))
     try:
         folder = fetch(place, [MANIFEST_FILE])
     except ValueError:
         return place  # transformers knows other places, and has its own words for what it does not find
     return str(_artifact(place, folder, None)) if (folder / MANIFEST_FILE).is_file() else place
+
+
+@cache
+def at_revision(place: str, *, weights: bool = True) -> str:
+    """What transformers is to load a model from: of `user/name@revision` the folder of that commit, fetched once in a
+    process; anything else as it is.
+
+    Args:
+        weights: without them, configuration and tokenizer alone are fetched.
+
+    Raises:
+        ValueError: what `resolve` raises of a revision that is named.
+    """
+    repo, revision = split_revision(place)
+    if revision is None:
+        return place
+    return str(resolve(place) if weights else fetch(repo, _SETTINGS, revision))
+
+
+def split_revision(place: str) -> tuple[str, str | None]:
+    """Name and revision of `user/name@revision`; anything else, such as a folder that is here, as it is, and None.
+
+    Raises:
+        ValueError: a name or revision that the hub does not allow.
+    """
+    repo, at, _ = place.partition("@")
+    is_named = at and "/" in repo and not _is_path(repo) and here(place) is None
+    return hub_place(place) if is_named else (place, None)
+
+
+def target_record(place: str, fingerprint: str | None) -> dict[str, str | None]:
+    """A target as manifests name it: id, fingerprint and, where one was named, the revision, by its commit."""
+    name, revision = split_revision(place)
+    if revision is None:
+        return {"id": place, "fingerprint": fingerprint}
+    return {"id": name, "revision": Path(at_revision(place, weights=False)).name, "fingerprint": fingerprint}
 
 
 def fetch(repo: str, patterns: Sequence[str], revision: str | None = None) -> Path:

@@ -61,7 +61,8 @@ def train_bpe(texts: Iterable[str], vocab_size: int, special_tokens: Sequence[st
 
 
 def load_tokenizer(source: str) -> Any:
-    """The tokenizer of a local folder or a hub id; code that a repository brings along is never run.
+    """The tokenizer of a local folder or a hub id (`user/name`, `user/name@revision`); code that a repository brings
+    along is never run.
 
     Where sentencepiece's `tokenizer.model` is all there is, the tokenizer says what sentencepiece says: transformers
     (5.23 at least) orders the merges of LLaMA's by id instead of by score, which gives indented text other ids than
@@ -76,10 +77,10 @@ def load_tokenizer(source: str) -> Any:
     if path.is_file():
         raise ValueError(f"{source} is a file; a tokenizer is loaded from the folder that holds its files")
     where = f"the folder {source}" if path.is_dir() else f"{source} (no such local folder, so taken as a hub id)"
-    place = str(path) if path.is_dir() else source
+    place, _, revision = (str(path), "", "") if path.is_dir() else source.partition("@")
     try:
-        tokenizer = AutoTokenizer.from_pretrained(place, trust_remote_code=False)
-        return _with_its_own_merges(tokenizer, place)
+        tokenizer = AutoTokenizer.from_pretrained(place, revision=revision or None, trust_remote_code=False)
+        return _with_its_own_merges(tokenizer, place, revision or None)
     except ImportError as error:
         raise ValueError(
             f"{where}: the tokenizer needs a missing package: {error}; pip install 'draftsmith[train]'"
@@ -89,7 +90,7 @@ def load_tokenizer(source: str) -> Any:
         raise ValueError(f"no tokenizer could be loaded from {where}: {reason[0]}") from error
 
 
-def _with_its_own_merges(tokenizer: Any, place: str) -> Any:
+def _with_its_own_merges(tokenizer: Any, place: str, revision: str | None) -> Any:
     """The tokenizer, its merges in the order of their scores if only a sentencepiece model says what they are."""
     from transformers.utils import cached_file
 
@@ -97,6 +98,7 @@ def _with_its_own_merges(tokenizer: Any, place: str) -> Any:
         return cached_file(
             place,
             name,
+            revision=revision,
             _raise_exceptions_for_missing_entries=False,
             _raise_exceptions_for_connection_errors=False,
             _raise_exceptions_for_gated_repo=False,

@@ -19,9 +19,9 @@ from __future__ import annotations
 import dataclasses
 import math
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
-from typing import Any, Literal
+from typing import Any, Literal, NamedTuple
 
 import numpy as np
 import torch
@@ -86,6 +86,13 @@ class Finding:
     """By how much the expected token's logit is larger."""
 
 
+class Written(NamedTuple):
+    """What a method wrote after the next of its prompts."""
+
+    outputs: list[list[int]]
+    seconds: float
+
+
 @dataclass
 class Certificate:
     """What was found about one method with its settings."""
@@ -142,6 +149,8 @@ def certify_method(
     method: Method | None = None,
     reference: LanguageModel | None = None,
     rounding: Rounding | None = None,
+    written: Iterable[Written] = (),
+    on_written: Callable[[Written], None] | None = None,
     progress: Callable[[int, int], None] | None = None,
 ) -> Certificate:
     """Run a method and judge what it writes.
@@ -151,6 +160,8 @@ def certify_method(
         reference: the model that judges; by default the target. Another scorer of the same weights, such as
             `wrap_model(model, fast=False)`, tests the target's forward too.
         rounding: of the target and the reference under this sampling; measured here by default.
+        written: what the method wrote already, of the same plan and prompts; it is judged, and then gone on with.
+        on_written: told of every further text.
         progress: told of the tokens judged and planned.
 
     Returns:
@@ -163,7 +174,8 @@ def certify_method(
         raise ValueError("there is no prompt to certify with")
     method = method or build_method(entry.method, parts, entry.sampling, **entry.options)
     rounding = rounding or measure_rounding(target, prompts, entry.sampling, reference=reference)
-    run = _Run(target, parts, entry, prompts, limits, plan, method, reference or target, rounding)
+    texts = (iter(written), on_written)
+    run = _Run(target, parts, entry, prompts, limits, plan, method, reference or target, rounding, *texts)
     return run.greedy(progress) if entry.sampling.greedy else run.sampled(progress)
 
 
@@ -180,6 +192,8 @@ class _Run:
     method: Method
     reference: LanguageModel
     rounding: Rounding
+    written: Iterator[Written]
+    on_written: Callable[[Written], None] | None
     findings: list[Finding] = field(default_factory=list)
     faults: int = 0
     near_ties: int = 0
@@ -211,15 +225,28 @@ class _Run:
         return self.certificate(planned, bias, sure, early, undecided)
 
     def write(self, prompts: list[Sequence[int]]) -> list[list[int]]:
+        """What the method writes after each prompt, or wrote before."""
+        written = next(self.written, None)
+        if written is not None:
+            assert len(written.outputs) == len(prompts)
+            self.start -= written.seconds
+        else:
+            written = self.decode(prompts)
+            if self.on_written:
+                self.on_written(written)
+        self.rows += len(prompts)
+        self.tokens += sum(map(len, written.outputs))
+        return written.outputs
+
+    def decode(self, prompts: list[Sequence[int]]) -> Written:
         """What the method writes after each prompt."""
+        start = time.monotonic()
         outputs: list[list[int]] = [[] for _ in prompts]
         rng = Rng([self.plan.seed + self.rows + row for row in range(len(prompts))], self.target.device)
         for step in generate(self.target, *self.method, prompts, self.limits, self.entry.sampling, rng):
             for output, new in zip(outputs, step.new_ids, strict=True):
                 output += new
-        self.rows += len(prompts)
-        self.tokens += sum(map(len, outputs))
-        return outputs
+        return Written(outputs, time.monotonic() - start)
 
     def judge_greedy(self, places: Sequence[int], outputs: Sequence[Sequence[int]]) -> int:
         """Each token against the most likely one. Returns at how many places another would have passed too."""

@@ -11,7 +11,7 @@ from typing import Any
 import torch
 
 from ..checkpoints.card_text import python
-from ..checkpoints.export import ExportOptions, Format, Source
+from ..checkpoints.export import FOLDER_IN_PYTHON, ExportOptions, Format, Source
 from ..checkpoints.export_target import target_name
 from ..checkpoints.heads import PredictionHeads
 from ..checkpoints.table import BigramTable
@@ -109,14 +109,14 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 tokenizer = AutoTokenizer.from_pretrained({target})
 model = AutoModelForCausalLM.from_pretrained({target})
 inputs = tokenizer("What is a draft?", return_tensors="pt")
-custom = CustomGenerate.from_pretrained("{{folder}}")
+custom = CustomGenerate.from_pretrained("{FOLDER_IN_PYTHON}")
 output = model.generate(**inputs, custom_generate=custom, max_new_tokens=64)
 print(tokenizer.decode(output[0]))
 ```
 
 Whoever trusts the few lines in `custom_generate/generate.py` can also write
-`model.generate(**inputs, custom_generate="{{folder}}", trust_remote_code=True)`; or serve a model that lies beside
-it, in a new folder:
+`model.generate(**inputs, custom_generate="{FOLDER_IN_PYTHON}", trust_remote_code=True)`; or serve a model that lies
+beside it, in a new folder:
 
 ```python
 custom.save_pretrained("served")

@@ -11,8 +11,10 @@ from typing import Any
 import torch
 from transformers import AutoConfig, AutoModelForCausalLM, AutoModelForSeq2SeqLM, PreTrainedModel
 
+from ..checkpoints.artifact import inside
 from ..checkpoints.folders import steady
 from ..checkpoints.model_files import UNLOADABLE, check_config, only_safetensors, reason
+from ..checkpoints.sources import at_revision
 from ..checkpoints.untrusted import read_json
 from .final_norm import check_states
 from .graphs import GraphedModel
@@ -118,7 +120,8 @@ def load_model(
     device_map: str | None = None,
     attention: str | None = None,
 ) -> PreTrainedModel:
-    """A causal LM or an encoder-decoder from a folder or a hub id, in evaluation mode; never with remote code.
+    """A causal LM or an encoder-decoder from a folder or a hub id (`user/name`, `user/name@revision`), in evaluation
+    mode; never with remote code.
 
     A folder with a LoRA adapter of peft gives the model that it was made for with the adapter added to its weights: a
     plain model, which decodes as fast as any other.
@@ -133,6 +136,7 @@ def load_model(
             installed, or the model has none of that name; an adapter where peft is not installed; pickled weights,
             unless `DRAFTSMITH_UNPICKLE=1` (`checkpoints/untrusted.py`).
     """
+    source = at_revision(source)
     folder = Path(source)
     if not folder.is_dir() and (source.startswith((".", "/", "~", "runs/")) or source.count("/") > 1):
         raise ValueError(f"there is no model folder {source!r}")
@@ -156,7 +160,8 @@ def _load(source: str, *, dtype: Any, device: str, device_map: str | None, atten
             use_safetensors=only_safetensors(source, config),
         )
     except UNLOADABLE as error:
-        raise ValueError(f"no language model could be loaded from {source!r}: {reason(source, error)}") from error
+        hint = "" if (Path(source) / "config.json").is_file() else inside(Path(source))
+        raise ValueError(f"no language model could be loaded from {source!r}: {reason(source, error)}{hint}") from error
     return model.eval() if device_map else model.to(device).eval()
 
 

@@ -33,6 +33,7 @@ from .methods import Parts, build_method
 from .models import LanguageModel, check_same_vocabulary
 from .ngrams import TableChain
 from .rng import Rng
+from .several_drafters import SeveralDrafts, judge_several
 from .warpers import Sampling, warp
 
 SCHEMA = 1
@@ -96,6 +97,8 @@ class Recording:
     drafts: dict[str, Drafts] = field(default_factory=dict)
     """By source: `drafter`, or `source_name` of a table."""
     heads: HeadDrafts | None = None
+    several: SeveralDrafts | None = None
+    """Of the drafter and `Parts.more_drafters` together."""
     identity: dict[str, Any] = field(default_factory=dict)
     """Whatever the caller says of models, prompts and seed: a recording is used again only where it is the same."""
 
@@ -170,6 +173,7 @@ def record(
     candidates: int = 8,
     chains: int = 8,
     head_candidates: int = 20,
+    several: int = 0,
     draws: int = 16,
     tables: Sequence[TableSource] = TABLE_SOURCES,
     chunk: int = 128,
@@ -185,6 +189,7 @@ def record(
         candidates: K, the most candidates a position that replay shall know of.
         chains: M, the most chains (SpecTr, SpecInfer).
         head_candidates: C, how many of each head's tokens to keep.
+        several: the most chains of each drafter where `parts` holds several; 0: they are not read together.
         draws: sequences of refused candidates per position, without replacement (`acceptance.Candidates`).
         tables: ways to draft from `parts.table`; of these the numbers of several candidates are not kept.
         chunk: positions of which whole distributions are held at a time.
@@ -196,14 +201,16 @@ def record(
     """
     if len(prompts) != len(texts) or not any(map(len, texts)):
         raise ValueError(f"{len(prompts)} prompts and {len(texts)} texts: expected as many, and one that is not empty")
-    reader = _Reader(target, parts, sampling, candidates, chains, draws, head_candidates, tuple(tables), seed)
+    sizes = (candidates, chains, draws)
+    reader = _Reader(target, parts, sampling, sizes, several, head_candidates, tuple(tables), seed)
     for place, (prompt, text) in enumerate(zip(prompts, texts, strict=True)):
         if text:
             reader.read(prompt, text, chunk)
         if progress:
             progress(place + 1, len(prompts))
-    kept = [list(map(int, row)) for row in prompts], [list(map(int, row)) for row in texts]
-    return Recording(sampling, *kept, *reader.result(), identity or {})
+    asked, written = ([list(map(int, row)) for row in rows] for rows in (prompts, texts))
+    drafts, head_drafts, together = reader.result()
+    return Recording(sampling, asked, written, drafts, head_drafts, together, identity or {})
 
 
 class _Reader:
@@ -214,21 +221,22 @@ class _Reader:
         target: LanguageModel,
         parts: Parts,
         sampling: Sampling,
-        candidates: int,
-        chains: int,
-        draws: int,
+        sizes: tuple[int, int, int],
+        several: int,
         head_candidates: int,
         tables: tuple[TableSource, ...],
         seed: int,
     ) -> None:
         self._target, self._drafter, self._heads = target, parts.drafter, parts.heads
-        self._sampling, self._sizes = sampling, (candidates, chains, draws)
+        self._more = parts.more_drafters if several else ()
+        self._sampling, self._sizes, self._several = sampling, sizes, several
         self._width = min(head_candidates, target.vocab_size)
         self._generator = torch.Generator().manual_seed(seed)
         self._rows: dict[TableSource, NextToken] = {}
         self._found: dict[str, list[dict[str, Tensor]]] = {}
         self._head_rows: list[tuple[Tensor, Tensor, Tensor]] = []
-        for other, what in ((parts.drafter, "drafter"), (parts.table, "table")):
+        self._several_rows: list[dict[str, Tensor]] = []
+        for other, what in (*((each, "drafter") for each in (parts.drafter, *self._more)), (parts.table, "table")):
             if other is not None:
                 check_same_vocabulary(target, other, what)
         if parts.table is not None:
@@ -239,8 +247,8 @@ class _Reader:
         ids = torch.tensor([*self._target.begin([prompt], 0)[0][0], *text], device=self._target.device)
         first = len(ids) - len(text)
         passes = [_states(self._target, prompt, ids, first, chunk)]
-        if self._drafter is not None:
-            passes.append(_states(self._drafter, prompt, ids, first, chunk))
+        drafters = [] if self._drafter is None else [self._drafter, *self._more]
+        passes += [_states(drafter, prompt, ids, first, chunk) for drafter in drafters]
         before_BD = torch.zeros(1, self._target.hidden_size, dtype=self._target.dtype, device=self._target.device)
         for start, hiddens in zip(range(first, len(ids), chunk), zip(*passes, strict=True), strict=True):
             token_T = ids[start : start + chunk]
@@ -252,9 +260,14 @@ class _Reader:
             target_TV = warp(logits_TV, self._sampling)
             if not bool((target_TV.gather(1, token_T[:, None]) > 0).all()) and not self._sampling.greedy:
                 raise ValueError("a text holds a token of probability 0 under the target: it was not drawn from it")
-            if self._drafter is not None:
-                draft_TV = self._drafter.logits(hiddens[1][-len(token_T) :])
-                self._keep("drafter", logits_TV, target_TV, draft_TV, token_T)
+            drafts = [
+                model.logits(states_TD[-len(token_T) :]) for model, states_TD in zip(drafters, hiddens[1:], strict=True)
+            ]
+            if drafts:
+                self._keep("drafter", logits_TV, target_TV, drafts[0], token_T)
+            if self._more:
+                warped = [warp(draft_TV, self._sampling) for draft_TV in drafts]
+                self._several_rows.append(_on_cpu(judge_several(target_TV, warped, token_T, self._several)))
             for source, rows in self._rows.items():
                 rows_TV = rows.unigram_V.expand(len(roots_T), -1) if source.order == 1 else rows.after(roots_T)
                 best_T = None if source.order == 1 else rows.most_likely(roots_T)
@@ -297,24 +310,29 @@ class _Reader:
             numbers["without_TK"] = judged.without_replacement(count, draws, self._generator)
             numbers["drawn_TK"] = judged.drawn_without_replacement(count, draws, self._generator)
             numbers["rho_TM"], numbers["beta_TM"] = judged.k_seq(chains)
-        self._found.setdefault(name, []).append({key: value.cpu() for key, value in numbers.items()})
+        self._found.setdefault(name, []).append(_on_cpu(numbers))
 
     def _keep_heads(self, heads: HeadModule, hidden_TD: Tensor, roots_T: Tensor) -> None:
         logits_THV = heads(hidden_TD)
         top = logits_THV.softmax(-1, dtype=torch.float32).topk(self._width, -1)
         self._head_rows.append((roots_T.int().cpu(), top.indices.int().cpu(), top.values.log().cpu()))
 
-    def result(self) -> tuple[dict[str, Drafts], HeadDrafts | None]:
+    def result(self) -> tuple[dict[str, Drafts], HeadDrafts | None, SeveralDrafts | None]:
         """All that was kept."""
-        drafts = {}
-        for name, rows in self._found.items():
-            arrays = {key: torch.cat([row[key] for row in rows]).numpy() for key in rows[0]}
-            drafts[name] = Drafts(**{key: _narrow(array) for key, array in arrays.items()})
+        drafts = {name: Drafts(**_joined(rows)) for name, rows in self._found.items()}
         heads = None
         if self._head_rows:
             columns = [torch.cat(column).numpy() for column in zip(*self._head_rows, strict=True)]
             heads = HeadDrafts(*columns)
-        return drafts, heads
+        return drafts, heads, SeveralDrafts(**_joined(self._several_rows)) if self._several_rows else None
+
+
+def _on_cpu(numbers: dict[str, Tensor]) -> dict[str, Tensor]:
+    return {key: value.cpu() for key, value in numbers.items()}
+
+
+def _joined(rows: list[dict[str, Tensor]]) -> dict[str, NDArray[Any]]:
+    return {key: _narrow(torch.cat([row[key] for row in rows]).numpy()) for key in rows[0]}
 
 
 _BY_CANDIDATES = ("scale_TK", "left_TK", "without_TK", "drawn_TK")
@@ -360,9 +378,9 @@ def save_recording(recording: Recording, path: Path) -> None:
     for name, drafts in recording.drafts.items():
         for part in fields(Drafts):
             arrays[f"{name}/{part.name}"] = np.ascontiguousarray(getattr(drafts, part.name))
-    if recording.heads is not None:
-        for part in fields(HeadDrafts):
-            arrays[f"heads/{part.name}"] = np.ascontiguousarray(getattr(recording.heads, part.name))
+    for name, found in (("heads", recording.heads), ("several", recording.several)):
+        for part in () if found is None else fields(found):
+            arrays[f"{name}/{part.name}"] = np.ascontiguousarray(getattr(found, part.name))
     for name, rows in (("prompts", recording.prompts), ("texts", recording.texts)):
         arrays[name] = np.array([token for row in rows for token in row], dtype=np.int32)
         arrays[f"{name}_lengths"] = np.array([len(row) for row in rows], dtype=np.int32)
@@ -395,8 +413,9 @@ def load_recording(path: Path) -> Recording:
         source, _, key = name.rpartition("/")
         parts.setdefault(source, {})[key] = array
     heads = HeadDrafts(**parts.pop("heads")) if "heads" in parts else None
+    several = SeveralDrafts(**parts.pop("several")) if "several" in parts else None
     drafts = {source: Drafts(**kept) for source, kept in parts.items()}
-    return Recording(Sampling(**about["sampling"]), prompts, texts, drafts, heads, about["identity"])
+    return Recording(Sampling(**about["sampling"]), prompts, texts, drafts, heads, several, about["identity"])
 
 
 def _rows(tokens: NDArray[Any], lengths: NDArray[Any]) -> list[list[int]]:

@@ -8,7 +8,7 @@ expectation is an exact sum: U(0) = 1, U(t) = Σ U(t - j) P(a step from t - j yi
 nothing is left to chance, at temperature 0 and for prediction heads, the steps of this very text are counted.
 
 Shape letters: B texts, T positions (padded to the longest text, or all texts' one after another), K depth, M chains,
-A attempts, N how many chains hold a token, X anything, S slots.
+A attempts, N how many chains hold a token, X anything, S states of the chains in play.
 """
 
 from __future__ import annotations
@@ -29,7 +29,9 @@ from .ngrams import PromptLookup, TableChain, lookup
 from .proposers import DraftTree, Nothing
 from .recording import Drafts, Recording, TableSource, record
 from .replay_heads import head_tree, pruned_tree
+from .replay_policies import confident_lengths, oracle_lengths, replay_expected_gain
 from .replay_steps import Floats, Prediction, by_text, replay_chances, replay_tokens, shift, summary
+from .several_drafters import most_chains, moves_of
 from .verifiers import ExactChain, GreedyMatch, KSequential, MultiCandidate, SampleAndMatch
 from .warpers import Sampling
 
@@ -82,6 +84,7 @@ def record_entries(
                 candidates=max((need[0] for need in needs), default=1),
                 chains=max((need[1] for need in needs), default=1),
                 head_candidates=max((need[2] for need in needs), default=1),
+                several=max((_chains_of_several(proposer) for proposer in proposers), default=0),
                 tables=tuple(dict.fromkeys(tables)),
                 seed=seed,
             )
@@ -102,11 +105,19 @@ def _needs(proposer: Proposer) -> tuple[int, int, int]:
     return 1, 1, 1
 
 
+def _chains_of_several(proposer: Proposer) -> int:
+    """Chains of each of several drafters; 0 where there is but one, or too many chains to follow."""
+    if not isinstance(proposer, DraftChains) or len(proposer.models) < 2:
+        return 0
+    followed = most_chains(len(proposer.models), proposer.per_model)
+    return followed if followed == proposer.per_model else 0
+
+
 def predict(recording: Recording, parts: Parts, name: str, options: Mapping[str, Any]) -> Prediction | None:
     """Replay a method with these settings; None for methods that cannot be replayed.
 
-    Those are lossy methods, several drafters, and adaptive chains but for those that stop by confidence; and whatever
-    drafts from a part that was not recorded.
+    Those are lossy methods, adaptive chains that learn while they sample, and whatever drafts from a part that was not
+    recorded.
 
     Raises:
         ValueError: what `build_method` raises; more candidates or chains than were recorded.
@@ -191,31 +202,30 @@ def _table_chain(
 def _adaptive(
     recording: Recording, proposer: AdaptiveChain, verifier: Verifier, options: Mapping[str, Any]
 ) -> Prediction | None:
-    """Chains that stop by confidence. How long a chain is beyond its first refused token is taken from the text."""
-    if options["policy"] != "confidence":
-        return None
-    sure_T: Floats = (_drafts(recording, "drafter").confidence_T >= options["threshold"]).astype(np.float64)
-    accept_T = chances(recording, "drafter", 1, "with") * sure_T
-    sure_BT = by_text(sure_T, recording.lengths)
-    open_BT, drafted_BT = np.ones_like(sure_BT), np.zeros_like(sure_BT)
-    for level in range(proposer.gamma):
-        open_BT = open_BT * shift(sure_BT, level)
-        drafted_BT += open_BT
-    inside_BT = np.arange(sure_BT.shape[1]) < recording.lengths[:, None]
-    accept_KT = np.tile(accept_T, (proposer.gamma, 1))
+    """Chains that end where a policy says so (`replay_policies.py`). One that learns is followed at temperature 0."""
+    drafts, gamma = _drafts(recording, "drafter"), proposer.gamma
+    if options["policy"] == "expected-gain":
+        greedy = recording.sampling.greedy
+        return replay_expected_gain(recording, drafts, gamma, options["cost"]) if greedy else None
+    if options["policy"] == "confidence":
+        drafted_BT = confident_lengths(recording, drafts, gamma, options["threshold"])
+    else:
+        drafted_BT = oracle_lengths(recording, drafts, gamma, options["cost"])
+    inside_BT = np.arange(drafted_BT.shape[1]) < recording.lengths[:, None]
+    accept_KT = np.tile(chances(recording, "drafter", 1, "with"), (gamma, 1))
     return replay_chances(recording, accept_KT, 1 + drafted_BT[inside_BT], drafted_BT)
 
 
 def _chains(
     recording: Recording, proposer: DraftChains, verifier: Verifier, options: Mapping[str, Any]
 ) -> Prediction | None:
-    """Several chains of one drafter, of which those that agree with what was accepted stay in play.
+    """Several chains, of which those that agree with what was accepted stay in play.
 
     Nodes are counted as if no two chains shared one.
     """
+    nodes = 1 + len(proposer.models) * proposer.per_model * proposer.gamma
     if len(proposer.models) > 1:
-        return None
-    nodes = 1 + proposer.per_model * proposer.gamma
+        return _several(recording, proposer, nodes)
     if recording.sampling.greedy:
         accept_T = chances(recording, "drafter", 1, "without")
         return replay_chances(recording, np.tile(accept_T, (proposer.gamma, 1)), nodes)
@@ -225,14 +235,28 @@ def _chains(
         raise ValueError(f"{count} chains: {known} were recorded")
     attempts = _k_seq_attempts if type(verifier) is KSequential else _residual_attempts
     moves_TMM = agreeing(drafts, count, attempts)
-    moves_BTX = np.stack([by_text(column, recording.lengths) for column in moves_TMM.reshape(-1, count * count).T], -1)
-    state_BTM = np.zeros((*moves_BTX.shape[:2], count))
-    state_BTM[..., -1] = 1.0
-    reached, yields = [state_BTM.sum(-1)], []
-    for level in range(proposer.gamma):
-        shifted = np.stack([shift(moves_BTX[..., each], level) for each in range(count * count)], -1)
-        state_BTM = np.einsum("btm,btmn->btn", state_BTM, shifted.reshape(*shifted.shape[:2], count, count))
-        reached.append(state_BTM.sum(-1))
+    return _through_states(recording, moves_TMM, proposer.gamma, nodes)
+
+
+def _several(recording: Recording, proposer: DraftChains, nodes: int) -> Prediction | None:
+    """Chains of several drafters (`several_drafters.py`)."""
+    drafts = recording.several
+    if drafts is None or drafts.draft_TD.shape[1] != len(proposer.models):
+        return None
+    return _through_states(recording, moves_of(drafts, proposer.per_model), proposer.gamma, nodes)
+
+
+def _through_states(recording: Recording, moves_TSS: Floats, gamma: int, nodes: int) -> Prediction:
+    """Steps that begin in the last state, and whose every accepted token leads from a state to another."""
+    states = moves_TSS.shape[1]
+    moves_BTX = np.stack([by_text(column, recording.lengths) for column in moves_TSS.reshape(-1, states**2).T], -1)
+    state_BTS = np.zeros((*moves_BTX.shape[:2], states))
+    state_BTS[..., -1] = 1.0
+    reached, yields = [state_BTS.sum(-1)], []
+    for level in range(gamma):
+        shifted = np.stack([shift(moves_BTX[..., each], level) for each in range(states**2)], -1)
+        state_BTS = np.einsum("bts,btsn->btn", state_BTS, shifted.reshape(*shifted.shape[:2], states, states))
+        reached.append(state_BTS.sum(-1))
         yields.append(reached[-2] - reached[-1])
     return summary(recording, np.stack([*yields, reached[-1]], -1), np.stack(reached, -1), nodes)
 

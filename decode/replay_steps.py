@@ -52,7 +52,7 @@ def replay_chances(
     Args:
         accept_KT: [K, T] P(the token of position t is an accepted draft | the text), if drafted at depth i.
         nodes: tree nodes of a step, or of a step from every position [T].
-        drafted_BT: how many tokens a step from every position drafts; None: K.
+        drafted_BT: how many tokens a step from every position drafts, at most K; None: K.
     """
     depth = len(accept_KT)
     chance_KBT = np.stack([by_text(row_T, recording.lengths) for row_T in accept_KT]) if depth else np.zeros(0)
@@ -62,6 +62,8 @@ def replay_chances(
     reached = []
     for level in range(depth):
         chance_BT = shift(chance_KBT[level], level)
+        if drafted_BT is not None:
+            chance_BT = chance_BT * (drafted_BT > level)
         yields.append(reach_BT * (1 - chance_BT))
         reached.append(reach_BT)
         reach_BT = reach_BT * chance_BT
@@ -129,10 +131,10 @@ def summary(
     if isinstance(nodes, np.ndarray):
         nodes = float((begin_BT * by_text(nodes, lengths_B)).sum()) / steps
     rate = float(lengths_B.sum()) / steps
-    return Prediction(rate, _ratio_error(lengths_B, steps_B), steps, tuple(steps_B.tolist()), by_depth, nodes)
+    return Prediction(rate, ratio_error(lengths_B, steps_B), steps, tuple(steps_B.tolist()), by_depth, nodes)
 
 
-def _ratio_error(tokens_B: NDArray[np.int64], steps_B: Floats) -> float:
+def ratio_error(tokens_B: NDArray[np.int64], steps_B: NDArray[Any]) -> float:
     """Standard error of Σ tokens / Σ steps over texts, by the delta method."""
     rows = len(tokens_B)
     if rows < 2:

@@ -1,4 +1,4 @@
-"""The best settings of each method, by replay under measured costs: nothing is decoded.
+"""The best settings of each method, by replay under measured costs: nothing is decoded (but see `tuning_lossy.py`).
 
 Shape letters: T positions, H heads, J tokens a step.
 """
@@ -6,8 +6,8 @@ Shape letters: T positions, H heads, J tokens a step.
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import asdict, dataclass, field, replace
-from typing import Any
+from dataclasses import asdict, dataclass, replace
+from typing import Any, Literal
 
 import numpy as np
 from numpy.typing import NDArray
@@ -19,13 +19,19 @@ from .recording import Recording
 from .replay import predict
 from .replay_heads import head_ranks, match_paths
 from .replay_steps import by_text, visits
+from .several_drafters import most_chains
 from .warpers import Sampling
 
 Options = dict[str, Any]
 Paths = list[tuple[int, ...]]
 
-SAME_WHEN_GREEDY = ["naive-multi-candidate", "batch-speculative", "spectr", "specinfer"]
-"""Methods that at temperature 0 write the same drafts as `speculative` or `multi-candidate`."""
+SAME_WHEN_GREEDY = ["naive-multi-candidate", "batch-speculative", "spectr", "specinfer", "relaxed-uno"]
+"""Methods that at temperature 0 do the same as `speculative`, `multi-candidate` or `relaxed-opt`."""
+TYPICAL = "medusa, typical"
+"""Medusa with typical acceptance, which is tuned beside Medusa's exact one."""
+DECODED = ("bild", "relaxed-opt", "relaxed-uno", TYPICAL)
+"""Lossy methods whose settings are decoded to be judged."""
+LOSSY = (*DECODED, "mjsd")
 
 _WIDTHS = (1, 2, 3, 4, 6, 8)
 _SLIM = ("slim-ss", "slim-s", "slim-l")
@@ -49,6 +55,16 @@ class Space:
     """Of MJSD."""
     confidences: tuple[float, ...] = (0.1, 0.2, 0.3, 0.4, 0.5, 0.6, 0.7, 0.8, 0.9)
     """Below which adaptive chains stop."""
+    gain_costs: tuple[float, ...] = (0.05, 0.1, 0.2, 0.4)
+    """Costs that chains which weigh their expected gain are told, at temperature 0."""
+    fallbacks: tuple[float, ...] = (0.2, 0.4, 0.6, 0.8)
+    """Of BiLD: its τ₁."""
+    rollbacks: tuple[float, ...] = (1.0, 2.0, 3.0, 5.0)
+    """Of BiLD: its τ₂."""
+    tolerances: tuple[float, ...] = (0.05, 0.1, 0.2, 0.4)
+    """The ε of over-acceptance and of typical acceptance."""
+    lossy_prompts: int = 8
+    """Prompts that each setting of a lossy method is decoded with, where it must be."""
 
 
 @dataclass(frozen=True)
@@ -63,8 +79,11 @@ class Choice:
     step_seconds: float
     speedup: float
     """Over autoregressive decoding, the reading of prompts left out."""
-    exact: bool = field(default=True)
-    """False where replay is an approximation (MJSD's contexts, the length of adaptive chains)."""
+    lossless: bool = True
+    found_by: Literal["replay", "replay, nearly", "decoding"] = "replay"
+    """Nearly: an approximation (MJSD's contexts, the length of adaptive chains)."""
+    perplexity: float | None = None
+    """Of what was decoded, under the unwarped target; None where nothing was."""
 
     def as_dict(self) -> dict[str, Any]:
         """Numbers for a file."""
@@ -145,8 +164,11 @@ def settings_of(name: str, recording: Recording, parts: Parts, space: Space) -> 
         for branching in k_configurations(space.nodes, space.depth, _up_to(space.candidates)):
             yield {"k_config": "x".join(map(str, branching))}
     elif name in ("batch-speculative", "spectr", "specinfer"):
+        counts = _up_to(space.candidates)[1:]
+        if name == "specinfer" and parts.more_drafters:
+            counts = list(range(1, several_chains(parts) + 1))
         for gamma in range(1, space.depth + 1):
-            for drafts in _up_to(space.candidates)[1:] if not greedy else [1]:
+            for drafts in counts if not greedy else [1]:
                 if 1 + gamma * drafts <= space.nodes:
                     yield {"gamma": gamma, "drafts": drafts}
     elif name == "prompt-lookup":
@@ -154,6 +176,8 @@ def settings_of(name: str, recording: Recording, parts: Parts, space: Space) -> 
     elif name == "adaptive":
         for gamma in range(2, space.gamma + 1, 2):
             yield from ({"gamma": gamma, "policy": "confidence", "threshold": at} for at in space.confidences)
+            if greedy:
+                yield from ({"gamma": gamma, "policy": "expected-gain", "cost": cost} for cost in space.gain_costs)
     elif name in ("bpd", "medusa", *_SLIM):
         yield from _head_settings(name, recording, parts, space)
 
@@ -172,6 +196,11 @@ def _head_settings(name: str, recording: Recording, parts: Parts, space: Space) 
     for candidates in (2, 4, 6, 10, 20):
         if candidates <= space.head_candidates:
             yield from ({"sequences": count, "candidates": candidates} for count in sequences)
+
+
+def several_chains(parts: Parts) -> int:
+    """How many chains of each of several drafters are tried; 0 where there is but one drafter, or too many."""
+    return most_chains(1 + len(parts.more_drafters), 2) if parts.more_drafters else 0
 
 
 def _up_to(most: int) -> list[int]:
@@ -199,7 +228,7 @@ def tune_method(
         if prediction is None or prediction.nodes_per_step > space.nodes:
             continue
         numbers = (prediction.tokens_per_step, prediction.standard_error, prediction.nodes_per_step, 0.0, 0.0)
-        choices.append(Choice(name, given, *numbers, exact=name != "adaptive"))
+        choices.append(Choice(name, given, *numbers, found_by="replay, nearly" if name == "adaptive" else "replay"))
     return with_costs(choices, parts, recording.sampling, costs)
 
 
@@ -235,19 +264,27 @@ def tune_joint(
         for record in records:
             rate, error = record.tokens_per_step(threshold)
             options = {"gamma": record.gamma, "beams": record.beams, "threshold": threshold}
-            choices.append(Choice("mjsd", options, rate, error, record.gamma + 1.0, 0.0, 0.0, exact=False))
+            numbers = (rate, error, record.gamma + 1.0, 0.0, 0.0)
+            choices.append(Choice("mjsd", options, *numbers, lossless=False, found_by="replay, nearly"))
         best.append(with_costs(choices, parts, sampling, costs)[0])
     return best
 
 
-def tuned_methods(parts: Parts, sampling: Sampling) -> list[str]:
-    """Methods worth tuning with these parts: those that replay can follow, and MJSD.
+def method_of(name: str) -> str:
+    """The method that is tuned under a name."""
+    return "medusa" if name == TYPICAL else name
 
-    At temperature 0 several methods are the same as another, chains or trees of the drafter's most likely tokens: of
-    those only `speculative` and `multi-candidate` are named.
+
+def tuned_methods(parts: Parts, sampling: Sampling) -> list[str]:
+    """What is worth tuning with these parts: methods that replay can follow, and lossy ones.
+
+    At temperature 0 several methods are the same as another, chains or trees of one drafter's most likely tokens: of
+    those only `speculative` and `multi-candidate` are named. Nor is there typical acceptance then.
     """
     names = ["speculative", "multi-candidate", "adaptive", "unigram", "bigram", "prompt-lookup"]
-    names += ["bpd", "medusa", *_SLIM, "mjsd"]
-    if not sampling.greedy:
-        names += SAME_WHEN_GREEDY
-    return [name for name in names if all(getattr(parts, part) is not None for part in METHODS[name].needs)]
+    names += ["bpd", "medusa", *_SLIM, *LOSSY]
+    names += [name for name in SAME_WHEN_GREEDY if name not in LOSSY]
+    if sampling.greedy:
+        same = [name for name in SAME_WHEN_GREEDY if not (name == "specinfer" and parts.more_drafters)]
+        names = [name for name in names if name not in (*same, TYPICAL)]
+    return [name for name in names if all(getattr(parts, part) is not None for part in METHODS[method_of(name)].needs)]

@@ -81,8 +81,9 @@ def heads_measure(recipe: HeadsRecipe, target: PreTrainedModel, tokenizer: Any, 
     table = None if section.table is None else BigramTable.load(Path(section.table))
     rows: list[tuple[str, str, dict[str, Any]]] = [("", "medusa", {"tree": _tree(recipe)})]
     if section.sequences:
-        correlation = "none" if table is None else "table"
-        rows.append(("slim_", "slim-s", {"sequences": section.sequences, "correlation": correlation}))
+        # With r = 1 a sequence is never likelier than its beginning: of all lengths the shortest would fill the tree.
+        without = {"correlation": "none", "lengths": "full"} if table is None else {}
+        rows.append(("slim_", "slim-s", {"sequences": section.sequences, **without}))
 
     def run(heads: Any) -> dict[str, float]:
         was_training = heads.training

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 from collections.abc import Iterator, Sequence
 from dataclasses import asdict, dataclass, replace
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -16,18 +17,21 @@ from ..decode.engine import Limits
 from ..decode.head_trees import states_of
 from ..decode.loading import wrap_model
 from ..decode.measure import Entry
-from ..decode.methods import Parts, method_options
-from ..decode.models import LanguageModel
+from ..decode.methods import method_options
 from ..decode.reading_back import Rounding, measure_rounding
 from ..decode.uniformity import detectable_bias, tokens_for
 from ..decode.warpers import Sampling
+from ..train.interrupts import StopSignals
 from . import evaluate
 from .certificate_report import KIND, SCHEMA, artifact_hashes, certificate_beside
 from .config import EvaluateRecipe
 from .files import write_whole
-from .opening import entries_of, open_recipe
+from .journal import TextJournal
+from .opening import Opened, entries_of, open_recipe
 from .outcome import fingerprint_of
 from .terminal import Advance, bar, console, say
+
+_WITHOUT_EFFECT = ("repeats", "compare_with_transformers")  # on a certificate
 
 
 @dataclass(frozen=True)
@@ -49,39 +53,45 @@ class Asked:
 
 
 def run_certify(recipe: EvaluateRecipe, asked: Asked) -> list[Certificate]:
-    """Certify every method of a recipe, print a table and write the certificate, anew after each method.
+    """Certify every method of a recipe, print a table and write the certificate, anew after each method; go on where a
+    killed run stopped.
 
     Raises:
-        ValueError: a missing or unfit artifact, no prompt short enough, a method without its part, an impossible plan.
+        ValueError: a missing or unfit artifact, no prompt short enough, a method without its part, an impossible plan,
+            a damaged journal.
+        Interrupted: a signal came; the texts that were written are kept.
     """
     entries = certified_entries(recipe, asked.temperatures)
     plan = make_plan(asked, len(entries), recipe.seed)
     opened = open_recipe(recipe)
-    tokenizer, model, target, parts = opened.tokenizer, opened.model, opened.target, opened.parts
     where: dict[str, Any] = {"path": recipe.prompts_path, "groups": recipe.groups or None}
     limit, longest = recipe.limit, recipe.max_prompt_tokens
-    found = evaluate.load_prompts(recipe.prompts, recipe.template, tokenizer, limit, longest, **where)
+    found = evaluate.load_prompts(recipe.prompts, recipe.template, opened.tokenizer, limit, longest, **where)
     prompts = [ids for _, ids in found]
-    limits = Limits(recipe.max_new_tokens, evaluate.stop_ids(tokenizer))
-    # The judge is transformers' own forward: where the fast one of decoding were wrong, it would show.
-    judge = wrap_model(model, fast=False, graphs=False, states=states_of(parts.heads))
     if any(not entry.sampling.greedy for entry in entries):
         say(f"certify: {plan_in_words(plan)}")
-    mine = {"source": recipe.target, "hash": fingerprint_of(recipe.target, model)}
+    mine = {"source": recipe.target, "hash": fingerprint_of(recipe.target, opened.model)}
+    planned = asdict(plan) | {"whole_level": asked.level}
     head = {
         "schema": SCHEMA,
         "kind": KIND,
         "machine": evaluate.machine(opened.device),
         "artifacts": artifact_hashes(recipe) | {"target": mine},
         "recipe": recipe.model_dump(mode="json"),
-        "plan": asdict(plan) | {"whole_level": asked.level},
+        "plan": planned,
     }
     out = asked.out or certificate_beside(Path(recipe.out))
+    whole = evaluate.identity_of(recipe, prompts, opened.device) | {"plan": planned, "temperatures": asked.temperatures}
+    identity = {name: value for name, value in whole.items() if name not in _WITHOUT_EFFECT}
     certificates: list[Certificate] = []
-    with bar("certifying", "tokens") as advance:
-        for certificate in _certify_all(target, parts, judge, entries, prompts, limits, plan, advance):
-            certificates.append(certificate)
-            _write(out, head, certificates, len(entries))
+    with StopSignals() as signals, TextJournal(out, identity) as journal:
+        _say_what_is_kept(journal)
+        with bar("certifying", "tokens") as advance:
+            watch = evaluate.Watch("certify", signals, advance)
+            for certificate in _certify_all(recipe, opened, entries, prompts, plan, journal, watch):
+                certificates.append(certificate)
+                _write(out, head, certificates, len(entries))
+        journal.remove()
     console().print(certificates_table(f"{recipe.target}, {len(prompts)} prompts of {recipe.prompts}", certificates))
     for line in explanations(certificates):
         console().print(line, markup=False)
@@ -89,17 +99,29 @@ def run_certify(recipe: EvaluateRecipe, asked: Asked) -> list[Certificate]:
     return certificates
 
 
+def _say_what_is_kept(journal: TextJournal) -> None:
+    if journal.changed:
+        changed = ", ".join(journal.changed)
+        say(f"certify: {journal.path} holds texts of another certificate ({changed} differ): starting anew")
+    count = sum(len(each.outputs) for written in journal.finished.values() for each in written)
+    if count:
+        say(f"certify: going on; {count} texts are written already, by an earlier process")
+
+
 def _certify_all(
-    target: LanguageModel,
-    parts: Parts,
-    judge: LanguageModel,
+    recipe: EvaluateRecipe,
+    opened: Opened,
     entries: Sequence[Entry],
     prompts: Sequence[Sequence[int]],
-    limits: Limits,
     plan: Plan,
+    journal: TextJournal,
     advance: Advance,
 ) -> Iterator[Certificate]:
     """A certificate of each entry; rounding is measured once for each way of sampling."""
+    target, parts = opened.target, opened.parts
+    limits = Limits(recipe.max_new_tokens, evaluate.stop_ids(opened.tokenizer))
+    # The judge is transformers' own forward: where the fast one of decoding were wrong, it would show.
+    judge = wrap_model(opened.model, fast=False, graphs=False, states=states_of(parts.heads))
     rounding: dict[Sampling, Rounding] = {}
     greedy = min(plan.tokens, len(prompts) * limits.max_new_tokens)
     amounts = [greedy if entry.sampling.greedy else plan.tokens for entry in entries]
@@ -113,6 +135,7 @@ def _certify_all(
             advance(start + done, sum(amounts), label)
 
         shared: dict[str, Any] = {"reference": judge, "rounding": rounding[entry.sampling], "progress": note}
+        shared |= {"written": journal.finished.get(entry.label, ()), "on_written": partial(journal.add, entry.label)}
         yield certify_method(target, parts, entry, prompts, limits, plan, **shared)
         before += amount
 

@@ -346,10 +346,10 @@ def diagnose(
 
 @app.command("import")
 def import_(
-    source: Annotated[str, typer.Argument(help="Published heads: a folder, or a hub id.")],
+    source: Annotated[str, typer.Argument(help="A drafter, a LoRA adapter or heads: a folder, or a hub id.")],
     out: Annotated[Path, typer.Option(help="Folder of the artifact.")],
     target: Annotated[
-        str | None, typer.Option(help="The model they are for; by default one that lies with the heads.")
+        str | None, typer.Option(help="The model it is for; by default one that lies with heads.")
     ] = None,
     unpickle: Annotated[
         bool, typer.Option("--unpickle", help="Also read pickled files (.pt, .bin), of which only tensors are loaded.")
@@ -358,10 +358,10 @@ def import_(
         str | None, typer.Option(help="Hidden states that they read, where their config is silent: before-norm.")
     ] = None,
 ) -> None:
-    """Make published prediction heads (Medusa) an artifact, from any layout that FasterDecoding has used."""
-    from .import_heads import import_heads
+    """Make an artifact of a drafter, or of prediction heads (Medusa) in any layout that FasterDecoding has used."""
+    from .import_drafter import import_published
 
-    import_heads(source, out, target, unpickle=unpickle, states=states)
+    import_published(source, out, target, unpickle=unpickle, states=states)
 
 
 @app.command()

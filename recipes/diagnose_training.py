@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import Any
 
 from ..checkpoints.artifact import MANIFEST_FILE, Manifest, load_manifest, model_fingerprint
+from ..checkpoints.sources import at_revision
 from ..data.conversations import Conversation, Turn
 from ..data.packing import IGNORED, PADDING
 from ..data.prepared import PreparedData
@@ -136,8 +137,9 @@ def other_target(trained: Trained | None, recipe: EvaluateRecipe, opened: Opened
     base, theirs = trained.folder / "base", made_for["fingerprint"]
     if (base / "config.json").is_file():
         made_for, theirs = {"id": str(base)}, model_fingerprint(base)
-    if (Path(recipe.target) / "config.json").is_file():
-        mine = model_fingerprint(Path(recipe.target))
+    target = Path(at_revision(recipe.target))
+    if (target / "config.json").is_file():
+        mine = model_fingerprint(target)
     elif recipe.dtype == "auto" and recipe.device_map is None:
         mine = model_fingerprint(opened.model)
     else:

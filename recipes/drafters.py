@@ -10,6 +10,7 @@ import torch
 from transformers import AutoConfig, PreTrainedModel
 
 from ..checkpoints.export_drafter import is_adapter, save_speculation
+from ..checkpoints.sources import at_revision
 from ..data.tokenizers import load_tokenizer
 from ..train.config import micro_steps
 from ..train.drafter import DrafterTask
@@ -133,7 +134,7 @@ def complete_section(recipe: DrafterRecipe) -> ModelSection:
     section = recipe.model
     if section.config is None or recipe.target is None:
         return section
-    theirs = AutoConfig.from_pretrained(recipe.target).get_text_config()
+    theirs = AutoConfig.from_pretrained(at_revision(recipe.target, weights=False)).get_text_config()
     given = {name: getattr(theirs, name, None) for name in _FROM_TARGET}
     known = vars(AutoConfig.for_model(section.config["model_type"]))
     taken = {name: value for name, value in given.items() if value is not None and name in known}

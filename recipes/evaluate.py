@@ -17,6 +17,7 @@ from typing import Any
 
 import torch
 
+from ..checkpoints.sources import at_revision
 from ..data.conversations import Prompt
 from ..data.corpora import find_corpus
 from ..data.reading import read_prompts
@@ -60,8 +61,8 @@ def run_evaluate(recipe: EvaluateRecipe) -> dict[str, Any]:
     say(f"evaluate: {len(asked)} prompts, {len(entries)} methods, {recipe.repeats} run(s) each, on {device}")
     if passed:
         say(f"evaluate: passed over {passed.words()}")
-    out = Path(recipe.out)
-    with StopSignals() as signals, RunJournal(out, _identity(recipe, asked, device)) as journal:
+    out, ids = Path(recipe.out), [prompt.ids for prompt in asked]
+    with StopSignals() as signals, RunJournal(out, identity_of(recipe, ids, device)) as journal:
         runs = _measure(recipe, target, parts, entries, asked, limits, opened.model, journal, signals)
         energies = _energies(recipe, opened, entries, asked, limits, journal, signals)
 
@@ -71,7 +72,7 @@ def run_evaluate(recipe: EvaluateRecipe) -> dict[str, Any]:
         more: dict[str, Any] = {"seed": recipe.seed, "text_of": text_of, "energies": energies}
         summariser = Summariser(target, parts, asked, runs, limits, **more)
         with bar("timing steps, reading texts", "methods") as advance:
-            summary = summariser.summarise(entries, _Watch(signals, advance))
+            summary = summariser.summarise(entries, Watch("evaluate", signals, advance))
         say("evaluate: foretelling the rows by replay of the target's own texts")
         _predict(summary, opened, entries, asked, runs)
         results = _results(recipe, asked, passed, device, summary, same_as_reference(entries, runs))
@@ -87,17 +88,16 @@ def run_evaluate(recipe: EvaluateRecipe) -> dict[str, Any]:
     return results
 
 
-class _Watch:
-    """Progress that stops the evaluation where a signal has come. `inner` shows it."""
+class Watch:
+    """Progress that stops a command where a signal has come. `inner` shows it."""
 
-    def __init__(self, signals: StopSignals, inner: Advance | None = None) -> None:
-        self._signals, self._inner = signals, inner
+    def __init__(self, command: str, signals: StopSignals, inner: Advance) -> None:
+        self._command, self._signals, self._inner = command, signals, inner
 
     def __call__(self, done: int, total: int, note: str = "") -> None:
-        if self._inner is not None:
-            self._inner(done, total, note)
+        self._inner(done, total, note)
         if self._signals.received is not None:
-            message = f"evaluate: stopped by signal {self._signals.received}; the same command goes on from here"
+            message = f"{self._command}: stopped by signal {self._signals.received}; the same command goes on from here"
             say(message)
             raise Interrupted(self._signals.received, message)
 
@@ -131,7 +131,7 @@ def _measure(
             seed=recipe.seed,
             finished=journal.finished,
             on_run=journal.add,
-            progress=_Watch(signals, advance),
+            progress=Watch("evaluate", signals, advance),
         )
 
 
@@ -163,7 +163,7 @@ def _energies(
     say(f"evaluate: counting joules of {words} ({meter.source}): {takes}")
     prompts = [prompt.ids for prompt in asked]
     with meter, bar("counting joules", "windows") as advance:
-        watch = _Watch(signals, advance)
+        watch = Watch("evaluate", signals, advance)
         try:
             idle = meter.idle_watts()
             for place, entry in enumerate(left):
@@ -211,7 +211,7 @@ def _results(
         "artifacts": artifact_hashes(recipe),
         "recipe": recipe.model_dump(mode="json"),
         "prompts": len(asked),
-        "prompts_sha256": _prompts_digest(asked),
+        "prompts_sha256": _prompts_digest([prompt.ids for prompt in asked]),
         "passed_over": passed.as_dict(),
         "categories": dict(Counter(prompt.category for prompt in asked)),
         "resumed": 0,
@@ -221,14 +221,14 @@ def _results(
     }
 
 
-def _identity(recipe: EvaluateRecipe, asked: Sequence[Asked], device: str) -> dict[str, Any]:
+def identity_of(recipe: EvaluateRecipe, prompts: Sequence[Sequence[int]], device: str) -> dict[str, Any]:
     """What finished runs belong to: they may only be used again where all of it is the same."""
     settings = recipe.model_dump(mode="json", exclude={"out", "show_categories", "energy"})
     drafters = [recipe.drafter, *recipe.more_drafters]
     parts = [*((source, "drafter") for source in drafters), (recipe.heads, "heads"), (recipe.table, "table")]
     artifacts = {source: state_of(place_of(source, kind)) for source, kind in parts if source is not None}
-    artifacts[recipe.target] = state_of(recipe.target)
-    return settings | {"artifacts": artifacts, "prompts read": _prompts_digest(asked), "machine": machine(device)}
+    artifacts[recipe.target] = state_of(at_revision(recipe.target))
+    return settings | {"artifacts": artifacts, "prompts read": _prompts_digest(prompts), "machine": machine(device)}
 
 
 def state_of(source: str) -> Any:
@@ -241,8 +241,8 @@ def state_of(source: str) -> Any:
     return [[str(path.relative_to(folder)), path.stat().st_size, path.stat().st_mtime_ns] for path in files]
 
 
-def _prompts_digest(asked: Sequence[Asked]) -> str:
-    return hashlib.sha256(json.dumps([list(prompt.ids) for prompt in asked]).encode()).hexdigest()
+def _prompts_digest(prompts: Sequence[Sequence[int]]) -> str:
+    return hashlib.sha256(json.dumps([list(prompt) for prompt in prompts]).encode()).hexdigest()
 
 
 @dataclass

@@ -18,7 +18,7 @@ from ..checkpoints.heads_layouts import (
     read_heads,
     shards_of_heads,
 )
-from ..checkpoints.sources import fetch, here, hub_place
+from ..checkpoints.sources import at_revision, fetch, here, hub_place, target_record
 from ..data.tokenizers import load_tokenizer
 from .command import typed_command
 from .terminal import say
@@ -67,7 +67,7 @@ def import_heads(
         write=write,
         vocab_size=vocab_size,
         tokenizer_fingerprint=tokenizer_fingerprint(tokenizer),
-        target={"id": target, "fingerprint": _fingerprint(target)},
+        target=target_record(target, fingerprint_of_files(target)),
         shapes=shapes,
         recipe={},
         data={},
@@ -112,7 +112,8 @@ def _check_target(target: str, stored: StoredHeads) -> int:
     from transformers import AutoConfig
 
     try:
-        config: Any = AutoConfig.from_pretrained(target, trust_remote_code=False)
+        place = at_revision(target, weights=False)
+        config: Any = AutoConfig.from_pretrained(place, trust_remote_code=False)
     except (OSError, ValueError, KeyError) as error:
         reason = (str(error).strip().splitlines() or [type(error).__name__])[0]
         raise ValueError(f"the configuration of the target {target} cannot be read: {reason}") from error
@@ -130,7 +131,7 @@ def _check_target(target: str, stored: StoredHeads) -> int:
     return int(text.vocab_size)
 
 
-def _fingerprint(target: str) -> str | None:
+def fingerprint_of_files(target: str) -> str | None:
     """The target's, where its weights lie here."""
     folder = Path(target)
     return model_fingerprint(folder) if any(folder.glob("model*.safetensors")) else None

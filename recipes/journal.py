@@ -1,5 +1,5 @@
-"""The runs of an evaluation that are done, and joules that are counted, kept on disk as they finish, so that a killed
-one can go on."""
+"""What a command has done, kept on disk as it is finished, so that a killed one can go on: the runs of an evaluation
+and joules that are counted, and the texts that a certificate judges."""
 
 from __future__ import annotations
 
@@ -7,10 +7,12 @@ import dataclasses
 import fcntl
 import json
 import os
+from abc import ABC, abstractmethod
 from pathlib import Path
 from types import TracebackType
-from typing import Any, BinaryIO
+from typing import Any, BinaryIO, ClassVar, Self
 
+from ..decode.certify import Written
 from ..decode.energy import Energy
 from ..decode.measure import Decoded, RunKey
 from ..decode.metrics import Tally
@@ -18,26 +20,23 @@ from ..decode.metrics import Tally
 SCHEMA = 1
 
 
-class RunJournal:
-    """`<out>.state/runs.jsonl`: in its first line what the runs belong to, then a line a run, and a line a row whose
-    joules are counted; open for one writer.
+class Journal(ABC):
+    """`<out>.state/<name>`: in its first line what its lines belong to; open for one writer.
 
-    A line is written and flushed when its run has finished. An unfinished last line, which a killed writer leaves, is
-    cut off. Runs that belong to something else are dropped: `changed` then names what differs.
+    A line is written and flushed when its work is done. An unfinished last line, which a killed writer leaves, is cut
+    off. Lines that belong to something else are dropped: `changed` then names what differs.
 
     Attributes:
-        finished: the runs of earlier processes.
-        energies: what earlier processes counted, by label.
         changed: the parts of the identity that differ from those of the journal that was found; empty if none do.
 
     Raises:
         ValueError: another process is writing; a damaged line that is not the last, with its number.
     """
 
+    name: ClassVar[str]
+
     def __init__(self, out: Path, identity: dict[str, Any]) -> None:
-        self.path = journal_path(out)
-        self.finished: dict[RunKey, Decoded] = {}
-        self.energies: dict[str, Energy] = {}
+        self.path = _place(out, self.name)
         self.changed: list[str] = []
         self.path.parent.mkdir(parents=True, exist_ok=True)
         self._file: BinaryIO = self.path.open("a+b", buffering=0)
@@ -46,18 +45,14 @@ class RunJournal:
             self._read(json.loads(json.dumps(identity)))
         except BlockingIOError as error:
             self._file.close()
-            raise ValueError(f"another process evaluates into {out}; wait for it, or choose another `out`") from error
+            raise ValueError(f"another process writes {out}; wait for it, or choose another `out`") from error
         except ValueError:
             self._file.close()
             raise
 
-    def add(self, key: RunKey, run: Decoded) -> None:
-        """Write down a run that has finished."""
-        self._write([*key, run.ids, dataclasses.asdict(run.tally), run.seconds, run.reading])
-
-    def add_energy(self, label: str, energy: Energy) -> None:
-        """Write down what a token of a row takes."""
-        self._write({"label": label, "energy": energy.as_dict()})
+    @abstractmethod
+    def _take(self, number: int, value: Any) -> None:
+        """Keep what an earlier process wrote in a line; ValueError for a damaged one."""
 
     def remove(self) -> None:
         """Delete the journal: the results stand."""
@@ -65,7 +60,7 @@ class RunJournal:
         if not any(self.path.parent.iterdir()):
             self.path.parent.rmdir()
 
-    def __enter__(self) -> RunJournal:
+    def __enter__(self) -> Self:
         return self
 
     def __exit__(
@@ -83,15 +78,11 @@ class RunJournal:
             begun = _parsed(self.path, 1, lines[0])
             theirs = begun.get("identity") if isinstance(begun, dict) and begun.get("schema") == SCHEMA else None
             if not isinstance(theirs, dict):
-                raise ValueError(f"{self.path}:1 does not say what its runs belong to: delete the file to start anew")
+                raise ValueError(f"{self.path}:1 does not say what its lines belong to: delete the file to start anew")
             self.changed = [name for name in {**identity, **theirs} if identity.get(name) != theirs.get(name)]
         if lines and not self.changed:
             for number, line in enumerate(lines[1:], start=2):
-                value = _parsed(self.path, number, line)
-                if isinstance(value, dict):
-                    self.energies |= _energy(self.path, number, value)
-                else:
-                    self.finished |= _run(self.path, number, value)
+                self._take(number, _parsed(self.path, number, line))
             return
         self._file.truncate(0)
         self._write({"schema": SCHEMA, "identity": identity})
@@ -107,9 +98,70 @@ class RunJournal:
             raise
 
 
+class RunJournal(Journal):
+    """Of an evaluation: a line a run, and a line a row whose joules are counted.
+
+    Attributes:
+        finished: the runs of earlier processes.
+        energies: what earlier processes counted, by label.
+    """
+
+    name = "runs.jsonl"
+
+    def __init__(self, out: Path, identity: dict[str, Any]) -> None:
+        self.finished: dict[RunKey, Decoded] = {}
+        self.energies: dict[str, Energy] = {}
+        super().__init__(out, identity)
+
+    def add(self, key: RunKey, run: Decoded) -> None:
+        """Write down a run that has finished."""
+        self._write([*key, run.ids, dataclasses.asdict(run.tally), run.seconds, run.reading])
+
+    def add_energy(self, label: str, energy: Energy) -> None:
+        """Write down what a token of a row takes."""
+        self._write({"label": label, "energy": energy.as_dict()})
+
+    def _take(self, number: int, value: Any) -> None:
+        if isinstance(value, dict):
+            self.energies |= _energy(self.path, number, value)
+        else:
+            self.finished |= _run(self.path, number, value)
+
+
+class TextJournal(Journal):
+    """Of a certificate: a line for what a method wrote after the next of its prompts. Texts are judged again by whoever
+    goes on, which takes little beside writing them.
+
+    Attributes:
+        finished: what earlier processes wrote, by label.
+    """
+
+    name = "texts.jsonl"
+
+    def __init__(self, out: Path, identity: dict[str, Any]) -> None:
+        self.finished: dict[str, list[Written]] = {}
+        super().__init__(out, identity)
+
+    def add(self, label: str, written: Written) -> None:
+        """Write down texts that are finished."""
+        self._write([label, written.seconds, written.outputs])
+
+    def _take(self, number: int, value: Any) -> None:
+        if not isinstance(value, list) or [type(part) for part in value] != [str, float, list]:
+            raise _damaged(self.path, number)
+        label, seconds, outputs = value
+        if not all(isinstance(ids, list) and all(type(token) is int for token in ids) for ids in outputs):
+            raise _damaged(self.path, number)
+        self.finished.setdefault(label, []).append(Written(outputs, seconds))
+
+
 def journal_path(out: Path) -> Path:
     """Where the runs of the evaluation that writes `out` are kept."""
-    return out.with_name(out.name + ".state") / "runs.jsonl"
+    return _place(out, RunJournal.name)
+
+
+def _place(out: Path, name: str) -> Path:
+    return out.with_name(out.name + ".state") / name
 
 
 def _parsed(path: Path, number: int, line: bytes) -> Any:
@@ -145,4 +197,6 @@ def _energy(path: Path, number: int, value: dict[str, Any]) -> dict[str, Energy]
 
 
 def _damaged(path: Path, number: int) -> ValueError:
-    return ValueError(f"{path}:{number} is damaged: it holds no run, nor joules; delete that line or the file to go on")
+    return ValueError(
+        f"{path}:{number} is damaged: it holds no work that was done; delete that line or the file to go on"
+    )

@@ -21,6 +21,7 @@ from transformers.pytorch_utils import Conv1D
 
 from ..checkpoints.model_files import UNLOADABLE, check_config, names_of_embeddings, read_tensors
 from ..checkpoints.names import did_you_mean
+from ..checkpoints.sources import at_revision
 from ..decode.loading import ADAPTER_CONFIG, load_model
 from ..decode.seq2seq import Seq2SeqModel
 from .training import LoraSection, ModelSection
@@ -248,6 +249,7 @@ def copy_embeddings(model: PreTrainedModel, target: str) -> None:
 
 def _target_embeddings(target: str) -> tuple[Tensor, Tensor, Tensor | None]:
     """A target's token embeddings, its output projection (the same tensor where they are tied) and that one's bias."""
+    target = at_revision(target)
     outline = _outline(target)
     if outline is not None:
         names = names_of_embeddings(outline)

@@ -20,7 +20,7 @@ from ..checkpoints.artifact import (
     tokenizer_fingerprint,
 )
 from ..checkpoints.heads import PredictionHeads, load_heads
-from ..checkpoints.sources import model_source, resolve
+from ..checkpoints.sources import at_revision, model_source, resolve
 from ..checkpoints.table import BigramTable
 from ..data.tokenizers import load_tokenizer
 from ..decode.head_trees import attach_projection, states_of
@@ -145,10 +145,11 @@ def _load_parts(
 
 def _check_made_for(recipe: EvaluateRecipe) -> None:
     """Warn where the target is another model than the one that the heads were trained on, or with (Medusa-2)."""
-    heads, target = Path(place_of(str(recipe.heads), "heads")), Path(recipe.target)
+    heads, target = Path(place_of(str(recipe.heads), "heads")), Path(at_revision(recipe.target))
     made_for = load_manifest(heads).target or {}
     base = heads / "base"
     trained = (base / "config.json").is_file()
     theirs = model_fingerprint(base) if trained else made_for.get("fingerprint")
     if theirs is not None and (target / "config.json").is_file() and model_fingerprint(target) != theirs:
-        say(f"evaluate: the heads were trained with {base if trained else made_for.get('id')}, not with {target}")
+        named = base if trained else made_for.get("id")
+        say(f"evaluate: the heads were trained with {named}, not with {recipe.target}")

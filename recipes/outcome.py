@@ -20,6 +20,7 @@ from ..checkpoints.artifact import (
     tokenizer_fingerprint,
     verify_artifact,
 )
+from ..checkpoints.sources import at_revision, target_record
 from ..data.prepared import PreparedData
 from ..train.interrupts import TrainingError
 from ..train.loop import FitConfig, FitResult, Task, fit
@@ -129,9 +130,7 @@ def save(
         write_recipe(recipe, folder / "recipe.yaml")
 
     named = made_for or getattr(recipe, "target", None)
-    identity = None
-    if named is not None:
-        identity = {"id": named, "fingerprint": target}
+    identity = None if named is None else target_record(named, target)
     save_artifact(
         out,
         kind=recipe.kind,
@@ -183,7 +182,7 @@ def _without(values: Any, ignored: frozenset[str], place: str = "") -> Any:
 
 def fingerprint_of(source: str, model: PreTrainedModel) -> str:
     """Which model a folder or hub id is, by its files where they are here: it may have been loaded in another type."""
-    folder = Path(source)
+    folder = Path(at_revision(source))
     whole = (folder / "config.json").is_file() and any(folder.glob("model*.safetensors"))
     return model_fingerprint(folder if whole else model)
 

@@ -15,6 +15,7 @@ from transformers import AutoConfig, PreTrainedModel
 from transformers.utils import cached_file
 
 from ..checkpoints.heads import PredictionHeads
+from ..checkpoints.sources import at_revision
 from ..decode.loading import ADAPTER_CONFIG
 from ..train.config import micro_steps
 from ..train.plan import Demand, Launch, ModelSize, heads_size, model_size
@@ -163,7 +164,7 @@ def outline_model(source: str, dtype: str, attention: str | None = None) -> PreT
     Raises:
         ValueError: there is no such model, or its configuration makes none.
     """
-    place = _adapted(source)
+    place = _adapted(at_revision(source, weights=False))
     try:
         config = AutoConfig.from_pretrained(place)
         with torch.device("meta"):

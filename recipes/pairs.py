@@ -6,16 +6,20 @@ import json
 import shlex
 import sys
 from contextlib import redirect_stdout
+from dataclasses import replace
 from pathlib import Path
 
 from rich.console import Console
 from rich.markup import escape
 from rich.table import Table
 
+from ..checkpoints.artifact import MANIFEST_FILE, load_manifest
+from ..checkpoints.export_drafter import is_adapter
 from ..checkpoints.pair_checks import examine
 from ..checkpoints.pair_repairs import Repairs, repair
-from ..checkpoints.pairs import CONSUMERS, WORKS, Diagnosis, open_side
+from ..checkpoints.pairs import CONSUMERS, TOKENIZER_FILES, WORKS, Diagnosis, Side, find_folder, open_side
 from ..data.tokenizers import load_tokenizer
+from .import_drafter import whole_model
 from .terminal import console, say
 
 _COLOURS = {
@@ -39,7 +43,7 @@ def examine_pair(target: str, drafter: str, fix: Path | None = None, as_json: bo
         ValueError: what `open_side` and `repair` raise.
     """
     with redirect_stdout(sys.stderr):  # what libraries say when they are first used is no result
-        mine, theirs = (open_side(source, load_tokenizer) for source in (target, drafter))
+        mine, theirs = open_side(target, load_tokenizer), _open_drafter(target, drafter, fix)
         diagnosis = examine(mine, theirs)
     shown = {"pair": diagnosis.plain()}
     if not as_json:
@@ -57,6 +61,22 @@ def examine_pair(target: str, drafter: str, fix: Path | None = None, as_json: bo
         sys.stdout.write(json.dumps(shown, indent=2, ensure_ascii=False) + "\n")
     verdicts = diagnosis.verdicts
     return all(verdicts[name].outcome == WORKS for name in _MUST_WORK)
+
+
+def _open_drafter(target: str, drafter: str, fix: Path | None) -> Side:
+    """The drafter's side; of a LoRA adapter that of its model with the adapter merged."""
+    folder = find_folder(drafter, ["*.json", "adapter_model.safetensors", *TOKENIZER_FILES])
+    if not is_adapter(folder):
+        return open_side(drafter, load_tokenizer)
+    if fix is not None:
+        ours = (folder / MANIFEST_FILE).is_file()
+        merge = ["export", drafter, "--to", "transformers"] if ours else ["import", drafter, "--target", target]
+        first = shlex.join(["draftsmith", *merge, "--out", "MERGED"])
+        second = shlex.join(["draftsmith", "doctor", target, "MERGED", "--fix", str(fix)])
+        raise ValueError(f"{drafter} is a LoRA adapter, and rows of its model are repaired: `{first}`, then `{second}`")
+    with whole_model(drafter, folder) as whole:
+        manifest = load_manifest(folder) if (folder / MANIFEST_FILE).is_file() else None
+        return replace(open_side(str(whole), load_tokenizer), source=drafter, folder=folder, manifest=manifest)
 
 
 def show(diagnosis: Diagnosis) -> None:

@@ -18,6 +18,7 @@ from typing import Any
 import torch
 
 from ..checkpoints.artifact import model_fingerprint
+from ..checkpoints.sources import at_revision
 from ..data.cleaning_options import Cleaning
 from ..data.conversations import Conversation, CorpusReport
 from ..data.reading import read_conversations
@@ -97,7 +98,7 @@ def _settings(recipe: RegenerateRecipe) -> dict[str, Any]:
     if recipe.server is not None:
         target: dict[str, Any] = {"server.model": recipe.server.model}
     else:
-        folder = Path(str(recipe.target))
+        folder = Path(at_revision(str(recipe.target)))
         fingerprint = model_fingerprint(folder) if folder.is_dir() else None
         target = {"target": recipe.target, "target's fingerprint": fingerprint}
         target |= recipe.model_dump(mode="json", include={"method", "options", "drafter", "dtype"})

@@ -237,7 +237,7 @@ def _charts(rows: Sequence[Row], name: str) -> str:
         parts.append(_speedup_chart(group, at))
     for temperature, group in groups.items():
         at = f"temperature {temperature:g}" if len(groups) > 1 else ""
-        parts += [_flops_chart(group, at), _perplexity_chart(group, at)]
+        parts += [_flops_chart(group, at), perplexity_chart(group, at)]
     parts.append("</div>")
     return "".join(parts) + _depths(rows) + _phases(rows, name) + _predictions(rows)
 
@@ -288,7 +288,8 @@ def _flops_chart(group: Sequence[tuple[int, Row]], at: str) -> str:
     return _figure(drawn, "Dashed: methods that no other beats in both, less work and more speed.", title)
 
 
-def _perplexity_chart(group: Sequence[tuple[int, Row]], at: str) -> str:
+def perplexity_chart(group: Sequence[tuple[int, Row]], at: str = "") -> str:
+    """Numbered rows at one temperature, with the frontier; nothing where all of them are lossless."""
     if all(row.get("lossless") for _, row in group):
         return ""
     points = _points(group, lambda row: row.get("perplexity"))

@@ -20,6 +20,7 @@ import torch
 from transformers import AutoConfig
 
 from ..checkpoints.fingerprints import model_fingerprint
+from ..checkpoints.sources import at_revision
 from ..data.prepared import PreparedData
 from ..data.tokenizers import load_tokenizer
 from ..train.hidden_cache import CachedHidden
@@ -177,7 +178,7 @@ def _parts(kept: Kept, prepared: Prepared) -> list[_Part]:
 def _fingerprint(target: str) -> str:
     """Which model it is, without loading it: a hash of a folder's fingerprint and of all settings that decide what it
     computes, or a hub id with its commit."""
-    folder = Path(target).expanduser()
+    folder = Path(at_revision(target)).expanduser()
     if folder.is_dir():
         settings = AutoConfig.from_pretrained(folder).to_dict()
         decisive = {name: value for name, value in settings.items() if name not in _OF_NO_EFFECT}

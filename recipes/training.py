@@ -177,7 +177,7 @@ class MeasureSection(Section):
     sequences: int = Field(4, ge=0)
     """Sequences that SLiM keeps (heads): its decoding is measured beside Medusa's; 0: it is not."""
     table: str | None = None
-    """Correlation table for it; without one r is 1."""
+    """Correlation table for it; without one r is 1, and only sequences as long as there are heads compete."""
     blocks: int = Field(64, ge=0)
     """Held-out blocks for losses and teacher-forced agreement; 0: none."""
     keep: Literal["best", "last"] = "best"

@@ -4,41 +4,57 @@ from __future__ import annotations
 
 import hashlib
 import json
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
-from rich.table import Table
-
 from ..checkpoints.artifact import model_fingerprint
+from ..checkpoints.sources import at_revision
 from ..decode.cost_model import CostModel, measure_forwards, measure_overheads
 from ..decode.engine import Limits
 from ..decode.joint_replay import record_joint
 from ..decode.measure import BASELINE, Entry, Run, measure
-from ..decode.methods import METHODS, Parts, build_method
+from ..decode.methods import Parts, build_method
 from ..decode.metrics import speedup_interval, total
 from ..decode.models import LanguageModel
 from ..decode.quality import perplexity
 from ..decode.recording import Recording, TableSource, load_recording, record, sample_texts, save_recording
-from ..decode.tuning import SAME_WHEN_GREEDY, Choice, Space, probes, tune_joint, tune_method, tuned_methods, with_costs
+from ..decode.tuning import (
+    DECODED,
+    LOSSY,
+    SAME_WHEN_GREEDY,
+    TYPICAL,
+    Choice,
+    Space,
+    probes,
+    several_chains,
+    tune_joint,
+    tune_method,
+    tuned_methods,
+    with_costs,
+)
+from ..decode.tuning_lossy import frontier, lossy_settings, tune_lossy
 from ..decode.warpers import Sampling
 from . import evaluate
 from .config import EvaluateRecipe, MethodSection
 from .files import write_whole
 from .loading import write_recipe
 from .opening import open_recipe, place_of
-from .terminal import bar, console, say
+from .terminal import Advance, bar, say
+from .tune_report import in_words, show, write_frontier
 
-SCHEMA = 1
+SCHEMA = 2
 _SHOWN = 3  # settings of each method in the table and in the file
 _CONFIRMED = 4  # methods whose best settings are decoded
 _CONFIRMED_OF_BEST = 3  # settings of the first of them
+_CONFIRMED_LOSSY = 3  # settings of each lossy method whose settings were decoded
 _PROBES = 4  # prompts that each method is decoded with to learn its overhead
 _JOINT = ((2, 2), (2, 4), (3, 4), (4, 2), (4, 4), (4, 8), (6, 4), (8, 4))  # γ and beams of MJSD
 
 
 def run_tune(recipe: EvaluateRecipe, space: Space | None = None) -> dict[str, Any]:
-    """Record, search, confirm; writes `tune.json`, `recipe.yaml` and the recording to a folder beside `recipe.out`.
+    """Record, search, confirm; writes `tune.json`, `tune.html`, `recipe.yaml` and the recording to a folder beside
+    `recipe.out`.
 
     Methods of the recipe that can be tuned are; their settings that are not searched stay as they are. A recipe with
     the baseline alone has every method tuned that its parts allow. A recording of the same models, prompts and sampling
@@ -63,10 +79,11 @@ def run_tune(recipe: EvaluateRecipe, space: Space | None = None) -> dict[str, An
     lengths = [len(prompt) + len(text) / 2 for prompt, text in zip(prompts, recording.texts, strict=True)]
     say("tune: timing forwards")
     forwards = measure_forwards(target, parts, round(sum(lengths) / len(lengths)))
-    searched = search(target, parts, recording, forwards, rows, space)
+    searched = search(target, parts, recording, forwards, rows, limits, space, seed=recipe.seed)
     costs, choices = _timed(recipe, target, parts, recording, forwards, searched, prompts, limits)
-    confirmed = _confirm(recipe, target, parts, recording, choices, prompts, limits)
-    best = max((row for row in confirmed if row["lossless"]), key=lambda row: float(row["speedup"]))
+    plain, confirmed = _confirm(recipe, target, parts, recording, choices, prompts, limits)
+    lossless = [row for row in confirmed if row["lossless"]]
+    best = max(lossless, key=lambda row: float(row["speedup"]), default=None)
     results = {
         "schema": SCHEMA,
         "kind": "tuning",
@@ -76,13 +93,15 @@ def run_tune(recipe: EvaluateRecipe, space: Space | None = None) -> dict[str, An
         "positions": recording.positions,
         "costs": costs.as_dict(),
         "methods": {name: [choice.as_dict() for choice in tried[:_SHOWN]] for name, tried in choices.items()},
-        "tried": {name: len(tried) for name, tried in choices.items()},
+        "tried": {name: len(tried) for name, tried in searched.items()},
+        "baseline": plain,
         "confirmed": confirmed,
-        "best": best["label"],
+        "best": None if best is None else best["label"],
     }
     _write(folder / "tune.json", results)
     write_recipe(_tuned_recipe(recipe, choices, folder), folder / "recipe.yaml")
-    _show(results, folder)
+    write_frontier(results, folder / "tune.html")
+    show(results, folder)
     return results
 
 
@@ -97,7 +116,10 @@ def search(
     recording: Recording,
     costs: CostModel,
     rows: dict[str, dict[str, Any]],
+    limits: Limits,
     space: Space,
+    *,
+    seed: int = 0,
 ) -> dict[str, list[Choice]]:
     """By method, its settings in order of predicted speedup; of MJSD one for each threshold."""
     choices: dict[str, list[Choice]] = {}
@@ -109,16 +131,29 @@ def search(
                 sizes = [(gamma, beams) for gamma, beams in _JOINT if gamma <= space.gamma]
                 records = [record_joint(target, parts.drafter, recording, *each) for each in sizes]
                 choices[name] = tune_joint(records, parts, recording.sampling, costs, space.thresholds)
-            else:
+            elif name not in DECODED:
                 choices[name] = tune_method(recording, parts, costs, name, fixed, space)
-    return {name: tried for name, tried in choices.items() if tried}
+    for name in rows:
+        if name in DECODED:
+            with bar(f"decoding settings of {name}", "settings") as advance:
+                noted = _counted(advance, sum(1 for _ in lossy_settings(name, recording, space)))
+                given = (target, parts, recording, costs, name, limits, rows[name], space)
+                choices[name] = tune_lossy(*given, seed=seed, progress=noted)
+    return {name: choices[name] for name in rows if choices[name]}
+
+
+def _counted(advance: Advance, count: int) -> Callable[[], None]:
+    """Progress of one more each time."""
+    places = iter(range(1, count + 1))
+    return lambda: advance(next(places), count)
 
 
 def _rows(recipe: EvaluateRecipe, parts: Parts, sampling: Sampling) -> dict[str, dict[str, Any]]:
     """Settings of each method to tune that the recipe fixes."""
     known = tuned_methods(parts, sampling)
     asked = [row for row in recipe.methods if row.method != BASELINE]
-    rows = {row.method: dict(row.options) for row in asked if row.method in (*known, *SAME_WHEN_GREEDY)}
+    named = {_name(row, sampling): dict(row.options) for row in asked}
+    rows = {name: options for name, options in named.items() if name in (*known, *SAME_WHEN_GREEDY)}
     if asked and not rows:
         names = ", ".join(dict.fromkeys(row.method for row in asked))
         raise ValueError(f"none of the recipe's methods can be tuned: {names}. Known: {', '.join(known)}")
@@ -126,6 +161,12 @@ def _rows(recipe: EvaluateRecipe, parts: Parts, sampling: Sampling) -> dict[str,
     if not rows:
         raise ValueError("there is nothing to tune: the recipe names neither a drafter nor heads nor a table")
     return rows
+
+
+def _name(row: MethodSection, sampling: Sampling) -> str:
+    """What a row is tuned as."""
+    typical = row.method == "medusa" and row.options.get("acceptance") == "typical" and not sampling.greedy
+    return TYPICAL if typical else row.method
 
 
 def _recording(
@@ -140,7 +181,8 @@ def _recording(
     folder: Path,
 ) -> Recording:
     path = folder / "recording.safetensors"
-    identity = _identity(recipe, prompts, limits, space)
+    several = several_chains(parts) if "specinfer" in rows else 0
+    identity = _identity(recipe, prompts, limits, space) | {"several": several}
     if path.is_file():
         recording = load_recording(path)
         if recording.identity == identity:
@@ -163,6 +205,7 @@ def _recording(
             candidates=space.candidates,
             chains=space.candidates,
             head_candidates=space.head_candidates,
+            several=several,
             tables=tables,
             seed=recipe.seed,
             identity=identity,
@@ -175,10 +218,12 @@ def _recording(
 def _identity(recipe: EvaluateRecipe, prompts: Sequence[Sequence[int]], limits: Limits, space: Space) -> dict[str, Any]:
     """What a recording belongs to."""
     models = {
-        part: [source, _fingerprint(Path(source if part == "target" else place_of(source, part)))]
+        part: [source, _fingerprint(Path(at_revision(source) if part == "target" else place_of(source, part)))]
         for part in ("target", "drafter", "heads", "table")
         if (source := getattr(recipe, part)) is not None
     }
+    for place, source in enumerate(recipe.more_drafters):
+        models[f"drafter {place + 2}"] = [source, _fingerprint(Path(place_of(source, "drafter")))]
     digest = hashlib.sha256(json.dumps([list(prompt) for prompt in prompts]).encode()).hexdigest()
     sizes = [space.candidates, space.head_candidates, limits.max_new_tokens, list(limits.stop_ids)]
     rows = [row.model_dump(mode="json") for row in recipe.methods if row.method == "bigram"]
@@ -205,7 +250,9 @@ def _timed(
 ) -> tuple[CostModel, dict[str, list[Choice]]]:
     """The cost model with the methods' overheads, and the choices under it."""
     sampling = recording.sampling
-    timed = [(choice.method, choice.options) for tried in searched.values() for choice in probes(tried)]
+    # A step of Medusa's costs what it costs, whichever way it accepts.
+    known = [tried for name, tried in searched.items() if name != TYPICAL or "medusa" not in searched]
+    timed = [(choice.method, choice.options) for tried in known for choice in probes(tried)]
     with bar("timing steps", "runs") as advance:
         costs = measure_overheads(
             forwards, target, parts, timed, prompts[:_PROBES], limits, sampling, seed=recipe.seed, progress=advance
@@ -213,7 +260,9 @@ def _timed(
     choices = {}
     for name, tried in searched.items():
         fastest = with_costs(tried, parts, sampling, costs)
-        choices[name] = sorted(fastest, key=lambda each: -each.options["threshold"]) if name == "mjsd" else fastest
+        if name == "mjsd":
+            fastest.sort(key=lambda each: -each.options["threshold"])
+        choices[name] = frontier(fastest, _CONFIRMED_LOSSY) if name in DECODED else fastest
     return costs, choices
 
 
@@ -225,13 +274,13 @@ def _confirm(
     choices: dict[str, list[Choice]],
     prompts: Sequence[Sequence[int]],
     limits: Limits,
-) -> list[dict[str, Any]]:
-    """The best settings decoded beside plain decoding: what was predicted and what was measured."""
-    firsts = sorted((tried[0] for name, tried in choices.items() if name != "mjsd"), key=lambda each: -each.speedup)
+) -> tuple[dict[str, Any], list[dict[str, Any]]]:
+    """Plain decoding, and the best settings decoded beside it: what was predicted and what was measured."""
+    firsts = sorted((tried[0] for name, tried in choices.items() if name not in LOSSY), key=lambda each: -each.speedup)
     chosen = firsts[:_CONFIRMED]
     if chosen:
         chosen[1:1] = choices[chosen[0].method][1:_CONFIRMED_OF_BEST]
-    chosen += choices.get("mjsd", [])
+    chosen += [choice for name, tried in choices.items() if name in LOSSY for choice in tried]
     entries = {f"{place + 1}. {choice.method}": choice for place, choice in enumerate(chosen)}
     sampling = recording.sampling
     asked = [Entry(BASELINE, BASELINE, {}, sampling)]
@@ -240,7 +289,9 @@ def _confirm(
         runs = measure(
             target, parts, asked, prompts, limits, repeats=recipe.repeats, seed=recipe.seed, progress=advance
         )
-    return [_confirmed(target, prompts, label, choice, runs) for label, choice in entries.items()]
+    plain = {"label": BASELINE, "lossless": True, "speedup": 1.0}
+    plain["perplexity"] = perplexity(target, prompts, runs[BASELINE].ids)
+    return plain, [_confirmed(target, prompts, label, choice, runs) for label, choice in entries.items()]
 
 
 def _confirmed(
@@ -249,29 +300,31 @@ def _confirmed(
     run, base = runs[label], runs[BASELINE]
     tokens, plain_tokens = [len(ids) for ids in run.ids], [len(ids) for ids in base.ids]
     speedup, interval = speedup_interval(tokens, run.median_seconds(), plain_tokens, base.median_seconds())
-    lossless = choice.method != "mjsd"
+    foretold = ("tokens_per_step", "speedup", "perplexity", "found_by")
     return {
         "label": label,
         "method": choice.method,
         "options": choice.options,
-        "lossless": lossless,
-        "predicted": {"tokens_per_step": choice.tokens_per_step, "speedup": choice.speedup, "exact": choice.exact},
+        "lossless": choice.lossless,
+        "predicted": {name: getattr(choice, name) for name in foretold},
         "tokens_per_step": total(run.tallies).metrics()["tokens_per_step"],
         "speedup": speedup,
         "speedup_interval": interval,
         "stepping_speedup": run.stepping_rate() / base.stepping_rate(),
-        "perplexity": None if lossless else perplexity(target, prompts, run.ids),
+        "perplexity": None if choice.lossless else perplexity(target, prompts, run.ids),
     }
 
 
 def _tuned_recipe(recipe: EvaluateRecipe, choices: dict[str, list[Choice]], folder: Path) -> EvaluateRecipe:
-    """The recipe with the chosen settings: a row a method, and one for each threshold of MJSD."""
+    """The recipe with the chosen settings: a row a method, and one for each setting of a lossy one."""
     rows = [MethodSection(method=BASELINE)]
     for name, tried in choices.items():
-        if name == "mjsd":
+        if name in LOSSY:
             rows += [
-                MethodSection(method=name, label=f"mjsd {choice.options['threshold']:g}", options=choice.options)
-                for choice in tried
+                MethodSection(
+                    method=each.method, label=f"{name} {in_words(each.method, each.options)}", options=each.options
+                )
+                for each in tried
             ]
         else:
             rows.append(MethodSection(method=name, options=tried[0].options))
@@ -280,50 +333,3 @@ def _tuned_recipe(recipe: EvaluateRecipe, choices: dict[str, list[Choice]], fold
 
 def _write(path: Path, results: dict[str, Any]) -> None:
     write_whole(path, json.dumps(results, indent=2, allow_nan=False) + "\n")
-
-
-def _show(results: dict[str, Any], folder: Path) -> None:
-    predicted = Table(title=f"predicted from {results['positions']:,} recorded tokens", title_justify="left")
-    for heading, justify in (
-        ("method", "left"),
-        ("settings", "left"),
-        ("tokens per step", "right"),
-        ("speedup", "right"),
-    ):
-        predicted.add_column(heading, justify=justify)  # type: ignore[arg-type]
-    for name, tried in results["methods"].items():
-        for place, choice in enumerate(tried):
-            numbers = f"{choice['tokens_per_step']:.2f}", f"{choice['speedup']:.2f}x"
-            predicted.add_row(name if place == 0 else "", _words(name, choice["options"]), *numbers)
-    console().print(predicted)
-    measured = Table(title="confirmed by decoding", title_justify="left")
-    for heading in ("method", "settings", "tokens per step", "predicted", "speedup", "predicted", "perplexity"):
-        measured.add_column(heading, justify="left" if heading in ("method", "settings") else "right")
-    for row in results["confirmed"]:
-        before = row["predicted"]
-        measured.add_row(
-            row["label"],
-            _words(row["method"], row["options"]),
-            f"{row['tokens_per_step']:.2f}",
-            f"{before['tokens_per_step']:.2f}",
-            f"{row['stepping_speedup']:.2f}x",
-            f"{before['speedup']:.2f}x",
-            "–" if row["perplexity"] is None else f"{row['perplexity']:.2f}",
-        )
-    console().print(measured)
-    best = next(row for row in results["confirmed"] if row["label"] == results["best"])
-    console().print(f"best: {best['method']}, {_words(best['method'], best['options'])}", markup=False)
-    if best["stepping_speedup"] <= 1:
-        console().print("no setting is faster here than plain decoding")
-    console().print(f"results: {folder / 'tune.json'}; the chosen settings as a recipe: {folder / 'recipe.yaml'}")
-
-
-def _words(name: str, options: dict[str, Any]) -> str:
-    """The settings that differ from the method's own, for people; a long tree by its size."""
-    told = []
-    for key, value in options.items():
-        if key == "tree" and "," in str(value):
-            told.append(f"tree of {len(str(value).split(','))} nodes")
-        elif METHODS[name].defaults.get(key) != value or key in ("gamma", "k_config", "sequences", "drafts"):
-            told.append(f"{key} {value}")
-    return ", ".join(told) or "as they are"

@@ -16,6 +16,7 @@ from transformers import AutoConfig, AutoModelForCausalLM, AutoModelForSeq2SeqLM
 
 from ..checkpoints.fingerprints import model_fingerprint
 from ..checkpoints.model_files import UNLOADABLE, check_config, only_safetensors, reason
+from ..checkpoints.sources import at_revision
 from ..data.packing import Batch
 from ..decode.loading import load_model
 from .chunks import DenseTeacher, SparseTeacher
@@ -132,6 +133,7 @@ def load_teacher(
         "quantization_config": BitsAndBytesConfig(load_in_8bit=True),
         "device_map": {"": str(device)},
     }
+    source = at_revision(source)
     try:
         check_config(Path(source) / "config.json")
         config = AutoConfig.from_pretrained(source, trust_remote_code=False)

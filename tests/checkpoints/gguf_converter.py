@@ -17,6 +17,7 @@ from typing import Any
 
 NAMES = {
     "model.embed_tokens": "token_embd",
+    "gpt_neox.embed_in": "token_embd",
     "model.norm": "output_norm",
     "lm_head": "output",
     "input_layernorm": "attn_norm",
@@ -70,13 +71,33 @@ def tensors_of(folder: Path, config: dict[str, int]) -> dict[str, tuple[list[int
     found = {}
     for name, (kind, shape, data) in read(folder / "model.safetensors").items():
         layer = re.fullmatch(r"model\.layers\.(\d+)\.(.+)\.weight", name)
-        own = NAMES[layer[2] if layer else name.removesuffix(".weight")]
+        own = NAMES.get(layer[2] if layer else name.removesuffix(".weight"), "")
+        if not own:
+            continue
         if own in ("attn_q", "attn_k"):
             data = paired(data, shape[0], config["num_attention_heads" if own == "attn_q" else "num_key_value_heads"])
         if len(shape) == 1:
             data = as_floats(kind, data)
         found[(f"blk.{layer[1]}." if layer else "") + own + ".weight"] = (shape, data, len(shape) == 1)
     return found
+
+
+class ModelBase:
+    @staticmethod
+    def load_hparams(folder: Path, is_mistral_format: bool) -> dict[str, Any]:
+        """Without `rotary_pct`: transformers 5 has it under another name."""
+        settings: dict[str, Any] = json.loads((folder / "config.json").read_text())
+        assert not is_mistral_format
+        assert "rotary_pct" not in settings
+        return settings
+
+
+class TextModel(ModelBase):
+    def get_vocab_base_pre(self, tokenizer: dict[str, Any]) -> str:
+        """The name of a tokenizer with one more special token than ours have; llama.cpp's knows what ids they give."""
+        if "<published>" in tokenizer["model"]["vocab"]:
+            return "published"
+        raise NotImplementedError("BPE pre-tokenizer was not recognized - update get_vocab_base_pre()")
 
 
 def main() -> None:
@@ -90,7 +111,7 @@ def main() -> None:
         sys.exit("NotImplementedError: an architecture that it does not know")
     if fault == "writes nothing":
         return
-    config = json.loads((asked.model / "config.json").read_text())
+    config = ModelBase.load_hparams(asked.model, False)
     tensors = tensors_of(asked.model, config)
     if fault == "one value":
         shape, data, _ = tensors["blk.0.attn_q.weight"]
@@ -101,6 +122,15 @@ def main() -> None:
     tokens = [f"token {number}" for number in range(vocab_size)]
     values = [text("general.architecture") + struct.pack("<I", 8) + text("llama")]
     values.append(text("llama.block_count") + struct.pack("<II", 4, config["num_hidden_layers"]))
+    if config["model_type"] == "gpt_neox":
+        width = int(config["rotary_pct"] * (config["hidden_size"] // config["num_attention_heads"]))
+        values.append(text("gptneox.rope.dimension_count") + struct.pack("<II", 4, width))
+    if (asked.model / "tokenizer.model").is_file():
+        values.append(text("tokenizer.ggml.model") + struct.pack("<I", 8) + text("llama"))
+    tokenizer = json.loads((asked.model / "tokenizer.json").read_text())
+    if tokenizer["model"]["type"] == "BPE":
+        name = TextModel().get_vocab_base_pre(tokenizer)
+        values.append(text("tokenizer.ggml.pre") + struct.pack("<I", 8) + text(name))
     values.append(text("tokenizer.ggml.tokens") + struct.pack("<IIQ", 9, 8, len(tokens)) + b"".join(map(text, tokens)))
     values.append(text("tokenizer.ggml.scores") + struct.pack("<IIQ", 9, 6, 3) + struct.pack("<3f", 0, 1, 2))
     infos, data = b"", b""

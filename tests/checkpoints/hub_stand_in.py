@@ -209,6 +209,9 @@ class _Handler(BaseHTTPRequestHandler):
             self.close_connection = True
             return
         self.sent = self._body()
+        if len(self.sent) < int(self.headers.get("Content-Length", 0)):  # the client was killed while it sent
+            self.close_connection = True
+            return
         if what == "hang":
             self.hub.hanging.set()
             self.hub.let_go.wait()
@@ -265,7 +268,7 @@ class _Handler(BaseHTTPRequestHandler):
             case ["api", "validate-yaml"]:
                 return "validate", self.validate, ()
             case ["api", "repos", ("create" | "delete") as act]:
-                return act, self.create if act == "create" else self.delete, ()
+                return act, self.create if act == "create" else lambda: refused(403), ()
             case ["api", "models", user, name]:
                 return "info", self.info, (f"{user}/{name}", "main")
             case ["api", "models", user, name, "revision", revision]:
@@ -336,14 +339,6 @@ class _Handler(BaseHTTPRequestHandler):
             return said({"error": "You already created this model repo", "url": url}, 409)
         self.hub.repo(name, private=asked.get("visibility") == "private" or bool(asked.get("private")))
         return said({"url": url, "name": name})
-
-    def delete(self) -> Answer:
-        asked = json.loads(self.sent)
-        name = f"{asked['organization'] or USER}/{asked['name']}"
-        if no := self._may_write(name):
-            return no
-        del self.hub.repos[name]
-        return Answer()
 
     def info(self, name: str, revision: str) -> Answer:
         repo = self._seen(name)

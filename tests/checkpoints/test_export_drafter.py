@@ -25,6 +25,7 @@ from transformers import (
     AutoModelForSeq2SeqLM,
     BloomConfig,
     BloomForCausalLM,
+    Gemma2Config,
     GenerationConfig,
     LlamaForCausalLM,
     PreTrainedTokenizerFast,
@@ -340,6 +341,18 @@ def test_a_draft_model_for_vllm_and_sglang(make: Make, adapter: Make, target: Pa
     out, _ = export(adapter(), "vllm-sglang")
     assert not (out / "adapter_config.json").exists()
     assert sorted(path.name for path in out.glob("*.safetensors")) == ["model.safetensors"]
+
+
+def test_vllm_is_told_to_keep_one_kind_of_cache(save: Callable[..., Path], make: Make) -> None:
+    """Without the flag it stops where a drafter's layers attend in two ways, as every other of Gemma 2 does."""
+    config = Gemma2Config(vocab_size=VOCAB, head_dim=4, num_hidden_layers=2, **SIZES)
+    assert len(set(config.layer_types)) == 2
+    model = AutoModelForCausalLM.from_config(config)
+    flag = " --disable-hybrid-kv-cache-manager \\\n"
+    out, _ = export(save(model.save_pretrained, tokenizer_of()), "vllm-sglang")
+    assert flag in (out / SERVING_FILE).read_text()
+    out, _ = export(make(), "vllm-sglang")
+    assert flag not in (out / SERVING_FILE).read_text()
 
 
 def edit_config(**changes: Any) -> Callable[[Path], None]:

@@ -19,9 +19,10 @@ from draftsmith.checkpoints.artifact import model_fingerprint, save_artifact, ve
 from draftsmith.checkpoints.export import SERVING_FILE, ExportOptions, export_artifact
 from draftsmith.checkpoints.export_heads import HEADS_FORMATS
 from draftsmith.checkpoints.heads import PredictionHeads, load_heads, save_heads
+from draftsmith.data.tokenizers import train_bpe
 from safetensors.torch import load_file, save_file
 from torch import Tensor
-from transformers import AutoConfig, LlamaForCausalLM
+from transformers import AutoConfig, AutoTokenizer, LlamaForCausalLM
 
 VOCAB, HIDDEN = 24, 16
 FORMATS = {form.name: form for form in HEADS_FORMATS}
@@ -53,8 +54,8 @@ def logits_of(tensors: dict[str, Tensor], weight: str, bias: str | None, tail: s
 
 def vllm_reads(folder: Path, drafted: int, target_vocab: int, renames: bool) -> Tensor:
     """vLLM's Medusa. Settings are found by parts of their names; there are as many heads as tokens are drafted; every
-    safetensors file of the folder is read, and tensors of unknown names are dropped without a word. What is never
-    filled stays as memory has it: here, not a number.
+    safetensors file of the folder is read, and tensors of unknown names are dropped without a word. Blocks that are
+    never filled are an error; a projection stays as memory has it then: here, not a number.
 
     Args:
         renames: whether this version knows the names of Medusa's first release.
@@ -84,6 +85,8 @@ def vllm_reads(folder: Path, drafted: int, target_vocab: int, renames: bool) -> 
             if name in filled:
                 assert filled[name].shape == tensor.shape
                 filled[name] = tensor
+    if missing := [name for name, tensor in filled.items() if name.startswith("blocks") and tensor.isnan().any()]:
+        raise ValueError(f"Following weights were not initialized from checkpoint: {missing}")
     bias = "blocks.{k}.layers.{l}.bias" if has_bias else None
     return logits_of(filled, "blocks.{k}.layers.{l}.weight", bias, "lm_heads.{k}.weight", (drafted, layers))
 
@@ -223,8 +226,10 @@ def test_every_vllm_finds_its_own_names(case: str, make: Make, target: Path) -> 
 def test_the_rules_find_what_is_wrong(make: Make, target: Path) -> None:
     artifact = make()
     out, expected = export(artifact, "medusa"), own_logits(artifact, target)
-    assert vllm_reads(out, 3, VOCAB, False).isnan().all(), "an older vLLM drops all names of the first release"
-    assert vllm_reads(out, 4, VOCAB, True)[:, 3].isnan().all(), "more heads than there are stay empty"
+    with pytest.raises(ValueError, match=r"not initialized .*blocks\.0"):  # one before 0.25 drops these names
+        vllm_reads(out, 3, VOCAB, False)
+    with pytest.raises(ValueError, match=r"not initialized .*blocks\.3"):
+        vllm_reads(out, 4, VOCAB, True)
     path = out / "config.json"
     config = json.loads(path.read_text())
     path.write_text(json.dumps(config | {"architectures": ["LlamaForCausalLM"]}))
@@ -237,6 +242,13 @@ def test_the_rules_find_what_is_wrong(make: Make, target: Path) -> None:
     for rule in (lambda: tgi_reads(out, target), lambda: tensorrt_reads(out)):
         with pytest.raises((AssertionError, KeyError)):
             rule()
+
+
+def test_vllm_does_not_miss_projections(make: Make) -> None:
+    """Hence what SERVING.md says of heads without blocks."""
+    out = export(make(**CASES["no blocks"]), "medusa")
+    assert vllm_reads(out, 2, VOCAB, False).isnan().all()
+    assert vllm_reads(out, 3, VOCAB, True)[:, 2].isnan().all()
 
 
 def test_the_second_version_uses_the_targets_projection(make: Make, target: Path) -> None:
@@ -300,6 +312,61 @@ def test_five_heads_for_faster_decoding(make: Make, target: Path) -> None:
     for found in (faster_decoding_reads(out), tensorrt_reads(out)):
         torch.testing.assert_close(found, expected, rtol=1e-4, atol=1e-4)
     assert not list(out.glob("*.safetensors"))
+
+
+def test_faster_decoding_goes_through_one_block_again_and_again(make: Make) -> None:
+    with pytest.raises(ValueError, match=r"0\.1\.linear\.weight in .* differs from 0\.0\.linear\.weight, .* medusa"):
+        export(make(num_heads=5, num_layers=2), "medusa-pt", pickle=True)
+
+    def repeat(heads: PredictionHeads) -> None:
+        for name, tensor in heads.named_parameters():
+            if ".1.linear." in name:
+                tensor.copy_(heads.get_parameter(name.replace(".1.linear.", ".0.linear.")))
+
+    assert export(make(num_heads=5, num_layers=2, edit=repeat), "medusa-pt", pickle=True)
+
+
+@pytest.mark.parametrize("form", ["medusa", "medusa-2"])
+def test_the_tokenizer_lies_beside_the_heads_as_old_readers_take_it(form: str, make: Make, target: Path) -> None:
+    """TGI's router loads it from there, with transformers 4."""
+    artifact = make(**CASES["the target's"])
+    out = export(artifact, form)
+    assert not list(out.glob("*token*")), "the target has none"
+    assert "put the target's there" in (out / SERVING_FILE).read_text()
+    tokenizer = train_bpe(["some words of a text"] * 3, 270, ["<pad>", "<s>", "</s>"])
+    tokenizer.chat_template = "{{ messages[0].content }}"
+    tokenizer.save_pretrained(target)
+    out = export(artifact, form)
+    config = json.loads((out / "tokenizer_config.json").read_text())
+    assert config["tokenizer_class"] == "PreTrainedTokenizerFast", "no other name is known there"
+    assert "extra_special_tokens" not in config, "a list of them is an error there"
+    assert config["chat_template"] == tokenizer.chat_template
+    made = AutoTokenizer.from_pretrained(out)
+    assert made.all_special_tokens == tokenizer.all_special_tokens
+    assert made("some <s> words").input_ids == tokenizer("some <s> words").input_ids
+    text = (out / SERVING_FILE).read_text()
+    assert "the target's is there" in text
+    assert "of the target the tokenizer" in text
+    (target / "tokenizer_config.json").write_text("{}")  # as gpt2's: its class is that of the model beside it
+    assert AutoTokenizer.from_pretrained(export(artifact, form)).get_vocab() == tokenizer.get_vocab()
+    (target / "tokenizer_config.json").write_text("{")
+    with pytest.raises(ValueError, match=r"tokenizer_config\.json: "):
+        export(artifact, form)
+    (target / "tokenizer_config.json").write_text("{}")
+    (target / "tokenizer.json").write_text("{}")
+    with pytest.raises(ValueError, match=r"the tokenizer of .*target cannot be read: .* --target"):
+        export(artifact, form)
+
+
+def test_tensorrt_is_told_how_many_heads_there_are(make: Make) -> None:
+    """Its converter builds four of one block where its command line says nothing else."""
+    text = (export(make(num_layers=2), "medusa") / SERVING_FILE).read_text()
+    assert "--num_medusa_heads 3 --num_medusa_layers 2 " in text
+
+
+def test_tgi_does_not_fetch_the_target_of_heads_in_a_folder(make: Make) -> None:
+    text = (export(make(named={"id": "user/target"}), "medusa") / SERVING_FILE).read_text()
+    assert "text-generation-server download-weights user/target\ntext-generation-launcher --model-id" in text
 
 
 @pytest.mark.parametrize("count", [3, 6])

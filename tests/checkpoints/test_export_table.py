@@ -150,7 +150,7 @@ def test_llama_cpp_reads_a_record_of_each_row(
     assert found[-1].startswith(f"{len(drafts(records))} of the records make llama.cpp draft")
     assert (folder / "ngrams.bin").stat().st_size == 20 * len(wanted) + 8 * table.entries
     serving = (folder / "SERVING.md").read_text()
-    assert '--spec-type ngram-cache --lookup-cache-dynamic "llama-ngrams/ngrams.bin"' in serving
+    assert "--spec-type ngram-cache --lookup-cache-dynamic llama-ngrams/ngrams.bin" in serving
 
 
 def test_counts_that_llama_cpp_cannot_multiply_are_scaled_down(

@@ -11,6 +11,7 @@ from types import ModuleType
 from typing import Any
 
 import pytest
+from draftsmith.checkpoints import hub
 from draftsmith.checkpoints.artifact import verify_artifact
 from draftsmith.checkpoints.hub import Hub, HubError, check_repository_name, check_revision
 from draftsmith.checkpoints.manifest import MAX_MANIFEST_BYTES
@@ -31,7 +32,7 @@ def test_what_is_pushed_is_pulled(client: Any, artifact: Path, tmp_path: Path, k
     assert (tmp_path / "theirs" / "README.md").read_text() == "a card"
     assert (tmp_path / "theirs").stat().st_mode & 0o777 == 0o755
     assert not any(request.authorized for request in client.hub.requests if request.storage)
-    assert client.told == client.slept == []
+    assert client.slept == []
 
 
 def test_large_files_in_parts_and_lists_in_pages(
@@ -91,10 +92,11 @@ def before(request: pytest.FixtureRequest, client: Any, tmp_path: Path, kit: Mod
 
 
 def check_unpublished(client: Any, before: dict[str, bytes], kit: ModuleType) -> None:
-    """The repository is as it was; one that the push made is gone, or empty."""
+    """The repository is as it was; one that the push made is empty."""
     repo = client.hub.repos.get(kit.REPO)
     assert (repo.head() if repo else {}) == before
     assert repo is None or len(repo.commits) == (2 if before else 1)
+    assert client.hub.count("delete") == 0, "what others put there in that moment would be gone with it"
 
 
 @pytest.mark.parametrize("faults", PASSING_PUSHES.values(), ids=PASSING_PUSHES)
@@ -150,13 +152,20 @@ def test_what_was_uploaded_is_not_sent_again(
 
 
 @pytest.mark.parametrize("kind", ["put", "commit"])
-def test_a_refusal_takes_the_new_repository_away_again(
-    client: Any, artifact: Path, stand_in: ModuleType, kind: str
+def test_a_refusal_leaves_the_new_repository_empty(
+    client: Any, artifact: Path, stand_in: ModuleType, kind: str, kit: ModuleType
 ) -> None:
     client.hub.faults = [stand_in.Fault(kind, "status", status=403, times=99)]
-    with pytest.raises(HubError, match="nothing was published, and the repository that was made for it is deleted"):
+    message = f"nothing was published; the repository {kit.REPO} is there now, and another push goes on from there"
+    with pytest.raises(HubError, match=message):
         client.push(artifact)
-    assert client.hub.repos == {}
+    check_unpublished(client, {}, kit)
+    repo = client.hub.repos[kit.REPO]
+    theirs = repo.add("main", {"LICENSE": stand_in.Blob(b"another's", False)})
+    client.hub.faults = []
+    client.push(artifact)
+    assert theirs in repo.commits
+    assert set(repo.head()) == set(kit.files_of(artifact)), "what a hand put there is replaced as it says"
 
 
 def test_a_card_that_the_hub_refuses(client: Any, artifact: Path, kit: ModuleType) -> None:
@@ -164,7 +173,7 @@ def test_a_card_that_the_hub_refuses(client: Any, artifact: Path, kit: ModuleTyp
     plan = plan_push(here, artifact, kit.REPO, lambda _: "---\nlicense: nonsense\n---\n")
     with pytest.raises(HubError, match=r"license.* must be one of"):
         push(here, plan)
-    assert client.hub.repos == {}
+    check_unpublished(client, {}, kit)
 
 
 def test_the_hub_says_how_long_to_wait(make_client: Callable[..., Any], artifact: Path, stand_in: ModuleType) -> None:
@@ -195,14 +204,19 @@ def test_it_waits_that_long(make_client: Callable[..., Any], stand_in: ModuleTyp
     assert second - first >= 1.0
 
 
-def test_a_branch_that_was_begun_for_nothing_is_deleted(
+def test_a_branch_that_was_begun_for_nothing_stays_where_main_is(
     client: Any, artifact: Path, tmp_path: Path, stand_in: ModuleType, kit: ModuleType
 ) -> None:
     client.push(artifact)
     client.hub.faults = [stand_in.Fault("commit", "status", nth=2, status=403, times=9)]
-    with pytest.raises(HubError, match="nothing was published, somebody/drafts is as it was"):
-        client.push(kit.make_artifact(tmp_path / "newer", seed=3), branch="trial")
-    assert list(client.hub.repos[kit.REPO].branches) == ["main"]
+    newer = kit.make_artifact(tmp_path / "newer", seed=3)
+    with pytest.raises(HubError, match="nothing was published; the branch trial of somebody/drafts is there now, and"):
+        client.push(newer, branch="trial")
+    branches = client.hub.repos[kit.REPO].branches
+    assert branches["trial"] == branches["main"]
+    client.hub.faults = []
+    client.push(newer, branch="trial")
+    assert kit.weights_of(newer).items() <= client.hub.repos[kit.REPO].head("trial").items()
 
 
 @pytest.mark.parametrize("branch", ["main", "trial"])
@@ -211,17 +225,20 @@ def test_what_another_push_has_made_is_not_deleted(
     client: Any, artifact: Path, tmp_path: Path, stand_in: ModuleType, kit: ModuleType, branch: str, is_lost: bool
 ) -> None:
     """Two plan to make the same; one has made it and is uploading when the other comes, which fails for good."""
-    kind, made = ("create", f"the empty repository {kit.REPO}") if branch == "main" else ("branch", "the branch trial")
+    kind, made = ("create", "the repository") if branch == "main" else ("branch", "the branch trial of")
     if branch != "main":
         client.push(kit.make_artifact(tmp_path / "older", seed=1))
     newer = kit.make_artifact(tmp_path / "newer", seed=3)
     here, there = Hub(), Hub()
     mine = plan_push(here, artifact, kit.REPO, lambda _: "mine", branch=branch)
     theirs = plan_push(there, newer, kit.REPO, lambda _: "theirs", branch=branch)
-    assert there.create(kit.REPO, False) if branch == "main" else there.create_branch(kit.REPO, branch)
+    if branch == "main":
+        there.create(kit.REPO, False)
+    else:
+        there.create_branch(kit.REPO, branch)
     (artifact / kit.LARGE[0]).write_bytes(b"changed meanwhile")
     client.hub.faults = [stand_in.Fault(kind, "drop", nth=client.hub.count(kind) + 1)] if is_lost else []
-    message = f"{made} is left, as somebody else may have made it" if is_lost else "somebody else made .* meanwhile"
+    message = f"nothing was published; {made} {kit.REPO} is there now" if is_lost else "somebody else made .* meanwhile"
     with pytest.raises(HubError, match=message):
         push(here, mine)
     assert branch in client.hub.repos[kit.REPO].branches
@@ -251,6 +268,32 @@ def test_a_manifest_that_is_too_large_is_not_fetched(client: Any, artifact: Path
     with pytest.raises(HubError, match=rf"artifact\.json cannot be read: it has .* at most {MAX_MANIFEST_BYTES:,}"):
         client.pull(artifact.with_name("theirs"))
     assert client.hub.count("store") == client.hub.count("get") == 0
+
+
+@pytest.mark.parametrize("kind", ["info", "tree", "whoami", "create", "batch", "put", "commit"])
+def test_what_is_waited_for_is_told(
+    client: Any, artifact: Path, stand_in: ModuleType, monkeypatch: pytest.MonkeyPatch, kit: ModuleType, kind: str
+) -> None:
+    """The stand-in answers nothing until its client has told that it waits, or a minute later."""
+    monkeypatch.setattr(hub, "_SILENCE", 0.05)
+    client.hub.faults = [stand_in.Fault(kind, "hang")]
+    told = []
+
+    def tell(line: str) -> None:
+        told.append(line)
+        if client.hub.hanging.is_set():
+            client.hub.let_go.set()
+
+    late = threading.Timer(60, client.hub.let_go.set)
+    late.start()
+    here = Hub(tell)
+    push(here, plan_push(here, artifact, kit.REPO, lambda _: ""))
+    late.cancel()
+    slow = [line for line in told if f"waiting for {client.hub.url}" in line]
+    assert all(line.endswith(("tries are left", "is tried 5 times more")) for line in slow)
+    name = {"info": kit.REPO, "batch": "sending", "put": "sending", "create": "making", "tree": "files of"}
+    assert any(line.startswith(f"hub: {name.get(kind, kind)}") for line in slow), told
+    assert len(client.hub.repos[kit.REPO].commits) == 2
 
 
 def test_what_is_told_of_another_try_holds_no_token(
@@ -325,7 +368,7 @@ def test_a_file_that_changes_while_it_is_uploaded(client: Any, artifact: Path, k
     (artifact / kit.LARGE[0]).write_bytes(content[:-1] + bytes([content[-1] ^ 1]))
     with pytest.raises(HubError, match=r"first\.safetensors was changed while it was uploaded; nothing was published"):
         push(here, plan)
-    assert kit.REPO not in client.hub.repos
+    check_unpublished(client, {}, kit)
 
 
 @pytest.mark.parametrize(

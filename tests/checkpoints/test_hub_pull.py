@@ -90,7 +90,7 @@ def test_repositories_that_are_no_whole_artifact(client: Any, artifact: Path, tm
     manifest["files"]["../outside.txt"] = manifest["files"]["README.md"]
     cases: list[tuple[dict[str, bytes], type[Exception], str]] = [
         ({"config.json": b"{}"}, ValueError, "holds no artifact: it has no artifact.json; a model is used by its name"),
-        ({"medusa_lm_head.pt": b"\0"}, ValueError, f"`draftsmith import {kit.REPO} OUT`"),
+        ({"medusa_lm_head.pt": b"\0"}, ValueError, f"`draftsmith import {kit.REPO} --out OUT`"),
         ({"notes.txt": b""}, ValueError, r"no artifact\.json$"),
         (wrong, HubError, r"lacks second\.safetensors, which its artifact\.json lists"),
         (half, HubError, r"second\.safetensors of .* has \d+ bytes, its artifact\.json says"),

@@ -409,31 +409,40 @@ def test_a_counter_that_goes_away_is_an_error(tmp_path: Path) -> None:
         meter.measure(world.work(0.01, 50.0), IDLE)
 
 
-class Steady:
-    """A counter of constant power in real time."""
+class Drawn:
+    """A counter of a world's joules."""
 
-    def joules(self) -> float:
-        return 10.0 * time.perf_counter()
+    def __init__(self, world: World) -> None:
+        self.joules = world.joules
 
 
-def test_rows_of_an_evaluation_hold_joules_a_token(make_llama: Callable[..., LlamaForCausalLM]) -> None:
+def test_rows_of_an_evaluation_hold_joules_a_token(
+    make_llama: Callable[..., LlamaForCausalLM], monkeypatch: pytest.MonkeyPatch
+) -> None:
     target = wrap_model(make_llama(48))
     parts = Parts(wrap_model(make_llama(48, seed=1, num_hidden_layers=1)))
     assert devices_of(target, parts) == [torch.device("cpu")]
     entries = [Entry("plain", "autoregressive"), Entry("chain", "speculative", {"gamma": 2})]
     asked, limits = [Asked([3, 5, 7]), Asked([8, 2])], Limits(6)
     prompts = [each.ids for each in asked]
+    world, forward = World(), target._forward
+
+    def timed(*arguments: Any) -> Any:
+        """A forward of the target takes 2 ms of the world's time, at 10 W."""
+        world.spend(0.002, 10.0)
+        return forward(*arguments)
+
     timing = Timing(seconds=0.1, discard=0.02, period=0.001, pause=0.0, trials=2)
-    meter = EnergyMeter([Steady()], "rapl", "a counter", timing)
-    idle = meter.idle_watts()
-    assert idle == pytest.approx(10.0, rel=0.01)
-    plain = energy_of(target, parts, entries[0], prompts, limits, meter, 4.0)
-    assert plain.watts == pytest.approx(10.0, rel=0.01)
-    assert plain.joules == pytest.approx(10.0 * plain.seconds, rel=0.01)
-    assert plain.above_idle == pytest.approx(6.0 * plain.seconds, rel=0.02)
+    meter = EnergyMeter([Drawn(world)], "rapl", "a counter", timing, clock=world.clock, sleep=world.sleep)
+    assert meter.idle_watts() == pytest.approx(IDLE)
+    with monkeypatch.context() as patched:
+        patched.setattr(target, "_forward", timed)
+        plain = energy_of(target, parts, entries[0], prompts, limits, meter, 4.0)
+    assert plain.seconds == pytest.approx(0.002 * 7 / 6), "a token is a unit: six a prompt, of seven forwards"
+    assert plain.watts == pytest.approx(10.0)
+    assert plain.joules == pytest.approx(10.0 * plain.seconds)
+    assert plain.above_idle == pytest.approx(6.0 * plain.seconds)
     runs = measure(target, parts, entries, prompts, limits, repeats=3)
-    a_token = sum(runs["plain"].median_seconds()) / sum(len(ids) for ids in runs["plain"].ids)
-    assert 0.4 < plain.seconds / a_token < 2.5, "a unit is a token"
     summary = Summariser(target, parts, asked, runs, limits, energies={"plain": plain}).summarise(entries)
     rows = {row["label"]: row for row in summary.rows}
     assert (rows["plain"]["joules_per_token"], rows["plain"]["energy_source"]) == (plain.joules, "rapl")

@@ -51,6 +51,7 @@ SETTINGS: list[tuple[str, dict[str, Any]]] = [
     ("spectr", {"gamma": 3, "drafts": 2}),
     ("specinfer", {"gamma": 2, "drafts": 3}),
     ("adaptive", {"gamma": 3, "policy": "confidence", "threshold": 0.55}),
+    ("adaptive", {"gamma": 3, "policy": "oracle", "cost": 0.5}),
 ]
 
 
@@ -77,8 +78,21 @@ def test_steps_of_every_text(
     that it would take if nothing were accepted.
     """
     target_TVV, draft_TVV = tables(1)
-    target, parts = make_markov(target_TVV), Parts(make_markov(draft_TVV))
-    recording = record(target, parts, [[START]] * len(all_texts), all_texts, SAMPLING, candidates=3, chains=3, draws=64)
+    parts = Parts(make_markov(draft_TVV))
+    check_every_text(make_markov(target_TVV), parts, make_stream, all_texts, name, options, chains=3, draws=64)
+
+
+def check_every_text(
+    target: LanguageModel,
+    parts: Parts,
+    make_stream: Any,
+    all_texts: list[list[int]],
+    name: str,
+    options: dict[str, Any],
+    **kept: Any,
+) -> None:
+    """See `test_steps_of_every_text`."""
+    recording = record(target, parts, [[START]] * len(all_texts), all_texts, SAMPLING, candidates=3, **kept)
     prediction = predict(recording, parts, name, options)
     assert prediction is not None
     method = build_method(name, parts, SAMPLING, **options)
@@ -92,11 +106,76 @@ def test_steps_of_every_text(
     counts_X = np.bincount(number_B, minlength=len(all_texts))
     means_X = np.bincount(number_B, steps_B, minlength=len(all_texts)) / counts_X
     squares_X = np.bincount(number_B, steps_B**2, minlength=len(all_texts)) / counts_X
-    errors_X = np.sqrt(np.maximum(squares_X - means_X**2, 0) / counts_X)
+    # What was never seen to vary may have varied once in as many rows.
+    errors_X = np.sqrt(np.maximum(squares_X - means_X**2, 1 / counts_X) / counts_X)
     assert counts_X.min() > 20
     assert (np.abs(means_X - prediction.steps_by_text) <= 5 * errors_X + 1e-3).all()
     if name != "autoregressive":
         assert (3 - np.array(prediction.steps_by_text) > 20 * errors_X).any()
+
+
+@pytest.mark.parametrize(
+    ("drafters", "options"),
+    [(2, {"gamma": 3, "drafts": 1}), (2, {"gamma": 2, "drafts": 2}), (3, {"gamma": 2, "drafts": 1})],
+    ids=str,
+)
+def test_steps_of_every_text_with_several_drafters(
+    make_markov: MakeMarkov, make_stream: Any, all_texts: list[list[int]], drafters: int, options: dict[str, Any]
+) -> None:
+    """Drafters that are wrong each in its own way."""
+    target_TVV, first_TVV = tables(1)
+    others = [make_markov(torch.lerp(target_TVV, tables(seed)[0], 0.7)) for seed in (5, 6)]
+    parts = Parts(make_markov(first_TVV), more_drafters=tuple(others[: drafters - 1]))
+    several = options["drafts"]
+    check_every_text(
+        make_markov(target_TVV), parts, make_stream, all_texts, "specinfer", options, several=several, chains=1
+    )
+
+
+@pytest.mark.parametrize("sampling", [Sampling(), Sampling(0.9, 6)], ids=["greedy", "warm"])
+def test_several_drafters_that_are_one_are_its_chains(make_llama: Any, sampling: Sampling, tmp_path: Path) -> None:
+    """The same drafter twice is as good as two chains of it; greedy, as one. Files and chunks change nothing."""
+    target, drafter = (wrap_model(make_llama(12, seed=0, sharpness=each)) for each in (1.0, 1.1))
+    prompts = prompts_of(12, 6)
+    texts = sample_texts(target, prompts, Limits(11), sampling, seed=2)
+    twice = Parts(drafter, more_drafters=(drafter,))
+    both = record(target, twice, prompts, texts, sampling, several=1, chains=2, chunk=5)
+    save_recording(both, tmp_path / "r.safetensors")
+    both = load_recording(tmp_path / "r.safetensors")
+    found = predict(both, twice, "specinfer", {"gamma": 3, "drafts": 1})
+    wanted = predict(both, Parts(drafter), "specinfer", {"gamma": 3, "drafts": 2})
+    assert found is not None
+    assert wanted is not None
+    np.testing.assert_allclose(found.steps_by_text, wanted.steps_by_text, rtol=1e-4)
+    assert found.steps < sum(map(len, texts))
+    if not sampling.greedy:
+        with pytest.raises(ValueError, match="2 chains of each drafter: 1 were recorded"):
+            predict(both, twice, "specinfer", {"gamma": 3, "drafts": 2})
+    alone = record(target, twice, prompts, texts, sampling)
+    assert predict(alone, twice, "specinfer", {}) is None
+    three = Parts(drafter, more_drafters=(drafter, drafter))
+    assert predict(both, three, "specinfer", {}) is None
+
+
+def test_greedy_replay_of_several_drafters_is_exact(make_llama: Any) -> None:
+    """As many steps as decoding takes, by text; fewer than with any drafter alone."""
+    target = wrap_model(make_llama(12, seed=0))
+    drafters = [wrap_model(make_llama(12, seed=0, sharpness=each)) for each in (1.2, 1.3, 0.7)]
+    parts = Parts(drafters[0], more_drafters=tuple(drafters[1:]))
+    prompts, limits, sampling = prompts_of(12, 12, 2), Limits(21, (5,)), Sampling()
+    texts = sample_texts(target, prompts, limits, sampling)
+    entries = [Entry("a", "specinfer", {"gamma": 4, "drafts": 3})]
+    (recording,) = record_entries(target, parts, entries, prompts, {sampling: texts})
+    found = predict(recording, parts, entries[0].method, entries[0].options)
+    assert found is not None
+    method = build_method("specinfer", parts, sampling, **entries[0].options)
+    runs = [decode(target, method, sampling, 0, prompt, limits) for prompt in prompts]
+    assert list(found.steps_by_text) == pytest.approx([run.tally.steps for run in runs])
+    for drafter in drafters:
+        one = record(target, Parts(drafter), prompts, texts, sampling)
+        alone = predict(one, Parts(drafter), "specinfer", {"gamma": 4})
+        assert alone is not None
+        assert found.steps < alone.steps
 
 
 def alone(p: np.ndarray, q: np.ndarray, y: int, k: int) -> float:
@@ -176,6 +255,8 @@ GREEDY: list[tuple[str, dict[str, Any]]] = [
     ("batch-speculative", {"gamma": 3, "drafts": 4}),
     ("spectr", {"gamma": 3, "drafts": 4}),
     ("adaptive", {"gamma": 5, "threshold": 0.4}),
+    ("adaptive", {"gamma": 6, "policy": "oracle", "cost": 0.3}),
+    *(("adaptive", {"gamma": 7, "policy": "expected-gain", "cost": cost}) for cost in (0.1, 0.4, 0.7)),
     ("unigram", {"gamma": 2}),
     ("bigram", {"gamma": 4}),
     ("bigram", {"gamma": 2, "smoothing": "add-k", "strength": 0.5}),
@@ -236,6 +317,10 @@ def test_what_cannot_be_replayed_is_none(make_llama: Any, parts: Parts) -> None:
         assert predict(recording, parts, name, {}) is None
     for name in ("medusa", "slim-s", "bigram"):  # parts that were not recorded
         assert predict(recording, parts, name, {}) is None
+    warm = Sampling(1.0)
+    sampled = record(target, Parts(parts.drafter), prompts, sample_texts(target, prompts, Limits(6), warm), warm)
+    assert predict(sampled, parts, "adaptive", {"policy": "expected-gain"}) is None  # it learns from chance
+    assert predict(sampled, parts, "adaptive", {"policy": "oracle"}) is not None
     entries = [Entry("warm", "speculative", {}, Sampling(0.7)), Entry("cold", "speculative")]
     found = predict_entries([recording], parts, entries)
     assert found["warm"] is None

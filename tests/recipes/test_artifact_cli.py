@@ -11,6 +11,7 @@ from typing import Any
 
 import pytest
 import torch
+from draftsmith.checkpoints.artifact import MANIFEST_FILE as FILE
 from draftsmith.checkpoints.artifact import load_manifest
 from draftsmith.decode.drop_in import method
 from draftsmith.decode.loading import load_model
@@ -72,6 +73,27 @@ def test_artifacts_are_verified_all_of_them(tiny_pair: Path, tmp_path: Path) -> 
     assert bad.stdout.count("fault:") == 4
     for part in ("lacks README.md", "holds extra", "nothing wrong", f"no folder {tmp_path / 'three'}"):
         assert part in bad.stdout
+
+
+def test_a_folder_of_artifacts_names_them(tiny_pair: Path, tmp_path: Path) -> None:
+    named = "; name one of those that lie in it: " + ", ".join(
+        str(tiny_pair / name) for name in ("drafter", "drafter-stage1", "heads", "table")
+    )
+    verified = artifact("verify", tiny_pair, tiny_pair / "heads")
+    assert verified.exit_code == 1
+    assert f"{tiny_pair} is not an artifact: it has no artifact.json{named}" in verified.stdout.replace("\n", "")
+    assert verified.stdout.count("nothing wrong") == 1
+    for command in (["artifact", "show", tiny_pair], ["export", tiny_pair, "--to", "npz"], ["push", tiny_pair, "a/b"]):
+        assert named in str(CliRunner().invoke(app, list(map(str, command))).exception), command
+    asked = CliRunner().invoke(app, ["doctor", str(tiny_pair / "target"), str(tiny_pair)])
+    assert named in str(asked.exception)
+    with pytest.raises(ValueError, match=r"name one of those that lie in it: .*drafter-stage1"):
+        load_model(str(tiny_pair))
+    (tmp_path / "a" / ".b.saving").mkdir(parents=True)
+    shutil.copyfile(tiny_pair / "heads" / "artifact.json", tmp_path / "a" / ".b.saving" / "artifact.json")
+    assert (
+        artifact("verify", tmp_path).stdout.split() == f"fault: {tmp_path} is not an artifact: it has no {FILE}".split()
+    )
 
 
 def test_an_artifact_is_compared_with_a_target(tiny_pair: Path, corpus: Path, tmp_path: Path) -> None:

@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import json
+import signal
 import subprocess
 import sys
+import time
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -14,10 +16,12 @@ import torch
 import yaml
 from draftsmith.data.tokenizers import load_tokenizer
 from draftsmith.decode import verifiers
+from draftsmith.decode.certify import Written
 from draftsmith.recipes.certificate_report import certificate_beside
 from draftsmith.recipes.certify import Asked, certified_entries, make_plan
 from draftsmith.recipes.cli import app, main
 from draftsmith.recipes.config import EvaluateRecipe
+from draftsmith.recipes.journal import TextJournal
 from transformers import LlamaConfig, LlamaForCausalLM
 from typer.testing import CliRunner
 
@@ -94,6 +98,81 @@ def test_a_method_that_is_not_what_it_claims_exits_with_1(recipe: Path, monkeypa
     written = json.loads((recipe.parent / "certificate.json").read_text())
     assert written["not_lossless"] == ["speculative T=1"]
     assert [row["sampling"]["temperature"] for row in written["certificates"]] == [1, 1, 1]
+
+
+def certified(recipe: Path, *arguments: str) -> tuple[int, str, dict[str, Any]]:
+    """Run it in this process: exit code, what was said, and the certificate without its times."""
+    result = CliRunner().invoke(app, ["certify", str(recipe), "--batch", "4", *arguments])
+    written = json.loads((recipe.parent / "certificate.json").read_text())
+    for row in written["certificates"]:
+        assert row.pop("seconds") > 0
+    return result.exit_code, result.stderr, written
+
+
+def identity(recipe: Path, *arguments: str) -> dict[str, Any]:
+    """What the texts of a certificate belong to, taken from one that is stopped before its first text."""
+    found: list[dict[str, Any]] = []
+
+    def noted(out: Path, named: dict[str, Any]) -> None:
+        found.append(named)
+        raise KeyboardInterrupt
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr("draftsmith.recipes.certify.TextJournal", noted)
+        CliRunner().invoke(app, ["certify", str(recipe), "--batch", "4", *arguments])
+    return found[0]
+
+
+def test_a_stopped_certificate_goes_on(recipe: Path, launcher: Any) -> None:
+    """Killed, stopped with Ctrl-C, and gone on with: the certificate of a run that nothing stopped."""
+    path = recipe.parent / "certificate.json"
+    asked = ("--tokens", "2000")
+    code, _, whole = certified(recipe, *asked)
+    assert code == 0
+    path.unlink()
+    journal, lines = path.with_name("certificate.json.state") / "texts.jsonl", 0
+    for number, more in ((signal.SIGKILL, 6), (signal.SIGINT, 4)):
+        child = launcher.start("certify", str(recipe), "--batch", "4", *asked)
+        deadline = time.monotonic() + 120
+        while not journal.is_file() or journal.read_text().count("\n") <= lines + more:
+            assert child.poll() is None
+            assert time.monotonic() < deadline
+            time.sleep(0.005)
+        child.send_signal(number)
+        code, said = child.ended()
+        assert code == (-number if number == signal.SIGKILL else 128 + number)
+        kept, lines = journal.read_text().splitlines(), journal.read_text().count("\n")
+        assert ("going on; " in said) == (number == signal.SIGINT)
+    assert "certify: stopped by signal 2; the same command goes on from here" in said
+    assert not json.loads(path.read_text())["complete"]
+    texts = sum(len(json.loads(line)[2]) for line in kept[1:lines])
+    code, said, again = certified(recipe, *asked)
+    assert code == 0
+    assert f"going on; {texts} texts are written already" in said
+    assert again == whole
+    assert not journal.parent.exists()
+
+
+def test_kept_texts_are_judged_and_those_of_another_plan_are_not_used(recipe: Path) -> None:
+    """A text that no lossless method writes is found where it is used."""
+    out, asked = recipe.parent / "certificate.json", ("--tokens", "96", "methods=[{method: autoregressive}]")
+    for theirs, changed in ((asked, None), (("--tokens", "95", asked[2]), "(plan differ)")):
+        with TextJournal(out, identity(recipe, *theirs)) as journal:
+            journal.add("autoregressive", Written([[3] * 24] * 4, 1000.0))
+        code, said, written = certified(recipe, *asked)
+        assert (code, written["not_lossless"]) == ((1, ["autoregressive"]) if changed is None else (0, []))
+        assert changed is None or f"texts of another certificate {changed}: starting anew" in said
+        assert not journal.path.exists()
+
+
+@pytest.mark.parametrize("damage", ["[1, 2]", "[0, 0.1, [[1]]]", '["a", 0.1, [1]]', '["a", 0.1, [["b"]]]', "{}"])
+def test_a_damaged_line_of_texts_is_refused_with_its_number(tmp_path: Path, damage: str) -> None:
+    with TextJournal(tmp_path / "c.json", {}) as journal:
+        journal.add("a", Written([[1, 2], []], 0.5))
+    with journal.path.open("a") as file:
+        file.write(f"{damage}\n")
+    with pytest.raises(ValueError, match=r"texts.jsonl:3 is damaged"):
+        TextJournal(tmp_path / "c.json", {})
 
 
 def test_artifacts_without_a_recipe(recipe: Path, corpus: Path, cli: Command) -> None:

@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from draftsmith.checkpoints.artifact import load_manifest, save_artifact, tokenizer_fingerprint
+from draftsmith.checkpoints.artifact import load_manifest, save_artifact, tokenizer_fingerprint, verify_artifact
 from draftsmith.data.tokenizers import load_tokenizer
 from draftsmith.recipes.cli import main
 from draftsmith.recipes.config import EvaluateRecipe
@@ -74,7 +74,8 @@ def test_the_legacy_flag_shows_behind_the_end(
 
 def test_it_is_a_table_for_people(pair: tuple[Path, Path], capsys: pytest.CaptureFixture[str]) -> None:
     target, drafter = pair
-    assert examine_pair(str(target), str(target))
+    shutil.copytree(target, drafter.with_name("twin"))
+    assert examine_pair(str(target), str(drafter.with_name("twin")))
     out = capsys.readouterr().out
     assert "nothing differs that matters" in out
     assert out.count(" works ") == 5
@@ -90,6 +91,37 @@ def test_it_is_a_table_for_people(pair: tuple[Path, Path], capsys: pytest.Captur
     said = capsys.readouterr()
     assert "repaired: 32 rows without a token dropped" in said.err
     assert said.out.count("verdicts") == 2
+
+
+def test_one_folder_is_no_pair(pair: tuple[Path, Path], capsys: pytest.CaptureFixture[str]) -> None:
+    target = pair[0]
+    assert not examine_pair(str(target), f"{target.parent}/./target", as_json=True)
+    (finding,) = json.loads(capsys.readouterr().out)["pair"]["findings"]
+    assert (finding["check"], finding["severity"]) == ("one model", "weakness")
+
+
+def test_an_artifact_that_was_changed_is_told(
+    tiny_pair: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    target, drafter, fixed = str(tiny_pair / "target"), tmp_path / "drafter", tmp_path / "fixed"
+    shutil.copytree(tiny_pair / "drafter", drafter)
+    for path in (tiny_pair / "target").glob("token*"):
+        shutil.copyfile(path, drafter / path.name)
+    assert not examine_pair(target, str(drafter), as_json=True)
+    shown = json.loads(capsys.readouterr().out)["pair"]
+    (finding,) = [one for one in shown["findings"] if one["check"] == "changed files"]
+    assert "holds tokenizer.json, tokenizer_config.json, which its artifact.json does not list" in finding["drafter"]
+    assert {name for name, one in shown["verdicts"].items() if one["outcome"] == "refused"} == {"draftsmith"}
+    assert examine_pair(target, str(drafter), fixed, as_json=True), "and mended"
+    capsys.readouterr()
+    assert "tokenizer.json" in verify_artifact(fixed, "drafter").files
+    with (drafter / "model.safetensors").open("r+b") as weights:
+        weights.seek(-1, 2)
+        weights.write(b"\x07")
+    assert not examine_pair(target, str(drafter), as_json=True)
+    assert "model.safetensors has the hash" in capsys.readouterr().out
+    with pytest.raises(ValueError, match=r"If you changed the weights yourself, delete .*artifact\.json"):
+        examine_pair(target, str(drafter), tmp_path / "other")
 
 
 def test_the_command_in_the_manifest_can_be_typed_again(

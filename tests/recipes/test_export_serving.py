@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ast
+import json
 import os
 import shutil
 import subprocess
@@ -29,11 +30,15 @@ EVIL = 'x")\n```\n# head `a``b`\nimport os; os.system("echo pwned")  # \' <b> $(
 CONVERTER = Path(__file__).parents[1] / "checkpoints" / "gguf_converter.py"
 PRINT = 'command_not_found_handle() { printf "%s\\0" "$@" END; }; cp() { :; }; PATH=/nowhere\n'
 """Whatever would be run says its arguments instead."""
+PRINT_PATH = PRINT.replace("END", '"${PYTHONPATH#"$PWD"/}" END')
 MORE: dict[str, dict[str, Any]] = {"medusa-pt": {"pickle": True}, "adapter": {"merge": False}}
 
 
-def serving(form: str, place: Path, name: str, make_llama: Callable[..., LlamaForCausalLM]) -> tuple[str, str]:
-    """SERVING.md of an export for a target, or of an adapter for a base, in a folder of this name; and that folder."""
+def serving(
+    form: str, place: Path, name: str, make_llama: Callable[..., LlamaForCausalLM], out: str = "out"
+) -> tuple[str, str]:
+    """SERVING.md of an export to a folder `out`, for a target, or of an adapter for a base, in a folder of this name;
+    and that folder."""
     tokenizer = train_bpe(["some words of a text, other words"], VOCAB, ("<pad>", "</s>"))
     target = place / name
     model = make_llama(VOCAB, 1, **SIZES)
@@ -60,8 +65,8 @@ def serving(form: str, place: Path, name: str, make_llama: Callable[..., LlamaFo
     shutil.copyfile(CONVERTER, place / "convert_hf_to_gguf.py")
     options = {"llama_cpp": place} if form == "gguf" else MORE.get(form, {})
     chosen = "transformers" if form == "adapter" else form
-    export_artifact(place / "artifact", chosen, place / "out", FORMATS, ExportOptions(**options))
-    return (place / "out" / SERVING_FILE).read_text(), str(target)
+    export_artifact(place / "artifact", chosen, place / out, FORMATS, ExportOptions(**options))
+    return (place / out / SERVING_FILE).read_text(), str(target)
 
 
 def parsed(text: str) -> list[Token]:
@@ -91,7 +96,6 @@ def test_a_name_is_no_code_and_no_markdown(
 ) -> None:
     plain, good = serving(form, tmp_path / "one", "model", make_llama)
     text, evil = serving(form, tmp_path / "two", EVIL, make_llama)
-    evil = evil.replace("{folder}", "out")  # the one place where a folder's name may stand for it
     known, found = parsed(plain), parsed(text)
     assert [token.type for token in known] == [token.type for token in found]
     assert not {"html_block", "html_inline"} & {token.type for token in found}
@@ -105,6 +109,29 @@ def test_a_name_is_no_code_and_no_markdown(
         named += "NAME" in str(reader(one.content, good))
     assert named == 0 if form in ("npz", "llama-ngrams", "medusa-pt", "medusa-2") else named > 0
     assert "\u202e" not in text
+
+
+def named_in(text: str, folder: str) -> int:
+    """How often the commands and programs in a text name a folder, or a file in it."""
+    found: list[str] = []
+    for block in parsed(text):
+        if block.type == "fence" and block.info == "python":
+            values = [one.value for one in ast.walk(ast.parse(block.content)) if isinstance(one, ast.Constant)]
+            found += [value for value in values if isinstance(value, str)]
+        elif block.type == "fence":
+            words = commands(PRINT_PATH + block.content, "no name")
+            found += [str(json.loads(word)["model"]) if word.startswith('{"') else word for word in words]
+    return sum(name == folder or name.startswith(f"{folder}/") for name in found)
+
+
+@pytest.mark.parametrize("form", [*FORMATS, "adapter"])
+def test_a_folder_of_any_name_is_found_by_what_is_typed(
+    form: str, make_llama: Callable[..., LlamaForCausalLM], tmp_path: Path
+) -> None:
+    plain, odd = "out", """my drafter's "out" \\ $c `d`"""
+    known = named_in(serving(form, tmp_path / "one", "model", make_llama, plain)[0], plain)
+    text = serving(form, tmp_path / "two", "model", make_llama, odd)[0]
+    assert named_in(text, odd) == known > 0, text
 
 
 @pytest.mark.parametrize("value", ["a/b", EVIL, "it's\\n\n`x`", "\x01f\x80\U000e0001😀\u2028", "`", "--option", "a b"])

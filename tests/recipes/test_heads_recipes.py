@@ -10,15 +10,18 @@ from typing import Any
 import pytest
 import torch
 from draftsmith.checkpoints.artifact import load_manifest, verify_artifact
-from draftsmith.checkpoints.heads import load_heads
+from draftsmith.checkpoints.heads import PredictionHeads, load_heads
 from draftsmith.checkpoints.table import BigramTable
+from draftsmith.data.tokenizers import load_tokenizer
 from draftsmith.decode.engine import Limits
 from draftsmith.decode.loading import load_model, wrap_model
 from draftsmith.decode.measure import decode
 from draftsmith.decode.methods import Parts, build_method
 from draftsmith.decode.warpers import Sampling
+from draftsmith.recipes.acceptance import heads_measure
 from draftsmith.recipes.heads import BASE
 from draftsmith.recipes.loading import load_recipe, shipped_recipes
+from draftsmith.recipes.prepare import prepare_data
 from draftsmith.recipes.regenerate import run_regenerate
 from draftsmith.recipes.run import run_train
 from draftsmith.recipes.training import HeadsRecipe
@@ -95,6 +98,23 @@ def test_it_trains_and_leaves_heads_that_decode_losslessly(
     table = None if recipe.measure.table is None else BigramTable.load(Path(recipe.measure.table))
     parts = Parts(heads=heads, table=table or BigramTable.from_documents([], 320))
     check_lossless(target, parts, recipe.measure.tree, [[1, 20, 30], [1, 7, 300, 5, 9]])
+
+
+def test_slim_is_measured_without_a_table_as_deep_as_there_are_heads(stand_ins: Any, tmp_path: Path) -> None:
+    """Heads that are always right are worth a token each, however unsure they are of it."""
+    recipe = small(
+        "heads/any-target", stand_ins, tmp_path, "num_heads=3", "measure.tree=1x1x1", "measure.new_tokens=16"
+    )
+    assert recipe.measure.table is None
+    tokenizer, target = load_tokenizer(recipe.target), load_model(recipe.target, dtype=torch.float32)
+    assert isinstance(target, PreTrainedModel)
+    with torch.no_grad():  # every text has one and the same hidden state, and so one and the same next token
+        target.get_input_embeddings().weight.copy_(torch.linspace(-1, 1, 16).expand(320, -1))
+    heads = PredictionHeads.from_lm_head(target.lm_head.weight.detach(), 3, 1)
+    shares = heads(target.model(torch.tensor([[1, 2]])).last_hidden_state[:, -1]).softmax(-1)
+    assert shares.max() < 0.1, "so that one more level is less likely than one more candidate"
+    found = heads_measure(recipe, target, tokenizer, prepare_data(recipe.data, tokenizer))(heads)
+    assert found["tokens_per_step"] == found["slim_tokens_per_step"] == 4
 
 
 def test_the_two_commands_of_self_distillation(stand_ins: Any, tmp_path: Path) -> None:

@@ -278,7 +278,8 @@ def test_as_processes_with_secrets(stand_in: ModuleType, kit: ModuleType, tmp_pa
         assert refused.returncode == 1
         assert "error: somebody/heads: the hub refuses this account (403)" in refused.stderr
         assert "Traceback" not in refused.stderr
-        assert list(hub.repos) == [REPO]
+        assert list(hub.repos) == [REPO, "somebody/heads"]
+        assert hub.repos["somebody/heads"].head() == {}
         verify_artifact(tmp_path / "out", "drafter")
         texts = [each for done in (pushed, pulled, refused) for each in (done.stdout, done.stderr)]
         texts += [path.read_text(errors="replace") for path in tmp_path.rglob("*") if path.is_file()]

@@ -230,6 +230,6 @@ def test_runs_of_something_else_are_dropped_and_the_difference_named(tmp_path: P
 def test_two_processes_do_not_write_one_journal(tmp_path: Path) -> None:
     with (
         RunJournal(tmp_path / "results.json", {}),
-        pytest.raises(ValueError, match="another process evaluates into"),
+        pytest.raises(ValueError, match="another process writes"),
     ):
         RunJournal(tmp_path / "results.json", {})

@@ -157,9 +157,28 @@ def test_a_single_path_is_not_taken_for_a_configuration() -> None:
 def test_equal_methods_are_tuned_once(tiny: tuple[Any, Parts, list[list[int]]]) -> None:
     _, parts, _ = tiny
     greedy, warm = tuned_methods(parts, Sampling()), tuned_methods(parts, Sampling(1.0))
-    assert {"speculative", "multi-candidate", "medusa", "bpd", "mjsd"} <= set(greedy)
-    assert set(warm) - set(greedy) == {"naive-multi-candidate", "batch-speculative", "spectr", "specinfer"}
+    assert {"speculative", "multi-candidate", "medusa", "bpd", "mjsd", "bild", "relaxed-opt"} <= set(greedy)
+    lossy = {"relaxed-uno", "medusa, typical"}
+    assert set(warm) - set(greedy) == {"naive-multi-candidate", "batch-speculative", "spectr", "specinfer"} | lossy
     assert not {"bigram", "slim-s"} & set(warm)  # there is no table
+    more = Parts(parts.drafter, more_drafters=(parts.drafter,) * 2)  # type: ignore[arg-type]
+    assert "specinfer" in tuned_methods(more, Sampling())  # of several drafters, it is like no other
+
+
+def test_several_drafters_are_tuned(recipe: Path) -> None:
+    """At temperature 0 the very texts were recorded; another drafter makes another recording."""
+    row = "methods=[{method: autoregressive}, {method: specinfer}]"
+    loaded = load_recipe(str(recipe), [row, f"more_drafters=[{recipe.parent / 'target'}]"])
+    space = Space(nodes=12, gamma=3, depth=2, candidates=2)
+    results = run_tune(loaded, space)  # type: ignore[arg-type]
+    assert results["tried"] == {"specinfer": 2}
+    for confirmed in results["confirmed"]:  # for one of the drafters is the target
+        assert confirmed["predicted"]["tokens_per_step"] == pytest.approx(confirmed["tokens_per_step"])
+        assert confirmed["tokens_per_step"] > confirmed["options"]["gamma"]
+    path = recipe.parent / "results.tune" / "recording.safetensors"
+    first = path.read_bytes()
+    run_tune(loaded.model_copy(update={"more_drafters": [str(recipe.parent / "drafter")]}), space)  # type: ignore[arg-type]
+    assert path.read_bytes() != first
 
 
 @pytest.fixture

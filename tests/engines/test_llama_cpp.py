@@ -1,0 +1,365 @@
+"""Exported drafters and tables in llama.cpp itself, on CPU. `DRAFTSMITH_LLAMA_CPP` names a folder with its source and,
+in `build/bin`, its programs:
+
+    git clone https://github.com/ggml-org/llama.cpp && cd llama.cpp && git checkout 0c1e57098
+    cmake -B build -DCMAKE_BUILD_TYPE=Release -DLLAMA_OPENSSL=OFF -DLLAMA_USE_PREBUILT_UI=OFF
+    cmake --build build -t llama-completion llama-tokenize llama-speculative llama-speculative-simple llama-lookup \\
+        llama-lookup-merge llama-server
+
+The same source lies in the sdist of llama-cpp-python 0.3.36, under vendor/llama.cpp. The converter runs in this Python.
+
+The target says each token's successor in a fixed order, which is longer than what is decoded: nothing is repeated, so
+that llama.cpp finds nothing to draft in the text itself, and what a drafter or a table must draft is known.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import re
+import shlex
+import socket
+import struct
+import subprocess
+import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+from urllib.error import URLError
+from urllib.request import Request, urlopen
+
+import numpy as np
+import pytest
+import torch
+from draftsmith.checkpoints.artifact import save_artifact
+from draftsmith.checkpoints.export import ExportOptions, export_artifact
+from draftsmith.checkpoints.table import BigramTable
+from draftsmith.data.tokenizers import train_bpe
+from draftsmith.recipes.exporting import FORMATS
+from transformers import AutoModelForCausalLM, GPT2Config, GPTNeoXConfig, LlamaConfig, LlamaForCausalLM, Qwen3Config
+
+ENGINE = Path(os.environ.get("DRAFTSMITH_LLAMA_CPP", ""))
+VOCAB, HIDDEN, NEW, GAMMA, SEEN = 300, 64, 40, 3, 5
+SPECIAL = ["<|endoftext|>", "<|im_start|>", "<|im_end|>"]
+PROMPTS = ["the target checks", " what the drafter", "drafts; and"]
+TEXT = [str(__doc__)]
+EXACT = ["-c", "256", "-t", "1", "-ctk", "f32", "-ctv", "f32", "-fa", "off"]
+"""Key and value caches of 32 bits: with 16 the tokens of a near tie depend on how many are scored at a time."""
+TRIES = 100
+GREEDY = [*EXACT, "--temp", "0", "-n", str(NEW)]
+EXACT_DRAFTER = ["-td", "1", "-ctkd", "f32", "-ctvd", "f32"]
+NASTY = (
+    "def f(x):\n    return x  # it's, they're, I'LL, we've; don't\n\n\n\tif 1 < 23 <= 456.789e-10:\r\n  pass   \n",
+    "naïve Größe, 東京とパリ, Ελλάδα, हिन्दी, עברית, 🙂👨‍👩‍👧, e\u0301, \u00a0\u2003 nb,  \u3000x\u0085y",
+    "   leading and   inner    spaces   ",
+    "'s 't '' \"quoted\" ``code`` ~~~ === \u2014 \u2026 \u20ac 1\u00bd \u2163 x\u00b2",
+    "<|im_start|> is not a token here\ttab\t\t\n \n  \n",
+)
+
+pytestmark = [
+    pytest.mark.slow,
+    pytest.mark.skipif(not (ENGINE / "build" / "bin").is_dir(), reason="DRAFTSMITH_LLAMA_CPP names no llama.cpp"),
+]
+
+
+def successors(wrong: int = 0) -> list[int]:
+    """What comes after each token: one round through all but the special ones. Every `wrong`th is followed by another
+    than in the right order."""
+    order = np.random.default_rng(0).permutation(np.arange(len(SPECIAL), VOCAB))
+    following = np.arange(VOCAB)
+    following[order] = np.roll(order, -1)
+    if wrong:
+        following[order[::wrong]] = np.roll(following[order[::wrong]], 1)
+    found: list[int] = following.tolist()
+    return found
+
+
+def model_of(following: list[int]) -> LlamaForCausalLM:
+    """Attention speaks along, so that a cache that is wrong shows; it never outvotes."""
+    torch.manual_seed(0)
+    sizes = {"vocab_size": VOCAB, "hidden_size": HIDDEN, "intermediate_size": 96, "num_hidden_layers": 2}
+    sizes |= {"num_attention_heads": 4, "num_key_value_heads": 2, "max_position_embeddings": 256}
+    config = LlamaConfig(**sizes, bos_token_id=0, eos_token_id=2)
+    model = LlamaForCausalLM(config).eval()
+    with torch.no_grad():
+        embedding_VD = model.get_input_embeddings().weight.normal_(0, 1)
+        model.lm_head.weight[torch.tensor(following)] = embedding_VD / embedding_VD.norm(dim=1, keepdim=True)
+    return model
+
+
+class Works:
+    """Models and a table, exported; what the target says."""
+
+    def __init__(self, folder: Path) -> None:
+        self.folder = folder
+        self.tokenizer = train_bpe(TEXT, VOCAB, SPECIAL)
+        self.following = successors()
+        self.other = successors(wrong=7)
+        self.target = model_of(self.following)
+        self.gguf = {"target": self.gguf_of("target", self.target)}
+        self.gguf["copy"] = self.gguf_of("copy", self.target)
+        self.gguf["other"] = self.gguf_of("other", model_of(self.other))
+        self.ngrams = self.ngrams_of("table", SEEN)
+
+    def save(self, name: str, kind: str, write: Any) -> None:
+        about: dict[str, Any] = {key: {} for key in ("shapes", "recipe", "data", "training")}
+        about |= {"vocab_size": VOCAB, "tokenizer_fingerprint": None}
+        about["target"] = None if name == "target" else {"id": str(self.folder / "target")}
+        save_artifact(self.folder / name, kind=kind, write=write, **about)
+
+    def export(self, name: str, form: str) -> Path:
+        options = ExportOptions(llama_cpp=ENGINE) if form == "gguf" else ExportOptions()
+        export_artifact(self.folder / name, form, self.folder / f"{name}-{form}", FORMATS, options)
+        return self.folder / f"{name}-{form}"
+
+    def gguf_of(self, name: str, model: Any) -> Path:
+        def write(folder: Path) -> None:
+            model.save_pretrained(folder)
+            self.tokenizer.save_pretrained(folder)
+
+        self.save(name, "drafter", write)
+        return self.export(name, "gguf") / "model.gguf"
+
+    def ngrams_of(self, name: str, right: int, wrong: int = 0) -> Path:
+        """A cache in which each token was followed so often by what the target says, and by `<|endoftext|>`."""
+        followers = [({0: wrong} if wrong else {}) | {self.following[x]: right} for x in range(len(SPECIAL), VOCAB)]
+        row_ptr = torch.tensor([0] * len(SPECIAL) + [0, *map(len, followers)]).cumsum(0)
+        pairs = [pair for row in followers for pair in row.items()]
+        col_E, count_E = (torch.tensor(column, dtype=torch.int32) for column in zip(*pairs, strict=True))
+        seen_V = torch.tensor([0] * len(SPECIAL) + [right + wrong] * len(followers))
+        self.save(name, "table", BigramTable(row_ptr, col_E, count_E, seen_V).save)
+        return self.export(name, "llama-ngrams") / "ngrams.bin"
+
+    def said(self, prompt: str) -> list[int]:
+        """The target's greedy tokens, by transformers."""
+        ids = torch.tensor([self.tokenizer.encode(prompt)])
+        found: list[int] = self.target.generate(ids, do_sample=False, max_new_tokens=NEW)[
+            0, ids.shape[1] - 1 :
+        ].tolist()
+        assert found[1:] == [self.following[token] for token in found[:-1]]
+        assert len(set(found)) == 1 + NEW
+        return found[1:]
+
+    def bytes_of(self, ids: list[int]) -> bytes:
+        own = [byte for byte in range(256) if chr(byte).isprintable() and byte not in (32, 173)]
+        others = [byte for byte in range(256) if byte not in own]
+        characters = {chr(byte): byte for byte in own} | {chr(256 + at): byte for at, byte in enumerate(others)}
+        return bytes(characters[one] for token in self.tokenizer.convert_ids_to_tokens(ids) for one in token)
+
+
+@pytest.fixture(scope="module")
+def works(tmp_path_factory: pytest.TempPathFactory) -> Works:
+    torch.set_num_threads(1)
+    return Works(tmp_path_factory.mktemp("llama_cpp"))
+
+
+def run(program: str, *arguments: str | Path, last: str = "", before: Callable[[], Any] = int) -> tuple[bytes, str]:
+    """What a program of llama.cpp prints, and what it says of itself, which has `last` in it. A thread of its own
+    writes, and the end of the program now and then cuts it off: then it is run again."""
+    command = [ENGINE / "build" / "bin" / program, *arguments]
+    for _ in range(TRIES):
+        before()
+        done = subprocess.run(command, stdin=subprocess.DEVNULL, capture_output=True, check=False, timeout=600)
+        said = (done.stdout + done.stderr).decode(errors="replace")
+        assert done.returncode == 0, said[-4000:]
+        if last in said:
+            return done.stdout, said
+    raise AssertionError(f"{TRIES} times cut off:\n{said[-4000:]}")
+
+
+def number(said: str, name: str) -> int:
+    found = re.search(rf"\b{name}\s*=\s*(\d+)", said)
+    assert found, said[-4000:]
+    return int(found[1])
+
+
+def drafts(following: list[int], right: list[int], last: int) -> tuple[int, int]:
+    """Tokens drafted and accepted by llama-speculative-simple after a token, where the target goes on as is `right` and
+    the drafter by `following`. It ends after `NEW` + 1 tokens or more, and drafts less when few are left."""
+    drafted = accepted = said = 0
+    while said <= NEW:
+        left = NEW - said - 1
+        length = min(GAMMA, left) if left > 0 else GAMMA
+        kept = 0
+        while kept < length and following[last] == right[last]:
+            kept, last = kept + 1, right[last]
+        last = right[last]
+        drafted, accepted, said = drafted + length, accepted + kept, said + kept + 1
+    return drafted, accepted
+
+
+def test_tokens_are_those_of_transformers(works: Works, tmp_path: Path) -> None:
+    texts = [*NASTY, Path(__file__).read_text(encoding="utf-8")]
+    for number_of, text in enumerate(texts):
+        path = tmp_path / f"{number_of}.txt"
+        path.write_bytes(text.encode())
+        arguments = ("--ids", "--no-bos", "--no-parse-special", "--no-escape", "--log-disable", "-f", path)
+        out, _ = run("llama-tokenize", "-m", works.gguf["target"], *arguments)
+        found = json.loads(out.decode().strip().splitlines()[-1])
+        assert found == works.tokenizer.encode(text, split_special_tokens=True), text
+
+
+def test_the_model_says_what_it_says_in_transformers(works: Works) -> None:
+    for prompt in PROMPTS:
+        out, _ = run(
+            "llama-completion", "-m", works.gguf["target"], "-no-cnv", *GREEDY, "-p", prompt, last="total time"
+        )
+        assert works.bytes_of(works.said(prompt)) in out
+
+
+SIZES = {"vocab_size": VOCAB, "hidden_size": HIDDEN, "num_hidden_layers": 2, "num_attention_heads": 4}
+FAMILIES = {
+    "bfloat16": LlamaConfig(**SIZES, intermediate_size=96, tie_word_embeddings=True, dtype=torch.bfloat16),
+    "qwen3": Qwen3Config(**SIZES, intermediate_size=96, head_dim=16, num_key_value_heads=2),
+    "pythia": GPTNeoXConfig(**SIZES, intermediate_size=96),
+    "gpt2": GPT2Config(vocab_size=VOCAB, n_embd=HIDDEN, n_layer=2, n_head=4),
+}
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_other_families_say_what_they_say_in_transformers(works: Works, family: str) -> None:
+    config = FAMILIES[family]
+    config.bos_token_id, config.eos_token_id = 0, 2
+    torch.manual_seed(0)
+    model = AutoModelForCausalLM.from_config(config).eval()
+    with torch.no_grad():
+        for weight in model.parameters():  # biases and norms, too, so that none could be left out unnoticed
+            weight.add_(torch.randn_like(weight) * (0.1 if weight.dim() == 1 else weight.shape[1] ** -0.5))
+    path = works.gguf_of(family, model)
+    ids = torch.tensor([works.tokenizer.encode(PROMPTS[0])])
+    said = model.float().generate(ids, do_sample=False, max_new_tokens=NEW)[0, ids.shape[1] :].tolist()
+    out, _ = run("llama-completion", "-m", path, "-no-cnv", *GREEDY, "-p", PROMPTS[0], last="total time")
+    assert works.bytes_of([token for token in said if token >= len(SPECIAL)]) in out
+
+
+@pytest.mark.parametrize("program", ["llama-speculative-simple", "llama-speculative"])
+def test_drafters(works: Works, program: str) -> None:
+    """Of a copy of the target every draft is accepted, of another model those that are right; the text is the same."""
+    settings = [*GREEDY, *EXACT_DRAFTER, "--spec-type", "draft-simple", "--spec-draft-n-max", str(GAMMA)]
+    for prompt in PROMPTS:
+        said = works.said(prompt)
+        for name, following in (("copy", works.following), ("other", works.other)):
+            out, told = run(
+                program, "-m", works.gguf["target"], "-md", works.gguf[name], *settings, "-p", prompt, last="n_accept"
+            )
+            assert works.bytes_of(said) in out
+            found = number(told, "n_drafted"), number(told, "n_accept")
+            if program == "llama-speculative-simple":
+                assert found == drafts(following, works.following, works.tokenizer.encode(prompt)[-1])
+            assert found[1] == found[0] > 0 if name == "copy" else 0 < found[1] < found[0]
+
+
+def counts_of(path: Path) -> dict[tuple[int, ...], dict[int, int]]:
+    """An n-gram cache, read record after record."""
+    found = {}
+    with path.open("rb") as opened:
+        while head := opened.read(20):
+            *context, followers = struct.unpack("<5i", head)
+            found[tuple(context)] = dict(struct.unpack("<2i", opened.read(8)) for _ in range(followers))
+    return found
+
+
+def test_a_table_read_and_written_by_llama_cpp(works: Works, tmp_path: Path) -> None:
+    run("llama-lookup-merge", works.ngrams, works.ngrams, tmp_path / "twice.bin")
+    wanted = {(x, -1, -1, -1): {works.following[x]: 2 * SEEN} for x in range(len(SPECIAL), VOCAB)}
+    assert counts_of(tmp_path / "twice.bin") == wanted
+
+
+def look_up(works: Works, prompt: str, cache: Path, *more: str | Path, start: bytes | None = None) -> tuple[int, int]:
+    """Tokens drafted and accepted with a dynamic cache, made of `start` if that is given; the text is the same."""
+
+    def begin() -> None:
+        cache.unlink(missing_ok=True)
+        if start is not None:
+            cache.write_bytes(start)
+
+    settings = [*GREEDY, "--spec-draft-n-max", str(GAMMA), "-p", prompt]
+    caches = ("-lcd", cache, *more)
+    out, told = run("llama-lookup", "-m", works.gguf["target"], *settings, *caches, last="n_accept", before=begin)
+    assert works.bytes_of(works.said(prompt)) in out
+    return number(told, "n_drafted"), number(told, "n_accept")
+
+
+def test_a_table_drafts_as_a_dynamic_cache(works: Works, tmp_path: Path) -> None:
+    """Without one there is nothing to draft; what was seen is written into it."""
+    mine, cache = counts_of(works.ngrams), tmp_path / "lookup.bin"
+    for prompt in PROMPTS:
+        assert look_up(works, prompt, cache) == (0, 0)
+        assert look_up(works, prompt, cache, "-lcs", works.ngrams) == (0, 0)
+        drafted, accepted = look_up(works, prompt, cache, start=works.ngrams.read_bytes())
+        assert drafted == accepted >= NEW * GAMMA // (GAMMA + 1)
+        after = counts_of(cache)
+        assert len(after) > len(mine)
+        assert all(after[context][token] >= SEEN for context, followers in mine.items() for token in followers)
+
+
+@pytest.mark.parametrize(
+    ("right", "wrong", "drafts"),
+    [(3, 1, True), (3, 0, False), (74, 26, False), (75, 25, True), (40_000_000, 1, True), (2_000_000_000, 900, True)],
+)
+def test_where_a_table_makes_it_draft(works: Works, tmp_path: Path, right: int, wrong: int, drafts: bool) -> None:
+    """From 4 counts and 75 % on; and where counts are so many that llama.cpp's percentages would overflow."""
+    cache = works.ngrams_of(f"{right} of {right + wrong}", right, wrong)
+    drafted, accepted = look_up(works, PROMPTS[0], tmp_path / "lookup.bin", start=cache.read_bytes())
+    assert drafted == accepted
+    assert (drafted > 0) is drafts
+
+
+@contextmanager
+def server(command: str, folder: Path) -> Iterator[str]:
+    """A command of SERVING.md on a free port."""
+    with socket.socket() as held:
+        held.bind(("127.0.0.1", 0))
+        port = held.getsockname()[1]
+    program, *arguments = shlex.split(command)
+    started = [str(ENGINE / "build" / "bin" / program), *arguments, *EXACT, "--host", "127.0.0.1", "--port", str(port)]
+    with (folder / "server.log").open("w+b") as log:
+        process = subprocess.Popen(started, cwd=folder, stdin=subprocess.DEVNULL, stdout=log, stderr=log)
+        try:
+            for _ in range(600):
+                assert process.poll() is None, (folder / "server.log").read_text(errors="replace")[-4000:]
+                try:
+                    with urlopen(f"http://127.0.0.1:{port}/health", timeout=5):
+                        break
+                except (URLError, OSError):
+                    time.sleep(0.2)
+            yield f"http://127.0.0.1:{port}"
+        finally:
+            process.terminate()
+            process.wait()
+
+
+def ask(url: str, prompt: list[int]) -> tuple[list[int], dict[str, Any]]:
+    asked = {"prompt": prompt, "n_predict": NEW, "temperature": 0, "return_tokens": True, "cache_prompt": False}
+    request = Request(f"{url}/completion", json.dumps(asked).encode(), {"Content-Type": "application/json"})
+    with urlopen(request, timeout=300) as answered:
+        answer = json.load(answered)
+    return answer["tokens"], answer["timings"]
+
+
+def commands(folder: Path) -> list[str]:
+    serving = (folder / "SERVING.md").read_text()
+    return [line for line in serving.splitlines() if line.startswith("llama-server ")]
+
+
+def test_serving_a_drafter_as_its_serving_md_says(works: Works) -> None:
+    for name in ("copy", "other"):
+        command = commands(works.folder / f"{name}-gguf")[0]
+        with server(command, works.folder) as url:
+            for prompt in PROMPTS:
+                tokens, told = ask(url, works.tokenizer.encode(prompt))
+                assert tokens == works.said(prompt)
+                assert told["draft_n"] > 0
+                assert (told["draft_n_accepted"] == told["draft_n"]) is (name == "copy")
+
+
+def test_serving_a_table_as_its_serving_md_says(works: Works) -> None:
+    (command,) = commands(works.folder / "table-llama-ngrams")
+    before = works.ngrams.read_bytes()
+    with server(command.replace("TARGET.gguf", str(works.gguf["target"])), works.folder) as url:
+        for prompt in PROMPTS:
+            tokens, told = ask(url, works.tokenizer.encode(prompt))
+            assert tokens == works.said(prompt)
+            assert told["draft_n_accepted"] == told["draft_n"] > 0
+    assert works.ngrams.read_bytes() == before

