@@ -166,8 +166,9 @@ def _read_manifest(directory: Path) -> Manifest:
 
 def inside(directory: Path) -> str:
     """The end of a message about a folder that is no artifact: which ones lie in it, up to two folders deep."""
-    places = (path.parent for pattern in ("*", "*/*") for path in directory.glob(f"{pattern}/{MANIFEST_FILE}"))
-    found = sorted(str(place) for place in places if not any(part.startswith(".") for part in place.parts[-2:]))
+    paths = (path for pattern in ("*", "*/*") for path in directory.glob(f"{pattern}/{MANIFEST_FILE}"))
+    shown_paths = (path for path in paths if not any(part[0] == "." for part in path.relative_to(directory).parts))
+    found = sorted(str(path.parent) for path in shown_paths)
     if not found:
         return ""
     more = f" and {len(found) - _FAULTS_SHOWN} more" if len(found) > _FAULTS_SHOWN else ""

@@ -90,8 +90,9 @@ def base_model(manifest: Manifest) -> str | None:
     """What on the hub an artifact is made from, else made for, by its name: a folder that lies here is none."""
     source = (manifest.recipe.get("model") or {}).get("source") if manifest.kind == "drafter" else None
     for found in (source, (manifest.target or {}).get("id")):
-        if isinstance(found, str) and _HUB_NAME.fullmatch(found) and not Path(found).exists():
-            return found
+        name = found.partition("@")[0] if isinstance(found, str) and not Path(found).exists() else ""
+        if _HUB_NAME.fullmatch(name):
+            return name
     return None
 
 

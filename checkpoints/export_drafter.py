@@ -20,8 +20,11 @@ from transformers import AutoConfig, AutoModelForCausalLM, AutoModelForSeq2SeqLM
 from .card_text import python, span
 from .export import FOLDER_IN_PYTHON, ExportOptions, Format, Source
 from .export_target import check_vocabulary, target_name
+from .fingerprints import tokenizer_fingerprint
 from .manifest import MANIFEST_FILE
 from .model_files import UNLOADABLE, check_config, only_safetensors, reason
+from .older_readers import mend_model, mend_tokenizer
+from .sources import adapter_base, at_revision
 from .untrusted import read_json
 
 ADAPTER_CONFIG = "adapter_config.json"
@@ -56,8 +59,9 @@ def is_adapter(folder: Path) -> bool:
 def load_config(source: str | Path) -> Any:
     """A model's configuration. Raises ValueError where there is none, or none of a model."""
     try:
-        check_config(Path(source) / "config.json")
-        return AutoConfig.from_pretrained(source, trust_remote_code=False)
+        place = at_revision(str(source), weights=False)
+        check_config(Path(place) / "config.json")
+        return AutoConfig.from_pretrained(place, trust_remote_code=False)
     except UNLOADABLE as error:
         raise ValueError(f"no language model could be loaded from {source}: {reason(str(source), error)}") from error
 
@@ -68,9 +72,10 @@ def load_drafter(source: str | Path, dtype: torch.dtype | str = "auto") -> Any:
     Raises:
         ValueError: no model, or one that cannot be loaded.
     """
+    source = at_revision(str(source))
     config = load_config(source)
     kind = AutoModelForSeq2SeqLM if config.is_encoder_decoder else AutoModelForCausalLM
-    safe = only_safetensors(str(source), config)
+    safe = only_safetensors(source, config)
     try:
         return kind.from_pretrained(source, dtype=dtype, use_safetensors=safe, trust_remote_code=False).eval()
     except UNLOADABLE as error:
@@ -79,8 +84,8 @@ def load_drafter(source: str | Path, dtype: torch.dtype | str = "auto") -> Any:
 
 def base_of(folder: Path) -> str:
     """The model that an adapter is for. Raises ValueError where it does not say."""
-    base = read_json(folder / ADAPTER_CONFIG).get("base_model_name_or_path")
-    if not isinstance(base, str) or not base:
+    base = adapter_base(read_json(folder / ADAPTER_CONFIG))
+    if base is None:
         raise ValueError(f"{folder / ADAPTER_CONFIG} does not say which model the adapter is for")
     return base
 
@@ -164,6 +169,8 @@ def _copy(source: Source, folder: Path, names: list[str]) -> None:
     for name in names:
         (folder / name).parent.mkdir(parents=True, exist_ok=True)
         shutil.copyfile(source.folder / name, folder / name)
+    mend_tokenizer(folder)
+    mend_model(folder)
 
 
 def write_whole(source: Source, folder: Path) -> None:
@@ -234,13 +241,14 @@ def compare_tokenizers(artifact: Path, folder: Path) -> list[str]:
     if not has_tokenizer(artifact):
         return []
     mine, made = (AutoTokenizer.from_pretrained(place, trust_remote_code=False) for place in (artifact, folder))
-    if mine.get_vocab() != made.get_vocab() or mine.chat_template != made.chat_template:
+    if tokenizer_fingerprint(mine) != tokenizer_fingerprint(made) or mine.chat_template != made.chat_template:
         raise ValueError(f"the tokenizer read back from {folder} differs from the artifact's")
     for text in (*_PROBES, *mine.all_special_tokens):
         if mine(text)["input_ids"] != made(text)["input_ids"]:
             raise ValueError(f"the tokenizer read back from {folder} encodes {text!r} otherwise than the artifact's")
     return [
-        f"the tokenizer: its vocabulary, chat template, and the ids of {len(_PROBES)} texts and every special token"
+        f"the tokenizer: its vocabulary, special tokens and chat template, and the ids of {len(_PROBES)} texts and "
+        "every special token"
     ]
 
 

@@ -30,6 +30,8 @@ from .export_drafter import (
 from .export_target import check_pair, target_name
 from .gguf_file import GgufFile, read_gguf
 from .manifest import MANIFEST_FILE
+from .pairs import find_folder
+from .sources import here
 from .untrusted import read_json
 
 GGUF_FILE = "model.gguf"
@@ -82,7 +84,7 @@ def _write(source: Source, folder: Path, options: ExportOptions) -> None:
     model = _for_converter(source, folder / _UNFINISHED)
     if target is not None:
         check_pair(source, model, target, ("llama.cpp",))
-        _add_pieces(model, Path(target).resolve() / _PIECES)
+        _add_pieces(model, (find_folder(target, [_PIECES]) / _PIECES).resolve())
     found = stored_types(model)
     if len(found) != 1 or not found <= set(_TYPES):
         raise ValueError(f"{source.folder}: its tensors are of {' and '.join(sorted(found))}, expected one of {_TYPES}")
@@ -143,7 +145,10 @@ def _unlike_gpt2(model: Path) -> str:
     path = model / "tokenizer.json"
     if not path.is_file():
         return "there is no tokenizer.json"
-    told = read_json(path)
+    try:
+        told = read_json(path)
+    except ValueError as error:
+        raise ValueError(f"{path.name} cannot be read: {error}") from error
     parts = ("model", "normalizer", "pre_tokenizer")
     bpe, normalizer, split = (part if isinstance(part := told.get(name), dict) else {} for name in parts)
     if bpe.get("type") != "BPE":
@@ -152,6 +157,7 @@ def _unlike_gpt2(model: Path) -> str:
         return f"it has a normalizer, {normalizer.get('type')}"
     if split.get("type") != "ByteLevel":
         return f"its pre-tokenizer is {split.get('type')}"
+    split = {"use_regex": True} | split  # older files do not say it
     otherwise = [name for name, value in _GPT2_SPLIT.items() if split.get(name) is not value]
     otherwise += [name for name in _NOT_OF_GPT2 if bpe.get(name)]
     return f"it is set otherwise: {', '.join(otherwise)}" if otherwise else ""
@@ -247,7 +253,10 @@ def _serve(source: Source, options: ExportOptions) -> str:
         convert = f"draftsmith export {shell(target)} --to gguf --out target-gguf --llama-cpp LLAMA_CPP\n"
         served = f"target-gguf/{GGUF_FILE}"
     elif target:
-        convert = f"python {CONVERTER} {shell(target)} --outfile target.gguf\n"
+        place = target
+        if here(target) is None and not Path(target).is_absolute():  # the converter takes folders alone
+            convert, place = f"hf download {shell(target)} --local-dir model\n", "model"
+        convert += f"python {CONVERTER} {shell(place)} --outfile target.gguf\n"
     return f"""
 ```bash
 {convert}llama-server -m {served} -md {FOLDER}/{GGUF_FILE} --spec-type draft-simple --spec-draft-n-max {tokens}

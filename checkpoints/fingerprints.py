@@ -100,8 +100,12 @@ def _config(directory: Path) -> Any:
         raise ValueError(f"{directory / 'config.json'} cannot be read: {reason}") from error
 
 
-def _weight_files(directory: Path) -> list[Path]:
-    """The safetensors files that transformers would load: others, of an earlier save, may lie beside them."""
+def weight_files(directory: Path) -> list[Path]:
+    """The safetensors files that transformers would load: others, of an earlier save, may lie beside them.
+
+    Raises:
+        ValueError: none, an index that is none, or a file that it names and that is not there.
+    """
     if (directory / _WHOLE).is_file():
         return [directory / _WHOLE]
     if (directory / _INDEX).is_file():
@@ -119,7 +123,7 @@ def _weight_files(directory: Path) -> list[Path]:
 
 
 def _file_samples(directory: Path) -> Iterator[Sample]:
-    for path in _weight_files(directory):
+    for path in weight_files(directory):
         try:
             os.close(open_file(path))
             with safe_open(path, framework="pt") as opened:

@@ -98,6 +98,8 @@ def only_safetensors(source: str, config: Any = None) -> bool | None:
 
 def reason(source: str, error: Exception) -> str:
     """Why no model could be loaded, in a line; of weights on the hub that are pickled alone, what to do."""
+    if isinstance(error, UnpicklingError):  # torch's own words are the advice to load anything
+        return "its pickled weights hold more than tensors, or are damaged; they were not loaded"
     if isinstance(error, OSError) and not Path(source).is_dir() and not pickles_allowed():
         pickled = _pickled(source)
         if pickled:

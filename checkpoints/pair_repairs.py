@@ -6,7 +6,6 @@ Shape letters: V rows of a vocabulary, D hidden.
 
 from __future__ import annotations
 
-import shutil
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -21,10 +20,11 @@ from .export_drafter import generation_settings, speculation, write_settings
 from .fingerprints import tokenizer_fingerprint
 from .manifest import MANIFEST_FILE
 from .model_files import only_safetensors
+from .older_readers import mend_model, mend_tokenizer
 from .pair_checks import other_fingerprint
 from .pairs import KEPT_FILES, TOKENIZER_FILES, WEIGHTS, Finding, Side, find_folder, model_class
 from .sources import target_record
-from .untrusted import read_json
+from .untrusted import copy_files, read_json
 
 NEVER = -1e4
 """The output bias of a row without a token, in models whose output layer has a bias."""
@@ -48,12 +48,15 @@ class Repairs:
     left: list[str] = field(default_factory=list)
 
 
-def repair(target: Side, drafter: Side, findings: Iterable[Finding], out: Path, command: str) -> Repairs:
+def repair(
+    target: Side, drafter: Side, findings: Iterable[Finding], out: Path, command: str, whole: Path | None = None
+) -> Repairs:
     """Write a drafter that fits its target to `out`, as an artifact, whole or not at all.
 
     Args:
         findings: what was found of the two.
         command: what was typed, for the manifest.
+        whole: the drafter's files as a model in safetensors, where its own folder holds an adapter or pickled weights.
 
     Raises:
         ValueError: an `out` that holds something, or is one of the two; a drafter without safetensors weights, or with
@@ -61,7 +64,7 @@ def repair(target: Side, drafter: Side, findings: Iterable[Finding], out: Path, 
     """
     _check_place(out, target, drafter)
     plan = plan_repairs(target, drafter, findings)
-    weights = find_folder(drafter.source, [WEIGHTS, "*.json", *KEPT_FILES])
+    weights = whole or find_folder(drafter.source, [WEIGHTS, "*.json", *TOKENIZER_FILES, *KEPT_FILES])
     _look_for_changes(plan, drafter)
     if not plan.done:
         raise ValueError(f"nothing of {drafter.source} is to be repaired: {'; '.join(plan.left) or 'the two fit'}")
@@ -72,7 +75,7 @@ def repair(target: Side, drafter: Side, findings: Iterable[Finding], out: Path, 
         _write(plan, target, drafter, weights, folder)
         _check_place(out, target, drafter)  # again: writing may have taken minutes
 
-    _save_artifact(out, plan, target, drafter, command, write)
+    _save_artifact(out, plan, target, drafter, command, write, is_merged=whole is not None)
     return plan
 
 
@@ -183,16 +186,14 @@ def _plan_positions(plan: Repairs, target: Side, drafter: Side) -> None:
 
 def _write(plan: Repairs, target: Side, drafter: Side, weights: Path, folder: Path) -> None:
     if plan.rows is None:
-        for path in [*weights.glob(WEIGHTS), *weights.glob("model.safetensors.index.json")]:
-            shutil.copyfile(path, folder / path.name)
-        shutil.copyfile(weights / "config.json", folder / "config.json")
+        copy_files(weights, folder, (WEIGHTS, "model.safetensors.index.json", "config.json"))
     else:
         _write_weights(plan.rows, drafter, weights, folder)
-    source = target.folder if plan.same_tokens else drafter.folder
-    kept = [path for pattern in KEPT_FILES for path in sorted(drafter.folder.glob(pattern))]
-    for path in (*kept, *(source / name for name in TOKENIZER_FILES)):
-        if path.is_file():
-            shutil.copyfile(path, folder / path.name)
+    for one in dict.fromkeys((weights, drafter.folder)):  # a merged adapter's come before those of its model
+        copy_files(one, folder, KEPT_FILES)
+    copy_files(target.folder if plan.same_tokens else weights, folder, TOKENIZER_FILES)
+    mend_tokenizer(folder)
+    mend_model(folder)
     _write_settings(plan, target, drafter, folder)
 
 
@@ -262,7 +263,14 @@ def _check_place(out: Path, target: Side, drafter: Side) -> None:
 
 
 def _save_artifact(
-    out: Path, plan: Repairs, target: Side, drafter: Side, command: str, write: Callable[[Path], None]
+    out: Path,
+    plan: Repairs,
+    target: Side,
+    drafter: Side,
+    command: str,
+    write: Callable[[Path], None],
+    *,
+    is_merged: bool,
 ) -> None:
     known = drafter.manifest
     size = drafter.rows or drafter.vocab_size
@@ -272,7 +280,8 @@ def _save_artifact(
     about["target"] = target_record(target.source, None)
     if known is not None:
         size, fingerprint = known.vocab_size, known.tokenizer_fingerprint
-        about = {name: getattr(known, name) for name in about}
+        # an adapter's shapes count the adapter's parameters
+        about |= {name: getattr(known, name) for name in about if name != "shapes" or not is_merged}
         changed = plan.rows is not None or any("artifact.json says" in line for line in plan.left)
         about["evaluation"] = None if changed else known.evaluation  # measured on other rows, or other files
     if plan.same_tokens:

@@ -1,6 +1,7 @@
 """A target and a drafter as their files describe them, and what can be said of the two: findings and verdicts.
 
-Read are configurations, tokenizers and the headers of safetensors files; no weights, nothing pickled, no remote code.
+Read are configurations, tokenizers and the headers of safetensors files; nothing pickled, no remote code. Weights are
+read only to compare an artifact that lies here with its manifest (`pair_checks.py`).
 """
 
 from __future__ import annotations
@@ -15,6 +16,7 @@ from safetensors import SafetensorError, safe_open
 from transformers import AutoConfig, AutoModelForCausalLM, AutoModelForSeq2SeqLM, GenerationConfig
 
 from .artifact import inside, load_manifest
+from .fingerprints import weight_files
 from .manifest import MANIFEST_FILE, Manifest
 from .model_files import UNLOADABLE, check_config, names_of_embeddings
 from .sources import fetch, here, hub_place
@@ -237,10 +239,11 @@ def tensor_shapes(source: str, folder: Path) -> dict[str, tuple[int, ...]]:
     """Shapes by name, from the headers of a model's safetensors files; empty where it has none, or none within reach.
 
     Raises:
-        ValueError: a file that is none of safetensors.
+        ValueError: a file that is none of safetensors; one that an index names, and that is not there.
     """
     shapes: dict[str, tuple[int, ...]] = {}
-    for path in sorted(folder.glob(WEIGHTS)):
+    files = sorted(folder.glob(WEIGHTS))
+    for path in weight_files(folder) if files and here(source) is not None else files:
         try:
             with safe_open(path, framework="pt") as opened:
                 for name in opened.keys():  # noqa: SIM118 (not a dictionary)
@@ -253,10 +256,10 @@ def tensor_shapes(source: str, folder: Path) -> dict[str, tuple[int, ...]]:
 
         try:
             repo, revision = hub_place(source)
-            files = get_safetensors_metadata(repo, revision=revision).files_metadata.values()
+            headers = get_safetensors_metadata(repo, revision=revision).files_metadata.values()
         except (OSError, ValueError, HTTPError, NotASafetensorsRepoError, SafetensorsParsingError):
             return {}
-        shapes = {name: tuple(one.shape) for file in files for name, one in file.tensors.items()}
+        shapes = {name: tuple(one.shape) for header in headers for name, one in header.tensors.items()}
     return shapes
 
 

@@ -7,9 +7,10 @@ from __future__ import annotations
 
 import glob
 import re
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from functools import cache
 from pathlib import Path
+from typing import Any
 
 from .artifact import load_manifest, verify_artifact
 from .heads_layouts import CONFIG_FILE, HEADS_FILE
@@ -104,6 +105,16 @@ def target_record(place: str, fingerprint: str | None) -> dict[str, str | None]:
     if revision is None:
         return {"id": place, "fingerprint": fingerprint}
     return {"id": name, "revision": Path(at_revision(place, weights=False)).name, "fingerprint": fingerprint}
+
+
+def adapter_base(settings: Mapping[str, Any]) -> str | None:
+    """The model that an adapter's `adapter_config.json` names, as `user/name@revision` where that says a revision, too
+    (peft's `revision`); None where it names none."""
+    base, revision = settings.get("base_model_name_or_path"), settings.get("revision")
+    if not isinstance(base, str) or not base:
+        return None
+    is_on_hub = "/" in base and "@" not in base and not _is_path(base) and here(base) is None
+    return f"{base}@{revision}" if is_on_hub and isinstance(revision, str) else base
 
 
 def fetch(repo: str, patterns: Sequence[str], revision: str | None = None) -> Path:

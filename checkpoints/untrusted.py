@@ -5,6 +5,7 @@ from __future__ import annotations
 import hashlib
 import json
 import os
+import shutil
 import stat
 import unicodedata
 from collections.abc import Iterable, Iterator
@@ -180,6 +181,19 @@ def files_of(folder: Path) -> Iterator[tuple[str, str | None]]:
                 waiting.append(path)
             else:
                 yield path.relative_to(folder).as_posix(), _entry_fault(folder, path)
+
+
+def copy_files(folder: Path, out: Path, patterns: Iterable[str]) -> None:
+    """Copy the files at a folder's top that fit one of the patterns.
+
+    Raises:
+        ValueError: a link among them: what it leads to would be handed on.
+    """
+    faults = dict(files_of(folder))
+    for path in (path for pattern in patterns for path in sorted(folder.glob(pattern)) if path.name in faults):
+        if faults[path.name] is not None:
+            raise ValueError(f"{path} {faults[path.name]}")
+        shutil.copyfile(path, out / path.name)
 
 
 def _entry_fault(folder: Path, path: Path) -> str | None:

@@ -69,7 +69,8 @@ def load_tokenizer(source: str) -> Any:
     the model was trained on.
 
     Raises:
-        ValueError: nothing there, nothing that is a tokenizer, or a package it needs is missing.
+        ValueError: nothing there, nothing that is a tokenizer, or a package it needs is missing; a revision where a
+            folder of that name is here.
     """
     from transformers import AutoTokenizer
 
@@ -78,6 +79,10 @@ def load_tokenizer(source: str) -> Any:
         raise ValueError(f"{source} is a file; a tokenizer is loaded from the folder that holds its files")
     where = f"the folder {source}" if path.is_dir() else f"{source} (no such local folder, so taken as a hub id)"
     place, _, revision = (str(path), "", "") if path.is_dir() else source.partition("@")
+    if revision and Path(place).is_dir():
+        raise ValueError(
+            f"{source}: the folder {place} is here, and a folder has no revisions: name it alone, or rename it"
+        )
     try:
         tokenizer = AutoTokenizer.from_pretrained(place, revision=revision or None, trust_remote_code=False)
         return _with_its_own_merges(tokenizer, place, revision or None)

@@ -14,7 +14,7 @@ from transformers import AutoConfig, AutoModelForCausalLM, AutoModelForSeq2SeqLM
 from ..checkpoints.artifact import inside
 from ..checkpoints.folders import steady
 from ..checkpoints.model_files import UNLOADABLE, check_config, only_safetensors, reason
-from ..checkpoints.sources import at_revision
+from ..checkpoints.sources import adapter_base, at_revision
 from ..checkpoints.untrusted import read_json
 from .final_norm import check_states
 from .graphs import GraphedModel
@@ -176,11 +176,13 @@ def _with_adapter(folder: Path, **options: Any) -> PreTrainedModel:
     except ImportError as error:
         raise ValueError(f"{folder} holds a LoRA adapter, which needs peft: pip install draftsmith[train]") from error
     try:
-        base = read_json(folder / ADAPTER_CONFIG).get("base_model_name_or_path")
+        settings = read_json(folder / ADAPTER_CONFIG)
     except ValueError as error:
         raise ValueError(f"{folder / ADAPTER_CONFIG}: {error}") from error
-    if not isinstance(base, str) or not base or Path(base).resolve() == folder.resolve():
-        raise ValueError(f"{folder / ADAPTER_CONFIG} does not say which model the adapter is for, got {base!r}")
+    base = adapter_base(settings)
+    if base is None or Path(base).resolve() == folder.resolve():
+        said = settings.get("base_model_name_or_path")
+        raise ValueError(f"{folder / ADAPTER_CONFIG} does not say which model the adapter is for, got {said!r}")
     if _is_adapter(Path(base)):
         raise ValueError(f"{folder / ADAPTER_CONFIG} names {base!r}, an adapter itself: merge that one into its model")
     try:

@@ -116,8 +116,8 @@ def _chains_of_several(proposer: Proposer) -> int:
 def predict(recording: Recording, parts: Parts, name: str, options: Mapping[str, Any]) -> Prediction | None:
     """Replay a method with these settings; None for methods that cannot be replayed.
 
-    Those are lossy methods, adaptive chains that learn while they sample, and whatever drafts from a part that was not
-    recorded.
+    Those are lossy methods, adaptive chains that learn while they sample, more chains of several drafters than can be
+    followed, and whatever drafts from a part that was not recorded.
 
     Raises:
         ValueError: what `build_method` raises; more candidates or chains than were recorded.
@@ -241,7 +241,7 @@ def _chains(
 def _several(recording: Recording, proposer: DraftChains, nodes: int) -> Prediction | None:
     """Chains of several drafters (`several_drafters.py`)."""
     drafts = recording.several
-    if drafts is None or drafts.draft_TD.shape[1] != len(proposer.models):
+    if drafts is None or drafts.draft_TD.shape[1] != len(proposer.models) or not _chains_of_several(proposer):
         return None
     return _through_states(recording, moves_of(drafts, proposer.per_model), proposer.gamma, nodes)
 

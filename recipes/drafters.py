@@ -10,6 +10,7 @@ import torch
 from transformers import AutoConfig, PreTrainedModel
 
 from ..checkpoints.export_drafter import is_adapter, save_speculation
+from ..checkpoints.older_readers import save_tokenizer
 from ..checkpoints.sources import at_revision
 from ..data.tokenizers import load_tokenizer
 from ..train.config import micro_steps
@@ -56,7 +57,7 @@ def run_drafter(recipe: DrafterRecipe, out: Path, accelerator: Any) -> None:
 
     def write(folder: Path) -> None:
         parts.trained.save(folder)
-        tokenizer.save_pretrained(folder)
+        save_tokenizer(tokenizer, folder)
         if recipe.target is not None and not is_adapter(folder):  # of an adapter, transformers reads its model's
             save_speculation(folder)
 

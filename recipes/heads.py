@@ -13,6 +13,7 @@ import torch
 from torch import Tensor
 
 from ..checkpoints.heads import PredictionHeads, save_heads
+from ..checkpoints.older_readers import save_tokenizer
 from ..data.packing import PADDING
 from ..data.tokenizers import load_tokenizer
 from ..train.config import micro_steps
@@ -68,7 +69,7 @@ def run_heads(recipe: HeadsRecipe, out: Path, accelerator: Any) -> None:
         save_heads(heads.to(parts.task.target.dtype), folder, made_for)
         if parts.base is not None:
             parts.base.save(folder / BASE)
-            tokenizer.save_pretrained(folder / BASE)
+            save_tokenizer(tokenizer, folder / BASE)
 
     if parts.base is None:
         save(recipe, out, write, tokenizer, prepared, result, parts.fingerprint, shapes)

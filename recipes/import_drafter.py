@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import shlex
-import shutil
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -17,7 +16,7 @@ from ..checkpoints.model_files import UNLOADABLE, reason
 from ..checkpoints.pair_checks import examine
 from ..checkpoints.pairs import REFUSED, TOKENIZER_FILES, WEIGHTS, Side, find_folder, model_class, open_side
 from ..checkpoints.sources import target_record
-from ..checkpoints.untrusted import files_of, read_json
+from ..checkpoints.untrusted import UNPICKLE, copy_files, read_json
 from ..data.tokenizers import load_tokenizer
 from ..decode.loading import load_model
 from .command import typed_command
@@ -26,7 +25,7 @@ from .terminal import say
 
 _SMALL = ("generation_config.json", *TOKENIZER_FILES, "LICENSE*", "NOTICE*")
 _FETCHED = ("*.safetensors", "*.json", "*.model", "*.txt", "*.jinja", "LICENSE*", "NOTICE*")
-_PICKLED = "pytorch_model*.bin"
+PICKLED = "pytorch_model*.bin"
 
 
 def import_published(
@@ -40,7 +39,7 @@ def import_published(
     folder = find_folder(source, [CONFIG_FILE, ADAPTER_CONFIG, "*.index.json", "medusa_lm_head.safetensors"])
     is_model = _may_be_model(folder) and not holds_heads(folder, unpickle=unpickle)
     if is_model:
-        folder = find_folder(source, [*_FETCHED, *([_PICKLED] if unpickle else [])])
+        folder = find_folder(source, [*_FETCHED, *([PICKLED] if unpickle else [])])
         is_model = not holds_heads(folder, unpickle=unpickle)
     if not is_model:
         import_heads(source, out, target, unpickle=unpickle, states=states)
@@ -84,7 +83,7 @@ def import_drafter(source: str, folder: Path, out: Path, target: str | None, *, 
     mine = open_side(target, load_tokenizer)
     with whole_model(source, folder, unpickle=unpickle) as whole:
         theirs = open_side(str(whole), load_tokenizer)
-        _check_pair(mine, theirs, source)
+        _check_pair(mine, theirs, source, unpickle and not is_adapter(folder) and whole != folder)
         _save(whole, out, mine, theirs, source)
     say(f"drafter: wrote {out}")
 
@@ -106,10 +105,10 @@ def whole_model(source: str, folder: Path, *, unpickle: bool = False) -> Iterato
             base = base_of(folder)
             say(f"{source} is a LoRA adapter: it is merged into its model, {base}")
             load_model(str(folder)).save_pretrained(whole)
-            _copy(find_folder(base, _SMALL), whole)
+            copy_files(find_folder(base, _SMALL), whole, _SMALL)
         else:
             _unpickled(source, folder, unpickle).save_pretrained(whole)
-        _copy(folder, whole)  # an adapter's own tokenizer comes before its model's
+        copy_files(folder, whole, _SMALL)  # an adapter's own tokenizer comes before its model's
         yield whole
 
 
@@ -126,16 +125,7 @@ def _unpickled(source: str, folder: Path, allowed: bool) -> Any:
         raise ValueError(f"no language model could be loaded from {source}: {reason(str(folder), error)}") from error
 
 
-def _copy(folder: Path, out: Path, patterns: tuple[str, ...] = _SMALL) -> None:
-    """Raises ValueError for links: what they lead to would be handed on."""
-    wrong = dict(files_of(folder))
-    for path in (path for pattern in patterns for path in sorted(folder.glob(pattern))):
-        if wrong.get(path.name) is not None:
-            raise ValueError(f"{path} {wrong[path.name]}")
-        shutil.copyfile(path, out / path.name)
-
-
-def _check_pair(target: Side, drafter: Side, source: str) -> None:
+def _check_pair(target: Side, drafter: Side, source: str, unpickled: bool) -> None:
     """ValueError where this engine would not decode with the two; what it minds less is told."""
     refused = []
     for finding in examine(target, drafter).findings:
@@ -150,6 +140,7 @@ def _check_pair(target: Side, drafter: Side, source: str) -> None:
         refused.append("tokenizer: the drafter's has another fingerprint, and an artifact is for one tokenizer alone")
     if refused:
         fix = _typed("doctor", target.source, source, "--fix", "OUT")
+        fix = f"{UNPICKLE}=1 {fix}" if unpickled else fix
         listed = "\n- ".join(refused)
         raise ValueError(
             f"{source} is no pair with the target {target.source}:\n- {listed}\n"
@@ -159,7 +150,7 @@ def _check_pair(target: Side, drafter: Side, source: str) -> None:
 
 def _save(whole: Path, out: Path, target: Side, drafter: Side, source: str) -> None:
     def write(folder: Path) -> None:
-        _copy(whole, folder, (CONFIG_FILE, WEIGHTS, "model.safetensors.index.json", *_SMALL))
+        copy_files(whole, folder, (CONFIG_FILE, WEIGHTS, "model.safetensors.index.json", *_SMALL))
 
     size = drafter.rows or drafter.vocab_size
     save_artifact(

@@ -8,6 +8,7 @@ import fcntl
 import json
 import os
 from abc import ABC, abstractmethod
+from collections import Counter
 from pathlib import Path
 from types import TracebackType
 from typing import Any, BinaryIO, ClassVar, Self
@@ -34,6 +35,7 @@ class Journal(ABC):
     """
 
     name: ClassVar[str]
+    _cure: ClassVar[str] = "delete that line or the file to go on"
 
     def __init__(self, out: Path, identity: dict[str, Any]) -> None:
         self.path = _place(out, self.name)
@@ -51,7 +53,7 @@ class Journal(ABC):
             raise
 
     @abstractmethod
-    def _take(self, number: int, value: Any) -> None:
+    def _take(self, value: Any) -> None:
         """Keep what an earlier process wrote in a line; ValueError for a damaged one."""
 
     def remove(self) -> None:
@@ -75,17 +77,30 @@ class Journal(ABC):
             self._file.truncate(sum(map(len, lines[:-1])))
             lines.pop()
         if lines:
-            begun = _parsed(self.path, 1, lines[0])
+            begun = self._parsed(1, lines[0])
             theirs = begun.get("identity") if isinstance(begun, dict) and begun.get("schema") == SCHEMA else None
             if not isinstance(theirs, dict):
                 raise ValueError(f"{self.path}:1 does not say what its lines belong to: delete the file to start anew")
             self.changed = [name for name in {**identity, **theirs} if identity.get(name) != theirs.get(name)]
         if lines and not self.changed:
             for number, line in enumerate(lines[1:], start=2):
-                self._take(number, _parsed(self.path, number, line))
+                value = self._parsed(number, line)
+                try:
+                    self._take(value)
+                except ValueError as error:
+                    raise self._damaged(number, str(error)) from error
             return
         self._file.truncate(0)
         self._write({"schema": SCHEMA, "identity": identity})
+
+    def _parsed(self, number: int, line: bytes) -> Any:
+        try:
+            return json.loads(line)
+        except ValueError as error:
+            raise self._damaged(number, "it is no JSON") from error
+
+    def _damaged(self, number: int, why: str) -> ValueError:
+        return ValueError(f"{self.path}:{number} is damaged: {why}; {self._cure}")
 
     def _write(self, value: Any) -> None:
         line = json.dumps(value, allow_nan=False).encode() + b"\n"
@@ -121,38 +136,44 @@ class RunJournal(Journal):
         """Write down what a token of a row takes."""
         self._write({"label": label, "energy": energy.as_dict()})
 
-    def _take(self, number: int, value: Any) -> None:
+    def _take(self, value: Any) -> None:
         if isinstance(value, dict):
-            self.energies |= _energy(self.path, number, value)
+            self.energies |= _energy(value)
         else:
-            self.finished |= _run(self.path, number, value)
+            self.finished |= _run(value)
 
 
 class TextJournal(Journal):
-    """Of a certificate: a line for what a method wrote after the next of its prompts. Texts are judged again by whoever
-    goes on, which takes little beside writing them.
+    """Of a certificate: a line for what a method wrote after the next of its prompts, numbered from 0. Texts are judged
+    again by whoever goes on, which takes little beside writing them.
 
     Attributes:
         finished: what earlier processes wrote, by label.
     """
 
     name = "texts.jsonl"
+    _cure = "delete it with all lines after it, or the file, to go on"
 
     def __init__(self, out: Path, identity: dict[str, Any]) -> None:
         self.finished: dict[str, list[Written]] = {}
+        self._counts: Counter[str] = Counter()
         super().__init__(out, identity)
 
     def add(self, label: str, written: Written) -> None:
         """Write down texts that are finished."""
-        self._write([label, written.seconds, written.outputs])
+        self._write([label, self._counts[label], written.seconds, written.outputs])
+        self._counts[label] += 1
 
-    def _take(self, number: int, value: Any) -> None:
-        if not isinstance(value, list) or [type(part) for part in value] != [str, float, list]:
-            raise _damaged(self.path, number)
-        label, seconds, outputs = value
+    def _take(self, value: Any) -> None:
+        if not isinstance(value, list) or [type(part) for part in value] != [str, int, float, list]:
+            raise ValueError("it holds no texts")
+        label, number, seconds, outputs = value
         if not all(isinstance(ids, list) and all(type(token) is int for token in ids) for ids in outputs):
-            raise _damaged(self.path, number)
+            raise ValueError("it holds no tokens")
+        if number != self._counts[label]:
+            raise ValueError("texts before these are missing: they would be taken for those of other prompts")
         self.finished.setdefault(label, []).append(Written(outputs, seconds))
+        self._counts[label] += 1
 
 
 def journal_path(out: Path) -> Path:
@@ -164,39 +185,26 @@ def _place(out: Path, name: str) -> Path:
     return out.with_name(out.name + ".state") / name
 
 
-def _parsed(path: Path, number: int, line: bytes) -> Any:
-    try:
-        return json.loads(line)
-    except ValueError as error:
-        raise _damaged(path, number) from error
-
-
-def _run(path: Path, number: int, value: Any) -> dict[RunKey, Decoded]:
+def _run(value: Any) -> dict[RunKey, Decoded]:
     wanted = (str, int, int, list, dict, float, float)
     if not isinstance(value, list) or [type(part) for part in value] != list(wanted):
-        raise _damaged(path, number)
+        raise ValueError("it holds no run")
     label, place, repeat, ids, counts, seconds, reading = value
     fields = {each.name for each in dataclasses.fields(Tally)}
     if set(counts) != fields or not all(type(token) is int for token in ids):
-        raise _damaged(path, number)
+        raise ValueError("it holds no counts or tokens")
     return {RunKey(label, place, repeat): Decoded(ids, Tally(**counts), seconds, reading)}
 
 
-def _energy(path: Path, number: int, value: dict[str, Any]) -> dict[str, Energy]:
+def _energy(value: dict[str, Any]) -> dict[str, Energy]:
     label, found = value.get("label"), value.get("energy")
     names = {each.name for each in dataclasses.fields(Energy)}
     if not isinstance(label, str) or not isinstance(found, dict) or set(found) != names:
-        raise _damaged(path, number)
+        raise ValueError("it holds no joules")
     trials, above = found["trials"], found["above_idle"]
     if not isinstance(trials, list) or not isinstance(found["source"], str):
-        raise _damaged(path, number)
+        raise ValueError("it holds no trials or source")
     numbers = [*trials, *(found[name] for name in names - {"source", "trials", "above_idle"})]
     if not all(type(each) is float for each in (*numbers, *([] if above is None else [above]))):
-        raise _damaged(path, number)
+        raise ValueError("it holds no numbers")
     return {label: Energy(**found | {"trials": tuple(trials)})}
-
-
-def _damaged(path: Path, number: int) -> ValueError:
-    return ValueError(
-        f"{path}:{number} is damaged: it holds no work that was done; delete that line or the file to go on"
-    )

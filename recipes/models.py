@@ -21,7 +21,8 @@ from transformers.pytorch_utils import Conv1D
 
 from ..checkpoints.model_files import UNLOADABLE, check_config, names_of_embeddings, read_tensors
 from ..checkpoints.names import did_you_mean
-from ..checkpoints.sources import at_revision
+from ..checkpoints.older_readers import mend_model
+from ..checkpoints.sources import at_revision, target_record
 from ..decode.loading import ADAPTER_CONFIG, load_model
 from ..decode.seq2seq import Seq2SeqModel
 from .training import LoraSection, ModelSection
@@ -57,6 +58,7 @@ class TrainableModel:
             _save_adapter(self.adapter, folder, state or self.model.state_dict())
         else:
             _merged(self.model, self.adapter, state or self.model.state_dict()).save_pretrained(folder)
+        mend_model(folder)
 
     def shapes(self) -> dict[str, Any]:
         """What an artifact says of the model: vocabulary, parameters of the artifact and those trained, type; of an
@@ -305,7 +307,8 @@ def add_lora(model: PreTrainedModel, section: ModelSection) -> Any:
         task_type="SEQ_2_SEQ_LM" if model.config.is_encoder_decoder else "CAUSAL_LM",
     )
     wrapper = get_peft_model(model, config)
-    config.base_model_name_or_path = source
+    named = target_record(str(source), None)
+    config.base_model_name_or_path, config.revision = named["id"], named.get("revision")
     return wrapper
 
 

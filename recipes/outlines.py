@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import os
 from collections.abc import Callable
 from dataclasses import dataclass, replace
@@ -14,9 +13,9 @@ from safetensors import safe_open
 from transformers import AutoConfig, PreTrainedModel
 from transformers.utils import cached_file
 
+from ..checkpoints.export_drafter import base_of, is_adapter
 from ..checkpoints.heads import PredictionHeads
 from ..checkpoints.sources import at_revision
-from ..decode.loading import ADAPTER_CONFIG
 from ..train.config import micro_steps
 from ..train.plan import Demand, Launch, ModelSize, heads_size, model_size
 from ..train.scale import zero_stage
@@ -178,10 +177,8 @@ def outline_model(source: str, dtype: str, attention: str | None = None) -> PreT
 
 def _adapted(source: str) -> str:
     """The model that an adapter in a folder is for; else the same."""
-    settings = Path(source) / ADAPTER_CONFIG
-    if settings.is_file() and not (Path(source) / "config.json").is_file():
-        return str(json.loads(settings.read_text(encoding="utf-8"))["base_model_name_or_path"])
-    return source
+    folder = Path(source)
+    return at_revision(base_of(folder), weights=False) if is_adapter(folder) else source
 
 
 def _dtype_of(source: str, config: Any) -> torch.dtype:

@@ -5,7 +5,8 @@ from __future__ import annotations
 import json
 import shlex
 import sys
-from contextlib import redirect_stdout
+from collections.abc import Iterator
+from contextlib import ExitStack, contextmanager, redirect_stdout
 from dataclasses import replace
 from pathlib import Path
 
@@ -17,9 +18,10 @@ from ..checkpoints.artifact import MANIFEST_FILE, load_manifest
 from ..checkpoints.export_drafter import is_adapter
 from ..checkpoints.pair_checks import examine
 from ..checkpoints.pair_repairs import Repairs, repair
-from ..checkpoints.pairs import CONSUMERS, TOKENIZER_FILES, WORKS, Diagnosis, Side, find_folder, open_side
+from ..checkpoints.pairs import CONSUMERS, TOKENIZER_FILES, WEIGHTS, WORKS, Diagnosis, Side, find_folder, open_side
+from ..checkpoints.untrusted import pickles_allowed
 from ..data.tokenizers import load_tokenizer
-from .import_drafter import whole_model
+from .import_drafter import PICKLED, whole_model
 from .terminal import console, say
 
 _COLOURS = {
@@ -40,43 +42,44 @@ def examine_pair(target: str, drafter: str, fix: Path | None = None, as_json: bo
         Whether transformers and this engine both take the pair, the repaired one with `fix`, without a "but".
 
     Raises:
-        ValueError: what `open_side` and `repair` raise.
+        ValueError: what `open_side`, `whole_model` and `repair` raise.
     """
-    with redirect_stdout(sys.stderr):  # what libraries say when they are first used is no result
-        mine, theirs = open_side(target, load_tokenizer), _open_drafter(target, drafter, fix)
-        diagnosis = examine(mine, theirs)
-    shown = {"pair": diagnosis.plain()}
-    if not as_json:
-        show(diagnosis)
-    if fix is not None:
-        command = shlex.join(["draftsmith", "doctor", target, drafter, "--fix", str(fix)])
-        with redirect_stdout(sys.stderr):
-            repairs = repair(mine, theirs, diagnosis.findings, fix, command)
-            diagnosis = examine(mine, open_side(str(fix), load_tokenizer))
-        shown |= {"repairs": {"done": repairs.done, "left": repairs.left}, "repaired": diagnosis.plain()}
+    with ExitStack() as kept:
+        with redirect_stdout(sys.stderr):  # what libraries say when they are first used is no result
+            mine = open_side(target, load_tokenizer)
+            theirs, whole = kept.enter_context(_open_drafter(drafter, fix is not None))
+            diagnosis = examine(mine, theirs)
+        shown = {"pair": diagnosis.plain()}
         if not as_json:
-            _show_repairs(repairs, fix)
             show(diagnosis)
+        if fix is not None:
+            command = shlex.join(["draftsmith", "doctor", target, drafter, "--fix", str(fix)])
+            with redirect_stdout(sys.stderr):
+                repairs = repair(mine, theirs, diagnosis.findings, fix, command, whole)
+                diagnosis = examine(mine, open_side(str(fix), load_tokenizer))
+            shown |= {"repairs": {"done": repairs.done, "left": repairs.left}, "repaired": diagnosis.plain()}
+            if not as_json:
+                _show_repairs(repairs, fix)
+                show(diagnosis)
     if as_json:
         sys.stdout.write(json.dumps(shown, indent=2, ensure_ascii=False) + "\n")
     verdicts = diagnosis.verdicts
     return all(verdicts[name].outcome == WORKS for name in _MUST_WORK)
 
 
-def _open_drafter(target: str, drafter: str, fix: Path | None) -> Side:
-    """The drafter's side; of a LoRA adapter that of its model with the adapter merged."""
-    folder = find_folder(drafter, ["*.json", "adapter_model.safetensors", *TOKENIZER_FILES])
-    if not is_adapter(folder):
-        return open_side(drafter, load_tokenizer)
-    if fix is not None:
-        ours = (folder / MANIFEST_FILE).is_file()
-        merge = ["export", drafter, "--to", "transformers"] if ours else ["import", drafter, "--target", target]
-        first = shlex.join(["draftsmith", *merge, "--out", "MERGED"])
-        second = shlex.join(["draftsmith", "doctor", target, "MERGED", "--fix", str(fix)])
-        raise ValueError(f"{drafter} is a LoRA adapter, and rows of its model are repaired: `{first}`, then `{second}`")
-    with whole_model(drafter, folder) as whole:
+@contextmanager
+def _open_drafter(drafter: str, is_repaired: bool) -> Iterator[tuple[Side, Path | None]]:
+    """The drafter's side. Of a LoRA adapter that of its model with the adapter merged, and the folder of that; the same
+    of pickled weights that are to be repaired, where they may be read."""
+    converts = is_repaired and pickles_allowed()
+    weights = [WEIGHTS, PICKLED] if converts else []
+    folder = find_folder(drafter, ["*.json", "adapter_model.safetensors", *TOKENIZER_FILES, *weights])
+    if not is_adapter(folder) and not (converts and not any(folder.glob(WEIGHTS)) and any(folder.glob(PICKLED))):
+        yield open_side(drafter, load_tokenizer), None
+        return
+    with whole_model(drafter, folder, unpickle=converts) as whole:
         manifest = load_manifest(folder) if (folder / MANIFEST_FILE).is_file() else None
-        return replace(open_side(str(whole), load_tokenizer), source=drafter, folder=folder, manifest=manifest)
+        yield replace(open_side(str(whole), load_tokenizer), source=drafter, folder=folder, manifest=manifest), whole
 
 
 def show(diagnosis: Diagnosis) -> None:

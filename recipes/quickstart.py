@@ -11,6 +11,7 @@ import time
 from pathlib import Path
 from typing import Any
 
+from ..checkpoints.older_readers import save_tokenizer
 from ..data.conversations import write_conversations
 from ..data.documentation import documentation_conversations
 from ..data.reading import read_conversations
@@ -116,7 +117,7 @@ def make_tokenizer(recipe: QuickstartRecipe, corpus: Path, folder: Path) -> None
     tokenizer = train_bpe(texts, recipe.corpus.vocab_size, SPECIAL_TOKENS)
     tokenizer.chat_template = CHATML_JINJA  # so that servers can chat with the target
     unfinished = folder.with_name(f".{folder.name}.unfinished")
-    tokenizer.save_pretrained(unfinished)
+    save_tokenizer(tokenizer, unfinished)
     unfinished.rename(folder)
 
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import hashlib
 import json
 from collections.abc import Callable, Sequence
+from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
@@ -39,7 +40,7 @@ from . import evaluate
 from .config import EvaluateRecipe, MethodSection
 from .files import write_whole
 from .loading import write_recipe
-from .opening import open_recipe, place_of
+from .opening import Opened, open_recipe, place_of
 from .terminal import Advance, bar, say
 from .tune_report import in_words, show, write_frontier
 
@@ -67,7 +68,7 @@ def run_tune(recipe: EvaluateRecipe, space: Space | None = None) -> dict[str, An
     opened = open_recipe(recipe)
     target, parts, tokenizer = opened.target, opened.parts, opened.tokenizer
     sampling = Sampling(recipe.temperature, recipe.top_k, recipe.top_p)
-    rows = _rows(recipe, parts, sampling)
+    rows = _rows(recipe, opened, sampling)
     where: dict[str, Any] = {"path": recipe.prompts_path, "groups": recipe.groups or None}
     asked = evaluate.load_prompts(
         recipe.prompts, recipe.template, tokenizer, recipe.limit, recipe.max_prompt_tokens, **where
@@ -148,9 +149,11 @@ def _counted(advance: Advance, count: int) -> Callable[[], None]:
     return lambda: advance(next(places), count)
 
 
-def _rows(recipe: EvaluateRecipe, parts: Parts, sampling: Sampling) -> dict[str, dict[str, Any]]:
+def _rows(recipe: EvaluateRecipe, opened: Opened, sampling: Sampling) -> dict[str, dict[str, Any]]:
     """Settings of each method to tune that the recipe fixes."""
-    known = tuned_methods(parts, sampling)
+    known = tuned_methods(opened.parts, sampling)
+    if opened.model.config.is_encoder_decoder:  # whose text joint decoding cannot be replayed on
+        known = [name for name in known if name != "mjsd"]
     asked = [row for row in recipe.methods if row.method != BASELINE]
     named = {_name(row, sampling): dict(row.options) for row in asked}
     rows = {name: options for name, options in named.items() if name in (*known, *SAME_WHEN_GREEDY)}
@@ -182,7 +185,12 @@ def _recording(
 ) -> Recording:
     path = folder / "recording.safetensors"
     several = several_chains(parts) if "specinfer" in rows else 0
-    identity = _identity(recipe, prompts, limits, space) | {"several": several}
+    tables = [TableSource(1, 1.0)]
+    if "bigram" in rows:
+        proposer = build_method("bigram", parts, sampling, **rows["bigram"]).proposer
+        tables.append(TableSource.of(proposer))  # type: ignore[arg-type]
+    looked_at = {"sampling": asdict(sampling), "tables": [table.name for table in tables], "several": several}
+    identity = _identity(recipe, prompts, limits, space) | looked_at
     if path.is_file():
         recording = load_recording(path)
         if recording.identity == identity:
@@ -191,10 +199,6 @@ def _recording(
         say(f"tune: {path} is a recording of other models, prompts or settings: recording anew")
     with bar("writing texts", "prompts") as advance:
         texts = sample_texts(target, prompts, limits, sampling, seed=recipe.seed, progress=advance)
-    tables = [TableSource(1, 1.0)]
-    if "bigram" in rows:
-        proposer = build_method("bigram", parts, sampling, **rows["bigram"]).proposer
-        tables.append(TableSource.of(proposer))  # type: ignore[arg-type]
     with bar("recording", "prompts") as advance:
         recording = record(
             target,
@@ -226,8 +230,7 @@ def _identity(recipe: EvaluateRecipe, prompts: Sequence[Sequence[int]], limits: 
         models[f"drafter {place + 2}"] = [source, _fingerprint(Path(place_of(source, "drafter")))]
     digest = hashlib.sha256(json.dumps([list(prompt) for prompt in prompts]).encode()).hexdigest()
     sizes = [space.candidates, space.head_candidates, limits.max_new_tokens, list(limits.stop_ids)]
-    rows = [row.model_dump(mode="json") for row in recipe.methods if row.method == "bigram"]
-    return {"models": models, "prompts": digest, "sizes": sizes, "seed": recipe.seed, "bigram": rows}
+    return {"models": models, "dtype": recipe.dtype, "prompts": digest, "sizes": sizes, "seed": recipe.seed}
 
 
 def _fingerprint(folder: Path) -> str | None:

@@ -120,6 +120,8 @@ def export(artifact: Path, form: str, **options: Any) -> tuple[Path, str]:
     out = artifact.with_name(f"exported-{form}")
     lines = export_artifact(artifact, form, out, FORMATS, ExportOptions(**options))
     assert verify_artifact(out).export
+    if (out / "tokenizer_config.json").is_file():
+        assert '"PreTrainedTokenizerFast"' in (out / "tokenizer_config.json").read_text(), "as older readers take it"
     return out, "\n".join(lines)
 
 
@@ -301,7 +303,7 @@ def test_a_merge_that_is_wrong_is_found(adapter: Make, monkeypatch: pytest.Monke
 
 
 @pytest.mark.parametrize("form", ["transformers", "vllm-sglang"])
-@pytest.mark.parametrize("fault", ["a weight", "a tokenizer"])
+@pytest.mark.parametrize("fault", ["a weight", "a tokenizer", "its special tokens"])
 def test_a_copy_that_errs_leaves_nothing(form: str, fault: str, make: Make, monkeypatch: pytest.MonkeyPatch) -> None:
     artifact = make()
     good = shutil.copyfile
@@ -314,10 +316,12 @@ def test_a_copy_that_errs_leaves_nothing(form: str, fault: str, make: Make, monk
             place.write_bytes(data)
         if fault == "a tokenizer" and place.name == "tokenizer.json":
             place.write_text(place.read_text().replace('"w3"', '"ww"'))
+        if fault == "its special tokens" and place.name == "tokenizer_config.json":
+            place.write_text(place.read_text().replace('"eos_token"', '"no_token"'))
 
     monkeypatch.setattr(export_drafter.shutil, "copyfile", err)
     said = refused(artifact, form)
-    assert "read back from" in said or (fault == "a tokenizer" and form == "vllm-sglang" and "'w3'" in said)
+    assert "read back from" in said or (form == "vllm-sglang" and {"a tokenizer": "'w3'"}.get(fault, "eos") in said)
 
 
 def test_an_assistant_that_changes_answers_is_found(make: Make, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import shutil
 from collections.abc import Callable
 from pathlib import Path
@@ -12,7 +13,9 @@ from draftsmith.checkpoints.artifact import save_artifact
 from draftsmith.checkpoints.export import SERVING_FILE, ExportOptions, export_artifact
 from draftsmith.checkpoints.export_gguf import GGUF
 from draftsmith.checkpoints.gguf_file import read_gguf
+from draftsmith.checkpoints.sources import split_revision
 from draftsmith.data.tokenizers import train_bpe
+from huggingface_hub import constants
 from tokenizers import Tokenizer, models, normalizers, pre_tokenizers
 from transformers import GPTNeoXConfig, GPTNeoXForCausalLM, LlamaForCausalLM, PreTrainedTokenizerFast
 
@@ -54,7 +57,8 @@ def make(tmp_path: Path, make_llama: Callable[..., LlamaForCausalLM]) -> Make:
             tokenizer.save_pretrained(folder)
 
         about: dict[str, Any] = {key: {} for key in ("shapes", "recipe", "data", "training")}
-        about |= {"vocab_size": len(tokenizer), "target": target and {"id": target}, "tokenizer_fingerprint": None}
+        about |= {"vocab_size": len(tokenizer), "tokenizer_fingerprint": None}
+        about["target"] = target and dict(zip(("id", "revision"), split_revision(target), strict=True))
         save_artifact(tmp_path / name, kind="drafter", write=write, **about)
         return tmp_path / name
 
@@ -62,12 +66,12 @@ def make(tmp_path: Path, make_llama: Callable[..., LlamaForCausalLM]) -> Make:
 
 
 @pytest.fixture
-def export(tmp_path: Path) -> Callable[[Path], Path]:
+def export(tmp_path: Path) -> Callable[..., Path]:
     (tmp_path / "llama.cpp").mkdir()
     shutil.copyfile(CONVERTER, tmp_path / "llama.cpp" / "convert_hf_to_gguf.py")
 
-    def run(artifact: Path) -> Path:
-        options = ExportOptions(llama_cpp=tmp_path / "llama.cpp")
+    def run(artifact: Path, target: str | None = None) -> Path:
+        options = ExportOptions(target=target, llama_cpp=tmp_path / "llama.cpp")
         export_artifact(artifact, "gguf", tmp_path / "exported", FORMATS, options)
         return tmp_path / "exported"
 
@@ -76,6 +80,26 @@ def export(tmp_path: Path) -> Callable[[Path], Path]:
 
 def test_a_tokenizer_of_ones_own_is_given_its_name(make: Make, export: Callable[[Path], Path]) -> None:
     assert read_gguf(export(make(our_bpe())) / "model.gguf").values["tokenizer.ggml.pre"] == "gpt-2"
+
+
+def test_an_older_file_of_a_tokenizer_says_less(make: Make, export: Callable[..., Path]) -> None:
+    """Files written before there was `use_regex` split as those do that say true."""
+    artifact = make(our_bpe())
+    told = json.loads((artifact / "tokenizer.json").read_text())
+    assert told["pre_tokenizer"].pop("use_regex") is True
+    about: dict[str, Any] = {key: {} for key in ("shapes", "recipe", "data", "training")} | {"target": None}
+    about |= {"vocab_size": 276, "tokenizer_fingerprint": None}
+
+    def write(folder: Path) -> None:
+        shutil.copytree(artifact, folder, dirs_exist_ok=True, ignore=shutil.ignore_patterns("artifact.json"))
+        (folder / "tokenizer.json").write_text(json.dumps(told))
+
+    save_artifact(artifact.with_name("older"), kind="drafter", write=write, **about)
+    assert read_gguf(export(artifact.with_name("older")) / "model.gguf").values["tokenizer.ggml.pre"] == "gpt-2"
+    told = []
+    save_artifact(artifact.with_name("older"), kind="drafter", write=write, **about)
+    with pytest.raises(ValueError, match=r"tokenizer\.json cannot be read: it holds a JSON list"):
+        export(artifact.with_name("older"))
 
 
 def test_a_published_tokenizer_keeps_its_name(make: Make, export: Callable[[Path], Path]) -> None:
@@ -127,6 +151,22 @@ def test_the_targets_sentencepiece_model_stands_in(make: Make, export: Callable[
     assert not [path for path in folder.iterdir() if path.is_dir()]
 
 
+def test_the_sentencepiece_model_of_a_target_on_the_hub_does_too(
+    make: Make, export: Callable[..., Path], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    artifact, target = make(our_bpe()), make(our_bpe(), "target")
+    (target / "tokenizer.model").write_bytes(b"sentencepiece's")
+    repo = tmp_path / "cache" / "models--me--target"
+    (repo / "refs").mkdir(parents=True)
+    (repo / "refs" / "main").write_text("a" * 40)
+    (repo / "snapshots").mkdir()
+    target.rename(repo / "snapshots" / ("a" * 40))
+    monkeypatch.setattr(constants, "HF_HUB_CACHE", str(tmp_path / "cache"))
+    monkeypatch.setattr(constants, "HF_HUB_OFFLINE", True)
+    folder = export(artifact, target="me/target")
+    assert read_gguf(folder / "model.gguf").values["tokenizer.ggml.model"] == "llama"
+
+
 def test_serving_converts_a_target_as_the_drafter_was_converted(make: Make, export: Callable[[Path], Path]) -> None:
     tokenizer = our_bpe()
     target = make(tokenizer, "target")
@@ -139,3 +179,15 @@ def test_serving_converts_a_target_as_the_drafter_was_converted(make: Make, expo
     serving = (export(make(tokenizer, "drafter", str(target))) / SERVING_FILE).read_text()
     assert f"convert_hf_to_gguf.py {target} --outfile target.gguf" in serving
     assert "-m target.gguf" in serving
+
+
+@pytest.mark.parametrize("revision", [None, "v2"])
+def test_serving_fetches_a_target_of_the_hub(revision: str | None, make: Make, export: Callable[..., Path]) -> None:
+    """The converter takes folders alone."""
+    at = f"@{revision}" if revision else ""
+    serving = (export(make(our_bpe(), target=f"me/target{at}")) / SERVING_FILE).read_text()
+    fetched = "hf download me/target --local-dir model\n"
+    assert f"{fetched}python convert_hf_to_gguf.py model --outfile target.gguf" in serving
+    assert ("hf download me/target --revision v2 --local-dir target" in serving) is bool(revision)
+    serving = (export(make(our_bpe(), target="/gone/target")) / SERVING_FILE).read_text()
+    assert "```bash\npython convert_hf_to_gguf.py /gone/target --outfile target.gguf" in serving

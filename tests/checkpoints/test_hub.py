@@ -277,22 +277,24 @@ def test_what_is_waited_for_is_told(
     """The stand-in answers nothing until its client has told that it waits, or a minute later."""
     monkeypatch.setattr(hub, "_SILENCE", 0.05)
     client.hub.faults = [stand_in.Fault(kind, "hang")]
+    name = {"info": kit.REPO, "batch": "sending", "put": "sending", "create": "making", "tree": "files of"}
+    wanted = f"hub: {name.get(kind, kind)}"
     told = []
 
     def tell(line: str) -> None:
         told.append(line)
-        if client.hub.hanging.is_set():
+        if line.startswith(wanted) and client.hub.hanging.wait(60):  # a slow stand-in hangs later than that is told
             client.hub.let_go.set()
 
     late = threading.Timer(60, client.hub.let_go.set)
+    late.daemon = True
     late.start()
     here = Hub(tell)
     push(here, plan_push(here, artifact, kit.REPO, lambda _: ""))
     late.cancel()
     slow = [line for line in told if f"waiting for {client.hub.url}" in line]
     assert all(line.endswith(("tries are left", "is tried 5 times more")) for line in slow)
-    name = {"info": kit.REPO, "batch": "sending", "put": "sending", "create": "making", "tree": "files of"}
-    assert any(line.startswith(f"hub: {name.get(kind, kind)}") for line in slow), told
+    assert any(line.startswith(wanted) for line in slow), told
     assert len(client.hub.repos[kit.REPO].commits) == 2
 
 

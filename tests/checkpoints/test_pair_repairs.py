@@ -93,6 +93,7 @@ def test_a_padded_model_says_what_it_said(family: str, dtype: torch.dtype, tmp_p
     assert (after[:, VOCAB:].max(-1).values < before.max(-1).values).all()
     mended = examine(sides[0], open_side(str(tmp_path / "out"), load_tokenizer))
     assert faults(mended) <= {"kind of model"}
+    assert '"PreTrainedTokenizerFast"' in (tmp_path / "out" / "tokenizer_config.json").read_text()
     assert {finding.severity for finding in mended.findings} <= {"fault", "note"}
 
 

@@ -157,6 +157,17 @@ def test_several_drafters_that_are_one_are_its_chains(make_llama: Any, sampling:
     assert predict(both, three, "specinfer", {}) is None
 
 
+def test_more_chains_of_several_drafters_than_can_be_followed_are_left_out(make_llama: Any) -> None:
+    """Beside others that can be: an evaluation has both."""
+    target, drafter, sampling = wrap_model(make_llama(12)), wrap_model(make_llama(12, seed=1)), Sampling(1.0)
+    parts, prompts = Parts(drafter, more_drafters=(drafter, drafter)), prompts_of(12, 3)
+    texts = {sampling: sample_texts(target, prompts, Limits(6), sampling)}
+    entries = [Entry(str(count), "specinfer", {"gamma": 2, "drafts": count}, sampling) for count in (1, 2, 4)]
+    found = predict_entries(record_entries(target, parts, entries, prompts, texts), parts, entries)
+    assert found["1"]["tokens_per_step"] < found["2"]["tokens_per_step"]
+    assert found["4"] is None
+
+
 def test_greedy_replay_of_several_drafters_is_exact(make_llama: Any) -> None:
     """As many steps as decoding takes, by text; fewer than with any drafter alone."""
     target = wrap_model(make_llama(12, seed=0))

@@ -89,6 +89,8 @@ def test_a_folder_of_artifacts_names_them(tiny_pair: Path, tmp_path: Path) -> No
     assert named in str(asked.exception)
     with pytest.raises(ValueError, match=r"name one of those that lie in it: .*drafter-stage1"):
         load_model(str(tiny_pair))
+    (tmp_path / ".cache").symlink_to(tiny_pair)
+    assert "name one of those that lie in it" in artifact("verify", tmp_path / ".cache").stdout, "hidden, but asked for"
     (tmp_path / "a" / ".b.saving").mkdir(parents=True)
     shutil.copyfile(tiny_pair / "heads" / "artifact.json", tmp_path / "a" / ".b.saving" / "artifact.json")
     assert (

@@ -145,7 +145,7 @@ def test_a_stopped_certificate_goes_on(recipe: Path, launcher: Any) -> None:
         assert ("going on; " in said) == (number == signal.SIGINT)
     assert "certify: stopped by signal 2; the same command goes on from here" in said
     assert not json.loads(path.read_text())["complete"]
-    texts = sum(len(json.loads(line)[2]) for line in kept[1:lines])
+    texts = sum(len(json.loads(line)[-1]) for line in kept[1:lines])
     code, said, again = certified(recipe, *asked)
     assert code == 0
     assert f"going on; {texts} texts are written already" in said
@@ -165,13 +165,28 @@ def test_kept_texts_are_judged_and_those_of_another_plan_are_not_used(recipe: Pa
         assert not journal.path.exists()
 
 
-@pytest.mark.parametrize("damage", ["[1, 2]", "[0, 0.1, [[1]]]", '["a", 0.1, [1]]', '["a", 0.1, [["b"]]]', "{}"])
+DAMAGES = ["[1, 2]", "[0, 1, 0.1, [[1]]]", '["a", 1, 0.1, [1]]', '["a", 1, 0.1, [["b"]]]', "{}", '["a", 2, 0.1, [[1]]]']
+
+
+@pytest.mark.parametrize("damage", DAMAGES)
 def test_a_damaged_line_of_texts_is_refused_with_its_number(tmp_path: Path, damage: str) -> None:
     with TextJournal(tmp_path / "c.json", {}) as journal:
         journal.add("a", Written([[1, 2], []], 0.5))
-    with journal.path.open("a") as file:
-        file.write(f"{damage}\n")
-    with pytest.raises(ValueError, match=r"texts.jsonl:3 is damaged"):
+    whole = journal.path.read_text()
+    journal.path.write_text(f"{whole}{damage}\n")
+    with pytest.raises(
+        ValueError, match=r"texts.jsonl:3 is damaged: .*; delete it with all lines after it, or the file"
+    ):
+        TextJournal(tmp_path / "c.json", {})
+    journal.path.write_text(whole)
+    with TextJournal(tmp_path / "c.json", {}) as journal:
+        journal.add("a", Written([[3]], 0.5))
+        journal.add("b", Written([[4]], 0.5))
+    first, _, *after = journal.path.read_text().splitlines(keepends=True)
+    with TextJournal(tmp_path / "c.json", {}) as journal:
+        assert journal.finished == {"a": [Written([[1, 2], []], 0.5), Written([[3]], 0.5)], "b": [Written([[4]], 0.5)]}
+    journal.path.write_text("".join([first, *after]))
+    with pytest.raises(ValueError, match=r"texts.jsonl:2 is damaged"):  # texts would be judged by other prompts
         TextJournal(tmp_path / "c.json", {})
 
 

@@ -58,6 +58,7 @@ def test_it_trains_and_leaves_a_drafter_for_its_target(name: str, stand_ins: Any
         assert (settings.num_assistant_tokens, settings.assistant_confidence_threshold) == (4, 0)
     else:  # an adapter, whose model's settings are read
         assert manifest.shapes["base_model"] == str(stand_ins.drafter(recipe.model.source))
+    assert '"PreTrainedTokenizerFast"' in (out / "tokenizer_config.json").read_text(), "as older readers take it"
     expected_layers = len(recipe.model.layers) or 2
     assert drafter.config.num_hidden_layers == expected_layers
     if recipe.model.config is not None:

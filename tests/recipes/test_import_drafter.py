@@ -100,11 +100,15 @@ class Evil:
         return exec, ("raise SystemExit('it ran')",)
 
 
-def test_code_in_a_pickle_does_not_run(plain: Path, target: Path, tmp_path: Path) -> None:
+@pytest.mark.parametrize("name", ["pytorch_model.bin", "pytorch_model-00001-of-00001.bin"])
+def test_code_in_a_pickle_does_not_run(name: str, plain: Path, target: Path, tmp_path: Path) -> None:
     (plain / "model.safetensors").unlink()
-    torch.save({"model.embed_tokens.weight": Evil()}, plain / "pytorch_model.bin")
-    with pytest.raises(ValueError, match="is not a pickled file of tensors alone"):
+    torch.save({"model.embed_tokens.weight": Evil()}, plain / name)
+    index = {"metadata": {}, "weight_map": {"model.embed_tokens.weight": name}}
+    (plain / "pytorch_model.bin.index.json").write_text(json.dumps(index))
+    with pytest.raises(ValueError, match=r"is not a pickled file of tensors alone|hold more than tensors") as refused:
         import_published(str(plain), tmp_path / "out", str(target), unpickle=True)
+    assert "weights_only" not in str(refused.value), "torch says how to run it"
     assert not (tmp_path / "out").exists()
 
 
@@ -124,12 +128,29 @@ def test_a_drafter_that_does_not_fit_is_refused_with_the_doctors_words(
     assert load_manifest(out).vocab_size == 320
 
 
+@pytest.mark.parametrize("command", ["import", "doctor"])
+def test_a_drafter_that_lacks_a_file_of_weights(command: str, plain: Path, target: Path, tmp_path: Path) -> None:
+    model = AutoModelForCausalLM.from_pretrained(plain)
+    model.save_pretrained(plain, max_shard_size="20KB")
+    (plain / "model.safetensors").unlink()
+    lost = sorted(plain.glob("model-*.safetensors"))[1]
+    lost.unlink()
+    out = tmp_path / "out"
+    words = {"import": [plain, "--target", target, "--out", out], "doctor": [target, plain, "--fix", out]}
+    done = draftsmith(command, *words[command])
+    assert f"names '{lost.name}', which is not beside it" in str(done.exception)
+    assert not out.exists()
+
+
 def test_a_link_is_not_handed_on(plain: Path, target: Path, tmp_path: Path) -> None:
     (tmp_path / "secret").write_text("mine")
     (plain / "LICENSE").unlink()
     (plain / "LICENSE").symlink_to(tmp_path / "secret")
     with pytest.raises(ValueError, match=r"LICENSE is a link to .*secret"):
         import_published(str(plain), tmp_path / "out", str(target))
+    assert not (tmp_path / "out").exists()
+    repaired = draftsmith("doctor", target, plain, "--fix", tmp_path / "out")
+    assert "LICENSE is a link to" in str(repaired.exception)
     assert not (tmp_path / "out").exists()
 
 
@@ -175,14 +196,34 @@ def test_the_doctor_looks_at_an_adapter_with_its_model(adapter: Path, target: Pa
     told = json.loads(seen.stdout)["pair"]
     assert told["drafter"] == str(adapter)
     assert {fact["name"]: fact["drafter"] for fact in told["facts"]}["rows of the embedding"] == "320"
-    fixing = draftsmith("doctor", target, adapter, "--fix", tmp_path / "fixed")
-    assert "is a LoRA adapter" in str(fixing.exception)
-    first, second = (shlex.split(command)[1:] for command in str(fixing.exception).split("`")[1::2])
-    merged = tmp_path / "merged"
-    done = draftsmith(*[str(merged) if word == "MERGED" else word for word in first])
-    assert done.exit_code == 0, (done.output, done.exception)
-    repaired = draftsmith(*[str(merged) if word == "MERGED" else word for word in second])
-    assert repaired.exit_code == 0, (repaired.output, repaired.exception)
+
+
+@pytest.mark.parametrize("form", ["adapter", "pickled"])
+def test_what_must_be_converted_first_is_repaired_too(
+    form: str, plain: Path, target: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, request: Any
+) -> None:
+    wide = AutoModelForCausalLM.from_pretrained(plain)
+    wide.resize_token_embeddings(352, mean_resizing=False)
+    wide.save_pretrained(plain)
+    source = request.getfixturevalue("adapter") if form == "adapter" else plain
+    before = load_model(str(source))
+    if form == "pickled":
+        torch.save(load_file(plain / "model.safetensors"), plain / "pytorch_model.bin")
+        (plain / "model.safetensors").unlink()
+    out = tmp_path / "out"
+    with pytest.raises(ValueError, match="vocab_size: ") as refused:
+        import_published(str(source), out, str(target), unpickle=form == "pickled")
+    words = shlex.split(str(refused.value).split("`")[1])
+    if form == "pickled":
+        assert "no safetensors weights" in str(draftsmith("doctor", target, source, "--fix", out).exception)
+        monkeypatch.setenv(*words.pop(0).split("="))
+    mended = draftsmith(*[str(out) if word == "OUT" else word for word in words[1:]])
+    assert mended.exit_code == 0, (mended.output, mended.exception)
+    manifest = verify_artifact(out, "drafter")
+    assert (manifest.vocab_size, manifest.training["repaired_from"]) == (320, str(source))
+    assert (out / "LICENSE").read_text() == "yours", "the model's, also beside an adapter"
+    ids = torch.tensor([[1, 5, 9, 200]])
+    assert torch.equal(load_model(str(out))(ids).logits, before(ids).logits[..., :320])
 
 
 def test_an_adapter_without_its_model(adapter: Path, target: Path, tmp_path: Path) -> None:

@@ -71,6 +71,8 @@ def test_the_newcomers_path_in_readme_ends_in_a_served_pair(tmp_path: Path) -> N
         assert speculative["identical_to_greedy"] == [2, 2]
         assert speculative["speedup"] > 0
 
+    settings = (folder / "tokenizer" / "tokenizer_config.json").read_text()
+    assert '"PreTrainedTokenizerFast"' in settings, "as older readers take it"
     message = ast.literal_eval(done.stdout.splitlines()[-1])
     tokenizer = AutoTokenizer.from_pretrained(folder / "target")
     target = AutoModelForCausalLM.from_pretrained(folder / "target")

@@ -8,10 +8,12 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 from draftsmith.checkpoints.artifact import load_manifest, model_fingerprint
 from draftsmith.checkpoints.sources import at_revision, split_revision
 from draftsmith.checkpoints.table import BigramTable
 from draftsmith.data.tokenizers import load_tokenizer
+from draftsmith.decode.loading import load_model
 from draftsmith.recipes.cli import app
 from draftsmith.recipes.config import EvaluateRecipe
 from draftsmith.recipes.evaluate import run_evaluate
@@ -48,6 +50,9 @@ def test_names_with_a_revision(target: Path, tmp_path: Path) -> None:
     for plain in ("me/target", "me/a/b@c", "/me/target@v2", "./target@v2", "target@v2", "me\\target@v2"):
         assert split_revision(plain) == (plain, None)
         assert at_revision(plain) == plain
+    shutil.copytree(target, tmp_path / "me" / "target")
+    with pytest.raises(ValueError, match="me/target@v2: the folder me/target is here, and a folder has no revisions"):
+        load_tokenizer(TARGET)
     (tmp_path / "me" / "target@v2").mkdir(parents=True)
     assert split_revision(TARGET) == (TARGET, None), "a folder that is here comes first"
     with pytest.raises(ValueError, match="v 3' is no branch"):
@@ -104,6 +109,31 @@ def test_what_is_trained_for_it_names_its_commit(
     assert f"--revision {COMMIT}" in Path("exported/SERVING.md").read_text()
     card = (tmp_path / "drafter" / "README.md").read_text()
     assert f'AutoTokenizer.from_pretrained("me/target", revision="{COMMIT}")' in card
+
+
+def test_an_adapter_is_for_the_commit_that_it_was_trained_from(
+    target: Path, drafter_recipe: Path, tmp_path: Path
+) -> None:
+    pytest.importorskip("peft")
+    changes = ["train.steps=2", "train.save_every=2", "data.block_tokens=64", "train.learning_rate=0.1"]
+    changes += [f"model={{source: {TARGET}, lora: {{rank: 2, export: adapter}}}}"]
+    done = draftsmith("train", drafter_recipe, *changes)
+    assert done.exit_code == 0, (done.output, done.exception)
+    named = json.loads((tmp_path / "drafter" / "adapter_config.json").read_text())
+    assert (named["base_model_name_or_path"], named["revision"]) == ("me/target", COMMIT)
+    exported = draftsmith("export", tmp_path / "drafter", "--to", "transformers", "--out", "exported")
+    assert exported.exit_code == 0, (exported.output, exported.exception)
+    ids = torch.tensor([[1, 5, 9, 200]])
+    base, mine, merged = (load_model(str(place))(ids).logits for place in (target, tmp_path / "drafter", "exported"))
+    assert torch.allclose(mine, merged, atol=1e-5)
+    assert not torch.allclose(mine, base, atol=1e-3), "or the adapter does nothing"
+    from_elsewhere = tmp_path / "elsewhere"
+    from_elsewhere.mkdir()
+    for name in ("adapter_config.json", "adapter_model.safetensors"):
+        shutil.copyfile(tmp_path / "drafter" / name, from_elsewhere / name)
+    imported = draftsmith("import", from_elsewhere, "--target", target, "--out", "imported")
+    assert imported.exit_code == 0, (imported.output, imported.exception)
+    assert torch.equal(load_model("imported")(ids).logits, mine)
 
 
 def test_a_table_is_counted_with_its_tokenizer(target: Path, corpus: Path, tmp_path: Path) -> None:

@@ -22,7 +22,7 @@ from draftsmith.decode.loading import wrap_model
 from draftsmith.decode.measure import decode
 from draftsmith.decode.methods import Parts, build_method
 from draftsmith.decode.metrics import Tally, total
-from draftsmith.decode.recording import record, sample_texts
+from draftsmith.decode.recording import load_recording, record, sample_texts
 from draftsmith.decode.replay import predict
 from draftsmith.decode.rng import Rng
 from draftsmith.decode.tree import parse_tree
@@ -36,9 +36,11 @@ from draftsmith.decode.tuning import (
     tuned_methods,
 )
 from draftsmith.decode.warpers import Sampling
+from draftsmith.recipes.config import EvaluateRecipe
 from draftsmith.recipes.evaluate import stop_ids
 from draftsmith.recipes.loading import load_recipe
 from draftsmith.recipes.tune import run_tune
+from transformers import T5Config, T5ForConditionalGeneration
 
 COSTS = CostModel(
     Curve((1, 5, 17, 65), (1.0, 1.1, 1.6, 3.0)),
@@ -252,15 +254,46 @@ def test_a_recording_is_used_again_only_where_it_fits(recipe: Path, capfd: pytes
     tune()
     assert kept.stat().st_mtime_ns == written
     assert "using the recording" in capfd.readouterr().err
-    tune("max_new_tokens=12")
-    assert kept.stat().st_mtime_ns != written
-    assert "recording anew" in capfd.readouterr().err
+    for other in ("max_new_tokens=12", "temperature=0.7", "dtype=bfloat16"):
+        tune(other)
+        assert kept.stat().st_mtime_ns != written
+        written = kept.stat().st_mtime_ns
+        assert "recording anew" in capfd.readouterr().err
+    assert load_recording(kept).sampling == Sampling()
+
+
+def test_a_recording_that_lacks_the_bigrams_is_not_used_for_them(tiny_pair: Path, tmp_path: Path) -> None:
+    space = Space(nodes=4, gamma=2, depth=1, candidates=2)
+    values = {"kind": "evaluate", "out": str(tmp_path / "results.json"), "template": "chatml", "limit": 2}
+    values |= {name: str(tiny_pair / name) for name in ("target", "drafter", "table")}
+    values |= {"prompts": str(tiny_pair / "corpus" / "heldout.jsonl"), "max_new_tokens": 8, "device": "cpu"}
+    for name in ("speculative", "bigram"):
+        methods = [{"method": "autoregressive"}, {"method": name}]
+        results = run_tune(EvaluateRecipe.model_validate(values | {"methods": methods}), space)
+        assert results["tried"] == {name: 2}
 
 
 def test_nothing_to_tune_is_said(recipe: Path) -> None:
     loaded = load_recipe(str(recipe), ["methods=[{method: autoregressive}, {method: beam}]"])
     with pytest.raises(ValueError, match=r"none of the recipe's methods can be tuned: beam\. Known: speculative"):
         run_tune(loaded)  # type: ignore[arg-type]
+
+
+def test_all_that_can_be_tuned_of_an_encoder_decoder_is(recipe: Path) -> None:
+    """Joint decoding is replayed for decoders alone."""
+    sizes = {"d_model": 16, "d_kv": 8, "d_ff": 32, "num_layers": 2, "num_heads": 2, "decoder_start_token_id": 0}
+    for name in ("target", "drafter"):
+        tokenizer = load_tokenizer(str(recipe.parent / name))
+        model = T5ForConditionalGeneration(T5Config(vocab_size=len(tokenizer), **sizes))
+        model.save_pretrained(recipe.parent / name)
+    changes = ["methods=[{method: autoregressive}]", "limit=2", "max_new_tokens=6"]
+    space = Space(nodes=4, gamma=2, depth=1, candidates=2, fallbacks=(0.4,), rollbacks=(1.0,), tolerances=(0.1,))
+    results = run_tune(load_recipe(str(recipe), changes), space)  # type: ignore[arg-type]
+    assert set(results["methods"]) == {
+        *("speculative", "multi-candidate", "adaptive", "prompt-lookup", "bild", "relaxed-opt")
+    }
+    with pytest.raises(ValueError, match=r"can be tuned: mjsd\. Known: speculative"):
+        run_tune(load_recipe(str(recipe), ["methods=[{method: autoregressive}, {method: mjsd}]", *changes[1:]]), space)  # type: ignore[arg-type]
 
 
 def test_the_command_line(recipe: Path, cli: Callable[..., Any]) -> None:
