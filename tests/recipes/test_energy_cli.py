@@ -31,7 +31,6 @@ from draftsmith.train.interrupts import Interrupted
 
 Cli = Callable[..., subprocess.CompletedProcess[str]]
 WATTS = 20.0
-WATTS_OR_SO = pytest.approx(WATTS, rel=0.7)  # the counter's process is held up where others want its core
 
 
 @pytest.fixture
@@ -65,13 +64,13 @@ class Kept:
 
 @pytest.fixture
 def counter(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Kept]:
-    """A processor of 20 W, and windows of a fifth of a second."""
+    """A processor of 20 W. Windows of half a second: where others want its core, the counter's process is held up."""
     zone = tmp_path / "powercap" / "intel-rapl:0"
     zone.mkdir(parents=True)
     (zone / "name").write_text("package-0\n")
     (zone / "max_energy_range_uj").write_text("1000000000000\n")
     monkeypatch.setattr(counting, "POWERCAP", zone.parent)
-    monkeypatch.setattr(counting, "RAPL", dataclasses.replace(counting.RAPL, seconds=0.2, discard=0.02, trials=2))
+    monkeypatch.setattr(counting, "RAPL", dataclasses.replace(counting.RAPL, seconds=0.5, discard=0.02, trials=2))
     kept = Kept(zone, subprocess.Popen([sys.executable, "-S", "-c", KEEP, str(zone)]))
     while not (zone / "energy_uj").exists():
         time.sleep(0.01)
@@ -108,11 +107,12 @@ def test_joules_come_from_the_counter(counter: Kept, target: str) -> None:
     found = run_energy(target, batches=(2, 8), runs=11, context=5, device="cpu")
     assert found["source"] == "rapl"
     assert found["covers"] == "processor packages (1)"
-    assert found["idle_watts"] == WATTS_OR_SO
+    assert found["idle_watts"] == pytest.approx(WATTS, rel=0.1)
     for row in found["rows"]:
-        assert row["watts"] == WATTS_OR_SO
+        assert row["watts"] == pytest.approx(WATTS, rel=0.1)
         assert row["joules"] == pytest.approx(11 * row["joules_per_run"])
         assert row["joules_per_input"] == pytest.approx(row["joules_per_run"] / row["batch"])
+        assert (row["joules_per_run_above_idle"] or 0) < 0.2 * row["joules_per_run"], "it draws what it draws idle"
         above = row["joules_per_run"] * (1 - found["idle_watts"] / row["watts"])
         assert row["joules_per_run_above_idle"] == (pytest.approx(above) if above > 0 else None)
         assert {"joules", "joules_per_run", "joules_per_input"} < set(row["errors"])
@@ -224,7 +224,7 @@ def test_an_evaluation_has_joules_where_something_counts_them(
     assert len(results["methods"]) == 2, results["errors"]
     for row in results["methods"]:
         assert row["energy_source"] == "rapl"
-        assert row["energy"]["watts"] == WATTS_OR_SO
+        assert row["energy"]["watts"] == pytest.approx(WATTS, rel=0.1)
         assert row["joules_per_token"] == row["energy"]["joules"] > 0
     run_evaluate(EvaluateRecipe(**recipe, energy="off"))
     assert "joules" not in capsys.readouterr().err
@@ -263,17 +263,17 @@ def test_joules_that_were_counted_are_not_counted_again(
     finally:
         ended.set()
         watching.join()
-    assert "2 rows of 0 s or more, 1 s in all; `energy: off` leaves them out" in capsys.readouterr().err
+    assert "2 rows of 1 s or more, 2 s in all; `energy: off` leaves them out" in capsys.readouterr().err
     lines = [json.loads(line) for line in journal.read_text().splitlines()[1:]]
     (kept,) = [line for line in lines if isinstance(line, dict)]
     run_evaluate(EvaluateRecipe(**recipe))
     said = capsys.readouterr().err
     assert "joules of 1 of 2 rows were counted by an earlier process" in said
-    assert "(rapl): 1 rows of 0 s or more" in said
+    assert "(rapl): 1 rows of 1 s or more" in said
     rows = {row["label"]: row for row in load_results(out)["methods"]}
     assert rows.pop(kept["label"])["energy"] == kept["energy"]
     (other,) = rows.values()
-    assert other["energy"]["watts"] == WATTS_OR_SO
+    assert other["energy"]["watts"] == pytest.approx(WATTS, rel=0.1)
     assert not journal.exists()
 
 
