@@ -20,6 +20,7 @@ from .artifact_cli import artifact_app
 from .config import QuickstartRecipe, RegenerateRecipe
 from .loading import accelerate_configs, deepspeed_configs, find_recipe, first_sentence, load_recipe, shipped_recipes
 from .papers_config import PaperRecipe
+from .processes import part
 from .shipping_cli import doctor, export, pull, push
 from .tables_cli import table_app
 from .terminal import console, say
@@ -423,6 +424,8 @@ def main() -> None:
         if "No space left" not in str(error):
             raise
         _fail(f"no space left on the disk: {error}; what was saved before is whole", 1)
+    finally:
+        part()
 
 
 def _fail(message: str, code: int) -> None:

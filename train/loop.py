@@ -193,8 +193,8 @@ class _Run:
 
     def release(self) -> None:
         """Leave the accelerator empty and the module as it was, without wrappers."""
-        if self.accelerator.log_with:
-            self.accelerator.end_training()
+        for tracker in self.accelerator.trackers:
+            tracker.finish()  # accelerate's `end_training` would part the processes too, which have more to do
         self.accelerator.unwrap_model(self.module, keep_fp32_wrapper=False)
         self.accelerator.free_memory()
 

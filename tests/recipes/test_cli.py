@@ -127,14 +127,21 @@ def test_a_stopped_run_goes_on_as_if_nothing_had_happened(
 
 
 def test_two_processes_train_one_drafter(drafter_recipe: Path, tmp_path: Path) -> None:
+    tracked = "train.trackers=[tensorboard]"
     environment = os.environ | {"ACCELERATE_USE_CPU": "true", "OMP_NUM_THREADS": "1"}
     launch = [sys.executable, "-m", "accelerate.commands.launch", "--multi_gpu", "--num_processes", "2"]
     launch += ["--num_machines", "1", "--mixed_precision", "no", "--dynamo_backend", "no", "-m", "draftsmith", "train"]
     result = subprocess.run(
-        [*launch, str(drafter_recipe)], capture_output=True, text=True, env=environment, timeout=240, check=False
+        [*launch, str(drafter_recipe), tracked],
+        capture_output=True,
+        text=True,
+        env=environment,
+        timeout=240,
+        check=False,
     )
     assert result.returncode == 0, result.stderr
     assert "2 processes (MULTI_CPU)" in result.stderr
+    assert len(list((tmp_path / "drafter.state" / "draftsmith").glob("events*"))) == 1, "of one process alone"
     training = load_manifest(tmp_path / "drafter").training
     assert (training["processes"], training["distributed_type"]) == (2, "MULTI_CPU")
     assert isinstance(AutoModelForCausalLM.from_pretrained(tmp_path / "drafter"), LlamaForCausalLM)

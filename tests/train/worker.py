@@ -16,6 +16,7 @@ from typing import Any
 import numpy as np
 import torch
 from draftsmith.data.prepared import PreparedData
+from draftsmith.recipes.processes import part
 from draftsmith.train.drafter import DrafterTask
 from draftsmith.train.loop import FitConfig, fit
 from safetensors.torch import save_file
@@ -117,4 +118,7 @@ def main() -> None:
 
 
 if __name__ == "__main__":
-    main()
+    try:
+        main()
+    finally:
+        part()

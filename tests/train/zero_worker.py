@@ -13,6 +13,7 @@ from typing import Any
 
 import torch
 from draftsmith.checkpoints.heads import PredictionHeads
+from draftsmith.recipes.processes import part
 from draftsmith.train.drafter import DrafterModule
 from draftsmith.train.heads import HeadsTask
 from draftsmith.train.interrupts import Interrupted, TrainingError
@@ -125,4 +126,7 @@ def main() -> None:
 
 
 if __name__ == "__main__":
-    main()
+    try:
+        main()
+    finally:
+        part()
