@@ -329,7 +329,8 @@ class Tried(NamedTuple):
 
 
 def tried(steps: Iterable[TracedStep]) -> list[Tried]:
-    """The draft tokens that a chain's steps tried, in order; of the last step those that the text still holds."""
+    """The draft tokens that steps tried, in order; of the last step those that the text still holds. Of several
+    candidates in one place of a tree the accepted one, or the first if all were refused."""
     found, place = [], 0
     for step in steps:
         count = len(step.accepted)

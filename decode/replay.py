@@ -5,7 +5,8 @@ only which of its tokens were accepted drafts. Given the text, a token at depth 
 that depends on its position and on how many candidates stand there (`acceptance.py`); whatever was proposed beside the
 text is never looked at again. So the number of steps that a text takes is a Markov chain over its positions, and its
 expectation is an exact sum: U(0) = 1, U(t) = Σ U(t - j) P(a step from t - j yields j tokens), steps = Σ U(t). Where
-nothing is left to chance, at temperature 0 and for prediction heads, the steps of this very text are counted.
+nothing is left to chance, at temperature 0 and for prediction heads, the steps of this very text are counted. A chain
+that learns while it drafts remembers the steps before: those are drawn by the same chances, many times over.
 
 Shape letters: B texts, T positions (padded to the longest text, or all texts' one after another), K depth, M chains,
 A attempts, N how many chains hold a token, X anything, S states of the chains in play.
@@ -116,8 +117,8 @@ def _chains_of_several(proposer: Proposer) -> int:
 def predict(recording: Recording, parts: Parts, name: str, options: Mapping[str, Any]) -> Prediction | None:
     """Replay a method with these settings; None for methods that cannot be replayed.
 
-    Those are lossy methods, adaptive chains that learn while they sample, more chains of several drafters than can be
-    followed, and whatever drafts from a part that was not recorded.
+    Those are lossy methods, more chains of several drafters than can be followed, and whatever drafts from a part that
+    was not recorded.
 
     Raises:
         ValueError: what `build_method` raises; more candidates or chains than were recorded.
@@ -202,17 +203,17 @@ def _table_chain(
 def _adaptive(
     recording: Recording, proposer: AdaptiveChain, verifier: Verifier, options: Mapping[str, Any]
 ) -> Prediction | None:
-    """Chains that end where a policy says so (`replay_policies.py`). One that learns is followed at temperature 0."""
+    """Chains that end where a policy says so (`replay_policies.py`)."""
     drafts, gamma = _drafts(recording, "drafter"), proposer.gamma
+    accept_T = chances(recording, "drafter", 1, "with")
     if options["policy"] == "expected-gain":
-        greedy = recording.sampling.greedy
-        return replay_expected_gain(recording, drafts, gamma, options["cost"]) if greedy else None
+        return replay_expected_gain(recording, drafts, accept_T, gamma, options["cost"])
     if options["policy"] == "confidence":
         drafted_BT = confident_lengths(recording, drafts, gamma, options["threshold"])
     else:
         drafted_BT = oracle_lengths(recording, drafts, gamma, options["cost"])
     inside_BT = np.arange(drafted_BT.shape[1]) < recording.lengths[:, None]
-    accept_KT = np.tile(chances(recording, "drafter", 1, "with"), (gamma, 1))
+    accept_KT = np.tile(accept_T, (gamma, 1))
     return replay_chances(recording, accept_KT, 1 + drafted_BT[inside_BT], drafted_BT)
 
 

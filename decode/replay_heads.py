@@ -49,13 +49,18 @@ def head_tree(
 ) -> Prediction | None:
     if recording.heads is None:
         return None
-    paths = tree_paths(proposer.tree, _ranks(proposer.tree, options.get("tree")))
+    paths = paths_of(proposer, options)
     width = 1 + max(max(path) for path in paths)
     known = recording.heads.token_THC.shape[2]
     if width > known:
         raise ValueError(f"the tree asks for {width} candidates of a head: {known} were recorded")
     walked = match_paths(head_ranks(recording), paths)
     return replay_tokens(recording, *walked, proposer.tree.max_depth, proposer.tree.nodes)
+
+
+def paths_of(proposer: HeadTree, options: Mapping[str, Any]) -> list[tuple[int, ...]]:
+    """The ranks on the way to each of the tree's nodes but the root; `options`: the method's, defaults filled in."""
+    return tree_paths(proposer.tree, _ranks(proposer.tree, options.get("tree")))
 
 
 def _ranks(tree: Tree, shape: str | None) -> list[int]:

@@ -32,9 +32,9 @@ TYPICAL = "medusa, typical"
 DECODED = ("bild", "relaxed-opt", "relaxed-uno", TYPICAL)
 """Lossy methods whose settings are decoded to be judged."""
 LOSSY = (*DECODED, "mjsd")
+SLIM = ("slim-ss", "slim-s", "slim-l")
 
 _WIDTHS = (1, 2, 3, 4, 6, 8)
-_SLIM = ("slim-ss", "slim-s", "slim-l")
 
 
 @dataclass(frozen=True)
@@ -56,7 +56,7 @@ class Space:
     confidences: tuple[float, ...] = (0.1, 0.2, 0.3, 0.4, 0.5, 0.6, 0.7, 0.8, 0.9)
     """Below which adaptive chains stop."""
     gain_costs: tuple[float, ...] = (0.05, 0.1, 0.2, 0.4)
-    """Costs that chains which weigh their expected gain are told, at temperature 0."""
+    """Costs that chains which weigh their expected gain are told."""
     fallbacks: tuple[float, ...] = (0.2, 0.4, 0.6, 0.8)
     """Of BiLD: its τ₁."""
     rollbacks: tuple[float, ...] = (1.0, 2.0, 3.0, 5.0)
@@ -176,9 +176,8 @@ def settings_of(name: str, recording: Recording, parts: Parts, space: Space) -> 
     elif name == "adaptive":
         for gamma in range(2, space.gamma + 1, 2):
             yield from ({"gamma": gamma, "policy": "confidence", "threshold": at} for at in space.confidences)
-            if greedy:
-                yield from ({"gamma": gamma, "policy": "expected-gain", "cost": cost} for cost in space.gain_costs)
-    elif name in ("bpd", "medusa", *_SLIM):
+            yield from ({"gamma": gamma, "policy": "expected-gain", "cost": cost} for cost in space.gain_costs)
+    elif name in ("bpd", "medusa", *SLIM):
         yield from _head_settings(name, recording, parts, space)
 
 
@@ -259,7 +258,7 @@ def tune_joint(
 ) -> list[Choice]:
     """MJSD: for each threshold the fastest γ and number of beams, the threshold that gives up least first."""
     best = []
-    for threshold in sorted(thresholds, reverse=True):
+    for threshold in sorted(thresholds, reverse=True) if records else ():
         choices = []
         for record in records:
             rate, error = record.tokens_per_step(threshold)
@@ -282,7 +281,7 @@ def tuned_methods(parts: Parts, sampling: Sampling) -> list[str]:
     those only `speculative` and `multi-candidate` are named. Nor is there typical acceptance then.
     """
     names = ["speculative", "multi-candidate", "adaptive", "unigram", "bigram", "prompt-lookup"]
-    names += ["bpd", "medusa", *_SLIM, *LOSSY]
+    names += ["bpd", "medusa", *SLIM, *LOSSY]
     names += [name for name in SAME_WHEN_GREEDY if name not in LOSSY]
     if sampling.greedy:
         same = [name for name in SAME_WHEN_GREEDY if not (name == "specinfer" and parts.more_drafters)]

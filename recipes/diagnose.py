@@ -13,6 +13,10 @@ two stages one thing changes, and what is lost there is lost by it. The stages, 
   them; `warped`: with the temperature, top-k and top-p of decoding; `served`: in the type that is served.
 - `decoding`: real decoding with a chain: `speculative`, `bpd` or `bigram`.
 
+Of heads each stage is told head by head. The recipe's trees (`multi-candidate`; `medusa` and SLiM, or a tree of Medusa
+if the recipe has none) are decoded beside the chain: what the best guesses and all candidates are worth at each depth,
+and what decoding accepts there.
+
 The file, `diagnosis.json` beside the results, written anew after each part:
 
     {"schema": 1, "kind": "diagnosis", "complete", "target", "prompts", "recipe", "parts": [{
@@ -29,6 +33,12 @@ The file, `diagnosis.json` beside the results, written anew after each part:
         "beyond": null or {"block", "late", "beyond", "windowed"},   the measure in the second half of a training block,
                             beyond a block, and beyond it with the last tokens read alone
         "other_states": null or {"states", "gain", "interval"},
+        "heads": [{"head", "stages": {"record": …, "own": …, "decoding": …}, "examined"}],
+        "places": null or [[…]]           of each head: how often it guesses the token of place 0, 1, 2 …; its own is 1
+                                          for the first head, 2 for the second
+        "trees": [{"label", "method", "options", "temperature", "tokens_per_step", "foretold", "nodes_per_step",
+                   "examined", "accepted", "rejections", "cells",
+                   "depths": [{"depth", "trained", "best", "candidates", "among", "examined", "accepted"}]}],
         "decoding": {"tokens_per_step", "foretold", "standard_error", "examined", "accepted", "rejections"},
         "cells": {"token class": [{"name", "examined", "accepted", "share", "rejections_share", "excess", "interval",
                                    "examples"}], "place in the answer": …},     those first that cost most
@@ -42,18 +52,21 @@ holds `prompt`, `before`, `drafted`, `said` (texts), and what target and source 
 from __future__ import annotations
 
 import json
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
 from ..checkpoints.names import did_you_mean
+from ..decode.measure import Entry
+from ..decode.methods import needs_of
 from ..train.interrupts import Interrupted, StopSignals
 from .config import EvaluateRecipe, MethodSection
 from .diagnose_case import Case, questions_of
 from .diagnose_cells import cells_of, entropies
 from .diagnose_stages import Measured, Probe, Stage, gaps
 from .diagnose_text import show_part
-from .diagnose_training import counted_on, differences, other_target, trained_of
+from .diagnose_training import OtherTarget, counted_on, differences, other_target, trained_of
+from .diagnose_trees import Tree, asked_for, chain_depths, trees_of
 from .diagnose_verdict import as_dicts, cause_of, headline, sentences, verdict
 from .files import write_whole
 from .opening import entries_of, open_recipe, place_of
@@ -85,17 +98,19 @@ def run_diagnose(recipe: EvaluateRecipe, parts: Sequence[str] = (), out: Path | 
         raise ValueError(f"--out must be a .json file, got {path}")
     chosen = _chosen(recipe, parts)
     rows = [_row(recipe, part) for part in chosen]
-    narrow = {part: getattr(recipe, part) if part in chosen else None for part in CHAINS}
+    trees = {part: asked_for(recipe, part) for part in chosen}
+    needed = {need for asked in trees.values() for each in asked for need in needs_of(each.method, each.options)}
+    narrow = {part: getattr(recipe, part) if part in {*chosen, *needed} else None for part in CHAINS}
     narrowed = recipe.model_copy(update={"methods": rows, "more_drafters": [], **narrow})
     with StopSignals() as signals:
         opened = open_recipe(narrowed)
         case = Case(narrowed, opened, questions_of(narrowed, opened.tokenizer), signals)
-        told = _diagnosed(case, chosen, path)
+        told = _diagnosed(case, chosen, trees, path)
     console().print(f"diagnosis: {path}", markup=False, soft_wrap=True)
     return told
 
 
-def _diagnosed(case: Case, chosen: Sequence[str], path: Path) -> dict[str, Any]:
+def _diagnosed(case: Case, chosen: Sequence[str], trees: Mapping[str, Sequence[Entry]], path: Path) -> dict[str, Any]:
     """The parts one after the other, each shown and written when it is done."""
     recipe, opened = case.recipe, case.opened
     say(f"diagnose: {', '.join(chosen)}, {len(case.questions)} prompts of {recipe.prompts}, on {opened.device}")
@@ -107,7 +122,9 @@ def _diagnosed(case: Case, chosen: Sequence[str], path: Path) -> dict[str, Any]:
             trained = trained_of(place_of(getattr(recipe, part), part))
             other = other_target(trained, recipe, opened)
             found = Probe(case, part, entry, trained, other).run()
-            about = {"part": part, "source": getattr(recipe, part)} | _described(case, found, trained, other)
+            trained_K = [] if trained is None else trained.heads
+            drawn = trees_of(case, found, trees[part], trained_K)
+            about = {"part": part, "source": getattr(recipe, part)} | _described(case, found, trained, other, drawn)
         except Interrupted as stopped:
             kept = ", ".join(each["part"] for each in told["parts"])
             say(f"{stopped}; {f'{kept} is finished, in {path}' if kept else 'no part was finished'}")
@@ -143,7 +160,7 @@ def _row(recipe: EvaluateRecipe, part: str) -> MethodSection:
     return next((row for row in recipe.methods if row.method == method), MethodSection(method=method))
 
 
-def _described(case: Case, found: Measured, trained: Any, other: Any) -> dict[str, Any]:
+def _described(case: Case, found: Measured, trained: Any, other: OtherTarget, trees: Sequence[Tree]) -> dict[str, Any]:
     """What is told of one part."""
     lost = gaps(found.stages, case.resamples)
     conversations = [question.conversation for question in case.questions if question.conversation is not None]
@@ -152,7 +169,7 @@ def _described(case: Case, found: Measured, trained: Any, other: Any) -> dict[st
     differing = []
     if trained is not None:
         differing = differences(trained, case.recipe, case.opened.tokenizer, conversations, positions)
-    causes = verdict(found, lost, trained, other, differing)
+    causes = verdict(found, lost, trained, other, differing, trees)
     examined = [each for row in found.tried for each in row]
     good = sum(each.accepted for each in examined)
     block = trained.block_tokens if trained is not None else None
@@ -181,6 +198,9 @@ def _described(case: Case, found: Measured, trained: Any, other: Any) -> dict[st
         "types": found.types,
         "beyond": found.beyond,
         "other_states": None if states is None else dict(zip(("states", "gain", "interval"), states, strict=True)),
+        "heads": chain_depths(found),
+        "places": None if found.places is None else found.places.share_KJ.tolist(),
+        "trees": [tree.told for tree in trees],
         "decoding": {
             "tokens_per_step": found.stages[-1].measures["tokens_per_step"],
             "foretold": found.predicted,

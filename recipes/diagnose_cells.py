@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import numpy as np
@@ -30,13 +31,18 @@ def entropies(case: Case, found: Measured) -> NDArray[Any]:
 
 
 def cells_of(
-    case: Case, found: Measured, entropy_X: NDArray[Any], block: int | None
+    case: Case,
+    found: Measured,
+    entropy_X: NDArray[Any],
+    block: int | None,
+    more: Mapping[str, Sequence[str]] | None = None,
 ) -> dict[str, list[dict[str, Any]]]:
     """By split, the cells of all tokens tried, those first that cost most.
 
     Args:
         entropy_X: of the target at every token tried.
         block: length of a training block.
+        more: names of every token tried, by split.
     """
     rows = [(number, each) for number, row in enumerate(found.tried) for each in row]
     if not rows:
@@ -47,7 +53,7 @@ def cells_of(
     place_X = np.array([each.place for _, each in rows])
     depth_X = np.array([each.depth for _, each in rows])
     start_X = np.array([len(found.texts[number].prompt) for number, _ in rows])
-    names: dict[str, list[str]] = {
+    names: dict[str, Sequence[str]] = {
         "token class": [texts.classes[number][each.place] for number, each in rows],
         "place in the answer": bands(place_X, _PLACES),
         "depth in the draft": [str(depth + 1) for depth in depth_X],
@@ -60,7 +66,7 @@ def cells_of(
         beyond = f"beyond the {block} tokens of a training block"
         names["position"] = [beyond if flag else "within a training block" for flag in place_X + start_X >= block]
     told = {}
-    for split, each_X in names.items():
+    for split, each_X in (names | dict(more or {})).items():
         found_cells = cells(split, each_X, accepted_X, passage_X, case.resamples)
         told[split] = [_cell(cell, rows, texts) for cell in found_cells]
     return told

@@ -34,6 +34,7 @@ from ..decode.diagnosis import (
     score,
     tried,
 )
+from ..decode.diagnosis_heads import Places, places_of
 from ..decode.head_trees import attach_projection, states_of
 from ..decode.loading import load_model, wrap_model
 from ..decode.measure import Entry
@@ -98,6 +99,8 @@ class Measured:
     """Training's own measurement, taken again of the artifact."""
     again_on: str = "this target"
     types: list[dict[str, Any]] = field(default_factory=list)
+    served: str = "float32"
+    """The type of the weights that decode."""
     own: Scores | None = None
     texts: list[Passage] = field(default_factory=list)
     """What real decoding wrote."""
@@ -115,6 +118,8 @@ class Measured:
     """Of texts that are longer than a training block, see `Probe._beyond`."""
     other_states: tuple[str, float, tuple[float, float] | None] | None = None
     """Of heads: the other states, and by how much they are better off with them."""
+    places: Places | None = None
+    """Of heads: how often each guesses the token of its own place, and of others."""
 
 
 class Probe:
@@ -136,7 +141,7 @@ class Probe:
         greedy = entry.sampling.greedy
         self._read: tuple[set[str], Any] | None = None
         self.measure = {"heads": "hit", "drafter": "agree" if greedy else "overlap", "table": "accepted"}[part]
-        self.found = Measured(part, entry, drafted=self.drafted)
+        self.found = Measured(part, entry, drafted=self.drafted, served=self.served)
 
     def run(self) -> Measured:
         """Every stage that can be measured."""
@@ -362,6 +367,8 @@ class Probe:
         self._types(own, {"float32": precise, self.served: found.stages[-1]})
         if self.part == "heads":
             self._other_states(own, scores)
+            assert isinstance(self.precise, HeadsSource)
+            found.places = places_of(self.case.target, self.precise.heads, torch.float32, own)
 
     def _beyond(self, own: Sequence[Passage], scores: Scores, block: int, measure: str) -> dict[str, float | None]:
         """Tokens beyond a training block, beside those in its second half, which are as far into an answer as they can

@@ -24,6 +24,19 @@ _MEASURES = {
     "tokens_per_step": "tokens\nper step",
 }
 
+_HEADS = {
+    "record": "in\ntraining",
+    "export": "from its\nfiles",
+    "target": "this\ntarget",
+    "written": "training's\ntemplate",
+    "corpus": "real\nanswers",
+    "within": "own, in\na block",
+    "own": "target's\nown",
+    "warped": "warped",
+    "served": "as\nserved",
+    "decoding": "in de-\ncoding",
+}
+
 
 def show_part(told: Mapping[str, Any], console: Console) -> None:
     """One part of a diagnosis, as `diagnose` describes it."""
@@ -38,6 +51,8 @@ def show_part(told: Mapping[str, Any], console: Console) -> None:
         console.print(line, markup=False)
     if told["types"]:
         console.print(types_table(told["types"]))
+    if told["heads"]:
+        console.print(heads_table(told["heads"]))
     console.print(cells_table(told["cells"]))
     for line in example_lines(told["cells"]):
         console.print(line)
@@ -46,6 +61,12 @@ def show_part(told: Mapping[str, Any], console: Console) -> None:
         "" if decoding["foretold"] is None else f"; replay of the target's own answers: {decoding['foretold']:.2f}"
     )
     console.print(f"tokens per step: {decoding['tokens_per_step']:.2f}{foretold}", markup=False)
+    for tree in told["trees"]:
+        console.print(Text(tree_line(tree), "bold"))
+        console.print(tree_table(tree))
+        ranks = {name: rows for name, rows in tree["cells"].items() if name.startswith("head's rank")}
+        if ranks:
+            console.print(cells_table(ranks))
     console.print(Text(f"verdict: {told['headline']}", "bold"))
     for line in told["sentences"]:
         console.print(f"- {line}", markup=False)
@@ -73,6 +94,45 @@ def stages_table(stages: Sequence[Mapping[str, Any]], gaps: Sequence[Mapping[str
     return table
 
 
+def heads_table(heads: Sequence[Mapping[str, Any]]) -> Table:
+    """Each head's accuracy by stage: as training measured it, as it is on the way, as decoding accepts."""
+    keys = list(dict.fromkeys(key for head in heads for key in head["stages"]))
+    headings = ("head", *(_HEADS.get(key, key) for key in keys), "tried in\ndecoding")
+    table = _table("head by head: how often its best guess is right", headings)
+    for head in heads:
+        cells = (_number(head["stages"].get(key)) for key in keys)
+        table.add_row(str(head["head"]), *cells, f"{head['examined']:,}")
+    return table
+
+
+def tree_line(tree: Mapping[str, Any]) -> str:
+    """What a tree came to, in a line."""
+    foretold = "" if tree["foretold"] is None else f", {tree['foretold']:.2f} by replay of the same text"
+    nodes = "" if tree["nodes_per_step"] is None else f", {tree['nodes_per_step']:.1f} nodes"
+    at = f"{tree['label']} at temperature {tree['temperature']:g}"
+    return f"{at}: {tree['tokens_per_step']:.2f} tokens per step{foretold}{nodes}"
+
+
+def tree_table(tree: Mapping[str, Any]) -> Table:
+    """A tree depth by depth: what its candidates are worth at every place, and what decoding accepts."""
+    headings = (
+        "depth",
+        "in\ntraining",
+        "best\nguess",
+        "candi-\ndates",
+        "one of\nthem",
+        "tried in\ndecoding",
+        "accep-\nted",
+    )
+    table = _table("a tree, depth by depth", headings)
+    for row in tree["depths"]:
+        shares = (_number(row["trained"]), _number(row["best"]))
+        width = "–" if row["candidates"] is None else str(row["candidates"])
+        more = (width, _number(row["among"]), f"{row['examined']:,}", _number(row["accepted"]))
+        table.add_row(str(row["depth"]), *shares, *more)
+    return table
+
+
 def types_table(types: Sequence[Mapping[str, Any]]) -> Table:
     """The same weights in other types."""
     table = _table("the target's own answers, by type of the weights", ("type", *_MEASURES.values()))
@@ -94,7 +154,8 @@ def cells_table(cells: Mapping[str, Sequence[Mapping[str, Any]]]) -> Table:
             table.add_row("" if place else split, Text(row["name"]), *counts, *shares)
         left = len(rows) - len(shown)
         if left:
-            table.add_row("", Text(f"and {left} more", "dim"))
+            said = f"and {left} more" if shown else f"{left} of fewer than {_FEWEST} tokens each"
+            table.add_row("" if shown else split, Text(said, "dim"))
     return table
 
 

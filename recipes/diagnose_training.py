@@ -64,6 +64,12 @@ class Trained:
         return (self.manifest.recipe.get("model") or {}).get("dtype")
 
     @property
+    def heads(self) -> list[float | None]:
+        """How often each head's best guess was right, as training measured it."""
+        count = int(self.manifest.shapes.get("num_heads") or 0) if self.manifest.kind == "heads" else 0
+        return [self.metrics.get(f"head{head}_top1") for head in range(count)]
+
+    @property
     def rounds(self) -> bool:
         """Whether training's own measurement was taken in 16 bits."""
         return (self.manifest.recipe.get("train") or {}).get("precision", "no") != "no"

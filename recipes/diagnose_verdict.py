@@ -7,19 +7,22 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from .diagnose_stages import Gap, Measured, Stage, warping
+from .diagnose_stages import LEVEL, Gap, Measured, Stage, warping
 from .diagnose_training import Difference, OtherTarget, Trained
+from .diagnose_trees import Tree
 
 LEAST = 0.02
 """Acceptance that must be lost before a cause is named."""
 _EXACT, _ROUNDED = 0.01, 0.02
 """What training's measurement may differ by when it is taken again, in float32 and in 16 bits."""
+_ELSEWHERE = 0.05
+"""By what share of its guesses a head must be better at another place."""
 _REPLAY = 0.03
 """Share of the foretold tokens per step that decoding may differ by."""
 _ERRORS = 5.0
 """Standard errors that it may differ by, where tokens are drawn, rounding decides, or there are few steps."""
-FAULTS = ("export", "target", "template", "block", "type", "states", "decoding", "end")
-"""Causes that are mistakes. The others, `prompts`, `shift`, `warping` and `free-running`, are how things are."""
+FAULTS = ("export", "target", "template", "block", "type", "states", "order", "decoding", "end")
+"""Causes that are mistakes. `prompts`, `shift`, `warping`, `free-running` and `tree` are how things are."""
 TRAINING = ("record", "greedy", "export", "target")
 
 
@@ -60,6 +63,7 @@ def verdict(
     trained: Trained | None,
     other: OtherTarget,
     differing: Sequence[Difference],
+    trees: Sequence[Tree] = (),
 ) -> list[Finding]:
     """The causes that are certain and large enough, the largest first.
 
@@ -76,7 +80,7 @@ def verdict(
             continue
         says, advice = _words(cause, gap, found, trained, other, differing)
         causes.append(Finding(cause, gap.lost, gap.interval, says, advice))
-    causes += [*_of_states(found), *_of_decoding(found)]
+    causes += [*_of_states(found), *_of_order(found), *_of_decoding(found), *_of_trees(found, trees)]
     for each in differing:
         if each["what"].startswith("end of an answer"):
             says = f"{each['what']}, but {each['evaluated']}: answers go on beyond their end"
@@ -228,6 +232,47 @@ def _of_states(found: Measured) -> list[Finding]:
     return [Finding("states", gain, span, says, advice)]
 
 
+def _of_order(found: Measured) -> list[Finding]:
+    """Heads that guess another place's token than the one that decoding takes their guess for."""
+    if found.places is None:
+        return []
+    better = found.places.better(_ELSEWHERE, LEVEL)
+    if not better:
+        return []
+    count = found.places.hits_PKJ.shape[1]
+    steps = {place - head for head, place, _ in better}
+    said = ", ".join(
+        f"head {head} guesses the token of place {place} best, {gain:.2f} better" for head, place, gain in better
+    )
+    if len(better) > 1 and sorted(head for head, _, _ in better) == sorted(place for _, place, _ in better):
+        advice = "they are in another order in the file: put them in order, or export or import them again"
+    elif len(better) == count > 1 and len(steps) == 1:
+        advice = "all are off by as many places: train or import them so that head 1 speaks of the second next token"
+    else:
+        advice = "look for a head that is there twice, or in the place of another"
+    lost = sum(gain for _, _, gain in better) / count
+    return [Finding("order", lost, None, f"{said} than that of its own", advice)]
+
+
+def _of_trees(found: Measured, trees: Sequence[Tree]) -> list[Finding]:
+    """Candidates that were right and not in a tree; steps that are not those that replay of the same text takes."""
+    causes = []
+    for tree in trees:
+        name, (share, span) = tree.told["label"], tree.passed_over
+        if share >= LEAST and span is not None and span[0] > 0:
+            says = f"{name}: the token was among the first {tree.width} candidates of its head, and not in the tree"
+            advice = "let `draftsmith tune` find a tree of these heads, or widen it"
+            causes.append(Finding("tree", share, span, says, advice))
+        if tree.off > max(_REPLAY * tree.told["tokens_per_step"], 0.0) and found.served == "float32":
+            says = f"{name} keeps {tree.told['tokens_per_step']:.2f} tokens a step where replay of the same text says "
+            says += f"{tree.told['foretold']:.2f}"
+            causes.append(Finding("decoding", tree.off, None, says, _DECODER))
+    return causes
+
+
+_DECODER = "a fault of the decoder, not of the artifact: run `draftsmith certify`, and report it"
+
+
 def _of_decoding(found: Measured) -> list[Finding]:
     stage = found.stages[-1]
     per_step = stage.measures.get("tokens_per_step")
@@ -241,8 +286,7 @@ def _of_decoding(found: Measured) -> list[Finding]:
         f"decoding keeps {per_step:.2f} tokens a step where the distributions of the same texts foretell "
         f"{found.predicted:.2f}"
     )
-    advice = "a fault of the decoder, not of the artifact: run `draftsmith certify`, and report it"
-    return [Finding("decoding", found.predicted - per_step, None, says, advice)]
+    return [Finding("decoding", found.predicted - per_step, None, says, _DECODER)]
 
 
 def _step_error(found: Measured, per_step: float) -> float:
@@ -295,7 +339,12 @@ def sentences(causes: Sequence[Finding], stages: Sequence[Stage], repeated: bool
         kind = "fault" if cause.fault else "cause"
         lines.append(f"{kind}, {cause.cause}: {amount}: {cause.says}. To do: {cause.advice}.")
     same = ", and the artifact's files repeat training's own measurement" if repeated else ""
-    return lines or [f"no cause of lost acceptance was found{same}."]
+    if lines or not known:
+        return lines
+    reached = (
+        f": {known[0]:.3f} is what it reached; for more, train longer, or on more of what is asked" if same else ""
+    )
+    return [f"no cause of lost acceptance was found{same}{reached}."]
 
 
 def as_dicts(causes: Sequence[Finding]) -> list[Mapping[str, Any]]:

@@ -26,7 +26,7 @@ from ..data.templates import get_template
 from ..decode.energy import CounterError, Energy, open_meter
 from ..decode.engine import Limits
 from ..decode.measure import BASELINE, Entry, Run, devices_of, energy_of, measure
-from ..decode.methods import Parts
+from ..decode.methods import Parts, build_method, needs_of
 from ..decode.models import LanguageModel
 from ..decode.replay import predict_entries, record_entries
 from ..decode.summary import Asked, Summariser, Summary, same_as_reference
@@ -58,6 +58,7 @@ def run_evaluate(recipe: EvaluateRecipe) -> dict[str, Any]:
     found = load_prompts(recipe.prompts, recipe.template, tokenizer, recipe.limit, recipe.max_prompt_tokens, **where)
     asked = [Asked(ids, prompt.id, prompt.category, prompt.references) for prompt, ids in found]
     limits, entries = Limits(recipe.max_new_tokens, stop_ids(tokenizer)), entries_of(recipe)
+    check_room(target, parts, entries, asked, limits)
     say(f"evaluate: {len(asked)} prompts, {len(entries)} methods, {recipe.repeats} run(s) each, on {device}")
     if passed:
         say(f"evaluate: passed over {passed.words()}")
@@ -284,7 +285,8 @@ def load_prompts(
     it has them. `passed_over` gets those that were read and left out.
 
     Raises:
-        ValueError: where no prompt is short enough, naming the limit and the shortest.
+        ValueError: where there is no prompt, naming what was left out and why, or none is short enough, naming the
+            limit and the shortest.
     """
     encode = prompt_renderer(get_template(template, tokenizer), tokenizer)
     lengths: list[int] = []
@@ -300,10 +302,37 @@ def load_prompts(
                 passed.too_long.append(prompt.id)
 
     prompts = list(islice(_in_turn(source, short_enough()), limit))
+    if not lengths:
+        raise ValueError(f"no prompt in {source}: {passed.words() or 'it is empty'}")
     if not prompts:
-        shortest = min(lengths, default=None)
-        raise ValueError(f"no prompt in {source} has at most {max_tokens} tokens; the shortest has {shortest}")
+        raise ValueError(f"no prompt in {source} has at most {max_tokens} tokens; the shortest has {min(lengths)}")
     return prompts
+
+
+def check_room(
+    target: LanguageModel, parts: Parts, entries: Sequence[Entry], asked: Sequence[Asked], limits: Limits
+) -> None:
+    """ValueError for a prompt that leaves no room for its answer among the positions of the target, or of a drafter of
+    some row: before hours of decoding come to it."""
+    longest = max(asked, key=lambda prompt: len(prompt.ids))
+    for entry in entries:
+        ahead = build_method(entry.method, parts, entry.sampling, **entry.options).proposer.room(limits)[1]
+        models = {"target": target}
+        if parts.drafter is not None and "drafter" in needs_of(entry.method, entry.options):
+            models |= {"drafter": min((parts.drafter, *parts.more_drafters), key=lambda model: model.max_positions)}
+        for name, model in models.items():
+            most = model.max_positions - limits.max_new_tokens + 1 - ahead
+            if len(longest.ids) > most:
+                fits = (
+                    f"`max_prompt_tokens={most}` leaves such prompts out"
+                    if most > 0
+                    else "ask for fewer `max_new_tokens`"
+                )
+                raise ValueError(
+                    f"prompt {longest.name} has {len(longest.ids)} tokens; with {limits.max_new_tokens} new ones and a "
+                    f"look-ahead of {ahead} ({entry.label}) they do not fit into the {name}'s {model.max_positions} "
+                    f"positions: {fits}"
+                )
 
 
 def _in_turn(source: str, prompts: Iterator[tuple[Prompt, list[int]]]) -> Iterator[tuple[Prompt, list[int]]]:

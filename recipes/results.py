@@ -190,9 +190,10 @@ def load_results(path: str | os.PathLike[str]) -> dict[str, Any]:
 
 def _fault(results: dict[str, Any]) -> tuple[_Place, str] | None:
     """The place of the first thing that is not as it should be, and what it is."""
+    kind = results.get("kind", KIND)
+    if isinstance(kind, str) and kind != KIND:  # another command's file, of which all else is other too
+        return ("kind",), f"is {kind!r}, expected {KIND!r}"
     fault = _object_fault(results, FILE, ())
-    if fault is None and results["kind"] != KIND:
-        fault = ("kind",), f"is {results['kind']!r}, expected {KIND!r}"
     if fault is not None:
         return fault
     seen: set[str] = set()

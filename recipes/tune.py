@@ -23,7 +23,6 @@ from ..decode.recording import Recording, TableSource, load_recording, record, s
 from ..decode.tuning import (
     DECODED,
     LOSSY,
-    SAME_WHEN_GREEDY,
     TYPICAL,
     Choice,
     Space,
@@ -31,7 +30,6 @@ from ..decode.tuning import (
     several_chains,
     tune_joint,
     tune_method,
-    tuned_methods,
     with_costs,
 )
 from ..decode.tuning_lossy import frontier, lossy_settings, tune_lossy
@@ -40,9 +38,10 @@ from . import evaluate
 from .config import EvaluateRecipe, MethodSection
 from .files import write_whole
 from .loading import write_recipe
-from .opening import Opened, open_recipe, place_of
+from .opening import open_recipe, place_of
 from .terminal import Advance, bar, say
 from .tune_report import in_words, show, write_frontier
+from .tune_rows import LeftOut, rows_of, why_nothing
 
 SCHEMA = 2
 _SHOWN = 3  # settings of each method in the table and in the file
@@ -68,7 +67,7 @@ def run_tune(recipe: EvaluateRecipe, space: Space | None = None) -> dict[str, An
     opened = open_recipe(recipe)
     target, parts, tokenizer = opened.target, opened.parts, opened.tokenizer
     sampling = Sampling(recipe.temperature, recipe.top_k, recipe.top_p)
-    rows = _rows(recipe, opened, sampling)
+    rows, left_out = rows_of(recipe, opened, sampling)
     where: dict[str, Any] = {"path": recipe.prompts_path, "groups": recipe.groups or None}
     asked = evaluate.load_prompts(
         recipe.prompts, recipe.template, tokenizer, recipe.limit, recipe.max_prompt_tokens, **where
@@ -80,7 +79,8 @@ def run_tune(recipe: EvaluateRecipe, space: Space | None = None) -> dict[str, An
     lengths = [len(prompt) + len(text) / 2 for prompt, text in zip(prompts, recording.texts, strict=True)]
     say("tune: timing forwards")
     forwards = measure_forwards(target, parts, round(sum(lengths) / len(lengths)))
-    searched = search(target, parts, recording, forwards, rows, limits, space, seed=recipe.seed)
+    searched, nothing = search(target, parts, recording, forwards, rows, limits, space, seed=recipe.seed)
+    left_out |= nothing
     costs, choices = _timed(recipe, target, parts, recording, forwards, searched, prompts, limits)
     plain, confirmed = _confirm(recipe, target, parts, recording, choices, prompts, limits)
     lossless = [row for row in confirmed if row["lossless"]]
@@ -95,6 +95,7 @@ def run_tune(recipe: EvaluateRecipe, space: Space | None = None) -> dict[str, An
         "costs": costs.as_dict(),
         "methods": {name: [choice.as_dict() for choice in tried[:_SHOWN]] for name, tried in choices.items()},
         "tried": {name: len(tried) for name, tried in searched.items()},
+        "left_out": [{"method": name, "why": why} for name, why in left_out.items()],
         "baseline": plain,
         "confirmed": confirmed,
         "best": None if best is None else best["label"],
@@ -121,8 +122,9 @@ def search(
     space: Space,
     *,
     seed: int = 0,
-) -> dict[str, list[Choice]]:
-    """By method, its settings in order of predicted speedup; of MJSD one for each threshold."""
+) -> tuple[dict[str, list[Choice]], LeftOut]:
+    """By method, its settings in order of predicted speedup, of MJSD one for each threshold; and why there are none of
+    others."""
     choices: dict[str, list[Choice]] = {}
     with bar("searching", "methods") as advance:
         for place, (name, fixed) in enumerate(rows.items()):
@@ -140,36 +142,14 @@ def search(
                 noted = _counted(advance, sum(1 for _ in lossy_settings(name, recording, space)))
                 given = (target, parts, recording, costs, name, limits, rows[name], space)
                 choices[name] = tune_lossy(*given, seed=seed, progress=noted)
-    return {name: choices[name] for name in rows if choices[name]}
+    nothing = {name: why_nothing(name, rows[name], recording, parts, space) for name in rows if not choices[name]}
+    return {name: choices[name] for name in rows if choices[name]}, nothing
 
 
 def _counted(advance: Advance, count: int) -> Callable[[], None]:
     """Progress of one more each time."""
     places = iter(range(1, count + 1))
     return lambda: advance(next(places), count)
-
-
-def _rows(recipe: EvaluateRecipe, opened: Opened, sampling: Sampling) -> dict[str, dict[str, Any]]:
-    """Settings of each method to tune that the recipe fixes."""
-    known = tuned_methods(opened.parts, sampling)
-    if opened.model.config.is_encoder_decoder:  # whose text joint decoding cannot be replayed on
-        known = [name for name in known if name != "mjsd"]
-    asked = [row for row in recipe.methods if row.method != BASELINE]
-    named = {_name(row, sampling): dict(row.options) for row in asked}
-    rows = {name: options for name, options in named.items() if name in (*known, *SAME_WHEN_GREEDY)}
-    if asked and not rows:
-        names = ", ".join(dict.fromkeys(row.method for row in asked))
-        raise ValueError(f"none of the recipe's methods can be tuned: {names}. Known: {', '.join(known)}")
-    rows = rows or {name: {} for name in known}
-    if not rows:
-        raise ValueError("there is nothing to tune: the recipe names neither a drafter nor heads nor a table")
-    return rows
-
-
-def _name(row: MethodSection, sampling: Sampling) -> str:
-    """What a row is tuned as."""
-    typical = row.method == "medusa" and row.options.get("acceptance") == "typical" and not sampling.greedy
-    return TYPICAL if typical else row.method
 
 
 def _recording(

@@ -68,6 +68,9 @@ def write_frontier(results: Mapping[str, Any], out: Path) -> Path:
     )
     said = f"Settings were foretold from {results['positions']:,} recorded tokens, and these decoded with all prompts."
     parts = ["<h1>Settings, tuned</h1>", f"<p>{escape(said)}</p>", wide_table("Confirmed by decoding", head, body)]
+    if results["left_out"]:
+        lines = "".join(f"<li>{escape(each['method'])}: {escape(each['why'])}</li>" for each in results["left_out"])
+        parts.append(f"<h2>Not tuned</h2><ul>{lines}</ul>")
     if chart:
         parts.append(
             "<p>Numbers stand for the rows; 0 is plain decoding. Filled circles are lossless methods, open diamonds "
@@ -98,6 +101,8 @@ def show(results: Mapping[str, Any], folder: Path) -> None:
     """Print what was found."""
     console().print(_predicted(results))
     console().print(_measured(results))
+    for each in results["left_out"]:
+        console().print(f"not tuned: {each['method']}: {each['why']}", markup=False, soft_wrap=True)
     best = next((row for row in results["confirmed"] if row["label"] == results["best"]), None)
     if best is None:
         console().print("no lossless method was tuned")

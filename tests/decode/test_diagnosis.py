@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable
+from dataclasses import replace
 from typing import Any
 
 import numpy as np
@@ -27,6 +28,7 @@ from draftsmith.decode.diagnosis import (
     tried,
     within,
 )
+from draftsmith.decode.diagnosis_heads import places_of
 from draftsmith.decode.engine import Limits, generate
 from draftsmith.decode.loading import wrap_model
 from draftsmith.decode.methods import Parts, build_method
@@ -354,3 +356,35 @@ def test_the_callers_types_are_kept(make_llama: Callable[..., LlamaForCausalLM],
     scores = score(target, precise, PASSAGES, Sampling(1.0))
     assert scores.overlap_KT.dtype == np.float32
     assert np.isfinite(scores.overlap_KT).all()
+
+
+@pytest.mark.parametrize("start", [1, 3])
+def test_places_of_heads_are_counted_as_one_by_one(models: Any, make_heads: Any, start: int) -> None:
+    """Texts of which some are too short to be judged; a head that is the target's own projection guesses place 0."""
+    target = models[0]
+    heads = make_heads(2, 32, VOCAB)
+    heads.weight_KVD[1] = target.lm_head.weight.detach()
+    scorer = wrap_model(target)
+    prompts = [list(range(1, 1 + start)), list(range(2, 2 + start)), [5] * start, [7] * start]
+    texts = [*sample_texts(scorer, prompts[:2], Limits(14), Sampling()), [1, 2, 3], []]
+    passages = [Passage(*pair) for pair in zip(prompts, texts, strict=True)]
+    found = places_of(scorer, heads, torch.float32, passages, batch=3)
+    for number, (prompt, text) in enumerate(zip(prompts, texts, strict=True)):
+        hits, judged = np.zeros((2, 4)), 0
+        ids = [*prompt, *text]
+        for place in range(len(prompt), len(ids) - 2):
+            if place < 2 or place + 2 >= len(ids):  # no state before it; not all places are in the text
+                continue
+            with torch.no_grad():
+                hidden_D = target.model(torch.tensor([ids[: place - 1]])).last_hidden_state[0, -1]
+            guesses = heads(hidden_D).argmax(-1).tolist()
+            judged += 1
+            hits += np.array([[guess == ids[place - 1 + ahead] for ahead in range(4)] for guess in guesses])
+        assert found.judged_P[number] == judged
+        np.testing.assert_array_equal(found.hits_PKJ[number], hits)
+    assert found.judged_P.sum() > 15
+    assert found.share_KJ[1, 0] > 0.8  # the target's greedy text; not the end of the prompt
+    better = replace(found, hits_PKJ=np.tile(found.hits_PKJ[:2], (3, 1, 1)), judged_P=np.tile(found.judged_P[:2], 3))
+    assert (2, 0) in [(head, place) for head, place, _ in better.better(0.05, 0.99)]
+    assert all(gain >= 0.05 for _, _, gain in better.better(0.05, 0.99))
+    assert better.better(1.1, 0.99) == []

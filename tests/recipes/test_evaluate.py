@@ -200,6 +200,41 @@ def test_prompts_are_reproducible_and_those_passed_over_are_named(corpus: Path, 
     assert passed.as_dict() == {"counts": {"too long": 1, "no question": 1}, "too_long": ["row4"]}
     assert passed.words() == "1 prompts (too long), 1 prompts (no question)"
     assert not PassedOver()
+    for text, why in (("[]", "it is empty"), (json.dumps([rows[7]]), r"1 prompts \(no question\)")):
+        (tmp_path / "none.json").write_text(text)
+        with pytest.raises(ValueError, match=f"no prompt in .*none.json: {why}"):
+            load_prompts(str(tmp_path / "none.json"), "chatml", tokenizer, 10, 100)
+
+
+@pytest.mark.parametrize(
+    ("positions", "method", "most"), [((80, 256), "autoregressive", 73), ((256, 70), "speculative", 60)]
+)
+def test_prompts_without_room_for_an_answer_are_named_before_anything_is_decoded(
+    corpus: Path, tmp_path: Path, positions: tuple[int, int], method: str, most: int
+) -> None:
+    """Of a target and of a drafter with few positions; with what the message says it runs."""
+    tokenizer = load_tokenizer(str(corpus / "tokenizer"))
+    for name, count in zip(("target", "drafter"), positions, strict=True):
+        LlamaForCausalLM(LlamaConfig(**SIZES, **(ATTENTION | {"max_position_embeddings": count}))).save_pretrained(
+            tmp_path / name
+        )
+        tokenizer.save_pretrained(tmp_path / name)
+    rows = json.loads((corpus / "rows.json").read_text())[:3]
+    rows[2]["conversations"][0]["value"] = "the tree " * 60
+    (tmp_path / "rows.json").write_text(json.dumps(rows))
+    methods: list[dict[str, Any]] = [{"method": "autoregressive"}]
+    methods += [{"method": "speculative", "options": {"gamma": 3}}] if method == "speculative" else []
+    values = {"kind": "evaluate", "out": str(tmp_path / "results.json"), "target": str(tmp_path / "target")}
+    values |= {"drafter": str(tmp_path / "drafter"), "prompts": str(tmp_path / "rows.json"), "template": "chatml"}
+    values |= {"max_new_tokens": 8, "max_prompt_tokens": 512, "energy": "off", "compare_with_transformers": False}
+    asked = EvaluateRecipe.model_validate(values | {"methods": methods, "device": "cpu"})
+    name = "target" if method == "autoregressive" else "drafter"
+    told = rf"prompt row2 has \d+ tokens; .*\({method}\) they do not fit into the {name}'s {min(positions)} positions"
+    with pytest.raises(ValueError, match=rf"{told}: `max_prompt_tokens={most}`"):
+        run_evaluate(asked)
+    assert not list(tmp_path.glob("*.runs*"))
+    results = run_evaluate(asked.model_copy(update={"max_prompt_tokens": most}))
+    assert results["passed_over"] == {"counts": {"too long": 1}, "too_long": ["row2"]}
 
 
 @pytest.mark.parametrize("width", [100, 140])

@@ -169,6 +169,7 @@ def test_the_line_is_that_of_the_right_row(results: dict[str, Any], tmp_path: Pa
         ('{"kind": "evaluation"}', "it has no `schema`"),
         ('{"schema": "2"}', "it has no `schema`"),
         ('{"schema": 0}', "results of schema 0"),
+        ('{"schema": 1,\n "kind": "diagnosis"}', r"json:2: .*kind.* is 'diagnosis', expected 'evaluation'"),
     ],
 )
 def test_other_files_are_refused(tmp_path: Path, text: str, message: str) -> None:

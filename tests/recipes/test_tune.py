@@ -5,6 +5,7 @@ Costs are given where choices are compared, so that nothing depends on this mach
 
 from __future__ import annotations
 
+import html
 import itertools
 import json
 from collections.abc import Callable
@@ -232,7 +233,11 @@ def test_tune_writes_what_it_found_and_can_be_evaluated(recipe: Path, capsys: py
     assert sum(not row["lossless"] for row in results["confirmed"]) == 2  # one for each threshold
     best = next(row for row in results["confirmed"] if row["label"] == results["best"])
     assert best["lossless"]
-    assert "confirmed by decoding" in capsys.readouterr().out
+    said = capsys.readouterr().out
+    assert "confirmed by decoding" in said
+    assert results["left_out"] == [{"method": "beam", "why": "none of its settings is searched"}]
+    assert "not tuned: beam: none of its settings is searched" in said
+    assert "<h2>Not tuned</h2><ul><li>beam: none of its settings" in (folder / "tune.html").read_text()
     chosen = load_recipe(str(folder / "recipe.yaml"))
     assert [row.method for row in chosen.methods] == [
         "autoregressive",
@@ -275,8 +280,55 @@ def test_a_recording_that_lacks_the_bigrams_is_not_used_for_them(tiny_pair: Path
 
 def test_nothing_to_tune_is_said(recipe: Path) -> None:
     loaded = load_recipe(str(recipe), ["methods=[{method: autoregressive}, {method: beam}]"])
-    with pytest.raises(ValueError, match=r"none of the recipe's methods can be tuned: beam\. Known: speculative"):
+    with pytest.raises(
+        ValueError, match=r"can be tuned \(beam: none of its settings is searched\)\. Known: speculative"
+    ):
         run_tune(loaded)  # type: ignore[arg-type]
+
+
+def test_methods_without_a_setting_are_named_with_the_reason(
+    tiny_pair: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """On the terminal, in the file and on the page; and with nothing left to decode the command ends well."""
+    values = {"kind": "evaluate", "out": str(tmp_path / "results.json"), "template": "chatml", "limit": 2}
+    values |= {name: str(tiny_pair / name) for name in ("target", "drafter", "heads")}
+    values |= {"prompts": str(tiny_pair / "corpus" / "heldout.jsonl"), "max_new_tokens": 8, "device": "cpu"}
+    plain = [{"method": "autoregressive"}, {"method": "autoregressive", "temperature": 0.7}]
+    rows: list[dict[str, Any]] = [
+        {"method": "multi-candidate", "options": {"k_config": "2x2"}},
+        {"method": "speculative", "temperature": 0.7},
+        {"method": "bpd", "label": "first"},
+        {"method": "bpd"},
+        {"method": "slim-ss", "options": {"correlation": "none"}},
+        {"method": "mjgd"},
+        {"method": "mjsd"},
+        {"method": "medusa"},
+    ]
+    recipe = EvaluateRecipe.model_validate(values | {"methods": [*plain, *rows]})
+    results = run_tune(recipe, Space(nodes=1, gamma=1, depth=1, candidates=1, head_candidates=1))
+    wanted = {
+        "multi-candidate": "no setting lies within the bounds of the search",
+        "speculative at temperature 0.7": "its temperature is 0.7, the recipe's 0: `temperature=0.7`",
+        "first": "bpd is tuned once, with what the last of its rows fixes",
+        "bpd": "every setting that was tried has more than 1 nodes a step",
+        "slim-ss": "no setting lies within the bounds of the search",
+        "mjgd": "none of its settings is searched",
+        "mjsd": "no setting lies within the bounds of the search",
+        "medusa": "no tree has 1 nodes",
+    }
+    told = {each["method"]: each["why"] for each in results["left_out"]}
+    assert told == wanted
+    assert results["schema"] == 2
+    assert results["methods"] == results["tried"] == {}
+    shown, page = capsys.readouterr().out, (tmp_path / "results.tune" / "tune.html").read_text()
+    for name, why in wanted.items():
+        assert f"not tuned: {name}: {why}" in shown
+        assert f"<li>{name}: {html.escape(why)}</li>" in page
+    more = Space(nodes=8, gamma=2, depth=2, candidates=2, head_candidates=4)
+    found = run_tune(recipe, more)
+    assert set(found["methods"]) == {"multi-candidate", "bpd", "slim-ss", "mjsd"} | (set(found["methods"]) & {"medusa"})
+    assert found["tried"]["slim-ss"] == 2
+    assert run_tune(recipe.model_copy(update={"methods": []}), more)["left_out"]
 
 
 def test_all_that_can_be_tuned_of_an_encoder_decoder_is(recipe: Path) -> None:
@@ -292,7 +344,7 @@ def test_all_that_can_be_tuned_of_an_encoder_decoder_is(recipe: Path) -> None:
     assert set(results["methods"]) == {
         *("speculative", "multi-candidate", "adaptive", "prompt-lookup", "bild", "relaxed-opt")
     }
-    with pytest.raises(ValueError, match=r"can be tuned: mjsd\. Known: speculative"):
+    with pytest.raises(ValueError, match=r"mjsd: joint decoding is replayed for decoders, .* Known: speculative"):
         run_tune(load_recipe(str(recipe), ["methods=[{method: autoregressive}, {method: mjsd}]", *changes[1:]]), space)  # type: ignore[arg-type]
 
 
