@@ -35,7 +35,7 @@ class Dialogue:
     """A row as it was written, before any cleaning.
 
     `messages` are (role, content) pairs of whatever stood there; a row of bare text is one message of the role
-    "text". `place` is "file, row 3", for error messages.
+    "text". `place` is "file, row 3", for error messages; `number` counts the rows of the whole source from 0.
     """
 
     id: str
@@ -43,6 +43,7 @@ class Dialogue:
     place: str
     category: str = ""
     references: tuple[str, ...] = ()
+    number: int = 0
 
 
 @dataclass(frozen=True, slots=True)

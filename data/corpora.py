@@ -112,7 +112,8 @@ def _text(row: Row, column: str, value: Any) -> str:
 def _question(row: Row, prompt: str, *references: str) -> Dialogue:
     columns = row.value
     identity = columns["id"] if columns.get("id") is not None else row.name
-    return Dialogue(str(identity), (("user", prompt),), row.place, "", tuple(text for text in references if text))
+    known = tuple(text for text in references if text)
+    return Dialogue(str(identity), (("user", prompt),), row.place, "", known, row.number)
 
 
 def _summary(corpus: Corpus, row: Row) -> Dialogue:

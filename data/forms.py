@@ -110,9 +110,9 @@ def read_dialogue(row: Row) -> Dialogue:
     """
     form = form_of(row)
     if isinstance(row.value, str):
-        return Dialogue(row.name, (("user", row.value),), row.place)
+        return Dialogue(row.name, (("user", row.value),), row.place, number=row.number)
     if not isinstance(row.value, Mapping):
-        return Dialogue(row.name, _message_list(row, "the row", row.value), row.place)
+        return Dialogue(row.name, _message_list(row, "the row", row.value), row.place, number=row.number)
     columns: Mapping[str, Any] = row.value
     messages = _messages(row, columns, form.split(" + "))
     identity = next((columns[name] for name in _IDS if columns.get(name) is not None), row.name)
@@ -120,7 +120,8 @@ def read_dialogue(row: Row) -> Dialogue:
     references = tuple(text for name in _REFERENCES for text in _texts(columns.get(name)))
     if sum(role == "user" for role, _ in messages) > 1:  # MT-bench has a reference for each of its two questions
         references = references[:1]
-    return Dialogue(str(identity), messages, row.place, category if isinstance(category, str) else "", references)
+    known = category if isinstance(category, str) else ""
+    return Dialogue(str(identity), messages, row.place, known, references, row.number)
 
 
 def _filled(columns: Mapping[str, Any]) -> Collection[str]:

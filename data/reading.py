@@ -140,6 +140,19 @@ def read_conversations(
     Raises:
         ValueError: as `open_dialogues`; a negative limit.
     """
+    numbered = numbered_conversations(source, limit=limit, report=report, cleaning=cleaning, **opening)
+    return (conversation for _, conversation in numbered)
+
+
+def numbered_conversations(
+    source: str,
+    *,
+    limit: int | None = None,
+    report: CorpusReport | None = None,
+    cleaning: Cleaning | None = None,
+    **opening: Unpack[Opening],
+) -> Iterator[tuple[int, Conversation]]:
+    """`read_conversations`, each with the number of its row, which is the same for all shards."""
     if limit is not None and limit < 0:
         raise ValueError(f"limit is {limit}, expected 0 or more")
     report = CorpusReport() if report is None else report
@@ -159,7 +172,7 @@ def read_conversations(
             report.dropped[f"broken: {reason}"] += rows
         broken.clear()
 
-    def conversations() -> Iterator[Conversation]:
+    def conversations() -> Iterator[tuple[int, Conversation]]:
         if limit == 0:
             return
         kept = 0
@@ -168,7 +181,7 @@ def read_conversations(
             conversation = cleaner(dialogue)
             if conversation is not None:
                 kept += 1
-                yield conversation
+                yield dialogue.number, conversation
                 if kept == limit:
                     return
         count_broken()

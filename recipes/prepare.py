@@ -22,7 +22,7 @@ from ..data.files import data_files
 from ..data.lint import Linter, LintReport, colour
 from ..data.mixture import Part, hashed_share, mixture
 from ..data.prepared import SCHEMA, PreparedData, padding_id, prepare
-from ..data.reading import read_conversations
+from ..data.reading import numbered_conversations
 from ..data.rendering import Renderer
 from ..data.stream import StreamedData
 from ..data.templates import get_template
@@ -255,7 +255,7 @@ def _rows(
         # a later pass over the same rows is not counted again
         rows = _read(section, part, report if number == 0 else CorpusReport(), tell=tell)
         for conversation in rows:
-            if section.heldout_source is None and _held_out(conversation, section.heldout_share):
+            if is_held_out(section, conversation):
                 if hold is not None and number == 0:
                     hold(conversation)
             else:
@@ -272,7 +272,19 @@ def _training_rows(section: DataSection, seed: int, epoch: int) -> Iterator[Conv
 
 
 def _read(section: DataSection, part: SourceSection, report: CorpusReport, *, tell: bool) -> Iterator[Conversation]:
-    return read_conversations(
+    on_form = partial(say_form, part) if tell else None
+    return (conversation for _, conversation in read_part(section, part, report, on_form))
+
+
+def read_part(
+    section: DataSection,
+    part: SourceSection,
+    report: CorpusReport,
+    on_form: Callable[[str], None] | None,
+    shard: tuple[int, int] = (0, 1),
+) -> Iterator[tuple[int, Conversation]]:
+    """The clean conversations of one corpus of a section with the numbers of their rows; see `open_dialogues`."""
+    return numbered_conversations(
         part.source,
         path=part.path,
         config=part.config,
@@ -284,8 +296,14 @@ def _read(section: DataSection, part: SourceSection, report: CorpusReport, *, te
         skip_broken=section.skip_broken,
         cleaning=Cleaning(**section.clean),
         report=report,
-        on_form=(lambda form: say(f"data: {part.source}: form {form}")) if tell else None,
+        shard=shard,
+        on_form=on_form,
     )
+
+
+def say_form(part: SourceSection, form: str) -> None:
+    """Say in which form a corpus was found."""
+    say(f"data: {part.source}: form {form}")
 
 
 def _hold_out(section: DataSection, rows: Iterator[Conversation], heldout: list[Conversation]) -> None:
@@ -294,6 +312,11 @@ def _hold_out(section: DataSection, rows: Iterator[Conversation], heldout: list[
         for _ in rows:
             if len(heldout) >= section.heldout_limit:
                 break
+
+
+def is_held_out(section: DataSection, conversation: Conversation) -> bool:
+    """Whether a conversation of a section's corpora is not to train on, by its id alone."""
+    return section.heldout_source is None and _held_out(conversation, section.heldout_share)
 
 
 def _held_out(conversation: Conversation, share: float) -> bool:

@@ -1,5 +1,5 @@
-"""Counting a correlation table: the corpus streams by every process, each counts its share and merges its part of the
-keys, and the main process lays the parts together. What was counted stays when a run is killed."""
+"""Counting a correlation table: each process reads and counts its share of the corpus and merges its part of the keys,
+and the main process lays the parts together. What was counted stays when a run is killed."""
 
 from __future__ import annotations
 
@@ -21,21 +21,31 @@ import numpy as np
 from ..checkpoints.artifact import load_manifest, save_artifact
 from ..checkpoints.table import TABLE_FILE, BigramTable
 from ..checkpoints.table_pruning import check_size
-from ..data.conversations import Conversation, CorpusReport
 from ..data.garbage import rarely_collected
 from ..data.templates import get_template
 from ..data.tokenizers import load_tokenizer
 from ..train.counting import Counted, PairCounter, counted
-from ..train.interrupts import Interrupted, StopSignals
-from ..train.table import Numbered, Share, count_laid, laid_end_to_end, token_documents, tokens_at_a_time
+from ..train.interrupts import Interrupted, StopSignals, TrainingError
+from ..train.processes import StoppedError, together
+from ..train.table import (
+    PLACE,
+    ROW,
+    Numbered,
+    Share,
+    count_laid,
+    laid_end_to_end,
+    token_documents,
+    tokens_at_a_time,
+)
 from .command import typed_command
 from .files import write_whole
 from .loading import write_recipe
 from .outcome import check_out, state_folder
-from .prepare import conversations_identity, training_conversations
-from .processes import StoppedError, together
+from .prepare import conversations_identity, say_form
 from .table_report import say_report
+from .table_rows import Reading, Seen, numbering
 from .table_state import (
+    CONSIDERABLE,
     IDENTITY,
     PARTS,
     STOP,
@@ -51,6 +61,7 @@ from .table_state import (
     read_word,
     refuse_counting,
     refuse_moved,
+    spilled_numbering,
     spilled_places,
 )
 from .terminal import say
@@ -90,11 +101,12 @@ def count_corpus(recipe: TableRecipe, tokenizer: Any, accelerator: Any) -> None:
         token = together(accelerator, partial(job.on_main, partial(job.begin, stack)))
         try:
             together(accelerator, partial(job.see, job.broadcast(token)))
-            data = together(accelerator, job.count)
+            together(accelerator, job.count)
+            data = job.gather()
             together(accelerator, job.merge)
             together(accelerator, partial(job.on_main, partial(job.finish, data)))
-        except (ValueError, OSError):
-            job.on_main(job.tidy)
+        except (ValueError, OSError) as error:
+            job.on_main(partial(job.tidy, error))
             raise
 
 
@@ -222,6 +234,15 @@ class _Job:
     """Whose counts these are, in the main process."""
     before: Places = field(default_factory=dict)
     """What was counted before this launch."""
+    alone: bool = False
+    """Whether all that is on disk comes from this launch, which is not through with the data; in the main process."""
+    by: str = PLACE
+    """By what conversations are numbered; see `numbering`."""
+    seen: Seen = field(init=False)
+    """What went by of the data: in this process, or after `gather` in all."""
+
+    def __post_init__(self) -> None:
+        self.seen = Seen.nothing(self.recipe.data)
 
     @property
     def folder(self) -> Path:
@@ -260,6 +281,7 @@ class _Job:
                 let_go(self.folder, counted_tokens(self.folder), theirs, self.identity)
             empty(self.folder)
             write_whole(self.folder / IDENTITY, json.dumps(self.identity))
+        self.alone = not counted_tokens(self.folder)
         (self.folder / STOP).unlink(missing_ok=True)
         if (self.folder / PARTS).is_dir():
             shutil.rmtree(self.folder / PARTS)
@@ -295,23 +317,21 @@ class _Job:
         self.word = token
 
     def count(self) -> dict[str, Any]:
-        """Count this process's share. Returns what there is to say about the data.
+        """Count this process's share. Returns what it saw of the data.
 
         Raises:
             ValueError: what reading, rendering and counting raise.
             Interrupted, StoppedError: a signal came, or another process has stopped; what was counted is on disk.
         """
-        section = self.recipe.data
-        reports = [CorpusReport() for _ in section.parts()]
-        held_out = _Tally()
         self.before = spilled_places(self.folder)
+        self.by = spilled_numbering(self.folder) or numbering(self.recipe.data, self.world)
         share = Share(self.rank, self.world, tuple(sorted(self.before.items())))
         with StopSignals() as signals:
             stopping = Stopping(signals, self.folder / STOP, self.word)
-            rows = training_conversations(section, reports, tell=self.rank == 0, hold=held_out.add)
-            numbers = _Numbers(rows, share, stopping)
+            reading = Reading(self.recipe.data, share, self.by, stopping, tell=self.rank == 0)
+            self.seen = reading.seen
             try:
-                self._count(numbers)
+                self._count(reading)
             except (ValueError, OSError):
                 with suppress(OSError):
                     self._stop_others()
@@ -324,20 +344,36 @@ class _Job:
             raise Interrupted(signals.received, message)
         if stopping.told:
             raise StoppedError("counting was stopped by another process; the same command goes on")
-        for part, report in zip(section.parts(), reports, strict=True):
-            self.on_main(partial(say, f"data: {part.source}: {report.summary()}"))
-        told = f"table: {numbers.read:,} conversations are counted, {held_out.number:,} are held out"
-        self.on_main(partial(say, told))
-        return {
-            "conversations": numbers.read,
-            "held_out": held_out.number,
-            "corpus": _corpus(self.recipe, reports),
-        }
+        return self._data()
+
+    def _data(self) -> dict[str, Any]:
+        """What an artifact's manifest says of the data that went by."""
+        numbers = {"conversations": self.seen.conversations, "held_out": self.seen.held_out}
+        return numbers | {"corpus": self.seen.corpus(self.recipe.data.parts())}
+
+    def gather(self) -> dict[str, Any]:
+        """What all processes saw of the data, which the main process says."""
+        self.alone = False
+        parts, told = self.recipe.data.parts(), [len(forms) for forms in self.seen.forms]
+        if self.by == ROW and self.world > 1:
+            from accelerate.utils import gather_object
+
+            first, *others = gather_object([self.seen])
+            for seen in others:
+                first.merge(seen)
+            self.seen = first
+        if self.accelerator.is_main_process:
+            for part, forms, known, report in zip(parts, self.seen.forms, told, self.seen.reports, strict=True):
+                for form in forms[known:]:
+                    say_form(part, form)
+                say(f"data: {part.source}: {report.summary()}")
+            say(f"table: {self.seen.conversations:,} conversations are counted, {self.seen.held_out:,} are held out")
+        return self._data()
 
     def _stop_others(self) -> None:
         (self.folder / STOP).write_text(self.word, encoding="utf-8")
 
-    def _count(self, numbers: _Numbers) -> None:
+    def _count(self, reading: Reading) -> None:
         folder = self.folder / f"rank-{self.rank}-of-{self.world}"
         options = self.recipe.count
         with PairCounter(self.vocab_size, folder, options.memory_mb) as counter:
@@ -345,11 +381,11 @@ class _Job:
                 raise ValueError(f"another process is counting into {self.folder}: it was started after this one")
             if counter.tokens:
                 self.on_main(partial(say, f"table: going on after {counter.tokens:,} tokens that are counted already"))
-            shown = _Progress(numbers, counter, self.rank, self.world)
-            documents = recipe_documents(self.recipe, self.tokenizer, numbers)
+            shown = _Progress(reading, counter)
+            documents = recipe_documents(self.recipe, self.tokenizer, reading)
             batches = laid_end_to_end(documents, tokens_at_a_time(options.memory_mb))
             with rarely_collected():
-                count_laid(batches, counter, save_seconds=60 * options.save_minutes, progress=shown)
+                count_laid(batches, counter, save_seconds=60 * options.save_minutes, progress=shown, by=self.by)
 
     def merge(self) -> None:
         """Merge this process's range of the keys of all that was counted, by whichever process.
@@ -401,10 +437,12 @@ class _Job:
             _save_pruned(self.recipe, whole, self.tokenizer, data)
         self._forget()
 
-    def tidy(self) -> None:
-        """Delete the state of a launch that failed before anything was counted."""
+    def tidy(self, error: Exception) -> None:
+        """Delete the state of a launch that failed before anything was counted. Of several processes the others may
+        have counted their rows before one came to a fault in its own: if that is little it goes too."""
+        faulty = self.alone and self.world > 1 and not isinstance(error, (TrainingError, OSError))
         with suppress(ValueError, OSError):  # damaged counts stay, and were told
-            if not counted_tokens(self.folder):
+            if counted_tokens(self.folder) < (CONSIDERABLE if faulty else 1):
                 self._forget()
 
     def _forget(self) -> None:
@@ -414,39 +452,13 @@ class _Job:
             self.folder.parent.rmdir()  # of a table it holds nothing else
 
 
-@dataclass
-class _Tally:
-    """How many conversations went by; a corpus's are too many to keep."""
-
-    number: int = 0
-
-    def add(self, _: Conversation) -> None:
-        self.number += 1
-
-
-class _Numbers:
-    """A stream's conversations with their numbers, of which one process's share is handed on; `read` is how many came
-    by."""
-
-    def __init__(self, rows: Iterator[Conversation], share: Share, stopping: Callable[[], bool]) -> None:
-        self._rows, self._share, self._stopping = rows, share, stopping
-        self.read = 0
-
-    def __iter__(self) -> Iterator[Numbered]:
-        for number, conversation in enumerate(self._rows):
-            if self._stopping():
-                return
-            self.read = number + 1
-            if self._share.wants(number):
-                yield number, conversation
-
-
 class _Progress:
     """A line of the main process now and then."""
 
-    def __init__(self, numbers: _Numbers, counter: PairCounter, rank: int, world: int) -> None:
-        self._numbers, self._counter, self._active = numbers, counter, rank == 0
-        self._who = "" if world == 1 else f" by process 0 of {world}"
+    def __init__(self, reading: Reading, counter: PairCounter) -> None:
+        share = reading.share
+        self._reading, self._counter, self._active = reading, counter, share.rank == 0
+        self._who = "" if share.world == 1 else f" by process 0 of {share.world}"
         self._start = self._last = time.monotonic()
         self._before = counter.tokens
 
@@ -458,16 +470,6 @@ class _Progress:
         tokens = self._counter.tokens
         rate = (tokens - self._before) / (now - self._start)
         say(
-            f"table: {self._numbers.read:,} conversations read, {tokens:,} tokens counted{self._who}, {rate:,.0f} a "
-            f"second, {self._counter.spilled_bytes / 1e6:,.0f} MB on disk"
+            f"table: {self._reading.seen.conversations:,} conversations read, {tokens:,} tokens counted{self._who}, "
+            f"{rate:,.0f} a second, {self._counter.spilled_bytes / 1e6:,.0f} MB on disk"
         )
-
-
-def _corpus(recipe: TableRecipe, reports: list[CorpusReport]) -> dict[str, Any]:
-    """What became of the rows of all sources together, and of each."""
-    total = CorpusReport()
-    for report in reports:
-        total.merge(report)
-    parts = zip(recipe.data.parts(), reports, strict=True)
-    each = [{"source": part.source, "weight": part.weight} | report.as_dict() for part, report in parts]
-    return total.as_dict() | {"sources": each}

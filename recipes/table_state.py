@@ -16,7 +16,7 @@ from typing import Any
 
 from ..train.interrupts import StopSignals
 from ..train.run_files import INDEX
-from ..train.table import spilled_place, spilled_tokens
+from ..train.table import spilled_by, spilled_place, spilled_tokens
 from .terminal import say
 
 STOP = "stop"
@@ -81,6 +81,15 @@ def spilled_places(folder: Path) -> Places:
     for path, rank, world in rank_folders(folder):
         places.setdefault(world, {})[rank] = spilled_place(path)
     return places
+
+
+def spilled_numbering(folder: Path) -> str | None:
+    """By what those places are numbered, which is the same for all of them; None where nothing is counted yet.
+
+    Raises:
+        ValueError: a damaged index.
+    """
+    return next(filter(None, (spilled_by(path) for path, _, _ in rank_folders(folder))), None)
 
 
 def refuse_moved(folder: Path, before: Places, world: int) -> None:

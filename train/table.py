@@ -30,6 +30,8 @@ if TYPE_CHECKING:
 
 PLACE = "conversation"
 """Key of a counter's place: the number of the first conversation that is not counted yet."""
+ROW = "row"
+"""That key where conversations have the numbers of their rows."""
 _TOKENS_AT_A_TIME = 1 << 18
 _TOKENS_PER_MB = 1 << 14
 _BATCH_CHARACTERS = 1 << 19
@@ -133,16 +135,22 @@ def laid_end_to_end(
 
 
 def count_laid(
-    batches: Iterable[Laid], counter: PairCounter, *, save_seconds: float, progress: Callable[[int], None]
+    batches: Iterable[Laid],
+    counter: PairCounter,
+    *,
+    save_seconds: float,
+    progress: Callable[[int], None],
+    by: str = PLACE,
 ) -> None:
-    """Count batches in their order, and leave all of them on disk; `progress` gets the place after each.
+    """Count batches in their order, and leave all of them on disk; `progress` gets the place after each. Conversations
+    are numbered `by` `PLACE` or `ROW`.
 
     Raises:
         ValueError, OSError: what the counter raises.
     """
     saved = time.monotonic()
     for batch in batches:
-        counter.add(batch.tokens_T, batch.starts_D, {PLACE: batch.place})
+        counter.add(batch.tokens_T, batch.starts_D, {by: batch.place})
         if time.monotonic() - saved >= save_seconds:
             counter.spill()
             saved = time.monotonic()
@@ -156,22 +164,31 @@ def spilled_place(folder: Path) -> int:
     Raises:
         ValueError: the folder's index is damaged; it is named.
     """
+    return _spilled(folder)[1]
+
+
+def spilled_by(folder: Path) -> str | None:
+    """Whether that place is a `PLACE` or a `ROW`; None at the start. Raises ValueError as `spilled_place`."""
     return _spilled(folder)[0]
 
 
 def spilled_tokens(folder: Path) -> int:
     """The tokens that a counter's folder holds counts of, without opening it. Raises ValueError as `spilled_place`."""
-    return _spilled(folder)[1]
+    return _spilled(folder)[2]
 
 
-def _spilled(folder: Path) -> tuple[int, int]:
+def _spilled(folder: Path) -> tuple[str | None, int, int]:
+    """What numbers the place, the place, and the tokens."""
     file = folder / INDEX
     if not file.is_file():
-        return 0, 0
+        return None, 0, 0
     try:
         index = json.loads(file.read_bytes())
-        place = index["place"]
-        return 0 if place is None else int(place[PLACE]), int(index["tokens"])
+        place, tokens = index["place"], int(index["tokens"])
+        if place is None:
+            return None, 0, tokens
+        by = ROW if ROW in place else PLACE
+        return by, int(place[by]), tokens
     except (ValueError, KeyError, TypeError) as error:
         raise ValueError(f"{file} is damaged: {error}; delete {folder} to count anew") from error
 

@@ -1,6 +1,6 @@
 """Tables: how fast pairs are counted, in what memory, and what a finished table costs to load and to ask.
 
-    python tests/bench/table.py [--quick] [--parts count zipf load lookup text]
+    python tests/bench/table.py [--quick] [--parts count zipf load lookup text ranks]
 
 `count` feeds a `PairCounter` a stream of Zipf's law (exponent 1, ranks spread over the ids at random) from memory, at
 three vocabularies, in documents of 1,000 and of 20 tokens: `count_mtok_per_sec` is the tokens of a second from the
@@ -13,7 +13,8 @@ as many threads and nothing else.
 process of its own: seconds, and `peak_mb`, the largest resident sizes of that process and of those that sort for it,
 together, with what they share counted each time. --quick leaves out the billion.
 
-`load`, `lookup` and `text` are told in table_parts.py and table_text.py. The last line is one JSON object.
+`load`, `lookup`, `text` and `ranks` are told in table_parts.py, table_text.py and table_ranks.py. The last line is one
+JSON object.
 """
 
 from __future__ import annotations
@@ -34,9 +35,10 @@ from draftsmith.checkpoints.pair_runs import key_dtype, write_keys
 from draftsmith.recipes.evaluate import machine
 from draftsmith.train.counting import PairCounter, counted
 from table_parts import load, lookup
+from table_ranks import ranks
 from table_text import text
 
-PARTS = ("count", "zipf", "load", "lookup", "text")
+PARTS = ("count", "zipf", "load", "lookup", "text", "ranks")
 VOCABULARIES = (32_000, 128_256, 151_936)
 LENGTHS = (1000, 20)
 BATCH = 1 << 20
@@ -161,7 +163,7 @@ def main() -> None:
     parser.add_argument("--quick", action="store_true", help="some minutes; leaves out the billion tokens")
     parser.add_argument("--parts", nargs="+", choices=PARTS, default=PARTS)
     arguments = parser.parse_args()
-    ways = {"count": count, "zipf": zipf, "load": load, "lookup": lookup, "text": text}
+    ways = {"count": count, "zipf": zipf, "load": load, "lookup": lookup, "text": text, "ranks": ranks}
     result: dict[str, Any] = {}
     for part in arguments.parts:
         with tempfile.TemporaryDirectory() as name:

@@ -15,7 +15,7 @@ from draftsmith.data.conversations import (
     Turn,
     write_conversations,
 )
-from draftsmith.data.reading import read_conversations
+from draftsmith.data.reading import numbered_conversations, open_dialogues, read_conversations
 
 
 def _jsonl(path: Path, *rows: Any) -> str:
@@ -134,6 +134,19 @@ def test_a_folder_is_its_files_in_sorted_order(tmp_path: Path) -> None:
     found = list(read_conversations(str(tmp_path)))
     assert [c.turns[0].text for c in found] == ["1", "2", "3"]
     assert len({c.id for c in found}) == 3
+
+
+def test_a_row_keeps_its_number_in_every_form_and_shard(tmp_path: Path) -> None:
+    turns = _roles(*HELLO)["messages"]
+    rows = ["hello", turns, {"messages": turns}, {"prompt": "a", "response": "b"}, {"text": "c"}, {"turns": ["d"]}]
+    _jsonl(tmp_path / "a.jsonl", *rows)
+    _jsonl(tmp_path / "b.jsonl", *rows)
+    assert [dialogue.number for dialogue in open_dialogues(str(tmp_path))] == [*range(12)]
+    assert [dialogue.number for dialogue in open_dialogues(str(tmp_path), shard=(1, 5))] == [1, 6, 11]
+    numbered = numbered_conversations(str(tmp_path), shard=(0, 2))
+    assert [(number, len(chat.turns)) for number, chat in numbered] == [(2, 2), (4, 1), (8, 2), (10, 1)]
+    summaries = _jsonl(tmp_path / "c.jsonl", *[{"article": "a", "highlights": "b"}] * 3)
+    assert [dialogue.number for dialogue in open_dialogues("cnn-dailymail", path=summaries)] == [0, 1, 2]
 
 
 def test_limit_counts_conversations_not_rows(tmp_path: Path) -> None:

@@ -19,7 +19,7 @@ from draftsmith.checkpoints.artifact import load_manifest
 from draftsmith.checkpoints.table import TABLE_FILE
 from draftsmith.recipes.run import run_train
 from draftsmith.recipes.training import TableRecipe
-from draftsmith.train.table import spilled_place
+from draftsmith.train.table import ROW, spilled_by, spilled_place
 
 ROWS = 3000
 
@@ -55,11 +55,11 @@ class Launches:
     """Launches of a recipe into one folder."""
 
     def __init__(self, launcher: Any, recipe: Path, out: str | Path) -> None:
-        self._launcher, self._recipe, self.out = launcher, recipe, Path(out)
+        self._launcher, self.recipe, self.out = launcher, recipe, Path(out)
 
     def start(self, places: list[Path | None], *changes: str) -> list[Any]:
         """Processes of one launch, each in its folder (None: this one), as launchers start them."""
-        arguments = ["train", str(self._recipe), f"out={self.out}", *changes]
+        arguments = ["train", str(self.recipe), f"out={self.out}", *changes]
         world: dict[str, str] = {}
         if len(places) > 1:
             with socket.socket() as free:
@@ -174,6 +174,39 @@ def test_a_killed_count_goes_on_with_any_number_of_processes(launches: Launches,
     assert not launches.out.exists()
     launches.run(2)
     assert_same(launches.out, counted_once)
+
+
+def test_processes_that_read_their_own_rows_alone_are_gone_on_with_too(launches: Launches, counted_once: Path) -> None:
+    """Otherwise than above no single process began, which numbers what it counts by counting it."""
+    for processes in (2, 3, 1):
+        codes, said = launches.stop(processes, signal.SIGKILL)
+        assert codes == [-signal.SIGKILL] * processes, said
+    assert {spilled_by(path) for path in Path(f"{launches.out}.state/count").glob("rank-*")} <= {ROW, None}
+    launches.run(2)
+    assert_same(launches.out, counted_once)
+
+
+@pytest.mark.parametrize("change", ["data.limit=1000", "data.clean={duplicates: [first-exchange]}"])
+def test_rows_that_depend_on_those_before_them_count_the_same(launches: Launches, tmp_path: Path, change: str) -> None:
+    source = tmp_path / "twice.jsonl"
+    rows = launches.recipe.with_name("large.jsonl").read_text().splitlines()
+    source.write_text("\n".join(row for pair in zip(rows[:800], rows[:800], strict=True) for row in pair))
+    launches.run(3, change, f"data.source={source}")
+    several, launches.out = launches.out, tmp_path / "alone"
+    launches.run(1, change, f"data.source={source}")
+    assert (several / TABLE_FILE).read_bytes() == launches.bytes
+    assert load_manifest(several).data == load_manifest(launches.out).data
+
+
+def test_what_only_another_process_read_is_told_too(launches: Launches, tmp_path: Path) -> None:
+    """Of two processes the first sees every other row, which here has one of two forms."""
+    source = tmp_path / "forms.jsonl"
+    forms = ({"id": "a", "prompt": "the tree", "response": "keeps"}, {"id": "b", "instruction": "the", "output": "two"})
+    source.write_text("".join(json.dumps(form) + "\n" for form in forms * 20))
+    said = launches.run(2, f"data.source={source}")
+    assert said.count("form prompt + response") == said.count("form instruction + output") == 1
+    assert "40 of 40 rows kept" in said
+    assert "40 conversations are counted, 0 are held out" in said
 
 
 @pytest.mark.parametrize(

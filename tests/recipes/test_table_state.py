@@ -9,12 +9,12 @@ from pathlib import Path
 import numpy as np
 import pytest
 from draftsmith.data.tokenizers import load_tokenizer
-from draftsmith.recipes.processes import StoppedError
 from draftsmith.recipes.run import accelerator_for
 from draftsmith.recipes.table import _Job
 from draftsmith.recipes.table_state import CONSIDERABLE, IDENTITY, PARTS, STOP, TOKEN, counted_tokens, differences
 from draftsmith.recipes.training import CountSection, TableRecipe
 from draftsmith.train.counting import PairCounter
+from draftsmith.train.processes import StoppedError
 from draftsmith.train.run_files import INDEX
 from draftsmith.train.table import PLACE, spilled_place
 

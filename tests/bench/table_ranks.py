@@ -1,0 +1,145 @@
+"""The part `ranks` of table.py: what one of many processes takes of the time that one process alone takes.
+
+`rank_share` is the time of counting as rank 0 of N, alone on the machine (reading, cleaning, rendering and counting its
+share, from the first row to the last run on the disk), divided by that of the only process; 1/N would be perfect. The
+corpora: `chats` are real conversations, one JSON object a line; `short` are the same texts in rows of some ten words;
+`long` in rows of some ten thousand. Without --quick `chats` come as one JSON list, as packed lines and as parquet too.
+Ranks run in turn; medians. `rank_share_cpu` divides the processor times, which other work on the machine disturbs less.
+`rank_fixed_cpu_sec` is what no number of processes makes smaller: where a straight line through the processor times
+against 1/N comes to at 0 (the start of the tokenizer and of the processes that sort, and passing over others' rows).
+`reading_share` is the part of the only process's processor time that reading, cleaning and choosing who is held out
+take, without any tokenizing and counting.
+"""
+
+from __future__ import annotations
+
+import gzip
+import json
+import resource
+import shutil
+import statistics
+import time
+from collections.abc import Iterator
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import numpy as np
+from draftsmith.data.conversations import CorpusReport, write_conversations
+from draftsmith.data.reading import read_conversations
+from draftsmith.data.tokenizers import load_tokenizer
+from draftsmith.recipes.prepare import training_conversations
+from draftsmith.recipes.table import _Job
+from draftsmith.recipes.table_state import TOKEN
+from draftsmith.recipes.training import TableRecipe
+
+from data import defaults, repeated
+
+WORLDS = (1, 2, 4, 8)
+MORE_WORLDS = (1, 2, 4, 8, 16)
+SHORT_WORDS = 10
+LONG_ROWS = 40
+"""Conversations of `chats` whose texts make one row of `long`."""
+
+
+def ranks(folder: Path, quick: bool) -> dict[str, Any]:
+    """Time of one rank over time of one process, by corpus."""
+    corpus, tokenizer_folder = defaults(folder)
+    tokenizer = load_tokenizer(str(tokenizer_folder))
+    files = corpora(corpus, folder, 1 if quick else 6, quick)
+    shares: dict[str, dict[str, dict[int, float]]] = {"rank_share": {}, "rank_share_cpu": {}}
+    seconds: dict[str, dict[int, float]] = {}
+    reading: dict[str, float] = {}
+    fixed: dict[str, float] = {}
+    for name, file in files.items():
+        data = {"source": str(file), "cache": str(folder / "cache"), "template": "vicuna-v1.1"}
+        recipe = TableRecipe(kind="table", out=str(folder / "table"), tokenizer=str(tokenizer_folder), data=data)
+        found: dict[int, list[tuple[float, float]]] = {world: [] for world in (WORLDS if quick else MORE_WORLDS)}
+        for _ in range(2 if quick else 3):
+            for world, times in found.items():
+                times.append(count_as_first_of(recipe, tokenizer, world))
+        wall, cpu = ({n: statistics.median(time[kind] for time in found[n]) for n in found} for kind in (0, 1))
+        for key, times_of in zip(shares, (wall, cpu), strict=True):
+            shares[key][name] = {world: times_of[world] / times_of[1] for world in found if world > 1}
+        seconds[name], reading[name] = wall, read(recipe) / cpu[1]
+        fixed[name] = float(np.polyfit([1 / world for world in cpu], [*cpu.values()], 1)[1])
+        said = "   ".join(
+            f"{key} " + " ".join(f"{world}: {share:.3f}" for world, share in of[name].items())
+            for key, of in shares.items()
+        )
+        print(
+            f"ranks {name:8s} {file.stat().st_size / 1e6:5.1f} MB, alone {wall[1]:.2f} s ({cpu[1]:.2f} of processors, "
+            f"{reading[name]:.1%} of it reading, {fixed[name]:.2f} s fixed)   {said}",
+            flush=True,
+        )
+        file.unlink()
+    return shares | {"rank_sec": seconds, "rank_fixed_cpu_sec": fixed, "reading_share": reading}
+
+
+def corpora(corpus: Path, folder: Path, times: int, quick: bool) -> dict[str, Path]:
+    """The same conversations in rows of several lengths, and several formats."""
+    chats = folder / "chats.jsonl"
+    write_conversations(repeated(corpus, times), chats)
+    files = {"chats": chats, "short": folder / "short.jsonl", "long": folder / "long.jsonl"}
+    words = (word for chat in read_conversations(str(chats)) for turn in chat.turns for word in turn.text.split())
+    with files["short"].open("w", encoding="utf-8") as out:
+        for number, texts in enumerate(_grouped(words, 2 * SHORT_WORDS)):
+            half = len(texts) // 2
+            row = {"id": f"s{number}", "prompt": " ".join(texts[:half]), "response": " ".join(texts[half:])}
+            out.write(json.dumps(row, ensure_ascii=False) + "\n")
+    with files["long"].open("w", encoding="utf-8") as out:
+        for number, group in enumerate(_grouped(read_conversations(str(chats)), LONG_ROWS)):
+            turns = [{"role": turn.role, "content": turn.text} for chat in group for turn in chat.turns]
+            turns = [turn for turn in turns if turn["role"] != "system"]
+            out.write(json.dumps({"id": f"l{number}", "messages": turns}, ensure_ascii=False) + "\n")
+    if quick:
+        return files
+    import pyarrow
+    import pyarrow.parquet
+
+    lines = chats.read_bytes()
+    (folder / "packed.jsonl.gz").write_bytes(gzip.compress(lines, 6))
+    rows = [json.loads(line) for line in lines.splitlines()]
+    (folder / "list.json").write_text(json.dumps(rows), encoding="utf-8")
+    pyarrow.parquet.write_table(pyarrow.Table.from_pylist(rows), folder / "columns.parquet")
+    more = {"packed": "packed.jsonl.gz", "list": "list.json", "parquet": "columns.parquet"}
+    return files | {name: folder / file for name, file in more.items()}
+
+
+def _grouped(items: Iterator[Any], size: int) -> Iterator[list[Any]]:
+    group: list[Any] = []
+    for item in items:
+        group.append(item)
+        if len(group) == size:
+            yield group
+            group = []
+    if len(group) > 1:
+        yield group
+
+
+def count_as_first_of(recipe: TableRecipe, tokenizer: Any, world: int) -> tuple[float, float]:
+    """Seconds, and processor seconds, of rank 0 of `world` that counts its share and nobody else's."""
+    rank = SimpleNamespace(process_index=0, num_processes=world, is_main_process=False)
+    job = _Job(recipe, rank, tokenizer, len(tokenizer))
+    shutil.rmtree(job.folder, ignore_errors=True)
+    job.folder.mkdir(parents=True)
+    (job.folder / TOKEN).write_text(job.word)
+    start, used = time.perf_counter(), _processor()
+    job.count()
+    return time.perf_counter() - start, _processor() - used
+
+
+def read(recipe: TableRecipe) -> float:
+    """Processor seconds of reading alone, the median of three."""
+    times = []
+    for _ in range(3):
+        start = time.process_time()
+        for _ in training_conversations(recipe.data, [CorpusReport()], tell=False):
+            pass
+        times.append(time.process_time() - start)
+    return statistics.median(times)
+
+
+def _processor() -> float:
+    used = [resource.getrusage(who) for who in (resource.RUSAGE_SELF, resource.RUSAGE_CHILDREN)]
+    return sum(each.ru_utime + each.ru_stime for each in used)
