@@ -16,11 +16,12 @@ from rich.table import Table
 
 from .. import __version__
 from ..train.interrupts import Interrupted, TrainingError
+from ..train.processes import lost_another
 from .artifact_cli import artifact_app
 from .config import QuickstartRecipe, RegenerateRecipe
 from .loading import accelerate_configs, deepspeed_configs, find_recipe, first_sentence, load_recipe, shipped_recipes
 from .papers_config import PaperRecipe
-from .processes import part
+from .processes import agreed, is_first, part, refuse_several
 from .shipping_cli import doctor, export, pull, push
 from .tables_cli import table_app
 from .terminal import console, say
@@ -48,6 +49,7 @@ DrafterPlace = Annotated[str | None, typer.Option(help="Folder or hub id of a dr
 HeadsPlace = Annotated[str | None, typer.Option(help="Folder or hub id of prediction heads.")]
 TablePlace = Annotated[str | None, typer.Option(help="Folder or hub id of a correlation table.")]
 PromptsPlace = Annotated[str | None, typer.Option(help="Questions: a known set, a file, a folder, a hub id.")]
+RESULTS_FILE = typer.Option(help="The results file (.json).")
 Pair = Annotated[
     str | None,
     typer.Option(help="quickstart[=FOLDER]: on the embedded pair that the quickstart left, at small size."),
@@ -55,10 +57,14 @@ Pair = Annotated[
 
 
 @app.callback(invoke_without_command=True)
-def _version(show: Annotated[bool, typer.Option("--version", help="Print the version.")] = False) -> None:
+def _before(
+    context: typer.Context, show: Annotated[bool, typer.Option("--version", help="Print the version.")] = False
+) -> None:
     if show:
         console().print(__version__)
         raise typer.Exit
+    if context.invoked_subcommand not in (None, "train", "prepare"):  # which know when they are for several
+        refuse_several(str(context.invoked_subcommand))
 
 
 @app.command()
@@ -92,28 +98,34 @@ def prepare(
     ] = False,
 ) -> None:
     """Read, clean, render and pack a training recipe's data, and say what became of it."""
+    if teacher and not lint:
+        from .teacher import prepare_teacher
+
+        folder = prepare_teacher(agreed(lambda: _taught_recipe(recipe, overrides or [])))
+        if is_first():
+            console().print(f"{folder}")
+        return
+    refuse_several("prepare --lint" if lint else "prepare")
     loaded = load_recipe(recipe, overrides or [], kinds=["drafter", "heads", "table"])
     from ..data.tokenizers import load_tokenizer
     from .prepare import lint_data, prepare_data
 
     assert isinstance(loaded, (DrafterRecipe, HeadsRecipe, TableRecipe))
-    if teacher and isinstance(loaded, TableRecipe):
-        raise ValueError(f"--teacher is for recipes of kind 'drafter' or 'heads', and {recipe} is of kind 'table'")
     tokenizer = load_tokenizer(loaded.tokenizer_source)
     if lint:
         failures = lint_data(loaded.data, tokenizer)
         for failure in failures:
             say(f"error: {failure}")
         raise typer.Exit(1 if failures else 0)
-    if teacher:
-        from .teacher import prepare_teacher
+    console().print(f"{prepare_data(loaded.data, tokenizer).folder}")
 
-        assert not isinstance(loaded, TableRecipe)
-        folder = prepare_teacher(loaded)
-    else:
-        folder = prepare_data(loaded.data, tokenizer).folder
-    if os.environ.get("RANK", "0") == "0":
-        console().print(f"{folder}")
+
+def _taught_recipe(recipe: str, overrides: list[str]) -> DrafterRecipe | HeadsRecipe:
+    loaded = load_recipe(recipe, overrides, kinds=["drafter", "heads", "table"])
+    if isinstance(loaded, TableRecipe):
+        raise ValueError(f"--teacher is for recipes of kind 'drafter' or 'heads', and {recipe} is of kind 'table'")
+    assert isinstance(loaded, (DrafterRecipe, HeadsRecipe))
+    return loaded
 
 
 @app.command()
@@ -147,21 +159,23 @@ def train(
     ] = False,
 ) -> None:
     """Run a training recipe: a drafter, prediction heads or a correlation table."""
+    if saturation:
+        refuse_several("train --saturation")
     if saturation and (sweep or plan):
         raise ValueError(f"--saturation is a run of its own: leave out {'--sweep' if sweep else '--plan'}")
     if sweep:
         from .sweep import plan_sweep, run_sweep, show_plans
 
         act = show_plans if plan else run_sweep
-        act(plan_sweep(recipe, overrides or [], sweep))
+        act(agreed(lambda: plan_sweep(recipe, overrides or [], sweep)))
         return
-    loaded = load_recipe(recipe, overrides or [], kinds=["drafter", "heads", "table"])
+    loaded = agreed(lambda: load_recipe(recipe, overrides or [], kinds=["drafter", "heads", "table"]))
     assert isinstance(loaded, (DrafterRecipe, HeadsRecipe, TableRecipe))
     if plan:
         from .plan import plan_recipe, show
 
         planned = plan_recipe(loaded)
-        if os.environ.get("RANK", "0") == "0":
+        if is_first():
             show(planned)
         return
     if saturation:
@@ -185,7 +199,7 @@ def evaluate(
     heads: HeadsPlace = None,
     table: TablePlace = None,
     prompts: PromptsPlace = None,
-    out: Annotated[str | None, typer.Option(help="The results file (.json).")] = None,
+    out: Annotated[str | None, RESULTS_FILE] = None,
     categories: Annotated[bool, typer.Option("--categories", help="Also print a table by category.")] = False,
     pair: Pair = None,
     plan: Annotated[bool, typer.Option("--plan", help="Only say what would be decoded.")] = False,
@@ -281,7 +295,7 @@ def energy(
     batch: Annotated[str, typer.Option(help="Inputs of a forward, with commas between.")] = "1,2,4,8,16",
     runs: Annotated[int, typer.Option(help="Forwards to time at each batch size.")] = 300,
     context: Annotated[int, typer.Option(help="Tokens that each input has behind it.")] = 128,
-    out: Annotated[Path | None, typer.Option(help="The results file (.json).")] = None,
+    out: Annotated[Path | None, RESULTS_FILE] = None,
 ) -> None:
     """Joules and seconds of a target's forward by batch size, beside those that a paper found."""
     from .energy import energy_command
@@ -420,6 +434,9 @@ def main() -> None:
             _fail(f"no space left on the disk while writing {written}; what was saved before is whole", 1)
         _fail(str(error), 1)
     except Exception as error:
+        if lost_another(error):
+            say(f"process {os.environ.get('RANK', '0')} ended, because another one of this launch has")
+            sys.exit(1)
         # safetensors and tokenizers report a full disk in exceptions of their own
         if "No space left" not in str(error):
             raise

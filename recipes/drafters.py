@@ -9,7 +9,8 @@ from typing import Any
 import torch
 from transformers import AutoConfig, PreTrainedModel
 
-from ..checkpoints.export_drafter import is_adapter, save_speculation
+from ..checkpoints.export_drafter import save_speculation
+from ..checkpoints.model_files import is_adapter
 from ..checkpoints.older_readers import save_tokenizer
 from ..checkpoints.sources import at_revision
 from ..data.tokenizers import load_tokenizer
@@ -18,6 +19,7 @@ from ..train.drafter import DrafterTask
 from ..train.losses import TopK
 from ..train.objectives import parse_weights
 from ..train.on_policy import OnPolicy
+from ..train.processes import on_main, together
 from ..train.teacher import Teacher, load_teacher
 from .acceptance import drafter_measure
 from .evaluate import stop_ids
@@ -44,16 +46,18 @@ class DrafterParts:
 
 def run_drafter(recipe: DrafterRecipe, out: Path, accelerator: Any) -> None:
     """Train a language model: from a model or from scratch, on labels or on a target's distributions."""
+
+    def opened() -> tuple[Any, TrainableModel]:
+        parse_weights(recipe.objective)
+        micro_steps(recipe.train.global_batch, recipe.train.micro_batch, accelerator.num_processes)
+        tokenizer = load_tokenizer(recipe.tokenizer_source)
+        return tokenizer, trainable(recipe, tokenizer)
+
     # mistakes are found before the data is prepared, which may take hours
-    parse_weights(recipe.objective)
-    micro_steps(recipe.train.global_batch, recipe.train.micro_batch, accelerator.num_processes)
-    tokenizer = load_tokenizer(recipe.tokenizer_source)
-    trained = trainable(recipe, tokenizer)
+    tokenizer, trained = together(accelerator, opened)
     prepared = prepare_once(recipe, tokenizer, accelerator)
-    parts = drafter_parts(recipe, tokenizer, prepared, accelerator.device, trained)
+    parts = together(accelerator, lambda: drafter_parts(recipe, tokenizer, prepared, accelerator.device, trained))
     result = fit_recipe(parts.task, prepared, recipe, out, accelerator, tokenizer, parts.measured)
-    if not accelerator.is_main_process:
-        return
 
     def write(folder: Path) -> None:
         parts.trained.save(folder)
@@ -61,8 +65,11 @@ def run_drafter(recipe: DrafterRecipe, out: Path, accelerator: Any) -> None:
         if recipe.target is not None and not is_adapter(folder):  # of an adapter, transformers reads its model's
             save_speculation(folder)
 
-    known = None if parts.target is None else fingerprint_of(str(recipe.target), parts.target)
-    save(recipe, out, write, tokenizer, prepared, result, known, parts.trained.shapes())
+    def finish() -> None:
+        known = None if parts.target is None else fingerprint_of(str(recipe.target), parts.target)
+        save(recipe, out, write, tokenizer, prepared, result, known, parts.trained.shapes())
+
+    on_main(accelerator, finish)
 
 
 def trainable(recipe: DrafterRecipe, tokenizer: Any) -> TrainableModel:
@@ -135,7 +142,10 @@ def complete_section(recipe: DrafterRecipe) -> ModelSection:
     section = recipe.model
     if section.config is None or recipe.target is None:
         return section
-    theirs = AutoConfig.from_pretrained(at_revision(recipe.target, weights=False)).get_text_config()
+    try:
+        theirs = AutoConfig.from_pretrained(at_revision(recipe.target, weights=False)).get_text_config()
+    except OSError as error:
+        raise ValueError(f"there is no target {recipe.target!r}: {str(error).strip().splitlines()[0]}") from error
     given = {name: getattr(theirs, name, None) for name in _FROM_TARGET}
     known = vars(AutoConfig.for_model(section.config["model_type"]))
     taken = {name: value for name, value in given.items() if value is not None and name in known}

@@ -20,7 +20,9 @@ from ..train.config import micro_steps
 from ..train.forward import PackedForward
 from ..train.heads import HeadsTask
 from ..train.joint import Joint, JointTask
+from ..train.loop import FitResult
 from ..train.objectives import check_objective, parse_weights
+from ..train.processes import on_main, together
 from ..train.scale import zero_stage
 from .acceptance import check_measure, heads_measure
 from .models import TrainableModel, add_lora, check_vocabulary, load_trainable
@@ -47,19 +49,31 @@ class HeadsParts:
 
 def run_heads(recipe: HeadsRecipe, out: Path, accelerator: Any) -> None:
     """Train prediction heads on a target, frozen or trained with them."""
+
+    def opened() -> Any:
+        check_objective(recipe.objective)
+        parse_weights(recipe.objective)
+        check_measure(recipe)
+        micro_steps(recipe.train.global_batch, recipe.train.micro_batch, accelerator.num_processes)
+        return load_tokenizer(recipe.tokenizer_source)
+
+    def made() -> HeadsParts:
+        parts = heads_parts(recipe, tokenizer, prepared, accelerator.device)
+        _check_launch(recipe, parts.task, accelerator)
+        return parts
+
     # mistakes are found before the data is prepared, which may take hours
-    check_objective(recipe.objective)
-    parse_weights(recipe.objective)
-    check_measure(recipe)
-    micro_steps(recipe.train.global_batch, recipe.train.micro_batch, accelerator.num_processes)
-    tokenizer = load_tokenizer(recipe.tokenizer_source)
+    tokenizer = together(accelerator, opened)
     prepared = prepare_once(recipe, tokenizer, accelerator)
-    parts = heads_parts(recipe, tokenizer, prepared, accelerator.device)
-    _check_launch(recipe, parts.task, accelerator)
+    parts = together(accelerator, made)
     measured = recipe.measure.prompts > 0
     result = fit_recipe(parts.task, prepared, recipe, out, accelerator, tokenizer, measured)
-    if not accelerator.is_main_process:
-        return
+    on_main(accelerator, lambda: _save(recipe, out, parts, tokenizer, prepared, result))
+
+
+def _save(
+    recipe: HeadsRecipe, out: Path, parts: HeadsParts, tokenizer: Any, prepared: Prepared, result: FitResult
+) -> None:
     heads = parts.heads
     names = ("num_heads", "num_layers", "hidden_size", "vocab_size", "projection_kind", "rank", "states")
     shapes = {name: getattr(heads, name) for name in names}

@@ -20,10 +20,11 @@ from ..checkpoints.artifact import (
     tokenizer_fingerprint,
     verify_artifact,
 )
-from ..checkpoints.sources import at_revision, target_record
+from ..checkpoints.sources import at_revision, commit_of, split_revision, target_record
 from ..data.prepared import PreparedData
 from ..train.interrupts import TrainingError
 from ..train.loop import FitConfig, FitResult, Task, fit
+from ..train.processes import on_main, together
 from .command import typed_command
 from .data_sections import Section
 from .loading import write_recipe
@@ -48,29 +49,11 @@ def state_folder(out: Path) -> Path:
     return out.with_name(out.name + ".state")
 
 
-def on_main(accelerator: Any, work: Callable[[], Any]) -> None:
-    """Do something in the main process; a user's mistake found there is raised in all of them."""
-    problem: list[str | None] = [None]
-    if accelerator.is_main_process:
-        try:
-            work()
-        except ValueError as error:
-            if accelerator.num_processes == 1:
-                raise
-            problem = [str(error)]
-    if accelerator.num_processes > 1:
-        from accelerate.utils import broadcast_object_list
-
-        broadcast_object_list(problem)
-        if problem[0] is not None:
-            raise ValueError(problem[0])
-
-
 def prepare_once(recipe: Any, tokenizer: Any, accelerator: Any) -> Prepared:
     """The main process prepares, the others then find it done."""
     seed = recipe.train.seed if hasattr(recipe, "train") else 0
     on_main(accelerator, partial(prepare_data, recipe.data, tokenizer, seed=seed))
-    return prepare_data(recipe.data, tokenizer, seed=seed, quiet=True)
+    return together(accelerator, partial(prepare_data, recipe.data, tokenizer, seed=seed, quiet=True))
 
 
 def steps_of(recipe: Any, prepared: Prepared) -> int:
@@ -101,10 +84,9 @@ def fit_recipe(
     Raises:
         TrainingError: what `fit` raises, with the beginnings of the documents it happened in.
     """
-    if accelerator.is_main_process:
-        write_recipe(recipe, state_folder(out) / "recipe.yaml")
+    on_main(accelerator, partial(write_recipe, recipe, state_folder(out) / "recipe.yaml"))
     try:
-        config = fit_config(recipe, prepared, measured)
+        config = together(accelerator, partial(fit_config, recipe, prepared, measured))
         return fit(task, prepared.train, config, state_folder(out), accelerator)
     except TrainingError as error:
         shown = _beginnings(prepared.train, error.blocks, tokenizer)
@@ -170,6 +152,26 @@ def check_out(out: Path, recipe: Section) -> None:
     folder, fingerprint = Path(str(made_for.get("id"))), made_for.get("fingerprint")
     if fingerprint and folder.is_dir() and model_fingerprint(folder) != fingerprint:
         raise ValueError(f"{out} was made for another model than the one that stands at {folder} now: delete {out}")
+    _check_branch(out, getattr(recipe, "target", None), made_for)
+
+
+def _check_branch(out: Path, target: str | None, made_for: dict[str, Any]) -> None:
+    """Refuse what was made for a commit from which the branch (or tag) of the recipe's target has moved on. Where the
+    hub cannot be asked, that is told."""
+    name, revision = (None, None) if target is None else split_revision(target)
+    recorded = made_for.get("revision")
+    if target is None or revision is None or recorded is None or name != made_for.get("id"):
+        return
+    try:
+        now = commit_of(target)
+    except ValueError as error:
+        say(f"{out} was made for {name} at {recorded}; whether {revision} has moved on was not compared: {error}")
+        return
+    if now != recorded:
+        raise ValueError(
+            f"{out} was made for {name} at {recorded}, and its {revision} is at {now} now: choose another `out`, or "
+            "delete that folder"
+        )
 
 
 def _without(values: Any, ignored: frozenset[str], place: str = "") -> Any:

@@ -22,12 +22,14 @@ from ..train.heads import HeadsModule
 from ..train.loop import FitConfig, Task
 from ..train.plan import Demand, ModelSize, Part, checkpoint_bytes, peak, plan_memory
 from ..train.probe import MemoryWatch, Probe, free_bytes, held_bytes, probe
+from ..train.processes import on_main, together
 from ..train.scale import make_accelerator
 from .drafters import drafter_parts
 from .heads import heads_parts
-from .outcome import check_out, fit_config, on_main, prepare_once, state_folder
+from .outcome import check_out, fit_config, prepare_once, state_folder
 from .outlines import Outline, outline_of
 from .prepare import Prepared
+from .processes import agreed
 from .teacher import NoCacheError, hidden_bytes, open_cache, open_hidden, teacher_bytes
 from .terminal import console, duration, gigabytes, say
 from .training import DrafterRecipe, HeadsRecipe, TableRecipe
@@ -98,21 +100,18 @@ def plan_recipe(recipe: DrafterRecipe | HeadsRecipe | TableRecipe) -> Plan:
         ValueError: it does not fit into memory or onto the disk, with both numbers and the nearest setting that does;
             a recipe for a table; what checking the recipe, preparing its data and loading its models raise.
     """
-    if isinstance(recipe, TableRecipe):
-        raise ValueError(
-            "--plan is for recipes that train, and a table is counted in one pass over the data, at about the speed of "
-            "its tokenizer and within `count.memory_mb` of memory"
-        )
-    accelerator = make_accelerator(recipe.train.precision)
+    accelerator = agreed(partial(_accelerator, recipe))
+    assert not isinstance(recipe, TableRecipe)
     on_main(accelerator, partial(check_out, Path(recipe.out), recipe))
-    outline = outline_of(recipe, accelerator)
+    outline = together(accelerator, partial(outline_of, recipe, accelerator))
     free = _agreed(accelerator, free_bytes(accelerator.device))
     base = held_bytes(accelerator.device)
-    _check_memory(recipe, outline, free)
-    tokenizer = load_tokenizer(recipe.tokenizer_source)
+    together(accelerator, partial(_check_memory, recipe, outline, free))
+    tokenizer = together(accelerator, partial(load_tokenizer, recipe.tokenizer_source))
     prepared = prepare_once(recipe, tokenizer, accelerator)
-    config = fit_config(recipe, prepared, bool(recipe.measure.prompts) and recipe.target is not None)
-    disk, notes = _disk(recipe, outline, config, prepared, tokenizer)
+    measured = bool(recipe.measure.prompts) and recipe.target is not None
+    config = together(accelerator, partial(fit_config, recipe, prepared, measured))
+    disk, notes = together(accelerator, partial(_disk, recipe, outline, config, prepared, tokenizer))
     on_main(accelerator, partial(_check_disk, disk, config))
     found, share = None, 1.0
     if notes:
@@ -196,6 +195,16 @@ def _rows(plan: Plan) -> Iterator[tuple[str, str, str]]:
         yield "time", duration(plan.seconds), f"{each}: extrapolated from one or two micro batches and a few prompts"
     for note in plan.notes:
         yield "note", "", note
+
+
+def _accelerator(recipe: DrafterRecipe | HeadsRecipe | TableRecipe) -> Any:
+    """Raises ValueError where there is nothing to plan, and what `make_accelerator` raises."""
+    if isinstance(recipe, TableRecipe):
+        raise ValueError(
+            "--plan is for recipes that train, and a table is counted in one pass over the data, at about the speed of "
+            "its tokenizer and within `count.memory_mb` of memory"
+        )
+    return make_accelerator(recipe.train.precision)
 
 
 def _tokens(config: FitConfig, prepared: Prepared, found: Probe | None) -> int:
@@ -412,7 +421,8 @@ def _probe(
     recipe: Any, config: FitConfig, prepared: Prepared, tokenizer: Any, accelerator: Any, outline: Outline, free: Any
 ) -> tuple[Probe, float, Task]:
     """Run the recipe's task for a step or two. Returns also the share of an evaluation that was run, and the task."""
-    say(f"{recipe.kind}: trying one or two micro batches")
+    if accelerator.is_main_process:
+        say(f"{recipe.kind}: trying one or two micro batches")
     small, share = _less_measured(recipe, prepared)
     watch = MemoryWatch(accelerator.device)
     try:

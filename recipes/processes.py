@@ -1,57 +1,52 @@
-"""Work of several processes that succeeds in all of them or ends all of them."""
+"""Commands in several launched processes: which of them may run in so many, and how they begin and end."""
 
 from __future__ import annotations
 
+import os
 import sys
 from collections.abc import Callable
-from typing import Any, TypeVar
+from typing import TypeVar
 
-from ..train.interrupts import Interrupted, TrainingError
+from ..train.processes import together
 
 Found = TypeVar("Found")
 
 
-class StoppedError(TrainingError):
-    """A process ended its work because another one had to; that one tells why."""
+def launched() -> int:
+    """Processes that a launcher (torchrun, `accelerate launch`) has started, this one included."""
+    size = os.environ.get("WORLD_SIZE", "1")
+    return int(size) if "RANK" in os.environ and size.isdecimal() else 1
 
 
-def together(accelerator: Any, work: Callable[[], Found]) -> Found:
-    """Do something in all processes. Where one of them fails all end, and the main process alone tells why: the others
-    leave with its exit code.
+def is_first() -> bool:
+    """Whether this process is the one that speaks, of those that were launched."""
+    return launched() == 1 or os.environ["RANK"] == "0"
+
+
+def refuse_several(command: str) -> None:
+    """Keep several processes from doing a command's work, which is for one, over each other: the first tells why, the
+    others leave with its exit code.
 
     Raises:
-        ValueError, TrainingError, Interrupted: what the first process raised that failed, of those that were not
-            stopped by another (an OSError is told as a TrainingError, but by a single process, which raises it as it
-            is).
+        ValueError: several were launched.
     """
-    if accelerator.num_processes == 1:
-        return work()
-    from accelerate.utils import gather_object
+    if launched() == 1:
+        return
+    if not is_first():
+        raise SystemExit(2)
+    raise ValueError(
+        f"`draftsmith {command}` runs in one process, and {launched()} were launched: start it without a launcher "
+        "(`train` and `prepare --teacher` share their work among several)"
+    )
 
-    found, failed, follows = None, None, False
-    try:
-        found = work()
-    except Interrupted as error:
-        failed = (128 + error.signal_number, str(error))
-    except ValueError as error:
-        failed = (1 if isinstance(error, TrainingError) else 2, str(error))
-        follows = isinstance(error, StoppedError)
-    except OSError as error:
-        failed = (1, f"process {accelerator.process_index}: {error}")
-    try:
-        failures = [entry for entry in gather_object([(follows, failed)]) if entry[1] is not None]
-    except RuntimeError:
-        if failed is None or not (failed[0] > 128 or follows):
-            raise
-        failures = [(follows, failed)]  # the launcher has ended another process already, which answers no more
-    if not failures:
-        return found  # type: ignore[return-value]
-    _, (code, text) = min(failures, key=lambda entry: entry[0])
-    if code > 128:
-        raise Interrupted(code - 128, text)
-    if not accelerator.is_main_process:
-        raise SystemExit(code)
-    raise TrainingError(text) if code == 1 else ValueError(text)
+
+def agreed(work: Callable[[], Found]) -> Found:
+    """`together` before a recipe has said what its accelerator is to be like."""
+    if launched() == 1:
+        return work()
+    from ..train.scale import make_accelerator
+
+    return together(make_accelerator("no"), work)
 
 
 def part() -> None:

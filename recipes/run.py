@@ -6,11 +6,12 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+from ..train.processes import on_main
 from ..train.scale import make_accelerator
 from .drafters import run_drafter
 from .heads import run_heads
 from .outcome import check_out, state_folder
-from .processes import together
+from .processes import agreed
 from .table import run_table
 from .terminal import say
 from .training import DrafterRecipe, HeadsRecipe, TableRecipe
@@ -23,13 +24,15 @@ def run_train(recipe: DrafterRecipe | HeadsRecipe | TableRecipe) -> Path:
         The artifact's folder.
 
     Raises:
-        ValueError: an artifact of another recipe stands there; whatever data, models and training raise.
+        ValueError: an artifact of another recipe stands there; whatever data, models and training raise. Of several
+            processes the main one raises it, and the others leave with its exit code.
     """
     out = Path(recipe.out)
-    accelerator = accelerator_for(recipe)
-    together(accelerator, lambda: check_out(out, recipe) if accelerator.is_main_process else None)
+    accelerator = agreed(lambda: accelerator_for(recipe))
+    on_main(accelerator, lambda: check_out(out, recipe))
     if (out / "artifact.json").is_file():
-        say(f"{recipe.kind}: {out} is finished, reusing it")
+        if accelerator.is_main_process:
+            say(f"{recipe.kind}: {out} is finished, reusing it")
         return out
     KINDS[recipe.kind](recipe, out, accelerator)
     accelerator.wait_for_everyone()

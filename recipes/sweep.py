@@ -6,9 +6,9 @@ import gc
 import hashlib
 import itertools
 import json
-import os
 import re
 from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -17,8 +17,10 @@ from rich.table import Table
 from safetensors import safe_open
 
 from ..checkpoints.artifact import load_manifest
+from ..train.interrupts import TrainingError
 from .files import write_whole
 from .loading import load_recipe, parse_values
+from .processes import is_first
 from .terminal import console, say
 from .training import DrafterRecipe, HeadsRecipe, TableRecipe
 
@@ -100,15 +102,13 @@ def run_sweep(sweep: Sweep) -> None:
     """
     from .run import run_train
 
-    is_main = os.environ.get("RANK", "0") == "0"
+    is_main = is_first()
     rows: list[dict[str, Any]] = []
     for number, combination in enumerate(sweep.combinations, 1):
         if is_main:
             say(f"sweep: run {number} of {len(sweep.combinations)}: {combination.words}")
-        try:
+        with _named_in_errors(combination):
             out = run_train(combination.recipe)
-        except ValueError as error:
-            raise ValueError(f"with {combination.words}: {error}") from error
         gc.collect()  # models in cycles must not lie beside those of the next run
         if is_main:
             rows.append(_row(combination, out))
@@ -127,14 +127,23 @@ def show_plans(sweep: Sweep) -> None:
     from .plan import plan_recipe, show
 
     for combination in sweep.combinations:
-        try:
+        with _named_in_errors(combination):
             planned = plan_recipe(combination.recipe)
-        except ValueError as error:
-            raise ValueError(f"with {combination.words}: {error}") from error
-        if os.environ.get("RANK", "0") == "0":
+        if is_first():
             console().print(combination.words)
             show(planned)
         gc.collect()
+
+
+@contextmanager
+def _named_in_errors(combination: Combination) -> Iterator[None]:
+    """Raises what is raised inside, a mistake or a failed training, with the combination's words before it."""
+    try:
+        yield
+    except TrainingError as error:
+        raise TrainingError(f"with {combination.words}: {error}", error.blocks) from error
+    except ValueError as error:
+        raise ValueError(f"with {combination.words}: {error}") from error
 
 
 def sweep_table(sweep: Sweep, rows: Sequence[dict[str, Any]]) -> Table:

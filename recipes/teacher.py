@@ -13,6 +13,7 @@ import time
 from collections.abc import Mapping, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -25,6 +26,7 @@ from ..data.prepared import PreparedData
 from ..data.tokenizers import load_tokenizer
 from ..train.hidden_cache import CachedHidden
 from ..train.interrupts import Interrupted, StopSignals
+from ..train.processes import StoppedError, on_main, raised, together
 from ..train.row_cache import BrokenManifestError, find_damage, read_manifest
 from ..train.row_plan import CachePlan, Shard, Source
 from ..train.row_writer import CacheWriter, MakeRows, set_aside
@@ -32,12 +34,15 @@ from ..train.scale import make_accelerator
 from ..train.state import data_fingerprint
 from ..train.teacher import CachedTeacher
 from .caches import Kept, KeptHidden, KeptTeacher, kept_by
-from .prepare import Prepared, prepare_data
+from .outcome import prepare_once
+from .prepare import Prepared
 from .terminal import bar, duration, gigabytes, say
 from .training import DrafterRecipe, HeadsRecipe
 
 _PROBE_BATCHES = 3
 _PROBE_SECONDS = 20.0
+_STOP = ".stop"
+"""Of several processes the one that is stopped leaves it in the caches' folder, for the others to see."""
 _TOLD = 20  # damaged files that are named one by one
 
 Stamps = Mapping[str, dict[str, Any]]
@@ -125,36 +130,42 @@ def prepare_teacher(recipe: DrafterRecipe | HeadsRecipe, accelerator: Any | None
             and loading the target raise.
         Interrupted: a signal came; what was whole stays.
     """
+    state = accelerator if accelerator is not None else make_accelerator("no")
+    kept = together(state, partial(_kept, recipe))
+    tokenizer = together(state, partial(load_tokenizer, recipe.tokenizer_source))
+    prepared = prepare_once(recipe, tokenizer, state)
+    parts = together(state, partial(_parts, kept, prepared))
+    known: dict[Path, Stamps] = {}
+
+    def check() -> None:
+        known.update({part.folder: _check(kept, part) for part in parts if part.done})
+
+    on_main(state, check)  # what was damaged has been set aside
+    missing_parts = [part for part in parts if not part.done]
+    state.wait_for_everyone()  # all have looked before one writes
+    if missing_parts:
+        _write(kept, missing_parts, known, state)
+    on_main(state, partial(_tell, kept, parts))
+    return parts[0].folder
+
+
+def _kept(recipe: DrafterRecipe | HeadsRecipe) -> Kept:
     kept = kept_by(recipe)
     if kept.target is None or kept.folder is None:
         missing = "target" if kept.target is None else kept.setting
         raise ValueError(f"`prepare --teacher` needs `{missing}`, and the recipe has none")
     if recipe.data.streaming:
         raise ValueError(_streamed(kept))
-    state = accelerator if accelerator is not None else make_accelerator("no")
-    tokenizer = load_tokenizer(recipe.tokenizer_source)
-    with state.main_process_first():
-        prepared = prepare_data(recipe.data, tokenizer, seed=recipe.train.seed, quiet=not state.is_main_process)
-    parts = _parts(kept, prepared)
-    known: dict[Path, Stamps] = {}
-    if state.is_main_process:
-        known = {part.folder: _check(kept, part) for part in parts if part.done}
-    state.wait_for_everyone()  # what was damaged has been set aside
-    missing_parts = [part for part in parts if not part.done]
-    state.wait_for_everyone()  # all have looked before one writes
-    if missing_parts:
-        _write(kept, missing_parts, known, state)
-    if state.is_main_process:
-        for part in parts:
-            cache = kept.cache_type.load(part.folder, part.source, checked=True)
-            first, *others = kept.facts(cache)
-            say(
-                f"{kept.word}: {part.name}: {cache.rows:,} positions in {part.folder}, every SHA-256 as written; "
-                f"{first}"
-            )
-            for fact in others:
-                say(f"{kept.word}: {fact}")
-    return parts[0].folder
+    return kept
+
+
+def _tell(kept: Kept, parts: Sequence[_Part]) -> None:
+    for part in parts:
+        cache = kept.cache_type.load(part.folder, part.source, checked=True)
+        first, *others = kept.facts(cache)
+        say(f"{kept.word}: {part.name}: {cache.rows:,} positions in {part.folder}, every SHA-256 as written; {first}")
+        for fact in others:
+            say(f"{kept.word}: {fact}")
 
 
 def _streamed(kept: Kept) -> str:
@@ -227,9 +238,24 @@ def _check(kept: Kept, part: _Part) -> Stamps:
 
 
 def _write(kept: Kept, parts: Sequence[_Part], known: Mapping[Path, Stamps], state: Any) -> None:
+    stop = Path(str(kept.folder)) / _STOP
+
+    def begin() -> None:
+        stop.parent.mkdir(parents=True, exist_ok=True)
+        for writer in writers:
+            locks.enter_context(writer.locked())
+        stop.unlink(missing_ok=True)
+        _announce(kept, writers, make_rows, state)
+
+    def finish() -> None:
+        for part, writer in zip(parts, writers, strict=True):
+            with bar(f"{kept.word}: reading back what was written of the {part.name} cache", "files") as advance:
+                writer.finish(advance)
+
+    failure: Interrupted | StoppedError | OSError | None = None
     with ExitStack() as locks:
         with StopSignals() as signals:
-            make_rows, size = kept.load(state.device)
+            make_rows, size = together(state, partial(kept.load, state.device))
             writers = [
                 CacheWriter(
                     part.folder,
@@ -240,34 +266,40 @@ def _write(kept: Kept, parts: Sequence[_Part], known: Mapping[Path, Stamps], sta
                 )
                 for part in parts
             ]
+            on_main(state, begin)
+            try:
+                _run(kept, writers, make_rows, state, signals, stop)
+            except (Interrupted, StoppedError, OSError) as error:
+                failure = error
+        try:
+            together(
+                state, lambda: failure and raised(failure)
+            )  # signals work as ever while processes wait for each other
+        except Interrupted as stopped:
             if state.is_main_process:
-                Path(str(kept.folder)).mkdir(parents=True, exist_ok=True)
-                for writer in writers:
-                    locks.enter_context(writer.locked())
-                _announce(kept, writers, make_rows, state)
-            state.wait_for_everyone()
-            _run(kept, writers, make_rows, state, signals)
-        # signals work as ever while processes wait for each other
-        state.wait_for_everyone()
-        if state.is_main_process:
-            for part, writer in zip(parts, writers, strict=True):
-                with bar(f"{kept.word}: reading back what was written of the {part.name} cache", "files") as advance:
-                    writer.finish(advance)
-        state.wait_for_everyone()
+                say(str(stopped))
+            raise
+        finally:
+            if state.is_main_process:
+                stop.unlink(missing_ok=True)
+        on_main(state, finish)
 
 
-def _run(kept: Kept, writers: Sequence[CacheWriter], make_rows: MakeRows, state: Any, signals: StopSignals) -> None:
+def _run(
+    kept: Kept, writers: Sequence[CacheWriter], make_rows: MakeRows, state: Any, signals: StopSignals, stop: Path
+) -> None:
     """Write this process's share of the files.
 
     Raises:
-        Interrupted: a signal came.
+        Interrupted: a signal came; the file `stop` tells the other processes.
+        StoppedError: one came to another process.
     """
     mine: list[tuple[CacheWriter, Shard]] = []
     for writer in writers:
         missing = set(writer.missing())
         shares = (shard for shard in writer.plan.shards if shard.number % state.num_processes == state.process_index)
         mine += [(writer, shard) for shard in shares if shard in missing]
-    total, done = sum(shard.rows for _, shard in mine), 0
+    total, done, several = sum(shard.rows for _, shard in mine), 0, state.num_processes > 1
     with bar(f"{kept.word}: writing the cache", "positions") as advance:
 
         def progress(rows: int) -> None:
@@ -278,15 +310,23 @@ def _run(kept: Kept, writers: Sequence[CacheWriter], make_rows: MakeRows, state:
 
         for number, (writer, shard) in enumerate(mine):
             whole = writer.write(
-                shard, make_rows, state.device, kept.batch, progress, stopping=lambda: signals.received is not None
+                shard,
+                make_rows,
+                state.device,
+                kept.batch,
+                progress,
+                stopping=lambda: signals.received is not None or (several and stop.exists()),
             )
+            if not whole and signals.received is None:
+                raise StoppedError(f"{kept.word}: stopped by another process; the same command goes on")
             if not whole:
                 assert signals.received is not None
+                if several:
+                    stop.touch()
                 message = (
                     f"{kept.word}: stopped by {signal.Signals(signals.received).name} after {done:,} of {total:,} "
                     f"positions; {number} of {len(mine)} files are whole, and the same command goes on with the next"
                 )
-                say(message)
                 raise Interrupted(signals.received, message)
 
 

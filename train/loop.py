@@ -23,6 +23,7 @@ from .curve import fit_curve
 from .faults import dead_worker_named, lack_of_memory_named, shown
 from .interrupts import Interrupted, StopSignals, TrainingError
 from .optimizer import learning_rates, make_optimizer
+from .processes import on_main, raised, together
 from .progress import Report
 from .scale import Stepper, configure, make_accelerator, whole
 from .sharding import make_whole
@@ -38,6 +39,7 @@ if TYPE_CHECKING:
 __all__ = ["FitConfig", "FitResult", "Interrupted", "Task", "TrainingError", "fit"]
 
 _MAX_SKIPPED_STEPS = 50
+_STOPPING = (signal.SIGINT, signal.SIGTERM)
 
 
 class Task(Protocol):
@@ -119,11 +121,13 @@ def fit(
     Raises:
         ValueError: a batch that cannot be split; a state folder of a run with other settings.
         TrainingError: a loss or gradient that is not finite or too large; a dead worker of the data; no memory.
-        Interrupted: SIGINT or SIGTERM; the state was saved.
+        Interrupted: SIGINT or SIGTERM, which may have come to another process; the state was saved.
         OSError: a checkpoint could not be written; the older ones are untouched.
+        SystemExit: this is not the main process, which raises one of those and tells it, but for a lack of memory or a
+            dead worker of the data in a step: those are raised where they are, and end the others by and by.
     """
     accelerator = _accelerator(config, accelerator)
-    run = _Run(task, data, config, Path(state_dir), accelerator)
+    run = together(accelerator, lambda: _Run(task, data, config, Path(state_dir), accelerator))
     try:
         position = run.prepare()
         with StopSignals() as stop, Report(task.name, config.steps, position.step, progress, run.is_main) as report:
@@ -155,15 +159,15 @@ class _Run:
         self.skipped = 0
         self.done = 0
         self.blocks: list[int] = []
-        self.stopping = False
+        self.stopping: signal.Signals | None = None
+        if config.gradient_checkpointing:
+            if not hasattr(task.module, "gradient_checkpointing_enable"):
+                raise ValueError(f"gradient_checkpointing is set, but the task {task.name!r} does not offer it")
+            task.module.gradient_checkpointing_enable()  # type: ignore[operator]
 
     def prepare(self) -> Position:
         """Hand module and optimizer to the accelerator and load the newest checkpoint."""
         module, config = self.task.module, self.config
-        if config.gradient_checkpointing:
-            if not hasattr(module, "gradient_checkpointing_enable"):
-                raise ValueError(f"gradient_checkpointing is set, but the task {self.task.name!r} does not offer it")
-            module.gradient_checkpointing_enable()  # type: ignore[operator]
         settings = config.fixed()
         settings |= {f"{self.task.name}.{key}": value for key, value in self.task.settings.items()}
         self.trained = sum(p.numel() for p in module.parameters() if p.requires_grad)  # before they may be sharded
@@ -241,8 +245,8 @@ class _Run:
             report.step(step + 1, line["loss"], line["tokens_per_second"], seconds)
             if (step + 1) % config.log_every == 0 or step + 1 == config.steps or "skipped" in line:
                 self._log(line)
-            if self.stopping:
-                self._stop(position, stop, report)
+            if self.stopping is not None:
+                self._stop(position, self.stopping, report)
 
     def _memory_named(self, what: str) -> AbstractContextManager[None]:
         size, self.blocks = self.config.micro_batch, []
@@ -316,17 +320,19 @@ class _Run:
         return batch, numbers[:-1].clamp(min=1).reshape(counts.shape), int(numbers[-1])
 
     def _sum_over_processes(self, loss: Tensor, stop: StopSignals) -> float:
-        """The step's loss over all processes; on the way they agree on whether to stop."""
+        """The step's loss over all processes; on the way they agree on whether to stop, and by which signal."""
         if self.world == 1:
-            self.stopping = stop.received is not None
+            self.stopping = None if stop.received is None else signal.Signals(stop.received)
             return float(loss)
-        both = torch.stack([loss.double(), torch.tensor(float(stop.received is not None)).to(loss)])
-        both = self.accelerator.reduce(both, "sum")
-        self.stopping = bool(both[1] > 0)
-        return float(both[0])
+        received = [float(stop.received == number) for number in _STOPPING]
+        numbers = torch.cat([loss.double()[None], torch.tensor(received, dtype=torch.double, device=loss.device)])
+        total, *counts = self.accelerator.reduce(numbers, "sum").tolist()
+        self.stopping = next((number for number, count in zip(_STOPPING, counts, strict=True) if count), None)
+        return float(total)
 
     def _fault(self, step: int, loss: float, norm: float, losses: list[Tensor]) -> str | None:
-        """What is wrong with a step that is to be skipped; None: nothing. Raises TrainingError where it is to stop."""
+        """What is wrong with a step that is to be skipped; None: nothing. Raises TrainingError where it is to stop.
+        All processes find the same."""
         limit = self.config.max_norm or math.inf
         if math.isfinite(loss) and math.isfinite(norm) and norm <= limit:
             self.skipped = 0
@@ -337,18 +343,24 @@ class _Run:
             what = f"the loss is {loss}"
         rank, size = self.accelerator.process_index, self.config.micro_batch
         bad = [micro for micro, value in enumerate(losses) if not math.isfinite(float(value))]
-        blocks = [self.blocks[row] for micro in bad for row in _rows(micro, rank, self.world, size)] or self.blocks
+        blocks = [self.blocks[row] for micro in bad for row in _rows(micro, rank, self.world, size)]
+        if self.world > 1:
+            from accelerate.utils import gather_object
+
+            blocks = gather_object(blocks)
+        blocks = blocks or self.blocks
         where = f"{what} at step {step + 1}, blocks {shown(blocks)}"
         # float16: the scaler finds gradients too large now and then, and lowers its scale
         lenient = self.config.on_bad_step == "skip" or (math.isfinite(loss) and self.stepper.scales_loss)
         if lenient and self.skipped <= _MAX_SKIPPED_STEPS:
             return where
-        raise TrainingError(
+        fault = TrainingError(
             f"{where}{f', the {self.skipped}th in a row' if lenient else ''}; stopped before the weights were "
             f"changed. The last checkpoint in {self.state.folder} is untouched. Lower learning_rate or clip_norm, set "
             f"on_bad_step: skip, or look at these blocks",
             blocks,
         )
+        return together(self.accelerator, lambda: raised(fault))
 
     def _due(self, step: int, every: int, also: bool) -> bool:
         return also or (every > 0 and step % every == 0)
@@ -358,14 +370,17 @@ class _Run:
         step = position.step
         if step in self.state.evaluations:
             return
-        self.accelerator.wait_for_everyone()
         metrics: dict[str, float] = {}
+
+        def measure() -> None:
+            self.module.eval()
+            named = self._memory_named(f"the evaluation after step {step}")
+            with torch.no_grad(), self.accelerator.autocast(), named:
+                metrics.update(self.task.evaluate(self.accelerator.unwrap_model(self.module)))
+
+        self.accelerator.wait_for_everyone()
         with whole(self.accelerator, self.module):
-            if self.is_main:
-                self.module.eval()
-                named = self._memory_named(f"the evaluation after step {step}")
-                with torch.no_grad(), self.accelerator.autocast(), named:
-                    metrics = self.task.evaluate(self.accelerator.unwrap_model(self.module))
+            on_main(self.accelerator, measure)
         if self.world > 1:
             from accelerate.utils import broadcast_object_list
 
@@ -384,11 +399,10 @@ class _Run:
         self.best = (value, step)
         return True
 
-    def _stop(self, position: Position, stop: StopSignals, report: Report) -> None:
+    def _stop(self, position: Position, number: signal.Signals, report: Report) -> None:
         self._save(position)
-        number = stop.received or signal.SIGTERM  # another process was told to stop
         message = (
-            f"stopped by {signal.Signals(number).name} after step {position.step} of {self.config.steps}; saved in "
+            f"stopped by {number.name} after step {position.step} of {self.config.steps}; saved in "
             f"{self.state.folder}, run the same again to go on"
         )
         report.line(f"{self.task.name}: {message}")

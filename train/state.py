@@ -25,6 +25,7 @@ import torch
 from torch import nn
 
 from ..checkpoints.folders import sync
+from .processes import on_main, raised, together
 from .scale import zero_stage
 from .sharding import load_whole_optimizer, load_whole_weights, whole_optimizer, whole_state
 
@@ -67,19 +68,20 @@ class StateFolder:
         Raises:
             ValueError: there is a checkpoint, and it was trained with other settings.
         """
-        found: list[Any] = [None, None]  # position, message of a refusal
-        if self._accelerator.is_main_process:
+        found: list[Position | None] = [None]
+
+        def open_folder() -> None:
             self._checkpoints.mkdir(parents=True, exist_ok=True)
             for leftover in self._checkpoints.glob(".step-*"):
                 shutil.rmtree(leftover, ignore_errors=True)
             found[0] = self._newest()
-            found[1] = self._refusal(settings) if found[0] is not None else None
-            if found[1] is None:
-                _write_atomically(self.folder / "fit.json", json.dumps(settings, indent=2) + "\n")
-                self._cut_log(found[0].step if found[0] is not None else -1)
-        position, refusal = self._broadcast(found)
-        if refusal is not None:
-            raise ValueError(refusal)
+            if found[0] is not None:
+                self._check(settings)
+            _write_atomically(self.folder / "fit.json", json.dumps(settings, indent=2) + "\n")
+            self._cut_log(found[0].step if found[0] is not None else -1)
+
+        on_main(self._accelerator, open_folder)
+        position: Position | None = self._broadcast(found)[0]
         self._read_evaluations()
         return position
 
@@ -183,12 +185,15 @@ class StateFolder:
             warnings.warn(f"checkpoint {folders[step]} is skipped: {problem}", stacklevel=2)
         return None
 
-    def _refusal(self, settings: Mapping[str, Any]) -> str | None:
+    def _check(self, settings: Mapping[str, Any]) -> None:
+        """Raises ValueError where the run in the folder has other settings."""
         path = self.folder / "fit.json"
         try:
             before = json.loads(path.read_text(encoding="utf-8"))
         except (OSError, json.JSONDecodeError) as error:
-            return f"{path} cannot be read ({error}) although there are checkpoints; delete the folder {self.folder}"
+            raise ValueError(
+                f"{path} cannot be read ({error}) although there are checkpoints; delete the folder {self.folder}"
+            ) from error
         now = json.loads(json.dumps(settings))
         changed = [
             "the data is other data"
@@ -197,12 +202,11 @@ class StateFolder:
             for key in {**now, **before}
             if before.get(key) != now.get(key)
         ]
-        if not changed:
-            return None
-        return (
-            f"{self.folder} holds a run with other settings ({'; '.join(changed)}); choose another output folder, "
-            f"or delete this one to start again"
-        )
+        if changed:
+            raise ValueError(
+                f"{self.folder} holds a run with other settings ({'; '.join(changed)}); choose another output folder, "
+                f"or delete this one to start again"
+            )
 
     def _cut_log(self, step: int) -> None:
         lines = [line for line in _read_lines(self.history) if line["step"] <= step]
@@ -270,18 +274,19 @@ class StateFolder:
 
     def _agree(self, error: OSError | None, temporary: Path, target: Path, pinned: int | None) -> None:
         """All processes fail or none does; the old checkpoints go only when the new one stands."""
-        failed = self._broadcast_any(error is not None)
-        if self._accelerator.is_main_process:
-            if failed:
+        told = None
+        if error is not None:
+            reason = f"{error.strerror or error}; the checkpoint was not saved"
+            told = OSError(error.errno or errno.EIO, reason, str(target))
+        try:
+            together(self._accelerator, lambda: told and raised(told))
+        except (OSError, ValueError):
+            if self._accelerator.is_main_process:
                 shutil.rmtree(temporary, ignore_errors=True)
-            else:
-                self._prune(int(target.name[5:]), pinned)
+            raise
+        if self._accelerator.is_main_process:
+            self._prune(int(target.name[5:]), pinned)
         self._accelerator.wait_for_everyone()
-        if failed:
-            reason = error.strerror if error is not None and error.strerror else "another process could not write"
-            raise OSError(
-                error.errno if error is not None else errno.EIO, f"{reason}; the checkpoint was not saved", str(target)
-            )
 
     def _prune(self, newest: int, pinned: int | None) -> None:
         steps = sorted(int(path.name[5:]) for path in self._checkpoints.glob("step-*") if path.name[5:].isdigit())
@@ -296,12 +301,6 @@ class StateFolder:
         from accelerate.utils import broadcast_object_list
 
         return list(broadcast_object_list(objects))
-
-    def _broadcast_any(self, flag: bool) -> bool:
-        if self._accelerator.num_processes == 1:
-            return flag
-        flags = torch.tensor(float(flag), device=self._accelerator.device)
-        return bool(self._accelerator.reduce(flags, "sum") > 0)
 
 
 def data_fingerprint(data: Any) -> str:

@@ -13,6 +13,7 @@ from draftsmith.checkpoints.heads import load_heads
 from draftsmith.recipes.loading import load_recipe
 from draftsmith.recipes.sweep import plan_sweep, run_sweep, show_plans, sweep_table
 from draftsmith.recipes.training import DrafterRecipe
+from draftsmith.train.interrupts import TrainingError
 
 Cli = Callable[..., Any]
 
@@ -76,6 +77,9 @@ def test_what_is_finished_stands_there_when_a_later_run_fails(heads: Path, tmp_p
     assert [row["values"] for row in rows] == [{"train.seed": 1}]
     assert "tokens_per_step" not in rows[0]["metrics"]
     assert "tokens" not in {column.header for column in sweep_table(sweep, rows).columns}, "nobody measured them"
+    failing = plan_sweep(str(heads), ["measure.prompts=0", f"out={tmp_path}/bad"], ["train.max_norm=1e-9"])
+    with pytest.raises(TrainingError, match=r"^with train.max_norm=1e-09: the gradient's norm"):  # exit code 1, not 2
+        run_sweep(failing)
 
 
 def test_drafters_are_swept_too_and_values_may_be_mappings(drafter_recipe: Path, tmp_path: Path, capsys: Any) -> None:
