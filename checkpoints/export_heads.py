@@ -2,7 +2,8 @@
 
 Letters: K heads, L residual blocks of a head, V vocabulary, D hidden, B hidden states to compare with.
 
-What each reader does stands in SERVING.md; its rules are tests (`tests/checkpoints/test_export_heads.py`).
+What each reader does stands in SERVING.md, whose texts are in `export_heads_serving.py`; its rules are tests
+(`tests/checkpoints/test_export_heads.py`).
 """
 
 from __future__ import annotations
@@ -18,19 +19,14 @@ import torch
 from safetensors.torch import load_file, save_file
 from torch import Tensor
 
-from .card_text import shell, span
-from .export import FOLDER, FOLDER_IN_JSON, ExportOptions, Format, Source
-from .export_drafter import has_tokenizer
-from .export_engines import named_otherwise
-from .export_target import check_target_of, needed_target, output_projection, target_name
+from .export import ExportOptions, Format, Source
+from .export_heads_serving import serve_medusa, serve_pickled, serve_second, serve_vllm
+from .export_target import check_target_of, heads_target_name, needed_target, output_projection
 from .export_tokenizer import compare_tokenizer, write_tokenizer
 from .heads import CONFIG_FILE, HEADS_FILE, PredictionHeads, engine_config, load_heads
-from .heads_layouts import PICKLED_FILE, StoredHeads, read_heads
+from .heads_layouts import FASTER_DECODING_HEADS, PICKLED_FILE
 
 VLLM_FILE = "model.safetensors"
-FASTER_DECODING_HEADS = 5
-"""FasterDecoding's runtime builds as many, whatever the config says, and takes no other number from the file."""
-
 Tensors = dict[str, Tensor]
 
 _STATES = 32
@@ -128,14 +124,8 @@ def _filled(heads: PredictionHeads, count: int) -> str:
 
 
 def _write_config(heads: PredictionHeads, source: Source, options: ExportOptions, folder: Path) -> None:
-    config = engine_config(heads, _base(source, options))
+    config = engine_config(heads, heads_target_name(source, options))
     (folder / CONFIG_FILE).write_text(json.dumps(config, indent=2) + "\n", encoding="utf-8")
-
-
-def _base(source: Source, options: ExportOptions) -> str:
-    """The target's name, under which engines look for it."""
-    named = target_name(source, options) or read_heads(source.folder).base_model
-    return named or needed_target(source, options, "engines look for its name in the heads' config")
 
 
 def _check_equal(found: Tensors, expected: Tensors, folder: Path) -> None:
@@ -229,11 +219,11 @@ def _check_blocks(heads: PredictionHeads, source: Source) -> None:
 
 def _write_medusa(source: Source, folder: Path, options: ExportOptions) -> None:
     _MEDUSA.write(source, folder, options)
-    write_tokenizer(_base(source, options), folder)
+    write_tokenizer(heads_target_name(source, options), folder)
 
 
 def _compare_medusa(source: Source, folder: Path, options: ExportOptions) -> list[str]:
-    return _MEDUSA.compare(source, folder, options) + compare_tokenizer(_base(source, options), folder)
+    return _MEDUSA.compare(source, folder, options) + compare_tokenizer(heads_target_name(source, options), folder)
 
 
 _MEDUSA = _FirstVersion("medusa", _save_medusa, _read_medusa)
@@ -265,7 +255,7 @@ def _second_version(source: Source, options: ExportOptions) -> tuple[PredictionH
 def _write_second(source: Source, folder: Path, options: ExportOptions) -> None:
     heads, tensors = _second_version(source, options)
     _save_medusa(tensors, folder)
-    write_tokenizer(_base(source, options), folder)
+    write_tokenizer(heads_target_name(source, options), folder)
     vocab_size = heads.vocab_size if heads.knows_vocab_size else source.manifest.vocab_size
     with torch.device("meta"):
         outline = PredictionHeads(heads.num_heads, heads.num_layers, heads.hidden_size, vocab_size, "target")
@@ -288,129 +278,8 @@ def _compare_second(source: Source, folder: Path, options: ExportOptions) -> lis
         f"all {len(expected)} tensors, bit by bit",
         f"what {heads.num_heads} heads hand to the target's projection for {_STATES} random hidden states, bit by bit",
         *(["the projections that are left out, with the target's, bit by bit"] if own else []),
-        *compare_tokenizer(_base(source, options), folder),
+        *compare_tokenizer(heads_target_name(source, options), folder),
     ]
-
-
-def _heads_of(source: Source) -> StoredHeads:
-    return read_heads(source.folder)
-
-
-def _serve_vllm(source: Source, options: ExportOptions) -> str:
-    count, target = _heads_of(source).num_heads, shell(_base(source, options))
-    return f"""
-vLLM 0.10 to 0.32 (0.33 has no Medusa any more):
-
-```bash
-vllm serve {target} \\
-    --speculative-config '{{"method": "medusa", "model": "{FOLDER_IN_JSON}", "num_speculative_tokens": {count}}}'
-```
-
-It drafts one token a head, the likeliest. `num_speculative_tokens` may be less than {count}, never more: vLLM makes as
-many heads as that, and those without weights stop it, or without blocks are left as they are in memory.
-
-{named_otherwise("the heads")}
-"""
-
-
-def _serve_tgi(source: Source, options: ExportOptions) -> str:
-    base = _base(source, options)
-    fetch, note = "", "Its router looks for the tokenizer beside the heads: the target's is there."
-    if not has_tokenizer(Path(base)):
-        fetch = f"text-generation-server download-weights {shell(base)}\n" if not Path(base).is_dir() else ""
-        note = """Of heads that lie in a folder it does not fetch the target, and its router looks for the tokenizer
-beside them: put the target's there, or export again with `--target` and a folder that holds target and tokenizer."""
-    return f"""
-text-generation-inference (TGI) 2.0 or later, which loads the target from where `base_model_name_or_path` says
-({span(base)}; another place: export again with `--target`):
-
-```bash
-{fetch}text-generation-launcher --model-id {FOLDER} --speculate {_heads_of(source).num_heads}
-```
-
-{note}""".strip()
-
-
-def _serve_medusa(source: Source, options: ExportOptions) -> str:
-    stored, target = _heads_of(source), shell(_base(source, options))
-    count = stored.num_heads
-    return f"""
-{_serve_tgi(source, options)}
-
-TensorRT-LLM (its engines built from checkpoints, with `examples/medusa`), for targets of the Llama, Mixtral and Qwen2
-families whose output projection is not their embedding:
-
-```bash
-python convert_checkpoint.py --model_dir {target} --medusa_model_dir {FOLDER} \\
-    --num_medusa_heads {count} --num_medusa_layers {stored.num_layers} --output_dir checkpoint --dtype float16
-trtllm-build --checkpoint_dir checkpoint --output_dir engine --gemm_plugin float16 \\
-    --speculative_decoding_mode medusa
-```
-
-Without the two numbers it builds four heads of one block, whatever the heads' config says.
-
-vLLM 0.25 to 0.32 (0.33 has no Medusa any more):
-
-```bash
-vllm serve {target} \\
-    --speculative-config '{{"method": "medusa", "model": "{FOLDER_IN_JSON}", "num_speculative_tokens": {count}}}'
-```
-
-One before 0.25 does not know the names and says that weights were not initialized from the checkpoint (of heads without
-blocks it says nothing, and none of their tokens are accepted); for it there is the format `medusa-vllm`.
-
-{named_otherwise("the heads")}
-"""
-
-
-def _serve_pickled(source: Source, options: ExportOptions) -> str:
-    heads, made = _heads_of(source).num_heads, FASTER_DECODING_HEADS
-    if heads < made:
-        copies = "head is a copy" if made - heads == 1 else "heads are copies"
-        drafts = (
-            f"The runtime makes {made} heads, whatever the config says. The artifact has {heads}, so the last "
-            f"{made - heads} {copies} of its last, trained for an earlier place: what they propose is seldom accepted."
-        )
-    elif heads > made:
-        drafts = (
-            f"The runtime makes {made} heads, whatever the config says. The artifact has {heads}, of which the first "
-            f"{made} are here: the places after theirs are not drafted."
-        )
-    else:
-        drafts = f"The runtime makes {made} heads, whatever the config says; the artifact has as many."
-    return f"""
-FasterDecoding's own runtime, which loads the target from {span(_base(source, options))}:
-
-```bash
-python -m medusa.inference.cli --model {FOLDER}
-```
-
-It needs transformers 4.34 to 4.37 and a Llama or Mistral target with files that those read.
-
-`{PICKLED_FILE}` is a pickled file of tensors alone. Whoever loads it should say `torch.load(..., weights_only=True)`.
-The runtime does not; that is the default from torch 2.6 on, and with an older one make sure that the file is this one
-(`draftsmith artifact verify {FOLDER}`).
-
-{drafts}
-"""
-
-
-def _serve_second(source: Source, options: ExportOptions) -> str:
-    heads = _heads_of(source)
-    if heads.num_layers != 1:
-        tgi = f"TGI reads such heads with one residual block each; these have {heads.num_layers}, and it refuses them."
-    else:
-        tgi = _serve_tgi(source, options)
-    return f"""
-The heads have no projections: whoever reads them applies the target's own. That is Medusa's version 2, as
-FasterDecoding's main branch trains it. vLLM and TensorRT-LLM do not read it; for them there are `medusa` and
-`medusa-vllm`.
-
-{tgi}
-
-FasterDecoding's own runtime does not decode with such heads, though it has a class that reads them; for it there is
-`medusa-pt`.
-"""
 
 
 HEADS_FORMATS = (
@@ -421,7 +290,7 @@ HEADS_FORMATS = (
         readers="TGI ≥ 2.0, TensorRT-LLM ≥ 0.11, vLLM 0.25 to 0.32",
         write=_write_medusa,
         compare=_compare_medusa,
-        serving=_serve_medusa,
+        serving=serve_medusa,
         options=("target",),
         native=True,
     ),
@@ -432,7 +301,7 @@ HEADS_FORMATS = (
         readers="vLLM 0.10 to 0.32",
         write=_VLLM.write,
         compare=_VLLM.compare,
-        serving=_serve_vllm,
+        serving=serve_vllm,
         options=("target",),
     ),
     Format(
@@ -442,7 +311,7 @@ HEADS_FORMATS = (
         readers="TGI ≥ 2.0 (one block a head)",
         write=_write_second,
         compare=_compare_second,
-        serving=_serve_second,
+        serving=serve_second,
         options=("target",),
         native=True,
     ),
@@ -453,7 +322,7 @@ HEADS_FORMATS = (
         readers="FasterDecoding/Medusa",
         write=_write_pickled,
         compare=_PICKLED.compare,
-        serving=_serve_pickled,
+        serving=serve_pickled,
         options=("target", "pickle"),
     ),
 )

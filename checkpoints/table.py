@@ -8,7 +8,7 @@ from __future__ import annotations
 import json
 import math
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from itertools import pairwise
+from functools import cached_property
 from pathlib import Path
 from typing import Any
 
@@ -19,7 +19,8 @@ from torch import Tensor
 
 from .folders import steady
 from .pair_runs import Ints, Run, check_documents, count_pairs, key_dtype, merge_runs
-from .table_checks import check_csr, check_marginals, check_range, read_tensors
+from .table_checks import check_range, read_tensors
+from .table_counts import CHUNK, BigramCounts, row_ranges, row_sums
 from .table_file import MAX_COUNT, TABLE_FILE, check_counts, write_table
 from .table_pruning import pruned
 from .table_report import report
@@ -28,49 +29,12 @@ from .table_views import Correlation, NextToken, SortedKeys
 
 __all__ = ["MAX_COUNT", "TABLE_FILE", "BigramTable", "merged_runs"]
 
-_CHUNK = 1 << 20
 
+class BigramTable(BigramCounts):
+    """Counts of neighbouring tokens, with what is asked of them: correlations, distributions, a smaller table."""
 
-class BigramTable:
-    """Counts of neighbouring tokens as a sparse V x V matrix, row by row (CSR).
-
-    Attributes:
-        vocab_size: V.
-        row_ptr: int64 [V + 1]; row x holds the entries row_ptr[x] .. row_ptr[x + 1] - 1.
-        col: int32 [E]; the right token of each entry, ascending within a row.
-        count: int32 [E]; how often the pair was seen, at least 1.
-        unigram: int64 [V]; how often each token was seen, alone or in a pair.
-        pairs: the sum of all counts, n of eq. (5); of a pruned table, those of the whole counts.
-        pruning: what was done to a pruned table, see `table_pruning.pruned`; None: these are the whole counts.
-        device: where `log_correlation` works. The counts themselves stay on the CPU.
-    """
-
-    def __init__(
-        self,
-        row_ptr: Tensor,
-        col: Tensor,
-        count: Tensor,
-        unigram: Tensor,
-        left: Tensor | None = None,
-        right: Tensor | None = None,
-        pruning: dict[str, Any] | None = None,
-    ) -> None:
-        """`left`, `right` and `pruning` are those of a pruned table, whose marginals are of the whole counts."""
-        check_csr(*(part.numpy() for part in (row_ptr, col, count, unigram)))
-        self.vocab_size = len(unigram)
-        self.row_ptr, self.col, self.count, self.unigram = row_ptr, col, count, unigram
-        self.pruning, self._left, self._right = pruning, left, right
-        self._kept_left: Tensor | None = None
-        self._kept_right: Tensor | None = None
-        self._kept = int(self.kept_left().sum())
-        self.pairs = self._kept
-        if pruning is not None:
-            if left is None or right is None:
-                raise ValueError("a pruned table needs the sums of the whole counts' rows and columns, left and right")
-            check_marginals(self.kept_left(), left, right, pruning)
-            self.pairs = pruning["pairs"]
-        self.device = torch.device("cpu")
-        self._views: dict[tuple[Any, ...], Any] = {}
+    device = torch.device("cpu")
+    """Where `log_correlation` works. The counts themselves stay on the CPU."""
 
     @classmethod
     def from_documents(
@@ -103,7 +67,7 @@ class BigramTable:
                 progress(number, counter.tokens)
         row_ptr, col_E, count_E = _csr([counter.finish()], vocab_size)
         # Every token is the left of a pair, or the last of its document.
-        unigram_V = _row_sums(row_ptr, count_E) + counter.lasts_V
+        unigram_V = row_sums(row_ptr, count_E) + counter.lasts_V
         return cls._of_arrays(row_ptr, col_E, count_E, unigram_V)
 
     @staticmethod
@@ -122,53 +86,6 @@ class BigramTable:
         row_ptr_V1, col_E, count_E, unigram_V = (torch.from_numpy(array) for array in (row_ptr, col, count, unigram))
         return cls(row_ptr_V1, col_E, count_E, unigram_V)
 
-    @property
-    def entries(self) -> int:
-        """E, the pairs held."""
-        return len(self.col)
-
-    @property
-    def mass(self) -> float:
-        """The share of all pairs, each as often as it was seen, that the entries hold: 1 unless pruned."""
-        return self._kept / self.pairs if self.pairs else 1.0
-
-    def left_counts(self) -> Tensor:
-        """int64 [V]: how often each token is the left of a pair, in the whole counts."""
-        return self.kept_left() if self._left is None else self._left
-
-    def right_counts(self) -> Tensor:
-        """int64 [V]: how often each token is the right of a pair, in the whole counts."""
-        return self.kept_right() if self._right is None else self._right
-
-    def kept_left(self) -> Tensor:
-        """int64 [V]: row sums of the entries; less than `left_counts` in a pruned table alone."""
-        if self._kept_left is None:
-            self._kept_left = torch.from_numpy(_row_sums(self.row_ptr.numpy(), self.count.numpy()))
-        return self._kept_left
-
-    def kept_right(self) -> Tensor:
-        """int64 [V]: column sums of the entries."""
-        if self._kept_right is None:
-            sums_V = np.zeros(self.vocab_size, dtype=np.int64)
-            for start in range(0, self.entries, _CHUNK):
-                part = slice(start, start + _CHUNK)
-                # Sums of doubles are exact here: a chunk of int32 stays below 2⁵³.
-                sums_V += np.bincount(self.col[part], self.count[part], self.vocab_size).astype(np.int64)
-            self._kept_right = torch.from_numpy(sums_V)
-        return self._kept_right
-
-    def widest_row(self) -> int:
-        """The largest number of entries in a row."""
-        return int(self.row_ptr.diff().max())
-
-    def chunks(self, entries: int = _CHUNK) -> list[tuple[int, int]]:
-        """Ranges of rows, first and end, that cover the table with about so many entries each (a row is not split)."""
-        return _row_ranges(self.row_ptr.numpy(), entries)
-
-    def rows_of(self, first: int, end: int) -> Tensor:
-        """int64: the left token of each entry of the rows from `first` to `end` - 1."""
-        return torch.repeat_interleave(torch.arange(first, end), self.row_ptr[first : end + 1].diff())
-
     def run(self, first: int, end: int) -> Run:
         """The rows from `first` to `end` - 1 as a run, see `pair_runs`; counts int32."""
         start, stop = int(self.row_ptr[first]), int(self.row_ptr[end])
@@ -181,8 +98,7 @@ class BigramTable:
         if device == self.device:
             return self
         other = BigramTable.__new__(BigramTable)
-        other.__dict__.update(self.__dict__)
-        other.device = device
+        other.__dict__.update(self.__dict__, _views=self._views, device=device)
         return other
 
     def log_correlation(
@@ -252,6 +168,11 @@ class BigramTable:
             (device, "next", prior, smoothing, strength), lambda: NextToken(self, device, prior, smoothing, strength)
         )
 
+    @cached_property
+    def _views(self) -> dict[tuple[Any, ...], Any]:
+        """What was worked out once, by what it is and where; tables over the same counts share it."""
+        return {}
+
     def _kept_view(self, key: tuple[Any, ...], make: Callable[[], Any]) -> Any:
         if key not in self._views:
             self._views[key] = make()
@@ -299,7 +220,7 @@ class BigramTable:
         return table
 
 
-def merged_runs(tables: Sequence[BigramTable], entries: int = _CHUNK) -> Iterator[Run]:
+def merged_runs(tables: Sequence[BigramTable], entries: int = CHUNK) -> Iterator[Run]:
     """The pairs of all tables together as consecutive parts of a run, in the memory of a part; for `write_table`.
 
     Args:
@@ -321,7 +242,7 @@ def merged_runs(tables: Sequence[BigramTable], entries: int = _CHUNK) -> Iterato
                 f"a pruned table cannot be merged: it holds {table.entries} of {table.pruning['entries']} entries; "
                 "merge the whole counts, and prune the sum"
             )
-    ranges = _row_ranges(np.sum([table.row_ptr.numpy() for table in tables], axis=0), entries)
+    ranges = row_ranges(np.sum([table.row_ptr.numpy() for table in tables], axis=0), entries)
     return (
         part for first, end in ranges for part in merge_runs((table.run(first, end) for table in tables), vocab_size)
     )
@@ -388,19 +309,3 @@ def _csr(parts: Iterable[Run], vocab_size: int) -> tuple[Ints, NDArray[np.int32]
         columns.append(cols_E.astype(np.int32))
         counts.append(counts_E.astype(np.int32))
     return np.cumsum(row_ptr), np.concatenate(columns), np.concatenate(counts)
-
-
-def _row_sums(row_ptr: Ints, count_E: NDArray[np.int32]) -> Ints:
-    """int64 [V]."""
-    sums_V = np.zeros(len(row_ptr) - 1, dtype=np.int64)
-    rows_R = np.flatnonzero(np.diff(row_ptr))
-    if len(rows_R):
-        sums_V[rows_R] = np.add.reduceat(count_E, row_ptr[rows_R], dtype=np.int64)
-    return sums_V
-
-
-def _row_ranges(row_ptr: Ints, entries: int) -> list[tuple[int, int]]:
-    size = len(row_ptr) - 1
-    inner = np.unique(np.searchsorted(row_ptr, np.arange(entries, int(row_ptr[-1]), entries)))
-    bounds = [0, *inner[inner < size].tolist(), size]
-    return list(pairwise(bounds))

@@ -18,7 +18,7 @@ from .pair_runs import Ints
 from .untrusted import UNREADABLE
 
 _DTYPES = {"row_ptr": torch.int64, "col": torch.int32, "count": torch.int32, "unigram": torch.int64}
-_MARGINALS = {"left": torch.int64, "right": torch.int64}
+MARGINALS = {"left": torch.int64, "right": torch.int64}
 _PRUNING = ("pairs", "entries", "seen_once", "seen_twice")
 _CHUNK = 1 << 20
 
@@ -40,7 +40,7 @@ def read_tensors(path: Path, prefix: str = "") -> tuple[dict[str, str], dict[str
             every = (opened.metadata() or {}).items()
             metadata = {name.removeprefix(prefix): text for name, text in every if name.startswith(prefix)}
             names = set(opened.keys())
-            wanted = _DTYPES | (_MARGINALS if "pruning" in metadata else {})
+            wanted = _DTYPES | (MARGINALS if "pruning" in metadata else {})
             tensors = {name: opened.get_tensor(prefix + name) for name in wanted if prefix + name in names}
     except UNREADABLE as error:
         size = f"{path.stat().st_size} bytes"

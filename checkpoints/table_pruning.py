@@ -6,23 +6,21 @@ Letters: V vocabulary, E entries.
 from __future__ import annotations
 
 import math
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import numpy as np
 import torch
 from numpy.typing import NDArray
 
+from .table_counts import BigramCounts
 from .table_smoothing import seen_once_and_twice
-
-if TYPE_CHECKING:
-    from .table import BigramTable
 
 _BYTES_PER_ENTRY = 8
 _BYTES_PER_TOKEN = 32  # row_ptr, unigram, left and right
 _HEADER = 2048  # more than the header and its metadata need
 
 
-def pruned(table: BigramTable, min_count: int, top: int, megabytes: float | None) -> dict[str, Any]:
+def pruned(table: BigramCounts, min_count: int, top: int, megabytes: float | None) -> dict[str, Any]:
     """The parts of a table that holds fewer of the pairs.
 
     All marginals stay those of the whole counts, so that r and p of the pairs that are kept are what they were. The
@@ -102,7 +100,7 @@ def check_size(vocab_size: int, megabytes: float) -> int:
     return room
 
 
-def _keep_top(table: BigramTable, keep_E: NDArray[np.bool_], top: int) -> None:
+def _keep_top(table: BigramCounts, keep_E: NDArray[np.bool_], top: int) -> None:
     """Take out of `keep_E` what is not among the highest counts of its row."""
     count_E, row_ptr = table.count.numpy(), table.row_ptr.numpy()
     for first, end in table.chunks():

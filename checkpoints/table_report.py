@@ -5,22 +5,20 @@ Letters: V vocabulary, E entries.
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
 
+from .table_counts import BigramCounts
 from .table_smoothing import default_discount
-
-if TYPE_CHECKING:
-    from .table import BigramTable
 
 EXTREMES = 10
 AT_LEAST = 10
 _BINS = {"1": 1, "2": 2, "3-9": 3, "10-99": 10, "100+": 100}
 
 
-def report(table: BigramTable, tokenizer: Any = None) -> dict[str, Any]:
+def report(table: BigramCounts, tokenizer: Any = None) -> dict[str, Any]:
     """Sizes, density, mass, and the most extreme correlations of a table.
 
     The highest r are those among pairs that were seen at least 10 times, the lowest those among held pairs that tokens
@@ -63,7 +61,7 @@ def _histogram(count_E: NDArray[np.int32]) -> dict[str, int]:
     return dict(zip(_BINS, np.histogram(count_E, [*_BINS.values(), 2**31])[0].tolist(), strict=True))
 
 
-def _extremes(table: BigramTable) -> tuple[list[tuple[int, int, int]], list[tuple[int, int, int]]]:
+def _extremes(table: BigramCounts) -> tuple[list[tuple[int, int, int]], list[tuple[int, int, int]]]:
     """Pairs (x, y, n) of the highest and of the lowest r."""
     left_V, right_V = (part.numpy().astype(np.float64) for part in (table.left_counts(), table.right_counts()))
     right_V /= max(table.pairs, 1)
@@ -85,7 +83,7 @@ def _extremes(table: BigramTable) -> tuple[list[tuple[int, int, int]], list[tupl
     return highest, lowest
 
 
-def _described(table: BigramTable, pair: tuple[int, int, int], tokenizer: Any) -> dict[str, Any]:
+def _described(table: BigramCounts, pair: tuple[int, int, int], tokenizer: Any) -> dict[str, Any]:
     x, y, count = pair
     expected = int(table.left_counts()[x]) * int(table.right_counts()[y]) / table.pairs
     told = {

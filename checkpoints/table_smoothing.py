@@ -6,16 +6,13 @@ Letters: V vocabulary, E entries, x a left token, y a right one.
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
 
 import numpy as np
 import torch
 from torch import Tensor
 
 from .names import did_you_mean
-
-if TYPE_CHECKING:
-    from .table import BigramTable
+from .table_counts import BigramCounts
 
 SMOOTHINGS = ("none", "add-k", "kneser-ney")
 DEFAULT_K = 0.01
@@ -40,7 +37,7 @@ class Smoothed:
     """u of a token that was seen on the right a single time."""
 
     @classmethod
-    def of(cls, table: BigramTable, smoothing: str, strength: float, prior: float = 0.0) -> Smoothed:
+    def of(cls, table: BigramCounts, smoothing: str, strength: float, prior: float = 0.0) -> Smoothed:
         """The parameters for a table; `check_smoothing` has been asked.
 
         The pairs of a pruned table that it does not hold count for what they were, in sum over a row: their mass is
@@ -99,13 +96,13 @@ def check_smoothing(smoothing: str, strength: float) -> None:
         raise ValueError(f"the strength of 'kneser-ney' is a discount of up to 1 (0: the default); got {strength}")
 
 
-def default_discount(table: BigramTable) -> float:
+def default_discount(table: BigramCounts) -> float:
     """n₁ / (n₁ + 2 n₂), of the pairs seen once and twice in the whole counts; 0.5 where there are none of either."""
     once, twice = seen_once_and_twice(table)
     return once / (once + 2 * twice) if once and twice else 0.5
 
 
-def seen_once_and_twice(table: BigramTable) -> tuple[int, int]:
+def seen_once_and_twice(table: BigramCounts) -> tuple[int, int]:
     """How many pairs of the whole counts were seen once, and how many twice."""
     if table.pruning is not None:
         return table.pruning["seen_once"], table.pruning["seen_twice"]
@@ -113,6 +110,6 @@ def seen_once_and_twice(table: BigramTable) -> tuple[int, int]:
     return int(np.count_nonzero(count_E == 1)), int(np.count_nonzero(count_E == 2))
 
 
-def _ending(table: BigramTable) -> Tensor:
+def _ending(table: BigramCounts) -> Tensor:
     """int64 [V]: how many entries end in each token."""
     return torch.from_numpy(np.bincount(table.col.numpy(), minlength=table.vocab_size))

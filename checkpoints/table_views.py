@@ -5,16 +5,12 @@ Letters: V vocabulary, E entries, X any shape, R rows (a flattened X), W the wid
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
-
 import numpy as np
 import torch
 from torch import Tensor
 
+from .table_counts import BigramCounts
 from .table_smoothing import Smoothed
-
-if TYPE_CHECKING:
-    from .table import BigramTable
 
 _NARROW_VOCAB = 2**16 - 1  # x V + y − 2³¹ fits 31 bits and a sign, and leaves one number free for the end
 
@@ -27,7 +23,7 @@ class SortedKeys:
     longer on CPUs, for their many operations, and longer to build; numpy's search is slower than torch's.
     """
 
-    def __init__(self, table: BigramTable, device: torch.device) -> None:
+    def __init__(self, table: BigramCounts, device: torch.device) -> None:
         narrow = table.vocab_size <= _NARROW_VOCAB
         self._dtype = torch.int32 if narrow else torch.int64
         self._offset, self._vocab_size = 2**31 if narrow else 0, table.vocab_size
@@ -57,7 +53,7 @@ class Correlation:
     """
 
     def __init__(
-        self, table: BigramTable, keys: SortedKeys, device: torch.device, smoothing: str, strength: float
+        self, table: BigramCounts, keys: SortedKeys, device: torch.device, smoothing: str, strength: float
     ) -> None:
         self._keys, self._left_V, self._right_V = keys, None, None
         smoothed = Smoothed.of(table, smoothing, strength)
@@ -100,7 +96,7 @@ class NextToken:
     """
 
     def __init__(
-        self, table: BigramTable, device: torch.device, prior: float, smoothing: str = "none", strength: float = 0.0
+        self, table: BigramCounts, device: torch.device, prior: float, smoothing: str = "none", strength: float = 0.0
     ) -> None:
         self._table, self._device, self._widest = table, device, table.widest_row()
         self._smoothed = Smoothed.of(table, smoothing, strength, prior)
@@ -146,7 +142,7 @@ class NextToken:
         return self._best_V[x_X]
 
 
-def _most_likely(table: BigramTable, smoothed: Smoothed) -> Tensor:
+def _most_likely(table: BigramCounts, smoothed: Smoothed) -> Tensor:
     """int64 [V]: the likeliest of a row's entries, or where it is likelier, the likeliest of what is spread."""
     weight_V, spread_V = smoothed.weight_V.numpy(), smoothed.spread_V.numpy()
     general = int(spread_V.argmax())

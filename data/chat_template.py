@@ -1,14 +1,40 @@
-"""A tokenizer's own chat template as constant texts: found by rendering marks and looking what stands around them."""
+"""What a chat template is, and a tokenizer's own: found by rendering marks and looking what stands around them."""
 
 from __future__ import annotations
 
+from dataclasses import dataclass
 from typing import Any
 
 from .encoding import special_strings
-from .templates import OWN, Template
+
+OWN = "tokenizer"
+"""The name under which a tokenizer's own chat template is asked for."""
 
 _ONE_DAY = "26 Jul 2024"  # what Llama 3 says where it is not told the date; today's would be another text tomorrow
 _SYSTEM, _QUESTIONS, _ANSWERS = "xSYSTEMx", ("xASKx1", "xASKx2", "xASKx3"), ("xTELLx1", "xTELLx2", "xTELLx3")
+
+
+@dataclass(frozen=True, slots=True)
+class Template:
+    """The constant texts around messages; get one by name from `get_template`.
+
+    A conversation reads `start`, question, `middle`, answer, `end`, `after`, `next`, question, `middle` …; with a
+    system text of its own `system[0]`, system text, `system[1]` stand in the place of `start`, and where `system` is
+    None that text goes before the first question, with a blank line. A text that ends in a space leaves that space to
+    the tokens of the message behind it. `{bos}` and `{eos}` are the tokenizer's own; a beginning of sequence that the
+    tokenizer adds by itself comes first, unless `writes_bos`. `special_tokens` must be special tokens of the tokenizer.
+    """
+
+    name: str
+    start: str
+    system: tuple[str, str] | None
+    next: str
+    middle: str
+    end: str  # trained on, with the answer
+    after: str = ""
+    strips: tuple[bool, bool] = (False, False)  # questions, answers: white space around them is taken off
+    writes_bos: bool = False
+    special_tokens: tuple[str, ...] = ()
 
 
 def own_template(tokenizer: Any) -> Template:

@@ -1,41 +1,16 @@
-"""Chat templates: the constant texts around the messages of a conversation.
+"""Chat templates by name: the constant texts around the messages of a conversation.
 
-A template is data. `data/rendering.py` makes ids of it turn by turn, `data/chat_template.py` finds the texts of a
-tokenizer's own chat template.
+A template is data. `data/rendering.py` makes ids of it turn by turn.
 """
 
 from __future__ import annotations
 
 import difflib
-from dataclasses import dataclass
 from typing import Any
 
-OWN = "tokenizer"
-"""The name under which a tokenizer's own chat template is asked for."""
+from .chat_template import OWN, Template, own_template
 
-
-@dataclass(frozen=True, slots=True)
-class Template:
-    """The constant texts around messages; get one by name from `get_template`.
-
-    A conversation reads `start`, question, `middle`, answer, `end`, `after`, `next`, question, `middle` …; with a
-    system text of its own `system[0]`, system text, `system[1]` stand in the place of `start`, and where `system` is
-    None that text goes before the first question, with a blank line. A text that ends in a space leaves that space to
-    the tokens of the message behind it. `{bos}` and `{eos}` are the tokenizer's own; a beginning of sequence that the
-    tokenizer adds by itself comes first, unless `writes_bos`. `special_tokens` must be special tokens of the tokenizer.
-    """
-
-    name: str
-    start: str
-    system: tuple[str, str] | None
-    next: str
-    middle: str
-    end: str  # trained on, with the answer
-    after: str = ""
-    strips: tuple[bool, bool] = (False, False)  # questions, answers: white space around them is taken off
-    writes_bos: bool = False
-    special_tokens: tuple[str, ...] = ()
-
+__all__ = ["ALPACA_SYSTEM", "CHATML_JINJA", "OWN", "TEMPLATES", "VICUNA_SYSTEM", "Template", "get_template"]
 
 VICUNA_SYSTEM = (
     "A chat between a curious user and an artificial intelligence assistant. "
@@ -110,8 +85,6 @@ def get_template(name: str, tokenizer: Any = None) -> Template:
             template, or with one whose turns cannot be told apart.
     """
     if name == OWN:
-        from .chat_template import own_template
-
         return own_template(tokenizer)
     if name not in TEMPLATES:
         known = [*TEMPLATES, OWN]

@@ -51,7 +51,11 @@ class Policy(ABC):
 
 
 class Confidence(Policy):
-    """Stop where the drafter's most likely token falls below a threshold (BiLD's fallback, `mjsd.txt`, table 5, τ₁)."""
+    """Stop where the drafter's most likely token falls below a threshold (BiLD's fallback, `mjsd.txt`, table 5, τ₁).
+
+    Raises:
+        ValueError: a threshold outside [0, 1].
+    """
 
     def __init__(self, threshold: float) -> None:
         if not 0 <= threshold <= 1:
@@ -69,6 +73,12 @@ class ExpectedGain(Policy):
     is one; slides, "Choosing γ" and "Oracle Factor"). The next token pays while β₁⋯βᵢ₊₁ / c exceeds what the chain so
     far yields per unit. β is predicted from the drafter's confidence, corrected by what was accepted in this row
     before, class of confidence by class.
+
+    Args:
+        cost: c, of a draft token, in target forwards.
+
+    Raises:
+        ValueError: a cost that is not above 0.
     """
 
     classes = 10
@@ -147,6 +157,9 @@ class AdaptiveChain(Proposer):
     """A chain of at most `gamma` draft tokens that ends where the policy says so, row by row.
 
     Whether any row goes on is read on the host once a token: ending early is the point.
+
+    Raises:
+        ValueError: `gamma` below 1.
     """
 
     def __init__(self, model: LanguageModel, gamma: int, policy: Policy) -> None:

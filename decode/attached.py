@@ -1,282 +1,23 @@
-"""Methods saved and loaded: heads, a table and drafters in one folder, with the method that they are for.
+"""Saved methods where code from their folder is trusted: what `custom_generate/generate.py` of one calls.
 
-custom_generate.json          method, options, parts, and the hash of every other file
-draftsmith.safetensors        heads and table, `heads.…` and `table.…`, with what they are in its metadata
-drafter-1/ drafter-2/ …       drafters that were given as a model or a folder; those of the hub stay names
-custom_generate/generate.py   what transformers runs for `generate(custom_generate=FOLDER, trust_remote_code=True)`
-custom_generate/requirements.txt
+Such files lie in folders and repositories that were written long ago: module, function and arguments stay.
 """
 
 from __future__ import annotations
 
 import inspect
 import json
-from dataclasses import replace
 from functools import lru_cache
 from pathlib import Path
 from typing import Any
 
-from safetensors import safe_open
-from safetensors.torch import save_file
 from torch import Tensor
 from transformers import PreTrainedModel
 
-from .. import __version__
-from ..checkpoints.artifact import MANIFEST_FILE, verify_artifact
-from ..checkpoints.folders import steady, whole_folder
-from ..checkpoints.heads import PredictionHeads
-from ..checkpoints.heads_layouts import assemble_heads
-from ..checkpoints.hub import check_repository_name, check_revision
 from ..checkpoints.sources import resolve
-from ..checkpoints.table import BigramTable
-from ..checkpoints.untrusted import (
-    UNREADABLE,
-    check_safetensors,
-    file_hash,
-    files_of,
-    name_fault,
-    parse_json,
-    read_json,
-)
-from .drop_in import CustomGenerate, method
+from .drop_in import CustomGenerate
 from .generate_calls import calling_generate
-
-SETTINGS_FILE = "custom_generate.json"
-PARTS_FILE = "draftsmith.safetensors"
-CODE_FOLDER = "custom_generate"
-SCHEMA = 1
-
-_PARTS = ("heads", "table")
-_MAX_SETTINGS = 1 << 20  # bytes
-_GENERATE = '''"""Decodes with the method that custom_generate.json beside this folder names."""
-
-from draftsmith.decode.attached import generate_attached
-
-
-def generate(inputs=None, *, model, **asked):
-    """What transformers calls for `generate(custom_generate=FOLDER, trust_remote_code=True)`."""
-    return generate_attached(model, inputs, **asked)
-'''
-_FIELDS: dict[str, type] = {
-    "schema": int,
-    "method": str,
-    "options": dict,
-    "parts": list,
-    "drafters": list,
-    "files": dict,
-}
-
-
-def save_method(custom: CustomGenerate, folder: Path) -> None:
-    """Write a method with its parts to a folder, whole or not at all; what an earlier call wrote there is replaced.
-
-    Raises:
-        ValueError: the folder holds other files; heads or drafters that cannot be saved.
-        OSError: the disk is full or cannot be written.
-    """
-    folder = Path(folder)
-    _check_replaceable(folder)
-    with whole_folder(folder) as place:
-        write_method(custom, place)
-        _check_replaceable(folder)  # again: writing may have taken minutes
-
-
-def write_method(custom: CustomGenerate, folder: Path) -> None:
-    """The files of a method in an empty folder. Raises what `save_method` raises."""
-    tensors, metadata = _stored_parts(custom)
-    if tensors:
-        save_file(tensors, folder / PARTS_FILE, metadata={"format": "pt"} | metadata)
-    drafters: list[dict[str, str]] = []
-    for number, drafter in enumerate(custom.drafters, 1):
-        if drafter.hub_id is not None:
-            drafters.append({"id": drafter.hub_id})
-            continue
-        if getattr(drafter.model, "_hf_peft_config_loaded", False):
-            raise ValueError("the drafter has adapters, which would be saved without it: merge them into its weights")
-        drafter.model.save_pretrained(folder / f"drafter-{number}")
-        drafters.append({"folder": f"drafter-{number}"})
-    weights = sorted(name for name, _ in files_of(folder))
-    (folder / CODE_FOLDER).mkdir()
-    (folder / CODE_FOLDER / "generate.py").write_text(_GENERATE, encoding="utf-8")
-    (folder / CODE_FOLDER / "requirements.txt").write_text(f"draftsmith>={__version__}\n", encoding="utf-8")
-    settings = {
-        "schema": SCHEMA,
-        "method": custom.name,
-        "options": custom.options,
-        "parts": [part for part in _PARTS if getattr(custom, part) is not None],
-        "drafters": drafters,
-        "files": {name: file_hash(folder / name) for name in weights},
-    }
-    (folder / SETTINGS_FILE).write_text(json.dumps(settings, indent=2) + "\n", encoding="utf-8")
-
-
-def _stored_parts(custom: CustomGenerate) -> tuple[dict[str, Tensor], dict[str, str]]:
-    """Tensors and metadata of the heads and the table."""
-    tensors: dict[str, Tensor] = {}
-    metadata: dict[str, str] = {}
-    heads, table = custom.heads, custom.table
-    if heads is not None:
-        if not isinstance(heads, PredictionHeads):
-            raise ValueError(f"heads of type {type(heads).__name__} cannot be saved, only PredictionHeads can")
-        known = {"vocab_size": heads.vocab_size} if heads.knows_vocab_size else {}
-        metadata["heads"] = json.dumps(known | {"states": heads.states, "scale": heads.scale})
-        tensors |= {f"heads.{name}": value.detach().cpu().contiguous() for name, value in heads.state_dict().items()}
-    if table is not None:
-        metadata["table.vocab_size"] = str(table.vocab_size)
-        stored = {name: getattr(table, name) for name in ("row_ptr", "col", "count", "unigram")}
-        if table.pruning is not None:
-            metadata["table.pruning"] = json.dumps(table.pruning)
-            stored |= {"left": table.left_counts(), "right": table.right_counts()}
-        tensors |= {f"table.{name}": value for name, value in stored.items()}
-    return tensors, metadata
-
-
-def _check_replaceable(folder: Path) -> None:
-    """A method replaces a method; beside other files, such as a model's, it is not written."""
-    if not folder.exists():
-        return
-    if not folder.is_dir():
-        raise ValueError(f"{folder} is a file: a method is saved to a folder")
-    ours = {SETTINGS_FILE, PARTS_FILE, CODE_FOLDER}
-    if (folder / SETTINGS_FILE).is_file():
-        ours |= {name.partition("/")[0] for name in _settings(folder)["files"]}
-    if others := sorted(path.name for path in folder.iterdir() if path.name not in ours):
-        raise ValueError(
-            f"{folder} holds other files ({', '.join(others[:3])}) and is not written over: save the method to a "
-            "folder of its own, and a model that shall lie beside it there afterwards"
-        )
-
-
-def load_method(source: str | Path, revision: str | None = None) -> CustomGenerate:
-    """What `save_method` wrote, from a folder or a repository of the hub. Nothing in it is run.
-
-    Args:
-        source: a folder, or `user/name` or `user/name@revision` on the hub.
-        revision: of the repository: a branch, tag or commit.
-
-    Raises:
-        ValueError: no such folder or repository; files that are missing, added or changed; a method, option or part
-            that there is not, or that does not fit the others; what it was is said, and where.
-    """
-    folder = resolve(source, revision=revision)
-    return steady(folder, lambda: _load(folder))
-
-
-def _load(folder: Path) -> CustomGenerate:
-    if (folder / MANIFEST_FILE).is_file():
-        verify_artifact(folder)
-    settings = _settings(folder)
-    _check_files(folder, settings)
-    parts = _read_parts(folder / PARTS_FILE, settings["parts"], folder / SETTINGS_FILE)
-    drafters = [_drafter(folder, entry) for entry in settings["drafters"]]
-    first: dict[str, Any] = {"drafter": drafters[0], "more_drafters": drafters[1:]} if drafters else {}
-    try:
-        custom = method(settings["method"], **first, **parts, **settings["options"])
-    except (ValueError, TypeError) as error:  # TypeError: an option named as one of `method`'s own arguments
-        raise ValueError(f"{folder / SETTINGS_FILE}: {error}") from error
-    return replace(custom, loaded_heads=custom.heads is not None)
-
-
-def _settings(folder: Path) -> dict[str, Any]:
-    """`custom_generate.json`, each field of its type.
-
-    Raises:
-        ValueError: there is none, or not of this form.
-    """
-    path = folder / SETTINGS_FILE
-    if not path.is_file():
-        raise ValueError(f"{folder} holds no saved method: it has no {SETTINGS_FILE}")
-    try:
-        settings = read_json(path, limit=_MAX_SETTINGS)
-    except ValueError as error:
-        raise ValueError(f"{path}: {error}") from error
-    for name, kind in _FIELDS.items():
-        if type(settings.get(name)) is not kind:
-            raise ValueError(f"{path}: {name} is {settings.get(name)!r}, expected a {kind.__name__}")
-    if settings["schema"] != SCHEMA:
-        raise ValueError(f"{path}: its schema is {settings['schema']}, this draftsmith reads {SCHEMA}")
-    for name, digest in settings["files"].items():
-        if (fault := name_fault(name)) is None and not name.endswith((".safetensors", ".json")):
-            fault = "it is no file of weights or settings"
-        if fault is not None or not isinstance(digest, str):
-            raise ValueError(f"{path}: files names {name!r} with {digest!r}: {fault or 'expected a hash'}")
-    return settings
-
-
-def _check_files(folder: Path, settings: dict[str, Any]) -> None:
-    """ValueError for a file of the method that is missing, no file, of another hash, or too many."""
-    files: dict[str, str] = settings["files"]
-    folders = [entry["folder"] for entry in settings["drafters"] if isinstance(entry, dict) and "folder" in entry]
-    for name, fault in files_of(folder):
-        if fault is not None and name in files:
-            raise ValueError(f"{folder / name} {fault}")
-        if name not in files and (name == PARTS_FILE or name.partition("/")[0] in folders):
-            raise ValueError(f"{folder} holds {name}, which its {SETTINGS_FILE} does not list")
-    for name, digest in files.items():
-        try:
-            found = file_hash(folder / name)
-        except FileNotFoundError as error:
-            raise ValueError(f"{folder} lacks {name}, which its {SETTINGS_FILE} lists") from error
-        except ValueError as error:
-            raise ValueError(f"{folder / name}: {error}") from error
-        if found != digest:
-            raise ValueError(f"{folder / name} has the hash {found}, its {SETTINGS_FILE} says {digest}")
-
-
-def _read_parts(path: Path, parts: list[Any], listed_in: Path) -> dict[str, Any]:
-    """Heads and table, as far as `parts` names them."""
-    if unknown := [part for part in parts if part not in _PARTS]:
-        raise ValueError(f"{listed_in}: parts names {unknown[0]!r}, expected some of {', '.join(_PARTS)}")
-    if not parts:
-        return {}
-    try:
-        names = check_safetensors(path)
-    except (OSError, ValueError) as error:
-        raise ValueError(f"{path}: {error}") from error
-    if strange := sorted(name for name in names if name.partition(".")[0] not in parts):
-        raise ValueError(f"{path} holds {strange[0]}, which is of none of the parts {', '.join(parts)}")
-    found: dict[str, Any] = {}
-    if "heads" in parts:
-        found["heads"] = _read_heads(path)
-    if "table" in parts:
-        found["table"] = BigramTable.read(path, "table.")
-    return found
-
-
-def _read_heads(path: Path) -> PredictionHeads:
-    try:
-        with safe_open(path, framework="pt") as opened:
-            prefix = "heads."
-            names = [name for name in opened.keys() if name.startswith(prefix)]  # noqa: SIM118 (not a dictionary)
-            tensors = {name.removeprefix(prefix): opened.get_tensor(name) for name in names}
-            text = (opened.metadata() or {}).get("heads", "")
-    except UNREADABLE as error:
-        raise ValueError(f"{path} is not a safetensors file: {error}") from error
-    try:
-        config = parse_json(text)
-    except ValueError as error:
-        raise ValueError(f"{path}: of the heads in its metadata, {error}") from error
-    stored = assemble_heads(tensors, config, path, config_place=path)
-    if stored.disagreements:
-        raise ValueError(stored.disagreements[0])
-    return stored.build().eval()
-
-
-def _drafter(folder: Path, entry: Any) -> str:
-    """Folder or hub id of a drafter."""
-    if isinstance(entry, dict) and list(entry) == ["folder"] and _is_plain(entry["folder"]):
-        return str(folder / entry["folder"])
-    if isinstance(entry, dict) and list(entry) == ["id"] and isinstance(entry["id"], str):
-        name, at, revision = entry["id"].partition("@")
-        check_repository_name(name if "/" in name else f"_/{name}")  # the hub's oldest have no user
-        if at:
-            check_revision(revision)
-        return str(entry["id"])
-    raise ValueError(f"{folder / SETTINGS_FILE}: a drafter is {entry!r}, expected a folder beside it or a hub id")
-
-
-def _is_plain(name: Any) -> bool:
-    return isinstance(name, str) and name_fault(name) is None and "/" not in name
+from .method_files import read_settings
 
 
 def generate_attached(model: PreTrainedModel, inputs: Tensor | None = None, **asked: Any) -> Any:
@@ -286,7 +27,7 @@ def generate_attached(model: PreTrainedModel, inputs: Tensor | None = None, **as
     folder with such a file has it for its `generate`: then the method lies beside the model.
 
     Raises:
-        ValueError: what `load_method` raises, and what decoding raises.
+        ValueError: what `CustomGenerate.from_pretrained` raises, and what decoding raises.
     """
     caller = calling_generate(inspect.currentframe())
     revision = asked.pop("revision", None)
@@ -294,7 +35,7 @@ def generate_attached(model: PreTrainedModel, inputs: Tensor | None = None, **as
     if not isinstance(source, str):
         source, revision = model.config.name_or_path, getattr(model.config, "_commit_hash", None)
     folder = resolve(source, revision=revision)
-    custom = _loaded(folder.resolve(), json.dumps(_settings(folder), sort_keys=True))
+    custom = _loaded(folder.resolve(), json.dumps(read_settings(folder), sort_keys=True))
     return type(model).generate(model, inputs, custom_generate=custom, **asked)
 
 
@@ -302,4 +43,4 @@ def generate_attached(model: PreTrainedModel, inputs: Tensor | None = None, **as
 def _loaded(folder: Path, settings: str) -> CustomGenerate:
     """Loaded once for each state of a folder, which the hashes among its settings tell."""
     del settings
-    return load_method(folder)
+    return CustomGenerate.from_pretrained(folder)

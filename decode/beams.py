@@ -19,11 +19,27 @@ from .tree import Tree
 from .warpers import Sampling, warp
 
 
-class DraftBeam(Proposer):
+class _Beam(Proposer):
+    """A chain out of a beam, whose nodes in the model's cache have numbers of their own."""
+
+    _state: DraftState
+    _nodes_BN: Tensor
+
+    def commit(self, context: Context, proposal: Proposal, verdict: Verdict) -> None:
+        self._state.keep(context, own_path_BK=own_path(self._nodes_BN, verdict.path_BK, verdict.accepted_B))
+
+    def stop(self) -> None:
+        del self._state
+
+
+class DraftBeam(_Beam):
     """The most likely of a beam of draft sequences (`mjsd.txt`, Algorithm 1: beam sample).
 
     At temperature 0 a beam search over the drafter's unwarped probabilities. Otherwise each level samples its beams
     without replacement in proportion to the warped joint probability.
+
+    Raises:
+        ValueError: `gamma` or `beams` below 1.
     """
 
     def __init__(self, model: LanguageModel, gamma: int, beams: int) -> None:
@@ -41,22 +57,19 @@ class DraftBeam(Proposer):
         tokens_BN, scores_BN, self._nodes_BN = best_beam(self._state, context, self.gamma, self.beams)
         return Proposal(self._chain, tokens_BN, draft_scores_BN=scores_BN)
 
-    def commit(self, context: Context, proposal: Proposal, verdict: Verdict) -> None:
-        self._state.keep(context, own_path_BK=own_path(self._nodes_BN, verdict.path_BK, verdict.accepted_B))
-
-    def stop(self) -> None:
-        del self._state
-
     def forwards(self, nodes: float) -> list[tuple[Any, int]]:
         return [(self.model, 1)] + [(self.model, self.beams)] * (self.gamma - 1)
 
 
-class TargetBeam(Proposer):
+class TargetBeam(_Beam):
     """Beam search over the target itself: `gamma` tokens a step by their joint likelihood, 0: all at once.
 
     Multi-token joint greedy decoding as `mjsd.txt` (definition 3.1) computes it; with all tokens at once it is beam
     search. A beam that has ended keeps its likelihood. It takes γ forwards of the target to propose, and one more that
     fills the cache: a reference for quality, not a fast method.
+
+    Raises:
+        ValueError: `gamma` below 0, or `beams` below 1.
     """
 
     def __init__(self, gamma: int, beams: int) -> None:
@@ -75,12 +88,6 @@ class TargetBeam(Proposer):
     def propose(self, context: Context) -> Proposal:
         tokens_BN, _, self._nodes_BN = best_beam(self._state, context, self._depth, self.beams, stops=True)
         return Proposal(self._chain, tokens_BN, target_forwards=self._depth)
-
-    def commit(self, context: Context, proposal: Proposal, verdict: Verdict) -> None:
-        self._state.keep(context, own_path_BK=own_path(self._nodes_BN, verdict.path_BK, verdict.accepted_B))
-
-    def stop(self) -> None:
-        del self._state
 
     def forwards(self, nodes: float) -> list[tuple[Any, int]]:
         return [(None, 1)] + [(None, self.beams)] * (round(nodes) - 2)

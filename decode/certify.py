@@ -46,7 +46,11 @@ _LISTED = 20  # of those, and of faults
 
 @dataclass(frozen=True)
 class Plan:
-    """How much is looked at, and how sure a fault must be."""
+    """How much is looked at, and how sure a fault must be.
+
+    Raises:
+        ValueError: less than one token or row, or a level that is no share.
+    """
 
     tokens: int = 10_000
     """Tokens to judge for each method. At temperature 0 every prompt is decoded once, and no more."""
@@ -413,7 +417,14 @@ class _Run:
 
 
 def within_rounding(logits_V: Tensor, token: int, sampling: Sampling, near_tie: float) -> bool:
-    """Whether warping would keep a token if every logit were wrong by up to half of `near_tie`."""
+    """Whether top-k and top-p would keep a token if every logit were wrong by up to half of `near_tie`.
+
+    False where neither is set: then it is not they that left the token no probability.
+
+    Args:
+        logits_V: [V] of the unwarped target.
+        near_tie: logits that lie so near may stand in either order.
+    """
     own = logits_V[token]
     if 0 < sampling.top_k < len(logits_V) and own < logits_V.topk(sampling.top_k).values[-1] - near_tie:
         return False

@@ -197,6 +197,9 @@ def measure_overheads(
 
     Args:
         probes: methods with settings; two or more settings of a method tell the part that grows with the tree.
+
+    Raises:
+        ValueError: what `build_method` raises; a part whose cost is not in `costs`.
     """
     jobs = [(BASELINE, build_method(BASELINE, parts, sampling))]
     jobs += [(name, build_method(name, parts, sampling, **options)) for name, options in probes]

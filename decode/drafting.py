@@ -20,6 +20,9 @@ class DraftState:
 
     The drafter's node i lies `i` slots behind the root, as the target's does, so that accepted nodes are kept by the
     same move. Tokens that were committed but not yet read by the drafter are read first.
+
+    Raises:
+        ValueError: a drafter of another vocabulary, with too few positions, or that begins otherwise than the target.
     """
 
     def __init__(self, model: LanguageModel, context: Context, max_nodes: int, max_depth: int) -> None:
@@ -85,7 +88,7 @@ class DraftState:
 
 
 def own_path(nodes_BN: Tensor, path_BK: Tensor, kept_B: Tensor) -> Tensor:
-    """A verdict's path in a drafter's numbering: `nodes_BN[b, i]` is the drafter's node behind proposal node i.
+    """A verdict's path in a drafter's numbering, [B, K]: `nodes_BN[b, i]` is the drafter's node behind proposal node i.
 
     Columns that are not kept name themselves, as `KVCache.move_to_front` asks.
     """

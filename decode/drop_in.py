@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import inspect
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, NamedTuple, TypeVar
 from weakref import WeakKeyDictionary
@@ -20,6 +20,7 @@ from transformers import PreTrainedModel
 from transformers.generation import GenerateDecoderOnlyOutput, GenerateEncoderDecoderOutput
 
 from ..checkpoints.artifact import MANIFEST_FILE, open_artifact
+from ..checkpoints.folders import steady
 from ..checkpoints.heads import PredictionHeads, load_heads
 from ..checkpoints.sources import model_source, resolve
 from ..checkpoints.table import BigramTable
@@ -29,6 +30,7 @@ from .graphs import GraphedModel
 from .head_trees import HeadModule, attach_projection, states_of
 from .lean import LeanLlama
 from .loading import load_model, wrap_model
+from .method_files import SETTINGS_FILE, StoredMethod, read_method, save_method
 from .methods import Parts, build_method, method_options, needs_of
 from .models import LanguageModel, check_same_vocabulary
 from .rng import Rng
@@ -107,9 +109,12 @@ class CustomGenerate:
             ValueError: the folder holds other files; heads that are not `PredictionHeads`; a drafter with adapters.
             OSError: the disk is full or cannot be written.
         """
-        from .attached import save_method
+        save_method(self.stored(), Path(folder))
 
-        save_method(self, Path(folder))
+    def stored(self) -> StoredMethod:
+        """What `save_pretrained` writes."""
+        drafters = [drafter.hub_id or drafter.model for drafter in self.drafters]
+        return StoredMethod(self.name, self.options, drafters, self.heads, self.table)
 
     @classmethod
     def from_pretrained(cls, source: str | Path, revision: str | None = None) -> CustomGenerate:
@@ -122,9 +127,19 @@ class CustomGenerate:
         Raises:
             ValueError: there is no such thing, or it is damaged, or its parts do not fit each other.
         """
-        from .attached import load_method
+        folder = resolve(source, revision=revision)
+        return steady(folder, lambda: cls._read(folder))
 
-        return load_method(source, revision)
+    @classmethod
+    def _read(cls, folder: Path) -> CustomGenerate:
+        stored = read_method(folder)
+        first, *more = stored.drafters or (None,)
+        parts: dict[str, Any] = {"drafter": first, "more_drafters": more, "heads": stored.heads, "table": stored.table}
+        try:
+            custom = method(stored.name, **parts, **stored.options)
+        except (ValueError, TypeError) as error:  # TypeError: an option named as one of `method`'s own arguments
+            raise ValueError(f"{folder / SETTINGS_FILE}: {error}") from error
+        return replace(custom, loaded_heads=custom.heads is not None)
 
     def __call__(
         self,

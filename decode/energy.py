@@ -260,6 +260,7 @@ class RaplZone:
 
     Raises:
         OSError: a file that is not there or may not be read.
+        ValueError: one that holds no number.
     """
 
     def __init__(self, folder: Path) -> None:

@@ -24,7 +24,11 @@ from .warpers import Sampling, warp
 
 @dataclass(frozen=True, slots=True)
 class Limits:
-    """When a row ends."""
+    """When a row ends.
+
+    Raises:
+        ValueError: less than one new token.
+    """
 
     max_new_tokens: int = 128
     """Tokens to generate at most; never one more."""
@@ -157,7 +161,14 @@ class Profile(Protocol):
 
 
 class Context:
-    """The committed tokens of a batch, and what the target computed for them."""
+    """The committed tokens of a batch, and what the target computed for them.
+
+    Args:
+        room: what `Proposer.room` says.
+
+    Raises:
+        ValueError: see `generate`.
+    """
 
     def __init__(
         self,
@@ -321,7 +332,7 @@ def generate(
     rng: Rng,
     profile: Profile | None = None,
 ) -> Iterator[Step]:
-    """Decode a batch of prompts; yields after each forward of the target.
+    """Decode a batch of prompts; yields after each step: a forward of the target, and those that its proposal took.
 
     Args:
         target: the model whose output is wanted.
@@ -332,8 +343,8 @@ def generate(
         profile: is told when the phases of a step end.
 
     Raises:
-        ValueError: an empty batch or prompt, a token outside the vocabulary, or a prompt that leaves no room in the
-            model's positions for the new tokens and the tree.
+        ValueError: an empty batch or prompt, a token outside the vocabulary, a prompt that leaves no room in the
+            model's positions for the new tokens and the tree; a drafter, heads or a table of another target.
     """
     warping = {"probabilities": sampling, "unwarped": Sampling(temperature=1.0), "logits": None}[verifier.judges]
     mark: Callable[[str], None] = profile.mark if profile else lambda phase: None

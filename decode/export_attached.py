@@ -15,9 +15,9 @@ from ..checkpoints.export import FOLDER_IN_PYTHON, ExportOptions, Format, Source
 from ..checkpoints.export_target import target_name
 from ..checkpoints.heads import PredictionHeads
 from ..checkpoints.table import BigramTable
-from .attached import PARTS_FILE, load_method, write_method
 from .drop_in import CustomGenerate, method
 from .loading import load_model
+from .method_files import PARTS_FILE, write_method
 
 _STATES = 16
 _PROMPTS, _PROMPT, _NEW = 3, 8, 32
@@ -34,15 +34,15 @@ def _of_table(source: Source, options: ExportOptions) -> CustomGenerate:
 
 
 def _write_heads(source: Source, folder: Path, options: ExportOptions) -> None:
-    write_method(_of_heads(source, options), folder)
+    write_method(_of_heads(source, options).stored(), folder)
 
 
 def _write_table(source: Source, folder: Path, options: ExportOptions) -> None:
-    write_method(_of_table(source, options), folder)
+    write_method(_of_table(source, options).stored(), folder)
 
 
 def _compare_heads(source: Source, folder: Path, options: ExportOptions) -> list[str]:
-    mine, theirs = _of_heads(source, options), load_method(folder)
+    mine, theirs = _of_heads(source, options), CustomGenerate.from_pretrained(folder)
     assert isinstance(mine.heads, PredictionHeads)
     assert isinstance(theirs.heads, PredictionHeads)
     known, found = mine.heads.state_dict(), theirs.heads.state_dict()
@@ -65,7 +65,7 @@ def _compare_heads(source: Source, folder: Path, options: ExportOptions) -> list
 
 
 def _compare_table(source: Source, folder: Path, options: ExportOptions) -> list[str]:
-    mine, theirs = _of_table(source, options), load_method(folder)
+    mine, theirs = _of_table(source, options), CustomGenerate.from_pretrained(folder)
     known, found = mine.table, theirs.table
     assert isinstance(known, BigramTable)
     assert isinstance(found, BigramTable)

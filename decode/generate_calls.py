@@ -54,7 +54,14 @@ def _refusal(what: str, instead: str) -> ValueError:
 
 
 def check_request(model: PreTrainedModel, config: Any, inputs: dict[str, Any]) -> None:
-    """ValueError for settings and inputs that would change the output, or that the output would lack."""
+    """Refuse settings and inputs that would change the output, or that the output would lack.
+
+    Args:
+        inputs: what `generate` hands on beside the ids; `synced_gpus` and `assistant_model` are taken out of it.
+
+    Raises:
+        ValueError: what was asked for, and what to do instead.
+    """
     sharded = any(hasattr(weight, "ds_id") or hasattr(weight, "device_mesh") for weight in model.parameters())
     if inputs.pop("synced_gpus", None) or sharded:
         raise _refusal("synced_gpus", "weights that are shared out (ZeRO-3, FSDP, tensor parallelism) must be gathered")
@@ -79,7 +86,11 @@ def check_request(model: PreTrainedModel, config: Any, inputs: dict[str, Any]) -
 
 
 def sampling_of(processors: Sequence[Any], do_sample: bool) -> Sampling:
-    """What the processors do to a distribution; ValueError for one that `warpers.warp` does not apply."""
+    """What the processors do to a distribution.
+
+    Raises:
+        ValueError: one that `warpers.warp` does not apply, or in another order than there.
+    """
     values: list[tuple[str, Any]] = []
     for processor in processors:
         kind = type(processor)
@@ -101,7 +112,11 @@ def sampling_of(processors: Sequence[Any], do_sample: bool) -> Sampling:
 def prompts_of(
     target: LanguageModel, model: PreTrainedModel, ids_BT: Tensor, source_BT: Tensor | None, inputs: dict[str, Any]
 ) -> list[list[int]]:
-    """Each row without its padding; of an encoder-decoder, the source's rows."""
+    """Each row without its padding; of an encoder-decoder, the source's rows.
+
+    Raises:
+        ValueError: padding that is not on the left; positions or start tokens of the user's own; a source without ids.
+    """
     mask_BT, positions_BT = inputs.get("attention_mask"), inputs.get("position_ids")
     has_source = model.config.is_encoder_decoder
     if has_source:
@@ -129,6 +144,14 @@ class Replay:
 
     Criteria and streamers see what they would see there, and rows end where they would end. Rows that have ended are
     padded if there is a criterion with an `eos_token_id`; else, as in `generate`, they go on until the last row ends.
+
+    Attributes:
+        ids_BT: int64 on the CPU: prompts, what was written, and room for the rest.
+        length: how many columns of it are written.
+        limits: of new tokens, and the tokens that end a row, as the criteria have them.
+
+    Raises:
+        ValueError: a criterion with an `eos_token_id`, and no token to pad with.
     """
 
     def __init__(self, ids_BT: Tensor, criteria: Sequence[Any], config: Any, streamer: Any) -> None:

@@ -40,6 +40,10 @@ class HeadTree(Proposer):
 
     Args:
         shape: a k-configuration or a list of paths, see `tree.parse_tree`.
+
+    Raises:
+        ValueError: a shape that does not parse, or that is deeper than there are heads. At the start of decoding: heads
+            of another target or of other states of it; more candidates than the vocabulary has tokens.
     """
 
     def __init__(self, heads: HeadModule, shape: str) -> None:
@@ -83,6 +87,9 @@ class PrunedHeadTree(Proposer):
         unseen: r of pairs that the table does not hold; not used with smoothing, which has an r for each of them.
         smoothing: of the table's counts: "none", "add-k" or "kneser-ney", see `table_smoothing.Smoothed`.
         strength: k, or the discount; 0 is the smoothing's default.
+
+    Raises:
+        ValueError: a setting that cannot be; it is named. At the start of decoding: heads or a table of another target.
     """
 
     def __init__(
@@ -141,7 +148,7 @@ class PrunedHeadTree(Proposer):
         return Tree.from_parents(parents_BN, self.depth, depth_BN), tokens_BN
 
     def search(self, root_B1: Tensor, candidates_BKC: Tensor, log_probs_BKC: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-        """The best sequences as `Lattice.best_paths` gives them: parents, depths, and places among the candidates."""
+        """The best sequences as `Lattice.best_paths` gives them, [B, N] each: parents, depths, places of candidates."""
         if self.table is None:
             first_BC = log_probs_BKC[:, 0]
             edges_BKCC = log_probs_BKC[:, 1:, :, None].expand(-1, -1, -1, log_probs_BKC.shape[2])

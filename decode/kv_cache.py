@@ -62,6 +62,7 @@ class KVCache:
         return len(self.lengths) == 1 or len(set(self.lengths)) == 1
 
     def set_lengths(self, lengths: list[int]) -> None:
+        """Say how many tokens of each row are committed."""
         if lengths != self.lengths:
             self._set(list(lengths))
 

@@ -9,11 +9,11 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from transformers import AutoConfig, AutoModelForCausalLM, AutoModelForSeq2SeqLM, PreTrainedModel
+from transformers import AutoConfig, PreTrainedModel
 
 from ..checkpoints.artifact import inside
 from ..checkpoints.folders import steady
-from ..checkpoints.model_files import UNLOADABLE, check_config, only_safetensors, reason
+from ..checkpoints.model_files import UNLOADABLE, check_config, load_whole, model_class, only_safetensors, reason
 from ..checkpoints.sources import adapter_base, at_revision
 from ..checkpoints.untrusted import read_json
 from .final_norm import check_states
@@ -84,7 +84,11 @@ def wrap_model(
 
 @torch.inference_mode()
 def check_tree_forward(wrapped: LanguageModel, model: PreTrainedModel) -> None:
-    """Compare a tree of two branches with plain forwards of both branches; ValueError where they differ."""
+    """Compare a tree of two branches with plain forwards of both branches.
+
+    Raises:
+        ValueError: they differ, or the tree's forward fails.
+    """
     device, vocab = wrapped.device, wrapped.vocab_size
     prompt, left, right = (torch.tensor(ids, device=device) % vocab for ids in ([5, 1, 7], [2, 3], [6]))
     try:
@@ -133,8 +137,8 @@ def load_model(
 
     Raises:
         ValueError: where there is neither such a folder nor such a model on the hub; where the attention kernel is not
-            installed, or the model has none of that name; an adapter where peft is not installed; pickled weights,
-            unless `DRAFTSMITH_UNPICKLE=1` (`checkpoints/untrusted.py`).
+            installed, or the model has none of that name; an adapter where peft is not installed; weights that
+            its files lack; pickled ones, unless `DRAFTSMITH_UNPICKLE=1` (`checkpoints/untrusted.py`).
     """
     source = at_revision(source)
     folder = Path(source)
@@ -150,8 +154,8 @@ def _load(source: str, *, dtype: Any, device: str, device_map: str | None, atten
     try:
         check_config(Path(source) / "config.json")
         config = AutoConfig.from_pretrained(source, trust_remote_code=False)
-        loader = AutoModelForSeq2SeqLM if config.is_encoder_decoder else AutoModelForCausalLM
-        model = loader.from_pretrained(
+        model = load_whole(
+            model_class(config),
             source,
             dtype=dtype,
             device_map=device_map,

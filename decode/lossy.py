@@ -25,6 +25,9 @@ class JointLikelihood(Verifier):
 
     Source: `mjsd.txt`, section 3.2 and Algorithm 1. It aims at likely sequences, not at the target's distribution. A
     prefix may pass although a shorter one failed.
+
+    Raises:
+        ValueError: a threshold outside [0, 1].
     """
 
     lossless = False
@@ -54,6 +57,9 @@ class Rollback(Verifier):
     """Keep draft tokens up to the first one that the target finds too unlikely: -log p(x) > threshold.
 
     Source: BiLD's rollback policy (`mjsd.txt`, section 6 and table 5, τ₂).
+
+    Raises:
+        ValueError: a threshold below 0.
     """
 
     lossless = False
@@ -77,6 +83,9 @@ class OverAcceptance(ExactChain):
     `optimal` draws the token in place of a refused one from [p - b q]+, which gives the smallest bias that b allows;
     otherwise from p (Decoding-OPT and Decoding-UNO of `theory.md`, points 4 and 6). [p - b q]+ is [p - q]+: where b is
     1 they are the same, elsewhere both are 0.
+
+    Raises:
+        ValueError: `epsilon` outside [0, 1].
     """
 
     lossless = False
@@ -95,6 +104,9 @@ class TypicalAcceptance(Verifier):
 
     Of equally deep paths the likeliest; the token after it is drawn from the typical ones. Source: Medusa's typical
     acceptance, with its defaults ε = 0.09 and δ = 0.3.
+
+    Raises:
+        ValueError: `epsilon` outside (0, 1), or `delta` outside (0, 1].
     """
 
     lossless = False
@@ -102,7 +114,9 @@ class TypicalAcceptance(Verifier):
 
     def __init__(self, epsilon: float, delta: float) -> None:
         if not (0 < epsilon < 1 and 0 < delta <= 1):
-            raise ValueError(f"typical acceptance needs epsilon and delta in (0, 1), got {epsilon} and {delta}")
+            raise ValueError(
+                f"typical acceptance needs epsilon in (0, 1) and delta in (0, 1], got {epsilon} and {delta}"
+            )
         self._epsilon, self._delta = epsilon, delta
 
     def verify(self, proposal: Proposal, target_BNV: Tensor, rng: Rng) -> Verdict:

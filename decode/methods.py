@@ -257,7 +257,8 @@ def method_options(name: str, options: Options) -> Options:
     """The settings of a method, its defaults filled in.
 
     Raises:
-        ValueError: an unknown method or option, with the nearest right name; a value of another type than the default.
+        ValueError: an unknown method, option or choice, with the nearest right name; a value of another type than the
+            default.
     """
     if name not in METHODS:
         raise ValueError(f"unknown method {name!r}.{did_you_mean(name, list(METHODS))} Known: {', '.join(METHODS)}")

@@ -78,7 +78,7 @@ class Tally:
         return total
 
     def metrics(self) -> dict[str, object]:
-        """The metrics of this file by name; None where nothing was examined."""
+        """The metrics of this file by name; None where nothing was examined, and no entries by depth."""
         levels = self.accepted + self.rejections
         by_depth = [passed / reached for reached, passed in zip(self.reached, self.passed, strict=True) if reached]
         return {

@@ -28,6 +28,9 @@ class TableChain(Proposer):
         prior: weight of the unigram distribution in what follows a token, where there is no smoothing.
         smoothing: of what follows a token: "none", "add-k" or "kneser-ney", see `table_smoothing.Smoothed`.
         strength: k, or the discount; 0 is the smoothing's default.
+
+    Raises:
+        ValueError: a setting that cannot be; it is named. At the start of decoding: a table of another vocabulary.
     """
 
     def __init__(
@@ -79,6 +82,9 @@ class PromptLookup(Proposer):
 
     The longest match of `longest` down to 1 tokens counts, the latest of equals. What follows is read on beyond the
     end of the text as if it repeated itself from the match on. Rows without a match propose nothing.
+
+    Raises:
+        ValueError: `gamma` or `longest` below 1.
     """
 
     def __init__(self, gamma: int, longest: int) -> None:

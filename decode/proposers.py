@@ -41,6 +41,10 @@ class DraftTree(Proposer):
     (multi-candidate paper, sections 3.1 and 3.2). At temperature 0 both take the drafter's most likely tokens, which
     for one candidate is its greedy choice. `by_path` has the target score each path as a row of its own, as where there
     is no tree attention (section 3.3); the drafter always uses it.
+
+    Raises:
+        ValueError: a level without candidates. At the start of decoding: more different candidates than the vocabulary
+            has tokens, and what `DraftState` raises.
     """
 
     def __init__(

@@ -101,9 +101,9 @@ def proposers_view(
 ) -> View | None:
     """What a method's drafter, heads or table hold likely as each next token, given the text before it.
 
-    The mean of several drafters; of heads what the first of them says; of prompt look-up all on the token that it
-    finds. Only as good as the order of the vocabulary that is made of it needs to be: a deeper head proposes other
-    tokens too.
+    The mean of several drafters; of heads what the first of them says; of a table its counts unsmoothed, with a prior
+    of 1; of prompt look-up all on the token that it finds. Only as good as the order of the vocabulary that is made of
+    it needs to be: a deeper head proposes other tokens too.
 
     Args:
         needs: which parts the method works with.
@@ -180,6 +180,9 @@ def measure_rounding(
         reference: makes the wide forward; by default the target.
         tokens: length of the texts, which the target writes itself.
         rows: how many prompts.
+
+    Raises:
+        ValueError: what `generate` raises.
     """
     reference = reference or target
     prompts = list(prompts[:rows])

@@ -62,7 +62,11 @@ def walltime_improvement(alpha: float, gamma: int, cost: float) -> float:
 
 
 def best_gamma(alpha: float, cost: float, limit: int = 64) -> int:
-    """The γ from 0 to `limit` of the greatest walltime improvement, the smallest of equals (slides, "Choosing γ")."""
+    """The γ from 0 to `limit` of the greatest walltime improvement, the smallest of equals (slides, "Choosing γ").
+
+    Raises:
+        ValueError: what `walltime_improvement` raises.
+    """
     return max(range(limit + 1), key=lambda gamma: (walltime_improvement(alpha, gamma, cost), -gamma))
 
 
@@ -71,6 +75,9 @@ def oracle_improvement(alpha: float, cost: float) -> float:
 
     A run of accepted tokens has α / (1 - α) of them on average, and ends in one token of the target's own: tokens
     1 / (1 - α) for 1 + cα / (1 - α). Source: slides, "Oracle factor" (Leviathan et al., appendix A.4).
+
+    Raises:
+        ValueError: an `alpha` outside [0, 1].
     """
     _check_alpha(alpha)
     return 1 / ((1 - alpha) + cost * alpha) if alpha < 1 or cost else float("inf")

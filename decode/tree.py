@@ -59,12 +59,13 @@ class Tree:
 
     @classmethod
     def chain(cls, gamma: int) -> Tree:
-        """The root and `gamma` tokens after it, each the child of the one before."""
+        """The root and `gamma` tokens after it, each the child of the one before. Raises ValueError below 0."""
         return _chain(gamma)
 
     @classmethod
     def k_ary(cls, branching: Sequence[int]) -> Tree:
-        """Each node of depth i has `branching[i]` children; nodes are numbered level by level."""
+        """Each node of depth i has `branching[i]` children; nodes are numbered level by level. Raises ValueError where
+        a level has none."""
         return _k_ary(tuple(branching))
 
     def to(self, device: torch.device) -> Tree:

@@ -99,7 +99,7 @@ class ExactChain(Verifier):
         return chain_verdict(proposal, accepted_B, categorical(next_probs_BV, uniform_BU[:, -1]))
 
     def after_refusal(self, target_BV: Tensor, draft_BV: Tensor) -> Tensor:
-        """What the token in place of a refused one is drawn from."""
+        """[B, V] what the token in place of a refused one is drawn from."""
         return residual(target_BV, draft_BV)
 
 
@@ -274,7 +274,7 @@ class SeveralDrafters(Verifier):
     def pick(
         self, alive_BM: Tensor, tokens_BM: Tensor, draft_BMV: Tensor, target_BV: Tensor, uniform_BM: Tensor
     ) -> tuple[Tensor, Tensor]:
-        """The chain whose token is accepted (-1: none), and what is left of the target's mass."""
+        """[B] the chain whose token is accepted (-1: none), and [B, V] what is left of the target's mass."""
         found_B = torch.full_like(tokens_BM[:, 0], -1)
         for chain in range(tokens_BM.shape[1]):
             here_B = alive_BM[:, chain] & (found_B < 0)
@@ -341,7 +341,7 @@ def normalise(mass_XV: Tensor, otherwise_XV: Tensor) -> Tensor:
 
 
 def at(values_BNX: Tensor, node_B: Tensor) -> Tensor:
-    """values[b, node[b]] for each row."""
+    """[B, X] values[b, node[b]] of each row; values [1, N, X] stand for all rows."""
     if len(values_BNX) == 1:
         return values_BNX[0].index_select(0, node_B)  # several times cheaper than indexing by two tensors
     return values_BNX[torch.arange(len(values_BNX), device=values_BNX.device), node_B]
@@ -375,7 +375,7 @@ def chain_verdict(proposal: Proposal, accepted_B: Tensor, next_B: Tensor) -> Ver
 
 
 def walk(proposal: Proposal, next_BN: Tensor) -> tuple[Tensor, Verdict]:
-    """Follow `next_BN` from the root until a node names itself: the last node, and the verdict that keeps the path.
+    """Follow `next_BN` from the root until a node names itself: the last node [B], and the verdict that keeps the path.
 
     The verdict's next token is left open.
     """

@@ -13,7 +13,11 @@ from torch import Tensor
 
 @dataclass(frozen=True, slots=True)
 class Sampling:
-    """How a next-token distribution is warped before a token is drawn from it."""
+    """How a next-token distribution is warped before a token is drawn from it.
+
+    Raises:
+        ValueError: a setting that cannot be; it is named.
+    """
 
     temperature: float = 0.0
     """Divides the logits; 0 puts all mass on the most likely token."""

@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 import hashlib
-import json
 import math
 from collections.abc import Mapping
 from html import escape
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from .files import read_told
 from .report_tables import DASH, cell, heading, number, wide_table
 
 if TYPE_CHECKING:
@@ -42,23 +42,19 @@ def load_certificate(path: Path) -> dict[str, Any]:
     Raises:
         ValueError: it is none, or a newer one, naming the file.
     """
-    try:
-        told = json.loads(path.read_text(encoding="utf-8"))
-        known = told["kind"] == KIND and told["schema"] == SCHEMA and isinstance(told["complete"], bool)
-        for one in told["certificates"]:
-            known = known and isinstance(one["label"], str) and isinstance(one["verdict"], str)
-            known = known and all(math.isfinite(one[key]) for key in ("tokens", "faults", "near_ties"))
-            known = known and all(math.isfinite(test["p_value"]) for test in one["tests"])
-            known = known and math.isfinite(one["power"]["found_99"]) and one["sampling"]["temperature"] >= 0
-        for one in told["artifacts"].values():
-            known = known and isinstance(one["source"], str) and isinstance(one["hash"], str | None)
-    except json.JSONDecodeError as error:
-        raise ValueError(f"{path}:{error.lineno} is damaged: {error.msg}") from error
-    except (UnicodeDecodeError, AttributeError, KeyError, TypeError) as error:
-        raise ValueError(f"{path} is no certificate of `draftsmith certify`: {error!r}") from error
-    if not known:
-        raise ValueError(f"{path} is no certificate of schema {SCHEMA}: `draftsmith certify` writes a new one")
-    return dict(told)
+    return read_told(path, "certificate", "draftsmith certify", SCHEMA, _is_certificate)
+
+
+def _is_certificate(told: Any) -> bool:
+    known = told["kind"] == KIND and told["schema"] == SCHEMA and isinstance(told["complete"], bool)
+    for one in told["certificates"]:
+        known = known and isinstance(one["label"], str) and isinstance(one["verdict"], str)
+        known = known and all(math.isfinite(one[key]) for key in ("tokens", "faults", "near_ties"))
+        known = known and all(math.isfinite(test["p_value"]) for test in one["tests"])
+        known = known and math.isfinite(one["power"]["found_99"]) and one["sampling"]["temperature"] >= 0
+    for one in told["artifacts"].values():
+        known = known and isinstance(one["source"], str) and isinstance(one["hash"], str | None)
+    return bool(known)
 
 
 def artifact_hashes(recipe: EvaluateRecipe) -> dict[str, dict[str, Any]]:

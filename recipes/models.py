@@ -100,6 +100,15 @@ def build_model(section: ModelSection, target: str | None, seed: int) -> Trainab
     if section.embeddings == "target":
         assert target is not None, "the recipe's schema asks for a target"
         copy_embeddings(model, target)
+    return made_trainable(model, section)
+
+
+def made_trainable(model: PreTrainedModel, section: ModelSection) -> TrainableModel:
+    """A model with what its section freezes and adds.
+
+    Raises:
+        ValueError: LoRA targets that are no linear layers, or an adapter that could not be exported; no peft.
+    """
     if section.freeze_embeddings:
         for part in (model.get_input_embeddings(), model.get_output_embeddings()):
             part.requires_grad_(False)

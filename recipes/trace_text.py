@@ -17,7 +17,7 @@ from typing import TYPE_CHECKING, Any
 from rich.console import Console
 from rich.text import Text
 
-from .files import write_whole
+from .files import read_told, write_whole
 
 if TYPE_CHECKING:  # a report is made without the libraries that decode
     from ..decode.tracing import TracedStep
@@ -220,21 +220,16 @@ def load_trace(path: Path) -> dict[str, Any]:
     Raises:
         ValueError: it is none, or a newer one, naming the file.
     """
-    try:
-        told = json.loads(path.read_text(encoding="utf-8"))
-        known = told["kind"] == KIND and told["schema"] == SCHEMA
-        for step in (step for prompt in told["prompts"] for run in prompt["runs"] for step in run["steps"]):
-            known = known and all(isinstance(token["text"], str) and token["kind"] in KINDS for token in step["tokens"])
-            known = known and isinstance(step["proposed"] + step["accepted"], int)
-        known = known and all(
-            isinstance(prompt["prompt"], str) and isinstance(run["label"], str) and run["temperature"] >= 0
-            for prompt in told["prompts"]
-            for run in prompt["runs"]
-        )
-    except json.JSONDecodeError as error:
-        raise ValueError(f"{path}:{error.lineno} is damaged: {error.msg}") from error
-    except (UnicodeDecodeError, KeyError, TypeError) as error:
-        raise ValueError(f"{path} is no trace of `draftsmith trace`: {error!r}") from error
-    if not known:
-        raise ValueError(f"{path} is no trace of schema {SCHEMA}: `draftsmith trace` writes a new one")
-    return dict(told)
+    return read_told(path, "trace", "draftsmith trace", SCHEMA, _is_trace)
+
+
+def _is_trace(told: Any) -> bool:
+    known = told["kind"] == KIND and told["schema"] == SCHEMA
+    for step in (step for prompt in told["prompts"] for run in prompt["runs"] for step in run["steps"]):
+        known = known and all(isinstance(token["text"], str) and token["kind"] in KINDS for token in step["tokens"])
+        known = known and isinstance(step["proposed"] + step["accepted"], int)
+    return known and all(
+        isinstance(prompt["prompt"], str) and isinstance(run["label"], str) and run["temperature"] >= 0
+        for prompt in told["prompts"]
+        for run in prompt["runs"]
+    )

@@ -12,6 +12,7 @@ import sys
 import tomllib
 import zipfile
 from collections.abc import Iterator
+from graphlib import CycleError, TopologicalSorter
 from pathlib import Path
 from typing import Any
 
@@ -155,6 +156,27 @@ def test_imports_run_one_way(path: Path) -> None:
         folder = whole[0].partition(".")[0]
         allowed = MAY_IMPORT[parts[0]] | {parts[0], "__version__"}
         assert folder in allowed, f"{parts[0]} may import {sorted(allowed)}, not {folder}"
+
+
+def imported(path: Path) -> set[str]:
+    """Modules of the package that a file imports, inside functions and for types alone too."""
+    parts, known = name_of(path).split("."), {name_of(module) for module in MODULES}
+    if path.name == "__init__.py":
+        parts.append("__init__")
+    found = set()
+    for level, module, name in imports(path):
+        if level:
+            whole = [*parts[: len(parts) - level], *filter(None, module.split("."))]
+            found |= {".".join(whole), ".".join([*whole, name])} & known
+    return found
+
+
+def test_no_files_import_each_other_in_a_circle() -> None:
+    graph = {name_of(path): imported(path) - {name_of(path)} for path in MODULES}
+    assert "draftsmith.decode.engine" in graph["draftsmith.decode.drop_in"]
+    with pytest.raises(CycleError):
+        tuple(TopologicalSorter(graph | {"draftsmith.decode.engine": {"draftsmith.decode.drop_in"}}).static_order())
+    assert set(TopologicalSorter(graph).static_order()) == set(graph)
 
 
 @pytest.mark.parametrize("path", MODULES, ids=lambda path: str(path.relative_to(ROOT)))

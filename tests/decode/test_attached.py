@@ -19,7 +19,7 @@ from draftsmith.checkpoints.export import ExportOptions, export_artifact
 from draftsmith.checkpoints.heads import PredictionHeads, save_heads
 from draftsmith.checkpoints.table import BigramTable
 from draftsmith.checkpoints.untrusted import file_hash
-from draftsmith.decode import CustomGenerate, attached, method
+from draftsmith.decode import CustomGenerate, method, method_files
 from draftsmith.decode.export_attached import ATTACHED_FORMATS
 from draftsmith.decode.methods import METHODS
 from safetensors import safe_open
@@ -66,16 +66,16 @@ def decode(model: LlamaForCausalLM, custom: Any, **asked: Any) -> list[list[int]
 def test_what_came_there_during_a_save_stays(
     parts: dict[str, Any], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    folder, write = tmp_path / "saved", attached.write_method
+    folder, write = tmp_path / "saved", method_files.write_method
 
-    def slow(custom: CustomGenerate, place: Path) -> None:
-        write(custom, place)
+    def slow(stored: method_files.StoredMethod, place: Path) -> None:
+        write(stored, place)
         folder.mkdir()
         (folder / "thesis.tex").write_text("years of work")
 
-    monkeypatch.setattr(attached, "write_method", slow)
+    monkeypatch.setattr(method_files, "write_method", slow)
     with pytest.raises(ValueError, match=r"holds other files \(thesis\.tex\)"):
-        attached.save_method(method("bigram", **parts), folder)
+        method("bigram", **parts).save_pretrained(folder)
     assert [path.name for path in tmp_path.rglob("*")] == ["saved", "thesis.tex"]
 
 
@@ -224,7 +224,7 @@ def test_saving_replaces_a_method_and_nothing_else(
     def full(*_: Any, **__: Any) -> None:
         raise OSError(28, "no space left")
 
-    monkeypatch.setattr(attached, "save_file", full)
+    monkeypatch.setattr(method_files, "save_file", full)
     with pytest.raises(OSError, match="no space left"):
         method("medusa", **parts).save_pretrained(folder)
     monkeypatch.undo()
@@ -280,6 +280,7 @@ def change(settings: dict[str, Any], path: str, value: Any) -> None:
         ("options/sequence", 3, r"no option 'sequence'. Did you mean 'sequences'\?"),
         ("options/sequences", "many", "must be int, got 'many'"),
         ("options/heads", "elsewhere", "heads"),
+        ("options/drafter", "elsewhere", "multiple values for keyword argument 'drafter'"),
         ("method", "speculative", "method 'speculative' has no option 'sequences'"),
         ("parts", ["heads"], "holds table.col, which is of none of the parts heads"),
         ("parts", [], "'slim-s' needs a heads"),
@@ -474,7 +475,7 @@ def test_an_export_that_differs_does_not_stand(tmp_path: Path, monkeypatch: pyte
         tensors["table.count"][5] += 1
 
     for source, form, fault in ((heads, "custom-generate", nudge), (table, "custom-generate-bigrams", miscount)):
-        monkeypatch.setattr(attached, "save_file", other(form, fault))
+        monkeypatch.setattr(method_files, "save_file", other(form, fault))
         with pytest.raises(ValueError, match=r"read back from .* differ"):
             export_artifact(source, form, tmp_path / "out", FORMATS)
     assert sorted(path.name for path in tmp_path.iterdir()) == ["heads", "table"]

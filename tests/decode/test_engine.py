@@ -213,7 +213,7 @@ def test_refusals_name_both_numbers(
         ("medusa", {"tree": "2x1x1x1x1"}, "5 levels deep.*4 heads"),
         ("medusa", {"tree": "0, 1, 1.x"}, "does not parse at '1.x'"),
         ("medusa", {"acceptance": "typicl"}, "Did you mean 'typical'"),
-        ("medusa", {"acceptance": "typical", "delta": 2.0}, r"in \(0, 1\), got 0.09 and 2.0"),
+        ("medusa", {"acceptance": "typical", "delta": 2.0}, r"delta in \(0, 1\], got 0.09 and 2.0"),
         ("slim-s", {"depth": 7}, "heads, 4; got 7"),
         ("slim-s", {"unseen": -1.0}, "at least 0, got -1.0"),
         ("multi-candidate", {"attention": "paths"}, "Known: tree, batch"),
