@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import hashlib
 from collections.abc import Callable
 from dataclasses import replace
 from datetime import UTC, datetime
@@ -44,6 +45,8 @@ Loaded = TypeVar("Loaded")
 
 CARD_FILE = "README.md"
 _FAULTS_SHOWN = 20
+_LARGEST_TEXT = 1 << 24
+_POINTER = b"version https://git-lfs.github.com/spec/"
 
 
 def save_artifact(
@@ -233,13 +236,25 @@ def _content_fault(path: Path, entry: dict[str, Any]) -> str | None:
     try:
         size = path.stat().st_size
         if size != entry["bytes"]:
-            return f"has {size} bytes, its {MANIFEST_FILE} says {entry['bytes']}"
+            return f"has {size} bytes, its {MANIFEST_FILE} says {entry['bytes']}{_by_git(path, size, entry)}"
         digest = file_hash(path)
     except OSError as error:
         return f"cannot be read: {error.strerror}"
     if digest != entry["sha256"]:
         return f"has the hash {digest}, its {MANIFEST_FILE} says {entry['sha256']}"
     return None
+
+
+def _by_git(path: Path, size: int, entry: dict[str, Any]) -> str:
+    """What git made of a file that it was copied by, in words: a pointer to it, or other ends of lines."""
+    if size > _LARGEST_TEXT:
+        return ""
+    content = path.read_bytes()
+    if content.startswith(_POINTER):
+        return ": it is git's pointer to the file, which `git lfs pull` fetches"
+    if hashlib.sha256(content.replace(b"\r\n", b"\n")).hexdigest() == entry["sha256"]:
+        return ": git changed its ends of lines (core.autocrlf); copy it as it is"
+    return ""
 
 
 def check_target(manifest: Manifest, *, vocab_size: int, tokenizer_fingerprint: str | None, what: str) -> None:

@@ -88,7 +88,7 @@ def model_card(manifest: Manifest, name: str, evidence: Evidence | None = None) 
 
 def base_model(manifest: Manifest) -> str | None:
     """What on the hub an artifact is made from, else made for, by its name: a folder that lies here is none."""
-    source = (manifest.recipe.get("model") or {}).get("source") if manifest.kind == "drafter" else None
+    source = _dict(manifest.recipe.get("model")).get("source") if manifest.kind == "drafter" else None
     for found in (source, (manifest.target or {}).get("id")):
         name = found.partition("@")[0] if isinstance(found, str) and not Path(found).exists() else ""
         if _HUB_NAME.fullmatch(name):
@@ -102,27 +102,27 @@ def data_sources(manifest: Manifest) -> list[dict[str, Any]]:
     found = []
     for part in _parts(manifest.data):
         if isinstance(part.get("source"), dict):
-            found += _sources_of(part["source"], (part.get("corpus") or {}).get("sources") or [])
+            found += _sources_of(part["source"], _list(_dict(part.get("corpus")).get("sources")))
     return found
 
 
 def _parts(data: Mapping[str, Any]) -> list[Mapping[str, Any]]:
     """What merged tables were merged of; otherwise the data itself."""
-    inner = [part for part in data.get("parts") or [] if isinstance(part, dict)]
+    inner = [part for part in _list(data.get("parts")) if isinstance(part, dict)]
     return [each for part in inner for each in _parts(part)] if inner else [data]
 
 
 def _sources_of(identity: Mapping[str, Any], counts: list[Any]) -> list[dict[str, Any]]:
-    options = identity.get("options") or {}
-    named = options.get("mixture") or [options]
-    hashed = identity.get("sources") or []
+    options = _dict(identity.get("options"))
+    named = [_dict(part) for part in _list(options.get("mixture"))] or [options]
+    hashed = _list(identity.get("sources"))
     found = []
     for place, part in enumerate(named):
-        source, hashes = str(part.get("source")), hashed[place] if place < len(hashed) else {}
+        source, hashes = str(part.get("source")), _dict(hashed[place]) if place < len(hashed) else {}
         is_local = "files" in hashes and not part.get("path")
-        count = counts[place] if place < len(counts) else {}
+        count = _dict(counts[place]) if place < len(counts) else {}
         about = {"source": Path(source).name if is_local else source, "hub": None if is_local else source}
-        found.append(about | {"files": hashes.get("files") or {}, "weight": part.get("weight")} | _counts(count))
+        found.append(about | {"files": _dict(hashes.get("files")), "weight": part.get("weight")} | _counts(count))
     return found
 
 
@@ -133,7 +133,7 @@ def _counts(values: Mapping[str, Any]) -> dict[str, Any]:
 def _head(manifest: Manifest, known: Evidence) -> list[str]:
     is_model = manifest.kind in _MODELS and (manifest.export is None or manifest.export.get("native"))
     base = known.base_model
-    made_from = (manifest.recipe.get("model") or {}).get("source")
+    made_from = _dict(manifest.recipe.get("model")).get("source")
     relation = {"heads": "adapter"}.get(manifest.kind, "finetune" if base == made_from else None)
     return head(
         {
@@ -283,12 +283,12 @@ def _contamination(data: Mapping[str, Any]) -> str:
     parts, sets = _parts(data), set()
     dropped: list[int | None] = []
     for part in parts:
-        source = part.get("source")
-        names = ((source if isinstance(source, dict) else {}).get("cleaning") or {}).get("contamination") or []
+        names = _list(_dict(_dict(part.get("source")).get("cleaning")).get("contamination"))
         if names:
             sets |= set(map(str, names))
-            report = part.get("corpus")
-            dropped.append(None if report is None else (report.get("dropped") or {}).get("contamination", 0))
+            report = _dict(_dict(part.get("corpus")).get("dropped"))
+            count = report.get("contamination", 0) if "corpus" in part and part["corpus"] is not None else None
+            dropped.append(count if isinstance(count, int) else None)
     if not dropped:
         return "Contamination with evaluation texts was not checked."
     some = "" if len(dropped) == len(parts) else f" in {len(dropped)} of {len(parts)} parts"
@@ -316,7 +316,7 @@ def _correlations(training: dict[str, Any]) -> list[str]:
     """The most extreme correlations of a table, where its report has them."""
     lines: list[str] = []
     for name, key in (("highest", "highest_r"), ("lowest", "lowest_r")):
-        pairs = training.get(key) or []
+        pairs = [pair for pair in _list(training.get(key)) if isinstance(pair, dict)]
         if pairs:
             lines += [f"## Pairs with the {name} correlation", ""]
             lines += table(("left", "right", "seen", "expected", "r"), list(map(_pair_row, pairs)))
@@ -324,9 +324,22 @@ def _correlations(training: dict[str, Any]) -> list[str]:
 
 
 def _pair_row(pair: dict[str, Any]) -> list[str]:
-    texts = [quoted(str(each)) for each in pair.get("texts", ())]
-    left, right = texts or (number(pair["left"]), number(pair["right"]))
-    return [left, right, f"{pair['count']:,}", f"{pair['expected']:,.1f}", f"{pair['r']:.4g}"]
+    texts = [quoted(str(each)) for each in _list(pair.get("texts"))]
+    left, right = texts if len(texts) == 2 else (number(pair.get("left")), number(pair.get("right")))
+    expected = pair.get("expected")
+    rounded = f"{expected:,.1f}" if isinstance(expected, float) else number(expected)
+    return [left, right, number(pair.get("count")), rounded, number(pair.get("r"))]
+
+
+def _dict(value: Any) -> dict[str, Any]:
+    """Of a value in somebody's `artifact.json`, of which the schema says no more than that it is JSON: itself, if it is
+    a dictionary."""
+    return value if isinstance(value, dict) else {}
+
+
+def _list(value: Any) -> list[Any]:
+    """The same of a list."""
+    return value if isinstance(value, list) else []
 
 
 def _scalars(values: Mapping[str, Any]) -> dict[str, Any]:

@@ -7,8 +7,7 @@ artifact itself, of the same kind, with `export` in its manifest: it can be veri
 from __future__ import annotations
 
 import json
-from collections.abc import Callable, Iterator, Mapping
-from contextlib import contextmanager
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, fields, replace
 from pathlib import Path
 from typing import Any
@@ -16,8 +15,10 @@ from typing import Any
 from .artifact import load_manifest, save_artifact, verify_artifact
 from .card_text import fenced, python, shell, span, text
 from .manifest import MANIFEST_FILE, Manifest
+from .model_files import quietly
 from .names import did_you_mean
 from .sources import split_revision
+from .tensor_checks import check_tensors
 
 SERVING_FILE = "SERVING.md"
 FOLDER, FOLDER_IN_JSON, FOLDER_IN_PYTHON = "\ue000", "\ue001", "\ue002"
@@ -31,6 +32,8 @@ class Source:
 
     folder: Path
     manifest: Manifest
+    export: Path | None = None
+    """Where its export lies, whole but for SERVING.md, when that is written."""
 
 
 @dataclass(frozen=True)
@@ -110,16 +113,17 @@ def export_artifact(
         takes = ", ".join(map(option_name, chosen.options)) or "none"
         raise ValueError(f"{form} has no option {', '.join(map(option_name, unused))}; its options: {takes}")
     _check_place(Path(out), source, chosen)
+    check_tensors(source.folder, source.manifest)
     findings: list[str] = []
 
     def write(folder: Path) -> None:
-        with _quiet():
+        with quietly():
             chosen.write(source, folder, options)
             findings.extend(chosen.compare(source, folder, options))
         if load_manifest(source.folder).files != source.manifest.files:
             raise ValueError(f"{artifact} was replaced by another artifact while it was exported: export it again")
         assert findings, f"{form} compares nothing"
-        serving = _serving_text(source, chosen, options, Path(out).name, findings)
+        serving = _serving_text(replace(source, export=folder), chosen, options, Path(out).name, findings)
         (folder / SERVING_FILE).write_text(serving, encoding="utf-8")
 
     save_export(source, chosen, Path(out), write)
@@ -129,22 +133,6 @@ def export_artifact(
 def option_name(name: str) -> str:
     """An option as it is typed."""
     return "--merge/--no-merge" if name == "merge" else f"--{name.replace('_', '-')}"
-
-
-@contextmanager
-def _quiet() -> Iterator[None]:
-    """transformers without progress bars and advice: an export loads models several times to compare them."""
-    from transformers.utils import logging
-
-    verbosity, bars = logging.get_verbosity(), logging.is_progress_bar_enabled()
-    logging.set_verbosity_error()
-    logging.disable_progress_bar()
-    try:
-        yield
-    finally:
-        logging.set_verbosity(verbosity)
-        if bars:
-            logging.enable_progress_bar()
 
 
 def _check_place(out: Path, source: Source, chosen: Format) -> None:

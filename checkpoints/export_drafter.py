@@ -15,20 +15,29 @@ import torch
 from safetensors import safe_open
 from safetensors.torch import load_file
 from torch import Tensor
-from transformers import AutoConfig, AutoModelForCausalLM, AutoModelForSeq2SeqLM, AutoTokenizer, GenerationConfig
+from transformers import AutoTokenizer, GenerationConfig
 
 from .card_text import python, span
 from .export import FOLDER_IN_PYTHON, ExportOptions, Format, Source
 from .export_target import check_vocabulary, target_name
 from .fingerprints import tokenizer_fingerprint
 from .manifest import MANIFEST_FILE
-from .model_files import UNLOADABLE, check_config, only_safetensors, reason
+from .model_files import (
+    ADAPTER_CONFIG,
+    ADAPTER_FILE,
+    UNLOADABLE,
+    base_of,
+    is_adapter,
+    load_config,
+    load_whole,
+    model_class,
+    only_safetensors,
+    reason,
+)
 from .older_readers import mend_model, mend_tokenizer
-from .sources import adapter_base, at_revision
+from .sources import at_revision
 from .untrusted import read_json
 
-ADAPTER_CONFIG = "adapter_config.json"
-ADAPTER_FILE = "adapter_model.safetensors"
 SPECULATIVE_TOKENS = 4
 """Tokens to draft a step by default: what this engine's methods draft by default, too."""
 
@@ -51,21 +60,6 @@ _TARGET_BYTES = 4 << 30
 _PROMPTS, _PROMPT_TOKENS, _NEW_TOKENS = 3, 8, 16
 
 
-def is_adapter(folder: Path) -> bool:
-    """Whether a folder holds a LoRA adapter instead of a model."""
-    return (folder / ADAPTER_CONFIG).is_file() and not (folder / "config.json").is_file()
-
-
-def load_config(source: str | Path) -> Any:
-    """A model's configuration. Raises ValueError where there is none, or none of a model."""
-    try:
-        place = at_revision(str(source), weights=False)
-        check_config(Path(place) / "config.json")
-        return AutoConfig.from_pretrained(place, trust_remote_code=False)
-    except UNLOADABLE as error:
-        raise ValueError(f"no language model could be loaded from {source}: {reason(str(source), error)}") from error
-
-
 def load_drafter(source: str | Path, dtype: torch.dtype | str = "auto") -> Any:
     """A model from a folder, in evaluation mode; never with remote code, nothing pickled but where that is allowed.
 
@@ -74,20 +68,12 @@ def load_drafter(source: str | Path, dtype: torch.dtype | str = "auto") -> Any:
     """
     source = at_revision(str(source))
     config = load_config(source)
-    kind = AutoModelForSeq2SeqLM if config.is_encoder_decoder else AutoModelForCausalLM
+    kind = model_class(config)
     safe = only_safetensors(source, config)
     try:
-        return kind.from_pretrained(source, dtype=dtype, use_safetensors=safe, trust_remote_code=False).eval()
+        return load_whole(kind, source, dtype=dtype, use_safetensors=safe, trust_remote_code=False).eval()
     except UNLOADABLE as error:
         raise ValueError(f"no language model could be loaded from {source}: {reason(str(source), error)}") from error
-
-
-def base_of(folder: Path) -> str:
-    """The model that an adapter is for. Raises ValueError where it does not say."""
-    base = adapter_base(read_json(folder / ADAPTER_CONFIG))
-    if base is None:
-        raise ValueError(f"{folder / ADAPTER_CONFIG} does not say which model the adapter is for")
-    return base
 
 
 def with_adapter(folder: Path, *, merged: bool) -> Any:

@@ -16,6 +16,7 @@ from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer
 
 from .export import ExportOptions, Source
 from .fingerprints import model_fingerprint
+from .heads_layouts import read_heads
 from .model_files import names_of_embeddings, read_tensors
 from .pair_checks import examine
 from .pairs import REFUSED, open_side
@@ -41,6 +42,16 @@ def needed_target(source: Source, options: ExportOptions, why: str) -> str:
     if name is None:
         raise ValueError(f"{source.folder} does not name its target, and {why}: say which it is with --target")
     return name
+
+
+def heads_target_name(source: Source, options: ExportOptions) -> str:
+    """The target's name, under which engines look for it when they are given heads.
+
+    Raises:
+        ValueError: neither the user, nor the manifest, nor the heads' own config names one.
+    """
+    named = target_name(source, options) or read_heads(source.folder).base_model
+    return named or needed_target(source, options, "engines look for its name in the heads' config")
 
 
 def check_target_of(source: Source, target: str) -> None:

@@ -8,6 +8,7 @@ from pathlib import Path
 from .export_drafter import compare_tokenizers, has_tokenizer
 from .export_target import load_tokenizer
 from .older_readers import CONFIG_FILE, TEMPLATE_FILE, mend_tokenizer, read_config, write_config
+from .sources import settings_of
 
 _FILES = (
     *("tokenizer.json", "tokenizer.model", "spiece.model", "vocab.json", "vocab.txt", "merges.txt"),
@@ -16,28 +17,31 @@ _FILES = (
 
 
 def write_tokenizer(target: str, folder: Path) -> None:
-    """Copy a target's tokenizer to a folder, if the target is a folder that holds one.
+    """Copy a target's tokenizer to a folder, if it can be had: of `user/name[@revision]` from the hub or its cache.
 
     Raises:
         ValueError: a `tokenizer_config.json` or a tokenizer that cannot be read.
     """
-    place = Path(target)
-    if not has_tokenizer(place):
+    place = settings_of(target)
+    if place is None or not has_tokenizer(place):
         return
     for name in _FILES:
         if (place / name).is_file():
             shutil.copyfile(place / name, folder / name)
     config = read_config(place / CONFIG_FILE) if (place / CONFIG_FILE).is_file() else {}
     # else its class is that of the model beside it, and beside the copy there is another
-    config.setdefault("tokenizer_class", type(load_tokenizer(target)).__name__)
+    config.setdefault("tokenizer_class", type(load_tokenizer(str(place))).__name__)
     write_config(folder / CONFIG_FILE, config)
     mend_tokenizer(folder)
 
 
 def compare_tokenizer(target: str, folder: Path) -> list[str]:
-    """What was found equal of a copy read back and the target's tokenizer, a line each; none where there is none.
+    """What was found equal of a copy read back and the target's tokenizer, a line each; where there is none, that.
 
     Raises:
         ValueError: they differ.
     """
-    return [f"of the target {line}" for line in compare_tokenizers(Path(target), folder)]
+    place = settings_of(target)
+    if place is None:
+        return [f"not compared: the tokenizer, as that of the target {target} is neither here nor to be had"]
+    return [f"of the target {line}" for line in compare_tokenizers(place, folder)]

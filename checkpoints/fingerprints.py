@@ -6,7 +6,7 @@ import hashlib
 import json
 import os
 import re
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -16,6 +16,7 @@ from torch import nn
 from transformers import AutoConfig
 
 from .folders import steady
+from .heads_layouts import PREFIX
 from .untrusted import UNREADABLE, open_file, read_json
 
 _CONFIG_KEYS = (
@@ -128,16 +129,21 @@ def _file_samples(directory: Path) -> Iterator[Sample]:
             os.close(open_file(path))
             with safe_open(path, framework="pt") as opened:
                 for name in opened.keys():  # noqa: SIM118 (not a dictionary)
-                    if name.startswith("medusa_head."):  # prediction heads that were saved with their target
-                        continue
                     part = opened.get_slice(name)
                     shape = part.get_shape()
-                    if _NO_PARAMETER.search(name) or (_MASK.search(name) and len(shape) == 4):
+                    if not is_parameter(name, shape):
                         continue
                     rows = part if shape else opened.get_tensor(name)
                     yield tuple(shape), _digest(shape, (part[:1] if shape else rows).dtype, rows)
         except (*UNREADABLE, ValueError) as error:
             raise ValueError(f"{path} is not a safetensors file: {error}") from error
+
+
+def is_parameter(name: str, shape: Sequence[int]) -> bool:
+    """Whether a stored tensor is one of its model's own: not a buffer that older transformers stored beside them, nor
+    of prediction heads that were saved with their target."""
+    buffer = _NO_PARAMETER.search(name) or (_MASK.search(name) and len(shape) == 4)
+    return not buffer and not name.startswith(PREFIX)
 
 
 def _digest(shape: list[int], dtype: torch.dtype, rows: Any) -> str:

@@ -16,6 +16,7 @@ from .folders import steady
 from .heads_layouts import CONFIG_FILE, HEADS_FILE
 from .manifest import Manifest
 from .table_file import TABLE_FILE
+from .tensor_checks import tensor_faults
 from .untrusted import check_safetensors, is_blob, read_json, shown
 
 _NEEDED = {"heads": (HEADS_FILE, CONFIG_FILE), "table": (TABLE_FILE,)}
@@ -31,7 +32,8 @@ Tensors = dict[tuple[str, str], tuple[str, str, list[int]]]
 
 def find_faults(directory: Path, kind: str | None = None) -> tuple[Manifest | None, list[str]]:
     """Everything that is wrong with an artifact, not the first alone: what `verify_artifact` looks at, files that its
-    kind needs, safetensors that are none, shards that an index names and that are not there.
+    kind needs, safetensors that are none, shards that an index names and that are not there, tensors that are not those
+    of what it is (`tensor_checks`).
 
     Returns:
         Its manifest, where that can be read, and a sentence for each fault, which names the file.
@@ -44,7 +46,8 @@ def find_faults(directory: Path, kind: str | None = None) -> tuple[Manifest | No
         except ValueError as error:
             return None, [str(error)]
         faults = file_faults(directory, manifest)
-        return manifest, faults + _kind_faults(directory, manifest) + _tensor_faults(directory, manifest)
+        faults += [*_kind_faults(directory, manifest), *_unreadable(directory, manifest)]
+        return manifest, faults + tensor_faults(directory, manifest)
 
     return steady(directory, find)
 
@@ -109,7 +112,7 @@ def _kind_faults(directory: Path, manifest: Manifest) -> list[str]:
     return [f"{directory} lacks {name}, which a {manifest.kind} artifact needs" for name in lacking]
 
 
-def _tensor_faults(directory: Path, manifest: Manifest) -> list[str]:
+def _unreadable(directory: Path, manifest: Manifest) -> list[str]:
     faults = []
     for name in manifest.files:
         path = directory / name

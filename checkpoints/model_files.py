@@ -1,24 +1,33 @@
-"""A model's files: whether it may be loaded from them, and some of its tensors, read without the rest.
+"""A model's files: whether it may be loaded from them, whether their tensors are its own, and some of these, read
+without the rest.
 
 Letters: V vocabulary, D hidden.
 """
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterator
+from collections.abc import Collection, Iterator, Mapping
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from importlib.util import find_spec
 from pathlib import Path
 from pickle import UnpicklingError
 from typing import Any
 
+import torch
 from huggingface_hub import HfApi
 from huggingface_hub.errors import HTTPError, StrictDataclassError
 from safetensors import SafetensorError, safe_open
 from torch import Tensor
-from transformers import PreTrainedModel
-from transformers.utils import cached_file
+from transformers import AutoConfig, AutoModelForCausalLM, AutoModelForSeq2SeqLM, PreTrainedModel
+from transformers.utils import cached_file, logging
 
+from .fingerprints import is_parameter
+from .sources import adapter_base, at_revision
 from .untrusted import UNPICKLE, name_fault, pickles_allowed, read_json
 
+ADAPTER_CONFIG = "adapter_config.json"
+ADAPTER_FILE = "adapter_model.safetensors"
 UNLOADABLE = (
     OSError,
     ValueError,
@@ -43,8 +52,101 @@ number of its layers alone decides how long that takes."""
 _DEPTHS = {"num_hidden_layers", "num_layers", "n_layer", "n_layers", "num_decoder_layers"}
 _DEPTHS |= {"encoder_layers", "decoder_layers"}
 _WHOLE, _INDEX = "model.safetensors", "model.safetensors.index.json"
-_ADAPTER = "adapter_model.safetensors"
 _QUIET = {"_raise_exceptions_for_missing_entries": False}
+
+
+@dataclass(frozen=True)
+class Fit:
+    """How stored tensors differ from those that a model's configuration declares; all is empty where they fit, or where
+    that cannot be known."""
+
+    lacking: tuple[str, ...] = ()
+    other: Mapping[str, tuple[tuple[int, ...], tuple[int, ...]]] = field(default_factory=dict)
+    """Of those of other shapes, the stored shape and the one that is declared."""
+    extra: tuple[str, ...] = ()
+    broken: str = ""
+    """Why transformers cannot make the model's tensors of the stored ones, where it puts several together."""
+    unknown: str = ""
+    """Why they were not compared."""
+
+
+@contextmanager
+def quietly() -> Iterator[None]:
+    """transformers without progress bars and advice: models are loaded several times to compare them."""
+    verbosity, bars = logging.get_verbosity(), logging.is_progress_bar_enabled()
+    logging.set_verbosity_error()
+    logging.disable_progress_bar()
+    try:
+        yield
+    finally:
+        logging.set_verbosity(verbosity)
+        if bars:
+            logging.enable_progress_bar()
+
+
+def model_class(config: Any) -> Any:
+    """The class that loads such a model."""
+    return AutoModelForSeq2SeqLM if config.is_encoder_decoder else AutoModelForCausalLM
+
+
+def load_whole(kind: Any, source: str | Path, **settings: Any) -> PreTrainedModel:
+    """`kind.from_pretrained(source, **settings)` with all of the model's weights: transformers alone puts random
+    numbers in the place of those that its files lack, and goes on.
+
+    Raises:
+        ValueError: they lack some; and what loading ends in (`UNLOADABLE`).
+    """
+    model: PreTrainedModel
+    model, found = kind.from_pretrained(source, output_loading_info=True, **settings)
+    if lacking := sorted(found["missing_keys"]):
+        more = f" and {len(lacking) - 1:,} more" if len(lacking) > 1 else ""
+        raise ValueError(f"its files lack {lacking[0]}{more}, for which there would be random numbers")
+    return model
+
+
+def outline_of(config: Any) -> PreTrainedModel:
+    """The model of a configuration, without weights. Raises what making it ends in (`UNLOADABLE`)."""
+    with torch.device("meta"):
+        outline: PreTrainedModel = model_class(config).from_config(config, trust_remote_code=False)
+    return outline
+
+
+def fit_to_model(config: Any, shapes: Mapping[str, tuple[int, ...]]) -> Fit:
+    """Hold stored tensors against what a model's configuration declares, by transformers' own rules for loading: other
+    names of older files, tied weights, experts that are stored one by one.
+
+    Args:
+        shapes: by name, of all tensors that are stored.
+
+    Raises:
+        ValueError: a configuration that makes no model.
+    """
+    if getattr(config, "quantization_config", None):
+        return Fit(unknown="quantised weights have tensors of other names and shapes")
+    if find_spec("accelerate") is None:
+        return Fit(unknown="accelerate is not installed")
+    try:
+        kind = type(outline_of(config))
+    except UNLOADABLE as error:
+        raise ValueError(f"its configuration makes no model: {_first_line(error)}") from error
+    stored = {name: torch.empty(shape, device="meta") for name, shape in shapes.items() if is_parameter(name, shape)}
+    about: dict[str, Any] = {"device_map": "meta", "output_loading_info": True, "ignore_mismatched_sizes": True}
+    with quietly():
+        try:
+            _, found = kind.from_pretrained(None, config=config, state_dict=stored, **about)
+        except RuntimeError as error:  # of shapes alone: experts that lack a part, say
+            return Fit(broken=_first_line(error))
+        except UNLOADABLE as error:
+            return Fit(unknown=f"transformers does not take them: {_first_line(error)}")
+    return Fit(
+        lacking=tuple(sorted(found["missing_keys"])),
+        other={name: (tuple(mine), tuple(wanted)) for name, mine, wanted in sorted(found["mismatched_keys"])},
+        extra=tuple(sorted(found["unexpected_keys"])),
+    )
+
+
+def _first_line(error: Exception) -> str:
+    return (str(error).strip().splitlines() or [type(error).__name__])[0]
 
 
 def check_config(path: Path) -> None:
@@ -60,6 +162,29 @@ def check_config(path: Path) -> None:
         for key in _DEPTHS & set(part):
             if isinstance(part[key], int) and part[key] > MAX_LAYERS:
                 raise ValueError(f"its config.json says {key} {part[key]}, expected at most {MAX_LAYERS}")
+
+
+def is_adapter(folder: Path) -> bool:
+    """Whether a folder holds a LoRA adapter instead of a model."""
+    return (folder / ADAPTER_CONFIG).is_file() and not (folder / "config.json").is_file()
+
+
+def load_config(source: str | Path) -> Any:
+    """A model's configuration. Raises ValueError where there is none, or none of a model."""
+    try:
+        place = at_revision(str(source), weights=False)
+        check_config(Path(place) / "config.json")
+        return AutoConfig.from_pretrained(place, trust_remote_code=False)
+    except UNLOADABLE as error:
+        raise ValueError(f"no language model could be loaded from {source}: {reason(str(source), error)}") from error
+
+
+def base_of(folder: Path) -> str:
+    """The model that an adapter is for. Raises ValueError where it does not say."""
+    base = adapter_base(read_json(folder / ADAPTER_CONFIG))
+    if base is None:
+        raise ValueError(f"{folder / ADAPTER_CONFIG} does not say which model the adapter is for")
+    return base
 
 
 def only_safetensors(source: str, config: Any = None) -> bool | None:
@@ -82,7 +207,7 @@ def only_safetensors(source: str, config: Any = None) -> bool | None:
     if isinstance(named, str) and not named.endswith((".safetensors", ".safetensors.index.json")):
         raise ValueError(_refusal([named]))
     lenient = _QUIET | {"_raise_exceptions_for_gated_repo": False, "_raise_exceptions_for_connection_errors": False}
-    if cached_file(source, "adapter_config.json", **lenient) and not cached_file(source, _ADAPTER, **lenient):
+    if cached_file(source, ADAPTER_CONFIG, **lenient) and not cached_file(source, ADAPTER_FILE, **lenient):
         pickled = [name for name in _names(source) if name == "adapter_model.bin"]
         if pickled or not folder.is_dir():
             raise ValueError(_refusal(pickled))
@@ -104,7 +229,7 @@ def reason(source: str, error: Exception) -> str:
         pickled = _pickled(source)
         if pickled:
             return _refusal(pickled)
-    return (str(error).strip().splitlines() or [type(error).__name__])[0]
+    return _first_line(error)
 
 
 def _pickled(source: str) -> list[str]:

@@ -7,13 +7,16 @@ The engines' rules were read in their own code: `transformers/generation/utils.p
 from __future__ import annotations
 
 from collections.abc import Iterator
+from dataclasses import replace
 from typing import Any
 
 from .artifact import file_faults
 from .fingerprints import tokenizer_fingerprint
+from .model_files import Fit
 from .pair_tokenizers import end_ids, tokenizer_findings, wrapped_by
 from .pairs import BUT, CONSUMERS, REFUSED, Diagnosis, Effect, Finding, Side, both
 from .sources import here
+from .tensor_checks import in_words
 
 LLAMA_CPP_SIZES = 128
 """By how much llama.cpp lets the sizes of two vocabularies differ."""
@@ -28,7 +31,7 @@ def examine(target: Side, drafter: Side) -> Diagnosis:
     """Compare all that is known of the two."""
     findings = [*_same(target, drafter), *_kind(target, drafter), *_sizes(target, drafter)]
     for side, name in ((target, "target"), (drafter, "drafter")):
-        findings += [*_rows_of(side, name), *_changed(side, name)]
+        findings += [*_rows_of(side, name), *_tensors_of(side, name), *_changed(side, name)]
     if target.tokenizer is None or drafter.tokenizer is None:
         findings += _no_tokenizer(target, drafter)
     else:
@@ -157,6 +160,20 @@ def _rows_of(side: Side, name: str) -> Iterator[Finding]:
         values = (shown, "–") if name == "target" else ("–", shown)
         what = f"{len(beyond)} tokens of the {name}'s tokenizer have no row; no text may hold them"
         yield Finding("tokens without a row", what, *values)
+
+
+def _tensors_of(side: Side, name: str) -> Iterator[Finding]:
+    """Whether a side's weights are all that its configuration declares, and no more."""
+    broken = f"the {name} does not load as it stands, or with random numbers for what it lacks"
+    more = f"what is too many of the {name} is left out where it loads: does its config.json belong to its weights?"
+    parts = (
+        ("tensors", replace(side.fit, extra=()), "are not", _all(REFUSED, broken)),
+        ("more tensors", Fit(extra=side.fit.extra), "are more than", _all(BUT, more)),
+    )
+    for check, fit, verb, effects in parts:
+        if shown := "; ".join(in_words(fit, "it")):
+            values = (shown, "–") if name == "target" else ("–", shown)
+            yield Finding(check, f"the {name}'s weights {verb} those of its configuration", *values, effects)
 
 
 def _list(texts: list[str]) -> str:

@@ -7,7 +7,7 @@ Shape letters: V rows of a vocabulary, D hidden.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
@@ -19,11 +19,12 @@ from .artifact import file_faults, save_artifact
 from .export_drafter import generation_settings, speculation, write_settings
 from .fingerprints import tokenizer_fingerprint
 from .manifest import MANIFEST_FILE
-from .model_files import only_safetensors
+from .model_files import Fit, model_class, only_safetensors
 from .older_readers import mend_model, mend_tokenizer
 from .pair_checks import other_fingerprint
-from .pairs import KEPT_FILES, TOKENIZER_FILES, WEIGHTS, Finding, Side, find_folder, model_class
+from .pairs import KEPT_FILES, TOKENIZER_FILES, WEIGHTS, Finding, Side, find_folder
 from .sources import target_record
+from .tensor_checks import in_words
 from .untrusted import copy_files, read_json
 
 NEVER = -1e4
@@ -59,10 +60,12 @@ def repair(
         whole: the drafter's files as a model in safetensors, where its own folder holds an adapter or pickled weights.
 
     Raises:
-        ValueError: an `out` that holds something, or is one of the two; a drafter without safetensors weights, or with
-            links in place of files; nothing that could be repaired.
+        ValueError: an `out` that holds something, or is one of the two; a drafter without safetensors weights, or
+            without some of its tensors, or with links in place of files; nothing that could be repaired.
     """
     _check_place(out, target, drafter)
+    if wrong := "; ".join(in_words(replace(drafter.fit, extra=()), drafter.source)):
+        raise ValueError(f"nothing repairs that {wrong}")
     plan = plan_repairs(target, drafter, findings)
     weights = whole or find_folder(drafter.source, [WEIGHTS, "*.json", *TOKENIZER_FILES, *KEPT_FILES])
     _look_for_changes(plan, drafter)
@@ -105,6 +108,8 @@ def plan_repairs(target: Side, drafter: Side, findings: Iterable[Finding]) -> Re
     plan, found = Repairs(), {finding.check for finding in findings}
     _plan_rows(plan, target, drafter)
     _plan_positions(plan, target, drafter)
+    if extra := "; ".join(in_words(Fit(extra=drafter.fit.extra), "the drafter")):
+        plan.done.append(f"{extra}: left out")
     if plan.same_tokens and found & {*_OF_TOKENIZERS, *_LEARNT}:
         plan.done.append("tokenizer, chat template and special ids: the target's")
     if plan.same_tokens and found & set(_LEARNT):
@@ -185,7 +190,7 @@ def _plan_positions(plan: Repairs, target: Side, drafter: Side) -> None:
 
 
 def _write(plan: Repairs, target: Side, drafter: Side, weights: Path, folder: Path) -> None:
-    if plan.rows is None:
+    if plan.rows is None and not drafter.fit.extra:
         copy_files(weights, folder, (WEIGHTS, "model.safetensors.index.json", "config.json"))
     else:
         _write_weights(plan.rows, drafter, weights, folder)
@@ -197,13 +202,20 @@ def _write(plan: Repairs, target: Side, drafter: Side, weights: Path, folder: Pa
     _write_settings(plan, target, drafter, folder)
 
 
-def _write_weights(rows: list[int | None], drafter: Side, weights: Path, folder: Path) -> None:
+def _write_weights(rows: list[int | None] | None, drafter: Side, weights: Path, folder: Path) -> None:
+    """The model anew, with its rows moved (None: as they are), without tensors that are none of its own."""
     config = AutoConfig.from_pretrained(weights, trust_remote_code=False)
     safe = only_safetensors(str(weights), config)
     if drafter.rows is not None:
         config.get_text_config(decoder=True).vocab_size = drafter.rows  # what is stored, whatever it says
     loader = model_class(config)
     model = loader.from_pretrained(weights, config=config, dtype="auto", use_safetensors=safe, trust_remote_code=False)
+    if rows is not None:
+        _move_rows(model, rows, drafter)
+    model.save_pretrained(folder)
+
+
+def _move_rows(model: Any, rows: list[int | None], drafter: Side) -> None:
     layers = [model.get_input_embeddings(), model.get_output_embeddings()]
     old = [(layer.weight.detach().clone(), getattr(layer, "bias", None)) for layer in layers]
     size = len(old[0][0])
@@ -216,7 +228,6 @@ def _write_weights(rows: list[int | None], drafter: Side, weights: Path, folder:
             layer.weight.copy_(arranged(weight_VD, rows, used))
             if bias_V is not None:
                 layer.bias.copy_(arranged(bias_V.detach(), rows, used))
-    model.save_pretrained(folder)
 
 
 def arranged(old_VX: Tensor, rows: Sequence[int | None], used: Sequence[int]) -> Tensor:

@@ -7,18 +7,17 @@ read only to compare an artifact that lies here with its manifest (`pair_checks.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Sequence
-from dataclasses import asdict, dataclass, field
+from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
-import torch
 from safetensors import SafetensorError, safe_open
-from transformers import AutoConfig, AutoModelForCausalLM, AutoModelForSeq2SeqLM, GenerationConfig
+from transformers import AutoConfig, GenerationConfig
 
 from .artifact import inside, load_manifest
 from .fingerprints import weight_files
 from .manifest import MANIFEST_FILE, Manifest
-from .model_files import UNLOADABLE, check_config, names_of_embeddings
+from .model_files import UNLOADABLE, Fit, check_config, fit_to_model, names_of_embeddings, outline_of
 from .sources import fetch, here, hub_place
 
 CONSUMERS = {
@@ -131,6 +130,8 @@ class Side:
     """Of the token embedding in the weights; None where they could not be looked at."""
     head_rows: int | None
     """Of the output layer; those of the embedding where the two are one."""
+    fit: Fit
+    """How its tensors differ from those that its configuration declares, rows of the vocabulary aside."""
     manifest: Manifest | None
     """Of an artifact."""
 
@@ -205,7 +206,7 @@ def open_side(source: str, load_tokenizer: Callable[[str], Any]) -> Side:
     has_tokenizer = any((folder / name).is_file() for name in TOKENIZER_FILES if name.startswith(("tok", "voc", "spi")))
     shapes = tensor_shapes(source, folder)
     try:
-        rows, head_rows = _rows(whole, shapes)
+        rows, head_rows, fit = _rows(whole, shapes)
     except UNLOADABLE as error:
         raise ValueError(f"{source}: its configuration makes no model: {_first_line(error)}") from error
     return Side(
@@ -216,6 +217,7 @@ def open_side(source: str, load_tokenizer: Callable[[str], Any]) -> Side:
         tokenizer=load_tokenizer(str(folder)) if has_tokenizer else None,
         rows=rows,
         head_rows=head_rows,
+        fit=fit,
         manifest=manifest,
     )
 
@@ -268,24 +270,24 @@ def both(describe: Callable[[Any], str], target: Any, drafter: Any) -> tuple[str
     return describe(target), describe(drafter)
 
 
-def model_class(config: Any) -> Any:
-    """The class that loads such a model."""
-    return AutoModelForSeq2SeqLM if config.is_encoder_decoder else AutoModelForCausalLM
-
-
-def _rows(config: Any, shapes: dict[str, tuple[int, ...]]) -> tuple[int | None, int | None]:
-    """Rows of the embedding and of the output layer as they are stored."""
+def _rows(config: Any, shapes: dict[str, tuple[int, ...]]) -> tuple[int | None, int | None, Fit]:
+    """Rows of the embedding and of the output layer as they are stored; and how all else fits."""
     try:
-        with torch.device("meta"):
-            outline = model_class(config).from_config(config, trust_remote_code=False)
-    except (ValueError, ImportError):  # no such model in this transformers, or a kernel that is not installed
-        return None, None
-    embedding, head, _ = names_of_embeddings(outline)
+        outline = outline_of(config)
+    except (ValueError, ImportError) as error:  # no such model in this transformers, or a kernel that is not installed
+        return None, None, Fit(unknown=_first_line(error))
+    embedding, head, bias = names_of_embeddings(outline)
+    found = fit_to_model(config, shapes) if shapes else Fit(unknown="there are no safetensors within reach")
+    other = {
+        name: (mine, wanted)
+        for name, (mine, wanted) in found.other.items()
+        if name not in (embedding, head, bias) or mine[1:] != wanted[1:]
+    }
     names = (embedding, embedding.removeprefix(f"{outline.base_model_prefix}."))
     rows = next((shapes[name][0] for name in names if name in shapes), None)
-    if head == embedding:
-        return rows, rows
-    return rows, next((shapes[name][0] for name in (head, *_HEADS) if name in shapes), None)
+    head_names = names if head == embedding else (head, *_HEADS)
+    head_rows = next((shapes[name][0] for name in head_names if name in shapes), None)
+    return rows, head_rows, replace(found, other=other)
 
 
 def _first_line(error: Exception) -> str:

@@ -17,6 +17,7 @@ from .artifact import CARD_FILE, check_replaceable, file_faults, load_manifest, 
 from .folders import whole_folder
 from .hub import Addition, Hub, HubError, Repository, check_repository_name, check_revision
 from .manifest import MANIFEST_FILE, MAX_MANIFEST_BYTES, SECRET_VALUE, Manifest, record_fault
+from .tensor_checks import check_tensors
 from .untrusted import read_text
 
 MAIN = "main"
@@ -309,6 +310,7 @@ def _fetch_file(hub: Hub, repo: str, commit: str, folder: Path, name: str, wante
 def _files_to_push(artifact: Path, card: Callable[[Manifest], str]) -> dict[str, Addition]:
     """The artifact's files by name, with a new card and the manifest that has its hash."""
     manifest = verify_artifact(artifact)
+    check_tensors(artifact, manifest)
     readme = _addition(card(manifest).encode("utf-8"))
     entries = manifest.files | {CARD_FILE: {"sha256": readme.sha256, "bytes": readme.size}}
     published = _addition(replace(manifest, files=entries).to_json().encode("utf-8"))

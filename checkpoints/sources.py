@@ -23,6 +23,9 @@ _SETTINGS = ("*.json", "*.model", "*.txt", "*.jinja")
 _PLAIN_FILES = {"heads": (HEADS_FILE, CONFIG_FILE), "table": (TABLE_FILE,)}
 """What is fetched of repositories that hold no artifact; of other kinds `_MODEL_FILES`. Nothing pickled."""
 _LONGEST_REASON = 300
+_COMMIT = re.compile(r"[0-9a-f]{40}")
+_PATIENCE = 10
+"""Seconds for an answer without which the work goes on."""
 
 
 def resolve(place: str | Path, kind: str | None = None, revision: str | None = None) -> Path:
@@ -86,6 +89,37 @@ def at_revision(place: str, *, weights: bool = True) -> str:
     if revision is None:
         return place
     return str(resolve(place) if weights else fetch(repo, _SETTINGS, revision))
+
+
+def settings_of(place: str) -> Path | None:
+    """The folder of a model's configuration and tokenizer: the model's own where it lies here, else what the hub or its
+    cache has of them; None where neither has them."""
+    folder = here(place)
+    if folder is not None:
+        return folder
+    try:
+        repo, revision = hub_place(place)
+        return fetch(repo, _SETTINGS, revision)
+    except ValueError:
+        return None
+
+
+def commit_of(place: str) -> str:
+    """The commit for which `user/name@revision` stands on the hub now, which is not asked where that is one.
+
+    Raises:
+        ValueError: no such revision, or the hub cannot be asked; says why.
+    """
+    from huggingface_hub import HfApi
+    from huggingface_hub.errors import HTTPError
+
+    repo, revision = hub_place(place)
+    if revision is not None and _COMMIT.fullmatch(revision):
+        return revision
+    try:
+        return str(HfApi(library_name="draftsmith").model_info(repo, revision=revision, timeout=_PATIENCE).sha)
+    except (OSError, ValueError, HTTPError) as error:
+        raise ValueError(f"{place} {_reason(error, repo)}") from error
 
 
 def split_revision(place: str) -> tuple[str, str | None]:

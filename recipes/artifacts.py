@@ -58,7 +58,7 @@ def verify_artifacts(places: Sequence[str], target: str | None) -> int:
     tokenizer = None if model is None else load_tokenizer(str(model))
     for place in places:
         faults, verdict = _judge(place, model, tokenizer)
-        for line in [f"fault: {shown(fault)}" for fault in faults] or [f"{place}: {verdict}"]:
+        for line in [f"fault: {shown(fault)}" for fault in faults] or [f"{shown(place)}: {verdict}"]:
             console().print(Text(line), soft_wrap=True)
         count += len(faults)
     return count

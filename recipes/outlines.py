@@ -13,15 +13,15 @@ from safetensors import safe_open
 from transformers import AutoConfig, PreTrainedModel
 from transformers.utils import cached_file
 
-from ..checkpoints.export_drafter import base_of, is_adapter
 from ..checkpoints.heads import PredictionHeads
+from ..checkpoints.model_files import base_of, is_adapter
 from ..checkpoints.sources import at_revision
 from ..train.config import micro_steps
 from ..train.plan import Demand, Launch, ModelSize, heads_size, model_size
 from ..train.scale import zero_stage
 from .acceptance import decodes_fast
 from .drafters import complete_section
-from .models import TrainableModel, add_lora, cut_layers, model_from_config, new_model
+from .models import TrainableModel, cut_layers, made_trainable, model_from_config, new_model
 from .training import DrafterRecipe, HeadsRecipe, ModelSection
 
 _ACCELERATE = "recipes/accelerate/"
@@ -96,7 +96,7 @@ def _heads_outline(recipe: HeadsRecipe, launch: Launch) -> Outline:
     if recipe.base is not None:
         section = ModelSection(source=recipe.target, lora=recipe.base.lora)
         with torch.device("meta"):
-            trained = TrainableModel(outlined, recipe.base.lora, add_lora(outlined, section))
+            trained = made_trainable(outlined, section)
         base = model_size(outlined)
         exported += _exported_bytes(trained, base)
     model = heads_size(heads, target, base)
@@ -149,12 +149,7 @@ def outline_trainable(section: ModelSection) -> tuple[TrainableModel, int]:
             if section.layers:
                 loading = sum(p.numel() * p.element_size() for p in model.parameters())
                 model = cut_layers(model, section.layers, section.source, attention).to(dtype)
-        if section.freeze_embeddings:
-            for part in (model.get_input_embeddings(), model.get_output_embeddings()):
-                part.requires_grad_(False)
-        if section.lora is None:
-            return TrainableModel(model), loading
-        return TrainableModel(model, section.lora, add_lora(model, section)), loading
+        return made_trainable(model, section), loading
 
 
 def outline_model(source: str, dtype: str, attention: str | None = None) -> PreTrainedModel:

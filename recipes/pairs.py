@@ -15,7 +15,7 @@ from rich.markup import escape
 from rich.table import Table
 
 from ..checkpoints.artifact import MANIFEST_FILE, load_manifest
-from ..checkpoints.export_drafter import is_adapter
+from ..checkpoints.model_files import is_adapter
 from ..checkpoints.pair_checks import examine
 from ..checkpoints.pair_repairs import Repairs, repair
 from ..checkpoints.pairs import CONSUMERS, TOKENIZER_FILES, WEIGHTS, WORKS, Diagnosis, Side, find_folder, open_side

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -285,3 +285,41 @@ def test_the_code_of_a_drafters_card_runs(
     assert values["model"].config.model_type == kind
     plain = values["model"].generate(**values["inputs"], max_new_tokens=64, do_sample=False)
     assert values["output"].tolist() == plain.tolist()
+
+
+WEIRD: tuple[Any, ...] = (None, True, -1, 1e308, 10**400, "", "x", [], ["x", None, 3], {}, {"source": None}, [[{}]])
+
+
+def changed_in(value: Any, path: tuple[Any, ...], new: Any) -> Any:
+    """A copy of nested dictionaries and lists with another value at one place."""
+    if not path:
+        return new
+    key, *rest = path
+    if isinstance(value, dict):
+        return value | {key: changed_in(value[key], tuple(rest), new)}
+    return [changed_in(one, tuple(rest), new) if place == key else one for place, one in enumerate(value)]
+
+
+def places_in(value: Any, path: tuple[Any, ...] = ()) -> Iterator[tuple[Any, ...]]:
+    """Paths to everything inside."""
+    inner = value.items() if isinstance(value, dict) else enumerate(value) if isinstance(value, list) else ()
+    for key, one in inner:
+        yield (*path, key)
+        yield from places_in(one, (*path, key))
+
+
+def test_a_card_can_be_made_of_whatever_somebody_else_recorded() -> None:
+    """The schema says that these are dictionaries, and nothing of what they hold."""
+    pair = {"left": 1, "right": 2, "texts": ["a", "b"], "count": 3, "expected": 1.5, "r": 0.25}
+    whole = make_manifest(kind="table", training={"highest_r": [pair], "lowest_r": [pair]})
+    mixture = {"options": {"mixture": [{"source": "a", "weight": 0.5}]}, "sources": [{"files": {"f": "ab"}}]}
+    parts = {"parts": [whole.data, {"source": mixture, "corpus": {"sources": [{"rows": 1}]}}]}
+    tried = 0
+    for manifest in (whole, replace(whole, kind="drafter", data=parts)):
+        for section in ("target", "shapes", "recipe", "data", "training", "evaluation", "versions"):
+            values = getattr(manifest, section)
+            for place in places_in(values):
+                for weird in WEIRD:
+                    model_card(replace(manifest, **{section: changed_in(values, place, weird)}), "x", Evidence())
+                    tried += 1
+    assert tried > 1000

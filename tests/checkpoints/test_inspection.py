@@ -111,6 +111,21 @@ def test_a_single_flipped_bit_is_found_wherever_it_lies(tmp_path: Path) -> None:
     assert find_faults(out)[1] == []
 
 
+def test_what_git_makes_of_files_is_told(tmp_path: Path) -> None:
+    out = save_table(tmp_path / "t")
+    card, table = out / "README.md", out / "table.safetensors"
+    text, weights = card.read_bytes(), table.read_bytes()
+    card.write_bytes(text.replace(b"\n", b"\r\n"))
+    table.write_bytes(b"version https://git-lfs.github.com/spec/v1\noid sha256:0\nsize 5\n")
+    faults = find_faults(out)[1]
+    assert any("git changed its ends of lines (core.autocrlf)" in fault for fault in faults)
+    assert any("it is git's pointer to the file, which `git lfs pull` fetches" in fault for fault in faults)
+    card.write_bytes(text.replace(b"\n", b"\r\n") + b"more")
+    table.write_bytes(weights)
+    (fault,) = find_faults(out)[1]
+    assert "ends of lines" not in fault
+
+
 def test_a_number_that_was_changed_in_the_record_is_found(tmp_path: Path) -> None:
     out = save_table(tmp_path / "t", training={"last_loss": 2.5})
     path = out / "artifact.json"

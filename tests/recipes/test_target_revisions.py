@@ -4,23 +4,27 @@ from __future__ import annotations
 
 import json
 import shutil
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
-from draftsmith.checkpoints.artifact import load_manifest, model_fingerprint
+from draftsmith.checkpoints.artifact import load_manifest, model_fingerprint, save_artifact
 from draftsmith.checkpoints.sources import at_revision, split_revision
 from draftsmith.checkpoints.table import BigramTable
 from draftsmith.data.tokenizers import load_tokenizer
 from draftsmith.decode.loading import load_model
 from draftsmith.recipes.cli import app
-from draftsmith.recipes.config import EvaluateRecipe
+from draftsmith.recipes.config import DrafterRecipe, EvaluateRecipe
 from draftsmith.recipes.evaluate import run_evaluate
+from draftsmith.recipes.loading import load_recipe
 from draftsmith.recipes.opening import place_of
+from draftsmith.recipes.outcome import check_out
 from huggingface_hub import constants
 from typer.testing import CliRunner, Result
 
+CHECKPOINTS = Path(__file__).parents[1] / "checkpoints"
 COMMIT = "b" * 40
 TARGET = "me/target@v2"
 
@@ -93,6 +97,19 @@ def test_the_doctor_and_exports_take_it(target: Path, tiny_pair: Path) -> None:
             assert TARGET not in serving, "engines and transformers know no such names"
         if artifact == "heads":
             assert json.loads((out / "config.json").read_text())["base_model_name_or_path"] == "me/target"
+            assert load_tokenizer(str(out)).get_vocab() == load_tokenizer(str(target)).get_vocab()
+            assert "looks for the tokenizer beside the heads: the target's is there" in serving
+            assert "text-generation-server download-weights me/target" in serving
+
+
+def test_heads_are_exported_where_no_tokenizer_can_be_had_and_that_is_said(target: Path, tiny_pair: Path) -> None:
+    """The heads' own projections need nothing of the target."""
+    done = draftsmith("export", tiny_pair / "heads", "--to", "medusa", "--out", "x", "--target", "me/elsewhere@v1")
+    assert done.exit_code == 0, (done.output, done.exception)
+    serving = Path("x/SERVING.md").read_text()
+    assert "put the target's there, or export again with" in serving
+    assert "not compared: the tokenizer, as that of the target me/elsewhere" in serving
+    assert not Path("x/tokenizer.json").exists()
 
 
 def test_what_is_trained_for_it_names_its_commit(
@@ -109,6 +126,53 @@ def test_what_is_trained_for_it_names_its_commit(
     assert f"--revision {COMMIT}" in Path("exported/SERVING.md").read_text()
     card = (tmp_path / "drafter" / "README.md").read_text()
     assert f'AutoTokenizer.from_pretrained("me/target", revision="{COMMIT}")' in card
+
+
+def recipe_for(place: str, out: Path, recipe: Path) -> DrafterRecipe:
+    """A recipe whose artifact is finished: it was made for the commit `COMMIT` of `me/target`."""
+    loaded = load_recipe(str(recipe), [f"target={place}", f"out={out}", "objective={lk-lambda: 1.0}"])
+    assert isinstance(loaded, DrafterRecipe)
+    about: dict[str, Any] = {"vocab_size": 4, "tokenizer_fingerprint": None, "shapes": {}, "data": {}, "training": {}}
+    about["target"] = {"id": "me/target", "revision": COMMIT, "fingerprint": None}
+    save_artifact(
+        out,
+        kind="drafter",
+        write=lambda folder: (folder / "config.json").write_text("{}") and None,
+        recipe=loaded.model_dump(mode="json"),
+        **about,
+    )
+    return loaded
+
+
+def test_a_finished_artifact_is_made_anew_when_its_branch_has_moved_on(
+    drafter_recipe: Path,
+    tmp_path: Path,
+    load_script: Callable[[Path], Any],
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    hub_of, kit = (load_script(CHECKPOINTS / name) for name in ("hub_stand_in.py", "hub_client.py"))
+    out = tmp_path / "made"
+    with hub_of.running_hub() as hub:
+        kit.point_client(hub.url, tmp_path / "home", monkeypatch)
+        repo = hub.repo("me/target", {"config.json": b"{}"})
+        repo.commits[COMMIT] = repo.commits[repo.branches["main"]]
+        repo.branches["v2"] = COMMIT
+        recipe = recipe_for("me/target@v2", out, drafter_recipe)
+        check_out(out, recipe)  # where it was
+        moved = repo.branches["v2"] = repo.branches["main"]
+        with pytest.raises(ValueError, match=f"for me/target at {COMMIT}, and its v2 is at {moved} now"):
+            check_out(out, recipe)
+        asked = hub.count("info")
+        check_out(tmp_path / "kept", recipe_for(f"me/target@{COMMIT}", tmp_path / "kept", drafter_recipe))
+        assert hub.count("info") == asked, "a commit does not move"
+        assert "not compared" not in capsys.readouterr().err
+        del repo.branches["v2"]
+        check_out(out, recipe)
+        assert "whether v2 has moved on was not compared: me/target@v2 has no such" in capsys.readouterr().err
+    check_out(out, recipe)  # the hub is gone
+    said = capsys.readouterr().err
+    assert f"was made for me/target at {COMMIT}; whether v2 has moved on was not compared" in said
 
 
 def test_an_adapter_is_for_the_commit_that_it_was_trained_from(
