@@ -52,6 +52,8 @@ number of its layers alone decides how long that takes."""
 _DEPTHS = {"num_hidden_layers", "num_layers", "n_layer", "n_layers", "num_decoder_layers"}
 _DEPTHS |= {"encoder_layers", "decoder_layers"}
 _WHOLE, _INDEX = "model.safetensors", "model.safetensors.index.json"
+_UNCONVERTED = "automatic conversion of the weights"
+"""What transformers says where it cannot make a model's tensors of the stored ones."""
 _QUIET = {"_raise_exceptions_for_missing_entries": False}
 
 
@@ -93,6 +95,8 @@ def load_whole(kind: Any, source: str | Path, **settings: Any) -> PreTrainedMode
     """`kind.from_pretrained(source, **settings)` with all of the model's weights: transformers alone puts random
     numbers in the place of those that its files lack, and goes on.
 
+    What the files hold beside them is left out, which transformers notes.
+
     Raises:
         ValueError: they lack some; and what loading ends in (`UNLOADABLE`).
     """
@@ -126,17 +130,19 @@ def fit_to_model(config: Any, shapes: Mapping[str, tuple[int, ...]]) -> Fit:
     if find_spec("accelerate") is None:
         return Fit(unknown="accelerate is not installed")
     try:
-        kind = type(outline_of(config))
+        outline = outline_of(config)
+    except ImportError as error:  # a kernel that is not installed
+        return Fit(unknown=_first_line(error))
     except UNLOADABLE as error:
         raise ValueError(f"its configuration makes no model: {_first_line(error)}") from error
     stored = {name: torch.empty(shape, device="meta") for name, shape in shapes.items() if is_parameter(name, shape)}
     about: dict[str, Any] = {"device_map": "meta", "output_loading_info": True, "ignore_mismatched_sizes": True}
     with quietly():
         try:
-            _, found = kind.from_pretrained(None, config=config, state_dict=stored, **about)
-        except RuntimeError as error:  # of shapes alone: experts that lack a part, say
-            return Fit(broken=_first_line(error))
+            _, found = type(outline).from_pretrained(None, config=outline.config, state_dict=stored, **about)
         except UNLOADABLE as error:
+            if _UNCONVERTED in str(error):  # of shapes alone: experts that lack a part, say
+                return Fit(broken=_first_line(error))
             return Fit(unknown=f"transformers does not take them: {_first_line(error)}")
     return Fit(
         lacking=tuple(sorted(found["missing_keys"])),

@@ -22,6 +22,7 @@ LLAMA_CPP_SIZES = 128
 """By how much llama.cpp lets the sizes of two vocabularies differ."""
 LLAMA_CPP_FIRST = 5
 """The first id whose text it compares."""
+MORE_TENSORS = "more tensors"
 _DECODERS_ALONE = ("vllm", "sglang", "llama.cpp")
 _SHOWN = 3
 _SPECIAL = ("bos", "eos", "pad", "unk", "decoder_start")
@@ -163,17 +164,18 @@ def _rows_of(side: Side, name: str) -> Iterator[Finding]:
 
 
 def _tensors_of(side: Side, name: str) -> Iterator[Finding]:
-    """Whether a side's weights are all that its configuration declares, and no more."""
+    """Whether a side's weights are all that its configuration declares; and, as a note, whether they are more: who
+    loads them leaves the rest out."""
     broken = f"the {name} does not load as it stands, or with random numbers for what it lacks"
-    more = f"what is too many of the {name} is left out where it loads: does its config.json belong to its weights?"
-    parts = (
-        ("tensors", replace(side.fit, extra=()), "are not", _all(REFUSED, broken)),
-        ("more tensors", Fit(extra=side.fit.extra), "are more than", _all(BUT, more)),
+    more = "are more than those of its configuration, and the rest is left out where they are loaded"
+    parts: tuple[tuple[str, Fit, str, dict[str, Effect]], ...] = (
+        ("tensors", replace(side.fit, extra=()), "are not those of its configuration", _all(REFUSED, broken)),
+        (MORE_TENSORS, Fit(extra=side.fit.extra), more, {}),
     )
-    for check, fit, verb, effects in parts:
+    for check, fit, what, effects in parts:
         if shown := "; ".join(in_words(fit, "it")):
             values = (shown, "–") if name == "target" else ("–", shown)
-            yield Finding(check, f"the {name}'s weights {verb} those of its configuration", *values, effects)
+            yield Finding(check, f"the {name}'s weights {what}", *values, effects)
 
 
 def _list(texts: list[str]) -> str:

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import warnings
 from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import replace
 from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
@@ -14,6 +15,7 @@ from typing import Any
 import torch
 from safetensors import safe_open
 from torch import Tensor
+from transformers import CONFIG_MAPPING
 
 from .fingerprints import weight_files
 from .heads_layouts import CONFIG_FILE, HEADS_FILE, assemble_heads
@@ -21,6 +23,7 @@ from .manifest import Manifest
 from .model_files import (
     ADAPTER_CONFIG,
     ADAPTER_FILE,
+    UNLOADABLE,
     Fit,
     fit_to_model,
     is_adapter,
@@ -39,10 +42,14 @@ Shapes = dict[str, tuple[int, ...]]
 
 
 def tensor_faults(directory: Path, manifest: Manifest) -> list[str]:
-    """Where the tensors of an artifact are not those of what it is, in sentences that name the file: too few, too many,
-    of other shapes. Nothing is said of files that cannot be read, and of exports in forms that other programs read.
+    """Where the tensors of an artifact are not those of what it is, in sentences that name the file: too few, of other
+    shapes; of heads, tables and adapters too many. Nothing is said of files that cannot be read, and of exports in
+    forms that other programs read.
 
-    Models are held against what their configuration declares, adapters against their model where that is here.
+    Models are held against what their configuration declares, adapters against their model where that is here. A
+    model's files may hold more: layers for multi-token prediction, a value head, buffers of older versions.
+    transformers leaves those out, and the doctor tells them (`pair_checks`). Nothing is known of models of types that
+    this transformers does not know: another does, or code that is the model's own.
     """
     directory = Path(directory)
     try:
@@ -74,12 +81,22 @@ def _model_faults(folder: Path) -> Iterator[str]:
         shapes = header_shapes(weight_files(folder))
     except ValueError:
         return  # which is another fault
+    if not _is_known(folder / CONFIG_FILE):
+        return
     config = load_config(folder)
     try:
         found = fit_to_model(config, shapes)
     except ValueError as error:
         raise ValueError(f"{folder}: {error}") from error
-    yield from in_words(found, f"{folder}")
+    yield from in_words(replace(found, extra=()), f"{folder}")
+
+
+def _is_known(config: Path) -> bool:
+    try:
+        kind = read_json(config).get("model_type")
+    except (ValueError, OSError):
+        return True  # which is a fault
+    return not isinstance(kind, str) or kind in CONFIG_MAPPING
 
 
 def in_words(found: Fit, what: str) -> Iterator[str]:
@@ -112,11 +129,14 @@ def header_shapes(files: list[Path]) -> Shapes:
 
 
 def adapter_faults(folder: Path) -> list[str]:
-    """The same of a LoRA adapter: both halves of each layer, and, where its model is here, the layers of that."""
+    """The same of a LoRA adapter: both halves of each layer, and, where its model is here, the layers of that. Nothing
+    is known of adapters of other kinds that peft has."""
     try:
         settings, shapes = read_json(folder / ADAPTER_CONFIG), header_shapes([folder / ADAPTER_FILE])
     except (ValueError, OSError):
         return []  # which is another fault
+    if settings.get("peft_type") != "LORA":
+        return []
     faults = []
     for name, shape in sorted(shapes.items()):
         for one, other, mine, theirs in (("lora_A", "lora_B", 0, 1), ("lora_B", "lora_A", 1, 0)):
@@ -138,12 +158,19 @@ def adapter_faults(folder: Path) -> list[str]:
 def _fit_to_base(folder: Path, base: str, shapes: Shapes) -> Fit:
     """By peft's own names of the adapter's tensors, made for an outline of its model."""
     from peft import PeftConfig, get_peft_model, get_peft_model_state_dict
+    from transformers.conversion_mapping import get_checkpoint_conversion_mapping
 
+    if not _is_known(Path(base) / CONFIG_FILE):
+        return Fit(unknown="transformers does not know its model")
     with quietly(), warnings.catch_warnings(), torch.device("meta"):
         warnings.simplefilter("ignore")  # peft's advice to somebody who trains
         try:
-            wrapped = get_peft_model(outline_of(load_config(base)), PeftConfig.from_pretrained(folder))
-        except (ValueError, TypeError, KeyError, AttributeError) as error:
+            config, adapter = load_config(base), PeftConfig.from_pretrained(folder)
+            if get_checkpoint_conversion_mapping(config.model_type) is not None:
+                return Fit(unknown="peft takes other names, too, for the layers of such a model")
+            adapter.init_lora_weights = False  # other ways to begin look at the model's weights
+            wrapped = get_peft_model(outline_of(config), adapter)
+        except UNLOADABLE as error:
             raise ValueError(f"{folder} is no adapter for its model, {base}: {error}") from error
         wanted = {
             name: tuple(tensor.shape)

@@ -4,8 +4,8 @@ A policy looks at the distributions along its own draft, which is the text as lo
 step accepts is known exactly; how far a chain goes on after its first refused token is taken from the text, which says
 a little too much or too little about nodes, and nothing about tokens.
 
-Shape letters: B texts, T positions (padded to the longest text, or all texts' one after another), K depth, R walks
-(texts, each many times), C classes of confidence.
+Shape letters: B texts, T positions (padded to the longest text, or all texts' one after another), K depth, W walks
+through a text, R walks through all of them, C classes of confidence.
 """
 
 from __future__ import annotations
@@ -51,9 +51,10 @@ def replay_expected_gain(
 ) -> Prediction:
     """`ExpectedGain`, step after step: what it learns from is what a step accepts and where it is refused.
 
-    Given the text, a draft token is accepted with a chance of its own (`replay.py`), whatever was drafted before. So
-    each text is walked through many times, every draft decided by a draw: the mean over walks has no bias, and an error
-    that is small beside that of the texts. At temperature 0 there is but one walk.
+    Given the text, a draft token is accepted with a chance of its own (`replay.py`), whatever was drafted before, and
+    no walk looks at a place twice. So each text is walked through many times, the draft of every place decided by a
+    draw: the mean over walks has no bias, and an error that is small beside that of the texts. At temperature 0 there
+    is but one walk.
 
     Args:
         accept_T: P(the token of a position is an accepted draft | the text).
@@ -62,7 +63,9 @@ def replay_expected_gain(
     lengths_B = recording.lengths
     greedy = recording.sampling.greedy
     count = 1 if greedy else walks or max(8, round(_WALKED / recording.positions))
-    rng = np.random.default_rng(0)  # the same draws for every setting, so that settings differ by what they do
+    # The same draws for every setting, so that settings differ by what they do.
+    right_WT = np.random.default_rng(0).random((count, recording.positions), np.float32) < accept_T
+    walk_R = np.tile(np.arange(count), len(lengths_B))
     first_R, end_R = (np.repeat(ends, count) for ends in (np.cumsum(lengths_B) - lengths_B, np.cumsum(lengths_B)))
     learned = _Learned(len(first_R))
     class_T = np.minimum((drafts.confidence_T * np.float32(_CLASSES)).astype(np.int64), _CLASSES - 1)
@@ -74,7 +77,7 @@ def replay_expected_gain(
         ahead_XK = np.minimum(ahead_XK, recording.positions - 1)
         class_XK = class_T[ahead_XK]
         open_XK = _worth_drafting(learned.predict(row_X, class_XK), cost) & inside_XK
-        good_XK = open_XK & (rng.random(ahead_XK.shape) < accept_T[ahead_XK])
+        good_XK = open_XK & right_WT[walk_R[row_X, None], ahead_XK]
         accepted_XK = np.logical_and.accumulate(good_XK, 1)
         # Of what was drafted, decoding looks at the accepted tokens and at the first one that is refused.
         tried_XK = open_XK & np.pad(accepted_XK[:, :-1], ((0, 0), (1, 0)), constant_values=True)

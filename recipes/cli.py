@@ -16,7 +16,7 @@ from rich.table import Table
 
 from .. import __version__
 from ..train.interrupts import Interrupted, TrainingError
-from ..train.processes import lost_another
+from ..train.processes import StoppedError, lost_another
 from .artifact_cli import artifact_app
 from .config import QuickstartRecipe, RegenerateRecipe
 from .loading import accelerate_configs, deepspeed_configs, find_recipe, first_sentence, load_recipe, shipped_recipes
@@ -424,6 +424,10 @@ def main() -> None:
         app()
     except Interrupted as stopped:
         sys.exit(128 + stopped.signal_number)
+    except StoppedError as error:
+        if not is_first():
+            sys.exit(error.code)  # the first process tells it
+        _fail(str(error), error.code)
     except TrainingError as error:
         _fail(str(error), 1)
     except (ValueError, FileNotFoundError, ModuleNotFoundError) as error:
@@ -435,8 +439,8 @@ def main() -> None:
         _fail(str(error), 1)
     except Exception as error:
         if lost_another(error):
-            say(f"process {os.environ.get('RANK', '0')} ended, because another one of this launch has")
-            sys.exit(1)
+            reason, rank = " ".join(str(error).split()), os.environ.get("RANK", "0")
+            _end(f"process {rank} ended, because another one of this launch has, or does not answer: {reason}", 1)
         # safetensors and tokenizers report a full disk in exceptions of their own
         if "No space left" not in str(error):
             raise
@@ -446,7 +450,11 @@ def main() -> None:
 
 
 def _fail(message: str, code: int) -> None:
+    _end(f"error: {message}", code)
+
+
+def _end(message: str, code: int) -> None:
     if os.environ.get("DRAFTSMITH_TRACEBACK"):
         traceback.print_exc()
-    say(f"error: {message}")
+    say(message)
     sys.exit(code)

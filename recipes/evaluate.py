@@ -26,7 +26,7 @@ from ..data.templates import get_template
 from ..decode.energy import CounterError, Energy, open_meter
 from ..decode.engine import Limits
 from ..decode.measure import BASELINE, Entry, Run, devices_of, energy_of, measure
-from ..decode.methods import Parts, build_method, needs_of
+from ..decode.methods import Parts, build_method
 from ..decode.models import LanguageModel
 from ..decode.replay import predict_entries, record_entries
 from ..decode.summary import Asked, Summariser, Summary, same_as_reference
@@ -312,27 +312,25 @@ def load_prompts(
 def check_room(
     target: LanguageModel, parts: Parts, entries: Sequence[Entry], asked: Sequence[Asked], limits: Limits
 ) -> None:
-    """ValueError for a prompt that leaves no room for its answer among the positions of the target, or of a drafter of
-    some row: before hours of decoding come to it."""
+    """ValueError for a prompt that leaves no room for its answer among the positions of the target, or of a drafter
+    that some row runs: before hours of decoding come to it. The tightest row is named."""
     longest = max(asked, key=lambda prompt: len(prompt.ids))
+    drafters = [each for each in (parts.drafter, *parts.more_drafters) if each is not None]
+    rooms = []
     for entry in entries:
-        ahead = build_method(entry.method, parts, entry.sampling, **entry.options).proposer.room(limits)[1]
-        models = {"target": target}
-        if parts.drafter is not None and "drafter" in needs_of(entry.method, entry.options):
-            models |= {"drafter": min((parts.drafter, *parts.more_drafters), key=lambda model: model.max_positions)}
-        for name, model in models.items():
+        proposer = build_method(entry.method, parts, entry.sampling, **entry.options).proposer
+        nodes, ahead = proposer.room(limits)
+        run = [model for model, _ in proposer.forwards(nodes) if any(model is each for each in drafters)]
+        for name, model in (("target", target), *(("drafter", each) for each in run)):
             most = model.max_positions - limits.max_new_tokens + 1 - ahead
-            if len(longest.ids) > most:
-                fits = (
-                    f"`max_prompt_tokens={most}` leaves such prompts out"
-                    if most > 0
-                    else "ask for fewer `max_new_tokens`"
-                )
-                raise ValueError(
-                    f"prompt {longest.name} has {len(longest.ids)} tokens; with {limits.max_new_tokens} new ones and a "
-                    f"look-ahead of {ahead} ({entry.label}) they do not fit into the {name}'s {model.max_positions} "
-                    f"positions: {fits}"
-                )
+            rooms.append((most, ahead, entry.label, name, model.max_positions))
+    most, ahead, label, name, positions = min(rooms)
+    if len(longest.ids) > most:
+        fits = f"`max_prompt_tokens={most}` leaves such prompts out" if most > 0 else "ask for fewer `max_new_tokens`"
+        raise ValueError(
+            f"prompt {longest.name} has {len(longest.ids)} tokens; with {limits.max_new_tokens} new ones and a "
+            f"look-ahead of {ahead} ({label}) they do not fit into the {name}'s {positions} positions: {fits}"
+        )
 
 
 def _in_turn(source: str, prompts: Iterator[tuple[Prompt, list[int]]]) -> Iterator[tuple[Prompt, list[int]]]:

@@ -21,7 +21,7 @@ from ..checkpoints.model_files import (
     model_class,
     reason,
 )
-from ..checkpoints.pair_checks import examine
+from ..checkpoints.pair_checks import MORE_TENSORS, examine
 from ..checkpoints.pairs import REFUSED, TOKENIZER_FILES, WEIGHTS, Side, find_folder, open_side
 from ..checkpoints.sources import target_record
 from ..checkpoints.tensor_checks import adapter_faults
@@ -139,21 +139,22 @@ def _unpickled(source: str, folder: Path, allowed: bool) -> Any:
 
 def _check_pair(target: Side, drafter: Side, source: str, unpickled: bool) -> None:
     """ValueError where this engine would not decode with the two; what it minds less is told."""
+    fix = _typed("doctor", target.source, source, "--fix", "OUT")
+    fix = f"{UNPICKLE}=1 {fix}" if unpickled else fix
     refused = []
     for finding in examine(target, drafter).findings:
         effect = finding.effects.get("draftsmith")
         line = f"{finding.check}: {finding.what} (target: {finding.target}; drafter: {finding.drafter})"
-        strict = finding.check == "more tensors" and finding.drafter != "–"  # an artifact's are its model's alone
-        if effect is not None and (effect.outcome == REFUSED or strict):
+        if effect is not None and effect.outcome == REFUSED:
             refused.append(line)
         elif effect is not None:
             say(f"drafter: {line}; {effect.reason}")
+        elif finding.check == MORE_TENSORS and finding.drafter != "–":
+            say(f"drafter: {finding.what}: {finding.drafter}; `{fix}` leaves it out")
     prints = [None if side.tokenizer is None else tokenizer_fingerprint(side.tokenizer) for side in (target, drafter)]
     if None not in prints and prints[0] != prints[1]:
         refused.append("tokenizer: the drafter's has another fingerprint, and an artifact is for one tokenizer alone")
     if refused:
-        fix = _typed("doctor", target.source, source, "--fix", "OUT")
-        fix = f"{UNPICKLE}=1 {fix}" if unpickled else fix
         listed = "\n- ".join(refused)
         raise ValueError(
             f"{source} is no pair with the target {target.source}:\n- {listed}\n"

@@ -24,7 +24,7 @@ from ..checkpoints.sources import at_revision, commit_of, split_revision, target
 from ..data.prepared import PreparedData
 from ..train.interrupts import TrainingError
 from ..train.loop import FitConfig, FitResult, Task, fit
-from ..train.processes import on_main, together
+from ..train.processes import StoppedError, on_main, together
 from .command import typed_command
 from .data_sections import Section
 from .loading import write_recipe
@@ -88,6 +88,8 @@ def fit_recipe(
     try:
         config = together(accelerator, partial(fit_config, recipe, prepared, measured))
         return fit(task, prepared.train, config, state_folder(out), accelerator)
+    except StoppedError:
+        raise
     except TrainingError as error:
         shown = _beginnings(prepared.train, error.blocks, tokenizer)
         raise TrainingError(f"{error}{shown}", error.blocks) from error

@@ -426,10 +426,8 @@ def _probe(
     small, share = _less_measured(recipe, prepared)
     watch = MemoryWatch(accelerator.device)
     try:
-        if isinstance(recipe, DrafterRecipe):
-            task: Any = drafter_parts(small, tokenizer, prepared, accelerator.device).task
-        else:
-            task = heads_parts(small, tokenizer, prepared, accelerator.device).task
+        parts: Any = drafter_parts if isinstance(recipe, DrafterRecipe) else heads_parts
+        task = together(accelerator, partial(parts, small, tokenizer, prepared, accelerator.device)).task
         return probe(task, prepared.train, config, accelerator, watch), share, task
     except MemoryError as error:
         reckoned, there = peak(plan_memory(outline.demand), accelerator.device.type), free[0] * 9 // 10

@@ -5,11 +5,15 @@ from __future__ import annotations
 import os
 import sys
 from collections.abc import Callable
+from contextlib import suppress
+from datetime import timedelta
 from typing import TypeVar
 
 from ..train.processes import together
 
 Found = TypeVar("Found")
+
+_LAST_WAIT = timedelta(seconds=3)
 
 
 def launched() -> int:
@@ -24,20 +28,18 @@ def is_first() -> bool:
 
 
 def refuse_several(command: str) -> None:
-    """Keep several processes from doing a command's work, which is for one, over each other: the first tells why, the
-    others leave with its exit code.
+    """Keep several processes from doing a command's work, which is for one, over each other. Each of them tells why: a
+    launcher kills the others as soon as one has failed, and that may be any.
 
     Raises:
         ValueError: several were launched.
     """
-    if launched() == 1:
-        return
-    if not is_first():
-        raise SystemExit(2)
-    raise ValueError(
-        f"`draftsmith {command}` runs in one process, and {launched()} were launched: start it without a launcher "
-        "(`train` and `prepare --teacher` share their work among several)"
-    )
+    if launched() > 1:
+        raise ValueError(
+            f"`draftsmith {command}` runs in one process, and {launched()} were launched: start it without a launcher, "
+            "and without its variables RANK and WORLD_SIZE (`train` and `prepare --teacher` share their work among "
+            "several)"
+        )
 
 
 def agreed(work: Callable[[], Found]) -> Found:
@@ -53,8 +55,9 @@ def part() -> None:
     """Leave the process group, if there is one: the last thing a launched process does, done or failed.
 
     Without it gloo's threads may still let go of the last message's tensors while Python ends, which aborts the process
-    (one exit in some hundreds, more on a busy machine). A process that failed leaves NCCL's group as it is: NCCL would
-    wait there for the others.
+    (one exit in some hundreds, more on a busy machine). Those of gloo wait a little for each other first: one that
+    closes its connections while another still reads the last message would end that one's reading. A process that
+    failed leaves NCCL's group as it is: NCCL would wait there for the others.
     """
     if "torch" not in sys.modules:
         return
@@ -64,5 +67,9 @@ def part() -> None:
         return
     ended = sys.exc_info()[1]
     done = ended is None or (isinstance(ended, SystemExit) and not ended.code)
-    if done or distributed.get_backend() == "gloo":
+    if distributed.get_backend() == "gloo":
+        with suppress(RuntimeError):  # one that has ended already, or never comes: nothing is lost by going
+            distributed.monitored_barrier(timeout=_LAST_WAIT)
+        distributed.destroy_process_group()
+    elif done:
         distributed.destroy_process_group()

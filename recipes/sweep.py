@@ -18,6 +18,7 @@ from safetensors import safe_open
 
 from ..checkpoints.artifact import load_manifest
 from ..train.interrupts import TrainingError
+from ..train.processes import StoppedError
 from .files import write_whole
 from .loading import load_recipe, parse_values
 from .processes import is_first
@@ -140,6 +141,8 @@ def _named_in_errors(combination: Combination) -> Iterator[None]:
     """Raises what is raised inside, a mistake or a failed training, with the combination's words before it."""
     try:
         yield
+    except StoppedError:
+        raise
     except TrainingError as error:
         raise TrainingError(f"with {combination.words}: {error}", error.blocks) from error
     except ValueError as error:

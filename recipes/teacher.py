@@ -42,7 +42,8 @@ from .training import DrafterRecipe, HeadsRecipe
 _PROBE_BATCHES = 3
 _PROBE_SECONDS = 20.0
 _STOP = ".stop"
-"""Of several processes the one that is stopped leaves it in the caches' folder, for the others to see."""
+"""Of several processes the one that is stopped leaves it beside what is being written, for the others to see; the next
+launch that locks that place clears it away."""
 _TOLD = 20  # damaged files that are named one by one
 
 Stamps = Mapping[str, dict[str, Any]]
@@ -238,13 +239,9 @@ def _check(kept: Kept, part: _Part) -> Stamps:
 
 
 def _write(kept: Kept, parts: Sequence[_Part], known: Mapping[Path, Stamps], state: Any) -> None:
-    stop = Path(str(kept.folder)) / _STOP
-
     def begin() -> None:
-        stop.parent.mkdir(parents=True, exist_ok=True)
         for writer in writers:
             locks.enter_context(writer.locked())
-        stop.unlink(missing_ok=True)
         _announce(kept, writers, make_rows, state)
 
     def finish() -> None:
@@ -268,32 +265,27 @@ def _write(kept: Kept, parts: Sequence[_Part], known: Mapping[Path, Stamps], sta
             ]
             on_main(state, begin)
             try:
-                _run(kept, writers, make_rows, state, signals, stop)
+                _run(kept, writers, make_rows, state, signals)
             except (Interrupted, StoppedError, OSError) as error:
                 failure = error
+        # signals work as ever while processes wait for each other
         try:
-            together(
-                state, lambda: failure and raised(failure)
-            )  # signals work as ever while processes wait for each other
+            together(state, lambda: failure and raised(failure))
         except Interrupted as stopped:
             if state.is_main_process:
                 say(str(stopped))
             raise
-        finally:
-            if state.is_main_process:
-                stop.unlink(missing_ok=True)
         on_main(state, finish)
 
 
-def _run(
-    kept: Kept, writers: Sequence[CacheWriter], make_rows: MakeRows, state: Any, signals: StopSignals, stop: Path
-) -> None:
+def _run(kept: Kept, writers: Sequence[CacheWriter], make_rows: MakeRows, state: Any, signals: StopSignals) -> None:
     """Write this process's share of the files.
 
     Raises:
-        Interrupted: a signal came; the file `stop` tells the other processes.
+        Interrupted: a signal came; a file tells the other processes.
         StoppedError: one came to another process.
     """
+    stop = writers[0].unfinished / _STOP  # locked by this launch, so that no other sees it
     mine: list[tuple[CacheWriter, Shard]] = []
     for writer in writers:
         missing = set(writer.missing())

@@ -9,7 +9,8 @@ from ..decode.measure import BASELINE
 from ..decode.methods import METHODS, Parts
 from ..decode.recording import Recording
 from ..decode.replay import predict
-from ..decode.tuning import SAME_WHEN_GREEDY, SLIM, TYPICAL, Space, settings_of, tuned_methods
+from ..decode.tuning import DECODED, SAME_WHEN_GREEDY, SLIM, TYPICAL, Space, settings_of, tuned_methods
+from ..decode.tuning_lossy import lossy_settings
 from ..decode.warpers import Sampling
 from .config import EvaluateRecipe, MethodSection
 from .opening import Opened
@@ -89,10 +90,12 @@ def why_nothing(name: str, fixed: Mapping[str, Any], recording: Recording, parts
             return f"no tree has {space.nodes} nodes"
         if not any(True for _ in settings_of("medusa", recording, parts, space)):
             return "no candidate of the heads ever was the token that the target wrote"
-    first = next(settings_of(name, recording, parts, space), None)
+    decoded = name in DECODED
+    tried = lossy_settings(name, recording, space) if decoded else settings_of(name, recording, parts, space)
+    first = next(tried, None)
     if first is None:
         return "no setting lies within the bounds of the search"
-    if name != TYPICAL and predict(recording, parts, name, dict(fixed) | first) is None:
+    if not decoded and predict(recording, parts, name, dict(fixed) | first) is None:
         told = ", ".join(f"{key} {value}" for key, value in fixed.items())
         return f"replay cannot follow it with what its row fixes ({told})" if told else "replay cannot follow it"
     return f"every setting that was tried has more than {space.nodes} nodes a step"

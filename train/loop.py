@@ -123,8 +123,8 @@ def fit(
         TrainingError: a loss or gradient that is not finite or too large; a dead worker of the data; no memory.
         Interrupted: SIGINT or SIGTERM, which may have come to another process; the state was saved.
         OSError: a checkpoint could not be written; the older ones are untouched.
-        SystemExit: this is not the main process, which raises one of those and tells it, but for a lack of memory or a
-            dead worker of the data in a step: those are raised where they are, and end the others by and by.
+        StoppedError: this is not the main process, which raises one of those and tells it, but for a lack of memory or
+            a dead worker of the data in a step: those are raised where they are, and end the others by and by.
     """
     accelerator = _accelerator(config, accelerator)
     run = together(accelerator, lambda: _Run(task, data, config, Path(state_dir), accelerator))

@@ -15,7 +15,11 @@ _OF_THE_USER = (FileNotFoundError, ModuleNotFoundError)
 
 
 class StoppedError(TrainingError):
-    """A process ended its work because another one had to; that one tells why."""
+    """A process ended its work because another one had to; that one tells why. `code`: the exit code of both."""
+
+    def __init__(self, message: str, code: int = 1) -> None:
+        super().__init__(message)
+        self.code = code
 
 
 def together(accelerator: Any, work: Callable[[], Found]) -> Found:
@@ -26,6 +30,7 @@ def together(accelerator: Any, work: Callable[[], Found]) -> Found:
         ValueError, TrainingError, Interrupted: what the first process raised that failed, of those that were not
             stopped by another (an OSError is told as a TrainingError, but by the main process, which raises its own as
             it is; a file or module that is missing as a ValueError).
+        StoppedError: the same, but for signals, where this is not the main process.
     """
     if accelerator.num_processes == 1:
         return work()
@@ -56,7 +61,7 @@ def together(accelerator: Any, work: Callable[[], Found]) -> Found:
     if code > 128:
         raise Interrupted(code - 128, text)
     if not is_main:
-        raise SystemExit(code)
+        raise StoppedError(text, code)
     raise TrainingError(text) if code == 1 else ValueError(text)
 
 
@@ -66,8 +71,10 @@ def _told(error: BaseException, process: int) -> tuple[bool, int, str]:
         return False, 128 + error.signal_number, str(error)
     if isinstance(error, _OF_THE_USER):
         return False, 2, str(error)
+    if isinstance(error, StoppedError):
+        return True, error.code, str(error)
     if isinstance(error, ValueError):
-        return isinstance(error, StoppedError), 1 if isinstance(error, TrainingError) else 2, str(error)
+        return False, 1 if isinstance(error, TrainingError) else 2, str(error)
     return False, 1, f"process {process}: {error}"
 
 

@@ -205,6 +205,10 @@ def test_transformers_runs_what_is_saved_if_it_is_trusted(
 ) -> None:
     target.save_pretrained(tmp_path / "target")
     method("slim-ss", **parts).save_pretrained(tmp_path / "my.method")
+    code = (tmp_path / "my.method" / "custom_generate" / "generate.py").read_text()
+    # So it stands in folders that earlier versions saved: what it calls must stay.
+    assert "from draftsmith.decode.attached import generate_attached\n" in code
+    assert "    return generate_attached(model, inputs, **asked)\n" in code
     command = [sys.executable, "-c", TRUSTING, str(tmp_path / "target"), str(tmp_path / "my.method")]
     environment = os.environ | {"HF_HOME": str(tmp_path / "home"), "HF_HUB_OFFLINE": "1", "OMP_NUM_THREADS": "1"}
     done = subprocess.run(command, capture_output=True, text=True, env=environment, check=False, cwd=tmp_path)

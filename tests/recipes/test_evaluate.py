@@ -207,14 +207,16 @@ def test_prompts_are_reproducible_and_those_passed_over_are_named(corpus: Path, 
 
 
 @pytest.mark.parametrize(
-    ("positions", "method", "most"), [((80, 256), "autoregressive", 73), ((256, 70), "speculative", 60)]
+    ("positions", "method", "most"),
+    [((80, 256), "autoregressive", 73), ((80, 256), "speculative", 70), ((256, 70), "speculative", 60)],
 )
 def test_prompts_without_room_for_an_answer_are_named_before_anything_is_decoded(
     corpus: Path, tmp_path: Path, positions: tuple[int, int], method: str, most: int
 ) -> None:
-    """Of a target and of a drafter with few positions; with what the message says it runs."""
+    """Of a target and of a drafter with few positions; with what the message says it runs, whatever another drafter has
+    that no row asks for."""
     tokenizer = load_tokenizer(str(corpus / "tokenizer"))
-    for name, count in zip(("target", "drafter"), positions, strict=True):
+    for name, count in zip(("target", "drafter", "other"), (*positions, 16), strict=True):
         LlamaForCausalLM(LlamaConfig(**SIZES, **(ATTENTION | {"max_position_embeddings": count}))).save_pretrained(
             tmp_path / name
         )
@@ -227,8 +229,9 @@ def test_prompts_without_room_for_an_answer_are_named_before_anything_is_decoded
     values = {"kind": "evaluate", "out": str(tmp_path / "results.json"), "target": str(tmp_path / "target")}
     values |= {"drafter": str(tmp_path / "drafter"), "prompts": str(tmp_path / "rows.json"), "template": "chatml"}
     values |= {"max_new_tokens": 8, "max_prompt_tokens": 512, "energy": "off", "compare_with_transformers": False}
+    values |= {"more_drafters": [str(tmp_path / "other")]}
     asked = EvaluateRecipe.model_validate(values | {"methods": methods, "device": "cpu"})
-    name = "target" if method == "autoregressive" else "drafter"
+    name = "target" if positions[0] < positions[1] else "drafter"
     told = rf"prompt row2 has \d+ tokens; .*\({method}\) they do not fit into the {name}'s {min(positions)} positions"
     with pytest.raises(ValueError, match=rf"{told}: `max_prompt_tokens={most}`"):
         run_evaluate(asked)

@@ -7,6 +7,7 @@ import os
 import re
 import shutil
 import signal
+import socket
 import subprocess
 import sys
 from collections import namedtuple
@@ -434,3 +435,41 @@ def test_ctrl_c_and_two_processes_lead_to_the_same_bytes(
     one, two = contents(tmp_path / "one"), contents(tmp_path / "two")
     assert one == two
     assert sum(".safetensors" in name for name in one) > 5
+
+
+STOPPED = """
+import os, signal, sys, time
+from draftsmith.train.row_writer import CacheWriter
+write = CacheWriter.write
+def write_when_told(self, *given, stopping):
+    if os.environ["RANK"] == "1":
+        os.kill(os.getpid(), signal.SIGINT)
+    until = time.monotonic() + 60
+    while not stopping() and time.monotonic() < until:
+        time.sleep(0.01)
+    print("lying there:", *os.listdir(self.folder.parent), file=sys.stderr)
+    return write(self, *given, stopping=stopping)
+CacheWriter.write = write_when_told
+"""
+
+
+def test_a_signal_to_one_of_two_processes_stops_both_and_no_other_launch(recipe_file: Path, tmp_path: Path):
+    """The first process has not written a file yet when it learns of it; what tells it lies where nobody else looks."""
+    prepared_of(loaded(recipe_file))
+    command = [sys.executable, "-c", STOPPED + SMALL_FILES, "prepare", str(recipe_file), "--teacher"]
+    with socket.socket() as free:
+        free.bind(("127.0.0.1", 0))
+        world = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(free.getsockname()[1])}
+    world |= {"WORLD_SIZE": "2", "LOCAL_WORLD_SIZE": "2"}
+    ranks = [environment() | world | {"RANK": rank, "LOCAL_RANK": rank} for rank in ("0", "1")]
+    started = [subprocess.Popen(command, env=rank, stderr=subprocess.PIPE, text=True) for rank in ranks]
+    said = [process.communicate(timeout=200)[1] for process in started]
+    assert [process.returncode for process in started] == [130, 130], said
+    assert "".join(said).count("stopped by SIGINT after 0 of") == said[0].count("; 0 of") == 1, said
+    there = re.findall("lying there: (.*)", said[0])
+    assert len(there) == 1
+    assert all(name.endswith(".unfinished") for name in there[0].split()), there
+    assert not list((tmp_path / "teachers").rglob("*.safetensors"))
+    folder = prepare_teacher(loaded(recipe_file))
+    assert not list((tmp_path / "teachers").rglob(".*")), "nothing of it is left"
+    assert TeacherCache.load(folder).rows > 0
