@@ -12,16 +12,8 @@ from typing import Any, TypeVar
 from .card import model_card
 from .fingerprints import model_fingerprint, tokenizer_fingerprint
 from .folders import left_aside, steady, whole_folder
-from .manifest import (
-    KINDS,
-    MANIFEST_FILE,
-    MAX_MANIFEST_BYTES,
-    SCHEMA_VERSION,
-    Manifest,
-    library_versions,
-    plain,
-    record_fault,
-)
+from .manifest import KINDS, MAX_MANIFEST_BYTES, SCHEMA_VERSION, Manifest, library_versions, plain, record_fault
+from .storage.names import MANIFEST_FILE
 from .untrusted import file_hash, files_of, is_blob, name_fault, read_text, shown
 
 __all__ = [

@@ -14,10 +14,11 @@ from typing import Any
 
 from .artifact import load_manifest, save_artifact, verify_artifact
 from .card_text import fenced, python, shell, span, text
-from .manifest import MANIFEST_FILE, Manifest
+from .manifest import Manifest
 from .model_files import quietly
 from .names import did_you_mean
-from .sources import split_revision
+from .storage.names import MANIFEST_FILE
+from .storage.places import split_revision
 from .tensor_checks import check_tensors
 
 SERVING_FILE = "SERVING.md"

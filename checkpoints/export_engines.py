@@ -6,17 +6,9 @@ from pathlib import Path
 
 from .card_text import shell
 from .export import FOLDER, FOLDER_IN_JSON, ExportOptions, Format, Source
-from .export_drafter import (
-    SPECULATIVE_TOKENS,
-    base_of,
-    compare_whole,
-    has_tokenizer,
-    is_adapter,
-    load_config,
-    stored_types,
-    write_whole,
-)
+from .export_drafter import base_of, compare_whole, has_tokenizer, is_adapter, load_config, stored_types, write_whole
 from .export_target import check_pair, needed_target
+from .speculation import SPECULATIVE_TOKENS
 
 ARCHITECTURES = (
     *("LlamaForCausalLM", "MistralForCausalLM", "Qwen2ForCausalLM", "Qwen3ForCausalLM", "OPTForCausalLM"),

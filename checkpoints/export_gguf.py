@@ -18,20 +18,13 @@ from torch import Tensor
 from . import gguf_convert
 from .card_text import shell
 from .export import FOLDER, ExportOptions, Format, Source
-from .export_drafter import (
-    SPECULATIVE_TOKENS,
-    is_adapter,
-    load_config,
-    load_drafter,
-    random_logits,
-    stored_types,
-    write_whole,
-)
+from .export_drafter import is_adapter, load_config, load_drafter, random_logits, stored_types, write_whole
 from .export_target import check_pair, target_name
 from .gguf_file import GgufFile, read_gguf
-from .manifest import MANIFEST_FILE
 from .pairs import find_folder
-from .sources import here
+from .speculation import SPECULATIVE_TOKENS
+from .storage.names import MANIFEST_FILE
+from .storage.places import here
 from .untrusted import read_json
 
 GGUF_FILE = "model.gguf"

@@ -24,7 +24,7 @@ from .export_heads_serving import serve_medusa, serve_pickled, serve_second, ser
 from .export_target import check_target_of, heads_target_name, needed_target, output_projection
 from .export_tokenizer import compare_tokenizer, write_tokenizer
 from .heads import CONFIG_FILE, HEADS_FILE, PredictionHeads, engine_config, load_heads
-from .heads_layouts import FASTER_DECODING_HEADS, PICKLED_FILE
+from .storage.names import FASTER_DECODING_HEADS, PICKLED_FILE
 
 VLLM_FILE = "model.safetensors"
 Tensors = dict[str, Tensor]

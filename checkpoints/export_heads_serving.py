@@ -9,7 +9,8 @@ from .export import FOLDER, FOLDER_IN_JSON, ExportOptions, Source
 from .export_drafter import has_tokenizer
 from .export_engines import named_otherwise
 from .export_target import heads_target_name
-from .heads_layouts import FASTER_DECODING_HEADS, PICKLED_FILE, StoredHeads, read_heads
+from .heads_layouts import StoredHeads, read_heads
+from .storage.names import FASTER_DECODING_HEADS, PICKLED_FILE
 
 
 def _heads_of(source: Source) -> StoredHeads:

@@ -16,7 +16,7 @@ from torch import nn
 from transformers import AutoConfig
 
 from .folders import steady
-from .heads_layouts import PREFIX
+from .storage.names import PREFIX
 from .untrusted import UNREADABLE, open_file, read_json
 
 _CONFIG_KEYS = (

@@ -13,9 +13,10 @@ from safetensors.torch import save_file
 from torch import Tensor
 
 from .folders import steady
-from .heads_layouts import CONFIG_FILE, HEADS_FILE, read_heads
+from .heads_layouts import read_heads
 from .heads_module import PredictionHeads
-from .sources import split_revision
+from .storage.names import CONFIG_FILE, HEADS_FILE
+from .storage.places import split_revision
 
 __all__ = ["CONFIG_FILE", "HEADS_FILE", "PredictionHeads", "engine_config", "load_heads", "save_heads"]
 

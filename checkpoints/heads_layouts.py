@@ -19,17 +19,8 @@ from safetensors import safe_open
 from torch import Tensor
 
 from .heads_module import PROJECTIONS, STATES, PredictionHeads
+from .storage.names import CONFIG_FILE, HEADS_FILE, PICKLED_FILE, PICKLED_WHOLE_FILES, PREFIX, WHOLE_FILES
 from .untrusted import UNREADABLE, check_safetensors, read_json
-
-HEADS_FILE = "medusa_lm_head.safetensors"
-PICKLED_FILE = "medusa_lm_head.pt"
-FASTER_DECODING_HEADS = 5
-"""FasterDecoding's runtime builds as many, whatever the config says, and takes no other number from the file."""
-CONFIG_FILE = "config.json"
-WHOLE_FILES = ("model.safetensors", "model.safetensors.index.json")
-PICKLED_WHOLE_FILES = ("pytorch_model.bin", "pytorch_model.bin.index.json")
-PREFIX = "medusa_head."
-"""What the heads' names begin with in the files of a whole model."""
 
 _KEY = re.compile(r"(0|[1-9]\d{0,3})\.(0|[1-9]\d{0,3})\.(linear\.weight|linear\.bias|weight|up\.weight|down\.weight)")
 _DTYPES = (torch.float32, torch.float16, torch.bfloat16, torch.float64)

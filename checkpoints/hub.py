@@ -7,10 +7,8 @@ from __future__ import annotations
 
 import hashlib
 import json
-import re
 import threading
 import time
-import unicodedata
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -22,10 +20,6 @@ from .manifest import REDACTED, plain
 
 _T = TypeVar("_T")
 
-_NAME_CHARACTERS = "letters a-z and A-Z, digits, '-', '_' and '.'"
-_PLAIN_NAME = re.compile(r"[A-Za-z0-9_.-]+/[A-Za-z0-9_.-]+")
-_PLAIN_REVISION = re.compile(r"[A-Za-z0-9_][A-Za-z0-9_./-]*")
-_LONGEST_NAME = 96
 _PASSING = (408, 425, 429, 500, 502, 503, 504)
 """What a hub answers that may answer otherwise in a moment."""
 _TAKEN = 409
@@ -91,32 +85,6 @@ class Addition:
     def _blob(self) -> str:
         content = self.content if isinstance(self.content, bytes) else self.content.read_bytes()
         return hashlib.sha1(b"blob %d\0" % len(content) + content, usedforsecurity=False).hexdigest()
-
-
-def check_repository_name(name: str) -> None:
-    """Raises ValueError for what is no `user/name`, with the character that is odd: some look like others."""
-    for place, character in enumerate(name):
-        if not (character.isascii() and (character.isalnum() or character in "-_./")):
-            known = unicodedata.name(character, "a control character")
-            raise ValueError(
-                f"{name!a} is no name of a repository: its character {place + 1} is U+{ord(character):04X} "
-                f"({known}); there are {_NAME_CHARACTERS} only"
-            )
-    parts = name.split("/")
-    odd_ends = any(part[:1] in ("-", ".") or part[-1:] in ("-", ".") for part in parts)
-    if not _PLAIN_NAME.fullmatch(name) or odd_ends or ".." in name or "--" in name or name.endswith(".git"):
-        raise ValueError(
-            f"{name!r} is no name of a repository: give user/name, each of {_NAME_CHARACTERS}, with no '-' or '.' at "
-            "its ends, no '--' or '..', and no '.git' at the end"
-        )
-    if len(name) > _LONGEST_NAME:
-        raise ValueError(f"{name!r} has {len(name)} characters, a repository's name has at most {_LONGEST_NAME}")
-
-
-def check_revision(revision: str) -> None:
-    """Raises ValueError for what can be no branch, tag or commit."""
-    if not _PLAIN_REVISION.fullmatch(revision) or ".." in revision or "//" in revision or revision.endswith(("/", ".")):
-        raise ValueError(f"{revision!a} is no branch, tag or commit of a repository")
 
 
 @dataclass(frozen=True)

@@ -13,9 +13,8 @@ from safetensors import safe_open
 from .artifact import check_target, file_faults, load_manifest, verify_artifact
 from .fingerprints import model_fingerprint, tokenizer_fingerprint
 from .folders import steady
-from .heads_layouts import CONFIG_FILE, HEADS_FILE
 from .manifest import Manifest
-from .table_file import TABLE_FILE
+from .storage.names import CONFIG_FILE, HEADS_FILE, TABLE_FILE
 from .tensor_checks import tensor_faults
 from .untrusted import check_safetensors, is_blob, read_json, shown
 

@@ -12,10 +12,10 @@ from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 from typing import Any
 
+from .storage.names import MANIFEST_FILE
 from .untrusted import name_fault, parse_json, same_elsewhere
 
 SCHEMA_VERSION = 2
-MANIFEST_FILE = "artifact.json"
 MAX_MANIFEST_BYTES = 1 << 24
 """16 MiB. Recipe and reports take kilobytes, a file's entry 150 bytes: room for a hundred thousand files."""
 KINDS = ("drafter", "heads", "table", "target")

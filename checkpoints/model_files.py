@@ -23,7 +23,8 @@ from transformers import AutoConfig, AutoModelForCausalLM, AutoModelForSeq2SeqLM
 from transformers.utils import cached_file, logging
 
 from .fingerprints import is_parameter
-from .sources import adapter_base, at_revision
+from .sources import at_revision
+from .storage.places import adapter_base
 from .untrusted import UNPICKLE, name_fault, pickles_allowed, read_json
 
 ADAPTER_CONFIG = "adapter_config.json"

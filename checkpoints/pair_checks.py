@@ -15,7 +15,7 @@ from .fingerprints import tokenizer_fingerprint
 from .model_files import Fit
 from .pair_tokenizers import end_ids, tokenizer_findings, wrapped_by
 from .pairs import BUT, CONSUMERS, REFUSED, Diagnosis, Effect, Finding, Side, both
-from .sources import here
+from .storage.places import here
 from .tensor_checks import in_words
 
 LLAMA_CPP_SIZES = 128

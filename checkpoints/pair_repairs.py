@@ -16,14 +16,14 @@ from torch import Tensor
 from transformers import AutoConfig
 
 from .artifact import file_faults, save_artifact
-from .export_drafter import generation_settings, speculation, write_settings
 from .fingerprints import tokenizer_fingerprint
-from .manifest import MANIFEST_FILE
 from .model_files import Fit, model_class, only_safetensors
 from .older_readers import mend_model, mend_tokenizer
 from .pair_checks import other_fingerprint
 from .pairs import KEPT_FILES, TOKENIZER_FILES, WEIGHTS, Finding, Side, find_folder
+from .speculation import generation_settings, speculation, write_settings
 from .sources import target_record
+from .storage.names import MANIFEST_FILE
 from .tensor_checks import in_words
 from .untrusted import copy_files, read_json
 

@@ -16,9 +16,11 @@ from transformers import AutoConfig, GenerationConfig
 
 from .artifact import inside, load_manifest
 from .fingerprints import weight_files
-from .manifest import MANIFEST_FILE, Manifest
+from .manifest import Manifest
 from .model_files import UNLOADABLE, Fit, check_config, fit_to_model, names_of_embeddings, outline_of
-from .sources import fetch, here, hub_place
+from .sources import fetch
+from .storage.names import MANIFEST_FILE
+from .storage.places import here, hub_place
 
 CONSUMERS = {
     "transformers": "transformers 5.23, generate(assistant_model=…)",

@@ -15,8 +15,10 @@ from typing import NamedTuple
 
 from .artifact import CARD_FILE, check_replaceable, file_faults, load_manifest, verify_artifact
 from .folders import whole_folder
-from .hub import Addition, Hub, HubError, Repository, check_repository_name, check_revision
-from .manifest import MANIFEST_FILE, MAX_MANIFEST_BYTES, SECRET_VALUE, Manifest, record_fault
+from .hub import Addition, Hub, HubError, Repository
+from .manifest import MAX_MANIFEST_BYTES, SECRET_VALUE, Manifest, record_fault
+from .storage.names import MANIFEST_FILE
+from .storage.places import check_repository_name, check_revision
 from .tensor_checks import check_tensors
 from .untrusted import read_text
 

@@ -7,16 +7,13 @@ from __future__ import annotations
 
 import glob
 import re
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from functools import cache
 from pathlib import Path
-from typing import Any
 
 from .artifact import load_manifest, verify_artifact
-from .heads_layouts import CONFIG_FILE, HEADS_FILE
-from .hub import check_repository_name, check_revision
-from .manifest import MANIFEST_FILE
-from .table_file import TABLE_FILE
+from .storage.names import CONFIG_FILE, HEADS_FILE, MANIFEST_FILE, TABLE_FILE
+from .storage.places import is_path, here, hub_place, split_revision
 
 _MODEL_FILES = ("*.safetensors", "*.json", "*.model", "*.txt", "*.jinja")
 _SETTINGS = ("*.json", "*.model", "*.txt", "*.jinja")
@@ -65,7 +62,7 @@ def model_source(place: str) -> str:
     """
     if split_revision(place)[1] is not None:
         return at_revision(place)
-    if here(place) is not None or "/" not in place or _is_path(place):
+    if here(place) is not None or "/" not in place or is_path(place):
         return place
     try:
         folder = fetch(place, [MANIFEST_FILE])
@@ -122,33 +119,12 @@ def commit_of(place: str) -> str:
         raise ValueError(f"{place} {_reason(error, repo)}") from error
 
 
-def split_revision(place: str) -> tuple[str, str | None]:
-    """Name and revision of `user/name@revision`; anything else, such as a folder that is here, as it is, and None.
-
-    Raises:
-        ValueError: a name or revision that the hub does not allow.
-    """
-    repo, at, _ = place.partition("@")
-    is_named = at and "/" in repo and not _is_path(repo) and here(place) is None
-    return hub_place(place) if is_named else (place, None)
-
-
 def target_record(place: str, fingerprint: str | None) -> dict[str, str | None]:
     """A target as manifests name it: id, fingerprint and, where one was named, the revision, by its commit."""
     name, revision = split_revision(place)
     if revision is None:
         return {"id": place, "fingerprint": fingerprint}
     return {"id": name, "revision": Path(at_revision(place, weights=False)).name, "fingerprint": fingerprint}
-
-
-def adapter_base(settings: Mapping[str, Any]) -> str | None:
-    """The model that an adapter's `adapter_config.json` names, as `user/name@revision` where that says a revision, too
-    (peft's `revision`); None where it names none."""
-    base, revision = settings.get("base_model_name_or_path"), settings.get("revision")
-    if not isinstance(base, str) or not base:
-        return None
-    is_on_hub = "/" in base and "@" not in base and not _is_path(base) and here(base) is None
-    return f"{base}@{revision}" if is_on_hub and isinstance(revision, str) else base
 
 
 def fetch(repo: str, patterns: Sequence[str], revision: str | None = None) -> Path:
@@ -183,41 +159,6 @@ def _artifact(repo: str, folder: Path, kind: str | None) -> Path:
             "fetch it again"
         ) from error
     return folder
-
-
-def here(place: str | Path) -> Path | None:
-    """The folder or file of this name on this machine."""
-    try:
-        folder = Path(place).expanduser()
-    except RuntimeError as error:
-        raise ValueError(f"there is no folder {place}: {error}") from error
-    return folder if folder.exists() else None
-
-
-def hub_place(place: str, revision: str | None = None) -> tuple[str, str | None]:
-    """Name and revision of a repository on the hub, from `user/name` or `user/name@revision`.
-
-    Raises:
-        ValueError: a path, a name or revision that the hub does not allow, two revisions.
-    """
-    repo, at, named = place.partition("@")
-    if _is_path(repo):
-        raise ValueError(f"there is no folder {place}")
-    if at and revision not in (None, named):
-        raise ValueError(f"{place} names the revision {named!r}, and {revision!r} was asked for: which one?")
-    try:
-        check_repository_name(repo)
-        revision = named if at else revision
-        if revision is not None:
-            check_revision(revision)
-    except ValueError as error:
-        raise ValueError(f"there is no folder {place!a}, and on the hub it cannot be: {error}") from error
-    return repo, revision
-
-
-def _is_path(place: str) -> bool:
-    """Whether a path was meant, not the hub."""
-    return place.startswith((".", "/", "~", "runs/")) or place.count("/") > 1 or "\\" in place or place.endswith("/")
 
 
 def _reason(error: Exception, repo: str) -> str:

@@ -19,9 +19,10 @@ from torch import Tensor
 
 from .folders import steady
 from .pair_runs import Ints, Run, check_documents, count_pairs, key_dtype, merge_runs
+from .storage.names import TABLE_FILE
 from .table_checks import check_range, read_tensors
 from .table_counts import CHUNK, BigramCounts, row_ranges, row_sums
-from .table_file import MAX_COUNT, TABLE_FILE, check_counts, write_table
+from .table_file import MAX_COUNT, check_counts, write_table
 from .table_pruning import pruned
 from .table_report import report
 from .table_smoothing import check_smoothing

@@ -18,7 +18,6 @@ from numpy.typing import NDArray
 from .folders import whole_file
 from .pair_runs import Ints, Run, key_dtype
 
-TABLE_FILE = "table.safetensors"
 MAX_COUNT = 2**31 - 1
 _COPY = 1 << 24
 

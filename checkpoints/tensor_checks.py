@@ -18,7 +18,7 @@ from torch import Tensor
 from transformers import CONFIG_MAPPING
 
 from .fingerprints import weight_files
-from .heads_layouts import CONFIG_FILE, HEADS_FILE, assemble_heads
+from .heads_layouts import assemble_heads
 from .manifest import Manifest
 from .model_files import (
     ADAPTER_CONFIG,
@@ -31,9 +31,9 @@ from .model_files import (
     outline_of,
     quietly,
 )
-from .sources import adapter_base, here
+from .storage.names import CONFIG_FILE, HEADS_FILE, TABLE_FILE
+from .storage.places import adapter_base, here
 from .table_checks import MARGINALS, read_tensors
-from .table_file import TABLE_FILE
 from .untrusted import UNREADABLE, check_safetensors, read_json, shown
 
 _SHOWN = 3

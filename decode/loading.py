@@ -14,7 +14,8 @@ from transformers import AutoConfig, PreTrainedModel
 from ..checkpoints.artifact import inside
 from ..checkpoints.folders import steady
 from ..checkpoints.model_files import UNLOADABLE, check_config, load_whole, model_class, only_safetensors, reason
-from ..checkpoints.sources import adapter_base, at_revision
+from ..checkpoints.sources import at_revision
+from ..checkpoints.storage.places import adapter_base
 from ..checkpoints.untrusted import read_json
 from .final_norm import check_states
 from .graphs import GraphedModel

@@ -25,7 +25,7 @@ from ..checkpoints.artifact import MANIFEST_FILE, verify_artifact
 from ..checkpoints.folders import whole_folder
 from ..checkpoints.heads import PredictionHeads
 from ..checkpoints.heads_layouts import assemble_heads
-from ..checkpoints.hub import check_repository_name, check_revision
+from ..checkpoints.storage.places import check_repository_name, check_revision
 from ..checkpoints.table import BigramTable
 from ..checkpoints.untrusted import (
     UNREADABLE,

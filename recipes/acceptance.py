@@ -10,6 +10,7 @@ from typing import Any
 from transformers import PreTrainedModel
 
 from ..checkpoints.table import BigramTable
+from ..data.prompts import load_prompts, stop_ids
 from ..decode.engine import Limits
 from ..decode.head_trees import attach_projection
 from ..decode.loading import wrap_model
@@ -19,7 +20,6 @@ from ..decode.metrics import total
 from ..decode.models import LanguageModel
 from ..decode.tree import parse_tree
 from ..decode.warpers import Sampling
-from .evaluate import load_prompts, stop_ids
 from .prepare import Prepared
 from .training import DrafterRecipe, HeadsRecipe, MeasureSection
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import hashlib
 import math
 from collections.abc import Mapping
 from html import escape
@@ -10,10 +9,11 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from .files import read_told
+from .opening import weights_hash, artifact_hash
 from .report_tables import DASH, cell, heading, number, wide_table
 
 if TYPE_CHECKING:
-    from .config import EvaluateRecipe
+    pass
 
 SCHEMA = 1
 KIND = "certificate"
@@ -57,47 +57,12 @@ def _is_certificate(told: Any) -> bool:
     return bool(known)
 
 
-def artifact_hashes(recipe: EvaluateRecipe) -> dict[str, dict[str, Any]]:
-    """Of each artifact that is named: source, hash (see `artifact_hash`), and the hashes of its files by name."""
-    from ..checkpoints.artifact import MANIFEST_FILE, load_manifest  # here, for they bring torch along
-    from .opening import place_of
-
-    sources = {"drafter": recipe.drafter, "heads": recipe.heads, "table": recipe.table}
-    sources |= {f"drafter {place + 2}": source for place, source in enumerate(recipe.more_drafters)}
-    found = {}
-    for name, source in sources.items():
-        if source is not None:
-            folder = Path(place_of(source, name.partition(" ")[0]))
-            entries = load_manifest(folder).files if (folder / MANIFEST_FILE).is_file() else {}
-            files = {file: entry["sha256"] for file, entry in entries.items()}
-            found[name] = {"source": source, "hash": artifact_hash(str(folder)), "files": files}
-    return found
-
-
-def artifact_hash(source: str) -> str | None:
-    """What an artifact's files are: the hash of its manifest, else the fingerprint of its weights; None of one that is
-    not here, as on the hub, or whose weights cannot be read."""
-    manifest = Path(source) / "artifact.json"
-    if manifest.is_file():
-        return hashlib.sha256(manifest.read_bytes()).hexdigest()
-    return _weights(source)
-
-
-def _weights(source: str) -> str | None:
-    from ..checkpoints.fingerprints import model_fingerprint  # here, for it brings torch along
-
-    try:
-        return model_fingerprint(source) if (Path(source) / "config.json").is_file() else None
-    except ValueError:
-        return None
-
-
 def changed_since(told: Mapping[str, Any]) -> list[str]:
     """Names of the artifacts whose files are others now than those that were certified, as far as they are here."""
     changed = []
     for name, one in told["artifacts"].items():
         # Of the target the weights were taken, also where it has a manifest.
-        now = _weights(one["source"]) if name == "target" else artifact_hash(one["source"])
+        now = weights_hash(one["source"]) if name == "target" else artifact_hash(one["source"])
         if None not in (now, one["hash"]) and now != one["hash"]:
             changed.append(name)
     return changed

@@ -23,11 +23,11 @@ from ..decode.uniformity import detectable_bias, tokens_for
 from ..decode.warpers import Sampling
 from ..train.interrupts import StopSignals
 from . import evaluate
-from .certificate_report import KIND, SCHEMA, artifact_hashes, certificate_beside
+from .certificate_report import KIND, SCHEMA, certificate_beside
 from .config import EvaluateRecipe
 from .files import write_whole
 from .journal import TextJournal
-from .opening import Opened, entries_of, open_recipe
+from .opening import Opened, artifact_hashes, entries_of, open_recipe
 from .outcome import fingerprint_of
 from .terminal import Advance, bar, console, say
 

@@ -9,6 +9,7 @@ from functools import cached_property
 from typing import Any
 
 from ..data.conversations import Conversation, Turn
+from ..data.prompts import load_prompts, stop_ids
 from ..data.rendering import render
 from ..data.templates import Template
 from ..decode.diagnosis import Passage, Resamples
@@ -18,7 +19,6 @@ from ..decode.recording import sample_texts
 from ..decode.warpers import Sampling
 from ..train.interrupts import Interrupted, StopSignals
 from .config import EvaluateRecipe
-from .evaluate import load_prompts, stop_ids
 from .opening import Opened
 from .terminal import Advance, bar
 

@@ -14,12 +14,12 @@ from ..checkpoints.sources import at_revision
 from ..data.conversations import Conversation, Turn
 from ..data.packing import IGNORED, PADDING
 from ..data.prepared import PreparedData
+from ..data.prompts import stop_ids
 from ..data.rendering import render
 from ..data.templates import OWN, Template, get_template
 from ..decode.diagnosis import Passage
 from ..decode.loading import load_model
 from .config import EvaluateRecipe
-from .evaluate import stop_ids
 from .opening import Opened
 from .prepare import encoder_hash
 

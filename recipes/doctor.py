@@ -8,6 +8,7 @@ from contextlib import nullcontext
 from dataclasses import dataclass
 from importlib.metadata import PackageNotFoundError, version
 from importlib.util import find_spec
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -104,3 +105,25 @@ def _memory() -> str:
     if not hasattr(os, "sysconf") or "SC_PHYS_PAGES" not in os.sysconf_names:
         return "memory unknown"
     return f"{os.sysconf('SC_PHYS_PAGES') * os.sysconf('SC_PAGE_SIZE') / 2**30:.1f} GiB of memory"
+
+
+def machine(device: str) -> dict[str, Any]:
+    """Hardware and library versions that numbers were measured with."""
+    name = torch.cuda.get_device_name() if device.startswith("cuda") else _cpu_name()
+    versions = {}
+    for package in ("draftsmith", "torch", "transformers", "accelerate", "deepspeed"):
+        try:
+            versions[package] = version(package)
+        except PackageNotFoundError:
+            continue
+    threads = {"cores": os.cpu_count(), "threads": torch.get_num_threads()}
+    return {"device": device, "name": name, **threads, "python": platform.python_version(), "versions": versions}
+
+
+def _cpu_name() -> str:
+    info = Path("/proc/cpuinfo")
+    if info.is_file():
+        for line in info.read_text(encoding="utf-8").splitlines():
+            if line.startswith("model name"):
+                return line.split(":", 1)[1].strip()
+    return platform.processor() or platform.machine()

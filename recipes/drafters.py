@@ -9,10 +9,11 @@ from typing import Any
 import torch
 from transformers import AutoConfig, PreTrainedModel
 
-from ..checkpoints.export_drafter import save_speculation
 from ..checkpoints.model_files import is_adapter
 from ..checkpoints.older_readers import save_tokenizer
+from ..checkpoints.speculation import save_speculation
 from ..checkpoints.sources import at_revision
+from ..data.prompts import stop_ids
 from ..data.tokenizers import load_tokenizer
 from ..train.config import micro_steps
 from ..train.drafter import DrafterTask
@@ -22,7 +23,6 @@ from ..train.on_policy import OnPolicy
 from ..train.processes import on_main, together
 from ..train.teacher import Teacher, load_teacher
 from .acceptance import drafter_measure
-from .evaluate import stop_ids
 from .models import TrainableModel, build_model, check_vocabulary
 from .outcome import check_target, fingerprint_of, fit_recipe, prepare_once, save
 from .prepare import Prepared

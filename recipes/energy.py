@@ -46,7 +46,7 @@ from ..decode.models import LanguageModel
 from ..decode.seq2seq import Seq2SeqModel
 from .config import EvaluateRecipe
 from .direct import BASE, evaluate_recipe
-from .evaluate import machine
+from .doctor import machine
 from .files import write_whole
 from .loading import load_recipe
 from .terminal import Advance, bar, console, say

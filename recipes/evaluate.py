@@ -2,27 +2,13 @@
 
 from __future__ import annotations
 
-import hashlib
-import json
-import os
-import platform
 from collections import Counter
-from collections.abc import Iterator, Sequence
-from dataclasses import dataclass, field
+from collections.abc import Sequence
 from datetime import UTC, datetime
-from importlib.metadata import PackageNotFoundError, version
-from itertools import islice
 from pathlib import Path
 from typing import Any
 
-import torch
-
-from ..checkpoints.sources import at_revision
-from ..data.conversations import Prompt
-from ..data.corpora import find_corpus
-from ..data.reading import read_prompts
-from ..data.rendering import prompt_renderer
-from ..data.templates import get_template
+from ..data.prompts import PassedOver, load_prompts, stop_ids
 from ..decode.energy import CounterError, Energy, open_meter
 from ..decode.engine import Limits
 from ..decode.measure import BASELINE, Entry, Run, devices_of, energy_of, measure
@@ -31,16 +17,14 @@ from ..decode.models import LanguageModel
 from ..decode.replay import predict_entries, record_entries
 from ..decode.summary import Asked, Summariser, Summary, same_as_reference
 from ..train.interrupts import Interrupted, StopSignals
-from .certificate_report import artifact_hashes
 from .config import EvaluateRecipe
+from .doctor import machine
 from .journal import RunJournal
 from .loading import write_recipe
-from .opening import Opened, entries_of, open_recipe, place_of
+from .opening import Opened, _prompts_digest, artifact_hashes, entries_of, identity_of, open_recipe
 from .report import report_beside, write_report
 from .results import KIND, SCHEMA, write_results
 from .terminal import Advance, bar, categories_table, console, duration, results_table, say
-
-_NAMED_PASSED_OVER = 20  # of prompts that were too long; of the others only the number is kept
 
 
 def run_evaluate(recipe: EvaluateRecipe) -> dict[str, Any]:
@@ -222,93 +206,6 @@ def _results(
     }
 
 
-def identity_of(recipe: EvaluateRecipe, prompts: Sequence[Sequence[int]], device: str) -> dict[str, Any]:
-    """What finished runs belong to: they may only be used again where all of it is the same."""
-    settings = recipe.model_dump(mode="json", exclude={"out", "show_categories", "energy"})
-    drafters = [recipe.drafter, *recipe.more_drafters]
-    parts = [*((source, "drafter") for source in drafters), (recipe.heads, "heads"), (recipe.table, "table")]
-    artifacts = {source: state_of(place_of(source, kind)) for source, kind in parts if source is not None}
-    artifacts[recipe.target] = state_of(at_revision(recipe.target))
-    return settings | {"artifacts": artifacts, "prompts read": _prompts_digest(prompts), "machine": machine(device)}
-
-
-def state_of(source: str) -> Any:
-    """What changes when a folder or file is written anew; an artifact's manifest holds the hashes of its files."""
-    folder = Path(source)
-    manifest = folder / "artifact.json"
-    if manifest.is_file():
-        return hashlib.sha256(manifest.read_bytes()).hexdigest()
-    files = sorted(path for path in (folder, *folder.rglob("*")) if path.is_file())
-    return [[str(path.relative_to(folder)), path.stat().st_size, path.stat().st_mtime_ns] for path in files]
-
-
-def _prompts_digest(prompts: Sequence[Sequence[int]]) -> str:
-    return hashlib.sha256(json.dumps([list(prompt) for prompt in prompts]).encode()).hexdigest()
-
-
-@dataclass
-class PassedOver:
-    """Prompts that were read and not asked, up to the last that was."""
-
-    too_long: list[str] = field(default_factory=list)
-    """Their names."""
-    skipped: Counter[str] = field(default_factory=Counter)
-    """How many others, by reason."""
-
-    def __bool__(self) -> bool:
-        return bool(self.too_long or self.skipped)
-
-    def words(self) -> str:
-        """For people."""
-        counts = Counter({"too long": len(self.too_long)}) + self.skipped
-        return ", ".join(f"{count} prompts ({reason})" for reason, count in counts.items())
-
-    def as_dict(self) -> dict[str, Any]:
-        """Numbers by reason, and the first names of those that were too long."""
-        counts = {"too long": len(self.too_long)} | dict(self.skipped)
-        return {"counts": counts, "too_long": self.too_long[:_NAMED_PASSED_OVER]}
-
-
-def load_prompts(
-    source: str,
-    template: str,
-    tokenizer: Any,
-    limit: int,
-    max_tokens: int,
-    *,
-    path: str | None = None,
-    groups: Sequence[str] | None = None,
-    passed_over: PassedOver | None = None,
-) -> list[tuple[Prompt, list[int]]]:
-    """Questions of an evaluation set or of conversations, each with its token ids as the template presents them for
-    generation, in the order of the set. Of a set with fixed groups each group gives as many as the others, as far as
-    it has them. `passed_over` gets those that were read and left out.
-
-    Raises:
-        ValueError: where there is no prompt, naming what was left out and why, or none is short enough, naming the
-            limit and the shortest.
-    """
-    encode = prompt_renderer(get_template(template, tokenizer), tokenizer)
-    lengths: list[int] = []
-    passed = PassedOver() if passed_over is None else passed_over
-
-    def short_enough() -> Iterator[tuple[Prompt, list[int]]]:
-        for prompt in read_prompts(source, path=path, groups=groups, skipped=passed.skipped):
-            ids = encode(prompt.turns)
-            lengths.append(len(ids))
-            if len(ids) <= max_tokens:
-                yield prompt, ids
-            else:
-                passed.too_long.append(prompt.id)
-
-    prompts = list(islice(_in_turn(source, short_enough()), limit))
-    if not lengths:
-        raise ValueError(f"no prompt in {source}: {passed.words() or 'it is empty'}")
-    if not prompts:
-        raise ValueError(f"no prompt in {source} has at most {max_tokens} tokens; the shortest has {min(lengths)}")
-    return prompts
-
-
 def check_room(
     target: LanguageModel, parts: Parts, entries: Sequence[Entry], asked: Sequence[Asked], limits: Limits
 ) -> None:
@@ -331,46 +228,6 @@ def check_room(
             f"prompt {longest.name} has {len(longest.ids)} tokens; with {limits.max_new_tokens} new ones and a "
             f"look-ahead of {ahead} ({label}) they do not fit into the {name}'s {positions} positions: {fits}"
         )
-
-
-def _in_turn(source: str, prompts: Iterator[tuple[Prompt, list[int]]]) -> Iterator[tuple[Prompt, list[int]]]:
-    """Prompts of a set with groups, one of each group after the other."""
-    corpus = find_corpus(source)
-    if corpus is None or not corpus.groups:
-        yield from prompts
-        return
-    by_group: dict[str, list[tuple[Prompt, list[int]]]] = {}
-    for prompt, ids in prompts:
-        by_group.setdefault(prompt.category, []).append((prompt, ids))
-    for place in range(max(map(len, by_group.values()), default=0)):
-        yield from (group[place] for group in by_group.values() if place < len(group))
-
-
-def stop_ids(tokenizer: Any) -> tuple[int, ...]:
-    """Tokens that end an answer."""
-    return () if tokenizer.eos_token_id is None else (int(tokenizer.eos_token_id),)
-
-
-def machine(device: str) -> dict[str, Any]:
-    """Hardware and library versions that numbers were measured with."""
-    name = torch.cuda.get_device_name() if device.startswith("cuda") else _cpu_name()
-    versions = {}
-    for package in ("draftsmith", "torch", "transformers", "accelerate", "deepspeed"):
-        try:
-            versions[package] = version(package)
-        except PackageNotFoundError:
-            continue
-    threads = {"cores": os.cpu_count(), "threads": torch.get_num_threads()}
-    return {"device": device, "name": name, **threads, "python": platform.python_version(), "versions": versions}
-
-
-def _cpu_name() -> str:
-    info = Path("/proc/cpuinfo")
-    if info.is_file():
-        for line in info.read_text(encoding="utf-8").splitlines():
-            if line.startswith("model name"):
-                return line.split(":", 1)[1].strip()
-    return platform.processor() or platform.machine()
 
 
 def _show(recipe: EvaluateRecipe, results: dict[str, Any]) -> None:

@@ -9,12 +9,12 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from ..data.prompts import load_prompts, stop_ids
 from ..decode.engine import Limits
 from ..decode.recording import sample_texts
 from ..decode.warpers import Sampling
-from .evaluate import load_prompts, state_of, stop_ids
 from .loading import parse_recipe
-from .opening import Opened, open_recipe
+from .opening import Opened, open_recipe, state_of
 from .papers_config import PaperEvaluation
 from .run import run_train
 from .terminal import bar

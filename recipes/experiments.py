@@ -18,9 +18,10 @@ from ..decode.measure import BASELINE
 from ..decode.methods import method_options
 from .claims import transformed
 from .config import EvaluateRecipe
-from .evaluate import machine, run_evaluate, state_of
+from .doctor import machine
+from .evaluate import run_evaluate
 from .files import write_whole
-from .opening import device_of
+from .opening import device_of, state_of
 from .papers_config import RUN, PaperEvaluation, PaperRecipe, RunsSettings, run_folder
 from .results import CATEGORY, load_results
 from .terminal import say

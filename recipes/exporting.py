@@ -13,7 +13,7 @@ from ..checkpoints.export_engines import DRAFT_MODEL
 from ..checkpoints.export_gguf import GGUF
 from ..checkpoints.export_heads import HEADS_FORMATS
 from ..checkpoints.export_table import TABLE_FORMATS
-from ..checkpoints.sources import here, hub_place
+from ..checkpoints.storage.places import here, hub_place
 from ..decode.export_attached import ATTACHED_FORMATS
 from .terminal import console, say
 

@@ -10,7 +10,7 @@ from tempfile import TemporaryDirectory
 from typing import Any
 
 from ..checkpoints.artifact import MANIFEST_FILE, save_artifact, tokenizer_fingerprint
-from ..checkpoints.heads_layouts import CONFIG_FILE, holds_heads
+from ..checkpoints.heads_layouts import holds_heads
 from ..checkpoints.model_files import (
     ADAPTER_CONFIG,
     UNLOADABLE,
@@ -24,6 +24,7 @@ from ..checkpoints.model_files import (
 from ..checkpoints.pair_checks import MORE_TENSORS, examine
 from ..checkpoints.pairs import REFUSED, TOKENIZER_FILES, WEIGHTS, Side, find_folder, open_side
 from ..checkpoints.sources import target_record
+from ..checkpoints.storage.names import CONFIG_FILE
 from ..checkpoints.tensor_checks import adapter_faults
 from ..checkpoints.untrusted import UNPICKLE, copy_files, read_json
 from ..data.tokenizers import load_tokenizer

@@ -8,17 +8,10 @@ from typing import Any
 
 from ..checkpoints.artifact import model_fingerprint, save_artifact, tokenizer_fingerprint
 from ..checkpoints.heads import save_heads
-from ..checkpoints.heads_layouts import (
-    CONFIG_FILE,
-    HEADS_FILE,
-    PICKLED_FILE,
-    PICKLED_WHOLE_FILES,
-    WHOLE_FILES,
-    StoredHeads,
-    read_heads,
-    shards_of_heads,
-)
-from ..checkpoints.sources import at_revision, fetch, here, hub_place, target_record
+from ..checkpoints.heads_layouts import StoredHeads, read_heads, shards_of_heads
+from ..checkpoints.sources import at_revision, fetch, target_record
+from ..checkpoints.storage.names import CONFIG_FILE, HEADS_FILE, PICKLED_FILE, PICKLED_WHOLE_FILES, WHOLE_FILES
+from ..checkpoints.storage.places import here, hub_place
 from ..data.tokenizers import load_tokenizer
 from .command import typed_command
 from .terminal import say

@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+import hashlib
+import json
+from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import cache
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from transformers import PreTrainedModel
@@ -30,7 +33,11 @@ from ..decode.methods import Parts, method_options, needs_of
 from ..decode.models import LanguageModel, check_same_vocabulary
 from ..decode.warpers import Sampling
 from .config import EvaluateRecipe
+from .doctor import machine
 from .terminal import say
+
+if TYPE_CHECKING:
+    from .config import EvaluateRecipe
 
 
 @dataclass(frozen=True)
@@ -153,3 +160,62 @@ def _check_made_for(recipe: EvaluateRecipe) -> None:
     if theirs is not None and (target / "config.json").is_file() and model_fingerprint(target) != theirs:
         named = base if trained else made_for.get("id")
         say(f"evaluate: the heads were trained with {named}, not with {recipe.target}")
+
+
+def identity_of(recipe: EvaluateRecipe, prompts: Sequence[Sequence[int]], device: str) -> dict[str, Any]:
+    """What finished runs belong to: they may only be used again where all of it is the same."""
+    settings = recipe.model_dump(mode="json", exclude={"out", "show_categories", "energy"})
+    drafters = [recipe.drafter, *recipe.more_drafters]
+    parts = [*((source, "drafter") for source in drafters), (recipe.heads, "heads"), (recipe.table, "table")]
+    artifacts = {source: state_of(place_of(source, kind)) for source, kind in parts if source is not None}
+    artifacts[recipe.target] = state_of(at_revision(recipe.target))
+    return settings | {"artifacts": artifacts, "prompts read": _prompts_digest(prompts), "machine": machine(device)}
+
+
+def state_of(source: str) -> Any:
+    """What changes when a folder or file is written anew; an artifact's manifest holds the hashes of its files."""
+    folder = Path(source)
+    manifest = folder / "artifact.json"
+    if manifest.is_file():
+        return hashlib.sha256(manifest.read_bytes()).hexdigest()
+    files = sorted(path for path in (folder, *folder.rglob("*")) if path.is_file())
+    return [[str(path.relative_to(folder)), path.stat().st_size, path.stat().st_mtime_ns] for path in files]
+
+
+def _prompts_digest(prompts: Sequence[Sequence[int]]) -> str:
+    return hashlib.sha256(json.dumps([list(prompt) for prompt in prompts]).encode()).hexdigest()
+
+
+def artifact_hashes(recipe: EvaluateRecipe) -> dict[str, dict[str, Any]]:
+    """Of each artifact that is named: source, hash (see `artifact_hash`), and the hashes of its files by name."""
+    from ..checkpoints.artifact import MANIFEST_FILE, load_manifest
+    from .opening import place_of
+
+    sources = {"drafter": recipe.drafter, "heads": recipe.heads, "table": recipe.table}
+    sources |= {f"drafter {place + 2}": source for place, source in enumerate(recipe.more_drafters)}
+    found = {}
+    for name, source in sources.items():
+        if source is not None:
+            folder = Path(place_of(source, name.partition(" ")[0]))
+            entries = load_manifest(folder).files if (folder / MANIFEST_FILE).is_file() else {}
+            files = {file: entry["sha256"] for file, entry in entries.items()}
+            found[name] = {"source": source, "hash": artifact_hash(str(folder)), "files": files}
+    return found
+
+
+def artifact_hash(source: str) -> str | None:
+    """What an artifact's files are: the hash of its manifest, else the fingerprint of its weights; None of one that is
+    not here, as on the hub, or whose weights cannot be read."""
+    manifest = Path(source) / "artifact.json"
+    if manifest.is_file():
+        return hashlib.sha256(manifest.read_bytes()).hexdigest()
+    return weights_hash(source)
+
+
+def weights_hash(source: str) -> str | None:
+    from ..checkpoints.fingerprints import model_fingerprint
+
+    try:
+        return model_fingerprint(source) if (Path(source) / "config.json").is_file() else None
+    except ValueError:
+        return None

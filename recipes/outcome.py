@@ -20,7 +20,8 @@ from ..checkpoints.artifact import (
     tokenizer_fingerprint,
     verify_artifact,
 )
-from ..checkpoints.sources import at_revision, commit_of, split_revision, target_record
+from ..checkpoints.sources import at_revision, commit_of, target_record
+from ..checkpoints.storage.places import split_revision
 from ..data.prepared import PreparedData
 from ..train.interrupts import TrainingError
 from ..train.loop import FitConfig, FitResult, Task, fit

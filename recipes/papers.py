@@ -55,8 +55,8 @@ def run_paper(recipe: PaperRecipe, name: str, pair: str | None = None, folder: P
     Raises:
         ValueError: what the experiment raises; a claim about a row or metric that there is not.
     """
-    from .evaluate import state_of  # here, as a mistake in a recipe is to be told at once
     from .experiments import EXPERIMENTS, machine_of
+    from .opening import state_of
 
     used = recipe.on_pair(pair) if pair is not None else recipe
     folder = folder or folder_of(recipe, pair)

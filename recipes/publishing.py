@@ -13,8 +13,9 @@ from rich.table import Table
 from ..checkpoints.card import Evidence, Licence, Measured, base_model, data_sources, model_card
 from ..checkpoints.card_text import paths_in
 from ..checkpoints.hub import Hub
-from ..checkpoints.manifest import MANIFEST_FILE, Manifest
+from ..checkpoints.manifest import Manifest
 from ..checkpoints.publish import MAIN, Plan, plan_push, pull, push
+from ..checkpoints.storage.names import MANIFEST_FILE
 from ..data.corpora import find_corpus
 from .certificate_report import certificate_beside, load_certificate
 from .results import load_results
@@ -165,7 +166,7 @@ def _digest(files: Mapping[str, str] | None) -> str:
 
 def _uses(row: Mapping[str, Any], name: str) -> bool:
     """Whether a row is about an artifact that results have under a name, or is what it is compared with."""
-    from ..decode.methods import METHODS, needs_of  # here, for transformers' models take seconds to load
+    from ..decode.methods import METHODS, needs_of
 
     method = row["method"]
     if method == _BASELINE:

@@ -21,6 +21,7 @@ from ..checkpoints.artifact import model_fingerprint
 from ..checkpoints.sources import at_revision
 from ..data.cleaning_options import Cleaning
 from ..data.conversations import Conversation, CorpusReport
+from ..data.prompts import stop_ids
 from ..data.reading import read_conversations
 from ..data.regeneration import Answer, Answerer, Failure, Question, RegenerationReport, Store, keyed, regenerate
 from ..data.rendering import prompt_renderer
@@ -34,7 +35,6 @@ from ..decode.warpers import Sampling
 from ..train.interrupts import Interrupted, StopSignals
 from .config import RegenerateRecipe, ServerSection
 from .data_sections import PlaceSection
-from .evaluate import stop_ids
 from .loading import write_recipe
 from .terminal import bar, say
 

@@ -23,6 +23,7 @@ from rich.table import Table
 from ..checkpoints.artifact import load_manifest, tokenizer_fingerprint, verify_artifact
 from ..checkpoints.heads import load_heads
 from ..checkpoints.table import BigramTable
+from ..data.prompts import load_prompts, stop_ids
 from ..data.tokenizers import load_tokenizer
 from ..decode.engine import Limits
 from ..decode.head_trees import attach_projection, states_of
@@ -33,9 +34,10 @@ from ..decode.models import LanguageModel
 from ..decode.warpers import Sampling
 from ..train.interrupts import StopSignals
 from .acceptance import decode_prompts
-from .evaluate import load_prompts, machine, state_of, stop_ids
+from .doctor import machine
 from .files import write_whole
 from .loading import write_recipe
+from .opening import state_of
 from .plots import draw_saturation, missing_matplotlib
 from .prepare import check_heldout, prepare_data
 from .saturation_tables import COUNTS_FILE, PartTable, part_tables, raise_if_stopped

@@ -36,7 +36,7 @@ from draftsmith.data.prepared import PreparedData, prepare
 from draftsmith.data.reading import read_conversations
 from draftsmith.data.templates import get_template
 from draftsmith.data.tokenizers import load_tokenizer, train_bpe
-from draftsmith.recipes.evaluate import machine
+from draftsmith.recipes.doctor import machine
 from draftsmith.train.drafter import DrafterTask
 from transformers import LlamaConfig, LlamaForCausalLM
 

@@ -26,6 +26,7 @@ from typing import Any, Literal
 import torch
 from draftsmith.checkpoints.heads import PredictionHeads, load_heads
 from draftsmith.checkpoints.table import BigramTable
+from draftsmith.data.prompts import load_prompts, stop_ids
 from draftsmith.data.tokenizers import load_tokenizer
 from draftsmith.decode.engine import Limits, Proposal, Verdict, Verifier, generate
 from draftsmith.decode.head_trees import PrunedHeadTree
@@ -40,7 +41,7 @@ from draftsmith.decode.rng import Rng
 from draftsmith.decode.tree import Tree
 from draftsmith.decode.verifiers import at, walk
 from draftsmith.decode.warpers import Sampling
-from draftsmith.recipes.evaluate import load_prompts, machine, stop_ids
+from draftsmith.recipes.doctor import machine
 from transformers import DynamicCache, LlamaConfig, LlamaForCausalLM
 
 Job = Callable[[Sequence[int], Limits], Decoded]

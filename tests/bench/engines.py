@@ -30,13 +30,14 @@ from urllib.request import Request, urlopen
 
 import torch
 from draftsmith.checkpoints.export import ExportOptions, export_artifact
+from draftsmith.data.prompts import load_prompts
 from draftsmith.data.tokenizers import load_tokenizer
 from draftsmith.decode.engine import Limits
 from draftsmith.decode.loading import load_model, wrap_model
 from draftsmith.decode.measure import decode, decode_reference
 from draftsmith.decode.methods import Parts, build_method
 from draftsmith.decode.warpers import Sampling
-from draftsmith.recipes.evaluate import load_prompts, machine
+from draftsmith.recipes.doctor import machine
 from draftsmith.recipes.exporting import FORMATS
 
 Job = Callable[[Sequence[int], int], tuple[list[int], float]]

@@ -31,6 +31,7 @@ import numpy as np
 import torch
 from draftsmith.checkpoints.heads import PredictionHeads
 from draftsmith.checkpoints.table import BigramTable
+from draftsmith.data.prompts import load_prompts, stop_ids
 from draftsmith.data.tokenizers import load_tokenizer
 from draftsmith.decode.engine import Limits
 from draftsmith.decode.loading import load_model, wrap_model
@@ -38,7 +39,7 @@ from draftsmith.decode.measure import decode, raw_costs
 from draftsmith.decode.methods import Parts, build_method
 from draftsmith.decode.warpers import Sampling
 from draftsmith.recipes.config import QuickstartRecipe, RegenerateRecipe
-from draftsmith.recipes.evaluate import load_prompts, machine, stop_ids
+from draftsmith.recipes.doctor import machine
 from draftsmith.recipes.loading import parse_recipe, read_recipe
 from draftsmith.recipes.models import add_lora
 from draftsmith.recipes.prepare import prepare_data

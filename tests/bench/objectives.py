@@ -22,6 +22,7 @@ from typing import Any
 
 import numpy as np
 import torch
+from draftsmith.data.prompts import load_prompts, stop_ids
 from draftsmith.data.tokenizers import load_tokenizer
 from draftsmith.decode.engine import Limits
 from draftsmith.decode.loading import load_model, wrap_model
@@ -29,7 +30,7 @@ from draftsmith.decode.measure import decode
 from draftsmith.decode.methods import Parts, build_method
 from draftsmith.decode.warpers import Sampling
 from draftsmith.recipes.config import QuickstartRecipe
-from draftsmith.recipes.evaluate import load_prompts, machine, stop_ids
+from draftsmith.recipes.doctor import machine
 from draftsmith.recipes.loading import parse_recipe, read_recipe
 from draftsmith.recipes.prepare import prepare_data
 from draftsmith.recipes.quickstart import resolve

@@ -20,6 +20,7 @@ from typing import Any
 import torch
 from draftsmith.checkpoints.heads import load_heads
 from draftsmith.checkpoints.table import BigramTable
+from draftsmith.data.prompts import load_prompts, stop_ids
 from draftsmith.data.tokenizers import load_tokenizer
 from draftsmith.decode.cost_model import CostModel, measure_forwards, measure_overheads
 from draftsmith.decode.engine import Limits, generate
@@ -33,7 +34,7 @@ from draftsmith.decode.replay import predict
 from draftsmith.decode.rng import Rng
 from draftsmith.decode.tuning import Choice, Space, probes, tune_method, with_costs
 from draftsmith.decode.warpers import Sampling
-from draftsmith.recipes.evaluate import load_prompts, machine, stop_ids
+from draftsmith.recipes.doctor import machine
 
 BATCH = 8
 CONFIRMED = 3  # of the settings that replay holds fastest, those that are decoded, as `draftsmith tune` does

@@ -32,7 +32,7 @@ from typing import Any
 
 import numpy as np
 from draftsmith.checkpoints.pair_runs import key_dtype, write_keys
-from draftsmith.recipes.evaluate import machine
+from draftsmith.recipes.doctor import machine
 from draftsmith.train.counting import PairCounter, counted
 from table_parts import load, lookup
 from table_ranks import ranks

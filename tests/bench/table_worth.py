@@ -38,6 +38,7 @@ import torch
 from draftsmith.checkpoints.heads import load_heads
 from draftsmith.checkpoints.table import BigramTable
 from draftsmith.data.conversations import Conversation, write_conversations
+from draftsmith.data.prompts import load_prompts, stop_ids
 from draftsmith.data.reading import read_conversations
 from draftsmith.data.rendering import render, render_all, render_prompt
 from draftsmith.data.templates import get_template
@@ -49,7 +50,7 @@ from draftsmith.decode.methods import Parts, build_method
 from draftsmith.decode.metrics import Tally
 from draftsmith.decode.rng import Rng
 from draftsmith.decode.warpers import Sampling
-from draftsmith.recipes.evaluate import load_prompts, machine, stop_ids
+from draftsmith.recipes.doctor import machine
 from draftsmith.recipes.loading import parse_recipe
 from draftsmith.recipes.run import run_train
 from draftsmith.recipes.saturation import LENGTHS, enough_from, paired_gain, per_step

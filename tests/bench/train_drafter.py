@@ -32,7 +32,7 @@ from draftsmith.data.prepared import PreparedData, prepare
 from draftsmith.data.reading import read_conversations
 from draftsmith.data.templates import get_template
 from draftsmith.data.tokenizers import load_tokenizer, train_bpe
-from draftsmith.recipes.evaluate import machine
+from draftsmith.recipes.doctor import machine
 from draftsmith.train.drafter import DrafterTask
 from draftsmith.train.loop import FitConfig, fit
 from draftsmith.train.losses import cross_entropy

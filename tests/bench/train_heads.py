@@ -35,7 +35,7 @@ import torch
 import torch.nn.functional as F
 from draftsmith.checkpoints.heads import PredictionHeads
 from draftsmith.data.packing import Batch
-from draftsmith.recipes.evaluate import machine
+from draftsmith.recipes.doctor import machine
 from draftsmith.train.head_losses import heads_mixture
 from draftsmith.train.heads import HeadsTask
 from draftsmith.train.losses import IGNORED, DenseTeacher, head_labels

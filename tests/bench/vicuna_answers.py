@@ -17,7 +17,7 @@ import tempfile
 from pathlib import Path
 from typing import Any
 
-from draftsmith.recipes.evaluate import machine
+from draftsmith.recipes.doctor import machine
 from draftsmith.recipes.loading import load_recipe
 from draftsmith.recipes.run import run_train
 from draftsmith.recipes.training import DrafterRecipe

@@ -13,7 +13,7 @@ from draftsmith.checkpoints.artifact import save_artifact
 from draftsmith.checkpoints.export import SERVING_FILE, ExportOptions, export_artifact
 from draftsmith.checkpoints.export_gguf import GGUF
 from draftsmith.checkpoints.gguf_file import read_gguf
-from draftsmith.checkpoints.sources import split_revision
+from draftsmith.checkpoints.storage.places import split_revision
 from draftsmith.data.tokenizers import train_bpe
 from huggingface_hub import constants
 from tokenizers import Tokenizer, models, normalizers, pre_tokenizers

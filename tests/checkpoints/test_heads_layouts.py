@@ -11,7 +11,8 @@ from typing import Any
 import pytest
 import torch
 from draftsmith.checkpoints.heads import CONFIG_FILE, HEADS_FILE, PredictionHeads, load_heads
-from draftsmith.checkpoints.heads_layouts import PICKLED_FILE, read_heads
+from draftsmith.checkpoints.heads_layouts import read_heads
+from draftsmith.checkpoints.storage.names import PICKLED_FILE
 from draftsmith.decode.engine import Limits, generate
 from draftsmith.decode.loading import wrap_model
 from draftsmith.decode.methods import Parts, build_method

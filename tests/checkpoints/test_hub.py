@@ -13,9 +13,10 @@ from typing import Any
 import pytest
 from draftsmith.checkpoints import hub
 from draftsmith.checkpoints.artifact import verify_artifact
-from draftsmith.checkpoints.hub import Hub, HubError, check_repository_name, check_revision
+from draftsmith.checkpoints.hub import Hub, HubError
 from draftsmith.checkpoints.manifest import MAX_MANIFEST_BYTES
 from draftsmith.checkpoints.publish import plan_push, push
+from draftsmith.checkpoints.storage.places import check_repository_name, check_revision
 from huggingface_hub import constants
 
 

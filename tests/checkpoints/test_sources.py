@@ -14,7 +14,8 @@ from typing import Any
 import numpy as np
 import pytest
 from draftsmith.checkpoints.artifact import save_artifact
-from draftsmith.checkpoints.sources import hub_place, model_source, resolve
+from draftsmith.checkpoints.sources import model_source, resolve
+from draftsmith.checkpoints.storage.places import hub_place
 from draftsmith.checkpoints.table import BigramTable
 from huggingface_hub import constants
 from transformers import LlamaForCausalLM

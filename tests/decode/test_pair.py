@@ -13,6 +13,7 @@ import pytest
 import torch
 from draftsmith.checkpoints.heads import load_heads
 from draftsmith.checkpoints.table import BigramTable
+from draftsmith.data.prompts import load_prompts, stop_ids
 from draftsmith.data.tokenizers import load_tokenizer
 from draftsmith.decode.engine import Limits, generate
 from draftsmith.decode.loading import load_model, wrap_model
@@ -21,7 +22,6 @@ from draftsmith.decode.models import LanguageModel
 from draftsmith.decode.quality import perplexity
 from draftsmith.decode.rng import Rng
 from draftsmith.decode.warpers import Sampling
-from draftsmith.recipes.evaluate import load_prompts, stop_ids
 
 pytestmark = pytest.mark.slow
 PROMPTS = 200

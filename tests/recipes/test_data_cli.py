@@ -17,9 +17,9 @@ import yaml
 from draftsmith.checkpoints.artifact import load_manifest
 from draftsmith.checkpoints.table import BigramTable
 from draftsmith.data.prepared import PreparedData
+from draftsmith.data.prompts import load_prompts
 from draftsmith.data.tokenizers import load_tokenizer
 from draftsmith.recipes.data_sections import DataSection
-from draftsmith.recipes.evaluate import load_prompts
 from draftsmith.recipes.prepare import prepare_data
 
 Cli = Callable[..., subprocess.CompletedProcess[str]]

@@ -17,6 +17,7 @@ import pytest
 import torch
 from draftsmith.checkpoints.heads import PredictionHeads, save_heads
 from draftsmith.checkpoints.table import BigramTable
+from draftsmith.data.prompts import stop_ids
 from draftsmith.data.templates import get_template
 from draftsmith.decode.diagnosis import Passage
 from draftsmith.decode.engine import Limits
@@ -27,7 +28,6 @@ from draftsmith.decode.warpers import Sampling
 from draftsmith.recipes.diagnose_case import Case, questions_of
 from draftsmith.recipes.diagnose_text import cells_table
 from draftsmith.recipes.diagnose_training import block_passages
-from draftsmith.recipes.evaluate import stop_ids
 from draftsmith.recipes.opening import open_recipe
 from draftsmith.train.heads import HeadsTask
 from rich.console import Console

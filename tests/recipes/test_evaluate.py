@@ -15,12 +15,13 @@ import torch
 from draftsmith.checkpoints.artifact import save_artifact, tokenizer_fingerprint
 from draftsmith.checkpoints.heads import PredictionHeads, save_heads
 from draftsmith.checkpoints.table import BigramTable
+from draftsmith.data.prompts import PassedOver, load_prompts
 from draftsmith.data.tokenizers import load_tokenizer
 from draftsmith.decode.methods import METHODS, needs_of
 from draftsmith.recipes import evaluate
 from draftsmith.recipes.config import EvaluateRecipe
 from draftsmith.recipes.direct import evaluate_recipe, evaluation_or_paper
-from draftsmith.recipes.evaluate import PassedOver, load_prompts, run_evaluate
+from draftsmith.recipes.evaluate import run_evaluate
 from draftsmith.recipes.loading import load_recipe
 from draftsmith.recipes.results import load_results
 from draftsmith.recipes.terminal import bar, categories_table, results_table

@@ -18,6 +18,7 @@ import yaml
 from draftsmith.checkpoints.heads import load_heads
 from draftsmith.checkpoints.table import BigramTable
 from draftsmith.data.conversations import CorpusReport
+from draftsmith.data.prompts import load_prompts
 from draftsmith.data.rendering import render
 from draftsmith.data.templates import get_template
 from draftsmith.data.tokenizers import load_tokenizer
@@ -27,7 +28,6 @@ from draftsmith.decode.measure import decode
 from draftsmith.decode.methods import Parts, build_method
 from draftsmith.decode.metrics import total
 from draftsmith.decode.warpers import Sampling
-from draftsmith.recipes.evaluate import load_prompts
 from draftsmith.recipes.loading import load_recipe, parse_recipe
 from draftsmith.recipes.prepare import prepare_data, training_conversations
 from draftsmith.recipes.run import run_train

@@ -10,6 +10,7 @@ from typing import Any
 import pytest
 import torch
 import yaml
+from draftsmith.data.prompts import load_prompts
 from draftsmith.data.tokenizers import load_tokenizer, train_bpe
 from draftsmith.decode.engine import Limits
 from draftsmith.decode.loading import load_model, wrap_model
@@ -18,7 +19,6 @@ from draftsmith.decode.methods import Parts, build_method
 from draftsmith.decode.tracing import TracedStep
 from draftsmith.decode.warpers import Sampling
 from draftsmith.recipes.config import EvaluateRecipe
-from draftsmith.recipes.evaluate import load_prompts
 from draftsmith.recipes.trace import chosen_rows
 from draftsmith.recipes.trace_text import (
     TokenTexts,

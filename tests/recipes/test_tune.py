@@ -16,6 +16,7 @@ import numpy as np
 import pytest
 import yaml
 from draftsmith.checkpoints.artifact import tokenizer_fingerprint
+from draftsmith.data.prompts import stop_ids
 from draftsmith.data.tokenizers import load_tokenizer
 from draftsmith.decode.cost_model import CostModel, Curve, Overhead
 from draftsmith.decode.engine import Limits, generate
@@ -38,7 +39,6 @@ from draftsmith.decode.tuning import (
 )
 from draftsmith.decode.warpers import Sampling
 from draftsmith.recipes.config import EvaluateRecipe
-from draftsmith.recipes.evaluate import stop_ids
 from draftsmith.recipes.loading import load_recipe
 from draftsmith.recipes.tune import run_tune
 from transformers import T5Config, T5ForConditionalGeneration

@@ -1,0 +1,96 @@
+"""Places by name: a folder that is here, or a repository of the hub at a revision."""
+
+from __future__ import annotations
+
+import re
+import unicodedata
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+_NAME_CHARACTERS = "letters a-z and A-Z, digits, '-', '_' and '.'"
+_PLAIN_NAME = re.compile(r"[A-Za-z0-9_.-]+/[A-Za-z0-9_.-]+")
+_PLAIN_REVISION = re.compile(r"[A-Za-z0-9_][A-Za-z0-9_./-]*")
+_LONGEST_NAME = 96
+
+
+def split_revision(place: str) -> tuple[str, str | None]:
+    """Name and revision of `user/name@revision`; anything else, such as a folder that is here, as it is, and None.
+
+    Raises:
+        ValueError: a name or revision that the hub does not allow.
+    """
+    repo, at, _ = place.partition("@")
+    is_named = at and "/" in repo and not is_path(repo) and here(place) is None
+    return hub_place(place) if is_named else (place, None)
+
+
+def adapter_base(settings: Mapping[str, Any]) -> str | None:
+    """The model that an adapter's `adapter_config.json` names, as `user/name@revision` where that says a revision, too
+    (peft's `revision`); None where it names none."""
+    base, revision = settings.get("base_model_name_or_path"), settings.get("revision")
+    if not isinstance(base, str) or not base:
+        return None
+    is_on_hub = "/" in base and "@" not in base and not is_path(base) and here(base) is None
+    return f"{base}@{revision}" if is_on_hub and isinstance(revision, str) else base
+
+
+def here(place: str | Path) -> Path | None:
+    """The folder or file of this name on this machine."""
+    try:
+        folder = Path(place).expanduser()
+    except RuntimeError as error:
+        raise ValueError(f"there is no folder {place}: {error}") from error
+    return folder if folder.exists() else None
+
+
+def hub_place(place: str, revision: str | None = None) -> tuple[str, str | None]:
+    """Name and revision of a repository on the hub, from `user/name` or `user/name@revision`.
+
+    Raises:
+        ValueError: a path, a name or revision that the hub does not allow, two revisions.
+    """
+    repo, at, named = place.partition("@")
+    if is_path(repo):
+        raise ValueError(f"there is no folder {place}")
+    if at and revision not in (None, named):
+        raise ValueError(f"{place} names the revision {named!r}, and {revision!r} was asked for: which one?")
+    try:
+        check_repository_name(repo)
+        revision = named if at else revision
+        if revision is not None:
+            check_revision(revision)
+    except ValueError as error:
+        raise ValueError(f"there is no folder {place!a}, and on the hub it cannot be: {error}") from error
+    return repo, revision
+
+
+def is_path(place: str) -> bool:
+    """Whether a path was meant, not the hub."""
+    return place.startswith((".", "/", "~", "runs/")) or place.count("/") > 1 or "\\" in place or place.endswith("/")
+
+
+def check_repository_name(name: str) -> None:
+    """Raises ValueError for what is no `user/name`, with the character that is odd: some look like others."""
+    for place, character in enumerate(name):
+        if not (character.isascii() and (character.isalnum() or character in "-_./")):
+            known = unicodedata.name(character, "a control character")
+            raise ValueError(
+                f"{name!a} is no name of a repository: its character {place + 1} is U+{ord(character):04X} "
+                f"({known}); there are {_NAME_CHARACTERS} only"
+            )
+    parts = name.split("/")
+    odd_ends = any(part[:1] in ("-", ".") or part[-1:] in ("-", ".") for part in parts)
+    if not _PLAIN_NAME.fullmatch(name) or odd_ends or ".." in name or "--" in name or name.endswith(".git"):
+        raise ValueError(
+            f"{name!r} is no name of a repository: give user/name, each of {_NAME_CHARACTERS}, with no '-' or '.' at "
+            "its ends, no '--' or '..', and no '.git' at the end"
+        )
+    if len(name) > _LONGEST_NAME:
+        raise ValueError(f"{name!r} has {len(name)} characters, a repository's name has at most {_LONGEST_NAME}")
+
+
+def check_revision(revision: str) -> None:
+    """Raises ValueError for what can be no branch, tag or commit."""
+    if not _PLAIN_REVISION.fullmatch(revision) or ".." in revision or "//" in revision or revision.endswith(("/", ".")):
+        raise ValueError(f"{revision!a} is no branch, tag or commit of a repository")

@@ -1,0 +1,98 @@
+"""Prompts of an evaluation: which are asked, and how they are presented."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, field
+from itertools import islice
+from typing import Any
+
+from .conversations import Prompt
+from .corpora import find_corpus
+from .reading import read_prompts
+from .rendering import prompt_renderer
+from .templates import get_template
+
+_NAMED_PASSED_OVER = 20  # of prompts that were too long; of the others only the number is kept
+
+
+@dataclass
+class PassedOver:
+    """Prompts that were read and not asked, up to the last that was."""
+
+    too_long: list[str] = field(default_factory=list)
+    """Their names."""
+    skipped: Counter[str] = field(default_factory=Counter)
+    """How many others, by reason."""
+
+    def __bool__(self) -> bool:
+        return bool(self.too_long or self.skipped)
+
+    def words(self) -> str:
+        """For people."""
+        counts = Counter({"too long": len(self.too_long)}) + self.skipped
+        return ", ".join(f"{count} prompts ({reason})" for reason, count in counts.items())
+
+    def as_dict(self) -> dict[str, Any]:
+        """Numbers by reason, and the first names of those that were too long."""
+        counts = {"too long": len(self.too_long)} | dict(self.skipped)
+        return {"counts": counts, "too_long": self.too_long[:_NAMED_PASSED_OVER]}
+
+
+def load_prompts(
+    source: str,
+    template: str,
+    tokenizer: Any,
+    limit: int,
+    max_tokens: int,
+    *,
+    path: str | None = None,
+    groups: Sequence[str] | None = None,
+    passed_over: PassedOver | None = None,
+) -> list[tuple[Prompt, list[int]]]:
+    """Questions of an evaluation set or of conversations, each with its token ids as the template presents them for
+    generation, in the order of the set. Of a set with fixed groups each group gives as many as the others, as far as
+    it has them. `passed_over` gets those that were read and left out.
+
+    Raises:
+        ValueError: where there is no prompt, naming what was left out and why, or none is short enough, naming the
+            limit and the shortest.
+    """
+    encode = prompt_renderer(get_template(template, tokenizer), tokenizer)
+    lengths: list[int] = []
+    passed = PassedOver() if passed_over is None else passed_over
+
+    def short_enough() -> Iterator[tuple[Prompt, list[int]]]:
+        for prompt in read_prompts(source, path=path, groups=groups, skipped=passed.skipped):
+            ids = encode(prompt.turns)
+            lengths.append(len(ids))
+            if len(ids) <= max_tokens:
+                yield prompt, ids
+            else:
+                passed.too_long.append(prompt.id)
+
+    prompts = list(islice(_in_turn(source, short_enough()), limit))
+    if not lengths:
+        raise ValueError(f"no prompt in {source}: {passed.words() or 'it is empty'}")
+    if not prompts:
+        raise ValueError(f"no prompt in {source} has at most {max_tokens} tokens; the shortest has {min(lengths)}")
+    return prompts
+
+
+def _in_turn(source: str, prompts: Iterator[tuple[Prompt, list[int]]]) -> Iterator[tuple[Prompt, list[int]]]:
+    """Prompts of a set with groups, one of each group after the other."""
+    corpus = find_corpus(source)
+    if corpus is None or not corpus.groups:
+        yield from prompts
+        return
+    by_group: dict[str, list[tuple[Prompt, list[int]]]] = {}
+    for prompt, ids in prompts:
+        by_group.setdefault(prompt.category, []).append((prompt, ids))
+    for place in range(max(map(len, by_group.values()), default=0)):
+        yield from (group[place] for group in by_group.values() if place < len(group))
+
+
+def stop_ids(tokenizer: Any) -> tuple[int, ...]:
+    """Tokens that end an answer."""
+    return () if tokenizer.eos_token_id is None else (int(tokenizer.eos_token_id),)
