@@ -14,7 +14,7 @@ from typing import Any
 from torch import Tensor
 from transformers import PreTrainedModel
 
-from ..checkpoints.sources import resolve
+from ..checkpoints.artifact.locate import resolve
 from .drop_in import CustomGenerate
 from .generate_calls import calling_generate
 from .method_files import read_settings

@@ -19,11 +19,11 @@ from torch import Tensor
 from transformers import PreTrainedModel
 from transformers.generation import GenerateDecoderOnlyOutput, GenerateEncoderDecoderOutput
 
-from ..checkpoints.artifact import MANIFEST_FILE, open_artifact
-from ..checkpoints.folders import steady
-from ..checkpoints.heads import PredictionHeads, load_heads
-from ..checkpoints.sources import model_source, resolve
-from ..checkpoints.table import BigramTable
+from ..checkpoints.artifact.artifact import MANIFEST_FILE, open_artifact
+from ..checkpoints.artifact.locate import model_source, resolve
+from ..checkpoints.heads.files import PredictionHeads, load_heads
+from ..checkpoints.storage.atomic import steady
+from ..checkpoints.table.table import BigramTable
 from .engine import generate
 from .generate_calls import Replay, check_request, held_back, prompts_of, sampling_of
 from .graphs import GraphedModel

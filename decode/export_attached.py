@@ -10,11 +10,11 @@ from typing import Any
 
 import torch
 
-from ..checkpoints.card_text import python
-from ..checkpoints.export import FOLDER_IN_PYTHON, ExportOptions, Format, Source
-from ..checkpoints.export_target import target_name
-from ..checkpoints.heads import PredictionHeads
-from ..checkpoints.table import BigramTable
+from ..checkpoints.artifact.markdown import python
+from ..checkpoints.export.base import FOLDER_IN_PYTHON, ExportOptions, Format, Source
+from ..checkpoints.export.target import target_name
+from ..checkpoints.heads.files import PredictionHeads
+from ..checkpoints.table.table import BigramTable
 from .drop_in import CustomGenerate, method
 from .loading import load_model
 from .method_files import PARTS_FILE, write_method

@@ -17,7 +17,7 @@ from weakref import WeakKeyDictionary
 import torch
 from torch import Tensor, nn
 
-from ..checkpoints.heads_module import STATES
+from ..checkpoints.heads.module import STATES
 
 _TOLERANCE = 1e-2  # of a norm's largest output, between inputs of which one is a multiple of the other
 

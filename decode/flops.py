@@ -20,8 +20,8 @@ from torch import nn
 from torch.utils.flop_counter import FlopCounterMode
 from transformers.pytorch_utils import Conv1D
 
-from ..checkpoints.heads import PredictionHeads
-from ..checkpoints.names import did_you_mean
+from ..checkpoints.heads.files import PredictionHeads
+from ..checkpoints.storage.suggest import did_you_mean
 from .methods import Method
 from .models import LanguageModel
 

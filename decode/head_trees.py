@@ -12,8 +12,8 @@ import torch
 from torch import Tensor
 from transformers import PreTrainedModel
 
-from ..checkpoints.table import BigramTable
-from ..checkpoints.table_smoothing import check_smoothing
+from ..checkpoints.table.smoothing import check_smoothing
+from ..checkpoints.table.table import BigramTable
 from .engine import Context, Limits, Proposal, Proposer
 from .lattice import Lattice
 from .models import check_same_vocabulary

@@ -11,12 +11,12 @@ from typing import Any
 import torch
 from transformers import AutoConfig, PreTrainedModel
 
-from ..checkpoints.artifact import inside
-from ..checkpoints.folders import steady
-from ..checkpoints.model_files import UNLOADABLE, check_config, load_whole, model_class, only_safetensors, reason
-from ..checkpoints.sources import at_revision
+from ..checkpoints.artifact.artifact import inside
+from ..checkpoints.artifact.locate import at_revision
+from ..checkpoints.storage.atomic import steady
 from ..checkpoints.storage.places import adapter_base
-from ..checkpoints.untrusted import read_json
+from ..checkpoints.storage.safe_read import read_json
+from ..checkpoints.verify.model_files import UNLOADABLE, check_config, load_whole, model_class, only_safetensors, reason
 from .final_norm import check_states
 from .graphs import GraphedModel
 from .lean import LeanLlama
@@ -139,7 +139,7 @@ def load_model(
     Raises:
         ValueError: where there is neither such a folder nor such a model on the hub; where the attention kernel is not
             installed, or the model has none of that name; an adapter where peft is not installed; weights that
-            its files lack; pickled ones, unless `DRAFTSMITH_UNPICKLE=1` (`checkpoints/untrusted.py`).
+            its files lack; pickled ones, unless `DRAFTSMITH_UNPICKLE=1` (`checkpoints/storage/safe_read.py`).
     """
     source = at_revision(source)
     folder = Path(source)

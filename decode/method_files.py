@@ -21,13 +21,12 @@ from torch import Tensor
 from transformers import PreTrainedModel
 
 from .. import __version__
-from ..checkpoints.artifact import MANIFEST_FILE, verify_artifact
-from ..checkpoints.folders import whole_folder
-from ..checkpoints.heads import PredictionHeads
-from ..checkpoints.heads_layouts import assemble_heads
+from ..checkpoints.artifact.artifact import MANIFEST_FILE, verify_artifact
+from ..checkpoints.heads.files import PredictionHeads
+from ..checkpoints.heads.layouts import assemble_heads
+from ..checkpoints.storage.atomic import whole_folder
 from ..checkpoints.storage.places import check_repository_name, check_revision
-from ..checkpoints.table import BigramTable
-from ..checkpoints.untrusted import (
+from ..checkpoints.storage.safe_read import (
     UNREADABLE,
     check_safetensors,
     file_hash,
@@ -36,6 +35,7 @@ from ..checkpoints.untrusted import (
     parse_json,
     read_json,
 )
+from ..checkpoints.table.table import BigramTable
 from .head_trees import HeadModule
 
 SETTINGS_FILE = "custom_generate.json"

@@ -6,9 +6,9 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 
-from ..checkpoints.names import did_you_mean
-from ..checkpoints.table import BigramTable
-from ..checkpoints.table_smoothing import SMOOTHINGS
+from ..checkpoints.storage.suggest import did_you_mean
+from ..checkpoints.table.smoothing import SMOOTHINGS
+from ..checkpoints.table.table import BigramTable
 from .adaptive import AdaptiveChain, Confidence, ExpectedGain, Oracle, Policy
 from .beams import DraftBeam, TargetBeam
 from .chains import DraftChains
@@ -19,15 +19,7 @@ from .models import LanguageModel
 from .ngrams import PromptLookup, TableChain
 from .proposers import DraftTree, Nothing
 from .tree import parse_branching
-from .verifiers import (
-    ExactChain,
-    GreedyMatch,
-    KSequential,
-    MultiCandidate,
-    Sample,
-    SampleAndMatch,
-    SeveralDrafters,
-)
+from .verifiers import ExactChain, GreedyMatch, KSequential, MultiCandidate, Sample, SampleAndMatch, SeveralDrafters
 from .warpers import Sampling
 
 

@@ -10,8 +10,8 @@ from typing import Literal
 import numpy as np
 import torch
 
-from ..checkpoints.table import BigramTable
-from ..checkpoints.table_smoothing import check_smoothing
+from ..checkpoints.table.smoothing import check_smoothing
+from ..checkpoints.table.table import BigramTable
 from .engine import Context, Limits, Proposal, Proposer
 from .models import check_same_vocabulary
 from .rng import categorical

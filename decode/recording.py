@@ -25,7 +25,7 @@ from safetensors import SafetensorError, safe_open
 from safetensors.numpy import save_file
 from torch import Tensor
 
-from ..checkpoints.table import NextToken
+from ..checkpoints.table.table import NextToken
 from .acceptance import Candidates
 from .engine import Limits, generate
 from .head_trees import HeadModule

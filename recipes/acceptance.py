@@ -9,7 +9,7 @@ from typing import Any
 
 from transformers import PreTrainedModel
 
-from ..checkpoints.table import BigramTable
+from ..checkpoints.table.table import BigramTable
 from ..data.prompts import load_prompts, stop_ids
 from ..decode.engine import Limits
 from ..decode.head_trees import attach_projection

@@ -10,11 +10,11 @@ from typing import Any
 from rich.table import Table
 from rich.text import Text
 
-from ..checkpoints.artifact import MANIFEST_FILE, load_manifest
-from ..checkpoints.inspection import differences, find_faults, target_faults
-from ..checkpoints.manifest import Manifest
-from ..checkpoints.sources import resolve
-from ..checkpoints.untrusted import shown
+from ..checkpoints.artifact.artifact import MANIFEST_FILE, load_manifest
+from ..checkpoints.artifact.locate import resolve
+from ..checkpoints.artifact.manifest import Manifest
+from ..checkpoints.storage.safe_read import shown
+from ..checkpoints.verify.inspect import differences, find_faults, target_faults
 from ..data.tokenizers import load_tokenizer
 from .terminal import console, gigabytes
 

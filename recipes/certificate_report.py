@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from .files import read_told
-from .opening import weights_hash, artifact_hash
+from .opening import artifact_hash, weights_hash
 from .report_tables import DASH, cell, heading, number, wide_table
 
 if TYPE_CHECKING:

@@ -11,7 +11,7 @@ from pathlib import Path
 
 import yaml
 
-from ..checkpoints.manifest import REDACTED, is_secret, plain
+from ..checkpoints.artifact.manifest import REDACTED, is_secret, plain
 
 _PROGRAM = "draftsmith"
 

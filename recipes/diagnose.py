@@ -56,7 +56,7 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from ..checkpoints.names import did_you_mean
+from ..checkpoints.storage.suggest import did_you_mean
 from ..decode.measure import Entry
 from ..decode.methods import needs_of
 from ..train.interrupts import Interrupted, StopSignals

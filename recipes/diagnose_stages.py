@@ -17,7 +17,7 @@ import numpy as np
 import torch
 from numpy.typing import NDArray
 
-from ..checkpoints.heads import PredictionHeads, load_heads, save_heads
+from ..checkpoints.heads.files import PredictionHeads, load_heads, save_heads
 from ..data.templates import get_template
 from ..decode.diagnosis import (
     DrafterSource,

@@ -9,8 +9,8 @@ from dataclasses import dataclass, field, fields
 from pathlib import Path
 from typing import Any
 
-from ..checkpoints.artifact import MANIFEST_FILE, Manifest, load_manifest, model_fingerprint
-from ..checkpoints.sources import at_revision
+from ..checkpoints.artifact.artifact import MANIFEST_FILE, Manifest, load_manifest, model_fingerprint
+from ..checkpoints.artifact.locate import at_revision
 from ..data.conversations import Conversation, Turn
 from ..data.packing import IGNORED, PADDING
 from ..data.prepared import PreparedData

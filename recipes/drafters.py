@@ -9,10 +9,10 @@ from typing import Any
 import torch
 from transformers import AutoConfig, PreTrainedModel
 
-from ..checkpoints.model_files import is_adapter
-from ..checkpoints.older_readers import save_tokenizer
-from ..checkpoints.speculation import save_speculation
-from ..checkpoints.sources import at_revision
+from ..checkpoints.artifact.compat import save_tokenizer
+from ..checkpoints.artifact.locate import at_revision
+from ..checkpoints.pairs.speculation import save_speculation
+from ..checkpoints.verify.model_files import is_adapter
 from ..data.prompts import stop_ids
 from ..data.tokenizers import load_tokenizer
 from ..train.config import micro_steps

@@ -14,7 +14,7 @@ import numpy as np
 import torch
 from numpy.typing import NDArray
 
-from ..checkpoints.table import BigramTable
+from ..checkpoints.table.table import BigramTable
 from ..decode.methods import Parts
 from ..decode.recording import Recording, record
 from ..decode.replay import predict

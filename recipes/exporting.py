@@ -7,12 +7,12 @@ from pathlib import Path
 from rich.markup import escape
 from rich.table import Table
 
-from ..checkpoints.export import ExportOptions, Format, export_artifact, option_name
-from ..checkpoints.export_drafter import ASSISTANT
-from ..checkpoints.export_engines import DRAFT_MODEL
-from ..checkpoints.export_gguf import GGUF
-from ..checkpoints.export_heads import HEADS_FORMATS
-from ..checkpoints.export_table import TABLE_FORMATS
+from ..checkpoints.export.base import ExportOptions, Format, export_artifact, option_name
+from ..checkpoints.export.drafter import ASSISTANT
+from ..checkpoints.export.engines import DRAFT_MODEL
+from ..checkpoints.export.gguf import GGUF
+from ..checkpoints.export.heads import HEADS_FORMATS
+from ..checkpoints.export.table import TABLE_FORMATS
 from ..checkpoints.storage.places import here, hub_place
 from ..decode.export_attached import ATTACHED_FORMATS
 from .terminal import console, say

@@ -7,7 +7,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-from ..checkpoints.folders import whole_file
+from ..checkpoints.storage.atomic import whole_file
 
 
 def write_whole(path: Path, text: str) -> None:

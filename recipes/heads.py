@@ -12,8 +12,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from ..checkpoints.heads import PredictionHeads, save_heads
-from ..checkpoints.older_readers import save_tokenizer
+from ..checkpoints.artifact.compat import save_tokenizer
+from ..checkpoints.heads.files import PredictionHeads, save_heads
 from ..data.packing import PADDING
 from ..data.tokenizers import load_tokenizer
 from ..train.config import micro_steps

@@ -9,9 +9,14 @@ from pathlib import Path
 from tempfile import TemporaryDirectory
 from typing import Any
 
-from ..checkpoints.artifact import MANIFEST_FILE, save_artifact, tokenizer_fingerprint
-from ..checkpoints.heads_layouts import holds_heads
-from ..checkpoints.model_files import (
+from ..checkpoints.artifact.artifact import MANIFEST_FILE, save_artifact, tokenizer_fingerprint
+from ..checkpoints.artifact.locate import target_record
+from ..checkpoints.heads.layouts import holds_heads
+from ..checkpoints.pairs.checks import MORE_TENSORS, examine
+from ..checkpoints.pairs.sides import REFUSED, TOKENIZER_FILES, WEIGHTS, Side, find_folder, open_side
+from ..checkpoints.storage.names import CONFIG_FILE
+from ..checkpoints.storage.safe_read import UNPICKLE, copy_files, read_json
+from ..checkpoints.verify.model_files import (
     ADAPTER_CONFIG,
     UNLOADABLE,
     base_of,
@@ -21,12 +26,7 @@ from ..checkpoints.model_files import (
     model_class,
     reason,
 )
-from ..checkpoints.pair_checks import MORE_TENSORS, examine
-from ..checkpoints.pairs import REFUSED, TOKENIZER_FILES, WEIGHTS, Side, find_folder, open_side
-from ..checkpoints.sources import target_record
-from ..checkpoints.storage.names import CONFIG_FILE
-from ..checkpoints.tensor_checks import adapter_faults
-from ..checkpoints.untrusted import UNPICKLE, copy_files, read_json
+from ..checkpoints.verify.tensors import adapter_faults
 from ..data.tokenizers import load_tokenizer
 from ..decode.loading import load_model
 from .command import typed_command

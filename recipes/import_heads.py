@@ -6,10 +6,10 @@ import glob
 from pathlib import Path
 from typing import Any
 
-from ..checkpoints.artifact import model_fingerprint, save_artifact, tokenizer_fingerprint
-from ..checkpoints.heads import save_heads
-from ..checkpoints.heads_layouts import StoredHeads, read_heads, shards_of_heads
-from ..checkpoints.sources import at_revision, fetch, target_record
+from ..checkpoints.artifact.artifact import model_fingerprint, save_artifact, tokenizer_fingerprint
+from ..checkpoints.artifact.locate import at_revision, fetch, target_record
+from ..checkpoints.heads.files import save_heads
+from ..checkpoints.heads.layouts import StoredHeads, read_heads, shards_of_heads
 from ..checkpoints.storage.names import CONFIG_FILE, HEADS_FILE, PICKLED_FILE, PICKLED_WHOLE_FILES, WHOLE_FILES
 from ..checkpoints.storage.places import here, hub_place
 from ..data.tokenizers import load_tokenizer

@@ -12,8 +12,8 @@ from typing import Any
 import yaml
 from pydantic import BaseModel, ValidationError
 
-from ..checkpoints.manifest import plain
-from ..checkpoints.names import did_you_mean
+from ..checkpoints.artifact.manifest import plain
+from ..checkpoints.storage.suggest import did_you_mean
 from .faults import describe
 from .files import write_whole
 from .kinds import RECIPES, Recipe

@@ -19,10 +19,10 @@ from torch import Tensor, nn
 from transformers import AutoConfig, AutoModelForCausalLM, AutoModelForSeq2SeqLM, PreTrainedModel
 from transformers.pytorch_utils import Conv1D
 
-from ..checkpoints.model_files import UNLOADABLE, check_config, names_of_embeddings, read_tensors
-from ..checkpoints.names import did_you_mean
-from ..checkpoints.older_readers import mend_model
-from ..checkpoints.sources import at_revision, target_record
+from ..checkpoints.artifact.compat import mend_model
+from ..checkpoints.artifact.locate import at_revision, target_record
+from ..checkpoints.storage.suggest import did_you_mean
+from ..checkpoints.verify.model_files import UNLOADABLE, check_config, names_of_embeddings, read_tensors
 from ..decode.loading import ADAPTER_CONFIG, load_model
 from ..decode.seq2seq import Seq2SeqModel
 from .training import LoraSection, ModelSection

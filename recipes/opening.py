@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 from transformers import PreTrainedModel
 
-from ..checkpoints.artifact import (
+from ..checkpoints.artifact.artifact import (
     MANIFEST_FILE,
     Manifest,
     check_target,
@@ -22,9 +22,9 @@ from ..checkpoints.artifact import (
     open_artifact,
     tokenizer_fingerprint,
 )
-from ..checkpoints.heads import PredictionHeads, load_heads
-from ..checkpoints.sources import at_revision, model_source, resolve
-from ..checkpoints.table import BigramTable
+from ..checkpoints.artifact.locate import at_revision, model_source, resolve
+from ..checkpoints.heads.files import PredictionHeads, load_heads
+from ..checkpoints.table.table import BigramTable
 from ..data.tokenizers import load_tokenizer
 from ..decode.head_trees import attach_projection, states_of
 from ..decode.loading import load_model, wrap_model
@@ -188,7 +188,7 @@ def _prompts_digest(prompts: Sequence[Sequence[int]]) -> str:
 
 def artifact_hashes(recipe: EvaluateRecipe) -> dict[str, dict[str, Any]]:
     """Of each artifact that is named: source, hash (see `artifact_hash`), and the hashes of its files by name."""
-    from ..checkpoints.artifact import MANIFEST_FILE, load_manifest
+    from ..checkpoints.artifact.artifact import MANIFEST_FILE, load_manifest
     from .opening import place_of
 
     sources = {"drafter": recipe.drafter, "heads": recipe.heads, "table": recipe.table}
@@ -213,7 +213,7 @@ def artifact_hash(source: str) -> str | None:
 
 
 def weights_hash(source: str) -> str | None:
-    from ..checkpoints.fingerprints import model_fingerprint
+    from ..checkpoints.artifact.fingerprints import model_fingerprint
 
     try:
         return model_fingerprint(source) if (Path(source) / "config.json").is_file() else None

@@ -12,7 +12,7 @@ from typing import Any
 
 from transformers import PreTrainedModel
 
-from ..checkpoints.artifact import (
+from ..checkpoints.artifact.artifact import (
     load_manifest,
     model_fingerprint,
     plain,
@@ -20,7 +20,7 @@ from ..checkpoints.artifact import (
     tokenizer_fingerprint,
     verify_artifact,
 )
-from ..checkpoints.sources import at_revision, commit_of, target_record
+from ..checkpoints.artifact.locate import at_revision, commit_of, target_record
 from ..checkpoints.storage.places import split_revision
 from ..data.prepared import PreparedData
 from ..train.interrupts import TrainingError

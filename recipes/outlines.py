@@ -13,9 +13,9 @@ from safetensors import safe_open
 from transformers import AutoConfig, PreTrainedModel
 from transformers.utils import cached_file
 
-from ..checkpoints.heads import PredictionHeads
-from ..checkpoints.model_files import base_of, is_adapter
-from ..checkpoints.sources import at_revision
+from ..checkpoints.artifact.locate import at_revision
+from ..checkpoints.heads.files import PredictionHeads
+from ..checkpoints.verify.model_files import base_of, is_adapter
 from ..train.config import micro_steps
 from ..train.plan import Demand, Launch, ModelSize, heads_size, model_size
 from ..train.scale import zero_stage

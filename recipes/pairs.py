@@ -14,12 +14,21 @@ from rich.console import Console
 from rich.markup import escape
 from rich.table import Table
 
-from ..checkpoints.artifact import MANIFEST_FILE, load_manifest
-from ..checkpoints.model_files import is_adapter
-from ..checkpoints.pair_checks import examine
-from ..checkpoints.pair_repairs import Repairs, repair
-from ..checkpoints.pairs import CONSUMERS, TOKENIZER_FILES, WEIGHTS, WORKS, Diagnosis, Side, find_folder, open_side
-from ..checkpoints.untrusted import pickles_allowed
+from ..checkpoints.artifact.artifact import MANIFEST_FILE, load_manifest
+from ..checkpoints.pairs.checks import examine
+from ..checkpoints.pairs.repair import Repairs, repair
+from ..checkpoints.pairs.sides import (
+    CONSUMERS,
+    TOKENIZER_FILES,
+    WEIGHTS,
+    WORKS,
+    Diagnosis,
+    Side,
+    find_folder,
+    open_side,
+)
+from ..checkpoints.storage.safe_read import pickles_allowed
+from ..checkpoints.verify.model_files import is_adapter
 from ..data.tokenizers import load_tokenizer
 from .import_drafter import PICKLED, whole_model
 from .terminal import console, say

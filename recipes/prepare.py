@@ -14,7 +14,7 @@ from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 from typing import Any
 
-from ..checkpoints.artifact import tokenizer_fingerprint
+from ..checkpoints.artifact.artifact import tokenizer_fingerprint
 from ..data.cleaning_options import Cleaning
 from ..data.conversations import Conversation, CorpusReport, write_conversations
 from ..data.corpora import DOCUMENTED, find_corpus

@@ -10,11 +10,11 @@ from typing import Any
 from rich.markup import escape
 from rich.table import Table
 
-from ..checkpoints.card import Evidence, Licence, Measured, base_model, data_sources, model_card
-from ..checkpoints.card_text import paths_in
-from ..checkpoints.hub import Hub
-from ..checkpoints.manifest import Manifest
-from ..checkpoints.publish import MAIN, Plan, plan_push, pull, push
+from ..checkpoints.artifact.card import Evidence, Licence, Measured, base_model, data_sources, model_card
+from ..checkpoints.artifact.manifest import Manifest
+from ..checkpoints.artifact.markdown import paths_in
+from ..checkpoints.hub.client import Hub
+from ..checkpoints.hub.push_pull import MAIN, Plan, plan_push, pull, push
 from ..checkpoints.storage.names import MANIFEST_FILE
 from ..data.corpora import find_corpus
 from .certificate_report import certificate_beside, load_certificate

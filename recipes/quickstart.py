@@ -11,7 +11,7 @@ import time
 from pathlib import Path
 from typing import Any
 
-from ..checkpoints.older_readers import save_tokenizer
+from ..checkpoints.artifact.compat import save_tokenizer
 from ..data.conversations import write_conversations
 from ..data.documentation import documentation_conversations
 from ..data.reading import read_conversations

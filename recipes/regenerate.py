@@ -17,8 +17,8 @@ from typing import Any
 
 import torch
 
-from ..checkpoints.artifact import model_fingerprint
-from ..checkpoints.sources import at_revision
+from ..checkpoints.artifact.artifact import model_fingerprint
+from ..checkpoints.artifact.locate import at_revision
 from ..data.cleaning_options import Cleaning
 from ..data.conversations import Conversation, CorpusReport
 from ..data.prompts import stop_ids

@@ -20,9 +20,9 @@ import numpy as np
 import torch
 from rich.table import Table
 
-from ..checkpoints.artifact import load_manifest, tokenizer_fingerprint, verify_artifact
-from ..checkpoints.heads import load_heads
-from ..checkpoints.table import BigramTable
+from ..checkpoints.artifact.artifact import load_manifest, tokenizer_fingerprint, verify_artifact
+from ..checkpoints.heads.files import load_heads
+from ..checkpoints.table.table import BigramTable
 from ..data.prompts import load_prompts, stop_ids
 from ..data.tokenizers import load_tokenizer
 from ..decode.engine import Limits

@@ -15,7 +15,7 @@ from itertools import islice
 from pathlib import Path
 from typing import Any
 
-from ..checkpoints.table import TABLE_FILE, BigramTable
+from ..checkpoints.table.table import TABLE_FILE, BigramTable
 from ..data.conversations import Conversation, CorpusReport
 from ..train.counting import Counted, PairCounter, counted
 from ..train.interrupts import Interrupted, StopSignals

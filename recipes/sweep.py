@@ -16,7 +16,7 @@ from typing import Any
 from rich.table import Table
 from safetensors import safe_open
 
-from ..checkpoints.artifact import load_manifest
+from ..checkpoints.artifact.artifact import load_manifest
 from ..train.interrupts import TrainingError
 from ..train.processes import StoppedError
 from .files import write_whole

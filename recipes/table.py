@@ -18,25 +18,16 @@ from typing import Any
 
 import numpy as np
 
-from ..checkpoints.artifact import load_manifest, save_artifact
-from ..checkpoints.table import TABLE_FILE, BigramTable
-from ..checkpoints.table_pruning import check_size
+from ..checkpoints.artifact.artifact import load_manifest, save_artifact
+from ..checkpoints.table.pruning import check_size
+from ..checkpoints.table.table import TABLE_FILE, BigramTable
 from ..data.garbage import rarely_collected
 from ..data.templates import get_template
 from ..data.tokenizers import load_tokenizer
 from ..train.counting import Counted, PairCounter, counted
 from ..train.interrupts import Interrupted, StopSignals, TrainingError
 from ..train.processes import StoppedError, together
-from ..train.table import (
-    PLACE,
-    ROW,
-    Numbered,
-    Share,
-    count_laid,
-    laid_end_to_end,
-    token_documents,
-    tokens_at_a_time,
-)
+from ..train.table import PLACE, ROW, Numbered, Share, count_laid, laid_end_to_end, token_documents, tokens_at_a_time
 from .command import typed_command
 from .files import write_whole
 from .loading import write_recipe

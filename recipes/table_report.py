@@ -9,8 +9,8 @@ from typing import Any
 from rich.markup import escape
 from rich.table import Table
 
-from ..checkpoints.manifest import Manifest
-from ..checkpoints.table_report import AT_LEAST
+from ..checkpoints.artifact.manifest import Manifest
+from ..checkpoints.table.report import AT_LEAST
 from .terminal import console, gigabytes, say
 
 

@@ -10,9 +10,9 @@ from typing import Any
 
 import numpy as np
 
-from ..checkpoints.artifact import Manifest, open_artifact, tokenizer_fingerprint
-from ..checkpoints.table import TABLE_FILE, BigramTable, merged_runs
-from ..checkpoints.table_file import write_table
+from ..checkpoints.artifact.artifact import Manifest, open_artifact, tokenizer_fingerprint
+from ..checkpoints.table.file import write_table
+from ..checkpoints.table.table import TABLE_FILE, BigramTable, merged_runs
 from ..data.tokenizers import load_tokenizer
 from .table import save_table
 from .table_report import show_report

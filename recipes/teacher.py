@@ -20,8 +20,8 @@ from typing import Any
 import torch
 from transformers import AutoConfig
 
-from ..checkpoints.fingerprints import model_fingerprint
-from ..checkpoints.sources import at_revision
+from ..checkpoints.artifact.fingerprints import model_fingerprint
+from ..checkpoints.artifact.locate import at_revision
 from ..data.prepared import PreparedData
 from ..data.tokenizers import load_tokenizer
 from ..train.hidden_cache import CachedHidden

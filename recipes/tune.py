@@ -9,8 +9,8 @@ from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
-from ..checkpoints.artifact import model_fingerprint
-from ..checkpoints.sources import at_revision
+from ..checkpoints.artifact.artifact import model_fingerprint
+from ..checkpoints.artifact.locate import at_revision
 from ..decode.cost_model import CostModel, measure_forwards, measure_overheads
 from ..decode.engine import Limits
 from ..decode.joint_replay import record_joint

@@ -23,8 +23,17 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from ..checkpoints.pair_runs import Ints, Run, check_documents, inner_ends, key_dtype, left_sums, merge_runs, write_keys
-from ..checkpoints.table_file import write_table
+from ..checkpoints.table.file import write_table
+from ..checkpoints.table.runs import (
+    Ints,
+    Run,
+    check_documents,
+    inner_ends,
+    key_dtype,
+    left_sums,
+    merge_runs,
+    write_keys,
+)
 from .pair_pile import LocalPile, Pile, RemotePile, Slots, sorting_is_slow
 from .run_files import INDEX as INDEX
 from .run_files import FileRun, new_name, open_run, read_ends, read_index, remove_leftovers, write_index, write_run

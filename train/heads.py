@@ -28,7 +28,7 @@ from .objectives import OBJECTIVES, check_objective, parse_weights, weights_at
 _LOGIT_TOLERANCE = 0.02  # of the largest: 16 bits round, a wrong scale does not come near
 
 if TYPE_CHECKING:
-    from ..checkpoints.heads import PredictionHeads
+    from ..checkpoints.heads.files import PredictionHeads
 
 
 class HiddenStates(Protocol):

@@ -21,7 +21,7 @@ from .heads import HeadsModule, HeadsTask
 from .losses import IGNORED, agreement, label_hits, mixture, shifted_labels
 
 if TYPE_CHECKING:
-    from ..checkpoints.heads import PredictionHeads
+    from ..checkpoints.heads.files import PredictionHeads
 
 
 @dataclass(frozen=True, slots=True)

@@ -25,7 +25,7 @@ from typing import IO, Any, Protocol
 import numpy as np
 from numpy.typing import NDArray
 
-from ..checkpoints.pair_runs import Run, key_dtype, merge_runs, run_of_keys
+from ..checkpoints.table.runs import Run, key_dtype, merge_runs, run_of_keys
 from .run_files import write_run
 
 _AVX512 = ("AVX512F", "AVX512_SKX", "X86_V4")

@@ -19,7 +19,7 @@ from torch import nn
 from .chunks import BLOCK_ELEMENTS, CHUNK_ELEMENTS, CHUNK_POSITIONS
 
 if TYPE_CHECKING:
-    from ..checkpoints.heads import PredictionHeads
+    from ..checkpoints.heads.files import PredictionHeads
 
 Place = Literal["device", "host"]
 Phase = Literal["always", "training", "saving", "loading"]

@@ -19,7 +19,7 @@ import torch
 from safetensors.torch import save
 from torch import Tensor
 
-from ..checkpoints.folders import sync
+from ..checkpoints.storage.atomic import sync
 from ..data.packing import Batch
 from ..data.prepared import PreparedData
 from .row_cache import DOCUMENTS, SCHEMA, map_safetensors, stamp, stamps

@@ -19,9 +19,9 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from ..checkpoints.folders import errors_named, finish_file, sync
-from ..checkpoints.pair_runs import Ints, Run, key_dtype
-from ..checkpoints.table_file import check_counts, write_array
+from ..checkpoints.storage.atomic import errors_named, finish_file, sync
+from ..checkpoints.table.file import check_counts, write_array
+from ..checkpoints.table.runs import Ints, Run, key_dtype
 
 INDEX = "counted.json"
 _FORMAT = 1

@@ -24,7 +24,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from ..checkpoints.folders import sync
+from ..checkpoints.storage.atomic import sync
 from .processes import on_main, raised, together
 from .scale import zero_stage
 from .sharding import load_whole_optimizer, load_whole_weights, whole_optimizer, whole_state

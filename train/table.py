@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from ..checkpoints.table import BigramTable
+from ..checkpoints.table.table import BigramTable
 from ..data.conversations import Conversation, Turn
 from ..data.encoding import After, PieceEncoder, special_strings
 from ..data.rendering import Renderer

@@ -14,9 +14,9 @@ import numpy as np
 import torch
 from transformers import AutoConfig, AutoModelForCausalLM, AutoModelForSeq2SeqLM, BitsAndBytesConfig
 
-from ..checkpoints.fingerprints import model_fingerprint
-from ..checkpoints.model_files import UNLOADABLE, check_config, only_safetensors, reason
-from ..checkpoints.sources import at_revision
+from ..checkpoints.artifact.fingerprints import model_fingerprint
+from ..checkpoints.artifact.locate import at_revision
+from ..checkpoints.verify.model_files import UNLOADABLE, check_config, only_safetensors, reason
 from ..data.packing import Batch
 from ..decode.loading import load_model
 from .chunks import DenseTeacher, SparseTeacher

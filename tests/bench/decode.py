@@ -24,8 +24,8 @@ from pathlib import Path
 from typing import Any, Literal
 
 import torch
-from draftsmith.checkpoints.heads import PredictionHeads, load_heads
-from draftsmith.checkpoints.table import BigramTable
+from draftsmith.checkpoints.heads.files import PredictionHeads, load_heads
+from draftsmith.checkpoints.table.table import BigramTable
 from draftsmith.data.prompts import load_prompts, stop_ids
 from draftsmith.data.tokenizers import load_tokenizer
 from draftsmith.decode.engine import Limits, Proposal, Verdict, Verifier, generate

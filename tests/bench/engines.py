@@ -29,7 +29,7 @@ from urllib.error import URLError
 from urllib.request import Request, urlopen
 
 import torch
-from draftsmith.checkpoints.export import ExportOptions, export_artifact
+from draftsmith.checkpoints.export.base import ExportOptions, export_artifact
 from draftsmith.data.prompts import load_prompts
 from draftsmith.data.tokenizers import load_tokenizer
 from draftsmith.decode.engine import Limits

@@ -18,8 +18,8 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from draftsmith.checkpoints.heads import load_heads
-from draftsmith.checkpoints.table import BigramTable
+from draftsmith.checkpoints.heads.files import load_heads
+from draftsmith.checkpoints.table.table import BigramTable
 from draftsmith.data.prompts import load_prompts, stop_ids
 from draftsmith.data.tokenizers import load_tokenizer
 from draftsmith.decode.cost_model import CostModel, measure_forwards, measure_overheads

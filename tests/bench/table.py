@@ -31,7 +31,7 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
-from draftsmith.checkpoints.pair_runs import key_dtype, write_keys
+from draftsmith.checkpoints.table.runs import key_dtype, write_keys
 from draftsmith.recipes.doctor import machine
 from draftsmith.train.counting import PairCounter, counted
 from table_parts import load, lookup

@@ -22,9 +22,9 @@ from typing import Any
 
 import numpy as np
 import torch
-from draftsmith.checkpoints.table import TABLE_FILE, BigramTable
-from draftsmith.checkpoints.table_file import write_table
-from draftsmith.checkpoints.table_views import SortedKeys
+from draftsmith.checkpoints.table.file import write_table
+from draftsmith.checkpoints.table.table import TABLE_FILE, BigramTable
+from draftsmith.checkpoints.table.views import SortedKeys
 
 VOCAB = 32_000
 SIZES = {"1m": 10**6, "10m": 10**7}

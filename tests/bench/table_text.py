@@ -17,7 +17,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-from draftsmith.checkpoints.artifact import load_manifest
+from draftsmith.checkpoints.artifact.artifact import load_manifest
 from draftsmith.data.conversations import write_conversations
 from draftsmith.data.reading import read_conversations
 from draftsmith.data.tokenizers import load_tokenizer

@@ -35,8 +35,8 @@ from typing import Any
 
 import numpy as np
 import torch
-from draftsmith.checkpoints.heads import load_heads
-from draftsmith.checkpoints.table import BigramTable
+from draftsmith.checkpoints.heads.files import load_heads
+from draftsmith.checkpoints.table.table import BigramTable
 from draftsmith.data.conversations import Conversation, write_conversations
 from draftsmith.data.prompts import load_prompts, stop_ids
 from draftsmith.data.reading import read_conversations

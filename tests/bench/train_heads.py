@@ -33,7 +33,7 @@ from typing import Any
 
 import torch
 import torch.nn.functional as F
-from draftsmith.checkpoints.heads import PredictionHeads
+from draftsmith.checkpoints.heads.files import PredictionHeads
 from draftsmith.data.packing import Batch
 from draftsmith.recipes.doctor import machine
 from draftsmith.train.head_losses import heads_mixture

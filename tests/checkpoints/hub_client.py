@@ -13,9 +13,9 @@ from typing import Any
 
 import pytest
 import torch
-from draftsmith.checkpoints.artifact import save_artifact
-from draftsmith.checkpoints.hub import Hub
-from draftsmith.checkpoints.publish import plan_push, pull, push
+from draftsmith.checkpoints.artifact.artifact import save_artifact
+from draftsmith.checkpoints.hub.client import Hub
+from draftsmith.checkpoints.hub.push_pull import plan_push, pull, push
 from huggingface_hub import constants
 from safetensors.torch import save_file
 

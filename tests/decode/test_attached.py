@@ -14,11 +14,11 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from draftsmith.checkpoints.artifact import save_artifact, verify_artifact
-from draftsmith.checkpoints.export import ExportOptions, export_artifact
-from draftsmith.checkpoints.heads import PredictionHeads, save_heads
-from draftsmith.checkpoints.table import BigramTable
-from draftsmith.checkpoints.untrusted import file_hash
+from draftsmith.checkpoints.artifact.artifact import save_artifact, verify_artifact
+from draftsmith.checkpoints.export.base import ExportOptions, export_artifact
+from draftsmith.checkpoints.heads.files import PredictionHeads, save_heads
+from draftsmith.checkpoints.storage.safe_read import file_hash
+from draftsmith.checkpoints.table.table import BigramTable
 from draftsmith.decode import CustomGenerate, method, method_files
 from draftsmith.decode.export_attached import ATTACHED_FORMATS
 from draftsmith.decode.methods import METHODS

@@ -19,9 +19,9 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from draftsmith.checkpoints.artifact import save_artifact
-from draftsmith.checkpoints.export import export_artifact
-from draftsmith.checkpoints.table import BigramTable
+from draftsmith.checkpoints.artifact.artifact import save_artifact
+from draftsmith.checkpoints.export.base import export_artifact
+from draftsmith.checkpoints.table.table import BigramTable
 from draftsmith.data.templates import CHATML_JINJA
 from draftsmith.data.tokenizers import train_bpe
 from draftsmith.decode import CustomGenerate, method

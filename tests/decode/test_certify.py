@@ -12,7 +12,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from draftsmith.checkpoints.table import BigramTable
+from draftsmith.checkpoints.table.table import BigramTable
 from draftsmith.decode import verifiers
 from draftsmith.decode.certify import Certificate, Plan, certify_method
 from draftsmith.decode.engine import Context, Limits, Proposal, Step, Verdict, Verifier, generate

@@ -8,8 +8,8 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from draftsmith.checkpoints.heads import PredictionHeads
-from draftsmith.checkpoints.table import BigramTable
+from draftsmith.checkpoints.heads.files import PredictionHeads
+from draftsmith.checkpoints.table.table import BigramTable
 from draftsmith.decode.engine import Limits, Step, generate
 from draftsmith.decode.loading import wrap_model
 from draftsmith.decode.methods import METHODS, Parts, build_method

@@ -14,7 +14,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from draftsmith.checkpoints.table import BigramTable
+from draftsmith.checkpoints.table.table import BigramTable
 from draftsmith.decode import verifiers
 from draftsmith.decode.engine import Limits, generate
 from draftsmith.decode.loading import wrap_model

@@ -14,8 +14,8 @@ from typing import Any
 
 import pytest
 import torch
-from draftsmith.checkpoints.heads import PredictionHeads, save_heads
-from draftsmith.checkpoints.table import BigramTable
+from draftsmith.checkpoints.heads.files import PredictionHeads, save_heads
+from draftsmith.checkpoints.table.table import BigramTable
 from draftsmith.decode import drop_in, method
 from draftsmith.decode.engine import Limits, generate
 from draftsmith.decode.final_norm import _normalises, final_norm, norm_input

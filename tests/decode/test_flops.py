@@ -7,8 +7,8 @@ from typing import Any
 
 import pytest
 import torch
-from draftsmith.checkpoints.heads import PredictionHeads
-from draftsmith.checkpoints.table import BigramTable
+from draftsmith.checkpoints.heads.files import PredictionHeads
+from draftsmith.checkpoints.table.table import BigramTable
 from draftsmith.decode.engine import Limits, generate
 from draftsmith.decode.flops import (
     FAMILIES,

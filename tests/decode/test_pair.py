@@ -11,8 +11,8 @@ from typing import Any
 
 import pytest
 import torch
-from draftsmith.checkpoints.heads import load_heads
-from draftsmith.checkpoints.table import BigramTable
+from draftsmith.checkpoints.heads.files import load_heads
+from draftsmith.checkpoints.table.table import BigramTable
 from draftsmith.data.prompts import load_prompts, stop_ids
 from draftsmith.data.tokenizers import load_tokenizer
 from draftsmith.decode.engine import Limits, generate

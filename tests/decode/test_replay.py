@@ -13,7 +13,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from draftsmith.checkpoints.table import BigramTable
+from draftsmith.checkpoints.table.table import BigramTable
 from draftsmith.decode import theory
 from draftsmith.decode.acceptance import Candidates
 from draftsmith.decode.engine import Limits, generate

@@ -14,7 +14,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from draftsmith.checkpoints.table import BigramTable
+from draftsmith.checkpoints.table.table import BigramTable
 from draftsmith.decode import method
 from draftsmith.decode.engine import Limits, Proposal, generate
 from draftsmith.decode.head_trees import PrunedHeadTree

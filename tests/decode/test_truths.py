@@ -14,7 +14,7 @@ from collections.abc import Callable, Iterator, Sequence
 import numpy as np
 import pytest
 import torch
-from draftsmith.checkpoints.table import BigramTable
+from draftsmith.checkpoints.table.table import BigramTable
 from draftsmith.decode.engine import Context, Limits, Proposal, Proposer, Step, Verdict, Verifier, generate
 from draftsmith.decode.head_trees import PrunedHeadTree
 from draftsmith.decode.loading import wrap_model

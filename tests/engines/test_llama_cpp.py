@@ -32,9 +32,9 @@ from urllib.request import Request, urlopen
 import numpy as np
 import pytest
 import torch
-from draftsmith.checkpoints.artifact import save_artifact
-from draftsmith.checkpoints.export import ExportOptions, export_artifact
-from draftsmith.checkpoints.table import BigramTable
+from draftsmith.checkpoints.artifact.artifact import save_artifact
+from draftsmith.checkpoints.export.base import ExportOptions, export_artifact
+from draftsmith.checkpoints.table.table import BigramTable
 from draftsmith.data.tokenizers import train_bpe
 from draftsmith.recipes.exporting import FORMATS
 from transformers import AutoModelForCausalLM, GPT2Config, GPTNeoXConfig, LlamaConfig, LlamaForCausalLM, Qwen3Config

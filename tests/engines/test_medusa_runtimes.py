@@ -37,10 +37,10 @@ from typing import Any
 
 import pytest
 import torch
-from draftsmith.checkpoints.artifact import model_fingerprint, save_artifact
-from draftsmith.checkpoints.export import SERVING_FILE, ExportOptions, export_artifact
-from draftsmith.checkpoints.export_heads import HEADS_FORMATS
-from draftsmith.checkpoints.heads import PredictionHeads, load_heads, save_heads
+from draftsmith.checkpoints.artifact.artifact import model_fingerprint, save_artifact
+from draftsmith.checkpoints.export.base import SERVING_FILE, ExportOptions, export_artifact
+from draftsmith.checkpoints.export.heads import HEADS_FORMATS
+from draftsmith.checkpoints.heads.files import PredictionHeads, load_heads, save_heads
 from draftsmith.decode.engine import Limits, generate
 from draftsmith.decode.loading import wrap_model
 from draftsmith.decode.methods import Parts, build_method

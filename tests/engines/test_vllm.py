@@ -36,10 +36,15 @@ from urllib.request import Request, urlopen
 import numpy as np
 import pytest
 import torch
-from draftsmith.checkpoints.artifact import model_fingerprint, save_artifact, tokenizer_fingerprint, verify_artifact
-from draftsmith.checkpoints.export import SERVING_FILE, ExportOptions, export_artifact
-from draftsmith.checkpoints.heads import PredictionHeads, save_heads
-from draftsmith.checkpoints.table import BigramTable
+from draftsmith.checkpoints.artifact.artifact import (
+    model_fingerprint,
+    save_artifact,
+    tokenizer_fingerprint,
+    verify_artifact,
+)
+from draftsmith.checkpoints.export.base import SERVING_FILE, ExportOptions, export_artifact
+from draftsmith.checkpoints.heads.files import PredictionHeads, save_heads
+from draftsmith.checkpoints.table.table import BigramTable
 from draftsmith.decode.engine import Limits, generate
 from draftsmith.decode.loading import wrap_model
 from draftsmith.decode.methods import Parts, build_method

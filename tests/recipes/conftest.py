@@ -16,9 +16,9 @@ import numpy as np
 import pytest
 import torch
 import yaml
-from draftsmith.checkpoints.artifact import save_artifact, tokenizer_fingerprint
-from draftsmith.checkpoints.heads import PredictionHeads, save_heads
-from draftsmith.checkpoints.table import BigramTable
+from draftsmith.checkpoints.artifact.artifact import save_artifact, tokenizer_fingerprint
+from draftsmith.checkpoints.heads.files import PredictionHeads, save_heads
+from draftsmith.checkpoints.table.table import BigramTable
 from draftsmith.data.templates import CHATML_JINJA
 from draftsmith.data.tokenizers import load_tokenizer, train_bpe
 from transformers import (

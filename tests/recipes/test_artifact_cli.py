@@ -11,8 +11,8 @@ from typing import Any
 
 import pytest
 import torch
-from draftsmith.checkpoints.artifact import MANIFEST_FILE as FILE
-from draftsmith.checkpoints.artifact import load_manifest
+from draftsmith.checkpoints.artifact.artifact import MANIFEST_FILE as FILE
+from draftsmith.checkpoints.artifact.artifact import load_manifest
 from draftsmith.decode.drop_in import method
 from draftsmith.decode.loading import load_model
 from draftsmith.recipes.cli import app

@@ -14,8 +14,8 @@ from pathlib import Path
 import pytest
 import torch
 import yaml
-from draftsmith.checkpoints.artifact import load_manifest, verify_artifact
-from draftsmith.checkpoints.table import BigramTable
+from draftsmith.checkpoints.artifact.artifact import load_manifest, verify_artifact
+from draftsmith.checkpoints.table.table import BigramTable
 from transformers import AutoModelForCausalLM, AutoTokenizer, LlamaForCausalLM
 
 Cli = Callable[..., subprocess.CompletedProcess[str]]

@@ -14,8 +14,8 @@ from typing import Any
 
 import pytest
 import yaml
-from draftsmith.checkpoints.artifact import load_manifest
-from draftsmith.checkpoints.table import BigramTable
+from draftsmith.checkpoints.artifact.artifact import load_manifest
+from draftsmith.checkpoints.table.table import BigramTable
 from draftsmith.data.prepared import PreparedData
 from draftsmith.data.prompts import load_prompts
 from draftsmith.data.tokenizers import load_tokenizer

@@ -19,9 +19,9 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from draftsmith.checkpoints.artifact import model_fingerprint, save_artifact, tokenizer_fingerprint
-from draftsmith.checkpoints.heads import PredictionHeads, save_heads
-from draftsmith.checkpoints.table import BigramTable
+from draftsmith.checkpoints.artifact.artifact import model_fingerprint, save_artifact, tokenizer_fingerprint
+from draftsmith.checkpoints.heads.files import PredictionHeads, save_heads
+from draftsmith.checkpoints.table.table import BigramTable
 from draftsmith.data.tokenizers import load_tokenizer
 from draftsmith.decode.diagnosis import Passage
 from draftsmith.decode.engine import Limits

@@ -15,8 +15,8 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from draftsmith.checkpoints.heads import PredictionHeads, save_heads
-from draftsmith.checkpoints.table import BigramTable
+from draftsmith.checkpoints.heads.files import PredictionHeads, save_heads
+from draftsmith.checkpoints.table.table import BigramTable
 from draftsmith.data.prompts import stop_ids
 from draftsmith.data.templates import get_template
 from draftsmith.decode.diagnosis import Passage

@@ -10,7 +10,12 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from draftsmith.checkpoints.artifact import load_manifest, save_artifact, tokenizer_fingerprint, verify_artifact
+from draftsmith.checkpoints.artifact.artifact import (
+    load_manifest,
+    save_artifact,
+    tokenizer_fingerprint,
+    verify_artifact,
+)
 from draftsmith.data.tokenizers import load_tokenizer
 from draftsmith.recipes.cli import main
 from draftsmith.recipes.config import EvaluateRecipe

@@ -12,9 +12,9 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from draftsmith.checkpoints.artifact import save_artifact, tokenizer_fingerprint
-from draftsmith.checkpoints.heads import PredictionHeads, save_heads
-from draftsmith.checkpoints.table import BigramTable
+from draftsmith.checkpoints.artifact.artifact import save_artifact, tokenizer_fingerprint
+from draftsmith.checkpoints.heads.files import PredictionHeads, save_heads
+from draftsmith.checkpoints.table.table import BigramTable
 from draftsmith.data.prompts import PassedOver, load_prompts
 from draftsmith.data.tokenizers import load_tokenizer
 from draftsmith.decode.methods import METHODS, needs_of

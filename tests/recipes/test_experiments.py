@@ -18,7 +18,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from draftsmith.checkpoints.table import BigramTable
+from draftsmith.checkpoints.table.table import BigramTable
 from draftsmith.decode import theory
 from draftsmith.decode.engine import Limits
 from draftsmith.decode.loading import load_model, wrap_model

@@ -9,8 +9,8 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from draftsmith.checkpoints import export_heads
-from draftsmith.checkpoints.artifact import verify_artifact
+from draftsmith.checkpoints.artifact.artifact import verify_artifact
+from draftsmith.checkpoints.export import heads as export_heads
 from draftsmith.recipes import cli as command_line
 from draftsmith.recipes.exporting import FORMATS
 from transformers import AutoModelForCausalLM

@@ -12,11 +12,11 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from draftsmith.checkpoints.artifact import save_artifact, tokenizer_fingerprint
-from draftsmith.checkpoints.card_text import python, shell, span
-from draftsmith.checkpoints.export import SERVING_FILE, ExportOptions, export_artifact
-from draftsmith.checkpoints.heads import PredictionHeads, save_heads
-from draftsmith.checkpoints.table import BigramTable
+from draftsmith.checkpoints.artifact.artifact import save_artifact, tokenizer_fingerprint
+from draftsmith.checkpoints.artifact.markdown import python, shell, span
+from draftsmith.checkpoints.export.base import SERVING_FILE, ExportOptions, export_artifact
+from draftsmith.checkpoints.heads.files import PredictionHeads, save_heads
+from draftsmith.checkpoints.table.table import BigramTable
 from draftsmith.data.tokenizers import train_bpe
 from draftsmith.recipes.exporting import FORMATS
 from markdown_it import MarkdownIt

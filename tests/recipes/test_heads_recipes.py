@@ -9,9 +9,9 @@ from typing import Any
 
 import pytest
 import torch
-from draftsmith.checkpoints.artifact import load_manifest, verify_artifact
-from draftsmith.checkpoints.heads import PredictionHeads, load_heads
-from draftsmith.checkpoints.table import BigramTable
+from draftsmith.checkpoints.artifact.artifact import load_manifest, verify_artifact
+from draftsmith.checkpoints.heads.files import PredictionHeads, load_heads
+from draftsmith.checkpoints.table.table import BigramTable
 from draftsmith.data.tokenizers import load_tokenizer
 from draftsmith.decode.engine import Limits
 from draftsmith.decode.loading import load_model, wrap_model

@@ -10,7 +10,12 @@ from typing import Any
 
 import pytest
 import torch
-from draftsmith.checkpoints.artifact import load_manifest, model_fingerprint, tokenizer_fingerprint, verify_artifact
+from draftsmith.checkpoints.artifact.artifact import (
+    load_manifest,
+    model_fingerprint,
+    tokenizer_fingerprint,
+    verify_artifact,
+)
 from draftsmith.data.tokenizers import load_tokenizer
 from draftsmith.decode.loading import load_model
 from draftsmith.recipes.cli import app

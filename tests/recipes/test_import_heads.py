@@ -15,8 +15,13 @@ from typing import Any
 import pytest
 import torch
 import yaml
-from draftsmith.checkpoints.artifact import load_manifest, model_fingerprint, tokenizer_fingerprint, verify_artifact
-from draftsmith.checkpoints.heads import HEADS_FILE, PredictionHeads, load_heads, save_heads
+from draftsmith.checkpoints.artifact.artifact import (
+    load_manifest,
+    model_fingerprint,
+    tokenizer_fingerprint,
+    verify_artifact,
+)
+from draftsmith.checkpoints.heads.files import HEADS_FILE, PredictionHeads, load_heads, save_heads
 from draftsmith.data.tokenizers import load_tokenizer
 from draftsmith.recipes.import_heads import import_heads
 from safetensors.torch import load_file, save_file

@@ -15,7 +15,7 @@ import pytest
 import torch
 import typer
 import yaml
-from draftsmith.checkpoints.artifact import load_manifest, verify_artifact
+from draftsmith.checkpoints.artifact.artifact import load_manifest, verify_artifact
 from draftsmith.data.tokenizers import load_tokenizer
 from draftsmith.recipes.cli import app
 from transformers import AutoModelForCausalLM, LlamaConfig

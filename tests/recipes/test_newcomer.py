@@ -11,7 +11,7 @@ import sys
 from pathlib import Path
 
 import torch
-from draftsmith.checkpoints.artifact import verify_artifact
+from draftsmith.checkpoints.artifact.artifact import verify_artifact
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 README = Path(__file__).resolve().parents[2] / "README.md"

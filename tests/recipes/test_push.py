@@ -16,8 +16,8 @@ from typing import Any
 
 import pytest
 import yaml
-from draftsmith.checkpoints.artifact import load_manifest, save_artifact, verify_artifact
-from draftsmith.checkpoints.hub import HubError
+from draftsmith.checkpoints.artifact.artifact import load_manifest, save_artifact, verify_artifact
+from draftsmith.checkpoints.hub.client import HubError
 from draftsmith.recipes.cli import app
 from draftsmith.recipes.config import EvaluateRecipe
 from draftsmith.recipes.evaluate import run_evaluate
@@ -165,7 +165,7 @@ def test_the_rows_of_heads_of_a_table_and_of_an_export(
 def test_licences_data_sets_and_models_of_the_hub(
     hub: Any, kit: ModuleType, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    from draftsmith.checkpoints.hub import Hub
+    from draftsmith.checkpoints.hub.client import Hub
 
     mixture = [{"source": name, "weight": 1.0} for name in ("sharegpt-v3", "tatsu-lab/alpaca", "me/own", "vicuna-80")]
     data = {"source": {"options": {"mixture": mixture}, "sources": [{"hub": part["source"]} for part in mixture]}}

@@ -15,8 +15,8 @@ import numpy as np
 import pytest
 import torch
 import yaml
-from draftsmith.checkpoints.heads import load_heads
-from draftsmith.checkpoints.table import BigramTable
+from draftsmith.checkpoints.heads.files import load_heads
+from draftsmith.checkpoints.table.table import BigramTable
 from draftsmith.data.conversations import CorpusReport
 from draftsmith.data.prompts import load_prompts
 from draftsmith.data.rendering import render

@@ -14,8 +14,8 @@ from typing import Any
 import pytest
 import torch
 import yaml
-from draftsmith.checkpoints.artifact import verify_artifact
-from draftsmith.checkpoints.heads import load_heads
+from draftsmith.checkpoints.artifact.artifact import verify_artifact
+from draftsmith.checkpoints.heads.files import load_heads
 from draftsmith.recipes.cli import app
 from draftsmith.recipes.heads import _check_launch
 from draftsmith.recipes.loading import SHIPPED, deepspeed_configs, load_recipe, shipped_recipes

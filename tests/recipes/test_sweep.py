@@ -8,8 +8,8 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from draftsmith.checkpoints.artifact import load_manifest
-from draftsmith.checkpoints.heads import load_heads
+from draftsmith.checkpoints.artifact.artifact import load_manifest
+from draftsmith.checkpoints.heads.files import load_heads
 from draftsmith.recipes.loading import load_recipe
 from draftsmith.recipes.sweep import plan_sweep, run_sweep, show_plans, sweep_table
 from draftsmith.recipes.training import DrafterRecipe

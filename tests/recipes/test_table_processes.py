@@ -15,8 +15,8 @@ from typing import Any
 
 import pytest
 import yaml
-from draftsmith.checkpoints.artifact import load_manifest
-from draftsmith.checkpoints.table import TABLE_FILE
+from draftsmith.checkpoints.artifact.artifact import load_manifest
+from draftsmith.checkpoints.table.table import TABLE_FILE
 from draftsmith.recipes.run import run_train
 from draftsmith.recipes.training import TableRecipe
 from draftsmith.train.table import ROW, spilled_by, spilled_place

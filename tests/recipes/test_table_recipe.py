@@ -15,8 +15,8 @@ from typing import Any
 import numpy as np
 import pytest
 import yaml
-from draftsmith.checkpoints.artifact import load_manifest, verify_artifact
-from draftsmith.checkpoints.table import TABLE_FILE, BigramTable
+from draftsmith.checkpoints.artifact.artifact import load_manifest, verify_artifact
+from draftsmith.checkpoints.table.table import TABLE_FILE, BigramTable
 from draftsmith.data.conversations import Conversation, CorpusReport, Turn
 from draftsmith.data.rendering import render
 from draftsmith.data.templates import get_template

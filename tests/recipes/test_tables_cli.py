@@ -11,8 +11,13 @@ from typing import Any
 
 import numpy as np
 import pytest
-from draftsmith.checkpoints.artifact import load_manifest, save_artifact, tokenizer_fingerprint, verify_artifact
-from draftsmith.checkpoints.table import TABLE_FILE, BigramTable
+from draftsmith.checkpoints.artifact.artifact import (
+    load_manifest,
+    save_artifact,
+    tokenizer_fingerprint,
+    verify_artifact,
+)
+from draftsmith.checkpoints.table.table import TABLE_FILE, BigramTable
 from draftsmith.data.tokenizers import load_tokenizer, train_bpe
 from draftsmith.recipes.cli import app, main
 from draftsmith.recipes.run import run_train

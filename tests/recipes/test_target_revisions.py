@@ -10,10 +10,10 @@ from typing import Any
 
 import pytest
 import torch
-from draftsmith.checkpoints.artifact import load_manifest, model_fingerprint, save_artifact
-from draftsmith.checkpoints.sources import at_revision
+from draftsmith.checkpoints.artifact.artifact import load_manifest, model_fingerprint, save_artifact
+from draftsmith.checkpoints.artifact.locate import at_revision
 from draftsmith.checkpoints.storage.places import split_revision
-from draftsmith.checkpoints.table import BigramTable
+from draftsmith.checkpoints.table.table import BigramTable
 from draftsmith.data.tokenizers import load_tokenizer
 from draftsmith.decode.loading import load_model
 from draftsmith.recipes.cli import app

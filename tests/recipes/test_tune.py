@@ -15,7 +15,7 @@ from typing import Any
 import numpy as np
 import pytest
 import yaml
-from draftsmith.checkpoints.artifact import tokenizer_fingerprint
+from draftsmith.checkpoints.artifact.artifact import tokenizer_fingerprint
 from draftsmith.data.prompts import stop_ids
 from draftsmith.data.tokenizers import load_tokenizer
 from draftsmith.decode.cost_model import CostModel, Curve, Overhead

@@ -23,8 +23,8 @@ from typing import Any
 import draftsmith
 import numpy as np
 import pytest
-from draftsmith.checkpoints.pair_runs import key_dtype
-from draftsmith.checkpoints.table_file import write_table
+from draftsmith.checkpoints.table.file import write_table
+from draftsmith.checkpoints.table.runs import key_dtype
 from draftsmith.train.counting import INDEX, Counted, PairCounter, counted
 from draftsmith.train.pair_pile import sorting_is_slow
 from draftsmith.train.run_files import open_run, write_run

@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 import torch
-from draftsmith.checkpoints.heads import PredictionHeads
+from draftsmith.checkpoints.heads.files import PredictionHeads
 from draftsmith.train.heads import HeadsTask
 from draftsmith.train.loop import fit
 from draftsmith.train.table import count_table

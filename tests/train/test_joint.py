@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 import torch
-from draftsmith.checkpoints.heads import PredictionHeads
+from draftsmith.checkpoints.heads.files import PredictionHeads
 from draftsmith.data.packing import Batch
 from draftsmith.train.heads import HeadsModule
 from draftsmith.train.joint import Joint, JointModule, JointTask

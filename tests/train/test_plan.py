@@ -10,7 +10,7 @@ from typing import Any
 
 import pytest
 import torch
-from draftsmith.checkpoints.heads import PredictionHeads
+from draftsmith.checkpoints.heads.files import PredictionHeads
 from draftsmith.data.packing import Batch
 from draftsmith.train.chunks import DrafterLogits
 from draftsmith.train.forward import PackedForward

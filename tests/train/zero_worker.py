@@ -12,7 +12,7 @@ import sys
 from typing import Any
 
 import torch
-from draftsmith.checkpoints.heads import PredictionHeads
+from draftsmith.checkpoints.heads.files import PredictionHeads
 from draftsmith.recipes.processes import part
 from draftsmith.train.drafter import DrafterModule
 from draftsmith.train.heads import HeadsTask

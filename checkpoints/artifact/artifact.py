@@ -1,0 +1,296 @@
+"""Artifacts on disk: a folder of files and `artifact.json`, written whole or not at all, checked when read."""
+
+from __future__ import annotations
+
+import hashlib
+from collections.abc import Callable
+from dataclasses import replace
+from datetime import UTC, datetime
+from pathlib import Path
+from typing import Any, TypeVar
+
+from ..storage.atomic import left_aside, steady, whole_folder
+from ..storage.names import MANIFEST_FILE
+from ..storage.safe_read import file_hash, files_of, is_blob, name_fault, read_text, shown
+from .card import model_card
+from .fingerprints import model_fingerprint, tokenizer_fingerprint
+from .manifest import KINDS, MAX_MANIFEST_BYTES, SCHEMA_VERSION, Manifest, library_versions, plain, record_fault
+
+__all__ = [
+    "MANIFEST_FILE",
+    "SCHEMA_VERSION",
+    "Manifest",
+    "check_replaceable",
+    "check_target",
+    "file_faults",
+    "inside",
+    "load_manifest",
+    "model_fingerprint",
+    "open_artifact",
+    "plain",
+    "save_artifact",
+    "tokenizer_fingerprint",
+    "verify_artifact",
+]
+
+Loaded = TypeVar("Loaded")
+
+CARD_FILE = "README.md"
+_FAULTS_SHOWN = 20
+_LARGEST_TEXT = 1 << 24
+_POINTER = b"version https://git-lfs.github.com/spec/"
+
+
+def save_artifact(
+    out_dir: Path,
+    *,
+    kind: str,
+    write: Callable[[Path], None],
+    vocab_size: int,
+    tokenizer_fingerprint: str | None,
+    target: dict[str, Any] | None,
+    shapes: dict[str, Any],
+    recipe: dict[str, Any],
+    data: dict[str, Any],
+    training: dict[str, Any],
+    evaluation: dict[str, Any] | None = None,
+    card: str | None = None,
+    command: str | None = None,
+    export: dict[str, Any] | None = None,
+) -> Manifest:
+    """Write an artifact to `out_dir`, replacing one that stands there; a reader sees the old or the new, never a part.
+
+    Everything is written to a hidden folder beside `out_dir`, flushed to the disk and then renamed, see
+    `folders.whole_folder`. Where anything fails, that folder is removed, what stood at `out_dir` stays, and the error
+    goes on to the caller.
+
+    Args:
+        kind: drafter, heads, table or target.
+        write: given an empty folder, writes the artifact's own files into it.
+        vocab_size: V of the artifact's tensors.
+        target: id, revision and fingerprint of the model it is made for.
+        recipe: the resolved recipe; secrets in it are redacted (as in all other dictionaries).
+        card: text of README.md; by default a small card made from the manifest.
+        command: what made it, as one would type it.
+        export: of an export (`export.py`), what it is.
+
+    Raises:
+        ValueError: an unknown kind, values that JSON cannot hold, files that are links or have names that not every
+            system knows, or an `out_dir` that holds other files.
+        OSError: the disk is full or cannot be written.
+    """
+    out = Path(out_dir)
+    if kind not in KINDS:
+        raise ValueError(f"unknown kind of artifact {kind!r}, expected one of {', '.join(KINDS)}")
+    check_replaceable(out)
+    manifest = Manifest(
+        kind=kind,
+        vocab_size=int(vocab_size),
+        tokenizer_fingerprint=tokenizer_fingerprint,
+        target=plain(target),
+        shapes=plain(shapes),
+        recipe=plain(recipe),
+        data=plain(data),
+        training=plain(training),
+        evaluation=plain(evaluation),
+        versions=library_versions(),
+        files={},
+        created=datetime.now(UTC).isoformat(timespec="seconds"),
+        command=plain(command),
+        export=plain(export),
+    )
+    return _write_all(out, manifest, write, card)
+
+
+def _write_all(out: Path, manifest: Manifest, write: Callable[[Path], None], card: str | None) -> Manifest:
+    """Write to a hidden folder beside `out` and put it in place; the manifest with the files' hashes."""
+    with whole_folder(out) as unfinished:
+        write(unfinished)
+        assert any(unfinished.iterdir()), "write left no files"
+        assert not (unfinished / MANIFEST_FILE).exists(), f"{MANIFEST_FILE} is written here, not by `write`"
+        text = card if card is not None else model_card(manifest, out.name)
+        (unfinished / CARD_FILE).write_text(text, encoding="utf-8")
+        manifest = replace(manifest, files=_hash_all(unfinished))
+        record = manifest.to_json()
+        if len(record.encode()) > MAX_MANIFEST_BYTES:
+            raise ValueError(f"{MANIFEST_FILE} of {out} would have more than {MAX_MANIFEST_BYTES:,} bytes")
+        (unfinished / MANIFEST_FILE).write_text(record, encoding="utf-8")
+        check_replaceable(out)  # again: writing may have taken minutes
+    return manifest
+
+
+def load_manifest(directory: Path, kind: str | None = None) -> Manifest:
+    """Read an artifact's manifest; the other files are not looked at.
+
+    Args:
+        kind: where given, the kind that the artifact must be, in a form that this package reads.
+
+    Raises:
+        ValueError: no such folder, no `artifact.json`, one that is not of this form, an artifact of another kind, or
+            an export for other programs.
+    """
+    directory = Path(directory)
+    manifest = steady(directory, lambda: _read_manifest(directory))
+    if kind is not None and manifest.kind != kind:
+        raise ValueError(f"{directory} holds an artifact of kind {manifest.kind!r}, expected {kind!r}")
+    if kind is not None and manifest.export is not None and not manifest.export["native"]:
+        raise ValueError(
+            f"{directory} is an export in the format {shown(manifest.export['format'])}, which other programs read: "
+            f"name the {kind} artifact that it was made from"
+        )
+    return manifest
+
+
+def _read_manifest(directory: Path) -> Manifest:
+    path = directory / MANIFEST_FILE
+    if not directory.is_dir():
+        aside = left_aside(directory)
+        hint = f"; a save that was killed has left the former one at {aside[0]}" if aside else ""
+        raise ValueError(f"there is no artifact at {directory}: no such folder{hint}")
+    if path.is_symlink() and not is_blob(directory, path):
+        raise ValueError(f"{path} cannot be read: it is a link, expected a file")
+    try:
+        return Manifest.from_json(read_text(path, MAX_MANIFEST_BYTES))
+    except FileNotFoundError as error:
+        raise ValueError(f"{directory} is not an artifact: it has no {MANIFEST_FILE}{inside(directory)}") from error
+    except OSError as error:
+        raise ValueError(f"{path} cannot be read: {error.strerror}") from error
+    except ValueError as error:
+        raise ValueError(f"{path} cannot be read: {error}") from error
+
+
+def inside(directory: Path) -> str:
+    """The end of a message about a folder that is no artifact: which ones lie in it, up to two folders deep."""
+    paths = (path for pattern in ("*", "*/*") for path in directory.glob(f"{pattern}/{MANIFEST_FILE}"))
+    shown_paths = (path for path in paths if not any(part[0] == "." for part in path.relative_to(directory).parts))
+    found = sorted(str(path.parent) for path in shown_paths)
+    if not found:
+        return ""
+    more = f" and {len(found) - _FAULTS_SHOWN} more" if len(found) > _FAULTS_SHOWN else ""
+    return f"; name one of those that lie in it: {', '.join(map(shown, found[:_FAULTS_SHOWN]))}{more}"
+
+
+def verify_artifact(directory: Path, kind: str | None = None) -> Manifest:
+    """Check every file of an artifact against its manifest. Hidden files at the top (`.gitattributes`) do not count.
+
+    An artifact that is replaced meanwhile is checked again: see `folders.steady`, and `open_artifact` for loading one.
+
+    Raises:
+        ValueError: what `load_manifest` raises; all files that are missing, not listed, no plain files, or of other
+            size or hash, named.
+    """
+    directory = Path(directory)
+
+    def verify() -> Manifest:
+        manifest = load_manifest(directory, kind)
+        if faults := file_faults(directory, manifest):
+            more = [f"and {len(faults) - _FAULTS_SHOWN} faults more"] if len(faults) > _FAULTS_SHOWN else []
+            raise ValueError("; ".join(faults[:_FAULTS_SHOWN] + more))
+        return manifest
+
+    return steady(directory, verify)
+
+
+def open_artifact(directory: Path, load: Callable[[Path], Loaded], kind: str | None = None) -> tuple[Manifest, Loaded]:
+    """Verify an artifact and load it: both of the same one, however often it is replaced meanwhile.
+
+    Args:
+        load: given the folder, loads from it; what it raises must be a ValueError or an OSError.
+
+    Raises:
+        ValueError, OSError: what `verify_artifact` and `load` raise.
+    """
+    directory = Path(directory)
+    return steady(directory, lambda: (verify_artifact(directory, kind), load(directory)))
+
+
+def file_faults(directory: Path, manifest: Manifest) -> list[str]:
+    """Each file of a folder that is not what the manifest says, in a sentence that names it."""
+    present = {
+        name: fault
+        for name, fault in files_of(directory)
+        if name != MANIFEST_FILE and (name in manifest.files or not name.startswith("."))
+    }
+    record = record_fault(read_text(directory / MANIFEST_FILE, MAX_MANIFEST_BYTES), manifest)
+    faults = [] if record is None else [f"{directory / MANIFEST_FILE} {record}"]
+    if missing := sorted(set(manifest.files) - set(present)):
+        faults.append(f"{directory} lacks {', '.join(missing)}, which its {MANIFEST_FILE} lists")
+    if extra := [shown(name) for name in sorted(set(present) - set(manifest.files))]:
+        faults.append(f"{directory} holds {', '.join(extra)}, which its {MANIFEST_FILE} does not list")
+    for name, entry in manifest.files.items():
+        if name in present:
+            fault = present[name] or _content_fault(directory / name, entry)
+            faults += [] if fault is None else [f"{directory / name} {fault}"]
+    return faults
+
+
+def _content_fault(path: Path, entry: dict[str, Any]) -> str | None:
+    try:
+        size = path.stat().st_size
+        if size != entry["bytes"]:
+            return f"has {size} bytes, its {MANIFEST_FILE} says {entry['bytes']}{_by_git(path, size, entry)}"
+        digest = file_hash(path)
+    except OSError as error:
+        return f"cannot be read: {error.strerror}"
+    if digest != entry["sha256"]:
+        return f"has the hash {digest}, its {MANIFEST_FILE} says {entry['sha256']}"
+    return None
+
+
+def _by_git(path: Path, size: int, entry: dict[str, Any]) -> str:
+    """What git made of a file that it was copied by, in words: a pointer to it, or other ends of lines."""
+    if size > _LARGEST_TEXT:
+        return ""
+    content = path.read_bytes()
+    if content.startswith(_POINTER):
+        return ": it is git's pointer to the file, which `git lfs pull` fetches"
+    if hashlib.sha256(content.replace(b"\r\n", b"\n")).hexdigest() == entry["sha256"]:
+        return ": git changed its ends of lines (core.autocrlf); copy it as it is"
+    return ""
+
+
+def check_target(manifest: Manifest, *, vocab_size: int, tokenizer_fingerprint: str | None, what: str) -> None:
+    """Check that an artifact fits the target it is used with.
+
+    Args:
+        vocab_size: the target's.
+        tokenizer_fingerprint: the target's tokenizer's; None, here or in the manifest, where it is not known.
+        what: the artifact's name in messages, such as "the heads runs/quickstart/heads".
+
+    Raises:
+        ValueError: another vocabulary size or tokenizer; both sides are named.
+    """
+    if manifest.vocab_size != vocab_size:
+        # A padded embedding has rows for tokens that no text holds; a table can be counted with as many.
+        padded = manifest.kind == "table" and manifest.vocab_size < vocab_size
+        hint = f"; if the target's is padded, count the table with `vocab_size: {vocab_size}`" if padded else ""
+        raise ValueError(
+            f"{what} has a vocabulary of {manifest.vocab_size} tokens, the target of {vocab_size}: "
+            f"they must be the same{hint}"
+        )
+    mine, theirs = manifest.tokenizer_fingerprint, tokenizer_fingerprint
+    if mine is not None and theirs is not None and mine != theirs:
+        raise ValueError(
+            f"{what} was made with another tokenizer than the target's: the fingerprints are {mine[:16]}… and "
+            f"{theirs[:16]}…, though both have {vocab_size} tokens"
+        )
+
+
+def check_replaceable(out: Path) -> None:
+    """Raises ValueError where something else than an artifact stands, which must not be written over."""
+    if not out.exists() and not out.is_symlink():
+        return
+    if not out.is_dir():
+        raise ValueError(f"{out} is a file: an artifact is a folder")
+    if not (out / MANIFEST_FILE).is_file() and any(out.iterdir()):
+        raise ValueError(f"{out} holds other files and no artifact; it is not written over")
+
+
+def _hash_all(directory: Path) -> dict[str, dict[str, Any]]:
+    entries = {}
+    for name, fault in sorted(files_of(directory)):
+        if (wrong := fault or name_fault(name)) is not None:
+            raise ValueError(f"{shown(name)} cannot be a file of an artifact: {wrong}")
+        path = directory / name
+        entries[name] = {"sha256": file_hash(path), "bytes": path.stat().st_size}
+    return entries

@@ -1,0 +1,97 @@
+"""Settings of models and tokenizers as transformers 5 and the versions before it read them.
+
+Of a tokenizer that transformers 5 writes, versions before it refuse another name of the class and special tokens as a
+list under another key; some look for the chat template in the settings alone. Of a model they pass over the base and
+scaling of rotary positions, which lie under another key, and run it with their own.
+"""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+from ..storage.safe_read import MAX_JSON_BYTES, read_json, read_text
+
+MODEL_FILE = "config.json"
+CONFIG_FILE = "tokenizer_config.json"
+TEMPLATE_FILE = "chat_template.jinja"
+
+
+def mend_model(folder: Path) -> None:
+    """Write rotary positions into a folder's `config.json` where older readers look for them, too. Newer ones load the
+    same from it.
+
+    Raises:
+        ValueError: a file that cannot be read.
+    """
+    path = folder / MODEL_FILE
+    if not path.is_file():
+        return
+    config = read_config(path)
+    rope = config.get("rope_parameters")
+    if isinstance(rope, dict) and "rope_theta" in rope:  # others have one for each type of layer
+        write_config(path, config | _rotary(config.get("model_type"), rope))
+
+
+def _rotary(model_type: Any, rope: dict[str, Any]) -> dict[str, Any]:
+    theta, part = rope["rope_theta"], rope.get("partial_rotary_factor")
+    if model_type == "gpt_neox":
+        return {"rotary_emb_base": theta} | ({} if part is None else {"rotary_pct": part})
+    found = {"rope_theta": theta} | ({} if part is None else {"partial_rotary_factor": part})
+    if rope.get("rope_type", "default") != "default":
+        found["rope_scaling"] = {
+            key: value for key, value in rope.items() if key not in ("rope_theta", "partial_rotary_factor")
+        }
+    return found
+
+
+def save_tokenizer(tokenizer: Any, folder: Path) -> None:
+    """`save_pretrained`, for older readers too."""
+    tokenizer.save_pretrained(folder)
+    mend_tokenizer(folder)
+
+
+def mend_tokenizer(folder: Path) -> None:
+    """Rewrite a folder's `tokenizer_config.json` where older readers would refuse it. Newer ones load the same from it.
+
+    Only that of a `tokenizer.json`: other tokenizers (sentencepiece's) keep their files as they are.
+
+    Raises:
+        ValueError: a file that cannot be read.
+    """
+    path = folder / CONFIG_FILE
+    if not (folder / "tokenizer.json").is_file() or not path.is_file():
+        return
+    config = read_config(path)
+    mended = _for_older_readers(config, folder / TEMPLATE_FILE)
+    if mended != config:
+        write_config(path, mended)
+
+
+def read_config(path: Path) -> dict[str, Any]:
+    """What a file of settings says. Raises ValueError, with its name, where it cannot be read."""
+    try:
+        return read_json(path)
+    except ValueError as error:
+        raise ValueError(f"{path}: {error}") from error
+
+
+def write_config(path: Path, config: dict[str, Any]) -> None:
+    """The same, written."""
+    path.write_text(json.dumps(config, indent=2, ensure_ascii=False) + "\n", encoding="utf-8")
+
+
+def _for_older_readers(config: dict[str, Any], template: Path) -> dict[str, Any]:
+    mended = dict(config)
+    if mended.get("tokenizer_class") == "TokenizersBackend":
+        mended["tokenizer_class"] = "PreTrainedTokenizerFast"
+    if isinstance(mended.get("extra_special_tokens"), list):
+        more = mended.pop("extra_special_tokens")
+        mended["additional_special_tokens"] = [*mended.get("additional_special_tokens", []), *more]
+    if template.is_file():  # which comes first, where both are read
+        try:
+            mended["chat_template"] = read_text(template, MAX_JSON_BYTES)
+        except ValueError as error:
+            raise ValueError(f"{template}: {error}") from error
+    return mended

@@ -1,0 +1,194 @@
+"""Where an artifact lies: a folder, or a repository of the hub at a revision, which is fetched and verified.
+
+Who asks is known by huggingface_hub's own store alone; what lies in its cache needs no network.
+"""
+
+from __future__ import annotations
+
+import glob
+import re
+from collections.abc import Sequence
+from functools import cache
+from pathlib import Path
+
+from ..storage.names import CONFIG_FILE, HEADS_FILE, MANIFEST_FILE, TABLE_FILE
+from ..storage.places import here, hub_place, is_path, split_revision
+from .artifact import load_manifest, verify_artifact
+
+_MODEL_FILES = ("*.safetensors", "*.json", "*.model", "*.txt", "*.jinja")
+_SETTINGS = ("*.json", "*.model", "*.txt", "*.jinja")
+_PLAIN_FILES = {"heads": (HEADS_FILE, CONFIG_FILE), "table": (TABLE_FILE,)}
+"""What is fetched of repositories that hold no artifact; of other kinds `_MODEL_FILES`. Nothing pickled."""
+_LONGEST_REASON = 300
+_COMMIT = re.compile(r"[0-9a-f]{40}")
+_PATIENCE = 10
+"""Seconds for an answer without which the work goes on."""
+
+
+def resolve(place: str | Path, kind: str | None = None, revision: str | None = None) -> Path:
+    """The folder of an artifact, or of what others publish in its place.
+
+    Args:
+        place: a folder, `user/name` or `user/name@revision` on the hub. A folder that is here comes first.
+        kind: where given, the kind that an artifact on the hub must be. Of a repository without `artifact.json` only
+            the files that such a kind has are fetched.
+        revision: branch, tag or commit on the hub.
+
+    Returns:
+        The folder as given, unverified; or that in the hub's cache, where artifacts are verified.
+
+    Raises:
+        ValueError: neither such a folder nor a name that the hub allows; a repository or revision that is not there,
+            gated or out of reach; a damaged artifact, or one of another kind.
+    """
+    folder = here(place)
+    if folder is not None:
+        if revision is not None:
+            raise ValueError(f"{place} is here, where it has no revisions: leave out {revision!r}, or name the hub's")
+        return folder
+    repo, revision = hub_place(str(place), revision)
+    folder = fetch(repo, [MANIFEST_FILE], revision)
+    if not (folder / MANIFEST_FILE).is_file():
+        return fetch(repo, _PLAIN_FILES.get(str(kind), _MODEL_FILES), revision)
+    return _artifact(repo, folder, kind)
+
+
+def model_source(place: str) -> str:
+    """What transformers is to load a model from: the folder of a model that lies here, or of an artifact on the hub,
+    fetched and verified; of another model on the hub its id, or the folder of the revision that is named.
+
+    Raises:
+        ValueError: what `resolve` raises of a revision that is named, or of an artifact.
+    """
+    if split_revision(place)[1] is not None:
+        return at_revision(place)
+    if here(place) is not None or "/" not in place or is_path(place):
+        return place
+    try:
+        folder = fetch(place, [MANIFEST_FILE])
+    except ValueError:
+        return place  # transformers knows other places, and has its own words for what it does not find
+    return str(_artifact(place, folder, None)) if (folder / MANIFEST_FILE).is_file() else place
+
+
+@cache
+def at_revision(place: str, *, weights: bool = True) -> str:
+    """What transformers is to load a model from: of `user/name@revision` the folder of that commit, fetched once in a
+    process; anything else as it is.
+
+    Args:
+        weights: without them, configuration and tokenizer alone are fetched.
+
+    Raises:
+        ValueError: what `resolve` raises of a revision that is named.
+    """
+    repo, revision = split_revision(place)
+    if revision is None:
+        return place
+    return str(resolve(place) if weights else fetch(repo, _SETTINGS, revision))
+
+
+def settings_of(place: str) -> Path | None:
+    """The folder of a model's configuration and tokenizer: the model's own where it lies here, else what the hub or its
+    cache has of them; None where neither has them."""
+    folder = here(place)
+    if folder is not None:
+        return folder
+    try:
+        repo, revision = hub_place(place)
+        return fetch(repo, _SETTINGS, revision)
+    except ValueError:
+        return None
+
+
+def commit_of(place: str) -> str:
+    """The commit for which `user/name@revision` stands on the hub now, which is not asked where that is one.
+
+    Raises:
+        ValueError: no such revision, or the hub cannot be asked; says why.
+    """
+    from huggingface_hub import HfApi
+    from huggingface_hub.errors import HTTPError
+
+    repo, revision = hub_place(place)
+    if revision is not None and _COMMIT.fullmatch(revision):
+        return revision
+    try:
+        return str(HfApi(library_name="draftsmith").model_info(repo, revision=revision, timeout=_PATIENCE).sha)
+    except (OSError, ValueError, HTTPError) as error:
+        raise ValueError(f"{place} {_reason(error, repo)}") from error
+
+
+def target_record(place: str, fingerprint: str | None) -> dict[str, str | None]:
+    """A target as manifests name it: id, fingerprint and, where one was named, the revision, by its commit."""
+    name, revision = split_revision(place)
+    if revision is None:
+        return {"id": place, "fingerprint": fingerprint}
+    return {"id": name, "revision": Path(at_revision(place, weights=False)).name, "fingerprint": fingerprint}
+
+
+def fetch(repo: str, patterns: Sequence[str], revision: str | None = None) -> Path:
+    """The folder in the hub's cache with a repository's files that fit the patterns, fetched where they are not there.
+
+    Raises:
+        ValueError: the repository or revision is not there, gated or out of reach; names both.
+        OSError: the disk is full, or the like.
+    """
+    from huggingface_hub import snapshot_download
+    from huggingface_hub.errors import HfHubHTTPError, HTTPError
+
+    try:
+        return Path(snapshot_download(repo, revision=revision, allow_patterns=list(patterns)))
+    except (OSError, ValueError, HTTPError) as error:
+        if isinstance(error, OSError) and error.errno is not None and not isinstance(error, HfHubHTTPError):
+            raise
+        named = repo if revision is None else f"{repo} at {revision}"
+        raise ValueError(f"there is no folder {repo}, and {named} on the hub {_reason(error, repo)}") from error
+
+
+def _artifact(repo: str, folder: Path, kind: str | None) -> Path:
+    """All files of the artifact whose manifest lies in a snapshot, verified."""
+    manifest = load_manifest(folder, kind)
+    names = [glob.escape(name) for name in (MANIFEST_FILE, *manifest.files)]
+    folder = fetch(repo, names, folder.name)  # the snapshot's commit: the branch may have moved on
+    try:
+        verify_artifact(folder, kind)
+    except ValueError as error:
+        raise ValueError(
+            f"what the hub's cache holds of {repo} is not what was published: {error}; delete {folder.parents[1]} to "
+            "fetch it again"
+        ) from error
+    return folder
+
+
+def _reason(error: Exception, repo: str) -> str:
+    """Why a repository could not be had, and what can be done about it."""
+    from huggingface_hub import constants
+    from huggingface_hub.errors import (
+        GatedRepoError,
+        HfHubHTTPError,
+        LocalEntryNotFoundError,
+        RepositoryNotFoundError,
+        RevisionNotFoundError,
+    )
+
+    if isinstance(error, GatedRepoError):
+        return f"is gated: ask for access at {constants.ENDPOINT}/{repo}, then log in with `hf auth login`"
+    if isinstance(error, RevisionNotFoundError):
+        return "has no such branch, tag or commit"
+    if isinstance(error, RepositoryNotFoundError):
+        return "is not there, or not for this account: check its name, or log in with `hf auth login`"
+    if isinstance(error, LocalEntryNotFoundError):
+        part = "not whole" if type(error) is not LocalEntryNotFoundError else "not"
+        cause = error.__cause__
+        if constants.HF_HUB_OFFLINE:
+            return f"is {part} in its cache on this machine, and HF_HUB_OFFLINE forbids to look further"
+        return f"is {part} in its cache on this machine, and cannot be reached: {_brief(cause or error)}"
+    if isinstance(error, HfHubHTTPError) and error.response is not None:
+        return f"could not be had: the hub answers with {error.response.status_code}"
+    return f"could not be had: {_brief(error)}"
+
+
+def _brief(error: BaseException) -> str:
+    line = (re.sub(r"\s+", " ", str(error)).strip()) or type(error).__name__
+    return line if len(line) <= _LONGEST_REASON else line[:_LONGEST_REASON] + "…"

@@ -1,0 +1,251 @@
+"""The record in an artifact, `artifact.json`: what it is, what it was made from, and the hash of every file."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import math
+import platform
+import re
+from dataclasses import asdict, dataclass, field, fields
+from importlib.metadata import PackageNotFoundError, version
+from pathlib import Path
+from typing import Any
+
+from ..storage.names import MANIFEST_FILE
+from ..storage.safe_read import name_fault, parse_json, same_elsewhere
+
+SCHEMA_VERSION = 2
+MAX_MANIFEST_BYTES = 1 << 24
+"""16 MiB. Recipe and reports take kilobytes, a file's entry 150 bytes: room for a hundred thousand files."""
+KINDS = ("drafter", "heads", "table", "target")
+REDACTED = "<redacted>"
+_NO_DIGEST = "0" * 64
+
+_LIBRARIES = (
+    "draftsmith",
+    "torch",
+    "transformers",
+    "safetensors",
+    "numpy",
+    "accelerate",
+    "peft",
+    "datasets",
+    "deepspeed",
+)
+_SECRET_KEY = re.compile(
+    r"(?:^|[_\-.])(?:secrets?|passwords?|passwd|passphrase|credentials?|api[_\-]?keys?|(?:access|private|secret)[_\-]?keys?"
+    r"|(?:access|auth|api|hf|hub|bearer)[_\-]?tokens?)(?:$|[_\-.])|^token$",
+    re.IGNORECASE,
+)
+SECRET_VALUE = re.compile(
+    r"\b(?:hf_[A-Za-z0-9]{16,}|sk-[A-Za-z0-9_\-]{20,}|gh[a-z]_[A-Za-z0-9]{20,}|github_pat_\w{20,}|AKIA[A-Z0-9]{16})"
+)
+"""Tokens that can be told by how they begin: of Hugging Face, OpenAI, GitHub, Amazon."""
+_URL_PASSWORD = re.compile(r"(?<=://)[^/\s@]+@")
+_URL_SECRET = re.compile(
+    r"([?&](?:[^=&#\s]*[\-_.])?(?:token|signature|secret|password|credential|key|sig|AWSAccessKeyId)=)[^&#\s]+",
+    re.IGNORECASE,
+)
+_LONGEST_SHOWN = 200
+_DIGEST = re.compile(r"[0-9a-f]{64}")
+
+
+@dataclass(frozen=True)
+class Manifest:
+    """`artifact.json`. Dictionaries hold plain JSON values only."""
+
+    kind: str
+    """drafter, heads, table or target."""
+    vocab_size: int
+    """Tokens that the artifact knows: V of its tensors."""
+    tokenizer_fingerprint: str | None
+    """What `tokenizer_fingerprint` gives for the tokenizer it was made with."""
+    target: dict[str, Any] | None
+    """The model it was made for: id, revision, fingerprint."""
+    shapes: dict[str, Any]
+    """Sizes by name."""
+    recipe: dict[str, Any]
+    """The resolved recipe, without secrets."""
+    data: dict[str, Any]
+    """Where the data came from: source, rows, tokens, sha256."""
+    training: dict[str, Any]
+    """What training reported."""
+    evaluation: dict[str, Any] | None
+    """What measuring it reported."""
+    versions: dict[str, str | None]
+    """Python and the libraries it was made with; null where one was not installed."""
+    files: dict[str, dict[str, Any]]
+    """Path in the folder to sha256 (hex) and bytes, of every file but `artifact.json` itself."""
+    created: str | None = None
+    """When it was written: UTC, ISO 8601."""
+    command: str | None = None
+    """The command that made it."""
+    export: dict[str, Any] | None = None
+    """What an export is: its format, which programs read it, whether this package does (`native`), and the hashes of
+    the artifact's files (`of`). None in artifacts."""
+    schema: int = SCHEMA_VERSION
+    """Version of this record's form."""
+    digest: str | None = field(default=None, compare=False)
+    """SHA-256 (hex) of the record's own text, with zeros where this stands; see `record_fault`."""
+
+    def to_json(self) -> str:
+        """The text of `artifact.json`."""
+        values = asdict(self) | {"digest": _NO_DIGEST}
+        ordered = {"schema": values.pop("schema")} | values
+        text = json.dumps(ordered, indent=2, ensure_ascii=False, allow_nan=False) + "\n"
+        head, _, tail = text.rpartition(_NO_DIGEST)
+        return head + _sha256(text) + tail
+
+    @classmethod
+    def from_json(cls, text: str) -> Manifest:
+        """Read what `to_json` wrote.
+
+        Raises:
+            ValueError: not JSON, an unknown schema version, or fields that are missing, unknown or of a wrong type.
+        """
+        values = parse_json(text, strict=True)
+        values = _upgraded(values)
+        names = {one.name for one in fields(cls)}
+        if names != set(values):
+            missing, unknown = (_brief(sorted(one - other)) for one, other in ((names, {*values}), ({*values}, names)))
+            raise ValueError(f"its fields differ from schema {SCHEMA_VERSION}: missing {missing}, unknown {unknown}")
+        _check_types(values)
+        return cls(**values)
+
+
+def record_fault(text: str, manifest: Manifest) -> str | None:
+    """What is wrong with a record that `Manifest.from_json` reads: its text is not what was written. That finds
+    accidents, and changes by those who do not know of it. None where it is sound, or so old that it has no digest."""
+    if manifest.digest is None:
+        return None
+    head, found, tail = text.rpartition(manifest.digest)
+    if found and _sha256(head + _NO_DIGEST + tail) == manifest.digest:
+        return None
+    return "has been changed since it was written: its text does not have its own digest"
+
+
+def _sha256(text: str) -> str:
+    return hashlib.sha256(text.encode()).hexdigest()
+
+
+def _upgraded(values: dict[str, Any]) -> dict[str, Any]:
+    """The values in the form of `SCHEMA_VERSION`, whatever version they were written in.
+
+    Raises:
+        ValueError: a version that this draftsmith does not read.
+    """
+    version = values.get("schema")
+    if type(version) is not int or not 1 <= version <= SCHEMA_VERSION:
+        newer = "; a newer draftsmith wrote it" if type(version) is int and version > SCHEMA_VERSION else ""
+        raise ValueError(f"its schema version is {_brief(version)}, this draftsmith reads 1 to {SCHEMA_VERSION}{newer}")
+    for step in _UPGRADES[version - 1 :]:
+        values = step(values)
+    return values | {"schema": SCHEMA_VERSION}
+
+
+def _from_1(values: dict[str, Any]) -> dict[str, Any]:
+    """Version 1 did not say when and by which command an artifact was made, knew no exports, and had no digest."""
+    return values | {"created": None, "command": None, "export": None, "digest": None}
+
+
+_UPGRADES = (_from_1,)
+"""From each version to the next."""
+
+
+def _check_types(values: dict[str, Any]) -> None:
+    wanted: dict[str, tuple[type, ...]] = {"kind": (str,), "vocab_size": (int,)}
+    wanted |= dict.fromkeys(("shapes", "recipe", "data", "training", "versions", "files"), (dict,))
+    wanted |= {name: (dict, type(None)) for name in ("target", "evaluation", "export")}
+    wanted |= {name: (str, type(None)) for name in ("tokenizer_fingerprint", "created", "command", "digest")}
+    for name, types in wanted.items():
+        if type(values[name]) not in types:
+            expected = " or ".join(kind.__name__ for kind in types)
+            raise ValueError(f"{name} is {_brief(values[name])}, expected {expected}")
+    if values["kind"] not in KINDS:
+        raise ValueError(f"its kind is {_brief(values['kind'])}, expected one of {', '.join(KINDS)}")
+    if values["vocab_size"] < 1:
+        raise ValueError(f"vocab_size is {values['vocab_size']}, expected at least 1")
+    export = values["export"]
+    if export is not None and (type(export.get("format")), type(export.get("native"))) != (str, bool):
+        raise ValueError(f"export is {_brief(export)}, expected a format and whether it is native")
+    _check_files(values["files"])
+
+
+def _check_files(files: dict[str, Any]) -> None:
+    for name, entry in files.items():
+        good = (
+            isinstance(entry, dict)
+            and isinstance(entry.get("sha256"), str)
+            and _DIGEST.fullmatch(entry["sha256"])
+            and type(entry.get("bytes")) is int
+            and entry["bytes"] >= 0
+        )
+        fault = name_fault(name)
+        if not good or fault or name == MANIFEST_FILE:
+            why = f" ({fault})" if fault else ""
+            raise ValueError(
+                f"files names {_brief(name)} with {_brief(entry)}, expected a path in the folder{why}, sha256 and bytes"
+            )
+    if (pair := same_elsewhere(files)) is not None:
+        raise ValueError(f"files names {pair[0]!r} and {pair[1]!a}, which are one file on some systems")
+
+
+def _brief(value: Any) -> str:
+    text = ascii(value)
+    return text if len(text) <= _LONGEST_SHOWN else text[:_LONGEST_SHOWN] + "…"
+
+
+def plain(value: Any) -> Any:
+    """A value as JSON can hold it, without secrets.
+
+    Paths become text, tuples and sets lists, array scalars numbers; numbers that are not finite become null. Text under
+    a key that names a secret (password, api_key, hf_token, …), tokens of known forms, and passwords, signatures and
+    keys in URLs are redacted.
+
+    Raises:
+        ValueError: a value that has no plain form.
+    """
+    return _plain(value, secret=False)
+
+
+def _plain(value: Any, secret: bool) -> Any:
+    if isinstance(value, dict):
+        return {str(key): _plain(item, secret or is_secret(str(key))) for key, item in value.items()}
+    if isinstance(value, (list, tuple)):
+        return [_plain(item, secret) for item in value]
+    if isinstance(value, (set, frozenset)):
+        return [_plain(item, secret) for item in sorted(value)]
+    if value is None or isinstance(value, bool):
+        return value
+    if isinstance(value, (str, Path)):
+        text = str(value)
+        return REDACTED if secret and text else _without_secrets(text)
+    if hasattr(value, "item"):
+        value = value.item()
+    if isinstance(value, int):
+        return value
+    if isinstance(value, float):
+        return value if math.isfinite(value) else None
+    raise ValueError(f"a {type(value).__name__} cannot be kept in {MANIFEST_FILE}: {value!r}")
+
+
+def _without_secrets(text: str) -> str:
+    text = _URL_PASSWORD.sub(REDACTED + "@", SECRET_VALUE.sub(REDACTED, text))
+    return _URL_SECRET.sub(rf"\1{REDACTED}", text) if "://" in text else text
+
+
+def is_secret(key: str) -> bool:
+    """Whether what stands under this key, such as `hub.token`, is nobody's business."""
+    return any(_SECRET_KEY.search(part) for part in (key, *key.split(".")))
+
+
+def library_versions() -> dict[str, str | None]:
+    """Python's and the libraries' versions; None where one is not installed."""
+    found: dict[str, str | None] = {"python": platform.python_version()}
+    for name in _LIBRARIES:
+        try:
+            found[name] = version(name)
+        except PackageNotFoundError:
+            found[name] = None
+    return found

@@ -1,0 +1,124 @@
+"""Prediction heads as files: the folder that serving engines read, and loading from every published layout."""
+
+from __future__ import annotations
+
+import json
+import warnings
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+import torch
+from safetensors.torch import save_file
+from torch import Tensor
+
+from ..storage.atomic import steady
+from ..storage.names import CONFIG_FILE, HEADS_FILE
+from ..storage.places import split_revision
+from .layouts import read_heads
+from .module import PredictionHeads
+
+__all__ = ["CONFIG_FILE", "HEADS_FILE", "PredictionHeads", "engine_config", "load_heads", "save_heads"]
+
+_VERSIONS = {"own": "1", "target": "2", "low-rank": "low-rank"}
+
+
+def save_heads(
+    heads: PredictionHeads, directory: Path, base_model_name_or_path: str, state: Mapping[str, Tensor] | None = None
+) -> None:
+    """Write `medusa_lm_head.safetensors` and the `config.json` that serving engines read beside it.
+
+    The config has no `architectures`, says `medusa_fc_bias` (readers that do not find it drop every bias), and gives
+    the number of heads under both names in use. `version` is "1" for heads with projections of their own and "2" for
+    those that reuse the target's, as FasterDecoding counts; low-rank heads, which no engine knows, have neither.
+
+    Args:
+        state: the heads' tensors under the names of their state dict, where they are not in the module itself (as with
+            ZeRO-3, which leaves empty ones there).
+
+    Raises:
+        ValueError: a tensor that is missing, empty, of another shape, without values (meta), or with values that are
+            not finite; nothing is written then.
+    """
+    found = heads.state_dict() if state is None else dict(state)
+    _check_complete(heads, found)
+    directory = Path(directory)
+    directory.mkdir(parents=True, exist_ok=True)
+    tensors = {name: tensor.detach().cpu().contiguous() for name, tensor in found.items()}
+    save_file(tensors, directory / HEADS_FILE, metadata={"format": "pt"})
+    own = {
+        "projection": heads.projection_kind,
+        "rank": heads.rank,
+        "states": heads.states,
+        "scale": heads.scale,
+    }
+    config = engine_config(heads, base_model_name_or_path) | own
+    (directory / CONFIG_FILE).write_text(json.dumps(config, indent=2) + "\n", encoding="utf-8")
+
+
+def engine_config(heads: PredictionHeads, base_model_name_or_path: str) -> dict[str, Any]:
+    """What serving engines look for in the `config.json` of heads; see `save_heads`."""
+    return {
+        "model_type": "medusa",
+        "base_model_name_or_path": split_revision(base_model_name_or_path)[0],  # engines know no other names
+        "medusa_num_heads": heads.num_heads,
+        "num_medusa_heads": heads.num_heads,
+        "medusa_num_layers": heads.num_layers,
+        "hidden_size": heads.hidden_size,
+        **({"vocab_size": heads.vocab_size} if heads.knows_vocab_size else {}),
+        "medusa_fc_bias": True,
+        "version": _VERSIONS[heads.projection_kind],
+    }
+
+
+def load_heads(
+    directory: Path,
+    *,
+    device: torch.device | str | None = None,
+    dtype: torch.dtype | None = None,
+    lm_head: Tensor | None = None,
+    unpickle: bool = False,
+) -> PredictionHeads:
+    """Read a folder of heads in evaluation mode, in any of the layouts of `heads_layouts.read_heads`.
+
+    Form and sizes are counted from the tensors, never from the config, of which only `states` and `scale` are believed.
+    Warns where `config.json` says something else than the tensors.
+
+    Args:
+        lm_head: [V, D] output projection of the target, for heads that reuse it (see `PredictionHeads.attach`); the
+            others do not look at it. It may also be attached later.
+        unpickle: also read pickled files (`.pt`, `.bin`), of which only tensors are loaded.
+
+    Raises:
+        ValueError: no such file, a pickled one without `unpickle`, not heads of these forms, or tensors whose shapes do
+            not fit each other.
+    """
+    stored = steady(Path(directory), lambda: read_heads(Path(directory), unpickle=unpickle))
+    for disagreement in stored.disagreements:
+        warnings.warn(disagreement, stacklevel=2)
+    heads = stored.build().to(device=device, dtype=dtype).requires_grad_(True).eval()
+    if lm_head is not None and heads.projection_kind == "target":
+        heads.attach(lm_head)
+    return heads
+
+
+def _check_complete(heads: PredictionHeads, state: Mapping[str, Tensor]) -> None:
+    """Refuse to save what would be no heads."""
+    vocab_size = heads.vocab_size if heads.knows_vocab_size else None
+    sizes = (heads.num_heads, heads.num_layers, heads.hidden_size, vocab_size)
+    with torch.device("meta"):
+        whole = PredictionHeads(*sizes, heads.projection_kind, heads.rank, heads.states).state_dict()
+    for name in (*whole, *state):
+        if name not in state:
+            raise ValueError(f"heads cannot be saved: {name} is missing")
+        if name not in whole:
+            raise ValueError(f"heads cannot be saved: {name} is no tensor of theirs")
+        tensor, shape = state[name], list(whole[name].shape)
+        if list(tensor.shape) != shape:
+            empty = " (empty: ZeRO-3 leaves such behind; gather the weights first)" if not tensor.numel() else ""
+            raise ValueError(f"heads cannot be saved: {name} is {list(tensor.shape)}, expected {shape}{empty}")
+        if tensor.device.type == "meta":
+            raise ValueError(f"heads cannot be saved: {name} is on the meta device and has no values")
+        if not bool(tensor.isfinite().all()):
+            wrong = int((~tensor.isfinite()).sum())
+            raise ValueError(f"heads cannot be saved: {wrong} of {tensor.numel()} values of {name} are not finite")

@@ -1,0 +1,325 @@
+"""Are a target and a drafter a pair? Every check, and what each finding means for those who decode with the two.
+
+The engines' rules were read in their own code: `transformers/generation/utils.py` (_validate_generation_mode), vLLM's
+`config/speculative.py`, SGLang's `speculative/standalone_worker.py`, llama.cpp's `common/speculative.cpp`.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import replace
+from typing import Any
+
+from ..artifact.artifact import file_faults
+from ..artifact.fingerprints import tokenizer_fingerprint
+from ..storage.places import here
+from ..verify.model_files import Fit
+from ..verify.tensors import in_words
+from .sides import BUT, CONSUMERS, REFUSED, Diagnosis, Effect, Finding, Side, both
+from .tokenizers import end_ids, tokenizer_findings, wrapped_by
+
+LLAMA_CPP_SIZES = 128
+"""By how much llama.cpp lets the sizes of two vocabularies differ."""
+LLAMA_CPP_FIRST = 5
+"""The first id whose text it compares."""
+MORE_TENSORS = "more tensors"
+_DECODERS_ALONE = ("vllm", "sglang", "llama.cpp")
+_SHOWN = 3
+_SPECIAL = ("bos", "eos", "pad", "unk", "decoder_start")
+
+
+def examine(target: Side, drafter: Side) -> Diagnosis:
+    """Compare all that is known of the two."""
+    findings = [*_same(target, drafter), *_kind(target, drafter), *_sizes(target, drafter)]
+    for side, name in ((target, "target"), (drafter, "drafter")):
+        findings += [*_rows_of(side, name), *_tensors_of(side, name), *_changed(side, name)]
+    if target.tokenizer is None or drafter.tokenizer is None:
+        findings += _no_tokenizer(target, drafter)
+    else:
+        findings += [*_token_texts(target, drafter), *_special_ids(target, drafter)]
+        findings += tokenizer_findings(target, drafter)
+    findings += [*_context(target, drafter), *_notes(target, drafter)]
+    if not any(finding.severity == "fault" and "draftsmith" in finding.effects for finding in findings):
+        findings += _fingerprint(target, drafter)
+    return Diagnosis(target.source, drafter.source, tuple(_facts(target, drafter)), tuple(findings))
+
+
+def other_fingerprint(target: Side, drafter: Side) -> bool:
+    """Whether the drafter is an artifact that was made with another tokenizer than the target's."""
+    made_with = drafter.manifest.tokenizer_fingerprint if drafter.manifest else None
+    if made_with is None or target.tokenizer is None:
+        return False
+    return made_with != tokenizer_fingerprint(target.tokenizer)
+
+
+def _facts(target: Side, drafter: Side) -> Iterator[tuple[str, str, str]]:
+    def fact(name: str, value: Any) -> tuple[str, str, str]:
+        return name, value(target), value(drafter)
+
+    yield fact("vocab_size", lambda side: f"{side.vocab_size:,}")
+    yield fact("tokens of the tokenizer", lambda side: "none" if side.tokenizer is None else f"{len(side.vocab):,}")
+    yield fact("rows of the embedding", lambda side: _known(side.rows))
+    yield fact("rows of the output layer", lambda side: _known(side.head_rows))
+    yield fact("tied", lambda side: "yes" if getattr(side.config, "tie_word_embeddings", False) else "no")
+    yield fact("positions", lambda side: _positions(side) + (f", rotary ({side.rotary})" if side.rotary else ""))
+    yield fact("type", lambda side: str(side.config.model_type))
+    yield fact("dtype", _dtype)
+    yield fact("ends a text with", lambda side: ", ".join(map(str, end_ids(side))) or "nothing")
+    yield fact("chat template", lambda side: "yes" if getattr(side.tokenizer, "chat_template", None) else "no")
+    # transformers reads these from the drafter alone
+    yield "drafts a step", "–", _assistant(drafter.generation)
+
+
+def _known(number: int | None) -> str:
+    return "not known" if number is None else f"{number:,}"
+
+
+def _dtype(side: Side) -> str:
+    return str(getattr(side.config, "dtype", None) or "not given").removeprefix("torch.")
+
+
+def _assistant(generation: Any) -> str:
+    tokens = generation.num_assistant_tokens
+    threshold = generation.assistant_confidence_threshold
+    return f"{20 if tokens is None else tokens}, while it is {0.4 if threshold is None else threshold:.0%} sure"
+
+
+def _all(outcome: str, reason: str) -> dict[str, Effect]:
+    return dict.fromkeys(CONSUMERS, Effect(outcome, reason))
+
+
+def _same(target: Side, drafter: Side) -> Iterator[Finding]:
+    if target.folder.resolve() == drafter.folder.resolve():
+        effects = _all(BUT, "a target that drafts for itself is no faster than alone")
+        yield Finding("one model", "they are one and the same folder", target.source, drafter.source, effects)
+
+
+def _changed(side: Side, name: str) -> Iterator[Finding]:
+    """Whether an artifact that is here is what its manifest says."""
+    if side.manifest is None or here(side.source) is None:
+        return
+    if faults := file_faults(side.folder, side.manifest):
+        values = (_list(faults), "–") if name == "target" else ("–", _list(faults))
+        reason = "it loads no artifact whose files are not what its artifact.json says"
+        effects = {"draftsmith": Effect(REFUSED, reason)} if name == "drafter" else {}
+        yield Finding("changed files", f"the {name} is not what its artifact.json says", *values, effects)
+
+
+def _kind(target: Side, drafter: Side) -> Iterator[Finding]:
+    names = ("a decoder", "an encoder-decoder")
+    kinds = both(lambda side: names[bool(side.config.is_encoder_decoder)], target, drafter)
+    if kinds[0] != kinds[1]:
+        what = "they are models of different kinds"
+        yield Finding("kind of model", what, *kinds, _all(REFUSED, "both must be decoders, or both encoder-decoders"))
+    elif kinds[0] == names[True]:
+        effects = dict.fromkeys(_DECODERS_ALONE, Effect(REFUSED, "it does not draft with encoder-decoders"))
+        yield Finding("kind of model", "both are encoder-decoders, with which few engines draft", *kinds, effects)
+
+
+def _sizes(target: Side, drafter: Side) -> Iterator[Finding]:
+    mine, theirs = target.vocab_size, drafter.vocab_size
+    if mine == theirs:
+        return
+    same = Effect(REFUSED, "both must have the same vocab_size")
+    effects = {
+        "transformers": Effect(
+            REFUSED,
+            "generate() stops at different vocab_sizes, unless `tokenizer` and `assistant_tokenizer` are given too: "
+            "then drafts are translated by way of their text",
+        ),
+        "vllm": Effect(
+            REFUSED, "both must have the same vocab_size (or `use_heterogeneous_vocab`, which drafts greedily)"
+        ),
+        "sglang": same,
+        "draftsmith": same,
+    }
+    if abs(mine - theirs) > LLAMA_CPP_SIZES:
+        reason = f"sizes may differ by {LLAMA_CPP_SIZES} at most, these do by {abs(mine - theirs):,}"
+        effects["llama.cpp"] = Effect(REFUSED, reason)
+    values = both(
+        lambda side: f"{side.vocab_size:,}" + (f" ({len(side.vocab):,} tokens)" if side.tokenizer is not None else ""),
+        *(target, drafter),
+    )
+    yield Finding("vocab_size", "the configurations give different sizes", *values, effects)
+
+
+def _rows_of(side: Side, name: str) -> Iterator[Finding]:
+    """Whether a side's weights, configuration and tokenizer agree among themselves."""
+    wrong = [
+        f"{part} {rows:,}"
+        for part, rows in (("embedding", side.rows), ("output layer", side.head_rows))
+        if rows is not None and rows != side.vocab_size
+    ]
+    if wrong:
+        shown = f"{', '.join(wrong)} rows, vocab_size {side.vocab_size:,}"
+        values = (shown, "–") if name == "target" else ("–", shown)
+        what = f"the {name}'s weights and configuration disagree"
+        yield Finding("rows", what, *values, _all(REFUSED, f"the {name} does not load as it stands"))
+    beyond = sorted((number, text) for text, number in side.vocab.items() if number >= side.vocab_size)
+    if beyond:
+        shown = _list([f"{number} {text!r}" for number, text in beyond])
+        values = (shown, "–") if name == "target" else ("–", shown)
+        what = f"{len(beyond)} tokens of the {name}'s tokenizer have no row; no text may hold them"
+        yield Finding("tokens without a row", what, *values)
+
+
+def _tensors_of(side: Side, name: str) -> Iterator[Finding]:
+    """Whether a side's weights are all that its configuration declares; and, as a note, whether they are more: who
+    loads them leaves the rest out."""
+    broken = f"the {name} does not load as it stands, or with random numbers for what it lacks"
+    more = "are more than those of its configuration, and the rest is left out where they are loaded"
+    parts: tuple[tuple[str, Fit, str, dict[str, Effect]], ...] = (
+        ("tensors", replace(side.fit, extra=()), "are not those of its configuration", _all(REFUSED, broken)),
+        (MORE_TENSORS, Fit(extra=side.fit.extra), more, {}),
+    )
+    for check, fit, what, effects in parts:
+        if shown := "; ".join(in_words(fit, "it")):
+            values = (shown, "–") if name == "target" else ("–", shown)
+            yield Finding(check, f"the {name}'s weights {what}", *values, effects)
+
+
+def _list(texts: list[str]) -> str:
+    return ", ".join(texts[:_SHOWN]) + (f" and {len(texts) - _SHOWN:,} more" if len(texts) > _SHOWN else "")
+
+
+def _no_tokenizer(target: Side, drafter: Side) -> Iterator[Finding]:
+    values = both(lambda side: "none" if side.tokenizer is None else "one", target, drafter)
+    effects = {"llama.cpp": Effect(REFUSED, "its converter needs the files of a tokenizer in each folder")}
+    known = drafter.manifest is not None and drafter.manifest.tokenizer_fingerprint is not None
+    if not (known and target.tokenizer is not None):
+        effects |= {
+            name: Effect(BUT, "nothing says that an id means the same to both")
+            for name in CONSUMERS
+            if name != "llama.cpp"
+        }
+    yield Finding("tokenizer", "there are not two to compare", *values, effects)
+
+
+def _token_texts(target: Side, drafter: Side) -> Iterator[Finding]:
+    """Ids that stand for other texts, and tokens that only one side has."""
+    mine, theirs = ({number: text for text, number in side.vocab.items()} for side in (target, drafter))
+    differing = sorted(number for number in mine.keys() & theirs.keys() if mine[number] != theirs[number])
+    effects = _vocabulary_effects(target, drafter, mine, theirs)
+    if differing:
+        values = both(lambda side: _list([f"{number} {side[number]!r}" for number in differing]), mine, theirs)
+        order = ", the same tokens in another order" if set(mine.values()) == set(theirs.values()) else ""
+        yield Finding("token texts", f"{len(differing):,} ids stand for other tokens{order}", *values, effects)
+    lacking = [
+        sorted(one.keys() - other.keys(), key=lambda number: (number, one[number]))
+        for one, other in ((mine, theirs), (theirs, mine))
+    ]
+    if any(lacking):
+        sides = ((mine, lacking[0]), (theirs, lacking[1]))
+        values = both(lambda side: _list([f"{number} {side[0][number]!r}" for number in side[1]]) or "–", *sides)
+        what = f"{len(lacking[0]):,} ids are tokens of the target alone, {len(lacking[1]):,} of the drafter alone"
+        yield Finding("missing tokens", what, *values, effects)
+
+
+def _vocabulary_effects(target: Side, drafter: Side, mine: dict[int, str], theirs: dict[int, str]) -> dict[str, Effect]:
+    lossy = "such ids are drafted for what they mean to the drafter, and rejected; the output stays the target's"
+    effects = {
+        "transformers": Effect(BUT, f"it compares sizes alone: {lossy}"),
+        "vllm": Effect(BUT, f"it compares sizes alone: {lossy}"),
+        "sglang": Effect(REFUSED, "both tokenizers must have the same get_vocab()"),
+        "draftsmith": Effect(BUT, f"ids are not looked at: {lossy}"),
+    }
+    if other_fingerprint(target, drafter):
+        reason = "the artifact was made with another tokenizer than the target's (their fingerprints differ)"
+        effects["draftsmith"] = Effect(REFUSED, reason)
+    for number in range(LLAMA_CPP_FIRST, min(target.vocab_size, drafter.vocab_size)):
+        pad = f"[PAD{number}]"  # what its converter calls a row without a token
+        if mine.get(number, pad) != theirs.get(number, pad):
+            reason = f"texts must be the same from id {LLAMA_CPP_FIRST} on, {number} is the first that differs"
+            effects["llama.cpp"] = Effect(REFUSED, reason)
+            break
+    return effects
+
+
+def _special_ids(target: Side, drafter: Side) -> Iterator[Finding]:
+    for name in _SPECIAL:
+        mine, theirs = (_places(side, name) for side in (target, drafter))
+        if mine == theirs:
+            continue
+        effects: dict[str, Effect] = {}
+        if name in ("bos", "eos") and mine["tokenizer"] != theirs["tokenizer"]:
+            where = "begins" if name == "bos" else "ends"
+            reason = f"engines go by the target's: a drafter that {where} its texts with another token drafts that"
+            effects = _all(BUT, reason)
+            del effects["llama.cpp"]
+            if other_fingerprint(target, drafter):
+                reason = "the artifact was made with another tokenizer than the target's (their fingerprints differ)"
+                effects["draftsmith"] = Effect(REFUSED, reason)
+            if wrapped_by(target.tokenizer, name) or wrapped_by(drafter.tokenizer, name):
+                effects["llama.cpp"] = Effect(REFUSED, f"the {name} that is added to a text must be the same")
+        values = both(lambda side: ", ".join(f"{place} {_ids(value)}" for place, value in side.items()), mine, theirs)
+        yield Finding("special ids", f"{name} is another token", *values, effects)
+
+
+def _places(side: Side, name: str) -> dict[str, list[int]]:
+    key = f"{name}_token_id"
+    places = {"tokenizer": side.tokenizer, "config": side.config, "generation_config": side.generation}
+    found = {place: getattr(holder, key, None) for place, holder in places.items()}
+    listed = {place: sorted(value) if isinstance(value, list) else [value] for place, value in found.items()}
+    return {place: [number for number in value if number is not None] for place, value in listed.items()}
+
+
+def _ids(numbers: list[int]) -> str:
+    return "+".join(map(str, numbers)) or "none"
+
+
+def _context(target: Side, drafter: Side) -> Iterator[Finding]:
+    """Positions, and for this engine alone the sliding window: the caches of the others slide."""
+    effects: dict[str, Effect] = {}
+    theirs = drafter.positions
+    if _shorter(theirs, target.positions):
+        beyond = "drafts beyond that come from positions it was never trained for"
+        stops = "there are no positions beyond that: a longer text stops with an error"
+        after = beyond if drafter.rotary else stops
+        effects = {
+            "transformers": Effect(BUT, f"the drafter has {theirs:,} positions; {after}"),
+            "vllm": Effect(
+                BUT, f"its newest runner serves the target with {theirs:,} positions, as many as the drafter's"
+            ),
+            "sglang": Effect(BUT, f"it starts only with --context-length {theirs} or less"),
+            "llama.cpp": Effect(BUT, f"the drafter's context is at most {theirs:,}"),
+        }
+    if _shorter(drafter.limit, target.limit):
+        reason = f"texts of more than {drafter.limit:,} tokens, drafts included, are refused"
+        effects["draftsmith"] = Effect(BUT, reason)
+    if effects:
+        yield Finding("context length", "the drafter's is shorter", *both(_positions, target, drafter), effects)
+
+
+def _shorter(drafter: int | None, target: int | None) -> bool:
+    return drafter is not None and target is not None and drafter < target
+
+
+def _positions(side: Side) -> str:
+    window = f"a sliding window of {side.window:,}" if side.window else ""
+    return ", ".join(filter(None, (f"{side.positions:,} positions" if side.positions else "", window))) or "no limit"
+
+
+def _notes(target: Side, drafter: Side) -> Iterator[Finding]:
+    """What nobody refuses."""
+    values = both(
+        lambda side: "quantised" if getattr(side.config, "quantization_config", None) else "not quantised",
+        *(target, drafter),
+    )
+    if values[0] != values[1]:
+        yield Finding("quantisation", "a server must be told of each", *values)
+    if (mine := _dtype(target)) != (theirs := _dtype(drafter)):
+        yield Finding("dtype", "the weights are kept in different formats", mine, theirs)
+    if drafter.rows is None:
+        what = "no safetensors weights within reach: their rows were not looked at"
+        yield Finding("weights", what, _known(target.rows), _known(drafter.rows))
+
+
+def _fingerprint(target: Side, drafter: Side) -> Iterator[Finding]:
+    """An artifact whose manifest names another tokenizer, though no other finding says so."""
+    if not other_fingerprint(target, drafter):
+        return
+    assert drafter.manifest is not None
+    wanted, named = tokenizer_fingerprint(target.tokenizer), str(drafter.manifest.tokenizer_fingerprint)
+    reason = "the artifact's manifest says that it was made with another tokenizer"
+    effects = {"draftsmith": Effect(REFUSED, reason)}
+    yield Finding("fingerprint", reason, f"{wanted[:16]}…", f"{named[:16]}…", effects)

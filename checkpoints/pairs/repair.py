@@ -1,0 +1,302 @@
+"""Make a drafter fit its target: rows moved, padded or trimmed, the target's tokenizer, settings, positions.
+
+What is repaired is a copy. Weights are rewritten only where rows change; else their files are copied as they are.
+Shape letters: V rows of a vocabulary, D hidden.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass, field, replace
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+from transformers import AutoConfig
+
+from ..artifact.artifact import file_faults, save_artifact
+from ..artifact.compat import mend_model, mend_tokenizer
+from ..artifact.fingerprints import tokenizer_fingerprint
+from ..artifact.locate import target_record
+from ..storage.names import MANIFEST_FILE
+from ..storage.safe_read import copy_files, read_json
+from ..verify.model_files import Fit, model_class, only_safetensors
+from ..verify.tensors import in_words
+from .checks import other_fingerprint
+from .sides import KEPT_FILES, TOKENIZER_FILES, WEIGHTS, Finding, Side, find_folder
+from .speculation import generation_settings, speculation, write_settings
+
+NEVER = -1e4
+"""The output bias of a row without a token, in models whose output layer has a bias."""
+ASSISTANT = speculation()
+"""What transformers reads from the drafter, where it says nothing itself."""
+_OF_TOKENIZERS = ("tokenizer", "token texts", "missing tokens", "special ids", "tokenizer settings", "vocabulary type")
+_LEARNT = ("added tokens", "encoding", "text after the end", "bos and eos around a text", "chat template")
+_KEEPS_ITS_FREQUENCIES = ("default", "linear", "llama3")
+
+
+@dataclass
+class Repairs:
+    """What is done to a drafter, and what cannot be."""
+
+    rows: list[int | None] | None = None
+    """For every row of the new embedding the drafter's row that it is, None for a new one; None where all stay."""
+    same_tokens: bool = False
+    """Whether every id means to the drafter, once repaired, what it means to the target."""
+    positions: int | None = None
+    done: list[str] = field(default_factory=list)
+    left: list[str] = field(default_factory=list)
+
+
+def repair(
+    target: Side, drafter: Side, findings: Iterable[Finding], out: Path, command: str, whole: Path | None = None
+) -> Repairs:
+    """Write a drafter that fits its target to `out`, as an artifact, whole or not at all.
+
+    Args:
+        findings: what was found of the two.
+        command: what was typed, for the manifest.
+        whole: the drafter's files as a model in safetensors, where its own folder holds an adapter or pickled weights.
+
+    Raises:
+        ValueError: an `out` that holds something, or is one of the two; a drafter without safetensors weights, or
+            without some of its tensors, or with links in place of files; nothing that could be repaired.
+    """
+    _check_place(out, target, drafter)
+    if wrong := "; ".join(in_words(replace(drafter.fit, extra=()), drafter.source)):
+        raise ValueError(f"nothing repairs that {wrong}")
+    plan = plan_repairs(target, drafter, findings)
+    weights = whole or find_folder(drafter.source, [WEIGHTS, "*.json", *TOKENIZER_FILES, *KEPT_FILES])
+    _look_for_changes(plan, drafter)
+    if not plan.done:
+        raise ValueError(f"nothing of {drafter.source} is to be repaired: {'; '.join(plan.left) or 'the two fit'}")
+    if not any(weights.glob(WEIGHTS)):
+        raise ValueError(f"{drafter.source} has no safetensors weights ({WEIGHTS}), and pickled ones are not read")
+
+    def write(folder: Path) -> None:
+        _write(plan, target, drafter, weights, folder)
+        _check_place(out, target, drafter)  # again: writing may have taken minutes
+
+    _save_artifact(out, plan, target, drafter, command, write, is_merged=whole is not None)
+    return plan
+
+
+def _look_for_changes(plan: Repairs, drafter: Side) -> None:
+    """An artifact whose settings or tokenizer were changed by hand is repaired as it is, and that is said. Weights that
+    are not those of the manifest may as well be damaged: a new artifact must not vouch for them."""
+    if drafter.manifest is None:
+        return
+    faults = file_faults(drafter.folder, drafter.manifest)
+    if links := [fault for fault in faults if fault.endswith("expected a file")]:
+        raise ValueError(f"{drafter.source} cannot be copied: {'; '.join(links)}")
+    if weights := [fault for fault in faults if ".safetensors" in fault]:
+        raise ValueError(
+            f"{'; '.join(weights)}. If you changed the weights yourself, delete {drafter.folder / MANIFEST_FILE}: its "
+            "record is of others"
+        )
+    if faults:
+        plan.done.append("artifact.json: of the files as they are now")
+        plan.left.append(
+            f"{drafter.source} is not what its artifact.json says ({faults[0]}): what was measured and trained is of "
+            "the former files"
+        )
+
+
+def plan_repairs(target: Side, drafter: Side, findings: Iterable[Finding]) -> Repairs:
+    """What would be done."""
+    plan, found = Repairs(), {finding.check for finding in findings}
+    _plan_rows(plan, target, drafter)
+    _plan_positions(plan, target, drafter)
+    if extra := "; ".join(in_words(Fit(extra=drafter.fit.extra), "the drafter")):
+        plan.done.append(f"{extra}: left out")
+    if plan.same_tokens and found & {*_OF_TOKENIZERS, *_LEARNT}:
+        plan.done.append("tokenizer, chat template and special ids: the target's")
+    if plan.same_tokens and found & set(_LEARNT):
+        plan.left.append("what the drafter learnt from other ids or turns stays learnt: more training would help")
+    missing = [name for name in ASSISTANT if getattr(drafter.generation, name) is None]
+    if missing:
+        shown = ", ".join(f"{name} {ASSISTANT[name]}" for name in missing)
+        plan.done.append(f"generation_config.json: {shown}, which transformers reads from the drafter")
+    return plan
+
+
+def _plan_rows(plan: Repairs, target: Side, drafter: Side) -> None:
+    """Which row goes where, so that ids mean the same to both."""
+    if target.tokenizer is None:
+        plan.left.append("the target has no tokenizer: what its ids mean is not known")
+        return
+    mine, theirs = target.vocab, drafter.vocab
+    made_with = drafter.manifest.tokenizer_fingerprint if drafter.manifest else None
+    if drafter.tokenizer is not None and made_with not in (None, tokenizer_fingerprint(drafter.tokenizer)):
+        plan.left.append("its manifest names another tokenizer than lies beside it: which its rows are of is not known")
+        return
+    if drafter.tokenizer is None:
+        if made_with is None or other_fingerprint(target, drafter):
+            plan.left.append("which tokenizer the drafter was trained with is not known, so its rows cannot be placed")
+            return
+        theirs = mine
+    if strangers := sorted(theirs.keys() - mine.keys(), key=theirs.__getitem__):
+        some = ", ".join(map(repr, strangers[:3]))
+        plan.left.append(
+            f"{len(strangers):,} tokens of the drafter are not the target's ({some}), and its rows for them would be "
+            "lost: it needs training with the target's tokenizer"
+        )
+        return
+    size, old = target.rows or target.vocab_size, drafter.rows or drafter.vocab_size
+    moves = {mine[text]: number for text, number in theirs.items() if number < old}
+    taken = set(theirs.values())
+    rows = [moves.get(i, i if i < old and i not in taken else None) for i in range(size)]
+    if rows != list(range(old)):
+        if getattr(drafter.config, "quantization_config", None):
+            plan.left.append("its weights are quantised: rows of the vocabulary cannot be moved")
+            return
+        plan.rows = rows
+        plan.done += _rows_in_words(rows, old)
+    if drafter.rows not in (None, drafter.vocab_size):
+        plan.done.append(f"config.json: vocab_size, {drafter.vocab_size:,} where {old:,} rows are stored")
+    plan.same_tokens = True
+
+
+def _rows_in_words(rows: list[int | None], old: int) -> list[str]:
+    moved = sum(row is not None and row != i for i, row in enumerate(rows))
+    new = sum(row is None for row in rows)
+    said = [f"{moved:,} rows moved, so that ids mean the same tokens"] if moved else []
+    if new:
+        said.append(f"{new:,} rows added ({old:,} to {len(rows):,}): the mean of the others, which never comes first")
+    if dropped := old - len({row for row in rows if row is not None}):
+        said.append(f"{dropped:,} rows without a token dropped")
+    return said
+
+
+def _plan_positions(plan: Repairs, target: Side, drafter: Side) -> None:
+    if drafter.window is not None and drafter.window < (target.limit or 0):
+        plan.left.append(f"its sliding window of {drafter.window:,} tokens is part of how it attends")
+    wanted, has = target.positions, drafter.positions
+    if wanted is None or has is None or has >= wanted:
+        return
+    if drafter.rotary is None:
+        plan.left.append(
+            f"its {has:,} positions are not rotary: learnt, one by one, there can be no more without training"
+        )
+    elif drafter.rotary not in _KEEPS_ITS_FREQUENCIES:
+        plan.left.append(f"rotary positions of type {drafter.rotary!r} change with max_position_embeddings: not raised")
+    else:
+        plan.positions = wanted
+        plan.done.append(
+            f"max_position_embeddings: {has:,} to {wanted:,}, as positions are rotary; how well it drafts beyond "
+            f"{has:,} is not known"
+        )
+
+
+def _write(plan: Repairs, target: Side, drafter: Side, weights: Path, folder: Path) -> None:
+    if plan.rows is None and not drafter.fit.extra:
+        copy_files(weights, folder, (WEIGHTS, "model.safetensors.index.json", "config.json"))
+    else:
+        _write_weights(plan.rows, drafter, weights, folder)
+    for one in dict.fromkeys((weights, drafter.folder)):  # a merged adapter's come before those of its model
+        copy_files(one, folder, KEPT_FILES)
+    copy_files(target.folder if plan.same_tokens else weights, folder, TOKENIZER_FILES)
+    mend_tokenizer(folder)
+    mend_model(folder)
+    _write_settings(plan, target, drafter, folder)
+
+
+def _write_weights(rows: list[int | None] | None, drafter: Side, weights: Path, folder: Path) -> None:
+    """The model anew, with its rows moved (None: as they are), without tensors that are none of its own."""
+    config = AutoConfig.from_pretrained(weights, trust_remote_code=False)
+    safe = only_safetensors(str(weights), config)
+    if drafter.rows is not None:
+        config.get_text_config(decoder=True).vocab_size = drafter.rows  # what is stored, whatever it says
+    loader = model_class(config)
+    model = loader.from_pretrained(weights, config=config, dtype="auto", use_safetensors=safe, trust_remote_code=False)
+    if rows is not None:
+        _move_rows(model, rows, drafter)
+    model.save_pretrained(folder)
+
+
+def _move_rows(model: Any, rows: list[int | None], drafter: Side) -> None:
+    layers = [model.get_input_embeddings(), model.get_output_embeddings()]
+    old = [(layer.weight.detach().clone(), getattr(layer, "bias", None)) for layer in layers]
+    size = len(old[0][0])
+    used = sorted({number for number in drafter.vocab.values() if number < size}) or list(range(size))
+    with torch.no_grad():
+        model.resize_token_embeddings(len(rows), mean_resizing=False)
+        for layer, (weight_VD, bias_V) in zip(
+            (model.get_input_embeddings(), model.get_output_embeddings()), old, strict=True
+        ):
+            layer.weight.copy_(arranged(weight_VD, rows, used))
+            if bias_V is not None:
+                layer.bias.copy_(arranged(bias_V.detach(), rows, used))
+
+
+def arranged(old_VX: Tensor, rows: Sequence[int | None], used: Sequence[int]) -> Tensor:
+    """Rows in another order; a new one is the mean of those `used`, which have a token.
+
+    As a row of the output layer, the mean gives the mean of the other logits: never the largest, and at most a V-th of
+    the probability. (A row of zeros gives 0, the largest where all others are negative; and no row without a bias is
+    below the others for every hidden state.) Where there is a bias [V], it settles the matter.
+    """
+    if old_VX.dim() == 1:
+        return torch.stack([old_VX[row] if row is not None else old_VX.new_tensor(NEVER) for row in rows])
+    mean_D = old_VX[torch.tensor(used)].double().mean(0).to(old_VX.dtype)
+    places = torch.tensor([-1 if row is None else row for row in rows])
+    new_VX = old_VX[places.clamp(min=0)]
+    new_VX[places < 0] = mean_D
+    return new_VX
+
+
+def _write_settings(plan: Repairs, target: Side, drafter: Side, folder: Path) -> None:
+    """config.json and generation_config.json."""
+    path = folder / "config.json"
+    whole = read_json(path)
+    config = whole["text_config"] if isinstance(whole.get("text_config"), dict) else whole
+    settings = generation_settings(drafter.generation)
+    settings |= {name: value for name, value in ASSISTANT.items() if settings.get(name) is None}
+    if plan.positions is not None:
+        config["max_position_embeddings"] = plan.positions
+    if plan.same_tokens:
+        config["vocab_size"] = len(plan.rows) if plan.rows is not None else drafter.rows or drafter.vocab_size
+        starts = ("decoder_start_token_id",) if drafter.config.is_encoder_decoder else ()
+        for name in ("bos_token_id", "eos_token_id", "pad_token_id", *starts):
+            config[name] = getattr(target.config, name, None)
+            settings[name] = getattr(target.generation, name, None)
+    write_settings(path, whole)
+    write_settings(folder / "generation_config.json", settings)
+
+
+def _check_place(out: Path, target: Side, drafter: Side) -> None:
+    for side in (target, drafter):
+        if out.resolve() == side.folder.resolve():
+            raise ValueError(f"{out} is one of the pair: choose another folder for the repaired drafter")
+    if out.is_file() or (out.is_dir() and any(out.iterdir())):
+        raise ValueError(f"{out} exists already; the repaired drafter is written to a new folder")
+
+
+def _save_artifact(
+    out: Path,
+    plan: Repairs,
+    target: Side,
+    drafter: Side,
+    command: str,
+    write: Callable[[Path], None],
+    *,
+    is_merged: bool,
+) -> None:
+    known = drafter.manifest
+    size = drafter.rows or drafter.vocab_size
+    fingerprint = None if drafter.tokenizer is None else tokenizer_fingerprint(drafter.tokenizer)
+    about: dict[str, Any] = {"kind": "drafter", "recipe": {}, "data": {}, "training": {"repaired_from": drafter.source}}
+    about |= {"shapes": {"vocab_size": size, "model_type": drafter.config.model_type}}
+    about["target"] = target_record(target.source, None)
+    if known is not None:
+        size, fingerprint = known.vocab_size, known.tokenizer_fingerprint
+        # an adapter's shapes count the adapter's parameters
+        about |= {name: getattr(known, name) for name in about if name != "shapes" or not is_merged}
+        changed = plan.rows is not None or any("artifact.json says" in line for line in plan.left)
+        about["evaluation"] = None if changed else known.evaluation  # measured on other rows, or other files
+    if plan.same_tokens:
+        size, fingerprint = target.rows or target.vocab_size, tokenizer_fingerprint(target.tokenizer)
+        about["shapes"] = about["shapes"] | ({"vocab_size": size} if "vocab_size" in about["shapes"] else {})
+    about["training"] = about["training"] | {"repairs": plan.done}
+    save_artifact(out, write=write, vocab_size=size, tokenizer_fingerprint=fingerprint, command=command, **about)

@@ -1,0 +1,296 @@
+"""A target and a drafter as their files describe them, and what can be said of the two: findings and verdicts.
+
+Read are configurations, tokenizers and the headers of safetensors files; nothing pickled, no remote code. Weights are
+read only to compare an artifact that lies here with its manifest (`pair_checks.py`).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import asdict, dataclass, field, replace
+from pathlib import Path
+from typing import Any
+
+from safetensors import SafetensorError, safe_open
+from transformers import AutoConfig, GenerationConfig
+
+from ..artifact.artifact import inside, load_manifest
+from ..artifact.fingerprints import weight_files
+from ..artifact.locate import fetch
+from ..artifact.manifest import Manifest
+from ..storage.names import MANIFEST_FILE
+from ..storage.places import here, hub_place
+from ..verify.model_files import UNLOADABLE, Fit, check_config, fit_to_model, names_of_embeddings, outline_of
+
+CONSUMERS = {
+    "transformers": "transformers 5.23, generate(assistant_model=…)",
+    "vllm": "vLLM 0.27 and later, method draft_model",
+    "sglang": "SGLang since April 2026 (pull request 23838), STANDALONE",
+    "llama.cpp": "llama.cpp of August 2026 (b10576), draft-simple, after its converter",
+    "draftsmith": "this engine",
+}
+"""Who decodes with a pair, and of which versions the rules were read."""
+WORKS, BUT, REFUSED = "works", "works but", "refused"
+TOKENIZER_FILES = (
+    *("tokenizer.json", "tokenizer.model", "tokenizer_config.json", "special_tokens_map.json", "added_tokens.json"),
+    *("vocab.json", "merges.txt", "vocab.txt", "spiece.model", "chat_template.jinja", "chat_template.json"),
+)
+KEPT_FILES = ("LICENSE*", "NOTICE*", "README.md", "recipe.yaml")
+"""Files of a drafter that its repaired copy keeps beside its weights."""
+WEIGHTS = "model*.safetensors"
+_HEADS = ("lm_head.weight", "embed_out.weight", "output.weight")
+"""Names of output layers in files older than those of their classes in transformers."""
+_SETTINGS = ("config.json", "generation_config.json", MANIFEST_FILE, "adapter_config.json")
+
+
+@dataclass(frozen=True)
+class Effect:
+    """What a finding means for one who decodes with the pair."""
+
+    outcome: str
+    """`works but` or `refused`."""
+    reason: str
+
+
+@dataclass(frozen=True)
+class Finding:
+    """One thing in which the two differ."""
+
+    check: str
+    """A short name that does not change."""
+    what: str
+    target: str
+    drafter: str
+    effects: dict[str, Effect] = field(default_factory=dict)
+    """By consumer; those that it does not touch are left out."""
+
+    @property
+    def severity(self) -> str:
+        """`fault` where somebody refuses the pair, `weakness` where it works less well, `note` where nobody minds."""
+        outcomes = {effect.outcome for effect in self.effects.values()}
+        return "fault" if REFUSED in outcomes else "weakness" if outcomes else "note"
+
+
+@dataclass(frozen=True)
+class Verdict:
+    """What one consumer makes of the pair: the worst of all findings, and every reason for that."""
+
+    outcome: str
+    reasons: tuple[str, ...]
+
+
+@dataclass(frozen=True)
+class Diagnosis:
+    """All that was compared."""
+
+    target: str
+    drafter: str
+    facts: tuple[tuple[str, str, str], ...]
+    """Name, the target's value, the drafter's."""
+    findings: tuple[Finding, ...]
+
+    @property
+    def verdicts(self) -> dict[str, Verdict]:
+        """By consumer."""
+        return {name: _verdict(name, self.findings) for name in CONSUMERS}
+
+    def plain(self) -> dict[str, Any]:
+        """As JSON can hold it."""
+        found = [asdict(finding) | {"severity": finding.severity} for finding in self.findings]
+        verdicts = {name: {"reader": CONSUMERS[name]} | asdict(one) for name, one in self.verdicts.items()}
+        return {"target": self.target, "drafter": self.drafter} | {
+            "facts": [{"name": name, "target": mine, "drafter": theirs} for name, mine, theirs in self.facts],
+            "findings": found,
+            "verdicts": verdicts,
+        }
+
+
+def _verdict(consumer: str, findings: Iterable[Finding]) -> Verdict:
+    effects = [finding.effects[consumer] for finding in findings if consumer in finding.effects]
+    for outcome in (REFUSED, BUT):
+        reasons = dict.fromkeys(effect.reason for effect in effects if effect.outcome == outcome)
+        if reasons:
+            return Verdict(outcome, tuple(reasons))
+    return Verdict(WORKS, ())
+
+
+@dataclass(frozen=True)
+class Side:
+    """A target or a drafter."""
+
+    source: str
+    """Folder or hub id, as it was given."""
+    folder: Path
+    """Where its files lie."""
+    config: Any
+    """The configuration of its decoder."""
+    generation: GenerationConfig
+    """Its generation settings; those that follow from the configuration where it has no file of them."""
+    tokenizer: Any | None
+    """None where it brings no tokenizer."""
+    rows: int | None
+    """Of the token embedding in the weights; None where they could not be looked at."""
+    head_rows: int | None
+    """Of the output layer; those of the embedding where the two are one."""
+    fit: Fit
+    """How its tensors differ from those that its configuration declares, rows of the vocabulary aside."""
+    manifest: Manifest | None
+    """Of an artifact."""
+
+    @property
+    def vocab_size(self) -> int:
+        """What its configuration says."""
+        return int(self.config.vocab_size)
+
+    @property
+    def vocab(self) -> dict[str, int]:
+        """Token text to id; empty without a tokenizer."""
+        return {} if self.tokenizer is None else {str(text): int(i) for text, i in self.tokenizer.get_vocab().items()}
+
+    @property
+    def positions(self) -> int | None:
+        """How many it was made for; None where there is no limit."""
+        return getattr(self.config, "max_position_embeddings", None) or None
+
+    @property
+    def window(self) -> int | None:
+        """Tokens that a layer with sliding attention sees; None where none has it."""
+        return (getattr(self.config, "sliding_window", None) or None) if _slides(self.config) else None
+
+    @property
+    def limit(self) -> int | None:
+        """How many tokens this engine takes: its caches do not slide (`decode/models.py`, position_limit)."""
+        return min((limit for limit in (self.positions, self.window) if limit), default=None)
+
+    @property
+    def rotary(self) -> str | None:
+        """The type of its rotary positions (default, linear, yarn …); None where positions are something else."""
+        rope = getattr(self.config, "rope_parameters", None) or {}
+        if not rope:
+            return None
+        kinds = {str(one.get("rope_type", "default")) for one in rope.values() if isinstance(one, dict)}
+        return "/".join(sorted(kinds)) if kinds and "rope_type" not in rope else str(rope.get("rope_type", "default"))
+
+
+def _slides(config: Any) -> bool:
+    return bool(getattr(config, "use_sliding_window", True))
+
+
+def open_side(source: str, load_tokenizer: Callable[[str], Any]) -> Side:
+    """Read what there is to know of a target or a drafter.
+
+    Args:
+        source: a folder, or `user/name` or `user/name@revision` on the hub, of which the small files are fetched and
+            the weights' headers are read.
+        load_tokenizer: gives the tokenizer of a folder.
+
+    Raises:
+        ValueError: nothing there; no configuration of a language model, one that needs remote code, or a LoRA adapter;
+            files that cannot be read.
+    """
+    folder = find_folder(source, [*_SETTINGS, *TOKENIZER_FILES, "model.safetensors.index.json", *KEPT_FILES])
+    if (folder / "adapter_config.json").is_file() and not (folder / "config.json").is_file():
+        raise ValueError(f"{source} is a LoRA adapter and no model of its own: merge it into its model first")
+    manifest = load_manifest(folder) if (folder / MANIFEST_FILE).is_file() else None
+    if manifest is not None and manifest.kind not in ("drafter", "target"):
+        raise ValueError(f"{source} is of kind {manifest.kind!r}: the doctor compares two models")
+    try:
+        check_config(folder / "config.json")
+        whole = AutoConfig.from_pretrained(folder, trust_remote_code=False)
+        config = whole if whole.is_encoder_decoder else whole.get_text_config(decoder=True)
+        has_file = (folder / "generation_config.json").is_file()
+        generation = GenerationConfig.from_pretrained(folder) if has_file else GenerationConfig.from_model_config(whole)
+    except UNLOADABLE as error:
+        hint = "" if (folder / "config.json").is_file() else inside(folder)
+        raise ValueError(f"{source}: its configuration cannot be read: {_first_line(error)}{hint}") from error
+    if not isinstance(getattr(config, "vocab_size", None), int):
+        raise ValueError(f"{source}: its configuration, of type {config.model_type!r}, has no vocab_size")
+    has_tokenizer = any((folder / name).is_file() for name in TOKENIZER_FILES if name.startswith(("tok", "voc", "spi")))
+    shapes = tensor_shapes(source, folder)
+    try:
+        rows, head_rows, fit = _rows(whole, shapes)
+    except UNLOADABLE as error:
+        raise ValueError(f"{source}: its configuration makes no model: {_first_line(error)}") from error
+    return Side(
+        source=source,
+        folder=folder,
+        config=config,
+        generation=generation,
+        tokenizer=load_tokenizer(str(folder)) if has_tokenizer else None,
+        rows=rows,
+        head_rows=head_rows,
+        fit=fit,
+        manifest=manifest,
+    )
+
+
+def find_folder(source: str, files: Sequence[str]) -> Path:
+    """The folder itself, or the one into which these files of a hub id were fetched.
+
+    Raises:
+        ValueError: a file; no such folder, and nothing of that name on the hub, or no way to it.
+    """
+    folder = here(source)
+    if folder is None:
+        repo, revision = hub_place(source)
+        return fetch(repo, files, revision)
+    if not folder.is_dir():
+        raise ValueError(f"{source} is a file: a model is a folder")
+    return folder
+
+
+def tensor_shapes(source: str, folder: Path) -> dict[str, tuple[int, ...]]:
+    """Shapes by name, from the headers of a model's safetensors files; empty where it has none, or none within reach.
+
+    Raises:
+        ValueError: a file that is none of safetensors; one that an index names, and that is not there.
+    """
+    shapes: dict[str, tuple[int, ...]] = {}
+    files = sorted(folder.glob(WEIGHTS))
+    for path in weight_files(folder) if files and here(source) is not None else files:
+        try:
+            with safe_open(path, framework="pt") as opened:
+                for name in opened.keys():  # noqa: SIM118 (not a dictionary)
+                    shapes[name] = tuple(opened.get_slice(name).get_shape())
+        except SafetensorError as error:
+            raise ValueError(f"{path} is not a safetensors file: {error}") from error
+    if not shapes and here(source) is None:
+        from huggingface_hub import get_safetensors_metadata
+        from huggingface_hub.errors import HTTPError, NotASafetensorsRepoError, SafetensorsParsingError
+
+        try:
+            repo, revision = hub_place(source)
+            headers = get_safetensors_metadata(repo, revision=revision).files_metadata.values()
+        except (OSError, ValueError, HTTPError, NotASafetensorsRepoError, SafetensorsParsingError):
+            return {}
+        shapes = {name: tuple(one.shape) for header in headers for name, one in header.tensors.items()}
+    return shapes
+
+
+def both(describe: Callable[[Any], str], target: Any, drafter: Any) -> tuple[str, str]:
+    """A finding's two values."""
+    return describe(target), describe(drafter)
+
+
+def _rows(config: Any, shapes: dict[str, tuple[int, ...]]) -> tuple[int | None, int | None, Fit]:
+    """Rows of the embedding and of the output layer as they are stored; and how all else fits."""
+    try:
+        outline = outline_of(config)
+    except (ValueError, ImportError) as error:  # no such model in this transformers, or a kernel that is not installed
+        return None, None, Fit(unknown=_first_line(error))
+    embedding, head, bias = names_of_embeddings(outline)
+    found = fit_to_model(config, shapes) if shapes else Fit(unknown="there are no safetensors within reach")
+    other = {
+        name: (mine, wanted)
+        for name, (mine, wanted) in found.other.items()
+        if name not in (embedding, head, bias) or mine[1:] != wanted[1:]
+    }
+    names = (embedding, embedding.removeprefix(f"{outline.base_model_prefix}."))
+    rows = next((shapes[name][0] for name in names if name in shapes), None)
+    head_names = names if head == embedding else (head, *_HEADS)
+    head_rows = next((shapes[name][0] for name in head_names if name in shapes), None)
+    return rows, head_rows, replace(found, other=other)
+
+
+def _first_line(error: Exception) -> str:
+    return (str(error).strip().splitlines() or [type(error).__name__])[0]

@@ -1,0 +1,123 @@
+"""Reading tables of counts, and refusing those that contradict themselves, at the speed of reading them once.
+
+Letters: V vocabulary, E entries, X any shape.
+"""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+from safetensors import safe_open
+from torch import Tensor
+
+from ..storage.safe_read import UNREADABLE
+from .runs import Ints
+
+_DTYPES = {"row_ptr": torch.int64, "col": torch.int32, "count": torch.int32, "unigram": torch.int64}
+MARGINALS = {"left": torch.int64, "right": torch.int64}
+_PRUNING = ("pairs", "entries", "seen_once", "seen_twice")
+_CHUNK = 1 << 20
+
+
+def read_tensors(path: Path, prefix: str = "") -> tuple[dict[str, str], dict[str, Tensor]]:
+    """Metadata and tensors of `table.safetensors`, mapped: nothing is read before it is used.
+
+    Args:
+        prefix: what all their names begin with, in a file that holds other things as well.
+
+    Raises:
+        ValueError: no file, a truncated or damaged one, one that lacks tensors, or tensors of other types; the file is
+            named, and both sides.
+    """
+    if not path.is_file():
+        raise ValueError(f"there is no table at {path}")
+    try:
+        with safe_open(path, framework="pt") as opened:
+            every = (opened.metadata() or {}).items()
+            metadata = {name.removeprefix(prefix): text for name, text in every if name.startswith(prefix)}
+            names = set(opened.keys())
+            wanted = _DTYPES | (MARGINALS if "pruning" in metadata else {})
+            tensors = {name: opened.get_tensor(prefix + name) for name in wanted if prefix + name in names}
+    except UNREADABLE as error:
+        size = f"{path.stat().st_size} bytes"
+        raise ValueError(f"{path} ({size}) is not a safetensors file, or not the whole of one: {error}") from error
+    missing = [name for name in wanted if name not in tensors]
+    if missing:
+        raise ValueError(f"{path} is not a table: it lacks {', '.join(missing)}")
+    for name, dtype in wanted.items():
+        if tensors[name].dtype != dtype or tensors[name].dim() != 1:
+            shape = f"{tensors[name].dtype} {list(tensors[name].shape)}"
+            raise ValueError(f"{path}: {name} is {shape}, expected one dimension of {dtype}")
+    return metadata, tensors
+
+
+def check_csr(row_ptr: Ints, col: NDArray[np.int32], count: NDArray[np.int32], unigram: Ints) -> None:
+    """ValueError, naming both sides, for arrays that are no table of counts."""
+    vocab_size, entries = len(unigram), len(col)
+    if not vocab_size:
+        raise ValueError("unigram has no counts, expected at least one token")
+    if len(row_ptr) != vocab_size + 1:
+        raise ValueError(f"row_ptr has {len(row_ptr)} entries for {vocab_size} tokens, expected {vocab_size + 1}")
+    if len(count) != entries:
+        raise ValueError(f"there are {len(count)} counts for {entries} columns")
+    ends = (int(row_ptr[0]), int(row_ptr[-1]))
+    if ends != (0, entries):
+        raise ValueError(f"row_ptr runs from {ends[0]} to {ends[1]}, expected 0 to {entries}")
+    if int(unigram.min()) < 0:
+        raise ValueError(f"unigram holds {int(unigram.min())}, expected at least 0")
+    steps = np.diff(row_ptr)
+    if int(steps.min()) < 0:
+        row = int(steps.argmin())
+        raise ValueError(f"row_ptr falls from {int(row_ptr[row])} to {int(row_ptr[row + 1])} at row {row}")
+    for start in range(0, entries, _CHUNK):
+        _check_entries(row_ptr, col[start : start + _CHUNK + 1], count[start : start + _CHUNK], start)
+
+
+def _check_entries(row_ptr: Ints, col: NDArray[np.int32], count: NDArray[np.int32], start: int) -> None:
+    """A chunk of the entries from `start` on; `col` has one more, where there is one."""
+    vocab_size = len(row_ptr) - 1
+    low, high = int(col.min()), int(col.max())
+    if low < 0 or high >= vocab_size:
+        raise ValueError(f"col holds token {low if low < 0 else high}, the vocabulary has {vocab_size} tokens")
+    if int(count.min()) < 1:
+        raise ValueError(f"count holds {int(count.min())}, expected at least 1")
+    # There are no more falls than rows, so that looking each up costs little.
+    falls = np.flatnonzero(col[1:] <= col[:-1]) + (start + 1)
+    inside = falls[row_ptr[np.searchsorted(row_ptr, falls)] != falls]
+    if len(inside):
+        place = int(inside[0])
+        row = int(np.searchsorted(row_ptr, place, side="right")) - 1
+        pair = f"{int(col[place - start - 1])} and {int(col[place - start])} follow each other in row {row}"
+        raise ValueError(f"columns do not ascend within each row: {pair}")
+
+
+def check_marginals(kept_left: Tensor, left: Tensor, right: Tensor, pruning: Any) -> None:
+    """ValueError, naming both sides, for marginals that cannot be those of the whole counts of a pruned table."""
+    if not isinstance(pruning, dict):
+        raise ValueError(f"its pruning is a {type(pruning).__name__}, expected a dictionary")
+    for name in _PRUNING:
+        if type(pruning.get(name)) is not int or pruning[name] < 0:
+            raise ValueError(f"its pruning says {pruning.get(name)!r} for {name}, expected a number of at least 0")
+    for side, sums_V in (("left", left), ("right", right)):
+        if len(sums_V) != len(kept_left):
+            raise ValueError(f"{side} has {len(sums_V)} counts for {len(kept_left)} tokens")
+        if int(sums_V.min()) < 0:
+            raise ValueError(f"{side} holds {int(sums_V.min())}, expected at least 0")
+        if int(sums_V.sum()) != pruning["pairs"]:
+            raise ValueError(f"{side} adds up to {int(sums_V.sum())}, the whole counts had {pruning['pairs']} pairs")
+    if bool((kept_left > left).any()):
+        row = int((kept_left > left).int().argmax())
+        raise ValueError(f"row {row} holds {int(kept_left[row])} pairs, of {int(left[row])} in the whole counts")
+
+
+def check_range(ids_X: Tensor, vocab_size: int) -> None:
+    """ValueError for a token outside the vocabulary, naming both."""
+    if not ids_X.numel():
+        return
+    low, high = (int(edge) for edge in ids_X.aminmax())
+    if low < 0 or high >= vocab_size:
+        raise ValueError(f"token {low if low < 0 else high} is outside the table's vocabulary of {vocab_size} tokens")

@@ -1,0 +1,342 @@
+"""A model's files: whether it may be loaded from them, whether their tensors are its own, and some of these, read
+without the rest.
+
+Letters: V vocabulary, D hidden.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Iterator, Mapping
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from importlib.util import find_spec
+from pathlib import Path
+from pickle import UnpicklingError
+from typing import Any
+
+import torch
+from huggingface_hub import HfApi
+from huggingface_hub.errors import HTTPError, StrictDataclassError
+from safetensors import SafetensorError, safe_open
+from torch import Tensor
+from transformers import AutoConfig, AutoModelForCausalLM, AutoModelForSeq2SeqLM, PreTrainedModel
+from transformers.utils import cached_file, logging
+
+from ..artifact.fingerprints import is_parameter
+from ..artifact.locate import at_revision
+from ..storage.places import adapter_base
+from ..storage.safe_read import UNPICKLE, name_fault, pickles_allowed, read_json
+
+ADAPTER_CONFIG = "adapter_config.json"
+ADAPTER_FILE = "adapter_model.safetensors"
+UNLOADABLE = (
+    OSError,
+    ValueError,
+    RuntimeError,
+    ImportError,
+    SafetensorError,
+    StrictDataclassError,
+    HTTPError,
+    EOFError,
+    UnpicklingError,
+    # what a configuration with values of wrong types or sizes ends in, in whichever model it names
+    LookupError,
+    TypeError,
+    AttributeError,
+    ArithmeticError,
+    AssertionError,
+)
+"""What making a model of somebody's files ends in, where they are not those of one."""
+MAX_LAYERS = 4096
+"""Ten times what the deepest published models have. A configuration is built before its weights are looked at, and the
+number of its layers alone decides how long that takes."""
+_DEPTHS = {"num_hidden_layers", "num_layers", "n_layer", "n_layers", "num_decoder_layers"}
+_DEPTHS |= {"encoder_layers", "decoder_layers"}
+_WHOLE, _INDEX = "model.safetensors", "model.safetensors.index.json"
+_UNCONVERTED = "automatic conversion of the weights"
+"""What transformers says where it cannot make a model's tensors of the stored ones."""
+_QUIET = {"_raise_exceptions_for_missing_entries": False}
+
+
+@dataclass(frozen=True)
+class Fit:
+    """How stored tensors differ from those that a model's configuration declares; all is empty where they fit, or where
+    that cannot be known."""
+
+    lacking: tuple[str, ...] = ()
+    other: Mapping[str, tuple[tuple[int, ...], tuple[int, ...]]] = field(default_factory=dict)
+    """Of those of other shapes, the stored shape and the one that is declared."""
+    extra: tuple[str, ...] = ()
+    broken: str = ""
+    """Why transformers cannot make the model's tensors of the stored ones, where it puts several together."""
+    unknown: str = ""
+    """Why they were not compared."""
+
+
+@contextmanager
+def quietly() -> Iterator[None]:
+    """transformers without progress bars and advice: models are loaded several times to compare them."""
+    verbosity, bars = logging.get_verbosity(), logging.is_progress_bar_enabled()
+    logging.set_verbosity_error()
+    logging.disable_progress_bar()
+    try:
+        yield
+    finally:
+        logging.set_verbosity(verbosity)
+        if bars:
+            logging.enable_progress_bar()
+
+
+def model_class(config: Any) -> Any:
+    """The class that loads such a model."""
+    return AutoModelForSeq2SeqLM if config.is_encoder_decoder else AutoModelForCausalLM
+
+
+def load_whole(kind: Any, source: str | Path, **settings: Any) -> PreTrainedModel:
+    """`kind.from_pretrained(source, **settings)` with all of the model's weights: transformers alone puts random
+    numbers in the place of those that its files lack, and goes on.
+
+    What the files hold beside them is left out, which transformers notes.
+
+    Raises:
+        ValueError: they lack some; and what loading ends in (`UNLOADABLE`).
+    """
+    model: PreTrainedModel
+    model, found = kind.from_pretrained(source, output_loading_info=True, **settings)
+    if lacking := sorted(found["missing_keys"]):
+        more = f" and {len(lacking) - 1:,} more" if len(lacking) > 1 else ""
+        raise ValueError(f"its files lack {lacking[0]}{more}, for which there would be random numbers")
+    return model
+
+
+def outline_of(config: Any) -> PreTrainedModel:
+    """The model of a configuration, without weights. Raises what making it ends in (`UNLOADABLE`)."""
+    with torch.device("meta"):
+        outline: PreTrainedModel = model_class(config).from_config(config, trust_remote_code=False)
+    return outline
+
+
+def fit_to_model(config: Any, shapes: Mapping[str, tuple[int, ...]]) -> Fit:
+    """Hold stored tensors against what a model's configuration declares, by transformers' own rules for loading: other
+    names of older files, tied weights, experts that are stored one by one.
+
+    Args:
+        shapes: by name, of all tensors that are stored.
+
+    Raises:
+        ValueError: a configuration that makes no model.
+    """
+    if getattr(config, "quantization_config", None):
+        return Fit(unknown="quantised weights have tensors of other names and shapes")
+    if find_spec("accelerate") is None:
+        return Fit(unknown="accelerate is not installed")
+    try:
+        outline = outline_of(config)
+    except ImportError as error:  # a kernel that is not installed
+        return Fit(unknown=_first_line(error))
+    except UNLOADABLE as error:
+        raise ValueError(f"its configuration makes no model: {_first_line(error)}") from error
+    stored = {name: torch.empty(shape, device="meta") for name, shape in shapes.items() if is_parameter(name, shape)}
+    about: dict[str, Any] = {"device_map": "meta", "output_loading_info": True, "ignore_mismatched_sizes": True}
+    with quietly():
+        try:
+            _, found = type(outline).from_pretrained(None, config=outline.config, state_dict=stored, **about)
+        except UNLOADABLE as error:
+            if _UNCONVERTED in str(error):  # of shapes alone: experts that lack a part, say
+                return Fit(broken=_first_line(error))
+            return Fit(unknown=f"transformers does not take them: {_first_line(error)}")
+    return Fit(
+        lacking=tuple(sorted(found["missing_keys"])),
+        other={name: (tuple(mine), tuple(wanted)) for name, mine, wanted in sorted(found["mismatched_keys"])},
+        extra=tuple(sorted(found["unexpected_keys"])),
+    )
+
+
+def _first_line(error: Exception) -> str:
+    return (str(error).strip().splitlines() or [type(error).__name__])[0]
+
+
+def check_config(path: Path) -> None:
+    """Read a config.json, where there is one.
+
+    Raises:
+        ValueError: too large or too deep to be one, or of a model that is so; it is not named.
+    """
+    if not path.is_file():
+        return
+    config = read_json(path)
+    for part in (config, *(value for value in config.values() if isinstance(value, dict))):
+        for key in _DEPTHS & set(part):
+            if isinstance(part[key], int) and part[key] > MAX_LAYERS:
+                raise ValueError(f"its config.json says {key} {part[key]}, expected at most {MAX_LAYERS}")
+
+
+def is_adapter(folder: Path) -> bool:
+    """Whether a folder holds a LoRA adapter instead of a model."""
+    return (folder / ADAPTER_CONFIG).is_file() and not (folder / "config.json").is_file()
+
+
+def load_config(source: str | Path) -> Any:
+    """A model's configuration. Raises ValueError where there is none, or none of a model."""
+    try:
+        place = at_revision(str(source), weights=False)
+        check_config(Path(place) / "config.json")
+        return AutoConfig.from_pretrained(place, trust_remote_code=False)
+    except UNLOADABLE as error:
+        raise ValueError(f"no language model could be loaded from {source}: {reason(str(source), error)}") from error
+
+
+def base_of(folder: Path) -> str:
+    """The model that an adapter is for. Raises ValueError where it does not say."""
+    base = adapter_base(read_json(folder / ADAPTER_CONFIG))
+    if base is None:
+        raise ValueError(f"{folder / ADAPTER_CONFIG} does not say which model the adapter is for")
+    return base
+
+
+def only_safetensors(source: str, config: Any = None) -> bool | None:
+    """`use_safetensors` for transformers' `from_pretrained`: True, or None where pickles are allowed.
+
+    Looks at what True does not keep transformers and peft from: an adapter's weights, and files that a configuration or
+    an index names.
+
+    Args:
+        source: folder or hub id of a model or an adapter.
+        config: the model's; None for an adapter.
+
+    Raises:
+        ValueError: the weights are pickled, or some of them.
+    """
+    if pickles_allowed():
+        return None
+    folder = Path(source)
+    named = getattr(config, "transformers_weights", None)
+    if isinstance(named, str) and not named.endswith((".safetensors", ".safetensors.index.json")):
+        raise ValueError(_refusal([named]))
+    lenient = _QUIET | {"_raise_exceptions_for_gated_repo": False, "_raise_exceptions_for_connection_errors": False}
+    if cached_file(source, ADAPTER_CONFIG, **lenient) and not cached_file(source, ADAPTER_FILE, **lenient):
+        pickled = [name for name in _names(source) if name == "adapter_model.bin"]
+        if pickled or not folder.is_dir():
+            raise ValueError(_refusal(pickled))
+    if config is None or (folder / _WHOLE).is_file():
+        return True
+    index = cached_file(source, _INDEX, **lenient)
+    if index is not None:
+        _shards(index)
+    elif folder.is_dir() and (pickled := _pickled(source)):
+        raise ValueError(_refusal(pickled))
+    return True
+
+
+def reason(source: str, error: Exception) -> str:
+    """Why no model could be loaded, in a line; of weights on the hub that are pickled alone, what to do."""
+    if isinstance(error, UnpicklingError):  # torch's own words are the advice to load anything
+        return "its pickled weights hold more than tensors, or are damaged; they were not loaded"
+    if isinstance(error, OSError) and not Path(source).is_dir() and not pickles_allowed():
+        pickled = _pickled(source)
+        if pickled:
+            return _refusal(pickled)
+    return _first_line(error)
+
+
+def _pickled(source: str) -> list[str]:
+    """Pickled weights of a model that has no others."""
+    names = _names(source)
+    if any(name.endswith(".safetensors") for name in names):
+        return []
+    return [name for name in names if name.startswith("pytorch_model") and name.endswith(".bin")]
+
+
+def _names(source: str) -> list[str]:
+    """Files of a folder or of a hub id, of which there are none without a way to it."""
+    if Path(source).is_dir():
+        return sorted(path.name for path in Path(source).iterdir())
+    try:
+        return sorted(HfApi().list_repo_files(source))
+    except (OSError, ValueError, HTTPError):
+        return []
+
+
+def _refusal(pickled: Collection[str]) -> str:
+    return (
+        f"its weights are pickled ({', '.join(pickled) or 'not safetensors'}), and safetensors are expected: convert "
+        "them where you trust them (load them with transformers or peft, then `save_pretrained`), or set "
+        f"{UNPICKLE}=1, with which they are read, by `weights_only=True`"
+    )
+
+
+def names_of_embeddings(outline: PreTrainedModel) -> tuple[str, str, str | None]:
+    """Names of a model's token embeddings, output projection (the same where they are tied) and its bias.
+
+    Args:
+        outline: the model, with or without weights.
+    """
+    head = outline.get_output_embeddings()
+    wanted = (outline.get_input_embeddings().weight, head.weight, getattr(head, "bias", None))
+    names = [next((name for name, one in outline.named_parameters() if one is weight), None) for weight in wanted]
+    assert names[0] is not None
+    assert names[1] is not None
+    return names[0], names[1], names[2]
+
+
+def read_tensors(source: str, names: Collection[str], prefix: str = "") -> dict[str, Tensor] | None:
+    """Some tensors of a model's safetensors files; None where they are not there under these names, as numbers.
+
+    Args:
+        source: a folder, or a hub id, of which only the files with these tensors are fetched.
+        prefix: what names may lack in the files; files of a model without its output layer have none.
+
+    Raises:
+        ValueError: an index that is none, or leads out of the folder; a file that is not one of safetensors.
+        OSError: files that cannot be read or fetched.
+    """
+    found = dict[str, Tensor]()
+    for path in _weight_files(source, names, prefix):
+        try:
+            with safe_open(path, framework="pt") as opened:
+                stored = set(opened.keys())
+                for name in names:
+                    place = _place(name, stored, prefix)
+                    if place is not None:
+                        found[name] = opened.get_tensor(place)
+        except SafetensorError as error:
+            raise ValueError(f"{path} is not a safetensors file: {error}") from error
+    complete = set(found) == set(names) and all(tensor.is_floating_point() for tensor in found.values())
+    return found if complete else None
+
+
+def _place(name: str, stored: Collection[str], prefix: str) -> str | None:
+    """The name under which a tensor is stored."""
+    return next((each for each in (name, name.removeprefix(prefix)) if each in stored), None)
+
+
+def _weight_files(source: str, names: Collection[str], prefix: str) -> Iterator[str]:
+    """The safetensors files, local or fetched, that hold these tensors; none where the model has no such files."""
+    whole = cached_file(source, _WHOLE, **_QUIET)
+    if whole is not None:
+        yield whole
+        return
+    index = cached_file(source, _INDEX, **_QUIET)
+    if index is None:
+        return
+    places = _shards(index)
+    stored = {place for name in names if (place := _place(name, places, prefix)) is not None}
+    for shard in sorted({places[name] for name in stored}):
+        path = cached_file(source, shard, **_QUIET)
+        if path is not None:
+            yield path
+
+
+def _shards(index: str) -> dict[str, str]:
+    """File names of shards by tensor. Raises ValueError for other files than safetensors of the same folder."""
+    try:
+        places = read_json(Path(index)).get("weight_map")
+    except ValueError as error:
+        raise ValueError(f"{index}: {error}") from error
+    if not isinstance(places, dict) or not all(isinstance(name, str) for name in places.values()):
+        raise ValueError(f"{index}: it has no weight_map of tensors to files")
+    for name in sorted(set(places.values())):
+        fault = name_fault(name) or (None if name.endswith(".safetensors") else "it is no safetensors file")
+        if fault is not None:
+            raise ValueError(f"{index} names the file {name!r}: {fault}")
+    return places

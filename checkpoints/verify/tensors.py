@@ -1,0 +1,234 @@
+"""Whether the tensors of an artifact are those of what it is, by names and shapes in the headers of its files.
+
+No weights are read. A file that lacks some is a good file all the same, and transformers puts random numbers there.
+"""
+
+from __future__ import annotations
+
+import warnings
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import replace
+from importlib.util import find_spec
+from pathlib import Path
+from typing import Any
+
+import torch
+from safetensors import safe_open
+from torch import Tensor
+from transformers import CONFIG_MAPPING
+
+from ..artifact.fingerprints import weight_files
+from ..artifact.manifest import Manifest
+from ..heads.layouts import assemble_heads
+from ..storage.names import CONFIG_FILE, HEADS_FILE, TABLE_FILE
+from ..storage.places import adapter_base, here
+from ..storage.safe_read import UNREADABLE, check_safetensors, read_json, shown
+from ..table.checks import MARGINALS, read_tensors
+from .model_files import (
+    ADAPTER_CONFIG,
+    ADAPTER_FILE,
+    UNLOADABLE,
+    Fit,
+    fit_to_model,
+    is_adapter,
+    load_config,
+    outline_of,
+    quietly,
+)
+
+_SHOWN = 3
+
+Shapes = dict[str, tuple[int, ...]]
+
+
+def tensor_faults(directory: Path, manifest: Manifest) -> list[str]:
+    """Where the tensors of an artifact are not those of what it is, in sentences that name the file: too few, of other
+    shapes; of heads, tables and adapters too many. Nothing is said of files that cannot be read, and of exports in
+    forms that other programs read.
+
+    Models are held against what their configuration declares, adapters against their model where that is here. A
+    model's files may hold more: layers for multi-token prediction, a value head, buffers of older versions.
+    transformers leaves those out, and the doctor tells them (`pair_checks`). Nothing is known of models of types that
+    this transformers does not know: another does, or code that is the model's own.
+    """
+    directory = Path(directory)
+    try:
+        if manifest.kind in ("drafter", "target"):
+            return list(_model_faults(directory))
+        if manifest.export is not None and not manifest.export["native"]:
+            return []
+        if manifest.kind == "table":
+            return list(_table_faults(directory / TABLE_FILE, manifest.vocab_size))
+        base = directory / "base"  # heads that were trained together with their target hold it
+        return [*_heads_faults(directory), *(_model_faults(base) if base.is_dir() else ())]
+    except ValueError as error:
+        return [str(error)]
+
+
+def check_tensors(directory: Path, manifest: Manifest) -> None:
+    """Raises ValueError with what `tensor_faults` finds."""
+    if faults := tensor_faults(directory, manifest):
+        raise ValueError("; ".join(faults))
+
+
+def _model_faults(folder: Path) -> Iterator[str]:
+    if is_adapter(folder):
+        yield from adapter_faults(folder)
+        return
+    if not (folder / CONFIG_FILE).is_file() or not any(folder.glob("model*.safetensors")):
+        return
+    try:
+        shapes = header_shapes(weight_files(folder))
+    except ValueError:
+        return  # which is another fault
+    if not _is_known(folder / CONFIG_FILE):
+        return
+    config = load_config(folder)
+    try:
+        found = fit_to_model(config, shapes)
+    except ValueError as error:
+        raise ValueError(f"{folder}: {error}") from error
+    yield from in_words(replace(found, extra=()), f"{folder}")
+
+
+def _is_known(config: Path) -> bool:
+    try:
+        kind = read_json(config).get("model_type")
+    except (ValueError, OSError):
+        return True  # which is a fault
+    return not isinstance(kind, str) or kind in CONFIG_MAPPING
+
+
+def in_words(found: Fit, what: str) -> Iterator[str]:
+    """A sentence for each way in which tensors do not fit."""
+    if found.lacking:
+        yield f"{what} lacks {_some(found.lacking)} that its configuration declares"
+    if found.other:
+        both = [f"{name} {list(mine)}, expected {list(wanted)}" for name, (mine, wanted) in found.other.items()]
+        yield f"{what} holds {_some(both)} of other shapes than its configuration declares"
+    if found.broken:
+        yield f"{what} holds tensors of which its model's cannot be made: {shown(found.broken)}"
+    if found.extra:
+        yield f"{what} holds {_some(found.extra)} of which its configuration knows nothing"
+
+
+def _some(names: Sequence[str]) -> str:
+    more = f" and {len(names) - _SHOWN:,} more" if len(names) > _SHOWN else ""
+    return f"{len(names):,} tensor{'s' if len(names) > 1 else ''} ({', '.join(map(shown, names[:_SHOWN]))}{more})"
+
+
+def header_shapes(files: list[Path]) -> Shapes:
+    """Shapes by name. Raises ValueError for a file that is none of safetensors."""
+    shapes: Shapes = {}
+    for path in files:
+        try:
+            shapes |= {name: tuple(shape) for name, (_, shape) in check_safetensors(path).items()}
+        except (ValueError, OSError) as error:
+            raise ValueError(f"{path}: {error}") from error
+    return shapes
+
+
+def adapter_faults(folder: Path) -> list[str]:
+    """The same of a LoRA adapter: both halves of each layer, and, where its model is here, the layers of that. Nothing
+    is known of adapters of other kinds that peft has."""
+    try:
+        settings, shapes = read_json(folder / ADAPTER_CONFIG), header_shapes([folder / ADAPTER_FILE])
+    except (ValueError, OSError):
+        return []  # which is another fault
+    if settings.get("peft_type") != "LORA":
+        return []
+    faults = []
+    for name, shape in sorted(shapes.items()):
+        for one, other, mine, theirs in (("lora_A", "lora_B", 0, 1), ("lora_B", "lora_A", 1, 0)):
+            if f".{one}." not in name or len(shape) != 2:
+                continue
+            half = shapes.get(name.replace(f".{one}.", f".{other}."))
+            if half is None:
+                faults.append(f"{folder / ADAPTER_FILE} lacks the other half, {other}, of {shown(name)}")
+            elif one == "lora_A" and len(half) == 2 and half[theirs] != shape[mine]:
+                faults.append(f"{folder / ADAPTER_FILE}: {shown(name)} is {list(shape)}, its other half {list(half)}")
+    if not any(".lora_" in name for name in shapes):
+        faults.append(f"{folder / ADAPTER_FILE} holds no tensors of a LoRA adapter")
+    base = adapter_base(settings)
+    if faults or base is None or here(base) is None or find_spec("peft") is None:
+        return faults
+    return list(in_words(_fit_to_base(folder, base, shapes), f"{folder / ADAPTER_FILE}"))
+
+
+def _fit_to_base(folder: Path, base: str, shapes: Shapes) -> Fit:
+    """By peft's own names of the adapter's tensors, made for an outline of its model."""
+    from peft import PeftConfig, get_peft_model, get_peft_model_state_dict
+    from transformers.conversion_mapping import get_checkpoint_conversion_mapping
+
+    if not _is_known(Path(base) / CONFIG_FILE):
+        return Fit(unknown="transformers does not know its model")
+    with quietly(), warnings.catch_warnings(), torch.device("meta"):
+        warnings.simplefilter("ignore")  # peft's advice to somebody who trains
+        try:
+            config, adapter = load_config(base), PeftConfig.from_pretrained(folder)
+            if get_checkpoint_conversion_mapping(config.model_type) is not None:
+                return Fit(unknown="peft takes other names, too, for the layers of such a model")
+            adapter.init_lora_weights = False  # other ways to begin look at the model's weights
+            wrapped = get_peft_model(outline_of(config), adapter)
+        except UNLOADABLE as error:
+            raise ValueError(f"{folder} is no adapter for its model, {base}: {error}") from error
+        wanted = {
+            name: tuple(tensor.shape)
+            for name, tensor in get_peft_model_state_dict(wrapped, save_embedding_layers=False).items()
+        }
+    return Fit(
+        lacking=tuple(sorted(set(wanted) - set(shapes))),
+        other={
+            name: (shapes[name], wanted[name])
+            for name in sorted(wanted)
+            if shapes.get(name, wanted[name]) != wanted[name]
+        },
+        # embeddings may be kept beside it
+        extra=tuple(sorted(name for name in set(shapes) - set(wanted) if "lora_" in name)),
+    )
+
+
+def _heads_faults(directory: Path) -> list[str]:
+    path, config = directory / HEADS_FILE, directory / CONFIG_FILE
+    if not path.is_file() or not config.is_file():
+        return []
+    try:
+        tensors = _outlines(path)
+        settings: Mapping[str, Any] = read_json(config)
+    except (ValueError, OSError):
+        return []
+    return assemble_heads(tensors, dict(settings), path, config_place=config).disagreements
+
+
+def _outlines(path: Path) -> dict[str, Tensor]:
+    """Tensors without values, of the shapes and types in a file."""
+    found = {}
+    try:
+        with safe_open(path, framework="pt") as opened:
+            for name in opened.keys():  # noqa: SIM118 (no dictionary)
+                part = opened.get_slice(name)
+                shape = part.get_shape()
+                dtype = (part[:0] if shape else opened.get_tensor(name)).dtype
+                found[name] = torch.empty(shape, dtype=dtype, device="meta")
+    except UNREADABLE as error:
+        raise ValueError(f"{path} is not a safetensors file: {error}") from error
+    return found
+
+
+def _table_faults(path: Path, vocab_size: int) -> Iterator[str]:
+    if not path.is_file():
+        return
+    try:
+        stored = check_safetensors(path)
+    except (ValueError, OSError):
+        return
+    metadata, tensors = read_tensors(path)  # mapped: no counts are read
+    entries = len(tensors["col"])
+    wanted = dict.fromkeys(tensors, vocab_size) | {"row_ptr": vocab_size + 1, "col": entries, "count": entries}
+    for name, tensor in tensors.items():
+        if len(tensor) != wanted[name]:
+            yield f"{path}: {name} has {len(tensor):,} values, expected {wanted[name]:,}"
+    if extra := sorted(set(stored) - set(tensors)):
+        unpruned = "pruning" not in metadata and set(extra) <= set(MARGINALS)
+        why = ", and does not say that it was pruned" if unpruned else ", which no table has"
+        yield f"{path} holds {', '.join(map(shown, extra))}{why}"

@@ -1,0 +1,381 @@
+"""Artifacts: whole or not at all, every file checked, both sides named, no secrets."""
+
+from __future__ import annotations
+
+import errno
+import json
+import os
+import subprocess
+import threading
+from collections.abc import Callable, Iterator
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from draftsmith.checkpoints.artifact.artifact import (
+    MANIFEST_FILE,
+    Manifest,
+    check_target,
+    load_manifest,
+    model_fingerprint,
+    plain,
+    save_artifact,
+    tokenizer_fingerprint,
+    verify_artifact,
+)
+from draftsmith.checkpoints.storage import atomic as folders
+from tokenizers import Tokenizer, models
+from transformers import LlamaForCausalLM, PreTrainedTokenizerFast
+
+
+def save(out: Path, content: str = "weights", **overrides: Any) -> Manifest:
+    def write(folder: Path) -> None:
+        (folder / "a.bin").write_text(content)
+        (folder / "deep").mkdir()
+        (folder / "deep" / "b.bin").write_text(content * 2)
+
+    settings: dict[str, Any] = {
+        "kind": "table",
+        "write": write,
+        "vocab_size": 64,
+        "tokenizer_fingerprint": "ab" * 32,
+        "target": {"id": "some/model", "revision": "1234", "fingerprint": "cd"},
+        "shapes": {"entries": 3},
+        "recipe": {"kind": "table", "data": {"block_tokens": 512, "source": Path("x.jsonl")}},
+        "data": {"rows": 2, "sha256": {"tokens": "00"}},
+        "training": {"loss": 1.5, "best": float("nan")},
+    }
+    return save_artifact(out, **(settings | overrides))
+
+
+def test_what_is_saved_is_loaded_and_verified(tmp_path: Path) -> None:
+    out = tmp_path / "runs" / "table"
+    saved = save(out, evaluation={"tau": 2.0})
+    assert load_manifest(out, kind="table") == verify_artifact(out) == saved
+    assert sorted(saved.files) == ["README.md", "a.bin", "deep/b.bin"]
+    assert saved.files["deep/b.bin"]["bytes"] == 14
+    assert saved.recipe["data"] == {"block_tokens": 512, "source": "x.jsonl"}
+    assert saved.training == {"loss": 1.5, "best": None}
+    assert saved.versions["torch"] == torch.__version__
+    assert os.listdir(out.parent) == ["table"]
+    assert out.stat().st_mode & 0o777 == 0o755
+    assert Manifest.from_json(saved.to_json()) == saved
+
+
+def test_the_card_says_what_the_manifest_says(tmp_path: Path) -> None:
+    save(tmp_path / "t", evaluation={"tokens_per_step": 2.25})
+    card = (tmp_path / "t" / "README.md").read_text()
+    for part in ("# t", "bigram table", "64 tokens", "some/model", "rows: 2", "loss: 1.5", "tokens per step: 2.25"):
+        assert part in card
+    save(tmp_path / "t", card="my own")
+    assert (tmp_path / "t" / "README.md").read_text() == "my own"
+
+
+@pytest.fixture(params=["exchange", "rename"])
+def _both_ways(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> None:
+    if request.param == "rename":
+        monkeypatch.setattr(folders, "_exchange", lambda *_: False)
+
+
+@pytest.mark.usefixtures("_both_ways")
+def test_an_artifact_is_replaced(tmp_path: Path) -> None:
+    save(tmp_path / "t", "old")
+    save(tmp_path / "t", "new")
+    verify_artifact(tmp_path / "t")
+    assert (tmp_path / "t" / "a.bin").read_text() == "new"
+    assert os.listdir(tmp_path) == ["t"]
+
+
+@pytest.mark.usefixtures("_both_ways")
+@pytest.mark.parametrize("moment", ["first", "second"])
+def test_a_failure_leaves_the_old_artifact(tmp_path: Path, moment: str) -> None:
+    if moment == "second":
+        save(tmp_path / "t", "old")
+
+    def write(folder: Path) -> None:
+        (folder / "a.bin").write_text("half")
+        raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+
+    with pytest.raises(OSError, match="No space left on device"):
+        save(tmp_path / "t", write=write)
+    assert os.listdir(tmp_path) == (["t"] if moment == "second" else [])
+    if moment == "second":
+        verify_artifact(tmp_path / "t")
+        assert (tmp_path / "t" / "a.bin").read_text() == "old"
+
+
+def test_a_rename_that_fails_puts_the_old_artifact_back(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    save(tmp_path / "t", "old")
+    monkeypatch.setattr(folders, "_exchange", lambda *_: False)
+    rename = Path.rename
+
+    def fail(self: Path, target: Path) -> Path:
+        if self.name.endswith(".saving"):
+            raise OSError(errno.EIO, "broken")
+        return rename(self, target)
+
+    monkeypatch.setattr(Path, "rename", fail)
+    with pytest.raises(OSError, match="broken"):
+        save(tmp_path / "t", "new")
+    monkeypatch.undo()
+    verify_artifact(tmp_path / "t")
+    assert (tmp_path / "t" / "a.bin").read_text() == "old"
+    assert os.listdir(tmp_path) == ["t"]
+
+
+def test_a_reader_never_sees_half_an_artifact(tmp_path: Path) -> None:
+    out = tmp_path / "t"
+    save(out, "0")
+    if not folders._exchange(*(Path(path) for path in _two_folders(tmp_path))):
+        pytest.skip("this file system cannot swap two folders in one step")
+    stop, failures, reads = threading.Event(), [], 0
+
+    def read() -> None:
+        nonlocal reads
+        while not stop.is_set():
+            try:
+                load_manifest(out)
+            except ValueError as error:
+                failures.append(error)
+            reads += 1
+
+    reader = threading.Thread(target=read)
+    reader.start()
+    try:
+        for number in range(30):
+            save(out, str(number))
+    finally:
+        stop.set()
+        reader.join()
+    assert failures == []
+    assert reads > 30
+
+
+def _two_folders(parent: Path) -> Iterator[Path]:
+    for name in ("one", "two"):
+        (parent / name).mkdir()
+        yield parent / name
+
+
+@pytest.fixture
+def small_disk(tmp_path: Path) -> Iterator[Path]:
+    folder = tmp_path / "disk"
+    folder.mkdir()
+    command = ["mount", "-t", "tmpfs", "-o", "size=256k", "tmpfs", str(folder)]
+    try:
+        mounted = subprocess.run(command, capture_output=True, check=False).returncode == 0
+    except FileNotFoundError:
+        mounted = False
+    if not mounted:
+        pytest.skip("a small file system cannot be mounted here")
+    yield folder
+    subprocess.run(["umount", "--lazy", str(folder)], check=True)
+
+
+def test_a_full_disk_leaves_the_old_artifact(small_disk: Path) -> None:
+    save(small_disk / "t", "old")
+    with pytest.raises(OSError, match="No space left") as caught:
+        save(small_disk / "t", "x" * 1_000_000)
+    assert caught.value.errno == errno.ENOSPC
+    assert os.listdir(small_disk) == ["t"]
+    verify_artifact(small_disk / "t")
+
+
+def test_other_files_are_never_written_over(tmp_path: Path) -> None:
+    (tmp_path / "mine").mkdir()
+    (tmp_path / "mine" / "thesis.txt").write_text("years of work")
+    with pytest.raises(ValueError, match="holds other files and no artifact"):
+        save(tmp_path / "mine")
+    with pytest.raises(ValueError, match="is a file: an artifact is a folder"):
+        save(tmp_path / "mine" / "thesis.txt")
+    with pytest.raises(ValueError, match="unknown kind of artifact 'tables'"):
+        save(tmp_path / "t", kind="tables")
+    (tmp_path / "empty").mkdir()
+    save(tmp_path / "empty")
+    verify_artifact(tmp_path / "empty")
+
+
+def test_a_link_to_a_folder_stays_a_link(tmp_path: Path) -> None:
+    save(tmp_path / "real", "old")
+    (tmp_path / "link").symlink_to("real")
+    save(tmp_path / "link", "new")
+    assert (tmp_path / "link").is_symlink()
+    assert (tmp_path / "real" / "a.bin").read_text() == "new"
+    assert sorted(os.listdir(tmp_path)) == ["link", "real"]
+
+
+def _flip(path: Path) -> None:
+    content = bytearray(path.read_bytes())
+    content[3] ^= 1
+    path.write_bytes(content)
+
+
+@pytest.mark.parametrize(
+    ("spoil", "message"),
+    [
+        (lambda out: _flip(out / "deep" / "b.bin"), r"deep/b\.bin has the hash"),
+        (lambda out: (out / "a.bin").write_text("longer than before"), r"a\.bin has 18 bytes, its .* says 7"),
+        (lambda out: (out / "a.bin").unlink(), r"lacks a\.bin"),
+        (
+            lambda out: (out / "deep" / "c.bin").write_text(""),
+            r"holds deep/c\.bin, which its artifact\.json does not list",
+        ),
+    ],
+)
+def test_a_spoilt_file_is_found_and_named(tmp_path: Path, spoil: Callable[[Path], object], message: str) -> None:
+    save(tmp_path / "t")
+    (tmp_path / "t" / ".gitattributes").write_text("what a hub adds")
+    verify_artifact(tmp_path / "t")
+    spoil(tmp_path / "t")
+    with pytest.raises(ValueError, match=message):
+        verify_artifact(tmp_path / "t")
+
+
+def test_what_is_no_artifact_is_refused(tmp_path: Path) -> None:
+    with pytest.raises(ValueError, match="no such folder"):
+        load_manifest(tmp_path / "nowhere")
+    with pytest.raises(ValueError, match=r"it has no artifact\.json"):
+        load_manifest(tmp_path)
+    (tmp_path / MANIFEST_FILE).write_bytes(b"\xff\xfe")
+    with pytest.raises(ValueError, match="not UTF-8"):
+        load_manifest(tmp_path)
+    (tmp_path / MANIFEST_FILE).write_text("{")
+    with pytest.raises(ValueError, match="it is not JSON"):
+        load_manifest(tmp_path)
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        ({"schema": 99}, "schema version is 99, this draftsmith reads 1"),
+        ({"kind": "poem"}, "kind is 'poem', expected one of drafter"),
+        ({"vocab_size": "many"}, "vocab_size is 'many', expected int"),
+        ({"files": {"../../etc/passwd": {"sha256": "", "bytes": 1}}}, "expected a path in the folder"),
+        ({"colour": "red"}, r"unknown \['colour'\]"),
+        ({"schema": 3}, "schema version is 3, this draftsmith reads 1 to 2; a newer draftsmith wrote it"),
+        ({"schema": 0}, "schema version is 0"),
+        ({"schema": True}, "schema version is True"),
+        ({"schema": "2"}, "schema version is '2'"),
+        ({"vocab_size": True}, "vocab_size is True, expected int"),
+        ({"vocab_size": 0}, "vocab_size is 0, expected at least 1"),
+        ({"recipe": None}, "recipe is None, expected dict"),
+        ({"command": ["draftsmith"]}, "command is .*, expected str or NoneType"),
+        ({"export": {"format": "npz"}}, "export is .*, expected a format and whether it is native"),
+        ({"export": {"format": None, "native": True}}, "export is .*, expected a format"),
+    ],
+)
+def test_a_manifest_of_another_form_is_refused(tmp_path: Path, change: dict[str, Any], message: str) -> None:
+    save(tmp_path / "t")
+    path = tmp_path / "t" / MANIFEST_FILE
+    path.write_text(json.dumps(json.loads(path.read_text()) | change))
+    with pytest.raises(ValueError, match=message):
+        load_manifest(tmp_path / "t")
+
+
+def test_a_manifest_of_version_1_is_read_as_one_of_today(tmp_path: Path) -> None:
+    saved = save(tmp_path / "t", command="draftsmith train x")
+    path = tmp_path / "t" / MANIFEST_FILE
+    old = json.loads(path.read_text())
+    for field in ("created", "command", "export"):
+        del old[field]
+    path.write_text(json.dumps(old | {"schema": 1}))
+    assert verify_artifact(tmp_path / "t") == replace(saved, created=None, command=None)
+    path.write_text(json.dumps(old | {"schema": 1, "command": "x"}))
+    assert load_manifest(tmp_path / "t").command is None, "version 1 had no such field"
+    del old["training"]
+    path.write_text(json.dumps(old | {"schema": 1}))
+    with pytest.raises(ValueError, match=r"missing \['training'\]"):
+        load_manifest(tmp_path / "t")
+
+
+def test_what_is_exported_for_others_is_no_artifact_of_its_kind(tmp_path: Path) -> None:
+    save(tmp_path / "npz", export={"format": "npz", "native": False})
+    save(tmp_path / "own", export={"format": "own", "native": True})
+    for read in (load_manifest, verify_artifact):
+        read(tmp_path / "npz")
+        read(tmp_path / "own", "table")
+        with pytest.raises(ValueError, match="an export in the format npz, which other programs read: name the table"):
+            read(tmp_path / "npz", "table")
+        with pytest.raises(ValueError, match="kind 'table', expected 'heads'"):
+            read(tmp_path / "npz", "heads")
+
+
+def test_another_kind_is_refused(tmp_path: Path) -> None:
+    save(tmp_path / "t")
+    with pytest.raises(ValueError, match="kind 'table', expected 'heads'"):
+        load_manifest(tmp_path / "t", kind="heads")
+
+
+def test_an_artifact_for_another_target_is_refused_naming_both_sides(tmp_path: Path) -> None:
+    manifest = save(tmp_path / "t")
+    check_target(manifest, vocab_size=64, tokenizer_fingerprint="ab" * 32, what="the table t")
+    check_target(manifest, vocab_size=64, tokenizer_fingerprint=None, what="the table t")
+    with pytest.raises(ValueError, match="the table t has a vocabulary of 64 tokens, the target of 65"):
+        check_target(manifest, vocab_size=65, tokenizer_fingerprint=None, what="the table t")
+    with pytest.raises(ValueError, match=r"abababababababab… and efefefefefefefef…"):
+        check_target(manifest, vocab_size=64, tokenizer_fingerprint="ef" * 32, what="the table t")
+
+
+def test_secrets_are_redacted_and_only_they() -> None:
+    secret = "correct horse"
+    hidden = ("token", "hf_token", "HF_TOKEN", "access-token", "api_key", "openai_api_key", "password", "client_secret")
+    shown = ("tokenizer", "block_tokens", "eos_token", "max_new_tokens", "stop_tokens", "monkey", "tokens")
+    found = plain(
+        dict.fromkeys((*hidden, *shown), secret) | {"hub": {"credentials": {"user": secret, "ids": [secret]}}}
+    )
+    assert {key for key in (*hidden, *shown) if found[key] == secret} == set(shown)
+    assert secret not in json.dumps(found["hub"])
+    assert plain({"token": None, "password": ""}) == {"token": None, "password": ""}
+    assert plain("see hf_" + "a1B2" * 8 + " there") == "see <redacted> there"
+    assert plain("https://me:pass@example.org/x@y") == "https://<redacted>@example.org/x@y"
+    with pytest.raises(ValueError, match="a object cannot be kept"):
+        plain(object())
+
+
+def test_secrets_do_not_reach_the_disk(tmp_path: Path) -> None:
+    save(
+        tmp_path / "t", recipe={"hub": {"token": "correct horse"}}, data={"source": "s3://key:" + "white-horse@bucket"}
+    )
+    texts = [path.read_text() for path in (tmp_path / "t").rglob("*") if path.is_file()]
+    assert not any("horse" in text for text in texts)
+
+
+def make_tokenizer(order: list[str]) -> PreTrainedTokenizerFast:
+    backend = Tokenizer(models.WordLevel({word: place for place, word in enumerate(order)}, unk_token="<unk>"))
+    return PreTrainedTokenizerFast(tokenizer_object=backend, unk_token="<unk>", eos_token="</s>")
+
+
+def test_tokenizer_fingerprints_tell_vocabularies_apart() -> None:
+    words = ["<unk>", "</s>", "a", "b"]
+    mine = tokenizer_fingerprint(make_tokenizer(words))
+    assert mine == tokenizer_fingerprint(make_tokenizer(words))
+    assert mine != tokenizer_fingerprint(make_tokenizer(["<unk>", "</s>", "b", "a"]))
+    other = make_tokenizer(words)
+    other.pad_token = other.eos_token
+    assert mine == tokenizer_fingerprint(other)
+    other.eos_token = "a"
+    assert mine != tokenizer_fingerprint(other)
+
+
+@pytest.mark.parametrize("tied", [True, False])
+def test_a_model_and_its_folder_have_one_fingerprint(
+    tmp_path: Path, make_llama: Callable[..., LlamaForCausalLM], tied: bool
+) -> None:
+    model = make_llama(tie_word_embeddings=tied)
+    model.save_pretrained(tmp_path / "whole")
+    model.save_pretrained(tmp_path / "parts", max_shard_size="20KB")
+    fingerprint = model_fingerprint(model)
+    assert len(list((tmp_path / "parts").glob("model-*"))) > 1
+    assert fingerprint == model_fingerprint(tmp_path / "whole") == model_fingerprint(tmp_path / "parts")
+    assert fingerprint == model_fingerprint(LlamaForCausalLM.from_pretrained(tmp_path / "whole"))
+    assert fingerprint != model_fingerprint(make_llama(tie_word_embeddings=tied, seed=1))
+    with torch.no_grad():
+        model.model.norm.weight[0] += 1
+    assert fingerprint != model_fingerprint(model)
+
+
+def test_a_folder_without_a_model_has_no_fingerprint(tmp_path: Path) -> None:
+    with pytest.raises(ValueError, match=r"it has no config\.json"):
+        model_fingerprint(tmp_path)

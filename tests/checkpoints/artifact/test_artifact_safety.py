@@ -1,0 +1,464 @@
+"""Artifacts from somebody who means harm: each ends in one clear ValueError; nothing is run, followed or awaited."""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import os
+import pickle
+import socket
+import struct
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from draftsmith.checkpoints.artifact.artifact import load_manifest, save_artifact, verify_artifact
+from draftsmith.checkpoints.artifact.manifest import MAX_MANIFEST_BYTES, plain
+from draftsmith.checkpoints.heads.files import PredictionHeads, load_heads, save_heads
+from draftsmith.checkpoints.storage.safe_read import MAX_JSON_BYTES, MAX_JSON_DEPTH, name_fault, shown
+from draftsmith.checkpoints.table.table import BigramTable
+from draftsmith.checkpoints.verify.inspect import find_faults
+from draftsmith.checkpoints.verify.model_files import MAX_LAYERS
+from draftsmith.decode.loading import load_model
+from safetensors.torch import save_file
+from transformers import LlamaForCausalLM
+
+VOCAB = 16
+ABOUT: dict[str, Any] = {"vocab_size": VOCAB, "tokenizer_fingerprint": None, "target": None, "shapes": {}}
+ABOUT |= {"recipe": {}, "data": {}, "training": {}}
+
+
+@pytest.fixture
+def table(tmp_path: Path) -> Path:
+    out = tmp_path / "table"
+    counted = BigramTable.from_documents([torch.tensor([1, 2, 3, 1, 2]).numpy()], VOCAB)
+    save_artifact(out, kind="table", write=counted.save, **ABOUT)
+    return out
+
+
+@pytest.fixture
+def heads(tmp_path: Path) -> Path:
+    out = tmp_path / "heads"
+    module = PredictionHeads(2, 1, 8, VOCAB)
+    save_artifact(out, kind="heads", write=lambda folder: save_heads(module, folder, "target"), **ABOUT)
+    return out
+
+
+def change(folder: Path, **values: Any) -> None:
+    path = folder / "artifact.json"
+    path.write_text(json.dumps(json.loads(path.read_text()) | values))
+
+
+def entry(**values: Any) -> dict[str, Any]:
+    return {"sha256": "0" * 64, "bytes": 1} | values
+
+
+@pytest.mark.parametrize(
+    "name",
+    [
+        "../../etc/passwd", "/etc/passwd", "a/../../b", "./a", "a//b", "a/", "", ".", "C:\\a\\b", "C:a", "a\\..\\b",
+        "a\0b", "a\nb", "\x1b[2Ja", "abc\u202egnp", "a\ud800", "a ", "a./b", "artifact.json",
+    ],
+)  # fmt: skip
+def test_names_that_lead_elsewhere_or_hide_are_refused(table: Path, name: str) -> None:
+    change(table, files={name: entry()})
+    with pytest.raises(ValueError, match=r"files names|half a character"):
+        load_manifest(table)
+
+
+def test_names_of_all_languages_are_good_names() -> None:
+    for name in ("model.safetensors", "deep/er/модель-1.bin", "文件.json", ".gitattributes", "a..b", "été.txt"):
+        assert name_fault(name) is None
+
+
+@pytest.mark.parametrize("names", [("Model.bin", "model.bin"), ("\u00e9.bin", "e\u0301.bin"), ("straße", "STRASSE")])
+def test_names_that_are_one_file_on_some_systems_are_refused(table: Path, names: tuple[str, str]) -> None:
+    change(table, files=dict.fromkeys(names, entry()))
+    with pytest.raises(ValueError, match="which are one file on some systems"):
+        load_manifest(table)
+
+
+@pytest.mark.parametrize(
+    "wrong",
+    [
+        entry(bytes=-1),
+        entry(bytes=True),
+        entry(bytes="1"),
+        entry(sha256="0" * 63),
+        entry(sha256="Z" * 64),
+        {},
+        [],
+        None,
+    ],
+)
+def test_entries_that_are_none_are_refused(table: Path, wrong: Any) -> None:
+    change(table, files={"a": wrong})
+    with pytest.raises(ValueError, match="expected a path in the folder, sha256 and bytes"):
+        load_manifest(table)
+
+
+@pytest.mark.parametrize(
+    ("text", "message"),
+    [
+        ("[" * 100_000 + "]" * 100_000, "nests deeper than"),
+        ('{"a":' * 100_000 + "1" + "}" * 100_000, "nests deeper than"),
+        ('{"a":' * (MAX_JSON_DEPTH + 1) + "1" + "}" * (MAX_JSON_DEPTH + 1), "nests deeper than"),
+        ('{"schema": 2, "schema": 2}', "the key 'schema' stands twice"),
+        ('{"schema": 2, "recipe": {"a": 1, "b": 2, "a": 3}}', "the key 'a' stands twice"),
+        ('{"schema": NaN}', "holds NaN"),
+        ('{"schema": -Infinity}', "holds -Infinity"),
+        ('{"schema": ' + "9" * 5000 + "}", "cannot be read"),
+        ('{"schema": ' + "9" * 4000 + "}", "schema version is 9999"),
+        ('{"schema": "\\ud800"}', "half a character"),
+        ("", "not JSON"),
+        ("[]", "holds a JSON list"),
+        ("\ufeff{}", "not JSON"),
+    ],
+)
+def test_json_bombs_are_refused(table: Path, text: str, message: str) -> None:
+    (table / "artifact.json").write_text(text, encoding="utf-8")
+    for read in (load_manifest, verify_artifact):
+        with pytest.raises(ValueError, match=message) as caught:
+            read(table)
+        assert len(str(caught.value)) < 1000
+
+
+def test_an_enormous_manifest_is_refused_before_it_is_read(table: Path) -> None:
+    with (table / "artifact.json").open("r+b") as opened:
+        opened.truncate(200_000_000)
+    with pytest.raises(ValueError, match=rf"200,000,000 bytes, expected at most {MAX_MANIFEST_BYTES:,}"):
+        load_manifest(table)
+
+
+def test_a_manifest_that_could_not_be_read_is_not_written(tmp_path: Path) -> None:
+    recipe = {"text": "x" * MAX_MANIFEST_BYTES}
+    with pytest.raises(ValueError, match="would have more than"):
+        save_artifact(
+            tmp_path / "t", kind="table", write=lambda f: (f / "a").write_text(""), **(ABOUT | {"recipe": recipe})
+        )
+    assert os.listdir(tmp_path) == []
+
+
+def link_out(path: Path) -> None:
+    content = path.read_bytes()
+    elsewhere = path.parents[1] / "elsewhere"
+    elsewhere.write_bytes(content)  # the hash is right: only that it lies elsewhere is wrong
+    path.unlink()
+    path.symlink_to(elsewhere)
+
+
+def replaced_by(make: Callable[[Path], object]) -> Callable[[Path], None]:
+    def act(path: Path) -> None:
+        path.unlink()
+        make(path)
+
+    return act
+
+
+def listen(path: Path) -> None:
+    here = os.getcwd()
+    os.chdir(path.parent)  # names of sockets are short
+    try:
+        with socket.socket(socket.AF_UNIX) as opened:
+            opened.bind(path.name)
+    finally:
+        os.chdir(here)
+
+
+@pytest.mark.parametrize(
+    ("spoil", "message"),
+    [
+        (link_out, "is a link"),
+        (replaced_by(lambda path: path.symlink_to("/etc/passwd")), "is a link"),
+        (replaced_by(lambda path: path.symlink_to(path.name)), "is a link"),
+        (replaced_by(lambda path: path.symlink_to("nowhere")), "is a link"),
+        (replaced_by(lambda path: path.symlink_to("README.md")), "is a link"),
+        (replaced_by(lambda path: path.symlink_to("/dev/zero")), "is a link"),
+        (replaced_by(os.mkfifo), "is a pipe"),
+        (replaced_by(listen), "is a socket"),
+        (replaced_by(Path.mkdir), "lacks|is a folder"),
+    ],
+)
+@pytest.mark.parametrize("name", ["table.safetensors", "artifact.json"])
+def test_what_is_no_plain_file_is_named_and_not_opened(
+    table: Path, spoil: Callable[[Path], None], message: str, name: str
+) -> None:
+    spoil(table / name)
+    with pytest.raises(ValueError, match=f"{name}.*({message})|({message}).*{name}|cannot be read: it is a link"):
+        verify_artifact(table)
+    assert find_faults(table)[1]
+    if name == "table.safetensors" and not (table / name).exists():
+        with pytest.raises(ValueError, match="there is no table"):
+            BigramTable.load(table)
+
+
+def test_folders_that_are_links_are_not_walked_into(table: Path, tmp_path: Path) -> None:
+    (tmp_path / "other").mkdir()
+    (tmp_path / "other" / "b").write_text("")
+    (table / "deep").symlink_to(tmp_path / "other")
+    with pytest.raises(ValueError, match="holds deep, which"):
+        verify_artifact(table)
+    change(table, files=json.loads((table / "artifact.json").read_text())["files"] | {"deep/b": entry(bytes=0)})
+    with pytest.raises(ValueError, match=r"lacks deep/b.*holds deep"):
+        verify_artifact(table)
+
+
+def test_links_and_odd_names_are_not_saved(tmp_path: Path) -> None:
+    with pytest.raises(ValueError, match="cannot be a file of an artifact: is a link"):
+        save_artifact(tmp_path / "t", kind="table", write=lambda f: (f / "a").symlink_to("/etc/passwd"), **ABOUT)
+    with pytest.raises(ValueError, match="cannot be a file of an artifact: it has a backslash"):
+        save_artifact(tmp_path / "t", kind="table", write=lambda f: (f / "a\\b").write_text(""), **ABOUT)
+    assert os.listdir(tmp_path) == []
+
+
+def hub_snapshot(artifact: Path, cache: Path) -> Path:
+    """An artifact as the hub's cache holds it: links to blobs."""
+    blobs, snapshot = cache / "models--me--it" / "blobs", cache / "models--me--it" / "snapshots" / ("a" * 40)
+    blobs.mkdir(parents=True)
+    for path in artifact.rglob("*"):
+        if path.is_file():
+            link = snapshot / path.relative_to(artifact)
+            blob = blobs / link.name
+            blob.write_bytes(path.read_bytes())
+            link.parent.mkdir(parents=True, exist_ok=True)
+            link.symlink_to(os.path.relpath(blob, link.parent))
+    return snapshot
+
+
+def test_the_links_of_the_hubs_cache_are_taken_and_no_others(table: Path, tmp_path: Path) -> None:
+    snapshot = hub_snapshot(table, tmp_path / "cache")
+    verify_artifact(snapshot)
+    BigramTable.load(snapshot)
+    (tmp_path / "shortcut").symlink_to(snapshot)
+    verify_artifact(tmp_path / "shortcut")
+    place = snapshot / "table.safetensors"
+    for elsewhere in (table, tmp_path / "cache" / "models--you--it" / "blobs", tmp_path / "cache"):
+        elsewhere.mkdir(parents=True, exist_ok=True)
+        blob = elsewhere / "table.safetensors"
+        blob.write_bytes((table / "table.safetensors").read_bytes())
+        place.unlink()
+        place.symlink_to(blob)
+        with pytest.raises(ValueError, match=r"table\.safetensors is a link to"):
+            verify_artifact(snapshot)
+
+
+def header(described: Any, length: int | None = None, data: bytes = b"") -> bytes:
+    text = described if isinstance(described, bytes) else json.dumps(described).encode()
+    return struct.pack("<Q", len(text) if length is None else length) + text + data
+
+
+def tensor(shape: list[int], start: int, end: int, dtype: str = "F32") -> dict[str, Any]:
+    return {"dtype": dtype, "shape": shape, "data_offsets": [start, end]}
+
+
+HOSTILE_TENSORS = {
+    "claims terabytes": header({"unigram": tensor([1 << 40], 0, 1 << 42)}),
+    "a header of exabytes": header({}, length=(1 << 63) - 1),
+    "a header longer than the file": header({}, length=50_000_000),
+    "a negative place": header({"unigram": tensor([1], -4, 0)}),
+    "backwards": header({"unigram": tensor([1], 4, 0)}, data=bytes(8)),
+    "overlapping": header({"a": tensor([2], 0, 8), "b": tensor([2], 4, 12)}, data=bytes(12)),
+    "with a hole": header({"a": tensor([1], 0, 4), "b": tensor([1], 8, 12)}, data=bytes(12)),
+    "more data than tensors": header({"a": tensor([1], 0, 4)}, data=bytes(400)),
+    "a shape that overflows": header({"a": tensor([1 << 32, 1 << 32], 0, 0)}),
+    "a shape that is no list": header({"a": {"dtype": "F32", "shape": "1", "data_offsets": [0, 4]}}, data=bytes(4)),
+    "an unknown type": header({"a": tensor([1], 0, 4, "PICKLE")}, data=bytes(4)),
+    "deep": header(b'{"a":' * 5000 + b"1" + b"}" * 5000),
+    "not JSON": header(b"{" * 8),
+    "a pickle": pickle.dumps({"a": 1}),
+    "empty": b"",
+    "short": b"\x01\x00",
+}
+
+
+@pytest.mark.parametrize("content", HOSTILE_TENSORS.values(), ids=HOSTILE_TENSORS.keys())
+def test_tensor_files_that_lie_are_refused_by_all_who_read_them(
+    table: Path, heads: Path, make_llama: Callable[..., LlamaForCausalLM], tmp_path: Path, content: bytes
+) -> None:
+    make_llama(vocab_size=VOCAB).save_pretrained(tmp_path / "model")
+    for place in (
+        table / "table.safetensors",
+        heads / "medusa_lm_head.safetensors",
+        tmp_path / "model" / "model.safetensors",
+    ):
+        place.write_bytes(content)
+    with pytest.raises(ValueError, match=r"table\.safetensors"):
+        BigramTable.load(table)
+    with pytest.raises(ValueError, match=r"medusa_lm_head\.safetensors"):
+        load_heads(heads)
+    with pytest.raises(ValueError, match="no language model could be loaded"):
+        load_model(str(tmp_path / "model"))
+    assert any("is not a safetensors file" in fault for fault in find_faults(table)[1])
+
+
+def test_names_that_promise_millions_of_blocks_are_refused_before_they_are_made(tmp_path: Path) -> None:
+    tensors = {f"{k}.9999.linear.weight": torch.zeros(1, 1) for k in range(100)}
+    save_file(tensors, tmp_path / "medusa_lm_head.safetensors")
+    with pytest.raises(ValueError, match=r"lacks 0\.0\.linear\.weight: it has tensors of 100 heads with 10000 blocks"):
+        load_heads(tmp_path)
+
+
+@pytest.mark.parametrize(
+    "config",
+    [
+        "[" * 100_000,
+        '{"states": ' + "[" * 1000 + "]" * 1000 + "}",
+        '{"states": {"a": 1}}',
+        '{"scale": 1e999}',
+        '{"scale": "2"}',
+        '{"scale": -1}',
+        "\xff",
+    ],
+)
+def test_configs_of_heads_that_are_none_are_refused(heads: Path, config: str) -> None:
+    (heads / "config.json").write_text(config, encoding="latin-1")
+    with pytest.raises(ValueError, match=r"config\.json"):
+        load_heads(heads)
+
+
+def test_an_enormous_config_is_not_read(
+    heads: Path, make_llama: Callable[..., LlamaForCausalLM], tmp_path: Path
+) -> None:
+    make_llama(vocab_size=VOCAB).save_pretrained(tmp_path / "model")
+    for folder in (heads, tmp_path / "model"):
+        os.truncate(folder / "config.json", MAX_JSON_BYTES + 1)
+    with pytest.raises(ValueError, match="expected at most"):
+        load_heads(heads)
+    with pytest.raises(ValueError, match="expected at most"):
+        load_model(str(tmp_path / "model"))
+
+
+def test_metadata_of_a_table_that_is_a_bomb_is_refused(tmp_path: Path) -> None:
+    table = BigramTable.from_documents([torch.tensor([1, 2, 3]).numpy()], VOCAB)
+    names = ("row_ptr", "col", "count", "unigram")
+    parts = {name: getattr(table, name).contiguous() for name in names}
+    marginals = {"left": table.left_counts(), "right": table.right_counts()}
+    for text in ("[" * 100_000, "{", "[]", '{"pairs": true}', '{"pairs": ' + "9" * 5000 + "}"):
+        metadata = {"vocab_size": str(VOCAB), "pruning": text}
+        save_file(parts | marginals, tmp_path / "table.safetensors", metadata=metadata)
+        with pytest.raises(ValueError, match=r"table\.safetensors"):
+            BigramTable.load(tmp_path)
+
+
+CODE = """
+from pathlib import Path
+Path({mark!r}).write_text("run")
+from transformers import LlamaConfig as Config, LlamaForCausalLM as Model
+"""
+
+
+@pytest.mark.parametrize("model_type", ["llama", "never-heard-of"])
+def test_code_that_a_model_brings_is_not_run(
+    make_llama: Callable[..., LlamaForCausalLM], tmp_path: Path, monkeypatch: pytest.MonkeyPatch, model_type: str
+) -> None:
+    folder, mark = tmp_path / "model", tmp_path / "mark"
+    make_llama(vocab_size=VOCAB).save_pretrained(folder)
+    places = {"AutoConfig": "code.Config", "AutoModelForCausalLM": "code.Model"}
+    config = json.loads((folder / "config.json").read_text()) | {"auto_map": places, "trust_remote_code": True}
+    (folder / "config.json").write_text(json.dumps(config | {"model_type": model_type}))
+    (folder / "code.py").write_text(CODE.format(mark=str(mark)))
+    monkeypatch.setattr("builtins.input", lambda *_: "y")  # whoever asks is told to go on
+    if model_type == "llama":
+        assert isinstance(load_model(str(folder)), LlamaForCausalLM)
+    else:
+        with pytest.raises(ValueError, match="no language model could be loaded"):
+            load_model(str(folder))
+    assert not mark.exists()
+
+
+@pytest.mark.parametrize(
+    "values",
+    [
+        {"num_hidden_layers": 10**9},
+        {"num_hidden_layers": "many"},
+        {"num_hidden_layers": -1},
+        {"num_attention_heads": 0},
+        {"num_attention_heads": 3},
+        {"hidden_size": [1]},
+        {"hidden_size": 1 << 40},
+        {"vocab_size": -1},
+        {"vocab_size": 1 << 40},
+        {"hidden_act": "os.system"},
+        {"model_type": 7},
+        {"model_type": None, "architectures": None},
+        {"rope_scaling": "x", "rope_parameters": "x"},
+        {"dtype": "system"},
+        {"pad_token_id": 10**9},
+        {"text_config": {"num_hidden_layers": 10**9}},
+        {"tie_word_embeddings": {}},
+        {"quantization_config": {"quant_method": "never-heard-of"}},
+    ],
+    ids=str,
+)
+def test_configurations_of_no_model_end_in_one_clear_error(
+    make_llama: Callable[..., LlamaForCausalLM], tmp_path: Path, values: dict[str, Any]
+) -> None:
+    make_llama(vocab_size=VOCAB).save_pretrained(tmp_path)
+    config = json.loads((tmp_path / "config.json").read_text()) | values
+    (tmp_path / "config.json").write_text(json.dumps(config))
+    with contextlib.suppress(ValueError):  # some are read past; nothing else may be raised
+        load_model(str(tmp_path))
+    if values.get("num_hidden_layers") == 10**9:
+        with pytest.raises(ValueError, match=f"num_hidden_layers 1000000000, expected at most {MAX_LAYERS}"):
+            load_model(str(tmp_path))
+
+
+def test_adapters_that_lead_round_and_round_are_refused(tmp_path: Path) -> None:
+    for name, base in (("a", "b"), ("b", "a")):
+        (tmp_path / name).mkdir()
+        (tmp_path / name / "adapter_config.json").write_text(
+            json.dumps({"peft_type": "LORA", "base_model_name_or_path": str(tmp_path / base)})
+        )
+    with pytest.raises(ValueError, match="an adapter itself"):
+        load_model(str(tmp_path / "a"))
+    (tmp_path / "a" / "adapter_config.json").write_text("[" * 100_000)
+    with pytest.raises(ValueError, match=r"adapter_config\.json: its JSON nests deeper"):
+        load_model(str(tmp_path / "a"))
+
+
+def test_a_pickle_beside_the_weights_is_not_looked_at(
+    make_llama: Callable[..., LlamaForCausalLM], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    mark = tmp_path / "mark"
+
+    class Bomb:
+        def __reduce__(self) -> tuple[Any, tuple[str, str]]:
+            return (os.symlink, ("nothing", str(mark)))
+
+    make_llama(vocab_size=VOCAB).save_pretrained(tmp_path / "model")
+    bomb = pickle.dumps(Bomb())
+    for name in ("pytorch_model.bin", "adapter_model.bin", "training_args.bin"):
+        (tmp_path / "model" / name).write_bytes(bomb)
+    load_model(str(tmp_path / "model"))
+    (tmp_path / "model" / "model.safetensors").unlink()
+    for content in (bomb, pickle.dumps({"harmless": 1})):
+        (tmp_path / "model" / "pytorch_model.bin").write_bytes(content)
+        with pytest.raises(ValueError, match=r"its weights are pickled \(pytorch_model\.bin\)"):
+            load_model(str(tmp_path / "model"))
+    (tmp_path / "model" / "pytorch_model.bin").write_bytes(bomb)
+    monkeypatch.setenv("DRAFTSMITH_UNPICKLE", "1")
+    with pytest.raises(ValueError, match="no language model could be loaded"):
+        load_model(str(tmp_path / "model"))
+    assert not mark.is_symlink()
+
+
+def test_texts_of_others_cannot_move_the_terminal() -> None:
+    assert shown("plain ünï") == "plain ünï"
+    assert shown("\x1b[2Jgone") == r"'\x1b[2Jgone'"
+    assert "\u202e" not in shown("a\u202eb")
+
+
+def test_secrets_of_many_forms_are_redacted() -> None:
+    address = "https://b.example/x?X-Amz-Signature=abc123&part=1&X-Amz-Security-Token=FQoG&sig=xyz#top"
+    found = plain(address)
+    assert found == (
+        "https://b.example/x?X-Amz-Signature=<redacted>&part=1&X-Amz-Security-Token=<redacted>&sig=<redacted>#top"
+    )
+    for secret in ("sk-" + "a1" * 20, "ghp_" + "b2" * 18, "github_pat_" + "c3" * 20, "AKIA" + "D4" * 8):
+        assert secret not in plain(f"say {secret}.")
+    assert (
+        plain("https://x/y?max_tokens=5&keyword=tree&tokenizer=bpe")
+        == "https://x/y?max_tokens=5&keyword=tree&tokenizer=bpe"
+    )

@@ -1,0 +1,325 @@
+"""The model card: what it says, and that words of others stay words: no markup, no HTML, no link, no YAML."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+import yaml
+from draftsmith.checkpoints.artifact.card import Evidence, Licence, Measured, base_model, data_sources, model_card
+from draftsmith.checkpoints.artifact.manifest import Manifest, plain
+from draftsmith.checkpoints.artifact.markdown import public, quoted, text
+from draftsmith.data.tokenizers import train_bpe
+from markdown_it import MarkdownIt
+from markdown_it.token import Token
+from transformers import T5Config, T5ForConditionalGeneration
+
+HOSTILE = (
+    "<script>alert(1)</script>",
+    "![x](http://evil.example/pixel.png)",
+    "[x](javascript:alert(1))",
+    "<http://evil.example>",
+    "http://evil.example www.evil.example me@evil.example",
+    "a | b | c\n| d |",
+    "`` ` ```\n```\n# heading",
+    "---\nlicense: mit\n---",
+    "*bold* _it_ ~~gone~~ \\* &lt;b&gt; $x$",
+    "</details><img src=x onerror=alert(1)>",
+    "\u202egnp.exe\u200b\x1b[31m\r\n",
+    "[x]: http://evil.example",
+    "x" * 5000,
+)
+ROW = {
+    "label": "speculative", "method": "speculative", "temperature": 0.0, "tokens_per_step": 2.5,
+    "tokens_per_step_interval": [2.25, 2.75], "acceptance_rate": 0.5, "speedup": 1.75, "speedup_interval": [1.5, 2.0],
+    "tokens_per_second": 123.4, "lossless": True,
+}  # fmt: skip
+
+
+def make_manifest(**changes: Any) -> Manifest:
+    data = {
+        "source": {
+            "options": {"source": "sharegpt-v3", "mixture": [], "path": None},
+            "cleaning": {"contamination": ["mt-bench", "spec-bench"]},
+            "sources": [{"hub": "sharegpt-v3"}],
+        },
+        "rows": 90, "tokens": 1234567, "sha256": {"tokens": "ab" * 32},
+        "corpus": {"dropped": {"contamination": 7}, "sources": [{"rows": 100, "kept": 90, "dropped": {}}]},
+    }  # fmt: skip
+    known: dict[str, Any] = {
+        "kind": "drafter", "vocab_size": 32000, "tokenizer_fingerprint": "cd" * 32,
+        "shapes": {"parameters": 68_000_000},
+        "target": {"id": "lmsys/vicuna-7b-v1.3", "revision": "abc123", "fingerprint": "ef" * 32},
+        "recipe": {"model": {"source": "JackFram/llama-68m"}}, "data": data, "training": {"steps": 5},
+        "evaluation": {"tokens_per_step": 2.25}, "versions": {"draftsmith": "0.1.0", "torch": "2.13.0", "peft": None},
+        "files": {}, "created": "2026-01-02T03:04:05+00:00",
+        "command": "draftsmith train drafter data.source=/home/me/secret-place/rows.json",
+    }  # fmt: skip
+    return Manifest(**(known | changes))
+
+
+def make_measured(**changes: Any) -> Measured:
+    machine = {"name": "A CPU", "device": "cpu", "threads": 2, "versions": {"torch": "2.13.0"}}
+    about: dict[str, Any] = {"rows": [ROW], "machine": machine, "target": "lmsys/vicuna-7b-v1.3", "prompts": 80}
+    about |= {"source": "mt-bench", "created": "2026-01-03T00:00:00+00:00"}
+    about["certificates"] = [{"label": "speculative", "verdict": "lossless", "tokens": 10_000}]
+    return Measured(**(about | changes))
+
+
+def head_of(card: str) -> dict[str, Any]:
+    _, head, _ = card.split("---\n", 2)
+    return yaml.safe_load(head)
+
+
+def body_of(card: str) -> str:
+    return card.split("\n---\n", 1)[1]
+
+
+def rendered(card: str) -> list[Token]:
+    """All tokens of the body as a Markdown reader with tables, strikethrough and HTML sees it."""
+    reader = MarkdownIt("commonmark", {"html": True}).enable(["table", "strikethrough"])
+    return [token for block in reader.parse(body_of(card)) for token in (block, *(block.children or []))]
+
+
+def test_a_card_says_what_is_known() -> None:
+    licences = {"sharegpt-v3": Licence("apache-2.0", "unclear where it is from")}
+    evidence = Evidence("mit", "JackFram/llama-68m", ("anon/ShareGPT",), licences, make_measured())
+    card = model_card(make_manifest(), "me/drafts", evidence)
+    assert head_of(card) == {
+        "library_name": "transformers",
+        "pipeline_tag": "text-generation",
+        "license": "mit",
+        "base_model": "JackFram/llama-68m",
+        "base_model_relation": "finetune",
+        "datasets": ["anon/ShareGPT"],
+        "tags": ["speculative-decoding", "draftsmith", "draft-model"],
+    }
+    for part in (
+        "# me/drafts", "parameters: 68,000,000", "made for: lmsys/vicuna-7b-v1.3", "its revision: abc123", "ef" * 32,
+        'drafter="me/drafts"',
+        "80 prompts of mt-bench, with the target lmsys/vicuna-7b-v1.3, on A CPU (cpu, 2 threads), 2026-01-03",
+        "| speculative | 0 | 2.50 (2.25–2.75) | 0.500 | 1.75 (1.50–2.00) | 123.4 | yes |",
+        "| speculative | lossless | 10,000 |", "- tokens per step: 2.25", "- tokens: 1,234,567", f"{'ab' * 32}",
+        "| sharegpt-v3 | 100 | 90 | – | apache-2.0 (unclear where it is from) |",
+        "Contamination was checked: 7 rows with texts of mt-bench, spec-bench were dropped.",
+        "draftsmith train drafter data.source=rows.json", "torch 2.13.0", "2026-01-02",
+    ):  # fmt: skip
+        assert part in card, part
+    assert "secret-place" not in card
+    assert "peft" not in card
+
+
+@pytest.mark.parametrize(
+    ("kind", "part"),
+    [("heads", 'method("medusa", heads="x")'), ("table", 'method("bigram", table="x")'), ("target", "me/x")],
+)
+def test_each_kind_is_used_in_its_way(kind: str, part: str) -> None:
+    card = model_card(make_manifest(kind=kind), "me/x", Evidence(base_model="a/b"))
+    assert part in card
+    assert ("draftsmith pull me/x x" in card) == (kind in ("heads", "table"))
+    assert head_of(card)["library_name"] == ("transformers" if kind == "target" else "draftsmith")
+    assert head_of(card).get("base_model_relation") == ("adapter" if kind == "heads" else None)
+
+
+def test_an_export_points_to_how_it_is_served() -> None:
+    export = {"format": "npz", "readers": "scipy", "native": False, "of": {}}
+    card = model_card(make_manifest(kind="table", export=export), "me/x")
+    assert "in the form npz for scipy" in card
+    assert "[SERVING.md](SERVING.md)" in card
+    assert "custom_generate" not in card
+    native = model_card(make_manifest(export=export | {"native": True}), "me/x")
+    assert "[SERVING.md](SERVING.md)" in native
+    assert "custom_generate" in native
+
+
+def test_what_is_not_known_is_said_or_left_out() -> None:
+    bare = make_manifest(target=None, data={}, evaluation=None, training={}, command=None, created=None, recipe={})
+    card = model_card(bare, "t")
+    assert "## Data" not in card
+    assert "## Evaluation" not in card
+    assert "the-target" in card
+    assert set(head_of(card)) == {"library_name", "pipeline_tag", "tags"}
+    unchecked = make_manifest(data={"rows": 1, "source": {"options": {}, "cleaning": {}}})
+    assert "Contamination with evaluation texts was not checked." in model_card(unchecked, "t")
+
+
+def test_sources_of_mixtures_files_and_merged_tables() -> None:
+    mixture = [{"source": "alpaca", "weight": 0.5}, {"source": "/home/me/rows.json", "weight": 2.0}]
+    sources = [{"hub": "alpaca"}, {"files": {"rows.json": "ab"}}]
+    cleaning = {"contamination": ["mt-bench"]}
+    one = {"source": {"options": {"mixture": mixture}, "sources": sources, "cleaning": cleaning}, "corpus": {}}
+    other = {"source": {"options": {"source": "x/y", "path": "/tmp/copy"}, "sources": [{"files": {"a": "00"}}]}}
+    found = data_sources(make_manifest(data={"parts": [one, other]}))
+    assert [(each["source"], each["hub"], each["files"], each["weight"]) for each in found] == [
+        ("alpaca", "alpaca", {}, 0.5),
+        ("rows.json", None, {"rows.json": "ab"}, 2.0),
+        ("x/y", "x/y", {"a": "00"}, None),
+    ]
+    card = model_card(make_manifest(data={"parts": [one, other]}), "t")
+    assert "Contamination was checked in 1 of 2 parts: 0 rows with texts of mt-bench were dropped." in card
+    assert "/home/me" not in card
+    assert "licence" not in card, "nobody said anything of them"
+    assert "| alpaca | – | – | 0.5 | unknown |" in model_card(make_manifest(data={"parts": [one]}), "t", Evidence())
+    assert data_sources(make_manifest(data={"parts": [{"parts": [one]}, other]})) == found
+    del one["corpus"]
+    assert "how many was not counted" in model_card(make_manifest(data=one), "t")
+
+
+def test_the_model_on_the_hub_that_it_is_made_of_or_for(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    assert base_model(make_manifest()) == "JackFram/llama-68m"
+    revised = make_manifest(recipe={"model": {"source": "me/drafter@v2"}})
+    assert base_model(revised) == "me/drafter", "not the target; and the hub knows no revisions there"
+    assert base_model(make_manifest(kind="heads")) == "lmsys/vicuna-7b-v1.3"
+    assert base_model(make_manifest(recipe={}, target={"id": "runs/quickstart/target"})) is None
+    assert base_model(make_manifest(recipe={}, target={"id": "/home/me/x"})) is None
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "lmsys" / "vicuna-7b-v1.3").mkdir(parents=True)
+    assert base_model(make_manifest(kind="heads")) is None
+
+
+@pytest.mark.parametrize("hostile", HOSTILE)
+def test_words_of_others_stay_words(hostile: str) -> None:
+    """The hostile text in every place that comes from outside leaves the same structure as a harmless one."""
+
+    def card(word: str) -> str:
+        data: dict[str, Any] = {
+            "source": {
+                "options": {"source": word, "path": word},
+                "sources": [{"files": {word: word}}],
+                "cleaning": {"contamination": [word]},
+            },
+            word: word,
+        }
+        pair = {"texts": [word, word], "count": 1, "expected": 1.0, "r": 1.0}
+        manifest = make_manifest(
+            kind="table", data=data, target={"id": word, "revision": word}, shapes={word: word}, command=word,
+            training={"note": word, "highest_r": [pair]}, evaluation={word: word}, versions={"draftsmith": word},
+            tokenizer_fingerprint=word, created=word, export={"format": word, "readers": word, "native": True},
+        )  # fmt: skip
+        machine = {"name": word, "device": word, "threads": word, "versions": {word: word}}
+        certificates = [{"label": word, "verdict": word, "tokens": 3}]
+        rows = [ROW | {"label": word, "method": word}]
+        about = {"rows": rows, "target": word, "source": word, "created": word, "certificates": certificates}
+        evidence = Evidence(word, word, (word,), {word: Licence(word, word)}, make_measured(machine=machine, **about))
+        return model_card(manifest, word, evidence)
+
+    harmless, attacked = card("word"), card(hostile)
+    kinds = [token.type for token in rendered(attacked) if token.type != "text"]
+    assert kinds == [token.type for token in rendered(harmless) if token.type != "text"]
+    assert not {"html_block", "html_inline", "image"} & set(kinds)
+    links = [token.attrs["href"] for token in rendered(attacked) if token.type == "link_open"]
+    assert set(links) == {"SERVING.md"}
+    assert set(head_of(attacked)) == set(head_of(harmless))
+    assert "\x1b" not in attacked
+    assert "\u202e" not in attacked
+    assert len(attacked) < 60_000
+
+
+@pytest.mark.parametrize("hostile", HOSTILE[:-1])
+def test_text_is_read_as_it_was(hostile: str) -> None:
+    """But for what cannot be seen, white space, and folders."""
+    reader = MarkdownIt("commonmark", {"html": True}).enable(["table", "strikethrough"])
+    inline = reader.parse(f"- key: {text(hostile)}")[3]
+    assert inline.children is not None
+    assert {token.type for token in inline.children} <= {"text", "text_special"}
+    seen = "".join(token.content for token in inline.children).removeprefix("key: ")
+    wanted = " ".join(hostile.split())
+    assert seen == "".join(one if one.isprintable() else f"\\u{ord(one):04x}" for one in wanted)
+
+
+def test_tokens_show_their_spaces() -> None:
+    assert quoted(" the") == '" the"'
+    assert quoted("\n|`") == '"\\\\n\\|\\`"'
+    assert quoted("<b>") == '"&lt;b&gt;"'
+
+
+def test_folders_of_a_machine_are_left_out() -> None:
+    command = "draftsmith train /home/me/x.yaml data.source=/data/in me/rows.jsonl out=runs/a C:\\Users\\me\\t.txt"
+    assert public(command) == "draftsmith train x.yaml data.source=in me/rows.jsonl out=runs/a t.txt"
+    assert (
+        public("https://example.org/a/b/c and hub/id and and/or") == "https://example.org/a/b/c and hub/id and and/or"
+    )
+    assert text("/home/my name/a b.json") == "a b.json"
+    assert text("~/secret/place") == "place"
+
+
+def test_secrets_do_not_reach_the_card() -> None:
+    token = "hf_" + "Q" * 34
+    manifest = make_manifest(
+        data={"where": f"https://me:{token}@example.org/x", "note": token}, command=plain(f"train --x {token}"),
+        training={"note": f"with {token}"}, target={"id": token},
+    )  # fmt: skip
+    measured = make_measured(source=f"prompts?{token}", target=token)
+    evidence = Evidence(token, token, (token,), {}, measured)
+    assert token not in model_card(manifest, f"x-{token}", evidence)
+
+
+def test_a_link_in_the_place_of_a_name_has_no_effect_on_the_head() -> None:
+    evidence = Evidence(licence="mit\nbase_model: evil", datasets=("a: b", "- c", "'\"", "\u2028x"))
+    head = head_of(model_card(replace(make_manifest(), target=None), "t", evidence))
+    assert "evil" not in str(head.get("base_model"))
+    assert head["license"] == "mit base_model: evil"
+    assert head["datasets"] == ["a: b", "- c", "'\"", "x"]
+
+
+@pytest.mark.parametrize("kind", ["t5", "llama"])
+def test_the_code_of_a_drafters_card_runs(
+    kind: str, make_llama: Callable[..., Any], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Of an encoder-decoder too, which another class loads."""
+    tokenizer = train_bpe(["What is a hash table? It is a table."], 270, ("<pad>", "</s>"))
+    sizes = {"d_model": 16, "d_kv": 8, "d_ff": 24, "num_layers": 1, "num_heads": 2, "decoder_start_token_id": 0}
+    for name in ("target", "drafter"):
+        config = T5Config(vocab_size=270, pad_token_id=0, eos_token_id=1, **sizes)
+        model = T5ForConditionalGeneration(config) if kind == "t5" else make_llama(270, 1)
+        model.save_pretrained(tmp_path / name)
+        tokenizer.save_pretrained(tmp_path / name)
+    manifest = make_manifest(target={"id": "target"}, shapes={"model_type": kind}, vocab_size=270)
+    code = model_card(manifest, "drafter").partition("```python\n")[2].partition("```")[0]
+    monkeypatch.chdir(tmp_path)
+    values: dict[str, Any] = {}
+    exec(code, values)
+    assert values["model"].config.model_type == kind
+    plain = values["model"].generate(**values["inputs"], max_new_tokens=64, do_sample=False)
+    assert values["output"].tolist() == plain.tolist()
+
+
+WEIRD: tuple[Any, ...] = (None, True, -1, 1e308, 10**400, "", "x", [], ["x", None, 3], {}, {"source": None}, [[{}]])
+
+
+def changed_in(value: Any, path: tuple[Any, ...], new: Any) -> Any:
+    """A copy of nested dictionaries and lists with another value at one place."""
+    if not path:
+        return new
+    key, *rest = path
+    if isinstance(value, dict):
+        return value | {key: changed_in(value[key], tuple(rest), new)}
+    return [changed_in(one, tuple(rest), new) if place == key else one for place, one in enumerate(value)]
+
+
+def places_in(value: Any, path: tuple[Any, ...] = ()) -> Iterator[tuple[Any, ...]]:
+    """Paths to everything inside."""
+    inner = value.items() if isinstance(value, dict) else enumerate(value) if isinstance(value, list) else ()
+    for key, one in inner:
+        yield (*path, key)
+        yield from places_in(one, (*path, key))
+
+
+def test_a_card_can_be_made_of_whatever_somebody_else_recorded() -> None:
+    """The schema says that these are dictionaries, and nothing of what they hold."""
+    pair = {"left": 1, "right": 2, "texts": ["a", "b"], "count": 3, "expected": 1.5, "r": 0.25}
+    whole = make_manifest(kind="table", training={"highest_r": [pair], "lowest_r": [pair]})
+    mixture = {"options": {"mixture": [{"source": "a", "weight": 0.5}]}, "sources": [{"files": {"f": "ab"}}]}
+    parts = {"parts": [whole.data, {"source": mixture, "corpus": {"sources": [{"rows": 1}]}}]}
+    tried = 0
+    for manifest in (whole, replace(whole, kind="drafter", data=parts)):
+        for section in ("target", "shapes", "recipe", "data", "training", "evaluation", "versions"):
+            values = getattr(manifest, section)
+            for place in places_in(values):
+                for weird in WEIRD:
+                    model_card(replace(manifest, **{section: changed_in(values, place, weird)}), "x", Evidence())
+                    tried += 1
+    assert tried > 1000

@@ -1,0 +1,123 @@
+"""Settings of models and tokenizers: equal for transformers 5, and with what the versions before it ask for."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+from draftsmith.checkpoints.artifact.artifact import tokenizer_fingerprint
+from draftsmith.checkpoints.artifact.compat import mend_model, mend_tokenizer, save_tokenizer
+from draftsmith.data.tokenizers import train_bpe
+from transformers import AutoConfig, AutoTokenizer, GPTNeoXConfig, LlamaConfig, Phi3Config, PreTrainedTokenizerFast
+
+TEXT = "some <s> words <|user|> of\n  a text"
+
+
+@pytest.fixture
+def tokenizer() -> PreTrainedTokenizerFast:
+    made = train_bpe(["some words of a text"] * 3, 270, ["<pad>", "<s>", "<|user|>", "</s>"])
+    made.chat_template = "{{ messages[0].content }}é"
+    return made
+
+
+def config_of(folder: Path) -> dict[str, Any]:
+    found: dict[str, Any] = json.loads((folder / "tokenizer_config.json").read_text())
+    return found
+
+
+@pytest.mark.parametrize("beside", [None, "llama", "opt", "gpt_neox", "t5", "deepseek_v3"])
+def test_both_read_the_same_tokenizer(beside: str | None, tokenizer: PreTrainedTokenizerFast, tmp_path: Path) -> None:
+    """Whatever model lies beside it, by whose type transformers chooses the class."""
+    tokenizer.save_pretrained(tmp_path / "5")
+    save_tokenizer(tokenizer, tmp_path / "both")
+    plain, config = config_of(tmp_path / "5"), config_of(tmp_path / "both")
+    assert plain["tokenizer_class"] == "TokenizersBackend", "there is nothing to mend any more"
+    assert isinstance(plain["extra_special_tokens"], list)
+    assert config["tokenizer_class"] == "PreTrainedTokenizerFast", "no other name is known there"
+    assert "extra_special_tokens" not in config, "a list of them is an error there"
+    assert config["additional_special_tokens"] == ["<s>", "<|user|>"]
+    assert config["chat_template"] == tokenizer.chat_template
+    for folder in ("5", "both"):
+        if beside is not None:
+            (tmp_path / folder / "config.json").write_text(json.dumps({"model_type": beside}))
+    mine, made = (AutoTokenizer.from_pretrained(tmp_path / folder) for folder in ("5", "both"))
+    assert type(mine) is type(made)
+    assert mine.special_tokens_map == made.special_tokens_map
+    assert mine.all_special_tokens == made.all_special_tokens
+    assert mine.chat_template == made.chat_template == tokenizer.chat_template
+    assert tokenizer_fingerprint(mine) == tokenizer_fingerprint(made)
+    assert mine(TEXT) == made(TEXT)
+    ids = made(TEXT).input_ids
+    assert mine.decode(ids, skip_special_tokens=True) == made.decode(ids, skip_special_tokens=True)
+
+
+def test_what_needs_no_mending_stays_as_it_is(tokenizer: PreTrainedTokenizerFast, tmp_path: Path) -> None:
+    save_tokenizer(tokenizer, tmp_path)
+    path = tmp_path / "tokenizer_config.json"
+    path.write_text(json.dumps(config_of(tmp_path)))  # otherwise than it would be written
+    before = path.read_bytes()
+    mend_tokenizer(tmp_path)
+    assert path.read_bytes() == before
+    (tmp_path / "tokenizer.json").rename(tmp_path / "tokenizer.model")
+    path.write_text('{"tokenizer_class": "TokenizersBackend"}')
+    mend_tokenizer(tmp_path)
+    assert config_of(tmp_path) == {"tokenizer_class": "TokenizersBackend"}, "sentencepiece's are left alone"
+
+
+def test_the_template_of_its_own_file_comes_first(tokenizer: PreTrainedTokenizerFast, tmp_path: Path) -> None:
+    save_tokenizer(tokenizer, tmp_path)
+    (tmp_path / "chat_template.jinja").write_text("another")
+    mend_tokenizer(tmp_path)
+    assert config_of(tmp_path)["chat_template"] == "another" == AutoTokenizer.from_pretrained(tmp_path).chat_template
+
+
+@pytest.mark.parametrize("name", ["tokenizer_config.json", "chat_template.jinja"])
+def test_files_that_cannot_be_read_are_named(name: str, tokenizer: PreTrainedTokenizerFast, tmp_path: Path) -> None:
+    tokenizer.save_pretrained(tmp_path)
+    (tmp_path / name).write_bytes(b"\xff")
+    with pytest.raises(ValueError, match=f"{name}: it is not UTF-8 text"):
+        mend_tokenizer(tmp_path)
+
+
+SCALED = {"rope_type": "linear", "factor": 2.0, "rope_theta": 5e5}
+
+
+@pytest.mark.parametrize(
+    ("config", "found"),
+    [
+        (LlamaConfig(rope_parameters={"rope_type": "default", "rope_theta": 5e5}), {"rope_theta": 5e5}),
+        (
+            LlamaConfig(rope_parameters=SCALED),
+            {"rope_theta": 5e5, "rope_scaling": {"rope_type": "linear", "factor": 2.0}},
+        ),
+        (
+            GPTNeoXConfig(rope_parameters={"rope_type": "default", "rope_theta": 2e4, "partial_rotary_factor": 0.5}),
+            {"rotary_emb_base": 2e4, "rotary_pct": 0.5},
+        ),
+        (
+            Phi3Config(rope_parameters={"rope_type": "default", "rope_theta": 2e4, "partial_rotary_factor": 0.5}),
+            {"rope_theta": 2e4, "partial_rotary_factor": 0.5},
+        ),
+    ],
+    ids=["llama", "scaled", "gpt-neox", "phi-3"],
+)
+def test_rotary_positions_are_where_older_readers_look(config: Any, found: dict[str, Any], tmp_path: Path) -> None:
+    config.save_pretrained(tmp_path)
+    before = json.loads((tmp_path / "config.json").read_text())
+    plain = AutoConfig.from_pretrained(tmp_path)
+    assert not set(found) & set(before), "there is nothing to mend any more"
+    mend_model(tmp_path)
+    assert json.loads((tmp_path / "config.json").read_text()) == before | found
+    assert AutoConfig.from_pretrained(tmp_path).rope_parameters == plain.rope_parameters == config.rope_parameters
+
+
+def test_models_without_rotary_positions_stay_as_they_are(tmp_path: Path) -> None:
+    mend_model(tmp_path)
+    assert not list(tmp_path.iterdir())
+    path = tmp_path / "config.json"
+    for text in ('{"model_type":"opt"}', '{"rope_parameters":{"full_attention":{"rope_theta":1.0}}}'):
+        path.write_text(text)
+        mend_model(tmp_path)
+        assert path.read_text() == text

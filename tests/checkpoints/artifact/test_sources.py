@@ -1,0 +1,218 @@
+"""Artifacts named by folder or hub id: fetched, verified, and refused in words that say what to do."""
+
+from __future__ import annotations
+
+import hashlib
+import os
+import subprocess
+import sys
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from types import ModuleType
+from typing import Any
+
+import numpy as np
+import pytest
+from draftsmith.checkpoints.artifact.artifact import save_artifact
+from draftsmith.checkpoints.artifact.locate import model_source, resolve
+from draftsmith.checkpoints.storage.places import hub_place
+from draftsmith.checkpoints.table.table import BigramTable
+from huggingface_hub import constants
+from transformers import LlamaForCausalLM
+
+VOCAB = 16
+COMMIT = "a" * 40
+
+
+def save_table(out: Path, seed: int = 0, **settings: Any) -> None:
+    table = BigramTable.from_documents(list(np.random.default_rng(seed).integers(0, VOCAB, (3, 20))), VOCAB)
+    about: dict[str, Any] = {name: {} for name in ("shapes", "recipe", "data", "training")}
+    about |= {"kind": "table", "write": table.save, "vocab_size": VOCAB, "tokenizer_fingerprint": None, "target": None}
+    save_artifact(out, **(about | settings))
+
+
+def publish(folder: Path, cache: Path, name: str, revision: str = "main", commit: str = COMMIT) -> Path:
+    """A repository in the hub's cache, as a download leaves it."""
+    repo = cache / f"models--{name.replace('/', '--')}"
+    (repo / "refs").mkdir(parents=True, exist_ok=True)
+    (repo / "refs" / revision).write_text(commit)
+    (repo / "blobs").mkdir(exist_ok=True)
+    snapshot = repo / "snapshots" / commit
+    for path in folder.rglob("*"):
+        if path.is_file():
+            blob = repo / "blobs" / hashlib.sha256(path.read_bytes()).hexdigest()
+            blob.write_bytes(path.read_bytes())
+            link = snapshot / path.relative_to(folder)
+            link.parent.mkdir(parents=True, exist_ok=True)
+            link.symlink_to(os.path.relpath(blob, link.parent))
+    return snapshot
+
+
+@pytest.fixture
+def cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """An empty cache of the hub, and no network."""
+    monkeypatch.setattr(constants, "HF_HUB_CACHE", str(tmp_path / "cache"))
+    monkeypatch.setattr(constants, "HF_HUB_OFFLINE", True)
+    monkeypatch.chdir(tmp_path)
+    return tmp_path / "cache"
+
+
+def test_a_folder_that_is_here_comes_first(cache: Path, tmp_path: Path) -> None:
+    save_table(tmp_path / "me" / "table")
+    publish(tmp_path / "me" / "table", cache, "me/table")
+    assert resolve("me/table", "table") == Path("me/table")
+    assert resolve(tmp_path / "me" / "table") == tmp_path / "me" / "table"
+    with pytest.raises(ValueError, match="is here, where it has no revisions: leave out 'main'"):
+        resolve("me/table", revision="main")
+
+
+def test_what_lies_in_the_cache_needs_no_network(cache: Path, tmp_path: Path) -> None:
+    save_table(tmp_path / "one", 1)
+    save_table(tmp_path / "two", 2)
+    first = publish(tmp_path / "one", cache, "me/table")
+    second = publish(tmp_path / "two", cache, "me/table", "tuned", "b" * 40)
+    assert resolve("me/table", "table").resolve() == first.resolve()
+    for place, revision in (("me/table@tuned", None), ("me/table", "tuned"), ("me/table@" + "b" * 40, None)):
+        assert resolve(place, "table", revision).resolve() == second.resolve()
+    loaded = BigramTable.load(resolve("me/table@tuned"))
+    assert loaded.unigram.tolist() == BigramTable.load(tmp_path / "two").unigram.tolist()
+
+
+def test_what_the_cache_holds_is_verified(cache: Path, tmp_path: Path) -> None:
+    save_table(tmp_path / "table")
+    snapshot = publish(tmp_path / "table", cache, "me/table")
+    with pytest.raises(ValueError, match="kind 'table', expected 'heads'"):
+        resolve("me/table", "heads")
+    (snapshot / "table.safetensors").resolve().write_bytes(b"other")
+    with pytest.raises(
+        ValueError, match=r"what the hub's cache holds of me/table is not what was published.*bytes.*del"
+    ):
+        resolve("me/table", "table")
+
+
+def test_an_export_for_other_programs_is_no_table(cache: Path, tmp_path: Path) -> None:
+    export = {"format": "npz", "native": False, "of": {}}
+    save_table(tmp_path / "npz", export=export)
+    publish(tmp_path / "npz", cache, "me/npz")
+    for place in ("npz", "me/npz"):
+        if place == "me/npz":
+            with pytest.raises(ValueError, match="is an export in the format npz, which other programs read: name the"):
+                resolve(place, "table")
+        resolve(place)
+
+
+@pytest.mark.parametrize(
+    ("place", "message"),
+    [
+        ("nowhere", "there is no folder 'nowhere', and on the hub it cannot be.*user/name"),
+        ("./me/table", "there is no folder ./me/table"),
+        ("runs/table", "there is no folder runs/table"),
+        ("/me/table", "there is no folder /me/table"),
+        ("~/me-nowhere", "there is no folder"),
+        ("~nobody-of-this-name/x", "there is no folder"),
+        ("me/table/more", "there is no folder me/table/more"),
+        ("me\\table", "there is no folder"),
+        ("../table", "there is no folder"),
+        ("me/..", "no name of a repository"),
+        ("me/-table", "no name of a repository"),
+        ("m\u0435/table", r"character 2 is U\+0435 \(CYRILLIC SMALL LETTER IE\)"),
+        ("me/t\u0430ble", r"U\+0430 \(CYRILLIC SMALL LETTER A\)"),
+        ("me\u2215table", r"U\+2215 \(DIVISION SLASH\)"),
+        ("\uff4de/table", "FULLWIDTH LATIN SMALL LETTER M"),
+        ("me/ta\u200bble", "ZERO WIDTH SPACE"),
+        ("me/table\n", "a control character"),
+        ("me/table@", "is no branch, tag or commit"),
+        ("me/table@../../x", "is no branch, tag or commit"),
+        ("me/table@/etc/passwd", "is no branch, tag or commit"),
+        ("me/table@a b", "is no branch, tag or commit"),
+        ("me/table", "me/table on the hub is not in its cache on this machine, and HF_HUB_OFFLINE forbids"),
+        ("me/table@v2", "me/table at v2 on the hub is not in its cache"),
+    ],
+)
+def test_what_cannot_be_had_is_told_with_the_reason(cache: Path, place: str, message: str) -> None:
+    with pytest.raises(ValueError, match=message):
+        resolve(place)
+
+
+def test_two_revisions_are_one_too_many(cache: Path) -> None:
+    with pytest.raises(ValueError, match=r"names the revision 'v1', and 'v2' was asked for"):
+        resolve("me/table@v1", revision="v2")
+    assert hub_place("me/table@v1", "v1") == ("me/table", "v1")
+
+
+def test_models_of_the_hub_stay_with_transformers_and_artifacts_are_verified(
+    cache: Path, tmp_path: Path, make_llama: Callable[..., LlamaForCausalLM]
+) -> None:
+    model = make_llama(vocab_size=VOCAB)
+    model.save_pretrained(tmp_path / "plain")
+    publish(tmp_path / "plain", cache, "me/plain")
+    save_table(tmp_path / "drafter", kind="drafter", write=model.save_pretrained)
+    snapshot = publish(tmp_path / "drafter", cache, "me/drafter")
+    for unchanged in ("me/plain", "me/nowhere", "gpt2", "./nowhere", str(tmp_path / "plain"), "a/b/c"):
+        assert model_source(unchanged) == unchanged
+    assert Path(model_source("me/drafter")).resolve() == snapshot.resolve()
+    assert Path(model_source("me/plain@main")).name == COMMIT
+    (snapshot / "model.safetensors").resolve().write_bytes(b"")
+    with pytest.raises(ValueError, match="is not what was published"):
+        model_source("me/drafter")
+
+
+@pytest.fixture
+def hub(tmp_path: Path, load_script: Callable[[Path], ModuleType]) -> Iterator[Any]:
+    with load_script(Path(__file__).parents[1] / "hub_folders.py").serving(tmp_path / "hub") as server:
+        yield server
+
+
+RESOLVE = """
+import sys
+from draftsmith.checkpoints.sources import resolve
+for line in sys.stdin:
+    place, kind = line.split()
+    try:
+        print(sorted(path.name for path in resolve(place, kind).iterdir()), flush=True)
+    except ValueError as error:
+        print(" ".join(str(error).split()), flush=True)
+"""
+
+
+def test_an_artifact_is_fetched_whole_and_nothing_else(hub: Any, tmp_path: Path) -> None:
+    save_table(hub.root / "me" / "table")
+    files = ["README.md", "artifact.json", "table.safetensors"]
+    (hub.root / "me" / "table" / "huge.bin").write_bytes(b"not listed")
+    save_table(hub.root / "me" / "damaged")
+    (hub.root / "me" / "damaged" / "table.safetensors").write_bytes(b"other")
+    for name in ("medusa_lm_head.safetensors", "medusa_lm_head.pt", "config.json", "tokenizer.json"):
+        (hub.root / "me" / "heads").mkdir(exist_ok=True)
+        (hub.root / "me" / "heads" / name).write_text(name)
+    heads = ["config.json", "medusa_lm_head.safetensors"]
+    cases: list[tuple[str, str, str, list[str]]] = [
+        ("me/table", "table", str(files), files),
+        ("me/table", "table", str(files), []),
+        ("me/table@v9", "table", "there is no folder me/table, and me/table at v9 on the hub has no such branch", []),
+        ("me/damaged", "table", "is not what was published", files),
+        ("me/heads", "heads", str(heads), heads),
+        ("me/gated", "table", r"is gated: ask for access at http://127.0.0.1", []),
+        ("me/nobody", "table", "is not there, or not for this account", []),
+        ("me/ill", "table", "500", []),
+    ]
+    settings = {"HF_ENDPOINT": f"http://127.0.0.1:{hub.server_port}", "HF_HOME": str(tmp_path / "home")}
+    free = {key: value for key, value in os.environ.items() if key not in ("HF_HUB_OFFLINE", "HF_HUB_CACHE")}
+    with subprocess.Popen(
+        [sys.executable, "-c", RESOLVE],
+        stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True, env=free | settings, cwd=tmp_path,
+    ) as child:  # fmt: skip
+        assert child.stdin is not None
+        assert child.stdout is not None
+        for place, kind, message, got in cases:
+            hub.got.clear()
+            child.stdin.write(f"{place} {kind}\n")
+            child.stdin.flush()
+            assert message in child.stdout.readline(), place
+            assert sorted(hub.got) == got, place
+        hub.server_close()
+        hub.shutdown()
+        child.stdin.write("me/table table\nme/other table\n")
+        child.stdin.flush()
+        assert child.stdout.readline() == f"{files}\n", "the cache serves without a network"
+        assert "cannot be reached" in child.stdout.readline()
+        child.stdin.close()

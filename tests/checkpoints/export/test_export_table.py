@@ -1,0 +1,321 @@
+"""Tables in the forms of other programs, read back by scipy, by a slow reader, and as vLLM would load and ask."""
+
+from __future__ import annotations
+
+import json
+import os
+import struct
+import subprocess
+import sys
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from draftsmith.checkpoints.artifact.artifact import save_artifact, verify_artifact
+from draftsmith.checkpoints.export import table as export_table
+from draftsmith.checkpoints.export.base import ExportOptions, export_artifact
+from draftsmith.checkpoints.export.table import LLAMA_MOST, TABLE_FORMATS
+from draftsmith.checkpoints.table.table import BigramTable
+from draftsmith.decode.engine import Context, Limits
+from draftsmith.decode.loading import wrap_model
+from draftsmith.decode.methods import METHODS
+from draftsmith.decode.ngrams import TableChain
+from draftsmith.decode.rng import Rng
+from draftsmith.decode.warpers import Sampling
+from scipy import sparse
+from transformers import LlamaForCausalLM
+
+VOCAB = 24
+FORMATS = {form.name: form for form in TABLE_FORMATS}
+PRUNINGS: list[dict[str, int]] = [{}, {"min_count": 2}, {"top": 2}]
+Record = tuple[list[int], list[tuple[int, int]]]
+
+
+def random_table(seed: int = 0) -> BigramTable:
+    """Unevenly filled rows, ties, and three tokens that were never seen."""
+    rng = np.random.default_rng(seed)
+    documents = [np.minimum(rng.geometric(0.2, 30) - 1, VOCAB - 4) for _ in range(12)]
+    return BigramTable.from_documents(documents, VOCAB)
+
+
+def counted(*rows: tuple[int, dict[int, int]]) -> BigramTable:
+    """A table with these followers and counts."""
+    row_ptr = torch.zeros(VOCAB + 1, dtype=torch.int64)
+    for x, followers in rows:
+        row_ptr[x + 1] = len(followers)
+    pairs = [pair for _, followers in rows for pair in followers.items()]
+    col_E, count_E = (torch.tensor(column, dtype=torch.int32) for column in zip(*pairs, strict=True))
+    unigram_V = torch.zeros(VOCAB, dtype=torch.int64)
+    for x, followers in rows:
+        unigram_V[x] = sum(followers.values())
+    return BigramTable(row_ptr.cumsum(0), col_E, count_E, unigram_V)
+
+
+@pytest.fixture
+def export(tmp_path: Path) -> Callable[..., tuple[Path, list[str]]]:
+    """A function that exports a table: the folder, and what was found equal."""
+
+    def run(table: BigramTable, form: str, **options: Any) -> tuple[Path, list[str]]:
+        about: dict[str, Any] = {key: {} for key in ("shapes", "recipe", "data", "training")}
+        source = tmp_path / "table"
+        about |= {"vocab_size": table.vocab_size, "tokenizer_fingerprint": None, "target": None}
+        save_artifact(source, kind="table", write=table.save, **about)
+        found = export_artifact(source, form, tmp_path / form, FORMATS, ExportOptions(**options))
+        manifest = verify_artifact(tmp_path / form)
+        assert manifest.export is not None
+        assert (
+            manifest.export["of"]["table.safetensors"] == verify_artifact(source).files["table.safetensors"]["sha256"]
+        )
+        return tmp_path / form, found
+
+    return run
+
+
+@pytest.mark.parametrize("pruning", PRUNINGS, ids=str)
+def test_scipy_reads_counts_and_works_out_the_correlation(
+    export: Callable[..., tuple[Path, list[str]]], pruning: dict[str, int]
+) -> None:
+    table = random_table().pruned(**pruning) if pruning else random_table()
+    folder, found = export(table, "npz")
+    code = (folder / "SERVING.md").read_text().split("```python\n")[1].partition("```")[0]
+    names: dict[str, Any] = {}
+    x, y = int((table.row_ptr.diff() > 1).int().argmax()), 0
+    y = int(table.col[table.row_ptr[x]])
+    before = Path.cwd()
+    os.chdir(folder.parent)
+    try:
+        exec(compile(code, "SERVING.md", "exec"), names | {"x": x, "y": y}, names)
+    finally:
+        os.chdir(before)
+    counts = names["counts"]
+    assert sparse.issparse(counts)
+    for left in range(VOCAB):
+        row = slice(int(table.row_ptr[left]), int(table.row_ptr[left + 1]))
+        wanted = np.zeros(VOCAB, dtype=np.int64)
+        wanted[table.col[row].numpy()] = table.count[row].numpy()
+        np.testing.assert_array_equal(counts[[left]].toarray()[0], wanted)
+    np.testing.assert_array_equal(names["unigram"], table.unigram.numpy())
+    log_r = table.log_correlation(torch.tensor([x]), torch.tensor([y]), unseen=0.0)
+    assert np.log(names["r"]) == pytest.approx(log_r.item(), abs=1e-5)
+    assert f"all {table.entries:,} counts of pairs" in found[0]
+    if pruning:  # without the sums of the whole counts it would be another
+        kept = counts[x, y] * counts.sum() / (counts[[x]].sum() * counts[:, [y]].sum())
+        assert abs(np.log(kept) - log_r.item()) > 0.01
+
+
+def read_slowly(path: Path) -> Iterator[Record]:
+    """Records as llama.cpp's loader goes through them: number after number, which must end where a record ends."""
+    with path.open("rb") as opened:
+        while head := opened.read(16):
+            (followers,) = struct.unpack("<i", opened.read(4))
+            assert followers > 0
+            yield list(struct.unpack("<4i", head)), [struct.unpack("<ii", opened.read(8)) for _ in range(followers)]
+
+
+def drafts(records: list[Record]) -> dict[int, int]:
+    """What llama.cpp drafts from a dynamic cache after each token: of at least 4 counts, one with 75 % of them."""
+    found = {}
+    for (x, *_), followers in records:
+        total = sum(count for _, count in followers)
+        token, most = max(followers, key=lambda pair: pair[1])
+        assert 100 * total < 2**31, "llama.cpp multiplies in 32 bits"
+        if total >= 4 and 100 * most >= 75 * total:
+            found[x] = token
+    return found
+
+
+@pytest.mark.parametrize("pruning", PRUNINGS, ids=str)
+@pytest.mark.parametrize("chunk", [1 << 20, 3])
+def test_llama_cpp_reads_a_record_of_each_row(
+    export: Callable[..., tuple[Path, list[str]]],
+    monkeypatch: pytest.MonkeyPatch,
+    pruning: dict[str, int],
+    chunk: int,
+) -> None:
+    table = random_table(1).pruned(**pruning) if pruning else random_table(1)
+    chunks = table.chunks(chunk)
+    monkeypatch.setattr(BigramTable, "chunks", lambda self: chunks)
+    folder, found = export(table, "llama-ngrams")
+    records = list(read_slowly(folder / "ngrams.bin"))
+    wanted = []
+    for x in range(VOCAB):
+        row = slice(int(table.row_ptr[x]), int(table.row_ptr[x + 1]))
+        followers = list(zip(table.col[row].tolist(), table.count[row].tolist(), strict=True))
+        wanted += [([x, -1, -1, -1], followers)] if followers else []
+    assert records == wanted
+    assert found[0] == f"{len(wanted)} records with {table.entries:,} counts"
+    assert found[-1].startswith(f"{len(drafts(records))} of the records make llama.cpp draft")
+    assert (folder / "ngrams.bin").stat().st_size == 20 * len(wanted) + 8 * table.entries
+    serving = (folder / "SERVING.md").read_text()
+    assert "--spec-type ngram-cache --lookup-cache-dynamic llama-ngrams/ngrams.bin" in serving
+
+
+def test_counts_that_llama_cpp_cannot_multiply_are_scaled_down(
+    export: Callable[..., tuple[Path, list[str]]],
+) -> None:
+    most = 2**31 - 1
+    table = counted((1, {2: 30_000_000, 3: 1, 5: 29_999_999}), (4, {0: most, 1: most // 8}), (6, {7: LLAMA_MOST}))
+    folder, found = export(table, "llama-ngrams")
+    records = list(read_slowly(folder / "ngrams.bin"))
+    assert drafts(records) == {4: 0, 6: 7}
+    by_token = {context[0]: dict(followers) for context, followers in records}
+    assert by_token[6] == {7: LLAMA_MOST}
+    assert by_token[1][3] == 1
+    assert by_token[1][2] >= by_token[1][5]
+    assert by_token[1][2] / sum(by_token[1].values()) == pytest.approx(0.5, abs=1e-3)
+    assert by_token[4][1] / sum(by_token[4].values()) == pytest.approx(1 / 9, abs=1e-3)
+    assert "of 2 records, the order of counts that were scaled down" in found
+
+
+VLLM = """
+import importlib, json, sys
+import numpy as np
+
+sys.modules.update(draftsmith=None, torch=None)
+asked = json.loads(sys.stdin.read())
+
+class Model:  # what vLLM's ModelConfig has of this
+    max_model_len = asked["max_model_len"]
+    def get_vocab_size(self):
+        return asked["vocab_size"]
+
+class Speculative:
+    model, num_speculative_tokens = "vllm_proposer.BigramProposer", asked["gamma"]
+
+class Config:
+    model_config, speculative_config = Model(), Speculative()
+
+path, _, name = Config.speculative_config.model.rpartition(".")
+proposer = getattr(importlib.import_module(path), name)(Config())
+proposer.load_model(None)
+requests, longest = 8, asked["max_model_len"]
+tokens, lengths = np.zeros((requests, longest), dtype=np.int32), np.zeros(requests, dtype=np.int32)
+for row, ids in enumerate(asked["contexts"]):
+    tokens[row, : len(ids)], lengths[row] = ids, len(ids)
+said = proposer.propose(asked["sampled"], lengths, tokens, slot_mappings=None)
+assert said == proposer.propose(sampled_token_ids=asked["sampled"], num_tokens_no_spec=lengths, token_ids_cpu=tokens)
+print(json.dumps(said))
+"""
+
+
+def ask_vllm(folder: Path, contexts: list[list[int]], **settings: Any) -> Any:
+    """Drafts of a process that has the folder on its path and no draftsmith; without new tokens for empty contexts."""
+    asked = {"contexts": contexts, "sampled": [ids[-1:] for ids in contexts], "vocab_size": VOCAB, "gamma": 4}
+    asked |= {"max_model_len": 64} | settings
+    environment = os.environ | {"PYTHONPATH": str(folder), "PYTHONDONTWRITEBYTECODE": "1"}
+    command = [sys.executable, "-c", VLLM]
+    done = subprocess.run(
+        command,
+        input=json.dumps(asked),
+        env=environment,
+        cwd=folder.parent,
+        capture_output=True,
+        text=True,
+        check=False,
+    )
+    if done.returncode:
+        raise RuntimeError(done.stderr)
+    return json.loads(done.stdout)
+
+
+@pytest.mark.parametrize("pruning", PRUNINGS, ids=str)
+def test_vllm_drafts_what_this_engine_drafts(
+    export: Callable[..., tuple[Path, list[str]]], make_llama: Callable[..., LlamaForCausalLM], pruning: dict[str, int]
+) -> None:
+    table = random_table(2).pruned(**pruning) if pruning else random_table(2)
+    folder, found = export(table, "vllm-bigrams", speculative_tokens=4, target="some/target")
+    rng = np.random.default_rng(0)
+    contexts = [rng.integers(0, VOCAB, size).tolist() for size in (1, 5, 2, 9, 30)]
+    contexts[1][-1], contexts[2][-1] = VOCAB - 1, int(table.unigram.argmax())
+    prior = METHODS["bigram"].defaults["prior"]
+    chain, target = TableChain(table, 4, order=2, prior=prior), wrap_model(make_llama(VOCAB))
+    context = Context(target, contexts, Limits(8), Sampling(), Rng.for_rows(0, 5), chain.room(Limits(8)))
+    chain.start(context)
+    wanted = []
+    for root, *drafted in chain.propose(context).tokens_BN.tolist():
+        known = [bool(table.row_ptr[token + 1] > table.row_ptr[token]) for token in (root, *drafted)]
+        wanted.append(drafted[: [*known, False].index(False)])
+    assert any(wanted)
+    assert wanted[1] == []  # a token that was never seen
+    assert ask_vllm(folder, contexts) == wanted
+    assert found[0].startswith("drafts of up to 4 tokens")
+    serving = (folder / "SERVING.md").read_text()
+    assert "vllm serve some/target" in serving
+    (command,) = [line.strip() for line in serving.splitlines() if line.strip().startswith("'{")]
+    settings = json.loads(command.strip("'"))
+    assert settings == {
+        "method": "custom_class",
+        "model": "vllm_proposer.BigramProposer",
+        "num_speculative_tokens": 4,
+    }
+    verify_artifact(folder)  # and nothing has been left there
+
+
+def test_vllm_gets_no_drafts_where_there_is_no_room(export: Callable[..., tuple[Path, list[str]]]) -> None:
+    table = counted((1, {2: 3, 5: 3}), (2, {1: 9}))
+    folder, _ = export(table, "vllm-bigrams")
+    asked = [[1], [], [0, 2, 1], [7, 1, 2, 1, 2], [1, 1, 1, 1, 1, 2], [9], [VOCAB + 3]]
+    drafted = ask_vllm(folder, asked, max_model_len=6, vocab_size=VOCAB + 8)
+    assert drafted == [[2, 1, 2, 1], [], [2, 1, 2], [1], [], [], []]  # the lower of equals; no prompt yet; full
+    with pytest.raises(RuntimeError, match=f"counted with {VOCAB} tokens, the served model has {VOCAB - 1}"):
+        ask_vllm(folder, asked[:1], vocab_size=VOCAB - 1)
+    np.save(folder / "successors.npy", np.zeros(VOCAB, dtype=np.int64))
+    with pytest.raises(RuntimeError, match=r"is int64 \[24\], expected one dimension of int32"):
+        ask_vllm(folder, asked[:1])
+    np.save(folder / "successors.npy", np.array([{}]), allow_pickle=True)
+    with pytest.raises(RuntimeError, match="allow_pickle=False"):
+        ask_vllm(folder, asked[:1])
+
+
+def damaged(monkeypatch: pytest.MonkeyPatch, form: str, change: Callable[[Path], None]) -> None:
+    """Exports of this form from now on are written with a fault."""
+    write = FORMATS[form].write
+
+    def broken(source: Any, folder: Path, options: Any) -> None:
+        write(source, folder, options)
+        change(folder)
+
+    monkeypatch.setitem(FORMATS, form, export_table.Format(**vars(FORMATS[form]) | {"write": broken}))
+
+
+def flip(name: str, at: int) -> Callable[[Path], None]:
+    def change(folder: Path) -> None:
+        content = bytearray((folder / name).read_bytes())
+        content[at] ^= 1
+        (folder / name).write_bytes(content)
+
+    return change
+
+
+def drop_last_record(folder: Path) -> None:
+    records = list(read_slowly(folder / "ngrams.bin"))
+    size = 20 + 8 * len(records[-1][1])
+    (folder / "ngrams.bin").write_bytes((folder / "ngrams.bin").read_bytes()[:-size])
+
+
+@pytest.mark.parametrize(
+    ("form", "change", "message"),
+    [
+        ("npz", flip("right.npy", 128), "right read back from"),
+        ("llama-ngrams", flip("ngrams.bin", 4), "record 0 read back"),
+        ("llama-ngrams", flip("ngrams.bin", 20), "record 0 read back"),
+        ("llama-ngrams", flip("ngrams.bin", 24), "record 0 read back"),
+        ("llama-ngrams", drop_last_record, "ends before the followers of token 20"),
+        ("vllm-bigrams", flip("successors.npy", 128), "drafts .* after token"),
+    ],
+)
+def test_what_was_written_wrong_does_not_stand(
+    export: Callable[..., tuple[Path, list[str]]],
+    monkeypatch: pytest.MonkeyPatch,
+    tmp_path: Path,
+    form: str,
+    change: Callable[[Path], None],
+    message: str,
+) -> None:
+    damaged(monkeypatch, form, change)
+    with pytest.raises(ValueError, match=message):
+        export(random_table(), form)
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["table"]

@@ -1,0 +1,422 @@
+"""Prediction heads: names, the start, the fast path, and the files."""
+
+from __future__ import annotations
+
+import json
+import pickle
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from draftsmith.checkpoints.heads import module
+from draftsmith.checkpoints.heads.files import CONFIG_FILE, HEADS_FILE, PredictionHeads, load_heads, save_heads
+from safetensors.torch import load_file, save_file
+
+FORMS = (("own", 0), ("low-rank", 3), ("target", 0))
+
+
+def random_heads(
+    num_heads: int = 3, num_layers: int = 2, projection: str = "own", rank: int = 0, states: str = "after-norm"
+) -> PredictionHeads:
+    """Heads on hidden states of 8 with a vocabulary of 13; the target's projection is attached where they need it."""
+    torch.manual_seed(0)
+    heads = PredictionHeads(num_heads, num_layers, 8, 13, projection, rank, states)
+    with torch.no_grad():
+        for parameter in heads.parameters():
+            parameter.normal_()
+    return heads.attach(torch.randn(13, 8)) if projection == "target" else heads
+
+
+def by_hand(heads: PredictionHeads, hidden_XD: torch.Tensor) -> torch.Tensor:
+    """The formula, from the state dict alone."""
+    state, logits = heads.state_dict(), []
+    for k in range(heads.num_heads):
+        x = hidden_XD
+        for layer in range(heads.num_layers):
+            inner = x @ state[f"{k}.{layer}.linear.weight"].T + state[f"{k}.{layer}.linear.bias"]
+            x = x + inner * torch.sigmoid(inner)
+        tail = f"{k}.{heads.num_layers}"
+        if heads.projection_kind == "own":
+            logits.append(x @ state[f"{tail}.weight"].T)
+        elif heads.projection_kind == "low-rank":
+            logits.append(x @ state[f"{tail}.down.weight"].T @ state[f"{tail}.up.weight"].T)
+        else:
+            logits.append(x @ heads.projection(k).T)
+    return torch.stack(logits, -2)
+
+
+def test_keys_are_those_of_medusa_1() -> None:
+    state = random_heads(2, 2).state_dict()
+    expected = {
+        f"{k}.{layer}.linear.{kind}": ([8, 8] if kind == "weight" else [8])
+        for k in range(2)
+        for layer in range(2)
+        for kind in ("weight", "bias")
+    } | {f"{k}.2.weight": [13, 8] for k in range(2)}
+    assert {name: list(tensor.shape) for name, tensor in state.items()} == expected
+
+
+def test_heads_begin_as_the_targets_projection() -> None:
+    weight_VD, hidden_BD = torch.randn(13, 8, dtype=torch.float64), torch.randn(5, 8, dtype=torch.float64)
+    heads = PredictionHeads.from_lm_head(weight_VD, 3, 2)
+    assert heads.projection(0).dtype == torch.float64
+    logits_BKV = heads(hidden_BD)
+    assert torch.equal(logits_BKV, (hidden_BD @ weight_VD.T)[:, None].expand(-1, 3, -1))
+    assert torch.equal(heads.features(hidden_BD), hidden_BD[:, None].expand(-1, 3, -1))
+    assert heads.projection(0).data_ptr() != heads.projection(1).data_ptr() != weight_VD.data_ptr()
+    assert all(parameter.requires_grad for parameter in heads.parameters())
+
+
+@pytest.mark.parametrize("shape", [(8,), (1, 8), (5, 8), (2, 3, 8), (1, 1, 7, 8), (0, 8)])
+@pytest.mark.parametrize(
+    ("num_heads", "num_layers", "projection", "rank"),
+    [
+        *((1, 1, "own", 0), (3, 2, "own", 0), (5, 0, "own", 0)),
+        *((1, 1, "low-rank", 1), (3, 2, "low-rank", 5), (4, 0, "low-rank", 8)),
+        *((1, 1, "target", 0), (3, 2, "target", 0)),
+    ],
+)
+def test_fast_equals_slow_equals_the_formula(
+    shape: tuple[int, ...], num_heads: int, num_layers: int, projection: str, rank: int
+) -> None:
+    heads = random_heads(num_heads, num_layers, projection, rank)
+    hidden_XD = torch.randn(shape)
+    wanted = by_hand(heads, hidden_XD)
+    slow = heads.train()(hidden_XD)
+    with torch.inference_mode():
+        fast = heads.eval()(hidden_XD)
+    assert heads._stacked is not None
+    one_by_one = torch.stack([heads.head_forward(k, hidden_XD) for k in range(num_heads)], -2)
+    for found in (slow, fast, one_by_one):
+        assert found.shape == (*shape[:-1], num_heads, 13)
+        torch.testing.assert_close(found, wanted, rtol=1e-4, atol=1e-4)
+    assert heads.features(hidden_XD).shape == (*shape[:-1], num_heads, rank or 8)
+    projected = [heads.features(hidden_XD)[..., k, :] @ heads.projection(k).T for k in range(num_heads)]
+    torch.testing.assert_close(torch.stack(projected, -2), wanted, rtol=1e-4, atol=1e-4)
+
+
+@pytest.mark.parametrize(("projection", "rank"), FORMS)
+@pytest.mark.parametrize("change", ["optimizer", "load", "cast", "data", "replace"])
+def test_the_fast_path_follows_every_change(change: str, projection: str, rank: int) -> None:
+    heads, other = random_heads(projection=projection, rank=rank).eval(), PredictionHeads(3, 2, 8, 13, projection, rank)
+    hidden_BD = torch.randn(4, 8)
+    with torch.inference_mode():
+        before = heads(hidden_BD)
+    if change == "optimizer":
+        heads(hidden_BD).sum().backward()
+        torch.optim.SGD(heads.parameters(), lr=0.1).step()
+    elif change == "load":
+        heads.load_state_dict(other.state_dict())
+    elif change == "cast":
+        heads, hidden_BD = heads.double(), hidden_BD.double()
+        if projection == "target":
+            heads.attach(heads.projection(0).double())
+        with torch.no_grad():
+            heads.get_parameter("0.0.linear.weight").mul_(2)
+    elif change == "data":  # no version is counted here: evaluation mode is entered anew after training
+        heads.train()
+        heads.get_parameter("1.0.linear.bias").data.mul_(2)
+        heads.eval()
+    else:
+        heads.load_state_dict(other.state_dict(), assign=True)
+    with torch.inference_mode():
+        after = heads(hidden_BD)
+    torch.testing.assert_close(after, by_hand(heads, hidden_BD), rtol=1e-4, atol=1e-4)
+    assert not torch.allclose(after.float(), before)
+
+
+@pytest.mark.parametrize(("projection", "rank"), FORMS)
+def test_gradients_flow_in_evaluation_mode(projection: str, rank: int) -> None:
+    heads = random_heads(projection=projection, rank=rank).eval()
+    heads(torch.randn(2, 8)).sum().backward()
+    assert all(parameter.grad is not None for parameter in heads.parameters())
+
+
+@pytest.mark.parametrize(("projection", "rank"), FORMS)
+def test_large_heads_are_not_stacked(monkeypatch: pytest.MonkeyPatch, projection: str, rank: int) -> None:
+    monkeypatch.setattr(module, "STACK_LIMIT", 100)
+    heads, hidden_BD = random_heads(projection=projection, rank=rank).eval(), torch.randn(2, 8)
+    with torch.no_grad():
+        torch.testing.assert_close(heads(hidden_BD), by_hand(heads, hidden_BD), rtol=1e-4, atol=1e-4)
+    assert heads._stacked is None
+
+
+def test_copies_are_not_pickled() -> None:
+    heads = random_heads().eval()
+    with torch.no_grad():
+        heads(torch.randn(2, 8))
+    assert pickle.loads(pickle.dumps(heads))._stacked is None
+
+
+@pytest.mark.parametrize(
+    ("settings", "message"),
+    [
+        ((0, 1, 8, 13), "num_heads is 0, expected at least 1"),
+        ((1, -1, 8, 13), "num_layers is -1, expected at least 0"),
+        ((1, 0, 8, 13, "target"), "num_layers is 0, expected at least 1"),
+        ((1, 1, 8, None), "vocab_size is None, expected at least 1"),
+        ((1, 1, 8, 13, "lowrank"), "projection is 'lowrank', expected one of own, low-rank, target"),
+        ((1, 1, 8, 13, "low-rank"), "rank is 0, expected 1 to 8"),
+        ((1, 1, 8, 5, "low-rank", 6), "rank is 6, expected 1 to 5"),
+        ((1, 1, 8, 13, "own", 2), "rank is 2, expected 0"),
+        ((1, 1, 8, 13, "own", 0, "after"), "states is 'after', expected one of after-norm, before-norm"),
+    ],
+)
+def test_settings_are_checked(settings: tuple[Any, ...], message: str) -> None:
+    with pytest.raises(ValueError, match=message):
+        PredictionHeads(*settings)
+
+
+@pytest.mark.parametrize(("projection", "rank"), FORMS)
+def test_there_are_as_many_heads_as_there_are(projection: str, rank: int) -> None:
+    with pytest.raises(ValueError, match="there is no head 3: there are 3"):
+        random_heads(projection=projection, rank=rank).projection(3)
+
+
+def test_the_targets_projection_is_shared_and_no_part_of_the_heads() -> None:
+    weight_VD = torch.nn.Parameter(torch.randn(13, 8))
+    heads = PredictionHeads(3, 1, 8, None, "target")
+    assert not heads.knows_vocab_size
+    for use in (lambda: heads.vocab_size, lambda: heads(torch.randn(2, 8)), lambda: heads.projection(0)):
+        with pytest.raises(ValueError, match="reuse the target's output projection: hand it over"):
+            use()
+    assert heads.attach(weight_VD) is heads
+    assert heads.vocab_size == 13
+    assert all(heads.projection(k) is weight_VD for k in range(3))
+    assert set(heads.state_dict()) == {f"{k}.0.linear.{part}" for k in range(3) for part in ("weight", "bias")}
+    assert all(parameter is not weight_VD for parameter in heads.parameters())
+    heads.to("meta", torch.float64)
+    assert (heads.projection(0).dtype, heads.projection(0).device.type) == (torch.float32, "cpu")
+
+
+def test_a_projection_of_the_target_is_checked() -> None:
+    heads = random_heads(projection="target")
+    for shape, expected in (((12, 8), r"\[13, 8\]"), ((13, 7), r"\[13, 8\]"), ((13,), r"\[13, 8\]")):
+        with pytest.raises(ValueError, match=expected):
+            heads.attach(torch.zeros(shape))
+    with pytest.raises(ValueError, match=r"\[V, 8\]"):
+        PredictionHeads(1, 1, 8, None, "target").attach(torch.zeros(13, 7))
+    sharded = torch.nn.Parameter(torch.empty(0))  # as ZeRO-3 leaves a weight between its uses
+    sharded.ds_shape = torch.Size((13, 8))  # type: ignore[attr-defined]
+    assert heads.attach(sharded).projection(2) is sharded
+    with pytest.raises(ValueError, match="own projections take none of the target's"):
+        random_heads().attach(torch.zeros(13, 8))
+
+
+def test_heads_in_another_type_than_the_targets_projection_give_logits_in_its_type() -> None:
+    heads, hidden_BD = random_heads(projection="target").eval(), torch.randn(5, 8)
+    wanted = by_hand(heads, hidden_BD)
+    heads.attach(heads.projection(0).bfloat16())
+    for grad in (True, False):
+        with torch.set_grad_enabled(grad):
+            logits_BKV = heads(hidden_BD.bfloat16())
+        assert logits_BKV.dtype == torch.bfloat16
+        torch.testing.assert_close(logits_BKV.float(), wanted, rtol=5e-2, atol=0.3)
+
+
+@pytest.mark.parametrize(("vocab_size", "hidden_size", "rank"), [(13, 8, 1), (13, 8, 8), (5, 8, 3), (300, 40, 17)])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_low_rank_heads_begin_as_the_best_approximation(
+    vocab_size: int, hidden_size: int, rank: int, dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(module, "_SVD_ROWS", 7)
+    torch.manual_seed(1)
+    weight_VD = torch.randn(vocab_size, hidden_size).to(dtype)
+    heads = PredictionHeads.from_lm_head(weight_VD, 3, 1, "low-rank", rank, dtype=torch.float32)
+    left, values, right = torch.linalg.svd(weight_VD.double(), full_matrices=False)
+    best_VD = left[:, :rank] * values[:rank] @ right[:rank]
+    for k in range(3):
+        down_RD = heads.get_parameter(f"{k}.1.down.weight")
+        torch.testing.assert_close((heads.projection(k) @ down_RD).double(), best_VD, rtol=1e-5, atol=1e-5)
+        torch.testing.assert_close(down_RD @ down_RD.T, torch.eye(rank), rtol=1e-5, atol=1e-5)
+    hidden_BD = torch.randn(4, hidden_size)
+    expected_BV = (hidden_BD.double() @ best_VD.T).float()
+    torch.testing.assert_close(heads(hidden_BD)[:, 2], expected_BV, rtol=1e-4, atol=1e-4)
+    missed = torch.linalg.norm(weight_VD.double() - best_VD)
+    torch.testing.assert_close(missed, values[rank:].square().sum().sqrt(), rtol=1e-6, atol=1e-6)
+
+
+def test_heads_can_be_outlined_without_memory() -> None:
+    for projection, rank in FORMS:
+        heads = PredictionHeads.from_lm_head(torch.empty(13, 8, device="meta"), 2, 1, projection, rank)
+        assert {parameter.device.type for parameter in heads.parameters()} == {"meta"}
+        assert heads(torch.empty(4, 8, device="meta")).shape == (4, 2, 13)
+
+
+def test_saved_files_are_those_that_engines_read(tmp_path: Path) -> None:
+    save_heads(random_heads(), tmp_path, "an/example-target")
+    assert json.loads((tmp_path / CONFIG_FILE).read_text()) == {
+        "model_type": "medusa",
+        "base_model_name_or_path": "an/example-target",
+        "medusa_num_heads": 3,
+        "num_medusa_heads": 3,
+        "medusa_num_layers": 2,
+        "hidden_size": 8,
+        "vocab_size": 13,
+        "medusa_fc_bias": True,
+        "version": "1",
+        "projection": "own",
+        "rank": 0,
+        "states": "after-norm",
+        "scale": 1.0,
+    }
+    assert sorted(path.name for path in tmp_path.iterdir()) == [CONFIG_FILE, HEADS_FILE]
+
+
+@pytest.mark.parametrize(
+    ("num_layers", "projection", "rank"),
+    [
+        *((0, "own", 0), (1, "own", 0), (2, "own", 0)),
+        *((0, "low-rank", 3), (2, "low-rank", 8)),
+        *((1, "target", 0), (2, "target", 0)),
+    ],
+)
+@pytest.mark.parametrize("states", ["after-norm", "before-norm"])
+def test_loading_gives_back_what_was_saved(
+    tmp_path: Path, num_layers: int, projection: str, rank: int, states: str
+) -> None:
+    heads = random_heads(3, num_layers, projection, rank, states)
+    save_heads(heads, tmp_path, "target")
+    loaded = load_heads(tmp_path)
+    assert not loaded.training
+    assert (loaded.num_heads, loaded.num_layers, loaded.hidden_size, loaded.vocab_size) == (3, num_layers, 8, 13)
+    assert (loaded.projection_kind, loaded.rank, loaded.states) == (projection, rank, states)
+    assert set(loaded.state_dict()) == set(heads.state_dict())
+    for name, tensor in heads.state_dict().items():
+        assert torch.equal(loaded.state_dict()[name], tensor), name
+    half = load_heads(tmp_path, device="cpu", dtype=torch.bfloat16, lm_head=torch.zeros(13, 8))
+    assert {parameter.dtype for parameter in half.parameters()} == {torch.bfloat16}
+
+
+def test_versions_are_those_that_engines_know_or_none_of_them(tmp_path: Path) -> None:
+    versions = {}
+    for projection, rank in FORMS:
+        save_heads(random_heads(projection=projection, rank=rank), tmp_path / projection, "target")
+        versions[projection] = json.loads((tmp_path / projection / CONFIG_FILE).read_text())["version"]
+    assert versions == {"own": "1", "low-rank": "low-rank", "target": "2"}
+    assert "0.2.down.weight" in load_file(tmp_path / "low-rank" / HEADS_FILE)
+
+
+def test_heads_without_a_projection_get_the_targets_on_loading_or_later(tmp_path: Path) -> None:
+    heads, hidden_BD = random_heads(projection="target"), torch.randn(4, 8)
+    wanted, weight_VD = heads(hidden_BD), heads.projection(0)
+    save_heads(heads, tmp_path, "target")
+    assert torch.equal(load_heads(tmp_path, lm_head=weight_VD)(hidden_BD), wanted)
+    later = load_heads(tmp_path)
+    with pytest.raises(ValueError, match="hand it over"):
+        later(hidden_BD)
+    assert torch.equal(later.attach(weight_VD)(hidden_BD), wanted)
+    with pytest.raises(ValueError, match=r"is \[14, 8\], the heads expect \[13, 8\]"):
+        load_heads(tmp_path, lm_head=torch.zeros(14, 8))
+    config = json.loads((tmp_path / CONFIG_FILE).read_text())
+    del config["vocab_size"]
+    (tmp_path / CONFIG_FILE).write_text(json.dumps(config))
+    unknown = load_heads(tmp_path)
+    assert not unknown.knows_vocab_size
+    save_heads(unknown, tmp_path / "again", "target")
+    assert "vocab_size" not in json.loads((tmp_path / "again" / CONFIG_FILE).read_text())
+    assert unknown.attach(torch.zeros(14, 8)).vocab_size == 14
+
+
+def _changed(heads: PredictionHeads, **changes: torch.Tensor) -> dict[str, torch.Tensor]:
+    return heads.state_dict() | {name.replace("_", "."): tensor for name, tensor in changes.items()}
+
+
+@pytest.mark.parametrize(
+    ("tensor", "message"),
+    [
+        (torch.zeros(0), r"1\.2\.weight is \[0\], expected \[13, 8\] \(empty: ZeRO-3"),
+        (torch.zeros(13, 7), r"1\.2\.weight is \[13, 7\], expected \[13, 8\]$"),
+        (torch.zeros(13, 8, device="meta"), r"1\.2\.weight is on the meta device"),
+        (torch.full((13, 8), torch.nan), r"104 of 104 values of 1\.2\.weight are not finite"),
+        (torch.eye(13, 8, dtype=torch.float16) * 1e6, r"8 of 104 values of 1\.2\.weight are not finite"),
+    ],
+)
+def test_what_would_be_no_heads_is_not_saved(tmp_path: Path, tensor: torch.Tensor, message: str) -> None:
+    heads = random_heads()
+    with pytest.raises(ValueError, match=message):
+        save_heads(heads, tmp_path / "given", "target", _changed(heads, **{"1_2_weight": tensor}))
+    heads.load_state_dict(_changed(heads, **{"1_2_weight": torch.zeros(13, 8)}))
+    heads._head(1)[2].weight = torch.nn.Parameter(tensor)
+    with pytest.raises(ValueError, match=message):
+        save_heads(heads, tmp_path / "own", "target")
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_tensors_given_for_saving_are_all_and_no_more(tmp_path: Path) -> None:
+    heads = random_heads()
+    state = {name: tensor + 1 for name, tensor in heads.state_dict().items()}
+    save_heads(heads, tmp_path / "good", "target", state)
+    assert all(torch.equal(load_heads(tmp_path / "good").state_dict()[name], state[name]) for name in state)
+    with pytest.raises(ValueError, match=r"1\.2\.weight is missing"):
+        save_heads(heads, tmp_path / "bad", "target", {name: state[name] for name in state if name != "1.2.weight"})
+    with pytest.raises(ValueError, match=r"3\.2\.weight is no tensor of theirs"):
+        save_heads(heads, tmp_path / "bad", "target", state | {"3.2.weight": state["1.2.weight"]})
+
+
+def test_heads_are_counted_from_the_tensors_not_the_config(tmp_path: Path) -> None:
+    save_heads(random_heads(), tmp_path, "target")
+    config = json.loads((tmp_path / CONFIG_FILE).read_text()) | {"medusa_num_heads": 2}
+    (tmp_path / CONFIG_FILE).write_text(json.dumps(config))
+    with pytest.warns(UserWarning, match="says medusa_num_heads 2, the tensors have 3"):
+        assert load_heads(tmp_path).num_heads == 3
+
+
+def _without(name: str) -> Callable[[dict[str, torch.Tensor]], object]:
+    return lambda tensors: tensors.pop(name)
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        (_without("1.0.linear.bias"), r"lacks 1\.0\.linear\.bias"),
+        (_without("1.2.weight"), r"1\.[01]\.linear.* belongs to no head"),
+        (lambda t: t.update({"0.1.weight": torch.zeros(13, 8)}), "head 0 has two projections"),
+        (lambda t: t.update({"2.2.weight": torch.zeros(12, 8)}), r"2\.2\.weight is \[12, 8\], expected \[13, 8\]"),
+        (
+            lambda t: t.update({"lm_head.weight": torch.zeros(13, 8)}),
+            "lm_head.weight is not a tensor of prediction heads",
+        ),
+        (lambda t: [t.pop(name) for name in list(t) if name.startswith("1.")], "of head 2, but none of head 1"),
+        (lambda t: t.update({"0.2.weight": torch.zeros(13)}), r"0\.2\.weight is \[13\], expected two dimensions"),
+        (lambda t: t.update({"0.2.weight": torch.zeros(0)}), r"0\.2\.weight is \[0\], expected two dimensions"),
+        (lambda t: t.update({"1.0.linear.bias": torch.zeros(8, dtype=torch.int8)}), "torch.int8, expected float32"),
+        (lambda t: t.update({"0.2.up.weight": torch.zeros(13, 2)}), "head 0 has two projections"),
+        (lambda t: [t.pop(name) for name in list(t) if "bias" not in name], "it has biases alone"),
+    ],
+)
+def test_tensors_that_do_not_fit_are_refused(tmp_path: Path, change, message: str) -> None:  # type: ignore[no-untyped-def]
+    save_heads(random_heads(), tmp_path, "target")
+    tensors = load_file(tmp_path / HEADS_FILE)
+    change(tensors)
+    save_file(tensors, tmp_path / HEADS_FILE)
+    with pytest.raises(ValueError, match=message):
+        load_heads(tmp_path)
+
+
+def test_files_that_are_no_heads_are_refused(tmp_path: Path) -> None:
+    with pytest.raises(ValueError, match="there are no heads at"):
+        load_heads(tmp_path)
+    (tmp_path / HEADS_FILE).write_bytes(b"\x00" * 20)
+    with pytest.raises(ValueError, match="is not a safetensors file"):
+        load_heads(tmp_path)
+
+
+def test_scaled_states_are_heads_on_smaller_states(tmp_path: Path) -> None:
+    heads = random_heads()
+    scaled = PredictionHeads(3, 2, 8, 13, states="before-norm", scale=0.25)
+    scaled.load_state_dict(heads.state_dict())
+    hidden_XD = torch.randn(5, 8)
+    save_heads(scaled.eval(), tmp_path, "base")
+    with torch.inference_mode():
+        wanted = heads.eval()(hidden_XD * 0.25)
+        for found in (scaled, load_heads(tmp_path)):
+            torch.testing.assert_close(found(hidden_XD), wanted)  # the fast path
+            assert found.scale == 0.25
+    torch.testing.assert_close(scaled.train()(hidden_XD), wanted)
+    config = json.loads((tmp_path / CONFIG_FILE).read_text())
+    (tmp_path / CONFIG_FILE).write_text(json.dumps(config | {"scale": -1}))
+    with pytest.raises(ValueError, match="scale is -1, expected a number above 0"):
+        load_heads(tmp_path)

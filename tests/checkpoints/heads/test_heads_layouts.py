@@ -1,0 +1,346 @@
+"""Heads in the layouts in which FasterDecoding publishes them, written from a module built as theirs is."""
+
+from __future__ import annotations
+
+import json
+import pickle
+from collections.abc import Callable, Mapping
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from draftsmith.checkpoints.heads.files import CONFIG_FILE, HEADS_FILE, PredictionHeads, load_heads
+from draftsmith.checkpoints.heads.layouts import read_heads
+from draftsmith.checkpoints.storage.names import PICKLED_FILE
+from draftsmith.decode.engine import Limits, generate
+from draftsmith.decode.loading import wrap_model
+from draftsmith.decode.methods import Parts, build_method
+from draftsmith.decode.rng import Rng
+from draftsmith.decode.warpers import Sampling
+from safetensors import safe_open
+from safetensors.torch import save_file, save_model
+from torch import Tensor, nn
+from transformers import LlamaForCausalLM
+
+HIDDEN, VOCAB, HEADS = 32, 24, 5
+State = dict[str, Tensor]
+
+
+class Block(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.linear = nn.Linear(HIDDEN, HIDDEN)
+        self.act = nn.SiLU()
+
+    def forward(self, hidden_XD: Tensor) -> Tensor:
+        return hidden_XD + self.act(self.linear(hidden_XD))
+
+
+class Published(nn.Module):
+    """A list of sequences: blocks, one of them used several times where `shared`; own projections in version 1."""
+
+    def __init__(self, target: LlamaForCausalLM, version: int = 1, layers: int = 1, shared: bool = False) -> None:
+        super().__init__()
+        torch.manual_seed(3)
+        self.num_heads, self.lm_head = HEADS, [target.lm_head] if version == 2 else []
+        self.medusa_head = nn.ModuleList()
+        for _ in range(HEADS):
+            blocks = [Block()] * layers if shared else [Block() for _ in range(layers)]
+            tails = [nn.Linear(HIDDEN, VOCAB, bias=False)] if version == 1 else []
+            self.medusa_head.append(nn.Sequential(*blocks, *tails))
+            if version == 1:  # near the target's, so that some of what they propose is accepted
+                tails[0].weight.data = target.lm_head.weight.data + 0.03 * torch.randn(VOCAB, HIDDEN)
+        self.to(target.dtype).eval()
+
+    def forward(self, hidden_XD: Tensor) -> Tensor:
+        logits = [head(hidden_XD) for head in self.medusa_head]
+        return torch.stack([self.lm_head[0](each) for each in logits] if self.lm_head else logits, -2)
+
+
+def write_config(folder: Path, **values: Any) -> None:
+    config = {"medusa_num_heads": HEADS, "medusa_num_layers": 1, "base_model_name_or_path": "lmsys/vicuna-7b-v1.3"}
+    (folder / CONFIG_FILE).write_text(json.dumps(config | values))
+
+
+def write_pickled(state: State, target: LlamaForCausalLM, folder: Path) -> None:
+    torch.save(state, folder / PICKLED_FILE)
+    write_config(folder)
+
+
+def write_old_pickled(state: State, target: LlamaForCausalLM, folder: Path) -> None:
+    torch.save(state, folder / PICKLED_FILE, _use_new_zipfile_serialization=False)
+
+
+def write_safetensors(state: State, target: LlamaForCausalLM, folder: Path) -> None:
+    save_file({name: tensor.clone() for name, tensor in state.items()}, folder / HEADS_FILE)
+    write_config(folder)
+
+
+def whole(state: State, target: LlamaForCausalLM) -> State:
+    return target.state_dict() | {f"medusa_head.{name}": tensor.clone() for name, tensor in state.items()}
+
+
+def write_whole(state: State, target: LlamaForCausalLM, folder: Path) -> None:
+    target.config.save_pretrained(folder)
+    save_file(whole(state, target), folder / "model.safetensors", metadata={"format": "pt"})
+
+
+def write_shards(
+    state: State, target: LlamaForCausalLM, folder: Path, kind: str = "model", end: str = "safetensors"
+) -> None:
+    """The heads go over two of three shards, head 1 over both; in the first there is none."""
+    target.config.save_pretrained(folder)
+    tensors = whole(state, target)
+    heads = sorted(name for name in tensors if name.startswith("medusa_head."))
+    cut = heads.index("medusa_head.1.0.linear.weight")
+    parts = [[name for name in tensors if name not in heads], heads[:cut], heads[cut:]]
+    places = {}
+    for number, names in enumerate(parts, 1):
+        shard = f"{kind}-0000{number}-of-00003.{end}"
+        chosen = {name: tensors[name] for name in names}
+        save_file(chosen, folder / shard) if end == "safetensors" else torch.save(chosen, folder / shard)
+        places |= dict.fromkeys(names, shard)
+    (folder / f"{kind}.{end}.index.json").write_text(json.dumps({"metadata": {}, "weight_map": places}))
+
+
+def write_bin(state: State, target: LlamaForCausalLM, folder: Path) -> None:
+    target.config.save_pretrained(folder)
+    torch.save(whole(state, target), folder / "pytorch_model.bin")
+
+
+def write_bin_shards(state: State, target: LlamaForCausalLM, folder: Path) -> None:
+    write_shards(state, target, folder, "pytorch_model", "bin")
+
+
+WRITERS: dict[str, Callable[[State, LlamaForCausalLM, Path], None]] = {
+    writer.__name__: writer
+    for writer in (
+        *(write_pickled, write_old_pickled, write_safetensors),
+        *(write_whole, write_shards, write_bin, write_bin_shards),
+    )
+}
+
+
+@pytest.fixture
+def target(make_llama: Callable[..., LlamaForCausalLM]) -> LlamaForCausalLM:
+    return make_llama(VOCAB, hidden_size=HIDDEN)
+
+
+def decode(target: LlamaForCausalLM, heads: Any) -> list[list[int]]:
+    """The tokens of each step of `medusa` decoding: what the heads are worth shows in how many there are."""
+    scorer, sampling = wrap_model(target), Sampling()
+    method = build_method("medusa", Parts(heads=heads), sampling, tree="4x3x2x1x1")
+    steps = generate(scorer, *method, [[1, 2, 3]], Limits(40), sampling, Rng.for_rows(0, 1))
+    return [step.new_ids[0] for step in steps]
+
+
+@pytest.mark.parametrize("layout", WRITERS)
+@pytest.mark.parametrize(("version", "layers", "shared"), [(1, 1, False), (1, 2, True), (2, 1, False), (2, 2, True)])
+def test_published_heads_do_here_what_they_do_there(
+    tmp_path: Path, target: LlamaForCausalLM, layout: str, version: int, layers: int, shared: bool
+) -> None:
+    published = Published(target, version, layers, shared)
+    WRITERS[layout](published.medusa_head.state_dict(), target, tmp_path)
+    if layers == 2 and (tmp_path / CONFIG_FILE).exists():
+        write_config(tmp_path, medusa_num_layers=2)
+    loaded = load_heads(tmp_path, unpickle=True, lm_head=target.lm_head.weight.detach())
+    assert (loaded.num_heads, loaded.num_layers, loaded.vocab_size) == (HEADS, layers, VOCAB)
+    assert loaded.projection_kind == ("own" if version == 1 else "target")
+    assert loaded.states == "after-norm"
+    hidden_BTD = torch.randn(2, 3, HIDDEN)
+    with torch.no_grad():
+        wanted = published(hidden_BTD)
+        torch.testing.assert_close(loaded(hidden_BTD), wanted, rtol=1e-5, atol=1e-5)
+    assert torch.equal(loaded(hidden_BTD), published(hidden_BTD))
+    with torch.no_grad():  # each block is one of its own now
+        loaded.get_parameter("1.0.linear.weight").zero_()
+    assert torch.equal(loaded(hidden_BTD)[..., 0, :], wanted[..., 0, :])
+    assert layers == 1 or bool(loaded.get_parameter("1.1.linear.weight").any())
+
+
+@pytest.mark.parametrize("layout", WRITERS)
+@pytest.mark.parametrize(("version", "layers"), [(1, 1), (2, 2)])
+def test_imported_heads_decode_as_the_module_they_were_made_from(
+    tmp_path: Path, target: LlamaForCausalLM, layout: str, version: int, layers: int
+) -> None:
+    published = Published(target, version, layers)
+    WRITERS[layout](published.medusa_head.state_dict(), target, tmp_path)
+    if (tmp_path / CONFIG_FILE).exists():
+        write_config(tmp_path, medusa_num_layers=layers)
+    loaded = load_heads(tmp_path, unpickle=True, lm_head=target.lm_head.weight.detach())
+    steps = decode(target, published)
+    assert decode(target, loaded) == steps
+    assert len({len(step) for step in steps}) > 1, "steps of one length would say nothing of the heads"
+    shifted = PredictionHeads.from_lm_head(target.lm_head.weight.detach().roll(1, 0), HEADS, 1).eval()
+    assert decode(target, shifted) != steps
+
+
+def test_the_number_of_heads_is_counted_and_a_config_that_lies_is_reported(
+    tmp_path: Path, target: LlamaForCausalLM
+) -> None:
+    published = Published(target, layers=2)
+    write_safetensors(published.medusa_head.state_dict(), target, tmp_path)
+    write_config(tmp_path, medusa_num_heads=2, num_medusa_heads=3, medusa_num_layers=1, vocab_size=VOCAB + 1)
+    with pytest.warns(UserWarning, match="going by the tensors") as warned:
+        loaded = load_heads(tmp_path)
+    said = [str(warning.message).partition("says ")[2] for warning in warned]
+    assert said == [
+        "medusa_num_heads 2, the tensors have 5: going by the tensors",
+        "num_medusa_heads 3, the tensors have 5: going by the tensors",
+        "medusa_num_layers 1, the tensors have 2: going by the tensors",
+        f"vocab_size {VOCAB + 1}, the tensors have {VOCAB}: going by the tensors",
+    ]
+    assert decode(target, loaded) == decode(target, published)
+
+
+def test_the_config_of_a_whole_model_is_compared_too(tmp_path: Path, target: LlamaForCausalLM) -> None:
+    target.config.medusa_num_heads = 2
+    write_whole(Published(target).medusa_head.state_dict(), target, tmp_path)
+    with pytest.warns(UserWarning, match="says medusa_num_heads 2, the tensors have 5"):
+        assert load_heads(tmp_path).num_heads == 5
+    assert read_heads(tmp_path).whole_model
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float16, torch.bfloat16])
+def test_types_are_kept_and_mixed_ones_become_the_widest(
+    tmp_path: Path, target: LlamaForCausalLM, dtype: torch.dtype
+) -> None:
+    state = {name: tensor.to(dtype) for name, tensor in Published(target).medusa_head.state_dict().items()}
+    write_safetensors(state, target, tmp_path)
+    loaded = load_heads(tmp_path)
+    assert {parameter.dtype for parameter in loaded.parameters()} == {dtype}
+    assert all(torch.equal(loaded.state_dict()[name], tensor) for name, tensor in state.items())
+    state["2.1.weight"] = state["2.1.weight"].to(torch.float16)
+    write_safetensors(state, target, tmp_path)
+    (only,) = {parameter.dtype for parameter in load_heads(tmp_path).parameters()}
+    assert only == (torch.float32 if dtype == torch.bfloat16 else dtype)
+
+
+def test_blocks_that_safetensors_has_written_once_are_found_under_every_name(
+    tmp_path: Path, target: LlamaForCausalLM
+) -> None:
+    published = Published(target, layers=3, shared=True)
+    save_model(published.medusa_head, str(tmp_path / HEADS_FILE))
+    with safe_open(tmp_path / HEADS_FILE, framework="pt") as opened:
+        assert len(list(opened.keys())) == HEADS * 3  # weight, bias, projection
+    hidden_BD = torch.randn(4, HIDDEN)
+    assert torch.equal(load_heads(tmp_path)(hidden_BD), published(hidden_BD))
+
+
+def test_only_the_heads_tensors_are_read(tmp_path: Path, target: LlamaForCausalLM) -> None:
+    published = Published(target)
+    write_shards(published.medusa_head.state_dict(), target, tmp_path)
+    (tmp_path / "model-00001-of-00003.safetensors").unlink()  # there are no heads in it
+    assert load_heads(tmp_path).num_heads == HEADS
+
+
+@pytest.mark.parametrize("layout", ["write_pickled", "write_bin", "write_bin_shards"])
+def test_nothing_is_unpickled_unless_it_is_asked_for(tmp_path: Path, target: LlamaForCausalLM, layout: str) -> None:
+    WRITERS[layout](Published(target).medusa_head.state_dict(), target, tmp_path)
+    with pytest.raises(ValueError, match=r"is pickled.*`unpickle=True`, or --unpickle"):
+        load_heads(tmp_path)
+
+
+class Evil:
+    def __init__(self, path: Path) -> None:
+        self.path = path
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return (Path.touch, (self.path,))
+
+
+@pytest.mark.parametrize("old", [False, True])
+def test_a_pickle_that_would_run_something_is_refused(tmp_path: Path, old: bool) -> None:
+    evil = {"0.1.weight": Evil(tmp_path / "done")}
+    torch.save(evil, tmp_path / PICKLED_FILE, _use_new_zipfile_serialization=not old)
+    with pytest.raises(ValueError, match=r"medusa_lm_head\.pt is not a pickled file of tensors alone"):
+        load_heads(tmp_path, unpickle=True)
+    assert not (tmp_path / "done").exists()
+
+
+@pytest.mark.parametrize(
+    ("content", "message"),
+    [
+        (b"", "is not a pickled file of tensors alone"),
+        (b"no pickle at all", "is not a pickled file of tensors alone"),
+        (b"PK\x03\x04 broken", "is not a pickled file of tensors alone"),
+        (pickle.dumps([1, 2], 2), "is not a pickled file of tensors alone"),
+        ([1, 2], "holds a list, expected tensors by name"),
+        ({"0.1.weight": 3}, "'0.1.weight' is a int, expected a dense tensor"),
+        ({"0.1.weight": torch.eye(3).to_sparse()}, "expected a dense tensor"),
+        ({1: torch.zeros(1)}, "1 is a Tensor, expected a dense tensor"),
+        ({}, "holds no tensors"),
+        ({"medusa": torch.zeros(1)}, "medusa is not a tensor of prediction heads"),
+        ({"0.0.linear.weight": torch.zeros(3, 3)}, r"lacks 0\.0\.linear\.bias"),
+        (
+            {"0.0.linear.weight": torch.zeros(3, 4), "0.0.linear.bias": torch.zeros(3)},
+            r"is \[3, 4\], expected \[3, 3\]",
+        ),
+        ({"0.0.down.weight": torch.zeros(3, 4)}, r"lacks 0\.0\.up\.weight, the other half"),
+        ({"7.0.weight": torch.zeros(3, 4)}, "tensors of head 7, but none of head 0"),
+    ],
+)
+def test_broken_and_foreign_pickled_files_are_named(tmp_path: Path, content: Any, message: str) -> None:
+    if isinstance(content, bytes):
+        (tmp_path / PICKLED_FILE).write_bytes(content)
+    else:
+        torch.save(content, tmp_path / PICKLED_FILE)
+    with pytest.raises(ValueError, match=r"medusa_lm_head\.pt.*" + message):
+        load_heads(tmp_path, unpickle=True)
+
+
+def _index(change: Callable[[dict[str, Any]], None]) -> Callable[[Path], None]:
+    def edit(folder: Path) -> None:
+        path = folder / "model.safetensors.index.json"
+        content = json.loads(path.read_text())
+        change(content)
+        path.write_text(json.dumps(content))
+
+    return edit
+
+
+def _points(name: str, shard: Any) -> Callable[[Path], None]:
+    return _index(lambda content: content["weight_map"].__setitem__(f"medusa_head.{name}", shard))
+
+
+def _without_heads(content: dict[str, Any]) -> None:
+    places: Mapping[str, str] = content["weight_map"]
+    content["weight_map"] = {name: shard for name, shard in places.items() if "medusa" not in name}
+
+
+@pytest.mark.parametrize(
+    ("damage", "message"),
+    [
+        (lambda f: (f / "model-00002-of-00003.safetensors").unlink(), "is in model-00002-of-00003.*which is not there"),
+        (
+            lambda f: (f / "model-00003-of-00003.safetensors").write_bytes(b"12345678{"),
+            "model-00003-of-00003.safetensors is not a safetensors file",
+        ),
+        (_points("9.0.linear.bias", "model-00001-of-00003.safetensors"), "which lacks it"),
+        (_points("0.0.linear.bias", "../elsewhere.safetensors"), "expected the name of a file beside it"),
+        (_points("0.0.linear.bias", 3), "expected the name of a file beside it"),
+        (_index(_without_heads), "no tensor's name begins with medusa_head"),
+        (_index(lambda content: content.pop("weight_map")), "it has no `weight_map`"),
+        (lambda f: (f / "model.safetensors.index.json").write_text("{"), r"index\.json: it is not JSON"),
+        (lambda f: (f / "config.json").write_text("[]"), r"config\.json: it holds a JSON list"),
+        (lambda f: (f / "config.json").write_text('{"states": "later"}'), "states is 'later', expected one of after"),
+    ],
+)
+def test_broken_whole_models_are_named(
+    tmp_path: Path, target: LlamaForCausalLM, damage: Callable[[Path], None], message: str
+) -> None:
+    write_shards(Published(target).medusa_head.state_dict(), target, tmp_path)
+    damage(tmp_path)
+    with pytest.raises(ValueError, match=message):
+        load_heads(tmp_path)
+
+
+def test_a_folder_without_heads_is_named(tmp_path: Path, target: LlamaForCausalLM) -> None:
+    target.save_pretrained(tmp_path / "plain")
+    with pytest.raises(ValueError, match=r"no heads in .*model\.safetensors: no tensor's name begins with medusa_head"):
+        load_heads(tmp_path / "plain")
+    with pytest.raises(ValueError, match=r"there are no heads at .*nor in any of medusa_lm_head\.pt"):
+        load_heads(tmp_path)
+    with pytest.raises(ValueError, match="is a file; heads are read from the folder"):
+        load_heads(tmp_path / "plain" / "config.json")

@@ -1,0 +1,245 @@
+"""Rows that a repair adds: in every family, and never the first choice."""
+
+from __future__ import annotations
+
+import json
+import shutil
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from draftsmith.checkpoints.artifact.artifact import save_artifact, tokenizer_fingerprint, verify_artifact
+from draftsmith.checkpoints.pairs.checks import examine
+from draftsmith.checkpoints.pairs.repair import NEVER, arranged, repair
+from draftsmith.checkpoints.pairs.sides import Diagnosis, open_side
+from draftsmith.data.tokenizers import load_tokenizer, train_bpe
+from transformers import AutoModelForCausalLM as Decoder
+from transformers import AutoModelForSeq2SeqLM as EncoderDecoder
+from transformers import (
+    GemmaConfig,
+    GPT2Config,
+    GPTNeoXConfig,
+    PhiConfig,
+    PreTrainedModel,
+    T5Config,
+)
+
+VOCAB, PADDED = 280, 288
+SIZES = {"vocab_size": VOCAB, "num_hidden_layers": 1, "num_attention_heads": 2, "hidden_size": 16}
+FAMILIES: dict[str, Callable[[], Any]] = {
+    "a bias": lambda: PhiConfig(**SIZES, intermediate_size=16),
+    "tied": lambda: GPT2Config(vocab_size=VOCAB, n_embd=16, n_layer=1, n_head=2, n_positions=64),
+    "another name of the output layer": lambda: GPTNeoXConfig(**SIZES, intermediate_size=16),
+    "scaled embeddings": lambda: GemmaConfig(**SIZES, intermediate_size=16, num_key_value_heads=1, head_dim=8),
+    "an encoder-decoder": lambda: T5Config(
+        vocab_size=VOCAB, d_model=16, d_kv=8, d_ff=16, num_layers=1, num_heads=2, decoder_start_token_id=0
+    ),
+}
+
+
+def test_added_rows_never_come_first() -> None:
+    """A row of zeros does, where all other logits are negative."""
+    generator = torch.Generator().manual_seed(0)
+    hidden_XD = torch.randn(200, 16, generator=generator)
+    hidden_XD[:, 0] = 1.0
+    rows_VD = torch.randn(50, 16, generator=generator)
+    rows_VD[:, 0] -= 30
+
+    new_VD = arranged(rows_VD, [*range(50), None, None], range(50))
+    assert torch.equal(new_VD[:50], rows_VD)
+    logits_XV = hidden_XD @ new_VD.T
+    assert (logits_XV[:, :50].max(-1).values > logits_XV[:, 50:].max(-1).values).all()
+    assert (logits_XV.softmax(-1)[:, 50:] <= 1 / 50).all()
+    zero_X = hidden_XD @ torch.zeros(16)
+    assert (zero_X > logits_XV.max(-1).values).all(), "or zeros would have done"
+    bias_V = arranged(torch.zeros(50), [*range(50), None], range(50))
+    assert bias_V.tolist() == [0.0] * 50 + [NEVER]
+
+
+@torch.no_grad()
+def logits(folder: Path, maker: Any) -> torch.Tensor:
+    model: PreTrainedModel = maker.from_pretrained(folder).eval()
+    ids = torch.tensor([[5, 9, 30, 7]])
+    return model(ids, **({"decoder_input_ids": ids} if model.config.is_encoder_decoder else {})).logits[0]
+
+
+def faults(diagnosis: Diagnosis) -> set[str]:
+    return {finding.check for finding in diagnosis.findings if finding.severity == "fault"}
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_a_padded_model_says_what_it_said(family: str, dtype: torch.dtype, tmp_path: Path) -> None:
+    config = FAMILIES[family]()
+    maker = EncoderDecoder if config.is_encoder_decoder else Decoder
+    torch.manual_seed(0)
+    model = maker.from_config(config).to(dtype)
+    tokenizer = train_bpe(["a little text of words to merge, and more"], VOCAB, ("<pad>", "</s>"))
+    for folder, rows in (("drafter", VOCAB), ("target", PADDED)):
+        model.resize_token_embeddings(rows)
+        model.save_pretrained(tmp_path / folder)
+        tokenizer.save_pretrained(tmp_path / folder)
+    sides = [open_side(str(tmp_path / name), load_tokenizer) for name in ("target", "drafter")]
+    assert [(side.rows, side.head_rows) for side in sides] == [(PADDED, PADDED), (VOCAB, VOCAB)]
+    diagnosis = examine(*sides)
+    assert "vocab_size" in faults(diagnosis)
+    assert faults(diagnosis) <= {"vocab_size", "kind of model"}  # the latter of encoder-decoders
+    repair(*sides, diagnosis.findings, tmp_path / "out", "")
+    before, after = (logits(tmp_path / folder, maker) for folder in ("drafter", "out"))
+    assert after.shape[-1] == PADDED
+    assert torch.equal(before, after[:, :VOCAB])
+    assert (after[:, VOCAB:].max(-1).values < before.max(-1).values).all()
+    mended = examine(sides[0], open_side(str(tmp_path / "out"), load_tokenizer))
+    assert faults(mended) <= {"kind of model"}
+    assert '"PreTrainedTokenizerFast"' in (tmp_path / "out" / "tokenizer_config.json").read_text()
+    assert {finding.severity for finding in mended.findings} <= {"fault", "note"}
+
+
+def test_a_failed_repair_leaves_nothing(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The target's tokenizer vanishes while the drafter is written."""
+    tokenizer = train_bpe(["a little text of words to merge, and more"], VOCAB, ("<pad>", "</s>"))
+    for folder, rows in (("target", PADDED), ("drafter", VOCAB)):
+        Decoder.from_config(PhiConfig(**SIZES | {"vocab_size": rows}, intermediate_size=16)).save_pretrained(
+            tmp_path / folder
+        )
+        tokenizer.save_pretrained(tmp_path / folder)
+    sides = [open_side(str(tmp_path / name), load_tokenizer) for name in ("target", "drafter")]
+
+    def full(*_: Any) -> None:
+        raise OSError(28, "No space left on device")
+
+    monkeypatch.setattr(shutil, "copyfile", full)
+    with pytest.raises(OSError, match="No space"):
+        repair(*sides, examine(*sides).findings, tmp_path / "out", "")
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["drafter", "target"]
+
+
+def test_what_came_there_during_a_repair_stays(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Of a drafter without a manifest as of one that is an artifact."""
+    tokenizer = train_bpe(["a little text of words to merge, and more"], VOCAB, ("<pad>", "</s>"))
+    for folder, rows in (("target", PADDED), ("drafter", VOCAB)):
+        config = PhiConfig(**SIZES | {"vocab_size": rows}, intermediate_size=16)
+        Decoder.from_config(config).save_pretrained(tmp_path / folder)
+        tokenizer.save_pretrained(tmp_path / folder)
+    about: dict[str, Any] = {key: {} for key in ("shapes", "recipe", "data", "training")} | {"target": None}
+    save_artifact(
+        tmp_path / "artifact",
+        kind="drafter",
+        write=lambda place: shutil.copytree(tmp_path / "drafter", place, dirs_exist_ok=True),
+        vocab_size=VOCAB,
+        tokenizer_fingerprint=tokenizer_fingerprint(tokenizer),
+        **about,
+    )
+    copy = shutil.copyfile
+
+    for name in ("drafter", "artifact"):
+        out = tmp_path / f"{name}-out"
+
+        def slow(source: Any, place: Any, out: Path = out, **settings: Any) -> Any:
+            out.mkdir(exist_ok=True)
+            (out / "artifact.json").write_text("somebody's")
+            return copy(source, place, **settings)
+
+        sides = [open_side(str(tmp_path / each), load_tokenizer) for each in ("target", name)]
+        assert (sides[1].manifest is None) == (name == "drafter")
+        findings = examine(*sides).findings
+        with monkeypatch.context() as patched:
+            patched.setattr(shutil, "copyfile", slow)
+            with pytest.raises(ValueError, match=r"-out exists already; the repaired drafter is written to a new"):
+                repair(*sides, findings, out, "")
+        assert [path.name for path in out.iterdir()] == ["artifact.json"]
+
+
+def test_the_token_that_a_decoder_starts_with(tmp_path: Path) -> None:
+    """Its id goes with the token, in both files that have it."""
+    words = ["a table, fast, slow; the target keeps, drops or reads a tree of tokens"]
+    sides = {}
+    for name, special in (("target", ("<pad>", "</s>", "<a>")), ("drafter", ("<a>", "</s>", "<pad>"))):
+        tokenizer = train_bpe(words, VOCAB, special)
+        pad, eos = tokenizer.convert_tokens_to_ids(["<pad>", "</s>"])
+        sizes = {"vocab_size": len(tokenizer), "d_model": 16, "d_kv": 8, "d_ff": 16, "num_layers": 1, "num_heads": 2}
+        config = T5Config(**sizes, pad_token_id=pad, eos_token_id=eos, decoder_start_token_id=pad)
+        EncoderDecoder.from_config(config).save_pretrained(tmp_path / name)
+        tokenizer.save_pretrained(tmp_path / name)
+        sides[name] = open_side(str(tmp_path / name), load_tokenizer)
+    findings = examine(*sides.values()).findings
+    assert "decoder_start is another token" in [finding.what for finding in findings]
+    repair(*sides.values(), findings, tmp_path / "out", "")
+    for name in ("config.json", "generation_config.json"):
+        wanted, found = (json.loads((tmp_path / folder / name).read_text()) for folder in ("target", "out"))
+        assert found["decoder_start_token_id"] == wanted["decoder_start_token_id"] == found["pad_token_id"]
+    mended = examine(sides["target"], open_side(str(tmp_path / "out"), load_tokenizer)).findings
+    assert [finding for finding in mended if finding.check == "special ids"] == []
+
+
+def padded_pair(folder: Path) -> tuple[Path, Path]:
+    """A target with padded rows, and a drafter without them that is an artifact."""
+    tokenizer = train_bpe(["a little text of words to merge, and more"], VOCAB, ("<pad>", "</s>"))
+
+    def write(rows: int, place: Path) -> None:
+        config = PhiConfig(**SIZES | {"vocab_size": rows}, intermediate_size=16)
+        Decoder.from_config(config).save_pretrained(place)
+        tokenizer.save_pretrained(place)
+
+    write(PADDED, folder / "target")
+    about: dict[str, Any] = {key: {} for key in ("shapes", "recipe", "data")} | {"target": None}
+    about |= {"training": {"steps": 3}, "evaluation": {"loss": 1.0}}
+    known = tokenizer_fingerprint(tokenizer)
+    save_artifact(
+        folder / "drafter",
+        kind="drafter",
+        write=lambda place: write(VOCAB, place),
+        vocab_size=VOCAB,
+        tokenizer_fingerprint=known,
+        **about,
+    )
+    return folder / "target", folder / "drafter"
+
+
+@pytest.mark.parametrize("change", ["as it was", "a file removed", "a config changed", "no artifact"])
+def test_what_is_repaired_is_an_artifact_whatever_came_before(change: str, tmp_path: Path) -> None:
+    """Folders that somebody changed by hand are what a doctor is asked about."""
+    target, drafter = padded_pair(tmp_path)
+    if change == "a file removed":
+        (drafter / "generation_config.json").unlink()
+    elif change == "a config changed":
+        path = drafter / "config.json"
+        path.write_text(json.dumps(json.loads(path.read_text()) | {"eos_token_id": 17}))
+    elif change == "no artifact":
+        (drafter / "artifact.json").unlink()
+    sides = [open_side(str(place), load_tokenizer) for place in (target, drafter)]
+    plan = repair(*sides, examine(*sides).findings, tmp_path / "out", "draftsmith doctor")
+    manifest = verify_artifact(tmp_path / "out", "drafter")
+    assert manifest.vocab_size == PADDED
+    assert manifest.training["repairs"] == plan.done
+    changed = [line for line in plan.left if "is not what its artifact.json says" in line]
+    assert bool(changed) == change.startswith("a ")
+    assert manifest.training.get("steps") == (None if change == "no artifact" else 3)
+    repaired = open_side(str(tmp_path / "out"), load_tokenizer)
+    assert not faults(examine(sides[0], repaired))
+
+
+def test_a_link_in_an_artifact_is_not_copied(tmp_path: Path) -> None:
+    target, drafter = padded_pair(tmp_path)
+    (drafter / "generation_config.json").unlink()
+    (drafter / "generation_config.json").symlink_to(target / "generation_config.json")
+    sides = [open_side(str(place), load_tokenizer) for place in (target, drafter)]
+    with pytest.raises(ValueError, match=r"cannot be copied: .*generation_config\.json is a link"):
+        repair(*sides, examine(*sides).findings, tmp_path / "out", "")
+    assert not (tmp_path / "out").exists()
+
+
+def test_heads_are_no_drafter(tmp_path: Path) -> None:
+    about: dict[str, Any] = {key: {} for key in ("shapes", "recipe", "data", "training")} | {"target": None}
+    save_artifact(
+        tmp_path / "heads",
+        kind="heads",
+        write=lambda place: (place / "config.json").write_text("{}"),
+        vocab_size=VOCAB,
+        tokenizer_fingerprint=None,
+        **about,
+    )
+    with pytest.raises(ValueError, match=r"is of kind 'heads': the doctor compares two models"):
+        open_side(str(tmp_path / "heads"), load_tokenizer)

@@ -1,0 +1,282 @@
+"""Bigram tables against a plain Counter and the dense formula."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+from collections import Counter
+from itertools import pairwise
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+from draftsmith.checkpoints.table.file import write_table
+from draftsmith.checkpoints.table.table import TABLE_FILE, BigramTable
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
+from safetensors.torch import load_file, save_file
+from scipy.sparse import csr_matrix
+
+VOCAB = 11
+NAMES = ("row_ptr", "col", "count", "unigram")
+DOCUMENTS = st.lists(st.lists(st.integers(0, VOCAB - 1), max_size=40), max_size=12)
+
+
+def arrays(documents: list[list[int]]) -> list[np.ndarray]:
+    return [np.array(document, dtype=np.int32) for document in documents]
+
+
+def reference(documents: list[list[int]]) -> tuple[np.ndarray, np.ndarray]:
+    """Dense pair counts [V, V] and token counts [V], one by one."""
+    pairs = Counter(pair for document in documents for pair in pairwise(document))
+    tokens = Counter(token for document in documents for token in document)
+    dense = np.zeros((VOCAB, VOCAB), dtype=np.int64)
+    for (left, right), count in pairs.items():
+        dense[left, right] = count
+    return dense, np.array([tokens[token] for token in range(VOCAB)])
+
+
+def dense(table: BigramTable) -> np.ndarray:
+    matrix = csr_matrix((table.count.long(), table.col, table.row_ptr), shape=(table.vocab_size,) * 2)
+    return matrix.toarray()
+
+
+def random_table(seed: int = 0, length: int = 400) -> BigramTable:
+    return BigramTable.from_documents([np.random.default_rng(seed).integers(0, VOCAB, length)], VOCAB)
+
+
+@settings(deadline=None)
+@given(documents=DOCUMENTS, budget=st.sampled_from([2, 3, 7, 50, 10_000]))
+def test_counts_are_those_of_a_counter(documents: list[list[int]], budget: int) -> None:
+    table = BigramTable.from_documents(arrays(documents), VOCAB, budget)
+    pairs, tokens = reference(documents)
+    np.testing.assert_array_equal(dense(table), pairs)
+    np.testing.assert_array_equal(table.unigram, tokens)
+    np.testing.assert_array_equal(table.left_counts(), pairs.sum(1))
+    np.testing.assert_array_equal(table.right_counts(), pairs.sum(0))
+    assert table.pairs == pairs.sum()
+
+
+@settings(deadline=None)
+@given(first=DOCUMENTS, second=DOCUMENTS)
+def test_merging_is_counting_both(first: list[list[int]], second: list[list[int]]) -> None:
+    merged = BigramTable.merge(*(BigramTable.from_documents(arrays(side), VOCAB) for side in (first, second)))
+    together = BigramTable.from_documents(arrays(first + second), VOCAB)
+    for name in NAMES:
+        assert torch.equal(getattr(merged, name), getattr(together, name)), name
+
+
+@settings(deadline=None)
+@given(documents=DOCUMENTS, unseen=st.sampled_from([0.0, 0.01, 2.0]))
+def test_correlation_is_equation_5(documents: list[list[int]], unseen: float) -> None:
+    table = BigramTable.from_documents(arrays(documents), VOCAB)
+    counts = reference(documents)[0].astype(np.float64)
+    with np.errstate(divide="ignore", invalid="ignore"):
+        p = counts / counts.sum()
+        wanted = np.log(np.where(counts > 0, p / (p.sum(1, keepdims=True) * p.sum(0, keepdims=True)), unseen))
+    tokens = torch.arange(VOCAB)
+    found = table.log_correlation(tokens[:, None], tokens, unseen)
+    assert found.dtype == torch.float32
+    np.testing.assert_allclose(found, wanted, rtol=1e-5, atol=1e-6)
+
+
+def test_correlation_broadcasts_over_any_shapes() -> None:
+    table = random_table()
+    left, right = torch.randint(VOCAB, (3, 1, 4, 1)), torch.randint(VOCAB, (2, 1, 5))
+    found = table.log_correlation(left, right, 0.1)
+    assert found.shape == (3, 2, 4, 5)
+    assert found[2, 1, 3, 4] == table.log_correlation(left[2, 0, 3, 0], right[1, 0, 4], 0.1)
+    assert table.log_correlation(left[:0], right, 0.1).shape == (0, 2, 4, 5)
+
+
+def test_the_mean_of_r_under_the_marginals_is_one() -> None:
+    table = random_table()
+    tokens = torch.arange(VOCAB)
+    r = table.log_correlation(tokens[:, None], tokens, 0.0).exp().double()
+    left, right = table.left_counts() / table.pairs, table.right_counts() / table.pairs
+    assert float(left.double() @ r @ right.double()) == pytest.approx(1.0, abs=1e-5)
+
+
+def test_a_table_on_the_same_device_is_itself() -> None:
+    table = random_table()
+    assert table.to("cpu") is table
+
+
+@pytest.mark.gpu
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="no CUDA device")
+def test_a_table_on_a_gpu_says_the_same() -> None:
+    table, tokens = random_table(length=60), torch.arange(VOCAB)
+    moved = table.to("cuda")
+    found = moved.log_correlation(tokens.cuda()[:, None], tokens.cuda(), 0.01)
+    assert torch.equal(found.cpu(), table.log_correlation(tokens[:, None], tokens, 0.01))
+
+
+def test_progress_is_told() -> None:
+    seen: list[tuple[int, int]] = []
+    BigramTable.from_documents(arrays([[1, 2], [], [3]]), VOCAB, progress=lambda *done: seen.append(done))
+    assert seen == [(1, 2), (2, 2), (3, 3)]
+
+
+@pytest.mark.parametrize("wrong", [-1, VOCAB, 10**6])
+def test_a_token_outside_the_vocabulary_is_named(wrong: int) -> None:
+    with pytest.raises(ValueError, match=f"document 1 holds token {wrong}; the vocabulary has {VOCAB} tokens"):
+        BigramTable.from_documents([np.array([1, 2]), np.array([1, wrong, 2])], VOCAB)
+    with pytest.raises(ValueError, match=f"token {wrong} is outside the table's vocabulary of {VOCAB} tokens"):
+        random_table().log_correlation(torch.tensor([1, wrong]), torch.tensor(0), 0.1)
+
+
+@pytest.mark.parametrize("document", [np.zeros((2, 2), dtype=np.int64), np.array([0.5, 1.0])])
+def test_a_document_that_is_no_row_of_integers_is_refused(document: np.ndarray) -> None:
+    with pytest.raises(ValueError, match=r"document 0 .* expected one dimension of integers"):
+        BigramTable.from_documents([document], VOCAB)
+
+
+def test_wrong_settings_are_refused() -> None:
+    with pytest.raises(ValueError, match="vocab_size is 0"):
+        BigramTable.from_documents([], 0)
+    with pytest.raises(ValueError, match="budget_tokens is 1"):
+        BigramTable.from_documents([], VOCAB, budget_tokens=1)
+    with pytest.raises(ValueError, match=r"at least 0, got -0\.5"):
+        random_table().log_correlation(torch.tensor(0), torch.tensor(0), -0.5)
+
+
+def test_a_count_too_large_is_refused() -> None:
+    table = BigramTable.from_documents(arrays([[1, 2]]), VOCAB)
+    table.count[0] = 2**31 - 1
+    with pytest.raises(ValueError, match=r"the pair \(1, 2\) was seen 4294967294 times; .* up to 2147483647"):
+        BigramTable.merge(table, table)
+
+
+def test_merging_needs_one_vocabulary() -> None:
+    with pytest.raises(ValueError, match="11 and 12 tokens"):
+        BigramTable.merge(random_table(), BigramTable.from_documents([], 12))
+
+
+def test_saving_and_loading(tmp_path: Path) -> None:
+    table = random_table()
+    table.save(tmp_path)
+    loaded = BigramTable.load(tmp_path)
+    for name in NAMES:
+        assert torch.equal(getattr(loaded, name), getattr(table, name)), name
+    assert load_file(tmp_path / TABLE_FILE)["row_ptr"].dtype == torch.int64
+    assert loaded.vocab_size == VOCAB
+
+
+@pytest.mark.parametrize(
+    ("name", "change", "message"),
+    [
+        ("row_ptr", lambda t: t.flip(0), "row_ptr runs from"),
+        ("row_ptr", lambda t: torch.cat((t[:1], t[2:3] + 1, t[2:])), "row_ptr falls from|do not ascend"),
+        ("row_ptr", lambda t: t[:-1], "row_ptr has 11 entries for 11 tokens, expected 12"),
+        ("row_ptr", lambda t: t.int(), "row_ptr is torch.int32"),
+        ("col", lambda t: t + VOCAB, "the vocabulary has 11 tokens"),
+        ("col", lambda t: t.flip(0), "do not ascend"),
+        ("count", lambda t: t[:-1], "counts for"),
+        ("count", lambda t: t * 0, "count holds 0, expected at least 1"),
+        ("count", lambda t: t.long(), "count is torch.int64"),
+        ("col", lambda t: t[None], r"col is torch.int32 \[1, "),
+        ("col", lambda t: torch.cat((t[:1], t[:1], t[2:])), r"not ascend within each row: 0 and 0 .* in row 0"),
+        ("unigram", lambda t: t - 10**6, "unigram holds -9.*, expected at least 0"),
+    ],
+)
+def test_a_table_that_contradicts_itself_is_refused(tmp_path: Path, name: str, change, message: str) -> None:  # type: ignore[no-untyped-def]
+    random_table().save(tmp_path)
+    tensors = load_file(tmp_path / TABLE_FILE)
+    tensors[name] = change(tensors[name]).contiguous()
+    save_file(tensors, tmp_path / TABLE_FILE, metadata={"vocab_size": str(VOCAB)})
+    with pytest.raises(ValueError, match=message):
+        BigramTable.load(tmp_path)
+
+
+def test_a_file_cut_off_anywhere_is_refused(tmp_path: Path) -> None:
+    random_table().save(tmp_path)
+    whole = (tmp_path / TABLE_FILE).read_bytes()
+    header = 8 + int.from_bytes(whole[:8], "little")
+    places = {*range(24), *range(0, len(whole), 37), header - 1, header, header + 1, len(whole) - 1}
+    for size in sorted(places):
+        (tmp_path / TABLE_FILE).write_bytes(whole[:size])
+        with pytest.raises(
+            ValueError, match=rf"{TABLE_FILE} \({size} bytes\) is not a safetensors file, or not the whole"
+        ):
+            BigramTable.load(tmp_path)
+    (tmp_path / TABLE_FILE).write_bytes(whole + bytes(8))
+    with pytest.raises(ValueError, match="not a safetensors file, or not the whole"):
+        BigramTable.load(tmp_path)
+
+
+@settings(deadline=None, max_examples=200, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@given(place=st.integers(0, 10**6), flip=st.integers(1, 255))
+def test_a_header_with_a_flipped_byte_is_refused_or_says_the_same(tmp_path: Path, place: int, flip: int) -> None:
+    """What nobody reads may change (spaces, `format`), and nothing else; nothing crashes."""
+    table = random_table()
+    table.save(tmp_path)
+    whole = bytearray((tmp_path / TABLE_FILE).read_bytes())
+    whole[place % (8 + int.from_bytes(whole[:8], "little"))] ^= flip
+    (tmp_path / TABLE_FILE).write_bytes(whole)
+    refused, loaded = "", None
+    try:
+        loaded = BigramTable.load(tmp_path)
+    except ValueError as error:
+        refused = str(error)
+    if loaded is None:
+        assert str(tmp_path / TABLE_FILE) in refused
+    else:
+        assert all(torch.equal(getattr(loaded, name), getattr(table, name)) for name in NAMES)
+
+
+LOAD_MAPPED = """
+import re, sys
+from pathlib import Path
+import torch
+from draftsmith.checkpoints.table import BigramTable
+
+def megabytes(kind):
+    return int(re.search(kind + r":\\s+(\\d+) kB", Path("/proc/self/status").read_text())[1]) / 1000
+
+BigramTable.from_documents([], 1000)
+before = megabytes("RssAnon")
+table = BigramTable.load(Path(sys.argv[1]))
+print(megabytes("RssAnon") - before, table.entries)
+"""
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="reads /proc")
+def test_a_loaded_table_stays_in_its_file(tmp_path: Path) -> None:
+    """What the process itself holds grows by far less than the file: the system may drop the rest at any time."""
+    vocab, entries = 2000, 3_000_000
+    keys = np.sort(np.random.default_rng(0).choice(vocab**2, entries, replace=False)).astype(np.uint32)
+    run = (keys, np.ones(entries, dtype=np.int64))
+    write_table(tmp_path / TABLE_FILE, vocab, [run], np.full(vocab, entries))
+    output = subprocess.run(
+        [sys.executable, "-c", LOAD_MAPPED, str(tmp_path)], capture_output=True, text=True, check=True
+    )
+    grown, found = output.stdout.split()
+    assert int(found) == entries
+    assert (tmp_path / TABLE_FILE).stat().st_size > 24e6
+    assert float(grown) < 12
+
+
+def test_saving_over_the_file_that_a_table_was_loaded_from(tmp_path: Path) -> None:
+    table = random_table()
+    table.save(tmp_path)
+    loaded = BigramTable.load(tmp_path)
+    loaded.save(tmp_path)
+    loaded.pruned(min_count=3).save(tmp_path)
+    assert all(torch.equal(getattr(loaded, name), getattr(table, name)) for name in NAMES)
+    assert BigramTable.load(tmp_path).pruning is not None
+
+
+def test_files_that_are_no_tables_are_refused(tmp_path: Path) -> None:
+    with pytest.raises(ValueError, match="there is no table at"):
+        BigramTable.load(tmp_path)
+    (tmp_path / TABLE_FILE).write_bytes(b"not a table at all")
+    with pytest.raises(ValueError, match="is not a safetensors file"):
+        BigramTable.load(tmp_path)
+    save_file({"row_ptr": torch.zeros(1)}, tmp_path / TABLE_FILE)
+    with pytest.raises(ValueError, match="it lacks col, count, unigram"):
+        BigramTable.load(tmp_path)
+    random_table().save(tmp_path)
+    save_file(load_file(tmp_path / TABLE_FILE), tmp_path / TABLE_FILE, metadata={"vocab_size": "12"})
+    with pytest.raises(ValueError, match="says 12 tokens, its unigram counts are 11"):
+        BigramTable.load(tmp_path)

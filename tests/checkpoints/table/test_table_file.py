@@ -1,0 +1,146 @@
+"""The table's file against the safetensors library, in small memory, and on a full disk."""
+
+from __future__ import annotations
+
+import errno
+import json
+import subprocess
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+
+import numpy as np
+import pytest
+from draftsmith.checkpoints.table.file import MAX_COUNT, write_table
+from draftsmith.checkpoints.table.runs import Run, key_dtype
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from safetensors import safe_open
+from safetensors.numpy import save
+
+
+def run_in_parts(entries: dict[int, int], vocab_size: int, sizes: list[int]) -> Iterator[Run]:
+    keys = np.array(sorted(entries), dtype=key_dtype(vocab_size))
+    counts = np.array([entries[int(key)] for key in keys], dtype=np.int64)
+    for part in np.split(np.arange(len(keys)), np.cumsum(sizes)):
+        yield keys[part], counts[part]
+
+
+def read(path: Path) -> tuple[dict[str, np.ndarray], dict[str, str]]:
+    with safe_open(path, framework="np") as opened:
+        return {name: opened.get_tensor(name) for name in opened.keys()}, opened.metadata()  # noqa: SIM118
+
+
+@settings(deadline=None, max_examples=60)
+@given(
+    vocab_size=st.one_of(st.integers(1, 300), st.sampled_from([65_536, 70_000])),
+    data=st.data(),
+    sizes=st.lists(st.integers(0, 5), max_size=5),
+    pruned=st.booleans(),
+)
+def test_the_library_reads_what_was_streamed(
+    vocab_size: int, data: st.DataObject, sizes: list[int], pruned: bool, tmp_path_factory: pytest.TempPathFactory
+) -> None:
+    keys = st.one_of(st.integers(0, vocab_size**2 - 1), st.just(vocab_size**2 - 1))
+    entries = data.draw(st.dictionaries(keys, st.sampled_from([1, 2, MAX_COUNT]), max_size=20))
+    unigram, left, right = np.random.default_rng(0).integers(0, 2**60, (3, vocab_size))
+    sums = {"left_V": left, "right_V": right} if pruned else {}
+    texts = {"pruning": json.dumps({"of": "ünïcode", "min_count": 2})} if pruned else None
+    path = tmp_path_factory.mktemp("table") / "table.safetensors"
+    write_table(path, vocab_size, run_in_parts(entries, vocab_size, sizes), unigram, metadata=texts, **sums)
+    tensors, metadata = read(path)
+    order = sorted(entries)
+    rows = np.bincount(np.array(order, dtype=np.int64) // vocab_size, minlength=vocab_size)
+    wanted = {
+        "row_ptr": np.concatenate(([0], np.cumsum(rows))),
+        "col": np.array(order, dtype=np.int64).astype(np.int64) % vocab_size,
+        "count": np.array([entries[key] for key in order], dtype=np.int64),
+        "unigram": unigram,
+    } | ({"left": left, "right": right} if pruned else {})
+    assert set(tensors) == set(wanted)
+    for name, array in wanted.items():
+        np.testing.assert_array_equal(tensors[name], array, err_msg=name)
+        assert tensors[name].dtype == (np.int32 if name in ("col", "count") else np.int64)
+    assert metadata == {"format": "pt", "vocab_size": str(vocab_size)} | (texts or {})
+    again = path.with_name("again")
+    write_table(again, vocab_size, run_in_parts(entries, vocab_size, sizes[::-1]), unigram, metadata=texts, **sums)
+    assert again.read_bytes() == path.read_bytes(), "the parts leave traces"
+    assert sorted(path.parent.iterdir()) == sorted([path, again])
+    # The bytes after the head are those of the library's own file.
+    own = save({name: array.astype(tensors[name].dtype) for name, array in wanted.items()})
+    head = [8 + int.from_bytes(content[:8], "little") for content in (own, path.read_bytes())]
+    assert own[head[0] :] == path.read_bytes()[head[1] :]
+
+
+@pytest.mark.parametrize("part", [0, 1])
+def test_a_count_too_large_is_refused_and_nothing_is_left(tmp_path: Path, part: int) -> None:
+    path = tmp_path / "table.safetensors"
+    path.write_text("what stood here")
+    entries = {3: 1, 25: 1} | {(3, 25)[part]: MAX_COUNT + 1}
+    left, right = divmod((3, 25)[part], 10)
+    with pytest.raises(
+        ValueError, match=rf"the pair \({left}, {right}\) was seen 2147483648 times; .* up to 214748364"
+    ):
+        write_table(path, 10, run_in_parts(entries, 10, [1]), np.zeros(10, dtype=np.int64))
+    assert path.read_text() == "what stood here"
+    assert list(tmp_path.iterdir()) == [path]
+
+
+def test_counts_for_another_vocabulary_are_refused(tmp_path: Path) -> None:
+    with pytest.raises(ValueError, match=r"unigram is \[9\], expected one count for each of 10 tokens"):
+        write_table(tmp_path / "table", 10, [], np.zeros(9, dtype=np.int64))
+    with pytest.raises(ValueError, match=r"left is \[2\], expected"):
+        write_table(tmp_path / "table", 3, [], np.zeros(3, dtype=np.int64), left_V=np.zeros(2, dtype=np.int64))
+
+
+def test_parts_that_do_not_ascend_are_a_mistake(tmp_path: Path) -> None:
+    part = (np.array([1, 4], dtype=np.uint32), np.array([1, 1]))
+    with pytest.raises(AssertionError, match="must ascend"):
+        write_table(tmp_path / "table", 3, [part, part], np.zeros(3, dtype=np.int64))
+    assert list(tmp_path.iterdir()) == []
+
+
+LIMITED = """
+import resource, sys
+import numpy as np
+from pathlib import Path
+from draftsmith.checkpoints.table_file import write_table
+def peak():
+    with open("/proc/self/status") as status:
+        return next(int(line.split()[1]) for line in status if line.startswith("VmHWM"))
+def parts(number, size=1 << 18):
+    for at in range(number):
+        keys = np.arange(at * size, (at + 1) * size, dtype=np.uint32)
+        yield keys, np.ones(size, dtype=np.int64)
+path, number, limit = Path(sys.argv[1]), int(sys.argv[2]), int(sys.argv[3])
+unigram = np.zeros(32000, dtype=np.int64)
+write_table(path.with_name("first"), 32000, parts(2), unigram)
+before = peak()
+if limit:
+    resource.setrlimit(resource.RLIMIT_FSIZE, (limit, limit))
+try:
+    write_table(path, 32000, parts(number), unigram)
+except OSError as error:
+    print("OSError", error.errno, error.filename, path.exists())
+else:
+    print("fine", peak() - before, path.stat().st_size)
+"""
+
+
+def limited(path: Path, parts: int, limit: int) -> list[str]:
+    command = [sys.executable, "-c", LIMITED, str(path), str(parts), str(limit)]
+    done = subprocess.run(command, capture_output=True, text=True, check=True, timeout=120)
+    return done.stdout.split()
+
+
+def test_a_table_much_larger_than_its_parts_takes_the_memory_of_one(tmp_path: Path) -> None:
+    kind, kilobytes, size = limited(tmp_path / "table", 100, 0)
+    assert kind == "fine"
+    assert int(size) > 200e6
+    assert int(kilobytes) < 40e3
+
+
+def test_a_disk_that_takes_no_more_is_named_and_left_as_it_was(tmp_path: Path) -> None:
+    path = tmp_path / "table"
+    assert limited(path, 20, 10_000_000) == ["OSError", str(errno.EFBIG), str(path), "False"]
+    assert [file.name for file in tmp_path.iterdir()] == ["first"]

@@ -1,0 +1,262 @@
+"""Pruned tables: what is kept and what is known of the rest; reports; both through files."""
+
+from __future__ import annotations
+
+import itertools
+import json
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from draftsmith.checkpoints.table.file import write_table
+from draftsmith.checkpoints.table.table import TABLE_FILE, BigramTable, merged_runs
+from draftsmith.data.tokenizers import train_bpe
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from safetensors.torch import load_file, save_file
+
+VOCAB = 9
+DOCUMENTS = st.lists(st.lists(st.integers(0, VOCAB - 1), max_size=40), max_size=8)
+NAMES = ("row_ptr", "col", "count", "unigram")
+
+
+def counted(documents: list[list[int]], vocab_size: int = VOCAB) -> BigramTable:
+    return BigramTable.from_documents([np.array(document, dtype=np.int64) for document in documents], vocab_size)
+
+
+def zipf(tokens: int, vocab_size: int, seed: int = 0) -> BigramTable:
+    document = np.random.default_rng(seed).zipf(1.3, tokens).clip(max=vocab_size) - 1
+    return BigramTable.from_documents([document], vocab_size)
+
+
+def entries(table: BigramTable) -> dict[tuple[int, int], int]:
+    rows = np.repeat(np.arange(table.vocab_size), np.diff(table.row_ptr))
+    return {(int(x), int(y)): int(n) for x, y, n in zip(rows, table.col, table.count, strict=True)}
+
+
+def same(first: BigramTable, second: BigramTable) -> bool:
+    return all(torch.equal(getattr(first, name), getattr(second, name)) for name in NAMES)
+
+
+@settings(deadline=None)
+@given(DOCUMENTS, st.integers(1, 4), st.integers(0, 3))
+def test_pruning_keeps_what_it_says(documents: list[list[int]], min_count: int, top: int) -> None:
+    whole = counted(documents)
+    before = entries(whole)
+    if before and max(before.values()) < min_count:
+        with pytest.raises(ValueError, match=rf"the highest count is {max(before.values())}, .* of {min_count} on"):
+            whole.pruned(min_count=min_count, top=top)
+        return
+    small = whole.pruned(min_count=min_count, top=top)
+    wanted = {}
+    for x in range(VOCAB):
+        row = sorted((-n, y) for (left, y), n in before.items() if left == x and n >= min_count)
+        wanted |= {(x, y): -n for n, y in (row[:top] if top else row)}
+    assert entries(small) == wanted
+    assert entries(whole) == before
+    assert whole.pruning is None
+    assert small.pairs == whole.pairs == sum(before.values())
+    assert small.mass == (sum(wanted.values()) / whole.pairs if whole.pairs else 1.0)
+    assert torch.equal(small.left_counts(), whole.left_counts())
+    assert torch.equal(small.right_counts(), whole.right_counts())
+    assert small.pruning is not None
+    assert small.pruning["entries"] == len(before)
+    x, y = torch.tensor([list(pair) for pair in wanted] or [[0, 0]]).unbind(1)
+    if wanted:  # r of what is kept is what it was
+        assert torch.equal(small.log_correlation(x, y, 0.0), whole.log_correlation(x, y, 0.0))
+
+
+def test_equal_counts_in_a_row_keep_the_lower_tokens() -> None:
+    table = counted([[1, 5], [1, 3], [1, 8], [1, 3], [1, 4], [2, 7], [2, 0]])
+    assert entries(table.pruned(top=2)) == {(1, 3): 2, (1, 4): 1, (2, 0): 1, (2, 7): 1}
+    assert entries(table.pruned(top=1)) == {(1, 3): 2, (2, 0): 1}
+
+
+def test_the_highest_counts_of_rows_in_more_than_one_chunk() -> None:
+    table = zipf(3000, 200)
+    chunks = table.chunks(100)
+    assert len(chunks) > 5
+    assert chunks[0][0] == 0
+    assert chunks[-1][1] == 200
+    assert all(first[1] == second[0] for first, second in itertools.pairwise(chunks))
+    small, before = table.pruned(top=3), entries(table)
+    for x in range(200):
+        row = sorted(((-n, y) for (left, y), n in before.items() if left == x))[:3]
+        kept = sorted((-n, y) for (left, y), n in entries(small).items() if left == x)
+        assert kept == row
+
+
+@pytest.mark.parametrize("share", [0.01, 0.3, 0.5, 0.9, 2.0])
+def test_a_size_in_megabytes_is_never_exceeded(tmp_path: Path, share: float) -> None:
+    """And the threshold is the least that fits: with those of one count less the file would be too large."""
+    table = zipf(60_000, 300)
+    table.save(tmp_path / "whole")
+    megabytes = (8 * 4 * 300 + 2048 + share * 8 * table.entries) / 1e6
+    small = table.pruned(megabytes=megabytes)
+    small.save(tmp_path / "small")
+    size = (tmp_path / "small" / TABLE_FILE).stat().st_size
+    assert size <= megabytes * 1e6
+    assert small.pruning is not None
+    threshold = small.pruning["threshold"]
+    assert entries(small) == {pair: n for pair, n in entries(table).items() if n >= threshold}
+    more = int((table.count >= threshold - 1).sum()) - small.entries
+    assert threshold == 1 or size + 8 * more > megabytes * 1e6 - 2048
+    assert (small.entries == table.entries) == (share == 2.0)
+
+
+def test_conditions_combine() -> None:
+    table = zipf(20_000, 200)
+    one = table.pruned(min_count=3, top=20, megabytes=0.0105)
+    two = table.pruned(min_count=3, top=20)
+    assert one.pruning is not None
+    assert two.pruning is not None
+    assert one.pruning["threshold"] > 3 == two.pruning["threshold"]
+    threshold = one.pruning["threshold"]
+    assert entries(one) == {pair: n for pair, n in entries(two).items() if n >= threshold}
+    assert 0 < one.mass < two.mass < table.mass == 1
+    assert [one.pruning[name] for name in ("min_count", "top", "megabytes")] == [3, 20, 0.0105]
+
+
+def test_wrong_prunings_are_refused() -> None:
+    table = zipf(2000, 100)
+    with pytest.raises(ValueError, match="min_count must be at least 1 and top at least 0, got 0 and 0"):
+        table.pruned(min_count=0)
+    with pytest.raises(ValueError, match="got 1 and -1"):
+        table.pruned(top=-1)
+    with pytest.raises(
+        ValueError,
+        match=r"of 100 tokens takes 0\.005256 megabytes with a single pair, .* kept whole; megabytes is 0\.001",
+    ):
+        table.pruned(megabytes=0.001)
+    with pytest.raises(ValueError, match=r"megabytes is -1"):
+        table.pruned(megabytes=-1)
+    with pytest.raises(ValueError, match="megabytes must be a size, got inf"):
+        table.pruned(megabytes=float("inf"))
+    small = table.pruned(min_count=2)
+    with pytest.raises(ValueError, match=rf"pruned already, to {small.entries} of {table.entries} entries"):
+        small.pruned(top=1)
+    with pytest.raises(
+        ValueError, match=rf"pruned table cannot be merged: it holds {small.entries} of {table.entries}"
+    ):
+        BigramTable.merge(table, small)
+
+
+def test_pruned_tables_come_back_from_their_file(tmp_path: Path) -> None:
+    small = zipf(5000, 120).pruned(min_count=2, top=9)
+    small.save(tmp_path)
+    loaded = BigramTable.load(tmp_path)
+    assert same(loaded, small)
+    assert loaded.pruning == small.pruning
+    assert loaded.mass == small.mass < 1
+    for kind in ("left_counts", "right_counts"):
+        assert torch.equal(getattr(loaded, kind)(), getattr(small, kind)())
+    assert loaded.report() == small.report()
+    loaded.save(tmp_path / "again")
+    assert (tmp_path / "again" / TABLE_FILE).read_bytes() == (tmp_path / TABLE_FILE).read_bytes()
+
+
+@pytest.mark.parametrize(
+    ("name", "change", "message"),
+    [
+        ("left", lambda t: t + 1, "left adds up to .*, the whole counts had 4999 pairs"),
+        ("right", lambda t: t - 1, r"right holds -1, expected at least 0"),
+        ("right", lambda t: t[:-1], "right has 119 counts for 120 tokens"),
+        ("left", lambda t: t.flip(0), "row 0 holds 1271 pairs, of 1042 in the whole counts"),
+        ("left", lambda t: t.int(), "left is torch.int32"),
+        ("left", None, "it lacks left"),
+        ("pruning", lambda text: "[1, 2", "Expecting"),
+        ("pruning", lambda text: text.replace('"pairs": 4999', '"pairs": null'), "pruning says None for pairs"),
+        ("pruning", lambda text: "[]", "its pruning is a list, expected a dictionary"),
+    ],
+)
+def test_pruned_tables_that_contradict_themselves_are_refused(
+    tmp_path: Path, name: str, change: Any, message: str
+) -> None:
+    small = zipf(5000, 120).pruned(min_count=2)
+    small.save(tmp_path)
+    tensors = load_file(tmp_path / TABLE_FILE)
+    metadata = {"vocab_size": "120", "pruning": json.dumps(small.pruning)}
+    if name == "pruning":
+        metadata[name] = change(metadata[name])
+    elif change is None:
+        del tensors[name]
+    else:
+        tensors[name] = change(tensors[name]).contiguous()
+    save_file(tensors, tmp_path / TABLE_FILE, metadata=metadata)
+    with pytest.raises(ValueError, match=message) as error:
+        BigramTable.load(tmp_path)
+    assert str(tmp_path / TABLE_FILE) in str(error.value)
+
+
+@settings(deadline=None, max_examples=25)
+@given(st.lists(DOCUMENTS, min_size=1, max_size=4), st.sampled_from([1, 3, 1000]))
+def test_streamed_merging_gives_the_file_of_the_whole(parts: list[list[list[int]]], chunk: int) -> None:
+    tables = [counted(part) for part in parts]
+    whole = counted([document for part in parts for document in part])
+    assert same(BigramTable.merge(*tables), whole)
+    runs = list(merged_runs(tables, chunk))
+    keys = np.concatenate([keys for keys, _ in runs]) if runs else np.zeros(0)
+    assert {
+        divmod(int(key), VOCAB): int(n) for key, n in zip(keys, (n for _, ns in runs for n in ns), strict=True)
+    } == (entries(whole))
+
+
+def test_streamed_merging_of_loaded_tables_writes_the_same_bytes(tmp_path: Path) -> None:
+    for number in range(3):
+        zipf(4000, 300, number).save(tmp_path / str(number))
+    tables = [BigramTable.load(tmp_path / str(number)) for number in range(3)]
+    unigram_V = sum(table.unigram for table in tables).numpy()
+    write_table(tmp_path / "streamed" / TABLE_FILE, 300, merged_runs(tables, 500), unigram_V)
+    BigramTable.merge(*tables).save(tmp_path / "whole")
+    assert (tmp_path / "streamed" / TABLE_FILE).read_bytes() == (tmp_path / "whole" / TABLE_FILE).read_bytes()
+    with pytest.raises(ValueError, match="there are no tables to merge"):
+        merged_runs([])
+
+
+def test_a_report_counts_what_there_is(tmp_path: Path) -> None:
+    table = zipf(30_000, 150)
+    table.save(tmp_path)
+    report, counts = table.report(), np.array(list(entries(table).values()))
+    assert json.loads(json.dumps(report)) == report
+    assert report["entries"] == len(counts)
+    assert report["pairs"] == 29_999
+    assert report["tokens"] == 30_000
+    assert report["density"] == len(counts) / 150**2
+    assert 0 < (tmp_path / TABLE_FILE).stat().st_size - report["bytes"] < 2048
+    wanted = {"1": (1, 1), "2": (2, 2), "3-9": (3, 9), "10-99": (10, 99), "100+": (100, 10**9)}
+    found = {name: int(((counts >= low) & (counts <= high)).sum()) for name, (low, high) in wanted.items()}
+    assert report["entries_by_count"] == found
+    assert sum(found.values()) == len(counts)
+    assert report["tokens_never_seen"] == int((table.unigram == 0).sum())
+    assert report["mass"] == 1.0
+    assert report["pruning"] is None
+
+
+def test_a_report_names_the_most_extreme_correlations() -> None:
+    """Against all pairs, sorted: seen ten times for the highest, ten expected for the lowest."""
+    table = zipf(30_000, 150)
+    left, right = table.left_counts().tolist(), table.right_counts().tolist()
+    counts = entries(table)
+    expected = {(x, y): left[x] * right[y] / table.pairs for x, y in counts}
+    by_r = sorted((n / expected[pair], *pair) for pair, n in counts.items())
+    lowest = [(x, y) for _, x, y in by_r if expected[x, y] >= 10][:10]
+    highest = sorted((-r, x, y) for r, x, y in by_r if counts[x, y] >= 10)[:10]
+    report = table.report()
+    assert [(e["left"], e["right"]) for e in report["lowest_r"]] == lowest
+    assert [(e["left"], e["right"]) for e in report["highest_r"]] == [(x, y) for _, x, y in highest]
+    for entry in report["lowest_r"] + report["highest_r"]:
+        pair = entry["left"], entry["right"]
+        assert entry["count"] == counts[pair]
+        assert entry["r"] == pytest.approx(entry["count"] / expected[pair], rel=1e-4)
+
+
+def test_a_report_with_a_tokenizer_gives_texts() -> None:
+    tokenizer = train_bpe(["the cat sat on the mat"] * 5, 270, ("<pad>", "</s>"))
+    cat, mat = (tokenizer.encode(text, add_special_tokens=False)[-1] for text in ("cat", "mat"))
+    table = counted([[cat, mat]] * 12 + [[299, cat]] * 30 + [[cat, 299]] * 30, 300)  # 299 is padding of an embedding
+    found = {(e["left"], e["right"]): e["texts"] for e in table.report(tokenizer)["highest_r"]}
+    assert found[cat, mat] == tokenizer.convert_ids_to_tokens([cat, mat])
+    assert found[299, cat] == ["", tokenizer.convert_ids_to_tokens(cat)]
+    assert counted([]).report(tokenizer)["highest_r"] == []

@@ -1,0 +1,202 @@
+"""Models whose weights are pickled, whose index leads elsewhere, or whose configuration makes no model."""
+
+from __future__ import annotations
+
+import io
+import json
+import shutil
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from draftsmith.checkpoints.export.target import output_projection
+from draftsmith.checkpoints.pairs.sides import open_side
+from draftsmith.checkpoints.verify.model_files import MAX_LAYERS, check_config, read_tensors
+from draftsmith.data.tokenizers import load_tokenizer
+from draftsmith.decode.loading import load_model
+from draftsmith.recipes.models import build_model
+from draftsmith.recipes.training import ModelSection
+from draftsmith.train.teacher import load_teacher
+from peft import LoraConfig, get_peft_model
+from safetensors.torch import load_file, save_file
+from transformers import LlamaForCausalLM, OPTConfig, OPTForCausalLM, PreTrainedModel
+
+VOCAB = 16
+
+
+@pytest.fixture
+def model(make_llama: Callable[..., LlamaForCausalLM]) -> LlamaForCausalLM:
+    return make_llama(VOCAB)
+
+
+@pytest.fixture
+def folder(model: LlamaForCausalLM, tmp_path: Path) -> Path:
+    model.save_pretrained(tmp_path / "model")
+    return tmp_path / "model"
+
+
+def pickle_weights(folder: Path, stem: str = "model", pickled: str = "pytorch_model.bin") -> None:
+    torch.save(load_file(folder / f"{stem}.safetensors"), folder / pickled)
+    (folder / f"{stem}.safetensors").unlink()
+
+
+def same(one: PreTrainedModel, other: PreTrainedModel) -> bool:
+    ids = torch.arange(8)[None] % VOCAB
+    return torch.equal(one(ids).logits, other(ids).logits)
+
+
+def change(path: Path, **values: Any) -> None:
+    path.write_text(json.dumps(json.loads(path.read_text()) | values))
+
+
+def shard(folder: Path, **files: str) -> None:
+    """Replace the weights by two shards and an index, in which `files` stand for others by tensor."""
+    tensors = load_file(folder / "model.safetensors")
+    (folder / "model.safetensors").unlink()
+    places = {name: f"model-{1 + (name == 'lm_head.weight')}.safetensors" for name in tensors}
+    for place in set(places.values()):
+        save_file({name: tensors[name] for name in tensors if places[name] == place}, folder / place, {"format": "pt"})
+    index = {"metadata": {}, "weight_map": places | files}
+    (folder / "model.safetensors.index.json").write_text(json.dumps(index))
+
+
+def test_pickled_weights_are_read_with_the_flag_alone(
+    folder: Path, model: LlamaForCausalLM, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    pickle_weights(folder)
+    said = r"pytorch_model\.bin\), and safetensors are expected.*save_pretrained.*DRAFTSMITH_UNPICKLE=1"
+    for load in (load_model, load_teacher):
+        with pytest.raises(ValueError, match=said):
+            load(str(folder))
+    with pytest.raises(ValueError, match=said):
+        build_model(ModelSection(source=str(folder)), None, 0)
+    monkeypatch.setenv("DRAFTSMITH_UNPICKLE", "yes")
+    with pytest.raises(ValueError, match=said):
+        load_model(str(folder))
+    monkeypatch.setenv("DRAFTSMITH_UNPICKLE", "1")
+    assert same(load_model(str(folder)), model)
+
+
+def test_a_pickled_adapter_is_read_with_the_flag_alone(
+    folder: Path, model: LlamaForCausalLM, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    config = LoraConfig(r=2, target_modules=["q_proj"], task_type="CAUSAL_LM", init_lora_weights=False)
+    changed = get_peft_model(LlamaForCausalLM.from_pretrained(folder), config)
+    changed.save_pretrained(str(tmp_path / "adapter"))
+    assert not same(load_model(str(tmp_path / "adapter")), model)
+    pickle_weights(tmp_path / "adapter", "adapter_model", "adapter_model.bin")
+    beside = Path(shutil.copytree(folder, tmp_path / "beside"))  # transformers would put it on the model by itself
+    for path in (tmp_path / "adapter").iterdir():
+        shutil.copyfile(path, beside / path.name)
+    for place in (tmp_path / "adapter", beside):
+        with pytest.raises(ValueError, match=r"adapter_model\.bin\), and safetensors are expected"):
+            load_model(str(place))
+    monkeypatch.setenv("DRAFTSMITH_UNPICKLE", "1")
+    assert same(load_model(str(tmp_path / "adapter")), changed.merge_and_unload().eval())
+
+
+@pytest.mark.parametrize("by", ["index", "configuration"])
+def test_pickles_that_other_files_name_are_refused(folder: Path, by: str) -> None:
+    if by == "index":
+        torch.save(load_file(folder / "model.safetensors"), folder / "more.bin")
+        shard(folder, **{"lm_head.weight": "more.bin"})
+    else:
+        torch.save(load_file(folder / "model.safetensors"), folder / "adapter_model.bin")
+        change(folder / "config.json", transformers_weights="adapter_model.bin")
+    with pytest.raises(ValueError, match=r"'more\.bin': it is no safetensors file|pickled \(adapter_model\.bin\)"):
+        load_model(str(folder))
+
+
+@pytest.mark.parametrize("kept", ["model.safetensors", "pytorch_model.bin"])
+def test_models_of_the_hub(
+    kept: str, folder: Path, model: LlamaForCausalLM, make_client: Callable[..., Any], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("DISABLE_SAFETENSORS_CONVERSION", "1")
+    client, name = make_client(), f"me/{kept}"  # transformers keeps what a name was resolved to
+    files = {file: (folder / file).read_bytes() for file in ("config.json", "model.safetensors")}
+    if kept == "pytorch_model.bin":
+        opened = io.BytesIO()
+        torch.save(load_file(folder / "model.safetensors"), opened)
+        files = {"config.json": files["config.json"], kept: opened.getvalue()}
+    client.hub.repo(name, files)
+    if kept == "pytorch_model.bin":
+        with pytest.raises(ValueError, match=r"pickled \(pytorch_model\.bin\).*DRAFTSMITH_UNPICKLE=1"):
+            load_model(name)
+        monkeypatch.setenv("DRAFTSMITH_UNPICKLE", "1")
+    assert same(load_model(name), model)
+
+
+def test_some_tensors_of_shards(folder: Path, model: LlamaForCausalLM) -> None:
+    shard(folder)
+    found = read_tensors(str(folder), ["lm_head.weight"])
+    assert found is not None
+    assert torch.equal(found["lm_head.weight"], model.lm_head.weight)
+    assert read_tensors(str(folder), ["lm_head.weight", "nothing"]) is None
+
+
+def test_shards_elsewhere_are_not_read(folder: Path, tmp_path: Path) -> None:
+    other = Path(shutil.copytree(folder, tmp_path / "other"))
+    shard(folder, **{"lm_head.weight": f"../{other.name}/model.safetensors"})
+    for read in (load_model, output_projection):
+        with pytest.raises(ValueError, match=r"'\.\./other/model\.safetensors': it is not a plain path"):
+            read(str(folder))
+
+
+@pytest.mark.parametrize("text", ["{}", '{"weight_map": [1]}', '{"weight_map": {"a": 1}}', "[1]", "{"])
+def test_an_index_that_is_none_is_named(folder: Path, text: str) -> None:
+    shard(folder)
+    (folder / "model.safetensors.index.json").write_text(text)
+    for read in (load_model, output_projection):
+        with pytest.raises(ValueError, match=r"model\.safetensors\.index\.json: it "):
+            read(str(folder))
+
+
+def test_weights_that_cannot_be_read_are_not_called_missing(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def broken(*_: Any, **__: Any) -> None:
+        raise OSError(5, "Input/output error")
+
+    with monkeypatch.context() as patched:
+        patched.setattr("draftsmith.checkpoints.verify.model_files.safe_open", broken)
+        with pytest.raises(OSError, match="Input/output error"):
+            output_projection(str(folder))
+    (folder / "model.safetensors").write_bytes(b"\xff" * 64)
+    with pytest.raises(ValueError, match=r"model\.safetensors is not a safetensors file"):
+        output_projection(str(folder))
+
+
+def test_names_may_lack_their_prefix(tmp_path: Path) -> None:
+    """As in the files of opt-125m, which were saved from the model without its output layer."""
+    torch.manual_seed(0)
+    config = OPTConfig(
+        vocab_size=VOCAB, hidden_size=16, ffn_dim=16, num_hidden_layers=1, num_attention_heads=2,
+        word_embed_proj_dim=16, max_position_embeddings=32,
+    )  # fmt: skip
+    whole = OPTForCausalLM(config)
+    whole.model.save_pretrained(tmp_path)
+    assert "decoder.embed_tokens.weight" in load_file(tmp_path / "model.safetensors")
+    assert torch.equal(output_projection(str(tmp_path)), whole.lm_head.weight)
+    shutil.copyfile(tmp_path / "model.safetensors", tmp_path / "model-1.safetensors")
+    places = dict.fromkeys(load_file(tmp_path / "model.safetensors"), "model-1.safetensors")
+    (tmp_path / "model.safetensors").unlink()
+    (tmp_path / "model.safetensors.index.json").write_text(json.dumps({"weight_map": places}))
+    assert torch.equal(output_projection(str(tmp_path)), whole.lm_head.weight)
+
+
+@pytest.mark.parametrize(
+    "values",
+    [
+        {"num_hidden_layers": MAX_LAYERS + 1}, {"text_config": {"num_hidden_layers": 10**9}},
+        {"num_attention_heads": 0, "head_dim": None}, {"hidden_act": "nope"}, {"intermediate_size": -1},
+        {"rope_parameters": {"rope_type": "nope"}}, {"vocab_size": -5}, {"dtype": "bogus"}, {"hidden_size": [1]},
+    ],
+    ids=str,
+)  # fmt: skip
+def test_configurations_of_no_model_are_refused(folder: Path, values: dict[str, Any]) -> None:
+    check_config(folder / "config.json")
+    change(folder / "config.json", **values)
+    with pytest.raises(ValueError, match=r"its configuration (cannot be read|makes no model): ."):
+        open_side(str(folder), load_tokenizer)
+    with pytest.raises(ValueError, match="no language model could be loaded"):
+        load_model(str(folder))

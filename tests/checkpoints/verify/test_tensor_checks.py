@@ -1,0 +1,454 @@
+"""Good safetensors that hold too few tensors, or others: noticed wherever artifacts are looked at. A model's that are
+too many are told by the doctor alone."""
+
+from __future__ import annotations
+
+import json
+import re
+import shutil
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from draftsmith.checkpoints.artifact.artifact import save_artifact, tokenizer_fingerprint
+from draftsmith.checkpoints.export.base import export_artifact
+from draftsmith.checkpoints.export.drafter import ASSISTANT, load_drafter
+from draftsmith.checkpoints.heads.files import PredictionHeads, save_heads
+from draftsmith.checkpoints.hub import push_pull as publish
+from draftsmith.checkpoints.hub.client import Hub
+from draftsmith.checkpoints.hub.push_pull import plan_push
+from draftsmith.checkpoints.pairs.checks import examine
+from draftsmith.checkpoints.pairs.repair import repair
+from draftsmith.checkpoints.pairs.sides import Finding, open_side
+from draftsmith.checkpoints.table.table import BigramTable
+from draftsmith.checkpoints.verify.inspect import find_faults
+from draftsmith.checkpoints.verify.model_files import fit_to_model, load_config
+from draftsmith.checkpoints.verify.tensors import adapter_faults
+from draftsmith.decode.loading import load_model
+from draftsmith.recipes.import_drafter import import_published, whole_model
+from peft import LoHaConfig, LoraConfig, PeftModel, get_peft_model
+from safetensors.torch import load_file, save_file
+from tokenizers import Tokenizer, models
+from transformers import (
+    AutoModelForCausalLM,
+    BloomConfig,
+    Gemma2Config,
+    GPT2Config,
+    GPTNeoXConfig,
+    LlamaConfig,
+    LlamaForCausalLM,
+    MixtralConfig,
+    OPTConfig,
+    PreTrainedModel,
+    PreTrainedTokenizerFast,
+    T5Config,
+    T5ForConditionalGeneration,
+)
+
+VOCAB = 24
+ABOUT: dict[str, Any] = {"vocab_size": VOCAB, "tokenizer_fingerprint": None, "target": None, "shapes": {}}
+ABOUT |= {"recipe": {}, "data": {}, "training": {}}
+SIZES = {"vocab_size": VOCAB, "hidden_size": 16, "num_hidden_layers": 2, "num_attention_heads": 2}
+LLAMA = SIZES | {"intermediate_size": 32}
+FAMILIES: dict[str, Any] = {
+    "llama": lambda: LlamaConfig(**LLAMA),
+    "tied llama": lambda: LlamaConfig(**LLAMA, tie_word_embeddings=True),
+    "gpt2": lambda: GPT2Config(vocab_size=VOCAB, n_embd=16, n_layer=2, n_head=2),
+    "neox": lambda: GPTNeoXConfig(**LLAMA),
+    "opt": lambda: OPTConfig(**SIZES, ffn_dim=32, word_embed_proj_dim=16),
+    "bloom": lambda: BloomConfig(vocab_size=VOCAB, hidden_size=16, n_layer=2, n_head=2),
+    "gemma2": lambda: Gemma2Config(**LLAMA, num_key_value_heads=2, head_dim=8),
+    "mixtral": lambda: MixtralConfig(**LLAMA, num_key_value_heads=2, num_local_experts=2),
+    "t5": lambda: T5Config(vocab_size=VOCAB, d_model=16, d_kv=8, d_ff=32, num_layers=2, num_heads=2),
+}
+LAYER = ["mlp.down_proj", "mlp.gate_proj", "mlp.up_proj", "self_attn.q_proj", "self_attn.k_proj"]
+Change = Callable[[dict[str, torch.Tensor]], object]
+Make = Callable[..., LlamaForCausalLM]
+
+
+def make(family: str) -> PreTrainedModel:
+    config = FAMILIES[family]()
+    made: PreTrainedModel = (
+        T5ForConditionalGeneration(config) if family == "t5" else AutoModelForCausalLM.from_config(config)
+    )
+    return made
+
+
+def changed(path: Path, change: Change) -> None:
+    tensors = load_file(path)
+    change(tensors)
+    save_file(tensors, path, {"format": "pt"})
+
+
+def save(out: Path, model: PreTrainedModel, change: Change | None = None, **settings: Any) -> Path:
+    """An artifact of these weights, whose hashes are right."""
+
+    def write(folder: Path) -> None:
+        model.save_pretrained(folder, **settings)
+        if change is not None:
+            changed(folder / "model.safetensors", change)
+
+    save_artifact(out, kind="drafter", write=write, **ABOUT)
+    return out
+
+
+def lose(name: str) -> Change:
+    return lambda tensors: tensors.pop(name)
+
+
+def shapes_of(folder: Path) -> dict[str, tuple[int, ...]]:
+    return {name: tuple(one.shape) for path in folder.glob("*.safetensors") for name, one in load_file(path).items()}
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_each_tensor_of_a_model_is_missed_and_none_is_that_may_be_left_out(family: str, tmp_path: Path) -> None:
+    """Whole files fit, in one piece or in shards, and under the names of the model without its output layer; of those
+    that lack one tensor, or hold one of another shape, every one is found."""
+    make(family).save_pretrained(tmp_path)
+    config, shapes = load_config(tmp_path), shapes_of(tmp_path)
+    whole = fit_to_model(config, shapes)
+    assert (whole.lacking, dict(whole.other), whole.extra, whole.unknown) == ((), {}, (), "")
+    for name, shape in shapes.items():
+        if ".1." in name:  # the second layer is as the first
+            continue
+        without = fit_to_model(config, {key: value for key, value in shapes.items() if key != name})
+        other = fit_to_model(config, shapes | {name: (*shape[:-1], shape[-1] + 1)})
+        assert without.lacking or without.other or without.broken, name
+        assert other.other or other.broken, name
+    assert fit_to_model(config, shapes | {"more.weight": (2, 2)}).extra == ("more.weight",)
+
+
+def test_names_of_older_files_and_of_tied_weights_fit(tmp_path: Path) -> None:
+    make("gpt2").save_pretrained(tmp_path / "gpt2")
+    bare = {name.removeprefix("transformer."): shape for name, shape in shapes_of(tmp_path / "gpt2").items()}
+    masks = {f"h.{layer}.attn.bias": (1, 1, 1024, 1024) for layer in range(2)}
+    assert fit_to_model(load_config(tmp_path / "gpt2"), bare | masks).extra == ()
+    assert not fit_to_model(load_config(tmp_path / "gpt2"), bare | masks).lacking
+    make("tied llama").save_pretrained(tmp_path / "tied")
+    shapes = shapes_of(tmp_path / "tied")
+    assert "lm_head.weight" not in shapes
+    heads = {"medusa_head.0.0.linear.weight": (16, 16), "model.layers.0.self_attn.rotary_emb.inv_freq": (4,)}
+    both = fit_to_model(load_config(tmp_path / "tied"), shapes | heads | {"lm_head.weight": (VOCAB, 16)})
+    assert (both.lacking, dict(both.other), both.extra) == ((), {}, ())
+
+
+@pytest.mark.parametrize(
+    ("change", "said"),
+    [
+        (lose("model.layers.1.mlp.up_proj.weight"), r"lacks 1 tensor \(model\.layers\.1\.mlp\.up_proj\.weight\) that"),
+        (
+            lambda tensors: tensors.update({"model.norm.weight": torch.ones(17)}),
+            r"holds 1 tensor \(model\.norm\.weight \[17\], expected \[16\]\) of other shapes",
+        ),
+        (
+            lambda tensors: [tensors.pop(f"model.layers.1.{name}.weight") for name in LAYER],
+            r"lacks 5 tensors \(model\.layers\.1\.mlp\.down_proj\.weight, .*, .* and 2 more\) that",
+        ),
+    ],
+)
+def test_verify_export_and_push_notice_it(tmp_path: Path, change: Change, said: str) -> None:
+    out = save(tmp_path / "drafter", make("llama"), change)
+    (fault,) = find_faults(out)[1]
+    with pytest.raises(ValueError, match=said) as caught:
+        export_artifact(out, "transformers", tmp_path / "export", {"transformers": ASSISTANT})
+    assert fault == str(caught.value)
+    assert not (tmp_path / "export").exists()
+    with pytest.raises(ValueError, match=said):  # before the hub is asked for anything
+        plan_push(Hub(), out, "me/drafter", lambda manifest: "a card")
+
+
+def test_a_model_with_tensors_too_many_is_sound(tmp_path: Path) -> None:
+    """As those with layers for multi-token prediction or a value head are."""
+    more = {f"model.layers.{layer}.eh_proj.weight": torch.ones(16, 32) for layer in range(2, 7)}
+    out = save(tmp_path / "drafter", make("llama"), lambda tensors: tensors.update(more))
+    assert find_faults(out)[1] == []
+    export_artifact(out, "transformers", tmp_path / "export", {"transformers": ASSISTANT})
+    assert find_faults(tmp_path / "export")[1] == []
+    assert "model.safetensors" in publish._files_to_push(out, lambda manifest: "a card")
+    for load in (load_model, load_drafter):
+        assert load(str(out)).config.num_hidden_layers == 2
+
+    def write(folder: Path) -> None:
+        save_heads(PredictionHeads(2, 1, 16, VOCAB), folder, "target")
+        make("llama").save_pretrained(folder / "base")
+        changed(folder / "base" / "model.safetensors", lambda tensors: tensors.update(more))
+
+    save_artifact(tmp_path / "heads", kind="heads", write=write, **ABOUT)
+    assert find_faults(tmp_path / "heads")[1] == []
+
+
+def test_a_shard_that_lacks_a_tensor_is_noticed(tmp_path: Path) -> None:
+    def write(folder: Path) -> None:
+        make("llama").save_pretrained(folder, max_shard_size="4KB")
+        index = json.loads((folder / "model.safetensors.index.json").read_text())["weight_map"]
+        changed(folder / index["model.norm.weight"], lose("model.norm.weight"))
+
+    save_artifact(tmp_path / "a", kind="target", write=write, **ABOUT)
+    (fault,) = find_faults(tmp_path / "a")[1]
+    assert "lacks 1 tensor (model.norm.weight)" in fault
+
+
+def test_no_weights_are_read(tmp_path: Path) -> None:
+    """Eight gigabytes that are a hole in a file of a few kilobytes; they would not fit this machine's patience."""
+    config = LlamaConfig(**(LLAMA | {"vocab_size": 1 << 26}))
+    config.save_pretrained(tmp_path)
+    with torch.device("meta"):
+        outline = AutoModelForCausalLM.from_config(config)
+    header, at = {}, 0
+    for name, tensor in outline.state_dict().items():
+        size = 4 * tensor.numel()
+        header[name] = {"dtype": "F32", "shape": list(tensor.shape), "data_offsets": [at, at + size]}
+        at += size
+    text = json.dumps(header).encode()
+    with (tmp_path / "model.safetensors").open("wb") as out:
+        out.write(len(text).to_bytes(8, "little") + text)
+        out.truncate(8 + len(text) + at)
+    side = open_side(str(tmp_path), lambda place: None)
+    assert (side.rows, side.fit.lacking, side.fit.extra) == (1 << 26, (), ())
+
+
+def findings_of(target: Path, drafter: Path) -> dict[str, Finding]:
+    sides = [open_side(str(place), lambda place: None) for place in (target, drafter)]
+    return {finding.check: finding for finding in examine(*sides).findings}
+
+
+def test_the_doctor_notices_it_and_repairs_what_is_too_many(tmp_path: Path) -> None:
+    target = save(tmp_path / "target", make("llama"))
+    few = save(tmp_path / "few", make("llama"), lose("lm_head.weight"))
+    found = findings_of(target, few)["tensors"]
+    assert found.severity == "fault"
+    assert set(found.effects) == {"transformers", "vllm", "sglang", "llama.cpp", "draftsmith"}
+    assert "lm_head.weight" in found.drafter
+    sides = [open_side(str(place), lambda place: None) for place in (target, few)]
+    with pytest.raises(ValueError, match=r"nothing repairs that .*few lacks 1 tensor \(lm_head\.weight\)"):
+        repair(*sides, [found], tmp_path / "fixed", "draftsmith doctor")
+    assert not (tmp_path / "fixed").exists()
+
+    model = make("llama")
+    many = save(tmp_path / "many", model, lambda tensors: tensors.update({"more.weight": torch.ones(3)}))
+    found = findings_of(target, many)["more tensors"]
+    assert (found.severity, found.target) == ("note", "–")
+    assert found.drafter == "it holds 1 tensor (more.weight) of which its configuration knows nothing"
+    sides = [open_side(str(place), lambda place: None) for place in (target, many)]
+    done = repair(*sides, [found], tmp_path / "fixed", "draftsmith doctor").done
+    assert "the drafter holds 1 tensor (more.weight) of which its configuration knows nothing: left out" in done
+    assert find_faults(tmp_path / "fixed")[1] == []
+    kept = load_file(tmp_path / "fixed" / "model.safetensors")
+    assert all(torch.equal(kept[name], one) for name, one in model.state_dict().items())
+    assert findings_of(many, target)["more tensors"].drafter == "–"
+    assert "more tensors" not in findings_of(target, tmp_path / "fixed")
+
+
+def test_rows_of_the_vocabulary_are_said_once(tmp_path: Path) -> None:
+    target = save(tmp_path / "target", make("llama"))
+    padded = save(
+        tmp_path / "padded", make("llama"), lambda tensors: tensors.update({"lm_head.weight": torch.ones(32, 16)})
+    )
+    found = findings_of(target, padded)
+    assert "rows" in found
+    assert "tensors" not in found
+
+
+def test_heads_that_lack_one_are_noticed(tmp_path: Path) -> None:
+    def heads(name: str, change: Change) -> list[str]:
+        def write(folder: Path) -> None:
+            save_heads(PredictionHeads(3, 1, 16, VOCAB), folder, "target")
+            changed(folder / "medusa_lm_head.safetensors", change)
+
+        save_artifact(tmp_path / name, kind="heads", write=write, **ABOUT)
+        return find_faults(tmp_path / name)[1]
+
+    def drop_the_last(tensors: dict[str, torch.Tensor]) -> None:
+        for name in [name for name in tensors if name.startswith("2.")]:
+            del tensors[name]
+
+    assert heads("whole", lambda tensors: None) == []
+    for name, change, said in (
+        ("bias", lose("1.0.linear.bias"), "lacks 1.0.linear.bias"),
+        ("last", drop_the_last, "says medusa_num_heads 3, the tensors have 2"),
+        ("more", lambda tensors: tensors.update({"x": torch.ones(1)}), "x is not a tensor of prediction heads"),
+        ("wide", lambda tensors: tensors.update({"1.1.weight": torch.ones(VOCAB + 1, 16)}), "expected [24, 16]"),
+    ):
+        faults = heads(name, change)
+        assert any(said in fault for fault in faults), (name, faults)
+
+
+def test_a_target_beside_heads_that_lacks_a_tensor_is_noticed(tmp_path: Path) -> None:
+    def write(folder: Path) -> None:
+        save_heads(PredictionHeads(2, 1, 16, VOCAB), folder, "target")
+        make("llama").save_pretrained(folder / "base")
+        changed(folder / "base" / "model.safetensors", lose("model.norm.weight"))
+
+    save_artifact(tmp_path / "heads", kind="heads", write=write, **ABOUT)
+    (fault,) = find_faults(tmp_path / "heads")[1]
+    assert f"{tmp_path / 'heads' / 'base'} lacks 1 tensor (model.norm.weight)" in fault
+
+
+def test_tables_of_other_lengths_are_noticed(tmp_path: Path) -> None:
+    table = BigramTable.from_documents([np.arange(VOCAB)], VOCAB)
+
+    def faults(name: str, change: Change) -> list[str]:
+        def write(folder: Path) -> None:
+            table.save(folder)
+            changed(folder / "table.safetensors", change)
+
+        save_artifact(tmp_path / name, kind="table", write=write, **ABOUT)
+        return find_faults(tmp_path / name)[1]
+
+    assert faults("whole", lambda tensors: None) == []
+    for name, change, said in (
+        ("gone", lose("count"), "is not a table: it lacks count"),
+        (
+            "short",
+            lambda tensors: tensors.update(unigram=torch.ones(5, dtype=torch.int64)),
+            "unigram has 5 values, exp",
+        ),
+        (
+            "less",
+            lambda tensors: tensors.update(count=torch.ones(2, dtype=torch.int32)),
+            "count has 2 values, expected",
+        ),
+        ("more", lambda tensors: tensors.update(x=torch.ones(1)), "holds x, which no table has"),
+        ("sums", lambda tensors: tensors.update(left=torch.ones(VOCAB, dtype=torch.int64)), "does not say that it was"),
+    ):
+        (fault,) = faults(name, change)
+        assert said in fault
+
+
+@pytest.mark.parametrize("base_is_here", [True, False])
+def test_adapters_that_lack_a_half_are_noticed(base_is_here: bool, tmp_path: Path) -> None:
+    base = tmp_path / "base"
+    make("llama").save_pretrained(base)
+    wrapped = get_peft_model(AutoModelForCausalLM.from_pretrained(base), LoraConfig(r=2, target_modules=["q_proj"]))
+    wrapped.save_pretrained(tmp_path / "adapter")
+    if not base_is_here:
+        shutil.rmtree(base)
+    assert adapter_faults(tmp_path / "adapter") == []
+    first = "base_model.model.model.layers.0.self_attn.q_proj.lora_{}.weight"
+    for number, (change, said) in enumerate(
+        (
+            (lose(first.format("B")), "lacks"),
+            (lambda tensors: tensors.update({first.format("A"): torch.ones(3, 16)}), "[3, 16]"),
+            (lambda tensors: [tensors.pop(first.format(half)) for half in "AB"], "lacks 2 tens"),
+            (lambda tensors: tensors.update({first.format("A"): torch.ones(2, 15)}), "[2, 15], expected [2, 16]"),
+        )
+    ):
+        bad = Path(shutil.copytree(tmp_path / "adapter", tmp_path / f"bad{number}"))
+        changed(bad / "adapter_model.safetensors", change)
+        faults = adapter_faults(bad)
+        if base_is_here or number < 2:
+            assert any(said in fault for fault in faults), (number, faults)
+        else:
+            assert faults == [], "nobody knows what its model would want"
+
+
+@pytest.mark.parametrize("settings", [{"init_lora_weights": "pissa"}, {"peft_type": "LOHA"}, {"use_dora": True}])
+def test_what_is_not_known_of_adapters_is_not_held_against_them(settings: dict[str, Any], tmp_path: Path) -> None:
+    """Ways to begin that look at the model's weights, of which there are none here; kinds with other tensors."""
+    make("llama").save_pretrained(tmp_path / "base")
+    kind = LoHaConfig if settings.pop("peft_type", None) else LoraConfig
+    config = kind(r=2, target_modules=["q_proj"], task_type="CAUSAL_LM", **settings)
+    wrapped = get_peft_model(AutoModelForCausalLM.from_pretrained(tmp_path / "base"), config)
+    wrapped.save_pretrained(tmp_path / "adapter")
+    assert adapter_faults(tmp_path / "adapter") == []
+
+
+def test_older_names_of_experts_are_not_held_against_an_adapter(tmp_path: Path) -> None:
+    """Which peft takes too, though it would write others today."""
+    make("mixtral").save_pretrained(tmp_path / "base")
+    LoraConfig(r=2, target_modules=["w2"], base_model_name_or_path=str(tmp_path / "base")).save_pretrained(tmp_path)
+    experts = [f"layers.{layer}.block_sparse_moe.experts.{expert}.w2" for layer in range(2) for expert in range(2)]
+    shapes = {"lora_A": (2, 32), "lora_B": (16, 2)}
+    prefix = "base_model.model.model"
+    save_file(
+        {f"{prefix}.{name}.{half}.weight": torch.ones(shapes[half]) for name in experts for half in shapes},
+        tmp_path / "adapter_model.safetensors",
+    )
+    assert adapter_faults(tmp_path) == []
+    taken = PeftModel.from_pretrained(AutoModelForCausalLM.from_pretrained(tmp_path / "base"), tmp_path)
+    assert all((one == 1).all() for name, one in taken.named_parameters() if "lora_" in name)
+
+
+def test_quantised_weights_are_not_held_against_names_that_are_not_theirs(tmp_path: Path) -> None:
+    config = LlamaConfig(**LLAMA)
+    config.quantization_config = {"quant_method": "gptq", "bits": 4}
+    assert "quantised" in fit_to_model(config, {"x": (1,)}).unknown
+
+
+@pytest.mark.parametrize(
+    ("config", "said"),
+    [
+        ({"model_type": "llama", "hidden_size": 16, "num_attention_heads": 0}, "configuration makes no model|loaded"),
+        ({"hidden_size": 16}, "no language model could be loaded"),
+        ({"model_type": "newer-than-this-transformers"}, ""),
+        ({"model_type": "its-own", "auto_map": {"AutoConfig": "it.Config", "AutoModelForCausalLM": "it.Model"}}, ""),
+    ],
+)
+def test_a_configuration_of_nothing_is_said_and_of_an_unknown_model_is_not(
+    config: dict[str, Any], said: str, tmp_path: Path
+) -> None:
+    def write(folder: Path) -> None:
+        make("llama").save_pretrained(folder)
+        (folder / "config.json").write_text(json.dumps(config))
+
+    save_artifact(tmp_path / "a", kind="drafter", write=write, **ABOUT)
+    faults = find_faults(tmp_path / "a")[1]
+    assert len(faults) == bool(said)
+    assert all(re.search(said, fault) for fault in faults)
+
+
+def test_what_a_model_lacks_is_not_made_up_when_it_is_loaded(tmp_path: Path) -> None:
+    """By transformers alone, it would be."""
+    make("llama").save_pretrained(tmp_path)
+    changed(tmp_path / "model.safetensors", lose("lm_head.weight"))
+    LlamaForCausalLM.from_pretrained(tmp_path)
+    said = r"no language model could be loaded from .*: its files lack lm_head\.weight, for which there would be random"
+    for load in (load_model, load_drafter):
+        with pytest.raises(ValueError, match=said):
+            load(str(tmp_path))
+    torch.save(load_file(tmp_path / "model.safetensors"), tmp_path / "pytorch_model.bin")
+    (tmp_path / "model.safetensors").unlink()
+    with (
+        pytest.raises(ValueError, match="its files lack lm_head"),
+        whole_model("it", tmp_path, unpickle=True),
+    ):
+        pass
+
+
+def said_lines(capsys: pytest.CaptureFixture[str]) -> list[str]:
+    return capsys.readouterr().err.splitlines()
+
+
+def tokenizer_of(words: str) -> PreTrainedTokenizerFast:
+    backend = Tokenizer(models.WordLevel({word: place for place, word in enumerate(words)}, unk_token=words[0]))
+    return PreTrainedTokenizerFast(tokenizer_object=backend, unk_token=words[0], eos_token=words[1])
+
+
+def test_import_refuses_what_lacks_some_and_tells_what_is_too_many(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    tokenizer = tokenizer_of("abcdefghijklmnopqrstuvwx")
+    assert tokenizer_fingerprint(tokenizer)
+    for name in ("target", "drafter"):
+        make("llama").save_pretrained(tmp_path / name)
+        tokenizer.save_pretrained(tmp_path / name)
+    names = (str(tmp_path / "drafter"), tmp_path / "out", str(tmp_path / "target"))
+    changed(tmp_path / "drafter" / "model.safetensors", lose("model.norm.weight"))
+    with pytest.raises(ValueError, match=r"lacks 1 tensor \(model\.norm\.weight\)"):
+        import_published(*names)
+    assert not (tmp_path / "out").exists()
+    make("llama").save_pretrained(tmp_path / "drafter")
+    capsys.readouterr()
+    import_published(*names)
+    assert "of which" not in capsys.readouterr().err
+    assert find_faults(tmp_path / "out")[1] == []
+
+    changed(tmp_path / "drafter" / "model.safetensors", lambda tensors: tensors.update({"x": torch.ones(1)}))
+    import_published(names[0], tmp_path / "many", names[2])
+    (line,) = [line for line in said_lines(capsys) if "of which" in line]
+    assert "it holds 1 tensor (x) of which its configuration knows nothing" in line
+    assert find_faults(tmp_path / "many")[1] == []
+    assert set(load_file(tmp_path / "many" / "model.safetensors")) > {"x"}
