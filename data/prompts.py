@@ -9,10 +9,10 @@ from itertools import islice
 from typing import Any
 
 from .conversations import Prompt
-from .corpora import find_corpus
-from .reading import read_prompts
-from .rendering import prompt_renderer
-from .templates import get_template
+from .rendering.render import prompt_renderer
+from .rendering.templates import get_template
+from .sources.reading import read_prompts
+from .sources.registry import find_corpus
 
 _NAMED_PASSED_OVER = 20  # of prompts that were too long; of the others only the number is kept
 

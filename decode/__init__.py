@@ -8,15 +8,15 @@ from __future__ import annotations
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
-    from .drop_in import CustomGenerate, method
+    from .custom_generate.method import CustomGenerate, method
 
 __all__ = ["CustomGenerate", "method"]
 
 
 def __getattr__(name: str) -> Any:
-    # Importing this package must not import transformers: train/losses.py and others do without.
+    # Importing this package must not import transformers: train/losses/drafter.py and others do without.
     if name in __all__:
-        from . import drop_in
+        from .custom_generate import method as drop_in
 
         return getattr(drop_in, name)
     raise AttributeError(f"module {__name__!r} has no attribute {name!r}")

@@ -15,9 +15,9 @@ from torch import Tensor
 from transformers import PreTrainedModel
 
 from ..checkpoints.artifact.locate import resolve
-from .drop_in import CustomGenerate
-from .generate_calls import calling_generate
-from .method_files import read_settings
+from .custom_generate.method import CustomGenerate
+from .custom_generate.request import calling_generate
+from .custom_generate.saved import read_settings
 
 
 def generate_attached(model: PreTrainedModel, inputs: Tensor | None = None, **asked: Any) -> Any:

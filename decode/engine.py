@@ -14,9 +14,9 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from .kv_cache import KVCache
-from .models import LanguageModel
-from .paths import extend_by_path
+from .models.base import LanguageModel
+from .models.kv_cache import KVCache
+from .models.paths import extend_by_path
 from .rng import Rng
 from .tree import Tree
 from .warpers import Sampling, warp

@@ -9,17 +9,25 @@ from typing import Any, NamedTuple
 from ..checkpoints.storage.suggest import did_you_mean
 from ..checkpoints.table.smoothing import SMOOTHINGS
 from ..checkpoints.table.table import BigramTable
-from .adaptive import AdaptiveChain, Confidence, ExpectedGain, Oracle, Policy
-from .beams import DraftBeam, TargetBeam
-from .chains import DraftChains
 from .engine import Proposer, Verifier
-from .head_trees import HeadModule, HeadTree, PrunedHeadTree
-from .lossy import AcceptAll, JointLikelihood, OverAcceptance, Rollback, TypicalAcceptance
-from .models import LanguageModel
-from .ngrams import PromptLookup, TableChain
-from .proposers import DraftTree, Nothing
+from .models.base import LanguageModel
+from .proposers.adaptive import AdaptiveChain, Confidence, ExpectedGain, Oracle, Policy
+from .proposers.beams import DraftBeam, TargetBeam
+from .proposers.chains import DraftChains
+from .proposers.draft_tree import DraftTree, Nothing
+from .proposers.head_trees import HeadModule, HeadTree, PrunedHeadTree
+from .proposers.ngrams import PromptLookup, TableChain
 from .tree import parse_branching
-from .verifiers import ExactChain, GreedyMatch, KSequential, MultiCandidate, Sample, SampleAndMatch, SeveralDrafters
+from .verifiers.lossless import (
+    ExactChain,
+    GreedyMatch,
+    KSequential,
+    MultiCandidate,
+    Sample,
+    SampleAndMatch,
+    SeveralDrafters,
+)
+from .verifiers.lossy import AcceptAll, JointLikelihood, OverAcceptance, Rollback, TypicalAcceptance
 from .warpers import Sampling
 
 

@@ -12,12 +12,12 @@ from transformers import PreTrainedModel
 from ..checkpoints.table.table import BigramTable
 from ..data.prompts import load_prompts, stop_ids
 from ..decode.engine import Limits
-from ..decode.head_trees import attach_projection
-from ..decode.loading import wrap_model
-from ..decode.measure import Decoded, decode
+from ..decode.evaluation.measure import Decoded, decode
+from ..decode.evaluation.metrics import total
 from ..decode.methods import Method, Parts, build_method
-from ..decode.metrics import total
-from ..decode.models import LanguageModel
+from ..decode.models.base import LanguageModel
+from ..decode.models.loading import wrap_model
+from ..decode.proposers.head_trees import attach_projection
 from ..decode.tree import parse_tree
 from ..decode.warpers import Sampling
 from .prepare import Prepared

@@ -9,13 +9,13 @@ from typing import Any
 
 import torch
 
-from ..decode.loading import load_model
-from ..train.hidden_cache import HiddenCache, HiddenRows, HiddenSource
-from ..train.row_cache import RowCache
-from ..train.row_plan import CachePlan, Source
-from ..train.row_writer import MakeRows
-from ..train.teacher import load_teacher
-from ..train.teacher_cache import CacheSource, TeacherCache, TopRows
+from ..decode.models.loading import load_model
+from ..train.teachers.hidden_cache import HiddenCache, HiddenRows, HiddenSource
+from ..train.teachers.row_cache import RowCache
+from ..train.teachers.row_plan import CachePlan, Source
+from ..train.teachers.row_writer import MakeRows
+from ..train.teachers.teacher import load_teacher
+from ..train.teachers.top_k_cache import CacheSource, TeacherCache, TopRows
 from .terminal import gigabytes
 from .training import DrafterRecipe, HeadsRecipe
 

@@ -12,16 +12,16 @@ from typing import Any
 from rich.markup import escape
 from rich.table import Table
 
-from ..decode.certify import Certificate, Plan, certify_method
 from ..decode.engine import Limits
-from ..decode.head_trees import states_of
-from ..decode.loading import wrap_model
-from ..decode.measure import Entry
+from ..decode.evaluation.certify.certify import Certificate, Plan, certify_method
+from ..decode.evaluation.certify.rescoring import Rounding, measure_rounding
+from ..decode.evaluation.certify.uniformity import detectable_bias, tokens_for
+from ..decode.evaluation.measure import Entry
 from ..decode.methods import method_options
-from ..decode.reading_back import Rounding, measure_rounding
-from ..decode.uniformity import detectable_bias, tokens_for
+from ..decode.models.loading import wrap_model
+from ..decode.proposers.head_trees import states_of
 from ..decode.warpers import Sampling
-from ..train.interrupts import StopSignals
+from ..train.parallel.interrupts import StopSignals
 from . import evaluate
 from .certificate_report import KIND, SCHEMA, certificate_beside
 from .config import EvaluateRecipe

@@ -15,8 +15,8 @@ from rich.markup import escape
 from rich.table import Table
 
 from .. import __version__
-from ..train.interrupts import Interrupted, TrainingError
-from ..train.processes import StoppedError, lost_another
+from ..train.parallel.interrupts import Interrupted, TrainingError
+from ..train.parallel.processes import StoppedError, lost_another
 from .artifact_cli import artifact_app
 from .config import QuickstartRecipe, RegenerateRecipe
 from .loading import accelerate_configs, deepspeed_configs, find_recipe, first_sentence, load_recipe, shipped_recipes
@@ -79,7 +79,7 @@ def quickstart(
     options = {"minutes": minutes, "seed": seed, "out": out}
     given = [f"{key}={value}" for key, value in options.items() if value is not None]
     loaded = load_recipe(recipe, [*given, *(overrides or [])], kinds=["quickstart"])
-    from .quickstart import run_quickstart  # after the recipe is checked: libraries take seconds to load
+    from .quickstart import run_quickstart
 
     assert isinstance(loaded, QuickstartRecipe)
     run_quickstart(loaded)
@@ -131,7 +131,7 @@ def _taught_recipe(recipe: str, overrides: list[str]) -> DrafterRecipe | HeadsRe
 @app.command()
 def corpora() -> None:
     """The corpora that are known by name: where they lie, what they are for, and on what terms."""
-    from ..data.corpora import CORPORA
+    from ..data.sources.registry import CORPORA
 
     table = Table(box=None)
     for heading in ("name", "hub id", "for", "licence", "note"):
@@ -219,7 +219,7 @@ def evaluate(
     elif isinstance(loaded, PaperRecipe):
         run_paper(loaded, short_name(str(recipe)), folder, Path(out) if out else None)
     else:
-        from .evaluate import run_evaluate  # after the recipe is checked: libraries take seconds to load
+        from .evaluate import run_evaluate
 
         run_evaluate(loaded)
 

@@ -145,7 +145,7 @@ class RegenerateRecipe(PlaceSection):
     source: str
     """The corpus whose questions are asked, as in a data section."""
     clean: dict[str, Any] = {}
-    """What is cut and dropped before: the options of `draftsmith.data.cleaning_options.Cleaning`."""
+    """What is cut and dropped before: the options of `draftsmith.data.cleaning.options.Cleaning`."""
     target: str | None = None
     """Folder or hub id of the target, to decode in this process."""
     server: ServerSection | None = None

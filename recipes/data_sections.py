@@ -7,7 +7,7 @@ from typing import Any, Literal
 
 from pydantic import BaseModel, ConfigDict, Field, model_validator
 
-from ..data.cleaning_options import Cleaning, nearest_name
+from ..data.cleaning.options import Cleaning, nearest_name
 
 
 class Section(BaseModel):
@@ -62,7 +62,7 @@ class DataSection(PlaceSection):
     skip_broken: bool = False
     """Pass over rows that cannot be read, and count them."""
     clean: dict[str, Any] = {}
-    """What is cut, dropped and rewritten: the options of `draftsmith.data.cleaning_options.Cleaning`."""
+    """What is cut, dropped and rewritten: the options of `draftsmith.data.cleaning.options.Cleaning`."""
     template: str = "vicuna-v1.1"
     """Chat template by name; `tokenizer`: its own."""
     last_turn_only: bool = False

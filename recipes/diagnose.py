@@ -57,9 +57,9 @@ from pathlib import Path
 from typing import Any
 
 from ..checkpoints.storage.suggest import did_you_mean
-from ..decode.measure import Entry
+from ..decode.evaluation.measure import Entry
 from ..decode.methods import needs_of
-from ..train.interrupts import Interrupted, StopSignals
+from ..train.parallel.interrupts import Interrupted, StopSignals
 from .config import EvaluateRecipe, MethodSection
 from .diagnose_case import Case, questions_of
 from .diagnose_cells import cells_of, entropies

@@ -10,14 +10,14 @@ from typing import Any
 
 from ..data.conversations import Conversation, Turn
 from ..data.prompts import load_prompts, stop_ids
-from ..data.rendering import render
-from ..data.templates import Template
-from ..decode.diagnosis import Passage, Resamples
+from ..data.rendering.render import render
+from ..data.rendering.templates import Template
 from ..decode.engine import Limits
-from ..decode.models import LanguageModel
-from ..decode.recording import sample_texts
+from ..decode.evaluation.diagnose.agreement import Passage, Resamples
+from ..decode.evaluation.replay.recording import sample_texts
+from ..decode.models.base import LanguageModel
 from ..decode.warpers import Sampling
-from ..train.interrupts import Interrupted, StopSignals
+from ..train.parallel.interrupts import Interrupted, StopSignals
 from .config import EvaluateRecipe
 from .opening import Opened
 from .terminal import Advance, bar

@@ -8,8 +8,8 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from ..decode.diagnosis import Cell, Tried, bands, cells, probabilities, quantile_edges, score
-from ..decode.token_classes import classify
+from ..decode.evaluation.diagnose.agreement import Cell, Tried, bands, cells, probabilities, quantile_edges, score
+from ..decode.evaluation.diagnose.token_classes import classify
 from .diagnose_case import Case
 from .diagnose_stages import Measured
 from .trace_text import TokenTexts

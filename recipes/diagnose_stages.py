@@ -18,8 +18,8 @@ import torch
 from numpy.typing import NDArray
 
 from ..checkpoints.heads.files import PredictionHeads, load_heads, save_heads
-from ..data.templates import get_template
-from ..decode.diagnosis import (
+from ..data.rendering.templates import get_template
+from ..decode.evaluation.diagnose.agreement import (
     DrafterSource,
     Floats,
     HeadsSource,
@@ -34,20 +34,20 @@ from ..decode.diagnosis import (
     score,
     tried,
 )
-from ..decode.diagnosis_heads import Places, places_of
-from ..decode.head_trees import attach_projection, states_of
-from ..decode.loading import load_model, wrap_model
-from ..decode.measure import Entry
+from ..decode.evaluation.diagnose.head_offsets import Places, places_of
+from ..decode.evaluation.measure import Entry
+from ..decode.evaluation.replay.replay import predict_entries, record_entries
+from ..decode.evaluation.trace import trace
 from ..decode.methods import Parts, build_method
-from ..decode.models import LanguageModel
-from ..decode.ngrams import TableChain
-from ..decode.replay import predict_entries, record_entries
-from ..decode.seq2seq import Seq2SeqModel
-from ..decode.tracing import trace
+from ..decode.models.base import LanguageModel
+from ..decode.models.loading import load_model, wrap_model
+from ..decode.models.seq2seq import Seq2SeqModel
+from ..decode.proposers.head_trees import attach_projection, states_of
+from ..decode.proposers.ngrams import TableChain
 from ..decode.warpers import Sampling
-from ..train.drafter import DrafterTask
-from ..train.heads import HeadsTask
-from ..train.teacher import ModelTeacher
+from ..train.tasks.drafter import DrafterTask
+from ..train.tasks.heads import HeadsTask
+from ..train.teachers.teacher import ModelTeacher
 from .diagnose_case import Case
 from .diagnose_training import OtherTarget, Trained, block_passages
 from .opening import place_of

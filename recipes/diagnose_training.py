@@ -11,14 +11,14 @@ from typing import Any
 
 from ..checkpoints.artifact.artifact import MANIFEST_FILE, Manifest, load_manifest, model_fingerprint
 from ..checkpoints.artifact.locate import at_revision
+from ..data.blocks.packing import IGNORED, PADDING
+from ..data.blocks.prepared import PreparedData
 from ..data.conversations import Conversation, Turn
-from ..data.packing import IGNORED, PADDING
-from ..data.prepared import PreparedData
 from ..data.prompts import stop_ids
-from ..data.rendering import render
-from ..data.templates import OWN, Template, get_template
-from ..decode.diagnosis import Passage
-from ..decode.loading import load_model
+from ..data.rendering.render import render
+from ..data.rendering.templates import OWN, Template, get_template
+from ..decode.evaluation.diagnose.agreement import Passage
+from ..decode.models.loading import load_model
 from .config import EvaluateRecipe
 from .opening import Opened
 from .prepare import encoder_hash

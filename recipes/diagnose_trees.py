@@ -15,15 +15,15 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from ..decode.diagnosis import Passage, Tried, bands, interval, tried
-from ..decode.head_trees import HeadTree, PrunedHeadTree
-from ..decode.measure import Entry
+from ..decode.evaluation.diagnose.agreement import Passage, Tried, bands, interval, tried
+from ..decode.evaluation.measure import Entry
+from ..decode.evaluation.replay.heads import head_ranks, paths_of
+from ..decode.evaluation.replay.recording import Recording
+from ..decode.evaluation.replay.replay import chances, predict, record_entries
+from ..decode.evaluation.trace import trace
 from ..decode.methods import Method, Parts, build_method, method_options, needs_of
-from ..decode.proposers import DraftTree
-from ..decode.recording import Recording
-from ..decode.replay import chances, predict, record_entries
-from ..decode.replay_heads import head_ranks, paths_of
-from ..decode.tracing import trace
+from ..decode.proposers.draft_tree import DraftTree
+from ..decode.proposers.head_trees import HeadTree, PrunedHeadTree
 from .config import EvaluateRecipe
 from .diagnose_case import Case
 from .diagnose_cells import cells_of, entropies

@@ -13,7 +13,7 @@ from typing import Any
 
 import torch
 
-from ..decode.energy import open_meter
+from ..decode.evaluation.energy import open_meter
 
 CORE = ("torch", "transformers", "safetensors", "scipy", "numpy", "pydantic", "typer", "rich")
 OPTIONAL = {

@@ -16,12 +16,12 @@ from ..checkpoints.verify.model_files import is_adapter
 from ..data.prompts import stop_ids
 from ..data.tokenizers import load_tokenizer
 from ..train.config import micro_steps
-from ..train.drafter import DrafterTask
-from ..train.losses import TopK
-from ..train.objectives import parse_weights
-from ..train.on_policy import OnPolicy
-from ..train.processes import on_main, together
-from ..train.teacher import Teacher, load_teacher
+from ..train.losses.drafter import TopK
+from ..train.losses.objectives import parse_weights
+from ..train.parallel.processes import on_main, together
+from ..train.tasks.drafter import DrafterTask
+from ..train.tasks.on_policy import OnPolicy
+from ..train.teachers.teacher import Teacher, load_teacher
 from .acceptance import drafter_measure
 from .models import TrainableModel, build_model, check_vocabulary
 from .outcome import check_target, fingerprint_of, fit_recipe, prepare_once, save

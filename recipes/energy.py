@@ -38,12 +38,12 @@ import torch
 from rich.table import Table
 from torch import Tensor
 
-from ..decode.energy import CounterError, Energy, EnergyMeter, open_meter
-from ..decode.loading import load_model, wrap_model
-from ..decode.measure import devices_of, synchronise
+from ..decode.evaluation.energy import CounterError, Energy, EnergyMeter, open_meter
+from ..decode.evaluation.measure import devices_of, synchronise
 from ..decode.methods import Parts
-from ..decode.models import LanguageModel
-from ..decode.seq2seq import Seq2SeqModel
+from ..decode.models.base import LanguageModel
+from ..decode.models.loading import load_model, wrap_model
+from ..decode.models.seq2seq import Seq2SeqModel
 from .config import EvaluateRecipe
 from .direct import BASE, evaluate_recipe
 from .doctor import machine

@@ -9,14 +9,14 @@ from pathlib import Path
 from typing import Any
 
 from ..data.prompts import PassedOver, load_prompts, stop_ids
-from ..decode.energy import CounterError, Energy, open_meter
 from ..decode.engine import Limits
-from ..decode.measure import BASELINE, Entry, Run, devices_of, energy_of, measure
+from ..decode.evaluation.energy import CounterError, Energy, open_meter
+from ..decode.evaluation.measure import BASELINE, Entry, Run, devices_of, energy_of, measure
+from ..decode.evaluation.replay.replay import predict_entries, record_entries
+from ..decode.evaluation.summary import Asked, Summariser, Summary, same_as_reference
 from ..decode.methods import Parts, build_method
-from ..decode.models import LanguageModel
-from ..decode.replay import predict_entries, record_entries
-from ..decode.summary import Asked, Summariser, Summary, same_as_reference
-from ..train.interrupts import Interrupted, StopSignals
+from ..decode.models.base import LanguageModel
+from ..train.parallel.interrupts import Interrupted, StopSignals
 from .config import EvaluateRecipe
 from .doctor import machine
 from .journal import RunJournal

@@ -11,7 +11,7 @@ from typing import Any
 
 from ..data.prompts import load_prompts, stop_ids
 from ..decode.engine import Limits
-from ..decode.recording import sample_texts
+from ..decode.evaluation.replay.recording import sample_texts
 from ..decode.warpers import Sampling
 from .loading import parse_recipe
 from .opening import Opened, open_recipe, state_of

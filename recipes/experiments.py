@@ -14,7 +14,7 @@ from typing import Any
 import numpy as np
 import torch
 
-from ..decode.measure import BASELINE
+from ..decode.evaluation.measure import BASELINE
 from ..decode.methods import method_options
 from .claims import transformed
 from .config import EvaluateRecipe

@@ -1,6 +1,6 @@
 """The experiments about acceptance: the target's own texts are written once and read once, and nothing is timed.
 
-α, α@k, E[TV] and the predicted acceleration are those of `decode/recording.py` and `decode/replay.py`. Methods beside
+α, α@k, E[TV] and the predicted acceleration are those of `decode/evaluation/replay/recording.py` and `decode/evaluation/replay/replay.py`. Methods beside
 `autoregressive` are decoded too, so that prediction and count stand in one table.
 
 Shape letters: T positions of a text, V vocabulary.
@@ -16,14 +16,14 @@ import numpy as np
 import torch
 from numpy.typing import NDArray
 
-from ..decode import theory
-from ..decode.markov import decode_side_by_side
-from ..decode.measure import BASELINE, Entry
+from ..decode.evaluation.measure import BASELINE, Entry
+from ..decode.evaluation.replay.recording import TABLE_SOURCES, Recording, record
+from ..decode.evaluation.replay.replay import chances
 from ..decode.methods import Parts, build_method
-from ..decode.models import LanguageModel
-from ..decode.recording import TABLE_SOURCES, Recording, record
-from ..decode.replay import chances
+from ..decode.models.base import LanguageModel
 from ..decode.rng import Rng
+from ..decode.theory import closed_forms as theory
+from ..decode.theory.markov import decode_side_by_side
 from ..decode.warpers import Sampling, warp
 from .config import EvaluateRecipe
 from .experiment_bench import Bench, Row, open_bench, ratio_metric, with_counted

@@ -1,7 +1,7 @@
 """The experiments that take no model: what the papers' formulas say of Markov chains, and what decoding them shows.
 
-The real proposers, verifiers and engine decode chains whose distributions are known (`decode/markov.py`); the sums of
-`decode/theory.py` stand beside what was counted. `standard_errors_off` is how far the two lie apart: a right method is
+The real proposers, verifiers and engine decode chains whose distributions are known (`decode/theory/markov.py`); the sums of
+`decode/theory/closed_forms.py` stand beside what was counted. `standard_errors_off` is how far the two lie apart: a right method is
 off by 4 or more in 6 of 100,000 comparisons.
 
 Shape letters: B texts, G numbers of draft tokens, S parts, V states.
@@ -17,19 +17,13 @@ from typing import Any
 import numpy as np
 import torch
 
-from ..decode import theory
 from ..decode.engine import Limits, generate
-from ..decode.markov import MarkovModel, OneStream, decode_side_by_side, even_chains, random_chains
 from ..decode.methods import Parts, build_method
+from ..decode.theory import closed_forms as theory
+from ..decode.theory.markov import MarkovModel, OneStream, decode_side_by_side, even_chains, random_chains
 from ..decode.warpers import Sampling
 from .data_sections import Section
-from .experiment_settings import (
-    DraftsStudy,
-    OverAcceptanceStudy,
-    RejectionsStudy,
-    WalltimeStudy,
-    checked_settings,
-)
+from .experiment_settings import DraftsStudy, OverAcceptanceStudy, RejectionsStudy, WalltimeStudy, checked_settings
 from .papers_config import PaperRecipe
 from .terminal import bar
 

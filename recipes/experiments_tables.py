@@ -15,9 +15,9 @@ import torch
 from numpy.typing import NDArray
 
 from ..checkpoints.table.table import BigramTable
+from ..decode.evaluation.replay.recording import Recording, record
+from ..decode.evaluation.replay.replay import predict
 from ..decode.methods import Parts
-from ..decode.recording import Recording, record
-from ..decode.replay import predict
 from ..decode.warpers import Sampling
 from .energy import run_energy
 from .experiment_bench import Bench, Row, open_bench, ratio_metric, table_recipe

@@ -14,7 +14,7 @@ from ..checkpoints.export.gguf import GGUF
 from ..checkpoints.export.heads import HEADS_FORMATS
 from ..checkpoints.export.table import TABLE_FORMATS
 from ..checkpoints.storage.places import here, hub_place
-from ..decode.export_attached import ATTACHED_FORMATS
+from ..decode.custom_generate.export import ATTACHED_FORMATS
 from .terminal import console, say
 
 FORMATS: dict[str, Format] = {

@@ -14,16 +14,16 @@ from torch import Tensor
 
 from ..checkpoints.artifact.compat import save_tokenizer
 from ..checkpoints.heads.files import PredictionHeads, save_heads
-from ..data.packing import PADDING
+from ..data.blocks.packing import PADDING
 from ..data.tokenizers import load_tokenizer
 from ..train.config import micro_steps
-from ..train.forward import PackedForward
-from ..train.heads import HeadsTask
-from ..train.joint import Joint, JointTask
-from ..train.loop import FitResult
-from ..train.objectives import check_objective, parse_weights
-from ..train.processes import on_main, together
-from ..train.scale import zero_stage
+from ..train.forward.packed import PackedForward
+from ..train.loop.fit import FitResult
+from ..train.losses.objectives import check_objective, parse_weights
+from ..train.parallel.accelerate import zero_stage
+from ..train.parallel.processes import on_main, together
+from ..train.tasks.heads import HeadsTask
+from ..train.tasks.medusa2 import Joint, JointTask
 from .acceptance import check_measure, heads_measure
 from .models import TrainableModel, add_lora, check_vocabulary, load_trainable
 from .outcome import fingerprint_of, fit_recipe, prepare_once, save

@@ -28,7 +28,7 @@ from ..checkpoints.verify.model_files import (
 )
 from ..checkpoints.verify.tensors import adapter_faults
 from ..data.tokenizers import load_tokenizer
-from ..decode.loading import load_model
+from ..decode.models.loading import load_model
 from .command import typed_command
 from .import_heads import fingerprint_of_files, import_heads
 from .terminal import say

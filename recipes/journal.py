@@ -13,10 +13,10 @@ from pathlib import Path
 from types import TracebackType
 from typing import Any, BinaryIO, ClassVar, Self
 
-from ..decode.certify import Written
-from ..decode.energy import Energy
-from ..decode.measure import Decoded, RunKey
-from ..decode.metrics import Tally
+from ..decode.evaluation.certify.certify import Written
+from ..decode.evaluation.energy import Energy
+from ..decode.evaluation.measure import Decoded, RunKey
+from ..decode.evaluation.metrics import Tally
 
 SCHEMA = 1
 

@@ -23,8 +23,8 @@ from ..checkpoints.artifact.compat import mend_model
 from ..checkpoints.artifact.locate import at_revision, target_record
 from ..checkpoints.storage.suggest import did_you_mean
 from ..checkpoints.verify.model_files import UNLOADABLE, check_config, names_of_embeddings, read_tensors
-from ..decode.loading import ADAPTER_CONFIG, load_model
-from ..decode.seq2seq import Seq2SeqModel
+from ..decode.models.loading import ADAPTER_CONFIG, load_model
+from ..decode.models.seq2seq import Seq2SeqModel
 from .training import LoraSection, ModelSection
 
 _ADAPTER_NAME = "default"  # peft's

@@ -26,11 +26,11 @@ from ..checkpoints.artifact.locate import at_revision, model_source, resolve
 from ..checkpoints.heads.files import PredictionHeads, load_heads
 from ..checkpoints.table.table import BigramTable
 from ..data.tokenizers import load_tokenizer
-from ..decode.head_trees import attach_projection, states_of
-from ..decode.loading import load_model, wrap_model
-from ..decode.measure import Entry
+from ..decode.evaluation.measure import Entry
 from ..decode.methods import Parts, method_options, needs_of
-from ..decode.models import LanguageModel, check_same_vocabulary
+from ..decode.models.base import LanguageModel, check_same_vocabulary
+from ..decode.models.loading import load_model, wrap_model
+from ..decode.proposers.head_trees import attach_projection, states_of
 from ..decode.warpers import Sampling
 from .config import EvaluateRecipe
 from .doctor import machine

@@ -22,10 +22,10 @@ from ..checkpoints.artifact.artifact import (
 )
 from ..checkpoints.artifact.locate import at_revision, commit_of, target_record
 from ..checkpoints.storage.places import split_revision
-from ..data.prepared import PreparedData
-from ..train.interrupts import TrainingError
-from ..train.loop import FitConfig, FitResult, Task, fit
-from ..train.processes import StoppedError, on_main, together
+from ..data.blocks.prepared import PreparedData
+from ..train.loop.fit import FitConfig, FitResult, Task, fit
+from ..train.parallel.interrupts import TrainingError
+from ..train.parallel.processes import StoppedError, on_main, together
 from .command import typed_command
 from .data_sections import Section
 from .loading import write_recipe

@@ -17,8 +17,8 @@ from ..checkpoints.artifact.locate import at_revision
 from ..checkpoints.heads.files import PredictionHeads
 from ..checkpoints.verify.model_files import base_of, is_adapter
 from ..train.config import micro_steps
-from ..train.plan import Demand, Launch, ModelSize, heads_size, model_size
-from ..train.scale import zero_stage
+from ..train.parallel.accelerate import zero_stage
+from ..train.plan.memory import Demand, Launch, ModelSize, heads_size, model_size
 from .acceptance import decodes_fast
 from .drafters import complete_section
 from .models import TrainableModel, cut_layers, made_trainable, model_from_config, new_model

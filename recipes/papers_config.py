@@ -243,7 +243,7 @@ def pair_values(evaluate: EvaluateRecipe, folder: str, parts: Sequence[str]) -> 
 
 def groups_of(evaluations: Sequence[EvaluateRecipe]) -> list[str] | None:
     """The categories of their prompts; None where a set does not fix them."""
-    from ..data.corpora import find_corpus  # here, as a recipe without categories needs none
+    from ..data.sources.registry import find_corpus
 
     corpora = [find_corpus(evaluation.prompts) for evaluation in evaluations]
     if any(corpus is None or not corpus.groups for corpus in corpora):

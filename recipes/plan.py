@@ -16,14 +16,14 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
-from ..data.prepared import PreparedData
+from ..data.blocks.prepared import PreparedData
 from ..data.tokenizers import load_tokenizer
-from ..train.heads import HeadsModule
-from ..train.loop import FitConfig, Task
-from ..train.plan import Demand, ModelSize, Part, checkpoint_bytes, peak, plan_memory
-from ..train.probe import MemoryWatch, Probe, free_bytes, held_bytes, probe
-from ..train.processes import on_main, together
-from ..train.scale import make_accelerator
+from ..train.loop.fit import FitConfig, Task
+from ..train.parallel.accelerate import make_accelerator
+from ..train.parallel.processes import on_main, together
+from ..train.plan.memory import Demand, ModelSize, Part, checkpoint_bytes, peak, plan_memory
+from ..train.plan.probe import MemoryWatch, Probe, free_bytes, held_bytes, probe
+from ..train.tasks.heads import HeadsModule
 from .drafters import drafter_parts
 from .heads import heads_parts
 from .outcome import check_out, fit_config, prepare_once, state_folder

@@ -15,17 +15,17 @@ from pathlib import Path
 from typing import Any
 
 from ..checkpoints.artifact.artifact import tokenizer_fingerprint
-from ..data.cleaning_options import Cleaning
+from ..data.blocks.prepared import SCHEMA, PreparedData, padding_id, prepare
+from ..data.blocks.stream import StreamedData
+from ..data.cleaning.options import Cleaning
 from ..data.conversations import Conversation, CorpusReport, write_conversations
-from ..data.corpora import DOCUMENTED, find_corpus
-from ..data.files import data_files
-from ..data.lint import Linter, LintReport, colour
-from ..data.mixture import Part, hashed_share, mixture
-from ..data.prepared import SCHEMA, PreparedData, padding_id, prepare
-from ..data.reading import numbered_conversations
-from ..data.rendering import Renderer
-from ..data.stream import StreamedData
-from ..data.templates import get_template
+from ..data.rendering.lint import Linter, LintReport, colour
+from ..data.rendering.render import Renderer
+from ..data.rendering.templates import get_template
+from ..data.sources.files import data_files
+from ..data.sources.mixture import Part, hashed_share, mixture
+from ..data.sources.reading import numbered_conversations
+from ..data.sources.registry import DOCUMENTED, find_corpus
 from .data_sections import DataSection, SourceSection
 from .terminal import console, counter, say
 

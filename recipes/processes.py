@@ -9,7 +9,7 @@ from contextlib import suppress
 from datetime import timedelta
 from typing import TypeVar
 
-from ..train.processes import together
+from ..train.parallel.processes import together
 
 Found = TypeVar("Found")
 
@@ -46,7 +46,7 @@ def agreed(work: Callable[[], Found]) -> Found:
     """`together` before a recipe has said what its accelerator is to be like."""
     if launched() == 1:
         return work()
-    from ..train.scale import make_accelerator
+    from ..train.parallel.accelerate import make_accelerator
 
     return together(make_accelerator("no"), work)
 

@@ -16,7 +16,7 @@ from ..checkpoints.artifact.markdown import paths_in
 from ..checkpoints.hub.client import Hub
 from ..checkpoints.hub.push_pull import MAIN, Plan, plan_push, pull, push
 from ..checkpoints.storage.names import MANIFEST_FILE
-from ..data.corpora import find_corpus
+from ..data.sources.registry import find_corpus
 from .certificate_report import certificate_beside, load_certificate
 from .results import load_results
 from .terminal import console, say

@@ -13,9 +13,9 @@ from typing import Any
 
 from ..checkpoints.artifact.compat import save_tokenizer
 from ..data.conversations import write_conversations
-from ..data.documentation import documentation_conversations
-from ..data.reading import read_conversations
-from ..data.templates import CHATML_JINJA
+from ..data.rendering.templates import CHATML_JINJA
+from ..data.sources.documentation import documentation_conversations
+from ..data.sources.reading import read_conversations
 from ..data.tokenizers import train_bpe
 from .config import QuickstartRecipe, RegenerateRecipe
 from .evaluate import run_evaluate

@@ -19,20 +19,20 @@ import torch
 
 from ..checkpoints.artifact.artifact import model_fingerprint
 from ..checkpoints.artifact.locate import at_revision
-from ..data.cleaning_options import Cleaning
+from ..data.cleaning.options import Cleaning
 from ..data.conversations import Conversation, CorpusReport
 from ..data.prompts import stop_ids
-from ..data.reading import read_conversations
 from ..data.regeneration import Answer, Answerer, Failure, Question, RegenerationReport, Store, keyed, regenerate
-from ..data.rendering import prompt_renderer
-from ..data.templates import OWN, Template, get_template
+from ..data.rendering.render import prompt_renderer
+from ..data.rendering.templates import OWN, Template, get_template
+from ..data.sources.reading import read_conversations
 from ..data.tokenizers import load_tokenizer
 from ..decode.engine import Limits, generate
-from ..decode.loading import load_model, wrap_model
 from ..decode.methods import METHODS, Parts, build_method, method_options
+from ..decode.models.loading import load_model, wrap_model
 from ..decode.rng import Rng
 from ..decode.warpers import Sampling
-from ..train.interrupts import Interrupted, StopSignals
+from ..train.parallel.interrupts import Interrupted, StopSignals
 from .config import RegenerateRecipe, ServerSection
 from .data_sections import PlaceSection
 from .loading import write_recipe

@@ -6,8 +6,8 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-from ..train.processes import on_main
-from ..train.scale import make_accelerator
+from ..train.parallel.accelerate import make_accelerator
+from ..train.parallel.processes import on_main
 from .drafters import run_drafter
 from .heads import run_heads
 from .outcome import check_out, state_folder

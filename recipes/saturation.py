@@ -26,13 +26,13 @@ from ..checkpoints.table.table import BigramTable
 from ..data.prompts import load_prompts, stop_ids
 from ..data.tokenizers import load_tokenizer
 from ..decode.engine import Limits
-from ..decode.head_trees import attach_projection, states_of
-from ..decode.loading import load_model, wrap_model
+from ..decode.evaluation.metrics import speedup_interval
 from ..decode.methods import Parts, build_method
-from ..decode.metrics import speedup_interval
-from ..decode.models import LanguageModel
+from ..decode.models.base import LanguageModel
+from ..decode.models.loading import load_model, wrap_model
+from ..decode.proposers.head_trees import attach_projection, states_of
 from ..decode.warpers import Sampling
-from ..train.interrupts import StopSignals
+from ..train.parallel.interrupts import StopSignals
 from .acceptance import decode_prompts
 from .doctor import machine
 from .files import write_whole

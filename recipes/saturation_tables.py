@@ -17,9 +17,9 @@ from typing import Any
 
 from ..checkpoints.table.table import TABLE_FILE, BigramTable
 from ..data.conversations import Conversation, CorpusReport
-from ..train.counting import Counted, PairCounter, counted
-from ..train.interrupts import Interrupted, StopSignals
-from ..train.table import PLACE, Numbered, count_laid, laid_end_to_end, spilled_tokens, tokens_at_a_time
+from ..train.parallel.interrupts import Interrupted, StopSignals
+from ..train.table.counting import Counted, PairCounter, counted
+from ..train.table.documents import PLACE, Numbered, count_laid, laid_end_to_end, spilled_tokens, tokens_at_a_time
 from .files import write_whole
 from .prepare import training_conversations
 from .table import count_identity, recipe_documents, table_vocabulary

@@ -17,8 +17,8 @@ from rich.table import Table
 from safetensors import safe_open
 
 from ..checkpoints.artifact.artifact import load_manifest
-from ..train.interrupts import TrainingError
-from ..train.processes import StoppedError
+from ..train.parallel.interrupts import TrainingError
+from ..train.parallel.processes import StoppedError
 from .files import write_whole
 from .loading import load_recipe, parse_values
 from .processes import is_first

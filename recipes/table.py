@@ -21,13 +21,22 @@ import numpy as np
 from ..checkpoints.artifact.artifact import load_manifest, save_artifact
 from ..checkpoints.table.pruning import check_size
 from ..checkpoints.table.table import TABLE_FILE, BigramTable
-from ..data.garbage import rarely_collected
-from ..data.templates import get_template
+from ..data.blocks.prepared import rarely_collected
+from ..data.rendering.templates import get_template
 from ..data.tokenizers import load_tokenizer
-from ..train.counting import Counted, PairCounter, counted
-from ..train.interrupts import Interrupted, StopSignals, TrainingError
-from ..train.processes import StoppedError, together
-from ..train.table import PLACE, ROW, Numbered, Share, count_laid, laid_end_to_end, token_documents, tokens_at_a_time
+from ..train.parallel.interrupts import Interrupted, StopSignals, TrainingError
+from ..train.parallel.processes import StoppedError, together
+from ..train.table.counting import Counted, PairCounter, counted
+from ..train.table.documents import (
+    PLACE,
+    ROW,
+    Numbered,
+    Share,
+    count_laid,
+    laid_end_to_end,
+    token_documents,
+    tokens_at_a_time,
+)
 from .command import typed_command
 from .files import write_whole
 from .loading import write_recipe

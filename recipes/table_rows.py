@@ -8,8 +8,8 @@ from functools import partial
 from typing import Any
 
 from ..data.conversations import Conversation, CorpusReport
-from ..data.mixture import is_used, pass_shares
-from ..train.table import PLACE, ROW, Numbered, Share
+from ..data.sources.mixture import is_used, pass_shares
+from ..train.table.documents import PLACE, ROW, Numbered, Share
 from .data_sections import DataSection, SourceSection
 from .prepare import is_held_out, read_part, say_form, training_conversations
 

@@ -14,9 +14,9 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
-from ..train.interrupts import StopSignals
-from ..train.run_files import INDEX
-from ..train.table import spilled_by, spilled_place, spilled_tokens
+from ..train.parallel.interrupts import StopSignals
+from ..train.table.documents import spilled_by, spilled_place, spilled_tokens
+from ..train.table.run_files import INDEX
 from .terminal import say
 
 STOP = "stop"

@@ -22,17 +22,17 @@ from transformers import AutoConfig
 
 from ..checkpoints.artifact.fingerprints import model_fingerprint
 from ..checkpoints.artifact.locate import at_revision
-from ..data.prepared import PreparedData
+from ..data.blocks.prepared import PreparedData
 from ..data.tokenizers import load_tokenizer
-from ..train.hidden_cache import CachedHidden
-from ..train.interrupts import Interrupted, StopSignals
-from ..train.processes import StoppedError, on_main, raised, together
-from ..train.row_cache import BrokenManifestError, find_damage, read_manifest
-from ..train.row_plan import CachePlan, Shard, Source
-from ..train.row_writer import CacheWriter, MakeRows, set_aside
-from ..train.scale import make_accelerator
-from ..train.state import data_fingerprint
-from ..train.teacher import CachedTeacher
+from ..train.loop.checkpoints import data_fingerprint
+from ..train.parallel.accelerate import make_accelerator
+from ..train.parallel.interrupts import Interrupted, StopSignals
+from ..train.parallel.processes import StoppedError, on_main, raised, together
+from ..train.teachers.hidden_cache import CachedHidden
+from ..train.teachers.row_cache import BrokenManifestError, find_damage, read_manifest
+from ..train.teachers.row_plan import CachePlan, Shard, Source
+from ..train.teachers.row_writer import CacheWriter, MakeRows, set_aside
+from ..train.teachers.teacher import CachedTeacher
 from .caches import Kept, KeptHidden, KeptTeacher, kept_by
 from .outcome import prepare_once
 from .prepare import Prepared

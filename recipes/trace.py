@@ -10,14 +10,14 @@ from typing import Any
 
 from ..checkpoints.storage.suggest import did_you_mean
 from ..data.conversations import Turn
-from ..data.rendering import prompt_renderer
-from ..data.templates import get_template
+from ..data.rendering.render import prompt_renderer
+from ..data.rendering.templates import get_template
 from ..decode.engine import Limits
-from ..decode.measure import BASELINE, Entry
+from ..decode.evaluation.measure import BASELINE, Entry
+from ..decode.evaluation.trace import trace
 from ..decode.methods import METHODS, Parts, build_method
-from ..decode.models import LanguageModel
-from ..decode.seq2seq import Seq2SeqModel
-from ..decode.tracing import trace
+from ..decode.models.base import LanguageModel
+from ..decode.models.seq2seq import Seq2SeqModel
 from . import evaluate
 from .config import EvaluateRecipe, MethodSection
 from .opening import entries_of, open_recipe

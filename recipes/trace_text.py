@@ -20,7 +20,7 @@ from rich.text import Text
 from .files import read_told, write_whole
 
 if TYPE_CHECKING:  # a report is made without the libraries that decode
-    from ..decode.tracing import TracedStep
+    from ..decode.evaluation.trace import TracedStep
 
 SCHEMA = 1
 KIND = "trace"

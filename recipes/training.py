@@ -6,7 +6,7 @@ from typing import Any, Literal
 
 from pydantic import Field, model_validator
 
-from ..data.cleaning_options import nearest_name
+from ..data.cleaning.options import nearest_name
 from .data_sections import DataSection, Section
 
 MESSAGE_ROLES = ("system", "user", "assistant")
@@ -201,7 +201,7 @@ class DrafterRecipe(Section):
     tokenizer: str | None = None
     """Folder or hub id of the tokenizer; by default the target's, else the model's."""
     objective: dict[str, Weight] = {"cross-entropy": 1.0}
-    """Objectives by name (`draftsmith.train.objectives.OBJECTIVES`) with their weights."""
+    """Objectives by name (`draftsmith.train.losses.objectives.OBJECTIVES`) with their weights."""
     teacher: TeacherSection = TeacherSection()
     on_policy: OnPolicySection | None = None
     """Learn on the drafter's own samples too."""
@@ -300,7 +300,7 @@ class HeadsRecipe(Section):
     states: Literal["after-norm", "before-norm"] = "after-norm"
     """The hidden states that heads read: after the target's final norm, as Medusa's, or before it."""
     objective: dict[str, Weight] = {"cross-entropy": 1.0}
-    """Objectives of each head by name (`draftsmith.train.objectives.OBJECTIVES`) with their weights; cross-entropy
+    """Objectives of each head by name (`draftsmith.train.losses.objectives.OBJECTIVES`) with their weights; cross-entropy
     learns from the text, all others from the target's own distribution of the same token (self-distillation)."""
     temperature: float = Field(1.0, gt=0)
     """Divides the logits of both sides in the objectives that look at the target."""

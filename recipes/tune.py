@@ -11,16 +11,21 @@ from typing import Any
 
 from ..checkpoints.artifact.artifact import model_fingerprint
 from ..checkpoints.artifact.locate import at_revision
-from ..decode.cost_model import CostModel, measure_forwards, measure_overheads
 from ..decode.engine import Limits
-from ..decode.joint_replay import record_joint
-from ..decode.measure import BASELINE, Entry, Run, measure
-from ..decode.methods import Parts, build_method
-from ..decode.metrics import speedup_interval, total
-from ..decode.models import LanguageModel
-from ..decode.quality import perplexity
-from ..decode.recording import Recording, TableSource, load_recording, record, sample_texts, save_recording
-from ..decode.tuning import (
+from ..decode.evaluation.measure import BASELINE, Entry, Run, measure
+from ..decode.evaluation.metrics import speedup_interval, total
+from ..decode.evaluation.quality import perplexity
+from ..decode.evaluation.replay.costs import CostModel, measure_forwards, measure_overheads
+from ..decode.evaluation.replay.mjsd import record_joint
+from ..decode.evaluation.replay.recording import (
+    Recording,
+    TableSource,
+    load_recording,
+    record,
+    sample_texts,
+    save_recording,
+)
+from ..decode.evaluation.replay.tuning import (
     DECODED,
     LOSSY,
     TYPICAL,
@@ -32,7 +37,9 @@ from ..decode.tuning import (
     tune_method,
     with_costs,
 )
-from ..decode.tuning_lossy import frontier, lossy_settings, tune_lossy
+from ..decode.evaluation.replay.tuning_lossy import frontier, lossy_settings, tune_lossy
+from ..decode.methods import Parts, build_method
+from ..decode.models.base import LanguageModel
 from ..decode.warpers import Sampling
 from . import evaluate
 from .config import EvaluateRecipe, MethodSection

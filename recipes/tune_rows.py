@@ -5,12 +5,20 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
-from ..decode.measure import BASELINE
+from ..decode.evaluation.measure import BASELINE
+from ..decode.evaluation.replay.recording import Recording
+from ..decode.evaluation.replay.replay import predict
+from ..decode.evaluation.replay.tuning import (
+    DECODED,
+    SAME_WHEN_GREEDY,
+    SLIM,
+    TYPICAL,
+    Space,
+    settings_of,
+    tuned_methods,
+)
+from ..decode.evaluation.replay.tuning_lossy import lossy_settings
 from ..decode.methods import METHODS, Parts
-from ..decode.recording import Recording
-from ..decode.replay import predict
-from ..decode.tuning import DECODED, SAME_WHEN_GREEDY, SLIM, TYPICAL, Space, settings_of, tuned_methods
-from ..decode.tuning_lossy import lossy_settings
 from ..decode.warpers import Sampling
 from .config import EvaluateRecipe, MethodSection
 from .opening import Opened

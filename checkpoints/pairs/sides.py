@@ -159,7 +159,7 @@ class Side:
 
     @property
     def limit(self) -> int | None:
-        """How many tokens this engine takes: its caches do not slide (`decode/models.py`, position_limit)."""
+        """How many tokens this engine takes: its caches do not slide (`decode/models/base.py`, position_limit)."""
         return min((limit for limit in (self.positions, self.window) if limit), default=None)
 
     @property

@@ -29,15 +29,15 @@ from typing import Any
 
 import numpy as np
 import torch
+from draftsmith.data.blocks.packing import Batch
+from draftsmith.data.blocks.prepared import PreparedData, prepare
 from draftsmith.data.conversations import Conversation, write_conversations
-from draftsmith.data.documentation import documentation_conversations
-from draftsmith.data.packing import Batch
-from draftsmith.data.prepared import PreparedData, prepare
-from draftsmith.data.reading import read_conversations
-from draftsmith.data.templates import get_template
+from draftsmith.data.rendering.templates import get_template
+from draftsmith.data.sources.documentation import documentation_conversations
+from draftsmith.data.sources.reading import read_conversations
 from draftsmith.data.tokenizers import load_tokenizer, train_bpe
 from draftsmith.recipes.doctor import machine
-from draftsmith.train.drafter import DrafterTask
+from draftsmith.train.tasks.drafter import DrafterTask
 from transformers import LlamaConfig, LlamaForCausalLM
 
 SHARED = Path(os.environ.get("DRAFTSMITH_SHARED", Path(__file__).resolve().parents[3] / "shared" / "data"))

@@ -29,17 +29,17 @@ from draftsmith.checkpoints.table.table import BigramTable
 from draftsmith.data.prompts import load_prompts, stop_ids
 from draftsmith.data.tokenizers import load_tokenizer
 from draftsmith.decode.engine import Limits, Proposal, Verdict, Verifier, generate
-from draftsmith.decode.head_trees import PrunedHeadTree
-from draftsmith.decode.kv_cache import KVCache
-from draftsmith.decode.loading import load_model, wrap_model
-from draftsmith.decode.measure import Costs, Decoded, RawCosts, decode, decode_reference
+from draftsmith.decode.evaluation.measure import Costs, Decoded, RawCosts, decode, decode_reference
+from draftsmith.decode.evaluation.metrics import Tally, total
+from draftsmith.decode.evaluation.profile import StepProfile
 from draftsmith.decode.methods import Method, Parts, build_method
-from draftsmith.decode.metrics import Tally, total
-from draftsmith.decode.models import LanguageModel
-from draftsmith.decode.profile import StepProfile
+from draftsmith.decode.models.base import LanguageModel
+from draftsmith.decode.models.kv_cache import KVCache
+from draftsmith.decode.models.loading import load_model, wrap_model
+from draftsmith.decode.proposers.head_trees import PrunedHeadTree
 from draftsmith.decode.rng import Rng
 from draftsmith.decode.tree import Tree
-from draftsmith.decode.verifiers import at, walk
+from draftsmith.decode.verifiers.lossless import at, walk
 from draftsmith.decode.warpers import Sampling
 from draftsmith.recipes.doctor import machine
 from transformers import DynamicCache, LlamaConfig, LlamaForCausalLM

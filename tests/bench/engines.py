@@ -33,9 +33,9 @@ from draftsmith.checkpoints.export.base import ExportOptions, export_artifact
 from draftsmith.data.prompts import load_prompts
 from draftsmith.data.tokenizers import load_tokenizer
 from draftsmith.decode.engine import Limits
-from draftsmith.decode.loading import load_model, wrap_model
-from draftsmith.decode.measure import decode, decode_reference
+from draftsmith.decode.evaluation.measure import decode, decode_reference
 from draftsmith.decode.methods import Parts, build_method
+from draftsmith.decode.models.loading import load_model, wrap_model
 from draftsmith.decode.warpers import Sampling
 from draftsmith.recipes.doctor import machine
 from draftsmith.recipes.exporting import FORMATS

@@ -34,9 +34,9 @@ from draftsmith.checkpoints.table.table import BigramTable
 from draftsmith.data.prompts import load_prompts, stop_ids
 from draftsmith.data.tokenizers import load_tokenizer
 from draftsmith.decode.engine import Limits
-from draftsmith.decode.loading import load_model, wrap_model
-from draftsmith.decode.measure import decode, raw_costs
+from draftsmith.decode.evaluation.measure import decode, raw_costs
 from draftsmith.decode.methods import Parts, build_method
+from draftsmith.decode.models.loading import load_model, wrap_model
 from draftsmith.decode.warpers import Sampling
 from draftsmith.recipes.config import QuickstartRecipe, RegenerateRecipe
 from draftsmith.recipes.doctor import machine
@@ -46,10 +46,10 @@ from draftsmith.recipes.prepare import prepare_data
 from draftsmith.recipes.quickstart import resolve
 from draftsmith.recipes.regenerate import run_regenerate
 from draftsmith.recipes.training import LoraSection, ModelSection
-from draftsmith.train.heads import HeadsTask
-from draftsmith.train.joint import Joint, JointTask
-from draftsmith.train.loop import FitConfig, fit
-from draftsmith.train.table import count_table
+from draftsmith.train.loop.fit import FitConfig, fit
+from draftsmith.train.table.documents import count_table
+from draftsmith.train.tasks.heads import HeadsTask
+from draftsmith.train.tasks.medusa2 import Joint, JointTask
 
 HEADS, MORE_HEADS = 4, 6
 NEW_TOKENS = 64

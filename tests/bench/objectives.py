@@ -25,20 +25,20 @@ import torch
 from draftsmith.data.prompts import load_prompts, stop_ids
 from draftsmith.data.tokenizers import load_tokenizer
 from draftsmith.decode.engine import Limits
-from draftsmith.decode.loading import load_model, wrap_model
-from draftsmith.decode.measure import decode
+from draftsmith.decode.evaluation.measure import decode
 from draftsmith.decode.methods import Parts, build_method
+from draftsmith.decode.models.loading import load_model, wrap_model
 from draftsmith.decode.warpers import Sampling
 from draftsmith.recipes.config import QuickstartRecipe
 from draftsmith.recipes.doctor import machine
 from draftsmith.recipes.loading import parse_recipe, read_recipe
 from draftsmith.recipes.prepare import prepare_data
 from draftsmith.recipes.quickstart import resolve
-from draftsmith.train.drafter import DrafterTask
-from draftsmith.train.loop import FitConfig, fit
-from draftsmith.train.losses import TopK
-from draftsmith.train.on_policy import OnPolicy
-from draftsmith.train.teacher import ModelTeacher
+from draftsmith.train.loop.fit import FitConfig, fit
+from draftsmith.train.losses.drafter import TopK
+from draftsmith.train.tasks.drafter import DrafterTask
+from draftsmith.train.tasks.on_policy import OnPolicy
+from draftsmith.train.teachers.teacher import ModelTeacher
 
 GAMMA, NEW_TOKENS = 4, 64
 TEMPERATURES = (0.0, 1.0)

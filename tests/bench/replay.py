@@ -22,17 +22,17 @@ from draftsmith.checkpoints.heads.files import load_heads
 from draftsmith.checkpoints.table.table import BigramTable
 from draftsmith.data.prompts import load_prompts, stop_ids
 from draftsmith.data.tokenizers import load_tokenizer
-from draftsmith.decode.cost_model import CostModel, measure_forwards, measure_overheads
 from draftsmith.decode.engine import Limits, generate
-from draftsmith.decode.loading import load_model, wrap_model
-from draftsmith.decode.measure import BASELINE, Entry, Run, measure
+from draftsmith.decode.evaluation.measure import BASELINE, Entry, Run, measure
+from draftsmith.decode.evaluation.metrics import Tally
+from draftsmith.decode.evaluation.replay.costs import CostModel, measure_forwards, measure_overheads
+from draftsmith.decode.evaluation.replay.recording import Recording, expected_of, record, sample_texts
+from draftsmith.decode.evaluation.replay.replay import predict
+from draftsmith.decode.evaluation.replay.tuning import Choice, Space, probes, tune_method, with_costs
 from draftsmith.decode.methods import Method, Parts, build_method
-from draftsmith.decode.metrics import Tally
-from draftsmith.decode.models import LanguageModel
-from draftsmith.decode.recording import Recording, expected_of, record, sample_texts
-from draftsmith.decode.replay import predict
+from draftsmith.decode.models.base import LanguageModel
+from draftsmith.decode.models.loading import load_model, wrap_model
 from draftsmith.decode.rng import Rng
-from draftsmith.decode.tuning import Choice, Space, probes, tune_method, with_costs
 from draftsmith.decode.warpers import Sampling
 from draftsmith.recipes.doctor import machine
 

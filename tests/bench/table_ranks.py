@@ -26,7 +26,7 @@ from typing import Any
 
 import numpy as np
 from draftsmith.data.conversations import CorpusReport, write_conversations
-from draftsmith.data.reading import read_conversations
+from draftsmith.data.sources.reading import read_conversations
 from draftsmith.data.tokenizers import load_tokenizer
 from draftsmith.recipes.prepare import training_conversations
 from draftsmith.recipes.table import _Job

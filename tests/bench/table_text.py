@@ -19,7 +19,7 @@ from typing import Any
 
 from draftsmith.checkpoints.artifact.artifact import load_manifest
 from draftsmith.data.conversations import write_conversations
-from draftsmith.data.reading import read_conversations
+from draftsmith.data.sources.reading import read_conversations
 from draftsmith.data.tokenizers import load_tokenizer
 from draftsmith.recipes.run import accelerator_for
 from draftsmith.recipes.table import count_corpus

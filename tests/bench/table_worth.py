@@ -39,15 +39,15 @@ from draftsmith.checkpoints.heads.files import load_heads
 from draftsmith.checkpoints.table.table import BigramTable
 from draftsmith.data.conversations import Conversation, write_conversations
 from draftsmith.data.prompts import load_prompts, stop_ids
-from draftsmith.data.reading import read_conversations
-from draftsmith.data.rendering import render, render_all, render_prompt
-from draftsmith.data.templates import get_template
+from draftsmith.data.rendering.render import render, render_all, render_prompt
+from draftsmith.data.rendering.templates import get_template
+from draftsmith.data.sources.reading import read_conversations
 from draftsmith.data.tokenizers import load_tokenizer
 from draftsmith.decode.engine import Limits, generate
-from draftsmith.decode.lean import LeanLlama
-from draftsmith.decode.loading import load_model, wrap_model
+from draftsmith.decode.evaluation.metrics import Tally
 from draftsmith.decode.methods import Parts, build_method
-from draftsmith.decode.metrics import Tally
+from draftsmith.decode.models.lean import LeanLlama
+from draftsmith.decode.models.loading import load_model, wrap_model
 from draftsmith.decode.rng import Rng
 from draftsmith.decode.warpers import Sampling
 from draftsmith.recipes.doctor import machine

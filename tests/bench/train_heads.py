@@ -34,11 +34,11 @@ from typing import Any
 import torch
 import torch.nn.functional as F
 from draftsmith.checkpoints.heads.files import PredictionHeads
-from draftsmith.data.packing import Batch
+from draftsmith.data.blocks.packing import Batch
 from draftsmith.recipes.doctor import machine
-from draftsmith.train.head_losses import heads_mixture
-from draftsmith.train.heads import HeadsTask
-from draftsmith.train.losses import IGNORED, DenseTeacher, head_labels
+from draftsmith.train.losses.drafter import IGNORED, DenseTeacher, head_labels
+from draftsmith.train.losses.heads import heads_mixture
+from draftsmith.train.tasks.heads import HeadsTask
 from torch import Tensor
 from transformers import LlamaConfig, LlamaForCausalLM
 

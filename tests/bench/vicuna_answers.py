@@ -21,7 +21,7 @@ from draftsmith.recipes.doctor import machine
 from draftsmith.recipes.loading import load_recipe
 from draftsmith.recipes.run import run_train
 from draftsmith.recipes.training import DrafterRecipe
-from draftsmith.train.curve import fit_curve
+from draftsmith.train.loop.curve import fit_curve
 
 SHARED = Path(os.environ.get("DRAFTSMITH_SHARED", Path(__file__).resolve().parents[3] / "shared" / "data"))
 SHAPE_68M = {"hidden_size": 768, "intermediate_size": 3072, "num_attention_heads": 12}

@@ -15,7 +15,7 @@ from draftsmith.data.conversations import (
     Turn,
     write_conversations,
 )
-from draftsmith.data.reading import numbered_conversations, open_dialogues, read_conversations
+from draftsmith.data.sources.reading import numbered_conversations, open_dialogues, read_conversations
 
 
 def _jsonl(path: Path, *rows: Any) -> str:
@@ -231,7 +231,7 @@ def test_a_folder_with_nothing_readable_is_an_error(tmp_path: Path) -> None:
 def test_importing_needs_neither_datasets_nor_pyarrow() -> None:
     code = (
         "import sys; sys.modules['datasets'] = sys.modules['pyarrow'] = None\n"
-        "import draftsmith.data.conversations, draftsmith.data.documentation\n"
+        "import draftsmith.data.conversations, draftsmith.data.sources.documentation\n"
         "assert 'torch' not in sys.modules and 'transformers' not in sys.modules"
     )
     subprocess.run([sys.executable, "-c", code], check=True)

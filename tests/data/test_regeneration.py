@@ -15,7 +15,6 @@ from typing import Any
 
 import pytest
 from draftsmith.data.conversations import Conversation, Turn
-from draftsmith.data.reading import read_conversations
 from draftsmith.data.regeneration import (
     Answer,
     Answerer,
@@ -26,6 +25,7 @@ from draftsmith.data.regeneration import (
     keyed,
     regenerate,
 )
+from draftsmith.data.sources.reading import read_conversations
 
 Outcome = Answer | Failure | None
 SETTINGS = {"target": "echo", "temperature": 0.0}

@@ -6,8 +6,8 @@ from collections.abc import Callable
 
 import pytest
 from draftsmith.decode import method
-from draftsmith.decode.drop_in import CustomGenerate
-from draftsmith.decode.markov import MarkovModel, OneStream
+from draftsmith.decode.custom_generate.method import CustomGenerate
+from draftsmith.decode.theory.markov import MarkovModel, OneStream
 from transformers import LlamaForCausalLM
 
 

@@ -19,8 +19,9 @@ from draftsmith.checkpoints.export.base import ExportOptions, export_artifact
 from draftsmith.checkpoints.heads.files import PredictionHeads, save_heads
 from draftsmith.checkpoints.storage.safe_read import file_hash
 from draftsmith.checkpoints.table.table import BigramTable
-from draftsmith.decode import CustomGenerate, method, method_files
-from draftsmith.decode.export_attached import ATTACHED_FORMATS
+from draftsmith.decode import CustomGenerate, method
+from draftsmith.decode.custom_generate import saved as method_files
+from draftsmith.decode.custom_generate.export import ATTACHED_FORMATS
 from draftsmith.decode.methods import METHODS
 from safetensors import safe_open
 from safetensors.torch import load_file, save_file

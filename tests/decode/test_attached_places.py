@@ -22,10 +22,10 @@ import torch
 from draftsmith.checkpoints.artifact.artifact import save_artifact
 from draftsmith.checkpoints.export.base import export_artifact
 from draftsmith.checkpoints.table.table import BigramTable
-from draftsmith.data.templates import CHATML_JINJA
+from draftsmith.data.rendering.templates import CHATML_JINJA
 from draftsmith.data.tokenizers import train_bpe
 from draftsmith.decode import CustomGenerate, method
-from draftsmith.decode.export_attached import ATTACHED_FORMATS
+from draftsmith.decode.custom_generate.export import ATTACHED_FORMATS
 from transformers import LlamaForCausalLM
 
 VOCAB = 64

@@ -11,9 +11,9 @@ import torch
 from draftsmith.checkpoints.heads.files import PredictionHeads
 from draftsmith.checkpoints.table.table import BigramTable
 from draftsmith.decode.engine import Limits, Step, generate
-from draftsmith.decode.loading import wrap_model
 from draftsmith.decode.methods import METHODS, Parts, build_method
-from draftsmith.decode.models import LanguageModel
+from draftsmith.decode.models.base import LanguageModel
+from draftsmith.decode.models.loading import wrap_model
 from draftsmith.decode.rng import Rng
 from draftsmith.decode.warpers import Sampling
 from transformers import AutoConfig, AutoModelForCausalLM, LlamaForCausalLM

@@ -15,13 +15,13 @@ import numpy as np
 import pytest
 import torch
 from draftsmith.checkpoints.table.table import BigramTable
-from draftsmith.decode import verifiers
 from draftsmith.decode.engine import Limits, generate
-from draftsmith.decode.loading import wrap_model
 from draftsmith.decode.methods import METHODS, Method, Parts, build_method
-from draftsmith.decode.proposers import DraftTree
+from draftsmith.decode.models.loading import wrap_model
+from draftsmith.decode.proposers.draft_tree import DraftTree
 from draftsmith.decode.rng import Rng
-from draftsmith.decode.verifiers import ExactChain, MultiCandidate
+from draftsmith.decode.verifiers import lossless as verifiers
+from draftsmith.decode.verifiers.lossless import ExactChain, MultiCandidate
 from draftsmith.decode.warpers import Sampling, warp
 from scipy.stats import chisquare
 from transformers import LlamaForCausalLM

@@ -16,10 +16,10 @@ from draftsmith.checkpoints.table.table import BigramTable
 from draftsmith.data.prompts import load_prompts, stop_ids
 from draftsmith.data.tokenizers import load_tokenizer
 from draftsmith.decode.engine import Limits, generate
-from draftsmith.decode.loading import load_model, wrap_model
+from draftsmith.decode.evaluation.quality import perplexity
 from draftsmith.decode.methods import METHODS, Parts, build_method
-from draftsmith.decode.models import LanguageModel
-from draftsmith.decode.quality import perplexity
+from draftsmith.decode.models.base import LanguageModel
+from draftsmith.decode.models.loading import load_model, wrap_model
 from draftsmith.decode.rng import Rng
 from draftsmith.decode.warpers import Sampling
 

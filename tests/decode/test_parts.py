@@ -9,12 +9,12 @@ import numpy as np
 import pytest
 import torch
 from draftsmith.decode.engine import Proposal, Step
-from draftsmith.decode.lattice import Lattice
-from draftsmith.decode.lossy import TypicalAcceptance
-from draftsmith.decode.metrics import Tally, speedup_interval
-from draftsmith.decode.profile import StepProfile
+from draftsmith.decode.evaluation.metrics import Tally, speedup_interval
+from draftsmith.decode.evaluation.profile import StepProfile
+from draftsmith.decode.proposers.lattice import Lattice
 from draftsmith.decode.rng import Rng, categorical
 from draftsmith.decode.tree import Tree, parse_branching, parse_tree
+from draftsmith.decode.verifiers.lossy import TypicalAcceptance
 from draftsmith.decode.warpers import Sampling, warp
 from transformers import TemperatureLogitsWarper, TopKLogitsWarper, TopPLogitsWarper
 

@@ -17,10 +17,10 @@ import torch
 from draftsmith.checkpoints.table.table import BigramTable
 from draftsmith.decode import method
 from draftsmith.decode.engine import Limits, Proposal, generate
-from draftsmith.decode.head_trees import PrunedHeadTree
-from draftsmith.decode.loading import wrap_model
 from draftsmith.decode.methods import METHODS, Parts, build_method, method_options
-from draftsmith.decode.models import LanguageModel
+from draftsmith.decode.models.base import LanguageModel
+from draftsmith.decode.models.loading import wrap_model
+from draftsmith.decode.proposers.head_trees import PrunedHeadTree
 from draftsmith.decode.rng import Rng
 from draftsmith.decode.warpers import Sampling
 from scipy.stats import chisquare

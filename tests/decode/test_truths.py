@@ -16,11 +16,11 @@ import pytest
 import torch
 from draftsmith.checkpoints.table.table import BigramTable
 from draftsmith.decode.engine import Context, Limits, Proposal, Proposer, Step, Verdict, Verifier, generate
-from draftsmith.decode.head_trees import PrunedHeadTree
-from draftsmith.decode.loading import wrap_model
 from draftsmith.decode.methods import Method, Parts, build_method
-from draftsmith.decode.models import LanguageModel
-from draftsmith.decode.ngrams import PromptLookup, lookup
+from draftsmith.decode.models.base import LanguageModel
+from draftsmith.decode.models.loading import wrap_model
+from draftsmith.decode.proposers.head_trees import PrunedHeadTree
+from draftsmith.decode.proposers.ngrams import PromptLookup, lookup
 from draftsmith.decode.rng import Rng
 from draftsmith.decode.warpers import Sampling
 from transformers import LlamaForCausalLM

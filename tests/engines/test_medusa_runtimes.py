@@ -42,8 +42,8 @@ from draftsmith.checkpoints.export.base import SERVING_FILE, ExportOptions, expo
 from draftsmith.checkpoints.export.heads import HEADS_FORMATS
 from draftsmith.checkpoints.heads.files import PredictionHeads, load_heads, save_heads
 from draftsmith.decode.engine import Limits, generate
-from draftsmith.decode.loading import wrap_model
 from draftsmith.decode.methods import Parts, build_method
+from draftsmith.decode.models.loading import wrap_model
 from draftsmith.decode.rng import Rng
 from draftsmith.decode.warpers import Sampling
 from safetensors.torch import load_file

@@ -19,7 +19,7 @@ import yaml
 from draftsmith.checkpoints.artifact.artifact import save_artifact, tokenizer_fingerprint
 from draftsmith.checkpoints.heads.files import PredictionHeads, save_heads
 from draftsmith.checkpoints.table.table import BigramTable
-from draftsmith.data.templates import CHATML_JINJA
+from draftsmith.data.rendering.templates import CHATML_JINJA
 from draftsmith.data.tokenizers import load_tokenizer, train_bpe
 from transformers import (
     AutoModelForCausalLM,

@@ -13,8 +13,8 @@ import pytest
 import torch
 from draftsmith.checkpoints.artifact.artifact import MANIFEST_FILE as FILE
 from draftsmith.checkpoints.artifact.artifact import load_manifest
-from draftsmith.decode.drop_in import method
-from draftsmith.decode.loading import load_model
+from draftsmith.decode.custom_generate.method import method
+from draftsmith.decode.models.loading import load_model
 from draftsmith.recipes.cli import app
 from draftsmith.recipes.command import typed_command
 from draftsmith.recipes.config import EvaluateRecipe

@@ -15,8 +15,8 @@ import pytest
 import torch
 import yaml
 from draftsmith.data.tokenizers import load_tokenizer
-from draftsmith.decode import verifiers
-from draftsmith.decode.certify import Written
+from draftsmith.decode.evaluation.certify.certify import Written
+from draftsmith.decode.verifiers import lossless as verifiers
 from draftsmith.recipes.certificate_report import certificate_beside
 from draftsmith.recipes.certify import Asked, certified_entries, make_plan
 from draftsmith.recipes.cli import app, main

@@ -10,7 +10,7 @@ from pathlib import Path
 import numpy as np
 import torch
 from draftsmith.checkpoints.table.table import BigramTable
-from draftsmith.decode.recording import HeadDrafts, Recording
+from draftsmith.decode.evaluation.replay.recording import HeadDrafts, Recording
 from draftsmith.decode.warpers import Sampling
 from draftsmith.recipes.experiment_settings import CorrelationSettings
 from draftsmith.recipes.experiments_tables import corrected

@@ -16,7 +16,7 @@ import pytest
 import yaml
 from draftsmith.checkpoints.artifact.artifact import load_manifest
 from draftsmith.checkpoints.table.table import BigramTable
-from draftsmith.data.prepared import PreparedData
+from draftsmith.data.blocks.prepared import PreparedData
 from draftsmith.data.prompts import load_prompts
 from draftsmith.data.tokenizers import load_tokenizer
 from draftsmith.recipes.data_sections import DataSection

@@ -23,11 +23,11 @@ from draftsmith.checkpoints.artifact.artifact import model_fingerprint, save_art
 from draftsmith.checkpoints.heads.files import PredictionHeads, save_heads
 from draftsmith.checkpoints.table.table import BigramTable
 from draftsmith.data.tokenizers import load_tokenizer
-from draftsmith.decode.diagnosis import Passage
 from draftsmith.decode.engine import Limits
-from draftsmith.decode.loading import load_model, wrap_model
-from draftsmith.decode.reading_back import read_back
-from draftsmith.decode.recording import sample_texts
+from draftsmith.decode.evaluation.certify.rescoring import read_back
+from draftsmith.decode.evaluation.diagnose.agreement import Passage
+from draftsmith.decode.evaluation.replay.recording import sample_texts
+from draftsmith.decode.models.loading import load_model, wrap_model
 from draftsmith.decode.warpers import Sampling
 from draftsmith.recipes import diagnose_stages, opening
 from draftsmith.recipes.config import EvaluateRecipe
@@ -37,9 +37,9 @@ from draftsmith.recipes.diagnose_case import questions_of
 from draftsmith.recipes.diagnose_stages import Gap, Stage
 from draftsmith.recipes.diagnose_verdict import sentences, verdict
 from draftsmith.recipes.prepare import Prepared, prepare_data
-from draftsmith.train.drafter import DrafterTask
-from draftsmith.train.interrupts import Interrupted
-from draftsmith.train.teacher import ModelTeacher
+from draftsmith.train.parallel.interrupts import Interrupted
+from draftsmith.train.tasks.drafter import DrafterTask
+from draftsmith.train.teachers.teacher import ModelTeacher
 from transformers import AutoModelForCausalLM, LlamaConfig, OPTConfig, T5Config, T5ForConditionalGeneration
 
 VOCAB = 320
@@ -386,7 +386,7 @@ def test_a_class_of_tokens_that_is_never_drafted_is_the_costliest_cell(
 
 
 def test_faults_of_decoding_and_of_what_could_not_be_measured_are_said() -> None:
-    from draftsmith.decode.measure import Entry
+    from draftsmith.decode.evaluation.measure import Entry
     from draftsmith.recipes.diagnose_stages import Measured
     from draftsmith.recipes.diagnose_training import OtherTarget
 

@@ -18,18 +18,18 @@ import torch
 from draftsmith.checkpoints.heads.files import PredictionHeads, save_heads
 from draftsmith.checkpoints.table.table import BigramTable
 from draftsmith.data.prompts import stop_ids
-from draftsmith.data.templates import get_template
-from draftsmith.decode.diagnosis import Passage
+from draftsmith.data.rendering.templates import get_template
 from draftsmith.decode.engine import Limits
-from draftsmith.decode.loading import wrap_model
-from draftsmith.decode.reading_back import read_back
-from draftsmith.decode.recording import sample_texts
+from draftsmith.decode.evaluation.certify.rescoring import read_back
+from draftsmith.decode.evaluation.diagnose.agreement import Passage
+from draftsmith.decode.evaluation.replay.recording import sample_texts
+from draftsmith.decode.models.loading import wrap_model
 from draftsmith.decode.warpers import Sampling
 from draftsmith.recipes.diagnose_case import Case, questions_of
 from draftsmith.recipes.diagnose_text import cells_table
 from draftsmith.recipes.diagnose_training import block_passages
 from draftsmith.recipes.opening import open_recipe
-from draftsmith.train.heads import HeadsTask
+from draftsmith.train.tasks.heads import HeadsTask
 from rich.console import Console
 
 VOCAB, HEADS = 320, 3

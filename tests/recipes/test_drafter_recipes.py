@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 import torch
 from draftsmith.checkpoints.artifact.artifact import load_manifest
-from draftsmith.decode.loading import load_model
+from draftsmith.decode.models.loading import load_model
 from draftsmith.recipes.loading import load_recipe, shipped_recipes
 from draftsmith.recipes.run import run_train
 from draftsmith.recipes.training import DrafterRecipe

@@ -18,16 +18,16 @@ from typing import Any
 import pytest
 import torch
 import yaml
-from draftsmith.decode import energy as counting
-from draftsmith.decode.energy import Energy, EnergyMeter
-from draftsmith.decode.loading import load_model, wrap_model
+from draftsmith.decode.evaluation import energy as counting
+from draftsmith.decode.evaluation.energy import Energy, EnergyMeter
+from draftsmith.decode.models.loading import load_model, wrap_model
 from draftsmith.recipes.config import EvaluateRecipe
 from draftsmith.recipes.doctor import findings
 from draftsmith.recipes.energy import PAPER, batch_forward, count_joules, energy_command, row_of, run_energy
 from draftsmith.recipes.evaluate import run_evaluate
 from draftsmith.recipes.journal import journal_path
 from draftsmith.recipes.results import load_results
-from draftsmith.train.interrupts import Interrupted
+from draftsmith.train.parallel.interrupts import Interrupted
 
 Cli = Callable[..., subprocess.CompletedProcess[str]]
 WATTS = 20.0

@@ -19,13 +19,13 @@ import numpy as np
 import pytest
 import torch
 from draftsmith.checkpoints.table.table import BigramTable
-from draftsmith.decode import theory
 from draftsmith.decode.engine import Limits
-from draftsmith.decode.loading import load_model, wrap_model
-from draftsmith.decode.markov import MarkovModel, OneStream, decode_side_by_side, even_chains, random_chains
-from draftsmith.decode.measure import decode
+from draftsmith.decode.evaluation.measure import decode
+from draftsmith.decode.evaluation.replay.recording import sample_texts
 from draftsmith.decode.methods import Parts, build_method
-from draftsmith.decode.recording import sample_texts
+from draftsmith.decode.models.loading import load_model, wrap_model
+from draftsmith.decode.theory import closed_forms as theory
+from draftsmith.decode.theory.markov import MarkovModel, OneStream, decode_side_by_side, even_chains, random_chains
 from draftsmith.decode.warpers import Sampling
 from draftsmith.recipes.claims import HELD, NOT_HELD, NOT_JUDGED, judge, parse_claim
 from draftsmith.recipes.experiment_bench import open_bench

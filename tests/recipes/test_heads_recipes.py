@@ -14,9 +14,9 @@ from draftsmith.checkpoints.heads.files import PredictionHeads, load_heads
 from draftsmith.checkpoints.table.table import BigramTable
 from draftsmith.data.tokenizers import load_tokenizer
 from draftsmith.decode.engine import Limits
-from draftsmith.decode.loading import load_model, wrap_model
-from draftsmith.decode.measure import decode
+from draftsmith.decode.evaluation.measure import decode
 from draftsmith.decode.methods import Parts, build_method
+from draftsmith.decode.models.loading import load_model, wrap_model
 from draftsmith.decode.warpers import Sampling
 from draftsmith.recipes.acceptance import heads_measure
 from draftsmith.recipes.heads import BASE

@@ -17,7 +17,7 @@ from draftsmith.checkpoints.artifact.artifact import (
     verify_artifact,
 )
 from draftsmith.data.tokenizers import load_tokenizer
-from draftsmith.decode.loading import load_model
+from draftsmith.decode.models.loading import load_model
 from draftsmith.recipes.cli import app
 from draftsmith.recipes.config import EvaluateRecipe
 from draftsmith.recipes.evaluate import run_evaluate

@@ -11,18 +11,18 @@ from typing import Any
 
 import pytest
 import torch
-from draftsmith.data.packing import Batch
+from draftsmith.data.blocks.packing import Batch
 from draftsmith.decode.engine import Limits, generate
-from draftsmith.decode.lean import LeanLlama
-from draftsmith.decode.loading import load_model, wrap_model
 from draftsmith.decode.methods import Parts, build_method
+from draftsmith.decode.models.lean import LeanLlama
+from draftsmith.decode.models.loading import load_model, wrap_model
 from draftsmith.decode.rng import Rng
 from draftsmith.decode.warpers import Sampling
 from draftsmith.recipes import models
 from draftsmith.recipes.models import TrainableModel, build_model, check_vocabulary, cut_layers, load_trainable
 from draftsmith.recipes.training import ModelSection
-from draftsmith.train.forward import make_forward
-from draftsmith.train.losses import shifted_labels
+from draftsmith.train.forward.packed import make_forward
+from draftsmith.train.losses.drafter import shifted_labels
 from transformers import (
     AutoConfig,
     AutoModelForCausalLM,

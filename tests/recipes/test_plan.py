@@ -25,7 +25,7 @@ from draftsmith.recipes.loading import SHIPPED, load_recipe
 from draftsmith.recipes.outcome import fit_recipe, prepare_once, save, state_folder
 from draftsmith.recipes.outlines import outline_model
 from draftsmith.recipes.plan import plan_recipe
-from draftsmith.train.scale import make_accelerator
+from draftsmith.train.parallel.accelerate import make_accelerator
 from transformers import AutoConfig, AutoModelForCausalLM
 
 SIZES = {

@@ -18,8 +18,8 @@ from typing import Any
 
 import pytest
 import torch
-from draftsmith.data.reading import read_conversations
 from draftsmith.data.regeneration import RegenerationReport
+from draftsmith.data.sources.reading import read_conversations
 from draftsmith.data.tokenizers import load_tokenizer
 from draftsmith.recipes.cli import app
 from draftsmith.recipes.config import RegenerateRecipe

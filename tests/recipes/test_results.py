@@ -11,10 +11,10 @@ from typing import Any
 
 import pytest
 from draftsmith.decode.engine import Limits
-from draftsmith.decode.loading import wrap_model
-from draftsmith.decode.measure import Entry, measure
+from draftsmith.decode.evaluation.measure import Entry, measure
+from draftsmith.decode.evaluation.summary import Asked, Summariser
 from draftsmith.decode.methods import Parts
-from draftsmith.decode.summary import Asked, Summariser
+from draftsmith.decode.models.loading import wrap_model
 from draftsmith.decode.warpers import Sampling
 from draftsmith.recipes import results as results_module
 from draftsmith.recipes.results import CATEGORY, FILE, PROMPT, ROW, load_results, write_results

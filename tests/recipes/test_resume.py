@@ -15,9 +15,9 @@ import pytest
 import torch
 import yaml
 from draftsmith.data.tokenizers import load_tokenizer
-from draftsmith.decode.energy import Energy
-from draftsmith.decode.measure import Decoded, RunKey
-from draftsmith.decode.metrics import Tally
+from draftsmith.decode.evaluation.energy import Energy
+from draftsmith.decode.evaluation.measure import Decoded, RunKey
+from draftsmith.decode.evaluation.metrics import Tally
 from draftsmith.recipes.config import EvaluateRecipe
 from draftsmith.recipes.evaluate import run_evaluate
 from draftsmith.recipes.journal import RunJournal, journal_path

@@ -19,14 +19,14 @@ from draftsmith.checkpoints.heads.files import load_heads
 from draftsmith.checkpoints.table.table import BigramTable
 from draftsmith.data.conversations import CorpusReport
 from draftsmith.data.prompts import load_prompts
-from draftsmith.data.rendering import render
-from draftsmith.data.templates import get_template
+from draftsmith.data.rendering.render import render
+from draftsmith.data.rendering.templates import get_template
 from draftsmith.data.tokenizers import load_tokenizer
 from draftsmith.decode.engine import Limits
-from draftsmith.decode.loading import load_model, wrap_model
-from draftsmith.decode.measure import decode
+from draftsmith.decode.evaluation.measure import decode
+from draftsmith.decode.evaluation.metrics import total
 from draftsmith.decode.methods import Parts, build_method
-from draftsmith.decode.metrics import total
+from draftsmith.decode.models.loading import load_model, wrap_model
 from draftsmith.decode.warpers import Sampling
 from draftsmith.recipes.loading import load_recipe, parse_recipe
 from draftsmith.recipes.prepare import prepare_data, training_conversations
@@ -35,8 +35,8 @@ from draftsmith.recipes.saturation import enough_from, paired_gain, per_step, ru
 from draftsmith.recipes.saturation_tables import COUNTS_FILE, count_parts_identity, default_sizes, sizes_to_show
 from draftsmith.recipes.table import recipe_documents
 from draftsmith.recipes.training import TableRecipe
-from draftsmith.train.counting import PairCounter
-from draftsmith.train.table import count_laid, laid_end_to_end
+from draftsmith.train.table.counting import PairCounter
+from draftsmith.train.table.documents import count_laid, laid_end_to_end
 
 SIZES = [4, 10, 25]
 

@@ -22,7 +22,7 @@ from draftsmith.recipes.loading import SHIPPED, deepspeed_configs, load_recipe, 
 from draftsmith.recipes.sweep import plan_sweep, run_sweep
 from draftsmith.recipes.training import HeadsRecipe
 from draftsmith.train.config import FitConfig
-from draftsmith.train.scale import configure, make_accelerator
+from draftsmith.train.parallel.accelerate import configure, make_accelerator
 from safetensors.torch import load_file
 from transformers import AutoModelForCausalLM, LlamaConfig, LlamaForCausalLM
 from typer.testing import CliRunner
@@ -345,7 +345,7 @@ def test_deepspeed_is_not_left_out_without_a_word(monkeypatch: pytest.MonkeyPatc
 def test_a_launch_that_starts_one_process_of_several_says_so(tmp_path: Path):
     script = tmp_path / "script.py"
     script.write_text(
-        "from draftsmith.train.scale import make_accelerator\nprint(make_accelerator('no').num_processes)"
+        "from draftsmith.train.parallel.accelerate import make_accelerator\nprint(make_accelerator('no').num_processes)"
     )
     command = [sys.executable, "-m", "accelerate.commands.launch", "--cpu", "--num_processes", "2", str(script)]
     done = subprocess.run(command, capture_output=True, text=True, timeout=120, check=False)

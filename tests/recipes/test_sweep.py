@@ -13,7 +13,7 @@ from draftsmith.checkpoints.heads.files import load_heads
 from draftsmith.recipes.loading import load_recipe
 from draftsmith.recipes.sweep import plan_sweep, run_sweep, show_plans, sweep_table
 from draftsmith.recipes.training import DrafterRecipe
-from draftsmith.train.interrupts import TrainingError
+from draftsmith.train.parallel.interrupts import TrainingError
 
 Cli = Callable[..., Any]
 

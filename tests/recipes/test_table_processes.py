@@ -19,7 +19,7 @@ from draftsmith.checkpoints.artifact.artifact import load_manifest
 from draftsmith.checkpoints.table.table import TABLE_FILE
 from draftsmith.recipes.run import run_train
 from draftsmith.recipes.training import TableRecipe
-from draftsmith.train.table import ROW, spilled_by, spilled_place
+from draftsmith.train.table.documents import ROW, spilled_by, spilled_place
 
 ROWS = 3000
 

@@ -18,16 +18,16 @@ import yaml
 from draftsmith.checkpoints.artifact.artifact import load_manifest, verify_artifact
 from draftsmith.checkpoints.table.table import TABLE_FILE, BigramTable
 from draftsmith.data.conversations import Conversation, CorpusReport, Turn
-from draftsmith.data.rendering import render
-from draftsmith.data.templates import get_template
+from draftsmith.data.rendering.render import render
+from draftsmith.data.rendering.templates import get_template
 from draftsmith.data.tokenizers import load_tokenizer
 from draftsmith.recipes.loading import load_recipe, shipped_recipes
 from draftsmith.recipes.prepare import prepare_data, training_conversations
 from draftsmith.recipes.run import run_train
 from draftsmith.recipes.table_state import locked
 from draftsmith.recipes.training import TableRecipe
-from draftsmith.train.counting import PairCounter, counted
-from draftsmith.train.table import PLACE, Share, count_laid, laid_end_to_end, spilled_place, token_documents
+from draftsmith.train.table.counting import PairCounter, counted
+from draftsmith.train.table.documents import PLACE, Share, count_laid, laid_end_to_end, spilled_place, token_documents
 from hypothesis import given, settings
 from hypothesis import strategies as st
 

@@ -19,9 +19,9 @@ from draftsmith.recipes.table import _Job
 from draftsmith.recipes.table_rows import Reading, Seen, numbering
 from draftsmith.recipes.table_state import CONSIDERABLE, TOKEN, spilled_numbering, spilled_places
 from draftsmith.recipes.training import TableRecipe
-from draftsmith.train.counting import PairCounter
-from draftsmith.train.interrupts import TrainingError
-from draftsmith.train.table import PLACE, ROW, Share, spilled_by
+from draftsmith.train.parallel.interrupts import TrainingError
+from draftsmith.train.table.counting import PairCounter
+from draftsmith.train.table.documents import PLACE, ROW, Share, spilled_by
 from hypothesis import given, settings
 from hypothesis import strategies as st
 

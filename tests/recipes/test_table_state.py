@@ -13,10 +13,10 @@ from draftsmith.recipes.run import accelerator_for
 from draftsmith.recipes.table import _Job
 from draftsmith.recipes.table_state import CONSIDERABLE, IDENTITY, PARTS, STOP, TOKEN, counted_tokens, differences
 from draftsmith.recipes.training import CountSection, TableRecipe
-from draftsmith.train.counting import PairCounter
-from draftsmith.train.processes import StoppedError
-from draftsmith.train.run_files import INDEX
-from draftsmith.train.table import PLACE, spilled_place
+from draftsmith.train.parallel.processes import StoppedError
+from draftsmith.train.table.counting import PairCounter
+from draftsmith.train.table.documents import PLACE, spilled_place
+from draftsmith.train.table.run_files import INDEX
 
 V = 320
 KEPT = 79  # of 80 conversations; one is held out

@@ -15,7 +15,7 @@ from draftsmith.checkpoints.artifact.locate import at_revision
 from draftsmith.checkpoints.storage.places import split_revision
 from draftsmith.checkpoints.table.table import BigramTable
 from draftsmith.data.tokenizers import load_tokenizer
-from draftsmith.decode.loading import load_model
+from draftsmith.decode.models.loading import load_model
 from draftsmith.recipes.cli import app
 from draftsmith.recipes.config import DrafterRecipe, EvaluateRecipe
 from draftsmith.recipes.evaluate import run_evaluate

@@ -20,7 +20,7 @@ import pytest
 import torch
 import yaml
 from draftsmith.data.tokenizers import load_tokenizer
-from draftsmith.decode.loading import load_model
+from draftsmith.decode.models.loading import load_model
 from draftsmith.recipes.loading import load_recipe
 from draftsmith.recipes.prepare import Prepared, prepare_data
 from draftsmith.recipes.run import run_train
@@ -33,11 +33,11 @@ from draftsmith.recipes.teacher import (
     teacher_bytes,
 )
 from draftsmith.recipes.training import DrafterRecipe, HeadsRecipe
-from draftsmith.train.forward import PackedForward
-from draftsmith.train.hidden_cache import HiddenCache
-from draftsmith.train.losses import IGNORED, head_labels, shifted_labels
-from draftsmith.train.teacher import CachedTeacher, ModelTeacher, load_teacher
-from draftsmith.train.teacher_cache import TeacherCache
+from draftsmith.train.forward.packed import PackedForward
+from draftsmith.train.losses.drafter import IGNORED, head_labels, shifted_labels
+from draftsmith.train.teachers.hidden_cache import HiddenCache
+from draftsmith.train.teachers.teacher import CachedTeacher, ModelTeacher, load_teacher
+from draftsmith.train.teachers.top_k_cache import TeacherCache
 
 # the command line with files of a few blocks, as a large corpus has them
 SMALL_FILES = """

@@ -13,10 +13,10 @@ import yaml
 from draftsmith.data.prompts import load_prompts
 from draftsmith.data.tokenizers import load_tokenizer, train_bpe
 from draftsmith.decode.engine import Limits
-from draftsmith.decode.loading import load_model, wrap_model
-from draftsmith.decode.measure import decode
+from draftsmith.decode.evaluation.measure import decode
+from draftsmith.decode.evaluation.trace import TracedStep
 from draftsmith.decode.methods import Parts, build_method
-from draftsmith.decode.tracing import TracedStep
+from draftsmith.decode.models.loading import load_model, wrap_model
 from draftsmith.decode.warpers import Sampling
 from draftsmith.recipes.config import EvaluateRecipe
 from draftsmith.recipes.trace import chosen_rows

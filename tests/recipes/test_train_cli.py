@@ -18,7 +18,7 @@ from draftsmith.recipes.outcome import fit_recipe
 from draftsmith.recipes.prepare import prepare_data
 from draftsmith.recipes.run import accelerator_for, run_train
 from draftsmith.recipes.training import DrafterRecipe
-from draftsmith.train.loop import TrainingError
+from draftsmith.train.loop.fit import TrainingError
 
 Cli = Callable[..., subprocess.CompletedProcess[str]]
 

@@ -18,17 +18,13 @@ import yaml
 from draftsmith.checkpoints.artifact.artifact import tokenizer_fingerprint
 from draftsmith.data.prompts import stop_ids
 from draftsmith.data.tokenizers import load_tokenizer
-from draftsmith.decode.cost_model import CostModel, Curve, Overhead
 from draftsmith.decode.engine import Limits, generate
-from draftsmith.decode.loading import wrap_model
-from draftsmith.decode.measure import decode
-from draftsmith.decode.methods import Parts, build_method
-from draftsmith.decode.metrics import Tally, total
-from draftsmith.decode.recording import load_recording, record, sample_texts
-from draftsmith.decode.replay import predict
-from draftsmith.decode.rng import Rng
-from draftsmith.decode.tree import parse_tree
-from draftsmith.decode.tuning import (
+from draftsmith.decode.evaluation.measure import decode
+from draftsmith.decode.evaluation.metrics import Tally, total
+from draftsmith.decode.evaluation.replay.costs import CostModel, Curve, Overhead
+from draftsmith.decode.evaluation.replay.recording import load_recording, record, sample_texts
+from draftsmith.decode.evaluation.replay.replay import predict
+from draftsmith.decode.evaluation.replay.tuning import (
     Space,
     best_head_trees,
     k_configurations,
@@ -37,6 +33,10 @@ from draftsmith.decode.tuning import (
     tune_method,
     tuned_methods,
 )
+from draftsmith.decode.methods import Parts, build_method
+from draftsmith.decode.models.loading import wrap_model
+from draftsmith.decode.rng import Rng
+from draftsmith.decode.tree import parse_tree
 from draftsmith.decode.warpers import Sampling
 from draftsmith.recipes.config import EvaluateRecipe
 from draftsmith.recipes.loading import load_recipe

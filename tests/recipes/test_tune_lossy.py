@@ -9,16 +9,16 @@ from typing import Any
 
 import numpy as np
 import pytest
-from draftsmith.decode.cost_model import CostModel, Curve, Overhead
 from draftsmith.decode.engine import Limits, generate
-from draftsmith.decode.loading import wrap_model
+from draftsmith.decode.evaluation.metrics import Tally
+from draftsmith.decode.evaluation.quality import perplexity
+from draftsmith.decode.evaluation.replay.costs import CostModel, Curve, Overhead
+from draftsmith.decode.evaluation.replay.recording import record, sample_texts
+from draftsmith.decode.evaluation.replay.tuning import DECODED, TYPICAL, Choice, Space, method_of
+from draftsmith.decode.evaluation.replay.tuning_lossy import frontier, lossy_settings, tune_lossy
 from draftsmith.decode.methods import Parts, build_method
-from draftsmith.decode.metrics import Tally
-from draftsmith.decode.quality import perplexity
-from draftsmith.decode.recording import record, sample_texts
+from draftsmith.decode.models.loading import wrap_model
 from draftsmith.decode.rng import Rng
-from draftsmith.decode.tuning import DECODED, TYPICAL, Choice, Space, method_of
-from draftsmith.decode.tuning_lossy import frontier, lossy_settings, tune_lossy
 from draftsmith.decode.warpers import Sampling
 from draftsmith.recipes.config import EvaluateRecipe
 from draftsmith.recipes.loading import load_recipe

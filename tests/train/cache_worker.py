@@ -17,12 +17,12 @@ from types import ModuleType
 from typing import Any
 
 import torch
-from draftsmith.train.hidden_cache import HiddenCache, HiddenRows, HiddenSource
-from draftsmith.train.row_cache import RowCache
-from draftsmith.train.row_plan import CachePlan, Source
-from draftsmith.train.row_writer import CacheWriter, MakeRows
-from draftsmith.train.teacher import ModelTeacher
-from draftsmith.train.teacher_cache import CacheSource, TeacherCache, TopRows
+from draftsmith.train.teachers.hidden_cache import HiddenCache, HiddenRows, HiddenSource
+from draftsmith.train.teachers.row_cache import RowCache
+from draftsmith.train.teachers.row_plan import CachePlan, Source
+from draftsmith.train.teachers.row_writer import CacheWriter, MakeRows
+from draftsmith.train.teachers.teacher import ModelTeacher
+from draftsmith.train.teachers.top_k_cache import CacheSource, TeacherCache, TopRows
 
 TOP_K = 5
 CACHES: dict[str, type[RowCache]] = {"top": TeacherCache, "hidden": HiddenCache}

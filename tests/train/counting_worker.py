@@ -12,7 +12,7 @@ import sys
 from pathlib import Path
 
 import numpy as np
-from draftsmith.train.counting import PairCounter
+from draftsmith.train.table.counting import PairCounter
 
 BATCH = 16
 

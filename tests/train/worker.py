@@ -15,10 +15,10 @@ from typing import Any
 
 import numpy as np
 import torch
-from draftsmith.data.prepared import PreparedData
+from draftsmith.data.blocks.prepared import PreparedData
 from draftsmith.recipes.processes import part
-from draftsmith.train.drafter import DrafterTask
-from draftsmith.train.loop import FitConfig, fit
+from draftsmith.train.loop.fit import FitConfig, fit
+from draftsmith.train.tasks.drafter import DrafterTask
 from safetensors.torch import save_file
 from transformers import LlamaConfig, LlamaForCausalLM
 

@@ -14,11 +14,11 @@ from typing import Any
 import torch
 from draftsmith.checkpoints.heads.files import PredictionHeads
 from draftsmith.recipes.processes import part
-from draftsmith.train.drafter import DrafterModule
-from draftsmith.train.heads import HeadsTask
-from draftsmith.train.interrupts import Interrupted, TrainingError
-from draftsmith.train.joint import Joint, JointTask
-from draftsmith.train.loop import fit
+from draftsmith.train.loop.fit import fit
+from draftsmith.train.parallel.interrupts import Interrupted, TrainingError
+from draftsmith.train.tasks.drafter import DrafterModule
+from draftsmith.train.tasks.heads import HeadsTask
+from draftsmith.train.tasks.medusa2 import Joint, JointTask
 from peft import LoraConfig, get_peft_model
 from safetensors.torch import save_file
 from worker import SignallingTask, make_config, make_data, make_model

@@ -22,7 +22,7 @@ from draftsmith.checkpoints.heads.files import PredictionHeads, load_heads, save
 from draftsmith.checkpoints.storage import atomic as folders
 from draftsmith.checkpoints.storage.atomic import steady
 from draftsmith.checkpoints.table.table import BigramTable
-from draftsmith.decode.loading import load_model
+from draftsmith.decode.models.loading import load_model
 from transformers import LlamaForCausalLM
 
 VOCAB = 16

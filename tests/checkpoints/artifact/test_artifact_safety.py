@@ -21,7 +21,7 @@ from draftsmith.checkpoints.storage.safe_read import MAX_JSON_BYTES, MAX_JSON_DE
 from draftsmith.checkpoints.table.table import BigramTable
 from draftsmith.checkpoints.verify.inspect import find_faults
 from draftsmith.checkpoints.verify.model_files import MAX_LAYERS
-from draftsmith.decode.loading import load_model
+from draftsmith.decode.models.loading import load_model
 from safetensors.torch import save_file
 from transformers import LlamaForCausalLM
 

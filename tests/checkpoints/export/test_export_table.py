@@ -20,9 +20,9 @@ from draftsmith.checkpoints.export.base import ExportOptions, export_artifact
 from draftsmith.checkpoints.export.table import LLAMA_MOST, TABLE_FORMATS
 from draftsmith.checkpoints.table.table import BigramTable
 from draftsmith.decode.engine import Context, Limits
-from draftsmith.decode.loading import wrap_model
 from draftsmith.decode.methods import METHODS
-from draftsmith.decode.ngrams import TableChain
+from draftsmith.decode.models.loading import wrap_model
+from draftsmith.decode.proposers.ngrams import TableChain
 from draftsmith.decode.rng import Rng
 from draftsmith.decode.warpers import Sampling
 from scipy import sparse

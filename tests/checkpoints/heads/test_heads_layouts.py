@@ -14,8 +14,8 @@ from draftsmith.checkpoints.heads.files import CONFIG_FILE, HEADS_FILE, Predicti
 from draftsmith.checkpoints.heads.layouts import read_heads
 from draftsmith.checkpoints.storage.names import PICKLED_FILE
 from draftsmith.decode.engine import Limits, generate
-from draftsmith.decode.loading import wrap_model
 from draftsmith.decode.methods import Parts, build_method
+from draftsmith.decode.models.loading import wrap_model
 from draftsmith.decode.rng import Rng
 from draftsmith.decode.warpers import Sampling
 from safetensors import safe_open

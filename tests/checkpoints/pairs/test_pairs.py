@@ -20,12 +20,12 @@ from draftsmith.checkpoints.artifact.artifact import (
 from draftsmith.checkpoints.pairs.checks import examine
 from draftsmith.checkpoints.pairs.repair import Repairs, repair
 from draftsmith.checkpoints.pairs.sides import CONSUMERS, Diagnosis, open_side, tensor_shapes
-from draftsmith.data.templates import CHATML_JINJA
+from draftsmith.data.rendering.templates import CHATML_JINJA
 from draftsmith.data.tokenizers import load_tokenizer, train_bpe
 from draftsmith.decode.engine import Limits, generate
-from draftsmith.decode.loading import load_model, wrap_model
+from draftsmith.decode.evaluation.metrics import Tally
 from draftsmith.decode.methods import Parts, build_method
-from draftsmith.decode.metrics import Tally
+from draftsmith.decode.models.loading import load_model, wrap_model
 from draftsmith.decode.rng import Rng
 from draftsmith.decode.warpers import Sampling
 from safetensors.torch import load_file

@@ -1,0 +1,408 @@
+"""Documents on disk: rendered once, memory-mapped ever after, and put together to blocks when a batch is read.
+
+A folder holds, as flat arrays in the order of rendering, `tokens.npy` (uint16 where the vocabulary allows, else int32)
+and `trained.npy` uint8 (1 where a token is trained on, which the first of a document never is); `documents.npy` int64
+[documents + 1], where each document begins; `order.npy` int64 [documents] and `blocks.npy` int64 [blocks + 1]: block b
+is the documents order[blocks[b]] … order[blocks[b + 1] - 1]; and `data.json`. Letters: B batch (blocks), T tokens.
+"""
+
+from __future__ import annotations
+
+import gc
+import hashlib
+import json
+import os
+import shutil
+import tempfile
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from contextlib import contextmanager
+from itertools import pairwise
+from pathlib import Path
+from typing import Any, ClassVar
+
+import numpy as np
+
+from ..conversations import Conversation
+from ..rendering.render import Rendered, RenderReport, render_all
+from ..rendering.templates import Template
+from .packing import PACKINGS, Batch, Document, global_batch, make_batch, pack
+
+_NEW_OBJECTS = 1_000_000
+
+
+__all__ = ["Batch", "PreparedData", "global_batch", "prepare"]
+
+SCHEMA = 2
+MANIFEST = "data.json"
+_ARRAYS = ("tokens", "trained", "documents", "order", "blocks")
+_PROGRESS_ROWS = 256
+_BUFFERED_TOKENS = 1 << 20
+_WINDOW_DOCUMENTS = 1 << 18  # packed together: far more than density needs, and little memory
+
+
+def prepare(
+    conversations: Iterable[Conversation],
+    tokenizer: Any,
+    template: Template,
+    block_tokens: int,
+    out_dir: str | os.PathLike[str],
+    *,
+    source: dict[str, Any],
+    packing: str = "best-fit",
+    last_turn_only: bool = False,
+    watch: Callable[[Rendered], object] | None = None,
+    progress: Callable[[int, int], None] | None = None,
+) -> PreparedData:
+    """Render conversations, pack them into blocks of `block_tokens` tokens and write `out_dir`, whole or not at all.
+
+    The conversations are consumed as a stream and their tokens written as they come: memory does not grow with the
+    corpus, but for some bytes a document. A folder that already holds prepared data is replaced. `packing` is
+    "best-fit", or "pad" for one document a block, padded to the longest of a batch. `source` goes into the manifest as
+    it is (where the rows came from, the tokenizer's fingerprint, …); `watch` sees every document; `progress(rows,
+    tokens)` is called as rows are rendered.
+
+    Raises:
+        ValueError: a block too short to train on; an unknown packing; no conversations; nothing trainable; `out_dir`
+            holds other files.
+    """
+    if block_tokens < 2:
+        raise ValueError(f"block_tokens is {block_tokens}, expected at least 2: the first token predicts the second")
+    if packing not in PACKINGS:
+        raise ValueError(f"packing is {packing!r}, known: {', '.join(PACKINGS)}")
+    out = Path(out_dir)
+    _check_replaceable(out)
+    out.parent.mkdir(parents=True, exist_ok=True)
+    temporary = Path(tempfile.mkdtemp(prefix=f".{out.name}.", dir=out.parent))
+    try:
+        report = RenderReport()
+        writer = _Writer(temporary, 1 + max(tokenizer.get_vocab().values()))
+        rows = _Counter(conversations, lambda n: progress(n, writer.tokens) if progress else None)
+        rendered = render_all(rows, tokenizer, template, block_tokens, last_turn_only=last_turn_only, report=report)
+        with rarely_collected():
+            for document in rendered:
+                writer.add(document)
+                if watch is not None:
+                    watch(document)
+        if not writer.trained:
+            raise ValueError(
+                f"nothing to train on: {rows.count} conversations gave {writer.documents} documents with "
+                f"{writer.trained} trainable tokens of {writer.tokens} in blocks of {block_tokens}"
+            )
+        if progress is not None:
+            progress(rows.count, writer.tokens)
+        counts = writer.finish(block_tokens, packing)
+        options = {"block_tokens": block_tokens, "packing": packing, "last_turn_only": last_turn_only}
+        manifest = {"schema": SCHEMA, "source": source, "options": {"template": template.name} | options}
+        manifest |= {"rows": rows.count, "rendering": report.as_dict(), "padding_id": padding_id(tokenizer)} | counts
+        manifest |= {"sha256": {name: _sha256(temporary / f"{name}.npy") for name in _ARRAYS}}
+        _write_synced(temporary / MANIFEST, json.dumps(manifest, indent=2, ensure_ascii=False) + "\n")
+        _replace(temporary, out)
+    finally:
+        shutil.rmtree(temporary, ignore_errors=True)
+    return PreparedData.load(out)
+
+
+class PreparedData:
+    """A prepared folder, opened for reading. Build it with `PreparedData.load`."""
+
+    beginning: ClassVar[dict[str, int]] = {}
+
+    def __init__(self, directory: Path, manifest: dict[str, Any], arrays: dict[str, np.ndarray]) -> None:
+        self.directory = directory
+        self.manifest = manifest
+        self._tokens = arrays["tokens"]
+        self._trained = arrays["trained"]
+        self._documents = arrays["documents"]
+        self._order = arrays["order"]
+        self._blocks = arrays["blocks"]
+        self.blocks = len(self._blocks) - 1
+        self.block_tokens = int(manifest["options"]["block_tokens"])
+        self._pads = manifest["options"]["packing"] == "pad"
+        self._padding_id = int(manifest["padding_id"])
+
+    @classmethod
+    def load(cls, directory: str | os.PathLike[str]) -> PreparedData:
+        """Open a folder that `prepare` wrote; the arrays stay on disk.
+
+        Raises:
+            ValueError: a file is missing, or is not of the shape and type the manifest says.
+        """
+        directory = Path(directory)
+        needed = [MANIFEST, *(f"{name}.npy" for name in _ARRAYS)]
+        missing = [name for name in needed if not (directory / name).is_file()]
+        if missing and not (directory / MANIFEST).is_file():
+            raise ValueError(f"{directory} is no prepared data: {', '.join(missing)} missing")
+        try:
+            manifest = json.loads((directory / MANIFEST).read_text(encoding="utf-8"))
+            schema = manifest["schema"]
+            if schema == SCHEMA:
+                shapes = _shapes(manifest)
+        except (json.JSONDecodeError, KeyError, TypeError) as error:
+            raise ValueError(f"{directory / MANIFEST}: not a manifest of prepared data: {error!r}") from error
+        if schema != SCHEMA:
+            raise ValueError(f"{directory / MANIFEST}: schema {schema}, this version reads {SCHEMA}; prepare again")
+        if missing:
+            raise ValueError(f"{directory} is no prepared data: {', '.join(missing)} missing")
+        arrays = {}
+        for name, (length, dtypes) in shapes.items():
+            path = directory / f"{name}.npy"
+            try:
+                found = np.load(path, mmap_mode="r", allow_pickle=False)
+            except (ValueError, EOFError) as error:
+                raise ValueError(f"{path}: damaged: {error}") from error
+            if found.shape != (length,) or found.dtype not in dtypes:
+                expected = " or ".join(map(str, dtypes))
+                raise ValueError(f"{path}: {found.dtype} {found.shape}, the manifest says {expected} ({length},)")
+            arrays[name] = found
+        return cls(directory, manifest, arrays)
+
+    def verify(self) -> None:
+        """Compare the arrays with the manifest's sha256.
+
+        Raises:
+            ValueError: an array is not the one that was written.
+        """
+        for name, expected in self.manifest["sha256"].items():
+            found = _sha256(self.directory / f"{name}.npy")
+            if found != expected:
+                raise ValueError(f"{self.directory / name}.npy: sha256 {found}, the manifest says {expected}")
+
+    def step_batch(self, step: int, batch_blocks: int, seed: int) -> tuple[np.ndarray, Batch]:
+        """The blocks of a global step by number, and as a batch: a function of its arguments alone."""
+        indices = global_batch(self.blocks, batch_blocks, step, seed)
+        return indices, self.batch(indices)
+
+    def state(self) -> dict[str, int]:
+        """A step says by its number alone which blocks it takes: there is nothing to remember."""
+        return {}
+
+    def restore(self, state: dict[str, int]) -> None:
+        """Go on from any step."""
+        assert not state, "a place in a stream"
+
+    def batch(self, indices: Sequence[int] | np.ndarray) -> Batch:
+        """The blocks of these indices as a batch [B, T]; T is the longest block's length where blocks are not packed.
+
+        Raises:
+            ValueError: an index outside 0 … blocks − 1.
+        """
+        blocks = [
+            [self._document(document) for document in self._order[self._blocks[b] : self._blocks[b + 1]].tolist()]
+            for b in self._checked(indices)
+        ]
+        length = self.block_tokens
+        if self._pads and blocks:
+            length = max(len(document.ids) for block in blocks for document in block)
+        return make_batch(blocks, length, self._padding_id)
+
+    def _document(self, number: int) -> Document:
+        start, end = int(self._documents[number]), int(self._documents[number + 1])
+        return Document(self._tokens[start:end], self._trained[start:end], number)
+
+    def trainable_tokens(self, indices: Sequence[int] | np.ndarray) -> int:
+        """How many labels of these blocks count after the shift: trainable, with a token of the same document before.
+
+        Raises:
+            ValueError: an index outside 0 … blocks − 1.
+        """
+        # the first token of a document is never marked in the file, so every mark has a token before it
+        documents = [d for b in self._checked(indices) for d in self._order[self._blocks[b] : self._blocks[b + 1]]]
+        return sum(int(np.count_nonzero(self._trained[self._documents[d] : self._documents[d + 1]])) for d in documents)
+
+    def iter_documents(self) -> Iterator[np.ndarray]:
+        """Token ids int32 [T] of every document, in the order in which they were rendered."""
+        for start, end in pairwise(self._documents):
+            yield np.array(self._tokens[start:end], dtype=np.int32)
+
+    def _checked(self, indices: Sequence[int] | np.ndarray) -> np.ndarray:
+        index_B = np.asarray(indices, dtype=np.int64).reshape(-1)
+        if len(index_B) and (index_B.min() < 0 or index_B.max() >= self.blocks):
+            raise ValueError(f"block {index_B.min()} … {index_B.max()} asked for, there are {self.blocks}")
+        return index_B
+
+
+def token_dtype(vocab_size: int) -> np.dtype[Any]:
+    """The type that ids of a vocabulary are stored in."""
+    return np.dtype(np.uint16) if vocab_size <= 1 << 16 else np.dtype(np.int32)
+
+
+class _Writer:
+    """Writes documents as they come."""
+
+    def __init__(self, folder: Path, vocab_size: int) -> None:
+        self._folder = folder
+        self._dtype = token_dtype(vocab_size)
+        self._columns = {
+            "tokens": _Column(folder / "tokens.npy", self._dtype),
+            "trained": _Column(folder / "trained.npy", np.dtype(np.uint8)),
+        }
+        self._waiting: list[Rendered] = []
+        self._waiting_tokens = 0
+        self._lengths: list[int] = []
+        self.tokens = self.trained = 0
+
+    @property
+    def documents(self) -> int:
+        return len(self._lengths)
+
+    def add(self, document: Rendered) -> None:
+        if document.spans and document.spans[0][0] == 0:
+            document.spans[0] = (1, document.spans[0][1])  # nothing comes before the first token to predict it
+        length = len(document.ids)
+        self._lengths.append(length)
+        self._waiting.append(document)
+        self._waiting_tokens += length
+        self.tokens += length
+        self.trained += sum(end - start for start, end in document.spans)
+        if self._waiting_tokens >= _BUFFERED_TOKENS:
+            self._flush()
+
+    def finish(self, block_tokens: int, packing: str) -> dict[str, int | float]:
+        """Pack, write what is left and return the manifest's counts."""
+        self._flush()
+        lengths = np.array(self._lengths, dtype=np.int64)
+        orders, sizes = [], []
+        for start in range(0, len(lengths), _WINDOW_DOCUMENTS):
+            order, size = pack(lengths[start : start + _WINDOW_DOCUMENTS], block_tokens, packing)
+            orders.append(order + start)
+            sizes.append(size)
+        size = np.concatenate(sizes)
+        for name, values in (
+            ("documents", np.concatenate([[0], np.cumsum(lengths)])),
+            ("order", np.concatenate(orders)),
+            ("blocks", np.concatenate([[0], np.cumsum(size)])),
+        ):
+            self._columns[name] = _Column(self._folder / f"{name}.npy", np.dtype(np.int64))
+            self._columns[name].append(values)
+        for column in self._columns.values():
+            column.close()
+        return {
+            "documents": self.documents,
+            "blocks": len(size),
+            "tokens": self.tokens,
+            "trainable_tokens": self.trained,
+            "trainable_share": self.trained / self.tokens,
+            "packing_density": self.tokens / (len(size) * block_tokens),
+        }
+
+    def _flush(self) -> None:
+        if self._waiting:
+            ids = np.concatenate([document.ids for document in self._waiting])
+            self._columns["tokens"].append(ids)
+            trained = np.zeros(len(ids), dtype=np.uint8)
+            at = 0
+            for document in self._waiting:
+                for start, end in document.spans:
+                    trained[at + start : at + end] = 1
+                at += len(document.ids)
+            self._columns["trained"].append(trained)
+        self._waiting, self._waiting_tokens = [], 0
+
+
+class _Column:
+    """A one-dimensional .npy file that grows; whole after `close`."""
+
+    def __init__(self, path: Path, dtype: np.dtype[Any]) -> None:
+        self._file = path.open("wb")
+        self._dtype = dtype
+        self._length = 0
+        self._header()
+        self._data = self._file.tell()
+
+    def append(self, values: np.ndarray) -> None:
+        self._file.write(np.ascontiguousarray(values, dtype=self._dtype).data)
+        self._length += len(values)
+
+    def close(self) -> None:
+        self._file.seek(0)
+        self._header()
+        assert self._file.tell() == self._data, "numpy leaves room in the header for the length to grow"
+        self._file.flush()
+        os.fsync(self._file.fileno())
+        self._file.close()
+
+    def _header(self) -> None:
+        descr = np.lib.format.dtype_to_descr(self._dtype)
+        np.lib.format.write_array_header_1_0(
+            self._file, {"descr": descr, "fortran_order": False, "shape": (self._length,)}
+        )
+
+
+def _shapes(manifest: dict[str, Any]) -> dict[str, tuple[int, tuple[np.dtype[Any], ...]]]:
+    tokens, documents, blocks = manifest["tokens"], manifest["documents"], manifest["blocks"]
+    wide = (np.dtype(np.int64),)
+    return {
+        "tokens": (tokens, (np.dtype(np.uint16), np.dtype(np.int32))),
+        "trained": (tokens, (np.dtype(np.uint8),)),
+        "documents": (documents + 1, wide),
+        "order": (documents, wide),
+        "blocks": (blocks + 1, wide),
+    }
+
+
+class _Counter:
+    """Passes conversations on and counts them."""
+
+    def __init__(self, conversations: Iterable[Conversation], report: Callable[[int], None]) -> None:
+        self._conversations = conversations
+        self._report = report
+        self.count = 0
+
+    def __iter__(self) -> Iterator[Conversation]:
+        for conversation in self._conversations:
+            yield conversation
+            self.count += 1
+            if self.count % _PROGRESS_ROWS == 0:
+                self._report(self.count)
+
+
+def _check_replaceable(out: Path) -> None:
+    if out.is_dir() and any(out.iterdir()) and not (out / MANIFEST).is_file():
+        raise ValueError(f"{out} holds files that are no prepared data; choose another folder or empty it")
+    if out.exists() and not out.is_dir():
+        raise ValueError(f"{out} is a file, expected a folder to write")
+
+
+def _replace(new: Path, out: Path) -> None:
+    """Put `new` where `out` is; what was there is moved aside first, deleted last."""
+    new.chmod(0o755)  # mkdtemp makes a private folder
+    if not out.exists():
+        new.rename(out)
+        return
+    aside = new.with_name(new.name + ".old")
+    out.rename(aside)
+    new.rename(out)
+    shutil.rmtree(aside)
+
+
+def padding_id(tokenizer: Any) -> int:
+    """What stands behind the last document of a block; no label and no attention reaches it."""
+    candidates = (tokenizer.pad_token_id, tokenizer.eos_token_id, 0)
+    return int(next(number for number in candidates if number is not None))
+
+
+def _sha256(path: Path) -> str:
+    with path.open("rb") as file:
+        return hashlib.file_digest(file, "sha256").hexdigest()
+
+
+def _write_synced(path: Path, text: str) -> None:
+    with path.open("w", encoding="utf-8") as out:
+        out.write(text)
+        out.flush()
+        os.fsync(out.fileno())
+
+
+@contextmanager
+def rarely_collected() -> Iterator[None]:
+    """Collect only after so many new objects that are still there.
+
+    Rows are freed by their reference counts, without the collector; but every 700 new objects it looks for cycles, and
+    often among all that the process has loaded.
+    """
+    before = gc.get_threshold()
+    gc.set_threshold(_NEW_OBJECTS, *before[1:])
+    try:
+        yield
+    finally:
+        gc.set_threshold(*before)

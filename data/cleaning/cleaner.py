@@ -1,0 +1,307 @@
+"""From what was written to clean exchanges: each step is a named option, each cut and each drop has its count.
+
+The steps, in their order; the first that drops a conversation is the one that it is counted under:
+
+1. roles and contents: roles by a table (`roles`, `unknown_roles`), contents that are text, half emoji replaced;
+2. texts: HTML (`html`), escaped Markdown (`escaped_markdown`);
+3. exchanges: leading assistant turns and trailing user turns (`leading_assistant`, `trailing_user`), neighbours of one
+   role (`non_alternating`), empty messages (`empty`);
+4. what is said: refusals of the service (`drop_blocked`), length (`min_exchanges`, `min_characters`);
+5. duplicates of a conversation that was kept (`duplicates`);
+6. language (`languages`, `drop_languages`);
+7. contamination with evaluation texts (`contamination`, `contamination_words`).
+
+A row of bare text is no dialogue: steps 3 and `min_exchanges` ask for nothing but that it is not empty.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Iterator
+from hashlib import blake2b
+from itertools import groupby, pairwise
+from typing import Any
+
+from ..conversations import Conversation, CorpusReport, Dialogue, Turn
+from .contamination import EvaluationTexts
+from .markup import CODE_SPAN, INSTALL, holds_html, html_to_markdown, unescape_markdown
+from .options import Cleaning, nearest_name
+
+USER_ROLES = ("human", "user")
+ASSISTANT_ROLES = ("gpt", "assistant", "chatgpt", "bing", "bard")
+ROLES: dict[str, str] = {
+    **dict.fromkeys(USER_ROLES, "user"),
+    **dict.fromkeys(ASSISTANT_ROLES, "assistant"),
+    "system": "system",
+}
+BLOCKED_ANSWERS = (  # what the service said in the model's place
+    "Too many requests in 1 hour. Try again later.",
+    "Only one message at a time. Please allow any other responses to complete before sending another message",
+    "An error occurred. Either the engine you requested does not exist or there was another issue",
+)
+LANGUAGE_CHARACTERS = 1000
+
+Messages = list[tuple[str | None, str]]  # the role by the table, None where it knows none
+
+
+class _DroppedError(Exception):
+    """The conversation is not kept; its text is the reason. The cleaner catches it."""
+
+
+class Cleaner:
+    """Dialogues to conversations, counting in `report` what became of each: `report.rows` equals `report.kept` plus
+    the sum of `report.dropped`, and `report.exchanges` equals `report.exchanges_kept` plus the sum of
+    `report.exchanges_lost`.
+
+    It remembers hashes of what it kept where `cleaning.duplicates` asks for that (about 70 bytes a conversation and
+    kind), so duplicates are found among the rows that one cleaner sees. `evaluation_texts` are the texts of the sets
+    that `cleaning.contamination` names.
+
+    Raises:
+        ValueError: a language that py3langid does not know; a package that is not installed; evaluation sets named
+            without texts, or texts without a name.
+    """
+
+    def __init__(self, cleaning: Cleaning, report: CorpusReport, evaluation_texts: Iterable[str] = ()) -> None:
+        self.cleaning = cleaning
+        self.report = report
+        self._roles = ROLES | dict(cleaning.roles)
+        self._seen: set[int] = set()
+        self._rewrites = cleaning.html != "keep" or cleaning.escaped_markdown != "keep"
+        wanted = (*cleaning.languages, *cleaning.drop_languages)
+        self._language = _language_identifier(wanted) if wanted else None
+        texts = list(evaluation_texts)
+        if bool(texts) != bool(cleaning.contamination):
+            named = ", ".join(cleaning.contamination) or "no set"
+            raise ValueError(f"contamination names {named}, and {len(texts)} evaluation texts were given")
+        self._evaluation = EvaluationTexts(texts, cleaning.contamination_words) if texts else None
+
+    def __call__(self, dialogue: Dialogue) -> Conversation | None:
+        """Alternating whole exchanges, or the one turn of a bare text; None after counting why there are none."""
+        report, changes = self.report, set[str]()
+        report.rows += 1
+        try:
+            turns = self._turns(dialogue, changes)
+            self._judge(dialogue.id, turns)
+        except _DroppedError as reason:
+            report.dropped[str(reason)] += 1
+            self._count_exchanges(dialogue, 0, str(reason))
+            return None
+        report.kept += 1
+        report.changed.update(changes)
+        self._count_exchanges(dialogue, len(turns) // 2, "empty messages cut")
+        return Conversation(_encodable(dialogue.id, set()), tuple(turns))
+
+    def _turns(self, dialogue: Dialogue, changes: set[str]) -> list[Turn]:
+        bare = len(dialogue.messages) == 1 and dialogue.messages[0][0] == "text"
+        # a role that is always known; what it means is not asked
+        messages = self._mapped((("system", dialogue.messages[0][1]),) if bare else dialogue.messages, changes)
+        if self._rewrites:
+            messages = [(role, self._rewritten(text, changes)) for role, text in messages]
+        if bare:
+            if _blank(messages[0][1]):
+                raise _DroppedError("empty")
+            return [Turn("assistant", messages[0][1])]
+        if not _is_whole(messages):
+            messages = [*self._whole_exchanges(messages, changes)]
+        return [Turn(role, text) for role, text in messages if role]
+
+    def _mapped(self, written: Iterable[tuple[Any, Any]], changes: set[str]) -> Messages:
+        messages: Messages = []
+        known = self._roles
+        for written_role, content in written:
+            role = known.get(written_role) if isinstance(written_role, str) else None
+            if role is None:
+                if "unmapped roles cut" not in changes:
+                    self.report.unmapped_roles[_encodable(str(written_role)[:60], set())] += 1
+                if self.cleaning.unknown_roles == "drop":
+                    raise _DroppedError("unmapped role")
+                changes.add("unmapped roles cut")
+                messages.append((None, ""))
+            elif content is None:
+                messages.append((role, ""))
+            elif isinstance(content, str):
+                messages.append((role, content if content.isascii() else _encodable(content, changes)))
+            else:
+                raise _DroppedError("content is not text")
+        return messages
+
+    def _rewritten(self, text: str, changes: set[str]) -> str:
+        if self.cleaning.html == "drop" and holds_html(text):
+            raise _DroppedError("HTML")
+        if self.cleaning.html == "markdown":
+            converted = html_to_markdown(text)
+            if converted is None:
+                raise _DroppedError("HTML nested too deep")
+            if converted != text:
+                changes.add("HTML to Markdown")
+                text = converted
+        if self.cleaning.escaped_markdown == "unescape":
+            unescaped = unescape_markdown(text)
+            if unescaped != text:
+                changes.add("escaped Markdown unescaped")
+                text = unescaped
+        return text
+
+    def _whole_exchanges(self, messages: Messages, changes: set[str]) -> Iterator[tuple[str, str]]:
+        """The messages that make whole exchanges, after a system message with text."""
+        runs = [(role, [text for _, text in run]) for role, run in groupby(messages, lambda message: message[0])]
+        runs = [(role, _without_surplus(texts, changes)) for role, texts in _without_unknown(runs)]
+        if runs and runs[0][0] == "system":
+            _, texts = runs.pop(0)
+            if _blank(texts[0]):
+                changes.add("empty messages cut")
+            else:
+                yield "system", self._merged(texts, changes)
+        runs = self._trimmed(runs, changes)
+        if any(role != ("user", "assistant")[i % 2] for i, (role, _) in enumerate(runs)):
+            raise _DroppedError("roles do not alternate")  # a system message in between
+        merged = [self._merged(texts, changes) for _, texts in runs]
+        exchanges = [pair for pair in zip(merged[::2], merged[1::2], strict=True) if not any(map(_blank, pair))]
+        if 2 * len(exchanges) < len(runs):
+            changes.add("empty messages cut")
+        if self.cleaning.empty == "drop" and "empty messages cut" in changes:
+            raise _DroppedError("empty messages")
+        if not exchanges:
+            raise _DroppedError("no whole exchange")
+        for question, answer in exchanges:
+            yield "user", question
+            yield "assistant", answer
+
+    def _trimmed(self, runs: list[Any], changes: set[str]) -> list[Any]:
+        """Without leading assistant turns (nothing asked for them) and trailing user turns (nothing answers them)."""
+        if runs and runs[0][0] == "assistant":
+            if self.cleaning.leading_assistant == "drop":
+                raise _DroppedError("leading assistant turns")
+            changes.add("leading assistant turns cut")
+            runs = runs[1:]
+        if runs and runs[-1][0] == "user":
+            if self.cleaning.trailing_user == "drop":
+                raise _DroppedError("trailing user turns")
+            changes.add("trailing user turns cut")
+            runs = runs[:-1]
+        return runs
+
+    def _merged(self, texts: list[str], changes: set[str]) -> str:
+        if len(texts) > 1:
+            if self.cleaning.non_alternating == "drop":
+                raise _DroppedError("roles do not alternate")
+            changes.add("neighbouring messages merged")
+        return "\n\n".join(texts)
+
+    def _judge(self, identity: str, turns: list[Turn]) -> None:
+        """Drop by what a whole conversation says; remember it if it is kept."""
+        cleaning = self.cleaning
+        if cleaning.drop_blocked or cleaning.min_characters:
+            answers = [turn.text for turn in turns if turn.role == "assistant"]
+            if cleaning.drop_blocked and any(text.lstrip("! \n").startswith(BLOCKED_ANSWERS) for text in answers):
+                raise _DroppedError("blocked answer")
+            if sum(map(len, answers)) < cleaning.min_characters:
+                raise _DroppedError("too few characters")
+        if 0 < len(turns) // 2 < cleaning.min_exchanges:
+            raise _DroppedError("too few exchanges")
+        keys = {kind: _key(kind, identity, turns) for kind in cleaning.duplicates}
+        for kind, key in keys.items():
+            if key in self._seen:
+                raise _DroppedError(f"duplicate {kind.replace('-', ' ')}")
+        if self._language is not None:
+            language = self._language(_sample(turns))
+            if language in cleaning.drop_languages or (cleaning.languages and language not in cleaning.languages):
+                raise _DroppedError(f"language {language}")
+        if self._evaluation is not None:
+            asked = [turn.text for turn in turns if turn.role == "user"] or [turns[0].text]
+            if any(map(self._evaluation.found_in, asked)):
+                raise _DroppedError("contamination")
+        self._seen.update(keys.values())
+
+    def _count_exchanges(self, dialogue: Dialogue, kept: int, reason: str) -> None:
+        """A question directly before an answer is an exchange; `reason` is why those that are not kept are lost."""
+        roles = [self._roles.get(role) if isinstance(role, str) else None for role, _ in dialogue.messages]
+        found = sum(pair == ("user", "assistant") for pair in pairwise(roles))
+        assert kept <= found
+        self.report.exchanges += found
+        self.report.exchanges_kept += kept
+        if kept < found:
+            self.report.exchanges_lost[reason] += found - kept
+
+
+def _is_whole(messages: Messages) -> bool:
+    """True for user, assistant, user, assistant, … with text in each, after at most one system message."""
+    start = 1 if messages and messages[0][0] == "system" else 0
+    expected = "user"
+    for role, _ in messages[start:]:
+        if role != expected:
+            return False
+        expected = "assistant" if role == "user" else "user"
+    return expected == "user" and len(messages) > start and not any(_blank(text) for _, text in messages)
+
+
+def _without_unknown(runs: list[tuple[str | None, list[str]]]) -> list[tuple[str | None, list[str]]]:
+    """Cut runs of unknown roles, with the question before (its answer came elsewhere) and the answer after."""
+    kept: list[tuple[str | None, list[str]]] = []
+    after_unknown = False
+    for role, texts in runs:
+        if role is None and kept and kept[-1][0] == "user":
+            kept.pop()
+        elif role is not None and not (after_unknown and role == "assistant"):
+            kept.append((role, texts))
+        after_unknown = role is None
+    return kept
+
+
+def _without_surplus(texts: list[str], changes: set[str]) -> list[str]:
+    """Of neighbours of one role, those with text: an empty one may be what is too much."""
+    if len(texts) == 1:
+        return texts
+    kept = [text for text in texts if not _blank(text)] or texts[:1]
+    if len(kept) < len(texts):
+        changes.add("empty messages cut")
+    return kept
+
+
+def _blank(text: str) -> bool:
+    return not text or text.isspace()
+
+
+def _encodable(text: str, changes: set[str]) -> str:
+    try:
+        text.encode()
+    except UnicodeEncodeError:  # half an emoji: no UTF-8 exists for it
+        changes.add("broken characters replaced")
+        return text.encode("utf-16", "surrogatepass").decode("utf-16", "replace")
+    return text
+
+
+def _key(kind: str, identity: str, turns: list[Turn]) -> int:
+    """60 bits, which Python keeps in 32 bytes; of 100 million conversations one in 200 runs meets a false duplicate."""
+    first = [turn.text for turn in turns if turn.role != "system"][:2]
+    parts = [identity] if kind == "id" else first
+    text = "".join(f"{len(part)}:{part}" for part in (kind, *parts))
+    digest = blake2b(text.encode("utf-8", "surrogatepass"), digest_size=8).digest()
+    return int.from_bytes(digest, "big") >> 4
+
+
+def _sample(turns: list[Turn]) -> str:
+    """The first `LANGUAGE_CHARACTERS` characters in words, not code."""
+    words = ""
+    for turn in turns:
+        if turn.role != "system" and len(words) < LANGUAGE_CHARACTERS:
+            words += CODE_SPAN.sub(" ", turn.text[: 4 * LANGUAGE_CHARACTERS]) + "\n"
+    return words[:LANGUAGE_CHARACTERS]
+
+
+def _language_identifier(wanted: Iterable[str]) -> Callable[[str], str]:
+    """A function from a text to its ISO 639 code.
+
+    Raises:
+        ValueError: py3langid is not installed, or it does not know one of the languages.
+    """
+    try:
+        from py3langid.langid import MODEL_FILE, LanguageIdentifier
+    except ImportError as error:
+        raise ValueError(f"telling languages apart needs the package py3langid: {INSTALL}") from error
+    identifier = LanguageIdentifier.from_model_file(MODEL_FILE, norm_probs=True, min_confidence=0.5)
+    known = [*identifier.labels, "und"]
+    for code in wanted:
+        if code not in known:
+            raise ValueError(f"unknown language {code!r}{nearest_name(code, known)}; known: {', '.join(sorted(known))}")
+    return lambda text: str(identifier.classify(text)[0])

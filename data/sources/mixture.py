@@ -1,0 +1,70 @@
+"""Several corpora as one stream, each row as often as its corpus's weight says."""
+
+from __future__ import annotations
+
+import hashlib
+import math
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
+
+import numpy as np
+
+from ..conversations import Conversation
+
+
+@dataclass(frozen=True, slots=True)
+class Part:
+    """A corpus of a mixture: `open_pass(n)` reads it from its beginning, for the n-th time in an epoch.
+
+    `weight` is how often each row is used in an epoch: 2 is twice; 0.25 a quarter of the rows, always the same,
+    chosen by a hash of their ids; 1.5 all of them once and half of them again.
+    """
+
+    weight: float
+    open_pass: Callable[[int], Iterator[Conversation]]
+
+
+def mixture(parts: Sequence[Part], seed: int) -> Iterator[Conversation]:
+    """The rows of all parts, mixed in proportion to the weights until a part is used up, by a generator of `seed`.
+
+    Raises:
+        ValueError: a weight that is not positive.
+    """
+    for part in parts:
+        if not (math.isfinite(part.weight) and part.weight > 0):
+            raise ValueError(f"a corpus of the mixture has weight {part.weight}, expected a number above 0")
+    streams = [_passes(part, seed) for part in parts]
+    weights = [part.weight for part in parts]
+    rng = np.random.default_rng(seed)
+    while streams:
+        chosen = 0
+        if len(streams) > 1:
+            chosen = int(np.searchsorted(np.cumsum(weights), rng.random() * sum(weights), side="right"))
+            chosen = min(chosen, len(streams) - 1)  # the sum is rounded
+        try:
+            yield next(streams[chosen])
+        except StopIteration:
+            del streams[chosen], weights[chosen]
+
+
+def hashed_share(name: str) -> float:
+    """A number in [0, 1) that depends on the name alone."""
+    return int.from_bytes(hashlib.sha256(name.encode()).digest()[:8], "big") / 2**64
+
+
+def pass_shares(weight: float) -> list[float]:
+    """Of each pass through a corpus of this weight the share of its rows that is used: 2.25 gives 1, 1 and 0.25."""
+    whole, rest = divmod(weight, 1)
+    return [1.0] * int(whole) + [rest] * (rest > 0)
+
+
+def is_used(conversation: Conversation, share: float, seed: int) -> bool:
+    """Whether a pass that uses a share of the rows uses this one."""
+    return share == 1 or hashed_share(f"{seed} {conversation.id}") < share
+
+
+def _passes(part: Part, seed: int) -> Iterator[Conversation]:
+    for number, share in enumerate(pass_shares(part.weight)):
+        for conversation in part.open_pass(number):
+            if is_used(conversation, share, seed):
+                yield conversation

@@ -1,0 +1,332 @@
+"""The corpora that are known by name: where each lies, on what terms, and how a row of it is read."""
+
+from __future__ import annotations
+
+import difflib
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
+from typing import Any
+
+from ..conversations import Dialogue
+from .documentation import documentation_conversations
+from .files import Row
+from .forms import form_of, read_dialogue, usable_columns
+
+_RAW = "https://raw.githubusercontent.com"
+_FASTCHAT = f"{_RAW}/lm-sys/FastChat/main/fastchat/llm_judge/data"
+# both as the multi-candidate paper's code and Spec-Bench ask for them
+_GERMAN_TO_ENGLISH = "Translate German to English: {de}"
+_ENGLISH_TO_GERMAN = "Translate the input English sentence into German.\nInput: {en}\nOutput: "
+MT_BENCH_CATEGORIES = ("writing", "roleplay", "reasoning", "math", "coding", "extraction", "stem", "humanities")
+DOCUMENTED = (
+    "numpy", "scipy", "torch", "transformers", "accelerate", "datasets", "peft", "pydantic", "safetensors", "rich",
+    "typer",
+)  # fmt: skip
+
+
+@dataclass(frozen=True, slots=True)
+class Corpus:
+    """One set of data.
+
+    `hub` is its id on the hub, None where it has none; `config`, `split`, `revision` and `file` are what to ask for
+    there, and a `file` with an address of its own is read from that. `columns` are those that are used. `use` is
+    "train" or "evaluate". `prompt` is the question made of a row's columns, where it is not a column itself.
+    `groups` are the categories that its prompts can have, where they are fixed. `adapter` reads a row that has the
+    columns; any other row, of a copy in another form, is read by its form.
+    """
+
+    name: str
+    hub: str | None
+    columns: tuple[str, ...]
+    licence: str
+    use: str = "train"
+    gated: bool = False
+    config: str | None = None
+    split: str = "train"
+    revision: str | None = None
+    file: str | None = None
+    prompt: str = ""
+    note: str = ""
+    groups: tuple[str, ...] = ()
+    adapter: Callable[[Corpus, Row], Dialogue] | None = None
+    rows: Callable[[str], Iterator[Row]] | None = None
+    """The rows of a split, for a corpus that is made on the spot."""
+
+    def usable_columns(self, present: Sequence[str]) -> Sequence[str]:
+        """Of the columns of a parquet or arrow file those that are read."""
+        return present if self.adapter is not None and self._fits(present) else usable_columns(present)
+
+    def form(self, row: Row) -> str:
+        """What is read of this row: "article + highlights" or, in another form, that form's columns.
+
+        Raises:
+            ValueError: the row has neither this corpus's columns nor a known form.
+        """
+        return " + ".join(self.columns) if self._adapts(row) else form_of(row)
+
+    def read(self, row: Row) -> Dialogue:
+        """The dialogue of a row.
+
+        Raises:
+            ValueError: as `read_dialogue`, or a column holds something else than it should.
+        """
+        if self.adapter is not None and self._adapts(row):
+            return self.adapter(self, row)
+        return read_dialogue(row)
+
+    def _adapts(self, row: Row) -> bool:
+        return self.adapter is not None and isinstance(row.value, Mapping) and self._fits(tuple(row.value))
+
+    def _fits(self, present: Sequence[str]) -> bool:
+        return set(self.columns) <= set(present)
+
+
+def find_corpus(name: str) -> Corpus | None:
+    """The corpus of this name or hub id (capitals, and _ for -, make no difference); None if there is none.
+
+    Of two with one hub id the first.
+    """
+    wanted = _plain(name)
+    by_hub = (corpus for corpus in CORPORA.values() if corpus.hub is not None and _plain(corpus.hub) == wanted)
+    return CORPORA.get(wanted) or next(by_hub, None)
+
+
+def nearest_corpus(name: str) -> str | None:
+    """The registered name or hub id that is most like `name`; None if none is."""
+    known = [*CORPORA, *(corpus.hub for corpus in CORPORA.values() if corpus.hub is not None)]
+    plain = {_plain(each): each for each in reversed(known)}
+    close = difflib.get_close_matches(_plain(name), plain, n=1, cutoff=0.7)
+    return plain[close[0]] if close else None
+
+
+def _plain(name: str) -> str:
+    return name.lower().replace("_", "-")
+
+
+def _text(row: Row, column: str, value: Any) -> str:
+    if not isinstance(value, str):
+        raise ValueError(f"{row.place}: `{column}` must be a text, found {type(value).__name__}")
+    return value
+
+
+def _question(row: Row, prompt: str, *references: str) -> Dialogue:
+    columns = row.value
+    identity = columns["id"] if columns.get("id") is not None else row.name
+    known = tuple(text for text in references if text)
+    return Dialogue(str(identity), (("user", prompt),), row.place, "", known, row.number)
+
+
+def _summary(corpus: Corpus, row: Row) -> Dialogue:
+    article, highlights = (_text(row, name, row.value[name]) for name in ("article", "highlights"))
+    return _question(row, corpus.prompt.format(article=article), highlights)
+
+
+def _translation(corpus: Corpus, row: Row) -> Dialogue:
+    pair = row.value["translation"]
+    if not isinstance(pair, Mapping):
+        raise ValueError(f"{row.place}: `translation` must be {{de, en}}, found {type(pair).__name__}")
+    texts = {name: _text(row, f"translation.{name}", pair.get(name)) for name in ("de", "en")}
+    asked_for = "en" if "{de}" in corpus.prompt else "de"
+    return _question(row, corpus.prompt.format(**texts), texts[asked_for])
+
+
+def _physics(corpus: Corpus, row: Row) -> Dialogue:
+    """PIQA: the test split has the label -1, the files of its authors have none."""
+    label = row.value.get("label")
+    right = row.value.get(f"sol{int(label) + 1}") if label in (0, 1) else None
+    return _question(row, _text(row, "goal", row.value["goal"]), *([right] if isinstance(right, str) else []))
+
+
+def _alpaca_eval(corpus: Corpus, row: Row) -> Dialogue:
+    category = row.value["dataset"]
+    return replace(read_dialogue(row), category=category if isinstance(category, str) else "")
+
+
+def _spec_bench(corpus: Corpus, row: Row) -> Dialogue:
+    """The eight categories that come from MT-bench are one task."""
+    dialogue = read_dialogue(row)
+    return replace(dialogue, category="mt_bench") if dialogue.category in MT_BENCH_CATEGORIES else dialogue
+
+
+def documentation_rows(
+    split: str, packages: Sequence[str] = DOCUMENTED, max_megabytes: float | None = None
+) -> Iterator[Row]:
+    """Conversations about the installed packages; `split` is "train" or "heldout".
+
+    Raises:
+        ValueError: another split.
+    """
+    if split not in ("train", "heldout"):
+        raise ValueError(f"the installed documentation has the splits train and heldout, not {split}")
+    train, heldout, _ = documentation_conversations(packages, max_megabytes=max_megabytes)
+    for number, conversation in enumerate(train if split == "train" else heldout):
+        messages = [{"role": turn.role, "content": turn.text} for turn in conversation.turns]
+        place = f"installed documentation ({split}), row {number + 1}"
+        yield Row({"id": conversation.id, "messages": messages}, place, conversation.id, number)
+
+
+_UNSTATED = "none stated"
+_ENTRIES = (
+    Corpus(
+        "sharegpt-v3",
+        "anon8231489123/ShareGPT_Vicuna_unfiltered",
+        ("id", "conversations"),
+        "apache-2.0",
+        file="ShareGPT_V3_unfiltered_cleaned_split.json",
+        note="the licence is the repository's; where the text comes from is unclear",
+    ),
+    Corpus(
+        "sharegpt-v4.3",
+        "Aeala/ShareGPT_Vicuna_unfiltered",
+        ("id", "conversations"),
+        "unverified",
+        file="ShareGPT_V4.3_unfiltered_cleaned_split.json",
+        note="licence unverified; where the text comes from is unclear",
+    ),
+    Corpus(
+        "lmsys-chat-1m",
+        "lmsys/lmsys-chat-1m",
+        ("conversation_id", "conversation"),
+        "LMSYS-Chat-1M Dataset License Agreement",
+        gated=True,
+        note="its terms forbid passing the data on",
+    ),
+    Corpus(
+        "wildchat-1m",
+        "allenai/WildChat-1M",
+        ("conversation_hash", "conversation"),
+        "odc-by",
+        note="earlier revisions were gated under the AI2 ImpACT licence",
+    ),
+    Corpus(
+        "ultrachat-200k",
+        "HuggingFaceH4/ultrachat_200k",
+        ("prompt_id", "messages"),
+        "mit",
+        split="train_sft",
+    ),
+    Corpus("alpaca", "tatsu-lab/alpaca", ("instruction", "input", "output"), "cc-by-nc-4.0"),
+    Corpus(
+        "chatalpaca",
+        "robinsmits/ChatAlpaca-20K",
+        ("id", "messages"),
+        "apache-2.0",
+        note="a copy of github.com/icip-cas/ChatAlpaca, whose own files can stand in as path",
+    ),
+    Corpus(
+        "chatgpt-prompts",
+        "MohamedRashad/ChatGPT-prompts",
+        ("human_prompt", "chatgpt_response"),
+        "unverified",
+        note="licence unverified",
+    ),
+    Corpus(
+        "chatbot-instruction-prompts",
+        "alespalla/chatbot_instruction_prompts",
+        ("prompt", "response"),
+        "unverified",
+        note="licence unverified; a mixture of Alpaca and others",
+    ),
+    Corpus(
+        "cnn-dailymail",
+        "abisee/cnn_dailymail",
+        ("article", "highlights"),
+        "apache-2.0",
+        use="evaluate",
+        config="3.0.0",
+        split="test",
+        prompt="Summarize: {article}",
+        adapter=_summary,
+    ),
+    Corpus(
+        "wmt14-de-en",
+        "wmt/wmt14",
+        ("translation",),
+        _UNSTATED,
+        use="evaluate",
+        config="de-en",
+        split="test",
+        prompt=_GERMAN_TO_ENGLISH,
+        adapter=_translation,
+    ),
+    Corpus(
+        "wmt14-en-de",
+        "wmt/wmt14",
+        ("translation",),
+        _UNSTATED,
+        use="evaluate",
+        config="de-en",
+        split="test",
+        prompt=_ENGLISH_TO_GERMAN,
+        note="the hub has one config for both directions",
+        adapter=_translation,
+    ),
+    Corpus(
+        "piqa",
+        "ybisk/piqa",
+        ("goal", "sol1", "sol2"),
+        _UNSTATED,
+        use="evaluate",
+        split="validation",
+        revision="refs/convert/parquet",
+        note="its main revision is a loading script, which `datasets` no longer runs",
+        adapter=_physics,
+    ),
+    Corpus(
+        "web-questions",
+        "stanfordnlp/web_questions",
+        ("question", "answers"),
+        _UNSTATED,
+        use="evaluate",
+        split="test",
+    ),
+    Corpus(
+        "alpaca-eval",
+        "tatsu-lab/alpaca_eval",
+        ("instruction", "dataset"),
+        "cc-by-nc-4.0",
+        use="evaluate",
+        file="https://huggingface.co/datasets/tatsu-lab/alpaca_eval/resolve/main/alpaca_eval.json",
+        note="by its file, as the repository has a loading script",
+        groups=("helpful_base", "koala", "oasst", "selfinstruct", "vicuna"),
+        adapter=_alpaca_eval,
+    ),
+    Corpus(
+        "vicuna-80",
+        None,
+        ("category", "turns"),
+        "apache-2.0",
+        use="evaluate",
+        file=f"{_FASTCHAT}/vicuna_bench/question.jsonl",
+        groups=("generic", "knowledge", "roleplay", "common-sense", "fermi", "counterfactual", "coding", "math",
+                "writing"),
+    ),
+    Corpus(
+        "mt-bench",
+        "HuggingFaceH4/mt_bench_prompts",
+        ("category", "prompt", "reference"),
+        "apache-2.0",
+        use="evaluate",
+        note=f"a copy of {_FASTCHAT}/mt_bench/question.jsonl, which can stand in as path",
+        groups=MT_BENCH_CATEGORIES,
+    ),
+    Corpus(
+        "spec-bench",
+        None,
+        ("category", "turns"),
+        "apache-2.0",
+        use="evaluate",
+        file=f"{_RAW}/hemingkx/Spec-Bench/main/data/spec_bench/question.jsonl",
+        groups=("mt_bench", "translation", "summarization", "qa", "math_reasoning", "rag"),
+        adapter=_spec_bench,
+    ),
+    Corpus(
+        "installed-documentation",
+        None,
+        ("id", "messages"),
+        "those of the packages",
+        note="made from the documentation of the installed packages, without a network",
+        rows=documentation_rows,
+    ),
+)  # fmt: skip
+CORPORA: dict[str, Corpus] = {corpus.name: corpus for corpus in _ENTRIES}

@@ -1,0 +1,271 @@
+"""Methods inside transformers: `model.generate(**inputs, custom_generate=method("speculative", drafter=...))`.
+
+`generate` prepares ids, mask, processors and criteria as it always does; `generate_calls.py` reads them.
+
+Shape letters: B batch, T tokens with padding, V vocabulary, D hidden.
+"""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any, NamedTuple, TypeVar
+from weakref import WeakKeyDictionary
+
+import torch
+from torch import Tensor
+from transformers import PreTrainedModel
+from transformers.generation import GenerateDecoderOnlyOutput, GenerateEncoderDecoderOutput
+
+from ...checkpoints.artifact.artifact import MANIFEST_FILE, open_artifact
+from ...checkpoints.artifact.locate import model_source, resolve
+from ...checkpoints.heads.files import PredictionHeads, load_heads
+from ...checkpoints.storage.atomic import steady
+from ...checkpoints.table.table import BigramTable
+from ..engine import generate
+from ..methods import Parts, build_method, method_options, needs_of
+from ..models.base import LanguageModel, check_same_vocabulary
+from ..models.graphs import GraphedModel
+from ..models.lean import LeanLlama
+from ..models.loading import load_model, wrap_model
+from ..proposers.head_trees import HeadModule, attach_projection, states_of
+from ..rng import Rng
+from .request import Replay, check_request, held_back, prompts_of, sampling_of
+from .saved import SETTINGS_FILE, StoredMethod, read_method, save_method
+
+Part = TypeVar("Part")
+
+
+def method(
+    name: str,
+    *,
+    drafter: PreTrainedModel | str | Path | None = None,
+    more_drafters: Sequence[PreTrainedModel | str | Path] = (),
+    heads: HeadModule | str | Path | None = None,
+    table: BigramTable | str | Path | None = None,
+    **options: Any,
+) -> CustomGenerate:
+    """A method of decoding for transformers: `model.generate(**inputs, custom_generate=method(...))`.
+
+    The output has the form that `generate` gives it. If the method is lossless, it holds the same tokens at temperature
+    0 and follows the same distribution else. Parts that the method does not need are not looked at.
+
+    Args:
+        name: one of `methods.METHODS`.
+        drafter: a model on the target's device, or a folder or hub id, which is loaded now and put there.
+        more_drafters: drafters beside the first, for methods that take several.
+        heads: prediction heads on the target's device and in its dtype, or their folder or hub id. Those that use the
+            target's projection are given it at each call.
+        table: bigram counts, or their folder or hub id.
+        options: the method's own settings, such as `gamma=4`.
+
+    Raises:
+        ValueError: an unknown method or option, with the nearest right name; a part that is missing or cannot be read.
+    """
+    settings = method_options(name, options)
+    needs = needs_of(name, settings)
+    given = {"drafter": drafter, "heads": heads, "table": table}
+    for part in needs:
+        if given[part] is None:
+            raise ValueError(f"method {name!r} needs a {part}, and none was given")
+    models = [_Drafter(source) for source in (drafter, *more_drafters) if "drafter" in needs]
+    loaded = isinstance(heads, (str, Path))
+    if "heads" not in needs:
+        heads = None
+    elif isinstance(heads, (str, Path)):
+        heads = _read(resolve(heads, "heads"), load_heads, "heads")
+    if "table" not in needs:
+        table = None
+    elif isinstance(table, (str, Path)):
+        table = _read(resolve(table, "table"), BigramTable.load, "table")
+    return CustomGenerate(name, settings, models, heads, table, loaded)
+
+
+@dataclass(frozen=True)
+class CustomGenerate:
+    """What `generate` calls in place of its own loop; `method` makes it.
+
+    The target is wrapped at the first call, and again when its weights have changed. Sampling draws one number, its
+    seed, from torch's generator of the target's device: `torch.manual_seed` makes it reproducible.
+    """
+
+    name: str
+    options: dict[str, Any]
+    drafters: Sequence[_Drafter]
+    heads: HeadModule | None
+    table: BigramTable | None
+    loaded_heads: bool
+    """The heads are nobody else's: they follow the target's device and dtype."""
+
+    def save_pretrained(self, folder: str | Path) -> None:
+        """Write the method, its options and parts to a folder, whole or not at all; `from_pretrained` reads it.
+
+        The folder also holds what transformers runs itself where code from there is trusted:
+        `model.generate(**inputs, custom_generate=FOLDER, trust_remote_code=True)`.
+
+        Raises:
+            ValueError: the folder holds other files; heads that are not `PredictionHeads`; a drafter with adapters.
+            OSError: the disk is full or cannot be written.
+        """
+        save_method(self.stored(), Path(folder))
+
+    def stored(self) -> StoredMethod:
+        """What `save_pretrained` writes."""
+        drafters = [drafter.hub_id or drafter.model for drafter in self.drafters]
+        return StoredMethod(self.name, self.options, drafters, self.heads, self.table)
+
+    @classmethod
+    def from_pretrained(cls, source: str | Path, revision: str | None = None) -> CustomGenerate:
+        """What `save_pretrained` wrote, from a folder or from the hub. Nothing that lies there is run.
+
+        Args:
+            source: a folder, or the repository's `user/name`.
+            revision: of the repository: a branch, tag or commit.
+
+        Raises:
+            ValueError: there is no such thing, or it is damaged, or its parts do not fit each other.
+        """
+        folder = resolve(source, revision=revision)
+        return steady(folder, lambda: cls._read(folder))
+
+    @classmethod
+    def _read(cls, folder: Path) -> CustomGenerate:
+        stored = read_method(folder)
+        first, *more = stored.drafters or (None,)
+        parts: dict[str, Any] = {"drafter": first, "more_drafters": more, "heads": stored.heads, "table": stored.table}
+        try:
+            custom = method(stored.name, **parts, **stored.options)
+        except (ValueError, TypeError) as error:  # TypeError: an option named as one of `method`'s own arguments
+            raise ValueError(f"{folder / SETTINGS_FILE}: {error}") from error
+        return replace(custom, loaded_heads=custom.heads is not None)
+
+    def __call__(
+        self,
+        model: PreTrainedModel,
+        input_ids: Tensor,
+        *,
+        logits_processor: Sequence[Any],
+        stopping_criteria: Sequence[Any],
+        generation_config: Any,
+        inputs_tensor: Tensor | None = None,
+        **model_kwargs: Any,
+    ) -> Any:
+        """Decode as `generate` asks.
+
+        Args:
+            input_ids: [B, T] prompts, padded on the left; an encoder-decoder's start tokens.
+            inputs_tensor: what `generate` was given: an encoder-decoder's source.
+
+        Returns:
+            [B, T + new] ids; with `return_dict_in_generate` an output whose `sequences` they are.
+
+        Raises:
+            ValueError: whatever was asked for that this decoder does not do, named; parts that do not fit the target.
+        """
+        model_kwargs = held_back(inspect.currentframe()) | model_kwargs
+        streamer = model_kwargs.pop("streamer", None)
+        check_request(model, generation_config, model_kwargs)
+        sampling = sampling_of(logits_processor, bool(generation_config.do_sample))
+        target = _scorer(model, "target", None if self.heads is None else states_of(self.heads))
+        prompts = prompts_of(target, model, input_ids, inputs_tensor, model_kwargs)
+        replay = Replay(input_ids, stopping_criteria, generation_config, streamer)
+        attach_projection(self.heads, model, target.device)
+        built = build_method(self.name, self._parts(target), sampling, **self.options)
+        seed = 0 if sampling.greedy else int(torch.randint(1 << 62, (), device=target.device))
+        rng = Rng.for_rows(seed, len(prompts), target.device)
+        for step in generate(target, *built, prompts, replay.limits, sampling, rng):
+            if not replay.add(step.new_ids):
+                break
+        if streamer is not None:
+            streamer.end()
+        sequences = replay.ids_BT[:, : replay.length].to(input_ids.device)
+        if not generation_config.return_dict_in_generate:
+            return sequences
+        output = GenerateEncoderDecoderOutput if model.config.is_encoder_decoder else GenerateDecoderOnlyOutput
+        return output(sequences=sequences)
+
+    def _parts(self, target: LanguageModel) -> Parts:
+        drafters = [drafter.scorer(target) for drafter in self.drafters]
+        for what, part in (("heads", self.heads), ("table", self.table)):
+            for size, mine in (("vocab_size", target.vocab_size), ("hidden_size", target.hidden_size)):
+                theirs = getattr(part, size, mine)
+                if theirs != mine:
+                    raise ValueError(f"{size} of the {what} is {theirs}, of the target {mine}: they must be the same")
+        if isinstance(self.heads, PredictionHeads):
+            weight = next(self.heads.parameters())
+            if (weight.device, weight.dtype) != (target.device, target.dtype):
+                if not self.loaded_heads:
+                    given, wanted = (f"{side.dtype} on {side.device}" for side in (weight, target))
+                    raise ValueError(f"the heads are {given}, the target is {wanted}: they must be the same")
+                self.heads.to(target.device, target.dtype)
+        return Parts(drafters[0] if drafters else None, self.heads, self.table, tuple(drafters[1:]))
+
+
+class _Drafter:
+    """A drafter as it was given: the user's own model, or one that is loaded here and follows the target's device."""
+
+    def __init__(self, source: Any) -> None:
+        self._loaded = isinstance(source, (str, Path))
+        if not self._loaded and not isinstance(source, PreTrainedModel):
+            kind = type(source).__name__
+            raise ValueError(f"a drafter must be a transformers model, a folder or a hub id, got a {kind}")
+        self.hub_id = str(source) if self._loaded and not Path(source).is_dir() else None
+        self.model = source
+        if self._loaded:
+            place = model_source(str(source))
+            self.model = _read(Path(place), lambda _: load_model(place))
+
+    def scorer(self, target: LanguageModel) -> LanguageModel:
+        if self._loaded:
+            self.model.to(target.device)
+        drafter = _scorer(self.model, "drafter", None)
+        check_same_vocabulary(target, drafter, "drafter")
+        if drafter.device != target.device:
+            raise ValueError(f"the drafter is on {drafter.device}, the target on {target.device}: put both on one")
+        return drafter
+
+
+def _read(folder: Path, load: Callable[[Path], Part], kind: str | None = None) -> Part:
+    """A part from its folder; the files of an artifact are checked, those from elsewhere have no hashes."""
+    if (folder / MANIFEST_FILE).is_file():
+        return open_artifact(folder, load, kind)[1]
+    return load(folder)
+
+
+class _Kept(NamedTuple):
+    state: list[Any]
+    states: str
+    scorer: LanguageModel | None
+    """None where it refers to the model, which would then never be freed: it is made anew, but not checked again."""
+
+
+_KEPT: WeakKeyDictionary[PreTrainedModel, _Kept] = WeakKeyDictionary()
+
+
+def _scorer(model: PreTrainedModel, what: str, states: str | None) -> LanguageModel:
+    """The model wrapped: once, and again after its weights have changed, or where other hidden states are needed.
+
+    None as `states` is for whoever reads logits alone: they are the same whatever the states.
+    """
+    if model.training:
+        raise ValueError(f"the {what} is in training mode, in which forwards differ by chance: call its eval() first")
+    state = _state(model)
+    kept = _KEPT.get(model)
+    if kept is not None and kept.state == state and states in (None, kept.states):
+        return kept.scorer or wrap_model(model, fast=False, check=False, states=kept.states)
+    states = states or "after-norm"
+    scorer = wrap_model(model, states=states)
+    _KEPT[model] = _Kept(state, states, scorer if isinstance(scorer, (LeanLlama, GraphedModel)) else None)
+    return scorer
+
+
+def _state(model: PreTrainedModel) -> list[Any]:
+    """Where weights lie, how often they were written, and one value of each: writing through `.data` is not counted."""
+    weights = [
+        weight.detach() for weight in model.parameters() if type(weight) is torch.nn.Parameter and weight.numel()
+    ]
+    places = [(weight.data_ptr(), None if weight.is_inference() else weight._version) for weight in weights]
+    values = [weight[(-1,) * weight.dim()] for weight in weights if weight.device.type != "meta"]
+    return [*places, *torch.stack([value.to(values[0].device, torch.float64) for value in values]).tolist()]

@@ -1,0 +1,198 @@
+"""What a call of transformers' `generate` asks for, in the engine's terms; what has none is refused by name.
+
+Shape letters: B batch, T tokens with padding.
+"""
+
+from __future__ import annotations
+
+import inspect
+import math
+from collections import deque
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+from transformers import GenerationMixin, PreTrainedModel
+from transformers.generation import (
+    EosTokenCriteria,
+    LogitNormalization,
+    MaxLengthCriteria,
+    StoppingCriteriaList,
+    TemperatureLogitsWarper,
+    TopKLogitsWarper,
+    TopPLogitsWarper,
+)
+
+from ..engine import Limits
+from ..models.base import LanguageModel
+from ..warpers import Sampling
+
+_WARPERS = {TemperatureLogitsWarper: "temperature", TopKLogitsWarper: "top_k", TopPLogitsWarper: "top_p"}
+_OUTPUTS = ("output_scores", "output_logits", "output_attentions", "output_hidden_states")
+_INPUTS = ("attention_mask", "position_ids", "past_key_values", "encoder_outputs", "use_cache", "logits_to_keep")
+_GENERATE = inspect.unwrap(GenerationMixin.generate).__code__
+
+
+def held_back(frame: Any) -> dict[str, Any]:
+    """Arguments of the calling `generate` that it does not hand to a callable (transformers 5.17 to 5.23)."""
+    caller = frame.f_back if frame else None
+    if caller is None or caller.f_code is not _GENERATE:
+        return {}
+    return {name: caller.f_locals.get(name) for name in ("streamer", "synced_gpus", "assistant_model")}
+
+
+def calling_generate(frame: Any) -> dict[str, Any] | None:
+    """Arguments of the `generate` that ran the `custom_generate/generate.py` which called the frame's function, if one
+    did: that file is not told where it was loaded from."""
+    caller = frame.f_back.f_back if frame and frame.f_back else None
+    return None if caller is None or caller.f_code is not _GENERATE else dict(caller.f_locals)
+
+
+def _refusal(what: str, instead: str) -> ValueError:
+    return ValueError(f"this decoder does not support {what}: {instead}")
+
+
+def check_request(model: PreTrainedModel, config: Any, inputs: dict[str, Any]) -> None:
+    """Refuse settings and inputs that would change the output, or that the output would lack.
+
+    Args:
+        inputs: what `generate` hands on beside the ids; `synced_gpus` and `assistant_model` are taken out of it.
+
+    Raises:
+        ValueError: what was asked for, and what to do instead.
+    """
+    sharded = any(hasattr(weight, "ds_id") or hasattr(weight, "device_mesh") for weight in model.parameters())
+    if inputs.pop("synced_gpus", None) or sharded:
+        raise _refusal("synced_gpus", "weights that are shared out (ZeRO-3, FSDP, tensor parallelism) must be gathered")
+    if inputs.pop("assistant_model", None) is not None:
+        raise _refusal("assistant_model", "give it as `drafter` of the method")
+    if getattr(model.prepare_inputs_for_generation, "__self__", model) is not model:
+        raise _refusal("inputs that an adapter prepares (prompt tuning)", "it reads input_ids alone")
+    mode = config.get_generation_mode()
+    if mode not in ("greedy_search", "sample"):
+        asks = "num_beams, penalty_alpha, prompt_lookup_num_tokens, use_mtp, dola_layers, constraints and the like"
+        raise _refusal(str(mode.value), f"`custom_generate` is the method; unset {asks}")
+    if config.return_dict_in_generate and any(getattr(config, name) for name in _OUTPUTS):
+        raise _refusal(next(name for name in _OUTPUTS if getattr(config, name)), "it gives sequences alone")
+    if config.cache_implementation == "quantized":
+        raise _refusal("cache_implementation='quantized'", "it has a cache of its own")
+    cache = inputs.get("past_key_values")
+    if cache is not None and (getattr(cache, "_is_user_defined", False) or cache.get_seq_length() > 0):
+        raise _refusal("past_key_values", "it has a cache of its own; give all tokens as input_ids")
+    for name, value in inputs.items():
+        if value is not None and name not in _INPUTS:
+            raise _refusal(name, "it reads input_ids alone")
+
+
+def sampling_of(processors: Sequence[Any], do_sample: bool) -> Sampling:
+    """What the processors do to a distribution.
+
+    Raises:
+        ValueError: one that `warpers.warp` does not apply, or in another order than there.
+    """
+    values: list[tuple[str, Any]] = []
+    for processor in processors:
+        kind = type(processor)
+        if kind is LogitNormalization:
+            continue  # probabilities sum to 1 here anyway
+        if kind not in _WARPERS:
+            instead = "it warps by temperature, top_k and top_p; unset what asks for it, here or in generation_config"
+            raise _refusal(kind.__name__, instead)
+        if getattr(processor, "filter_value", -math.inf) > -math.inf or getattr(processor, "min_tokens_to_keep", 1) > 1:
+            raise _refusal(f"filter_value and min_tokens_to_keep of {kind.__name__}", "leave them at their defaults")
+        values.append((_WARPERS[kind], getattr(processor, _WARPERS[kind])))
+    names = [name for name, _ in values]
+    if names != [name for name in _WARPERS.values() if name in names]:
+        raise _refusal(", then ".join(names), "temperature, top_k and top_p are applied once each, in this order")
+    # None of them changes which token is the most likely one.
+    return Sampling(**{"temperature": 1.0} | dict(values)) if do_sample else Sampling()
+
+
+def prompts_of(
+    target: LanguageModel, model: PreTrainedModel, ids_BT: Tensor, source_BT: Tensor | None, inputs: dict[str, Any]
+) -> list[list[int]]:
+    """Each row without its padding; of an encoder-decoder, the source's rows.
+
+    Raises:
+        ValueError: padding that is not on the left; positions or start tokens of the user's own; a source without ids.
+    """
+    mask_BT, positions_BT = inputs.get("attention_mask"), inputs.get("position_ids")
+    has_source = model.config.is_encoder_decoder
+    if has_source:
+        start_id: Any = getattr(target, "start_id", None)
+        if ids_BT.shape[1] != 1 or (ids_BT != start_id).any():
+            raise _refusal("decoder_input_ids", "decoding starts from the model's own first token")
+        if source_BT is None or source_BT.dim() != 2 or source_BT.is_floating_point() or (source_BT < 0).any():
+            raise _refusal("encoder_outputs and inputs_embeds", "it reads the source as input_ids")
+        ids_BT = source_BT.repeat_interleave(len(ids_BT) // len(source_BT), 0)
+    kept_BT = torch.ones_like(ids_BT, dtype=torch.bool) if mask_BT is None else mask_BT.bool()
+    if positions_BT is not None:
+        usual_BT = kept_BT.long().cumsum(-1) - 1
+        if positions_BT.shape[1:] != usual_BT.shape[1:] or ((positions_BT != usual_BT) & kept_BT).any():
+            raise _refusal("position_ids", "positions are counted from a row's first token")
+    prompts = []
+    for row, (ids, kept) in enumerate(zip(ids_BT.tolist(), kept_BT.tolist(), strict=True)):
+        if kept != sorted(kept) and not (has_source and kept == sorted(kept, reverse=True)):
+            raise _refusal(f"padding that is not on the left (row {row})", "give the tokenizer padding_side='left'")
+        prompts.append([token for token, keep in zip(ids, kept, strict=True) if keep])
+    return prompts
+
+
+class Replay:
+    """Writes committed tokens down one position of all rows after another, as `generate` itself does.
+
+    Criteria and streamers see what they would see there, and rows end where they would end. Rows that have ended are
+    padded if there is a criterion with an `eos_token_id`; else, as in `generate`, they go on until the last row ends.
+
+    Attributes:
+        ids_BT: int64 on the CPU: prompts, what was written, and room for the rest.
+        length: how many columns of it are written.
+        limits: of new tokens, and the tokens that end a row, as the criteria have them.
+
+    Raises:
+        ValueError: a criterion with an `eos_token_id`, and no token to pad with.
+    """
+
+    def __init__(self, ids_BT: Tensor, criteria: Sequence[Any], config: Any, streamer: Any) -> None:
+        batch, self.length = ids_BT.shape
+        limit = min(rule.max_length for rule in criteria if type(rule) is MaxLengthCriteria)
+        stop_ids = [rule.eos_token_id.tolist() for rule in criteria if type(rule) is EosTokenCriteria]
+        self.limits = Limits(max(1, limit - self.length), tuple(token for ids in stop_ids for token in ids))
+        others = [rule for rule in criteria if type(rule) not in (MaxLengthCriteria, EosTokenCriteria)]
+        self._criteria, self._streamer, self._device = StoppingCriteriaList(others), streamer, ids_BT.device
+        self._pad: int | None = None
+        if any(hasattr(rule, "eos_token_id") for rule in criteria):
+            pad = config.eos_token_id if config.pad_token_id is None else config.pad_token_id
+            if pad is None:
+                raise _refusal("a criterion with eos_token_id alone", "give pad_token_id too")
+            self._pad = int(torch.as_tensor(pad).flatten()[0])
+        self.ids_BT = torch.zeros(batch, self.length + self.limits.max_new_tokens, dtype=torch.int64)
+        self.ids_BT[:, : self.length] = ids_BT
+        self._waiting: list[deque[int]] = [deque() for _ in range(batch)]
+        self._going = [True] * batch
+
+    def add(self, new_ids: list[list[int]]) -> bool:
+        """Take what a step committed; False when no row goes on."""
+        for waiting, new in zip(self._waiting, new_ids, strict=True):
+            waiting.extend(new)
+        rows = range(len(new_ids))
+        while any(self._going) and all(self._waiting[row] or self._ended(row) for row in rows):
+            self._write([self._pad if self._ended(row) else self._waiting[row].popleft() for row in rows])
+        return any(self._going)
+
+    def _ended(self, row: int) -> bool:
+        return self._pad is not None and not self._going[row]
+
+    def _write(self, column: list[Any]) -> None:
+        column_B = torch.tensor(column)
+        self.ids_BT[:, self.length] = column_B
+        self.length += 1
+        full = self.length == self.ids_BT.shape[1]
+        ends = [full or token in self.limits.stop_ids for token in column]
+        if self._criteria:
+            seen_BT = self.ids_BT[:, : self.length].to(self._device, copy=True)
+            ends = [one or other for one, other in zip(ends, self._criteria(seen_BT, None).tolist(), strict=True)]
+        self._going = [going and not end for going, end in zip(self._going, ends, strict=True)]
+        if self._streamer is not None:
+            self._streamer.put(column_B)

@@ -1,0 +1,219 @@
+"""Finished texts read again by a model in one wide forward each, from nothing: no step, tree or cache has a part in it.
+
+Shape letters: B rows, T positions of a row, X new tokens of all rows one after another, C tokens of a chunk,
+V vocabulary, D hidden.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Iterator, Sequence
+from typing import NamedTuple
+
+import numpy as np
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from ...engine import Limits, generate
+from ...methods import Method, Parts
+from ...models.base import LanguageModel
+from ...proposers.chains import DraftChains
+from ...proposers.draft_tree import Nothing
+from ...proposers.ngrams import PromptLookup, TableChain, lookup
+from ...rng import Rng
+from ...verifiers.lossless import GreedyMatch, Sample
+from ...warpers import Sampling, warp
+
+_TOKENS_A_FORWARD = 8192
+_NUMBERS_A_CHUNK = 1 << 22
+WIDTHS = (1, 4, 16, 64)
+_SAFETY = 4.0
+
+
+class Reading(NamedTuple):
+    """What a model makes of the new tokens of some rows."""
+
+    hidden_XD: Tensor
+    """The state that each new token is predicted from."""
+    before_XD: Tensor
+    """The state that the token before it was predicted from; zeros where there is none."""
+    last_X: Tensor
+    """int64; the token before it."""
+    prefixes: list[list[int]]
+    """For each row, all committed tokens but the new ones."""
+
+
+@torch.inference_mode()
+def read_back(model: LanguageModel, prompts: Sequence[Sequence[int]], outputs: Sequence[Sequence[int]]) -> Reading:
+    """Run prompts and outputs through a model, rows side by side.
+
+    Args:
+        prompts: what `generate` was given.
+        outputs: the new tokens of each row, at least one in all.
+    """
+    longest = max(map(len, prompts)) + max(map(len, outputs))
+    rows = max(1, _TOKENS_A_FORWARD // longest)
+    parts = [
+        _read_some(model, prompts[start : start + rows], outputs[start : start + rows])
+        for start in range(0, len(prompts), rows)
+    ]
+    hidden, before, last, prefixes = zip(*parts, strict=True)
+    return Reading(torch.cat(hidden), torch.cat(before), torch.cat(last), [row for some in prefixes for row in some])
+
+
+def _read_some(model: LanguageModel, prompts: Sequence[Sequence[int]], outputs: Sequence[Sequence[int]]) -> Reading:
+    starts, cache = model.begin(prompts, max(map(len, outputs)))
+    texts = [[*start, *output] for start, output in zip(starts, outputs, strict=True)]
+    ids_BT = torch.zeros(len(texts), max(map(len, texts)), dtype=torch.int64)
+    for row, text in enumerate(texts):
+        ids_BT[row, : len(text)] = torch.tensor(text)
+    ids_BT = ids_BT.to(model.device)
+    hidden_BTD = model.extend(cache, ids_BT[:, :-1])  # what stands behind a shorter row's end is not looked at
+    row_X = torch.tensor([row for row, output in enumerate(outputs) for _ in output], device=model.device)
+    place_X = torch.tensor(
+        [len(start) - 1 + place for start, output in zip(starts, outputs, strict=True) for place in range(len(output))],
+        device=model.device,
+    )
+    before_XD = hidden_BTD[row_X, (place_X - 1).clamp(min=0)].masked_fill((place_X < 1)[:, None], 0.0)
+    prefixes = [list(start) for start in starts]
+    return Reading(hidden_BTD[row_X, place_X], before_XD, ids_BT[row_X, place_X], prefixes)
+
+
+def chunks(tokens: int, vocab: int) -> Iterator[slice]:
+    """Slices of so many tokens that their distributions take little memory."""
+    size = max(1, _NUMBERS_A_CHUNK // vocab)
+    return (slice(start, min(start + size, tokens)) for start in range(0, tokens, size))
+
+
+View = Callable[[slice], Tensor]
+
+
+def proposers_view(
+    method: Method,
+    needs: Sequence[str],
+    parts: Parts,
+    sampling: Sampling,
+    prompts: Sequence[Sequence[int]],
+    outputs: Sequence[Sequence[int]],
+    reading: Reading,
+    vocab: int,
+) -> View | None:
+    """What a method's drafter, heads or table hold likely as each next token, given the text before it.
+
+    The mean of several drafters; of heads what the first of them says; of a table its counts unsmoothed, with a prior
+    of 1; of prompt look-up all on the token that it finds. Only as good as the order of the vocabulary that is made of
+    it needs to be: a deeper head proposes other tokens too.
+
+    Args:
+        needs: which parts the method works with.
+
+    Returns:
+        A function from a slice of the tokens to [C, V] probabilities; None for methods without any such part.
+    """
+    if "drafter" in needs and parts.drafter is not None:
+        proposer = method.proposer
+        models = proposer.models if isinstance(proposer, DraftChains) else (parts.drafter,)
+        states = [(model, read_back(model, prompts, outputs).hidden_XD) for model in models]
+        return lambda place: torch.stack(
+            [warp(model.logits(hidden_XD[place]), sampling) for model, hidden_XD in states]
+        ).mean(0)
+    if "heads" in needs and parts.heads is not None:
+        heads = parts.heads
+        return lambda place: heads(reading.before_XD[place])[:, 0].softmax(-1, dtype=torch.float32)
+    if "table" in needs and parts.table is not None:
+        alone = isinstance(method.proposer, TableChain) and method.proposer.order == 1
+        rows = parts.table.distributions(reading.last_X.device, 1.0)
+        after = (lambda last_X: rows.unigram_V.expand(len(last_X), -1)) if alone else rows.after
+        return lambda place: warp(after(reading.last_X[place]).log(), sampling)
+    if isinstance(method.proposer, PromptLookup):
+        longest = method.proposer.longest
+        found = [
+            _looked_up(prefix, output, longest, vocab) for prefix, output in zip(reading.prefixes, outputs, strict=True)
+        ]
+        found_X = torch.from_numpy(np.concatenate(found)).to(reading.last_X.device)
+        # One class more for places where nothing is found, which is cut off.
+        return lambda place: F.one_hot(found_X[place], vocab + 1)[:, :-1].float()
+    return None
+
+
+def _looked_up(prefix: Sequence[int], output: Sequence[int], longest: int, nothing: int) -> np.ndarray:
+    """int64 [T]: the token that prompt look-up proposes in the place of each of the output's; `nothing`: none."""
+    text_S = np.array([*prefix, *output])
+    lengths_T = len(prefix) + np.arange(len(output))
+    places_T = lookup(np.broadcast_to(text_S, (len(output), len(text_S))), lengths_T, longest)
+    return np.where(places_T >= 0, text_S[places_T], nothing)
+
+
+class Rounding(NamedTuple):
+    """How far the target's forwards of different shapes are from each other on the same text."""
+
+    dtype: str
+    spread: float
+    """The largest difference between two logits of one token at one place that was seen."""
+    near_tie: float
+    """Logits that differ by no more are taken for equal."""
+    total_variation: float
+    """Mean total variation between the warped distributions; at temperature 0 the share of places where the most
+    likely token changes. A bias as small as this is rounding's, whatever the method."""
+    places: int
+    """Places of texts that were looked at."""
+
+
+@torch.inference_mode()
+def measure_rounding(
+    target: LanguageModel,
+    prompts: Sequence[Sequence[int]],
+    sampling: Sampling,
+    *,
+    reference: LanguageModel | None = None,
+    tokens: int = 64,
+    rows: int = 4,
+) -> Rounding:
+    """Compare the target's forwards of 1, 4, 16 and 64 tokens with one wide forward of `rows` texts side by side.
+
+    A near-tie is a difference of up to four times the largest that was seen, at least one unit in the last place of the
+    largest logit. It is no more than the root of the dtype's precision times that logit: what differs by more is wrong,
+    not rounded.
+
+    Args:
+        reference: makes the wide forward; by default the target.
+        tokens: length of the texts, which the target writes itself.
+        rows: how many prompts.
+
+    Raises:
+        ValueError: what `generate` raises.
+    """
+    reference = reference or target
+    prompts = list(prompts[:rows])
+    outputs: list[list[int]] = [[] for _ in prompts]
+    plain = Method(Nothing(), GreedyMatch() if sampling.greedy else Sample())
+    rng = Rng.for_rows(0, len(prompts), target.device)
+    for step in generate(target, *plain, prompts, Limits(tokens), sampling, rng):
+        for output, new in zip(outputs, step.new_ids, strict=True):
+            output += new
+    wide_XV = reference.logits(read_back(reference, prompts, outputs).hidden_XD).float()
+    spread, distance = 0.0, 0.0
+    for width in WIDTHS:
+        narrow = [_rerun(target, prompt, output, width) for prompt, output in zip(prompts, outputs, strict=True)]
+        narrow_XV = torch.cat(narrow).float()
+        spread = max(spread, float((narrow_XV - wide_XV).abs().max()))
+        apart_X = (warp(narrow_XV, sampling) - warp(wide_XV, sampling)).abs().sum(-1) / 2
+        distance = max(distance, float(apart_X.mean()))
+    precision, largest = torch.finfo(target.dtype).eps, float(wide_XV.abs().max())
+    near_tie = min(max(_SAFETY * spread, precision * largest), math.sqrt(precision) * largest)
+    return Rounding(str(target.dtype).removeprefix("torch."), spread, near_tie, distance, len(wide_XV))
+
+
+def _rerun(model: LanguageModel, prompt: Sequence[int], output: Sequence[int], width: int) -> Tensor:
+    """[X, V] logits of a row's new tokens from forwards of `width` tokens on top of the cache."""
+    (start,), cache = model.begin([prompt], len(output) + width)
+    ids_1T = torch.tensor([[*start, *output]], device=model.device)
+    first = len(start) - 1
+    if first:
+        model.extend(cache, ids_1T[:, :first])
+    parts = []
+    for place in range(first, ids_1T.shape[1] - 1, width):
+        cache.set_lengths([place])
+        parts.append(model.extend(cache, ids_1T[:, place : min(place + width, ids_1T.shape[1] - 1)])[0])
+    return model.logits(torch.cat(parts))

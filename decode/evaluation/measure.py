@@ -1,0 +1,377 @@
+"""Methods measured side by side: the same prompts, one process, runs interleaved; the clock is read here.
+
+Shape letters: B batch, N nodes, D hidden.
+"""
+
+from __future__ import annotations
+
+import statistics
+import time
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
+from functools import partial
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor, nn
+
+from ..engine import Limits, generate
+from ..methods import Method, Parts, build_method
+from ..models.base import LanguageModel
+from ..rng import Rng
+from ..warpers import Sampling
+from .energy import Energy, EnergyMeter
+from .flops import count_flops, part_flops, step_flops
+from .metrics import Tally
+from .profile import FirstStep, StepProfile
+
+BASELINE = "autoregressive"
+REFERENCE = "transformers"
+PROFILED = 3
+"""Prompts that are decoded once more to see where the time of a step goes, and again and again to count joules."""
+
+
+@dataclass(frozen=True)
+class Entry:
+    """A method with its settings, as one row of the table."""
+
+    label: str
+    method: str
+    options: dict[str, Any] = field(default_factory=dict)
+    sampling: Sampling = field(default_factory=Sampling)
+
+
+class Decoded(NamedTuple):
+    """One prompt decoded."""
+
+    ids: list[int]
+    tally: Tally
+    seconds: float
+    """Of the whole."""
+    reading: float
+    """Of them, those before the first step. 0: not known."""
+
+
+class RunKey(NamedTuple):
+    """One run of an evaluation: which entry, which prompt, which time."""
+
+    label: str
+    prompt: int
+    repeat: int
+
+
+@dataclass
+class Run:
+    """What one entry did: by prompt, the tokens of its first run, its counts, and the seconds of every run.
+
+    `reading` are those of them that passed before the first step, while prompts were read.
+    """
+
+    ids: list[list[int]]
+    tallies: list[Tally]
+    seconds: list[list[float]]
+    reading: list[list[float]]
+
+    def only(self, places: Sequence[int]) -> Run:
+        """The prompts at these places alone."""
+        return Run(
+            [self.ids[place] for place in places],
+            [self.tallies[place] for place in places],
+            [self.seconds[place] for place in places],
+            [self.reading[place] for place in places],
+        )
+
+    def median_seconds(self) -> list[float]:
+        """Seconds of each prompt."""
+        return [statistics.median(times) for times in self.seconds]
+
+    def stepping_rate(self) -> float:
+        """Tokens per second of the steps alone."""
+        steps = [
+            statistics.median(whole - read for whole, read in zip(*times, strict=True))
+            for times in zip(self.seconds, self.reading, strict=True)
+        ]
+        return sum(len(ids) for ids in self.ids) / sum(steps)
+
+
+def decode(
+    target: LanguageModel,
+    method: Method,
+    sampling: Sampling,
+    seed: int,
+    prompt: Sequence[int],
+    limits: Limits,
+    profile: StepProfile | None = None,
+) -> Decoded:
+    """One prompt with one method."""
+    ids: list[int] = []
+    tally = Tally()
+    synchronise(target)
+    start = time.perf_counter()
+    rng, first = Rng.for_rows(seed, 1, target.device), FirstStep(partial(synchronise, target))
+    for step in generate(target, *method, [prompt], limits, sampling, rng, profile or first):
+        ids += step.new_ids[0]
+        tally.add_step(step, 0)
+    synchronise(target)
+    end = time.perf_counter()
+    return Decoded(ids, tally, end - start, 0.0 if profile else first.at - start)
+
+
+def decode_reference(model: Any, prompt: Sequence[int], limits: Limits) -> Decoded:
+    """One prompt with `transformers.generate`, greedily."""
+    ids = torch.tensor([list(prompt)], device=model.device)
+    start = time.perf_counter()
+    with torch.inference_mode():
+        output = model.generate(
+            input_ids=ids,
+            attention_mask=torch.ones_like(ids),
+            do_sample=False,
+            max_new_tokens=limits.max_new_tokens,
+            eos_token_id=list(limits.stop_ids) or None,
+            pad_token_id=0,
+        )
+    new = output[0, 1 if model.config.is_encoder_decoder else len(prompt) :].tolist()
+    seconds = time.perf_counter() - start
+    return Decoded(new, Tally(tokens=len(new), steps=len(new), nodes=len(new)), seconds, 0.0)
+
+
+def measure(
+    target: LanguageModel,
+    parts: Parts,
+    entries: Sequence[Entry],
+    prompts: Sequence[Sequence[int]],
+    limits: Limits,
+    *,
+    reference: Any = None,
+    repeats: int = 1,
+    seed: int = 0,
+    finished: Mapping[RunKey, Decoded] | None = None,
+    on_run: Callable[[RunKey, Decoded], None] | None = None,
+    progress: Callable[[int, int, str], None] | None = None,
+) -> dict[str, Run]:
+    """Decode every prompt with every entry, `repeats` times, one after another prompt by prompt.
+
+    In which order changes from prompt to prompt, so that each entry follows every other equally often (see `turn`). The
+    numbers that a prompt's tokens are drawn with depend on `seed` and its place alone: each repeat writes the same.
+
+    Args:
+        reference: a transformers model; it is run greedily as one more row where an entry is greedy.
+        finished: runs of an earlier evaluation that was interrupted; they are not done again.
+        on_run: gets every run that was done.
+        progress: gets how many runs are done, of how many, and the label of the one that is next.
+
+    Returns:
+        Runs by label.
+    """
+    jobs = _jobs(target, parts, entries, reference, seed)
+    labels, done = list(jobs), dict(finished or {})
+    keys = [
+        RunKey(labels[job], place, repeat)
+        for repeat in range(repeats)
+        for place in range(len(prompts))
+        for job in turn(len(labels), repeat * len(prompts) + place)
+    ]
+    left = [key for key in keys if key not in done]
+    warm_up = Limits(min(8, limits.max_new_tokens), limits.stop_ids)
+    for label in dict.fromkeys(key.label for key in left):
+        jobs[label](0, prompts[0], warm_up)
+    for number, key in enumerate(left):
+        if progress:
+            progress(len(keys) - len(left) + number, len(keys), key.label)
+        done[key] = jobs[key.label](key.prompt, prompts[key.prompt], limits)
+        if on_run:
+            on_run(key, done[key])
+    if progress:
+        progress(len(keys), len(keys), "")
+    return {label: _gathered(label, done, len(prompts), repeats) for label in labels}
+
+
+def _jobs(
+    target: LanguageModel, parts: Parts, entries: Sequence[Entry], reference: Any, seed: int
+) -> dict[str, Callable[[int, Sequence[int], Limits], Decoded]]:
+    """What decodes a prompt, given its place, by label."""
+
+    def job(method: Method, sampling: Sampling) -> Callable[[int, Sequence[int], Limits], Decoded]:
+        return lambda place, prompt, limits: decode(target, method, sampling, seed + place, prompt, limits)
+
+    jobs = {
+        entry.label: job(build_method(entry.method, parts, entry.sampling, **entry.options), entry.sampling)
+        for entry in entries
+    }
+    if reference is not None and any(entry.sampling.greedy for entry in entries):
+        jobs[REFERENCE] = lambda place, prompt, limits: decode_reference(reference, prompt, limits)
+    return jobs
+
+
+def turn(count: int, number: int) -> list[int]:
+    """The order of `count` jobs at turn `number`, of which each follows every other equally often over `count` turns,
+    or twice as many where `count` is odd (Williams 1949, designs balanced for what was done just before)."""
+    zigzag = [(place + 1) // 2 if place % 2 else -(place // 2) for place in range(count)]
+    order = [(step + number) % count for step in zigzag]
+    return order[::-1] if count % 2 and number // count % 2 else order
+
+
+def _gathered(label: str, done: Mapping[RunKey, Decoded], prompts: int, repeats: int) -> Run:
+    by_prompt = [[done[RunKey(label, place, repeat)] for repeat in range(repeats)] for place in range(prompts)]
+    return Run(
+        [runs[0].ids for runs in by_prompt],
+        [runs[0].tally for runs in by_prompt],
+        [[run.seconds for run in runs] for runs in by_prompt],
+        [[run.reading for run in runs] for runs in by_prompt],
+    )
+
+
+def phases(
+    target: LanguageModel, parts: Parts, entry: Entry, prompts: Sequence[Sequence[int]], limits: Limits, seed: int = 0
+) -> dict[str, float]:
+    """Where the time of a step goes: `StepProfile.summary` over the first prompts, decoded once more.
+
+    Measured runs read no clock within a step; these are for this alone.
+    """
+    method = build_method(entry.method, parts, entry.sampling, **entry.options)
+    whole = StepProfile(target.device)
+    for place, prompt in enumerate(prompts[:PROFILED]):
+        profile = StepProfile(target.device)
+        decode(target, method, entry.sampling, seed + place, prompt, limits, profile)
+        whole.steps += profile.steps
+        for phase, seconds in profile.seconds.items():
+            whole.seconds[phase] += seconds
+    return whole.summary()
+
+
+def energy_of(
+    target: LanguageModel,
+    parts: Parts,
+    entry: Entry,
+    prompts: Sequence[Sequence[int]],
+    limits: Limits,
+    meter: EnergyMeter,
+    idle_watts: float,
+    *,
+    seed: int = 0,
+    progress: Callable[[int, int], None] | None = None,
+) -> Energy:
+    """Joules a token of an entry: the first prompts decoded over and over, as `EnergyMeter.measure` asks.
+
+    The reading of the prompts is part of it. A window holds whole rounds of them, so that every entry decodes the same.
+
+    Raises:
+        CounterError: the counter failed.
+    """
+    method = build_method(entry.method, parts, entry.sampling, **entry.options)
+
+    def decode_all() -> float:
+        found = (
+            decode(target, method, entry.sampling, seed + place, prompt, limits)
+            for place, prompt in enumerate(prompts[:PROFILED])
+        )
+        return float(sum(len(each.ids) for each in found))
+
+    return meter.measure(decode_all, idle_watts, seed=seed, progress=progress)
+
+
+def devices_of(target: LanguageModel, parts: Parts) -> list[torch.device]:
+    """Where a target and its parts lie, each device once."""
+    models = [target, *filter(None, (parts.drafter, *parts.more_drafters))]
+    found = [device for model in models for device in (model.device, *(model.layer_devices or ()))]
+    if isinstance(parts.heads, nn.Module):
+        found += [parameter.device for parameter in parts.heads.parameters()]
+    return list(dict.fromkeys(found))
+
+
+@dataclass(frozen=True)
+class Costs:
+    """What forwards cost in isolation: raw seconds, and FLOPs."""
+
+    one: float
+    """A target forward of one token."""
+    tree: float
+    """A target forward of as many nodes as the method's trees hold."""
+    propose: float
+    """The forwards of one proposal: the drafter's, or the heads'."""
+    forwards: int
+    """How many forwards a proposal takes."""
+    tree_flops: float
+    """Of the target's forward of a step, by `flops.step_flops`; as torch's counter has them where that knows not."""
+    propose_flops: float
+    """Of the proposal's forwards."""
+    flops_checked: float | None = None
+    """Of the very forwards that were timed, FLOPs by shapes over those that torch's counter saw; None: not compared."""
+
+
+class RawCosts:
+    """Times the forwards that a step of a method needs, and nothing else.
+
+    A few one-token forwards and a few steps alternate, so that drift touches both alike. The forwards of a step follow
+    one another as they do in decoding: what one leaves in the caches of the machine is what the next finds.
+
+    Args:
+        nodes: how many nodes the target scores a step.
+        context: how many tokens are committed.
+    """
+
+    def __init__(self, target: LanguageModel, method: Method, nodes: float, context: int) -> None:
+        self._target = target
+        self._calls: list[Callable[[], Any]] = [
+            raw_forward(target, 1, context),
+            raw_forward(target, max(1, round(nodes)), context),
+        ]
+        self._method, self._nodes, self._context = method, nodes, context
+        drafts = method.proposer.forwards(nodes)
+        self._forwards = [(target, max(1, round(nodes))), *((model or target, count) for model, count in drafts)]
+        for model, count in drafts:
+            if model is None or isinstance(model, LanguageModel):
+                self._calls.append(raw_forward(model or target, count, context))
+            else:
+                hidden_BD = torch.randn(1, target.hidden_size, dtype=target.dtype, device=target.device)
+                self._calls.append(partial(model, hidden_BD))
+        self._seconds: list[list[float]] = [[] for _ in self._calls]
+
+    @torch.inference_mode()
+    def sample(self, runs: int) -> RawCosts:
+        """Time every forward `2 runs` times more."""
+        places = range(len(self._calls))
+        for _ in range(runs):
+            for step in ([0], [*places[2:], 1]):
+                for repeat in range(3):
+                    for place in step:
+                        synchronise(self._target)
+                        start = time.perf_counter()
+                        self._calls[place]()
+                        synchronise(self._target)
+                        if repeat:  # the first finds what other forwards have left
+                            self._seconds[place].append(time.perf_counter() - start)
+        return self
+
+    @torch.inference_mode()
+    def costs(self) -> Costs:
+        """Medians of all samples, and FLOPs."""
+        medians = [statistics.median(seconds) for seconds in self._seconds]
+        times = medians[0], medians[1], sum(medians[2:]), len(self._forwards) - 1
+        counted = [count_flops(call) for call in self._calls[1:]]
+        step = step_flops(self._target, self._method, self._nodes, self._context)
+        if step is None:
+            return Costs(*times, counted[0], sum(counted[1:]))
+        found = [part_flops(part, count, self._context) for part, count in self._forwards]
+        known = sum(flops["total"] for flops in found if flops is not None)
+        return Costs(*times, *step, known / sum(counted) if sum(counted) else None)
+
+
+def raw_costs(target: LanguageModel, method: Method, nodes: float, context: int, runs: int = 12) -> Costs:
+    """`RawCosts` of `runs` samples."""
+    return RawCosts(target, method, nodes, context).sample(runs).costs()
+
+
+def raw_forward(model: LanguageModel, nodes: int, context: int) -> Callable[[], Tensor]:
+    """A forward of `nodes` tokens behind `context` committed ones, ready to be timed."""
+    with torch.inference_mode():
+        _, cache = model.begin([[0] * context], context + nodes)
+    cache.set_lengths([context])
+    tokens_BN = torch.zeros(1, nodes, dtype=torch.int64, device=model.device)
+    return lambda: model.logits(model.extend(cache, tokens_BN))
+
+
+def synchronise(model: LanguageModel) -> None:
+    """Wait for a model's device, before a clock is read."""
+    if model.device.type == "cuda":
+        torch.cuda.synchronize(model.device)

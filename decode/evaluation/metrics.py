@@ -1,0 +1,196 @@
+"""The metrics, defined once. Every table uses these names.
+
+- `tokens_per_step` (block efficiency): tokens kept ÷ target forwards, prefill not counted, the extra token counted,
+  tokens cut off by a stop token or the limit not counted.
+- `acceptance_rate`: draft tokens accepted ÷ draft tokens examined; a path's examination ends at its first rejection.
+- `acceptance_at_k`: the same by level: levels where one of the k candidates was accepted ÷ levels examined.
+- `acceptance_by_depth[i]`: of the steps whose path reached depth i, the share that accepted a token there.
+- `speedup`: tokens per second over those of autoregressive decoding by this engine, same prompts, median runs.
+- intervals: 95 %, by bootstrap over prompts (percentiles of 2,000 resamples); None for fewer than 3 prompts.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import numpy as np
+from scipy.stats import bootstrap
+
+from ..engine import Step
+
+Interval = tuple[float, float]
+SHARES = ("acceptance_rate", "acceptance_at_k", "acceptance_by_depth", "self_consistency", "rouge_l")
+"""Metrics that lie in [0, 1]."""
+
+
+@dataclass
+class Tally:
+    """Counts over the steps of one row, or of many rows added up."""
+
+    tokens: int = 0
+    steps: int = 0
+    nodes: int = 0
+    accepted: int = 0
+    examined: int = 0
+    rejections: int = 0
+    reached: list[int] = field(default_factory=list)
+    passed: list[int] = field(default_factory=list)
+
+    def add_step(self, step: Step, row: int) -> None:
+        """Count one iteration of one row; a row that had ended counts nothing."""
+        if not step.active[row]:
+            return
+        accepted, rejected = int(step.accepted[row]), bool(step.rejected[row])
+        self.tokens += len(step.new_ids[row])
+        self.steps += step.forwards
+        self.nodes += step.nodes
+        self.accepted += accepted
+        self.examined += int(step.examined[row])
+        self.rejections += rejected
+        self._grow(accepted + rejected)
+        for depth in range(accepted + rejected):
+            self.reached[depth] += 1
+            self.passed[depth] += depth < accepted
+
+    def _grow(self, depth: int) -> None:
+        missing = max(0, depth - len(self.reached))
+        self.reached += [0] * missing
+        self.passed += [0] * missing
+
+    def __add__(self, other: Tally) -> Tally:
+        total = Tally(
+            self.tokens + other.tokens,
+            self.steps + other.steps,
+            self.nodes + other.nodes,
+            self.accepted + other.accepted,
+            self.examined + other.examined,
+            self.rejections + other.rejections,
+            list(self.reached),
+            list(self.passed),
+        )
+        total._grow(len(other.reached))
+        for depth, (reached, passed) in enumerate(zip(other.reached, other.passed, strict=True)):
+            total.reached[depth] += reached
+            total.passed[depth] += passed
+        return total
+
+    def metrics(self) -> dict[str, object]:
+        """The metrics of this file by name; None where nothing was examined, and no entries by depth."""
+        levels = self.accepted + self.rejections
+        by_depth = [passed / reached for reached, passed in zip(self.reached, self.passed, strict=True) if reached]
+        return {
+            "tokens_per_step": self.tokens / self.steps if self.steps else None,
+            "acceptance_rate": self.accepted / self.examined if self.examined else None,
+            "acceptance_at_k": self.accepted / levels if levels else None,
+            "acceptance_by_depth": by_depth,
+            "nodes_per_step": self.nodes / self.steps if self.steps else None,
+        }
+
+
+def total(tallies: Iterable[Tally]) -> Tally:
+    """All counts added up."""
+    return sum(tallies, Tally())
+
+
+def speedup_interval(
+    tokens: Sequence[int], seconds: Sequence[float], base_tokens: Sequence[int], base_seconds: Sequence[float]
+) -> tuple[float, Interval | None]:
+    """Throughput over the baseline's throughput on the same prompts, with a 95 % bootstrap interval over prompts.
+
+    Args:
+        tokens, seconds: of the method, by prompt. base_tokens, base_seconds: of autoregressive decoding.
+
+    Returns:
+        The ratio and its interval; None for the interval where there are fewer than 3 prompts.
+    """
+
+    def ratio(*samples: np.ndarray, axis: int = -1) -> np.ndarray:
+        new, time, base_new, base_time = (sample.sum(axis) for sample in samples)
+        return (new / time) / (base_new / base_time)
+
+    return _with_interval(ratio, tokens, seconds, base_tokens, base_seconds)
+
+
+def tokens_per_step_interval(tallies: Sequence[Tally]) -> Interval | None:
+    """95 % bootstrap interval of `tokens_per_step` over prompts, of each of which there is one tally."""
+
+    def ratio(tokens: np.ndarray, steps: np.ndarray, axis: int = -1) -> np.ndarray:
+        return tokens.sum(axis) / steps.sum(axis)
+
+    counts = ([tally.tokens for tally in tallies], [tally.steps for tally in tallies])
+    return _with_interval(ratio, *counts)[1]
+
+
+def _with_interval(
+    ratio: Callable[..., np.ndarray], *columns: Sequence[int] | Sequence[float]
+) -> tuple[float, Interval | None]:
+    samples = [np.asarray(column, dtype=np.float64) for column in columns]
+    value = float(ratio(*samples))
+    if len(samples[0]) < 3:
+        return value, None
+    result = bootstrap(samples, ratio, paired=True, vectorized=True, n_resamples=2000, method="percentile", rng=0)
+    interval = result.confidence_interval
+    return value, (float(interval.low), float(interval.high))
+
+
+def impossible(entry: Mapping[str, Any]) -> str | None:
+    """Why a measured entry cannot be true, or None. Such an entry is an error of the report, not a row of it.
+
+    A number that is negative or none at all, wherever it stands; a share above 1; a perplexity below 1; a speedup above
+    `tokens_per_step`. The last is said only if the whole interval lies above, so never of fewer than three prompts,
+    which have none: a busy moment slows one by any factor. There are many categories: one is refused only if its
+    interval lies above by a tenth.
+    """
+    method = entry.get("method")
+    for name, part in [("", entry), *entry.get("by_category", {}).items()]:
+        fault = _no_number(part) or _outside(part) or _too_fast(part, method, 1.1 if part is not entry else 1.0)
+        if fault:
+            return fault if part is entry else f"category {name!r}: {fault}"
+    return None
+
+
+def _no_number(entry: Mapping[str, Any]) -> str | None:
+    for key, number in _numbers(entry):
+        if not math.isfinite(number):
+            return f"{key} is {number}, not a finite number"
+        if number < 0:
+            return f"{key} is {number:g}, below 0"
+    return None
+
+
+def _numbers(value: Any, key: str = "") -> Iterator[tuple[str, float]]:
+    """Every number of an entry with its place, but for the settings of the method and what is checked by itself."""
+    if isinstance(value, Mapping):
+        for name, inner in value.items():
+            if name not in ("options", "by_category"):
+                yield from _numbers(inner, f"{key}.{name}" if key else str(name))
+    elif isinstance(value, (list, tuple)):
+        for place, inner in enumerate(value):
+            yield from _numbers(inner, f"{key}[{place}]")
+    elif isinstance(value, (int, float)) and not isinstance(value, bool):
+        yield key, value
+
+
+def _outside(entry: Mapping[str, Any]) -> str | None:
+    for key in SHARES:
+        for _, number in _numbers(entry.get(key)):
+            if number > 1 + 1e-9:
+                return f"{key} is {number:.3f}, outside [0, 1]"
+    perplexity = entry.get("perplexity")
+    if isinstance(perplexity, float) and perplexity < 1 - 1e-6:
+        return f"perplexity is {perplexity:.3f}, below 1"
+    return None
+
+
+def _too_fast(entry: Mapping[str, Any], method: Any, slack: float) -> str | None:
+    speedup, per_step = entry.get("speedup"), entry.get("tokens_per_step")
+    if not isinstance(speedup, float) or not isinstance(per_step, float) or method == "autoregressive":
+        return None
+    interval = entry.get("speedup_interval")
+    low = interval[0] if isinstance(interval, (tuple, list)) else 0.0
+    if low > slack * per_step:
+        return f"speedup is {speedup:.2f} (at least {low:.2f}), above tokens_per_step of {per_step:.2f}"
+    return None

@@ -1,0 +1,129 @@
+"""How good a text is: perplexity under the target, likeness to a reference, agreement with the greedy text.
+
+Shape letters: B batch (1 here), T positions, V vocabulary, D hidden.
+"""
+
+from __future__ import annotations
+
+import math
+import re
+from collections.abc import Iterable, Sequence
+
+import torch
+from torch import Tensor
+
+from ..models.base import LanguageModel
+
+_POSITIONS_AT_ONCE = 256  # the logits of more would fill the memory where vocabularies are large
+_WORD = re.compile(r"[a-z0-9]+")
+# Multiples of the dtype's step at the largest logit, within which forwards of different shapes were seen to differ.
+_TIE = {torch.float32: 1024, torch.float16: 16, torch.bfloat16: 4}
+
+
+@torch.inference_mode()
+def surprisal(target: LanguageModel, prompt: Sequence[int], output: Sequence[int]) -> float:
+    """−log p(output | prompt) under the unwarped target, in nats; infinite where the target holds it impossible.
+
+    Args:
+        prompt: token ids; what the encoder reads, where there is one.
+        output: token ids.
+    """
+    if not output:
+        return 0.0
+    hidden_BTD = _states(target, prompt, output)
+    ids_BT1, nats = torch.tensor(output, device=target.device)[None, :, None], 0.0
+    for start in range(0, len(output), _POSITIONS_AT_ONCE):
+        part = slice(start, start + _POSITIONS_AT_ONCE)
+        log_probs_BTV = target.logits(hidden_BTD[:, part]).float().log_softmax(-1)
+        nats -= log_probs_BTV.gather(2, ids_BT1[:, part]).double().sum().item()
+    return nats
+
+
+def perplexity_of(nats: Iterable[float], tokens: Iterable[int]) -> float | None:
+    """exp of the mean surprisal of a token, over all texts (`mjsd.txt`, eq. 1).
+
+    Args:
+        nats: surprisal of each text. tokens: how many tokens it has.
+
+    Returns:
+        None where there are no tokens, or where a text is impossible; nan where the target gave no numbers.
+    """
+    loss, count = sum(nats), sum(tokens)
+    if math.isnan(loss):
+        return loss
+    return math.exp(loss / count) if count and loss / count < 700 else None
+
+
+def perplexity(
+    target: LanguageModel, prompts: Sequence[Sequence[int]], outputs: Sequence[Sequence[int]]
+) -> float | None:
+    """exp of the mean negative log-likelihood of the outputs under the unwarped target (`mjsd.txt`, eq. 1).
+
+    None where there is no output, or one that the target holds impossible.
+    """
+    nats = [surprisal(target, prompt, output) for prompt, output in zip(prompts, outputs, strict=True)]
+    return perplexity_of(nats, map(len, outputs))
+
+
+def rouge_l(text: str, references: Sequence[str]) -> float | None:
+    """ROUGE-L: F-measure of the longest common subsequence of words (Lin 2004); of several references the best.
+
+    Words are runs of a–z and 0–9 after lower-casing, not stemmed, as in Google's `rouge_score`. None where there is no
+    reference.
+    """
+    words = _WORD.findall(text.lower())
+    return max((_f_measure(words, _WORD.findall(reference.lower())) for reference in references), default=None)
+
+
+def _f_measure(words: Sequence[str], reference: Sequence[str]) -> float:
+    common = common_subsequence(words, reference)
+    if not common:
+        return 0.0
+    precision, recall = common / len(words), common / len(reference)
+    return 2 * precision * recall / (precision + recall)
+
+
+def common_subsequence(first: Sequence[str], second: Sequence[str]) -> int:
+    """Length of the longest common subsequence, a row of the table a number (Hyyrö 2004: its zeros are counted)."""
+    places: dict[str, int] = {}
+    for place, word in enumerate(first):
+        places[word] = places.get(word, 0) | 1 << place
+    ones = row = (1 << len(first)) - 1
+    for word in second:
+        matched = row & places.get(word, 0)
+        row = ((row + matched) | (row - matched)) & ones
+    return len(first) - row.bit_count()
+
+
+def common_prefix(first: Sequence[int], second: Sequence[int]) -> int:
+    """How many tokens come before the first difference."""
+    pairs = enumerate(zip(first, second, strict=False))
+    return next((place for place, (mine, theirs) in pairs if mine != theirs), min(len(first), len(second)))
+
+
+def self_consistency(text: Sequence[int], greedy: Sequence[int]) -> float:
+    """Share of the greedy text's tokens that lie before the first difference."""
+    return common_prefix(text, greedy) / len(greedy) if greedy else 1.0
+
+
+@torch.inference_mode()
+def nearly_tied(target: LanguageModel, prompt: Sequence[int], text: Sequence[int], greedy: Sequence[int]) -> bool:
+    """Whether two texts part at a place where the target can hardly tell their tokens apart.
+
+    Forwards of one token and of many round differently, so that a lossless method may then write either. This is a
+    sieve with one limit a dtype; a certificate of losslessness measures it.
+    """
+    place = common_prefix(text, greedy)
+    if place == min(len(text), len(greedy)):
+        return False
+    logits_V = target.logits(_states(target, prompt, greedy[: place + 1])[:, -1:])[0, 0].float()
+    lead = abs(float(logits_V[greedy[place]] - logits_V[text[place]]))
+    limit = _TIE.get(target.dtype, 4) * torch.finfo(target.dtype).eps * float(logits_V.abs().max())
+    return lead <= limit
+
+
+def _states(target: LanguageModel, prompt: Sequence[int], output: Sequence[int]) -> Tensor:
+    """[1, T, D] the hidden states that each of the T tokens of the output is read from, the tokens given."""
+    start, cache = target.begin([prompt], len(output))
+    ids_BT, first = torch.tensor([[*start[0], *output]], device=target.device), len(start[0])
+    return target.extend(cache, ids_BT[:, :-1])[:, first - 1 :]

@@ -1,0 +1,455 @@
+"""One teacher-forced pass over texts of the target: what replay needs to know of every position, and no more.
+
+The texts are the target's own, greedy or sampled with the warping that is asked for. At every token of theirs the
+distributions of the target and of each source of drafts are looked at once and reduced to some tens of numbers:
+`replay.py` predicts from them what decoding with any number, shape or choice of candidates would do.
+
+Shape letters: T positions (the new tokens of all texts, one after another), K candidates, M chains, H heads, C
+candidates of a head, V vocabulary, D hidden.
+"""
+
+from __future__ import annotations
+
+import json
+import math
+import os
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass, field, fields
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+from safetensors import SafetensorError, safe_open
+from safetensors.numpy import save_file
+from torch import Tensor
+
+from ....checkpoints.table.table import NextToken
+from ...engine import Limits, generate
+from ...methods import Parts, build_method
+from ...models.base import LanguageModel, check_same_vocabulary
+from ...proposers.head_trees import HeadModule
+from ...proposers.ngrams import TableChain
+from ...rng import Rng
+from ...warpers import Sampling, warp
+from .acceptance import Candidates
+from .several_drafters import SeveralDrafts, judge_several
+
+SCHEMA = 1
+_PLAIN = Sampling(temperature=1.0)
+
+
+@dataclass(frozen=True)
+class Drafts:
+    """What a source of drafts says at every position of the texts; y is the token that stands there.
+
+    At temperature 0 the numbers of candidates are those of one-hot distributions, so that only `rank_T` tells more.
+    """
+
+    target_T: NDArray[np.float32]
+    """p(y), warped."""
+    draft_T: NDArray[np.float32]
+    """q(y), warped."""
+    rank_T: NDArray[np.int32]
+    """How many tokens the source holds more likely than y; 0: y is its best."""
+    variation_T: NDArray[np.float32]
+    """TV(p, q), warped."""
+    target_entropy_T: NDArray[np.float32]
+    """Of the unwarped target, nats."""
+    draft_entropy_T: NDArray[np.float32]
+    """Of the unwarped source, nats."""
+    confidence_T: NDArray[np.float32]
+    """max q, warped; unwarped at temperature 0, as `adaptive.py` has it."""
+    scale_TK: NDArray[np.float32]
+    """cₖ of `acceptance.py`: with replacement, one of k candidates is accepted with min(1, cₖ q(y)/p(y)) given y."""
+    left_TK: NDArray[np.float32]
+    """The probability that all of k candidates are refused, with replacement."""
+    without_TK: NDArray[np.float32]
+    """P(one of k candidates accepted | y), without replacement."""
+    drawn_TK: NDArray[np.float32]
+    """P(y is among k candidates), without replacement."""
+    rho_TM: NDArray[np.float32]
+    """SpecTr's ρ for 1 … M chains."""
+    beta_TM: NDArray[np.float32]
+    """Σ min(q, p/ρ)."""
+
+
+@dataclass(frozen=True)
+class HeadDrafts:
+    """What prediction heads say in front of every position: as they would if a step began there."""
+
+    root_T: NDArray[np.int32]
+    """The token before the position."""
+    token_THC: NDArray[np.int32]
+    """Each head's most likely tokens, the best first; head h speaks of the token h places on."""
+    log_prob_THC: NDArray[np.float32]
+    """Their log-probabilities, unwarped."""
+
+
+@dataclass(frozen=True)
+class Recording:
+    """Texts of the target and what was recorded of them."""
+
+    sampling: Sampling
+    prompts: list[list[int]]
+    texts: list[list[int]]
+    drafts: dict[str, Drafts] = field(default_factory=dict)
+    """By source: `drafter`, or `source_name` of a table."""
+    heads: HeadDrafts | None = None
+    several: SeveralDrafts | None = None
+    """Of the drafter and `Parts.more_drafters` together."""
+    identity: dict[str, Any] = field(default_factory=dict)
+    """Whatever the caller says of models, prompts and seed: a recording is used again only where it is the same."""
+
+    @property
+    def lengths(self) -> NDArray[np.int64]:
+        """New tokens of each text."""
+        return np.array([len(text) for text in self.texts], dtype=np.int64)
+
+    @property
+    def positions(self) -> int:
+        """T, the new tokens of all texts."""
+        return int(self.lengths.sum())
+
+
+class TableSource(NamedTuple):
+    """A way to draft from a table of counts, with the settings of `ngrams.TableChain`."""
+
+    order: int
+    prior: float = 1.0
+    smoothing: str = "none"
+    strength: float = 0.0
+
+    @classmethod
+    def of(cls, proposer: TableChain) -> TableSource:
+        """The source that a proposer drafts from."""
+        return cls(proposer.order, proposer.prior, proposer.smoothing, proposer.strength)
+
+    @property
+    def name(self) -> str:
+        """Its name among `Recording.drafts`."""
+        if self.order == 1:
+            return "unigram"
+        return f"bigram {self.prior:g}" if self.smoothing == "none" else f"bigram {self.smoothing} {self.strength:g}"
+
+
+TABLE_SOURCES = (TableSource(1), TableSource(2))
+
+
+def sample_texts(
+    target: LanguageModel,
+    prompts: Sequence[Sequence[int]],
+    limits: Limits,
+    sampling: Sampling,
+    *,
+    seed: int = 0,
+    batch: int = 8,
+    progress: Callable[[int, int], None] | None = None,
+) -> list[list[int]]:
+    """The target's own continuation of each prompt, decoded plainly; prompt b draws from seed + b."""
+    texts: list[list[int]] = []
+    for first in range(0, len(prompts), batch):
+        rows = prompts[first : first + batch]
+        found: list[list[int]] = [[] for _ in rows]
+        rng = Rng.for_rows(seed + first, len(rows), target.device)
+        for step in generate(target, *build_method("autoregressive", Parts(), sampling), rows, limits, sampling, rng):
+            for row, new in zip(found, step.new_ids, strict=True):
+                row += new
+        texts += found
+        if progress:
+            progress(len(texts), len(prompts))
+    return texts
+
+
+@torch.inference_mode()
+def record(
+    target: LanguageModel,
+    parts: Parts,
+    prompts: Sequence[Sequence[int]],
+    texts: Sequence[Sequence[int]],
+    sampling: Sampling,
+    *,
+    candidates: int = 8,
+    chains: int = 8,
+    head_candidates: int = 20,
+    several: int = 0,
+    draws: int = 16,
+    tables: Sequence[TableSource] = TABLE_SOURCES,
+    chunk: int = 128,
+    seed: int = 0,
+    identity: dict[str, Any] | None = None,
+    progress: Callable[[int, int], None] | None = None,
+) -> Recording:
+    """Read the texts once with the target and with every source of drafts that `parts` holds.
+
+    Args:
+        texts: new tokens after each prompt, drawn from the target with this `sampling` (`sample_texts`). What replay
+            says of other texts is not what decoding would do.
+        candidates: K, the most candidates a position that replay shall know of.
+        chains: M, the most chains (SpecTr, SpecInfer).
+        head_candidates: C, how many of each head's tokens to keep.
+        several: the most chains of each drafter where `parts` holds several; 0: they are not read together.
+        draws: sequences of refused candidates per position, without replacement (`acceptance.Candidates`).
+        tables: ways to draft from `parts.table`; of these the numbers of several candidates are not kept.
+        chunk: positions of which whole distributions are held at a time.
+        seed: of these draws.
+
+    Raises:
+        ValueError: other numbers of prompts and texts, no text at all, a text whose token the target cannot have
+            drawn, parts of another vocabulary.
+    """
+    if len(prompts) != len(texts) or not any(map(len, texts)):
+        raise ValueError(f"{len(prompts)} prompts and {len(texts)} texts: expected as many, and one that is not empty")
+    sizes = (candidates, chains, draws)
+    reader = _Reader(target, parts, sampling, sizes, several, head_candidates, tuple(tables), seed)
+    for place, (prompt, text) in enumerate(zip(prompts, texts, strict=True)):
+        if text:
+            reader.read(prompt, text, chunk)
+        if progress:
+            progress(place + 1, len(prompts))
+    asked, written = ([list(map(int, row)) for row in rows] for rows in (prompts, texts))
+    drafts, head_drafts, together = reader.result()
+    return Recording(sampling, asked, written, drafts, head_drafts, together, identity or {})
+
+
+class _Reader:
+    """Reads text by text, chunk by chunk, and keeps the numbers."""
+
+    def __init__(
+        self,
+        target: LanguageModel,
+        parts: Parts,
+        sampling: Sampling,
+        sizes: tuple[int, int, int],
+        several: int,
+        head_candidates: int,
+        tables: tuple[TableSource, ...],
+        seed: int,
+    ) -> None:
+        self._target, self._drafter, self._heads = target, parts.drafter, parts.heads
+        self._more = parts.more_drafters if several else ()
+        self._sampling, self._sizes, self._several = sampling, sizes, several
+        self._width = min(head_candidates, target.vocab_size)
+        self._generator = torch.Generator().manual_seed(seed)
+        self._rows: dict[TableSource, NextToken] = {}
+        self._found: dict[str, list[dict[str, Tensor]]] = {}
+        self._head_rows: list[tuple[Tensor, Tensor, Tensor]] = []
+        self._several_rows: list[dict[str, Tensor]] = []
+        for other, what in (*((each, "drafter") for each in (parts.drafter, *self._more)), (parts.table, "table")):
+            if other is not None:
+                check_same_vocabulary(target, other, what)
+        if parts.table is not None:
+            self._rows = {each: parts.table.distributions(target.device, *each[1:]) for each in tables}
+
+    def read(self, prompt: Sequence[int], text: Sequence[int], chunk: int) -> None:
+        """Read one text."""
+        ids = torch.tensor([*self._target.begin([prompt], 0)[0][0], *text], device=self._target.device)
+        first = len(ids) - len(text)
+        passes = [_states(self._target, prompt, ids, first, chunk)]
+        drafters = [] if self._drafter is None else [self._drafter, *self._more]
+        passes += [_states(drafter, prompt, ids, first, chunk) for drafter in drafters]
+        before_BD = torch.zeros(1, self._target.hidden_size, dtype=self._target.dtype, device=self._target.device)
+        for start, hiddens in zip(range(first, len(ids), chunk), zip(*passes, strict=True), strict=True):
+            token_T = ids[start : start + chunk]
+            roots_T = ids[start - 1 : start - 1 + len(token_T)]
+            # One more state than positions: the first chunk brings the state before the first root, if there is one.
+            hidden_TD = hiddens[0] if len(hiddens[0]) > len(token_T) else torch.cat((before_BD, hiddens[0]))
+            before_BD = hidden_TD[-1:]
+            logits_TV = self._target.logits(hidden_TD[1:])
+            target_TV = warp(logits_TV, self._sampling)
+            if not bool((target_TV.gather(1, token_T[:, None]) > 0).all()) and not self._sampling.greedy:
+                raise ValueError("a text holds a token of probability 0 under the target: it was not drawn from it")
+            drafts = [
+                model.logits(states_TD[-len(token_T) :]) for model, states_TD in zip(drafters, hiddens[1:], strict=True)
+            ]
+            if drafts:
+                self._keep("drafter", logits_TV, target_TV, drafts[0], token_T)
+            if self._more:
+                warped = [warp(draft_TV, self._sampling) for draft_TV in drafts]
+                self._several_rows.append(_on_cpu(judge_several(target_TV, warped, token_T, self._several)))
+            for source, rows in self._rows.items():
+                rows_TV = rows.unigram_V.expand(len(roots_T), -1) if source.order == 1 else rows.after(roots_T)
+                best_T = None if source.order == 1 else rows.most_likely(roots_T)
+                self._keep(source.name, logits_TV, target_TV, rows_TV.log(), token_T, several=False, best_T=best_T)
+            if self._heads is not None:
+                self._keep_heads(self._heads, hidden_TD[:-1], roots_T)
+
+    def _keep(
+        self,
+        name: str,
+        logits_TV: Tensor,
+        target_TV: Tensor,
+        draft_logits_TV: Tensor,
+        token_T: Tensor,
+        several: bool = True,
+        best_T: Tensor | None = None,
+    ) -> None:
+        """`best_T`: what the source drafts at temperature 0, where it is not the first of the most likely tokens."""
+        count, chains, draws = self._sizes
+        draft_TV = warp(draft_logits_TV, self._sampling)
+        sure_TV = warp(draft_logits_TV, _PLAIN) if self._sampling.greedy else draft_TV
+        token_T1 = token_T[:, None]
+        rank_T = _rank(draft_logits_TV, token_T1)
+        if best_T is not None:
+            rank_T = torch.where(token_T == best_T, 0, rank_T.clamp(min=1))
+        numbers = {
+            "target_T": target_TV.gather(1, token_T1)[:, 0],
+            "draft_T": draft_TV.gather(1, token_T1)[:, 0],
+            "rank_T": rank_T,
+            "variation_T": (target_TV - draft_TV).abs().sum(1) / 2,
+            "target_entropy_T": _entropy(logits_TV),
+            "draft_entropy_T": _entropy(draft_logits_TV),
+            "confidence_T": sure_TV.amax(1),
+        }
+        if self._sampling.greedy or not several:
+            numbers |= dict.fromkeys((*_BY_CANDIDATES, *_BY_CHAINS), target_TV[:, :0])
+        else:
+            judged = Candidates(target_TV, draft_TV, token_T)
+            numbers["scale_TK"], numbers["left_TK"] = judged.scales(count)
+            numbers["without_TK"] = judged.without_replacement(count, draws, self._generator)
+            numbers["drawn_TK"] = judged.drawn_without_replacement(count, draws, self._generator)
+            numbers["rho_TM"], numbers["beta_TM"] = judged.k_seq(chains)
+        self._found.setdefault(name, []).append(_on_cpu(numbers))
+
+    def _keep_heads(self, heads: HeadModule, hidden_TD: Tensor, roots_T: Tensor) -> None:
+        logits_THV = heads(hidden_TD)
+        top = logits_THV.softmax(-1, dtype=torch.float32).topk(self._width, -1)
+        self._head_rows.append((roots_T.int().cpu(), top.indices.int().cpu(), top.values.log().cpu()))
+
+    def result(self) -> tuple[dict[str, Drafts], HeadDrafts | None, SeveralDrafts | None]:
+        """All that was kept."""
+        drafts = {name: Drafts(**_joined(rows)) for name, rows in self._found.items()}
+        heads = None
+        if self._head_rows:
+            columns = [torch.cat(column).numpy() for column in zip(*self._head_rows, strict=True)]
+            heads = HeadDrafts(*columns)
+        return drafts, heads, SeveralDrafts(**_joined(self._several_rows)) if self._several_rows else None
+
+
+def _on_cpu(numbers: dict[str, Tensor]) -> dict[str, Tensor]:
+    return {key: value.cpu() for key, value in numbers.items()}
+
+
+def _joined(rows: list[dict[str, Tensor]]) -> dict[str, NDArray[Any]]:
+    return {key: _narrow(torch.cat([row[key] for row in rows]).numpy()) for key in rows[0]}
+
+
+_BY_CANDIDATES = ("scale_TK", "left_TK", "without_TK", "drawn_TK")
+_BY_CHAINS = ("rho_TM", "beta_TM")
+
+
+def _narrow(array: NDArray[Any]) -> NDArray[Any]:
+    return array.astype(np.int32 if array.dtype.kind == "i" else np.float32)
+
+
+def _states(model: LanguageModel, prompt: Sequence[int], ids: Tensor, first: int, chunk: int) -> Iterator[Tensor]:
+    """Hidden states [T, D] that predict the tokens from `first` on, `chunk` tokens at a time.
+
+    The first piece begins one state earlier where the text before `first` has two tokens or more.
+    """
+    _, cache = model.begin([prompt], len(ids) - first)
+    earlier = 2 if first >= 2 else 1
+    if first > earlier:
+        model.extend(cache, ids[None, : first - earlier])
+    cache.set_lengths([first - earlier])
+    start = first - earlier
+    for end in range(first, len(ids), chunk):
+        stop = min(end + chunk, len(ids)) - 1
+        yield model.extend(cache, ids[None, start:stop])[0]
+        cache.set_lengths([stop])
+        start = stop
+
+
+def _rank(logits_TV: Tensor, token_T1: Tensor) -> Tensor:
+    """How many tokens stand before y; of equals the one of the lower number first, as argmax has it."""
+    own_T1 = logits_TV.gather(1, token_T1)
+    number_V = torch.arange(logits_TV.shape[1], device=logits_TV.device)
+    return ((logits_TV > own_T1) | ((logits_TV == own_T1) & (number_V < token_T1))).sum(1)
+
+
+def _entropy(logits_TV: Tensor) -> Tensor:
+    return torch.special.entr(logits_TV.float().softmax(1)).sum(1)
+
+
+def save_recording(recording: Recording, path: Path) -> None:
+    """Write a recording as one safetensors file, whole or not at all; its identity is in the file's metadata."""
+    arrays: dict[str, NDArray[Any]] = {}
+    for name, drafts in recording.drafts.items():
+        for part in fields(Drafts):
+            arrays[f"{name}/{part.name}"] = np.ascontiguousarray(getattr(drafts, part.name))
+    for name, found in (("heads", recording.heads), ("several", recording.several)):
+        for part in () if found is None else fields(found):
+            arrays[f"{name}/{part.name}"] = np.ascontiguousarray(getattr(found, part.name))
+    for name, rows in (("prompts", recording.prompts), ("texts", recording.texts)):
+        arrays[name] = np.array([token for row in rows for token in row], dtype=np.int32)
+        arrays[f"{name}_lengths"] = np.array([len(row) for row in rows], dtype=np.int32)
+    warping = {key: getattr(recording.sampling, key) for key in ("temperature", "top_k", "top_p")}
+    about = {"schema": SCHEMA, "sampling": warping, "identity": recording.identity}
+    path.parent.mkdir(parents=True, exist_ok=True)
+    unfinished = path.with_name(f".{path.name}.{os.getpid()}")
+    save_file(arrays, unfinished, metadata={"recording": json.dumps(about, sort_keys=True)})
+    unfinished.replace(path)
+
+
+def load_recording(path: Path) -> Recording:
+    """A recording as `save_recording` left it.
+
+    Raises:
+        ValueError: a damaged file, no recording, or one of another schema.
+    """
+    try:
+        with safe_open(path, framework="numpy") as opened:
+            about = json.loads((opened.metadata() or {}).get("recording", "null"))
+            arrays = {name: opened.get_tensor(name) for name in opened.keys()}  # noqa: SIM118 (not a dictionary)
+    except (OSError, SafetensorError, json.JSONDecodeError) as error:
+        raise ValueError(f"{path} cannot be read as a recording: {error}") from error
+    if about is None or about.get("schema") != SCHEMA:
+        found = None if about is None else about.get("schema")
+        raise ValueError(f"{path} is no recording of schema {SCHEMA}, but of {found}: record anew")
+    prompts, texts = (_rows(arrays.pop(name), arrays.pop(f"{name}_lengths")) for name in ("prompts", "texts"))
+    parts: dict[str, dict[str, NDArray[Any]]] = {}
+    for name, array in arrays.items():
+        source, _, key = name.rpartition("/")
+        parts.setdefault(source, {})[key] = array
+    heads = HeadDrafts(**parts.pop("heads")) if "heads" in parts else None
+    several = SeveralDrafts(**parts.pop("several")) if "several" in parts else None
+    drafts = {source: Drafts(**kept) for source, kept in parts.items()}
+    return Recording(Sampling(**about["sampling"]), prompts, texts, drafts, heads, several, about["identity"])
+
+
+def _rows(tokens: NDArray[Any], lengths: NDArray[Any]) -> list[list[int]]:
+    ends = np.cumsum(lengths)
+    return [tokens[end - length : end].tolist() for end, length in zip(ends, lengths, strict=True)]
+
+
+@dataclass(frozen=True)
+class Expected:
+    """What `theory.md`'s formulas say of recorded texts and one source of drafts."""
+
+    variation: float
+    """Mean of TV(p, q) over the positions, 1 - α."""
+    rejections: float
+    """E[N_rej] with drafts that are free and unbounded: Σ TV(p, q) (Yin et al. 2024, theorem 1)."""
+    acceleration: float
+    """T / E[N_rej]."""
+    acceptance_at_k: list[float]
+    """α@k with replacement for k = 1 … K (multi-candidate paper, appendix A); at temperature 0 without (top-k)."""
+
+
+def expected_of(recording: Recording, source: str = "drafter", candidates: int = 8) -> Expected:
+    """Predicted rejections and acceptance of a recording, averaged over the target's own texts.
+
+    Raises:
+        ValueError: a source that was not recorded.
+    """
+    if source not in recording.drafts:
+        raise ValueError(f"no drafts of {source!r} were recorded; there are: {', '.join(recording.drafts) or 'none'}")
+    drafts = recording.drafts[source]
+    total = float(drafts.variation_T.sum(dtype=np.float64))
+    if recording.sampling.greedy:
+        at_k = [float((drafts.rank_T < k).mean()) for k in range(1, candidates + 1)]
+    else:
+        at_k = [1 - float(column.mean(dtype=np.float64)) for column in drafts.left_TK.T[:candidates]]
+    rate = math.inf if total == 0 else recording.positions / total
+    return Expected(total / recording.positions, total, rate, at_k)

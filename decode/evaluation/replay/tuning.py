@@ -1,0 +1,289 @@
+"""The best settings of each method, by replay under measured costs: nothing is decoded (but see `tuning_lossy.py`).
+
+Shape letters: T positions, H heads, J tokens a step.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import asdict, dataclass, replace
+from typing import Any, Literal
+
+import numpy as np
+from numpy.typing import NDArray
+
+from ...methods import METHODS, Parts, build_method
+from ...warpers import Sampling
+from .costs import CostModel
+from .heads import head_ranks, match_paths
+from .mjsd import JointRecord
+from .recording import Recording
+from .replay import predict
+from .several_drafters import most_chains
+from .steps import by_text, visits
+
+Options = dict[str, Any]
+Paths = list[tuple[int, ...]]
+
+SAME_WHEN_GREEDY = ["naive-multi-candidate", "batch-speculative", "spectr", "specinfer", "relaxed-uno"]
+"""Methods that at temperature 0 do the same as `speculative`, `multi-candidate` or `relaxed-opt`."""
+TYPICAL = "medusa, typical"
+"""Medusa with typical acceptance, which is tuned beside Medusa's exact one."""
+DECODED = ("bild", "relaxed-opt", "relaxed-uno", TYPICAL)
+"""Lossy methods whose settings are decoded to be judged."""
+LOSSY = (*DECODED, "mjsd")
+SLIM = ("slim-ss", "slim-s", "slim-l")
+
+_WIDTHS = (1, 2, 3, 4, 6, 8)
+
+
+@dataclass(frozen=True)
+class Space:
+    """How far the search goes."""
+
+    nodes: int = 64
+    """Tree nodes a step at most, the root included."""
+    gamma: int = 12
+    """The longest chain."""
+    depth: int = 6
+    """Levels of k-configurations and of several chains."""
+    candidates: int = 8
+    """Of a node, and chains, at most."""
+    head_candidates: int = 20
+    """Of a head."""
+    thresholds: tuple[float, ...] = (0.05, 0.1, 0.2, 0.4, 0.6, 0.8)
+    """Of MJSD."""
+    confidences: tuple[float, ...] = (0.1, 0.2, 0.3, 0.4, 0.5, 0.6, 0.7, 0.8, 0.9)
+    """Below which adaptive chains stop."""
+    gain_costs: tuple[float, ...] = (0.05, 0.1, 0.2, 0.4)
+    """Costs that chains which weigh their expected gain are told."""
+    fallbacks: tuple[float, ...] = (0.2, 0.4, 0.6, 0.8)
+    """Of BiLD: its τ₁."""
+    rollbacks: tuple[float, ...] = (1.0, 2.0, 3.0, 5.0)
+    """Of BiLD: its τ₂."""
+    tolerances: tuple[float, ...] = (0.05, 0.1, 0.2, 0.4)
+    """The ε of over-acceptance and of typical acceptance."""
+    lossy_prompts: int = 8
+    """Prompts that each setting of a lossy method is decoded with, where it must be."""
+
+
+@dataclass(frozen=True)
+class Choice:
+    """A method with settings, and what is predicted of it."""
+
+    method: str
+    options: Options
+    tokens_per_step: float
+    standard_error: float
+    nodes_per_step: float
+    step_seconds: float
+    speedup: float
+    """Over autoregressive decoding, the reading of prompts left out."""
+    lossless: bool = True
+    found_by: Literal["replay", "replay, nearly", "decoding"] = "replay"
+    """Nearly: an approximation (MJSD's contexts, the length of adaptive chains)."""
+    perplexity: float | None = None
+    """Of what was decoded, under the unwarped target; None where nothing was."""
+
+    def as_dict(self) -> dict[str, Any]:
+        """Numbers for a file."""
+        return asdict(self)
+
+
+def k_configurations(nodes: int, depth: int, widths: Sequence[int] = _WIDTHS) -> Iterator[tuple[int, ...]]:
+    """All k-configurations that never widen, with at most so many nodes (the root included), chains left out.
+
+    Source: multi-candidate paper, section 4.4 (monotonic rule, budget).
+    """
+
+    def deeper(branching: tuple[int, ...], level: int, total: int) -> Iterator[tuple[int, ...]]:
+        for width in widths:
+            if branching and width > branching[-1]:
+                continue
+            wider = level * width
+            if total + wider > nodes:
+                continue
+            longer = (*branching, width)
+            if longer[0] > 1:
+                yield longer
+                if len(longer) < depth:
+                    yield from deeper(longer, wider, total + wider)
+
+    yield from deeper((), 1, 1)
+
+
+def best_head_trees(recording: Recording, sizes: Sequence[int], rounds: int = 3) -> dict[int, Paths]:
+    """Medusa trees of so many nodes (the root not counted) that accept the most of the recorded texts.
+
+    A path is worth how often the text follows it from where steps begin; the worthiest paths make a tree, for a prefix
+    is worth no less than what it leads to. Where steps begin depends on the tree, so it is built a few times over.
+
+    Raises:
+        ValueError: a recording without heads.
+    """
+    rank_TH = head_ranks(recording)
+    assert recording.heads is not None
+    width = recording.heads.token_THC.shape[2]
+    found = {}
+    for size in sizes:
+        weight_T = np.ones(len(rank_TH))
+        paths: Paths = []
+        for _ in range(rounds):
+            paths = _worthiest(rank_TH, weight_T, width, size)
+            accepted_BT = by_text(match_paths(rank_TH, paths)[0], recording.lengths)
+            yield_BTJ = (accepted_BT[..., None] == np.arange(rank_TH.shape[1] + 1)).astype(np.float64)
+            begin_BT = visits(recording.lengths, yield_BTJ)
+            weight_T = begin_BT[np.arange(begin_BT.shape[1]) < recording.lengths[:, None]]
+        if paths:
+            found[size] = paths
+    return found
+
+
+def _worthiest(rank_TH: NDArray[np.int64], weight_T: NDArray[np.float64], width: int, size: int) -> Paths:
+    worth: list[tuple[float, int, tuple[int, ...]]] = []
+    for depth in range(1, rank_TH.shape[1] + 1):
+        known_T = (rank_TH[:, :depth] < width).all(1)
+        rows, inverse = np.unique(rank_TH[known_T, :depth], axis=0, return_inverse=True)
+        sums = np.bincount(inverse.ravel(), weight_T[known_T], minlength=len(rows))
+        worth += [(-value, depth, tuple(row)) for value, row in zip(sums.tolist(), rows.tolist(), strict=True) if value]
+    return [path for _, _, path in sorted(worth)[:size]]
+
+
+def tree_text(paths: Paths) -> str:
+    """The paths as `tree.parse_tree` reads them."""
+    text = ", ".join(".".join(map(str, path)) for path in paths)
+    return text if set(text) & set(",.") else f"{text}, {text}"  # a number alone would be a k-configuration
+
+
+def settings_of(name: str, recording: Recording, parts: Parts, space: Space) -> Iterator[Options]:
+    """Settings of a method to be tried; none for methods that are not tuned by replay."""
+    greedy = recording.sampling.greedy
+    if name in ("speculative", "unigram", "bigram"):
+        yield from ({"gamma": gamma} for gamma in range(1, space.gamma + 1))
+    elif name in ("multi-candidate", "naive-multi-candidate"):
+        for branching in k_configurations(space.nodes, space.depth, _up_to(space.candidates)):
+            yield {"k_config": "x".join(map(str, branching))}
+    elif name in ("batch-speculative", "spectr", "specinfer"):
+        counts = _up_to(space.candidates)[1:]
+        if name == "specinfer" and parts.more_drafters:
+            counts = list(range(1, several_chains(parts) + 1))
+        for gamma in range(1, space.depth + 1):
+            for drafts in counts if not greedy else [1]:
+                if 1 + gamma * drafts <= space.nodes:
+                    yield {"gamma": gamma, "drafts": drafts}
+    elif name == "prompt-lookup":
+        yield from ({"gamma": gamma, "ngram": ngram} for gamma in range(1, space.gamma + 1) for ngram in (1, 2, 3, 4))
+    elif name == "adaptive":
+        for gamma in range(2, space.gamma + 1, 2):
+            yield from ({"gamma": gamma, "policy": "confidence", "threshold": at} for at in space.confidences)
+            yield from ({"gamma": gamma, "policy": "expected-gain", "cost": cost} for cost in space.gain_costs)
+    elif name in ("bpd", "medusa", *SLIM):
+        yield from _head_settings(name, recording, parts, space)
+
+
+def _head_settings(name: str, recording: Recording, parts: Parts, space: Space) -> Iterator[Options]:
+    assert parts.heads is not None
+    depths = range(1, parts.heads.num_heads + 1)
+    if name == "bpd":
+        yield from ({"depth": depth} for depth in depths)
+        return
+    if name == "medusa":
+        sizes = [size for size in (1, 2, 3, 4, 5, 6, 8, 10, 12, 16, 20, 24, 32, 48, 63) if size < space.nodes]
+        yield from ({"tree": tree_text(paths)} for paths in best_head_trees(recording, sizes).values())
+        return
+    sequences = (1,) if name == "slim-ss" else (1, 2, 3, 4, 6, 8, 12, 16, 20, 32, 40)
+    for candidates in (2, 4, 6, 10, 20):
+        if candidates <= space.head_candidates:
+            yield from ({"sequences": count, "candidates": candidates} for count in sequences)
+
+
+def several_chains(parts: Parts) -> int:
+    """How many chains of each of several drafters are tried; 0 where there is but one drafter, or too many."""
+    return most_chains(1 + len(parts.more_drafters), 2) if parts.more_drafters else 0
+
+
+def _up_to(most: int) -> list[int]:
+    return [width for width in _WIDTHS if width <= most]
+
+
+def tune_method(
+    recording: Recording,
+    parts: Parts,
+    costs: CostModel,
+    name: str,
+    fixed: Mapping[str, Any] | None = None,
+    space: Space | None = None,
+) -> list[Choice]:
+    """Every setting of a method that was tried, the fastest first; of equally fast ones the smaller tree.
+
+    Args:
+        fixed: settings that are not tuned, such as `replacement`; those that are tuned replace them.
+    """
+    choices = []
+    space = space or Space()
+    for options in settings_of(name, recording, parts, space):
+        given = dict(fixed or {}) | options
+        prediction = predict(recording, parts, name, given)
+        if prediction is None or prediction.nodes_per_step > space.nodes:
+            continue
+        numbers = (prediction.tokens_per_step, prediction.standard_error, prediction.nodes_per_step, 0.0, 0.0)
+        choices.append(Choice(name, given, *numbers, found_by="replay, nearly" if name == "adaptive" else "replay"))
+    return with_costs(choices, parts, recording.sampling, costs)
+
+
+def with_costs(choices: Sequence[Choice], parts: Parts, sampling: Sampling, costs: CostModel) -> list[Choice]:
+    """The same choices under these costs, the fastest first; of equally fast ones the smaller tree."""
+    found = []
+    for choice in choices:
+        method = build_method(choice.method, parts, sampling, **choice.options)
+        seconds = costs.step_seconds(choice.method, method, choice.nodes_per_step)
+        speedup = costs.speedup(choice.tokens_per_step, seconds)
+        found.append(replace(choice, step_seconds=seconds, speedup=speedup))
+    return sorted(found, key=lambda choice: (-choice.speedup, choice.nodes_per_step))
+
+
+def probes(choices: Sequence[Choice]) -> list[Choice]:
+    """Settings of a method whose steps are worth timing: what looks best, the smallest tree, and one twice as large.
+
+    So the line through them is seldom asked for what lies outside of them.
+    """
+    best = choices[0]
+    smallest = min(choices, key=lambda choice: (choice.nodes_per_step, -choice.speedup))
+    larger = min(choices, key=lambda choice: abs(choice.nodes_per_step - 2 * best.nodes_per_step))
+    return list({choice.nodes_per_step: choice for choice in (larger, smallest, best)}.values())
+
+
+def tune_joint(
+    records: Sequence[JointRecord], parts: Parts, sampling: Sampling, costs: CostModel, thresholds: Sequence[float]
+) -> list[Choice]:
+    """MJSD: for each threshold the fastest γ and number of beams, the threshold that gives up least first."""
+    best = []
+    for threshold in sorted(thresholds, reverse=True) if records else ():
+        choices = []
+        for record in records:
+            rate, error = record.tokens_per_step(threshold)
+            options = {"gamma": record.gamma, "beams": record.beams, "threshold": threshold}
+            numbers = (rate, error, record.gamma + 1.0, 0.0, 0.0)
+            choices.append(Choice("mjsd", options, *numbers, lossless=False, found_by="replay, nearly"))
+        best.append(with_costs(choices, parts, sampling, costs)[0])
+    return best
+
+
+def method_of(name: str) -> str:
+    """The method that is tuned under a name."""
+    return "medusa" if name == TYPICAL else name
+
+
+def tuned_methods(parts: Parts, sampling: Sampling) -> list[str]:
+    """What is worth tuning with these parts: methods that replay can follow, and lossy ones.
+
+    At temperature 0 several methods are the same as another, chains or trees of one drafter's most likely tokens: of
+    those only `speculative` and `multi-candidate` are named. Nor is there typical acceptance then.
+    """
+    names = ["speculative", "multi-candidate", "adaptive", "unigram", "bigram", "prompt-lookup"]
+    names += ["bpd", "medusa", *SLIM, *LOSSY]
+    names += [name for name in SAME_WHEN_GREEDY if name not in LOSSY]
+    if sampling.greedy:
+        same = [name for name in SAME_WHEN_GREEDY if not (name == "specinfer" and parts.more_drafters)]
+        names = [name for name in names if name not in (*same, TYPICAL)]
+    return [name for name in names if all(getattr(parts, part) is not None for part in METHODS[method_of(name)].needs)]

@@ -1,0 +1,94 @@
+"""What each step proposed and what became of it, token by token: for people who want to see decoding at work.
+
+The engine's own steps hold counts only. Here the verifier is wrapped, so that the engine stays as it is, and a decoding
+that is not traced pays nothing.
+
+Shape letters: B batch, N tree nodes, V vocabulary.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from torch import Tensor
+
+from ..engine import Limits, Proposal, Verdict, Verifier, generate
+from ..methods import Method
+from ..models.base import LanguageModel
+from ..rng import Rng
+from ..warpers import Sampling
+
+
+@dataclass(frozen=True)
+class TracedStep:
+    """One step of one row."""
+
+    accepted: tuple[int, ...]
+    """Draft tokens that were kept, in order."""
+    passed_over: tuple[int, ...]
+    """Of each accepted token, how many of its siblings were tried before it and refused."""
+    rejected: tuple[int, ...]
+    """Tokens that were tried behind the accepted ones and refused: in a chain the next one (all that are left, where
+    the verifier looked at all of them), in a tree every child of the last accepted node."""
+    next_id: int | None
+    """The token that the target added; None where a stop token or the limit came first."""
+    proposed: int
+    """Draft tokens in the tree, those that the drafter left empty not counted."""
+
+
+class _Watched(Verifier):
+    """Another verifier, whose last proposal and verdict are remembered."""
+
+    def __init__(self, inner: Verifier) -> None:
+        self._inner = inner
+        self.lossless, self.judges = inner.lossless, inner.judges
+
+    def verify(self, proposal: Proposal, target_BNV: Tensor, rng: Rng) -> Verdict:
+        verdict = self._inner.verify(proposal, target_BNV, rng)
+        self.last = proposal, verdict
+        return verdict
+
+
+def trace(
+    target: LanguageModel, method: Method, prompt: Sequence[int], limits: Limits, sampling: Sampling, seed: int = 0
+) -> list[TracedStep]:
+    """Decode one prompt as `engine.generate` does, and tell what became of every draft token that was tried.
+
+    Joining each step's accepted tokens and its next one gives the same ids as decoding without a trace.
+
+    Raises:
+        ValueError: what `generate` raises.
+    """
+    watched = _Watched(method.verifier)
+    steps = []
+    for step in generate(
+        target, method.proposer, watched, [prompt], limits, sampling, Rng.for_rows(seed, 1, target.device)
+    ):
+        proposal, verdict = watched.last
+        steps.append(_traced(proposal, verdict, len(step.new_ids[0]), bool(step.rejected[0]), int(step.examined[0])))
+    return steps
+
+
+def _traced(proposal: Proposal, verdict: Verdict, kept: int, rejected: bool, examined: int) -> TracedStep:
+    """The first row's step, of whose new tokens `kept` stayed."""
+    tokens, parents = proposal.tokens_BN[0].tolist(), proposal.tree.parents_BN[0].tolist()
+    filled = [True] * len(tokens) if proposal.valid_BN is None else proposal.valid_BN[0].tolist()
+    path = verdict.path_BK[0, : int(verdict.accepted_B[0])].tolist()
+    children: dict[int, list[int]] = {}
+    for node in range(1, len(tokens)):
+        if filled[node] and parents[node] >= 0:
+            children.setdefault(parents[node], []).append(node)
+    above = [0, *path]
+    passed = [sum(node < chosen for node in children[above[depth]]) for depth, chosen in enumerate(path)]
+    refused = children.get(above[-1], []) if rejected else []
+    if proposal.tree.is_chain and refused:
+        refused = list(range(refused[0], refused[0] + max(1, examined - len(path))))
+    whole = kept > len(path)
+    return TracedStep(
+        accepted=tuple(tokens[node] for node in path[:kept]),
+        passed_over=tuple(passed[:kept]),
+        rejected=tuple(tokens[node] for node in refused) if whole else (),
+        next_id=int(verdict.next_B[0]) if whole else None,
+        proposed=sum(map(len, children.values())),
+    )

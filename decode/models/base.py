@@ -1,0 +1,268 @@
+"""Causal language models seen as scorers of token trees, and any decoder of transformers as one of them.
+
+Shape letters: B batch, M new tokens, n tree slots up to the last new one, S cache slots, V vocabulary, D hidden,
+H heads, E head width.
+"""
+
+from __future__ import annotations
+
+import math
+from abc import ABC, abstractmethod
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from transformers import Cache, PreTrainedModel
+
+from ..tree import Tree
+from .final_norm import final_norm, norm_input
+from .kv_cache import KVCache
+
+
+class LanguageModel(ABC):
+    """What the engine and the proposers ask of a causal LM: run some tree nodes on top of a cache, project, no more."""
+
+    vocab_size: int
+    hidden_size: int
+    max_positions: int
+    device: torch.device
+    dtype: torch.dtype
+    layers: int
+    kv_heads: int
+    key_width: int
+    value_width: int
+    layer_devices: Sequence[torch.device] | None = None
+    """Where each layer runs, for models that are spread over several devices."""
+    states: str = "after-norm"
+    """Which hidden states these are, `extend`'s and `logits`': those after the final norm, or what goes into it."""
+    config: Any = None
+    """The configuration of the transformers model behind it; None where there is none."""
+
+    def new_cache(self, batch: int, capacity: int) -> KVCache:
+        """An empty cache of `capacity` slots a row, or of some more."""
+        widths = (self.key_width, self.value_width)
+        place = (self.device, self.layer_devices)
+        return KVCache(self.layers, batch, self.kv_heads, capacity, *widths, self.dtype, *place)
+
+    def begin(self, prompts: Sequence[Sequence[int]], room: int) -> tuple[Sequence[Sequence[int]], KVCache]:
+        """The committed ids that decoding starts from, and an empty cache with `room` slots beyond the longest of them.
+
+        A decoder starts from the prompts themselves; an encoder-decoder reads them and starts from its own first token.
+        """
+        return prompts, self.new_cache(len(prompts), max(len(prompt) for prompt in prompts) + room)
+
+    def extend(
+        self, cache: KVCache, tokens_BM: Tensor, tree: Tree | None = None, start: int = 0, stop: int | None = None
+    ) -> Tensor:
+        """Run new tokens on top of the cache and write their keys and values behind its committed ones.
+
+        Args:
+            cache: its lengths say where each row's tree begins; they are not changed.
+            tokens_BM: [B, M]; nodes start..start+M-1 of the tree (M = stop - start).
+            tree: topology of the nodes 0..stop-1, of which those before `start` were run before. None: a chain.
+            start: the first of the new nodes.
+            stop: one after the last of them; by default start + M.
+
+        Returns:
+            [B, M, D] last hidden states, after the final norm or before it as `states` says.
+
+        Raises:
+            ValueError: where the cache is too small, naming both numbers.
+        """
+        count = tokens_BM.shape[1]
+        stop = start + count if stop is None else stop
+        assert stop - start == count
+        cache.check_room(stop)
+        if tree is None or tree.is_chain:
+            depth_BM = torch.arange(start, stop, device=self.device)[None]
+            bias_BMn = None
+        else:
+            depth_BM = tree.depth_BN[:, start:stop]
+            bias_BMn = tree.bias(start, stop)
+        positions_BM = depth_BM + (cache.lengths[0] if cache.uniform else cache.lengths_B[:, None])
+        end = max(cache.lengths) + stop
+        mask_B1MS = self._mask(cache, bias_BMn, start, stop, end)
+        return self._forward(cache, tokens_BM, positions_BM, mask_B1MS, start, end)
+
+    def _mask(self, cache: KVCache, bias_BMn: Tensor | None, start: int, stop: int, end: int) -> Tensor | None:
+        """[B or 1, 1, M, end] additive float mask; None where every new token may see every slot (M = 1, a chain)."""
+        count = stop - start
+        if bias_BMn is None:
+            if count == 1 and cache.uniform:
+                return None
+            ones_Mn = torch.ones(count, stop, dtype=torch.bool, device=self.device)
+            bias_BMn = torch.zeros(1, count, stop, device=self.device).masked_fill_(~ones_Mn.tril(start), -torch.inf)
+        bias_BMn = bias_BMn.to(self.dtype)
+        if cache.uniform:
+            prefix_BML = bias_BMn.new_zeros(1, count, cache.lengths[0]).expand(len(bias_BMn), -1, -1)
+            return torch.cat((prefix_BML, bias_BMn), -1)[:, None]
+        batch = len(cache.lengths)
+        committed_BS = torch.arange(end, device=self.device) < cache.lengths_B[:, None]
+        mask_BS = torch.zeros(batch, end, dtype=self.dtype, device=self.device).masked_fill_(~committed_BS, -torch.inf)
+        mask_BMS = mask_BS[:, None].repeat(1, count, 1)
+        slots_Bn = cache.lengths_B[:, None] + torch.arange(stop, device=self.device)
+        mask_BMS.scatter_(2, slots_Bn[:, None].expand(-1, count, -1), bias_BMn.expand(batch, -1, -1))
+        return mask_BMS[:, None]
+
+    @abstractmethod
+    def _forward(
+        self, cache: KVCache, tokens_BM: Tensor, positions_BM: Tensor, mask_B1MS: Tensor | None, start: int, end: int
+    ) -> Tensor:
+        """The model itself: [B, M, D] hidden states, keys and values written at slots `length + start` and on."""
+
+    @abstractmethod
+    def logits(self, hidden_XD: Tensor) -> Tensor:
+        """[..., D] hidden states as `extend` gives them to [..., V] logits."""
+
+
+class SlotCache(Cache):
+    """Hands transformers' attention layers our cache: writes where the tree stands, returns views up to `end`."""
+
+    def __init__(self, cache: KVCache, start: int, end: int) -> None:
+        super().__init__(layers=[])
+        self._cache, self._start, self._end = cache, start, end
+
+    def update(
+        self, key_states: Tensor, value_states: Tensor, layer_idx: int, *args: Any, **kwargs: Any
+    ) -> tuple[Tensor, Tensor]:
+        self._cache.write(layer_idx, key_states, value_states, self._start)
+        return self._cache.view(layer_idx, self._end)
+
+    def get_seq_length(self, layer_idx: int = 0) -> int:
+        return max(self._cache.lengths) + self._start
+
+
+class _DeviceProbe(KVCache):
+    """Takes keys and values in as they come, to see on which device each layer computes them."""
+
+    def __init__(self) -> None:
+        super().__init__(0, 1, 1, 1, 1, 1, torch.float32, torch.device("cpu"))
+        self.seen: dict[int, tuple[Tensor, Tensor]] = {}
+
+    def write(self, layer: int, key_BHME: Tensor, value_BHME: Tensor, start: int) -> None:
+        self.seen[layer] = key_BHME, value_BHME
+
+    def view(self, layer: int, end: int) -> tuple[Tensor, Tensor]:
+        return self.seen[layer]
+
+
+class TransformersModel(LanguageModel):
+    """Any decoder of transformers, unmodified: our cache, an explicit 4-D mask and explicit positions.
+
+    It may be spread over several devices, or offloaded in part, by accelerate's hooks (`device_map`).
+
+    Raises:
+        ValueError: states before the norm, where no final norm is found.
+    """
+
+    def __init__(self, model: PreTrainedModel, states: str = "after-norm") -> None:
+        config = model.config.get_text_config(decoder=True)
+        self.model, self.config = model, config
+        self.vocab_size = model.get_output_embeddings().weight.shape[0]
+        self.hidden_size = config.hidden_size
+        self.max_positions = position_limit(config)
+        self.device = model.get_input_embeddings().weight.device
+        self.dtype = model.get_input_embeddings().weight.dtype
+        self.layers = config.num_hidden_layers
+        heads = config.num_attention_heads
+        self.kv_heads = getattr(config, "num_key_value_heads", None) or heads
+        self.key_width = self.value_width = getattr(config, "head_dim", None) or config.hidden_size // heads
+        self._softcap = getattr(config, "final_logit_softcapping", None)
+        # Cohere, Falcon-H1 and others multiply their logits, Granite and others divide them
+        factors = (getattr(config, name, None) or 1.0 for name in ("logit_scale", "lm_head_multiplier"))
+        self._scale = math.prod(factors) / (getattr(config, "logits_scaling", None) or 1.0)
+        self._decoder: nn.Module = model.base_model
+        self.states, self._norm = states, None
+        if states == "before-norm":
+            with masked_attention(model):
+                self._norm = final_norm(self._decoder)
+        if len({parameter.device for parameter in model.parameters()}) > 1:
+            self.layer_devices = self._find_devices()
+
+    @torch.inference_mode()
+    def _find_devices(self) -> list[torch.device]:
+        """The device of each layer's keys. Hooks move what the layers read; where to, only a forward tells for sure."""
+        offloaded = self.device.type == "meta"
+        if offloaded:
+            self.device = torch.device("cpu")
+        probe, zeros_11 = _DeviceProbe(), torch.zeros(1, 1, dtype=torch.int64, device=self.device)
+        self._forward(probe, zeros_11, zeros_11, None, 0, 1)
+        devices = [probe.seen[layer][0].device for layer in range(self.layers)]
+        if offloaded:
+            self.device = devices[0]
+        return devices
+
+    def _forward(
+        self, cache: KVCache, tokens_BM: Tensor, positions_BM: Tensor, mask_B1MS: Tensor | None, start: int, end: int
+    ) -> Tensor:
+        if mask_B1MS is None:  # without a mask, transformers would make its own from the cache's state
+            mask_B1MS = torch.zeros(1, 1, tokens_BM.shape[1], end, dtype=self.dtype, device=self.device)
+        batch = tokens_BM.shape[0]
+        inputs = {
+            "input_ids": tokens_BM,
+            "attention_mask": mask_B1MS.expand(batch, -1, -1, -1),
+            # Rows that have ended still run, beyond the last learned position; what they give is not used.
+            "position_ids": positions_BM.clamp(max=self.max_positions - 1).expand(batch, -1),
+            "past_key_values": SlotCache(cache, start, end),
+            "use_cache": True,
+        }
+        with masked_attention(self.model):
+            if self._norm is None:
+                return self._decoder(**inputs).last_hidden_state.to(self.device)
+            with norm_input(self._norm) as seen:
+                self._decoder(**inputs)
+        return seen[0].reshape(*tokens_BM.shape, -1).to(self.device)
+
+    def logits(self, hidden_XD: Tensor) -> Tensor:
+        if self._norm is not None:
+            hidden_XD = self._norm(hidden_XD)
+        logits_XV = self.model.get_output_embeddings()(hidden_XD).to(self.device)
+        if self._scale != 1:
+            logits_XV = logits_XV * self._scale
+        if self._softcap is not None:
+            logits_XV = self._softcap * torch.tanh(logits_XV / self._softcap)
+        return logits_XV
+
+
+def bare_model(model: Any) -> Any:
+    """The transformers model in peft's wrapper, its layers changed as they are; any other model is given back.
+
+    The wrapper has no `base_model` that ends in hidden states, which is what is asked for here.
+    """
+    inner = getattr(model, "get_base_model", None)
+    return inner() if inner is not None else model
+
+
+@contextmanager
+def masked_attention(model: Any) -> Iterator[None]:
+    """Meanwhile a model with a flash or flex kernel, which reads no mask of numbers, uses one that does."""
+    config = model.config.get_text_config(decoder=True)
+    chosen = getattr(config, "_attn_implementation", None) or ""
+    if "flash" not in chosen and "flex" not in chosen:
+        yield
+        return
+    config._attn_implementation = "sdpa" if getattr(model, "_supports_sdpa", False) else "eager"
+    try:
+        yield
+    finally:
+        config._attn_implementation = chosen
+
+
+def check_same_vocabulary(target: LanguageModel, other: Any, what: str) -> None:
+    """Raises ValueError naming both sizes where a drafter's, a table's or the heads' vocabulary is not the target's."""
+    if target.vocab_size != other.vocab_size:
+        raise ValueError(
+            f"the {what} has a vocabulary of {other.vocab_size} tokens, the target of {target.vocab_size}: "
+            "they must be the same"
+        )
+
+
+def position_limit(config: Any) -> int:
+    """How many positions a decoder has; no more than its sliding window, beyond which tokens would not be seen."""
+    limits: Sequence[int | None] = (
+        getattr(config, "max_position_embeddings", None),
+        getattr(config, "sliding_window", None) if getattr(config, "use_sliding_window", True) else None,
+    )
+    return min((limit for limit in limits if limit), default=1 << 30)

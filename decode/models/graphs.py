@@ -1,0 +1,255 @@
+"""Forwards of a few tokens as CUDA graphs: captured once a shape, then replayed with a single launch.
+
+A forward of a few tokens starts hundreds of small kernels; a small drafter on a GPU spends most of its time starting
+them. A CUDA graph starts them all at once, but does exactly what it did when it was captured: the same addresses, the
+same shapes, the same numbers from the host. Here, therefore,
+
+- tokens, positions and the mask are computed from buffers that stay where they are (`_Shape`);
+- keys and values are written where a tensor says (`IndexedCache`), to caches whose memory is used again and again;
+- attention reads a number of slots that grows in strides. What lies beyond a row's last token is masked: zeros, or the
+  finite leavings of rejected nodes.
+
+Shape letters: B batch, M new tokens, W columns of the bias, S cache slots, D hidden.
+"""
+
+from __future__ import annotations
+
+import warnings
+import weakref
+from collections import OrderedDict
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from typing import Protocol
+
+import torch
+from torch import Tensor
+from torch.utils._python_dispatch import is_in_torch_dispatch_mode
+
+from ..tree import Tree
+from .base import LanguageModel
+from .kv_cache import IndexedCache, KVCache
+
+Run = Callable[[], Tensor]
+
+_MOST_FREE_CACHES = 4
+
+
+class Capture(Protocol):
+    """Makes something that can be replayed of a function that reads and writes tensors at fixed addresses."""
+
+    def warm_up(self, run: Run) -> Tensor:
+        """Run it as it will be captured; a shape's first call."""
+
+    def capture(self, run: Run) -> Run:
+        """What replays it, without running it now. Each replay returns the same tensor, with new content."""
+
+
+class CudaGraphs:
+    """Captures on a stream of its own. All graphs share their memory: one's output is lost with the next replay."""
+
+    def __init__(self, device: torch.device) -> None:
+        self._device = device
+        self._stream = torch.cuda.Stream(device)
+        self._pool = torch.cuda.graph_pool_handle()
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")  # that this graph is empty: it keeps the memory while there is no other
+            self._first = self._captured(lambda: None)
+
+    def warm_up(self, run: Run) -> Tensor:
+        """Libraries prepare themselves in their first call on a stream, which a capture does not allow."""
+        current = torch.cuda.current_stream(self._device)
+        self._stream.wait_stream(current)
+        with torch.cuda.stream(self._stream):
+            output = run()
+        current.wait_stream(self._stream)
+        return output
+
+    def capture(self, run: Run) -> Run:
+        outputs: list[Tensor] = []
+        graph = self._captured(lambda: outputs.append(run()))
+
+        def replay() -> Tensor:
+            graph.replay()
+            return outputs[0]
+
+        return replay
+
+    def _captured(self, work: Callable[[], None]) -> torch.cuda.CUDAGraph:
+        graph = torch.cuda.CUDAGraph()
+        with (
+            torch.cuda.device(self._device),
+            # Other threads, such as those that load data, may go on using the device.
+            torch.cuda.graph(graph, self._pool, self._stream, capture_error_mode="thread_local"),
+        ):
+            work()
+        return graph
+
+
+class _Shape:
+    """The inputs of one shape of forward, where they stay, and the forward as a function of them alone.
+
+    A node sees a slot or not by the slot's distance from the last new token's: columns 1..W-2 of the bias stand for the
+    last W - 2 slots up to it, column 0 for all before them, which are committed, column W - 1 for all behind.
+    """
+
+    def __init__(self, model: LanguageModel, cache: KVCache, count: int, tree_width: int, end: int) -> None:
+        """`tree_width` is W; 0 for a chain, which needs count + 2."""
+        self._model, self._cache, self._end = model, cache, end
+        self._warm = False
+        self._replay: Run | None = None
+        width = tree_width or count + 2
+        batch, device = len(cache.lengths), cache.device
+        self.tokens_BM = torch.zeros(batch, count, dtype=torch.int64, device=device)
+        self.first_B = torch.zeros(batch, dtype=torch.int64, device=device)
+        self.offset_BM = torch.arange(count, device=device).repeat(batch, 1)
+        self.bias_BMW = torch.zeros(batch, count, width, dtype=model.dtype, device=device)
+        self.bias_BMW[:, :, -1] = -torch.inf
+        if not tree_width:
+            later_MM = torch.ones(count, count, dtype=torch.bool, device=device).triu(1)
+            self.bias_BMW[:, :, 1:-1].masked_fill_(later_MM, -torch.inf)
+        self._rows_B1 = torch.arange(batch, device=device)[:, None]
+        self._place_M = torch.arange(count, device=device)
+        self._column_S = torch.arange(end, device=device) + width - 2
+
+    def set_tree(self, tree: Tree, start: int, stop: int) -> None:
+        """Take over the depths and the visibility of nodes start..stop-1."""
+        self.offset_BM.copy_(tree.depth_BN[:, start:stop] - start)
+        root = self.bias_BMW.shape[2] - 1 - stop
+        self.bias_BMW[:, :, :root] = 0
+        self.bias_BMW[:, :, root:-1] = tree.bias(start, stop)
+
+    def __call__(self, capture: Capture) -> Tensor:
+        """[B, M, D]; where it lies it is overwritten later."""
+        if self._replay is None and self._warm:
+            self._replay = capture.capture(self._run)
+        self._warm = True
+        return self._replay() if self._replay else capture.warm_up(self._run)
+
+    def _run(self) -> Tensor:
+        first_B1 = self.first_B[:, None]
+        slots_BM = first_B1 + self._place_M
+        column_BS = (self._column_S - slots_BM[:, -1:]).clamp(0, self.bias_BMW.shape[2] - 1)
+        mask_BMS = self.bias_BMW.gather(2, column_BS[:, None].expand(-1, len(self._place_M), -1))
+        cache = IndexedCache(self._cache, slots_BM, self._rows_B1)
+        positions_BM = first_B1 + self.offset_BM
+        return self._model._forward(cache, self.tokens_BM, positions_BM, mask_BMS[:, None], 0, self._end)
+
+
+@dataclass(eq=False, slots=True)
+class _Slab:
+    """A cache's memory and the shapes that were run on it, the least recently used first."""
+
+    cache: KVCache
+    shapes: OrderedDict[tuple[int, int, int], _Shape] = field(default_factory=OrderedDict)
+
+
+class GraphedModel(LanguageModel):
+    """A model on one CUDA device whose forwards of few tokens are replayed.
+
+    The first call of a shape runs eagerly, the second is captured. A shape is a batch, a number of new tokens, whether
+    they branch and how widely, and a number of slots to attend to. Prompts, and more than `max_tokens` new tokens, take
+    the model's own path; so does everything inside a `TorchDispatchMode`, which would see nothing of a replay. Hidden
+    states are copies that the next replay leaves alone. Not for several threads or streams at a time.
+
+    A cache's memory goes to the next user when the cache is no longer referenced, with its graphs.
+
+    Args:
+        model: a decoder whose forward never waits for the device; weights may change in place, but not move.
+        capture: how graphs are captured; by default as CUDA graphs.
+        max_tokens: the most new tokens a row that are replayed.
+        max_graphs: how many shapes each cache remembers.
+        stride: slots to attend to are rounded up to a multiple of this, and of ever more as they grow, by less than a
+            quarter; a power of two.
+
+    Raises:
+        ValueError: the model is not on one CUDA device.
+    """
+
+    def __init__(
+        self,
+        model: LanguageModel,
+        capture: Capture | None = None,
+        *,
+        max_tokens: int = 64,
+        max_graphs: int = 64,
+        stride: int = 256,
+    ) -> None:
+        if capture is None:
+            if model.layer_devices is not None or model.device.type != "cuda":
+                where = model.device if model.layer_devices is None else "several devices, or offloaded"
+                raise ValueError(f"CUDA graphs need a model on one CUDA device; this one is on {where}")
+            capture = CudaGraphs(model.device)
+        self.model, self.config, self._capture = model, model.config, capture
+        self.vocab_size, self.hidden_size = model.vocab_size, model.hidden_size
+        self.max_positions, self.layers, self.states = model.max_positions, model.layers, model.states
+        self.device, self.dtype = model.device, model.dtype
+        self.kv_heads, self.key_width, self.value_width = model.kv_heads, model.key_width, model.value_width
+        self._max_tokens, self._max_graphs, self._stride = max_tokens, max_graphs, stride
+        self._free: list[_Slab] = []
+        self._slabs: weakref.WeakKeyDictionary[KVCache, _Slab] = weakref.WeakKeyDictionary()
+
+    def new_cache(self, batch: int, capacity: int) -> KVCache:
+        """An empty cache of at least `capacity` slots a row, in memory that may have been used before."""
+        fitting = [slab for slab in self._free if len(slab.cache.lengths) == batch and slab.cache.capacity >= capacity]
+        if fitting:
+            slab = min(fitting, key=lambda slab: slab.cache.capacity)
+            self._free.remove(slab)
+        else:
+            del self._free[: 1 - _MOST_FREE_CACHES]
+            with torch.inference_mode(False):  # prompts may also be read outside of inference mode
+                slab = _Slab(self.model.new_cache(batch, round_up(capacity, self._stride)))
+        cache = slab.cache.emptied()
+        self._slabs[cache] = slab
+        weakref.finalize(cache, self._free.append, slab).atexit = False
+        return cache
+
+    def extend(
+        self, cache: KVCache, tokens_BM: Tensor, tree: Tree | None = None, start: int = 0, stop: int | None = None
+    ) -> Tensor:
+        """`LanguageModel.extend`, replayed where the class says so."""
+        count, slab = tokens_BM.shape[1], self._slabs.get(cache)
+        prompt = tree is None and not any(cache.lengths)
+        if slab is None or prompt or count > self._max_tokens or is_in_torch_dispatch_mode():
+            return self.model.extend(cache, tokens_BM, tree, start, stop)
+        stop = start + count if stop is None else stop
+        assert stop - start == count
+        cache.check_room(stop)
+        if tree is not None and tree.is_chain:
+            tree = None
+        # A power of two, so that the levels of a tree share a shape.
+        width = 0 if tree is None else max(16, 1 << (stop + 1).bit_length())
+        with torch.inference_mode():  # inside it always: buffers made inside it can be written nowhere else
+            shape = self._shape(slab, count, width, round_up(max(cache.lengths) + stop, self._stride))
+            shape.tokens_BM.copy_(tokens_BM)
+            if tree is not None:
+                shape.set_tree(tree, start, stop)
+            if cache.uniform:
+                shape.first_B.fill_(cache.lengths[0] + start)
+            else:
+                torch.add(cache.lengths_B, start, out=shape.first_B)
+            return shape(self._capture).clone()
+
+    def _shape(self, slab: _Slab, count: int, width: int, end: int) -> _Shape:
+        key = (count, width, end)
+        if key in slab.shapes:
+            slab.shapes.move_to_end(key)
+        else:
+            while len(slab.shapes) >= self._max_graphs:
+                slab.shapes.popitem(last=False)
+            slab.shapes[key] = _Shape(self.model, slab.cache, *key)
+        return slab.shapes[key]
+
+    def _forward(
+        self, cache: KVCache, tokens_BM: Tensor, positions_BM: Tensor, mask_B1MS: Tensor | None, start: int, end: int
+    ) -> Tensor:
+        return self.model._forward(cache, tokens_BM, positions_BM, mask_B1MS, start, end)
+
+    def logits(self, hidden_XD: Tensor) -> Tensor:
+        """[..., V]; a single product, which a graph would not start any faster."""
+        return self.model.logits(hidden_XD)
+
+
+def round_up(slots: int, stride: int) -> int:
+    """The least size that holds `slots`: a multiple of `stride`, and of a quarter of the power of two below `slots`."""
+    stride = max(stride, 1 << max(0, slots.bit_length() - 3))
+    return -(-slots // stride) * stride

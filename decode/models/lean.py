@@ -1,0 +1,212 @@
+"""A thin forward over the weights of Llama-type decoders, equal to transformers' and free of its overhead.
+
+A small model's forward on a CPU, and a drafter's anywhere, is mostly the cost of launching operations and of reading
+weights. Here projections that share an input are one product, the rotation of queries and keys is one complex
+multiplication, norms take three small operations, and products of a few rows are laid out as the CPU's library likes
+them (`_Product`).
+
+Shape letters: B batch, M new tokens, X = B · M, S cache slots, D hidden, F width of the MLP, H heads, E head width,
+I and O inputs and outputs of a product, V vocabulary.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+from transformers import PreTrainedModel
+
+from .base import LanguageModel, position_limit
+from .kv_cache import KVCache
+
+_FEW_ROWS = 16
+_LARGEST_COPY = 1 << 25
+
+
+class _Product:
+    """x Wᵀ, by the fastest of the library's paths for the number of rows.
+
+    On CPUs the library's product of a few rows with Wᵀ costs up to three times that of W with the rows as columns, and
+    one row is fastest against a transposed copy where there are more outputs than inputs (kept up to `_LARGEST_COPY`
+    elements). Measured on AVX2; the results differ by rounding alone.
+    """
+
+    def __init__(self, weight_OI: Tensor) -> None:
+        self.weight_OI = weight_OI
+        outputs, inputs = weight_OI.shape
+        self.on_cpu = weight_OI.device.type == "cpu"
+        copied = self.on_cpu and outputs > 2 * inputs and weight_OI.numel() <= _LARGEST_COPY
+        self.weight_IO = weight_OI.t().contiguous() if copied else None
+
+    def __call__(self, x_XI: Tensor) -> Tensor:
+        """x Wᵀ, [X, O]; its memory may be laid out column by column."""
+        rows = len(x_XI)
+        if self.on_cpu and 1 < rows <= _FEW_ROWS:
+            return torch.mm(self.weight_OI, x_XI.t()).t()
+        if rows == 1 and self.weight_IO is not None:
+            return torch.mm(x_XI, self.weight_IO)
+        return F.linear(x_XI, self.weight_OI)
+
+    def add_to(self, sum_XO: Tensor, x_XI: Tensor) -> Tensor:
+        """sum + x Wᵀ."""
+        rows = len(x_XI)
+        if self.on_cpu and 1 < rows <= _FEW_ROWS:
+            return sum_XO + torch.mm(self.weight_OI, x_XI.t()).t()
+        return torch.addmm(sum_XO, x_XI, self.weight_OI.t())
+
+
+@dataclass(frozen=True, slots=True)
+class _Layer:
+    norm_in_D: Tensor
+    qkv: _Product
+    out: _Product
+    norm_mlp_D: Tensor
+    gate_up: _Product
+    down: _Product
+
+
+class LeanLlama(LanguageModel):
+    """Llama, Mistral and others of the same layout (no biases, SiLU-gated MLP, rotary positions of fixed frequency)."""
+
+    @staticmethod
+    def covers(model: PreTrainedModel) -> bool:
+        """Whether this forward computes what the model computes."""
+        config = model.config
+        rope = getattr(config, "rope_parameters", None) or {}
+        return (
+            config.model_type in {"llama", "mistral"}
+            and getattr(config, "hidden_act", None) == "silu"
+            and not getattr(config, "attention_bias", False)
+            and not getattr(config, "mlp_bias", False)
+            and rope.get("rope_type", "default") in {"default", "linear", "llama3"}
+            and model.get_output_embeddings().bias is None
+            and len({parameter.device for parameter in model.parameters()}) == 1
+            and not getattr(model, "is_quantized", False)
+            # Hooks that move or load weights run in the modules' own forwards, which are passed over here.
+            # Adapters (LoRA) wrap the projections: the weights within are not all there is.
+            and not any(hasattr(module, "_hf_hook") or hasattr(module, "base_layer") for module in model.modules())
+        )
+
+    def __init__(self, model: PreTrainedModel, states: str = "after-norm") -> None:
+        self.config = config = model.config
+        self.states = states
+        decoder: Any = model.model
+        embedding: Tensor = decoder.embed_tokens.weight.detach()
+        self.vocab_size, self.hidden_size = model.get_output_embeddings().weight.shape
+        self.max_positions = position_limit(config)
+        self.device, self.dtype = embedding.device, embedding.dtype
+        self.layers = config.num_hidden_layers
+        self.heads = config.num_attention_heads
+        self.kv_heads = config.num_key_value_heads
+        self.key_width = self.value_width = getattr(config, "head_dim", None) or config.hidden_size // self.heads
+        self._grouped = self.heads != self.kv_heads
+        self._eps = config.rms_norm_eps
+        self._embedding_VD = embedding
+        self._head = _Product(model.get_output_embeddings().weight.detach())
+        # One complex product turns a pair of neighbours; transformers pairs element e with e + E/2. Queries and keys
+        # are therefore projected in interleaved order, which leaves their inner products as they were.
+        self._complex = self.dtype == torch.float32
+        # ‖x‖₂ with a constant √(D ε) beside it is √D times the root mean square that RMSNorm divides by. In float32 the
+        # √D and the norm's weight are multiplied into the product that follows.
+        self._folded = self.dtype == torch.float32
+        self._offset = torch.tensor((self.hidden_size * self._eps) ** 0.5, device=self.device)
+        self._norm_D = decoder.norm.weight.detach()
+        if self._folded:
+            self._norm_D = self._norm_D * self.hidden_size**0.5
+        self._layers = [self._fuse(layer) for layer in decoder.layers]
+        self._rotary = decoder.rotary_emb
+        self._turns_SE = torch.empty(0, 0)
+        self._sin_SE = torch.empty(0, 0)
+        self._outgrown: list[Tensor] = []
+
+    def _fuse(self, layer: Any) -> _Layer:
+        attention, mlp = layer.self_attn, layer.mlp
+        query, key = attention.q_proj.weight.detach(), attention.k_proj.weight.detach()
+        if self._complex:
+            query, key = self._interleave(query), self._interleave(key)
+        value, gate, up = (part.weight.detach() for part in (attention.v_proj, mlp.gate_proj, mlp.up_proj))
+        norm_in_D, norm_mlp_D = layer.input_layernorm.weight.detach(), layer.post_attention_layernorm.weight.detach()
+        qkv, gate_up = torch.cat((query, key, value)), torch.cat((gate, up))
+        if self._folded:
+            qkv *= norm_in_D * self.hidden_size**0.5
+            gate_up *= norm_mlp_D * self.hidden_size**0.5
+        return _Layer(
+            norm_in_D,
+            _Product(qkv),
+            _Product(attention.o_proj.weight.detach()),
+            norm_mlp_D,
+            _Product(gate_up),
+            _Product(mlp.down_proj.weight.detach()),
+        )
+
+    def _norm(self, x_XD: Tensor, weight_D: Tensor) -> Tensor:
+        """RMSNorm; in float32 without its weight and its √D, which the next product holds."""
+        if self._folded:
+            return x_XD / torch.hypot(torch.linalg.vector_norm(x_XD, dim=-1, keepdim=True), self._offset)
+        return F.rms_norm(x_XD, (self.hidden_size,), weight_D, self._eps)
+
+    def _final_norm(self, x_XD: Tensor) -> Tensor:
+        """RMSNorm with its weight: what follows may be no product of ours."""
+        x_XD = self._norm(x_XD, self._norm_D)
+        return x_XD * self._norm_D if self._folded else x_XD
+
+    def _interleave(self, weight: Tensor) -> Tensor:
+        rows, columns = weight.shape
+        halves = weight.view(rows // self.key_width, 2, self.key_width // 2, columns)
+        return halves.transpose(1, 2).reshape(rows, columns)
+
+    def _rotation(self, positions_BM: Tensor, needed: int) -> tuple[Tensor, Tensor | None]:
+        """Turns for each position, shaped to multiply [B, M, H, E]; tables grow to the longest position seen."""
+        if needed > len(self._turns_SE):
+            # A CUDA graph reads the table that it was captured with: tables that were outgrown stay where they are.
+            self._outgrown += (self._turns_SE, self._sin_SE)
+            size = max(256, 2 * needed)
+            positions = torch.arange(size, device=self.device)[None]
+            cos_1SE, sin_1SE = self._rotary(torch.empty(0, dtype=torch.float32, device=self.device), positions)
+            if self._complex:
+                half = self.key_width // 2
+                self._turns_SE = torch.complex(cos_1SE[0, :, :half], sin_1SE[0, :, :half])
+            else:
+                self._turns_SE, self._sin_SE = cos_1SE[0].to(self.dtype), sin_1SE[0].to(self.dtype)
+        cos_BM1E = F.embedding(positions_BM, self._turns_SE)[:, :, None]
+        return cos_BM1E, None if self._complex else F.embedding(positions_BM, self._sin_SE)[:, :, None]
+
+    def _rotate(self, x_BMHE: Tensor, turns_BM1E: Tensor, sin_BM1E: Tensor | None) -> Tensor:
+        if sin_BM1E is None:
+            pairs = torch.view_as_complex(x_BMHE.unflatten(-1, (self.key_width // 2, 2)))
+            return torch.view_as_real(pairs * turns_BM1E).flatten(-2)
+        first, second = x_BMHE.chunk(2, -1)
+        return torch.addcmul(x_BMHE * turns_BM1E, torch.cat((-second, first), -1), sin_BM1E)
+
+    def _forward(
+        self, cache: KVCache, tokens_BM: Tensor, positions_BM: Tensor, mask_B1MS: Tensor | None, start: int, end: int
+    ) -> Tensor:
+        batch, count = tokens_BM.shape
+        rotated_heads = self.heads + self.kv_heads
+        hidden_XD = F.embedding(tokens_BM.reshape(-1), self._embedding_VD)
+        turns_BM1E, sin_BM1E = self._rotation(positions_BM, end)
+        for index, layer in enumerate(self._layers):
+            qkv_XO = layer.qkv(self._norm(hidden_XD, layer.norm_in_D))
+            qkv_BMHE = qkv_XO.contiguous().view(batch, count, -1, self.key_width)
+            qk_BHME = self._rotate(qkv_BMHE[:, :, :rotated_heads], turns_BM1E, sin_BM1E).transpose(1, 2)
+            cache.write(index, qk_BHME[:, self.heads :], qkv_BMHE[:, :, rotated_heads:].transpose(1, 2), start)
+            key_BHSE, value_BHSE = cache.view(index, end)
+            attended_BHME = F.scaled_dot_product_attention(
+                qk_BHME[:, : self.heads], key_BHSE, value_BHSE, attn_mask=mask_B1MS, enable_gqa=self._grouped
+            )
+            attended_XD = attended_BHME.transpose(1, 2).reshape(batch * count, -1)
+            hidden_XD = layer.out.add_to(hidden_XD, attended_XD)
+            gate_XF, up_XF = layer.gate_up(self._norm(hidden_XD, layer.norm_mlp_D)).chunk(2, -1)
+            hidden_XD = layer.down.add_to(hidden_XD, (F.silu(gate_XF) * up_XF).contiguous())
+        if self.states == "after-norm":
+            hidden_XD = self._final_norm(hidden_XD)
+        return hidden_XD.view(batch, count, -1)
+
+    def logits(self, hidden_XD: Tensor) -> Tensor:
+        rows_XD = hidden_XD.flatten(0, -2)
+        if self.states == "before-norm":
+            rows_XD = self._final_norm(rows_XD)
+        return self._head(rows_XD).contiguous().view(*hidden_XD.shape[:-1], -1)

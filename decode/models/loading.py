@@ -1,0 +1,210 @@
+"""Models of transformers loaded, and wrapped by the fastest scorer that covers them; each is checked first.
+
+Shape letters: N tree nodes, V vocabulary.
+"""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import torch
+from transformers import AutoConfig, PreTrainedModel
+
+from ...checkpoints.artifact.artifact import inside
+from ...checkpoints.artifact.locate import at_revision
+from ...checkpoints.storage.atomic import steady
+from ...checkpoints.storage.places import adapter_base
+from ...checkpoints.storage.safe_read import read_json
+from ...checkpoints.verify.model_files import (
+    UNLOADABLE,
+    check_config,
+    load_whole,
+    model_class,
+    only_safetensors,
+    reason,
+)
+from ..tree import Tree
+from .base import LanguageModel, TransformersModel, bare_model
+from .final_norm import check_states
+from .graphs import GraphedModel
+from .lean import LeanLlama
+from .seq2seq import Seq2SeqModel, check_source_forward
+
+ADAPTER_CONFIG = "adapter_config.json"
+
+
+def wrap_model(
+    model: PreTrainedModel,
+    *,
+    fast: bool = True,
+    graphs: bool | None = None,
+    check: bool = True,
+    states: str = "after-norm",
+) -> LanguageModel:
+    """A scorer over a transformers model.
+
+    Args:
+        model: any causal LM, or an encoder-decoder of the T5 family, with LoRA layers or without, in peft's wrapper or
+            without; it is put into evaluation mode.
+        fast: use the thin forward of `lean.py` where it covers the model (Llama-type decoders). It copies some
+            weights and shares others: after further training, wrap the model again.
+        graphs: replay forwards of few tokens as CUDA graphs (`graphs.py`). None: where the thin forward serves, on a
+            CUDA device. True also has other decoders captured, of which some cannot be.
+        check: compare the forward of a small branching tree with the model's own forwards of its paths.
+        states: the hidden states that the scorer gives, and makes logits of: those "after-norm", which most prediction
+            heads read, or "before-norm", what goes into the final norm. The logits are the same.
+
+    Raises:
+        ValueError: where the model's tree forward differs from its plain forwards (ALiBi and other positions that
+            follow the slot instead of `position_ids`), naming the model type and the difference; an encoder-decoder
+            of another family; `graphs` for a model that does not lie on one CUDA device, or for an encoder-decoder;
+            states before the norm of an encoder-decoder, or of a model that has no final norm; unknown states.
+    """
+    check_states(states)
+    model.eval()
+    model = bare_model(model)
+    if model.config.is_encoder_decoder:
+        if graphs:
+            raise ValueError(f"CUDA graphs are for decoders; {model.config.model_type!r} is an encoder-decoder")
+        if states != "after-norm":
+            raise ValueError(
+                f"hidden states before the final norm are read from decoders; {model.config.model_type!r} is an "
+                "encoder-decoder"
+            )
+        source_model = Seq2SeqModel(model)
+        if check:
+            check_source_forward(source_model, model)
+        return source_model
+    wrapped: LanguageModel
+    if fast and LeanLlama.covers(model):
+        wrapped = LeanLlama(model, states)
+    else:
+        wrapped = TransformersModel(model, states)
+    if graphs or (graphs is None and isinstance(wrapped, LeanLlama) and wrapped.device.type == "cuda"):
+        wrapped = GraphedModel(wrapped)
+    if check:
+        check_tree_forward(wrapped, model)
+        if isinstance(wrapped, GraphedModel):  # the first call of a shape is not replayed, the second is
+            check_tree_forward(wrapped, model)
+    return wrapped
+
+
+@torch.inference_mode()
+def check_tree_forward(wrapped: LanguageModel, model: PreTrainedModel) -> None:
+    """Compare a tree of two branches with plain forwards of both branches.
+
+    Raises:
+        ValueError: they differ, or the tree's forward fails.
+    """
+    device, vocab = wrapped.device, wrapped.vocab_size
+    prompt, left, right = (torch.tensor(ids, device=device) % vocab for ids in ([5, 1, 7], [2, 3], [6]))
+    try:
+        cache = wrapped.new_cache(1, 8)
+        wrapped.extend(cache, prompt[None, :-1])
+        cache.set_lengths([2])
+        tree = Tree.from_parents(torch.tensor([[-1, 0, 0, 1]], device=device), 2)  # root, left, right, left's child
+        nodes = torch.cat((prompt[-1:], left[:1], right, left[1:]))
+        tree_NV = wrapped.logits(wrapped.extend(cache, nodes[None], tree))[0].float()
+    except (TypeError, ValueError, AttributeError, RuntimeError, IndexError) as error:
+        kind = model.config.model_type
+        raise ValueError(
+            f"models of type {kind!r} cannot score token trees here: their forward failed with {error}"
+        ) from error
+    left_V = model(torch.cat((prompt, left))[None]).logits[0, -1].float()
+    right_V = model(torch.cat((prompt, right))[None]).logits[0, -1].float()
+    scale = max(1.0, left_V.abs().max().item(), right_V.abs().max().item())
+    difference = max((tree_NV[3] - left_V).abs().max().item(), (tree_NV[2] - right_V).abs().max().item()) / scale
+    tolerance = 1e-4 if wrapped.dtype == torch.float32 else 6e-2
+    if not difference <= tolerance:
+        raise ValueError(
+            f"models of type {model.config.model_type!r} cannot score token trees: a branch scored in a tree differs "
+            f"from the same tokens scored alone by {difference:.2g} (at most {tolerance:.0e} is allowed); "
+            "positions that follow the cache slot, as with ALiBi, are not supported"
+        )
+
+
+def load_model(
+    source: str,
+    *,
+    dtype: str | torch.dtype = "auto",
+    device: str = "cpu",
+    device_map: str | None = None,
+    attention: str | None = None,
+) -> PreTrainedModel:
+    """A causal LM or an encoder-decoder from a folder or a hub id (`user/name`, `user/name@revision`), in evaluation
+    mode; never with remote code.
+
+    A folder with a LoRA adapter of peft gives the model that it was made for with the adapter added to its weights: a
+    plain model, which decodes as fast as any other.
+
+    Args:
+        device: where to put it.
+        device_map: spread it over several devices instead, as accelerate does: auto, balanced, sequential …
+        attention: transformers' name of an attention kernel; None: its own choice, SDPA where the model has it.
+
+    Raises:
+        ValueError: where there is neither such a folder nor such a model on the hub; where the attention kernel is not
+            installed, or the model has none of that name; an adapter where peft is not installed; weights that
+            its files lack; pickled ones, unless `DRAFTSMITH_UNPICKLE=1` (`checkpoints/storage/safe_read.py`).
+    """
+    source = at_revision(source)
+    folder = Path(source)
+    if not folder.is_dir() and (source.startswith((".", "/", "~", "runs/")) or source.count("/") > 1):
+        raise ValueError(f"there is no model folder {source!r}")
+    options: dict[str, Any] = {"dtype": dtype, "device": device, "device_map": device_map, "attention": attention}
+    if not folder.is_dir():
+        return _load(source, **options)
+    return steady(folder, lambda: _with_adapter(folder, **options) if _is_adapter(folder) else _load(source, **options))
+
+
+def _load(source: str, *, dtype: Any, device: str, device_map: str | None, attention: str | None) -> PreTrainedModel:
+    try:
+        check_config(Path(source) / "config.json")
+        config = AutoConfig.from_pretrained(source, trust_remote_code=False)
+        model = load_whole(
+            model_class(config),
+            source,
+            dtype=dtype,
+            device_map=device_map,
+            attn_implementation=attention,
+            trust_remote_code=False,
+            use_safetensors=only_safetensors(source, config),
+        )
+    except UNLOADABLE as error:
+        hint = "" if (Path(source) / "config.json").is_file() else inside(Path(source))
+        raise ValueError(f"no language model could be loaded from {source!r}: {reason(source, error)}{hint}") from error
+    return model.eval() if device_map else model.to(device).eval()
+
+
+def _is_adapter(folder: Path) -> bool:
+    return (folder / ADAPTER_CONFIG).is_file() and not (folder / "config.json").is_file()
+
+
+def _with_adapter(folder: Path, **options: Any) -> PreTrainedModel:
+    """The model that an adapter was made for, changed by it for good."""
+    try:
+        from peft import PeftModel
+    except ImportError as error:
+        raise ValueError(f"{folder} holds a LoRA adapter, which needs peft: pip install draftsmith[train]") from error
+    try:
+        settings = read_json(folder / ADAPTER_CONFIG)
+    except ValueError as error:
+        raise ValueError(f"{folder / ADAPTER_CONFIG}: {error}") from error
+    base = adapter_base(settings)
+    if base is None or Path(base).resolve() == folder.resolve():
+        said = settings.get("base_model_name_or_path")
+        raise ValueError(f"{folder / ADAPTER_CONFIG} does not say which model the adapter is for, got {said!r}")
+    if _is_adapter(Path(base)):
+        raise ValueError(f"{folder / ADAPTER_CONFIG} names {base!r}, an adapter itself: merge that one into its model")
+    try:
+        only_safetensors(str(folder))
+    except ValueError as error:
+        raise ValueError(f"the adapter in {folder} cannot be loaded: {error}") from error
+    whole = load_model(base, **options)
+    try:
+        model = PeftModel.from_pretrained(whole, str(folder)).merge_and_unload()
+    except UNLOADABLE as error:
+        said = reason(str(folder), error)
+        raise ValueError(f"the adapter in {folder} does not fit the model {base!r}: {said}") from error
+    return model.eval()

@@ -1,0 +1,210 @@
+"""Encoder-decoders of the T5 family seen as scorers of token trees: the source is read once, the decoder as any other.
+
+transformers takes the relative position of a key from its slot and the number of tokens in the cache, one number for
+all rows. Rows that have accepted different numbers of tokens, and the branches of a tree, need positions of their own.
+The decoder is therefore run here, module by module, with a position bias that is looked up by distance.
+
+Shape letters: B batch, M new tokens, N tree nodes, S cache slots, T source tokens, R distances, V vocabulary, D hidden,
+H heads, E head width, X heads x head width.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any, NoReturn
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+from transformers import PreTrainedModel
+
+from ..tree import Tree
+from .base import LanguageModel
+from .kv_cache import KVCache
+
+# Which families were compared with transformers, and what makes them scale the decoder's output before they project it.
+SCALED_IF = {"t5": "scale_decoder_outputs", "mt5": None, "umt5": "tie_word_embeddings"}
+
+
+class SourceCache(KVCache):
+    """A decoder's own keys and values, and those of the source that each row attends to, computed once."""
+
+    source: list[tuple[Tensor, Tensor]]
+    """For each layer, keys and values [B, H, T, E]."""
+    source_mask_B11T: Tensor | None = None
+    """Additive, minus infinity at padding; None where all sources have one length."""
+    tree: Tree | None = None
+    """The tree whose nodes are being run; None for a chain."""
+
+    def positions(self, end: int) -> Tensor:
+        """[B or 1, end] the position of what stands in each slot. Only nodes of a tree do not stand at their own."""
+        slots_1S = torch.arange(end, device=self.device)[None]
+        if self.tree is None:
+            return slots_1S
+        node_BS = slots_1S - self.lengths_B[:, None]
+        depth_BN = self.tree.depth_BN.expand(len(node_BS), -1)
+        depth_BS = depth_BN.gather(1, node_BS.clamp(0, depth_BN.shape[1] - 1))
+        return torch.where(node_BS < 0, slots_1S, self.lengths_B[:, None] + depth_BS)
+
+
+class Seq2SeqModel(LanguageModel):
+    """T5 (1.0, 1.1, FLAN), mT5 and UMT5 with a language-modelling head, unmodified.
+
+    Prompts are what the encoder reads, to the letter: where the tokenizer ends a source with a token, it is part of the
+    prompt. The committed ids are the decoder's, from its start token on. The position bias is copied: after further
+    training, wrap the model again.
+    """
+
+    def __init__(self, model: PreTrainedModel) -> None:
+        """Raises ValueError for other types of encoder-decoders, several devices, and an unknown first token."""
+        config: Any = model.config
+        if config.model_type not in SCALED_IF:
+            known = ", ".join(SCALED_IF)
+            raise ValueError(f"encoder-decoders of type {config.model_type!r} are not supported; known: {known}")
+        devices = sorted({str(parameter.device) for parameter in model.parameters()})
+        if len(devices) > 1:
+            raise ValueError(f"an encoder-decoder must lie on one device; this one is on {' and '.join(devices)}")
+        start_id = model.generation_config.decoder_start_token_id
+        if start_id is None:
+            start_id = getattr(config, "decoder_start_token_id", None)
+        if not isinstance(start_id, int):
+            raise ValueError(
+                f"the {config.model_type!r} model's configuration must name one decoder_start_token_id (T5's own is "
+                f"its padding token, 0), got {start_id}"
+            )
+        decoder: Any = model.decoder
+        self.model, self.config, self._decoder = model, config, decoder
+        self.start_id = start_id
+        self.vocab_size = model.get_output_embeddings().weight.shape[0]
+        self.hidden_size = config.d_model
+        self.max_positions = 1 << 30  # beyond the largest distance all positions are alike
+        self.device, self.dtype = decoder.embed_tokens.weight.device, decoder.embed_tokens.weight.dtype
+        self.layers = config.num_decoder_layers
+        self.kv_heads = config.num_heads
+        self.key_width = self.value_width = config.d_kv
+        scaled_if = SCALED_IF[config.model_type]
+        self._scale = config.d_model**-0.5 if scaled_if and getattr(config, scaled_if) else None
+        self._farthest = config.relative_attention_max_distance
+        self._bias_tables = [self._bias_table(block.layer[0].SelfAttention) for block in decoder.block]
+
+    @torch.no_grad()
+    def _bias_table(self, attention: Any) -> Tensor | None:
+        """[H, R] bias by distance, as the model computes it; None in layers that take that of the layer before."""
+        if not attention.has_relative_attention_bias:
+            return None
+        bias_1H1R = attention.compute_bias(1, self._farthest + 1, past_seen_tokens=self._farthest)
+        return bias_1H1R[0, :, 0].flip(-1).to(self.dtype).contiguous()
+
+    def new_cache(self, batch: int, capacity: int) -> NoReturn:
+        """Raises ValueError: there is no cache without a source."""
+        raise ValueError(
+            "an encoder-decoder's cache holds a source: it comes from begin() and cannot be copied, so that scoring a "
+            "tree path by path (attention: batch) is for decoders; use attention: tree"
+        )
+
+    def begin(self, prompts: Sequence[Sequence[int]], room: int) -> tuple[list[list[int]], SourceCache]:
+        """Run the encoder over the prompts. Returns the start token of each row, and a cache that holds the source."""
+        batch, lengths = len(prompts), [len(prompt) for prompt in prompts]
+        source_BT = torch.zeros(batch, max(lengths), dtype=torch.int64)
+        for row, prompt in enumerate(prompts):
+            source_BT[row, : len(prompt)] = torch.tensor(prompt)
+        # Padding is known by its place, not by its token, which may be a token of the source as well.
+        padding_BT = torch.arange(max(lengths)) >= torch.tensor(lengths)[:, None]
+        source_BT, padding_BT = source_BT.to(self.device), padding_BT.to(self.device)
+        output = self.model.encoder(input_ids=source_BT, attention_mask=(~padding_BT).long())
+        encoded_BTD = output.last_hidden_state
+
+        widths = (self.key_width, self.value_width)
+        cache = SourceCache(self.layers, batch, self.kv_heads, 1 + room, *widths, self.dtype, self.device)
+        across = [block.layer[1].EncDecAttention for block in self._decoder.block]
+        cache.source = [(self._split(layer.k(encoded_BTD)), self._split(layer.v(encoded_BTD))) for layer in across]
+        if len(set(lengths)) > 1:
+            zeros_BT = torch.zeros(padding_BT.shape, dtype=self.dtype, device=self.device)
+            cache.source_mask_B11T = zeros_BT.masked_fill_(padding_BT, -torch.inf)[:, None, None]
+        return [[self.start_id] for _ in prompts], cache
+
+    def extend(
+        self, cache: KVCache, tokens_BM: Tensor, tree: Tree | None = None, start: int = 0, stop: int | None = None
+    ) -> Tensor:
+        """`LanguageModel.extend`, which alone knows where in the tree the nodes that were run before stand."""
+        assert isinstance(cache, SourceCache)
+        cache.tree = None if tree is None or tree.is_chain else tree
+        return super().extend(cache, tokens_BM, tree, start, stop)
+
+    def _forward(
+        self, cache: KVCache, tokens_BM: Tensor, positions_BM: Tensor, mask_B1MS: Tensor | None, start: int, end: int
+    ) -> Tensor:
+        assert isinstance(cache, SourceCache)
+        distance_BMS = (positions_BM[..., None] - cache.positions(end)[:, None]).clamp(0, self._farthest)
+        hidden_BMD = self._decoder.embed_tokens(tokens_BM)
+        for index, (block, table_HR) in enumerate(zip(self._decoder.block, self._bias_tables, strict=True)):
+            own, across, feed_forward = block.layer
+            if table_HR is not None:
+                bias_BHMS = table_HR[:, distance_BMS].transpose(0, 1)
+                bias_BHMS = bias_BHMS if mask_B1MS is None else bias_BHMS + mask_B1MS
+            attention, normed_BMD = own.SelfAttention, own.layer_norm(hidden_BMD)
+            cache.write(index, self._split(attention.k(normed_BMD)), self._split(attention.v(normed_BMD)), start)
+            hidden_BMD = hidden_BMD + self._attend(attention, normed_BMD, *cache.view(index, end), bias_BHMS)
+            hidden_BMD = _bounded(hidden_BMD)
+            attention, normed_BMD = across.EncDecAttention, across.layer_norm(hidden_BMD)
+            mask_B11T = cache.source_mask_B11T
+            hidden_BMD = hidden_BMD + self._attend(attention, normed_BMD, *cache.source[index], mask_B11T)
+            hidden_BMD = _bounded(feed_forward(_bounded(hidden_BMD)))
+        return self._decoder.final_layer_norm(hidden_BMD)
+
+    def _split(self, x_BMX: Tensor) -> Tensor:
+        """[B, M, X] to [B, H, M, E]."""
+        return x_BMX.unflatten(-1, (self.kv_heads, self.key_width)).transpose(1, 2)
+
+    def _attend(
+        self, attention: Any, normed_BMD: Tensor, key_BHSE: Tensor, value_BHSE: Tensor, bias_BHMS: Tensor | None
+    ) -> Tensor:
+        query_BHME = self._split(attention.q(normed_BMD))
+        # T5's products of queries and keys are not scaled: its initial weights are instead.
+        attended_BHME = F.scaled_dot_product_attention(query_BHME, key_BHSE, value_BHSE, bias_BHMS, scale=1.0)
+        return attention.o(attended_BHME.transpose(1, 2).flatten(2))
+
+    def logits(self, hidden_XD: Tensor) -> Tensor:
+        if self._scale is not None:
+            hidden_XD = hidden_XD * self._scale
+        return self.model.get_output_embeddings()(hidden_XD)
+
+
+def _bounded(hidden_BMD: Tensor) -> Tensor:
+    """What overflowed in half precision is cut to what can be represented, as transformers does between its layers."""
+    if hidden_BMD.dtype != torch.float16:
+        return hidden_BMD
+    largest = torch.finfo(torch.float16).max
+    return hidden_BMD.clamp(-largest, largest)
+
+
+@torch.inference_mode()
+def check_source_forward(wrapped: Seq2SeqModel, model: PreTrainedModel) -> None:
+    """Compare a batch of two trees with the model's own forward of a branch of each.
+
+    The rows differ in the length of the source and in the number of committed tokens, two and none.
+
+    Raises:
+        ValueError: where the two differ, naming the model type and the difference.
+    """
+    start, device, vocab = wrapped.start_id, wrapped.device, wrapped.vocab_size
+    source_BT = torch.tensor([[5, 1, 7, 2, 9], [3, 6, 0, 0, 0]], device=device) % vocab
+    nodes_BN = torch.tensor([[6, 2, 8, 3], [start, 2, 8, 3]], device=device) % vocab  # root, left, right, left's child
+    path_BM = torch.tensor([[start, 4, 6, 2, 3], [start, 8, 0, 0, 0]], device=device) % vocab
+    mask_BM = torch.tensor([[1, 1, 1, 1, 1], [1, 1, 0, 0, 0]], device=device)  # of the sources, and of the paths
+    tree = Tree.from_parents(torch.tensor([[-1, 0, 0, 1]], device=device), 2)
+    _, cache = wrapped.begin([source_BT[0].tolist(), source_BT[1, :2].tolist()], 8)
+    wrapped.extend(cache, path_BM[:, :2])
+    cache.set_lengths([2, 0])
+    tree_BNV = wrapped.logits(wrapped.extend(cache, nodes_BN, tree)).float()
+    # One batch with masks of its own: without one, UMT5's decoder is not causal in transformers 5.17.
+    inputs = {"input_ids": source_BT, "attention_mask": mask_BM}
+    plain_BMV = model(**inputs, decoder_input_ids=path_BM, decoder_attention_mask=mask_BM).logits.float()
+    tree_BV, plain_BV = tree_BNV[[0, 1], [3, 2]], plain_BMV[[0, 1], [4, 1]]
+    difference = (tree_BV - plain_BV).abs().max().item() / max(1.0, plain_BV.abs().max().item())
+    tolerance = 1e-4 if wrapped.dtype == torch.float32 else 6e-2
+    if not difference <= tolerance:
+        raise ValueError(
+            f"this model of type {model.config.model_type!r} computes something else than its family does: tokens "
+            f"scored here differ from its own forward by {difference:.2g} (at most {tolerance:.0e} is allowed)"
+        )

@@ -1,0 +1,217 @@
+"""Chains whose length is chosen while they are drafted, and the policies that choose it.
+
+A policy looks at distributions only, never at the token that was drawn from the last of them, so that the output stays
+exact whatever it decides.
+
+Shape letters: B batch, K depth, V vocabulary, D hidden, C classes of confidence.
+"""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from ..engine import Context, Limits, Proposal, Proposer, Verdict
+from ..models.base import LanguageModel
+from ..rng import categorical
+from ..tree import Tree
+from ..warpers import Sampling, warp
+from .draft_state import DraftState
+
+
+class Policy(ABC):
+    """Says for each row whether one more token is worth drafting."""
+
+    def start(self, context: Context, gamma: int) -> None:
+        """Called once, before the first proposal."""
+        return
+
+    def begin_step(self, context: Context) -> None:
+        """Called before the first level of each proposal."""
+        return
+
+    @abstractmethod
+    def go_on(self, draft_BV: Tensor, confidence_B: Tensor, level: int) -> Tensor:
+        """bool [B]: whether to draft the token of this level, given the (warped) distribution it would come from."""
+
+    def drafted(self, tokens_B1: Tensor, level: int) -> None:
+        """Told of the token that was drafted."""
+        return
+
+    def commit(self, context: Context, proposal: Proposal, verdict: Verdict) -> None:
+        """Told of the verdict."""
+        return
+
+    def stop(self) -> None:
+        """Called when decoding has ended."""
+        return
+
+
+class Confidence(Policy):
+    """Stop where the drafter's most likely token falls below a threshold (BiLD's fallback, `mjsd.txt`, table 5, τ₁).
+
+    Raises:
+        ValueError: a threshold outside [0, 1].
+    """
+
+    def __init__(self, threshold: float) -> None:
+        if not 0 <= threshold <= 1:
+            raise ValueError(f"the confidence threshold must lie in [0, 1], got {threshold}")
+        self._threshold = threshold
+
+    def go_on(self, draft_BV: Tensor, confidence_B: Tensor, level: int) -> Tensor:
+        return confidence_B >= self._threshold
+
+
+class ExpectedGain(Policy):
+    """Go on while one more token raises the expected tokens per unit of time.
+
+    With predicted acceptances β₁, β₂ … a chain of γ tokens yields 1 + Σ β₁⋯βᵢ tokens in 1 + cγ units (a target forward
+    is one; slides, "Choosing γ" and "Oracle Factor"). The next token pays while β₁⋯βᵢ₊₁ / c exceeds what the chain so
+    far yields per unit. β is predicted from the drafter's confidence, corrected by what was accepted in this row
+    before, class of confidence by class.
+
+    Args:
+        cost: c, of a draft token, in target forwards.
+
+    Raises:
+        ValueError: a cost that is not above 0.
+    """
+
+    classes = 10
+
+    def __init__(self, cost: float) -> None:
+        if cost <= 0:
+            raise ValueError(f"the cost of a draft token must be above 0, got {cost}")
+        self._cost = cost
+
+    def start(self, context: Context, gamma: int) -> None:
+        rows, device = len(context.lengths), context.ids_BS.device
+        # A prior of two observations, at the middle of each class.
+        middle_C = (torch.arange(self.classes, device=device) + 0.5) / self.classes
+        self._accepted_BC = (2 * middle_C).expand(rows, -1).clone()
+        self._examined_BC = torch.full_like(self._accepted_BC, 2.0)
+        self._class_BK = torch.zeros(rows, gamma, dtype=torch.int64, device=device)
+
+    def begin_step(self, context: Context) -> None:
+        self._reach_B = torch.ones(len(context.lengths), device=context.ids_BS.device)
+        self._expected_B = torch.ones_like(self._reach_B)
+
+    def go_on(self, draft_BV: Tensor, confidence_B: Tensor, level: int) -> Tensor:
+        self._class_BK[:, level] = (confidence_B * self.classes).long().clamp(max=self.classes - 1)
+        gain_B = self._reach_B * self.predict(draft_BV, level)
+        pays_B = gain_B / self._cost > self._expected_B / (1 + self._cost * level)
+        self._reach_B, self._expected_B = gain_B, self._expected_B + gain_B
+        return pays_B
+
+    def predict(self, draft_BV: Tensor, level: int) -> Tensor:
+        """[B] the probability that the next draft token is accepted."""
+        place_B1 = self._class_BK[:, level, None]
+        return (self._accepted_BC.gather(1, place_B1) / self._examined_BC.gather(1, place_B1))[:, 0]
+
+    def commit(self, context: Context, proposal: Proposal, verdict: Verdict) -> None:
+        depth = proposal.tree.max_depth
+        assert proposal.valid_BN is not None
+        place_K = torch.arange(depth, device=verdict.accepted_B.device)
+        accepted_BK = (place_K < verdict.accepted_B[:, None]).float()
+        examined_BK = (place_K <= verdict.accepted_B[:, None]) * proposal.valid_BN[:, 1:].float()
+        self._accepted_BC.scatter_add_(1, self._class_BK[:, :depth], accepted_BK)
+        self._examined_BC.scatter_add_(1, self._class_BK[:, :depth], examined_BK)
+
+
+class Oracle(ExpectedGain):
+    """The same rule with the true acceptance, Σ min(p, q): an upper bound for analysis (slides, "Oracle Factor").
+
+    It runs the target beside the drafter to know p, which is not counted among the proposal's forwards: look at the
+    tokens per step and the bound of such a measurement, not at its speed.
+    """
+
+    def start(self, context: Context, gamma: int) -> None:
+        super().start(context, gamma)
+        self._peek = DraftState(context.target, context, gamma + 1, gamma)
+        self._sampling = context.sampling
+        self._tree = Tree.chain(gamma).to(context.ids_BS.device)
+
+    def begin_step(self, context: Context) -> None:
+        super().begin_step(context)
+        self._hidden_BD = self._peek.read_root(context)
+
+    def predict(self, draft_BV: Tensor, level: int) -> Tensor:
+        target_BV = warp(self._peek.model.logits(self._hidden_BD[:, None])[:, 0], self._sampling)
+        return torch.minimum(target_BV, draft_BV).sum(-1)
+
+    def drafted(self, tokens_B1: Tensor, level: int) -> None:
+        self._hidden_BD = self._peek.grow(tokens_B1, self._tree, level + 1)[:, -1]
+
+    def commit(self, context: Context, proposal: Proposal, verdict: Verdict) -> None:
+        self._peek.keep(context)
+
+    def stop(self) -> None:
+        del self._peek
+
+
+class AdaptiveChain(Proposer):
+    """A chain of at most `gamma` draft tokens that ends where the policy says so, row by row.
+
+    Whether any row goes on is read on the host once a token: ending early is the point.
+
+    Raises:
+        ValueError: `gamma` below 1.
+    """
+
+    def __init__(self, model: LanguageModel, gamma: int, policy: Policy) -> None:
+        if gamma < 1:
+            raise ValueError(f"gamma must be at least 1, got {gamma}")
+        self.model, self.gamma, self.policy = model, gamma, policy
+        self._tree = Tree.chain(gamma).to(model.device)
+
+    def room(self, limits: Limits) -> tuple[int, int]:
+        return self.gamma + 1, self.gamma
+
+    def start(self, context: Context) -> None:
+        self._draft = DraftState(self.model, context, *self.room(context.limits))
+        self.policy.start(context, self.gamma)
+
+    def propose(self, context: Context) -> Proposal:
+        greedy = context.sampling.greedy
+        uniform_BK = None if greedy else context.rng.uniform(self.gamma)
+        hidden_BMD = self._draft.read_root(context)[:, None]
+        self.policy.begin_step(context)
+        open_B = torch.ones(len(context.lengths), dtype=torch.bool, device=self.model.device)
+        tokens, probs, valid = [context.root_B1], [], [open_B]
+        for level in range(self.gamma):
+            logits_BMV = self.model.logits(hidden_BMD)
+            draft_BMV = warp(logits_BMV, context.sampling)
+            sure_BMV = warp(logits_BMV, Sampling(temperature=1.0)) if greedy else draft_BMV
+            open_B = open_B & self.policy.go_on(draft_BMV[:, 0], sure_BMV[:, 0].amax(-1), level)
+            if not bool(open_B.any()):
+                break
+            token_B1 = (
+                draft_BMV.argmax(-1) if uniform_BK is None else categorical(draft_BMV, uniform_BK[:, level, None])
+            )
+            tokens.append(token_B1)
+            probs.append(draft_BMV)
+            valid.append(open_B)
+            if level + 1 < self.gamma:
+                self.policy.drafted(token_B1, level)
+                hidden_BMD = self._draft.grow(token_B1, self._tree, level + 1)
+        proposal = Proposal(Tree.chain(len(probs)).to(self.model.device), torch.cat(tokens, 1), levels=self.gamma)
+        proposal.valid_BN = torch.stack(valid, 1)
+        if probs and not greedy:
+            proposal.draft_probs_BMV = torch.cat(probs, 1)
+        return proposal
+
+    def commit(self, context: Context, proposal: Proposal, verdict: Verdict) -> None:
+        self._draft.keep(context)
+        self.policy.commit(context, proposal, verdict)
+
+    def stop(self) -> None:
+        del self._draft
+        self.policy.stop()
+
+    def forwards(self, nodes: float) -> list[tuple[Any, int]]:
+        # As many as there are tokens, and one whose distribution made the policy stop.
+        return [(self.model, 1)] * min(self.gamma, round(nodes))

@@ -1,0 +1,159 @@
+"""Beams: the likeliest of many sequences kept side by side, proposed as one chain.
+
+Beams are nodes of a tree in the model's cache, so that none is ever copied.
+
+Shape letters: B batch, N tree nodes, M beams, V vocabulary, D hidden, X flattened.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from ..engine import Context, Limits, Proposal, Proposer, Verdict
+from ..models.base import LanguageModel
+from ..tree import Tree
+from ..warpers import Sampling, warp
+from .draft_state import DraftState, own_path
+
+
+class _Beam(Proposer):
+    """A chain out of a beam, whose nodes in the model's cache have numbers of their own."""
+
+    _state: DraftState
+    _nodes_BN: Tensor
+
+    def commit(self, context: Context, proposal: Proposal, verdict: Verdict) -> None:
+        self._state.keep(context, own_path_BK=own_path(self._nodes_BN, verdict.path_BK, verdict.accepted_B))
+
+    def stop(self) -> None:
+        del self._state
+
+
+class DraftBeam(_Beam):
+    """The most likely of a beam of draft sequences (`mjsd.txt`, Algorithm 1: beam sample).
+
+    At temperature 0 a beam search over the drafter's unwarped probabilities. Otherwise each level samples its beams
+    without replacement in proportion to the warped joint probability.
+
+    Raises:
+        ValueError: `gamma` or `beams` below 1.
+    """
+
+    def __init__(self, model: LanguageModel, gamma: int, beams: int) -> None:
+        _check_sizes(gamma, beams)
+        self.model, self.gamma, self.beams = model, gamma, beams
+
+    def room(self, limits: Limits) -> tuple[int, int]:
+        return self.gamma + 1, self.gamma
+
+    def start(self, context: Context) -> None:
+        self._state = DraftState(self.model, context, 1 + self.beams * self.gamma, self.gamma)
+        self._chain = Tree.chain(self.gamma).to(self.model.device)
+
+    def propose(self, context: Context) -> Proposal:
+        tokens_BN, scores_BN, self._nodes_BN = best_beam(self._state, context, self.gamma, self.beams)
+        return Proposal(self._chain, tokens_BN, draft_scores_BN=scores_BN)
+
+    def forwards(self, nodes: float) -> list[tuple[Any, int]]:
+        return [(self.model, 1)] + [(self.model, self.beams)] * (self.gamma - 1)
+
+
+class TargetBeam(_Beam):
+    """Beam search over the target itself: `gamma` tokens a step by their joint likelihood, 0: all at once.
+
+    Multi-token joint greedy decoding as `mjsd.txt` (definition 3.1) computes it; with all tokens at once it is beam
+    search. A beam that has ended keeps its likelihood. It takes γ forwards of the target to propose, and one more that
+    fills the cache: a reference for quality, not a fast method.
+
+    Raises:
+        ValueError: `gamma` below 0, or `beams` below 1.
+    """
+
+    def __init__(self, gamma: int, beams: int) -> None:
+        _check_sizes(gamma or 1, beams)
+        self.gamma, self.beams = gamma, beams
+
+    def room(self, limits: Limits) -> tuple[int, int]:
+        return (self.gamma or limits.max_new_tokens) + 1, self.gamma or 1
+
+    def start(self, context: Context) -> None:
+        gamma = self.gamma or context.limits.max_new_tokens
+        self._depth = gamma
+        self._state = DraftState(context.target, context, 1 + self.beams * gamma, self.gamma or 1)
+        self._chain = Tree.chain(gamma).to(context.target.device)
+
+    def propose(self, context: Context) -> Proposal:
+        tokens_BN, _, self._nodes_BN = best_beam(self._state, context, self._depth, self.beams, stops=True)
+        return Proposal(self._chain, tokens_BN, target_forwards=self._depth)
+
+    def forwards(self, nodes: float) -> list[tuple[Any, int]]:
+        return [(None, 1)] + [(None, self.beams)] * (round(nodes) - 2)
+
+
+def best_beam(
+    state: DraftState, context: Context, gamma: int, beams: int, stops: bool = False
+) -> tuple[Tensor, Tensor, Tensor]:
+    """Grow `beams` sequences of `gamma` tokens and take the likeliest.
+
+    Args:
+        stops: a beam whose last token is a stop token ends there: it repeats that token, and its score stays.
+
+    Returns:
+        Its tokens, joint log-probabilities and nodes, [B, gamma + 1] each, the root first.
+    """
+    model, rows = state.model, len(context.lengths)
+    stop_ids = torch.tensor(context.limits.stop_ids if stops else (), dtype=torch.int64, device=model.device)
+    tokens_BN, scores_BN = context.root_B1, torch.zeros(rows, 1, device=model.device)
+    hidden_BMD = state.read_root(context)[:, None]
+    tree = Tree.chain(0).to(model.device)
+    first, ended_BM = 0, None
+    for level in range(gamma):
+        joint_BMV = _joint(model.logits(hidden_BMD), scores_BN[:, first:], context.sampling)
+        if ended_BM is not None:
+            last_BM1 = tokens_BN[:, first:, None]
+            stay_BMV = torch.full_like(joint_BMV, -torch.inf).scatter_(2, last_BM1, scores_BN[:, first:, None])
+            joint_BMV = torch.where(ended_BM[..., None], stay_BMV, joint_BMV)
+        scores_BM, picked_BM = _pick(joint_BMV.flatten(1), beams, context)
+        vocab = joint_BMV.shape[-1]
+        tree = tree.grow(first + picked_BM // vocab)
+        first = tree.nodes - picked_BM.shape[1]
+        tokens_BN = torch.cat((tokens_BN, picked_BM % vocab), 1)
+        scores_BN = torch.cat((scores_BN, scores_BM), 1)
+        if len(stop_ids):
+            ended_BM = torch.isin(tokens_BN[:, first:], stop_ids)
+        if level + 1 < gamma:
+            hidden_BMD = state.grow(tokens_BN[:, first:], tree, first)
+    best_B = first + scores_BN[:, first:].argmax(1)
+    line_BN = tree.ancestors_BNN[torch.arange(rows, device=model.device), best_B]
+    nodes_BN = torch.zeros(rows, gamma + 1, dtype=torch.int64, device=model.device)
+    # Nodes off the line fall on column 0 together with the root, which is put right afterwards.
+    every_N = torch.arange(tree.nodes, device=model.device).expand(rows, -1)
+    nodes_BN.scatter_(1, torch.where(line_BN, tree.depth_BN, 0), every_N)
+    nodes_BN[:, 0] = 0
+    return tokens_BN.gather(1, nodes_BN), scores_BN.gather(1, nodes_BN), nodes_BN
+
+
+def _joint(logits_BMV: Tensor, scores_BM: Tensor, sampling: Sampling) -> Tensor:
+    """Joint log-probabilities of every beam's every continuation; unwarped at temperature 0."""
+    if sampling.greedy:
+        return logits_BMV.float().log_softmax(-1) + scores_BM[..., None]
+    return warp(logits_BMV, sampling).log() + scores_BM[..., None]
+
+
+def _pick(joint_BX: Tensor, beams: int, context: Context) -> tuple[Tensor, Tensor]:
+    """The next beams: the likeliest continuations, or a sample of them without replacement."""
+    beams = min(beams, joint_BX.shape[1])
+    if context.sampling.greedy:
+        top = joint_BX.topk(beams, 1)
+        return top.values, top.indices
+    race_BX = joint_BX - context.rng.exponential(joint_BX.shape[1]).log()
+    picked_BM = race_BX.topk(beams, 1).indices
+    return joint_BX.gather(1, picked_BM), picked_BM
+
+
+def _check_sizes(gamma: int, beams: int) -> None:
+    if gamma < 1 or beams < 1:
+        raise ValueError(f"beams need gamma and beams of at least 1, got {gamma} and {beams}")

@@ -1,0 +1,116 @@
+"""Several chains drafted side by side: independent ones of one drafter (SpecTr), or one of each of many (SpecInfer).
+
+Shape letters: B batch, N tree nodes, M chains, K depth, V vocabulary.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from ..engine import Chains, Context, Limits, Proposal, Proposer, Verdict
+from ..models.base import LanguageModel
+from ..tree import Tree
+from ..warpers import warp
+from .draft_state import DraftState
+from .draft_tree import draw_many
+
+
+class DraftChains(Proposer):
+    """`per_model` independent chains of `gamma` tokens from each model; shared prefixes are merged into one tree.
+
+    At temperature 0 each model has one chain, its greedy one: independent draws would all be that.
+
+    Raises:
+        ValueError: `gamma` or `per_model` below 1.
+    """
+
+    def __init__(self, models: Sequence[LanguageModel], gamma: int, per_model: int, greedy: bool) -> None:
+        if gamma < 1 or per_model < 1:
+            raise ValueError(f"chains need gamma and a count of at least 1, got {gamma} and {per_model}")
+        self.models, self.gamma = tuple(models), gamma
+        self.per_model = 1 if greedy else per_model
+        self._own_tree = Tree.k_ary((self.per_model,) + (1,) * (gamma - 1))
+
+    def room(self, limits: Limits) -> tuple[int, int]:
+        return 1 + len(self.models) * self.per_model * self.gamma, self.gamma
+
+    def start(self, context: Context) -> None:
+        nodes = self._own_tree.nodes
+        self._states = [DraftState(model, context, nodes, self.gamma) for model in self.models]
+        self._own_tree = self._own_tree.to(context.ids_BS.device)
+
+    def propose(self, context: Context) -> Proposal:
+        drawn = [self._draft(state, context) for state in self._states]
+        tokens_BMK = torch.cat([tokens for tokens, _ in drawn], 1)
+        tree, nodes_BMK = merge_chains(tokens_BMK)
+        tokens_BN = torch.zeros_like(tree.parents_BN).scatter_(1, nodes_BMK.flatten(1), tokens_BMK.flatten(1))
+        tokens_BN[:, 0] = context.root_B1[:, 0]
+        proposal = Proposal(tree, tokens_BN, chains=Chains(nodes_BMK, torch.cat([probs for _, probs in drawn], 1)))
+        proposal.valid_BN = tree.parents_BN >= 0
+        return proposal
+
+    def _draft(self, state: DraftState, context: Context) -> tuple[Tensor, Tensor]:
+        """Tokens [B, M, K] of one model's chains, and the distributions they come from (empty at temperature 0)."""
+        hidden_BMD = state.read_root(context)[:, None]
+        tokens, probs, count = [], [], self.per_model
+        for level in range(self.gamma):
+            logits_BMV = state.model.logits(hidden_BMD)
+            if context.sampling.greedy:
+                tokens_BM = logits_BMV.argmax(-1)
+                probs.append(logits_BMV.new_zeros(len(logits_BMV), 1, 0))
+            else:
+                probs_BMV = warp(logits_BMV, context.sampling)
+                wide = probs_BMV.shape[1] == 1
+                uniform_BMC = context.rng.uniform(1, count) if wide else context.rng.uniform(count, 1)
+                tokens_BM = draw_many(probs_BMV, uniform_BMC).flatten(1)
+                probs.append(probs_BMV.expand(-1, count, -1))
+            tokens.append(tokens_BM)
+            if level + 1 < self.gamma:
+                hidden_BMD = state.grow(tokens_BM, self._own_tree, 1 + level * count)
+        return torch.stack(tokens, 2), torch.stack(probs, 2)
+
+    def commit(self, context: Context, proposal: Proposal, verdict: Verdict) -> None:
+        assert proposal.chains is not None
+        place_K = torch.arange(self.gamma, device=verdict.path_BK.device)
+        agrees_BMK = (proposal.chains.nodes_BMK == verdict.path_BK[:, None]) & (
+            place_K < verdict.accepted_B[:, None, None]
+        )
+        matched_BM = agrees_BMK.long().cumprod(2).sum(2)
+        for state, own_BM in zip(self._states, matched_BM.split(self.per_model, 1), strict=True):
+            kept_B, chain_B = own_BM.max(1)
+            own_BK = 1 + chain_B[:, None] + self.per_model * place_K
+            own_path_BK = torch.where(place_K < kept_B[:, None], own_BK, place_K + 1)
+            state.keep(context, kept_B.tolist(), own_path_BK if self.per_model > 1 else None)
+
+    def stop(self) -> None:
+        del self._states
+
+    def forwards(self, nodes: float) -> list[tuple[Any, int]]:
+        widths = [1] + [self.per_model] * (self.gamma - 1)
+        return [(model, width) for model in self.models for width in widths]
+
+
+def merge_chains(tokens_BMK: Tensor) -> tuple[Tree, Tensor]:
+    """The tree of M chains under one root in which common prefixes are one node.
+
+    Returns:
+        The tree (smaller ones of the batch are padded with parent -1) and the node of each chain's k-th token,
+        [B, M, K].
+    """
+    rows, chains, depth = tokens_BMK.shape
+    device = tokens_BMK.device
+    same_BMMK = tokens_BMK[:, :, None] == tokens_BMK[:, None]
+    # The first chain with the same tokens up to this level stands for all of them.
+    first_BMK = same_BMMK.int().cumprod(3).argmax(2)
+    used_BMK = first_BMK == torch.arange(chains, device=device)[:, None]
+    number_BKM = used_BMK.transpose(1, 2).flatten(1).cumsum(1).view(rows, depth, chains)
+    nodes_BMK = number_BKM.transpose(1, 2).gather(1, first_BMK)
+    above_BMK = torch.nn.functional.pad(nodes_BMK[:, :, :-1], (1, 0))
+    nodes = 1 + int(number_BKM[:, -1, -1].max())
+    parents_BN = torch.full((rows, nodes), -1, dtype=torch.int64, device=device)
+    parents_BN.scatter_(1, nodes_BMK.flatten(1), above_BMK.flatten(1))
+    return Tree.from_parents(parents_BN, depth), nodes_BMK

@@ -1,0 +1,127 @@
+"""Proposers: how a token tree grows from a context. A method of the papers is one of these and one verifier.
+
+Here those that draft with one language model; `beams.py`, `chains.py`, `ngrams.py` and `head_trees.py` hold the others.
+
+Shape letters: B batch, N tree nodes, M nodes of a level, C candidates, K depth, V vocabulary, D hidden.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from ..engine import Context, Limits, Proposal, Proposer, Verdict
+from ..models.base import LanguageModel
+from ..rng import categorical
+from ..tree import Tree
+from ..warpers import warp
+from .draft_state import DraftState
+
+
+class Nothing(Proposer):
+    """The root alone: one token a step."""
+
+    def room(self, limits: Limits) -> tuple[int, int]:
+        return 1, 0
+
+    def start(self, context: Context) -> None:
+        self._tree = Tree.chain(0).to(context.ids_BS.device)
+
+    def propose(self, context: Context) -> Proposal:
+        return Proposal(self._tree, context.root_B1)
+
+
+class DraftTree(Proposer):
+    """Candidates sampled from a draft model, `branching[i]` for each node of depth i; ones all along: a chain.
+
+    With replacement the candidates of a node are independent draws, else they are drawn without replacement in order
+    (multi-candidate paper, sections 3.1 and 3.2). At temperature 0 both take the drafter's most likely tokens, which
+    for one candidate is its greedy choice. `by_path` has the target score each path as a row of its own, as where there
+    is no tree attention (section 3.3); the drafter always uses it.
+
+    Raises:
+        ValueError: a level without candidates. At the start of decoding: more different candidates than the vocabulary
+            has tokens, and what `DraftState` raises.
+    """
+
+    def __init__(
+        self, model: LanguageModel, branching: Sequence[int], replacement: bool = True, by_path: bool = False
+    ) -> None:
+        self.model = model
+        self.branching = tuple(branching)
+        self.replacement, self.by_path = replacement, by_path
+        self.tree = Tree.k_ary(self.branching).to(model.device)
+
+    def room(self, limits: Limits) -> tuple[int, int]:
+        return self.tree.nodes, self.tree.max_depth
+
+    def start(self, context: Context) -> None:
+        if not self.replacement and max(self.branching) > self.model.vocab_size:
+            raise ValueError(
+                f"the tree asks for {max(self.branching)} different candidates of a vocabulary of "
+                f"{self.model.vocab_size} tokens"
+            )
+        self._draft = DraftState(self.model, context, *self.room(context.limits))
+
+    def propose(self, context: Context) -> Proposal:
+        tokens, probs, valid = [context.root_B1], [], []
+        hidden_BMD = self._draft.read_root(context)[:, None]
+        first = 1
+        for level, width in enumerate(self.branching):
+            tokens_BM, probs_BMV, valid_BM = self._draw(hidden_BMD, width, context)
+            tokens.append(tokens_BM)
+            if probs_BMV is not None:
+                probs.append(probs_BMV)
+            valid.append(valid_BM)
+            if level + 1 < len(self.branching):
+                hidden_BMD = self._draft.grow(tokens_BM, self.tree, first)
+                first += tokens_BM.shape[1]
+        proposal = Proposal(self.tree, torch.cat(tokens, 1), torch.cat(probs, 1) if probs else None)
+        proposal.by_path = self.by_path
+        if any(valid_BM is not None for valid_BM in valid):
+            all_valid = [torch.ones_like(tokens_BM, dtype=torch.bool) for tokens_BM in tokens]
+            levels = [
+                mask if mask is not None else every for mask, every in zip([None, *valid], all_valid, strict=True)
+            ]
+            proposal.valid_BN = torch.cat(levels, 1)
+        return proposal
+
+    def _draw(self, hidden_BMD: Tensor, width: int, context: Context) -> tuple[Tensor, Tensor | None, Tensor | None]:
+        """Tokens of the next level, [B, M x width], the distributions they come from, and which of them exist."""
+        logits_BMV = self.model.logits(hidden_BMD)
+        if context.sampling.greedy:
+            if width == 1:
+                return logits_BMV.argmax(-1), None, None
+            return logits_BMV.topk(width, -1).indices.flatten(1), None, None
+        probs_BMV = warp(logits_BMV, context.sampling)
+        if self.replacement or width == 1:
+            uniform_BMC = context.rng.uniform(probs_BMV.shape[1], width)
+            return draw_many(probs_BMV, uniform_BMC).flatten(1), probs_BMV, None
+        # Exponential races: sorting by p / E is drawing without replacement, in order.
+        race_BMV = probs_BMV / context.rng.exponential(*probs_BMV.shape[1:])
+        top = race_BMV.topk(width, -1)
+        # Warping, or a low temperature's underflow, may leave fewer possible tokens than children.
+        return top.indices.flatten(1), probs_BMV, (top.values > 0).flatten(1)
+
+    def commit(self, context: Context, proposal: Proposal, verdict: Verdict) -> None:
+        self._draft.keep(context, own_path_BK=None if self.tree.is_chain else verdict.path_BK)
+
+    def stop(self) -> None:
+        del self._draft
+
+    def forwards(self, nodes: float) -> list[tuple[Any, int]]:
+        widths = [1]
+        for width in self.branching[:-1]:
+            widths.append(widths[-1] * width)
+        return [(self.model, width) for width in widths]
+
+
+def draw_many(probs_BMV: Tensor, uniform_BMC: Tensor) -> Tensor:
+    """Independent draws [B, M, C] from each of the distributions [B, M, V]."""
+    if uniform_BMC.shape[-1] == 1:
+        return categorical(probs_BMV[:, :, None], uniform_BMC)
+    cdf_BMV = probs_BMV.cumsum(-1, dtype=torch.float64)
+    return torch.searchsorted(cdf_BMV, uniform_BMC * cdf_BMV[..., -1:], right=True)

@@ -1,0 +1,206 @@
+"""Trees that prediction heads fill: fixed ones (Medusa), or the best of all that they allow (SLiM).
+
+Shape letters: B batch, N tree nodes, C candidates, K depth or heads, V vocabulary, D hidden.
+"""
+
+from __future__ import annotations
+
+import math
+from typing import Any, Literal, Protocol
+
+import torch
+from torch import Tensor
+from transformers import PreTrainedModel
+
+from ...checkpoints.table.smoothing import check_smoothing
+from ...checkpoints.table.table import BigramTable
+from ..engine import Context, Limits, Proposal, Proposer
+from ..models.base import check_same_vocabulary
+from ..tree import Tree, parse_tree
+from .lattice import Lattice
+
+
+class HeadModule(Protocol):
+    """Prediction heads: [..., D] hidden states to [..., K, V] logits; head k speaks of the token at depth k + 1.
+
+    They may say which of the target's hidden states they read, in an attribute `states`: "after-norm", which is taken
+    where they say nothing, or "before-norm".
+    """
+
+    num_heads: int
+
+    def __call__(self, hidden_XD: Tensor) -> Tensor: ...
+
+
+class HeadTree(Proposer):
+    """A fixed tree: each node holds the candidate of a given rank of its depth's head.
+
+    Source: Medusa, as described in `slim.txt`, sections 2 and 4.1. One candidate a level is blockwise parallel
+    decoding.
+
+    Args:
+        shape: a k-configuration or a list of paths, see `tree.parse_tree`.
+
+    Raises:
+        ValueError: a shape that does not parse, or that is deeper than there are heads. At the start of decoding: heads
+            of another target or of other states of it; more candidates than the vocabulary has tokens.
+    """
+
+    def __init__(self, heads: HeadModule, shape: str) -> None:
+        self.tree, self._ranks_N = parse_tree(shape)
+        if self.tree.max_depth > heads.num_heads:
+            raise ValueError(
+                f"the tree is {self.tree.max_depth} levels deep, but there are only {heads.num_heads} heads"
+            )
+        self.heads = heads
+
+    def room(self, limits: Limits) -> tuple[int, int]:
+        return self.tree.nodes, self.tree.max_depth
+
+    def start(self, context: Context) -> None:
+        _check_heads(self.heads, context)
+        self.tree = self.tree.to(context.ids_BS.device)
+        self._width = 1 + int(self._ranks_N.max())
+        if self._width > context.target.vocab_size:
+            raise ValueError(
+                f"the tree asks for {self._width} candidates of a head; the vocabulary has {context.target.vocab_size}"
+            )
+        self._place_N = ((self.tree.depth_BN[0].cpu() - 1) * self._width + self._ranks_N)[1:].to(context.ids_BS.device)
+
+    def propose(self, context: Context) -> Proposal:
+        logits_BKV = self.heads(context.hidden_BD)[:, : self.tree.max_depth]
+        candidates_BX = logits_BKV.topk(self._width, -1).indices.flatten(1)
+        return Proposal(self.tree, torch.cat((context.root_B1, candidates_BX[:, self._place_N]), 1))
+
+    def forwards(self, nodes: float) -> list[tuple[Any, int]]:
+        return [(self.heads, 1)]
+
+
+class PrunedHeadTree(Proposer):
+    """Of all sequences that the heads' candidates allow, those of the highest posterior (SLiM: `slim.txt`, eq. 2, 3).
+
+    The posterior of a sequence is the product of its tokens' head probabilities and of the correlations r of its
+    neighbours, the root included. Sequences of every length compete (appendix C), or full ones only (eq. 2). Without a
+    table r is 1.
+
+    Args:
+        unseen: r of pairs that the table does not hold; not used with smoothing, which has an r for each of them.
+        smoothing: of the table's counts: "none", "add-k" or "kneser-ney", see `table_smoothing.Smoothed`.
+        strength: k, or the discount; 0 is the smoothing's default.
+
+    Raises:
+        ValueError: a setting that cannot be; it is named. At the start of decoding: heads or a table of another target.
+    """
+
+    def __init__(
+        self,
+        heads: HeadModule,
+        table: BigramTable | None,
+        sequences: int,
+        candidates: int,
+        unseen: float,
+        depth: int,
+        lengths: Literal["all", "full"] = "all",
+        smoothing: str = "none",
+        strength: float = 0.0,
+    ) -> None:
+        if not 1 <= depth <= heads.num_heads:
+            raise ValueError(f"the depth must lie between 1 and the number of heads, {heads.num_heads}; got {depth}")
+        if sequences < 1 or candidates < 1:
+            raise ValueError(f"sequences and candidates must be at least 1, got {sequences} and {candidates}")
+        if lengths not in ("all", "full"):
+            raise ValueError(f"lengths must be 'all' or 'full', got {lengths!r}")
+        self.heads, self.table = heads, table
+        self.sequences, self.candidates, self.depth = sequences, candidates, depth
+        if unseen < 0:
+            raise ValueError(f"unseen is a correlation: expected at least 0, got {unseen}")
+        check_smoothing(smoothing, strength)
+        self.smoothing, self.strength = smoothing, strength
+        self.full = lengths == "full"
+        self._lattice: Lattice | None = None
+        self._log_unseen = torch.tensor(math.log(unseen) if unseen else -math.inf)
+
+    def room(self, limits: Limits) -> tuple[int, int]:
+        return 1 + self.sequences * self.depth, self.depth
+
+    def start(self, context: Context) -> None:
+        _check_heads(self.heads, context)
+        self._lattice = None
+        if self.table is None:
+            return
+        check_same_vocabulary(context.target, self.table, "table")
+        self.table = self.table.to(context.ids_BS.device)
+        self._log_unseen = self._log_unseen.to(context.ids_BS.device)
+
+    def propose(self, context: Context) -> Proposal:
+        probs_BKV = self.heads(context.hidden_BD)[:, : self.depth].softmax(-1, dtype=torch.float32)
+        top = probs_BKV.topk(min(self.candidates, probs_BKV.shape[-1]), -1)
+        tree, tokens_BN = self.prune(context.root_B1, top.indices, top.values.log())
+        return Proposal(tree, tokens_BN, levels=self.depth)
+
+    def prune(self, root_B1: Tensor, candidates_BKC: Tensor, log_probs_BKC: Tensor) -> tuple[Tree, Tensor]:
+        """The tree of the best sequences, and its tokens [B, N]."""
+        parents_BN, depth_BN, place_BN = self.search(root_B1, candidates_BKC, log_probs_BKC)
+        tokens_BN = candidates_BKC.flatten(1).gather(1, place_BN)
+        tokens_BN[:, 0] = root_B1[:, 0]
+        if self.sequences == 1 and len(tokens_BN) == 1:  # one sequence is a chain, which costs less to score and verify
+            return Tree.chain(tokens_BN.shape[1] - 1).to(tokens_BN.device), tokens_BN
+        return Tree.from_parents(parents_BN, self.depth, depth_BN), tokens_BN
+
+    def search(self, root_B1: Tensor, candidates_BKC: Tensor, log_probs_BKC: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+        """The best sequences as `Lattice.best_paths` gives them, [B, N] each: parents, depths, places of candidates."""
+        if self.table is None:
+            first_BC = log_probs_BKC[:, 0]
+            edges_BKCC = log_probs_BKC[:, 1:, :, None].expand(-1, -1, -1, log_probs_BKC.shape[2])
+        else:
+            before_BKC = torch.cat((root_B1[:, :, None].expand_as(candidates_BKC[:, :1]), candidates_BKC[:, :-1]), 1)
+            log_r_BKCC = self.table.look_up(
+                before_BKC[:, :, None], candidates_BKC[..., None], self._log_unseen, self.smoothing, self.strength
+            )
+            edges_BKCC = log_r_BKCC + log_probs_BKC[..., None]
+            first_BC, edges_BKCC = edges_BKCC[:, 0, :, 0], edges_BKCC[:, 1:]
+        if self._lattice is None or self._lattice.sizes != log_probs_BKC.shape:
+            rows, levels, width = log_probs_BKC.shape
+            self._lattice = Lattice(rows, levels, width, self.sequences, root_B1.device, self.full)
+        return self._lattice.best_paths(first_BC, edges_BKCC)
+
+    def forwards(self, nodes: float) -> list[tuple[Any, int]]:
+        return [(self.heads, 1)]
+
+
+def states_of(heads: Any) -> str:
+    """Which of the target's hidden states heads read; those after the final norm where they do not say, or are None."""
+    return getattr(heads, "states", "after-norm")
+
+
+def attach_projection(heads: Any, model: PreTrainedModel, device: torch.device) -> None:
+    """Give heads that have no projection of their own the target's; other heads stay as they are.
+
+    Args:
+        heads: heads, or None. Those in question have `projection_kind` "target".
+        model: the target, with or without peft's wrapper.
+        device: where its scorer makes hidden states.
+
+    Raises:
+        ValueError: the projection is offloaded; one of another hidden size or vocabulary.
+    """
+    if getattr(heads, "projection_kind", None) != "target":
+        return
+    weight_VD = model.get_output_embeddings().weight.detach()
+    if weight_VD.device.type == "meta":
+        raise ValueError("the heads use the target's output projection, which is offloaded: keep it on a device")
+    heads.attach(weight_VD.to(device))
+
+
+def _check_heads(heads: HeadModule, context: Context) -> None:
+    """ValueError for heads of another target, or of other states of it, as far as they know what they read."""
+    if hasattr(heads, "vocab_size"):
+        check_same_vocabulary(context.target, heads, "module of prediction heads")
+    theirs, mine = getattr(heads, "hidden_size", context.target.hidden_size), context.target.hidden_size
+    if theirs != mine:
+        raise ValueError(f"the heads take hidden states of {theirs}, the target makes {mine}")
+    if states_of(heads) != context.target.states:
+        raise ValueError(
+            f"the heads read hidden states {states_of(heads)}, the target gives those {context.target.states}: wrap it "
+            f"with wrap_model(model, states={states_of(heads)!r})"
+        )

@@ -1,0 +1,126 @@
+"""Drafts without a draft model: from counted unigrams and bigrams, or from the text that is already there.
+
+Shape letters: B batch, S buffer slots, K depth, V vocabulary.
+"""
+
+from __future__ import annotations
+
+from typing import Literal
+
+import numpy as np
+import torch
+
+from ...checkpoints.table.smoothing import check_smoothing
+from ...checkpoints.table.table import BigramTable
+from ..engine import Context, Limits, Proposal, Proposer
+from ..models.base import check_same_vocabulary
+from ..rng import categorical
+from ..tree import Tree
+from ..warpers import warp
+
+
+class TableChain(Proposer):
+    """A chain of `gamma` tokens from a table of counts: each by itself, or each after the one before.
+
+    The n-gram baselines of the speculative-decoding slides ("Empirical α values"), warped as any drafter is.
+
+    Args:
+        prior: weight of the unigram distribution in what follows a token, where there is no smoothing.
+        smoothing: of what follows a token: "none", "add-k" or "kneser-ney", see `table_smoothing.Smoothed`.
+        strength: k, or the discount; 0 is the smoothing's default.
+
+    Raises:
+        ValueError: a setting that cannot be; it is named. At the start of decoding: a table of another vocabulary.
+    """
+
+    def __init__(
+        self,
+        table: BigramTable,
+        gamma: int,
+        order: Literal[1, 2],
+        prior: float,
+        smoothing: str = "none",
+        strength: float = 0.0,
+    ) -> None:
+        if gamma < 1:
+            raise ValueError(f"gamma must be at least 1, got {gamma}")
+        if prior <= 0:
+            raise ValueError(f"prior must be above 0, got {prior}")
+        check_smoothing(smoothing, strength)
+        self.table, self.gamma, self.order, self.prior = table, gamma, order, prior
+        self.smoothing, self.strength = smoothing, strength
+
+    def room(self, limits: Limits) -> tuple[int, int]:
+        return self.gamma + 1, self.gamma
+
+    def start(self, context: Context) -> None:
+        check_same_vocabulary(context.target, self.table, "table")
+        device = context.ids_BS.device
+        self._rows = self.table.distributions(device, self.prior, self.smoothing, self.strength)
+        self._unigram_V = self._rows.unigram_V.log()
+        self._commonest = self._unigram_V.argmax()
+        self._tree = Tree.chain(self.gamma).to(device)
+
+    def propose(self, context: Context) -> Proposal:
+        greedy = context.sampling.greedy
+        tokens, probs = [context.root_B1], []
+        uniform_BK = None if greedy else context.rng.uniform(self.gamma)
+        for level in range(self.gamma):
+            last_B1 = tokens[-1]
+            if uniform_BK is None:
+                chosen_B1 = self._rows.most_likely(last_B1) if self.order == 2 else self._commonest.expand_as(last_B1)
+                tokens.append(chosen_B1)
+                continue
+            log_BMV = self._rows.after(last_B1).log() if self.order == 2 else self._unigram_V.expand(*last_B1.shape, -1)
+            probs.append(warp(log_BMV, context.sampling))
+            tokens.append(categorical(probs[-1], uniform_BK[:, level, None]))
+        return Proposal(self._tree, torch.cat(tokens, 1), torch.cat(probs, 1) if probs else None)
+
+
+class PromptLookup(Proposer):
+    """The tokens that followed the last time the text ended as it ends now (prompt look-up).
+
+    The longest match of `longest` down to 1 tokens counts, the latest of equals. What follows is read on beyond the
+    end of the text as if it repeated itself from the match on. Rows without a match propose nothing.
+
+    Raises:
+        ValueError: `gamma` or `longest` below 1.
+    """
+
+    def __init__(self, gamma: int, longest: int) -> None:
+        if gamma < 1 or longest < 1:
+            raise ValueError(f"prompt look-up needs gamma and ngram of at least 1, got {gamma} and {longest}")
+        self.gamma, self.longest = gamma, longest
+
+    def room(self, limits: Limits) -> tuple[int, int]:
+        return self.gamma + 1, self.gamma
+
+    def propose(self, context: Context) -> Proposal:
+        # On the host, where every committed token is known already: nothing is waited for.
+        places_B = lookup(context.host_ids_BS, np.array(context.lengths), self.longest)
+        found_B = places_B >= 0
+        device = context.ids_BS.device
+        depth = self.gamma if found_B.any() else 0
+        lengths_B1, places_B1 = np.array(context.lengths)[:, None], places_B[:, None]
+        source_BK = places_B1 + np.arange(depth) % np.maximum(lengths_B1 - places_B1, 1)
+        tokens_BK = np.take_along_axis(context.host_ids_BS, np.where(found_B[:, None], source_BK, 0), 1)
+        tokens_BN = torch.cat((context.root_B1, torch.from_numpy(tokens_BK).to(device)), 1)
+        proposal = Proposal(Tree.chain(depth).to(device), tokens_BN, levels=self.gamma)
+        if depth and not found_B.all():
+            proposal.valid_BN = torch.from_numpy(found_B).to(device)[:, None].expand(-1, depth + 1)
+        return proposal
+
+
+def lookup(ids_BS: np.ndarray, lengths_B: np.ndarray, longest: int) -> np.ndarray:
+    """Where the text goes on after the latest earlier occurrence of its last tokens; -1: nowhere. int64 [B]."""
+    rows_B, slots_S = np.arange(len(ids_BS)), np.arange(ids_BS.shape[1])
+    matches_BS = slots_S < lengths_B[:, None] - 1  # the token at a slot equals the last one, and so on backwards
+    place_B = np.full(len(ids_BS), -1)
+    for back in range(min(longest, ids_BS.shape[1])):
+        last_B = ids_BS[rows_B, np.maximum(lengths_B - 1 - back, 0)]
+        shifted_BS = np.full_like(ids_BS, -1)
+        shifted_BS[:, back:] = ids_BS[:, : ids_BS.shape[1] - back]
+        matches_BS &= (shifted_BS == last_B[:, None]) & (back < lengths_B[:, None])
+        latest_B = ids_BS.shape[1] - 1 - matches_BS[:, ::-1].argmax(1)
+        place_B = np.where(matches_BS.any(1), latest_B + 1, place_B)
+    return place_B

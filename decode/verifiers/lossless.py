@@ -1,0 +1,389 @@
+"""Verifiers that keep the target's distribution: which path of a scored tree is kept, and what comes after it.
+
+In formulas p is the target's and q the drafter's warped distribution, as in the multi-candidate paper. `lossy.py` holds
+the verifiers that give some of p up.
+
+Shape letters: B batch, N tree nodes, M nodes with children or chains, C children of a node, K depth, V vocabulary.
+"""
+
+from __future__ import annotations
+
+from typing import Literal
+
+import torch
+from torch import Tensor
+
+from ..engine import Proposal, Verdict, Verifier
+from ..rng import Rng, categorical
+from ..tree import Tree
+
+_TINY = torch.finfo(torch.float32).tiny
+
+
+class Sample(Verifier):
+    """Nothing was proposed: draw the next token from the target (autoregressive decoding)."""
+
+    lossless = True
+    judges: Literal["probabilities"] = "probabilities"
+
+    def verify(self, proposal: Proposal, target_BNV: Tensor, rng: Rng) -> Verdict:
+        return nothing_accepted(categorical(target_BNV[:, 0], rng.uniform()))
+
+
+class GreedyMatch(Verifier):
+    """Keep the longest path on which each token is the target's most likely one after its parent.
+
+    Exact at temperature 0 for any proposal: what is kept is what greedy decoding would have written (`slim.txt`, eq. 1;
+    blockwise parallel decoding and Medusa verify the same way).
+    """
+
+    lossless = True
+    judges: Literal["logits"] = "logits"
+
+    def verify(self, proposal: Proposal, target_BNV: Tensor, rng: Rng) -> Verdict:
+        best_BN = target_BNV.argmax(-1)
+        tree, tokens_BN = proposal.tree, proposal.tokens_BN
+        if tree.max_depth == 0:
+            return nothing_accepted(best_BN[:, 0])
+        if tree.is_chain:
+            accepted_B = count_prefix(tokens_BN[:, 1:] == best_BN[:, :-1], proposal.valid_BN)
+            return chain_verdict(proposal, accepted_B, best_BN.gather(1, accepted_B[:, None])[:, 0])
+        above_BN = tree.line_BNP[..., 1].expand_as(tokens_BN)
+        matches_BN = tokens_BN == best_BN.gather(1, above_BN)
+        if proposal.valid_BN is not None:
+            matches_BN &= proposal.valid_BN
+        # The matching child of each node, or the node itself. Column 0 takes what matches nothing, the root (whose
+        # parent is -1) and padding.
+        numbers_1N1 = torch.arange(-1, tree.nodes, device=tokens_BN.device)[None]
+        numbers_BN1 = numbers_1N1.expand(len(tokens_BN), -1)
+        next_BN1 = numbers_BN1.scatter(1, (tree.parents_BN + 1) * matches_BN, numbers_BN1[:, 1:])
+        last_B, verdict = walk(proposal, next_BN1[:, 1:])
+        verdict.next_B = at(best_BN, last_B)
+        return verdict
+
+
+class ExactChain(Verifier):
+    """Speculative sampling: accept x with probability min(1, p(x)/q(x)), else draw from [p - q]+.
+
+    Source: speculative-decoding slides, Algorithm 1 and its proof (Leviathan et al.; Chen et al.). A proposal without
+    `draft_probs_BMV` was not drawn at all: q is 1 at its tokens.
+    """
+
+    lossless = True
+    judges: Literal["probabilities"] = "probabilities"
+    tolerance = 0.0
+
+    def verify(self, proposal: Proposal, target_BNV: Tensor, rng: Rng) -> Verdict:
+        assert proposal.tree.is_chain
+        depth = proposal.tree.max_depth
+        uniform_BU = rng.uniform((proposal.levels or depth) + 1)
+        if depth == 0:
+            return nothing_accepted(categorical(target_BNV[:, 0], uniform_BU[:, -1]))
+        drafted_BK1 = proposal.tokens_BN[:, 1:, None]
+        target_BK = target_BNV[:, :-1].gather(2, drafted_BK1)[..., 0]
+        uniform_BK = uniform_BU[:, :depth]
+        if proposal.draft_probs_BMV is not None:
+            uniform_BK = uniform_BK * proposal.draft_probs_BMV.gather(2, drafted_BK1)[..., 0]
+        accepted_B = count_prefix(uniform_BK < target_BK + self.tolerance, proposal.valid_BN)
+        rejected_B = accepted_B < depth
+        if proposal.valid_BN is not None:
+            rejected_B = at(torch.nn.functional.pad(proposal.valid_BN, (0, 1)), accepted_B + 1)
+        at_B11 = accepted_B[:, None, None].expand(-1, 1, target_BNV.shape[-1])
+        target_BV = target_BNV.gather(1, at_B11)[:, 0]
+        if proposal.draft_probs_BMV is not None:
+            draft_BV = proposal.draft_probs_BMV.gather(1, at_B11.clamp(max=depth - 1))[:, 0]
+        else:
+            refused_B1 = drafted_BK1[:, :, 0].gather(1, accepted_B[:, None].clamp(max=depth - 1))
+            draft_BV = torch.zeros_like(target_BV).scatter_(1, refused_B1, 1.0)
+        next_probs_BV = torch.where(rejected_B[:, None], self.after_refusal(target_BV, draft_BV), target_BV)
+        return chain_verdict(proposal, accepted_B, categorical(next_probs_BV, uniform_BU[:, -1]))
+
+    def after_refusal(self, target_BV: Tensor, draft_BV: Tensor) -> Tensor:
+        """[B, V] what the token in place of a refused one is drawn from."""
+        return residual(target_BV, draft_BV)
+
+
+class MultiCandidate(Verifier):
+    """Multi-candidate speculative sampling over a tree: each node's children are tried in turn.
+
+    With replacement Algorithm 1 of the multi-candidate paper; without, Algorithm 2, where a refused token leaves q too.
+    A child that the drafter could not fill (`valid_BN` False) is passed over. Both keep the target's distribution
+    (appendices A and B). For one candidate a level both are speculative sampling.
+
+    The children of all nodes are tried at once; then the path is walked. What is left of p is kept unnormalised beside
+    its mass, and q beside the mass that has not been drawn from it: a refused token has nothing left of p, so that it
+    does not matter that q still holds it.
+    """
+
+    lossless = True
+    judges: Literal["probabilities"] = "probabilities"
+
+    def __init__(self, replacement: bool) -> None:
+        self.replacement = replacement
+
+    def verify(self, proposal: Proposal, target_BNV: Tensor, rng: Rng) -> Verdict:
+        assert proposal.draft_probs_BMV is not None
+        tree, rows = proposal.tree, len(target_BNV)
+        children_MC, exists_MC = tree.inner_children
+        uniform_BX = rng.uniform(children_MC.numel() + 1)
+        tokens_BMC = select(proposal.tokens_BN, children_MC)
+        draft_BMC = proposal.draft_probs_BMV.gather(2, tokens_BMC)
+        exists_BMC = exists_MC.expand(rows, -1, -1)
+        if proposal.valid_BN is not None:
+            exists_BMC = exists_BMC & select(proposal.valid_BN, children_MC)
+        accepted_BM = self._accept(
+            proposal, target_BNV, tokens_BMC, draft_BMC, exists_BMC, uniform_BX[:, :-1].view_as(draft_BMC)
+        )
+        child_BM = children_MC.expand(rows, -1, -1).gather(2, accepted_BM.clamp(min=0)[..., None])[..., 0]
+        here_M = torch.arange(accepted_BM.shape[1], device=accepted_BM.device)
+        last_B, verdict = walk(proposal, torch.where(accepted_BM < 0, here_M, child_BM))
+        left_BV = self._left(proposal, target_BNV, last_B, draft_BMC, exists_BMC)
+        verdict.next_B = categorical(left_BV, uniform_BX[:, -1])
+        return verdict
+
+    def _accept(
+        self,
+        proposal: Proposal,
+        target_BNV: Tensor,
+        tokens_BMC: Tensor,
+        draft_BMC: Tensor,
+        exists_BMC: Tensor,
+        uniform_BMC: Tensor,
+    ) -> Tensor:
+        """[B, M] which of its children each node accepts; -1: none."""
+        assert proposal.draft_probs_BMV is not None
+        left_BMV, draft_BMV = target_BNV[:, : tokens_BMC.shape[1]], proposal.draft_probs_BMV
+        mass_BM = torch.ones_like(draft_BMC[..., 0])
+        rest_BM = mass_BM
+        accepted_BM = torch.full_like(tokens_BMC[..., 0], -1)
+        for place in range(tokens_BMC.shape[2]):
+            tokens_BM, draft_BM, exists_BM, uniform_BM = (
+                part_BMC[..., place] for part_BMC in (tokens_BMC, draft_BMC, exists_BMC, uniform_BMC)
+            )
+            before_BM = accepted_BM
+            if place:
+                # Only for nodes that have another child is it worth knowing what the refused one left.
+                more_M, nodes_M = proposal.tree.more_children[place - 1]
+                tokens_BM, draft_BM, exists_BM, uniform_BM, before_BM = (
+                    part_BM.index_select(1, nodes_M)
+                    for part_BM in (tokens_BM, draft_BM, exists_BM, uniform_BM, accepted_BM)
+                )
+                share_BM1 = (mass_BM / rest_BM.clamp(min=_TINY)).index_select(1, more_M)[..., None]
+                draft_BMV, left_BMV = draft_BMV.index_select(1, more_M), left_BMV.index_select(1, more_M)
+                left_BMV = torch.addcmul(left_BMV, share_BM1, draft_BMV, value=-1).clamp_(min=0)
+                mass_BM, rest_BM = left_BMV.sum(-1), rest_BM.index_select(1, more_M)
+                if not self.replacement:
+                    rest_BM = rest_BM - draft_BMC[..., place - 1].index_select(1, nodes_M)
+            target_BM = left_BMV.gather(2, tokens_BM[..., None])[..., 0]
+            passes_BM = (uniform_BM * draft_BM * mass_BM < target_BM * rest_BM) & exists_BM
+            if place:
+                accepted_BM.index_copy_(1, nodes_M, torch.where(passes_BM & (before_BM < 0), place, before_BM))
+            else:
+                accepted_BM += passes_BM
+        return accepted_BM
+
+    def _left(
+        self, proposal: Proposal, target_BNV: Tensor, node_B: Tensor, draft_BMC: Tensor, exists_BMC: Tensor
+    ) -> Tensor:
+        """What is left of p, [B, V], where each row's path ends and all children were refused."""
+        assert proposal.draft_probs_BMV is not None
+        target_BV = left_BV = at(target_BNV, node_B)
+        inner_B = node_B.clamp(max=draft_BMC.shape[1] - 1)
+        draft_BV, draft_BC = at(proposal.draft_probs_BMV, inner_B), at(draft_BMC, inner_B)
+        refused_BC = at(exists_BMC, inner_B) & (inner_B == node_B)[:, None]
+        mass_B1 = torch.ones_like(target_BV[:, :1])
+        rest_B1 = mass_B1
+        for place in range(draft_BC.shape[1]):
+            share_B1 = torch.where(refused_BC[:, place, None], mass_B1 / rest_B1.clamp(min=_TINY), 0.0)
+            left_BV = torch.addcmul(left_BV, share_B1, draft_BV, value=-1).clamp_(min=0)
+            mass_B1 = left_BV.sum(1, keepdim=True)
+            if not self.replacement:
+                rest_B1 = rest_B1 - draft_BC[:, place, None]
+        # Rounding alone can leave nothing at all.
+        return torch.where(mass_B1 > 0, left_BV, target_BV)
+
+
+class SampleAndMatch(Verifier):
+    """Naive sampling: draw each token from the target, and go on along the tree while it holds what was drawn.
+
+    With candidates from a draft model this is MCNS (multi-candidate paper, section 4.5 and appendix C), which accepts
+    less than its residual methods. With candidates that no chance was involved in, such as those of prediction heads,
+    no exact method accepts more: p's mass on the candidates.
+    """
+
+    lossless = True
+    judges: Literal["probabilities"] = "probabilities"
+
+    def verify(self, proposal: Proposal, target_BNV: Tensor, rng: Rng) -> Verdict:
+        tree, tokens_BN = proposal.tree, proposal.tokens_BN
+        rows, depth = len(tokens_BN), tree.max_depth
+        uniform_BU = rng.uniform((proposal.levels or depth) + 1)
+        node_B = tokens_BN.new_zeros(rows)
+        drawn_B = categorical(target_BNV[:, 0], uniform_BU[:, 0])
+        if depth == 0:
+            return nothing_accepted(drawn_B)
+        path_BK = identity_path(tree, rows).clone()
+        accepted_B = node_B.clone()
+        alive_B = torch.ones_like(node_B, dtype=torch.bool)
+        for level in range(depth):
+            children_BN = (tree.parents_BN == node_B[:, None]) & alive_B[:, None]
+            if proposal.valid_BN is not None:
+                children_BN &= proposal.valid_BN
+            matches_BN = children_BN & (tokens_BN == drawn_B[:, None])
+            found_B, child_B = matches_BN.any(1), matches_BN.int().argmax(1)
+            path_BK[:, level] = torch.where(found_B, child_B, path_BK[:, level])
+            accepted_B += found_B
+            node_B = torch.where(found_B, child_B, node_B)
+            drawn_B = torch.where(found_B, categorical(at(target_BNV, node_B), uniform_BU[:, level + 1]), drawn_B)
+            alive_B = found_B
+        return Verdict(path_BK, accepted_B, drawn_B)
+
+
+class SeveralDrafters(Verifier):
+    """One chain a drafter, verified token by token: the chains' candidates are tried in turn, each against its own q.
+
+    Algorithm 1 of the multi-candidate paper with q replaced by q_m for the m-th candidate, as SpecInfer verifies (its
+    multi-step speculative sampling; `mjsd.txt`, section 6). Chains that agree with the accepted token stay in play.
+    """
+
+    lossless = True
+    judges: Literal["probabilities"] = "probabilities"
+
+    def verify(self, proposal: Proposal, target_BNV: Tensor, rng: Rng) -> Verdict:
+        assert proposal.chains is not None
+        nodes_BMK, probs_BMKV = proposal.chains.nodes_BMK, proposal.chains.probs_BMKV
+        rows, chains, depth = nodes_BMK.shape
+        tokens_BMK = proposal.tokens_BN.gather(1, nodes_BMK.flatten(1)).view_as(nodes_BMK)
+        uniform_BKM, last_B = rng.uniform(depth, chains), rng.uniform()
+        path_BK = identity_path(proposal.tree, rows).clone()
+        alive_BM = torch.ones(rows, chains, dtype=torch.bool, device=path_BK.device)
+        left_BV = target_BNV[:, 0]
+        accepted_B = path_BK.new_zeros(rows)
+        for level in range(depth):
+            tokens_BM = tokens_BMK[:, :, level]
+            chain_B, left_BV = self.pick(alive_BM, tokens_BM, probs_BMKV[:, :, level], left_BV, uniform_BKM[:, level])
+            found_B = chain_B >= 0
+            winner_B1 = chain_B.clamp(min=0)[:, None]
+            node_B = nodes_BMK[:, :, level].gather(1, winner_B1)[:, 0]
+            path_BK[:, level] = torch.where(found_B, node_B, path_BK[:, level])
+            accepted_B += found_B
+            left_BV = torch.where(found_B[:, None], at(target_BNV, node_B), left_BV)
+            alive_BM = alive_BM & found_B[:, None] & (tokens_BM == tokens_BM.gather(1, winner_B1))
+        return Verdict(path_BK, accepted_B, categorical(left_BV, last_B))
+
+    def pick(
+        self, alive_BM: Tensor, tokens_BM: Tensor, draft_BMV: Tensor, target_BV: Tensor, uniform_BM: Tensor
+    ) -> tuple[Tensor, Tensor]:
+        """[B] the chain whose token is accepted (-1: none), and [B, V] what is left of the target's mass."""
+        found_B = torch.full_like(tokens_BM[:, 0], -1)
+        for chain in range(tokens_BM.shape[1]):
+            here_B = alive_BM[:, chain] & (found_B < 0)
+            token_B1, draft_BV = tokens_BM[:, chain, None], draft_BMV[:, chain]
+            target_B, draft_B = target_BV.gather(1, token_B1)[:, 0], draft_BV.gather(1, token_B1)[:, 0]
+            accept_B = here_B & (uniform_BM[:, chain] * draft_B < target_B)
+            found_B = torch.where(accept_B, chain, found_B)
+            target_BV = torch.where((here_B & ~accept_B)[:, None], residual(target_BV, draft_BV), target_BV)
+        return found_B, target_BV
+
+
+class KSequential(SeveralDrafters):
+    """SpecTr's k-SEQ: of k independent chains' tokens the first x with u < p(x) / (ρ q(x)) is accepted.
+
+    ρ is the smallest at which what is left of p is a distribution (`k_seq_rho`). With one chain in play, ρ is 1 and the
+    rule is speculative sampling's. Source: Sun et al. 2023, Algorithm 2 (the baseline `Spectr` of `mjsd.txt`, 5.1).
+    """
+
+    def pick(
+        self, alive_BM: Tensor, tokens_BM: Tensor, draft_BMV: Tensor, target_BV: Tensor, uniform_BM: Tensor
+    ) -> tuple[Tensor, Tensor]:
+        # All chains in play have the same past, and so the same q.
+        draft_BV = at(draft_BMV, alive_BM.int().argmax(1))
+        count_B1 = alive_BM.sum(1, keepdim=True).clamp(min=1)
+        rho_B1 = k_seq_rho(target_BV, draft_BV, count_B1)
+        target_BM, draft_BM = target_BV.gather(1, tokens_BM), draft_BV.gather(1, tokens_BM)
+        accept_BM = alive_BM & (uniform_BM * rho_B1 * draft_BM < target_BM)
+        found_B, first_B = accept_BM.any(1), accept_BM.int().argmax(1)
+        # Each chain gives x with probability min(q, p/ρ), after s = Σ (1 - β)^i refusals of those before it.
+        each_BV = torch.minimum(draft_BV, target_BV / rho_B1)
+        beta_B1 = each_BV.sum(1, keepdim=True)
+        times_B1 = torch.where(beta_B1 > 0, (1 - (1 - beta_B1) ** count_B1) / beta_B1.clamp(min=1e-30), count_B1)
+        left_BV = normalise(target_BV - each_BV * times_B1, target_BV)
+        refused_B1 = (alive_BM.any(1) & ~found_B)[:, None]
+        return torch.where(found_B, first_B, -1), torch.where(refused_B1, left_BV, target_BV)
+
+
+def k_seq_rho(target_BV: Tensor, draft_BV: Tensor, count_B1: Tensor, rounds: int = 24) -> Tensor:
+    """The ρ in [1, k] with 1 - (1 - β(ρ))^k = ρ β(ρ), β(ρ) = Σ min(q, p/ρ), by bisection from above; [B, 1].
+
+    Args:
+        count_B1: k, how many independent draws from q there are.
+    """
+    low_B1 = torch.ones_like(target_BV[:, :1])
+    high_B1 = count_B1.to(low_B1.dtype)
+    for _ in range(rounds):
+        rho_B1 = (low_B1 + high_B1) / 2
+        beta_B1 = torch.minimum(draft_BV, target_BV / rho_B1).sum(1, keepdim=True).clamp(max=1)
+        enough_B1 = rho_B1 * beta_B1 >= 1 - (1 - beta_B1) ** count_B1
+        low_B1, high_B1 = torch.where(enough_B1, low_B1, rho_B1), torch.where(enough_B1, rho_B1, high_B1)
+    return high_B1
+
+
+def residual(target_XV: Tensor, draft_XV: Tensor) -> Tensor:
+    """[p - q]+ normalised, [..., V]; p itself where nothing is left, which only rounding can bring about."""
+    return normalise(target_XV - draft_XV, target_XV)
+
+
+def normalise(mass_XV: Tensor, otherwise_XV: Tensor) -> Tensor:
+    """The positive part of a mass, scaled to sum to 1; `otherwise_XV` where there is none."""
+    left_XV = mass_XV.clamp(min=0)
+    mass_X1 = left_XV.sum(-1, keepdim=True)
+    return torch.where(mass_X1 > 0, left_XV / torch.where(mass_X1 > 0, mass_X1, 1.0), otherwise_XV)
+
+
+def at(values_BNX: Tensor, node_B: Tensor) -> Tensor:
+    """[B, X] values[b, node[b]] of each row; values [1, N, X] stand for all rows."""
+    if len(values_BNX) == 1:
+        return values_BNX[0].index_select(0, node_B)  # several times cheaper than indexing by two tensors
+    return values_BNX[torch.arange(len(values_BNX), device=values_BNX.device), node_B]
+
+
+def select(values_BN: Tensor, nodes_MC: Tensor) -> Tensor:
+    """[B, M, C] the values of the given nodes, the same ones in each row."""
+    return values_BN.index_select(1, nodes_MC.flatten()).unflatten(1, nodes_MC.shape)
+
+
+def identity_path(tree: Tree, rows: int) -> Tensor:
+    """[B, K] a path on which nothing is accepted yet: column i holds i + 1."""
+    return torch.arange(1, tree.max_depth + 1, device=tree.parents_BN.device).expand(rows, -1)
+
+
+def nothing_accepted(next_B: Tensor) -> Verdict:
+    """The verdict on a root alone."""
+    return Verdict(next_B.new_zeros(len(next_B), 0), torch.zeros_like(next_B), next_B)
+
+
+def count_prefix(passes_BK: Tensor, valid_BN: Tensor | None) -> Tensor:
+    """[B] how many of a chain's tokens pass one after another."""
+    if valid_BN is not None:
+        passes_BK = passes_BK & valid_BN[:, 1:]
+    return passes_BK.cumprod(1).sum(1)
+
+
+def chain_verdict(proposal: Proposal, accepted_B: Tensor, next_B: Tensor) -> Verdict:
+    """The verdict that keeps the first tokens of a chain."""
+    return Verdict(identity_path(proposal.tree, len(accepted_B)), accepted_B, next_B)
+
+
+def walk(proposal: Proposal, next_BN: Tensor) -> tuple[Tensor, Verdict]:
+    """Follow `next_BN` from the root until a node names itself: the last node [B], and the verdict that keeps the path.
+
+    The verdict's next token is left open.
+    """
+    line = [next_BN.new_zeros(len(next_BN), 1)]
+    for _ in range(proposal.tree.max_depth):
+        line.append(next_BN.gather(1, line[-1]))
+    line_BK1 = torch.cat(line, 1)
+    moved_BK = line_BK1[:, 1:] != line_BK1[:, :-1]
+    path_BK = torch.where(moved_BK, line_BK1[:, 1:], identity_path(proposal.tree, len(line_BK1)))
+    last_B = line_BK1[:, -1]
+    return last_B, Verdict(path_BK, moved_BK.sum(1), last_B)

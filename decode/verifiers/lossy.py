@@ -1,0 +1,174 @@
+"""Verifiers that give up some of the target's distribution, for speed or for likelier text. None is lossless.
+
+In formulas p is the target's and q the drafter's warped distribution, as in the multi-candidate paper.
+
+Shape letters: B batch, N tree nodes, K depth, V vocabulary.
+"""
+
+from __future__ import annotations
+
+import math
+from typing import Literal
+
+import torch
+from torch import Tensor
+
+from ..engine import Proposal, Verdict, Verifier
+from ..rng import Rng, categorical
+from .lossless import ExactChain, at, chain_verdict, count_prefix, normalise, walk
+
+Judges = Literal["probabilities", "unwarped"]
+
+
+class JointLikelihood(Verifier):
+    """Keep the longest prefix of a chain whose joint likelihood passes: min(1, p(x1..j)/q(x1..j)) > threshold.
+
+    Source: `mjsd.txt`, section 3.2 and Algorithm 1. It aims at likely sequences, not at the target's distribution. A
+    prefix may pass although a shorter one failed.
+
+    Raises:
+        ValueError: a threshold outside [0, 1].
+    """
+
+    lossless = False
+
+    def __init__(self, threshold: float, greedy: bool) -> None:
+        if not 0 <= threshold <= 1:
+            raise ValueError(f"the threshold of joint likelihood must lie in [0, 1], got {threshold}")
+        self._log_threshold = math.log(threshold) if threshold else -math.inf
+        # One-hot probabilities know no likelihood: at temperature 0 both models are judged unwarped.
+        self.judges: Judges = "unwarped" if greedy else "probabilities"
+
+    def verify(self, proposal: Proposal, target_BNV: Tensor, rng: Rng) -> Verdict:
+        assert proposal.tree.is_chain
+        assert proposal.draft_scores_BN is not None
+        depth = proposal.tree.max_depth
+        target_BK = target_BNV[:, :-1].gather(2, proposal.tokens_BN[:, 1:, None])[..., 0]
+        log_ratio_BK = target_BK.log().cumsum(1) - proposal.draft_scores_BN[:, 1:]
+        passes_BK = log_ratio_BK.clamp(max=0) > self._log_threshold
+        place_K = torch.arange(1, depth + 1, device=passes_BK.device)
+        accepted_B = (passes_BK * place_K).amax(1)
+        verdict = chain_verdict(proposal, accepted_B, _next(self, target_BNV, accepted_B, rng))
+        verdict.examined_B, verdict.rejected_B = torch.full_like(accepted_B, depth), accepted_B < depth
+        return verdict
+
+
+class Rollback(Verifier):
+    """Keep draft tokens up to the first one that the target finds too unlikely: -log p(x) > threshold.
+
+    Source: BiLD's rollback policy (`mjsd.txt`, section 6 and table 5, τ₂).
+
+    Raises:
+        ValueError: a threshold below 0.
+    """
+
+    lossless = False
+
+    def __init__(self, threshold: float, greedy: bool) -> None:
+        if threshold < 0:
+            raise ValueError(f"the rollback threshold must be at least 0, got {threshold}")
+        self._log_threshold = -threshold
+        self.judges: Judges = "unwarped" if greedy else "probabilities"
+
+    def verify(self, proposal: Proposal, target_BNV: Tensor, rng: Rng) -> Verdict:
+        assert proposal.tree.is_chain
+        target_BK = target_BNV[:, :-1].gather(2, proposal.tokens_BN[:, 1:, None])[..., 0]
+        accepted_B = count_prefix(target_BK.log() >= self._log_threshold, proposal.valid_BN)
+        return chain_verdict(proposal, accepted_B, _next(self, target_BNV, accepted_B, rng))
+
+
+class OverAcceptance(ExactChain):
+    """Accept x with probability b = min(1, (p(x) + ε)/q(x)): fewer rejections, at the price of a bias.
+
+    `optimal` draws the token in place of a refused one from [p - b q]+, which gives the smallest bias that b allows;
+    otherwise from p (Decoding-OPT and Decoding-UNO of `theory.md`, points 4 and 6). [p - b q]+ is [p - q]+: where b is
+    1 they are the same, elsewhere both are 0.
+
+    Raises:
+        ValueError: `epsilon` outside [0, 1].
+    """
+
+    lossless = False
+
+    def __init__(self, epsilon: float, optimal: bool) -> None:
+        if not 0 <= epsilon <= 1:
+            raise ValueError(f"epsilon must lie in [0, 1], got {epsilon}")
+        self.tolerance, self._optimal = epsilon, optimal
+
+    def after_refusal(self, target_BV: Tensor, draft_BV: Tensor) -> Tensor:
+        return super().after_refusal(target_BV, draft_BV) if self._optimal else target_BV
+
+
+class TypicalAcceptance(Verifier):
+    """Keep the deepest path of tokens that are typical of the target: p(x) > min(ε, δ exp(-H(p))).
+
+    Of equally deep paths the likeliest; the token after it is drawn from the typical ones. Source: Medusa's typical
+    acceptance, with its defaults ε = 0.09 and δ = 0.3.
+
+    Raises:
+        ValueError: `epsilon` outside (0, 1), or `delta` outside (0, 1].
+    """
+
+    lossless = False
+    judges: Judges = "probabilities"
+
+    def __init__(self, epsilon: float, delta: float) -> None:
+        if not (0 < epsilon < 1 and 0 < delta <= 1):
+            raise ValueError(
+                f"typical acceptance needs epsilon in (0, 1) and delta in (0, 1], got {epsilon} and {delta}"
+            )
+        self._epsilon, self._delta = epsilon, delta
+
+    def verify(self, proposal: Proposal, target_BNV: Tensor, rng: Rng) -> Verdict:
+        entropy_BN = torch.special.entr(target_BNV).sum(-1)
+        floor_BN = (self._delta * (-entropy_BN).exp()).clamp(max=self._epsilon)
+        parents_BN = proposal.tree.parents_BN.clamp(min=0).expand_as(proposal.tokens_BN)
+        rows_B1 = torch.arange(len(parents_BN), device=parents_BN.device)[:, None]
+        token_BN = target_BNV[rows_B1, parents_BN, proposal.tokens_BN]
+        log_BN = torch.where(proposal.tree.parents_BN >= 0, token_BN.log(), 0.0)
+        path_scores_BN = torch.where(proposal.tree.ancestors_BNN, log_BN[:, None], 0.0).sum(-1)
+        last_B, verdict = _deepest_path(proposal, token_BN > floor_BN.gather(1, parents_BN), path_scores_BN)
+        probs_BV, floor_B1 = at(target_BNV, last_B), at(floor_BN, last_B)[:, None]
+        typical_BV = normalise(torch.where(probs_BV > floor_B1, probs_BV, 0.0), probs_BV)
+        verdict.next_B = categorical(typical_BV, rng.uniform())
+        return verdict
+
+
+class AcceptAll(Verifier):
+    """Take a chain as it is, its last token as the one after the path: for what the target proposed itself."""
+
+    lossless = False
+    judges: Literal["logits"] = "logits"
+
+    def verify(self, proposal: Proposal, target_BNV: Tensor, rng: Rng) -> Verdict:
+        depth, tokens_BN = proposal.tree.max_depth, proposal.tokens_BN
+        accepted_B = torch.full_like(tokens_BN[:, 0], depth - 1)
+        verdict = chain_verdict(proposal, accepted_B, tokens_BN[:, -1])
+        verdict.examined_B, verdict.rejected_B = accepted_B, torch.zeros_like(accepted_B, dtype=torch.bool)
+        return verdict
+
+
+def _deepest_path(proposal: Proposal, passes_BN: Tensor, score_BN: Tensor) -> tuple[Tensor, Verdict]:
+    """The deepest node of those whose whole path passes, and the verdict that keeps it; its next token is left open.
+
+    Of equally deep ones that of the highest score is taken.
+    """
+    tree = proposal.tree
+    rows, nodes = passes_BN.shape
+    passes_BN = passes_BN & (tree.parents_BN >= 0)
+    passes_BN[:, 0] = True
+    on_path_BN = (passes_BN[:, None] | ~tree.ancestors_BNN).all(-1)
+    reach_BN = torch.where(on_path_BN, tree.depth_BN, -1)
+    deepest_BN = reach_BN == reach_BN.amax(1, keepdim=True)
+    last_B = torch.where(deepest_BN, score_BN, -torch.inf).argmax(1)
+    line_BN = at(tree.ancestors_BNN.expand(rows, -1, -1), last_B)
+    here_BN = torch.arange(nodes, device=line_BN.device).expand(rows, -1)
+    next_BN1 = torch.nn.functional.pad(here_BN, (0, 1))
+    leads_BN = line_BN & (tree.parents_BN >= 0)
+    return walk(proposal, next_BN1.scatter_(1, torch.where(leads_BN, tree.parents_BN, nodes), here_BN))
+
+
+def _next(verifier: JointLikelihood | Rollback, target_BNV: Tensor, accepted_B: Tensor, rng: Rng) -> Tensor:
+    """The token after the path: the target's best where it is judged unwarped (temperature 0), else a sample."""
+    probs_BV = at(target_BNV, accepted_B)
+    return probs_BV.argmax(-1) if verifier.judges == "unwarped" else categorical(probs_BV, rng.uniform())

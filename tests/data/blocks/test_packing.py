@@ -1,0 +1,81 @@
+"""Blocks, masks and the order of batches."""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+import torch
+from draftsmith.data.blocks.packing import Batch, global_batch, pack_best_fit
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+
+@settings(max_examples=200, deadline=None)
+@given(st.integers(1, 40).flatmap(lambda size: st.tuples(st.just(size), st.lists(st.integers(1, size), max_size=60))))
+def test_packing_places_every_document_once_and_wastes_little(case: tuple[int, list[int]]) -> None:
+    size, lengths = case
+    blocks = pack_best_fit(lengths, size)
+    assert sorted(i for block in blocks for i in block) == list(range(len(lengths)))
+    used = [sum(lengths[i] for i in block) for block in blocks]
+    assert all(0 < total <= size for total in used)
+    # any two blocks together would overflow: a block is only opened when nothing open has room
+    assert all(a + b > size for n, a in enumerate(used) for b in used[:n])
+
+
+def test_best_fit_takes_the_fullest_block_with_room() -> None:
+    # 7 and 6 open two blocks of 10; the 3 fits both (room 3 and 4) and belongs where it leaves nothing over
+    assert pack_best_fit([6, 7, 3], 10) == [[1, 2], [0]]
+
+
+def test_a_document_longer_than_a_block_is_refused() -> None:
+    with pytest.raises(ValueError, match="a document has 11 tokens, a block only 10"):
+        pack_best_fit([3, 11], 10)
+
+
+def test_attention_mask_says_what_two_loops_say() -> None:
+    documents_BT = torch.tensor([[4, 4, 4, 9, 9, -1, -1], [7, 2, 2, 2, -1, -1, -1]])
+    empty = torch.zeros_like(documents_BT)
+    mask_B1TT = Batch(empty, empty, empty, documents_BT).attention_mask_B1TT()
+    assert mask_B1TT.dtype == torch.bool
+    assert mask_B1TT.shape == (2, 1, 7, 7)
+    for b in range(2):
+        for row in range(7):
+            for column in range(7):
+                same = documents_BT[b, row] == documents_BT[b, column] != -1
+                expected = row == column or (bool(same) and column <= row)
+                assert mask_B1TT[b, 0, row, column] == expected, (b, row, column)
+
+
+@pytest.mark.parametrize(("blocks", "batch_blocks"), [(10, 3), (7, 7), (5, 8), (1, 4), (12, 1), (3, 20)])
+def test_every_block_is_used_exactly_once_an_epoch(blocks: int, batch_blocks: int) -> None:
+    steps = 3 * blocks  # three epochs for a batch of one, more for a larger one
+    stream = np.concatenate([global_batch(blocks, batch_blocks, step, seed=5) for step in range(steps)])
+    assert len(stream) == steps * batch_blocks
+    epochs = stream[: len(stream) // blocks * blocks].reshape(-1, blocks)
+    assert all(sorted(epoch) == list(range(blocks)) for epoch in epochs.tolist())
+
+
+def test_a_step_depends_on_nothing_before_it() -> None:
+    straight = [global_batch(50, 8, step, seed=1).tolist() for step in range(30)]
+    resumed = [global_batch(50, 8, step, seed=1).tolist() for step in reversed(range(30))]
+    assert straight == resumed[::-1]
+
+
+def test_epochs_and_seeds_differ() -> None:
+    first, second = global_batch(50, 50, 0, seed=1).tolist(), global_batch(50, 50, 1, seed=1).tolist()
+    assert first != second
+    assert first != global_batch(50, 50, 0, seed=2).tolist()
+    assert first != list(range(50))
+
+
+def test_a_caller_cannot_spoil_the_order_for_others() -> None:
+    expected = global_batch(10, 4, 0, seed=3).tolist()
+    global_batch(10, 4, 0, seed=3)[:] = 0
+    assert global_batch(10, 4, 0, seed=3).tolist() == expected
+
+
+def test_impossible_batches_are_refused() -> None:
+    with pytest.raises(ValueError, match="blocks is 0, batch_blocks 4"):
+        global_batch(0, 4, 0, 0)
+    with pytest.raises(ValueError, match="batch_blocks 0"):
+        global_batch(4, 0, 0, 0)

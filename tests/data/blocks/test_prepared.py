@@ -1,0 +1,216 @@
+"""Prepared blocks hold every document once, under the right labels, and are written whole or not at all."""
+
+from __future__ import annotations
+
+import json
+from collections import Counter
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from draftsmith.data.blocks.prepared import PreparedData, prepare
+from draftsmith.data.conversations import Conversation, Turn
+from draftsmith.data.rendering.render import render_all
+from draftsmith.data.rendering.templates import get_template
+from draftsmith.data.tokenizers import load_tokenizer, train_bpe
+
+BLOCK = 64
+CHATML = get_template("chatml")
+
+
+@pytest.fixture(scope="module")
+def bpe() -> Any:
+    text = "The user asks and the assistant answers.\nuser assistant system question answer number"
+    return train_bpe([text], 300, ("<|endoftext|>", "<|im_start|>", "<|im_end|>"))
+
+
+@pytest.fixture(scope="module")
+def many() -> list[Conversation]:
+    """Forty conversations of one to three exchanges with lengths from a few tokens to more than a block."""
+    chats = []
+    for i in range(40):
+        turns: list[Turn] = []
+        for j in range(1 + i % 3):
+            turns += [
+                Turn("user", f"question number {i}-{j}"),
+                Turn("assistant", f"answer {i} " * (1 + (i * 7 + j) % 11)),
+            ]
+        chats.append(Conversation(f"c{i}", tuple(turns)))
+    return chats
+
+
+@pytest.fixture
+def prepared(many: list[Conversation], bpe: Any, tmp_path: Path) -> PreparedData:
+    return prepare(many, bpe, CHATML, BLOCK, tmp_path / "prepared", source={"name": "made up"})
+
+
+def test_every_document_is_in_the_blocks_exactly_once(
+    many: list[Conversation], bpe: Any, prepared: PreparedData
+) -> None:
+    expected = [document.ids.tolist() for document in render_all(many, bpe, CHATML, BLOCK)]
+    assert len(expected) > len(many), "some conversations must have been split for this to say anything"
+    assert [document.tolist() for document in prepared.iter_documents()] == expected
+    batch = prepared.batch(range(prepared.blocks))
+    found = Counter(batch.documents_BT[batch.documents_BT != -1].tolist())
+    assert found == {number: len(ids) for number, ids in enumerate(expected)}
+    # and each lies in one piece: it has as many different positions as tokens, 0 … n − 1
+    for number, ids in enumerate(expected):
+        place = batch.documents_BT == number
+        assert batch.positions_BT[place].tolist() == list(range(len(ids)))
+        assert batch.tokens_BT[place].tolist() == ids
+
+
+def test_labels_are_the_trainable_tokens(many: list[Conversation], bpe: Any, prepared: PreparedData) -> None:
+    documents = list(render_all(many, bpe, CHATML, BLOCK))
+    batch = prepared.batch(range(prepared.blocks))
+    for tensor in (batch.tokens_BT, batch.labels_BT, batch.positions_BT, batch.documents_BT):
+        assert tensor.dtype == torch.int64
+        assert tensor.shape == (prepared.blocks, BLOCK)
+    for number, document in enumerate(documents):
+        labels = batch.labels_BT[batch.documents_BT == number].tolist()
+        assert labels == [i if flag else -100 for i, flag in zip(document.ids, document.trainable(), strict=True)]
+    padding = batch.documents_BT == -1
+    assert padding.any(), "these lengths leave some room"
+    assert (batch.labels_BT[padding] == -100).all()
+    assert (batch.tokens_BT[padding] == bpe.pad_token_id).all()
+
+
+def test_trainable_tokens_count_the_shifted_labels(prepared: PreparedData) -> None:
+    for indices in ([0], [1, 0], list(range(prepared.blocks))):
+        batch = prepared.batch(indices)
+        predicted = batch.documents_BT[:, 1:] == batch.documents_BT[:, :-1]
+        counted = int(((batch.labels_BT[:, 1:] != -100) & predicted).sum())
+        assert prepared.trainable_tokens(indices) == counted > 0
+    assert prepared.trainable_tokens(range(prepared.blocks)) == prepared.manifest["trainable_tokens"]
+
+
+def test_the_first_token_of_a_document_has_no_label(bpe: Any, tmp_path: Path) -> None:
+    plain, text = get_template("plain"), Conversation("text", (Turn("assistant", "question"),))
+    (document,) = render_all([text], bpe, plain, None)
+    assert document.spans == [(0, len(document.ids))], "this tokenizer puts nothing before a text"
+    data = prepare([text] * 2, bpe, plain, 2 * len(document.ids), tmp_path / "p", source={})
+    labels = [-100, *document.ids[1:].tolist()]
+    assert data.batch([0]).labels_BT.tolist() == [labels * 2]
+    assert data.trainable_tokens([0]) == data.manifest["trainable_tokens"] == 2 * len(document.ids) - 2
+
+
+def test_packed_documents_compute_what_they_compute_alone(prepared: PreparedData, make_llama: Any) -> None:
+    model = make_llama(vocab_size=300)
+    batch = prepared.batch([0, prepared.blocks - 1])
+    mask_B1TT = batch.attention_mask_B1TT()
+    additive = torch.zeros(mask_B1TT.shape).masked_fill(~mask_B1TT, torch.finfo(torch.float32).min)
+    with torch.no_grad():
+        packed_BTV = model(batch.tokens_BT, attention_mask=additive, position_ids=batch.positions_BT).logits
+        for b in range(2):
+            for number in batch.documents_BT[b].unique().tolist():
+                if number != -1:
+                    place = batch.documents_BT[b] == number
+                    alone_TV = model(batch.tokens_BT[b][place][None]).logits[0]
+                    torch.testing.assert_close(packed_BTV[b][place], alone_TV, atol=2e-5, rtol=1e-4)
+
+
+def test_the_manifest_adds_up(many: list[Conversation], bpe: Any, prepared: PreparedData) -> None:
+    manifest = prepared.manifest
+    documents = list(prepared.iter_documents())
+    assert manifest["source"] == {"name": "made up"}
+    assert manifest["rows"] == len(many)
+    assert manifest["documents"] == len(documents)
+    assert manifest["tokens"] == sum(map(len, documents))
+    assert manifest["packing_density"] == manifest["tokens"] / (manifest["blocks"] * BLOCK)
+    assert manifest["trainable_share"] == manifest["trainable_tokens"] / manifest["tokens"]
+    assert PreparedData.load(prepared.directory).manifest == manifest
+    prepared.verify()
+
+
+def test_preparing_twice_gives_the_same_bytes(many: list[Conversation], bpe: Any, tmp_path: Path) -> None:
+    first = prepare(many, bpe, CHATML, BLOCK, tmp_path / "a", source={})
+    second = prepare(iter(many), bpe, CHATML, BLOCK, tmp_path / "b", source={})
+    assert first.manifest == second.manifest
+
+
+def test_prepared_data_is_replaced_and_other_files_are_not(
+    many: list[Conversation], bpe: Any, prepared: PreparedData, tmp_path: Path
+) -> None:
+    again = prepare(many[:3], bpe, CHATML, BLOCK, prepared.directory, source={})
+    assert again.manifest["rows"] == 3
+    assert [path.name for path in tmp_path.iterdir()] == ["prepared"], "nothing temporary stays behind"
+    foreign = tmp_path / "mine"
+    foreign.mkdir()
+    (foreign / "thesis.txt").write_text("years of work")
+    with pytest.raises(ValueError, match="mine holds files that are no prepared data"):
+        prepare(many, bpe, CHATML, BLOCK, foreign, source={})
+    assert (foreign / "thesis.txt").read_text() == "years of work"
+
+
+def test_an_interruption_leaves_what_was_there(
+    many: list[Conversation], bpe: Any, prepared: PreparedData, tmp_path: Path
+) -> None:
+    before = prepared.manifest
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr("draftsmith.data.blocks.prepared._sha256", lambda _: (_ for _ in ()).throw(KeyboardInterrupt()))
+        with pytest.raises(KeyboardInterrupt):
+            prepare(many[:3], bpe, CHATML, BLOCK, prepared.directory, source={})
+    assert PreparedData.load(prepared.directory).manifest == before
+    assert [path.name for path in tmp_path.iterdir()] == ["prepared"]
+
+
+def test_progress_ends_at_the_totals(many: list[Conversation], bpe: Any, tmp_path: Path) -> None:
+    calls: list[tuple[int, int]] = []
+    data = prepare(
+        many * 20, bpe, CHATML, BLOCK, tmp_path / "p", source={}, progress=lambda *numbers: calls.append(numbers)
+    )
+    assert calls == sorted(calls)
+    assert len(calls) > 2
+    assert calls[-1] == (800, data.manifest["tokens"])
+
+
+def test_nothing_to_train_on_is_an_error_with_numbers(bpe: Any, tmp_path: Path) -> None:
+    with pytest.raises(ValueError, match=r"0 conversations gave 0 documents with 0 trainable tokens"):
+        prepare([], bpe, CHATML, BLOCK, tmp_path / "p", source={})
+    long_system = Conversation("a", (Turn("system", "s" * 500), Turn("user", "q"), Turn("assistant", "a")))
+    with pytest.raises(ValueError, match=r"1 conversations gave 0 documents with 0 trainable tokens.*blocks of 64"):
+        prepare([long_system], bpe, CHATML, BLOCK, tmp_path / "p", source={})
+    with pytest.raises(ValueError, match="block_tokens is 1, expected at least 2"):
+        prepare([long_system], bpe, CHATML, 1, tmp_path / "p", source={})
+    assert not list(tmp_path.iterdir())
+
+
+def test_loading_checks_presence_shape_and_content(prepared: PreparedData) -> None:
+    folder = prepared.directory
+    with pytest.raises(ValueError, match=rf"block {prepared.blocks} … {prepared.blocks} asked for, there are"):
+        prepared.batch([prepared.blocks])
+    tokens = np.load(folder / "tokens.npy")
+    assert tokens.dtype == np.uint16, "a vocabulary of 300 fits"
+    tokens[0] += 1
+    np.save(folder / "tokens.npy", tokens)
+    with pytest.raises(ValueError, match="sha256"):
+        PreparedData.load(folder).verify()
+    np.save(folder / "tokens.npy", tokens[:-1])
+    with pytest.raises(ValueError, match=r"tokens\.npy: uint16 .*the manifest says uint16 or int32"):
+        PreparedData.load(folder)
+    (folder / "tokens.npy").write_bytes(b"\x93NUMPY")
+    with pytest.raises(ValueError, match=r"tokens\.npy: damaged"):
+        PreparedData.load(folder)
+    manifest = json.loads((folder / "data.json").read_text())
+    (folder / "data.json").write_text(json.dumps(manifest | {"schema": 99}))
+    with pytest.raises(ValueError, match="schema 99, this version reads 2"):
+        PreparedData.load(folder)
+    (folder / "data.json").write_text(json.dumps(manifest))
+    (folder / "order.npy").unlink()
+    with pytest.raises(ValueError, match=r"is no prepared data: order\.npy missing"):
+        PreparedData.load(folder)
+
+
+@pytest.mark.shared
+def test_real_conversations_pack_densely(shared_data: Path, tmp_path: Path) -> None:
+    from draftsmith.data.sources.reading import read_conversations
+
+    pytest.importorskip("sentencepiece")
+    tokenizer = load_tokenizer(str(shared_data / "tokenizer" / "llama2c"))
+    chats = read_conversations(str(shared_data / "sharegpt" / "sharegpt_v3_sample_800.json"))
+    data = prepare(chats, tokenizer, get_template("vicuna-v1.1"), 2048, tmp_path / "p", source={})
+    assert data.manifest["packing_density"] > 0.95
+    assert 0.6 < data.manifest["trainable_share"] < 0.95
+    assert data.trainable_tokens(range(data.blocks)) == data.manifest["trainable_tokens"]

@@ -1,0 +1,207 @@
+"""Streams: every row once an epoch, on any number of ranks and workers, after any interruption; mixtures by weight."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Iterator
+from functools import partial
+from itertools import islice, pairwise
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from draftsmith.data.blocks.prepared import prepare
+from draftsmith.data.blocks.stream import StreamedData
+from draftsmith.data.conversations import Conversation, Turn, write_conversations
+from draftsmith.data.rendering.render import render_all
+from draftsmith.data.rendering.templates import get_template
+from draftsmith.data.sources.mixture import Part, mixture
+from draftsmith.data.sources.reading import read_conversations
+from draftsmith.data.tokenizers import train_bpe
+
+CHATML = get_template("chatml")
+BLOCK = 64
+ROWS = 90
+
+
+@pytest.fixture(scope="module")
+def bpe() -> Any:
+    text = "The user asks and the assistant answers.\nuser assistant system question answer number 0123456789"
+    return train_bpe([text], 300, ("<|endoftext|>", "<|im_start|>", "<|im_end|>"))
+
+
+@pytest.fixture(scope="module")
+def rows_file(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    rows = [
+        Conversation(f"row{i}", (Turn("user", f"question {i}"), Turn("assistant", f"answer {i} " * (1 + i % 4))))
+        for i in range(ROWS)
+    ]
+    path = tmp_path_factory.mktemp("rows") / "rows.jsonl"
+    write_conversations(rows, path)
+    return path
+
+
+def open_epoch(path: Path, epoch: int) -> Iterator[Conversation]:
+    return read_conversations(str(path))
+
+
+def stream(rows_file: Path, bpe: Any, **options: Any) -> StreamedData:
+    settings: dict[str, Any] = {"size": 16, "seed": 3, "identity": {"name": "rows"}} | options
+    return StreamedData(partial(open_epoch, rows_file), bpe, CHATML, BLOCK, **settings)
+
+
+def documents_of(batch: Any) -> list[tuple[int, ...]]:
+    """The token ids of each document of a batch."""
+    found = []
+    for tokens, numbers in zip(batch.tokens_BT.tolist(), batch.documents_BT.tolist(), strict=True):
+        borders = [i for i in range(len(numbers)) if i == 0 or numbers[i] != numbers[i - 1]] + [len(numbers)]
+        found += [tuple(tokens[a:b]) for a, b in pairwise(borders) if numbers[a] != -1]
+    return found
+
+
+@pytest.fixture(scope="module")
+def all_documents(rows_file: Path, bpe: Any) -> list[tuple[int, ...]]:
+    documents = [tuple(d.ids.tolist()) for d in render_all(open_epoch(rows_file, 0), bpe, CHATML, BLOCK)]
+    assert len(set(documents)) == len(documents) == ROWS
+    return documents
+
+
+@pytest.mark.parametrize("workers", [0, 2])
+def test_every_row_is_seen_once_an_epoch(
+    rows_file: Path, bpe: Any, all_documents: list[tuple[int, ...]], workers: int
+) -> None:
+    data = stream(rows_file, bpe, workers=workers)
+    seen: list[tuple[int, ...]] = []
+    step = 0
+    while len(seen) < 2 * ROWS:
+        seen += documents_of(data.step_batch(step, 1, 0)[1])
+        step += 1
+    assert Counter(seen[:ROWS]) == Counter(all_documents)
+    assert Counter(seen[ROWS : 2 * ROWS]) == Counter(all_documents), "epochs follow each other without overlap"
+    assert seen[:ROWS] != seen[ROWS : 2 * ROWS], "and in another order"
+    assert seen[:ROWS] != all_documents
+
+
+def test_workers_change_nothing(rows_file: Path, bpe: Any) -> None:
+    alone, together = stream(rows_file, bpe), stream(rows_file, bpe, workers=3)
+    for step in range(30):
+        one, other = alone.step_batch(step, 4, 0)[1], together.step_batch(step, 4, 0)[1]
+        assert torch.equal(one.tokens_BT, other.tokens_BT)
+        assert torch.equal(one.labels_BT, other.labels_BT)
+    assert alone.state() == together.state()
+
+
+@pytest.mark.parametrize("workers", [0, 2])
+def test_a_resumed_stream_goes_on_where_it_stopped(rows_file: Path, bpe: Any, workers: int) -> None:
+    straight = stream(rows_file, bpe)
+    batches = [straight.step_batch(step, 3, 0)[1].tokens_BT for step in range(40)]
+    state: dict[str, int] = {}
+    for step in range(40):  # a new process at every step
+        data = stream(rows_file, bpe, workers=workers if step % 8 == 0 else 0)
+        data.restore(state or data.state())
+        assert torch.equal(data.step_batch(step, 3, 0)[1].tokens_BT, batches[step]), step
+        state = data.state()
+
+
+def test_streamed_blocks_are_made_as_prepared_ones(rows_file: Path, bpe: Any, tmp_path: Path) -> None:
+    data = stream(rows_file, bpe, size=ROWS)
+    prepared = prepare(open_epoch(rows_file, 0), bpe, CHATML, BLOCK, tmp_path / "p", source={})
+    batch = data.step_batch(0, prepared.blocks, 0)[1]
+    whole = prepared.batch(range(prepared.blocks))
+
+    def rows(b: Any) -> list[Any]:
+        return sorted(zip(b.tokens_BT.tolist(), b.labels_BT.tolist(), b.positions_BT.tolist(), strict=True))
+
+    assert rows(batch) == rows(whole)
+    assert data.state()["epoch"] == 0
+    assert [ids.tolist() for ids in data.iter_documents()] == [ids.tolist() for ids in prepared.iter_documents()]
+
+
+def test_padding_is_to_the_longest_of_the_batch(rows_file: Path, bpe: Any, tmp_path: Path) -> None:
+    for data in (
+        stream(rows_file, bpe, packing="pad"),
+        prepare(open_epoch(rows_file, 0), bpe, CHATML, BLOCK, tmp_path / "p", source={}, packing="pad"),
+    ):
+        _, batch = data.step_batch(0, 5, 0)
+        documents = documents_of(batch)
+        assert len(documents) == 5
+        assert batch.tokens_BT.shape == (5, max(map(len, documents)))
+        assert (batch.documents_BT[:, 0] >= 0).all()
+
+
+def test_an_empty_stream_is_an_error(bpe: Any, tmp_path: Path, rows_file: Path) -> None:
+    write_conversations([], tmp_path / "none.jsonl")
+    with pytest.raises(ValueError, match="the stream holds no conversation"):
+        stream(tmp_path / "none.jsonl", bpe).step_batch(0, 1, 0)
+    long = [
+        Conversation(f"{i}", (Turn("system", "s" * 99), Turn("user", "q"), Turn("assistant", "a"))) for i in range(40)
+    ]
+    write_conversations(long, tmp_path / "long.jsonl")
+    with pytest.raises(ValueError, match="nothing to train on: 40 conversations of the stream gave no document"):
+        stream(tmp_path / "long.jsonl", bpe).step_batch(0, 1, 0)
+
+
+def test_two_ranks_with_two_workers_read_each_row_once(rows_file: Path) -> None:
+    """Rows by `shard`, for those who count or convert a corpus: each of four reads its own."""
+    shares = [[c.id for c in read_conversations(str(rows_file), shard=(index, 4))] for index in range(4)]
+    assert sorted(name for share in shares for name in share) == sorted(f"row{i}" for i in range(ROWS))
+    resumed = [c.id for c in read_conversations(str(rows_file), shard=(1, 4), start=41)]
+    assert resumed == [name for name in shares[1] if int(name[3:]) >= 41]
+
+
+def part(name: str, rows: int, weight: float) -> Part:
+    turns = (Turn("user", "q"), Turn("assistant", "a"))
+    return Part(weight, lambda _: (Conversation(f"{name}{i}", turns) for i in range(rows)))
+
+
+def test_a_mixture_uses_rows_as_often_as_their_weight_says() -> None:
+    rows = [c.id for c in mixture([part("a", 400, 1.0), part("b", 100, 2.0), part("c", 1000, 0.25)], seed=1)]
+    times = Counter(rows)
+    assert all(times[f"a{i}"] == 1 for i in range(400))
+    assert all(times[f"b{i}"] == 2 for i in range(100))
+    share = sum(times[f"c{i}"] for i in range(1000))
+    assert max(times[f"c{i}"] for i in range(1000)) == 1
+    assert 180 < share < 320  # 250 with a deviation of 13.7: outside once in 4 million
+    again = [c.id for c in mixture([part("a", 400, 1.0), part("b", 100, 2.0), part("c", 1000, 0.25)], seed=1)]
+    assert rows == again
+    # mixed, not one after the other: of the first 100 about 100 · 1/3.25 are of a (σ = 4.6) and 100 · 2/3.25 of b
+    first = Counter(name[0] for name in rows[:100])
+    assert 5 < first["a"] < 60
+    assert 35 < first["b"] < 90
+    one_and_a_half = Counter(c.id for c in mixture([part("a", 200, 1.5)], seed=1))
+    assert set(one_and_a_half.values()) == {1, 2}
+    with pytest.raises(ValueError, match=r"weight 0\.0, expected a number above 0"):
+        next(mixture([part("a", 1, 0.0)], seed=0))
+
+
+def test_an_epoch_is_opened_as_often_as_needed(rows_file: Path, bpe: Any) -> None:
+    epochs: list[int] = []
+
+    def opened(epoch: int) -> Iterator[Conversation]:
+        epochs.append(epoch)
+        return islice(open_epoch(rows_file, epoch), 20)
+
+    data = StreamedData(opened, bpe, CHATML, BLOCK, size=8, identity={})
+    numbers = [data.step_batch(step, 2, 0)[0] for step in range(12)]
+    assert epochs == sorted(set(epochs))
+    assert len(epochs) > 1
+    assert all(isinstance(n, np.ndarray) and len(n) == 2 for n in numbers)
+
+
+def test_a_stream_can_be_read_from_its_beginning_again(rows_file: Path, bpe: Any) -> None:
+    data = stream(rows_file, bpe)
+    first = [data.step_batch(step, 3, 0)[1].tokens_BT for step in range(4)]
+    data.restore(data.beginning)
+    assert all(torch.equal(data.step_batch(step, 3, 0)[1].tokens_BT, first[step]) for step in range(4))
+
+
+@pytest.mark.parametrize("parallel", ["true", "false"])
+def test_workers_do_not_wait_for_threads_of_their_parent(
+    rows_file: Path, bpe: Any, monkeypatch: pytest.MonkeyPatch, parallel: str
+) -> None:
+    monkeypatch.setenv("TOKENIZERS_PARALLELISM", parallel)
+    assert len(list(render_all(open_epoch(rows_file, 0), bpe, CHATML, BLOCK))) == ROWS  # threads have been started
+    data = stream(rows_file, bpe, workers=1)
+    assert data.step_batch(0, 2, 0)[1].tokens_BT.shape == (2, BLOCK)

@@ -1,0 +1,448 @@
+"""Cleaning: each option with its count, reports that add up, and exchanges that were exchanges."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+import tracemalloc
+from dataclasses import asdict
+from itertools import pairwise
+from pathlib import Path
+from typing import Any
+
+import pytest
+from draftsmith.data.cleaning.cleaner import ROLES, Cleaner
+from draftsmith.data.cleaning.options import Cleaning
+from draftsmith.data.conversations import CorpusReport, Dialogue
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+Pairs = list[tuple[Any, Any]]
+HELLO: Pairs = [("user", "hello"), ("assistant", "hi")]
+MORE: Pairs = [("user", "and now?"), ("assistant", "we go on")]
+
+
+def clean_all(
+    dialogues: list[Pairs], texts: list[str] | tuple[str, ...] = (), ids: list[str] | None = None, **options: Any
+) -> tuple[list[Pairs | None], CorpusReport]:
+    """What each dialogue became, and a report that has been checked to add up."""
+    report = CorpusReport()
+    cleaner = Cleaner(Cleaning(**options), report, texts)
+    names = ids or [f"row-{i}" for i in range(len(dialogues))]
+    found = [
+        cleaner(Dialogue(name, tuple(pairs), "here")) for name, pairs in zip(names, dialogues, strict=True)
+    ]  # fmt: skip
+    kept = [None if one is None else [(turn.role, turn.text) for turn in one.turns] for one in found]
+    assert report.rows == len(dialogues) == report.kept + sum(report.dropped.values())
+    assert report.kept == sum(one is not None for one in kept)
+    assert report.exchanges == report.exchanges_kept + sum(report.exchanges_lost.values())
+    assert report.exchanges_kept == sum(len(one) // 2 for one in kept if one)
+    return kept, report
+
+
+def clean_one(pairs: Pairs, **options: Any) -> tuple[Pairs | None, dict[str, int], dict[str, int]]:
+    """The messages kept, the reason for dropping, the reasons for changing."""
+    (kept,), report = clean_all([pairs], **options)
+    return kept, dict(report.dropped), dict(report.changed)
+
+
+CUT = [
+    ({}, [("assistant", "x"), *HELLO], HELLO, "leading assistant turns cut"),
+    ({}, [("assistant", "x"), ("assistant", "y"), *HELLO], HELLO, "leading assistant turns cut"),
+    ({}, [("system", "s"), ("assistant", "x"), *HELLO], [("system", "s"), *HELLO], "leading assistant turns cut"),
+    ({}, [*HELLO, ("user", "bye"), ("user", "bye?")], HELLO, "trailing user turns cut"),
+    ({}, [*HELLO, ("user", " \n"), ("assistant", "lost")], HELLO, "empty messages cut"),
+    ({}, [("user", "lost"), ("assistant", None), *HELLO], HELLO, "empty messages cut"),
+    ({}, [("user", ""), *HELLO], HELLO, "empty messages cut"),
+    ({}, [HELLO[0], ("assistant", ""), ("assistant", None), HELLO[1]], HELLO, "empty messages cut"),
+    ({}, [("user", "a"), ("assistant", ""), ("user", ""), ("assistant", "b"), ("user", ""), *HELLO], HELLO,
+     "empty messages cut"),
+    ({}, [("system", ""), *HELLO], HELLO, "empty messages cut"),
+    ({}, [("system", ""), ("system", "s"), *HELLO], [("system", "s"), *HELLO], "empty messages cut"),
+    ({}, [("user", "smile \ud83d"), HELLO[1]], [("user", "smile \ufffd"), HELLO[1]], "broken characters replaced"),
+    ({"non_alternating": "merge"}, [("user", "a"), ("user", "b"), ("assistant", "c")],
+     [("user", "a\n\nb"), ("assistant", "c")], "neighbouring messages merged"),
+    ({"non_alternating": "merge"}, [("system", "s"), ("system", "t"), *HELLO], [("system", "s\n\nt"), *HELLO],
+     "neighbouring messages merged"),
+    ({"unknown_roles": "cut"}, [*HELLO, ("user", "q"), ("tool", "t"), ("assistant", "a"), *MORE], [*HELLO, *MORE],
+     "unmapped roles cut"),
+    ({"unknown_roles": "cut"}, [("tool", "t"), ("system", "s"), *HELLO, (None, None)], [("system", "s"), *HELLO],
+     "unmapped roles cut"),
+    ({"html": "markdown"}, [("user", "<p>hello <b>you</b></p>"), HELLO[1]], [("user", "hello **you**"), HELLO[1]],
+     "HTML to Markdown"),
+    ({"escaped_markdown": "unescape"}, [("user", r"snake\_case"), HELLO[1]], [("user", "snake_case"), HELLO[1]],
+     "escaped Markdown unescaped"),
+]  # fmt: skip
+
+
+@pytest.mark.parametrize(("options", "pairs", "kept", "reason"), CUT)
+def test_a_cut_is_counted_under_its_name(options: dict[str, str], pairs: Pairs, kept: Pairs, reason: str) -> None:
+    assert clean_one(pairs, **options) == (kept, {}, {reason: 1})
+
+
+DROPPED = [
+    ({"leading_assistant": "drop"}, [("assistant", "x"), *HELLO], "leading assistant turns"),
+    ({"trailing_user": "drop"}, [*HELLO, ("user", "bye")], "trailing user turns"),
+    ({"empty": "drop"}, [*HELLO, ("user", ""), ("assistant", "x")], "empty messages"),
+    ({"empty": "drop"}, [("user", ""), *HELLO], "empty messages"),
+    ({"empty": "drop"}, [("system", " "), *HELLO], "empty messages"),
+    ({}, [("user", "a"), ("user", "b"), ("assistant", "c")], "roles do not alternate"),
+    ({"non_alternating": "merge"}, [*HELLO, ("system", "s"), *MORE], "roles do not alternate"),
+    ({}, [("user", "a"), ("assistant", ""), ("user", ""), ("assistant", "b"), ("assistant", "c")],
+     "roles do not alternate"),
+    ({}, [("user", "a"), ("assistant", ""), ("user", ""), ("assistant", "b")], "no whole exchange"),
+    ({}, [("system", "s")], "no whole exchange"),
+    ({}, [], "no whole exchange"),
+    ({"unknown_roles": "cut"}, [("user", "a"), ("tool", "b"), ("assistant", "c")], "no whole exchange"),
+    ({}, [*HELLO, ("tool", "t")], "unmapped role"),
+    ({}, [*HELLO, (["user"], "t")], "unmapped role"),
+    ({}, [("text", "a"), ("text", "b")], "unmapped role"),
+    ({}, [("user", [{"type": "image"}]), HELLO[1]], "content is not text"),
+    ({}, [("text", 3)], "content is not text"),
+    ({}, [("text", " ")], "empty"),
+    ({}, [("text", None)], "empty"),
+    ({"html": "drop"}, [("user", "what is <br>this"), HELLO[1]], "HTML"),
+    ({"html": "markdown"}, [("user", "<div>" * 5000 + "x"), HELLO[1]], "HTML nested too deep"),
+    ({"html": "markdown"}, [("user", "<p></p>"), HELLO[1]], "no whole exchange"),
+    ({"drop_blocked": True}, [HELLO[0], ("assistant", "!Too many requests in 1 hour. Try again later.")],
+     "blocked answer"),
+    ({"min_exchanges": 2}, [("system", "s"), *HELLO], "too few exchanges"),
+    ({"min_characters": 3}, HELLO, "too few characters"),
+    ({"min_characters": 6}, [("text", "hello")], "too few characters"),
+]  # fmt: skip
+
+
+@pytest.mark.parametrize(("options", "pairs", "reason"), DROPPED)
+def test_a_drop_is_counted_under_its_name(options: dict[str, Any], pairs: Pairs, reason: str) -> None:
+    assert clean_one(pairs, **options) == (None, {reason: 1}, {})
+
+
+@pytest.mark.parametrize(
+    "options",
+    [{}, {"leading_assistant": "drop", "trailing_user": "drop", "empty": "drop", "drop_blocked": True},
+     {"min_exchanges": 2, "min_characters": 10, "html": "drop", "duplicates": ["id", "first-exchange"]},
+     {"non_alternating": "merge", "unknown_roles": "cut", "escaped_markdown": "unescape", "html": "markdown"}],
+)  # fmt: skip
+def test_what_is_well_formed_passes_every_option_unchanged(options: dict[str, Any]) -> None:
+    pairs = [("system", "s"), *HELLO, *MORE, ("user", r"a < b, List<int>, \[x\]"), ("assistant", " </s> ASSISTANT: é")]
+    assert clean_one(pairs, **options) == (pairs, {}, {})
+
+
+def test_bare_text_is_one_answer_to_nothing() -> None:
+    options = {"min_exchanges": 3, "leading_assistant": "drop", "roles": {"system": "user", "assistant": "user"}}
+    assert clean_one([("text", " once\nupon ")], **options) == ([("assistant", " once\nupon ")], {}, {})
+
+
+def test_written_roles_are_mapped_and_unknown_ones_named() -> None:
+    written = [("HUMAN", "q"), ("bot", "a")]
+    assert clean_one(written, roles={"HUMAN": "user", "bot": "assistant"})[0] == [("user", "q"), ("assistant", "a")]
+    kept, report = clean_all([written, [("user", "q"), ("bot", "a")], [*HELLO, (None, "x")], [*HELLO, ("\ud800", "")]])
+    assert kept == [None] * 4
+    assert report.unmapped_roles == {"HUMAN": 1, "bot": 1, "None": 1, "\ufffd": 1}
+    _, report = clean_all([[*HELLO, ("tool", "1"), ("tool", "2"), ("bot", "3")]], unknown_roles="cut")
+    assert report.unmapped_roles == {"tool": 1}
+
+
+def test_exchanges_are_counted_where_they_were_lost() -> None:
+    dialogues = [[*HELLO, *MORE], [*HELLO, ("user", ""), ("assistant", "x")], [*HELLO, *MORE, ("tool", "t")]]
+    _, report = clean_all(dialogues)
+    assert (report.exchanges, report.exchanges_kept) == (6, 3)
+    assert report.exchanges_lost == {"empty messages cut": 1, "unmapped role": 2}
+    assert "2 of 3 rows kept; dropped 1 (1 unmapped role); exchanges lost 3 (2 unmapped role" in report.summary()
+
+
+def test_reports_of_two_workers_add_up() -> None:
+    dialogues = [HELLO, [], [("assistant", "x"), *MORE], [("tool", "t")], [*HELLO, ("user", ""), ("assistant", "x")]]
+    (_, whole), (_, first), (_, second) = clean_all(dialogues), clean_all(dialogues[:2]), clean_all(dialogues[2:])
+    first.merge(second)
+    assert first == whole
+    assert json.loads(json.dumps(first.as_dict())) == whole.as_dict()
+    assert whole.as_dict() == {
+        "rows": 5,
+        "kept": 3,
+        "dropped": {"no whole exchange": 1, "unmapped role": 1},
+        "changed": {"empty messages cut": 1, "leading assistant turns cut": 1},
+        "unmapped_roles": {"tool": 1},
+        "exchanges": 4,
+        "exchanges_kept": 3,
+        "exchanges_lost": {"empty messages cut": 1},
+    }
+
+
+def test_duplicates_are_those_of_conversations_that_were_kept() -> None:
+    other = [HELLO[0], ("assistant", "go away")]
+    dialogues = [HELLO, [*HELLO, *MORE], other, other]
+    ids = ["a", "b", "a", "c"]
+    assert clean_all(dialogues, ids=ids)[1].kept == 4
+    kept, report = clean_all(dialogues, ids=ids, duplicates=["id"])
+    assert [one is not None for one in kept] == [True, True, False, True]
+    assert report.dropped == {"duplicate id": 1}
+    kept, report = clean_all(dialogues, ids=ids, duplicates=["first-exchange"])
+    assert [one is not None for one in kept] == [True, False, True, False]
+    assert report.dropped == {"duplicate first exchange": 2}
+    kept, report = clean_all(dialogues, ids=ids, duplicates=["id", "first-exchange"])
+    assert [one is not None for one in kept] == [True, False, False, True]
+    kept, report = clean_all([HELLO, [*HELLO, *MORE]], duplicates=["first-exchange"], min_exchanges=2)
+    assert report.dropped == {"too few exchanges": 1}, "the first was not kept, so the second is no duplicate"
+    texts: list[Pairs] = [[("text", "a")], [("text", "a")], [("text", "b")]]
+    assert clean_all(texts, duplicates=["first-exchange"])[1].dropped == {"duplicate first exchange": 1}
+
+
+def test_where_one_text_ends_and_the_next_begins_matters_to_duplicates() -> None:
+    dialogues: list[Pairs] = [[("user", "ab"), ("assistant", "c")], [("user", "a"), ("assistant", "bc")]]
+    assert clean_all(dialogues, duplicates=["first-exchange"])[1].kept == 2
+
+
+def test_a_million_rows_of_both_kinds_would_fit_in_150_megabytes() -> None:
+    cleaner = Cleaner(Cleaning(duplicates=("id", "first-exchange")), CorpusReport())
+    rows = 1_000_000 // 32  # a set doubles its table: here it is as full as it would be of a million rows
+    tracemalloc.start()
+    before, _ = tracemalloc.get_traced_memory()
+    for i in range(rows):
+        cleaner(Dialogue(str(i), (("user", f"question {i}"), ("assistant", "answer")), "here"))
+    held = tracemalloc.get_traced_memory()[0] - before
+    tracemalloc.stop()
+    assert cleaner.report.kept == rows
+    assert 0 < held / rows < 150
+
+
+SPOKEN: dict[str, Pairs] = {
+    "en": [("user", "What is the capital of France?"), ("assistant", "The capital of France is Paris.")],
+    "de": [("user", "Wie spät ist es jetzt in Berlin?"), ("assistant", "Es ist kurz nach drei Uhr.")],
+    "zh": [("user", "你好，今天的天气怎么样？"), ("assistant", "今天的天气非常好。")],
+    "und": [("user", "2+2"), ("assistant", "4")],
+}
+
+
+def test_languages_are_kept_or_dropped_by_code() -> None:
+    pytest.importorskip("py3langid")
+    kept, report = clean_all(list(SPOKEN.values()), languages=["en", "und"])
+    assert [one is not None for one in kept] == [True, False, False, True]
+    assert report.dropped == {"language de": 1, "language zh": 1}
+    kept, report = clean_all(list(SPOKEN.values()), drop_languages=["zh"])
+    assert [one is not None for one in kept] == [True, True, False, True]
+    code = "```\nimport numpy as np\nfor line in lines: print(line, end='')\n```\n" * 9
+    answered = [SPOKEN["de"][0], ("assistant", code + "Das Programm liest alle Zeilen und schreibt sie wieder hin.")]
+    assert clean_one([("system", "You are a helpful assistant. " * 40), *answered], languages=["de"])[1] == {}
+
+
+def test_an_unknown_language_is_named_with_the_nearest() -> None:
+    pytest.importorskip("py3langid")
+    with pytest.raises(ValueError, match=r"unknown language 'eng' \(did you mean 'en'\?\); known: .*de.*und.*zh"):
+        Cleaner(Cleaning(languages=("de", "eng")), CorpusReport())
+
+
+@pytest.mark.parametrize(
+    ("package", "options", "message"),
+    [
+        ("markdownify", {"html": "markdown"}, r"markdownify: pip install 'draftsmith\[clean\]'"),
+        ("py3langid", {"languages": ["en"]}, r"py3langid: pip install 'draftsmith\[clean\]'"),
+    ],
+)
+def test_a_missing_package_is_named_with_how_to_get_it(
+    package: str, options: dict[str, Any], message: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    for name in [name for name in sys.modules if name.partition(".")[0] == package]:
+        monkeypatch.delitem(sys.modules, name)
+    monkeypatch.setitem(sys.modules, package, None)
+    with pytest.raises(ValueError, match=message):
+        clean_one([("user", "<p>x</p>"), HELLO[1]], **options)
+
+
+def test_importing_needs_no_optional_package() -> None:
+    code = (
+        "import sys\nfor name in ('markdownify', 'bs4', 'py3langid'): sys.modules[name] = None\n"
+        "import draftsmith.data.cleaning.cleaner as c\n"
+        "from draftsmith.data.conversations import CorpusReport, Dialogue\n"
+        "pairs = (('user', '<b>q'), ('assistant', 'a'))\n"
+        "for html in ('keep', 'drop'):\n"
+        "    c.Cleaner(c.Cleaning(html=html), CorpusReport())(Dialogue('', pairs, ''))\n"
+        "assert 'torch' not in sys.modules"
+    )
+    subprocess.run([sys.executable, "-c", code], check=True)
+
+
+LONG = "Compose an engaging travel blog post about a recent trip to Hawaii, highlighting cultural experiences."
+SHORT = "Who wrote the Iliad?"
+
+
+def test_contaminated_conversations_are_dropped_by_their_questions() -> None:
+    dialogues = [
+        [("user", "tell me: " + LONG), ("assistant", "aloha")],
+        [("user", "I have a question"), ("assistant", LONG)],
+        [*HELLO, ("user", SHORT), ("assistant", "Homer")],
+        [("system", SHORT), *HELLO],
+        [("text", "Q: " + SHORT)],
+    ]
+    kept, report = clean_all(dialogues, [LONG, SHORT], contamination=["mt-bench"])
+    assert [one is None for one in kept] == [True, False, True, False, True]
+    assert report.dropped == {"contamination": 3}
+    assert clean_all([[("user", " ".join(LONG.split()[:5])), HELLO[1]]], [LONG], contamination=["a"])[1].kept == 1
+    options = {"contamination": ["a"], "contamination_words": 5}
+    assert clean_all([[("user", " ".join(LONG.split()[:5])), HELLO[1]]], [LONG], **options)[1].kept == 0
+
+
+def test_evaluation_texts_and_their_names_belong_together() -> None:
+    with pytest.raises(ValueError, match="contamination names mt-bench, and 0 evaluation texts were given"):
+        Cleaner(Cleaning(contamination=("mt-bench",)), CorpusReport())
+    with pytest.raises(ValueError, match="contamination names no set, and 1 evaluation texts were given"):
+        Cleaner(Cleaning(), CorpusReport(), ["hello"])
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ({"empty": "dorp"}, r"empty is 'dorp', expected cut or drop \(did you mean 'drop'\?\)"),
+        ({"leading_assistant": "merge"}, "leading_assistant is 'merge', expected cut or drop"),
+        ({"trailing_user": None}, "trailing_user is None, expected cut or drop"),
+        ({"non_alternating": "cut"}, "non_alternating is 'cut', expected drop or merge"),
+        ({"unknown_roles": "keep"}, "unknown_roles is 'keep', expected drop or cut"),
+        ({"html": "markdwn"}, r"html is 'markdwn', expected keep or markdown or drop \(did you mean 'markdown'\?\)"),
+        ({"escaped_markdown": "drop"}, "escaped_markdown is 'drop', expected keep or unescape"),
+        ({"duplicates": ["ids"]}, r"duplicates is 'ids', expected id or first-exchange \(did you mean 'id'\?\)"),
+        ({"duplicates": "id"}, "duplicates is 'id', expected a list of names"),
+        ({"languages": "en"}, "languages is 'en', expected a list of names"),
+        ({"drop_languages": [1]}, r"drop_languages is \[1\], expected a list of names"),
+        ({"contamination": [""]}, r"contamination is \[''\], expected a list of names"),
+        ({"languages": ["en", "de"], "drop_languages": ["de"]}, "'de' is in `languages` and in `drop_languages`"),
+        ({"roles": {"bot": "asistant"}}, r"roles: 'bot' is 'asistant', expected user or .*did you mean 'assistant'\?"),
+        ({"roles": ["bot"]}, r"roles is \['bot'\], expected a dictionary or \(written, meant\) pairs"),
+        ({"roles": [["bot"]]}, r"roles holds \['bot'\], expected a \(written, meant\) pair"),
+        ({"min_exchanges": 0}, "min_exchanges is 0, expected a whole number of 1 or more"),
+        ({"min_characters": -1}, "min_characters is -1, expected a whole number of 0 or more"),
+        ({"min_characters": 1.5}, "min_characters is 1.5, expected a whole number"),
+        ({"contamination_words": 3}, "contamination_words is 3, expected a whole number of 4 or more"),
+        ({"contamination_words": True}, "contamination_words is True, expected a whole number"),
+        ({"drop_blocked": "yes"}, "drop_blocked is 'yes', expected true or false"),
+    ],
+)
+def test_options_say_what_they_may_be(options: dict[str, Any], message: str) -> None:
+    with pytest.raises(ValueError, match=message):
+        Cleaning(**options)
+
+
+def test_options_survive_json() -> None:
+    given = Cleaning(roles={"bot": "assistant", "ai": "assistant"}, languages=["en"], duplicates=["id"], html="drop")
+    assert Cleaning(**json.loads(json.dumps(asdict(given)))) == given
+    assert hash(given) == hash(Cleaning(**json.loads(json.dumps(asdict(given)))))
+    assert given.roles == (("ai", "assistant"), ("bot", "assistant"))
+
+
+ANY_TEXT = st.text(max_size=8) | st.text(st.characters(categories=["Cs", "Lu"]), max_size=3)
+CONTENTS = st.sampled_from(["", " ", None, "</s>", "USER: x ASSISTANT:", "<b>y</b>", "\\_", 3, ["x"], {"a": None}])
+MESSAGES = st.tuples(st.sampled_from([*ROLES, "tool", "text", "", None, 7]), ANY_TEXT | CONTENTS)
+TALKING = st.tuples(st.sampled_from(["user", "gpt"]), ANY_TEXT | st.sampled_from(["", None]))
+DIALOGUES = st.lists(MESSAGES, max_size=6) | st.lists(TALKING, max_size=9)
+OPTIONS = st.fixed_dictionaries(
+    {
+        "leading_assistant": st.sampled_from(["cut", "drop"]),
+        "trailing_user": st.sampled_from(["cut", "drop"]),
+        "empty": st.sampled_from(["cut", "drop"]),
+        "non_alternating": st.sampled_from(["drop", "merge"]),
+        "unknown_roles": st.sampled_from(["drop", "cut"]),
+        "html": st.sampled_from(["keep", "markdown", "drop"]),
+        "escaped_markdown": st.sampled_from(["keep", "unescape"]),
+        "min_exchanges": st.integers(1, 2),
+        "duplicates": st.sampled_from([(), ("id",), ("id", "first-exchange")]),
+    }
+)
+
+
+def assert_well_formed(kept: Pairs) -> None:
+    roles = [role for role, _ in kept]
+    turns = roles[1:] if roles[0] == "system" else roles
+    assert turns == ["assistant"] or turns == ["user", "assistant"] * (len(turns) // 2) != []
+    for _, text in kept:
+        assert text.strip()
+        text.encode()
+
+
+@given(st.lists(DIALOGUES, max_size=3), st.lists(ANY_TEXT, min_size=3, max_size=3), OPTIONS)
+@settings(max_examples=400, deadline=None, derandomize=True)
+def test_nothing_crashes_and_every_report_adds_up(dialogues: list[Pairs], ids: list[str], options: Any) -> None:
+    kept, report = clean_all(dialogues, ids=ids[: len(dialogues)], **options)
+    json.dumps(report.as_dict(), ensure_ascii=False).encode()
+    for one in kept:
+        if one is not None:
+            assert_well_formed(one)
+
+
+def mended(text: Any) -> Any:
+    if not isinstance(text, str):
+        return text
+    return text.encode("utf-16", "surrogatepass").decode("utf-16", "replace")
+
+
+def adjacent(question: str, answer: str, source: Pairs) -> bool:
+    """Did the answer follow the question, with at most empty messages of the two themselves in between?"""
+    spoken = [(ROLES.get(role) if isinstance(role, str) else None, mended(text)) for role, text in source]
+    for start in (i for i, message in enumerate(spoken) if message == ("user", question)):
+        after = spoken[start + 1 :]
+        for end in (i for i, message in enumerate(after) if message == ("assistant", answer)):
+            roles = [role for role, text in after[:end] if not text or (isinstance(text, str) and text.isspace())]
+            if roles == ["user"] * roles.count("user") + ["assistant"] * roles.count("assistant") and len(roles) == end:
+                return True
+    return False
+
+
+@given(DIALOGUES, st.sampled_from(["drop", "cut"]))
+@settings(max_examples=400, deadline=None, derandomize=True)
+def test_every_exchange_that_is_kept_was_one(source: Pairs, unknown_roles: str) -> None:
+    kept = clean_one(source, unknown_roles=unknown_roles)[0]
+    for (asker, question), (answerer, answer) in pairwise(kept or []):
+        if (asker, answerer) == ("user", "assistant"):
+            assert adjacent(question, answer, source)
+
+
+WRITTEN = st.text(max_size=10).filter(str.strip)
+
+
+@given(st.lists(st.tuples(WRITTEN, WRITTEN), min_size=1, max_size=4), st.booleans(), st.booleans())
+@settings(max_examples=200, deadline=None, derandomize=True)
+def test_well_formed_exchanges_are_never_lost(said: list[tuple[str, str]], system: bool, cut: bool) -> None:
+    exchanges = [pair for q, a in said for pair in (("user", q), ("assistant", a))]
+    whole = [("system", "s"), *exchanges] if system else exchanges
+    assert clean_one(whole) == (whole, {}, {})
+    around = [("assistant", "x"), *exchanges, ("user", "bye")]
+    assert clean_one(around, unknown_roles="cut" if cut else "drop")[0] == exchanges
+    if cut:
+        assert clean_one([*exchanges, ("tool", "t"), *exchanges], unknown_roles="cut")[0] == [*exchanges, *exchanges]
+
+
+@pytest.fixture
+def sharegpt(shared_data: Path) -> list[Pairs]:
+    rows = json.loads((shared_data / "sharegpt" / "sharegpt_v3_sample_800.json").read_text(encoding="utf-8"))
+    return [[(message["from"], message["value"]) for message in row["conversations"]] for row in rows]
+
+
+@pytest.mark.shared
+def test_real_sharegpt_has_the_known_defects(sharegpt: list[Pairs]) -> None:
+    kept, report = clean_all(sharegpt)
+    assert report.kept == 792  # 99 %, as of the 1,000 first rows of the whole set
+    assert report.dropped == {"no whole exchange": 8}
+    assert report.changed == {"leading assistant turns cut": 269, "empty messages cut": 2}
+    assert (report.exchanges, report.exchanges_kept) == (2862, 2861)
+    for one in kept:
+        if one is not None:
+            assert_well_formed(one)
+
+
+@pytest.mark.shared
+def test_real_sharegpt_holds_little_html_outside_of_code(sharegpt: list[Pairs]) -> None:
+    tagged = sum(any("</" in (text or "") for _, text in one) for one in sharegpt)
+    assert tagged > 30
+    assert 0 < clean_all(sharegpt, html="drop")[1].dropped["HTML"] < 10
+    assert clean_all(sharegpt, escaped_markdown="unescape")[1].changed["escaped Markdown unescaped"] > 100
+
+
+@pytest.mark.shared
+def test_real_sharegpt_is_mostly_english_and_not_of_the_benchmarks(sharegpt: list[Pairs], shared_data: Path) -> None:
+    pytest.importorskip("py3langid")
+    assert 760 < clean_all(sharegpt, languages=["en"])[1].kept < 792
+    lines = (shared_data / "eval" / "spec_bench_question.jsonl").read_text(encoding="utf-8").splitlines()
+    texts = [turn for line in lines for turn in json.loads(line)["turns"]]
+    assert clean_all(sharegpt, texts, contamination=["spec-bench"])[1].dropped["contamination"] <= 8
+    planted = [*sharegpt, *[[("human", f"Hello. {text}"), ("gpt", "yes")] for text in texts]]
+    dropped = clean_all(planted, texts, contamination=["spec-bench"])[1].dropped["contamination"]
+    assert dropped >= len(texts)

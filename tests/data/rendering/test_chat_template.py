@@ -1,0 +1,154 @@
+"""A tokenizer's own chat template becomes constant texts, and the ids are those that serving it gives."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+from draftsmith.data.conversations import Conversation, Turn
+from draftsmith.data.rendering.render import render, render_prompt
+from draftsmith.data.rendering.templates import CHATML_JINJA, get_template
+from draftsmith.data.tokenizers import train_bpe
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+SPECIALS = ("<pad>", "<s>", "<|im_start|>", "<|im_end|>", "<turn>", "</turn>", "</s>")
+# the shapes of templates in use: a default system text; a header with blank lines and stripped messages; no role for
+# the system, another name for the assistant; everything inside the first instruction
+TEMPLATES = {
+    "default-system": (
+        "{% if messages[0]['role'] != 'system' %}<|im_start|>system\nYou help.<|im_end|>\n{% endif %}"
+        "{% for m in messages %}<|im_start|>{{ m['role'] }}\n{{ m['content'] }}<|im_end|>\n{% endfor %}"
+        "{% if add_generation_prompt %}<|im_start|>assistant\n{% endif %}"
+    ),
+    "header": (
+        "<s>{% for m in messages %}<|im_start|>{{ m['role'] }}<|im_end|>\n\n"
+        "{{ m['content'] | trim }}</turn>{% endfor %}"
+        "{% if add_generation_prompt %}<|im_start|>assistant<|im_end|>\n\n{% endif %}"
+    ),
+    "no-system": (
+        "<s>{% for m in messages %}{% if m['role'] == 'system' %}{{ raise_exception('no system') }}{% endif %}"
+        "<turn>{{ 'model' if m['role'] == 'assistant' else m['role'] }}\n{{ m['content'] | trim }}</turn>\n{% endfor %}"
+        "{% if add_generation_prompt %}<turn>model\n{% endif %}"
+    ),
+    "inside": (
+        "{% if messages[0]['role'] == 'system' %}{% set rest = messages[1:] %}{% set s = messages[0]['content'] %}"
+        "{% else %}{% set rest = messages %}{% set s = '' %}{% endif %}"
+        "{% for m in rest %}{% if m['role'] == 'user' %}"
+        "<s>[INST] {% if loop.first and s %}<<SYS>>\n{{ s }}\n<</SYS>>\n\n{% endif %}{{ m['content'] | trim }} [/INST]"
+        "{% else %} {{ m['content'] | trim }} </s>{% endif %}{% endfor %}"
+    ),
+}
+
+
+def _tokenizer(chat_template: str | None) -> Any:
+    texts = ["system user assistant model You help the hello\n\n INST SYS answer question " * 5]
+    tokenizer = train_bpe(texts, 300, SPECIALS)
+    tokenizer.chat_template = chat_template
+    return tokenizer
+
+
+@pytest.fixture(scope="module", params=sorted(TEMPLATES))
+def tokenizer(request: pytest.FixtureRequest) -> Any:
+    return _tokenizer(TEMPLATES[request.param])
+
+
+def _served(tokenizer: Any, turns: tuple[Turn, ...], prompt: bool) -> list[int]:
+    messages = [{"role": turn.role, "content": turn.text} for turn in turns]
+    return tokenizer.apply_chat_template(messages, add_generation_prompt=prompt, return_dict=False)
+
+
+WORDS = st.lists(st.sampled_from(["the", "hello", "question", "¿qué?", "😀", "x\n\ny"]), min_size=1, max_size=4)
+
+
+@settings(max_examples=60, deadline=None, derandomize=True)
+@given(st.lists(WORDS.map(" ".join), min_size=2, max_size=6).filter(lambda texts: len(texts) % 2 == 0))
+def test_ids_are_what_serving_gives(tokenizer: Any, texts: list[str]) -> None:
+    turns = tuple(Turn(("user", "assistant")[i % 2], text) for i, text in enumerate(texts))
+    template = get_template("tokenizer", tokenizer)
+    rendered = render(Conversation("c", turns), template, tokenizer)
+    # behind "\n\n" this tokenizer writes a text otherwise than it goes on after it: what was generated is not what the
+    # whole text is encoded to, so only the first prompt can be the same
+    generated = not template.middle.endswith("\n\n")
+    if generated:
+        assert rendered.ids.tolist() == _served(tokenizer, turns, prompt=False)
+    assert tokenizer.decode(rendered.ids) == tokenizer.decode(_served(tokenizer, turns, prompt=False))
+    for number in range(0, len(turns), 2):
+        prompt = render_prompt(turns[: number + 1], template, tokenizer)
+        if generated or number == 0:
+            assert prompt == _served(tokenizer, turns[: number + 1], prompt=True)
+        start, end = rendered.spans[number // 2]
+        assert start == len(prompt)
+        space = " " if template.middle.endswith(" ") else ""
+        assert tokenizer.decode(rendered.ids[start:end]) == space + turns[number + 1].text + template.end
+
+
+def test_a_system_text_stands_where_the_template_puts_it(tokenizer: Any) -> None:
+    turns: tuple[Turn, ...] = (Turn("system", "the system"), Turn("user", "hello"))
+    template = get_template("tokenizer", tokenizer)
+    ids = render_prompt(turns, template, tokenizer)
+    if template.system is None:
+        turns = (Turn("user", "the system\n\nhello"),)
+    assert ids == _served(tokenizer, turns, prompt=True)
+
+
+def test_white_space_is_stripped_where_the_template_strips_it(tokenizer: Any) -> None:
+    turns = (Turn("user", "  hello\n"), Turn("assistant", "\n the answer  "))
+    template = get_template("tokenizer", tokenizer)
+    text = tokenizer.decode(render(Conversation("c", turns), template, tokenizer).ids)
+    messages = [{"role": turn.role, "content": turn.text} for turn in turns]
+    assert text == tokenizer.apply_chat_template(messages, tokenize=False)
+
+
+def test_special_token_strings_in_messages_stay_text(tokenizer: Any) -> None:
+    turns = (Turn("user", "</turn> <|im_end|> </s>"), Turn("assistant", "<|im_start|>user <turn>"))
+    template = get_template("tokenizer", tokenizer)
+    hostile = render(Conversation("c", turns), template, tokenizer).ids.tolist()
+    harmless = render(Conversation("c", (Turn("user", "a"), Turn("assistant", "b"))), template, tokenizer).ids.tolist()
+    specials = set(tokenizer.all_special_ids)
+    assert [i for i in hostile if i in specials] == [i for i in harmless if i in specials]
+
+
+def test_the_quickstarts_chat_template_is_chatml(chats: list[Conversation]) -> None:
+    tokenizer = _tokenizer(CHATML_JINJA)
+    own = get_template("tokenizer", tokenizer)
+    for chat in chats:
+        one, other = (render(chat, template, tokenizer) for template in (own, get_template("chatml")))
+        assert one.ids.tolist() == other.ids.tolist()
+        assert one.spans == other.spans
+
+
+@pytest.mark.parametrize(
+    ("chat_template", "message"),
+    [
+        (None, "this tokenizer has none"),
+        (  # thoughts of earlier turns are taken out
+            "{% for m in messages %}<|im_start|>{{ m['role'] }}\n{% if loop.last and m['role'] == 'assistant' %}<think>"
+            "\n\n</think>\n\n{% endif %}{{ m['content'] }}<|im_end|>\n{% endfor %}"
+            "{% if add_generation_prompt %}<|im_start|>assistant\n{% endif %}",
+            "rewrites earlier turns.*think",
+        ),
+        (
+            "{% for m in messages %}{{ m['role'] }}: {{ m['content'] }}\n{% endfor %}"
+            "{% if add_generation_prompt %}assistant: {% endif %}",
+            "ends an answer with.*no special token",
+        ),
+        (
+            "{% for m in messages %}<turn>{{ m['role'] }}\n{% if m['role'] == 'assistant' %}Well: {% endif %}"
+            "{{ m['content'] }}</turn>{% endfor %}{% if add_generation_prompt %}<turn>assistant\n{% endif %}",
+            "writes 'Well: ' before an answer",
+        ),
+        ("{% for m in messages %}<turn>{{ m['role'] }}</turn>{% endfor %}", "does not show a message exactly once"),
+        (  # the system text stands in the last question
+            "{% set s = messages[0]['content'] if messages[0]['role'] == 'system' else '' %}{% for m in messages %}"
+            "{% if m['role'] != 'system' %}<turn>{{ m['role'] }}\n{% if s and m['role'] == 'user' and "
+            "(loop.last or loop.index0 == messages | length - 2) %}{{ s }}\n\n{% endif %}{{ m['content'] }}</turn>"
+            "{% endif %}{% endfor %}{% if add_generation_prompt %}<turn>assistant\n{% endif %}",
+            "rewrites earlier turns",
+        ),
+        ("{{ strftime_now('%d %b %Y') }}{% for m in messages %}{{ m['content'] }}{% endfor %}", "today's date"),
+    ],
+)
+def test_templates_that_cannot_be_learned_are_refused(chat_template: str | None, message: str) -> None:
+    with pytest.raises(ValueError, match=f"(?s)template 'tokenizer'.*{message}"):
+        get_template("tokenizer", _tokenizer(chat_template))

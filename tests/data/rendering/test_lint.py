@@ -1,0 +1,462 @@
+"""The linter finds every fault that is planted, under its name, and none in what the renderer makes of any text."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+from collections.abc import Callable, Sequence
+from dataclasses import replace
+from itertools import pairwise
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+from draftsmith.data.conversations import Conversation, CorpusReport, Turn
+from draftsmith.data.rendering import lint_report as f
+from draftsmith.data.rendering.lint import Linter, LintReport, colour
+from draftsmith.data.rendering.render import Rendered, render, render_all, render_prompt
+from draftsmith.data.rendering.templates import TEMPLATES, Template, get_template
+from draftsmith.data.tokenizers import load_tokenizer, train_bpe
+from hypothesis import example, given, settings
+from hypothesis import strategies as st
+from tokenizers import Tokenizer, models, normalizers, pre_tokenizers
+from transformers import AddedToken, ByT5Tokenizer, PreTrainedTokenizerFast
+
+TALK = ["what is the first question", "the first answer here", "and then?", "another answer to that", "so?", "then end"]
+MARKERS = ("</s>", "<s>", "<unk>", "<|im_end|>", "<|im_start|>", "<|endoftext|>", "USER: ", " ASSISTANT:", "[/INST]")
+NOTICED = {f.ANSWER_CUT, f.QUESTION_CUT, f.SPECIAL_TOKEN_TEXT, f.EMPTY_ANSWER}
+
+
+@pytest.fixture(scope="session", params=sorted(TEMPLATES))
+def template(request: pytest.FixtureRequest) -> Template:
+    return get_template(request.param)
+
+
+def _talk(texts: Sequence[str], system: str | None = None, name: str = "talk") -> Conversation:
+    turns = tuple(Turn(("user", "assistant")[i % 2], text) for i, text in enumerate(texts))
+    return Conversation(name, (*((Turn("system", system),) if system is not None else ()), *turns))
+
+
+def _faults(findings: Sequence[str]) -> set[str]:
+    return set(findings) - NOTICED
+
+
+@pytest.mark.parametrize(("max_tokens", "last_turn_only"), [(None, True), (300, False), (150, True)])
+def test_renderings_have_no_faults(
+    chats: list[Conversation], template: Template, tokenizer: Any, max_tokens: int | None, last_turn_only: bool
+) -> None:
+    linter, counter = Linter(tokenizer, template), Linter(tokenizer, template)
+    for document in render_all(chats, tokenizer, template, max_tokens, last_turn_only=last_turn_only):
+        assert not _faults(linter.check(document)), document
+        assert not _faults(counter.count(document)), document
+    assert linter.report.documents == counter.report.documents > 0
+    assert linter.report.clean_share == 1.0
+
+
+Plant = Callable[[Rendered, Any], Rendered]
+
+
+def _spans(change: Callable[[list[tuple[int, int]], int], list[tuple[int, int]]]) -> Plant:
+    return lambda document, _: replace(document, spans=change(list(document.spans), len(document.ids)))
+
+
+def _inserted(document: Rendered, place: int, number: int) -> Rendered:
+    spans = [(s + (s > place), e + (e > place)) for s, e in document.spans]
+    return replace(document, ids=np.insert(document.ids, place, number), spans=spans)
+
+
+def _without_end(document: Rendered, _: Any) -> Rendered:
+    *others, (start, end) = document.spans
+    return replace(document, ids=np.delete(document.ids, end - 1), spans=[*others, (start, end - 1)])
+
+
+def _with_id(number: int) -> Plant:
+    def plant(document: Rendered, _: Any) -> Rendered:
+        ids = document.ids.copy()
+        ids[-2] = number
+        return replace(document, ids=ids)
+
+    return plant
+
+
+PLANTS: dict[str, tuple[Plant, set[str]]] = {
+    "nothing": (_spans(lambda _, length: []), {f.NOTHING_TRAINED}),
+    "everything": (_spans(lambda _, length: [(0, length)]), {f.EVERYTHING_TRAINED}),
+    "words before an answer": (_spans(lambda s, _: [(s[0][0] - 3, s[0][1]), *s[1:]]), {f.USER_TEXT_TRAINED}),
+    "one token before it": (_spans(lambda s, _: [s[0], (s[1][0] - 1, s[1][1]), s[2]]), {f.USER_TEXT_TRAINED}),
+    "a question too": (_spans(lambda s, _: [s[0], (s[0][1] + 2, s[1][1]), s[2]]), {f.USER_TEXT_TRAINED}),
+    "a question alone too": (_spans(lambda s, _: [(2, s[0][0] - 2), *s]), {f.USER_TEXT_TRAINED}),
+    "shifted": (
+        _spans(lambda spans, _: [(start - 1, end - 1) for start, end in spans]),
+        {f.USER_TEXT_TRAINED, f.MISSING_END},
+    ),
+    "an answer's beginning not": (_spans(lambda s, _: [s[0], (s[1][0] + 4, s[1][1]), s[2]]), {f.ANSWER_DIFFERS}),
+    "an answer not": (_spans(lambda s, _: [s[0], s[2]]), {f.ANSWER_DIFFERS, f.MISSING_END}),
+    "an end not": (_spans(lambda s, _: [s[0], (s[1][0], s[1][1] - 1), s[2]]), {f.MISSING_END}),
+    "no end": (_without_end, {f.MISSING_END}),
+    "end token in an answer": (
+        lambda document, tokenizer: _inserted(document, document.spans[1][0] + 3, tokenizer.eos_token_id),
+        {f.SPECIAL_TOKEN_INSIDE},
+    ),
+    "special token in an answer": (
+        lambda document, tokenizer: _inserted(
+            document, document.spans[0][0] + 2, tokenizer.convert_tokens_to_ids("<|im_start|>")
+        ),
+        {f.SPECIAL_TOKEN_INSIDE},
+    ),
+    "special token in a question": (
+        lambda document, tokenizer: _inserted(document, document.spans[1][0] - 3, tokenizer.bos_token_id),
+        {f.SPECIAL_TOKEN_INSIDE},
+    ),
+    "a large id": (_with_id(10**6), {f.OUTSIDE_VOCABULARY}),
+    "a negative id": (_with_id(-1), {f.OUTSIDE_VOCABULARY}),
+    "spans that overlap": (_spans(lambda s, _: [s[0], (s[0][1] - 1, s[1][1]), s[2]]), {f.BROKEN_SPANS}),
+    "spans without order": (_spans(lambda s, _: [s[1], s[0], s[2]]), {f.BROKEN_SPANS}),
+    "a span in two": (_spans(lambda s, _: [(s[0][0], s[0][0] + 2), (s[0][0] + 2, s[0][1]), *s[1:]]), {f.BROKEN_SPANS}),
+    "an empty span": (_spans(lambda s, _: [(2, 2), *s]), {f.BROKEN_SPANS}),
+    "a span too long": (_spans(lambda s, length: [*s[:-1], (s[-1][0], length + 1)]), {f.BROKEN_SPANS}),
+    "exchanges that are not there": (lambda document, _: replace(document, first=7), {f.ANSWER_DIFFERS}),
+    "no first answer": (lambda document, _: replace(document, first=-1), {f.ANSWER_DIFFERS}),
+}
+
+
+@pytest.mark.parametrize("system", [None, "Be kind."])
+def test_a_planted_fault_is_found_under_its_name(template: Template, tokenizer: Any, system: str | None) -> None:
+    document = render(_talk(TALK, system), template, tokenizer)
+    for planted, (plant, expected) in PLANTS.items():
+        linter = Linter(tokenizer, template)
+        assert linter.check(document) == ()
+        assert set(linter.check(plant(document, tokenizer))) == expected, planted
+        assert linter.report.clean_share == 0.5
+        assert linter.report.examples == {name: ["talk"] for name in expected}
+
+
+COUNTED = {
+    "nothing": {f.NOTHING_TRAINED},
+    "everything": {f.EVERYTHING_TRAINED},
+    "an end not": {f.MISSING_END},
+    "no end": {f.MISSING_END},
+    "end token in an answer": {f.SPECIAL_TOKEN_INSIDE},
+    "special token in an answer": {f.SPECIAL_TOKEN_INSIDE},
+    "a large id": {f.OUTSIDE_VOCABULARY},
+    "a negative id": {f.OUTSIDE_VOCABULARY},
+    "spans that overlap": {f.BROKEN_SPANS},
+}
+
+
+def test_what_ids_and_spans_show_is_counted_under_the_same_names(template: Template, tokenizer: Any) -> None:
+    document = render(_talk(TALK), template, tokenizer)
+    for planted, expected in COUNTED.items():
+        found = Linter(tokenizer, template).count(PLANTS[planted][0](document, tokenizer))
+        assert set(found) == expected, planted
+
+
+def test_the_first_token_apart_everything_is_everything(tokenizer: Any) -> None:
+    document = render(_talk(TALK), get_template("vicuna-v1.1"), tokenizer)
+    document.spans = [(1, len(document.ids))]
+    assert Linter(tokenizer, get_template("vicuna-v1.1")).check(document) == (f.EVERYTHING_TRAINED,)
+
+
+@pytest.mark.parametrize(
+    ("place", "expected"),
+    [(1, f.ANSWER_DIFFERS), (5, f.ANSWER_DIFFERS), (0, f.CONTEXT_DIFFERS), (4, f.CONTEXT_DIFFERS)],
+)
+def test_words_of_another_conversation(template: Template, tokenizer: Any, place: int, expected: str) -> None:
+    other = [text if i != place else "something else was said" for i, text in enumerate(TALK)]
+    document = replace(render(_talk(other), template, tokenizer), conversation=_talk(TALK))
+    assert Linter(tokenizer, template).check(document) == (expected,)
+
+
+def test_an_answer_without_its_indentation_differs(template: Template, tokenizer: Any) -> None:
+    code = [TALK[0], "    return the\n    end"]
+    document = render(_talk([code[0], code[1].strip()]), template, tokenizer)
+    found = Linter(tokenizer, template).check(replace(document, conversation=_talk(code)))
+    assert found == (() if template.strips[1] else (f.ANSWER_DIFFERS,))
+
+
+def test_a_system_text_lost_is_a_context_that_differs(template: Template, tokenizer: Any) -> None:
+    document = render(_talk(TALK), template, tokenizer)
+    found = Linter(tokenizer, template).check(replace(document, conversation=_talk(TALK, "Be kind.")))
+    assert found == (f.CONTEXT_DIFFERS,)
+
+
+@pytest.mark.parametrize(
+    "answer", ["so many words " * 30, "你好，世界😀" * 20, "é" * 90], ids=["words", "bytes", "pairs"]
+)
+def test_of_a_cut_answer_the_beginning_is_right(template: Template, tokenizer: Any, answer: str) -> None:
+    linter, chat = Linter(tokenizer, template), _talk(["the question", answer])
+    length = len(render_prompt(chat.turns[:1], template, tokenizer))
+    for limit in range(length + 40, length + 44):
+        (document,) = render_all([chat], tokenizer, template, limit)
+        assert linter.check(document) == (f.ANSWER_CUT,)
+        unmarked = replace(document, answer_cut=False)
+        assert set(linter.check(unmarked)) == {f.ANSWER_DIFFERS, f.MISSING_END}
+        other = replace(document, conversation=_talk(["the question", "x" + answer]))
+        assert set(linter.check(other)) == {f.ANSWER_DIFFERS, f.ANSWER_CUT}
+        start, end = document.spans[0]
+        wide = replace(document, spans=[(start - 4, end)])
+        assert set(linter.check(wide)) == {f.USER_TEXT_TRAINED, f.ANSWER_CUT}
+        closed = replace(document, ids=np.append(document.ids, tokenizer.eos_token_id), spans=[(start, end + 1)])
+        assert _faults(linter.check(closed)) == {f.SPECIAL_TOKEN_INSIDE}, "taught to stop in the middle"
+
+
+@pytest.mark.parametrize("question", ["so many words " * 30, "你好，世界😀" * 20], ids=["words", "bytes"])
+def test_of_a_cut_question_the_end_is_right(template: Template, tokenizer: Any, question: str) -> None:
+    linter, chat = Linter(tokenizer, template), _talk([question, "the answer"])
+    length = len(render(_talk(["", "the answer"]), template, tokenizer).ids)
+    for limit in range(length + 40, length + 44):
+        (document,) = render_all([chat], tokenizer, template, limit)
+        assert linter.check(document) == (f.QUESTION_CUT,)
+        assert f.CONTEXT_DIFFERS in linter.check(replace(document, question_cut=False))
+        other = replace(document, conversation=_talk([question + "!", "the answer"]))
+        assert set(linter.check(other)) == {f.CONTEXT_DIFFERS, f.QUESTION_CUT}
+        start, end = document.spans[0]
+        wide = replace(document, spans=[(start - 4, end)])
+        assert set(linter.check(wide)) == {f.USER_TEXT_TRAINED, f.QUESTION_CUT}
+
+
+def test_a_cut_question_does_not_excuse_the_template(tokenizer: Any) -> None:
+    template = get_template("vicuna-v1.1")
+    document = render(_talk(["a long question " * 5, "the answer"]), template, tokenizer)
+    assert Linter(tokenizer, template).check(replace(document, question_cut=True)) == (f.QUESTION_CUT,)
+    spans = [(start - 4, end - 4) for start, end in document.spans]
+    lost = replace(document, ids=np.delete(document.ids, slice(10, 14)), spans=spans, question_cut=True)
+    assert set(Linter(tokenizer, template).check(lost)) == {f.CONTEXT_DIFFERS, f.QUESTION_CUT}
+
+
+def test_strings_of_special_tokens_and_empty_answers_are_noticed(template: Template, tokenizer: Any) -> None:
+    linter = Linter(tokenizer, template)
+    typed = render(_talk([f"say {tokenizer.eos_token} twice", "no"]), template, tokenizer)
+    assert linter.check(typed) == (f.SPECIAL_TOKEN_TEXT,)
+    assert linter.check(render(_talk(["say nothing", ""]), template, tokenizer)) == (f.EMPTY_ANSWER,)
+    assert linter.report.clean_share == 1.0
+
+
+def test_bare_text_is_trained_whole(tokenizer: Any) -> None:
+    text = Conversation("text", (Turn("assistant", "the hello 你好 " * 30),))
+    linter = Linter(tokenizer, get_template("plain"))
+    parts = list(render_all([text], tokenizer, get_template("plain"), 40))
+    for part in parts:
+        part.spans = [(max(1, start), end) for start, end in part.spans]  # nothing predicts a first token
+        assert linter.check(part) == linter.count(part) == ()
+    part = parts[1]
+    ((start, end),) = part.spans
+    assert linter.check(replace(part, spans=[(start + 3, end)])) == (f.ANSWER_DIFFERS,)
+    assert linter.check(replace(part, spans=[])) == (f.NOTHING_TRAINED,)
+    assert linter.check(_inserted(part, start + 5, tokenizer.eos_token_id)) == (f.SPECIAL_TOKEN_INSIDE,)
+    other = Conversation("other", (Turn("assistant", "something else"),))
+    assert linter.check(replace(part, conversation=other)) == (f.ANSWER_DIFFERS,)
+
+
+def test_tokenizers_that_change_texts() -> None:
+    text = ["the USER asks ASSISTANT answers cafe\u0301 user assistant"]
+    composing = train_bpe(text, 290, ["<s>", "</s>"])
+    composing.backend_tokenizer.normalizer = normalizers.NFC()
+    words = {word: i for i, word in enumerate(["<unk>", "</s>", "a", "the", "user", ":", "assistant", "hello", "\n"])}
+    backend = Tokenizer(models.WordLevel(words, unk_token="<unk>"))
+    backend.normalizer = normalizers.Lowercase()
+    backend.pre_tokenizer = pre_tokenizers.Sequence([pre_tokenizers.WhitespaceSplit(), pre_tokenizers.Punctuation()])
+    unknowing = PreTrainedTokenizerFast(tokenizer_object=backend, eos_token="</s>", unk_token="<unk>")
+    template = get_template("vicuna-v1.1")
+    said, unsaid = ["the cafe\u0301", "hello  the cafe\u0301"], ["the cafe\u0301", "hello a hello"]
+    for tokenizer in (composing, unknowing):
+        document = render(_talk(said), template, tokenizer)
+        linter = Linter(tokenizer, template)
+        assert linter.check(document) == ()
+        assert linter.check(replace(document, conversation=_talk(unsaid))) == (f.ANSWER_DIFFERS,)
+
+
+def test_a_tokenizer_without_a_fast_backend() -> None:
+    tokenizer, template = ByT5Tokenizer(eos_token=AddedToken("</s>", special=True)), get_template("vicuna-v1.1")
+    linter, document = Linter(tokenizer, template), render(_talk(["¿qué?", "你好 </s>"]), template, tokenizer)
+    assert linter.check(document) == (f.SPECIAL_TOKEN_TEXT,)
+    ((start, end),) = document.spans
+    assert linter.check(replace(document, spans=[(start - 2, end)])) == (f.USER_TEXT_TRAINED, f.SPECIAL_TOKEN_TEXT)
+    assert colour(document, tokenizer).plain == tokenizer.decode(document.ids)
+
+
+def test_a_tokenizers_own_template(chats: list[Conversation]) -> None:
+    tokenizer = train_bpe(["user assistant the hello"], 280, ("<pad>", "<s>", "<|im_start|>", "<|im_end|>", "</turn>"))
+    tokenizer.chat_template = (
+        "<s>{% for m in messages %}<|im_start|>{{ m['role'] }}<|im_end|>\n\n{{ m['content'] | trim }}</turn>"
+        "{% endfor %}{% if add_generation_prompt %}<|im_start|>assistant<|im_end|>\n\n{% endif %}"
+    )
+    template = get_template("tokenizer", tokenizer)
+    linter = Linter(tokenizer, template)
+    for max_tokens in (None, 150, 100):
+        for document in render_all(chats, tokenizer, template, max_tokens):
+            assert not _faults(linter.check(document))
+    document = render(_talk(TALK), template, tokenizer)
+    document.spans[1] = (document.spans[1][0], document.spans[1][1] - 1)
+    assert linter.check(document) == (f.MISSING_END,)
+
+
+def test_a_template_that_the_tokenizer_cannot_write_is_refused() -> None:
+    tokenizer = train_bpe(["hello"], 258, ["<|endoftext|>"])
+    with pytest.raises(ValueError, match=r"chatml ends an answer with '<\|im_end\|>', not with a special token"):
+        Linter(tokenizer, get_template("chatml"))
+    tokenizer.eos_token = None
+    with pytest.raises(ValueError, match=r"plain needs \{eos\}, and this tokenizer has no such token"):
+        Linter(tokenizer, get_template("plain"))
+
+
+TEXTS = st.lists(
+    st.one_of(st.sampled_from(MARKERS), st.text(st.characters(exclude_categories=["Cs"]), max_size=12)), max_size=6
+).map("".join)
+CHATS = st.tuples(
+    st.one_of(st.none(), TEXTS), st.lists(st.tuples(TEXTS, TEXTS), min_size=1, max_size=4), st.integers(20, 200)
+)
+
+
+@settings(max_examples=12, deadline=None, derandomize=True)
+@given(st.lists(CHATS, min_size=1, max_size=4), st.booleans())
+@example([("\x1b", [("\x80</s></s><|im_end|>", "")], 20)], False)  # cut inside a character, behind other bytes
+def test_no_text_whatever_puts_user_text_under_the_mask(
+    template: Template, tokenizer: Any, made: list[Any], last_turn_only: bool
+) -> None:
+    linter = Linter(tokenizer, template)
+    for system, exchanges, room in made:
+        chat = _talk([text for exchange in exchanges for text in exchange], system)
+        opening = len(render_prompt((*chat.turns[: system is not None], Turn("user", "")), template, tokenizer))
+        for max_tokens in (None, opening + room):
+            documents = render_all([chat], tokenizer, template, max_tokens, last_turn_only=last_turn_only)
+            for document in documents:
+                assert not _faults(linter.check(document)), (document, tokenizer.decode(document.ids))
+
+
+def _report(clean: int, faulty: int) -> LintReport:
+    report = LintReport()
+    for number in range(clean + faulty):
+        chat = Conversation(f"row-{number}", ())
+        document = Rendered(np.arange(10, dtype=np.int32), [(2, 4), (5, 7)], chat)
+        report.add(document, () if number < clean else (f.ANSWER_DIFFERS, f.ANSWER_CUT))
+    return report
+
+
+def test_report_adds_up_and_merges() -> None:
+    report = _report(clean=3, faulty=1)
+    report.merge(_report(clean=2, faulty=9))
+    assert (report.documents, report.clean, report.tokens, report.trained_tokens) == (15, 5, 150, 60)
+    assert report.clean_share == pytest.approx(1 / 3)
+    assert report.trained_share == pytest.approx(0.4)
+    values = json.loads(json.dumps(report.as_dict()))
+    assert values["faults"] == {f.ANSWER_DIFFERS: {"documents": 10, "examples": [f"row-{i}" for i in (3, 2, 4, 5, 6)]}}
+    assert values["notices"].keys() == {f.ANSWER_CUT}
+    assert report.summary() == (
+        "15 documents, 150 tokens, 40.0 % trained; 10 documents with faults (10 answer differs); "
+        "notices (10 answer cut)"
+    )
+    assert _report(2, 0).summary() == "2 documents, 20 tokens, 40.0 % trained; no faults"
+
+
+def test_below_a_floor_both_numbers_are_named() -> None:
+    report = _report(clean=199, faulty=1)
+    assert report.failures(0.995, 0.4) == []
+    assert report.failures(0.999, 0.5) == [
+        "documents without faults: 99.5 % (199 of 200), the floor is 99.9 %",
+        "trained tokens: 40 % (800 of 2,000), the floor is 50 %",
+    ]
+    assert LintReport().failures(0.0, 0.0) == []
+    assert LintReport().failures(0.5, 0.0) == ["documents without faults: there are no documents, the floor is 50 %"]
+    with pytest.raises(ValueError, match=r"min_clean_share is 99, expected a share between 0 and 1"):
+        report.failures(99, 0.5)
+
+
+def test_three_examples_are_kept(tokenizer: Any) -> None:
+    template = get_template("plain")
+
+    def kept(faulty: int | None) -> list[str]:
+        linter = Linter(tokenizer, template)
+        for number in range(20):
+            chat = _talk(["the question", "x" * (1 + 7 * number % 20) ** 2], name=str(number))
+            document = render(chat, template, tokenizer)
+            linter.check(document if number != faulty else replace(document, spans=[]))
+        return [document.conversation.id for document in linter.examples()]
+
+    first, typical, found = kept(15)
+    assert (first, found) == ("0", "15")
+    assert 8 < 1 + 7 * int(typical) % 20 < 16, "about the mean of squares up to 20"
+    assert len(set(kept(None))) == 3
+    assert kept(3) == kept(3)
+
+
+@pytest.mark.parametrize("max_tokens", [None, 150])
+def test_colours_show_what_is_trained(
+    chats: list[Conversation], template: Template, tokenizer: Any, max_tokens: int | None
+) -> None:
+    for document in render_all(chats, tokenizer, template, max_tokens):
+        text = colour(document, tokenizer, max_characters=10**6)
+        assert text.plain == tokenizer.decode(document.ids)
+        green = [text.plain[span.start : span.end] for span in text.spans if "green" in span.style]
+        assert "".join(green) == "".join(
+            tokenizer.decode(document.ids[:end]).removeprefix(tokenizer.decode(document.ids[:start]))
+            for start, end in document.spans
+        )
+        dim = [text.plain[span.start : span.end] for span in text.spans if "dim" in span.style]
+        specials = [tokenizer.convert_ids_to_tokens(int(i)) for i in document.ids if i in tokenizer.all_special_ids]
+        assert "".join(dim) == "".join(specials)
+
+
+def test_colours_of_long_and_odd_documents(tokenizer: Any) -> None:
+    template = get_template("plain")
+    document = render(_talk(["\x1b[31mred\r\n", "the 你好 " * 200]), template, tokenizer)
+    whole = tokenizer.decode(document.ids).replace("\x1b", "␛").replace("\r", "␍")
+    text = colour(document, tokenizer, max_characters=200).plain
+    head, mark, tail = text.partition("… ")
+    number, tail = tail.split(" tokens …")
+    assert mark
+    assert whole.startswith(head)
+    assert whole.endswith(tail)
+    assert 150 < len(head + tail) <= 200
+    assert 0 < int(number.replace(",", "")) < len(document.ids)
+    # half a character under another colour, and ids that do not exist, change nothing in the text
+    start, end = document.spans[0]
+    shifted = replace(document, spans=[(start + 5, end)], ids=np.insert(document.ids, 3, [-1, 10**6]))
+    assert colour(shifted, tokenizer, max_characters=10**6).plain == whole
+    with pytest.raises(ValueError, match="max_characters is 1, expected at least 2"):
+        colour(document, tokenizer, max_characters=1)
+
+
+def test_linting_needs_no_rich() -> None:
+    code = "import sys; sys.modules['rich'] = None; import draftsmith.data.rendering.lint"
+    assert subprocess.run([sys.executable, "-c", code], check=False).returncode == 0
+
+
+REAL = (
+    "sharegpt/sharegpt_v3_sample_800.json",
+    "chat_multi/moss_without_plugins_sharegpt.json",
+    "chat_multi/mtbench101_sharegpt.json",
+    "instruct/alpaca_en_demo.json",
+    "instruct/gpteacher_codegen.json",
+    "instruct/halueval_general_data.json",
+    "instruct/alpaca_eval/llama-2-7b-chat-hf.json",
+    "instruct/alpaca_eval/vicuna-13b-v1.3.json",
+    "instruct/alpaca_eval/vicuna-7b-v1.3.json",
+    "lmsys_like/train-00000-of-00001.parquet",
+)
+
+
+@pytest.mark.shared
+@pytest.mark.parametrize("name", REAL)
+def test_every_real_row_is_accounted_for_and_masks_right(shared_data: Path, name: str) -> None:
+    from draftsmith.data.cleaning.cleaner import ROLES
+    from draftsmith.data.sources.reading import open_dialogues, read_conversations
+
+    pytest.importorskip("sentencepiece")
+    source, report = str(shared_data / name), CorpusReport()
+    usable = 0
+    for dialogue in open_dialogues(source):
+        roles = [ROLES.get(role) if str(text or "").strip() else None for role, text in dialogue.messages]
+        usable += ("user", "assistant") in pairwise(roles)
+    tokenizer = load_tokenizer(str(shared_data / "tokenizer" / "llama2c"))
+    template = get_template("vicuna-v1.1")
+    linter = Linter(tokenizer, template)
+    chats = read_conversations(source, report=report)
+    for document in render_all(chats, tokenizer, template, 2048):
+        linter.check(document)
+    assert report.rows == report.kept + sum(report.dropped.values())
+    assert report.kept >= 0.98 * usable > 0, report.summary()
+    assert linter.report.documents >= report.kept
+    assert linter.report.clean == linter.report.documents, linter.report.as_dict()

@@ -1,0 +1,318 @@
+"""Masks, prompts and special tokens: what is trained on is what the assistant said, and nothing else."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import pytest
+from draftsmith.data.conversations import Conversation, Turn
+from draftsmith.data.rendering.render import Rendered, RenderReport, render, render_all, render_prompt
+from draftsmith.data.rendering.templates import TEMPLATES, VICUNA_SYSTEM, Template, get_template
+from draftsmith.data.tokenizers import load_tokenizer, train_bpe
+from tokenizers import Tokenizer, models, pre_tokenizers, processors
+from transformers import PreTrainedTokenizerFast
+
+HELLO = Conversation("hello", (Turn("user", "the"), Turn("assistant", "hello")))
+
+
+@pytest.fixture(params=sorted(TEMPLATES))
+def template(request: pytest.FixtureRequest) -> Template:
+    return get_template(request.param)
+
+
+def _filled(text: str, tokenizer: Any) -> str:
+    return text.replace("{eos}", tokenizer.eos_token)
+
+
+def _trained(rendered: Rendered, tokenizer: Any) -> list[str]:
+    """The trained stretches decoded, special tokens and all."""
+    texts = []
+    # behind another token, because a decoder takes the space off the start of a text
+    anchor = tokenizer("a", add_special_tokens=False).input_ids
+    for start, end in rendered.spans:
+        stretch = rendered.ids[start:end].tolist()
+        assert not set(stretch[:-1]) & set(tokenizer.all_special_ids), "a special token inside an answer"
+        texts.append(tokenizer.decode([*anchor, *stretch]).removeprefix(tokenizer.decode(anchor)))
+    return texts
+
+
+def _plain(document: Rendered) -> tuple[list[int], list[tuple[int, int]], bool]:
+    return document.ids.tolist(), document.spans, document.question_cut or document.answer_cut
+
+
+def _expected(turns: Sequence[Turn], template: Template, tokenizer: Any) -> list[str]:
+    """What must be trained on: answers, the space that the template leaves to them, and their end of turn.
+
+    Behind a special token some tokenizers write a space of their own: `_spaceless` compares without it."""
+    space = " " if template.middle.endswith(" ") else ""
+    answers = [turn.text.strip() if template.strips[1] else turn.text for turn in turns if turn.role == "assistant"]
+    return [f"{space}{answer}{_filled(template.end, tokenizer)}" for answer in answers]
+
+
+def _spaceless(texts: list[str], template: Template) -> list[str]:
+    return [text.lstrip(" ") for text in texts] if template.middle.endswith("{eos}") else texts
+
+
+def test_trainable_tokens_are_the_answers(chats: list[Conversation], template: Template, tokenizer: Any) -> None:
+    for chat in chats:
+        rendered = render(chat, template, tokenizer)
+        found, wanted = _trained(rendered, tokenizer), _expected(chat.turns, template, tokenizer)
+        assert _spaceless(found, template) == _spaceless(wanted, template)
+        assert rendered.trainable().sum() == sum(end - start for start, end in rendered.spans)
+
+
+def test_prompt_is_what_render_puts_before_each_answer(
+    chats: list[Conversation], template: Template, tokenizer: Any
+) -> None:
+    for chat in chats:
+        rendered = render(chat, template, tokenizer)
+        for number, turn in enumerate(chat.turns):
+            if turn.role != "user":
+                continue
+            prompt = render_prompt(chat.turns[: number + 1], template, tokenizer)
+            assert rendered.ids[: len(prompt)].tolist() == prompt
+            starts = [start for start, _ in rendered.spans]
+            assert len(prompt) == starts[number // 2 if chat.turns[0].role == "user" else (number - 1) // 2]
+
+
+def test_batched_rendering_equals_one_by_one(chats: list[Conversation], template: Template, tokenizer: Any) -> None:
+    many = chats * 60  # more than one internal batch
+    together = [_plain(document) for document in render_all(many, tokenizer, template, None)]
+    alone = [_plain(render(chat, template, tokenizer)) for chat in chats]
+    assert together == alone * 60
+
+
+def test_special_token_strings_in_messages_stay_text(template: Template, tokenizer: Any) -> None:
+    text = "x </s> <s> <|im_end|> <|im_start|> <|endoftext|> y"
+    for role_text in ((text, "plain"), ("plain", text)):
+        turns = (Turn("user", role_text[0]), Turn("assistant", role_text[1]))
+        specials = set(tokenizer.all_special_ids)
+        hostile = [i for i in render(Conversation("a", turns), template, tokenizer).ids if i in specials]
+        harmless = [i for i in render(HELLO, template, tokenizer).ids if i in specials]
+        assert hostile == harmless
+        assert text in tokenizer.decode(render(Conversation("a", turns), template, tokenizer).ids)
+
+
+def test_vicuna_says_exactly_its_text(tokenizer: Any) -> None:
+    turns = (*HELLO.turns, Turn("user", "and"), Turn("assistant", "bye"))
+    template = get_template("vicuna-v1.1")
+    ids = render(Conversation("a", turns), template, tokenizer).ids
+    end = tokenizer.eos_token
+    as_text = f"{VICUNA_SYSTEM} USER: the ASSISTANT: hello{end}USER: and ASSISTANT: bye{end}"
+    # encoded as one string; the Llama tokenizers put their "▁" behind a special token too
+    assert ids.tolist() == tokenizer(as_text).input_ids
+    prompt = tokenizer.decode(render_prompt(turns[:1], template, tokenizer))
+    assert prompt.endswith("USER: the ASSISTANT:")
+    assert VICUNA_SYSTEM.startswith("A chat between a curious user and an artificial intelligence assistant. The")
+
+
+def test_chatml_says_exactly_its_text(tokenizer: Any) -> None:
+    turns = (Turn("system", "kind"), *HELLO.turns)
+    ids = render(Conversation("a", turns), get_template("chatml"), tokenizer).ids
+    start, end = "<|im_start|>", "<|im_end|>"
+    as_text = f"{start}system\nkind{end}\n{start}user\nthe{end}\n{start}assistant\nhello{end}\n"
+    assert ids.tolist() == tokenizer(as_text).input_ids
+
+
+def test_chatml_has_no_system_of_its_own_and_vicuna_takes_the_given_one(tokenizer: Any) -> None:
+    ids = render(HELLO, get_template("chatml"), tokenizer).ids
+    assert "system" not in tokenizer.decode(ids)
+    turns = (Turn("system", "Be kind."), *HELLO.turns)
+    text = tokenizer.decode(render(Conversation("a", turns), get_template("vicuna-v1.1"), tokenizer).ids)
+    assert "Be kind. USER: the" in text
+    assert "curious" not in text
+
+
+def test_bos_comes_first_exactly_where_the_tokenizer_adds_it(template: Template, tokenizer: Any) -> None:
+    ids = render(HELLO, template, tokenizer).ids.tolist()
+    adds = tokenizer("a").input_ids[0] == tokenizer.bos_token_id
+    adds = adds or template.writes_bos
+    assert (ids[0] == tokenizer.bos_token_id) == adds
+    assert ids.count(tokenizer.bos_token_id) == adds
+
+
+@pytest.mark.parametrize("share", [0.4, 0.55, 0.99])
+def test_long_conversations_split_between_exchanges(
+    chats: list[Conversation], template: Template, tokenizer: Any, share: float
+) -> None:
+    system = (Turn("system", "Be kind."),)
+    exchanges = [(Turn("user", f"q{i}" + "the" * (i % 4)), Turn("assistant", f"r{i}" * (i % 5 + 1))) for i in range(14)]
+    chat = Conversation("long", (*system, *(turn for pair in exchanges for turn in pair)))
+    max_tokens = int(share * len(render(chat, template, tokenizer).ids))
+    report = RenderReport()
+    parts = list(render_all([chat], tokenizer, template, max_tokens, report=report))
+    assert len(parts) > 1
+    assert all(len(part.ids) <= max_tokens for part in parts)
+    assert all("Be kind." in tokenizer.decode(part.ids) for part in parts)
+    answers = [answer for part in parts for answer in _trained(part, tokenizer)]
+    assert _spaceless(answers, template) == _spaceless(_expected(chat.turns, template, tokenizer), template)
+    assert report.as_dict() == RenderReport(1, 1, 0, len(parts), 1, 14).as_dict()
+    # a part is what rendering its own exchanges gives, and no part could have taken the next exchange as well
+    at = 0
+    for part in parts:
+        count = len(part.spans)
+        turns = (*system, *(turn for pair in exchanges[at : at + count] for turn in pair))
+        assert _plain(part) == _plain(render(Conversation("part", turns), template, tokenizer))
+        at += count
+        if at < len(exchanges):
+            longer = Conversation("longer", (*turns, *exchanges[at]))
+            assert len(render(longer, template, tokenizer).ids) > max_tokens
+
+
+@pytest.mark.parametrize("with_system", [False, True])
+def test_of_an_exchange_too_long_question_and_answer_keep_what_fits(
+    template: Template, tokenizer: Any, with_system: bool
+) -> None:
+    system = (Turn("system", "s"),) if with_system else ()
+    limit = len(render(Conversation("short", (*system, *HELLO.turns)), template, tokenizer).ids) + 60
+    letters = [f"{i} " for i in range(200)]
+
+    def cut(question: str, answer: str) -> tuple[Rendered, str, str]:
+        report = RenderReport()
+        chat = Conversation("a", (*system, Turn("user", question), Turn("assistant", answer)))
+        (document,) = render_all([chat], tokenizer, template, limit, report=report)
+        assert limit - 1 <= len(document.ids) <= limit
+        found = report.questions_cut, report.answers_cut
+        assert found == (document.question_cut, document.answer_cut)
+        (start, end) = document.spans[0]
+        return document, tokenizer.decode(document.ids[:start]), tokenizer.decode(document.ids[start:end])
+
+    long, opening = "".join(letters), render_prompt((*system, Turn("user", "")), template, tokenizer)
+    document, asked, answered = cut("the question", long)
+    assert (document.question_cut, document.answer_cut) == (False, True)
+    assert "the question" in asked
+    assert long.startswith(answered.strip())
+    document, asked, answered = cut(long, "the answer")
+    assert (document.question_cut, document.answer_cut) == (True, False)
+    assert "198 199" in asked
+    assert " 9 10" not in asked
+    assert "the answer" in answered
+    assert _filled(template.end, tokenizer) in answered
+    document, asked, answered = cut(long, long)
+    assert (document.question_cut, document.answer_cut) == (True, True)
+    assert "198 199" in asked
+    assert long.startswith(answered.strip())
+    assert abs(document.spans[0][0] - len(opening) - (limit - document.spans[0][0])) < 25, "about half"
+    begin = template.start if not with_system or template.system is None else "s".join(template.system)
+    begin = begin.replace("{bos}", tokenizer.bos_token).strip(" ")
+    text = tokenizer.decode(document.ids).replace(" ", "")  # decoders put spaces around special tokens
+    assert begin.replace(" ", "") in text, "the template's own text is never cut"
+
+
+def test_a_system_text_as_long_as_a_block_leaves_no_room(template: Template, tokenizer: Any) -> None:
+    chat = Conversation("a", (Turn("system", "xyz" * 400), *HELLO.turns))
+    report = RenderReport()
+    kept = list(render_all([chat, HELLO], tokenizer, template, 500, report=report))
+    assert [_plain(document) for document in kept] == [_plain(render(HELLO, template, tokenizer))]
+    assert report.as_dict() == RenderReport(2, 1, 1, 1, 0, 2, no_room=1).as_dict()
+
+
+def test_a_document_of_exactly_the_limit_is_whole(template: Template, tokenizer: Any) -> None:
+    chat = Conversation("a", (Turn("user", "the hello"), Turn("assistant", "the answer is hello, and then some more")))
+    whole = render(chat, template, tokenizer)
+    (same,) = render_all([chat], tokenizer, template, len(whole.ids))
+    assert _plain(same) == _plain(whole)
+    (end,) = [end for _, end in whole.spans]
+    (whole_answer,) = render_all([chat], tokenizer, template, end)
+    assert _plain(whole_answer) == (whole.ids[:end].tolist(), whole.spans, False), "what follows the end is not missed"
+    (shorter,) = render_all([chat], tokenizer, template, end - 1)
+    assert shorter.question_cut or shorter.answer_cut
+    assert len(shorter.ids) == end - 1
+
+
+def test_t5_reads_and_writes_what_its_tokenizer_makes_of_each_text() -> None:
+    words = ["translate", "English", "to", "German:", "the", "house", "is", "small", "das", "Haus", "ist", "klein"]
+    pieces = [("<pad>", 0.0), ("</s>", 0.0), ("<unk>", 0.0), ("▁", -3.0), *((f"▁{word}", -2.0) for word in words)]
+    backend = Tokenizer(models.Unigram(pieces, unk_id=2))
+    backend.pre_tokenizer = pre_tokenizers.Metaspace(prepend_scheme="always")
+    backend.post_processor = processors.TemplateProcessing(single="$A </s>", special_tokens=[("</s>", 1)])
+    tokenizer = PreTrainedTokenizerFast(
+        tokenizer_object=backend, eos_token="</s>", pad_token="<pad>", unk_token="<unk>"
+    )
+    template = get_template("t5")
+    task = Turn("system", "translate English to German:")
+    turns = (task, Turn("user", "the house is small"), Turn("assistant", "das Haus ist klein"))
+    source = tokenizer("translate English to German: the house is small").input_ids
+    assert source[-1] == tokenizer.eos_token_id
+    assert 2 not in source
+    assert render_prompt(turns[:2], template, tokenizer) == source
+    ids = render(Conversation("a", turns), template, tokenizer).ids
+    assert ids.tolist() == source + tokenizer("das Haus ist klein").input_ids
+    more = (*turns, Turn("user", "to the house"))
+    assert render_prompt(more, template, tokenizer) == ids.tolist() + tokenizer("to the house").input_ids
+
+
+def test_last_turn_only_trains_on_the_last_answer(
+    chats: list[Conversation], template: Template, tokenizer: Any
+) -> None:
+    report = RenderReport()
+    for chat, last in zip(
+        chats, render_all(chats, tokenizer, template, None, last_turn_only=True, report=report), strict=True
+    ):
+        whole = render(chat, template, tokenizer)
+        assert last.ids.tolist() == whole.ids.tolist()
+        assert last.spans == whole.spans[-1:]
+    assert report.context_only == report.exchanges - len(chats) > 0
+
+
+def test_bare_text_is_learned_whole_by_the_plain_template_alone(template: Template, tokenizer: Any) -> None:
+    text = Conversation("text", (Turn("assistant", "the hello " * 30),))
+    if template.name != "plain":
+        with pytest.raises(ValueError, match="bare text needs the template plain"):
+            render(text, template, tokenizer)
+        return
+    whole = render(text, template, tokenizer)
+    bos = len(whole.ids) - (whole.spans[0][1] - whole.spans[0][0])
+    assert whole.spans == [(bos, len(whole.ids))]
+    assert tokenizer.decode(whole.ids[bos:]) == text.turns[0].text + tokenizer.eos_token
+    parts = list(render_all([text], tokenizer, template, 40))
+    assert all(len(part.ids) <= 40 for part in parts)
+    assert [i for part in parts for i in part.ids[bos:].tolist()] == whole.ids[bos:].tolist(), "nothing is lost"
+
+
+def test_unknown_template_names_the_nearest() -> None:
+    with pytest.raises(ValueError, match=r"no template 'vicuna', did you mean 'vicuna-v1\.1'\? known: .*chatml"):
+        get_template("vicuna")
+
+
+def test_chatml_needs_its_special_tokens() -> None:
+    plain = train_bpe(["hello"], 258, ["<|endoftext|>"])
+    with pytest.raises(ValueError, match=r"chatml needs <\|im_start\|> as one special token"):
+        render(HELLO, get_template("chatml"), plain)
+
+
+@pytest.mark.parametrize(
+    "roles", [[], ["system"], ["assistant"], ["user"], ["user", "user", "assistant"], ["user", "system", "assistant"]]
+)
+def test_turns_must_alternate(roles: list[str], template: Template, tokenizer: Any) -> None:
+    turns = tuple(Turn(role, "x") for role in roles)
+    if roles == ["assistant"] and template.name == "plain":  # bare text
+        assert len(render(Conversation("strange", turns), template, tokenizer).spans) == 1
+    else:
+        with pytest.raises(ValueError, match=r"strange: expected \[system\], user, assistant, … ending with assistant"):
+            render(Conversation("strange", turns), template, tokenizer)
+    with pytest.raises(ValueError, match="ending with user"):
+        render_prompt((*turns, Turn("assistant", "x")), template, tokenizer)
+
+
+@pytest.mark.shared
+@pytest.mark.parametrize("kind", ["llama", "bytes"])
+def test_every_real_conversation_masks_right(shared_data: Path, template: Template, kind: str) -> None:
+    from draftsmith.data.sources.reading import read_conversations
+
+    source = str(shared_data / "sharegpt" / "sharegpt_v3_sample_800.json")
+    chats = list(read_conversations(source))
+    if kind == "llama":
+        pytest.importorskip("sentencepiece")
+        tokenizer = load_tokenizer(str(shared_data / "tokenizer" / "llama2c"))
+        tokenizer.add_special_tokens({"additional_special_tokens": ["<|im_start|>", "<|im_end|>"]})
+    else:
+        tokenizer = train_bpe(
+            (t.text for c in chats[:80] for t in c.turns), 1024, ("<|endoftext|>", "<|im_start|>", "<|im_end|>")
+        )
+    assert len(chats) > 700
+    for chat, rendered in zip(chats, render_all(chats, tokenizer, template, None), strict=True):
+        found, wanted = _trained(rendered, tokenizer), _expected(chat.turns, template, tokenizer)
+        assert _spaceless(found, template) == _spaceless(wanted, template), chat.id

@@ -1,0 +1,404 @@
+"""The registry, what its entries make of their rows, and how a source becomes dialogues and prompts."""
+
+from __future__ import annotations
+
+import json
+import sys
+from collections import Counter
+from pathlib import Path
+from typing import Any
+
+import pytest
+from draftsmith.data.cleaning.options import Cleaning
+from draftsmith.data.conversations import CorpusReport, Turn
+from draftsmith.data.sources.files import Row
+from draftsmith.data.sources.reading import open_dialogues, read_conversations, read_prompts
+from draftsmith.data.sources.registry import CORPORA, Corpus, documentation_rows, find_corpus
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+CHAT = {"conversations": [{"from": "human", "value": "hello"}, {"from": "gpt", "value": "hi"}]}
+
+
+def jsonl(path: Path, *rows: Any) -> str:
+    path.write_text("".join(json.dumps(row) + "\n" for row in rows), encoding="utf-8")
+    return str(path)
+
+
+@pytest.mark.parametrize("corpus", CORPORA.values(), ids=CORPORA)
+def test_every_entry_says_where_it_lies_and_on_what_terms(corpus: Corpus) -> None:
+    assert corpus.name == corpus.name.lower()
+    assert corpus.hub or "://" in (corpus.file or "") or corpus.rows
+    assert corpus.licence
+    assert ("unverified" in corpus.licence) <= ("unverified" in corpus.note)
+    assert corpus.columns
+    assert corpus.use in ("train", "evaluate")
+    assert corpus.split
+    assert len(set(corpus.groups)) == len(corpus.groups)
+    assert find_corpus(corpus.name) is corpus
+    assert find_corpus(corpus.name.upper().replace("-", "_")) is corpus
+    assert corpus.hub is None or find_corpus(corpus.hub).hub == corpus.hub  # type: ignore[union-attr]
+
+
+def test_names_that_are_not_there() -> None:
+    assert find_corpus("someone/chats") is None
+    assert find_corpus("") is None
+    assert len(CORPORA) == 19
+
+
+def test_what_was_asked_for_is_registered() -> None:
+    facts = {name: (entry.hub, entry.config, entry.split, entry.revision) for name, entry in CORPORA.items()}
+    assert facts["lmsys-chat-1m"] == ("lmsys/lmsys-chat-1m", None, "train", None)
+    assert CORPORA["lmsys-chat-1m"].gated
+    assert facts["ultrachat-200k"][2] == "train_sft"
+    assert facts["cnn-dailymail"] == ("abisee/cnn_dailymail", "3.0.0", "test", None)
+    assert facts["wmt14-de-en"][:2] == facts["wmt14-en-de"][:2] == ("wmt/wmt14", "de-en")
+    assert facts["piqa"] == ("ybisk/piqa", None, "validation", "refs/convert/parquet")
+    assert CORPORA["spec-bench"].groups == ("mt_bench", "translation", "summarization", "qa", "math_reasoning", "rag")
+
+
+PAIR = {"translation": {"de": "Guten Tag", "en": "Good day"}}
+
+
+@pytest.mark.parametrize(
+    ("name", "row", "questions", "references", "category"),
+    [
+        ("cnn-dailymail", {"article": "A {b} c", "highlights": "A", "id": "7"}, ["Summarize: A {b} c"], ("A",), ""),
+        ("wmt14-de-en", PAIR, ["Translate German to English: Guten Tag"], ("Good day",), ""),
+        ("wmt14-en-de", PAIR,
+         ["Translate the input English sentence into German.\nInput: Good day\nOutput: "], ("Guten Tag",), ""),
+        ("piqa", {"goal": "How?", "sol1": "so", "sol2": "thus", "label": 1}, ["How?"], ("thus",), ""),
+        ("piqa", {"goal": "How?", "sol1": "so", "sol2": "thus", "label": -1}, ["How?"], (), ""),
+        ("piqa", {"goal": "How?", "sol1": "so", "sol2": "thus"}, ["How?"], (), ""),
+        ("web-questions", {"url": "u", "question": "who?", "answers": ["he", "she"]}, ["who?"], ("he", "she"), ""),
+        ("alpaca-eval", {"instruction": "Do.", "dataset": "koala", "generator": "g"}, ["Do."], (), "koala"),
+        ("mt-bench", {"prompt_id": 1, "category": "stem", "prompt": ["a", "b"], "reference": []}, ["a", "b"], (),
+         "stem"),
+        ("mt-bench", {"question_id": 1, "category": "stem", "turns": ["a", "b"], "reference": ["1", "2"]}, ["a", "b"],
+         ("1",), "stem"),
+        ("vicuna-80", {"question_id": 1, "category": "fermi", "turns": ["a"]}, ["a"], (), "fermi"),
+        ("spec-bench", {"question_id": 1, "category": "humanities", "turns": ["a", "b"]}, ["a", "b"], (), "mt_bench"),
+        ("spec-bench", {"question_id": 1, "category": "rag", "turns": ["a"], "reference": [["r"]]}, ["a"], ("r",),
+         "rag"),
+        # copies in another form than the hub's
+        ("wmt14-en-de", "Translate this.", ["Translate this."], (), ""),
+        ("cnn-dailymail", {"turns": ["Summarize: this"], "category": "summarization"}, ["Summarize: this"], (),
+         "summarization"),
+    ],
+)  # fmt: skip
+def test_rows_of_evaluation_sets(
+    name: str, row: Any, questions: list[str], references: tuple[str, ...], category: str
+) -> None:
+    dialogue = CORPORA[name].read(Row(row, "here, row 1", "here-1"))
+    assert dialogue.messages == tuple(("user", question) for question in questions)
+    assert dialogue.references == references
+    assert dialogue.category == category
+
+
+@pytest.mark.parametrize(
+    ("name", "row"),
+    [
+        ("sharegpt-v3", {"id": "a", **CHAT}),
+        ("lmsys-chat-1m", {"conversation_id": "a", "conversation": [{"role": "human", "content": "hello"},
+                                                                    {"role": "gpt", "content": "hi"}]}),
+        ("chatgpt-prompts", {"human_prompt": "hello", "chatgpt_response": "hi"}),
+        ("chatbot-instruction-prompts", {"prompt": "hello", "response": "hi"}),
+        ("alpaca", {"instruction": "hello", "input": "", "output": "hi", "text": "Below is an instruction …"}),
+    ],
+)  # fmt: skip
+def test_rows_of_training_sets(name: str, row: Any) -> None:
+    dialogue = CORPORA[name].read(Row(row, "here, row 1", "here-1"))
+    assert [content for _, content in dialogue.messages] == ["hello", "hi"]
+
+
+@pytest.mark.parametrize(
+    ("name", "row", "message"),
+    [
+        (
+            "cnn-dailymail",
+            {"article": None, "highlights": "A"},
+            "here, row 1: `article` must be a text, found NoneType",
+        ),
+        ("wmt14-de-en", {"translation": {"en": "a"}}, "row 1: `translation.de` must be a text, found NoneType"),
+        ("wmt14-de-en", {"translation": "a"}, r"row 1: `translation` must be \{de, en\}, found str"),
+        ("piqa", {"goal": 3, "sol1": "", "sol2": ""}, "row 1: `goal` must be a text, found int"),
+    ],
+)
+def test_rows_that_are_not_what_the_corpus_has(name: str, row: Any, message: str) -> None:
+    with pytest.raises(ValueError, match=message):
+        CORPORA[name].read(Row(row, "here, row 1", "here-1"))
+
+
+ADAPTED = [corpus for corpus in CORPORA.values() if corpus.adapter is not None]
+SCRAPS = st.recursive(
+    st.none() | st.integers() | st.floats() | st.text(max_size=5),
+    lambda inner: st.lists(inner, max_size=3) | st.dictionaries(st.sampled_from(["de", "en", "a"]), inner, max_size=3),
+    max_leaves=6,
+)
+
+
+@settings(max_examples=200, deadline=None, derandomize=True)
+@given(st.sampled_from(ADAPTED), st.lists(SCRAPS, min_size=4, max_size=4))
+def test_adapters_fail_with_a_place_only(corpus: Corpus, scraps: list[Any]) -> None:
+    row = dict(zip((*corpus.columns, "label", "output", "reference"), scraps, strict=False))
+    try:
+        corpus.read(Row(row, "here, row 1", "here-1"))
+    except ValueError as error:
+        assert str(error).startswith("here, row 1: ")  # noqa: PT017
+
+
+def test_a_local_path_stands_in_for_a_corpus(tmp_path: Path) -> None:
+    for split in ("train_sft", "test_sft"):
+        jsonl(tmp_path / f"{split}-00000.jsonl", {"prompt": "p", "messages": [{"role": "user", "content": split}]})
+    jsonl(tmp_path / "piqa.jsonl", {"goal": "How?", "sol1": "so", "sol2": "thus", "label": 0})
+    forms: list[str] = []
+
+    def asked(*source: str, **options: Any) -> list[str]:
+        return [prompt.turns[-1].text for prompt in read_prompts(*source, **options, on_form=forms.append)]
+
+    folder = str(tmp_path)
+    assert asked("ultrachat-200k", path=folder) == ["train_sft"]
+    assert asked("HuggingFaceH4/ultrachat_200k", path=folder, split="test_sft") == ["test_sft"]
+    (prompt,) = read_prompts("ybisk/piqa", path=str(tmp_path / "piqa.jsonl"), on_form=forms.append)
+    assert prompt.references == ("so",)
+    assert forms == ["messages", "messages", "goal + sol1 + sol2"]
+    assert asked("someone/else", path=str(tmp_path / "piqa.jsonl")) == ["How?"]
+
+
+def test_each_form_of_a_source_is_named_once(tmp_path: Path) -> None:
+    text = {"instruction": "hello", "output": "hi"}
+    forms: list[str] = []
+    found = list(open_dialogues(jsonl(tmp_path / "a.jsonl", text, CHAT, text, CHAT), on_form=forms.append))
+    assert len(found) == 4
+    assert forms == ["instruction + output", "conversations"]
+
+
+@pytest.mark.parametrize(
+    ("source", "message"),
+    [
+        ("piqua", r"no such file or folder, known corpus or hub id: piqua \(did you mean the corpus piqa\?\)"),
+        ("alpaca_evl", r"did you mean the corpus alpaca-eval"),
+        ("a/b/c", r"hub id: a/b/c \(the folder a/b does not exist\)"),
+        ("", r"hub id: \(empty\)"),
+        ("./chats.jsonl", r"no such file or folder"),
+    ],
+)
+def test_a_source_that_is_nowhere(source: str, message: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    with pytest.raises(ValueError, match=message):
+        open_dialogues(source)
+    with pytest.raises(ValueError, match=r"no such file or folder: gone\.jsonl"):
+        open_dialogues("piqa", path="gone.jsonl")
+
+
+def test_broken_rows_are_part_of_the_report(tmp_path: Path) -> None:
+    path = tmp_path / "a.jsonl"
+    jsonl(path, CHAT, {"query": "no form"}, {"messages": []}, CHAT)
+    path.write_text("{\n" + path.read_text() + '{"cut')
+    with pytest.raises(ValueError, match="row 1: not valid JSON"):
+        list(read_conversations(str(path)))
+    report, skipped = CorpusReport(), Counter[str]()
+    kept = list(read_conversations(str(path), report=report, skip_broken=True, skipped=skipped))
+    assert len(kept) == report.kept == 2
+    assert report.dropped == {"broken: not valid JSON": 2, "broken: no known form": 1, "no whole exchange": 1}
+    assert report.rows == report.kept + sum(report.dropped.values()) == 6
+    assert skipped == {"not valid JSON": 2, "no known form": 1}
+
+
+def test_shards_of_conversations_are_the_whole(tmp_path: Path) -> None:
+    rows = [{"prompt": str(i), "response": "x"} for i in range(10)]
+    source = jsonl(tmp_path / "a.jsonl", *rows)
+    parts = [list(read_conversations(source, shard=(i, 3), start=2)) for i in range(3)]
+    assert sorted(int(c.turns[0].text) for part in parts for c in part) == list(range(2, 10))
+
+
+def test_contamination_is_looked_for_in_the_named_sets(tmp_path: Path) -> None:
+    question = "How many apples do I have left if I eat three of my twelve apples before noon and two after it?"
+    evaluation = jsonl(tmp_path / "evaluation.jsonl", {"turns": ["first?", question]})
+    source = jsonl(tmp_path / "a.jsonl", {"prompt": f"Hello! {question}", "response": "Seven."},
+                   {"prompt": "Something else entirely, please.", "response": "Yes."})  # fmt: skip
+    report = CorpusReport()
+    kept = list(read_conversations(source, report=report, cleaning=Cleaning(contamination=(evaluation,))))
+    assert [c.turns[1].text for c in kept] == ["Yes."]
+    assert sum(report.dropped.values()) == 1
+
+
+def message(role: str, content: Any) -> dict[str, Any]:
+    return {"role": role, "content": content}
+
+
+def test_prompts_of_conversations(tmp_path: Path) -> None:
+    # fmt: off
+    talk = [message("system", "Be kind."), message("gpt", "lost"), message("user", "one?"), message("gpt", "1"),
+            message("user", "\ud83d"), message("gpt", "2"), message("tool", "x"), message("user", "of the tool")]
+    # fmt: on
+    rows = [
+        {"id": "whole", "messages": talk},
+        {"messages": [message("user", " "), message("assistant", "hi")]},
+        {"text": "no question here"},
+        {"id": "bare", "category": "math", "prompt": "p", "reference": "r"},
+    ]
+    skipped = Counter[str]()
+    first, second = read_prompts(jsonl(tmp_path / "a.jsonl", *rows), skipped=skipped)
+    assert first.turns == (Turn("system", "Be kind."), Turn("user", "one?"))
+    assert (first.id, first.follow_ups, first.references) == ("whole", ("\ufffd",), ("1",))
+    assert (second.id, second.category, second.references) == ("bare", "math", ("r",))
+    assert skipped == {"no question": 2}
+
+
+def test_prompts_by_group(tmp_path: Path) -> None:
+    categories = ["writing", "rag", "math", "qa", "rag"]
+    rows = [{"category": category, "turns": [str(i)]} for i, category in enumerate(categories)]
+    path = jsonl(tmp_path / "question.jsonl", *rows)
+
+    def asked(**options: Any) -> list[str]:
+        return [prompt.turns[0].text for prompt in read_prompts("spec-bench", path=path, **options)]
+
+    assert asked() == ["0", "1", "2", "3", "4"]
+    assert asked(limit=2) == ["0", "1"]
+    assert asked(limit=0) == []
+    assert asked(groups=["mt_bench"]) == ["0", "2"]
+    assert asked(groups=["rag", "qa"], limit=2) == ["1", "3"]
+    with pytest.raises(ValueError, match=r"no prompt of the group mt-bench \(did you mean mt_bench\?\); .*, qa"):
+        read_prompts("spec-bench", path=path, groups=["mt-bench"])
+    with pytest.raises(ValueError, match=r"the group mat \(did you mean math\?\); its groups are math, qa"):
+        list(read_prompts(path, groups=["mat"]))
+    with pytest.raises(ValueError, match="limit is -1, expected 0 or more"):
+        read_prompts(path, limit=-1)
+
+
+def test_the_documentation_of_installed_packages() -> None:
+    train = list(documentation_rows("train", ["packaging"], 0.3))
+    heldout = list(documentation_rows("heldout", ["packaging"], 0.3))
+    assert len(train) > len(heldout) > 0
+    dialogue = CORPORA["installed-documentation"].read(train[0])
+    assert [role for role, _ in dialogue.messages[:2]] == ["user", "assistant"]
+    with pytest.raises(ValueError, match="has the splits train and heldout, not test"):
+        next(documentation_rows("test"))
+
+
+@pytest.fixture
+def hub(monkeypatch: pytest.MonkeyPatch) -> tuple[list[dict[str, Any]], list[dict[str, Any]]]:
+    """What the hub was asked for, and the rows that it has."""
+    datasets = pytest.importorskip("datasets")
+    asked: list[dict[str, Any]] = []
+    rows = [{"prompt": str(i), "response": "hi", "scores": [i]} for i in range(11)]
+
+    def load(name: str, config: str | None = None, *, streaming: bool = False, **options: Any) -> Any:
+        asked.append({"name": name, "config": config, **options})
+        loaded = datasets.Dataset.from_list(rows)
+        return loaded.to_iterable_dataset() if streaming else loaded
+
+    monkeypatch.setattr(datasets, "load_dataset", load)
+    return asked, rows
+
+
+@pytest.mark.parametrize("streaming", [False, True])
+def test_the_hub_is_read_in_shards(hub: tuple[Any, list[dict[str, Any]]], streaming: bool) -> None:
+    parts = [
+        [d.messages[0][1] for d in open_dialogues("someone/chats", streaming=streaming, shard=(i, 4), start=3)]
+        for i in range(4)
+    ]
+    assert parts == [["4", "8"], ["5", "9"], ["6", "10"], ["3", "7"]]
+    first = next(open_dialogues("someone/chats", streaming=streaming, start=3))
+    assert first.place == "someone/chats (train), row 4"
+
+
+def test_the_hub_gets_what_the_registry_or_the_user_says(hub: tuple[list[dict[str, Any]], Any]) -> None:
+    asked, _ = hub
+    list(open_dialogues("someone/chats", config="c", split="test", revision="abc", file="x.json"))
+    open_dialogues("piqa")
+    open_dialogues("lmsys/lmsys-chat-1m", split="train[:10]")
+    open_dialogues("spec-bench")
+    nothing = {"config": None, "split": "train", "revision": None, "data_files": None}
+    assert asked == [
+        {"name": "someone/chats", "config": "c", "split": "test", "revision": "abc", "data_files": "x.json"},
+        {**nothing, "name": "ybisk/piqa", "split": "validation", "revision": "refs/convert/parquet"},
+        {**nothing, "name": "lmsys/lmsys-chat-1m", "split": "train[:10]"},
+        {**nothing, "name": "json", "data_files": CORPORA["spec-bench"].file},
+    ]
+
+
+@pytest.mark.parametrize(
+    ("source", "message"),
+    [
+        ("someone/chats", r"no such local file or folder: someone/chats, and the hub could not be reached for it: "
+                          r"Couldn't reach"),
+        ("lmsys/lmsys-chat1m", r"lmsys-chat1m \(did you mean the corpus lmsys/lmsys-chat-1m\?\), and the hub"),
+        ("lmsys-chat-1m", r"lmsys/lmsys-chat-1m could not be loaded: Couldn't reach the Hub; without a network give a "
+                          r"local copy as path; .*https://huggingface.co/datasets/lmsys/lmsys-chat-1m .*hf auth login"),
+    ],
+)  # fmt: skip
+def test_an_unreachable_hub_is_one_clear_error(source: str, message: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    datasets = pytest.importorskip("datasets")
+
+    def offline(*_: Any, **__: Any) -> None:
+        raise ConnectionError("Couldn't reach the Hub")
+
+    monkeypatch.setattr(datasets, "load_dataset", offline)
+    with pytest.raises(ValueError, match=message):
+        read_conversations(source)
+
+
+def test_without_datasets_the_hub_says_what_to_install(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(sys.modules, "datasets", None)
+    with pytest.raises(ValueError, match=r"ybisk/piqa; to load it from the hub: pip install 'draftsmith\[train\]'"):
+        open_dialogues("piqa")
+
+
+def test_a_split_that_is_not_there_is_named(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    datasets = pytest.importorskip("datasets")
+    monkeypatch.setattr(datasets.config, "HF_DATASETS_CACHE", str(tmp_path / "cache"))
+    file = Path(jsonl(tmp_path / "question.jsonl", {"turns": ["a"]})).as_uri()
+    with pytest.raises(ValueError, match=r"question\.jsonl could not be loaded: .*test"):
+        open_dialogues("spec-bench", file=file, split="test")
+
+
+@pytest.mark.parametrize("streaming", [False, True])
+def test_a_file_with_an_address_is_read_from_there(
+    streaming: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    datasets = pytest.importorskip("datasets")
+    monkeypatch.setattr(datasets.config, "HF_DATASETS_CACHE", str(tmp_path / "cache"))
+    rows = [{"question_id": i, "category": "math", "turns": [str(i)], "reference": [str(i)]} for i in range(5)]
+    file = Path(jsonl(tmp_path / "question.jsonl", *rows)).as_uri()
+    (prompt,) = read_prompts("spec-bench", file=file, streaming=streaming, shard=(3, 4))
+    assert (prompt.turns[0].text, prompt.category, prompt.references) == ("3", "mt_bench", ("3",))
+    with pytest.raises(ValueError, match=r"expected an address ending in \.json, .*, found \.csv"):
+        read_prompts("spec-bench", file="https://example.org/a.csv")
+
+
+@pytest.mark.shared
+@pytest.mark.parametrize(
+    ("name", "path", "prompts", "references"),
+    [
+        ("spec-bench", "eval/spec_bench_question.jsonl", 480, 359),
+        ("mt-bench", "eval/mt_bench_question.jsonl", 80, 39),
+        ("vicuna-80", "eval/vicuna_bench_question.jsonl", 80, 0), ("piqa", "qa/piqa", 1838, 0),
+        ("web-questions", "qa/webquestions_brmson", 755, 755),
+        ("alpaca-eval", "instruct/alpaca_eval/vicuna-7b-v1.3.json", 805, 805),
+        ("wmt14-en-de", "mt/mcsd_wmt_ende_prompts.json", 1000, 0),
+        ("cnn-dailymail", "eval/eagle_sum_question.jsonl", 80, 80), ("lmsys-chat-1m", "lmsys_like", 6057, 6057),
+        ("sharegpt-v3", "sharegpt/sharegpt_v3_sample_800.json", 792, 792),
+    ],
+)  # fmt: skip
+def test_real_copies_stand_in(shared_data: Path, name: str, path: str, prompts: int, references: int) -> None:
+    found = list(read_prompts(name, path=str(shared_data / path)))
+    assert len(found) == prompts
+    assert sum(bool(prompt.references) for prompt in found) == references
+    groups = Counter(prompt.category for prompt in found)
+    if CORPORA[name].groups:
+        assert set(groups) == set(CORPORA[name].groups)
+    if name == "spec-bench":
+        assert set(groups.values()) == {80}
+
+
+@pytest.mark.shared
+def test_every_real_file_is_in_a_known_form(shared_data: Path) -> None:
+    files = [path for pattern in ("*.json", "*.jsonl", "*.parquet") for path in shared_data.rglob(pattern)]
+    read = [path for path in files if "tokenizer" not in path.parts]
+    assert len(read) >= 20
+    for path in read:
+        forms: list[str] = []
+        assert sum(1 for _ in open_dialogues(str(path), on_form=forms.append)) >= 80, path
+        assert 1 <= len(forms) <= 2, path

@@ -1,0 +1,150 @@
+"""Which columns hold who said what: every form, nulls anywhere, and what fits no form."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+from draftsmith.data.conversations import Dialogue
+from draftsmith.data.sources.files import Row
+from draftsmith.data.sources.forms import detect_form, form_of, read_dialogue, usable_columns
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+ASKED = (("user", "hello"), ("assistant", "hi"))
+WRITTEN = (("human", "hello"), ("gpt", "hi"))
+MESSAGES = [{"role": "user", "content": "hello"}, {"role": "assistant", "content": "hi"}]
+PARTS = [{"type": "text", "text": "hel"}, {"type": "text", "text": "lo"}]
+
+
+def read(value: Any) -> Dialogue:
+    return read_dialogue(Row(value, "data.jsonl, row 7", "data-7", 6))
+
+
+@pytest.mark.parametrize(
+    ("row", "form", "messages"),
+    [
+        ({"conversations": [{"from": "human", "value": "hello"}, {"from": "gpt", "value": "hi"}]}, "conversations",
+         WRITTEN),
+        ({"conversations": MESSAGES}, "conversations", ASKED),
+        ({"conversation": MESSAGES, "turn": 1, "openai_moderation": []}, "conversation", ASKED),
+        ({"prompt": "hello", "messages": MESSAGES}, "messages", ASKED),
+        (MESSAGES, "a list of messages a row", ASKED),
+        ({"prompt": "hello", "response": "hi"}, "prompt + response", ASKED),
+        ({"prompt": "hello", "completion": "hi"}, "prompt + completion", ASKED),
+        ({"prompt": MESSAGES[:1], "completion": MESSAGES[1:]}, "prompt + completion", ASKED),
+        ({"question": "hello", "answer": "hi"}, "question + answer", ASKED),
+        ({"user_query": "hello", "chatgpt_response": "hi"}, "user_query + chatgpt_response", ASKED),
+        ({"human_prompt": "hello", "chatgpt_response": "hi"}, "human_prompt + chatgpt_response", ASKED),
+        ({"instruction": "hello", "input": " ", "output": "hi", "text": "…"}, "instruction + output + input", ASKED),
+        ({"instruction": "Translate.", "input": "hi", "response": "Hallo"}, "instruction + response + input",
+         (("user", "Translate.\n\nhi"), ("assistant", "Hallo"))),
+        ({"text": "Once upon a time"}, "text", (("text", "Once upon a time"),)),
+        ({"turns": ["one?", "two?"]}, "turns", (("user", "one?"), ("user", "two?"))),
+        ({"prompt": ["one?", "two?"], "category": "math"}, "prompt", (("user", "one?"), ("user", "two?"))),
+        ({"prompt": "one?"}, "prompt", (("user", "one?"),)),
+        ({"goal": "one?", "sol1": "a", "sol2": "b"}, "goal", (("user", "one?"),)),
+        ({"qText": "one?", "answers": ["a"]}, "qText + answers", (("user", "one?"),)),
+        ({"instruction": "Translate.", "input": "hi"}, "instruction + input", (("user", "Translate.\n\nhi"),)),
+        ("one?", "a prompt a row", (("user", "one?"),)),
+        ({"messages": [{"role": "user", "content": PARTS}]}, "messages", (("user", "hel\nlo"),)),
+        # nulls: a table of mixed forms, texts that are missing, a tool call
+        ({"messages": None, "prompt": "hello", "response": "hi", "text": None}, "prompt + response", ASKED),
+        ({"instruction": None, "output": "hi"}, "instruction + output", (("user", None), ("assistant", "hi"))),
+        ({"messages": None}, "messages", ()),
+        ({"messages": [{"role": "assistant", "tool_calls": []}]}, "messages", (("assistant", None),)),
+        ({"conversations": [{"from": None, "value": None}]}, "conversations", ((None, None),)),
+    ],
+)  # fmt: skip
+def test_every_form_is_told_by_its_columns(row: Any, form: str, messages: tuple[Any, ...]) -> None:
+    dialogue = read(row)
+    assert dialogue.messages == messages
+    assert dialogue.place == "data.jsonl, row 7"
+    assert form_of(Row(row, "", "")) == form
+
+
+def test_what_is_not_text_is_left_for_cleaning() -> None:
+    mixed = [*PARTS, {"type": "image_url", "image_url": {}}]
+    for content in (mixed, [{"type": "text", "text": None}], {"a": 1}, 5):
+        assert read({"messages": [{"role": "user", "content": content}]}).messages == (("user", content),)
+
+
+@pytest.mark.parametrize(
+    ("columns", "identity"),
+    [
+        ({"id": 3}, "3"), ({"conversation_id": "c", "id": None}, "c"), ({"question_id": 81}, "81"), ({"ID": "x"}, "x"),
+        ({"conversation_hash": "h"}, "h"), ({"qId": "w"}, "w"), ({"id": None}, "data-7"), ({}, "data-7"),
+    ],
+)  # fmt: skip
+def test_the_id_is_the_rows_own_or_its_place(columns: dict[str, Any], identity: str) -> None:
+    assert read({"messages": [], **columns}).id == identity
+
+
+@pytest.mark.parametrize(
+    ("columns", "references"),
+    [
+        ({"reference": "a"}, ("a",)), ({"reference": ["a", None, "b", ""]}, ("a", "b")), ({"answers": [["a"], "b"]},
+        ("a", "b")), ({"reference": None}, ()), ({"reference": {"a": 1}}, ()), ({}, ()),
+    ],
+)  # fmt: skip
+def test_references_and_category(columns: dict[str, Any], references: tuple[str, ...]) -> None:
+    dialogue = read({"question": "q", "category": "math", **columns})
+    assert dialogue.references == references
+    assert dialogue.category == "math"
+    assert read({"question": "q", "category": 5}).category == ""
+
+
+def test_of_several_questions_the_first_has_the_first_reference() -> None:
+    assert read({"turns": ["one?", "two?"], "reference": ["1", "2"]}).references == ("1",)
+
+
+@pytest.mark.parametrize(
+    ("value", "message"),
+    [
+        ([1], r"expected an object, found list"),
+        (None, r"expected an object, found NoneType"),
+        ({}, r"the columns \(none\) fit no known form; known forms are conversations, .*; text"),
+        ({"mesages": [], "other": 1}, r"the columns mesages, other fit no known form \(did you mean messages\?\)"),
+        ({f"c{i}": i for i in range(99)}, r"the columns c0, .*c11, … fit no known form"),
+        ({"messages": {}}, r"`messages` must be a list of messages, found dict"),
+        ({"messages": [{"role": "user"}, None]}, r"message 2 of `messages` must be .*, found NoneType"),
+        ({"messages": [{"from": "human", "text": "a"}]}, r"message 1 of `messages` must be .*, found from, text"),
+        ({"turns": 5}, r"`turns` must be a list of questions, found int"),
+    ],
+)
+def test_what_fits_no_form_is_named(value: Any, message: str) -> None:
+    with pytest.raises(ValueError, match=rf"data\.jsonl, row 7: {message}"):
+        read(value)
+
+
+def test_only_usable_columns_of_a_table_are_read() -> None:
+    lmsys = ["conversation_id", "model", "conversation", "turn", "language", "openai_moderation", "redacted"]
+    assert list(usable_columns(lmsys)) == ["conversation_id", "conversation"]
+    assert list(usable_columns(["id", "body", "score"])) == ["id", "body", "score"], "an error must name them all"
+    assert detect_form(lmsys) == "conversation"
+
+
+JSON = st.recursive(
+    st.none() | st.booleans() | st.integers() | st.floats() | st.text(st.characters(exclude_categories=())),
+    lambda inner: st.lists(inner, max_size=4)
+    | st.dictionaries(
+        st.sampled_from(["messages", "conversations", "role", "from", "value", "content", "prompt", "response", "turns",
+                         "instruction", "input", "output", "type", "text", "id", "category", "reference", "question"])
+        | st.text(max_size=3),
+        inner,
+        max_size=5,
+    ),
+    max_leaves=25,
+)  # fmt: skip
+
+
+@settings(max_examples=400, deadline=None, derandomize=True)
+@given(JSON)
+def test_no_row_makes_it_fail_otherwise_than_by_an_error_with_a_place(value: Any) -> None:
+    try:
+        dialogue = read(value)
+    except ValueError as error:
+        assert str(error).startswith("data.jsonl, row 7: ")  # noqa: PT017
+    else:
+        assert all(len(pair) == 2 for pair in dialogue.messages)
+        assert isinstance(dialogue.id, str)

@@ -1,0 +1,256 @@
+"""What a certificate says besides its verdict: near-ties, tokens outside the support, lengths, rounding, lossy methods.
+
+Shape letters: B batch, N tree nodes, T tokens, V vocabulary, X new tokens.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from draftsmith.decode.engine import Context, Limits, Proposal, Verdict
+from draftsmith.decode.evaluation.certify.certify import Certificate, Plan, certify_method, within_rounding
+from draftsmith.decode.evaluation.certify.rescoring import measure_rounding, read_back
+from draftsmith.decode.evaluation.measure import Entry
+from draftsmith.decode.methods import Method, Parts
+from draftsmith.decode.models.base import LanguageModel
+from draftsmith.decode.models.loading import wrap_model
+from draftsmith.decode.proposers.draft_tree import Nothing
+from draftsmith.decode.rng import Rng
+from draftsmith.decode.verifiers.lossless import GreedyMatch, Sample, nothing_accepted
+from draftsmith.decode.warpers import Sampling, warp
+from transformers import LlamaForCausalLM, T5Config, T5ForConditionalGeneration
+
+VOCAB = 24
+PROMPTS = [[3, 1, 4, 1], [5], [9, 2, 6, 5, 3, 5, 8]]
+LIMITS = Limits(20)
+GREEDY, PLAIN = Sampling(), Sampling(1.0)
+MakeLlama = Callable[..., LlamaForCausalLM]
+
+
+def certify(
+    target: LanguageModel,
+    name: str = "autoregressive",
+    sampling: Sampling = GREEDY,
+    parts: Parts | None = None,
+    **rest: Any,
+) -> Certificate:
+    plan = rest.pop("plan", Plan(tokens=1500, batch=3))
+    options, limits = rest.pop("options", {}), rest.pop("limits", LIMITS)
+    entry = Entry(name, name, options, sampling)
+    return certify_method(target, parts or Parts(), entry, PROMPTS, limits, plan, **rest)
+
+
+class SecondOfTwins(GreedyMatch):
+    """Takes token 6 where token 5 is the most likely one."""
+
+    def verify(self, proposal: Proposal, target_BNV: torch.Tensor, rng: Rng) -> Verdict:
+        best_B = target_BNV[:, 0].argmax(-1)
+        return nothing_accepted(torch.where(best_B == 5, 6, best_B))
+
+
+def test_near_ties_are_listed_and_faults_are_faults(make_llama: MakeLlama) -> None:
+    """Tokens 5 and 6 have all but the same logits; which of them is taken is up to rounding, until they move apart."""
+    model = make_llama(VOCAB, sharpness=1.5)
+    with torch.no_grad():
+        model.lm_head.weight[5] += 1.0 * model.lm_head.weight.mean(0) + 0.4 * torch.randn(32).sign()
+        model.lm_head.weight[6] = model.lm_head.weight[5]
+    target = wrap_model(model, check=False)
+    exact = certify(target)
+    assert exact.verdict == "lossless"
+    assert exact.near_ties == 0
+    assert exact.undecided is not None
+    assert exact.undecided > 0
+    other = certify(target, method=Method(Nothing(), SecondOfTwins()))
+    assert other.verdict == "lossless"
+    assert other.near_ties > 0
+    assert other.faults == 0
+    for finding in other.findings:
+        assert (finding.kind, finding.token, finding.expected) == ("near-tie", 6, 5)
+        assert finding.margin is not None
+        assert finding.margin <= other.rounding.near_tie
+    with torch.no_grad():
+        model.lm_head.weight[6] *= 1 - 1e-3
+    moved = certify(wrap_model(model, check=False), method=Method(Nothing(), SecondOfTwins()))
+    assert moved.verdict == "not lossless"
+    (fault,) = [finding for finding in moved.findings if finding.kind == "token"][:1]
+    assert fault.margin is not None
+    assert fault.margin > moved.rounding.near_tie
+
+
+@pytest.mark.parametrize(
+    ("sampling", "token", "kept"),
+    [
+        (Sampling(1.0, top_k=2), 2, True),  # as good as the second
+        (Sampling(1.0, top_k=2), 3, False),
+        (Sampling(1.0, top_p=0.6), 2, True),  # 0.6 of all before it, all but
+        (Sampling(1.0, top_p=0.6), 3, False),
+        (Sampling(1.0, top_k=2, top_p=0.9), 3, False),
+        (Sampling(1.0), 3, False),  # nothing is cut: probability 0 is what it says
+    ],
+    ids=str,
+)
+def test_the_edge_of_the_support(sampling: Sampling, token: int, kept: bool) -> None:
+    logits_V = torch.tensor([0.3, 0.3, 0.3, 0.1]).log()
+    logits_V[1] += 2e-6
+    if sampling.top_k == 0:
+        logits_V = torch.tensor([0.3, 0.3 + 2e-7, 0.3, 0.1]).log()
+    assert warp(logits_V, Sampling(1.0)).sum() == pytest.approx(1.0)
+    assert within_rounding(logits_V, token, sampling, 1e-5) == kept
+
+
+class Unwarped(Sample):
+    """Samples as if nothing were cut off."""
+
+    judges = "unwarped"
+
+
+@pytest.mark.parametrize("sampling", [Sampling(1.0, top_k=5), Sampling(1.0, top_p=0.7)], ids=str)
+def test_a_token_outside_the_support_is_a_fault_at_once(make_llama: MakeLlama, sampling: Sampling) -> None:
+    target = wrap_model(make_llama(VOCAB, sharpness=1.5), check=False)
+    certificate = certify(target, sampling=sampling, method=Method(Nothing(), Unwarped()))
+    assert certificate.failed
+    assert certificate.early
+    assert certificate.tokens < 100
+    assert {finding.kind for finding in certificate.findings} == {"outside"}
+    assert certify(target, sampling=sampling).verdict == "lossless"
+
+
+@pytest.mark.parametrize("sampling", [GREEDY, PLAIN], ids=str)
+def test_texts_end_where_they_should(
+    make_llama: MakeLlama, monkeypatch: pytest.MonkeyPatch, sampling: Sampling
+) -> None:
+    target = wrap_model(make_llama(VOCAB, sharpness=1.5), check=False)
+    stops = tuple(range(12))
+    limits = Limits(20, stops)
+    assert certify(target, limits=limits, sampling=sampling).verdict == "lossless"
+    append = Context._append
+
+    def deaf(self: Context, row: int, ids: list[int]) -> list[int]:
+        self._stop_ids = frozenset()
+        return append(self, row, ids)
+
+    monkeypatch.setattr(Context, "_append", deaf)
+    certificate = certify(target, limits=limits, sampling=sampling)
+    assert certificate.failed
+    assert "length" in {finding.kind for finding in certificate.findings}
+
+
+def test_lossy_methods_are_measured_and_not_judged(make_llama: MakeLlama) -> None:
+    target, drafter = (wrap_model(make_llama(VOCAB, seed=seed, sharpness=1.5), check=False) for seed in (0, 1))
+    for sampling in (GREEDY, PLAIN):
+        certificate = certify(target, "mjsd", sampling, Parts(drafter), options={"gamma": 3, "beams": 2})
+        assert certificate.verdict == "not claimed"
+        assert not certificate.failed
+        assert not certificate.early
+        assert certificate.bias["estimate"] > 0.05
+        assert certificate.tokens >= (60 if sampling.greedy else 1500)
+    low, high = certificate.bias["interval"]
+    assert low < certificate.bias["estimate"] < high
+    mild = certify(target, "relaxed-opt", PLAIN, Parts(drafter), options={"epsilon": 0.002})
+    assert mild.bias["estimate"] < certificate.bias["estimate"] / 2
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+def test_rounding_is_measured_and_bounded(make_llama: MakeLlama, dtype: torch.dtype) -> None:
+    target = wrap_model(make_llama(VOCAB, sharpness=1.5).to(dtype), check=False)
+    rounding = measure_rounding(target, PROMPTS, PLAIN)
+    largest = 10.0
+    assert rounding.dtype == str(dtype).removeprefix("torch.")
+    assert rounding.places == 3 * 64
+    assert rounding.near_tie >= rounding.spread
+    assert torch.finfo(dtype).eps < rounding.near_tie < torch.finfo(dtype).eps ** 0.5 * largest
+    assert rounding.total_variation < 30 * torch.finfo(dtype).eps
+    drafter = wrap_model(make_llama(VOCAB, seed=1, sharpness=1.5).to(dtype), check=False)
+    cases = ((GREEDY, "multi-candidate", {"k_config": "3x2"}), (PLAIN, "speculative", {"gamma": 3}))
+    for sampling, name, options in cases:
+        certificate = certify(target, name, sampling, Parts(drafter), options=options)
+        assert certificate.verdict == "lossless", certificate
+
+
+def test_reading_back_equals_a_forward_of_each_text(make_llama: MakeLlama) -> None:
+    model = make_llama(VOCAB)
+    outputs = [[7, 7, 1], [], [2, 3, 4, 5, 6]]
+    scorer = wrap_model(model, check=False)
+    reading = read_back(scorer, PROMPTS, outputs)
+    hidden_XD, before_XD, last = [], [], []
+    for prompt, output in zip(PROMPTS, outputs, strict=True):
+        with torch.inference_mode():
+            hidden_TD = model.model(torch.tensor([prompt + output])).last_hidden_state[0]
+        for place in range(len(output)):
+            here = len(prompt) - 1 + place
+            hidden_XD.append(hidden_TD[here])
+            before_XD.append(hidden_TD[here - 1] if here else torch.zeros(32))
+            last.append((prompt + output)[here])
+    assert torch.allclose(reading.hidden_XD, torch.stack(hidden_XD), atol=1e-5)
+    assert torch.allclose(reading.before_XD, torch.stack(before_XD), atol=1e-5)
+    assert reading.last_X.tolist() == last
+    assert reading.prefixes == PROMPTS
+    alone = read_back(scorer, [[5]], [[1, 2]])
+    assert not alone.before_XD[0].any()
+
+
+def test_transformers_forward_may_be_the_judge(make_llama: MakeLlama) -> None:
+    """A target whose own scorer is wrong agrees with itself, and not with transformers."""
+    model, other = make_llama(VOCAB, sharpness=1.5), make_llama(VOCAB, seed=4, sharpness=1.5)
+    judge = wrap_model(model, fast=False)
+    wrong = wrap_model(other, check=False)
+    assert certify(wrap_model(model), reference=judge).verdict == "lossless"
+    assert certify(wrong).verdict == "lossless"
+    for sampling in (GREEDY, PLAIN):
+        assert certify(wrong, sampling=sampling, reference=judge).verdict == "not lossless"
+
+
+@pytest.mark.parametrize("sampling", [GREEDY, PLAIN], ids=str)
+def test_encoder_decoders_have_certificates_too(sampling: Sampling) -> None:
+    def build(seed: int) -> LanguageModel:
+        torch.manual_seed(seed)
+        sizes = {"d_model": 16, "d_kv": 8, "d_ff": 32, "num_layers": 2, "num_heads": 2}
+        model = T5ForConditionalGeneration(T5Config(vocab_size=VOCAB, **sizes, decoder_start_token_id=0)).eval()
+        return wrap_model(model, check=False)
+
+    certificate = certify(build(0), "speculative", sampling, Parts(build(1)), options={"gamma": 2})
+    assert certificate.verdict == "lossless", certificate
+    assert certify(build(0), sampling=sampling, reference=build(1)).verdict == "not lossless"
+
+
+def test_a_certificate_is_plain_data(make_llama: MakeLlama) -> None:
+    target = wrap_model(make_llama(VOCAB), check=False)
+    told: list[tuple[int, int]] = []
+    certificate = certify(target, sampling=PLAIN, progress=lambda done, of: told.append((done, of)))
+    again = json.loads(json.dumps(certificate.as_dict(), allow_nan=False))
+    assert again["rounding"]["near_tie"] == certificate.rounding.near_tie
+    assert again["verdict"] == "lossless"
+    assert told[-1] == (1500, 1500)
+    same = certify(target, sampling=PLAIN)
+    assert dataclasses.replace(same, seconds=0) == dataclasses.replace(certificate, seconds=0)
+
+
+def test_the_batch_changes_nothing(make_llama: MakeLlama) -> None:
+    """The same rows are drawn, one by one or together, and the same number of tokens is looked at."""
+    target, drafter = (wrap_model(make_llama(VOCAB, seed=seed, sharpness=1.5), check=False) for seed in (0, 1))
+    found = []
+    for batch in (1, 7):
+        plan = Plan(tokens=500, batch=batch, seed=3)
+        certificate = certify(target, "speculative", PLAIN, Parts(drafter), plan=plan, limits=Limits(20, (0, 1)))
+        assert certificate.verdict == "lossless"
+        assert certificate.power["tokens"] == 500
+        found.append([test["statistic"] for test in certificate.tests] + [certificate.bias["estimate"]])
+    assert found[0] == pytest.approx(found[1], abs=1e-4)
+
+
+def test_user_mistakes_are_named(make_llama: MakeLlama) -> None:
+    for settings, message in (
+        ({"tokens": 0}, "tokens must be at least 1, got 0"),
+        ({"batch": 0}, "batch must be at least 1, got 0"),
+        ({"level": 1.0}, "level must lie between 0 and 1, got 1.0"),
+    ):
+        with pytest.raises(ValueError, match=message):
+            Plan(**settings)  # type: ignore[arg-type]
+    target = wrap_model(make_llama(VOCAB), check=False)
+    with pytest.raises(ValueError, match="no prompt to certify"):
+        certify_method(target, Parts(), Entry("a", "autoregressive"), [], LIMITS, Plan())

@@ -1,0 +1,169 @@
+"""The tests of uniformity are right about texts that follow their distributions, and find the biases that they promise.
+
+Shape letters: X tokens, V vocabulary.
+"""
+
+from __future__ import annotations
+
+import math
+
+import numpy as np
+import pytest
+import torch
+from draftsmith.decode.evaluation.certify.uniformity import (
+    TESTS,
+    Evidence,
+    detectable_bias,
+    favour,
+    martingale_p,
+    tokens_for,
+    transform,
+    uniformity_tests,
+)
+
+VOCAB = 12
+
+
+def contexts(tokens: int, seed: int) -> tuple[torch.Tensor, torch.Tensor]:
+    """[X, V] distributions of a target and of a drafter that disagrees with it."""
+    rng = np.random.default_rng(seed)
+    target_XV, draft_XV = (rng.dirichlet(np.full(VOCAB, 0.5), tokens) for _ in range(2))
+    return torch.from_numpy(target_XV), torch.from_numpy(draft_XV)
+
+
+def draw(probs_XV: torch.Tensor, rng: np.random.Generator) -> torch.Tensor:
+    cdf_XV = probs_XV.cumsum(1)
+    uniform_X1 = torch.from_numpy(rng.random(len(cdf_XV)))[:, None] * cdf_XV[:, -1:]
+    return torch.searchsorted(cdf_XV, uniform_X1)[:, 0]
+
+
+def evidence_of(
+    target_XV: torch.Tensor, draft_XV: torch.Tensor, token_X: torch.Tensor, rng: np.random.Generator, row: int = 16
+) -> Evidence:
+    """Of tokens in rows of 16, ordered by what the drafter prefers."""
+    uniform_X = torch.from_numpy(rng.random(len(token_X)))
+    u_X = transform(target_XV, draft_XV / target_XV, token_X, uniform_X)
+    parts = (u_X, *favour(target_XV, draft_XV > target_XV, token_X))
+    cuts = range(row, len(token_X), row)
+    return Evidence(*(np.split(part_X.numpy(), cuts) for part_X in parts))
+
+
+@pytest.mark.parametrize(("tokens", "vocab"), [(1, 1), (7, 2), (33, 5), (5, 40)])
+def test_the_transform_equals_a_slow_one(tokens: int, vocab: int) -> None:
+    rng = np.random.default_rng(tokens)
+    probs_XV = rng.dirichlet(np.ones(vocab), tokens)
+    scores_XV = rng.integers(0, 3, (tokens, vocab)).astype(float)  # many are equal
+    token_X, uniform_X = rng.integers(0, vocab, tokens), rng.random(tokens)
+    wanted = []
+    for probs_V, scores_V, token, uniform in zip(probs_XV, scores_XV, token_X, uniform_X, strict=True):
+        order = sorted(range(vocab), key=lambda number: (-scores_V[number], number))
+        before = sum(probs_V[number] for number in order[: order.index(token)])
+        wanted.append(before + uniform * probs_V[token])
+    given = (torch.from_numpy(values) for values in (probs_XV, scores_XV, token_X, uniform_X))
+    assert transform(*given).numpy() == pytest.approx(np.array(wanted), abs=1e-12)
+
+
+def test_p_values_of_texts_that_follow_their_distributions_are_rarely_small() -> None:
+    rng = np.random.default_rng(0)
+    runs, found = 300, dict.fromkeys(TESTS, 0)
+    for seed in range(runs):
+        target_XV, draft_XV = contexts(1600, seed)
+        evidence = evidence_of(target_XV, draft_XV, draw(target_XV, rng), rng)
+        for result in uniformity_tests(evidence, rng):
+            assert result.p_value > 1e-6
+            found[result.test] += result.p_value < 0.05
+    # 300 runs at 5 %: more than 33 have probability 1e-5
+    assert max(found.values()) <= 33, found
+    # the chi-square tests are not cautious: fewer than 2 are as unlikely
+    assert min(found[test] for test in ("bins", "neighbours", "rows")) >= 2, found
+
+
+@pytest.mark.parametrize("power", [0.8, 0.99])
+def test_the_promised_bias_is_found_as_often_as_promised(power: float) -> None:
+    tokens, level, runs = 4000, 1e-6, 100
+    rng = np.random.default_rng(1)
+    target_XV, draft_XV = contexts(tokens, 1)
+    variance = float(favour(target_XV, draft_XV > target_XV, draw(target_XV, rng))[1].mean())
+    bias = detectable_bias(tokens, level, power, variance)
+    distance = float((draft_XV - target_XV).clamp(min=0).sum(1).mean())
+    biased_XV = target_XV + bias / distance * (draft_XV - target_XV)
+    found, estimates = 0, []
+    for _ in range(runs):
+        evidence = evidence_of(target_XV, draft_XV, draw(biased_XV, rng), rng)
+        found += uniformity_tests(evidence, rng)[-1].p_value < level
+        estimates.append(evidence.bias)
+    assert found / runs >= power - 3 * math.sqrt(power * (1 - power) / runs)
+    assert np.mean(estimates) == pytest.approx(bias, abs=4 * math.sqrt(variance / tokens / runs))
+
+
+def test_half_the_bias_is_found_less_often() -> None:
+    tokens, level = 4000, 1e-6
+    rng = np.random.default_rng(2)
+    target_XV, draft_XV = contexts(tokens, 1)
+    share = 0.5 * detectable_bias(tokens, level, 0.8) / float((draft_XV - target_XV).clamp(min=0).sum(1).mean())
+    biased_XV = target_XV + share * (draft_XV - target_XV)
+    runs = [evidence_of(target_XV, draft_XV, draw(biased_XV, rng), rng) for _ in range(40)]
+    assert sum(uniformity_tests(run, rng)[-1].p_value < level for run in runs) <= 8
+
+
+def test_shared_random_numbers_are_found() -> None:
+    """Each token by itself is right, and two of them together are not."""
+    rng = np.random.default_rng(3)
+    rows = list(rng.random((100, 16)))
+    nothing = [np.zeros(16)] * 100
+    repeated = [np.repeat(row[:8], 2) for row in rows]
+    twins = [rows[place - place % 2] for place in range(100)]
+    for uniforms, test in ((repeated, "neighbours"), (twins, "rows")):
+        results = {
+            result.test: result.p_value for result in uniformity_tests(Evidence(uniforms, nothing, nothing), rng)
+        }
+        assert results[test] < 1e-20
+        assert results["bins"] > 1e-6
+    honest = {result.test: result.p_value for result in uniformity_tests(Evidence(rows, nothing, nothing), rng)}
+    assert min(honest.values()) > 1e-4
+
+
+def test_what_a_row_does_last_does_not_decide_what_is_looked_at() -> None:
+    """Rows end with a token of probability 0.3: the pairs of successive tokens are as uniform as ever."""
+    rng = np.random.default_rng(4)
+    rows = []
+    for _ in range(6000):
+        row = rng.random(24)
+        ends = np.flatnonzero(row < 0.3)
+        rows.append(row[: ends[0] + 1] if len(ends) else row)
+    nothing = [np.zeros(len(row)) for row in rows]
+    whole = Evidence(rows, nothing, nothing)
+    assert min(result.p_value for result in uniformity_tests(whole, rng)) > 1e-4
+    some = whole.first(1001)
+    assert some.tokens == 1001
+    assert np.concatenate(some.uniforms) == pytest.approx(np.concatenate(rows)[:1001])
+
+
+def test_the_martingale_bound_is_one() -> None:
+    rng = np.random.default_rng(5)
+    for share, count in ((0.5, 400), (0.02, 400), (0.3, 30)):
+        sums = rng.binomial(count, share, 200_000) - count * share
+        variance = count * share * (1 - share)
+        for sigmas in (2.0, 3.0, 4.0):
+            total = sigmas * math.sqrt(variance)
+            assert (np.abs(sums) >= total).mean() <= martingale_p(total, variance)
+    assert martingale_p(0.0, 5.0) == 1.0
+    assert martingale_p(0.5, 0.0) == 0.0
+    assert martingale_p(1e-7, 0.0) == 1.0
+
+
+def test_planning_is_the_inverse_of_power() -> None:
+    for bias in (0.3, 0.05, 0.01):
+        tokens = tokens_for(bias, 1e-8, 0.99)
+        assert detectable_bias(tokens, 1e-8, 0.99) <= bias < detectable_bias(tokens - 1, 1e-8, 0.99)
+    assert tokens_for(0.01, 1e-8, 0.8) < tokens_for(0.01, 1e-8, 0.99)
+    assert detectable_bias(0, 1e-8, 0.99) == 1.0
+    with pytest.raises(ValueError, match="the bias must lie between 0 and 1, got 2"):
+        tokens_for(2, 1e-8, 0.99)
+
+
+def test_few_tokens_say_nothing() -> None:
+    rng = np.random.default_rng(6)
+    assert {result.p_value for result in uniformity_tests(Evidence(), rng)} == {1.0}
+    one = Evidence([np.array([0.5])], [np.array([0.4])], [np.array([0.24])])
+    assert all(result.p_value > 0.05 for result in uniformity_tests(one, rng))

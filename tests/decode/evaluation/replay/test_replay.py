@@ -1,0 +1,459 @@
+"""Replay against decoding: exact on the same text at temperature 0, and text by text in expectation elsewhere.
+
+Shape letters: T positions, V vocabulary, K candidates, S positions sampled.
+"""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from draftsmith.checkpoints.table.table import BigramTable
+from draftsmith.decode.engine import Limits, generate
+from draftsmith.decode.evaluation.measure import Entry, decode
+from draftsmith.decode.evaluation.replay.acceptance import Candidates
+from draftsmith.decode.evaluation.replay.mjsd import record_joint
+from draftsmith.decode.evaluation.replay.recording import (
+    Recording,
+    expected_of,
+    load_recording,
+    record,
+    sample_texts,
+    save_recording,
+)
+from draftsmith.decode.evaluation.replay.replay import predict, predict_entries, record_entries
+from draftsmith.decode.methods import Parts, build_method
+from draftsmith.decode.models.base import LanguageModel
+from draftsmith.decode.models.loading import wrap_model
+from draftsmith.decode.rng import Rng
+from draftsmith.decode.theory import closed_forms as theory
+from draftsmith.decode.warpers import Sampling
+
+VOCAB, TOKENS, ROWS, START = 3, 3, 20_000, 2
+SAMPLING = Sampling(1.0)
+MakeMarkov = Callable[[torch.Tensor], LanguageModel]
+SETTINGS: list[tuple[str, dict[str, Any]]] = [
+    ("autoregressive", {}),
+    ("speculative", {"gamma": 1}),
+    ("speculative", {"gamma": 3}),
+    ("multi-candidate", {"k_config": "2x2x1", "replacement": True}),
+    ("multi-candidate", {"k_config": "2x2", "replacement": False}),
+    ("multi-candidate", {"k_config": "3x1", "replacement": False}),
+    ("naive-multi-candidate", {"k_config": "2x2x1", "replacement": True}),
+    ("naive-multi-candidate", {"k_config": "2x1", "replacement": False}),
+    ("batch-speculative", {"gamma": 3, "drafts": 3}),
+    ("spectr", {"gamma": 2, "drafts": 3}),
+    ("spectr", {"gamma": 3, "drafts": 2}),
+    ("specinfer", {"gamma": 2, "drafts": 3}),
+    ("adaptive", {"gamma": 3, "policy": "confidence", "threshold": 0.55}),
+    ("adaptive", {"gamma": 3, "policy": "oracle", "cost": 0.5}),
+    ("adaptive", {"gamma": 3, "policy": "expected-gain", "cost": 0.5}),
+]
+
+
+def tables(seed: int) -> tuple[torch.Tensor, torch.Tensor]:
+    """Of a target and of a drafter that is often wrong, [T, V, V]."""
+    generator = torch.Generator().manual_seed(seed)
+    draws = torch.randn(2, TOKENS, VOCAB, VOCAB, generator=generator, dtype=torch.float64)
+    target_TVV, other_TVV = draws[0].softmax(-1), draws[1].softmax(-1)
+    return target_TVV, torch.lerp(target_TVV, other_TVV, 0.8)
+
+
+@pytest.fixture(scope="module")
+def all_texts() -> list[list[int]]:
+    return [list(text) for text in itertools.product(range(VOCAB), repeat=TOKENS)]
+
+
+@pytest.mark.parametrize(("name", "options"), SETTINGS, ids=lambda value: str(value))
+def test_steps_of_every_text(
+    make_markov: MakeMarkov, make_stream: Any, all_texts: list[list[int]], name: str, options: dict[str, Any]
+) -> None:
+    """20,000 texts are decoded, and each of the 27 texts took as many steps on average as replay says of it.
+
+    Five standard errors are allowed for each text. Some text takes fewer steps by twenty standard errors than the three
+    that it would take if nothing were accepted.
+    """
+    target_TVV, draft_TVV = tables(1)
+    parts = Parts(make_markov(draft_TVV))
+    check_every_text(make_markov(target_TVV), parts, make_stream, all_texts, name, options, chains=3, draws=64)
+
+
+def check_every_text(
+    target: LanguageModel,
+    parts: Parts,
+    make_stream: Any,
+    all_texts: list[list[int]],
+    name: str,
+    options: dict[str, Any],
+    rows: int = ROWS,
+    **kept: Any,
+) -> None:
+    """See `test_steps_of_every_text`; of so many texts."""
+    recording = record(target, parts, [[START]] * len(all_texts), all_texts, SAMPLING, candidates=3, **kept)
+    prediction = predict(recording, parts, name, options)
+    assert prediction is not None
+    method = build_method(name, parts, SAMPLING, **options)
+    written: list[list[int]] = [[] for _ in range(rows)]
+    steps_B = np.zeros(rows)
+    for step in generate(target, *method, [[START]] * rows, Limits(TOKENS), SAMPLING, make_stream(3, rows)):
+        steps_B += step.active
+        for row, new in zip(written, step.new_ids, strict=True):
+            row += new
+    number_B = np.array(written) @ (VOCAB ** np.arange(TOKENS)[::-1])
+    counts_X = np.bincount(number_B, minlength=len(all_texts))
+    means_X = np.bincount(number_B, steps_B, minlength=len(all_texts)) / counts_X
+    squares_X = np.bincount(number_B, steps_B**2, minlength=len(all_texts)) / counts_X
+    errors_X = np.sqrt(np.maximum(squares_X - means_X**2, 0) / counts_X)
+    assert counts_X.min() > 20
+    assert (np.abs(means_X - prediction.steps_by_text) <= 5 * errors_X + 1e-3).all()
+    if name != "autoregressive":
+        assert (3 - np.array(prediction.steps_by_text) > 20 * errors_X).any()
+
+
+@pytest.mark.parametrize(
+    ("drafters", "options"),
+    [(2, {"gamma": 3, "drafts": 1}), (2, {"gamma": 2, "drafts": 2}), (3, {"gamma": 2, "drafts": 1})],
+    ids=str,
+)
+def test_steps_of_every_text_with_several_drafters(
+    make_markov: MakeMarkov, make_stream: Any, all_texts: list[list[int]], drafters: int, options: dict[str, Any]
+) -> None:
+    """Drafters that are wrong each in its own way. What happens rarely has to be seen in each of the 27 texts."""
+    target_TVV, first_TVV = tables(1)
+    others = [make_markov(torch.lerp(target_TVV, tables(seed)[0], 0.7)) for seed in (5, 6)]
+    parts = Parts(make_markov(first_TVV), more_drafters=tuple(others[: drafters - 1]))
+    several = options["drafts"]
+    check_every_text(
+        make_markov(target_TVV),
+        parts,
+        make_stream,
+        all_texts,
+        "specinfer",
+        options,
+        5 * ROWS,
+        several=several,
+        chains=1,
+    )
+
+
+@pytest.mark.parametrize("sampling", [Sampling(), Sampling(0.9, 6)], ids=["greedy", "warm"])
+def test_several_drafters_that_are_one_are_its_chains(make_llama: Any, sampling: Sampling, tmp_path: Path) -> None:
+    """The same drafter twice is as good as two chains of it; greedy, as one. Files and chunks change nothing."""
+    target, drafter = (wrap_model(make_llama(12, seed=0, sharpness=each)) for each in (1.0, 1.1))
+    prompts = prompts_of(12, 6)
+    texts = sample_texts(target, prompts, Limits(11), sampling, seed=2)
+    twice = Parts(drafter, more_drafters=(drafter,))
+    both = record(target, twice, prompts, texts, sampling, several=1, chains=2, chunk=5)
+    save_recording(both, tmp_path / "r.safetensors")
+    both = load_recording(tmp_path / "r.safetensors")
+    found = predict(both, twice, "specinfer", {"gamma": 3, "drafts": 1})
+    wanted = predict(both, Parts(drafter), "specinfer", {"gamma": 3, "drafts": 2})
+    assert found is not None
+    assert wanted is not None
+    np.testing.assert_allclose(found.steps_by_text, wanted.steps_by_text, rtol=1e-4)
+    assert found.steps < sum(map(len, texts))
+    if not sampling.greedy:
+        with pytest.raises(ValueError, match="2 chains of each drafter: 1 were recorded"):
+            predict(both, twice, "specinfer", {"gamma": 3, "drafts": 2})
+    alone = record(target, twice, prompts, texts, sampling)
+    assert predict(alone, twice, "specinfer", {}) is None
+    three = Parts(drafter, more_drafters=(drafter, drafter))
+    assert predict(both, three, "specinfer", {}) is None
+
+
+def test_more_chains_of_several_drafters_than_can_be_followed_are_left_out(make_llama: Any) -> None:
+    """Beside others that can be: an evaluation has both."""
+    target, drafter, sampling = wrap_model(make_llama(12)), wrap_model(make_llama(12, seed=1)), Sampling(1.0)
+    parts, prompts = Parts(drafter, more_drafters=(drafter, drafter)), prompts_of(12, 3)
+    texts = {sampling: sample_texts(target, prompts, Limits(6), sampling)}
+    entries = [Entry(str(count), "specinfer", {"gamma": 2, "drafts": count}, sampling) for count in (1, 2, 4)]
+    found = predict_entries(record_entries(target, parts, entries, prompts, texts), parts, entries)
+    assert found["1"]["tokens_per_step"] < found["2"]["tokens_per_step"]
+    assert found["4"] is None
+
+
+def test_greedy_replay_of_several_drafters_is_exact(make_llama: Any) -> None:
+    """As many steps as decoding takes, by text; fewer than with any drafter alone."""
+    target = wrap_model(make_llama(12, seed=0))
+    drafters = [wrap_model(make_llama(12, seed=0, sharpness=each)) for each in (1.2, 1.3, 0.7)]
+    parts = Parts(drafters[0], more_drafters=tuple(drafters[1:]))
+    prompts, limits, sampling = prompts_of(12, 12, 2), Limits(21, (5,)), Sampling()
+    texts = sample_texts(target, prompts, limits, sampling)
+    entries = [Entry("a", "specinfer", {"gamma": 4, "drafts": 3})]
+    (recording,) = record_entries(target, parts, entries, prompts, {sampling: texts})
+    found = predict(recording, parts, entries[0].method, entries[0].options)
+    assert found is not None
+    method = build_method("specinfer", parts, sampling, **entries[0].options)
+    runs = [decode(target, method, sampling, 0, prompt, limits) for prompt in prompts]
+    assert list(found.steps_by_text) == pytest.approx([run.tally.steps for run in runs])
+    for drafter in drafters:
+        one = record(target, Parts(drafter), prompts, texts, sampling)
+        alone = predict(one, Parts(drafter), "specinfer", {"gamma": 4})
+        assert alone is not None
+        assert found.steps < alone.steps
+
+
+def alone(p: np.ndarray, q: np.ndarray, y: int, k: int) -> float:
+    """P(one of k candidates accepted and y | y), without replacement, by following every draw."""
+
+    def accepted(left: np.ndarray, rest: np.ndarray, count: int) -> np.ndarray:
+        found = np.zeros_like(p)
+        if count == 0 or rest.sum() == 0:
+            return found
+        for x in np.flatnonzero(rest):
+            chance = min(1, left[x] / rest[x])
+            found[x] += rest[x] * chance
+            if chance < 1:
+                after, others = np.maximum(left - rest, 0), np.where(np.arange(len(p)) == x, 0, rest)
+                others = others / others.sum() if others.sum() > 0 else others
+                found += rest[x] * (1 - chance) * accepted(after / after.sum(), others, count - 1)
+        return found
+
+    return float(accepted(p, q, k)[y] / p[y])
+
+
+def drawn(q: np.ndarray, y: int, k: int) -> float:
+    """P(y is among k draws without replacement), by following every sequence."""
+    support = [int(x) for x in np.flatnonzero(q)]
+    total = 0.0
+    for sequence in itertools.permutations(support, min(k, len(support))):
+        chance, rest = 1.0, 1.0
+        for x in sequence:
+            chance, rest = chance * q[x] / rest, rest - q[x]
+        total += chance * (y in sequence)
+    return total
+
+
+@pytest.mark.parametrize(("vocab", "flatness"), [(4, 0.2), (5, 0.5), (6, 1.0)])
+def test_candidates_are_worth_what_enumeration_says(vocab: int, flatness: float) -> None:
+    """Sharp and flat distributions; tokens that one side lacks; a right drafter; one that runs out of tokens."""
+    rng = np.random.default_rng(vocab)
+    p_TV, q_TV = rng.dirichlet(np.full(vocab, flatness), 8), rng.dirichlet(np.full(vocab, flatness), 8)
+    q_TV[1, 0], p_TV[3, 1], q_TV[4, 2:] = 0, 0, 0
+    q_TV[2] = p_TV[2]
+    p_TV, q_TV = (table / table.sum(1, keepdims=True) for table in (p_TV, q_TV))
+    y_T = np.array([rng.choice(vocab, p=p) for p in p_TV])
+    judged = Candidates(*(torch.from_numpy(each) for each in (p_TV, q_TV, y_T)))
+    generator = torch.Generator().manual_seed(0)
+    without_TK = judged.without_replacement(4, 4000, generator).numpy()
+    drawn_TK = judged.drawn_without_replacement(4, 4000, generator).numpy()
+    scale_TK, left_TK = judged.scales(4)
+    with_TK = judged.accepted(scale_TK).numpy()
+    rho_TM, beta_TM = judged.k_seq(4)
+    for place, (p, q, y) in enumerate(zip(p_TV, q_TV, y_T, strict=True)):
+        for k in (1, 2, 3, 4):
+            exact = k <= 2
+            assert without_TK[place, k - 1] == pytest.approx(alone(p, q, y, k), abs=1e-9 if exact else 4e-3)
+            assert drawn_TK[place, k - 1] == pytest.approx(drawn(q, y, k), abs=1e-9 if k == 1 else 5e-3)
+            refused, after = theory.refusals(p, q, k)
+            assert with_TK[place, k - 1] == pytest.approx(1 - refused * after[y] / p[y], abs=1e-9)
+            assert left_TK[place, k - 1] == pytest.approx(float(refused), abs=1e-9)
+            found = theory.k_seq(p, q, k)
+            assert 1 - (1 - beta_TM[place, k - 1]) ** k == pytest.approx(found.acceptance, abs=1e-9)
+            assert rho_TM[place, k - 1] == pytest.approx(found.rho, abs=1e-6) or found.acceptance > 1 - 1e-9
+
+
+@pytest.fixture
+def parts(make_llama: Any, make_heads: Any) -> Parts:
+    """A drafter that agrees now and then, heads, and a table of random counts."""
+    drafter = wrap_model(make_llama(12, seed=0, sharpness=1.1))
+    documents = np.random.default_rng(0).integers(0, 12, (40, 30))
+    return Parts(drafter, make_heads(3, 32, 12), BigramTable.from_documents(iter(documents), 12))
+
+
+GREEDY: list[tuple[str, dict[str, Any]]] = [
+    *(("speculative", {"gamma": gamma}) for gamma in (1, 3, 7)),
+    *(("multi-candidate", {"k_config": config}) for config in ("2x1", "4x2x1", "3x3x2x1")),
+    ("multi-candidate", {"k_config": "3x2", "replacement": True}),
+    ("naive-multi-candidate", {"k_config": "3x2x1"}),
+    ("multi-candidate", {"k_config": "2x2x1", "attention": "batch"}),
+    ("batch-speculative", {"gamma": 3, "drafts": 4}),
+    ("spectr", {"gamma": 3, "drafts": 4}),
+    ("adaptive", {"gamma": 5, "threshold": 0.4}),
+    ("adaptive", {"gamma": 6, "policy": "oracle", "cost": 0.3}),
+    *(("adaptive", {"gamma": 7, "policy": "expected-gain", "cost": cost}) for cost in (0.1, 0.4, 0.7)),
+    ("unigram", {"gamma": 2}),
+    ("bigram", {"gamma": 4}),
+    ("bigram", {"gamma": 2, "smoothing": "add-k", "strength": 0.5}),
+    ("prompt-lookup", {"gamma": 5, "ngram": 2}),
+    ("bpd", {}),
+    ("medusa", {"tree": "4x3x2"}),
+    ("medusa", {"tree": "0, 3, 0.0, 0.5, 3.1, 0.0.2"}),
+    ("slim-s", {"sequences": 9, "candidates": 6}),
+    ("slim-s", {"sequences": 5, "candidates": 12, "lengths": "full", "depth": 2}),
+    ("slim-ss", {"correlation": "none", "candidates": 4}),
+]
+
+
+HEADS = ("bpd", "medusa", "slim-s", "slim-ss")
+
+
+def prompts_of(vocab: int, count: int, shortest: int = 1) -> list[list[int]]:
+    rng = np.random.default_rng(1)
+    return [rng.integers(0, vocab, size=shortest + place % 5).tolist() for place in range(count)]
+
+
+@pytest.mark.parametrize("shortest", [1, 2])
+def test_greedy_replay_is_exact_for_every_method(make_llama: Any, parts: Parts, shortest: int) -> None:
+    """Prompts of a few tokens, texts that a stop token ends early or the limit: as many steps as decoding takes.
+
+    After a prompt of one token there is no hidden state, and heads hold all tokens equally likely: which of equals they
+    propose is nobody's promise.
+    """
+    target = wrap_model(make_llama(12, seed=0))
+    prompts, limits, sampling = prompts_of(12, 12, shortest), Limits(21, (5,)), Sampling()
+    settings = [(name, options) for name, options in GREEDY if shortest > 1 or name not in HEADS]
+    entries = [Entry(f"{place}", name, options) for place, (name, options) in enumerate(settings)]
+    texts = sample_texts(target, prompts, limits, sampling, batch=5)
+    assert min(map(len, texts)) < 21  # some texts end early
+    recordings = record_entries(target, parts, entries, prompts, {sampling: texts})
+    assert predict_entries(recordings, parts, entries).keys() == {entry.label for entry in entries}
+    steps = set()
+    for name, options in settings:
+        prediction = predict(recordings[0], parts, name, options)
+        assert prediction is not None
+        method = build_method(name, parts, sampling, **options)
+        tallies = [decode(target, method, sampling, 0, prompt, limits) for prompt in prompts]
+        assert [run.ids for run in tallies] == texts
+        assert list(prediction.steps_by_text) == [run.tally.steps for run in tallies], name
+        nodes = sum(run.tally.nodes for run in tallies) / sum(run.tally.steps for run in tallies)
+        if name not in ("adaptive", "spectr"):  # whose trees beyond the first refusal are not known
+            assert prediction.nodes_per_step == pytest.approx(nodes), name
+        steps.add(round(prediction.steps))
+    assert len(steps) > 6  # the methods differ, so that one number for all would not do
+
+
+def test_what_cannot_be_replayed_is_none(make_llama: Any, parts: Parts) -> None:
+    target, sampling = wrap_model(make_llama(12, seed=0)), Sampling()
+    prompts = prompts_of(12, 2)
+    texts = sample_texts(target, prompts, Limits(6), sampling)
+    recording = record(target, Parts(parts.drafter), prompts, texts, sampling)
+    for name in ("mjsd", "bild", "relaxed-opt", "beam"):
+        assert predict(recording, parts, name, {}) is None
+    for name in ("medusa", "slim-s", "bigram"):  # parts that were not recorded
+        assert predict(recording, parts, name, {}) is None
+    warm = Sampling(1.0)
+    sampled = record(target, Parts(parts.drafter), prompts, sample_texts(target, prompts, Limits(6), warm), warm)
+    assert predict(sampled, parts, "adaptive", {"policy": "oracle"}) is not None
+    entries = [Entry("warm", "speculative", {}, Sampling(0.7)), Entry("cold", "speculative")]
+    found = predict_entries([recording], parts, entries)
+    assert found["warm"] is None
+    assert found["cold"]["tokens_per_step"] >= 1
+
+
+def test_too_many_candidates_are_named(make_markov: MakeMarkov) -> None:
+    target_TVV, draft_TVV = tables(0)
+    parts = Parts(make_markov(draft_TVV))
+    recording = record(make_markov(target_TVV), parts, [[0]], [[1, 2, 0]], SAMPLING, candidates=2, chains=1)
+    with pytest.raises(ValueError, match="3 candidates a position: 2 were recorded"):
+        predict(recording, parts, "multi-candidate", {"k_config": "3x1"})
+    with pytest.raises(ValueError, match="2 chains: 1 were recorded"):
+        predict(recording, parts, "spectr", {"drafts": 2})
+    with pytest.raises(ValueError, match="no drafts of 'bigram' were recorded; there are: drafter"):
+        expected_of(recording, "bigram")
+    with pytest.raises(ValueError, match="1 prompts and 2 texts"):
+        record(make_markov(target_TVV), parts, [[0]], [[1], [2]], SAMPLING)
+
+
+def test_chunks_and_files_change_nothing(make_llama: Any, parts: Parts, tmp_path: Path) -> None:
+    target, sampling = wrap_model(make_llama(12, seed=0)), Sampling(0.9, 8, 0.95)
+    prompts = prompts_of(12, 6)
+    texts = sample_texts(target, prompts, Limits(17), sampling, seed=3)
+    whole, pieces = (
+        record(target, parts, prompts, texts, sampling, candidates=2, chains=2, chunk=chunk, identity={"a": [1]})
+        for chunk in (64, 5)
+    )
+    save_recording(whole, tmp_path / "a" / "recording.safetensors")
+    again = load_recording(tmp_path / "a" / "recording.safetensors")
+    assert (again.sampling, again.prompts, again.texts, again.identity) == (sampling, prompts, texts, {"a": [1]})
+    for name in ("drafter", "unigram", "bigram 1"):
+        for key in vars(whole.drafts[name]):
+            if key == "drawn_TK":  # a mean over draws, which come in another order
+                continue
+            first, second, third = (getattr(each.drafts[name], key) for each in (whole, pieces, again))
+            np.testing.assert_allclose(first, second, rtol=2e-3, atol=2e-4, err_msg=key)
+            np.testing.assert_array_equal(first, third)
+    assert whole.heads is not None
+    assert pieces.heads is not None
+    assert again.heads is not None
+    np.testing.assert_array_equal(whole.heads.token_THC, pieces.heads.token_THC)
+    np.testing.assert_array_equal(whole.heads.log_prob_THC, again.heads.log_prob_THC)
+
+
+def test_damaged_recordings_are_refused(make_markov: MakeMarkov, tmp_path: Path) -> None:
+    target_TVV, draft_TVV = tables(0)
+    recording = record(make_markov(target_TVV), Parts(make_markov(draft_TVV)), [[0]], [[1, 2]], SAMPLING)
+    path = tmp_path / "r.safetensors"
+    save_recording(recording, path)
+    path.write_bytes(path.read_bytes()[:-7])
+    with pytest.raises(ValueError, match="cannot be read as a recording"):
+        load_recording(path)
+    path.write_bytes(b"nonsense")
+    with pytest.raises(ValueError, match="cannot be read as a recording"):
+        load_recording(path)
+
+
+def test_predicted_rejections_are_theorem_1(make_markov: MakeMarkov, all_texts: list[list[int]]) -> None:
+    """Each text weighed by its probability, Σ TV of the recording is the sum over the chain, to rounding."""
+    target_TVV, draft_TVV = tables(2)
+    target, parts = make_markov(target_TVV), Parts(make_markov(draft_TVV))
+    total = 0.0
+    for text in all_texts:
+        path = zip(range(TOKENS), [START, *text], text, strict=False)
+        weight = float(np.prod([target_TVV[place, before, after] for place, before, after in path]))
+        recording = record(target, parts, [[START]], [text], SAMPLING, candidates=3)
+        expected = expected_of(recording)
+        assert expected.acceleration == pytest.approx(TOKENS / expected.rejections)
+        assert expected.acceptance_at_k[0] == pytest.approx(1 - expected.variation, abs=1e-6)
+        assert expected.acceptance_at_k[0] < expected.acceptance_at_k[2]
+        total += weight * expected.rejections
+    wanted = theory.expected_rejections(target_TVV.numpy(), draft_TVV.numpy(), START)
+    assert total == pytest.approx(wanted, rel=1e-6)
+
+
+@pytest.mark.parametrize("sampling", [Sampling(), Sampling(0.8)], ids=["greedy", "warm"])
+def test_joint_decoding_at_any_threshold_from_one_record(make_llama: Any, parts: Parts, sampling: Sampling) -> None:
+    """From single positions the verifier, asked at each threshold, accepts what the record says."""
+    target = wrap_model(make_llama(12, seed=0))
+    assert parts.drafter is not None
+    prompts = prompts_of(12, 5)
+    texts = sample_texts(target, prompts, Limits(9), sampling)
+    recording = record(target, Parts(), prompts, texts, sampling)
+    found = record_joint(target, parts.drafter, recording, 3, 2, positions=1000, batch=7)
+    assert found.log_ratio_SK.shape == (sum(map(len, texts)), 3)
+    contexts = [
+        prompt + text[:place] for prompt, text in zip(prompts, texts, strict=True) for place in range(len(text))
+    ]
+    rates = []
+    for threshold in (0.02, 0.3, 0.9):
+        method = build_method("mjsd", parts, sampling, gamma=3, beams=2, threshold=threshold)
+        accepted: list[int] = []
+        for first in range(0, len(contexts), 7):
+            rows = contexts[first : first + 7]
+            step = next(generate(target, *method, rows, Limits(4), sampling, Rng.for_rows(first, len(rows))))
+            accepted += step.accepted.tolist()
+        rates.append(found.tokens_per_step(threshold)[0])
+        assert rates[-1] == pytest.approx(1 + np.mean(accepted))
+    assert rates[0] > rates[2]
+    with pytest.raises(ValueError, match="must lie in"):
+        found.tokens_per_step(1.5)
+
+
+def test_standard_errors_are_those_of_other_texts(make_llama: Any, parts: Parts) -> None:
+    """Predictions from other texts scatter as the standard error says: within a factor of two, over 12 sets."""
+    target, sampling = wrap_model(make_llama(12, seed=0)), Sampling(1.0)
+    rates, errors = [], []
+    for seed in range(12):
+        prompts = [[3, 4]] * 16
+        texts = sample_texts(target, prompts, Limits(12), sampling, seed=1000 * seed, batch=16)
+        recording: Recording = record(target, Parts(parts.drafter), prompts, texts, sampling, candidates=1, chains=1)
+        prediction = predict(recording, parts, "speculative", {"gamma": 3})
+        assert prediction is not None
+        rates.append(prediction.tokens_per_step)
+        errors.append(prediction.standard_error)
+    assert 0.5 < np.std(rates, ddof=1) / np.mean(errors) < 2

@@ -1,0 +1,443 @@
+"""Energy: counters of devices whose power is known, by the joules that they must give.
+
+`World` is a clock and a device: work and sleep move the time on, and power is integrated exactly. NVML is a module that
+reads it as GPUs do, every 100 ms and late; RAPL is a tree of files that are written as time goes by.
+"""
+
+from __future__ import annotations
+
+import bisect
+import itertools
+import math
+import os
+import sys
+import tempfile
+import threading
+import time
+import types
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from draftsmith.decode.engine import Limits
+from draftsmith.decode.evaluation.energy import NVML, CounterError, EnergyMeter, NvmlPower, Timing, open_meter
+from draftsmith.decode.evaluation.measure import Entry, devices_of, energy_of, measure
+from draftsmith.decode.evaluation.summary import Asked, Summariser
+from draftsmith.decode.methods import Parts
+from draftsmith.decode.models.loading import wrap_model
+from transformers import LlamaForCausalLM
+
+PERIOD = 0.1
+IDLE = 40.0
+GPU = [torch.device("cuda:0")]
+
+
+class World:
+    """Time that passes only by work and sleep, and the energy of a device whose power is known."""
+
+    def __init__(self) -> None:
+        self.now = 1000.0
+        self._times, self._joules = [self.now], [0.0]
+        self.worked = 0.0
+        self.on_pass: list[Callable[[], None]] = []
+
+    def clock(self) -> float:
+        return self.now
+
+    def sleep(self, seconds: float) -> None:
+        self.spend(seconds, IDLE)
+
+    def spend(self, seconds: float, watts: float) -> None:
+        self.now += seconds
+        self._times.append(self.now)
+        self._joules.append(self._joules[-1] + seconds * watts)
+        for each in self.on_pass:
+            each()
+
+    def joules(self, at: float | None = None) -> float:
+        """Drawn up to a moment, by default now."""
+        at = self.now if at is None else at
+        place = bisect.bisect_right(self._times, at)
+        if place == len(self._times):
+            return self._joules[-1]
+        (t0, t1), (j0, j1) = self._times[place - 1 : place + 1], self._joules[place - 1 : place + 1]
+        return j0 + (j1 - j0) * (at - t0) / (t1 - t0)
+
+    def work(self, seconds: float, watts: float) -> Callable[[], float]:
+        """A unit of work."""
+
+        def do() -> float:
+            self.spend(seconds, watts)
+            self.worked += 1
+            return 1.0
+
+        return do
+
+    def by(self, meter: EnergyMeter | None, timing: Timing | None = None) -> EnergyMeter:
+        """The same counters, in this world's time."""
+        assert meter is not None
+        settings = (meter.counters, meter.source, meter.covers, timing or meter.timing)
+        return EnergyMeter(*settings, clock=self.clock, sleep=self.sleep)
+
+
+def fake_nvml(world: World, devices: dict[str, float] | None = None, window: float = PERIOD) -> Any:
+    """`pynvml`, for GPUs whose counters show a new value every 100 ms.
+
+    Args:
+        devices: by UUID, how many times the world's power each draws.
+        window: the sensor looks at so much of every period alone, its last part, and takes all of it to be like that.
+    """
+    module: Any = types.ModuleType("pynvml")
+    module.calls = []
+    shares = devices or {"GPU-a": 1.0}
+
+    class NVMLError(Exception):
+        pass
+
+    def find(uuid: str) -> str:
+        if uuid not in shares:
+            raise NVMLError(f"{uuid} Not Found")
+        return uuid
+
+    def seen(period: int) -> float:
+        end = 1000.0 + PERIOD * (period + 1)
+        return (world.joules(end) - world.joules(end - window)) * PERIOD / window
+
+    totals = [0.0]
+
+    def total(handle: str) -> int:
+        while len(totals) <= int((world.now - 1000.0) / PERIOD + 1e-9):
+            totals.append(totals[-1] + seen(len(totals) - 1))
+        return 5_000_000 + round(1000 * shares[handle] * totals[-1])
+
+    module.NVMLError = NVMLError
+    module.nvmlInit = lambda: module.calls.append("init")
+    module.nvmlShutdown = lambda: module.calls.append("shutdown")
+    module.nvmlDeviceGetHandleByUUID = find
+    module.nvmlDeviceGetTotalEnergyConsumption = total
+    return module
+
+
+def refuses(module: Any, name: str) -> None:
+    """A call of NVML's that these devices do not have."""
+
+    def refuse(*_: Any) -> int:
+        raise module.NVMLError("Not Supported")
+
+    setattr(module, name, refuse)
+
+
+def gpu_meter(world: World, **options: Any) -> EnergyMeter:
+    meter, covers = open_meter(GPU, nvml=fake_nvml(world, **options), uuid_of=lambda device: "GPU-a")
+    assert covers == "GPU boards (1), without the processor"
+    return world.by(meter)
+
+
+@pytest.mark.parametrize("seconds", [0.0003, 0.007, 0.03, 0.35, 2.0, 7.0])
+def test_constant_power_gives_its_joules(seconds: float) -> None:
+    world = World()
+    meter = gpu_meter(world)
+    idle = meter.idle_watts()
+    assert idle == pytest.approx(IDLE, rel=0.01)
+    found = meter.measure(world.work(seconds, 130.0), idle)
+    assert found.source == "nvml"
+    assert found.joules == pytest.approx(130.0 * seconds, rel=0.015)
+    assert found.seconds == pytest.approx(seconds, rel=0.01)
+    assert found.above_idle == pytest.approx(90.0 * seconds, rel=0.03)
+    assert meter.measure(world.work(seconds, 30.0), idle).above_idle is None, "less than idle is no energy"
+    assert found.watts == pytest.approx(130.0, rel=0.015)
+    assert found.idle_watts == idle
+    assert len(found.trials) == 4
+    assert abs(found.joules - 130.0 * seconds) <= max(4 * found.error, 1e-3 * found.joules)
+    assert found.as_dict()["trials"] == list(found.trials)
+
+
+def test_pauses_cost_the_work_nothing() -> None:
+    world = World()
+    found = gpu_meter(world).measure(world.work(0.03, 50.0), IDLE)
+    assert found.joules == pytest.approx(1.5, rel=0.01)
+    assert found.seconds == pytest.approx(0.03, rel=1e-3)
+
+
+def test_windows_are_long_and_trials_begin_out_of_step() -> None:
+    world = World()
+    meter = gpu_meter(world)
+    begun: list[float] = []
+    trials: list[tuple[int, int]] = []
+
+    def progress(trial: int, of: int) -> None:
+        trials.append((trial, of))
+        begun.append(world.now)
+
+    meter.measure(world.work(0.01, 100.0), IDLE, progress=progress)
+    assert trials == [(0, 4), (1, 4), (2, 4), (3, 4)]
+    assert world.now - begun[-1] > 5.0 + 1.5
+    gaps = [after - before for before, after in itertools.pairwise(begun)]
+    assert len({round(gap, 6) for gap in gaps}) == 3, "each waits for a time of its own"
+    assert world.worked * 0.01 > 4 * 6.0
+
+
+class SlowWorld(World):
+    """A device whose power follows what it does with a time constant of 0.3 s."""
+
+    watts = IDLE
+
+    def spend(self, seconds: float, watts: float) -> None:
+        step = seconds / 10
+        for _ in range(10):
+            self.watts += (watts - self.watts) * (1 - math.exp(-step / 0.3))
+            super().spend(step, self.watts)
+
+
+def test_what_runs_while_power_rises_is_not_counted() -> None:
+    world = SlowWorld()
+    found = gpu_meter(world).measure(world.work(0.02, 200.0), IDLE)
+    assert 1.0 < found.joules / 4.0 < 1.04, "at most the pauses, in which power has no time to fall"
+    naive = Timing(seconds=1.0, discard=0.0, period=PERIOD, pause=0.0)
+    world = SlowWorld()
+    world.spend(5.0, IDLE)
+    assert world.by(gpu_meter(world), naive).measure(world.work(0.02, 200.0), IDLE).trials[0] < 0.85 * 4.0
+
+
+def test_a_sensor_that_looks_a_quarter_of_the_time_sees_all_of_the_work() -> None:
+    """Work in step with the sensor: 25 ms at 300 W of every 100 ms, which it would see always, or never."""
+
+    def bursts(world: World) -> Callable[[], float]:
+        def work() -> float:
+            world.spend(0.025, 300.0)
+            world.spend(0.075, 60.0)
+            return 1.0
+
+        return work
+
+    true = 0.025 * 300 + 0.075 * 60
+    world = World()
+    with_pauses = gpu_meter(world, window=0.025).measure(bursts(world), IDLE)
+    world = World()
+    meter = world.by(gpu_meter(world, window=0.025), Timing(5.0, 1.5, PERIOD, pause=0.0, trials=1))
+    without = meter.measure(bursts(world), IDLE)
+    assert abs(with_pauses.joules / true - 1) < 0.12
+    assert abs(without.joules / true - 1) > 0.4
+
+
+def test_devices_are_added_up() -> None:
+    world = World()
+    nvml = fake_nvml(world, {"GPU-a": 1.0, "GPU-b": 0.5})
+    devices = [torch.device("cuda:0"), torch.device("cuda:1"), torch.device("cuda:0"), torch.device("cpu")]
+    meter, covers = open_meter(devices, nvml=nvml, uuid_of=lambda device: f"GPU-{'ab'[device.index]}")
+    assert covers == "GPU boards (2), without the processor"
+    found = world.by(meter).measure(world.work(0.05, 100.0), 1.5 * IDLE)
+    assert found.joules == pytest.approx(1.5 * 5.0, rel=0.01)
+    assert meter is not None
+    with meter:
+        pass
+    assert nvml.calls == ["init", "shutdown"]
+
+
+def test_counters_that_fail_are_errors_and_not_numbers() -> None:
+    world = World()
+    nvml = fake_nvml(world)
+    meter = world.by(open_meter(GPU, nvml=nvml, uuid_of=lambda device: "GPU-a")[0])
+    count = nvml.nvmlDeviceGetTotalEnergyConsumption
+    nvml.nvmlDeviceGetTotalEnergyConsumption = lambda handle: 77
+    with pytest.raises(CounterError, match=r"has stood still for 2\.\d s"):
+        meter.measure(world.work(0.01, 100.0), IDLE)
+    with pytest.raises(CounterError, match="has stood still"):
+        meter.idle_watts()
+    nvml.nvmlDeviceGetTotalEnergyConsumption = lambda handle: -count(handle)
+    with pytest.raises(CounterError, match="went back by"):
+        meter.measure(world.work(0.01, 100.0), IDLE)
+    refuses(nvml, "nvmlDeviceGetTotalEnergyConsumption")
+    with pytest.raises(CounterError, match="cannot be read any more: Not Supported"):
+        meter.measure(world.work(0.01, 100.0), IDLE)
+
+
+def test_a_window_waits_for_work_that_takes_longer_than_it() -> None:
+    world = World()
+    found = gpu_meter(world).measure(world.work(11.0, 70.0), IDLE)
+    assert world.worked == 8, "one run is discarded, one counted, four times"
+    assert found.joules == pytest.approx(770.0, rel=0.01)
+
+
+def test_nvml_is_found_where_it_is_installed(monkeypatch: pytest.MonkeyPatch) -> None:
+    world = World()
+    monkeypatch.setitem(sys.modules, "pynvml", fake_nvml(world))
+    meter, _ = open_meter(GPU, uuid_of=lambda device: "GPU-a")
+    assert meter is not None
+    assert (meter.source, meter.timing) == ("nvml", NVML)
+    monkeypatch.setitem(sys.modules, "pynvml", None)
+    assert open_meter(GPU, uuid_of=lambda device: "GPU-a") == (
+        None,
+        "GPUs are counted through NVML: pip install nvidia-ml-py",
+    )
+
+
+def test_where_nothing_counts_there_is_a_reason() -> None:
+    world = World()
+    nvml = fake_nvml(world)
+    none, why = open_meter(GPU, nvml=nvml, uuid_of=lambda device: "GPU-z")
+    assert none is None
+    assert why.endswith("GPU-z Not Found")
+    assert nvml.calls == ["init", "shutdown"]
+    refuses(nvml, "nvmlDeviceGetTotalEnergyConsumption")
+    refuses(nvml, "nvmlDeviceGetPowerUsage")
+    none, why = open_meter(GPU, nvml=nvml, uuid_of=lambda device: "GPU-a")
+    assert none is None
+    assert "neither energy nor power" in why
+    refuses(nvml, "nvmlInit")
+    assert open_meter(GPU, nvml=nvml, uuid_of=lambda device: "GPU-a")[1].endswith("could not be opened: Not Supported")
+    assert open_meter([torch.device("mps")])[0] is None
+    assert "devices of type cpu, mps" in open_meter([torch.device("mps"), torch.device("cpu")])[1]
+
+
+def test_power_samples_stand_in_for_a_counter() -> None:
+    """In real time, as they are taken by a thread: 80 W, and 240 W from a moment on."""
+    world, start = World(), time.perf_counter()
+    nvml = fake_nvml(world)
+    refuses(nvml, "nvmlDeviceGetTotalEnergyConsumption")
+    nvml.nvmlDeviceGetPowerUsage = lambda handle: 80_000 if time.perf_counter() < start + 0.3 else 240_000
+    meter, _ = open_meter(GPU, nvml=nvml, uuid_of=lambda device: "GPU-a")
+    assert meter is not None
+    assert meter.source == "nvml-power"
+    threads = threading.active_count()
+    with meter:
+        (sampled,) = meter.counters
+        assert isinstance(sampled, NvmlPower)
+        time.sleep(max(0.0, start + 0.7 - time.perf_counter()))
+        end = time.perf_counter()
+        assert meter.joules() == pytest.approx(80 * 0.3 + 240 * (end - start - 0.3), rel=0.12)
+        refuses(nvml, "nvmlDeviceGetPowerUsage")
+        time.sleep(0.1)
+        with pytest.raises(CounterError, match="power cannot be read any more"):
+            meter.joules()
+    assert threading.active_count() == threads - 1
+    assert nvml.calls == ["init", "shutdown"]
+
+
+def powercap(world: World, folder: Path, most: int, zones: dict[str, tuple[str, float]]) -> Path:
+    """Linux's tree of power zones, kept up to date: by folder the name, and how many times the world's power it is."""
+
+    def write() -> None:
+        for place, (_, share) in zones.items():
+            drawn = round(1e6 * share * world.joules()) + most - 3_000_000
+            (folder / place / "energy_uj").write_text(f"{drawn % most}\n")
+
+    for place, (name, _) in zones.items():
+        (folder / place).mkdir(parents=True)
+        (folder / place / "name").write_text(f"{name}\n")
+        (folder / place / "max_energy_range_uj").write_text(f"{most}\n")
+    write()
+    world.on_pass.append(write)
+    return folder
+
+
+ZONES = {
+    "intel-rapl:0": ("package-0", 1.0),
+    "intel-rapl:0:0": ("core", 0.7),
+    "intel-rapl:0:1": ("dram", 0.125),
+    "intel-rapl:1": ("package-1", 0.5),
+    "intel-rapl:2": ("psys", 5.0),
+    "intel-rapl-mmio:0": ("package-0", 1.0),
+}
+
+
+def test_packages_and_their_memory_are_counted_through_many_turns_of_the_counter(tmp_path: Path) -> None:
+    world = World()
+    tree = powercap(world, tmp_path, 200_000_000, ZONES)
+    meter, covers = open_meter([torch.device("cpu"), torch.device("meta")], powercap=tree)
+    assert covers == "processor packages (2) and their memory"
+    timed = world.by(meter)
+    idle = timed.idle_watts()
+    assert idle == pytest.approx(1.625 * IDLE, rel=1e-3)
+    found = timed.measure(world.work(0.1, 96.0), idle)
+    assert found.source == "rapl"
+    assert world.joules() > 2 * 200.0, "the counters have begun anew"
+    assert found.joules == pytest.approx(1.625 * 0.1 * 96.0, rel=1e-3)
+    assert found.above_idle == pytest.approx(1.625 * 0.1 * (96.0 - IDLE), rel=1e-2)
+
+
+def test_a_processor_without_a_counter_has_no_joules(tmp_path: Path) -> None:
+    cpu = [torch.device("cpu")]
+    assert "no package among" in open_meter(cpu, powercap=tmp_path / "none")[1]
+    tree = powercap(World(), tmp_path / "core", 10**9, {"intel-rapl:0:0": ("core", 1.0)})
+    assert open_meter(cpu, powercap=tree) == (
+        None,
+        f"the processor's energy counter (RAPL) is not there: no package among {tree}/intel-rapl:*",
+    )
+    tree = powercap(World(), tmp_path / "broken", 10**9, {"intel-rapl:0": ("package-0", 1.0)})
+    (tree / "intel-rapl:0" / "energy_uj").write_text("many\n")
+    none, why = open_meter(cpu, powercap=tree)
+    assert none is None
+    assert "cannot be read: invalid literal" in why
+
+
+def test_a_counter_for_root_alone_says_how_to_open_it() -> None:
+    with tempfile.TemporaryDirectory(dir="/tmp") as name:
+        Path(name).chmod(0o755)
+        tree = powercap(World(), Path(name), 10**9, {"intel-rapl:0": ("package-0", 1.0)})
+        file = tree / "intel-rapl:0" / "energy_uj"
+        file.chmod(0o000)
+        root = os.geteuid() == 0
+        if root:
+            os.seteuid(65534)
+        try:
+            none, why = open_meter([torch.device("cpu")], powercap=tree)
+        finally:
+            if root:
+                os.seteuid(0)
+        file.chmod(0o644)
+    assert none is None
+    assert why == f"{file} may be read by root alone: `sudo chmod a+r {tree}/intel-rapl:*/energy_uj`"
+
+
+def test_a_counter_that_goes_away_is_an_error(tmp_path: Path) -> None:
+    world = World()
+    tree = powercap(world, tmp_path, 10**9, {"intel-rapl:0": ("package-0", 1.0)})
+    meter = world.by(open_meter([torch.device("cpu")], powercap=tree)[0])
+    world.on_pass.clear()
+    (tree / "intel-rapl:0" / "energy_uj").unlink()
+    with pytest.raises(CounterError, match="energy_uj cannot be read any more"):
+        meter.measure(world.work(0.01, 50.0), IDLE)
+
+
+class Drawn:
+    """A counter of a world's joules."""
+
+    def __init__(self, world: World) -> None:
+        self.joules = world.joules
+
+
+def test_rows_of_an_evaluation_hold_joules_a_token(
+    make_llama: Callable[..., LlamaForCausalLM], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    target = wrap_model(make_llama(48))
+    parts = Parts(wrap_model(make_llama(48, seed=1, num_hidden_layers=1)))
+    assert devices_of(target, parts) == [torch.device("cpu")]
+    entries = [Entry("plain", "autoregressive"), Entry("chain", "speculative", {"gamma": 2})]
+    asked, limits = [Asked([3, 5, 7]), Asked([8, 2])], Limits(6)
+    prompts = [each.ids for each in asked]
+    world, forward = World(), target._forward
+
+    def timed(*arguments: Any) -> Any:
+        """A forward of the target takes 2 ms of the world's time, at 10 W."""
+        world.spend(0.002, 10.0)
+        return forward(*arguments)
+
+    timing = Timing(seconds=0.1, discard=0.02, period=0.001, pause=0.0, trials=2)
+    meter = EnergyMeter([Drawn(world)], "rapl", "a counter", timing, clock=world.clock, sleep=world.sleep)
+    assert meter.idle_watts() == pytest.approx(IDLE)
+    with monkeypatch.context() as patched:
+        patched.setattr(target, "_forward", timed)
+        plain = energy_of(target, parts, entries[0], prompts, limits, meter, 4.0)
+    assert plain.seconds == pytest.approx(0.002 * 7 / 6), "a token is a unit: six a prompt, of seven forwards"
+    assert plain.watts == pytest.approx(10.0)
+    assert plain.joules == pytest.approx(10.0 * plain.seconds)
+    assert plain.above_idle == pytest.approx(6.0 * plain.seconds)
+    runs = measure(target, parts, entries, prompts, limits, repeats=3)
+    summary = Summariser(target, parts, asked, runs, limits, energies={"plain": plain}).summarise(entries)
+    rows = {row["label"]: row for row in summary.rows}
+    assert (rows["plain"]["joules_per_token"], rows["plain"]["energy_source"]) == (plain.joules, "rapl")
+    assert rows["plain"]["energy"] == plain.as_dict()
+    assert rows["chain"]["joules_per_token"] is rows["chain"]["energy_source"] is rows["chain"]["energy"] is None

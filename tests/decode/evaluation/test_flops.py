@@ -1,0 +1,238 @@
+"""FLOPs by shapes against torch's counter, part by part and for whole steps of every method."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from draftsmith.checkpoints.heads.files import PredictionHeads
+from draftsmith.checkpoints.table.table import BigramTable
+from draftsmith.decode.engine import Limits, generate
+from draftsmith.decode.evaluation.flops import (
+    FAMILIES,
+    count_flops,
+    forward_flops,
+    heads_flops,
+    module_flops,
+    part_flops,
+    step_flops,
+)
+from draftsmith.decode.evaluation.measure import raw_costs, raw_forward
+from draftsmith.decode.evaluation.summary import flops_per_token
+from draftsmith.decode.methods import METHODS, Parts, build_method
+from draftsmith.decode.models.base import TransformersModel
+from draftsmith.decode.models.loading import wrap_model
+from draftsmith.decode.rng import Rng
+from draftsmith.decode.warpers import Sampling
+from torch.utils.flop_counter import FlopCounterMode
+from transformers import AutoConfig, AutoModelForCausalLM, AutoModelForSeq2SeqLM, LlamaForCausalLM, MixtralConfig
+
+VOCAB = 96
+LLAMA = {
+    "vocab_size": VOCAB, "hidden_size": 48, "intermediate_size": 80, "num_hidden_layers": 2, "num_attention_heads": 6,
+    "num_key_value_heads": 2, "max_position_embeddings": 128, "pad_token_id": 0,
+}  # fmt: skip
+NEOX = {key: value for key, value in LLAMA.items() if key != "num_key_value_heads"}
+OPT = {"vocab_size": VOCAB, "hidden_size": 48, "ffn_dim": 80, "num_hidden_layers": 2, "num_attention_heads": 4}
+GPT2 = {"vocab_size": VOCAB, "n_embd": 48, "n_layer": 2, "n_head": 4, "n_positions": 128}
+T5 = {"vocab_size": VOCAB, "d_model": 32, "d_kv": 12, "d_ff": 72, "num_layers": 1, "num_decoder_layers": 2}
+T5 |= {"num_heads": 4, "decoder_start_token_id": 0}
+SETTINGS: dict[str, tuple[str, dict[str, Any]]] = {
+    "llama": ("llama", LLAMA),
+    "llama, heads wider than hidden": ("llama", LLAMA | {"head_dim": 12}),
+    "mistral": ("mistral", LLAMA),
+    "qwen2": ("qwen2", LLAMA),
+    "qwen3": ("qwen3", LLAMA | {"head_dim": 16}),
+    "phi3": ("phi3", LLAMA),
+    "gemma2": ("gemma2", LLAMA | {"head_dim": 16}),
+    "granite": ("granite", LLAMA),
+    "olmo2": ("olmo2", LLAMA),
+    "opt": ("opt", OPT | {"word_embed_proj_dim": 48}),
+    "opt, narrow embeddings": ("opt", OPT | {"word_embed_proj_dim": 16}),
+    "gpt_neox": ("gpt_neox", NEOX),
+    "gpt2": ("gpt2", GPT2),
+    "gpt2, inner width": ("gpt2", GPT2 | {"n_inner": 56}),
+    "t5": ("t5", T5),
+    "t5, gated": ("t5", T5 | {"feed_forward_proj": "gated-gelu"}),
+    "umt5": ("umt5", T5 | {"feed_forward_proj": "gated-gelu"}),
+}
+SHAPES = [(1, 1), (1, 37), (5, 20), (17, 3)]
+
+
+def build(kind: str, settings: dict[str, Any], **more: Any) -> Any:
+    torch.manual_seed(0)
+    config = AutoConfig.for_model(kind, **settings)
+    loader = AutoModelForSeq2SeqLM if config.is_encoder_decoder else AutoModelForCausalLM
+    return loader.from_config(config, **more).eval()
+
+
+@pytest.mark.parametrize("name", ["llama", "opt", "opt, narrow embeddings", "gpt_neox", "gpt2, inner width", "qwen3"])
+@torch.inference_mode()
+def test_a_plain_forward_costs_what_torchs_counter_says(name: str) -> None:
+    """With attention that is written out, the counter misses nothing, and knows nothing of this project."""
+    model = build(*SETTINGS[name], attn_implementation="eager")
+    for batch, length in ((1, 40), (3, 7)):
+        with FlopCounterMode(display=False) as counter:
+            model(torch.ones(batch, length, dtype=torch.int64))
+        found = forward_flops(model.config, length, 0, rows=batch)
+        assert found["total"] == pytest.approx(counter.get_total_flops(), rel=0.005)
+        assert found["total"] == sum(found[part] for part in ("attention", "mlp", "projections", "head"))
+        assert min(found.values()) > 0
+
+
+@pytest.mark.parametrize("name", SETTINGS)
+@torch.inference_mode()
+def test_a_scorers_forward_on_a_cache_costs_what_the_counter_says(name: str) -> None:
+    kind, settings = SETTINGS[name]
+    model = build(kind, settings)
+    scorer = wrap_model(model, check=False)
+    assert kind in FAMILIES
+    for nodes, context in SHAPES:
+        found = part_flops(scorer, nodes, context)
+        assert found is not None
+        counted = count_flops(raw_forward(scorer, nodes, context))
+        assert found["total"] == pytest.approx(counted, rel=0.005), (nodes, context)
+
+
+@torch.inference_mode()
+def test_the_counter_alone_passes_over_fused_attention() -> None:
+    """The reason for `count_flops`: otherwise a long context would seem to cost nothing."""
+    scorer = wrap_model(build("llama", LLAMA | {"num_key_value_heads": 6}))
+    call = raw_forward(scorer, 8, 100)
+    with FlopCounterMode(display=False) as counter:
+        call()
+    attention = forward_flops(scorer.config, 8, 100)["attention"]
+    assert attention == 2 * 2 * 2 * 8 * 108 * 48
+    assert count_flops(call) - counter.get_total_flops() in (0, attention)
+    assert count_flops(call) == pytest.approx(forward_flops(scorer.config, 8, 100)["total"], rel=1e-3)
+
+
+@pytest.mark.parametrize("name", [name for name, (kind, _) in SETTINGS.items() if "t5" not in kind])
+def test_modules_and_configuration_agree_in_every_part(name: str) -> None:
+    model = build(*SETTINGS[name])
+    for nodes, context in SHAPES:
+        expected = forward_flops(model.config, nodes, context, rows=2)
+        assert module_flops(model, nodes, context, rows=2) == pytest.approx(expected), (nodes, context)
+
+
+@torch.inference_mode()
+def test_adapters_are_counted() -> None:
+    peft = pytest.importorskip("peft")
+    plain = build("llama", LLAMA)
+    base = part_flops(wrap_model(plain), 3, 10)
+    wrapped = peft.get_peft_model(plain, peft.LoraConfig(r=4, target_modules=["q_proj", "down_proj"]))
+    scorer = wrap_model(wrapped)
+    found = part_flops(scorer, 3, 10)
+    assert base is not None
+    assert found is not None
+    assert found["total"] - base["total"] == 2 * 3 * 2 * 4 * ((48 + 48) + (80 + 48))
+    assert found["total"] == pytest.approx(count_flops(raw_forward(scorer, 3, 10)), rel=0.005)
+
+
+@torch.inference_mode()
+def test_models_that_cannot_be_told_are_left_to_the_counter(make_markov: Any) -> None:
+    experts = build("mixtral", LLAMA | {"num_local_experts": 2})
+    with pytest.raises(ValueError, match=r"'mixtral' do not follow from their configuration here\. Did you mean"):
+        forward_flops(MixtralConfig(**LLAMA), 1, 1)
+    with pytest.raises(ValueError, match=r"'mixtral' cannot be read off .* is the weight of no linear layer"):
+        module_flops(experts, 1, 1)
+    with pytest.raises(ValueError, match="of decoders; 't5' is an encoder-decoder"):
+        module_flops(build("t5", T5), 1, 1)
+    for tokens, context, rows in ((0, 3, 1), (2, -1, 1), (2, 3, 0)):
+        with pytest.raises(ValueError, match=f"got {tokens} new tokens, {context} cached ones, {rows} rows"):
+            forward_flops(experts.config, tokens, context, rows=rows)
+    scorer = TransformersModel(experts)
+    costs = raw_costs(scorer, build_method("autoregressive", Parts(), Sampling()), 1, 9, runs=1)
+    assert costs.flops_checked is None
+    assert costs.tree_flops == count_flops(raw_forward(scorer, 1, 9)) > 0
+    assert "checked" not in flops_per_token(costs, 1.0)
+    markov = make_markov(torch.full((1, 8, 8), 1 / 8))
+    costs = raw_costs(markov, build_method("autoregressive", Parts(), Sampling()), 1, 9, runs=1)
+    assert (costs.tree_flops, costs.flops_checked) == (0, None)
+
+
+@pytest.mark.parametrize("kind", ["own", "low-rank", "target"])
+@pytest.mark.parametrize("layers", [1, 2])
+@torch.inference_mode()
+def test_heads_cost_what_the_counter_says(kind: str, layers: int) -> None:
+    weight_VD = torch.randn(50, 24)
+    heads = PredictionHeads.from_lm_head(weight_VD, 3, layers, kind, 4 if kind == "low-rank" else 0).eval()
+    for rows in (1, 6):
+        found = heads_flops(heads, rows)
+        assert found["total"] == count_flops(lambda rows=rows: heads(torch.randn(rows, 24)))
+        assert found["blocks"] == 2 * rows * 3 * layers * 24 * 24
+    other = torch.nn.Sequential(torch.nn.Linear(24, 10), torch.nn.Linear(10, 50, bias=False))
+    assert heads_flops(other, 3)["total"] == count_flops(lambda: other(torch.randn(3, 24)))
+
+
+def test_heads_that_cannot_be_told_are_refused(make_heads: Any) -> None:
+    with pytest.raises(ValueError, match=r"'RandomHeads' have no linear layer"):
+        heads_flops(make_heads(2, 8, 16))
+    with pytest.raises(ValueError, match=r"weight \[4, 3, 2\] is the weight of no linear layer"):
+        heads_flops(torch.nn.Conv1d(3, 4, 2))
+    with pytest.raises(ValueError, match="reuse the target's output projection"):
+        heads_flops(PredictionHeads(2, 1, 8, None, "target"))
+    assert part_flops(make_heads(2, 8, 16), 1, 9) is part_flops(lambda hidden: hidden, 1, 9) is None
+
+
+@pytest.fixture
+def parts(make_llama: Callable[..., LlamaForCausalLM]) -> tuple[Any, Parts]:
+    """A target, and a part of every kind."""
+    model = make_llama(VOCAB, num_hidden_layers=3)
+    drafters = [wrap_model(make_llama(VOCAB, seed=seed, num_hidden_layers=1)) for seed in (1, 2)]
+    heads = PredictionHeads.from_lm_head(torch.randn(VOCAB, 32), 3, 1).eval()
+    table = BigramTable.from_documents([torch.arange(VOCAB).repeat(3).numpy()], VOCAB)
+    return wrap_model(model), Parts(drafters[0], heads, table, (drafters[1],))
+
+
+CASES: list[tuple[str, dict[str, Any]]] = [
+    *((name, {}) for name in METHODS if name != "beam"),  # beam search has one step, with the prompt's reading in it
+    ("multi-candidate", {"k_config": "3x2x1", "attention": "batch"}),
+    ("speculative", {"gamma": 7}),
+    ("specinfer", {"gamma": 2, "drafts": 3}),
+]
+
+
+@pytest.mark.parametrize("temperature", [0.0, 1.0])
+@pytest.mark.parametrize(("name", "options"), CASES, ids=[f"{name} {options or ''}" for name, options in CASES])
+@torch.inference_mode()
+def test_a_step_costs_what_the_counter_sees_in_decoding(
+    parts: tuple[Any, Parts], name: str, options: dict[str, Any], temperature: float
+) -> None:
+    """Each method's whole step as it is decoded, its target forward, its drafter's at their widths, and its heads."""
+    target, given = parts
+    sampling = Sampling(temperature)
+    method = build_method(name, given, sampling, **options)
+    prompt = [int(token) for token in torch.randint(VOCAB, (60,), generator=torch.Generator().manual_seed(0))]
+    steps = generate(target, *method, [prompt], Limits(40), sampling, Rng.for_rows(0, 1))
+    first = next(steps)
+    second: list[Any] = []
+    counted = count_flops(lambda: second.append(next(steps)))
+    found = step_flops(target, method, second[0].nodes, len(prompt) + len(first.new_ids[0]) - 1)
+    assert found is not None
+    assert (found.drafting == 0) == (not method.proposer.forwards(second[0].nodes))
+    caught_up = 0.0
+    if found.drafting and given.drafter is not None and first.accepted[0]:  # a drafter reads what it had not drafted
+        models = {id(model): model for model, _ in method.proposer.forwards(5) if hasattr(model, "extend")}
+        caught_up = sum(part_flops(model, 1, 60)["total"] for model in models.values())
+    assert 0.98 * sum(found) <= counted <= 1.02 * sum(found) + caught_up
+
+
+@torch.inference_mode()
+def test_rows_give_flops_by_the_token_and_what_they_were_checked_with(parts: tuple[Any, Parts]) -> None:
+    target, given = parts
+    method = build_method("multi-candidate", given, Sampling(), k_config="2x2x1")
+    costs = raw_costs(target, method, 11, 30, runs=1)
+    assert costs.forwards == 3
+    config, drafter = target.config, given.drafter.config  # type: ignore[union-attr]
+    assert costs.tree_flops == forward_flops(config, 11, 30)["total"]
+    widths = [(1, 30), (2, 31), (4, 33)]
+    assert costs.propose_flops == sum(forward_flops(drafter, *each)["total"] for each in widths)
+    assert costs.flops_checked == pytest.approx(1, abs=0.005)
+    found = flops_per_token(costs, 1.6)
+    assert found["verification"] == costs.tree_flops / 1.6
+    assert found["drafting"] == costs.propose_flops / 1.6
+    assert found["total"] == pytest.approx(found["verification"] + found["drafting"])
+    assert found["checked"] == costs.flops_checked

@@ -1,0 +1,210 @@
+"""Runs and rows: the order that methods take turns in, runs that are not done twice, and what the rows add up to."""
+
+from __future__ import annotations
+
+import dataclasses
+import itertools
+from collections import Counter
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+from draftsmith.decode.engine import Limits
+from draftsmith.decode.evaluation.measure import REFERENCE, Decoded, Entry, Run, RunKey, measure, turn
+from draftsmith.decode.evaluation.metrics import total
+from draftsmith.decode.evaluation.quality import perplexity, self_consistency
+from draftsmith.decode.evaluation.summary import Asked, Summariser, Summary
+from draftsmith.decode.methods import Parts
+from draftsmith.decode.models.loading import wrap_model
+from draftsmith.decode.warpers import Sampling
+from transformers import LlamaForCausalLM
+
+ENTRIES = [
+    Entry("plain", "autoregressive"),
+    Entry("chain", "speculative", {"gamma": 3}),
+    Entry("beam", "beam", {"beams": 2}),
+    Entry("drawn", "autoregressive", sampling=Sampling(1.0)),
+    Entry("drawn chain", "speculative", {"gamma": 2}, Sampling(1.0)),
+]
+LIMITS = Limits(14, (9,))
+ASKED = [
+    Asked([3, 5, 7], "first", "math", ("10 11 12",)),
+    Asked([8, 2], "second", "text"),
+    Asked([1], "third", "math", ("40", "13 1 2 3")),
+    Asked([4, 4, 4, 4, 30], "fourth", "math"),
+]
+
+
+@dataclasses.dataclass
+class Evaluation:
+    """Models, and the runs of all entries."""
+
+    target: Any
+    model: LlamaForCausalLM
+    parts: Parts
+    runs: dict[str, Run]
+    order: list[RunKey]
+
+    def summary(self, runs: dict[str, Run] | None = None) -> Summary:
+        def text_of(ids: Any) -> str:
+            return " ".join(map(str, ids))
+
+        maker = Summariser(self.target, self.parts, ASKED, runs or self.runs, LIMITS, text_of=text_of)
+        return maker.summarise(ENTRIES)
+
+
+@pytest.fixture
+def evaluation(make_llama: Callable[..., LlamaForCausalLM]) -> Evaluation:
+    model = make_llama(48, seed=0)
+    target, parts = wrap_model(model), Parts(wrap_model(make_llama(48, seed=1, num_hidden_layers=1)))
+    order: list[RunKey] = []
+    prompts = [prompt.ids for prompt in ASKED]
+    runs = measure(
+        target, parts, ENTRIES, prompts, LIMITS, reference=model, repeats=2, on_run=lambda key, _: order.append(key)
+    )
+    return Evaluation(target, model, parts, runs, order)
+
+
+@pytest.mark.parametrize("count", range(1, 9))
+def test_each_method_follows_every_other_equally_often(count: int) -> None:
+    turns = count * (1 + count % 2)
+    orders = [turn(count, number) for number in range(turns)]
+    assert all(sorted(order) == list(range(count)) for order in orders)
+    follows = Counter(pair for order in orders for pair in itertools.pairwise(order))
+    assert len(follows) == count * (count - 1)
+    assert len(set(follows.values())) <= 1
+    places = Counter((place, job) for order in orders for place, job in enumerate(order))
+    assert set(places.values()) == {turns // count}
+
+
+def test_methods_take_turns_and_every_run_is_done_once(evaluation: Evaluation) -> None:
+    labels = [entry.label for entry in ENTRIES] + [REFERENCE]
+    assert len(evaluation.order) == len(set(evaluation.order)) == 2 * len(ASKED) * len(labels)
+    rounds = [evaluation.order[first : first + len(labels)] for first in range(0, len(evaluation.order), len(labels))]
+    for number, keys in enumerate(rounds):
+        assert {(key.repeat, key.prompt) for key in keys} == {divmod(number, len(ASKED))}
+        assert [key.label for key in keys] == [labels[job] for job in turn(len(labels), number)]
+    assert len({tuple(key.label for key in keys) for keys in rounds}) > 4
+    assert all(len(times) == 2 for run in evaluation.runs.values() for times in run.seconds)
+
+
+def test_finished_runs_are_not_done_again(evaluation: Evaluation) -> None:
+    prompts = [prompt.ids for prompt in ASKED]
+    finished = {
+        RunKey("plain", 0, 0): Decoded(evaluation.runs["plain"].ids[0], evaluation.runs["plain"].tallies[0], 77.0, 7.0),
+        RunKey("chain", 3, 0): Decoded(evaluation.runs["chain"].ids[3], evaluation.runs["chain"].tallies[3], 88.0, 8.0),
+    }
+    done: list[RunKey] = []
+    seen: list[tuple[int, int, str]] = []
+    runs = measure(
+        evaluation.target,
+        evaluation.parts,
+        ENTRIES,
+        prompts,
+        LIMITS,
+        finished=finished,
+        on_run=lambda key, _: done.append(key),
+        progress=lambda *state: seen.append(state),
+    )
+    work = len(ENTRIES) * len(ASKED)
+    assert not set(done) & set(finished)
+    assert len(done) == work - 2
+    assert seen[0][:2] == (2, work)
+    assert [state[2] for state in seen[:-1]] == [key.label for key in done]
+    assert seen[-1] == (work, work, "")
+    assert (runs["plain"].seconds[0], runs["chain"].seconds[3]) == ([77.0], [88.0])
+    for label, run in runs.items():
+        assert run.ids == evaluation.runs[label].ids, "what is drawn depends on the seed and the prompt's place alone"
+
+
+def test_prompts_draw_numbers_of_their_own(evaluation: Evaluation) -> None:
+    same = [[5, 6], [5, 6], [5, 6]]
+    drawn = measure(evaluation.target, Parts(), ENTRIES[3:4], same, LIMITS)["drawn"]
+    assert len({tuple(ids) for ids in drawn.ids}) == 3
+
+
+def test_rows_agree_with_what_was_decoded(evaluation: Evaluation) -> None:
+    summary = evaluation.summary()
+    assert summary.errors == summary.broken == []
+    rows = {row["label"]: row for row in summary.rows}
+    assert list(rows) == [entry.label for entry in ENTRIES]
+    prompts = [prompt.ids for prompt in ASKED]
+    plain = evaluation.runs["plain"]
+    for label, row in rows.items():
+        run = evaluation.runs[label]
+        assert row["tokens"] == sum(map(len, run.ids)) == sum(part["tokens"] for part in row["by_prompt"])
+        assert row["seconds"] == pytest.approx(sum(part["seconds"] for part in row["by_prompt"]))
+        assert row["perplexity"] == pytest.approx(perplexity(evaluation.target, prompts, run.ids))
+        shares = [self_consistency(ids, greedy) for ids, greedy in zip(run.ids, plain.ids, strict=True)]
+        assert row["self_consistency"] == pytest.approx(sum(shares) / len(shares))
+        assert row["rouge_l"] == pytest.approx((row["by_prompt"][0]["rouge_l"] + row["by_prompt"][2]["rouge_l"]) / 2)
+        assert [part["rouge_l"] is None for part in row["by_prompt"]] == [False, True, False, True]
+        assert {"draft", "score", "verify", "commit", "host", "step"} == set(row["phases_us"])
+        phases = row["phases_us"]
+        assert max(phases["draft"], phases["score"]) <= phases["step"]
+        assert row["joules_per_token"] is row["energy_source"] is row["prediction"] is None
+    assert rows["plain"]["self_consistency"] == rows["chain"]["self_consistency"] == 1.0
+    assert rows["drawn"]["self_consistency"] < 1.0
+    assert rows["chain"]["identical_to_greedy"] == [4, 4]
+    assert (rows["chain"]["near_ties"], rows["beam"]["near_ties"], rows["drawn"]["near_ties"]) == (0, None, None)
+
+
+def test_a_category_is_what_its_prompts_alone_would_be(evaluation: Evaluation) -> None:
+    row = next(row for row in evaluation.summary().rows if row["label"] == "chain")
+    run, base = evaluation.runs["chain"], evaluation.runs["plain"]
+    assert list(row["by_category"]) == ["math", "text"]
+    for name, places in (("math", [0, 2, 3]), ("text", [1])):
+        part, mine, theirs = row["by_category"][name], run.only(places), base.only(places)
+        tokens = sum(map(len, mine.ids))
+        speed, base_speed = (tokens / sum(each.median_seconds()) for each in (mine, theirs))
+        assert part["prompts"] == len(places)
+        assert part["tokens"] == tokens
+        assert part["tokens_per_step"] == total(mine.tallies).metrics()["tokens_per_step"]
+        assert part["tokens_per_second"] == pytest.approx(speed)
+        assert part["speedup"] == pytest.approx(speed / base_speed)
+        assert (part["speedup_interval"] is None) == (len(places) < 3)
+        assert (part["tokens_per_step_interval"] is None) == (len(places) < 3)
+        prompts = [ASKED[place].ids for place in places]
+        assert part["perplexity"] == pytest.approx(perplexity(evaluation.target, prompts, mine.ids))
+        assert part["efficiency"] == pytest.approx(mine.stepping_rate() / theirs.stepping_rate() / part["bound"])
+    assert row["by_category"]["text"]["rouge_l"] is None
+
+
+def changed(runs: dict[str, Run], label: str, place: int, ids: list[int], **counts: int) -> dict[str, Run]:
+    """The runs, but for one text and its counts."""
+    run = runs[label]
+    texts, tallies = list(run.ids), list(run.tallies)
+    texts[place], tallies[place] = ids, dataclasses.replace(tallies[place], **counts)
+    return runs | {label: Run(texts, tallies, run.seconds, run.reading)}
+
+
+def test_a_lossless_method_that_writes_something_else_is_found_out(evaluation: Evaluation) -> None:
+    ids = evaluation.runs["chain"].ids[1]
+    other = [*ids[:-1], (ids[-1] + 1) % 48]
+    summary = evaluation.summary(changed(evaluation.runs, "chain", 1, other))
+    (broken,) = summary.broken
+    assert "'chain' calls itself lossless, but differs from greedy decoding on 1 of 4 prompts" in broken
+    assert "first on prompt 1 (second)" in broken
+    assert summary.errors == []
+    row = next(row for row in summary.rows if row["label"] == "chain")
+    assert (row["identical_to_greedy"], row["near_ties"]) == ([3, 4], 0)
+
+    shorter = changed(evaluation.runs, "chain", 1, ids[:-1], tokens=len(ids) - 1)
+    summary = evaluation.summary(shorter)
+    (error,) = summary.errors
+    assert f"makes {len(ids) - 1} tokens on prompt 1 (second), and greedy decoding makes {len(ids)}" in error
+    assert "chain" not in [row["label"] for row in summary.rows]
+    assert len(summary.broken) == 1
+
+
+def test_counts_that_are_not_the_texts_are_refused(evaluation: Evaluation) -> None:
+    tokens = len(evaluation.runs["beam"].ids[2])
+    wrong = changed(evaluation.runs, "beam", 2, evaluation.runs["beam"].ids[2], tokens=tokens + 1)
+    (error,) = evaluation.summary(wrong).errors
+    assert f"prompt 2 (third) has {tokens} tokens, and its steps made {tokens + 1}" in error
+
+
+def test_a_baseline_is_needed(evaluation: Evaluation) -> None:
+    maker = Summariser(evaluation.target, evaluation.parts, ASKED, evaluation.runs, LIMITS)
+    with pytest.raises(ValueError, match="'chain' needs 'autoregressive' at temperature 0 beside it"):
+        maker.summarise(ENTRIES[1:2])

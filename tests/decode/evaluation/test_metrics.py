@@ -1,0 +1,80 @@
+"""Intervals and refusals: what is reported beside a number, and what is not reported at all."""
+
+from __future__ import annotations
+
+import math
+import re
+from typing import Any
+
+import numpy as np
+import pytest
+from draftsmith.decode.evaluation.metrics import Tally, impossible, tokens_per_step_interval
+
+SOUND: dict[str, Any] = {
+    "method": "speculative",
+    "options": {"epsilon": -1.0},
+    "tokens_per_step": 2.0,
+    "acceptance_rate": 0.5,
+    "acceptance_by_depth": [0.5, 1.0],
+    "speedup": 1.5,
+    "speedup_interval": (1.4, 1.6),
+    "perplexity": 3.0,
+    "rouge_l": None,
+    "by_category": {"math": {"tokens_per_step": 2.0, "speedup": 1.5, "speedup_interval": [1.4, 1.6]}},
+    "by_prompt": [{"prompt": "a", "seconds": 0.1}],
+}
+
+
+def test_an_interval_of_tokens_per_step_holds_the_truth_most_of_the_time() -> None:
+    """Steps of a prompt keep 1 to 4 tokens, half of the prompts easy: the interval must not forget the prompts."""
+    rng, held = np.random.default_rng(0), 0
+    for _ in range(60):
+        tallies = []
+        for _ in range(40):
+            easy = rng.random() < 0.5
+            tokens = rng.choice([3, 4] if easy else [1, 2], size=10).sum()
+            tallies.append(Tally(tokens=int(tokens), steps=10))
+        interval = tokens_per_step_interval(tallies)
+        assert interval is not None
+        held += interval[0] <= 2.5 <= interval[1]
+    assert 50 <= held <= 60
+    assert tokens_per_step_interval(tallies[:2]) is None
+
+
+def test_what_is_sound_passes() -> None:
+    assert impossible(SOUND) is None
+    assert impossible(SOUND | {"method": "autoregressive", "tokens_per_step": 1.0}) is None
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        ({"speedup": math.nan}, "speedup is nan, not a finite number"),
+        ({"perplexity": math.inf}, "perplexity is inf"),
+        ({"by_prompt": [{"prompt": "a", "seconds": -0.1}]}, r"by_prompt\[0\].seconds is -0.1, below 0"),
+        ({"speedup_interval": (math.nan, 2.0)}, r"speedup_interval\[0\] is nan"),
+        ({"acceptance_by_depth": [0.5, 1.5]}, "acceptance_by_depth is 1.500, outside"),
+        ({"self_consistency": 1.2}, "self_consistency is 1.200, outside"),
+        ({"perplexity": 0.7}, "perplexity is 0.700, below 1"),
+        ({"speedup_interval": (2.1, 2.5), "speedup": 2.3}, r"speedup is 2.30 \(at least 2.10\), above tokens_per_step"),
+        ({"by_category": {"math": {"acceptance_rate": 1.1}}}, "category 'math': acceptance_rate is 1.100, outside"),
+        ({"by_category": {"math": {"seconds": -1.0}}}, "category 'math': seconds is -1, below 0"),
+    ],
+)
+def test_what_cannot_be_is_named(change: dict[str, Any], message: str) -> None:
+    assert re.search(message, impossible(SOUND | change) or "possible")
+
+
+def test_a_category_is_given_more_room() -> None:
+    """One of many categories lies above by chance; by a tenth it does not."""
+    for low, refused in ((2.1, False), (2.3, True)):
+        part = {"tokens_per_step": 2.0, "speedup": 2.4, "speedup_interval": [low, 2.5]}
+        assert (impossible(SOUND | {"by_category": {"math": part}}) is not None) == refused
+
+
+def test_a_speed_without_an_interval_is_not_judged() -> None:
+    """Fewer than three prompts have none, and one busy moment of the machine is enough to be wrong about them."""
+    fast = {"tokens_per_step": 2.0, "speedup": 2.4, "speedup_interval": None}
+    assert impossible(SOUND | {"by_category": {"math": fast}}) is None
+    assert impossible(SOUND | fast) is None
+    assert "outside" in str(impossible(SOUND | fast | {"acceptance_rate": 1.2}))

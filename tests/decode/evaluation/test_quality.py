@@ -1,0 +1,151 @@
+"""Perplexity against transformers' own loss, ROUGE-L against hand-computed values and a plain table, near-ties."""
+
+from __future__ import annotations
+
+import math
+import random
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import pytest
+import torch
+from draftsmith.decode.evaluation.quality import (
+    common_prefix,
+    common_subsequence,
+    nearly_tied,
+    perplexity,
+    perplexity_of,
+    rouge_l,
+    self_consistency,
+    surprisal,
+)
+from draftsmith.decode.models.loading import wrap_model
+from transformers import LlamaForCausalLM, OPTConfig, OPTForCausalLM, T5Config, T5ForConditionalGeneration
+
+LENGTHS = [(1, 1), (7, 1), (1, 9), (12, 40), (5, 300)]
+"""Of prompt and output; the last does not fit into one piece of logits."""
+
+
+def family(name: str, make_llama: Callable[..., LlamaForCausalLM]) -> Any:
+    """A random model with 40 tokens of vocabulary."""
+    if name == "llama":
+        return make_llama(40, max_position_embeddings=512)
+    torch.manual_seed(3)
+    if name == "opt":
+        sizes = {"num_hidden_layers": 2, "num_attention_heads": 2, "ffn_dim": 32, "max_position_embeddings": 512}
+        return OPTForCausalLM(OPTConfig(vocab_size=40, hidden_size=16, word_embed_proj_dim=16, **sizes)).eval()
+    sizes = {"d_model": 16, "d_kv": 8, "d_ff": 32, "num_layers": 2, "num_heads": 2}
+    return T5ForConditionalGeneration(T5Config(vocab_size=40, decoder_start_token_id=0, **sizes)).eval()
+
+
+def loss_of_transformers(model: Any, prompt: Sequence[int], output: Sequence[int]) -> float:
+    """Sum over the output's tokens, from the model's own forward over everything at once."""
+    with torch.inference_mode():
+        if model.config.is_encoder_decoder:
+            mean = model(input_ids=torch.tensor([prompt]), labels=torch.tensor([output])).loss
+        else:
+            labels = torch.tensor([[-100] * len(prompt) + list(output)])
+            mean = model(input_ids=torch.tensor([[*prompt, *output]]), labels=labels).loss
+    return float(mean) * len(output)
+
+
+@pytest.mark.parametrize("name", ["llama", "opt", "t5"])
+def test_perplexity_equals_a_direct_computation(name: str, make_llama: Callable[..., LlamaForCausalLM]) -> None:
+    model, rng = family(name, make_llama), random.Random(0)
+    prompts = [[rng.randrange(1, 40) for _ in range(length)] for length, _ in LENGTHS]
+    outputs = [[rng.randrange(1, 40) for _ in range(length)] for _, length in LENGTHS]
+    target = wrap_model(model)
+    direct = [loss_of_transformers(model, *pair) for pair in zip(prompts, outputs, strict=True)]
+    mine = [surprisal(target, *pair) for pair in zip(prompts, outputs, strict=True)]
+    assert mine == pytest.approx(direct, rel=1e-5)
+    wanted = math.exp(sum(direct) / sum(map(len, outputs)))
+    assert perplexity(target, prompts, outputs) == pytest.approx(wanted, rel=1e-5)
+    assert perplexity(target, [*prompts, [3]], [*outputs, []]) == pytest.approx(wanted, rel=1e-5)
+
+
+def test_perplexity_of_nothing_the_impossible_and_no_number(make_llama: Callable[..., LlamaForCausalLM]) -> None:
+    model = make_llama(16)
+    target = wrap_model(model)
+    assert perplexity(target, [[1]], [[]]) is None
+    assert perplexity_of([math.inf, 1.0], [2, 2]) is None
+    assert math.isnan(perplexity_of([math.nan, math.inf], [2, 2]) or 0.0)
+    assert perplexity_of([0.0], [3]) == 1.0
+
+
+def test_long_outputs_are_projected_in_pieces(
+    make_llama: Callable[..., LlamaForCausalLM], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    target = wrap_model(make_llama(16))
+    seen: list[int] = []
+    logits = target.logits
+
+    def noted(hidden_XD: torch.Tensor) -> torch.Tensor:
+        seen.append(hidden_XD.shape[1])
+        return logits(hidden_XD)
+
+    monkeypatch.setattr(target, "logits", noted)
+    surprisal(target, [1, 2], [3] * 200 + [4] * 50)
+    assert sum(seen) == 250
+    monkeypatch.setattr("draftsmith.decode.evaluation.quality._POSITIONS_AT_ONCE", 64)
+    seen.clear()
+    surprisal(target, [1, 2], [3] * 200 + [4] * 50)
+    assert seen == [64, 64, 64, 58]
+
+
+@pytest.mark.parametrize(
+    ("text", "references", "wanted"),
+    [
+        ("the cat sat on the mat", ["the cat is on the mat"], 5 / 6),  # 5 of 6 and of 6 words
+        ("a b c d", ["d c b a"], 1 / 4),
+        ("The CAT, sat!", ["the cat sat"], 1.0),
+        ("a b", ["a b c d e f"], 2 * 1 * (1 / 3) / (1 + 1 / 3)),
+        ("a x b", ["a b"], 2 * (2 / 3) * 1 / (2 / 3 + 1)),
+        ("walks", ["walk"], 0.0),  # not stemmed
+        ("f_1: 2.5", ["f 1 2 5"], 1.0),
+        ("Müller", ["m ller"], 1.0),  # as Google's: letters beyond a–z part words
+        ("a b c", ["x y", "a b z", "c"], 2 / 3),  # the best of several
+        ("", ["a"], 0.0),
+        ("a", [""], 0.0),
+        ("a", [], None),
+    ],
+)
+def test_rouge_l_by_hand(text: str, references: list[str], wanted: float | None) -> None:
+    assert rouge_l(text, references) == (None if wanted is None else pytest.approx(wanted))
+
+
+def plain_common_subsequence(first: Sequence[str], second: Sequence[str]) -> int:
+    table = [[0] * (len(second) + 1) for _ in range(len(first) + 1)]
+    for i, mine in enumerate(first):
+        for j, theirs in enumerate(second):
+            table[i + 1][j + 1] = table[i][j] + 1 if mine == theirs else max(table[i][j + 1], table[i + 1][j])
+    return table[-1][-1]
+
+
+def test_the_common_subsequence_equals_the_plain_table() -> None:
+    rng = random.Random(1)
+    for _ in range(300):
+        first, second = (rng.choices("abcde"[: rng.randint(1, 5)], k=rng.randint(0, 80)) for _ in range(2))
+        assert common_subsequence(first, second) == plain_common_subsequence(first, second)
+
+
+def test_self_consistency_counts_up_to_the_first_difference() -> None:
+    assert common_prefix([1, 2, 3], [1, 2, 4, 5]) == 2
+    assert common_prefix([1, 2], [1, 2, 4]) == 2
+    assert common_prefix([], [1]) == 0
+    assert self_consistency([1, 2, 3, 9], [1, 2, 4, 9]) == 0.5  # what agrees again later does not count
+    assert self_consistency([1, 2], [1, 2, 4, 5]) == 0.5
+    assert self_consistency([1, 2, 4, 5, 6], [1, 2, 4, 5]) == 1.0
+
+
+def test_a_near_tie_is_told_from_a_mistake(make_llama: Callable[..., LlamaForCausalLM]) -> None:
+    """Two tokens of equal logits tie; tokens that the target tells apart, and texts that end early, do not."""
+    model = make_llama(24)
+    with torch.no_grad():
+        model.lm_head.weight[5] = model.lm_head.weight[7]
+    target, prompt, begun = wrap_model(model), [3, 9, 1], [4, 11]
+    assert nearly_tied(target, prompt, [*begun, 5, 2], [*begun, 7, 8, 1])
+    with torch.inference_mode():
+        logits_V = model(torch.tensor([[*prompt, *begun]])).logits[0, -1]
+    low, high = int(logits_V.argmin()), int(logits_V.argmax())
+    assert not nearly_tied(target, prompt, [*begun, low], [*begun, high])
+    assert not nearly_tied(target, prompt, begun, [*begun, 7])

@@ -1,0 +1,118 @@
+"""Traces against decoding without one, and against the models' own words."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from draftsmith.decode.engine import Limits, generate
+from draftsmith.decode.evaluation.trace import trace
+from draftsmith.decode.methods import Method, Parts, build_method
+from draftsmith.decode.models.loading import wrap_model
+from draftsmith.decode.rng import Rng
+from draftsmith.decode.warpers import Sampling
+from transformers import LlamaForCausalLM
+
+PROMPT = [3, 1, 4, 1, 5]
+METHODS: list[tuple[str, dict[str, Any]]] = [
+    ("autoregressive", {}),
+    ("speculative", {"gamma": 3}),
+    ("multi-candidate", {"k_config": "3x2x1"}),
+    ("multi-candidate", {"k_config": "2x2", "replacement": True}),
+    ("naive-multi-candidate", {"k_config": "3x2"}),
+    ("spectr", {"gamma": 3, "drafts": 3}),
+    ("specinfer", {"gamma": 3, "drafts": 2}),
+    ("adaptive", {"threshold": 0.3}),
+    ("prompt-lookup", {"gamma": 3, "ngram": 1}),
+    ("medusa", {"tree": "3x2"}),
+    ("mjsd", {"gamma": 3, "beams": 3, "threshold": 0.05}),
+    ("bild", {"gamma": 4, "fallback": 0.2, "rollback": 2.0}),
+    ("mjgd", {"gamma": 2, "beams": 2}),
+]
+
+
+@pytest.fixture
+def models(make_llama: Callable[..., LlamaForCausalLM]) -> tuple[LlamaForCausalLM, LlamaForCausalLM]:
+    """A target, and a drafter that often agrees with it: it is the target with some noise."""
+    target, drafter = (make_llama(vocab_size=24, seed=3, sharpness=1.5) for _ in range(2))
+    torch.manual_seed(7)
+    with torch.no_grad():
+        for parameter in drafter.parameters():
+            if parameter.dim() == 2:
+                parameter += 0.05 * torch.randn_like(parameter)
+    return target, drafter
+
+
+def built(models: Any, make_heads: Any, name: str, options: dict[str, Any], sampling: Sampling) -> tuple[Any, Method]:
+    target, drafter = map(wrap_model, models)
+    parts = Parts(drafter, make_heads(2, 32, 24))
+    return target, build_method(name, parts, sampling, **options)
+
+
+@pytest.mark.parametrize("temperature", [0.0, 1.0])
+@pytest.mark.parametrize(("name", "options"), METHODS)
+def test_a_trace_holds_what_decoding_without_one_does(
+    models: Any, make_heads: Any, name: str, options: dict[str, Any], temperature: float
+) -> None:
+    sampling, limits = Sampling(temperature), Limits(23)
+    target, method = built(models, make_heads, name, options, sampling)
+    plain = list(generate(target, *method, [PROMPT], limits, sampling, Rng.for_rows(5, 1)))
+    target, method = built(models, make_heads, name, options, sampling)
+    traced = trace(target, method, PROMPT, limits, sampling, seed=5)
+    assert len(traced) == len(plain)
+    for number, (mine, step) in enumerate(zip(traced, plain, strict=True)):
+        assert [*mine.accepted, *([] if mine.next_id is None else [mine.next_id])] == step.new_ids[0]
+        assert mine.proposed <= step.nodes - 1
+        if mine.next_id is None:
+            assert mine.rejected == ()
+            assert number == len(plain) - 1
+            continue
+        assert bool(mine.rejected) == bool(step.rejected[0])
+        assert len(mine.accepted) + sum(mine.passed_over) + len(mine.rejected) == step.examined[0]
+    if name != "autoregressive" and name != "mjgd":
+        assert any(step.proposed for step in traced)
+
+
+def test_of_a_greedy_chain_the_refused_token_is_the_drafters_own(models: Any, make_heads: Any) -> None:
+    target, method = built(models, make_heads, "speculative", {"gamma": 4}, Sampling())
+
+    def says(model: LlamaForCausalLM, ids: list[int]) -> int:
+        return int(model(torch.tensor([ids])).logits[0, -1].argmax())
+
+    ids, refused = list(PROMPT), 0
+    with torch.inference_mode():
+        for step in trace(target, method, PROMPT, Limits(40), Sampling()):
+            for token in step.accepted:
+                assert token == says(models[1], ids) == says(models[0], ids)
+                ids.append(token)
+            if step.rejected:
+                refused += 1
+                assert step.rejected == (says(models[1], ids),)
+                assert step.rejected[0] != step.next_id
+            if step.next_id is not None:
+                assert step.next_id == says(models[0], ids)
+                ids.append(step.next_id)
+    assert refused > 0
+    assert len(ids) == len(PROMPT) + 40
+
+
+def test_of_a_tree_all_children_of_the_last_node_are_refused(models: Any, make_heads: Any) -> None:
+    target, method = built(models, make_heads, "multi-candidate", {"k_config": "3x2"}, Sampling())
+    steps = trace(target, method, PROMPT, Limits(40), Sampling())
+    assert {len(step.rejected) for step in steps} <= {0, 2, 3}
+    assert any(step.rejected for step in steps)
+    assert any(any(step.passed_over) for step in steps)
+    for step in steps:
+        assert step.next_id not in step.rejected
+
+
+def test_a_stop_token_ends_the_trace(models: Any, make_heads: Any) -> None:
+    target, method = built(models, make_heads, "speculative", {"gamma": 4}, Sampling())
+    free = [token for step in trace(target, method, PROMPT, Limits(30), Sampling()) for token in step.accepted]
+    stop = free[len(free) // 2]
+    steps = trace(target, method, PROMPT, Limits(30, (stop,)), Sampling())
+    ids = [token for step in steps for token in (*step.accepted, step.next_id) if token is not None]
+    assert ids[-1] == stop
+    assert stop not in ids[:-1]

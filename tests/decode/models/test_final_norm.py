@@ -1,0 +1,335 @@
+"""Hidden states before the final norm: what they are, that logits and tokens stay the same, and what is refused.
+
+Shape letters: B batch, M and N tokens, K heads, D hidden, V vocabulary.
+"""
+
+from __future__ import annotations
+
+import gc
+import threading
+import weakref
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from draftsmith.checkpoints.heads.files import PredictionHeads, save_heads
+from draftsmith.checkpoints.table.table import BigramTable
+from draftsmith.decode import method
+from draftsmith.decode.custom_generate import method as drop_in
+from draftsmith.decode.engine import Limits, generate
+from draftsmith.decode.methods import METHODS, Parts, build_method
+from draftsmith.decode.models.base import LanguageModel, TransformersModel
+from draftsmith.decode.models.final_norm import _normalises, final_norm, norm_input
+from draftsmith.decode.models.lean import LeanLlama
+from draftsmith.decode.models.loading import wrap_model
+from draftsmith.decode.proposers.head_trees import attach_projection
+from draftsmith.decode.rng import Rng
+from draftsmith.decode.tree import Tree
+from draftsmith.decode.warpers import Sampling
+from torch import Tensor
+from transformers import (
+    AutoConfig,
+    AutoModelForCausalLM,
+    AutoModelForSeq2SeqLM,
+    LlamaForCausalLM,
+    PreTrainedModel,
+)
+
+VOCAB = 50
+COMMON = {"vocab_size": VOCAB, "hidden_size": 32, "num_hidden_layers": 2, "num_attention_heads": 4}
+ROTARY = COMMON | {"intermediate_size": 48, "max_position_embeddings": 64}
+FAMILIES: dict[str, dict[str, Any]] = {
+    "llama": ROTARY | {"num_key_value_heads": 2},
+    "opt": COMMON | {"ffn_dim": 48, "max_position_embeddings": 64, "word_embed_proj_dim": 32},
+    "gpt_neox": ROTARY,
+    "gpt2": {"vocab_size": VOCAB, "n_embd": 32, "n_layer": 2, "n_head": 4, "n_positions": 64},
+    "gemma2": ROTARY | {"num_key_value_heads": 2, "head_dim": 8, "sliding_window": 64},
+}
+NORMS = {
+    "llama": "norm",
+    "opt": "decoder.final_layer_norm",
+    "gpt_neox": "final_layer_norm",
+    "gpt2": "ln_f",
+    "gemma2": "norm",
+}
+SCORERS = [("llama", True), *((family, False) for family in FAMILIES)]
+PROMPTS = [[5, 9, 3, 7, 1], [8], [0, 11, 0, 39, 2, 4, 17, 1]]
+TOLERANCES = {torch.float32: 1e-5, torch.bfloat16: 0.1}
+
+
+def build(family: str, **overrides: Any) -> PreTrainedModel:
+    """A random model whose outputs are not flat, and whose norms have weights and biases of their own."""
+    torch.manual_seed(0)
+    model = AutoModelForCausalLM.from_config(AutoConfig.for_model(family, **(FAMILIES[family] | overrides))).eval()
+    with torch.no_grad():
+        for parameter in model.parameters():
+            if parameter.dim() == 2:
+                parameter.normal_(0.0, 0.2)
+            else:
+                parameter.add_(torch.randn_like(parameter), alpha=0.2)
+    model.generation_config.eos_token_id = None
+    return model
+
+
+def hooks(model: torch.nn.Module) -> int:
+    return sum(len(module._forward_hooks) + len(module._forward_pre_hooks) for module in model.modules())
+
+
+@torch.inference_mode()
+def tree_states(scorer: LanguageModel) -> tuple[Tensor, Tensor]:
+    """States and logits of a ragged batch of two trees."""
+    tree = Tree.k_ary((2, 2, 1))
+    tokens_BN = torch.randint(1, VOCAB, (2, tree.nodes), generator=torch.Generator().manual_seed(1))
+    cache = scorer.new_cache(2, 32)
+    scorer.extend(cache, torch.tensor([[5, 9, 3], [8, 0, 0]]))
+    cache.set_lengths([3, 1])
+    hidden_BND = scorer.extend(cache, tokens_BN, tree)
+    return hidden_BND, scorer.logits(hidden_BND)
+
+
+@pytest.mark.parametrize("dtype", TOLERANCES, ids=str)
+@pytest.mark.parametrize(("family", "fast"), SCORERS)
+@torch.inference_mode()
+def test_states_before_the_norm_lead_to_those_after_it(family: str, fast: bool, dtype: torch.dtype) -> None:
+    model = build(family).to(dtype)
+    before, after = (wrap_model(model, fast=fast, states=f"{side}-norm") for side in ("before", "after"))
+    assert (before.states, after.states) == ("before-norm", "after-norm")
+    assert isinstance(before, LeanLlama if fast else TransformersModel)
+    (before_BND, logits_BNV), (after_BND, wanted_BNV) = tree_states(before), tree_states(after)
+    norm = final_norm(model.base_model)
+    assert norm is model.base_model.get_submodule(NORMS[family])
+    tolerance = {"rtol": TOLERANCES[dtype], "atol": TOLERANCES[dtype]}
+    torch.testing.assert_close(norm(before_BND), after_BND, **tolerance)
+    torch.testing.assert_close(logits_BNV, wanted_BNV, **tolerance)
+    assert (before_BND - after_BND).abs().max() > 0.3
+    assert hooks(model) == 0
+
+
+class Listener(torch.nn.Module):
+    """Heads that remember what they read."""
+
+    def __init__(self, heads: PredictionHeads) -> None:
+        super().__init__()
+        self.heads, self.num_heads, self.states = heads, heads.num_heads, heads.states
+        self.heard: list[Tensor] = []
+
+    def forward(self, hidden_BD: Tensor) -> Tensor:
+        self.heard.append(hidden_BD.clone())
+        return self.heads(hidden_BD)
+
+
+def run(target: LanguageModel, name: str, parts: Parts, temperature: float = 0.0, **options: Any) -> list[list[int]]:
+    output: list[list[int]] = [[] for _ in PROMPTS]
+    sampling = Sampling(temperature)
+    rng = Rng.for_rows(3, len(PROMPTS), target.device)
+    chosen = build_method(name, parts, sampling, **options)
+    for step in generate(target, *chosen, PROMPTS, Limits(20), sampling, rng):
+        for row, new in zip(output, step.new_ids, strict=True):
+            row += new
+    return output
+
+
+@pytest.mark.parametrize(("family", "fast"), SCORERS)
+def test_medusa_reads_what_goes_into_the_norm_and_writes_what_greedy_writes(family: str, fast: bool) -> None:
+    model = build(family)
+    residuals: list[Tensor] = []
+    layers = next(module for module in model.modules() if isinstance(module, torch.nn.ModuleList))
+    handle = layers[-1].register_forward_hook(
+        lambda module, args, output: residuals.append(output if isinstance(output, Tensor) else output[0])
+    )
+    with torch.inference_mode():
+        model(torch.tensor([PROMPTS[0][:-1]]))
+    handle.remove()
+    weight_VD = model.get_output_embeddings().weight.detach()
+    heads = Listener(PredictionHeads.from_lm_head(weight_VD, 3, 1, states="before-norm").eval())
+    target = wrap_model(model, fast=fast, states="before-norm")
+    wanted = run(wrap_model(model, fast=fast), "autoregressive", Parts())
+    assert run(target, "medusa", Parts(heads=heads), tree="2x2x1") == wanted
+    torch.testing.assert_close(heads.heard[0][0], residuals[0][0, -1], rtol=1e-4, atol=1e-4)
+
+
+@pytest.mark.parametrize("family", ["llama", "gpt2"])
+@pytest.mark.parametrize("name", METHODS)
+def test_every_method_writes_the_same(name: str, family: str, make_llama: Callable[..., LlamaForCausalLM]) -> None:
+    model, drafter = build(family), wrap_model(make_llama(VOCAB))
+    table = BigramTable.from_documents([torch.randint(0, VOCAB, (500,)).numpy()], VOCAB)
+    weight_VD = model.get_output_embeddings().weight.detach()
+    for temperature in (0.0, 1.0):
+        outputs = []
+        for states in ("after-norm", "before-norm"):
+            heads = PredictionHeads.from_lm_head(weight_VD, 4, 0).eval()
+            heads.states = states
+            target = wrap_model(model, states=states)
+            outputs.append(run(target, name, Parts(drafter, heads, table, (drafter,)), temperature))
+        reads_heads = "heads" in METHODS[name].needs and temperature  # what they read draws other numbers
+        assert reads_heads or outputs[0] == outputs[1]
+
+
+def test_an_offloaded_model_has_them_too(tmp_path: Path) -> None:
+    dispatch_model = pytest.importorskip("accelerate").dispatch_model
+    wanted = run(wrap_model(build("gpt2")), "autoregressive", Parts())
+    model = build("gpt2")
+    before_BND, _ = tree_states(wrap_model(model, states="before-norm"))
+    places = {"transformer": "disk", "lm_head": "cpu"}
+    offloaded = dispatch_model(build("gpt2", tie_word_embeddings=False), places, offload_dir=str(tmp_path))
+    offloaded.lm_head.weight.data.copy_(model.lm_head.weight)
+    assert offloaded.transformer.ln_f.weight.device.type == "meta"
+    target = wrap_model(offloaded, states="before-norm")
+    torch.testing.assert_close(tree_states(target)[0], before_BND, rtol=1e-5, atol=1e-5)
+    heads = PredictionHeads.from_lm_head(model.lm_head.weight.detach(), 3, 0, states="before-norm").eval()
+    assert run(target, "medusa", Parts(heads=heads), tree="2x1") == wanted
+
+
+def test_what_another_thread_passes_to_the_norm_is_not_seen() -> None:
+    norm = torch.nn.LayerNorm(4)
+    mine, theirs = torch.randn(2, 4), torch.randn(3, 4)
+    with norm_input(norm) as seen:
+        norm(mine)
+        other = threading.Thread(target=norm, args=(theirs,))
+        other.start()
+        other.join()
+        assert seen[0] is mine
+        with norm_input(norm) as inner:
+            norm(theirs)
+        assert inner[0] is theirs
+    assert hooks(norm) == 0
+
+
+def test_a_norm_that_peft_trains_is_found() -> None:
+    peft = pytest.importorskip("peft")
+    model = build("llama")
+    before_BND, _ = tree_states(wrap_model(model, states="before-norm"))
+    settings = peft.LoraConfig(r=2, target_modules=["q_proj"], modules_to_save=["norm"])
+    adapted = peft.get_peft_model(model, settings).eval()
+    with torch.no_grad():
+        model.model.norm.modules_to_save["default"].weight.mul_(3)
+    target = wrap_model(adapted, states="before-norm")
+    found_BND, logits_BNV = tree_states(target)
+    torch.testing.assert_close(found_BND, before_BND, rtol=1e-4, atol=1e-4)
+    with torch.no_grad():
+        after_BND = model.model.norm(found_BND)
+    torch.testing.assert_close(after_BND, tree_states(wrap_model(adapted))[0], rtol=1e-4, atol=1e-4)
+    torch.testing.assert_close(logits_BNV, after_BND @ model.lm_head.weight.detach().T, rtol=1e-4, atol=1e-4)
+
+
+@pytest.mark.parametrize(
+    ("module", "expected"),
+    [
+        (torch.nn.LayerNorm(8), True),
+        (torch.nn.RMSNorm(8), True),
+        (torch.nn.Linear(8, 8), False),
+        (torch.nn.Linear(8, 8, bias=False), False),
+        (torch.nn.Dropout(0.5).eval(), False),
+        (torch.nn.SiLU(), False),
+    ],
+    ids=str,
+)
+@torch.no_grad()
+def test_a_norm_is_known_by_what_it_does(module: torch.nn.Module, expected: bool) -> None:
+    for scale in (1e-6, 1.0, 1e6):  # the scale of a model's states does not matter
+        assert _normalises(module, scale * torch.randn(3, 8)) == expected
+    assert not _normalises(module, torch.zeros(3, 8))
+
+
+REFUSALS: dict[str, tuple[str, dict[str, Any], str]] = {
+    "a projection behind the norm": ("opt", {"word_embed_proj_dim": 16}, "'opt': its last hidden states are not"),
+    "no norm": ("opt", {"_remove_final_layer_norm": True}, "'opt': its last hidden states are not"),
+    "norms behind the layers": ("opt", {"do_layer_norm_before": False}, "'opt': its last hidden states are not"),
+    "both": ("opt", {"do_layer_norm_before": False, "word_embed_proj_dim": 16}, "before the final norm cannot be had"),
+}
+
+
+@pytest.mark.parametrize("case", REFUSALS)
+def test_models_without_a_final_norm_are_refused(case: str) -> None:
+    family, overrides, message = REFUSALS[case]
+    model = build(family, **overrides)
+    with pytest.raises(ValueError, match=message):
+        wrap_model(model, states="before-norm")
+    assert wrap_model(model).states == "after-norm"
+    assert hooks(model) == 0
+
+
+def test_what_stands_in_a_norms_place_is_not_taken_for_one() -> None:
+    model = build("llama")
+    model.model.norm = torch.nn.Linear(32, 32)
+    with pytest.raises(ValueError, match="'llama': its last hidden states are not"):
+        wrap_model(model, fast=False, states="before-norm")
+
+
+def test_other_states_and_encoder_decoders_are_refused() -> None:
+    with pytest.raises(ValueError, match="states is 'before', expected one of after-norm, before-norm"):
+        wrap_model(build("llama"), states="before")
+    sizes = {"vocab_size": VOCAB, "d_model": 16, "d_kv": 4, "d_ff": 16, "num_layers": 1, "num_heads": 2}
+    config = AutoConfig.for_model("t5", **sizes, decoder_start_token_id=0)
+    with pytest.raises(ValueError, match="'t5' is an encoder-decoder"):
+        wrap_model(AutoModelForSeq2SeqLM.from_config(config), states="before-norm")
+
+
+@pytest.mark.parametrize("name", ["bpd", "medusa", "slim-s"])
+@pytest.mark.parametrize("states", ["after-norm", "before-norm"])
+def test_heads_refuse_a_target_of_other_states(name: str, states: str) -> None:
+    model = build("llama")
+    other = {"after-norm": "before-norm", "before-norm": "after-norm"}[states]
+    heads = PredictionHeads.from_lm_head(model.lm_head.weight.detach(), 4, 0, states=states)
+    table = BigramTable.from_documents([torch.arange(VOCAB).numpy()], VOCAB)
+    message = rf"read hidden states {states}, the target gives those {other}.*states='{states}'"
+    with pytest.raises(ValueError, match=message):
+        run(wrap_model(model, states=other), name, Parts(heads=heads, table=table))
+
+
+@pytest.mark.parametrize("family", ["llama", "gpt2"])
+def test_generate_wraps_the_target_as_the_heads_need_it(
+    family: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    model = build(family)
+    asked = {"inputs": torch.tensor(PROMPTS[:1]), "max_new_tokens": 20}
+    wanted = model.generate(**asked).tolist()
+    weight_VD = model.get_output_embeddings().weight.detach()
+    save_heads(PredictionHeads.from_lm_head(weight_VD, 3, 1, states="before-norm"), tmp_path / "before", "target")
+    save_heads(PredictionHeads.from_lm_head(weight_VD, 3, 1), tmp_path / "after", "target")
+    wrapped: list[str] = []
+    wrap = drop_in.wrap_model
+
+    def noted(model: PreTrainedModel, **how: Any) -> LanguageModel:
+        if how.get("check", True):
+            wrapped.append(how["states"])
+        return wrap(model, **how)
+
+    monkeypatch.setattr(drop_in, "wrap_model", noted)
+    before, after = (method("medusa", heads=tmp_path / side, tree="2x1") for side in ("before", "after"))
+    for custom, made in (
+        (method("prompt-lookup"), ["after-norm"]),
+        (after, []),
+        (before, ["before-norm"]),
+        (method("prompt-lookup"), []),  # reads logits alone
+        (before, []),
+        (after, ["after-norm"]),
+    ):
+        wrapped.clear()
+        assert model.generate(custom_generate=custom, **asked).tolist() == wanted
+        assert wrapped == made
+    assert hooks(model) == 0
+    model.generate(custom_generate=before, **asked)
+    gone = weakref.ref(model)
+    del model, weight_VD
+    gc.collect()
+    assert gone() is None
+
+
+def test_heads_without_a_projection_are_given_the_targets() -> None:
+    model = build("llama")
+    asked = {"inputs": torch.tensor(PROMPTS[:1]), "max_new_tokens": 20}
+    heads = PredictionHeads(3, 1, 32, None, projection="target").eval()
+    custom = method("medusa", heads=heads, tree="2x1")
+    assert model.generate(custom_generate=custom, **asked).tolist() == model.generate(**asked).tolist()
+    assert heads.projection(0).data_ptr() == model.lm_head.weight.data_ptr()
+    other = build("llama", vocab_size=40)
+    with pytest.raises(ValueError, match=r"projection is \[40, 32\], the heads expect \[50, 32\]"):
+        other.generate(custom_generate=custom, **asked)
+    own = PredictionHeads(3, 1, 32, VOCAB).eval()
+    attach_projection(own, model, model.device)
+    attach_projection(None, model, model.device)
+    with pytest.raises(ValueError, match="which is offloaded"):
+        attach_projection(heads, build("llama").to("meta"), model.device)

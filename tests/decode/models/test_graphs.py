@@ -1,0 +1,403 @@
+"""Replayed forwards equal plain ones, whatever the shapes, the order of calls and what a cache held before.
+
+Without a GPU the graphs are recordings of operations, which are replayed on the same tensors: like a CUDA graph they
+repeat every number that came from the host. What only a device can show is marked `gpu`.
+
+Shape letters: B batch, M new tokens, D hidden, S cache slots.
+"""
+
+from __future__ import annotations
+
+import gc
+from collections.abc import Callable, Sequence
+from itertools import pairwise
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from draftsmith.decode.engine import Limits, generate
+from draftsmith.decode.methods import Parts, build_method
+from draftsmith.decode.models.base import LanguageModel, TransformersModel
+from draftsmith.decode.models.graphs import GraphedModel, round_up
+from draftsmith.decode.models.kv_cache import KVCache
+from draftsmith.decode.models.lean import LeanLlama
+from draftsmith.decode.models.loading import wrap_model
+from draftsmith.decode.rng import Rng
+from draftsmith.decode.tree import Tree
+from draftsmith.decode.warpers import Sampling
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves
+from torch.utils.flop_counter import FlopCounterMode
+from transformers import AutoConfig, AutoModelForCausalLM, AutoModelForSeq2SeqLM, LlamaForCausalLM
+
+VOCAB = 64
+PROMPTS = [[1, 2, 3], [5], [9, 8, 7, 6, 5, 4, 3], [63, 0]]
+TOLERANCES = {torch.float32: 2e-5, torch.float16: 2e-2, torch.bfloat16: 0.12}  # hidden states reach 4
+Build = Callable[..., LlamaForCausalLM]
+Heads = Callable[..., torch.nn.Module]
+
+
+class Recorder(TorchDispatchMode):
+    """Remembers operations with the tensors they read and wrote, and repeats them on these."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.calls: list[tuple[Any, Any, Any, Any]] = []
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        output = func(*args, **(kwargs or {}))
+        self.calls.append((func, args, kwargs or {}, output))
+        return output
+
+    def replay(self) -> None:
+        for func, args, kwargs, output in self.calls:
+            again = func(*args, **kwargs)
+            for old, new in zip(tree_leaves(output), tree_leaves(again), strict=True):
+                if isinstance(old, torch.Tensor) and old.data_ptr() != new.data_ptr():
+                    old.copy_(new)
+
+
+class Recordings:
+    """Stands in for `CudaGraphs` where there is no device; counts what it is asked for."""
+
+    def __init__(self) -> None:
+        self.warmed = self.captured = self.replayed = 0
+
+    def warm_up(self, run: Callable[[], torch.Tensor]) -> torch.Tensor:
+        self.warmed += 1
+        return run()
+
+    def capture(self, run: Callable[[], torch.Tensor]) -> Callable[[], torch.Tensor]:
+        self.captured += 1
+        with Recorder() as recorder:
+            output = run()
+        output.fill_(torch.nan)  # a capture computes nothing yet
+
+        def replay() -> torch.Tensor:
+            self.replayed += 1
+            recorder.replay()
+            return output
+
+        return replay
+
+
+def graphed(model: LanguageModel, **options: int) -> tuple[GraphedModel, Recordings]:
+    recordings = Recordings()
+    return GraphedModel(model, recordings, **({"stride": 16} | options)), recordings
+
+
+def gpt2() -> torch.nn.Module:
+    torch.manual_seed(0)
+    sizes = {"vocab_size": VOCAB, "n_embd": 32, "n_layer": 2, "n_head": 4, "n_positions": 256}
+    return AutoModelForCausalLM.from_config(AutoConfig.for_model("gpt2", **sizes)).eval()
+
+
+@torch.inference_mode()
+def walk(model: LanguageModel, lengths: Sequence[int], rounds: int, seed: int) -> list[torch.Tensor]:
+    """Hidden states of a walk as methods take it: prompts, chains, fixed trees and growing ones, level by level."""
+    generator = torch.Generator().manual_seed(seed)
+    batch, device = len(lengths), model.device
+
+    def tokens(count: int, least: int = 1, end: int = VOCAB) -> torch.Tensor:
+        return torch.randint(least, end, (batch, count), generator=generator).to(device)
+
+    cache = model.new_cache(batch, max(lengths) + 2 * rounds + 20)
+    seen = [model.extend(cache, tokens(max(lengths)))[:, : min(lengths)]]
+    cache.set_lengths(list(lengths))
+    fixed = Tree.k_ary((2, 2, 1)).to(device)
+    for step in range(rounds):
+        if step % 3 == 0:  # a chain, two tokens at first
+            seen.append(model.extend(cache, tokens(2)))
+            seen += [model.extend(cache, tokens(1), Tree.chain(4).to(device), start) for start in (2, 3, 4)]
+            gained = [1 + (row + step) % 2 for row in range(batch)]
+        elif step % 3 == 1:  # a fixed tree; the second child of the root and a child of its own are kept
+            levels = ((0, 1), (1, 3), (3, 7), (7, 11))
+            seen += [model.extend(cache, tokens(stop - start), fixed, start) for start, stop in levels]
+            cache.move_to_front(torch.tensor([[2, 5 + row % 2, 3] for row in range(batch)], device=device))
+            gained = [3 - (row + step) % 2 for row in range(batch)]
+        else:  # beams, each row with parents of its own
+            tree, first = Tree.chain(0).to(device), 0
+            seen.append(model.extend(cache, tokens(1), tree))
+            for _ in range(3):
+                tree = tree.grow(tokens(3, first, tree.nodes))
+                first = tree.nodes - 3
+                seen.append(model.extend(cache, tokens(3), tree, first))
+            gained = [1] * batch
+        cache.set_lengths([length + more for length, more in zip(cache.lengths, gained, strict=True)])
+    return seen
+
+
+def difference(left: Sequence[torch.Tensor], right: Sequence[torch.Tensor]) -> float:
+    return max((one - other).abs().max().item() for one, other in zip(left, right, strict=True))
+
+
+def run(
+    target: LanguageModel, name: str, parts: Parts, prompts: list[list[int]], sampling: Sampling, **options: object
+) -> list[list[int]]:
+    output: list[list[int]] = [[] for _ in prompts]
+    method = build_method(name, parts, sampling, **options)
+    rng = Rng.for_rows(3, len(prompts), target.device)
+    for step in generate(target, *method, prompts, Limits(30), sampling, rng):
+        for row, new in zip(output, step.new_ids, strict=True):
+            row += new
+    return output
+
+
+@pytest.mark.parametrize("states", ["after-norm", "before-norm"])
+@pytest.mark.parametrize(
+    ("kind", "lengths", "dtype"),
+    [
+        ("lean", [5], torch.float32),
+        ("lean", [7, 7], torch.float32),
+        *(("lean", [3, 9, 1], dtype) for dtype in TOLERANCES),
+        ("llama", [3, 9, 1], torch.float32),
+        ("gpt2", [3, 9, 1], torch.float32),
+    ],
+    ids=str,
+)
+def test_a_replay_equals_the_plain_forward(
+    make_llama: Build, kind: str, lengths: list[int], dtype: torch.dtype, states: str
+) -> None:
+    model = (gpt2() if kind == "gpt2" else make_llama(VOCAB)).to(dtype)
+    plain = wrap_model(model, fast=kind == "lean", states=states)
+    fast, recordings = graphed(plain)
+    assert fast.states == states
+    for seed in (0, 1):  # the second time on the cache of the first, other tokens, all shapes known
+        assert difference(walk(fast, lengths, 18, seed), walk(plain, lengths, 18, seed)) < TOLERANCES[dtype]
+        gc.collect()
+        assert len(fast._free) == 1
+    assert recordings.replayed > 60
+    assert recordings.captured < 30
+
+
+@pytest.mark.parametrize("temperature", [0.0, 1.0])
+@pytest.mark.parametrize(
+    ("name", "options"),
+    [
+        ("autoregressive", {}),
+        ("speculative", {}),
+        ("multi-candidate", {"k_config": "3x2x1"}),
+        ("multi-candidate", {"k_config": "2x2", "attention": "batch"}),
+        ("specinfer", {"drafts": 2}),
+        ("adaptive", {"policy": "oracle"}),
+        ("medusa", {}),
+        ("mjsd", {"threshold": 0.1}),
+        ("mjgd", {"beams": 3}),
+    ],
+    ids=str,
+)
+def test_whole_runs_are_the_same(
+    make_llama: Build, make_heads: Heads, name: str, options: dict[str, object], temperature: float
+) -> None:
+    target, drafter = (wrap_model(make_llama(VOCAB, seed, num_hidden_layers=1)) for seed in (0, 1))
+    heads, sampling = make_heads(4, 32, VOCAB), Sampling(temperature)
+    (fast, recordings), (fast_drafter, _) = graphed(target), graphed(drafter)
+    for prompts in (PROMPTS[:1], PROMPTS):
+        wanted = run(target, name, Parts(drafter, heads), prompts, sampling, **options)
+        assert run(fast, name, Parts(fast_drafter, heads), prompts, sampling, **options) == wanted
+    assert recordings.replayed > 10
+
+
+@torch.inference_mode()
+def test_a_hidden_state_outlives_the_next_replay(make_llama: Build) -> None:
+    fast, recordings = graphed(wrap_model(make_llama(VOCAB)))
+    cache = fast.new_cache(1, 16)
+    cache.set_lengths([2])
+    hidden = [fast.extend(cache, torch.tensor([[token]])) for token in (1, 1, 2, 1)]
+    assert recordings.replayed == 3
+    torch.testing.assert_close(hidden[0], hidden[1])
+    torch.testing.assert_close(hidden[1], hidden[3])
+    assert not torch.equal(hidden[1], hidden[2])
+
+
+@torch.inference_mode()
+def test_caches_are_handed_on_and_never_shared(make_llama: Build) -> None:
+    fast, _ = graphed(wrap_model(make_llama(VOCAB)))
+    first, second = fast.new_cache(2, 20), fast.new_cache(2, 20)
+    assert first.capacity == 32
+    assert first.keys[0].data_ptr() != second.keys[0].data_ptr()
+    fast.extend(first, torch.ones(2, 3, dtype=torch.int64))
+    first.set_lengths([3, 1])
+    place = first.keys[0].data_ptr()
+    assert first.keys[0].any()
+    del first
+    third = fast.new_cache(2, 9)  # a larger one serves as well
+    assert third.keys[0].data_ptr() == place
+    assert third.lengths == [0, 0]
+    assert not any(memory.any() for memory in (*third.keys, *third.values))
+    assert fast.new_cache(1, 9).keys[0].data_ptr() != place  # another batch does not
+    for batch in range(3, 12):
+        fast.new_cache(batch, 9)
+    assert len(fast._free) == 4
+
+
+@torch.inference_mode()
+def test_the_least_recently_used_shapes_are_forgotten(make_llama: Build) -> None:
+    plain = wrap_model(make_llama(VOCAB))
+    fast, recordings = graphed(plain, max_graphs=2)
+    for seed in (0, 1):
+        assert difference(walk(fast, [3, 1], 12, seed), walk(plain, [3, 1], 12, seed)) < TOLERANCES[torch.float32]
+    assert recordings.captured < recordings.warmed
+    gc.collect()
+    assert len(fast._free[0].shapes) == 2
+
+
+@torch.inference_mode()
+def test_what_is_not_replayed_takes_the_plain_path(make_llama: Build) -> None:
+    plain = wrap_model(make_llama(VOCAB))
+    fast, recordings = graphed(plain, max_tokens=4)
+    cache, counts = fast.new_cache(1, 40), []
+    fast.extend(cache, torch.ones(1, 3, dtype=torch.int64))  # a prompt
+    cache.set_lengths([3])
+    fast.extend(cache, torch.ones(1, 5, dtype=torch.int64))  # too many tokens
+    fast.extend(plain.new_cache(1, 8), torch.ones(1, 3, dtype=torch.int64))  # a cache that stays nowhere
+    assert recordings.warmed == 0
+    for model in (plain, fast, fast, fast):
+        own = model.new_cache(1, 40)
+        own.set_lengths([3])
+        model.extend(own, torch.ones(1, 4, dtype=torch.int64))
+        with FlopCounterMode(display=False) as counter:
+            model.extend(own, torch.ones(1, 4, dtype=torch.int64))
+        counts.append(counter.get_total_flops())
+    assert counts[0] > 0
+    assert set(counts) == {counts[0]}
+    with pytest.raises(ValueError, match="48 slots; 3 are taken, 46 more"):
+        fast.extend(cache, torch.ones(1, 1, dtype=torch.int64), Tree.chain(45), 45)
+
+
+def test_inference_mode_may_come_and_go(make_llama: Build) -> None:
+    plain = wrap_model(make_llama(VOCAB))
+    fast, recordings = graphed(plain)
+    for inside in (True, False, True, False):
+        with torch.inference_mode(inside):
+            cache = fast.new_cache(2, 16)
+        with torch.inference_mode(not inside):
+            fast.extend(cache, torch.ones(2, 3, dtype=torch.int64))
+            cache.set_lengths([3, 2])
+            first = fast.extend(cache, torch.ones(2, 2, dtype=torch.int64))
+        with torch.inference_mode(inside):
+            assert torch.equal(fast.extend(cache, torch.ones(2, 2, dtype=torch.int64)), first)
+        del cache
+    assert recordings.replayed == 7
+
+
+@torch.inference_mode()
+def test_tables_that_a_graph_reads_stay(make_llama: Build) -> None:
+    model = LeanLlama(make_llama(VOCAB))
+    model.extend(model.new_cache(1, 8), torch.ones(1, 4, dtype=torch.int64))
+    table = model._turns_SE
+    cache = model.new_cache(1, 400)
+    cache.set_lengths([390])
+    model.extend(cache, torch.ones(1, 1, dtype=torch.int64))
+    assert len(model._turns_SE) > len(table)
+    assert any(kept is table for kept in model._outgrown)
+
+
+def test_slots_are_rounded_up_by_less_than_a_quarter() -> None:
+    sizes = [round_up(slots, 256) for slots in range(1, 9000)]
+    assert sizes[:256] == [256] * 256
+    assert all(slots <= size < max(slots * 1.25, slots + 256) for slots, size in enumerate(sizes, 1))
+    assert all(one <= other for one, other in pairwise(sizes))
+    assert all(round_up(size, 256) == size for size in sizes)
+    assert len(set(sizes)) < 25
+
+
+def test_graphs_without_a_device_are_refused(make_llama: Build) -> None:
+    with pytest.raises(ValueError, match="one CUDA device; this one is on cpu"):
+        wrap_model(make_llama(VOCAB), graphs=True)
+    sizes = {"vocab_size": VOCAB, "d_model": 16, "d_kv": 8, "d_ff": 16, "num_layers": 1, "num_heads": 2}
+    config = AutoConfig.for_model("t5", decoder_start_token_id=0, **sizes)
+    with pytest.raises(ValueError, match="'t5' is an encoder-decoder"):
+        wrap_model(AutoModelForSeq2SeqLM.from_config(config), graphs=True)
+    assert isinstance(wrap_model(make_llama(VOCAB)), LeanLlama)
+
+
+# Models that are spread over devices or offloaded: no graphs, and a cache whose layers lie where they are computed.
+
+
+@pytest.mark.parametrize("embedding", ["cpu", "disk"])
+def test_an_offloaded_model_decodes_as_before(make_llama: Build, tmp_path: Path, embedding: str) -> None:
+    from accelerate import dispatch_model
+
+    wanted = run(wrap_model(make_llama(VOCAB)), "autoregressive", Parts(), PROMPTS, Sampling())
+    places = {"model.embed_tokens": embedding, "model.norm": "cpu", "model.rotary_emb": "cpu", "lm_head": "disk"}
+    places |= {"model.layers.0": "cpu", "model.layers.1": "disk"}
+    model = dispatch_model(make_llama(VOCAB), places, offload_dir=str(tmp_path))
+    assert not LeanLlama.covers(model)
+    target = wrap_model(model)
+    assert isinstance(target, TransformersModel)
+    assert target.layer_devices == [torch.device("cpu")] * 2
+    assert run(target, "autoregressive", Parts(), PROMPTS, Sampling()) == wanted
+    with pytest.raises(ValueError, match="several devices, or offloaded"):
+        wrap_model(model, graphs=True)
+
+
+@pytest.mark.parametrize("lengths", [[4], [4, 2]], ids=str)
+def test_a_cache_has_each_layer_on_its_device(lengths: list[int]) -> None:
+    cpu, meta = torch.device("cpu"), torch.device("meta")
+    spread = KVCache(3, len(lengths), 2, 16, 4, 6, torch.float32, cpu, [cpu, meta, cpu])
+    whole = KVCache(3, len(lengths), 2, 16, 4, 6, torch.float32, cpu)
+    assert [key.device for key in spread.keys] == [value.device for value in spread.values] == [cpu, meta, cpu]
+    key_BHME, value_BHME = (torch.randn(len(lengths), 2, 5, width) for width in (4, 6))
+    for cache in (spread, whole):
+        cache.set_lengths(lengths)
+        for layer, place in enumerate(cache.keys):
+            cache.write(layer, key_BHME.to(place.device), value_BHME.to(place.device), 0)
+        cache.move_to_front(torch.tensor([[2, 4]] * len(lengths)))
+    for layer in (0, 2):
+        assert torch.equal(spread.keys[layer], whole.keys[layer])
+        assert torch.equal(spread.values[layer], whole.values[layer])
+
+
+# On a device.
+
+
+def gpu(test: Any) -> Any:
+    return pytest.mark.gpu(pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")(test))
+
+
+@gpu
+@pytest.mark.parametrize("dtype", TOLERANCES, ids=str)
+@pytest.mark.parametrize("states", ["after-norm", "before-norm"])
+@pytest.mark.parametrize(("kind", "lengths"), [("lean", [5]), ("lean", [3, 9, 1]), ("llama", [3, 9, 1])], ids=str)
+def test_a_cuda_graph_equals_the_plain_forward(
+    make_llama: Build, kind: str, lengths: list[int], dtype: torch.dtype, states: str
+) -> None:
+    plain = wrap_model(make_llama(VOCAB).to("cuda", dtype), fast=kind == "lean", graphs=False, states=states)
+    roomy, tight = GraphedModel(plain, stride=16), GraphedModel(plain, stride=16, max_graphs=3)
+    for seed in (0, 1, 2):
+        wanted = walk(plain, lengths, 18, seed)
+        for fast in (roomy, tight):
+            assert difference(walk(fast, lengths, 18, seed), wanted) < TOLERANCES[dtype]
+
+
+@gpu
+@torch.inference_mode()
+def test_a_replay_does_not_wait_for_the_device(make_llama: Build) -> None:
+    fast = wrap_model(make_llama(VOCAB).to("cuda"))
+    assert isinstance(fast, GraphedModel)
+    tree = Tree.k_ary((2, 2)).to(fast.device)
+    cache = fast.new_cache(2, 40)
+    tokens_BN = torch.ones(2, tree.nodes, dtype=torch.int64, device="cuda")
+    try:
+        for lengths in ([5, 3], [6, 4], [7, 7], [9, 8]):
+            if lengths == [7, 7]:  # by now each shape is captured
+                torch.cuda.set_sync_debug_mode("error")
+            cache.set_lengths(lengths)
+            fast.logits(fast.extend(cache, tokens_BN[:, :2]))
+            fast.logits(fast.extend(cache, tokens_BN, tree))
+    finally:
+        torch.cuda.set_sync_debug_mode("default")
+
+
+@gpu
+@pytest.mark.parametrize("name", ["speculative", "multi-candidate", "medusa", "mjsd"])
+def test_whole_runs_are_the_same_with_cuda_graphs(make_llama: Build, make_heads: Heads, name: str) -> None:
+    models = [make_llama(VOCAB, seed, num_hidden_layers=1).to("cuda") for seed in (0, 1)]
+    heads = make_heads(4, 32, VOCAB)
+    heads.weight_KVD = heads.weight_KVD.to("cuda")
+    plain, fast = ([wrap_model(model, graphs=graphs) for model in models] for graphs in (False, None))
+    for prompts in (PROMPTS[:1], PROMPTS, PROMPTS):
+        wanted = run(plain[0], name, Parts(plain[1], heads), prompts, Sampling())
+        assert run(fast[0], name, Parts(fast[1], heads), prompts, Sampling()) == wanted

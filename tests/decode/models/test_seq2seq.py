@@ -1,0 +1,313 @@
+"""Encoder-decoders: what the decoder computes, greedy identity with transformers, exactness of samples, refusals.
+
+Sources differ in length, and rows of a batch accept different numbers of tokens: both are where relative positions and
+padding go wrong unnoticed.
+"""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Callable, Sequence
+from functools import cache
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from draftsmith.checkpoints.table.table import BigramTable
+from draftsmith.decode.engine import Limits, Step, generate
+from draftsmith.decode.methods import METHODS, Parts, build_method
+from draftsmith.decode.models.base import LanguageModel
+from draftsmith.decode.models.loading import load_model, wrap_model
+from draftsmith.decode.models.seq2seq import Seq2SeqModel
+from draftsmith.decode.rng import Rng
+from draftsmith.decode.tree import Tree
+from draftsmith.decode.warpers import Sampling, warp
+from scipy.stats import chisquare
+from transformers import AutoConfig, AutoModelForSeq2SeqLM, LlamaForCausalLM, PreTrainedModel
+
+VOCAB = 40
+START = 3
+COUNT = 20  # more than the largest relative distance
+SOURCES = [[5, 9, 3, 7, 1], [8], [0, 11, 0, 39, 2, 4, 17, 1], [6, 1]]  # 0, the padding token, is an ordinary one here
+FALSE_ALARM = 1e-6
+LOSSY = {"beam", "mjgd", "bild", "mjsd", "relaxed-opt", "relaxed-uno"}
+LOSSLESS = [name for name in METHODS if name not in LOSSY]
+SIZES = {
+    "vocab_size": VOCAB,
+    "d_model": 32,
+    "d_kv": 12,
+    "d_ff": 48,
+    "num_layers": 2,
+    "num_heads": 4,
+    "relative_attention_num_buckets": 8,
+    "relative_attention_max_distance": 16,
+    "decoder_start_token_id": START,
+}
+SCALES = {"relative_attention_bias": 6.0, "shared": 4.0, "q": 0.6, "o": 3.0, "wo": 3.0}
+FAMILIES: dict[str, dict[str, Any]] = {
+    "t5": {"model_type": "t5"},  # as T5 1.0: ReLU, output projected by the embedding, and scaled
+    "flan-t5": {"model_type": "t5", "feed_forward_proj": "gated-gelu", "tie_word_embeddings": False, "untied": True},
+    "mt5": {"model_type": "mt5", "untied": True},
+    "umt5": {"model_type": "umt5", "num_layers": 3, "num_decoder_layers": 2},
+}
+
+
+def build(family: str, seed: int = 2, noise: float = 0.0, **overrides: Any) -> PreTrainedModel:
+    """A random model whose outputs are not flat; `noise` makes one that mostly agrees with that of the same seed."""
+    settings = SIZES | FAMILIES.get(family, {"model_type": family}) | overrides
+    untied = settings.pop("untied", False)
+    config = AutoConfig.for_model(settings.pop("model_type"), **settings)
+    # Eager, because the decoder of UMT5 is not causal in transformers 5.17 where SDPA is left without a mask.
+    model = AutoModelForSeq2SeqLM.from_config(config, attn_implementation="eager").eval()
+    if untied:
+        model.lm_head.weight = torch.nn.Parameter(torch.empty_like(model.lm_head.weight))
+    generator = torch.Generator().manual_seed(seed)
+    disturbance = torch.Generator().manual_seed(seed + 1)
+    with torch.no_grad():
+        for name, parameter in model.named_parameters():
+            scale = SCALES.get(name.split(".")[-2], 1.5) * parameter.shape[-1] ** -0.5
+            if parameter.dim() == 2:
+                parameter.normal_(0.0, scale, generator=generator)
+                parameter += noise * scale * torch.randn(parameter.shape, generator=disturbance)
+        # A tied projection would say each token again; signs of the last norm's weight keep it from that.
+        model.decoder.final_layer_norm.weight.normal_(0.0, 2.0 if untied else 20.0, generator=generator)
+    model.generation_config.eos_token_id = None
+    return model
+
+
+def greedy(model: PreTrainedModel, source: Sequence[int], count: int, stop: int | None = None) -> list[int]:
+    ids = torch.tensor([list(source)])
+    options = {"attention_mask": torch.ones_like(ids), "do_sample": False, "eos_token_id": stop, "pad_token_id": 0}
+    return model.generate(ids, max_new_tokens=count, **options)[0, 1:].tolist()
+
+
+@cache
+def scorer(family: str, noise: float = 0.0) -> LanguageModel:
+    return wrap_model(build(family, noise=noise))
+
+
+@cache
+def wanted(family: str) -> tuple[list[list[int]], int, list[list[int]]]:
+    """What transformers makes of each source, an end-of-sequence token that one row meets early, and the same to it."""
+    model = build(family)
+    full = [greedy(model, source, COUNT) for source in SOURCES]
+    assert min(len(set(ids)) for ids in full) >= 3, "rows that repeat themselves would hide wrong positions"
+    stop = full[0][6]
+    return full, stop, [greedy(model, source, COUNT, stop) for source in SOURCES]
+
+
+def run(
+    target: LanguageModel,
+    name: str,
+    parts: Parts,
+    sources: Sequence[Sequence[int]] = SOURCES,
+    limits: Limits = Limits(COUNT),  # noqa: B008
+    sampling: Sampling = Sampling(),  # noqa: B008
+    **options: object,
+) -> tuple[list[list[int]], list[Step]]:
+    output: list[list[int]] = [[] for _ in sources]
+    steps = []
+    method = build_method(name, parts, sampling, **options)
+    for step in generate(target, *method, sources, limits, sampling, Rng.for_rows(0, len(sources))):
+        steps.append(step)
+        for row, new in zip(output, step.new_ids, strict=True):
+            row += new
+    return output, steps
+
+
+@pytest.fixture
+def make_parts(make_heads: Callable[..., torch.nn.Module]) -> Callable[..., Parts]:
+    """All that a method may need beside a target of this family; the drafter agrees with it on many tokens."""
+
+    def make(family: str) -> Parts:
+        table = BigramTable.from_documents([np.random.default_rng(0).integers(0, VOCAB, 2000)], VOCAB)
+        return Parts(scorer(family, 0.15), make_heads(4, SIZES["d_model"], VOCAB), table)
+
+    return make
+
+
+@torch.inference_mode()
+@pytest.mark.parametrize("family", FAMILIES)
+def test_a_tree_forward_equals_plain_forwards(family: str) -> None:
+    """Of every path, with a source of its own length and committed tokens within and beyond the largest distance."""
+    target = scorer(family)
+    generator = torch.Generator().manual_seed(1)
+    lengths = [20, 1, 5, 3]
+    committed_BT = torch.randint(VOCAB, (len(SOURCES), max(lengths)), generator=generator)
+    tree = Tree.k_ary((2, 2, 1))
+    tokens_BN = torch.randint(VOCAB, (len(SOURCES), tree.nodes), generator=generator)
+    _, slots = target.begin(SOURCES, max(lengths) + tree.nodes)
+    target.extend(slots, committed_BT)
+    slots.set_lengths(lengths)
+    at_once_BND = target.extend(slots, tokens_BN, tree)
+    levels = [target.extend(slots, tokens_BN[:, low:high], tree, low) for low, high in ((0, 1), (1, 3), (3, 11))]
+    for hidden_BND in (at_once_BND, torch.cat(levels, 1)):
+        logits_BNV = target.logits(hidden_BND)
+        for row, node in itertools.product(range(len(SOURCES)), range(tree.nodes)):
+            path = torch.nonzero(tree.ancestors_BNN[0, node])[:, 0]
+            ids = torch.cat((committed_BT[row, : lengths[row]], tokens_BN[row, path]))
+            plain = target.model(input_ids=torch.tensor([SOURCES[row]]), decoder_input_ids=ids[None])
+            difference = (logits_BNV[row, node] - plain.logits[0, -1]).abs().max()
+            assert difference < 2e-5 * plain.logits.abs().max()
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+def test_half_precision(dtype: torch.dtype) -> None:
+    assert wrap_model(build("flan-t5").to(dtype)).dtype == dtype  # compared with the model's own forward on the way
+
+
+@torch.inference_mode()
+def test_what_overflows_in_half_precision_is_cut_as_transformers_does() -> None:
+    model = build("t5").to(torch.float16)
+    for block in model.decoder.block:
+        block.layer[0].SelfAttention.o.weight.mul_(2e4)
+    own = model(input_ids=torch.tensor([SOURCES[0]]), decoder_input_ids=torch.tensor([[START, 4]])).logits[0]
+    target = wrap_model(model, check=False)
+    _, slots = target.begin(SOURCES[:1], 1)
+    mine = target.logits(target.extend(slots, torch.tensor([[START, 4]])))[0]
+    assert own.isfinite().all()
+    assert (mine - own).abs().max() <= 0.02 * own.abs().max()
+
+
+@pytest.mark.parametrize(
+    ("family", "name"),
+    [("flan-t5", name) for name in LOSSLESS]
+    + [(family, name) for family in ("t5", "umt5") for name in ("autoregressive", "speculative", "prompt-lookup")],
+)
+def test_greedy_output_is_that_of_transformers(make_parts: Callable[..., Parts], family: str, name: str) -> None:
+    """In a batch and alone, to the limit and to an end-of-sequence token that one row meets early."""
+    target, parts = scorer(family), make_parts(family)
+    full, stop, stopped = wanted(family)
+    assert len(stopped[0]) <= 7
+    assert run(target, name, parts)[0] == full
+    assert run(target, name, parts, limits=Limits(COUNT, (stop,)))[0] == stopped
+    assert [run(target, name, parts, [source])[0][0] for source in SOURCES[:2]] == full[:2]
+
+
+@pytest.mark.parametrize("name", sorted(LOSSY))
+def test_the_methods_that_are_not_lossless_run(make_parts: Callable[..., Parts], name: str) -> None:
+    output, _ = run(scorer("t5"), name, make_parts("t5"))
+    assert [len(ids) for ids in output] == [COUNT] * len(SOURCES)
+
+
+@pytest.mark.parametrize("name", ["speculative", "multi-candidate", "mjsd"])
+def test_a_drafter_that_is_the_target_is_always_accepted(name: str) -> None:
+    """The drafter reads the source as well, and its trees as the target does."""
+    target = scorer("flan-t5")
+    options = {"multi-candidate": {"k_config": "2x1x1x1"}, "mjsd": {"beams": 1}}.get(name, {})
+    _, steps = run(target, name, Parts(drafter=target), **options)
+    assert len(steps) == COUNT / 5  # four drafted tokens and an extra one a step
+
+
+def test_a_drafter_like_the_target_is_accepted_in_part(make_parts: Callable[..., Parts]) -> None:
+    """The identity above is of interest because rows accept different numbers of tokens."""
+    _, steps = run(scorer("flan-t5"), "speculative", make_parts("flan-t5"))
+    assert any(len({len(ids) for ids in step.new_ids}) >= 3 for step in steps)
+
+
+def test_the_source_is_read_once(make_parts: Callable[..., Parts]) -> None:
+    model = build("flan-t5")
+    target, calls = wrap_model(model), []
+    for module in (model.encoder, *(block.layer[1].EncDecAttention.k for block in model.decoder.block)):
+        module.register_forward_hook(lambda *_: calls.append(1))
+    run(target, "speculative", make_parts("flan-t5"))
+    assert len(calls) == 1 + 2
+
+
+def sample(name: str, options: dict[str, object], seed: int = 0) -> tuple[PreTrainedModel, list[list[int]]]:
+    """The model, and three tokens for each of 6,000 rows, whose sources alternate."""
+    sizes = {"vocab_size": 5, "num_layers": 1, "untied": True}
+    model, drafter = build("t5", **sizes), build("t5", seed=5, **sizes)
+    for module in (model, drafter):
+        module.decoder.final_layer_norm.weight.data.mul_(0.4)  # so that nearly every outcome has its chance
+    method = build_method(name, Parts(drafter=wrap_model(drafter)), Sampling(1.0), **options)
+    rows = [PAIR[row % 2] for row in range(6_000)]
+    output: list[list[int]] = [[] for _ in rows]
+    rng = Rng.for_rows(seed, len(rows))
+    for step in generate(wrap_model(model), *method, rows, Limits(3), Sampling(1.0), rng):
+        for row, new in zip(output, step.new_ids, strict=True):
+            row += new
+    return model, output
+
+
+PAIR = [[0, 1, 2, 4], [3]]
+
+
+@torch.inference_mode()
+def p_value(model: PreTrainedModel, source: Sequence[int], output: Sequence[Sequence[int]]) -> float:
+    """Of the hypothesis that the rows are samples of what the model says after this source; chi-square."""
+    paths = torch.tensor(list(itertools.product(range(5), repeat=3)))
+    ids = torch.cat((torch.full((len(paths), 1), START), paths[:, :-1]), 1)
+    logits = model(input_ids=torch.tensor([list(source)] * len(paths)), decoder_input_ids=ids).logits
+    probs = warp(logits, Sampling(1.0)).double().gather(2, paths[:, :, None])[..., 0].prod(1)
+    counts = torch.bincount(torch.tensor(output) @ torch.tensor([25, 5, 1]), minlength=len(paths)).double()
+    expected = probs * len(output)
+    rare = expected < 5  # outcomes too rare for the chi-square approximation are counted together
+    assert (~rare).sum() > 50
+    observed = torch.cat((counts[~rare], counts[rare].sum()[None]))
+    wanted = torch.cat((expected[~rare], expected[rare].sum()[None]))
+    keep = wanted > 0
+    return float(chisquare(observed[keep].numpy(), wanted[keep].numpy() * len(output) / wanted.sum().item()).pvalue)
+
+
+@pytest.mark.parametrize(
+    ("name", "options"),
+    [("speculative", {"gamma": 3}), ("multi-candidate", {"k_config": "3x2"}), ("adaptive", {"threshold": 0.5})],
+)
+def test_three_tokens_follow_the_target(name: str, options: dict[str, object]) -> None:
+    """For each source of a mixed batch; and with the sources confused, the same test finds it out."""
+    model, output = sample(name, options)
+    for row, source in enumerate(PAIR):
+        assert p_value(model, source, output[row::2]) > FALSE_ALARM
+        assert p_value(model, source, output[1 - row :: 2]) < FALSE_ALARM
+
+
+def test_a_folder_is_loaded_with_its_head(tmp_path: Path) -> None:
+    for family in FAMILIES:
+        model = build(family)
+        model.save_pretrained(tmp_path / family)
+        loaded = load_model(str(tmp_path / family))
+        assert torch.equal(loaded.lm_head.weight, model.lm_head.weight)
+        assert isinstance(wrap_model(loaded), Seq2SeqModel)
+        assert greedy(loaded, SOURCES[0], 8) == greedy(model, SOURCES[0], 8)
+
+
+def test_other_encoder_decoders_are_refused() -> None:
+    sizes = {"d_model": 16, "encoder_layers": 1, "decoder_layers": 1, "encoder_ffn_dim": 16, "decoder_ffn_dim": 16}
+    heads = {"encoder_attention_heads": 2, "decoder_attention_heads": 2, "vocab_size": VOCAB}
+    bart = AutoModelForSeq2SeqLM.from_config(AutoConfig.for_model("bart", **sizes, **heads))
+    with pytest.raises(ValueError, match="type 'bart' are not supported; known: t5, mt5, umt5"):
+        wrap_model(bart)
+
+
+def test_a_decoder_without_a_first_token_is_refused() -> None:
+    with pytest.raises(ValueError, match=r"'t5' model's configuration must name one decoder_start_token_id.*got None"):
+        wrap_model(build("t5", decoder_start_token_id=None))
+
+
+def test_several_devices_are_refused() -> None:
+    model = build("t5", untied=True)
+    model.lm_head.to("meta")
+    with pytest.raises(ValueError, match="must lie on one device; this one is on cpu and meta"):
+        wrap_model(model)
+
+
+def test_a_model_that_does_more_than_its_family_is_refused() -> None:
+    model = build("t5")
+    model.decoder.block[0].register_forward_hook(lambda module, inputs, output: (1.5 * output[0], *output[1:]))
+    with pytest.raises(ValueError, match="type 't5' computes something else than its family does"):
+        wrap_model(model)
+
+
+def test_pairs_of_a_decoder_and_an_encoder_decoder_are_refused(make_llama: Callable[..., LlamaForCausalLM]) -> None:
+    decoder, both = wrap_model(make_llama(VOCAB)), scorer("t5")
+    for target, drafter in ((decoder, both), (both, decoder)):
+        with pytest.raises(ValueError, match="must both be decoders, or both be encoder-decoders"):
+            run(target, "speculative", Parts(drafter=drafter))
+
+
+def test_scoring_path_by_path_is_refused(make_parts: Callable[..., Parts]) -> None:
+    with pytest.raises(ValueError, match=r"path by path .* use attention: tree"):
+        run(scorer("t5"), "multi-candidate", make_parts("t5"), attention="batch")

@@ -1,0 +1,324 @@
+"""How often drafts are refused, and what over-acceptance costs: the papers' formulas against engine and verifiers.
+
+Rejections: Yin et al. 2024, "A theoretical perspective for speculative decoding", theorems 1 to 5. Its setting is free
+drafts of unbounded length: here `gamma` is as large as the number of tokens, so that a step ends by a rejection or with
+the text, and rejections of tokens that the limit cuts off are not counted. The models are non-stationary Markov chains,
+another table at every position, for which the formulas are sums that dynamic programming computes exactly. Acceptance
+of several candidates: the multi-candidate paper, appendices A and C, and SpecTr.
+
+A mean over independent rows lies within three standard errors of a right expectation with a probability of 99.7 %, so
+each such comparison is wrong about a correct method with probability 0.3 % when its seed is drawn anew; the seeds are
+fixed, so what passes goes on passing. How far wrong formulas lie is asserted beside it. Where five standard errors are
+allowed, that probability is one in two million.
+
+Shape letters: B batch, G grid, T positions, V vocabulary. In tables the last index is the next token, the one before
+the last token. Formulas name the target's distribution p and the drafter's q, as the verifiers do.
+"""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Callable, Iterator
+
+import numpy as np
+import pytest
+import torch
+from draftsmith.decode.engine import Limits, Proposal, Verifier, generate
+from draftsmith.decode.methods import Method, Parts, build_method
+from draftsmith.decode.models.base import LanguageModel
+from draftsmith.decode.rng import Rng
+from draftsmith.decode.theory import closed_forms as theory
+from draftsmith.decode.tree import Tree
+from draftsmith.decode.verifiers.lossless import k_seq_rho
+from draftsmith.decode.warpers import Sampling
+from scipy.stats import chisquare
+
+VOCAB, TOKENS, ROWS = 8, 50, 2000
+BATCH_TOKENS = 30  # trees of several drafts are wide
+START = VOCAB - 1  # the token that texts begin with
+SAMPLING = Sampling(1.0)
+MakeMarkov = Callable[[torch.Tensor], LanguageModel]
+MakeStream = Callable[[int, int], Rng]
+
+
+def random_tables(seed: int) -> tuple[torch.Tensor, torch.Tensor]:
+    """Tables of a target and of a drafter, [T, V, V] each.
+
+    The target leans to high tokens, after which the drafter is wrong more often; the drafter leans to low ones. So it
+    matters by which of the two chains a prefix is weighted.
+    """
+    generator = torch.Generator().manual_seed(seed)
+    draws = [1.2 * torch.randn(TOKENS, VOCAB, VOCAB, generator=generator, dtype=torch.float64) for _ in range(2)]
+    lean_V = torch.linspace(-0.8, 0.8, VOCAB, dtype=torch.float64)
+    target_TVV, other_TVV = (draws[0] + lean_V).softmax(-1), (draws[1] - lean_V).softmax(-1)
+    weight_V1 = torch.linspace(0.1, 0.9, VOCAB, dtype=torch.float64)[:, None]
+    return target_TVV, torch.lerp(target_TVV, other_TVV, weight_V1)
+
+
+def expected_rejections(*tables: torch.Tensor) -> float:
+    """Formula 1, of a target, a drafter and the chain that weighs the prefixes."""
+    target_TVV, draft_TVV, weights_TVV = (table_TVV.numpy() for table_TVV in tables)
+    return theory.expected_rejections(target_TVV, draft_TVV, START, weights_TVV)
+
+
+def expected_batch_rejections(
+    target_TVV: torch.Tensor, draft_TVV: torch.Tensor, drafts: int | None, first: float = 1.0
+) -> float:
+    """Formula 3."""
+    return theory.expected_batch_rejections(target_TVV.numpy(), draft_TVV.numpy(), START, drafts, first)
+
+
+def count_rejections(
+    target: LanguageModel, method: Method, rng: Rng, rows: int, tokens: int = TOKENS
+) -> tuple[float, float, np.ndarray]:
+    """The mean number of rejections in a text, its standard error, and how often each token came last."""
+    counts_B, steps_B, last_B = np.zeros(rows), np.zeros(rows), np.zeros(rows, dtype=np.int64)
+    for step in generate(target, *method, [[START]] * rows, Limits(tokens), SAMPLING, rng):
+        kept_B = np.array([len(ids) for ids in step.new_ids])
+        counts_B += step.active & step.rejected & (kept_B == step.accepted + 1)  # else the limit cut it off
+        steps_B += step.active
+        last_B[step.active] = [ids[-1] for ids in step.new_ids if ids]
+    assert np.isin(steps_B - counts_B, (0, 1)).all()  # a step ends by a rejection; the last one may end with the text
+    return float(counts_B.mean()), float(counts_B.std(ddof=1) / rows**0.5), np.bincount(last_B, minlength=VOCAB)
+
+
+@pytest.mark.parametrize("seed", [0, 1])
+def test_speculative_rejections_are_the_sum_of_total_variations(
+    make_markov: MakeMarkov, make_stream: MakeStream, seed: int
+) -> None:
+    """Formula 1. With the prefixes weighted by the drafter's chain it would be found wrong, by ten standard errors."""
+    target_TVV, draft_TVV = random_tables(seed)
+    method = build_method("speculative", Parts(make_markov(draft_TVV)), SAMPLING, gamma=TOKENS)
+    mean, error, _ = count_rejections(make_markov(target_TVV), method, make_stream(seed, ROWS), ROWS)
+    expected = expected_rejections(target_TVV, draft_TVV, target_TVV)
+    assert 10 < expected < 25  # neither hardly any rejections nor hardly anything else
+    assert abs(mean - expected) < 3 * error
+    assert abs(expected_rejections(target_TVV, draft_TVV, draft_TVV) - expected) > 10 * error
+
+
+def test_another_unbiased_method_has_more_rejections(make_markov: MakeMarkov, make_stream: MakeStream) -> None:
+    """Theorem 2: drawing from the target and comparing is unbiased too, and refuses 1 - Σ p q instead of TV(p, q)."""
+    target_TVV, draft_TVV = (table_TVV[:BATCH_TOKENS] for table_TVV in random_tables(0))
+    parts, k_config = Parts(make_markov(draft_TVV)), "x".join("1" * BATCH_TOKENS)
+    method = build_method("naive-multi-candidate", parts, SAMPLING, k_config=k_config, replacement=True)
+    mean, error, _ = count_rejections(make_markov(target_TVV), method, make_stream(0, 1000), 1000, BATCH_TOKENS)
+    expected = theory.expected_naive_rejections(target_TVV.numpy(), draft_TVV.numpy(), START)
+    assert abs(mean - expected) < 3 * error
+    assert mean > expected_rejections(target_TVV, draft_TVV, target_TVV) + 10 * error
+
+
+@pytest.mark.parametrize("drafts", [1, 2, 4, 8])
+def test_batch_speculative_rejections(make_markov: MakeMarkov, make_stream: MakeStream, drafts: int) -> None:
+    """Formula 3. What other numbers of drafts would give lies five standard errors off or more."""
+    target_TVV, draft_TVV = (table_TVV[:BATCH_TOKENS] for table_TVV in random_tables(0))
+    parts = Parts(make_markov(draft_TVV))
+    method = build_method("batch-speculative", parts, SAMPLING, gamma=BATCH_TOKENS, drafts=drafts)
+    rows = ROWS if drafts < 8 else ROWS // 2
+    mean, error, _ = count_rejections(make_markov(target_TVV), method, make_stream(drafts, rows), rows, BATCH_TOKENS)
+    expected = expected_batch_rejections(target_TVV, draft_TVV, drafts)
+    assert abs(mean - expected) < 3 * error
+    others = [expected_batch_rejections(target_TVV, draft_TVV, other) for other in (1, 2, 4, 8) if other != drafts]
+    assert min(abs(other - expected) for other in others) > 5 * error
+
+
+@pytest.mark.parametrize("tokens", [1, 3])
+@pytest.mark.parametrize("drafts", [1, 2, 5])
+def test_batch_speculative_rejections_of_short_texts(
+    make_markov: MakeMarkov, make_stream: MakeStream, drafts: int, tokens: int
+) -> None:
+    """Formula 3 where its start counts: with one draft for the first token it would be ten standard errors off.
+
+    The output is unbiased: the last token follows the target's chain, by a chi-square test of false alarm rate 1e-6.
+    """
+    target_TVV, draft_TVV = (table_TVV[:tokens] for table_TVV in random_tables(2))
+    rows = 40_000
+    method = build_method("batch-speculative", Parts(make_markov(draft_TVV)), SAMPLING, gamma=tokens, drafts=drafts)
+    mean, error, counts_V = count_rejections(make_markov(target_TVV), method, make_stream(tokens, rows), rows, tokens)
+    expected = expected_batch_rejections(target_TVV, draft_TVV, drafts)
+    assert abs(mean - expected) < 3 * error
+    if drafts > 1:
+        assert expected_batch_rejections(target_TVV, draft_TVV, drafts, first=0.0) - expected > 10 * error
+    last_V = torch.linalg.multi_dot([torch.eye(VOCAB, dtype=torch.float64), *target_TVV])[START].numpy()
+    assert chisquare(counts_V, rows * last_V).pvalue > 1e-6
+
+
+@pytest.mark.parametrize("seed", range(5))
+def test_more_drafts_help_ever_less_and_never_remove_all_rejections(seed: int) -> None:
+    """Formula 3 itself: one draft is speculative decoding, more are better, and the limit is well above 0.
+
+    What many drafts save is at most one rejection after each that is left, and one at the start: the limit has at least
+    (N - 1) / 2 of N rejections.
+    """
+    tables = random_tables(seed)
+    numbers = [expected_batch_rejections(*tables, drafts) for drafts in (1, 2, 4, 8, 64, 512)]
+    speculative, limit = expected_rejections(*tables, tables[0]), expected_batch_rejections(*tables, None)
+    assert numbers[0] == pytest.approx(speculative, abs=1e-9)
+    assert all(more < fewer for fewer, more in itertools.pairwise(numbers))
+    assert numbers[-1] == pytest.approx(limit, abs=1e-3)
+    assert (speculative - 1) / 2 < limit < 0.9 * speculative
+
+
+EPSILONS = (0.0, 0.02, 0.05, 0.1, 0.2, 0.4, 0.8, 1.0)
+GRID = 20_000
+
+
+class Fixed(Rng):
+    """Gives the numbers it was told to give, the same at every call."""
+
+    def __init__(self, uniform_BU: torch.Tensor) -> None:
+        self._uniform_BU = uniform_BU
+
+    def uniform(self, *shape: int) -> torch.Tensor:
+        assert shape == self._uniform_BU.shape[1:]
+        return self._uniform_BU
+
+
+def one_step(verifier: Verifier, target_V: torch.Tensor, draft_V: torch.Tensor) -> tuple[float, np.ndarray]:
+    """The probability of a rejection and the distribution of the output, with one draft token, read off the verifier.
+
+    Every draft token is given to it with each of evenly spaced random numbers for the acceptance, and then, refused,
+    with each of them for the token drawn instead: every probability comes out to within 1 / GRID.
+    """
+    even_G = (torch.arange(GRID, dtype=torch.float64) + 0.5) / GRID
+    token_B, even_B = torch.arange(VOCAB).repeat_interleave(GRID), even_G.repeat(VOCAB)
+    tokens_BN = torch.stack((torch.zeros_like(token_B), token_B), 1)
+    proposal = Proposal(Tree.chain(1), tokens_BN, draft_V.float().expand(len(token_B), 1, -1))
+    target_BNV = target_V.float().expand(len(token_B), 2, -1)
+    accepting = verifier.verify(proposal, target_BNV, Fixed(torch.stack((even_B, even_B), 1)))
+    refusing = verifier.verify(proposal, target_BNV, Fixed(torch.stack((torch.ones_like(even_B), even_B), 1)))
+    accept_V = accepting.accepted_B.view(VOCAB, GRID).double().mean(1)
+    output_V = draft_V * accept_V
+    for token in range(VOCAB):
+        if accept_V[token] < 1:
+            instead_G = refusing.next_B.view(VOCAB, GRID)[token]
+            output_V += draft_V[token] * (1 - accept_V[token]) * torch.bincount(instead_G, minlength=VOCAB) / GRID
+    return float(draft_V @ (1 - accept_V)), output_V.numpy()
+
+
+def total_variation(first_V: np.ndarray, second_V: np.ndarray) -> float:
+    return float(theory.total_variation(first_V, second_V))
+
+
+@pytest.mark.parametrize("seed", range(3))
+def test_over_acceptance_lies_on_the_pareto_line_or_above_it(make_markov: MakeMarkov, seed: int) -> None:
+    """Formulas 4 and 5, by enumeration of draft tokens and random numbers: no chance is involved.
+
+    OPT has the bias Loss*, below which no other distribution after a refusal gets, and rejections and bias add up to
+    TV(p, q). UNO's output is b q + (1 - Σ b q) p, which lies above the line wherever something is refused.
+    """
+    target_TVV, draft_TVV = random_tables(seed)
+    target_V, draft_V = target_TVV[0, 3], draft_TVV[0, 3]
+    p, q, tolerance = target_V.numpy(), draft_V.numpy(), VOCAB / GRID
+    others = np.random.default_rng(seed).dirichlet(np.full(VOCAB, 0.5), 200)
+    above = []
+    for epsilon in EPSILONS:
+        b, rejection, loss, best, mixture = theory.over_acceptance(p, q, epsilon)
+        built = [
+            build_method(name, Parts(make_markov(draft_TVV)), SAMPLING, gamma=1, epsilon=epsilon)
+            for name in ("relaxed-opt", "relaxed-uno")
+        ]
+        (rejected, optimal), (rejected_too, simple) = (one_step(each.verifier, target_V, draft_V) for each in built)
+        assert rejected == rejected_too == pytest.approx(rejection, abs=tolerance)
+        assert total_variation(optimal, p) == pytest.approx(loss, abs=tolerance)
+        assert rejected + total_variation(optimal, p) == pytest.approx(total_variation(p, q), abs=tolerance)
+        assert total_variation(optimal, best) < tolerance
+        assert total_variation(simple, mixture) < tolerance
+        assert all(total_variation(b * q + rejection * other, p) > loss - 1e-12 for other in others)
+        above.append(rejected_too + total_variation(simple, p) - total_variation(p, q))
+        assert above[-1] > -tolerance
+    assert above[0] > 0.02  # even without over-acceptance the target's own distribution is the wrong one to draw from
+    assert above[-1] == pytest.approx(0, abs=tolerance)  # nothing is refused at ε = 1
+
+
+@pytest.mark.parametrize("name", ["relaxed-opt", "relaxed-uno"])
+def test_over_acceptance_of_one_token_end_to_end(make_markov: MakeMarkov, make_stream: MakeStream, name: str) -> None:
+    """50,000 first tokens: a chi-square test that is wrong about the right distribution with probability 1e-6, and that
+    finds the target's own, or the other method's, to be a wrong one."""
+    rows, epsilon, false_alarm = 50_000, 0.1, 1e-6
+    target_TVV, draft_TVV = random_tables(1)
+    method = build_method(name, Parts(make_markov(draft_TVV)), SAMPLING, gamma=1, epsilon=epsilon)
+    (step,) = generate(make_markov(target_TVV), *method, [[START]] * rows, Limits(1), SAMPLING, make_stream(3, rows))
+    p, q = target_TVV[0, START].numpy(), draft_TVV[0, START].numpy()
+    _, rejection, _, optimal, simple = theory.over_acceptance(p, q, epsilon)
+    outputs = {"relaxed-opt": optimal, "relaxed-uno": simple}
+    counts = np.bincount([ids[0] for ids in step.new_ids], minlength=VOCAB)
+    assert chisquare(counts, rows * outputs.pop(name)).pvalue > false_alarm
+    for wrong in (p, *outputs.values()):
+        assert chisquare(counts, rows * wrong).pvalue < false_alarm
+    assert abs(step.rejected.mean() - rejection) < 5 * (rejection * (1 - rejection) / rows) ** 0.5
+
+
+def random_distributions(count: int, vocab: int, seed: int) -> Iterator[tuple[np.ndarray, np.ndarray]]:
+    """Pairs of p and q, flat ones and sharp ones, far from each other and close together."""
+    rng = np.random.default_rng(seed)
+    for number in range(count):
+        p, other = rng.dirichlet(np.full(vocab, (0.1, 0.5, 2.0)[number % 3]), 2)
+        mix = rng.uniform() if number % 2 else 1.0
+        yield p, (1 - mix) * p + mix * other
+
+
+def refused(p: np.ndarray, q: np.ndarray, k: int) -> np.ndarray:
+    """P(x, all k refused) of multi-candidate sampling with replacement (appendix A)."""
+    mass, left = theory.refusals(p, q, k)
+    return mass * left
+
+
+def level_counts(
+    make_markov: MakeMarkov, make_stream: MakeStream, name: str, p: np.ndarray, q: np.ndarray, **options: object
+) -> list[int]:
+    """Of one step of 40,000 rows, how many come to each level, all of them first; p and q are the same at each."""
+    rows = 40_000
+    target, drafter = (make_markov(torch.from_numpy(table).expand(1, len(table), -1)) for table in (p, q))
+    method = build_method(name, Parts(drafter), SAMPLING, **options)
+    step = next(generate(target, *method, [[0]] * rows, Limits(9), SAMPLING, make_stream(7, rows)))
+    return [int((step.accepted >= level).sum()) for level in range(int(step.accepted.max()) + 1)]
+
+
+def assert_share(part: int, whole: int, expected: float) -> None:
+    """Whether so many of so many are five standard errors or less from what is expected."""
+    assert abs(part - whole * expected) <= 5 * (whole * expected * (1 - expected)) ** 0.5 + 1e-9
+
+
+def test_residual_sampling_never_accepts_less_than_naive_sampling() -> None:
+    """Appendix C, for each token: P_S(x, all refused) <= P_N(x, all refused). 2,000 pairs of distributions."""
+    gains = []
+    for p, q in random_distributions(2000, 7, seed=0):
+        for k in (1, 2, 3, 4):
+            assert (refused(p, q, k) <= p * (1 - q) ** k + 1e-12).all()
+            assert theory.naive_acceptance(p, q, k) >= (p * q).sum() - 1e-12  # never less than random chance
+            gains.append(1 - refused(p, q, k).sum() - theory.naive_acceptance(p, q, k))
+    assert min(gains) > -1e-12
+    assert np.mean(gains) > 0.05
+
+
+@pytest.mark.parametrize("seed", [1, 2, 3])
+def test_both_accept_as_much_as_their_formulas_say(make_markov: MakeMarkov, make_stream: MakeStream, seed: int) -> None:
+    p, q = list(random_distributions(6, 7, seed))[2 + seed]
+    acceptances = {
+        "naive-multi-candidate": lambda k: theory.naive_acceptance(p, q, k),
+        "multi-candidate": lambda k: 1 - refused(p, q, k).sum(),
+    }
+    for name, acceptance in acceptances.items():
+        counts = level_counts(make_markov, make_stream, name, p, q, k_config="4x2x1", replacement=True)
+        assert len(counts) == 4
+        for k, (whole, part) in zip((4, 2, 1), itertools.pairwise(counts), strict=True):
+            assert_share(part, whole, acceptance(k))
+    assert abs(acceptances["multi-candidate"](4) - acceptances["naive-multi-candidate"](4)) > 0.03  # 12 errors apart
+
+
+def test_k_seq_solves_its_equation() -> None:
+    """1 - (1 - β)^k = ρ β with β = Σ min(q, p / ρ), ρ in [1, k], and ρ = 1 for one chain."""
+    pairs = [torch.from_numpy(np.array(side)).float() for side in zip(*random_distributions(600, 7, 0), strict=True)]
+    for k in (1, 2, 3, 8):
+        rho_B1 = k_seq_rho(*pairs, torch.full((600, 1), k))
+        beta_B1 = torch.minimum(pairs[1], pairs[0] / rho_B1).sum(1, keepdim=True).double()
+        assert ((rho_B1 >= 1) & (rho_B1 <= k)).all()
+        torch.testing.assert_close(1 - (1 - beta_B1) ** k, rho_B1 * beta_B1, atol=2e-6, rtol=0)
+        assert (k == 1) == bool((rho_B1 == 1).all())
+
+
+@pytest.mark.parametrize("k", [1, 2, 4])
+def test_k_seq_accepts_as_much_as_its_formula_says(make_markov: MakeMarkov, make_stream: MakeStream, k: int) -> None:
+    p, q = list(random_distributions(6, 7, seed=1))[2]
+    whole, part = level_counts(make_markov, make_stream, "spectr", p, q, gamma=1, drafts=k)
+    assert_share(part, whole, theory.k_seq(p, q, k).acceptance)

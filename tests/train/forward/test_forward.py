@@ -1,0 +1,312 @@
+"""Packed blocks under every kernel: a flash kernel is given documents in its own way, FlexAttention in another."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from types import ModuleType
+from typing import Any
+
+import pytest
+import torch
+from draftsmith.data.blocks.packing import Batch
+from draftsmith.decode.models.base import masked_attention
+from draftsmith.decode.models.final_norm import final_norm
+from draftsmith.decode.models.loading import wrap_model
+from draftsmith.train.forward.attention import documents_attention
+from draftsmith.train.forward.packed import PackedForward, _flash_attention, _flex_mask, make_forward
+from transformers import AttentionInterface, AutoConfig, AutoModelForCausalLM
+from transformers.masking_utils import ALL_MASK_ATTENTION_FUNCTIONS, AttentionMaskInterface
+
+# Named so that it is taken for a flash kernel: it knows of documents what those know, and has no other mask.
+REFERENCE = "flash_reference"
+COMMON = {"vocab_size": 32, "hidden_size": 16, "num_hidden_layers": 2, "num_attention_heads": 2}
+LLAMA = COMMON | {"intermediate_size": 24, "num_key_value_heads": 1, "head_dim": 8}
+FAMILIES: dict[str, dict[str, Any]] = {
+    "llama": LLAMA,
+    "qwen2": LLAMA,
+    "qwen3": LLAMA,
+    "opt": COMMON | {"ffn_dim": 24, "word_embed_proj_dim": 8, "max_position_embeddings": 64},
+    "gpt_neox": COMMON | {"intermediate_size": 24, "max_position_embeddings": 64},
+    "gpt2": {"vocab_size": 32, "n_embd": 16, "n_layer": 2, "n_head": 2, "n_positions": 64},
+    "phi": LLAMA | {"num_key_value_heads": 2},  # gives logits: its output projection has a bias
+}
+
+
+def flash_reference(
+    module: Any,
+    query: torch.Tensor,
+    key: torch.Tensor,
+    value: torch.Tensor,
+    attention_mask: torch.Tensor | None,
+    **options: Any,
+) -> tuple[torch.Tensor, None]:
+    """Attention inside `cu_seq_lens_q` of a batch of one row; without them the whole row is one document."""
+    assert attention_mask is None, "flash kernels take no mask of numbers"
+    borders = options.pop("cu_seq_lens_q", torch.tensor([0, query.shape[2]], dtype=torch.int32))
+    assert borders.dtype == torch.int32, "the kernels read 32 bits"
+    if len(borders) > 2:
+        assert len(query) == 1
+        assert options["max_length_q"] == int(borders.diff().max())
+    row = list(zip(borders[:-1].tolist(), borders[1:].tolist(), strict=True))
+    kept = {name: options[name] for name in ("dropout", "scaling") if name in options}
+    return documents_attention(module, query, key, value, None, spans=[row] * len(query), **kept)
+
+
+@pytest.fixture
+def reference() -> Iterator[str]:
+    """The kernel's name, known to transformers for the time of a test."""
+    AttentionInterface.register(REFERENCE, flash_reference)
+    AttentionMaskInterface.register(REFERENCE, ALL_MASK_ATTENTION_FUNCTIONS["flash_attention_2"])
+    yield REFERENCE
+    AttentionInterface._global_mapping.pop(REFERENCE)
+    AttentionMaskInterface._global_mapping.pop(REFERENCE)
+
+
+def build(family: str, attention: str, **overrides: Any) -> Any:
+    config = AutoConfig.for_model(family, **(FAMILIES[family] | overrides))
+    torch.manual_seed(0)
+    model = AutoModelForCausalLM.from_config(config, attn_implementation="eager").eval()
+    with torch.no_grad():
+        for parameter in model.parameters():
+            parameter.normal_(0.0, 0.3)
+    model.config._attn_implementation = attention
+    return model
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_a_flash_kernel_in_one_row_gives_what_the_mask_gives(worker: ModuleType, reference: str, family: str) -> None:
+    batch = worker.make_data(4, length=21).batch(range(4))
+    real = (batch.documents_BT >= 0)[..., None]
+    outputs, gradients = [], []
+    for attention in ("eager", reference):
+        model = build(family, attention)
+        forward = PackedForward(model)
+        assert model.config._attn_implementation == attention, "trying it must not leave another kernel"
+        output_BTX = forward(batch) * real
+        assert output_BTX.shape[:2] == (4, 21)
+        output_BTX.pow(2).sum().backward()
+        outputs.append(output_BTX)
+        gradients.append([p.grad for p in model.parameters()])
+    torch.testing.assert_close(outputs[1], outputs[0], rtol=1e-4, atol=1e-4)
+    for mine, theirs in zip(*gradients, strict=True):
+        torch.testing.assert_close(mine, theirs, rtol=1e-3, atol=1e-3)
+
+
+@pytest.mark.parametrize("kernel", ["flash_attention_2", "flex_attention"])
+def test_a_model_is_tried_on_the_processor_before_it_goes_to_its_kernel(kernel: str) -> None:
+    model = build("llama", kernel)
+    assert make_forward(model).weight_VD() is model.lm_head.weight
+    assert model.config._attn_implementation == kernel
+
+
+def test_borders_are_those_of_documents_and_blocks() -> None:
+    documents_BT = torch.tensor([[0, 0, 1, 1, 1, -1], [1, 1, 1, 1, 1, 1], [4, 5, 5, 5, -1, -1]])
+    positions_BT = torch.tensor([[0, 1, 0, 1, 2, 0], [0, 1, 2, 3, 4, 5], [0, 0, 1, 2, 0, 1]])
+    found = _flash_attention(Batch(documents_BT, documents_BT, positions_BT, documents_BT))
+    assert found["cu_seq_lens_q"].tolist() == [0, 2, 5, 6, 12, 13, 16, 18]
+    assert found["cu_seq_lens_k"] is found["cu_seq_lens_q"]
+    assert found["max_length_q"] == found["max_length_k"] == 6
+    assert found["position_ids"].shape == (1, 18)
+
+
+def test_flex_attention_is_given_the_mask_of_documents(worker: ModuleType) -> None:
+    batch = worker.make_data(3, length=19).batch(range(3))
+    mask = _flex_mask(batch.documents_BT)
+    rows, queries, keys = (torch.arange(n) for n in (3, 19, 19))
+    visible = torch.vmap(
+        torch.vmap(torch.vmap(mask.mask_mod, (None, None, None, 0)), (None, None, 0, None)), (0, None, None, None)
+    )(rows, torch.tensor(0), queries, keys)
+    real = batch.documents_BT >= 0
+    assert torch.equal(visible & real[:, :, None], batch.attention_mask_B1TT()[:, 0] & real[:, :, None])
+    assert bool(visible.any(-1).all()), "a row that sees nothing makes no number"
+    assert PackedForward(build("opt", "flex_attention"))._attention(batch)["attention_mask"].shape == (3, 1, 19, 19)
+
+
+@pytest.mark.gpu
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
+@pytest.mark.parametrize("kernel", ["flash_attention_2", "flex_attention"])
+@pytest.mark.parametrize("family", ["llama", "opt", "gpt2"])
+def test_real_kernels_give_what_the_mask_gives(worker: ModuleType, family: str, kernel: str) -> None:
+    if kernel.startswith("flash"):
+        pytest.importorskip("flash_attn")
+    batch = worker.make_data(3, length=40).batch(range(3)).to("cuda")
+    width = {"n_embd": 64} if family == "gpt2" else {"hidden_size": 64}
+    width |= {"head_dim": 32} if family == "llama" else {}
+    outputs = []
+    for attention in ("eager", kernel):
+        forward = PackedForward(build(family, attention, **width).to("cuda", torch.bfloat16))
+        outputs.append(forward(batch)[batch.documents_BT >= 0].float())
+    torch.testing.assert_close(outputs[1], outputs[0], rtol=0.1, atol=0.1 * float(outputs[0].detach().abs().max()))
+
+
+def test_a_model_that_passes_nothing_to_its_attention_is_refused(reference: str) -> None:
+    model = build("llama", reference)
+    forward = model.model.forward
+
+    def without(input_ids: Any, attention_mask: Any = None, position_ids: Any = None, use_cache: bool = True) -> Any:
+        return forward(input_ids, attention_mask=attention_mask, position_ids=position_ids, use_cache=use_cache)
+
+    model.model.forward = without
+    with pytest.raises(ValueError, match="passes nothing on to its attention: with flash_reference"):
+        make_forward(model)
+
+
+@pytest.mark.parametrize("family", ["opt", "gpt_neox"])
+def test_a_model_with_a_flash_kernel_decodes_with_masks(reference: str, family: str) -> None:
+    prompt = torch.tensor([[5, 9, 2, 7]])
+    logits = []
+    for attention in ("eager", reference):
+        model = build(family, attention)
+        scorer = wrap_model(model, check=False)
+        cache = scorer.new_cache(1, 8)
+        with torch.inference_mode():
+            logits.append(scorer.logits(scorer.extend(cache, prompt)))
+        assert model.config._attn_implementation == attention
+    torch.testing.assert_close(logits[1], logits[0], rtol=1e-4, atol=1e-4)
+
+
+def test_other_kernels_are_left_alone_while_masks_are_used() -> None:
+    model = build("llama", "eager")
+    with masked_attention(model):
+        assert model.config._attn_implementation == "eager"
+    model.config._attn_implementation = "flash_attention_2"
+    with masked_attention(model):
+        assert model.config._attn_implementation == "sdpa"
+    assert model.config._attn_implementation == "flash_attention_2"
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("family", ["llama", "phi"])
+def test_compiled_it_gives_the_same(worker: ModuleType, family: str) -> None:
+    model = build(family, "sdpa")
+    batch = worker.make_data(3, length=19).batch(range(3))
+    real = batch.documents_BT >= 0
+    plain, forward = make_forward(model), make_forward(model)
+    wanted = plain(batch)[real]
+    forward.compile()
+    found = forward(batch)[real]
+    torch.testing.assert_close(found, wanted, rtol=1e-4, atol=1e-4)
+    torch.testing.assert_close(plain(batch)[real], wanted, rtol=1e-4, atol=1e-4)
+    found.sum().backward()
+    assert all(p.grad is not None for p in model.model.parameters())
+
+
+def test_peft_may_wrap_the_model(worker: ModuleType) -> None:
+    peft = pytest.importorskip("peft")
+    wrapper = peft.get_peft_model(
+        build("llama", "sdpa"), peft.LoraConfig(r=2, target_modules=["q_proj", "down_proj"], init_lora_weights=False)
+    )
+    batch = worker.make_data(3).batch(range(3))
+    forward = make_forward(wrapper)
+    assert forward.weight_VD() is wrapper.get_base_model().lm_head.weight
+    real = batch.documents_BT >= 0
+    wanted = wrapper.base_model.model.model(
+        batch.tokens_BT, attention_mask=batch.attention_mask_B1TT(), position_ids=batch.positions_BT
+    ).last_hidden_state
+    torch.testing.assert_close(forward(batch)[real], wanted[real], rtol=1e-4, atol=1e-4)
+    wrapper.disable_adapter_layers()
+    assert not torch.allclose(forward(batch)[real], wanted[real], atol=1e-2), "the adapter had no effect"
+
+
+WITH_NORM = {family: {} for family in FAMILIES} | {"opt": {"word_embed_proj_dim": 16}}
+
+
+def entering(norm: torch.nn.Module, model: Any, **inputs: Any) -> torch.Tensor:
+    """What goes into a norm in the model's own forward."""
+    found: list[torch.Tensor] = []
+    handle = norm.register_forward_pre_hook(lambda module, args: found.append(args[0]))
+    model(**inputs, use_cache=False)
+    handle.remove()
+    return found[0]
+
+
+@pytest.mark.parametrize("attention", ["sdpa", "eager", REFERENCE])
+@pytest.mark.parametrize("family", WITH_NORM)
+def test_states_before_the_norm_are_what_goes_into_it(
+    worker: ModuleType, reference: str, family: str, attention: str
+) -> None:
+    assert reference == REFERENCE
+    batch = worker.make_data(4, length=21).batch(range(4))
+    model = build(family, attention, **WITH_NORM[family])
+    forward, after = PackedForward(model, "before-norm"), PackedForward(model)
+    assert forward.by_document == (attention == "sdpa")
+    states_BTD = forward.hidden(batch)
+    real = batch.documents_BT >= 0
+    torch.testing.assert_close(forward.after_norm(states_BTD)[real], after.hidden(batch)[real], rtol=1e-4, atol=1e-4)
+    torch.testing.assert_close(forward(batch)[real], after(batch)[real], rtol=1e-4, atol=1e-4)
+    assert after.after_norm(states_BTD) is states_BTD
+    norm = final_norm(model.base_model)
+    assert not norm._forward_pre_hooks
+    model.config._attn_implementation = "eager"
+    for row, documents_T in enumerate(batch.documents_BT):
+        for document in documents_T[documents_T >= 0].unique():
+            place = documents_T == document
+            alone_1TD = entering(norm, model, input_ids=batch.tokens_BT[row : row + 1, place])
+            torch.testing.assert_close(states_BTD[row, place], alone_1TD[0], rtol=1e-3, atol=1e-3)
+
+
+def test_gradients_flow_through_states_before_the_norm(worker: ModuleType) -> None:
+    batch = worker.make_data(3).batch(range(3))
+    gradients = []
+    for states in ("after-norm", "before-norm"):
+        model = build("llama", "sdpa")
+        forward = PackedForward(model, states)
+        after_BTD = forward.after_norm(forward.hidden(batch))
+        (after_BTD * (batch.documents_BT >= 0)[..., None]).pow(2).sum().backward()
+        gradients.append([p.grad for p in model.model.parameters()])
+    for mine, theirs in zip(*gradients, strict=True):
+        torch.testing.assert_close(mine, theirs, rtol=1e-3, atol=1e-3)
+    with torch.no_grad():
+        assert not forward.hidden(batch).requires_grad
+
+
+def test_states_of_another_type_are_normed_in_the_models_own(worker: ModuleType) -> None:
+    batch = worker.make_data(2).batch(range(2))
+    forward = PackedForward(build("gpt_neox", "sdpa"), "before-norm")
+    with torch.no_grad():
+        states_BTD = forward.hidden(batch)
+        kept_BTD = forward.after_norm(states_BTD.bfloat16())  # as from a cache on disk
+        torch.testing.assert_close(kept_BTD, forward.after_norm(states_BTD), rtol=0.05, atol=0.05)
+
+
+@pytest.mark.slow
+def test_compiled_it_gives_the_same_states_before_the_norm(worker: ModuleType) -> None:
+    model = build("llama", "sdpa")
+    batches = [worker.make_data(3, length=length).batch(range(3)) for length in (19, 23)]
+    plain, forward = PackedForward(model, "before-norm"), PackedForward(model, "before-norm")
+    forward.compile()
+    for batch in (*batches, *batches):
+        real = batch.documents_BT >= 0
+        wanted = plain.hidden(batch)[real]
+        found = forward.hidden(batch)[real]
+        torch.testing.assert_close(found, wanted, rtol=1e-4, atol=1e-4)
+        torch.testing.assert_close(forward(batch)[real], plain(batch)[real], rtol=1e-4, atol=1e-4)
+    found.sum().backward()
+    assert all(p.grad is not None for p in model.model.layers.parameters())
+
+
+def test_adapters_change_states_before_the_norm(worker: ModuleType) -> None:
+    peft = pytest.importorskip("peft")
+    batch = worker.make_data(3).batch(range(3))
+    plain = PackedForward(build("llama", "sdpa"), "before-norm").hidden(batch)
+    settings = peft.LoraConfig(r=2, target_modules=["q_proj", "down_proj"], init_lora_weights=False)
+    adapted = peft.get_peft_model(build("llama", "sdpa"), settings)
+    forward, after = PackedForward(adapted, "before-norm"), PackedForward(adapted)
+    real = batch.documents_BT >= 0
+    found = forward.hidden(batch)
+    torch.testing.assert_close(forward.after_norm(found)[real], after.hidden(batch)[real], rtol=1e-4, atol=1e-4)
+    assert not torch.allclose(found[real], plain[real], atol=1e-2), "the adapter had no effect"
+    with adapted.disable_adapter():
+        torch.testing.assert_close(forward.hidden(batch)[real], plain[real], rtol=1e-4, atol=1e-4)
+
+
+@pytest.mark.parametrize(
+    ("family", "states", "message"),
+    [
+        ("opt", "before-norm", "of type 'opt': its last hidden states are not the output of a norm"),
+        ("llama", "befor-norm", "states is 'befor-norm', expected one of after-norm, before-norm"),
+    ],
+)
+def test_states_that_cannot_be_had_are_refused(family: str, states: str, message: str) -> None:
+    with pytest.raises(ValueError, match=message):
+        PackedForward(build(family, "sdpa"), states)

@@ -1,0 +1,274 @@
+"""Encoder-decoders on packed blocks: an answer has the loss of the model's own forward, and decoding sees the same."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from pathlib import Path
+from types import ModuleType
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from draftsmith.data.blocks.packing import Batch, Document, make_batch
+from draftsmith.data.conversations import Conversation, Turn
+from draftsmith.data.rendering.render import render, render_prompt
+from draftsmith.data.rendering.templates import get_template
+from draftsmith.data.tokenizers import train_bpe
+from draftsmith.decode.engine import Limits, generate
+from draftsmith.decode.methods import Parts, build_method
+from draftsmith.decode.models.loading import wrap_model
+from draftsmith.decode.rng import Rng
+from draftsmith.decode.warpers import Sampling
+from draftsmith.train.forward.packed import PackedForward, make_forward
+from draftsmith.train.forward.seq2seq import SourceForward, find_answers
+from draftsmith.train.loop.fit import fit
+from draftsmith.train.losses.drafter import cross_entropy, shifted_labels
+from draftsmith.train.tasks.drafter import DrafterTask
+from draftsmith.train.teachers.teacher import ModelTeacher
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from transformers import AutoConfig, AutoModelForSeq2SeqLM, BartConfig, BartForConditionalGeneration
+
+VOCAB = 32
+SIZES = {
+    "vocab_size": VOCAB,
+    "d_model": 16,
+    "d_kv": 6,
+    "d_ff": 24,
+    "num_layers": 2,
+    "num_heads": 3,
+    "relative_attention_num_buckets": 8,
+    "relative_attention_max_distance": 12,
+    "decoder_start_token_id": 3,
+}
+FAMILIES: dict[str, dict[str, Any]] = {
+    "t5": {"model_type": "t5"},  # its output is scaled
+    "flan-t5": {"model_type": "t5", "feed_forward_proj": "gated-gelu", "tie_word_embeddings": False},
+    "mt5": {"model_type": "mt5"},
+    "umt5": {"model_type": "umt5", "num_decoder_layers": 1},
+}
+
+
+def build(family: str = "t5", attention: str = "sdpa", seed: int = 0, **overrides: Any) -> Any:
+    changed = SIZES | FAMILIES[family] | overrides
+    config = AutoConfig.for_model(changed.pop("model_type"), **changed)
+    torch.manual_seed(seed)
+    model = AutoModelForSeq2SeqLM.from_config(config, attn_implementation=attention).eval()
+    with torch.no_grad():
+        for name, parameter in model.named_parameters():
+            if parameter.dim() == 2:  # flat distributions and weak positions would hide what is wrong
+                parameter.normal_(0.0, 2.0 if "relative" in name else 1.5 * parameter.shape[1] ** -0.5)
+    return model
+
+
+def answers_alone(model: Any, batch: Batch) -> list[tuple[int, int, torch.Tensor]]:
+    """Row, place and log-probabilities [run, V] of every answer, from a plain forward of it by itself."""
+    found = []
+    for row in range(batch.tokens_BT.shape[0]):
+        labels, documents = batch.labels_BT[row].tolist(), batch.documents_BT[row].tolist()
+        at = 1
+        while at < len(labels):
+            if labels[at] == -100:
+                at += 1
+                continue
+            end = at
+            while end < len(labels) and labels[end] != -100 and documents[end] == documents[at]:
+                end += 1
+            source = batch.tokens_BT[row, documents.index(documents[at]) : at]
+            inputs = torch.cat((torch.tensor([3]), batch.tokens_BT[row, at : end - 1]))
+            masks = {"attention_mask": torch.ones_like(source)[None], "decoder_attention_mask": torch.ones(1, end - at)}
+            logits = model(source[None], decoder_input_ids=inputs[None], **masks).logits[0]
+            found.append((row, at, logits.log_softmax(-1)))
+            at = end
+    return found
+
+
+@pytest.mark.parametrize("attention", ["sdpa", "eager"])
+@pytest.mark.parametrize("family", FAMILIES)
+def test_each_answer_has_the_loss_it_has_alone(worker: ModuleType, family: str, attention: str) -> None:
+    model = build(family, attention)
+    batch = worker.make_data(4, length=23).batch(range(4))
+    task = DrafterTask(model, None)
+    loss, count = task.module(batch.tokens_BT, batch.labels_BT, batch.positions_BT, batch.documents_BT)
+    expected, items = torch.zeros(()), 0
+    for row, at, logs in answers_alone(model, batch):
+        expected = expected - logs.gather(1, batch.tokens_BT[row, at : at + len(logs), None]).sum()
+        items += len(logs)
+    assert items == int(count) == int(task.count(batch)) > 30
+    torch.testing.assert_close(loss, expected.detach().float(), rtol=1e-5, atol=1e-5, check_dtype=False)
+    named = [(name, p) for name, p in model.named_parameters() if p.requires_grad]
+    packed = torch.autograd.grad(loss, [p for _, p in named], retain_graph=True)
+    alone = torch.autograd.grad(expected, [p for _, p in named])
+    for (name, _), mine, theirs in zip(named, packed, alone, strict=True):
+        torch.testing.assert_close(mine, theirs, rtol=2e-4, atol=2e-4, msg=lambda text, name=name: f"{name}: {text}")
+
+
+def test_the_loss_is_that_of_labels_given_to_the_model() -> None:
+    model = build()
+    source, answer = [5, 9, 4, 7, 1], [8, 6, 6, 1]
+    document = Document(np.array(source + answer), np.array([0] * 5 + [1] * 4), 0)
+    batch = make_batch([[document]], 12, 0)
+    start = torch.tensor([model.config.decoder_start_token_id])
+    assert start.item() == SourceForward(model).start_id
+    wanted = model(torch.tensor([source]), labels=torch.tensor([answer])).loss
+    forward = SourceForward(model)
+    labels = shifted_labels(batch.labels_BT, batch.documents_BT, 1).flatten()
+    loss, count = cross_entropy(forward(batch).flatten(0, 1), forward.weight_VD(), labels)
+    assert int(count) == 4
+    assert loss.item() / 4 == pytest.approx(wanted.item(), rel=1e-5)
+    assert not forward(batch)[0, [0, 3, 8, 11]].any(), "nothing is predicted there"
+
+
+@settings(max_examples=40, deadline=None)
+@given(st.lists(st.lists(st.tuples(st.integers(1, 6), st.integers(0, 5)), min_size=1, max_size=3), max_size=7))
+def test_answers_are_runs_inside_documents(documents: list[list[tuple[int, int]]]) -> None:
+    blocks, wanted, at = [], [], 0
+    for number, exchanges in enumerate(documents):
+        flags: list[int] = []
+        for question, answer in exchanges:
+            flags += [0] * question
+            if answer:
+                wanted.append((at, at + len(flags), at + len(flags) + answer))
+            flags += [1] * answer
+        at += len(flags)
+        blocks.append(Document(np.zeros(len(flags), dtype=np.int64), np.array(flags), number))
+    batch = make_batch([blocks], at + 2, 0)
+    found = find_answers(batch.labels_BT.numpy(), batch.documents_BT.numpy())
+    assert [tuple(row) for row in found.tolist()] == wanted
+
+
+def test_rows_are_not_much_longer_than_what_is_in_them(worker: ModuleType) -> None:
+    """Sources of different lengths share rows: less than half of what encoder and decoder compute is padding."""
+    from draftsmith.train.forward.seq2seq import _plan
+
+    rng = np.random.default_rng(0)
+    blocks = []
+    for _ in range(4):
+        documents = []
+        for number in range(24):
+            question, answer = (int(length) for length in rng.integers(1, [12, 30]))
+            flags = np.array([0] * question + [1] * answer)
+            documents.append(Document(rng.integers(0, VOCAB, len(flags)), flags, number))
+        blocks.append(documents)
+    batch = make_batch(blocks, max(sum(len(d.ids) for d in block) for block in blocks), 0)
+    plan = _plan(batch, 3)
+    assert float((plan.sources_RS >= 0).float().mean()) > 0.7
+    assert float((plan.answers_RM >= 0).float().mean()) > 0.7
+    assert plan.read_RS.shape[1] <= 30
+
+
+def test_a_block_without_answers_uses_every_parameter_and_changes_none() -> None:
+    model = build()
+    tokens = torch.arange(12).view(2, 6)
+    batch = Batch(tokens, torch.full_like(tokens, -100), tokens % 6, torch.zeros_like(tokens))
+    loss, count = DrafterTask(model, None).module(
+        batch.tokens_BT, batch.labels_BT, batch.positions_BT, batch.documents_BT
+    )
+    assert int(count) == 0
+    assert loss.item() == 0
+    loss.backward()
+    assert all(p.grad is not None and not p.grad.any() for p in model.parameters())
+
+
+@pytest.mark.parametrize("family", ["t5", "umt5"])
+def test_recomputed_activations_and_half_precision(worker: ModuleType, family: str) -> None:
+    batch = worker.make_data(3, length=20).batch(range(3))
+    gradients = []
+    for recompute in (False, True):
+        model = build(family).train()
+        for part in model.modules():
+            if isinstance(part, torch.nn.Dropout):
+                part.p = 0.0
+        model.config.dropout_rate = 0.0
+        for block in [*model.encoder.block, *model.decoder.block]:
+            for layer in block.layer:
+                for part in layer.children():
+                    if hasattr(part, "dropout") and isinstance(part.dropout, float):
+                        part.dropout = 0.0
+        module: Any = DrafterTask(model, None).module.train()
+        if recompute:
+            module.gradient_checkpointing_enable()
+        loss, _ = module(batch.tokens_BT, batch.labels_BT, batch.positions_BT, batch.documents_BT)
+        loss.backward()
+        gradients.append([p.grad for p in model.parameters()])
+    for mine, theirs in zip(*gradients, strict=True):
+        torch.testing.assert_close(mine, theirs, rtol=1e-5, atol=1e-5)
+    exact = SourceForward(build(family)).hidden(batch)
+    with torch.autocast("cpu", torch.bfloat16):
+        rough = SourceForward(build(family)).hidden(batch)
+    torch.testing.assert_close(rough.float(), exact, rtol=0.1, atol=0.15 * float(exact.detach().abs().max()))
+    halved = SourceForward(build(family).to(torch.bfloat16)).hidden(batch)
+    assert halved.dtype == torch.bfloat16
+    torch.testing.assert_close(halved.float(), exact, rtol=0.1, atol=0.15 * float(exact.detach().abs().max()))
+
+
+@torch.no_grad()
+def test_what_is_trained_is_what_is_decoded() -> None:
+    """The states of training are those that the decoder has with the prompt of a conversation, turn by turn."""
+    tokenizer = train_bpe(["the tree reads a token fast and keeps it"], 280, ("<|endoftext|>",))
+    model = build(vocab_size=len(tokenizer))
+    template = get_template("t5")
+    texts = ["the tree", "reads a", "fast", "it"]
+    turns = tuple(Turn(("user", "assistant")[i % 2], text) for i, text in enumerate(texts))
+    rendered = render(Conversation("a", turns), template, tokenizer)
+    batch = make_batch([[Document(rendered.ids, rendered.trainable(), 0)]], len(rendered.ids) + 3, 0)
+    hidden_BTD = SourceForward(model).hidden(batch)
+    scorer = wrap_model(model)
+    for (start, end), asked in zip(rendered.spans, (1, 3), strict=True):
+        prompt = render_prompt(turns[:asked], template, tokenizer)
+        (begin,), cache = scorer.begin([prompt], end - start)
+        inputs = torch.tensor([[*begin, *rendered.ids[start : end - 1].tolist()]])
+        wanted_MV = scorer.logits(scorer.extend(cache, inputs))[0]
+        found_MV = model.lm_head(hidden_BTD[0, start - 1 : end - 1])
+        torch.testing.assert_close(found_MV, wanted_MV, rtol=1e-4, atol=1e-4)
+
+
+def test_a_t5_learns_from_a_t5_and_drafts_for_it(
+    worker: ModuleType, tmp_path: Path, logged: Callable[..., list[Any]]
+) -> None:
+    target, drafter = build(seed=1, d_model=24), build(seed=2)
+    teacher = ModelTeacher(target)
+    task = DrafterTask(drafter, worker.make_data(8, seed=3), {"forward-kl": 1.0}, teacher, judge=teacher)
+    config = worker.make_config(steps=25, evaluate_every=25, save_every=0)
+    result = fit(task, worker.make_data(), config, tmp_path)
+    before = logged(tmp_path, "evaluation")[0]
+    assert result.last_loss < 0.9 * result.first_loss
+    assert result.metrics["overlap"] > before["overlap"] + 0.03
+    prompts = [[5, 9, 7, 1], [8, 1], [4, 6, 2, 11, 30, 1]]
+    scorer = wrap_model(target)
+    method = build_method("speculative", Parts(drafter=wrap_model(drafter, check=False)), Sampling(), gamma=3)
+    steps = list(generate(scorer, *method, prompts, Limits(12), Sampling(), Rng.for_rows(0, 3)))
+    for row, prompt in enumerate(prompts):
+        found = [token for step in steps for token in step.new_ids[row]]
+        options = {"do_sample": False, "eos_token_id": None, "pad_token_id": 0, "max_new_tokens": 12}
+        ids = torch.tensor([prompt])
+        wanted = target.generate(ids, attention_mask=torch.ones_like(ids), **options)
+        assert found[:12] == wanted[0, 1:].tolist()
+
+
+@pytest.mark.slow
+def test_compiled_it_gives_the_same(worker: ModuleType) -> None:
+    model = build()
+    forward, compiled = make_forward(model), make_forward(model)
+    compiled.compile()
+    for rows in (range(2), range(2, 5)):
+        batch = worker.make_data(5, length=19).batch(rows)
+        torch.testing.assert_close(compiled(batch), forward(batch), rtol=1e-4, atol=1e-4)
+
+
+def test_what_cannot_be_run_is_refused() -> None:
+    bart = BartForConditionalGeneration(
+        BartConfig(vocab_size=VOCAB, d_model=16, encoder_layers=1, decoder_layers=1, encoder_attention_heads=2)
+    )
+    with pytest.raises(ValueError, match="'bart' are not supported; known: t5, mt5, umt5"):
+        make_forward(bart)
+    with pytest.raises(ValueError, match="is an encoder-decoder, and a decoder is needed"):
+        PackedForward(build())
+    with pytest.raises(ValueError, match="eager or sdpa attention, got flex_attention"):
+        make_forward(build(attention="flex_attention"))
+    strange = build()
+    strange.decoder.final_layer_norm.register_forward_hook(lambda *call: call[-1] + call[-1].mean(1, keepdim=True))
+    with pytest.raises(ValueError, match="answers that share a row differ from answers alone"):
+        make_forward(strange)
+    assert isinstance(make_forward(build()), SourceForward)

@@ -1,0 +1,127 @@
+"""The weights that decode best are those that stay, in whatever pieces a run was done; and what a run reports."""
+
+from __future__ import annotations
+
+import json
+import shutil
+from collections.abc import Callable
+from pathlib import Path
+from types import ModuleType
+from typing import Any
+
+import pytest
+import torch
+from draftsmith.train.loop.fit import FitResult, fit
+from draftsmith.train.tasks.drafter import DrafterTask
+
+Logged = Callable[..., list[Any]]
+SCORES = [1.0, 1.5, 1.9, 1.7, 1.8]  # before training, and after 2, 4, 6 and 8 steps
+
+
+class Scored:
+    """Evaluations with given scores, and the weights that each of them saw."""
+
+    def __init__(self, worker: ModuleType, scores: list[float] = SCORES) -> None:
+        self.task = DrafterTask(worker.make_model(), None, evaluate_fn=self.measure)
+        self.scores, self.seen = dict(zip(range(0, 99, 2), scores, strict=False)), {}
+        self.task.begin = self.begin  # type: ignore[method-assign]
+        self.step, self.stop_at = 0, 99
+
+    def begin(self, step: int, steps: int) -> None:
+        self.step = step + 1
+        if self.step == self.stop_at:
+            raise KeyboardInterrupt
+
+    def measure(self, model: Any) -> dict[str, float]:
+        self.seen[self.step] = {name: tensor.clone() for name, tensor in model.state_dict().items()}
+        return {"score": self.scores[self.step]}
+
+
+def run(worker: ModuleType, scored: Scored, folder: Path, **overrides: Any) -> FitResult:
+    settings = {"steps": 8, "evaluate_every": 2, "save_every": 2, "keep_checkpoints": 1, "keep_best": "score"}
+    return fit(scored.task, worker.make_data(), worker.make_config(**(settings | overrides)), folder)
+
+
+def same(model: Any, weights: dict[str, torch.Tensor]) -> bool:
+    return all(torch.equal(tensor, weights[name]) for name, tensor in model.state_dict().items())
+
+
+@pytest.mark.parametrize("save_every", [2, 3, 0])
+def test_the_best_weights_stay(worker: ModuleType, tmp_path: Path, capfd: Any, save_every: int):
+    scored = Scored(worker)
+    result = run(worker, scored, tmp_path, save_every=save_every)
+    assert (result.kept_step, result.steps) == (4, 8)
+    assert result.metrics == {"score": 1.9}
+    assert same(scored.task.module.model, scored.seen[4])
+    assert not same(scored.task.module.model, scored.seen[8])
+    assert "score 1.9 after step 4, 1.8 after the last step: the weights of step 4 are kept" in capfd.readouterr().err
+    kept = sorted(path.name for path in (tmp_path / "checkpoints").iterdir())
+    assert kept == ["step-000004", "step-000008"], "the best one is not counted as one of the newest"
+    again = Scored(worker)
+    assert run(worker, again, tmp_path, save_every=save_every).kept_step == 4
+    assert same(again.task.module.model, scored.seen[4])
+    assert not again.seen, "nothing is measured twice"
+
+
+@pytest.mark.parametrize("stop_at", [4, 5, 6, 8])
+def test_a_run_in_pieces_keeps_the_same(worker: ModuleType, tmp_path: Path, stop_at: int):
+    whole, first, second = Scored(worker), Scored(worker), Scored(worker)
+    expected = run(worker, whole, tmp_path / "whole")
+    first.stop_at = stop_at
+    with pytest.raises(KeyboardInterrupt):
+        run(worker, first, tmp_path / "pieces")
+    found = run(worker, second, tmp_path / "pieces")
+    assert found.resumed_from == 2 * ((stop_at - 1) // 2)
+    assert (found.kept_step, found.metrics) == (expected.kept_step, expected.metrics)
+    assert same(second.task.module.model, whole.seen[4])
+
+
+def test_the_last_weights_stay_where_they_are_best_or_asked_for(worker: ModuleType, tmp_path: Path):
+    best_last = Scored(worker, [1.0, 1.1, 1.2, 1.3, 1.3])
+    assert run(worker, best_last, tmp_path / "best").kept_step == 8, "of equal ones the later"
+    last = Scored(worker)
+    result = run(worker, last, tmp_path / "last", keep_best=None)
+    assert result.kept_step == 8
+    assert result.metrics == {"score": 1.8}
+    assert same(last.task.module.model, last.seen[8])
+    assert result.outlook is None
+
+
+def test_training_that_harms_gives_back_the_beginning(worker: ModuleType, tmp_path: Path, capfd: Any):
+    scored = Scored(worker, [2.0, 1.5, 1.4, 1.3, 1.2])
+    assert run(worker, scored, tmp_path).kept_step == 0
+    assert same(scored.task.module.model, scored.seen[0])
+    assert "training has gained nothing" in capfd.readouterr().err
+
+
+def test_what_is_no_number_is_never_the_best(worker: ModuleType, tmp_path: Path):
+    result = run(worker, Scored(worker, [1.0, 2.0, float("nan"), 1.5, 1.6]), tmp_path)
+    assert (result.kept_step, result.metrics) == (2, {"score": 2.0})
+
+
+def test_a_best_checkpoint_that_is_gone_is_said(worker: ModuleType, tmp_path: Path, capfd: Any):
+    run(worker, Scored(worker), tmp_path)
+    shutil.rmtree(tmp_path / "checkpoints" / "step-000004")
+    again = Scored(worker)
+    assert run(worker, again, tmp_path).kept_step == 8
+    assert "there is no checkpoint of step 4: the last weights stay" in capfd.readouterr().err
+
+
+def test_the_outlook_follows_the_curve(worker: ModuleType, tmp_path: Path, capfd: Any):
+    scores = [1.0] + [2.0 - 1.0 * step**-0.5 for step in (2, 4, 6, 8)]
+    result = run(worker, Scored(worker, scores), tmp_path)
+    assert result.outlook is not None
+    assert result.outlook["now"] == pytest.approx(scores[-1], abs=1e-3)
+    assert result.outlook["gain"] == pytest.approx(8**-0.5 - 16**-0.5, rel=0.05)
+    assert "as many again add 0.1" in capfd.readouterr().err
+
+
+def test_steps_report_speed_use_and_memory(worker: ModuleType, tmp_path: Path, logged: Logged):
+    run(worker, Scored(worker), tmp_path)
+    lines = [json.loads(line) for line in (tmp_path / "log.jsonl").read_text().splitlines()]
+    steps = [line for line in lines if "loss" in line]
+    assert len(steps) == 8
+    for line in steps:
+        assert 0 < line["mfu"] < 1
+        assert line["tokens_per_second"] > 0
+        assert 50e6 < line["peak_memory_bytes"] < 50e9

@@ -1,0 +1,293 @@
+"""The loss of K heads equals the plain formulas, head by head, and costs what it says."""
+
+from __future__ import annotations
+
+import importlib.util
+from collections.abc import Iterable
+from typing import Any
+
+import pytest
+import torch
+import torch.nn.functional as F
+from draftsmith.train.losses.drafter import OBJECTIVES, DenseTeacher, SparseTeacher, TopK, mixture
+from draftsmith.train.losses.heads import heads_mixture
+from torch import Tensor
+from torch.utils._python_dispatch import TorchDispatchMode
+
+# X, K, D, V, chunk
+SHAPES = [(1, 1, 2, 3, None), (19, 3, 6, 11, 5), (40, 5, 3, 17, 1), (33, 2, 7, 50, 64), (64, 4, 8, 9, 64)]
+WEIGHTS = [
+    {"cross-entropy": 1.0},
+    {"forward-kl": 1.0},
+    {"cross-entropy": 0.3, "lk-lambda": 0.7},
+    {"total-variation": 0.5, "reverse-kl": 2.0},
+]
+
+
+class Case:
+    """Random heads at positions 0, 1, ..., X − 1 of a longer block; the target's state at t + 1 + k teaches head k."""
+
+    def __init__(self, shape: tuple[int, ...], dtype: torch.dtype = torch.float32, frozen: bool = False) -> None:
+        positions, heads, hidden, vocab = shape[:4]
+        torch.manual_seed(positions)
+        self.features = torch.randn(positions, heads, hidden).to(dtype).requires_grad_()
+        self.projections = [torch.randn(vocab, hidden).to(dtype).requires_grad_(not frozen) for _ in range(heads)]
+        self.labels = torch.randint(vocab, (positions, heads))
+        self.labels[1::3, 0] = -100
+        self.labels[::5] = -100
+        if heads > 1:
+            self.labels[:, 1] = -100  # a head that nothing is known for
+        target = torch.randn(positions + heads + 3, hidden + 2), torch.randn(vocab, hidden + 2)
+        self.teacher = DenseTeacher(*(tensor.to(dtype) for tensor in target))
+        self.rows = torch.arange(positions)[:, None] + torch.arange(1, heads + 1)
+        self.rows[self.labels == -100] = -1
+        self.scale = 0.8 ** torch.arange(heads)
+
+    @property
+    def leaves(self) -> list[Tensor]:
+        return [tensor for tensor in (self.features, *self.projections) if tensor.requires_grad]
+
+    def naive(self, weights: dict[str, float], heat: float = 1.0) -> Tensor:
+        """Each head's sum, float64, of logits of all heads."""
+        logits = torch.stack(
+            [self.features[:, k].double() @ w.double().T for k, w in enumerate(self.projections)], dim=1
+        )
+        target = self.teacher.hidden_XE.double() @ self.teacher.weight_VE.double().T
+        sums = []
+        for k in range(len(self.projections)):
+            kept = self.labels[:, k] != -100
+            args = logits[kept, k], target[self.rows[kept, k]], self.labels[kept, k]
+            sums.append(sum(weight * literal(name, *args, heat) for name, weight in weights.items()))
+        return torch.stack(sums)
+
+    def found(self, weights: dict[str, float], chunk: int | None, heat: float = 1.0, **more: Any) -> Any:
+        return heads_mixture(
+            weights, self.features, self.projections, self.labels, self.teacher, self.rows, heat, chunk, **more
+        )
+
+
+def literal(name: str, logits: Tensor, target: Tensor, labels: Tensor, heat: float) -> Tensor:
+    if name == "cross-entropy":
+        return F.cross_entropy(logits, labels, reduction="sum")
+    q, p = (logits / heat).softmax(-1), (target / heat).softmax(-1)
+    alpha = torch.minimum(p, q).sum(-1, keepdim=True)
+    share = torch.exp(-3 * alpha.detach())
+    kl = (p * (p.log() - q.log())).sum(-1, keepdim=True)
+    formulas = {
+        "forward-kl": kl,
+        "reverse-kl": q * (q.log() - p.log()),
+        "total-variation": 1 - alpha,
+        "lk-lambda": share * kl + (1 - share) * (1 - alpha),
+    }
+    return heat**2 * formulas[name].sum()
+
+
+def close(found: Iterable[Tensor], expected: Iterable[Tensor], rtol: float, atol: float) -> None:
+    for mine, theirs in zip(found, expected, strict=True):
+        torch.testing.assert_close(mine, theirs.to(mine.dtype), rtol=rtol, atol=atol)
+
+
+def distance(found: Tensor, expected: Tensor) -> float:
+    return float((found.double() - expected.double()).norm() / expected.double().norm().clamp(min=1e-9))
+
+
+@pytest.mark.parametrize("shape", SHAPES, ids=str)
+@pytest.mark.parametrize("weights", WEIGHTS, ids=lambda weights: "+".join(weights))
+@pytest.mark.parametrize(("dtype", "rtol"), [(torch.float32, 1e-4), (torch.float64, 1e-9)], ids=str)
+@pytest.mark.parametrize("heat", [1.0, 1.7])
+def test_equals_the_formula(shape: Any, weights: dict[str, float], dtype: torch.dtype, rtol: float, heat: float):
+    case = Case(shape, dtype)
+    expected = case.naive(weights, heat)
+    grads = torch.autograd.grad((expected * case.scale).sum(), case.leaves, materialize_grads=True)
+    sums, counts = case.found(weights, shape[4], heat)
+    assert sums.dtype == dtype
+    assert counts.tolist() == (case.labels != -100).sum(0).tolist()
+    close(sums, expected, rtol / 10, rtol)
+    close(torch.autograd.grad((sums * case.scale).sum(), case.leaves), grads, rtol, rtol / 2)
+
+
+@pytest.mark.parametrize("weights", WEIGHTS, ids=lambda weights: "+".join(weights))
+@pytest.mark.parametrize("autocast", [False, True], ids=["bfloat16", "autocast"])
+def test_sixteen_bits_stay_close(weights: dict[str, float], autocast: bool):
+    """Parameters in bfloat16; and in float32 under autocast, where their gradients are float32."""
+    case = Case((65, 3, 32, 50), torch.float32 if autocast else torch.bfloat16)
+    grads = torch.autograd.grad(case.naive(weights).sum(), case.leaves)
+    with torch.autocast("cpu", dtype=torch.bfloat16, enabled=autocast):
+        sums, _ = case.found(weights, 16)
+    assert sums.dtype == torch.float32
+    torch.testing.assert_close(sums, case.naive(weights).float(), rtol=2e-2, atol=1e-2)
+    for leaf, mine, theirs in zip(case.leaves, torch.autograd.grad(sums.sum(), case.leaves), grads, strict=True):
+        assert mine.dtype == leaf.dtype
+        assert distance(mine, theirs) < 3e-2
+
+
+@pytest.mark.parametrize("taught", [False, True])
+def test_no_positions_and_no_labels_are_zero_with_zero_gradients(taught: bool):
+    for case in (Case((0, 2, 4, 9)), Case((6, 2, 4, 9))):
+        case.labels.fill_(-100)
+        sums, counts = case.found({"forward-kl" if taught else "cross-entropy": 1.0}, None)
+        assert counts.tolist() == [0, 0]
+        assert sums.tolist() == [0, 0]
+        for leaf, grad in zip(case.leaves, torch.autograd.grad(sums.sum(), case.leaves), strict=True):
+            assert torch.equal(grad, torch.zeros_like(leaf))
+
+
+@pytest.mark.parametrize("weights", WEIGHTS[:2], ids=lambda weights: "+".join(weights))
+def test_a_projection_that_all_heads_share(weights: dict[str, float]):
+    """Trained: one gradient, the weighted sum of the heads'. Frozen: none, and the features' gradient stays."""
+    for frozen in (False, True):
+        case = Case((33, 3, 6, 17), frozen=frozen)
+        case.projections = case.projections[:1] * 3
+        leaves = [case.features] if frozen else [case.features, case.projections[0]]
+        expected = torch.autograd.grad((case.naive(weights) * case.scale).sum(), leaves)
+        sums, _ = case.found(weights, 8)
+        close(torch.autograd.grad((sums * case.scale).sum(), leaves), expected, 1e-4, 5e-5)
+
+
+def test_any_rows_of_a_teacher_may_be_wanted_by_any_head():
+    """In no order, more than once, and by more positions than a chunk has."""
+    case = Case((50, 3, 6, 11))
+    case.rows = torch.randint(9, case.rows.shape)
+    case.rows[:, 2] = 4
+    weights = {"forward-kl": 1.0, "cross-entropy": 0.5}
+    expected = case.naive(weights)
+    grads = torch.autograd.grad(expected.sum(), case.leaves)
+    sums, _ = case.found(weights, 4)
+    close(sums, expected, 1e-5, 1e-4)
+    close(torch.autograd.grad(sums.sum(), case.leaves), grads, 1e-4, 5e-5)
+
+
+@pytest.mark.parametrize(("top_k", "sparse"), [(TopK(4), False), (TopK(4, "renormalise"), False), (None, True)])
+def test_a_teacher_of_few_tokens_is_that_of_a_drafter(top_k: TopK | None, sparse: bool):
+    """Each head alone is a drafter with the same rows of the teacher."""
+    case = Case((33, 3, 6, 17))
+    logits = case.teacher.hidden_XE @ case.teacher.weight_VE.T
+    teacher: Any = case.teacher
+    if sparse:
+        log_probs, ids = logits.log_softmax(1).topk(5, dim=1)
+        teacher = SparseTeacher(ids, log_probs)
+    sums, _ = heads_mixture(
+        {"forward-kl": 1.0}, case.features, case.projections, case.labels, teacher, case.rows, 1.0, 7, top_k
+    )
+    for k, weight in enumerate(case.projections):
+        rows = case.rows[:, k].clamp(min=0)
+        if sparse:
+            mine: Any = SparseTeacher(teacher.ids_XK[rows], teacher.log_probs_XK[rows])
+        else:
+            mine = DenseTeacher(logits[rows])
+        alone, _ = mixture(
+            {"forward-kl": 1.0}, case.features[:, k], weight, case.labels[:, k], mine, chunk=7, top_k=top_k
+        )
+        torch.testing.assert_close(sums[k], alone)
+
+
+class Watch(TorchDispatchMode):
+    """Elements of the largest result, bytes of the largest allocation, and the operations of matrix products."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.largest = self.products = 0
+        self.clones: list[tuple[int, ...]] = []
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        result = func(*args, **(kwargs or {}))
+        name = func.overloadpacket.__name__
+        if name in ("mm", "addmm_"):
+            left, right = [value for value in args if isinstance(value, Tensor)][-2:]
+            self.products += 2 * left.shape[0] * left.shape[1] * right.shape[1]
+        if name == "clone":
+            self.clones.append(tuple(result.shape))
+        for value in result if isinstance(result, list | tuple) else [result]:
+            if isinstance(value, Tensor):
+                self.largest = max(self.largest, value.untyped_storage().nbytes() // value.element_size())
+        return result
+
+
+@pytest.mark.parametrize(("frozen", "each"), [(False, 3), (True, 2)])
+def test_the_teacher_is_computed_once_for_all_heads_and_nothing_twice(frozen: bool, each: int):
+    positions, heads, hidden, vocab = 96, 4, 8, 32
+    case = Case((positions, heads, hidden, vocab), frozen=frozen)
+    case.labels = torch.randint(vocab, (positions, heads))
+    case.rows = torch.arange(positions)[:, None] + torch.arange(1, heads + 1)
+    with Watch() as watch:
+        case.found({"forward-kl": 1.0}, 16)[0].sum().backward()
+    theirs = 2 * (positions + heads - 1) * (hidden + 2) * vocab
+    assert watch.products == each * 2 * positions * heads * hidden * vocab + theirs
+
+
+@pytest.mark.parametrize("weights", WEIGHTS, ids=lambda weights: "+".join(weights))
+def test_logits_of_one_head_never_exist_and_gradients_are_handed_over(weights: dict[str, float]):
+    positions, heads, hidden, vocab, chunk = 2048, 3, 8, 4096, 64
+    case = Case((positions, heads, hidden, vocab))
+    with Watch() as watch:
+        case.found(weights, chunk)[0].sum().backward()
+    assert vocab * hidden <= watch.largest <= vocab * chunk
+    assert (vocab, hidden) not in watch.clones
+    assert all(weight.grad is not None for weight in case.projections)
+
+
+def test_mistakes_are_refused():
+    case = Case((6, 2, 4, 9))
+    given = (case.features, case.projections, case.labels)
+    with pytest.raises(ValueError, match="needs a teacher"):
+        heads_mixture({"forward-kl": 1.0}, *given)
+    with pytest.raises(ValueError, match="teacher_rows_XK"):
+        heads_mixture({"forward-kl": 1.0}, *given, case.teacher)
+    with pytest.raises(ValueError, match="did you mean 'forward-kl'"):
+        case.found({"foward-kl": 1.0}, None)
+    with pytest.raises(ValueError, match="computes cross entropy alone"):
+        case.found({"forward-kl": 1.0}, None, liger=True)
+    installed = importlib.util.find_spec("liger_kernel") is not None
+    with pytest.raises(ValueError, match="CUDA device" if installed else "pip install liger-kernel"):
+        case.found({"cross-entropy": 1.0}, None, liger=True)
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("shape", [(1, 1, 16, 48), (300, 3, 64, 1000), (257, 4, 128, 32000)], ids=str)
+@pytest.mark.parametrize("frozen", [False, True])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+@pytest.mark.parametrize("autocast", [False, True])
+def test_liger_equals_ours(shape: Any, frozen: bool, dtype: torch.dtype, autocast: bool):
+    pytest.importorskip("liger_kernel")
+    case = Case(shape, dtype, frozen)
+    features = case.features.detach().cuda().mul_(shape[2] ** -0.5).requires_grad_()
+    projections = [weight.detach().cuda().requires_grad_(not frozen) for weight in case.projections]
+    leaves = [features, *([] if frozen else projections)]
+    results = []
+    for liger in (False, True):
+        with torch.autocast("cuda", dtype=torch.bfloat16, enabled=autocast):
+            sums, counts = heads_mixture(
+                {"cross-entropy": 0.7}, features, projections, case.labels.cuda(), liger=liger
+            )  # fmt: skip
+        grads = torch.autograd.grad((sums * case.scale.cuda()).sum(), leaves, materialize_grads=True)
+        results.append((sums, counts, grads))
+    ours, theirs = results
+    exact = dtype == torch.float32 and not autocast
+    torch.testing.assert_close(ours[0], theirs[0].float(), rtol=2e-3 if exact else 2e-2, atol=1e-2)
+    assert torch.equal(ours[1], theirs[1])
+    for mine, other in zip(ours[2], theirs[2], strict=True):
+        assert mine.dtype == other.dtype
+        assert distance(other, mine) < (2e-3 if exact else 3e-2)
+
+
+@pytest.mark.gpu
+def test_liger_trains_projections_of_features_that_are_not_trained():
+    """Heads without a block: without a gradient of the features the kernel would make none for the projections."""
+    pytest.importorskip("liger_kernel")
+    case = Case((50, 2, 16, 100))
+    weights = [weight.detach().cuda().requires_grad_() for weight in case.projections]
+    given = {"cross-entropy": 1.0}, case.features.detach().cuda(), weights, case.labels.cuda()
+    ours, theirs = (
+        torch.autograd.grad(heads_mixture(*given, liger=way)[0].sum(), weights, materialize_grads=True)
+        for way in (False, True)
+    )
+    for mine, other in zip(ours, theirs, strict=True):
+        assert distance(other, mine) < 2e-3
+
+
+def test_every_objective_is_known_to_heads():
+    case = Case((20, 2, 4, 9))
+    for name in OBJECTIVES:
+        sums, _ = case.found({name: 1.0}, None)
+        assert float(sums[0].detach()) > 0
+        assert float(sums[1].detach()) == 0  # no labels

@@ -1,0 +1,420 @@
+"""The chunked losses equal the plain formulas, in value and gradient, and never hold a batch's logits."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+import torch.nn.functional as F
+from draftsmith.train.losses.drafter import (
+    OBJECTIVES,
+    DenseTeacher,
+    SparseTeacher,
+    TopK,
+    agreement,
+    cross_entropy,
+    head_labels,
+    label_hits,
+    mixture,
+    shifted_labels,
+)
+from draftsmith.train.losses.objectives import LK_DECAY
+from torch import Tensor
+from torch.utils._python_dispatch import TorchDispatchMode
+
+SHAPES = [(1, 3, 2, None), (7, 5, 11, 3), (64, 16, 33, 64), (65, 8, 17, 97), (33, 1, 5, 1)]  # X, D, V, chunk
+TAUGHT = [name for name, objective in OBJECTIVES.items() if objective.needs_teacher]
+
+
+def naive(name: str, drafter: Tensor, target: Tensor) -> Tensor:
+    """Of the probabilities q and p; summed over positions."""
+    kl = torch.xlogy(target, target) - torch.xlogy(target, drafter)
+    alpha = torch.minimum(drafter, target).sum(-1, keepdim=True)
+    middle = (drafter + target) / 2
+    share = torch.exp(-LK_DECAY * alpha.detach())
+    formulas = {
+        "forward-kl": lambda: kl,
+        "reverse-kl": lambda: drafter * (drafter.log() - target.log()),
+        "jensen-shannon": lambda: 0.5 * (drafter * (drafter / middle).log() + torch.xlogy(target, target / middle)),
+        "total-variation": lambda: 0.5 * (drafter - target).abs(),
+        "lk-alpha": lambda: -alpha.log(),
+        "lk-lambda": lambda: share * kl.sum(-1, keepdim=True) + (1 - share) * (1 - alpha),
+    }
+    return formulas[name]().sum()
+
+
+def literal(name: str, logits_XV: Tensor, teacher_XV: Tensor, labels_X: Tensor, heat: float = 1.0) -> Tensor:
+    kept = labels_X != -100
+    logits, teacher, labels = logits_XV[kept].double(), teacher_XV[kept].double(), labels_X[kept]
+    if name == "cross-entropy":
+        return F.cross_entropy(logits, labels, reduction="sum")
+    return heat**2 * naive(name, (logits / heat).softmax(-1), (teacher / heat).softmax(-1))
+
+
+def coarse(probs_XV: Tensor, ids_XK: Tensor) -> Tensor:
+    """Probabilities of the events "token ids_k" and "any other"."""
+    others_XV = torch.ones_like(probs_XV).scatter(1, ids_XK, 0.0)
+    return torch.cat([probs_XV.gather(1, ids_XK), (probs_XV * others_XV).sum(1, keepdim=True)], 1)
+
+
+def inputs(positions: int, hidden: int, vocab: int, dtype: torch.dtype = torch.float32):
+    torch.manual_seed(positions)
+    drafter = (torch.randn(positions, hidden), torch.randn(vocab, hidden))
+    teacher = (torch.randn(positions, hidden + 2), torch.randn(vocab, hidden + 2))
+    labels = torch.randint(vocab, (positions,))
+    labels[1::3] = -100
+    leaves = [tensor.to(dtype).requires_grad_() for tensor in drafter]
+    return leaves, DenseTeacher(*(tensor.to(dtype) for tensor in teacher)), labels
+
+
+def logits_of(teacher: DenseTeacher) -> Tensor:
+    assert teacher.weight_VE is not None
+    return teacher.hidden_XE @ teacher.weight_VE.T
+
+
+def kept_most_likely(teacher: DenseTeacher, count: int) -> SparseTeacher:
+    log_probs, ids = logits_of(teacher).log_softmax(1).topk(count, dim=1)
+    shuffled = torch.randperm(count)
+    return SparseTeacher(ids[:, shuffled], log_probs[:, shuffled])
+
+
+@pytest.mark.parametrize(("positions", "hidden", "vocab", "chunk"), SHAPES)
+@pytest.mark.parametrize("name", OBJECTIVES)
+@pytest.mark.parametrize("heat", [1.0, 1.7])
+@pytest.mark.parametrize(("dtype", "rtol"), [(torch.float32, 1e-4), (torch.float64, 1e-9)])
+def test_equals_the_formula(
+    name: str, heat: float, positions: int, hidden: int, vocab: int, chunk: int | None, dtype: torch.dtype, rtol: float
+):
+    (hidden_XD, weight_VD), teacher, labels_X = inputs(positions, hidden, vocab, dtype)
+    expected = literal(name, hidden_XD @ weight_VD.T, logits_of(teacher), labels_X, heat)
+    expected_grads = torch.autograd.grad(expected * 0.5, [hidden_XD, weight_VD])
+    loss, count = mixture({name: 1.0}, hidden_XD, weight_VD, labels_X, teacher, heat, chunk)
+    (loss * 0.5).backward()
+    assert int(count) == int((labels_X != -100).sum())
+    torch.testing.assert_close(loss, expected.to(dtype), rtol=rtol / 10, atol=rtol)
+    for leaf, grad in zip((hidden_XD, weight_VD), expected_grads, strict=True):
+        torch.testing.assert_close(leaf.grad, grad, rtol=rtol, atol=rtol / 5)
+
+
+@pytest.mark.parametrize("name", OBJECTIVES)
+def test_bfloat16_stays_close_to_float32(name: str):
+    (hidden_XD, weight_VD), teacher, labels_X = inputs(65, 32, 50, torch.bfloat16)
+    exact = [hidden_XD.detach().float().requires_grad_(), weight_VD.detach().float().requires_grad_()]
+    exact_teacher = DenseTeacher(teacher.hidden_XE.float(), teacher.weight_VE.float())
+    expected = literal(name, exact[0] @ exact[1].T, logits_of(exact_teacher), labels_X)
+    expected.backward()
+    loss, _ = mixture({name: 1.0}, hidden_XD, weight_VD, labels_X, teacher, chunk=16)
+    loss.backward()
+    torch.testing.assert_close(loss, expected.float(), rtol=1e-2, atol=1e-2)
+    for leaf, reference in zip((hidden_XD, weight_VD), exact, strict=True):
+        assert leaf.grad is not None
+        assert leaf.grad.dtype == torch.bfloat16
+        difference = (leaf.grad.float() - reference.grad).norm() / reference.grad.norm()
+        assert difference < 3e-2
+
+
+def test_under_autocast_the_weights_gradient_is_float32():
+    (hidden_XD, weight_VD), _, labels_X = inputs(40, 16, 20)
+    expected = torch.autograd.grad(cross_entropy(hidden_XD, weight_VD, labels_X)[0], [hidden_XD, weight_VD])
+    with torch.autocast("cpu", dtype=torch.bfloat16):
+        loss, _ = cross_entropy(hidden_XD, weight_VD, labels_X, chunk=16)
+    loss.backward()
+    for leaf, grad in zip((hidden_XD, weight_VD), expected, strict=True):
+        assert leaf.grad.dtype == torch.float32
+        assert 0 < (leaf.grad - grad).norm() / grad.norm() < 2e-2
+
+
+def test_a_mixture_is_the_weighted_sum_and_logits_may_be_given():
+    (hidden_XD, weight_VD), teacher, labels_X = inputs(31, 6, 13)
+    weights = {"cross-entropy": 0.3, "forward-kl": 0.7, "total-variation": 2.0, "lk-alpha": 0.0}
+    logits_XV = (hidden_XD @ weight_VD.T).detach().requires_grad_()
+    before = logits_XV.detach().clone()
+    teacher_XV = logits_of(teacher)
+    for heat in (1.0, 1.3):
+        expected = sum(w * literal(name, logits_XV, teacher_XV, labels_X, heat) for name, w in weights.items())
+        (expected_grad,) = torch.autograd.grad(expected, logits_XV)
+        loss, _ = mixture(weights, logits_XV, None, labels_X, DenseTeacher(teacher_XV), heat, chunk=7)
+        (grad,) = torch.autograd.grad(loss, logits_XV)
+        torch.testing.assert_close(loss, expected.float(), rtol=1e-5, atol=1e-4)
+        torch.testing.assert_close(grad, expected_grad, rtol=1e-4, atol=1e-5)
+        assert torch.equal(logits_XV, before)
+
+
+def test_a_weight_of_zero_needs_no_teacher():
+    (hidden_XD, weight_VD), _, labels_X = inputs(9, 4, 9)
+    loss, _ = mixture({"cross-entropy": 2.0, "forward-kl": 0.0}, hidden_XD, weight_VD, labels_X)
+    torch.testing.assert_close(loss, 2 * cross_entropy(hidden_XD, weight_VD, labels_X)[0])
+
+
+@pytest.mark.parametrize("name", TAUGHT)
+@pytest.mark.parametrize("kept", [1, 4, 16])
+def test_a_bucket_is_the_coarse_grained_distribution(name: str, kept: int):
+    """Against autograd through sums of probabilities, of a teacher cut to its top and of one that was kept so."""
+    (hidden_XD, weight_VD), teacher, labels_X = inputs(23, 6, 17, torch.float64)
+    target = logits_of(teacher).softmax(1)
+    ids = target.topk(kept, dim=1).indices
+    trained = labels_X != -100
+    drafter = (hidden_XD @ weight_VD.T).softmax(1)
+    expected = naive(name, coarse(drafter, ids)[trained], coarse(target, ids)[trained])
+    expected = expected + 0.5 * literal("cross-entropy", hidden_XD @ weight_VD.T, target, labels_X)
+    grads = torch.autograd.grad(expected, [hidden_XD, weight_VD])
+    for taught, top_k in [
+        (teacher, TopK(kept)),
+        (kept_most_likely(teacher, kept), None),
+        (kept_most_likely(teacher, kept), TopK(kept)),
+        (kept_most_likely(teacher, 17), TopK(kept)),
+    ]:
+        weights = {name: 1.0, "cross-entropy": 0.5}
+        loss, _ = mixture(weights, hidden_XD, weight_VD, labels_X, taught, chunk=5, top_k=top_k)
+        torch.testing.assert_close(loss, expected, rtol=1e-9, atol=1e-9)
+        torch.testing.assert_close(torch.autograd.grad(loss, [hidden_XD, weight_VD]), grads, rtol=1e-8, atol=1e-9)
+
+
+@pytest.mark.parametrize("name", TAUGHT)
+@pytest.mark.parametrize("heat", [1.0, 0.6])
+def test_a_renormalised_top_is_a_teacher_that_rules_the_rest_out(name: str, heat: float):
+    (hidden_XD, weight_VD), teacher, labels_X = inputs(23, 6, 17, torch.float64)
+    logits = logits_of(teacher)
+    scores, ids = logits.topk(5, dim=1)
+    ruled = torch.full_like(logits, -torch.inf).scatter(1, ids, scores)
+    found = [
+        mixture({name: 1.0}, hidden_XD, weight_VD, labels_X, taught, heat, 5, TopK(5, "renormalise"))[0]
+        for taught in (teacher, kept_most_likely(teacher, 5), kept_most_likely(teacher, 9))
+    ]
+    grads = [torch.autograd.grad(loss, [hidden_XD, weight_VD]) for loss in found]
+    for loss, grad in zip(found[1:], grads[1:], strict=True):
+        torch.testing.assert_close(loss, found[0])
+        torch.testing.assert_close(grad, grads[0])
+    if name != "reverse-kl":  # infinite, and clamped for "any other" as one event
+        dense, _ = mixture({name: 1.0}, hidden_XD, weight_VD, labels_X, DenseTeacher(ruled), heat)
+        torch.testing.assert_close(found[0], dense)
+        torch.testing.assert_close(grads[0], torch.autograd.grad(dense, [hidden_XD, weight_VD]))
+
+
+@pytest.mark.parametrize("name", TAUGHT)
+def test_knowing_all_tokens_is_knowing_the_distribution(name: str):
+    (hidden_XD, weight_VD), teacher, labels_X = inputs(23, 6, 17)
+    expected, _ = mixture({name: 1.0}, hidden_XD, weight_VD, labels_X, teacher)
+    expected_grads = torch.autograd.grad(expected, [hidden_XD, weight_VD])
+    for taught, top_k in [
+        (teacher, TopK(17)),
+        (teacher, TopK(99, "renormalise")),
+        (kept_most_likely(teacher, 17), None),
+        (kept_most_likely(teacher, 17), TopK(17, "renormalise")),
+    ]:
+        loss, _ = mixture({name: 1.0}, hidden_XD, weight_VD, labels_X, taught, top_k=top_k)
+        torch.testing.assert_close(loss, expected, rtol=1e-5, atol=1e-5)
+        grads = torch.autograd.grad(loss, [hidden_XD, weight_VD])
+        torch.testing.assert_close(grads, expected_grads, rtol=1e-4, atol=1e-5)
+
+
+@pytest.mark.parametrize("name", [name for name in TAUGHT if name != "reverse-kl"])
+def test_a_bucket_that_is_all_but_empty_is_the_whole_distribution(name: str):
+    """The teacher's tail has probability 0, 10^−9 (which float32 sums do not see) or, by rounding, less than 0."""
+    torch.manual_seed(1)
+    logits = torch.randn(6, 30, requires_grad=True)
+    labels = torch.zeros(6, dtype=torch.int64)
+    for tail in (-torch.inf, -20.0):
+        teacher = torch.randn(6, 30)
+        teacher[:, 8:] = tail
+        dense, _ = mixture({name: 1.0}, logits, None, labels, DenseTeacher(teacher))
+        (expected,) = torch.autograd.grad(dense, logits)
+        log_probs, ids = teacher.log_softmax(1).topk(8, dim=1)
+        for taught in (DenseTeacher(teacher), SparseTeacher(ids, log_probs), SparseTeacher(ids, log_probs + 1e-6)):
+            loss, _ = mixture({name: 1.0}, logits, None, labels, taught, top_k=TopK(8))
+            torch.testing.assert_close(loss, dense, rtol=1e-5, atol=1e-4)
+            torch.testing.assert_close(torch.autograd.grad(loss, logits)[0], expected, rtol=1e-4, atol=1e-5)
+
+
+@pytest.mark.parametrize("name", TAUGHT)
+@pytest.mark.parametrize("tail", ["bucket", "renormalise"])
+def test_a_top_k_teacher_at_the_extremes(name: str, tail: Any):
+    torch.manual_seed(2)
+    for scale in (1.0, 1e4):
+        logits = (scale * torch.randn(8, 20)).requires_grad_()
+        teacher = scale * torch.randn(8, 20)
+        teacher[:4, 2:] = -torch.inf
+        loss, _ = mixture(
+            {name: 1.0}, logits, None, torch.zeros(8, dtype=torch.int64), DenseTeacher(teacher), top_k=TopK(3, tail)
+        )
+        loss.backward()
+        assert torch.isfinite(loss)
+        assert torch.isfinite(logits.grad).all()
+
+
+def test_frozen_sides_get_no_gradient_and_no_grad_needs_none():
+    (hidden_XD, weight_VD), _, labels_X = inputs(10, 4, 9)
+    loss, _ = cross_entropy(hidden_XD, weight_VD.detach(), labels_X)
+    loss.backward()
+    assert hidden_XD.grad is not None
+    loss, _ = cross_entropy(hidden_XD.detach(), weight_VD, labels_X)
+    loss.backward()
+    assert weight_VD.grad is not None
+    with torch.no_grad():
+        again, _ = cross_entropy(hidden_XD, weight_VD, labels_X)
+    assert not again.requires_grad
+    torch.testing.assert_close(again, loss.detach())
+
+
+@pytest.mark.parametrize("name", TAUGHT)
+def test_a_drafter_equal_to_its_teacher_has_nothing_to_learn(name: str):
+    (hidden_XD, weight_VD), _, labels_X = inputs(20, 4, 9)
+    same = DenseTeacher(hidden_XD, weight_VD)
+    value, _ = mixture({name: 1.0}, hidden_XD, weight_VD, labels_X, same)
+    value.backward()
+    assert abs(float(value.detach())) < 1e-5
+    assert hidden_XD.grad.abs().max() < 1e-5  # and none through the teacher's side
+
+
+def test_nothing_to_train_on_is_zero_with_zero_gradients():
+    (hidden_XD, weight_VD), _, labels_X = inputs(5, 4, 9)
+    loss, count = cross_entropy(hidden_XD, weight_VD, torch.full_like(labels_X, -100))
+    loss.backward()
+    assert int(count) == 0
+    assert float(loss.detach()) == 0.0
+    assert float(weight_VD.grad.abs().sum()) == 0.0
+
+
+def test_the_weight_may_be_gone_before_the_backward_pass():
+    """DeepSpeed's ZeRO-3 frees a gathered parameter as soon as the forward pass is over."""
+    (hidden_XD, weight_VD), teacher, labels_X = inputs(30, 8, 19)
+    weights = {"cross-entropy": 0.5, "lk-lambda": 1.0}
+    expected = torch.autograd.grad(mixture(weights, hidden_XD, weight_VD, labels_X, teacher)[0], [hidden_XD, weight_VD])
+    loss, _ = mixture(weights, hidden_XD, weight_VD, labels_X, teacher)
+    kept, weight_VD.data = weight_VD.data, torch.empty(0)
+    loss.sum().backward(inputs=[hidden_XD])
+    weight_VD.data = kept
+    assert torch.equal(hidden_XD.grad, expected[0])
+    loss, _ = mixture(weights, hidden_XD, weight_VD, labels_X, teacher)
+    weight_VD.data.fill_(torch.nan)
+    found = torch.autograd.grad(loss, [hidden_XD, weight_VD])
+    assert all(torch.equal(*pair) for pair in zip(found, expected, strict=True))
+
+
+class Watch(TorchDispatchMode):
+    """The largest number of elements that any operation returned."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.largest = 0
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        result = func(*args, **(kwargs or {}))
+        for value in result if isinstance(result, list | tuple) else [result]:
+            if isinstance(value, Tensor):
+                self.largest = max(
+                    self.largest, value.numel(), value.untyped_storage().nbytes() // value.element_size()
+                )
+        return result
+
+
+@pytest.mark.parametrize(
+    ("name", "top_k"), [("cross-entropy", None), ("lk-lambda", None), ("forward-kl", TopK(8)), ("reverse-kl", TopK(8))]
+)
+def test_logits_of_a_whole_batch_never_exist(name: str, top_k: TopK | None):
+    positions, hidden, vocab, chunk = 4096, 8, 8192, 64
+    torch.manual_seed(0)
+    hidden_XD, weight_VD = torch.randn(positions, hidden, requires_grad=True), torch.randn(vocab, hidden)
+    teacher = DenseTeacher(torch.randn(positions, hidden), torch.randn(vocab, hidden))
+    labels_X = torch.randint(vocab, (positions,))
+    with Watch() as watch:
+        mixture({name: 1.0}, hidden_XD, weight_VD, labels_X, teacher, chunk=chunk, top_k=top_k)[0].backward()
+    assert vocab * hidden <= watch.largest <= vocab * chunk
+    with Watch() as watch:
+        cross_entropy(hidden_XD, weight_VD, labels_X)[0].backward()
+        label_hits(hidden_XD, weight_VD, labels_X)
+        agreement(hidden_XD, weight_VD, teacher, labels_X)
+    assert watch.largest <= positions * vocab // 4
+
+
+def test_wrong_objectives_are_refused():
+    (hidden_XD, weight_VD), teacher, labels_X = inputs(5, 4, 9)
+    given = (hidden_XD, weight_VD, labels_X)
+    with pytest.raises(ValueError, match="did you mean 'forward-kl'"):
+        mixture({"foward-kl": 1.0}, *given)
+    with pytest.raises(ValueError, match="needs a teacher"):
+        mixture({"forward-kl": 1.0}, *given)
+    with pytest.raises(ValueError, match="all weights are 0"):
+        mixture({"cross-entropy": 0.0}, *given)
+    for weight in (-1.0, float("nan"), float("inf")):
+        with pytest.raises(ValueError, match=f"weight {weight}"):
+            mixture({"cross-entropy": weight}, *given)
+    with pytest.raises(ValueError, match=r"9 tokens.*8"):
+        mixture({"forward-kl": 1.0}, *given, DenseTeacher(teacher.hidden_XE, teacher.weight_VE[:8]))
+    with pytest.raises(ValueError, match="temperature is 0"):
+        mixture({"forward-kl": 1.0}, *given, teacher, 0.0)
+    with pytest.raises(ValueError, match=r"needs temperature 1, got 2\.0: use tail 'renormalise'"):
+        mixture({"forward-kl": 1.0}, *given, teacher, 2.0, top_k=TopK(3))
+    with pytest.raises(ValueError, match="needs temperature 1"):
+        mixture({"forward-kl": 1.0}, *given, kept_most_likely(teacher, 3), 2.0)
+    with pytest.raises(ValueError, match=r"the 4 most likely tokens, and the teacher keeps 3"):
+        mixture({"forward-kl": 1.0}, *given, kept_most_likely(teacher, 3), top_k=TopK(4))
+    with pytest.raises(ValueError, match="keeps 0 tokens"):
+        TopK(0)
+    with pytest.raises(ValueError, match="tail 'buckets'"):
+        TopK(3, "buckets")  # type: ignore[arg-type]
+
+
+def test_agreement_and_hits_of_labels():
+    (hidden_XD, weight_VD), teacher, labels_X = inputs(50, 6, 13)
+    kept = labels_X != -100
+    logits, target = (hidden_XD @ weight_VD.T).detach()[kept], logits_of(teacher)[kept]
+    labels = labels_X[kept]
+    both = [set(a) & set(b) for a, b in zip(*(x.topk(5).indices.tolist() for x in (logits, target)), strict=True)]
+    found = agreement(hidden_XD, weight_VD, teacher, labels_X, chunk=7)
+    assert int(found.count) == int(kept.sum())
+    assert int(found.top1) == int((logits.argmax(1) == target.argmax(1)).sum())
+    assert float(found.top5) == pytest.approx(sum(len(shared) for shared in both) / 5)
+    torch.testing.assert_close(found.overlap, torch.minimum(logits.softmax(1), target.softmax(1)).sum())
+    rejected, _ = mixture({"total-variation": 1.0}, hidden_XD, weight_VD, labels_X, teacher)
+    torch.testing.assert_close(found.overlap + rejected, torch.tensor(float(found.count)))  # Leviathan's lemma 3.3
+    hits = label_hits(hidden_XD, weight_VD, labels_X, chunk=7)
+    torch.testing.assert_close(hits.loss, F.cross_entropy(logits, labels, reduction="sum"))
+    assert int(hits.top1) == int((logits.argmax(1) == labels).sum())
+    assert int(hits.top5) == int((logits.topk(5).indices == labels[:, None]).sum())
+    assert int(hits.count) == int(kept.sum())
+
+
+def test_of_equally_likely_tokens_the_first_counts():
+    hits = label_hits(torch.zeros(4, 9), None, torch.tensor([0, 4, 5, -100]))
+    assert [int(hits.top1), int(hits.top5), int(hits.count)] == [1, 2, 3]
+
+
+def test_agreement_with_a_teacher_that_kept_few_tokens():
+    (hidden_XD, weight_VD), teacher, labels_X = inputs(50, 6, 13)
+    exact = agreement(hidden_XD, weight_VD, teacher, labels_X)
+    bounds = []
+    for count in (3, 8, 13):
+        found = agreement(hidden_XD, weight_VD, kept_most_likely(teacher, count), labels_X, chunk=7)
+        bounds.append(float(found.overlap))
+        assert int(found.top1) == int(exact.top1)
+        if count >= 5:
+            assert float(found.top5) == pytest.approx(float(exact.top5))
+    assert bounds[0] >= bounds[1] >= bounds[2] == pytest.approx(float(exact.overlap), rel=1e-5)
+    probs, target = (hidden_XD @ weight_VD.T).detach().softmax(1), logits_of(teacher).softmax(1)
+    kept, ids = labels_X != -100, target.topk(3, dim=1).indices
+    expected = torch.minimum(coarse(probs, ids), coarse(target, ids))[kept].sum()
+    assert bounds[0] == pytest.approx(float(expected), rel=1e-5)
+
+
+def test_head_k_is_trained_on_the_token_k_plus_2_ahead():
+    tokens = [[10, 11, 12, 13, 14, 20, 21, 22]]
+    documents = torch.tensor([[0, 0, 0, 0, 0, 1, 1, 1]])
+    labels = torch.tensor(tokens)
+    labels[0, 3] = -100  # token 13 is not trained on
+    labels[0, [0, 5]] = -100  # nothing predicts the first token of a document
+    none = -100
+    assert shifted_labels(labels, documents, 1).tolist() == [[11, 12, none, 14, none, 21, 22, none]]
+    assert head_labels(labels, documents, 3).tolist() == [
+        [
+            [12, none, 14],
+            [none, 14, none],
+            [14, none, none],
+            [none, none, none],
+            [none, none, none],
+            [22, none, none],
+            [none, none, none],
+            [none, none, none],
+        ]
+    ]

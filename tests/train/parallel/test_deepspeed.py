@@ -1,0 +1,189 @@
+"""ZeRO 1, 2 and 3 on two real processes train what one process trains, and leave checkpoints that all can go on from.
+
+Sums over two processes and over flat shards are rounded in another order than those of one: a float32 loss of 3.5 moves
+by a few of its last bits (2e-7 each), after six steps by 1e-6 at most; ten times that is allowed.
+"""
+
+from __future__ import annotations
+
+import json
+import shutil
+import sys
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+from types import ModuleType
+from typing import Any
+
+import pytest
+import torch
+from draftsmith.train.loop.fit import fit
+from safetensors.torch import load_file
+
+pytest.importorskip("deepspeed")
+
+LOSS = {"abs": 1e-5}
+NORM = {"rel": 1e-5}
+SETTINGS = {"micro_batch": 2, "save_every": 3, "clip_norm": 0.5}  # every gradient is clipped
+# 33 tokens by 17: sizes that two processes do not divide evenly; tied: the projection is the embedding
+UNEVEN = {
+    "hidden_size": 17,
+    "intermediate_size": 33,
+    "vocab_size": 33,
+    "head_dim": 8,
+    "num_attention_heads": 1,
+    "num_key_value_heads": 1,
+}
+TIED = UNEVEN | {"tie_word_embeddings": True}
+Logged = Callable[..., list[Any]]
+Launch = Callable[..., dict[str, dict[str, Any]]]
+
+
+@dataclass(frozen=True)
+class Runs:
+    """Where the jobs of the stages ran, and what they said."""
+
+    folder: Path
+    said: dict[tuple[int, str], dict[str, Any]]
+
+    def state(self, stage: int, name: str) -> Path:
+        return self.folder / f"zero{stage}" / name
+
+    def weights(self, stage: int, name: str) -> dict[str, torch.Tensor]:
+        return load_file(self.folder / f"zero{stage}" / f"{name}.safetensors")
+
+
+def as_if_killed(state: Path, target: Path) -> None:
+    """A copy of a finished run's state folder as it was after step 3 of 6."""
+    shutil.copytree(state, target)
+    shutil.rmtree(target / "checkpoints" / "step-000006")
+
+
+@pytest.fixture(scope="module")
+def one(worker: ModuleType, tmp_path_factory: pytest.TempPathFactory) -> Callable[..., Path]:
+    """Train in this process: `one("name", model={…}, task="heads", config={…})` gives the state folder."""
+    folder = tmp_path_factory.mktemp("one")
+
+    def run(name: str, **options: Any) -> Path:
+        sys.path.insert(0, str(Path(__file__).parents[1]))
+        import zero_worker
+
+        if not (folder / name).exists():
+            task = zero_worker.make_task(options, rank=0)
+            fit(task, worker.make_data(), worker.make_config(**SETTINGS | options.get("config", {})), folder / name)
+        return folder / name
+
+    return run
+
+
+JOBS: list[dict[str, Any]] = [
+    {"name": "untied", "model": UNEVEN},
+    {"name": "tied", "model": TIED},
+    {"name": "skipping", "model": UNEVEN, "uneven_at": 4, "config": {"on_bad_step": "skip", "max_norm": 0.9}},
+    {"name": "failing", "model": UNEVEN, "uneven_at": 5},
+    {"name": "stopped", "model": UNEVEN, "kill_at": 2, "kill_rank": 1},
+    {"name": "went on", "model": UNEVEN, "folder": "stopped"},
+    {"name": "resumed", "model": UNEVEN},
+    {"name": "heads", "model": UNEVEN, "task": "heads"},
+    {"name": "bf16", "model": UNEVEN, "config": {"precision": "bf16"}},
+    {"name": "bf16 stopped", "model": UNEVEN, "config": {"precision": "bf16"}, "kill_at": 2},
+    {"name": "bf16 went on", "model": UNEVEN, "config": {"precision": "bf16"}, "folder": "bf16 stopped"},
+]
+
+
+@pytest.fixture(scope="module")
+def runs(one: Callable[..., Path], launch_zero: Launch, tmp_path_factory: pytest.TempPathFactory) -> Runs:
+    """All jobs under all stages; "resumed" goes on from what the stage before (for stage 1: one process) had saved."""
+    folder = tmp_path_factory.mktemp("zero")
+    said: dict[tuple[int, str], dict[str, Any]] = {}
+    before = one("untied", model=UNEVEN)
+    for stage in (1, 2, 3):
+        as_if_killed(before, folder / f"zero{stage}" / "resumed")
+        jobs = [job | {"config": SETTINGS | job.get("config", {})} for job in JOBS]
+        found = launch_zero(folder / f"zero{stage}", stage, jobs)
+        said |= {(stage, name): line for name, line in found.items()}
+        before = folder / f"zero{stage}" / "untied"
+    return Runs(folder, said)
+
+
+@pytest.mark.parametrize("stage", [1, 2, 3])
+@pytest.mark.parametrize("name", ["untied", "tied", "heads"])
+def test_the_losses_the_norms_and_the_weights_are_those_of_one_process(
+    runs: Runs, one: Callable[..., Path], logged: Logged, stage: int, name: str
+):
+    job = next(job for job in JOBS if job["name"] == name)
+    alone, state = one(name, **{key: value for key, value in job.items() if key != "name"}), runs.state(stage, name)
+    said = runs.said[stage, name]
+    assert said["distributed_type"] == "DEEPSPEED"
+    assert said["processes"] == 2
+    assert logged(state, "step") == logged(alone, "step")
+    assert logged(state) == pytest.approx(logged(alone), **LOSS)
+    assert logged(state, "grad_norm") == pytest.approx(logged(alone, "grad_norm"), **NORM)
+    assert logged(state, "evaluation")[-1] == pytest.approx(logged(alone, "evaluation")[-1], rel=1e-5)
+    expected = load_file(alone / "checkpoints" / "step-000006" / "model.safetensors")
+    for weights in (load_file(state / "checkpoints" / "step-000006" / "model.safetensors"), runs.weights(stage, name)):
+        assert set(expected) <= set(weights)
+        for key, tensor in expected.items():
+            torch.testing.assert_close(weights[key], tensor, rtol=1e-3, atol=1e-5)
+
+
+@pytest.mark.parametrize("stage", [1, 2, 3])
+def test_weights_are_sharded_by_zero_3_while_training_and_whole_for_evaluation_and_at_the_end(runs: Runs, stage: int):
+    said = runs.said[stage, "untied"]
+    assert said["between_steps"] == (21 if stage == 3 else 0)  # all of them
+    assert said["in_evaluation"] == 0
+    assert said["afterwards"] == 0
+    assert said["gradients"]
+
+
+@pytest.mark.parametrize("stage", [1, 2, 3])
+def test_a_bad_gradient_is_skipped_or_stops_the_run_before_the_weights_change(
+    runs: Runs, one: Callable[..., Path], logged: Logged, stage: int
+):
+    job = next(job for job in JOBS if job["name"] == "skipping")
+    alone = one(**job)
+    lines = [
+        {line["step"]: line["skipped"] for line in map(json.loads, (state / "log.jsonl").open()) if "skipped" in line}
+        for state in (runs.state(stage, "skipping"), alone)
+    ]
+    assert set(lines[0]) == {2, 4}  # above max_norm; not a number
+    assert lines[0].keys() == lines[1].keys()
+    assert logged(runs.state(stage, "skipping")) == pytest.approx(logged(alone), **LOSS)
+
+    error = runs.said[stage, "failing"]["error"]
+    assert error.startswith("TrainingError: the gradient's norm is inf at step 5, blocks [")
+    assert "stopped before the weights were changed" in error
+    assert [path.name for path in (runs.state(stage, "failing") / "checkpoints").iterdir()] == ["step-000003"]
+
+
+@pytest.mark.parametrize("stage", [1, 2, 3])
+@pytest.mark.parametrize("prefix", ["", "bf16 "])
+def test_a_stopped_run_goes_on_to_the_very_same_weights(runs: Runs, logged: Logged, stage: int, prefix: str):
+    undisturbed = prefix.strip() or "untied"
+    error = runs.said[stage, f"{prefix}stopped"]["error"]
+    assert error.startswith("Interrupted: stopped by SIGTERM after step 2 of 6")
+    assert runs.said[stage, f"{prefix}went on"]["resumed_from"] == 2
+    assert logged(runs.state(stage, f"{prefix}stopped")) == logged(runs.state(stage, undisturbed))
+    weights = runs.weights(stage, f"{prefix}went on")
+    for name, tensor in runs.weights(stage, undisturbed).items():
+        assert tensor.dtype == (torch.bfloat16 if prefix else torch.float32)
+        assert torch.equal(weights[name], tensor)
+    # 8 bits of mantissa in weights and activations: losses near those of float32
+    assert logged(runs.state(stage, undisturbed)) == pytest.approx(logged(runs.state(stage, "untied")), abs=5e-3)
+
+
+@pytest.mark.parametrize("stage", [1, 2, 3])
+def test_a_checkpoint_of_another_kind_of_parallelism_is_gone_on_from(
+    runs: Runs, one: Callable[..., Path], worker: ModuleType, logged: Logged, stage: int, tmp_path: Path
+):
+    alone = one("untied", model=UNEVEN)
+    assert runs.said[stage, "resumed"]["resumed_from"] == 3
+    assert logged(runs.state(stage, "resumed")) == pytest.approx(logged(alone), **LOSS)
+
+    as_if_killed(runs.state(stage, "untied"), tmp_path / "on")
+    model = worker.make_model(attention_dropout=0.0, seed=3, **UNEVEN)
+    task = worker.SignallingTask(model, worker.make_data(4, seed=1))
+    result = fit(task, worker.make_data(), worker.make_config(**SETTINGS), tmp_path / "on")
+    assert result.resumed_from == 3
+    assert logged(tmp_path / "on") == pytest.approx(logged(alone), **LOSS)
+    assert logged(tmp_path / "on", "grad_norm") == pytest.approx(logged(alone, "grad_norm"), **NORM)

@@ -1,0 +1,215 @@
+"""Memory reckoned from shapes, against what autograd keeps, what files hold, and what ZeRO's paper says."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+from dataclasses import replace
+from typing import Any
+
+import pytest
+import torch
+from draftsmith.checkpoints.heads.files import PredictionHeads
+from draftsmith.data.blocks.packing import Batch
+from draftsmith.train.forward.packed import PackedForward
+from draftsmith.train.losses.chunks import DrafterLogits
+from draftsmith.train.plan.memory import (
+    Demand,
+    Launch,
+    Part,
+    _chunk_rows,
+    checkpoint_bytes,
+    heads_size,
+    model_size,
+    peak,
+    plan_memory,
+)
+from draftsmith.train.plan.probe import free_bytes
+from transformers import AutoConfig, AutoModelForCausalLM
+
+FAMILIES: dict[str, dict[str, Any]] = {
+    "llama": {"num_key_value_heads": 1, "intermediate_size": 160},
+    "opt": {"ffn_dim": 256, "word_embed_proj_dim": 64, "dropout": 0.0},
+    "gpt_neox": {"intermediate_size": 256},
+    "gpt2": {"activation_function": "gelu_new", "resid_pdrop": 0.0, "embd_pdrop": 0.0, "attn_pdrop": 0.0},
+}
+
+
+def make(family: str, hidden: int = 64, layers: int = 3, **overrides: Any) -> Any:
+    names = {"gpt2": ("n_embd", "n_layer", "n_head", "n_positions")}
+    usual = ("hidden_size", "num_hidden_layers", "num_attention_heads", "max_position_embeddings")
+    sizes = dict(zip(names.get(family, usual), (hidden, layers, 2, 128), strict=True))
+    config = AutoConfig.for_model(family, vocab_size=96, **(sizes | FAMILIES[family] | overrides))
+    return AutoModelForCausalLM.from_config(config)
+
+
+def demand_of(model: Any, **options: Any) -> Demand:
+    return Demand(
+        model_size(model), None, False, 0, **({"block_tokens": 64, "micro_batch": 3, "global_batch": 6} | options)
+    )
+
+
+def part(demand: Demand, name: str) -> int:
+    return sum(found.size for found in plan_memory(demand) if found.name == name)
+
+
+def kept_by_autograd(model: Any, rows: int, length: int) -> int:
+    """Bytes of the storages that a forward pass over packed blocks keeps for the backward pass, weights not counted."""
+    weights = {p.untyped_storage().data_ptr() for p in model.parameters()}
+    kept: dict[int, Any] = {}
+
+    def pack(tensor: torch.Tensor) -> torch.Tensor:
+        kept.setdefault(tensor.untyped_storage().data_ptr(), tensor)
+        return tensor
+
+    forward = PackedForward(model.train())
+    tokens_BT = torch.randint(0, 96, (rows, length))
+    documents_BT = (torch.arange(length) >= length // 2).long().expand(rows, length).contiguous()
+    positions_BT = (torch.arange(length) % (length // 2)).expand(rows, length).contiguous()
+    with torch.autograd.graph.saved_tensors_hooks(pack, lambda tensor: tensor):
+        states = forward.hidden(Batch(tokens_BT, tokens_BT, positions_BT, documents_BT))
+    states.sum().backward()
+    return sum(t.untyped_storage().nbytes() for place, t in kept.items() if place not in weights)
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+@pytest.mark.parametrize(("hidden", "layers"), [(64, 3), (128, 6)])
+def test_activations_are_reckoned_within_a_factor_of_what_autograd_keeps(family: str, hidden: int, layers: int):
+    model = make(family, hidden, layers)
+    found = kept_by_autograd(model, 3, 64)
+    reckoned = part(demand_of(model), "activations of a micro batch")
+    assert 0.8 * found <= reckoned <= 1.8 * found
+
+
+def test_checkpointing_keeps_a_layers_input_and_one_layer():
+    model = make("llama", 64, 8)
+    plain, recomputing = (demand_of(model, checkpointing=how) for how in (False, True))
+    model.gradient_checkpointing_enable({"use_reentrant": False})
+    found = kept_by_autograd(model, 3, 64)
+    reckoned = part(recomputing, "activations of a micro batch")
+    assert 0.8 * found <= reckoned <= 2 * found
+    assert reckoned < part(plain, "activations of a micro batch") / 3
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+@pytest.mark.parametrize("tied", [False, True])
+def test_an_outline_has_the_sizes_of_the_model(family: str, tied: bool):
+    with torch.device("meta"):
+        outline = model_size(make(family, tie_word_embeddings=tied))
+    model = make(family, tie_word_embeddings=tied)
+    assert outline == model_size(model)
+    count = sum(p.numel() for p in model.parameters())
+    assert (outline.parameters, outline.trained, outline.weights) == (count, count, 4 * count)
+
+
+def test_in_8_bits_matrices_but_the_projection_take_a_byte():
+    model = make("llama", tie_word_embeddings=False).to(torch.float16)
+    matrices = sum(p.numel() for name, p in model.named_parameters() if "proj" in name)
+    whole, eight = model_size(model), model_size(model, eight_bit=True)
+    assert whole.weights - eight.weights == matrices
+    assert eight.parameters == whole.parameters
+
+
+def test_states_are_16_bytes_a_parameter_and_shared_out_as_in_the_papers_figure_1():
+    size = model_size(make("llama"))
+    count = size.parameters
+    run = demand_of(make("llama"))
+    names = ("weights", "gradients", "AdamW's two moments", "weights in float32")
+    assert [part(run, name) for name in names] == [4 * count, 4 * count, 8 * count, 0]
+    shares = {1: (2, 2, 2, 1), 2: (2, 0.5, 2, 1), 3: (0.5, 0.5, 2, 1)}  # bytes a parameter of 4 processes, in 16 bits
+    for stage, expected in shares.items():
+        sharded = replace(run, precision="bf16", micro_batch=1, global_batch=4, launch=Launch("cuda", 4, 4, stage))
+        assert [part(sharded, name) / count for name in names] == pytest.approx(expected, abs=1 / count)
+    offloaded = replace(sharded, launch=Launch("cuda", 4, 4, 3, offload_optimizer=True, offload_weights=True))
+    host = {found.name for found in plan_memory(offloaded) if found.place == "host"}
+    assert set(names) <= host
+    assert peak(plan_memory(offloaded), "cuda") < peak(plan_memory(sharded), "cuda")
+
+
+def test_the_peak_is_what_always_lies_there_and_the_greediest_phase():
+    parts = (Part("a", 100), Part("b", 7, "training"), Part("c", 4, "training"), Part("d", 9, "saving", "host"))
+    assert peak(parts, "cuda") == 111
+    assert peak(parts, "cuda", "host") == 9
+    assert peak(parts, "cpu") == 111
+    assert peak((*parts, Part("e", 3, "saving", "host")), "cpu") == 112
+
+
+def test_less_micro_batch_less_memory_and_the_target_is_counted():
+    model, target = make("llama"), make("llama", 128, 6)
+    sizes = [peak(plan_memory(demand_of(model, micro_batch=size)), "cpu") for size in (1, 2, 3, 6)]
+    assert sizes == sorted(sizes)
+    assert sizes[0] < sizes[-1]
+    taught = replace(demand_of(model), target=model_size(target), taught=True)
+    weights = sum(p.numel() * 4 for p in target.parameters())
+    assert peak(plan_memory(taught), "cpu") > peak(plan_memory(demand_of(model)), "cpu") + weights
+
+
+def test_heads_are_trained_and_their_target_is_not():
+    target = make("llama", tie_word_embeddings=False)
+    heads = PredictionHeads.from_lm_head(target.lm_head.weight, 3, 1)
+    size = heads_size(heads, model_size(target))
+    count = sum(p.numel() for p in heads.parameters())
+    assert (size.trained, size.weights) == (count, 4 * count)
+    demand = Demand(size, model_size(target), True, 3, block_tokens=64, micro_batch=2, global_batch=4)
+    assert part(demand, "gradients") == 4 * count
+    assert part(demand, "target") == sum(p.numel() * 4 for p in target.parameters())
+    assert part(demand, "target while it runs")
+
+
+def test_a_checkpoint_is_weights_and_moments():
+    size = model_size(make("llama"))
+    assert checkpoint_bytes(size, size.weights, Launch()) == 12 * size.parameters
+    half = model_size(make("llama").to(torch.bfloat16))
+    assert checkpoint_bytes(half, half.weights, Launch()) == 6 * size.parameters
+    assert checkpoint_bytes(half, half.weights, Launch("cpu", 2, 2, 2)) == 12 * size.parameters
+
+
+@pytest.mark.skipif(not sys.platform.startswith("linux"), reason="limits as Linux has them")
+def test_free_memory_is_what_the_tightest_limit_leaves():
+    script = """
+import json, resource, torch
+from draftsmith.train.probe import free_bytes
+found = [free_bytes(torch.device("cpu"))]
+for limit in (resource.RLIMIT_AS, resource.RLIMIT_DATA):
+    used = dict(line.split(":") for line in open("/proc/self/status"))
+    key = "VmSize" if limit == resource.RLIMIT_AS else "VmData"
+    resource.setrlimit(limit, (int(used[key].split()[0]) * 1024 + (3 << 26 >> (limit == resource.RLIMIT_DATA)), -1))
+    found.append(free_bytes(torch.device("cpu")))
+print(json.dumps(found))
+"""
+    done = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, timeout=120, check=False)
+    assert done.returncode == 0, done.stderr
+    free, space, data = json.loads(done.stdout)
+    assert free[0] > space[0] > data[0] > 0
+    assert space[0] == pytest.approx(3 << 26, rel=0.1)
+    assert data[0] == pytest.approx(3 << 25, rel=0.2)
+    assert ("ulimit -v" in space[1], "ulimit -d" in data[1]) == (True, True)
+
+
+def test_the_watch_sees_memory_that_is_given_back():
+    script = """
+import json, torch
+from draftsmith.train.probe import MemoryWatch
+torch.ones(1)
+watch = MemoryWatch(torch.device("cpu"))
+found = [watch.peak()]
+torch.ones(1 << 24)  # 64 MB; in a process of its own, since an older one holds free memory that would be used again
+found.append(watch.peak())
+found.append(MemoryWatch(torch.device("cpu")).peak())
+print(json.dumps(found))
+"""
+    done = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, timeout=120, check=False)
+    assert done.returncode == 0, done.stderr
+    before, most, after = json.loads(done.stdout)
+    assert most == pytest.approx(1 << 26, rel=0.2)
+    assert before < 16 << 20
+    assert after < 16 << 20
+    assert free_bytes(torch.device("cpu"))[0] > 0
+
+
+@pytest.mark.parametrize("vocab_size", [7, 320, 32000, 300000])
+def test_chunks_are_those_of_the_loss(vocab_size: int):
+    one_11 = torch.zeros(1, 1)
+    logits = DrafterLogits(one_11, one_11.expand(vocab_size, 1), torch.zeros(1, dtype=torch.int64), None)
+    assert _chunk_rows(vocab_size, "cpu") == (logits.size, logits.block)

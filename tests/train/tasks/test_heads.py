@@ -1,0 +1,240 @@
+"""Heads learn the tokens after the next one, on a target that stays as it is."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from pathlib import Path
+from types import ModuleType
+from typing import Any
+
+import pytest
+import torch
+from draftsmith.checkpoints.heads.files import PredictionHeads
+from draftsmith.train.loop.fit import fit
+from draftsmith.train.table.documents import count_table
+from draftsmith.train.tasks.heads import HeadsTask
+from safetensors import safe_open
+from transformers import AutoConfig, AutoModelForCausalLM
+
+HEADS = 3
+WEIGHTS = [1.0, 0.8, 0.64]
+
+
+def measured(_: Any) -> dict[str, float]:
+    return {"tokens_per_step": 1.5}
+
+
+@pytest.fixture
+def task(worker: ModuleType) -> HeadsTask:
+    target = worker.make_model()
+    heads = PredictionHeads.from_lm_head(target.lm_head.weight.detach(), HEADS, 1)
+    return HeadsTask(target, heads, worker.make_data(4, seed=1), WEIGHTS, evaluate_fn=measured)
+
+
+def test_the_loss_is_that_of_the_token_t_plus_2_plus_k(worker: ModuleType, task: HeadsTask):
+    batch = worker.make_data(3).batch(range(3))
+    with torch.no_grad():
+        for parameter in task.module.parameters():
+            parameter.normal_(0.0, 0.3)
+    sums, counts = task.module(batch.tokens_BT, batch.labels_BT, batch.positions_BT, batch.documents_BT)
+    expected, items = [0.0] * HEADS, [0] * HEADS
+    with torch.no_grad():
+        for row in range(3):
+            for number in set(batch.documents_BT[row].tolist()) - {-1}:
+                inside = batch.documents_BT[row] == number
+                tokens, labels = batch.tokens_BT[row][inside], batch.labels_BT[row][inside].tolist()
+                hidden = task.target.model(tokens[None]).last_hidden_state[0]
+                logits = task.module.heads(hidden)  # [T, K, V]
+                for place in range(len(labels)):
+                    for k in range(HEADS):
+                        ahead = place + 2 + k
+                        if ahead < len(labels) and labels[ahead] != -100:
+                            expected[k] -= float(logits[place, k].log_softmax(-1)[labels[ahead]])
+                            items[k] += 1
+    assert counts.tolist() == items == task.count(batch).tolist()
+    weighted = [value * weight for value, weight in zip(expected, WEIGHTS, strict=True)]
+    assert sums.tolist() == pytest.approx(weighted, rel=1e-4)
+
+
+def test_only_the_heads_are_trained_and_stored(worker: ModuleType, task: HeadsTask, tmp_path: Path):
+    before = {name: tensor.clone() for name, tensor in task.target.state_dict().items()}
+    result = fit(task, worker.make_data(), worker.make_config(steps=30, save_every=0), tmp_path)
+    assert result.last_loss < result.first_loss
+    for name, tensor in task.target.state_dict().items():
+        assert torch.equal(tensor, before[name])
+    with safe_open(tmp_path / "checkpoints" / "step-000030" / "model.safetensors", "pt") as stored:
+        assert set(stored.keys()) == set(task.module.state_dict())
+    names = {f"head{k}_{what}" for k in range(HEADS) for what in ("loss", "top1", "top5")}
+    assert result.metrics.keys() == names | {"heldout_loss", "tokens_per_step"}
+    expected = sum(w * result.metrics[f"head{k}_loss"] for k, w in enumerate(WEIGHTS))
+    assert result.metrics["heldout_loss"] == pytest.approx(expected)
+
+
+def test_heads_learn_a_sequence_that_can_be_known(
+    worker: ModuleType, task: HeadsTask, tmp_path: Path, logged: Callable[..., list[Any]]
+):
+    data = worker.make_data()
+    batch = data.batch(range(data.blocks))
+    tokens = (batch.tokens_BT[:, :1] + torch.arange(16)) % worker.VOCAB  # every token is one more than the last
+    counting = worker.data_of(tokens, batch.labels_BT != -100, batch.documents_BT, "counting")
+    task._heldout = counting
+    result = fit(task, counting, worker.make_config(steps=60, learning_rate=0.05, save_every=0), tmp_path)
+    assert all(result.metrics[f"head{k}_top1"] > 0.9 for k in range(HEADS))
+
+
+@pytest.mark.parametrize(
+    ("projection", "states"),
+    [  # the target's own projection reads states after the norm
+        ("own", "after-norm"),
+        ("own", "before-norm"),
+        ("low-rank", "after-norm"),
+        ("low-rank", "before-norm"),
+        ("target", "after-norm"),
+    ],
+)
+def test_soft_targets_are_the_targets_own_of_the_same_token(worker: ModuleType, projection: str, states: str):
+    target = worker.make_model()
+    rank = 5 if projection == "low-rank" else 0
+    heads = PredictionHeads.from_lm_head(target.lm_head.weight.detach(), HEADS, 1, projection, rank, states)
+    with torch.no_grad():
+        for parameter in heads.parameters():
+            parameter.normal_(0.0, 0.3)
+    task = HeadsTask(target, heads, None, WEIGHTS, {"forward-kl": 1.0}, temperature=2.0)
+    batch = worker.make_data(3).batch(range(3))
+    sums, counts = task.module(batch.tokens_BT, batch.labels_BT, batch.positions_BT, batch.documents_BT)
+    expected, items = torch.zeros(HEADS), torch.zeros(HEADS)
+    for row in range(3):
+        for number in set(batch.documents_BT[row].tolist()) - {-1}:
+            inside = batch.documents_BT[row] == number
+            tokens, labels = batch.tokens_BT[row][inside], batch.labels_BT[row][inside].tolist()
+            with torch.no_grad():
+                output = target.model(tokens[None], output_hidden_states=True)
+                after = output.last_hidden_state
+                before = states_before_norm(target, tokens)
+            teacher = (target.lm_head(after)[0] / 2).log_softmax(-1)
+            mine = (heads(after[0] if states == "after-norm" else before[0]) / 2).log_softmax(-1)
+            for place in range(len(labels)):
+                for k in range(HEADS):
+                    if place + 2 + k < len(labels) and labels[place + 2 + k] != -100:
+                        p = teacher[place + 1 + k]
+                        expected[k] += 4 * WEIGHTS[k] * (p.exp() * (p - mine[place, k])).sum().detach()
+                        items[k] += 1
+    assert counts.tolist() == items.tolist()
+    torch.testing.assert_close(sums.detach(), expected, rtol=1e-4, atol=1e-4)
+
+
+@pytest.mark.parametrize("family", ["cohere", "granite", "gemma2", "phi"])
+def test_soft_targets_of_any_family_are_what_the_model_says(worker: ModuleType, family: str):
+    """Logits that are scaled, capped, or have a bias."""
+    sizes = {"vocab_size": worker.VOCAB, "hidden_size": 16, "intermediate_size": 32, "num_hidden_layers": 2}
+    sizes |= {"num_attention_heads": 2, "num_key_value_heads": 2, "max_position_embeddings": 64, "pad_token_id": 0}
+    own = {"cohere": {"logit_scale": 0.2}, "granite": {"logits_scaling": 7.0}, "gemma2": {"head_dim": 8}, "phi": {}}
+    torch.manual_seed(0)
+    target = AutoModelForCausalLM.from_config(AutoConfig.for_model(family, **sizes, **own[family])).eval()
+    for parameter in target.parameters():
+        parameter.data.mul_(3)
+    heads = PredictionHeads.from_lm_head(target.get_output_embeddings().weight.detach(), HEADS, 1)
+    module = HeadsTask(target, heads, None, objective={"forward-kl": 1.0}).module
+    batch = worker.make_data(2).batch([0])
+    first = batch.documents_BT[0] == 0
+    with torch.no_grad():
+        expected = target(batch.tokens_BT[:, first]).logits[0]
+        teacher = module.teacher(module.frozen_states(batch))  # type: ignore[operator]
+        found = teacher.hidden_XE if teacher.weight_VE is None else teacher.hidden_XE @ teacher.weight_VE.T
+    torch.testing.assert_close(found[first], expected, rtol=1e-4, atol=1e-4)
+
+
+def test_a_cache_of_other_states_or_of_too_little_is_refused(worker: ModuleType):
+    class Cache:
+        states, hidden_size = "before-norm", 16
+
+        def hidden(self, batch: Any) -> torch.Tensor:
+            raise AssertionError("not to be read")
+
+    target = worker.make_model()
+    weight = target.lm_head.weight.detach()
+    with pytest.raises(ValueError, match=r"read after-norm states of size 16, and the cache holds before-norm"):
+        HeadsTask(target, PredictionHeads.from_lm_head(weight, 2, 1), None, states=Cache())
+    many = PredictionHeads.from_lm_head(weight, 16, 1, states="before-norm")
+    with pytest.raises(ValueError, match="16 heads, and a cache of hidden states serves 15"):
+        HeadsTask(target, many, None, states=Cache())
+
+
+def states_before_norm(target: Any, tokens: torch.Tensor) -> torch.Tensor:
+    found: list[torch.Tensor] = []
+    hook = target.model.norm.register_forward_pre_hook(lambda _, inputs: found.append(inputs[0]))
+    target.model(tokens[None])
+    hook.remove()
+    return found[0]
+
+
+def test_self_distilled_heads_learn_what_the_target_says(worker: ModuleType, tmp_path: Path):
+    target, data = worker.make_model(), worker.make_data()
+    found = {}
+    for name in ("cross-entropy", "forward-kl"):
+        heads = PredictionHeads.from_lm_head(target.lm_head.weight.detach(), HEADS, 1)
+        task = HeadsTask(target, heads, None, objective={name: 1.0})
+        config = worker.make_config(steps=60, learning_rate=0.02, save_every=0)
+        fit(task, data, config, tmp_path / name)
+        judge = HeadsTask(target, heads, None, objective={"forward-kl": 1.0})
+        batch = data.batch(range(data.blocks))
+        with torch.no_grad():
+            sums, counts = judge.module(batch.tokens_BT, batch.labels_BT, batch.positions_BT, batch.documents_BT)
+        found[name] = float((sums / counts).sum())
+    # the tokens are random: who learns them knows less of the target than before
+    assert found["forward-kl"] < 0.5 * found["cross-entropy"]
+
+
+def test_a_target_inside_the_module_is_neither_stored_nor_trained(worker: ModuleType, tmp_path: Path):
+    results = {}
+    for inside in (False, True):
+        target = worker.make_model()
+        heads = PredictionHeads.from_lm_head(target.lm_head.weight.detach(), HEADS, 1)
+        task = HeadsTask(target, heads, worker.make_data(4, seed=1), shard_target=inside)
+        folder = tmp_path / str(inside)
+        fit(task, worker.make_data(), worker.make_config(steps=4, save_every=2), folder)
+        assert (task.module.training, target.training) == (task.module.training, False)
+        with safe_open(folder / "checkpoints" / "step-000004" / "model.safetensors", "pt") as stored:
+            assert all(name.startswith("heads.") for name in stored.keys())  # noqa: SIM118 (not a dictionary)
+        results[inside] = {name: tensor.clone() for name, tensor in heads.state_dict().items()}
+        assert any(name.startswith("target.") for name, _ in task.module.named_parameters()) == inside
+        # going on from the folder finds everything that it needs
+        again = HeadsTask(target, PredictionHeads(HEADS, 1, 16, worker.VOCAB), None, shard_target=inside)
+        again.settings = task.settings
+        fit(again, worker.make_data(), worker.make_config(steps=4, save_every=2), folder)
+        assert torch.equal(again.module.heads.projection(0), heads.projection(0))
+    assert all(torch.equal(results[False][name], results[True][name]) for name in results[False])
+
+
+def test_wrong_shapes_are_refused(worker: ModuleType):
+    target = worker.make_model()
+    heads = PredictionHeads(2, 1, 16, worker.VOCAB)
+    with pytest.raises(ValueError, match="expected 2 weights"):
+        HeadsTask(target, heads, None, [1.0])
+    with pytest.raises(ValueError, match="size 8, the target makes 16"):
+        HeadsTask(target, PredictionHeads(2, 1, 8, worker.VOCAB), None)
+    with pytest.raises(ValueError, match="vocabulary of 9 tokens, the target of 32"):
+        HeadsTask(target, PredictionHeads(2, 1, 16, 9), None)
+    with pytest.raises(ValueError, match=r"unknown objective 'forward-k'.*forward-kl"):
+        HeadsTask(target, heads, None, objective={"forward-k": 1.0})
+    with pytest.raises(ValueError, match="temperature is 0"):
+        HeadsTask(target, heads, None, temperature=0)
+
+
+def test_a_table_counts_the_documents(worker: ModuleType):
+    data = worker.make_data(5)
+    table = count_table(data, worker.VOCAB)
+    batch = data.batch(range(5))
+    tokens, documents = batch.tokens_BT, batch.documents_BT
+    pairs: dict[tuple[int, int], int] = {}
+    for row in range(5):
+        for place in range(15):
+            if documents[row, place] == documents[row, place + 1] >= 0:
+                pair = (int(tokens[row, place]), int(tokens[row, place + 1]))
+                pairs[pair] = pairs.get(pair, 0) + 1
+    found = {
+        (left, int(table.col[entry])): int(table.count[entry])
+        for left in range(worker.VOCAB)
+        for entry in range(int(table.row_ptr[left]), int(table.row_ptr[left + 1]))
+    }
+    assert found == pairs

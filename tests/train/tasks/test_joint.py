@@ -1,0 +1,193 @@
+"""A target and its heads trained together: what is trained when, by which loss, and what is kept."""
+
+from __future__ import annotations
+
+import math
+from pathlib import Path
+from types import ModuleType
+from typing import Any
+
+import pytest
+import torch
+from draftsmith.checkpoints.heads.files import PredictionHeads
+from draftsmith.data.blocks.packing import Batch
+from draftsmith.train.loop.fit import fit
+from draftsmith.train.tasks.heads import HeadsModule
+from draftsmith.train.tasks.medusa2 import Joint, JointModule, JointTask
+from peft import LoraConfig, get_peft_model
+from safetensors import safe_open
+
+HEADS = 2
+JOINT = Joint(alone=0.5, warmup=0.25, heads_weight=0.2, rate=0.5)
+
+
+def make_task(worker: ModuleType, joint: Joint = JOINT, trained: bool = False) -> JointTask:
+    torch.manual_seed(3)
+    target = worker.make_model()
+    heads = PredictionHeads.from_lm_head(target.lm_head.weight.detach(), HEADS, 1)
+    get_peft_model(target, LoraConfig(r=4, lora_alpha=8, target_modules=["q_proj", "down_proj"]))
+    if trained:
+        with torch.no_grad():
+            for parameter in [*heads.parameters(), *(p for p in target.parameters() if p.requires_grad)]:
+                parameter.normal_(0.0, 0.2)
+    return JointTask(target, heads, worker.make_data(4, seed=1), joint)
+
+
+def tensors(batch: Batch) -> tuple[torch.Tensor, ...]:
+    return batch.tokens_BT, batch.labels_BT, batch.positions_BT, batch.documents_BT
+
+
+def adapters(task: JointTask) -> dict[str, torch.Tensor]:
+    return {name: p.detach().clone() for name, p in task.target.named_parameters() if "lora_" in name}
+
+
+def test_the_heads_part_is_whole_alone_then_rises_as_a_sine_to_its_weight():
+    parts = [JOINT.heads_part(progress) for progress in (0.0, 0.49, 0.5, 0.625, 0.75, 1.0)]
+    assert parts == pytest.approx([1, 1, 0, 0.2 * math.sin(math.pi / 4), 0.2, 0.2])
+    assert Joint(alone=0, warmup=0).heads_part(0) == 0.2
+
+
+@pytest.mark.parametrize(
+    ("settings", "message"),
+    [
+        ({"alone": 0.9, "warmup": 0.2}, "alone is 0.9 of the run and warmup 0.2"),
+        ({"label_weight": 0, "kl_weight": 0}, "one must be above 0"),
+        ({"heads_weight": 0}, "heads_weight is 0"),
+    ],
+)
+def test_settings_that_make_no_sense_are_refused(settings: dict[str, Any], message: str):
+    with pytest.raises(ValueError, match=message):
+        Joint(**settings)
+
+
+def test_the_loss_is_that_of_the_heads_the_labels_and_the_divergence_from_the_original(worker: ModuleType):
+    """Against two models: one with the adapters merged, one as it was."""
+    task = make_task(worker, trained=True)
+    module = task.module.eval()
+    assert isinstance(module, JointModule)
+    batch = worker.make_data(3).batch(range(3))
+    task.begin(9, 10)
+    sums, counts = module(*tensors(batch))
+    assert counts.tolist() == task.count(batch).tolist()
+    assert len(sums) == HEADS + 1
+
+    original = worker.make_model().eval()
+    now = HeadsModule(task.target, module.heads, module.head_weights, {"cross-entropy": 1.0})
+    heads_sums, _ = now(*tensors(batch))
+    torch.testing.assert_close(sums[:HEADS], 0.2 * heads_sums)
+    expected = 0.0
+    for row in range(3):
+        for number in set(batch.documents_BT[row].tolist()) - {-1}:
+            inside = batch.documents_BT[row] == number
+            tokens, labels = batch.tokens_BT[row][inside][None], batch.labels_BT[row][inside]
+            log_q = task.target(tokens).logits[0, :-1].log_softmax(-1)
+            log_p = original(tokens).logits[0, :-1].log_softmax(-1)
+            for place in (labels[1:] != -100).nonzero()[:, 0].tolist():
+                expected -= float(log_q[place, labels[place + 1]])
+                expected += float((log_p[place].exp() * (log_p[place] - log_q[place])).sum())
+    assert float(sums[HEADS]) == pytest.approx(expected, rel=1e-4)
+    sums.sum().backward()
+    assert all(float(p.grad.abs().sum()) > 0 for name, p in task.target.named_parameters() if "lora_" in name)  # type: ignore[union-attr]
+
+
+def test_the_target_is_untouched_while_the_heads_are_alone(worker: ModuleType, tmp_path: Path):
+    task = make_task(worker)
+    before = adapters(task)
+    batch = worker.make_data(3).batch(range(3))
+    task.begin(0, 10)
+    task.module.train()
+    sums, _ = task.module(*tensors(batch))
+    frozen = HeadsModule(worker.make_model().eval(), task.module.heads, [1.0] * HEADS, {"cross-entropy": 1.0})  # type: ignore[arg-type]
+    torch.testing.assert_close(sums[:HEADS], frozen(*tensors(batch))[0])
+    assert float(sums[HEADS]) == 0
+    sums.sum().backward()
+    assert all(float(p.grad.abs().sum()) == 0 for name, p in task.target.named_parameters() if "lora_" in name)  # type: ignore[union-attr]
+    task.module.zero_grad()
+    fit(task, worker.make_data(), worker.make_config(steps=5, save_every=5), tmp_path / "a")  # 0.5 of five: three steps
+    assert any(not torch.equal(before[name], value) for name, value in adapters(task).items())
+    alone = make_task(worker, Joint(alone=0.99, warmup=0))
+    fit(alone, worker.make_data(), worker.make_config(steps=5, save_every=5), tmp_path / "b")
+    assert all(torch.equal(before[name], value) for name, value in adapters(alone).items())
+
+
+def test_a_strong_divergence_keeps_the_target_nearer_to_what_it_was(worker: ModuleType, tmp_path: Path):
+    overlap = {}
+    for weight in (0.0, 10.0):
+        task = make_task(worker, Joint(alone=0, warmup=0, label_weight=1.0, kl_weight=weight, rate=1.0))
+        config = worker.make_config(steps=40, learning_rate=0.02, save_every=0)
+        overlap[weight] = fit(task, worker.make_data(), config, tmp_path / str(weight)).metrics["base_overlap"]
+    assert overlap[0.0] < overlap[10.0] <= 1.0
+    assert overlap[10.0] > 0.9
+
+
+def test_checkpoints_hold_heads_and_adapters_and_a_killed_run_repeats_its_losses(
+    worker: ModuleType, tmp_path: Path, logged: Any
+):
+    config = worker.make_config(steps=8, save_every=4)
+    whole = make_task(worker)
+    fit(whole, worker.make_data(), config, tmp_path / "whole")
+    with safe_open(tmp_path / "whole" / "checkpoints" / "step-000008" / "model.safetensors", "pt") as stored:
+        names = set(stored.keys())
+    assert all(name.startswith("heads.") or "lora_" in name for name in names)
+    assert sum("lora_" in name for name in names) == len(adapters(whole))
+
+    folder = tmp_path / "stopped"
+    first = make_task(worker)
+    fit(first, worker.make_data(), config, folder)
+    for path in (folder / "checkpoints").glob("step-000008"):
+        for file in path.iterdir():
+            file.unlink()
+        path.rmdir()
+    second = make_task(worker)
+    result = fit(second, worker.make_data(), config, folder)
+    assert result.resumed_from == 4
+    assert logged(folder) == logged(tmp_path / "whole")
+    assert all(torch.equal(adapters(whole)[name], value) for name, value in adapters(second).items())
+
+
+def test_the_target_learns_at_its_own_rate(worker: ModuleType):
+    from draftsmith.train.loop.optimizer import make_optimizer
+
+    task = make_task(worker)
+    optimizer = make_optimizer(task.module, worker.make_config())
+    names = {id(p): group["rate_group"] for group in optimizer.param_groups for p in group["params"]}
+    for name, parameter in task.module.named_parameters():
+        if parameter.requires_grad:
+            assert names[id(parameter)] == ("base" if "lora_" in name else ""), name
+    assert len(names) == sum(p.requires_grad for p in task.module.parameters())
+    rates = []
+    for step in (0, 49, 50, 60, 75, 99):
+        task.begin(step, 100)
+        rates.append(task.module.rate("base"))  # type: ignore[operator]
+    assert rates == pytest.approx([0, 0, 0, 0.5 * 10 / 25, 0.5, 0.5])
+
+
+def test_an_adapter_in_the_output_projection_is_refused(worker: ModuleType):
+    target = worker.make_model()
+    heads = PredictionHeads.from_lm_head(target.lm_head.weight.detach(), HEADS, 1)
+    get_peft_model(target, LoraConfig(r=4, target_modules=["lm_head"]))
+    with pytest.raises(ValueError, match="output projection has an adapter"):
+        JointTask(target, heads, None, JOINT)
+
+
+def test_recomputed_activations_give_the_same_gradients(worker: ModuleType):
+    batch = worker.make_data(3).batch(range(3))
+    found = []
+    for recomputed in (False, True):
+        task = make_task(worker, trained=True)
+        if recomputed:
+            task.module.gradient_checkpointing_enable()  # type: ignore[operator]
+        task.begin(9, 10)
+        task.module.train()
+        torch.manual_seed(0)
+        task.module(*tensors(batch))[0].sum().backward()
+        found.append([p.grad for p in task.module.parameters() if p.requires_grad])
+    for plain, again in zip(*found, strict=True):
+        torch.testing.assert_close(plain, again)
+
+
+def test_a_target_without_adapters_is_refused(worker: ModuleType):
+    target = worker.make_model().requires_grad_(False)
+    heads = PredictionHeads.from_lm_head(target.lm_head.weight.detach(), HEADS, 1)
+    with pytest.raises(ValueError, match="no parameters to be trained"):
+        JointTask(target, heads, None, JOINT)

@@ -1,0 +1,143 @@
+"""Answers that the drafter writes itself: whose, where, with which probabilities, and the same on any processes."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from pathlib import Path
+from types import ModuleType
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from draftsmith.data.blocks.packing import IGNORED, PADDING, Batch
+from draftsmith.train.loop.fit import fit
+from draftsmith.train.tasks.drafter import DrafterTask
+from draftsmith.train.tasks.on_policy import OnPolicy, rewrite
+from draftsmith.train.teachers.teacher import ModelTeacher
+from scipy.stats import chisquare
+
+
+def documents(batch: Batch, row: int) -> dict[int, tuple[list[int], list[int]]]:
+    """Tokens and labels of each document of a row, by number."""
+    found = {}
+    for number in batch.documents_BT[row].unique().tolist():
+        if number != PADDING:
+            inside = batch.documents_BT[row] == number
+            found[number] = batch.tokens_BT[row, inside].tolist(), batch.labels_BT[row, inside].tolist()
+    return found
+
+
+def test_chosen_rows_end_in_the_drafters_own_words(worker: ModuleType):
+    model = worker.make_model(initializer_range=0.3)
+    whole = worker.make_data(8).batch(range(8))
+    options = OnPolicy(share=0.5, new_tokens=5, temperature=1e-3)  # as good as greedy
+    changed = rewrite(model, whole, np.arange(8), 8, (0, 3), options)
+    rows_changed = 0
+    for row in range(8):
+        before, after = documents(whole, row), documents(changed, row)
+        if before == after:
+            continue
+        rows_changed += 1
+        assert after, "a chosen row keeps documents"
+        for number, (ids, labels) in after.items():
+            start = next(place for place, label in enumerate(labels) if label != IGNORED)
+            old_ids, old_labels = before[number]
+            assert ids[:start] == old_ids[:start], "what comes before the answer stays"
+            assert old_labels[start] != IGNORED, "an answer began there"
+            assert old_labels[start - 1] == IGNORED
+            assert labels[start:] == ids[start:], "all of the answer is trained on, nothing before it"
+            assert len(ids) <= min(len(old_ids), start + 5)
+            with torch.no_grad():
+                greedy = model(torch.tensor([ids])).logits[0].argmax(-1).tolist()
+            assert ids[start:] == greedy[start - 1 : -1]
+    assert rows_changed == 4
+
+
+def test_any_split_of_the_rows_samples_the_same(worker: ModuleType):
+    model = worker.make_model(initializer_range=0.1)
+    whole, options = worker.make_data(8).batch(range(8)), OnPolicy(share=0.75, new_tokens=8)
+    together = rewrite(model, whole, np.arange(8), 8, (1, 2), options)
+    other_step = rewrite(model, whole, np.arange(8), 8, (1, 3), options)
+    for rank in range(2):
+        mine = np.arange(rank, 8, 2)
+        alone = rewrite(model, whole.rows(mine), mine, 8, (1, 2), options)
+        for at, row in enumerate(mine.tolist()):
+            assert documents(alone, at) == documents(together, row)
+    assert any(documents(other_step, row) != documents(together, row) for row in range(8))
+
+
+def test_answers_follow_the_drafters_distribution(worker: ModuleType):
+    """First tokens of 2,000 answers to one prompt; a chi-square test that fails by chance once in a million."""
+    model = worker.make_model(initializer_range=0.2).eval()
+    tokens = torch.tensor([[3, 1, 4, 1, 5, 9, 2, 6]])
+    labels = torch.tensor([[IGNORED] * 4 + [5, 9, 2, 6]])
+    one = Batch(tokens, labels, torch.arange(8)[None], torch.zeros(1, 8, dtype=torch.int64))
+    batch = one.rows(np.zeros(200, dtype=np.int64))
+    options, counts = OnPolicy(share=1.0, new_tokens=1, temperature=1.5), np.zeros(worker.VOCAB)
+    for step in range(10):
+        changed = rewrite(model, batch, np.arange(200), 200, (0, step), options)
+        counts += np.bincount(changed.tokens_BT[:, 4], minlength=worker.VOCAB)
+    with torch.no_grad():
+        expected = (model(tokens[:, :4]).logits[0, -1].double() / 1.5).softmax(-1).numpy()
+    assert counts.sum() == 2000
+    assert chisquare(counts, expected * 2000).pvalue > 1e-6
+
+
+def test_stop_tokens_end_answers(worker: ModuleType):
+    model = worker.make_model(initializer_range=0.01)  # almost uniform
+    whole = worker.make_data(8).batch(range(8))
+    stops = tuple(range(16))
+    changed = rewrite(model, whole, np.arange(8), 8, (0, 0), OnPolicy(1.0, 12, stops))
+    answers = [
+        [label for label in labels if label != IGNORED]
+        for row in range(8)
+        for _, labels in documents(changed, row).values()
+    ]
+    assert all(token not in stops for answer in answers for token in answer[:-1])
+    assert any(answer[-1] in stops for answer in answers)
+
+
+def test_training_on_policy_helps_and_resumes_exactly(
+    worker: ModuleType, tmp_path: Path, logged: Callable[..., list[Any]]
+):
+    def task() -> DrafterTask:
+        target = worker.make_model(2, hidden_size=32)
+        with torch.no_grad():
+            target.lm_head.weight.mul_(20)
+        teacher = ModelTeacher(target)
+        own = OnPolicy(share=0.5, new_tokens=6)
+        model = worker.make_model(1)
+        return DrafterTask(
+            model, worker.make_data(8, seed=3), {"forward-kl": 1.0}, teacher, on_policy=own, judge=teacher
+        )
+
+    config = worker.make_config(steps=20, save_every=5, evaluate_every=20)
+    result = fit(task(), worker.make_data(), config, tmp_path / "whole")
+    first = logged(tmp_path / "whole", "evaluation")[0]
+    assert result.metrics["overlap"] > first["overlap"] + 0.02
+    stopped = task()
+    begin = stopped.begin
+
+    def fails(step: int, steps: int) -> None:
+        if step == 12:
+            raise KeyboardInterrupt
+        begin(step, steps)
+
+    stopped.begin = fails  # type: ignore[method-assign]
+    with pytest.raises(KeyboardInterrupt):
+        fit(stopped, worker.make_data(), config, tmp_path / "killed")
+    again = fit(task(), worker.make_data(), config, tmp_path / "killed")
+    assert again.resumed_from == 10
+    assert logged(tmp_path / "killed") == logged(tmp_path / "whole")
+    assert logged(tmp_path / "killed", "tokens") == logged(tmp_path / "whole", "tokens")
+
+
+def test_senseless_settings_are_refused(worker: ModuleType):
+    with pytest.raises(ValueError, match=r"share is 1\.5"):
+        OnPolicy(1.5, 8)
+    with pytest.raises(ValueError, match="new_tokens is 0"):
+        OnPolicy(0.5, 0)
+    teacher = ModelTeacher(worker.make_model(1))
+    with pytest.raises(ValueError, match="would only confirm it"):
+        DrafterTask(worker.make_model(), None, {"cross-entropy": 1.0}, teacher, on_policy=OnPolicy(0.5, 8))

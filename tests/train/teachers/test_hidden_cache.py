@@ -1,0 +1,182 @@
+"""A target's hidden states from disk are those that it computes."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from types import ModuleType
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from draftsmith.data.blocks.packing import Batch
+from draftsmith.train.forward.packed import PackedForward
+from draftsmith.train.losses.drafter import IGNORED, head_labels, shifted_labels
+from draftsmith.train.teachers.hidden_cache import REACH, CachedHidden, HiddenCache, HiddenRows, HiddenSource
+from draftsmith.train.teachers.row_plan import CachePlan
+from draftsmith.train.teachers.row_writer import CacheWriter
+from safetensors.torch import load_file
+
+CPU = torch.device("cpu")
+DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
+
+
+def make_source(dtype: str = "float32", **changed: str) -> HiddenSource:
+    return HiddenSource(**({"target": "nowhere", "fingerprint": "a model", "data": "data", "dtype": dtype} | changed))
+
+
+def write_cache(
+    folder: Path, data: Any, model: Any, source: HiddenSource, shard_bytes: int | None = None, batch: int = 1
+) -> HiddenCache:
+    rows = HiddenRows(model, source.states, source.dtype)
+    writer = CacheWriter(folder, source, data, CachePlan.of(data, source, rows.hidden_size, shard_bytes))
+    with writer.locked():
+        for shard in writer.missing():
+            assert writer.write(shard, rows, CPU, batch)
+        writer.finish()
+    return HiddenCache.load(folder, source)
+
+
+def near_trained(batch: Batch) -> torch.Tensor:
+    ahead = [shifted_labels(batch.labels_BT, batch.documents_BT, place) != IGNORED for place in range(1, REACH + 1)]
+    return torch.stack(ahead).any(0)
+
+
+def sparse_data(worker: ModuleType, blocks: int = 7, length: int = 40) -> Any:
+    """Long documents of which little is trained on, so that there are positions without a row, and padding."""
+    rng = np.random.default_rng(3)
+    documents = np.zeros((blocks, length), dtype=np.int32)
+    documents[:, length // 2 + 3 :] = 1
+    documents[:, -2:] = -1
+    trained = (rng.random((blocks, length)) < 0.04) & (documents >= 0)
+    trained[0] = False
+    return worker.data_of(rng.integers(0, worker.VOCAB, (blocks, length)), trained, documents, "sparse")
+
+
+@pytest.mark.parametrize("states", ["after-norm", "before-norm"])
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16", "float16"])
+@pytest.mark.parametrize("shard_bytes", [1, 3000, None])
+def test_every_row_of_any_batch_is_the_targets(
+    worker: ModuleType, tmp_path: Path, dtype: str, states: str, shard_bytes: int | None
+):
+    data, model = sparse_data(worker), worker.make_model()
+    cache = write_cache(tmp_path / "cache", data, model, make_source(dtype, states=states), shard_bytes)
+    forward = PackedForward(model, states)
+    total = 0
+    for blocks in ([3], [0], [6, 2], [5, 5, 1], list(range(7))):
+        batch = data.batch(blocks)
+        found_BTD = cache.hidden(batch)
+        with torch.no_grad():
+            wanted_BTD = forward.hidden(batch)
+        assert found_BTD.dtype == DTYPES[dtype]
+        assert found_BTD.shape == wanted_BTD.shape
+        kept_BT = near_trained(batch)
+        total = int(kept_BT.sum())
+        if len(blocks) == 1:  # the batch that the target was run on, to the last bit
+            assert torch.equal(found_BTD[kept_BT], wanted_BTD[kept_BT].to(DTYPES[dtype]))
+        tolerance = {"float32": 1e-6, "bfloat16": 2**-8, "float16": 2**-11}[dtype]
+        torch.testing.assert_close(found_BTD[kept_BT].float(), wanted_BTD[kept_BT], rtol=1.01 * tolerance, atol=1e-6)
+        assert (found_BTD[~kept_BT] == 0).all()
+        labels_BTK = head_labels(batch.labels_BT, batch.documents_BT, REACH - 1)
+        assert kept_BT[(labels_BTK != IGNORED).any(-1)].all()  # as many heads as it is meant for
+    assert cache.rows == total
+    assert 0 < total < 7 * 38 / 2
+
+
+def test_any_reader_of_the_format_reads_the_states_and_the_size_is_known(worker: ModuleType, tmp_path: Path):
+    data, model = worker.make_data(6), worker.make_model()
+    for dtype, size in (("bfloat16", 2), ("float16", 2), ("float32", 4)):
+        cache = write_cache(tmp_path / dtype, data, model, make_source(dtype))
+        plan = CachePlan.of(data, make_source(dtype), 16)
+        assert plan.row_bytes == 16 * size
+        written = sum(path.stat().st_size for path in (tmp_path / dtype).glob("*.safetensors"))
+        assert plan.rows * plan.row_bytes < written <= plan.bytes
+        tensors = load_file(tmp_path / dtype / "rows-00000.safetensors")
+        assert {name: (tensor.dtype, len(tensor)) for name, tensor in tensors.items()} == {
+            "hidden": (DTYPES[dtype], cache.rows)
+        }
+    with pytest.raises(ValueError, match="kept in one of bfloat16, float16, float32, got 'int8'"):
+        CachePlan.of(data, make_source("int8"), 16)
+
+
+def test_a_cache_of_something_else_is_refused_with_both_sides(worker: ModuleType, tmp_path: Path):
+    cache = write_cache(tmp_path / "cache", worker.make_data(4), worker.make_model(), make_source("bfloat16"))
+    assert make_source("bfloat16", target="elsewhere").key == cache.source.key
+    assert HiddenCache.load(cache.folder, make_source("bfloat16", target="elsewhere")).rows == cache.rows
+    for changed, message in (
+        ({"fingerprint": "another"}, r"target is a model \(nowhere\) there, another \(nowhere\) here"),
+        ({"data": "more"}, "data is data there, more here"),
+        ({"dtype": "float16"}, "dtype is bfloat16 there, float16 here"),
+        ({"states": "before-norm"}, "states is after-norm there, before-norm here"),
+        ({"target_dtype": "float16"}, "target_dtype is auto there, float16 here"),
+    ):
+        wanted = make_source(**({"dtype": "bfloat16"} | changed))
+        assert wanted.key != cache.source.key
+        with pytest.raises(ValueError, match=f"cache of hidden states .* is another one: {message}"):
+            HiddenCache.load(cache.folder, wanted)
+    with pytest.raises(ValueError, match=r"is no cache of hidden states: it has no hidden\.json"):
+        HiddenCache.load(tmp_path)
+
+
+def test_training_and_held_out_data_are_served_by_two_caches(worker: ModuleType, tmp_path: Path):
+    data, heldout, model = worker.make_data(8), worker.make_data(4, seed=9), worker.make_model()
+    training = write_cache(tmp_path / "training", data, model, make_source())
+    held = write_cache(tmp_path / "heldout", heldout, model, make_source(data="held out"))
+    both = CachedHidden(training, held)
+    assert (both.hidden_size, both.states) == (16, "after-norm")
+    assert json.loads(json.dumps(both.settings)) == both.settings
+    forward = PackedForward(model)
+    for source in (heldout, data):
+        batch = source.batch([3, 0])
+        kept_BT = near_trained(batch)
+        with torch.no_grad():
+            torch.testing.assert_close(both.hidden(batch)[kept_BT], forward.hidden(batch)[kept_BT])
+    with pytest.raises(ValueError, match="documents that the cache of hidden states was not made from"):
+        training.hidden(heldout.batch([0]))
+    changed = data.batch([2, 3])
+    changed.tokens_BT[0, 1] += 1
+    with pytest.raises(ValueError, match="not made from"):
+        both.hidden(changed)
+    other = write_cache(tmp_path / "other", heldout, model, make_source(fingerprint="another", states="before-norm"))
+    with pytest.raises(ValueError, match=r"different targets: target is a model .*; states is after-norm there, bef"):
+        CachedHidden(training, other)
+
+
+def test_states_that_a_type_cannot_hold_are_refused_with_their_place(worker: ModuleType, tmp_path: Path):
+    data, model = worker.make_data(4), worker.make_model()
+    with torch.no_grad():
+        model.model.norm.weight.fill_(1e5)
+    with pytest.raises(
+        ValueError,
+        match=r"hidden state at token \d+ of document \d+ reaches [\d.]+e\+05, and float16 holds at most 6\.55e\+04: "
+        "set `hidden.dtype` to bfloat16 or float32",
+    ):
+        write_cache(tmp_path / "cache", data, model, make_source("float16"))
+    assert not (tmp_path / "cache").exists()
+    assert write_cache(tmp_path / "cache", data, model, make_source("bfloat16")).rows > 0
+    batch = data.batch([0, 1, 2, 3])
+    place = 5
+    spoilt = int(batch.tokens_BT[2, place])
+    with torch.no_grad():
+        model.model.norm.weight.fill_(1)
+        model.model.embed_tokens.weight[spoilt] = float("inf")
+    first = int((batch.tokens_BT == spoilt).flatten().nonzero()[0])
+    document = int(batch.documents_BT.flatten()[first])
+    with pytest.raises(
+        ValueError,
+        match=rf"of document {document} is not finite in the target itself, which computes in float32: set `target_dty",
+    ):
+        write_cache(tmp_path / "spoilt", data, model, make_source("float32"), batch=4)
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+def test_states_are_handed_to_a_gpu_while_it_works(worker: ModuleType, tmp_path: Path, dtype: str):
+    data, model = worker.make_data(12), worker.make_model()
+    cache = write_cache(tmp_path / "cache", data, model, make_source(dtype), shard_bytes=600)
+    for blocks in ([0, 5], [11], list(range(12))):
+        batch = data.batch(blocks)
+        found_BTD = cache.hidden(batch.to("cuda"))
+        assert found_BTD.device.type == "cuda"
+        assert torch.equal(found_BTD.cpu(), cache.hidden(batch))

@@ -1,0 +1,280 @@
+"""A teacher in process, and from a cache of its most likely tokens."""
+
+from __future__ import annotations
+
+import json
+import math
+import subprocess
+import sys
+from collections.abc import Callable
+from importlib.util import find_spec
+from pathlib import Path
+from types import ModuleType
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from draftsmith.data.blocks.packing import Batch
+from draftsmith.train.losses.chunks import DenseTeacher, SparseTeacher, TopK
+from draftsmith.train.losses.drafter import IGNORED, mixture, shifted_labels
+from draftsmith.train.teachers.row_plan import CachePlan
+from draftsmith.train.teachers.row_writer import CacheWriter
+from draftsmith.train.teachers.teacher import CachedTeacher, ModelTeacher, load_teacher
+from draftsmith.train.teachers.top_k_cache import CacheSource, TeacherCache, TopRows, top_log_probs
+from safetensors.torch import load_file
+
+CPU = torch.device("cpu")
+
+
+def write_cache(
+    folder: Path, blocks: Any, teacher: Any, top_k: int, shard_bytes: int | None = None, batch: int = 3, **source: Any
+) -> TeacherCache:
+    settings = {"target": "nowhere", "fingerprint": "a model", "data": "some data"} | source
+    made_from = CacheSource(top_k=top_k, **settings)
+    writer = CacheWriter(folder, made_from, blocks, CachePlan.of(blocks, made_from, teacher.vocab_size, shard_bytes))
+    with writer.locked():
+        for shard in writer.missing():
+            assert writer.write(shard, TopRows(teacher, top_k), CPU, batch)
+        writer.finish()
+    return TeacherCache.load(folder, made_from)
+
+
+def kept_of(batch: Batch) -> torch.Tensor:
+    return (shifted_labels(batch.labels_BT, batch.documents_BT, 1) != IGNORED).flatten().nonzero()[:, 0]
+
+
+def dense_log_probs(teacher: ModelTeacher, batch: Batch) -> torch.Tensor:
+    dense = teacher(batch)
+    return (dense.hidden_XE @ dense.weight_VE.T).float().log_softmax(1)
+
+
+@pytest.mark.parametrize(
+    ("positions", "hidden", "vocab", "top_k"), [(1, 3, 7, 7), (37, 5, 300_007, 3), (101, 4, 33, 1)]
+)
+@pytest.mark.parametrize(("dtype", "tolerance"), [(torch.float32, 1e-5), (torch.bfloat16, 4e-2)])
+@pytest.mark.parametrize("logits_only", [False, True])
+def test_the_most_likely_tokens_are_those_of_the_whole_softmax(
+    positions: int, hidden: int, vocab: int, top_k: int, dtype: torch.dtype, tolerance: float, logits_only: bool
+):
+    torch.manual_seed(vocab)
+    hidden_XE, weight_VE = torch.randn(positions, hidden), torch.randn(vocab, hidden)
+    dense = DenseTeacher(hidden_XE.to(dtype), weight_VE.to(dtype))
+    if logits_only:
+        dense = DenseTeacher(dense.hidden_XE @ weight_VE.to(dtype).T)
+    kept = torch.arange(0, positions, 2)
+    ids_RK, found_RK = (torch.cat(part) for part in zip(*top_log_probs(dense, kept, top_k), strict=True))
+    wanted_RV = (hidden_XE @ weight_VE.T).log_softmax(1)[kept]
+    torch.testing.assert_close(found_RK, wanted_RV.topk(top_k).values, rtol=tolerance, atol=tolerance)
+    torch.testing.assert_close(found_RK, wanted_RV.gather(1, ids_RK), rtol=tolerance, atol=tolerance)
+    assert (found_RK.diff(dim=1) <= 0).all()
+
+
+def test_logits_that_are_not_finite_are_refused():
+    logits_XV = torch.zeros(3, 8)
+    logits_XV[1, 2] = math.nan
+    with pytest.raises(ValueError, match=r"not finite.*teacher\.dtype"):
+        list(top_log_probs(DenseTeacher(logits_XV), torch.arange(3), 2))
+    logits_XV[1, 2] = -math.inf  # ruled out, which a target may do
+    ((_, log_probs_CK),) = top_log_probs(DenseTeacher(logits_XV), torch.arange(3), 8)
+    assert log_probs_CK[1, -1] == -math.inf
+
+
+@pytest.mark.parametrize("shard_bytes", [1, 700, None])
+@pytest.mark.parametrize("top_k", [1, 6, 32])
+def test_every_row_of_any_batch_is_the_teachers(
+    worker: ModuleType, tmp_path: Path, shard_bytes: int | None, top_k: int
+):
+    data, teacher = worker.make_data(13, 17, seed=5), ModelTeacher(worker.make_model())
+    cache = write_cache(tmp_path / "cache", data, teacher, top_k, shard_bytes)
+    cached = CachedTeacher(cache)
+    assert cached.vocab_size == teacher.vocab_size == worker.VOCAB
+    assert cache.rows == data.trainable_tokens(range(13))
+    # any order, one block twice, one block alone
+    for blocks in ([3, 12, 0, 7], [5, 5], [12], list(range(13))):
+        batch = data.batch(blocks)
+        sparse = cached(batch)
+        assert isinstance(sparse, SparseTeacher)
+        assert sparse.ids_XK.dtype == torch.int64
+        assert sparse.log_probs_XK.dtype == torch.float32
+        kept = kept_of(batch)
+        wanted_RV = dense_log_probs(teacher, batch)[kept]
+        found_RK, ids_RK = sparse.log_probs_XK[kept], sparse.ids_XK[kept]
+        torch.testing.assert_close(found_RK, wanted_RV.topk(top_k).values, rtol=2**-10, atol=1e-5)
+        torch.testing.assert_close(found_RK, wanted_RV.gather(1, ids_RK), rtol=2**-10, atol=1e-5)
+        # whatever the other rows say, their ids are ids, and all different
+        assert (sparse.ids_XK.sort(dim=1).values.diff(dim=1) > 0).all()
+
+
+def test_ids_take_the_room_their_vocabulary_needs_and_the_size_is_known_beforehand(
+    worker: ModuleType, tmp_path: Path, make_llama: Callable[..., Any]
+):
+    data = worker.make_data(6)
+    for vocab, bytes_an_id in ((65_536, 2), (65_537, 4)):
+        teacher = ModelTeacher(make_llama(vocab, hidden_size=8, num_attention_heads=2, intermediate_size=8))
+        plan = CachePlan.of(data, CacheSource("nowhere", "a model", "some data", 3), teacher.vocab_size)
+        cache = write_cache(tmp_path / str(vocab), data, teacher, 3)
+        assert plan.row_bytes == 3 * (bytes_an_id + 2) + 2
+        written = sum(path.stat().st_size for path in (tmp_path / str(vocab)).glob("*.safetensors"))
+        rows = data.trainable_tokens(range(6))
+        assert rows * plan.row_bytes < written <= plan.bytes
+        tensors = load_file(tmp_path / str(vocab) / "rows-00000.safetensors")  # any reader of the format
+        assert tensors["log_probs"].dtype == torch.float16
+        batch = data.batch([0, 1])
+        kept = kept_of(batch)
+        wanted = dense_log_probs(teacher, batch)[kept].argmax(1)
+        assert torch.equal(CachedTeacher(cache)(batch).ids_XK[kept, 0], wanted)
+    with pytest.raises(ValueError, match="top_k is 33, expected 1 … 32"):
+        CachePlan.of(data, CacheSource("nowhere", "a model", "some data", 33), 32)
+
+
+def test_float16_moves_no_probability_by_more_than_the_stated_bound():
+    exact = -np.concatenate([np.geomspace(1e-9, 1e-3, 20_001), np.linspace(1e-3, 30, 300_001)])
+    stored = exact.astype(np.float16).astype(np.float64)
+    moved = np.abs(np.exp(stored) - np.exp(exact))
+    assert moved.max() <= 2**-11 / math.e
+    assert moved.max() > 0.9 * 2**-11 / math.e  # the bound is not generous
+    normal = exact <= -(2.0**-14)
+    assert (np.abs(stored - exact)[normal] <= 2**-11 * np.abs(exact[normal])).all()
+    logits_RV = torch.randn(2000, 500, dtype=torch.float64) * 3
+    log_probs_RV = logits_RV.log_softmax(1)
+    sums_R = log_probs_RV.half().double().exp().sum(1)
+    entropy_R = -(log_probs_RV.exp() * log_probs_RV).sum(1)
+    assert ((sums_R - 1).abs() <= 2**-11 * entropy_R + 1e-9).all()
+
+
+@pytest.mark.parametrize("name", ["forward-kl", "reverse-kl", "jensen-shannon", "total-variation"])
+@pytest.mark.parametrize(("top_k", "tail"), [(32, "bucket"), (32, "renormalise"), (4, "bucket"), (4, "renormalise")])
+def test_learning_from_the_cache_is_learning_in_process(
+    worker: ModuleType, tmp_path: Path, name: str, top_k: int, tail: Any
+):
+    data, teacher = worker.make_data(8), ModelTeacher(worker.make_model())
+    with torch.no_grad():  # a teacher that is sure of something
+        teacher.model.lm_head.weight.mul_(50)
+    cached = CachedTeacher(write_cache(tmp_path / "cache", data, teacher, top_k))
+    batch = data.batch([6, 1, 3])
+    labels_X = shifted_labels(batch.labels_BT, batch.documents_BT, 1).flatten()
+    torch.manual_seed(1)
+    hidden_XD, weight_VD = torch.randn(labels_X.numel(), 8), torch.randn(worker.VOCAB, 8)
+    results = []
+    for source in (cached(batch), teacher(batch)):
+        hidden, weight = (tensor.clone().requires_grad_() for tensor in (hidden_XD, weight_VD))
+        loss, count = mixture({name: 1.0}, hidden, weight, labels_X, source, top_k=TopK(top_k, tail))
+        (loss / count).backward()
+        results.append((loss / count, hidden.grad, weight.grad))
+    assert int(count) == len(kept_of(batch)) > 10
+    for found, wanted in zip(*results, strict=True):
+        # float16 of log p and of the rest, 2⁻¹¹ times a few nats, and signs that differ from row to row
+        torch.testing.assert_close(found, wanted, rtol=1e-3, atol=2e-4)
+    assert results[0][0] > 0.01
+
+
+def test_batches_of_other_documents_are_refused(worker: ModuleType, tmp_path: Path):
+    teacher = ModelTeacher(worker.make_model())
+    data, heldout = worker.make_data(10), worker.make_data(4, seed=9)
+    training = write_cache(tmp_path / "training", data, teacher, 4)
+    cached = CachedTeacher(training)
+    with pytest.raises(ValueError, match="documents that the teacher's cache was not made from"):
+        cached(heldout.batch([0, 1]))
+    changed = data.batch([2, 3])
+    first = kept_of(changed)[0]
+    changed.tokens_BT.view(-1)[first] += 1  # the drafter's own word, say
+    with pytest.raises(ValueError, match="not made from"):
+        cached(changed)
+    untrained = data.batch([2, 3])
+    untrained.labels_BT.view(-1)[first + 1] = IGNORED
+    with pytest.raises(ValueError, match="not made from"):
+        cached(untrained)
+
+    # with a cache of what is held out, both are served
+    both = CachedTeacher(training, write_cache(tmp_path / "heldout", heldout, teacher, 4, data="held out"))
+    for source in (heldout, data):
+        batch = source.batch([3, 0])
+        kept = kept_of(batch)
+        wanted = dense_log_probs(teacher, batch)[kept].topk(4)
+        assert torch.equal(both(batch).ids_XK[kept], wanted.indices)
+    other = write_cache(tmp_path / "other", heldout, teacher, 4, fingerprint="another model")
+    with pytest.raises(ValueError, match=r"target is a model .* there, another model"):
+        CachedTeacher(training, other)
+
+
+@pytest.fixture
+def cache(worker: ModuleType, tmp_path: Path) -> TeacherCache:
+    return write_cache(tmp_path / "cache", worker.make_data(12), ModelTeacher(worker.make_model()), 5, 20 * 20)
+
+
+def test_a_cache_of_something_else_is_refused_with_both_sides(cache: TeacherCache, tmp_path: Path):
+    source = CacheSource("elsewhere", "a model", "some data", 5)
+    assert source.key == cache.source.key  # where the target lies is no part of what it is
+    assert TeacherCache.load(cache.folder, source).rows == cache.rows
+    for changed, message in (
+        (
+            CacheSource("runs/b", "another model", "some data", 5),
+            r"target is a model \(nowhere\) there, another model \(r",
+        ),
+        (CacheSource("nowhere", "a model", "more data", 5), "data is some data there, more data here"),
+        (CacheSource("nowhere", "a model", "some data", 6), "top_k is 5 there, 6 here"),
+        (CacheSource("nowhere", "a model", "some data", 5, "bfloat16"), "dtype is auto there, bfloat16 here"),
+        (CacheSource("nowhere", "a model", "some data", 5, "auto", True), "load_in_8bit is False there, True here"),
+    ):
+        assert changed.key != cache.source.key
+        with pytest.raises(ValueError, match=message):
+            TeacherCache.load(cache.folder, changed)
+    with pytest.raises(ValueError, match=r"is no teacher's cache: it has no teacher\.json"):
+        TeacherCache.load(tmp_path)
+
+
+def test_a_model_teaches_frozen_and_in_evaluation_mode(worker: ModuleType):
+    teacher = ModelTeacher(worker.make_model())  # with dropout
+    batch = worker.make_data(4).batch([0, 1])
+    first, second = teacher(batch), teacher(batch)
+    assert torch.equal(first.hidden_XE, second.hidden_XE)
+    assert not first.hidden_XE.requires_grad
+    assert not any(parameter.requires_grad for parameter in teacher.model.parameters())
+    teacher.place("cpu")
+    same, other = (ModelTeacher(worker.make_model(seed)).settings for seed in (0, 1))
+    assert same == teacher.settings != other
+    assert json.loads(json.dumps(same)) == same
+
+
+def test_a_teacher_is_loaded_in_8_bits_or_what_is_missing_is_named(worker: ModuleType, tmp_path: Path):
+    model = worker.make_model(hidden_size=64, intermediate_size=64)
+    model.save_pretrained(tmp_path)
+    batch = worker.make_data(4).batch([0, 1])
+    exact = dense_log_probs(load_teacher(str(tmp_path)), batch)
+    torch.testing.assert_close(exact, dense_log_probs(ModelTeacher(model), batch))
+    if find_spec("bitsandbytes") is None:
+        with pytest.raises(ValueError, match=r"needs the package bitsandbytes, .* pip install bitsandbytes"):
+            load_teacher(str(tmp_path), load_in_8bit=True)
+        return
+    teacher = load_teacher(str(tmp_path), load_in_8bit=True)
+    assert {parameter.dtype for parameter in teacher.model.parameters()} == {torch.int8, torch.float16}
+    teacher.place("cpu")
+    found = dense_log_probs(teacher, batch)
+    assert 0 < (found - exact).abs().max() < 0.1
+    with pytest.raises(ValueError, match=r"could not be loaded in 8 bits on cpu"):
+        load_teacher(str(tmp_path / "nothing"), load_in_8bit=True)
+
+
+@pytest.mark.parametrize("vocab", [48])
+def test_an_encoder_decoder_teaches_from_the_cache_too(worker: ModuleType, tmp_path: Path, vocab: int):
+    from transformers import T5Config, T5ForConditionalGeneration
+
+    torch.manual_seed(0)
+    sizes = {"d_model": 16, "d_kv": 8, "d_ff": 32, "num_layers": 2, "num_heads": 2}
+    model = T5ForConditionalGeneration(T5Config(vocab_size=vocab, decoder_start_token_id=0, **sizes))
+    data, teacher = worker.make_data(6), ModelTeacher(model)
+    cached = CachedTeacher(write_cache(tmp_path / "cache", data, teacher, 7, 1000))
+    batch = data.batch([4, 1])
+    kept = kept_of(batch)
+    wanted = dense_log_probs(teacher, batch)[kept].topk(7).values
+    torch.testing.assert_close(cached(batch).log_probs_XK[kept], wanted, rtol=2**-10, atol=1e-4)
+    assert cached.vocab_size == vocab
+
+
+def test_teachers_import_without_what_only_recipes_and_training_need():
+    blocked = ("accelerate", "pydantic", "rich", "datasets", "deepspeed", "bitsandbytes")
+    program = f"import sys\nfor name in {blocked!r}: sys.modules[name] = None\n"
+    program += "import draftsmith.train.teachers.teacher, draftsmith.train.teachers.hidden_cache, draftsmith.train.teachers.row_writer"
+    done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, check=False)
+    assert done.stderr == ""

@@ -1,0 +1,318 @@
+"""Last hidden states of any language model over packed blocks, and the matrix that makes logits of them.
+
+Letters: B batch (blocks), T tokens, D hidden, V vocabulary, N documents with the padding of each block.
+"""
+
+from __future__ import annotations
+
+import inspect
+from contextlib import AbstractContextManager, nullcontext
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from ...data.blocks.packing import PADDING, Batch
+from ...decode.models.base import bare_model, masked_attention
+from ...decode.models.final_norm import check_states, final_norm, norm_input
+from .attention import NAME, document_spans, register
+from .projection import Projected
+from .seq2seq import SourceForward
+
+_ROUGH_TOLERANCE = 0.1  # the same in 16 bits
+_WORTH_IT = 0.7  # of a block's pairs of tokens inside documents: with more, one call for all of it is as fast
+_PROBE_TOLERANCE = 1e-3  # of the largest logit; a wrong head (bias, capping, scaling) is off by more
+
+
+def make_forward(model: Any) -> PackedForward | SourceForward:
+    """What runs a model on packed blocks: an encoder-decoder reads what comes before an answer, a decoder everything.
+
+    Raises:
+        ValueError: see `PackedForward` and `SourceForward`.
+    """
+    return SourceForward(model) if model.config.is_encoder_decoder else PackedForward(model)
+
+
+class PackedForward(Projected):
+    """Runs a transformers causal LM on packed blocks so that no token sees another document.
+
+    Holds the model without registering it anywhere: it is no module, so that a frozen model is neither wrapped for
+    data parallelism nor stored in a checkpoint. A model in peft's wrapper is run without the wrapper.
+
+    Args:
+        model: a causal LM of transformers.
+        states: which states `hidden` gives: those "after-norm", the last ones, or "before-norm", what goes into the
+            final norm.
+
+    Raises:
+        ValueError: the model cannot be given positions (ALiBi models such as Bloom), or carries states from one
+            document of a block into the next; an encoder-decoder; states before the norm of a model that has no final
+            norm; unknown states.
+    """
+
+    reads_source = False
+    """Whether an encoder reads what comes before an answer."""
+
+    def __init__(self, model: Any, states: str = "after-norm") -> None:
+        check_states(states)
+        if model.config.is_encoder_decoder:
+            raise ValueError(f"{type(model).__name__} is an encoder-decoder, and a decoder is needed here")
+        self.model = model = bare_model(model)
+        self._compiled: Any = None
+        self._compiled_to_norm: Any = None
+        self.config = model.config.get_text_config()
+        parameters = inspect.signature(_decoder(model).forward).parameters
+        takes_any = any(parameter.kind is inspect.Parameter.VAR_KEYWORD for parameter in parameters.values())
+        if "flash" in self._kernel and not takes_any:
+            raise ValueError(
+                f"{type(model).__name__} passes nothing on to its attention: with {self._kernel} the documents of a "
+                "block would see each other; use sdpa or eager"
+            )
+        if "position_ids" not in parameters:
+            raise ValueError(
+                f"{type(model).__name__} takes no position_ids, so blocks of several documents are refused"
+            )
+        self.plain_head = has_plain_head(model)
+        self._positions = _learned_positions(model)
+        self.states, self._norm = states, None
+        if states == "before-norm":
+            with _tried_anywhere(model):
+                self._norm = final_norm(_decoder(model))
+        self.by_document = _can_attend_by_document(model)
+        if self.by_document and not _keeps_documents_apart(self):  # the decoder passes nothing on to its attention
+            self.config._attn_implementation = "sdpa"
+            self.by_document = False
+        if not self.by_document and not _keeps_documents_apart(self):
+            raise ValueError(
+                f"{type(model).__name__} carries states from one document of a block into the next (convolutions, "
+                "recurrence), so packed blocks are refused"
+            )
+
+    def __call__(self, batch: Batch) -> Tensor:
+        """Last hidden states [B, T, D], after the final norm; logits [B, T, V] where `weight_VD()` is None."""
+        if self.plain_head:
+            return self._last_hidden(batch)
+        model = self._compiled if self._compiled is not None else self.model
+        return self._run(model, batch).logits.reshape(*batch.tokens_BT.shape, -1)
+
+    def hidden(self, batch: Batch) -> Tensor:
+        """Hidden states [B, T, D], after the final norm or before it as `states` says, whatever the head."""
+        if self._norm is None:
+            return self._last_hidden(batch)
+        if self._compiled_to_norm is not None:
+            return self._run(self._compiled_to_norm, batch).reshape(*batch.tokens_BT.shape, -1)
+        with norm_input(self._norm) as seen:
+            self._run(_decoder(self.model), batch)
+        return seen[0].reshape(*batch.tokens_BT.shape, -1)
+
+    def after_norm(self, states_XD: Tensor) -> Tensor:
+        """Last hidden states [..., D] of states [..., D] as `hidden` gives them: through the final norm, if need be."""
+        return states_XD if self._norm is None else self._norm(states_XD.to(self.model.dtype))
+
+    def _last_hidden(self, batch: Batch) -> Tensor:
+        compiled = self._compiled if self.plain_head else None
+        decoder = compiled if compiled is not None else _decoder(self.model)
+        return self._run(decoder, batch).last_hidden_state.reshape(*batch.tokens_BT.shape, -1)
+
+    def compile(self) -> None:
+        """Compile what a call runs (torch.compile), here alone: decoding, whose shapes change, goes on as before.
+
+        Attention by document would be compiled again for the documents of every batch, so masks take its place.
+        """
+        if self.by_document:
+            self.config._attn_implementation = "sdpa"
+            self.by_document = False
+        self._compiled = torch.compile(_decoder(self.model) if self.plain_head else self.model)
+        if self._norm is not None:
+            self._compiled_to_norm = _compile_to_norm(_decoder(self.model), self._norm)
+
+    def _run(self, module: Any, batch: Batch) -> Any:
+        if "flash" in self._kernel:  # one row: these kernels know documents by where each begins in all tokens
+            return module(batch.tokens_BT.reshape(1, -1), use_cache=False, **_flash_attention(batch))
+        return module(batch.tokens_BT, use_cache=False, **self._attention(batch))
+
+    @property
+    def _kernel(self) -> str:
+        return getattr(self.config, "_attn_implementation", None) or "eager"
+
+    def _learned(self, positions_BT: Tensor, documents_BT: Tensor) -> Tensor:
+        """The same positions where a model learned only so many: padding, which nothing sees, goes no further.
+
+        Raises:
+            ValueError: a document is longer than that.
+        """
+        if self._positions is None or positions_BT.shape[1] <= self._positions:
+            return positions_BT
+        longest = int(positions_BT[documents_BT != PADDING].amax()) + 1
+        if longest > self._positions:
+            raise ValueError(
+                f"a document has {longest} tokens, and {type(self.model).__name__} {self._positions} positions"
+            )
+        return positions_BT.clamp(max=self._positions - 1)
+
+    def _attention(self, batch: Batch) -> dict[str, Any]:
+        """The mask and positions that keep documents apart; None as a mask lets the model use its causal kernel."""
+        documents_BT = batch.documents_BT
+        positions_BT = self._learned(batch.positions_BT, documents_BT)
+        implementation = self._kernel
+        if self._slides(batch.tokens_BT.shape[1]):
+            # models with windows build their own masks, and find the documents where positions restart
+            return {"attention_mask": None, "position_ids": positions_BT}
+        if "flex" in implementation:
+            return {"attention_mask": _flex_mask(documents_BT), "position_ids": positions_BT}
+        if bool(((documents_BT == documents_BT[:, :1]) | (documents_BT == PADDING)).all()):
+            # one document a row, then padding, which nothing real can see: plain causal attention is exact
+            rows, length = documents_BT.shape
+            positions_BT = torch.arange(length, device=documents_BT.device).expand(rows, length)
+            return {"attention_mask": None, "position_ids": self._learned(positions_BT, documents_BT)}
+        if self.by_document and implementation == NAME and documents_BT.device.type == "cpu":
+            spans = document_spans(documents_BT)
+            lengths = [end - start for row in spans for start, end in row]
+            if sum(length**2 for length in lengths) < _WORTH_IT * documents_BT.numel() * documents_BT.shape[1]:
+                # the mask is never looked at: its four dimensions keep transformers from making one
+                unused_1111 = torch.zeros(1, 1, 1, 1, dtype=self.model.dtype)
+                return {"attention_mask": unused_1111, "position_ids": positions_BT, "spans": spans}
+        mask_B1TT = batch.attention_mask_B1TT()
+        if implementation not in ("sdpa", NAME):
+            dtype = self.model.dtype
+            mask_B1TT = torch.zeros(mask_B1TT.shape, dtype=dtype, device=mask_B1TT.device).masked_fill_(
+                ~mask_B1TT, torch.finfo(dtype).min
+            )
+        return {"attention_mask": mask_B1TT, "position_ids": positions_BT}
+
+    def _slides(self, length: int) -> bool:
+        window = getattr(self.config, "sliding_window", None)
+        return window is not None and getattr(self.config, "use_sliding_window", True) and length > window
+
+
+def _compile_to_norm(decoder: Any, norm: nn.Module) -> Any:
+    """A compiled forward that returns what goes into the final norm.
+
+    A hook that comes and goes with each forward would never be compiled, so one stays; it does nothing in any other
+    forward of the model.
+    """
+    seen: list[Tensor | None] = []
+
+    def keep(_: nn.Module, args: tuple[Any, ...]) -> None:
+        if seen:
+            seen[-1] = args[0]
+
+    def run(*args: Any, **kwargs: Any) -> Tensor | None:
+        seen.append(None)
+        decoder(*args, **kwargs)
+        return seen.pop()
+
+    norm.register_forward_pre_hook(keep)
+    return torch.compile(run)
+
+
+def _learned_positions(model: Any) -> int | None:
+    """How many positions a model has embeddings for; None where they are computed (rotary), or there are none."""
+    limit = getattr(model.config.get_text_config(), "max_position_embeddings", None)
+    tokens = model.get_input_embeddings()
+    tables = (m for m in model.modules() if isinstance(m, nn.Embedding) and m is not tokens)
+    # OPT's table begins with two rows that stand for no position
+    return limit if any(limit is not None and 0 <= table.num_embeddings - limit <= 2 for table in tables) else None
+
+
+def _flash_attention(batch: Batch) -> dict[str, Any]:
+    """Positions of all tokens in one row, and where its documents begin and end.
+
+    transformers finds documents by itself where positions restart, but looks for them in every layer, and in batches
+    of one row alone. Padding is a document of its own.
+    """
+    documents_BT = batch.documents_BT
+    starts_BT = torch.ones_like(documents_BT, dtype=torch.bool)
+    starts_BT[:, 1:] = documents_BT[:, 1:] != documents_BT[:, :-1]
+    starts_N = starts_BT.flatten().nonzero()[:, 0]
+    borders = torch.cat((starts_N, starts_N.new_tensor([documents_BT.numel()]))).int()
+    longest = int(borders.diff().max())
+    return {
+        "attention_mask": None,
+        "position_ids": batch.positions_BT.reshape(1, -1),
+        "cu_seq_lens_q": borders,
+        "cu_seq_lens_k": borders,
+        "max_length_q": longest,
+        "max_length_k": longest,
+    }
+
+
+def _flex_mask(documents_BT: Tensor) -> Any:
+    """`Batch.attention_mask_B1TT` as FlexAttention wants it; padding sees the padding before it."""
+    from torch.nn.attention.flex_attention import create_block_mask
+
+    def visible(row: Tensor, _: Tensor, query: Tensor, key: Tensor) -> Tensor:
+        return (documents_BT[row, query] == documents_BT[row, key]) & (key <= query)
+
+    rows, length = documents_BT.shape
+    return create_block_mask(visible, rows, None, length, length, device=str(documents_BT.device))
+
+
+def _can_attend_by_document(model: Any) -> bool:
+    """Switch a model on a processor from SDPA to attention by document, if it may be; nothing else notices it."""
+    config = model.config.get_text_config()
+    if next(model.parameters()).device.type != "cpu" or getattr(config, "sliding_window", None) is not None:
+        return False
+    if getattr(config, "_attn_implementation", None) == "sdpa":
+        register()
+        config._attn_implementation = NAME
+    return getattr(config, "_attn_implementation", None) == NAME
+
+
+def _keeps_documents_apart(forward: PackedForward) -> bool:
+    """Whether a document behind another in a block has the states that it has alone."""
+    model = forward.model
+    device = next(model.parameters()).device
+    tokens_BT = torch.tensor([[1, 2, 3, 2, 1, 3, 2]], device=device) % model.get_input_embeddings().weight.shape[0]
+    documents_BT = torch.tensor([[0, 0, 0, 1, 1, 1, 1]], device=device)
+    positions_BT = torch.tensor([[0, 1, 2, 0, 1, 2, 3]], device=device)
+    was_training = model.training
+    model.eval()
+    try:
+        with torch.no_grad(), _tried_anywhere(model):
+            packed_BTD = forward._last_hidden(Batch(tokens_BT, tokens_BT, positions_BT, documents_BT))[:, 3:].float()
+            alone_BTD = _decoder(model)(tokens_BT[:, 3:], use_cache=False).last_hidden_state.float()
+    except TypeError:  # a decoder that takes nothing for its attention
+        if not forward.by_document:
+            raise
+        return False
+    finally:
+        model.train(was_training)
+    tolerance = _PROBE_TOLERANCE if model.dtype == torch.float32 else _ROUGH_TOLERANCE
+    return bool((packed_BTD - alone_BTD).abs().max() <= tolerance * alone_BTD.abs().max())
+
+
+def has_plain_head(model: Any) -> bool:
+    """Whether the model's logits are exactly its last hidden state times its output projection.
+
+    Known exceptions are read from the module and its config; any other is found by trying three tokens.
+    """
+    head = model.get_output_embeddings()
+    config = model.config.get_text_config()
+    if not isinstance(head, nn.Linear) or head.bias is not None:
+        return False
+    for name in ("final_logit_softcapping", "logit_scale", "logits_scaling", "lm_head_multiplier"):
+        if getattr(config, name, None) not in (None, 1, 1.0):
+            return False
+    was_training = model.training
+    model.eval()
+    with torch.no_grad(), _tried_anywhere(model):
+        tokens_BT = torch.arange(3, device=head.weight.device)[None] % head.weight.shape[0]
+        hidden_BTD = _decoder(model)(tokens_BT, use_cache=False).last_hidden_state
+        if hidden_BTD.shape[-1] != head.weight.shape[1]:
+            return False
+        expected_BTV = model(tokens_BT, use_cache=False).logits.float()
+        found_BTV = (hidden_BTD @ head.weight.T).float()
+    model.train(was_training)
+    return bool((expected_BTV - found_BTV).abs().max() <= _PROBE_TOLERANCE * expected_BTV.abs().max().clamp(min=1e-6))
+
+
+def _tried_anywhere(model: Any) -> AbstractContextManager[None]:
+    """Flash and flex kernels train on a GPU alone: what is tried before the model lies there is tried with others."""
+    return masked_attention(model) if next(model.parameters()).device.type == "cpu" else nullcontext()
+
+
+def _decoder(model: Any) -> Any:
+    """The part of a causal LM that ends in the last hidden state."""
+    decoder = model.base_model
+    return decoder if decoder is not model else model.get_decoder()

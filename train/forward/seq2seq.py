@@ -1,0 +1,223 @@
+"""Encoder-decoders of the T5 family on packed blocks: each answer is written by the decoder, its document read before.
+
+Letters: B batch (blocks), T tokens of a block, P answers (runs of trained tokens), R rows of the encoder or of the
+decoder, S source tokens of a row, M decoder tokens of a row, D hidden, V vocabulary, X answer tokens.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor, nn
+
+from ...data.blocks.packing import IGNORED, PADDING, Batch
+from ...decode.models.base import bare_model
+from ...decode.models.seq2seq import SCALED_IF, Seq2SeqModel
+from .projection import Projected
+
+_TOLERANCE = 1e-3  # of the largest logit
+_ROUGH_TOLERANCE = 0.1  # the same in 16 bits
+_NOBODY = -1  # the answer that a place of padding belongs to
+
+
+class SourceForward(Projected):
+    """Runs an encoder-decoder on packed blocks: the encoder reads a document up to an answer, the decoder writes that.
+
+    An answer is a run of trained tokens. The encoder reads all tokens of the document before it, earlier answers
+    included; the decoder reads its start token and the answer without its last token. So the states are those that
+    decoding has, whose prompts are what the encoder reads (`decode.seq2seq.Seq2SeqModel`). The state that predicts
+    token t + 1 is given at t, as a decoder gives it, and zeros where nothing is predicted.
+
+    Encoder and decoder run once a batch, whatever is in it, with several sources or answers in a row: distances in T5
+    are differences of places, which are right inside a source wherever in a row it stands, and masks hide the others.
+
+    Holds the model without registering it anywhere; see `PackedForward`.
+
+    Raises:
+        ValueError: an encoder-decoder of another family, or without a start token for its decoder; FlexAttention; a
+            model whose states in a row with others differ from those by itself.
+    """
+
+    reads_source = True
+    """Whether an encoder reads what comes before an answer."""
+
+    def __init__(self, model: Any) -> None:
+        self.model = model = bare_model(model)
+        self.config = model.config
+        if "flex" in (getattr(self.config, "_attn_implementation", None) or ""):
+            raise ValueError("encoder-decoders are trained with eager or sdpa attention, got flex_attention")
+        self.start_id = Seq2SeqModel(model).start_id  # it refuses other families, saying which there are
+        self._encoder, self._decoder = model.encoder, model.decoder
+        scaled_if = SCALED_IF[self.config.model_type]
+        self._scale = self.config.d_model**-0.5 if scaled_if and getattr(self.config, scaled_if) else 1.0
+        head = model.get_output_embeddings()
+        self.plain_head = isinstance(head, nn.Linear) and head.bias is None
+        _check_rows(self)
+
+    def __call__(self, batch: Batch) -> Tensor:
+        """Decoder states [B, T, D], see `hidden`; logits [B, T, V] where `weight_VD()` is None."""
+        hidden_BTD = self.hidden(batch)
+        return hidden_BTD if self.plain_head else self.model.get_output_embeddings()(hidden_BTD)
+
+    def compile(self) -> None:
+        """Compile encoder and decoder (torch.compile) as they are run here: decoding goes on as before."""
+        self._encoder = torch.compile(self.model.encoder, dynamic=True)
+        self._decoder = torch.compile(self.model.decoder, dynamic=True)
+
+    def hidden(self, batch: Batch) -> Tensor:
+        """Last decoder states [B, T, D], scaled as the model scales them before its projection.
+
+        A batch without answers still runs the model on one token: in parallel training every parameter is used in
+        every step.
+        """
+        plan = _plan(batch, self.start_id)
+        dtype = self.model.dtype
+        same_RSS = plan.sources_RS[:, :, None] == plan.sources_RS[:, None]
+        encoded_RSD = self._encoder(plan.source_tokens_RS, attention_mask=_additive(same_RSS, dtype)).last_hidden_state
+        own_RMM = (plan.answers_RM[:, :, None] == plan.answers_RM[:, None]).tril()
+        across_RMS = plan.answers_RM[:, :, None] == plan.read_RS[:, None]
+        across_RMS[:, :, 0] |= plan.answers_RM == _NOBODY  # padding has to see something
+        decoded_RMD = self._decoder(
+            plan.answer_tokens_RM,
+            attention_mask=_additive(own_RMM, dtype),
+            encoder_hidden_states=encoded_RSD.flatten(0, 1)[plan.read_at_RS],
+            encoder_attention_mask=_additive(across_RMS, dtype),
+            use_cache=False,
+        ).last_hidden_state
+        states_XD = decoded_RMD.flatten(0, 1)[plan.kept_X]
+        if self._scale != 1.0:
+            states_XD = states_XD * self._scale
+        hidden_XD = states_XD.new_zeros(batch.tokens_BT.numel(), states_XD.shape[-1])
+        return hidden_XD.index_copy(0, plan.places_X, states_XD).view(*batch.tokens_BT.shape, -1)
+
+
+@dataclass(frozen=True, slots=True)
+class _Plan:
+    """What encoder and decoder read, and where their states go; all int64, X answer tokens."""
+
+    source_tokens_RS: Tensor
+    sources_RS: Tensor  # the answer that each token is read for
+    answer_tokens_RM: Tensor
+    answers_RM: Tensor  # the answer that each place of the decoder belongs to
+    read_RS: Tensor  # the same of the encoder's states that a row of the decoder attends to
+    read_at_RS: Tensor  # and their places among all the encoder's
+    kept_X: Tensor  # places of the decoder, of all rows
+    places_X: Tensor  # where their states go: places of all blocks
+
+
+def _plan(batch: Batch, start_id: int) -> _Plan:
+    tokens = batch.tokens_BT.cpu().numpy().ravel()
+    answers = find_answers(batch.labels_BT.cpu().numpy(), batch.documents_BT.cpu().numpy())
+    if not len(answers):
+        answers = np.array([[0, 1, 2]])  # nothing predicts at place 0 of such a batch: no loss looks at this state
+    read, written = answers[:, 1] - answers[:, 0], answers[:, 2] - answers[:, 1]
+    rows = _fill_rows(read[:, None], [int(read.max())])
+    source_at_RS, sources_RS = _places(rows, answers[:, 0], read)
+    # A row of the decoder attends to all its sources: they are kept to what a row of answers is worth.
+    room = [int(written.max()), int(max(read.max(), written.max()))]
+    rows = _fill_rows(np.stack((written, read), 1), room)
+    state_at_RM, answers_RM = _places(rows, answers[:, 1] - 1, written)
+    owners, firsts = np.unique(sources_RS, return_index=True)
+    encoded_at = firsts[owners != _NOBODY]  # where each source begins, in the order of the answers
+    read_at_RS, read_RS = _places(rows, encoded_at, read)
+    inputs_RM = tokens[state_at_RM]
+    begins_RM = np.ones_like(answers_RM, dtype=bool)
+    begins_RM[:, 1:] = answers_RM[:, 1:] != answers_RM[:, :-1]
+    inputs_RM[begins_RM] = start_id
+    kept_X = np.flatnonzero(answers_RM.ravel() != _NOBODY)
+    places_X = state_at_RM.ravel()[kept_X]
+    arrays = (tokens[source_at_RS], sources_RS, inputs_RM, answers_RM, read_RS, read_at_RS, kept_X, places_X)
+    return _Plan(*(torch.from_numpy(array).to(batch.tokens_BT.device) for array in arrays))
+
+
+def find_answers(labels_BT: np.ndarray, documents_BT: np.ndarray) -> np.ndarray:
+    """Runs of trained tokens of one document, int64 [P, 3]: begin of the document, begin and end of the run.
+
+    Places count all tokens of all blocks. The token before a run is of its document: no first token is trained on.
+    """
+    begins_BT = np.ones(documents_BT.shape, dtype=bool)
+    begins_BT[:, 1:] = documents_BT[:, 1:] != documents_BT[:, :-1]
+    begins = begins_BT.ravel()
+    trained = ((labels_BT != IGNORED) & (documents_BT != PADDING) & ~begins_BT).ravel()
+    document = np.maximum.accumulate(np.where(begins, np.arange(len(begins)), 0))
+    # A first token is never trained on, so that no run crosses from one document into the next.
+    change = np.flatnonzero(np.diff(np.concatenate(([0], trained.astype(np.int8), [0]))))
+    starts, ends = change[::2], change[1::2]
+    return np.stack((document[starts], starts, ends), 1).astype(np.int64)
+
+
+def _fill_rows(sizes_PK: np.ndarray, room_K: Sequence[int]) -> list[list[int]]:
+    """Items by row, largest first, each into the first row that has room for all its K sizes."""
+    free = np.empty((0, len(room_K)), dtype=np.int64)
+    rows: list[list[int]] = []
+    for item in np.lexsort(sizes_PK.T[::-1])[::-1].tolist():
+        fitting = np.flatnonzero((free >= sizes_PK[item]).all(1))
+        if len(fitting):
+            row = int(fitting[0])
+        else:
+            row = len(rows)
+            rows.append([])
+            free = np.concatenate((free, np.array([room_K], dtype=np.int64)))
+        rows[row].append(item)
+        free[row] -= sizes_PK[item]
+    return rows
+
+
+def _places(rows: Sequence[Sequence[int]], begins: np.ndarray, lengths: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
+    """For rows of items end to end, padded: the place begins + 0, 1, … of each of their tokens (0 in padding), and the
+    item that it belongs to; both int64 [R, longest row]."""
+    width = max(int(lengths[row].sum()) for row in map(list, rows))
+    places = np.zeros((len(rows), width), dtype=np.int64)
+    owners = np.full((len(rows), width), _NOBODY, dtype=np.int64)
+    for number, row in enumerate(rows):
+        at = 0
+        for item in row:
+            end = at + int(lengths[item])
+            places[number, at:end] = begins[item] + np.arange(end - at)
+            owners[number, at:end] = item
+            at = end
+    return places, owners
+
+
+def _additive(visible_RMS: Tensor, dtype: torch.dtype) -> Tensor:
+    """[R, 1, M, S] of 0 and the lowest number: what all attention of T5 adds to its scores."""
+    mask_RMS = torch.zeros(visible_RMS.shape, dtype=dtype, device=visible_RMS.device)
+    return mask_RMS.masked_fill_(~visible_RMS, torch.finfo(dtype).min)[:, None]
+
+
+def _check_rows(forward: SourceForward) -> None:
+    """Compare answers that share rows with the model's own forward of each. Raises ValueError where they differ."""
+    model = forward.model
+    device, vocab = next(model.parameters()).device, forward.vocab_size
+    tokens_BT = torch.tensor([[5, 1, 7, 2, 9, 3, 6, 4, 8, 2]], device=device) % vocab
+    documents_BT = torch.tensor([[0, 0, 0, 0, 0, 0, 1, 1, 1, 1]], device=device)
+    labels_BT = torch.full_like(tokens_BT, IGNORED)
+    answers = [(0, 2, 3), (0, 5, 6), (6, 7, 10)]
+    for _, start, end in answers:
+        labels_BT[0, start:end] = tokens_BT[0, start:end]
+    was_training = model.training
+    model.eval()
+    difference = largest = 0.0
+    with torch.no_grad():
+        hidden_BTD = forward.hidden(Batch(tokens_BT, labels_BT, torch.zeros_like(tokens_BT), documents_BT))
+        for first, start, end in answers:
+            begin = torch.tensor([[forward.start_id]], device=device)
+            inputs_BM = torch.cat((begin, tokens_BT[:, start : end - 1]), 1)
+            source_BS = tokens_BT[:, first:start]
+            # Masks of its own: without one, UMT5's decoder is not causal in some versions of transformers.
+            masks = {"attention_mask": torch.ones_like(source_BS), "decoder_attention_mask": torch.ones_like(inputs_BM)}
+            wanted_MV = model(source_BS, decoder_input_ids=inputs_BM, use_cache=False, **masks).logits[0].float()
+            found_MV = model.get_output_embeddings()(hidden_BTD[0, start - 1 : end - 1]).float()
+            difference = max(difference, float((found_MV - wanted_MV).abs().max()))
+            largest = max(largest, float(wanted_MV.abs().max()))
+    model.train(was_training)
+    tolerance = _TOLERANCE if model.dtype == torch.float32 else _ROUGH_TOLERANCE
+    if not difference <= tolerance * max(largest, 1e-6):
+        raise ValueError(
+            f"this model of type {model.config.model_type!r} cannot be trained on packed blocks: answers that share a "
+            f"row differ from answers alone by {difference:.2g} of {largest:.2g}"
+        )

@@ -1,0 +1,490 @@
+"""The one training loop: any task, any number of processes, resumable at every checkpoint.
+
+Letters: B batch (blocks), T tokens.
+"""
+
+from __future__ import annotations
+
+import math
+import signal
+import time
+from contextlib import AbstractContextManager
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, Protocol
+
+import numpy as np
+import torch
+from torch import Tensor, nn
+
+from ...data.blocks.packing import PADDING, Batch
+from ..config import FitConfig, micro_steps
+from ..parallel.accelerate import Stepper, configure, make_accelerator, whole
+from ..parallel.interrupts import Interrupted, StopSignals, TrainingError
+from ..parallel.processes import on_main, raised, together
+from ..parallel.sharding import make_whole
+from .checkpoints import Position, StateFolder, data_fingerprint
+from .curve import fit_curve
+from .faults import dead_worker_named, lack_of_memory_named, shown
+from .optimizer import learning_rates, make_optimizer
+from .progress import Report, peak_flops, peak_memory
+
+if TYPE_CHECKING:
+    from rich.console import Console
+
+    from ...data.blocks.prepared import PreparedData
+    from ...data.blocks.stream import StreamedData
+
+__all__ = ["FitConfig", "FitResult", "Interrupted", "Task", "TrainingError", "fit"]
+
+_MAX_SKIPPED_STEPS = 50
+_STOPPING = (signal.SIGINT, signal.SIGTERM)
+
+
+class Task(Protocol):
+    """What `fit` trains."""
+
+    name: str
+    module: nn.Module
+    """Its forward(tokens_BT, labels_BT, positions_BT, documents_BT) returns (loss sums, counts): tensors of one shape.
+    The loss of a step is Σ sums ÷ counts, both taken over the whole global batch."""
+    settings: dict[str, Any]
+    """What a resumed run must not change; JSON values."""
+
+    @property
+    def rewrites(self) -> bool:
+        """Whether `rewrite` has anything to do."""
+
+    def place(self, device: torch.device) -> None:
+        """Move to `device` what is run but not trained."""
+
+    def begin(self, step: int, steps: int) -> None:
+        """Step number `step` of `steps` is about to run."""
+
+    def rewrite(self, batch: Batch, rows: np.ndarray, global_batch: int, seed: tuple[int, int]) -> Batch:
+        """The batch to train on instead of `batch`, which holds rows number `rows` of a global batch of so many; what
+        becomes of a row may depend on it, its number and `seed` (of the run, step) alone."""
+
+    def count(self, batch: Batch) -> Tensor:
+        """The counts that `module` would return for this batch, without running it."""
+
+    def flops(self, tokens: int, trained: int) -> float:
+        """Operations that forward and backward of so many tokens, `trained` of them trained on, take in matrices."""
+
+    def evaluate(self, module: nn.Module) -> dict[str, float]:
+        """Held-out metrics of `module` (unwrapped, in evaluation mode); may be empty."""
+
+
+@dataclass(frozen=True)
+class FitResult:
+    """What a finished run has to say."""
+
+    steps: int
+    first_loss: float
+    """Of the first logged step."""
+    last_loss: float
+    """Mean over the last tenth of the logged steps."""
+    metrics: dict[str, float]
+    """Of the evaluation of the weights that were kept."""
+    kept_step: int
+    """The step whose weights were kept: the last, unless `keep_best` found a better one."""
+    outlook: dict[str, float] | None
+    """Of `keep_best`'s metric: `now`, and what as many tokens again would add by the fitted curve (`gain`), with the
+    curve's own `error`; None where there are too few evaluations."""
+    tokens: int
+    """Seen, untrained ones included, padding not."""
+    seconds: float
+    """Of training, in all runs that led here; evaluations and checkpoints not counted."""
+    history: Path
+    """`log.jsonl`: one line a logged step, one an evaluation."""
+    processes: int
+    distributed_type: str
+    resumed_from: int | None
+    """The step this call went on from; None: it began at the beginning."""
+
+
+def fit(
+    task: Task,
+    data: PreparedData | StreamedData,
+    config: FitConfig,
+    state_dir: str | Path,
+    accelerator: Any | None = None,
+    progress: Console | None = None,
+) -> FitResult:
+    """Train `task.module` in place for `config.steps` steps, going on from the newest checkpoint in `state_dir`.
+
+    Calling it again on a finished folder loads the final weights and returns. The blocks of a step depend on seed and
+    step alone and every step draws its own random numbers, so a resumed run repeats the losses of an undisturbed one,
+    and another number of processes sees the same data. `progress` is where to report (None: standard error).
+
+    Raises:
+        ValueError: a batch that cannot be split; a state folder of a run with other settings.
+        TrainingError: a loss or gradient that is not finite or too large; a dead worker of the data; no memory.
+        Interrupted: SIGINT or SIGTERM, which may have come to another process; the state was saved.
+        OSError: a checkpoint could not be written; the older ones are untouched.
+        StoppedError: this is not the main process, which raises one of those and tells it, but for a lack of memory or
+            a dead worker of the data in a step: those are raised where they are, and end the others by and by.
+    """
+    accelerator = _accelerator(config, accelerator)
+    run = together(accelerator, lambda: _Run(task, data, config, Path(state_dir), accelerator))
+    try:
+        position = run.prepare()
+        with StopSignals() as stop, Report(task.name, config.steps, position.step, progress, run.is_main) as report:
+            report.line(run.opening_line(position))
+            with dead_worker_named(lambda: run.done, run.state.folder):
+                result = run.train(position, stop, report)
+        make_whole(accelerator, run.module)
+        return result
+    finally:
+        run.release()
+
+
+class _Run:
+    """The pieces of one call of `fit`."""
+
+    def __init__(
+        self, task: Task, data: PreparedData | StreamedData, config: FitConfig, folder: Path, accelerator: Any
+    ) -> None:
+        self.task, self.data, self.config, self.accelerator = task, data, config, accelerator
+        self.is_main: bool = accelerator.is_main_process
+        self.world: int = accelerator.num_processes
+        self.micro_steps = micro_steps(config.global_batch, config.micro_batch, self.world)
+        configure(accelerator, config, self.micro_steps)
+        self.state = StateFolder(folder, accelerator, config.keep_checkpoints)
+        self.rates = learning_rates(config)
+        self.best: tuple[float, int] | None = None
+        self.module: Any = task.module
+        self.resumed_from: int | None = None
+        self.skipped = 0
+        self.done = 0
+        self.blocks: list[int] = []
+        self.stopping: signal.Signals | None = None
+        if config.gradient_checkpointing:
+            if not hasattr(task.module, "gradient_checkpointing_enable"):
+                raise ValueError(f"gradient_checkpointing is set, but the task {task.name!r} does not offer it")
+            task.module.gradient_checkpointing_enable()  # type: ignore[operator]
+
+    def prepare(self) -> Position:
+        """Hand module and optimizer to the accelerator and load the newest checkpoint."""
+        module, config = self.task.module, self.config
+        settings = config.fixed()
+        settings |= {f"{self.task.name}.{key}": value for key, value in self.task.settings.items()}
+        self.trained = sum(p.numel() for p in module.parameters() if p.requires_grad)  # before they may be sharded
+        settings["parameters"] = self.trained
+        settings["data"] = data_fingerprint(self.data)
+        position = self.state.open(settings)
+        if self.accelerator.log_with:
+            self.accelerator.init_trackers("draftsmith", config=_for_trackers(settings))
+        self.task.place(self.accelerator.device)
+        module.to(self.accelerator.device)
+        optimizer = make_optimizer(module, config)
+        self.state.attach(module, optimizer)
+        self.module, self.optimizer = self.accelerator.prepare(module, optimizer)
+        self.stepper = Stepper(self.accelerator, self.module, self.optimizer, config.clip_norm)
+        trained = next(p for p in self.module.parameters() if p.requires_grad)
+        dtype = {"bf16": torch.bfloat16, "fp16": torch.float16}.get(config.precision, trained.dtype)
+        self.peak = peak_flops(self.accelerator.device, dtype)
+        if position is None:
+            self.data.restore(self.data.beginning)
+            return Position()
+        self.state.load(position)
+        self.data.restore(position.data)
+        self.resumed_from = position.step
+        for step, metrics in sorted(self.state.evaluations.items()):
+            self._is_best(step, metrics)
+        return position
+
+    def release(self) -> None:
+        """Leave the accelerator empty and the module as it was, without wrappers."""
+        for tracker in self.accelerator.trackers:
+            tracker.finish()  # accelerate's `end_training` would part the processes too, which have more to do
+        self.accelerator.unwrap_model(self.module, keep_fp32_wrapper=False)
+        self.accelerator.free_memory()
+
+    def opening_line(self, position: Position) -> str:
+        """Where and what is about to run."""
+        config, accelerator = self.config, self.accelerator
+        tokens = config.global_batch * self.data.block_tokens
+        line = (
+            f"{self.task.name}: {self.world} process{'es' if self.world > 1 else ''} "
+            f"({accelerator.distributed_type.value}) on {accelerator.device.type}, precision {config.precision}, "
+            f"{self.trained:,} trained parameters, {config.steps} steps of {tokens:,} tokens at most; peak "
+            f"{self.peak / 1e12:.3g} TFLOP/s"
+        )
+        if self.resumed_from is not None:
+            line += f"; going on after step {position.step}"
+            if position.processes != self.world:
+                line += f" (that ran in {position.processes} processes: same data, sums are rounded differently)"
+        return line
+
+    def train(self, position: Position, stop: StopSignals, report: Report) -> FitResult:
+        """All remaining steps, with what is due after each."""
+        config = self.config
+        while True:
+            step = self.done = position.step
+            # Saved first: an evaluation that fails must not cost the training that led to it.
+            if step and self.resumed_from != step and self._due(step, config.save_every, also=step == config.steps):
+                self._save(position)
+            if self._due(step, config.evaluate_every, also=step == config.steps):
+                self._evaluate(position, report)
+            if step == config.steps:
+                return self._result(position, report)
+            started = time.perf_counter()
+            with self._memory_named(f"step {step + 1}"):
+                line = self._step(step, stop, report)
+            seconds = time.perf_counter() - started
+            tokens = position.tokens + line.pop("step_tokens")
+            line |= {
+                "tokens": tokens,
+                "tokens_per_second": (tokens - position.tokens) / seconds,
+                "mfu": line.pop("flops") / seconds / (self.peak * self.world),
+                "peak_memory_bytes": peak_memory(self.accelerator.device),
+            }
+            position = Position(step + 1, position.seconds + seconds, self.world, tokens, self.data.state())
+            report.step(step + 1, line["loss"], line["tokens_per_second"], seconds)
+            if (step + 1) % config.log_every == 0 or step + 1 == config.steps or "skipped" in line:
+                self._log(line)
+            if self.stopping is not None:
+                self._stop(position, self.stopping, report)
+
+    def _memory_named(self, what: str) -> AbstractContextManager[None]:
+        size, self.blocks = self.config.micro_batch, []
+        less = f"micro_batch {size // 2}" if size > 1 else "gradient_checkpointing or shorter blocks"
+        where = f"{what}, with micro_batch {size} of {self.data.block_tokens} tokens"
+        return lack_of_memory_named(where, self.blocks, less, self.state.folder)
+
+    def _log(self, line: dict[str, Any]) -> None:
+        known = {key: value for key, value in line.items() if not isinstance(value, float) or math.isfinite(value)}
+        self.state.log(known)  # JSON has no word for infinity, or for what is not a number
+        numbers = {key: value for key, value in known.items() if key not in ("step", "skipped")}
+        self.accelerator.log(numbers, step=line["step"])
+
+    def _save(self, position: Position) -> None:
+        self.state.save(position, pinned=None if self.best is None else self.best[1])
+
+    def _step(self, step: int, stop: StopSignals, report: Report) -> dict[str, Any]:
+        """One optimizer step over one global batch; what to log about it."""
+        config = self.config
+        batch, counts, tokens = self._read(step)
+        rate = config.learning_rate * self.rates(step)
+        for group in self.optimizer.param_groups:
+            name = group["rate_group"]
+            group["lr"] = rate * self.task.module.rate(name) if name else rate  # type: ignore[operator]
+        rank = self.accelerator.process_index
+        torch.manual_seed(int(np.random.SeedSequence([config.seed, step, rank]).generate_state(1, np.uint64)[0]) >> 1)
+        self.module.train()
+        losses: list[Tensor] = []
+        norm = 0.0
+        size = config.micro_batch
+        for micro in range(self.micro_steps):
+            rows = slice(micro * size, (micro + 1) * size)
+            with self.accelerator.accumulate(self.module):
+                loss_sums, _ = self.module(*_tensors(batch, rows, self.accelerator.device))
+                part = (loss_sums.float() / counts).sum()
+                losses.append(part.detach())
+                # accelerate divides by the accumulation steps, data parallelism by the processes: undo both
+                self.stepper.backward(part * (self.micro_steps * self.world))
+                if self.accelerator.sync_gradients:
+                    norm = self.stepper.norm()
+        loss = self._sum_over_processes(sum(losses, torch.zeros((), device=losses[0].device)), stop)
+        line: dict[str, Any] = {"step": step + 1, "loss": loss, "learning_rate": rate, "grad_norm": norm}
+        line |= {"step_tokens": tokens, "flops": self.task.flops(tokens, int(counts.max()))}
+        fault = self._fault(step, loss, norm, losses)
+        if fault is not None:
+            report.line(f"{self.task.name}: {fault}; skipped, the weights stay as they are")
+            line |= {"loss": math.nan, "skipped": fault}
+            self.stepper.discard()
+        else:
+            self.stepper.apply()
+        return line
+
+    def _read(self, step: int) -> tuple[Batch, Tensor, int]:
+        """Of a step: this process's rows micro-step after micro-step, the counts and the tokens of the whole global
+        batch. `blocks` then has the numbers of its blocks."""
+        config, rank = self.config, self.accelerator.process_index
+        indices, drawn = self.data.step_batch(step, config.global_batch, config.seed)
+        self.blocks[:] = indices.tolist()
+        self.task.begin(step, config.steps)
+        rows = np.concatenate([_rows(micro, rank, self.world, config.micro_batch) for micro in range(self.micro_steps)])
+        batch = drawn.rows(rows)
+        counted = drawn
+        if self.task.rewrites:
+            with whole(self.accelerator, self.module):
+                counted = batch = self.task.rewrite(batch, rows, config.global_batch, (config.seed, step))
+        counts = self.task.count(counted)
+        numbers = torch.cat([counts.flatten(), (counted.documents_BT != PADDING).sum()[None]])
+        numbers = numbers.to(self.accelerator.device)
+        if self.task.rewrites and self.world > 1:
+            numbers = self.accelerator.reduce(numbers, "sum")
+        return batch, numbers[:-1].clamp(min=1).reshape(counts.shape), int(numbers[-1])
+
+    def _sum_over_processes(self, loss: Tensor, stop: StopSignals) -> float:
+        """The step's loss over all processes; on the way they agree on whether to stop, and by which signal."""
+        if self.world == 1:
+            self.stopping = None if stop.received is None else signal.Signals(stop.received)
+            return float(loss)
+        received = [float(stop.received == number) for number in _STOPPING]
+        numbers = torch.cat([loss.double()[None], torch.tensor(received, dtype=torch.double, device=loss.device)])
+        total, *counts = self.accelerator.reduce(numbers, "sum").tolist()
+        self.stopping = next((number for number, count in zip(_STOPPING, counts, strict=True) if count), None)
+        return float(total)
+
+    def _fault(self, step: int, loss: float, norm: float, losses: list[Tensor]) -> str | None:
+        """What is wrong with a step that is to be skipped; None: nothing. Raises TrainingError where it is to stop.
+        All processes find the same."""
+        limit = self.config.max_norm or math.inf
+        if math.isfinite(loss) and math.isfinite(norm) and norm <= limit:
+            self.skipped = 0
+            return None
+        self.skipped += 1
+        what = f"the gradient's norm is {norm}" + (f", above max_norm {limit}" if math.isfinite(norm) else "")
+        if not math.isfinite(loss):
+            what = f"the loss is {loss}"
+        rank, size = self.accelerator.process_index, self.config.micro_batch
+        bad = [micro for micro, value in enumerate(losses) if not math.isfinite(float(value))]
+        blocks = [self.blocks[row] for micro in bad for row in _rows(micro, rank, self.world, size)]
+        if self.world > 1:
+            from accelerate.utils import gather_object
+
+            blocks = gather_object(blocks)
+        blocks = blocks or self.blocks
+        where = f"{what} at step {step + 1}, blocks {shown(blocks)}"
+        # float16: the scaler finds gradients too large now and then, and lowers its scale
+        lenient = self.config.on_bad_step == "skip" or (math.isfinite(loss) and self.stepper.scales_loss)
+        if lenient and self.skipped <= _MAX_SKIPPED_STEPS:
+            return where
+        fault = TrainingError(
+            f"{where}{f', the {self.skipped}th in a row' if lenient else ''}; stopped before the weights were "
+            f"changed. The last checkpoint in {self.state.folder} is untouched. Lower learning_rate or clip_norm, set "
+            f"on_bad_step: skip, or look at these blocks",
+            blocks,
+        )
+        return together(self.accelerator, lambda: raised(fault))
+
+    def _due(self, step: int, every: int, also: bool) -> bool:
+        return also or (every > 0 and step % every == 0)
+
+    def _evaluate(self, position: Position, report: Report) -> None:
+        """Measure in the main process, unless the log has it already."""
+        step = position.step
+        if step in self.state.evaluations:
+            return
+        metrics: dict[str, float] = {}
+
+        def measure() -> None:
+            self.module.eval()
+            named = self._memory_named(f"the evaluation after step {step}")
+            with torch.no_grad(), self.accelerator.autocast(), named:
+                metrics.update(self.task.evaluate(self.accelerator.unwrap_model(self.module)))
+
+        self.accelerator.wait_for_everyone()
+        with whole(self.accelerator, self.module):
+            on_main(self.accelerator, measure)
+        if self.world > 1:
+            from accelerate.utils import broadcast_object_list
+
+            metrics = broadcast_object_list([metrics])[0]
+        self.state.log_evaluation(step, metrics, position.tokens)
+        self.accelerator.log(metrics, step=step)
+        report.evaluation(step, metrics)
+        if self._is_best(step, metrics) and not self.state.has(step):
+            self._save(position)
+
+    def _is_best(self, step: int, metrics: dict[str, float]) -> bool:
+        """Whether these weights are at least as good as any before; then they are the best."""
+        value = metrics.get(self.config.keep_best or "", math.nan)
+        if not math.isfinite(value) or (self.best is not None and value < self.best[0]):
+            return False
+        self.best = (value, step)
+        return True
+
+    def _stop(self, position: Position, number: signal.Signals, report: Report) -> None:
+        self._save(position)
+        message = (
+            f"stopped by {number.name} after step {position.step} of {self.config.steps}; saved in "
+            f"{self.state.folder}, run the same again to go on"
+        )
+        report.line(f"{self.task.name}: {message}")
+        raise Interrupted(number, message)
+
+    def _keep_best(self, position: Position, report: Report) -> int:
+        """Load the best weights if they are not the last. Returns the step that they are of."""
+        if self.best is None or self.best[1] == position.step:
+            return position.step
+        if self.best[1] == 0:
+            report.line(
+                f"{self.task.name}: by {self.config.keep_best} training has gained nothing: what is kept is the "
+                "beginning. A larger sample says more than a small one"
+            )
+        value, step = self.best
+        last = self.state.evaluations[position.step][str(self.config.keep_best)]
+        found = f"{self.config.keep_best} {value:.4g} after step {step}, {last:.4g} after the last step"
+        if not self.state.has(step):
+            report.line(f"{self.task.name}: {found}, but there is no checkpoint of step {step}: the last weights stay")
+            return position.step
+        self.state.load_weights(step)
+        report.line(f"{self.task.name}: {found}: the weights of step {step} are kept")
+        return step
+
+    def _outlook(self, report: Report) -> dict[str, float] | None:
+        name = self.config.keep_best
+        points = [
+            (self.state.tokens_at[step], metrics[name])
+            for step, metrics in sorted(self.state.evaluations.items())
+            if name is not None and name in metrics
+        ]
+        curve = fit_curve([x for x, _ in points], [y for _, y in points])
+        if curve is None:
+            return None
+        report.line(
+            f"{self.task.name}: {name} {curve.at(curve.tokens):.4g} after {curve.tokens:,} tokens; by a curve through "
+            f"{curve.points} evaluations (error {curve.error:.2g}) as many again add {curve.doubled():.2g}"
+        )
+        return {"now": curve.at(curve.tokens), "gain": curve.doubled(), "error": curve.error}
+
+    def _result(self, position: Position, report: Report) -> FitResult:
+        outlook = self._outlook(report)
+        kept = self._keep_best(position, report)
+        self.accelerator.wait_for_everyone()  # the log is the main process's
+        losses = self.state.losses()
+        tail = losses[-max(1, len(losses) // 10) :]
+        return FitResult(
+            steps=position.step,
+            first_loss=losses[0] if losses else math.nan,
+            last_loss=sum(tail) / len(tail) if tail else math.nan,
+            metrics=self.state.evaluations.get(kept, {}),
+            kept_step=kept,
+            outlook=outlook,
+            tokens=position.tokens,
+            seconds=position.seconds,
+            history=self.state.history,
+            processes=self.world,
+            distributed_type=self.accelerator.distributed_type.value,
+            resumed_from=self.resumed_from,
+        )
+
+
+def _accelerator(config: FitConfig, accelerator: Any | None) -> Any:
+    if accelerator is None:
+        return make_accelerator(config.precision)
+    if accelerator.mixed_precision != config.precision:
+        raise ValueError(
+            f"precision is {config.precision!r}, the accelerator was made for {accelerator.mixed_precision!r}"
+        )
+    return accelerator
+
+
+def _rows(micro: int, rank: int, world: int, micro_batch: int) -> np.ndarray:
+    """Rows of the global batch that one process works on in one micro-step."""
+    first = (micro * world + rank) * micro_batch
+    return np.arange(first, first + micro_batch)
+
+
+def _for_trackers(settings: dict[str, Any]) -> dict[str, Any]:
+    """As trackers take them: numbers and words."""
+    return {key: value if isinstance(value, (int, float, str)) else str(value) for key, value in settings.items()}
+
+
+def _tensors(batch: Batch, rows: slice, device: torch.device) -> tuple[Tensor, ...]:
+    parts = (batch.tokens_BT, batch.labels_BT, batch.positions_BT, batch.documents_BT)
+    return tuple(part[rows].to(device, non_blocking=True) for part in parts)

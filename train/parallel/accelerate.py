@@ -1,0 +1,298 @@
+"""One training loop on one process, on many, and under DeepSpeed's ZeRO (Rajbhandari et al. 2020, arXiv 1910.02054).
+
+How many processes there are and what they shard is the launcher's business; every number of the training is the
+recipe's. Imports of accelerate and deepspeed are inside the functions: a machine without them can still read recipes.
+"""
+
+from __future__ import annotations
+
+import json
+import math
+import os
+import warnings
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from datetime import timedelta
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from ..config import FitConfig
+
+_PATIENCE = timedelta(hours=6)
+"""How long processes wait for one that prepares a corpus or evaluates."""
+_OWN_FILE = "ACCELERATE_DEEPSPEED_CONFIG_FILE"
+_FLAGS = {
+    "zero_stage": "stage",
+    "offload_optimizer_device": "offload_optimizer.device",
+    "offload_param_device": "offload_param.device",
+}
+"""Of `accelerate launch`, with what they say in a DeepSpeed configuration's `zero_optimization`."""
+_OF_THE_RECIPE = (
+    "train_micro_batch_size_per_gpu",
+    "gradient_accumulation_steps",
+    "train_batch_size",
+    "gradient_clipping",
+    "bf16.enabled",
+    "fp16.enabled",
+)
+_SIZED_BY_MODEL = ("reduce_bucket_size", "stage3_prefetch_bucket_size", "stage3_param_persistence_threshold")
+
+
+def make_accelerator(precision: str, **options: Any) -> Any:
+    """An `accelerate.Accelerator` for the processes that were launched.
+
+    `precision` is "no", "bf16" or "fp16"; `options` go to the Accelerator. Processes without an accelerator talk
+    through gloo, also under DeepSpeed. Warns where several processes were asked for and one was started.
+
+    Raises:
+        ValueError: fp16 without an accelerator; DeepSpeed together with ACCELERATE_USE_CPU, which would leave DeepSpeed
+            out without a word; a kind of parallelism that is not supported; processes that do not find each other.
+    """
+    from accelerate import Accelerator, InitProcessGroupKwargs
+    from accelerate.state import AcceleratorState
+
+    if AcceleratorState._shared_state and AcceleratorState().mixed_precision != precision:
+        AcceleratorState._reset_state()  # an earlier run of this process had another precision
+    with_deepspeed = _is_set("ACCELERATE_USE_DEEPSPEED")
+    if with_deepspeed and _is_set("ACCELERATE_USE_CPU"):
+        raise ValueError("ACCELERATE_USE_CPU is set, with which DeepSpeed would be left out: unset it")
+    on_cpu = not torch.accelerator.is_available()
+    if on_cpu and precision == "fp16":
+        raise ValueError("precision is fp16, which processors have no fast products for: use bf16 or no")
+    if on_cpu:
+        # accelerate imports DeepSpeed where it is installed, which otherwise prints that it has found no GPU
+        os.environ.setdefault("DS_ACCELERATOR", "cpu")
+    launched = int(os.environ.get("WORLD_SIZE", "1"))
+    backend: dict[str, Any] = {"backend": "gloo"} if with_deepspeed and on_cpu else {}
+    if on_cpu and launched > 1 and not with_deepspeed:
+        options["cpu"] = True  # accelerate would otherwise look for GPUs, and let every process train alone
+    if with_deepspeed:
+        _quiet_deepspeed(on_cpu)
+    patience = InitProcessGroupKwargs(timeout=_PATIENCE, **backend)
+    accelerator = Accelerator(mixed_precision=precision, kwargs_handlers=[patience], **options)
+    _check_launch(accelerator, launched, with_deepspeed)
+    if with_deepspeed:
+        from transformers.integrations import unset_hf_deepspeed_config
+
+        unset_hf_deepspeed_config()  # under ZeRO-3 transformers would shard each model it loads, the target too
+    return accelerator
+
+
+def _quiet_deepspeed(on_cpu: bool) -> None:
+    # one line a collective from torch 2.13, about names that DeepSpeed uses
+    warnings.filterwarnings("ignore", r"`torch\.distributed\.\w+` is deprecated", FutureWarning)
+    if on_cpu:
+        from deepspeed import ops
+
+        # DeepSpeed would compile a C++ kernel for processes of one machine, for a minute; gloo needs no compiler
+        ops.__compatible_ops__["deepspeed_shm_comm"] = False
+
+
+def _check_launch(accelerator: Any, launched: int, with_deepspeed: bool) -> None:
+    kind, found = accelerator.distributed_type.value, accelerator.num_processes
+    if kind in ("FSDP", "MEGATRON_LM", "XLA"):
+        raise ValueError(f"training under {kind} is not supported; sharded training is DeepSpeed's ZeRO 1, 2 or 3")
+    if found != launched or (with_deepspeed and kind != "DEEPSPEED"):
+        wanted = f"{launched} processes{' under DeepSpeed' if with_deepspeed else ''}"
+        raise ValueError(f"{wanted} were launched, and this one sees {found} ({kind}): check the accelerate config")
+    if found == 1 and "MASTER_PORT" in os.environ and "WORLD_SIZE" not in os.environ:
+        warnings.warn(
+            "several processes were asked for and one was started: `accelerate launch --cpu` starts one; use "
+            "recipes/accelerate/cpu-multi.yaml",
+            stacklevel=3,
+        )
+
+
+def _is_set(variable: str) -> bool:
+    return os.environ.get(variable, "").lower() in ("1", "true", "yes", "on")
+
+
+def zero_stage(accelerator: Any) -> int:
+    """DeepSpeed's ZeRO stage, 1 to 3; 0: without DeepSpeed."""
+    return int(accelerator.deepspeed_plugin.zero_stage) if accelerator.distributed_type.value == "DEEPSPEED" else 0
+
+
+def configure(accelerator: Any, config: FitConfig, micro_steps: int) -> None:
+    """Give DeepSpeed, if it runs, the recipe's numbers, whatever its own configuration says; call before `prepare`.
+
+    Warns of numbers in a configuration file that give way.
+
+    Raises:
+        ValueError: a configuration that brings an optimizer or a schedule, ZeRO stage 0, or offload to NVMe; one in a
+            file that flags of the launcher contradict.
+    """
+    accelerator.gradient_accumulation_steps = micro_steps
+    if accelerator.distributed_type.value != "DEEPSPEED":
+        return
+    settings: dict[str, Any] = accelerator.deepspeed_plugin.deepspeed_config
+    zero: dict[str, Any] = settings["zero_optimization"]
+    if zero.get("stage") not in (1, 2, 3):
+        raise ValueError(f"ZeRO stage is {zero.get('stage')}, expected 1, 2 or 3; for none launch without DeepSpeed")
+    for name in ("optimizer", "scheduler"):
+        if name in settings:
+            raise ValueError(f"DeepSpeed's configuration has {name!r}, which the recipe decides: leave it out")
+    for part in ("offload_optimizer", "offload_param"):
+        if zero.get(part, {}).get("device") == "nvme":
+            raise ValueError(f"{part} goes to nvme, which is not supported; offload to the cpu")
+    _check_flags(zero)
+    settings |= {
+        "train_micro_batch_size_per_gpu": config.micro_batch,
+        "gradient_accumulation_steps": micro_steps,
+        "train_batch_size": config.global_batch,
+        "gradient_clipping": config.clip_norm,
+        # torch's fused AdamW serves offload too, and needs no compiler where the training runs
+        "zero_allow_untested_optimizer": True,
+        "zero_force_ds_cpu_optimizer": False,
+        "bf16": settings.get("bf16", {}) | {"enabled": config.precision == "bf16", "check_grad_overflow": True},
+        "fp16": settings.get("fp16", {}) | {"enabled": config.precision == "fp16", "auto_cast": True},
+    }
+    for name in _SIZED_BY_MODEL:  # accelerate would look for a hidden size, which a task does not have
+        if zero.get(name) == "auto":
+            del zero[name]
+    if accelerator.is_main_process:
+        _name_what_gives_way(settings)
+
+
+def _check_flags(zero: dict[str, Any]) -> None:
+    """Accelerate takes a file and says nothing about flags beside it."""
+    if _OWN_FILE not in os.environ:
+        return
+    for flag, place in _FLAGS.items():
+        given = os.environ.get(f"ACCELERATE_DEEPSPEED_{flag.upper()}")
+        found = _at(zero, place)
+        if given is not None and given != str("none" if found is None else found):
+            raise ValueError(
+                f"--{flag} is {given}, and DeepSpeed's configuration file has {place} {found}: leave one of them out"
+            )
+
+
+def _name_what_gives_way(settings: dict[str, Any]) -> None:
+    file = Path(os.environ.get(_OWN_FILE, ""))
+    if not file.is_file():
+        return
+    theirs = json.loads(file.read_text(encoding="utf-8"))
+    lost = [
+        f"{place} {_at(theirs, place)} ({_at(settings, place)} is used)"
+        for place in _OF_THE_RECIPE
+        if _at(theirs, place) not in (None, "auto", _at(settings, place))
+    ]
+    if lost:
+        warnings.warn(f"the recipe decides what {file} says otherwise: {', '.join(lost)}", stacklevel=3)
+
+
+def _at(settings: dict[str, Any], place: str) -> Any:
+    """What stands at a dotted path; None: nothing."""
+    *sections, last = place.split(".")
+    for name in sections:
+        settings = settings.get(name, {})
+    return settings.get(last)
+
+
+class Stepper:
+    """Backward passes, the gradient's norm, and the change of the weights, in that order, so that a step can still be
+    refused after its norm is known."""
+
+    def __init__(self, accelerator: Any, module: nn.Module, optimizer: Any, clip_norm: float) -> None:
+        self._accelerator, self._optimizer = accelerator, optimizer
+        self._parameters = [p for p in module.parameters() if p.requires_grad]
+        self._clip_norm = clip_norm or math.inf
+        wrapped = getattr(accelerator, "deepspeed_engine_wrapped", None)
+        self._engine = None if wrapped is None else wrapped.engine
+        if zero_stage(accelerator) == 3:
+            self._gather_in_forward()
+
+    @property
+    def scales_loss(self) -> bool:
+        """Whether float16 gradients are scaled, so that one that is not finite is nothing unusual."""
+        if self._engine is not None:
+            return bool(self._engine.fp16_enabled())
+        return self._accelerator.scaler is not None
+
+    def backward(self, loss: Tensor) -> None:
+        """Add the gradient of `loss` ÷ micro steps; the last pass of a step averages over the processes."""
+        if self._engine is None:
+            self._accelerator.backward(loss)
+            return
+        # accelerate's own wrapper would change the weights here, before anybody has seen loss or norm
+        self._engine.set_gradient_accumulation_boundary(self._accelerator.sync_gradients)
+        self._engine.backward(loss)
+
+    def norm(self) -> float:
+        """The gradient's norm over all processes after the last backward pass, before clipping; infinite or not a
+        number where an element is. From here on (or, under DeepSpeed, in `apply`) gradients are clipped."""
+        if self._engine is None:
+            return float(torch.as_tensor(self._accelerator.clip_grad_norm_(self._parameters, self._clip_norm)))
+        zero = self._engine.optimizer
+        if self._engine.zero_optimization_stage() < 3:
+            scaled = float(zero.scaled_global_norm())
+        else:
+            scaled = _length([float(norm) for norm in zero._get_norm_groups()])
+        return scaled / zero.loss_scale if scaled >= 0 else math.inf
+
+    def apply(self) -> None:
+        """Change the weights by one step, and forget the gradient."""
+        if self._engine is not None:
+            self._engine.step()
+            return
+        self._optimizer.step()
+        self._optimizer.zero_grad()
+
+    def discard(self) -> None:
+        """Forget the gradient; the weights and the optimizer's state stay as they are."""
+        if self._engine is None:
+            if self._accelerator.scaler is not None:
+                self._accelerator.scaler.update()  # it lowers its scale where gradients were not finite
+            self._optimizer.zero_grad()
+            return
+        # DeepSpeed clears up by itself after a gradient that is not finite, and has no other way of doing so
+        zero = self._engine.optimizer
+        infinite = torch.tensor(math.inf)
+        if self._engine.zero_optimization_stage() < 3:
+            zero.scaled_global_norm = lambda: infinite
+        else:
+            zero._get_norm_groups = lambda: [infinite]
+        try:
+            self._engine.step()
+        finally:
+            del zero.__dict__["scaled_global_norm" if "scaled_global_norm" in zero.__dict__ else "_get_norm_groups"]
+        assert not self._engine.was_step_applied()
+
+    def _gather_in_forward(self) -> None:
+        """Tell ZeRO-3 of the parameters that the module's forward reads without calling the layer that owns them."""
+        from deepspeed import zero
+
+        assert self._engine is not None
+        module = self._engine.module
+        for parameter in getattr(module, "read_directly", list)():
+            zero.register_external_parameter(module, parameter)
+
+
+def _length(norms: Sequence[float]) -> float:
+    """Norm of all from the norms of parts; −1 where a part is not finite (DeepSpeed's sign for it)."""
+    return -1.0 if any(norm < 0 or not math.isfinite(norm) for norm in norms) else math.hypot(*norms)
+
+
+@contextmanager
+def whole(accelerator: Any, module: nn.Module) -> Iterator[None]:
+    """Inside, each process has all weights of a prepared `module` and may run the bare module in any way, or not at
+    all; nothing may be changed. All processes must enter. Without ZeRO-3 there is nothing to do.
+    """
+    if zero_stage(accelerator) < 3:
+        yield
+        return
+    from deepspeed import zero
+
+    engine = accelerator.deepspeed_engine_wrapped.engine
+    hooks = engine.optimizer.parameter_offload
+    with zero.GatheredParameters(list(accelerator.unwrap_model(module).parameters())):
+        # DeepSpeed's hooks would take a layer's weights away again after its forward
+        for hook in [*hooks.forward_hooks, *hooks.backward_hooks]:
+            hook.remove()
+        hooks.forward_hooks, hooks.backward_hooks = [], []
+        try:
+            yield
+        finally:
+            hooks._register_deepspeed_module(hooks.module)

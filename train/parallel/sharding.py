@@ -1,0 +1,191 @@
+"""Weights and AdamW's state of a module that DeepSpeed has sharded, as whole tensors: what checkpoints hold.
+
+A checkpoint is thereby the same whatever the kind of parallelism and the number of processes that wrote it.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from .accelerate import zero_stage
+
+_MOMENTS = ("exp_avg", "exp_avg_sq")
+
+
+def whole_state(accelerator: Any, module: nn.Module, masters: bool = False) -> dict[str, Tensor] | None:
+    """All weights and buffers of a prepared `module` by the names of the bare module, on the CPU; tied ones are one
+    tensor under two names. To be called by all processes; the main one gets the tensors, the others None.
+
+    `masters` asks for DeepSpeed's float32 weights instead of the 16-bit ones that the module computes with.
+    """
+    bare = accelerator.unwrap_model(module)
+    copies: dict[int, Tensor | None] = {}
+    state: dict[str, Tensor] = {}
+    for name, tensor in bare.state_dict(keep_vars=True).items():
+        if id(tensor) not in copies:
+            copies[id(tensor)] = _whole_tensor(accelerator, name, tensor, masters)
+        copy = copies[id(tensor)]
+        if copy is not None:
+            state[name] = copy
+    return state if accelerator.is_main_process else None
+
+
+def _whole_tensor(accelerator: Any, name: str, tensor: Tensor, masters: bool) -> Tensor | None:
+    shape = getattr(tensor, "ds_shape", tensor.shape)
+    if masters and tensor.requires_grad and zero_stage(accelerator):
+        from deepspeed.utils import safe_get_full_fp32_param
+
+        gathered = safe_get_full_fp32_param(tensor)
+        copy = gathered.detach().cpu() if accelerator.is_main_process else None
+    elif hasattr(tensor, "ds_id"):
+        from deepspeed import zero
+
+        with zero.GatheredParameters([tensor]):
+            copy = tensor.detach().cpu().clone() if accelerator.is_main_process else None
+    else:
+        copy = tensor.detach().cpu().clone() if accelerator.is_main_process else None
+    assert copy is None or copy.shape == shape, f"{name} was not gathered: {copy.shape}, expected {shape}"
+    return copy
+
+
+def make_whole(accelerator: Any, module: nn.Module) -> None:
+    """End ZeRO-3's sharding: from now on each process has all weights, in parameters of their own. To be called by all
+    processes, when training is over."""
+    if zero_stage(accelerator) < 3:
+        return
+    from deepspeed import zero
+
+    bare = accelerator.unwrap_model(module)
+    parameters = list(bare.parameters())
+    with zero.GatheredParameters(parameters):
+        fresh = {id(p): nn.Parameter(p.data.clone(), requires_grad=p.requires_grad) for p in parameters}
+    for part in bare.modules():
+        names = list(part._parameters)
+        # DeepSpeed's own kind of dictionary goes with its parameters
+        part._parameters = {
+            name: None if parameter is None else fresh[id(parameter)]
+            for name, parameter in ((name, part._parameters[name]) for name in names)
+        }
+
+
+def whole_optimizer(accelerator: Any, groups: Sequence[Mapping[str, Any]]) -> dict[str, Any] | None:
+    """AdamW's state under DeepSpeed as torch's own `state_dict` of the unsharded optimizer would be; main process only.
+
+    `groups` are the parameter groups as they were before `prepare`. To be called by all processes.
+    """
+    from deepspeed.utils import safe_get_full_optimizer_state
+
+    engine = accelerator.deepspeed_engine_wrapped.engine
+    steps = [engine.optimizer.optimizer.state[flat].get("step") for flat in _partitions(engine)]
+    state: dict[int, dict[str, Tensor]] = {}
+    _link_moments(engine)
+    for index, parameter in _numbered(groups):
+        if steps[0] is None:  # no step was taken
+            break
+        moments = {key: safe_get_full_optimizer_state(parameter, key) for key in _MOMENTS}
+        if accelerator.is_main_process:
+            state[index] = {"step": steps[0].detach().cpu().clone()}
+            state[index] |= {key: moment.detach().cpu() for key, moment in moments.items()}
+    if not accelerator.is_main_process:
+        return None
+    numbers = {id(parameter): index for index, parameter in _numbered(groups)}
+    described = [dict(group) | {"params": [numbers[id(p)] for p in group["params"]]} for group in groups]
+    return {"state": state, "param_groups": described}
+
+
+def load_whole_weights(accelerator: Any, module: nn.Module, file: Path) -> None:
+    """Load a safetensors file of the bare module's weights into a module prepared by DeepSpeed, its float32 copies
+    too. To be called by all processes.
+
+    Raises:
+        ValueError: a weight that the file lacks.
+    """
+    from safetensors import safe_open
+
+    bare = accelerator.unwrap_model(module)
+    loaded: set[int] = set()
+    missing: dict[str, int] = {}
+    with safe_open(file, framework="pt") as weights:
+        held = set(weights.keys())
+        for name, tensor in bare.state_dict(keep_vars=True).items():
+            if name in held and id(tensor) not in loaded:
+                loaded.add(id(tensor))
+                _set_tensor(accelerator, tensor, weights.get_tensor(name))
+            elif name not in held:
+                missing[name] = id(tensor)
+    absent = sorted(name for name, number in missing.items() if number not in loaded)  # tied ones are stored once
+    if absent:
+        raise ValueError(f"{file} lacks {absent[0]}{f' and {len(absent) - 1} more' if len(absent) > 1 else ''}")
+
+
+@torch.no_grad()
+def _set_tensor(accelerator: Any, tensor: Tensor, value: Tensor) -> None:
+    from deepspeed import zero
+
+    with zero.GatheredParameters([tensor], modifier_rank=0, enabled=hasattr(tensor, "ds_id")):
+        if accelerator.is_main_process or not hasattr(tensor, "ds_id"):
+            tensor.copy_(value)
+    if tensor.requires_grad:
+        _set_master(tensor, value.to(tensor.device, torch.float32), None)
+
+
+def _set_master(parameter: Any, value: Tensor, key: str | None) -> None:
+    """Write this process's part of the float32 weights (`key` None) or of one of AdamW's moments."""
+    from deepspeed import utils
+
+    if not hasattr(parameter, "ds_id"):
+        if key is None:
+            utils.safe_set_full_fp32_param(parameter, value)
+        else:
+            utils.safe_set_full_optimizer_state(parameter, value, key)
+        return
+    # ZeRO-3's own "set full" does not take sizes that the processes do not divide
+    size = parameter.ds_tensor.numel()
+    rank = torch.distributed.get_rank(parameter.ds_process_group)
+    padded = value.new_zeros(size * torch.distributed.get_world_size(parameter.ds_process_group))
+    padded[: value.numel()] = value.flatten()
+    part = padded[rank * size : (rank + 1) * size]
+    if key is None:
+        utils.safe_set_local_fp32_param(parameter, part)
+    else:
+        utils.safe_set_local_optimizer_state(parameter, part, key)
+
+
+def load_whole_optimizer(accelerator: Any, groups: Sequence[Mapping[str, Any]], saved: Mapping[str, Any]) -> None:
+    """Load AdamW's state, as `whole_optimizer` or an unsharded torch AdamW gives it, into DeepSpeed's shards."""
+    engine = accelerator.deepspeed_engine_wrapped.engine
+    states = saved["state"]
+    if not states:
+        return
+    step = next(iter(states.values()))["step"]
+    for flat in _partitions(engine):
+        moments = {key: torch.zeros_like(flat.data) for key in _MOMENTS}
+        engine.optimizer.optimizer.state[flat] = {"step": step.clone().to(flat.device), **moments}
+    _link_moments(engine)
+    for index, parameter in _numbered(groups):
+        for key in _MOMENTS:
+            _set_master(parameter, states[index][key].to(parameter.device, torch.float32), key)
+
+
+def _link_moments(engine: Any) -> None:
+    """ZeRO 1 and 2 link parameters to their moments when the first group was stepped, and the others have none yet."""
+    if engine.zero_optimization_stage() < 3:
+        engine.optimizer._hp_optimizer_states_linked = False
+        engine.optimizer._lazy_init_hp_params_optimizer_state()
+
+
+def _partitions(engine: Any) -> list[Tensor]:
+    """This process's float32 weights, one flat tensor a group: what the torch optimizer has as its parameters."""
+    zero = engine.optimizer
+    stage3 = engine.zero_optimization_stage() == 3
+    return list(zero.fp32_partitioned_groups_flat if stage3 else zero.single_partition_of_fp32_groups)
+
+
+def _numbered(groups: Sequence[Mapping[str, Any]]) -> Iterator[tuple[int, Any]]:
+    """All parameters with the numbers that torch's `state_dict` gives them."""
+    yield from enumerate(parameter for group in groups for parameter in group["params"])

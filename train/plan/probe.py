@@ -1,0 +1,267 @@
+"""A few real steps of a run, timed and weighed, that leave nothing behind: weights in memory do not move (the learning
+rate is 0), and no file is written. Letters: B batch (blocks), T tokens."""
+
+from __future__ import annotations
+
+import os
+import resource
+import sys
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+import torch
+
+from ...data.blocks.packing import PADDING, Batch
+from ..config import FitConfig
+from ..loop.optimizer import make_optimizer
+from ..parallel.accelerate import Stepper, configure, whole
+
+if TYPE_CHECKING:
+    from ...data.blocks.prepared import PreparedData
+    from ...data.blocks.stream import StreamedData
+    from ..loop.fit import Task
+
+_ENOUGH_SECONDS = 30.0  # a first step that took longer is not followed by another
+_NO_MEMORY = ("out of memory", "can't allocate memory", "not enough memory")
+_CGROUPS = Path("/sys/fs/cgroup")
+_CGROUP_FILES = (("memory.max", "memory.current"), ("memory.limit_in_bytes", "memory.usage_in_bytes"))
+
+
+@dataclass(frozen=True, slots=True)
+class Probe:
+    """What steps of one or two micro batches took."""
+
+    step_seconds: float
+    """Of a whole optimizer step of the run, extrapolated from the micro batches."""
+    step_tokens: float
+    """Of a step (padding not counted), by the global batch that was read."""
+    evaluation_seconds: float
+    """Of one evaluation as the task has it."""
+    peak_bytes: int
+    """Held at most, on the device, beyond what the process held when `watch` began."""
+
+
+class MemoryWatch:
+    """Tells the most that this process has held on a device since it began, beyond what it held then."""
+
+    def __init__(self, device: torch.device) -> None:
+        self._device = device
+        if device.type == "cuda":
+            torch.cuda.reset_peak_memory_stats(device)
+            self._before = torch.cuda.memory_allocated(device)
+            return
+        self._before = _status("VmRSS")
+        clear = Path("/proc/self/clear_refs")
+        if os.access(clear, os.W_OK):
+            clear.write_text("5")  # the peak is what is held now
+
+    def peak(self) -> int:
+        """Bytes."""
+        if self._device.type == "cuda":
+            return int(torch.cuda.max_memory_allocated(self._device)) - self._before
+        return max(0, _status("VmHWM") - self._before)
+
+
+def held_bytes(device: torch.device) -> int:
+    """What this process holds now, of the device's memory or, on a processor, of the machine's."""
+    return int(torch.cuda.memory_allocated(device)) if device.type == "cuda" else _status("VmRSS")
+
+
+def free_bytes(device: torch.device) -> tuple[int, str]:
+    """Bytes that this process can still take there, and what limits it.
+
+    On a processor the least of: what the machine has available, what the limits on data and on address space
+    (`ulimit -d`, `-v`) leave, and what the control group leaves.
+    """
+    if device.type == "cuda":
+        return int(torch.cuda.mem_get_info(device)[0]), f"free on {torch.cuda.get_device_name(device)}"
+    found = [(_available(), "available on this machine")]
+    for limit, used, words in (
+        (resource.RLIMIT_DATA, "VmData", "left by the limit on data (ulimit -d)"),
+        (resource.RLIMIT_AS, "VmSize", "left by the limit on address space (ulimit -v)"),
+    ):
+        most = resource.getrlimit(limit)[0]
+        if most != resource.RLIM_INFINITY:
+            found.append((max(0, most - _status(used)), words))
+    found += [(size, "left by the control group") for size in _cgroup_left()]
+    return min(found)
+
+
+def probe(
+    task: Task, data: PreparedData | StreamedData, config: FitConfig, accelerator: Any, watch: MemoryWatch
+) -> Probe:
+    """Run `task` as `fit` would, on its first blocks, for two steps of two micro batches at most, and evaluate once.
+
+    To be called by all processes. The task's module is not to be used for training afterwards.
+
+    Raises:
+        MemoryError: it does not fit.
+    """
+    world, micro_steps = (
+        accelerator.num_processes,
+        config.global_batch // (config.micro_batch * accelerator.num_processes),
+    )
+    tried = min(2, micro_steps)
+    small = replace(config, global_batch=config.micro_batch * world * tried)
+    configure(accelerator, small, tried)
+    with _lack_of_memory():
+        started = time.perf_counter()
+        _, drawn = data.step_batch(0, config.global_batch, config.seed)
+        reading = time.perf_counter() - started
+        data.restore(data.beginning)
+        steps = _Steps(task, small, accelerator, tried)
+        try:
+            first = steps.run(drawn)
+            best = first if first.total > _ENOUGH_SECONDS else steps.run(drawn)
+            evaluation = steps.evaluate()
+        finally:
+            steps.release()
+    step = reading + best.optimizer + micro_steps * best.micro + micro_steps / tried * best.rewriting
+    tokens = float((drawn.documents_BT != PADDING).sum())
+    return Probe(step, tokens, evaluation, watch.peak())
+
+
+@dataclass(frozen=True, slots=True)
+class _Times:
+    rewriting: float
+    micro: float
+    optimizer: float
+
+    @property
+    def total(self) -> float:
+        return self.rewriting + self.micro + self.optimizer
+
+
+class _Steps:
+    """A task with optimizer and accelerator, ready to step."""
+
+    def __init__(self, task: Task, config: FitConfig, accelerator: Any, micro_steps: int) -> None:
+        self._task, self._config, self._accelerator = task, config, accelerator
+        self._micro_steps = micro_steps
+        module: Any = task.module
+        if config.gradient_checkpointing:
+            module.gradient_checkpointing_enable()
+        task.place(accelerator.device)
+        module.to(accelerator.device)
+        self.module, self.optimizer = accelerator.prepare(module, make_optimizer(module, config))
+        self._stepper = Stepper(accelerator, self.module, self.optimizer, config.clip_norm)
+
+    def run(self, drawn: Batch) -> _Times:
+        """One step; the weights stay as they are."""
+        config, device = self._config, self._accelerator.device
+        size, rank = config.micro_batch, self._accelerator.process_index
+        rows = np.arange(size * self._micro_steps) + rank * size * self._micro_steps
+        batch = drawn.rows(rows)
+        self._task.begin(config.steps - 1, config.steps)  # some begin with less than they do later
+        clock = _Clock(device)
+        if self._task.rewrites:
+            with whole(self._accelerator, self.module):
+                batch = self._task.rewrite(batch, rows, config.global_batch, (config.seed, 0))
+        rewriting = clock.lap()
+        for group in self.optimizer.param_groups:
+            group["lr"] = 0.0
+        counts = self._task.count(batch).clamp(min=1).to(device)
+        self.module.train()
+        laps = []
+        for micro in range(self._micro_steps):
+            part = batch.rows(np.arange(micro * size, (micro + 1) * size)).to(device)
+            with self._accelerator.accumulate(self.module):
+                sums, _ = self.module(part.tokens_BT, part.labels_BT, part.positions_BT, part.documents_BT)
+                self._stepper.backward((sums.float() / counts).sum())
+                if self._accelerator.sync_gradients:
+                    self._stepper.norm()
+            del sums, part
+            laps.append(clock.lap())
+        self._stepper.apply()
+        return _Times(rewriting, sum(laps) / len(laps), clock.lap())
+
+    def evaluate(self) -> float:
+        """Seconds of one evaluation, which the main process does while others wait."""
+        clock = _Clock(self._accelerator.device)
+        with whole(self._accelerator, self.module):
+            if self._accelerator.is_main_process:
+                self.module.eval()
+                with torch.no_grad(), self._accelerator.autocast():
+                    self._task.evaluate(self._accelerator.unwrap_model(self.module))
+        self._accelerator.wait_for_everyone()
+        return clock.lap()
+
+    def release(self) -> None:
+        """Leave the accelerator empty."""
+        self._accelerator.unwrap_model(self.module, keep_fp32_wrapper=False)
+        self._accelerator.free_memory()
+
+
+class _Clock:
+    """Seconds between laps, with the device's work done."""
+
+    def __init__(self, device: torch.device) -> None:
+        self._device = device
+        self._last = 0.0
+        self.lap()
+
+    def lap(self) -> float:
+        if self._device.type == "cuda":
+            torch.cuda.synchronize(self._device)
+        now = time.perf_counter()
+        passed, self._last = now - self._last, now
+        return passed
+
+
+@contextmanager
+def _lack_of_memory() -> Iterator[None]:
+    try:
+        yield
+    except RuntimeError as error:
+        if not any(words in str(error).lower() for words in _NO_MEMORY):
+            raise
+        raise MemoryError(" ".join(str(error).split())) from error
+
+
+def _status(key: str) -> int:
+    """A size from this process's /proc entry in bytes; elsewhere, the most that it ever held."""
+    status = Path("/proc/self/status")
+    if not status.is_file():
+        most = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
+        return most if sys.platform == "darwin" else most * 1024
+    return _field(status, key)
+
+
+def _field(path: Path, key: str) -> int:
+    lines = path.read_text(encoding="utf-8").splitlines()
+    return 1024 * int(next(line for line in lines if line.startswith(f"{key}:")).split()[1])
+
+
+def _available() -> int:
+    info = Path("/proc/meminfo")
+    if info.is_file():
+        return _field(info, "MemAvailable")
+    return os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
+
+
+def _cgroup_left() -> list[int]:
+    """What the memory limits of this process's control groups leave, where there are any."""
+    try:
+        lines = Path("/proc/self/cgroup").read_text(encoding="utf-8").splitlines()
+    except OSError:
+        return []
+    left = []
+    for line in lines:
+        _, controllers, path = line.split(":", 2)
+        if controllers not in ("", "memory"):
+            continue
+        root = _CGROUPS / controllers
+        for folder in (root / path.lstrip("/"), root):  # inside a container its own group is the root
+            for most, used in _CGROUP_FILES:
+                try:
+                    limit = (folder / most).read_text(encoding="utf-8").strip()
+                    if limit.isdigit():
+                        left.append(max(0, int(limit) - int((folder / used).read_text(encoding="utf-8"))))
+                except OSError:
+                    continue
+    return left

@@ -1,0 +1,236 @@
+"""Training a drafter: any causal LM or encoder-decoder, on labels, on a teacher's distribution, or on both.
+
+Letters: B batch (blocks), T tokens, X = B · T flattened positions, D hidden of the drafter, E hidden of the teacher,
+V vocabulary.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor, nn
+
+from ...data.blocks.packing import Batch
+from ...data.blocks.prepared import PreparedData
+from ..forward.packed import make_forward
+from ..losses.drafter import IGNORED, TopK, agreement, label_hits, mixture, shifted_labels
+from ..losses.objectives import OBJECTIVES, check_objective, parse_weights, weights_at
+from ..teachers.teacher import Teacher
+from .on_policy import OnPolicy, rewrite
+
+Evaluate = Callable[[nn.Module], Mapping[str, float]]
+Weight = float | Sequence[float]
+"""Of an objective; see `objectives.parse_weights`."""
+
+
+class DrafterModule(nn.Module):
+    """A language model whose forward is its loss; the teacher, if any, is run but never trained, wrapped or stored."""
+
+    def __init__(
+        self,
+        model: Any,
+        objective: Mapping[str, Weight],
+        teacher: Teacher | None = None,
+        temperature: float = 1.0,
+        top_k: TopK | None = None,
+        chunk: int | None = None,
+    ) -> None:
+        super().__init__()
+        self.model = model
+        self.temperature, self.top_k, self.chunk = temperature, top_k, chunk
+        self.progress = 0.0
+        """Share of the run that is done: what the weights of the objectives follow."""
+        self._weights = parse_weights(objective)
+        self._forward = make_forward(model)
+        self._teacher = teacher
+        mine = self._forward.vocab_size
+        theirs = mine if teacher is None else teacher.vocab_size
+        if mine != theirs:
+            raise ValueError(f"the drafter's vocabulary has {mine} tokens, the teacher's {theirs}: they must agree")
+
+    def forward(
+        self, tokens_BT: Tensor, labels_BT: Tensor, positions_BT: Tensor, documents_BT: Tensor
+    ) -> tuple[Tensor, Tensor]:
+        """Sum of the objective over the trained positions (float32), and their number (int64); inputs as in `Batch`."""
+        batch = Batch(tokens_BT, labels_BT, positions_BT, documents_BT)
+        weights = weights_at(self._weights, self.progress)
+        taught = any(OBJECTIVES[name].needs_teacher for name in weights)
+        teacher = self._teacher(batch) if self._teacher is not None and taught else None
+        hidden_XD, weight_VD = self.states(batch)
+        labels_X = shifted_labels(labels_BT, documents_BT, 1).flatten()
+        return mixture(
+            weights, hidden_XD, weight_VD, labels_X, teacher, self.temperature, chunk=self.chunk, top_k=self.top_k
+        )
+
+    def states(self, batch: Batch) -> tuple[Tensor, Tensor | None]:
+        """The drafter's hidden states [X, D] and projection [V, D]; or its logits [X, V] and None."""
+        return self._forward(batch).flatten(0, 1), self._forward.weight_VD()
+
+    def read_directly(self) -> list[nn.Parameter]:
+        """Parameters that `forward` uses without calling the layer that owns them: ZeRO-3 must gather them for it."""
+        weight_VD = self._forward.weight_VD()
+        return [weight_VD] if isinstance(weight_VD, nn.Parameter) else []
+
+    def compile(self, *args: Any, **kwargs: Any) -> None:
+        """Compile the model's decoder; the chunks of the loss are few large operations as they are."""
+        self._forward.compile()
+
+    def gradient_checkpointing_enable(self) -> None:
+        """Recompute activations in the backward pass instead of keeping them."""
+        enable = getattr(self.model, "activation_checkpointing_enable", self.model.gradient_checkpointing_enable)
+        enable({"use_reentrant": False})
+
+
+class DrafterTask:
+    """Trains `model` so that it agrees with the data, or with a teacher; see `train.loop.Task`.
+
+    `objective` gives weights by name (`objectives.OBJECTIVES`), such as {"cross-entropy": 0.3, "forward-kl": 0.7}; a
+    weight may change over the run (`objectives.parse_weights`). `on_policy` has the drafter write a share of the
+    answers itself. Evaluation runs over the first `evaluate_blocks` blocks of `heldout` (None: all), compares with
+    `judge`, the target's distributions on them, where it is given, then calls `evaluate_fn(model)` and adds what it
+    returns: the place to measure acceptance by decoding.
+
+    Raises:
+        ValueError: an unknown objective; one that needs a teacher where there is none; vocabularies that differ;
+            cross entropy on the drafter's own samples, which would only confirm them.
+    """
+
+    name = "drafter"
+
+    def __init__(
+        self,
+        model: Any,
+        heldout: PreparedData | None,
+        objective: Mapping[str, Weight] | None = None,
+        teacher: Teacher | None = None,
+        temperature: float = 1.0,
+        top_k: TopK | None = None,
+        on_policy: OnPolicy | None = None,
+        judge: Teacher | None = None,
+        evaluate_fn: Evaluate | None = None,
+        evaluate_blocks: int | None = 64,
+        evaluate_batch: int = 4,
+        chunk: int | None = None,
+        compiled: bool = False,
+    ) -> None:
+        objective = dict(objective or {"cross-entropy": 1.0})
+        parse_weights(objective)
+        if check_objective(objective) and teacher is None:
+            raise ValueError(f"objective {objective} needs a teacher, and none was given")
+        if on_policy is not None and "cross-entropy" in objective:
+            raise ValueError("cross-entropy on what the drafter itself has written would only confirm it: leave it out")
+        if "reverse-kl" in objective and top_k is not None and top_k.tail == "renormalise":
+            raise ValueError("reverse-kl is infinite where the teacher gives nothing: use the tail `bucket` with it")
+        if not temperature > 0:
+            raise ValueError(f"temperature is {temperature}, expected more than 0")
+        self.teacher, self.judge, self.on_policy = teacher, judge, on_policy
+        self.module: nn.Module = DrafterModule(model, objective, teacher, temperature, top_k, chunk)
+        if compiled:
+            self.module.compile()
+        self.settings: dict[str, Any] = {"objective": objective, "temperature": temperature}
+        if top_k is not None:
+            self.settings["top_k"] = [top_k.k, top_k.tail]
+        if teacher is not None:
+            self.settings |= {f"teacher.{key}": value for key, value in teacher.settings.items()}
+        if on_policy is not None:
+            self.settings["on_policy"] = [
+                on_policy.share, on_policy.new_tokens, on_policy.temperature, list(on_policy.stop_ids)
+            ]  # fmt: skip
+        taught = getattr(teacher, "model", None)
+        work = [_work(model, backward=True), *([] if taught is None else [_work(taught, backward=False)])]
+        self._each_token, self._each_trained = (float(sum(each)) for each in zip(*work, strict=True))
+        self._heldout, self._evaluate_fn = heldout, evaluate_fn
+        self._blocks, self._batch = evaluate_blocks, evaluate_batch
+
+    @property
+    def rewrites(self) -> bool:
+        """Whether answers are replaced by the drafter's own."""
+        return self.on_policy is not None
+
+    def place(self, device: torch.device) -> None:
+        """Move what is run but not trained."""
+        for side in (self.teacher, self.judge):
+            if side is not None:
+                side.place(device)
+
+    def begin(self, step: int, steps: int) -> None:
+        """Tell the module how far the run is."""
+        assert isinstance(self.module, DrafterModule)
+        self.module.progress = step / steps
+
+    def rewrite(self, batch: Batch, rows: np.ndarray, global_batch: int, seed: tuple[int, int]) -> Batch:
+        """`batch` with a share of its answers sampled from the drafter as it is now; see `on_policy.rewrite`."""
+        assert self.on_policy is not None
+        assert isinstance(self.module, DrafterModule)
+        return rewrite(self.module.model, batch, rows, global_batch, seed, self.on_policy)
+
+    def count(self, batch: Batch) -> Tensor:
+        """Trained positions of a batch, int64 scalar: what `module` returns as its count, without running it."""
+        return (shifted_labels(batch.labels_BT, batch.documents_BT, 1) != IGNORED).sum()
+
+    def flops(self, tokens: int, trained: int) -> float:
+        """Operations of forward and backward: 6 a weight and token, 4 where the weight is frozen, 2 for the teacher's
+        forward (Kaplan et al. 2020, arXiv 2001.08361, section 2.1). Products inside attention are left out; the output
+        projection counts where it is run, on trained positions."""
+        return self._each_token * tokens + self._each_trained * trained
+
+    @torch.no_grad()
+    def evaluate(self, module: nn.Module) -> dict[str, float]:
+        """On held-out blocks, in the precision of the training: `heldout_loss` (nats a token), `perplexity`,
+        `top1_accuracy` and `top5_accuracy` (how often the next token is the drafter's first, or among its first five);
+        against the judge `overlap` (Σ min(p, q), the teacher-forced chance of acceptance), `top1_agreement` and
+        `top5_agreement`. And what `evaluate_fn` returns, which decodes as the artifact will: in the weights' own type.
+        """
+        assert isinstance(module, DrafterModule)
+        sums: dict[str, float] = {}
+        items = 0
+
+        def add(**values: Any) -> None:
+            for name, value in values.items():
+                sums[name] = sums.get(name, 0.0) + float(value)
+
+        device = next(module.parameters()).device
+        for batch in blocks_in_order(self._heldout, self._blocks, self._batch):
+            batch = batch.to(device)
+            hidden_XD, weight_VD = module.states(batch)
+            labels_X = shifted_labels(batch.labels_BT, batch.documents_BT, 1).flatten()
+            hits = label_hits(hidden_XD, weight_VD, labels_X, module.chunk)
+            add(heldout_loss=hits.loss, top1_accuracy=hits.top1, top5_accuracy=hits.top5)
+            items += int(hits.count)
+            if self.judge is not None:
+                found = agreement(hidden_XD, weight_VD, self.judge(batch), labels_X, module.chunk)
+                add(overlap=found.overlap, top1_agreement=found.top1, top5_agreement=found.top5)
+        metrics = {name: value / items for name, value in sums.items()} if items else {}
+        if items:
+            metrics["perplexity"] = math.exp(min(metrics["heldout_loss"], 700.0))
+        if self._evaluate_fn is not None:
+            with torch.autocast(device.type, enabled=False):
+                metrics |= self._evaluate_fn(module.model)
+        return metrics
+
+
+def blocks_in_order(data: PreparedData | None, blocks: int | None, batch_blocks: int) -> Iterator[Batch]:
+    """The first `blocks` blocks of `data` (None: all of them) in batches, on the CPU; nothing if there is no data."""
+    end = 0 if data is None else min(data.blocks, data.blocks if blocks is None else blocks)
+    for start in range(0, end, batch_blocks):
+        assert data is not None
+        yield data.batch(range(start, min(start + batch_blocks, end)))
+
+
+def _work(model: Any, backward: bool) -> tuple[int, int]:
+    """Operations a token in a model's matrices, and those a trained position in its output projection. Counted before
+    the weights may be sharded."""
+    projection = model.get_output_embeddings().weight
+    embedding = model.get_input_embeddings().weight
+    body = last = 0
+    for weight in model.parameters():
+        each = (6 if weight.requires_grad else 4) if backward else 2
+        if weight is projection:
+            last = each * weight.numel()
+        elif weight.dim() >= 2 and weight is not embedding:  # a look-up multiplies nothing
+            body += each * weight.numel()
+    return body, last

@@ -1,0 +1,335 @@
+"""Training prediction heads on a target's last hidden state; the target stays as it is.
+
+Letters: B batch (blocks), T tokens, Y = B · T flattened positions, X those that a head is trained at, K heads,
+D hidden, V vocabulary.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from typing import TYPE_CHECKING, Any, Protocol, Self
+
+import numpy as np
+import torch
+from torch import Tensor, nn
+
+from ...data.blocks.packing import Batch
+from ...data.blocks.prepared import PreparedData
+from ...decode.models.base import TransformersModel
+from ..forward.packed import PackedForward
+from ..losses.chunks import DenseTeacher
+from ..losses.drafter import IGNORED, head_labels, label_hits
+from ..losses.heads import heads_mixture
+from ..losses.objectives import OBJECTIVES, check_objective, parse_weights, weights_at
+from ..teachers.hidden_cache import REACH
+from .drafter import Evaluate, Weight, blocks_in_order
+
+_LOGIT_TOLERANCE = 0.02  # of the largest: 16 bits round, a wrong scale does not come near
+
+if TYPE_CHECKING:
+    from ...checkpoints.heads.files import PredictionHeads
+
+
+class HiddenStates(Protocol):
+    """A target's hidden states from disk; see `hidden_cache`."""
+
+    states: str
+    hidden_size: int
+
+    def hidden(self, batch: Batch) -> Tensor:
+        """[B, T, D]; positions that no head is trained at mean nothing."""
+
+
+class HeadsModule(nn.Module):
+    """Heads whose forward is their loss; the target runs once a batch, without gradients.
+
+    The target is no part of the module, unless `shard_target`: then ZeRO-3 spreads its weights as well. Checkpoints
+    hold what is trained, the target's weights never.
+    """
+
+    def __init__(
+        self,
+        target: Any,
+        heads: PredictionHeads,
+        head_weights: Sequence[float],
+        objective: Mapping[str, Weight],
+        temperature: float = 1.0,
+        states: HiddenStates | None = None,
+        shard_target: bool = False,
+        chunk: int | None = None,
+        liger: bool = False,
+    ) -> None:
+        super().__init__()
+        self.heads = heads
+        self.chunk, self.liger = chunk, liger
+        self.temperature = temperature
+        self.head_weights = tuple(float(weight) for weight in head_weights)
+        self.progress = 0.0
+        """Share of the run that is done: what the weights of the objectives follow."""
+        self._objective = parse_weights(objective)
+        self._target = PackedForward(target, heads.states)
+        self._states = states
+        self._logits = None if self._target.plain_head else _logits_of(target)
+        if shard_target:
+            self.target = target
+            self.register_state_dict_post_hook(_without_frozen)
+            self.register_load_state_dict_pre_hook(_with_frozen)
+
+    @property
+    def num_heads(self) -> int:
+        """How many heads there are: one weight each."""
+        return len(self.head_weights)
+
+    def forward(
+        self, tokens_BT: Tensor, labels_BT: Tensor, positions_BT: Tensor, documents_BT: Tensor
+    ) -> tuple[Tensor, Tensor]:
+        """Weighted sums of the objective [K] and numbers of trained positions int64 [K]; inputs as in `Batch`.
+
+        Head k at position t is trained on token t + 2 + k where that is labelled and of the same document.
+        """
+        batch = Batch(tokens_BT, labels_BT, positions_BT, documents_BT)
+        return self.heads_loss(batch, self.frozen_states(batch))
+
+    def heads_loss(self, batch: Batch, states_YD: Tensor) -> tuple[Tensor, Tensor]:
+        """What `forward` returns, from the target's hidden states."""
+        rows_X, labels_XK = self.trained_rows(batch)
+        weights = weights_at(self._objective, self.progress)
+        teacher, teacher_rows_XK = None, None
+        if any(OBJECTIVES[name].needs_teacher for name in weights):
+            teacher = self.teacher(states_YD.detach())
+            ahead_K = torch.arange(1, self.num_heads + 1, device=rows_X.device)
+            # the target's own guess at token t + 2 + k is made at t + 1 + k
+            teacher_rows_XK = torch.where(labels_XK == IGNORED, -1, rows_X[:, None] + ahead_K)
+        features_XKD = self.heads.features(states_YD[rows_X].to(next(self.heads.parameters()).dtype))
+        projections = [self.heads.projection(k) for k in range(self.num_heads)]
+        sums_K, counts_K = heads_mixture(
+            weights, features_XKD, projections, labels_XK, teacher, teacher_rows_XK, self.temperature, self.chunk,
+            liger=self.liger,
+        )  # fmt: skip
+        return sums_K * torch.tensor(self.head_weights, device=sums_K.device), counts_K
+
+    def trained_rows(self, batch: Batch) -> tuple[Tensor, Tensor]:
+        """Flattened positions int64 [X] at which some head is trained, and their labels int64 [X, K]."""
+        labels_YK = head_labels(batch.labels_BT, batch.documents_BT, self.num_heads).flatten(0, 1)
+        rows_X = (labels_YK != IGNORED).any(1).nonzero()[:, 0]
+        return rows_X, labels_YK[rows_X]
+
+    @torch.no_grad()
+    def frozen_states(self, batch: Batch) -> Tensor:
+        """The target's hidden states [Y, D]: computed, or from disk."""
+        if self._states is not None:
+            return self._states.hidden(batch).flatten(0, 1)
+        with torch.autocast(batch.tokens_BT.device.type, enabled=False):
+            return self._target.hidden(batch).flatten(0, 1)
+
+    def teacher(self, states_YD: Tensor) -> DenseTeacher:
+        """The target's distributions behind its hidden states."""
+        with torch.no_grad(), torch.autocast(states_YD.device.type, enabled=False):
+            after_YD = self._target.after_norm(states_YD.to(self._target.model.dtype))
+            if self._logits is not None:
+                return DenseTeacher(self._logits(after_YD))
+            return DenseTeacher(after_YD, self._target.weight_VD())
+
+    def read_directly(self) -> list[nn.Parameter]:
+        """Parameters that `forward` uses without calling the layer that owns them: ZeRO-3 must gather them for it."""
+        found = [self.heads.projection(k) for k in range(self.num_heads)]
+        if "target" in self._modules:
+            weight_VD = self._target.weight_VD()
+            found += [] if weight_VD is None else [weight_VD]
+        # one that belongs to a target outside of the module is always there
+        inside = {id(parameter) for parameter in self.parameters()}
+        return [p for p in dict.fromkeys(found) if isinstance(p, nn.Parameter) and id(p) in inside]
+
+    def compile(self, *args: Any, **kwargs: Any) -> None:
+        """Compile the target's decoder; the chunks of the loss are few large operations as they are."""
+        self._target.compile()
+
+    def train(self, mode: bool = True) -> Self:
+        super().train(mode)
+        if "target" in self._modules:
+            self.target.eval()
+        return self
+
+
+def _logits_of(target: Any) -> Callable[[Tensor], Tensor]:
+    """What makes logits [..., V] of last hidden states [..., D] where that is no plain matrix.
+
+    Raises:
+        ValueError: the target makes its logits in another way.
+    """
+    scorer = TransformersModel(target)
+    tokens_11 = torch.ones(1, 1, dtype=torch.int64, device=scorer.device)
+    was_training = target.training
+    target.eval()
+    with torch.no_grad():
+        hidden_11D = target.base_model(tokens_11, use_cache=False).last_hidden_state
+        expected, found = target(tokens_11, use_cache=False).logits.float(), scorer.logits(hidden_11D).float()
+    target.train(was_training)
+    if float((found - expected).abs().max()) > _LOGIT_TOLERANCE * float(expected.abs().max()):
+        kind = target.config.model_type
+        raise ValueError(f"models of type {kind!r} make their logits in a way that is not known here")
+    return scorer.logits
+
+
+def _without_frozen(module: nn.Module, state: dict[str, Any], prefix: str, _: Any) -> None:
+    """Leave out of a state what comes from the target's own files."""
+    for name, tensor in _target_state(module):
+        if not tensor.requires_grad:
+            state.pop(prefix + name, None)
+
+
+def _with_frozen(module: nn.Module, state: dict[str, Any], prefix: str, *_: Any) -> None:
+    """What a stored state leaves out stays as it is."""
+    for name, tensor in _target_state(module):
+        if not tensor.requires_grad:
+            state.setdefault(prefix + name, tensor.detach())
+
+
+def _target_state(module: nn.Module) -> Iterator[tuple[str, Tensor]]:
+    yield from module.target.state_dict(keep_vars=True, prefix="target.").items()  # type: ignore[union-attr]
+
+
+class HeadsTask:
+    """Trains heads on a frozen target; see `train.loop.Task`.
+
+    The loss of a step is Σ_k head_weights[k] · (mean objective of head k over its own positions). Medusa-1 uses a
+    plain sum (all weights 1), Medusa's paper 0.8^k (Cai et al. 2024, arXiv 2401.10774, eq. 1, where k counts from 1).
+    `objective` gives weights by name (`objectives.OBJECTIVES`): cross-entropy learns from the text, all others from the
+    target's own distribution of the same token, whose hidden states are there anyway (self-distillation: section
+    2.3.2 there). `states` are its hidden states from disk. Evaluation: as for a drafter; `evaluate_fn` is given the
+    heads. `liger` computes cross entropy with Liger's kernel, on CUDA.
+
+    Raises:
+        ValueError: as many weights as heads are needed, none negative; a target whose hidden size or vocabulary
+            differs; an unknown objective; a temperature ≤ 0.
+    """
+
+    name = "heads"
+
+    def __init__(
+        self,
+        target: Any,
+        heads: PredictionHeads,
+        heldout: PreparedData | None,
+        head_weights: Sequence[float] | None = None,
+        objective: Mapping[str, Weight] | None = None,
+        temperature: float = 1.0,
+        states: HiddenStates | None = None,
+        evaluate_fn: Evaluate | None = None,
+        evaluate_blocks: int | None = 64,
+        evaluate_batch: int = 4,
+        shard_target: bool = False,
+        chunk: int | None = None,
+        liger: bool = False,
+    ) -> None:
+        weights, objective = _checked(target, heads, head_weights, objective, temperature)
+        if states is not None:
+            _check_states(heads, states)
+        target.requires_grad_(False).eval()
+        self.target = target
+        self.module: nn.Module = self._make_module(
+            target, heads, weights, objective, temperature, states, shard_target, chunk, liger
+        )
+        self.settings: dict[str, Any] = {"head_weights": weights, "objective": objective, "temperature": temperature}
+        outer = (target.get_output_embeddings().weight, target.get_input_embeddings().weight)
+        inner = (w for w in target.parameters() if w.dim() >= 2 and not any(w is other for other in outer))
+        self._target_work = 0.0 if states is not None else 2.0 * sum(w.numel() for w in inner)
+        self._head_work = 6.0 * sum(w.numel() for w in heads.parameters() if w.dim() >= 2)  # before they may be sharded
+        self._heldout, self._evaluate_fn = heldout, evaluate_fn
+        self._blocks, self._batch = evaluate_blocks, evaluate_batch
+
+    def _make_module(self, *arguments: Any) -> HeadsModule:
+        return HeadsModule(*arguments)
+
+    rewrites = False
+
+    def place(self, device: torch.device) -> None:
+        """Move what is run but not trained."""
+        self.target.to(device)
+
+    def begin(self, step: int, steps: int) -> None:
+        """Tell the module how far the run is."""
+        self.module.progress = step / steps  # type: ignore[assignment]
+
+    def rewrite(self, batch: Batch, rows: np.ndarray, global_batch: int, seed: tuple[int, int]) -> Batch:
+        """Heads learn on the data alone."""
+        raise AssertionError("nothing is rewritten")
+
+    def flops(self, tokens: int, trained: int) -> float:
+        """Operations of the target's forward, 2 a weight and token, and of the heads' forward and backward, 6 a weight
+        and trained position; products inside attention are left out."""
+        return self._target_work * tokens + self._head_work * trained
+
+    def count(self, batch: Batch) -> Tensor:
+        """Trained positions of each head, int64 [K]."""
+        assert isinstance(self.module, HeadsModule)
+        labels_BTK = head_labels(batch.labels_BT, batch.documents_BT, self.module.num_heads)
+        return (labels_BTK != IGNORED).sum((0, 1))
+
+    @torch.no_grad()
+    def evaluate(self, module: nn.Module) -> dict[str, float]:
+        """On held-out blocks, for each head k: `head{k}_loss` (cross entropy, nats a token), `head{k}_top1` and
+        `head{k}_top5` (how often its token is the head's first, or among its first five); `heldout_loss`, their
+        weighted sum; and what `evaluate_fn(heads)` returns.
+        """
+        assert isinstance(module, HeadsModule)
+        device = next(module.parameters()).device
+        sums_K4 = torch.zeros(module.num_heads, 4, dtype=torch.float64)
+        for batch in blocks_in_order(self._heldout, self._blocks, self._batch):
+            sums_K4 += self.score(module, batch.to(device))
+        metrics: dict[str, float] = {}
+        if bool((sums_K4[:, 3] > 0).all()):
+            means_K3 = sums_K4[:, :3] / sums_K4[:, 3:]
+            metrics["heldout_loss"] = float((means_K3[:, 0] * torch.tensor(module.head_weights)).sum())
+            for k, (loss, top1, top5) in enumerate(means_K3.tolist()):
+                metrics |= {f"head{k}_loss": loss, f"head{k}_top1": top1, f"head{k}_top5": top5}
+        if self._evaluate_fn is not None:
+            with torch.autocast(device.type, enabled=False):  # as the artifact will decode
+                metrics |= self._evaluate_fn(module.heads)
+        return metrics
+
+    def score(self, module: HeadsModule, batch: Batch) -> Tensor:
+        """Of each head over a batch: Σ cross entropy, hits of the first, hits of the first five, positions [K, 4]."""
+        rows_X, labels_XK = module.trained_rows(batch)
+        states_XD = module.frozen_states(batch)[rows_X]
+        features_XKD = module.heads.features(states_XD.to(next(module.heads.parameters()).dtype))
+        found = []
+        for k in range(module.num_heads):
+            hits = label_hits(features_XKD[:, k], module.heads.projection(k), labels_XK[:, k], module.chunk)
+            found.append([float(hits.loss), float(hits.top1), float(hits.top5), float(hits.count)])
+        return torch.tensor(found, dtype=torch.float64)
+
+
+def _check_states(heads: PredictionHeads, states: HiddenStates) -> None:
+    if (states.states, states.hidden_size) != (heads.states, heads.hidden_size):
+        raise ValueError(
+            f"the heads read {heads.states} states of size {heads.hidden_size}, and the cache holds {states.states} "
+            f"states of size {states.hidden_size}"
+        )
+    if heads.num_heads >= REACH:
+        raise ValueError(f"there are {heads.num_heads} heads, and a cache of hidden states serves {REACH - 1} at most")
+
+
+def _checked(
+    target: Any,
+    heads: PredictionHeads,
+    head_weights: Sequence[float] | None,
+    objective: Mapping[str, Weight] | None,
+    temperature: float,
+) -> tuple[list[float], dict[str, Weight]]:
+    """The heads' weights and the objective; see `HeadsTask` for what is refused."""
+    weights = [1.0] * heads.num_heads if head_weights is None else [float(weight) for weight in head_weights]
+    if len(weights) != heads.num_heads or min(weights) < 0:
+        raise ValueError(f"head_weights is {weights}, expected {heads.num_heads} weights (one a head), none negative")
+    hidden, vocab = target.config.get_text_config().hidden_size, target.get_output_embeddings().weight.shape[0]
+    if heads.hidden_size != hidden:
+        raise ValueError(f"the heads take hidden states of size {heads.hidden_size}, the target makes {hidden}")
+    if heads.vocab_size != vocab:
+        raise ValueError(f"the heads have a vocabulary of {heads.vocab_size} tokens, the target of {vocab}")
+    objective = dict(objective or {"cross-entropy": 1.0})
+    parse_weights(objective)
+    check_objective(objective)
+    if not (temperature > 0 and math.isfinite(temperature)):
+        raise ValueError(f"temperature is {temperature}, expected more than 0")
+    return weights, objective

@@ -1,0 +1,233 @@
+"""Training a target together with its heads (Medusa-2: Cai et al. 2024, arXiv 2401.10774, section 2.2.2).
+
+Letters: B batch (blocks), T tokens, Y = B · T flattened positions, K heads, D hidden.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any, Self
+
+import torch
+from torch import Tensor, nn
+
+from ...data.blocks.packing import Batch
+from ...data.blocks.prepared import PreparedData
+from ..losses.drafter import IGNORED, agreement, label_hits, mixture, shifted_labels
+from .drafter import Evaluate, Weight, blocks_in_order
+from .heads import HeadsModule, HeadsTask
+
+if TYPE_CHECKING:
+    from ...checkpoints.heads.files import PredictionHeads
+
+
+@dataclass(frozen=True, slots=True)
+class Joint:
+    """How the target is trained with its heads.
+
+    Raises:
+        ValueError: a share of the run outside [0, 1); weights that leave the target to its heads alone.
+    """
+
+    alone: float = 0.3
+    """Share of the run in which the heads alone are trained."""
+    warmup: float = 0.2
+    """Share of the run, after that, over which the heads' part of the loss rises from 0."""
+    heads_weight: float = 0.2
+    """Of the heads' losses after that."""
+    label_weight: float = 1.0
+    """Of the target's own cross entropy."""
+    kl_weight: float = 1.0
+    """Of the divergence of the target from what it was."""
+    rate: float = 0.25
+    """The target's learning rate in those of the heads."""
+
+    def __post_init__(self) -> None:
+        if not (0 <= self.alone < 1 and 0 <= self.warmup <= 1 - self.alone):
+            raise ValueError(f"alone is {self.alone} of the run and warmup {self.warmup}: at most 1 together")
+        if min(self.label_weight, self.kl_weight) < 0 or not self.label_weight + self.kl_weight:
+            raise ValueError(f"label_weight {self.label_weight} and kl_weight {self.kl_weight}: one must be above 0")
+        if not (self.heads_weight > 0 and self.rate > 0):
+            raise ValueError(f"heads_weight is {self.heads_weight} and rate {self.rate}, expected more than 0")
+
+    def heads_part(self, progress: float) -> float:
+        """Weight of the heads' losses: 1 while they are alone, then rising to `heads_weight` as a sine."""
+        return 1.0 if progress < self.alone else self.heads_weight * math.sin(math.pi / 2 * self.risen(progress))
+
+    def risen(self, progress: float) -> float:
+        """How far the warm-up of the second stage is, 0 to 1."""
+        if progress < self.alone:
+            return 0.0
+        return 1.0 if not self.warmup else min(1.0, (progress - self.alone) / self.warmup)
+
+
+class JointModule(HeadsModule):
+    """Heads and a target with adapters (LoRA) in its layers, whose forward is the loss of both.
+
+    Only the adapters of the target are trained. With them switched off it is what it was: the original that it must not
+    go far from.
+    """
+
+    def __init__(
+        self,
+        target: Any,
+        heads: PredictionHeads,
+        head_weights: Sequence[float],
+        objective: Mapping[str, Weight],
+        temperature: float,
+        joint: Joint,
+        chunk: int | None = None,
+        liger: bool = False,
+    ) -> None:
+        super().__init__(target, heads, head_weights, objective, temperature, None, True, chunk, liger)
+        self.joint = joint
+        names = {"cross-entropy": joint.label_weight, "forward-kl": joint.kl_weight}
+        self._own = {name: weight for name, weight in names.items() if weight}
+
+    def forward(
+        self, tokens_BT: Tensor, labels_BT: Tensor, positions_BT: Tensor, documents_BT: Tensor
+    ) -> tuple[Tensor, Tensor]:
+        """Weighted sums and counts [K + 1]: those of the heads as in `HeadsModule`, then the target's own."""
+        batch = Batch(tokens_BT, labels_BT, positions_BT, documents_BT)
+        labels_Y = shifted_labels(labels_BT, documents_BT, 1).flatten()
+        count = (labels_Y != IGNORED).sum()
+        if self.progress < self.joint.alone:
+            with self.original():
+                sums_K, counts_K = self.heads_loss(batch, self.frozen_states(batch))
+            # data parallelism waits for a gradient of every weight, were it zero; ZeRO-3, which has none here, does not
+            there = (p.sum() for p in self.adapters() if p.numel())
+            own = sum(there, torch.zeros((), device=sums_K.device)) * 0.0
+        else:
+            states_YD = self._target.hidden(batch).flatten(0, 1)
+            sums_K, counts_K = self.heads_loss(batch, states_YD)
+            own = self._own_loss(batch, states_YD, labels_Y)
+        sums_K = sums_K * self.joint.heads_part(self.progress)
+        return torch.cat([sums_K, own.to(sums_K.dtype)[None]]), torch.cat([counts_K, count[None]])
+
+    def _own_loss(self, batch: Batch, states_YD: Tensor, labels_Y: Tensor) -> Tensor:
+        original = self.original_teacher(batch) if "forward-kl" in self._own else None
+        after_YD = self._target.after_norm(states_YD)
+        weight_VD = self._target.weight_VD()
+        if self._logits is not None:
+            after_YD = self._logits(after_YD)
+        return mixture(self._own, after_YD, weight_VD, labels_Y, original, chunk=self.chunk)[0]
+
+    def original_teacher(self, batch: Batch) -> Any:
+        """What the target said before any of this."""
+        with self.original():
+            return self.teacher(self.frozen_states(batch))
+
+    def adapters(self) -> Iterator[nn.Parameter]:
+        """What of the target is trained."""
+        return (parameter for parameter in self.target.parameters() if parameter.requires_grad)
+
+    def rate_group(self, parameter: nn.Parameter) -> str:
+        """Which parameters share a learning rate; see `rate`."""
+        return "base" if any(parameter is adapter for adapter in self.adapters()) else ""
+
+    def rate(self, group: str) -> float:
+        """Of a group: its learning rate in those of the run, as far as that is.
+
+        The target's rises with the heads' part of the loss. AdamW counts the steps in which the heads were alone, so
+        that nothing would hold back its first steps with gradients.
+        """
+        if group != "base":
+            return 1.0
+        return self.joint.rate * self.joint.risen(self.progress)
+
+    @contextmanager
+    def original(self) -> Iterator[None]:
+        """Meanwhile the target is without its adapters, and without dropout."""
+        layers = [part for part in self.target.modules() if hasattr(part, "_disable_adapters")]
+        assert layers, "the target has no adapters"
+        was_training = self.target.training
+        self.target.eval()
+        for layer in layers:
+            layer._disable_adapters = True  # peft's own switch also turns gradients off, which hooks do not survive
+        try:
+            yield
+        finally:
+            for layer in layers:
+                layer._disable_adapters = False
+            self.target.train(was_training)
+
+    def gradient_checkpointing_enable(self) -> None:
+        """Recompute the target's activations in the backward pass instead of keeping them."""
+        enable = getattr(self.target, "activation_checkpointing_enable", self.target.gradient_checkpointing_enable)
+        enable({"use_reentrant": False})
+
+    def train(self, mode: bool = True) -> Self:
+        nn.Module.train(self, mode)
+        return self
+
+
+class JointTask(HeadsTask):
+    """Trains heads and adapters in the target's layers; see `train.loop.Task`, `HeadsTask` and `Joint`.
+
+    `target` has its adapters in it already: parameters that are to be trained. Evaluation adds, of the target as it
+    then is, `base_loss` (nats a token) and `base_overlap` with what it was (Σ min(p, q)).
+
+    Raises:
+        ValueError: as `HeadsTask`; a target without trained parameters.
+    """
+
+    def __init__(
+        self,
+        target: Any,
+        heads: PredictionHeads,
+        heldout: PreparedData | None,
+        joint: Joint,
+        head_weights: Sequence[float] | None = None,
+        objective: Mapping[str, Weight] | None = None,
+        temperature: float = 1.0,
+        evaluate_fn: Evaluate | None = None,
+        evaluate_blocks: int | None = 64,
+        evaluate_batch: int = 4,
+        chunk: int | None = None,
+        liger: bool = False,
+    ) -> None:
+        trained = [parameter for parameter in target.parameters() if parameter.requires_grad]
+        if not trained:
+            raise ValueError("the target has no parameters to be trained: put adapters into its layers")
+        if hasattr(target.get_output_embeddings(), "base_layer"):
+            raise ValueError("the target's output projection has an adapter, which heads do not see: leave it out")
+        self._joint = joint
+        super().__init__(
+            target, heads, heldout, head_weights, objective, temperature, None, evaluate_fn, evaluate_blocks,
+            evaluate_batch, chunk=chunk, liger=liger,
+        )  # fmt: skip
+        for parameter in trained:
+            parameter.requires_grad_(True)
+        self.settings["joint"] = {name: getattr(joint, name) for name in Joint.__slots__}
+        self._target_work *= 4 if joint.kl_weight else 3
+
+    def _make_module(
+        self, target: Any, heads: Any, weights: Any, objective: Any, temperature: float, *rest: Any
+    ) -> Any:
+        return JointModule(target, heads, weights, objective, temperature, self._joint, *rest[2:])
+
+    def count(self, batch: Batch) -> Tensor:
+        """Trained positions of each head, and of the target, int64 [K + 1]."""
+        own = (shifted_labels(batch.labels_BT, batch.documents_BT, 1) != IGNORED).sum()
+        return torch.cat([super().count(batch), own[None]])
+
+    @torch.no_grad()
+    def evaluate(self, module: nn.Module) -> dict[str, float]:
+        """As `HeadsTask.evaluate`, on the target as it is now; and `base_loss`, `base_overlap`."""
+        assert isinstance(module, JointModule)
+        device = next(module.parameters()).device
+        loss = overlap = count = 0.0
+        for batch in blocks_in_order(self._heldout, self._blocks, self._batch):
+            batch = batch.to(device)
+            labels_Y = shifted_labels(batch.labels_BT, batch.documents_BT, 1).flatten()
+            now = module.teacher(module.frozen_states(batch))
+            hits = label_hits(now.hidden_XE, now.weight_VE, labels_Y, module.chunk)
+            shared = agreement(
+                now.hidden_XE, now.weight_VE, module.original_teacher(batch), labels_Y, module.chunk
+            ).overlap
+            loss, overlap, count = loss + float(hits.loss), overlap + float(shared), count + float(hits.count)
+        own = {"base_loss": loss / count, "base_overlap": overlap / count} if count else {}
+        return super().evaluate(module) | own

@@ -1,0 +1,164 @@
+"""A target's hidden states on disk, for heads to learn from: a `row_cache`.
+
+Its files hold `hidden` [rows, D] in bfloat16, float16 or float32; `hidden.json` describes them. There is a row for
+every position from which a token at most `REACH` places ahead is trained on, whatever number of heads learns from them.
+
+Letters: B batch (blocks), T tokens, X = B · T flattened positions, R rows, D hidden of the target.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+from typing import Any, ClassVar
+
+import torch
+from torch import Tensor
+
+from ...data.blocks.packing import Batch
+from ..forward.packed import PackedForward
+from .row_cache import RowCache, check_alike, look_up
+from .row_plan import Column, Source
+
+REACH = 16
+"""Head k, counted from 0, learns the token k + 2 places ahead: there are rows for up to 15 heads."""
+DTYPES = {"bfloat16": torch.bfloat16, "float16": torch.float16, "float32": torch.float32}
+
+
+@dataclass(frozen=True)
+class HiddenSource(Source):
+    """Hidden states "after-norm" (the last hidden states) or "before-norm" (what goes into the final norm), kept in
+    `dtype`, of a target whose weights are of `target_dtype`; see `Source`."""
+
+    states: str = "after-norm"
+    dtype: str = "bfloat16"
+    target_dtype: str = "auto"
+
+    manifest: ClassVar[str] = "hidden.json"
+    title: ClassVar[str] = "cache of hidden states"
+    size_name: ClassVar[str] = "hidden_size"
+    reach: ClassVar[int] = REACH
+
+    def columns(self, size: int) -> dict[str, Column]:
+        """`hidden`, of `size` dimensions.
+
+        Raises:
+            ValueError: an unknown type.
+        """
+        if self.dtype not in DTYPES:
+            raise ValueError(f"hidden states are kept in one of {', '.join(DTYPES)}, got {self.dtype!r}")
+        return {"hidden": Column((size,), DTYPES[self.dtype])}
+
+
+class HiddenCache(RowCache):
+    """A target's hidden states, opened for reading."""
+
+    source_type = HiddenSource
+    source: HiddenSource
+
+    @property
+    def hidden_size(self) -> int:
+        """Dimensions of a state."""
+        return int(self.manifest["hidden_size"])
+
+    def hidden(self, batch: Batch) -> Tensor:
+        """Hidden states [B, T, D] of a batch in the type that they are kept in, where the batch is; positions without
+        a row are 0.
+
+        Raises:
+            ValueError: a batch with documents that the cache was not made from; a damaged file.
+        """
+        return hidden_states((self,), batch)
+
+
+class CachedHidden:
+    """A target's hidden states from disk: `caches` are of all the data that batches may come from.
+
+    A batch is looked up by its documents: their numbers, tokens, and where rows are needed must be those that the
+    target was run on. One cache of the training data and one of what is held out serve both.
+
+    Raises:
+        ValueError: caches of different targets or states.
+    """
+
+    def __init__(self, *caches: HiddenCache) -> None:
+        check_alike([cache.source for cache in caches])
+        self._caches = caches
+        source = caches[0].source
+        self.states = source.states
+        self.hidden_size = caches[0].hidden_size
+        self.settings: dict[str, Any] = {
+            "target": source.fingerprint,
+            "target_dtype": source.target_dtype,
+            "states": source.states,
+            "cached_states": source.dtype,
+        }
+        """What a resumed run must find unchanged, as JSON."""
+
+    def hidden(self, batch: Batch) -> Tensor:
+        """See `HiddenCache.hidden`."""
+        return hidden_states(self._caches, batch)
+
+
+def hidden_states(caches: tuple[HiddenCache, ...], batch: Batch) -> Tensor:
+    """Hidden states [B, T, D] of a batch from the cache that has its documents; see `HiddenCache.hidden`.
+
+    Raises:
+        ValueError: none has them; a damaged file.
+    """
+    cache, positions_R, rows_R = look_up(caches, batch)
+    device = batch.tokens_BT.device
+    column = cache.columns["hidden"]
+    # pinned memory is copied to a GPU while the processor goes on; torch keeps it until that is done
+    rows_RD = torch.empty(len(rows_R), *column.shape, dtype=column.dtype, pin_memory=device.type == "cuda")
+    bits_RD = rows_RD.view(torch.uint16) if column.dtype == torch.bfloat16 else rows_RD
+    cache.gather(rows_R, {"hidden": bits_RD.numpy()})
+    hidden_XD = torch.zeros(batch.tokens_BT.numel(), *column.shape, dtype=column.dtype, device=device)
+    hidden_XD[torch.from_numpy(positions_R).to(device)] = rows_RD.to(device, non_blocking=True)
+    return hidden_XD.view(*batch.tokens_BT.shape, -1)
+
+
+class HiddenRows:
+    """Makes a cache's rows, kept in `dtype`, of a target's hidden states; see `row_writer.MakeRows`.
+
+    Raises:
+        ValueError: a model that packed blocks are refused for, or whose states before the final norm cannot be had
+            (`forward.PackedForward`).
+    """
+
+    def __init__(self, model: Any, states: str = "after-norm", dtype: str = "bfloat16") -> None:
+        self._forward = PackedForward(model.requires_grad_(False).eval(), states)
+        self._dtype = DTYPES[dtype]
+        self.hidden_size = int(model.get_output_embeddings().weight.shape[1])
+
+    @torch.no_grad()
+    def __call__(self, batch: Batch, positions_R: Tensor) -> Iterator[dict[str, Tensor]]:
+        """The batch's states, in one piece.
+
+        Raises:
+            ValueError: a state that is not finite in the target, or in the type that it is kept in.
+        """
+        with torch.autocast(batch.tokens_BT.device.type, enabled=False):
+            hidden_RD = self._forward.hidden(batch).flatten(0, 1)[positions_R]
+        kept_RD = hidden_RD.to(self._dtype)
+        if not bool(kept_RD.isfinite().all()):
+            self._refuse(batch, positions_R, hidden_RD, kept_RD)
+        yield {"hidden": kept_RD}
+
+    def _refuse(self, batch: Batch, positions_R: Tensor, hidden_RD: Tensor, kept_RD: Tensor) -> None:
+        row = int((~kept_RD.isfinite()).any(1).nonzero()[0])
+        position, document = (
+            int(tensor.flatten()[positions_R[row]]) for tensor in (batch.positions_BT, batch.documents_BT)
+        )
+        where = f"the hidden state at token {position} of document {document}"
+        if not bool(hidden_RD[row].isfinite().all()):
+            was = str(hidden_RD.dtype).removeprefix("torch.")
+            raise ValueError(
+                f"{where} is not finite in the target itself, which computes in {was}: set `target_dtype` to bfloat16 "
+                "or float32"
+            )
+        name, most = str(self._dtype).removeprefix("torch."), torch.finfo(self._dtype).max
+        raise ValueError(
+            f"{where} reaches {float(hidden_RD[row].abs().max()):.3g}, and {name} holds at most {most:.3g}: set "
+            "`hidden.dtype` to bfloat16 or float32"
+        )

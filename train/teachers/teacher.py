@@ -1,0 +1,148 @@
+"""Where a drafter's teacher comes from: the target itself, or a cache of its most likely tokens.
+
+Letters: B batch (blocks), T tokens, X = B · T flattened positions, K tokens kept, E hidden of the target, V vocabulary.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from importlib.util import find_spec
+from pathlib import Path
+from typing import Any, Protocol
+
+import numpy as np
+import torch
+from transformers import AutoConfig, AutoModelForCausalLM, AutoModelForSeq2SeqLM, BitsAndBytesConfig
+
+from ...checkpoints.artifact.fingerprints import model_fingerprint
+from ...checkpoints.artifact.locate import at_revision
+from ...checkpoints.verify.model_files import UNLOADABLE, check_config, only_safetensors, reason
+from ...data.blocks.packing import Batch
+from ...decode.models.loading import load_model
+from ..forward.packed import make_forward
+from ..losses.chunks import DenseTeacher, SparseTeacher
+from .row_cache import check_alike, look_up
+from .top_k_cache import TeacherCache
+
+
+class Teacher(Protocol):
+    """Gives the target's distributions for a batch: row x is that of the token after position x."""
+
+    vocab_size: int
+    settings: dict[str, Any]
+    """What a resumed run must find unchanged, as JSON."""
+
+    def place(self, device: torch.device | str) -> None:
+        """Move what has to be where the batches are."""
+
+    def __call__(self, batch: Batch) -> DenseTeacher | SparseTeacher:
+        """Distributions for the X positions of a batch; rows whose next token is not trained on mean nothing."""
+
+
+class ModelTeacher:
+    """The target in this process: frozen, in evaluation mode, run without gradients.
+
+    `settings` says which model it is; by default by its fingerprint. No module, so that it is neither wrapped for data
+    parallelism nor stored in a checkpoint.
+
+    Raises:
+        ValueError: a model that packed blocks are refused for (`forward.make_forward`).
+    """
+
+    def __init__(self, model: Any, settings: Mapping[str, Any] | None = None) -> None:
+        self.model = model.requires_grad_(False).eval()
+        self.settings = dict(settings) if settings is not None else {"target": model_fingerprint(model)}
+        self._forward = make_forward(model)
+        self.vocab_size = self._forward.vocab_size
+
+    def place(self, device: torch.device | str) -> None:
+        """Move the model; one in 8 bits stays where it was loaded."""
+        if getattr(self.model, "quantization_method", None) is None:
+            self.model.to(device)
+
+    @torch.no_grad()
+    def __call__(self, batch: Batch) -> DenseTeacher:
+        """Hidden states [X, E] and projection [V, E], or logits [X, V] and None; in the model's own precision."""
+        with torch.autocast(batch.tokens_BT.device.type, enabled=False):
+            return DenseTeacher(self._forward(batch).flatten(0, 1), self._forward.weight_VD())
+
+
+class CachedTeacher:
+    """The target's most likely tokens from disk: `caches` are of all the data that batches may come from.
+
+    A batch is looked up by its documents: their numbers, tokens, and which of these are trained on must be those that
+    the target was run on. One cache of the training data and one of what is held out serve both.
+
+    Raises:
+        ValueError: caches of different targets or sizes.
+    """
+
+    def __init__(self, *caches: TeacherCache) -> None:
+        check_alike([cache.source for cache in caches])
+        self._caches = caches
+        first = caches[0].source
+        self.top_k = first.top_k
+        self.vocab_size = caches[0].vocab_size
+        self.settings: dict[str, Any] = {
+            "target": first.fingerprint,
+            "dtype": first.dtype,
+            "load_in_8bit": first.load_in_8bit,
+            "cached_top_k": first.top_k,
+        }
+
+    def place(self, device: torch.device | str) -> None:
+        """Rows lie on disk, and go where the batch is."""
+
+    def __call__(self, batch: Batch) -> SparseTeacher:
+        """Ids int64 [X, K] and float32 log-probabilities [X, K], the most likely first.
+
+        Raises:
+            ValueError: a batch with documents that no cache was made from; a damaged file.
+        """
+        cache, positions_R, rows_R = look_up(self._caches, batch)
+        ids_RK, log_probs_RK = cache.read(rows_R)
+        device = batch.tokens_BT.device
+        positions = torch.from_numpy(positions_R).to(device)
+        ids_XK = torch.arange(self.top_k, device=device).repeat(batch.tokens_BT.numel(), 1)
+        log_probs_XK = torch.zeros(ids_XK.shape, device=device)
+        ids_XK[positions] = torch.from_numpy(ids_RK.astype(np.int64)).to(device)
+        log_probs_XK[positions] = torch.from_numpy(log_probs_RK).to(device).float()
+        return SparseTeacher(ids_XK, log_probs_XK)
+
+
+def load_teacher(
+    source: str, dtype: str = "auto", load_in_8bit: bool = False, device: torch.device | str = "cpu"
+) -> ModelTeacher:
+    """The target from a folder or a hub id, ready to teach on `device`.
+
+    With `load_in_8bit` its matrices but the output projection are held in 8 bits (LLM.int8: Dettmers et al. 2022,
+    arXiv 2208.07339); what is computed outside of them is then in float16 unless `dtype` says otherwise.
+
+    Raises:
+        ValueError: no such model; 8 bits without what they need; what `ModelTeacher` raises.
+    """
+    if not load_in_8bit:
+        return ModelTeacher(load_model(source, dtype=dtype, device=str(device)))
+    for package in ("bitsandbytes", "accelerate"):
+        if find_spec(package) is None:
+            raise ValueError(
+                f"`teacher.load_in_8bit` needs the package {package}, which is not installed: pip install {package}"
+            )
+    options = {
+        "dtype": "float16" if dtype == "auto" else dtype,
+        "quantization_config": BitsAndBytesConfig(load_in_8bit=True),
+        "device_map": {"": str(device)},
+    }
+    source = at_revision(source)
+    try:
+        check_config(Path(source) / "config.json")
+        config = AutoConfig.from_pretrained(source, trust_remote_code=False)
+        loader = AutoModelForSeq2SeqLM if config.is_encoder_decoder else AutoModelForCausalLM
+        safe = only_safetensors(source, config)
+        model = loader.from_pretrained(source, use_safetensors=safe, trust_remote_code=False, **options)
+    except UNLOADABLE as error:
+        raise ValueError(
+            f"{source!r} could not be loaded in 8 bits on {device}: {reason(source, error)} (without "
+            "`teacher.load_in_8bit` it takes twice the memory and needs no bitsandbytes)"
+        ) from error
+    return ModelTeacher(model)

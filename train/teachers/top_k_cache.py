@@ -1,0 +1,136 @@
+"""A target's most likely tokens at every trained position, on disk: a `row_cache`.
+
+Its files hold `ids` (uint16 where the vocabulary allows, else int32) and `log_probs` (float16), both [rows, K], the
+most likely first, and `log_rest` float16 [rows], the logarithm of what all other tokens have together; `teacher.json`
+describes them. There is a row for every position whose next token is trained on.
+
+Float16 changes log p by at most 2⁻¹¹ · |log p|, hence p by at most 2⁻¹¹ · p · |log p| ≤ 2⁻¹¹ / e = 1.8e-4 (at
+p = 1/e), and the sum of a row by at most 2⁻¹¹ times its entropy in nats. That would drown a small rest; so a row that
+is read is scaled to sum to 1 − rest, with the rest as precise as any log p.
+
+Letters: X flattened positions of a batch, R rows, C rows of a chunk, K tokens kept, E hidden of the target,
+V vocabulary.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from typing import ClassVar
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from ...data.blocks.packing import Batch
+from ...data.blocks.prepared import token_dtype
+from ..losses.chunks import DenseTeacher
+from .row_cache import RowCache
+from .row_plan import Column, Source
+
+_CHUNK_ELEMENTS = {"cpu": 1 << 23, "cuda": 1 << 27}  # logits at a time
+_SUMMED_ROWS = 1 << 20
+
+
+@dataclass(frozen=True)
+class CacheSource(Source):
+    """The `top_k` most likely tokens of a target whose weights are of `dtype`; see `Source`."""
+
+    top_k: int
+    dtype: str = "auto"
+    load_in_8bit: bool = False
+
+    manifest: ClassVar[str] = "teacher.json"
+    title: ClassVar[str] = "teacher's cache"
+    size_name: ClassVar[str] = "vocab_size"
+    reach: ClassVar[int] = 1
+
+    def columns(self, size: int) -> dict[str, Column]:
+        """`ids`, `log_probs` and `log_rest` for a vocabulary of `size` tokens.
+
+        Raises:
+            ValueError: a `top_k` that is no number of tokens of this vocabulary.
+        """
+        if not 1 <= self.top_k <= size:
+            raise ValueError(f"top_k is {self.top_k}, expected 1 … {size}, the size of the target's vocabulary")
+        ids = torch.uint16 if token_dtype(size).itemsize == 2 else torch.int32
+        each = (self.top_k,)
+        return {
+            "ids": Column(each, ids),
+            "log_probs": Column(each, torch.float16),
+            "log_rest": Column((), torch.float16),
+        }
+
+
+class TeacherCache(RowCache):
+    """A target's most likely tokens, opened for reading."""
+
+    source_type = CacheSource
+    source: CacheSource
+
+    @property
+    def vocab_size(self) -> int:
+        """The target's number of tokens."""
+        return int(self.manifest["vocab_size"])
+
+    def mean_mass(self) -> float:
+        """How much of the target's probability the tokens that were kept hold, on average over the positions."""
+        rest = 0.0
+        for start in range(0, self.rows, _SUMMED_ROWS):
+            log_rest_R = np.empty(min(_SUMMED_ROWS, self.rows - start), dtype=np.float16)
+            self.gather(np.arange(start, start + len(log_rest_R)), {"log_rest": log_rest_R})
+            rest += float(np.exp(log_rest_R, dtype=np.float64).sum())
+        return 1.0 - rest / max(1, self.rows)
+
+    def read(self, rows_R: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
+        """Ids (as stored) and float32 log-probabilities of these rows, both [R, K].
+
+        Raises:
+            ValueError: what `gather` raises.
+        """
+        rows = {name: np.empty((len(rows_R), *c.shape), dtype=c.stored) for name, c in self.columns.items()}
+        self.gather(rows_R, rows)
+        log_probs_RK = rows["log_probs"].astype(np.float32)
+        sum_R = np.exp(log_probs_RK).sum(1, dtype=np.float64)
+        kept_R = 1 - np.exp(rows["log_rest"].astype(np.float32), dtype=np.float64)
+        log_probs_RK += np.log(kept_R / sum_R)[:, None].astype(np.float32)
+        return rows["ids"], log_probs_RK
+
+
+class TopRows:
+    """Makes a cache's rows of what a teacher says; see `row_writer.MakeRows`."""
+
+    def __init__(self, run: Callable[[Batch], DenseTeacher], top_k: int) -> None:
+        self._run, self._top_k = run, top_k
+
+    def __call__(self, batch: Batch, positions_R: Tensor) -> Iterator[dict[str, Tensor]]:
+        """Ids, log-probabilities and the logarithm of what the others have, chunk by chunk.
+
+        Raises:
+            ValueError: what `top_log_probs` raises.
+        """
+        for ids_CK, log_probs_CK in top_log_probs(self._run(batch), positions_R, self._top_k):
+            rest_C = (1 - log_probs_CK.double().exp().sum(1)).clamp(min=0)
+            yield {"ids": ids_CK, "log_probs": log_probs_CK.half(), "log_rest": rest_C.log().half()}
+
+
+@torch.no_grad()
+def top_log_probs(teacher: DenseTeacher, positions_R: Tensor, top_k: int) -> Iterator[tuple[Tensor, Tensor]]:
+    """Ids int64 [C, K] and log-probabilities float32 [C, K] of the most likely tokens, chunk by chunk of positions.
+
+    log p(v) = z_v − log Σ_u exp z_u, over the whole vocabulary at temperature 1; the most likely first.
+
+    Raises:
+        ValueError: logits that are not finite.
+    """
+    weight_VE = teacher.weight_VE
+    vocab = teacher.hidden_XE.shape[1] if weight_VE is None else len(weight_VE)
+    elements = _CHUNK_ELEMENTS.get(positions_R.device.type, 1 << 23)
+    for positions_C in positions_R.split(max(16, elements // vocab)):
+        hidden_CE = teacher.hidden_XE[positions_C]
+        logits_CV = (hidden_CE if weight_VE is None else hidden_CE @ weight_VE.T).float()
+        top_CK, ids_CK = logits_CV.topk(top_k)
+        total_C1 = logits_CV.logsumexp(1, keepdim=True)
+        if not bool(total_C1.isfinite().all()):
+            raise ValueError("the target's logits are not finite: load it with a wider `teacher.dtype`")
+        yield ids_CK, top_CK - total_C1
