@@ -1,6 +1,6 @@
 """`python -m draftsmith` and `accelerate launch -m draftsmith`: the command line."""
 
-from .recipes.cli import main
+from .recipes.commands.cli import main
 
 if __name__ == "__main__":
     main()

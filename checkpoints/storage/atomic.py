@@ -5,6 +5,7 @@ from __future__ import annotations
 import ctypes
 import errno
 import fcntl
+import json
 import os
 import re
 import secrets
@@ -15,7 +16,7 @@ import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
 from pathlib import Path
-from typing import IO, TypeVar
+from typing import IO, Any, TypeVar
 
 Found = TypeVar("Found")
 
@@ -293,3 +294,35 @@ def _exchange(first: Path, second: Path) -> bool:
     if code in _NO_EXCHANGE:
         return False
     raise OSError(code, os.strerror(code), str(first), None, str(second))
+
+
+def write_whole(path: Path, text: str) -> None:
+    """Write a file in UTF-8, whole and on the disk, or leave what stood there; its folder is made.
+
+    Raises:
+        OSError: the disk is full, or the like; names the file.
+    """
+    with whole_file(path) as out:
+        out.write(text.encode())
+
+
+def read_told(path: Path, what: str, command: str, schema: int, fits: Callable[[Any], bool]) -> dict[str, Any]:
+    """What a command wrote as JSON.
+
+    Args:
+        what: it is, for the message.
+        fits: whether it has the form of that schema; may raise what a value of another form raises.
+
+    Raises:
+        ValueError: it is something else, or of another schema, naming the file.
+    """
+    try:
+        told = json.loads(path.read_text(encoding="utf-8"))
+        known = fits(told)
+    except json.JSONDecodeError as error:
+        raise ValueError(f"{path}:{error.lineno} is damaged: {error.msg}") from error
+    except (UnicodeDecodeError, AttributeError, KeyError, TypeError) as error:
+        raise ValueError(f"{path} is no {what} of `{command}`: {error!r}") from error
+    if not known:
+        raise ValueError(f"{path} is no {what} of schema {schema}: `{command}` writes a new one")
+    return dict(told)

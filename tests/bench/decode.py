@@ -41,7 +41,7 @@ from draftsmith.decode.rng import Rng
 from draftsmith.decode.tree import Tree
 from draftsmith.decode.verifiers.lossless import at, walk
 from draftsmith.decode.warpers import Sampling
-from draftsmith.recipes.doctor import machine
+from draftsmith.recipes.session.machine import machine
 from transformers import DynamicCache, LlamaConfig, LlamaForCausalLM
 
 Job = Callable[[Sequence[int], Limits], Decoded]

@@ -37,8 +37,8 @@ from draftsmith.decode.evaluation.measure import decode, decode_reference
 from draftsmith.decode.methods import Parts, build_method
 from draftsmith.decode.models.loading import load_model, wrap_model
 from draftsmith.decode.warpers import Sampling
-from draftsmith.recipes.doctor import machine
-from draftsmith.recipes.exporting import FORMATS
+from draftsmith.recipes.commands.artifacts.export import FORMATS
+from draftsmith.recipes.session.machine import machine
 
 Job = Callable[[Sequence[int], int], tuple[list[int], float]]
 """Prompt and number of new tokens to these tokens and seconds."""

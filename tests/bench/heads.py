@@ -38,14 +38,14 @@ from draftsmith.decode.evaluation.measure import decode, raw_costs
 from draftsmith.decode.methods import Parts, build_method
 from draftsmith.decode.models.loading import load_model, wrap_model
 from draftsmith.decode.warpers import Sampling
-from draftsmith.recipes.config import QuickstartRecipe, RegenerateRecipe
-from draftsmith.recipes.doctor import machine
-from draftsmith.recipes.loading import parse_recipe, read_recipe
-from draftsmith.recipes.models import add_lora
-from draftsmith.recipes.prepare import prepare_data
-from draftsmith.recipes.quickstart import resolve
-from draftsmith.recipes.regenerate import run_regenerate
-from draftsmith.recipes.training import LoraSection, ModelSection
+from draftsmith.recipes.build.data import prepare_data
+from draftsmith.recipes.build.models import add_lora
+from draftsmith.recipes.commands.quickstart import resolve
+from draftsmith.recipes.commands.regenerate import run_regenerate
+from draftsmith.recipes.schema.evaluation import QuickstartRecipe, RegenerateRecipe
+from draftsmith.recipes.schema.loading import parse_recipe, read_recipe
+from draftsmith.recipes.schema.training import LoraSection, ModelSection
+from draftsmith.recipes.session.machine import machine
 from draftsmith.train.loop.fit import FitConfig, fit
 from draftsmith.train.table.documents import count_table
 from draftsmith.train.tasks.heads import HeadsTask

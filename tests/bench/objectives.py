@@ -29,11 +29,11 @@ from draftsmith.decode.evaluation.measure import decode
 from draftsmith.decode.methods import Parts, build_method
 from draftsmith.decode.models.loading import load_model, wrap_model
 from draftsmith.decode.warpers import Sampling
-from draftsmith.recipes.config import QuickstartRecipe
-from draftsmith.recipes.doctor import machine
-from draftsmith.recipes.loading import parse_recipe, read_recipe
-from draftsmith.recipes.prepare import prepare_data
-from draftsmith.recipes.quickstart import resolve
+from draftsmith.recipes.build.data import prepare_data
+from draftsmith.recipes.commands.quickstart import resolve
+from draftsmith.recipes.schema.evaluation import QuickstartRecipe
+from draftsmith.recipes.schema.loading import parse_recipe, read_recipe
+from draftsmith.recipes.session.machine import machine
 from draftsmith.train.loop.fit import FitConfig, fit
 from draftsmith.train.losses.drafter import TopK
 from draftsmith.train.tasks.drafter import DrafterTask

@@ -34,7 +34,7 @@ from draftsmith.decode.models.base import LanguageModel
 from draftsmith.decode.models.loading import load_model, wrap_model
 from draftsmith.decode.rng import Rng
 from draftsmith.decode.warpers import Sampling
-from draftsmith.recipes.doctor import machine
+from draftsmith.recipes.session.machine import machine
 
 BATCH = 8
 CONFIRMED = 3  # of the settings that replay holds fastest, those that are decoded, as `draftsmith tune` does

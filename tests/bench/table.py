@@ -32,7 +32,7 @@ from typing import Any
 
 import numpy as np
 from draftsmith.checkpoints.table.runs import key_dtype, write_keys
-from draftsmith.recipes.doctor import machine
+from draftsmith.recipes.session.machine import machine
 from draftsmith.train.table.counting import PairCounter, counted
 from table_parts import load, lookup
 from table_ranks import ranks

@@ -28,10 +28,10 @@ import numpy as np
 from draftsmith.data.conversations import CorpusReport, write_conversations
 from draftsmith.data.sources.reading import read_conversations
 from draftsmith.data.tokenizers import load_tokenizer
-from draftsmith.recipes.prepare import training_conversations
-from draftsmith.recipes.table import _Job
-from draftsmith.recipes.table_state import TOKEN
-from draftsmith.recipes.training import TableRecipe
+from draftsmith.recipes.build.data import training_conversations
+from draftsmith.recipes.build.table.count import _Job
+from draftsmith.recipes.build.table.state import TOKEN
+from draftsmith.recipes.schema.training import TableRecipe
 
 from data import defaults, repeated
 

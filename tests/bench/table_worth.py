@@ -50,10 +50,10 @@ from draftsmith.decode.models.lean import LeanLlama
 from draftsmith.decode.models.loading import load_model, wrap_model
 from draftsmith.decode.rng import Rng
 from draftsmith.decode.warpers import Sampling
-from draftsmith.recipes.doctor import machine
-from draftsmith.recipes.loading import parse_recipe
-from draftsmith.recipes.run import run_train
-from draftsmith.recipes.saturation import LENGTHS, enough_from, paired_gain, per_step
+from draftsmith.recipes.commands.training.saturation import LENGTHS, enough_from, paired_gain, per_step
+from draftsmith.recipes.commands.training.train import run_train
+from draftsmith.recipes.schema.loading import parse_recipe
+from draftsmith.recipes.session.machine import machine
 
 SHARED = Path(os.environ.get("DRAFTSMITH_SHARED", Path(__file__).resolve().parents[3] / "shared" / "data"))
 SHAREGPT = SHARED / "sharegpt" / "sharegpt_v3_sample_800.json"

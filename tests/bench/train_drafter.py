@@ -32,7 +32,7 @@ from draftsmith.data.rendering.templates import get_template
 from draftsmith.data.sources.documentation import documentation_conversations
 from draftsmith.data.sources.reading import read_conversations
 from draftsmith.data.tokenizers import load_tokenizer, train_bpe
-from draftsmith.recipes.doctor import machine
+from draftsmith.recipes.session.machine import machine
 from draftsmith.train.loop.fit import FitConfig, fit
 from draftsmith.train.losses.drafter import cross_entropy
 from draftsmith.train.tasks.drafter import DrafterTask

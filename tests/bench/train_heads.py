@@ -35,7 +35,7 @@ import torch
 import torch.nn.functional as F
 from draftsmith.checkpoints.heads.files import PredictionHeads
 from draftsmith.data.blocks.packing import Batch
-from draftsmith.recipes.doctor import machine
+from draftsmith.recipes.session.machine import machine
 from draftsmith.train.losses.drafter import IGNORED, DenseTeacher, head_labels
 from draftsmith.train.losses.heads import heads_mixture
 from draftsmith.train.tasks.heads import HeadsTask

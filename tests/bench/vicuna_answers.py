@@ -17,10 +17,10 @@ import tempfile
 from pathlib import Path
 from typing import Any
 
-from draftsmith.recipes.doctor import machine
-from draftsmith.recipes.loading import load_recipe
-from draftsmith.recipes.run import run_train
-from draftsmith.recipes.training import DrafterRecipe
+from draftsmith.recipes.commands.training.train import run_train
+from draftsmith.recipes.schema.loading import load_recipe
+from draftsmith.recipes.schema.training import DrafterRecipe
+from draftsmith.recipes.session.machine import machine
 from draftsmith.train.loop.curve import fit_curve
 
 SHARED = Path(os.environ.get("DRAFTSMITH_SHARED", Path(__file__).resolve().parents[3] / "shared" / "data"))

@@ -36,7 +36,7 @@ from draftsmith.checkpoints.artifact.artifact import save_artifact
 from draftsmith.checkpoints.export.base import ExportOptions, export_artifact
 from draftsmith.checkpoints.table.table import BigramTable
 from draftsmith.data.tokenizers import train_bpe
-from draftsmith.recipes.exporting import FORMATS
+from draftsmith.recipes.commands.artifacts.export import FORMATS
 from transformers import AutoModelForCausalLM, GPT2Config, GPTNeoXConfig, LlamaConfig, LlamaForCausalLM, Qwen3Config
 
 ENGINE = Path(os.environ.get("DRAFTSMITH_LLAMA_CPP", ""))

@@ -50,7 +50,7 @@ from draftsmith.decode.methods import Parts, build_method
 from draftsmith.decode.models.loading import wrap_model
 from draftsmith.decode.rng import Rng
 from draftsmith.decode.warpers import Sampling
-from draftsmith.recipes.exporting import FORMATS
+from draftsmith.recipes.commands.artifacts.export import FORMATS
 from safetensors.torch import load_file
 from tokenizers import Tokenizer
 from tokenizers.models import WordLevel

@@ -96,9 +96,8 @@ def become(arguments: Sequence[str], said: str, cwd: str, environment: dict[str,
 
 def main() -> None:
     import accelerate  # noqa: F401 - what counting and decoding import on their way
-    import draftsmith.recipes.run
-    import draftsmith.recipes.saturation  # noqa: F401
-    from draftsmith.recipes.cli import main as command_line
+    import draftsmith.recipes.commands.training.saturation  # noqa: F401
+    from draftsmith.recipes.commands.cli import main as command_line
     from transformers import AutoTokenizer, LlamaForCausalLM  # noqa: F401
 
     gc.collect()

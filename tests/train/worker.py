@@ -16,7 +16,7 @@ from typing import Any
 import numpy as np
 import torch
 from draftsmith.data.blocks.prepared import PreparedData
-from draftsmith.recipes.processes import part
+from draftsmith.recipes.session.launch import part
 from draftsmith.train.loop.fit import FitConfig, fit
 from draftsmith.train.tasks.drafter import DrafterTask
 from safetensors.torch import save_file

@@ -13,7 +13,7 @@ from typing import Any
 
 import torch
 from draftsmith.checkpoints.heads.files import PredictionHeads
-from draftsmith.recipes.processes import part
+from draftsmith.recipes.session.launch import part
 from draftsmith.train.loop.fit import fit
 from draftsmith.train.parallel.interrupts import Interrupted, TrainingError
 from draftsmith.train.tasks.drafter import DrafterModule

@@ -101,7 +101,7 @@ def _check_launch(accelerator: Any, launched: int, with_deepspeed: bool) -> None
     if found == 1 and "MASTER_PORT" in os.environ and "WORLD_SIZE" not in os.environ:
         warnings.warn(
             "several processes were asked for and one was started: `accelerate launch --cpu` starts one; use "
-            "recipes/accelerate/cpu-multi.yaml",
+            "recipes/launch/accelerate/cpu-multi.yaml",
             stacklevel=3,
         )
 

@@ -28,7 +28,7 @@ from draftsmith.checkpoints.verify.inspect import find_faults
 from draftsmith.checkpoints.verify.model_files import fit_to_model, load_config
 from draftsmith.checkpoints.verify.tensors import adapter_faults
 from draftsmith.decode.models.loading import load_model
-from draftsmith.recipes.import_drafter import import_published, whole_model
+from draftsmith.recipes.commands.artifacts.import_drafter import import_published, whole_model
 from peft import LoHaConfig, LoraConfig, PeftModel, get_peft_model
 from safetensors.torch import load_file, save_file
 from tokenizers import Tokenizer, models

@@ -275,6 +275,7 @@ def test_an_encoder_decoder_teaches_from_the_cache_too(worker: ModuleType, tmp_p
 def test_teachers_import_without_what_only_recipes_and_training_need():
     blocked = ("accelerate", "pydantic", "rich", "datasets", "deepspeed", "bitsandbytes")
     program = f"import sys\nfor name in {blocked!r}: sys.modules[name] = None\n"
-    program += "import draftsmith.train.teachers.teacher, draftsmith.train.teachers.hidden_cache, draftsmith.train.teachers.row_writer"
+    names = ("teacher", "hidden_cache", "row_writer")
+    program += "\n".join(f"import draftsmith.train.teachers.{name}" for name in names)
     done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, check=False)
     assert done.stderr == ""

@@ -1,0 +1,187 @@
+"""A drafter that was made elsewhere, made an artifact: compared with its target, copied or converted, written."""
+
+from __future__ import annotations
+
+import shlex
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from tempfile import TemporaryDirectory
+from typing import Any
+
+from ....checkpoints.artifact.artifact import MANIFEST_FILE, save_artifact, tokenizer_fingerprint
+from ....checkpoints.artifact.locate import target_record
+from ....checkpoints.heads.layouts import holds_heads
+from ....checkpoints.pairs.checks import MORE_TENSORS, examine
+from ....checkpoints.pairs.sides import REFUSED, TOKENIZER_FILES, WEIGHTS, Side, find_folder, open_side
+from ....checkpoints.storage.names import CONFIG_FILE
+from ....checkpoints.storage.safe_read import UNPICKLE, copy_files, read_json
+from ....checkpoints.verify.model_files import (
+    ADAPTER_CONFIG,
+    UNLOADABLE,
+    base_of,
+    is_adapter,
+    load_config,
+    load_whole,
+    model_class,
+    reason,
+)
+from ....checkpoints.verify.tensors import adapter_faults
+from ....data.tokenizers import load_tokenizer
+from ....decode.models.loading import load_model
+from ...session.terminal import say
+from ...session.typed import typed_command
+from .import_heads import fingerprint_of_files, import_heads
+
+_SMALL = ("generation_config.json", *TOKENIZER_FILES, "LICENSE*", "NOTICE*")
+_FETCHED = ("*.safetensors", "*.json", "*.model", "*.txt", "*.jinja", "LICENSE*", "NOTICE*")
+PICKLED = "pytorch_model*.bin"
+
+
+def import_published(
+    source: str, out: Path, target: str | None = None, *, unpickle: bool = False, states: str | None = None
+) -> None:
+    """Write an artifact of a drafter or of prediction heads, by what lies in a folder or in a repository of the hub.
+
+    Raises:
+        ValueError: what `import_drafter` and `import_heads` raise; `states` for a drafter.
+    """
+    folder = find_folder(source, [CONFIG_FILE, ADAPTER_CONFIG, "*.index.json", "medusa_lm_head.safetensors"])
+    is_model = _may_be_model(folder) and not holds_heads(folder, unpickle=unpickle)
+    if is_model:
+        folder = find_folder(source, [*_FETCHED, *([PICKLED] if unpickle else [])])
+        is_model = not holds_heads(folder, unpickle=unpickle)
+    if not is_model:
+        import_heads(source, out, target, unpickle=unpickle, states=states)
+        return
+    if states is not None:
+        raise ValueError(f"--states is for heads, and {source} holds a model")
+    import_drafter(source, folder, out, target, unpickle=unpickle)
+
+
+def _may_be_model(folder: Path) -> bool:
+    """Whether a folder has the configuration of a model or an adapter, which says nothing of heads."""
+    path = folder / CONFIG_FILE
+    if not path.is_file():
+        return is_adapter(folder)
+    try:
+        config = read_json(path)
+    except ValueError as error:
+        raise ValueError(f"{path} cannot be read: {error}") from error
+    is_heads = config.get("model_type") == "medusa" or {"medusa_num_heads", "num_medusa_heads"} & set(config)
+    return "model_type" in config and not is_heads
+
+
+def import_drafter(source: str, folder: Path, out: Path, target: str | None, *, unpickle: bool = False) -> None:
+    """Write an artifact of kind drafter from a model's folder, or from a LoRA adapter's, merged into its model.
+
+    Args:
+        source: the folder as it was named, or a hub id; its files lie in `folder`.
+        unpickle: convert pickled weights, of which only tensors are loaded.
+
+    Raises:
+        ValueError: no target; an `out` that holds something; an artifact; pickled weights without `unpickle`; what
+            `whole_model` raises; a model that is no pair with the target for this engine, with what differs.
+    """
+    if target is None:
+        raise ValueError(f"say with --target which model {source} drafts for")
+    if out.exists() and not (out.is_dir() and not any(out.iterdir())):
+        raise ValueError(f"{out} is there already and not empty: choose another --out")
+    if (folder / MANIFEST_FILE).is_file():
+        merged = f"; `{_typed('export', source, '--to', 'transformers')}` merges it" if is_adapter(folder) else ""
+        raise ValueError(f"{source} is an artifact already, and used as it is{merged}")
+    mine = open_side(target, load_tokenizer)
+    with whole_model(source, folder, unpickle=unpickle) as whole:
+        theirs = open_side(str(whole), load_tokenizer)
+        _check_pair(mine, theirs, source, unpickle and not is_adapter(folder) and whole != folder)
+        _save(whole, out, mine, theirs, source)
+    say(f"drafter: wrote {out}")
+
+
+@contextmanager
+def whole_model(source: str, folder: Path, *, unpickle: bool = False) -> Iterator[Path]:
+    """The folder of a model in safetensors: this one; or a temporary one, of an adapter with its model merged and of
+    pickled weights converted.
+
+    Raises:
+        ValueError: no weights, or pickled ones without `unpickle`; an adapter that does not fit its model.
+    """
+    if not is_adapter(folder) and any(folder.glob(WEIGHTS)):
+        yield folder
+        return
+    with TemporaryDirectory(prefix="draftsmith-") as place:
+        whole = Path(place)
+        if is_adapter(folder):
+            if faults := adapter_faults(folder):
+                raise ValueError("; ".join(faults))
+            base = base_of(folder)
+            say(f"{source} is a LoRA adapter: it is merged into its model, {base}")
+            load_model(str(folder)).save_pretrained(whole)
+            copy_files(find_folder(base, _SMALL), whole, _SMALL)
+        else:
+            _unpickled(source, folder, unpickle).save_pretrained(whole)
+        copy_files(folder, whole, _SMALL)  # an adapter's own tokenizer comes before its model's
+        yield whole
+
+
+def _unpickled(source: str, folder: Path, allowed: bool) -> Any:
+    if not allowed:
+        raise ValueError(
+            f"{source} has no safetensors weights ({WEIGHTS}); pickled ones are read with --unpickle, tensors alone"
+        )
+    config = load_config(folder)
+    try:
+        kind = model_class(config)
+        safe = {"weights_only": True, "trust_remote_code": False}
+        return load_whole(kind, folder, config=config, dtype="auto", **safe)
+    except UNLOADABLE as error:
+        raise ValueError(f"no language model could be loaded from {source}: {reason(str(folder), error)}") from error
+
+
+def _check_pair(target: Side, drafter: Side, source: str, unpickled: bool) -> None:
+    """ValueError where this engine would not decode with the two; what it minds less is told."""
+    fix = _typed("doctor", target.source, source, "--fix", "OUT")
+    fix = f"{UNPICKLE}=1 {fix}" if unpickled else fix
+    refused = []
+    for finding in examine(target, drafter).findings:
+        effect = finding.effects.get("draftsmith")
+        line = f"{finding.check}: {finding.what} (target: {finding.target}; drafter: {finding.drafter})"
+        if effect is not None and effect.outcome == REFUSED:
+            refused.append(line)
+        elif effect is not None:
+            say(f"drafter: {line}; {effect.reason}")
+        elif finding.check == MORE_TENSORS and finding.drafter != "–":
+            say(f"drafter: {finding.what}: {finding.drafter}; `{fix}` leaves it out")
+    prints = [None if side.tokenizer is None else tokenizer_fingerprint(side.tokenizer) for side in (target, drafter)]
+    if None not in prints and prints[0] != prints[1]:
+        refused.append("tokenizer: the drafter's has another fingerprint, and an artifact is for one tokenizer alone")
+    if refused:
+        listed = "\n- ".join(refused)
+        raise ValueError(
+            f"{source} is no pair with the target {target.source}:\n- {listed}\n"
+            f"`{fix}` repairs what can be, and writes an artifact of it"
+        )
+
+
+def _save(whole: Path, out: Path, target: Side, drafter: Side, source: str) -> None:
+    def write(folder: Path) -> None:
+        copy_files(whole, folder, (CONFIG_FILE, WEIGHTS, "model.safetensors.index.json", *_SMALL))
+
+    size = drafter.rows or drafter.vocab_size
+    save_artifact(
+        out,
+        kind="drafter",
+        write=write,
+        vocab_size=size,
+        tokenizer_fingerprint=None if drafter.tokenizer is None else tokenizer_fingerprint(drafter.tokenizer),
+        target=target_record(target.source, fingerprint_of_files(target.source)),
+        shapes={"vocab_size": size, "model_type": drafter.config.model_type},
+        recipe={},
+        data={},
+        training={"imported_from": source},
+        command=typed_command(),
+    )
+
+
+def _typed(*words: str) -> str:
+    return shlex.join(["draftsmith", *words])

@@ -1,0 +1,149 @@
+"""Prediction heads that others have published, made an artifact: read, compared with their target, written."""
+
+from __future__ import annotations
+
+import glob
+from pathlib import Path
+from typing import Any
+
+from ....checkpoints.artifact.artifact import model_fingerprint, save_artifact, tokenizer_fingerprint
+from ....checkpoints.artifact.locate import at_revision, fetch, target_record
+from ....checkpoints.heads.files import save_heads
+from ....checkpoints.heads.layouts import StoredHeads, read_heads, shards_of_heads
+from ....checkpoints.storage.names import CONFIG_FILE, HEADS_FILE, PICKLED_FILE, PICKLED_WHOLE_FILES, WHOLE_FILES
+from ....checkpoints.storage.places import here, hub_place
+from ....data.tokenizers import load_tokenizer
+from ...session.terminal import say
+from ...session.typed import typed_command
+
+_KINDS = {
+    "own": "a projection of its own each",
+    "low-rank": "a projection of rank {rank} each",
+    "target": "no projection of their own: the target's is reused (version 2)",
+}
+
+
+def import_heads(
+    source: str, out: Path, target: str | None = None, *, unpickle: bool = False, states: str | None = None
+) -> None:
+    """Write an artifact of kind heads from published ones; see `heads_layouts.read_heads` for what is read.
+
+    Args:
+        source: folder, or hub id (`user/name`, `user/name@revision`) where there is no such folder.
+        out: a new or empty folder.
+        target: folder or hub id of the model that the heads are for. Where they lie beside or inside a whole model,
+            that one by default.
+        unpickle: read pickled files as well.
+        states: what the heads read of the target, where their own config does not say it.
+
+    Raises:
+        ValueError: an `out` that holds something; what `read_heads` raises; a target that is not named, not there, or
+            of another hidden or vocabulary size.
+    """
+    if out.exists() and not (out.is_dir() and not any(out.iterdir())):
+        raise ValueError(f"{out} is there already and not empty: choose another --out")
+    stored = read_heads(_folder(source, unpickle), unpickle=unpickle, states=states)
+    say(_description(source, stored))
+    target = _choose_target(source, target, stored)
+    vocab_size = _check_target(target, stored)
+    tokenizer = load_tokenizer(target)
+    heads = stored.build(vocab_size)
+    names = ("num_heads", "num_layers", "hidden_size", "vocab_size", "projection_kind", "rank", "states")
+    shapes = {name: getattr(heads, name) for name in names}
+
+    def write(folder: Path) -> None:
+        save_heads(heads, folder, target)
+
+    save_artifact(
+        out,
+        kind="heads",
+        write=write,
+        vocab_size=vocab_size,
+        tokenizer_fingerprint=tokenizer_fingerprint(tokenizer),
+        target=target_record(target, fingerprint_of_files(target)),
+        shapes=shapes,
+        recipe={},
+        data={},
+        training={"imported_from": source, "imported_file": stored.place.name},
+        command=typed_command(),
+    )
+    say(f"heads: wrote {out}")
+
+
+def _choose_target(source: str, target: str | None, stored: StoredHeads) -> str:
+    """The model that the heads are for; says what is odd about them and it."""
+    for disagreement in stored.disagreements:
+        say(f"warning: {disagreement}")
+    if not stored.whole_model:
+        if target is None:
+            named = f"; their config names {stored.base_model!r}" if stored.base_model else ""
+            raise ValueError(f"say with --target which model the heads in {source} are for{named}")
+        return target
+    say(
+        f"{source} holds a whole model beside these heads: if it was trained together with them (Medusa-2), they "
+        "belong to it, and not to the model that it was made from"
+    )
+    if target not in (None, source):
+        say(f"warning: --target {target} is not that model; the heads may be worth less with it")
+    return target or source
+
+
+def _description(source: str, stored: StoredHeads) -> str:
+    heads = f"{stored.num_heads} head{'s' if stored.num_heads > 1 else ''}"
+    blocks = f"{stored.num_layers} block{'s' if stored.num_layers != 1 else ''} each"
+    vocabulary = f", vocabulary {stored.vocab_size:,}" if stored.vocab_size is not None else ""
+    where = f"inside the whole model {stored.place.name}" if stored.inside else f"in {stored.place.name}"
+    return (
+        f"{source}: {heads} of {blocks} {where}, {_KINDS[stored.projection].format(rank=stored.rank)}; "
+        f"hidden size {stored.hidden_size:,}{vocabulary}, {str(stored.dtype).removeprefix('torch.')}; "
+        f"they read the hidden states {stored.states.replace('-', ' the final ')}"
+    )
+
+
+def _check_target(target: str, stored: StoredHeads) -> int:
+    """The target's vocabulary size. Raises ValueError where a size differs, or the target cannot be read."""
+    from transformers import AutoConfig
+
+    try:
+        place = at_revision(target, weights=False)
+        config: Any = AutoConfig.from_pretrained(place, trust_remote_code=False)
+    except (OSError, ValueError, KeyError) as error:
+        reason = (str(error).strip().splitlines() or [type(error).__name__])[0]
+        raise ValueError(f"the configuration of the target {target} cannot be read: {reason}") from error
+    if config.is_encoder_decoder:
+        raise ValueError(f"the target {target} is an encoder-decoder; heads are for decoders")
+    text = config.get_text_config(decoder=True)
+    # without a projection of their own, the heads' vocabulary is the target's, whatever their config says
+    theirs = {"hidden_size": stored.hidden_size}
+    if stored.projection != "target" and stored.vocab_size is not None:
+        theirs["vocab_size"] = stored.vocab_size
+    for name, size in theirs.items():
+        mine = getattr(text, name, None)
+        if mine != size:
+            raise ValueError(f"{name} of the heads in {stored.place} is {size}, of the target {target} {mine}")
+    return int(text.vocab_size)
+
+
+def fingerprint_of_files(target: str) -> str | None:
+    """The target's, where its weights lie here."""
+    folder = Path(target)
+    return model_fingerprint(folder) if any(folder.glob("model*.safetensors")) else None
+
+
+def _folder(source: str, unpickle: bool) -> Path:
+    """The local folder; or the files of a hub id that are needed, fetched."""
+    path = here(source)
+    if path is not None:
+        return path
+    repo, revision = hub_place(source)
+    folder = fetch(repo, [CONFIG_FILE, HEADS_FILE, WHOLE_FILES[1], PICKLED_WHOLE_FILES[1]], revision)
+    if not (folder / HEADS_FILE).is_file() and unpickle:
+        folder = fetch(repo, [PICKLED_FILE], revision)
+    for whole, index in (WHOLE_FILES, PICKLED_WHOLE_FILES) if unpickle else (WHOLE_FILES,):
+        if not any((folder / name).is_file() for name in (HEADS_FILE, PICKLED_FILE, WHOLE_FILES[0])):
+            shards = list(shards_of_heads(folder / index)) if (folder / index).is_file() else []
+            folder = fetch(repo, [glob.escape(shard) for shard in shards] or [whole], revision)
+    known = (HEADS_FILE, PICKLED_FILE, *WHOLE_FILES) if unpickle else (HEADS_FILE, *WHOLE_FILES)
+    if not unpickle and not any((folder / name).is_file() for name in known):
+        raise ValueError(f"{source} on the hub holds no heads in safetensors; pickled ones are read with --unpickle")
+    return folder

@@ -1,0 +1,132 @@
+"""`draftsmith doctor TARGET DRAFTER`: are they a pair? What differs, who minds, and a drafter that fits."""
+
+from __future__ import annotations
+
+import json
+import shlex
+import sys
+from collections.abc import Iterator
+from contextlib import ExitStack, contextmanager, redirect_stdout
+from dataclasses import replace
+from pathlib import Path
+
+from rich.console import Console
+from rich.markup import escape
+from rich.table import Table
+
+from ....checkpoints.artifact.artifact import MANIFEST_FILE, load_manifest
+from ....checkpoints.pairs.checks import examine
+from ....checkpoints.pairs.repair import Repairs, repair
+from ....checkpoints.pairs.sides import (
+    CONSUMERS,
+    TOKENIZER_FILES,
+    WEIGHTS,
+    WORKS,
+    Diagnosis,
+    Side,
+    find_folder,
+    open_side,
+)
+from ....checkpoints.storage.safe_read import pickles_allowed
+from ....checkpoints.verify.model_files import is_adapter
+from ....data.tokenizers import load_tokenizer
+from ...session.terminal import console, say
+from .import_drafter import PICKLED, whole_model
+
+_COLOURS = {
+    "fault": "red",
+    "weakness": "yellow",
+    "note": "dim",
+    "works": "green",
+    "works but": "yellow",
+    "refused": "red",
+}
+_MUST_WORK = ("transformers", "draftsmith")
+
+
+def examine_pair(target: str, drafter: str, fix: Path | None = None, as_json: bool = False) -> bool:
+    """Compare a target and a drafter, and show what was found; with `fix`, write a repaired drafter and compare that.
+
+    Returns:
+        Whether transformers and this engine both take the pair, the repaired one with `fix`, without a "but".
+
+    Raises:
+        ValueError: what `open_side`, `whole_model` and `repair` raise.
+    """
+    with ExitStack() as kept:
+        with redirect_stdout(sys.stderr):  # what libraries say when they are first used is no result
+            mine = open_side(target, load_tokenizer)
+            theirs, whole = kept.enter_context(_open_drafter(drafter, fix is not None))
+            diagnosis = examine(mine, theirs)
+        shown = {"pair": diagnosis.plain()}
+        if not as_json:
+            show(diagnosis)
+        if fix is not None:
+            command = shlex.join(["draftsmith", "doctor", target, drafter, "--fix", str(fix)])
+            with redirect_stdout(sys.stderr):
+                repairs = repair(mine, theirs, diagnosis.findings, fix, command, whole)
+                diagnosis = examine(mine, open_side(str(fix), load_tokenizer))
+            shown |= {"repairs": {"done": repairs.done, "left": repairs.left}, "repaired": diagnosis.plain()}
+            if not as_json:
+                _show_repairs(repairs, fix)
+                show(diagnosis)
+    if as_json:
+        sys.stdout.write(json.dumps(shown, indent=2, ensure_ascii=False) + "\n")
+    verdicts = diagnosis.verdicts
+    return all(verdicts[name].outcome == WORKS for name in _MUST_WORK)
+
+
+@contextmanager
+def _open_drafter(drafter: str, is_repaired: bool) -> Iterator[tuple[Side, Path | None]]:
+    """The drafter's side. Of a LoRA adapter that of its model with the adapter merged, and the folder of that; the same
+    of pickled weights that are to be repaired, where they may be read."""
+    converts = is_repaired and pickles_allowed()
+    weights = [WEIGHTS, PICKLED] if converts else []
+    folder = find_folder(drafter, ["*.json", "adapter_model.safetensors", *TOKENIZER_FILES, *weights])
+    if not is_adapter(folder) and not (converts and not any(folder.glob(WEIGHTS)) and any(folder.glob(PICKLED))):
+        yield open_side(drafter, load_tokenizer), None
+        return
+    with whole_model(drafter, folder, unpickle=converts) as whole:
+        manifest = load_manifest(folder) if (folder / MANIFEST_FILE).is_file() else None
+        yield replace(open_side(str(whole), load_tokenizer), source=drafter, folder=folder, manifest=manifest), whole
+
+
+def show(diagnosis: Diagnosis) -> None:
+    """The facts, the findings and the verdicts, as tables."""
+    out = console()
+    facts = Table(box=None, title="compared", title_justify="left")
+    for heading in ("", f"target {diagnosis.target}", f"drafter {diagnosis.drafter}"):
+        facts.add_column(escape(heading), overflow="fold")
+    for name, mine, theirs in diagnosis.facts:
+        facts.add_row(name, mine, theirs, style=None if mine == theirs else "bold")
+    out.print(facts)
+    _show_findings(diagnosis, out)
+    verdicts = Table(box=None, title="verdicts", title_justify="left")
+    for heading in ("", "verdict", "why, and what that was read of"):
+        verdicts.add_column(heading, no_wrap=len(heading) < 10)
+    for name, verdict in diagnosis.verdicts.items():
+        why = "".join(f"{escape(reason)}; " for reason in verdict.reasons)
+        colour = _COLOURS[verdict.outcome]
+        verdicts.add_row(name, f"[{colour}]{verdict.outcome}[/]", f"{why}[dim]{escape(CONSUMERS[name])}[/]")
+    out.print(verdicts)
+
+
+def _show_findings(diagnosis: Diagnosis, out: Console) -> None:
+    if not diagnosis.findings:
+        out.print("nothing differs that matters\n")
+        return
+    table = Table(box=None, title="findings", title_justify="left")
+    for heading in ("", "check", "what", "target", "drafter"):
+        table.add_column(heading, no_wrap=heading == "", overflow="fold")
+    for finding in sorted(diagnosis.findings, key=lambda one: ("fault", "weakness", "note").index(one.severity)):
+        state = f"[{_COLOURS[finding.severity]}]{finding.severity}[/]"
+        table.add_row(state, finding.check, *map(escape, (finding.what, finding.target, finding.drafter)))
+    out.print(table)
+
+
+def _show_repairs(repairs: Repairs, folder: Path) -> None:
+    for line in repairs.done:
+        say(f"doctor: repaired: {line}")
+    for line in repairs.left:
+        say(f"doctor: left: {line}")
+    say(f"doctor: wrote {folder}; the same checks of it follow")

@@ -1,0 +1,238 @@
+"""`draftsmith push` and `draftsmith pull`: artifacts to the hub with what is known of them, and back."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from rich.markup import escape
+from rich.table import Table
+
+from ....checkpoints.artifact.card import Evidence, Licence, Measured, base_model, data_sources, model_card
+from ....checkpoints.artifact.manifest import Manifest
+from ....checkpoints.artifact.markdown import paths_in
+from ....checkpoints.hub.client import Hub
+from ....checkpoints.hub.push_pull import MAIN, Plan, plan_push, pull, push
+from ....checkpoints.storage.names import MANIFEST_FILE
+from ....data.sources.registry import find_corpus
+from ...report.certificate import certificate_beside, load_certificate
+from ...schema.results import load_results
+from ...session.terminal import console, say
+
+_CARD = "README.md"
+_BASELINE = "autoregressive"
+_NAMED_FOLDERS = 3
+_VOCABULARIES = ("tokenizer.json", "vocab.json", "merges.txt", "added_tokens.json")
+
+
+@dataclass(frozen=True)
+class Asked:
+    """What is asked of a push besides the artifact and the repository."""
+
+    yes: bool = False
+    """Do it; otherwise it is only shown."""
+    branch: str = MAIN
+    private: bool = False
+    licence: str | None = None
+    """Of the artifact, as the hub names it (apache-2.0, mit, …)."""
+    results: Path | None = None
+    """Of `draftsmith evaluate`, about this artifact."""
+    message: str | None = None
+    """Of the commit."""
+    replace_other: bool = False
+    """Also where the repository holds something else."""
+
+
+def run_push(artifact: Path, repo: str, asked: Asked) -> None:
+    """Show what a push would do, and do it where that is asked for.
+
+    Raises:
+        ValueError: a damaged artifact, results of another one, a repository that should not be written.
+        HubError: what failed, and what is left on the hub.
+    """
+    hub = Hub(tell=say)
+
+    def card(manifest: Manifest) -> str:
+        return model_card(manifest, repo, evidence_of(artifact, manifest, asked, hub))
+
+    plan = plan_push(
+        hub,
+        artifact,
+        repo,
+        card,
+        branch=asked.branch,
+        private=asked.private,
+        message=asked.message,
+        replace_other=asked.replace_other,
+    )
+    _show(plan, hub.address)
+    if not asked.yes:
+        say("push: nothing was uploaded; the same command with --yes does it")
+        return
+    commit = push(hub, plan)
+    done = "made" if plan.changes_files else "nothing to do, it stands at"
+    say(
+        f"push: {done} {hub.address}/{repo}/commit/{commit}; the hub lists all {len(plan.files)} files as they are here"
+    )
+
+
+def run_pull(source: str, out: Path, revision: str | None, replace_other: bool = False) -> None:
+    """Fetch an artifact, given as REPO or REPO@REVISION, and check every hash.
+
+    Raises:
+        ValueError: a name that is none, two revisions, an `out` that holds something else, no artifact there.
+        HubError: the hub cannot be asked, or its files are damaged.
+    """
+    repo, _, named = source.partition("@")
+    if named and revision is not None and named != revision:
+        raise ValueError(f"{source} names the revision {named!r}, and --revision {revision!r}: give one of them")
+    manifest, commit, is_new = pull(Hub(tell=say), repo, out, named or revision, replace_other=replace_other)
+    total = sum(entry["bytes"] for entry in manifest.files.values())
+    done = f"wrote {out}:" if is_new else f"nothing to do, {out} is"
+    say(f"pull: {done} the {manifest.kind} of {repo} at {commit}")
+    say(f"pull: {len(manifest.files)} files, {total:,} bytes, each with the hash that its {MANIFEST_FILE} says")
+
+
+def evidence_of(artifact: Path, manifest: Manifest, asked: Asked, hub: Hub) -> Evidence:
+    """What a card can say besides its manifest: licences of the data, a model on the hub, and results.
+
+    Raises:
+        ValueError: results of another artifact, naming both.
+    """
+    licences, datasets = {}, []
+    for found in data_sources(manifest):
+        corpus = None if found["hub"] is None else find_corpus(found["hub"])
+        if corpus is not None:
+            licences[found["source"]] = Licence(corpus.licence, corpus.note)
+        name = corpus.hub if corpus is not None else found["hub"]
+        if name is not None and name.count("/") == 1 and name not in datasets:
+            datasets.append(name)
+    base = base_model(manifest)
+    if base is not None and not hub.has(base):
+        say(f"push: the hub has no model {base}: the card names it as text")
+        base = None
+    measured = None if asked.results is None else measured_of(artifact, manifest, asked.results)
+    return Evidence(asked.licence, base, tuple(datasets), licences, measured)
+
+
+def measured_of(artifact: Path, manifest: Manifest, path: Path) -> Measured:
+    """The rows of results that are about this very artifact, or the one that it is an export of.
+
+    Raises:
+        ValueError: no results, or those of other files; names both.
+    """
+    results = load_results(path)
+    name = _name_in(results.get("artifacts"), artifact, manifest, path)
+    rows = [row for row in results["methods"] if _uses(row, name)]
+    machine = results["machine"]
+    certificates = _certificates(path, results["artifacts"][name], name, {row["label"] for row in rows})
+    return Measured(
+        rows=rows,
+        machine=machine | {"versions": {"python": machine.get("python")} | (machine.get("versions") or {})},
+        target=str(results["recipe"].get("target")),
+        prompts=results["prompts"],
+        source=str(results["recipe"].get("prompts")),
+        created=results.get("created"),
+        certificates=certificates,
+    )
+
+
+def _name_in(evaluated: Any, artifact: Path, manifest: Manifest, path: Path) -> str:
+    """Under which name results have this artifact. Its card may be another than it was: it says nothing of weights."""
+    if not isinstance(evaluated, dict):
+        raise ValueError(f"{path} does not say of which files it is, as results of older versions: evaluate again")
+    if manifest.export is None:
+        mine = {name: entry["sha256"] for name, entry in manifest.files.items() if name != _CARD}
+    else:
+        mine = {name: digest for name, digest in manifest.export["of"].items() if name != _CARD}
+    for name, one in evaluated.items():
+        theirs = {file: digest for file, digest in (one.get("files") or {}).items() if file != _CARD}
+        if theirs and theirs == mine:
+            return str(name)
+    named = ", ".join(f"{name} {one.get('source')} ({_digest(one.get('files'))})" for name, one in evaluated.items())
+    raise ValueError(
+        f"{path} is not of {artifact} ({_digest(mine)}) but of {named or 'no artifact'}: evaluate it again, or push "
+        "without --results"
+    )
+
+
+def _digest(files: Mapping[str, str] | None) -> str:
+    """The beginning of a hash, to tell by: of the largest part of the name that weights have."""
+    weights = sorted(name for name in files or {} if name.endswith(".safetensors"))
+    return f"{weights[0]} {files[weights[0]][:12]}…" if files and weights else "no weights"
+
+
+def _uses(row: Mapping[str, Any], name: str) -> bool:
+    """Whether a row is about an artifact that results have under a name, or is what it is compared with."""
+    from ....decode.methods import METHODS, needs_of
+
+    method = row["method"]
+    if method == _BASELINE:
+        return True
+    if method not in METHODS:
+        return False
+    return method == "specinfer" if name.startswith("drafter ") else name in needs_of(method, row["options"])
+
+
+def _certificates(path: Path, evaluated: Mapping[str, Any], name: str, labels: set[str]) -> list[dict[str, Any]]:
+    """Verdicts of the certificate that lies beside results, where it is of the same files."""
+    beside = certificate_beside(path)
+    if not beside.is_file():
+        return []
+    told = load_certificate(beside)
+    certified = told["artifacts"].get(name) or {}
+    if certified.get("hash") is None or certified["hash"] != evaluated.get("hash"):
+        say(f"push: {beside} is of other files than {path}: the card leaves it out")
+        return []
+    return [one for one in told["certificates"] if one["label"] in labels]
+
+
+def _show(plan: Plan, address: str) -> None:
+    where = f"{address}/{plan.repo}"
+    kind = "private" if plan.private else "public"
+    state = "to be made" if plan.parent is None else f"at {plan.parent[:12]}"
+    branch = f"branch {plan.branch}" + (", to be begun" if plan.new_branch else "")
+    out = console()
+    out.print(f"{where} ({kind}, {state}, {branch})", markup=False, soft_wrap=True)
+    files = Table(box=None)
+    files.add_column("file", overflow="fold")
+    files.add_column("bytes", justify="right", no_wrap=True)
+    files.add_column("", no_wrap=True)
+    for name, file in sorted(plan.files.items()):
+        files.add_row(escape(name), f"{file.size:,}", "is sent" if name in plan.sent else "is there already")
+    for name in plan.deleted:
+        files.add_row(escape(ascii(name)[1:-1]), "", "is deleted there")
+    out.print(files)
+    total = sum(plan.files[name].size for name in plan.sent)
+    sent = f"{len(plan.sent)} files, {total:,} bytes to send, in one commit: {plan.message}"
+    out.print(sent, markup=False, soft_wrap=True)
+    account = "nobody: no token is stored (`hf auth login`)" if plan.account is None else plan.account
+    out.print(f"as {account}", markup=False)
+    for name, folders in sorted(_local_paths(plan).items()):
+        more = ", …" if len(folders) > _NAMED_FOLDERS else ""
+        named = ", ".join(folders[:_NAMED_FOLDERS]) + more
+        note = f"note: {name}, which others will read, names places of this machine: {named}"
+        out.print(note, markup=False, soft_wrap=True)
+    out.rule(_CARD, align="left")
+    out.print(plan.card, markup=False, soft_wrap=True)
+    out.rule()
+
+
+def _local_paths(plan: Plan) -> dict[str, list[str]]:
+    """Absolute paths by the files that hold them; those with some stay. Vocabularies have tokens that look like one."""
+    found = {name: set(paths_in(text)) for name, text in plan.texts() if Path(name).name not in _VOCABULARIES}
+    found[MANIFEST_FILE] |= {*_folders(plan.manifest.recipe), *_folders(plan.manifest.target)}
+    return {name: sorted(paths) for name, paths in found.items() if paths}
+
+
+def _folders(value: Any) -> Iterator[str]:
+    """Absolute paths in a recipe."""
+    if isinstance(value, dict):
+        value = list(value.values())
+    if isinstance(value, list):
+        for item in value:
+            yield from _folders(item)
+    elif isinstance(value, str) and value.startswith(("/", "~/")) and "\n" not in value:
+        yield value

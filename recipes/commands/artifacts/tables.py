@@ -1,0 +1,219 @@
+"""Finished tables: shown, merged, pruned."""
+
+from __future__ import annotations
+
+import shutil
+from collections.abc import Sequence
+from itertools import combinations
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from ....checkpoints.artifact.artifact import Manifest, open_artifact, tokenizer_fingerprint
+from ....checkpoints.table.file import write_table
+from ....checkpoints.table.table import TABLE_FILE, BigramTable, merged_runs
+from ....data.tokenizers import load_tokenizer
+from ...build.table.count import save_table
+from ...report.table import show_report
+from ...session.terminal import say
+
+_SUMS = ("conversations", "held_out", "documents", "tokens")
+_PLACES = ("config", "split", "revision", "file")
+"""What tells apart the parts of a hub data set."""
+
+
+def show_table(folder: Path, tokenizer: str | None) -> None:
+    """Print what a table holds: sizes, where its counts come from, its most extreme correlations.
+
+    Raises:
+        ValueError: no table, a damaged one, a tokenizer that is not the table's.
+    """
+    manifest, table = open_artifact(folder, BigramTable.load, "table")
+    texts = _tokenizer(folder, manifest, tokenizer)
+    hint = _without_texts(manifest) if texts is None else None
+    show_report(folder, manifest, table.report(texts), hint)
+
+
+def merge_tables(folders: Sequence[Path], out: Path, *, again: bool = False) -> None:
+    """The table of all the tables' documents together, as an artifact whose manifest names its parts. The counts are
+    streamed: no more than a part of them is in memory.
+
+    Args:
+        again: merge tables that were counted from the same data, or in part from the same, too.
+
+    Raises:
+        ValueError: fewer than two tables; a damaged one; other vocabularies or tokenizers; pruned counts; different
+            rules of counting; data that two of them share; `out` is there already; a pair seen too often for a table.
+    """
+    if len(folders) < 2:
+        raise ValueError(f"merging takes two tables or more, got {len(folders)}")
+    _check_free(out)
+    opened = [open_artifact(folder, BigramTable.load, "table") for folder in folders]
+    manifests, tables = [manifest for manifest, _ in opened], [table for _, table in opened]
+    _check_alike(folders, manifests, tables)
+    parts = [part for folder, manifest in zip(folders, manifests, strict=True) for part in _parts_of(folder, manifest)]
+    _check_rules(parts)
+    if not again:
+        _check_once(parts)
+    vocab_size = tables[0].vocab_size
+    unigram_V = np.sum([table.unigram.numpy() for table in tables], axis=0)
+    unfinished = out.with_name(f".{out.name}.merging")
+    shutil.rmtree(unfinished, ignore_errors=True)  # of a merge that was killed
+    unfinished.mkdir(parents=True)
+    file = unfinished / TABLE_FILE
+    try:
+        write_table(file, vocab_size, merged_runs(tables), unigram_V)
+        merged = BigramTable.load(unfinished)
+        say(f"table: merged {len(tables)} tables")
+        recipe = {"kind": "table", "tokenizer": manifests[0].recipe.get("tokenizer"), "out": str(out)}
+        save_table(
+            out,
+            lambda folder: _move(file, folder),
+            merged,
+            _tokenizer(folders[0], manifests[0], None),
+            recipe=recipe | {"merged": [str(folder) for folder in folders]},
+            fingerprint=next(filter(None, (manifest.tokenizer_fingerprint for manifest in manifests)), None),
+            data={key: sum(part.get(key, 0) for part in parts) for key in _SUMS} | {"parts": parts},
+        )
+    finally:
+        shutil.rmtree(unfinished, ignore_errors=True)
+
+
+def prune_table(folder: Path, out: Path, *, min_count: int = 1, top: int = 0, megabytes: float | None = None) -> None:
+    """A smaller table of a whole one, which stays as it is; r of the pairs that are kept does not change.
+
+    Raises:
+        ValueError: no table, a damaged one, nothing to leave out, `out` is there already.
+    """
+    _check_free(out)
+    if min_count == 1 and not top and megabytes is None:
+        raise ValueError("this leaves nothing out: give --min-count above 1, --top or --megabytes")
+    manifest, whole = open_artifact(folder, BigramTable.load, "table")
+    options: dict[str, Any] = {"min_count": min_count, "top": top, "megabytes": megabytes}
+    pruned = whole.pruned(**options)
+    save_table(
+        out,
+        pruned.save,
+        pruned,
+        _tokenizer(folder, manifest, None),
+        recipe=manifest.recipe | {"out": str(out), "prune": options, "whole": str(folder)},
+        fingerprint=manifest.tokenizer_fingerprint,
+        data=manifest.data,
+    )
+
+
+def _move(file: Path, folder: Path) -> None:
+    file.rename(folder / file.name)
+
+
+def _check_free(out: Path) -> None:
+    if out.exists() and (not out.is_dir() or any(out.iterdir())):
+        raise ValueError(f"{out} is there already: choose another --out")
+
+
+def _check_alike(folders: Sequence[Path], manifests: Sequence[Manifest], tables: Sequence[BigramTable]) -> None:
+    """Raises ValueError naming both sides of what cannot be added up."""
+    first, known = folders[0], manifests[0].tokenizer_fingerprint
+    for folder, manifest, table in zip(folders, manifests, tables, strict=True):
+        if table.pruning is not None:
+            raise ValueError(f"{folder} is a pruned table, whose counts are not whole: merge whole ones, prune the sum")
+        if table.vocab_size != tables[0].vocab_size:
+            raise ValueError(
+                f"tables of different vocabularies cannot be merged: {first} has {tables[0].vocab_size} tokens, "
+                f"{folder} {table.vocab_size}"
+            )
+        mine = manifest.tokenizer_fingerprint
+        if known is not None and mine is not None and mine != known:
+            raise ValueError(
+                f"{first} and {folder} were counted with different tokenizers: the fingerprints are {known[:16]}… and "
+                f"{mine[:16]}…, though both have {table.vocab_size} tokens"
+            )
+        if known is None:
+            first, known = folder, mine
+
+
+def _parts_of(folder: Path, manifest: Manifest) -> list[dict[str, Any]]:
+    """What a table was counted from: itself, or, if it was merged, its parts."""
+    if "parts" in manifest.data:
+        return list(manifest.data["parts"])
+    return [{"table": str(folder), "sha256": manifest.files[TABLE_FILE]["sha256"]} | manifest.data]
+
+
+def _check_rules(parts: Sequence[dict[str, Any]]) -> None:
+    """Raises ValueError naming two parts of which not the same pairs were counted."""
+    told = [part for part in parts if isinstance(part.get("source"), dict)]
+    for part in told:
+        for key in ("pairs", "roles"):
+            one, other = told[0]["source"].get(key), part["source"].get(key)
+            if one != other:
+                raise ValueError(
+                    f"{told[0]['table']} and {part['table']} were counted by different rules, which would mix: "
+                    f"`count.{key}` is {one} there and {other} here"
+                )
+
+
+def _check_once(parts: Sequence[dict[str, Any]]) -> None:
+    """Raises ValueError naming two parts that were counted from the same data, all of it or a file."""
+    corpora = [(part, _corpora(part)) for part in parts]
+    for (one, these), (other, those) in combinations(corpora, 2):
+        same = one.get("source") is not None and one["source"] == other.get("source")
+        both = f"{one['table']} and {other['table']} were counted from the same data"
+        if same or one["sha256"] == other["sha256"]:
+            raise ValueError(f"{both}, which would count twice; --again merges them all the same")
+        shared = next(filter(None, (_shared(this, that) for this in these for that in those)), None)
+        if shared is not None:
+            raise ValueError(f"{both} in part: {shared} would count twice; --again merges them all the same")
+
+
+def _corpora(part: dict[str, Any]) -> list[tuple[dict[str, Any], dict[str, Any]]]:
+    """The corpora that a part was counted from: how its recipe names each, and its files' hashes, where they are known.
+    None of a part whose manifest does not say."""
+    source = part.get("source")
+    if not isinstance(source, dict) or not isinstance(source.get("sources"), list):
+        return []
+    options = source.get("options", {})
+    named = options.get("mixture") or [options]
+    return list(zip(named, source["sources"], strict=True)) if len(named) == len(source["sources"]) else []
+
+
+def _shared(one: tuple[dict[str, Any], dict[str, Any]], other: tuple[dict[str, Any], dict[str, Any]]) -> str | None:
+    """What two corpora both hold: a file by its hash, or the same place on the hub."""
+    (this, what), (that, whats) = one, other
+    known = {sha256: name for name, sha256 in what.get("files", {}).items()}
+    for name, sha256 in whats.get("files", {}).items():
+        if sha256 in known:
+            return known[sha256] if known[sha256] == name else f"{known[sha256]}, there called {name},"
+    if "files" in what or what != whats:
+        return None
+    apart = any(None not in (places := (this.get(key), that.get(key))) and places[0] != places[1] for key in _PLACES)
+    return None if apart else str(this.get("path") or this.get("source"))
+
+
+def _without_texts(manifest: Manifest) -> str:
+    """Why tokens are shown by their ids, and what to do about it."""
+    source, shown = manifest.recipe.get("tokenizer"), "tokens are shown by their ids"
+    if source is not None and Path(source).is_dir():
+        return f"{shown}: the tokenizer in {source} is not the one of the counts; --tokenizer names another"
+    return f"{shown}: --tokenizer {source or 'MODEL'} shows their texts"
+
+
+def _tokenizer(folder: Path, manifest: Manifest, given: str | None) -> Any:
+    """The tokenizer that shows a table's tokens: the one given, or the recipe's where it lies here; else None.
+
+    Raises:
+        ValueError: the one given is not the table's.
+    """
+    source = given or manifest.recipe.get("tokenizer")
+    if source is None or (given is None and not Path(source).is_dir()):
+        return None
+    tokenizer = load_tokenizer(source)
+    mine, theirs = manifest.tokenizer_fingerprint, tokenizer_fingerprint(tokenizer)
+    if mine is None or mine == theirs:
+        return tokenizer
+    if given is None:
+        return None
+    raise ValueError(
+        f"{folder} was counted with another tokenizer than {given}: the fingerprints are {mine[:16]}… and "
+        f"{str(theirs)[:16]}…"
+    )

@@ -1,0 +1,148 @@
+"""An evaluation without a recipe: of whatever artifacts are named, every method that they allow."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+from ...schema.evaluation import EvaluateRecipe
+from ...schema.loading import find_recipe, load_recipe, read_extended, shipped_recipes
+from ...schema.papers import PARTS, PaperRecipe, pair_values
+from ...session.terminal import say
+
+EVALUATIONS = "evaluate/"
+BASE = f"{EVALUATIONS}all-methods"
+PROMPTS = "spec-bench"
+PAIR = "quickstart"
+PAIR_FOLDER = "runs/quickstart"
+
+
+def evaluate_recipe(
+    name: str | None, overrides: Sequence[str], given: Mapping[str, str | bool | None], command: str = "evaluate"
+) -> EvaluateRecipe:
+    """The recipe of an evaluation.
+
+    Args:
+        name: a recipe's file or name, of which `evaluate/` may be left out; None, or a change to a recipe
+            (`key=value`), where there is none.
+        overrides: `key.path=value`, values in YAML; they come after `given`.
+        given: target, drafter, heads, table, prompts, out and other keys by name; None: not given. Without a recipe
+            there must be a target; then `evaluate/all-methods` is run with these parts, those methods that lack a part
+            left out, on `spec-bench` and with the chat template of the target's tokenizer if nothing else is said.
+        command: what the user typed, for the message.
+
+    Raises:
+        ValueError: neither a recipe nor a target; what `load_recipe` raises.
+    """
+    changes = {key: value for key, value in given.items() if value is not None and value is not False}
+    words = [f"{key}={json.dumps(value, ensure_ascii=False)}" for key, value in changes.items()]
+    if name is not None and "=" in name and not Path(name).is_file():
+        overrides, name = [name, *overrides], None
+    if name is None:
+        if "target" not in changes:
+            raise ValueError(f"give a recipe (`draftsmith recipes ls`), or a target: draftsmith {command} --target T")
+        name, words = BASE, [*_direct(str(changes["target"]), changes, command), *words]
+    recipe = load_recipe(_whole_name(name), [*words, *overrides], kinds=["evaluate"])
+    assert isinstance(recipe, EvaluateRecipe)
+    return recipe
+
+
+def evaluation_or_paper(
+    name: str | None,
+    overrides: Sequence[str],
+    given: Mapping[str, str | bool | None],
+    pair: str | None,
+) -> EvaluateRecipe | PaperRecipe:
+    """What `draftsmith evaluate` runs: as `evaluate_recipe`, with the embedded pair of the folder `pair` in place of an
+    evaluation's own models; or a paper's recipe, which takes the pair when it is run.
+
+    Of a paper's recipe `given` changes the section `evaluate`, but for `out`.
+
+    Raises:
+        ValueError: `pair` beside a target, drafter, heads, table or prompts; what `evaluate_recipe` raises.
+    """
+    own = [key for key in ("target", *PARTS, "prompts") if given.get(key) is not None]
+    if pair is not None and own:
+        raise ValueError(f"--pair brings its own {own[0]}: leave out --{own[0]}, or --pair")
+    if name is not None and _is_paper(name):
+        changes = {key: value for key, value in given.items() if value is not None and value is not False}
+        words = [
+            f"{key if key == 'out' else f'evaluate.{key}'}={json.dumps(value, ensure_ascii=False)}"
+            for key, value in changes.items()
+        ]
+        return paper_recipe(name, [*words, *overrides])
+    recipe = evaluate_recipe(name, overrides, given)
+    if pair is None:
+        return recipe
+    parts = [part for part in PARTS if getattr(recipe, part) is not None]
+    out = Path(recipe.out)
+    moved = recipe.out if given.get("out") is not None else str(out.with_name(f"{out.stem}-{PAIR}{out.suffix}"))
+    return EvaluateRecipe.model_validate(pair_values(recipe, pair, parts) | {"out": moved})
+
+
+def pair_folder(pair: str) -> str:
+    """The folder that `--pair quickstart[=FOLDER]` means.
+
+    Raises:
+        ValueError: another word, or no finished quickstart lies there.
+    """
+    word, given, folder = pair.partition("=")
+    if word != PAIR or (given and not folder):
+        raise ValueError(f"--pair is quickstart or quickstart=FOLDER, got {pair!r}")
+    found = Path(folder or PAIR_FOLDER)
+    wanted = [found / "target" / "config.json", found / "corpus" / "heldout.jsonl"]
+    wanted += [found / part / "artifact.json" for part in PARTS]
+    missing = [path for path in wanted if not path.is_file()]
+    if missing:
+        raise ValueError(f"there is no embedded pair in {found} (no {missing[0]}): run `draftsmith quickstart` first")
+    return str(found)
+
+
+def paper_recipe(name: str, overrides: Sequence[str] = ()) -> PaperRecipe:
+    """A recipe of kind `paper` by its file or name, of which `evaluate/` may be left out."""
+    recipe = load_recipe(_whole_name(name), overrides, kinds=["paper"])
+    assert isinstance(recipe, PaperRecipe)
+    return recipe
+
+
+def _whole_name(name: str) -> str:
+    """A recipe's name with `evaluate/`, which may be left out where such a recipe is shipped."""
+    if Path(name).is_file():
+        return name
+    short = f"{EVALUATIONS}{name.removesuffix('.yaml')}"
+    return short if short in shipped_recipes() else name
+
+
+def _is_paper(name: str) -> bool:
+    """Whether a recipe of kind `paper` is meant."""
+    if "=" in name and not Path(name).is_file():
+        return False
+    return read_extended(find_recipe(_whole_name(name))).get("kind") == "paper"
+
+
+def usable_methods(parts: Sequence[str]) -> list[str]:
+    """The methods that need none but these parts: drafter, heads, table."""
+    from ....decode.methods import METHODS, needs_of
+
+    return [name for name in METHODS if set(needs_of(name, {})) <= set(parts)]
+
+
+def _direct(target: str, changes: Mapping[str, Any], command: str) -> list[str]:
+    """What makes `BASE` a recipe for these artifacts alone."""
+    from ....data.tokenizers import load_tokenizer
+    from ....decode.methods import METHODS
+
+    template = "tokenizer" if getattr(load_tokenizer(target), "chat_template", None) else "plain"
+    base = load_recipe(BASE)
+    assert isinstance(base, EvaluateRecipe)
+    usable = usable_methods([part for part in PARTS if part in changes])
+    rows = [row.model_dump(exclude_none=True) for row in base.methods if row.method in usable]
+    absent = ", ".join(name for name in METHODS if name not in usable)
+    say(f"{command}: {len(usable)} of {len(METHODS)} methods, prompts in the template {template!r}")
+    if absent:
+        say(f"{command}: left out, for they need --drafter, --heads or --table: {absent}")
+    out = Path("runs") / "evaluate" / Path(target.rstrip("/")).name / "results.json"
+    values: dict[str, Any] = dict.fromkeys(PARTS) | {"out": str(out), "prompts": PROMPTS, "template": template}
+    return [f"{key}={json.dumps(value, ensure_ascii=False)}" for key, value in (values | {"methods": rows}).items()]

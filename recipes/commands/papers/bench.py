@@ -1,0 +1,91 @@
+"""What the experiments with models share: an opened evaluation with its prompts, and ratios of sums as metrics."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from ....data.prompts import load_prompts, stop_ids
+from ....decode.engine import Limits
+from ....decode.evaluation.replay.recording import sample_texts
+from ....decode.warpers import Sampling
+from ...build.evaluation import Opened, open_recipe, state_of
+from ...schema.loading import parse_recipe
+from ...schema.papers import PaperEvaluation
+from ...schema.training import TableRecipe
+from ...session.terminal import bar
+from ..training.train import run_train
+
+Row = dict[str, Any]
+
+
+@dataclass(frozen=True)
+class Bench:
+    """An opened evaluation and what it asks."""
+
+    opened: Opened
+    prompts: list[list[int]]
+    categories: list[str]
+    """Of each prompt."""
+    limits: Limits
+    seed: int
+
+    def texts(self, sampling: Sampling) -> list[list[int]]:
+        """The target's own texts after the prompts."""
+        with bar(f"writing texts at temperature {sampling.temperature:g}", "prompts") as advance:
+            return sample_texts(
+                self.opened.target, self.prompts, self.limits, sampling, seed=self.seed, progress=advance
+            )
+
+
+def open_bench(evaluation: PaperEvaluation | None, experiment: str) -> Bench:
+    """Load what an evaluation names, and its prompts.
+
+    Raises:
+        ValueError: there is none; what `open_recipe` and `load_prompts` raise.
+    """
+    if evaluation is None:
+        raise ValueError(f"the experiment `{experiment}` needs the section `evaluate`")
+    opened = open_recipe(evaluation)
+    where: dict[str, Any] = {"path": evaluation.prompts_path, "groups": evaluation.groups or None}
+    sizes = (evaluation.limit, evaluation.max_prompt_tokens)
+    found = load_prompts(evaluation.prompts, evaluation.template, opened.tokenizer, *sizes, **where)
+    limits = Limits(evaluation.max_new_tokens, stop_ids(opened.tokenizer))
+    return Bench(opened, [ids for _, ids in found], [prompt.category for prompt, _ in found], limits, evaluation.seed)
+
+
+def with_counted(evaluation: PaperEvaluation | None, source: str | None, folder: Path) -> PaperEvaluation | None:
+    """The evaluation with the table of a corpus in place of its own, counted into `folder/counted-…` unless it is
+    there; without a source, the evaluation as it is. The folder's name goes with what is counted: a corpus that has
+    changed is counted anew.
+
+    Raises:
+        ValueError: what counting raises.
+    """
+    if evaluation is None or source is None:
+        return evaluation
+    states = [source, state_of(source), evaluation.target, state_of(evaluation.target), evaluation.template]
+    digest = hashlib.sha256(json.dumps(states).encode()).hexdigest()[:12]
+    table = table_recipe(evaluation, source, folder / f"counted-{digest}")
+    run_train(table)
+    return evaluation.model_copy(update={"table": table.out})
+
+
+def table_recipe(evaluation: PaperEvaluation, source: str, out: Path, **more: Any) -> TableRecipe:
+    """A recipe that counts a corpus as the evaluation's target and template read it."""
+    data = {"source": source, "template": evaluation.template, "cache": str(out.with_name("prepared"))}
+    values = {"kind": "table", "out": str(out), "tokenizer": evaluation.target, "data": data}
+    recipe = parse_recipe(values | more, "the table that the experiment counts")
+    assert isinstance(recipe, TableRecipe)
+    return recipe
+
+
+def ratio_metric(name: str, over: Sequence[float], under: Sequence[float], pairs: Row) -> Row:
+    """A metric Σ over / Σ under, None where nothing stands under it; `pairs` gets the columns."""
+    total = float(sum(under))
+    pairs[name] = {"over": list(over), "under": list(under)}
+    return {name: float(sum(over)) / total if total else None}

@@ -1,0 +1,245 @@
+"""The experiments about what stands beside a target: heads corrected by a correlation table, tables of growing parts of
+a corpus, and what a forward costs in time and energy.
+
+Shape letters: T positions of all texts one after another, H heads, C candidates of a head.
+"""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import cast
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+
+from ....checkpoints.table.table import BigramTable
+from ....decode.evaluation.replay.recording import Recording, record
+from ....decode.evaluation.replay.replay import predict
+from ....decode.methods import Parts
+from ....decode.warpers import Sampling
+from ...schema.experiments import CorrelationSettings, EnergySettings, SaturationSettings, checked_settings
+from ...schema.papers import PaperEvaluation, PaperRecipe
+from ...schema.training import TableRecipe
+from ...session.terminal import bar
+from ..evaluation.energy import run_energy
+from ..training.saturation import run_saturation
+from .bench import Bench, Row, open_bench, ratio_metric, table_recipe
+
+_WITH, _WITHOUT = "with correlation", "without correlation"
+Flags = NDArray[np.bool_]
+
+
+def correlation(recipe: PaperRecipe, folder: Path) -> list[Row]:
+    """How often the best token of each head is what the target's own greedy text goes on with: by itself (`without
+    correlation`), and where its probability is multiplied by r(x, y), x the token before (`slim.txt`, equation 3).
+
+    The text up to a head's place is taken to have been accepted: x is the text's own token. Places beyond its end are
+    not counted. Metrics: `head_1` …, `heads` (all of them); `mended` and `spoiled`, the shares of all places where the
+    correction turned a wrong token into the right one, and the other way round; `tokens_per_step` of SLiM with a single
+    sequence as long as there are heads, by replay; with `categories`, `worst_gain` and `best_gain`, the least and the
+    most that a category's `heads` gain, over its prompts.
+
+    Raises:
+        ValueError: settings that there are not, no heads or no table; what `open_bench` raises.
+    """
+    settings = cast(CorrelationSettings, checked_settings(recipe.experiment, recipe.settings))
+    for part in ("heads", "table"):
+        if recipe.evaluate is not None and getattr(recipe.evaluate, part) is None:
+            raise ValueError(f"the experiment `correlation` needs `evaluate.{part}`, and the recipe names none")
+    bench = open_bench(recipe.evaluate, recipe.experiment)
+    parts, sampling = bench.opened.parts, Sampling()
+    assert parts.table is not None
+    texts = bench.texts(sampling)
+    with bar("reading them", "prompts") as advance:
+        recording = record(
+            bench.opened.target,
+            Parts(heads=parts.heads),
+            bench.prompts,
+            texts,
+            sampling,
+            head_candidates=settings.candidates,
+            progress=advance,
+        )
+    right = corrected(recording, parts.table.to("cpu"), settings)
+    every = np.ones(len(texts), dtype=bool)
+    rows = _correlation_rows(recording, right, every, "")
+    for row, correlated in zip(rows, ("table", "none"), strict=True):
+        options = {"candidates": settings.candidates, "correlation": correlated, "unseen": settings.unseen}
+        options["lengths"] = "full"  # with r = 1 the shortest of all lengths is always the likeliest
+        options |= {"smoothing": settings.smoothing, "strength": settings.strength}
+        replayed = predict(recording, parts, "slim-ss", options)
+        assert replayed is not None
+        lengths = [float(length) for length in recording.lengths]
+        row |= ratio_metric("tokens_per_step", lengths, replayed.steps_by_text, row["pairs"])
+    if not settings.categories:
+        return rows
+    return _with_categories(rows, bench, recording, right)
+
+
+def corrected(
+    recording: Recording, table: BigramTable, settings: CorrelationSettings
+) -> tuple[Flags, Flags, NDArray[np.bool_]]:
+    """Which heads' best tokens are right, with the table and without, and which places lie within a text; [T, H] each.
+
+    Raises:
+        ValueError: what `BigramTable.correlation` raises.
+    """
+    heads = recording.heads
+    assert heads is not None
+    depth = heads.token_THC.shape[1]
+    follows, before, within = [], [], []
+    ends = np.cumsum(recording.lengths)
+    for text, end in zip(recording.texts, ends, strict=True):
+        own = np.array([*text, *[0] * depth], dtype=np.int64)
+        places_TH = np.arange(len(text))[:, None] + np.arange(depth)
+        follows.append(own[places_TH])
+        roots_T1 = heads.root_T[end - len(text) : end, None].astype(np.int64)
+        before.append(np.concatenate((roots_T1, own[places_TH[:, :-1]]), 1))
+        within.append(places_TH < len(text))
+    follows_TH, before_TH, within_TH = (np.concatenate(column) for column in (follows, before, within))
+    candidates_THC = torch.from_numpy(heads.token_THC).long()
+    log_unseen = torch.tensor(settings.unseen, dtype=torch.float32).log()
+    log_r_THC = table.look_up(
+        torch.from_numpy(before_TH)[..., None], candidates_THC, log_unseen, settings.smoothing, settings.strength
+    )
+    best_TH1 = (torch.from_numpy(heads.log_prob_THC) + log_r_THC).argmax(-1, keepdim=True)
+    with_TH = candidates_THC.gather(2, best_TH1)[..., 0].numpy()
+    return with_TH == follows_TH, heads.token_THC[..., 0] == follows_TH, within_TH
+
+
+def _correlation_rows(recording: Recording, right: tuple[Flags, Flags, Flags], chosen: Flags, suffix: str) -> list[Row]:
+    """The two rows, over the texts that are chosen."""
+    with_TH, without_TH, within_TH = right
+    lengths = recording.lengths
+    rows: list[Row] = []
+    for label, mine_TH, other_TH in ((_WITH, with_TH, without_TH), (_WITHOUT, without_TH, with_TH)):
+        row: Row = {"label": label + suffix, "pairs": {}}
+        under_H = _by_text(within_TH, lengths, chosen)
+        for head in range(within_TH.shape[1]):
+            over = _by_text((mine_TH & within_TH)[:, [head]], lengths, chosen)
+            row |= ratio_metric(f"head_{head + 1}", over, _by_text(within_TH[:, [head]], lengths, chosen), row["pairs"])
+        row |= ratio_metric("heads", _by_text(mine_TH & within_TH, lengths, chosen), under_H, row["pairs"])
+        if mine_TH is with_TH:
+            for name, flags_TH in (("mended", mine_TH & ~other_TH), ("spoiled", other_TH & ~mine_TH)):
+                row |= ratio_metric(name, _by_text(flags_TH & within_TH, lengths, chosen), under_H, row["pairs"])
+        rows.append(row)
+    return rows
+
+
+def _by_text(flags_TH: Flags, lengths: NDArray[np.int64], chosen: Flags) -> list[float]:
+    """How many places of each chosen text are marked."""
+    ends = np.cumsum(lengths)
+    return [
+        float(flags_TH[end - length : end].sum())
+        for end, length, wanted in zip(ends, lengths, chosen, strict=True)
+        if wanted
+    ]
+
+
+def _with_categories(
+    rows: list[Row], bench: Bench, recording: Recording, right: tuple[Flags, Flags, Flags]
+) -> list[Row]:
+    gains: list[tuple[float, Row]] = []
+    for name in dict.fromkeys(bench.categories):
+        chosen = np.array([category == name for category in bench.categories])
+        pair = _correlation_rows(recording, right, chosen, f" [{name}]")
+        if None not in (pair[0]["heads"], pair[1]["heads"]):
+            ours, plain = (row["pairs"]["heads"] for row in pair)
+            more = [one - other for one, other in zip(ours["over"], plain["over"], strict=True)]
+            gains.append((pair[0]["heads"] - pair[1]["heads"], {"over": more, "under": ours["under"]}))
+        if len(set(bench.categories)) > 1:
+            rows += [row | {"sample": name} for row in pair]
+    for metric, place in (("worst_gain", 0), ("best_gain", -1)):
+        rows[0][metric] = None
+        if gains:
+            rows[0][metric], rows[0]["pairs"][metric] = sorted(gains, key=lambda gain: gain[0])[place]
+    return rows
+
+
+def saturation(recipe: PaperRecipe, folder: Path) -> list[Row]:
+    """`draftsmith train --saturation` on a corpus, in `folder/table.saturation`: rows `r = 1`, `part 1` and so on for
+    the sizes, and `all`. Metrics: `tokens_per_step`, `gain` over r = 1 (0.1: 10 %), `conversations`, `entries` and
+    `megabytes` of the table.
+
+    What is counted and decoded is kept there, and a second run goes on from it.
+
+    Raises:
+        ValueError: settings that there are not, no heads; prompts that it cannot ask; what `run_saturation` raises.
+    """
+    settings = cast(SaturationSettings, checked_settings(recipe.experiment, recipe.settings))
+    evaluation = recipe.evaluate
+    if evaluation is None or evaluation.heads is None:
+        raise ValueError("the experiment `saturation` needs `evaluate.heads`, and the recipe names none")
+    table = _table_recipe(evaluation, settings, folder / "table")
+    results = run_saturation(table)
+    counts = json.loads((Path(f"{table.out}.saturation") / "saturation.json").read_text(encoding="utf-8"))["counts"]
+    number = str(settings.sequences)
+    labels = {"none": "r = 1"} | {
+        str(part["conversations"]): "all" if part["whole"] else f"part {place}"
+        for place, part in enumerate(results["sizes"], 1)
+    }
+    rate = float(np.divide(*np.sum(counts["none"][number], 0)))
+    rows: list[Row] = []
+    for name, label in labels.items():
+        tokens, steps = np.array(counts[name][number], dtype=np.float64).T.tolist()
+        row: Row = {"label": label, "pairs": {}, "certain": ["conversations", "entries", "megabytes"]}
+        row |= ratio_metric("tokens_per_step", tokens, steps, row["pairs"])
+        row["gain"] = row["tokens_per_step"] / rate - 1
+        rows.append(row)
+    for row, part in zip(rows[1:], results["sizes"], strict=True):
+        row |= {key: part[key] for key in ("conversations", "entries", "megabytes")}
+    return rows
+
+
+def _table_recipe(evaluation: PaperEvaluation, settings: SaturationSettings, out: Path) -> TableRecipe:
+    if evaluation.prompts_path is not None or evaluation.groups:
+        raise ValueError(
+            "the experiment `saturation` asks the prompts of `evaluate.prompts`: no `prompts_path`, `groups`"
+        )
+    section = {
+        "target": evaluation.target,
+        "heads": evaluation.heads,
+        "prompts": evaluation.prompts,
+        "limit": evaluation.limit,
+        "max_prompt_tokens": evaluation.max_prompt_tokens,
+        "new_tokens": evaluation.max_new_tokens,
+        "temperature": evaluation.temperature,
+        "sizes": settings.sizes,
+        "sequences": [settings.sequences],
+        "candidates": settings.candidates,
+        "device": evaluation.device,
+        "dtype": evaluation.dtype,
+        "seed": evaluation.seed,
+    }
+    return table_recipe(evaluation, settings.source, out, saturation=section)
+
+
+def energy(recipe: PaperRecipe, folder: Path) -> list[Row]:
+    """Time and energy of a forward of the target for each batch size: rows `batch 4`. Energy is None where nothing
+    measures it.
+
+    Raises:
+        ValueError: settings that there are not; what `run_energy` raises.
+    """
+    settings = cast(EnergySettings, checked_settings(recipe.experiment, recipe.settings))
+    evaluation = recipe.evaluate
+    if evaluation is None:
+        raise ValueError("the experiment `energy` needs the section `evaluate`, for its target")
+    found = run_energy(
+        evaluation.target,
+        batches=settings.batches,
+        runs=settings.runs,
+        context=settings.context,
+        dtype=evaluation.dtype,
+        device=evaluation.device,
+        device_map=evaluation.device_map,
+        seed=evaluation.seed,
+        out=folder / "energy.json",
+    )
+    rows: list[Row] = found["rows"]
+    for row in rows:
+        row["certain"] = ["batch", "inputs"]
+        row["why"] = {name: str(found["covers"]) for name in row if name.startswith("joules") and row[name] is None}
+    return rows

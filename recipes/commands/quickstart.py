@@ -1,0 +1,143 @@
+"""The main job on text that is already on the machine: corpus, tokenizer, target, drafter, heads, table, evaluation.
+
+Each stage is a recipe of its own and runs through the same code as any other; a finished stage is reused.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import time
+from pathlib import Path
+from typing import Any
+
+from ...checkpoints.artifact.compat import save_tokenizer
+from ...data.conversations import write_conversations
+from ...data.rendering.templates import CHATML_JINJA
+from ...data.sources.documentation import documentation_conversations
+from ...data.sources.reading import read_conversations
+from ...data.tokenizers import train_bpe
+from ..schema.evaluation import QuickstartRecipe, RegenerateRecipe
+from ..schema.loading import parse_recipe, read_recipe, write_recipe
+from ..session.terminal import bar, say
+from .evaluation.evaluate import run_evaluate
+from .regenerate import run_regenerate
+from .training.train import run_train
+
+SPECIAL_TOKENS = ("<|endoftext|>", "<|im_start|>", "<|im_end|>")
+REFERENCE_MINUTES = 8.0
+
+
+def run_quickstart(recipe: QuickstartRecipe) -> dict[str, Any]:
+    """Run what is not finished yet, then measure. Returns the results.
+
+    Raises:
+        ValueError: the folder belongs to a quickstart of other settings.
+    """
+    processes = int(os.environ.get("WORLD_SIZE", "1"))
+    if processes > 1:
+        raise ValueError(f"the quickstart measures speeds and runs in one process, not in {processes}")
+    out = Path(recipe.out)
+    resolved = resolve(recipe)
+    _check_folder(out, recipe)
+    write_recipe(recipe, out / "quickstart.yaml")
+    start = time.monotonic()
+    make_corpus(recipe, out / "corpus")
+    make_tokenizer(recipe, out / "corpus", out / "tokenizer")
+    for name in ("target", "drafter", "distilled", "answers", "heads", "table"):
+        stage: Any = getattr(resolved, name)
+        say(f"\n— {name} → {stage.out}")
+        if isinstance(stage, RegenerateRecipe):
+            run_regenerate(stage)
+        else:
+            run_train(stage)
+    say(f"\n— evaluation → {resolved.evaluate.out}")
+    results = run_evaluate(resolved.evaluate)
+    say(f"quickstart: {(time.monotonic() - start) / 60:.1f} minutes")
+    return results
+
+
+def resolve(recipe: QuickstartRecipe) -> QuickstartRecipe:
+    """The recipe with `{out}` filled in, the seed handed down, and training steps and the target's answers scaled by
+    the minutes asked for."""
+    values = _fill(recipe.model_dump(mode="json"), recipe.out)
+    scale = recipe.minutes / REFERENCE_MINUTES
+    for name in ("target", "drafter", "distilled", "heads"):
+        train = values[name]["train"]
+        train["seed"] = recipe.seed
+        if train["steps"] is not None:
+            train["steps"] = max(1, round(train["steps"] * scale))
+    answers = values["answers"]
+    answers["limit"] = None if answers["limit"] is None else max(20, round(answers["limit"] * scale))
+    for name in ("answers", "evaluate"):
+        values[name]["seed"] = recipe.seed
+    filled = parse_recipe(values, "quickstart")
+    assert isinstance(filled, QuickstartRecipe)
+    return filled
+
+
+def make_corpus(recipe: QuickstartRecipe, folder: Path) -> None:
+    """Conversations from the documentation of installed packages: train.jsonl, heldout.jsonl and report.json."""
+    report_file = folder / "report.json"
+    if report_file.is_file():
+        report = json.loads(report_file.read_text(encoding="utf-8"))
+        say(f"— corpus: reusing {folder} ({report['conversations']:,} conversations)")
+        return
+    say(f"— corpus → {folder}")
+    section = recipe.corpus
+    with bar("reading documentation", "files") as advance:
+        train, heldout, report = documentation_conversations(
+            section.packages,
+            heldout_share=section.heldout_share,
+            max_megabytes=section.megabytes,
+            seed=recipe.seed,
+            progress=advance,
+        )
+    folder.mkdir(parents=True, exist_ok=True)
+    write_conversations(train, folder / "train.jsonl")
+    write_conversations(heldout, folder / "heldout.jsonl")
+    unfinished = report_file.with_suffix(".unfinished")
+    unfinished.write_text(json.dumps(report, indent=2) + "\n", encoding="utf-8")
+    unfinished.replace(report_file)  # last: it says that the rest is whole
+    if report["skipped"]:
+        say(f"corpus: not installed and passed over: {', '.join(report['skipped'])}")
+    say(
+        f"corpus: {report['conversations']:,} conversations, {report['bytes'] / 1e6:.1f} MB from "
+        f"{len(report['packages'])} packages; {report['heldout']} held out"
+    )
+
+
+def make_tokenizer(recipe: QuickstartRecipe, corpus: Path, folder: Path) -> None:
+    """A byte-level BPE trained on the corpus."""
+    if (folder / "tokenizer_config.json").is_file():
+        say(f"— tokenizer: reusing {folder}")
+        return
+    say(f"— tokenizer → {folder}")
+    texts = (turn.text for row in read_conversations(str(corpus / "train.jsonl")) for turn in row.turns)
+    tokenizer = train_bpe(texts, recipe.corpus.vocab_size, SPECIAL_TOKENS)
+    tokenizer.chat_template = CHATML_JINJA  # so that servers can chat with the target
+    unfinished = folder.with_name(f".{folder.name}.unfinished")
+    save_tokenizer(tokenizer, unfinished)
+    unfinished.rename(folder)
+
+
+def _check_folder(out: Path, recipe: QuickstartRecipe) -> None:
+    """Corpus and tokenizer know nothing of recipes, so the folder as a whole must belong to this one."""
+    file = out / "quickstart.yaml"
+    if not file.is_file():
+        return
+    theirs, mine = read_recipe(file), recipe.model_dump(mode="json")
+    changed = sorted(key for key in mine if theirs.get(key) != mine[key] and key != "evaluate")
+    if changed:
+        raise ValueError(
+            f"{out} holds a quickstart of other settings ({', '.join(changed)}): choose another folder with --out, "
+            "or delete that one"
+        )
+
+
+def _fill(value: Any, out: str) -> Any:
+    if isinstance(value, dict):
+        return {key: _fill(item, out) for key, item in value.items()}
+    if isinstance(value, list):
+        return [_fill(item, out) for item in value]
+    return value.replace("{out}", out) if isinstance(value, str) else value

@@ -1,0 +1,345 @@
+"""Regeneration: a corpus's questions and a target in, the target's own conversations out.
+
+The target is decoded here by the engine, or asked of an OpenAI-compatible server. What is kept on disk, and in which
+order things are asked, is in data/regeneration.py.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import os
+import time
+from collections.abc import AsyncIterator, Callable, Iterator, Sequence
+from contextlib import asynccontextmanager
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from ...checkpoints.artifact.artifact import model_fingerprint
+from ...checkpoints.artifact.locate import at_revision
+from ...data.cleaning.options import Cleaning
+from ...data.conversations import Conversation, CorpusReport
+from ...data.prompts import stop_ids
+from ...data.regeneration import Answer, Answerer, Failure, Question, RegenerationReport, Store, keyed, regenerate
+from ...data.rendering.render import prompt_renderer
+from ...data.rendering.templates import OWN, Template, get_template
+from ...data.sources.reading import read_conversations
+from ...data.tokenizers import load_tokenizer
+from ...decode.engine import Limits, generate
+from ...decode.methods import METHODS, Parts, build_method, method_options
+from ...decode.models.loading import load_model, wrap_model
+from ...decode.rng import Rng
+from ...decode.warpers import Sampling
+from ...train.parallel.interrupts import Interrupted, StopSignals
+from ..schema.data import PlaceSection
+from ..schema.evaluation import RegenerateRecipe, ServerSection
+from ..schema.loading import write_recipe
+from ..session.terminal import bar, say
+
+_RETRIES = 4
+_SECONDS_TO_CONNECT = 10.0
+_MOST_FAILURES_IN_A_ROW = 32
+_STOPPED = ("stop", "eos_token", "stop_sequence")  # the last two are TGI's
+
+
+def run_regenerate(recipe: RegenerateRecipe) -> RegenerationReport:
+    """Answer every conversation of the source that `recipe.out` does not hold yet.
+
+    Returns:
+        What this run did; what it failed at stands in `<out>.errors.jsonl` and is tried again by the next run.
+
+    Raises:
+        ValueError: what reading, models and templates raise; `out` holds something else, or answers of other settings;
+            a server that is not there or that refuses the key or the model.
+        ConnectionError: the server has gone, or fails at everything.
+        Interrupted: a signal came; all that was complete is written.
+    """
+    _check_names(recipe)
+    out = Path(recipe.out)
+    with StopSignals() as signals, Store(out, _settings(recipe)) as store:
+
+        def stopping() -> bool:
+            return signals.received is not None
+
+        write_recipe(recipe, out.with_suffix(".recipe.yaml"))
+        left = _count(recipe, store, stopping)
+        start = time.monotonic()
+        report = RegenerationReport()
+        if left and not stopping():
+            with bar("regenerating", "conversations") as advance:
+                report = asyncio.run(_answer_all(recipe, store, stopping, lambda done: advance(done, left)))
+        _tell(report, store, time.monotonic() - start)
+    if signals.received is not None:
+        message = f"regenerate: stopped by signal {signals.received}; the same command goes on from here"
+        say(message)
+        raise Interrupted(signals.received, message)
+    return report
+
+
+def _check_names(recipe: RegenerateRecipe) -> None:
+    """Find misspelt names before anything slow is loaded."""
+    if recipe.template != OWN:
+        get_template(recipe.template)
+    if recipe.target is None:
+        return
+    method_options(recipe.method, recipe.options)
+    for part in METHODS[recipe.method].needs:
+        if part != "drafter":
+            fit = ", ".join(name for name, spec in METHODS.items() if set(spec.needs) <= {"drafter"})
+            raise ValueError(f"method {recipe.method!r} needs {part}, which regeneration does not load; known: {fit}")
+        if recipe.drafter is None:
+            raise ValueError(f"method {recipe.method!r} needs `drafter`, and the recipe names none")
+
+
+def _settings(recipe: RegenerateRecipe) -> dict[str, Any]:
+    """All that decides what the answers are."""
+    if recipe.server is not None:
+        target: dict[str, Any] = {"server.model": recipe.server.model}
+    else:
+        folder = Path(at_revision(str(recipe.target)))
+        fingerprint = model_fingerprint(folder) if folder.is_dir() else None
+        target = {"target": recipe.target, "target's fingerprint": fingerprint}
+        target |= recipe.model_dump(mode="json", include={"method", "options", "drafter", "dtype"})
+    names = {"template", "system", "max_new_tokens", "on_length", "temperature", "top_k", "top_p", "seed"}
+    return target | recipe.model_dump(mode="json", include=names)
+
+
+def _read(recipe: RegenerateRecipe, report: CorpusReport | None = None) -> Iterator[Conversation]:
+    places = recipe.model_dump(include=set(PlaceSection.model_fields))
+    return read_conversations(recipe.source, **places, cleaning=Cleaning(**recipe.clean), report=report)
+
+
+def _count(recipe: RegenerateRecipe, store: Store, stopping: Callable[[], bool]) -> int:
+    """How many conversations are still to be answered; says so."""
+    report, left = CorpusReport(), 0
+    for key, _ in keyed(_read(recipe, report)):
+        left += key not in store
+        if stopping():
+            return left
+    say(f"data: {report.summary()}")
+    say(f"regenerate: {left:,} conversations to answer, {report.kept - left:,} are answered already in {store.path}")
+    return left
+
+
+async def _answer_all(
+    recipe: RegenerateRecipe, store: Store, stopping: Callable[[], bool], progress: Callable[[int], None]
+) -> RegenerationReport:
+    options: dict[str, Any] = {"seed": recipe.seed, "system": recipe.system, "keep_cut": recipe.on_length == "keep"}
+    options |= {"stopping": stopping, "progress": progress}
+    if recipe.server is None:
+        return await regenerate(_read(recipe), store, LocalTarget(recipe, stopping), batch=recipe.batch, **options)
+    spaced = recipe.template != OWN and get_template(recipe.template).middle.endswith(" ")
+    async with connect(recipe, recipe.server, spaced=spaced) as answer:
+        return await regenerate(_read(recipe), store, answer, concurrency=recipe.server.concurrency, **options)
+
+
+class LocalTarget:
+    """Answers with the engine: prompts by the template, batches of rows, each with random numbers of its own."""
+
+    def __init__(self, recipe: RegenerateRecipe, stopping: Callable[[], bool]) -> None:
+        device = ("cuda" if torch.cuda.is_available() else "cpu") if recipe.device == "auto" else recipe.device
+        self._tokenizer = load_tokenizer(str(recipe.target))
+        self._template = get_template(recipe.template, self._tokenizer)
+        self._prompt = prompt_renderer(self._template, self._tokenizer)
+        model = load_model(str(recipe.target), dtype=recipe.dtype, device=device)
+        self._target = wrap_model(model)
+        drafter = None
+        if METHODS[recipe.method].needs:
+            drafter = wrap_model(load_model(str(recipe.drafter), dtype=recipe.dtype, device=device))
+        self._sampling = Sampling(recipe.temperature, recipe.top_k, recipe.top_p)
+        self._method = build_method(recipe.method, Parts(drafter), self._sampling, **recipe.options)
+        if not self._method.verifier.lossless:
+            say(f"regenerate: method {recipe.method!r} is not lossless: its answers are not the target's own")
+        ends = _end_ids(self._tokenizer, self._template, model.generation_config)
+        self._limits = Limits(recipe.max_new_tokens, ends)
+        positions = min(model.max_positions for model in (self._target, drafter) if model is not None)
+        self._longest = positions - recipe.max_new_tokens + 1 - self._method.proposer.room(self._limits)[1]
+        if self._longest < 1:
+            raise ValueError(f"max_new_tokens is {recipe.max_new_tokens}, and the models have {positions} positions")
+        self._stopping = stopping
+
+    async def __call__(self, questions: Sequence[Question]) -> list[Answer | Failure | None]:
+        """Answer a batch. It keeps the loop waiting: there is nothing else to do meanwhile."""
+        prompts = [self._prompt(question.turns) for question in questions]
+        fit = [place for place, prompt in enumerate(prompts) if len(prompt) <= self._longest]
+        outcomes: list[Answer | Failure | None] = [self._too_long(len(prompt)) for prompt in prompts]
+        decoded = self._decode([prompts[place] for place in fit], [questions[place].seed for place in fit])
+        for place, ids in zip(fit, decoded, strict=True):
+            outcomes[place] = self._answer(ids)
+        return outcomes
+
+    def _too_long(self, tokens: int) -> Failure:
+        new = self._limits.max_new_tokens
+        return Failure(f"the prompt has {tokens} tokens; with {new} new ones, {self._longest} fit", lasting=True)
+
+    def _decode(self, prompts: list[list[int]], seeds: list[int]) -> list[list[int]]:
+        ids: list[list[int]] = [[] for _ in prompts]
+        if prompts:
+            rng = Rng(seeds, self._target.device)
+            for step in generate(self._target, *self._method, prompts, self._limits, self._sampling, rng):
+                for row, new in zip(ids, step.new_ids, strict=True):
+                    row += new
+                if self._stopping():
+                    break
+        return ids
+
+    def _answer(self, ids: list[int]) -> Answer | None:
+        """None for a row that was not decoded to its end."""
+        stopped = bool(ids) and ids[-1] in self._limits.stop_ids
+        if not stopped and len(ids) < self._limits.max_new_tokens:
+            return None
+        text = self._tokenizer.decode(ids[:-1] if stopped else ids, skip_special_tokens=True)
+        if self._template.middle.endswith(" "):
+            text = text.removeprefix(" ")  # the template will write it again
+        return Answer(text, "stop" if stopped else "length")
+
+
+def _end_ids(tokenizer: Any, template: Template, generation_config: Any) -> tuple[int, ...]:
+    """Tokens that end an answer: the tokenizer's end of sequence, the model's own, and the template's."""
+    ends = set(stop_ids(tokenizer))
+    own = generation_config.eos_token_id if generation_config is not None else None
+    ends.update(own if isinstance(own, (list, tuple)) else [] if own is None else [own])
+    written = [token for token in tokenizer.all_special_tokens if token in template.end]
+    return tuple(sorted(ends | set(tokenizer.convert_tokens_to_ids(written))))
+
+
+@asynccontextmanager
+async def connect(recipe: RegenerateRecipe, server: ServerSection, *, spaced: bool) -> AsyncIterator[Answerer]:
+    """An answerer of one question a call; the client behind it tries again what can be, and waits when it is told to.
+
+    Args:
+        spaced: an answer stands after a space, which some servers hand on as its beginning; it is taken off.
+
+    Raises:
+        ValueError: the package openai is missing; nothing listens at the address; the key is refused.
+    """
+    try:
+        import openai
+    except ImportError as error:
+        raise ValueError("asking a server needs openai: pip install 'draftsmith[regenerate]'") from error
+    key = os.environ.get(server.key_variable, "")
+    http = openai.DefaultAsyncHttpxClient(event_hooks={"request": [_Pace(server.requests_per_minute)]})
+    limits: dict[str, Any] = {"timeout": server.timeout, "max_retries": _RETRIES}
+    # Given no key, the client would look for one in a variable of its own choice.
+    async with openai.AsyncOpenAI(api_key=key or "none", base_url=server.url, http_client=http, **limits) as client:
+        served = _Server(openai, client, recipe, server, key, spaced)
+        await served.check()
+        yield served.answer
+
+
+class _Pace:
+    """Lets requests begin one after another, so many a minute."""
+
+    def __init__(self, per_minute: float | None) -> None:
+        self._interval = 60 / per_minute if per_minute else 0.0
+        self._next = 0.0
+
+    async def __call__(self, request: Any) -> None:
+        now = time.monotonic()
+        start = max(now, self._next)
+        self._next = start + self._interval
+        await asyncio.sleep(start - now)
+
+
+class _Server:
+    def __init__(
+        self, openai: Any, client: Any, recipe: RegenerateRecipe, server: ServerSection, key: str, spaced: bool
+    ) -> None:
+        self._openai, self._client, self._server, self._key, self._spaced = openai, client, server, key, spaced
+        self._settings: dict[str, Any] = {
+            "model": server.model,
+            "max_tokens": recipe.max_new_tokens,  # its successor, max_completion_tokens, is known to fewer servers
+            "temperature": recipe.temperature,
+            "top_p": recipe.top_p,
+        }
+        if recipe.top_k:
+            self._settings["extra_body"] = {"top_k": recipe.top_k}
+        self._draws = recipe.temperature > 0
+        self._failures_in_a_row = 0
+
+    async def check(self) -> None:
+        """Find out before the first question whether anybody is there."""
+        openai = self._openai
+        try:
+            once = self._client.with_options(max_retries=0, timeout=_SECONDS_TO_CONNECT)
+            await once.models.with_raw_response.list()
+        except openai.APITimeoutError:
+            return  # busy: the questions will show
+        except openai.APIConnectionError as error:
+            raise ValueError(
+                f"nothing answers at {self._server.url} ({self._said(error.__cause__ or error)}): start the server, or "
+                "correct `server.url`"
+            ) from None
+        except (openai.AuthenticationError, openai.PermissionDeniedError) as error:
+            raise self._refused(error) from None
+        except openai.APIStatusError:
+            return  # not every server lists its models
+
+    async def answer(self, questions: Sequence[Question]) -> list[Answer | Failure | None]:
+        """Ask one question."""
+        (question,) = questions
+        openai, where = self._openai, self._server.url
+        try:
+            outcome = self._read(await self._ask(question))
+        except openai.APITimeoutError:
+            outcome = Failure(f"no answer within {self._server.timeout:g} s")
+        except openai.APIConnectionError as error:
+            raise ConnectionError(
+                f"{where} does not answer any more ({self._said(error.__cause__ or error)}); what is complete is "
+                "written, the same command goes on once the server is back"
+            ) from None
+        except (openai.AuthenticationError, openai.PermissionDeniedError, openai.NotFoundError) as error:
+            raise self._refused(error) from None
+        except (openai.APIError, json.JSONDecodeError) as error:
+            outcome = Failure(self._said(error))
+        if isinstance(outcome, Answer):
+            self._failures_in_a_row = 0
+            return [outcome]
+        self._failures_in_a_row += 1
+        if self._failures_in_a_row >= _MOST_FAILURES_IN_A_ROW:
+            raise ConnectionError(
+                f"{where} failed at {self._failures_in_a_row} questions in a row, the last time with: {outcome.error}"
+            )
+        return [outcome]
+
+    async def _ask(self, question: Question) -> Any:
+        messages = [{"role": turn.role, "content": turn.text} for turn in question.turns]
+        seed = {"seed": question.seed} if self._draws else {}
+        return await self._client.chat.completions.create(messages=messages, **self._settings, **seed)
+
+    def _read(self, reply: Any) -> Answer | Failure:
+        choices = getattr(reply, "choices", None)
+        if not choices:
+            return Failure(f"no answer in the reply: {self._said(reply)}")
+        finish = choices[0].finish_reason
+        if finish != "length" and finish not in _STOPPED:
+            return Failure(f"the answer ended by {finish!r}")
+        # Half a surrogate pair, which JSON can carry, is no text that could be asked again.
+        text = (choices[0].message.content or "").encode("utf-16", "surrogatepass").decode("utf-16", "replace")
+        return Answer(text.removeprefix(" ") if self._spaced else text, "length" if finish == "length" else "stop")
+
+    def _refused(self, error: Any) -> ValueError:
+        return ValueError(
+            f"{self._server.url} refuses: {self._said(error)}; look at `server.url`, which mostly ends in /v1, "
+            f"`server.model` ({self._server.model}) and the environment variable {self._server.key_variable}"
+        )
+
+    def _said(self, what: object) -> str:
+        """In one line of bearable length, and never with the key, which some servers repeat."""
+        text = str(what).replace(self._key, "…") if self._key else str(what)
+        return " ".join(text.split())[:500]
+
+
+def _tell(report: RegenerationReport, store: Store, seconds: float) -> None:
+    rate = f", {report.answers / seconds:.1f} answers a second" if report.answers else ""
+    say(f"regenerate: wrote {report.written:,} conversations{rate}; {len(store):,} stand in {store.path}")
+    if report.cut:
+        reasons = ", ".join(f"{count} {reason}" for reason, count in report.cut.most_common())
+        say(f"regenerate: {sum(report.cut.values()):,} of them end early ({reasons})")
+    if report.failed:
+        say(
+            f"error: {report.failed:,} conversations failed: {store.errors_path} says why; the same command tries them "
+            "again"
+        )

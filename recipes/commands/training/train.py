@@ -1,0 +1,61 @@
+"""The kinds of training recipes: from a checked recipe to an artifact on disk."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+from ....train.parallel.accelerate import make_accelerator
+from ....train.parallel.processes import on_main
+from ...build.artifact import check_out, state_folder
+from ...build.drafter import run_drafter
+from ...build.heads import run_heads
+from ...build.table.count import run_table
+from ...schema.training import DrafterRecipe, HeadsRecipe, TableRecipe
+from ...session.launch import agreed
+from ...session.terminal import say
+
+
+def run_train(recipe: DrafterRecipe | HeadsRecipe | TableRecipe) -> Path:
+    """Run a training recipe to its artifact, or find that it is there already.
+
+    Returns:
+        The artifact's folder.
+
+    Raises:
+        ValueError: an artifact of another recipe stands there; whatever data, models and training raise. Of several
+            processes the main one raises it, and the others leave with its exit code.
+    """
+    out = Path(recipe.out)
+    accelerator = agreed(lambda: accelerator_for(recipe))
+    on_main(accelerator, lambda: check_out(out, recipe))
+    if (out / "artifact.json").is_file():
+        if accelerator.is_main_process:
+            say(f"{recipe.kind}: {out} is finished, reusing it")
+        return out
+    KINDS[recipe.kind](recipe, out, accelerator)
+    accelerator.wait_for_everyone()
+    return out
+
+
+def accelerator_for(recipe: DrafterRecipe | HeadsRecipe | TableRecipe) -> Any:
+    """accelerate's view of the processes that were launched, with the recipe's precision and trackers.
+
+    Raises:
+        ValueError: a tracker that is not installed; a launch that is not what it says.
+    """
+    if isinstance(recipe, TableRecipe):
+        return make_accelerator("no")
+    names = list(recipe.train.trackers)
+    if not names:
+        return make_accelerator(recipe.train.precision)
+    from accelerate.tracking import get_available_trackers
+
+    missing = sorted(set(names) - {str(name) for name in get_available_trackers()})
+    if missing:
+        raise ValueError(f"`train.trackers` has {missing[0]!r}, which is not installed: pip install {missing[0]}")
+    return make_accelerator(recipe.train.precision, log_with=names, project_dir=str(state_folder(Path(recipe.out))))
+
+
+KINDS: dict[str, Callable[..., None]] = {"drafter": run_drafter, "heads": run_heads, "table": run_table}

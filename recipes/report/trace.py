@@ -1,0 +1,235 @@
+"""A trace for people: each token shown as what it was, accepted, rejected, corrected or added.
+
+As in the slides' illustration (speculative-decoding slides, "Speculative Decoding Illustrated"): a line a step. Colour
+is never alone: on the page tokens are underlined, struck through, bold or boxed; where a terminal has no colour,
+`»[-rejected-]{+corrected+}` is written out.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterable, Mapping, Sequence
+from html import escape
+from itertools import islice
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from rich.console import Console
+from rich.text import Text
+
+from ...checkpoints.storage.atomic import read_told, write_whole
+
+if TYPE_CHECKING:  # a report is made without the libraries that decode
+    from ...decode.evaluation.trace import TracedStep
+
+SCHEMA = 1
+KIND = "trace"
+KINDS = ("accepted", "rejected", "corrected", "added")
+_STYLES = {"accepted": "green", "rejected": "red strike", "corrected": "bold blue", "added": "cyan underline"}
+_MARKS = {"accepted": ("", ""), "rejected": ("[-", "-]"), "corrected": ("{+", "+}"), "added": ("{", "}")}
+_MEANINGS = {
+    "accepted": "drafted and kept; ◌: a part of a character",
+    "rejected": "drafted and refused; +2: so many more siblings refused",
+    "corrected": "the target's own token in place of it",
+    "added": "the target's token after a draft that was kept whole, or where none was made",
+}
+_SHOWN = {"\n": "↵", "\t": "⇥", "\r": "␍", "\x7f": "␡"}
+_PENDING = "\ufffd"
+_PART = "◌"
+_BEFORE = 60
+"""Letters of the text before a step that stand on its line."""
+_OPENED_STEPS = 30
+"""With so many steps or fewer they are shown at once, else on a click."""
+_SHOWN_STEPS = 400
+"""Steps of a prompt on the page at most; the text is whole."""
+
+
+class TokenTexts:
+    """Texts of tokens one after another: what each adds, given those before it.
+
+    Where a token ends inside a character, the character goes to the token that completes it; joined, the texts are what
+    the tokenizer says of all ids together (of bytes that are no text, some tokenizers say one thing alone and another
+    in company).
+
+    Args:
+        tokenizer: with `decode`.
+        before: ids that the text follows, the prompt's last ones.
+    """
+
+    def __init__(self, tokenizer: Any, before: Sequence[int] = ()) -> None:
+        self._tokenizer = tokenizer
+        self._settled: list[int] = list(before)[-8:]
+        self._open: list[int] = []
+
+    def add(self, token: int) -> str:
+        """The text that a token adds; empty while a character is unfinished."""
+        text = self._added([*self._open, token])
+        if text.endswith(_PENDING):
+            self._open.append(token)
+            return ""
+        self._settled, self._open = [*self._open, token], []
+        return text
+
+    def would_add(self, token: int) -> str:
+        """The same for a token that is not kept; an unfinished character is shown as such."""
+        return self._added([*self._open, token])
+
+    def rest(self) -> str:
+        """What the text ends in, if a character was left unfinished."""
+        return self._added(self._open) if self._open else ""
+
+    def _added(self, ids: list[int]) -> str:
+        before = self._decode(self._settled)
+        return self._decode([*self._settled, *ids])[len(before) :]
+
+    def _decode(self, ids: list[int]) -> str:
+        text = self._tokenizer.decode(ids, skip_special_tokens=False, clean_up_tokenization_spaces=False)
+        return str(text)
+
+
+def describe_steps(steps: Iterable[TracedStep], tokenizer: Any, prompt: Sequence[int]) -> list[dict[str, Any]]:
+    """Steps as texts: `{"proposed": n, "accepted": n, "tokens": [{"kind", "text", "more"}]}`, `more` only where
+    siblings of a token were refused too."""
+    texts = TokenTexts(tokenizer, prompt)
+    told: list[dict[str, Any]] = []
+    for step in steps:
+        tokens = []
+        for token, passed in zip(step.accepted, step.passed_over, strict=True):
+            tokens.append(_token("accepted", texts.add(token), passed))
+        if step.rejected:
+            # the first stands for the others: of a tree they are its siblings, of a chain they follow it
+            tokens.append(_token("rejected", texts.would_add(step.rejected[0]), len(step.rejected) - 1))
+        if step.next_id is not None:
+            tokens.append(_token("corrected" if step.rejected else "added", texts.add(step.next_id), 0))
+        told.append({"proposed": step.proposed, "accepted": len(step.accepted), "tokens": tokens})
+    if told and texts.rest() and told[-1]["tokens"]:
+        told[-1]["tokens"][-1]["text"] += texts.rest()
+    return told
+
+
+def _token(kind: str, text: str, more: int) -> dict[str, Any]:
+    return {"kind": kind, "text": text} | ({"more": more} if more else {})
+
+
+def kept_text(steps: Iterable[Mapping[str, Any]]) -> str:
+    """The text that was decoded."""
+    return "".join(token["text"] for step in steps for token in step["tokens"] if token["kind"] != "rejected")
+
+
+def visible(text: str) -> str:
+    """Line ends and control characters as pictures, so that a text stays on its line and moves no cursor."""
+    return "".join(_SHOWN.get(letter) or (chr(0x2400 + ord(letter)) if ord(letter) < 32 else letter) for letter in text)
+
+
+def _shown(token: Mapping[str, Any]) -> str:
+    return visible(token["text"]) or _PART
+
+
+def step_line(number: int, before: str, step: Mapping[str, Any], marks: bool) -> Text:
+    """One step: its number, accepted of proposed tokens, the end of the text so far, and what became of each token.
+
+    Args:
+        marks: write marks around tokens, for terminals without styles.
+    """
+    line = Text(f"{number:4} {step['accepted']:2}/{step['proposed']:<3}", no_wrap=False)
+    tail = visible(before)
+    line.append(("…" + tail[-_BEFORE:]) if len(tail) > _BEFORE else tail, "dim")
+    if marks:
+        line.append("»")
+    for token in step["tokens"]:
+        start, end = _MARKS[token["kind"]] if marks else ("", "")
+        more = f"+{token['more']}" if token.get("more") else ""
+        line.append(start + _shown(token) + end, _STYLES[token["kind"]])
+        line.append(more, "dim red")
+    return line
+
+
+def show_trace(told: Mapping[str, Any], console: Console) -> None:
+    """A trace on the terminal: a line a step, and what the marks mean."""
+    marks = console.color_system is None or console.no_color
+    legend = Text("legend: ")
+    for kind in KINDS:
+        start, end = _MARKS[kind] if marks else ("", "")
+        legend.append(f"{start}{kind}{end}", _STYLES[kind]).append(f" ({_MEANINGS[kind]})  ", "dim")
+    console.print(legend)
+    for prompt in told["prompts"]:
+        for run in prompt["runs"]:
+            console.print(Text(f"\n{run['label']}: {visible(prompt['prompt'])}", "bold"))
+            before = ""
+            for number, step in enumerate(run["steps"], 1):
+                console.print(step_line(number, before, step, marks))
+                before += kept_text([step])
+            console.print(_summary(run["steps"]), markup=False)
+
+
+def _summary(steps: Sequence[Mapping[str, Any]]) -> str:
+    tokens = sum(token["kind"] != "rejected" for step in steps for token in step["tokens"])
+    accepted, proposed = (sum(step[key] for step in steps) for key in ("accepted", "proposed"))
+    share = f", {accepted} of {proposed} draft tokens kept" if proposed else ""
+    return f"{tokens} tokens in {len(steps)} steps{share}"
+
+
+def trace_section(told: Mapping[str, Any]) -> str:
+    """A trace for the report: the whole text of each prompt with its tokens marked, and its steps line by line."""
+    legend = "".join(f'<span><span class="{kind}">{kind}</span> {escape(_MEANINGS[kind])}</span>' for kind in KINDS)
+    parts = [f'<h3>Token by token</h3><div class="trace"><p class="legend">{legend}</p></div>']
+    for prompt in told["prompts"]:
+        for run in prompt["runs"]:
+            flow = "".join(_spans(step, keep_lines=True) for step in run["steps"])
+            at = "" if "T=" in run["label"] else f", temperature {run['temperature']:g}"
+            opened = " open" if len(run["steps"]) <= _OPENED_STEPS else ""
+            name = f"{run['label']}{at}: {_summary(run['steps'])}"
+            parts.append(
+                f'<div class="trace"><p><strong>{escape(name)}</strong></p>'
+                f'<p class="asked">{escape(prompt["prompt"])}</p><p class="said">{flow}</p>'
+                f"<details{opened}><summary>step by step</summary><ol>{_step_items(run['steps'])}</ol></details></div>"
+            )
+    return "".join(parts)
+
+
+def _step_items(steps: Sequence[Mapping[str, Any]]) -> str:
+    items, before = "", ""
+    for step in islice(steps, _SHOWN_STEPS):
+        tail = ("…" if len(before) > _BEFORE else "") + visible(before[-_BEFORE:])
+        items += f'<li><span class="before">{escape(tail)}</span>{_spans(step)}</li>'
+        before += kept_text([step])
+    left = len(steps) - _SHOWN_STEPS
+    return items + (f"<li>and {left} more steps</li>" if left > 0 else "")
+
+
+def _spans(step: Mapping[str, Any], keep_lines: bool = False) -> str:
+    spans = ""
+    for token in step["tokens"]:
+        kind = token["kind"] if token["kind"] in KINDS else "added"
+        text = _shown(token)
+        if keep_lines and kind != "rejected":
+            text = text.replace("↵", "↵\n")
+        more = f'<span class="more">+{int(token["more"])}</span>' if token.get("more") else ""
+        spans += f'<span class="{kind}">{escape(text)}</span>{more}'
+    return spans
+
+
+def write_trace(path: Path, told: Mapping[str, Any]) -> None:
+    """Write a trace, whole or not at all."""
+    write_whole(path, json.dumps(told, ensure_ascii=False, indent=1) + "\n")
+
+
+def load_trace(path: Path) -> dict[str, Any]:
+    """A trace that `write_trace` wrote.
+
+    Raises:
+        ValueError: it is none, or a newer one, naming the file.
+    """
+    return read_told(path, "trace", "draftsmith trace", SCHEMA, _is_trace)
+
+
+def _is_trace(told: Any) -> bool:
+    known = told["kind"] == KIND and told["schema"] == SCHEMA
+    for step in (step for prompt in told["prompts"] for run in prompt["runs"] for step in run["steps"]):
+        known = known and all(isinstance(token["text"], str) and token["kind"] in KINDS for token in step["tokens"])
+        known = known and isinstance(step["proposed"] + step["accepted"], int)
+    return known and all(
+        isinstance(prompt["prompt"], str) and isinstance(run["label"], str) and run["temperature"] >= 0
+        for prompt in told["prompts"]
+        for run in prompt["runs"]
+    )

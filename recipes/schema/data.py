@@ -1,0 +1,107 @@
+"""The sections of a recipe that say where data comes from; see `config`."""
+
+from __future__ import annotations
+
+import dataclasses
+from typing import Any, Literal
+
+from pydantic import BaseModel, ConfigDict, Field, model_validator
+
+from ...data.cleaning.options import Cleaning, nearest_name
+
+
+class Section(BaseModel):
+    """Strict: an unknown key or a value of another type is refused."""
+
+    model_config = ConfigDict(extra="forbid", strict=True, frozen=True, use_attribute_docstrings=True)
+
+
+def check_cleaning(options: dict[str, Any]) -> None:
+    """Raises ValueError for an option or value that `Cleaning` does not have, with the nearest that it has."""
+    known = [field.name for field in dataclasses.fields(Cleaning)]
+    for name in options:
+        if name not in known:
+            raise ValueError(f"`clean` has no option {name!r}{nearest_name(name, known)}")
+    Cleaning(**options)
+
+
+class PlaceSection(Section):
+    """Where the rows of a corpus lie."""
+
+    path: str | None = None
+    """A local copy that stands in for the hub."""
+    config: str | None = None
+    """Configuration of a hub data set; by default what is known of the corpus, as for the next three."""
+    split: str | None = None
+    """Split of a hub data set; of a folder, the files with that name."""
+    revision: str | None = None
+    """Revision of a hub data set."""
+    file: str | None = None
+    """One data file inside a hub repository."""
+    limit: int | None = Field(None, ge=1)
+    """Read at most this many conversations."""
+
+
+class SourceSection(PlaceSection):
+    """One corpus."""
+
+    source: str
+    """A local file or folder (.json, .jsonl, .parquet, .arrow, .txt, packed with gzip or Zstandard too), the name of a
+    known corpus (`draftsmith corpora`), or a hub id."""
+    weight: float = Field(1.0, gt=0)
+    """How often each row is used in an epoch; 0.25: a quarter of the rows."""
+
+
+class DataSection(PlaceSection):
+    """Where conversations come from and how they become token blocks."""
+
+    source: str | None = None
+    """A corpus, as in `mixture`; `path`, `config`, `split`, `revision`, `file` and `limit` are for it."""
+    mixture: list[SourceSection] = []
+    """Several corpora instead."""
+    skip_broken: bool = False
+    """Pass over rows that cannot be read, and count them."""
+    clean: dict[str, Any] = {}
+    """What is cut, dropped and rewritten: the options of `draftsmith.data.cleaning.options.Cleaning`."""
+    template: str = "vicuna-v1.1"
+    """Chat template by name; `tokenizer`: its own."""
+    last_turn_only: bool = False
+    """Train on the last answer of a conversation alone."""
+    block_tokens: int = Field(2048, ge=8)
+    """Length of a training block; longer conversations are split between exchanges."""
+    packing: Literal["best-fit", "pad"] = "best-fit"
+    """Fill blocks with whole documents, or pad one document each to the longest of a batch."""
+    streaming: bool = False
+    """Render while training, and keep nothing on disk: for corpora larger than that."""
+    window: int = Field(2048, ge=1)
+    """Conversations that are packed together and shuffled, when streaming."""
+    workers: int = Field(1, ge=0)
+    """Processes that render ahead, when streaming; 0 renders in the training process."""
+    heldout_source: str | None = None
+    """Conversations to evaluate on; without it `heldout_share` of the source is held out."""
+    heldout_share: float = Field(0.01, ge=0, lt=1)
+    """Share of the conversations held out, chosen by a hash of their ids; 0 holds none out, for counting a table."""
+    heldout_limit: int = Field(256, ge=1)
+    """Use at most this many held-out conversations."""
+    min_clean_share: float = Field(0.98, ge=0, le=1)
+    """Refuse data of which a smaller share of documents is without fault (see `draftsmith prepare --lint`)."""
+    min_trained_share: float = Field(0.01, ge=0, le=1)
+    """Refuse data of which a smaller share of tokens is trained on."""
+    cache: str = "runs/prepared"
+    """Folder that keeps prepared blocks; they are reused when nothing that matters has changed."""
+
+    def parts(self) -> list[SourceSection]:
+        """The corpora."""
+        if self.source is None:
+            return self.mixture
+        return [SourceSection(source=self.source, **{name: getattr(self, name) for name in PlaceSection.model_fields})]
+
+    @model_validator(mode="after")
+    def _consistent(self) -> DataSection:
+        if (self.source is None) == (not self.mixture):
+            given = "both" if self.source else "neither"
+            raise ValueError(f"give one of `source` (a corpus) and `mixture` (several), got {given}")
+        if self.source is None and any(getattr(self, name) for name in PlaceSection.model_fields):
+            raise ValueError("with `mixture`, path, config, split, revision, file and limit belong to its corpora")
+        check_cleaning(self.clean)
+        return self

@@ -1,0 +1,219 @@
+"""What a recipe may say: every field once, its meaning under it, its default beside it. Only this folder sees YAML."""
+
+from __future__ import annotations
+
+from typing import Any, Literal
+
+from pydantic import Field, model_validator
+
+from .data import PlaceSection, Section, check_cleaning
+from .training import DrafterRecipe, HeadsRecipe, TableRecipe
+
+
+class MethodSection(Section):
+    """One row of an evaluation."""
+
+    method: str
+    """A method by name."""
+    label: str | None = None
+    """Name of the row; by default the method's, with the temperature where it has one of its own."""
+    options: dict[str, Any] = {}
+    """Settings of the method, such as gamma."""
+    temperature: float | None = Field(None, ge=0)
+    """By default the recipe's."""
+
+
+class EvaluateRecipe(Section):
+    """Decode held-out prompts with several methods and compare them."""
+
+    kind: Literal["evaluate"]
+    out: str
+    """The results file (.json)."""
+    target: str
+    """Folder or hub id of the target."""
+    drafter: str | None = None
+    """Folder or hub id of the drafter."""
+    more_drafters: list[str] = []
+    """Drafters beside the first, for methods that take several (specinfer)."""
+    heads: str | None = None
+    """Folder or hub id of the prediction heads."""
+    table: str | None = None
+    """Folder or hub id of the correlation table."""
+    prompts: str
+    """Questions to answer: a known evaluation set by name (`draftsmith corpora`), or conversations whose first question
+    is the prompt: a file, a folder or a hub id."""
+    prompts_path: str | None = None
+    """A local copy of the set that stands in for the hub."""
+    groups: list[str] = []
+    """Only prompts of these categories."""
+    template: str = "vicuna-v1.1"
+    """Chat template by name."""
+    limit: int = Field(80, ge=1)
+    """Prompts to decode."""
+    max_prompt_tokens: int = Field(1024, ge=1)
+    """Longer prompts are passed over."""
+    max_new_tokens: int = Field(128, ge=1)
+    """Tokens to generate for each prompt."""
+    temperature: float = Field(0.0, ge=0)
+    """0 decodes greedily."""
+    top_k: int = Field(0, ge=0)
+    """Keep the k most likely tokens; 0 keeps all."""
+    top_p: float = Field(1.0, gt=0, le=1)
+    """Keep the most likely tokens up to this mass."""
+    repeats: int = Field(1, ge=1)
+    """Timed runs of each prompt with each method; medians are reported."""
+    compare_with_transformers: bool = True
+    """At temperature 0, run `transformers.generate` too, for its tokens and its speed."""
+    energy: Literal["auto", "off"] = "auto"
+    """auto: where something counts energy (NVML for GPUs, RAPL for processors), decode a few prompts again and again
+    with each method, four windows of seconds each, and give joules a token; else say why there are none. off: no
+    joules."""
+    device: str = "auto"
+    """Where to decode: auto, cpu, cuda …"""
+    device_map: str | None = None
+    """Spread the target over several devices, as accelerate does: auto, balanced …; by default it lies on `device`."""
+    dtype: Literal["auto", "float32", "bfloat16", "float16"] = "auto"
+    """Type of the weights; auto takes that of the files."""
+    seed: int = 0
+    """Random numbers of sampling; each prompt's are its own, whatever is decoded before it."""
+    show_categories: bool = False
+    """Print a second table, by category; the results hold it anyhow."""
+    methods: list[MethodSection] = Field(min_length=1)
+    """Rows of the table; `autoregressive`, the baseline, must be one of them."""
+
+    def labels(self) -> list[str]:
+        """Names of the rows."""
+        own = ["" if row.temperature is None else f" T={row.temperature:g}" for row in self.methods]
+        return [row.label or row.method + suffix for row, suffix in zip(self.methods, own, strict=True)]
+
+    @model_validator(mode="after")
+    def _rows(self) -> EvaluateRecipe:
+        labels = self.labels()
+        double = sorted({label for label in labels if labels.count(label) > 1})
+        if "transformers" in labels:
+            raise ValueError("no row of `methods` may be called 'transformers': that is the name of the reference run")
+        if double:
+            raise ValueError(f"two rows of `methods` are both called {double[0]!r}: give one of them a `label`")
+        temperatures = [self.temperature if row.temperature is None else row.temperature for row in self.methods]
+        compared = {
+            place for row, place in zip(self.methods, temperatures, strict=True) if row.method == "autoregressive"
+        }
+        missing = sorted(set(temperatures) - compared)
+        if missing:
+            raise ValueError(
+                f"`methods` must hold `autoregressive` at temperature {missing[0]:g}: speedups are measured against it"
+            )
+        return self
+
+
+class CorpusSection(Section):
+    """The corpus of the embedded pair: documentation of the Python packages already installed."""
+
+    packages: list[str] = Field(min_length=1)
+    """Packages to read besides the standard library; those that are not installed are passed over and named."""
+    megabytes: float = Field(gt=0)
+    """Text to take, spread over the packages."""
+    heldout_share: float = Field(0.02, gt=0, lt=1)
+    """Share of the documented objects held out, chosen by a hash of their names."""
+    vocab_size: int = Field(4096, ge=300)
+    """Tokens of the byte-level BPE that is trained on it."""
+
+
+class ServerSection(Section):
+    """An OpenAI-compatible server: `transformers serve`, vLLM, SGLang, TGI, llama.cpp …"""
+
+    url: str = Field(pattern="^https?://")
+    """Where its API begins, such as http://127.0.0.1:8000/v1."""
+    model: str
+    """The model's name there."""
+    concurrency: int = Field(16, ge=1)
+    """Requests at a time."""
+    requests_per_minute: float | None = Field(None, gt=0)
+    """Requests begun a minute at most, those that are tried again included; null: as many as there are."""
+    timeout: float = Field(600.0, gt=0)
+    """Seconds that an answer may take; then it is asked for again, a few times."""
+    key_variable: str = "OPENAI_API_KEY"
+    """Environment variable that holds the API key; where it is not set, the word none is sent instead of one."""
+
+
+class RegenerateRecipe(PlaceSection):
+    """Replace the answers of a corpus by a target's own."""
+
+    kind: Literal["regenerate"]
+    out: str = Field(pattern=r"\.jsonl$")
+    """The file of conversations (.jsonl); settings, errors and the recipe lie beside it."""
+    source: str
+    """The corpus whose questions are asked, as in a data section."""
+    clean: dict[str, Any] = {}
+    """What is cut and dropped before: the options of `draftsmith.data.cleaning.options.Cleaning`."""
+    target: str | None = None
+    """Folder or hub id of the target, to decode in this process."""
+    server: ServerSection | None = None
+    """A server to ask instead."""
+    template: str = "vicuna-v1.1"
+    """Chat template by name. A server has its own: then this only says whether an answer stands after a space, so that
+    one space at its beginning is taken off."""
+    system: str | None = None
+    """System text for conversations that bring none, kept with them; null: what the template says by itself."""
+    max_new_tokens: int = Field(1024, ge=1)
+    """Tokens of an answer at most."""
+    on_length: Literal["drop", "keep"] = "drop"
+    """What becomes of an answer that this limit cut: `drop` leaves it out with the turns that follow it, for a
+    conversation written with it would teach to stop there."""
+    temperature: float = Field(0.0, ge=0)
+    """0 decodes greedily. `transformers serve` draws by chance only where the model's own settings say so."""
+    top_k: int = Field(0, ge=0)
+    """Keep the k most likely tokens; 0 keeps all. Sent to a server only if it is not 0: not every server knows it."""
+    top_p: float = Field(1.0, gt=0, le=1)
+    """Keep the most likely tokens up to this mass."""
+    seed: int = 0
+    """Random numbers of sampling; each answer's are its own, whatever is decoded beside it."""
+    batch: int = Field(8, ge=1)
+    """Conversations decoded together (in this process)."""
+    method: str = "autoregressive"
+    """How to decode in this process, by name; speculative methods need the drafter."""
+    options: dict[str, Any] = {}
+    """Settings of the method, such as gamma."""
+    drafter: str | None = None
+    """Folder or hub id of the drafter."""
+    device: str = "auto"
+    """Where to decode: auto, cpu, cuda …"""
+    dtype: Literal["auto", "float32", "bfloat16", "float16"] = "auto"
+    """Type of the weights; auto takes that of the files."""
+
+    @model_validator(mode="after")
+    def _one_of_them(self) -> RegenerateRecipe:
+        if (self.target is None) == (self.server is None):
+            given = "both" if self.target else "neither"
+            raise ValueError(f"give one of `target` (decode here) and `server` (ask one), got {given}")
+        check_cleaning(self.clean)
+        only_here = ("batch", "method", "options", "drafter", "device", "dtype")
+        fields = type(self).model_fields
+        useless = [name for name in only_here if getattr(self, name) != fields[name].default]
+        if self.server is not None and useless:
+            raise ValueError(f"`{useless[0]}` is for decoding in this process, and a `server` was given")
+        return self
+
+
+class QuickstartRecipe(Section):
+    """The whole main job on text that is already here: corpus, tokenizer, target, drafter, answers, heads, table,
+    evaluation."""
+
+    kind: Literal["quickstart"]
+    out: str = "runs/quickstart"
+    """Folder of everything; `{out}` in the parts below stands for it."""
+    minutes: float = Field(8.0, gt=0)
+    """Training steps are those given below times minutes / 8: the whole run then takes about so long on two cores."""
+    seed: int = 0
+    """Fixes the corpus, the initial weights and the order of the data."""
+    corpus: CorpusSection
+    target: DrafterRecipe
+    drafter: DrafterRecipe
+    """First stage: cross entropy."""
+    distilled: DrafterRecipe
+    """Second stage, from the first: distillation from the target. Its artifact is the drafter."""
+    answers: RegenerateRecipe
+    """The target's own answers, which heads and table learn from."""
+    heads: HeadsRecipe
+    table: TableRecipe
+    evaluate: EvaluateRecipe

@@ -1,0 +1,468 @@
+"""The sections of a training recipe, and the training recipes; see `config`."""
+
+from __future__ import annotations
+
+from typing import Any, Literal
+
+from pydantic import Field, model_validator
+
+from ...data.cleaning.options import nearest_name
+from .data import DataSection, Section
+
+MESSAGE_ROLES = ("system", "user", "assistant")
+
+
+class LoraSection(Section):
+    """Train low-rank changes to a model's matrices instead of it, with peft (Hu et al. 2021, arXiv 2106.09685)."""
+
+    rank: int = Field(16, ge=1)
+    """Rank of each change."""
+    alpha: float = Field(32.0, gt=0)
+    """A change is scaled by alpha / rank."""
+    dropout: float = Field(0.0, ge=0, lt=1)
+    """Dropout before each change."""
+    targets: list[str] = []
+    """Ends of the names of the linear layers to change, such as q_proj; empty: all but the output projection."""
+    export: Literal["merged", "adapter"] = "merged"
+    """What the artifact holds: a whole model with the changes added, or the adapter alone, to be swapped."""
+
+
+class ModelSection(Section):
+    """The model to train: an existing one, a part of one, or a new one."""
+
+    source: str | None = None
+    """Folder or hub id of the model to start from."""
+    layers: list[int] = []
+    """Keep only these layers of `source`, counted from 0: a drafter cut from its target."""
+    config: dict[str, Any] | None = None
+    """A new model instead: `model_type` and other fields of its transformers configuration."""
+    embeddings: Literal["own", "target"] = "own"
+    """`target`: start from the target's token embeddings and output projection; the hidden sizes must agree."""
+    freeze_embeddings: bool = False
+    """Leave the token embeddings and the output projection as they are."""
+    lora: LoraSection | None = None
+    """Train an adapter, not the whole model."""
+    attention: Literal["auto", "eager", "sdpa", "flash_attention_2", "flash_attention_3", "flex_attention"] = "auto"
+    """Attention kernel of transformers; auto: SDPA where the model has it."""
+    dtype: Literal["float32", "bfloat16", "float16"] = "float32"
+    """Type of the weights while training."""
+
+    @model_validator(mode="after")
+    def _one_of_them(self) -> ModelSection:
+        if (self.source is None) == (self.config is None):
+            given = "both" if self.source else "neither"
+            raise ValueError(f"give one of `source` (start from a model) and `config` (make a new one), got {given}")
+        if self.config is not None and "model_type" not in self.config:
+            raise ValueError("`config` needs `model_type`, such as llama")
+        if self.layers and (self.source is None or min(self.layers) < 0 or self.layers != sorted(set(self.layers))):
+            raise ValueError(f"`layers` is {self.layers}: give layers of `source`, rising from 0, each once")
+        if self.lora is not None and (self.config is not None or self.freeze_embeddings):
+            raise ValueError("`lora` changes a model of `source`, whose embeddings it leaves alone by itself")
+        return self
+
+
+class TeacherSection(Section):
+    """How the target teaches in the distillation objectives."""
+
+    temperature: float = Field(1.0, gt=0)
+    """Divides the logits of both sides."""
+    top_k: int = Field(0, ge=0)
+    """Learn from the target's k most likely tokens only; 0: from all."""
+    tail: Literal["bucket", "renormalise"] = "bucket"
+    """What becomes of the others with `top_k`: one event "any other token" on both sides, or the k are made to sum to 1
+    (what a target that samples with this top_k does)."""
+    cache: str | None = None
+    """Folder that keeps the target's `top_k` log-probabilities of all training blocks (`draftsmith prepare --teacher`):
+    the target is then run once, however many epochs and drafters learn from it."""
+    dtype: Literal["auto", "float32", "bfloat16", "float16"] = "auto"
+    """Type of the target's weights; auto takes that of the files."""
+    load_in_8bit: bool = False
+    """Hold the target's matrices in 8 bits (bitsandbytes; where that is installed)."""
+    batch: int = Field(4, ge=1)
+    """Blocks per forward while the cache is written."""
+
+    @model_validator(mode="after")
+    def _consistent(self) -> TeacherSection:
+        if self.cache is not None and not self.top_k:
+            raise ValueError("`cache` needs `top_k`: whole distributions are too large to keep")
+        if self.top_k and self.tail == "bucket" and self.temperature != 1:
+            raise ValueError(f"`tail: bucket` needs temperature 1, got {self.temperature}: use `tail: renormalise`")
+        return self
+
+
+class OnPolicySection(Section):
+    """Learn on what the drafter itself writes (DistillSpec: Zhou et al. 2023, arXiv 2310.08461)."""
+
+    share: float = Field(0.5, gt=0, le=1)
+    """Share of a step's blocks whose answers are sampled from the drafter and scored by the target; the others keep
+    theirs."""
+    new_tokens: int = Field(256, ge=1)
+    """Longest sampled answer; it is never longer than the block has room for."""
+    temperature: float = Field(1.0, gt=0)
+    """Of the sampling."""
+
+
+class TrainSection(Section):
+    """The training loop."""
+
+    epochs: float = Field(1.0, gt=0)
+    """Passes over the data; `steps` overrides it."""
+    steps: int | None = Field(None, ge=1)
+    """Optimizer steps; needed when the data is streamed, whose length nobody knows."""
+    global_batch: int = Field(128, ge=1)
+    """Blocks per optimizer step, over all processes and micro batches."""
+    micro_batch: int = Field(4, ge=1)
+    """Blocks per forward of one process."""
+    learning_rate: float = Field(2e-5, gt=0)
+    """Peak learning rate."""
+    schedule: Literal["cosine", "linear", "constant"] = "cosine"
+    """How the learning rate falls after its warm-up."""
+    warmup: float = Field(0.03, ge=0, lt=1)
+    """Share of the steps in which the learning rate rises."""
+    weight_decay: float = Field(0.0, ge=0)
+    """AdamW's weight decay."""
+    betas: list[float] = Field([0.9, 0.999], min_length=2, max_length=2)
+    """AdamW's moment decays."""
+    clip_norm: float = Field(1.0, ge=0)
+    """Largest norm of the gradient; 0 never clips."""
+    precision: Literal["no", "bf16", "fp16"] = "no"
+    """Mixed precision."""
+    gradient_checkpointing: bool = False
+    """Recompute activations in the backward pass: less memory, more time."""
+    evaluate_every: int = Field(200, ge=0)
+    """Steps between evaluations on held-out data, the first before training; 0: only at the end."""
+    save_every: int = Field(200, ge=0)
+    """Steps between checkpoints, which is what a killed run may lose; 0: only at the end."""
+    keep_checkpoints: int = Field(2, ge=1)
+    """How many checkpoints stay on disk."""
+    log_every: int = Field(10, ge=1)
+    """Steps between lines of the log, and of what trackers are sent."""
+    trackers: list[Literal["tensorboard", "wandb", "trackio", "mlflow"]] = []
+    """Where else to log, through accelerate."""
+    on_bad_step: Literal["stop", "skip"] = "stop"
+    """What to do when loss or gradient are not finite, or the gradient is larger than `max_norm`: stop, or leave the
+    weights as they are and go on (50 times in a row at most)."""
+    max_norm: float = Field(0.0, ge=0)
+    """A gradient of a larger norm, before clipping, is a bad step; 0: only one that is not finite."""
+    compile: bool = False
+    """Compile the model with torch.compile: minutes at the start, then faster on CUDA."""
+    liger: bool = False
+    """Use Liger's kernels (CUDA; needs liger-kernel): in a drafter's layers, for the cross entropy of heads."""
+    seed: int = 0
+    """Order of the data and initial weights."""
+
+
+class HeadsTrainSection(TrainSection):
+    """The training loop, with what Medusa-1's heads were trained with (Cai et al. 2024, arXiv 2401.10774)."""
+
+    learning_rate: float = Field(1e-3, gt=0)
+    """Peak learning rate."""
+    warmup: float = Field(0.1, ge=0, lt=1)
+    """Share of the steps in which the learning rate rises."""
+
+
+class MeasureSection(Section):
+    """Acceptance measured while training, by decoding a fixed held-out sample."""
+
+    prompts: int = Field(16, ge=0)
+    """Held-out prompts to decode; 0 measures nothing. Few say little: the best weights are chosen by them."""
+    new_tokens: int = Field(48, ge=1)
+    """Tokens per prompt."""
+    temperature: float = Field(0.0, ge=0)
+    """0 decodes greedily."""
+    gamma: int = Field(4, ge=1)
+    """Draft tokens a step (drafters)."""
+    tree: str = "2x1"
+    """Candidates by depth (heads), or paths such as `0, 1, 0.0`; no deeper than there are heads."""
+    sequences: int = Field(4, ge=0)
+    """Sequences that SLiM keeps (heads): its decoding is measured beside Medusa's; 0: it is not."""
+    table: str | None = None
+    """Correlation table for it; without one r is 1, and only sequences as long as there are heads compete."""
+    blocks: int = Field(64, ge=0)
+    """Held-out blocks for losses and teacher-forced agreement; 0: none."""
+    keep: Literal["best", "last"] = "best"
+    """Which weights become the artifact: those with the most tokens per step of all evaluations, or the last."""
+
+
+Weight = float | list[float]
+"""Of an objective: a number, or [at the start, at the end of the run], or [from, to, share of the run at which `to` is
+reached]; linear between."""
+
+
+class DrafterRecipe(Section):
+    """Train a language model: a drafter, or a target from scratch."""
+
+    kind: Literal["drafter"]
+    out: str
+    """Folder of the artifact; logs and checkpoints lie beside it in `<out>.state`."""
+    model: ModelSection
+    target: str | None = None
+    """Folder or hub id of the model to draft for; the teacher of the distillation objectives."""
+    tokenizer: str | None = None
+    """Folder or hub id of the tokenizer; by default the target's, else the model's."""
+    objective: dict[str, Weight] = {"cross-entropy": 1.0}
+    """Objectives by name (`draftsmith.train.losses.objectives.OBJECTIVES`) with their weights."""
+    teacher: TeacherSection = TeacherSection()
+    on_policy: OnPolicySection | None = None
+    """Learn on the drafter's own samples too."""
+    data: DataSection
+    train: TrainSection = TrainSection()
+    measure: MeasureSection = MeasureSection()
+
+    @property
+    def tokenizer_source(self) -> str:
+        return self.tokenizer or self.target or str(self.model.source)
+
+    @property
+    def distils(self) -> bool:
+        """Whether an objective looks at the target's distributions."""
+        return set(self.objective) != {"cross-entropy"}
+
+    @model_validator(mode="after")
+    def _teacher(self) -> DrafterRecipe:
+        if self.tokenizer is None and self.target is None and self.model.source is None:
+            raise ValueError("a new model without a target needs `tokenizer`")
+        taught = sorted(set(self.objective) - {"cross-entropy"})
+        if taught and self.target is None:
+            raise ValueError(f"objective {taught[0]!r} needs a `target` to learn from")
+        if self.model.embeddings == "target" and self.target is None:
+            raise ValueError("`model.embeddings: target` needs a `target`")
+        if self.model.attention.startswith("flash") and self.model.dtype == "float32" and self.train.precision == "no":
+            raise ValueError(f"`model.attention: {self.model.attention}` needs 16 bits: set `train.precision: bf16`")
+        if self.on_policy is not None and (not taught or self.teacher.cache is not None):
+            reason = "a distillation objective" if not taught else "the target itself, not a cache of it"
+            raise ValueError(f"`on_policy` needs {reason}: nobody knows beforehand what the drafter will write")
+        return self
+
+
+class HiddenSection(Section):
+    """The target's hidden states, which heads learn from: recomputed in every step, or kept on disk."""
+
+    cache: str | None = None
+    """Folder that keeps them for all training blocks (`draftsmith prepare --teacher`): the target is then run once,
+    however many epochs and kinds of heads learn from them. `train --plan` says what it would cost and save."""
+    dtype: Literal["bfloat16", "float16", "float32"] = "bfloat16"
+    """Type that they are kept in."""
+    batch: int = Field(4, ge=1)
+    """Blocks per forward while they are written."""
+
+
+class BaseSection(Section):
+    """Train the target together with its heads (Medusa-2: Cai et al. 2024, arXiv 2401.10774, section 2.2.2).
+
+    Two stages: at first the heads alone, then both, with a loss of Σ heads' losses · `heads_weight` +
+    `label_weight` · cross entropy + `kl_weight` · KL(the original ‖ the target), where the heads' part rises from 0.
+    """
+
+    lora: LoraSection = LoraSection()
+    """How the target is changed; what the artifact's folder `base` then holds."""
+    alone: float = Field(0.3, ge=0, lt=1)
+    """Share of the run in which the heads alone are trained."""
+    warmup: float = Field(0.2, ge=0, lt=1)
+    """Share of the run, after that, over which the heads' part rises."""
+    heads_weight: float = Field(0.2, gt=0)
+    """Of the heads' losses when they train the target too."""
+    label_weight: float = Field(1.0, ge=0)
+    """Of the target's own cross entropy."""
+    kl_weight: float = Field(1.0, ge=0)
+    """Of the divergence from the original."""
+    rate: float = Field(0.25, gt=0)
+    """The target's learning rate is this times the heads'."""
+
+    @model_validator(mode="after")
+    def _anchored(self) -> BaseSection:
+        if not self.label_weight + self.kl_weight:
+            raise ValueError("`label_weight` and `kl_weight` are both 0: nothing would keep the target what it is")
+        if self.alone + self.warmup > 1:
+            raise ValueError(f"`alone` and `warmup` are {self.alone} and {self.warmup} of the run, together at most 1")
+        return self
+
+
+class HeadsRecipe(Section):
+    """Train Medusa / SLiM prediction heads on a target's last hidden state."""
+
+    kind: Literal["heads"]
+    out: str
+    """Folder of the artifact; logs and checkpoints lie beside it in `<out>.state`."""
+    target: str
+    """Folder or hub id of the model that the heads sit on."""
+    target_dtype: Literal["auto", "float32", "bfloat16", "float16"] = "auto"
+    """Type of the target's weights; auto takes that of the files. Heads are trained in float32 and kept in this one."""
+    num_heads: int = Field(4, ge=1)
+    """Head k predicts the token k + 2 places ahead (k from 0)."""
+    num_layers: int = Field(1, ge=0)
+    """Residual blocks a head."""
+    projection: Literal["own", "low-rank", "target"] = "own"
+    """What makes logits: a matrix for each head that begins as the target's, one of rank `rank`, or the target's
+    itself (Medusa's version 2)."""
+    rank: int = Field(0, ge=0)
+    """Of `projection: low-rank`."""
+    states: Literal["after-norm", "before-norm"] = "after-norm"
+    """The hidden states that heads read: after the target's final norm, as Medusa's, or before it."""
+    objective: dict[str, Weight] = {"cross-entropy": 1.0}
+    """Objectives of each head by name (`draftsmith.train.losses.objectives.OBJECTIVES`) with their weights;
+    cross-entropy learns from the text, all others from the target's own distribution of the same token
+    (self-distillation)."""
+    temperature: float = Field(1.0, gt=0)
+    """Divides the logits of both sides in the objectives that look at the target."""
+    weight_decay_by_head: float = Field(0.8, gt=0)
+    """Head k's loss counts this to the power of k, k from 0: the first head's counts 1. 1 is Medusa-1's plain sum."""
+    hidden: HiddenSection = HiddenSection()
+    base: BaseSection | None = None
+    """Train the target too (Medusa-2); without it the target stays as it is (Medusa-1)."""
+    shard_target: bool = False
+    """Under ZeRO 3 spread the target's weights too while steps run; slower. Each process still needs room for all of it
+    while it is loaded, in evaluations, and at the end."""
+    data: DataSection
+    train: HeadsTrainSection = HeadsTrainSection()
+    measure: MeasureSection = MeasureSection()
+
+    @property
+    def tokenizer_source(self) -> str:
+        return self.target
+
+    @property
+    def distils(self) -> bool:
+        """Whether an objective looks at the target's distributions."""
+        return set(self.objective) != {"cross-entropy"}
+
+    @model_validator(mode="after")
+    def _consistent(self) -> HeadsRecipe:
+        if (self.projection == "low-rank") != (self.rank > 0):
+            needed = "1 or more with `projection: low-rank`" if not self.rank else "0 without `projection: low-rank`"
+            raise ValueError(f"`rank` is {self.rank}, expected {needed}")
+        if self.projection == "target" and self.num_layers == 0:
+            raise ValueError("`projection: target` without residual blocks (`num_layers: 0`) leaves nothing to train")
+        if self.projection == "target" and self.states == "before-norm":
+            raise ValueError("`projection: target` reads states after the final norm: `states` cannot be before-norm")
+        if self.hidden.cache is not None and self.num_heads > 15:
+            raise ValueError(f"`hidden.cache` serves up to 15 heads, and `num_heads` is {self.num_heads}")
+        if self.hidden.cache is not None and self.train.compile:
+            raise ValueError(
+                "`train.compile` compiles the target, and with `hidden.cache` it does not run: leave it out"
+            )
+        if self.base is not None and self.hidden.cache is not None:
+            raise ValueError(
+                "`hidden.cache` holds the states of the target as it is, and `base` changes it: choose one"
+            )
+        return self
+
+
+class CountSection(Section):
+    """Which neighbouring tokens a table counts, and with how much memory."""
+
+    pairs: Literal["documents", "answers", "messages"] = "documents"
+    """`documents`: all of a conversation as its template writes it, the template's own tokens too. `answers`: the pairs
+    whose right token is trained on, that is the assistant's words and the end of turn, each answer with the one token
+    that stands before it. `messages`: the words of each message alone, without any token of the template. A pair never
+    reaches from one document, answer or message into the next."""
+    roles: list[str] = []
+    """Whose messages, with `pairs: messages`: system, user, assistant; empty: user and assistant."""
+    memory_mb: int = Field(512, ge=1)
+    """Memory for the counts of each process; what outgrows it goes to `<out>.state`."""
+    save_minutes: float = Field(5.0, gt=0)
+    """Counts are put on disk at least so often, which is what a killed run may lose."""
+
+    @model_validator(mode="after")
+    def _known_roles(self) -> CountSection:
+        if self.roles and self.pairs != "messages":
+            raise ValueError(f"`roles` chooses among messages, and `pairs` is {self.pairs!r}: set `pairs: messages`")
+        for role in self.roles:
+            if role not in MESSAGE_ROLES:
+                known = ", ".join(MESSAGE_ROLES)
+                raise ValueError(f"`roles` has {role!r}{nearest_name(role, MESSAGE_ROLES)}; known: {known}")
+        return self
+
+
+class PruneSection(Section):
+    """Leave pairs out of a finished table; r of those that stay is what it was."""
+
+    min_count: int = Field(1, ge=1)
+    """Keep pairs that were seen at least so often."""
+    top: int = Field(0, ge=0)
+    """Keep at most so many pairs a left token, the most frequent; 0: all."""
+    megabytes: float | None = Field(None, gt=0)
+    """Keep the most frequent pairs that fit into a file of this size."""
+    keep_whole: bool = True
+    """Also write the whole table, as an artifact of its own at `<out>-whole`: pruned counts cannot be merged."""
+
+    @model_validator(mode="after")
+    def _prunes(self) -> PruneSection:
+        if self.min_count == 1 and not self.top and self.megabytes is None:
+            raise ValueError("`prune` leaves nothing out: give `min_count` above 1, `top` or `megabytes`")
+        return self
+
+
+class SaturationSection(Section):
+    """`--saturation`: whether the corpus is large enough, by tables of growing parts of it, each used for SLiM's
+    decoding and compared with r = 1 for all pairs (figure 7 of the paper)."""
+
+    target: str
+    """Folder or hub id of the model to decode with."""
+    heads: str
+    """Folder of its prediction heads."""
+    prompts: str | None = None
+    """Questions to answer, as in a recipe of kind evaluate; by default those of conversations held out of `data`."""
+    limit: int = Field(40, ge=3)
+    """Prompts to decode."""
+    max_prompt_tokens: int = Field(1024, ge=1)
+    """Longer prompts are passed over."""
+    new_tokens: int = Field(64, ge=1)
+    """Tokens to generate for each prompt."""
+    temperature: float = Field(0.0, ge=0)
+    """0 decodes greedily."""
+    sizes: list[int] = []
+    """Conversations of the parts, rising; empty: 1,000, 2,000, 5,000, 10,000 … as far as the corpus goes, of one that
+    has fewer than 10,000 from a hundredth of it on (1, 2, 5, 10 …). The whole corpus always comes last."""
+    sequences: list[int] = Field([20], min_length=1)
+    """Sequences that SLiM keeps; with several there is a curve for each."""
+    candidates: int = Field(10, ge=1)
+    """Candidates that it takes of each head."""
+    unseen: float = Field(0.01, ge=0)
+    """r of a pair that was never seen."""
+    smoothing: Literal["none", "add-k", "kneser-ney"] = "none"
+    """Of the counts, before r is derived."""
+    strength: float = Field(0.0, ge=0)
+    """k or the discount of the smoothing; 0: its default."""
+    least_gain: float = Field(0.01, ge=0)
+    """A smaller gain in tokens per step (0.01: 1 %) does not count as paying."""
+    device: str = "auto"
+    """Where to decode: auto, cpu, cuda …"""
+    dtype: Literal["auto", "float32", "bfloat16", "float16"] = "auto"
+    """Type of the weights; auto takes that of the files."""
+    seed: int = 0
+    """Random numbers of sampling."""
+
+    @model_validator(mode="after")
+    def _rising(self) -> SaturationSection:
+        for name, values in (("sizes", self.sizes), ("sequences", self.sequences)):
+            if values != sorted(set(values)) or (values and values[0] < 1):
+                raise ValueError(f"`{name}` is {values}: give numbers from 1 on, rising, each once")
+        return self
+
+
+class TableRecipe(Section):
+    """Count the bigram correlation table of a corpus (SLiM, eq. 5).
+
+    The corpus is streamed, cleaned and rendered whole: of the data section, block_tokens, packing, streaming, window
+    and workers change nothing, and no blocks are prepared. Held-out conversations are not counted.
+    """
+
+    kind: Literal["table"]
+    out: str
+    """Folder of the artifact; counts that are not finished lie beside it in `<out>.state`."""
+    tokenizer: str
+    """Folder or hub id of the tokenizer."""
+    vocab_size: int | None = Field(None, ge=1)
+    """Tokens of the table; by default the tokenizer's. Set it to the target's where its embeddings are padded: 32064
+    where the tokenizer has 32000."""
+    data: DataSection
+    count: CountSection = CountSection()
+    prune: PruneSection | None = None
+    """Make the artifact smaller; without it the table holds every pair that was seen."""
+    saturation: SaturationSection | None = None
+    """What `draftsmith train RECIPE --saturation` needs; counting does not look at it."""
+
+    @property
+    def tokenizer_source(self) -> str:
+        return self.tokenizer

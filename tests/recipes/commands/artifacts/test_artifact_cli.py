@@ -1,0 +1,256 @@
+"""`draftsmith artifact` as it is typed, and what artifacts say of the command that made them."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import shutil
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from draftsmith.checkpoints.artifact.artifact import MANIFEST_FILE as FILE
+from draftsmith.checkpoints.artifact.artifact import load_manifest
+from draftsmith.decode.custom_generate.method import method
+from draftsmith.decode.models.loading import load_model
+from draftsmith.recipes.build.evaluation import place_of
+from draftsmith.recipes.commands.cli import app
+from draftsmith.recipes.commands.evaluation.evaluate import run_evaluate
+from draftsmith.recipes.schema.evaluation import EvaluateRecipe
+from draftsmith.recipes.session.typed import typed_command
+from huggingface_hub import constants
+from typer.testing import CliRunner, Result
+
+
+def artifact(*arguments: str | Path) -> Result:
+    return CliRunner().invoke(app, ["artifact", *map(str, arguments)])
+
+
+def test_an_artifact_is_shown(tiny_pair: Path) -> None:
+    shown = artifact("show", tiny_pair / "heads").stdout
+    manifest = load_manifest(tiny_pair / "heads")
+    for part in (
+        "heads, 3 files of",
+        "320 tokens",
+        str(manifest.created),
+        *manifest.files,
+        *(name for name, version in manifest.versions.items() if version is not None),
+    ):
+        assert part in shown
+    everything = artifact("show", tiny_pair / "heads", "--all").stdout
+    assert all(name in everything for name in manifest.versions)
+    assert "--all" in shown
+    assert "--all" not in everything
+    printed = json.loads(artifact("show", tiny_pair / "heads", "--json").stdout)
+    assert printed == json.loads((tiny_pair / "heads" / "artifact.json").read_text())
+
+
+def test_texts_of_others_are_shown_harmlessly(tiny_pair: Path, tmp_path: Path) -> None:
+    values = json.loads((tiny_pair / "heads" / "artifact.json").read_text())
+    values["command"], values["target"] = "\x1b[2J[bold]rm -rf", {"id": "\u202eevil [link=x]"}
+    (tmp_path / "artifact.json").write_text(json.dumps(values))
+    done = artifact("show", tmp_path)
+    assert done.exit_code == 0
+    assert "[bold]rm -rf" in done.stdout
+    assert "\x1b" not in done.stdout
+    assert "\u202e" not in done.stdout
+
+
+def test_artifacts_are_verified_all_of_them(tiny_pair: Path, tmp_path: Path) -> None:
+    good = artifact("verify", tiny_pair / "heads", tiny_pair / "table", tiny_pair / "drafter")
+    assert good.exit_code == 0
+    assert good.stdout.count("nothing wrong") == 3
+    for name in ("one", "two"):
+        (tmp_path / name).mkdir()
+        for path in (tiny_pair / "table").iterdir():
+            (tmp_path / name / path.name).write_bytes(path.read_bytes())
+        (tmp_path / name / "extra").write_text("")
+    (tmp_path / "one" / "README.md").unlink()
+    bad = artifact("verify", tmp_path / "one", tiny_pair / "heads", tmp_path / "two", tmp_path / "three")
+    assert bad.exit_code == 1
+    assert bad.stdout.count("fault:") == 4
+    for part in ("lacks README.md", "holds extra", "nothing wrong", f"no folder {tmp_path / 'three'}"):
+        assert part in bad.stdout
+
+
+def test_a_folder_of_artifacts_names_them(tiny_pair: Path, tmp_path: Path) -> None:
+    named = "; name one of those that lie in it: " + ", ".join(
+        str(tiny_pair / name) for name in ("drafter", "drafter-stage1", "heads", "table")
+    )
+    verified = artifact("verify", tiny_pair, tiny_pair / "heads")
+    assert verified.exit_code == 1
+    assert f"{tiny_pair} is not an artifact: it has no artifact.json{named}" in verified.stdout.replace("\n", "")
+    assert verified.stdout.count("nothing wrong") == 1
+    for command in (["artifact", "show", tiny_pair], ["export", tiny_pair, "--to", "npz"], ["push", tiny_pair, "a/b"]):
+        assert named in str(CliRunner().invoke(app, list(map(str, command))).exception), command
+    asked = CliRunner().invoke(app, ["doctor", str(tiny_pair / "target"), str(tiny_pair)])
+    assert named in str(asked.exception)
+    with pytest.raises(ValueError, match=r"name one of those that lie in it: .*drafter-stage1"):
+        load_model(str(tiny_pair))
+    (tmp_path / ".cache").symlink_to(tiny_pair)
+    assert "name one of those that lie in it" in artifact("verify", tmp_path / ".cache").stdout, "hidden, but asked for"
+    (tmp_path / "a" / ".b.saving").mkdir(parents=True)
+    shutil.copyfile(tiny_pair / "heads" / "artifact.json", tmp_path / "a" / ".b.saving" / "artifact.json")
+    assert (
+        artifact("verify", tmp_path).stdout.split() == f"fault: {tmp_path} is not an artifact: it has no {FILE}".split()
+    )
+
+
+def test_an_artifact_is_compared_with_a_target(tiny_pair: Path, corpus: Path, tmp_path: Path) -> None:
+    fits = artifact("verify", tiny_pair / "table", "--target", tiny_pair / "target")
+    assert fits.exit_code == 0, fits.stdout
+    assert f"nothing wrong, for {tiny_pair / 'target'}" in fits.stdout
+    values = json.loads((tiny_pair / "table" / "artifact.json").read_text())
+    for path in (tiny_pair / "table").iterdir():
+        (tmp_path / path.name).write_bytes(path.read_bytes())
+    changed = {"tokenizer_fingerprint": "0" * 64, "target": {"id": "other", "fingerprint": "0" * 64}}
+    (tmp_path / "artifact.json").write_text(json.dumps(values | changed))
+    unfit = artifact("verify", tmp_path, "--target", tiny_pair / "target")
+    assert unfit.exit_code == 1
+    assert "was made with another tokenizer" in unfit.stdout
+    assert "was made for another model than" in unfit.stdout
+
+
+def test_artifacts_are_compared(tiny_pair: Path) -> None:
+    assert artifact("diff", tiny_pair / "table", tiny_pair / "table").exit_code == 0
+    differ = artifact("diff", tiny_pair / "drafter", tiny_pair / "drafter-stage1")
+    assert differ.exit_code == 1
+    assert "tensor model.embed_tokens.weight: 5,120 values differ, by at most" in differ.stdout
+
+
+@pytest.fixture
+def hub(tmp_path: Path, tiny_pair: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+    """The tiny pair's artifacts in the hub's cache as `me/drafter`, `me/heads` and `me/table`, and no network."""
+    for name in ("drafter", "heads", "table"):
+        repo = tmp_path / "cache" / f"models--me--{name}"
+        (repo / "refs").mkdir(parents=True)
+        (repo / "refs" / "main").write_text("a" * 40)
+        shutil.copytree(tiny_pair / name, repo / "snapshots" / ("a" * 40))
+    monkeypatch.setattr(constants, "HF_HUB_CACHE", str(tmp_path / "cache"))
+    monkeypatch.setattr(constants, "HF_HUB_OFFLINE", True)
+    monkeypatch.chdir(tmp_path)
+    place_of.cache_clear()
+    yield
+    place_of.cache_clear()
+
+
+@pytest.mark.usefixtures("hub")
+def test_parts_of_an_evaluation_may_lie_on_the_hub(tiny_pair: Path, corpus: Path, tmp_path: Path) -> None:
+    asked = {"kind": "evaluate", "device": "cpu", "prompts": str(corpus / "rows.json"), "template": "chatml"}
+    asked |= {"limit": 2, "max_new_tokens": 8, "target": str(tiny_pair / "target"), "out": str(tmp_path / "r.json")}
+    names = ("autoregressive", "speculative", "slim-s")
+    asked |= {"methods": [{"method": name} for name in names]}
+    places = {"drafter": "me/drafter", "heads": "me/heads@main", "table": "me/table"}
+    results = run_evaluate(EvaluateRecipe(**asked, **places))
+    assert results["recipe"]["heads"] == "me/heads@main"
+    wanted = hashlib.sha256((tiny_pair / "heads" / "artifact.json").read_bytes()).hexdigest()
+    assert results["artifacts"]["heads"]["hash"] == wanted
+    assert [row["identical_to_greedy"] for row in results["methods"]] == [[2, 2]] * 3
+    blob = tmp_path / "cache" / "models--me--table" / "snapshots" / ("a" * 40) / "table.safetensors"
+    blob.write_bytes(b"other")
+    place_of.cache_clear()
+    with pytest.raises(ValueError, match="what the hub's cache holds of me/table is not what was published"):
+        run_evaluate(EvaluateRecipe(**asked, **places))
+
+
+@pytest.mark.usefixtures("hub")
+def test_methods_in_transformers_take_hub_ids(tiny_pair: Path) -> None:
+    model = load_model(str(tiny_pair / "target"))
+    ids = torch.tensor([[5, 6, 7]])
+    wanted = model.generate(ids, max_new_tokens=8, do_sample=False, pad_token_id=0)
+    for name, parts in (
+        ("speculative", {"drafter": "me/drafter"}),
+        ("slim-s", {"heads": "me/heads", "table": "me/table"}),
+    ):
+        found = model.generate(
+            ids, max_new_tokens=8, do_sample=False, pad_token_id=0, custom_generate=method(name, **parts)
+        )
+        assert found.tolist() == wanted.tolist()
+    with pytest.raises(ValueError, match="kind 'table', expected 'heads'"):
+        method("medusa", heads="me/table")
+
+
+@pytest.mark.usefixtures("hub")
+def test_artifacts_on_the_hub_are_shown_and_verified() -> None:
+    assert "table, 2 files" in artifact("show", "me/table").stdout
+    assert "nothing wrong" in artifact("verify", "me/table@main").stdout
+    assert artifact("diff", "me/table", "me/table@main").exit_code == 0
+    away = artifact("verify", "me/nowhere")
+    assert away.exit_code == 1
+    assert "HF_HUB_OFFLINE forbids" in away.stdout
+
+
+def test_an_artifact_says_by_which_command_it_was_made(launcher: Any, drafter_recipe: Path, tmp_path: Path) -> None:
+    code, said = launcher.run("train", str(drafter_recipe), "train.steps=3", "train.save_every=3")
+    assert code == 0, said
+    manifest = load_manifest(tmp_path / "drafter")
+    assert manifest.command == f"draftsmith train {drafter_recipe} train.steps=3 train.save_every=3"
+    assert manifest.created is not None
+
+
+MODULE = str(Path(__file__).resolve().parents[4] / "__main__.py")
+
+
+@pytest.mark.parametrize(
+    ("arguments", "environment", "wanted"),
+    [
+        (["draftsmith", "train", "x"], {}, "draftsmith train x"),
+        (["/usr/bin/draftsmith", "train", "a b", "k=v w"], {}, "draftsmith train 'a b' 'k=v w'"),
+        ([MODULE, "train", "x"], {}, "draftsmith train x"),
+        (["pytest", "-q"], {}, None),
+        (["/elsewhere/__main__.py"], {}, None),
+        (["ipykernel_launcher.py"], {}, None),
+        (
+            [MODULE, "train", "x"],
+            {"WORLD_SIZE": "4", "LOCAL_WORLD_SIZE": "2", "ACCELERATE_MIXED_PRECISION": "no"},
+            "accelerate launch --num_processes 4 --num_machines 2 -m draftsmith train x",
+        ),
+        (
+            [MODULE, "train", "x"],
+            {
+                "WORLD_SIZE": "2", "LOCAL_WORLD_SIZE": "2", "ACCELERATE_MIXED_PRECISION": "no",
+                "ACCELERATE_USE_DEEPSPEED": "true", "ACCELERATE_DEEPSPEED_ZERO_STAGE": "3",
+            },
+            "accelerate launch --num_processes 2 --num_machines 1 --use_deepspeed --zero_stage 3 -m draftsmith train x",
+        ),
+        (
+            [MODULE, "train", "x"],
+            {"WORLD_SIZE": "2", "LOCAL_WORLD_SIZE": "2"},
+            "torchrun --nproc_per_node 2 --nnodes 1 -m draftsmith train x",
+        ),
+        (["draftsmith", "train", "x"], {"WORLD_SIZE": "1", "RANK": "0"}, "draftsmith train x"),
+    ],
+)  # fmt: skip
+def test_the_command_is_what_one_would_type(
+    arguments: list[str], environment: dict[str, str], wanted: str | None
+) -> None:
+    assert typed_command(arguments, environment) == wanted
+
+
+@pytest.mark.parametrize(
+    ("word", "wanted"),
+    [
+        ("token=correct-horse", "'token=<redacted>'"),
+        ("hub.token=correct-horse", "'hub.token=<redacted>'"),
+        ("server.api_key=correct-horse", "'server.api_key=<redacted>'"),
+        ("server={api_key: correct-horse, url: x}", """'server={"api_key": "<redacted>", "url": "x"}'"""),
+        ("--hf-token=correct-horse", "'--hf-token=<redacted>'"),
+        ("data.path=hf_" + "horse1" * 4, "'data.path=<redacted>'"),
+        ("data.path=https://me:" + "correct-horse@example.org/x", "'data.path=https://<redacted>@example.org/x'"),
+        ("data.path=https://x.org/y?sig=correct-horse&a=1", "'data.path=https://x.org/y?sig=<redacted>&a=1'"),
+        ("https://me:" + "correct-horse@example.org/x", "'https://<redacted>@example.org/x'"),
+        ("tokenizer=me/horse", "tokenizer=me/horse"),
+        ("data.block_tokens=512", "data.block_tokens=512"),
+        ("train.betas=[0.9, .inf]", "'train.betas=[0.9, .inf]'"),
+        ("token=", "token="),
+    ],
+)
+def test_the_command_keeps_no_secrets(word: str, wanted: str) -> None:
+    assert typed_command(["draftsmith", "train", word], {}) == f"draftsmith train {wanted}"
+
+
+def test_a_secret_that_follows_its_option_is_redacted() -> None:
+    told = typed_command(["draftsmith", "push", "--token", "correct-horse", "--yes", "--password", "-x", "y"], {})
+    assert told == "draftsmith push --token '<redacted>' --yes --password -x y"

@@ -1,0 +1,238 @@
+"""`draftsmith import` of drafters, and the doctor over LoRA adapters: an artifact like our own, or a clear refusal."""
+
+from __future__ import annotations
+
+import json
+import shlex
+import shutil
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from draftsmith.checkpoints.artifact.artifact import (
+    load_manifest,
+    model_fingerprint,
+    tokenizer_fingerprint,
+    verify_artifact,
+)
+from draftsmith.data.tokenizers import load_tokenizer
+from draftsmith.decode.models.loading import load_model
+from draftsmith.recipes.commands.artifacts.import_drafter import import_published
+from draftsmith.recipes.commands.cli import app
+from draftsmith.recipes.commands.evaluation.evaluate import run_evaluate
+from draftsmith.recipes.schema.evaluation import EvaluateRecipe
+from huggingface_hub import constants
+from safetensors.torch import load_file
+from transformers import AutoModelForCausalLM
+from typer.testing import CliRunner, Result
+
+
+def draftsmith(*arguments: str | Path) -> Result:
+    return CliRunner().invoke(app, list(map(str, arguments)))
+
+
+@pytest.fixture
+def target(tiny_pair: Path) -> Path:
+    return tiny_pair / "target"
+
+
+@pytest.fixture
+def plain(tiny_pair: Path, tmp_path: Path) -> Path:
+    """A drafter as others publish it."""
+    folder = tmp_path / "plain"
+    AutoModelForCausalLM.from_pretrained(tiny_pair / "drafter").save_pretrained(folder)
+    load_tokenizer(str(tiny_pair / "target")).save_pretrained(folder)
+    (folder / "LICENSE").write_text("yours")
+    return folder
+
+
+@pytest.fixture
+def adapter(plain: Path, tmp_path: Path) -> Path:
+    """Of LoRA, for that drafter, and not without effect."""
+    peft = pytest.importorskip("peft")
+    folder = tmp_path / "adapter"
+    torch.manual_seed(3)
+    model = peft.get_peft_model(AutoModelForCausalLM.from_pretrained(plain), peft.LoraConfig(r=2))
+    for name, parameter in model.named_parameters():
+        if "lora_B" in name:
+            torch.nn.init.normal_(parameter, std=0.1)
+    model.save_pretrained(folder)
+    settings = json.loads((folder / "adapter_config.json").read_text()) | {"base_model_name_or_path": str(plain)}
+    (folder / "adapter_config.json").write_text(json.dumps(settings))
+    return folder
+
+
+def test_a_drafter_from_elsewhere_is_one_of_ours(plain: Path, target: Path, corpus: Path, tmp_path: Path) -> None:
+    out = tmp_path / "out"
+    done = draftsmith("import", plain, "--target", target, "--out", out)
+    assert done.exit_code == 0, (done.output, done.exception)
+    manifest = verify_artifact(out, "drafter")
+    assert manifest.target == {"id": str(target), "fingerprint": model_fingerprint(target)}
+    assert manifest.tokenizer_fingerprint == tokenizer_fingerprint(load_tokenizer(str(target)))
+    assert manifest.training == {"imported_from": str(plain)}
+    assert (out / "LICENSE").read_text() == "yours"
+    assert (out / "model.safetensors").read_bytes() == (plain / "model.safetensors").read_bytes()
+    assert draftsmith("doctor", target, out).exit_code == 0
+    assert draftsmith("export", out, "--to", "transformers", "--out", tmp_path / "export").exit_code == 0
+    asked: dict[str, Any] = {"kind": "evaluate", "device": "cpu", "prompts": str(corpus / "rows.json"), "limit": 2}
+    asked |= {"template": "chatml", "max_new_tokens": 8, "target": str(target), "out": str(tmp_path / "r.json")}
+    asked |= {"methods": [{"method": "autoregressive"}, {"method": "speculative"}], "drafter": str(out)}
+    results = run_evaluate(EvaluateRecipe(**asked))
+    assert results["artifacts"]["drafter"]["files"]["model.safetensors"]
+    again = draftsmith("import", plain, "--target", target, "--out", out)
+    assert "is there already and not empty" in str(again.exception)
+    twice = draftsmith("import", out, "--target", target, "--out", tmp_path / "twice")
+    assert "is an artifact already, and used as it is" in str(twice.exception)
+
+
+def test_pickled_weights_are_converted_where_that_is_said(plain: Path, target: Path, tmp_path: Path) -> None:
+    weights = load_file(plain / "model.safetensors")
+    (plain / "model.safetensors").unlink()
+    torch.save(weights, plain / "pytorch_model.bin")
+    command = ("import", plain, "--target", target, "--out", tmp_path / "out")
+    assert "pickled ones are read with --unpickle" in str(draftsmith(*command).exception)
+    assert not (tmp_path / "out").exists()
+    done = draftsmith(*command, "--unpickle")
+    assert done.exit_code == 0, (done.output, done.exception)
+    found = load_file(tmp_path / "out" / "model.safetensors")
+    assert all(torch.equal(found[name], weights[name]) for name in found)
+    assert not list((tmp_path / "out").glob("*.bin"))
+
+
+class Evil:
+    def __reduce__(self) -> Any:
+        return exec, ("raise SystemExit('it ran')",)
+
+
+@pytest.mark.parametrize("name", ["pytorch_model.bin", "pytorch_model-00001-of-00001.bin"])
+def test_code_in_a_pickle_does_not_run(name: str, plain: Path, target: Path, tmp_path: Path) -> None:
+    (plain / "model.safetensors").unlink()
+    torch.save({"model.embed_tokens.weight": Evil()}, plain / name)
+    index = {"metadata": {}, "weight_map": {"model.embed_tokens.weight": name}}
+    (plain / "pytorch_model.bin.index.json").write_text(json.dumps(index))
+    with pytest.raises(ValueError, match=r"is not a pickled file of tensors alone|hold more than tensors") as refused:
+        import_published(str(plain), tmp_path / "out", str(target), unpickle=True)
+    assert "weights_only" not in str(refused.value), "torch says how to run it"
+    assert not (tmp_path / "out").exists()
+
+
+def test_a_drafter_that_does_not_fit_is_refused_with_the_doctors_words(
+    plain: Path, target: Path, tmp_path: Path
+) -> None:
+    model = AutoModelForCausalLM.from_pretrained(plain)
+    model.resize_token_embeddings(352, mean_resizing=False)
+    model.save_pretrained(plain)
+    out = tmp_path / "out"
+    with pytest.raises(ValueError, match=r"is no pair with the target .*\n- vocab_size: .*320.*352") as refused:
+        import_published(str(plain), out, str(target))
+    assert not out.exists()
+    fix = shlex.split(str(refused.value).split("`")[1])[1:]
+    mended = draftsmith(*[str(out) if word == "OUT" else word for word in fix])
+    assert mended.exit_code == 0, (mended.output, mended.exception)
+    assert load_manifest(out).vocab_size == 320
+
+
+@pytest.mark.parametrize("command", ["import", "doctor"])
+def test_a_drafter_that_lacks_a_file_of_weights(command: str, plain: Path, target: Path, tmp_path: Path) -> None:
+    model = AutoModelForCausalLM.from_pretrained(plain)
+    model.save_pretrained(plain, max_shard_size="20KB")
+    (plain / "model.safetensors").unlink()
+    lost = sorted(plain.glob("model-*.safetensors"))[1]
+    lost.unlink()
+    out = tmp_path / "out"
+    words = {"import": [plain, "--target", target, "--out", out], "doctor": [target, plain, "--fix", out]}
+    done = draftsmith(command, *words[command])
+    assert f"names '{lost.name}', which is not beside it" in str(done.exception)
+    assert not out.exists()
+
+
+def test_a_link_is_not_handed_on(plain: Path, target: Path, tmp_path: Path) -> None:
+    (tmp_path / "secret").write_text("mine")
+    (plain / "LICENSE").unlink()
+    (plain / "LICENSE").symlink_to(tmp_path / "secret")
+    with pytest.raises(ValueError, match=r"LICENSE is a link to .*secret"):
+        import_published(str(plain), tmp_path / "out", str(target))
+    assert not (tmp_path / "out").exists()
+    repaired = draftsmith("doctor", target, plain, "--fix", tmp_path / "out")
+    assert "LICENSE is a link to" in str(repaired.exception)
+    assert not (tmp_path / "out").exists()
+
+
+def test_wrong_requests_are_refused(plain: Path, target: Path, tmp_path: Path) -> None:
+    with pytest.raises(ValueError, match=r"say with --target which model .*plain drafts for"):
+        import_published(str(plain), tmp_path / "out")
+    with pytest.raises(ValueError, match="--states is for heads"):
+        import_published(str(plain), tmp_path / "out", str(target), states="before-norm")
+    (tmp_path / "empty").mkdir()
+    with pytest.raises(ValueError, match="there are no heads"):
+        import_published(str(tmp_path / "empty"), tmp_path / "out", str(target))
+    (plain / "model.safetensors").write_bytes(b"\x08")
+    with pytest.raises(ValueError, match=r"model\.safetensors: it is not a safetensors file"):
+        import_published(str(plain), tmp_path / "out", str(target))
+
+
+def test_a_drafter_on_the_hub(plain: Path, target: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    repo = tmp_path / "cache" / "models--me--plain"
+    shutil.copytree(plain, repo / "snapshots" / ("a" * 40))
+    (repo / "refs").mkdir()
+    (repo / "refs" / "v2").write_text("a" * 40)
+    monkeypatch.setattr(constants, "HF_HUB_CACHE", str(tmp_path / "cache"))
+    monkeypatch.setattr(constants, "HF_HUB_OFFLINE", True)
+    import_published("me/plain@v2", tmp_path / "out", str(target))
+    assert verify_artifact(tmp_path / "out", "drafter").training == {"imported_from": "me/plain@v2"}
+
+
+def test_an_adapter_is_merged(adapter: Path, target: Path, tmp_path: Path) -> None:
+    done = draftsmith("import", adapter, "--target", target, "--out", tmp_path / "out")
+    assert done.exit_code == 0, (done.output, done.exception)
+    verify_artifact(tmp_path / "out", "drafter")
+    ids = torch.tensor([[1, 5, 9, 200]])
+    merged, mine = load_model(str(tmp_path / "out"))(ids).logits, load_model(str(adapter))(ids).logits
+    assert torch.equal(merged, mine)
+    base = load_model(str(tmp_path / "plain"))(ids).logits
+    assert not torch.allclose(merged, base, atol=1e-3), "or the adapter does nothing"
+    assert (tmp_path / "out" / "tokenizer.json").is_file(), "its model's"
+
+
+def test_the_doctor_looks_at_an_adapter_with_its_model(adapter: Path, target: Path, tmp_path: Path) -> None:
+    seen = draftsmith("doctor", target, adapter, "--json")
+    assert seen.exit_code == 0, (seen.output, seen.exception)
+    told = json.loads(seen.stdout)["pair"]
+    assert told["drafter"] == str(adapter)
+    assert {fact["name"]: fact["drafter"] for fact in told["facts"]}["rows of the embedding"] == "320"
+
+
+@pytest.mark.parametrize("form", ["adapter", "pickled"])
+def test_what_must_be_converted_first_is_repaired_too(
+    form: str, plain: Path, target: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, request: Any
+) -> None:
+    wide = AutoModelForCausalLM.from_pretrained(plain)
+    wide.resize_token_embeddings(352, mean_resizing=False)
+    wide.save_pretrained(plain)
+    source = request.getfixturevalue("adapter") if form == "adapter" else plain
+    before = load_model(str(source))
+    if form == "pickled":
+        torch.save(load_file(plain / "model.safetensors"), plain / "pytorch_model.bin")
+        (plain / "model.safetensors").unlink()
+    out = tmp_path / "out"
+    with pytest.raises(ValueError, match="vocab_size: ") as refused:
+        import_published(str(source), out, str(target), unpickle=form == "pickled")
+    words = shlex.split(str(refused.value).split("`")[1])
+    if form == "pickled":
+        assert "no safetensors weights" in str(draftsmith("doctor", target, source, "--fix", out).exception)
+        monkeypatch.setenv(*words.pop(0).split("="))
+    mended = draftsmith(*[str(out) if word == "OUT" else word for word in words[1:]])
+    assert mended.exit_code == 0, (mended.output, mended.exception)
+    manifest = verify_artifact(out, "drafter")
+    assert (manifest.vocab_size, manifest.training["repaired_from"]) == (320, str(source))
+    assert (out / "LICENSE").read_text() == "yours", "the model's, also beside an adapter"
+    ids = torch.tensor([[1, 5, 9, 200]])
+    assert torch.equal(load_model(str(out))(ids).logits, before(ids).logits[..., :320])
+
+
+def test_an_adapter_without_its_model(adapter: Path, target: Path, tmp_path: Path) -> None:
+    shutil.rmtree(tmp_path / "plain")
+    asked = draftsmith("doctor", target, adapter)
+    assert asked.exit_code != 0
+    assert "plain" in str(asked.exception)

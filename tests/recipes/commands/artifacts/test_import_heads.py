@@ -1,0 +1,249 @@
+"""`draftsmith import`: published heads become an artifact that is checked and decodes."""
+
+from __future__ import annotations
+
+import json
+import os
+import shutil
+import subprocess
+import sys
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from types import ModuleType
+from typing import Any
+
+import pytest
+import torch
+import yaml
+from draftsmith.checkpoints.artifact.artifact import (
+    load_manifest,
+    model_fingerprint,
+    tokenizer_fingerprint,
+    verify_artifact,
+)
+from draftsmith.checkpoints.heads.files import HEADS_FILE, PredictionHeads, load_heads, save_heads
+from draftsmith.data.tokenizers import load_tokenizer
+from draftsmith.recipes.commands.artifacts.import_heads import import_heads
+from safetensors.torch import load_file, save_file
+from torch import Tensor
+from transformers import AutoModelForCausalLM, LlamaForCausalLM
+
+Cli = Callable[..., subprocess.CompletedProcess[str]]
+VOCAB, HIDDEN = 320, 32
+
+
+@pytest.fixture
+def target(corpus: Path, tmp_path: Path, make_llama: Callable[..., LlamaForCausalLM]) -> Path:
+    """A model with its tokenizer, as a folder."""
+    folder = tmp_path / "target"
+    make_llama(VOCAB, hidden_size=HIDDEN).save_pretrained(folder)
+    load_tokenizer(str(corpus / "tokenizer")).save_pretrained(folder)
+    return folder
+
+
+def tensors(num_heads: int, version: int = 1, dtype: torch.dtype = torch.float32) -> dict[str, Tensor]:
+    torch.manual_seed(7)
+    heads = PredictionHeads(num_heads, 1, HIDDEN, VOCAB, "own" if version == 1 else "target").to(dtype)
+    return {name: torch.randn_like(tensor) for name, tensor in heads.state_dict().items()}
+
+
+def publish(folder: Path, state: dict[str, Tensor], pickled: bool = False, **config: object) -> Path:
+    folder.mkdir(parents=True)
+    torch.save(state, folder / "medusa_lm_head.pt") if pickled else save_file(state, folder / HEADS_FILE)
+    (folder / "config.json").write_text(json.dumps({"base_model_name_or_path": "lmsys/vicuna-7b-v1.3"} | config))
+    return folder
+
+
+def test_published_heads_become_an_artifact_that_is_evaluated(
+    cli: Cli, corpus: Path, target: Path, tmp_path: Path
+) -> None:
+    """Five heads of which the config says two, pickled, as those for vicuna-7b-v1.3 are."""
+    state = tensors(5)
+    source = str(publish(tmp_path / "published", state, pickled=True, medusa_num_heads=2, medusa_num_layers=1))
+    command = ("import", source, "--out", str(tmp_path / "heads"), "--target", str(target))
+    refused = cli(*command)
+    assert refused.returncode == 2
+    assert "medusa_lm_head.pt is pickled" in refused.stderr
+    assert "--unpickle" in refused.stderr
+    done = cli(*command, "--unpickle")
+    assert done.returncode == 0, done.stderr
+    assert f"{source}: 5 heads of 1 block each in medusa_lm_head.pt, a projection of its own each;" in done.stderr
+    assert "hidden size 32, vocabulary 320, float32; they read the hidden states after the final norm" in done.stderr
+    assert "says medusa_num_heads 2, the tensors have 5: going by the tensors" in done.stderr
+    manifest = verify_artifact(tmp_path / "heads", "heads")
+    assert manifest.vocab_size == VOCAB
+    assert manifest.target == {"id": str(target), "fingerprint": model_fingerprint(target)}
+    assert manifest.tokenizer_fingerprint == tokenizer_fingerprint(load_tokenizer(str(target)))
+    assert manifest.shapes == {
+        "num_heads": 5,
+        "num_layers": 1,
+        "hidden_size": HIDDEN,
+        "vocab_size": VOCAB,
+        "projection_kind": "own",
+        "rank": 0,
+        "states": "after-norm",
+    }
+    assert manifest.training == {"imported_from": source, "imported_file": "medusa_lm_head.pt"}
+    written = load_file(tmp_path / "heads" / HEADS_FILE)
+    assert set(written) == set(state)
+    assert all(torch.equal(written[name], tensor) for name, tensor in state.items())
+    assert load_heads(tmp_path / "heads").num_heads == 5
+    (tmp_path / "prompts.jsonl").write_text('{"prompt": "the tree"}\n{"prompt": "the head"}\n')
+    recipe = {
+        "kind": "evaluate",
+        "target": str(target),
+        "heads": str(tmp_path / "heads"),
+        "prompts": str(tmp_path / "prompts.jsonl"),
+        "out": str(tmp_path / "results.json"),
+        "limit": 2,
+        "max_new_tokens": 8,
+        "methods": [{"method": "autoregressive"}, {"method": "medusa"}],
+    }
+    (tmp_path / "evaluate.yaml").write_text(yaml.safe_dump(recipe))
+    evaluated = cli("evaluate", str(tmp_path / "evaluate.yaml"))
+    assert evaluated.returncode == 0, evaluated.stderr
+    again = cli(*command, "--unpickle")
+    assert again.returncode == 2
+    assert "is there already and not empty" in again.stderr
+
+
+def test_heads_without_projection_take_their_vocabulary_from_the_target(target: Path, tmp_path: Path) -> None:
+    source = publish(tmp_path / "published", tensors(3, version=2, dtype=torch.bfloat16), vocab_size=999)
+    import_heads(str(source), tmp_path / "heads", str(target), states="before-norm")
+    manifest = verify_artifact(tmp_path / "heads", "heads")
+    assert (manifest.vocab_size, manifest.shapes["projection_kind"]) == (VOCAB, "target")
+    heads = load_heads(tmp_path / "heads")
+    assert (heads.projection_kind, heads.states, heads.vocab_size) == ("target", "before-norm", VOCAB)
+    assert next(heads.parameters()).dtype == torch.bfloat16
+
+
+def test_an_artifact_of_ours_is_imported_as_it_is(target: Path, tmp_path: Path) -> None:
+    heads = PredictionHeads.from_lm_head(torch.randn(VOCAB, HIDDEN), 2, 1, "low-rank", 4, "before-norm")
+    save_heads(heads, tmp_path / "published", "somewhere")
+    import_heads(str(tmp_path / "published"), tmp_path / "heads", str(target))
+    loaded = load_heads(tmp_path / "heads")
+    assert (loaded.projection_kind, loaded.rank, loaded.states) == ("low-rank", 4, "before-norm")
+    assert all(torch.equal(loaded.state_dict()[name], tensor) for name, tensor in heads.state_dict().items())
+
+
+def test_heads_inside_a_whole_model_belong_to_it(
+    target: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    model = load_file(target / "model.safetensors")
+    changed = {name: tensor + 0.01 for name, tensor in model.items()}
+    state = tensors(4)
+    shutil.copytree(target, tmp_path / "medusa-2")
+    whole = changed | {f"medusa_head.{name}": tensor for name, tensor in state.items()}
+    save_file(whole, tmp_path / "medusa-2" / "model.safetensors", metadata={"format": "pt"})
+    source = str(tmp_path / "medusa-2")
+    import_heads(source, tmp_path / "heads")
+    said = " ".join(capsys.readouterr().err.split())
+    assert "4 heads of 1 block each inside the whole model model.safetensors" in said
+    assert "they belong to it, and not to the model that it was made from" in said
+    assert "warning" not in said
+    assert load_manifest(tmp_path / "heads").target == {"id": source, "fingerprint": model_fingerprint(Path(source))}
+    assert model_fingerprint(Path(source)) not in (None, model_fingerprint(target))
+    written = load_file(tmp_path / "heads" / HEADS_FILE)
+    assert all(torch.equal(written[name], tensor) for name, tensor in state.items())
+    loaded = AutoModelForCausalLM.from_pretrained(source)
+    assert torch.equal(loaded.lm_head.weight, changed["lm_head.weight"])
+    import_heads(source, tmp_path / "other", str(target))
+    assert f"warning: --target {target} is not that model" in " ".join(capsys.readouterr().err.split())
+    assert load_manifest(tmp_path / "other").target == {"id": str(target), "fingerprint": model_fingerprint(target)}
+
+
+@pytest.mark.parametrize(
+    ("name", "size", "message"),
+    [
+        ("hidden_size", 64, "hidden_size of the heads in .* is 32, of the target .* 64"),
+        ("vocab_size", 321, "vocab_size of the heads in .* is 320, of the target .* 321"),
+    ],
+)
+def test_heads_of_another_target_are_refused(target: Path, tmp_path: Path, name: str, size: int, message: str) -> None:
+    config = json.loads((target / "config.json").read_text()) | {name: size}
+    (target / "config.json").write_text(json.dumps(config))
+    source = publish(tmp_path / "published", tensors(2))
+    with pytest.raises(ValueError, match=message):
+        import_heads(str(source), tmp_path / "heads", str(target))
+    assert not (tmp_path / "heads").exists()
+
+
+def test_wrong_requests_are_refused(target: Path, tmp_path: Path) -> None:
+    source = str(publish(tmp_path / "published", tensors(2)))
+    with pytest.raises(ValueError, match=r"say with --target .*their config names 'lmsys/vicuna-7b-v1\.3'"):
+        import_heads(source, tmp_path / "heads")
+    with pytest.raises(ValueError, match="states is 'before', expected one of after-norm, before-norm"):
+        import_heads(source, tmp_path / "heads", str(target), states="before")
+    with pytest.raises(ValueError, match=r"there is no folder \./nowhere"):
+        import_heads("./nowhere", tmp_path / "heads", str(target))
+    with pytest.raises(ValueError, match=r"configuration of the target .* cannot be read"):
+        import_heads(source, tmp_path / "heads", str(tmp_path / "heads"))
+    with pytest.raises(ValueError, match="is there already and not empty"):
+        import_heads(source, Path(source), str(target))
+    assert not (tmp_path / "heads").exists()
+
+
+@pytest.fixture
+def hub(tmp_path: Path, load_script: Callable[[Path], ModuleType]) -> Iterator[Any]:
+    folders = Path(__file__).parents[3] / "checkpoints" / "hub_folders.py"
+    with load_script(folders).serving(tmp_path / "hub") as server:
+        yield server
+
+
+FETCH = """
+import sys
+from draftsmith.recipes.import_heads import import_heads
+from pathlib import Path
+for line in sys.stdin:
+    name, unpickle, out = line.split()
+    try:
+        import_heads(name, Path(out), sys.argv[1], unpickle=unpickle == "True")
+        print("imported", flush=True)
+    except ValueError as error:
+        print(" ".join(str(error).split()), flush=True)
+"""
+
+
+def test_of_the_hub_only_what_holds_the_heads_is_fetched(hub: Any, target: Path, tmp_path: Path) -> None:
+    state = tensors(2)
+    whole = {f"medusa_head.{name}": tensor for name, tensor in state.items()}
+    publish(hub.root / "someone" / "both", state)
+    torch.save(state, hub.root / "someone" / "both" / "medusa_lm_head.pt")
+    publish(hub.root / "someone" / "pickled", state, pickled=True)
+    for name in ("shards", "one", "bin"):
+        (hub.root / "someone" / name).mkdir()
+    save_file({"lm_head.weight": torch.zeros(1)}, hub.root / "someone" / "shards" / "model-1.safetensors")
+    save_file(whole, hub.root / "someone" / "shards" / "model-2.safetensors")
+    places = {"lm_head.weight": "model-1.safetensors"} | dict.fromkeys(whole, "model-2.safetensors")
+    index = json.dumps({"weight_map": places})
+    (hub.root / "someone" / "shards" / "model.safetensors.index.json").write_text(index)
+    save_file(whole, hub.root / "someone" / "one" / "model.safetensors")
+    torch.save(whole, hub.root / "someone" / "bin" / "pytorch_model.bin")
+    cases = [
+        ("both", True, "imported", ["config.json", HEADS_FILE]),
+        ("pickled", False, "pickled ones are read with --unpickle", ["config.json"]),
+        ("pickled", True, "imported", ["medusa_lm_head.pt"]),
+        ("shards", False, "imported", ["model-2.safetensors", "model.safetensors.index.json"]),
+        ("one", False, "imported", ["model.safetensors"]),
+        ("bin", False, "holds no heads in safetensors", []),
+        ("bin", True, "imported", ["pytorch_model.bin"]),
+        ("nothing", False, "no folder someone/nothing, and someone/nothing on the hub", []),
+    ]
+    settings = {"HF_ENDPOINT": f"http://127.0.0.1:{hub.server_port}", "HF_HOME": str(tmp_path / "home")}
+    free = {key: value for key, value in os.environ.items() if key not in ("HF_HUB_OFFLINE", "HF_HUB_CACHE")}
+    command = [sys.executable, "-c", FETCH, str(target)]
+    with subprocess.Popen(
+        command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True, env=free | settings
+    ) as child:
+        assert child.stdin is not None
+        assert child.stdout is not None
+        for number, (name, unpickle, message, wanted) in enumerate(cases):
+            hub.got.clear()
+            child.stdin.write(f"someone/{name} {unpickle} {tmp_path / str(number)}\n")
+            child.stdin.flush()
+            assert message in child.stdout.readline(), name
+            assert sorted(hub.got) == wanted, name
+            if message == "imported":
+                written = load_file(tmp_path / str(number) / HEADS_FILE)
+                assert all(torch.equal(written[key], tensor) for key, tensor in state.items())
+        child.stdin.close()

@@ -1,0 +1,287 @@
+"""`draftsmith push` and `draftsmith pull`: what is shown, what is done, and results that are of other files."""
+
+from __future__ import annotations
+
+import json
+import os
+import re
+import shutil
+import subprocess
+import sys
+from collections.abc import Callable, Iterator
+from dataclasses import replace
+from pathlib import Path
+from types import ModuleType
+from typing import Any
+
+import pytest
+import yaml
+from draftsmith.checkpoints.artifact.artifact import load_manifest, save_artifact, verify_artifact
+from draftsmith.checkpoints.hub.client import HubError
+from draftsmith.recipes.commands.artifacts.publish import Asked, evidence_of, measured_of
+from draftsmith.recipes.commands.cli import app
+from draftsmith.recipes.commands.evaluation.evaluate import run_evaluate
+from draftsmith.recipes.schema.evaluation import EvaluateRecipe
+
+CHECKPOINTS = Path(__file__).parents[3] / "checkpoints"
+REPO = "somebody/tiny-drafter"
+
+
+def run(*arguments: object) -> None:
+    """The command line in this process."""
+    app([str(argument) for argument in arguments], standalone_mode=False)
+
+
+@pytest.fixture(scope="session")
+def stand_in(load_script: Callable[[Path], ModuleType]) -> ModuleType:
+    return load_script(CHECKPOINTS / "hub_stand_in.py")
+
+
+@pytest.fixture(scope="session")
+def kit(load_script: Callable[[Path], ModuleType]) -> ModuleType:
+    return load_script(CHECKPOINTS / "hub_client.py")
+
+
+@pytest.fixture
+def hub(stand_in: ModuleType, kit: ModuleType, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Any]:
+    """A hub that this process's client asks, logged in."""
+    with stand_in.running_hub() as started:
+        kit.point_client(started.url, tmp_path / "home", monkeypatch)
+        kit.log_in(tmp_path / "home", stand_in.TOKEN)
+        yield started
+
+
+@pytest.fixture(scope="module")
+def evaluated(tiny_pair: Path, corpus: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Results of the pair's drafter and heads, with a certificate beside them."""
+    folder = tmp_path_factory.mktemp("evaluated")
+    places = {"target": "target", "drafter": "drafter", "heads": "heads"}
+    recipe = EvaluateRecipe(
+        kind="evaluate",
+        out=str(folder / "results.json"),
+        prompts=str(corpus / "rows.json"),
+        template="chatml",
+        limit=2,
+        max_new_tokens=8,
+        device="cpu",
+        energy="off",
+        methods=[{"method": name} for name in ("autoregressive", "speculative", "medusa")],
+        **{name: str(tiny_pair / place) for name, place in places.items()},
+    )
+    results = run_evaluate(recipe)
+    one = {"label": results["methods"][1]["label"], "verdict": "lossless", "tokens": 5, "faults": 0, "near_ties": 0}
+    one |= {"tests": [], "power": {"found_99": 0.1}, "sampling": {"temperature": 0.0}}
+    told = {"schema": 1, "kind": "certificate", "complete": True, "certificates": [one]}
+    told |= {"artifacts": results["artifacts"], "recipe": {}}
+    (folder / "certificate.json").write_text(json.dumps(told))
+    return folder / "results.json"
+
+
+def test_a_push_is_shown_and_not_made(
+    hub: Any, tiny_pair: Path, evaluated: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    run("push", tiny_pair / "drafter", REPO, "--results", evaluated, "--license", "mit", "--private")
+    shown = capsys.readouterr()
+    assert hub.repos == {}
+    assert not {"create", "preupload", "commit"} & {request.kind for request in hub.requests}
+    assert "nothing was uploaded; the same command with --yes does it" in shown.err
+    said = " ".join(shown.out.split())
+    size = (tiny_pair / "drafter" / "model.safetensors").stat().st_size
+    for part in (f"model.safetensors {size:,} is sent", f"{hub.url}/{REPO} (private, to be made, branch main)"):
+        assert part in said
+    for part in ("as somebody", "license: mit", "## Measured", "artifact.json", "lossless"):
+        assert part in said
+    assert re.search(r"\d+ files, [\d,]+ bytes to send, in one commit", said)
+
+
+def test_push_and_pull_are_whole(
+    hub: Any, tiny_pair: Path, evaluated: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str], stand_in: ModuleType
+) -> None:
+    run("push", tiny_pair / "drafter", REPO, "--yes", "--results", evaluated, "--message", "first try")
+    (commit,) = re.findall(rf"push: made {hub.url}/{REPO}/commit/(\w+)", "".join(capsys.readouterr().err.split("\n")))
+    run("pull", f"{REPO}@{commit}", tmp_path / "out")
+    said = capsys.readouterr().err
+    assert f"pull: wrote {tmp_path / 'out'}: the drafter of {REPO} at {commit}" in said
+    manifest = verify_artifact(tmp_path / "out", "drafter")
+    mine = load_manifest(tiny_pair / "drafter")
+    assert {name: entry for name, entry in manifest.files.items() if name != "README.md"} == {
+        name: entry for name, entry in mine.files.items() if name != "README.md"
+    }
+    card = (tmp_path / "out" / "README.md").read_text()
+    rows = json.loads(evaluated.read_text())["methods"]
+    assert f"| {rows[1]['label']} | 0 | {rows[1]['tokens_per_step']:.2f}" in card
+    assert [row["label"] in card for row in rows] == [True, True, False], "medusa is of the heads"
+    assert "### Losslessness, tested" in card
+    assert str(tiny_pair) not in card
+    run("push", tiny_pair / "drafter", REPO, "--yes", "--results", evaluated, "--message", "again")
+    assert "nothing to do, it stands at" in capsys.readouterr().err
+    run("push", tmp_path / "out", "somebody/elsewhere", "--results", evaluated)  # its card is another, its weights not
+    assert "## Measured" in capsys.readouterr().out
+
+
+def test_results_of_other_files_are_refused(hub: Any, tiny_pair: Path, evaluated: Path, tmp_path: Path) -> None:
+    mine, other = tiny_pair / "drafter-stage1", tiny_pair / "drafter"
+    message = rf"{evaluated} is not of {mine} \(model.safetensors .*\) but of drafter {other} \(model"
+    with pytest.raises(ValueError, match=message):
+        run("push", mine, REPO, "--results", evaluated)
+    results = json.loads(evaluated.read_text())
+    del results["artifacts"]
+    (tmp_path / "old.json").write_text(json.dumps(results))
+    with pytest.raises(ValueError, match=r"old\.json does not say of which files it is.*: evaluate again"):
+        run("push", other, REPO, "--results", tmp_path / "old.json")
+    assert hub.count("create") == 0
+
+
+def test_the_rows_of_heads_of_a_table_and_of_an_export(
+    tiny_pair: Path, evaluated: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    manifest = load_manifest(tiny_pair / "heads")
+    rows = measured_of(tiny_pair / "heads", manifest, evaluated).rows
+    assert [row["method"] for row in rows] == ["autoregressive", "medusa"]
+    with pytest.raises(ValueError, match=r"is not of .*table \(table\.safetensors"):
+        measured_of(tiny_pair / "table", load_manifest(tiny_pair / "table"), evaluated)
+    hashes = {name: entry["sha256"] for name, entry in manifest.files.items()}
+    about = {name: {} for name in ("target", "shapes", "recipe", "data", "training")} | {"vocab_size": 320}
+    exported = save_artifact(
+        tmp_path / "export",
+        kind="heads",
+        write=lambda place: (place / "x.txt").write_text("in another form"),
+        tokenizer_fingerprint=None,
+        export={"format": "x", "readers": "y", "native": False, "of": hashes},
+        **about,
+    )
+    assert measured_of(tmp_path / "export", exported, evaluated).rows == rows
+    for name in ("results.json", "certificate.json"):
+        shutil.copy(evaluated.with_name(name), tmp_path / name)
+    told = json.loads((tmp_path / "certificate.json").read_text())
+    told["artifacts"]["drafter"]["hash"] = "00"
+    (tmp_path / "certificate.json").write_text(json.dumps(told))
+    drafter = load_manifest(tiny_pair / "drafter")
+    assert measured_of(tiny_pair / "drafter", drafter, tmp_path / "results.json").certificates == []
+    assert "is of other files than" in capsys.readouterr().err
+    assert len(measured_of(tiny_pair / "drafter", drafter, evaluated).certificates) == 1
+
+
+def test_licences_data_sets_and_models_of_the_hub(
+    hub: Any, kit: ModuleType, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    from draftsmith.checkpoints.hub.client import Hub
+
+    mixture = [{"source": name, "weight": 1.0} for name in ("sharegpt-v3", "tatsu-lab/alpaca", "me/own", "vicuna-80")]
+    data = {"source": {"options": {"mixture": mixture}, "sources": [{"hub": part["source"]} for part in mixture]}}
+    folder = kit.make_artifact(tmp_path / "t")
+    manifest = replace(load_manifest(folder), data=data, kind="heads", target={"id": "lmsys/vicuna-7b-v1.3"})
+    (folder / "artifact.json").write_text(manifest.to_json())
+    known = evidence_of(folder, manifest, Asked(), Hub())
+    assert known.datasets == ("anon8231489123/ShareGPT_Vicuna_unfiltered", "tatsu-lab/alpaca", "me/own")
+    assert {name: one.licence for name, one in known.licences.items()} == {
+        "sharegpt-v3": "apache-2.0", "tatsu-lab/alpaca": "cc-by-nc-4.0", "vicuna-80": "apache-2.0",
+    }  # fmt: skip
+    assert known.base_model is None
+    assert "the hub has no model lmsys/vicuna-7b-v1.3" in capsys.readouterr().err
+    hub.repo("lmsys/vicuna-7b-v1.3", {"config.json": b"{}"})
+    assert evidence_of(folder, manifest, Asked(), Hub()).base_model == "lmsys/vicuna-7b-v1.3"
+    run("push", folder, "somebody/heads", "--yes")
+    head = yaml.safe_load(hub.repos["somebody/heads"].head()["README.md"].decode().split("---")[1])
+    assert head["base_model"] == "lmsys/vicuna-7b-v1.3"
+    assert "me/own" in head["datasets"]
+
+
+def test_folders_of_this_machine_are_named(
+    hub: Any, kit: ModuleType, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    folder = kit.make_artifact(tmp_path / "t")
+    recipe = {"data": {"path": "/home/me/rows.json"}, "out": "runs/x"}
+    (folder / "artifact.json").write_text(replace(load_manifest(folder), recipe=recipe).to_json())
+    run("push", folder, REPO)
+    said = " ".join(capsys.readouterr().out.split())
+    assert "note: artifact.json, which others will read, names places of this machine: /home/me/rows.json" in said
+
+
+def test_every_text_that_names_folders_of_this_machine_is_named(
+    hub: Any, kit: ModuleType, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    texts = {
+        "SERVING.md": "Serve it: `vllm serve /home/me/models/target`, see https://docs.vllm.ai/en/latest/x",
+        "config.json": json.dumps({"_name_or_path": "/home/me/base", "rate": "1/2/3"}),
+        "tokenizer.json": json.dumps({"vocab": {"/usr/lib/x": 1}}),
+        "plain.md": "user/name, ./here/there, and/or/not, a <b>c</b></i>, //x/y, http://127.0.0.1:1/a/b",
+    }
+    folder = kit.make_artifact(tmp_path / "t", **{name: text.encode() for name, text in texts.items()})
+    run("push", folder, REPO)
+    notes = [line for line in capsys.readouterr().out.splitlines() if line.startswith("note: ")]
+    after = ", which others will read, names places of this machine: /home/me/"
+    assert notes == [f"note: SERVING.md{after}models/target", f"note: config.json{after}base"]
+
+
+def test_a_pull_over_another_artifact(
+    hub: Any, kit: ModuleType, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    run("push", kit.make_artifact(tmp_path / "t"), REPO, "--yes")
+    other = kit.make_artifact(tmp_path / "other", seed=2)
+    with pytest.raises(ValueError, match=r"other holds another artifact .*--replace"):
+        run("pull", REPO, other)
+    capsys.readouterr()
+    run("pull", REPO, other, "--replace")
+    assert f"pull: wrote {other}: the table of {REPO} at " in capsys.readouterr().err
+    run("pull", REPO, other)
+    assert f"pull: nothing to do, {other} is the table of {REPO} at " in capsys.readouterr().err
+    assert kit.files_of(other) == hub.repos[REPO].head()
+
+
+def test_what_is_deleted_there_is_shown(
+    hub: Any, kit: ModuleType, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    run("push", kit.make_artifact(tmp_path / "older", seed=1, **{"gone.bin": b"\0"}), REPO, "--yes")
+    capsys.readouterr()
+    newer = kit.make_artifact(tmp_path / "newer")
+    run("push", newer, REPO)
+    said = " ".join(capsys.readouterr().out.split())
+    assert "gone.bin is deleted there" in said
+    assert "deep/few.json 11 is sent" in said
+    hub.repo(REPO, {"model.bin": b"\0"})
+    with pytest.raises(ValueError, match="something else than an artifact"):
+        run("push", newer, REPO, "--yes")
+    run("push", newer, REPO, "--yes", "--replace")
+    assert "model.bin" not in hub.repos[REPO].head()
+
+
+def test_a_pull_of_two_revisions(hub: Any, tmp_path: Path) -> None:
+    with pytest.raises(ValueError, match=r"somebody/x@a names the revision 'a', and --revision 'b'"):
+        run("pull", "somebody/x@a", tmp_path / "out", "--revision", "b")
+    with pytest.raises(HubError, match="there is no repository"):
+        run("pull", "somebody/x@a", tmp_path / "out", "--revision", "a")
+    (tmp_path / "other").mkdir()
+    (tmp_path / "other" / "mine.txt").write_text("kept")
+    with pytest.raises(ValueError, match="holds other files and no artifact"):
+        run("pull", "somebody/x", tmp_path / "other")
+    assert hub.count("unknown") == 0
+
+
+def test_as_processes_with_secrets(stand_in: ModuleType, kit: ModuleType, tmp_path: Path, tiny_pair: Path) -> None:
+    """With variables as people set them; a token shows nowhere, not in what is said, sent as a file or written."""
+    home = tmp_path / "home"
+    with stand_in.running_hub() as hub:
+        variables = os.environ | kit.environment(hub.url, home) | {"HF_TOKEN": stand_in.TOKEN}
+
+        def process(*arguments: object, **more: str) -> subprocess.CompletedProcess[str]:
+            command = [sys.executable, "-m", "draftsmith", *map(str, arguments)]
+            settings: dict[str, Any] = {"capture_output": True, "text": True, "check": False, "timeout": 240}
+            return subprocess.run(command, env=variables | more, **settings)
+
+        pushed = process("push", tiny_pair / "drafter", REPO, "--yes", HF_DEBUG="1")
+        assert pushed.returncode == 0, pushed.stderr
+        pulled = process("pull", REPO, tmp_path / "out")
+        assert pulled.returncode == 0, pulled.stderr
+        hub.faults = [stand_in.Fault("commit", "status", nth=2, status=403, times=9)]
+        refused = process("push", tiny_pair / "heads", "somebody/heads", "--yes")
+        assert refused.returncode == 1
+        assert "error: somebody/heads: the hub refuses this account (403)" in refused.stderr
+        assert "Traceback" not in refused.stderr
+        assert list(hub.repos) == [REPO, "somebody/heads"]
+        assert hub.repos["somebody/heads"].head() == {}
+        verify_artifact(tmp_path / "out", "drafter")
+        texts = [each for done in (pushed, pulled, refused) for each in (done.stdout, done.stderr)]
+        texts += [path.read_text(errors="replace") for path in tmp_path.rglob("*") if path.is_file()]
+        texts += [content.decode(errors="replace") for content in hub.repos[REPO].head().values()]
+        assert not any(stand_in.TOKEN in text for text in texts)

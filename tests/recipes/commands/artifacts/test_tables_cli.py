@@ -1,0 +1,308 @@
+"""`draftsmith table` as a user meets it: what is shown, exact merging and pruning, refusals that name both sides."""
+
+from __future__ import annotations
+
+import json
+import shutil
+import sys
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+from draftsmith.checkpoints.artifact.artifact import (
+    load_manifest,
+    save_artifact,
+    tokenizer_fingerprint,
+    verify_artifact,
+)
+from draftsmith.checkpoints.table.table import TABLE_FILE, BigramTable
+from draftsmith.data.tokenizers import load_tokenizer, train_bpe
+from draftsmith.recipes.commands.artifacts.tables import prune_table
+from draftsmith.recipes.commands.cli import app, main
+from draftsmith.recipes.commands.training.train import run_train
+from draftsmith.recipes.schema.training import TableRecipe
+from transformers import LlamaConfig, LlamaForCausalLM
+
+
+def run(*arguments: object) -> None:
+    """The command line in this process."""
+    app([str(argument) for argument in arguments], standalone_mode=False)
+
+
+@pytest.fixture(scope="module")
+def tables(corpus: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A folder with tables of three parts of a corpus (a, b, c), of the whole, of a padded vocabulary and of another
+    tokenizer of as many tokens."""
+    folder = tmp_path_factory.mktemp("tables")
+    rows = json.loads((corpus / "rows.json").read_text())
+    other = train_bpe(
+        ["".join(chr(97 + n * n % 23) for n in range(k, k + 40)) for k in range(300)],
+        320,
+        ("<|endoftext|>", "<|im_start|>", "<|im_end|>"),
+    )
+    other.save_pretrained(folder / "tokenizer")
+    assert len(other) == 320
+    sides: dict[str, tuple[list[Any], dict[str, Any]]] = {
+        "a": (rows[:30], {}),
+        "b": (rows[30:50], {}),
+        "c": (rows[50:], {}),
+        "whole": (rows, {}),
+        "padded": (rows[:30], {"vocab_size": 384}),
+        "answers": (rows[30:50], {"count": {"pairs": "answers"}}),
+        "other": (rows[30:50], {"tokenizer": str(folder / "tokenizer")}),
+    }
+    for name, (part, changes) in sides.items():
+        source = folder / f"{name}.json"
+        source.write_text(json.dumps(part))
+        data = {"source": str(source), "template": "chatml", "heldout_share": 0.0, "cache": str(folder / "cache")}
+        values = {"kind": "table", "out": str(folder / name), "tokenizer": str(corpus / "tokenizer"), "data": data}
+        run_train(TableRecipe.model_validate(values | changes))
+    prune_table(folder / "b", folder / "pruned", min_count=2)
+    return folder
+
+
+def refused(arguments: Sequence[object], *parts: object) -> None:
+    """A user's mistake, told with all the parts."""
+    with pytest.raises(ValueError, match=r"\S") as caught:
+        run(*arguments)
+    for part in parts:
+        assert str(part) in str(caught.value)
+
+
+def bytes_of(table: Path) -> bytes:
+    return (table / TABLE_FILE).read_bytes()
+
+
+def test_merged_tables_are_exactly_that_of_the_whole(
+    tables: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    out, order = tmp_path / "merged", ["c", "a", "b"]
+    run("table", "merge", *(tables / name for name in order), "--out", out)
+    assert bytes_of(out) == bytes_of(tables / "whole")
+    manifest, whole = verify_artifact(out, "table"), load_manifest(tables / "whole")
+    assert [Path(part["table"]).name for part in manifest.data["parts"]] == order
+    for name, part in zip(order, manifest.data["parts"], strict=True):
+        assert part["sha256"] == load_manifest(tables / name).files[TABLE_FILE]["sha256"]
+        assert part["source"] == load_manifest(tables / name).data["source"]
+    for key in ("conversations", "held_out", "documents", "tokens"):
+        assert manifest.data[key] == whole.data[key]
+    assert manifest.tokenizer_fingerprint == whole.tokenizer_fingerprint
+    assert not list(tmp_path.glob(".merged*")), "nothing is left beside it"
+    arguments = ["draftsmith", "table", "merge", out, tables / "a", "--out", tmp_path / "twice"]
+    monkeypatch.setattr(sys, "argv", [str(argument) for argument in arguments])
+    with pytest.raises(SystemExit) as ended:
+        main()
+    assert ended.value.code == 2
+    assert "error:" in capsys.readouterr().err
+
+
+def test_what_a_killed_merge_left_is_in_nobodys_way(tables: Path, tmp_path: Path) -> None:
+    left = tmp_path / ".ab.merging" / ".table.safetensors.12.partial"
+    left.parent.mkdir()
+    left.write_bytes(b"half")
+    run("table", "merge", tables / "a", tables / "b", "--out", tmp_path / "ab")
+    assert {path.name for path in tmp_path.iterdir()} == {"ab"}
+
+
+def test_merging_in_steps_remembers_all_parts(tables: Path, tmp_path: Path) -> None:
+    run("table", "merge", tables / "a", tables / "b", "--out", tmp_path / "ab")
+    run("table", "merge", tables / "c", tmp_path / "ab", "--out", tmp_path / "cab")
+    assert bytes_of(tmp_path / "cab") == bytes_of(tables / "whole")
+    assert [Path(part["table"]).name for part in load_manifest(tmp_path / "cab").data["parts"]] == ["c", "a", "b"]
+    twice = ["table", "merge", tables / "a", tmp_path / "ab", "--out", tmp_path / "twice"]
+    refused(twice, f"{tables / 'a'} and {tables / 'a'} were counted from the same data")
+    refused(["table", "merge", tables / "a", "--out", tmp_path / "one"], "takes two tables or more, got 1")
+    assert {path.name for path in tmp_path.iterdir()} == {"ab", "cab"}
+
+
+def test_what_cannot_be_merged_is_refused_with_both_sides(tables: Path, tmp_path: Path) -> None:
+    out = ["--out", tmp_path / "merged"]
+
+    def merging(*names: str) -> list[object]:
+        return ["table", "merge", *(tables / name for name in names), *out]
+
+    refused(merging("b", "padded"), f"{tables / 'b'} has 320 tokens", f"{tables / 'padded'} 384")
+    marks = [str(load_manifest(tables / name).tokenizer_fingerprint)[:16] for name in ("a", "other")]
+    refused(merging("a", "other"), tables / "a", tables / "other", *marks, "both have 320 tokens")
+    rules = f"{tables / 'a'} and {tables / 'answers'} were counted by different rules"
+    refused(merging("a", "answers"), rules, "`count.pairs` is documents there and answers here")
+    refused(merging("a", "pruned"), f"{tables / 'pruned'} is a pruned table")
+    copied = tmp_path / "copy"
+    shutil.copytree(tables / "a", copied)
+    same = f"{tables / 'a'} and {copied} were counted from the same data"
+    refused(["table", "merge", tables / "a", copied, *out], same)
+    torn = copied / TABLE_FILE
+    torn.write_bytes(torn.read_bytes()[:-8])
+    refused(["table", "merge", tables / "b", copied, *out], torn, "bytes")
+    assert not (tmp_path / "merged").exists()
+    run(*merging("a", "a"), "--again")
+    once, both = BigramTable.load(tables / "a"), BigramTable.load(tmp_path / "merged")
+    assert (both.count == 2 * once.count).all()
+    refused(merging("a", "b"), tmp_path / "merged", "is there already")
+
+
+def test_tables_that_share_a_file_are_merged_only_if_asked_to(tables: Path, tmp_path: Path) -> None:
+    """The same shard in two corpora, under another name, beside others, and cleaned otherwise."""
+    both = tmp_path / "ab"
+    both.mkdir()
+    shutil.copy(tables / "a.json", both / "monday.json")
+    shutil.copy(tables / "c.json", both / "tuesday.json")
+    recipe = load_manifest(tables / "a").recipe
+    recipe |= {
+        "out": str(tmp_path / "two"),
+        "data": recipe["data"] | {"source": str(both), "clean": {"html": "markdown"}},
+    }
+    run_train(TableRecipe.model_validate(recipe))
+    merging = ["table", "merge", tables / "b", tables / "a", tmp_path / "two", "--out", tmp_path / "merged"]
+    refused(
+        merging,
+        f"{tables / 'a'} and {tmp_path / 'two'} were counted from the same data in part: a.json, there called "
+        "monday.json, would count twice; --again merges them all the same",
+    )
+    run(*merging, "--again")
+    tokens = [load_manifest(place).data["tokens"] for place in (tables / "b", tables / "a", tmp_path / "two")]
+    assert load_manifest(tmp_path / "merged").data["tokens"] == sum(tokens)
+
+
+def hub_table(folder: Path, sha256: str, **places: str | None) -> Path:
+    """The table of a hub data set, or of one file of it."""
+    options = dict.fromkeys(("path", "config", "split", "revision", "file"), None) | {"mixture": []} | places
+    source = {"options": options | {"source": "lmsys/lmsys-chat-1m"}, "sources": [{"hub": "lmsys/lmsys-chat-1m"}]}
+    counts = [1 + int(sha256, 16)] * 5  # no two tables are the same file
+    save_artifact(
+        folder,
+        kind="table",
+        write=BigramTable.from_documents([np.array(counts)], 320).save,
+        vocab_size=320,
+        tokenizer_fingerprint=None,
+        target=None, shapes={}, recipe={}, data={"source": source, "tokens": 5}, training={},
+    )  # fmt: skip
+    return folder
+
+
+def test_parts_of_a_hub_data_set_are_told_apart_by_what_names_them(tmp_path: Path) -> None:
+    whole, one, two = (
+        hub_table(tmp_path / name, str(number), file=file)
+        for number, (name, file) in enumerate([("whole", None), ("one", "a.parquet"), ("two", "b.parquet")])
+    )
+    merging: list[object] = ["--out", tmp_path / "merged"]
+    refused(["table", "merge", one, whole, *merging], f"{one} and {whole}", "in part: lmsys/lmsys-chat-1m would count")
+    run("table", "merge", one, two, *merging)
+    assert load_manifest(tmp_path / "merged").data["tokens"] == 10
+
+
+def test_a_table_is_pruned_and_the_whole_one_stays(tables: Path, tmp_path: Path) -> None:
+    before = bytes_of(tables / "whole")
+    run("table", "prune", tables / "whole", "--min-count", 3, "--top", 5, "--out", tmp_path / "p")
+    assert bytes_of(tables / "whole") == before
+    pruned, whole = BigramTable.load(tmp_path / "p"), BigramTable.load(tables / "whole")
+    assert 0 < len(pruned.col) < len(whole.col)
+    assert int(pruned.count.min()) >= 3
+    assert int(pruned.row_ptr.diff().max()) <= 5
+    manifest = verify_artifact(tmp_path / "p", "table")
+    assert manifest.data == load_manifest(tables / "whole").data
+    assert manifest.recipe["whole"] == str(tables / "whole")
+    assert 0 < manifest.training["mass"] < 1
+    refused(["table", "prune", tables / "whole", "--out", tmp_path / "q"], "leaves nothing out")
+    refused(["table", "prune", tables / "whole", "--top", 1, "--out", tmp_path / "p"], "there already")
+    refused(["table", "prune", tables / "pruned", "--top", 1, "--out", tmp_path / "q"], "pruned already")
+
+
+def test_a_table_is_shown(tables: Path, corpus: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    table = BigramTable.load(tables / "whole")
+    run("table", "show", tables / "whole")
+    shown = capsys.readouterr().out
+    for words in (f"{len(table.col):,}", f"{int(table.unigram.sum()):,}", "whole.json", "320", "80 conversations"):
+        assert words in shown, words
+    text = load_tokenizer(str(corpus / "tokenizer")).convert_ids_to_tokens(range(320))
+    assert any(token in shown for token in text if len(token) > 3), "the most extreme pairs are shown as text"
+    assert "are shown by their ids" not in shown
+    run("table", "show", tables / "pruned")
+    shown = capsys.readouterr().out
+    assert "min_count 2" in shown
+    assert "the margins and r are those of the whole counts" in " ".join(shown.split())
+    foreign = tables / "tokenizer"
+    mark = str(load_manifest(tables / "whole").tokenizer_fingerprint)[:16]
+    refused(["table", "show", tables / "whole", "--tokenizer", foreign], tables / "whole", foreign, mark)
+    refused(["table", "show", tmp_path / "none"], tmp_path / "none", "no such folder")
+    refused(["table", "show", foreign], "artifact.json")
+
+
+def test_tokens_that_cannot_be_shown_as_text_are_shown_with_a_hint(
+    tables: Path, corpus: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """A table whose tokenizer does not lie here, or not any more."""
+    table = BigramTable.load(tables / "padded")
+    fingerprint = load_manifest(tables / "padded").tokenizer_fingerprint
+    sources = {"hub": "some/model", "other": str(tables / "tokenizer"), "none": None}
+    hints = {
+        "hub": "tokens are shown by their ids: --tokenizer some/model shows their texts",
+        "other": f"the tokenizer in {tables / 'tokenizer'} is not the one of the counts; --tokenizer names another",
+        "none": "--tokenizer MODEL shows their texts",
+    }
+    for name, source in sources.items():
+        save_artifact(
+            tmp_path / name, kind="table", write=table.save, vocab_size=384, tokenizer_fingerprint=fingerprint,
+            target=None, shapes={}, recipe={"tokenizer": source}, data={}, training={},
+        )  # fmt: skip
+        run("table", "show", tmp_path / name)
+        shown = capsys.readouterr().out
+        assert " ".join(hints[name].split()) in " ".join(shown.split())
+        pair = table.report()["highest_r"][0]
+        assert f"#{pair['left']} #{pair['right']}" in shown
+        run("table", "show", tmp_path / name, "--tokenizer", corpus / "tokenizer")
+        shown = capsys.readouterr().out
+        assert "ids" not in shown
+        assert "#" not in shown
+
+
+def test_a_table_without_extremes_shows_none(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    run("table", "show", hub_table(tmp_path / "few", "3"))
+    shown = capsys.readouterr().out
+    assert "highest r" not in shown
+    assert "lowest r" not in shown
+    assert "--tokenizer" not in shown
+    assert "no pair was seen or expected 10 times" in " ".join(shown.split())
+
+
+def test_the_card_holds_the_report(tables: Path) -> None:
+    card = (tables / "whole" / "README.md").read_text()
+    report = load_manifest(tables / "whole").training
+    assert report["entries"] == len(BigramTable.load(tables / "whole").col)
+    assert f"- entries: {report['entries']:,}" in card
+    for name in ("highest", "lowest"):
+        _, _, below = card.partition(f"## Pairs with the {name} correlation")
+        first = report[f"{name}_r"][0]
+        assert f"| {first['count']:,} |" in below.splitlines()[4]
+
+
+def test_another_vocabulary_than_the_targets_is_refused_with_what_to_do(
+    tables: Path, corpus: Path, tmp_path: Path
+) -> None:
+    """A target whose embeddings are padded beyond the tokenizer."""
+    target = tmp_path / "target"
+    sizes = {"hidden_size": 16, "intermediate_size": 32, "num_hidden_layers": 2, "num_attention_heads": 2}
+    LlamaForCausalLM(LlamaConfig(vocab_size=384, max_position_embeddings=256, **sizes)).save_pretrained(target)
+    load_tokenizer(str(corpus / "tokenizer")).save_pretrained(target)
+    recipe = tmp_path / "evaluate.yaml"
+    recipe.write_text(
+        f"{{kind: evaluate, out: {tmp_path / 'r.json'}, target: {target}, prompts: {corpus / 'rows.json'}, "
+        "template: chatml, limit: 2, max_new_tokens: 4, methods: [{method: autoregressive}, {method: bigram}]}"
+    )
+    refused(
+        ["evaluate", recipe, f"table={tables / 'a'}"],
+        f"{tables / 'a'} has a vocabulary of 320 tokens, the target of 384",
+        "`vocab_size: 384`",
+    )
+    run("evaluate", recipe, f"table={tables / 'padded'}")
+    save_artifact(
+        tmp_path / "foreign",
+        kind="table",
+        write=BigramTable.load(tables / "padded").save,
+        vocab_size=384,
+        tokenizer_fingerprint=tokenizer_fingerprint(load_tokenizer(str(tables / "tokenizer"))),
+        target=None, shapes={}, recipe={}, data={}, training={},
+    )  # fmt: skip
+    refused(["evaluate", recipe, f"table={tmp_path / 'foreign'}"], "another tokenizer", "fingerprints")

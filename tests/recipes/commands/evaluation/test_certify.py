@@ -1,0 +1,252 @@
+"""`draftsmith certify`: a recipe or artifacts in, a certificate and an exit code out."""
+
+from __future__ import annotations
+
+import json
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import yaml
+from draftsmith.data.tokenizers import load_tokenizer
+from draftsmith.decode.evaluation.certify.certify import Written
+from draftsmith.decode.verifiers import lossless as verifiers
+from draftsmith.recipes.commands.cli import app, main
+from draftsmith.recipes.commands.evaluation.certify import Asked, certified_entries, make_plan
+from draftsmith.recipes.commands.evaluation.journal import TextJournal
+from draftsmith.recipes.report.certificate import certificate_beside
+from draftsmith.recipes.schema.evaluation import EvaluateRecipe
+from transformers import LlamaConfig, LlamaForCausalLM
+from typer.testing import CliRunner
+
+VOCAB = 320
+SIZES = {"vocab_size": VOCAB, "hidden_size": 16, "intermediate_size": 32, "num_hidden_layers": 2}
+ATTENTION = {"num_attention_heads": 2, "num_key_value_heads": 2, "max_position_embeddings": 256}
+Command = Callable[..., subprocess.CompletedProcess[str]]
+
+
+@pytest.fixture
+def recipe(corpus: Path, tmp_path: Path) -> Path:
+    """An evaluate recipe of random models: greedy rows, a row at temperature 1, and a lossy one."""
+    for seed, name in enumerate(("target", "drafter")):
+        torch.manual_seed(seed)
+        model = LlamaForCausalLM(LlamaConfig(**SIZES, **ATTENTION)).eval()
+        with torch.no_grad():
+            for parameter in model.parameters():
+                if parameter.dim() == 2:
+                    parameter.normal_(0.0, 0.25)
+        model.save_pretrained(tmp_path / name)
+        load_tokenizer(str(corpus / "tokenizer")).save_pretrained(tmp_path / name)
+    settings = {
+        "kind": "evaluate",
+        "out": str(tmp_path / "results.json"),
+        "target": str(tmp_path / "target"),
+        "drafter": str(tmp_path / "drafter"),
+        "prompts": str(corpus / "rows.json"),
+        "template": "chatml",
+        "limit": 4,
+        "max_new_tokens": 24,
+        "device": "cpu",
+        "methods": [
+            {"method": "autoregressive"},
+            {"method": "speculative", "options": {"gamma": 2}},
+            {"method": "bild"},
+            {"method": "autoregressive", "temperature": 1},
+            {"method": "speculative", "options": {"gamma": 2}, "temperature": 1},
+        ],
+    }
+    path = tmp_path / "evaluate.yaml"
+    path.write_text(yaml.safe_dump(settings))
+    return path
+
+
+def test_a_certificate_of_a_recipe(recipe: Path, cli: Command) -> None:
+    done = cli("certify", str(recipe), "--tokens", "1200", "--batch", "4", "--level", "1e-5")
+    assert done.returncode == 0, done.stderr
+    assert "find a bias of" in done.stderr
+    for word in ("speculative T=1", "lossless", "not claimed", "a near-tie is a difference of up", "certificate.json"):
+        assert word in done.stdout
+    assert max(map(len, done.stdout.splitlines())) <= 120
+    written = json.loads((recipe.parent / "certificate.json").read_text())
+    assert (written["schema"], written["kind"], written["complete"]) == (1, "certificate", True)
+    assert written["not_lossless"] == []
+    assert set(written["artifacts"]) == {"target", "drafter"}
+    assert all(len(artifact["hash"]) == 64 for artifact in written["artifacts"].values())
+    assert written["machine"]["device"] == "cpu"
+    rows = {row["label"]: row for row in written["certificates"]}
+    assert list(rows) == ["autoregressive", "speculative", "bild", "autoregressive T=1", "speculative T=1"]
+    assert [row["verdict"] for row in rows.values()] == ["lossless", "lossless", "not claimed", "lossless", "lossless"]
+    assert rows["speculative T=1"]["tokens"] >= 1200
+    assert rows["speculative T=1"]["batch"] == 4
+    assert rows["speculative T=1"]["level"] == pytest.approx(1e-5 / 5)
+    assert rows["speculative"]["tokens"] == rows["autoregressive"]["tokens"] <= 4 * 24
+
+
+def test_a_method_that_is_not_what_it_claims_exits_with_1(recipe: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(verifiers, "residual", lambda target_BV, draft_BV: target_BV)
+    arguments = ["certify", str(recipe), "--tokens", "4000", "--batch", "16", "--temperature", "1"]
+    result = CliRunner().invoke(app, arguments)
+    assert result.exit_code == 1, result.output
+    assert "not lossless" in result.output
+    assert "error: speculative T=1: the text does not follow the target" in result.output
+    written = json.loads((recipe.parent / "certificate.json").read_text())
+    assert written["not_lossless"] == ["speculative T=1"]
+    assert [row["sampling"]["temperature"] for row in written["certificates"]] == [1, 1, 1]
+
+
+def certified(recipe: Path, *arguments: str) -> tuple[int, str, dict[str, Any]]:
+    """Run it in this process: exit code, what was said, and the certificate without its times."""
+    result = CliRunner().invoke(app, ["certify", str(recipe), "--batch", "4", *arguments])
+    written = json.loads((recipe.parent / "certificate.json").read_text())
+    for row in written["certificates"]:
+        assert row.pop("seconds") > 0
+    return result.exit_code, result.stderr, written
+
+
+def identity(recipe: Path, *arguments: str) -> dict[str, Any]:
+    """What the texts of a certificate belong to, taken from one that is stopped before its first text."""
+    found: list[dict[str, Any]] = []
+
+    def noted(out: Path, named: dict[str, Any]) -> None:
+        found.append(named)
+        raise KeyboardInterrupt
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr("draftsmith.recipes.commands.evaluation.certify.TextJournal", noted)
+        CliRunner().invoke(app, ["certify", str(recipe), "--batch", "4", *arguments])
+    return found[0]
+
+
+def test_a_stopped_certificate_goes_on(recipe: Path, launcher: Any) -> None:
+    """Killed, stopped with Ctrl-C, and gone on with: the certificate of a run that nothing stopped."""
+    path = recipe.parent / "certificate.json"
+    asked = ("--tokens", "2000")
+    code, _, whole = certified(recipe, *asked)
+    assert code == 0
+    path.unlink()
+    journal, lines = path.with_name("certificate.json.state") / "texts.jsonl", 0
+    for number, more in ((signal.SIGKILL, 6), (signal.SIGINT, 4)):
+        child = launcher.start("certify", str(recipe), "--batch", "4", *asked)
+        deadline = time.monotonic() + 120
+        while not journal.is_file() or journal.read_text().count("\n") <= lines + more:
+            assert child.poll() is None
+            assert time.monotonic() < deadline
+            time.sleep(0.005)
+        child.send_signal(number)
+        code, said = child.ended()
+        assert code == (-number if number == signal.SIGKILL else 128 + number)
+        kept, lines = journal.read_text().splitlines(), journal.read_text().count("\n")
+        assert ("going on; " in said) == (number == signal.SIGINT)
+    assert "certify: stopped by signal 2; the same command goes on from here" in said
+    assert not json.loads(path.read_text())["complete"]
+    texts = sum(len(json.loads(line)[-1]) for line in kept[1:lines])
+    code, said, again = certified(recipe, *asked)
+    assert code == 0
+    assert f"going on; {texts} texts are written already" in said
+    assert again == whole
+    assert not journal.parent.exists()
+
+
+def test_kept_texts_are_judged_and_those_of_another_plan_are_not_used(recipe: Path) -> None:
+    """A text that no lossless method writes is found where it is used."""
+    out, asked = recipe.parent / "certificate.json", ("--tokens", "96", "methods=[{method: autoregressive}]")
+    for theirs, changed in ((asked, None), (("--tokens", "95", asked[2]), "(plan differ)")):
+        with TextJournal(out, identity(recipe, *theirs)) as journal:
+            journal.add("autoregressive", Written([[3] * 24] * 4, 1000.0))
+        code, said, written = certified(recipe, *asked)
+        assert (code, written["not_lossless"]) == ((1, ["autoregressive"]) if changed is None else (0, []))
+        assert changed is None or f"texts of another certificate {changed}: starting anew" in said
+        assert not journal.path.exists()
+
+
+DAMAGES = ["[1, 2]", "[0, 1, 0.1, [[1]]]", '["a", 1, 0.1, [1]]', '["a", 1, 0.1, [["b"]]]', "{}", '["a", 2, 0.1, [[1]]]']
+
+
+@pytest.mark.parametrize("damage", DAMAGES)
+def test_a_damaged_line_of_texts_is_refused_with_its_number(tmp_path: Path, damage: str) -> None:
+    with TextJournal(tmp_path / "c.json", {}) as journal:
+        journal.add("a", Written([[1, 2], []], 0.5))
+    whole = journal.path.read_text()
+    journal.path.write_text(f"{whole}{damage}\n")
+    with pytest.raises(
+        ValueError, match=r"texts.jsonl:3 is damaged: .*; delete it with all lines after it, or the file"
+    ):
+        TextJournal(tmp_path / "c.json", {})
+    journal.path.write_text(whole)
+    with TextJournal(tmp_path / "c.json", {}) as journal:
+        journal.add("a", Written([[3]], 0.5))
+        journal.add("b", Written([[4]], 0.5))
+    first, _, *after = journal.path.read_text().splitlines(keepends=True)
+    with TextJournal(tmp_path / "c.json", {}) as journal:
+        assert journal.finished == {"a": [Written([[1, 2], []], 0.5), Written([[3]], 0.5)], "b": [Written([[4]], 0.5)]}
+    journal.path.write_text("".join([first, *after]))
+    with pytest.raises(ValueError, match=r"texts.jsonl:2 is damaged"):  # texts would be judged by other prompts
+        TextJournal(tmp_path / "c.json", {})
+
+
+def test_artifacts_without_a_recipe(recipe: Path, corpus: Path, cli: Command) -> None:
+    folder = recipe.parent
+    where = ["--target", str(folder / "target"), "--drafter", str(folder / "drafter")]
+    where += ["--prompts", str(corpus / "rows.json"), "--out", str(folder / "own.json")]
+    done = cli("certify", *where, "--tokens", "60", "limit=2", "max_new_tokens=8")
+    assert done.returncode == 0, done.stderr
+    methods = {row["method"] for row in json.loads((folder / "own.json").read_text())["certificates"]}
+    assert {"autoregressive", "speculative", "multi-candidate", "spectr", "adaptive", "prompt-lookup"} <= methods
+    assert not methods & {"medusa", "bigram"}
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        (["--level", "2"], "the level must lie between 0 and 1, got 2.0"),
+        (["--power", "0"], "the bias must lie between 0 and 1, got 0.0"),
+        (["--tokens", "0"], "tokens must be at least 1, got 0"),
+        (["--temperature", "-1"], "temperature must be at least 0, got -1.0"),
+        (["heads=nowhere"], "nowhere"),
+    ],
+    ids=str,
+)
+def test_user_mistakes_exit_with_2(
+    recipe: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+    arguments: list[str],
+    message: str,
+) -> None:
+    monkeypatch.setattr(sys, "argv", ["draftsmith", "certify", str(recipe), *arguments])
+    with pytest.raises(SystemExit) as stopped:
+        main()
+    assert stopped.value.code == 2
+    assert message in capsys.readouterr().err
+    assert not (recipe.parent / "certificate.json").exists()
+
+
+def test_each_method_at_each_temperature_once(recipe: Path) -> None:
+    loaded = EvaluateRecipe(**yaml.safe_load(recipe.read_text()))
+    assert [entry.label for entry in certified_entries(loaded, ())] == loaded.labels()
+    labels = [entry.label for entry in certified_entries(loaded, (0.0, 0.7))]
+    names = ["autoregressive", "speculative", "bild"]
+    assert labels == [f"{name} T=0" for name in names] + [f"{name} T=0.7" for name in names]
+    loaded.methods[4].options["gamma"] = 4
+    again = [entry.label for entry in certified_entries(loaded, (1.0,))]
+    assert again == ["autoregressive T=1", "speculative T=1, gamma=2", "bild T=1", "speculative T=1, gamma=4"]
+
+
+def test_a_plan_is_made_for_a_bias() -> None:
+    few, many = (make_plan(Asked(power=bias), 4, 0) for bias in (0.1, 0.02))
+    assert few.level == many.level == 1e-6 / 4
+    assert 1_000 < few.tokens < many.tokens / 20 < 10_000
+    settings: dict[str, Any] = {"tokens": 77, "batch": 3, "level": 0.01}
+    plan = make_plan(Asked(**settings), 2, 5)
+    assert (plan.tokens, plan.batch, plan.level, plan.seed) == (77, 3, 0.005, 5)
+
+
+def test_where_the_certificate_lies() -> None:
+    assert certificate_beside(Path("runs/a/results.json")) == Path("runs/a/certificate.json")
+    assert certificate_beside(Path("runs/table-3.json")) == Path("runs/table-3.certificate.json")

@@ -1,0 +1,277 @@
+"""Evaluation: heads of every form, artifacts without a recipe, prompts, what people see."""
+
+from __future__ import annotations
+
+import io
+import json
+import subprocess
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from draftsmith.checkpoints.artifact.artifact import save_artifact, tokenizer_fingerprint
+from draftsmith.checkpoints.heads.files import PredictionHeads, save_heads
+from draftsmith.checkpoints.table.table import BigramTable
+from draftsmith.data.prompts import PassedOver, load_prompts
+from draftsmith.data.tokenizers import load_tokenizer
+from draftsmith.decode.methods import METHODS, needs_of
+from draftsmith.recipes.commands.evaluation import evaluate
+from draftsmith.recipes.commands.evaluation.evaluate import run_evaluate
+from draftsmith.recipes.commands.evaluation.recipe import evaluate_recipe, evaluation_or_paper
+from draftsmith.recipes.schema.evaluation import EvaluateRecipe
+from draftsmith.recipes.schema.loading import load_recipe
+from draftsmith.recipes.schema.results import load_results
+from draftsmith.recipes.session.terminal import bar, categories_table, results_table
+from rich.console import Console
+from transformers import LlamaConfig, LlamaForCausalLM
+
+SIZES = {"vocab_size": 320, "hidden_size": 16, "intermediate_size": 32, "num_hidden_layers": 2}
+ATTENTION = {"num_attention_heads": 2, "num_key_value_heads": 2, "max_position_embeddings": 256}
+ROWS = [{"method": "autoregressive"}, {"method": "medusa", "options": {"tree": "2x1"}}, {"method": "bpd"}]
+FORMS: dict[str, dict[str, Any]] = {
+    "own": {},
+    "before": {"states": "before-norm"},
+    "target": {"projection": "target"},
+    "low-rank": {"projection": "low-rank", "rank": 4, "states": "before-norm"},
+}
+
+
+@pytest.fixture
+def target(corpus: Path, tmp_path: Path) -> LlamaForCausalLM:
+    """A random model that is also at tmp_path/target, with the corpus's tokenizer."""
+    torch.manual_seed(0)
+    model = LlamaForCausalLM(LlamaConfig(**SIZES, **ATTENTION)).eval()
+    with torch.no_grad():
+        for parameter in model.parameters():
+            if parameter.dim() == 2:
+                parameter.normal_(0.0, 0.25)
+    model.save_pretrained(tmp_path / "target")
+    load_tokenizer(str(corpus / "tokenizer")).save_pretrained(tmp_path / "target")
+    return model
+
+
+def recipe(heads: PredictionHeads, corpus: Path, folder: Path) -> EvaluateRecipe:
+    """A recipe that measures these heads, which are kept as an artifact."""
+    save_artifact(
+        folder / "heads",
+        kind="heads",
+        write=lambda place: save_heads(heads, place, "target"),
+        vocab_size=heads.vocab_size,
+        tokenizer_fingerprint=tokenizer_fingerprint(load_tokenizer(str(corpus / "tokenizer"))),
+        **{name: {} for name in ("target", "shapes", "recipe", "data", "training")},
+    )
+    places = {"out": str(folder / "results.json"), "target": str(folder / "target"), "heads": str(folder / "heads")}
+    asked = {"prompts": str(corpus / "rows.json"), "template": "chatml", "limit": 3, "max_new_tokens": 12}
+    asked |= {"kind": "evaluate", "device": "cpu", "methods": ROWS}
+    return EvaluateRecipe(**(places | asked))
+
+
+@pytest.mark.parametrize("kept", [torch.float32, torch.bfloat16], ids=str)
+@pytest.mark.parametrize("form", FORMS)
+def test_heads_of_every_form_are_measured(
+    target: LlamaForCausalLM,
+    corpus: Path,
+    tmp_path: Path,
+    form: str,
+    kept: torch.dtype,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    heads = PredictionHeads.from_lm_head(target.lm_head.weight.detach(), 3, 1, **FORMS[form]).to(kept)
+    used: list[tuple[Any, Any]] = []
+    measure = evaluate.measure
+
+    def noted(scorer: Any, parts: Any, *args: Any, **kwargs: Any) -> Any:
+        used.append((scorer, parts.heads))
+        return measure(scorer, parts, *args, **kwargs)
+
+    monkeypatch.setattr(evaluate, "measure", noted)
+    results = evaluate.run_evaluate(recipe(heads, corpus, tmp_path))
+    ((scorer, loaded),) = used
+    assert scorer.states == loaded.states == FORMS[form].get("states", "after-norm")
+    assert scorer.dtype == next(loaded.parameters()).dtype == loaded.projection(0).dtype == torch.float32
+    assert results["errors"] == []
+    for row in results["methods"]:
+        assert row["identical_to_greedy"] == [3, 3]
+        assert row["tokens"] > 0
+
+
+def test_heads_of_another_size_are_refused(target: LlamaForCausalLM, corpus: Path, tmp_path: Path) -> None:
+    weight_VD = target.lm_head.weight.detach()
+    wider = PredictionHeads.from_lm_head(torch.zeros(320, 24), 3, 1)
+    with pytest.raises(ValueError, match="take hidden states of 24, the target makes 16"):
+        evaluate.run_evaluate(recipe(wider, corpus, tmp_path))
+    fewer = PredictionHeads.from_lm_head(weight_VD[:310].clone(), 3, 1, projection="target")
+    with pytest.raises(ValueError, match=r"310.*320"):
+        evaluate.run_evaluate(recipe(fewer, corpus, tmp_path))
+
+
+@pytest.fixture
+def artifacts(target: LlamaForCausalLM, corpus: Path, tmp_path: Path) -> Path:
+    """A folder with target, drafter, heads and table."""
+    del target
+    torch.manual_seed(1)
+    LlamaForCausalLM(LlamaConfig(**(SIZES | ATTENTION | {"num_hidden_layers": 1}))).save_pretrained(
+        tmp_path / "drafter"
+    )
+    tokenizer = load_tokenizer(str(corpus / "tokenizer"))
+    tokenizer.save_pretrained(tmp_path / "drafter")
+    about: dict[str, Any] = {"vocab_size": 320, "tokenizer_fingerprint": tokenizer_fingerprint(tokenizer)}
+    about |= {name: {} for name in ("target", "shapes", "recipe", "data", "training")}
+    heads = PredictionHeads.from_lm_head(torch.randn(320, 16), 3, 1)
+    save_artifact(tmp_path / "heads", kind="heads", write=lambda place: save_heads(heads, place, "target"), **about)
+    rng = np.random.default_rng(0)
+    documents = [rng.integers(0, 320, 60).tolist() for _ in range(20)]
+    table = BigramTable.from_documents(documents, 320)
+    save_artifact(tmp_path / "table", kind="table", write=table.save, **about)
+    return tmp_path
+
+
+def test_one_command_measures_whatever_artifacts_there_are(
+    artifacts: Path, corpus: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(artifacts)
+    words = ["template=chatml", "limit=5", "max_new_tokens=6", "compare_with_transformers=false"]
+    named = {"target": "target", "prompts": str(corpus / "rows.json")}
+    for parts, needed in ((("drafter",), {"drafter"}), ((), set()), (("heads", "table"), {"heads", "table"})):
+        loaded = evaluate_recipe(None, words, named | {part: part for part in parts})
+        rows = {row.method for row in loaded.methods}
+        assert rows == {name for name in METHODS if set(needs_of(name, {})) <= needed}
+    loaded = evaluate_recipe(words[0], words[1:], named | {part: part for part in ("drafter", "heads", "table")})
+    assert loaded.out == "runs/evaluate/target/results.json"
+    assert {row.method for row in loaded.methods} == set(METHODS)
+    results = run_evaluate(loaded)
+    assert results["errors"] == []
+    assert {row["method"] for row in results["methods"]} == set(METHODS)
+    assert {row["method"] for row in results["methods"] if not row["lossless"]} >= {"beam", "mjsd", "bild"}
+    assert all(row["identical_to_greedy"] in (None, [5, 5]) for row in results["methods"] if row["lossless"])
+    assert load_results(Path(loaded.out)) == json.loads(json.dumps(results))
+    assert load_recipe(str(Path(loaded.out).with_suffix(".recipe.yaml"))) == loaded, "the written recipe repeats it"
+
+
+def test_the_command_without_a_recipe(
+    artifacts: Path, corpus: Path, cli: Callable[..., subprocess.CompletedProcess[str]]
+) -> None:
+    arguments = ["--target", "target", "--drafter", "drafter", "--prompts", str(corpus / "rows.json")]
+    few = ["limit=3", "max_new_tokens=4", "methods=[{method: autoregressive}, {method: speculative}]"]
+    done = cli("evaluate", *arguments, "--out", "r.json", "--categories", "template=chatml", *few, cwd=artifacts)
+    assert done.returncode == 0, done.stderr
+    assert "left out, for they need --drafter, --heads or --table: unigram, bigram, bpd" in done.stderr
+    assert "by category" in done.stdout
+    assert "yes 3/3" in done.stdout
+    assert [row["label"] for row in load_results(artifacts / "r.json")["methods"]] == ["autoregressive", "speculative"]
+
+
+def test_the_recipe_of_all_methods_has_all_methods() -> None:
+    shipped = load_recipe("evaluate/all-methods")
+    assert isinstance(shipped, EvaluateRecipe)
+    greedy = [row for row in shipped.methods if row.temperature is None]
+    assert [row.method for row in greedy] == list(METHODS), "every method once, with its default settings"
+    assert all(row.options == {} for row in greedy)
+
+
+def test_options_change_a_recipe(artifacts: Path) -> None:
+    loaded = evaluate_recipe("evaluate/all-methods", ["limit=2"], {"target": "a: b, [c]", "drafter": None})
+    assert (loaded.target, loaded.drafter, loaded.limit) == ("a: b, [c]", "runs/quickstart/drafter", 2)
+    with pytest.raises(ValueError, match="Did you mean 'max_new_tokens'"):
+        evaluate_recipe("evaluate/all-methods", ["max_new_token=2"], {})
+    assert evaluate_recipe("all-methods", ["limit=2"], {}) == evaluate_recipe("evaluate/all-methods", ["limit=2"], {})
+    assert evaluation_or_paper("all-methods.yaml", [], {}, None) == load_recipe("evaluate/all-methods")
+    paper = evaluation_or_paper("slides/alpha", [], {}, None)
+    assert paper == evaluation_or_paper("evaluate/slides/alpha", [], {}, None)
+    assert paper.kind == "paper"
+    with pytest.raises(ValueError, match="of kind 'quickstart'"):
+        evaluate_recipe("quickstart", [], {})
+    with pytest.raises(ValueError, match="or a target: draftsmith evaluate --target T"):
+        evaluate_recipe("limit=3", [], {"target": None, "drafter": "D"})
+
+
+def test_prompts_are_reproducible_and_those_passed_over_are_named(corpus: Path, tmp_path: Path) -> None:
+    tokenizer = load_tokenizer(str(corpus / "tokenizer"))
+    rows = json.loads((corpus / "rows.json").read_text())[:30]
+    rows[4]["conversations"][0]["value"] = "the tree " * 200
+    rows[7]["conversations"] = [{"from": "gpt", "value": "nothing was asked"}]
+    (tmp_path / "rows.json").write_text(json.dumps(rows))
+    passed = PassedOver()
+    first = load_prompts(str(tmp_path / "rows.json"), "chatml", tokenizer, 10, 100, passed_over=passed)
+    assert first == load_prompts(str(tmp_path / "rows.json"), "chatml", tokenizer, 10, 100)
+    assert [prompt.id for prompt, _ in first] == [f"row{place}" for place in range(12) if place not in (4, 7)]
+    assert passed.as_dict() == {"counts": {"too long": 1, "no question": 1}, "too_long": ["row4"]}
+    assert passed.words() == "1 prompts (too long), 1 prompts (no question)"
+    assert not PassedOver()
+    for text, why in (("[]", "it is empty"), (json.dumps([rows[7]]), r"1 prompts \(no question\)")):
+        (tmp_path / "none.json").write_text(text)
+        with pytest.raises(ValueError, match=f"no prompt in .*none.json: {why}"):
+            load_prompts(str(tmp_path / "none.json"), "chatml", tokenizer, 10, 100)
+
+
+@pytest.mark.parametrize(
+    ("positions", "method", "most"),
+    [((80, 256), "autoregressive", 73), ((80, 256), "speculative", 70), ((256, 70), "speculative", 60)],
+)
+def test_prompts_without_room_for_an_answer_are_named_before_anything_is_decoded(
+    corpus: Path, tmp_path: Path, positions: tuple[int, int], method: str, most: int
+) -> None:
+    """Of a target and of a drafter with few positions; with what the message says it runs, whatever another drafter has
+    that no row asks for."""
+    tokenizer = load_tokenizer(str(corpus / "tokenizer"))
+    for name, count in zip(("target", "drafter", "other"), (*positions, 16), strict=True):
+        LlamaForCausalLM(LlamaConfig(**SIZES, **(ATTENTION | {"max_position_embeddings": count}))).save_pretrained(
+            tmp_path / name
+        )
+        tokenizer.save_pretrained(tmp_path / name)
+    rows = json.loads((corpus / "rows.json").read_text())[:3]
+    rows[2]["conversations"][0]["value"] = "the tree " * 60
+    (tmp_path / "rows.json").write_text(json.dumps(rows))
+    methods: list[dict[str, Any]] = [{"method": "autoregressive"}]
+    methods += [{"method": "speculative", "options": {"gamma": 3}}] if method == "speculative" else []
+    values = {"kind": "evaluate", "out": str(tmp_path / "results.json"), "target": str(tmp_path / "target")}
+    values |= {"drafter": str(tmp_path / "drafter"), "prompts": str(tmp_path / "rows.json"), "template": "chatml"}
+    values |= {"max_new_tokens": 8, "max_prompt_tokens": 512, "energy": "off", "compare_with_transformers": False}
+    values |= {"more_drafters": [str(tmp_path / "other")]}
+    asked = EvaluateRecipe.model_validate(values | {"methods": methods, "device": "cpu"})
+    name = "target" if positions[0] < positions[1] else "drafter"
+    told = rf"prompt row2 has \d+ tokens; .*\({method}\) they do not fit into the {name}'s {min(positions)} positions"
+    with pytest.raises(ValueError, match=rf"{told}: `max_prompt_tokens={most}`"):
+        run_evaluate(asked)
+    assert not list(tmp_path.glob("*.runs*"))
+    results = run_evaluate(asked.model_copy(update={"max_prompt_tokens": most}))
+    assert results["passed_over"] == {"counts": {"too long": 1}, "too_long": ["row2"]}
+
+
+@pytest.mark.parametrize("width", [100, 140])
+def test_the_table_fits_into_a_terminal(width: int) -> None:
+    part = {"tokens_per_step": 1.5, "acceptance_rate": 0.52, "tokens_per_second": 12345.6, "speedup": 1.25}
+    part |= {"speedup_interval": [1.12, 1.34], "perplexity": 1234.5, "rouge_l": 0.21, "prompts": 80}
+    row = part | {
+        "bound": 10.51,
+        "efficiency": 0.93,
+        "identical_to_greedy": [480, 480],
+        "by_category": {"[math]": part},
+    }
+    rows = [row | {"label": name, "lossless": name != "mjsd"} for name in ("naive-multi-candidate T=1", "mjsd", "[a]")]
+    console = Console(width=width, record=True, file=io.StringIO())
+    console.print(results_table("title", rows), categories_table(rows))
+    text = console.export_text()
+    lines = [line.rstrip() for line in text.splitlines()]
+    assert max(map(len, lines)) <= width
+    assert "…" not in text
+    for name, end in (("naive-multi-candidate T=1", "yes 480/480"), ("mjsd", "no"), ("[a]", "yes 480/480")):
+        (line,) = (line for line in lines if line.startswith(name) and line.endswith(end))
+        assert all(shown in line for shown in ("1.50", "0.52", "12346", "1.25x", "1.12–1.34", "10.51x", "0.93", "1234"))
+    assert text.count("[math]") == 3
+
+
+def test_progress_says_what_is_next_and_counts_from_where_it_began(
+    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    now = [0.0]
+    monkeypatch.setattr("draftsmith.recipes.session.terminal.time.monotonic", lambda: now[0])
+    with bar("evaluating", "runs") as advance:
+        now[0] = 5.0
+        advance(90, 100, "beam")  # of an earlier process
+        now[0] = 25.0
+        advance(92, 100, "mjsd")
+    assert capsys.readouterr().err.splitlines() == ["evaluating: 92 of 100 runs, 80 s left; next: mjsd"]

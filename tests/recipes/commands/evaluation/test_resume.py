@@ -1,0 +1,235 @@
+"""An evaluation that is killed goes on with the runs that had finished; what belongs to another one is not used."""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import yaml
+from draftsmith.data.tokenizers import load_tokenizer
+from draftsmith.decode.evaluation.energy import Energy
+from draftsmith.decode.evaluation.measure import Decoded, RunKey
+from draftsmith.decode.evaluation.metrics import Tally
+from draftsmith.recipes.commands.evaluation.evaluate import run_evaluate
+from draftsmith.recipes.commands.evaluation.journal import RunJournal, journal_path
+from draftsmith.recipes.schema.evaluation import EvaluateRecipe
+from draftsmith.recipes.schema.loading import load_recipe
+from draftsmith.recipes.schema.results import load_results
+from transformers import LlamaConfig, LlamaForCausalLM
+
+SIZES = {"vocab_size": 320, "hidden_size": 16, "intermediate_size": 32, "num_hidden_layers": 2}
+ATTENTION = {"num_attention_heads": 2, "num_key_value_heads": 2, "max_position_embeddings": 256}
+METHODS: list[dict[str, Any]] = [
+    {"method": "autoregressive"},
+    {"method": "speculative"},
+    {"method": "prompt-lookup"},
+]
+PROMPTS = 12
+
+
+@pytest.fixture
+def recipe(corpus: Path, tmp_path: Path) -> Path:
+    """Twelve prompts of sixty tokens with three methods and transformers: some seconds of work."""
+    for seed, name in enumerate(("target", "drafter")):
+        torch.manual_seed(seed)
+        LlamaForCausalLM(LlamaConfig(**SIZES, **ATTENTION)).save_pretrained(tmp_path / name)
+        load_tokenizer(str(corpus / "tokenizer")).save_pretrained(tmp_path / name)
+    values = {"kind": "evaluate", "prompts": str(corpus / "rows.json"), "template": "chatml", "limit": PROMPTS}
+    values |= {"out": str(tmp_path / "results.json"), "max_new_tokens": 60, "device": "cpu", "methods": METHODS}
+    values |= {name: str(tmp_path / name) for name in ("target", "drafter")}
+    path = tmp_path / "recipe.yaml"
+    path.write_text(yaml.safe_dump(values))
+    return path
+
+
+def evaluate(recipe: Path, *changes: str) -> None:
+    """Run it in this process."""
+    loaded = load_recipe(str(recipe), changes)
+    assert isinstance(loaded, EvaluateRecipe)
+    run_evaluate(loaded)
+
+
+def identity(recipe: Path, *changes: str) -> dict[str, Any]:
+    """What the evaluation calls its own, taken from the journal of one that is stopped before its first run."""
+    with pytest.MonkeyPatch.context() as patch:
+        found: list[dict[str, Any]] = []
+
+        def noted(out: Path, named: dict[str, Any]) -> None:
+            found.append(named)
+            raise KeyboardInterrupt
+
+        patch.setattr("draftsmith.recipes.commands.evaluation.evaluate.RunJournal", noted)
+        with pytest.raises(KeyboardInterrupt):
+            evaluate(recipe, *changes)
+    return found[0]
+
+
+def stop_in_the_middle(recipe: Path, number: signal.Signals, runs: int) -> tuple[int, str, list[str]]:
+    """Start the evaluation, send a signal once some runs are written: exit code, errors, the journal's lines."""
+    journal = journal_path(recipe.parent / "results.json")
+    command = [sys.executable, "-m", "draftsmith", "evaluate", str(recipe)]
+    settings = os.environ | {"OMP_NUM_THREADS": "1", "HF_HUB_OFFLINE": "1"}
+    child = subprocess.Popen(command, env=settings, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
+    try:
+        deadline = time.monotonic() + 120
+        while not journal.is_file() or journal.read_text().count("\n") <= runs:
+            assert child.poll() is None, child.communicate()[1]
+            assert time.monotonic() < deadline
+            time.sleep(0.01)
+        child.send_signal(number)
+        _, errors = child.communicate(timeout=60)
+    finally:
+        child.kill()
+    return child.returncode, errors, journal.read_text().splitlines()
+
+
+@pytest.mark.parametrize("number", [signal.SIGKILL, signal.SIGINT])
+def test_a_stopped_evaluation_goes_on(recipe: Path, number: signal.Signals, capsys: pytest.CaptureFixture[str]) -> None:
+    out = recipe.parent / "results.json"
+    code, errors, lines = stop_in_the_middle(recipe, number, 9)
+    assert not out.exists()
+    if number == signal.SIGKILL:
+        assert code == -signal.SIGKILL
+        with journal_path(out).open("a") as file:
+            file.write(lines[-1][: len(lines[-1]) // 2])  # what a kill in the middle of a write leaves
+    else:
+        assert code == 128 + number
+        assert f"stopped by signal {int(number)}; the same command goes on from here" in errors
+        assert "Traceback" not in errors
+    kept = [json.loads(line) for line in lines[1:]]
+    kept = [row for row in kept if isinstance(row, list)]
+    assert 9 <= len(kept) < 4 * PROMPTS
+    evaluate(recipe)
+    captured = capsys.readouterr()
+    assert f"going on; {len(kept)} runs are finished already" in captured.err
+    assert f"{len(kept)} runs were timed by an earlier process" in captured.out
+    results = load_results(out)
+    assert results["resumed"] == len(kept)
+    assert results["errors"] == []
+    assert not journal_path(out).parent.exists()
+    rows = {row["label"]: row for row in results["methods"]}
+    assert {label for label, *_ in kept} <= {*rows, "transformers"}
+    for label, place, _, ids, _, seconds, _ in kept:
+        if label in rows:
+            part = rows[label]["by_prompt"][place]
+            assert (part["seconds"], part["tokens"]) == (seconds, len(ids))
+    assert all(row["identical_to_greedy"] == [PROMPTS, PROMPTS] for row in rows.values())
+
+
+def test_another_recipe_or_artifact_starts_anew(recipe: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    few = ("max_new_tokens=8", "limit=2", "compare_with_transformers=false", "methods=[{method: autoregressive}]")
+    out, changes = recipe.parent / "results.json", (*few, "seed=3", "show_categories=true")
+    others = ((changes, None), ((*changes, "limit=3"), "(limit, prompts read differ)"), (few, "(seed differ"))
+    for words, changed in others:
+        with RunJournal(out, identity(recipe, *words)) as journal:
+            journal.add(RunKey("autoregressive", 0, 0), Decoded([1, 2], Tally(2, 2, 2), 1234.5, 0.0))
+        evaluate(recipe, *changes)
+        results = load_results(out)
+        assert results["resumed"] == (changed is None)
+        assert (results["methods"][0]["by_prompt"][0]["seconds"] == 1234.5) == (changed is None)
+        assert changed is None or f"runs of another evaluation {changed}" in capsys.readouterr().err
+    with RunJournal(out, identity(recipe, *changes)) as journal:
+        journal.add(RunKey("autoregressive", 0, 0), Decoded([1, 2], Tally(2, 2, 2), 1234.5, 0.0))
+    weights = recipe.parent / "drafter" / "model.safetensors"
+    weights.write_bytes(weights.read_bytes())
+    evaluate(recipe, *changes)
+    assert load_results(out)["resumed"] == 0, "the drafter was written anew"
+    assert "(artifacts differ)" in capsys.readouterr().err
+
+
+def runs(count: int) -> list[tuple[RunKey, Decoded]]:
+    """Some runs, each another."""
+    return [
+        (RunKey("a\nb", place, 0), Decoded([place, 7], Tally(2, 1, 5, 1, 2, 1, [1], [place % 2]), 0.1 * place, 0.0))
+        for place in range(count)
+    ]
+
+
+def written(folder: Path, count: int = 3, identity: dict[str, Any] | None = None) -> Path:
+    """The journal of that many runs."""
+    with RunJournal(folder / "results.json", identity or {"seed": 1}) as journal:
+        for key, run in runs(count):
+            journal.add(key, run)
+        return journal.path
+
+
+def test_the_journal_gives_back_what_was_written(tmp_path: Path) -> None:
+    written(tmp_path)
+    with RunJournal(tmp_path / "results.json", {"seed": 1}) as journal:
+        assert journal.finished == dict(runs(3))
+        assert journal.changed == []
+        journal.remove()
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_the_journal_gives_back_joules(tmp_path: Path) -> None:
+    found = {
+        "a\nb": Energy("nvml", 2.0, 0.5, None, 120.0, 30.0, 0.1, (1.5, 2.5)),
+        "c": Energy("rapl", 2.0, 0.5, 1.25, 120.0, 30.0, 0.1, (2.0,)),
+    }
+    with RunJournal(tmp_path / "results.json", {"seed": 1}) as journal:
+        for (label, energy), (key, run) in zip(found.items(), runs(2), strict=True):
+            journal.add(key, run)
+            journal.add_energy(label, energy)
+    with RunJournal(tmp_path / "results.json", {"seed": 1}) as journal:
+        assert (journal.energies, journal.finished) == (found, dict(runs(2)))
+    with RunJournal(tmp_path / "results.json", {"seed": 2}) as journal:
+        assert journal.energies == {}
+
+
+def test_half_a_last_line_is_dropped(tmp_path: Path) -> None:
+    path = written(tmp_path)
+    whole = path.read_bytes()
+    ends = [place + 1 for place, byte in enumerate(whole) if byte == 10]
+    for end in range(ends[0], len(whole) + 1, 5):
+        path.write_bytes(whole[:end])
+        kept = sum(each <= end for each in ends[1:])
+        with RunJournal(tmp_path / "results.json", {"seed": 1}) as journal:
+            assert journal.finished == dict(runs(kept))
+            journal.add(*runs(4)[3])
+        with RunJournal(tmp_path / "results.json", {"seed": 1}) as journal:
+            assert journal.finished == dict([*runs(kept), runs(4)[3]])
+
+
+@pytest.mark.parametrize(
+    "damage",
+    [
+        b"nonsense\n", b"[1, 2]\n", b'["a", 0, 0, [1], {"tokens": 1}, 0.1, 0.0]\n', b"\xff\n", b"{}\n",
+        b'{"label": "a", "energy": {"joules": 1.0}}\n',
+    ],
+)  # fmt: skip
+def test_a_damaged_line_is_refused_with_its_number(tmp_path: Path, damage: bytes) -> None:
+    path = written(tmp_path)
+    lines = path.read_bytes().splitlines(keepends=True)
+    path.write_bytes(b"".join([*lines[:2], damage, *lines[3:]]))
+    before = path.read_bytes()
+    with pytest.raises(ValueError, match=r"runs.jsonl:3 is damaged"):
+        RunJournal(tmp_path / "results.json", {"seed": 1})
+    assert path.read_bytes() == before
+    path.write_bytes(b"".join([damage, *lines[1:]]))
+    with pytest.raises(ValueError, match=r"runs.jsonl:1 "):
+        RunJournal(tmp_path / "results.json", {"seed": 1})
+
+
+def test_runs_of_something_else_are_dropped_and_the_difference_named(tmp_path: Path) -> None:
+    path = written(tmp_path, identity={"seed": 1, "limit": 3, "gone": 0})
+    with RunJournal(tmp_path / "results.json", {"seed": 2, "limit": 3, "new": [1]}) as journal:
+        assert journal.changed == ["seed", "new", "gone"]
+        assert journal.finished == {}
+    assert len(path.read_text().splitlines()) == 1
+
+
+def test_two_processes_do_not_write_one_journal(tmp_path: Path) -> None:
+    with (
+        RunJournal(tmp_path / "results.json", {}),
+        pytest.raises(ValueError, match="another process writes"),
+    ):
+        RunJournal(tmp_path / "results.json", {})

@@ -1,0 +1,257 @@
+"""Traces as people see them: texts of tokens, marks, pages, and the command line on real models."""
+
+from __future__ import annotations
+
+import io
+from html.parser import HTMLParser
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import yaml
+from draftsmith.data.prompts import load_prompts
+from draftsmith.data.tokenizers import load_tokenizer, train_bpe
+from draftsmith.decode.engine import Limits
+from draftsmith.decode.evaluation.measure import decode
+from draftsmith.decode.evaluation.trace import TracedStep
+from draftsmith.decode.methods import Parts, build_method
+from draftsmith.decode.models.loading import load_model, wrap_model
+from draftsmith.decode.warpers import Sampling
+from draftsmith.recipes.commands.evaluation.trace import chosen_rows
+from draftsmith.recipes.report.trace import (
+    TokenTexts,
+    describe_steps,
+    kept_text,
+    load_trace,
+    show_trace,
+    step_line,
+    trace_section,
+    visible,
+    write_trace,
+)
+from draftsmith.recipes.schema.evaluation import EvaluateRecipe
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from rich.console import Console
+from tokenizers import Tokenizer, decoders, models
+from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedTokenizerFast
+
+
+def byte_level() -> Any:
+    """Bytes and a few merges: most characters beyond ASCII take several tokens."""
+    return train_bpe(["the tree the token 東京 naïve"] * 3, 275, ("<pad>", "<end>"))
+
+
+def byte_fallback() -> Any:
+    """As LLaMA's: a word begins with ▁, and what the vocabulary lacks is bytes."""
+    words = ["<unk>", "▁the", "▁tree", "▁", "s", "東", "\n"]
+    pieces = words + [f"<0x{byte:02X}>" for byte in range(256)]
+    backend = Tokenizer(models.BPE({piece: place for place, piece in enumerate(pieces)}, [], unk_token="<unk>"))
+    steps = [decoders.Replace("▁", " "), decoders.ByteFallback(), decoders.Fuse(), decoders.Strip(" ", 1, 0)]
+    backend.decoder = decoders.Sequence(steps)
+    return PreTrainedTokenizerFast(tokenizer_object=backend, unk_token="<unk>", clean_up_tokenization_spaces=False)
+
+
+TOKENIZERS = {"byte-level": byte_level(), "byte-fallback": byte_fallback()}
+
+
+@given(ids=st.lists(st.integers(0, 274), max_size=24))
+@settings(max_examples=150, deadline=None)
+def test_the_texts_of_tokens_join_to_the_text_of_all_whatever_the_bytes(ids: list[int]) -> None:
+    tokenizer = TOKENIZERS["byte-level"]
+    texts = TokenTexts(tokenizer)
+    joined = "".join(texts.add(token) for token in ids) + texts.rest()
+    assert joined == tokenizer.decode(ids, clean_up_tokenization_spaces=False)
+
+
+@given(
+    words=st.lists(st.sampled_from(["▁the", "▁tree", "▁", "s", "東", "\n"]) | st.characters(codec="utf-8"), max_size=16)
+)
+@settings(max_examples=150, deadline=None)
+def test_the_texts_of_words_and_bytes_join_to_the_text_of_all(words: list[str]) -> None:
+    tokenizer = TOKENIZERS["byte-fallback"]
+    known = tokenizer.get_vocab()
+    pieces = [[word] if word in known else [f"<0x{byte:02X}>" for byte in word.encode()] for word in words]
+    ids = [known[piece] for word in pieces for piece in word]
+    texts = TokenTexts(tokenizer)
+    joined = "".join(texts.add(token) for token in ids) + texts.rest()
+    assert joined == tokenizer.decode(ids, clean_up_tokenization_spaces=False)
+
+
+@given(text=st.text(max_size=30))
+@settings(max_examples=150, deadline=None)
+def test_a_character_of_several_tokens_is_shown_whole(text: str) -> None:
+    tokenizer = TOKENIZERS["byte-level"]
+    texts = TokenTexts(tokenizer)
+    pieces = [texts.add(token) for token in tokenizer.encode(text, add_special_tokens=False)]
+    assert "".join(pieces) == text
+    if "\ufffd" not in text:
+        assert all("\ufffd" not in piece for piece in pieces)
+
+
+def test_a_token_that_is_not_kept_leaves_no_trace() -> None:
+    tokenizer = TOKENIZERS["byte-fallback"]
+    the, tree, e9 = (tokenizer.convert_tokens_to_ids(piece) for piece in ("▁the", "▁tree", "<0xE9>"))
+    texts = TokenTexts(tokenizer, [the])
+    assert texts.would_add(tree) == " tree"  # the space that the first word of a text would lose
+    assert texts.would_add(e9) == "\ufffd"
+    assert texts.add(the) == " the"
+
+
+def test_steps_are_told_as_they_were() -> None:
+    tokenizer = TOKENIZERS["byte-level"]
+    ids = {letter: tokenizer.encode(letter, add_special_tokens=False)[0] for letter in "abcdxy"}
+    steps = [
+        TracedStep((ids["a"], ids["b"]), (0, 1), (ids["x"], ids["y"]), ids["c"], 6),
+        TracedStep((), (), (), ids["d"], 0),
+    ]
+    told = describe_steps(steps, tokenizer, [])
+    assert told[0]["tokens"] == [
+        {"kind": "accepted", "text": "a"},
+        {"kind": "accepted", "text": "b", "more": 1},
+        {"kind": "rejected", "text": "x", "more": 1},
+        {"kind": "corrected", "text": "c"},
+    ]
+    assert told[1]["tokens"] == [{"kind": "added", "text": "d"}]
+    assert kept_text(told) == "abcd"
+    assert step_line(1, "", told[0], marks=True).plain == "   1  2/6  »ab+1[-x-]+1{+c+}"
+    assert step_line(12, "abc", told[1], marks=True).plain == "  12  0/0  abc»{d}"
+    assert step_line(12, "abc", told[1], marks=False).plain == "  12  0/0  abcd"
+
+
+def test_control_characters_become_pictures() -> None:
+    assert visible("a\nb\t\x1b[31m\x00\x7f") == "a↵b⇥␛[31m␀␡"
+
+
+def told(text: str = "x") -> dict[str, Any]:
+    tokens = [{"kind": "accepted", "text": text}, {"kind": "rejected", "text": text, "more": 2}]
+    steps = [{"proposed": 4, "accepted": 1, "tokens": [*tokens, {"kind": "corrected", "text": text}]}]
+    run = {"label": text, "method": "m", "options": {}, "temperature": 0.0, "steps": steps}
+    return {
+        "schema": 1,
+        "kind": "trace",
+        "target": "t",
+        "prompts": [{"prompt": text, "category": "", "runs": [run]}],
+    }
+
+
+class Tags(HTMLParser):
+    """Names of all elements."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.names: list[str] = []
+        self.texts: list[str] = []
+
+    def handle_starttag(self, tag: str, attrs: Any) -> None:
+        self.names.append(tag)
+
+    def handle_data(self, data: str) -> None:
+        self.texts.append(data)
+
+
+def test_the_page_holds_texts_and_no_markup_of_theirs() -> None:
+    nasty = "<script>alert(1)</script>&amp;\"'"
+    tags = Tags()
+    tags.feed(trace_section(told(nasty)))
+    assert "script" not in tags.names
+    assert {"details", "ol", "li", "span"} <= set(tags.names)
+    assert tags.texts.count(nasty) == 1 + 3 + 3  # the question; each token in the text, and in its step
+    assert tags.texts.count("+2") == 2
+
+
+def test_without_colour_there_are_marks_and_with_it_styles() -> None:
+    plain, styled = io.StringIO(), io.StringIO()
+    show_trace(told(), Console(file=plain, width=100))
+    show_trace(told(), Console(file=styled, width=100, force_terminal=True, color_system="standard"))
+    assert "[-x-]+2{+x+}" in plain.getvalue()
+    assert "[-x-]" not in styled.getvalue()
+    assert "\x1b[9;31mx" in styled.getvalue()  # red and struck through
+
+
+def test_a_trace_is_read_back_and_a_damaged_one_refused(tmp_path: Path) -> None:
+    path = tmp_path / "trace.json"
+    write_trace(path, told("東京\n"))
+    assert load_trace(path) == told("東京\n")
+    lines = path.read_text().splitlines()
+    path.write_text("\n".join([*lines[:5], "oops", *lines[5:]]))
+    with pytest.raises(ValueError, match=r"trace\.json:\d+ is damaged"):
+        load_trace(path)
+    other = told()
+    del other["prompts"][0]["runs"][0]["label"]
+    write_trace(path, other)
+    with pytest.raises(ValueError, match=r"is no trace.*label"):
+        load_trace(path)
+    other = told()
+    other["prompts"][0]["runs"][0]["steps"][0]["tokens"][0]["kind"] = '"><script>'
+    write_trace(path, other)
+    with pytest.raises(ValueError, match="no trace of schema 1"):
+        load_trace(path)
+    write_trace(path, {"schema": 2, "kind": "trace", "prompts": []})
+    with pytest.raises(ValueError, match="no trace of schema 1"):
+        load_trace(path)
+
+
+@pytest.fixture
+def recipe(corpus: Path, tmp_path: Path) -> dict[str, Any]:
+    """An evaluation of random models of two sizes, as a mapping."""
+    sizes = {"vocab_size": 320, "hidden_size": 16, "intermediate_size": 32, "num_attention_heads": 2}
+    for place, (name, layers) in enumerate((("target", 2), ("drafter", 1))):
+        torch.manual_seed(place)
+        model = LlamaForCausalLM(LlamaConfig(**sizes, num_hidden_layers=layers, num_key_value_heads=2)).eval()
+        model.save_pretrained(tmp_path / name)
+        load_tokenizer(str(corpus / "tokenizer")).save_pretrained(tmp_path / name)
+    made = {"out": "runs/results.json", "target": "target", "drafter": "drafter", "prompts": str(corpus / "rows.json")}
+    made |= {"kind": "evaluate", "template": "chatml", "max_new_tokens": 20, "device": "cpu", "seed": 4}
+    methods: list[dict[str, Any]] = [{"method": "autoregressive"}, {"method": "speculative", "options": {"gamma": 2}}]
+    methods.append({"method": "autoregressive", "temperature": 1.0})
+    methods.append({"method": "multi-candidate", "temperature": 1.0, "label": "tree", "options": {"k_config": "3x2"}})
+    (tmp_path / "recipe.yaml").write_text(yaml.safe_dump(made | {"methods": methods}))
+    return made | {"methods": methods}
+
+
+def test_the_command_shows_and_keeps_what_was_decoded(recipe: dict[str, Any], tmp_path: Path, cli: Any) -> None:
+    arguments = ("--method", "tree", "--method", "speculative", "--limit", "2", "--html", "page.html")
+    done = cli("trace", "recipe.yaml", *arguments, cwd=tmp_path)
+    assert done.returncode == 0, done.stderr
+    assert "{+" in done.stdout
+    assert "<!doctype html>" in (tmp_path / "page.html").read_text()
+    kept = load_trace(tmp_path / "runs" / "trace.json")
+    assert [[run["label"] for run in prompt["runs"]] for prompt in kept["prompts"]] == [["tree", "speculative"]] * 2
+
+    tokenizer = load_tokenizer(str(tmp_path / "target"))
+    target = wrap_model(load_model(str(tmp_path / "target"), device="cpu"))
+    parts = Parts(wrap_model(load_model(str(tmp_path / "drafter"), device="cpu")))
+    prompts = load_prompts(recipe["prompts"], "chatml", tokenizer, 2, 1024)
+    for place, ((prompt, ids), shown) in enumerate(zip(prompts, kept["prompts"], strict=True)):
+        assert shown["prompt"] == prompt.turns[-1].text
+        for run, row in zip(shown["runs"], (recipe["methods"][3], recipe["methods"][1]), strict=True):
+            sampling = Sampling(row.get("temperature", 0.0))
+            method = build_method(row["method"], parts, sampling, **row["options"])
+            limits = Limits(20, (tokenizer.eos_token_id,))
+            wanted = decode(target, method, sampling, 4 + place, ids, limits)
+            whole, before = tokenizer.decode([*ids[-8:], *wanted.ids]), tokenizer.decode(ids[-8:])
+            assert kept_text(run["steps"]) == whole[len(before) :]
+            assert len(run["steps"]) == wanted.tally.steps
+            assert sum(step["proposed"] for step in run["steps"]) == (9 if row.get("label") else 2) * len(run["steps"])
+
+
+def test_a_question_of_ones_own_and_a_wrong_method(recipe: dict[str, Any], tmp_path: Path, cli: Any) -> None:
+    done = cli("trace", "recipe.yaml", "--prompt", "keeps the [red]tree?", cwd=tmp_path)
+    assert done.returncode == 0, done.stderr
+    assert "speculative: keeps the [red]tree?" in done.stdout
+    assert [prompt["prompt"] for prompt in load_trace(tmp_path / "runs/trace.json")["prompts"]] == [
+        "keeps the [red]tree?"
+    ]
+    wrong = cli("trace", "recipe.yaml", "--method", "speculatve", cwd=tmp_path)
+    assert wrong.returncode == 2
+    assert "Did you mean 'speculative'?" in wrong.stderr
+
+
+def test_which_rows_are_traced(recipe: dict[str, Any]) -> None:
+    loaded = EvaluateRecipe(**recipe)
+    assert [row.method for row in chosen_rows(loaded, [])] == ["speculative"]
+    assert [row.label for row in chosen_rows(loaded, ["tree"])] == ["tree"]
+    (row,) = chosen_rows(loaded, ["spectr"])
+    assert (row.method, row.options, row.temperature) == ("spectr", {}, None)

@@ -1,0 +1,357 @@
+"""Tuning: the search finds the best of an exhaustive sweep; the command runs, keeps its recording and says what it did.
+
+Costs are given where choices are compared, so that nothing depends on this machine's speed.
+"""
+
+from __future__ import annotations
+
+import html
+import itertools
+import json
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import yaml
+from draftsmith.checkpoints.artifact.artifact import tokenizer_fingerprint
+from draftsmith.data.prompts import stop_ids
+from draftsmith.data.tokenizers import load_tokenizer
+from draftsmith.decode.engine import Limits, generate
+from draftsmith.decode.evaluation.measure import decode
+from draftsmith.decode.evaluation.metrics import Tally, total
+from draftsmith.decode.evaluation.replay.costs import CostModel, Curve, Overhead
+from draftsmith.decode.evaluation.replay.recording import load_recording, record, sample_texts
+from draftsmith.decode.evaluation.replay.replay import predict
+from draftsmith.decode.evaluation.replay.tuning import (
+    Space,
+    best_head_trees,
+    k_configurations,
+    settings_of,
+    tree_text,
+    tune_method,
+    tuned_methods,
+)
+from draftsmith.decode.methods import Parts, build_method
+from draftsmith.decode.models.loading import wrap_model
+from draftsmith.decode.rng import Rng
+from draftsmith.decode.tree import parse_tree
+from draftsmith.decode.warpers import Sampling
+from draftsmith.recipes.commands.evaluation.tune import run_tune
+from draftsmith.recipes.schema.evaluation import EvaluateRecipe
+from draftsmith.recipes.schema.loading import load_recipe
+from transformers import T5Config, T5ForConditionalGeneration
+
+COSTS = CostModel(
+    Curve((1, 5, 17, 65), (1.0, 1.1, 1.6, 3.0)),
+    Curve((1, 8), (0.12, 0.16)),
+    heads=0.05,
+    baseline=0.1,
+    default=Overhead(0.1, 0.005),
+)
+SPACE = Space(nodes=24, gamma=8, depth=4, candidates=4, head_candidates=8)
+
+
+def test_k_configurations_never_widen_and_keep_to_the_budget() -> None:
+    found = set(k_configurations(24, 4, (1, 2, 3, 4)))
+    for depth in range(1, 5):
+        for branching in itertools.product((1, 2, 3, 4), repeat=depth):
+            nodes = 1 + sum(int(np.prod(branching[: level + 1])) for level in range(depth))
+            falls = all(after <= before for before, after in itertools.pairwise(branching))
+            assert (branching in found) == (falls and nodes <= 24 and branching[0] > 1), branching
+    assert len(found) > 20
+
+
+@pytest.fixture
+def tiny(make_llama: Any, make_heads: Any) -> tuple[Any, Parts, list[list[int]]]:
+    """A target, a drafter that agrees now and then, heads of which the first is the target's own projection."""
+    model = make_llama(12, seed=0)
+    heads = make_heads(3, 32, 12)
+    prompts = np.random.default_rng(0).integers(0, 12, (10, 4)).tolist()
+    return wrap_model(model), Parts(wrap_model(make_llama(12, seed=0, sharpness=1.05)), heads), prompts
+
+
+@pytest.mark.parametrize("name", ["speculative", "multi-candidate", "prompt-lookup", "medusa", "bpd"])
+def test_the_choice_is_the_best_of_a_decoded_sweep(tiny: tuple[Any, Parts, list[list[int]]], name: str) -> None:
+    """Every setting is decoded; the choice's tokens per step, at the same costs, are worth as much as the best's."""
+    target, parts, prompts = tiny
+    limits, sampling = Limits(24), Sampling()
+    recording = record(target, parts, prompts, sample_texts(target, prompts, limits, sampling), sampling)
+    choices = tune_method(recording, parts, COSTS, name, space=SPACE)
+    speeds = {}
+    for options in settings_of(name, recording, parts, SPACE):
+        method = build_method(name, parts, sampling, **options)
+        counts = total(decode(target, method, sampling, 0, prompt, limits).tally for prompt in prompts)
+        nodes = counts.nodes / counts.steps
+        if nodes <= SPACE.nodes:
+            seconds = COSTS.step_seconds(name, method, nodes)
+            speeds[json.dumps(options)] = COSTS.speedup(counts.tokens / counts.steps, seconds)
+    assert len(speeds) == len(choices) > 2
+    assert speeds[json.dumps(choices[0].options)] == pytest.approx(max(speeds.values()), rel=1e-9)
+    assert choices[0].speedup == pytest.approx(max(speeds.values()), rel=1e-9)
+    assert max(speeds.values()) > 1.03 * min(speeds.values())  # so that the choice matters
+
+
+def test_the_choice_is_the_best_of_a_sampled_sweep(make_llama: Any) -> None:
+    """At temperature 1 sweep and recording write other texts; the choice is within 3 % of the best that was decoded."""
+    target = wrap_model(make_llama(12, seed=0))
+    parts = Parts(wrap_model(make_llama(12, seed=0, sharpness=1.05)))
+    prompts, limits, sampling = [[1 + place % 11, 3] for place in range(300)], Limits(20), Sampling(1.0)
+    texts = sample_texts(target, prompts, limits, sampling, seed=7, batch=100)
+    recording = record(target, parts, prompts, texts, sampling, candidates=4, chains=1)
+    measured = {}
+    for name, options in [
+        *(("speculative", {"gamma": gamma}) for gamma in (1, 3, 6)),
+        *(("multi-candidate", {"k_config": config}) for config in ("2x1", "4x2", "3x2x1")),
+    ]:
+        method = build_method(name, parts, sampling, **options)
+        counts = Tally()
+        for step in generate(target, *method, prompts, limits, sampling, Rng.for_rows(999, len(prompts))):
+            for row in range(len(prompts)):
+                counts.add_step(step, row)
+        prediction = predict(recording, parts, name, options)
+        assert prediction is not None
+        measured[name, json.dumps(options)] = counts.tokens / counts.steps
+        assert prediction.tokens_per_step == pytest.approx(counts.tokens / counts.steps, rel=0.03)
+        assert prediction.standard_error < 0.01 * prediction.tokens_per_step
+    for name in ("speculative", "multi-candidate"):
+        settings = {key: rate for key, rate in measured.items() if key[0] == name}
+        worth = {}
+        for (_, words), rate in settings.items():
+            method = build_method(name, parts, sampling, **json.loads(words))
+            nodes = method.proposer.room(limits)[0]
+            worth[words] = COSTS.speedup(rate, COSTS.step_seconds(name, method, nodes))
+        tried = tune_method(recording, parts, COSTS, name, space=SPACE)
+        chosen = next(choice for choice in tried if json.dumps(choice.options) in worth)
+        assert worth[json.dumps(chosen.options)] >= 0.97 * max(worth.values())
+
+
+def test_no_other_head_tree_accepts_more(tiny: tuple[Any, Parts, list[list[int]]]) -> None:
+    """Of all trees of three paths of ranks below 3 and depth 2, none takes fewer steps than the one that is built."""
+    target, parts, prompts = tiny
+    sampling = Sampling()
+    texts = sample_texts(target, prompts, Limits(24), sampling)
+    recording = record(target, parts, prompts, texts, sampling, head_candidates=12)
+    trees = best_head_trees(recording, [3, 6])
+    assert [len(trees[size]) for size in (3, 6)] == [3, 6]
+    for paths in trees.values():
+        parsed, _ = parse_tree(tree_text(paths))
+        assert parsed.nodes == 1 + len(paths)  # prefixes are there already
+        assert all(path[:-1] in paths for path in paths if len(path) > 1)
+    found = predict(recording, parts, "medusa", {"tree": tree_text(trees[3])})
+    assert found is not None
+    singles = [(rank,) for rank in range(12)]
+    every = [*singles, *itertools.product(range(12), repeat=2)]
+    best = 0.0
+    for paths in itertools.combinations(every, 3):
+        if all(path[:-1] in paths for path in paths if len(path) > 1) and paths[0] <= (2,):
+            other = predict(recording, parts, "medusa", {"tree": tree_text(list(paths))})
+            assert other is not None
+            best = max(best, other.tokens_per_step)
+    assert found.tokens_per_step >= 0.99 * best
+
+
+def test_a_single_path_is_not_taken_for_a_configuration() -> None:
+    parsed, ranks_N = parse_tree(tree_text([(2,)]))
+    assert (parsed.nodes, ranks_N.tolist()) == (2, [0, 2])
+
+
+def test_equal_methods_are_tuned_once(tiny: tuple[Any, Parts, list[list[int]]]) -> None:
+    _, parts, _ = tiny
+    greedy, warm = tuned_methods(parts, Sampling()), tuned_methods(parts, Sampling(1.0))
+    assert {"speculative", "multi-candidate", "medusa", "bpd", "mjsd", "bild", "relaxed-opt"} <= set(greedy)
+    lossy = {"relaxed-uno", "medusa, typical"}
+    assert set(warm) - set(greedy) == {"naive-multi-candidate", "batch-speculative", "spectr", "specinfer"} | lossy
+    assert not {"bigram", "slim-s"} & set(warm)  # there is no table
+    more = Parts(parts.drafter, more_drafters=(parts.drafter,) * 2)  # type: ignore[arg-type]
+    assert "specinfer" in tuned_methods(more, Sampling())  # of several drafters, it is like no other
+
+
+def test_several_drafters_are_tuned(recipe: Path) -> None:
+    """At temperature 0 the very texts were recorded; another drafter makes another recording."""
+    row = "methods=[{method: autoregressive}, {method: specinfer}]"
+    loaded = load_recipe(str(recipe), [row, f"more_drafters=[{recipe.parent / 'target'}]"])
+    space = Space(nodes=12, gamma=3, depth=2, candidates=2)
+    results = run_tune(loaded, space)  # type: ignore[arg-type]
+    assert results["tried"] == {"specinfer": 2}
+    for confirmed in results["confirmed"]:  # for one of the drafters is the target
+        assert confirmed["predicted"]["tokens_per_step"] == pytest.approx(confirmed["tokens_per_step"])
+        assert confirmed["tokens_per_step"] > confirmed["options"]["gamma"]
+    path = recipe.parent / "results.tune" / "recording.safetensors"
+    first = path.read_bytes()
+    run_tune(loaded.model_copy(update={"more_drafters": [str(recipe.parent / "drafter")]}), space)  # type: ignore[arg-type]
+    assert path.read_bytes() != first
+
+
+@pytest.fixture
+def recipe(corpus: Path, tmp_path: Path, make_llama: Any) -> Path:
+    """A target and a drafter on disk, with the corpus's tokenizer, and a recipe for them."""
+    tokenizer = load_tokenizer(str(corpus / "tokenizer"))
+    for name, sharpness in (("target", 1.0), ("drafter", 1.05)):
+        make_llama(len(tokenizer), seed=0, sharpness=sharpness).save_pretrained(tmp_path / name)
+        tokenizer.save_pretrained(tmp_path / name)
+    assert tokenizer_fingerprint(tokenizer)
+    assert stop_ids(tokenizer)
+    values = {
+        "kind": "evaluate",
+        "out": str(tmp_path / "results.json"),
+        "target": str(tmp_path / "target"),
+        "drafter": str(tmp_path / "drafter"),
+        "prompts": str(corpus / "rows.json"),
+        "template": "chatml",
+        "limit": 4,
+        "max_new_tokens": 16,
+        "device": "cpu",
+        "methods": [
+            {"method": "autoregressive"},
+            {"method": "speculative"},
+            {"method": "multi-candidate", "options": {"attention": "batch"}},
+            {"method": "mjsd"},
+            {"method": "beam"},
+        ],
+    }
+    path = tmp_path / "recipe.yaml"
+    path.write_text(yaml.safe_dump(values))
+    return path
+
+
+def test_tune_writes_what_it_found_and_can_be_evaluated(recipe: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    space = Space(nodes=8, gamma=3, depth=2, candidates=2, thresholds=(0.1, 0.5))
+    results = run_tune(load_recipe(str(recipe)), space)  # type: ignore[arg-type]
+    folder = recipe.parent / "results.tune"
+    assert json.loads((folder / "tune.json").read_text()) == json.loads(json.dumps(results))
+    assert set(results["methods"]) == {"speculative", "multi-candidate", "mjsd"}
+    assert results["tried"]["speculative"] == 3
+    assert all(each["options"]["attention"] == "batch" for each in results["methods"]["multi-candidate"])
+    for row in results["confirmed"]:
+        assert row["speedup"] > 0
+        if row["lossless"]:  # at temperature 0 the very texts were recorded
+            assert row["predicted"]["tokens_per_step"] == pytest.approx(row["tokens_per_step"])
+        else:
+            assert row["perplexity"] >= 1
+    assert sum(not row["lossless"] for row in results["confirmed"]) == 2  # one for each threshold
+    best = next(row for row in results["confirmed"] if row["label"] == results["best"])
+    assert best["lossless"]
+    said = capsys.readouterr().out
+    assert "confirmed by decoding" in said
+    assert results["left_out"] == [{"method": "beam", "why": "none of its settings is searched"}]
+    assert "not tuned: beam: none of its settings is searched" in said
+    assert "<h2>Not tuned</h2><ul><li>beam: none of its settings" in (folder / "tune.html").read_text()
+    chosen = load_recipe(str(folder / "recipe.yaml"))
+    assert [row.method for row in chosen.methods] == [
+        "autoregressive",
+        "speculative",
+        "multi-candidate",
+        "mjsd",
+        "mjsd",
+    ]  # type: ignore[union-attr]
+    assert len({row.label or row.method for row in chosen.methods}) == 5  # type: ignore[union-attr]
+
+
+def test_a_recording_is_used_again_only_where_it_fits(recipe: Path, capfd: pytest.CaptureFixture[str]) -> None:
+    space = Space(nodes=4, gamma=2, depth=1, candidates=2, thresholds=(0.5,))
+    only = ["methods=[{method: autoregressive}, {method: speculative}]"]
+    kept = recipe.parent / "results.tune" / "recording.safetensors"
+    tune: Callable[..., Any] = lambda *more: run_tune(load_recipe(str(recipe), [*only, *more]), space)  # noqa: E731
+    tune()
+    written = kept.stat().st_mtime_ns
+    tune()
+    assert kept.stat().st_mtime_ns == written
+    assert "using the recording" in capfd.readouterr().err
+    for other in ("max_new_tokens=12", "temperature=0.7", "dtype=bfloat16"):
+        tune(other)
+        assert kept.stat().st_mtime_ns != written
+        written = kept.stat().st_mtime_ns
+        assert "recording anew" in capfd.readouterr().err
+    assert load_recording(kept).sampling == Sampling()
+
+
+def test_a_recording_that_lacks_the_bigrams_is_not_used_for_them(tiny_pair: Path, tmp_path: Path) -> None:
+    space = Space(nodes=4, gamma=2, depth=1, candidates=2)
+    values = {"kind": "evaluate", "out": str(tmp_path / "results.json"), "template": "chatml", "limit": 2}
+    values |= {name: str(tiny_pair / name) for name in ("target", "drafter", "table")}
+    values |= {"prompts": str(tiny_pair / "corpus" / "heldout.jsonl"), "max_new_tokens": 8, "device": "cpu"}
+    for name in ("speculative", "bigram"):
+        methods = [{"method": "autoregressive"}, {"method": name}]
+        results = run_tune(EvaluateRecipe.model_validate(values | {"methods": methods}), space)
+        assert results["tried"] == {name: 2}
+
+
+def test_nothing_to_tune_is_said(recipe: Path) -> None:
+    loaded = load_recipe(str(recipe), ["methods=[{method: autoregressive}, {method: beam}]"])
+    with pytest.raises(
+        ValueError, match=r"can be tuned \(beam: none of its settings is searched\)\. Known: speculative"
+    ):
+        run_tune(loaded)  # type: ignore[arg-type]
+
+
+def test_methods_without_a_setting_are_named_with_the_reason(
+    tiny_pair: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """On the terminal, in the file and on the page; and with nothing left to decode the command ends well."""
+    values = {"kind": "evaluate", "out": str(tmp_path / "results.json"), "template": "chatml", "limit": 2}
+    values |= {name: str(tiny_pair / name) for name in ("target", "drafter", "heads")}
+    values |= {"prompts": str(tiny_pair / "corpus" / "heldout.jsonl"), "max_new_tokens": 8, "device": "cpu"}
+    plain = [{"method": "autoregressive"}, {"method": "autoregressive", "temperature": 0.7}]
+    rows: list[dict[str, Any]] = [
+        {"method": "multi-candidate", "options": {"k_config": "2x2"}},
+        {"method": "speculative", "temperature": 0.7},
+        {"method": "bpd", "label": "first"},
+        {"method": "bpd"},
+        {"method": "slim-ss", "options": {"correlation": "none"}},
+        {"method": "mjgd"},
+        {"method": "mjsd"},
+        {"method": "relaxed-opt"},
+        {"method": "medusa"},
+    ]
+    recipe = EvaluateRecipe.model_validate(values | {"methods": [*plain, *rows]})
+    results = run_tune(recipe, Space(nodes=1, gamma=1, depth=1, candidates=1, head_candidates=1))
+    wanted = {
+        "multi-candidate": "no setting lies within the bounds of the search",
+        "speculative at temperature 0.7": "its temperature is 0.7, the recipe's 0: `temperature=0.7`",
+        "first": "bpd is tuned once, with what the last of its rows fixes",
+        "bpd": "every setting that was tried has more than 1 nodes a step",
+        "slim-ss": "no setting lies within the bounds of the search",
+        "mjgd": "none of its settings is searched",
+        "mjsd": "no setting lies within the bounds of the search",
+        "relaxed-opt": "every setting that was tried has more than 1 nodes a step",
+        "medusa": "no tree has 1 nodes",
+    }
+    told = {each["method"]: each["why"] for each in results["left_out"]}
+    assert told == wanted
+    assert results["schema"] == 2
+    assert results["methods"] == results["tried"] == {}
+    shown, page = capsys.readouterr().out, (tmp_path / "results.tune" / "tune.html").read_text()
+    for name, why in wanted.items():
+        assert f"not tuned: {name}: {why}" in shown
+        assert f"<li>{name}: {html.escape(why)}</li>" in page
+    more = Space(nodes=8, gamma=2, depth=2, candidates=2, head_candidates=4)
+    found = run_tune(recipe, more)
+    assert set(found["methods"]) - {"medusa"} == {"multi-candidate", "bpd", "slim-ss", "mjsd", "relaxed-opt"}
+    assert found["tried"]["slim-ss"] == 2
+    assert run_tune(recipe.model_copy(update={"methods": []}), more)["left_out"]
+
+
+def test_all_that_can_be_tuned_of_an_encoder_decoder_is(recipe: Path) -> None:
+    """Joint decoding is replayed for decoders alone."""
+    sizes = {"d_model": 16, "d_kv": 8, "d_ff": 32, "num_layers": 2, "num_heads": 2, "decoder_start_token_id": 0}
+    for name in ("target", "drafter"):
+        tokenizer = load_tokenizer(str(recipe.parent / name))
+        model = T5ForConditionalGeneration(T5Config(vocab_size=len(tokenizer), **sizes))
+        model.save_pretrained(recipe.parent / name)
+    changes = ["methods=[{method: autoregressive}]", "limit=2", "max_new_tokens=6"]
+    space = Space(nodes=4, gamma=2, depth=1, candidates=2, fallbacks=(0.4,), rollbacks=(1.0,), tolerances=(0.1,))
+    results = run_tune(load_recipe(str(recipe), changes), space)  # type: ignore[arg-type]
+    assert set(results["methods"]) == {
+        *("speculative", "multi-candidate", "adaptive", "prompt-lookup", "bild", "relaxed-opt")
+    }
+    with pytest.raises(ValueError, match=r"mjsd: joint decoding is replayed for decoders, .* Known: speculative"):
+        run_tune(load_recipe(str(recipe), ["methods=[{method: autoregressive}, {method: mjsd}]", *changes[1:]]), space)  # type: ignore[arg-type]
+
+
+def test_the_command_line(recipe: Path, cli: Callable[..., Any]) -> None:
+    done = cli("tune", str(recipe), "methods=[{method: autoregressive}, {method: prompt-lookup}]", "max_new_tokens=8")
+    assert done.returncode == 0, done.stderr
+    assert "best: prompt-lookup" in done.stdout
+    assert (recipe.parent / "results.tune" / "tune.json").is_file()

@@ -1,0 +1,153 @@
+"""Lossy methods in `tune`: their settings are decoded, and the frontier is what no other beats."""
+
+from __future__ import annotations
+
+import itertools
+import json
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+from draftsmith.decode.engine import Limits, generate
+from draftsmith.decode.evaluation.metrics import Tally
+from draftsmith.decode.evaluation.quality import perplexity
+from draftsmith.decode.evaluation.replay.costs import CostModel, Curve, Overhead
+from draftsmith.decode.evaluation.replay.recording import record, sample_texts
+from draftsmith.decode.evaluation.replay.tuning import DECODED, TYPICAL, Choice, Space, method_of
+from draftsmith.decode.evaluation.replay.tuning_lossy import frontier, lossy_settings, tune_lossy
+from draftsmith.decode.methods import Parts, build_method
+from draftsmith.decode.models.loading import wrap_model
+from draftsmith.decode.rng import Rng
+from draftsmith.decode.warpers import Sampling
+from draftsmith.recipes.commands.evaluation.tune import run_tune
+from draftsmith.recipes.report.tune import on_frontier, with_perplexity
+from draftsmith.recipes.schema.evaluation import EvaluateRecipe
+from draftsmith.recipes.schema.loading import load_recipe
+
+COSTS = CostModel(Curve((1, 17), (1.0, 1.6)), Curve((1, 8), (0.1, 0.2)), 0.05, 0.1, {}, Overhead(0.1, 0.005))
+SMALL = Space(nodes=20, gamma=4, fallbacks=(0.1, 0.4), rollbacks=(0.5, 4.0), tolerances=(0.05, 0.6), lossy_prompts=6)
+
+
+@pytest.mark.parametrize("name", DECODED)
+def test_every_setting_is_worth_what_decoding_it_gives(make_llama: Any, make_heads: Any, name: str) -> None:
+    """Against all prompts decoded together: a row does not depend on its neighbours."""
+    target, sampling, limits = wrap_model(make_llama(12, seed=0)), Sampling(1.0), Limits(16)
+    parts = Parts(wrap_model(make_llama(12, seed=1)), make_heads(3, 32, 12))
+    prompts = [[1 + place, 3] for place in range(8)]
+    recording = record(target, parts, prompts, sample_texts(target, prompts, limits, sampling), sampling)
+    choices = tune_lossy(target, parts, recording, COSTS, name, limits, {}, SMALL, seed=5)
+    assert len(choices) == len(list(lossy_settings(name, recording, SMALL))) > 3
+    assert [each.speedup for each in choices] == sorted((each.speedup for each in choices), reverse=True)
+    for choice in choices:
+        method, counts = build_method(method_of(name), parts, sampling, **choice.options), Tally()
+        texts: list[list[int]] = [[] for _ in range(6)]
+        for step in generate(target, *method, prompts[:6], limits, sampling, Rng.for_rows(5, 6)):
+            for row, new in enumerate(step.new_ids):
+                counts.add_step(step, row)
+                texts[row] += new
+        assert choice.tokens_per_step == pytest.approx(counts.tokens / counts.steps)
+        assert choice.perplexity == pytest.approx(perplexity(target, prompts[:6], texts))
+        assert (choice.found_by, choice.lossless) == ("decoding", False)
+    looser = "rollback" if name == "bild" else "epsilon"
+    by_knob: dict[float, list[float]] = {}
+    for choice in choices:
+        by_knob.setdefault(choice.options[looser], []).append(choice.tokens_per_step)
+    means = [np.mean(rates) for _, rates in sorted(by_knob.items())]
+    assert means[0] != means[1]
+    if name != TYPICAL:  # whose threshold is the higher the larger ε is
+        assert means[0] < means[1]
+
+
+def test_nothing_beats_what_is_on_the_frontier() -> None:
+    rng = np.random.default_rng(0)
+    for count in (1, 2, 5, 30):
+        speeds, worths = rng.integers(1, 12, (2, count)) / 4
+        choices = [
+            Choice(
+                "bild", {"place": place}, 1.0, 0.0, 2.0, 0.1, speed, False, "decoding", None if worth > 2.5 else worth
+            )
+            for place, (speed, worth) in enumerate(zip(speeds.tolist(), worths.tolist(), strict=True))
+        ]
+
+        def key(choice: Choice) -> tuple[float, float]:
+            return (np.inf if choice.perplexity is None else choice.perplexity, -choice.speedup)
+
+        best = frontier(choices, 100)
+        assert [key(each) for each in best] == sorted(
+            {
+                key(one)
+                for one in choices
+                if not any(key(two) != key(one) and np.all(np.array(key(two)) <= key(one)) for two in choices)
+            }
+        )
+        few = frontier(choices, 3)
+        assert len(few) == min(3, len(best))
+        assert few[0] == best[0]
+        assert set(map(id, few)) <= set(map(id, best))
+        assert len(few) < 2 or few[-1] == best[-1]
+
+
+@pytest.fixture
+def recipe(tiny_pair: Path, tmp_path: Path) -> EvaluateRecipe:
+    """At temperature 1, lossless rows and lossy ones."""
+    methods: list[dict[str, Any]] = [
+        {"method": "autoregressive"},
+        {"method": "speculative"},
+        {"method": "bild", "options": {"gamma": 3}},
+        {"method": "relaxed-uno"},
+        {"method": "medusa", "label": "typical", "options": {"acceptance": "typical"}},
+    ]
+    parts = {name: str(tiny_pair / name) for name in ("target", "drafter", "heads")}
+    where = {"prompts": str(tiny_pair / "corpus" / "heldout.jsonl"), "out": str(tmp_path / "results.json")}
+    sizes = {"template": "chatml", "limit": 4, "max_new_tokens": 12, "temperature": 1.0, "device": "cpu"}
+    return EvaluateRecipe.model_validate({"kind": "evaluate", "methods": methods, **parts, **where, **sizes})
+
+
+def test_lossy_methods_are_decoded_confirmed_and_drawn(
+    recipe: EvaluateRecipe, capsys: pytest.CaptureFixture[str]
+) -> None:
+    results = run_tune(recipe, SMALL)
+    assert set(results["methods"]) == {"speculative", "bild", "relaxed-uno", TYPICAL}
+    assert results["tried"] == {"speculative": 4, "bild": 4, "relaxed-uno": 4, TYPICAL: results["tried"][TYPICAL]}
+    found_by = {name: {each["found_by"] for each in tried} for name, tried in results["methods"].items()}
+    assert found_by == {
+        "speculative": {"replay"},
+        "bild": {"decoding"},
+        "relaxed-uno": {"decoding"},
+        TYPICAL: {"decoding"},
+    }
+    assert all(each["options"]["gamma"] == 3 for each in results["methods"]["bild"])
+    rows = with_perplexity(results)
+    assert {row["method"] for row in rows[1:] if not row["lossless"]} == {"bild", "relaxed-uno", "medusa"}
+    assert results["baseline"]["perplexity"] == rows[1]["perplexity"] > 1
+    best = on_frontier(rows)
+    for one, two in itertools.permutations(rows, 2):
+        beats = one["perplexity"] < two["perplexity"] and one["speedup"] > two["speedup"]
+        assert not (beats and two["label"] in best)
+    assert next(row for row in results["confirmed"] if row["label"] == results["best"])["lossless"]
+    folder = Path(recipe.out).with_suffix(".tune")
+    page = (folder / "tune.html").read_text()
+    assert 'class="frontier"' in page
+    assert all(row["label"] in page for row in results["confirmed"])
+    assert "decoding" in capsys.readouterr().out
+    chosen = load_recipe(str(folder / "recipe.yaml"))
+    assert isinstance(chosen, EvaluateRecipe)
+    lossy = [row for row in chosen.methods if row.method != "autoregressive"][1:]
+    assert [row.options for row in lossy] == [row["options"] for row in results["confirmed"] if not row["lossless"]]
+    assert json.loads((folder / "tune.json").read_text())["schema"] == 2
+
+
+def test_without_a_lossless_method_none_is_the_best(recipe: EvaluateRecipe, capsys: pytest.CaptureFixture[str]) -> None:
+    only = recipe.model_copy(update={"methods": [recipe.methods[0], recipe.methods[3]], "limit": 2})
+    results = run_tune(only, SMALL)
+    assert results["best"] is None
+    assert "no lossless method was tuned" in capsys.readouterr().out
+
+
+def test_a_page_of_lossless_methods_has_no_frontier(recipe: EvaluateRecipe) -> None:
+    only = recipe.model_copy(update={"methods": recipe.methods[:2], "limit": 2, "temperature": 0.0})
+    run_tune(only, SMALL)
+    page = (Path(recipe.out).with_suffix(".tune") / "tune.html").read_text()
+    assert "1. speculative" in page
+    assert 'class="frontier"' not in page

@@ -1,0 +1,472 @@
+"""The papers' experiments that are no plain evaluations: their numbers against enumeration and direct computation.
+
+Where chance is left, a right number lies within five standard errors with a probability of all but one in two million;
+the seeds are fixed, so what passes goes on passing.
+
+Shape letters: T positions, V vocabulary or states.
+"""
+
+from __future__ import annotations
+
+import itertools
+import json
+import re
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from draftsmith.checkpoints.table.table import BigramTable
+from draftsmith.decode.engine import Limits
+from draftsmith.decode.evaluation.measure import decode
+from draftsmith.decode.evaluation.replay.recording import sample_texts
+from draftsmith.decode.methods import Parts, build_method
+from draftsmith.decode.models.loading import load_model, wrap_model
+from draftsmith.decode.theory import closed_forms as theory
+from draftsmith.decode.theory.markov import MarkovModel, OneStream, decode_side_by_side, even_chains, random_chains
+from draftsmith.decode.warpers import Sampling
+from draftsmith.recipes.commands.papers.acceptance import distributions
+from draftsmith.recipes.commands.papers.bench import open_bench
+from draftsmith.recipes.commands.papers.experiments import EXPERIMENTS
+from draftsmith.recipes.commands.papers.tables import saturation
+from draftsmith.recipes.schema.claims import HELD, NOT_HELD, NOT_JUDGED, judge, parse_claim
+from draftsmith.recipes.schema.experiments import METRICS, checked_settings, labels_of
+from draftsmith.recipes.schema.papers import PaperRecipe
+
+Row = dict[str, Any]
+TOKENS, PROMPTS = 12, 6
+
+
+def recipe_of(experiment: str, evaluate: Row | None, **settings: Any) -> PaperRecipe:
+    about = {"kind": "paper", "out": "runs/unused", "paper": "theory", "where": "nowhere", "experiment": experiment}
+    return PaperRecipe.model_validate(about | {"evaluate": evaluate, "settings": settings})
+
+
+def rows_of(experiment: str, evaluate: Row | None, folder: Path, **settings: Any) -> dict[str, Row]:
+    recipe = recipe_of(experiment, evaluate, **settings)
+    rows = EXPERIMENTS[experiment](recipe, folder)
+    labels = [row["label"] for row in rows]
+    assert len(labels) == len(set(labels))
+    # what is known of them before anything runs, which names in recipes are held against
+    checked = checked_settings(experiment, recipe.settings)
+    assert {label.split(" [")[0] for label in labels} == set(labels_of(checked, recipe.evaluate))
+    known = METRICS[settings["study"] if experiment == "simulation" else experiment]
+    for row in rows:
+        about = {"label", "pairs", "errors", "certain", "sample", "why"}
+        assert {re.sub(r"^head_\d$", "heads", name) for name in row.keys() - about} <= set(known)
+        for metric, columns in row.get("pairs", {}).items():
+            if row[metric] is not None:
+                assert row[metric] == pytest.approx(sum(columns["over"]) / sum(columns["under"]), rel=1e-6)
+    return dict(zip(labels, rows, strict=True))
+
+
+# --- what the recipes say ---------------------------------------------------------------------------------------------
+
+
+# --- chains that are known --------------------------------------------------------------------------------------------
+
+
+def test_chains_are_distributions_as_far_apart_as_they_say() -> None:
+    for share in (0.0, 0.2, 0.7, 1.0):
+        target_TVV, draft_TVV = (table.numpy() for table in random_chains(3, 6, share, seed=1))
+        for table_TVV in (target_TVV, draft_TVV):
+            assert table_TVV.shape == (3, 6, 6)
+            assert (table_TVV > 0).all()
+            np.testing.assert_allclose(table_TVV.sum(-1), 1, atol=1e-12)
+        variation_TV = theory.total_variation(target_TVV, draft_TVV)
+        assert (variation_TV < 1e-12).all() == (share == 0)
+    for alpha in (0.0, 0.3, 1.0):
+        pair = [table[0].numpy() for table in even_chains(6, alpha, seed=2)]
+        np.testing.assert_allclose(theory.acceptance(*pair), alpha, atol=1e-12)
+        np.testing.assert_allclose(pair[1].sum(-1), 1, atol=1e-12)
+    for wrong in (
+        lambda: random_chains(0, 4, 0.5, 0),
+        lambda: random_chains(1, 4, 1.5, 0),
+        lambda: even_chains(3, 1, 0),
+    ):
+        with pytest.raises(ValueError, match=r"chain|share|rate"):
+            wrong()
+
+
+def enumerated_rejections(target_TVV: np.ndarray, draft_TVV: np.ndarray, start: int) -> float:
+    """Σ over all texts' prefixes of the target's probability of the prefix and the TV after it."""
+    total = 0.0
+    for length in range(len(target_TVV)):
+        for prefix in itertools.product(range(target_TVV.shape[1]), repeat=length):
+            last, chance = start, 1.0
+            for place, token in enumerate(prefix):
+                chance, last = chance * target_TVV[place, last, token], token
+            total += chance * np.abs(target_TVV[length, last] - draft_TVV[length, last]).sum() / 2
+    return total
+
+
+def test_rejections_are_those_of_all_texts_enumerated(tmp_path: Path) -> None:
+    found = rows_of("simulation", None, tmp_path, study="rejections", states=[4], tokens=[4], shares=[0.2, 0.6],
+                    texts=4000, seed=3)  # fmt: skip
+    for place, share in enumerate((0.2, 0.6)):
+        row = found[f"V=4 T=4 share={share:g}"]
+        tables = [table.numpy() for table in random_chains(4, 4, share, seed=3 + place)]
+        exact = enumerated_rejections(tables[0], tables[1], 3)
+        assert row["exact"] == pytest.approx(exact)
+        assert row["variation"] == pytest.approx(exact / 4)
+        assert row["standard_errors_off"] == pytest.approx(abs(row["rejections"] - exact) / row["errors"]["rejections"])
+        assert row["standard_errors_off"] < 5
+        assert row["naive"] > exact
+        # what a wrong formula would give is told apart: prefixes weighed by the drafter's chain
+        wrong = theory.expected_rejections(*tables, 3, tables[1])
+        assert share < 0.5 or abs(row["rejections"] - wrong) / row["errors"]["rejections"] > 5
+        assert found[f"share={share:g}"]["rejections_per_token"] == pytest.approx(row["rejections"] / 4)
+    assert found["all"]["standard_errors_off"] == max(
+        found[f"V=4 T=4 share={s}"]["standard_errors_off"] for s in ("0.2", "0.6")
+    )
+    excess = min((row["naive"] - row["rejections"], row["errors"]["rejections"]) for row in list(found.values())[:2])
+    assert (found["all"]["least_naive_excess"], found["all"]["errors"]["least_naive_excess"]) == excess
+    claims = ['"share=0.6".rejections_per_token > "share=0.2".rejections_per_token', "all.standard_errors_off < 5"]
+    rows = list(found.values())
+    assert [judge(parse_claim(text), rows).status for text in claims] == [HELD, HELD]
+    assert judge(parse_claim('"share=0.6".acceleration > 40'), rows).status == NOT_HELD
+
+
+def test_a_drafter_that_is_the_target_is_never_rejected(tmp_path: Path) -> None:
+    found = rows_of("simulation", None, tmp_path, study="rejections", states=[4], tokens=[5], shares=[0.0], texts=100)
+    row = found["V=4 T=5 share=0"]
+    assert (row["rejections"], row["acceleration"], row["exact_acceleration"]) == (0.0, None, None)
+    assert row["standard_errors_off"] == 0.0
+
+
+def test_several_drafts_follow_their_formula_and_its_limit(tmp_path: Path) -> None:
+    found = rows_of("simulation", None, tmp_path, study="drafts", states=5, tokens=8, drafts=[1, 3], texts=2000)
+    tables = [table.numpy() for table in random_chains(8, 5, 0.5, seed=0)]
+    for drafts in (1, 3):
+        row = found[f"M={drafts}"]
+        assert row["exact"] == pytest.approx(theory.expected_batch_rejections(*tables, 4, drafts))
+        assert row["standard_errors_off"] < 5
+    assert found["M=1"]["exact"] == pytest.approx(theory.expected_rejections(*tables, 4))
+    assert (
+        found["M=inf"]["exact"]
+        < found["M=3"]["exact"]
+        < found["M=1"]["exact"] - 5 * found["M=3"]["errors"]["rejections"]
+    )
+
+
+def test_over_acceptance_is_counted_as_it_is_computed(tmp_path: Path) -> None:
+    found = rows_of(
+        "simulation", None, tmp_path, study="over-acceptance", states=5, epsilons=[0.0, 0.1, 1.0], texts=10_000
+    )
+    target_VV, draft_VV = (table[0].numpy() for table in random_chains(1, 5, 0.5, seed=0))
+    for epsilon in (0.0, 0.1, 1.0):
+        accept_VV = np.minimum(1, (target_VV + epsilon) / draft_VV)
+        refused_V1 = (draft_VV * (1 - accept_VV)).sum(1, keepdims=True)
+        rest_VV = np.maximum(target_VV - accept_VV * draft_VV, 0)
+        instead = {"OPT": rest_VV / np.maximum(rest_VV.sum(1, keepdims=True), 1e-30), "UNO": target_VV}
+        for name, rest in instead.items():
+            row = found[f"{name} e={epsilon:g}"]
+            bias = np.abs(accept_VV * draft_VV + refused_V1 * rest - target_VV).sum(1).mean() / 2
+            assert row["exact_rejections"] == pytest.approx(refused_V1.mean())
+            assert row["exact_bias"] == pytest.approx(bias, abs=1e-12)
+            assert row["standard_errors_off"] < 5
+            assert abs(row["bias"] - bias) <= 5 * row["errors"]["bias"] + 1e-12
+            assert row["sum"] == row["rejections"] + row["bias"]
+            assert abs(row["sum"] - row["exact_sum"]) <= 5 * row["errors"]["sum"] + 1e-12
+            parts = [row["errors"][name] for name in ("rejections", "bias")]
+            assert abs(parts[0] - parts[1]) - 1e-12 <= row["errors"]["sum"] <= sum(parts) + 1e-12
+    assert found["UNO e=0.1"]["exact_bias"] - found["OPT e=0.1"]["exact_bias"] > 0.005
+    assert found["OPT e=1"]["exact_bias"] == pytest.approx(found["drafter alone"]["exact_bias"])
+
+
+def test_walltime_rows_are_the_closed_forms(tmp_path: Path) -> None:
+    found = rows_of(
+        "simulation", None, tmp_path, study="walltime", alphas=[0.5, 0.8], gammas=[1, 4], costs=[0.1], texts=4000
+    )
+    for alpha, gamma in itertools.product((0.5, 0.8), (1, 4)):
+        row = found[f"alpha={alpha:g} gamma={gamma}"]
+        assert row["exact"] == pytest.approx((1 - alpha ** (gamma + 1)) / (1 - alpha))
+        assert abs(row["tokens_per_step"] - row["exact"]) < 5 * row["errors"]["tokens_per_step"]
+    speeds = [(1 - 0.8 ** (gamma + 1)) / (0.2 * (0.1 * gamma + 1)) for gamma in range(40)]
+    best = found["alpha=0.8 c=0.1"]
+    assert (best["best_gamma"], best["speedup"]) == (int(np.argmax(speeds)), pytest.approx(max(speeds)))
+    assert 1 < found["oracle"]["least_gain"] < found["oracle"]["most_gain"] < 1.6
+
+
+@pytest.mark.parametrize("tokens", [1, 7])
+def test_rejections_that_the_limit_cuts_off_are_not_counted(tokens: int) -> None:
+    """With drafts as long as the text every step but the last one ends by a rejection that is counted."""
+    target, drafter = map(MarkovModel, random_chains(tokens, 5, 0.6, seed=4))
+    method = build_method("speculative", Parts(drafter), Sampling(1.0), gamma=tokens)
+    found = decode_side_by_side(target, method, [[4]] * 300, Limits(tokens), Sampling(1.0), OneStream(0, 300))
+    steps_B = np.array([tally.steps for tally in found.tally])
+    assert all(len(text) == tokens for text in found.texts)
+    assert np.isin(steps_B - found.rejections_B, (0, 1)).all()
+    assert 0 < (steps_B == found.rejections_B).sum() < 300  # some texts end with a replaced token
+    assert sum(tally.rejections for tally in found.tally) > found.rejections_B.sum() or tokens == 1
+
+
+# --- models -----------------------------------------------------------------------------------------------------------
+
+
+@pytest.fixture(scope="module")
+def pair(tiny_pair: Path) -> Row:
+    """An evaluation of the tiny pair, whose drafts are accepted now and then."""
+    return {
+        "target": f"{tiny_pair}/target", "drafter": f"{tiny_pair}/drafter", "table": f"{tiny_pair}/table",
+        "prompts": f"{tiny_pair}/corpus/heldout.jsonl", "template": "chatml", "limit": PROMPTS,
+        "max_new_tokens": TOKENS, "device": "cpu", "methods": [{"method": "autoregressive"}],
+    }  # fmt: skip
+
+
+@pytest.fixture(scope="module")
+def known(pair: Row) -> Callable[[float], list[tuple[np.ndarray, np.ndarray, list[int]]]]:
+    """Of every prompt the whole distributions of target and drafter, by transformers alone, and the text."""
+    found: dict[float, list[tuple[np.ndarray, np.ndarray, list[int]]]] = {}
+
+    def read(temperature: float) -> list[tuple[np.ndarray, np.ndarray, list[int]]]:
+        if temperature not in found:
+            bench = open_bench(recipe_of("acceptance", pair).evaluate, "acceptance")
+            models = [load_model(pair[part]) for part in ("target", "drafter")]
+            texts = sample_texts(bench.opened.target, bench.prompts, bench.limits, Sampling(temperature))
+            found[temperature] = []
+            for prompt, text in zip(bench.prompts, texts, strict=True):
+                with torch.inference_mode():
+                    logits = [
+                        model(torch.tensor([prompt + text])).logits[0, len(prompt) - 1 : -1].double()
+                        for model in models
+                    ]
+                whole = [
+                    torch.nn.functional.one_hot(each.argmax(-1), each.shape[-1]).double() if temperature == 0
+                    else (each / temperature).softmax(-1)
+                    for each in logits
+                ]  # fmt: skip
+                found[temperature].append((whole[0].numpy(), whole[1].numpy(), text))
+        return found[temperature]
+
+    return read
+
+
+@pytest.mark.parametrize("temperature", [0.0, 1.0])
+def test_alpha_is_the_overlap_of_the_distributions(pair: Row, known: Any, tmp_path: Path, temperature: float) -> None:
+    found = rows_of("acceptance", pair, tmp_path, sources=["drafters", "unigram", "bigram"], temperatures=[temperature])
+    row = found[f"drafter T={temperature:g}"]
+    overlaps = [np.minimum(target_TV, draft_TV).sum(1) for target_TV, draft_TV, _ in known(temperature)]
+    assert row["alpha"] == pytest.approx(np.concatenate(overlaps).mean(), abs=2e-6)
+    assert 0.05 < row["alpha"] < 0.95
+    assert row["pairs"]["alpha"]["over"] == pytest.approx([overlap.sum() for overlap in overlaps], abs=1e-5)
+    assert row["variation"] == pytest.approx(1 - row["alpha"])
+    assert row["acceleration"] == pytest.approx(1 / (1 - row["alpha"]))
+    table = BigramTable.load(Path(pair["table"]))
+    unigram_V = (table.unigram.numpy() + 1) / (table.unigram.numpy() + 1).sum()
+    if temperature == 0:
+        unigram_V = np.eye(len(unigram_V))[unigram_V.argmax()]
+    by_hand = np.concatenate([np.minimum(target_TV, unigram_V).sum(1) for target_TV, _, _ in known(temperature)])
+    assert found[f"unigram T={temperature:g}"]["alpha"] == pytest.approx(by_hand.mean(), abs=2e-6)
+    bench, by_hand = open_bench(recipe_of("acceptance", pair).evaluate, "acceptance"), []
+    counts_VV = np.zeros((len(unigram_V), len(unigram_V)))
+    counts_VV[np.repeat(np.arange(len(unigram_V)), table.row_ptr.diff().numpy()), table.col.numpy()] = table.count
+    added_V = (table.unigram.numpy() + 1) / (table.unigram.numpy() + 1).sum()
+    bigram_VV = (counts_VV + added_V) / (counts_VV.sum(1, keepdims=True) + 1)
+    if temperature == 0:
+        bigram_VV = np.eye(len(added_V))[bigram_VV.argmax(1)]
+    for prompt, (target_TV, _, text) in zip(bench.prompts, known(temperature), strict=True):
+        by_hand.append(np.minimum(target_TV, bigram_VV[[prompt[-1], *text[:-1]]]).sum(1))
+    assert found[f"bigram T={temperature:g}"]["alpha"] == pytest.approx(np.concatenate(by_hand).mean(), abs=2e-6)
+
+
+def outcomes_without_replacement(p: np.ndarray, q: np.ndarray, y: int) -> tuple[float, float]:
+    """P(one of two candidates accepted, and it is y), by Algorithm 2 over all first candidates; P(y is among two)."""
+    left = np.maximum(p - q, 0)
+    second = left / left.sum()
+    accepted, among = min(p[y], q[y]), q[y]
+    for x in range(len(p)):
+        if x != y and q[x] > p[x]:
+            rest = q[y] / (1 - q[x])
+            accepted += (q[x] - p[x]) * min(1, second[y] / rest) * rest
+        if x != y and q[x] < 1:
+            among += q[x] * q[y] / (1 - q[x])
+    return accepted, among
+
+
+def test_candidates_are_those_of_both_algorithms(pair: Row, known: Any, tmp_path: Path) -> None:
+    """k = 2, where without replacement is exact too. What it gains over replacement is known at the text's token."""
+    found = rows_of("acceptance", pair, tmp_path, temperatures=[1.0], candidates=[1, 2])
+    assert set(found) == {"drafter k=1 T=1", "drafter k=2 T=1"}
+    with_T, without_T, naive_T = [], [], []
+    for target_TV, draft_TV, text in known(1.0):
+        refused_T, left_TV = theory.refusals(target_TV, draft_TV, 2)
+        for place, y in enumerate(text):
+            p, q = target_TV[place], draft_TV[place]
+            accepted, among = outcomes_without_replacement(p, q, y)
+            with_T.append(1 - refused_T[place])
+            replaced = 1 - refused_T[place] * left_TV[place, y] / p[y]
+            without_T.append(with_T[-1] + accepted / p[y] - replaced)
+            naive_T.append(among)
+    row = found["drafter k=2 T=1"]
+    assert row["with_replacement"] == pytest.approx(np.mean(with_T), abs=1e-5)
+    assert row["alpha"] == pytest.approx(np.mean(without_T), abs=1e-4)
+    assert row["alpha"] > row["with_replacement"] > found["drafter k=1 T=1"]["alpha"]
+    assert row["naive"] == pytest.approx(np.mean(naive_T), abs=0.02)  # a mean over draws beyond the first
+
+
+def test_greedy_candidates_are_the_drafters_best(pair: Row, known: Any, tmp_path: Path) -> None:
+    found = rows_of("acceptance", pair, tmp_path, temperatures=[0.0], candidates=[1, 3, 320])
+    bench = open_bench(recipe_of("acceptance", pair).evaluate, "acceptance")
+    drafter = load_model(pair["drafter"])
+    hits = []
+    for prompt, (_, _, text) in zip(bench.prompts, known(0.0), strict=True):
+        logits = drafter(torch.tensor([prompt + text])).logits[0, len(prompt) - 1 : -1]
+        hits += (logits.topk(3, -1).indices == torch.tensor(text)[:, None]).any(1).tolist()
+    assert found["drafter k=3 T=0"]["alpha"] == found["drafter k=3 T=0"]["naive"] == pytest.approx(np.mean(hits))
+    assert found["drafter k=3 T=0"]["with_replacement"] == pytest.approx(found["drafter k=1 T=0"]["alpha"])
+    assert found["drafter k=320 T=0"]["alpha"] == 1
+
+
+def test_more_drafters_have_rows_of_their_own(pair: Row, tiny_pair: Path, tmp_path: Path) -> None:
+    more = pair | {"more_drafters": [f"{tiny_pair}/drafter-stage1", f"{tiny_pair}/target"]}
+    found = rows_of("acceptance", more, tmp_path, temperatures=[1.0])
+    swapped = rows_of("acceptance", pair | {"drafter": f"{tiny_pair}/drafter-stage1"}, tmp_path, temperatures=[1.0])
+    assert list(found) == ["drafter T=1", "drafter 2 T=1", "drafter 3 T=1"]
+    assert found["drafter 2 T=1"]["alpha"] == swapped["drafter T=1"]["alpha"] < found["drafter T=1"]["alpha"]
+    assert found["drafter 3 T=1"]["alpha"] == pytest.approx(1, abs=1e-5)
+
+
+def test_over_acceptance_of_a_pair_is_exact(pair: Row, known: Any, tmp_path: Path) -> None:
+    found = rows_of("acceptance", pair, tmp_path, sources=[], temperatures=[0.0, 1.0], epsilons=[0.01])
+    assert set(found) == {"OPT e=0.01 T=1", "UNO e=0.01 T=1"}  # one-hot distributions trade nothing
+    p = np.concatenate([target_TV for target_TV, _, _ in known(1.0)])
+    q = np.concatenate([draft_TV for _, draft_TV, _ in known(1.0)])
+    kept = np.minimum(q, p + 0.01)
+    refused = (q - kept).sum(1)
+    optimal, simple = found["OPT e=0.01 T=1"], found["UNO e=0.01 T=1"]
+    assert optimal["rejections"] == simple["rejections"] == pytest.approx(refused.mean(), abs=1e-5)
+    assert simple["bias"] == pytest.approx(np.abs(kept + refused[:, None] * p - p).sum(1).mean() / 2, abs=1e-5)
+    assert optimal["sum"] == pytest.approx(np.abs(p - q).sum(1).mean() / 2, abs=1e-5)
+    assert optimal["bias"] < simple["bias"]
+
+
+def test_methods_are_decoded_as_an_evaluation_decodes_them(pair: Row, tmp_path: Path) -> None:
+    methods = [{"method": "autoregressive"}, {"method": "speculative", "label": "chain", "options": {"gamma": 3}},
+               {"method": "mjsd", "options": {"gamma": 3, "beams": 2}}]  # fmt: skip
+    evaluate = pair | {"methods": methods, "temperature": 1.0, "top_k": 20, "seed": 5}
+    found = rows_of("acceptance", evaluate, tmp_path, sources=[])
+    assert list(found) == ["chain", "mjsd"]
+    bench = open_bench(recipe_of("acceptance", evaluate).evaluate, "acceptance")
+    sampling = Sampling(1.0, 20)
+    for label, name, options in (("chain", "speculative", {"gamma": 3}), ("mjsd", "mjsd", {"gamma": 3, "beams": 2})):
+        method = build_method(name, bench.opened.parts, sampling, **options)
+        tallies = [
+            decode(bench.opened.target, method, sampling, 5 + place, prompt, bench.limits).tally
+            for place, prompt in enumerate(bench.prompts)
+        ]
+        row = found[label]
+        assert row["pairs"]["tokens_per_step"]["over"] == [tally.tokens for tally in tallies]
+        assert row["pairs"]["accepted_per_step"]["over"] == [tally.accepted for tally in tallies]
+        assert row["alpha"] == pytest.approx(sum(t.accepted for t in tallies) / sum(t.examined for t in tallies))
+
+
+def test_distributions_are_those_of_one_plain_forward(tiny_pair: Path) -> None:
+    model = load_model(f"{tiny_pair}/target")
+    prompt, text, sampling = [5, 9, 200], [7, 7, 31, 4], Sampling(0.7, top_k=9)
+    found_TV = distributions(wrap_model(model), prompt, text, sampling)
+    with torch.inference_mode():
+        logits_TV = model(torch.tensor([prompt + text])).logits[0, 2:-1].double() / 0.7
+    kept_TV = logits_TV.masked_fill(logits_TV < logits_TV.topk(9, -1).values[:, -1:], -torch.inf).softmax(-1)
+    np.testing.assert_allclose(found_TV, kept_TV.numpy(), atol=1e-6)
+
+
+def test_a_source_without_its_part_is_refused_before_anything_is_loaded(pair: Row, tmp_path: Path) -> None:
+    without = pair | {"target": "no/such/target"}
+    for evaluate, settings, message in (
+        (without | {"table": None}, {"sources": ["bigram"]}, "has 'bigram', and `evaluate` names no `table`"),
+        (without | {"drafter": None}, {}, "`settings.sources` has 'drafters'"),
+        (without, {"sources": []}, "nothing to do"),
+        (None, {}, "the experiment `acceptance` needs the section `evaluate`"),
+    ):  # fmt: skip
+        with pytest.raises(ValueError, match=re.escape(message)):
+            EXPERIMENTS["acceptance"](recipe_of("acceptance", evaluate, **settings), tmp_path)
+
+
+# --- tables -----------------------------------------------------------------------------------------------------------
+
+
+def test_correlation_counts_what_it_mends_by_category(pair: Row, tiny_pair: Path, tmp_path: Path) -> None:
+    asked = tmp_path / "questions.jsonl"
+    lines = [f'{{"category": "{"one" if n % 2 else "two"}", "turns": ["the tree {n}?"]}}\n' for n in range(5)]
+    asked.write_text("".join(lines))
+    evaluate = pair | {"heads": f"{tiny_pair}/heads", "prompts": str(asked), "drafter": None}
+    found = rows_of("correlation", evaluate, tmp_path, candidates=5, categories=True)
+    ours, plain = found["with correlation"], found["without correlation"]
+    assert ours["heads"] - plain["heads"] == pytest.approx(ours["mended"] - ours["spoiled"])
+    gains = []
+    for name, prompts in (("one", 2), ("two", 3)):
+        rows = [found[f"{label} correlation [{name}]"] for label in ("with", "without")]
+        assert all(len(row["pairs"]["heads"]["over"]) == prompts for row in rows)
+        gains.append(rows[0]["heads"] - rows[1]["heads"])
+    assert (ours["worst_gain"], ours["best_gain"]) == (min(gains), max(gains))
+    worst = ("one", "two")[gains.index(min(gains))]
+    pairs = ours["pairs"]["worst_gain"]
+    assert pairs["under"] == found[f"with correlation [{worst}]"]["pairs"]["heads"]["under"]
+    assert sum(pairs["over"]) / sum(pairs["under"]) == pytest.approx(ours["worst_gain"])
+    for row in (ours, plain):
+        whole = sum(row["pairs"]["heads"]["over"])
+        parts = [found[f"{row['label']} [{name}]"]["pairs"]["heads"]["over"] for name in ("one", "two")]
+        assert whole == sum(map(sum, parts)) == sum(sum(row["pairs"][f"head_{head}"]["over"]) for head in range(1, 5))
+    with pytest.raises(ValueError, match=r"needs `evaluate\.table`"):
+        EXPERIMENTS["correlation"](recipe_of("correlation", evaluate | {"table": None}), tmp_path)
+
+
+def test_saturation_rows_are_what_its_file_holds(pair: Row, tiny_pair: Path, tmp_path: Path) -> None:
+    evaluate = pair | {"heads": f"{tiny_pair}/heads", "limit": 3, "max_new_tokens": 6}
+    settings = {"source": f"{tiny_pair}/answers.jsonl", "sizes": [5, 20], "sequences": 2, "candidates": 4}
+    found = rows_of("saturation", evaluate, tmp_path, **settings)
+    assert list(found) == ["r = 1", "part 1", "part 2", "all"]
+    assert [found[label]["conversations"] for label in ("part 1", "part 2")] == [5, 20]
+    assert found["r = 1"]["gain"] == 0
+    for row in found.values():
+        assert row["gain"] == pytest.approx(row["tokens_per_step"] / found["r = 1"]["tokens_per_step"] - 1)
+    stamp = (tmp_path / "table.saturation" / "counts.json").stat().st_mtime_ns
+    again = saturation(recipe_of("saturation", evaluate, **settings), tmp_path)
+    assert again == list(found.values())
+    assert (tmp_path / "table.saturation" / "counts.json").stat().st_mtime_ns == stamp  # gone on with, not counted anew
+    with pytest.raises(ValueError, match="no `prompts_path`, `groups`"):
+        saturation(recipe_of("saturation", evaluate | {"groups": ["math"]}, **settings), tmp_path)
+
+
+def test_a_corpus_is_counted_in_place_of_the_table(pair: Row, tiny_pair: Path, tmp_path: Path) -> None:
+    corpus, folder = tmp_path / "corpus.jsonl", tmp_path / "out"
+    corpus.write_text((tiny_pair / "corpus" / "train.jsonl").read_text())
+    asked: Row = {"sources": ["unigram"], "temperatures": [1.0]}
+
+    def counted() -> Row:
+        without = pair | {"table": None, "drafter": None}
+        return rows_of("acceptance", without, folder, counted=str(corpus), **asked)["unigram T=1"]
+
+    found = counted()
+    (table,) = folder.glob("counted-*/artifact.json")
+    given = rows_of("acceptance", pair | {"table": str(table.parent)}, tmp_path, **asked)["unigram T=1"]
+    assert found["alpha"] == given["alpha"]
+    own = rows_of("acceptance", pair, tmp_path, **asked)["unigram T=1"]
+    assert own["alpha"] != found["alpha"]
+    when = table.stat().st_mtime_ns
+    assert counted() == found
+    assert table.stat().st_mtime_ns == when
+    assert list(folder.glob("counted-*/artifact.json")) == [table]
+    # a corpus that has changed since is counted anew
+    said = [{"messages": [{"role": "user", "content": "fast"}, {"role": "assistant", "content": "slow " * 200}]}]
+    corpus.write_text("".join(json.dumps(row) + "\n" for row in said * 3))
+    assert counted()["alpha"] != found["alpha"]
+
+
+def test_energy_rows_say_why_there_are_no_joules(pair: Row, tmp_path: Path) -> None:
+    found = rows_of("energy", pair, tmp_path, batches=[1, 2], runs=4, context=8)
+    assert list(found) == ["batch 1", "batch 2"]
+    for size, row in enumerate(found.values(), 1):
+        assert row["seconds_per_input"] == pytest.approx(row["seconds_per_run"] / size)
+        assert row["seconds_per_run"] > 0
+    claim = parse_claim('"batch 2".joules_per_run < 2 * "batch 1".joules_per_run')
+    judgement = judge(claim, list(found.values()))
+    if found["batch 1"]["joules_per_run"] is None:
+        assert judgement.status == NOT_JUDGED
+        assert found["batch 1"]["why"]["joules_per_run"] in judgement.why
+    else:
+        assert judgement.status != NOT_JUDGED
+    assert (tmp_path / "energy.json").is_file()

@@ -1,0 +1,218 @@
+"""Data as a user meets it on the command line: preparing, linting, mixtures, streams, prompts by group."""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import yaml
+from draftsmith.checkpoints.artifact.artifact import load_manifest
+from draftsmith.checkpoints.table.table import BigramTable
+from draftsmith.data.blocks.prepared import PreparedData
+from draftsmith.data.prompts import load_prompts
+from draftsmith.data.tokenizers import load_tokenizer
+from draftsmith.recipes.build.data import prepare_data
+from draftsmith.recipes.schema.data import DataSection
+
+Cli = Callable[..., subprocess.CompletedProcess[str]]
+
+
+def losses(state: Path) -> dict[int, float]:
+    lines = [json.loads(line) for line in (state / "log.jsonl").read_text().splitlines()]
+    return {line["step"]: line["loss"] for line in lines if "loss" in line}
+
+
+@pytest.fixture(scope="module")
+def tokenizer(corpus: Path) -> Any:
+    return load_tokenizer(str(corpus / "tokenizer"))
+
+
+def section(corpus: Path, tmp_path: Path, **changes: Any) -> DataSection:
+    base = {"source": str(corpus / "rows.json"), "template": "chatml", "block_tokens": 64, "heldout_share": 0.2}
+    return DataSection(**(base | {"cache": str(tmp_path / "prepared")} | changes))
+
+
+def test_prepared_data_is_reused_when_and_only_when_nothing_that_matters_has_changed(
+    corpus: Path, tokenizer: Any, tmp_path: Path
+) -> None:
+    copy = tmp_path / "rows.json"
+    copy.write_bytes((corpus / "rows.json").read_bytes())
+    base = {"source": str(copy)}
+    first = prepare_data(section(corpus, tmp_path, **base), tokenizer)
+    stamp = (first.folder / "report.json").stat().st_mtime_ns
+    for same in ({}, {"workers": 3}, {"window": 7}, {"min_trained_share": 0.0}):
+        again = prepare_data(section(corpus, tmp_path, **base, **same), tokenizer)
+        assert again.folder == first.folder
+        assert (again.folder / "report.json").stat().st_mtime_ns == stamp
+    copy.touch()  # another time, the same content
+    assert prepare_data(section(corpus, tmp_path, **base), tokenizer).folder == first.folder
+    folders = {first.folder}
+    changes: list[dict[str, Any]] = [
+        {"block_tokens": 80},
+        {"packing": "pad"},
+        {"last_turn_only": True},
+        {"template": "plain"},
+        {"clean": {"min_characters": 3}},
+        {"limit": 20},
+        {"heldout_share": 0.3},
+    ]
+    for other in changes:
+        folders.add(prepare_data(section(corpus, tmp_path, **base, **other), tokenizer).folder)
+    rows = json.loads(copy.read_text())
+    copy.write_text(json.dumps(rows[:-1]))
+    folders.add(prepare_data(section(corpus, tmp_path, **base), tokenizer).folder)
+    assert len(folders) == 2 + len(changes)
+
+
+def test_prepare_says_what_became_of_every_row(cli: Cli, drafter_recipe: Path, tmp_path: Path) -> None:
+    rows = [
+        {"id": "good", "messages": [{"role": "user", "content": "b c"}, {"role": "assistant", "content": "d e"}]},
+        {"id": "good", "messages": [{"role": "user", "content": "b c"}, {"role": "assistant", "content": "d e"}]},
+        {"id": "tool", "messages": [{"role": "user", "content": "b"}, {"role": "tool", "content": "d"}]},
+    ]
+    good = [rows[0] | {"id": f"row{n}"} for n in range(40)]
+    source = tmp_path / "mine.jsonl"
+    source.write_text("".join(json.dumps(row) + "\n" for row in [*rows, *good]) + '{"id": "torn", "mess')
+    options = [str(drafter_recipe), f"data.source={source}", "data.clean={duplicates: [id]}"]
+    failed = cli("prepare", *options)
+    assert failed.returncode == 2
+    assert "row 44" in failed.stderr
+    done = cli("prepare", *options, "data.skip_broken=true")
+    assert done.returncode == 0, done.stderr
+    report = json.loads((Path(done.stdout.split()[-1]) / "report.json").read_text())
+    assert (report["rows"], report["kept"]) == (44, 41)
+    assert sum(report["dropped"].values()) == 3
+    assert report["rows"] == report["kept"] + sum(report["dropped"].values())
+    assert "form messages" in done.stderr
+    assert "no faults" in done.stderr
+
+
+def test_the_linter_shows_rows_and_fails_below_a_floor(cli: Cli, drafter_recipe: Path) -> None:
+    good = cli("prepare", str(drafter_recipe), "--lint")
+    assert good.returncode == 0, good.stderr
+    assert "no faults" in good.stdout
+    assert "<|im_end|>" in good.stdout, "rows are shown"
+    low = cli("prepare", str(drafter_recipe), "--lint", "data.min_trained_share=0.99")
+    assert low.returncode == 1
+    assert "the floor is 99 %" in low.stderr
+    refused = cli("prepare", str(drafter_recipe), "data.min_trained_share=0.99")
+    assert refused.returncode == 2
+    assert "the floor is 99 %" in refused.stderr
+
+
+def test_a_mixture_reports_each_of_its_corpora(corpus: Path, tokenizer: Any, tmp_path: Path) -> None:
+    source = str(corpus / "rows.json")
+    mixed = [{"source": source, "weight": 2.0}, {"source": source, "limit": 10, "weight": 0.5}]
+    both = prepare_data(section(corpus, tmp_path, source=None, mixture=mixed), tokenizer)
+    once = prepare_data(section(corpus, tmp_path), tokenizer)
+    assert isinstance(both.train, PreparedData)
+    assert isinstance(once.train, PreparedData)
+    extra = both.train.manifest["rows"] - 2 * once.train.manifest["rows"]
+    assert 0 <= extra <= 10
+    assert [entry["kept"] for entry in both.report["sources"]] == [once.report["kept"], 10]
+    for wrong, message in (
+        ({"source": source, "mixture": mixed}, "give one of `source`"),
+        ({"source": None}, "got neither"),
+        ({"source": None, "mixture": mixed, "limit": 3}, "belong to its corpora"),
+        ({"source": source, "clean": {"html": "kep"}}, "did you mean 'keep'"),
+    ):
+        with pytest.raises(ValueError, match=message):
+            section(corpus, tmp_path, **wrong)
+
+
+def test_a_streamed_run_goes_on_where_it_was_killed(cli: Cli, drafter_recipe: Path, tmp_path: Path) -> None:
+    streamed = ["data.streaming=true", "data.window=8", "train.steps=120", "train.save_every=7"]
+    whole = cli("train", str(drafter_recipe), *streamed, f"out={tmp_path / 'whole'}")
+    assert whole.returncode == 0, whole.stderr
+    command = [sys.executable, "-m", "draftsmith", "train", str(drafter_recipe), *streamed]
+    # as many threads as the other runs have: sums are rounded by it
+    one_thread = os.environ | {"ACCELERATE_USE_CPU": "true", "OMP_NUM_THREADS": "1"}
+    process = subprocess.Popen(command, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL, env=one_thread)
+    checkpoints = tmp_path / "drafter.state" / "checkpoints"
+    deadline = time.monotonic() + 120
+    while not (checkpoints / "step-000021").exists():
+        assert process.poll() is None
+        assert time.monotonic() < deadline
+        time.sleep(0.01)
+    process.send_signal(signal.SIGKILL)
+    process.wait(timeout=60)
+    resumed = cli("train", str(drafter_recipe), *streamed, "data.workers=0")  # which changes nothing
+    assert resumed.returncode == 0, resumed.stderr
+    assert "going on after step" in resumed.stderr
+    assert losses(tmp_path / "drafter.state") == losses(tmp_path / "whole.state")
+    assert load_manifest(tmp_path / "drafter").data["streamed"] is True
+    assert not list((tmp_path / "prepared").glob("*/train")), "nothing but the held-out part is kept"
+    endless = cli("train", str(drafter_recipe), *streamed[:2], "train.steps=null", f"out={tmp_path / 'x'}")
+    assert endless.returncode == 2
+    assert "`train.steps` is needed" in endless.stderr
+
+
+def test_two_ranks_with_two_workers_each_train_on_the_stream_of_one(
+    cli: Cli, drafter_recipe: Path, tmp_path: Path
+) -> None:
+    streamed = ["data.streaming=true", "data.window=8", "data.workers=2", "train.steps=20"]
+    alone = cli("train", str(drafter_recipe), *streamed, f"out={tmp_path / 'alone'}")
+    assert alone.returncode == 0, alone.stderr
+    launch = [sys.executable, "-m", "accelerate.commands.launch", "--multi_gpu", "--num_processes", "2"]
+    launch += ["--num_machines", "1", "--mixed_precision", "no", "--dynamo_backend", "no", "-m", "draftsmith", "train"]
+    one_thread = os.environ | {"ACCELERATE_USE_CPU": "true", "OMP_NUM_THREADS": "1"}
+    together = subprocess.run(
+        [*launch, str(drafter_recipe), *streamed],
+        capture_output=True,
+        text=True,
+        env=one_thread,
+        timeout=240,
+        check=False,
+    )
+    assert together.returncode == 0, together.stderr
+    assert "2 processes (MULTI_CPU)" in together.stderr
+    # the loss of a step is the mean over all trained tokens of the global batch: a row lost or doubled would show
+    mine, theirs = losses(tmp_path / "alone.state"), losses(tmp_path / "drafter.state")
+    assert theirs == pytest.approx(mine, rel=1e-5)
+    assert len(mine) == 20
+
+
+def test_a_table_is_the_same_from_a_stream(cli: Cli, corpus: Path, drafter_recipe: Path, tmp_path: Path) -> None:
+    data = yaml.safe_load(drafter_recipe.read_text())["data"]
+    recipe = {"kind": "table", "tokenizer": str(corpus / "tokenizer"), "data": data}
+    tables = []
+    for name, streaming in (("mapped", False), ("streamed", True)):
+        path = tmp_path / f"{name}.yaml"
+        path.write_text(yaml.safe_dump(recipe | {"out": str(tmp_path / name), "data": data | {"streaming": streaming}}))
+        result = cli("train", str(path))
+        assert result.returncode == 0, result.stderr
+        tables.append(BigramTable.load(tmp_path / name))
+    assert (tables[0].col == tables[1].col).all()
+    assert (tables[0].count == tables[1].count).all()
+
+
+def test_prompts_of_a_set_come_from_all_its_groups(tokenizer: Any, tmp_path: Path) -> None:
+    rows = [
+        {"question_id": n, "category": category, "turns": [f"b {n}", "c"]}
+        for n, category in enumerate(["writing"] * 5 + ["roleplay"] * 2 + ["translation"] * 5 + ["rag"])
+    ]
+    path = tmp_path / "questions.jsonl"
+    path.write_text("".join(json.dumps(row) + "\n" for row in rows))
+    found = load_prompts("spec-bench", "chatml", tokenizer, 6, 999, path=str(path))
+    groups = [prompt.category for prompt, _ in found]
+    assert groups == ["mt_bench", "translation", "rag", "mt_bench", "translation", "mt_bench"]
+    assert all(prompt.follow_ups == ("c",) for prompt, _ in found)
+    only = load_prompts("spec-bench", "chatml", tokenizer, 99, 999, path=str(path), groups=["translation"])
+    assert [prompt.category for prompt, _ in only] == ["translation"] * 5
+    with pytest.raises(ValueError, match="did you mean translation"):
+        load_prompts("spec-bench", "chatml", tokenizer, 9, 99, path=str(path), groups=["translations"])
+
+
+def test_known_corpora_are_listed(cli: Cli) -> None:
+    listed = cli("corpora")
+    assert listed.returncode == 0
+    for name in ("sharegpt-v3", "lmsys-chat-1m", "spec-bench", "wmt14-de-en", "installed-documentation", "gated"):
+        assert name in listed.stdout

@@ -1,0 +1,469 @@
+"""Regeneration as a user meets it: in this process, from a real server, killed and resumed, and from bad servers."""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import socket
+import subprocess
+import sys
+import threading
+import time
+import urllib.request
+from collections.abc import Callable, Iterator
+from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from draftsmith.data.regeneration import RegenerationReport
+from draftsmith.data.sources.reading import read_conversations
+from draftsmith.data.tokenizers import load_tokenizer
+from draftsmith.recipes.commands.cli import app
+from draftsmith.recipes.commands.regenerate import run_regenerate
+from draftsmith.recipes.schema.evaluation import RegenerateRecipe
+from draftsmith.recipes.schema.loading import load_recipe, parse_recipe
+from transformers import AutoModelForCausalLM, LlamaForCausalLM
+from typer.testing import CliRunner
+
+CHATML = (
+    "{% for message in messages %}<|im_start|>{{ message.role }}\n{{ message.content }}<|im_end|>\n{% endfor %}"
+    "{% if add_generation_prompt %}<|im_start|>assistant\n{% endif %}"
+)
+
+
+@pytest.fixture
+def models(corpus: Path, tmp_path: Path, make_llama: Callable[..., LlamaForCausalLM]) -> Path:
+    """A folder with target/ and drafter/: random Llamas that often say the end of the turn."""
+    tokenizer = load_tokenizer(str(corpus / "tokenizer"))
+    tokenizer.chat_template = CHATML
+    end = tokenizer.eos_token_id
+    for name, seed in (("target", 0), ("drafter", 1)):
+        model = make_llama(320, seed, 2.0, eos_token_id=end, max_position_embeddings=512)
+        with torch.no_grad():
+            model.lm_head.weight[end] *= 2
+        model.generation_config.eos_token_id = end
+        model.save_pretrained(tmp_path / name)
+        tokenizer.save_pretrained(tmp_path / name)
+    return tmp_path
+
+
+@pytest.fixture
+def values(corpus: Path, models: Path) -> dict[str, Any]:
+    """A recipe that decodes in this process and keeps every answer."""
+    return {
+        "kind": "regenerate",
+        "out": str(models / "out.jsonl"),
+        "source": str(corpus / "rows.json"),
+        "target": str(models / "target"),
+        "template": "chatml",
+        "max_new_tokens": 24,
+        "on_length": "keep",
+        "limit": 30,
+    }
+
+
+def run(values: dict[str, Any], **changes: Any) -> RegenerationReport:
+    recipe = parse_recipe(values | changes, "the test's recipe")
+    return run_regenerate(recipe)  # type: ignore[arg-type]
+
+
+def served(values: dict[str, Any], url: str, **server: Any) -> dict[str, Any]:
+    """The same recipe with a server in the target's place."""
+    section = {"url": url, "model": values["target"]} | server
+    return {key: value for key, value in values.items() if key != "target"} | {"server": section}
+
+
+def rows(path: str | Path) -> dict[str, dict[str, Any]]:
+    lines = [json.loads(line) for line in Path(path).read_text(encoding="utf-8").splitlines()]
+    assert len({line["key"] for line in lines}) == len(lines)
+    return {line["key"]: line for line in lines}
+
+
+def texts(path: str | Path) -> dict[str, Any]:
+    return {key: row["messages"] for key, row in rows(path).items()}
+
+
+def errors(values: dict[str, Any]) -> list[dict[str, Any]]:
+    return [json.loads(line) for line in Path(values["out"] + ".errors.jsonl").read_text().splitlines()]
+
+
+def test_answers_are_what_transformers_says_turn_by_turn(values: dict[str, Any]) -> None:
+    report = run(values)
+    model = AutoModelForCausalLM.from_pretrained(values["target"])
+    tokenizer = load_tokenizer(values["target"])
+    answers = 0
+    for row in rows(values["out"]).values():
+        for place in range(1, len(row["messages"]), 2):
+            ids = tokenizer.apply_chat_template(
+                row["messages"][:place], add_generation_prompt=True, return_tensors="pt", return_dict=False
+            )
+            said = model.generate(ids, max_new_tokens=24, do_sample=False, pad_token_id=0)[0, ids.shape[1] :]
+            assert row["messages"][place]["content"] == tokenizer.decode(said, skip_special_tokens=True)
+            ended = int(said[-1]) == tokenizer.eos_token_id
+            assert row["finish"][place // 2] == ("stop" if ended else "length")
+            answers += 1
+    assert answers > 30
+    assert report.written + report.failed == 30
+    finishes = [finish for row in rows(values["out"]).values() for finish in row["finish"]]
+    assert finishes.count("stop") > 5
+    assert finishes.count("length") > 5
+
+    source = {talk.id: talk for talk in read_conversations(values["source"])}
+    for talk in read_conversations(values["out"]):
+        asked = [turn for turn in talk.turns if turn.role == "user"]
+        assert asked == [turn for turn in source[talk.id].turns if turn.role == "user"][: len(asked)]
+
+
+@pytest.mark.parametrize("temperature", [0.0, 0.8])
+def test_answers_do_not_depend_on_batch_order_or_interruption(values: dict[str, Any], temperature: float) -> None:
+    values |= {"temperature": temperature, "top_k": 40}
+    one, four, parts = (values["out"].replace("out.", f"{name}.") for name in ("one", "four", "parts"))
+    run(values, out=one, batch=1)
+    run(values, out=four, batch=4)
+    run(values, out=parts, batch=3, limit=11)
+    run(values, out=parts, batch=7)
+    assert rows(one) == rows(four) == rows(parts)
+    other = values["out"].replace("out.", "other.")
+    run(values, out=other, seed=1)
+    assert (rows(other) == rows(one)) == (temperature == 0)
+
+
+def test_a_speculative_method_gives_the_same_greedy_answers(values: dict[str, Any], models: Path) -> None:
+    run(values)
+    other = str(models / "speculative.jsonl")
+    run(values, out=other, method="speculative", options={"gamma": 3}, drafter=str(models / "drafter"), batch=5)
+    assert rows(other) == rows(values["out"])
+
+
+def test_system_text_cuts_and_prompts_too_long(values: dict[str, Any], capsys: pytest.CaptureFixture[str]) -> None:
+    report = run(values, on_length="drop", system="be brief")
+    written = rows(values["out"]).values()
+    assert report.written == len(written) > 0
+    assert all(row["messages"][0] == {"role": "system", "content": "be brief"} for row in written)
+    assert {finish for row in written for finish in row["finish"]} == {"stop"}
+    assert report.failed == len(errors(values)) > 0
+    assert "answer 1: it reached the token limit" in {row["error"] for row in errors(values)}
+    shown = capsys.readouterr().err
+    assert "of them end early" in shown
+    assert f"error: {report.failed} conversations failed" in shown
+
+    long = values["out"].replace("out.", "long.")
+    report = run(values, out=long, max_new_tokens=490)  # of 512 positions: not all first questions fit
+    reasons = [row["error"] for row in errors(values | {"out": long})]
+    assert report.cut["cannot be asked"] > 0
+    assert all("tokens; with 490 new ones, 23 fit" in reason for reason in reasons)
+    with pytest.raises(ValueError, match="max_new_tokens is 600, and the models have 512 positions"):
+        run(values, out=long.replace("long", "longer"), max_new_tokens=600)
+
+
+def test_mistakes_in_a_recipe_get_one_message(values: dict[str, Any]) -> None:
+    with pytest.raises(ValueError, match=r"give one of `target` .* got both"):
+        run(values, server={"url": "http://127.0.0.1:1/v1", "model": "x"})
+    with pytest.raises(ValueError, match="got neither"):
+        run(values, target=None)
+    with pytest.raises(ValueError, match="`drafter` is for decoding in this process"):
+        run(served(values, "http://127.0.0.1:1/v1"), drafter="x")
+    with pytest.raises(ValueError, match="Did you mean 'speculative'"):
+        run(values, method="speculativ")
+    with pytest.raises(ValueError, match="'speculative' needs `drafter`"):
+        run(values, method="speculative")
+    with pytest.raises(ValueError, match="'medusa' needs heads, which regeneration does not load; known: autoregr"):
+        run(values, method="medusa")
+    with pytest.raises(ValueError, match="did you mean 'chatml'"):
+        run(values, template="chatlm")
+    with pytest.raises(ValueError, match="'out'"):
+        run(values, out="answers.json")
+    assert not Path(values["out"]).exists()
+
+
+def test_a_target_that_has_changed_is_not_mixed_with_the_former(values: dict[str, Any], models: Path) -> None:
+    run(values, limit=3)
+    with pytest.raises(ValueError, match=r"begun with max_new_tokens 24, now it is 25"):
+        run(values, max_new_tokens=25)
+    (models / "target").rename(models / "former")
+    (models / "drafter").rename(models / "target")
+    with pytest.raises(ValueError, match="begun with target's fingerprint"):
+        run(values)
+
+
+def start(path: Path) -> subprocess.Popen[str]:
+    environment = os.environ | {"OMP_NUM_THREADS": "1", "HF_HUB_OFFLINE": "1"}
+    command = [sys.executable, "-m", "draftsmith", "regenerate", str(path)]
+    return subprocess.Popen(command, stderr=subprocess.PIPE, text=True, env=environment)
+
+
+def test_stopped_and_killed_and_resumed_by_the_same_command(values: dict[str, Any], tmp_path: Path) -> None:
+    values |= {"limit": 40, "batch": 2, "max_new_tokens": 60, "temperature": 1.0}
+    whole = str(tmp_path / "whole.jsonl")
+    report = run(values, out=whole)
+    assert report.written > 25
+    recipe, out = tmp_path / "recipe.yaml", Path(values["out"])
+    recipe.write_text(json.dumps(values))
+    for lines, how, code in ((4, signal.SIGKILL, -signal.SIGKILL), (10, signal.SIGTERM, 143)):
+        process = start(recipe)
+        while not out.exists() or out.read_bytes().count(b"\n") < lines:
+            assert process.poll() is None, process.stderr and process.stderr.read()
+            time.sleep(0.002)
+        process.send_signal(how)
+        _, shown = process.communicate(timeout=60)
+        assert process.returncode == code
+        assert "Traceback" not in shown
+        assert ("stopped by signal 15; the same command goes on from here" in shown) == (code == 143)
+        assert lines <= out.read_bytes().count(b"\n") < report.written
+
+    resumed = CliRunner().invoke(app, ["regenerate", str(recipe)])
+    assert resumed.exit_code == (1 if report.failed else 0)
+    assert rows(out) == rows(whole)
+    before = out.read_bytes()
+    repeated = CliRunner().invoke(app, ["regenerate", str(tmp_path / "out.recipe.yaml"), "on_length=drop"])
+    assert isinstance(repeated.exception, ValueError), "the command line makes one line of it"
+    repeated = CliRunner().invoke(app, ["regenerate", str(tmp_path / "out.recipe.yaml")])
+    assert f"{report.failed} conversations to answer, {report.written} are answered already" in repeated.stderr
+    assert out.read_bytes() == before
+
+
+@pytest.fixture
+def transformers_serve(values: dict[str, Any]) -> Iterator[str]:
+    """Where the real `transformers serve` listens with the target."""
+    for package in ("fastapi", "uvicorn", "openai"):
+        pytest.importorskip(package)
+    with socket.socket() as free:
+        free.bind(("127.0.0.1", 0))
+        port = free.getsockname()[1]
+    command = [sys.executable, "-c", "from transformers.cli.transformers import main; main()", "serve"]
+    command += [values["target"], "--host", "127.0.0.1", "--port", str(port), "--device", "cpu"]
+    environment = os.environ | {"OMP_NUM_THREADS": "1", "HF_HUB_OFFLINE": "1"}
+    process = subprocess.Popen(command, env=environment, stdout=subprocess.DEVNULL, stderr=subprocess.PIPE)
+    try:
+        deadline = time.monotonic() + 90
+        while True:
+            assert process.poll() is None, process.stderr and process.stderr.read().decode()
+            assert time.monotonic() < deadline
+            try:
+                urllib.request.urlopen(f"http://127.0.0.1:{port}/health", timeout=5).close()
+                break
+            except OSError:
+                time.sleep(0.1)
+        yield f"http://127.0.0.1:{port}/v1"
+    finally:
+        process.kill()
+        process.communicate()
+
+
+def test_the_real_server_gives_what_the_engine_gives(values: dict[str, Any], transformers_serve: str) -> None:
+    run(values, template="tokenizer")
+    from_server = values["out"].replace("out.", "served.")
+    run(served(values, transformers_serve, concurrency=3), out=from_server, limit=8)
+    run(served(values, transformers_serve, concurrency=2), out=from_server)
+    assert len(rows(from_server)) > 20
+    # `finish` may differ: this server also calls an answer cut if its end of turn is the last token allowed
+    assert texts(from_server) == texts(values["out"])
+
+
+class Server:
+    """An HTTP server whose behaviour a test writes: `reply(body)` gives a status, headers and a JSON value."""
+
+    def __init__(self, reply: Callable[[dict[str, Any]], tuple[int, dict[str, str], Any]]) -> None:
+        self.bodies: list[dict[str, Any]] = []
+        self.keys: list[str] = []
+        self.times: list[float] = []
+        self.most = self._at_work = 0
+        lock, server = threading.Lock(), self
+
+        class Handler(BaseHTTPRequestHandler):
+            def do_GET(self) -> None:
+                self._send(404, {}, {"error": "no list of models here"})
+
+            def do_POST(self) -> None:
+                body = json.loads(self.rfile.read(int(self.headers["content-length"])))
+                with lock:
+                    server.times.append(time.monotonic())
+                    server.bodies.append(body)
+                    server.keys.append(self.headers["authorization"])
+                    server._at_work += 1
+                    server.most = max(server.most, server._at_work)
+                answer = reply(body)
+                with lock:
+                    server._at_work -= 1
+                self._send(*answer)
+
+            def _send(self, status: int, headers: dict[str, str], value: Any) -> None:
+                content = json.dumps(value).encode()
+                self.send_response(status)
+                for name, text in {"content-type": "application/json", "content-length": str(len(content))}.items():
+                    self.send_header(name, text)
+                for name, text in headers.items():
+                    self.send_header(name, text)
+                self.end_headers()
+                self.wfile.write(content)
+
+            def log_message(self, *arguments: Any) -> None:
+                return
+
+        self._http = ThreadingHTTPServer(("127.0.0.1", 0), Handler)
+        self.url = f"http://127.0.0.1:{self._http.server_address[1]}/v1"
+        threading.Thread(target=self._http.serve_forever, kwargs={"poll_interval": 0.01}, daemon=True).start()
+
+    def close(self) -> None:
+        self._http.shutdown()
+        self._http.server_close()
+
+
+def said(text: str, finish: str | None = "stop") -> tuple[int, dict[str, str], Any]:
+    message = {"role": "assistant", "content": text}
+    return 200, {}, {"id": "1", "object": "chat.completion", "created": 1, "model": "m",
+                     "choices": [{"index": 0, "message": message, "finish_reason": finish}]}  # fmt: skip
+
+
+@pytest.fixture
+def serve() -> Iterator[Callable[..., Server]]:
+    pytest.importorskip("openai")
+    servers: list[Server] = []
+
+    def build(reply: Callable[[dict[str, Any]], tuple[int, dict[str, str], Any]]) -> Server:
+        servers.append(Server(reply))
+        return servers[-1]
+
+    yield build
+    for server in servers:
+        server.close()
+
+
+def echo(body: dict[str, Any]) -> tuple[int, dict[str, str], Any]:
+    return said(f"{len(body['messages'])} messages, the last {body['messages'][-1]['content']}")
+
+
+def test_what_a_server_is_sent(values: dict[str, Any], serve: Callable[..., Server]) -> None:
+    server = serve(echo)
+    run(served(values, server.url, model="a model"), limit=3)
+    assert {(body["model"], body["temperature"], body["max_tokens"]) for body in server.bodies} == {("a model", 0, 24)}
+    assert not {"seed", "top_k"} & {name for body in server.bodies for name in body}
+    for row in rows(values["out"]).values():
+        for place in range(1, len(row["messages"]), 2):
+            assert row["messages"][place]["content"].startswith(f"{place} messages, the last")
+    seeds = []
+    for out in ("first", "second"):
+        server.bodies.clear()
+        run(served(values, server.url), out=values["out"].replace("out.", f"{out}."), temperature=0.5, top_k=9, limit=9)
+        assert {body["top_k"] for body in server.bodies} == {9}
+        seeds.append({body["seed"] for body in server.bodies})
+        assert len(seeds[-1]) == len(server.bodies) > 9
+    assert seeds[0] == seeds[1]
+
+
+def test_requests_are_so_many_at_a_time_and_a_minute(values: dict[str, Any], serve: Callable[..., Server]) -> None:
+    server = serve(lambda body: time.sleep(0.05) or echo(body))
+    run(served(values, server.url, concurrency=3))
+    assert server.most == 3
+    server.times.clear()
+    run(served(values, server.url, requests_per_minute=1200), out=values["out"].replace("out.", "slow."), limit=6)
+    assert len(server.times) > 6
+    lasted = server.times[-1] - server.times[0]
+    assert lasted > 0.8 * 0.05 * (len(server.times) - 1), "20 a second at most"
+
+
+def test_a_busy_server_is_asked_again_when_it_says(values: dict[str, Any], serve: Callable[..., Server]) -> None:
+    refused: dict[str, float] = {}
+    waited: list[float] = []
+
+    def busy(body: dict[str, Any]) -> tuple[int, dict[str, str], Any]:
+        question = json.dumps(body["messages"])
+        if question not in refused:
+            refused[question] = time.monotonic()
+            return 429, {"retry-after": "1"}, {"error": {"message": "too many"}}
+        waited.append(time.monotonic() - refused[question])
+        return echo(body)
+
+    server = serve(busy)
+    report = run(served(values, server.url, concurrency=20), limit=4)
+    assert (report.written, report.failed) == (4, 0)
+    assert min(waited) > 0.95
+
+
+def test_what_a_server_fails_at_is_written_down_without_the_key_and_tried_again(
+    values: dict[str, Any], serve: Callable[..., Server], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("A_SERVERS_KEY", "very-secret")
+    broken = True
+
+    def moody(body: dict[str, Any]) -> tuple[int, dict[str, str], Any]:
+        length = len(body["messages"])
+        if broken and length == 1:
+            return 400, {}, {"error": {"message": f"Bearer very-secret may not ask this {length}"}}
+        if broken and length == 3:
+            return said("cannot say", "content_filter")
+        return said(" \ud83d") if length == 1 else echo(body)
+
+    server = serve(moody)
+    recipe = served(values, server.url, key_variable="A_SERVERS_KEY") | {"template": "vicuna-v1.1", "limit": 5}
+    assert run(recipe).failed == 5
+    assert set(server.keys) == {"Bearer very-secret"}
+    assert all("may not ask this 1" in row["error"] and "…" in row["error"] for row in errors(values))
+    broken = False
+    assert run(recipe).written == 5
+    assert {row["messages"][1]["content"] for row in rows(values["out"]).values()} == {"\ufffd"}
+    again = load_recipe(values["out"].replace(".jsonl", ".recipe.yaml"))
+    assert isinstance(again, RegenerateRecipe)
+    assert again.server is not None
+    assert again.server.key_variable == "A_SERVERS_KEY"
+    for path in Path(values["out"]).parent.glob("out.*"):
+        assert "very-secret" not in path.read_text()
+    monkeypatch.delenv("A_SERVERS_KEY")
+    monkeypatch.setenv("OPENAI_API_KEY", "meant for somebody else")
+    run(recipe, out=values["out"].replace("out.", "other."))
+    assert server.keys[-1] == "Bearer none"
+
+
+def test_an_answer_that_ended_otherwise_is_a_failure(values: dict[str, Any], serve: Callable[..., Server]) -> None:
+    server = serve(lambda body: said("I must not", "content_filter"))
+    assert run(served(values, server.url), limit=2).failed == 2
+    assert {row["error"] for row in errors(values)} == {"the answer ended by 'content_filter'"}
+    odd = serve(lambda body: (200, {}, {"detail": "out of order"}))
+    assert run(served(values, odd.url), limit=2).failed == 2
+    assert "no answer in the reply" in errors(values)[-1]["error"]
+
+
+def test_a_server_that_is_not_there_or_refuses_gets_one_message(
+    values: dict[str, Any], serve: Callable[..., Server], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    with socket.socket() as free:
+        free.bind(("127.0.0.1", 0))
+        nowhere = f"http://127.0.0.1:{free.getsockname()[1]}/v1"
+    with pytest.raises(ValueError, match=f"nothing answers at {nowhere} .*start the server, or correct `server.url`"):
+        run(served(values, nowhere))
+    monkeypatch.setenv("OPENAI_API_KEY", "very-secret")
+    for status in (401, 403, 404):
+        server = serve(lambda body, status=status: (status, {}, {"error": {"message": "no very-secret here"}}))
+        with pytest.raises(ValueError, match=r"refuses: .*environment variable OPENAI_API_KEY") as caught:
+            run(served(values, server.url))
+        assert "very-secret" not in str(caught.value)
+    server = serve(lambda body: (422, {}, {"error": {"message": "unknown field"}}))
+    with pytest.raises(ConnectionError, match=r"failed at \d+ questions in a row, the last time with: .*unknown field"):
+        run(served(values, server.url), limit=60)
+    assert rows(values["out"]) == {}
+
+
+def test_a_server_that_goes_away_ends_the_run_and_the_next_one_goes_on(
+    values: dict[str, Any], serve: Callable[..., Server]
+) -> None:
+    def leave(body: dict[str, Any]) -> tuple[int, dict[str, str], Any]:
+        if len(leaving.bodies) == 6:
+            leaving.close()
+        return echo(body)
+
+    leaving = serve(leave)
+    with pytest.raises(ConnectionError, match=r"does not answer any more .*the same command goes on once the server"):
+        run(served(values, leaving.url, concurrency=1))
+    written = rows(values["out"])
+    assert 0 < len(written) <= 6
+    assert not Path(values["out"] + ".errors.jsonl").exists()
+    assert run(served(values, serve(echo).url)).written == 30 - len(written)
+
+
+def test_without_the_client_it_is_said_how_to_get_it(values: dict[str, Any], monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(sys.modules, "openai", None)
+    with pytest.raises(ValueError, match=r"needs openai: pip install 'draftsmith\[regenerate\]'"):
+        run(served(values, "http://127.0.0.1:1/v1"))

@@ -1,0 +1,80 @@
+"""Every shipped drafter recipe takes a few steps with tiny models of the same families, and leaves what it promises."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from draftsmith.checkpoints.artifact.artifact import load_manifest
+from draftsmith.decode.models.loading import load_model
+from draftsmith.recipes.commands.training.train import run_train
+from draftsmith.recipes.schema.loading import load_recipe, shipped_recipes
+from draftsmith.recipes.schema.training import DrafterRecipe
+from transformers import PreTrainedModel
+
+DRAFTERS = sorted(name for name in shipped_recipes() if name.startswith("drafter/"))
+
+
+def stand_in(recipe: DrafterRecipe, models: Any) -> list[str]:
+    """Changes that put tiny models in the place of a recipe's own."""
+    changes = [f"data.source={models.rows}"]
+    if recipe.model.source is not None:
+        find = models.target if recipe.model.layers else models.drafter
+        changes.append(f"model.source={find(recipe.model.source)}")
+    else:
+        changes += ["model.config.hidden_size=16", "model.config.intermediate_size=32"]
+        changes += ["model.config.num_attention_heads=2"]
+    assert recipe.target is not None
+    return [*changes, f"target={models.target(recipe.target)}"]
+
+
+def test_there_are_as_many_as_are_known() -> None:
+    named = {"vicuna-68m", "vicuna-160m", "opt-125m-opt-13b", "pythia-70m-pythia-2.8b", "t5-small-t5", "lora-domain"}
+    named |= {f"vicuna-{size}-from-{target}" for size in ("68m", "160m") for target in ("7b", "13b", "33b")}
+    named |= {"from-scratch", "cut-from-target", "distillspec"}
+    assert {name.removeprefix("drafter/") for name in DRAFTERS} == named
+    assert len(DRAFTERS) == 15
+
+
+@pytest.mark.parametrize("name", DRAFTERS)
+def test_it_trains_and_leaves_a_drafter_for_its_target(name: str, stand_ins: Any, tmp_path: Path) -> None:
+    recipe = load_recipe(name)
+    assert isinstance(recipe, DrafterRecipe)
+    changes = [*stand_in(recipe, stand_ins), f"out={tmp_path / 'out'}", f"data.cache={tmp_path / 'prepared'}"]
+    small = load_recipe(name, [*changes, *stand_ins.few])
+    assert isinstance(small, DrafterRecipe)
+    out = run_train(small)
+    manifest = load_manifest(out)
+    assert manifest.training["steps"] == 3
+    assert manifest.evaluation["tokens_per_step"] >= 1
+    assert 0 <= manifest.evaluation["overlap"] <= 1
+    drafter = load_model(str(out))
+    assert isinstance(drafter, PreTrainedModel)
+    assert drafter.get_output_embeddings().weight.shape[0] == 320
+    settings = drafter.generation_config
+    if (out / "config.json").is_file():
+        assert (settings.num_assistant_tokens, settings.assistant_confidence_threshold) == (4, 0)
+    else:  # an adapter, whose model's settings are read
+        assert manifest.shapes["base_model"] == str(stand_ins.drafter(recipe.model.source))
+    assert '"PreTrainedTokenizerFast"' in (out / "tokenizer_config.json").read_text(), "as older readers take it"
+    expected_layers = len(recipe.model.layers) or 2
+    assert drafter.config.num_hidden_layers == expected_layers
+    if recipe.model.config is not None:
+        assert drafter.config.max_position_embeddings == 512, "as many as the target has"
+    if recipe.model.source is not None and not recipe.model.layers:
+        start = load_model(str(stand_ins.drafter(recipe.model.source)))
+        pairs = zip(drafter.state_dict().values(), start.state_dict().values(), strict=True)
+        changed = [not torch.equal(mine.float(), theirs.float()) for mine, theirs in pairs]
+        assert any(changed) or manifest.training["kept_step"] == 0
+
+
+def test_the_head_of_each_recipe_gives_command_hardware_and_cost() -> None:
+    for name in DRAFTERS:
+        text = shipped_recipes()[name].read_text(encoding="utf-8")
+        head = " ".join(line.removeprefix("#").strip() for line in text.splitlines() if line.startswith("#"))
+        assert "draftsmith train " + name in head, name
+        assert "GB" in head, name
+        assert "estimated" in head or "measured on" in head, name
+        assert max(map(len, text.splitlines())) <= 120, name

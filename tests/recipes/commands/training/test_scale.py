@@ -1,0 +1,353 @@
+"""The launch settings that ship with the package are accelerate's, and the same recipe trains under those that can run
+on processors, to the same drafter."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+import yaml
+from draftsmith.checkpoints.artifact.artifact import verify_artifact
+from draftsmith.checkpoints.heads.files import load_heads
+from draftsmith.recipes.build.heads import _check_launch
+from draftsmith.recipes.commands.cli import app
+from draftsmith.recipes.commands.training.sweep import plan_sweep, run_sweep
+from draftsmith.recipes.schema.loading import SHIPPED, deepspeed_configs, load_recipe, shipped_recipes
+from draftsmith.recipes.schema.training import HeadsRecipe
+from draftsmith.train.config import FitConfig
+from draftsmith.train.parallel.accelerate import configure, make_accelerator
+from safetensors.torch import load_file
+from transformers import AutoModelForCausalLM, LlamaConfig, LlamaForCausalLM
+from typer.testing import CliRunner
+
+SETTINGS = SHIPPED / "accelerate"
+KINDS = {
+    "cpu": ("NO", 1, 0),
+    "cpu-multi": ("MULTI_GPU", 2, 0),
+    "one-gpu": ("NO", 1, 0),
+    "multi-gpu": ("MULTI_GPU", 2, 0),
+    "multi-node": ("MULTI_GPU", 16, 0),
+    "zero1": ("DEEPSPEED", 2, 1),
+    "zero2": ("DEEPSPEED", 2, 2),
+    "zero3": ("DEEPSPEED", 2, 3),
+    "zero3-offload": ("DEEPSPEED", 2, 3),
+}
+
+
+def test_every_file_of_launch_settings_says_how_it_is_used_and_loads_with_accelerate():
+    from accelerate.commands.config.config_args import load_config_from_file
+
+    assert {path.stem for path in SETTINGS.iterdir()} == set(KINDS)
+    assert not [name for name in shipped_recipes() if "accelerate" in name]
+    for name, (kind, processes, stage) in KINDS.items():
+        path = SETTINGS / f"{name}.yaml"
+        head = [line for line in path.read_text().splitlines() if line.startswith("#")]
+        assert f"accelerate launch --config_file recipes/launch/accelerate/{name}.yaml" in head[0]
+        assert any("-m draftsmith train RECIPE" in line for line in head)
+        loaded = load_config_from_file(str(path))
+        assert (loaded.distributed_type, loaded.num_processes) == (kind, processes)
+        assert loaded.deepspeed_config.get("zero_stage", 0) == stage
+        if stage:  # else transformers shards every model that is loaded, the target too
+            assert loaded.deepspeed_config["zero3_init_flag"] is False
+
+
+def train(recipe: Path, out: Path, name: str | None, *overrides: str) -> subprocess.CompletedProcess[str]:
+    """Run a recipe through the command line under the settings of that name (None: without a launcher)."""
+    command = [sys.executable]
+    if name is not None:
+        settings = ["--config_file", str(SETTINGS / f"{name}.yaml"), "--main_process_port", "0"]
+        command += ["-m", "accelerate.commands.launch", *settings]
+    command += ["-m", "draftsmith", "train", str(recipe), f"out={out}", *overrides]
+    environment = os.environ | {"OMP_NUM_THREADS": "1", "COLUMNS": "200"}
+    environment |= {"ACCELERATE_USE_CPU": "true"} if name == "cpu-multi" else {}
+    return subprocess.run(command, capture_output=True, text=True, env=environment, timeout=180, check=False)
+
+
+@pytest.fixture(scope="module")
+def recipe(corpus: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Eight steps of a two-layer Llama."""
+    folder = tmp_path_factory.mktemp("scale")
+    sizes = {"hidden_size": 16, "intermediate_size": 32, "num_hidden_layers": 2, "num_attention_heads": 2}
+    data = {"source": str(corpus / "rows.json"), "template": "chatml", "block_tokens": 64, "heldout_share": 0.2}
+    train = {
+        "steps": 8,
+        "global_batch": 4,
+        "micro_batch": 2,
+        "learning_rate": 1e-3,
+        "log_every": 1,
+        "evaluate_every": 4,
+    }
+    content = {
+        "kind": "drafter",
+        "out": str(folder / "unused"),
+        "tokenizer": str(corpus / "tokenizer"),
+        "model": {"config": sizes | {"model_type": "llama", "vocab_size": 320, "max_position_embeddings": 256}},
+        "data": data | {"cache": str(folder / "prepared")},
+        "train": train,
+    }
+    path = folder / "drafter.yaml"
+    path.write_text(yaml.safe_dump(content))
+    return path
+
+
+@pytest.fixture(scope="module")
+def alone(recipe: Path) -> Path:
+    """What the recipe makes in one process."""
+    out = recipe.with_name("alone")
+    done = train(recipe, out, None)
+    assert done.returncode == 0, done.stderr
+    return out
+
+
+@pytest.mark.parametrize(
+    ("name", "kind"),
+    [
+        ("cpu-multi", "MULTI_CPU"),
+        ("zero3", "DEEPSPEED"),
+        pytest.param("cpu", "NO", marks=pytest.mark.slow),
+        pytest.param("zero1", "DEEPSPEED", marks=pytest.mark.slow),
+        pytest.param("zero2", "DEEPSPEED", marks=pytest.mark.slow),
+        pytest.param("zero3-offload", "DEEPSPEED", marks=pytest.mark.slow),
+    ],
+)
+def test_one_recipe_makes_the_same_complete_artifact_under_all_settings(
+    recipe: Path, alone: Path, name: str, kind: str
+):
+    if name.startswith("zero"):
+        pytest.importorskip("deepspeed")
+    # micro batches of one: as many rows, in two gradient accumulation steps of two processes
+    many = recipe.with_name(name)
+    done = train(recipe, many, name, "train.micro_batch=1")
+    assert done.returncode == 0, done.stderr[-5000:]
+    summary = verify_artifact(many).training
+    assert (summary["distributed_type"], summary["processes"]) == (kind, KINDS[name][1])
+    logs = [
+        [json.loads(line) for line in (out.with_name(f"{out.name}.state") / "log.jsonl").read_text().splitlines()]
+        for out in (alone, many)
+    ]
+    losses, norms = ([[line[key] for line in log if key in line] for log in logs] for key in ("loss", "grad_norm"))
+    assert len(losses[1]) == 8
+    assert losses[1] == pytest.approx(losses[0], abs=1e-5)  # float32 sums in another order
+    assert norms[1] == pytest.approx(norms[0], rel=1e-4)
+    expected = load_file(alone / "model.safetensors")
+    found = AutoModelForCausalLM.from_pretrained(many).state_dict()
+    for key, tensor in expected.items():
+        torch.testing.assert_close(found[key], tensor, rtol=1e-3, atol=1e-4)
+
+
+@pytest.fixture(scope="module")
+def heads_recipe(corpus: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Four steps of three heads on a Llama whose sizes two processes do not divide evenly."""
+    folder = tmp_path_factory.mktemp("heads")
+    uneven = {"hidden_size": 17, "intermediate_size": 33, "vocab_size": 323, "head_dim": 8}
+    layers = {"num_hidden_layers": 2, "num_attention_heads": 1, "num_key_value_heads": 1}
+    torch.manual_seed(0)
+    target = LlamaForCausalLM(LlamaConfig(**uneven, **layers, max_position_embeddings=256))
+    for parameter in target.parameters():
+        if parameter.dim() == 2:  # the default init is so small that every distribution is flat
+            torch.nn.init.normal_(parameter, 0.0, parameter.shape[1] ** -0.5)
+    target.save_pretrained(folder / "target")
+    for file in (corpus / "tokenizer").iterdir():
+        (folder / "target" / file.name).write_bytes(file.read_bytes())
+    # by default parameters of fewer than 100,000 elements stay whole under ZeRO-3: here none does
+    zero = {"stage": 3, "stage3_param_persistence_threshold": 0, "reduce_bucket_size": "auto"}
+    (folder / "spread.json").write_text(json.dumps({"zero_optimization": zero, "gradient_clipping": 0.123}))
+    data = {"source": str(corpus / "rows.json"), "template": "chatml", "block_tokens": 64, "heldout_share": 0.2}
+    content = {
+        "kind": "heads",
+        "out": str(folder / "unused"),
+        "target": str(folder / "target"),
+        "num_heads": 3,
+        "data": data | {"cache": str(folder / "prepared")},
+        "train": {
+            "steps": 4,
+            "global_batch": 4,
+            "micro_batch": 1,
+            "learning_rate": 1e-2,
+            "warmup": 0.1,
+            "log_every": 1,
+        },
+        "measure": {"prompts": 2, "new_tokens": 8, "blocks": 4, "keep": "last"},
+    }
+    path = folder / "heads.yaml"
+    path.write_text(yaml.safe_dump(content))
+    return path
+
+
+FROM_FILE = ["--use_deepspeed", "--deepspeed_config_file"]
+FROZEN_AND_JOINT = "base=null,{lora: {rank: 4}}"
+
+
+def train_heads(recipe: Path, name: str, launcher: list[str], *more: str, **extra: str) -> list[dict[str, Any]]:
+    """Run the recipe in two processes, with a frozen target and with one trained too; what the sweep's file says of
+    each run."""
+    out = recipe.with_name(name)
+    common = ["--num_processes", "2", "--num_machines", "1", "--mixed_precision", "no", "--dynamo_backend", "no"]
+    command = [sys.executable, "-m", "accelerate.commands.launch", *common, "--main_process_port", "0", *launcher]
+    command += ["-m", "draftsmith", "train", str(recipe), f"out={out}", "--sweep", FROZEN_AND_JOINT, *more]
+    environment = os.environ | {"OMP_NUM_THREADS": "1", "COLUMNS": "200"} | extra
+    done = subprocess.run(command, capture_output=True, text=True, env=environment, timeout=240, check=False)
+    assert done.returncode == 0, done.stderr[-5000:]
+    if "spread" in name:
+        assert "gradient_clipping 0.123 (1.0 is used)" in done.stderr, "nothing gives way without a word"
+    return json.loads(out.with_name(f"{name}-sweep.json").read_text())["rows"]
+
+
+@pytest.fixture(scope="module")
+def heads_alone(heads_recipe: Path) -> list[dict[str, Any]]:
+    """What the recipe makes in this process."""
+    sweep = plan_sweep(str(heads_recipe), [f"out={heads_recipe.with_name('alone')}"], [FROZEN_AND_JOINT])
+    run_sweep(sweep)
+    return json.loads(sweep.results.read_text())["rows"]
+
+
+def logged(out: str) -> list[float]:
+    lines = map(json.loads, Path(f"{out}.state/log.jsonl").read_text().splitlines())
+    return [line["loss"] for line in lines if "loss" in line]
+
+
+@pytest.mark.parametrize(
+    ("name", "launcher", "more"),
+    [
+        ("data parallel", ["--multi_gpu"], ()),
+        ("zero1", ["--use_deepspeed", "--zero_stage", "1"], ()),
+        ("zero2 from a file", [*FROM_FILE, "zero2"], ()),
+        ("spread", [*FROM_FILE, "spread"], ("--sweep", "shard_target=false,true")),
+        pytest.param("zero2", ["--use_deepspeed", "--zero_stage", "2"], (), marks=pytest.mark.slow),
+        pytest.param("zero3", ["--use_deepspeed", "--zero_stage", "3"], (), marks=pytest.mark.slow),
+        *(
+            pytest.param(f"{name} from a file", [*FROM_FILE, name], (), marks=pytest.mark.slow)
+            for name in ("zero1", "zero3", "zero3-offload")
+        ),
+    ],
+)
+def test_heads_learn_the_same_and_are_complete_under_all_launches(
+    heads_recipe: Path, heads_alone: list[dict[str, Any]], name: str, launcher: list[str], more: tuple[str, ...]
+):
+    deepspeed = "--use_deepspeed" in launcher
+    if deepspeed:
+        pytest.importorskip("deepspeed")
+    if launcher[-1] == "spread":
+        launcher = [*launcher[:-1], str(heads_recipe.with_name("spread.json"))]
+    elif launcher[:-1] == FROM_FILE:
+        launcher = [*launcher[:-1], str(deepspeed_configs()[f"deepspeed/{launcher[-1]}"])]
+    extra = {"DS_ACCELERATOR": "cpu"} if deepspeed else {"ACCELERATE_USE_CPU": "true"}
+    rows = train_heads(heads_recipe, name, launcher, *more, **extra)
+    assert len(rows) == 2 * (2 if more else 1)
+    for row in rows:
+        alone = next(other for other in heads_alone if other["values"]["base"] == row["values"]["base"])
+        training = verify_artifact(Path(row["out"])).training
+        assert training["distributed_type"] == ("DEEPSPEED" if deepspeed else "MULTI_CPU")
+        assert training["processes"] == 2
+        assert len(logged(row["out"])) == 4
+        assert logged(row["out"]) == pytest.approx(logged(alone["out"]), abs=1e-5)  # float32 sums in another order
+        assert row["metrics"] == pytest.approx(alone["metrics"], abs=1e-4)
+        assert row["parameters"] == alone["parameters"]
+        found, expected = (load_heads(Path(side["out"])).state_dict() for side in (row, alone))
+        assert (len(found), found["2.1.weight"].shape) == (9, (323, 17))
+        for key, tensor in expected.items():
+            assert bool(torch.isfinite(found[key]).all())
+            torch.testing.assert_close(found[key], tensor, rtol=1e-3, atol=1e-4)
+        if row["values"]["base"] is not None:
+            bases = [load_file(Path(side["out"]) / "base" / "model.safetensors") for side in (row, alone)]
+            assert bases[0].keys() == bases[1].keys()
+            for key, tensor in bases[1].items():
+                torch.testing.assert_close(bases[0][key], tensor, rtol=1e-3, atol=1e-4)
+
+
+def test_every_deepspeed_configuration_leaves_to_the_recipe_what_the_recipe_decides():
+    files = deepspeed_configs()
+    assert set(files) == {f"deepspeed/{name}" for name in ("zero1", "zero2", "zero3", "zero3-offload")}
+    explained = (SHIPPED / "deepspeed" / "README.md").read_text()
+    for name, path in files.items():
+        settings = json.loads(path.read_text())
+        assert path.name in explained
+        assert settings["zero_optimization"]["stage"] == int(path.stem[4])
+        for key in ("train_batch_size", "train_micro_batch_size_per_gpu", "gradient_accumulation_steps"):
+            assert settings[key] == "auto", name
+        assert settings["gradient_clipping"] == settings["bf16"]["enabled"] == settings["fp16"]["enabled"] == "auto"
+        assert not {"optimizer", "scheduler"} & set(settings)
+
+
+def test_deepspeeds_configurations_can_be_copied(tmp_path: Path):
+    for name, path in deepspeed_configs().items():
+        assert CliRunner().invoke(app, ["recipes", "copy", name, str(tmp_path)]).exit_code == 0
+        assert (tmp_path / path.name).read_bytes() == path.read_bytes()
+
+
+@pytest.mark.parametrize(("base", "spread", "refused"), [(None, True, True), ({}, False, True), (None, False, False)])
+def test_a_target_that_deepspeed_would_cast_is_refused(heads_recipe: Path, base: Any, spread: bool, refused: bool):
+    changes = [f"base={json.dumps(base)}", f"shard_target={json.dumps(spread)}", "train.precision=bf16"]
+    recipe = load_recipe(str(heads_recipe), changes)
+    assert isinstance(recipe, HeadsRecipe)
+    zero3 = SimpleNamespace(
+        distributed_type=SimpleNamespace(value="DEEPSPEED"), deepspeed_plugin=SimpleNamespace(zero_stage=3)
+    )
+    for dtype in (torch.float16, torch.bfloat16):
+        task: Any = SimpleNamespace(target=SimpleNamespace(dtype=dtype))
+        if refused and dtype == torch.float16:
+            with pytest.raises(ValueError, match=r"the target is in float16, .* set `target_dtype: bfloat16`"):
+                _check_launch(recipe, task, zero3)
+        else:
+            _check_launch(recipe, task, zero3)
+        if spread:
+            alone: Any = SimpleNamespace(distributed_type=SimpleNamespace(value="NO"))
+            with pytest.raises(ValueError, match="`shard_target` is for ZeRO 3"):
+                _check_launch(recipe, task, alone)
+
+
+def plugin(settings: dict[str, Any]) -> Any:
+    """As much of an accelerator as `configure` looks at."""
+    kind = SimpleNamespace(value="DEEPSPEED")
+    return SimpleNamespace(
+        distributed_type=kind, deepspeed_plugin=SimpleNamespace(deepspeed_config=settings), is_main_process=True
+    )
+
+
+def test_flags_beside_a_file_are_not_left_out_without_a_word(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+    file = tmp_path / "own.json"
+    zero = {"stage": 2, "reduce_bucket_size": "auto"}
+    file.write_text(json.dumps({"zero_optimization": zero, "bf16": {"enabled": True}, "train_batch_size": 4}))
+    monkeypatch.setenv("ACCELERATE_DEEPSPEED_CONFIG_FILE", str(file))
+    config = FitConfig(steps=1, global_batch=4, micro_batch=2, learning_rate=1e-3)
+    settings = json.loads(file.read_text())
+    with pytest.warns(UserWarning, match=r"bf16.enabled True \(False is used\)$"):
+        configure(plugin(settings), config, 2)
+    assert settings["train_micro_batch_size_per_gpu"] == settings["gradient_accumulation_steps"] == 2
+    assert settings["zero_optimization"] == {"stage": 2}
+    for flag, given, words in (
+        ("ZERO_STAGE", "3", "--zero_stage is 3, and DeepSpeed's configuration file has stage 2"),
+        ("OFFLOAD_PARAM_DEVICE", "cpu", "--offload_param_device is cpu, .* has offload_param.device None"),
+    ):
+        with monkeypatch.context() as patched:
+            patched.setenv(f"ACCELERATE_DEEPSPEED_{flag}", given)
+            with pytest.raises(ValueError, match=words):
+                configure(plugin(json.loads(file.read_text())), config, 2)
+    monkeypatch.setenv("ACCELERATE_DEEPSPEED_ZERO_STAGE", "2")
+    with pytest.warns(UserWarning, match="the recipe decides"):
+        configure(plugin(json.loads(file.read_text())), config, 2)
+
+
+def test_deepspeed_is_not_left_out_without_a_word(monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.setenv("ACCELERATE_USE_DEEPSPEED", "true")
+    monkeypatch.setenv("ACCELERATE_USE_CPU", "true")
+    with pytest.raises(ValueError, match="ACCELERATE_USE_CPU is set, with which DeepSpeed would be left out"):
+        make_accelerator("no")
+
+
+def test_a_launch_that_starts_one_process_of_several_says_so(tmp_path: Path):
+    script = tmp_path / "script.py"
+    script.write_text(
+        "from draftsmith.train.parallel.accelerate import make_accelerator\nprint(make_accelerator('no').num_processes)"
+    )
+    command = [sys.executable, "-m", "accelerate.commands.launch", "--cpu", "--num_processes", "2", str(script)]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=120, check=False)
+    assert done.stdout.splitlines()[-1] == "1"
+    assert "several processes were asked for and one was started" in done.stderr

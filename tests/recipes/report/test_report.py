@@ -1,0 +1,435 @@
+"""The report: what stands on the page is what was measured; comparisons against plain loops."""
+
+from __future__ import annotations
+
+import copy
+import json
+import random
+import re
+import shutil
+from collections.abc import Callable
+from html.parser import HTMLParser
+from pathlib import Path
+from typing import Any
+from xml.etree import ElementTree
+
+import numpy as np
+import pytest
+import torch
+from draftsmith.data.tokenizers import load_tokenizer
+from draftsmith.recipes.commands.evaluation.certify import Asked, run_certify
+from draftsmith.recipes.commands.evaluation.evaluate import run_evaluate
+from draftsmith.recipes.report.certificate import certificate_beside
+from draftsmith.recipes.report.compare import METRICS, Change, compare, comparison_table, percent
+from draftsmith.recipes.report.page import best_lossless, report_beside, run_report, trace_beside
+from draftsmith.recipes.report.tables import number
+from draftsmith.recipes.schema.evaluation import EvaluateRecipe
+from draftsmith.recipes.schema.results import load_results
+from rich.console import Console
+from transformers import LlamaConfig, LlamaForCausalLM
+
+NASTY = "spec <script>alert('x')</script> & \"more\""
+METHODS: list[dict[str, Any]] = [
+    {"method": "autoregressive"},
+    {"method": "speculative", "options": {"gamma": 2}},
+    {"method": "mjsd", "options": {"gamma": 3, "beams": 2, "threshold": 0.1}},
+    {"method": "autoregressive", "temperature": 1.0},
+    {"method": "speculative", "temperature": 1.0},
+]
+VOID = {"meta", "link", "input", "br"}
+
+
+@pytest.fixture(scope="module")
+def evaluated(corpus: Path, tmp_path_factory: pytest.TempPathFactory) -> Callable[..., Path]:
+    """A function that evaluates two random models and gives the results file: `evaluated("name", limit=4)`."""
+    folder = tmp_path_factory.mktemp("evaluated")
+    sizes = {"vocab_size": 320, "hidden_size": 16, "intermediate_size": 32, "num_attention_heads": 2}
+    for place, (name, layers) in enumerate((("target", 2), ("drafter", 1))):
+        torch.manual_seed(place)
+        model = LlamaForCausalLM(LlamaConfig(**sizes, num_hidden_layers=layers, num_key_value_heads=2)).eval()
+        model.save_pretrained(folder / name)
+        load_tokenizer(str(corpus / "tokenizer")).save_pretrained(folder / name)
+
+    def run(name: str, **changes: Any) -> Path:
+        made = {"target": str(folder / "target"), "drafter": str(folder / "drafter")} | changes
+        made |= {"kind": "evaluate", "out": str(folder / name / "results.json"), "prompts": str(corpus / "rows.json")}
+        made = {"template": "chatml", "limit": 5, "max_new_tokens": 12, "device": "cpu", "methods": METHODS} | made
+        torch.set_num_threads(1)
+        run_evaluate(EvaluateRecipe(**made))
+        return folder / name / "results.json"
+
+    return run
+
+
+@pytest.fixture(scope="module")
+def results(evaluated: Callable[..., Path]) -> Path:
+    return evaluated("first")
+
+
+def rich(results: Path, folder: Path) -> Path:
+    """A copy of real results, with what only some evaluations have: categories, predictions, errors, odd names."""
+    found = json.loads(results.read_text())
+    for row in found["methods"]:
+        (part,) = row["by_category"].values()
+        row["by_category"] = {"math <b>": part | {"speedup": 1.25}, "chat": part}
+        if row["method"] != "autoregressive":
+            row["prediction"] = {"tokens_per_step": 1.02 * row["tokens_per_step"]}
+    found["methods"][1]["label"] = NASTY
+    found["methods"][2] |= {"perplexity": None, "joules_per_token": 0.125, "energy_source": "nvml"}
+    found["categories"] = {"math <b>": 3, "chat": 2}
+    found["errors"] = ["the measurement of '<img src=x>' cannot be true"]
+    folder.mkdir(exist_ok=True)
+    (folder / "results.json").write_text(json.dumps(found))
+    return folder / "results.json"
+
+
+class Page(HTMLParser):
+    """Elements, texts, tables and drawings of a page; fails where elements do not close as they opened."""
+
+    def __init__(self, path: Path) -> None:
+        super().__init__()
+        self.text = path.read_text(encoding="utf-8")
+        self.open: list[str] = []
+        self.elements: list[tuple[str, dict[str, Any]]] = []
+        self.tables: list[list[list[str]]] = []
+        self.feed(self.text)
+        self.close()
+        assert self.open == []
+        self.drawings = [ElementTree.fromstring(drawn) for drawn in re.findall(r"<svg.*?</svg>", self.text, re.DOTALL)]
+
+    def handle_starttag(self, tag: str, attrs: Any) -> None:
+        self.elements.append((tag, dict(attrs)))
+        if tag not in VOID:
+            self.open.append(tag)
+        if tag == "table":
+            self.tables.append([])
+        elif tag == "tr":
+            self.tables[-1].append([])
+        elif tag in ("td", "th"):
+            self.tables[-1][-1].append("")
+
+    def handle_startendtag(self, tag: str, attrs: Any) -> None:
+        self.elements.append((tag, dict(attrs)))
+
+    def handle_endtag(self, tag: str) -> None:
+        assert self.open.pop() == tag
+
+    def handle_data(self, data: str) -> None:
+        if "td" in self.open or "th" in self.open:
+            self.tables[-1][-1][-1] += data
+
+    def table(self, caption: str) -> list[list[str]]:
+        captions = re.findall(r"<caption>(.*?)</caption>", self.text)
+        return self.tables[captions.index(caption)]
+
+
+def test_the_page_says_what_was_measured(results: Path, tmp_path: Path) -> None:
+    found = load_results(results)
+    page = Page(run_report([results], tmp_path / "page.html"))
+    head, *rows = page.table("All methods")
+    assert head[3] == "tokens per stepτ"
+    for place, (row, shown) in enumerate(zip(found["methods"], rows, strict=True), 1):
+        assert shown[0].startswith(f"{place} {row['label']}")
+        wanted = (row["temperature"], row["tokens_per_step"], row["acceptance_rate"], row["speedup"], row["bound"])
+        for text, value in zip((shown[1], *shown[3:5], shown[6], shown[8]), wanted, strict=True):
+            assert text == "–" if value is None else float(text.replace(",", "")) == pytest.approx(value, abs=0.0051)
+    best = best_lossless(row for row in found["methods"] if row["temperature"] == 0)
+    assert best is not None
+    assert best["label"] == "speculative"
+    assert f"{best['speedup']:.2f}× " in page.text
+    assert found["machine"]["versions"]["torch"] in page.text
+    assert found["machine"]["name"] in page.text
+    assert len(page.tables) == 6
+    assert len(page.drawings) >= 5
+
+
+def test_it_needs_nothing_but_itself(results: Path, tmp_path: Path) -> None:
+    page = Page(run_report([rich(results, tmp_path / "a")], tmp_path / "page.html"))
+    policy = next(attrs["content"] for tag, attrs in page.elements if attrs.get("http-equiv"))
+    assert policy.startswith("default-src 'none';")
+    assert not re.search(r"https?:|//[a-z]+\.|@import|url\((?!#)", page.text)
+    for tag, attrs in page.elements:
+        assert tag not in ("iframe", "object", "embed", "base", "img")
+        assert "src" not in attrs
+        assert attrs.get("href", "data:,") == "data:,"
+    assert sum(tag == "script" for tag, _ in page.elements) == 1
+
+
+def test_names_of_others_are_text(results: Path, tmp_path: Path) -> None:
+    page = Page(run_report([rich(results, tmp_path / "a")], tmp_path / "page.html"))
+    assert any(NASTY in row[0] for row in page.table("All methods"))
+    assert any(cell.startswith("math <b>") for cell in page.table("Tokens per step by category")[0])
+    assert "<script>alert" not in page.text
+    assert "<img" not in page.text
+    labels = [text.text for drawn in page.drawings for text in drawn.iter("text") if text.text]
+    assert any("<script>" in label for label in labels)
+
+
+def test_what_is_missing_is_a_dash_and_never_zero(results: Path, tmp_path: Path) -> None:
+    page = Page(run_report([rich(results, tmp_path / "a")], tmp_path / "page.html"))
+    quality = page.table("Quality")
+    assert quality[3][2] == "–"  # perplexity
+    assert quality[2][2] != "–"
+    cost = page.table("Cost")
+    energy = cost[0].index("energyJ/token, nvml")
+    assert [row[energy] for row in cost[1:]] == ["–", "–", "0.125", "–", "–"]
+    assert number(None) == number(float("nan")) == number(True) == "–"
+    assert number(0.0) == "0.00"
+
+
+def test_old_results_are_shown_too(tmp_path: Path, results: Path) -> None:
+    found = load_results(results) | {"schema": 1}
+    later = ("by_prompt", "phases_us", "prediction", "self_consistency", "tokens_per_step_interval", "energy_source")
+    for row in found["methods"]:
+        for key in later:
+            del row[key]
+        row["by_category"] = {"": {"prompts": 5, "tokens_per_step": 1.0}}
+    for key in ("kind", "resumed", "passed_over", "prompts_sha256"):
+        del found[key]
+    (tmp_path / "old.json").write_text(json.dumps(found))
+    page = Page(run_report([tmp_path / "old.json"]))
+    assert (tmp_path / "old.html").is_file()
+    assert len(page.table("All methods")) == 6
+    assert "hold no numbers by category" in page.text
+    assert "No predictions" in page.text
+
+
+def test_an_evaluation_without_rows_still_tells_why(tmp_path: Path, results: Path) -> None:
+    found = load_results(results) | {"methods": [], "errors": ["nothing could be true"]}
+    (tmp_path / "results.json").write_text(json.dumps(found))
+    page = Page(run_report([tmp_path / "results.json"]))
+    assert page.tables == []
+    assert "nothing could be true" in page.text
+
+
+def test_where_things_lie() -> None:
+    assert report_beside(Path("a/results.json")) == Path("a/report.html")
+    assert report_beside(Path("a/b.json")) == Path("a/b.html")
+    assert trace_beside(Path("a/results.json")) == Path("a/trace.json")
+    assert trace_beside(Path("a/b.json")) == Path("a/b.trace.json")
+
+
+def test_a_trace_beside_the_results_is_taken_in(tmp_path: Path, results: Path) -> None:
+    copied = rich(results, tmp_path / "a")
+    step = {"proposed": 1, "accepted": 0, "tokens": [{"kind": "rejected", "text": "<i>no"}]}
+    run = {"label": "m", "method": "m", "options": {}, "temperature": 0.0, "steps": [step]}
+    told = {"schema": 1, "kind": "trace", "target": "t", "prompts": [{"prompt": "q", "category": "", "runs": [run]}]}
+    (tmp_path / "a" / "trace.json").write_text(json.dumps(told))
+    page = Page(run_report([copied]))
+    assert '<span class="rejected">&lt;i&gt;no</span>' in page.text
+
+
+def test_a_certificate_beside_the_results_is_taken_in(tmp_path: Path, results: Path) -> None:
+    copied = rich(results, tmp_path / "a")
+    recipe = EvaluateRecipe(**json.loads(copied.read_text())["recipe"])
+    chosen = recipe.model_copy(update={"out": str(copied), "limit": 2, "methods": recipe.methods[:2]})
+    made = run_certify(chosen, Asked(temperatures=(0.0, 1.0), tokens=50))
+    page = Page(run_report([copied])).text
+    section = page[page.index("Losslessness, certified") :]
+    assert section.count('<th scope="row"') == len(made) == 4
+    for one in made:
+        smallest = min((test["p_value"] for test in one.tests), default=None)
+        assert f">{one.label}</th>" in section
+        assert f">{one.verdict}</td>" in section
+        assert smallest is None or f">{smallest:.1g}</td>" in section
+    assert "of other artifacts" not in page
+    assert "is not complete" not in page
+    path = certificate_beside(copied)
+    told = json.loads(path.read_text())
+    told["recipe"]["drafter"] = "elsewhere"
+    path.write_text(json.dumps(told | {"complete": False}))
+    page = Page(run_report([copied])).text
+    assert "of other artifacts than the results: drafter elsewhere, here" in page
+    assert "is not complete" in page
+    for damage, message in (("", ":1 is damaged"), ("[]", "is no certificate"), ('{"kind": "x"}', "is no certificate")):
+        path.write_text(damage)
+        assert message in alerts(Page(run_report([copied])).text)
+
+
+def alerts(page: str) -> str:
+    return " ".join(re.findall(r'<div class="problem" role="alert">(.*?)</div>', page))
+
+
+def test_a_certificate_of_artifacts_that_have_changed_is_stale(tmp_path: Path, results: Path) -> None:
+    copied = rich(results, tmp_path / "a")
+    found = json.loads(copied.read_text())
+    for name in ("target", "drafter"):
+        shutil.copytree(found["recipe"][name], tmp_path / name)
+        found["recipe"][name] = str(tmp_path / name)
+    found["recipe"] |= {"out": str(copied), "dtype": "bfloat16"}  # other weights than those in the target's files
+    copied.write_text(json.dumps(found))
+    recipe = EvaluateRecipe(**found["recipe"])
+    run_certify(recipe.model_copy(update={"limit": 1, "methods": recipe.methods[:2]}), Asked(tokens=20))
+    assert "stale" not in Page(run_report([copied])).text
+    for name in ("drafter", "target"):
+        weights = tmp_path / name / "model.safetensors"
+        before = weights.read_bytes()
+        LlamaForCausalLM.from_pretrained(
+            results.parent.parent / {"target": "drafter", "drafter": "target"}[name]
+        ).save_pretrained(tmp_path / name)
+        said = alerts(Page(run_report([copied])).text)
+        assert f"changed since it was made: {name} {tmp_path / name}. Certify again." in said
+        shutil.copytree(results.parent.parent / name, tmp_path / name, dirs_exist_ok=True)
+        assert weights.read_bytes() == before
+        assert "stale" not in Page(run_report([copied])).text
+    shutil.rmtree(tmp_path / "drafter")  # what is not here cannot have changed
+    assert "stale" not in Page(run_report([copied])).text
+    copied.write_text(json.dumps(found | {"recipe": found["recipe"] | {"dtype": "float32"}}))
+    assert "another type of weights than the results: bfloat16, here float32" in alerts(Page(run_report([copied])).text)
+
+
+@pytest.mark.parametrize("name", ["certificate.json", "trace.json"])
+def test_what_lies_damaged_beside_the_results_does_not_fail_an_evaluation(
+    evaluated: Callable[..., Path], results: Path, capsys: pytest.CaptureFixture[str], name: str
+) -> None:
+    folder = results.parent.parent / f"beside-{name}"
+    folder.mkdir()
+    (folder / name).write_text('{"kind": "certificate", "schema": 99}')
+    capsys.readouterr()
+    path = evaluated(folder.name, limit=1, max_new_tokens=3, methods=METHODS[:2])
+    assert load_results(path)["errors"] == []
+    assert not path.with_name("results.json.state").exists()
+    shown = capsys.readouterr()
+    assert "speculative" in shown.out
+    assert "report.html to look at" in " ".join(shown.out.split())
+    assert name in shown.err
+    assert name in alerts(report_beside(path).read_text())
+
+
+# --- side by side -----------------------------------------------------------------------------------------------------
+
+
+def changed(found: dict[str, Any], factor: float, seed: int = 0) -> dict[str, Any]:
+    """The same evaluation with other steps and times by prompt, and everything that follows from them."""
+    rng, other = random.Random(seed), copy.deepcopy(found)
+    for row in other["methods"]:
+        for prompt in row["by_prompt"]:
+            prompt["seconds"] *= factor * rng.uniform(0.95, 1.05)
+        row["seconds"] = sum(prompt["seconds"] for prompt in row["by_prompt"])
+        row["tokens_per_second"] = row["tokens"] / row["seconds"]
+    bases = {row["temperature"]: row for row in other["methods"] if row["method"] == "autoregressive"}
+    for row in other["methods"]:
+        row["speedup"] = row["tokens_per_second"] / bases[row["temperature"]]["tokens_per_second"]
+    return other
+
+
+def test_intervals_are_those_of_plain_loops(results: Path) -> None:
+    found = load_results(results)
+    other = changed(found, 1.2)
+    comparison = compare(["a", "b"], [found, other])
+    assert [row.label for row in comparison.rows] == [row["label"] for row in found["methods"]]
+    row = comparison.rows[1]
+    change = row.changes[0]["speedup"]
+    assert change is not None
+    assert change.ratio == other["methods"][1]["speedup"] / found["methods"][1]["speedup"]
+    prompts = len(found["methods"][1]["by_prompt"])
+    picks = np.random.default_rng(0).integers(0, prompts, (2000, prompts))
+    ratios = []
+    for pick in picks.tolist():
+        speedups = []
+        for side in (found, other):
+            base, mine = ([side["methods"][place]["by_prompt"][number] for number in pick] for place in (0, 1))
+            rates = [sum(p["tokens"] for p in part) / sum(p["seconds"] for p in part) for part in (mine, base)]
+            speedups.append(rates[0] / rates[1])
+        ratios.append(speedups[1] / speedups[0])
+    assert change.interval == pytest.approx(tuple(np.quantile(ratios, (0.025, 0.975))))
+
+
+def test_pairing_by_prompt_narrows_intervals_and_is_told(results: Path) -> None:
+    found = load_results(results)
+    for place, prompt in enumerate(found["methods"][1]["by_prompt"]):
+        prompt["seconds"] *= 1 + place  # prompts differ much, the two sides little
+    other = changed(found, 1.2)
+    paired = compare(["a", "b"], [found, other])
+    alone = compare(["a", "b"], [found, other | {"prompts_sha256": "0" * 64}])
+    changes = [side.rows[1].changes[0]["tokens_per_second"] for side in (paired, alone)]
+    widths = [change.interval[1] - change.interval[0] for change in changes if change and change.interval]
+    assert len(widths) == 2
+    assert widths[0] < widths[1] / 2
+    assert changes[0] is not None
+    assert changes[0].certain
+    assert any("paired by prompt" in note and "not paired" not in note for note in paired.notes)
+    assert any("not paired" in note for note in alone.notes)
+
+
+def test_the_same_results_show_no_change(results: Path) -> None:
+    found = load_results(results)
+    comparison = compare(["a", "b", "c"], [found, found, found])
+    for row in comparison.rows:
+        for change in row.changes:
+            for metric in METRICS:
+                known = change[metric]
+                assert known is None or (known.ratio == 1 and not known.certain)
+
+
+def test_evaluations_of_other_prompts_and_methods_are_compared_as_far_as_they_go(
+    results: Path, evaluated: Callable[..., Path], tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    other = evaluated("second", limit=4, methods=[*METHODS[:2], {"method": "prompt-lookup"}])
+    page = Page(run_report([results, other], tmp_path / "page.html"))
+    shown = capsys.readouterr().out
+    assert "prompts: 5 of" in shown.replace("\n", " ")
+    assert "not in all results, so not compared: mjsd at temperature 0" in " ".join(shown.split())
+    rows = page.table("Tokens per step")
+    assert [row[0] for row in rows[1:]] == ["autoregressive", "speculative"]
+    assert rows[0][2:4] == ["first/results.json", "second/results.json"]
+    assert page.text.count("<h2>") == 3  # side by side, and each by itself
+
+
+def test_speeds_of_other_machines_are_not_compared(results: Path) -> None:
+    found = load_results(results)
+    other = changed(found, 1.2)
+    other["machine"] = found["machine"] | {"name": "another"}
+    comparison = compare(["a", "b"], [found, other])
+    assert any(note.startswith("machine: ") for note in comparison.notes)
+    for row in comparison.rows:
+        assert row.changes[0]["tokens_per_second"] is None
+        assert row.changes[0]["speedup"] is not None
+
+
+def test_results_without_a_method_in_common_are_refused(results: Path, tmp_path: Path) -> None:
+    found = load_results(results)
+    cold, warm = copy.deepcopy(found), copy.deepcopy(found)
+    cold["methods"], warm["methods"] = found["methods"][:3], found["methods"][3:]
+    for name, part in (("cold", cold), ("warm", warm)):
+        (tmp_path / f"{name}.json").write_text(json.dumps(part))
+    with pytest.raises(ValueError, match=r"no method in common: cold.json has autoregressive at temperature 0.*warm"):
+        run_report([tmp_path / "cold.json", tmp_path / "warm.json"])
+    with pytest.raises(ValueError, match="given twice"):
+        run_report([tmp_path / "cold.json", tmp_path / "cold.json"])
+
+
+def test_without_numbers_by_prompt_there_is_no_interval(results: Path) -> None:
+    found = load_results(results)
+    for row in found["methods"]:
+        row["by_prompt"] = []
+    comparison = compare(["a", "b"], [found, found])
+    assert comparison.rows[1].changes[0]["speedup"] == Change(1.0)
+    assert any("keeps no numbers by prompt" in note for note in comparison.notes)
+
+
+def test_changes_for_people() -> None:
+    assert percent(None) == "–"
+    assert percent(Change(1.05)) == "+5.0 %"
+    assert percent(Change(0.9, (0.85, 0.95))) == "-10.0 % (-15.0 to -5.0)"
+
+
+def test_the_terminal_shows_labels_as_they_are(results: Path) -> None:
+    found = load_results(results)
+    found["methods"][1]["label"] = "[red]x[/red]"
+    console = Console(width=140, record=True, file=None)
+    with console.capture() as shown:
+        console.print(comparison_table(compare(["a", "b"], [found, found])))
+    assert "[red]x[/red]" in shown.get()
+
+
+def test_the_command(results: Path, tmp_path: Path, cli: Any) -> None:
+    copied = rich(results, tmp_path / "a")
+    done = cli("report", str(results), str(copied), "--out", str(tmp_path / "both.html"))
+    assert done.returncode == 0, done.stderr
+    assert "side by side" in done.stdout
+    assert str(tmp_path / "both.html") in done.stdout
+    copied.write_text(copied.read_text()[:-20])
+    damaged = cli("report", str(copied))
+    assert damaged.returncode == 2
+    assert re.search(r"results\.json:\d+ is damaged", damaged.stderr)

@@ -1,0 +1,233 @@
+"""The report in headless Chromium: sorting, filtering, no requests, readable without scripts and on a narrow screen."""
+
+from __future__ import annotations
+
+import json
+import os
+import shutil
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from draftsmith.data.tokenizers import load_tokenizer
+from draftsmith.decode.methods import METHODS
+from draftsmith.recipes.commands.evaluation.evaluate import run_evaluate
+from draftsmith.recipes.commands.evaluation.trace import run_trace
+from draftsmith.recipes.report.page import run_report
+from draftsmith.recipes.schema.evaluation import EvaluateRecipe
+from transformers import LlamaConfig, LlamaForCausalLM
+
+webdriver = pytest.importorskip(
+    "selenium.webdriver", reason="selenium is not installed: pip install 'draftsmith[test]'"
+)
+support = pytest.importorskip("selenium.webdriver.support.ui")
+CHROMIUM = shutil.which("chromium") or shutil.which("chromium-browser") or shutil.which("google-chrome")
+DRIVER = shutil.which("chromedriver")
+pytestmark = pytest.mark.skipif(
+    not (CHROMIUM and DRIVER),
+    reason="Chromium and its driver are not installed (Debian: apt-get install chromium chromium-driver)",
+)
+QUIET = ("background-networking", "component-update", "sync", "extensions", "default-apps", "gpu", "dev-shm-usage")
+ROWS: list[dict[str, Any]] = [
+    {"method": "autoregressive"},
+    {"method": "speculative", "label": "spec <script>document.title='broken'</script>", "options": {"gamma": 2}},
+    {"method": "prompt-lookup"},
+    {"method": "mjsd", "options": {"gamma": 3, "beams": 2, "threshold": 0.1}},
+    {"method": "autoregressive", "temperature": 1.0},
+    {"method": "speculative", "temperature": 1.0},
+]
+
+
+@pytest.fixture(scope="module")
+def page(corpus: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A report of a real evaluation of random models, with a trace, predictions and categories."""
+    folder = tmp_path_factory.mktemp("browser")
+    torch.set_num_threads(1)
+    sizes = {"vocab_size": 320, "hidden_size": 16, "intermediate_size": 32, "num_attention_heads": 2}
+    for place, (name, layers) in enumerate((("target", 2), ("drafter", 1))):
+        torch.manual_seed(place)
+        model = LlamaForCausalLM(LlamaConfig(**sizes, num_hidden_layers=layers, num_key_value_heads=2)).eval()
+        model.save_pretrained(folder / name)
+        load_tokenizer(str(corpus / "tokenizer")).save_pretrained(folder / name)
+    out = folder / "results.json"
+    made: dict[str, Any] = {"kind": "evaluate", "out": str(out), "prompts": str(corpus / "rows.json"), "limit": 4}
+    made |= {"target": str(folder / "target"), "drafter": str(folder / "drafter"), "template": "chatml"}
+    recipe = EvaluateRecipe(**made, max_new_tokens=12, device="cpu", methods=ROWS)
+    run_evaluate(recipe)
+    run_trace(recipe, limit=1)
+    found = json.loads(out.read_text())
+    for row in found["methods"]:
+        (part,) = row["by_category"].values()
+        row["by_category"] = dict.fromkeys(("writing", "a-very-long-category-name-that-does-not-break"), part)
+        row["prediction"] = {"tokens_per_step": 1.01 * row["tokens_per_step"]}
+    found["categories"] = dict.fromkeys(found["methods"][0]["by_category"], 2)
+    found["errors"] = ["an error as long as a path: /" + "folder/" * 30]
+    out.write_text(json.dumps(found))
+    return run_report([out])
+
+
+@pytest.fixture
+def browse(tmp_path: Path) -> Iterator[Callable[..., Any]]:
+    """A function that opens a file in a fresh browser: `browse(path, width=1280, scripts=True)`."""
+    opened = []
+
+    def browse(path: Path, width: int = 1280, scripts: bool = True) -> Any:
+        options = webdriver.ChromeOptions()
+        options.binary_location = str(CHROMIUM)
+        profile = tmp_path / f"profile{len(opened)}"
+        flags = ["--headless=new", "--no-sandbox", "--no-first-run", f"--user-data-dir={profile}"]
+        for flag in [*flags, *(f"--disable-{name}" for name in QUIET), f"--window-size={width},900"]:
+            options.add_argument(flag)
+        options.set_capability("goog:loggingPrefs", {"browser": "ALL", "performance": "ALL"})
+        if not scripts:
+            options.add_experimental_option("prefs", {"profile.managed_default_content_settings.javascript": 2})
+        driver = webdriver.Chrome(options=options, service=webdriver.ChromeService(str(DRIVER)))
+        opened.append(driver)
+        sizes = {"width": width, "height": 900, "deviceScaleFactor": 1, "mobile": False}
+        driver.execute_cdp_cmd("Emulation.setDeviceMetricsOverride", sizes)
+        driver.get(path.as_uri())
+        return driver
+
+    yield browse
+    for driver in opened:
+        driver.quit()
+
+
+def numbers(texts: list[str]) -> list[float]:
+    return [float(text.replace(",", "")) for text in texts]
+
+
+def column(driver: Any, table: Any, place: int) -> list[str]:
+    """The texts of a column, from above; rows that are hidden left out."""
+    script = "return [...arguments[0].tBodies[0].rows].filter(r => !r.hidden).map(r => r.cells[arguments[1]].innerText)"
+    return list(driver.execute_script(script, table, place))
+
+
+def test_sorting_changes_the_order(page: Path, browse: Callable[..., Any]) -> None:
+    driver = browse(page)
+    table = driver.find_element("css selector", "table.sortable")
+    headings = table.find_elements("css selector", "thead th")
+    names = [heading.text.split("\n")[0] for heading in headings]
+    speed = names.index("speed")
+    given = column(driver, table, speed)
+    headings[speed].find_element("tag name", "button").click()
+    falling = numbers(column(driver, table, speed))
+    assert falling == sorted(numbers(given), reverse=True)
+    assert falling != numbers(given)
+    assert headings[speed].get_attribute("aria-sort") == "descending"
+    headings[speed].find_element("tag name", "button").click()
+    assert numbers(column(driver, table, speed)) == sorted(falling)
+    rate = names.index("acceptance rate")
+    for _ in range(2):  # what is missing stands last, whichever way the others run
+        headings[rate].find_element("tag name", "button").click()
+        assert column(driver, table, rate)[-2:] == ["–", "–"]
+    headings[0].find_element("tag name", "button").click()
+    methods = [text.split()[1] for text in column(driver, table, 0)]
+    assert methods == sorted(methods)
+    assert headings[rate].get_attribute("aria-sort") is None
+
+
+def test_filters_hide_rows_in_every_table(page: Path, browse: Callable[..., Any]) -> None:
+    driver = browse(page)
+    tables = driver.find_elements("css selector", "table.sortable")
+    assert len(tables) == 6
+    shown = driver.find_element("css selector", ".controls output")
+    assert shown.text == "6 of 6 rows"
+    text = driver.find_element("css selector", "[type=search]")
+    text.send_keys("SPECulative gamma")
+    for table in tables:
+        assert [name.split()[1] for name in column(driver, table, 0)] == ["spec"]
+    assert shown.text == "1 of 6 rows"
+    text.clear()
+    driver.execute_script("arguments[0].dispatchEvent(new Event('input'))", text)
+    driver.find_element("css selector", "[type=checkbox]").click()
+    assert all("mjsd" not in name for name in column(driver, tables[0], 0))
+    assert shown.text == "5 of 6 rows"
+    support.Select(driver.find_element("css selector", "select")).select_by_value("1")
+    assert column(driver, tables[0], 1) == ["1", "1"]
+    rows = tables[0].find_elements("css selector", "tbody tr")
+    assert sum(row.is_displayed() for row in rows) == 2
+
+
+def quiet(driver: Any, page: Path) -> None:
+    """The page asked for nothing but itself, and the browser has no complaint."""
+    assert driver.get_log("browser") == []
+    events = [json.loads(entry["message"])["message"] for entry in driver.get_log("performance")]
+    asked = {event["params"]["request"]["url"] for event in events if event["method"] == "Network.requestWillBeSent"}
+    own = ("data:", "chrome:", "chrome-untrusted:")  # of the page, and of the empty tab that the browser begins with
+    assert {url for url in asked if not url.startswith(own)} == {page.as_uri()}
+    assert driver.execute_script("return performance.getEntriesByType('resource').length") == 0
+
+
+def test_nothing_is_asked_for_and_nothing_complains(page: Path, browse: Callable[..., Any]) -> None:
+    driver = browse(page)
+    driver.find_element("css selector", "th button").click()
+    quiet(driver, page)
+    assert driver.title.startswith("Speculative decoding")  # no label ran
+
+
+@pytest.mark.slow
+def test_all_methods_on_a_trained_pair(tmp_path: Path, browse: Callable[..., Any], cli: Any) -> None:
+    """One command on the quickstart's artifacts (`make quickstart`, or DRAFTSMITH_PAIR=FOLDER); minutes."""
+    pair = Path(os.environ.get("DRAFTSMITH_PAIR", "runs/quickstart"))
+    if not (pair / "table").is_dir():
+        pytest.skip(f"no trained pair at {pair}")
+    parts = [f"{name}={pair / name}" for name in ("target", "drafter", "heads", "table")]
+    given = [*parts, f"prompts={pair / 'corpus' / 'heldout.jsonl'}", f"out={tmp_path / 'results.json'}"]
+    done = cli("evaluate", "evaluate/all-methods", *given, "limit=4", "max_new_tokens=32", timeout=1200)
+    assert done.returncode == 0, done.stderr
+    rows = json.loads((tmp_path / "results.json").read_text())["methods"]
+    assert {row["method"] for row in rows} == set(METHODS)
+    assert all(row["label"].split()[0] in done.stdout for row in rows)
+    driver = browse(tmp_path / "report.html")
+    table = driver.find_element("css selector", "table.sortable")
+    headings = table.find_elements("css selector", "thead th")
+    speedup = [heading.text.split("\n")[0] for heading in headings].index("speedup")
+    headings[speedup].find_element("tag name", "button").click()
+    sped = numbers(column(driver, table, speedup))
+    assert len(sped) == len(rows)
+    assert sped == sorted(sped, reverse=True)
+    driver.find_element("css selector", "[type=search]").send_keys("slim")
+    found = [name.split()[1] for name in column(driver, table, 0)]
+    assert sorted(found) == ["slim-l", "slim-s", "slim-ss"]
+    quiet(driver, tmp_path / "report.html")
+
+
+def test_the_page_reads_without_scripts(page: Path, browse: Callable[..., Any]) -> None:
+    driver = browse(page, scripts=False)
+    assert not driver.find_elements("css selector", ".js")
+    assert not driver.find_element("css selector", ".controls").is_displayed()
+    tables = driver.find_elements("css selector", "table")
+    assert len(tables) == 6
+    assert all(table.is_displayed() for table in tables)
+    drawings = driver.find_elements("css selector", "figure svg")
+    assert len(drawings) >= 7
+    assert all(drawing.is_displayed() and drawing.size["height"] > 50 for drawing in drawings)
+    assert "mjsd" in tables[0].text
+    assert driver.find_element("css selector", ".trace .said").text
+
+
+@pytest.mark.parametrize("width", [1280, 400])
+def test_the_page_is_never_wider_than_its_window(page: Path, browse: Callable[..., Any], width: int) -> None:
+    driver = browse(page, width=width)
+    assert driver.execute_script("return innerWidth") == width
+    wide, room = driver.execute_script("const e = document.documentElement; return [e.scrollWidth, e.clientWidth]")
+    assert wide <= room
+    script = """
+      const held = (e) => e.closest('.wide, .drawn, pre');
+      return [...document.querySelectorAll('main *')].filter((e) => !held(e) && e.getBoundingClientRect().right >
+        document.documentElement.clientWidth + 1).map((e) => e.outerHTML.slice(0, 80));
+    """
+    assert driver.execute_script(script) == []
+    if width == 1280:  # the main table has room without scrolling
+        box = "const box = document.querySelector('.wide'); return box.scrollWidth - box.clientWidth"
+        assert driver.execute_script(box) <= 1
+
+
+def test_the_page_prints(page: Path, browse: Callable[..., Any]) -> None:
+    driver = browse(page)
+    driver.execute_cdp_cmd("Emulation.setEmulatedMedia", {"media": "print"})
+    assert not driver.find_element("css selector", ".controls").is_displayed()
+    assert driver.find_element("css selector", "table").is_displayed()

@@ -1,0 +1,233 @@
+"""Claims: read as arithmetic reads them, judged with the uncertainty of their rows, refused where they name nothing."""
+
+from __future__ import annotations
+
+import random
+from typing import Any
+
+import numpy as np
+import pytest
+from draftsmith.recipes.schema.claims import HELD, NOISE, NOT_HELD, NOT_JUDGED, Reference, judge, metric_of, parse_claim
+
+VALUES = {"a": 3.0, "4x2": 2.5, "slim-s": 0.5, "ours T=0": 1.25, "γ=2 [x]": 7.0}
+ROWS = [{"label": label, "m": value, "deep": {"part": 2 * value}} for label, value in VALUES.items()]
+TERMS = {
+    "a.m": 3.0, "4x2.m": 2.5, "slim-s.m": 0.5, '"ours T=0".m': 1.25, '"γ=2 [x]".m': 7.0, "a.deep.part": 6.0,
+    "2": 2.0, "0.75": 0.75, "1e1": 10.0,
+}  # fmt: skip
+
+
+def status(text: str, rows: Any = ROWS, **more: Any) -> str:
+    return judge(parse_claim(text), rows, **more).status
+
+
+def ratio_row(label: str, over: Any, under: Any, **more: Any) -> dict[str, Any]:
+    over, under = np.asarray(over, float), np.asarray(under, float)
+    pairs = {"m": {"over": over.tolist(), "under": under.tolist()}}
+    return {"label": label, "m": over.sum() / under.sum(), "pairs": pairs} | more
+
+
+def test_claims_are_read_as_arithmetic_reads_them() -> None:
+    rng = random.Random(0)
+    names = {term: f"v{place}" for place, term in enumerate(TERMS)}
+    numbers = {names[term]: value for term, value in TERMS.items()}
+    outcomes = []
+    for _ in range(400):
+        sides = []
+        for _ in range(2):
+            words = [rng.choice(list(TERMS))]
+            for _ in range(rng.randint(0, 4)):
+                words += [rng.choice("+-*/"), rng.choice(list(TERMS))]
+            sides.append(words)
+        compare = rng.choice([">", "<", ">=", "<="])
+        text = f" {compare} ".join(" ".join(words) for words in sides)
+        if not any(term in text for term in list(TERMS)[:6]):
+            continue
+        reference = f" {compare} ".join(" ".join(names.get(word, word) for word in words) for words in sides)
+        expected = eval(reference, {}, numbers)  # the reference: Python reads the same words
+        outcomes.append(expected)
+        assert status(text) == (HELD if expected else NOT_HELD), text
+    assert 100 < sum(outcomes) < len(outcomes) - 100
+
+
+def test_what_a_claim_names() -> None:
+    claim = parse_claim('"ours T=0".speedup > 1.1 * 4x2.flops_per_token.total - slim-s.acceptance_by_depth.0 / 2')
+    wanted = [("ours T=0", "speedup"), ("4x2", "flops_per_token.total"), ("slim-s", "acceptance_by_depth.0")]
+    assert list(claim.references()) == [Reference(*each) for each in wanted]
+    assert metric_of({"label": "a", "shares": [0.5, 0.25]}, "shares.1") == 0.25
+    assert metric_of({"label": "a", "shares": [0.5]}, "shares.3") is None
+
+
+@pytest.mark.parametrize(
+    ("text", "message"),
+    [
+        ("a.m", "compares nothing: it needs one of >= <= ==~ > <"),
+        ("1 < 2", "names no row"),
+        ("a.m > ", "a side ends without a number"),
+        ("> a.m", "a side ends without a number"),
+        ("a.m b.m > 1", "expected an operator at 'b.m'"),
+        ("a.m > * b.m", r"expected a number or label.metric at '\*'"),
+        ("a.m > b", "cannot be read from 'b'"),
+        ('"a b.m > 1', "cannot be read from '\"a b.m > 1'"),
+        ("a.m == b.m", "cannot be read from '== b.m'"),
+        ("a.m > __import__('os').m", "cannot be read"),
+    ],
+)
+def test_what_is_no_claim_is_refused_with_its_place(text: str, message: str) -> None:
+    with pytest.raises(ValueError, match=message):
+        parse_claim(text)
+
+
+def test_unknown_rows_and_metrics_get_the_nearest_name() -> None:
+    with pytest.raises(ValueError, match=r"no row 'slim'. Did you mean 'slim-s'\?"):
+        status("slim.m > 1")
+    with pytest.raises(ValueError, match=r"row 'a' has no metric 'mm'. Did you mean 'm'\?"):
+        status("a.mm > 1")
+    with pytest.raises(ValueError, match="'deep' is no number"):
+        status("a.deep > 1")
+
+
+def test_what_was_not_measured_is_not_judged_and_says_why() -> None:
+    rows = [{"label": "a", "joules": None, "why": {"joules": "nothing counts it"}, "m": 1.0, "other": None}]
+    judged = judge(parse_claim("a.joules > 1"), rows)
+    assert (judged.status, judged.why) == (NOT_JUDGED, "a has no joules: nothing counts it")
+    assert "not measured" in judge(parse_claim("a.other > 1"), rows).why
+    absent = judge(parse_claim("b.m > a.m"), rows, known=["b"])
+    assert (absent.status, absent.why) == (NOT_JUDGED, "there is no row 'b' in this run")
+
+
+def test_chains_hold_where_each_link_does() -> None:
+    assert status('slim-s.m < "ours T=0".m < 4x2.m < a.m') == HELD
+    assert status('slim-s.m < 4x2.m < "ours T=0".m < a.m') == NOT_HELD
+    assert judge(parse_claim("slim-s.m < 4x2.m < 3"), ROWS).numbers == "0.5 < 2.5 < 3"
+
+
+def test_about_equal_is_within_the_tolerance_of_the_right_side() -> None:
+    assert status("a.m ==~ 3.08") == HELD
+    assert status("a.m ==~ 3.2") == NOT_HELD
+    assert status("a.m ==~ 3.2", tolerance=0.1) == HELD
+    assert status("a.m ==~ 2.5", tolerance=0.19) == NOT_HELD
+
+
+def test_a_claim_without_a_run_is_for_each_run() -> None:
+    rows = [{"label": f"{run}: {label}", "m": value} for run, up in (("A", 1), ("B", -1)) for label, value in
+            (("x", 2.0 * up), ("y", 1.0 * up))] + [{"label": "A: z", "m": 0.0}, {"label": "w", "m": 5.0}]  # fmt: skip
+    both = judge(parse_claim("x.m > y.m"), rows)
+    assert (both.status, both.why) == (NOT_HELD, "held in 1, not held in 1 of 2 runs")
+    assert both.numbers == "A: 2 > 1; B: -2 > -1"
+    assert status('"A: x".m > "A: y".m', rows) == HELD
+    assert status("w.m > x.m", rows) == HELD  # a row of its own stands beside each run's
+    assert status("x.m > z.m", rows) == HELD  # only A has both
+    with pytest.raises(ValueError, match="no row 'q'"):
+        status("x.m > q.m", rows)
+
+
+def test_the_same_prompts_are_compared_with_one_another() -> None:
+    """A gain of 3 % on every prompt is certain; between different prompts it drowns in how they differ."""
+    rng = np.random.default_rng(0)
+    steps = rng.integers(5, 40, 30)
+    tokens = steps * rng.uniform(1, 4, 30)
+    rows = [ratio_row("a", 1.03 * tokens, steps, sample="s"), ratio_row("b", tokens, steps, sample="s")]
+    assert status("a.m > b.m", rows) == HELD
+    assert status("a.m < b.m", rows) == NOT_HELD
+    assert status("a.m > b.m", [rows[0] | {"sample": "other"}, rows[1]]) == NOISE
+
+
+def test_noise_is_called_noise_as_often_as_it_should() -> None:
+    """Two methods that are the same: 5 % of claims about them are decided, give or take four standard errors and the
+    little by which a bootstrap over 40 prompts is too sure of itself."""
+    rng = np.random.default_rng(1)
+    decided = 0
+    for _ in range(300):
+        steps = rng.integers(5, 40, (2, 40))
+        tokens = rng.binomial(4 * steps, 0.5)
+        rows = [ratio_row(label, tokens[place], steps[place]) for place, label in enumerate("ab")]
+        decided += status("a.m > b.m", rows) != NOISE
+    assert 0.05 - 4 * 0.0126 < decided / 300 < 0.07 + 4 * 0.0147
+
+
+def test_draws_are_those_of_a_bootstrap() -> None:
+    """The verdict flips where the percentiles of a plain loop over resampled prompts say so."""
+    rng = np.random.default_rng(2)
+    over, under = rng.uniform(1, 5, 25), rng.uniform(1, 2, 25)
+    row = ratio_row("a", over, under)
+    drawn = []
+    for _ in range(4000):
+        places = rng.integers(0, 25, 25)
+        drawn.append(over[places].sum() / under[places].sum())
+    low, high = np.percentile(drawn, [2.5, 97.5])
+    spread = 0.15 * (high - low)
+    assert status(f"a.m > {low - spread:.4f}", [row]) == HELD
+    assert status(f"a.m > {low + spread:.4f}", [row]) == NOISE
+    assert status(f"a.m > {high - spread:.4f}", [row]) == NOISE
+    assert status(f"a.m > {high + spread:.4f}", [row]) == NOT_HELD
+
+
+def test_a_speedup_is_a_ratio_of_ratios_and_a_perplexity_an_exponential() -> None:
+    rng = np.random.default_rng(3)
+    tokens, seconds, base = rng.uniform(20, 40, (3, 20))
+    pairs = {"over": tokens.tolist(), "under": seconds.tolist()}
+    pairs |= {"base_over": tokens.tolist(), "base_under": base.tolist()}
+    row = {"label": "a", "m": base.sum() / seconds.sum(), "pairs": {"m": pairs}}
+    # the tokens are the same on both sides, so that only the times are left
+    plain = ratio_row("b", base, seconds)
+    for offset in (-0.2, -0.05, 0.0, 0.05, 0.2):
+        text = f".m > {row['m'] + offset:.4f}"
+        assert status("a" + text, [row]) == status("b" + text, [plain])
+    nats = {"over": [2.0, 4.0, 6.0], "under": [1.0, 2.0, 3.0], "exp": True}
+    sure = {"label": "c", "m": float(np.exp(2)), "pairs": {"m": nats}}
+    assert status("c.m > 7.38", [sure]) == HELD  # e^2 on whichever prompts
+    assert status("c.m > 7.40", [sure]) == NOT_HELD
+
+
+def test_equal_rows_are_not_more_than_one_another() -> None:
+    row = ratio_row("a", [1, 2, 3, 4], [1, 1, 1, 2])
+    rows = [row, row | {"label": "b"}]
+    assert [status(f"a.m {sign} b.m", rows) for sign in (">", "<", ">=", "<=", "==~")] == [
+        NOT_HELD, NOT_HELD, HELD, HELD, HELD,
+    ]  # fmt: skip
+
+
+def test_two_prompts_prove_nothing() -> None:
+    rows = [ratio_row("a", [9, 9], [1, 1]), ratio_row("b", [1, 1], [1, 1])]
+    judged = judge(parse_claim("a.m > b.m"), rows)
+    assert (judged.status, judged.why) == (NOISE, "fewer than 3 prompts")
+
+
+def test_what_has_neither_prompts_nor_an_error_is_exact_only_where_the_row_says_so() -> None:
+    rows = [{"label": "a", "m": 2.0, "size": 3, "deep": {"part": 1.0}}, {"label": "b", "m": 1.0}]
+    assert status("a.m > b.m", rows) == HELD
+    timed = [rows[0] | {"certain": ["size"]}, rows[1]]
+    judged = judge(parse_claim("a.m > b.m"), timed)
+    assert (judged.status, judged.why) == (NOT_JUDGED, "nothing is known of the uncertainty of a's m")
+    assert status("a.size > b.m", timed) == HELD
+    assert status("a.deep.part > 0", timed) == NOT_JUDGED
+    assert status("a.m > b.m", [timed[0] | {"errors": {"m": 0.1}}, rows[1]]) == HELD
+
+
+def test_a_ratio_that_most_draws_do_not_have_is_noise() -> None:
+    """Three of ten prompts count at all: one draw in 35 has none of them, and nothing under its ratio."""
+    many = ratio_row("b", [5.0] * 10, [10.0] * 10)
+    assert status("a.m > b.m", [ratio_row("a", [9] * 3 + [0] * 7, [9] * 3 + [0] * 7), many]) == HELD
+    assert status("a.m > b.m", [ratio_row("a", [9] + [0] * 9, [9] + [0] * 9), many]) == NOISE  # one in three has none
+
+
+def test_tokens_that_follow_from_an_acceptance_rate_are_drawn_with_it() -> None:
+    rng = np.random.default_rng(4)
+    examined = rng.integers(20, 60, 30).astype(float)
+    accepted = rng.binomial(examined.astype(int), 0.6).astype(float)
+    alpha = accepted.sum() / examined.sum()
+    pairs = {"over": accepted.tolist(), "under": examined.tolist()}
+    row = {"label": "a", "alpha": alpha, "tokens": 1 + alpha + alpha**2, "pairs": {"alpha": pairs}}
+    row["pairs"]["tokens"] = pairs | {"gamma": 2}
+    for offset in (-0.1, -0.04, -0.01, 0.01, 0.04, 0.1):
+        at = alpha + offset
+        assert status(f"a.tokens > {1 + at + at**2:.6f}", [row]) == status(f"a.alpha > {at:.6f}", [row])
+
+
+def test_standard_errors_are_drawn_from_a_normal_distribution() -> None:
+    rows = [{"label": "a", "m": 1.0, "errors": {"m": 0.1}}, {"label": "b", "m": 0.8, "errors": {"m": 0.1}}]
+    assert status("a.m > 0.78", rows) == HELD  # 2.2 standard errors
+    assert status("a.m > 0.82", rows) == NOISE  # 1.8 of them
+    assert status("a.m > b.m", rows) == NOISE  # 0.2 is 1.4 of the difference's
+    assert status("a.m > b.m", [rows[0], rows[1] | {"m": 0.65}]) == HELD  # and 0.35 is 2.5

@@ -1,0 +1,205 @@
+"""`draftsmith doctor TARGET DRAFTER`: what it prints, its exit code, and the pair of sentencepiece tokenizers."""
+
+from __future__ import annotations
+
+import json
+import shlex
+import shutil
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+from draftsmith.checkpoints.artifact.artifact import (
+    load_manifest,
+    save_artifact,
+    tokenizer_fingerprint,
+    verify_artifact,
+)
+from draftsmith.data.tokenizers import load_tokenizer
+from draftsmith.recipes.build.evaluation import open_recipe
+from draftsmith.recipes.commands.artifacts.pair import examine_pair
+from draftsmith.recipes.commands.cli import main
+from draftsmith.recipes.schema.evaluation import EvaluateRecipe
+from huggingface_hub import constants
+from transformers import AutoModelForCausalLM, LlamaForCausalLM
+
+TEXT = "The user asks and the assistant answers. USER: the ASSISTANT: hello there, who are you? " * 30
+SPECIAL = {"bos_token": "<s>", "eos_token": "</s>", "unk_token": "<unk>", "tokenizer_class": "LlamaTokenizer"}
+
+
+@pytest.fixture(scope="module")
+def model_file(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    sentencepiece = pytest.importorskip("sentencepiece")
+    folder = tmp_path_factory.mktemp("sentencepiece")
+    (folder / "text.txt").write_text(TEXT)
+    sentencepiece.SentencePieceTrainer.train(
+        input=str(folder / "text.txt"), model_prefix=str(folder / "tokenizer"), vocab_size=320, model_type="bpe",
+        byte_fallback=True, normalization_rule_name="identity", remove_extra_whitespaces=False, minloglevel=2,
+    )  # fmt: skip
+    return folder / "tokenizer.model"
+
+
+@pytest.fixture
+def pair(model_file: Path, make_llama: Callable[..., LlamaForCausalLM], tmp_path: Path) -> tuple[Path, Path]:
+    """Two equal models, whose tokenizers differ in `legacy` alone."""
+    model = make_llama(320, hidden_size=16, intermediate_size=16, num_hidden_layers=1, bos_token_id=1, eos_token_id=2)
+    folders = tmp_path / "target", tmp_path / "drafter"
+    for folder, legacy in zip(folders, (False, True), strict=True):
+        model.save_pretrained(folder)
+        (folder / "tokenizer.model").write_bytes(model_file.read_bytes())
+        (folder / "tokenizer_config.json").write_text(json.dumps(SPECIAL | {"legacy": legacy}))
+    return folders
+
+
+def test_the_legacy_flag_shows_behind_the_end(
+    pair: tuple[Path, Path], tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    target, drafter = map(str, pair)
+    texts = [load_tokenizer(folder)("</s>hello", add_special_tokens=False).input_ids for folder in (target, drafter)]
+    assert texts[0] != texts[1], "or there is no fault to find"
+    assert not examine_pair(target, drafter, as_json=True)
+    shown = json.loads(capsys.readouterr().out)["pair"]
+    (finding,) = shown["findings"]
+    assert finding["check"] == "text after the end"
+    assert finding["severity"] == "weakness"
+    assert "legacy (false, true)" in finding["what"]
+    assert finding["what"].startswith('"</s>hello" is cut differently')
+    assert "▁" in finding["drafter"]
+    assert {verdict["outcome"] for verdict in shown["verdicts"].values()} == {"works but"}
+
+    assert examine_pair(target, drafter, tmp_path / "fixed", as_json=True)
+    mended = json.loads(capsys.readouterr().out)
+    assert mended["repaired"]["findings"] == []
+    assert any("stays learnt" in line for line in mended["repairs"]["left"])
+    assert (tmp_path / "fixed" / "tokenizer_config.json").read_bytes() == (
+        pair[0] / "tokenizer_config.json"
+    ).read_bytes()
+
+
+def test_it_is_a_table_for_people(pair: tuple[Path, Path], capsys: pytest.CaptureFixture[str]) -> None:
+    target, drafter = pair
+    shutil.copytree(target, drafter.with_name("twin"))
+    assert examine_pair(str(target), str(drafter.with_name("twin")))
+    out = capsys.readouterr().out
+    assert "nothing differs that matters" in out
+    assert out.count(" works ") == 5
+    model = AutoModelForCausalLM.from_pretrained(drafter)
+    model.resize_token_embeddings(352, mean_resizing=False)
+    model.save_pretrained(drafter)
+    shutil.copyfile(target / "tokenizer_config.json", drafter / "tokenizer_config.json")
+    assert not examine_pair(str(target), str(drafter))
+    out = " ".join(capsys.readouterr().out.split())
+    for part in ("vocab_size", "320 (320 tokens)", "352 (320 tokens)", "assistant_tokenizer", "fault", "refused"):
+        assert part in out
+    assert examine_pair(str(target), str(drafter), drafter.with_name("fixed"))
+    said = capsys.readouterr()
+    assert "repaired: 32 rows without a token dropped" in said.err
+    assert said.out.count("verdicts") == 2
+
+
+def test_one_folder_is_no_pair(pair: tuple[Path, Path], capsys: pytest.CaptureFixture[str]) -> None:
+    target = pair[0]
+    assert not examine_pair(str(target), f"{target.parent}/./target", as_json=True)
+    (finding,) = json.loads(capsys.readouterr().out)["pair"]["findings"]
+    assert (finding["check"], finding["severity"]) == ("one model", "weakness")
+
+
+def test_an_artifact_that_was_changed_is_told(
+    tiny_pair: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    target, drafter, fixed = str(tiny_pair / "target"), tmp_path / "drafter", tmp_path / "fixed"
+    shutil.copytree(tiny_pair / "drafter", drafter)
+    for path in (tiny_pair / "target").glob("token*"):
+        shutil.copyfile(path, drafter / path.name)
+    assert not examine_pair(target, str(drafter), as_json=True)
+    shown = json.loads(capsys.readouterr().out)["pair"]
+    (finding,) = [one for one in shown["findings"] if one["check"] == "changed files"]
+    assert "holds tokenizer.json, tokenizer_config.json, which its artifact.json does not list" in finding["drafter"]
+    assert {name for name, one in shown["verdicts"].items() if one["outcome"] == "refused"} == {"draftsmith"}
+    assert examine_pair(target, str(drafter), fixed, as_json=True), "and mended"
+    capsys.readouterr()
+    assert "tokenizer.json" in verify_artifact(fixed, "drafter").files
+    with (drafter / "model.safetensors").open("r+b") as weights:
+        weights.seek(-1, 2)
+        weights.write(b"\x07")
+    assert not examine_pair(target, str(drafter), as_json=True)
+    assert "model.safetensors has the hash" in capsys.readouterr().out
+    with pytest.raises(ValueError, match=r"If you changed the weights yourself, delete .*artifact\.json"):
+        examine_pair(target, str(drafter), tmp_path / "other")
+
+
+def test_the_command_in_the_manifest_can_be_typed_again(
+    pair: tuple[Path, Path], tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    about: dict[str, Any] = {key: {} for key in ("shapes", "recipe", "data", "training")} | {"target": None}
+    drafter, fixed = tmp_path / "my drafter", tmp_path / "it's mended"
+    save_artifact(
+        drafter,
+        kind="drafter",
+        write=lambda place: shutil.copytree(pair[1], place, dirs_exist_ok=True),
+        vocab_size=320,
+        tokenizer_fingerprint=tokenizer_fingerprint(load_tokenizer(str(pair[1]))),
+        **about,
+    )
+    examine_pair(str(pair[0]), str(drafter), fixed)
+    command = load_manifest(fixed).command
+    assert command is not None
+    assert shlex.split(command) == ["draftsmith", "doctor", str(pair[0]), str(drafter), "--fix", str(fixed)]
+
+
+def test_a_drafter_on_the_hub(
+    pair: tuple[Path, Path], tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(constants, "HF_HUB_CACHE", str(tmp_path / "cache"))
+    monkeypatch.setattr(constants, "HF_HUB_OFFLINE", True)
+    repo, commit = tmp_path / "cache" / "models--me--drafter", "a" * 40
+    shutil.copytree(pair[1], repo / "snapshots" / commit)
+    (repo / "refs").mkdir()
+    (repo / "refs" / "main").write_text(commit)
+    assert examine_pair(str(pair[0]), "me/drafter", tmp_path / "fixed", as_json=True)
+    shown = json.loads(capsys.readouterr().out)
+    assert [one["check"] for one in shown["pair"]["findings"]] == ["text after the end"]
+    assert shown["repaired"]["findings"] == []
+    with pytest.raises(ValueError, match="there is no folder me/other"):
+        examine_pair(str(pair[0]), "me/other")
+
+
+def test_an_evaluation_of_an_unfit_drafter_names_the_doctor(pair: tuple[Path, Path]) -> None:
+    model = AutoModelForCausalLM.from_pretrained(pair[1])
+    model.resize_token_embeddings(352, mean_resizing=False)
+    model.save_pretrained(pair[1])
+    recipe = EvaluateRecipe(
+        kind="evaluate", out="results.json", target=str(pair[0]), drafter=str(pair[1]), prompts="spec-bench",
+        methods=[{"method": "autoregressive"}, {"method": "speculative"}],
+    )  # fmt: skip
+    with pytest.raises(ValueError, match=rf"352 tokens, the target of 320.*draftsmith doctor {pair[0]} {pair[1]}"):
+        open_recipe(recipe)
+
+
+def test_the_command_line(
+    pair: tuple[Path, Path], tmp_path: Path, cli: Any, capsys: pytest.CaptureFixture[str],
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:  # fmt: skip
+    target, drafter, fixed = (*map(str, pair), str(tmp_path / "fixed"))
+    found = cli("doctor", target, drafter, "--fix", fixed, "--json")
+    assert found.returncode == 0, found.stderr
+    assert json.loads(found.stdout)["repaired"]["findings"] == [], "and nothing else stands there"
+
+    def code(*arguments: str) -> int:
+        monkeypatch.setattr("sys.argv", ["draftsmith", "doctor", *arguments])
+        with pytest.raises(SystemExit) as ended:
+            main()
+        return int(ended.value.code or 0)
+
+    assert code(target, drafter) == 1
+    assert code(target, fixed) == 0
+    for arguments, said in (
+        ((target,), "a pair is two"),
+        (("--json",), "are for pairs"),
+        ((target, str(tmp_path / "none")), "there is no folder"),
+        ((target, drafter, "--fix", drafter), "is one of the pair"),
+    ):
+        capsys.readouterr()
+        assert code(*arguments) == 2
+        assert said in capsys.readouterr().err

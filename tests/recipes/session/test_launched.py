@@ -1,0 +1,237 @@
+"""Recipes and commands in several launched processes: what is learnt is the same, and an end is one end."""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import socket
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import typer
+import yaml
+from draftsmith.checkpoints.artifact.artifact import load_manifest, verify_artifact
+from draftsmith.data.tokenizers import load_tokenizer
+from draftsmith.recipes.commands.cli import app
+from transformers import AutoModelForCausalLM, LlamaConfig
+
+SIZES = {"vocab_size": 320, "hidden_size": 16, "intermediate_size": 32, "num_hidden_layers": 2}
+ATTENTION = {"num_attention_heads": 2, "num_key_value_heads": 2, "max_position_embeddings": 256}
+DISTIL = ("measure.prompts=2", "measure.new_tokens=8", "measure.blocks=4", "objective={forward-kl: 1.0}")
+
+
+class Ranks:
+    """Processes of one launch, as launchers start them."""
+
+    def __init__(self, launcher: Any, number: int, *arguments: str) -> None:
+        world: dict[str, str] = {}
+        if number > 1:
+            with socket.socket() as free:
+                free.bind(("127.0.0.1", 0))
+                world = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(free.getsockname()[1])}
+            world |= {"WORLD_SIZE": str(number), "LOCAL_WORLD_SIZE": str(number)}
+        ranks = [{"RANK": str(rank), "LOCAL_RANK": str(rank)} if world else {} for rank in range(number)]
+        self._processes = [launcher.start(*arguments, **world, **rank) for rank in ranks]
+
+    def signal(self, number: signal.Signals, rank: int, when: Callable[[], bool]) -> None:
+        """To one of them, as soon as it is so."""
+        deadline = time.monotonic() + 120
+        while not when():
+            assert all(process.poll() is None for process in self._processes), self.ended()
+            assert time.monotonic() < deadline
+            time.sleep(0.002)
+        self._processes[rank].send_signal(number)
+
+    def ended(self) -> tuple[list[int], list[str]]:
+        """Their exit codes, and what they said."""
+        codes, said = zip(*(process.ended() for process in self._processes), strict=True)
+        return list(codes), list(said)
+
+
+def lines(out: Path, key: str) -> list[Any]:
+    """What the training of an artifact logged under a name."""
+    log = out.with_name(f"{out.name}.state") / "log.jsonl"
+    return [line[key] for line in map(json.loads, log.read_text().splitlines()) if key in line]
+
+
+@pytest.fixture
+def heads_recipe(drafter_recipe: Path, tiny_pair: Path, tmp_path: Path) -> Path:
+    """Three heads on the pair's target, with the drafter's data and steps."""
+    values = yaml.safe_load(drafter_recipe.read_text())
+    measure = {"prompts": 2, "new_tokens": 8, "blocks": 4, "table": str(tiny_pair / "table")}
+    values = {name: values[name] for name in ("data", "train")} | {"kind": "heads", "num_heads": 3, "measure": measure}
+    path = tmp_path / "heads.yaml"
+    path.write_text(yaml.safe_dump(values | {"target": str(tiny_pair / "target"), "out": str(tmp_path / "heads")}))
+    return path
+
+
+SETTINGS = {
+    "loop": (
+        "train.gradient_checkpointing=true", "train.schedule=linear", "train.weight_decay=0.1", "train.clip_norm=0",
+        "train.trackers=[tensorboard]", "data.streaming=true", "data.workers=1",
+    ),
+    "adapter": (*DISTIL, "model={source: DRAFTER, lora: {rank: 2, export: adapter}}", "target=TARGET"),
+    "on policy": (*DISTIL, "on_policy={share: 0.5, new_tokens: 8}", "model={source: DRAFTER}", "target=TARGET"),
+    "heads, best of all": (
+        "train.evaluate_every=1", "train.learning_rate=0.1", "states=before-norm", "objective={forward-kl: 1.0}"
+    ),
+    "heads, joint": ("base={lora: {rank: 2}}", "projection=low-rank", "rank=4", "train.gradient_checkpointing=true"),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("name", SETTINGS)
+def test_two_processes_learn_what_one_learns(
+    name: str, launcher: Any, drafter_recipe: Path, heads_recipe: Path, tiny_pair: Path, tmp_path: Path
+) -> None:
+    if name == "loop":
+        pytest.importorskip("tensorboard")
+    changes = ["train.steps=4", "train.micro_batch=1"]
+    for change in SETTINGS[name]:
+        changes.append(
+            change.replace("DRAFTER", str(tiny_pair / "drafter")).replace("TARGET", str(tiny_pair / "target"))
+        )
+    recipe = heads_recipe if "heads" in name else drafter_recipe
+    outs = [tmp_path / "one", tmp_path / "two"]
+    for number, out in enumerate(outs, 1):
+        codes, said = Ranks(launcher, number, "train", str(recipe), f"out={out}", *changes).ended()
+        assert codes == [0] * number, said
+        assert "wrote" in said[0]
+        assert "wrote" not in "".join(said[1:])
+    one, two = outs
+    assert len(lines(two, "loss")) == 4
+    assert lines(two, "loss") == pytest.approx(lines(one, "loss"), abs=1e-4)  # float32 sums in another order
+    measured = list(zip(lines(one, "evaluation"), lines(two, "evaluation"), strict=True))
+    assert measured
+    for expected, found in measured:
+        assert found == pytest.approx(expected, abs=1e-3)
+    summaries = [verify_artifact(out).training for out in outs]
+    assert summaries[0]["kept_step"] == summaries[1]["kept_step"]
+    assert [summary["processes"] for summary in summaries] == [1, 2]
+    files = [sorted(path.relative_to(out) for path in out.rglob("*") if path.is_file()) for out in outs]
+    assert files[0] == files[1]
+
+
+@pytest.mark.parametrize(
+    ("change", "words", "code"),
+    [
+        ("train.stepz=3", "unknown key 'train.stepz'", 2),
+        ("train.precision=fp16", "precision is fp16", 2),
+        ("train.global_batch=3", "global_batch 3 cannot be split", 2),
+        ("target=/nowhere", "there is no target '/nowhere'", 2),
+        ("data.heldout_share=0", "`data.heldout_share` is 0", 2),
+        ("train.max_norm=1e-9", "above max_norm 1e-09 at step 1", 1),
+    ],
+)
+def test_what_is_wrong_is_told_once_and_ends_all(
+    change: str, words: str, code: int, launcher: Any, drafter_recipe: Path, tmp_path: Path
+) -> None:
+    codes, said = Ranks(launcher, 2, "train", str(drafter_recipe), change).ended()
+    assert codes == [code, code], said
+    assert "Traceback" not in "".join(said)
+    assert [line for line in "".join(said).splitlines() if line.startswith("error:")] == [
+        line for line in said[0].splitlines() if words in line
+    ]
+    assert words in said[0]
+    assert not (tmp_path / "drafter").exists()
+
+
+def test_a_place_that_cannot_be_written_to_ends_all(launcher: Any, drafter_recipe: Path, tmp_path: Path) -> None:
+    """Only the main process tries, the others wait for it."""
+    (tmp_path / "drafter.state").write_text("a file where a folder is to be")
+    codes, said = Ranks(launcher, 2, "train", str(drafter_recipe)).ended()
+    assert codes == [1, 1], said
+    assert "".join(said).count("error:") == said[0].count("error:") == 1
+    assert "drafter.state" in said[0].splitlines()[-1]
+
+
+def test_a_finished_artifact_is_reused_and_that_is_said_once(
+    launcher: Any, drafter_recipe: Path, tmp_path: Path
+) -> None:
+    for number in (1, 2):
+        codes, said = Ranks(launcher, number, "train", str(drafter_recipe), "train.steps=1").ended()
+        assert codes == [0] * number, said
+    assert "".join(said).count("is finished, reusing it") == 1
+    assert load_manifest(tmp_path / "drafter").training["processes"] == 1
+
+
+def test_a_signal_to_one_ends_all_as_that_signal(launcher: Any, drafter_recipe: Path, tmp_path: Path) -> None:
+    longer = ("train.steps=60", "train.save_every=50", "train.micro_batch=1")
+    ranks = Ranks(launcher, 2, "train", str(drafter_recipe), *longer)
+    log = tmp_path / "drafter.state" / "log.jsonl"
+    ranks.signal(signal.SIGINT, 1, lambda: log.is_file() and log.read_text().count("loss") > 2)
+    codes, said = ranks.ended()
+    assert codes == [130, 130], said
+    assert "".join(said).count("stopped by SIGINT after step") == 1
+    alone, whole = (
+        Ranks(launcher, 1, "train", str(drafter_recipe), *longer, *more) for more in ((), (f"out={tmp_path}/w",))
+    )
+    assert (alone.ended()[0], whole.ended()[0]) == ([0], [0])
+    assert "going on after step" in alone.ended()[1][0]
+    found = lines(tmp_path / "drafter", "loss")
+    assert len(found) == 60
+    assert found == pytest.approx(lines(tmp_path / "w", "loss"), abs=1e-3)
+
+
+def test_who_is_left_by_another_says_so_without_a_traceback(
+    launcher: Any, drafter_recipe: Path, tmp_path: Path
+) -> None:
+    ranks = Ranks(launcher, 2, "train", str(drafter_recipe), "train.steps=2000", "train.micro_batch=1")
+    log = tmp_path / "drafter.state" / "log.jsonl"
+    ranks.signal(signal.SIGKILL, 1, lambda: log.is_file() and log.read_text().count("loss") > 2)
+    codes, said = ranks.ended()
+    assert codes == [1, -signal.SIGKILL]
+    ended, reason = said[0].splitlines()[-1].split(": ", 1)
+    assert ended == "process 0 ended, because another one of this launch has, or does not answer"
+    assert "gloo/transport" in reason
+    assert "Traceback" not in said[0]
+
+
+def test_the_block_of_a_bad_step_is_named_whoever_had_it(
+    launcher: Any, drafter_recipe: Path, corpus: Path, tmp_path: Path
+) -> None:
+    """Of a global batch of four blocks the one is named that holds a token whose embedding is not a number."""
+    rows = json.loads((corpus / "rows.json").read_text())
+    rows += [{"id": f"odd{number}", "conversations": [
+        {"from": "human", "value": "the tree?"}, {"from": "gpt", "value": "zz"}
+    ]} for number in range(4)]  # fmt: skip
+    (tmp_path / "rows.json").write_text(json.dumps(rows))
+    torch.manual_seed(0)
+    model = AutoModelForCausalLM.from_config(LlamaConfig(**SIZES, **ATTENTION))
+    (odd,) = set(load_tokenizer(str(corpus / "tokenizer")).encode("z"))
+    model.get_input_embeddings().weight.data[odd] = torch.nan
+    model.save_pretrained(tmp_path / "model")
+    changes = [f"data.source={tmp_path / 'rows.json'}", f"model={{source: {tmp_path / 'model'}}}", "measure.blocks=0"]
+    changes += ["train.on_bad_step=skip", "train.micro_batch=1", "train.epochs=1", "train.steps=null"]
+    skipped = []
+    for number in (1, 2):
+        out = tmp_path / f"of-{number}"
+        codes, said = Ranks(launcher, number, "train", str(drafter_recipe), f"out={out}", *changes).ended()
+        assert codes == [0] * number, said
+        skipped.append(lines(out, "skipped"))
+    assert skipped[0] == skipped[1]
+    assert skipped[0]
+    assert all("," not in line.partition("blocks ")[2] for line in skipped[0]), skipped
+
+
+def commands() -> list[list[str]]:
+    """All that is for one process."""
+    groups = typer.main.get_command(app).commands  # type: ignore[attr-defined]
+    names = [[name] for name in groups if name not in ("train", "prepare")]
+    return [*names, ["prepare", "x"], ["prepare", "x", "--lint"], ["train", "x", "--saturation"]]
+
+
+@pytest.mark.parametrize("words", commands(), ids=" ".join)
+def test_a_command_for_one_process_says_so(words: list[str], monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setenv("WORLD_SIZE", "3")
+    name = " ".join(word for word in words if word != "x")
+    for rank in ("0", "2"):  # whichever ends first, upon which the launcher kills the other
+        monkeypatch.setenv("RANK", rank)
+        with pytest.raises(ValueError, match=f"`draftsmith {name}` runs in one process, and 3 were launched"):
+            app(words, standalone_mode=False)
+    assert not os.listdir(tmp_path)
