@@ -21,10 +21,11 @@ import pytest
 from packaging.requirements import Requirement
 
 ROOT = Path(__file__).resolve().parents[1]
-FOLDERS = ("data", "checkpoints", "decode", "train", "recipes")
+FOLDERS = ("checkpoints", "data", "decode", "train", "recipes")
+GROUND = ("checkpoints", "storage")
 MAY_IMPORT = {
-    "data": set(),
     "checkpoints": set(),
+    "data": {"checkpoints"},  # of it the ground floor alone, `GROUND`
     "decode": {"data", "checkpoints"},
     "train": {"data", "checkpoints", "decode"},
     "recipes": {"data", "checkpoints", "decode", "train"},
@@ -34,6 +35,8 @@ OPTIONAL = (
     *("markdownify", "bs4", "py3langid", "openai", "pynvml"),
 )
 ONLY_RECIPES = ("pydantic", "typer", "rich")
+MAX_ENTRIES = 12
+MAX_DEPTH = 7
 MAX_FILE_LINES = 500
 MAX_FUNCTION_LINES = 60
 MODULES = sorted(path for folder in FOLDERS for path in (ROOT / folder).rglob("*.py"))
@@ -63,7 +66,7 @@ from transformers import LlamaConfig, LlamaForCausalLM
 import draftsmith
 from draftsmith.decode.engine import Limits, generate
 from draftsmith.decode.methods import Parts, build_method
-from draftsmith.decode.loading import wrap_model
+from draftsmith.decode.models.loading import wrap_model
 from draftsmith.decode.rng import Rng
 from draftsmith.decode.warpers import Sampling
 
@@ -156,6 +159,8 @@ def test_imports_run_one_way(path: Path) -> None:
         folder = whole[0].partition(".")[0]
         allowed = MAY_IMPORT[parts[0]] | {parts[0], "__version__"}
         assert folder in allowed, f"{parts[0]} may import {sorted(allowed)}, not {folder}"
+        if parts[0] == "data" and folder == "checkpoints":
+            assert tuple(".".join(whole).split(".")[:2]) == GROUND, f"data may import {'.'.join(GROUND)}, not {whole}"
 
 
 def imported(path: Path) -> set[str]:
@@ -171,8 +176,58 @@ def imported(path: Path) -> set[str]:
     return found
 
 
-def test_no_files_import_each_other_in_a_circle() -> None:
-    graph = {name_of(path): imported(path) - {name_of(path)} for path in MODULES}
+@pytest.fixture(scope="module")
+def graph() -> dict[str, set[str]]:
+    """What each module imports."""
+    return {name_of(path): imported(path) - {name_of(path)} for path in MODULES}
+
+
+def folder_of(name: str) -> str:
+    """The folder of a module; a file that lies in a room itself stands for itself."""
+    is_folder = (ROOT / Path(*name.split(".")[1:])).is_dir()
+    return name if is_folder or name.count(".") <= 2 else name.rpartition(".")[0]
+
+
+def depth(graph: dict[str, set[str]]) -> int:
+    """Files on the longest way of imports."""
+    longest: dict[str, int] = {}
+    for name in TopologicalSorter(graph).static_order():
+        longest[name] = 1 + max((longest[other] for other in graph.get(name, ())), default=0)
+    return max(longest.values(), default=0)
+
+
+def test_no_folders_import_each_other_in_a_circle(graph: dict[str, set[str]]) -> None:
+    folders: dict[str, set[str]] = {}
+    for name, others in graph.items():
+        folders.setdefault(folder_of(name), set()).update(map(folder_of, others))
+    circle = {name: others - {name} for name, others in folders.items()}
+    assert "draftsmith.checkpoints.artifact" in circle["draftsmith.decode.models"]
+    with pytest.raises(CycleError):
+        depth(circle | {"draftsmith.checkpoints.artifact": {"draftsmith.decode.models"}})
+    assert depth(circle) > 1
+
+
+def code_folders() -> list[Path]:
+    return sorted({path.parent for path in MODULES})
+
+
+@pytest.mark.parametrize("folder", code_folders(), ids=lambda path: str(path.relative_to(ROOT)))
+def test_folders_stay_readable(folder: Path, graph: dict[str, set[str]]) -> None:
+    entries = {path.name for path in folder.iterdir()} - {"__init__.py", "__pycache__", "README.md"}
+    assert len(entries) <= MAX_ENTRIES
+    inside = {name_of(path) for path in folder.glob("*.py")}
+    assert depth({name: graph[name] & inside for name in inside}) <= MAX_DEPTH
+
+
+@pytest.mark.parametrize("room", FOLDERS)
+def test_a_rooms_readme_names_each_of_its_folders(room: str) -> None:
+    text = (ROOT / room / "README.md").read_text(encoding="utf-8")
+    folders = [path.relative_to(ROOT / room) for path in code_folders() if path.is_relative_to(ROOT / room)]
+    missing = [str(folder) for folder in folders if folder.parts and f"`{folder}/`" not in text]
+    assert missing == []
+
+
+def test_no_files_import_each_other_in_a_circle(graph: dict[str, set[str]]) -> None:
     assert "draftsmith.decode.engine" in graph["draftsmith.decode.custom_generate.method"]
     with pytest.raises(CycleError):
         tuple(

@@ -106,7 +106,7 @@ def prepare(
 ) -> None:
     """Read, clean, render and pack a training recipe's data, and say what became of it."""
     if teacher and not lint:
-        from ..build.teacher import prepare_teacher
+        from ..assemble.teacher import prepare_teacher
 
         folder = prepare_teacher(agreed(lambda: _taught_recipe(recipe, overrides or [])))
         if is_first():
@@ -115,7 +115,7 @@ def prepare(
     refuse_several("prepare --lint" if lint else "prepare")
     loaded = load_recipe(recipe, overrides or [], kinds=["drafter", "heads", "table"])
     from ...data.tokenizers import load_tokenizer
-    from ..build.data import lint_data, prepare_data
+    from ..assemble.data import lint_data, prepare_data
 
     assert isinstance(loaded, (DrafterRecipe, HeadsRecipe, TableRecipe))
     tokenizer = load_tokenizer(loaded.tokenizer_source)

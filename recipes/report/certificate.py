@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from ...checkpoints.storage.atomic import read_told
-from ..build.evaluation import artifact_hash, weights_hash
+from ..assemble.evaluation import artifact_hash, weights_hash
 from .tables import DASH, cell, heading, number, wide_table
 
 if TYPE_CHECKING:

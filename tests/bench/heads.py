@@ -38,8 +38,8 @@ from draftsmith.decode.evaluation.measure import decode, raw_costs
 from draftsmith.decode.methods import Parts, build_method
 from draftsmith.decode.models.loading import load_model, wrap_model
 from draftsmith.decode.warpers import Sampling
-from draftsmith.recipes.build.data import prepare_data
-from draftsmith.recipes.build.models import add_lora
+from draftsmith.recipes.assemble.data import prepare_data
+from draftsmith.recipes.assemble.models import add_lora
 from draftsmith.recipes.commands.quickstart import resolve
 from draftsmith.recipes.commands.regenerate import run_regenerate
 from draftsmith.recipes.schema.evaluation import QuickstartRecipe, RegenerateRecipe

@@ -28,9 +28,9 @@ import numpy as np
 from draftsmith.data.conversations import CorpusReport, write_conversations
 from draftsmith.data.sources.reading import read_conversations
 from draftsmith.data.tokenizers import load_tokenizer
-from draftsmith.recipes.build.data import training_conversations
-from draftsmith.recipes.build.table.count import _Job
-from draftsmith.recipes.build.table.state import TOKEN
+from draftsmith.recipes.assemble.data import training_conversations
+from draftsmith.recipes.assemble.table.count import _Job
+from draftsmith.recipes.assemble.table.state import TOKEN
 from draftsmith.recipes.schema.training import TableRecipe
 
 from data import defaults, repeated

@@ -21,7 +21,7 @@ from draftsmith.checkpoints.artifact.artifact import load_manifest
 from draftsmith.data.conversations import write_conversations
 from draftsmith.data.sources.reading import read_conversations
 from draftsmith.data.tokenizers import load_tokenizer
-from draftsmith.recipes.build.table.count import count_corpus
+from draftsmith.recipes.assemble.table.count import count_corpus
 from draftsmith.recipes.commands.training.train import accelerator_for
 from draftsmith.recipes.schema.training import TableRecipe
 

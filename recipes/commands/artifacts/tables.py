@@ -14,7 +14,7 @@ from ....checkpoints.artifact.artifact import Manifest, open_artifact, tokenizer
 from ....checkpoints.table.file import write_table
 from ....checkpoints.table.table import TABLE_FILE, BigramTable, merged_runs
 from ....data.tokenizers import load_tokenizer
-from ...build.table.count import save_table
+from ...assemble.table.count import save_table
 from ...report.table import show_report
 from ...session.terminal import say
 

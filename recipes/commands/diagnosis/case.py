@@ -18,7 +18,7 @@ from ....decode.evaluation.replay.recording import sample_texts
 from ....decode.models.base import LanguageModel
 from ....decode.warpers import Sampling
 from ....train.parallel.interrupts import Interrupted, StopSignals
-from ...build.evaluation import Opened
+from ...assemble.evaluation import Opened
 from ...schema.evaluation import EvaluateRecipe
 from ...session.terminal import Advance, bar
 

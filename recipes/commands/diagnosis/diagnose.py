@@ -61,7 +61,7 @@ from ....checkpoints.storage.suggest import did_you_mean
 from ....decode.evaluation.measure import Entry
 from ....decode.methods import needs_of
 from ....train.parallel.interrupts import Interrupted, StopSignals
-from ...build.evaluation import entries_of, open_recipe, place_of
+from ...assemble.evaluation import entries_of, open_recipe, place_of
 from ...report.diagnosis import show_part
 from ...schema.evaluation import EvaluateRecipe, MethodSection
 from ...session.terminal import console, say

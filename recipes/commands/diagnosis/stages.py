@@ -48,7 +48,7 @@ from ....decode.warpers import Sampling
 from ....train.tasks.drafter import DrafterTask
 from ....train.tasks.heads import HeadsTask
 from ....train.teachers.teacher import ModelTeacher
-from ...build.evaluation import place_of
+from ...assemble.evaluation import place_of
 from ...session.terminal import say
 from .case import Case
 from .training_record import OtherTarget, Trained, block_passages

@@ -19,8 +19,8 @@ from ....data.rendering.render import render
 from ....data.rendering.templates import OWN, Template, get_template
 from ....decode.evaluation.diagnose.agreement import Passage
 from ....decode.models.loading import load_model
-from ...build.data import encoder_hash
-from ...build.evaluation import Opened
+from ...assemble.data import encoder_hash
+from ...assemble.evaluation import Opened
 from ...schema.evaluation import EvaluateRecipe
 
 _SHOWN = 6

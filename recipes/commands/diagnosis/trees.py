@@ -24,7 +24,7 @@ from ....decode.evaluation.trace import trace
 from ....decode.methods import Method, Parts, build_method, method_options, needs_of
 from ....decode.proposers.draft_tree import DraftTree
 from ....decode.proposers.head_trees import HeadTree, PrunedHeadTree
-from ...build.evaluation import entries_of
+from ...assemble.evaluation import entries_of
 from ...schema.evaluation import EvaluateRecipe
 from .case import Case
 from .cells import cells_of, entropies

@@ -23,8 +23,8 @@ from ....decode.models.loading import wrap_model
 from ....decode.proposers.head_trees import states_of
 from ....decode.warpers import Sampling
 from ....train.parallel.interrupts import StopSignals
-from ...build.artifact import fingerprint_of
-from ...build.evaluation import Opened, artifact_hashes, entries_of, open_recipe
+from ...assemble.artifact import fingerprint_of
+from ...assemble.evaluation import Opened, artifact_hashes, entries_of, open_recipe
 from ...report.certificate import KIND, SCHEMA, certificate_beside
 from ...schema.evaluation import EvaluateRecipe
 from ...session.terminal import Advance, bar, console, say

@@ -17,7 +17,7 @@ from ....decode.evaluation.summary import Asked, Summariser, Summary, same_as_re
 from ....decode.methods import Parts, build_method
 from ....decode.models.base import LanguageModel
 from ....train.parallel.interrupts import Interrupted, StopSignals
-from ...build.evaluation import Opened, _prompts_digest, artifact_hashes, entries_of, identity_of, open_recipe
+from ...assemble.evaluation import Opened, _prompts_digest, artifact_hashes, entries_of, identity_of, open_recipe
 from ...report.page import report_beside, write_report
 from ...schema.evaluation import EvaluateRecipe
 from ...schema.loading import write_recipe

@@ -18,7 +18,7 @@ from ....decode.evaluation.trace import trace
 from ....decode.methods import METHODS, Parts, build_method
 from ....decode.models.base import LanguageModel
 from ....decode.models.seq2seq import Seq2SeqModel
-from ...build.evaluation import entries_of, open_recipe
+from ...assemble.evaluation import entries_of, open_recipe
 from ...report.page import trace_beside, write_page
 from ...report.trace import KIND, SCHEMA, describe_steps, show_trace, trace_section, write_trace
 from ...schema.evaluation import EvaluateRecipe, MethodSection

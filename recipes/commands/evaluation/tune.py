@@ -47,7 +47,7 @@ from ....decode.evaluation.replay.tuning_lossy import frontier, lossy_settings, 
 from ....decode.methods import METHODS, Parts, build_method
 from ....decode.models.base import LanguageModel
 from ....decode.warpers import Sampling
-from ...build.evaluation import Opened, open_recipe, place_of
+from ...assemble.evaluation import Opened, open_recipe, place_of
 from ...report.tune import in_words, show, write_frontier
 from ...schema.evaluation import EvaluateRecipe, MethodSection
 from ...schema.loading import write_recipe

@@ -25,7 +25,7 @@ from ....decode.rng import Rng
 from ....decode.theory import closed_forms as theory
 from ....decode.theory.markov import decode_side_by_side
 from ....decode.warpers import Sampling, warp
-from ...build.evaluation import entries_of
+from ...assemble.evaluation import entries_of
 from ...schema.evaluation import EvaluateRecipe
 from ...schema.experiments import AcceptanceSettings, checked_settings
 from ...schema.papers import PaperRecipe

@@ -13,7 +13,7 @@ from ....data.prompts import load_prompts, stop_ids
 from ....decode.engine import Limits
 from ....decode.evaluation.replay.recording import sample_texts
 from ....decode.warpers import Sampling
-from ...build.evaluation import Opened, open_recipe, state_of
+from ...assemble.evaluation import Opened, open_recipe, state_of
 from ...schema.loading import parse_recipe
 from ...schema.papers import PaperEvaluation
 from ...schema.training import TableRecipe

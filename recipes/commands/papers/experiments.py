@@ -17,7 +17,7 @@ import torch
 from ....checkpoints.storage.atomic import write_whole
 from ....decode.evaluation.measure import BASELINE
 from ....decode.methods import method_options
-from ...build.evaluation import device_of, state_of
+from ...assemble.evaluation import device_of, state_of
 from ...schema.claims import transformed
 from ...schema.evaluation import EvaluateRecipe
 from ...schema.papers import RUN, PaperEvaluation, PaperRecipe, RunsSettings, run_folder

@@ -55,7 +55,7 @@ def run_paper(recipe: PaperRecipe, name: str, pair: str | None = None, folder: P
     Raises:
         ValueError: what the experiment raises; a claim about a row or metric that there is not.
     """
-    from ...build.evaluation import state_of
+    from ...assemble.evaluation import state_of
     from .experiments import EXPERIMENTS, machine_of
 
     used = recipe.on_pair(pair) if pair is not None else recipe

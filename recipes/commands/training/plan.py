@@ -24,12 +24,12 @@ from ....train.parallel.processes import on_main, together
 from ....train.plan.memory import Demand, ModelSize, Part, checkpoint_bytes, peak, plan_memory
 from ....train.plan.probe import MemoryWatch, Probe, free_bytes, held_bytes, probe
 from ....train.tasks.heads import HeadsModule
-from ...build.artifact import check_out, fit_config, prepare_once, state_folder
-from ...build.data import Prepared
-from ...build.drafter import drafter_parts
-from ...build.heads import heads_parts
-from ...build.outlines import Outline, outline_of
-from ...build.teacher import NoCacheError, hidden_bytes, open_cache, open_hidden, teacher_bytes
+from ...assemble.artifact import check_out, fit_config, prepare_once, state_folder
+from ...assemble.data import Prepared
+from ...assemble.drafter import drafter_parts
+from ...assemble.heads import heads_parts
+from ...assemble.outlines import Outline, outline_of
+from ...assemble.teacher import NoCacheError, hidden_bytes, open_cache, open_hidden, teacher_bytes
 from ...schema.training import DrafterRecipe, HeadsRecipe, TableRecipe
 from ...session.launch import agreed
 from ...session.terminal import console, duration, gigabytes, say

@@ -34,10 +34,10 @@ from ....decode.models.loading import load_model, wrap_model
 from ....decode.proposers.head_trees import attach_projection, states_of
 from ....decode.warpers import Sampling
 from ....train.parallel.interrupts import StopSignals
-from ...build.acceptance import decode_prompts
-from ...build.data import check_heldout, prepare_data
-from ...build.evaluation import state_of
-from ...build.table.count import table_vocabulary
+from ...assemble.acceptance import decode_prompts
+from ...assemble.data import check_heldout, prepare_data
+from ...assemble.evaluation import state_of
+from ...assemble.table.count import table_vocabulary
 from ...report.plots import draw_saturation, missing_matplotlib
 from ...schema.loading import write_recipe
 from ...schema.training import SaturationSection, TableRecipe

@@ -21,9 +21,9 @@ from ....data.conversations import Conversation, CorpusReport
 from ....train.parallel.interrupts import Interrupted, StopSignals
 from ....train.table.counting import Counted, PairCounter, counted
 from ....train.table.documents import PLACE, Numbered, count_laid, laid_end_to_end, spilled_tokens, tokens_at_a_time
-from ...build.data import training_conversations
-from ...build.table.count import count_identity, recipe_documents, table_vocabulary
-from ...build.table.state import let_go
+from ...assemble.data import training_conversations
+from ...assemble.table.count import count_identity, recipe_documents, table_vocabulary
+from ...assemble.table.state import let_go
 from ...schema.training import TableRecipe
 from ...session.terminal import counter, say
 

@@ -8,10 +8,10 @@ from typing import Any
 
 from ....train.parallel.accelerate import make_accelerator
 from ....train.parallel.processes import on_main
-from ...build.artifact import check_out, state_folder
-from ...build.drafter import run_drafter
-from ...build.heads import run_heads
-from ...build.table.count import run_table
+from ...assemble.artifact import check_out, state_folder
+from ...assemble.drafter import run_drafter
+from ...assemble.heads import run_heads
+from ...assemble.table.count import run_table
 from ...schema.training import DrafterRecipe, HeadsRecipe, TableRecipe
 from ...session.launch import agreed
 from ...session.terminal import say

@@ -16,7 +16,7 @@ from draftsmith.checkpoints.pairs.sides import open_side
 from draftsmith.checkpoints.verify.model_files import MAX_LAYERS, check_config, read_tensors
 from draftsmith.data.tokenizers import load_tokenizer
 from draftsmith.decode.models.loading import load_model
-from draftsmith.recipes.build.models import build_model
+from draftsmith.recipes.assemble.models import build_model
 from draftsmith.recipes.schema.training import ModelSection
 from draftsmith.train.teachers.teacher import load_teacher
 from peft import LoraConfig, get_peft_model

@@ -19,7 +19,7 @@ from draftsmith.checkpoints.table.table import BigramTable
 from draftsmith.data.blocks.prepared import PreparedData
 from draftsmith.data.prompts import load_prompts
 from draftsmith.data.tokenizers import load_tokenizer
-from draftsmith.recipes.build.data import prepare_data
+from draftsmith.recipes.assemble.data import prepare_data
 from draftsmith.recipes.schema.data import DataSection
 
 Cli = Callable[..., subprocess.CompletedProcess[str]]

@@ -17,7 +17,7 @@ from draftsmith.checkpoints.artifact.artifact import (
     verify_artifact,
 )
 from draftsmith.data.tokenizers import load_tokenizer
-from draftsmith.recipes.build.evaluation import open_recipe
+from draftsmith.recipes.assemble.evaluation import open_recipe
 from draftsmith.recipes.commands.artifacts.pair import examine_pair
 from draftsmith.recipes.commands.cli import main
 from draftsmith.recipes.schema.evaluation import EvaluateRecipe

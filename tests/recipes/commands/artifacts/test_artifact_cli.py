@@ -15,7 +15,7 @@ from draftsmith.checkpoints.artifact.artifact import MANIFEST_FILE as FILE
 from draftsmith.checkpoints.artifact.artifact import load_manifest
 from draftsmith.decode.custom_generate.method import method
 from draftsmith.decode.models.loading import load_model
-from draftsmith.recipes.build.evaluation import place_of
+from draftsmith.recipes.assemble.evaluation import place_of
 from draftsmith.recipes.commands.cli import app
 from draftsmith.recipes.commands.evaluation.evaluate import run_evaluate
 from draftsmith.recipes.schema.evaluation import EvaluateRecipe

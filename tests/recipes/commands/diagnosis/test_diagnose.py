@@ -29,8 +29,8 @@ from draftsmith.decode.evaluation.diagnose.agreement import Passage
 from draftsmith.decode.evaluation.replay.recording import sample_texts
 from draftsmith.decode.models.loading import load_model, wrap_model
 from draftsmith.decode.warpers import Sampling
-from draftsmith.recipes.build import evaluation as opening
-from draftsmith.recipes.build.data import Prepared, prepare_data
+from draftsmith.recipes.assemble import evaluation as opening
+from draftsmith.recipes.assemble.data import Prepared, prepare_data
 from draftsmith.recipes.commands.diagnosis import stages as diagnose_stages
 from draftsmith.recipes.commands.diagnosis.case import questions_of
 from draftsmith.recipes.commands.diagnosis.causes import sentences, verdict

@@ -25,7 +25,7 @@ from draftsmith.decode.evaluation.diagnose.agreement import Passage
 from draftsmith.decode.evaluation.replay.recording import sample_texts
 from draftsmith.decode.models.loading import wrap_model
 from draftsmith.decode.warpers import Sampling
-from draftsmith.recipes.build.evaluation import open_recipe
+from draftsmith.recipes.assemble.evaluation import open_recipe
 from draftsmith.recipes.commands.diagnosis.case import Case, questions_of
 from draftsmith.recipes.commands.diagnosis.training_record import block_passages
 from draftsmith.recipes.report.diagnosis import cells_table

@@ -18,9 +18,9 @@ from draftsmith.decode.evaluation.measure import decode
 from draftsmith.decode.methods import Parts, build_method
 from draftsmith.decode.models.loading import load_model, wrap_model
 from draftsmith.decode.warpers import Sampling
-from draftsmith.recipes.build.acceptance import heads_measure
-from draftsmith.recipes.build.data import prepare_data
-from draftsmith.recipes.build.heads import BASE
+from draftsmith.recipes.assemble.acceptance import heads_measure
+from draftsmith.recipes.assemble.data import prepare_data
+from draftsmith.recipes.assemble.heads import BASE
 from draftsmith.recipes.commands.regenerate import run_regenerate
 from draftsmith.recipes.commands.training.train import run_train
 from draftsmith.recipes.schema.loading import load_recipe, shipped_recipes

@@ -19,9 +19,9 @@ import pytest
 import torch
 import yaml
 from draftsmith.data.tokenizers import load_tokenizer
-from draftsmith.recipes.build.artifact import fit_recipe, prepare_once, save, state_folder
-from draftsmith.recipes.build.drafter import drafter_parts
-from draftsmith.recipes.build.outlines import outline_model
+from draftsmith.recipes.assemble.artifact import fit_recipe, prepare_once, save, state_folder
+from draftsmith.recipes.assemble.drafter import drafter_parts
+from draftsmith.recipes.assemble.outlines import outline_model
 from draftsmith.recipes.commands.training import plan as planning
 from draftsmith.recipes.commands.training.plan import plan_recipe
 from draftsmith.recipes.schema.loading import SHIPPED, load_recipe

@@ -28,8 +28,8 @@ from draftsmith.decode.evaluation.metrics import total
 from draftsmith.decode.methods import Parts, build_method
 from draftsmith.decode.models.loading import load_model, wrap_model
 from draftsmith.decode.warpers import Sampling
-from draftsmith.recipes.build.data import prepare_data, training_conversations
-from draftsmith.recipes.build.table.count import recipe_documents
+from draftsmith.recipes.assemble.data import prepare_data, training_conversations
+from draftsmith.recipes.assemble.table.count import recipe_documents
 from draftsmith.recipes.commands.training.saturation import enough_from, paired_gain, per_step, run_saturation
 from draftsmith.recipes.commands.training.saturation_tables import (
     COUNTS_FILE,

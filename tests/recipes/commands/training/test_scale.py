@@ -16,7 +16,7 @@ import torch
 import yaml
 from draftsmith.checkpoints.artifact.artifact import verify_artifact
 from draftsmith.checkpoints.heads.files import load_heads
-from draftsmith.recipes.build.heads import _check_launch
+from draftsmith.recipes.assemble.heads import _check_launch
 from draftsmith.recipes.commands.cli import app
 from draftsmith.recipes.commands.training.sweep import plan_sweep, run_sweep
 from draftsmith.recipes.schema.loading import SHIPPED, deepspeed_configs, load_recipe, shipped_recipes

@@ -11,9 +11,9 @@ import pytest
 import torch
 import yaml
 from draftsmith.data.tokenizers import load_tokenizer
-from draftsmith.recipes.build.artifact import fit_recipe
-from draftsmith.recipes.build.data import prepare_data
-from draftsmith.recipes.build.drafter import drafter_parts
+from draftsmith.recipes.assemble.artifact import fit_recipe
+from draftsmith.recipes.assemble.data import prepare_data
+from draftsmith.recipes.assemble.drafter import drafter_parts
 from draftsmith.recipes.commands.cli import app
 from draftsmith.recipes.commands.training.train import accelerator_for, run_train
 from draftsmith.recipes.schema.loading import accelerate_configs, load_recipe, read_extended, shipped_recipes

@@ -1,0 +1,166 @@
+"""A drafter from its recipe: model, teacher and measurement put together, trained, and written as an artifact."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+from transformers import AutoConfig, PreTrainedModel
+
+from ...checkpoints.artifact.compat import save_tokenizer
+from ...checkpoints.artifact.locate import at_revision
+from ...checkpoints.pairs.speculation import save_speculation
+from ...checkpoints.verify.model_files import is_adapter
+from ...data.prompts import stop_ids
+from ...data.tokenizers import load_tokenizer
+from ...train.config import micro_steps
+from ...train.losses.drafter import TopK
+from ...train.losses.objectives import parse_weights
+from ...train.parallel.processes import on_main, together
+from ...train.tasks.drafter import DrafterTask
+from ...train.tasks.on_policy import OnPolicy
+from ...train.teachers.teacher import Teacher, load_teacher
+from ..schema.training import DrafterRecipe, ModelSection, TrainSection
+from .acceptance import drafter_measure
+from .artifact import check_target, fingerprint_of, fit_recipe, prepare_once, save
+from .data import Prepared
+from .models import TrainableModel, build_model, check_vocabulary
+from .teacher import open_cache
+
+_FROM_TARGET = ("vocab_size", "max_position_embeddings", "bos_token_id", "eos_token_id", "pad_token_id")
+
+
+@dataclass(frozen=True)
+class DrafterParts:
+    """What a drafter recipe comes to before the first step."""
+
+    trained: TrainableModel
+    task: DrafterTask
+    target: PreTrainedModel | None
+    """Where it is in memory: to teach, or to measure acceptance."""
+    measured: bool
+    """Whether evaluations decode."""
+
+
+def run_drafter(recipe: DrafterRecipe, out: Path, accelerator: Any) -> None:
+    """Train a language model: from a model or from scratch, on labels or on a target's distributions."""
+
+    def opened() -> tuple[Any, TrainableModel]:
+        parse_weights(recipe.objective)
+        micro_steps(recipe.train.global_batch, recipe.train.micro_batch, accelerator.num_processes)
+        tokenizer = load_tokenizer(recipe.tokenizer_source)
+        return tokenizer, trainable(recipe, tokenizer)
+
+    # mistakes are found before the data is prepared, which may take hours
+    tokenizer, trained = together(accelerator, opened)
+    prepared = prepare_once(recipe, tokenizer, accelerator)
+    parts = together(accelerator, lambda: drafter_parts(recipe, tokenizer, prepared, accelerator.device, trained))
+    result = fit_recipe(parts.task, prepared, recipe, out, accelerator, tokenizer, parts.measured)
+
+    def write(folder: Path) -> None:
+        parts.trained.save(folder)
+        save_tokenizer(tokenizer, folder)
+        if recipe.target is not None and not is_adapter(folder):  # of an adapter, transformers reads its model's
+            save_speculation(folder)
+
+    def finish() -> None:
+        known = None if parts.target is None else fingerprint_of(str(recipe.target), parts.target)
+        save(recipe, out, write, tokenizer, prepared, result, known, parts.trained.shapes())
+
+    on_main(accelerator, finish)
+
+
+def trainable(recipe: DrafterRecipe, tokenizer: Any) -> TrainableModel:
+    """Load or make the model.
+
+    Raises:
+        ValueError: what `build_model` raises; a tokenizer with more tokens than the model has; a template that is not
+            for its kind of model; kernels that cannot be used.
+    """
+    trained = build_model(complete_section(recipe), recipe.target, recipe.train.seed)
+    check_vocabulary(len(tokenizer), trained.model, recipe.model.source or "the model")
+    if recipe.data.template == "t5" and not trained.model.config.is_encoder_decoder:
+        raise ValueError("`data.template: t5` is for encoder-decoders, and the model is a decoder")
+    _make_fast(trained.model, recipe.train)
+    return trained
+
+
+def drafter_parts(
+    recipe: DrafterRecipe, tokenizer: Any, prepared: Prepared, device: Any, trained: TrainableModel | None = None
+) -> DrafterParts:
+    """The model (`trained`, or `trainable`'s), its teacher and what it is measured with.
+
+    Raises:
+        ValueError: what `trainable`, `open_cache` and `DrafterTask` raise; vocabularies or kinds of models that do
+            not go together.
+    """
+    trained = trained or trainable(recipe, tokenizer)
+    model = trained.model
+    taught_by_target = recipe.distils and recipe.teacher.cache is None
+    target = judge = measure = None
+    if recipe.target is not None and (taught_by_target or recipe.measure.prompts):
+        section = recipe.teacher
+        judge = load_teacher(recipe.target, section.dtype, section.load_in_8bit, device)
+        target = judge.model
+        check_target(target, model, recipe.target)
+        if recipe.measure.prompts:
+            measure = drafter_measure(recipe, target, model, tokenizer, prepared)
+    teacher: Teacher | None = judge if taught_by_target else None
+    if recipe.distils and recipe.teacher.cache is not None:
+        teacher = open_cache(recipe, prepared)
+    task = DrafterTask(
+        model,
+        prepared.heldout if recipe.measure.blocks else None,
+        recipe.objective,
+        teacher,
+        recipe.teacher.temperature,
+        TopK(recipe.teacher.top_k, recipe.teacher.tail) if recipe.teacher.top_k else None,
+        _on_policy(recipe, tokenizer),
+        judge or teacher,
+        measure,
+        evaluate_blocks=recipe.measure.blocks,
+        compiled=recipe.train.compile,
+    )
+    # what changes the training, or what its evaluations are compared by
+    task.settings["model"] = recipe.model.model_dump(mode="json", exclude={"attention"})
+    task.settings["measure"] = recipe.measure.model_dump(mode="json", exclude={"keep"})
+    return DrafterParts(trained, task, target, measure is not None)
+
+
+def _on_policy(recipe: DrafterRecipe, tokenizer: Any) -> OnPolicy | None:
+    section = recipe.on_policy
+    if section is None:
+        return None
+    return OnPolicy(section.share, section.new_tokens, tuple(stop_ids(tokenizer)), section.temperature)
+
+
+def complete_section(recipe: DrafterRecipe) -> ModelSection:
+    """The model's section; what a new model's configuration leaves open is its target's, as far as serving asks for
+    it: the same vocabulary, as many positions, the same special tokens."""
+    section = recipe.model
+    if section.config is None or recipe.target is None:
+        return section
+    try:
+        theirs = AutoConfig.from_pretrained(at_revision(recipe.target, weights=False)).get_text_config()
+    except OSError as error:
+        raise ValueError(f"there is no target {recipe.target!r}: {str(error).strip().splitlines()[0]}") from error
+    given = {name: getattr(theirs, name, None) for name in _FROM_TARGET}
+    known = vars(AutoConfig.for_model(section.config["model_type"]))
+    taken = {name: value for name, value in given.items() if value is not None and name in known}
+    return section.model_copy(update={"config": taken | section.config})
+
+
+def _make_fast(model: PreTrainedModel, train: TrainSection) -> None:
+    """Liger's kernels, where the recipe asks for them; the loss has its own chunks."""
+    if not train.liger:
+        return
+    if not torch.cuda.is_available():
+        raise ValueError("`train.liger` needs a CUDA device, and there is none: leave it out")
+    from transformers.integrations.liger import apply_liger_kernel
+
+    try:
+        apply_liger_kernel(model, {"cross_entropy": False, "fused_linear_cross_entropy": False})
+    except ImportError as error:
+        raise ValueError(f"`train.liger` needs the package liger-kernel: pip install liger-kernel ({error})") from error

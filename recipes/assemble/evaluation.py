@@ -1,0 +1,221 @@
+"""What an evaluation recipe names, opened: target, drafters, heads and table, checked against one another."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+from collections.abc import Sequence
+from dataclasses import dataclass
+from functools import cache
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import torch
+from transformers import PreTrainedModel
+
+from ...checkpoints.artifact.artifact import (
+    MANIFEST_FILE,
+    Manifest,
+    check_target,
+    load_manifest,
+    model_fingerprint,
+    open_artifact,
+    tokenizer_fingerprint,
+)
+from ...checkpoints.artifact.locate import at_revision, model_source, resolve
+from ...checkpoints.heads.files import PredictionHeads, load_heads
+from ...checkpoints.table.table import BigramTable
+from ...data.tokenizers import load_tokenizer
+from ...decode.evaluation.measure import Entry
+from ...decode.methods import Parts, method_options, needs_of
+from ...decode.models.base import LanguageModel, check_same_vocabulary
+from ...decode.models.loading import load_model, wrap_model
+from ...decode.proposers.head_trees import attach_projection, states_of
+from ...decode.warpers import Sampling
+from ..schema.evaluation import EvaluateRecipe
+from ..session.machine import machine
+from ..session.terminal import say
+
+if TYPE_CHECKING:
+    from ..schema.evaluation import EvaluateRecipe
+
+
+@dataclass(frozen=True)
+class Opened:
+    """An evaluation's target and parts, ready to decode."""
+
+    tokenizer: Any
+    model: PreTrainedModel
+    """The target as transformers has it."""
+    target: LanguageModel
+    parts: Parts
+    device: str
+
+
+def open_recipe(recipe: EvaluateRecipe) -> Opened:
+    """Load what a recipe names.
+
+    Raises:
+        ValueError: an unknown method or option; a missing or unfit artifact; a method without its part.
+    """
+    for row in recipe.methods:
+        method_options(row.method, row.options)
+    device = device_of(recipe)
+    tokenizer = load_tokenizer(recipe.target)
+    model = load_model(recipe.target, dtype=recipe.dtype, device=device, device_map=recipe.device_map)
+    heads = _load_heads(recipe, device)
+    target = wrap_model(model, states=states_of(heads))
+    parts = _load_parts(recipe, target, heads, tokenizer, device)
+    attach_projection(heads, model, target.device)
+    return Opened(tokenizer, model, target, parts, device)
+
+
+@cache
+def place_of(source: str, kind: str) -> str:
+    """Where a part lies: its folder. Of an artifact on the hub that of its verified files, fetched once a process; of
+    another drafter there, its id.
+
+    Raises:
+        ValueError: what `checkpoints.sources.resolve` raises.
+    """
+    return model_source(source) if kind == "drafter" else str(resolve(source, kind))
+
+
+def device_of(recipe: EvaluateRecipe) -> str:
+    """Where a recipe decodes: what it says, or a GPU if there is one."""
+    if recipe.device != "auto":
+        return recipe.device
+    return "cuda" if torch.cuda.is_available() else "cpu"
+
+
+def entries_of(recipe: EvaluateRecipe) -> list[Entry]:
+    """A recipe's rows as the measurement takes them."""
+    entries = []
+    for label, row in zip(recipe.labels(), recipe.methods, strict=True):
+        temperature = recipe.temperature if row.temperature is None else row.temperature
+        entries.append(Entry(label, row.method, row.options, Sampling(temperature, recipe.top_k, recipe.top_p)))
+    return entries
+
+
+def _load_heads(recipe: EvaluateRecipe, device: str) -> PredictionHeads | None:
+    """The recipe's heads, which decide what hidden states the target must give."""
+    if recipe.heads is None:
+        return None
+    place = Path(place_of(recipe.heads, "heads"))
+    return open_artifact(place, lambda folder: load_heads(folder, device=device), "heads")[1]
+
+
+def _load_drafter(recipe: EvaluateRecipe, source: str, device: str) -> tuple[Manifest | None, PreTrainedModel]:
+    """A drafter, and its manifest where it is an artifact."""
+    place = place_of(source, "drafter")
+    if not (Path(place) / MANIFEST_FILE).is_file():
+        return None, load_model(place, dtype=recipe.dtype, device=device)
+    return open_artifact(Path(place), lambda _: load_model(place, dtype=recipe.dtype, device=device), "drafter")
+
+
+def _load_parts(
+    recipe: EvaluateRecipe, target: LanguageModel, heads: PredictionHeads | None, tokenizer: Any, device: str
+) -> Parts:
+    for row in recipe.methods:
+        for part in needs_of(row.method, row.options):
+            if getattr(recipe, part) is None:
+                raise ValueError(f"method {row.method!r} needs `{part}`, and the recipe names none")
+    fingerprint = tokenizer_fingerprint(tokenizer)
+    sizes: dict[str, Any] = {"vocab_size": target.vocab_size, "tokenizer_fingerprint": fingerprint}
+    sources = [recipe.drafter, *recipe.more_drafters] if recipe.drafter else recipe.more_drafters
+    drafters = []
+    for source in sources:
+        made, model = _load_drafter(recipe, source, device)
+        drafter = wrap_model(model)
+        try:
+            check_same_vocabulary(target, drafter, f"drafter {source}")
+            if made is not None:
+                check_target(made, what=f"the drafter {source}", **sizes)
+        except ValueError as error:
+            raise ValueError(f"{error}; draftsmith doctor {recipe.target} {source} says what can be done") from error
+        drafters.append(drafter)
+    table = None
+    if heads is not None:
+        _check_made_for(recipe)
+        manifest = load_manifest(Path(place_of(str(recipe.heads), "heads")))
+        check_target(manifest, what=f"the heads {recipe.heads}", **sizes)
+        heads = heads.to(target.dtype)
+        if heads.hidden_size != target.hidden_size:
+            raise ValueError(
+                f"the heads take hidden states of {heads.hidden_size}, the target makes {target.hidden_size}"
+            )
+    if recipe.table is not None:
+        manifest, table = open_artifact(Path(place_of(recipe.table, "table")), BigramTable.load, "table")
+        check_target(manifest, what=f"the table {recipe.table}", **sizes)
+    return Parts(drafters[0] if drafters else None, heads, table, tuple(drafters[1:]))
+
+
+def _check_made_for(recipe: EvaluateRecipe) -> None:
+    """Warn where the target is another model than the one that the heads were trained on, or with (Medusa-2)."""
+    heads, target = Path(place_of(str(recipe.heads), "heads")), Path(at_revision(recipe.target))
+    made_for = load_manifest(heads).target or {}
+    base = heads / "base"
+    trained = (base / "config.json").is_file()
+    theirs = model_fingerprint(base) if trained else made_for.get("fingerprint")
+    if theirs is not None and (target / "config.json").is_file() and model_fingerprint(target) != theirs:
+        named = base if trained else made_for.get("id")
+        say(f"evaluate: the heads were trained with {named}, not with {recipe.target}")
+
+
+def identity_of(recipe: EvaluateRecipe, prompts: Sequence[Sequence[int]], device: str) -> dict[str, Any]:
+    """What finished runs belong to: they may only be used again where all of it is the same."""
+    settings = recipe.model_dump(mode="json", exclude={"out", "show_categories", "energy"})
+    drafters = [recipe.drafter, *recipe.more_drafters]
+    parts = [*((source, "drafter") for source in drafters), (recipe.heads, "heads"), (recipe.table, "table")]
+    artifacts = {source: state_of(place_of(source, kind)) for source, kind in parts if source is not None}
+    artifacts[recipe.target] = state_of(at_revision(recipe.target))
+    return settings | {"artifacts": artifacts, "prompts read": _prompts_digest(prompts), "machine": machine(device)}
+
+
+def state_of(source: str) -> Any:
+    """What changes when a folder or file is written anew; an artifact's manifest holds the hashes of its files."""
+    folder = Path(source)
+    manifest = folder / "artifact.json"
+    if manifest.is_file():
+        return hashlib.sha256(manifest.read_bytes()).hexdigest()
+    files = sorted(path for path in (folder, *folder.rglob("*")) if path.is_file())
+    return [[str(path.relative_to(folder)), path.stat().st_size, path.stat().st_mtime_ns] for path in files]
+
+
+def _prompts_digest(prompts: Sequence[Sequence[int]]) -> str:
+    return hashlib.sha256(json.dumps([list(prompt) for prompt in prompts]).encode()).hexdigest()
+
+
+def artifact_hashes(recipe: EvaluateRecipe) -> dict[str, dict[str, Any]]:
+    """Of each artifact that is named: source, hash (see `artifact_hash`), and the hashes of its files by name."""
+    from ...checkpoints.artifact.artifact import MANIFEST_FILE, load_manifest
+    from .evaluation import place_of
+
+    sources = {"drafter": recipe.drafter, "heads": recipe.heads, "table": recipe.table}
+    sources |= {f"drafter {place + 2}": source for place, source in enumerate(recipe.more_drafters)}
+    found = {}
+    for name, source in sources.items():
+        if source is not None:
+            folder = Path(place_of(source, name.partition(" ")[0]))
+            entries = load_manifest(folder).files if (folder / MANIFEST_FILE).is_file() else {}
+            files = {file: entry["sha256"] for file, entry in entries.items()}
+            found[name] = {"source": source, "hash": artifact_hash(str(folder)), "files": files}
+    return found
+
+
+def artifact_hash(source: str) -> str | None:
+    """What an artifact's files are: the hash of its manifest, else the fingerprint of its weights; None of one that is
+    not here, as on the hub, or whose weights cannot be read."""
+    manifest = Path(source) / "artifact.json"
+    if manifest.is_file():
+        return hashlib.sha256(manifest.read_bytes()).hexdigest()
+    return weights_hash(source)
+
+
+def weights_hash(source: str) -> str | None:
+    from ...checkpoints.artifact.fingerprints import model_fingerprint
+
+    try:
+        return model_fingerprint(source) if (Path(source) / "config.json").is_file() else None
+    except ValueError:
+        return None

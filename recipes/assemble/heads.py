@@ -1,0 +1,176 @@
+"""Prediction heads from their recipe: target, heads and measurement put together, trained, and written.
+
+Letters: V vocabulary, D hidden, X positions.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from ...checkpoints.artifact.compat import save_tokenizer
+from ...checkpoints.heads.files import PredictionHeads, save_heads
+from ...data.blocks.packing import PADDING
+from ...data.tokenizers import load_tokenizer
+from ...train.config import micro_steps
+from ...train.forward.packed import PackedForward
+from ...train.loop.fit import FitResult
+from ...train.losses.objectives import check_objective, parse_weights
+from ...train.parallel.accelerate import zero_stage
+from ...train.parallel.processes import on_main, together
+from ...train.tasks.heads import HeadsTask
+from ...train.tasks.medusa2 import Joint, JointTask
+from ..schema.training import HeadsRecipe, ModelSection
+from .acceptance import check_measure, heads_measure
+from .artifact import fingerprint_of, fit_recipe, prepare_once, save
+from .data import Prepared
+from .models import TrainableModel, add_lora, check_vocabulary, load_trainable
+from .teacher import open_hidden
+
+BASE = "base"
+"""Folder of the artifact that holds a target trained with its heads."""
+
+
+@dataclass(frozen=True)
+class HeadsParts:
+    """What a heads recipe comes to before the first step."""
+
+    heads: PredictionHeads
+    task: HeadsTask
+    base: TrainableModel | None
+    """The target, where it is trained too."""
+    fingerprint: str
+    """Of the target as it was."""
+
+
+def run_heads(recipe: HeadsRecipe, out: Path, accelerator: Any) -> None:
+    """Train prediction heads on a target, frozen or trained with them."""
+
+    def opened() -> Any:
+        check_objective(recipe.objective)
+        parse_weights(recipe.objective)
+        check_measure(recipe)
+        micro_steps(recipe.train.global_batch, recipe.train.micro_batch, accelerator.num_processes)
+        return load_tokenizer(recipe.tokenizer_source)
+
+    def made() -> HeadsParts:
+        parts = heads_parts(recipe, tokenizer, prepared, accelerator.device)
+        _check_launch(recipe, parts.task, accelerator)
+        return parts
+
+    # mistakes are found before the data is prepared, which may take hours
+    tokenizer = together(accelerator, opened)
+    prepared = prepare_once(recipe, tokenizer, accelerator)
+    parts = together(accelerator, made)
+    measured = recipe.measure.prompts > 0
+    result = fit_recipe(parts.task, prepared, recipe, out, accelerator, tokenizer, measured)
+    on_main(accelerator, lambda: _save(recipe, out, parts, tokenizer, prepared, result))
+
+
+def _save(
+    recipe: HeadsRecipe, out: Path, parts: HeadsParts, tokenizer: Any, prepared: Prepared, result: FitResult
+) -> None:
+    heads = parts.heads
+    names = ("num_heads", "num_layers", "hidden_size", "vocab_size", "projection_kind", "rank", "states")
+    shapes = {name: getattr(heads, name) for name in names}
+
+    def write(folder: Path) -> None:
+        made_for = recipe.target if parts.base is None else str(out / BASE)
+        save_heads(heads.to(parts.task.target.dtype), folder, made_for)
+        if parts.base is not None:
+            parts.base.save(folder / BASE)
+            save_tokenizer(tokenizer, folder / BASE)
+
+    if parts.base is None:
+        save(recipe, out, write, tokenizer, prepared, result, parts.fingerprint, shapes)
+    else:
+        shapes["trained_from"] = recipe.target
+        save(recipe, out, write, tokenizer, prepared, result, None, shapes, made_for=str(out / BASE))
+
+
+def _check_launch(recipe: HeadsRecipe, task: HeadsTask, accelerator: Any) -> None:
+    """Raises ValueError where nothing would spread the target, or DeepSpeed, which casts all of a module, would make it
+    another."""
+    if recipe.shard_target and zero_stage(accelerator) < 3:
+        raise ValueError("`shard_target` is for ZeRO 3, and this launch has none: recipes/launch/accelerate/zero3.yaml")
+    precision = {"bf16": torch.bfloat16, "fp16": torch.float16}.get(recipe.train.precision)
+    inside = recipe.base is not None or recipe.shard_target
+    if inside and zero_stage(accelerator) and precision not in (None, task.target.dtype):
+        name, cast = (str(dtype).removeprefix("torch.") for dtype in (task.target.dtype, precision))
+        raise ValueError(f"the target is in {name}, and DeepSpeed would cast it to {cast}: set `target_dtype: {cast}`")
+
+
+def heads_parts(recipe: HeadsRecipe, tokenizer: Any, prepared: Prepared, device: Any) -> HeadsParts:
+    """Load the target, and make heads for it.
+
+    Raises:
+        ValueError: what loading the target, opening the cache of its hidden states and `HeadsTask` raise; a tokenizer
+            with more tokens than it.
+    """
+    target = load_trainable(recipe.target, decoder=True, device=str(device), dtype=recipe.target_dtype)
+    check_vocabulary(len(tokenizer), target, recipe.target)
+    fingerprint = fingerprint_of(recipe.target, target)
+    states = None if recipe.hidden.cache is None else open_hidden(recipe, prepared)
+    heads = _new_heads(recipe, target, prepared)
+    base = None
+    if recipe.base is not None:
+        section = ModelSection(source=recipe.target, lora=recipe.base.lora)
+        torch.manual_seed(recipe.train.seed)
+        base = TrainableModel(target, recipe.base.lora, add_lora(target, section))
+    common: dict[str, Any] = {
+        "head_weights": [recipe.weight_decay_by_head**place for place in range(recipe.num_heads)],
+        "objective": recipe.objective,
+        "temperature": recipe.temperature,
+        "evaluate_fn": heads_measure(recipe, target, tokenizer, prepared) if recipe.measure.prompts else None,
+        "evaluate_blocks": recipe.measure.blocks,
+        "liger": recipe.train.liger,
+    }
+    heldout = prepared.heldout if recipe.measure.blocks else None
+    if recipe.base is None:
+        task = HeadsTask(target, heads, heldout, states=states, shard_target=recipe.shard_target, **common)
+    else:
+        numbers = recipe.base.model_dump(exclude={"lora"})
+        task = JointTask(target, heads, heldout, Joint(**numbers), **common)
+        task.settings["lora"] = recipe.base.lora.model_dump(mode="json", exclude={"export"})
+    if recipe.train.compile:
+        task.module.compile()
+    # what changes the training, or what its evaluations are compared by
+    task.settings["target"] = fingerprint
+    task.settings["target_dtype"] = str(target.dtype)
+    task.settings["heads"] = [recipe.num_heads, recipe.num_layers, recipe.projection, recipe.rank, recipe.states]
+    task.settings["hidden"] = None if states is None else states.settings
+    task.settings["measure"] = recipe.measure.model_dump(mode="json", exclude={"keep"})
+    return HeadsParts(heads, task, base, fingerprint)
+
+
+def _new_heads(recipe: HeadsRecipe, target: Any, prepared: Prepared) -> PredictionHeads:
+    """Heads that begin as the target's own projection, in float32 (16 bits would lose small changes)."""
+    weight_VD = target.get_output_embeddings().weight.detach()
+    start_VD, scale = weight_VD.float(), 1.0
+    if recipe.states == "before-norm":
+        scale, norm_D = _before_norm(target, prepared)
+        start_VD = start_VD * norm_D
+    forms = (recipe.projection, recipe.rank, recipe.states)
+    heads = PredictionHeads.from_lm_head(start_VD, recipe.num_heads, recipe.num_layers, *forms, scale=scale)
+    if recipe.projection == "target":
+        heads.attach(target.get_output_embeddings().weight)
+    return heads
+
+
+@torch.no_grad()
+def _before_norm(target: Any, prepared: Prepared) -> tuple[float, Tensor]:
+    """Of a held-out block: what makes the states that go into the final norm as large as those after a norm, and [D],
+    what the norm then multiplies each number by, by least squares: heads begin near the target's own projection."""
+    if not prepared.heldout.blocks:
+        raise ValueError("`states: before-norm` needs a held-out block to begin from, and there is none")
+    forward = PackedForward(target, "before-norm")
+    batch = prepared.heldout.batch([0]).to(target.device)
+    before_XD = forward.hidden(batch)[batch.documents_BT != PADDING]
+    after_XD = forward.after_norm(before_XD).float()
+    scale = 1 / float(before_XD.float().square().mean().sqrt().clamp(min=1e-12))
+    before_XD = before_XD.float() * scale
+    return scale, (after_XD * before_XD).sum(0) / before_XD.square().sum(0).clamp(min=1e-12)

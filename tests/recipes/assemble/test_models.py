@@ -1,0 +1,442 @@
+"""Models to train: what is cut, copied, frozen or adapted is exactly that, and files give what was trained."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+from importlib.util import find_spec
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from draftsmith.data.blocks.packing import Batch
+from draftsmith.decode.engine import Limits, generate
+from draftsmith.decode.methods import Parts, build_method
+from draftsmith.decode.models.lean import LeanLlama
+from draftsmith.decode.models.loading import load_model, wrap_model
+from draftsmith.decode.rng import Rng
+from draftsmith.decode.warpers import Sampling
+from draftsmith.recipes.assemble import models
+from draftsmith.recipes.assemble.models import TrainableModel, build_model, check_vocabulary, cut_layers, load_trainable
+from draftsmith.recipes.schema.training import ModelSection
+from draftsmith.train.forward.packed import make_forward
+from draftsmith.train.losses.drafter import shifted_labels
+from transformers import (
+    AutoConfig,
+    AutoModelForCausalLM,
+    AutoModelForSeq2SeqLM,
+    PreTrainedModel,
+)
+
+COMMON = {"vocab_size": 40, "hidden_size": 16, "num_hidden_layers": 4, "num_attention_heads": 2}
+LLAMA = COMMON | {"intermediate_size": 24, "num_key_value_heads": 1, "head_dim": 8, "tie_word_embeddings": False}
+KINDS = ["full_attention", "sliding_attention", "full_attention", "sliding_attention"]
+T5 = {"vocab_size": 40, "d_model": 16, "d_kv": 8, "d_ff": 24, "num_layers": 4, "num_heads": 2}
+FAMILIES: dict[str, dict[str, Any]] = {
+    "llama": LLAMA,
+    "opt": COMMON | {"ffn_dim": 24, "word_embed_proj_dim": 8, "max_position_embeddings": 64},
+    "gpt_neox": COMMON | {"intermediate_size": 24, "max_position_embeddings": 64},
+    "gpt2": {"vocab_size": 40, "n_embd": 16, "n_layer": 4, "n_head": 2, "n_positions": 64},
+    "qwen2": LLAMA | {"layer_types": KINDS, "sliding_window": 3, "use_sliding_window": True},
+    "qwen3": LLAMA | {"layer_types": KINDS, "sliding_window": 3, "use_sliding_window": True},
+    "gpt_neo": {
+        "vocab_size": 40,
+        "hidden_size": 16,
+        "num_layers": 4,
+        "num_heads": 2,
+        "attention_types": [[["global", "local"], 2]],
+        "window_size": 3,
+        "max_position_embeddings": 64,
+    },
+    "qwen2_moe": LLAMA | {"num_experts": 2, "num_experts_per_tok": 1, "moe_intermediate_size": 8},
+    "t5": T5,
+    "umt5": T5 | {"num_decoder_layers": 3},
+}
+TOKENS = torch.tensor([[5, 9, 2, 7, 1, 30, 11, 4]])
+
+
+def random_model(family: str, seed: int = 0, **overrides: Any) -> PreTrainedModel:
+    config = AutoConfig.for_model(family, **(FAMILIES[family] | overrides))
+    if config.is_encoder_decoder:
+        config.decoder_start_token_id = 0
+    torch.manual_seed(seed)
+    maker = AutoModelForSeq2SeqLM if config.is_encoder_decoder else AutoModelForCausalLM
+    model = maker.from_config(config).eval()
+    with torch.no_grad():
+        for parameter in model.parameters():
+            parameter.normal_(0.0, 0.3)
+    model.generation_config.eos_token_id = None
+    return model
+
+
+@pytest.fixture
+def saved(tmp_path: Path) -> Any:
+    """`saved("llama")`: the folder of a random model."""
+
+    def save(family: str, seed: int = 0, **overrides: Any) -> str:
+        folder = tmp_path / f"{family}-{seed}-{len(list(tmp_path.iterdir()))}"
+        random_model(family, seed, **overrides).save_pretrained(folder)
+        return str(folder)
+
+    return save
+
+
+def section(**fields: Any) -> ModelSection:
+    return ModelSection.model_validate(fields)
+
+
+@torch.no_grad()
+def logits(model: Any) -> torch.Tensor:
+    if model.config.is_encoder_decoder:
+        masks = {"attention_mask": torch.ones_like(TOKENS), "decoder_attention_mask": torch.ones_like(TOKENS)}
+        return model.eval()(TOKENS, decoder_input_ids=TOKENS, **masks).logits
+    return model.eval()(TOKENS).logits
+
+
+@torch.no_grad()
+def written(model: Any, count: int = 10) -> list[int]:
+    options = {"do_sample": False, "max_new_tokens": count, "eos_token_id": None, "pad_token_id": 0}
+    ids = model.generate(TOKENS, attention_mask=torch.ones_like(TOKENS), **options)[0]
+    return ids[1 if model.config.is_encoder_decoder else TOKENS.shape[1] :].tolist()
+
+
+def train_some_steps(trainable: TrainableModel, recompute: bool = False) -> list[float]:
+    """A few steps on one block of two documents; the losses."""
+    model = trainable.model.train()
+    documents = torch.tensor([[0] * 5 + [1] * 3])
+    positions = torch.tensor([[0, 1, 2, 3, 4, 0, 1, 2]])
+    labels = torch.where(positions > 1, TOKENS, -100)
+    batch = Batch(TOKENS, labels, positions, documents)
+    forward = make_forward(model)
+    if recompute:
+        getattr(model, "activation_checkpointing_enable", model.gradient_checkpointing_enable)({"use_reentrant": False})
+    optimizer = torch.optim.AdamW([p for p in model.parameters() if p.requires_grad], lr=2e-2)
+    losses = []
+    for _ in range(6):
+        weight_VD = forward.weight_VD()
+        flat = forward(batch).flatten(0, 1)
+        logits_XV = flat if weight_VD is None else flat @ weight_VD.T
+        wanted_X = shifted_labels(labels, documents, 1).flatten()
+        loss = torch.nn.functional.cross_entropy(logits_XV.float(), wanted_X, ignore_index=-100)
+        loss.backward()
+        optimizer.step()
+        optimizer.zero_grad()
+        losses.append(loss.item())
+    model.eval()
+    return losses
+
+
+def _nothing(hidden: torch.Tensor, *others: Any, **named: Any) -> torch.Tensor:
+    return hidden
+
+
+def _nothing_in_a_tuple(hidden: torch.Tensor, *others: Any, **named: Any) -> tuple[torch.Tensor]:
+    return (hidden,)
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_a_cut_model_is_the_source_without_the_other_layers(family: str, saved: Any, tmp_path: Path) -> None:
+    source = saved(family)
+    layers = [0, 2] if family == "umt5" else [1, 3]
+    trainable = build_model(section(source=source, layers=layers), None, 0)
+    model: Any = trainable.model
+    assert model.config.num_hidden_layers == 2
+    trainable.save(tmp_path / "cut")
+    again = load_model(str(tmp_path / "cut"))
+    torch.testing.assert_close(logits(again), logits(model), rtol=0, atol=0)
+    assert written(again) == written(model)
+    whole: Any = load_model(source)
+    if not whole.config.is_encoder_decoder:  # the source itself, with the other layers made to do nothing
+        found = next(part for part in whole.modules() if isinstance(part, torch.nn.ModuleList) and len(part) == 4)
+        for number in {0, 1, 2, 3} - set(layers):
+            found[number].forward = _nothing_in_a_tuple if family == "gpt_neo" else _nothing
+        torch.testing.assert_close(logits(model), logits(whole), rtol=1e-6, atol=1e-6)
+    if family in ("qwen2", "qwen3"):
+        assert model.config.layer_types == ["sliding_attention"] * 2
+    if family == "gpt_neo":
+        assert model.config.attention_layers == ["local", "local"]
+    if family in ("qwen2", "qwen3", "gpt_neo"):
+        return  # decoding goes no further than a window
+    target = wrap_model(load_model(source))
+    method = build_method("speculative", Parts(drafter=wrap_model(model)), Sampling(), gamma=3)
+    steps = list(generate(target, *method, TOKENS.tolist(), Limits(10), Sampling(), Rng.for_rows(0, 1)))
+    assert [token for step in steps for token in step.new_ids[0]][:10] == written(load_model(source))
+
+
+def test_a_cut_t5_keeps_positions_and_both_sides(saved: Any) -> None:
+    source: Any = load_model(saved("t5"))
+    cut: Any = cut_layers(source, [1, 2], "t5")
+    for side in ("encoder", "decoder"):
+        mine, theirs = getattr(cut, side).block, getattr(source, side).block
+        first = theirs[0].layer[0].SelfAttention.relative_attention_bias.weight
+        assert torch.equal(mine[0].layer[0].SelfAttention.relative_attention_bias.weight, first)
+        assert torch.equal(mine[1].layer[0].SelfAttention.q.weight, theirs[2].layer[0].SelfAttention.q.weight)
+        assert [block.layer[0].SelfAttention.layer_idx for block in mine] == [0, 1]
+    assert cut.config.num_layers == cut.config.num_decoder_layers == 2
+
+
+def test_layers_that_are_not_there_are_refused(saved: Any) -> None:
+    with pytest.raises(ValueError, match=r"`layers` has 4, and .*llama.* has 4 layers, 0 to 3"):
+        build_model(section(source=saved("llama"), layers=[0, 4]), None, 0)
+    with pytest.raises(ValueError, match=r"has 3, and .* has 3 layers"):  # of its decoder
+        build_model(section(source=saved("umt5"), layers=[0, 3]), None, 0)
+    # Which of its layers have experts is said by their numbers, which cutting changes.
+    numbered = random_model("qwen2_moe", mlp_only_layers=[1])
+    with pytest.raises(ValueError, match=r"it \(qwen2_moe\) cannot be cut to layers \[1, 2\]"):
+        cut_layers(numbered, [1, 2], "it")
+
+
+@pytest.mark.parametrize("tied", [False, True])
+@pytest.mark.parametrize("shards", [False, True])
+def test_embeddings_of_the_target_are_read_alone(
+    saved: Any, tmp_path: Path, tied: bool, shards: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    target = random_model("qwen2", 3, tie_word_embeddings=tied, num_hidden_layers=3, layer_types=KINDS[:3])
+    target.save_pretrained(tmp_path / "target", max_shard_size="5KB" if shards else "1GB")
+    assert len(list((tmp_path / "target").glob("*.safetensors"))) > shards
+    monkeypatch.setattr(models, "load_model", None)  # the target is never loaded
+    made = {"model_type": "llama", **LLAMA, "tie_word_embeddings": tied}
+    model: Any = build_model(section(config=made, embeddings="target"), str(tmp_path / "target"), 0).model
+    assert torch.equal(model.get_input_embeddings().weight, target.get_input_embeddings().weight)
+    assert torch.equal(model.lm_head.weight, target.get_output_embeddings().weight)
+    assert (model.lm_head.weight is model.get_input_embeddings().weight) == tied
+
+
+def test_embeddings_without_safetensors_names_come_from_the_loaded_target(
+    saved: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    target = random_model("llama", 4)
+    target.save_pretrained(tmp_path / "target")
+    folder = tmp_path / "target"
+    torch.save(target.state_dict(), folder / "pytorch_model.bin")
+    (folder / "model.safetensors").unlink()
+    made = section(config={"model_type": "llama", **LLAMA}, embeddings="target")
+    with pytest.raises(ValueError, match="DRAFTSMITH_UNPICKLE"):
+        build_model(made, str(folder), 0)
+    monkeypatch.setenv("DRAFTSMITH_UNPICKLE", "1")
+    model: Any = build_model(made, str(folder), 0).model
+    assert torch.equal(model.lm_head.weight, target.lm_head.weight)
+
+
+def test_embeddings_that_do_not_fit_are_refused(saved: Any) -> None:
+    target = saved("llama", 2, hidden_size=24)
+    made = {"model_type": "llama", **LLAMA}
+    with pytest.raises(ValueError, match=r"token embeddings .* differ in size: 40 x 16 and 40 x 24"):
+        build_model(section(config=made, embeddings="target"), target, 0)
+    with pytest.raises(ValueError, match=r"one matrix for both .* give it `tie_word_embeddings: false`"):
+        build_model(section(config=made | {"tie_word_embeddings": True}, embeddings="target"), saved("llama"), 0)
+
+
+@pytest.mark.parametrize("family", ["llama", "gpt2", "t5"])
+@pytest.mark.parametrize("recompute", [False, True])
+def test_frozen_embeddings_stay(family: str, recompute: bool, saved: Any) -> None:
+    trainable = build_model(section(source=saved(family), freeze_embeddings=True), None, 0)
+    model: Any = trainable.model
+    before = {name: weight.clone() for name, weight in model.state_dict().items()}
+    losses = train_some_steps(trainable, recompute)
+    assert losses[-1] < losses[0]
+    frozen = {id(model.get_input_embeddings().weight), id(model.get_output_embeddings().weight)}
+    for name, weight in model.named_parameters():
+        assert torch.equal(weight, before[name]) == (id(weight) in frozen), name
+    assert trainable.shapes()["trained_parameters"] < trainable.shapes()["parameters"]
+
+
+@pytest.mark.parametrize("recompute", [False, True])
+@pytest.mark.parametrize("family", ["llama", "opt", "gpt_neox", "gpt2", "t5"])
+@pytest.mark.parametrize("export", ["merged", "adapter"])
+def test_files_of_lora_give_the_model_that_was_trained(
+    family: str, export: str, recompute: bool, saved: Any, tmp_path: Path
+) -> None:
+    source = saved(family)
+    lora = {"rank": 3, "alpha": 5.0, "dropout": 0.1, "export": export}
+    trainable = build_model(section(source=source, lora=lora), None, 1)
+    start = logits(load_model(source))
+    torch.testing.assert_close(logits(trainable.model), start, rtol=0, atol=0)  # an adapter begins as nothing
+    losses = train_some_steps(trainable, recompute)
+    assert losses[-1] < losses[0]
+    trained = logits(trainable.model)
+    assert (trained - start).abs().max() > 0.1
+    (tmp_path / "out").mkdir()
+    trainable.save(tmp_path / "out")
+    assert torch.equal(logits(trainable.model), trained), "saving must not change the model"
+    for loaded in (load_model(str(tmp_path / "out")), _by_transformers(tmp_path / "out", family)):
+        torch.testing.assert_close(logits(loaded), trained, rtol=2e-5, atol=2e-5)
+        if family not in ("gpt2", "t5", "opt"):
+            assert written(loaded) == written(trainable.model)
+    ours = load_model(str(tmp_path / "out"))
+    assert not any("lora" in name for name, _ in ours.named_parameters())
+    assert LeanLlama.covers(ours) == (family == "llama")
+    names = {path.name for path in (tmp_path / "out").iterdir()}
+    if export == "merged":
+        assert {"config.json", "model.safetensors"} <= names
+        assert trainable.shapes()["parameters"] == sum(p.numel() for p in ours.parameters())
+    else:
+        assert names == {"adapter_config.json", "adapter_model.safetensors"}
+        assert json.loads((tmp_path / "out" / "adapter_config.json").read_text())["base_model_name_or_path"] == source
+        assert trainable.shapes()["parameters"] == trainable.shapes()["trained_parameters"]
+
+
+def _by_transformers(folder: Path, family: str) -> Any:
+    maker = AutoModelForSeq2SeqLM if family == "t5" else AutoModelForCausalLM
+    return maker.from_pretrained(folder)
+
+
+@pytest.mark.parametrize("export", ["merged", "adapter"])
+@pytest.mark.parametrize("half", [False, True])
+def test_lora_is_merged_as_peft_does_and_from_a_state_given(
+    export: str, half: bool, saved: Any, tmp_path: Path
+) -> None:
+    lora = {"rank": 2, "targets": ["q_proj", "mlp.down_proj"], "export": export}
+    fields = {"source": saved("llama"), "lora": lora, "dtype": "bfloat16" if half else "float32"}
+    trainable = build_model(section(**fields), None, 1)
+    if not half:
+        train_some_steps(trainable)
+    with torch.no_grad():
+        for name, weight in trainable.model.named_parameters():
+            if "lora_B" in name:
+                assert weight.dtype == torch.float32, "adapters are trained in full precision"
+                weight.normal_(0.0, 0.2)
+    changed = {name.split(".lora_")[0][-9:] for name, _ in trainable.model.named_parameters() if "lora_" in name}
+    assert changed == {"tn.q_proj", "down_proj"}
+    state = {name: weight.detach().clone() for name, weight in trainable.model.state_dict().items()}
+    with torch.no_grad():
+        for name, weight in trainable.model.named_parameters():
+            if "lora_" in name:
+                weight.zero_()
+    (tmp_path / "out").mkdir()
+    trainable.save(tmp_path / "out", state)
+    assert not trainable.model.state_dict()["model.layers.0.self_attn.q_proj.lora_B.default.weight"].any()
+    trainable.model.load_state_dict(state)
+    expected = trainable.adapter.merge_and_unload()
+    found = load_model(str(tmp_path / "out"), dtype=trainable.model.dtype)
+    for (name, mine), theirs in zip(found.named_parameters(), expected.parameters(), strict=True):
+        assert torch.equal(mine, theirs), name
+
+
+@pytest.mark.parametrize("family", ["llama", "gpt_neox", "t5"])
+def test_decoding_while_lora_trains_is_that_of_transformers(family: str, saved: Any) -> None:
+    target = load_model(saved(family, 5))
+    trainable = build_model(section(source=saved(family, 6), lora={"rank": 3, "dropout": 0.2}), None, 1)
+    plain = written(trainable.model)
+    train_some_steps(trainable)
+    trainable.model.train()  # as the loop leaves it
+    drafter = wrap_model(trainable.model, check=False)
+    wanted = written(trainable.model)
+    assert wanted != plain, "the adapter had no effect"
+    for model in (drafter, wrap_model(trainable.adapter)):
+        method = build_method("autoregressive", Parts(), Sampling())
+        steps = list(generate(model, *method, TOKENS.tolist(), Limits(10), Sampling(), Rng.for_rows(0, 1)))
+        assert [token for step in steps for token in step.new_ids[0]] == wanted
+    method = build_method("speculative", Parts(drafter=drafter), Sampling(), gamma=3)
+    steps = list(generate(wrap_model(target), *method, TOKENS.tolist(), Limits(10), Sampling(), Rng.for_rows(0, 1)))
+    assert [token for step in steps for token in step.new_ids[0]][:10] == written(target)
+
+
+def test_wrong_lora_is_refused(saved: Any) -> None:
+    source = saved("llama")
+    with pytest.raises(ValueError, match=r"has 'query_proj', .*Did you mean .*q_proj.* There are: down_proj, "):
+        build_model(section(source=source, lora={"targets": ["q_proj", "query_proj"]}), None, 0)
+    with pytest.raises(ValueError, match="has 'layers', and no linear layer"):
+        build_model(section(source=source, lora={"targets": ["layers"]}), None, 0)
+    with pytest.raises(ValueError, match="has 'lm_head', and no linear layer of the model that may be changed"):
+        build_model(section(source=saved("gpt2"), lora={"targets": ["lm_head"]}), None, 0)  # it is the embedding too
+    with pytest.raises(ValueError, match=r"export: adapter` is for .* use `export: merged`"):
+        build_model(section(source=source, layers=[0], lora={"export": "adapter"}), None, 0)
+    assert len(build_model(section(source=source, layers=[0, 1], lora={}), None, 0).model.model.layers) == 2
+
+
+def test_a_changed_output_projection_is_trained_and_merged(saved: Any, tmp_path: Path) -> None:
+    trainable = build_model(section(source=saved("llama"), lora={"targets": ["lm_head"]}), None, 0)
+    assert make_forward(trainable.model).weight_VD() is None, "the projection's weight is not all there is"
+    losses = train_some_steps(trainable)
+    assert losses[-1] < losses[0]
+    trainable.save(tmp_path / "out")
+    torch.testing.assert_close(logits(load_model(str(tmp_path / "out"))), logits(trainable.model), rtol=1e-5, atol=1e-5)
+
+
+def test_an_adapter_that_cannot_be_used_says_why(saved: Any, tmp_path: Path) -> None:
+    trainable = build_model(section(source=saved("llama"), lora={"export": "adapter"}), None, 0)
+    trainable.save(tmp_path)
+    settings = json.loads((tmp_path / "adapter_config.json").read_text())
+    (tmp_path / "adapter_config.json").write_text(json.dumps(settings | {"base_model_name_or_path": None}))
+    with pytest.raises(ValueError, match="does not say which model the adapter is for, got None"):
+        load_model(str(tmp_path))
+    other = {"base_model_name_or_path": saved("llama", 0, hidden_size=24)}
+    (tmp_path / "adapter_config.json").write_text(json.dumps(settings | other))
+    with pytest.raises(ValueError, match="does not fit the model"):
+        load_model(str(tmp_path))
+
+
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16", "float16"])
+def test_new_models_are_the_seed_s(dtype: str) -> None:
+    made = section(config={"model_type": "llama", **LLAMA}, dtype=dtype)
+    first, same, other = (build_model(made, None, seed).model for seed in (1, 1, 2))
+    assert first.dtype == getattr(torch, dtype)
+    assert torch.equal(first.lm_head.weight, same.lm_head.weight)
+    assert not torch.equal(first.lm_head.weight, other.lm_head.weight)
+
+
+def test_a_new_t5_starts_its_decoder_with_padding(tmp_path: Path) -> None:
+    trainable = build_model(section(config={"model_type": "t5", **T5}), None, 0)
+    assert make_forward(trainable.model).start_id == 0
+    trainable.save(tmp_path)
+    assert wrap_model(load_model(str(tmp_path))).start_id == 0
+
+
+@pytest.mark.parametrize(
+    ("config", "message"),
+    [
+        ({"model_type": "lama"}, "makes no model: .*lama"),
+        (
+            {"model_type": "llama", "hiden_size": 16},
+            r"field 'hiden_size' of llama\. Did you mean .*hidden_size",
+        ),
+        ({"model_type": "llama", "hidden_size": 16, "num_attention_heads": 3}, "makes no model"),
+        ({"model_type": "bart", "vocab_size": 40, "d_model": 16}, "encoder-decoders of type 'bart' are not supported"),
+    ],
+)
+def test_configurations_that_make_no_model(config: dict[str, Any], message: str) -> None:
+    with pytest.raises(ValueError, match=message):
+        build_model(section(config=config), None, 0)
+
+
+@pytest.mark.parametrize("fields", [{"config": {"model_type": "llama", **LLAMA}}, {"source": "llama"}])
+def test_kernels_that_are_not_there_are_named(fields: dict[str, Any], saved: Any) -> None:
+    if "source" in fields:
+        fields = {"source": saved("llama")}
+    if find_spec("flash_attn") is not None:
+        pytest.skip("it is there")
+    with pytest.raises(ValueError, match=r"FlashAttention2 .* doesn't seem to be installed"):
+        build_model(section(**fields, attention="flash_attention_2"), None, 0)
+    eager = build_model(section(**fields, attention="eager"), None, 0).model
+    assert eager.config._attn_implementation == "eager"
+    auto = build_model(section(**fields), None, 0).model
+    assert auto.config._attn_implementation == "sdpa"
+
+
+def test_sources_and_vocabularies_are_checked(saved: Any) -> None:
+    model = load_trainable(saved("t5"))
+    check_vocabulary(40, model, "it")
+    with pytest.raises(ValueError, match="the tokenizer has 41 tokens, and it has embeddings for 40"):
+        check_vocabulary(41, model, "it")
+    with pytest.raises(ValueError, match=r"is an encoder-decoder \(t5\), and a decoder is needed"):
+        load_trainable(saved("t5"), decoder=True)
+    with pytest.raises(ValueError, match="there is no model folder"):
+        build_model(section(source="runs/nowhere"), None, 0)
+
+
+def test_without_peft_lora_says_what_to_install(saved: Any) -> None:
+    script = f"""
+import sys
+sys.modules["peft"] = None
+from draftsmith.recipes.models import build_model
+from draftsmith.recipes.training import ModelSection
+try:
+    build_model(ModelSection(source={saved("llama")!r}, lora={{}}), None, 0)
+except ValueError as error:
+    print(error)
+"""
+    done = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, check=True, timeout=120)
+    assert done.stdout == "`model.lora` needs peft: pip install draftsmith[train]\n"
