@@ -137,9 +137,9 @@ CHILD = """
 import json, resource, sys
 limit = int(sys.argv[1]) * 1_000_000
 resource.setrlimit(resource.RLIMIT_DATA, (limit, limit))
-from draftsmith.data.prepared import prepare
-from draftsmith.data.reading import read_conversations
-from draftsmith.data.templates import get_template
+from draftsmith.data.blocks.prepared import prepare
+from draftsmith.data.sources.reading import read_conversations
+from draftsmith.data.rendering.templates import get_template
 from draftsmith.data.tokenizers import load_tokenizer
 def peak():  # ru_maxrss would hold the parent's
     with open("/proc/self/status") as status:

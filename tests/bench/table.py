@@ -121,7 +121,7 @@ CHILD = """
 import json, sys, time
 from pathlib import Path
 import numpy as np
-from draftsmith.train.counting import PairCounter, counted
+from draftsmith.train.table.counting import PairCounter, counted
 VOCAB, BATCH, LENGTH = 32000, 1 << 20, 1000
 folder, tokens = Path(sys.argv[1]), int(sys.argv[2])
 def peak(process):

@@ -377,7 +377,7 @@ def test_a_line_for_which_there_is_no_room_leaves_nothing_behind(tmp_path: Path)
 
 WORK = """
 import asyncio, hashlib, sys
-from draftsmith.data.reading import read_conversations
+from draftsmith.data.sources.reading import read_conversations
 from draftsmith.data.regeneration import Answer, Store, regenerate
 
 async def answer(questions):

@@ -165,7 +165,7 @@ def hub(tmp_path: Path, load_script: Callable[[Path], ModuleType]) -> Iterator[A
 
 RESOLVE = """
 import sys
-from draftsmith.checkpoints.sources import resolve
+from draftsmith.checkpoints.artifact.locate import resolve
 for line in sys.stdin:
     place, kind = line.split()
     try:

@@ -165,7 +165,7 @@ import os, signal, sys
 from dataclasses import replace
 from pathlib import Path
 from draftsmith.checkpoints.export import export_artifact
-from draftsmith.checkpoints.export_heads import HEADS_FORMATS
+from draftsmith.checkpoints.export.heads import HEADS_FORMATS
 medusa = HEADS_FORMATS[0]
 kill = lambda *rest: os.kill(os.getpid(), signal.SIGKILL)
 export_artifact(Path(sys.argv[1]), "medusa", Path(sys.argv[2]), {"medusa": replace(medusa, compare=kill)})

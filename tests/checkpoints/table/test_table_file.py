@@ -104,7 +104,7 @@ LIMITED = """
 import resource, sys
 import numpy as np
 from pathlib import Path
-from draftsmith.checkpoints.table_file import write_table
+from draftsmith.checkpoints.table.file import write_table
 def peak():
     with open("/proc/self/status") as status:
         return next(int(line.split()[1]) for line in status if line.startswith("VmHWM"))

@@ -169,7 +169,7 @@ def test_a_checkpoint_is_weights_and_moments():
 def test_free_memory_is_what_the_tightest_limit_leaves():
     script = """
 import json, resource, torch
-from draftsmith.train.probe import free_bytes
+from draftsmith.train.plan.probe import free_bytes
 found = [free_bytes(torch.device("cpu"))]
 for limit in (resource.RLIMIT_AS, resource.RLIMIT_DATA):
     used = dict(line.split(":") for line in open("/proc/self/status"))
@@ -190,7 +190,7 @@ print(json.dumps(found))
 def test_the_watch_sees_memory_that_is_given_back():
     script = """
 import json, torch
-from draftsmith.train.probe import MemoryWatch
+from draftsmith.train.plan.probe import MemoryWatch
 torch.ones(1)
 watch = MemoryWatch(torch.device("cpu"))
 found = [watch.peak()]

@@ -192,7 +192,7 @@ def hub(tmp_path: Path, load_script: Callable[[Path], ModuleType]) -> Iterator[A
 
 FETCH = """
 import sys
-from draftsmith.recipes.import_heads import import_heads
+from draftsmith.recipes.commands.artifacts.import_heads import import_heads
 from pathlib import Path
 for line in sys.stdin:
     name, unpickle, out = line.split()

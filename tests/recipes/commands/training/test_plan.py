@@ -285,14 +285,14 @@ REAL = {"vocab_size": 8000, "hidden_size": 512, "intermediate_size": 1408, "num_
 REAL_RUN = """
 import json, sys
 from dataclasses import asdict
-from draftsmith.recipes.loading import load_recipe
-from draftsmith.recipes.plan import plan_recipe
+from draftsmith.recipes.schema.loading import load_recipe
+from draftsmith.recipes.commands.training.plan import plan_recipe
 print(json.dumps(asdict(plan_recipe(load_recipe(sys.argv[1], sys.argv[2:]))), default=str))
 """
 TRAINED = """
 import sys
-from draftsmith.recipes.loading import load_recipe
-from draftsmith.recipes.run import run_train
+from draftsmith.recipes.schema.loading import load_recipe
+from draftsmith.recipes.commands.training.train import run_train
 run_train(load_recipe(sys.argv[1], sys.argv[2:]))
 with open("/proc/self/status") as status:  # ru_maxrss would hold the parent's
     print(1024 * next(int(line.split()[1]) for line in status if line.startswith("VmHWM")))
