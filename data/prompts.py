@@ -18,7 +18,7 @@ _NAMED_PASSED_OVER = 20  # of prompts that were too long; of the others only the
 
 
 @dataclass
-class PassedOver:
+class SkippedPrompts:
     """Prompts that were read and not asked, up to the last that was."""
 
     too_long: list[str] = field(default_factory=list)
@@ -49,7 +49,7 @@ def load_prompts(
     *,
     path: str | None = None,
     groups: Sequence[str] | None = None,
-    passed_over: PassedOver | None = None,
+    passed_over: SkippedPrompts | None = None,
 ) -> list[tuple[Prompt, list[int]]]:
     """Questions of an evaluation set or of conversations, each with its token ids as the template presents them for
     generation, in the order of the set. Of a set with fixed groups each group gives as many as the others, as far as
@@ -61,7 +61,7 @@ def load_prompts(
     """
     encode = prompt_renderer(get_template(template, tokenizer), tokenizer)
     lengths: list[int] = []
-    passed = PassedOver() if passed_over is None else passed_over
+    passed = SkippedPrompts() if passed_over is None else passed_over
 
     def short_enough() -> Iterator[tuple[Prompt, list[int]]]:
         for prompt in read_prompts(source, path=path, groups=groups, skipped=passed.skipped):

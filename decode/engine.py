@@ -111,7 +111,7 @@ class Proposer(ABC):
     """Grows a token tree from a context."""
 
     @abstractmethod
-    def room(self, limits: Limits) -> tuple[int, int]:
+    def capacity(self, limits: Limits) -> tuple[int, int]:
         """The most nodes of a proposal, the root included (slots that the cache must have), and how far its deepest
         node may reach beyond the last token that is kept (positions that the models must have)."""
 
@@ -164,7 +164,7 @@ class Context:
     """The committed tokens of a batch, and what the target computed for them.
 
     Args:
-        room: what `Proposer.room` says.
+        room: what `Proposer.capacity` says.
 
     Raises:
         ValueError: see `generate`.
@@ -349,7 +349,7 @@ def generate(
     warping = {"probabilities": sampling, "unwarped": Sampling(temperature=1.0), "logits": None}[verifier.judges]
     mark: Callable[[str], None] = profile.mark if profile else lambda phase: None
     with torch.inference_mode():
-        context = Context(target, prompts, limits, sampling, rng, proposer.room(limits))
+        context = Context(target, prompts, limits, sampling, rng, proposer.capacity(limits))
         proposer.start(context)
     try:
         while not all(context.ended):

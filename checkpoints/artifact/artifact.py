@@ -9,12 +9,12 @@ from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any, TypeVar
 
-from ..storage.atomic import left_aside, steady, whole_folder
+from ..storage.atomic import atomic_dir, left_aside, read_consistent
 from ..storage.names import MANIFEST_FILE
 from ..storage.safe_read import file_hash, files_of, is_blob, name_fault, read_text, shown
 from .card import model_card
 from .fingerprints import model_fingerprint, tokenizer_fingerprint
-from .manifest import KINDS, MAX_MANIFEST_BYTES, SCHEMA_VERSION, Manifest, library_versions, plain, record_fault
+from .manifest import KINDS, MAX_MANIFEST_BYTES, SCHEMA_VERSION, Manifest, library_versions, record_fault, to_json_safe
 
 __all__ = [
     "MANIFEST_FILE",
@@ -27,8 +27,8 @@ __all__ = [
     "load_manifest",
     "model_fingerprint",
     "open_artifact",
-    "plain",
     "save_artifact",
+    "to_json_safe",
     "tokenizer_fingerprint",
     "verify_artifact",
 ]
@@ -61,7 +61,7 @@ def save_artifact(
     """Write an artifact to `out_dir`, replacing one that stands there; a reader sees the old or the new, never a part.
 
     Everything is written to a hidden folder beside `out_dir`, flushed to the disk and then renamed, see
-    `folders.whole_folder`. Where anything fails, that folder is removed, what stood at `out_dir` stays, and the error
+    `folders.atomic_dir`. Where anything fails, that folder is removed, what stood at `out_dir` stays, and the error
     goes on to the caller.
 
     Args:
@@ -87,24 +87,24 @@ def save_artifact(
         kind=kind,
         vocab_size=int(vocab_size),
         tokenizer_fingerprint=tokenizer_fingerprint,
-        target=plain(target),
-        shapes=plain(shapes),
-        recipe=plain(recipe),
-        data=plain(data),
-        training=plain(training),
-        evaluation=plain(evaluation),
+        target=to_json_safe(target),
+        shapes=to_json_safe(shapes),
+        recipe=to_json_safe(recipe),
+        data=to_json_safe(data),
+        training=to_json_safe(training),
+        evaluation=to_json_safe(evaluation),
         versions=library_versions(),
         files={},
         created=datetime.now(UTC).isoformat(timespec="seconds"),
-        command=plain(command),
-        export=plain(export),
+        command=to_json_safe(command),
+        export=to_json_safe(export),
     )
     return _write_all(out, manifest, write, card)
 
 
 def _write_all(out: Path, manifest: Manifest, write: Callable[[Path], None], card: str | None) -> Manifest:
     """Write to a hidden folder beside `out` and put it in place; the manifest with the files' hashes."""
-    with whole_folder(out) as unfinished:
+    with atomic_dir(out) as unfinished:
         write(unfinished)
         assert any(unfinished.iterdir()), "write left no files"
         assert not (unfinished / MANIFEST_FILE).exists(), f"{MANIFEST_FILE} is written here, not by `write`"
@@ -130,7 +130,7 @@ def load_manifest(directory: Path, kind: str | None = None) -> Manifest:
             an export for other programs.
     """
     directory = Path(directory)
-    manifest = steady(directory, lambda: _read_manifest(directory))
+    manifest = read_consistent(directory, lambda: _read_manifest(directory))
     if kind is not None and manifest.kind != kind:
         raise ValueError(f"{directory} holds an artifact of kind {manifest.kind!r}, expected {kind!r}")
     if kind is not None and manifest.export is not None and not manifest.export["native"]:
@@ -188,7 +188,7 @@ def verify_artifact(directory: Path, kind: str | None = None) -> Manifest:
             raise ValueError("; ".join(faults[:_FAULTS_SHOWN] + more))
         return manifest
 
-    return steady(directory, verify)
+    return read_consistent(directory, verify)
 
 
 def open_artifact(directory: Path, load: Callable[[Path], Loaded], kind: str | None = None) -> tuple[Manifest, Loaded]:
@@ -201,7 +201,7 @@ def open_artifact(directory: Path, load: Callable[[Path], Loaded], kind: str | N
         ValueError, OSError: what `verify_artifact` and `load` raise.
     """
     directory = Path(directory)
-    return steady(directory, lambda: (verify_artifact(directory, kind), load(directory)))
+    return read_consistent(directory, lambda: (verify_artifact(directory, kind), load(directory)))
 
 
 def file_faults(directory: Path, manifest: Manifest) -> list[str]:

@@ -18,7 +18,7 @@ CONFIG_FILE = "tokenizer_config.json"
 TEMPLATE_FILE = "chat_template.jinja"
 
 
-def mend_model(folder: Path) -> None:
+def patch_model(folder: Path) -> None:
     """Write rotary positions into a folder's `config.json` where older readers look for them, too. Newer ones load the
     same from it.
 
@@ -49,10 +49,10 @@ def _rotary(model_type: Any, rope: dict[str, Any]) -> dict[str, Any]:
 def save_tokenizer(tokenizer: Any, folder: Path) -> None:
     """`save_pretrained`, for older readers too."""
     tokenizer.save_pretrained(folder)
-    mend_tokenizer(folder)
+    patch_tokenizer(folder)
 
 
-def mend_tokenizer(folder: Path) -> None:
+def patch_tokenizer(folder: Path) -> None:
     """Rewrite a folder's `tokenizer_config.json` where older readers would refuse it. Newer ones load the same from it.
 
     Only that of a `tokenizer.json`: other tokenizers (sentencepiece's) keep their files as they are.

@@ -15,7 +15,7 @@ from safetensors import safe_open
 from torch import nn
 from transformers import AutoConfig
 
-from ..storage.atomic import steady
+from ..storage.atomic import read_consistent
 from ..storage.names import PREFIX
 from ..storage.safe_read import UNREADABLE, open_file, read_json
 
@@ -74,7 +74,7 @@ def model_fingerprint(model_or_dir: nn.Module | Path | str) -> str:
         )
     else:
         directory = Path(model_or_dir)
-        config, tensors = steady(directory, lambda: (_config(directory), list(_file_samples(directory))))
+        config, tensors = read_consistent(directory, lambda: (_config(directory), list(_file_samples(directory))))
     text_config = config.get_text_config(decoder=True)
     settings = {key: getattr(text_config, key, None) for key in _CONFIG_KEYS}
     samples, embeddings = list[str](), set[str]()

@@ -196,7 +196,7 @@ def _brief(value: Any) -> str:
     return text if len(text) <= _LONGEST_SHOWN else text[:_LONGEST_SHOWN] + "…"
 
 
-def plain(value: Any) -> Any:
+def to_json_safe(value: Any) -> Any:
     """A value as JSON can hold it, without secrets.
 
     Paths become text, tuples and sets lists, array scalars numbers; numbers that are not finite become null. Text under

@@ -10,7 +10,7 @@ from typing import Any
 
 import yaml
 
-from .manifest import plain
+from .manifest import to_json_safe
 
 _MARKED = re.compile(r"([\\`*_{}\[\]#|~$@]|:(?=//)|(?<=www)\.)", re.IGNORECASE)
 _ENTITIES = {"&": "&amp;", "<": "&lt;", ">": "&gt;"}
@@ -24,8 +24,8 @@ def text(value: Any) -> str:
 
     Folders of the machine that it was made on are left out: of a path the last part stays.
     """
-    whole = _WHOLE_PATH.fullmatch(str(plain(value)))
-    line = _one_line(whole[1] if whole else public(str(plain(value))))
+    whole = _WHOLE_PATH.fullmatch(str(to_json_safe(value)))
+    line = _one_line(whole[1] if whole else public(str(to_json_safe(value))))
     line = line if len(line) <= _LONGEST else line[:_LONGEST] + "…"
     return _escaped(line)
 
@@ -47,7 +47,7 @@ def paths_in(value: str) -> list[str]:
 
 def fenced(code: str, language: str) -> list[str]:
     """Lines of a block of code; no backticks in it can end it, and it holds no secret."""
-    code = str(plain(code))
+    code = str(to_json_safe(code))
     longest = max((len(run) for run in re.findall(r"`+", code)), default=0)
     fence = "`" * max(3, longest + 1)
     return [f"{fence}{language}", *map(_shown, code.splitlines()), fence]
@@ -55,7 +55,7 @@ def fenced(code: str, language: str) -> list[str]:
 
 def span(value: str) -> str:
     """A text in a line of Markdown as code: whole, with no backtick in it that could end it."""
-    line = _shown(str(plain(value)))
+    line = _shown(str(to_json_safe(value)))
     ticks = "`" * (max((len(run) for run in re.findall(r"`+", line)), default=0) + 1)
     space = " " if line.startswith("`") or line.endswith("`") else ""
     return f"{ticks}{space}{line}{space}{ticks}"
@@ -63,13 +63,13 @@ def span(value: str) -> str:
 
 def python(value: str) -> str:
     """A text as Python has it, on one line. (JSON alone writes a character above U+FFFF as two that are none.)"""
-    found = json.dumps(str(plain(value)), ensure_ascii=False)
+    found = json.dumps(str(to_json_safe(value)), ensure_ascii=False)
     return "".join(one if one.isprintable() else one.encode("unicode_escape").decode() for one in found)
 
 
 def shell(value: str) -> str:
     """A model's name as an argument in bash, on one line; never an option."""
-    value = str(plain(value))
+    value = str(to_json_safe(value))
     value = f"./{value}" if value.startswith("-") else value
     if value.isprintable():
         return shlex.quote(value)
@@ -97,9 +97,9 @@ def head(values: Mapping[str, str | Sequence[str] | None]) -> list[str]:
     kept: dict[str, str | list[str]] = {}
     for key, value in values.items():
         if isinstance(value, str):
-            kept[key] = _one_line(str(plain(value)))
+            kept[key] = _one_line(str(to_json_safe(value)))
         elif value:
-            kept[key] = [_one_line(str(plain(each))) for each in value]
+            kept[key] = [_one_line(str(to_json_safe(each))) for each in value]
     lines = yaml.safe_dump(kept, sort_keys=False, allow_unicode=True, width=1 << 20).splitlines()
     return ["---", *lines, "---", ""]
 

@@ -15,7 +15,7 @@ from safetensors.torch import load_file
 from torch import Tensor
 from transformers import AutoTokenizer, GenerationConfig
 
-from ..artifact.compat import mend_model, mend_tokenizer
+from ..artifact.compat import patch_model, patch_tokenizer
 from ..artifact.fingerprints import tokenizer_fingerprint
 from ..artifact.locate import at_revision
 from ..artifact.markdown import python, span
@@ -115,8 +115,8 @@ def _copy(source: Source, folder: Path, names: list[str]) -> None:
     for name in names:
         (folder / name).parent.mkdir(parents=True, exist_ok=True)
         shutil.copyfile(source.folder / name, folder / name)
-    mend_tokenizer(folder)
-    mend_model(folder)
+    patch_tokenizer(folder)
+    patch_model(folder)
 
 
 def write_whole(source: Source, folder: Path) -> None:

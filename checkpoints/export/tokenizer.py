@@ -5,7 +5,7 @@ from __future__ import annotations
 import shutil
 from pathlib import Path
 
-from ..artifact.compat import CONFIG_FILE, TEMPLATE_FILE, mend_tokenizer, read_config, write_config
+from ..artifact.compat import CONFIG_FILE, TEMPLATE_FILE, patch_tokenizer, read_config, write_config
 from ..artifact.locate import settings_of
 from .drafter import compare_tokenizers, has_tokenizer
 from .target import load_tokenizer
@@ -32,7 +32,7 @@ def write_tokenizer(target: str, folder: Path) -> None:
     # else its class is that of the model beside it, and beside the copy there is another
     config.setdefault("tokenizer_class", type(load_tokenizer(str(place))).__name__)
     write_config(folder / CONFIG_FILE, config)
-    mend_tokenizer(folder)
+    patch_tokenizer(folder)
 
 
 def compare_tokenizer(target: str, folder: Path) -> list[str]:

@@ -12,7 +12,7 @@ import torch
 from safetensors.torch import save_file
 from torch import Tensor
 
-from ..storage.atomic import steady
+from ..storage.atomic import read_consistent
 from ..storage.names import CONFIG_FILE, HEADS_FILE
 from ..storage.places import split_revision
 from .layouts import read_heads
@@ -93,7 +93,7 @@ def load_heads(
         ValueError: no such file, a pickled one without `unpickle`, not heads of these forms, or tensors whose shapes do
             not fit each other.
     """
-    stored = steady(Path(directory), lambda: read_heads(Path(directory), unpickle=unpickle))
+    stored = read_consistent(Path(directory), lambda: read_heads(Path(directory), unpickle=unpickle))
     for disagreement in stored.disagreements:
         warnings.warn(disagreement, stacklevel=2)
     heads = stored.build().to(device=device, dtype=dtype).requires_grad_(True).eval()

@@ -16,7 +16,7 @@ from functools import partial
 from pathlib import Path
 from typing import Any, TypeVar
 
-from ..artifact.manifest import REDACTED, plain
+from ..artifact.manifest import REDACTED, to_json_safe
 
 _T = TypeVar("_T")
 
@@ -405,6 +405,6 @@ def _safe(text: str) -> str:
     from huggingface_hub import get_token
 
     token = get_token()
-    text = str(plain(text if token is None else text.replace(token, REDACTED)))
+    text = str(to_json_safe(text if token is None else text.replace(token, REDACTED)))
     line = " ".join("".join(character if character.isprintable() else " " for character in text).split())
     return line if len(line) <= _LONGEST_WORDS else line[:_LONGEST_WORDS] + "…"

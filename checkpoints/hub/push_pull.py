@@ -15,7 +15,7 @@ from typing import NamedTuple
 
 from ..artifact.artifact import CARD_FILE, check_replaceable, file_faults, load_manifest, verify_artifact
 from ..artifact.manifest import MAX_MANIFEST_BYTES, SECRET_VALUE, Manifest, record_fault
-from ..storage.atomic import whole_folder
+from ..storage.atomic import atomic_dir
 from ..storage.names import MANIFEST_FILE
 from ..storage.places import check_repository_name, check_revision
 from ..storage.safe_read import read_text
@@ -237,7 +237,7 @@ def pull(hub: Hub, repo: str, out: Path, revision: str | None = None, *, replace
         raise HubError(f"{repo}: {MANIFEST_FILE} cannot be read: {error}") from error
     if _stands(out, manifest, replace_other):
         return Pulled(manifest, found.commit, is_new=False)
-    with whole_folder(out) as unfinished:
+    with atomic_dir(out) as unfinished:
         _fetch(hub, repo, found, manifest, unfinished)
         _stands(out, manifest, replace_other)  # again: fetching may have taken minutes
     return Pulled(manifest, found.commit, is_new=True)

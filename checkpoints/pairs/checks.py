@@ -14,7 +14,7 @@ from ..artifact.artifact import file_faults
 from ..artifact.fingerprints import tokenizer_fingerprint
 from ..storage.places import here
 from ..verify.model_files import Fit
-from ..verify.tensors import in_words
+from ..verify.tensors import describe
 from .sides import BUT, CONSUMERS, REFUSED, Diagnosis, Effect, Finding, Side, both
 from .tokenizers import end_ids, tokenizer_findings, wrapped_by
 
@@ -173,7 +173,7 @@ def _tensors_of(side: Side, name: str) -> Iterator[Finding]:
         (MORE_TENSORS, Fit(extra=side.fit.extra), more, {}),
     )
     for check, fit, what, effects in parts:
-        if shown := "; ".join(in_words(fit, "it")):
+        if shown := "; ".join(describe(fit, "it")):
             values = (shown, "–") if name == "target" else ("–", shown)
             yield Finding(check, f"the {name}'s weights {what}", *values, effects)
 

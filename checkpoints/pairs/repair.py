@@ -16,13 +16,13 @@ from torch import Tensor
 from transformers import AutoConfig
 
 from ..artifact.artifact import file_faults, save_artifact
-from ..artifact.compat import mend_model, mend_tokenizer
+from ..artifact.compat import patch_model, patch_tokenizer
 from ..artifact.fingerprints import tokenizer_fingerprint
 from ..artifact.locate import target_record
 from ..storage.names import MANIFEST_FILE
 from ..storage.safe_read import copy_files, read_json
 from ..verify.model_files import Fit, model_class, only_safetensors
-from ..verify.tensors import in_words
+from ..verify.tensors import describe
 from .checks import other_fingerprint
 from .sides import KEPT_FILES, TOKENIZER_FILES, WEIGHTS, Finding, Side, find_folder
 from .speculation import generation_settings, speculation, write_settings
@@ -64,7 +64,7 @@ def repair(
             without some of its tensors, or with links in place of files; nothing that could be repaired.
     """
     _check_place(out, target, drafter)
-    if wrong := "; ".join(in_words(replace(drafter.fit, extra=()), drafter.source)):
+    if wrong := "; ".join(describe(replace(drafter.fit, extra=()), drafter.source)):
         raise ValueError(f"nothing repairs that {wrong}")
     plan = plan_repairs(target, drafter, findings)
     weights = whole or find_folder(drafter.source, [WEIGHTS, "*.json", *TOKENIZER_FILES, *KEPT_FILES])
@@ -108,7 +108,7 @@ def plan_repairs(target: Side, drafter: Side, findings: Iterable[Finding]) -> Re
     plan, found = Repairs(), {finding.check for finding in findings}
     _plan_rows(plan, target, drafter)
     _plan_positions(plan, target, drafter)
-    if extra := "; ".join(in_words(Fit(extra=drafter.fit.extra), "the drafter")):
+    if extra := "; ".join(describe(Fit(extra=drafter.fit.extra), "the drafter")):
         plan.done.append(f"{extra}: left out")
     if plan.same_tokens and found & {*_OF_TOKENIZERS, *_LEARNT}:
         plan.done.append("tokenizer, chat template and special ids: the target's")
@@ -197,8 +197,8 @@ def _write(plan: Repairs, target: Side, drafter: Side, weights: Path, folder: Pa
     for one in dict.fromkeys((weights, drafter.folder)):  # a merged adapter's come before those of its model
         copy_files(one, folder, KEPT_FILES)
     copy_files(target.folder if plan.same_tokens else weights, folder, TOKENIZER_FILES)
-    mend_tokenizer(folder)
-    mend_model(folder)
+    patch_tokenizer(folder)
+    patch_model(folder)
     _write_settings(plan, target, drafter, folder)
 
 

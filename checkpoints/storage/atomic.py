@@ -36,7 +36,7 @@ a writer's renames and the beginning of the next one's."""
 
 
 @contextmanager
-def whole_file(path: Path) -> Iterator[IO[bytes]]:
+def atomic_file(path: Path) -> Iterator[IO[bytes]]:
     """A file to write. It stands at `path`, on the disk, when the block ends; where that fails, what stood there stays.
     Its folder is made.
 
@@ -57,12 +57,12 @@ def whole_file(path: Path) -> Iterator[IO[bytes]]:
 
 
 @contextmanager
-def whole_folder(out: Path) -> Iterator[Path]:
+def atomic_dir(out: Path) -> Iterator[Path]:
     """An empty folder to write to. It stands at `out`, on the disk, when the block ends, in place of what stood there;
     where that fails, this stays. Of two writers at once the last one wins.
 
     A reader finds the former or the new folder at every moment where the system can swap two folders in one step (Linux
-    on most file systems). Elsewhere nothing stands at `out` between two renames, which `steady` waits for.
+    on most file systems). Elsewhere nothing stands at `out` between two renames, which `read_consistent` waits for.
 
     The folder's name is `.NAME.HOST-….saving`, and what is moved aside ends in `.old`. A writer holds a lock on its
     own, so that those of killed writers are told apart: they are removed here, or put back if nothing stands at `out`.
@@ -86,7 +86,7 @@ def whole_folder(out: Path) -> Iterator[Path]:
         os.close(lock)
 
 
-def steady(folder: Path, read: Callable[[], Found]) -> Found:
+def read_consistent(folder: Path, read: Callable[[], Found]) -> Found:
     """What `read` finds in a folder that writers may replace at any time: all of one state of it. Where it was replaced
     meanwhile, it is read again.
 
@@ -296,13 +296,13 @@ def _exchange(first: Path, second: Path) -> bool:
     raise OSError(code, os.strerror(code), str(first), None, str(second))
 
 
-def write_whole(path: Path, text: str) -> None:
+def atomic_text(path: Path, text: str) -> None:
     """Write a file in UTF-8, whole and on the disk, or leave what stood there; its folder is made.
 
     Raises:
         OSError: the disk is full, or the like; names the file.
     """
-    with whole_file(path) as out:
+    with atomic_file(path) as out:
         out.write(text.encode())
 
 

@@ -15,7 +15,7 @@ from typing import IO, Any
 import numpy as np
 from numpy.typing import NDArray
 
-from ..storage.atomic import whole_file
+from ..storage.atomic import atomic_file
 from .runs import Ints, Run, key_dtype
 
 MAX_COUNT = 2**31 - 1
@@ -55,7 +55,7 @@ def write_table(
     path = Path(path)
     counts = path.with_name(f".{path.name}.{os.getpid()}.counts")
     try:
-        with whole_file(path) as out, counts.open("wb+") as aside:
+        with atomic_file(path) as out, counts.open("wb+") as aside:
             _stream(out, aside, vocab_size, parts, sums, texts)
     finally:
         counts.unlink(missing_ok=True)

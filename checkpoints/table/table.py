@@ -17,7 +17,7 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from ..storage.atomic import steady
+from ..storage.atomic import read_consistent
 from ..storage.names import TABLE_FILE
 from .checks import check_range, read_tensors
 from .counts import CHUNK, BigramCounts, row_ranges, row_sums
@@ -204,7 +204,7 @@ class BigramTable(BigramCounts):
         Raises:
             ValueError: no such file, not a table, or one that contradicts itself: the file is named, and both sides.
         """
-        return steady(Path(directory), lambda: cls.read(Path(directory) / TABLE_FILE))
+        return read_consistent(Path(directory), lambda: cls.read(Path(directory) / TABLE_FILE))
 
     @classmethod
     def read(cls, path: Path, prefix: str = "") -> BigramTable:

@@ -13,7 +13,7 @@ from safetensors import safe_open
 from ..artifact.artifact import check_target, file_faults, load_manifest, verify_artifact
 from ..artifact.fingerprints import model_fingerprint, tokenizer_fingerprint
 from ..artifact.manifest import Manifest
-from ..storage.atomic import steady
+from ..storage.atomic import read_consistent
 from ..storage.names import CONFIG_FILE, HEADS_FILE, TABLE_FILE
 from ..storage.safe_read import check_safetensors, is_blob, read_json, shown
 from .tensors import tensor_faults
@@ -48,7 +48,7 @@ def find_faults(directory: Path, kind: str | None = None) -> tuple[Manifest | No
         faults += [*_kind_faults(directory, manifest), *_unreadable(directory, manifest)]
         return manifest, faults + tensor_faults(directory, manifest)
 
-    return steady(directory, find)
+    return read_consistent(directory, find)
 
 
 def target_faults(directory: Path, manifest: Manifest, target: Path, tokenizer: Any) -> list[str]:

@@ -88,7 +88,7 @@ def _model_faults(folder: Path) -> Iterator[str]:
         found = fit_to_model(config, shapes)
     except ValueError as error:
         raise ValueError(f"{folder}: {error}") from error
-    yield from in_words(replace(found, extra=()), f"{folder}")
+    yield from describe(replace(found, extra=()), f"{folder}")
 
 
 def _is_known(config: Path) -> bool:
@@ -99,7 +99,7 @@ def _is_known(config: Path) -> bool:
     return not isinstance(kind, str) or kind in CONFIG_MAPPING
 
 
-def in_words(found: Fit, what: str) -> Iterator[str]:
+def describe(found: Fit, what: str) -> Iterator[str]:
     """A sentence for each way in which tensors do not fit."""
     if found.lacking:
         yield f"{what} lacks {_some(found.lacking)} that its configuration declares"
@@ -152,7 +152,7 @@ def adapter_faults(folder: Path) -> list[str]:
     base = adapter_base(settings)
     if faults or base is None or here(base) is None or find_spec("peft") is None:
         return faults
-    return list(in_words(_fit_to_base(folder, base, shapes), f"{folder / ADAPTER_FILE}"))
+    return list(describe(_fit_to_base(folder, base, shapes), f"{folder / ADAPTER_FILE}"))
 
 
 def _fit_to_base(folder: Path, base: str, shapes: Shapes) -> Fit:

@@ -22,7 +22,7 @@ from transformers.generation import GenerateDecoderOnlyOutput, GenerateEncoderDe
 from ...checkpoints.artifact.artifact import MANIFEST_FILE, open_artifact
 from ...checkpoints.artifact.locate import model_source, resolve
 from ...checkpoints.heads.files import PredictionHeads, load_heads
-from ...checkpoints.storage.atomic import steady
+from ...checkpoints.storage.atomic import read_consistent
 from ...checkpoints.table.table import BigramTable
 from ..engine import generate
 from ..methods import Parts, build_method, method_options, needs_of
@@ -128,7 +128,7 @@ class CustomGenerate:
             ValueError: there is no such thing, or it is damaged, or its parts do not fit each other.
         """
         folder = resolve(source, revision=revision)
-        return steady(folder, lambda: cls._read(folder))
+        return read_consistent(folder, lambda: cls._read(folder))
 
     @classmethod
     def _read(cls, folder: Path) -> CustomGenerate:

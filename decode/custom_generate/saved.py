@@ -24,7 +24,7 @@ from ... import __version__
 from ...checkpoints.artifact.artifact import MANIFEST_FILE, verify_artifact
 from ...checkpoints.heads.files import PredictionHeads
 from ...checkpoints.heads.layouts import assemble_heads
-from ...checkpoints.storage.atomic import whole_folder
+from ...checkpoints.storage.atomic import atomic_dir
 from ...checkpoints.storage.places import check_repository_name, check_revision
 from ...checkpoints.storage.safe_read import (
     UNREADABLE,
@@ -84,7 +84,7 @@ def save_method(stored: StoredMethod, folder: Path) -> None:
         OSError: the disk is full or cannot be written.
     """
     _check_replaceable(folder)
-    with whole_folder(folder) as place:
+    with atomic_dir(folder) as place:
         write_method(stored, place)
         _check_replaceable(folder)  # again: writing may have taken minutes
 

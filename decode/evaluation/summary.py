@@ -17,7 +17,7 @@ from .quality import nearly_tied, perplexity_of, rouge_l, self_consistency, surp
 
 
 @dataclass(frozen=True)
-class Asked:
+class EvalPrompt:
     """A prompt, and what is known of it beside its tokens."""
 
     ids: Sequence[int]
@@ -66,7 +66,7 @@ class Summariser:
         self,
         target: LanguageModel,
         parts: Parts,
-        asked: Sequence[Asked],
+        asked: Sequence[EvalPrompt],
         runs: dict[str, Run],
         limits: Limits,
         *,

@@ -74,7 +74,7 @@ class LanguageModel(ABC):
         count = tokens_BM.shape[1]
         stop = start + count if stop is None else stop
         assert stop - start == count
-        cache.check_room(stop)
+        cache.check_capacity(stop)
         if tree is None or tree.is_chain:
             depth_BM = torch.arange(start, stop, device=self.device)[None]
             bias_BMn = None

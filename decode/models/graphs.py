@@ -213,7 +213,7 @@ class GraphedModel(LanguageModel):
             return self.model.extend(cache, tokens_BM, tree, start, stop)
         stop = start + count if stop is None else stop
         assert stop - start == count
-        cache.check_room(stop)
+        cache.check_capacity(stop)
         if tree is not None and tree.is_chain:
             tree = None
         # A power of two, so that the levels of a tree share a shape.

@@ -106,7 +106,7 @@ class KVCache:
         """Keys and values of the first `end` slots, [B, H, end, E], without a copy."""
         return self.keys[layer][:, :, :end], self.values[layer][:, :, :end]
 
-    def check_room(self, nodes: int) -> None:
+    def check_capacity(self, nodes: int) -> None:
         """Raises ValueError where `nodes` more tokens do not fit behind the longest row."""
         if max(self.lengths) + nodes > self.capacity:
             raise ValueError(

@@ -13,7 +13,7 @@ from transformers import AutoConfig, PreTrainedModel
 
 from ...checkpoints.artifact.artifact import inside
 from ...checkpoints.artifact.locate import at_revision
-from ...checkpoints.storage.atomic import steady
+from ...checkpoints.storage.atomic import read_consistent
 from ...checkpoints.storage.places import adapter_base
 from ...checkpoints.storage.safe_read import read_json
 from ...checkpoints.verify.model_files import (
@@ -155,7 +155,9 @@ def load_model(
     options: dict[str, Any] = {"dtype": dtype, "device": device, "device_map": device_map, "attention": attention}
     if not folder.is_dir():
         return _load(source, **options)
-    return steady(folder, lambda: _with_adapter(folder, **options) if _is_adapter(folder) else _load(source, **options))
+    return read_consistent(
+        folder, lambda: _with_adapter(folder, **options) if _is_adapter(folder) else _load(source, **options)
+    )
 
 
 def _load(source: str, *, dtype: Any, device: str, device_map: str | None, attention: str | None) -> PreTrainedModel:

@@ -168,11 +168,11 @@ class AdaptiveChain(Proposer):
         self.model, self.gamma, self.policy = model, gamma, policy
         self._tree = Tree.chain(gamma).to(model.device)
 
-    def room(self, limits: Limits) -> tuple[int, int]:
+    def capacity(self, limits: Limits) -> tuple[int, int]:
         return self.gamma + 1, self.gamma
 
     def start(self, context: Context) -> None:
-        self._draft = DraftState(self.model, context, *self.room(context.limits))
+        self._draft = DraftState(self.model, context, *self.capacity(context.limits))
         self.policy.start(context, self.gamma)
 
     def propose(self, context: Context) -> Proposal:

@@ -46,7 +46,7 @@ class DraftBeam(_Beam):
         _check_sizes(gamma, beams)
         self.model, self.gamma, self.beams = model, gamma, beams
 
-    def room(self, limits: Limits) -> tuple[int, int]:
+    def capacity(self, limits: Limits) -> tuple[int, int]:
         return self.gamma + 1, self.gamma
 
     def start(self, context: Context) -> None:
@@ -76,7 +76,7 @@ class TargetBeam(_Beam):
         _check_sizes(gamma or 1, beams)
         self.gamma, self.beams = gamma, beams
 
-    def room(self, limits: Limits) -> tuple[int, int]:
+    def capacity(self, limits: Limits) -> tuple[int, int]:
         return (self.gamma or limits.max_new_tokens) + 1, self.gamma or 1
 
     def start(self, context: Context) -> None:

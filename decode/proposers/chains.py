@@ -35,7 +35,7 @@ class DraftChains(Proposer):
         self.per_model = 1 if greedy else per_model
         self._own_tree = Tree.k_ary((self.per_model,) + (1,) * (gamma - 1))
 
-    def room(self, limits: Limits) -> tuple[int, int]:
+    def capacity(self, limits: Limits) -> tuple[int, int]:
         return 1 + len(self.models) * self.per_model * self.gamma, self.gamma
 
     def start(self, context: Context) -> None:

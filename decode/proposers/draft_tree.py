@@ -24,7 +24,7 @@ from .draft_state import DraftState
 class Nothing(Proposer):
     """The root alone: one token a step."""
 
-    def room(self, limits: Limits) -> tuple[int, int]:
+    def capacity(self, limits: Limits) -> tuple[int, int]:
         return 1, 0
 
     def start(self, context: Context) -> None:
@@ -55,7 +55,7 @@ class DraftTree(Proposer):
         self.replacement, self.by_path = replacement, by_path
         self.tree = Tree.k_ary(self.branching).to(model.device)
 
-    def room(self, limits: Limits) -> tuple[int, int]:
+    def capacity(self, limits: Limits) -> tuple[int, int]:
         return self.tree.nodes, self.tree.max_depth
 
     def start(self, context: Context) -> None:
@@ -64,7 +64,7 @@ class DraftTree(Proposer):
                 f"the tree asks for {max(self.branching)} different candidates of a vocabulary of "
                 f"{self.model.vocab_size} tokens"
             )
-        self._draft = DraftState(self.model, context, *self.room(context.limits))
+        self._draft = DraftState(self.model, context, *self.capacity(context.limits))
 
     def propose(self, context: Context) -> Proposal:
         tokens, probs, valid = [context.root_B1], [], []

@@ -54,7 +54,7 @@ class HeadTree(Proposer):
             )
         self.heads = heads
 
-    def room(self, limits: Limits) -> tuple[int, int]:
+    def capacity(self, limits: Limits) -> tuple[int, int]:
         return self.tree.nodes, self.tree.max_depth
 
     def start(self, context: Context) -> None:
@@ -120,7 +120,7 @@ class PrunedHeadTree(Proposer):
         self._lattice: Lattice | None = None
         self._log_unseen = torch.tensor(math.log(unseen) if unseen else -math.inf)
 
-    def room(self, limits: Limits) -> tuple[int, int]:
+    def capacity(self, limits: Limits) -> tuple[int, int]:
         return 1 + self.sequences * self.depth, self.depth
 
     def start(self, context: Context) -> None:

@@ -50,7 +50,7 @@ class TableChain(Proposer):
         self.table, self.gamma, self.order, self.prior = table, gamma, order, prior
         self.smoothing, self.strength = smoothing, strength
 
-    def room(self, limits: Limits) -> tuple[int, int]:
+    def capacity(self, limits: Limits) -> tuple[int, int]:
         return self.gamma + 1, self.gamma
 
     def start(self, context: Context) -> None:
@@ -92,7 +92,7 @@ class PromptLookup(Proposer):
             raise ValueError(f"prompt look-up needs gamma and ngram of at least 1, got {gamma} and {longest}")
         self.gamma, self.longest = gamma, longest
 
-    def room(self, limits: Limits) -> tuple[int, int]:
+    def capacity(self, limits: Limits) -> tuple[int, int]:
         return self.gamma + 1, self.gamma
 
     def propose(self, context: Context) -> Proposal:

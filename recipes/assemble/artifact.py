@@ -15,8 +15,8 @@ from transformers import PreTrainedModel
 from ...checkpoints.artifact.artifact import (
     load_manifest,
     model_fingerprint,
-    plain,
     save_artifact,
+    to_json_safe,
     tokenizer_fingerprint,
     verify_artifact,
 )
@@ -29,7 +29,7 @@ from ...train.parallel.processes import StoppedError, on_main, together
 from ..schema.data import Section
 from ..schema.loading import write_recipe
 from ..schema.training import TrainSection
-from ..session.terminal import say
+from ..session.terminal import log
 from ..session.typed import typed_command
 from .data import NOT_OF_CONVERSATIONS, Prepared, prepare_data
 
@@ -131,7 +131,7 @@ def save(
         command=typed_command(),
     )
     shutil.rmtree(state_folder(out) / "checkpoints", ignore_errors=True)
-    say(f"{recipe.kind}: wrote {out}")
+    log(f"{recipe.kind}: wrote {out}")
 
 
 def check_out(out: Path, recipe: Section) -> None:
@@ -143,7 +143,7 @@ def check_out(out: Path, recipe: Section) -> None:
         if any(out.iterdir()):
             raise ValueError(f"{out} holds other files and no artifact: choose another `out`")
         return
-    theirs, mine = load_manifest(out).recipe, plain(recipe.model_dump(mode="json"))  # secrets stand in neither
+    theirs, mine = load_manifest(out).recipe, to_json_safe(recipe.model_dump(mode="json"))  # secrets stand in neither
     ignored = _NO_EFFECT.get(mine["kind"], frozenset())
     theirs, mine = _without(theirs, ignored), _without(mine, ignored)
     if theirs != mine:
@@ -168,7 +168,7 @@ def _check_branch(out: Path, target: str | None, made_for: dict[str, Any]) -> No
     try:
         now = commit_of(target)
     except ValueError as error:
-        say(f"{out} was made for {name} at {recorded}; whether {revision} has moved on was not compared: {error}")
+        log(f"{out} was made for {name} at {recorded}; whether {revision} has moved on was not compared: {error}")
         return
     if now != recorded:
         raise ValueError(

@@ -27,7 +27,7 @@ from ...data.sources.mixture import Part, hashed_share, mixture
 from ...data.sources.reading import numbered_conversations
 from ...data.sources.registry import DOCUMENTED, find_corpus
 from ..schema.data import DataSection, SourceSection
-from ..session.terminal import console, counter, say
+from ..session.terminal import console, counter, log
 
 # What a section says about how it is read, not about what comes of it.
 _WITHOUT_EFFECT = {"cache", "workers", "min_clean_share", "min_trained_share"}
@@ -69,7 +69,7 @@ def prepare_data(section: DataSection, tokenizer: Any, *, seed: int = 0, quiet: 
     if not (folder / "report.json").is_file():
         _prepare(section, tokenizer, identity, folder)
     elif not quiet:
-        say(f"data: reusing {folder} (same source, options and tokenizer)")
+        log(f"data: reusing {folder} (same source, options and tokenizer)")
     report = json.loads((folder / "report.json").read_text(encoding="utf-8"))
     heldout = PreparedData.load(folder / "heldout")
     if not section.streaming:
@@ -186,17 +186,17 @@ def _prepare(section: DataSection, tokenizer: Any, identity: dict[str, Any], fol
         except OSError:
             if not (folder / "report.json").is_file():
                 raise
-            say(f"data: another process has prepared {folder} meanwhile")
+            log(f"data: another process has prepared {folder} meanwhile")
     finally:
         shutil.rmtree(unfinished, ignore_errors=True)
     for part, corpus in zip(section.parts(), reports, strict=True):
-        say(f"data: {part.source}: {corpus.summary()}")
+        log(f"data: {part.source}: {corpus.summary()}")
     if section.streaming:
-        say(f"data: streaming, {len(heldout)} held out")
+        log(f"data: streaming, {len(heldout)} held out")
         return
-    say(f"data: {linter.report.summary()}")
+    log(f"data: {linter.report.summary()}")
     numbers = train.manifest
-    say(
+    log(
         f"data: {numbers['tokens']:,} tokens in {numbers['blocks']:,} blocks of {section.block_tokens} "
         f"({numbers['packing_density']:.1%} full), {numbers['trainable_share']:.1%} trained; {len(heldout)} held out"
     )
@@ -303,7 +303,7 @@ def read_part(
 
 def say_form(part: SourceSection, form: str) -> None:
     """Say in which form a corpus was found."""
-    say(f"data: {part.source}: form {form}")
+    log(f"data: {part.source}: form {form}")
 
 
 def _hold_out(section: DataSection, rows: Iterator[Conversation], heldout: list[Conversation]) -> None:

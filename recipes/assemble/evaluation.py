@@ -34,14 +34,14 @@ from ...decode.proposers.head_trees import attach_projection, states_of
 from ...decode.warpers import Sampling
 from ..schema.evaluation import EvaluateRecipe
 from ..session.machine import machine
-from ..session.terminal import say
+from ..session.terminal import log
 
 if TYPE_CHECKING:
     from ..schema.evaluation import EvaluateRecipe
 
 
 @dataclass(frozen=True)
-class Opened:
+class LoadedPair:
     """An evaluation's target and parts, ready to decode."""
 
     tokenizer: Any
@@ -52,7 +52,7 @@ class Opened:
     device: str
 
 
-def open_recipe(recipe: EvaluateRecipe) -> Opened:
+def open_recipe(recipe: EvaluateRecipe) -> LoadedPair:
     """Load what a recipe names.
 
     Raises:
@@ -67,7 +67,7 @@ def open_recipe(recipe: EvaluateRecipe) -> Opened:
     target = wrap_model(model, states=states_of(heads))
     parts = _load_parts(recipe, target, heads, tokenizer, device)
     attach_projection(heads, model, target.device)
-    return Opened(tokenizer, model, target, parts, device)
+    return LoadedPair(tokenizer, model, target, parts, device)
 
 
 @cache
@@ -159,7 +159,7 @@ def _check_made_for(recipe: EvaluateRecipe) -> None:
     theirs = model_fingerprint(base) if trained else made_for.get("fingerprint")
     if theirs is not None and (target / "config.json").is_file() and model_fingerprint(target) != theirs:
         named = base if trained else made_for.get("id")
-        say(f"evaluate: the heads were trained with {named}, not with {recipe.target}")
+        log(f"evaluate: the heads were trained with {named}, not with {recipe.target}")
 
 
 def identity_of(recipe: EvaluateRecipe, prompts: Sequence[Sequence[int]], device: str) -> dict[str, Any]:

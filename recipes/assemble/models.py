@@ -19,7 +19,7 @@ from torch import Tensor, nn
 from transformers import AutoConfig, AutoModelForCausalLM, AutoModelForSeq2SeqLM, PreTrainedModel
 from transformers.pytorch_utils import Conv1D
 
-from ...checkpoints.artifact.compat import mend_model
+from ...checkpoints.artifact.compat import patch_model
 from ...checkpoints.artifact.locate import at_revision, target_record
 from ...checkpoints.storage.suggest import did_you_mean
 from ...checkpoints.verify.model_files import UNLOADABLE, check_config, names_of_embeddings, read_tensors
@@ -58,7 +58,7 @@ class TrainableModel:
             _save_adapter(self.adapter, folder, state or self.model.state_dict())
         else:
             _merged(self.model, self.adapter, state or self.model.state_dict()).save_pretrained(folder)
-        mend_model(folder)
+        patch_model(folder)
 
     def shapes(self) -> dict[str, Any]:
         """What an artifact says of the model: vocabulary, parameters of the artifact and those trained, type; of an

@@ -34,7 +34,7 @@ from ...train.teachers.row_plan import CachePlan, Shard, Source
 from ...train.teachers.row_writer import CacheWriter, MakeRows, set_aside
 from ...train.teachers.teacher import CachedTeacher
 from ..schema.training import DrafterRecipe, HeadsRecipe
-from ..session.terminal import bar, duration, gigabytes, say
+from ..session.terminal import bar, duration, gigabytes, log
 from .artifact import prepare_once
 from .data import Prepared
 from .teacher_kinds import Kept, KeptHidden, KeptTeacher, kept_by
@@ -164,9 +164,9 @@ def _tell(kept: Kept, parts: Sequence[_Part]) -> None:
     for part in parts:
         cache = kept.cache_type.load(part.folder, part.source, checked=True)
         first, *others = kept.facts(cache)
-        say(f"{kept.word}: {part.name}: {cache.rows:,} positions in {part.folder}, every SHA-256 as written; {first}")
+        log(f"{kept.word}: {part.name}: {cache.rows:,} positions in {part.folder}, every SHA-256 as written; {first}")
         for fact in others:
-            say(f"{kept.word}: {fact}")
+            log(f"{kept.word}: {fact}")
 
 
 def _streamed(kept: Kept) -> str:
@@ -230,9 +230,9 @@ def _check(kept: Kept, part: _Part) -> Stamps:
     if not damaged:
         return {}
     for fault in list(damaged.values())[:_TOLD]:
-        say(f"{kept.word}: {fault}: it is written again")
+        log(f"{kept.word}: {fault}: it is written again")
     if len(damaged) > _TOLD:
-        say(f"{kept.word}: … and {len(damaged) - _TOLD} more files")
+        log(f"{kept.word}: … and {len(damaged) - _TOLD} more files")
     known = {name: written for name, written in files.items() if name not in damaged}
     set_aside(part.folder, damaged, known)
     return known
@@ -273,7 +273,7 @@ def _write(kept: Kept, parts: Sequence[_Part], known: Mapping[Path, Stamps], sta
             together(state, lambda: failure and raised(failure))
         except Interrupted as stopped:
             if state.is_main_process:
-                say(str(stopped))
+                log(str(stopped))
             raise
         on_main(state, finish)
 
@@ -343,12 +343,12 @@ def _announce(kept: Kept, writers: Sequence[CacheWriter], make_rows: MakeRows, s
     blocks, speed = _probe(writers, missing, make_rows, kept.batch, state.device)
     left = sum(shard.end_block - shard.first_block for shards in missing for shard in shards)
     seconds = left / blocks / state.num_processes if blocks else 0.0
-    say(f"{kept.word}: {what}")
+    log(f"{kept.word}: {what}")
     if needed < size:
         written = sum(len(plan.shards) for plan in plans) - sum(map(len, missing))
-        say(f"{kept.word}: {written} files are there already, {gigabytes(needed)} are left to write")
+        log(f"{kept.word}: {written} files are there already, {gigabytes(needed)} are left to write")
     if blocks:
-        say(
+        log(
             f"{kept.word}: about {duration(seconds)} with {state.num_processes} process(es) at {speed:,.0f} positions "
             "a second each, by a short probe"
         )

@@ -29,7 +29,7 @@ from ..schema.loading import (
 from ..schema.papers import PaperRecipe
 from ..schema.training import DrafterRecipe, HeadsRecipe, TableRecipe
 from ..session.launch import agreed, is_first, part, refuse_several
-from ..session.terminal import console, say
+from ..session.terminal import console, log
 from .artifacts.cli import artifact_app
 from .artifacts.shipping import doctor, export, pull, push
 from .artifacts.tables_cli import table_app
@@ -122,7 +122,7 @@ def prepare(
     if lint:
         failures = lint_data(loaded.data, tokenizer)
         for failure in failures:
-            say(f"error: {failure}")
+            log(f"error: {failure}")
         raise typer.Exit(1 if failures else 0)
     console().print(f"{prepare_data(loaded.data, tokenizer).folder}")
 
@@ -463,5 +463,5 @@ def _fail(message: str, code: int) -> None:
 def _end(message: str, code: int) -> None:
     if os.environ.get("DRAFTSMITH_TRACEBACK"):
         traceback.print_exc()
-    say(message)
+    log(message)
     sys.exit(code)

@@ -19,7 +19,7 @@ from ...data.sources.reading import read_conversations
 from ...data.tokenizers import train_bpe
 from ..schema.evaluation import QuickstartRecipe, RegenerateRecipe
 from ..schema.loading import parse_recipe, read_recipe, write_recipe
-from ..session.terminal import bar, say
+from ..session.terminal import bar, log
 from .evaluation.evaluate import run_evaluate
 from .regenerate import run_regenerate
 from .training.train import run_train
@@ -46,14 +46,14 @@ def run_quickstart(recipe: QuickstartRecipe) -> dict[str, Any]:
     make_tokenizer(recipe, out / "corpus", out / "tokenizer")
     for name in ("target", "drafter", "distilled", "answers", "heads", "table"):
         stage: Any = getattr(resolved, name)
-        say(f"\n— {name} → {stage.out}")
+        log(f"\n— {name} → {stage.out}")
         if isinstance(stage, RegenerateRecipe):
             run_regenerate(stage)
         else:
             run_train(stage)
-    say(f"\n— evaluation → {resolved.evaluate.out}")
+    log(f"\n— evaluation → {resolved.evaluate.out}")
     results = run_evaluate(resolved.evaluate)
-    say(f"quickstart: {(time.monotonic() - start) / 60:.1f} minutes")
+    log(f"quickstart: {(time.monotonic() - start) / 60:.1f} minutes")
     return results
 
 
@@ -81,9 +81,9 @@ def make_corpus(recipe: QuickstartRecipe, folder: Path) -> None:
     report_file = folder / "report.json"
     if report_file.is_file():
         report = json.loads(report_file.read_text(encoding="utf-8"))
-        say(f"— corpus: reusing {folder} ({report['conversations']:,} conversations)")
+        log(f"— corpus: reusing {folder} ({report['conversations']:,} conversations)")
         return
-    say(f"— corpus → {folder}")
+    log(f"— corpus → {folder}")
     section = recipe.corpus
     with bar("reading documentation", "files") as advance:
         train, heldout, report = documentation_conversations(
@@ -100,8 +100,8 @@ def make_corpus(recipe: QuickstartRecipe, folder: Path) -> None:
     unfinished.write_text(json.dumps(report, indent=2) + "\n", encoding="utf-8")
     unfinished.replace(report_file)  # last: it says that the rest is whole
     if report["skipped"]:
-        say(f"corpus: not installed and passed over: {', '.join(report['skipped'])}")
-    say(
+        log(f"corpus: not installed and passed over: {', '.join(report['skipped'])}")
+    log(
         f"corpus: {report['conversations']:,} conversations, {report['bytes'] / 1e6:.1f} MB from "
         f"{len(report['packages'])} packages; {report['heldout']} held out"
     )
@@ -110,9 +110,9 @@ def make_corpus(recipe: QuickstartRecipe, folder: Path) -> None:
 def make_tokenizer(recipe: QuickstartRecipe, corpus: Path, folder: Path) -> None:
     """A byte-level BPE trained on the corpus."""
     if (folder / "tokenizer_config.json").is_file():
-        say(f"— tokenizer: reusing {folder}")
+        log(f"— tokenizer: reusing {folder}")
         return
-    say(f"— tokenizer → {folder}")
+    log(f"— tokenizer → {folder}")
     texts = (turn.text for row in read_conversations(str(corpus / "train.jsonl")) for turn in row.turns)
     tokenizer = train_bpe(texts, recipe.corpus.vocab_size, SPECIAL_TOKENS)
     tokenizer.chat_template = CHATML_JINJA  # so that servers can chat with the target

@@ -36,7 +36,7 @@ from ...train.parallel.interrupts import Interrupted, StopSignals
 from ..schema.data import PlaceSection
 from ..schema.evaluation import RegenerateRecipe, ServerSection
 from ..schema.loading import write_recipe
-from ..session.terminal import bar, say
+from ..session.terminal import bar, log
 
 _RETRIES = 4
 _SECONDS_TO_CONNECT = 10.0
@@ -73,7 +73,7 @@ def run_regenerate(recipe: RegenerateRecipe) -> RegenerationReport:
         _tell(report, store, time.monotonic() - start)
     if signals.received is not None:
         message = f"regenerate: stopped by signal {signals.received}; the same command goes on from here"
-        say(message)
+        log(message)
         raise Interrupted(signals.received, message)
     return report
 
@@ -118,8 +118,8 @@ def _count(recipe: RegenerateRecipe, store: Store, stopping: Callable[[], bool])
         left += key not in store
         if stopping():
             return left
-    say(f"data: {report.summary()}")
-    say(f"regenerate: {left:,} conversations to answer, {report.kept - left:,} are answered already in {store.path}")
+    log(f"data: {report.summary()}")
+    log(f"regenerate: {left:,} conversations to answer, {report.kept - left:,} are answered already in {store.path}")
     return left
 
 
@@ -151,11 +151,11 @@ class LocalTarget:
         self._sampling = Sampling(recipe.temperature, recipe.top_k, recipe.top_p)
         self._method = build_method(recipe.method, Parts(drafter), self._sampling, **recipe.options)
         if not self._method.verifier.lossless:
-            say(f"regenerate: method {recipe.method!r} is not lossless: its answers are not the target's own")
+            log(f"regenerate: method {recipe.method!r} is not lossless: its answers are not the target's own")
         ends = _end_ids(self._tokenizer, self._template, model.generation_config)
         self._limits = Limits(recipe.max_new_tokens, ends)
         positions = min(model.max_positions for model in (self._target, drafter) if model is not None)
-        self._longest = positions - recipe.max_new_tokens + 1 - self._method.proposer.room(self._limits)[1]
+        self._longest = positions - recipe.max_new_tokens + 1 - self._method.proposer.capacity(self._limits)[1]
         if self._longest < 1:
             raise ValueError(f"max_new_tokens is {recipe.max_new_tokens}, and the models have {positions} positions")
         self._stopping = stopping
@@ -334,12 +334,12 @@ class _Server:
 
 def _tell(report: RegenerationReport, store: Store, seconds: float) -> None:
     rate = f", {report.answers / seconds:.1f} answers a second" if report.answers else ""
-    say(f"regenerate: wrote {report.written:,} conversations{rate}; {len(store):,} stand in {store.path}")
+    log(f"regenerate: wrote {report.written:,} conversations{rate}; {len(store):,} stand in {store.path}")
     if report.cut:
         reasons = ", ".join(f"{count} {reason}" for reason, count in report.cut.most_common())
-        say(f"regenerate: {sum(report.cut.values()):,} of them end early ({reasons})")
+        log(f"regenerate: {sum(report.cut.values()):,} of them end early ({reasons})")
     if report.failed:
-        say(
+        log(
             f"error: {report.failed:,} conversations failed: {store.errors_path} says why; the same command tries them "
             "again"
         )

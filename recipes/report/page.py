@@ -10,9 +10,9 @@ from typing import Any
 
 import yaml
 
-from ...checkpoints.storage.atomic import write_whole
+from ...checkpoints.storage.atomic import atomic_text
 from ..schema.results import load_results
-from ..session.terminal import console, say
+from ..session.terminal import console, log
 from .certificate import certificate_beside, certificate_section, load_certificate
 from .charts import Point, depth_bars, scatter, stacked_bars
 from .compare import BASELINE, Comparison, compare, comparison_table
@@ -99,7 +99,7 @@ def _taken_in(path: Path, load: Callable[[Path], dict[str, Any]], section: Calla
     try:
         told = load(path)
     except ValueError as error:
-        say(f"report: {error}")
+        log(f"report: {error}")
         return f'<div class="problem" role="alert">{escape(str(error))}</div>'
     return section(told)
 
@@ -107,7 +107,7 @@ def _taken_in(path: Path, load: Callable[[Path], dict[str, Any]], section: Calla
 def write_page(out: Path, title: str, body: str) -> Path:
     """Write a page in the report's form, whole or not at all; `body` is HTML."""
     page = PAGE.read_text(encoding="utf-8").replace("{{title}}", escape(title)).replace("{{body}}", body)
-    write_whole(out, page)
+    atomic_text(out, page)
     return out
 
 

@@ -11,13 +11,13 @@ from rich.table import Table
 
 from ...checkpoints.artifact.manifest import Manifest
 from ...checkpoints.table.report import AT_LEAST
-from ..session.terminal import console, gigabytes, say
+from ..session.terminal import console, gigabytes, log
 
 
 def say_report(report: Mapping[str, Any]) -> None:
     """Sizes, mass and the most extreme correlation, in two lines."""
     mass = "" if report["pruning"] is None else f", {report['mass']:.1%} of all pairs seen, margins kept whole"
-    say(
+    log(
         f"table: {report['entries']:,} different pairs of {report['tokens']:,} tokens "
         f"({report['density']:.3%} of all there could be{mass}), {gigabytes(report['bytes'])}"
     )
@@ -25,7 +25,7 @@ def say_report(report: Mapping[str, Any]) -> None:
         (name, report[key][0]) for name, key in (("highest", "highest_r"), ("lowest", "lowest_r")) if report[key]
     ]
     if extremes:
-        say("table: " + ", ".join(f"{name} r {pair['r']:.4g} of {_pair(pair)}" for name, pair in extremes))
+        log("table: " + ", ".join(f"{name} r {pair['r']:.4g} of {_pair(pair)}" for name, pair in extremes))
 
 
 def show_report(folder: Path, manifest: Manifest, report: Mapping[str, Any], hint: str | None) -> None:

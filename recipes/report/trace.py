@@ -17,7 +17,7 @@ from typing import TYPE_CHECKING, Any
 from rich.console import Console
 from rich.text import Text
 
-from ...checkpoints.storage.atomic import read_told, write_whole
+from ...checkpoints.storage.atomic import atomic_text, read_told
 
 if TYPE_CHECKING:  # a report is made without the libraries that decode
     from ...decode.evaluation.trace import TracedStep
@@ -211,7 +211,7 @@ def _spans(step: Mapping[str, Any], keep_lines: bool = False) -> str:
 
 def write_trace(path: Path, told: Mapping[str, Any]) -> None:
     """Write a trace, whole or not at all."""
-    write_whole(path, json.dumps(told, ensure_ascii=False, indent=1) + "\n")
+    atomic_text(path, json.dumps(told, ensure_ascii=False, indent=1) + "\n")
 
 
 def load_trace(path: Path) -> dict[str, Any]:

@@ -1,4 +1,4 @@
-"""What a recipe may say: every field once, its meaning under it, its default beside it. Only this folder sees YAML."""
+"""What a recipe may log: every field once, its meaning under it, its default beside it. Only this folder sees YAML."""
 
 from __future__ import annotations
 

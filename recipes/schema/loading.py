@@ -12,8 +12,8 @@ from typing import Any
 import yaml
 from pydantic import BaseModel, ValidationError
 
-from ...checkpoints.artifact.manifest import plain
-from ...checkpoints.storage.atomic import write_whole
+from ...checkpoints.artifact.manifest import to_json_safe
+from ...checkpoints.storage.atomic import atomic_text
 from ...checkpoints.storage.suggest import did_you_mean
 from .data import Section
 from .errors import describe
@@ -236,12 +236,12 @@ def parse_recipe(values: dict[str, Any], where: str) -> Recipe:
 
 def dump_recipe(recipe: Recipe) -> str:
     """The resolved recipe as YAML, secrets struck out; running it again repeats the run."""
-    return yaml.safe_dump(plain(recipe.model_dump(mode="json")), sort_keys=False, allow_unicode=True)
+    return yaml.safe_dump(to_json_safe(recipe.model_dump(mode="json")), sort_keys=False, allow_unicode=True)
 
 
 def write_recipe(recipe: Recipe, path: Path) -> None:
     """Write the resolved recipe, whole or not at all."""
-    write_whole(path, dump_recipe(recipe))
+    atomic_text(path, dump_recipe(recipe))
 
 
 def _apply(values: dict[str, Any], override: str) -> None:

@@ -69,7 +69,7 @@ from json.decoder import JSONDecoder
 from pathlib import Path
 from typing import Any
 
-from ...checkpoints.storage.atomic import write_whole
+from ...checkpoints.storage.atomic import atomic_text
 
 SCHEMA = 2
 KIND = "evaluation"
@@ -151,7 +151,7 @@ def write_results(path: Path, results: Mapping[str, Any]) -> None:
     text = json.dumps(results, indent=2, allow_nan=False) + "\n"
     fault = _fault(json.loads(text))
     assert fault is None, f"{'.'.join(map(str, fault[0]))} {fault[1]}"
-    write_whole(path, text)
+    atomic_text(path, text)
 
 
 def load_results(path: str | os.PathLike[str]) -> dict[str, Any]:

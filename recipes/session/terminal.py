@@ -22,7 +22,7 @@ def console() -> Console:
     return Console(highlight=False, width=None if sys.stdout.isatty() else 120)
 
 
-def say(text: str) -> None:
+def log(text: str) -> None:
     """One line about what is going on, on standard error."""
     Console(stderr=True, highlight=False, soft_wrap=True).print(text, markup=False)
 
@@ -37,7 +37,7 @@ def counter(title: str, unit: str) -> Iterator[Callable[[int, int], None]]:
         now = time.monotonic()
         if now - last >= _SECONDS_BETWEEN_LINES:
             last = now
-            say(f"{title}: {done:,} {unit}, {done / (now - start):,.0f} a second")
+            log(f"{title}: {done:,} {unit}, {done / (now - start):,.0f} a second")
 
     yield advance
 
@@ -85,7 +85,7 @@ def _lines(title: str, unit: str) -> Advance:
         if now - last >= _SECONDS_BETWEEN_LINES and done > first:
             last = now
             left = (now - start) / (done - first) * (total - done)
-            say(f"{title}: {done:,} of {total:,} {unit}, {duration(left)} left" + (f"; next: {note}" if note else ""))
+            log(f"{title}: {done:,} of {total:,} {unit}, {duration(left)} left" + (f"; next: {note}" if note else ""))
 
     return advance_line
 

@@ -11,7 +11,7 @@ from pathlib import Path
 
 import yaml
 
-from ...checkpoints.artifact.manifest import REDACTED, is_secret, plain
+from ...checkpoints.artifact.manifest import REDACTED, is_secret, to_json_safe
 
 _PROGRAM = "draftsmith"
 
@@ -63,7 +63,7 @@ def _redacted(words: Sequence[str]) -> list[str]:
         elif equals:
             told.append(f"{key}={REDACTED if is_secret(name) and value else _value(value)}")
         else:
-            told.append(str(plain(word)))
+            told.append(str(to_json_safe(word)))
         hide_next = word.startswith("-") and not equals and is_secret(name)
     return told
 
@@ -72,8 +72,8 @@ def _value(text: str) -> str:
     """A value as it was typed, but for secrets in it."""
     try:
         parsed = yaml.safe_load(text)
-        cleaned = plain(parsed)
+        cleaned = to_json_safe(parsed)
     except (yaml.YAMLError, ValueError):  # dates, and words that are no YAML
-        return str(plain(text))
+        return str(to_json_safe(text))
     cleaned = json.dumps(cleaned, ensure_ascii=False)
-    return cleaned if isinstance(parsed, dict | list) and REDACTED in cleaned else str(plain(text))
+    return cleaned if isinstance(parsed, dict | list) and REDACTED in cleaned else str(to_json_safe(text))

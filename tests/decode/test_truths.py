@@ -203,8 +203,8 @@ class Beside(Proposer):
         self.both = (first, second)
         self.pairs: list[tuple[Proposal, Proposal]] = []
 
-    def room(self, limits: Limits) -> tuple[int, int]:
-        first, second = (proposer.room(limits) for proposer in self.both)
+    def capacity(self, limits: Limits) -> tuple[int, int]:
+        first, second = (proposer.capacity(limits) for proposer in self.both)
         return max(first[0], second[0]), max(first[1], second[1])
 
     def start(self, context: Context) -> None:

@@ -19,7 +19,7 @@ from typing import Any
 import numpy as np
 
 from ....checkpoints.artifact.artifact import load_manifest, save_artifact
-from ....checkpoints.storage.atomic import write_whole
+from ....checkpoints.storage.atomic import atomic_text
 from ....checkpoints.table.pruning import check_size
 from ....checkpoints.table.table import TABLE_FILE, BigramTable
 from ....data.blocks.prepared import rarely_collected
@@ -41,7 +41,7 @@ from ....train.table.documents import (
 from ...report.table import say_report
 from ...schema.loading import write_recipe
 from ...schema.training import TableRecipe
-from ...session.terminal import say
+from ...session.terminal import log
 from ...session.typed import typed_command
 from ..artifact import check_out, state_folder
 from ..data import conversations_identity, say_form
@@ -184,7 +184,7 @@ def save_table(
         command=typed_command(),
     )
     say_report(report)
-    say(f"table: wrote {out}")
+    log(f"table: wrote {out}")
 
 
 def _save_recipe(
@@ -199,7 +199,7 @@ def _save_recipe(
 
 
 def _prune_artifact(recipe: TableRecipe, whole: Path, tokenizer: Any) -> None:
-    say(f"table: pruning the counts of {whole}")
+    log(f"table: pruning the counts of {whole}")
     _save_pruned(recipe, whole, tokenizer, load_manifest(whole, "table").data)
 
 
@@ -273,14 +273,14 @@ class _Job:
         stack.enter_context(locked(self.folder))
         token = uuid.uuid4().hex
         # Before the look for locks: a process of an earlier launch takes its lock first, then looks for its own word.
-        write_whole(self.folder / TOKEN, token)
+        atomic_text(self.folder / TOKEN, token)
         refuse_counting(self.folder)
         theirs = read_identity(self.folder)
         if theirs != self.identity:
             if theirs is not None:
                 let_go(self.folder, counted_tokens(self.folder), theirs, self.identity)
             empty(self.folder)
-            write_whole(self.folder / IDENTITY, json.dumps(self.identity))
+            atomic_text(self.folder / IDENTITY, json.dumps(self.identity))
         self.alone = not counted_tokens(self.folder)
         (self.folder / STOP).unlink(missing_ok=True)
         if (self.folder / PARTS).is_dir():
@@ -340,7 +340,7 @@ class _Job:
                 self._stop_others()
         if signals.received is not None:
             message = f"table: stopped by signal {signals.received}; the same command goes on from what is counted"
-            self.on_main(partial(say, message))
+            self.on_main(partial(log, message))
             raise Interrupted(signals.received, message)
         if stopping.told:
             raise StoppedError("counting was stopped by another process; the same command goes on")
@@ -366,8 +366,8 @@ class _Job:
             for part, forms, known, report in zip(parts, self.seen.forms, told, self.seen.reports, strict=True):
                 for form in forms[known:]:
                     say_form(part, form)
-                say(f"data: {part.source}: {report.summary()}")
-            say(f"table: {self.seen.conversations:,} conversations are counted, {self.seen.held_out:,} are held out")
+                log(f"data: {part.source}: {report.summary()}")
+            log(f"table: {self.seen.conversations:,} conversations are counted, {self.seen.held_out:,} are held out")
         return self._data()
 
     def _stop_others(self) -> None:
@@ -380,7 +380,7 @@ class _Job:
             if read_word(self.folder / TOKEN) != self.word:
                 raise ValueError(f"another process is counting into {self.folder}: it was started after this one")
             if counter.tokens:
-                self.on_main(partial(say, f"table: going on after {counter.tokens:,} tokens that are counted already"))
+                self.on_main(partial(log, f"table: going on after {counter.tokens:,} tokens that are counted already"))
             shown = _Progress(reading, counter)
             documents = recipe_documents(self.recipe, self.tokenizer, reading)
             batches = laid_end_to_end(documents, tokens_at_a_time(options.memory_mb))
@@ -469,7 +469,7 @@ class _Progress:
         self._last = now
         tokens = self._counter.tokens
         rate = (tokens - self._before) / (now - self._start)
-        say(
+        log(
             f"table: {self._reading.seen.conversations:,} conversations read, {tokens:,} tokens counted{self._who}, "
             f"{rate:,.0f} a second, {self._counter.spilled_bytes / 1e6:,.0f} MB on disk"
         )

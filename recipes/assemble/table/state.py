@@ -17,7 +17,7 @@ from typing import Any
 from ....train.parallel.interrupts import StopSignals
 from ....train.table.documents import spilled_by, spilled_place, spilled_tokens
 from ....train.table.run_files import INDEX
-from ...session.terminal import say
+from ...session.terminal import log
 
 STOP = "stop"
 TOKEN = "token"
@@ -188,7 +188,7 @@ def let_go(folder: Path, tokens: int, theirs: dict[str, Any], mine: dict[str, An
         raise ValueError(
             f"{holds}: set them back to go on from there, delete that folder to count anew, or choose another `out`"
         )
-    say(f"{what}: counting anew: {holds}")
+    log(f"{what}: counting anew: {holds}")
 
 
 def counted_tokens(folder: Path) -> int:

@@ -15,7 +15,7 @@ from ....checkpoints.export.heads import HEADS_FORMATS
 from ....checkpoints.export.table import TABLE_FORMATS
 from ....checkpoints.storage.places import here, hub_place
 from ....decode.custom_generate.export import ATTACHED_FORMATS
-from ...session.terminal import console, say
+from ...session.terminal import console, log
 
 FORMATS: dict[str, Format] = {
     form.name: form for form in (ASSISTANT, DRAFT_MODEL, GGUF, *HEADS_FORMATS, *TABLE_FORMATS, *ATTACHED_FORMATS)
@@ -36,8 +36,8 @@ def run_export(artifact: Path, form: str, out: Path | None, options: ExportOptio
         hub_place(options.target)  # what can be no id is not looked for
     folder = out.expanduser() if out else artifact.resolve().with_name(f"{artifact.resolve().name}-{form}")
     for line in export_artifact(artifact, form, folder, FORMATS, options):
-        say(f"export: {line}")
-    say(f"export: wrote {folder}; how to serve it stands in {folder / 'SERVING.md'}")
+        log(f"export: {line}")
+    log(f"export: wrote {folder}; how to serve it stands in {folder / 'SERVING.md'}")
     return folder
 
 

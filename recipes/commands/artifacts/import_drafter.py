@@ -29,7 +29,7 @@ from ....checkpoints.verify.model_files import (
 from ....checkpoints.verify.tensors import adapter_faults
 from ....data.tokenizers import load_tokenizer
 from ....decode.models.loading import load_model
-from ...session.terminal import say
+from ...session.terminal import log
 from ...session.typed import typed_command
 from .import_heads import fingerprint_of_files, import_heads
 
@@ -95,7 +95,7 @@ def import_drafter(source: str, folder: Path, out: Path, target: str | None, *, 
         theirs = open_side(str(whole), load_tokenizer)
         _check_pair(mine, theirs, source, unpickle and not is_adapter(folder) and whole != folder)
         _save(whole, out, mine, theirs, source)
-    say(f"drafter: wrote {out}")
+    log(f"drafter: wrote {out}")
 
 
 @contextmanager
@@ -115,7 +115,7 @@ def whole_model(source: str, folder: Path, *, unpickle: bool = False) -> Iterato
             if faults := adapter_faults(folder):
                 raise ValueError("; ".join(faults))
             base = base_of(folder)
-            say(f"{source} is a LoRA adapter: it is merged into its model, {base}")
+            log(f"{source} is a LoRA adapter: it is merged into its model, {base}")
             load_model(str(folder)).save_pretrained(whole)
             copy_files(find_folder(base, _SMALL), whole, _SMALL)
         else:
@@ -149,9 +149,9 @@ def _check_pair(target: Side, drafter: Side, source: str, unpickled: bool) -> No
         if effect is not None and effect.outcome == REFUSED:
             refused.append(line)
         elif effect is not None:
-            say(f"drafter: {line}; {effect.reason}")
+            log(f"drafter: {line}; {effect.reason}")
         elif finding.check == MORE_TENSORS and finding.drafter != "–":
-            say(f"drafter: {finding.what}: {finding.drafter}; `{fix}` leaves it out")
+            log(f"drafter: {finding.what}: {finding.drafter}; `{fix}` leaves it out")
     prints = [None if side.tokenizer is None else tokenizer_fingerprint(side.tokenizer) for side in (target, drafter)]
     if None not in prints and prints[0] != prints[1]:
         refused.append("tokenizer: the drafter's has another fingerprint, and an artifact is for one tokenizer alone")

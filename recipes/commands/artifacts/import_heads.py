@@ -13,7 +13,7 @@ from ....checkpoints.heads.layouts import StoredHeads, read_heads, shards_of_hea
 from ....checkpoints.storage.names import CONFIG_FILE, HEADS_FILE, PICKLED_FILE, PICKLED_WHOLE_FILES, WHOLE_FILES
 from ....checkpoints.storage.places import here, hub_place
 from ....data.tokenizers import load_tokenizer
-from ...session.terminal import say
+from ...session.terminal import log
 from ...session.typed import typed_command
 
 _KINDS = {
@@ -43,7 +43,7 @@ def import_heads(
     if out.exists() and not (out.is_dir() and not any(out.iterdir())):
         raise ValueError(f"{out} is there already and not empty: choose another --out")
     stored = read_heads(_folder(source, unpickle), unpickle=unpickle, states=states)
-    say(_description(source, stored))
+    log(_description(source, stored))
     target = _choose_target(source, target, stored)
     vocab_size = _check_target(target, stored)
     tokenizer = load_tokenizer(target)
@@ -67,24 +67,24 @@ def import_heads(
         training={"imported_from": source, "imported_file": stored.place.name},
         command=typed_command(),
     )
-    say(f"heads: wrote {out}")
+    log(f"heads: wrote {out}")
 
 
 def _choose_target(source: str, target: str | None, stored: StoredHeads) -> str:
     """The model that the heads are for; says what is odd about them and it."""
     for disagreement in stored.disagreements:
-        say(f"warning: {disagreement}")
+        log(f"warning: {disagreement}")
     if not stored.whole_model:
         if target is None:
             named = f"; their config names {stored.base_model!r}" if stored.base_model else ""
             raise ValueError(f"say with --target which model the heads in {source} are for{named}")
         return target
-    say(
+    log(
         f"{source} holds a whole model beside these heads: if it was trained together with them (Medusa-2), they "
         "belong to it, and not to the model that it was made from"
     )
     if target not in (None, source):
-        say(f"warning: --target {target} is not that model; the heads may be worth less with it")
+        log(f"warning: --target {target} is not that model; the heads may be worth less with it")
     return target or source
 
 

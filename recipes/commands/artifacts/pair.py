@@ -30,7 +30,7 @@ from ....checkpoints.pairs.sides import (
 from ....checkpoints.storage.safe_read import pickles_allowed
 from ....checkpoints.verify.model_files import is_adapter
 from ....data.tokenizers import load_tokenizer
-from ...session.terminal import console, say
+from ...session.terminal import console, log
 from .import_drafter import PICKLED, whole_model
 
 _COLOURS = {
@@ -126,7 +126,7 @@ def _show_findings(diagnosis: Diagnosis, out: Console) -> None:
 
 def _show_repairs(repairs: Repairs, folder: Path) -> None:
     for line in repairs.done:
-        say(f"doctor: repaired: {line}")
+        log(f"doctor: repaired: {line}")
     for line in repairs.left:
-        say(f"doctor: left: {line}")
-    say(f"doctor: wrote {folder}; the same checks of it follow")
+        log(f"doctor: left: {line}")
+    log(f"doctor: wrote {folder}; the same checks of it follow")

@@ -19,7 +19,7 @@ from ....checkpoints.storage.names import MANIFEST_FILE
 from ....data.sources.registry import find_corpus
 from ...report.certificate import certificate_beside, load_certificate
 from ...schema.results import load_results
-from ...session.terminal import console, say
+from ...session.terminal import console, log
 
 _CARD = "README.md"
 _BASELINE = "autoregressive"
@@ -52,7 +52,7 @@ def run_push(artifact: Path, repo: str, asked: Asked) -> None:
         ValueError: a damaged artifact, results of another one, a repository that should not be written.
         HubError: what failed, and what is left on the hub.
     """
-    hub = Hub(tell=say)
+    hub = Hub(tell=log)
 
     def card(manifest: Manifest) -> str:
         return model_card(manifest, repo, evidence_of(artifact, manifest, asked, hub))
@@ -69,11 +69,11 @@ def run_push(artifact: Path, repo: str, asked: Asked) -> None:
     )
     _show(plan, hub.address)
     if not asked.yes:
-        say("push: nothing was uploaded; the same command with --yes does it")
+        log("push: nothing was uploaded; the same command with --yes does it")
         return
     commit = push(hub, plan)
     done = "made" if plan.changes_files else "nothing to do, it stands at"
-    say(
+    log(
         f"push: {done} {hub.address}/{repo}/commit/{commit}; the hub lists all {len(plan.files)} files as they are here"
     )
 
@@ -88,11 +88,11 @@ def run_pull(source: str, out: Path, revision: str | None, replace_other: bool =
     repo, _, named = source.partition("@")
     if named and revision is not None and named != revision:
         raise ValueError(f"{source} names the revision {named!r}, and --revision {revision!r}: give one of them")
-    manifest, commit, is_new = pull(Hub(tell=say), repo, out, named or revision, replace_other=replace_other)
+    manifest, commit, is_new = pull(Hub(tell=log), repo, out, named or revision, replace_other=replace_other)
     total = sum(entry["bytes"] for entry in manifest.files.values())
     done = f"wrote {out}:" if is_new else f"nothing to do, {out} is"
-    say(f"pull: {done} the {manifest.kind} of {repo} at {commit}")
-    say(f"pull: {len(manifest.files)} files, {total:,} bytes, each with the hash that its {MANIFEST_FILE} says")
+    log(f"pull: {done} the {manifest.kind} of {repo} at {commit}")
+    log(f"pull: {len(manifest.files)} files, {total:,} bytes, each with the hash that its {MANIFEST_FILE} says")
 
 
 def evidence_of(artifact: Path, manifest: Manifest, asked: Asked, hub: Hub) -> Evidence:
@@ -111,7 +111,7 @@ def evidence_of(artifact: Path, manifest: Manifest, asked: Asked, hub: Hub) -> E
             datasets.append(name)
     base = base_model(manifest)
     if base is not None and not hub.has(base):
-        say(f"push: the hub has no model {base}: the card names it as text")
+        log(f"push: the hub has no model {base}: the card names it as text")
         base = None
     measured = None if asked.results is None else measured_of(artifact, manifest, asked.results)
     return Evidence(asked.licence, base, tuple(datasets), licences, measured)
@@ -184,7 +184,7 @@ def _certificates(path: Path, evaluated: Mapping[str, Any], name: str, labels: s
     told = load_certificate(beside)
     certified = told["artifacts"].get(name) or {}
     if certified.get("hash") is None or certified["hash"] != evaluated.get("hash"):
-        say(f"push: {beside} is of other files than {path}: the card leaves it out")
+        log(f"push: {beside} is of other files than {path}: the card leaves it out")
         return []
     return [one for one in told["certificates"] if one["label"] in labels]
 

@@ -16,7 +16,7 @@ from ....checkpoints.table.table import TABLE_FILE, BigramTable, merged_runs
 from ....data.tokenizers import load_tokenizer
 from ...assemble.table.count import save_table
 from ...report.table import show_report
-from ...session.terminal import say
+from ...session.terminal import log
 
 _SUMS = ("conversations", "held_out", "documents", "tokens")
 _PLACES = ("config", "split", "revision", "file")
@@ -65,7 +65,7 @@ def merge_tables(folders: Sequence[Path], out: Path, *, again: bool = False) -> 
     try:
         write_table(file, vocab_size, merged_runs(tables), unigram_V)
         merged = BigramTable.load(unfinished)
-        say(f"table: merged {len(tables)} tables")
+        log(f"table: merged {len(tables)} tables")
         recipe = {"kind": "table", "tokenizer": manifests[0].recipe.get("tokenizer"), "out": str(out)}
         save_table(
             out,

@@ -18,7 +18,7 @@ from ....decode.evaluation.replay.recording import sample_texts
 from ....decode.models.base import LanguageModel
 from ....decode.warpers import Sampling
 from ....train.parallel.interrupts import Interrupted, StopSignals
-from ...assemble.evaluation import Opened
+from ...assemble.evaluation import LoadedPair
 from ...schema.evaluation import EvaluateRecipe
 from ...session.terminal import Advance, bar
 
@@ -39,7 +39,7 @@ class Case:
     """An evaluation, opened, and the target's own answers to its prompts."""
 
     recipe: EvaluateRecipe
-    opened: Opened
+    opened: LoadedPair
     questions: list[Question]
     signals: StopSignals = field(default_factory=StopSignals)
     _own: dict[Sampling, list[list[int]]] = field(default_factory=dict)

@@ -56,7 +56,7 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from ....checkpoints.storage.atomic import write_whole
+from ....checkpoints.storage.atomic import atomic_text
 from ....checkpoints.storage.suggest import did_you_mean
 from ....decode.evaluation.measure import Entry
 from ....decode.methods import needs_of
@@ -64,7 +64,7 @@ from ....train.parallel.interrupts import Interrupted, StopSignals
 from ...assemble.evaluation import entries_of, open_recipe, place_of
 from ...report.diagnosis import show_part
 from ...schema.evaluation import EvaluateRecipe, MethodSection
-from ...session.terminal import console, say
+from ...session.terminal import console, log
 from .case import Case, questions_of
 from .causes import as_dicts, cause_of, headline, sentences, verdict
 from .cells import cells_of, entropies
@@ -113,7 +113,7 @@ def run_diagnose(recipe: EvaluateRecipe, parts: Sequence[str] = (), out: Path | 
 def _diagnosed(case: Case, chosen: Sequence[str], trees: Mapping[str, Sequence[Entry]], path: Path) -> dict[str, Any]:
     """The parts one after the other, each shown and written when it is done."""
     recipe, opened = case.recipe, case.opened
-    say(f"diagnose: {', '.join(chosen)}, {len(case.questions)} prompts of {recipe.prompts}, on {opened.device}")
+    log(f"diagnose: {', '.join(chosen)}, {len(case.questions)} prompts of {recipe.prompts}, on {opened.device}")
     told: dict[str, Any] = {"schema": SCHEMA, "kind": KIND, "complete": False, "target": recipe.target}
     told |= {"prompts": len(case.questions), "recipe": recipe.model_dump(mode="json"), "parts": []}
     for part, entry in zip(chosen, entries_of(recipe), strict=True):
@@ -127,11 +127,11 @@ def _diagnosed(case: Case, chosen: Sequence[str], trees: Mapping[str, Sequence[E
             about = {"part": part, "source": getattr(recipe, part)} | _described(case, found, trained, other, drawn)
         except Interrupted as stopped:
             kept = ", ".join(each["part"] for each in told["parts"])
-            say(f"{stopped}; {f'{kept} is finished, in {path}' if kept else 'no part was finished'}")
+            log(f"{stopped}; {f'{kept} is finished, in {path}' if kept else 'no part was finished'}")
             raise
         told["parts"].append(about)
         told["complete"] = len(told["parts"]) == len(chosen)
-        write_whole(path, json.dumps(told, indent=1, ensure_ascii=False, allow_nan=False) + "\n")
+        atomic_text(path, json.dumps(told, indent=1, ensure_ascii=False, allow_nan=False) + "\n")
         show_part(about, console())
     return told
 

@@ -49,7 +49,7 @@ from ....train.tasks.drafter import DrafterTask
 from ....train.tasks.heads import HeadsTask
 from ....train.teachers.teacher import ModelTeacher
 from ...assemble.evaluation import place_of
-from ...session.terminal import say
+from ...session.terminal import log
 from .case import Case
 from .training_record import OtherTarget, Trained, block_passages
 
@@ -256,7 +256,7 @@ class Probe:
     @property
     def drafted(self) -> int:
         """How many tokens a step drafts."""
-        return self.method.proposer.room(self.case.limits)[1]
+        return self.method.proposer.capacity(self.case.limits)[1]
 
     # the stages
 
@@ -275,7 +275,7 @@ class Probe:
             return
         blocks = trained.measured_blocks(data)
         passages = block_passages(data, blocks)
-        say(f"diagnose: taking training's own measurement of {trained.folder} again, on {blocks} held-out blocks")
+        log(f"diagnose: taking training's own measurement of {trained.folder} again, on {blocks} held-out blocks")
         found.again = self._measured_again(trained, data, blocks)
         scorer = self._trained_for()
         found.again_on = "the target that it was made for" if scorer is not self.case.target else "this target"

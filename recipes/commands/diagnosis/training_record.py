@@ -20,7 +20,7 @@ from ....data.rendering.templates import OWN, Template, get_template
 from ....decode.evaluation.diagnose.agreement import Passage
 from ....decode.models.loading import load_model
 from ...assemble.data import encoder_hash
-from ...assemble.evaluation import Opened
+from ...assemble.evaluation import LoadedPair
 from ...schema.evaluation import EvaluateRecipe
 
 _SHOWN = 6
@@ -134,7 +134,7 @@ class OtherTarget:
     """That one, where it is here."""
 
 
-def other_target(trained: Trained | None, recipe: EvaluateRecipe, opened: Opened) -> OtherTarget:
+def other_target(trained: Trained | None, recipe: EvaluateRecipe, opened: LoadedPair) -> OtherTarget:
     """Compare the fingerprints of the target and of the one that an artifact was made for, and load that if they differ
     and it lies in its place."""
     made_for = trained.manifest.target if trained is not None else None

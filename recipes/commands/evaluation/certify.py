@@ -12,7 +12,7 @@ from typing import Any
 from rich.markup import escape
 from rich.table import Table
 
-from ....checkpoints.storage.atomic import write_whole
+from ....checkpoints.storage.atomic import atomic_text
 from ....decode.engine import Limits
 from ....decode.evaluation.certify.certify import Certificate, Plan, certify_method
 from ....decode.evaluation.certify.rescoring import Rounding, measure_rounding
@@ -24,10 +24,10 @@ from ....decode.proposers.head_trees import states_of
 from ....decode.warpers import Sampling
 from ....train.parallel.interrupts import StopSignals
 from ...assemble.artifact import fingerprint_of
-from ...assemble.evaluation import Opened, artifact_hashes, entries_of, open_recipe
+from ...assemble.evaluation import LoadedPair, artifact_hashes, entries_of, open_recipe
 from ...report.certificate import KIND, SCHEMA, certificate_beside
 from ...schema.evaluation import EvaluateRecipe
-from ...session.terminal import Advance, bar, console, say
+from ...session.terminal import Advance, bar, console, log
 from . import evaluate
 from .journal import TextJournal
 
@@ -69,7 +69,7 @@ def run_certify(recipe: EvaluateRecipe, asked: Asked) -> list[Certificate]:
     found = evaluate.load_prompts(recipe.prompts, recipe.template, opened.tokenizer, limit, longest, **where)
     prompts = [ids for _, ids in found]
     if any(not entry.sampling.greedy for entry in entries):
-        say(f"certify: {plan_in_words(plan)}")
+        log(f"certify: {plan_in_words(plan)}")
     mine = {"source": recipe.target, "hash": fingerprint_of(recipe.target, opened.model)}
     planned = asdict(plan) | {"whole_level": asked.level}
     head = {
@@ -102,15 +102,15 @@ def run_certify(recipe: EvaluateRecipe, asked: Asked) -> list[Certificate]:
 def _say_what_is_kept(journal: TextJournal) -> None:
     if journal.changed:
         changed = ", ".join(journal.changed)
-        say(f"certify: {journal.path} holds texts of another certificate ({changed} differ): starting anew")
+        log(f"certify: {journal.path} holds texts of another certificate ({changed} differ): starting anew")
     count = sum(len(each.outputs) for written in journal.finished.values() for each in written)
     if count:
-        say(f"certify: going on; {count} texts are written already, by an earlier process")
+        log(f"certify: going on; {count} texts are written already, by an earlier process")
 
 
 def _certify_all(
     recipe: EvaluateRecipe,
-    opened: Opened,
+    opened: LoadedPair,
     entries: Sequence[Entry],
     prompts: Sequence[Sequence[int]],
     plan: Plan,
@@ -200,7 +200,7 @@ def _write(path: Path, head: dict[str, Any], certificates: Sequence[Certificate]
     failed = [certificate.label for certificate in certificates if certificate.failed]
     body = {"complete": len(certificates) == of, "not_lossless": failed}
     body["certificates"] = [certificate.as_dict() for certificate in certificates]
-    write_whole(path, json.dumps(head | body, indent=2, allow_nan=False) + "\n")
+    atomic_text(path, json.dumps(head | body, indent=2, allow_nan=False) + "\n")
 
 
 def certificates_table(title: str, certificates: Sequence[Certificate]) -> Table:
@@ -229,7 +229,7 @@ def certificates_table(title: str, certificates: Sequence[Certificate]) -> Table
 
 
 def explanations(certificates: Sequence[Certificate]) -> list[str]:
-    """What the table cannot say: what failed and where, what a near-tie is, at which level the tests were made."""
+    """What the table cannot log: what failed and where, what a near-tie is, at which level the tests were made."""
     lines = []
     for certificate in certificates:
         if not certificate.failed:

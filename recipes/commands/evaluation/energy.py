@@ -38,7 +38,7 @@ import torch
 from rich.table import Table
 from torch import Tensor
 
-from ....checkpoints.storage.atomic import write_whole
+from ....checkpoints.storage.atomic import atomic_text
 from ....decode.evaluation.energy import CounterError, Energy, EnergyMeter, open_meter
 from ....decode.evaluation.measure import devices_of, synchronise
 from ....decode.methods import Parts
@@ -48,7 +48,7 @@ from ....decode.models.seq2seq import Seq2SeqModel
 from ...schema.evaluation import EvaluateRecipe
 from ...schema.loading import load_recipe
 from ...session.machine import machine
-from ...session.terminal import Advance, bar, console, say
+from ...session.terminal import Advance, bar, console, log
 from .recipe import BASE, evaluate_recipe
 
 SCHEMA = 1
@@ -113,7 +113,7 @@ def run_energy(
             f"--context {context} and a new token are more than the target's {model.max_positions} positions"
         )
     dtype_name = str(model.dtype).removeprefix("torch.")
-    say(f"energy: {target} ({dtype_name}) on {model.device}: {runs} forwards at batch {', '.join(map(str, sizes))}")
+    log(f"energy: {target} ({dtype_name}) on {model.device}: {runs} forwards at batch {', '.join(map(str, sizes))}")
     calls = {batch: _prepared(model, batch, context, seed) for batch in sizes}
     with bar("timing forwards", "forwards") as advance:
         seconds = time_forwards(model, calls, runs, advance)
@@ -126,7 +126,7 @@ def run_energy(
     results["rows"] = [row_of(batch, seconds[batch], energies.get(batch)) for batch in sizes]
     results["paper"] = PAPER
     if out is not None:
-        write_whole(out, json.dumps(results, indent=2, allow_nan=False) + "\n")
+        atomic_text(out, json.dumps(results, indent=2, allow_nan=False) + "\n")
     _show(results, out)
     return results
 
@@ -240,13 +240,13 @@ def _energies(model: LanguageModel, calls: dict[int, Callable[[], Tensor]], seed
     """Joules of a forward by batch size, and of what; none, and why there are none."""
     meter, covers = open_meter(devices_of(model, Parts()))
     if meter is None:
-        say(f"energy: no joules: {covers}")
+        log(f"energy: no joules: {covers}")
         return {}, covers
     with meter, bar("counting joules", "windows") as advance:
         found, failure = count_joules(model, meter, calls, seed, advance)
     if failure:
         missing = ", ".join(str(batch) for batch in calls if batch not in found)
-        say(f"energy: no joules at batch {missing}: {failure}")
+        log(f"energy: no joules at batch {missing}: {failure}")
     return found, covers if found else failure
 
 

@@ -8,22 +8,22 @@ from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any
 
-from ....data.prompts import PassedOver, load_prompts, stop_ids
+from ....data.prompts import SkippedPrompts, load_prompts, stop_ids
 from ....decode.engine import Limits
 from ....decode.evaluation.energy import CounterError, Energy, open_meter
 from ....decode.evaluation.measure import BASELINE, Entry, Run, devices_of, energy_of, measure
 from ....decode.evaluation.replay.replay import predict_entries, record_entries
-from ....decode.evaluation.summary import Asked, Summariser, Summary, same_as_reference
+from ....decode.evaluation.summary import EvalPrompt, Summariser, Summary, same_as_reference
 from ....decode.methods import Parts, build_method
 from ....decode.models.base import LanguageModel
 from ....train.parallel.interrupts import Interrupted, StopSignals
-from ...assemble.evaluation import Opened, _prompts_digest, artifact_hashes, entries_of, identity_of, open_recipe
+from ...assemble.evaluation import LoadedPair, _prompts_digest, artifact_hashes, entries_of, identity_of, open_recipe
 from ...report.page import report_beside, write_report
 from ...schema.evaluation import EvaluateRecipe
 from ...schema.loading import write_recipe
 from ...schema.results import KIND, SCHEMA, write_results
 from ...session.machine import machine
-from ...session.terminal import Advance, bar, categories_table, console, duration, results_table, say
+from ...session.terminal import Advance, bar, categories_table, console, duration, log, results_table
 from .journal import RunJournal
 
 
@@ -37,15 +37,15 @@ def run_evaluate(recipe: EvaluateRecipe) -> dict[str, Any]:
     """
     opened = open_recipe(recipe)
     tokenizer, target, parts, device = opened.tokenizer, opened.target, opened.parts, opened.device
-    passed = PassedOver()
+    passed = SkippedPrompts()
     where: dict[str, Any] = {"path": recipe.prompts_path, "groups": recipe.groups or None, "passed_over": passed}
     found = load_prompts(recipe.prompts, recipe.template, tokenizer, recipe.limit, recipe.max_prompt_tokens, **where)
-    asked = [Asked(ids, prompt.id, prompt.category, prompt.references) for prompt, ids in found]
+    asked = [EvalPrompt(ids, prompt.id, prompt.category, prompt.references) for prompt, ids in found]
     limits, entries = Limits(recipe.max_new_tokens, stop_ids(tokenizer)), entries_of(recipe)
-    check_room(target, parts, entries, asked, limits)
-    say(f"evaluate: {len(asked)} prompts, {len(entries)} methods, {recipe.repeats} run(s) each, on {device}")
+    check_capacity(target, parts, entries, asked, limits)
+    log(f"evaluate: {len(asked)} prompts, {len(entries)} methods, {recipe.repeats} run(s) each, on {device}")
     if passed:
-        say(f"evaluate: passed over {passed.words()}")
+        log(f"evaluate: passed over {passed.words()}")
     out, ids = Path(recipe.out), [prompt.ids for prompt in asked]
     with StopSignals() as signals, RunJournal(out, identity_of(recipe, ids, device)) as journal:
         runs = _measure(recipe, target, parts, entries, asked, limits, opened.model, journal, signals)
@@ -58,7 +58,7 @@ def run_evaluate(recipe: EvaluateRecipe) -> dict[str, Any]:
         summariser = Summariser(target, parts, asked, runs, limits, **more)
         with bar("timing steps, reading texts", "methods") as advance:
             summary = summariser.summarise(entries, Watch("evaluate", signals, advance))
-        say("evaluate: foretelling the rows by replay of the target's own texts")
+        log("evaluate: foretelling the rows by replay of the target's own texts")
         _predict(summary, opened, entries, asked, runs)
         results = _results(recipe, asked, passed, device, summary, same_as_reference(entries, runs))
         results["resumed"] = len(journal.finished)
@@ -83,7 +83,7 @@ class Watch:
         self._inner(done, total, note)
         if self._signals.received is not None:
             message = f"{self._command}: stopped by signal {self._signals.received}; the same command goes on from here"
-            say(message)
+            log(message)
             raise Interrupted(self._signals.received, message)
 
 
@@ -92,7 +92,7 @@ def _measure(
     target: LanguageModel,
     parts: Parts,
     entries: Sequence[Entry],
-    asked: Sequence[Asked],
+    asked: Sequence[EvalPrompt],
     limits: Limits,
     model: Any,
     journal: RunJournal,
@@ -101,9 +101,9 @@ def _measure(
     """The runs, of which those that the journal holds are not done again."""
     if journal.changed:
         changed = ", ".join(journal.changed)
-        say(f"evaluate: {journal.path} holds runs of another evaluation ({changed} differ): starting anew")
+        log(f"evaluate: {journal.path} holds runs of another evaluation ({changed} differ): starting anew")
     if journal.finished:
-        say(f"evaluate: going on; {len(journal.finished)} runs are finished already, timed by an earlier process")
+        log(f"evaluate: going on; {len(journal.finished)} runs are finished already, timed by an earlier process")
     with bar("evaluating", "runs") as advance:
         return measure(
             target,
@@ -122,9 +122,9 @@ def _measure(
 
 def _energies(
     recipe: EvaluateRecipe,
-    opened: Opened,
+    opened: LoadedPair,
     entries: Sequence[Entry],
-    asked: Sequence[Asked],
+    asked: Sequence[EvalPrompt],
     limits: Limits,
     journal: RunJournal,
     signals: StopSignals,
@@ -135,17 +135,17 @@ def _energies(
         return {}
     found = {entry.label: journal.energies[entry.label] for entry in entries if entry.label in journal.energies}
     if found:
-        say(f"evaluate: joules of {len(found)} of {len(entries)} rows were counted by an earlier process")
+        log(f"evaluate: joules of {len(found)} of {len(entries)} rows were counted by an earlier process")
     left = [entry for entry in entries if entry.label not in found]
     if not left:
         return found
     meter, words = open_meter(devices_of(opened.target, opened.parts))
     if meter is None:
-        say(f"evaluate: no joules: {words}")
+        log(f"evaluate: no joules: {words}")
         return found
     each, whole = meter.timing.least, len(left) * meter.timing.least
     takes = f"{len(left)} rows of {duration(each)} or more, {duration(whole)} in all; `energy: off` leaves them out"
-    say(f"evaluate: counting joules of {words} ({meter.source}): {takes}")
+    log(f"evaluate: counting joules of {words} ({meter.source}): {takes}")
     prompts = [prompt.ids for prompt in asked]
     with meter, bar("counting joules", "windows") as advance:
         watch = Watch("evaluate", signals, advance)
@@ -161,12 +161,12 @@ def _energies(
                 journal.add_energy(entry.label, found[entry.label])
         except CounterError as error:
             missing = ", ".join(entry.label for entry in left if entry.label not in found)
-            say(f"evaluate: no joules of {missing}: {error}")
+            log(f"evaluate: no joules of {missing}: {error}")
     return found
 
 
 def _predict(
-    summary: Summary, opened: Opened, entries: Sequence[Entry], asked: Sequence[Asked], runs: dict[str, Run]
+    summary: Summary, opened: LoadedPair, entries: Sequence[Entry], asked: Sequence[EvalPrompt], runs: dict[str, Run]
 ) -> None:
     """Put beside each row what replay of the baseline's texts foretells; None where it cannot."""
     texts = {entry.sampling: runs[entry.label].ids for entry in entries if entry.method == BASELINE}
@@ -179,8 +179,8 @@ def _predict(
 
 def _results(
     recipe: EvaluateRecipe,
-    asked: Sequence[Asked],
-    passed: PassedOver,
+    asked: Sequence[EvalPrompt],
+    passed: SkippedPrompts,
     device: str,
     summary: Summary,
     same: list[int] | None,
@@ -206,8 +206,8 @@ def _results(
     }
 
 
-def check_room(
-    target: LanguageModel, parts: Parts, entries: Sequence[Entry], asked: Sequence[Asked], limits: Limits
+def check_capacity(
+    target: LanguageModel, parts: Parts, entries: Sequence[Entry], asked: Sequence[EvalPrompt], limits: Limits
 ) -> None:
     """ValueError for a prompt that leaves no room for its answer among the positions of the target, or of a drafter
     that some row runs: before hours of decoding come to it. The tightest row is named."""
@@ -216,7 +216,7 @@ def check_room(
     rooms = []
     for entry in entries:
         proposer = build_method(entry.method, parts, entry.sampling, **entry.options).proposer
-        nodes, ahead = proposer.room(limits)
+        nodes, ahead = proposer.capacity(limits)
         run = [model for model, _ in proposer.forwards(nodes) if any(model is each for each in drafters)]
         for name, model in (("target", target), *(("drafter", each) for each in run)):
             most = model.max_positions - limits.max_new_tokens + 1 - ahead

@@ -10,7 +10,7 @@ from typing import Any
 from ...schema.evaluation import EvaluateRecipe
 from ...schema.loading import find_recipe, load_recipe, read_extended, shipped_recipes
 from ...schema.papers import PARTS, PaperRecipe, pair_values
-from ...session.terminal import say
+from ...session.terminal import log
 
 EVALUATIONS = "evaluate/"
 BASE = f"{EVALUATIONS}all-methods"
@@ -140,9 +140,9 @@ def _direct(target: str, changes: Mapping[str, Any], command: str) -> list[str]:
     usable = usable_methods([part for part in PARTS if part in changes])
     rows = [row.model_dump(exclude_none=True) for row in base.methods if row.method in usable]
     absent = ", ".join(name for name in METHODS if name not in usable)
-    say(f"{command}: {len(usable)} of {len(METHODS)} methods, prompts in the template {template!r}")
+    log(f"{command}: {len(usable)} of {len(METHODS)} methods, prompts in the template {template!r}")
     if absent:
-        say(f"{command}: left out, for they need --drafter, --heads or --table: {absent}")
+        log(f"{command}: left out, for they need --drafter, --heads or --table: {absent}")
     out = Path("runs") / "evaluate" / Path(target.rstrip("/")).name / "results.json"
     values: dict[str, Any] = dict.fromkeys(PARTS) | {"out": str(out), "prompts": PROMPTS, "template": template}
     return [f"{key}={json.dumps(value, ensure_ascii=False)}" for key, value in (values | {"methods": rows}).items()]

@@ -11,7 +11,7 @@ from typing import Any
 
 from ....checkpoints.artifact.artifact import model_fingerprint
 from ....checkpoints.artifact.locate import at_revision
-from ....checkpoints.storage.atomic import write_whole
+from ....checkpoints.storage.atomic import atomic_text
 from ....decode.engine import Limits
 from ....decode.evaluation.measure import BASELINE, Entry, Run, measure
 from ....decode.evaluation.metrics import speedup_interval, total
@@ -47,11 +47,11 @@ from ....decode.evaluation.replay.tuning_lossy import frontier, lossy_settings, 
 from ....decode.methods import METHODS, Parts, build_method
 from ....decode.models.base import LanguageModel
 from ....decode.warpers import Sampling
-from ...assemble.evaluation import Opened, open_recipe, place_of
+from ...assemble.evaluation import LoadedPair, open_recipe, place_of
 from ...report.tune import in_words, show, write_frontier
 from ...schema.evaluation import EvaluateRecipe, MethodSection
 from ...schema.loading import write_recipe
-from ...session.terminal import Advance, bar, say
+from ...session.terminal import Advance, bar, log
 from . import evaluate
 
 LeftOut = dict[str, str]
@@ -97,7 +97,7 @@ def run_tune(recipe: EvaluateRecipe, space: Space | None = None) -> dict[str, An
     folder = tune_folder(Path(recipe.out))
     recording = _recording(recipe, target, parts, prompts, limits, sampling, rows, space, folder)
     lengths = [len(prompt) + len(text) / 2 for prompt, text in zip(prompts, recording.texts, strict=True)]
-    say("tune: timing forwards")
+    log("tune: timing forwards")
     forwards = measure_forwards(target, parts, round(sum(lengths) / len(lengths)))
     searched, nothing = search(target, parts, recording, forwards, rows, limits, space, seed=recipe.seed)
     left_out |= nothing
@@ -194,9 +194,9 @@ def _recording(
     if path.is_file():
         recording = load_recording(path)
         if recording.identity == identity:
-            say(f"tune: using the recording at {path}")
+            log(f"tune: using the recording at {path}")
             return recording
-        say(f"tune: {path} is a recording of other models, prompts or settings: recording anew")
+        log(f"tune: {path} is a recording of other models, prompts or settings: recording anew")
     with bar("writing texts", "prompts") as advance:
         texts = sample_texts(target, prompts, limits, sampling, seed=recipe.seed, progress=advance)
     with bar("recording", "prompts") as advance:
@@ -335,10 +335,12 @@ def _tuned_recipe(recipe: EvaluateRecipe, choices: dict[str, list[Choice]], fold
 
 
 def _write(path: Path, results: dict[str, Any]) -> None:
-    write_whole(path, json.dumps(results, indent=2, allow_nan=False) + "\n")
+    atomic_text(path, json.dumps(results, indent=2, allow_nan=False) + "\n")
 
 
-def rows_of(recipe: EvaluateRecipe, opened: Opened, sampling: Sampling) -> tuple[dict[str, dict[str, Any]], LeftOut]:
+def rows_of(
+    recipe: EvaluateRecipe, opened: LoadedPair, sampling: Sampling
+) -> tuple[dict[str, dict[str, Any]], LeftOut]:
     """The settings that the recipe fixes, of each method to tune; and of the others that it names, or that its parts
     allow if it names none, why they are not tuned.
 

@@ -13,7 +13,7 @@ from ....data.prompts import load_prompts, stop_ids
 from ....decode.engine import Limits
 from ....decode.evaluation.replay.recording import sample_texts
 from ....decode.warpers import Sampling
-from ...assemble.evaluation import Opened, open_recipe, state_of
+from ...assemble.evaluation import LoadedPair, open_recipe, state_of
 from ...schema.loading import parse_recipe
 from ...schema.papers import PaperEvaluation
 from ...schema.training import TableRecipe
@@ -27,7 +27,7 @@ Row = dict[str, Any]
 class Bench:
     """An opened evaluation and what it asks."""
 
-    opened: Opened
+    opened: LoadedPair
     prompts: list[list[int]]
     categories: list[str]
     """Of each prompt."""

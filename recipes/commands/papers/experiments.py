@@ -14,7 +14,7 @@ from typing import Any
 import numpy as np
 import torch
 
-from ....checkpoints.storage.atomic import write_whole
+from ....checkpoints.storage.atomic import atomic_text
 from ....decode.evaluation.measure import BASELINE
 from ....decode.methods import method_options
 from ...assemble.evaluation import device_of, state_of
@@ -23,7 +23,7 @@ from ...schema.evaluation import EvaluateRecipe
 from ...schema.papers import RUN, PaperEvaluation, PaperRecipe, RunsSettings, run_folder
 from ...schema.results import CATEGORY, load_results
 from ...session.machine import machine
-from ...session.terminal import say
+from ...session.terminal import log
 from ..evaluation.evaluate import run_evaluate
 
 Rows = list[dict[str, Any]]
@@ -53,7 +53,7 @@ def evaluate(recipe: PaperRecipe, folder: Path) -> Rows:
     found: dict[str, dict[str, Any]] = {}
     for place, (name, evaluation) in enumerate(runs.items(), 1):
         if name:
-            say(f"run {name}: {place} of {len(runs)}")
+            log(f"run {name}: {place} of {len(runs)}")
         found[name] = _results(evaluation, results_of(folder, name))
     rows: Rows = []
     for name, results in found.items():
@@ -135,12 +135,12 @@ def is_finished(evaluation: PaperEvaluation, out: Path) -> bool:
 def _results(evaluation: PaperEvaluation, out: Path) -> dict[str, Any]:
     """The results of an evaluation, decoded only where they are not there already."""
     if is_finished(evaluation, out):
-        say(f"{out} is finished: kept")
+        log(f"{out} is finished: kept")
         return load_results(out)
     _stamp(out).unlink(missing_ok=True)
     identity = _identity(evaluation)  # what is written anew while it decodes is not what was decoded
     results = run_evaluate(EvaluateRecipe.model_validate(evaluation.model_dump() | {"out": str(out)}))
-    write_whole(_stamp(out), json.dumps(identity, indent=1) + "\n")
+    atomic_text(_stamp(out), json.dumps(identity, indent=1) + "\n")
     return results
 
 

@@ -26,13 +26,13 @@ from pathlib import Path
 from typing import Any
 
 from .... import __version__
-from ....checkpoints.storage.atomic import write_whole
+from ....checkpoints.storage.atomic import atomic_text
 from ...report.papers import claims_table, markdown, numbers_table, paper_page, title_of
 from ...schema.claims import judge, parse_claim
 from ...schema.loading import read_extended, shipped_recipes, write_recipe
 from ...schema.papers import PaperRecipe
 from ...schema.results import load_results, write_results
-from ...session.terminal import console, say
+from ...session.terminal import console, log
 from ..evaluation.recipe import EVALUATIONS, PAIR, paper_recipe
 
 SCHEMA = 1
@@ -66,14 +66,14 @@ def run_paper(recipe: PaperRecipe, name: str, pair: str | None = None, folder: P
     identity = hashlib.sha256(json.dumps(known, sort_keys=True).encode()).hexdigest()
     result = _finished(folder / "paper.json", identity)
     if result is None:
-        say(f"papers: {name}, {recipe.where}")
+        log(f"papers: {name}, {recipe.where}")
         folder.mkdir(parents=True, exist_ok=True)
         write_recipe(recipe, folder / "recipe.yaml")
         rows = EXPERIMENTS[used.experiment](used, folder)
         result = {"schema": SCHEMA, "kind": "paper", "identity": identity, "machine": on, "rows": rows, "claims": []}
         _write(folder / "paper.json", result)
     else:
-        say(f"papers: {name} is finished: kept")
+        log(f"papers: {name} is finished: kept")
     said = recipe.model_dump(mode="json", include={"paper", "where", "experiment", "not_rerun", "theirs"})
     result |= said | {"name": name, "pair": pair, "claims": judged(recipe, result["rows"])}
     _write(folder / "paper.json", result)
@@ -127,18 +127,18 @@ def run_papers(names: Sequence[str], pair: str | None, out: Path | None) -> list
     done: list[dict[str, Any]] = []
     failed: dict[str, str] = {}
     for place, (name, recipe) in enumerate(recipes.items(), 1):
-        say(f"papers: {place} of {len(recipes)}")
+        log(f"papers: {place} of {len(recipes)}")
         try:
             done.append(run_paper(recipe, name, pair, folders[name]))
         except (ValueError, OSError, ImportError, RuntimeError) as error:
             failed[name] = str(error)
-            say(f"papers: {name} failed: {error}")
+            log(f"papers: {name} failed: {error}")
         _summary(root, out or Path(FOLDER), pair, done, failed)
     if len(done) > 1:
         console().print(claims_table(done))
     console().print(f"papers: {len(done)} done, {len(failed)} failed; {root / 'papers.md'}", soft_wrap=True)
     for name, fault in failed.items():
-        say(f"error: {name}: {fault}")
+        log(f"error: {name}: {fault}")
     return list(failed)
 
 
@@ -225,7 +225,7 @@ def _summary(
         for result in [*done, *before]
     ]
     _write(root / "papers.json", {"schema": SCHEMA, "kind": "papers", "papers": papers, "failed": failed})
-    write_whole(root / "papers.md", markdown(papers, failed))
+    atomic_text(root / "papers.md", markdown(papers, failed))
 
 
 def _same(one: str | None, other: str | None) -> bool:
@@ -244,4 +244,4 @@ def _earlier(path: Path) -> dict[str, Any] | None:
 
 
 def _write(path: Path, value: dict[str, Any]) -> None:
-    write_whole(path, json.dumps(value, indent=1, allow_nan=False) + "\n")
+    atomic_text(path, json.dumps(value, indent=1, allow_nan=False) + "\n")

@@ -32,7 +32,7 @@ from ...assemble.outlines import Outline, outline_of
 from ...assemble.teacher import NoCacheError, hidden_bytes, open_cache, open_hidden, teacher_bytes
 from ...schema.training import DrafterRecipe, HeadsRecipe, TableRecipe
 from ...session.launch import agreed
-from ...session.terminal import console, duration, gigabytes, say
+from ...session.terminal import console, duration, gigabytes, log
 
 _SMALL_FILES = 32 << 10  # manifests, the recipe, the loop's random numbers
 _TENSOR_HEADER = 120  # bytes of a safetensors header per tensor
@@ -422,7 +422,7 @@ def _probe(
 ) -> tuple[Probe, float, Task]:
     """Run the recipe's task for a step or two. Returns also the share of an evaluation that was run, and the task."""
     if accelerator.is_main_process:
-        say(f"{recipe.kind}: trying one or two micro batches")
+        log(f"{recipe.kind}: trying one or two micro batches")
     small, share = _less_measured(recipe, prepared)
     watch = MemoryWatch(accelerator.device)
     try:

@@ -22,7 +22,7 @@ from rich.table import Table
 
 from ....checkpoints.artifact.artifact import load_manifest, tokenizer_fingerprint, verify_artifact
 from ....checkpoints.heads.files import load_heads
-from ....checkpoints.storage.atomic import write_whole
+from ....checkpoints.storage.atomic import atomic_text
 from ....checkpoints.table.table import BigramTable
 from ....data.prompts import load_prompts, stop_ids
 from ....data.tokenizers import load_tokenizer
@@ -42,7 +42,7 @@ from ...report.plots import draw_saturation, missing_matplotlib
 from ...schema.loading import write_recipe
 from ...schema.training import SaturationSection, TableRecipe
 from ...session.machine import machine
-from ...session.terminal import bar, console, say
+from ...session.terminal import bar, console, log
 from .saturation_tables import COUNTS_FILE, PartTable, part_tables, raise_if_stopped
 
 SCHEMA = 2
@@ -104,7 +104,7 @@ def run_saturation(recipe: TableRecipe) -> dict[str, Any]:
     tokenizer = load_tokenizer(recipe.tokenizer_source)
     _check_heads(recipe, section, tokenizer)
     if (missing := missing_matplotlib()) is not None:
-        say(f"saturation: {missing}")
+        log(f"saturation: {missing}")
     folder = Path(f"{recipe.out}.saturation")
     with StopSignals() as signals:
         parts = part_tables(recipe, tokenizer, folder, signals)
@@ -113,7 +113,7 @@ def run_saturation(recipe: TableRecipe) -> dict[str, Any]:
     _show(results)
     if missing is None:
         draw_saturation(results, folder / "saturation.png")
-    say(f"saturation: wrote {folder / 'saturation.json'}" + ("" if missing else f" and {folder / 'saturation.png'}"))
+    log(f"saturation: wrote {folder / 'saturation.json'}" + ("" if missing else f" and {folder / 'saturation.png'}"))
     return results
 
 
@@ -277,7 +277,7 @@ def _kept(file: Path, identity: dict[str, Any]) -> dict[str, dict[str, list[list
     theirs = found["identity"]
     if theirs != json.loads(json.dumps(identity)):
         other = sorted(key for key in identity if theirs.get(key) != json.loads(json.dumps(identity[key])))
-        say(f"saturation: {file} was measured with other settings ({', '.join(other)}): measuring anew")
+        log(f"saturation: {file} was measured with other settings ({', '.join(other)}): measuring anew")
         return {}
     kept: dict[str, dict[str, list[list[int]]]] = found["counts"]
     return kept
@@ -334,7 +334,7 @@ def _verdict(sizes: Sequence[int], curve: Sequence[np.ndarray], base_P2: np.ndar
 
 
 def _write(file: Path, results: dict[str, Any]) -> None:
-    write_whole(file, json.dumps(results, indent=1, allow_nan=False) + "\n")
+    atomic_text(file, json.dumps(results, indent=1, allow_nan=False) + "\n")
 
 
 def _show(results: dict[str, Any]) -> None:

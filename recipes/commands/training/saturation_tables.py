@@ -15,7 +15,7 @@ from itertools import islice
 from pathlib import Path
 from typing import Any
 
-from ....checkpoints.storage.atomic import write_whole
+from ....checkpoints.storage.atomic import atomic_text
 from ....checkpoints.table.table import TABLE_FILE, BigramTable
 from ....data.conversations import Conversation, CorpusReport
 from ....train.parallel.interrupts import Interrupted, StopSignals
@@ -25,7 +25,7 @@ from ...assemble.data import training_conversations
 from ...assemble.table.count import count_identity, recipe_documents, table_vocabulary
 from ...assemble.table.state import let_go
 from ...schema.training import TableRecipe
-from ...session.terminal import counter, say
+from ...session.terminal import counter, log
 
 COUNTS_FILE = "counts.json"
 _SERIES = "1, 2, 5, 10, 20, 50 …"
@@ -75,7 +75,7 @@ def raise_if_stopped(signals: StopSignals, folder: Path) -> None:
     if signals.received is not None:
         name = signal.Signals(signals.received).name
         message = f"saturation: stopped by {name}; the same command goes on from what {folder} holds"
-        say(message)
+        log(message)
         raise Interrupted(signals.received, message)
 
 
@@ -114,7 +114,7 @@ def part_tables(recipe: TableRecipe, tokenizer: Any, folder: Path, signals: Stop
         total = counted([counts / str(part) for part in range(place + 1)], vocab_size, check=place + 1 == len(sizes))
         target = tables / str(size)
         if not target.is_dir():
-            say(f"saturation: merging the counts of {size:,} conversations")
+            log(f"saturation: merging the counts of {size:,} conversations")
             _assemble(total, target)
         parts.append(PartTable(size, total.tokens, total.documents, size == sizes[-1], str(target)))
     found["parts"] = [asdict(part) for part in parts]
@@ -196,4 +196,4 @@ class _Reading:
 
 
 def _write(file: Path, content: dict[str, Any]) -> None:
-    write_whole(file, json.dumps(content, indent=1) + "\n")
+    atomic_text(file, json.dumps(content, indent=1) + "\n")

@@ -17,13 +17,13 @@ from rich.table import Table
 from safetensors import safe_open
 
 from ....checkpoints.artifact.artifact import load_manifest
-from ....checkpoints.storage.atomic import write_whole
+from ....checkpoints.storage.atomic import atomic_text
 from ....train.parallel.interrupts import TrainingError
 from ....train.parallel.processes import StoppedError
 from ...schema.loading import load_recipe, parse_values
 from ...schema.training import DrafterRecipe, HeadsRecipe, TableRecipe
 from ...session.launch import is_first
-from ...session.terminal import console, say
+from ...session.terminal import console, log
 
 _MOST_NAME = 80
 """Characters of a combination's name in that of its folder; a longer one ends in a hash."""
@@ -107,7 +107,7 @@ def run_sweep(sweep: Sweep) -> None:
     rows: list[dict[str, Any]] = []
     for number, combination in enumerate(sweep.combinations, 1):
         if is_main:
-            say(f"sweep: run {number} of {len(sweep.combinations)}: {combination.words}")
+            log(f"sweep: run {number} of {len(sweep.combinations)}: {combination.words}")
         with _named_in_errors(combination):
             out = run_train(combination.recipe)
         gc.collect()  # models in cycles must not lie beside those of the next run
@@ -116,7 +116,7 @@ def run_sweep(sweep: Sweep) -> None:
             _write(sweep, rows)
     if is_main:
         console().print(sweep_table(sweep, rows))
-        say(f"sweep: wrote {sweep.results}")
+        log(f"sweep: wrote {sweep.results}")
 
 
 def show_plans(sweep: Sweep) -> None:
@@ -209,7 +209,7 @@ def _parameters(folder: Path) -> int:
 
 def _write(sweep: Sweep, rows: list[dict[str, Any]]) -> None:
     content = json.dumps({"sweep": sweep.keys, "rows": rows}, indent=1) + "\n"
-    write_whole(sweep.results, content)
+    atomic_text(sweep.results, content)
 
 
 def _parsed(option: str) -> tuple[str, list[Any]]:

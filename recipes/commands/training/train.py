@@ -14,7 +14,7 @@ from ...assemble.heads import run_heads
 from ...assemble.table.count import run_table
 from ...schema.training import DrafterRecipe, HeadsRecipe, TableRecipe
 from ...session.launch import agreed
-from ...session.terminal import say
+from ...session.terminal import log
 
 
 def run_train(recipe: DrafterRecipe | HeadsRecipe | TableRecipe) -> Path:
@@ -32,7 +32,7 @@ def run_train(recipe: DrafterRecipe | HeadsRecipe | TableRecipe) -> Path:
     on_main(accelerator, lambda: check_out(out, recipe))
     if (out / "artifact.json").is_file():
         if accelerator.is_main_process:
-            say(f"{recipe.kind}: {out} is finished, reusing it")
+            log(f"{recipe.kind}: {out} is finished, reusing it")
         return out
     KINDS[recipe.kind](recipe, out, accelerator)
     accelerator.wait_for_everyone()

@@ -20,8 +20,8 @@ from draftsmith.checkpoints.artifact.artifact import (
     check_target,
     load_manifest,
     model_fingerprint,
-    plain,
     save_artifact,
+    to_json_safe,
     tokenizer_fingerprint,
     verify_artifact,
 )
@@ -322,16 +322,16 @@ def test_secrets_are_redacted_and_only_they() -> None:
     secret = "correct horse"
     hidden = ("token", "hf_token", "HF_TOKEN", "access-token", "api_key", "openai_api_key", "password", "client_secret")
     shown = ("tokenizer", "block_tokens", "eos_token", "max_new_tokens", "stop_tokens", "monkey", "tokens")
-    found = plain(
+    found = to_json_safe(
         dict.fromkeys((*hidden, *shown), secret) | {"hub": {"credentials": {"user": secret, "ids": [secret]}}}
     )
     assert {key for key in (*hidden, *shown) if found[key] == secret} == set(shown)
     assert secret not in json.dumps(found["hub"])
-    assert plain({"token": None, "password": ""}) == {"token": None, "password": ""}
-    assert plain("see hf_" + "a1B2" * 8 + " there") == "see <redacted> there"
-    assert plain("https://me:pass@example.org/x@y") == "https://<redacted>@example.org/x@y"
+    assert to_json_safe({"token": None, "password": ""}) == {"token": None, "password": ""}
+    assert to_json_safe("see hf_" + "a1B2" * 8 + " there") == "see <redacted> there"
+    assert to_json_safe("https://me:pass@example.org/x@y") == "https://<redacted>@example.org/x@y"
     with pytest.raises(ValueError, match="a object cannot be kept"):
-        plain(object())
+        to_json_safe(object())
 
 
 def test_secrets_do_not_reach_the_disk(tmp_path: Path) -> None:

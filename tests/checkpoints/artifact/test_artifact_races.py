@@ -20,7 +20,7 @@ import torch
 from draftsmith.checkpoints.artifact.artifact import load_manifest, open_artifact, save_artifact, verify_artifact
 from draftsmith.checkpoints.heads.files import PredictionHeads, load_heads, save_heads
 from draftsmith.checkpoints.storage import atomic as folders
-from draftsmith.checkpoints.storage.atomic import steady
+from draftsmith.checkpoints.storage.atomic import read_consistent
 from draftsmith.checkpoints.table.table import BigramTable
 from draftsmith.decode.models.loading import load_model
 from transformers import LlamaForCausalLM
@@ -289,11 +289,11 @@ def test_a_folder_that_is_replaced_while_it_is_read_is_read_again(
             save_table(out, "b" if reads[-1] == "a" else "a")
         return reads[-1] + content_of(BigramTable.load(out))
 
-    assert steady(out, lambda: read(1)) == "bb"
+    assert read_consistent(out, lambda: read(1)) == "bb"
     assert reads == ["a", "b"]
     monkeypatch.setattr(folders, "_ATTEMPTS", 5)
     with pytest.raises(ValueError, match="was replaced 5 times while it was read"):
-        steady(out, lambda: read(1000))
+        read_consistent(out, lambda: read(1000))
 
 
 def test_faults_of_a_folder_that_stays_are_told_at_once(tmp_path: Path) -> None:
@@ -304,7 +304,7 @@ def test_faults_of_a_folder_that_stays_are_told_at_once(tmp_path: Path) -> None:
         raise ValueError("damaged")
 
     with pytest.raises(ValueError, match="damaged"):
-        steady(tmp_path, read)
+        read_consistent(tmp_path, read)
     with pytest.raises(ValueError, match="damaged"):
-        steady(tmp_path / "nowhere", read)
+        read_consistent(tmp_path / "nowhere", read)
     assert len(calls) == 2

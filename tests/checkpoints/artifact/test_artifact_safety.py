@@ -15,7 +15,7 @@ from typing import Any
 import pytest
 import torch
 from draftsmith.checkpoints.artifact.artifact import load_manifest, save_artifact, verify_artifact
-from draftsmith.checkpoints.artifact.manifest import MAX_MANIFEST_BYTES, plain
+from draftsmith.checkpoints.artifact.manifest import MAX_MANIFEST_BYTES, to_json_safe
 from draftsmith.checkpoints.heads.files import PredictionHeads, load_heads, save_heads
 from draftsmith.checkpoints.storage.safe_read import MAX_JSON_BYTES, MAX_JSON_DEPTH, name_fault, shown
 from draftsmith.checkpoints.table.table import BigramTable
@@ -452,13 +452,13 @@ def test_texts_of_others_cannot_move_the_terminal() -> None:
 
 def test_secrets_of_many_forms_are_redacted() -> None:
     address = "https://b.example/x?X-Amz-Signature=abc123&part=1&X-Amz-Security-Token=FQoG&sig=xyz#top"
-    found = plain(address)
+    found = to_json_safe(address)
     assert found == (
         "https://b.example/x?X-Amz-Signature=<redacted>&part=1&X-Amz-Security-Token=<redacted>&sig=<redacted>#top"
     )
     for secret in ("sk-" + "a1" * 20, "ghp_" + "b2" * 18, "github_pat_" + "c3" * 20, "AKIA" + "D4" * 8):
-        assert secret not in plain(f"say {secret}.")
+        assert secret not in to_json_safe(f"say {secret}.")
     assert (
-        plain("https://x/y?max_tokens=5&keyword=tree&tokenizer=bpe")
+        to_json_safe("https://x/y?max_tokens=5&keyword=tree&tokenizer=bpe")
         == "https://x/y?max_tokens=5&keyword=tree&tokenizer=bpe"
     )

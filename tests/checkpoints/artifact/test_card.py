@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 import yaml
 from draftsmith.checkpoints.artifact.card import Evidence, Licence, Measured, base_model, data_sources, model_card
-from draftsmith.checkpoints.artifact.manifest import Manifest, plain
+from draftsmith.checkpoints.artifact.manifest import Manifest, to_json_safe
 from draftsmith.checkpoints.artifact.markdown import public, quoted, text
 from draftsmith.data.tokenizers import train_bpe
 from markdown_it import MarkdownIt
@@ -249,7 +249,7 @@ def test_folders_of_a_machine_are_left_out() -> None:
 def test_secrets_do_not_reach_the_card() -> None:
     token = "hf_" + "Q" * 34
     manifest = make_manifest(
-        data={"where": f"https://me:{token}@example.org/x", "note": token}, command=plain(f"train --x {token}"),
+        data={"where": f"https://me:{token}@example.org/x", "note": token}, command=to_json_safe(f"train --x {token}"),
         training={"note": f"with {token}"}, target={"id": token},
     )  # fmt: skip
     measured = make_measured(source=f"prompts?{token}", target=token)

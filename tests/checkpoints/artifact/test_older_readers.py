@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 from draftsmith.checkpoints.artifact.artifact import tokenizer_fingerprint
-from draftsmith.checkpoints.artifact.compat import mend_model, mend_tokenizer, save_tokenizer
+from draftsmith.checkpoints.artifact.compat import patch_model, patch_tokenizer, save_tokenizer
 from draftsmith.data.tokenizers import train_bpe
 from transformers import AutoConfig, AutoTokenizer, GPTNeoXConfig, LlamaConfig, Phi3Config, PreTrainedTokenizerFast
 
@@ -58,18 +58,18 @@ def test_what_needs_no_mending_stays_as_it_is(tokenizer: PreTrainedTokenizerFast
     path = tmp_path / "tokenizer_config.json"
     path.write_text(json.dumps(config_of(tmp_path)))  # otherwise than it would be written
     before = path.read_bytes()
-    mend_tokenizer(tmp_path)
+    patch_tokenizer(tmp_path)
     assert path.read_bytes() == before
     (tmp_path / "tokenizer.json").rename(tmp_path / "tokenizer.model")
     path.write_text('{"tokenizer_class": "TokenizersBackend"}')
-    mend_tokenizer(tmp_path)
+    patch_tokenizer(tmp_path)
     assert config_of(tmp_path) == {"tokenizer_class": "TokenizersBackend"}, "sentencepiece's are left alone"
 
 
 def test_the_template_of_its_own_file_comes_first(tokenizer: PreTrainedTokenizerFast, tmp_path: Path) -> None:
     save_tokenizer(tokenizer, tmp_path)
     (tmp_path / "chat_template.jinja").write_text("another")
-    mend_tokenizer(tmp_path)
+    patch_tokenizer(tmp_path)
     assert config_of(tmp_path)["chat_template"] == "another" == AutoTokenizer.from_pretrained(tmp_path).chat_template
 
 
@@ -78,7 +78,7 @@ def test_files_that_cannot_be_read_are_named(name: str, tokenizer: PreTrainedTok
     tokenizer.save_pretrained(tmp_path)
     (tmp_path / name).write_bytes(b"\xff")
     with pytest.raises(ValueError, match=f"{name}: it is not UTF-8 text"):
-        mend_tokenizer(tmp_path)
+        patch_tokenizer(tmp_path)
 
 
 SCALED = {"rope_type": "linear", "factor": 2.0, "rope_theta": 5e5}
@@ -108,16 +108,16 @@ def test_rotary_positions_are_where_older_readers_look(config: Any, found: dict[
     before = json.loads((tmp_path / "config.json").read_text())
     plain = AutoConfig.from_pretrained(tmp_path)
     assert not set(found) & set(before), "there is nothing to mend any more"
-    mend_model(tmp_path)
+    patch_model(tmp_path)
     assert json.loads((tmp_path / "config.json").read_text()) == before | found
     assert AutoConfig.from_pretrained(tmp_path).rope_parameters == plain.rope_parameters == config.rope_parameters
 
 
 def test_models_without_rotary_positions_stay_as_they_are(tmp_path: Path) -> None:
-    mend_model(tmp_path)
+    patch_model(tmp_path)
     assert not list(tmp_path.iterdir())
     path = tmp_path / "config.json"
     for text in ('{"model_type":"opt"}', '{"rope_parameters":{"full_attention":{"rope_theta":1.0}}}'):
         path.write_text(text)
-        mend_model(tmp_path)
+        patch_model(tmp_path)
         assert path.read_text() == text

@@ -232,7 +232,7 @@ def test_vllm_drafts_what_this_engine_drafts(
     contexts[1][-1], contexts[2][-1] = VOCAB - 1, int(table.unigram.argmax())
     prior = METHODS["bigram"].defaults["prior"]
     chain, target = TableChain(table, 4, order=2, prior=prior), wrap_model(make_llama(VOCAB))
-    context = Context(target, contexts, Limits(8), Sampling(), Rng.for_rows(0, 5), chain.room(Limits(8)))
+    context = Context(target, contexts, Limits(8), Sampling(), Rng.for_rows(0, 5), chain.capacity(Limits(8)))
     chain.start(context)
     wanted = []
     for root, *drafted in chain.propose(context).tokens_BN.tolist():

@@ -81,7 +81,7 @@ def whole(state: State, target: LlamaForCausalLM) -> State:
     return target.state_dict() | {f"medusa_head.{name}": tensor.clone() for name, tensor in state.items()}
 
 
-def write_whole(state: State, target: LlamaForCausalLM, folder: Path) -> None:
+def atomic_text(state: State, target: LlamaForCausalLM, folder: Path) -> None:
     target.config.save_pretrained(folder)
     save_file(whole(state, target), folder / "model.safetensors", metadata={"format": "pt"})
 
@@ -117,7 +117,7 @@ WRITERS: dict[str, Callable[[State, LlamaForCausalLM, Path], None]] = {
     writer.__name__: writer
     for writer in (
         *(write_pickled, write_old_pickled, write_safetensors),
-        *(write_whole, write_shards, write_bin, write_bin_shards),
+        *(atomic_text, write_shards, write_bin, write_bin_shards),
     )
 }
 
@@ -196,7 +196,7 @@ def test_the_number_of_heads_is_counted_and_a_config_that_lies_is_reported(
 
 def test_the_config_of_a_whole_model_is_compared_too(tmp_path: Path, target: LlamaForCausalLM) -> None:
     target.config.medusa_num_heads = 2
-    write_whole(Published(target).medusa_head.state_dict(), target, tmp_path)
+    atomic_text(Published(target).medusa_head.state_dict(), target, tmp_path)
     with pytest.warns(UserWarning, match="says medusa_num_heads 2, the tensors have 5"):
         assert load_heads(tmp_path).num_heads == 5
     assert read_heads(tmp_path).whole_model

@@ -24,7 +24,7 @@ import torch
 from draftsmith.decode.engine import Limits
 from draftsmith.decode.evaluation.energy import NVML, CounterError, EnergyMeter, NvmlPower, Timing, open_meter
 from draftsmith.decode.evaluation.measure import Entry, devices_of, energy_of, measure
-from draftsmith.decode.evaluation.summary import Asked, Summariser
+from draftsmith.decode.evaluation.summary import EvalPrompt, Summariser
 from draftsmith.decode.methods import Parts
 from draftsmith.decode.models.loading import wrap_model
 from transformers import LlamaForCausalLM
@@ -416,7 +416,7 @@ def test_rows_of_an_evaluation_hold_joules_a_token(
     parts = Parts(wrap_model(make_llama(48, seed=1, num_hidden_layers=1)))
     assert devices_of(target, parts) == [torch.device("cpu")]
     entries = [Entry("plain", "autoregressive"), Entry("chain", "speculative", {"gamma": 2})]
-    asked, limits = [Asked([3, 5, 7]), Asked([8, 2])], Limits(6)
+    asked, limits = [EvalPrompt([3, 5, 7]), EvalPrompt([8, 2])], Limits(6)
     prompts = [each.ids for each in asked]
     world, forward = World(), target._forward
 

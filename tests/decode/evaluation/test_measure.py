@@ -13,7 +13,7 @@ from draftsmith.decode.engine import Limits
 from draftsmith.decode.evaluation.measure import REFERENCE, Decoded, Entry, Run, RunKey, measure, turn
 from draftsmith.decode.evaluation.metrics import total
 from draftsmith.decode.evaluation.quality import perplexity, self_consistency
-from draftsmith.decode.evaluation.summary import Asked, Summariser, Summary
+from draftsmith.decode.evaluation.summary import EvalPrompt, Summariser, Summary
 from draftsmith.decode.methods import Parts
 from draftsmith.decode.models.loading import wrap_model
 from draftsmith.decode.warpers import Sampling
@@ -28,10 +28,10 @@ ENTRIES = [
 ]
 LIMITS = Limits(14, (9,))
 ASKED = [
-    Asked([3, 5, 7], "first", "math", ("10 11 12",)),
-    Asked([8, 2], "second", "text"),
-    Asked([1], "third", "math", ("40", "13 1 2 3")),
-    Asked([4, 4, 4, 4, 30], "fourth", "math"),
+    EvalPrompt([3, 5, 7], "first", "math", ("10 11 12",)),
+    EvalPrompt([8, 2], "second", "text"),
+    EvalPrompt([1], "third", "math", ("40", "13 1 2 3")),
+    EvalPrompt([4, 4, 4, 4, 30], "fourth", "math"),
 ]
 
 

@@ -12,7 +12,7 @@ from typing import Any
 import pytest
 from draftsmith.decode.engine import Limits
 from draftsmith.decode.evaluation.measure import Entry, measure
-from draftsmith.decode.evaluation.summary import Asked, Summariser
+from draftsmith.decode.evaluation.summary import EvalPrompt, Summariser
 from draftsmith.decode.methods import Parts
 from draftsmith.decode.models.loading import wrap_model
 from draftsmith.decode.warpers import Sampling
@@ -25,7 +25,7 @@ ENTRIES = [
     Entry("chain", "speculative"),
     Entry("sampled", "autoregressive", {}, Sampling(1.0)),
 ]
-ASKED = [Asked([3, 5], "a", "math", ("x",)), Asked([4], "b", "text"), Asked([9, 9], "c", "math")]
+ASKED = [EvalPrompt([3, 5], "a", "math", ("x",)), EvalPrompt([4], "b", "text"), EvalPrompt([9, 9], "c", "math")]
 
 
 @pytest.fixture

@@ -15,7 +15,7 @@ import torch
 from draftsmith.checkpoints.artifact.artifact import save_artifact, tokenizer_fingerprint
 from draftsmith.checkpoints.heads.files import PredictionHeads, save_heads
 from draftsmith.checkpoints.table.table import BigramTable
-from draftsmith.data.prompts import PassedOver, load_prompts
+from draftsmith.data.prompts import SkippedPrompts, load_prompts
 from draftsmith.data.tokenizers import load_tokenizer
 from draftsmith.decode.methods import METHODS, needs_of
 from draftsmith.recipes.commands.evaluation import evaluate
@@ -194,13 +194,13 @@ def test_prompts_are_reproducible_and_those_passed_over_are_named(corpus: Path, 
     rows[4]["conversations"][0]["value"] = "the tree " * 200
     rows[7]["conversations"] = [{"from": "gpt", "value": "nothing was asked"}]
     (tmp_path / "rows.json").write_text(json.dumps(rows))
-    passed = PassedOver()
+    passed = SkippedPrompts()
     first = load_prompts(str(tmp_path / "rows.json"), "chatml", tokenizer, 10, 100, passed_over=passed)
     assert first == load_prompts(str(tmp_path / "rows.json"), "chatml", tokenizer, 10, 100)
     assert [prompt.id for prompt, _ in first] == [f"row{place}" for place in range(12) if place not in (4, 7)]
     assert passed.as_dict() == {"counts": {"too long": 1, "no question": 1}, "too_long": ["row4"]}
     assert passed.words() == "1 prompts (too long), 1 prompts (no question)"
-    assert not PassedOver()
+    assert not SkippedPrompts()
     for text, why in (("[]", "it is empty"), (json.dumps([rows[7]]), r"1 prompts \(no question\)")):
         (tmp_path / "none.json").write_text(text)
         with pytest.raises(ValueError, match=f"no prompt in .*none.json: {why}"):

@@ -120,7 +120,7 @@ def test_the_choice_is_the_best_of_a_sampled_sweep(make_llama: Any) -> None:
         worth = {}
         for (_, words), rate in settings.items():
             method = build_method(name, parts, sampling, **json.loads(words))
-            nodes = method.proposer.room(limits)[0]
+            nodes = method.proposer.capacity(limits)[0]
             worth[words] = COSTS.speedup(rate, COSTS.step_seconds(name, method, nodes))
         tried = tune_method(recording, parts, COSTS, name, space=SPACE)
         chosen = next(choice for choice in tried if json.dumps(choice.options) in worth)
