@@ -36,7 +36,7 @@ PADDED = torch.tensor([[PAD, PAD, 1, 2, 3], [9, 8, 7, 6, 5], [PAD, PAD, PAD, PAD
 MASK = (PADDED != PAD).long()
 BATCH = {"inputs": PADDED, "attention_mask": MASK, "pad_token_id": PAD}
 SPECIALS = ("<|endoftext|>", "<|im_start|>", "<|im_end|>")
-README = Path(__file__).resolve().parents[3] / "README.md"
+README = Path(__file__).resolve().parents[3] / "decode" / "README.md"
 
 
 def check_same(model: Any, custom: drop_in.CustomGenerate, **asked: Any) -> torch.Tensor:
