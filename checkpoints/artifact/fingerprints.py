@@ -18,6 +18,7 @@ from transformers import AutoConfig
 from ..storage.atomic import read_consistent
 from ..storage.names import PREFIX
 from ..storage.safe_read import UNREADABLE, open_file, read_json
+from ..storage.suggest import first_line
 
 _CONFIG_KEYS = (
     "model_type",
@@ -97,8 +98,7 @@ def _config(directory: Path) -> Any:
         read_json(directory / "config.json")
         return AutoConfig.from_pretrained(directory, trust_remote_code=False)
     except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
-        reason = (str(error).strip().splitlines() or [type(error).__name__])[0]
-        raise ValueError(f"{directory / 'config.json'} cannot be read: {reason}") from error
+        raise ValueError(f"{directory / 'config.json'} cannot be read: {first_line(error)}") from error
 
 
 def weight_files(directory: Path) -> list[Path]:

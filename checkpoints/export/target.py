@@ -19,6 +19,7 @@ from ..artifact.locate import at_revision
 from ..heads.layouts import read_heads
 from ..pairs.checks import examine
 from ..pairs.sides import REFUSED, open_side
+from ..storage.suggest import first_line
 from ..verify.model_files import names_of_embeddings, read_tensors
 from .base import ExportOptions, Source
 
@@ -159,5 +160,4 @@ def output_projection(target: str) -> Tensor:
 
 
 def _unreadable(what: str, target: str, error: Exception) -> str:
-    reason = (str(error).strip().splitlines() or [type(error).__name__])[0]
-    return f"the {what} of {target} cannot be read: {reason}; name the target's folder with --target"
+    return f"the {what} of {target} cannot be read: {first_line(error)}; name the target's folder with --target"

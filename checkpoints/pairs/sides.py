@@ -20,6 +20,7 @@ from ..artifact.locate import fetch
 from ..artifact.manifest import Manifest
 from ..storage.names import MANIFEST_FILE
 from ..storage.places import here, hub_place
+from ..storage.suggest import first_line
 from ..verify.model_files import UNLOADABLE, Fit, check_config, fit_to_model, names_of_embeddings, outline_of
 
 CONSUMERS = {
@@ -202,7 +203,7 @@ def open_side(source: str, load_tokenizer: Callable[[str], Any]) -> Side:
         generation = GenerationConfig.from_pretrained(folder) if has_file else GenerationConfig.from_model_config(whole)
     except UNLOADABLE as error:
         hint = "" if (folder / "config.json").is_file() else inside(folder)
-        raise ValueError(f"{source}: its configuration cannot be read: {_first_line(error)}{hint}") from error
+        raise ValueError(f"{source}: its configuration cannot be read: {first_line(error)}{hint}") from error
     if not isinstance(getattr(config, "vocab_size", None), int):
         raise ValueError(f"{source}: its configuration, of type {config.model_type!r}, has no vocab_size")
     has_tokenizer = any((folder / name).is_file() for name in TOKENIZER_FILES if name.startswith(("tok", "voc", "spi")))
@@ -210,7 +211,7 @@ def open_side(source: str, load_tokenizer: Callable[[str], Any]) -> Side:
     try:
         rows, head_rows, fit = _rows(whole, shapes)
     except UNLOADABLE as error:
-        raise ValueError(f"{source}: its configuration makes no model: {_first_line(error)}") from error
+        raise ValueError(f"{source}: its configuration makes no model: {first_line(error)}") from error
     return Side(
         source=source,
         folder=folder,
@@ -277,7 +278,7 @@ def _rows(config: Any, shapes: dict[str, tuple[int, ...]]) -> tuple[int | None, 
     try:
         outline = outline_of(config)
     except (ValueError, ImportError) as error:  # no such model in this transformers, or a kernel that is not installed
-        return None, None, Fit(unknown=_first_line(error))
+        return None, None, Fit(unknown=first_line(error))
     embedding, head, bias = names_of_embeddings(outline)
     found = fit_to_model(config, shapes) if shapes else Fit(unknown="there are no safetensors within reach")
     other = {
@@ -290,7 +291,3 @@ def _rows(config: Any, shapes: dict[str, tuple[int, ...]]) -> tuple[int | None, 
     head_names = names if head == embedding else (head, *_HEADS)
     head_rows = next((shapes[name][0] for name in head_names if name in shapes), None)
     return rows, head_rows, replace(found, other=other)
-
-
-def _first_line(error: Exception) -> str:
-    return (str(error).strip().splitlines() or [type(error).__name__])[0]

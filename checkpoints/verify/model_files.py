@@ -26,6 +26,7 @@ from ..artifact.fingerprints import is_parameter
 from ..artifact.locate import at_revision
 from ..storage.places import adapter_base
 from ..storage.safe_read import UNPICKLE, name_fault, pickles_allowed, read_json
+from ..storage.suggest import first_line
 
 ADAPTER_CONFIG = "adapter_config.json"
 ADAPTER_FILE = "adapter_model.safetensors"
@@ -133,9 +134,9 @@ def fit_to_model(config: Any, shapes: Mapping[str, tuple[int, ...]]) -> Fit:
     try:
         outline = outline_of(config)
     except ImportError as error:  # a kernel that is not installed
-        return Fit(unknown=_first_line(error))
+        return Fit(unknown=first_line(error))
     except UNLOADABLE as error:
-        raise ValueError(f"its configuration makes no model: {_first_line(error)}") from error
+        raise ValueError(f"its configuration makes no model: {first_line(error)}") from error
     stored = {name: torch.empty(shape, device="meta") for name, shape in shapes.items() if is_parameter(name, shape)}
     about: dict[str, Any] = {"device_map": "meta", "output_loading_info": True, "ignore_mismatched_sizes": True}
     with quietly():
@@ -143,17 +144,13 @@ def fit_to_model(config: Any, shapes: Mapping[str, tuple[int, ...]]) -> Fit:
             _, found = type(outline).from_pretrained(None, config=outline.config, state_dict=stored, **about)
         except UNLOADABLE as error:
             if _UNCONVERTED in str(error):  # of shapes alone: experts that lack a part, say
-                return Fit(broken=_first_line(error))
-            return Fit(unknown=f"transformers does not take them: {_first_line(error)}")
+                return Fit(broken=first_line(error))
+            return Fit(unknown=f"transformers does not take them: {first_line(error)}")
     return Fit(
         lacking=tuple(sorted(found["missing_keys"])),
         other={name: (tuple(mine), tuple(wanted)) for name, mine, wanted in sorted(found["mismatched_keys"])},
         extra=tuple(sorted(found["unexpected_keys"])),
     )
-
-
-def _first_line(error: Exception) -> str:
-    return (str(error).strip().splitlines() or [type(error).__name__])[0]
 
 
 def check_config(path: Path) -> None:
@@ -236,7 +233,7 @@ def reason(source: str, error: Exception) -> str:
         pickled = _pickled(source)
         if pickled:
             return _refusal(pickled)
-    return _first_line(error)
+    return first_line(error)
 
 
 def _pickled(source: str) -> list[str]:

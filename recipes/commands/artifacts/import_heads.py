@@ -12,6 +12,7 @@ from ....checkpoints.heads.files import save_heads
 from ....checkpoints.heads.layouts import StoredHeads, read_heads, shards_of_heads
 from ....checkpoints.storage.names import CONFIG_FILE, HEADS_FILE, PICKLED_FILE, PICKLED_WHOLE_FILES, WHOLE_FILES
 from ....checkpoints.storage.places import here, hub_place
+from ....checkpoints.storage.suggest import first_line
 from ....data.tokenizers import load_tokenizer
 from ...session.terminal import log
 from ...session.typed import typed_command
@@ -108,8 +109,7 @@ def _check_target(target: str, stored: StoredHeads) -> int:
         place = at_revision(target, weights=False)
         config: Any = AutoConfig.from_pretrained(place, trust_remote_code=False)
     except (OSError, ValueError, KeyError) as error:
-        reason = (str(error).strip().splitlines() or [type(error).__name__])[0]
-        raise ValueError(f"the configuration of the target {target} cannot be read: {reason}") from error
+        raise ValueError(f"the configuration of the target {target} cannot be read: {first_line(error)}") from error
     if config.is_encoder_decoder:
         raise ValueError(f"the target {target} is an encoder-decoder; heads are for decoders")
     text = config.get_text_config(decoder=True)
