@@ -251,8 +251,8 @@ def decode() -> Golden:
     from draftsmith.checkpoints.table.table import BigramTable
     from draftsmith.decode import method
     from draftsmith.decode.engine import Limits, generate
-    from draftsmith.decode.models.loading import wrap_model
     from draftsmith.decode.methods import METHODS, Parts, build_method
+    from draftsmith.decode.models.loading import wrap_model
     from draftsmith.decode.rng import Rng
     from draftsmith.decode.warpers import Sampling
 
