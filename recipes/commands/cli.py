@@ -160,16 +160,8 @@ def train(
         list[str] | None,
         typer.Option("--sweep", help="key.path=value,value: a run with each; given again, all combinations."),
     ] = None,
-    saturation: Annotated[
-        bool,
-        typer.Option("--saturation", help="How much corpus a table needs, by decoding with those of its parts."),
-    ] = False,
 ) -> None:
     """Run a training recipe: a drafter, prediction heads or a correlation table."""
-    if saturation:
-        refuse_several("train --saturation")
-    if saturation and (sweep or plan):
-        raise ValueError(f"--saturation is a run of its own: leave out {'--sweep' if sweep else '--plan'}")
     if sweep:
         from .training.sweep import plan_sweep, run_sweep, show_plans
 
@@ -184,13 +176,6 @@ def train(
         planned = plan_recipe(loaded)
         if is_first():
             show(planned)
-        return
-    if saturation:
-        if not isinstance(loaded, TableRecipe):
-            raise ValueError(f"--saturation is for recipes of kind 'table', and {recipe} is of kind {loaded.kind!r}")
-        from .training.saturation import run_saturation
-
-        run_saturation(loaded)
         return
     from .training.train import run_train
 

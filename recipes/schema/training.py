@@ -393,54 +393,6 @@ class PruneSection(Section):
         return self
 
 
-class SaturationSection(Section):
-    """`--saturation`: whether the corpus is large enough, by tables of growing parts of it, each used for SLiM's
-    decoding and compared with r = 1 for all pairs (figure 7 of the paper)."""
-
-    target: str
-    """Folder or hub id of the model to decode with."""
-    heads: str
-    """Folder of its prediction heads."""
-    prompts: str | None = None
-    """Questions to answer, as in a recipe of kind evaluate; by default those of conversations held out of `data`."""
-    limit: int = Field(40, ge=3)
-    """Prompts to decode."""
-    max_prompt_tokens: int = Field(1024, ge=1)
-    """Longer prompts are passed over."""
-    new_tokens: int = Field(64, ge=1)
-    """Tokens to generate for each prompt."""
-    temperature: float = Field(0.0, ge=0)
-    """0 decodes greedily."""
-    sizes: list[int] = []
-    """Conversations of the parts, rising; empty: 1,000, 2,000, 5,000, 10,000 … as far as the corpus goes, of one that
-    has fewer than 10,000 from a hundredth of it on (1, 2, 5, 10 …). The whole corpus always comes last."""
-    sequences: list[int] = Field([20], min_length=1)
-    """Sequences that SLiM keeps; with several there is a curve for each."""
-    candidates: int = Field(10, ge=1)
-    """Candidates that it takes of each head."""
-    unseen: float = Field(0.01, ge=0)
-    """r of a pair that was never seen."""
-    smoothing: Literal["none", "add-k", "kneser-ney"] = "none"
-    """Of the counts, before r is derived."""
-    strength: float = Field(0.0, ge=0)
-    """k or the discount of the smoothing; 0: its default."""
-    least_gain: float = Field(0.01, ge=0)
-    """A smaller gain in tokens per step (0.01: 1 %) does not count as paying."""
-    device: str = "auto"
-    """Where to decode: auto, cpu, cuda …"""
-    dtype: Literal["auto", "float32", "bfloat16", "float16"] = "auto"
-    """Type of the weights; auto takes that of the files."""
-    seed: int = 0
-    """Random numbers of sampling."""
-
-    @model_validator(mode="after")
-    def _rising(self) -> SaturationSection:
-        for name, values in (("sizes", self.sizes), ("sequences", self.sequences)):
-            if values != sorted(set(values)) or (values and values[0] < 1):
-                raise ValueError(f"`{name}` is {values}: give numbers from 1 on, rising, each once")
-        return self
-
-
 class TableRecipe(Section):
     """Count the bigram correlation table of a corpus (SLiM, eq. 5).
 
@@ -460,8 +412,8 @@ class TableRecipe(Section):
     count: CountSection = CountSection()
     prune: PruneSection | None = None
     """Make the artifact smaller; without it the table holds every pair that was seen."""
-    saturation: SaturationSection | None = None
-    """What `draftsmith train RECIPE --saturation` needs; counting does not look at it."""
+    saturation: dict[str, Any] | None = Field(None, exclude=True)
+    """Of recipes of 0.1, and without effect: `draftsmith evaluate evaluate/slim/saturation` measures it."""
 
     @property
     def tokenizer_source(self) -> str:

@@ -44,13 +44,12 @@ from draftsmith.data.rendering.templates import get_template
 from draftsmith.data.sources.reading import read_conversations
 from draftsmith.data.tokenizers import load_tokenizer
 from draftsmith.decode.engine import Limits, generate
-from draftsmith.decode.evaluation.metrics import Tally
+from draftsmith.decode.evaluation.metrics import Tally, speedup_interval
 from draftsmith.decode.methods import Parts, build_method
 from draftsmith.decode.models.lean import LeanLlama
 from draftsmith.decode.models.loading import load_model, wrap_model
 from draftsmith.decode.rng import Rng
 from draftsmith.decode.warpers import Sampling
-from draftsmith.recipes.commands.training.saturation import LENGTHS, enough_from, paired_gain, per_step
 from draftsmith.recipes.commands.training.train import run_train
 from draftsmith.recipes.schema.loading import parse_recipe
 from draftsmith.recipes.session.machine import machine
@@ -160,10 +159,34 @@ class Bench:
     def slim(self, variant: Variant, sequences: int, temperature: float) -> np.ndarray:
         """Tokens and steps of each question [P, 2]."""
         ways = [variant.options]
-        if variant.table is None:  # whichever does better, as `draftsmith train --saturation` has it
-            ways = [{"correlation": "none", "lengths": lengths} for lengths in LENGTHS]
+        if variant.table is None:  # whichever does better
+            ways = [{"correlation": "none", "lengths": lengths} for lengths in ("all", "full")]
         tried = [self.run("slim-s", temperature, variant.table, sequences=sequences, **way)[:, :2] for way in ways]
         return max(tried, key=per_step)
+
+
+def paired_gain(counts_P2: np.ndarray, base_P2: np.ndarray) -> tuple[float, tuple[float, float]]:
+    """How much more tokens per step than the base's, as a share of it, with an interval over prompts drawn for both."""
+    ratio, interval = speedup_interval(*counts_P2.T.tolist(), *base_P2.T.tolist())
+    assert interval is not None, "at least 3 prompts"
+    return ratio - 1, (interval[0] - 1, interval[1] - 1)
+
+
+def per_step(counts_P2: np.ndarray) -> tuple[float, tuple[float, float]]:
+    """Tokens per step, or accepted per examined, with an interval."""
+    gain, (low, high) = paired_gain(counts_P2, np.ones_like(counts_P2))
+    return gain + 1, (low + 1, high + 1)
+
+
+def enough_from(counts: Sequence[np.ndarray], least_gain: float) -> tuple[int, float]:
+    """The first of growing tables after which the last gains nothing worth having, and the most that it may gain."""
+    found, most_lost = len(counts) - 1, 0.0
+    for place in reversed(range(len(counts) - 1)):
+        gain, (low, high) = paired_gain(counts[-1], counts[place])
+        if gain >= least_gain and low > 0:
+            break
+        found, most_lost = place, high
+    return found, most_lost
 
 
 def variants(table: BigramTable) -> dict[str, Variant]:

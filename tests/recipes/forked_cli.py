@@ -96,7 +96,7 @@ def become(arguments: Sequence[str], said: str, cwd: str, environment: dict[str,
 
 def main() -> None:
     import accelerate  # noqa: F401 - what counting and decoding import on their way
-    import draftsmith.recipes.commands.training.saturation  # noqa: F401
+    import draftsmith.recipes.commands.training.train  # noqa: F401
     from draftsmith.recipes.commands.cli import main as command_line
     from transformers import AutoTokenizer, LlamaForCausalLM  # noqa: F401
 

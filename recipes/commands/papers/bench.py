@@ -59,29 +59,28 @@ def open_bench(evaluation: PaperEvaluation | None, experiment: str) -> Bench:
 
 
 def with_counted(evaluation: PaperEvaluation | None, source: str | None, folder: Path) -> PaperEvaluation | None:
-    """The evaluation with the table of a corpus in place of its own, counted into `folder/counted-…` unless it is
-    there; without a source, the evaluation as it is. The folder's name goes with what is counted: a corpus that has
-    changed is counted anew.
+    """The evaluation with the table of a corpus in place of its own; without a source, the evaluation as it is."""
+    if evaluation is None or source is None:
+        return evaluation
+    return evaluation.model_copy(update={"table": str(counted_table(evaluation, source, folder))})
+
+
+def counted_table(evaluation: PaperEvaluation, source: str, folder: Path, limit: int | None = None) -> Path:
+    """The folder of the table of a corpus, or of its first `limit` rows, counted as the evaluation's target and
+    template read it into `folder/counted-…` unless it is there. The name goes with what is counted: a corpus that has
+    changed is counted again.
 
     Raises:
         ValueError: what counting raises.
     """
-    if evaluation is None or source is None:
-        return evaluation
     states = [source, state_of(source), evaluation.target, state_of(evaluation.target), evaluation.template]
     digest = hashlib.sha256(json.dumps(states).encode()).hexdigest()[:12]
-    table = table_recipe(evaluation, source, folder / f"counted-{digest}")
-    run_train(table)
-    return evaluation.model_copy(update={"table": table.out})
-
-
-def table_recipe(evaluation: PaperEvaluation, source: str, out: Path, **more: Any) -> TableRecipe:
-    """A recipe that counts a corpus as the evaluation's target and template read it."""
-    data = {"source": source, "template": evaluation.template, "cache": str(out.with_name("prepared"))}
+    out = folder / (f"counted-{digest}" if limit is None else f"counted-{digest}-{limit}")
+    data = {"source": source, "limit": limit, "template": evaluation.template, "cache": str(folder / "prepared")}
     values = {"kind": "table", "out": str(out), "tokenizer": evaluation.target, "data": data}
-    recipe = parse_recipe(values | more, "the table that the experiment counts")
+    recipe = parse_recipe(values, "the table that the experiment counts")
     assert isinstance(recipe, TableRecipe)
-    return recipe
+    return run_train(recipe)
 
 
 def ratio_metric(name: str, over: Sequence[float], under: Sequence[float], pairs: Row) -> Row:

@@ -6,26 +6,25 @@ Shape letters: T positions of all texts one after another, H heads, C candidates
 
 from __future__ import annotations
 
-import json
 from pathlib import Path
-from typing import cast
+from typing import Any, cast
 
 import numpy as np
 import torch
 from numpy.typing import NDArray
 
+from ....checkpoints.artifact.artifact import load_manifest
 from ....checkpoints.table.table import BigramTable
 from ....decode.evaluation.replay.recording import Recording, record
 from ....decode.evaluation.replay.replay import predict
-from ....decode.methods import Parts
+from ....decode.methods import Parts, build_method
 from ....decode.warpers import Sampling
+from ...assemble.acceptance import decode_prompts
 from ...schema.experiments import CorrelationSettings, EnergySettings, SaturationSettings, checked_settings
-from ...schema.papers import PaperEvaluation, PaperRecipe
-from ...schema.training import TableRecipe
+from ...schema.papers import PaperRecipe
 from ...session.terminal import bar
 from ..evaluation.energy import run_energy
-from ..training.saturation import run_saturation
-from .bench import Bench, Row, open_bench, ratio_metric, table_recipe
+from .bench import Bench, Row, counted_table, open_bench, ratio_metric
 
 _WITH, _WITHOUT = "with correlation", "without correlation"
 Flags = NDArray[np.bool_]
@@ -159,61 +158,53 @@ def _with_categories(
 
 
 def saturation(recipe: PaperRecipe, folder: Path) -> list[Row]:
-    """`draftsmith train --saturation` on a corpus, in `folder/table.saturation`: rows `r = 1`, `part 1` and so on for
-    the sizes, and `all`. Metrics: `tokens_per_step`, `gain` over r = 1 (0.1: 10 %), `conversations`, `entries` and
-    `megabytes` of the table.
+    """SLiM's decoding with tables of the first rows of a corpus (`slim.txt`, figure 7): rows `r = 1`, `part 1` and so
+    on for the sizes, and `all`. Metrics: `tokens_per_step`, `gain` over r = 1 (0.1: 10 %), `conversations`, `entries`
+    and `megabytes` of the table.
 
-    What is counted and decoded is kept there, and a second run goes on from it.
+    r = 1 takes the better of sequences of all lengths and of full length: among all lengths the shortest is always the
+    likeliest, which hurts heads that are often right and helps those that are not. The tables are kept in the folder.
 
     Raises:
-        ValueError: settings that there are not, no heads; prompts that it cannot ask; what `run_saturation` raises.
+        ValueError: wrong settings, no heads; what `open_bench` and counting raise.
     """
     settings = cast(SaturationSettings, checked_settings(recipe.experiment, recipe.settings))
     evaluation = recipe.evaluate
     if evaluation is None or evaluation.heads is None:
         raise ValueError("the experiment `saturation` needs `evaluate.heads`, and the recipe names none")
-    table = _table_recipe(evaluation, settings, folder / "table")
-    results = run_saturation(table)
-    counts = json.loads((Path(f"{table.out}.saturation") / "saturation.json").read_text(encoding="utf-8"))["counts"]
-    number = str(settings.sequences)
-    labels = {"none": "r = 1"} | {
-        str(part["conversations"]): "all" if part["whole"] else f"part {place}"
-        for place, part in enumerate(results["sizes"], 1)
-    }
-    rate = float(np.divide(*np.sum(counts["none"][number], 0)))
+    bench = open_bench(evaluation.model_copy(update={"table": None}), recipe.experiment)
+    limits = {f"part {number}": size for number, size in enumerate(settings.sizes, 1)} | {"all": None}
+    folders = {name: counted_table(evaluation, settings.source, folder, limit) for name, limit in limits.items()}
     rows: list[Row] = []
-    for name, label in labels.items():
-        tokens, steps = np.array(counts[name][number], dtype=np.float64).T.tolist()
-        row: Row = {"label": label, "pairs": {}, "certain": ["conversations", "entries", "megabytes"]}
-        row |= ratio_metric("tokens_per_step", tokens, steps, row["pairs"])
-        row["gain"] = row["tokens_per_step"] / rate - 1
-        rows.append(row)
-    for row, part in zip(rows[1:], results["sizes"], strict=True):
-        row |= {key: part[key] for key in ("conversations", "entries", "megabytes")}
+    with bar("decoding", "tables") as advance:
+        for label in ("r = 1", *folders):
+            table = None if label == "r = 1" else BigramTable.load(folders[label])
+            tokens, steps = _tokens_and_steps(bench, table, evaluation.temperature, settings)
+            row: Row = {"label": label, "pairs": {}, "certain": ["conversations", "entries", "megabytes"]}
+            row |= ratio_metric("tokens_per_step", tokens, steps, row["pairs"])
+            row["gain"] = row["tokens_per_step"] / (rows[0] if rows else row)["tokens_per_step"] - 1
+            if table is not None:
+                row["conversations"] = load_manifest(folders[label]).data["conversations"]
+                row |= {"entries": table.entries, "megabytes": table.report()["bytes"] / 1e6}
+            rows.append(row)
+            advance(len(rows), len(folders) + 1)
     return rows
 
 
-def _table_recipe(evaluation: PaperEvaluation, settings: SaturationSettings, out: Path) -> TableRecipe:
-    if evaluation.prompts_path is not None or evaluation.groups:
-        raise ValueError(
-            "the experiment `saturation` asks the prompts of `evaluate.prompts`: no `prompts_path`, `groups`"
-        )
-    section = {
-        "target": evaluation.target,
-        "heads": evaluation.heads,
-        "prompts": evaluation.prompts,
-        "limit": evaluation.limit,
-        "max_prompt_tokens": evaluation.max_prompt_tokens,
-        "new_tokens": evaluation.max_new_tokens,
-        "temperature": evaluation.temperature,
-        "sizes": settings.sizes,
-        "sequences": [settings.sequences],
-        "candidates": settings.candidates,
-        "device": evaluation.device,
-        "dtype": evaluation.dtype,
-        "seed": evaluation.seed,
-    }
-    return table_recipe(evaluation, settings.source, out, saturation=section)
+def _tokens_and_steps(
+    bench: Bench, table: BigramTable | None, temperature: float, settings: SaturationSettings
+) -> tuple[list[float], list[float]]:
+    """Tokens and steps of each prompt."""
+    sampling, parts = Sampling(temperature), Parts(heads=bench.opened.parts.heads, table=table)
+    options: dict[str, Any] = {"sequences": settings.sequences, "candidates": settings.candidates}
+    lengths = [{"correlation": "none", "lengths": lengths} for lengths in ("all", "full")] if table is None else [{}]
+    found: list[tuple[list[float], list[float]]] = []
+    for more in lengths:
+        method = build_method("slim-s", parts, sampling, **options, **more)
+        decoded = decode_prompts(bench.opened.target, method, sampling, bench.prompts, bench.limits, bench.seed)
+        tallies = [each.tally for each in decoded]
+        found.append(([float(tally.tokens) for tally in tallies], [float(tally.steps) for tally in tallies]))
+    return max(found, key=lambda sides: sum(sides[0]) / sum(sides[1]))
 
 
 def energy(recipe: PaperRecipe, folder: Path) -> list[Row]:

@@ -29,8 +29,11 @@ _MOST_NAME = 80
 """Characters of a combination's name in that of its folder; a longer one ends in a hash."""
 _KEPT = ("tokens_per_step", "slim_tokens_per_step", "heldout_loss", "overlap", "base_loss", "base_overlap")
 """Metrics that are columns of the table, where a run has them; the file has all."""
-_WHOLE = ("heads_top1", "heads_top5", "parameters", "minutes")
+_WHOLE = ("heads_top1", "heads_top5", "tokens", "entries", "megabytes", "parameters", "minutes")
 """Columns whose cells are not broken into lines."""
+
+_TRAINING = ("steps", "kept_step", "tokens", "entries", "bytes")
+"""What the file says of a run's training or count."""
 
 TrainingRecipe = DrafterRecipe | HeadsRecipe | TableRecipe
 
@@ -177,6 +180,13 @@ def _cells(row: dict[str, Any]) -> dict[str, str]:
         hits = [f"{metrics[head]:.2f}" for head in itertools.takewhile(metrics.__contains__, heads)]
         if hits:
             cells[f"heads_{name}"] = " ".join(hits)
+    if "entries" in row["training"]:
+        sizes = row["training"]
+        return cells | {
+            "tokens": f"{sizes['tokens']:,}",
+            "entries": f"{sizes['entries']:,}",
+            "megabytes": f"{sizes['bytes'] / 1e6:.2f}",
+        }
     cells["parameters"] = f"{row['parameters']:,}"
     return cells if row["minutes"] is None else cells | {"minutes": f"{row['minutes']:.1f}"}
 
@@ -189,8 +199,8 @@ def _row(combination: Combination, out: Path) -> dict[str, Any]:
         "values": combination.values,
         "metrics": manifest.evaluation or {},
         "parameters": _parameters(out),
-        "minutes": training["seconds"] / 60 if training else None,
-        "training": {name: training[name] for name in ("steps", "kept_step", "tokens") if name in training},
+        "minutes": training["seconds"] / 60 if "seconds" in training else None,
+        "training": {name: training[name] for name in _TRAINING if name in training},
     }
 
 

@@ -222,7 +222,7 @@ def commands() -> list[list[str]]:
     """All that is for one process."""
     groups = typer.main.get_command(app).commands  # type: ignore[attr-defined]
     names = [[name] for name in groups if name not in ("train", "prepare")]
-    return [*names, ["prepare", "x"], ["prepare", "x", "--lint"], ["train", "x", "--saturation"]]
+    return [*names, ["prepare", "x"], ["prepare", "x", "--lint"]]
 
 
 @pytest.mark.parametrize("words", commands(), ids=" ".join)

@@ -18,6 +18,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+from draftsmith.checkpoints.artifact.artifact import load_manifest
 from draftsmith.checkpoints.table.table import BigramTable
 from draftsmith.decode.engine import Limits
 from draftsmith.decode.evaluation.measure import decode
@@ -30,7 +31,6 @@ from draftsmith.decode.warpers import Sampling
 from draftsmith.recipes.commands.papers.acceptance import distributions
 from draftsmith.recipes.commands.papers.bench import open_bench
 from draftsmith.recipes.commands.papers.experiments import EXPERIMENTS
-from draftsmith.recipes.commands.papers.tables import saturation
 from draftsmith.recipes.schema.claims import HELD, NOT_HELD, NOT_JUDGED, judge, parse_claim
 from draftsmith.recipes.schema.experiments import METRICS, checked_settings, labels_of
 from draftsmith.recipes.schema.papers import PaperRecipe
@@ -414,21 +414,33 @@ def test_correlation_counts_what_it_mends_by_category(pair: Row, tiny_pair: Path
         EXPERIMENTS["correlation"](recipe_of("correlation", evaluate | {"table": None}), tmp_path)
 
 
-def test_saturation_rows_are_what_its_file_holds(pair: Row, tiny_pair: Path, tmp_path: Path) -> None:
+def test_saturation_is_decoding_with_tables_of_growing_parts(pair: Row, tiny_pair: Path, tmp_path: Path) -> None:
     evaluate = pair | {"heads": f"{tiny_pair}/heads", "limit": 3, "max_new_tokens": 6}
     settings = {"source": f"{tiny_pair}/answers.jsonl", "sizes": [5, 20], "sequences": 2, "candidates": 4}
     found = rows_of("saturation", evaluate, tmp_path, **settings)
     assert list(found) == ["r = 1", "part 1", "part 2", "all"]
-    assert [found[label]["conversations"] for label in ("part 1", "part 2")] == [5, 20]
     assert found["r = 1"]["gain"] == 0
     for row in found.values():
         assert row["gain"] == pytest.approx(row["tokens_per_step"] / found["r = 1"]["tokens_per_step"] - 1)
-    stamp = (tmp_path / "table.saturation" / "counts.json").stat().st_mtime_ns
-    again = saturation(recipe_of("saturation", evaluate, **settings), tmp_path)
-    assert again == list(found.values())
-    assert (tmp_path / "table.saturation" / "counts.json").stat().st_mtime_ns == stamp  # gone on with, not counted anew
-    with pytest.raises(ValueError, match="no `prompts_path`, `groups`"):
-        saturation(recipe_of("saturation", evaluate | {"groups": ["math"]}, **settings), tmp_path)
+    bench = open_bench(recipe_of("saturation", evaluate, **settings).evaluate, "saturation")
+    sizes, tables = [], {path.parent for path in tmp_path.glob("counted-*/artifact.json")}
+    for folder, limit in ((folder, load_manifest(folder).recipe["data"]["limit"]) for folder in tables):
+        row = found[{5: "part 1", 20: "part 2", None: "all"}[limit]]
+        parts = Parts(heads=bench.opened.parts.heads, table=BigramTable.load(folder))
+        method = build_method("slim-s", parts, Sampling(), sequences=2, candidates=4)
+        tallies = [
+            decode(bench.opened.target, method, Sampling(), at, prompt, bench.limits).tally
+            for at, prompt in enumerate(bench.prompts)
+        ]
+        assert row["pairs"]["tokens_per_step"]["over"] == [tally.tokens for tally in tallies]
+        assert row["pairs"]["tokens_per_step"]["under"] == [tally.steps for tally in tallies]
+        manifest = load_manifest(folder)
+        assert manifest.data["conversations"] + manifest.data["held_out"] == (limit or manifest.data["corpus"]["rows"])
+        sizes.append(row["conversations"])
+    assert len(set(sizes)) == 3
+    stamps = {folder: (folder / "artifact.json").stat().st_mtime_ns for folder in tables}
+    assert list(rows_of("saturation", evaluate, tmp_path, **settings).values()) == list(found.values())
+    assert {folder: (folder / "artifact.json").stat().st_mtime_ns for folder in tables} == stamps, "counted once"
 
 
 def test_a_corpus_is_counted_in_place_of_the_table(pair: Row, tiny_pair: Path, tmp_path: Path) -> None:

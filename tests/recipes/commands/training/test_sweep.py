@@ -104,6 +104,22 @@ def test_drafters_are_swept_too_and_values_may_be_mappings(drafter_recipe: Path,
     assert all(f"{row['metrics']['heldout_loss']:.3f}" in shown for row in rows)
 
 
+def test_tables_of_growing_parts_are_swept(corpus: Path, tmp_path: Path, capsys: Any) -> None:
+    recipe = tmp_path / "table.yaml"
+    recipe.write_text(
+        f"{{kind: table, out: {tmp_path}/table, tokenizer: {corpus}/tokenizer, saturation: {{sizes: [3]}}, "
+        f"data: {{source: {corpus}/rows.json, template: chatml, heldout_share: 0, cache: {tmp_path}/prepared}}}}"
+    )
+    sweep = plan_sweep(str(recipe), [], ["data.limit=5,20"])
+    run_sweep(sweep)
+    shown = capsys.readouterr().out
+    for combination, row in zip(sweep.combinations, json.loads(sweep.results.read_text())["rows"], strict=True):
+        manifest = load_manifest(Path(combination.recipe.out))
+        assert manifest.data["conversations"] == row["values"]["data.limit"]
+        assert row["training"]["entries"] == manifest.shapes["entries"]
+        assert f"{manifest.shapes['entries']:,}" in shown
+
+
 def test_names_of_folders_are_short_and_differ(heads: Path) -> None:
     long = ",".join(f"/some/where/{'x' * 90}{place}" for place in range(3))
     sweep = plan_sweep(str(heads), [], [f"measure.table={long}"])
