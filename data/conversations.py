@@ -10,6 +10,8 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
+from ..checkpoints.storage.atomic import atomic_file
+
 
 @dataclass(frozen=True, slots=True)
 class Turn:
@@ -108,19 +110,11 @@ def write_conversations(conversations: Iterable[Conversation], path: str | os.Pa
 
     Returns the number of conversations written.
     """
-    path = Path(path)
-    path.parent.mkdir(parents=True, exist_ok=True)
-    temporary = path.with_name(f".{path.name}.{os.getpid()}.tmp")
     count = 0
-    try:
-        with temporary.open("w", encoding="utf-8") as out:
-            for conversation in conversations:
-                messages = [{"role": turn.role, "content": turn.text} for turn in conversation.turns]
-                out.write(json.dumps({"id": conversation.id, "messages": messages}, ensure_ascii=False) + "\n")
-                count += 1
-            out.flush()
-            os.fsync(out.fileno())
-        os.replace(temporary, path)
-    finally:
-        temporary.unlink(missing_ok=True)
+    with atomic_file(Path(path)) as out:
+        for conversation in conversations:
+            messages = [{"role": turn.role, "content": turn.text} for turn in conversation.turns]
+            row = {"id": conversation.id, "messages": messages}
+            out.write(json.dumps(row, ensure_ascii=False).encode() + b"\n")
+            count += 1
     return count

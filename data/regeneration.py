@@ -21,6 +21,7 @@ from pathlib import Path
 from types import TracebackType
 from typing import Any, BinaryIO, Literal
 
+from ..checkpoints.storage.atomic import atomic_text
 from .conversations import Conversation, Turn
 
 _KEY = re.compile("[0-9a-f]{32}")
@@ -167,12 +168,7 @@ class Store:
     def _check_settings(self, settings: dict[str, Any]) -> None:
         place = self.path.with_name(self.path.name + ".json")
         if not self.path.exists() or not self.path.stat().st_size:
-            unfinished = place.with_name(f".{place.name}.{os.getpid()}")
-            with unfinished.open("w", encoding="utf-8") as out:
-                out.write(json.dumps(settings, indent=2, ensure_ascii=False) + "\n")
-                out.flush()
-                os.fsync(out.fileno())
-            unfinished.replace(place)
+            atomic_text(place, json.dumps(settings, indent=2, ensure_ascii=False) + "\n")
             return
         if not place.is_file():
             raise ValueError(f"{self.path} was not written by regeneration ({place.name} is missing): choose another")

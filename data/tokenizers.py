@@ -8,6 +8,8 @@ from importlib.util import find_spec
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from ..checkpoints.storage.messages import first_line
+
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerFast
 
@@ -91,8 +93,7 @@ def load_tokenizer(source: str) -> Any:
             f"{where}: the tokenizer needs a missing package: {error}; pip install 'draftsmith[train]'"
         ) from error
     except (OSError, ValueError, KeyError, TypeError) as error:
-        reason = str(error).strip().splitlines() or [type(error).__name__]
-        raise ValueError(f"no tokenizer could be loaded from {where}: {reason[0]}") from error
+        raise ValueError(f"no tokenizer could be loaded from {where}: {first_line(error)}") from error
 
 
 def _with_its_own_merges(tokenizer: Any, place: str, revision: str | None) -> Any:

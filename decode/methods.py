@@ -6,7 +6,7 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 
-from ..checkpoints.storage.suggest import did_you_mean
+from ..checkpoints.storage.messages import did_you_mean
 from ..checkpoints.table.smoothing import SMOOTHINGS
 from ..checkpoints.table.table import BigramTable
 from .engine import Proposer, Verifier

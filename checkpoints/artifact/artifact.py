@@ -10,8 +10,9 @@ from pathlib import Path
 from typing import Any, TypeVar
 
 from ..storage.atomic import atomic_dir, left_aside, read_consistent
+from ..storage.messages import shown
 from ..storage.names import MANIFEST_FILE
-from ..storage.safe_read import file_hash, files_of, is_blob, name_fault, read_text, shown
+from ..storage.safe_read import file_hash, files_of, is_blob, name_fault, read_text
 from .card import model_card
 from .fingerprints import model_fingerprint, tokenizer_fingerprint
 from .manifest import KINDS, MAX_MANIFEST_BYTES, SCHEMA_VERSION, Manifest, library_versions, record_fault, to_json_safe

@@ -16,9 +16,9 @@ from torch import nn
 from transformers import AutoConfig
 
 from ..storage.atomic import read_consistent
+from ..storage.messages import first_line
 from ..storage.names import PREFIX
 from ..storage.safe_read import UNREADABLE, open_file, read_json
-from ..storage.suggest import first_line
 
 _CONFIG_KEYS = (
     "model_type",

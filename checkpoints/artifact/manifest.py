@@ -12,6 +12,7 @@ from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 from typing import Any
 
+from ..storage.messages import brief
 from ..storage.names import MANIFEST_FILE
 from ..storage.safe_read import name_fault, parse_json, same_elsewhere
 
@@ -47,7 +48,6 @@ _URL_SECRET = re.compile(
     r"([?&](?:[^=&#\s]*[\-_.])?(?:token|signature|secret|password|credential|key|sig|AWSAccessKeyId)=)[^&#\s]+",
     re.IGNORECASE,
 )
-_LONGEST_SHOWN = 200
 _DIGEST = re.compile(r"[0-9a-f]{64}")
 
 
@@ -108,7 +108,7 @@ class Manifest:
         values = _upgraded(values)
         names = {one.name for one in fields(cls)}
         if names != set(values):
-            missing, unknown = (_brief(sorted(one - other)) for one, other in ((names, {*values}), ({*values}, names)))
+            missing, unknown = (brief(sorted(one - other)) for one, other in ((names, {*values}), ({*values}, names)))
             raise ValueError(f"its fields differ from schema {SCHEMA_VERSION}: missing {missing}, unknown {unknown}")
         _check_types(values)
         return cls(**values)
@@ -138,7 +138,7 @@ def _upgraded(values: dict[str, Any]) -> dict[str, Any]:
     version = values.get("schema")
     if type(version) is not int or not 1 <= version <= SCHEMA_VERSION:
         newer = "; a newer draftsmith wrote it" if type(version) is int and version > SCHEMA_VERSION else ""
-        raise ValueError(f"its schema version is {_brief(version)}, this draftsmith reads 1 to {SCHEMA_VERSION}{newer}")
+        raise ValueError(f"its schema version is {brief(version)}, this draftsmith reads 1 to {SCHEMA_VERSION}{newer}")
     for step in _UPGRADES[version - 1 :]:
         values = step(values)
     return values | {"schema": SCHEMA_VERSION}
@@ -161,14 +161,14 @@ def _check_types(values: dict[str, Any]) -> None:
     for name, types in wanted.items():
         if type(values[name]) not in types:
             expected = " or ".join(kind.__name__ for kind in types)
-            raise ValueError(f"{name} is {_brief(values[name])}, expected {expected}")
+            raise ValueError(f"{name} is {brief(values[name])}, expected {expected}")
     if values["kind"] not in KINDS:
-        raise ValueError(f"its kind is {_brief(values['kind'])}, expected one of {', '.join(KINDS)}")
+        raise ValueError(f"its kind is {brief(values['kind'])}, expected one of {', '.join(KINDS)}")
     if values["vocab_size"] < 1:
         raise ValueError(f"vocab_size is {values['vocab_size']}, expected at least 1")
     export = values["export"]
     if export is not None and (type(export.get("format")), type(export.get("native"))) != (str, bool):
-        raise ValueError(f"export is {_brief(export)}, expected a format and whether it is native")
+        raise ValueError(f"export is {brief(export)}, expected a format and whether it is native")
     _check_files(values["files"])
 
 
@@ -185,15 +185,10 @@ def _check_files(files: dict[str, Any]) -> None:
         if not good or fault or name == MANIFEST_FILE:
             why = f" ({fault})" if fault else ""
             raise ValueError(
-                f"files names {_brief(name)} with {_brief(entry)}, expected a path in the folder{why}, sha256 and bytes"
+                f"files names {brief(name)} with {brief(entry)}, expected a path in the folder{why}, sha256 and bytes"
             )
     if (pair := same_elsewhere(files)) is not None:
         raise ValueError(f"files names {pair[0]!r} and {pair[1]!a}, which are one file on some systems")
-
-
-def _brief(value: Any) -> str:
-    text = ascii(value)
-    return text if len(text) <= _LONGEST_SHOWN else text[:_LONGEST_SHOWN] + "…"
 
 
 def to_json_safe(value: Any) -> Any:

@@ -19,7 +19,7 @@ from ..artifact.locate import at_revision
 from ..heads.layouts import read_heads
 from ..pairs.checks import examine
 from ..pairs.sides import REFUSED, open_side
-from ..storage.suggest import first_line
+from ..storage.messages import first_line
 from ..verify.model_files import names_of_embeddings, read_tensors
 from .base import ExportOptions, Source
 

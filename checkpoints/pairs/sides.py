@@ -18,9 +18,9 @@ from ..artifact.artifact import inside, load_manifest
 from ..artifact.fingerprints import weight_files
 from ..artifact.locate import fetch
 from ..artifact.manifest import Manifest
+from ..storage.messages import first_line
 from ..storage.names import MANIFEST_FILE
 from ..storage.places import here, hub_place
-from ..storage.suggest import first_line
 from ..verify.model_files import UNLOADABLE, Fit, check_config, fit_to_model, names_of_embeddings, outline_of
 
 CONSUMERS = {

@@ -9,7 +9,7 @@ import json
 from collections.abc import Iterable, Iterator
 from typing import Any
 
-from ..storage.safe_read import shown
+from ..storage.messages import shown
 from .sides import BUT, CONSUMERS, REFUSED, Effect, Finding, Side, both
 
 _TEXTS = (

@@ -8,7 +8,7 @@ import os
 import shutil
 import stat
 import unicodedata
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from pathlib import Path, PurePosixPath
 from typing import Any
 
@@ -57,6 +57,28 @@ def parse_json(text: str, *, strict: bool = False) -> dict[str, Any]:
         except UnicodeEncodeError as error:
             raise ValueError(f"it holds half a character, {error.object[error.start : error.end]!r}") from error
     return values
+
+
+def read_document(path: Path, what: str, command: str, schema: int, fits: Callable[[Any], bool]) -> dict[str, Any]:
+    """What a command wrote as JSON.
+
+    Args:
+        what: it is, for the message.
+        fits: whether it has the form of that schema; may raise what a value of another form raises.
+
+    Raises:
+        ValueError: it is something else, or of another schema, naming the file.
+    """
+    try:
+        found = json.loads(path.read_text(encoding="utf-8"))
+        known = fits(found)
+    except json.JSONDecodeError as error:
+        raise ValueError(f"{path}:{error.lineno} is damaged: {error.msg}") from error
+    except (UnicodeDecodeError, AttributeError, KeyError, TypeError) as error:
+        raise ValueError(f"{path} is no {what} of `{command}`: {error!r}") from error
+    if not known:
+        raise ValueError(f"{path} is no {what} of schema {schema}: `{command}` writes a new one")
+    return dict(found)
 
 
 def read_text(path: Path, limit: int) -> str:
@@ -122,11 +144,6 @@ def open_file(path: Path) -> int:
 def _kind(mode: int) -> str:
     kinds = {stat.S_ISDIR: "a folder", stat.S_ISFIFO: "a pipe", stat.S_ISSOCK: "a socket", stat.S_ISLNK: "a link"}
     return next((name for is_kind, name in kinds.items() if is_kind(mode)), "a device")
-
-
-def shown(text: str) -> str:
-    """Somebody else's text as a terminal may have it: without codes that move, colour or hide what stands there."""
-    return text if text.isprintable() else ascii(text)
 
 
 def file_hash(path: Path) -> str:

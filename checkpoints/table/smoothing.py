@@ -11,7 +11,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from ..storage.suggest import did_you_mean
+from ..storage.messages import did_you_mean
 from .counts import BigramCounts
 
 SMOOTHINGS = ("none", "add-k", "kneser-ney")

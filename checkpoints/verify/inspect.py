@@ -14,14 +14,14 @@ from ..artifact.artifact import check_target, file_faults, load_manifest, verify
 from ..artifact.fingerprints import model_fingerprint, tokenizer_fingerprint
 from ..artifact.manifest import Manifest
 from ..storage.atomic import read_consistent
+from ..storage.messages import brief, shown
 from ..storage.names import CONFIG_FILE, HEADS_FILE, TABLE_FILE
-from ..storage.safe_read import check_safetensors, is_blob, read_json, shown
+from ..storage.safe_read import check_safetensors, is_blob, read_json
 from .tensors import tensor_faults
 
 _NEEDED = {"heads": (HEADS_FILE, CONFIG_FILE), "table": (TABLE_FILE,)}
 _WEIGHTS = ("model.safetensors", "model.safetensors.index.json")
 _ADAPTER = ("adapter_config.json", "adapter_model.safetensors")
-_LONGEST_SHOWN = 200
 _CHUNK = 1 << 22
 """Values that are compared at a time."""
 
@@ -165,12 +165,7 @@ def _values(one: Any, other: Any, key: str) -> Iterator[str]:
         for name in sorted(set(one) | set(other)):
             yield from _values(one.get(name), other.get(name), f"{key}.{name}" if key else name)
     elif one != other or type(one) is not type(other):
-        yield f"{shown(key)}: {_brief(one)} and {_brief(other)}"
-
-
-def _brief(value: Any) -> str:
-    text = repr(value)
-    return text if len(text) <= _LONGEST_SHOWN else text[:_LONGEST_SHOWN] + "…"
+        yield f"{shown(key)}: {brief(one)} and {brief(other)}"
 
 
 def tensors_of(directory: Path) -> Tensors:

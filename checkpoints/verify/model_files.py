@@ -24,9 +24,9 @@ from transformers.utils import cached_file, logging
 
 from ..artifact.fingerprints import is_parameter
 from ..artifact.locate import at_revision
+from ..storage.messages import first_line
 from ..storage.places import adapter_base
 from ..storage.safe_read import UNPICKLE, name_fault, pickles_allowed, read_json
-from ..storage.suggest import first_line
 
 ADAPTER_CONFIG = "adapter_config.json"
 ADAPTER_FILE = "adapter_model.safetensors"

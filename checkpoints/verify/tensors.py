@@ -20,9 +20,10 @@ from transformers import CONFIG_MAPPING
 from ..artifact.fingerprints import weight_files
 from ..artifact.manifest import Manifest
 from ..heads.layouts import assemble_heads
+from ..storage.messages import shown
 from ..storage.names import CONFIG_FILE, HEADS_FILE, TABLE_FILE
 from ..storage.places import adapter_base, here
-from ..storage.safe_read import UNREADABLE, check_safetensors, read_json, shown
+from ..storage.safe_read import UNREADABLE, check_safetensors, read_json
 from ..table.checks import MARGINALS, read_tensors
 from .model_files import (
     ADAPTER_CONFIG,

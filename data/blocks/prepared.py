@@ -9,11 +9,8 @@ is the documents order[blocks[b]] … order[blocks[b + 1] - 1]; and `data.json`.
 from __future__ import annotations
 
 import gc
-import hashlib
 import json
 import os
-import shutil
-import tempfile
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from itertools import pairwise
@@ -22,6 +19,8 @@ from typing import Any, ClassVar
 
 import numpy as np
 
+from ...checkpoints.storage.atomic import atomic_dir
+from ...checkpoints.storage.safe_read import file_hash
 from ..conversations import Conversation
 from ..rendering.render import Rendered, RenderReport, render_all
 from ..rendering.templates import Template
@@ -71,9 +70,7 @@ def prepare(
         raise ValueError(f"packing is {packing!r}, known: {', '.join(PACKINGS)}")
     out = Path(out_dir)
     _check_replaceable(out)
-    out.parent.mkdir(parents=True, exist_ok=True)
-    temporary = Path(tempfile.mkdtemp(prefix=f".{out.name}.", dir=out.parent))
-    try:
+    with atomic_dir(out) as temporary:
         report = RenderReport()
         writer = _Writer(temporary, 1 + max(tokenizer.get_vocab().values()))
         rows = _Counter(conversations, lambda n: progress(n, writer.tokens) if progress else None)
@@ -94,11 +91,9 @@ def prepare(
         options = {"block_tokens": block_tokens, "packing": packing, "last_turn_only": last_turn_only}
         manifest = {"schema": SCHEMA, "source": source, "options": {"template": template.name} | options}
         manifest |= {"rows": rows.count, "rendering": report.as_dict(), "padding_id": padding_id(tokenizer)} | counts
-        manifest |= {"sha256": {name: _sha256(temporary / f"{name}.npy") for name in _ARRAYS}}
-        _write_synced(temporary / MANIFEST, json.dumps(manifest, indent=2, ensure_ascii=False) + "\n")
-        _replace(temporary, out)
-    finally:
-        shutil.rmtree(temporary, ignore_errors=True)
+        manifest |= {"sha256": {name: file_hash(temporary / f"{name}.npy") for name in _ARRAYS}}
+        record = json.dumps(manifest, indent=2, ensure_ascii=False) + "\n"
+        (temporary / MANIFEST).write_text(record, encoding="utf-8")
     return PreparedData.load(out)
 
 
@@ -163,7 +158,7 @@ class PreparedData:
             ValueError: an array is not the one that was written.
         """
         for name, expected in self.manifest["sha256"].items():
-            found = _sha256(self.directory / f"{name}.npy")
+            found = file_hash(self.directory / f"{name}.npy")
             if found != expected:
                 raise ValueError(f"{self.directory / name}.npy: sha256 {found}, the manifest says {expected}")
 
@@ -363,34 +358,10 @@ def _check_replaceable(out: Path) -> None:
         raise ValueError(f"{out} is a file, expected a folder to write")
 
 
-def _replace(new: Path, out: Path) -> None:
-    """Put `new` where `out` is; what was there is moved aside first, deleted last."""
-    new.chmod(0o755)  # mkdtemp makes a private folder
-    if not out.exists():
-        new.rename(out)
-        return
-    aside = new.with_name(new.name + ".old")
-    out.rename(aside)
-    new.rename(out)
-    shutil.rmtree(aside)
-
-
 def padding_id(tokenizer: Any) -> int:
     """What stands behind the last document of a block; no label and no attention reaches it."""
     candidates = (tokenizer.pad_token_id, tokenizer.eos_token_id, 0)
     return int(next(number for number in candidates if number is not None))
-
-
-def _sha256(path: Path) -> str:
-    with path.open("rb") as file:
-        return hashlib.file_digest(file, "sha256").hexdigest()
-
-
-def _write_synced(path: Path, text: str) -> None:
-    with path.open("w", encoding="utf-8") as out:
-        out.write(text)
-        out.flush()
-        os.fsync(out.fileno())
 
 
 @contextmanager

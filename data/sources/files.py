@@ -17,6 +17,7 @@ from functools import lru_cache
 from pathlib import Path
 from typing import Any
 
+from ...checkpoints.storage.messages import first_line
 from .json_stream import CHUNK, JsonText, is_utf8
 
 INSTALL = "pip install 'draftsmith[train]'"
@@ -366,8 +367,7 @@ def _arrow_errors(arrow: Any, path: Path, kind: str) -> Iterator[None]:
     try:
         yield
     except (arrow.ArrowException, OSError) as error:
-        what = str(error).strip().partition("\n")[0]
-        message = f"{path}: expected a file in the {kind} format, but: {what}"
+        message = f"{path}: expected a file in the {kind} format, but: {first_line(error)}"
         raise _UnreadableError("file cut short or damaged", message) from error
 
 

@@ -6,6 +6,7 @@ from collections.abc import Iterator
 from pathlib import PurePosixPath
 from typing import Any
 
+from ...checkpoints.storage.messages import first_line
 from .files import INSTALL, Columns, Row, Selection
 
 _BUILDERS = {".json": "json", ".jsonl": "json", ".ndjson": "json", ".parquet": "parquet", ".arrow": "arrow"}
@@ -48,7 +49,7 @@ def hub_rows(
     except (OSError, RuntimeError, ValueError, DatasetsError) as error:  # offline, unknown, gated, no such split: all
         help_line = f"; {_help(hub)}" if address is None else ""
         lead = f"{missing}, and the hub could not be reached for it" if missing else f"{label} could not be loaded"
-        raise ValueError(f"{lead}: {_reason(error)}{help_line}") from error
+        raise ValueError(f"{lead}: {first_line(error)}{help_line}") from error
     rows = _numbered(loaded, selection, columns, streaming)
     place = f"{label} ({split})"
     name = label.rsplit("/", 1)[-1] if address else label
@@ -59,7 +60,7 @@ def hub_rows(
             for number, value in rows:
                 yield Row(value, f"{place}, row {number + 1}", f"{name}-{number + 1}", number)
         except (OSError, RuntimeError, ValueError, DatasetsError) as error:
-            raise ValueError(f"{place}, after row {number + 1}: {_reason(error)}") from error
+            raise ValueError(f"{place}, after row {number + 1}: {first_line(error)}") from error
 
     return stream()
 
@@ -76,10 +77,6 @@ def _help(hub: str | None) -> str:
         f"without a network give a local copy as path; for a gated set accept its terms at "
         f"https://huggingface.co/datasets/{hub} and run `hf auth login`"
     )
-
-
-def _reason(error: Exception) -> str:
-    return (str(error).strip().splitlines() or [type(error).__name__])[0]
 
 
 def _numbered(loaded: Any, selection: Selection, columns: Columns, streaming: bool) -> Iterator[tuple[int, Any]]:

@@ -21,7 +21,7 @@ from torch.utils.flop_counter import FlopCounterMode
 from transformers.pytorch_utils import Conv1D
 
 from ...checkpoints.heads.files import PredictionHeads
-from ...checkpoints.storage.suggest import did_you_mean
+from ...checkpoints.storage.messages import did_you_mean
 from ..methods import Method
 from ..models.base import LanguageModel
 

@@ -12,6 +12,7 @@ from transformers import AutoConfig, PreTrainedModel
 from ...checkpoints.artifact.compat import save_tokenizer
 from ...checkpoints.artifact.locate import at_revision
 from ...checkpoints.pairs.speculation import save_speculation
+from ...checkpoints.storage.messages import first_line
 from ...checkpoints.verify.model_files import is_adapter
 from ...data.prompts import stop_ids
 from ...data.tokenizers import load_tokenizer
@@ -145,7 +146,7 @@ def complete_section(recipe: DrafterRecipe) -> ModelSection:
     try:
         theirs = AutoConfig.from_pretrained(at_revision(recipe.target, weights=False)).get_text_config()
     except OSError as error:
-        raise ValueError(f"there is no target {recipe.target!r}: {str(error).strip().splitlines()[0]}") from error
+        raise ValueError(f"there is no target {recipe.target!r}: {first_line(error)}") from error
     given = {name: getattr(theirs, name, None) for name in _FROM_TARGET}
     known = vars(AutoConfig.for_model(section.config["model_type"]))
     taken = {name: value for name, value in given.items() if value is not None and name in known}

@@ -21,7 +21,7 @@ from transformers.pytorch_utils import Conv1D
 
 from ...checkpoints.artifact.compat import patch_model
 from ...checkpoints.artifact.locate import at_revision, target_record
-from ...checkpoints.storage.suggest import did_you_mean
+from ...checkpoints.storage.messages import did_you_mean
 from ...checkpoints.verify.model_files import UNLOADABLE, check_config, names_of_embeddings, read_tensors
 from ...decode.models.loading import ADAPTER_CONFIG, load_model
 from ...decode.models.seq2seq import Seq2SeqModel

@@ -15,6 +15,7 @@ from transformers.utils import cached_file
 
 from ...checkpoints.artifact.locate import at_revision
 from ...checkpoints.heads.files import PredictionHeads
+from ...checkpoints.storage.messages import first_line
 from ...checkpoints.verify.model_files import base_of, is_adapter
 from ...train.config import micro_steps
 from ...train.parallel.accelerate import zero_stage
@@ -164,8 +165,7 @@ def outline_model(source: str, dtype: str, attention: str | None = None) -> PreT
         with torch.device("meta"):
             model = new_model(config, attention)
     except (OSError, ValueError, RuntimeError) as error:
-        reason = str(error).strip().splitlines()[0]
-        raise ValueError(f"no language model could be outlined from {source!r}: {reason}") from error
+        raise ValueError(f"no language model could be outlined from {source!r}: {first_line(error)}") from error
     known = _dtype_of(place, config) if dtype == "auto" else getattr(torch, dtype)
     return model.to(known).requires_grad_(True)
 

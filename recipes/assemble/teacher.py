@@ -22,6 +22,7 @@ from transformers import AutoConfig
 
 from ...checkpoints.artifact.fingerprints import model_fingerprint
 from ...checkpoints.artifact.locate import at_revision
+from ...checkpoints.storage.messages import first_line
 from ...data.blocks.prepared import PreparedData
 from ...data.tokenizers import load_tokenizer
 from ...train.loop.checkpoints import data_fingerprint
@@ -199,7 +200,7 @@ def _fingerprint(target: str) -> str:
     try:
         config = AutoConfig.from_pretrained(target)
     except (OSError, ValueError) as error:
-        raise ValueError(f"there is no target {target!r}: {str(error).strip().splitlines()[0]}") from error
+        raise ValueError(f"there is no target {target!r}: {first_line(error)}") from error
     return f"{target}@{getattr(config, '_commit_hash', None)}"
 
 

@@ -12,6 +12,7 @@ from pathlib import Path
 from typing import Any
 
 from ...checkpoints.artifact.compat import save_tokenizer
+from ...checkpoints.storage.atomic import atomic_dir, atomic_text
 from ...data.conversations import write_conversations
 from ...data.rendering.templates import CHATML_JINJA
 from ...data.sources.documentation import documentation_conversations
@@ -96,9 +97,7 @@ def make_corpus(recipe: QuickstartRecipe, folder: Path) -> None:
     folder.mkdir(parents=True, exist_ok=True)
     write_conversations(train, folder / "train.jsonl")
     write_conversations(heldout, folder / "heldout.jsonl")
-    unfinished = report_file.with_suffix(".unfinished")
-    unfinished.write_text(json.dumps(report, indent=2) + "\n", encoding="utf-8")
-    unfinished.replace(report_file)  # last: it says that the rest is whole
+    atomic_text(report_file, json.dumps(report, indent=2) + "\n")  # last: it says that the rest is whole
     if report["skipped"]:
         log(f"corpus: not installed and passed over: {', '.join(report['skipped'])}")
     log(
@@ -116,9 +115,8 @@ def make_tokenizer(recipe: QuickstartRecipe, corpus: Path, folder: Path) -> None
     texts = (turn.text for row in read_conversations(str(corpus / "train.jsonl")) for turn in row.turns)
     tokenizer = train_bpe(texts, recipe.corpus.vocab_size, SPECIAL_TOKENS)
     tokenizer.chat_template = CHATML_JINJA  # so that servers can chat with the target
-    unfinished = folder.with_name(f".{folder.name}.unfinished")
-    save_tokenizer(tokenizer, unfinished)
-    unfinished.rename(folder)
+    with atomic_dir(folder) as unfinished:
+        save_tokenizer(tokenizer, unfinished)
 
 
 def _check_folder(out: Path, recipe: QuickstartRecipe) -> None:

@@ -8,7 +8,7 @@ from html import escape
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from ...checkpoints.storage.atomic import read_told
+from ...checkpoints.storage.safe_read import read_document
 from ..assemble.evaluation import artifact_hash, weights_hash
 from .tables import DASH, cell, heading, number, wide_table
 
@@ -42,7 +42,7 @@ def load_certificate(path: Path) -> dict[str, Any]:
     Raises:
         ValueError: it is none, or a newer one, naming the file.
     """
-    return read_told(path, "certificate", "draftsmith certify", SCHEMA, _is_certificate)
+    return read_document(path, "certificate", "draftsmith certify", SCHEMA, _is_certificate)
 
 
 def _is_certificate(told: Any) -> bool:

@@ -17,7 +17,8 @@ from typing import TYPE_CHECKING, Any
 from rich.console import Console
 from rich.text import Text
 
-from ...checkpoints.storage.atomic import atomic_text, read_told
+from ...checkpoints.storage.atomic import atomic_text
+from ...checkpoints.storage.safe_read import read_document
 
 if TYPE_CHECKING:  # a report is made without the libraries that decode
     from ...decode.evaluation.trace import TracedStep
@@ -220,7 +221,7 @@ def load_trace(path: Path) -> dict[str, Any]:
     Raises:
         ValueError: it is none, or a newer one, naming the file.
     """
-    return read_told(path, "trace", "draftsmith trace", SCHEMA, _is_trace)
+    return read_document(path, "trace", "draftsmith trace", SCHEMA, _is_trace)
 
 
 def _is_trace(told: Any) -> bool:

@@ -23,7 +23,7 @@ from typing import Any
 
 import numpy as np
 
-from ...checkpoints.storage.suggest import did_you_mean
+from ...checkpoints.storage.messages import did_you_mean
 
 HELD, NOT_HELD, NOISE, NOT_JUDGED = "held", "not held", "within noise", "not judged"
 COMPARISONS = (">=", "<=", "==~", ">", "<")

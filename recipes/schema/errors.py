@@ -10,7 +10,7 @@ from typing import Any
 
 from pydantic import BaseModel
 
-from ...checkpoints.storage.suggest import did_you_mean
+from ...checkpoints.storage.messages import did_you_mean
 
 
 def describe(model: type[BaseModel], fault: Any, under: str = "") -> str:

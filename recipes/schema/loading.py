@@ -14,7 +14,7 @@ from pydantic import BaseModel, ValidationError
 
 from ...checkpoints.artifact.manifest import to_json_safe
 from ...checkpoints.storage.atomic import atomic_text
-from ...checkpoints.storage.suggest import did_you_mean
+from ...checkpoints.storage.messages import did_you_mean
 from .data import Section
 from .errors import describe
 from .evaluation import EvaluateRecipe, QuickstartRecipe, RegenerateRecipe

@@ -24,7 +24,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from ...checkpoints.storage.atomic import sync
+from ...checkpoints.storage.atomic import atomic_text, sync
 from ..parallel.accelerate import zero_stage
 from ..parallel.processes import on_main, raised, together
 from ..parallel.sharding import load_whole_optimizer, load_whole_weights, whole_optimizer, whole_state
@@ -77,7 +77,7 @@ class StateFolder:
             found[0] = self._newest()
             if found[0] is not None:
                 self._check(settings)
-            _write_atomically(self.folder / "fit.json", json.dumps(settings, indent=2) + "\n")
+            atomic_text(self.folder / "fit.json", json.dumps(settings, indent=2) + "\n")
             self._cut_log(found[0].step if found[0] is not None else -1)
 
         on_main(self._accelerator, open_folder)
@@ -210,7 +210,7 @@ class StateFolder:
 
     def _cut_log(self, step: int) -> None:
         lines = [line for line in _read_lines(self.history) if line["step"] <= step]
-        _write_atomically(self.history, "".join(json.dumps(line) + "\n" for line in lines))
+        atomic_text(self.history, "".join(json.dumps(line) + "\n" for line in lines))
 
     def _read_evaluations(self) -> None:
         for line in _read_lines(self.history):
@@ -365,13 +365,6 @@ def _read_lines(path: Path) -> list[dict[str, Any]]:
             except json.JSONDecodeError:
                 break
     return lines
-
-
-def _write_atomically(path: Path, text: str) -> None:
-    temporary = path.with_name(f".{path.name}.new")
-    temporary.write_text(text, encoding="utf-8")
-    sync(temporary)
-    temporary.replace(path)
 
 
 @contextmanager

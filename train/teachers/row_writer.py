@@ -19,7 +19,7 @@ import torch
 from safetensors.torch import save
 from torch import Tensor
 
-from ...checkpoints.storage.atomic import sync
+from ...checkpoints.storage.atomic import atomic_file, sync
 from ...data.blocks.packing import Batch
 from ...data.blocks.prepared import PreparedData
 from .row_cache import DOCUMENTS, SCHEMA, map_safetensors, stamp, stamps
@@ -214,12 +214,5 @@ def _sum_line(sha256: str, path: Path) -> bytes:
 
 
 def _write_whole(path: Path, content: bytes) -> None:
-    begun = path.with_name(f".{path.name}.{os.getpid()}")
-    try:
-        with begun.open("wb") as out:
-            out.write(content)
-            out.flush()
-            os.fsync(out.fileno())
-        begun.replace(path)
-    finally:
-        begun.unlink(missing_ok=True)
+    with atomic_file(path) as out:
+        out.write(content)

@@ -12,7 +12,6 @@ from __future__ import annotations
 
 import json
 import math
-import os
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field, fields
 from pathlib import Path
@@ -22,9 +21,10 @@ import numpy as np
 import torch
 from numpy.typing import NDArray
 from safetensors import SafetensorError, safe_open
-from safetensors.numpy import save_file
+from safetensors.numpy import save
 from torch import Tensor
 
+from ....checkpoints.storage.atomic import atomic_file
 from ....checkpoints.table.table import NextToken
 from ...engine import Limits, generate
 from ...methods import Parts, build_method
@@ -386,10 +386,8 @@ def save_recording(recording: Recording, path: Path) -> None:
         arrays[f"{name}_lengths"] = np.array([len(row) for row in rows], dtype=np.int32)
     warping = {key: getattr(recording.sampling, key) for key in ("temperature", "top_k", "top_p")}
     about = {"schema": SCHEMA, "sampling": warping, "identity": recording.identity}
-    path.parent.mkdir(parents=True, exist_ok=True)
-    unfinished = path.with_name(f".{path.name}.{os.getpid()}")
-    save_file(arrays, unfinished, metadata={"recording": json.dumps(about, sort_keys=True)})
-    unfinished.replace(path)
+    with atomic_file(path) as out:
+        out.write(save(arrays, metadata={"recording": json.dumps(about, sort_keys=True)}))
 
 
 def load_recording(path: Path) -> Recording:

@@ -10,9 +10,9 @@ from ....checkpoints.artifact.artifact import model_fingerprint, save_artifact, 
 from ....checkpoints.artifact.locate import at_revision, fetch, target_record
 from ....checkpoints.heads.files import save_heads
 from ....checkpoints.heads.layouts import StoredHeads, read_heads, shards_of_heads
+from ....checkpoints.storage.messages import first_line
 from ....checkpoints.storage.names import CONFIG_FILE, HEADS_FILE, PICKLED_FILE, PICKLED_WHOLE_FILES, WHOLE_FILES
 from ....checkpoints.storage.places import here, hub_place
-from ....checkpoints.storage.suggest import first_line
 from ....data.tokenizers import load_tokenizer
 from ...session.terminal import log
 from ...session.typed import typed_command

@@ -13,7 +13,7 @@ from rich.text import Text
 from ....checkpoints.artifact.artifact import MANIFEST_FILE, load_manifest
 from ....checkpoints.artifact.locate import resolve
 from ....checkpoints.artifact.manifest import Manifest
-from ....checkpoints.storage.safe_read import shown
+from ....checkpoints.storage.messages import shown
 from ....checkpoints.verify.inspect import differences, find_faults, target_faults
 from ....data.tokenizers import load_tokenizer
 from ...session.terminal import console, gigabytes

@@ -57,7 +57,7 @@ from pathlib import Path
 from typing import Any
 
 from ....checkpoints.storage.atomic import atomic_text
-from ....checkpoints.storage.suggest import did_you_mean
+from ....checkpoints.storage.messages import did_you_mean
 from ....decode.evaluation.measure import Entry
 from ....decode.methods import needs_of
 from ....train.parallel.interrupts import Interrupted, StopSignals

@@ -8,7 +8,7 @@ from html import escape
 from pathlib import Path
 from typing import Any
 
-from ....checkpoints.storage.suggest import did_you_mean
+from ....checkpoints.storage.messages import did_you_mean
 from ....data.conversations import Turn
 from ....data.rendering.render import prompt_renderer
 from ....data.rendering.templates import get_template

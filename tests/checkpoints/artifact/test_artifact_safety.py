@@ -17,7 +17,8 @@ import torch
 from draftsmith.checkpoints.artifact.artifact import load_manifest, save_artifact, verify_artifact
 from draftsmith.checkpoints.artifact.manifest import MAX_MANIFEST_BYTES, to_json_safe
 from draftsmith.checkpoints.heads.files import PredictionHeads, load_heads, save_heads
-from draftsmith.checkpoints.storage.safe_read import MAX_JSON_BYTES, MAX_JSON_DEPTH, name_fault, shown
+from draftsmith.checkpoints.storage.messages import shown
+from draftsmith.checkpoints.storage.safe_read import MAX_JSON_BYTES, MAX_JSON_DEPTH, name_fault
 from draftsmith.checkpoints.table.table import BigramTable
 from draftsmith.checkpoints.verify.inspect import find_faults
 from draftsmith.checkpoints.verify.model_files import MAX_LAYERS

@@ -149,7 +149,7 @@ def test_an_interruption_leaves_what_was_there(
 ) -> None:
     before = prepared.manifest
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr("draftsmith.data.blocks.prepared._sha256", lambda _: (_ for _ in ()).throw(KeyboardInterrupt()))
+        patch.setattr("draftsmith.data.blocks.prepared.file_hash", lambda _: (_ for _ in ()).throw(KeyboardInterrupt()))
         with pytest.raises(KeyboardInterrupt):
             prepare(many[:3], bpe, CHATML, BLOCK, prepared.directory, source={})
     assert PreparedData.load(prepared.directory).manifest == before

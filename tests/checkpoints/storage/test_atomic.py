@@ -1,0 +1,328 @@
+"""Files and folders that are there whole or not at all: failures, full disks, killed writers, racing readers."""
+
+from __future__ import annotations
+
+import contextlib
+import errno
+import os
+import random
+import select
+import signal
+import time
+import traceback
+from collections.abc import Callable, Iterator, Sequence
+from itertools import count, cycle
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from draftsmith.checkpoints.artifact.artifact import load_manifest, open_artifact, save_artifact
+from draftsmith.checkpoints.heads.files import PredictionHeads, load_heads, save_heads
+from draftsmith.checkpoints.storage import atomic
+from draftsmith.checkpoints.storage.atomic import atomic_dir, atomic_text, read_consistent
+from draftsmith.checkpoints.table.table import BigramTable
+from draftsmith.decode.models.loading import load_model
+from transformers import LlamaForCausalLM
+
+VOCAB = 16
+ABOUT: dict[str, Any] = {"vocab_size": VOCAB, "tokenizer_fingerprint": None, "target": None, "recipe": {}, "data": {}}
+CONTENTS = ("a", "b")
+
+
+def test_a_file_is_replaced_and_its_folder_made(tmp_path: Path) -> None:
+    file = tmp_path / "a" / "b" / "c.json"
+    for text in ("first, and longer\n", "–\n", ""):
+        atomic_text(file, text)
+        assert file.read_bytes() == text.encode()
+        assert list(file.parent.iterdir()) == [file]
+
+
+def test_what_fails_leaves_what_stood_there_and_nothing_else(tmp_path: Path) -> None:
+    folder, file = tmp_path / "folder", tmp_path / "file"
+    folder.mkdir()
+    with pytest.raises(IsADirectoryError):
+        atomic_text(folder, "text")
+    file.write_text("before")
+    with pytest.raises(UnicodeEncodeError):
+        atomic_text(file, "half \ud800")
+    assert file.read_text() == "before"
+    assert sorted(tmp_path.iterdir()) == [file, folder]
+
+
+@pytest.mark.skipif(not Path("/dev/full").exists(), reason="only Linux has a disk that is always full")
+def test_a_full_disk_is_reported_with_the_files_name(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("os.getpid", lambda: 7)
+    (tmp_path / ".a.json.7").symlink_to("/dev/full")
+    with pytest.raises(OSError, match=r"a\.json") as failed:
+        atomic_text(tmp_path / "a.json", "text")
+    assert failed.value.errno == errno.ENOSPC
+    assert list(tmp_path.iterdir()) == []
+
+
+def write(out: Path, content: str) -> None:
+    """A folder of three files with the same content."""
+    with atomic_dir(out) as folder:
+        for number in range(3):
+            (folder / f"{number}.txt").write_text(content)
+
+
+def content_of(out: Path) -> str:
+    """Of all files in a folder, which must agree."""
+    contents = [path.read_text() for path in sorted(out.iterdir())]
+    assert len(contents) == 3
+    assert len(set(contents)) == 1
+    return contents[0]
+
+
+@contextlib.contextmanager
+def forked(work: Callable[[], object]) -> Iterator[int]:
+    """A process that works until it is done or killed."""
+    child = os.fork()
+    if not child:
+        code = 1
+        try:
+            work()
+            code = 0
+        except BaseException:
+            traceback.print_exc()
+        finally:
+            os._exit(code)
+    try:
+        yield child
+    finally:
+        with contextlib.suppress(ProcessLookupError):
+            os.kill(child, signal.SIGKILL)
+        with contextlib.suppress(ChildProcessError):
+            os.waitpid(child, 0)
+
+
+def ended(child: int) -> int:
+    return os.waitstatus_to_exitcode(os.waitpid(child, 0)[1])
+
+
+def replace_for_ever(save: Callable[[Path, str], None], out: Path, contents: Sequence[str] = CONTENTS) -> None:
+    for content in cycle(contents):
+        save(out, content)
+
+
+def test_permissions_and_links(tmp_path: Path) -> None:
+    with atomic_dir(tmp_path / "real") as folder:
+        (folder / "deep").mkdir()
+        (folder / "deep" / "private").touch(mode=0o600)
+    assert (tmp_path / "real" / "deep" / "private").stat().st_mode & 0o777 == 0o644
+    assert (tmp_path / "real").stat().st_mode & 0o777 == 0o755
+    (tmp_path / "link").symlink_to("real")
+    write(tmp_path / "link", "new")
+    assert (tmp_path / "link").is_symlink()
+    assert content_of(tmp_path / "real") == "new"
+    assert sorted(os.listdir(tmp_path)) == ["link", "real"]
+
+
+@pytest.mark.parametrize("step", ["write", "rename"])
+@pytest.mark.parametrize("before", [None, "old"])
+def test_a_failure_leaves_the_former_folder(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, step: str, before: str | None
+) -> None:
+    out, rename = tmp_path / "t", Path.rename
+    if before is not None:
+        write(out, before)
+
+    def fail(self: Path, target: Path) -> Path:
+        if self.suffix == ".saving":
+            raise OSError(errno.EIO, "broken")
+        return rename(self, target)
+
+    if step == "rename":
+        monkeypatch.setattr(Path, "rename", fail)
+    with pytest.raises((OSError, UnicodeEncodeError)):
+        write(out, "half \ud800" if step == "write" else "new")
+    assert os.listdir(tmp_path) == ([] if before is None else ["t"])
+    assert before is None or content_of(out) == before
+
+
+def save_kind(out: Path, kind: str, content: str, write: Callable[[Path], Any]) -> None:
+    save_artifact(out, kind=kind, write=write, shapes={"content": content}, training={}, **ABOUT)
+
+
+def race(save: Callable[[Path, str], None], load: Callable[[Path], str], out: Path, reads: int) -> None:
+    """Load while another process replaces; `load` checks that what it finds is of one version, and names it."""
+    seen, end = set[str](), time.monotonic() + 120
+    save(out, "a")
+    with forked(lambda: replace_for_ever(save, out)) as writer:
+        for number in count(1):
+            seen.add(load(out))
+            assert os.waitpid(writer, os.WNOHANG) == (0, 0), "the writer failed"
+            assert time.monotonic() < end, f"in {number} reads the writer has not replaced enough"
+            if number >= reads and seen == set(CONTENTS):
+                break
+
+
+def test_a_reader_that_races_a_writer_loads_a_whole_table(tmp_path: Path) -> None:
+    tables = {c: BigramTable.from_documents([torch.arange(5 + ord(c) % 8).numpy()], VOCAB) for c in CONTENTS}
+
+    def load(out: Path) -> str:
+        manifest, table = open_artifact(out, BigramTable.load, "table")
+        assert torch.equal(table.unigram, tables[manifest.shapes["content"]].unigram)
+        return str(manifest.shapes["content"])
+
+    race(lambda out, c: save_kind(out, "table", c, tables[c].save), load, tmp_path / "t", 300)
+
+
+def test_heads_are_loaded_with_the_config_that_belongs_to_them(tmp_path: Path) -> None:
+    def heads_of(content: str) -> PredictionHeads:
+        heads = PredictionHeads(2, 1, 8, VOCAB, scale=1.0 + ord(content))
+        with torch.no_grad():
+            for parameter in heads.parameters():
+                parameter.fill_(float(ord(content)))
+        return heads
+
+    def load(out: Path) -> str:
+        heads = load_heads(out)
+        values = {float(value) for tensor in heads.state_dict().values() for value in tensor.flatten()}
+        assert values == {heads.scale - 1.0}
+        return chr(int(heads.scale) - 1)
+
+    heads = {content: heads_of(content) for content in CONTENTS}
+    save = lambda out, c: save_kind(out, "heads", c, lambda folder: save_heads(heads[c], folder, c))  # noqa: E731
+    race(save, load, tmp_path / "h", 100)
+
+
+def test_models_of_several_files_are_loaded_whole(tmp_path: Path, make_llama: Callable[..., LlamaForCausalLM]) -> None:
+    sizes = {"a": 16, "b": 32}
+    models = {c: make_llama(vocab_size=VOCAB, hidden_size=size, num_hidden_layers=1) for c, size in sizes.items()}
+
+    def save(out: Path, content: str) -> None:
+        save_kind(out, "drafter", content, lambda f: models[content].save_pretrained(f, max_shard_size="30KB"))
+
+    def load(out: Path) -> str:
+        manifest, model = open_artifact(out, lambda folder: load_model(str(folder)), "drafter")
+        content = str(manifest.shapes["content"])
+        assert model.lm_head.weight.shape == (VOCAB, sizes[content])
+        load_model(str(out))
+        return content
+
+    race(save, load, tmp_path / "m", 10)
+
+
+def test_of_two_writers_at_once_the_last_one_wins_whole(tmp_path: Path) -> None:
+    out = tmp_path / "t"
+
+    def save_often(content: str) -> None:
+        for _ in range(50):
+            write(out, content)
+
+    with forked(lambda: save_often("a")) as one, forked(lambda: save_often("b")) as other:
+        assert [ended(one), ended(other)] == [0, 0]
+    assert content_of(out) in CONTENTS
+    assert os.listdir(tmp_path) == ["t"]
+
+
+@pytest.mark.slow
+def test_a_writer_that_is_killed_at_any_moment_leaves_a_whole_folder(tmp_path: Path) -> None:
+    out, rng = tmp_path / "t", random.Random(0)
+    start = time.monotonic()
+    write(out, "a")
+    duration = time.monotonic() - start
+    left, found = 0, set[str]()
+    done, signalled = os.pipe()
+
+    def save(out: Path, content: str) -> None:
+        write(out, content)
+        os.write(signalled, b".")
+
+    for number in range(300):
+        order = CONTENTS[:: 1 if number % 2 else -1]
+        with forked(lambda order=order: replace_for_ever(save, out, order)):
+            assert select.select([done], [], [], 60)[0], "the writer has not finished one save"
+            os.read(done, 1 << 16)
+            time.sleep(rng.uniform(0, 2 * duration))
+        left += bool(set(os.listdir(tmp_path)) - {"t"})
+        if not out.exists():  # killed between two renames: the next writer puts back what stood there
+            with contextlib.suppress(RuntimeError), atomic_dir(out):
+                raise RuntimeError
+        found.add(content_of(out))
+    assert left > 10, "too few writers were killed at work"
+    assert found == set(CONTENTS)
+    write(out, "b")
+    assert os.listdir(tmp_path) == ["t"]
+
+
+def die_between_renames(out: Path) -> None:
+    rename = Path.rename
+
+    def die(self: Path, target: Path) -> Path:
+        if self.suffix == ".saving":
+            os.kill(os.getpid(), signal.SIGKILL)
+        return rename(self, target)
+
+    Path.rename = die  # type: ignore[method-assign]
+    write(out, "b")
+
+
+def test_what_a_killed_writer_had_moved_aside_is_put_back(tmp_path: Path) -> None:
+    out = tmp_path / "t"
+    write(out, "a")
+    with forked(lambda: die_between_renames(out)) as writer:
+        assert ended(writer) == -signal.SIGKILL
+    assert not out.exists()
+    with pytest.raises(ValueError, match=r"\.old"):
+        load_manifest(out)
+    with pytest.raises(UnicodeEncodeError):
+        write(out, "\ud800")
+    assert content_of(out) == "a"
+    assert os.listdir(tmp_path) == ["t"]
+
+
+def test_a_writer_at_work_keeps_its_folder(tmp_path: Path) -> None:
+    out = tmp_path / "t"
+    with atomic_dir(out) as folder:
+        write(out, "a")  # which removes what killed writers have left
+        assert folder.is_dir()
+        for number in range(3):
+            (folder / f"{number}.txt").write_text("b")
+    assert content_of(out) == "b"
+    assert os.listdir(tmp_path) == ["t"]
+
+
+def test_leftovers_of_other_names_stay(tmp_path: Path) -> None:
+    with forked(lambda: None) as child:
+        ended(child)  # a process that is gone
+    stay = [f".t.x.{child}-abcd1234.saving", f".t.{child}-abcd1234.saving.mine", ".t.saving"]
+    for name in (*stay, f".t.{child}-abcd1234.saving", f".t.{child}-abcd1235.old"):
+        (tmp_path / name).mkdir()
+        (tmp_path / name / "file").write_text("")
+    write(tmp_path / "t", "a")
+    assert sorted(os.listdir(tmp_path)) == sorted([*stay, "t"])
+
+
+def test_a_folder_that_is_replaced_while_it_is_read_is_read_again(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    out, reads = tmp_path / "t", []
+    write(out, "a")
+
+    def read(replaced: int) -> str:
+        reads.append(content_of(out))
+        if len(reads) <= replaced:
+            write(out, "b" if reads[-1] == "a" else "a")
+        return reads[-1] + content_of(out)
+
+    assert read_consistent(out, lambda: read(1)) == "bb"
+    assert reads == ["a", "b"]
+    monkeypatch.setattr(atomic, "_READS", 5)
+    with pytest.raises(ValueError, match=r"\b5\b"):
+        read_consistent(out, lambda: read(1000))
+
+
+def test_errors_about_a_folder_that_stays_are_raised_at_once(tmp_path: Path) -> None:
+    calls = []
+
+    def read() -> None:
+        calls.append(1)
+        raise ValueError("damaged")
+
+    for folder in (tmp_path, tmp_path / "nowhere"):
+        with pytest.raises(ValueError, match="damaged"):
+            read_consistent(folder, read)
+    assert len(calls) == 2
