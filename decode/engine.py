@@ -128,7 +128,7 @@ class Proposer(ABC):
         return
 
     def stop(self) -> None:
-        """Called when decoding has ended: let go of what was made for it. By default there is nothing."""
+        """Called when decoding has ended: free what was made for it. By default there is nothing."""
         return
 
     def forwards(self, nodes: float) -> list[tuple[Any, int]]:
@@ -147,7 +147,7 @@ class Verifier(ABC):
 
     @abstractmethod
     def verify(self, proposal: Proposal, target_BNV: Tensor, rng: Rng) -> Verdict:
-        """Pure but for the numbers it draws. `target_BNV[:, i]` is what the target says after node i's path."""
+        """Pure but for the numbers it draws. `target_BNV[:, i]` is the target's scores after node i's path."""
 
 
 class Profile(Protocol):
@@ -164,7 +164,7 @@ class Context:
     """The committed tokens of a batch, and what the target computed for them.
 
     Args:
-        room: what `Proposer.capacity` says.
+        reach: what `Proposer.capacity` returns.
 
     Raises:
         ValueError: see `generate`.
@@ -177,9 +177,9 @@ class Context:
         limits: Limits,
         sampling: Sampling,
         rng: Rng,
-        room: tuple[int, int] = (1, 0),
+        reach: tuple[int, int] = (1, 0),
     ) -> None:
-        max_nodes, max_depth = room
+        max_nodes, max_depth = reach
         _check_prompts(target, prompts)
         self.target, self.prompts = target, prompts
         self.sampling, self.limits, self.rng = sampling, limits, rng
@@ -263,9 +263,9 @@ class Context:
             return []
         length = self.lengths[row]
         ids = ids[: self._ends[row] - length]
-        for place, token in enumerate(ids):
+        for index, token in enumerate(ids):
             if token in self._stop_ids:
-                ids = ids[: place + 1]
+                ids = ids[: index + 1]
                 self.ended[row] = True
                 break
         self.lengths[row] = length + len(ids)
@@ -336,14 +336,14 @@ def generate(
 
     Args:
         target: the model whose output is wanted.
-        proposer: grows token trees. It is started anew by each call.
+        proposer: grows token trees. Each call restarts it.
         verifier: decides what is kept.
         prompts: token ids of each row, at least one token each; what the encoder reads, where there is one.
         rng: one generator a row.
-        profile: is told when the phases of a step end.
+        profile: is called when a phase of a step ends.
 
     Raises:
-        ValueError: an empty batch or prompt, a token outside the vocabulary, a prompt that leaves no room in the
+        ValueError: an empty batch or prompt, a token outside the vocabulary, a prompt that leaves no space in the
             model's positions for the new tokens and the tree; a drafter, heads or a table of another target.
     """
     warping = {"probabilities": sampling, "unwarped": Sampling(temperature=1.0), "logits": None}[verifier.judges]

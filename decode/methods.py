@@ -14,7 +14,7 @@ from .models.base import LanguageModel
 from .proposers.adaptive import AdaptiveChain, Confidence, ExpectedGain, Oracle, Policy
 from .proposers.beams import DraftBeam, TargetBeam
 from .proposers.chains import DraftChains
-from .proposers.draft_tree import DraftTree, Nothing
+from .proposers.draft_tree import DraftTree, NoDraft
 from .proposers.head_trees import HeadModule, HeadTree, PrunedHeadTree
 from .proposers.ngrams import PromptLookup, TableChain
 from .tree import parse_branching
@@ -61,7 +61,7 @@ class _Spec:
 
 
 def _autoregressive(parts: Parts, sampling: Sampling, options: Options) -> Method:
-    return Method(Nothing(), GreedyMatch() if sampling.greedy else Sample())
+    return Method(NoDraft(), GreedyMatch() if sampling.greedy else Sample())
 
 
 def _beam(parts: Parts, sampling: Sampling, options: Options) -> Method:
@@ -196,7 +196,7 @@ def _slim(parts: Parts, sampling: Sampling, options: Options) -> Method:
 
 
 def _match_heads(sampling: Sampling) -> Verifier:
-    """Candidates of heads are not drawn by chance: matching what the target itself would say is exact, and best."""
+    """Candidates of heads are not drawn by chance: matching the target's own choice is exact, and best."""
     return GreedyMatch() if sampling.greedy else SampleAndMatch()
 
 

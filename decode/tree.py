@@ -76,13 +76,13 @@ class Tree:
 
     @cached_property
     def ancestors_BNN(self) -> Tensor:
-        """bool; [b, i, j] says that j is i or an ancestor of i."""
+        """bool; [b, i, j]: j is i or an ancestor of i."""
         none_BNN = torch.zeros(*self.parents_BN.shape, self.nodes, dtype=torch.bool, device=self.line_BNP.device)
         return none_BNN.scatter_(2, self.line_BNP, True)
 
     @cached_property
     def rank_BN(self) -> Tensor:
-        """int64; a node's place among its siblings, from 0."""
+        """int64; a node's index among its siblings, from 0."""
         same_BNN = self.parents_BN[:, :, None] == self.parents_BN[:, None, :]
         return same_BNN.tril(-1).sum(-1)
 
@@ -114,16 +114,16 @@ class Tree:
 
     @cached_property
     def more_children(self) -> list[tuple[Tensor, Tensor]]:
-        """For c = 1, 2 …: the first row's nodes with more than c children, as places among those with at least c, and
+        """For c = 1, 2 …: the first row's nodes with more than c children, as indices among those with at least c, and
         as nodes. For a tree whose nodes with children stand before those without.
         """
         counts_N = self.child_count_BN[0]
         nodes_M = torch.nonzero(counts_N > 0)[:, 0]
         found = []
         for count in range(1, int(counts_N.max())):
-            places = torch.nonzero(counts_N[nodes_M] > count)[:, 0]
-            nodes_M = nodes_M[places]
-            found.append((places, nodes_M))
+            index_M = torch.nonzero(counts_N[nodes_M] > count)[:, 0]
+            nodes_M = nodes_M[index_M]
+            found.append((index_M, nodes_M))
         return found
 
     @cached_property

@@ -214,8 +214,8 @@ class _Drafter:
         self.hub_id = str(source) if self._loaded and not Path(source).is_dir() else None
         self.model = source
         if self._loaded:
-            place = model_source(str(source))
-            self.model = _read(Path(place), lambda _: load_model(place))
+            found = model_source(str(source))
+            self.model = _read(Path(found), lambda _: load_model(found))
 
     def scorer(self, target: LanguageModel) -> LanguageModel:
         if self._loaded:
@@ -234,14 +234,14 @@ def _read(folder: Path, load: Callable[[Path], Part], kind: str | None = None) -
     return load(folder)
 
 
-class _Kept(NamedTuple):
+class _CachedTarget(NamedTuple):
     state: list[Any]
     states: str
     scorer: LanguageModel | None
-    """None where it refers to the model, which would then never be freed: it is made anew, but not checked again."""
+    """None where it refers to the model, which would then never be freed: it is wrapped again, but not checked again."""
 
 
-_KEPT: WeakKeyDictionary[PreTrainedModel, _Kept] = WeakKeyDictionary()
+_TARGETS: WeakKeyDictionary[PreTrainedModel, _CachedTarget] = WeakKeyDictionary()
 
 
 def _scorer(model: PreTrainedModel, what: str, states: str | None) -> LanguageModel:
@@ -252,12 +252,12 @@ def _scorer(model: PreTrainedModel, what: str, states: str | None) -> LanguageMo
     if model.training:
         raise ValueError(f"the {what} is in training mode, in which forwards differ by chance: call its eval() first")
     state = _state(model)
-    kept = _KEPT.get(model)
-    if kept is not None and kept.state == state and states in (None, kept.states):
-        return kept.scorer or wrap_model(model, fast=False, check=False, states=kept.states)
+    cached = _TARGETS.get(model)
+    if cached is not None and cached.state == state and states in (None, cached.states):
+        return cached.scorer or wrap_model(model, fast=False, check=False, states=cached.states)
     states = states or "after-norm"
     scorer = wrap_model(model, states=states)
-    _KEPT[model] = _Kept(state, states, scorer if isinstance(scorer, (LeanLlama, GraphedModel)) else None)
+    _TARGETS[model] = _CachedTarget(state, states, scorer if isinstance(scorer, (LeanLlama, GraphedModel)) else None)
     return scorer
 
 
@@ -266,6 +266,6 @@ def _state(model: PreTrainedModel) -> list[Any]:
     weights = [
         weight.detach() for weight in model.parameters() if type(weight) is torch.nn.Parameter and weight.numel()
     ]
-    places = [(weight.data_ptr(), None if weight.is_inference() else weight._version) for weight in weights]
+    versions = [(weight.data_ptr(), None if weight.is_inference() else weight._version) for weight in weights]
     values = [weight[(-1,) * weight.dim()] for weight in weights if weight.device.type != "meta"]
-    return [*places, *torch.stack([value.to(values[0].device, torch.float64) for value in values]).tolist()]
+    return [*versions, *torch.stack([value.to(values[0].device, torch.float64) for value in values]).tolist()]

@@ -84,8 +84,8 @@ def save_method(stored: StoredMethod, folder: Path) -> None:
         OSError: the disk is full or cannot be written.
     """
     _check_replaceable(folder)
-    with atomic_dir(folder) as place:
-        write_method(stored, place)
+    with atomic_dir(folder) as unfinished:
+        write_method(stored, unfinished)
         _check_replaceable(folder)  # again: writing may have taken minutes
 
 

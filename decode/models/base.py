@@ -43,15 +43,16 @@ class LanguageModel(ABC):
     def new_cache(self, batch: int, capacity: int) -> KVCache:
         """An empty cache of `capacity` slots a row, or of some more."""
         widths = (self.key_width, self.value_width)
-        place = (self.device, self.layer_devices)
-        return KVCache(self.layers, batch, self.kv_heads, capacity, *widths, self.dtype, *place)
+        return KVCache(
+            self.layers, batch, self.kv_heads, capacity, *widths, self.dtype, self.device, self.layer_devices
+        )
 
-    def begin(self, prompts: Sequence[Sequence[int]], room: int) -> tuple[Sequence[Sequence[int]], KVCache]:
-        """The committed ids that decoding starts from, and an empty cache with `room` slots beyond the longest of them.
+    def begin(self, prompts: Sequence[Sequence[int]], extra_slots: int) -> tuple[Sequence[Sequence[int]], KVCache]:
+        """The committed ids that decoding starts from, and an empty cache with `extra_slots` beyond the longest of them.
 
         A decoder starts from the prompts themselves; an encoder-decoder reads them and starts from its own first token.
         """
-        return prompts, self.new_cache(len(prompts), max(len(prompt) for prompt in prompts) + room)
+        return prompts, self.new_cache(len(prompts), max(len(prompt) for prompt in prompts) + extra_slots)
 
     def extend(
         self, cache: KVCache, tokens_BM: Tensor, tree: Tree | None = None, start: int = 0, stop: int | None = None
@@ -59,14 +60,14 @@ class LanguageModel(ABC):
         """Run new tokens on top of the cache and write their keys and values behind its committed ones.
 
         Args:
-            cache: its lengths say where each row's tree begins; they are not changed.
+            cache: its lengths are where each row's tree begins; they are not changed.
             tokens_BM: [B, M]; nodes start..start+M-1 of the tree (M = stop - start).
             tree: topology of the nodes 0..stop-1, of which those before `start` were run before. None: a chain.
             start: the first of the new nodes.
             stop: one after the last of them; by default start + M.
 
         Returns:
-            [B, M, D] last hidden states, after the final norm or before it as `states` says.
+            [B, M, D] last hidden states, after the final norm or before it, by `states`.
 
         Raises:
             ValueError: where the cache is too small, naming both numbers.
@@ -183,7 +184,7 @@ class TransformersModel(LanguageModel):
 
     @torch.inference_mode()
     def _find_devices(self) -> list[torch.device]:
-        """The device of each layer's keys. Hooks move what the layers read; where to, only a forward tells for sure."""
+        """The device of each layer's keys. Hooks move what the layers read; where to, only a forward shows."""
         offloaded = self.device.type == "meta"
         if offloaded:
             self.device = torch.device("cpu")

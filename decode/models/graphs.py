@@ -5,7 +5,7 @@ them. A CUDA graph starts them all at once, but does exactly what it did when it
 same shapes, the same numbers from the host. Here, therefore,
 
 - tokens, positions and the mask are computed from buffers that stay where they are (`_Shape`);
-- keys and values are written where a tensor says (`IndexedCache`), to caches whose memory is used again and again;
+- keys and values are written at slots that a tensor holds (`IndexedCache`), to caches whose memory is used again and again;
 - attention reads a number of slots that grows in strides. What lies beyond a row's last token is masked: zeros, or the
   finite leavings of rejected nodes.
 
@@ -206,7 +206,7 @@ class GraphedModel(LanguageModel):
     def extend(
         self, cache: KVCache, tokens_BM: Tensor, tree: Tree | None = None, start: int = 0, stop: int | None = None
     ) -> Tensor:
-        """`LanguageModel.extend`, replayed where the class says so."""
+        """`LanguageModel.extend`, replayed where the class allows it."""
         count, slab = tokens_BM.shape[1], self._slabs.get(cache)
         prompt = tree is None and not any(cache.lengths)
         if slab is None or prompt or count > self._max_tokens or is_in_torch_dispatch_mode():

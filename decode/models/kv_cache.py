@@ -32,14 +32,14 @@ class KVCache:
         device: torch.device,
         layer_devices: Sequence[torch.device] | None = None,
     ) -> None:
-        """An empty cache. `layer_devices` says where each layer runs if not all run on `device`."""
+        """An empty cache. `layer_devices`: where each layer runs if not all run on `device`."""
         # One stack for each run of layers that share a device: accepted nodes are moved in all its layers at once.
         self._stacks: list[tuple[Tensor, Tensor]] = []
-        for place, group in itertools.groupby(layer_devices or [device] * layers):
+        for layer_device, group in itertools.groupby(layer_devices or [device] * layers):
             shape = (len(list(group)), batch, heads, capacity)
             # Zeros, not empty: a masked slot is multiplied by weight 0, and 0 x NaN would be NaN.
-            keys_LBHSE = torch.zeros(*shape, key_width, dtype=dtype, device=place)
-            self._stacks.append((keys_LBHSE, torch.zeros(*shape, value_width, dtype=dtype, device=place)))
+            keys_LBHSE = torch.zeros(*shape, key_width, dtype=dtype, device=layer_device)
+            self._stacks.append((keys_LBHSE, torch.zeros(*shape, value_width, dtype=dtype, device=layer_device)))
         # Indexing a list of per-layer views costs less than slicing the stacked tensor in every layer.
         self.keys = [key_BHSE for keys_LBHSE, _ in self._stacks for key_BHSE in keys_LBHSE]
         self.values = [value_BHSE for _, values_LBHSE in self._stacks for value_BHSE in values_LBHSE]
@@ -69,7 +69,7 @@ class KVCache:
     def _set(self, lengths: list[int]) -> None:
         self.lengths = lengths
         self._lengths_B: Tensor | None = None
-        self._places: dict[tuple[int, int, torch.device], tuple[Tensor, Tensor]] = {}
+        self._slots_by_key: dict[tuple[int, int, torch.device], tuple[Tensor, Tensor]] = {}
 
     @property
     def lengths_B(self) -> Tensor:
@@ -83,12 +83,12 @@ class KVCache:
 
     def _slots(self, start: int, count: int, device: torch.device) -> tuple[Tensor, Tensor]:
         """Indices of rows [B, 1] and of slots `length + start` and on [B, count]; computed once for all layers."""
-        place = (start, count, device)
-        if place not in self._places:
+        key = (start, count, device)
+        if key not in self._slots_by_key:
             rows_B1 = torch.arange(len(self.lengths), device=device)[:, None]
             slots_BM = self.lengths_B.to(device)[:, None] + torch.arange(start, start + count, device=device)
-            self._places[place] = rows_B1, slots_BM
-        return self._places[place]
+            self._slots_by_key[key] = rows_B1, slots_BM
+        return self._slots_by_key[key]
 
     def write(self, layer: int, key_BHME: Tensor, value_BHME: Tensor, start: int) -> None:
         """Store M new tokens of every row at slots `length + start` and on."""
@@ -135,7 +135,7 @@ class KVCache:
 
 
 class IndexedCache(KVCache):
-    """A cache whose new tokens go where a tensor says: no number that the host knows has a part in a forward on it."""
+    """A cache whose new tokens go to slots that a tensor holds: no number that the host knows has a part in a forward on it."""
 
     def __init__(self, cache: KVCache, slots_BM: Tensor, rows_B1: Tensor) -> None:
         """Writes to the memory of `cache`, at `slots_BM` of each row."""

@@ -196,7 +196,7 @@ def _with_adapter(folder: Path, **options: Any) -> PreTrainedModel:
     base = adapter_base(settings)
     if base is None or Path(base).resolve() == folder.resolve():
         said = settings.get("base_model_name_or_path")
-        raise ValueError(f"{folder / ADAPTER_CONFIG} does not say which model the adapter is for, got {said!r}")
+        raise ValueError(f"{folder / ADAPTER_CONFIG} names no model for the adapter, got {said!r}")
     if _is_adapter(Path(base)):
         raise ValueError(f"{folder / ADAPTER_CONFIG} names {base!r}, an adapter itself: merge that one into its model")
     try:

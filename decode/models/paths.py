@@ -17,7 +17,7 @@ from .kv_cache import KVCache
 
 
 def extend_by_path(model: LanguageModel, cache: KVCache, tokens_BN: Tensor, tree: Tree) -> Tensor:
-    """Run all nodes of a tree whose leaves lie equally deep; `LanguageModel.extend` says the same of tree attention.
+    """Run all nodes of a tree whose leaves lie equally deep; `LanguageModel.extend` does the same by tree attention.
 
     Returns:
         [B, N, D] last hidden states. Keys and values stand behind the committed ones, node by node.
@@ -27,23 +27,23 @@ def extend_by_path(model: LanguageModel, cache: KVCache, tokens_BN: Tensor, tree
     assert len(tree.parents_BN) == 1, "one topology for all rows"
     path_LP, leaf_N = _paths(tree)
     leaves, rows = len(path_LP), len(tokens_BN)
-    wide = model.new_cache(rows * leaves, cache.capacity)
+    by_leaf = model.new_cache(rows * leaves, cache.capacity)
     end = max(cache.lengths)
     for layer in range(model.layers):
-        for copies, originals in ((wide.keys, cache.keys), (wide.values, cache.values)):
+        for copies, originals in ((by_leaf.keys, cache.keys), (by_leaf.values, cache.values)):
             copies[layer][:, :, :end] = originals[layer][:, :, :end].repeat_interleave(leaves, 0)
-    wide.set_lengths([length for length in cache.lengths for _ in range(leaves)])
+    by_leaf.set_lengths([length for length in cache.lengths for _ in range(leaves)])
     tokens_XP = tokens_BN[:, path_LP].flatten(0, 1)
-    hidden_BLPD = model.extend(wide, tokens_XP).unflatten(0, (rows, leaves))
+    hidden_BLPD = model.extend(by_leaf, tokens_XP).unflatten(0, (rows, leaves))
     depth_N = tree.depth_BN[0]
     # Each node's keys and values, as the path of the first leaf below it has them.
     row_BN = torch.arange(rows, device=leaf_N.device)[:, None] * leaves + leaf_N
-    source_BN = wide.lengths_B[row_BN] + depth_N
+    source_BN = by_leaf.lengths_B[row_BN] + depth_N
     target_BN = cache.lengths_B[:, None] + torch.arange(tree.nodes, device=leaf_N.device)
     rows_B1 = torch.arange(rows, device=leaf_N.device)[:, None]
     for layer in range(model.layers):
-        cache.keys[layer][rows_B1, :, target_BN] = wide.keys[layer][row_BN, :, source_BN]
-        cache.values[layer][rows_B1, :, target_BN] = wide.values[layer][row_BN, :, source_BN]
+        cache.keys[layer][rows_B1, :, target_BN] = by_leaf.keys[layer][row_BN, :, source_BN]
+        cache.values[layer][rows_B1, :, target_BN] = by_leaf.values[layer][row_BN, :, source_BN]
     return hidden_BLPD[:, leaf_N, depth_N]
 
 

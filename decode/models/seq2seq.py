@@ -102,20 +102,20 @@ class Seq2SeqModel(LanguageModel):
             "tree path by path (attention: batch) is for decoders; use attention: tree"
         )
 
-    def begin(self, prompts: Sequence[Sequence[int]], room: int) -> tuple[list[list[int]], SourceCache]:
+    def begin(self, prompts: Sequence[Sequence[int]], extra_slots: int) -> tuple[list[list[int]], SourceCache]:
         """Run the encoder over the prompts. Returns the start token of each row, and a cache that holds the source."""
         batch, lengths = len(prompts), [len(prompt) for prompt in prompts]
         source_BT = torch.zeros(batch, max(lengths), dtype=torch.int64)
         for row, prompt in enumerate(prompts):
             source_BT[row, : len(prompt)] = torch.tensor(prompt)
-        # Padding is known by its place, not by its token, which may be a token of the source as well.
+        # Padding is known by its position, not by its token, which may be a token of the source as well.
         padding_BT = torch.arange(max(lengths)) >= torch.tensor(lengths)[:, None]
         source_BT, padding_BT = source_BT.to(self.device), padding_BT.to(self.device)
         output = self.model.encoder(input_ids=source_BT, attention_mask=(~padding_BT).long())
         encoded_BTD = output.last_hidden_state
 
         widths = (self.key_width, self.value_width)
-        cache = SourceCache(self.layers, batch, self.kv_heads, 1 + room, *widths, self.dtype, self.device)
+        cache = SourceCache(self.layers, batch, self.kv_heads, 1 + extra_slots, *widths, self.dtype, self.device)
         across = [block.layer[1].EncDecAttention for block in self._decoder.block]
         cache.source = [(self._split(layer.k(encoded_BTD)), self._split(layer.v(encoded_BTD))) for layer in across]
         if len(set(lengths)) > 1:

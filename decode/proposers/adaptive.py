@@ -154,7 +154,7 @@ class Oracle(ExpectedGain):
 
 
 class AdaptiveChain(Proposer):
-    """A chain of at most `gamma` draft tokens that ends where the policy says so, row by row.
+    """A chain of at most `gamma` draft tokens that ends where the policy decides, row by row.
 
     Whether any row goes on is read on the host once a token: ending early is the point.
 

@@ -64,8 +64,8 @@ class DraftChains(Proposer):
                 probs.append(logits_BMV.new_zeros(len(logits_BMV), 1, 0))
             else:
                 probs_BMV = warp(logits_BMV, context.sampling)
-                wide = probs_BMV.shape[1] == 1
-                uniform_BMC = context.rng.uniform(1, count) if wide else context.rng.uniform(count, 1)
+                at_root = probs_BMV.shape[1] == 1
+                uniform_BMC = context.rng.uniform(1, count) if at_root else context.rng.uniform(count, 1)
                 tokens_BM = draw_many(probs_BMV, uniform_BMC).flatten(1)
                 probs.append(probs_BMV.expand(-1, count, -1))
             tokens.append(tokens_BM)
@@ -75,15 +75,15 @@ class DraftChains(Proposer):
 
     def commit(self, context: Context, proposal: Proposal, verdict: Verdict) -> None:
         assert proposal.chains is not None
-        place_K = torch.arange(self.gamma, device=verdict.path_BK.device)
+        depth_K = torch.arange(self.gamma, device=verdict.path_BK.device)
         agrees_BMK = (proposal.chains.nodes_BMK == verdict.path_BK[:, None]) & (
-            place_K < verdict.accepted_B[:, None, None]
+            depth_K < verdict.accepted_B[:, None, None]
         )
         matched_BM = agrees_BMK.long().cumprod(2).sum(2)
         for state, own_BM in zip(self._states, matched_BM.split(self.per_model, 1), strict=True):
             kept_B, chain_B = own_BM.max(1)
-            own_BK = 1 + chain_B[:, None] + self.per_model * place_K
-            own_path_BK = torch.where(place_K < kept_B[:, None], own_BK, place_K + 1)
+            own_BK = 1 + chain_B[:, None] + self.per_model * depth_K
+            own_path_BK = torch.where(depth_K < kept_B[:, None], own_BK, depth_K + 1)
             state.keep(context, kept_B.tolist(), own_path_BK if self.per_model > 1 else None)
 
     def stop(self) -> None:

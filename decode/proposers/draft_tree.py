@@ -21,7 +21,7 @@ from ..warpers import warp
 from .draft_state import DraftState
 
 
-class Nothing(Proposer):
+class NoDraft(Proposer):
     """The root alone: one token a step."""
 
     def capacity(self, limits: Limits) -> tuple[int, int]:

@@ -23,8 +23,8 @@ from .lattice import Lattice
 class HeadModule(Protocol):
     """Prediction heads: [..., D] hidden states to [..., K, V] logits; head k speaks of the token at depth k + 1.
 
-    They may say which of the target's hidden states they read, in an attribute `states`: "after-norm", which is taken
-    where they say nothing, or "before-norm".
+    Their attribute `states` names the target's hidden states that they read: "after-norm" (the default) or
+    "before-norm".
     """
 
     num_heads: int
@@ -148,7 +148,7 @@ class PrunedHeadTree(Proposer):
         return Tree.from_parents(parents_BN, self.depth, depth_BN), tokens_BN
 
     def search(self, root_B1: Tensor, candidates_BKC: Tensor, log_probs_BKC: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-        """The best sequences as `Lattice.best_paths` gives them, [B, N] each: parents, depths, places of candidates."""
+        """The best sequences as `Lattice.best_paths` gives them, [B, N] each: parents, depths, indices of candidates."""
         if self.table is None:
             first_BC = log_probs_BKC[:, 0]
             edges_BKCC = log_probs_BKC[:, 1:, :, None].expand(-1, -1, -1, log_probs_BKC.shape[2])
@@ -169,7 +169,7 @@ class PrunedHeadTree(Proposer):
 
 
 def states_of(heads: Any) -> str:
-    """Which of the target's hidden states heads read; those after the final norm where they do not say, or are None."""
+    """Which of the target's hidden states heads read; those after the final norm by default, or where there are no heads."""
     return getattr(heads, "states", "after-norm")
 
 

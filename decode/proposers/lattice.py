@@ -21,7 +21,7 @@ class _Level:
     longer_BCCR: Tensor
     """Scores of these paths extended: [B, C to, C from, R]."""
     chosen: tuple[Tensor, Tensor] | None
-    """Where the best of them and their places go, [B, C, W] each; None: all are kept."""
+    """Where the best of them and their indices go, [B, C, W] each; None: all are kept."""
     offset: int
     """The number of the first path of the level before."""
 

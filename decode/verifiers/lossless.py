@@ -21,7 +21,7 @@ _TINY = torch.finfo(torch.float32).tiny
 
 
 class Sample(Verifier):
-    """Nothing was proposed: draw the next token from the target (autoregressive decoding)."""
+    """No draft: draw the next token from the target (autoregressive decoding)."""
 
     lossless = True
     judges: Literal["probabilities"] = "probabilities"
@@ -156,14 +156,14 @@ class MultiCandidate(Verifier):
         mass_BM = torch.ones_like(draft_BMC[..., 0])
         rest_BM = mass_BM
         accepted_BM = torch.full_like(tokens_BMC[..., 0], -1)
-        for place in range(tokens_BMC.shape[2]):
+        for child in range(tokens_BMC.shape[2]):
             tokens_BM, draft_BM, exists_BM, uniform_BM = (
-                part_BMC[..., place] for part_BMC in (tokens_BMC, draft_BMC, exists_BMC, uniform_BMC)
+                part_BMC[..., child] for part_BMC in (tokens_BMC, draft_BMC, exists_BMC, uniform_BMC)
             )
             before_BM = accepted_BM
-            if place:
+            if child:
                 # Only for nodes that have another child is it worth knowing what the refused one left.
-                more_M, nodes_M = proposal.tree.more_children[place - 1]
+                more_M, nodes_M = proposal.tree.more_children[child - 1]
                 tokens_BM, draft_BM, exists_BM, uniform_BM, before_BM = (
                     part_BM.index_select(1, nodes_M)
                     for part_BM in (tokens_BM, draft_BM, exists_BM, uniform_BM, accepted_BM)
@@ -173,11 +173,11 @@ class MultiCandidate(Verifier):
                 left_BMV = torch.addcmul(left_BMV, share_BM1, draft_BMV, value=-1).clamp_(min=0)
                 mass_BM, rest_BM = left_BMV.sum(-1), rest_BM.index_select(1, more_M)
                 if not self.replacement:
-                    rest_BM = rest_BM - draft_BMC[..., place - 1].index_select(1, nodes_M)
+                    rest_BM = rest_BM - draft_BMC[..., child - 1].index_select(1, nodes_M)
             target_BM = left_BMV.gather(2, tokens_BM[..., None])[..., 0]
             passes_BM = (uniform_BM * draft_BM * mass_BM < target_BM * rest_BM) & exists_BM
-            if place:
-                accepted_BM.index_copy_(1, nodes_M, torch.where(passes_BM & (before_BM < 0), place, before_BM))
+            if child:
+                accepted_BM.index_copy_(1, nodes_M, torch.where(passes_BM & (before_BM < 0), child, before_BM))
             else:
                 accepted_BM += passes_BM
         return accepted_BM
@@ -193,12 +193,12 @@ class MultiCandidate(Verifier):
         refused_BC = at(exists_BMC, inner_B) & (inner_B == node_B)[:, None]
         mass_B1 = torch.ones_like(target_BV[:, :1])
         rest_B1 = mass_B1
-        for place in range(draft_BC.shape[1]):
-            share_B1 = torch.where(refused_BC[:, place, None], mass_B1 / rest_B1.clamp(min=_TINY), 0.0)
+        for child in range(draft_BC.shape[1]):
+            share_B1 = torch.where(refused_BC[:, child, None], mass_B1 / rest_B1.clamp(min=_TINY), 0.0)
             left_BV = torch.addcmul(left_BV, share_B1, draft_BV, value=-1).clamp_(min=0)
             mass_B1 = left_BV.sum(1, keepdim=True)
             if not self.replacement:
-                rest_B1 = rest_B1 - draft_BC[:, place, None]
+                rest_B1 = rest_B1 - draft_BC[:, child, None]
         # Rounding alone can leave nothing at all.
         return torch.where(mass_B1 > 0, left_BV, target_BV)
 

@@ -19,7 +19,7 @@ from ...engine import Limits, generate
 from ...methods import Method, Parts
 from ...models.base import LanguageModel
 from ...proposers.chains import DraftChains
-from ...proposers.draft_tree import Nothing
+from ...proposers.draft_tree import NoDraft
 from ...proposers.ngrams import PromptLookup, TableChain, lookup
 from ...rng import Rng
 from ...verifiers.lossless import GreedyMatch, Sample
@@ -187,7 +187,7 @@ def measure_rounding(
     reference = reference or target
     prompts = list(prompts[:rows])
     outputs: list[list[int]] = [[] for _ in prompts]
-    plain = Method(Nothing(), GreedyMatch() if sampling.greedy else Sample())
+    plain = Method(NoDraft(), GreedyMatch() if sampling.greedy else Sample())
     rng = Rng.for_rows(0, len(prompts), target.device)
     for step in generate(target, *plain, prompts, Limits(tokens), sampling, rng):
         for output, new in zip(outputs, step.new_ids, strict=True):

@@ -24,7 +24,7 @@ from ...methods import Parts, build_method, method_options
 from ...models.base import LanguageModel
 from ...proposers.adaptive import AdaptiveChain
 from ...proposers.chains import DraftChains
-from ...proposers.draft_tree import DraftTree, Nothing
+from ...proposers.draft_tree import DraftTree, NoDraft
 from ...proposers.head_trees import HeadTree, PrunedHeadTree
 from ...proposers.ngrams import PromptLookup, TableChain, lookup
 from ...verifiers.lossless import ExactChain, GreedyMatch, KSequential, MultiCandidate, SampleAndMatch
@@ -175,7 +175,7 @@ def _drafts(recording: Recording, source: str) -> Drafts:
     return recording.drafts[source]
 
 
-def _nothing(recording: Recording, proposer: Nothing, verifier: Verifier, options: Mapping[str, Any]) -> Prediction:
+def _nothing(recording: Recording, proposer: NoDraft, verifier: Verifier, options: Mapping[str, Any]) -> Prediction:
     return replay_chances(recording, np.zeros((0, recording.positions)), 1)
 
 
@@ -337,7 +337,7 @@ def _prompt_lookup(
 
 
 _REPLAYS: dict[type[Proposer], Callable[..., Prediction | None]] = {
-    Nothing: _nothing,
+    NoDraft: _nothing,
     DraftTree: _draft_tree,
     TableChain: _table_chain,
     AdaptiveChain: _adaptive,

@@ -19,7 +19,7 @@ from draftsmith.decode.evaluation.measure import Entry
 from draftsmith.decode.methods import Method, Parts
 from draftsmith.decode.models.base import LanguageModel
 from draftsmith.decode.models.loading import wrap_model
-from draftsmith.decode.proposers.draft_tree import Nothing
+from draftsmith.decode.proposers.draft_tree import NoDraft
 from draftsmith.decode.rng import Rng
 from draftsmith.decode.verifiers.lossless import GreedyMatch, Sample, nothing_accepted
 from draftsmith.decode.warpers import Sampling, warp
@@ -65,7 +65,7 @@ def test_near_ties_are_listed_and_faults_are_faults(make_llama: MakeLlama) -> No
     assert exact.near_ties == 0
     assert exact.undecided is not None
     assert exact.undecided > 0
-    other = certify(target, method=Method(Nothing(), SecondOfTwins()))
+    other = certify(target, method=Method(NoDraft(), SecondOfTwins()))
     assert other.verdict == "lossless"
     assert other.near_ties > 0
     assert other.faults == 0
@@ -75,7 +75,7 @@ def test_near_ties_are_listed_and_faults_are_faults(make_llama: MakeLlama) -> No
         assert finding.margin <= other.rounding.near_tie
     with torch.no_grad():
         model.lm_head.weight[6] *= 1 - 1e-3
-    moved = certify(wrap_model(model, check=False), method=Method(Nothing(), SecondOfTwins()))
+    moved = certify(wrap_model(model, check=False), method=Method(NoDraft(), SecondOfTwins()))
     assert moved.verdict == "not lossless"
     (fault,) = [finding for finding in moved.findings if finding.kind == "token"][:1]
     assert fault.margin is not None
@@ -112,7 +112,7 @@ class Unwarped(Sample):
 @pytest.mark.parametrize("sampling", [Sampling(1.0, top_k=5), Sampling(1.0, top_p=0.7)], ids=str)
 def test_a_token_outside_the_support_is_a_fault_at_once(make_llama: MakeLlama, sampling: Sampling) -> None:
     target = wrap_model(make_llama(VOCAB, sharpness=1.5), check=False)
-    certificate = certify(target, sampling=sampling, method=Method(Nothing(), Unwarped()))
+    certificate = certify(target, sampling=sampling, method=Method(NoDraft(), Unwarped()))
     assert certificate.failed
     assert certificate.early
     assert certificate.tokens < 100
