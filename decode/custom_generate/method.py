@@ -238,7 +238,7 @@ class _CachedTarget(NamedTuple):
     state: list[Any]
     states: str
     scorer: LanguageModel | None
-    """None where it refers to the model, which would then never be freed: it is wrapped again, but not checked again."""
+    """None where it refers to the model, which would then never be freed: it is wrapped anew, unchecked."""
 
 
 _TARGETS: WeakKeyDictionary[PreTrainedModel, _CachedTarget] = WeakKeyDictionary()

@@ -48,7 +48,7 @@ class LanguageModel(ABC):
         )
 
     def begin(self, prompts: Sequence[Sequence[int]], extra_slots: int) -> tuple[Sequence[Sequence[int]], KVCache]:
-        """The committed ids that decoding starts from, and an empty cache with `extra_slots` beyond the longest of them.
+        """The committed ids that decoding starts from, and an empty cache with `extra_slots` beyond the longest.
 
         A decoder starts from the prompts themselves; an encoder-decoder reads them and starts from its own first token.
         """

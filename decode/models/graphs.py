@@ -5,7 +5,7 @@ them. A CUDA graph starts them all at once, but does exactly what it did when it
 same shapes, the same numbers from the host. Here, therefore,
 
 - tokens, positions and the mask are computed from buffers that stay where they are (`_Shape`);
-- keys and values are written at slots that a tensor holds (`IndexedCache`), to caches whose memory is used again and again;
+- keys and values are written at slots that a tensor holds (`IndexedCache`), to caches whose memory is reused;
 - attention reads a number of slots that grows in strides. What lies beyond a row's last token is masked: zeros, or the
   finite leavings of rejected nodes.
 

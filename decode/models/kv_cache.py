@@ -135,7 +135,7 @@ class KVCache:
 
 
 class IndexedCache(KVCache):
-    """A cache whose new tokens go to slots that a tensor holds: no number that the host knows has a part in a forward on it."""
+    """A cache whose new tokens go to slots that a tensor holds: a forward on it depends on no number of the host."""
 
     def __init__(self, cache: KVCache, slots_BM: Tensor, rows_B1: Tensor) -> None:
         """Writes to the memory of `cache`, at `slots_BM` of each row."""

@@ -148,7 +148,7 @@ class PrunedHeadTree(Proposer):
         return Tree.from_parents(parents_BN, self.depth, depth_BN), tokens_BN
 
     def search(self, root_B1: Tensor, candidates_BKC: Tensor, log_probs_BKC: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-        """The best sequences as `Lattice.best_paths` gives them, [B, N] each: parents, depths, indices of candidates."""
+        """The best sequences as `Lattice.best_paths` gives them, [B, N] each: parents, depths, candidate indices."""
         if self.table is None:
             first_BC = log_probs_BKC[:, 0]
             edges_BKCC = log_probs_BKC[:, 1:, :, None].expand(-1, -1, -1, log_probs_BKC.shape[2])
@@ -169,7 +169,7 @@ class PrunedHeadTree(Proposer):
 
 
 def states_of(heads: Any) -> str:
-    """Which of the target's hidden states heads read; those after the final norm by default, or where there are no heads."""
+    """Which of the target's hidden states heads read; by default, and for None, those after the final norm."""
     return getattr(heads, "states", "after-norm")
 
 
