@@ -1,81 +1,88 @@
 """`draftsmith diagnose`: why acceptance is lower than what training measured.
 
-Each part of an evaluation (drafter, heads, table) is measured on the way from its training to real decoding; between
-two stages one thing changes, and what is lost there is lost by it. The stages, as far as they apply:
+Each part of an evaluation (drafter, heads, table) is measured in up to four stages on the way from its training to real
+decoding; between two of them little changes, and what is lost there is lost by it:
 
-- `record`: what training measured of the weights in memory, from the manifest; `greedy`: at temperature 0 how often
-  the best tokens agree, from the same place.
-- `export`: the same held-out blocks again with the artifact's files, in float32 and with the target that it was made
-  for, where that can be found; `target`: with this evaluation's target.
-- `written`: real answers to this evaluation's prompts, teacher-forced, as training's template writes them; `corpus`: as
-  the evaluation's does; both as far as the positions of training blocks go.
-- `within`: the target's own answers, teacher-forced, as far as those positions go, where they are longer; `own`: all of
-  them; `warped`: with the temperature, top-k and top-p of decoding; `served`: in the type that is served.
+- `record`: what training measured of the weights in memory, from the manifest;
+- `files`: the artifact's files on the same held-out blocks, with this evaluation's target;
+- `own`: the target's own answers to this evaluation's prompts, teacher-forced;
 - `decoding`: real decoding with a chain: `speculative`, `bpd` or `bigram`.
-
-Of heads each stage is told head by head. The recipe's trees (`multi-candidate`; `medusa` and SLiM, or a tree of Medusa
-if the recipe has none) are decoded beside the chain: what the best guesses and all candidates are worth at each depth,
-and what decoding accepts there.
 
 The file, `diagnosis.json` beside the results, written anew after each part:
 
-    {"schema": 1, "kind": "diagnosis", "complete", "target", "prompts", "recipe", "parts": [{
+    {"schema": 2, "kind": "diagnosis", "complete", "target", "prompts", "recipe", "parts": [{
         "part": "drafter", "source": "…", "method": "speculative", "options", "temperature",
-        "stages": [{"key", "says", "value", "tokens", "by_depth", "top1_accuracy", "overlap", "top1_agreement",
+        "stages": [{"key", "description", "value", "tokens", "by_depth", "top1_accuracy", "overlap", "top1_agreement",
                     "accepted", "tokens_per_step"}],      value: the chance that a draft is accepted; null: not known
-        "gaps": [{"before", "after", "cause", "lost", "interval"}],             interval: 99 %, over prompts, or null
-        "verdict": [{"cause", "fault", "lost", "interval", "says", "advice"}],  the largest first
-        "headline": "…", "sentences": ["…"],
-        "training": {"metrics", "again", "again_on"},     of the manifest, and taken again of the artifact's files
-        "target": {"known", "same", "made_for"},
-        "differences": [{"what", "trained", "evaluated", "matters", "example"}],
-        "types": [{"type", "served", …measures of a stage}],
-        "beyond": null or {"block", "late", "beyond", "windowed"},   the measure in the second half of a training block,
-                            beyond a block, and beyond it with the last tokens read alone
-        "other_states": null or {"states", "gain", "interval"},
-        "heads": [{"head", "stages": {"record": …, "own": …, "decoding": …}, "examined"}],
-        "places": null or [[…]]           of each head: how often it guesses the token of place 0, 1, 2 …; its own is 1
-                                          for the first head, 2 for the second
-        "trees": [{"label", "method", "options", "temperature", "tokens_per_step", "foretold", "nodes_per_step",
-                   "examined", "accepted", "rejections", "cells",
-                   "depths": [{"depth", "trained", "best", "candidates", "among", "examined", "accepted"}]}],
-        "decoding": {"tokens_per_step", "foretold", "standard_error", "examined", "accepted", "rejections"},
-        "cells": {"token class": [{"name", "examined", "accepted", "share", "rejections_share", "excess", "interval",
-                                   "examples"}], "place in the answer": …},     those first that cost most
+        "gaps": [{"before", "after", "lost", "interval"}],             interval: 99 %, over prompts, or null
+        "findings": [{"cause", "fault", "lost", "interval", "description", "advice"}],  the largest first
+        "headline": "…",
+        "training": {…},                                  what training measured
+        "made_for": null or "…",                          the target that it was made for, if that is another one
+        "differences": [{"what", "trained", "evaluated", "example"}],
+        "decoding": {"tokens_per_step", "predicted", "standard_error", "examined", "accepted", "rejections"},
+        "cells": [{"name", "examined", "accepted", "share", "rejections_share", "excess", "interval", "examples"}],
         "counted_on": null or "…", "skipped": ["…"]}]}
 
-`interval` of a cell is of 95 %; `excess` is the share of all rejections that the cell has beyond its due. An example
-holds `prompt`, `before`, `drafted`, `said` (texts), and what target and source gave them: `target_drafted`,
-`source_drafted`, `target_said` (unwarped probabilities).
+`cells` are classes of tokens, those first that cost most: `excess` is the share of all rejections that a class has
+beyond its due, `interval` of its share of accepted tokens is of 95 %. An example holds `prompt`, `before`, `drafted`,
+`written` (texts), and their unwarped probabilities `target_drafted`, `source_drafted`, `target_written`.
 """
 
 from __future__ import annotations
 
 import json
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
+import numpy as np
+import torch
+
 from ....checkpoints.storage.atomic import atomic_text
 from ....checkpoints.storage.messages import did_you_mean
+from ....decode.evaluation.diagnose.agreement import (
+    DrafterSource,
+    HeadsSource,
+    Passage,
+    Source,
+    TableSource,
+    score,
+)
+from ....decode.evaluation.diagnose.attempts import DraftAttempt, cells, draft_attempts, odds_of
+from ....decode.evaluation.diagnose.stages import (
+    Finding,
+    Stage,
+    decoder_finding,
+    decoding_stage,
+    findings,
+    gaps,
+    headline,
+    scored_stage,
+)
+from ....decode.evaluation.diagnose.token_classes import classify
 from ....decode.evaluation.measure import Entry
-from ....decode.methods import needs_of
+from ....decode.evaluation.replay.replay import predict_entries, record_entries
+from ....decode.evaluation.trace import trace
+from ....decode.methods import Parts, build_method
+from ....decode.models.seq2seq import Seq2SeqModel
+from ....decode.proposers.ngrams import TableChain
 from ....train.parallel.interrupts import Interrupted, StopSignals
-from ...assemble.evaluation import entries_of, open_recipe, place_of
+from ...assemble.evaluation import entries_of, place_of
 from ...report.diagnosis import show_part
+from ...report.trace import TokenTexts
 from ...schema.evaluation import EvaluateRecipe, MethodSection
 from ...session.terminal import console, log
-from .case import Case, questions_of
-from .causes import as_dicts, cause_of, headline, sentences, verdict
-from .cells import cells_of, entropies
-from .stages import Measured, Probe, Stage, gaps
-from .training_record import OtherTarget, counted_on, differences, other_target, trained_of
-from .trees import Tree, asked_for, chain_depths, trees_of
+from .case import Case, open_case
+from .training_record import TrainingRecord, differences, training_record
 
-SCHEMA = 1
+SCHEMA = 2
 KIND = "diagnosis"
 CHAINS = {"drafter": "speculative", "heads": "bpd", "table": "bigram"}
-"""What drafts from a part, each draft token at a place of its own."""
+"""What drafts from a part, a token at a time."""
+_EXAMPLES = 3
+_BEFORE = 60
+"""Letters before an example."""
 
 
 def run_diagnose(recipe: EvaluateRecipe, parts: Sequence[str] = (), out: Path | None = None) -> dict[str, Any]:
@@ -98,42 +105,13 @@ def run_diagnose(recipe: EvaluateRecipe, parts: Sequence[str] = (), out: Path | 
         raise ValueError(f"--out must be a .json file, got {path}")
     chosen = _chosen(recipe, parts)
     rows = [_row(recipe, part) for part in chosen]
-    trees = {part: asked_for(recipe, part) for part in chosen}
-    needed = {need for asked in trees.values() for each in asked for need in needs_of(each.method, each.options)}
-    narrow = {part: getattr(recipe, part) if part in {*chosen, *needed} else None for part in CHAINS}
+    narrow = {part: getattr(recipe, part) if part in chosen else None for part in CHAINS}
     narrowed = recipe.model_copy(update={"methods": rows, "more_drafters": [], **narrow})
     with StopSignals() as signals:
-        opened = open_recipe(narrowed)
-        case = Case(narrowed, opened, questions_of(narrowed, opened.tokenizer), signals)
-        told = _diagnosed(case, chosen, trees, path)
+        case = open_case(narrowed, signals)
+        found = _diagnosed(case, chosen, path)
     console().print(f"diagnosis: {path}", markup=False, soft_wrap=True)
-    return told
-
-
-def _diagnosed(case: Case, chosen: Sequence[str], trees: Mapping[str, Sequence[Entry]], path: Path) -> dict[str, Any]:
-    """The parts one after the other, each shown and written when it is done."""
-    recipe, opened = case.recipe, case.opened
-    log(f"diagnose: {', '.join(chosen)}, {len(case.questions)} prompts of {recipe.prompts}, on {opened.device}")
-    told: dict[str, Any] = {"schema": SCHEMA, "kind": KIND, "complete": False, "target": recipe.target}
-    told |= {"prompts": len(case.questions), "recipe": recipe.model_dump(mode="json"), "parts": []}
-    for part, entry in zip(chosen, entries_of(recipe), strict=True):
-        try:
-            case.stop_if_asked()
-            trained = trained_of(place_of(getattr(recipe, part), part))
-            other = other_target(trained, recipe, opened)
-            found = Probe(case, part, entry, trained, other).run()
-            trained_K = [] if trained is None else trained.heads
-            drawn = trees_of(case, found, trees[part], trained_K)
-            about = {"part": part, "source": getattr(recipe, part)} | _described(case, found, trained, other, drawn)
-        except Interrupted as stopped:
-            kept = ", ".join(each["part"] for each in told["parts"])
-            log(f"{stopped}; {f'{kept} is finished, in {path}' if kept else 'no part was finished'}")
-            raise
-        told["parts"].append(about)
-        told["complete"] = len(told["parts"]) == len(chosen)
-        atomic_text(path, json.dumps(told, indent=1, ensure_ascii=False, allow_nan=False) + "\n")
-        show_part(about, console())
-    return told
+    return found
 
 
 def diagnosis_beside(results: Path) -> Path:
@@ -160,63 +138,224 @@ def _row(recipe: EvaluateRecipe, part: str) -> MethodSection:
     return next((row for row in recipe.methods if row.method == method), MethodSection(method=method))
 
 
-def _described(case: Case, found: Measured, trained: Any, other: OtherTarget, trees: Sequence[Tree]) -> dict[str, Any]:
-    """What is told of one part."""
-    lost = gaps(found.stages, case.resamples)
-    conversations = [question.conversation for question in case.questions if question.conversation is not None]
-    assert found.own is not None
-    positions = found.own.position_T.tolist()
-    differing = []
-    if trained is not None:
-        differing = differences(trained, case.recipe, case.opened.tokenizer, conversations, positions)
-    causes = verdict(found, lost, trained, other, differing, trees)
-    examined = [each for row in found.tried for each in row]
-    good = sum(each.accepted for each in examined)
-    block = trained.block_tokens if trained is not None else None
-    shown = cells_of(case, found, entropies(case, found), block)
-    states = found.other_states
-    return {
-        "method": found.entry.method,
-        "options": found.entry.options,
-        "temperature": found.entry.sampling.temperature,
-        "stages": [_stage(stage) for stage in found.stages],
-        "gaps": [
-            {"before": gap.before.key, "after": gap.after.key, "cause": cause_of(gap)}
-            | {"lost": gap.lost, "interval": gap.interval}
-            for gap in lost
-        ],
-        "verdict": as_dicts(causes),
-        "headline": headline(found.stages),
-        "sentences": sentences(causes, found.stages, repeated=bool(found.again)),
-        "training": {
-            "metrics": {} if trained is None else trained.metrics,
-            "again": found.again,
-            "again_on": found.again_on if found.again else None,
-        },
-        "target": {"known": other.known, "same": other.same, "made_for": other.made_for},
-        "differences": differing,
-        "types": found.types,
-        "beyond": found.beyond,
-        "other_states": None if states is None else dict(zip(("states", "gain", "interval"), states, strict=True)),
-        "heads": chain_depths(found),
-        "places": None if found.places is None else found.places.share_KJ.tolist(),
-        "trees": [tree.told for tree in trees],
-        "decoding": {
-            "tokens_per_step": found.stages[-1].measures["tokens_per_step"],
-            "foretold": found.predicted,
-            "standard_error": found.predicted_error,
-            "examined": len(examined),
-            "accepted": good,
-            "rejections": len(examined) - good,
-        },
-        "cells": shown,
-        "counted_on": counted_on(trained) if trained is not None and found.part == "table" else None,
-        "skipped": found.skipped,
-    }
+def _diagnosed(case: Case, chosen: Sequence[str], path: Path) -> dict[str, Any]:
+    """The parts one after the other, each shown and written when it is done."""
+    recipe = case.recipe
+    log(f"diagnose: {', '.join(chosen)}, {len(case.questions)} prompts of {recipe.prompts}, on {case.opened.device}")
+    found: dict[str, Any] = {"schema": SCHEMA, "kind": KIND, "complete": False, "target": recipe.target}
+    found |= {"prompts": len(case.questions), "recipe": recipe.model_dump(mode="json"), "parts": []}
+    for part, entry in zip(chosen, entries_of(recipe), strict=True):
+        try:
+            case.stop_if_asked()
+            about = _Probe(case, part, entry).run()
+        except Interrupted as stopped:
+            finished = ", ".join(each["part"] for each in found["parts"])
+            log(f"{stopped}; {f'{finished} is finished, in {path}' if finished else 'no part was finished'}")
+            raise
+        found["parts"].append(about)
+        found["complete"] = len(found["parts"]) == len(chosen)
+        atomic_text(path, json.dumps(found, indent=1, ensure_ascii=False, allow_nan=False) + "\n")
+        show_part(about, console())
+    return found
 
 
-def _stage(stage: Stage) -> dict[str, Any]:
-    names = ("top1_accuracy", "overlap", "top1_agreement", "accepted", "tokens_per_step")
-    measures = {name: stage.measures.get(name) for name in names}
-    about = {"key": stage.key, "says": stage.says, "value": stage.value, "tokens": stage.tokens}
-    return about | {"by_depth": stage.by_depth} | measures
+class _Probe:
+    """Measures one part of an evaluation with the chain that drafts from it."""
+
+    def __init__(self, case: Case, part: str, entry: Entry) -> None:
+        self.case, self.part, self.entry, self.target = case, part, entry, case.opened.target
+        self.source_name = getattr(case.recipe, part)
+        self.parts = Parts(**{part: getattr(case.opened.parts, part)})
+        self.method = build_method(entry.method, self.parts, entry.sampling, **entry.options)
+        self.drafted = self.method.proposer.capacity(case.limits)[1]
+        self.source = self._source()
+        self.trained: TrainingRecord | None = training_record(place_of(self.source_name, part))
+        self.skipped: list[str] = []
+
+    def _source(self) -> Source:
+        if isinstance(self.method.proposer, TableChain):
+            return TableSource(self.method.proposer, self.target.device)
+        if self.parts.heads is not None:
+            return HeadsSource(self.parts.heads, self.target.dtype)
+        assert self.parts.drafter is not None
+        return DrafterSource(self.parts.drafter)
+
+    def run(self) -> dict[str, Any]:
+        """Every stage that can be measured, and what they come to."""
+        case = self.case
+        before = self._training_stages()
+        own = case.own_answers(self.entry)
+        description = f"the target's own answers, drafts judged as decoding does ({self._warping()})"
+        last = [self._scored("own", description, own, "accepted"), self._decoding()]
+        stages = [*before, *last]
+        predicted, error = self._predicted(own)
+        made_for, differing = None, []
+        if self.trained is not None:
+            made_for = self.trained.made_for(case.recipe, case.opened)
+            conversations = [each.conversation for each in case.questions if each.conversation is not None]
+            longest = max(len(passage.prompt) + len(passage.text) for passage in self.texts)
+            differing = differences(self.trained, case.recipe, case.opened.tokenizer, conversations, longest)
+        rounds = (self.trained is not None and self.trained.rounds) or self.target.dtype != torch.float32
+        causes = findings(stages, rounds, made_for, differing)
+        if decoder := self._decoder(stages, own, predicted, error):
+            causes.append(decoder)
+        attempts = [each for row in self.attempts for each in row]
+        accepted = sum(each.accepted for each in attempts)
+        return {
+            "part": self.part,
+            "source": self.source_name,
+            "method": self.entry.method,
+            "options": self.entry.options,
+            "temperature": self.entry.sampling.temperature,
+            "stages": [stage.as_dict() for stage in stages],
+            "gaps": [gap.as_dict() for gap in gaps(stages)],
+            "findings": [cause.as_dict() for cause in sorted(causes, key=lambda cause: -(cause.lost or 0.0))],
+            "headline": headline(stages),
+            "training": {} if self.trained is None else self.trained.metrics,
+            "made_for": made_for,
+            "differences": differing,
+            "decoding": {
+                "tokens_per_step": stages[-1].measures["tokens_per_step"],
+                "predicted": predicted,
+                "standard_error": error,
+                "examined": len(attempts),
+                "accepted": accepted,
+                "rejections": len(attempts) - accepted,
+            },
+            "cells": self._cells() if attempts else [],
+            "counted_on": self.trained.counted_on() if self.trained is not None and self.part == "table" else None,
+            "skipped": self.skipped,
+        }
+
+    # stages
+
+    def _training_stages(self) -> list[Stage]:
+        if self.part == "table":
+            return []
+        if self.trained is None or isinstance(self.target, Seq2SeqModel):
+            why = "no manifest says how it was trained" if self.trained is None else "an encoder-decoder has no blocks"
+            self.skipped.append(f"training's own measurement: {why}")
+            return []
+        stages = [self._record(self.trained)]
+        passages = self.trained.passages()
+        if isinstance(passages, str):
+            self.skipped.append(passages)
+            return stages
+        description = "the artifact's files on the same held-out blocks"
+        return [*stages, self._scored("files", description, passages, self._measure)]
+
+    @property
+    def _measure(self) -> str:
+        """What training's measurement is compared by."""
+        if self.part == "heads":
+            return "hit"
+        return "agree" if self.entry.sampling.greedy else "overlap"
+
+    def _record(self, trained: TrainingRecord) -> Stage:
+        """Training's measurement of the weights in memory."""
+        metrics, description = trained.metrics, "training's own measurement, weights in memory"
+        if self.part == "heads":
+            heads = [metrics.get(f"head{head}_top1") for head in range(self.drafted)]
+            value = None if None in heads else float(np.mean([each or 0.0 for each in heads]))
+            return Stage("record", description, value, {"top1_accuracy": value}, heads)
+        names = ("top1_accuracy", "overlap", "top1_agreement")
+        known: dict[str, float | None] = {name: metrics[name] for name in names if name in metrics}
+        return Stage(
+            "record", description, known.get("top1_agreement" if self._measure == "agree" else "overlap"), known
+        )
+
+    def _scored(self, key: str, description: str, passages: Sequence[Passage], measure: str) -> Stage:
+        with self.case.bar(f"{self.part}: {key}", "documents" if key == "files" else "prompts") as advance:
+            scores = score(self.target, self.source, passages, self.entry.sampling, advance)
+        return scored_stage(key, description, scores, passages, measure, self.drafted)
+
+    def _decoding(self) -> Stage:
+        case, count, steps = self.case, len(self.case.questions), 0
+        self.texts: list[Passage] = []
+        self.attempts: list[list[DraftAttempt]] = []
+        with case.bar(f"{self.part}: decoding with {self.entry.method}") as advance:
+            for index, question in enumerate(case.questions):
+                seed = case.recipe.seed + index
+                traced = trace(self.target, self.method, question.ids, case.limits, self.entry.sampling, seed)
+                text = [token for step in traced for token in (*step.accepted, step.next_id) if token is not None]
+                self.texts.append(Passage(question.ids, text))
+                self.attempts.append(draft_attempts(traced))
+                steps += len(traced)
+                advance(index + 1, count)
+        per_step = sum(len(passage.text) for passage in self.texts) / steps
+        description = f"real decoding: {self.entry.method}, {self.drafted} tokens a draft"
+        return decoding_stage(description, self.attempts, per_step, self.drafted if self.part == "heads" else 0)
+
+    def _predicted(self, own: Sequence[Passage]) -> tuple[float | None, float]:
+        """Tokens per step by replay of the target's own answers, and its standard error."""
+        prompts, texts = [list(each.prompt) for each in own], [list(each.text) for each in own]
+        recordings = record_entries(self.target, self.parts, [self.entry], prompts, {self.entry.sampling: texts})
+        found = predict_entries(recordings, self.parts, [self.entry])[self.entry.label]
+        return (None, 0.0) if found is None else (found["tokens_per_step"], found["standard_error"])
+
+    # what they come to
+
+    def _decoder(
+        self, stages: Sequence[Stage], own: Sequence[Passage], predicted: float | None, error: float
+    ) -> Finding | None:
+        served = self.target.dtype if self.parts.drafter is None else self.parts.drafter.dtype
+        exact = self.entry.sampling.greedy and self.target.dtype == served == torch.float32
+        exact = exact and all(
+            list(mine.text) == list(theirs.text) for mine, theirs in zip(self.texts, own, strict=True)
+        )
+        tokens = sum(len(passage.text) for passage in self.texts)
+        return decoder_finding(stages, predicted, error, exact, self.drafted, tokens)
+
+    def _cells(self) -> list[dict[str, Any]]:
+        """Classes of the tokens tried, those first that cost most, with the refused ones that the source was surest
+        of."""
+        tokenizer = self.case.opened.tokenizer
+        special = set(tokenizer.all_special_ids)
+        special |= {number for number, token in tokenizer.added_tokens_decoder.items() if token.special}
+        pieces, classes = [], []
+        for passage in self.texts:
+            texts = TokenTexts(tokenizer, passage.prompt)
+            pieces.append([texts.add(token) for token in passage.text])
+            classes.append(classify(pieces[-1], [token in special for token in passage.text]))
+        odds = odds_of(self.target, self.source, self.texts, self.attempts)
+        rows = [
+            (number, *pair)
+            for number, (row, its_odds) in enumerate(zip(self.attempts, odds, strict=True))
+            for pair in zip(row, its_odds, strict=True)
+        ]
+        names = [classes[number][each.position] for number, each, _ in rows]
+        accepted_X = np.array([each.accepted for _, each, _ in rows])
+        passage_X = np.array([number for number, _, _ in rows])
+        found = []
+        for cell in cells(names, accepted_X, passage_X, len(self.texts)):
+            refused = [rows[member] for member in cell.members if not rows[member][1].accepted]
+            refused.sort(key=lambda row: -row[2].source_drafted)
+            examples = []
+            for number, each, its_odds in refused[:_EXAMPLES]:
+                passage = self.texts[number]
+                texts = TokenTexts(tokenizer, [*passage.prompt, *passage.text[: each.position]])
+                example = {"prompt": self.case.questions[number].name}
+                example["before"] = "".join(pieces[number][: each.position])[-_BEFORE:]
+                example |= {"drafted": texts.would_add(each.drafted), "written": texts.would_add(each.written)}
+                examples.append(example | its_odds._asdict())
+            found.append(
+                {
+                    "name": cell.name,
+                    "examined": cell.examined,
+                    "accepted": cell.accepted,
+                    "share": cell.share,
+                    "rejections_share": cell.rejections_share,
+                    "excess": cell.excess,
+                    "interval": cell.interval,
+                    "examples": examples,
+                }
+            )
+        return found
+
+    def _warping(self) -> str:
+        sampling = self.entry.sampling
+        if sampling.greedy:
+            return "temperature 0, the best token alone"
+        words = f"temperature {sampling.temperature:g}"
+        words += f", top-k {sampling.top_k}" if sampling.top_k else ""
+        return words + (f", top-p {sampling.top_p:g}" if sampling.top_p < 1 else "")

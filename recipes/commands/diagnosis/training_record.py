@@ -1,5 +1,4 @@
-"""What an artifact's manifest says of its training, beside the evaluation that it is diagnosed with: the measurement
-that training took of it, the held-out blocks that it was taken of, and how conversations were written."""
+"""What an artifact's manifest says of its training: what was measured on which blocks, the target, the template."""
 
 from __future__ import annotations
 
@@ -16,9 +15,9 @@ from ....data.blocks.prepared import PreparedData
 from ....data.conversations import Conversation, Turn
 from ....data.prompts import stop_ids
 from ....data.rendering.render import render
-from ....data.rendering.templates import OWN, Template, get_template
+from ....data.rendering.templates import Template, get_template
 from ....decode.evaluation.diagnose.agreement import Passage
-from ....decode.models.loading import load_model
+from ....decode.evaluation.diagnose.stages import ENDS
 from ...assemble.data import encoder_hash
 from ...assemble.evaluation import LoadedPair
 from ...schema.evaluation import EvaluateRecipe
@@ -27,10 +26,14 @@ _SHOWN = 6
 """Ids on either side of the first that differs."""
 _COMPARED = 8
 """Conversations that are written both ways, to find one that differs."""
+_PROBE = Conversation("probe", (Turn("user", "What is it?"), Turn("assistant", "It is a test.")))
+Difference = dict[str, Any]
+"""`what`, `trained`, `evaluated` (texts), and `example` (None or `conversation`, `index` of the first id that differs,
+and `ids` and `tokens` about it of either side)."""
 
 
 @dataclass(frozen=True)
-class Trained:
+class TrainingRecord:
     """What is known of how an artifact was made."""
 
     folder: Path
@@ -51,31 +54,19 @@ class Trained:
     @property
     def template(self) -> Template | None:
         """The template that conversations were written with, as it was then."""
-        said = (self.manifest.data.get("source") or {}).get("template")
-        names = {each.name for each in fields(Template)}
-        if not isinstance(said, dict) or set(said) != names:
+        saved = (self.manifest.data.get("source") or {}).get("template")
+        if not isinstance(saved, dict) or set(saved) != {each.name for each in fields(Template)}:
             return None
-        values: dict[str, Any] = {name: tuple(each) if isinstance(each, list) else each for name, each in said.items()}
+        values: dict[str, Any] = {name: tuple(each) if isinstance(each, list) else each for name, each in saved.items()}
         return Template(**values)
-
-    @property
-    def trained_type(self) -> str | None:
-        """The type of the weights in training, where the recipe says it."""
-        return (self.manifest.recipe.get("model") or {}).get("dtype")
-
-    @property
-    def heads(self) -> list[float | None]:
-        """How often each head's best guess was right, as training measured it."""
-        count = int(self.manifest.shapes.get("num_heads") or 0) if self.manifest.kind == "heads" else 0
-        return [self.metrics.get(f"head{head}_top1") for head in range(count)]
 
     @property
     def rounds(self) -> bool:
         """Whether training's own measurement was taken in 16 bits."""
         return (self.manifest.recipe.get("train") or {}).get("precision", "no") != "no"
 
-    def blocks(self) -> PreparedData | str:
-        """The held-out blocks that training measured on; where they are not here, why."""
+    def passages(self) -> list[Passage] | str:
+        """The held-out documents that training measured on; where they are not here, why."""
         measured = (self.manifest.recipe.get("measure") or {}).get("blocks")
         if not self.metrics or not measured:
             return f"training measured nothing of {self.folder} on held-out blocks"
@@ -86,25 +77,46 @@ class Trained:
             except json.JSONDecodeError:
                 continue
             if same:
-                return PreparedData.load(found.parent)
-        return (
-            f"training's held-out blocks are not in {cache} any more: what training measured of {self.folder} could "
-            "not be measured again (`draftsmith prepare` with its recipe brings them back)"
-        )
+                data = PreparedData.load(found.parent)
+                return block_passages(data, min(data.blocks, int(measured)))
+        return f"training's held-out blocks are not in {cache} any more (`draftsmith prepare` brings them back)"
 
-    def measured_blocks(self, data: PreparedData) -> int:
-        """How many of them training looked at."""
-        return min(data.blocks, int(self.manifest.recipe["measure"]["blocks"]))
+    def made_for(self, recipe: EvaluateRecipe, opened: LoadedPair) -> str | None:
+        """The target that the artifact was made for, if that is known to be another one."""
+        target = self.manifest.target or {}
+        theirs = target.get("fingerprint")
+        base = self.folder / "base"
+        if theirs and (base / "config.json").is_file():  # trained together with it (Medusa-2)
+            target, theirs = {"id": str(base)}, model_fingerprint(base)
+        folder = Path(at_revision(recipe.target))
+        if not theirs:
+            return None
+        if (folder / "config.json").is_file():
+            mine = model_fingerprint(folder)
+        elif recipe.dtype == "auto" and recipe.device_map is None:
+            mine = model_fingerprint(opened.model)
+        else:
+            return None
+        return None if mine == theirs else str(target.get("id"))
+
+    def counted_on(self) -> str:
+        """What a table's counts are of, for people."""
+        data, counting = self.data, self.manifest.recipe.get("count") or {}
+        sources = [data.get("source"), *(part.get("source") for part in data.get("mixture") or [])]
+        tokens = self.manifest.data.get("trainable_tokens") or self.manifest.data.get("tokens")
+        size = f", {tokens:,} tokens" if isinstance(tokens, int) else ""
+        pairs = f", pairs of {counting['pairs']}" if counting.get("pairs") else ""
+        return f"{', '.join(str(each) for each in sources if each)}{size}{pairs}, template {data.get('template')}"
 
 
-def trained_of(folder: str | None) -> Trained | None:
+def training_record(folder: str) -> TrainingRecord | None:
     """What is known of an artifact; None of a hub id or a folder without a manifest."""
-    if folder is None or not (Path(folder) / MANIFEST_FILE).is_file():
+    if not (Path(folder) / MANIFEST_FILE).is_file():
         return None
     manifest = load_manifest(Path(folder))
-    found = (manifest.training or {}).get("metrics") or {}
-    numbers = {key: float(value) for key, value in found.items() if isinstance(value, (int, float))}
-    return Trained(Path(folder), manifest, numbers)
+    metrics = (manifest.training or {}).get("metrics") or {}
+    numbers = {key: float(value) for key, value in metrics.items() if isinstance(value, (int, float))}
+    return TrainingRecord(Path(folder), manifest, numbers)
 
 
 def block_passages(data: PreparedData, blocks: int) -> list[Passage]:
@@ -115,181 +127,68 @@ def block_passages(data: PreparedData, blocks: int) -> list[Passage]:
         rows = (batch.tokens_BT[0], batch.labels_BT[0] != IGNORED, batch.documents_BT[0])
         tokens_T, trained_T, number_T = (row.numpy() for row in rows)
         for number in dict.fromkeys(number_T[number_T != PADDING].tolist()):
-            ids, kept = tokens_T[number_T == number].tolist(), trained_T[number_T == number].tolist()
-            if any(kept[1:]):
-                passages.append(Passage(ids[:1], ids[1:], kept[1:]))
+            ids, judged = tokens_T[number_T == number].tolist(), trained_T[number_T == number].tolist()
+            if any(judged[1:]):
+                passages.append(Passage(ids[:1], ids[1:], judged[1:]))
     return passages
 
 
-@dataclass(frozen=True)
-class OtherTarget:
-    """Whether the target is the one that an artifact was made for."""
-
-    known: bool
-    """Whether that can be told."""
-    same: bool = True
-    made_for: str | None = None
-    """Folder or hub id of the other one, as the manifest has it."""
-    model: Any = None
-    """That one, where it is here."""
-
-
-def other_target(trained: Trained | None, recipe: EvaluateRecipe, opened: LoadedPair) -> OtherTarget:
-    """Compare the fingerprints of the target and of the one that an artifact was made for, and load that if they differ
-    and it lies in its place."""
-    made_for = trained.manifest.target if trained is not None else None
-    if trained is None or not made_for or not made_for.get("fingerprint"):
-        return OtherTarget(known=False)
-    base, theirs = trained.folder / "base", made_for["fingerprint"]
-    if (base / "config.json").is_file():
-        made_for, theirs = {"id": str(base)}, model_fingerprint(base)
-    target = Path(at_revision(recipe.target))
-    if (target / "config.json").is_file():
-        mine = model_fingerprint(target)
-    elif recipe.dtype == "auto" and recipe.device_map is None:
-        mine = model_fingerprint(opened.model)
-    else:
-        return OtherTarget(known=False)
-    if mine == theirs:
-        return OtherTarget(known=True)
-    place, model = Path(str(made_for.get("id"))), None
-    if (place / "config.json").is_file() and model_fingerprint(place) == theirs:
-        model = load_model(str(place), dtype=recipe.dtype, device=str(opened.target.device))
-    return OtherTarget(True, False, made_for.get("id"), model)
-
-
-@dataclass(frozen=True)
-class Writing:
-    """A conversation as training and as the evaluation write it, where the two differ."""
-
-    conversation: str
-    place: int
-    """Of the first id that differs."""
-    trained: list[int]
-    """Ids about that place."""
-    evaluated: list[int]
-
-    def as_dict(self, tokenizer: Any) -> dict[str, Any]:
-        """With the tokens' texts."""
-        return {
-            "conversation": self.conversation,
-            "place": self.place,
-            "trained": {"ids": self.trained, "tokens": _tokens(tokenizer, self.trained)},
-            "evaluated": {"ids": self.evaluated, "tokens": _tokens(tokenizer, self.evaluated)},
-        }
-
-
-def _tokens(tokenizer: Any, ids: Sequence[int]) -> list[str]:
-    return [str(token) for token in tokenizer.convert_ids_to_tokens(list(ids))]
-
-
-def first_difference(
-    conversations: Sequence[Conversation], trained: Template, evaluated: Template, tokenizer: Any
-) -> Writing | None:
-    """The first of some conversations that two templates write with other ids."""
-    for conversation in conversations[:_COMPARED]:
-        theirs, mine = (render(conversation, each, tokenizer).ids.tolist() for each in (trained, evaluated))
-        if theirs != mine:
-            pairs = enumerate(zip(theirs, mine, strict=False))
-            shorter = min(len(theirs), len(mine))
-            place = next((at for at, (one, other) in pairs if one != other), shorter)
-            about = slice(max(0, place - _SHOWN // 2), place + _SHOWN)
-            return Writing(conversation.id, place, theirs[about], mine[about])
-    return None
-
-
-Difference = dict[str, Any]
-"""`what`, `trained`, `evaluated` (texts), `matters` (whether ids, positions or states come out otherwise), and
-`example` (`Writing.as_dict` or None)."""
-
-
-def _difference(what: str, trained: Any, evaluated: Any, matters: bool = True, example: Any = None) -> Difference:
-    return {"what": what, "trained": str(trained), "evaluated": str(evaluated), "matters": matters, "example": example}
-
-
 def differences(
-    trained: Trained,
-    recipe: EvaluateRecipe,
-    tokenizer: Any,
-    conversations: Sequence[Conversation],
-    positions: Sequence[int],
+    trained: TrainingRecord, recipe: EvaluateRecipe, tokenizer: Any, conversations: Sequence[Conversation], longest: int
 ) -> list[Difference]:
-    """How conversations were written for training, and how the evaluation writes them, where that differs.
+    """How conversations were written for training, and how the evaluation writes them, where ids or positions differ.
 
     Args:
         conversations: of the evaluation, with an answer each.
-        positions: of all tokens that the evaluation had to predict.
+        longest: tokens of the longest text that was decoded.
     """
-    found = _of_templates(trained, recipe, tokenizer, conversations)
+    found = []
+    evaluated, theirs = get_template(recipe.template, tokenizer), trained.template
+    if theirs is not None and theirs != evaluated:
+        example = _first_difference([*conversations[:_COMPARED], _PROBE], theirs, evaluated, tokenizer)
+        if example is not None:
+            then, now = theirs.name, evaluated.name
+            if then == now:
+                then, now = f"{then} as it was then", f"{now} as it is now"
+            found.append(_difference("template", then, now, example))
+    rendered = render(_PROBE, evaluated, tokenizer)
+    end = int(rendered.ids[rendered.spans[0][1] - 1])
+    if end not in stop_ids(tokenizer):
+        stops = ", ".join(_tokens(tokenizer, stop_ids(tokenizer))) or "nothing"
+        ends = f"{recipe.template} ends it with {_tokens(tokenizer, [end])[0]}"
+        found.append(_difference(ENDS, ends, f"decoding stops at {stops}"))
     encoder = (trained.manifest.data.get("source") or {}).get("encoder")
     mine = encoder_hash(tokenizer)
     if encoder and encoder != mine:
         what = "tokenisation: the same vocabulary, but other merges, normaliser or added tokens"
         found.append(_difference(what, f"hash {encoder[:12]}…", f"hash {mine[:12]}… (of {recipe.target})"))
-    block = trained.block_tokens
-    if block and positions and max(positions) >= block:
-        beyond = sum(position >= block for position in positions) / len(positions)
-        now = f"positions up to {max(positions) + 1}; {beyond:.0%} of the tokens lie beyond"
-        found.append(_difference("length", f"blocks of {block} tokens", now))
-    if trained.data.get("last_turn_only"):
-        found.append(_difference("turns", "last answers alone", "first answers", matters=False))
-    for option in ("html", "escaped_markdown"):
-        how = (trained.data.get("clean") or {}).get(option, "keep")
-        if how != "keep":
-            found.append(_difference(f"cleaning, {option}", how, "keep (prompts are not cleaned)", matters=False))
+    if trained.block_tokens and longest > trained.block_tokens:
+        found.append(_difference("length", f"blocks of {trained.block_tokens} tokens", f"texts of up to {longest}"))
     return found
 
 
-def _of_templates(
-    trained: Trained, recipe: EvaluateRecipe, tokenizer: Any, conversations: Sequence[Conversation]
-) -> list[Difference]:
-    """Templates, beginnings and ends of sequences, and what stands before an answer."""
-    evaluated, theirs = get_template(recipe.template, tokenizer), trained.template
-    found, probe = [], Conversation("probe", (Turn("user", "What is it?"), Turn("assistant", "It is a test.")))
-    if theirs is not None and theirs != evaluated:
-        writing = first_difference([*conversations, probe], theirs, evaluated, tokenizer)
-        example = None if writing is None else writing.as_dict(tokenizer)
-        then, now = theirs.name, evaluated.name
-        if then == now:
-            then, now = f"{then} as it was then", f"{now} as it is now"
-        found.append(_difference("template", then, now, writing is not None, example))
-        if writing is not None:
-            found += _details(probe, theirs, evaluated, tokenizer)
-    ends = render(probe, evaluated, tokenizer)
-    end = int(ends.ids[ends.spans[0][1] - 1])
-    if end not in stop_ids(tokenizer):
-        stops = ", ".join(_tokens(tokenizer, stop_ids(tokenizer))) or "nothing"
-        what = f"end of an answer: {recipe.template} ends it with {_tokens(tokenizer, [end])[0]}"
-        found.append(_difference(what, "–", f"decoding stops at {stops}"))
-    if getattr(tokenizer, "chat_template", None) and recipe.template != OWN:
-        own = get_template(OWN, tokenizer)
-        writing = first_difference([probe], own, evaluated, tokenizer)
-        if writing is not None:
-            what = "template of the target: its tokenizer brings one of its own"
-            found.append(_difference(what, "–", recipe.template, matters=False, example=writing.as_dict(tokenizer)))
-    return found
+def _difference(what: str, trained: str, evaluated: str, example: Any = None) -> Difference:
+    return {"what": what, "trained": trained, "evaluated": evaluated, "example": example}
 
 
-def _details(probe: Conversation, trained: Template, evaluated: Template, tokenizer: Any) -> list[Difference]:
-    """What of two templates' ids differs, by name."""
-    both = [render(probe, each, tokenizer) for each in (trained, evaluated)]
-    rows = [(each.ids.tolist(), *each.spans[0]) for each in both]
-    bos = tokenizer.bos_token_id
-    pieces: list[tuple[str, list[list[int]]]] = [
-        ("beginning", [ids[: 1 + (ids[0] == bos)] for ids, _, _ in rows]),
-        ("before the answer", [ids[max(0, start - 3) : start] for ids, start, _ in rows]),
-        ("first token of the answer", [ids[start : start + 1] for ids, start, _ in rows]),
-        ("end of the answer", [ids[end - 1 : end] for ids, _, end in rows]),
-    ]
-    said = [(what, *(" ".join(_tokens(tokenizer, ids)) for ids in pair)) for what, pair in pieces]
-    return [_difference(what, theirs, mine) for what, theirs, mine in said if theirs != mine]
+def _first_difference(
+    conversations: Sequence[Conversation], trained: Template, evaluated: Template, tokenizer: Any
+) -> dict[str, Any] | None:
+    """The first of some conversations that two templates write with other ids, and where."""
+    for conversation in conversations:
+        theirs, mine = (render(conversation, each, tokenizer).ids.tolist() for each in (trained, evaluated))
+        if theirs != mine:
+            pairs = enumerate(zip(theirs, mine, strict=False))
+            shorter = min(len(theirs), len(mine))
+            index = next((at for at, (one, other) in pairs if one != other), shorter)
+            about = slice(max(0, index - _SHOWN // 2), index + _SHOWN)
+            sides = {
+                side: {"ids": ids[about], "tokens": _tokens(tokenizer, ids[about])}
+                for side, ids in (("trained", theirs), ("evaluated", mine))
+            }
+            return {"conversation": conversation.id, "index": index} | sides
+    return None
 
 
-def counted_on(trained: Trained) -> str:
-    """What a table's counts are of, for people."""
-    data, counting = trained.data, trained.manifest.recipe.get("count") or {}
-    sources = [data.get("source"), *(part.get("source") for part in data.get("mixture") or [])]
-    tokens = trained.manifest.data.get("trainable_tokens") or trained.manifest.data.get("tokens")
-    size = f", {tokens:,} tokens" if isinstance(tokens, int) else ""
-    pairs = f", pairs of {counting['pairs']}" if counting.get("pairs") else ""
-    return f"{', '.join(str(each) for each in sources if each)}{size}{pairs}, template {data.get('template')}"
+def _tokens(tokenizer: Any, ids: Sequence[int]) -> list[str]:
+    return [str(token) for token in tokenizer.convert_ids_to_tokens(list(ids))]
