@@ -8,7 +8,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import cache
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 from transformers import PreTrainedModel
@@ -25,6 +25,7 @@ from ...checkpoints.artifact.artifact import (
 from ...checkpoints.artifact.locate import at_revision, model_source, resolve
 from ...checkpoints.heads.files import PredictionHeads, load_heads
 from ...checkpoints.table.table import BigramTable
+from ...data.prompts import Prompt, SkippedPrompts, load_prompts
 from ...data.tokenizers import load_tokenizer
 from ...decode.evaluation.measure import Entry
 from ...decode.methods import Parts, method_options, needs_of
@@ -35,9 +36,6 @@ from ...decode.warpers import Sampling
 from ..schema.evaluation import EvaluateRecipe
 from ..session.machine import machine
 from ..session.terminal import log
-
-if TYPE_CHECKING:
-    from ..schema.evaluation import EvaluateRecipe
 
 
 @dataclass(frozen=True)
@@ -79,6 +77,22 @@ def place_of(source: str, kind: str) -> str:
         ValueError: what `checkpoints.sources.resolve` raises.
     """
     return model_source(source) if kind == "drafter" else str(resolve(source, kind))
+
+
+def prompts_of(
+    recipe: EvaluateRecipe, tokenizer: Any, skipped: SkippedPrompts | None = None
+) -> list[tuple[Prompt, list[int]]]:
+    """A recipe's prompts with their token ids; `skipped` gets those that are left out. Raises ValueError for none."""
+    return load_prompts(
+        recipe.prompts,
+        recipe.template,
+        tokenizer,
+        recipe.limit,
+        recipe.max_prompt_tokens,
+        path=recipe.prompts_path,
+        groups=recipe.groups or None,
+        passed_over=skipped,
+    )
 
 
 def device_of(recipe: EvaluateRecipe) -> str:
@@ -169,7 +183,7 @@ def identity_of(recipe: EvaluateRecipe, prompts: Sequence[Sequence[int]], device
     parts = [*((source, "drafter") for source in drafters), (recipe.heads, "heads"), (recipe.table, "table")]
     artifacts = {source: state_of(place_of(source, kind)) for source, kind in parts if source is not None}
     artifacts[recipe.target] = state_of(at_revision(recipe.target))
-    return settings | {"artifacts": artifacts, "prompts read": _prompts_digest(prompts), "machine": machine(device)}
+    return settings | {"artifacts": artifacts, "prompts read": prompts_digest(prompts), "machine": machine(device)}
 
 
 def state_of(source: str) -> Any:
@@ -182,15 +196,12 @@ def state_of(source: str) -> Any:
     return [[str(path.relative_to(folder)), path.stat().st_size, path.stat().st_mtime_ns] for path in files]
 
 
-def _prompts_digest(prompts: Sequence[Sequence[int]]) -> str:
+def prompts_digest(prompts: Sequence[Sequence[int]]) -> str:
     return hashlib.sha256(json.dumps([list(prompt) for prompt in prompts]).encode()).hexdigest()
 
 
 def artifact_hashes(recipe: EvaluateRecipe) -> dict[str, dict[str, Any]]:
     """Of each artifact that is named: source, hash (see `artifact_hash`), and the hashes of its files by name."""
-    from ...checkpoints.artifact.artifact import MANIFEST_FILE, load_manifest
-    from .evaluation import place_of
-
     sources = {"drafter": recipe.drafter, "heads": recipe.heads, "table": recipe.table}
     sources |= {f"drafter {place + 2}": source for place, source in enumerate(recipe.more_drafters)}
     found = {}
@@ -213,8 +224,6 @@ def artifact_hash(source: str) -> str | None:
 
 
 def weights_hash(source: str) -> str | None:
-    from ...checkpoints.artifact.fingerprints import model_fingerprint
-
     try:
         return model_fingerprint(source) if (Path(source) / "config.json").is_file() else None
     except ValueError:

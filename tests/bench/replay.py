@@ -26,7 +26,7 @@ from draftsmith.decode.engine import Limits, generate
 from draftsmith.decode.evaluation.measure import BASELINE, Entry, Run, measure
 from draftsmith.decode.evaluation.metrics import Tally
 from draftsmith.decode.evaluation.replay.costs import CostModel, measure_forwards, measure_overheads
-from draftsmith.decode.evaluation.replay.recording import Recording, expected_of, record, sample_texts
+from draftsmith.decode.evaluation.replay.recording import Recording, record, sample_texts
 from draftsmith.decode.evaluation.replay.replay import predict
 from draftsmith.decode.evaluation.replay.tuning import Choice, Space, probes, tune_method, with_costs
 from draftsmith.decode.methods import Method, Parts, build_method
@@ -174,11 +174,7 @@ def main() -> None:
     for temperature in (0.0, 1.0):
         recording, rates[f"recorded_positions_per_second_t{temperature:g}"] = recorded(pair, Sampling(temperature))
         greedy = greedy or recording
-        expected = expected_of(recording)
-        print(
-            f"T={temperature:g}: {recording.positions:,} positions, E[TV] {expected.variation:.3f}, "
-            f"predicted rejections {expected.rejections:.1f}, acceleration {expected.acceleration:.2f}"
-        )
+        print(f"T={temperature:g}: {recording.positions:,} positions")
         rows += compare(pair, recording)
     assert greedy is not None
     choice = tuned(pair, greedy, arguments.swept, arguments.repeats)

@@ -1,7 +1,7 @@
 """Certificates of losslessness: does a method, as it decodes, write what the target would have written?
 
 A method is run as it is, and every token that it wrote is judged by one wide forward of the target over the method's
-own text (`reading_back.py`). Nothing is compared with a second text, so that a difference is found wherever it stands,
+own text (`rescoring.py`). Nothing is compared with a second text, so that a difference is found wherever it stands,
 and one near-tie does not end the comparison.
 
 - At temperature 0 each token must be the target's most likely one after the text before it, up to near-ties: logits

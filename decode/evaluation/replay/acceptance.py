@@ -46,7 +46,6 @@ class Candidates:
         self._support_T1 = (draft_TV > 0).sum(1, keepdim=True)
         self.target_T = target_TV.gather(1, token_T[:, None])[:, 0]
         self.draft_T = draft_TV.gather(1, token_T[:, None])[:, 0]
-        self._place_T1 = (order_TV == token_T[:, None]).int().argmax(1, keepdim=True)
         self._odds_T1 = (self.draft_T / self.target_T.clamp(min=_TINY))[:, None]
 
     def left(self, scale_TX: Tensor) -> Tensor:
@@ -105,26 +104,6 @@ class Candidates:
         scale_TV = 1 + torch.where(self._support_T1 > 1, self.left(torch.ones_like(total_T1)) / rest_TV, 0.0)
         mean_T1 = (weight_TV * self.accepted(scale_TV)).sum(1, keepdim=True) / total_T1.clamp(min=_TINY)
         return torch.where(total_T1 > _TINY, mean_T1, 1.0)
-
-    def drawn_without_replacement(self, count: int, draws: int, generator: torch.Generator) -> Tensor:
-        """P(y is among k candidates drawn without replacement) for k = 1 … `count`, [T, K].
-
-        The mean of 1 - Π (1 - q(y) / (1 - Σ q(drawn))) over `draws` sequences without y; exact for k = 1.
-        """
-        rows = len(self.target_T)
-        missed_TS = torch.ones(rows, draws, dtype=torch.float64, device=self.target_T.device)
-        rest_TS = torch.ones_like(missed_TS)
-        draft_T1, drawn_TSK = self.draft_T[:, None], self._place_T1[:, None].expand(-1, draws, 1)
-        found = []
-        for place in range(count):
-            missed_TS = missed_TS * (1 - draft_T1 / rest_TS.clamp(min=_TINY)).clamp(min=0)
-            found.append(1 - missed_TS.mean(1, keepdim=True))
-            uniform_TS = self._uniform(rest_TS, generator, even=place == 0)
-            others_TS = (rest_TS - draft_T1).clamp(min=0)
-            other_TS1 = self._skip(uniform_TS * others_TS, drawn_TSK)[..., None]
-            drawn_TSK = torch.cat((drawn_TSK, other_TS1), 2).sort(2).values
-            rest_TS = rest_TS - torch.where(others_TS > _TINY, self._draft_at(other_TS1)[..., 0], 0.0)
-        return torch.cat(found, 1)
 
     def k_seq(self, count: int) -> tuple[Tensor, Tensor]:
         """SpecTr's ρ and β = Σ min(q, p/ρ) for 1 … `count` chains, [T, M] each; see `theory.k_seq`."""

@@ -126,19 +126,6 @@ class CostModel:
         """Numbers for a file."""
         return asdict(self)
 
-    @classmethod
-    def from_dict(cls, values: dict[str, Any]) -> CostModel:
-        """What `as_dict` gave, read back from JSON."""
-        curves = {
-            key: None if values[key] is None else Curve(tuple(values[key]["nodes"]), tuple(values[key]["seconds"]))
-            for key in ("target", "drafter")
-        }
-        target = curves["target"]
-        assert target is not None
-        overheads = {name: Overhead(**each) for name, each in values["overheads"].items()}
-        own = values["heads"], values["baseline"]
-        return cls(target, curves["drafter"], *own, overheads, Overhead(**values["default"]))
-
 
 @torch.inference_mode()
 def measure_forwards(

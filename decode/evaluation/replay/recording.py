@@ -11,7 +11,6 @@ candidates of a head, V vocabulary, D hidden.
 from __future__ import annotations
 
 import json
-import math
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field, fields
 from pathlib import Path
@@ -34,9 +33,8 @@ from ...proposers.ngrams import TableChain
 from ...rng import Rng
 from ...warpers import Sampling, warp
 from .acceptance import Candidates
-from .several_drafters import SeveralDrafts, judge_several
 
-SCHEMA = 1
+SCHEMA = 2
 _PLAIN = Sampling(temperature=1.0)
 
 
@@ -55,10 +53,6 @@ class Drafts:
     """How many tokens the source holds more likely than y; 0: y is its best."""
     variation_T: NDArray[np.float32]
     """TV(p, q), warped."""
-    target_entropy_T: NDArray[np.float32]
-    """Of the unwarped target, nats."""
-    draft_entropy_T: NDArray[np.float32]
-    """Of the unwarped source, nats."""
     confidence_T: NDArray[np.float32]
     """max q, warped; unwarped at temperature 0, as `adaptive.py` has it."""
     scale_TK: NDArray[np.float32]
@@ -67,8 +61,6 @@ class Drafts:
     """The probability that all of k candidates are refused, with replacement."""
     without_TK: NDArray[np.float32]
     """P(one of k candidates accepted | y), without replacement."""
-    drawn_TK: NDArray[np.float32]
-    """P(y is among k candidates), without replacement."""
     rho_TM: NDArray[np.float32]
     """SpecTr's ρ for 1 … M chains."""
     beta_TM: NDArray[np.float32]
@@ -97,8 +89,6 @@ class Recording:
     drafts: dict[str, Drafts] = field(default_factory=dict)
     """By source: `drafter`, or `source_name` of a table."""
     heads: HeadDrafts | None = None
-    several: SeveralDrafts | None = None
-    """Of the drafter and `Parts.more_drafters` together."""
     identity: dict[str, Any] = field(default_factory=dict)
     """Whatever the caller says of models, prompts and seed: a recording is used again only where it is the same."""
 
@@ -173,7 +163,6 @@ def record(
     candidates: int = 8,
     chains: int = 8,
     head_candidates: int = 20,
-    several: int = 0,
     draws: int = 16,
     tables: Sequence[TableSource] = TABLE_SOURCES,
     chunk: int = 128,
@@ -189,7 +178,6 @@ def record(
         candidates: K, the most candidates a position that replay shall know of.
         chains: M, the most chains (SpecTr, SpecInfer).
         head_candidates: C, how many of each head's tokens to keep.
-        several: the most chains of each drafter where `parts` holds several; 0: they are not read together.
         draws: sequences of refused candidates per position, without replacement (`acceptance.Candidates`).
         tables: ways to draft from `parts.table`; of these the numbers of several candidates are not kept.
         chunk: positions of which whole distributions are held at a time.
@@ -202,15 +190,14 @@ def record(
     if len(prompts) != len(texts) or not any(map(len, texts)):
         raise ValueError(f"{len(prompts)} prompts and {len(texts)} texts: expected as many, and one that is not empty")
     sizes = (candidates, chains, draws)
-    reader = _Reader(target, parts, sampling, sizes, several, head_candidates, tuple(tables), seed)
-    for place, (prompt, text) in enumerate(zip(prompts, texts, strict=True)):
+    reader = _Reader(target, parts, sampling, sizes, head_candidates, tuple(tables), seed)
+    for done, (prompt, text) in enumerate(zip(prompts, texts, strict=True), 1):
         if text:
             reader.read(prompt, text, chunk)
         if progress:
-            progress(place + 1, len(prompts))
-    asked, written = ([list(map(int, row)) for row in rows] for rows in (prompts, texts))
-    drafts, head_drafts, together = reader.result()
-    return Recording(sampling, asked, written, drafts, head_drafts, together, identity or {})
+            progress(done, len(prompts))
+    given, written = ([list(map(int, row)) for row in rows] for rows in (prompts, texts))
+    return Recording(sampling, given, written, *reader.result(), identity or {})
 
 
 class _Reader:
@@ -222,21 +209,18 @@ class _Reader:
         parts: Parts,
         sampling: Sampling,
         sizes: tuple[int, int, int],
-        several: int,
         head_candidates: int,
         tables: tuple[TableSource, ...],
         seed: int,
     ) -> None:
         self._target, self._drafter, self._heads = target, parts.drafter, parts.heads
-        self._more = parts.more_drafters if several else ()
-        self._sampling, self._sizes, self._several = sampling, sizes, several
+        self._sampling, self._sizes = sampling, sizes
         self._width = min(head_candidates, target.vocab_size)
         self._generator = torch.Generator().manual_seed(seed)
         self._rows: dict[TableSource, NextToken] = {}
         self._found: dict[str, list[dict[str, Tensor]]] = {}
         self._head_rows: list[tuple[Tensor, Tensor, Tensor]] = []
-        self._several_rows: list[dict[str, Tensor]] = []
-        for other, what in (*((each, "drafter") for each in (parts.drafter, *self._more)), (parts.table, "table")):
+        for other, what in ((parts.drafter, "drafter"), (parts.table, "table")):
             if other is not None:
                 check_same_vocabulary(target, other, what)
         if parts.table is not None:
@@ -247,8 +231,8 @@ class _Reader:
         ids = torch.tensor([*self._target.begin([prompt], 0)[0][0], *text], device=self._target.device)
         first = len(ids) - len(text)
         passes = [_states(self._target, prompt, ids, first, chunk)]
-        drafters = [] if self._drafter is None else [self._drafter, *self._more]
-        passes += [_states(drafter, prompt, ids, first, chunk) for drafter in drafters]
+        if self._drafter is not None:
+            passes.append(_states(self._drafter, prompt, ids, first, chunk))
         before_BD = torch.zeros(1, self._target.hidden_size, dtype=self._target.dtype, device=self._target.device)
         for start, hiddens in zip(range(first, len(ids), chunk), zip(*passes, strict=True), strict=True):
             token_T = ids[start : start + chunk]
@@ -260,25 +244,19 @@ class _Reader:
             target_TV = warp(logits_TV, self._sampling)
             if not bool((target_TV.gather(1, token_T[:, None]) > 0).all()) and not self._sampling.greedy:
                 raise ValueError("a text holds a token of probability 0 under the target: it was not drawn from it")
-            drafts = [
-                model.logits(states_TD[-len(token_T) :]) for model, states_TD in zip(drafters, hiddens[1:], strict=True)
-            ]
-            if drafts:
-                self._keep("drafter", logits_TV, target_TV, drafts[0], token_T)
-            if self._more:
-                warped = [warp(draft_TV, self._sampling) for draft_TV in drafts]
-                self._several_rows.append(_on_cpu(judge_several(target_TV, warped, token_T, self._several)))
+            if self._drafter is not None:
+                draft_TV = self._drafter.logits(hiddens[1][-len(token_T) :])
+                self._keep("drafter", target_TV, draft_TV, token_T)
             for source, rows in self._rows.items():
                 rows_TV = rows.unigram_V.expand(len(roots_T), -1) if source.order == 1 else rows.after(roots_T)
                 best_T = None if source.order == 1 else rows.most_likely(roots_T)
-                self._keep(source.name, logits_TV, target_TV, rows_TV.log(), token_T, several=False, best_T=best_T)
+                self._keep(source.name, target_TV, rows_TV.log(), token_T, several=False, best_T=best_T)
             if self._heads is not None:
                 self._keep_heads(self._heads, hidden_TD[:-1], roots_T)
 
     def _keep(
         self,
         name: str,
-        logits_TV: Tensor,
         target_TV: Tensor,
         draft_logits_TV: Tensor,
         token_T: Tensor,
@@ -298,8 +276,6 @@ class _Reader:
             "draft_T": draft_TV.gather(1, token_T1)[:, 0],
             "rank_T": rank_T,
             "variation_T": (target_TV - draft_TV).abs().sum(1) / 2,
-            "target_entropy_T": _entropy(logits_TV),
-            "draft_entropy_T": _entropy(draft_logits_TV),
             "confidence_T": sure_TV.amax(1),
         }
         if self._sampling.greedy or not several:
@@ -308,7 +284,6 @@ class _Reader:
             judged = Candidates(target_TV, draft_TV, token_T)
             numbers["scale_TK"], numbers["left_TK"] = judged.scales(count)
             numbers["without_TK"] = judged.without_replacement(count, draws, self._generator)
-            numbers["drawn_TK"] = judged.drawn_without_replacement(count, draws, self._generator)
             numbers["rho_TM"], numbers["beta_TM"] = judged.k_seq(chains)
         self._found.setdefault(name, []).append(_on_cpu(numbers))
 
@@ -317,14 +292,14 @@ class _Reader:
         top = logits_THV.softmax(-1, dtype=torch.float32).topk(self._width, -1)
         self._head_rows.append((roots_T.int().cpu(), top.indices.int().cpu(), top.values.log().cpu()))
 
-    def result(self) -> tuple[dict[str, Drafts], HeadDrafts | None, SeveralDrafts | None]:
+    def result(self) -> tuple[dict[str, Drafts], HeadDrafts | None]:
         """All that was kept."""
         drafts = {name: Drafts(**_joined(rows)) for name, rows in self._found.items()}
         heads = None
         if self._head_rows:
             columns = [torch.cat(column).numpy() for column in zip(*self._head_rows, strict=True)]
             heads = HeadDrafts(*columns)
-        return drafts, heads, SeveralDrafts(**_joined(self._several_rows)) if self._several_rows else None
+        return drafts, heads
 
 
 def _on_cpu(numbers: dict[str, Tensor]) -> dict[str, Tensor]:
@@ -335,7 +310,7 @@ def _joined(rows: list[dict[str, Tensor]]) -> dict[str, NDArray[Any]]:
     return {key: _narrow(torch.cat([row[key] for row in rows]).numpy()) for key in rows[0]}
 
 
-_BY_CANDIDATES = ("scale_TK", "left_TK", "without_TK", "drawn_TK")
+_BY_CANDIDATES = ("scale_TK", "left_TK", "without_TK")
 _BY_CHAINS = ("rho_TM", "beta_TM")
 
 
@@ -368,19 +343,14 @@ def _rank(logits_TV: Tensor, token_T1: Tensor) -> Tensor:
     return ((logits_TV > own_T1) | ((logits_TV == own_T1) & (number_V < token_T1))).sum(1)
 
 
-def _entropy(logits_TV: Tensor) -> Tensor:
-    return torch.special.entr(logits_TV.float().softmax(1)).sum(1)
-
-
 def save_recording(recording: Recording, path: Path) -> None:
     """Write a recording as one safetensors file, whole or not at all; its identity is in the file's metadata."""
     arrays: dict[str, NDArray[Any]] = {}
     for name, drafts in recording.drafts.items():
         for part in fields(Drafts):
             arrays[f"{name}/{part.name}"] = np.ascontiguousarray(getattr(drafts, part.name))
-    for name, found in (("heads", recording.heads), ("several", recording.several)):
-        for part in () if found is None else fields(found):
-            arrays[f"{name}/{part.name}"] = np.ascontiguousarray(getattr(found, part.name))
+    for part in () if recording.heads is None else fields(HeadDrafts):
+        arrays[f"heads/{part.name}"] = np.ascontiguousarray(getattr(recording.heads, part.name))
     for name, rows in (("prompts", recording.prompts), ("texts", recording.texts)):
         arrays[name] = np.array([token for row in rows for token in row], dtype=np.int32)
         arrays[f"{name}_lengths"] = np.array([len(row) for row in rows], dtype=np.int32)
@@ -411,43 +381,10 @@ def load_recording(path: Path) -> Recording:
         source, _, key = name.rpartition("/")
         parts.setdefault(source, {})[key] = array
     heads = HeadDrafts(**parts.pop("heads")) if "heads" in parts else None
-    several = SeveralDrafts(**parts.pop("several")) if "several" in parts else None
     drafts = {source: Drafts(**kept) for source, kept in parts.items()}
-    return Recording(Sampling(**about["sampling"]), prompts, texts, drafts, heads, several, about["identity"])
+    return Recording(Sampling(**about["sampling"]), prompts, texts, drafts, heads, about["identity"])
 
 
 def _rows(tokens: NDArray[Any], lengths: NDArray[Any]) -> list[list[int]]:
     ends = np.cumsum(lengths)
     return [tokens[end - length : end].tolist() for end, length in zip(ends, lengths, strict=True)]
-
-
-@dataclass(frozen=True)
-class Expected:
-    """What `theory.md`'s formulas say of recorded texts and one source of drafts."""
-
-    variation: float
-    """Mean of TV(p, q) over the positions, 1 - α."""
-    rejections: float
-    """E[N_rej] with drafts that are free and unbounded: Σ TV(p, q) (Yin et al. 2024, theorem 1)."""
-    acceleration: float
-    """T / E[N_rej]."""
-    acceptance_at_k: list[float]
-    """α@k with replacement for k = 1 … K (multi-candidate paper, appendix A); at temperature 0 without (top-k)."""
-
-
-def expected_of(recording: Recording, source: str = "drafter", candidates: int = 8) -> Expected:
-    """Predicted rejections and acceptance of a recording, averaged over the target's own texts.
-
-    Raises:
-        ValueError: a source that was not recorded.
-    """
-    if source not in recording.drafts:
-        raise ValueError(f"no drafts of {source!r} were recorded; there are: {', '.join(recording.drafts) or 'none'}")
-    drafts = recording.drafts[source]
-    total = float(drafts.variation_T.sum(dtype=np.float64))
-    if recording.sampling.greedy:
-        at_k = [float((drafts.rank_T < k).mean()) for k in range(1, candidates + 1)]
-    else:
-        at_k = [1 - float(column.mean(dtype=np.float64)) for column in drafts.left_TK.T[:candidates]]
-    rate = math.inf if total == 0 else recording.positions / total
-    return Expected(total / recording.positions, total, rate, at_k)

@@ -5,8 +5,7 @@ only which of its tokens were accepted drafts. Given the text, a token at depth 
 that depends on its position and on how many candidates stand there (`acceptance.py`); whatever was proposed beside the
 text is never looked at again. So the number of steps that a text takes is a Markov chain over its positions, and its
 expectation is an exact sum: U(0) = 1, U(t) = Σ U(t - j) P(a step from t - j yields j tokens), steps = Σ U(t). Where
-nothing is left to chance, at temperature 0 and for prediction heads, the steps of this very text are counted. A chain
-that learns while it drafts remembers the steps before: those are drawn by the same chances, many times over.
+nothing is left to chance, at temperature 0 and for prediction heads, the steps of this very text are counted.
 
 Shape letters: B texts, T positions (padded to the longest text, or all texts' one after another), K depth, M chains,
 A attempts, N how many chains hold a token, X anything, S states of the chains in play.
@@ -31,9 +30,7 @@ from ...verifiers.lossless import ExactChain, GreedyMatch, KSequential, MultiCan
 from ...warpers import Sampling
 from ..measure import Entry
 from .heads import head_tree, pruned_tree
-from .policies import confident_lengths, oracle_lengths, replay_expected_gain
 from .recording import Drafts, Recording, TableSource, record
-from .several_drafters import most_chains, moves_of
 from .steps import Floats, Prediction, by_text, replay_chances, replay_tokens, shift, summary
 
 
@@ -85,7 +82,6 @@ def record_entries(
                 candidates=max((need[0] for need in needs), default=1),
                 chains=max((need[1] for need in needs), default=1),
                 head_candidates=max((need[2] for need in needs), default=1),
-                several=max((_chains_of_several(proposer) for proposer in proposers), default=0),
                 tables=tuple(dict.fromkeys(tables)),
                 seed=seed,
             )
@@ -106,19 +102,11 @@ def _needs(proposer: Proposer) -> tuple[int, int, int]:
     return 1, 1, 1
 
 
-def _chains_of_several(proposer: Proposer) -> int:
-    """Chains of each of several drafters; 0 where there is but one, or too many chains to follow."""
-    if not isinstance(proposer, DraftChains) or len(proposer.models) < 2:
-        return 0
-    followed = most_chains(len(proposer.models), proposer.per_model)
-    return followed if followed == proposer.per_model else 0
-
-
 def predict(recording: Recording, parts: Parts, name: str, options: Mapping[str, Any]) -> Prediction | None:
     """Replay a method with these settings; None for methods that cannot be replayed.
 
-    Those are lossy methods, more chains of several drafters than can be followed, and whatever drafts from a part that
-    was not recorded.
+    Those are lossy methods, chains of several drafters, chains that learn while they draft, candidates without
+    replacement that are matched with a sample, and whatever drafts from a part that was not recorded.
 
     Raises:
         ValueError: what `build_method` raises; more candidates or chains than were recorded.
@@ -146,7 +134,7 @@ def chances(recording: Recording, source: str, candidates: int, rule: str) -> Fl
 
     Args:
         source: of the drafts, one of `Recording.drafts`.
-        rule: `with` or `without` replacement (residual sampling), `naive with` or `naive without` (MCNS).
+        rule: `with` or `without` replacement (residual sampling), `naive` with replacement (MCNS).
 
     Raises:
         ValueError: more candidates than were recorded.
@@ -156,17 +144,16 @@ def chances(recording: Recording, source: str, candidates: int, rule: str) -> Fl
         # Independent draws from a one-hot distribution are all the same token.
         return np.asarray(drafts.rank_T < (1 if "without" not in rule else candidates), dtype=np.float64)
     target_T, draft_T = drafts.target_T.astype(np.float64), drafts.draft_T.astype(np.float64)
-    if candidates == 1 and not rule.startswith("naive"):
-        return np.asarray(np.minimum(1, draft_T / target_T))
-    if rule == "naive with":
+    if rule == "naive":
         return np.asarray(1 - (1 - draft_T) ** candidates)
+    if candidates == 1:
+        return np.asarray(np.minimum(1, draft_T / target_T))
     known = drafts.scale_TK.shape[1]
     if candidates > known:
         raise ValueError(f"{candidates} candidates a position: {known} were recorded")
     if rule == "with":
         return np.asarray(np.minimum(1, drafts.scale_TK[:, candidates - 1] * draft_T / target_T))
-    column_TK = drafts.without_TK if rule == "without" else drafts.drawn_TK
-    return column_TK[:, candidates - 1].astype(np.float64)
+    return drafts.without_TK[:, candidates - 1].astype(np.float64)
 
 
 def _drafts(recording: Recording, source: str) -> Drafts:
@@ -182,12 +169,13 @@ def _nothing(recording: Recording, proposer: NoDraft, verifier: Verifier, option
 def _draft_tree(
     recording: Recording, proposer: DraftTree, verifier: Verifier, options: Mapping[str, Any]
 ) -> Prediction | None:
-    rules = {GreedyMatch: "without", ExactChain: "with", MultiCandidate: "", SampleAndMatch: "naive "}
-    if type(verifier) not in rules:
+    replacement = proposer.replacement
+    rules = {GreedyMatch: "without", ExactChain: "with", MultiCandidate: "with" if replacement else "without"}
+    if replacement:
+        rules[SampleAndMatch] = "naive"
+    rule = rules.get(type(verifier))
+    if rule is None:
         return None
-    rule = rules[type(verifier)]
-    if not rule or rule.endswith(" "):
-        rule += "with" if proposer.replacement else "without"
     widths = {width: chances(recording, "drafter", width, rule) for width in set(proposer.branching)}
     return replay_chances(recording, np.stack([widths[width] for width in proposer.branching]), proposer.tree.nodes)
 
@@ -203,30 +191,58 @@ def _table_chain(
 def _adaptive(
     recording: Recording, proposer: AdaptiveChain, verifier: Verifier, options: Mapping[str, Any]
 ) -> Prediction | None:
-    """Chains that end where a policy says so (`replay_policies.py`)."""
+    """Chains that end where a policy says so.
+
+    A policy looks at the distributions along its own draft, which is the text as long as everything is accepted: what a
+    step accepts is known exactly. How far a chain goes on after its first refused token is taken from the text, which
+    says a little too much or too little of nodes, and nothing of tokens.
+    """
     drafts, gamma = _drafts(recording, "drafter"), proposer.gamma
     accept_T = chances(recording, "drafter", 1, "with")
-    if options["policy"] == "expected-gain":
-        return replay_expected_gain(recording, drafts, accept_T, gamma, options["cost"])
     if options["policy"] == "confidence":
-        drafted_BT = confident_lengths(recording, drafts, gamma, options["threshold"])
+        drafted_BT = _confident_lengths(recording, drafts, gamma, options["threshold"])
+    elif options["policy"] == "oracle":
+        drafted_BT = _oracle_lengths(recording, drafts, gamma, options["cost"])
     else:
-        drafted_BT = oracle_lengths(recording, drafts, gamma, options["cost"])
+        return None
     inside_BT = np.arange(drafted_BT.shape[1]) < recording.lengths[:, None]
     accept_KT = np.tile(accept_T, (gamma, 1))
     return replay_chances(recording, accept_KT, 1 + drafted_BT[inside_BT], drafted_BT)
 
 
+def _confident_lengths(recording: Recording, drafts: Drafts, gamma: int, threshold: float) -> Floats:
+    """[B, T] draft tokens of a step from every position: `adaptive.Confidence`."""
+    sure_BT = by_text((drafts.confidence_T >= threshold).astype(np.float64), recording.lengths)
+    open_BT, drafted_BT = np.ones_like(sure_BT), np.zeros_like(sure_BT)
+    for level in range(gamma):
+        open_BT = open_BT * shift(sure_BT, level)
+        drafted_BT += open_BT
+    return drafted_BT
+
+
+def _oracle_lengths(recording: Recording, drafts: Drafts, gamma: int, cost: float) -> Floats:
+    """[B, T] the same for `adaptive.Oracle`, whose predictions are 1 - TV(p, q)."""
+    accept_BT = by_text(1 - drafts.variation_T.astype(np.float64), recording.lengths)
+    open_BT, drafted_BT = np.ones_like(accept_BT), np.zeros_like(accept_BT)
+    reach_BT, expected_BT = np.ones_like(accept_BT), np.ones_like(accept_BT)
+    for level in range(gamma):
+        reach_BT = reach_BT * shift(accept_BT, level)
+        open_BT = open_BT * (reach_BT / cost > expected_BT / (1 + cost * level))
+        expected_BT = expected_BT + reach_BT
+        drafted_BT += open_BT
+    return drafted_BT
+
+
 def _chains(
     recording: Recording, proposer: DraftChains, verifier: Verifier, options: Mapping[str, Any]
 ) -> Prediction | None:
-    """Several chains, of which those that agree with what was accepted stay in play.
+    """Chains of one drafter, of which those that agree with what was accepted stay in play.
 
     Nodes are counted as if no two chains shared one.
     """
-    nodes = 1 + len(proposer.models) * proposer.per_model * proposer.gamma
     if len(proposer.models) > 1:
-        return _several(recording, proposer, nodes)
+        return None
+    nodes = 1 + proposer.per_model * proposer.gamma
     if recording.sampling.greedy:
         accept_T = chances(recording, "drafter", 1, "without")
         return replay_chances(recording, np.tile(accept_T, (proposer.gamma, 1)), nodes)
@@ -237,14 +253,6 @@ def _chains(
     attempts = _k_seq_attempts if type(verifier) is KSequential else _residual_attempts
     moves_TMM = agreeing(drafts, count, attempts)
     return _through_states(recording, moves_TMM, proposer.gamma, nodes)
-
-
-def _several(recording: Recording, proposer: DraftChains, nodes: int) -> Prediction | None:
-    """Chains of several drafters (`several_drafters.py`)."""
-    drafts = recording.several
-    if drafts is None or drafts.draft_TD.shape[1] != len(proposer.models) or not _chains_of_several(proposer):
-        return None
-    return _through_states(recording, moves_of(drafts, proposer.per_model), proposer.gamma, nodes)
 
 
 def _through_states(recording: Recording, moves_TSS: Floats, gamma: int, nodes: int) -> Prediction:

@@ -1,40 +1,56 @@
-"""The best settings of each method, by replay under measured costs: nothing is decoded (but see `tuning_lossy.py`).
+"""The best settings of each method: of lossless ones by replay under measured costs, of lossy ones by decoding a few.
 
-Shape letters: T positions, H heads, J tokens a step.
+What a lossy method writes is not the target's own text, so that no recording of that text says what its settings would
+do: each of a small grid is decoded with a few prompts, and its text is judged by the target.
+
+Shape letters: B texts, T positions, H heads, J tokens a step.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+import math
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass, replace
 from typing import Any, Literal
 
 import numpy as np
 from numpy.typing import NDArray
 
+from ...engine import Limits
 from ...methods import METHODS, Parts, build_method
+from ...models.base import LanguageModel
 from ...warpers import Sampling
+from ..measure import decode
+from ..metrics import total
+from ..quality import perplexity
 from .costs import CostModel
 from .heads import head_ranks, match_paths
-from .mjsd import JointRecord
 from .recording import Recording
 from .replay import predict
-from .several_drafters import most_chains
-from .steps import by_text, visits
+from .steps import by_text, ratio_error, visits
 
 Options = dict[str, Any]
 Paths = list[tuple[int, ...]]
 
-SAME_WHEN_GREEDY = ["naive-multi-candidate", "batch-speculative", "spectr", "specinfer", "relaxed-uno"]
-"""Methods that at temperature 0 do the same as `speculative`, `multi-candidate` or `relaxed-opt`."""
+SAME_WHEN_GREEDY = {
+    "naive-multi-candidate": "multi-candidate",
+    "batch-speculative": "speculative",
+    "spectr": "speculative",
+    "specinfer": "speculative",
+    "relaxed-uno": "relaxed-opt",
+}
+"""Methods that at temperature 0 do the same as another."""
 TYPICAL = "medusa, typical"
 """Medusa with typical acceptance, which is tuned beside Medusa's exact one."""
-DECODED = ("bild", "relaxed-opt", "relaxed-uno", TYPICAL)
-"""Lossy methods whose settings are decoded to be judged."""
-LOSSY = (*DECODED, "mjsd")
+LOSSY = ("bild", "relaxed-opt", "relaxed-uno", TYPICAL, "mjsd")
+"""Lossy methods, whose settings are decoded to be judged."""
 SLIM = ("slim-ss", "slim-s", "slim-l")
 
 _WIDTHS = (1, 2, 3, 4, 6, 8)
+_LOSSY_GAMMAS = (2, 4, 6)
+_LOSSY_TREES = (4, 16, 48)
+_JOINT = ((2, 4), (4, 4), (6, 4))
+"""γ and beams of MJSD."""
 
 
 @dataclass(frozen=True)
@@ -51,12 +67,10 @@ class Space:
     """Of a node, and chains, at most."""
     head_candidates: int = 20
     """Of a head."""
-    thresholds: tuple[float, ...] = (0.05, 0.1, 0.2, 0.4, 0.6, 0.8)
+    thresholds: tuple[float, ...] = (0.1, 0.2, 0.4, 0.8)
     """Of MJSD."""
     confidences: tuple[float, ...] = (0.1, 0.2, 0.3, 0.4, 0.5, 0.6, 0.7, 0.8, 0.9)
     """Below which adaptive chains stop."""
-    gain_costs: tuple[float, ...] = (0.05, 0.1, 0.2, 0.4)
-    """Costs that chains which weigh their expected gain are told."""
     fallbacks: tuple[float, ...] = (0.2, 0.4, 0.6, 0.8)
     """Of BiLD: its τ₁."""
     rollbacks: tuple[float, ...] = (1.0, 2.0, 3.0, 5.0)
@@ -81,7 +95,7 @@ class Choice:
     """Over autoregressive decoding, the reading of prompts left out."""
     lossless: bool = True
     found_by: Literal["replay", "replay, nearly", "decoding"] = "replay"
-    """Nearly: an approximation (MJSD's contexts, the length of adaptive chains)."""
+    """Nearly: the length of adaptive chains is an approximation."""
     perplexity: float | None = None
     """Of what was decoded, under the unwarped target; None where nothing was."""
 
@@ -165,8 +179,6 @@ def settings_of(name: str, recording: Recording, parts: Parts, space: Space) -> 
             yield {"k_config": "x".join(map(str, branching))}
     elif name in ("batch-speculative", "spectr", "specinfer"):
         counts = _up_to(space.candidates)[1:]
-        if name == "specinfer" and parts.more_drafters:
-            counts = list(range(1, several_chains(parts) + 1))
         for gamma in range(1, space.depth + 1):
             for drafts in counts if not greedy else [1]:
                 if 1 + gamma * drafts <= space.nodes:
@@ -176,7 +188,6 @@ def settings_of(name: str, recording: Recording, parts: Parts, space: Space) -> 
     elif name == "adaptive":
         for gamma in range(2, space.gamma + 1, 2):
             yield from ({"gamma": gamma, "policy": "confidence", "threshold": at} for at in space.confidences)
-            yield from ({"gamma": gamma, "policy": "expected-gain", "cost": cost} for cost in space.gain_costs)
     elif name in ("bpd", "medusa", *SLIM):
         yield from _head_settings(name, recording, parts, space)
 
@@ -195,11 +206,6 @@ def _head_settings(name: str, recording: Recording, parts: Parts, space: Space) 
     for candidates in (2, 4, 6, 10, 20):
         if candidates <= space.head_candidates:
             yield from ({"sequences": count, "candidates": candidates} for count in sequences)
-
-
-def several_chains(parts: Parts) -> int:
-    """How many chains of each of several drafters are tried; 0 where there is but one drafter, or too many."""
-    return most_chains(1 + len(parts.more_drafters), 2) if parts.more_drafters else 0
 
 
 def _up_to(most: int) -> list[int]:
@@ -253,20 +259,79 @@ def probes(choices: Sequence[Choice]) -> list[Choice]:
     return list({choice.nodes_per_step: choice for choice in (larger, smallest, best)}.values())
 
 
-def tune_joint(
-    records: Sequence[JointRecord], parts: Parts, sampling: Sampling, costs: CostModel, thresholds: Sequence[float]
+def lossy_settings(name: str, recording: Recording, space: Space) -> Iterator[Options]:
+    """Settings of a lossy method to be decoded."""
+    if name == "bild":
+        for fallback in space.fallbacks:
+            yield from ({"fallback": fallback, "rollback": rollback} for rollback in space.rollbacks)
+    elif name in ("relaxed-opt", "relaxed-uno"):
+        for gamma in sorted({min(gamma, space.gamma) for gamma in _LOSSY_GAMMAS}):
+            yield from ({"gamma": gamma, "epsilon": epsilon} for epsilon in space.tolerances)
+    elif name == "mjsd":
+        for gamma, beams in _JOINT:
+            if gamma <= space.gamma:
+                yield from ({"gamma": gamma, "beams": beams, "threshold": at} for at in space.thresholds)
+    else:
+        assert name == TYPICAL
+        sizes = [size for size in _LOSSY_TREES if size < space.nodes]
+        for paths in best_head_trees(recording, sizes).values():
+            for epsilon in space.tolerances:
+                # Medusa's own rule: δ is the root of ε.
+                yield {"tree": tree_text(paths), "acceptance": "typical", "epsilon": epsilon, "delta": epsilon**0.5}
+
+
+def tune_lossy(
+    target: LanguageModel,
+    parts: Parts,
+    recording: Recording,
+    costs: CostModel,
+    name: str,
+    limits: Limits,
+    fixed: Mapping[str, Any] | None = None,
+    space: Space | None = None,
+    *,
+    seed: int = 0,
+    progress: Callable[[], None] | None = None,
 ) -> list[Choice]:
-    """MJSD: for each threshold the fastest γ and number of beams, the threshold that gives up least first."""
-    best = []
-    for threshold in sorted(thresholds, reverse=True) if records else ():
-        choices = []
-        for record in records:
-            rate, error = record.tokens_per_step(threshold)
-            options = {"gamma": record.gamma, "beams": record.beams, "threshold": threshold}
-            numbers = (rate, error, record.gamma + 1.0, 0.0, 0.0)
-            choices.append(Choice("mjsd", options, *numbers, lossless=False, found_by="replay, nearly"))
-        best.append(with_costs(choices, parts, sampling, costs)[0])
-    return best
+    """Every setting of a lossy method that was decoded, with its perplexity, the fastest first.
+
+    Args:
+        recording: gives the prompts and the sampling.
+        limits: those of the recorded texts.
+        fixed: settings that are not tuned; those that are replace them.
+        seed: prompt i draws from seed + i.
+    """
+    space, sampling, choices = space or Space(), recording.sampling, []
+    prompts = recording.prompts[: space.lossy_prompts]
+    for options in lossy_settings(name, recording, space):
+        given = dict(fixed or {}) | options
+        method = build_method(method_of(name), parts, sampling, **given)
+        runs = [decode(target, method, sampling, seed + row, prompt, limits) for row, prompt in enumerate(prompts)]
+        counts = total(run.tally for run in runs)
+        if counts.nodes <= space.nodes * counts.steps:
+            tokens_B, steps_B = (np.array([getattr(run.tally, part) for run in runs]) for part in ("tokens", "steps"))
+            rates = counts.tokens / counts.steps, ratio_error(tokens_B, steps_B), counts.nodes / counts.steps
+            surprise = perplexity(target, prompts, [run.ids for run in runs])
+            about: dict[str, Any] = {"lossless": False, "found_by": "decoding", "perplexity": surprise}
+            choices.append(Choice(method_of(name), given, *rates, 0.0, 0.0, **about))
+        if progress:
+            progress()
+    return with_costs(choices, parts, sampling, costs)
+
+
+def frontier(choices: Sequence[Choice], most: int) -> list[Choice]:
+    """Choices that no other beats in both speed and perplexity, the one that gives up least first; of many so many,
+    spread evenly from one end to the other."""
+    best: list[Choice] = []
+    for choice in sorted(choices, key=lambda each: (_finite(each.perplexity), -each.speedup)):
+        if not best or choice.speedup > best[-1].speedup:
+            best.append(choice)
+    chosen = np.linspace(0, len(best) - 1, min(most, len(best))).round().astype(int)
+    return [best[index] for index in chosen]
+
+
+def _finite(perplexity: float | None) -> float:
+    return math.inf if perplexity is None else perplexity
 
 
 def method_of(name: str) -> str:
@@ -284,6 +349,5 @@ def tuned_methods(parts: Parts, sampling: Sampling) -> list[str]:
     names += ["bpd", "medusa", *SLIM, *LOSSY]
     names += [name for name in SAME_WHEN_GREEDY if name not in LOSSY]
     if sampling.greedy:
-        same = [name for name in SAME_WHEN_GREEDY if not (name == "specinfer" and parts.more_drafters)]
-        names = [name for name in names if name not in (*same, TYPICAL)]
+        names = [name for name in names if name not in (*SAME_WHEN_GREEDY, TYPICAL)]
     return [name for name in names if all(getattr(parts, part) is not None for part in METHODS[method_of(name)].needs)]

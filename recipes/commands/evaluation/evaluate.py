@@ -17,7 +17,7 @@ from ....decode.evaluation.summary import EvalPrompt, Summariser, Summary, same_
 from ....decode.methods import Parts, build_method
 from ....decode.models.base import LanguageModel
 from ....train.parallel.interrupts import Interrupted, StopSignals
-from ...assemble.evaluation import LoadedPair, _prompts_digest, artifact_hashes, entries_of, identity_of, open_recipe
+from ...assemble.evaluation import LoadedPair, artifact_hashes, entries_of, identity_of, open_recipe, prompts_digest
 from ...report.page import report_beside, write_report
 from ...schema.evaluation import EvaluateRecipe
 from ...schema.loading import write_recipe
@@ -196,7 +196,7 @@ def _results(
         "artifacts": artifact_hashes(recipe),
         "recipe": recipe.model_dump(mode="json"),
         "prompts": len(asked),
-        "prompts_sha256": _prompts_digest([prompt.ids for prompt in asked]),
+        "prompts_sha256": prompts_digest([prompt.ids for prompt in asked]),
         "passed_over": passed.as_dict(),
         "categories": dict(Counter(prompt.category for prompt in asked)),
         "resumed": 0,

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 from typing import Any
 
 import pytest
@@ -62,7 +61,6 @@ def test_a_step_is_its_forwards_and_its_overhead(make_llama: Any, make_heads: An
     beyond = CostModel(costs.target, costs.drafter, 0.05, 0.2, {"medusa": Overhead(-9.0)})
     assert beyond.step_seconds("medusa", heads, 5) == pytest.approx(1.2)  # no step is cheaper than a plain one
     assert costs.speedup(3.0, 2.4) == pytest.approx(3.0 * 1.2 / 2.4)
-    assert CostModel.from_dict(json.loads(json.dumps(costs.as_dict()))) == costs
     bare = CostModel(costs.target)
     for method, what in ((tree, "drafter"), (heads, "heads")):
         with pytest.raises(ValueError, match=what):

@@ -17,10 +17,8 @@ from draftsmith.checkpoints.table.table import BigramTable
 from draftsmith.decode.engine import Limits, generate
 from draftsmith.decode.evaluation.measure import Entry, decode
 from draftsmith.decode.evaluation.replay.acceptance import Candidates
-from draftsmith.decode.evaluation.replay.mjsd import record_joint
 from draftsmith.decode.evaluation.replay.recording import (
     Recording,
-    expected_of,
     load_recording,
     record,
     sample_texts,
@@ -30,7 +28,6 @@ from draftsmith.decode.evaluation.replay.replay import predict, predict_entries,
 from draftsmith.decode.methods import Parts, build_method
 from draftsmith.decode.models.base import LanguageModel
 from draftsmith.decode.models.loading import wrap_model
-from draftsmith.decode.rng import Rng
 from draftsmith.decode.theory import closed_forms as theory
 from draftsmith.decode.warpers import Sampling
 
@@ -45,14 +42,12 @@ SETTINGS: list[tuple[str, dict[str, Any]]] = [
     ("multi-candidate", {"k_config": "2x2", "replacement": False}),
     ("multi-candidate", {"k_config": "3x1", "replacement": False}),
     ("naive-multi-candidate", {"k_config": "2x2x1", "replacement": True}),
-    ("naive-multi-candidate", {"k_config": "2x1", "replacement": False}),
     ("batch-speculative", {"gamma": 3, "drafts": 3}),
     ("spectr", {"gamma": 2, "drafts": 3}),
     ("spectr", {"gamma": 3, "drafts": 2}),
     ("specinfer", {"gamma": 2, "drafts": 3}),
     ("adaptive", {"gamma": 3, "policy": "confidence", "threshold": 0.55}),
     ("adaptive", {"gamma": 3, "policy": "oracle", "cost": 0.5}),
-    ("adaptive", {"gamma": 3, "policy": "expected-gain", "cost": 0.5}),
 ]
 
 
@@ -79,22 +74,9 @@ def test_steps_of_every_text(
     that it would take if nothing were accepted.
     """
     target_TVV, draft_TVV = tables(1)
-    parts = Parts(make_markov(draft_TVV))
-    check_every_text(make_markov(target_TVV), parts, make_stream, all_texts, name, options, chains=3, draws=64)
-
-
-def check_every_text(
-    target: LanguageModel,
-    parts: Parts,
-    make_stream: Any,
-    all_texts: list[list[int]],
-    name: str,
-    options: dict[str, Any],
-    rows: int = ROWS,
-    **kept: Any,
-) -> None:
-    """See `test_steps_of_every_text`; of so many texts."""
-    recording = record(target, parts, [[START]] * len(all_texts), all_texts, SAMPLING, candidates=3, **kept)
+    target, parts, rows = make_markov(target_TVV), Parts(make_markov(draft_TVV)), ROWS
+    prompts = [[START]] * len(all_texts)
+    recording = record(target, parts, prompts, all_texts, SAMPLING, candidates=3, chains=3, draws=64)
     prediction = predict(recording, parts, name, options)
     assert prediction is not None
     method = build_method(name, parts, SAMPLING, **options)
@@ -113,89 +95,6 @@ def check_every_text(
     assert (np.abs(means_X - prediction.steps_by_text) <= 5 * errors_X + 1e-3).all()
     if name != "autoregressive":
         assert (3 - np.array(prediction.steps_by_text) > 20 * errors_X).any()
-
-
-@pytest.mark.parametrize(
-    ("drafters", "options"),
-    [(2, {"gamma": 3, "drafts": 1}), (2, {"gamma": 2, "drafts": 2}), (3, {"gamma": 2, "drafts": 1})],
-    ids=str,
-)
-def test_steps_of_every_text_with_several_drafters(
-    make_markov: MakeMarkov, make_stream: Any, all_texts: list[list[int]], drafters: int, options: dict[str, Any]
-) -> None:
-    """Drafters that are wrong each in its own way. What happens rarely has to be seen in each of the 27 texts."""
-    target_TVV, first_TVV = tables(1)
-    others = [make_markov(torch.lerp(target_TVV, tables(seed)[0], 0.7)) for seed in (5, 6)]
-    parts = Parts(make_markov(first_TVV), more_drafters=tuple(others[: drafters - 1]))
-    several = options["drafts"]
-    check_every_text(
-        make_markov(target_TVV),
-        parts,
-        make_stream,
-        all_texts,
-        "specinfer",
-        options,
-        5 * ROWS,
-        several=several,
-        chains=1,
-    )
-
-
-@pytest.mark.parametrize("sampling", [Sampling(), Sampling(0.9, 6)], ids=["greedy", "warm"])
-def test_several_drafters_that_are_one_are_its_chains(make_llama: Any, sampling: Sampling, tmp_path: Path) -> None:
-    """The same drafter twice is as good as two chains of it; greedy, as one. Files and chunks change nothing."""
-    target, drafter = (wrap_model(make_llama(12, seed=0, sharpness=each)) for each in (1.0, 1.1))
-    prompts = prompts_of(12, 6)
-    texts = sample_texts(target, prompts, Limits(11), sampling, seed=2)
-    twice = Parts(drafter, more_drafters=(drafter,))
-    both = record(target, twice, prompts, texts, sampling, several=1, chains=2, chunk=5)
-    save_recording(both, tmp_path / "r.safetensors")
-    both = load_recording(tmp_path / "r.safetensors")
-    found = predict(both, twice, "specinfer", {"gamma": 3, "drafts": 1})
-    wanted = predict(both, Parts(drafter), "specinfer", {"gamma": 3, "drafts": 2})
-    assert found is not None
-    assert wanted is not None
-    np.testing.assert_allclose(found.steps_by_text, wanted.steps_by_text, rtol=1e-4)
-    assert found.steps < sum(map(len, texts))
-    if not sampling.greedy:
-        with pytest.raises(ValueError, match="2 chains of each drafter: 1 were recorded"):
-            predict(both, twice, "specinfer", {"gamma": 3, "drafts": 2})
-    alone = record(target, twice, prompts, texts, sampling)
-    assert predict(alone, twice, "specinfer", {}) is None
-    three = Parts(drafter, more_drafters=(drafter, drafter))
-    assert predict(both, three, "specinfer", {}) is None
-
-
-def test_more_chains_of_several_drafters_than_can_be_followed_are_left_out(make_llama: Any) -> None:
-    """Beside others that can be: an evaluation has both."""
-    target, drafter, sampling = wrap_model(make_llama(12)), wrap_model(make_llama(12, seed=1)), Sampling(1.0)
-    parts, prompts = Parts(drafter, more_drafters=(drafter, drafter)), prompts_of(12, 3)
-    texts = {sampling: sample_texts(target, prompts, Limits(6), sampling)}
-    entries = [Entry(str(count), "specinfer", {"gamma": 2, "drafts": count}, sampling) for count in (1, 2, 4)]
-    found = predict_entries(record_entries(target, parts, entries, prompts, texts), parts, entries)
-    assert found["1"]["tokens_per_step"] < found["2"]["tokens_per_step"]
-    assert found["4"] is None
-
-
-def test_greedy_replay_of_several_drafters_is_exact(make_llama: Any) -> None:
-    """As many steps as decoding takes, by text; fewer than with any drafter alone."""
-    target = wrap_model(make_llama(12, seed=0))
-    drafters = [wrap_model(make_llama(12, seed=0, sharpness=each)) for each in (1.2, 1.3, 0.7)]
-    parts = Parts(drafters[0], more_drafters=tuple(drafters[1:]))
-    prompts, limits, sampling = prompts_of(12, 12, 2), Limits(21, (5,)), Sampling()
-    texts = sample_texts(target, prompts, limits, sampling)
-    entries = [Entry("a", "specinfer", {"gamma": 4, "drafts": 3})]
-    (recording,) = record_entries(target, parts, entries, prompts, {sampling: texts})
-    found = predict(recording, parts, entries[0].method, entries[0].options)
-    assert found is not None
-    method = build_method("specinfer", parts, sampling, **entries[0].options)
-    runs = [decode(target, method, sampling, 0, prompt, limits) for prompt in prompts]
-    assert list(found.steps_by_text) == pytest.approx([run.tally.steps for run in runs])
-    for drafter in drafters:
-        one = record(target, Parts(drafter), prompts, texts, sampling)
-        alone = predict(one, Parts(drafter), "specinfer", {"gamma": 4})
-        assert alone is not None
-        assert found.steps < alone.steps
 
 
 def alone(p: np.ndarray, q: np.ndarray, y: int, k: int) -> float:
@@ -217,18 +116,6 @@ def alone(p: np.ndarray, q: np.ndarray, y: int, k: int) -> float:
     return float(accepted(p, q, k)[y] / p[y])
 
 
-def drawn(q: np.ndarray, y: int, k: int) -> float:
-    """P(y is among k draws without replacement), by following every sequence."""
-    support = [int(x) for x in np.flatnonzero(q)]
-    total = 0.0
-    for sequence in itertools.permutations(support, min(k, len(support))):
-        chance, rest = 1.0, 1.0
-        for x in sequence:
-            chance, rest = chance * q[x] / rest, rest - q[x]
-        total += chance * (y in sequence)
-    return total
-
-
 @pytest.mark.parametrize(("vocab", "flatness"), [(4, 0.2), (5, 0.5), (6, 1.0)])
 def test_candidates_are_worth_what_enumeration_says(vocab: int, flatness: float) -> None:
     """Sharp and flat distributions; tokens that one side lacks; a right drafter; one that runs out of tokens."""
@@ -241,7 +128,6 @@ def test_candidates_are_worth_what_enumeration_says(vocab: int, flatness: float)
     judged = Candidates(*(torch.from_numpy(each) for each in (p_TV, q_TV, y_T)))
     generator = torch.Generator().manual_seed(0)
     without_TK = judged.without_replacement(4, 4000, generator).numpy()
-    drawn_TK = judged.drawn_without_replacement(4, 4000, generator).numpy()
     scale_TK, left_TK = judged.scales(4)
     with_TK = judged.accepted(scale_TK).numpy()
     rho_TM, beta_TM = judged.k_seq(4)
@@ -249,7 +135,6 @@ def test_candidates_are_worth_what_enumeration_says(vocab: int, flatness: float)
         for k in (1, 2, 3, 4):
             exact = k <= 2
             assert without_TK[place, k - 1] == pytest.approx(alone(p, q, y, k), abs=1e-9 if exact else 4e-3)
-            assert drawn_TK[place, k - 1] == pytest.approx(drawn(q, y, k), abs=1e-9 if k == 1 else 5e-3)
             refused, after = theory.refusals(p, q, k)
             assert with_TK[place, k - 1] == pytest.approx(1 - refused * after[y] / p[y], abs=1e-9)
             assert left_TK[place, k - 1] == pytest.approx(float(refused), abs=1e-9)
@@ -276,7 +161,6 @@ GREEDY: list[tuple[str, dict[str, Any]]] = [
     ("spectr", {"gamma": 3, "drafts": 4}),
     ("adaptive", {"gamma": 5, "threshold": 0.4}),
     ("adaptive", {"gamma": 6, "policy": "oracle", "cost": 0.3}),
-    *(("adaptive", {"gamma": 7, "policy": "expected-gain", "cost": cost}) for cost in (0.1, 0.4, 0.7)),
     ("unigram", {"gamma": 2}),
     ("bigram", {"gamma": 4}),
     ("bigram", {"gamma": 2, "smoothing": "add-k", "strength": 0.5}),
@@ -340,6 +224,10 @@ def test_what_cannot_be_replayed_is_none(make_llama: Any, parts: Parts) -> None:
     warm = Sampling(1.0)
     sampled = record(target, Parts(parts.drafter), prompts, sample_texts(target, prompts, Limits(6), warm), warm)
     assert predict(sampled, parts, "adaptive", {"policy": "oracle"}) is not None
+    assert predict(sampled, parts, "adaptive", {"policy": "expected-gain"}) is None
+    assert predict(sampled, parts, "naive-multi-candidate", {"replacement": False}) is None
+    several = Parts(parts.drafter, more_drafters=(parts.drafter,))  # type: ignore[arg-type]
+    assert predict(sampled, several, "specinfer", {}) is None
     entries = [Entry("warm", "speculative", {}, Sampling(0.7)), Entry("cold", "speculative")]
     found = predict_entries([recording], parts, entries)
     assert found["warm"] is None
@@ -354,8 +242,6 @@ def test_too_many_candidates_are_named(make_markov: MakeMarkov) -> None:
         predict(recording, parts, "multi-candidate", {"k_config": "3x1"})
     with pytest.raises(ValueError, match="2 chains: 1 were recorded"):
         predict(recording, parts, "spectr", {"drafts": 2})
-    with pytest.raises(ValueError, match="no drafts of 'bigram' were recorded; there are: drafter"):
-        expected_of(recording, "bigram")
     with pytest.raises(ValueError, match="1 prompts and 2 texts"):
         record(make_markov(target_TVV), parts, [[0]], [[1], [2]], SAMPLING)
 
@@ -373,8 +259,6 @@ def test_chunks_and_files_change_nothing(make_llama: Any, parts: Parts, tmp_path
     assert (again.sampling, again.prompts, again.texts, again.identity) == (sampling, prompts, texts, {"a": [1]})
     for name in ("drafter", "unigram", "bigram 1"):
         for key in vars(whole.drafts[name]):
-            if key == "drawn_TK":  # a mean over draws, which come in another order
-                continue
             first, second, third = (getattr(each.drafts[name], key) for each in (whole, pieces, again))
             np.testing.assert_allclose(first, second, rtol=2e-3, atol=2e-4, err_msg=key)
             np.testing.assert_array_equal(first, third)
@@ -391,57 +275,11 @@ def test_damaged_recordings_are_refused(make_markov: MakeMarkov, tmp_path: Path)
     path = tmp_path / "r.safetensors"
     save_recording(recording, path)
     path.write_bytes(path.read_bytes()[:-7])
-    with pytest.raises(ValueError, match="cannot be read as a recording"):
+    with pytest.raises(ValueError, match=path.name):
         load_recording(path)
     path.write_bytes(b"nonsense")
-    with pytest.raises(ValueError, match="cannot be read as a recording"):
+    with pytest.raises(ValueError, match=path.name):
         load_recording(path)
-
-
-def test_predicted_rejections_are_theorem_1(make_markov: MakeMarkov, all_texts: list[list[int]]) -> None:
-    """Each text weighed by its probability, Σ TV of the recording is the sum over the chain, to rounding."""
-    target_TVV, draft_TVV = tables(2)
-    target, parts = make_markov(target_TVV), Parts(make_markov(draft_TVV))
-    total = 0.0
-    for text in all_texts:
-        path = zip(range(TOKENS), [START, *text], text, strict=False)
-        weight = float(np.prod([target_TVV[place, before, after] for place, before, after in path]))
-        recording = record(target, parts, [[START]], [text], SAMPLING, candidates=3)
-        expected = expected_of(recording)
-        assert expected.acceleration == pytest.approx(TOKENS / expected.rejections)
-        assert expected.acceptance_at_k[0] == pytest.approx(1 - expected.variation, abs=1e-6)
-        assert expected.acceptance_at_k[0] < expected.acceptance_at_k[2]
-        total += weight * expected.rejections
-    wanted = theory.expected_rejections(target_TVV.numpy(), draft_TVV.numpy(), START)
-    assert total == pytest.approx(wanted, rel=1e-6)
-
-
-@pytest.mark.parametrize("sampling", [Sampling(), Sampling(0.8)], ids=["greedy", "warm"])
-def test_joint_decoding_at_any_threshold_from_one_record(make_llama: Any, parts: Parts, sampling: Sampling) -> None:
-    """From single positions the verifier, asked at each threshold, accepts what the record says."""
-    target = wrap_model(make_llama(12, seed=0))
-    assert parts.drafter is not None
-    prompts = prompts_of(12, 5)
-    texts = sample_texts(target, prompts, Limits(9), sampling)
-    recording = record(target, Parts(), prompts, texts, sampling)
-    found = record_joint(target, parts.drafter, recording, 3, 2, positions=1000, batch=7)
-    assert found.log_ratio_SK.shape == (sum(map(len, texts)), 3)
-    contexts = [
-        prompt + text[:place] for prompt, text in zip(prompts, texts, strict=True) for place in range(len(text))
-    ]
-    rates = []
-    for threshold in (0.02, 0.3, 0.9):
-        method = build_method("mjsd", parts, sampling, gamma=3, beams=2, threshold=threshold)
-        accepted: list[int] = []
-        for first in range(0, len(contexts), 7):
-            rows = contexts[first : first + 7]
-            step = next(generate(target, *method, rows, Limits(4), sampling, Rng.for_rows(first, len(rows))))
-            accepted += step.accepted.tolist()
-        rates.append(found.tokens_per_step(threshold)[0])
-        assert rates[-1] == pytest.approx(1 + np.mean(accepted))
-    assert rates[0] > rates[2]
-    with pytest.raises(ValueError, match="must lie in"):
-        found.tokens_per_step(1.5)
 
 
 def test_standard_errors_are_those_of_other_texts(make_llama: Any, parts: Parts) -> None:
