@@ -261,10 +261,10 @@ def copy_embeddings(model: PreTrainedModel, target: str) -> None:
 def _target_embeddings(target: str) -> tuple[Tensor, Tensor, Tensor | None]:
     """A target's token embeddings, its output projection (the same tensor where they are tied) and that one's bias."""
     target = at_revision(target)
-    outline = _outline(target)
-    if outline is not None:
-        names = names_of_embeddings(outline)
-        prefix = f"{outline.base_model_prefix}."
+    meta = _meta_model(target)
+    if meta is not None:
+        names = names_of_embeddings(meta)
+        prefix = f"{meta.base_model_prefix}."
         found = read_tensors(target, [name for name in names if name is not None], prefix)
         if found is not None:
             embeddings, projection, bias = (None if name is None else found[name] for name in names)
@@ -279,7 +279,7 @@ def _target_embeddings(target: str) -> tuple[Tensor, Tensor, Tensor | None]:
     return embeddings_VD, projection_VD, getattr(head, "bias", None)
 
 
-def _outline(target: str) -> PreTrainedModel | None:
+def _meta_model(target: str) -> PreTrainedModel | None:
     """A model without weights; None where its configuration alone does not make one."""
     if (Path(target) / ADAPTER_CONFIG).is_file():
         return None
@@ -365,13 +365,13 @@ def _merged(model: PreTrainedModel, wrapper: Any, state: Mapping[str, Tensor]) -
     lora = copy.deepcopy(wrapper.peft_config[_ADAPTER_NAME])
     lora.base_model_name_or_path = None
     with torch.device("meta"):
-        outline = type(model)(config)
-        outer = get_peft_model(outline, lora, low_cpu_mem_usage=True)
+        plain = type(model)(config)
+        outer = get_peft_model(plain, lora, low_cpu_mem_usage=True)
     # Merging adds to the weights in place: those are copied.
     own = {name: tensor.detach().clone() if ".base_layer." in name else tensor for name, tensor in state.items()}
-    missing = outline.load_state_dict(own, strict=False, assign=True).missing_keys
-    outline.tie_weights()
-    hollow = sorted(name for name, weight in outline.named_parameters() if weight.device.type == "meta")
+    missing = plain.load_state_dict(own, strict=False, assign=True).missing_keys
+    plain.tie_weights()
+    hollow = sorted(name for name, weight in plain.named_parameters() if weight.device.type == "meta")
     if hollow:
         raise ValueError(f"weights are missing from the state to be saved: {', '.join((*missing, *hollow)[:3])}")
     merged = outer.merge_and_unload()

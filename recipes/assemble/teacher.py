@@ -1,6 +1,6 @@
-"""What a recipe's target says, kept on disk: opened for a run, planned, written, gone on with, and mended.
+"""What a recipe's target says, kept on disk: opened for a run, written, resumed, and made again where it is damaged.
 
-A drafter's teacher and the hidden states that heads read are kept in the same way; `caches` says in what they differ.
+A drafter's teacher and the hidden states that heads read are kept in the same way; a `TargetCache` is one of them.
 """
 
 from __future__ import annotations
@@ -9,10 +9,10 @@ import hashlib
 import json
 import shutil
 import signal
-import time
-from collections.abc import Mapping, Sequence
+from abc import ABC, abstractmethod
+from collections.abc import Iterator, Sequence
 from contextlib import ExitStack
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -25,36 +25,133 @@ from ...checkpoints.artifact.locate import at_revision
 from ...checkpoints.storage.messages import first_line
 from ...data.blocks.prepared import PreparedData
 from ...data.tokenizers import load_tokenizer
+from ...decode.models.loading import load_model
 from ...train.loop.checkpoints import data_fingerprint
 from ...train.parallel.accelerate import make_accelerator
 from ...train.parallel.interrupts import Interrupted, StopSignals
-from ...train.parallel.processes import StoppedError, on_main, raised, together
-from ...train.teachers.hidden_cache import CachedHidden
-from ...train.teachers.row_cache import BrokenManifestError, find_damage, read_manifest
-from ...train.teachers.row_plan import CachePlan, Shard, Source
-from ...train.teachers.row_writer import CacheWriter, MakeRows, set_aside
-from ...train.teachers.teacher import CachedTeacher
+from ...train.parallel.processes import on_main, together
+from ...train.teachers.hidden_cache import CachedHidden, HiddenCache, HiddenRows, HiddenSource
+from ...train.teachers.row_cache import BrokenManifestError, RowCache, find_damage, read_manifest
+from ...train.teachers.row_plan import CachePlan, Source
+from ...train.teachers.row_writer import CacheWriter, MakeRows, discard_damaged
+from ...train.teachers.teacher import CachedTeacher, load_teacher
+from ...train.teachers.top_k_cache import CacheSource, TeacherCache, TopRows
 from ..schema.training import DrafterRecipe, HeadsRecipe
-from ..session.terminal import bar, duration, gigabytes, log
+from ..session.terminal import bar, gigabytes, log
 from .artifact import prepare_once
 from .data import Prepared
-from .teacher_kinds import Kept, KeptHidden, KeptTeacher, kept_by
 
-_PROBE_BATCHES = 3
-_PROBE_SECONDS = 20.0
-_STOP = ".stop"
-"""Of several processes the one that is stopped leaves it beside what is being written, for the others to see; the next
-launch that locks that place clears it away."""
-_TOLD = 20  # damaged files that are named one by one
-
-Stamps = Mapping[str, dict[str, Any]]
-
-
+_ENOUGH_MASS = 0.9  # with 0.54 of it a drafter was taught to be worse than it had been (tests/bench/objectives.py)
 _OF_NO_EFFECT = ("_name_or_path", "architectures", "transformers_version", "use_cache", "id2label", "label2id")
 
 
 class NoCacheError(ValueError):
     """A recipe names a cache that has not been written yet."""
+
+
+class TargetCache(ABC):
+    """One kind of cache, with a recipe's settings."""
+
+    word: str
+    """What lines about it begin with."""
+    setting: str
+    """The recipe's key that names the folder."""
+    cache_type: type[RowCache]
+    target: str | None
+    folder: str | None
+    batch: int
+    """Blocks per forward of the target."""
+
+    @property
+    @abstractmethod
+    def title(self) -> str:
+        """What there is a cache of."""
+
+    @abstractmethod
+    def source(self, fingerprint: str, data: str) -> Source:
+        """What the cache of this target and data is made from."""
+
+    @abstractmethod
+    def load(self, device: torch.device) -> tuple[MakeRows, int]:
+        """The target, ready to make rows, and the size that their columns depend on."""
+
+    @abstractmethod
+    def nearest(self, plans: Sequence[CachePlan], free: int) -> str:
+        """The nearest setting with which it fits into so many bytes."""
+
+    def facts(self, cache: Any) -> Iterator[str]:
+        """What else there is to say about a finished cache."""
+        yield from ()
+
+
+class TopKTargets(TargetCache):
+    """A drafter's teacher: its target's most likely tokens."""
+
+    word = "teacher"
+    setting = "teacher.cache"
+    cache_type = TeacherCache
+
+    def __init__(self, recipe: DrafterRecipe) -> None:
+        self._section = recipe.teacher
+        self.target, self.folder, self.batch = recipe.target, recipe.teacher.cache, recipe.teacher.batch
+
+    @property
+    def title(self) -> str:
+        return f"the top {self._section.top_k} tokens of {self.target}"
+
+    def source(self, fingerprint: str, data: str) -> CacheSource:
+        section = self._section
+        return CacheSource(str(self.target), fingerprint, data, section.top_k, section.dtype, section.load_in_8bit)
+
+    def load(self, device: torch.device) -> tuple[MakeRows, int]:
+        teacher = load_teacher(str(self.target), self._section.dtype, self._section.load_in_8bit, device)
+        return TopRows(teacher, self._section.top_k), teacher.vocab_size
+
+    def nearest(self, plans: Sequence[CachePlan], free: int) -> str:
+        size = sum(plan.rows * plan.row_bytes for plan in plans)
+        fixed = sum(plan.bytes_of(len(plan.shards), 0) for plan in plans)
+        fits = max(0, (free - fixed) * self._section.top_k // max(1, size))
+        return f"the largest `teacher.top_k` that fits is {fits}" if fits else "not even one token a position fits"
+
+    def facts(self, cache: TeacherCache) -> Iterator[str]:
+        mass = cache.mean_mass()
+        yield f"the top {cache.source.top_k} hold {mass:.1%} of the probability"
+        if mass < _ENOUGH_MASS:
+            yield f"{1 - mass:.0%} of the probability is not taught: a larger `teacher.top_k` is better"
+
+
+class HiddenTargets(TargetCache):
+    """The target's hidden states, which heads read."""
+
+    word = "hidden states"
+    setting = "hidden.cache"
+    cache_type = HiddenCache
+
+    def __init__(self, recipe: HeadsRecipe) -> None:
+        self._recipe = recipe
+        self.target, self.folder, self.batch = recipe.target, recipe.hidden.cache, recipe.hidden.batch
+
+    @property
+    def title(self) -> str:
+        return f"the hidden states of {self.target} ({self._recipe.states}, {self._recipe.hidden.dtype})"
+
+    def source(self, fingerprint: str, data: str) -> HiddenSource:
+        recipe = self._recipe
+        return HiddenSource(
+            recipe.target, fingerprint, data, recipe.states, recipe.hidden.dtype, target_dtype=recipe.target_dtype
+        )
+
+    def load(self, device: torch.device) -> tuple[MakeRows, int]:
+        model = load_model(self._recipe.target, dtype=self._recipe.target_dtype, device=str(device))
+        rows = HiddenRows(model, self._recipe.states, self._recipe.hidden.dtype)
+        return rows, rows.hidden_size
+
+    def nearest(self, plans: Sequence[CachePlan], free: int) -> str:
+        half = replace(self.source("", ""), dtype="bfloat16").columns(plans[0].size)
+        size = sum(replace(plan, columns=half).bytes for plan in plans)
+        if self._recipe.hidden.dtype == "float32" and size <= free:
+            return f"the nearest setting that fits is `hidden.dtype=bfloat16` ({gigabytes(size)})"
+        return "no type of them fits; compute the states in every step (`hidden.cache=null`)"
 
 
 @dataclass(frozen=True)
@@ -78,51 +175,27 @@ def open_cache(recipe: DrafterRecipe, prepared: Prepared) -> CachedTeacher:
         NoCacheError: it has not been written yet.
         ValueError: it is damaged; streamed data.
     """
-    return CachedTeacher(*_opened(KeptTeacher(recipe), prepared))
+    return CachedTeacher(*_opened(TopKTargets(recipe), prepared))
 
 
 def open_hidden(recipe: HeadsRecipe, prepared: Prepared) -> CachedHidden:
-    """The cache of hidden states that a recipe names, for batches of its training data and of what is held out.
-
-    Raises:
-        NoCacheError: it has not been written yet.
-        ValueError: it is damaged; streamed data.
-    """
-    return CachedHidden(*_opened(KeptHidden(recipe), prepared))
+    """The same of the hidden states that a recipe names; raises what `open_cache` raises."""
+    return CachedHidden(*_opened(HiddenTargets(recipe), prepared))
 
 
-def teacher_bytes(recipe: DrafterRecipe, prepared: Prepared, vocab_size: int) -> int:
-    """Bytes on disk of the cache of a recipe's teacher, whether it is there or not."""
-    return _bytes(KeptTeacher(recipe), prepared, vocab_size)
-
-
-def hidden_bytes(recipe: HeadsRecipe, prepared: Prepared, hidden_size: int) -> int:
-    """Bytes on disk of the cache of hidden states of a recipe's target, whether it is there, or wanted, or not."""
-    return _bytes(KeptHidden(recipe), prepared, hidden_size)
-
-
-def _bytes(kept: Kept, prepared: Prepared, size: int) -> int:
+def cache_bytes(recipe: DrafterRecipe | HeadsRecipe, prepared: Prepared, size: int) -> int:
+    """Bytes on disk of a recipe's cache, written or not; `size` is the target's vocabulary (a drafter's teacher) or
+    hidden size."""
     assert isinstance(prepared.train, PreparedData)
-    source = kept.source("", "")
+    source = _cache_of(recipe).source("", "")
     return sum(CachePlan.of(data, source, size).bytes for data in (prepared.train, prepared.heldout))
 
 
-def _opened(kept: Kept, prepared: Prepared) -> list[Any]:
-    parts = _parts(kept, prepared)
-    for part in parts:
-        if not part.done:
-            raise NoCacheError(
-                f"there is no cache of {kept.title} for the {part.name} data in {kept.folder}: `draftsmith prepare` "
-                f"with this recipe and `--teacher` writes it{_nearest(part)}"
-            )
-    return [kept.cache_type.load(part.folder, part.source) for part in parts]
-
-
 def prepare_teacher(recipe: DrafterRecipe | HeadsRecipe, accelerator: Any | None = None) -> Path:
-    """Run a recipe's target over its data and keep what is learnt from it, or find that this is done and whole.
+    """Run a recipe's target over its data and keep what it says, or find that this is done and whole.
 
-    A run that was stopped or killed is gone on from; of a finished cache, files that are missing or damaged are named
-    and written again, and no others. Under `accelerate launch` the processes share the work; they need one file system.
+    A stopped or killed run is resumed; of a finished cache, missing and damaged files are written again. Under
+    `accelerate launch` the processes share the work; they need one file system.
 
     Returns:
         The folder of the training data's cache.
@@ -130,62 +203,79 @@ def prepare_teacher(recipe: DrafterRecipe | HeadsRecipe, accelerator: Any | None
     Raises:
         ValueError: a recipe without target or folder; streamed data; a disk that is too small; what preparing the data
             and loading the target raise.
-        Interrupted: a signal came; what was whole stays.
+        Interrupted: a signal came; whole files stay.
     """
     state = accelerator if accelerator is not None else make_accelerator("no")
-    kept = together(state, partial(_kept, recipe))
+    cache = together(state, partial(_checked_cache, recipe))
     tokenizer = together(state, partial(load_tokenizer, recipe.tokenizer_source))
     prepared = prepare_once(recipe, tokenizer, state)
-    parts = together(state, partial(_parts, kept, prepared))
-    known: dict[Path, Stamps] = {}
+    parts = together(state, partial(_parts, cache, prepared))
 
     def check() -> None:
-        known.update({part.folder: _check(kept, part) for part in parts if part.done})
+        for part in parts:
+            if part.done:
+                _discard_damage(cache, part)
 
-    on_main(state, check)  # what was damaged has been set aside
-    missing_parts = [part for part in parts if not part.done]
+    on_main(state, check)
+    missing = [part for part in parts if not part.done]
     state.wait_for_everyone()  # all have looked before one writes
-    if missing_parts:
-        _write(kept, missing_parts, known, state)
-    on_main(state, partial(_tell, kept, parts))
+    if missing:
+        _write(cache, missing, state)
+    on_main(state, partial(_report, cache, parts))
     return parts[0].folder
 
 
-def _kept(recipe: DrafterRecipe | HeadsRecipe) -> Kept:
-    kept = kept_by(recipe)
-    if kept.target is None or kept.folder is None:
-        missing = "target" if kept.target is None else kept.setting
+def _cache_of(recipe: DrafterRecipe | HeadsRecipe) -> TargetCache:
+    return TopKTargets(recipe) if isinstance(recipe, DrafterRecipe) else HiddenTargets(recipe)
+
+
+def _checked_cache(recipe: DrafterRecipe | HeadsRecipe) -> TargetCache:
+    cache = _cache_of(recipe)
+    if cache.target is None or cache.folder is None:
+        missing = "target" if cache.target is None else cache.setting
         raise ValueError(f"`prepare --teacher` needs `{missing}`, and the recipe has none")
     if recipe.data.streaming:
-        raise ValueError(_streamed(kept))
-    return kept
+        raise ValueError(_streamed(cache))
+    return cache
 
 
-def _tell(kept: Kept, parts: Sequence[_Part]) -> None:
-    for part in parts:
-        cache = kept.cache_type.load(part.folder, part.source, checked=True)
-        first, *others = kept.facts(cache)
-        log(f"{kept.word}: {part.name}: {cache.rows:,} positions in {part.folder}, every SHA-256 as written; {first}")
-        for fact in others:
-            log(f"{kept.word}: {fact}")
+def _streamed(cache: TargetCache) -> str:
+    return f"`{cache.setting}` needs prepared data: with `data.streaming` nobody knows beforehand which blocks come"
 
 
-def _streamed(kept: Kept) -> str:
-    return (
-        f"`{kept.setting}` needs data that is kept: with `data.streaming` nobody knows beforehand which blocks come; "
-        f"{kept.instead}, or prepare the data"
-    )
-
-
-def _parts(kept: Kept, prepared: Prepared) -> list[_Part]:
+def _parts(cache: TargetCache, prepared: Prepared) -> list[_Part]:
     if not isinstance(prepared.train, PreparedData):
-        raise ValueError(_streamed(kept))
-    fingerprint = _fingerprint(str(kept.target))
+        raise ValueError(_streamed(cache))
+    fingerprint = _fingerprint(str(cache.target))
     parts = []
     for name, data in (("training", prepared.train), ("held-out", prepared.heldout)):
-        source = kept.source(fingerprint, data_fingerprint(data))
-        parts.append(_Part(name, data, source, Path(str(kept.folder)) / source.key))
+        source = cache.source(fingerprint, data_fingerprint(data))
+        parts.append(_Part(name, data, source, Path(str(cache.folder)) / source.key))
     return parts
+
+
+def _opened(cache: TargetCache, prepared: Prepared) -> list[Any]:
+    parts = _parts(cache, prepared)
+    for part in parts:
+        if not part.done:
+            raise NoCacheError(
+                f"there is no cache of {cache.title} for the {part.name} data in {cache.folder}: `draftsmith prepare` "
+                f"with this recipe and `--teacher` writes it{_most_similar(part)}"
+            )
+    return [cache.cache_type.load(part.folder, part.source) for part in parts]
+
+
+def _most_similar(part: _Part) -> str:
+    """How the most similar cache beside the missing one differs."""
+    found: list[list[str]] = []
+    for manifest in sorted(part.folder.parent.glob(f"*/{part.source.manifest}")):
+        try:
+            source = type(part.source)(**read_manifest(manifest.parent, type(part.source))["source"])
+        except ValueError:
+            continue
+        found.append(source.differences(part.source))
+    found.sort(key=len)
+    return f" (what lies there is another: {'; '.join(found[0])})" if found else ""
 
 
 def _fingerprint(target: str) -> str:
@@ -204,74 +294,40 @@ def _fingerprint(target: str) -> str:
     return f"{target}@{getattr(config, '_commit_hash', None)}"
 
 
-def _nearest(part: _Part) -> str:
-    """In what the most similar cache beside the missing one differs."""
-    found: list[list[str]] = []
-    for manifest in sorted(part.folder.parent.glob(f"*/{part.source.manifest}")):
-        try:
-            source = type(part.source)(**read_manifest(manifest.parent, type(part.source))["source"])
-        except ValueError:
-            continue
-        found.append(source.differences(part.source))
-    if not found:
-        return ""
-    found.sort(key=len)
-    return f" (what lies there is another: {'; '.join(found[0])})"
-
-
-def _check(kept: Kept, part: _Part) -> Stamps:
-    """Read a finished cache; where files of it are damaged, make of it one that lacks them. Returns the stamps of the
-    others, or nothing where it is whole."""
+def _discard_damage(cache: TargetCache, part: _Part) -> None:
+    """Read a finished cache; where it is damaged, keep its other files for the writer."""
     try:
-        with bar(f"{kept.word}: reading the {part.name} cache", "files") as advance:
-            damaged = find_damage(part.folder, type(part.source), part.source, advance)
-        files = read_manifest(part.folder, type(part.source))["files"]
+        files = read_manifest(part.folder, type(part.source), part.source)["files"]
     except BrokenManifestError as error:
-        damaged, files = {part.source.manifest: str(error)}, {}
-    if not damaged:
-        return {}
-    for fault in list(damaged.values())[:_TOLD]:
-        log(f"{kept.word}: {fault}: it is written again")
-    if len(damaged) > _TOLD:
-        log(f"{kept.word}: … and {len(damaged) - _TOLD} more files")
-    known = {name: written for name, written in files.items() if name not in damaged}
-    set_aside(part.folder, damaged, known)
-    return known
+        log(f"{cache.word}: {error}: everything is written again")
+        shutil.rmtree(part.folder)
+        return
+    with bar(f"{cache.word}: reading the {part.name} cache", "files") as advance:
+        damaged = find_damage(part.folder, files, advance)
+    if damaged:
+        log(f"{cache.word}: {len(damaged)} damaged files are written again: {next(iter(damaged.values()))}")
+        discard_damaged(part.folder, damaged)
 
 
-def _write(kept: Kept, parts: Sequence[_Part], known: Mapping[Path, Stamps], state: Any) -> None:
-    def begin() -> None:
-        for writer in writers:
-            locks.enter_context(writer.locked())
-        _announce(kept, writers, make_rows, state)
-
-    def finish() -> None:
-        for part, writer in zip(parts, writers, strict=True):
-            with bar(f"{kept.word}: reading back what was written of the {part.name} cache", "files") as advance:
-                writer.finish(advance)
-
-    failure: Interrupted | StoppedError | OSError | None = None
+def _write(cache: TargetCache, parts: Sequence[_Part], state: Any) -> None:
+    make_rows, size = together(state, partial(cache.load, state.device))
+    plans = [CachePlan.of(part.data, part.source, size) for part in parts]
+    writers = [CacheWriter(part.folder, part.source, part.data, plan) for part, plan in zip(parts, plans, strict=True)]
     with ExitStack() as locks:
-        with StopSignals() as signals:
-            make_rows, size = together(state, partial(kept.load, state.device))
-            writers = [
-                CacheWriter(
-                    part.folder,
-                    part.source,
-                    part.data,
-                    CachePlan.of(part.data, part.source, size),
-                    known.get(part.folder),
-                )
-                for part in parts
-            ]
-            on_main(state, begin)
-            try:
-                _run(kept, writers, make_rows, state, signals)
-            except (Interrupted, StoppedError, OSError) as error:
-                failure = error
-        # signals work as ever while processes wait for each other
+
+        def begin() -> None:
+            for writer in writers:
+                locks.enter_context(writer.locked())
+            _check_disk(cache, writers)
+
+        def finish() -> None:
+            for part, writer in zip(parts, writers, strict=True):
+                with bar(f"{cache.word}: hashing the {part.name} cache", "files") as advance:
+                    writer.finish(advance)
+
+        on_main(state, begin)
         try:
-            together(state, lambda: failure and raised(failure))
+            together(state, partial(_write_share, cache, writers, make_rows, state))
         except Interrupted as stopped:
             if state.is_main_process:
                 log(str(stopped))
@@ -279,21 +335,16 @@ def _write(kept: Kept, parts: Sequence[_Part], known: Mapping[Path, Stamps], sta
         on_main(state, finish)
 
 
-def _run(kept: Kept, writers: Sequence[CacheWriter], make_rows: MakeRows, state: Any, signals: StopSignals) -> None:
-    """Write this process's share of the files.
-
-    Raises:
-        Interrupted: a signal came; a file tells the other processes.
-        StoppedError: one came to another process.
-    """
-    stop = writers[0].unfinished / _STOP  # locked by this launch, so that no other sees it
-    mine: list[tuple[CacheWriter, Shard]] = []
-    for writer in writers:
-        missing = set(writer.missing())
-        shares = (shard for shard in writer.plan.shards if shard.number % state.num_processes == state.process_index)
-        mine += [(writer, shard) for shard in shares if shard in missing]
-    total, done, several = sum(shard.rows for _, shard in mine), 0, state.num_processes > 1
-    with bar(f"{kept.word}: writing the cache", "positions") as advance:
+def _write_share(cache: TargetCache, writers: Sequence[CacheWriter], make_rows: MakeRows, state: Any) -> None:
+    """Write this process's share of the files. Raises Interrupted where a signal came."""
+    missing = [
+        (writer, shard)
+        for writer in writers
+        for shard in writer.missing()
+        if shard.number % state.num_processes == state.process_index
+    ]
+    total, done = sum(shard.rows for _, shard in missing), 0
+    with StopSignals() as signals, bar(f"{cache.word}: writing the cache", "positions") as advance:
 
         def progress(rows: int) -> None:
             nonlocal done
@@ -301,78 +352,42 @@ def _run(kept: Kept, writers: Sequence[CacheWriter], make_rows: MakeRows, state:
             if state.is_main_process:
                 advance(done, total)
 
-        for number, (writer, shard) in enumerate(mine):
-            whole = writer.write(
-                shard,
-                make_rows,
-                state.device,
-                kept.batch,
-                progress,
-                stopping=lambda: signals.received is not None or (several and stop.exists()),
-            )
-            if not whole and signals.received is None:
-                raise StoppedError(f"{kept.word}: stopped by another process; the same command goes on")
-            if not whole:
+        def stopping() -> bool:
+            return signals.received is not None
+
+        for number, (writer, shard) in enumerate(missing):
+            if not writer.write(shard, make_rows, state.device, cache.batch, progress, stopping):
                 assert signals.received is not None
-                if several:
-                    stop.touch()
-                message = (
-                    f"{kept.word}: stopped by {signal.Signals(signals.received).name} after {done:,} of {total:,} "
-                    f"positions; {number} of {len(mine)} files are whole, and the same command goes on with the next"
+                raise Interrupted(
+                    signals.received,
+                    f"{cache.word}: stopped by {signal.Signals(signals.received).name} after {done:,} of {total:,} "
+                    f"positions; {number} of {len(missing)} files are whole, and the same command resumes with the "
+                    "next",
                 )
-                raise Interrupted(signals.received, message)
 
 
-def _announce(kept: Kept, writers: Sequence[CacheWriter], make_rows: MakeRows, state: Any) -> None:
-    """Say how large the cache becomes and how long it takes.
-
-    Raises:
-        ValueError: the disk is too small; nothing was written.
-    """
+def _check_disk(cache: TargetCache, writers: Sequence[CacheWriter]) -> None:
+    """Report how large the cache becomes. Raises ValueError where the disk is too small, before anything is written."""
+    plans, folder = [writer.plan for writer in writers], writers[0].folder.parent
     missing = [writer.missing() for writer in writers]
     needed = sum(
-        writer.plan.bytes_of(len(shards), sum(shard.rows for shard in shards))
-        for writer, shards in zip(writers, missing, strict=True)
+        plan.bytes_of(len(shards), sum(shard.rows for shard in shards))
+        for plan, shards in zip(plans, missing, strict=True)
     )
-    plans = [writer.plan for writer in writers]
-    size, folder = sum(plan.rows * plan.row_bytes for plan in plans), writers[0].folder.parent
-    what = f"{kept.contents(plans)}: {gigabytes(size)} in {folder}"
+    size, rows = sum(plan.rows * plan.row_bytes for plan in plans), sum(plan.rows for plan in plans)
+    what = f"{cache.title} at {rows:,} positions: {gigabytes(size)} in {folder}"
     free = shutil.disk_usage(folder).free
     if needed > free:
-        advice = kept.nearest(plans, free)
+        advice = cache.nearest(plans, free)
         raise ValueError(f"{what}; it needs {gigabytes(needed)}, and {gigabytes(free)} are free: {advice}")
-    blocks, speed = _probe(writers, missing, make_rows, kept.batch, state.device)
-    left = sum(shard.end_block - shard.first_block for shards in missing for shard in shards)
-    seconds = left / blocks / state.num_processes if blocks else 0.0
-    log(f"{kept.word}: {what}")
+    log(f"{cache.word}: {what}")
     if needed < size:
         written = sum(len(plan.shards) for plan in plans) - sum(map(len, missing))
-        log(f"{kept.word}: {written} files are there already, {gigabytes(needed)} are left to write")
-    if blocks:
-        log(
-            f"{kept.word}: about {duration(seconds)} with {state.num_processes} process(es) at {speed:,.0f} positions "
-            "a second each, by a short probe"
-        )
+        log(f"{cache.word}: {written} files are there already, {gigabytes(needed)} are left to write")
 
 
-def _probe(
-    writers: Sequence[CacheWriter],
-    missing: Sequence[Sequence[Shard]],
-    make_rows: MakeRows,
-    batch: int,
-    device: torch.device,
-) -> tuple[float, float]:
-    """Blocks and positions a second of the first missing blocks; zeros where nothing is missing."""
-    for writer, shards in zip(writers, missing, strict=True):
-        if not shards:
-            continue
-        first, end = shards[0].first_block, min(shards[0].first_block + batch, shards[0].end_block)
-        rows = 0
-        seconds: list[float] = []
-        while len(seconds) < _PROBE_BATCHES and sum(seconds) < _PROBE_SECONDS:
-            start = time.perf_counter()
-            rows = sum(len(next(iter(piece.values()))) for piece in writer.rows(make_rows, first, end, device))
-            seconds.append(time.perf_counter() - start)
-        fastest = min(seconds)  # the first warms up
-        return (end - first) / fastest, rows / fastest
-    return 0.0, 0.0
+def _report(cache: TargetCache, parts: Sequence[_Part]) -> None:
+    for part in parts:
+        opened = cache.cache_type.load(part.folder, part.source, checked=True)
+        facts = "; ".join(["every SHA-256 as written", *cache.facts(opened)])
+        log(f"{cache.word}: {part.name}: {opened.rows:,} positions in {part.folder}, {facts}")

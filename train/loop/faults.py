@@ -34,15 +34,20 @@ def lack_of_memory_named(what: str, blocks: list[int], less: str, folder: Path) 
     try:
         yield
     except (RuntimeError, MemoryError) as error:
-        text = _one_line(error)
-        if not isinstance(error, MemoryError) and not any(words in text.lower() for words in _NO_MEMORY):
+        if not is_out_of_memory(error):
             raise
+        text = _one_line(error)
         where = f", blocks {shown(blocks)}" if blocks else ""
         raise TrainingError(
             f"out of memory in {what}{where} ({text or type(error).__name__}). The last checkpoint in {folder} is "
             f"untouched: go on from it with {less}",
             blocks,
         ) from error
+
+
+def is_out_of_memory(error: BaseException) -> bool:
+    """Whether memory ran out, of the machine or of a device."""
+    return isinstance(error, MemoryError) or any(words in str(error).lower() for words in _NO_MEMORY)
 
 
 def shown(blocks: list[int]) -> str:

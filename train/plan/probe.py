@@ -7,8 +7,6 @@ import os
 import resource
 import sys
 import time
-from collections.abc import Iterator
-from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -17,7 +15,8 @@ import numpy as np
 import torch
 
 from ...data.blocks.packing import PADDING, Batch
-from ..config import FitConfig
+from ..config import FitConfig, micro_steps
+from ..loop.faults import is_out_of_memory
 from ..loop.optimizer import make_optimizer
 from ..parallel.accelerate import Stepper, configure, whole
 
@@ -27,7 +26,6 @@ if TYPE_CHECKING:
     from ..loop.fit import Task
 
 _ENOUGH_SECONDS = 30.0  # a first step that took longer is not followed by another
-_NO_MEMORY = ("out of memory", "can't allocate memory", "not enough memory")
 _CGROUPS = Path("/sys/fs/cgroup")
 _CGROUP_FILES = (("memory.max", "memory.current"), ("memory.limit_in_bytes", "memory.usage_in_bytes"))
 
@@ -39,9 +37,8 @@ class Probe:
     step_seconds: float
     """Of a whole optimizer step of the run, extrapolated from the micro batches."""
     step_tokens: float
-    """Of a step (padding not counted), by the global batch that was read."""
+    """Of a step, padding not counted."""
     evaluation_seconds: float
-    """Of one evaluation as the task has it."""
     peak_bytes: int
     """Held at most, on the device, beyond what the process held when `watch` began."""
 
@@ -102,39 +99,31 @@ def probe(
     Raises:
         MemoryError: it does not fit.
     """
-    world, micro_steps = (
-        accelerator.num_processes,
-        config.global_batch // (config.micro_batch * accelerator.num_processes),
-    )
-    tried = min(2, micro_steps)
+    world = accelerator.num_processes
+    wanted = micro_steps(config.global_batch, config.micro_batch, world)
+    tried = min(2, wanted)
     small = replace(config, global_batch=config.micro_batch * world * tried)
     configure(accelerator, small, tried)
-    with _lack_of_memory():
+    try:
         started = time.perf_counter()
         _, drawn = data.step_batch(0, config.global_batch, config.seed)
         reading = time.perf_counter() - started
         data.restore(data.beginning)
         steps = _Steps(task, small, accelerator, tried)
         try:
-            first = steps.run(drawn)
-            best = first if first.total > _ENOUGH_SECONDS else steps.run(drawn)
+            micro, optimizer = steps.run(drawn)
+            if tried * micro + optimizer < _ENOUGH_SECONDS:
+                micro, optimizer = steps.run(drawn)  # the first warms up
             evaluation = steps.evaluate()
         finally:
-            steps.release()
-    step = reading + best.optimizer + micro_steps * best.micro + micro_steps / tried * best.rewriting
+            accelerator.unwrap_model(steps.module, keep_fp32_wrapper=False)
+            accelerator.free_memory()
+    except RuntimeError as error:
+        if not is_out_of_memory(error):
+            raise
+        raise MemoryError(" ".join(str(error).split())) from error
     tokens = float((drawn.documents_BT != PADDING).sum())
-    return Probe(step, tokens, evaluation, watch.peak())
-
-
-@dataclass(frozen=True, slots=True)
-class _Times:
-    rewriting: float
-    micro: float
-    optimizer: float
-
-    @property
-    def total(self) -> float:
-        return self.rewriting + self.micro + self.optimizer
+    return Probe(reading + wanted * micro + optimizer, tokens, evaluation, watch.peak())
 
 
 class _Steps:
@@ -151,23 +140,21 @@ class _Steps:
         self.module, self.optimizer = accelerator.prepare(module, make_optimizer(module, config))
         self._stepper = Stepper(accelerator, self.module, self.optimizer, config.clip_norm)
 
-    def run(self, drawn: Batch) -> _Times:
-        """One step; the weights stay as they are."""
+    def run(self, drawn: Batch) -> tuple[float, float]:
+        """One step at learning rate 0. Returns seconds of a micro batch, and of the optimizer."""
         config, device = self._config, self._accelerator.device
         size, rank = config.micro_batch, self._accelerator.process_index
         rows = np.arange(size * self._micro_steps) + rank * size * self._micro_steps
         batch = drawn.rows(rows)
         self._task.begin(config.steps - 1, config.steps)  # some begin with less than they do later
-        clock = _Clock(device)
+        started = _now(device)
         if self._task.rewrites:
             with whole(self._accelerator, self.module):
                 batch = self._task.rewrite(batch, rows, config.global_batch, (config.seed, 0))
-        rewriting = clock.lap()
         for group in self.optimizer.param_groups:
             group["lr"] = 0.0
         counts = self._task.count(batch).clamp(min=1).to(device)
         self.module.train()
-        laps = []
         for micro in range(self._micro_steps):
             part = batch.rows(np.arange(micro * size, (micro + 1) * size)).to(device)
             with self._accelerator.accumulate(self.module):
@@ -176,51 +163,27 @@ class _Steps:
                 if self._accelerator.sync_gradients:
                     self._stepper.norm()
             del sums, part
-            laps.append(clock.lap())
+        done = _now(device)
         self._stepper.apply()
-        return _Times(rewriting, sum(laps) / len(laps), clock.lap())
+        return (done - started) / self._micro_steps, _now(device) - done
 
     def evaluate(self) -> float:
         """Seconds of one evaluation, which the main process does while others wait."""
-        clock = _Clock(self._accelerator.device)
+        started = _now(self._accelerator.device)
         with whole(self._accelerator, self.module):
             if self._accelerator.is_main_process:
                 self.module.eval()
                 with torch.no_grad(), self._accelerator.autocast():
                     self._task.evaluate(self._accelerator.unwrap_model(self.module))
         self._accelerator.wait_for_everyone()
-        return clock.lap()
-
-    def release(self) -> None:
-        """Leave the accelerator empty."""
-        self._accelerator.unwrap_model(self.module, keep_fp32_wrapper=False)
-        self._accelerator.free_memory()
+        return _now(self._accelerator.device) - started
 
 
-class _Clock:
-    """Seconds between laps, with the device's work done."""
-
-    def __init__(self, device: torch.device) -> None:
-        self._device = device
-        self._last = 0.0
-        self.lap()
-
-    def lap(self) -> float:
-        if self._device.type == "cuda":
-            torch.cuda.synchronize(self._device)
-        now = time.perf_counter()
-        passed, self._last = now - self._last, now
-        return passed
-
-
-@contextmanager
-def _lack_of_memory() -> Iterator[None]:
-    try:
-        yield
-    except RuntimeError as error:
-        if not any(words in str(error).lower() for words in _NO_MEMORY):
-            raise
-        raise MemoryError(" ".join(str(error).split())) from error
+def _now(device: torch.device) -> float:
+    """Seconds, with the device's work done."""
+    if device.type == "cuda":
+        torch.cuda.synchronize(device)
+    return time.perf_counter()
 
 
 def _status(key: str) -> int:

@@ -10,7 +10,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from dataclasses import dataclass
-from typing import Any, ClassVar
+from typing import Any, ClassVar, NoReturn
 
 import torch
 from torch import Tensor
@@ -40,11 +40,7 @@ class HiddenSource(Source):
     reach: ClassVar[int] = REACH
 
     def columns(self, size: int) -> dict[str, Column]:
-        """`hidden`, of `size` dimensions.
-
-        Raises:
-            ValueError: an unknown type.
-        """
+        """`hidden`, of `size` dimensions; ValueError: an unknown type."""
         if self.dtype not in DTYPES:
             raise ValueError(f"hidden states are kept in one of {', '.join(DTYPES)}, got {self.dtype!r}")
         return {"hidden": Column((size,), DTYPES[self.dtype])}
@@ -60,15 +56,6 @@ class HiddenCache(RowCache):
     def hidden_size(self) -> int:
         """Dimensions of a state."""
         return int(self.manifest["hidden_size"])
-
-    def hidden(self, batch: Batch) -> Tensor:
-        """Hidden states [B, T, D] of a batch in the type that they are kept in, where the batch is; positions without
-        a row are 0.
-
-        Raises:
-            ValueError: a batch with documents that the cache was not made from; a damaged file.
-        """
-        return hidden_states((self,), batch)
 
 
 class CachedHidden:
@@ -96,26 +83,21 @@ class CachedHidden:
         """What a resumed run must find unchanged, as JSON."""
 
     def hidden(self, batch: Batch) -> Tensor:
-        """See `HiddenCache.hidden`."""
-        return hidden_states(self._caches, batch)
+        """Hidden states [B, T, D] of a batch in the type that they are kept in, where the batch is; positions without
+        a row are 0.
 
-
-def hidden_states(caches: tuple[HiddenCache, ...], batch: Batch) -> Tensor:
-    """Hidden states [B, T, D] of a batch from the cache that has its documents; see `HiddenCache.hidden`.
-
-    Raises:
-        ValueError: none has them; a damaged file.
-    """
-    cache, positions_R, rows_R = look_up(caches, batch)
-    device = batch.tokens_BT.device
-    column = cache.columns["hidden"]
-    # pinned memory is copied to a GPU while the processor goes on; torch keeps it until that is done
-    rows_RD = torch.empty(len(rows_R), *column.shape, dtype=column.dtype, pin_memory=device.type == "cuda")
-    bits_RD = rows_RD.view(torch.uint16) if column.dtype == torch.bfloat16 else rows_RD
-    cache.gather(rows_R, {"hidden": bits_RD.numpy()})
-    hidden_XD = torch.zeros(batch.tokens_BT.numel(), *column.shape, dtype=column.dtype, device=device)
-    hidden_XD[torch.from_numpy(positions_R).to(device)] = rows_RD.to(device, non_blocking=True)
-    return hidden_XD.view(*batch.tokens_BT.shape, -1)
+        Raises:
+            ValueError: a batch with documents that no cache was made from; a damaged file.
+        """
+        cache, positions_R, rows_R = look_up(self._caches, batch)
+        device = batch.tokens_BT.device
+        column = cache.columns["hidden"]
+        # pinned memory is copied to a GPU while the processor goes on; torch keeps it until that is done
+        rows_RD = torch.empty(len(rows_R), *column.shape, dtype=column.dtype, pin_memory=device.type == "cuda")
+        cache.gather(rows_R, {"hidden": rows_RD})
+        hidden_XD = torch.zeros(batch.tokens_BT.numel(), *column.shape, dtype=column.dtype, device=device)
+        hidden_XD[torch.from_numpy(positions_R).to(device)] = rows_RD.to(device, non_blocking=True)
+        return hidden_XD.view(*batch.tokens_BT.shape, -1)
 
 
 class HiddenRows:
@@ -145,20 +127,18 @@ class HiddenRows:
             self._refuse(batch, positions_R, hidden_RD, kept_RD)
         yield {"hidden": kept_RD}
 
-    def _refuse(self, batch: Batch, positions_R: Tensor, hidden_RD: Tensor, kept_RD: Tensor) -> None:
+    def _refuse(self, batch: Batch, positions_R: Tensor, hidden_RD: Tensor, kept_RD: Tensor) -> NoReturn:
         row = int((~kept_RD.isfinite()).any(1).nonzero()[0])
         position, document = (
             int(tensor.flatten()[positions_R[row]]) for tensor in (batch.positions_BT, batch.documents_BT)
         )
         where = f"the hidden state at token {position} of document {document}"
         if not bool(hidden_RD[row].isfinite().all()):
-            was = str(hidden_RD.dtype).removeprefix("torch.")
             raise ValueError(
-                f"{where} is not finite in the target itself, which computes in {was}: set `target_dtype` to bfloat16 "
-                "or float32"
+                f"{where} is not finite in the target itself ({hidden_RD.dtype}): set `target_dtype` to bfloat16 or "
+                "float32"
             )
-        name, most = str(self._dtype).removeprefix("torch."), torch.finfo(self._dtype).max
         raise ValueError(
-            f"{where} reaches {float(hidden_RD[row].abs().max()):.3g}, and {name} holds at most {most:.3g}: set "
-            "`hidden.dtype` to bfloat16 or float32"
+            f"{where} reaches {float(hidden_RD[row].abs().max()):.3g}, and {self._dtype} holds at most "
+            f"{torch.finfo(self._dtype).max:.3g}: set `hidden.dtype` to bfloat16 or float32"
         )

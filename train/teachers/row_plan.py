@@ -1,4 +1,4 @@
-"""Which positions of prepared data a cache has rows for, and where each will lie; see `row_cache`.
+"""Which positions of prepared data a cache has rows for, and where each row lies; see `row_cache`.
 
 Letters: B batch (blocks), T tokens, X = B · T flattened positions, N documents of a batch, D documents of the data.
 """
@@ -20,13 +20,6 @@ from ...data.blocks.prepared import PreparedData
 
 SHARD_BYTES = 64 << 20  # what a killed writer may lose
 _SCANNED_BLOCKS = 128
-_STORED = {
-    torch.uint16: np.uint16,
-    torch.int32: np.int32,
-    torch.float16: np.float16,
-    torch.bfloat16: np.uint16,  # as bits: numpy has no such type
-    torch.float32: np.float32,
-}
 
 
 class Column(NamedTuple):
@@ -36,21 +29,16 @@ class Column(NamedTuple):
     dtype: torch.dtype
 
     @property
-    def stored(self) -> np.dtype[Any]:
-        """The type as numpy has it; bfloat16 as its bits."""
-        return np.dtype(_STORED[self.dtype])
-
-    @property
     def row_bytes(self) -> int:
-        return int(np.prod(self.shape, dtype=np.int64)) * self.stored.itemsize
+        return int(np.prod(self.shape, dtype=np.int64)) * self.dtype.itemsize
 
 
 @dataclass(frozen=True)
 class Source(ABC):
     """What a cache is made from and holds; two caches with the same `key` hold the same.
 
-    `target` is where the target lies (only told, not compared), `fingerprint` and `data` say which model and which
-    prepared data it is (`train.state.data_fingerprint`).
+    `target` is where the target lies (shown, not compared), `fingerprint` and `data` say which model and which prepared
+    data it is (`loop.checkpoints.data_fingerprint`).
     """
 
     target: str
@@ -81,16 +69,14 @@ class Source(ABC):
         return {name: value for name, value in asdict(self).items() if name != "target"}
 
     def differences(self, wanted: Source, names: Sequence[str] = ()) -> list[str]:
-        """In what a cache of this differs from the one that is wanted, with both sides; looks at `names`, or at all."""
+        """How a cache of this differs from the wanted one, with both sides; compares `names`, or everything."""
         mine, theirs = self.identity(), wanted.identity()
-        shown = {"fingerprint": "target"}
-        told = {"fingerprint": (f" ({self.target})", f" ({wanted.target})")}
         found = []
         for name in (name for name in names or mine if mine[name] != theirs[name]):
-            here, there = told.get(name, ("", ""))
-            found.append(
-                f"{shown.get(name, name)} is {str(mine[name])[:16]}{here} there, {str(theirs[name])[:16]}{there} here"
-            )
+            here, there = str(mine[name])[:16], str(theirs[name])[:16]
+            if name == "fingerprint":
+                name, here, there = "target", f"{here} ({self.target})", f"{there} ({wanted.target})"
+            found.append(f"{name} is {here} there, {there} here")
         return found
 
 
@@ -127,26 +113,21 @@ class CachePlan:
 
     @classmethod
     def of(cls, data: PreparedData, source: Source, size: int, shard_bytes: int | None = None) -> CachePlan:
-        """Look through the data once; `shard_bytes` is the size of a file (None: `SHARD_BYTES`).
-
-        Raises:
-            ValueError: what `source.columns` raises.
-        """
+        """Look through the data once; `shard_bytes` is the size of a file (None: `SHARD_BYTES`)."""
         columns = source.columns(size)
-        documents, rows, checks, by_block = [], [], [], []
-        for start in range(0, data.blocks, _SCANNED_BLOCKS):
-            spans = spans_of(data.batch(range(start, min(start + _SCANNED_BLOCKS, data.blocks))), source.reach)
-            documents.append(spans.number_N)
-            rows.append(spans.rows_N)
-            checks.append(spans.check_N)
-            by_block.append(spans.kept_X.reshape(spans.blocks, -1).sum(1))
-        number_N, rows_N = np.concatenate(documents), np.concatenate(rows)
+        starts = range(0, data.blocks, _SCANNED_BLOCKS)
+        batches = (data.batch(range(start, min(start + _SCANNED_BLOCKS, data.blocks))) for start in starts)
+        spans = [spans_of(batch, source.reach) for batch in batches]
+        number_N, rows_N, check_N = (
+            np.concatenate([getattr(each, name) for each in spans]) for name in ("number_N", "rows_N", "check_N")
+        )
         first_row_D = np.zeros(number_N.max() + 1, dtype=np.int64)
         check_D = np.zeros(number_N.max() + 1, dtype=np.uint64)
         first_row_D[number_N] = np.cumsum(rows_N) - rows_N
-        check_D[number_N] = np.concatenate(checks)
+        check_D[number_N] = check_N
         most = max(1, (shard_bytes or SHARD_BYTES) // sum(column.row_bytes for column in columns.values()))
-        shards = tuple(_shards(np.concatenate(by_block), most))
+        rows_of_block = np.concatenate([each.kept_X.reshape(each.blocks, -1).sum(1) for each in spans])
+        shards = tuple(_shards(rows_of_block, most))
         return cls(columns, size, source.reach, int(rows_N.sum()), first_row_D, check_D, shards)
 
     @property
@@ -203,6 +184,7 @@ class Spans:
 
 
 def spans_of(batch: Batch, reach: int) -> Spans:
+    """The documents of a batch; tokens, positions and what is trained make the hash."""
     kept_X = kept_positions(batch, reach)
     tokens_X, positions_X, documents_X = (
         tensor.cpu().numpy().reshape(-1) for tensor in (batch.tokens_BT, batch.positions_BT, batch.documents_BT)
@@ -215,6 +197,5 @@ def spans_of(batch: Batch, reach: int) -> Spans:
     mixed_X ^= mixed_X >> np.uint64(32)
     real = documents_X[starts] >= 0
     rows_N = np.add.reduceat(kept_X.astype(np.int64), starts)[real]
-    return Spans(
-        len(batch.tokens_BT), kept_X, documents_X[starts][real], rows_N, np.add.reduceat(mixed_X, starts)[real]
-    )
+    check_N = np.add.reduceat(mixed_X, starts)[real]
+    return Spans(len(batch.tokens_BT), kept_X, documents_X[starts][real], rows_N, check_N)

@@ -6,23 +6,22 @@ Letters: R positions of a batch that have a row, C some of them.
 from __future__ import annotations
 
 import fcntl
-import hashlib
 import json
 import os
-from collections.abc import Callable, Iterable, Iterator, Mapping
+import shutil
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
 from dataclasses import asdict
 from pathlib import Path
-from typing import Any
 
 import torch
 from safetensors.torch import save
 from torch import Tensor
 
-from ...checkpoints.storage.atomic import atomic_file, sync
+from ...checkpoints.storage.atomic import atomic_file, atomic_text, sync
 from ...data.blocks.packing import Batch
 from ...data.blocks.prepared import PreparedData
-from .row_cache import DOCUMENTS, SCHEMA, map_safetensors, stamp, stamps
+from .row_cache import DOCUMENTS, SCHEMA, shapes_in, stamp
 from .row_plan import CachePlan, Shard, Source, kept_positions
 
 MakeRows = Callable[[Batch, Tensor], Iterator[dict[str, Tensor]]]
@@ -30,30 +29,18 @@ MakeRows = Callable[[Batch, Tensor], Iterator[dict[str, Tensor]]]
 
 
 class CacheWriter:
-    """Writes a cache file by file; what is whole stays when it is killed, and is gone on from.
+    """Writes a cache file by file; whole files stay when it is killed, and the next writer resumes from them.
 
-    The folder appears when all is there and has been read back. Several processes may each write some of the shards.
-    `known` are stamps of files by their names that were just found to be right, and need not be read again.
+    The folder appears when everything is there. Several processes may each write some of the shards.
     """
 
-    def __init__(
-        self,
-        folder: Path,
-        source: Source,
-        data: PreparedData,
-        plan: CachePlan,
-        known: Mapping[str, dict[str, Any]] | None = None,
-    ) -> None:
-        self.folder = folder
-        self.source = source
-        self.data = data
-        self.plan = plan
+    def __init__(self, folder: Path, source: Source, data: PreparedData, plan: CachePlan) -> None:
+        self.folder, self.source, self.data, self.plan = folder, source, data, plan
         self.unfinished = unfinished(folder)
-        self._known = dict(known or {})
 
     @contextmanager
     def locked(self) -> Iterator[None]:
-        """Keep others from writing the same; enter it in one process, and remove what a killed one has left half done.
+        """Keep others from writing the same (to be entered in one process); removes a killed writer's half files.
 
         Raises:
             ValueError: another process is at it, or the folder holds other files.
@@ -75,15 +62,7 @@ class CacheWriter:
 
     def missing(self) -> list[Shard]:
         """Files that are not there yet, or not of the planned form."""
-        return [shard for shard in self.plan.shards if not self._whole(shard)]
-
-    def rows(self, make_rows: MakeRows, first: int, end: int, device: torch.device) -> Iterator[dict[str, Tensor]]:
-        """Run the target over the blocks `first` … `end` − 1 in one batch; rows in the machine's memory."""
-        batch = self.data.batch(range(first, end))
-        positions_R = torch.from_numpy(kept_positions(batch, self.plan.reach)).nonzero()[:, 0]
-        if len(positions_R):
-            for piece in make_rows(batch.to(device), positions_R.to(device)):
-                yield {name: rows.cpu() for name, rows in piece.items()}
+        return [shard for shard in self.plan.shards if not self._is_written(shard)]
 
     def write(
         self,
@@ -100,38 +79,40 @@ class CacheWriter:
         """
         columns = self.plan.columns
         file = {name: torch.empty(shape, dtype=columns[name].dtype) for name, shape in shard.shapes(columns).items()}
-        at = 0
+        written = 0
         for first in range(shard.first_block, shard.end_block, batch_blocks):
             if stopping():
                 return False
-            before = at
-            for piece in self.rows(make_rows, first, min(first + batch_blocks, shard.end_block), device):
-                count = len(next(iter(piece.values())))
+            batch = self.data.batch(range(first, min(first + batch_blocks, shard.end_block)))
+            positions_R = torch.from_numpy(kept_positions(batch, self.plan.reach)).nonzero()[:, 0]
+            if not len(positions_R):
+                continue
+            end = written
+            for piece in make_rows(batch.to(device), positions_R.to(device)):
+                start, end = end, end + len(next(iter(piece.values())))
                 for name, rows in piece.items():
-                    file[name][at : at + count] = rows
-                at += count
-            progress(at - before)
-        assert at == shard.rows, (at, shard)
-        content = save(file)
-        path = self.unfinished / shard.name
-        _write_whole(path.with_suffix(".sha256"), _sum_line(hashlib.sha256(content).hexdigest(), path))
-        _write_whole(path, content)
+                    file[name][start:end] = rows.cpu()
+            progress(end - written)
+            written = end
+        assert written == shard.rows, (written, shard)
+        with atomic_file(self.unfinished / shard.name) as out:
+            out.write(save(file))
         return True
 
     def finish(self, progress: Callable[[int, int], object] = lambda done, total: None) -> None:
-        """Read every file back, compare it with what was written, and put the folder in its place.
-
-        Raises:
-            ValueError: files are not what was written; they are deleted, so that writing goes on with them.
-        """
+        """Hash every file, write the manifest, and move the folder to its final path."""
         assert not self.missing(), "files of other processes are missing"
-        self._remove_strangers()
-        files = self._read_back(progress)
+        names = [*(shard.name for shard in self.plan.shards), DOCUMENTS]
+        for path in self.unfinished.iterdir():
+            if path.name not in names:
+                path.unlink()
         documents = {"first_row": self.plan.first_row_D, "check": self.plan.check_D}
-        _write_whole(
-            self.unfinished / DOCUMENTS, save({name: torch.from_numpy(array) for name, array in documents.items()})
-        )
-        files[DOCUMENTS] = stamp(self.unfinished / DOCUMENTS)
+        with atomic_file(self.unfinished / DOCUMENTS) as out:
+            out.write(save({name: torch.from_numpy(array) for name, array in documents.items()}))
+        files = {}
+        for name in names:
+            files[name] = stamp(self.unfinished / name)
+            progress(len(files), len(names))
         manifest = {
             "schema": SCHEMA,
             "source": asdict(self.source),
@@ -141,43 +122,13 @@ class CacheWriter:
             "shards": [asdict(shard) for shard in self.plan.shards],
             "files": files,
         }
-        _write_whole(self.unfinished / self.source.manifest, (json.dumps(manifest, indent=2) + "\n").encode())
+        atomic_text(self.unfinished / self.source.manifest, json.dumps(manifest, indent=2) + "\n")
         self.unfinished.rename(self.folder)
         sync(self.folder.parent)
 
-    def _read_back(self, progress: Callable[[int, int], object]) -> dict[str, dict[str, Any]]:
-        """Stamps of all shards by name, compared with the sums beside them."""
-        paths = [self.unfinished / shard.name for shard in self.plan.shards]
-        sums = [path.with_suffix(".sha256").read_text(encoding="utf-8").split()[0] for path in paths]
-        known = {path.name: self._known.get(path.name, {}) for path in paths}
-        # one that was written again since it was known has another sum beside it
-        unsure = [path for path, written in zip(paths, sums, strict=True) if known[path.name].get("sha256") != written]
-        files = known | stamps(unsure, progress)
-        wrong = [path for path, written in zip(paths, sums, strict=True) if files[path.name]["sha256"] != written]
-        for path in wrong:
-            path.unlink()
-        if wrong:
-            names = ", ".join(map(str, wrong))
-            verb = "is" if len(wrong) == 1 else "are"
-            raise ValueError(f"{names} {verb} not what was written there; the same command writes it again")
-        return files
-
-    def _whole(self, shard: Shard) -> bool:
+    def _is_written(self, shard: Shard) -> bool:
         path = self.unfinished / shard.name
-        if not (path.is_file() and path.with_suffix(".sha256").is_file()):
-            return False
-        try:
-            arrays = map_safetensors(path)
-        except ValueError:
-            return False
-        return {name: array.shape for name, array in arrays.items()} == shard.shapes(self.plan.columns)
-
-    def _remove_strangers(self) -> None:
-        ours = {shard.name for shard in self.plan.shards}
-        ours |= {str(Path(name).with_suffix(".sha256")) for name in ours}
-        for path in self.unfinished.iterdir():
-            if path.name not in ours:
-                path.unlink()
+        return path.is_file() and shapes_in(path) == shard.shapes(self.plan.columns)
 
 
 def unfinished(folder: Path) -> Path:
@@ -185,34 +136,13 @@ def unfinished(folder: Path) -> Path:
     return folder.with_name(f".{folder.name}.unfinished")
 
 
-def set_aside(folder: Path, damaged: Iterable[str], known: Mapping[str, dict[str, Any]]) -> None:
-    """Make of a finished cache one that is being written and lacks `damaged`; nothing else in it is touched.
+def discard_damaged(folder: Path, damaged: Iterable[str]) -> None:
+    """Turn a finished cache into an unfinished one without these files: a `CacheWriter` then writes them again.
 
-    `known` are the stamps of the files that are right, whose sums beside them are written anew where they are not.
-    Killed anywhere in between, it leaves a finished cache without some files, or one that is being written.
-
-    Raises:
-        ValueError: one that is being written lies there as well.
+    Killed in between, it leaves a finished cache that lacks files, which nothing reads.
     """
-    aside = unfinished(folder)
-    if aside.exists() and any(aside.iterdir()):
-        raise ValueError(f"{folder} is damaged, and {aside} is another one, half written: delete either")
     for name in damaged:
-        for path in (folder / name, (folder / name).with_suffix(".sha256")):
-            path.unlink(missing_ok=True)
-    for name, written in known.items():
-        path = (folder / name).with_suffix(".sha256")
-        line = _sum_line(written["sha256"], folder / name)
-        if name != DOCUMENTS and (not path.is_file() or path.read_bytes() != line):
-            _write_whole(path, line)
-    folder.rename(aside)
+        (folder / name).unlink(missing_ok=True)
+    shutil.rmtree(unfinished(folder), ignore_errors=True)
+    folder.rename(unfinished(folder))
     sync(folder.parent)
-
-
-def _sum_line(sha256: str, path: Path) -> bytes:
-    return f"{sha256}  {path.name}\n".encode()
-
-
-def _write_whole(path: Path, content: bytes) -> None:
-    with atomic_file(path) as out:
-        out.write(content)

@@ -10,7 +10,6 @@ from importlib.util import find_spec
 from pathlib import Path
 from typing import Any, Protocol
 
-import numpy as np
 import torch
 from transformers import AutoConfig, AutoModelForCausalLM, AutoModelForSeq2SeqLM, BitsAndBytesConfig
 
@@ -105,8 +104,8 @@ class CachedTeacher:
         positions = torch.from_numpy(positions_R).to(device)
         ids_XK = torch.arange(self.top_k, device=device).repeat(batch.tokens_BT.numel(), 1)
         log_probs_XK = torch.zeros(ids_XK.shape, device=device)
-        ids_XK[positions] = torch.from_numpy(ids_RK.astype(np.int64)).to(device)
-        log_probs_XK[positions] = torch.from_numpy(log_probs_RK).to(device).float()
+        ids_XK[positions] = ids_RK.to(device)
+        log_probs_XK[positions] = log_probs_RK.to(device)
         return SparseTeacher(ids_XK, log_probs_XK)
 
 

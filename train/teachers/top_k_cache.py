@@ -77,24 +77,20 @@ class TeacherCache(RowCache):
         """How much of the target's probability the tokens that were kept hold, on average over the positions."""
         rest = 0.0
         for start in range(0, self.rows, _SUMMED_ROWS):
-            log_rest_R = np.empty(min(_SUMMED_ROWS, self.rows - start), dtype=np.float16)
+            log_rest_R = torch.empty(min(_SUMMED_ROWS, self.rows - start), dtype=torch.float16)
             self.gather(np.arange(start, start + len(log_rest_R)), {"log_rest": log_rest_R})
-            rest += float(np.exp(log_rest_R, dtype=np.float64).sum())
+            rest += float(log_rest_R.double().exp().sum())
         return 1.0 - rest / max(1, self.rows)
 
-    def read(self, rows_R: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
-        """Ids (as stored) and float32 log-probabilities of these rows, both [R, K].
-
-        Raises:
-            ValueError: what `gather` raises.
-        """
-        rows = {name: np.empty((len(rows_R), *c.shape), dtype=c.stored) for name, c in self.columns.items()}
+    def read(self, rows_R: np.ndarray) -> tuple[Tensor, Tensor]:
+        """Ids int64 and float32 log-probabilities of these rows, both [R, K]; raises what `gather` raises."""
+        rows = {name: torch.empty(len(rows_R), *c.shape, dtype=c.dtype) for name, c in self.columns.items()}
         self.gather(rows_R, rows)
-        log_probs_RK = rows["log_probs"].astype(np.float32)
+        log_probs_RK = rows["log_probs"].float().numpy()
         sum_R = np.exp(log_probs_RK).sum(1, dtype=np.float64)
-        kept_R = 1 - np.exp(rows["log_rest"].astype(np.float32), dtype=np.float64)
+        kept_R = 1 - np.exp(rows["log_rest"].float().numpy(), dtype=np.float64)
         log_probs_RK += np.log(kept_R / sum_R)[:, None].astype(np.float32)
-        return rows["ids"], log_probs_RK
+        return rows["ids"].long(), torch.from_numpy(log_probs_RK)
 
 
 class TopRows:
@@ -104,11 +100,7 @@ class TopRows:
         self._run, self._top_k = run, top_k
 
     def __call__(self, batch: Batch, positions_R: Tensor) -> Iterator[dict[str, Tensor]]:
-        """Ids, log-probabilities and the logarithm of what the others have, chunk by chunk.
-
-        Raises:
-            ValueError: what `top_log_probs` raises.
-        """
+        """Ids, log-probabilities and the logarithm of what the others have, chunk by chunk; see `top_log_probs`."""
         for ids_CK, log_probs_CK in top_log_probs(self._run(batch), positions_R, self._top_k):
             rest_C = (1 - log_probs_CK.double().exp().sum(1)).clamp(min=0)
             yield {"ids": ids_CK, "log_probs": log_probs_CK.half(), "log_rest": rest_C.log().half()}

@@ -1,7 +1,7 @@
 """`draftsmith train --plan`: what a training recipe will need of memory, disk and time, and whether there is as much.
 
-Memory is reckoned from configurations alone, so that a recipe that cannot fit is refused before anything is loaded; the
-rest is measured on a few real steps, which leave nothing behind but the prepared data in its cache.
+Memory is estimated from configurations alone, so that a recipe that cannot fit is refused before anything is loaded;
+the rest is measured on a few real steps, which leave nothing behind but the prepared data in its cache.
 """
 
 from __future__ import annotations
@@ -10,7 +10,7 @@ import os
 import shutil
 import tempfile
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
@@ -21,21 +21,21 @@ from ....data.tokenizers import load_tokenizer
 from ....train.loop.fit import FitConfig, Task
 from ....train.parallel.accelerate import make_accelerator
 from ....train.parallel.processes import on_main, together
-from ....train.plan.memory import Demand, ModelSize, Part, checkpoint_bytes, peak, plan_memory
+from ....train.plan.memory import Demand, Launch, Part, checkpoint_bytes, peak, plan_memory
 from ....train.plan.probe import MemoryWatch, Probe, free_bytes, held_bytes, probe
 from ....train.tasks.heads import HeadsModule
 from ...assemble.artifact import check_out, fit_config, prepare_once, state_folder
 from ...assemble.data import Prepared
 from ...assemble.drafter import drafter_parts
 from ...assemble.heads import heads_parts
-from ...assemble.outlines import Outline, outline_of
-from ...assemble.teacher import NoCacheError, hidden_bytes, open_cache, open_hidden, teacher_bytes
+from ...assemble.sizes import RecipeSize, size_of
+from ...assemble.teacher import NoCacheError, cache_bytes, open_cache, open_hidden
 from ...schema.training import DrafterRecipe, HeadsRecipe, TableRecipe
 from ...session.launch import agreed
 from ...session.terminal import console, duration, gigabytes, log
 
 _SMALL_FILES = 32 << 10  # manifests, the recipe, the loop's random numbers
-_TENSOR_HEADER = 120  # bytes of a safetensors header per tensor
+_ACCELERATE = "recipes/launch/accelerate/"
 
 
 @dataclass(frozen=True)
@@ -61,11 +61,11 @@ class Plan:
     target_parameters: int
     """0: no target lies in memory."""
     memory: tuple[Part, ...]
-    """By purpose, reckoned."""
+    """By purpose, estimated."""
     process_bytes: int
     """What the process itself holds, with its libraries."""
     needed_bytes: int
-    """Of memory, beyond that: measured where there was a probe and it took more than was reckoned of what it ran."""
+    """Of memory, beyond that: measured where there was a probe and it took more than was estimated."""
     measured_bytes: int | None
     """What the probe held at most, beyond the process itself."""
     free_bytes: int
@@ -103,30 +103,30 @@ def plan_recipe(recipe: DrafterRecipe | HeadsRecipe | TableRecipe) -> Plan:
     accelerator = agreed(partial(_accelerator, recipe))
     assert not isinstance(recipe, TableRecipe)
     on_main(accelerator, partial(check_out, Path(recipe.out), recipe))
-    outline = together(accelerator, partial(outline_of, recipe, accelerator))
-    free = _agreed(accelerator, free_bytes(accelerator.device))
+    size = together(accelerator, partial(size_of, recipe, accelerator))
+    free = _least(accelerator, free_bytes(accelerator.device))
     base = held_bytes(accelerator.device)
-    together(accelerator, partial(_check_memory, recipe, outline, free))
+    together(accelerator, partial(_check_memory, recipe, size, free))
     tokenizer = together(accelerator, partial(load_tokenizer, recipe.tokenizer_source))
     prepared = prepare_once(recipe, tokenizer, accelerator)
     measured = bool(recipe.measure.prompts) and recipe.target is not None
     config = together(accelerator, partial(fit_config, recipe, prepared, measured))
-    disk, notes = together(accelerator, partial(_disk, recipe, outline, config, prepared, tokenizer))
+    disk, notes = together(accelerator, partial(_disk, recipe, size, config, prepared, tokenizer))
     on_main(accelerator, partial(_check_disk, disk, config))
     found, share = None, 1.0
     if notes:
         notes = [*notes, "no probe without it, hence no time and no measured memory"]
     else:
-        found, share, task = _probe(recipe, config, prepared, tokenizer, accelerator, outline, free)
+        found, share, task = _probe(recipe, config, prepared, tokenizer, accelerator, size, free)
         if isinstance(recipe, HeadsRecipe):
             notes = [*notes, *_hidden_notes(recipe, config, prepared, found, task, accelerator)]
-    parts, blocks, demand = plan_memory(outline.demand), prepared.train.blocks, outline.demand
-    sharded = f"ZeRO {demand.launch.zero_stage}" if demand.launch.zero_stage else accelerator.distributed_type.value
+    demand, blocks = size.demand, prepared.train.blocks
+    parts = plan_memory(demand)
     return Plan(
         kind=recipe.kind,
         device=accelerator.device.type,
         processes=accelerator.num_processes,
-        launch=sharded,
+        launch=f"ZeRO {demand.launch.zero_stage}" if demand.launch.zero_stage else accelerator.distributed_type.value,
         parameters=demand.model.parameters,
         trained_parameters=demand.model.trained,
         target_parameters=demand.target.parameters if demand.target else 0,
@@ -137,7 +137,7 @@ def plan_recipe(recipe: DrafterRecipe | HeadsRecipe | TableRecipe) -> Plan:
         free_bytes=free[0],
         free_where=free[1],
         disk=tuple(disk),
-        checkpoint_bytes=_checkpoint(outline),
+        checkpoint_bytes=_checkpoint(size),
         artifact_bytes=next(part.size_bytes for part in disk if part.name == "artifact"),
         steps=config.steps,
         tokens=_tokens(config, prepared, found),
@@ -179,13 +179,17 @@ def _rows(plan: Plan) -> Iterator[tuple[str, str, str]]:
         where += ", in the machine's memory" if part.place == "host" and plan.device != "cpu" else ""
         yield f"  {part.name}", gigabytes(part.size), where.removeprefix(", ")
     yield "  the process itself", gigabytes(plan.process_bytes), "libraries; held already"
-    measured = "reckoned"
+    measured = "estimated"
     if plan.measured_bytes is not None:
         measured += f"; the probe held {gigabytes(plan.measured_bytes)} (measured)"
     yield "memory at most", gigabytes(plan.needed_bytes), f"{measured}; {gigabytes(plan.free_bytes)} {plan.free_where}"
     for disk in plan.disk:
         yield f"  {disk.name}", gigabytes(disk.size_bytes), str(disk.folder)
-    yield "disk", gigabytes(sum(part.size_bytes for part in plan.disk)), f"{gigabytes(_free_disk(plan))} free"
+    yield (
+        "disk",
+        gigabytes(sum(part.size_bytes for part in plan.disk)),
+        f"{gigabytes(_free_disk(plan.disk[0].folder))} free",
+    )
     epochs = "streamed" if plan.epochs is None else f"{plan.epochs:.2f} epochs"
     yield "steps", f"{plan.steps:,}", f"{plan.tokens:,} tokens, {epochs}"
     if plan.seconds is not None:
@@ -215,7 +219,7 @@ def _tokens(config: FitConfig, prepared: Prepared, found: Probe | None) -> int:
     return round(each * config.steps)
 
 
-def _agreed(accelerator: Any, free: tuple[int, str]) -> tuple[int, str]:
+def _least(accelerator: Any, free: tuple[int, str]) -> tuple[int, str]:
     """The least free memory of all processes; a machine's memory is shared by those on it."""
     import torch
 
@@ -229,41 +233,25 @@ def _agreed(accelerator: Any, free: tuple[int, str]) -> tuple[int, str]:
     return size, where
 
 
-def _check_memory(recipe: Any, outline: Outline, free: tuple[int, str]) -> None:
+def _check_memory(recipe: Any, size: RecipeSize, free: tuple[int, str]) -> None:
     """Raises ValueError where the recipe needs more than there is, with the nearest setting that does not."""
-    needed = _lacking(outline.demand, free[0])
-    if needed is None:
-        return
-    what, size, there, where = needed
-    where = where or free[1]
-    raise ValueError(
-        f"{recipe.out}: training needs {gigabytes(size)} of {what} in each process, and {gigabytes(there)} are "
-        f"{where} ({_largest(outline.demand)}). {nearest_memory(recipe, outline, free[0])}"
-    )
+    parts = plan_memory(size.demand)
+    needed = peak(parts, size.demand.launch.device)
+    if needed > free[0]:
+        largest = sorted(parts, key=lambda part: -part.size)[:3]
+        raise ValueError(
+            f"{recipe.out}: training needs {gigabytes(needed)} of memory in each process, and {gigabytes(free[0])} are "
+            f"{free[1]} ({', '.join(f'{part.name} {gigabytes(part.size)}' for part in largest)}). "
+            f"{_nearest_memory(size, free[0])}"
+        )
 
 
-def _lacking(demand: Demand, free: int) -> tuple[str, int, int, str] | None:
-    """What there is too little of: its name, bytes needed, bytes there, and where ("": as the caller knows)."""
-    import torch
-
-    parts, device = plan_memory(demand), demand.launch.device
-    needed = peak(parts, device)
-    if needed > free:
-        return "memory", needed, free, ""
-    if device != "cpu":
-        size, where = free_bytes(torch.device("cpu"))
-        host, there = peak(parts, device, "host"), size // demand.launch.local_processes
-        if host > there:
-            return "the machine's memory", host, there, f"{where} for each of {demand.launch.local_processes} processes"
-    return None
-
-
-def nearest_memory(recipe: Any, outline: Outline, free: int) -> str:
+def _nearest_memory(size: RecipeSize, free: int) -> str:
     """The smallest change to a recipe, or to how it is launched, with which it fits."""
     smallest: tuple[int, str] | None = None
-    for change, demand in _smaller(recipe, outline):
+    for change, demand in _smaller(size):
         needed = peak(plan_memory(demand), demand.launch.device)
-        if _lacking(demand, free) is None:
+        if needed <= free:
             return f"The nearest setting that fits: {change} ({gigabytes(needed)})"
         if smallest is None or needed < smallest[0]:
             smallest = needed, change
@@ -271,74 +259,64 @@ def nearest_memory(recipe: Any, outline: Outline, free: int) -> str:
     return f"No setting of this recipe fits; {smallest[1]} would need {gigabytes(smallest[0])}: take a smaller model"
 
 
-def _smaller(recipe: Any, outline: Outline) -> Iterator[tuple[str, Demand]]:
+def _smaller(size: RecipeSize) -> Iterator[tuple[str, Demand]]:
     """Settings that need less, the least change first."""
-    demand = outline.demand
+    demand = size.demand
     share = demand.global_batch // demand.launch.processes
-    sizes = [size for size in range(demand.micro_batch, 0, -1) if share % size == 0]
     stages: list[tuple[str, Demand]] = [("", demand)]
     if not demand.checkpointing and (not demand.heads or demand.target is None):
         stages.append(("train.gradient_checkpointing=true", replace(demand, checkpointing=True)))
-    last = stages[-1]
-    if outline.cached is not None:
-        stages.append((f"{last[0]} teacher.cache=FOLDER teacher.top_k=50 measure.prompts=0", outline.cached(last[1])))
-    if not demand.heads and demand.model.item > 2 and not demand.launch.zero_stage:
-        half = replace(last[1], model=_halved(demand.model))
-        stages.append((f"{last[0]} model.dtype=bfloat16", half))
-    for name, launch in outline.launches:
-        stages.append((f"{last[0]} and `accelerate launch --config_file {name}`", replace(last[1], launch=launch)))
+    words, least = stages[-1]
+    if size.may_cache:
+        without = replace(least, target=None, taught=False, decodes=False)
+        stages.append((f"{words} teacher.cache=FOLDER teacher.top_k=50 measure.prompts=0", without))
+    for name, launch in _launches(demand.launch):
+        stages.append((f"{words} and `accelerate launch --config_file {name}`", replace(least, launch=launch)))
     for words, changed in stages:
-        for size in sizes:
-            micro = "" if size == demand.micro_batch else f"train.micro_batch={size}"
-            told = " ".join(f"{micro} {words}".split()).removeprefix("and ")
-            yield told or "as it is", replace(changed, micro_batch=size)
+        for micro_batch in range(demand.micro_batch, 0, -1):
+            if share % micro_batch == 0:
+                micro = "" if micro_batch == demand.micro_batch else f"train.micro_batch={micro_batch}"
+                change = " ".join(f"{micro} {words}".split()).removeprefix("and ")
+                yield change or "as it is", replace(changed, micro_batch=micro_batch)
 
 
-def _halved(model: ModelSize) -> ModelSize:
-    return replace(
-        model,
-        weights=model.weights * 2 // model.item,
-        trained_weights=model.trained_weights * 2 // model.item,
-        in_heap=model.in_heap * 2 // model.item,
-        item=2,
-    )
-
-
-def _largest(demand: Demand) -> str:
-    parts = sorted(plan_memory(demand), key=lambda part: -part.size)
-    return ", ".join(f"{part.name} {gigabytes(part.size)}" for part in parts[:3])
+def _launches(launch: Launch) -> Iterator[tuple[str, Launch]]:
+    """Settings of accelerate with which the same processes hold less; on processors one machine holds it all anyway."""
+    if launch.processes > 1:
+        for stage in range(launch.zero_stage + 1, 4):
+            sharded = replace(launch, zero_stage=stage, offload_optimizer=False, offload_weights=False)
+            yield f"{_ACCELERATE}zero{stage}.yaml --num_processes {launch.processes}", sharded
+    if launch.device != "cpu" and not launch.offload_weights:
+        offloaded = replace(launch, zero_stage=3, offload_optimizer=True, offload_weights=True)
+        yield f"{_ACCELERATE}zero3-offload.yaml --num_processes {launch.processes}", offloaded
 
 
 def _disk(
-    recipe: Any, outline: Outline, config: FitConfig, prepared: Prepared, tokenizer: Any
+    recipe: Any, size: RecipeSize, config: FitConfig, prepared: Prepared, tokenizer: Any
 ) -> tuple[list[DiskPart], list[str]]:
     """What the run will write, and why it could not begin as it is."""
     out = Path(recipe.out)
     with tempfile.TemporaryDirectory() as scratch:
         if recipe.kind == "drafter" or recipe.base is not None:
             tokenizer.save_pretrained(scratch)
-        files = _size_of(Path(scratch))
-    checkpoints = _kept(config) * _checkpoint(outline) - _size_of(state_folder(out) / "checkpoints")
+        files = _bytes_in(Path(scratch))
+    checkpoints = _kept(config) * _checkpoint(size) - _bytes_in(state_folder(out) / "checkpoints")
     parts = [
         DiskPart("checkpoints", max(0, checkpoints), state_folder(out)),
-        DiskPart("artifact", outline.artifact_bytes + files + _SMALL_FILES, out),
+        DiskPart("artifact", size.artifact_bytes + files + _SMALL_FILES, out),
     ]
-    notes = []
-    if recipe.kind == "heads" and recipe.hidden.cache is not None:
+    name, folder, width = "hidden states", None, size.demand.model.hidden_size
+    if recipe.kind == "heads":
+        folder = recipe.hidden.cache
+    elif recipe.distils:
+        name, folder, width = "teacher's cache", recipe.teacher.cache, size.demand.model.vocab_size
+    if folder is not None:
         try:
-            open_hidden(recipe, prepared)
+            open_hidden(recipe, prepared) if recipe.kind == "heads" else open_cache(recipe, prepared)
         except NoCacheError:
-            size = hidden_bytes(recipe, prepared, outline.demand.model.hidden_size)
-            parts.append(DiskPart("hidden states", size, Path(recipe.hidden.cache)))
-            notes.append("the hidden states are not written yet: `draftsmith prepare` with this recipe and `--teacher`")
-    if recipe.kind == "drafter" and recipe.distils and recipe.teacher.cache is not None:
-        size = _missing_cache(recipe, prepared, outline)
-        if size:
-            parts.append(DiskPart("teacher's cache", size, Path(recipe.teacher.cache)))
-            notes.append(
-                "the teacher's cache is not written yet: `draftsmith prepare` with this recipe and `--teacher`"
-            )
-    return parts, notes
+            parts.append(DiskPart(name, cache_bytes(recipe, prepared, width), Path(folder)))
+            return parts, [f"there is no {name} yet: `draftsmith prepare` with this recipe and `--teacher` writes it"]
+    return parts, []
 
 
 def _kept(config: FitConfig) -> int:
@@ -346,94 +324,73 @@ def _kept(config: FitConfig) -> int:
     saves = {config.steps}
     if config.save_every:
         saves |= set(range(config.save_every, config.steps + 1, config.save_every))
-    best = 0
-    if config.keep_best is not None:
-        best = 1
-        if config.evaluate_every:
-            saves |= set(range(0, config.steps + 1, config.evaluate_every))
-    return min(len(saves), config.keep_checkpoints + 1 + best)
+    if config.keep_best is not None and config.evaluate_every:
+        saves |= set(range(0, config.steps + 1, config.evaluate_every))
+    return min(len(saves), config.keep_checkpoints + 1 + (config.keep_best is not None))
 
 
-def _checkpoint(outline: Outline) -> int:
-    size = checkpoint_bytes(outline.demand.model, outline.stored_weights, outline.demand.launch)
-    return size + outline.tensors * _TENSOR_HEADER + _SMALL_FILES // 2
-
-
-def _missing_cache(recipe: DrafterRecipe, prepared: Prepared, outline: Outline) -> int:
-    try:
-        open_cache(recipe, prepared)
-    except NoCacheError:
-        return teacher_bytes(recipe, prepared, outline.demand.model.vocab_size)
-    return 0
+def _checkpoint(size: RecipeSize) -> int:
+    return checkpoint_bytes(size.demand.model, size.stored_weights, size.demand.launch) + _SMALL_FILES // 2
 
 
 def _check_disk(parts: list[DiskPart], config: FitConfig) -> None:
     """Raises ValueError where a file system has too little room, with the nearest setting that needs less."""
     by_system: dict[int, list[DiskPart]] = {}
     for part in parts:
-        by_system.setdefault(_standing(part.folder).stat().st_dev, []).append(part)
+        by_system.setdefault(_existing(part.folder).stat().st_dev, []).append(part)
     for mine in by_system.values():
-        needed, free = sum(part.size_bytes for part in mine), shutil.disk_usage(_standing(mine[0].folder)).free
+        needed, free = sum(part.size_bytes for part in mine), _free_disk(mine[0].folder)
         if needed <= free:
             continue
-        told = ", ".join(f"{part.name} {gigabytes(part.size_bytes)}" for part in mine)
+        advice = "choose a folder on another disk"
+        written = next((part.size_bytes for part in mine if part.name == "checkpoints"), 0)
+        for keep in range(config.keep_checkpoints - 1, 0, -1):
+            fits = needed - written + written * _kept(replace(config, keep_checkpoints=keep)) // _kept(config)
+            if fits <= free:
+                advice = f"The nearest setting that fits: train.keep_checkpoints={keep} ({gigabytes(fits)})"
+                break
+        shown = ", ".join(f"{part.name} {gigabytes(part.size_bytes)}" for part in mine)
         raise ValueError(
-            f"the run writes {gigabytes(needed)} below {mine[0].folder.parent} ({told}), and {gigabytes(free)} are "
-            f"free there. {_nearest_disk(mine, config, needed, free)}"
+            f"the run writes {gigabytes(needed)} below {mine[0].folder.parent} ({shown}), and {gigabytes(free)} are "
+            f"free there. {advice}"
         )
 
 
-def _nearest_disk(parts: list[DiskPart], config: FitConfig, needed: int, free: int) -> str:
-    written = next((part.size_bytes for part in parts if part.name == "checkpoints"), 0)
-    each = written / _kept(config)
-    choices = [(f"train.keep_checkpoints={keep}", replace(config, keep_checkpoints=keep)) for keep in _below(config)]
-    if config.keep_best is not None:
-        fewest = "train.keep_checkpoints=1 measure.keep=last"
-        choices.append((fewest, replace(config, keep_checkpoints=1, keep_best=None)))
-    for words, changed in choices:
-        fits = needed - written + each * _kept(changed)
-        if fits <= free:
-            return f"The nearest setting that fits: {words} ({gigabytes(round(fits))})"
-    caches = {"teacher's cache": "teacher.cache", "hidden states": "hidden.cache"}
-    setting = next((caches[part.name] for part in parts if part.name in caches and not written), "out")
-    return f"Choose a folder on another disk: {setting}=FOLDER"
+def _free_disk(folder: Path) -> int:
+    return shutil.disk_usage(_existing(folder)).free
 
 
-def _below(config: FitConfig) -> range:
-    return range(config.keep_checkpoints - 1, 0, -1)
-
-
-def _free_disk(plan: Plan) -> int:
-    return shutil.disk_usage(_standing(plan.disk[0].folder)).free
-
-
-def _standing(folder: Path) -> Path:
+def _existing(folder: Path) -> Path:
     """The folder itself or the nearest above it that exists."""
     folder = folder.absolute()
-    return next(place for place in (folder, *folder.parents) if place.exists())
+    return next(path for path in (folder, *folder.parents) if path.exists())
 
 
-def _size_of(folder: Path) -> int:
+def _bytes_in(folder: Path) -> int:
     return sum(path.stat().st_size for path in folder.rglob("*") if path.is_file())
 
 
 def _probe(
-    recipe: Any, config: FitConfig, prepared: Prepared, tokenizer: Any, accelerator: Any, outline: Outline, free: Any
+    recipe: Any, config: FitConfig, prepared: Prepared, tokenizer: Any, accelerator: Any, size: RecipeSize, free: Any
 ) -> tuple[Probe, float, Task]:
-    """Run the recipe's task for a step or two. Returns also the share of an evaluation that was run, and the task."""
+    """Run the recipe's task for a step or two, and a part of its evaluation. Returns also which part, and the task."""
     if accelerator.is_main_process:
         log(f"{recipe.kind}: trying one or two micro batches")
-    small, share = _less_measured(recipe, prepared)
+    section = recipe.measure
+    blocks = min(section.blocks, prepared.heldout.blocks)
+    shares = max(1, section.prompts or blocks)
+    less = section.model_copy(update={"prompts": min(1, section.prompts), "blocks": -(-blocks // shares)})
     watch = MemoryWatch(accelerator.device)
     try:
         parts: Any = drafter_parts if isinstance(recipe, DrafterRecipe) else heads_parts
+        small = recipe.model_copy(update={"measure": less})
         task = together(accelerator, partial(parts, small, tokenizer, prepared, accelerator.device)).task
-        return probe(task, prepared.train, config, accelerator, watch), share, task
+        return probe(task, prepared.train, config, accelerator, watch), 1 / shares, task
     except MemoryError as error:
-        reckoned, there = peak(plan_memory(outline.demand), accelerator.device.type), free[0] * 9 // 10
+        estimated = peak(plan_memory(size.demand), accelerator.device.type)
         raise ValueError(
-            f"out of memory in the probe, though {gigabytes(reckoned)} were reckoned and {gigabytes(free[0])} are "
-            f"{free[1]} ({error}). {nearest_memory(recipe, outline, there)}"
+            f"out of memory in the probe, though {gigabytes(estimated)} were estimated and {gigabytes(free[0])} are "
+            f"{free[1]} ({error}). {_nearest_memory(size, free[0] * 9 // 10)}"
         ) from error
 
 
@@ -449,30 +406,17 @@ def _hidden_notes(
     if recipe.base is not None or recipe.shard_target or not isinstance(prepared.train, PreparedData):
         return
     batch = prepared.train.batch(range(min(micro, prepared.train.blocks))).to(accelerator.device)
-    seconds = min(_seconds_of(lambda: module.frozen_states(batch).flatten()[0].item()) for _ in range(2))
+    started = time.perf_counter()
+    module.frozen_states(batch).flatten()[0].item()
+    seconds = time.perf_counter() - started
     steps = config.global_batch / (micro * accelerator.num_processes)
     share = min(1.0, seconds * steps / found.step_seconds)
     epoch = seconds * prepared.train.blocks / (micro * accelerator.num_processes)
     epochs = config.steps * config.global_batch / max(1, prepared.train.blocks)
-    size = hidden_bytes(recipe, prepared, module.heads.hidden_size)
-    free = shutil.disk_usage(_standing(prepared.folder)).free
+    size = cache_bytes(recipe, prepared, module.heads.hidden_size)
+    free = _free_disk(prepared.folder)
     yield (
         f"the target's forward is {share:.0%} of a step, {duration(epoch * epochs)} of this run's {epochs:.2g} epochs; "
         f"its hidden states on disk (`hidden.cache`, {recipe.hidden.dtype}) would take {gigabytes(size)} "
         f"({gigabytes(free)} free below {prepared.folder}) and {duration(epoch)} to write once"
     )
-
-
-def _seconds_of(work: Callable[[], object]) -> float:
-    started = time.perf_counter()
-    work()
-    return time.perf_counter() - started
-
-
-def _less_measured(recipe: Any, prepared: Prepared) -> tuple[Any, float]:
-    """The recipe with a part of its evaluation, and which part that is."""
-    section = recipe.measure
-    blocks = min(section.blocks, prepared.heldout.blocks)
-    parts = max(1, section.prompts or blocks)
-    changed = section.model_copy(update={"prompts": min(1, section.prompts), "blocks": -(-blocks // parts)})
-    return recipe.model_copy(update={"measure": changed}), 1 / parts

@@ -7,9 +7,9 @@ import os
 import re
 import shutil
 import signal
-import socket
 import subprocess
 import sys
+import time
 from collections import namedtuple
 from collections.abc import Callable
 from pathlib import Path
@@ -24,11 +24,10 @@ from draftsmith.decode.models.loading import load_model
 from draftsmith.recipes.assemble.data import Prepared, prepare_data
 from draftsmith.recipes.assemble.teacher import (
     NoCacheError,
-    hidden_bytes,
+    cache_bytes,
     open_cache,
     open_hidden,
     prepare_teacher,
-    teacher_bytes,
 )
 from draftsmith.recipes.commands.training.train import run_train
 from draftsmith.recipes.schema.loading import load_recipe
@@ -42,8 +41,8 @@ from draftsmith.train.teachers.top_k_cache import TeacherCache
 # the command line with files of a few blocks, as a large corpus has them
 SMALL_FILES = """
 import sys
-import draftsmith.train.row_plan as rows
-from draftsmith.recipes.cli import main
+import draftsmith.train.teachers.row_plan as rows
+from draftsmith.recipes.commands.cli import main
 rows.SHARD_BYTES = 8000
 if __name__ == "__main__":
     main()
@@ -104,7 +103,7 @@ def environment() -> dict[str, str]:
 def test_the_command_writes_what_the_drafter_then_learns_from(recipe_file: Path, cli: Callable[..., Any]):
     recipe = loaded(recipe_file)
     prepared = prepared_of(recipe)
-    with pytest.raises(ValueError, match=r"no cache of the top 6 tokens of .*target for the training data .*--teacher"):
+    with pytest.raises(NoCacheError, match=r"top 6 .*--teacher"):
         open_cache(recipe, prepared)
 
     done = cli("prepare", str(recipe_file), "--teacher")
@@ -115,23 +114,19 @@ def test_the_command_writes_what_the_drafter_then_learns_from(recipe_file: Path,
     heldout_rows = prepared.heldout.manifest["trainable_tokens"]
     assert cache.rows == rows
     size = (rows + heldout_rows) * (6 * 4 + 2) / 1000  # known to the byte before it starts
-    said = rf"the 6 most likely of 320 tokens at {rows + heldout_rows:,} positions: {size:.2f} kB in .*teachers"
-    assert re.search(said, done.stderr)
-    assert re.search(r"about \d+ s with 1 process\(es\) at [\d,]+ positions a second each", done.stderr)
-    assert f"training: {rows:,} positions in {folder}, every SHA-256 as written" in done.stderr
-    _, log_probs = cache.read(np.arange(rows))
-    mass = float(np.exp(log_probs.astype(np.float64)).sum(1).mean())
+    assert f"{rows + heldout_rows:,} positions: {size:.2f} kB in " in done.stderr
+    assert f"training: {rows:,} positions in {folder}, every SHA-256" in done.stderr
+    mass = float(cache.read(np.arange(rows))[1].double().exp().sum(1).mean())
     assert cache.mean_mass() == pytest.approx(mass, abs=1e-3)
     assert f"the top 6 hold {mass:.0%}"[:-1] in done.stderr
     assert mass < 0.9
-    assert "of the probability is not taught: a larger `teacher.top_k` is better" in done.stderr
+    assert "teacher.top_k" in done.stderr
     written = contents(folder.parent)
     on_disk = sum(len(content) for name, content in written.items() if name.endswith(".safetensors"))
-    assert on_disk <= teacher_bytes(recipe, prepared, 320) <= on_disk + 8192
+    assert on_disk <= cache_bytes(recipe, prepared, 320) <= on_disk + 8192
 
     again = cli("prepare", str(recipe_file), "--teacher")
     assert (again.returncode, again.stdout) == (0, done.stdout)
-    assert "probe" not in again.stderr
     assert contents(folder.parent) == written
 
     cached, in_process = (
@@ -154,10 +149,10 @@ def test_a_cache_of_another_target_is_not_taken(recipe_file: Path, make_llama: C
     prepared = prepared_of(recipe)
     prepare_teacher(recipe)
     assert open_cache(recipe, prepared).vocab_size == 320
-    with pytest.raises(ValueError, match=r"what lies there is another: top_k is 6 there, 7 here\)"):
+    with pytest.raises(ValueError, match="top_k is 6 there, 7 here"):
         open_cache(loaded(recipe_file, "teacher.top_k=7"), prepared)
     make_llama(320, seed=2).save_pretrained(tmp_path / "target")  # trained again, say
-    with pytest.raises(ValueError, match=r"another: target is [0-9a-f]{16} \(.*target\) there, [0-9a-f]{16} \("):
+    with pytest.raises(ValueError, match=r"target is [0-9a-f]{16} \(.*target\) there, [0-9a-f]{16} \("):
         open_cache(recipe, prepared)
     # a target that was only moved is the same
     make_llama(320, seed=1, sharpness=2.0).save_pretrained(tmp_path / "moved")
@@ -165,21 +160,21 @@ def test_a_cache_of_another_target_is_not_taken(recipe_file: Path, make_llama: C
     assert open_cache(moved, prepared).vocab_size == 320
 
 
-def test_what_cannot_be_cached_is_refused_before_anything_runs(recipe_file: Path, cli: Callable[..., Any]):
-    with pytest.raises(ValueError, match=r"with `data\.streaming` nobody knows"):
-        prepare_teacher(loaded(recipe_file, "data.streaming=true"))
-    with pytest.raises(ValueError, match=r"needs `teacher\.cache`, and the recipe has none"):
-        prepare_teacher(loaded(recipe_file, "teacher.cache=null"))
-    with pytest.raises(ValueError, match="needs `target`, and the recipe has none"):
-        prepare_teacher(loaded(recipe_file, "target=null", "objective={cross-entropy: 1.0}"))
-    with pytest.raises(ValueError, match="top_k is 321, expected 1 … 320"):
-        prepare_teacher(loaded(recipe_file, "teacher.top_k=321"))
-    table = recipe_file.with_name("table.yaml")
-    values = yaml.safe_load(recipe_file.read_text())
-    table.write_text(yaml.safe_dump({"kind": "table"} | {key: values[key] for key in ("out", "tokenizer", "data")}))
-    refused = cli("prepare", str(table), "--teacher")
-    assert refused.returncode == 2
-    assert "--teacher is for recipes of kind 'drafter' or 'heads'" in refused.stderr
+@pytest.mark.parametrize(
+    ("kind", "changes", "key"),
+    [
+        ("drafter", ["data.streaming=true"], "data.streaming"),
+        ("drafter", ["teacher.cache=null"], "teacher.cache"),
+        ("drafter", ["target=null", "objective={cross-entropy: 1.0}"], "target"),
+        ("drafter", ["teacher.top_k=321"], "321.*320"),
+        ("heads", ["hidden.cache=null"], "hidden.cache"),
+        ("heads", ["data.streaming=true"], "hidden.cache.*data.streaming"),
+    ],
+)
+def test_refusals(recipe_file: Path, heads_file: Path, kind: str, changes: list[str], key: str):
+    recipe = load_recipe(str(recipe_file if kind == "drafter" else heads_file), changes)
+    with pytest.raises(ValueError, match=key):
+        prepare_teacher(recipe)  # type: ignore[arg-type]
 
 
 def test_a_disk_that_is_too_small_is_found_out_beforehand(
@@ -193,20 +188,15 @@ def test_a_disk_that_is_too_small_is_found_out_beforehand(
         monkeypatch.setattr(shutil, "disk_usage", lambda _: Usage(10**9, 10**9 - size, size))
 
     free(30_000)
-    with pytest.raises(
-        ValueError, match=r"needs [\d.]+ kB, and 30\.00 kB are free: the largest .* that fits is \d"
-    ) as found:
+    with pytest.raises(ValueError, match=r"30\.00 kB") as found:
         prepare_teacher(recipe)
     assert not list((tmp_path / "teachers").glob("[!.]*"))
-    numbers = re.search(r"needs ([\d.]+) kB.* fits is (\d)", str(found.value))
+    numbers = re.search(r"needs ([\d.]+) kB.*top_k.* (\d)", str(found.value))
     assert numbers is not None
     assert rows * 26 < float(numbers[1]) * 1000 < rows * 26 + 10_000
     fits = int(numbers[2])
-    with pytest.raises(ValueError, match=f"that fits is {fits}"):
+    with pytest.raises(ValueError, match=f" {fits}$"):
         prepare_teacher(loaded(recipe_file, f"teacher.top_k={fits + 1}"))
-    free(3_000)
-    with pytest.raises(ValueError, match="not even one token a position fits"):
-        prepare_teacher(recipe)
     free(30_000)
     assert TeacherCache.load(prepare_teacher(loaded(recipe_file, f"teacher.top_k={fits}"))).rows > 0
 
@@ -216,18 +206,18 @@ def test_a_disk_too_small_for_hidden_states_is_found_out_beforehand(
 ):
     recipe, wide = loaded_heads(heads_file), loaded_heads(heads_file, "hidden.dtype=float32")
     prepared = prepared_of(recipe)
-    small, large = (hidden_bytes(one, prepared, 32) for one in (recipe, wide))
+    small, large = (cache_bytes(one, prepared, 32) for one in (recipe, wide))
     assert small < large
 
     def free(size: int) -> None:
         monkeypatch.setattr(shutil, "disk_usage", lambda _: Usage(10**9, 10**9 - size, size))
 
     free(large - 1)
-    with pytest.raises(ValueError, match=r"are free: the nearest setting that fits is `hidden\.dtype=bfloat16`"):
+    with pytest.raises(ValueError, match=r"hidden\.dtype=bfloat16"):
         prepare_teacher(wide)
     free(small - 1)
     for each in (recipe, wide):
-        with pytest.raises(ValueError, match=r"no type of them fits; compute the states .*`hidden\.cache=null`"):
+        with pytest.raises(ValueError, match=r"hidden\.cache=null"):
             prepare_teacher(each)
     assert not list((tmp_path / "hidden").glob("[!.]*"))
     free(small)
@@ -242,17 +232,14 @@ def test_a_disk_too_small_for_hidden_states_is_found_out_beforehand(
 def test_heads_learn_from_the_states_that_the_command_wrote(heads_file: Path, cli: Callable[..., Any]):
     recipe = loaded_heads(heads_file)
     prepared = prepared_of(recipe)
-    with pytest.raises(NoCacheError, match=r"no cache of the hidden states of .*target .* training data .*--teacher"):
+    with pytest.raises(NoCacheError, match=r"hidden states .*--teacher"):
         open_hidden(recipe, prepared)
     done = cli("prepare", str(heads_file), "--teacher")
     assert done.returncode == 0, done.stderr
     folder = Path(done.stdout.strip())
     cache = HiddenCache.load(folder)
     assert cache.source.dtype == "bfloat16"
-    said = rf"hidden states: {cache.hidden_size} numbers in bfloat16 at [\d,]+ positions: [\d.]+ kB in .*hidden"
-    assert re.search(said, done.stderr)
-    assert re.search(r"about \d+ s with 1 process\(es\) at [\d,]+ positions a second each", done.stderr)
-    assert f"training: {cache.rows:,} positions in {folder}, every SHA-256 as written; " in done.stderr
+    assert f"training: {cache.rows:,} positions in {folder}, every SHA-256" in done.stderr
 
     cached, forward = open_hidden(recipe, prepared), PackedForward(load_model(recipe.target))
     for data in (prepared.train, prepared.heldout):
@@ -261,14 +248,10 @@ def test_heads_learn_from_the_states_that_the_command_wrote(heads_file: Path, cl
         with torch.no_grad():
             wanted_XD = forward.hidden(batch)[kept_BT]
         torch.testing.assert_close(cached.hidden(batch)[kept_BT].float(), wanted_XD, rtol=2**-8, atol=1e-5)
-    with pytest.raises(NoCacheError, match=r"what lies there is another: states is after-norm there, before-norm here"):
+    with pytest.raises(NoCacheError, match=r"states is after-norm there, before-norm here"):
         open_hidden(loaded_heads(heads_file, "states=before-norm"), prepared)
-    with pytest.raises(NoCacheError, match=r"another: target_dtype is auto there, float32 here"):
+    with pytest.raises(NoCacheError, match="target_dtype is auto there, float32 here"):
         open_hidden(loaded_heads(heads_file, "target_dtype=float32"), prepared)
-    with pytest.raises(ValueError, match=r"needs `hidden\.cache`, and the recipe has none"):
-        prepare_teacher(loaded_heads(heads_file, "hidden.cache=null"))
-    with pytest.raises(ValueError, match=r"`hidden\.cache` needs data that is kept: with `data\.streaming`"):
-        prepare_teacher(loaded_heads(heads_file, "data.streaming=true"))
 
 
 @pytest.mark.parametrize(
@@ -313,7 +296,7 @@ def test_a_target_whose_settings_changed_is_another(heads_file: Path):
     config.write_text(json.dumps(settings | {"transformers_version": "5.0.0"}))
     open_hidden(recipe, prepared)
     config.write_text(json.dumps(settings | {"rms_norm_eps": 1e-3}))
-    with pytest.raises(NoCacheError, match="another: target is"):
+    with pytest.raises(NoCacheError, match="target is"):
         open_hidden(recipe, prepared)
 
 
@@ -324,67 +307,32 @@ def flip(path: Path) -> None:
 
 
 @pytest.mark.parametrize("kind", ["drafter", "heads"])
-def test_of_a_damaged_cache_only_what_is_damaged_is_written_again(
-    kind: str, recipe_file: Path, heads_file: Path, tmp_path: Path
+def test_a_damaged_cache_is_refused_and_written_again(
+    kind: str, recipe_file: Path, heads_file: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ):
-    script = tmp_path / "small_files.py"
-    script.write_text(SMALL_FILES)
-    recipe = loaded(recipe_file) if kind == "drafter" else loaded_heads(heads_file)
-    command = [sys.executable, str(script), "prepare", str(recipe_file if kind == "drafter" else heads_file)]
-
-    def run() -> subprocess.CompletedProcess[str]:
-        return subprocess.run(
-            [*command, "--teacher"], env=environment(), capture_output=True, text=True, timeout=200, check=False
-        )
-
-    def stood() -> dict[str, tuple[int, int]]:
-        return {path.name: (path.stat().st_ino, path.stat().st_mtime_ns) for path in folder.iterdir()}
-
-    folder = Path(run().stdout.strip())
-    before, stood_before = contents(folder), stood()
+    monkeypatch.setattr("draftsmith.train.teachers.row_plan.SHARD_BYTES", 8000)
+    recipe: Any = load_recipe(str(recipe_file if kind == "drafter" else heads_file))
+    open_it: Any = open_cache if kind == "drafter" else open_hidden
+    folder = prepare_teacher(recipe)
+    before = contents(folder)
     assert sum(name.endswith(".safetensors") for name in before) > 4
     flip(folder / "rows-00001.safetensors")
     (folder / "rows-00003.safetensors").unlink()
-    open_it = open_cache if kind == "drafter" else open_hidden
-    with pytest.raises(ValueError, match=r"rows-00003\.safetensors is missing: `draftsmith prepare` .* `--teacher`"):
-        open_it(recipe, prepared_of(recipe))  # type: ignore[operator]
-
-    with subprocess.Popen([*command, "--teacher"], env=environment(), stderr=subprocess.PIPE, text=True) as killed:
-        assert killed.stderr is not None
-        lines = []
-        for line in killed.stderr:
-            lines.append(line)
-            if "are left to write" in line:  # the damaged files are gone, nothing is written yet
-                killed.kill()
-    damaged = [line for line in lines if "it is written again" in line]
-    assert len(damaged) == 2, lines
-    assert any("rows-00001.safetensors is damaged: its SHA-256" in line for line in damaged)
-    assert any("rows-00003.safetensors is missing" in line for line in damaged)
-
-    done = run()
-    assert (done.returncode, done.stdout.strip()) == (0, str(folder)), done.stderr
-    assert "files are there already" in done.stderr
+    with pytest.raises(ValueError, match=r"rows-00003\.safetensors .*--teacher"):
+        open_it(recipe, prepared_of(recipe))
+    untouched = (folder / "rows-00000.safetensors").stat().st_ino
+    capsys.readouterr()
+    assert prepare_teacher(recipe) == folder
+    assert "2 damaged files" in capsys.readouterr().err
     assert contents(folder) == before
+    assert (folder / "rows-00000.safetensors").stat().st_ino == untouched
     manifest = "teacher.json" if kind == "drafter" else "hidden.json"
-    again = {f"rows-0000{number}.{end}" for number in (1, 3) for end in ("safetensors", "sha256")}
-    now = stood()
-    assert {name for name, old in stood_before.items() if now[name] != old} == again | {
-        "documents.safetensors",
-        manifest,
-    }
-    third = run()
-    assert "written again" not in third.stderr
-    assert "probe" not in third.stderr
-    assert stood() == now
-
     (folder / manifest).write_text("{")
-    done = run()
-    assert f"{manifest} is damaged" in done.stderr
-    assert (done.returncode, contents(folder)) == (0, before)
+    assert contents(prepare_teacher(recipe)) == before
 
 
 def test_ctrl_c_and_two_processes_lead_to_the_same_bytes(
-    recipe_file: Path, tmp_path: Path, make_llama: Callable[..., Any]
+    recipe_file: Path, tmp_path: Path, make_llama: Callable[..., Any], monkeypatch: pytest.MonkeyPatch
 ):
     make_llama(320, seed=1, hidden_size=128, intermediate_size=256, num_hidden_layers=12).save_pretrained(
         tmp_path / "target"
@@ -393,83 +341,26 @@ def test_ctrl_c_and_two_processes_lead_to_the_same_bytes(
     script.write_text(SMALL_FILES)
     arguments = [str(script), "prepare", str(recipe_file), "--teacher", "teacher.batch=1"]
     prepared_of(loaded(recipe_file))
-
-    def cache(name: str) -> str:
-        return f"teacher.cache={tmp_path / name}"
-
-    undisturbed = subprocess.Popen(
-        [sys.executable, *arguments, cache("one")],
-        env=environment(),
-        stderr=subprocess.DEVNULL,
-        stdout=subprocess.DEVNULL,
-    )
-    launcher = [sys.executable, "-m", "accelerate.commands.launch", "--multi_gpu", "--num_processes", "2"]
-    launcher += ["--num_machines", "1", "--mixed_precision", "no", "--dynamo_backend", "no", "--main_process_port", "0"]
+    two = f"teacher.cache={tmp_path / 'two'}"
     with subprocess.Popen(
-        [sys.executable, *arguments, cache("two")], env=environment(), stderr=subprocess.PIPE, text=True
+        [sys.executable, *arguments, two], env=environment(), stderr=subprocess.PIPE, text=True
     ) as stopped:
-        assert stopped.stderr is not None
-        lines = []
-        for line in stopped.stderr:
-            lines.append(line)
-            if "positions a second" in line:
-                stopped.send_signal(signal.SIGINT)
-    assert stopped.returncode == 130, lines
-    assert re.search(r"stopped by SIGINT after [\d,]+ of [\d,]+ positions; \d+ of \d+ files are whole", lines[-1]), (
-        lines
-    )
+        while stopped.poll() is None and not list((tmp_path / "two").glob("*/rows-*")):
+            time.sleep(0.01)
+        stopped.send_signal(signal.SIGINT)
+        said = stopped.communicate()[1]
+    assert stopped.returncode == 130, said
+    assert re.search(r"SIGINT after [\d,]+ of [\d,]+ positions; \d+ of \d+ files", said), said
     assert not list((tmp_path / "two").glob("[!.]*"))
 
+    launcher = [sys.executable, "-m", "accelerate.commands.launch", "--multi_gpu", "--num_processes", "2"]
+    launcher += ["--num_machines", "1", "--mixed_precision", "no", "--dynamo_backend", "no", "--main_process_port", "0"]
     done = subprocess.run(
-        [*launcher, *arguments, cache("two")],
-        env=environment(),
-        capture_output=True,
-        text=True,
-        timeout=200,
-        check=False,
+        [*launcher, *arguments, two], env=environment(), capture_output=True, text=True, timeout=200, check=False
     )
     assert done.returncode == 0, done.stderr
-    assert "with 2 process(es)" in done.stderr
     assert len(done.stdout.splitlines()) == 1  # the folder, once
-    assert undisturbed.wait(120) == 0
-    one, two = contents(tmp_path / "one"), contents(tmp_path / "two")
-    assert one == two
-    assert sum(".safetensors" in name for name in one) > 5
-
-
-STOPPED = """
-import os, signal, sys, time
-from draftsmith.train.row_writer import CacheWriter
-write = CacheWriter.write
-def write_when_told(self, *given, stopping):
-    if os.environ["RANK"] == "1":
-        os.kill(os.getpid(), signal.SIGINT)
-    until = time.monotonic() + 60
-    while not stopping() and time.monotonic() < until:
-        time.sleep(0.01)
-    print("lying there:", *os.listdir(self.folder.parent), file=sys.stderr)
-    return write(self, *given, stopping=stopping)
-CacheWriter.write = write_when_told
-"""
-
-
-def test_a_signal_to_one_of_two_processes_stops_both_and_no_other_launch(recipe_file: Path, tmp_path: Path):
-    """The first process has not written a file yet when it learns of it; what tells it lies where nobody else looks."""
-    prepared_of(loaded(recipe_file))
-    command = [sys.executable, "-c", STOPPED + SMALL_FILES, "prepare", str(recipe_file), "--teacher"]
-    with socket.socket() as free:
-        free.bind(("127.0.0.1", 0))
-        world = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(free.getsockname()[1])}
-    world |= {"WORLD_SIZE": "2", "LOCAL_WORLD_SIZE": "2"}
-    ranks = [environment() | world | {"RANK": rank, "LOCAL_RANK": rank} for rank in ("0", "1")]
-    started = [subprocess.Popen(command, env=rank, stderr=subprocess.PIPE, text=True) for rank in ranks]
-    said = [process.communicate(timeout=200)[1] for process in started]
-    assert [process.returncode for process in started] == [130, 130], said
-    assert "".join(said).count("stopped by SIGINT after 0 of") == said[0].count("; 0 of") == 1, said
-    there = re.findall("lying there: (.*)", said[0])
-    assert len(there) == 1
-    assert all(name.endswith(".unfinished") for name in there[0].split()), there
-    assert not list((tmp_path / "teachers").rglob("*.safetensors"))
-    folder = prepare_teacher(loaded(recipe_file))
-    assert not list((tmp_path / "teachers").rglob(".*")), "nothing of it is left"
-    assert TeacherCache.load(folder).rows > 0
+    monkeypatch.setattr("draftsmith.train.teachers.row_plan.SHARD_BYTES", 8000)
+    prepare_teacher(loaded(recipe_file, "teacher.batch=1", f"teacher.cache={tmp_path / 'one'}"))
+    assert contents(tmp_path / "one") == contents(tmp_path / "two")
+    assert sum(".safetensors" in name for name in contents(tmp_path / "one")) > 5

@@ -66,7 +66,7 @@ def test_every_row_of_any_batch_is_the_targets(
     total = 0
     for blocks in ([3], [0], [6, 2], [5, 5, 1], list(range(7))):
         batch = data.batch(blocks)
-        found_BTD = cache.hidden(batch)
+        found_BTD = CachedHidden(cache).hidden(batch)
         with torch.no_grad():
             wanted_BTD = forward.hidden(batch)
         assert found_BTD.dtype == DTYPES[dtype]
@@ -133,7 +133,7 @@ def test_training_and_held_out_data_are_served_by_two_caches(worker: ModuleType,
         with torch.no_grad():
             torch.testing.assert_close(both.hidden(batch)[kept_BT], forward.hidden(batch)[kept_BT])
     with pytest.raises(ValueError, match="documents that the cache of hidden states was not made from"):
-        training.hidden(heldout.batch([0]))
+        CachedHidden(training).hidden(heldout.batch([0]))
     changed = data.batch([2, 3])
     changed.tokens_BT[0, 1] += 1
     with pytest.raises(ValueError, match="not made from"):
@@ -149,8 +149,7 @@ def test_states_that_a_type_cannot_hold_are_refused_with_their_place(worker: Mod
         model.model.norm.weight.fill_(1e5)
     with pytest.raises(
         ValueError,
-        match=r"hidden state at token \d+ of document \d+ reaches [\d.]+e\+05, and float16 holds at most 6\.55e\+04: "
-        "set `hidden.dtype` to bfloat16 or float32",
+        match=r"token \d+ of document \d+ .* [\d.]+e\+05, .*float16 .* 6\.55e\+04.*hidden\.dtype",
     ):
         write_cache(tmp_path / "cache", data, model, make_source("float16"))
     assert not (tmp_path / "cache").exists()
@@ -165,7 +164,7 @@ def test_states_that_a_type_cannot_hold_are_refused_with_their_place(worker: Mod
     document = int(batch.documents_BT.flatten()[first])
     with pytest.raises(
         ValueError,
-        match=rf"of document {document} is not finite in the target itself, which computes in float32: set `target_dty",
+        match=rf"document {document} .*float32.*target_dtype",
     ):
         write_cache(tmp_path / "spoilt", data, model, make_source("float32"), batch=4)
 
@@ -177,6 +176,6 @@ def test_states_are_handed_to_a_gpu_while_it_works(worker: ModuleType, tmp_path:
     cache = write_cache(tmp_path / "cache", data, model, make_source(dtype), shard_bytes=600)
     for blocks in ([0, 5], [11], list(range(12))):
         batch = data.batch(blocks)
-        found_BTD = cache.hidden(batch.to("cuda"))
+        found_BTD = CachedHidden(cache).hidden(batch.to("cuda"))
         assert found_BTD.device.type == "cuda"
-        assert torch.equal(found_BTD.cpu(), cache.hidden(batch))
+        assert torch.equal(found_BTD.cpu(), CachedHidden(cache).hidden(batch))

@@ -21,7 +21,7 @@ import yaml
 from draftsmith.data.tokenizers import load_tokenizer
 from draftsmith.recipes.assemble.artifact import fit_recipe, prepare_once, save, state_folder
 from draftsmith.recipes.assemble.drafter import drafter_parts
-from draftsmith.recipes.assemble.outlines import outline_model
+from draftsmith.recipes.assemble.sizes import meta_model
 from draftsmith.recipes.commands.training import plan as planning
 from draftsmith.recipes.commands.training.plan import plan_recipe
 from draftsmith.recipes.schema.loading import SHIPPED, load_recipe
@@ -125,7 +125,7 @@ def refusal(loaded: Any) -> str:
 
 
 def advised(message: str) -> list[str]:
-    found = re.search(r"nearest setting that fits: (.*) \([\d.,]+ [GM]B\)", message)
+    found = re.search(r"fits: (.*) \([\d.,]+ [GM]B\)", message)
     assert found is not None, message
     return found[1].split()
 
@@ -175,7 +175,7 @@ def test_a_target_that_is_too_large_is_not_loaded(recipe: Any, monkeypatch: pyte
     message = refusal(recipe(f"target={folder}", "objective={forward-kl: 1.0}"))
     assert "target" in message
     assert advised(message)[-3:] == ["teacher.cache=FOLDER", "teacher.top_k=50", "measure.prompts=0"]
-    weights = sum(p.numel() for p in outline_model(str(folder), "auto").parameters())
+    weights = sum(p.numel() for p in meta_model(str(folder), "auto").parameters())
     assert f"target {planning.gigabytes(2 * weights)}" in message
 
 

@@ -1,0 +1,181 @@
+"""What a training recipe comes to before anything is loaded: sizes of its models, from their configurations alone."""
+
+from __future__ import annotations
+
+import os
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any
+
+import torch
+from safetensors import safe_open
+from transformers import AutoConfig, PreTrainedModel
+from transformers.utils import cached_file
+
+from ...checkpoints.artifact.locate import at_revision
+from ...checkpoints.heads.files import PredictionHeads
+from ...checkpoints.storage.messages import first_line
+from ...checkpoints.verify.model_files import base_of, is_adapter
+from ...train.config import micro_steps
+from ...train.parallel.accelerate import zero_stage
+from ...train.plan.memory import Demand, Launch, ModelSize, heads_size, model_size
+from ..schema.training import DrafterRecipe, HeadsRecipe, ModelSection
+from .acceptance import decodes_fast
+from .drafter import complete_section
+from .models import TrainableModel, cut_layers, made_trainable, model_from_config, new_model
+
+
+@dataclass(frozen=True)
+class RecipeSize:
+    """What a recipe trains and runs."""
+
+    demand: Demand
+    artifact_bytes: int
+    """Of weights in the artifact."""
+    stored_weights: int
+    """Bytes of a checkpoint's weights, without DeepSpeed."""
+    may_cache: bool = False
+    """Whether a cache of the target would take its place in memory."""
+
+
+def size_of(recipe: DrafterRecipe | HeadsRecipe, accelerator: Any) -> RecipeSize:
+    """The size of a recipe, for the processes that were launched.
+
+    Raises:
+        ValueError: a model whose configuration cannot be read or makes no model; layers, embeddings or adapters that
+            it does not have; a global batch that cannot be split.
+    """
+    launch = _launch(accelerator)
+    micro_steps(recipe.train.global_batch, recipe.train.micro_batch, launch.processes)
+    return _heads(recipe, launch) if isinstance(recipe, HeadsRecipe) else _drafter(recipe, launch)
+
+
+def _drafter(recipe: DrafterRecipe, launch: Launch) -> RecipeSize:
+    trained, loading = _meta_trainable(complete_section(recipe))
+    model = model_size(trained.model)
+    taught = recipe.distils and recipe.teacher.cache is None
+    target, decodes = None, False
+    if recipe.target is not None and (taught or recipe.measure.prompts):
+        eight_bit = recipe.teacher.load_in_8bit
+        dtype = "float16" if eight_bit and recipe.teacher.dtype == "auto" else recipe.teacher.dtype
+        meta = meta_model(recipe.target, dtype)
+        target = model_size(meta, eight_bit=eight_bit)
+        decodes = bool(recipe.measure.prompts) and decodes_fast(meta)
+    demand = _demand(recipe, launch, model, target, taught)
+    may_cache = target is not None and taught and recipe.on_policy is None and not recipe.data.streaming
+    return RecipeSize(
+        demand=replace(demand, loading=loading, decodes=decodes),
+        artifact_bytes=_exported_bytes(trained, model),
+        stored_weights=model.weights,
+        may_cache=may_cache,
+    )
+
+
+def _heads(recipe: HeadsRecipe, launch: Launch) -> RecipeSize:
+    meta = meta_model(recipe.target, recipe.target_dtype)
+    if meta.config.is_encoder_decoder:
+        raise ValueError(f"{recipe.target} is an encoder-decoder ({meta.config.model_type}), and a decoder is needed")
+    target, base = model_size(meta), None
+    with torch.device("meta"):
+        projection_VD = meta.get_output_embeddings().weight.float()
+        forms = (recipe.projection, recipe.rank, recipe.states)
+        heads = PredictionHeads.from_lm_head(projection_VD, recipe.num_heads, recipe.num_layers, *forms)
+    exported = sum(p.numel() for p in heads.parameters()) * meta.dtype.itemsize
+    if recipe.base is not None:
+        with torch.device("meta"):
+            trained = made_trainable(meta, ModelSection(source=recipe.target, lora=recipe.base.lora))
+        base = model_size(meta)
+        exported += _exported_bytes(trained, base)
+    model = heads_size(heads, target, base)
+    recomputed = recipe.hidden.cache is None and base is None
+    demand = replace(
+        _demand(recipe, launch, model, None if base else target, recomputed),
+        heads=recipe.num_heads,
+        decodes=base is None and bool(recipe.measure.prompts) and decodes_fast(meta),
+    )
+    return RecipeSize(demand=demand, artifact_bytes=exported, stored_weights=model.trained_weights)
+
+
+def _demand(recipe: Any, launch: Launch, model: ModelSize, target: ModelSize | None, taught: bool) -> Demand:
+    train = recipe.train
+    return Demand(
+        model=model,
+        target=target,
+        taught=taught,
+        heads=0,
+        block_tokens=recipe.data.block_tokens,
+        micro_batch=train.micro_batch,
+        global_batch=train.global_batch,
+        checkpointing=train.gradient_checkpointing,
+        precision=train.precision,
+        launch=launch,
+    )
+
+
+def _meta_trainable(section: ModelSection) -> tuple[TrainableModel, int]:
+    """What `models.build_model` would make, without weights; and the bytes of a model that layers are cut from."""
+    attention, dtype = None if section.attention == "auto" else section.attention, getattr(torch, section.dtype)
+    loading = 0
+    with torch.device("meta"):
+        if section.source is None:
+            model = model_from_config(section, attention).to(dtype)
+        else:
+            model = meta_model(section.source, "auto" if section.layers else section.dtype, attention)
+            if section.layers:
+                loading = sum(p.numel() * p.element_size() for p in model.parameters())
+                model = cut_layers(model, section.layers, section.source, attention).to(dtype)
+        return made_trainable(model, section), loading
+
+
+def meta_model(source: str, dtype: str, attention: str | None = None) -> PreTrainedModel:
+    """A model of a folder or hub id on the meta device, without its weights; `dtype` auto takes that of the files.
+
+    Raises:
+        ValueError: there is no such model, or its configuration makes none.
+    """
+    path = at_revision(source, weights=False)
+    if is_adapter(Path(path)):
+        path = at_revision(base_of(Path(path)), weights=False)
+    try:
+        config = AutoConfig.from_pretrained(path)
+        with torch.device("meta"):
+            model = new_model(config, attention)
+    except (OSError, ValueError, RuntimeError) as error:
+        raise ValueError(f"the configuration of {source!r} makes no language model: {first_line(error)}") from error
+    known = _dtype_of(path, config) if dtype == "auto" else getattr(torch, dtype)
+    return model.to(known).requires_grad_(True)
+
+
+def _dtype_of(source: str, config: Any) -> torch.dtype:
+    """As the configuration says, else that of the first tensor of files that are here; float32 where nobody knows."""
+    dtype = getattr(config.get_text_config(), "dtype", None) or getattr(config, "dtype", None)
+    if isinstance(dtype, torch.dtype):
+        return dtype
+    quiet = {"_raise_exceptions_for_missing_entries": False, "local_files_only": True}
+    path = cached_file(source, "model.safetensors", **quiet)
+    if path is None:
+        return torch.float32
+    with safe_open(path, framework="pt") as opened:
+        known = {"F16": torch.float16, "BF16": torch.bfloat16}
+        return known.get(opened.get_slice(next(iter(opened.keys()))).get_dtype(), torch.float32)
+
+
+def _exported_bytes(trained: TrainableModel, model: ModelSize) -> int:
+    lora = trained.lora
+    if lora is None:
+        return model.weights
+    added = sum(p.numel() * p.element_size() for name, p in trained.model.named_parameters() if "lora_" in name)
+    return added if lora.export == "adapter" else model.weights - added
+
+
+def _launch(accelerator: Any) -> Launch:
+    processes = accelerator.num_processes
+    local = int(os.environ.get("LOCAL_WORLD_SIZE", processes))
+    stage, device = zero_stage(accelerator), accelerator.device.type
+    if not stage:
+        return Launch(device, processes, local)
+    zero = accelerator.deepspeed_plugin.deepspeed_config["zero_optimization"]
+    offloaded = (zero.get(part, {}).get("device") == "cpu" for part in ("offload_optimizer", "offload_param"))
+    bucket = zero.get("reduce_bucket_size")
+    launch = Launch(device, processes, local, stage, *offloaded)
+    return replace(launch, bucket=int(bucket)) if isinstance(bucket, int | float) else launch
