@@ -100,15 +100,15 @@ def drafter_parts(
     trained = trained or trainable(recipe, tokenizer)
     model = trained.model
     taught_by_target = recipe.distils and recipe.teacher.cache is None
-    target = judge = measure = None
+    target = eval_teacher = measure = None
     if recipe.target is not None and (taught_by_target or recipe.measure.prompts):
         section = recipe.teacher
-        judge = load_teacher(recipe.target, section.dtype, section.load_in_8bit, device)
-        target = judge.model
+        eval_teacher = load_teacher(recipe.target, section.dtype, section.load_in_8bit, device)
+        target = eval_teacher.model
         check_target(target, model, recipe.target)
         if recipe.measure.prompts:
             measure = drafter_measure(recipe, target, model, tokenizer, prepared)
-    teacher: Teacher | None = judge if taught_by_target else None
+    teacher: Teacher | None = eval_teacher if taught_by_target else None
     if recipe.distils and recipe.teacher.cache is not None:
         teacher = open_cache(recipe, prepared)
     task = DrafterTask(
@@ -119,7 +119,7 @@ def drafter_parts(
         recipe.teacher.temperature,
         TopK(recipe.teacher.top_k, recipe.teacher.tail) if recipe.teacher.top_k else None,
         _on_policy(recipe, tokenizer),
-        judge or teacher,
+        eval_teacher or teacher,
         measure,
         evaluate_blocks=recipe.measure.blocks,
         compiled=recipe.train.compile,

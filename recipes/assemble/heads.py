@@ -23,7 +23,7 @@ from ...train.losses.objectives import check_objective, parse_weights
 from ...train.parallel.accelerate import zero_stage
 from ...train.parallel.processes import on_main, together
 from ...train.tasks.heads import HeadsTask
-from ...train.tasks.medusa2 import Joint, JointTask
+from ...train.tasks.medusa2 import Medusa2, Medusa2Task
 from ..schema.training import HeadsRecipe, ModelSection
 from .acceptance import check_measure, heads_measure
 from .artifact import fingerprint_of, fit_recipe, prepare_once, save
@@ -134,7 +134,7 @@ def heads_parts(recipe: HeadsRecipe, tokenizer: Any, prepared: Prepared, device:
         task = HeadsTask(target, heads, heldout, states=states, shard_target=recipe.shard_target, **common)
     else:
         numbers = recipe.base.model_dump(exclude={"lora"})
-        task = JointTask(target, heads, heldout, Joint(**numbers), **common)
+        task = Medusa2Task(target, heads, heldout, Medusa2(**numbers), **common)
         task.settings["lora"] = recipe.base.lora.model_dump(mode="json", exclude={"export"})
     if recipe.train.compile:
         task.module.compile()

@@ -28,7 +28,7 @@ from ..schema.loading import (
 )
 from ..schema.papers import PaperRecipe
 from ..schema.training import DrafterRecipe, HeadsRecipe, TableRecipe
-from ..session.launch import agreed, is_first, part, refuse_several
+from ..session.launch import destroy_process_group, is_first, refuse_several, run_on_all
 from ..session.terminal import console, log
 from .artifacts.cli import artifact_app
 from .artifacts.shipping import doctor, export, pull, push
@@ -108,7 +108,7 @@ def prepare(
     if teacher and not lint:
         from ..assemble.teacher import prepare_teacher
 
-        folder = prepare_teacher(agreed(lambda: _taught_recipe(recipe, overrides or [])))
+        folder = prepare_teacher(run_on_all(lambda: _taught_recipe(recipe, overrides or [])))
         if is_first():
             console().print(f"{folder}")
         return
@@ -166,9 +166,9 @@ def train(
         from .training.sweep import plan_sweep, run_sweep, show_plans
 
         act = show_plans if plan else run_sweep
-        act(agreed(lambda: plan_sweep(recipe, overrides or [], sweep)))
+        act(run_on_all(lambda: plan_sweep(recipe, overrides or [], sweep)))
         return
-    loaded = agreed(lambda: load_recipe(recipe, overrides or [], kinds=["drafter", "heads", "table"]))
+    loaded = run_on_all(lambda: load_recipe(recipe, overrides or [], kinds=["drafter", "heads", "table"]))
     assert isinstance(loaded, (DrafterRecipe, HeadsRecipe, TableRecipe))
     if plan:
         from .training.plan import plan_recipe, show
@@ -438,7 +438,7 @@ def main() -> None:
             raise
         _fail(f"no space left on the disk: {error}; what was saved before is whole", 1)
     finally:
-        part()
+        destroy_process_group()
 
 
 def _fail(message: str, code: int) -> None:

@@ -42,7 +42,7 @@ def refuse_several(command: str) -> None:
         )
 
 
-def agreed(work: Callable[[], Found]) -> Found:
+def run_on_all(work: Callable[[], Found]) -> Found:
     """`together` before a recipe has said what its accelerator is to be like."""
     if launched() == 1:
         return work()
@@ -51,7 +51,7 @@ def agreed(work: Callable[[], Found]) -> Found:
     return together(make_accelerator("no"), work)
 
 
-def part() -> None:
+def destroy_process_group() -> None:
     """Leave the process group, if there is one: the last thing a launched process does, done or failed.
 
     Without it gloo's threads may still let go of the last message's tensors while Python ends, which aborts the process

@@ -49,7 +49,7 @@ from draftsmith.recipes.session.machine import machine
 from draftsmith.train.loop.fit import FitConfig, fit
 from draftsmith.train.table.documents import count_table
 from draftsmith.train.tasks.heads import HeadsTask
-from draftsmith.train.tasks.medusa2 import Joint, JointTask
+from draftsmith.train.tasks.medusa2 import Medusa2, Medusa2Task
 
 HEADS, MORE_HEADS = 4, 6
 NEW_TOKENS = 64
@@ -71,7 +71,7 @@ class Row:
     objective: str = "cross-entropy"
     own: bool = False
     """On the target's own answers."""
-    joint: Joint | None = None
+    medusa2: Medusa2 | None = None
     heads: int = HEADS
 
 
@@ -80,7 +80,7 @@ ROWS = {
     "Medusa-1, soft targets": Row("forward-kl"),
     "Medusa-1, own answers": Row(own=True),
     "self-distillation": Row("forward-kl", own=True, heads=MORE_HEADS),
-    "Medusa-2": Row(own=True, joint=Joint(heads_weight=0.2)),
+    "Medusa-2": Row(own=True, medusa2=Medusa2(heads_weight=0.2)),
 }
 DISTILLED = "self-distillation"
 
@@ -112,18 +112,18 @@ class Bench:
     def train(self, row: Row, steps: int, seed: int) -> tuple[PredictionHeads, Any, dict[str, float], float]:
         """Heads, the target that they are for, what was measured on held-out blocks, and seconds of training."""
         data = self.own if row.own else self.text
-        target = load_model(self.source) if row.joint else self.target
+        target = load_model(self.source) if row.medusa2 else self.target
         weight_VD = target.get_output_embeddings().weight.detach()
         heads = PredictionHeads.from_lm_head(weight_VD, row.heads, self.recipe.num_layers)
         common: dict[str, Any] = {"objective": {row.objective: 1.0}}
         common["head_weights"] = [self.recipe.weight_decay_by_head**k for k in range(row.heads)]
         adapter: Any = None
-        if row.joint is None:
+        if row.medusa2 is None:
             task = HeadsTask(target, heads, data.heldout, **common)
         else:
             torch.manual_seed(seed)
             adapter = add_lora(target, ModelSection(source=self.source, lora=LoraSection(rank=16)))
-            task = JointTask(target, heads, data.heldout, row.joint, **common)
+            task = Medusa2Task(target, heads, data.heldout, row.medusa2, **common)
         section = self.recipe.train
         config = FitConfig(
             steps, section.global_batch, section.micro_batch, RATE, section.schedule, section.warmup,
@@ -285,7 +285,7 @@ def run(bench: Bench, seeds: int, steps: int) -> dict[str, Any]:
     for seed in range(seeds):  # seeds outside: what is finished early compares all rows
         for name, row in ROWS.items():
             heads, target, metrics, took = bench.train(row, steps, seed)
-            theirs = wrap_model(target) if row.joint else scorer
+            theirs = wrap_model(target) if row.medusa2 else scorer
             for method, (kind, options) in METHODS.items():
                 table = bench.table if kind.startswith("slim") else None
                 counts[name][method].append(bench.measure(theirs, heads.eval(), kind, table, **options))

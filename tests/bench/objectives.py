@@ -87,7 +87,9 @@ class Bench:
         rate = settings.pop("rate", self.recipe.train.learning_rate)
         needs = settings["objective"].keys() != {PLAIN}
         teacher = ModelTeacher(self.target)
-        task = DrafterTask(drafter, self.data.heldout, teacher=teacher if needs else None, judge=teacher, **settings)
+        task = DrafterTask(
+            drafter, self.data.heldout, teacher=teacher if needs else None, eval_teacher=teacher, **settings
+        )
         section = self.recipe.train
         config = FitConfig(
             steps, section.global_batch, section.micro_batch, rate, section.schedule, section.warmup,

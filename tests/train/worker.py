@@ -16,7 +16,7 @@ from typing import Any
 import numpy as np
 import torch
 from draftsmith.data.blocks.prepared import PreparedData
-from draftsmith.recipes.session.launch import part
+from draftsmith.recipes.session.launch import destroy_process_group
 from draftsmith.train.loop.fit import FitConfig, fit
 from draftsmith.train.tasks.drafter import DrafterTask
 from safetensors.torch import save_file
@@ -121,4 +121,4 @@ if __name__ == "__main__":
     try:
         main()
     finally:
-        part()
+        destroy_process_group()

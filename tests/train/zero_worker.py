@@ -13,12 +13,12 @@ from typing import Any
 
 import torch
 from draftsmith.checkpoints.heads.files import PredictionHeads
-from draftsmith.recipes.session.launch import part
+from draftsmith.recipes.session.launch import destroy_process_group
 from draftsmith.train.loop.fit import fit
 from draftsmith.train.parallel.interrupts import Interrupted, TrainingError
 from draftsmith.train.tasks.drafter import DrafterModule
 from draftsmith.train.tasks.heads import HeadsTask
-from draftsmith.train.tasks.medusa2 import Joint, JointTask
+from draftsmith.train.tasks.medusa2 import Medusa2, Medusa2Task
 from peft import LoraConfig, get_peft_model
 from safetensors.torch import save_file
 from worker import SignallingTask, make_config, make_data, make_model
@@ -65,7 +65,7 @@ def make_heads_task(options: dict[str, Any], kind: str) -> HeadsTask:
         return HeadsTask(model, heads, make_data(4, seed=1), shard_target=options.get("shard_target", False))
     torch.manual_seed(1)
     get_peft_model(model, LoraConfig(r=3, target_modules=["q_proj", "v_proj", "down_proj"], lora_dropout=0.1))
-    return JointTask(model, heads, make_data(4, seed=1), Joint())
+    return Medusa2Task(model, heads, make_data(4, seed=1), Medusa2())
 
 
 def signal_in_step(task: HeadsTask, at: int) -> None:
@@ -129,4 +129,4 @@ if __name__ == "__main__":
     try:
         main()
     finally:
-        part()
+        destroy_process_group()

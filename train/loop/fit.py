@@ -88,7 +88,7 @@ class FitResult:
     """Of the evaluation of the weights that were kept."""
     kept_step: int
     """The step whose weights were kept: the last, unless `keep_best` found a better one."""
-    outlook: dict[str, float] | None
+    extrapolation: dict[str, float] | None
     """Of `keep_best`'s metric: `now`, and what as many tokens again would add by the fitted curve (`gain`), with the
     curve's own `error`; None where there are too few evaluations."""
     tokens: int
@@ -426,7 +426,7 @@ class _Run:
         report.line(f"{self.task.name}: {found}: the weights of step {step} are kept")
         return step
 
-    def _outlook(self, report: Report) -> dict[str, float] | None:
+    def _extrapolation(self, report: Report) -> dict[str, float] | None:
         name = self.config.keep_best
         points = [
             (self.state.tokens_at[step], metrics[name])
@@ -443,7 +443,7 @@ class _Run:
         return {"now": curve.at(curve.tokens), "gain": curve.doubled(), "error": curve.error}
 
     def _result(self, position: Position, report: Report) -> FitResult:
-        outlook = self._outlook(report)
+        extrapolation = self._extrapolation(report)
         kept = self._keep_best(position, report)
         self.accelerator.wait_for_everyone()  # the log is the main process's
         losses = self.state.losses()
@@ -454,7 +454,7 @@ class _Run:
             last_loss=sum(tail) / len(tail) if tail else math.nan,
             metrics=self.state.evaluations.get(kept, {}),
             kept_step=kept,
-            outlook=outlook,
+            extrapolation=extrapolation,
             tokens=position.tokens,
             seconds=position.seconds,
             history=self.state.history,

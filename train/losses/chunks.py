@@ -113,7 +113,7 @@ class DrafterLogits:
             yield slice(start, min(start + self.block, rows))
 
 
-class Lesson(NamedTuple):
+class Targets(NamedTuple):
     """What a teacher says of a block: log-probabilities of the events, [R, V] over the vocabulary where `ids_RK` is
     None, else [R, F] of these tokens int64 [R, K] and, where F = K + 1, of "any other".
     """
@@ -129,7 +129,7 @@ class Lesson(NamedTuple):
         return self.ids_RK.gather(1, self.log_probs_RF[:, :known].topk(min(count, known), dim=1).indices)
 
 
-class TeacherLessons:
+class TeacherTargets:
     """Gives a teacher's log-probabilities at `temperature`, chunk after chunk of its positions.
 
     `vocab` is the drafter's; at most `size` positions are asked for at a time. Products and sorting are done once a
@@ -169,7 +169,7 @@ class TeacherLessons:
         if top_k is not None and top_k.tail == "bucket" and temperature != 1:
             raise ValueError(f"tail 'bucket' needs temperature 1, got {temperature}: use tail 'renormalise'")
         self._logits_CV: Tensor | None = None
-        self._kept: Lesson | None = None
+        self._kept: Targets | None = None
 
     def load(self, rows_C: Tensor) -> None:
         """Go to the chunk of these positions."""
@@ -178,59 +178,59 @@ class TeacherLessons:
             return
         self._logits_CV = logits_CV = self._product(rows_C)
         if self._top_k is not None and self._top_k.k < self._vocab:
-            self._kept = self._join([self._cut(wide(logits_RV)) for logits_RV in logits_CV.split(self._block)])
+            self._kept = self._join([self._cut(upcast(logits_RV)) for logits_RV in logits_CV.split(self._block)])
         elif self._precise:
             for logits_RV in logits_CV.split(self._block):
-                logits_RV.copy_(heated(logits_RV, self._temperature).log_softmax(1))
+                logits_RV.copy_(divide_by_temperature(logits_RV, self._temperature).log_softmax(1))
 
-    def lesson(self, rows_R: Tensor | slice) -> Lesson:
+    def rows(self, rows_R: Tensor | slice) -> Targets:
         """What the teacher says of these rows of the chunk."""
         if self._kept is not None:
             ids_CK, log_probs_CF = self._kept
             assert ids_CK is not None
-            return Lesson(ids_CK[rows_R], log_probs_CF[rows_R])
+            return Targets(ids_CK[rows_R], log_probs_CF[rows_R])
         assert self._logits_CV is not None
         if self._precise:
-            return Lesson(None, self._logits_CV[rows_R])
-        return Lesson(None, heated(wide(self._logits_CV[rows_R]), self._temperature).log_softmax(1))
+            return Targets(None, self._logits_CV[rows_R])
+        return Targets(None, divide_by_temperature(upcast(self._logits_CV[rows_R]), self._temperature).log_softmax(1))
 
-    def _named(self, rows_R: Tensor) -> Lesson:
+    def _named(self, rows_R: Tensor) -> Targets:
         """Of a sparse teacher."""
         assert self._sparse is not None
         assert self._top_k is not None
-        ids_RK, scores_RK = self._sparse.ids_XK[rows_R], wide(self._sparse.log_probs_XK.detach()[rows_R])
+        ids_RK, scores_RK = self._sparse.ids_XK[rows_R], upcast(self._sparse.log_probs_XK.detach()[rows_R])
         if self._top_k.k < ids_RK.shape[1]:
             scores_RK, order_RK = scores_RK.topk(self._top_k.k, dim=1)
             ids_RK = ids_RK.gather(1, order_RK)
         if self._top_k.tail == "renormalise" or ids_RK.shape[1] == self._vocab:
             return self._closed(ids_RK, scores_RK)
         tail_R1 = _log_rest(scores_RK)
-        return Lesson(ids_RK, torch.cat([scores_RK, tail_R1], 1).log_softmax(1))
+        return Targets(ids_RK, torch.cat([scores_RK, tail_R1], 1).log_softmax(1))
 
-    def _cut(self, logits_RV: Tensor) -> Lesson:
+    def _cut(self, logits_RV: Tensor) -> Targets:
         """Of a dense teacher of which only the most likely tokens are wanted."""
         assert self._top_k is not None
         scores_RK, ids_RK = logits_RV.topk(self._top_k.k, dim=1)
         if self._top_k.tail == "renormalise":
             return self._closed(ids_RK, scores_RK)
         tail_R1 = logits_RV.scatter(1, ids_RK, -torch.inf).logsumexp(1, keepdim=True)
-        return Lesson(ids_RK, torch.cat([scores_RK, tail_R1], 1).log_softmax(1))
+        return Targets(ids_RK, torch.cat([scores_RK, tail_R1], 1).log_softmax(1))
 
-    def _closed(self, ids_RK: Tensor, scores_RK: Tensor) -> Lesson:
+    def _closed(self, ids_RK: Tensor, scores_RK: Tensor) -> Targets:
         """Nothing but these tokens is possible."""
-        log_probs_RK = heated(scores_RK, self._temperature).log_softmax(1)
+        log_probs_RK = divide_by_temperature(scores_RK, self._temperature).log_softmax(1)
         if ids_RK.shape[1] == self._vocab:
-            return Lesson(ids_RK, log_probs_RK)
+            return Targets(ids_RK, log_probs_RK)
         none_R1 = torch.full_like(log_probs_RK[:, :1], -torch.inf)
-        return Lesson(ids_RK, torch.cat([log_probs_RK, none_R1], 1))
+        return Targets(ids_RK, torch.cat([log_probs_RK, none_R1], 1))
 
     @staticmethod
-    def _join(parts: Sequence[Lesson]) -> Lesson:
+    def _join(parts: Sequence[Targets]) -> Targets:
         ids = [part.ids_RK for part in parts if part.ids_RK is not None]
-        return Lesson(torch.cat(ids), torch.cat([part.log_probs_RF for part in parts]))
+        return Targets(torch.cat(ids), torch.cat([part.log_probs_RF for part in parts]))
 
 
-def coarsen(logits_RV: Tensor, ids_RK: Tensor) -> tuple[Tensor, Tensor]:
+def to_top_k_events(logits_RV: Tensor, ids_RK: Tensor) -> tuple[Tensor, Tensor]:
     """A drafter's distribution as the events "token ids_k" and "any other": a softmax over the scores z_ids and
     logsumexp(z of all others).
 
@@ -248,26 +248,26 @@ def coarsen(logits_RV: Tensor, ids_RK: Tensor) -> tuple[Tensor, Tensor]:
     return torch.cat([scores_RK, tail_R1], 1).log_softmax(1), rest_RV
 
 
-def seen_by(lesson: Lesson, logits_RV: Tensor) -> tuple[Tensor, Tensor | None]:
-    """The drafter's log-probabilities of the events that a lesson is about, and see `coarsen`."""
-    return (logits_RV.log_softmax(1), None) if lesson.ids_RK is None else coarsen(logits_RV, lesson.ids_RK)
+def to_events(targets: Targets, logits_RV: Tensor) -> tuple[Tensor, Tensor | None]:
+    """The drafter's log-probabilities of the events that a targets is about, and see `to_top_k_events`."""
+    return (logits_RV.log_softmax(1), None) if targets.ids_RK is None else to_top_k_events(logits_RV, targets.ids_RK)
 
 
-def spread(grad_RF: Tensor, ids_RK: Tensor, rest_RV: Tensor) -> Tensor:
-    """The gradient with respect to all logits, from that with respect to the scores of `coarsen`; `rest_RV` becomes
-    the result."""
+def scatter_grad(grad_RF: Tensor, ids_RK: Tensor, rest_RV: Tensor) -> Tensor:
+    """The gradient with respect to all logits, from that with respect to the scores of `to_top_k_events`; it is written
+    into `rest_RV`."""
     known = ids_RK.shape[1]
     if grad_RF.shape[1] > known:
         rest_RV.mul_(grad_RF[:, known:])
     return rest_RV.scatter_(1, ids_RK, grad_RF[:, :known])
 
 
-def wide(values: Tensor) -> Tensor:
+def upcast(values: Tensor) -> Tensor:
     """As float32, or float64 where it is that."""
     return values.to(torch.promote_types(values.dtype, torch.float32))
 
 
-def heated(logits_RV: Tensor, temperature: float) -> Tensor:
+def divide_by_temperature(logits_RV: Tensor, temperature: float) -> Tensor:
     """Logits at a temperature."""
     return logits_RV if temperature == 1 else logits_RV / temperature
 

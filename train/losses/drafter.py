@@ -13,7 +13,17 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from .chunks import IGNORED, DenseTeacher, DrafterLogits, SparseTeacher, Teacher, TeacherLessons, TopK, seen_by, wide
+from .chunks import (
+    IGNORED,
+    DenseTeacher,
+    DrafterLogits,
+    SparseTeacher,
+    Teacher,
+    TeacherTargets,
+    TopK,
+    to_events,
+    upcast,
+)
 from .fused import Plan, fused_loss
 from .objectives import OBJECTIVES, check_objective
 
@@ -64,7 +74,7 @@ def mixture(
 
     Raises:
         ValueError: an unknown objective; a weight that is negative or not finite; no weight above 0; a teacher is
-            missing; the vocabularies differ; a temperature ≤ 0; see `TopK` and `chunks.TeacherLessons`.
+            missing; the vocabularies differ; a temperature ≤ 0; see `TopK` and `chunks.TeacherTargets`.
     """
     plan = Plan(
         weights, hidden_XD[:, None], [weight_VD], labels_X[:, None], teacher, None, temperature, chunk, top_k
@@ -127,7 +137,7 @@ def label_hits(hidden_XD: Tensor, weight_VD: Tensor | None, labels_X: Tensor, ch
     ids_V = torch.arange(logits.vocab, device=labels_X.device)
     for rows_C, logits_CV in logits.chunks():
         for block in logits.blocks(len(rows_C)):
-            logits_RV, labels_R1 = wide(logits_CV[block]), labels_X[rows_C[block], None]
+            logits_RV, labels_R1 = upcast(logits_CV[block]), labels_X[rows_C[block], None]
             mine_R1 = logits_RV.gather(1, labels_R1)
             loss -= logits_RV.log_softmax(1).gather(1, labels_R1).sum()
             ahead_RV = (logits_RV > mine_R1) | ((logits_RV == mine_R1) & (ids_V < labels_R1))
@@ -167,17 +177,17 @@ def agreement(
         ValueError: the vocabularies differ.
     """
     logits = DrafterLogits(hidden_XD, weight_VD, labels_X, chunk)
-    lessons = TeacherLessons(teacher, logits.vocab, logits.size)
-    assert lessons.positions == len(labels_X), (lessons.positions, len(labels_X))
+    teacher_targets = TeacherTargets(teacher, logits.vocab, logits.size)
+    assert teacher_targets.positions == len(labels_X), (teacher_targets.positions, len(labels_X))
     overlap, top5 = torch.zeros((), device=labels_X.device), torch.zeros((), device=labels_X.device)
     top1 = torch.zeros((), dtype=torch.int64, device=labels_X.device)
     for rows_C, logits_CV in logits.chunks():
-        lessons.load(rows_C)
+        teacher_targets.load(rows_C)
         for block in logits.blocks(len(rows_C)):
-            logits_RV, lesson = wide(logits_CV[block]), lessons.lesson(block)
-            log_drafter_RF = seen_by(lesson, logits_RV)[0]
-            overlap += torch.minimum(log_drafter_RF, lesson.log_probs_RF).exp().sum()
-            theirs_RK = lesson.top(TOP)
+            logits_RV, targets = upcast(logits_CV[block]), teacher_targets.rows(block)
+            log_drafter_RF = to_events(targets, logits_RV)[0]
+            overlap += torch.minimum(log_drafter_RF, targets.log_probs_RF).exp().sum()
+            theirs_RK = targets.top(TOP)
             mine_RK = logits_RV.topk(theirs_RK.shape[1], dim=1).indices
             top1 += (mine_RK[:, 0] == theirs_RK[:, 0]).sum()
             top5 += (mine_RK[:, :, None] == theirs_RK[:, None]).sum() / theirs_RK.shape[1]

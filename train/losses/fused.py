@@ -24,17 +24,17 @@ from torch import Tensor
 
 from .chunks import (
     IGNORED,
-    Lesson,
+    Targets,
     Teacher,
-    TeacherLessons,
+    TeacherTargets,
     TopK,
     block_rows,
     chunk_positions,
-    heated,
+    divide_by_temperature,
     product_type,
-    seen_by,
-    spread,
-    wide,
+    scatter_grad,
+    to_events,
+    upcast,
 )
 from .objectives import OBJECTIVES, Objective, check_objective
 
@@ -48,7 +48,7 @@ class Step(NamedTuple):
 
     head: int
     rows_C: Tensor
-    lesson_rows_C: Tensor | None
+    target_rows_C: Tensor | None
 
 
 class Plan:
@@ -85,13 +85,13 @@ class Plan:
         self.block = block_rows(self.vocab, self.size, features_XKD.device)
         self.dtype = product_type(features_XKD)
         self.kept = [(labels_X != IGNORED).nonzero()[:, 0] for labels_X in labels_XK.unbind(1)]
-        self.lessons: TeacherLessons | None = None
+        self.targets: TeacherTargets | None = None
         self._teacher_rows_XK = teacher_rows_XK
         if any(objective.needs_teacher for objective, _ in self.terms):
             if teacher is None:
                 raise ValueError(f"objective {dict(weights)} needs a teacher, and none was given")
-            self.lessons = TeacherLessons(teacher, self.vocab, self.size, top_k, self.temperature)
-            assert teacher_rows_XK is not None or self.lessons.positions == len(labels_XK)
+            self.targets = TeacherTargets(teacher, self.vocab, self.size, top_k, self.temperature)
+            assert teacher_rows_XK is not None or self.targets.positions == len(labels_XK)
 
     @property
     def counts_K(self) -> Tensor:
@@ -100,7 +100,7 @@ class Plan:
 
     def steps(self) -> Iterator[Step]:
         """Head by head or, where there is a teacher, chunk by chunk of its positions, which are loaded for the step."""
-        if self.lessons is None:
+        if self.targets is None:
             for head, rows in enumerate(self.kept):
                 yield from (Step(head, rows_C, None) for rows_C in _even(rows, self.size))
             return
@@ -117,12 +117,12 @@ class Plan:
             orders.append(order)
             cuts.append(torch.searchsorted(place, torch.tensor(edges, device=place.device)).tolist())
         for number, rows_C in enumerate(chunks):
-            self.lessons.load(rows_C)
+            self.targets.load(rows_C)
             for head in heads:
                 inside = slice(cuts[head][number], cuts[head][number + 1])
                 positions, local = self.kept[head][orders[head][inside]], places[head][inside] - edges[number]
-                for part, lesson_rows in zip(_even(positions, self.size), _even(local, self.size), strict=True):
-                    yield Step(head, part, lesson_rows)
+                for part, target_rows in zip(_even(positions, self.size), _even(local, self.size), strict=True):
+                    yield Step(head, part, target_rows)
 
     def _taught_by(self, head: int) -> Tensor:
         """The teacher's row for each of a head's positions, int64."""
@@ -138,16 +138,16 @@ class Plan:
         labels_C = self.labels_XK[step.rows_C, step.head]
         sums = []
         for start in range(0, len(labels_C), self.block):
-            block, lesson = slice(start, start + self.block), None
-            if step.lesson_rows_C is not None:
-                assert self.lessons is not None
-                lesson = self.lessons.lesson(step.lesson_rows_C[block])
-            loss_R, grad_RV = self._score(wide(logits_CV[block]), lesson, labels_C[block])
+            block, targets = slice(start, start + self.block), None
+            if step.target_rows_C is not None:
+                assert self.targets is not None
+                targets = self.targets.rows(step.target_rows_C[block])
+            loss_R, grad_RV = self._score(upcast(logits_CV[block]), targets, labels_C[block])
             logits_CV[block] = grad_RV
             sums.append(loss_R.sum())
         return torch.stack(sums).sum()
 
-    def _score(self, logits_RV: Tensor, lesson: Lesson | None, labels_R: Tensor) -> tuple[Tensor, Tensor]:
+    def _score(self, logits_RV: Tensor, targets: Targets | None, labels_R: Tensor) -> tuple[Tensor, Tensor]:
         """Weighted losses of a block's rows [R], and the gradient of their sum with respect to `logits_RV`."""
         parts = []
         if own := [(objective, weight) for objective, weight in self.terms if not objective.needs_teacher]:
@@ -156,12 +156,12 @@ class Plan:
             else:
                 parts.append(_weighted(own, logits_RV.log_softmax(1), None, labels_R))
         if taught := [(objective, weight) for objective, weight in self.terms if objective.needs_teacher]:
-            assert lesson is not None
-            log_drafter_RF, rest_RV = seen_by(lesson, heated(logits_RV, self.temperature))
-            loss_R, grad_RF = _weighted(taught, log_drafter_RF, lesson.log_probs_RF, labels_R)
-            if lesson.ids_RK is not None:
+            assert targets is not None
+            log_drafter_RF, rest_RV = to_events(targets, divide_by_temperature(logits_RV, self.temperature))
+            loss_R, grad_RF = _weighted(taught, log_drafter_RF, targets.log_probs_RF, labels_R)
+            if targets.ids_RK is not None:
                 assert rest_RV is not None
-                grad_RF = spread(grad_RF, lesson.ids_RK, rest_RV)
+                grad_RF = scatter_grad(grad_RF, targets.ids_RK, rest_RV)
             heat = self.temperature  # the gradient: τ² of the loss by 1/τ of the chain rule
             parts.append((loss_R, grad_RF) if heat == 1 else (loss_R * heat**2, grad_RF.mul_(heat)))
         return _sum(parts)

@@ -86,13 +86,15 @@ class DrafterModule(nn.Module):
 
 
 class DrafterTask:
-    """Trains `model` so that it agrees with the data, or with a teacher; see `train.loop.Task`.
+    """Trains `model` so that it agrees with the data, or with a teacher; see `loop.fit.Task`.
 
-    `objective` gives weights by name (`objectives.OBJECTIVES`), such as {"cross-entropy": 0.3, "forward-kl": 0.7}; a
-    weight may change over the run (`objectives.parse_weights`). `on_policy` has the drafter write a share of the
-    answers itself. Evaluation runs over the first `evaluate_blocks` blocks of `heldout` (None: all), compares with
-    `judge`, the target's distributions on them, where it is given, then calls `evaluate_fn(model)` and adds what it
-    returns: the place to measure acceptance by decoding.
+    Args:
+        objective: weights by name (`objectives.OBJECTIVES`), such as {"cross-entropy": 0.3, "forward-kl": 0.7}; one
+            may change over the run (`objectives.parse_weights`).
+        on_policy: has the drafter write a share of the answers itself.
+        eval_teacher: the target's distributions, which evaluations compare with.
+        evaluate_fn: called with the model in evaluations, which add what it returns: measures acceptance by decoding.
+        evaluate_blocks: how many blocks of `heldout` an evaluation runs over; None: all.
 
     Raises:
         ValueError: an unknown objective; one that needs a teacher where there is none; vocabularies that differ;
@@ -110,7 +112,7 @@ class DrafterTask:
         temperature: float = 1.0,
         top_k: TopK | None = None,
         on_policy: OnPolicy | None = None,
-        judge: Teacher | None = None,
+        eval_teacher: Teacher | None = None,
         evaluate_fn: Evaluate | None = None,
         evaluate_blocks: int | None = 64,
         evaluate_batch: int = 4,
@@ -127,7 +129,7 @@ class DrafterTask:
             raise ValueError("reverse-kl is infinite where the teacher gives nothing: use the tail `bucket` with it")
         if not temperature > 0:
             raise ValueError(f"temperature is {temperature}, expected more than 0")
-        self.teacher, self.judge, self.on_policy = teacher, judge, on_policy
+        self.teacher, self.eval_teacher, self.on_policy = teacher, eval_teacher, on_policy
         self.module: nn.Module = DrafterModule(model, objective, teacher, temperature, top_k, chunk)
         if compiled:
             self.module.compile()
@@ -153,7 +155,7 @@ class DrafterTask:
 
     def place(self, device: torch.device) -> None:
         """Move what is run but not trained."""
-        for side in (self.teacher, self.judge):
+        for side in (self.teacher, self.eval_teacher):
             if side is not None:
                 side.place(device)
 
@@ -182,7 +184,7 @@ class DrafterTask:
     def evaluate(self, module: nn.Module) -> dict[str, float]:
         """On held-out blocks, in the precision of the training: `heldout_loss` (nats a token), `perplexity`,
         `top1_accuracy` and `top5_accuracy` (how often the next token is the drafter's first, or among its first five);
-        against the judge `overlap` (Σ min(p, q), the teacher-forced chance of acceptance), `top1_agreement` and
+        against the eval_teacher `overlap` (Σ min(p, q), the teacher-forced chance of acceptance), `top1_agreement` and
         `top5_agreement`. And what `evaluate_fn` returns, which decodes as the artifact will: in the weights' own type.
         """
         assert isinstance(module, DrafterModule)
@@ -201,8 +203,8 @@ class DrafterTask:
             hits = label_hits(hidden_XD, weight_VD, labels_X, module.chunk)
             add(heldout_loss=hits.loss, top1_accuracy=hits.top1, top5_accuracy=hits.top5)
             items += int(hits.count)
-            if self.judge is not None:
-                found = agreement(hidden_XD, weight_VD, self.judge(batch), labels_X, module.chunk)
+            if self.eval_teacher is not None:
+                found = agreement(hidden_XD, weight_VD, self.eval_teacher(batch), labels_X, module.chunk)
                 add(overlap=found.overlap, top1_agreement=found.top1, top5_agreement=found.top5)
         metrics = {name: value / items for name, value in sums.items()} if items else {}
         if items:

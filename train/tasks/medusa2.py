@@ -25,7 +25,7 @@ if TYPE_CHECKING:
 
 
 @dataclass(frozen=True, slots=True)
-class Joint:
+class Medusa2:
     """How the target is trained with its heads.
 
     Raises:
@@ -64,7 +64,7 @@ class Joint:
         return 1.0 if not self.warmup else min(1.0, (progress - self.alone) / self.warmup)
 
 
-class JointModule(HeadsModule):
+class Medusa2Module(HeadsModule):
     """Heads and a target with adapters (LoRA) in its layers, whose forward is the loss of both.
 
     Only the adapters of the target are trained. With them switched off it is what it was: the original that it must not
@@ -78,13 +78,13 @@ class JointModule(HeadsModule):
         head_weights: Sequence[float],
         objective: Mapping[str, Weight],
         temperature: float,
-        joint: Joint,
+        medusa2: Medusa2,
         chunk: int | None = None,
         liger: bool = False,
     ) -> None:
         super().__init__(target, heads, head_weights, objective, temperature, None, True, chunk, liger)
-        self.joint = joint
-        names = {"cross-entropy": joint.label_weight, "forward-kl": joint.kl_weight}
+        self.medusa2 = medusa2
+        names = {"cross-entropy": medusa2.label_weight, "forward-kl": medusa2.kl_weight}
         self._own = {name: weight for name, weight in names.items() if weight}
 
     def forward(
@@ -94,7 +94,7 @@ class JointModule(HeadsModule):
         batch = Batch(tokens_BT, labels_BT, positions_BT, documents_BT)
         labels_Y = shifted_labels(labels_BT, documents_BT, 1).flatten()
         count = (labels_Y != IGNORED).sum()
-        if self.progress < self.joint.alone:
+        if self.progress < self.medusa2.alone:
             with self.original():
                 sums_K, counts_K = self.heads_loss(batch, self.frozen_states(batch))
             # data parallelism waits for a gradient of every weight, were it zero; ZeRO-3, which has none here, does not
@@ -104,7 +104,7 @@ class JointModule(HeadsModule):
             states_YD = self._target.hidden(batch).flatten(0, 1)
             sums_K, counts_K = self.heads_loss(batch, states_YD)
             own = self._own_loss(batch, states_YD, labels_Y)
-        sums_K = sums_K * self.joint.heads_part(self.progress)
+        sums_K = sums_K * self.medusa2.heads_part(self.progress)
         return torch.cat([sums_K, own.to(sums_K.dtype)[None]]), torch.cat([counts_K, count[None]])
 
     def _own_loss(self, batch: Batch, states_YD: Tensor, labels_Y: Tensor) -> Tensor:
@@ -136,7 +136,7 @@ class JointModule(HeadsModule):
         """
         if group != "base":
             return 1.0
-        return self.joint.rate * self.joint.risen(self.progress)
+        return self.medusa2.rate * self.medusa2.risen(self.progress)
 
     @contextmanager
     def original(self) -> Iterator[None]:
@@ -164,8 +164,8 @@ class JointModule(HeadsModule):
         return self
 
 
-class JointTask(HeadsTask):
-    """Trains heads and adapters in the target's layers; see `train.loop.Task`, `HeadsTask` and `Joint`.
+class Medusa2Task(HeadsTask):
+    """Trains heads and adapters in the target's layers; see `train.loop.Task`, `HeadsTask` and `Medusa2`.
 
     `target` has its adapters in it already: parameters that are to be trained. Evaluation adds, of the target as it
     then is, `base_loss` (nats a token) and `base_overlap` with what it was (Σ min(p, q)).
@@ -179,7 +179,7 @@ class JointTask(HeadsTask):
         target: Any,
         heads: PredictionHeads,
         heldout: PreparedData | None,
-        joint: Joint,
+        medusa2: Medusa2,
         head_weights: Sequence[float] | None = None,
         objective: Mapping[str, Weight] | None = None,
         temperature: float = 1.0,
@@ -194,20 +194,21 @@ class JointTask(HeadsTask):
             raise ValueError("the target has no parameters to be trained: put adapters into its layers")
         if hasattr(target.get_output_embeddings(), "base_layer"):
             raise ValueError("the target's output projection has an adapter, which heads do not see: leave it out")
-        self._joint = joint
+        self._medusa2 = medusa2
         super().__init__(
             target, heads, heldout, head_weights, objective, temperature, None, evaluate_fn, evaluate_blocks,
             evaluate_batch, chunk=chunk, liger=liger,
         )  # fmt: skip
         for parameter in trained:
             parameter.requires_grad_(True)
-        self.settings["joint"] = {name: getattr(joint, name) for name in Joint.__slots__}
-        self._target_work *= 4 if joint.kl_weight else 3
+        # the key of 0.1, which a resumed run must find
+        self.settings["joint"] = {name: getattr(medusa2, name) for name in Medusa2.__slots__}
+        self._target_work *= 4 if medusa2.kl_weight else 3
 
     def _make_module(
         self, target: Any, heads: Any, weights: Any, objective: Any, temperature: float, *rest: Any
     ) -> Any:
-        return JointModule(target, heads, weights, objective, temperature, self._joint, *rest[2:])
+        return Medusa2Module(target, heads, weights, objective, temperature, self._medusa2, *rest[2:])
 
     def count(self, batch: Batch) -> Tensor:
         """Trained positions of each head, and of the target, int64 [K + 1]."""
@@ -217,7 +218,7 @@ class JointTask(HeadsTask):
     @torch.no_grad()
     def evaluate(self, module: nn.Module) -> dict[str, float]:
         """As `HeadsTask.evaluate`, on the target as it is now; and `base_loss`, `base_overlap`."""
-        assert isinstance(module, JointModule)
+        assert isinstance(module, Medusa2Module)
         device = next(module.parameters()).device
         loss = overlap = count = 0.0
         for batch in blocks_in_order(self._heldout, self._blocks, self._batch):

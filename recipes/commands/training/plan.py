@@ -31,7 +31,7 @@ from ...assemble.heads import heads_parts
 from ...assemble.sizes import RecipeSize, size_of
 from ...assemble.teacher import NoCacheError, cache_bytes, open_cache, open_hidden
 from ...schema.training import DrafterRecipe, HeadsRecipe, TableRecipe
-from ...session.launch import agreed
+from ...session.launch import run_on_all
 from ...session.terminal import console, duration, gigabytes, log
 
 _SMALL_FILES = 32 << 10  # manifests, the recipe, the loop's random numbers
@@ -100,7 +100,7 @@ def plan_recipe(recipe: DrafterRecipe | HeadsRecipe | TableRecipe) -> Plan:
         ValueError: it does not fit into memory or onto the disk, with both numbers and the nearest setting that does;
             a recipe for a table; what checking the recipe, preparing its data and loading its models raise.
     """
-    accelerator = agreed(partial(_accelerator, recipe))
+    accelerator = run_on_all(partial(_accelerator, recipe))
     assert not isinstance(recipe, TableRecipe)
     on_main(accelerator, partial(check_out, Path(recipe.out), recipe))
     size = together(accelerator, partial(size_of, recipe, accelerator))
@@ -270,6 +270,10 @@ def _smaller(size: RecipeSize) -> Iterator[tuple[str, Demand]]:
     if size.may_cache:
         without = replace(least, target=None, taught=False, decodes=False)
         stages.append((f"{words} teacher.cache=FOLDER teacher.top_k=50 measure.prompts=0", without))
+    if not demand.heads and demand.model.item == 4 and not demand.launch.zero_stage:
+        model = demand.model
+        half = replace(model, weights=model.weights // 2, trained_weights=model.trained_weights // 2, item=2)
+        stages.append((f"{words} model.dtype=bfloat16", replace(least, model=half)))
     for name, launch in _launches(demand.launch):
         stages.append((f"{words} and `accelerate launch --config_file {name}`", replace(least, launch=launch)))
     for words, changed in stages:

@@ -13,7 +13,7 @@ from ...assemble.drafter import run_drafter
 from ...assemble.heads import run_heads
 from ...assemble.table.count import run_table
 from ...schema.training import DrafterRecipe, HeadsRecipe, TableRecipe
-from ...session.launch import agreed
+from ...session.launch import run_on_all
 from ...session.terminal import log
 
 
@@ -28,7 +28,7 @@ def run_train(recipe: DrafterRecipe | HeadsRecipe | TableRecipe) -> Path:
             processes the main one raises it, and the others leave with its exit code.
     """
     out = Path(recipe.out)
-    accelerator = agreed(lambda: accelerator_for(recipe))
+    accelerator = run_on_all(lambda: accelerator_for(recipe))
     on_main(accelerator, lambda: check_out(out, recipe))
     if (out / "artifact.json").is_file():
         if accelerator.is_main_process:

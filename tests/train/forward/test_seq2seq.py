@@ -229,7 +229,7 @@ def test_a_t5_learns_from_a_t5_and_drafts_for_it(
 ) -> None:
     target, drafter = build(seed=1, d_model=24), build(seed=2)
     teacher = ModelTeacher(target)
-    task = DrafterTask(drafter, worker.make_data(8, seed=3), {"forward-kl": 1.0}, teacher, judge=teacher)
+    task = DrafterTask(drafter, worker.make_data(8, seed=3), {"forward-kl": 1.0}, teacher, eval_teacher=teacher)
     config = worker.make_config(steps=25, evaluate_every=25, save_every=0)
     result = fit(task, worker.make_data(), config, tmp_path)
     before = logged(tmp_path, "evaluation")[0]

@@ -84,7 +84,7 @@ def test_the_last_weights_stay_where_they_are_best_or_asked_for(worker: ModuleTy
     assert result.kept_step == 8
     assert result.metrics == {"score": 1.8}
     assert same(last.task.module.model, last.seen[8])
-    assert result.outlook is None
+    assert result.extrapolation is None
 
 
 def test_training_that_harms_gives_back_the_beginning(worker: ModuleType, tmp_path: Path, capfd: Any):
@@ -110,9 +110,9 @@ def test_a_best_checkpoint_that_is_gone_is_said(worker: ModuleType, tmp_path: Pa
 def test_the_outlook_follows_the_curve(worker: ModuleType, tmp_path: Path, capfd: Any):
     scores = [1.0] + [2.0 - 1.0 * step**-0.5 for step in (2, 4, 6, 8)]
     result = run(worker, Scored(worker, scores), tmp_path)
-    assert result.outlook is not None
-    assert result.outlook["now"] == pytest.approx(scores[-1], abs=1e-3)
-    assert result.outlook["gain"] == pytest.approx(8**-0.5 - 16**-0.5, rel=0.05)
+    assert result.extrapolation is not None
+    assert result.extrapolation["now"] == pytest.approx(scores[-1], abs=1e-3)
+    assert result.extrapolation["gain"] == pytest.approx(8**-0.5 - 16**-0.5, rel=0.05)
     assert "as many again add 0.1" in capfd.readouterr().err
 
 

@@ -136,7 +136,7 @@ def test_evaluation_measures_loss_overlap_and_what_it_is_given(worker: ModuleTyp
 
     data = worker.make_data(5)
     # one that equals it
-    task = DrafterTask(drafter, data, judge=ModelTeacher(build("Llama")), evaluate_fn=measure, evaluate_batch=2)
+    task = DrafterTask(drafter, data, eval_teacher=ModelTeacher(build("Llama")), evaluate_fn=measure, evaluate_batch=2)
     metrics = task.evaluate(task.module)
     assert seen == [drafter]
     assert metrics["overlap"] == pytest.approx(1.0, abs=1e-5)
@@ -166,7 +166,7 @@ def test_distillation_raises_the_overlap(worker: ModuleType, tmp_path: Path, log
     with torch.no_grad():
         teacher.lm_head.weight.mul_(20)
     taught = ModelTeacher(teacher)
-    task = DrafterTask(drafter, worker.make_data(8, seed=3), {"total-variation": 1.0}, taught, judge=taught)
+    task = DrafterTask(drafter, worker.make_data(8, seed=3), {"total-variation": 1.0}, taught, eval_teacher=taught)
     config = worker.make_config(steps=40, evaluate_every=40, save_every=0)
     result = fit(task, worker.make_data(), config, tmp_path)
     first = logged(tmp_path, "evaluation")[0]

@@ -109,7 +109,7 @@ def test_training_on_policy_helps_and_resumes_exactly(
         own = OnPolicy(share=0.5, new_tokens=6)
         model = worker.make_model(1)
         return DrafterTask(
-            model, worker.make_data(8, seed=3), {"forward-kl": 1.0}, teacher, on_policy=own, judge=teacher
+            model, worker.make_data(8, seed=3), {"forward-kl": 1.0}, teacher, on_policy=own, eval_teacher=teacher
         )
 
     config = worker.make_config(steps=20, save_every=5, evaluate_every=20)

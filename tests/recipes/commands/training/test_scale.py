@@ -27,7 +27,7 @@ from safetensors.torch import load_file
 from transformers import AutoModelForCausalLM, LlamaConfig, LlamaForCausalLM
 from typer.testing import CliRunner
 
-SETTINGS = SHIPPED / "accelerate"
+SETTINGS = SHIPPED / "launch" / "accelerate"
 KINDS = {
     "cpu": ("NO", 1, 0),
     "cpu-multi": ("MULTI_GPU", 2, 0),

@@ -13,15 +13,15 @@ from draftsmith.checkpoints.heads.files import PredictionHeads
 from draftsmith.data.blocks.packing import Batch
 from draftsmith.train.loop.fit import fit
 from draftsmith.train.tasks.heads import HeadsModule
-from draftsmith.train.tasks.medusa2 import Joint, JointModule, JointTask
+from draftsmith.train.tasks.medusa2 import Medusa2, Medusa2Module, Medusa2Task
 from peft import LoraConfig, get_peft_model
 from safetensors import safe_open
 
 HEADS = 2
-JOINT = Joint(alone=0.5, warmup=0.25, heads_weight=0.2, rate=0.5)
+SETTINGS = Medusa2(alone=0.5, warmup=0.25, heads_weight=0.2, rate=0.5)
 
 
-def make_task(worker: ModuleType, joint: Joint = JOINT, trained: bool = False) -> JointTask:
+def make_task(worker: ModuleType, medusa2: Medusa2 = SETTINGS, trained: bool = False) -> Medusa2Task:
     torch.manual_seed(3)
     target = worker.make_model()
     heads = PredictionHeads.from_lm_head(target.lm_head.weight.detach(), HEADS, 1)
@@ -30,21 +30,21 @@ def make_task(worker: ModuleType, joint: Joint = JOINT, trained: bool = False) -
         with torch.no_grad():
             for parameter in [*heads.parameters(), *(p for p in target.parameters() if p.requires_grad)]:
                 parameter.normal_(0.0, 0.2)
-    return JointTask(target, heads, worker.make_data(4, seed=1), joint)
+    return Medusa2Task(target, heads, worker.make_data(4, seed=1), medusa2)
 
 
 def tensors(batch: Batch) -> tuple[torch.Tensor, ...]:
     return batch.tokens_BT, batch.labels_BT, batch.positions_BT, batch.documents_BT
 
 
-def adapters(task: JointTask) -> dict[str, torch.Tensor]:
+def adapters(task: Medusa2Task) -> dict[str, torch.Tensor]:
     return {name: p.detach().clone() for name, p in task.target.named_parameters() if "lora_" in name}
 
 
 def test_the_heads_part_is_whole_alone_then_rises_as_a_sine_to_its_weight():
-    parts = [JOINT.heads_part(progress) for progress in (0.0, 0.49, 0.5, 0.625, 0.75, 1.0)]
+    parts = [SETTINGS.heads_part(progress) for progress in (0.0, 0.49, 0.5, 0.625, 0.75, 1.0)]
     assert parts == pytest.approx([1, 1, 0, 0.2 * math.sin(math.pi / 4), 0.2, 0.2])
-    assert Joint(alone=0, warmup=0).heads_part(0) == 0.2
+    assert Medusa2(alone=0, warmup=0).heads_part(0) == 0.2
 
 
 @pytest.mark.parametrize(
@@ -57,14 +57,14 @@ def test_the_heads_part_is_whole_alone_then_rises_as_a_sine_to_its_weight():
 )
 def test_settings_that_make_no_sense_are_refused(settings: dict[str, Any], message: str):
     with pytest.raises(ValueError, match=message):
-        Joint(**settings)
+        Medusa2(**settings)
 
 
 def test_the_loss_is_that_of_the_heads_the_labels_and_the_divergence_from_the_original(worker: ModuleType):
     """Against two models: one with the adapters merged, one as it was."""
     task = make_task(worker, trained=True)
     module = task.module.eval()
-    assert isinstance(module, JointModule)
+    assert isinstance(module, Medusa2Module)
     batch = worker.make_data(3).batch(range(3))
     task.begin(9, 10)
     sums, counts = module(*tensors(batch))
@@ -105,7 +105,7 @@ def test_the_target_is_untouched_while_the_heads_are_alone(worker: ModuleType, t
     task.module.zero_grad()
     fit(task, worker.make_data(), worker.make_config(steps=5, save_every=5), tmp_path / "a")  # 0.5 of five: three steps
     assert any(not torch.equal(before[name], value) for name, value in adapters(task).items())
-    alone = make_task(worker, Joint(alone=0.99, warmup=0))
+    alone = make_task(worker, Medusa2(alone=0.99, warmup=0))
     fit(alone, worker.make_data(), worker.make_config(steps=5, save_every=5), tmp_path / "b")
     assert all(torch.equal(before[name], value) for name, value in adapters(alone).items())
 
@@ -113,7 +113,7 @@ def test_the_target_is_untouched_while_the_heads_are_alone(worker: ModuleType, t
 def test_a_strong_divergence_keeps_the_target_nearer_to_what_it_was(worker: ModuleType, tmp_path: Path):
     overlap = {}
     for weight in (0.0, 10.0):
-        task = make_task(worker, Joint(alone=0, warmup=0, label_weight=1.0, kl_weight=weight, rate=1.0))
+        task = make_task(worker, Medusa2(alone=0, warmup=0, label_weight=1.0, kl_weight=weight, rate=1.0))
         config = worker.make_config(steps=40, learning_rate=0.02, save_every=0)
         overlap[weight] = fit(task, worker.make_data(), config, tmp_path / str(weight)).metrics["base_overlap"]
     assert overlap[0.0] < overlap[10.0] <= 1.0
@@ -167,7 +167,7 @@ def test_an_adapter_in_the_output_projection_is_refused(worker: ModuleType):
     heads = PredictionHeads.from_lm_head(target.lm_head.weight.detach(), HEADS, 1)
     get_peft_model(target, LoraConfig(r=4, target_modules=["lm_head"]))
     with pytest.raises(ValueError, match="output projection has an adapter"):
-        JointTask(target, heads, None, JOINT)
+        Medusa2Task(target, heads, None, SETTINGS)
 
 
 def test_recomputed_activations_give_the_same_gradients(worker: ModuleType):
@@ -190,4 +190,4 @@ def test_a_target_without_adapters_is_refused(worker: ModuleType):
     target = worker.make_model().requires_grad_(False)
     heads = PredictionHeads.from_lm_head(target.lm_head.weight.detach(), HEADS, 1)
     with pytest.raises(ValueError, match="no parameters to be trained"):
-        JointTask(target, heads, None, JOINT)
+        Medusa2Task(target, heads, None, SETTINGS)
