@@ -278,7 +278,7 @@ def test_a_limit_on_data_is_seen_and_exits_with_2(drafter_recipe: Path):
     assert done.returncode == 2, done.stderr
     assert "Traceback" not in done.stderr
     assert "ulimit -d" in done.stderr
-    assert "model.dtype=bfloat16" in done.stderr
+    assert "train.gradient_checkpointing=true" in done.stderr
 
 
 REAL = {"vocab_size": 8000, "hidden_size": 512, "intermediate_size": 1408, "num_hidden_layers": 8}
