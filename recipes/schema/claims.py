@@ -1,9 +1,9 @@
 """What a paper claims, as an expression over the rows of a table, and whether it held.
 
-A claim compares sums of products: `"ours T=0".speedup > 1.1 * "SD T=0".speedup`, `4x2.tokens_per_step >
-2x4.tokens_per_step`, `a.perplexity < b.perplexity < c.perplexity`. A term is a number or a row's label, a dot and a
-metric; labels with other characters than letters, digits, `_`, `-` and `@` stand in double quotes. `+ - * /` bind as
-usual (`-` between spaces), comparisons are `> < >= <=` and `==~` (equal within the claim's tolerance).
+A claim compares expressions: `"ours T=0".speedup > 1.1 * "SD T=0".speedup`, `a.perplexity < b.perplexity <
+c.perplexity`. An operand is a number or a row's label, a dot and a metric; labels with other characters than letters,
+digits, `_`, `-` and `@` stand in double quotes. `+ - * /` bind as usual (`-` between spaces), comparisons are
+`> < >= <=` and `==~` (equal within the claim's tolerance).
 
 A claim is judged with the uncertainty of its rows. Rows over prompts are resampled, 2,000 times, all rows of the same
 prompts with the same draws (a paired bootstrap, as in `decode.metrics`); numbers with a standard error are drawn from a
@@ -14,60 +14,39 @@ is `not judged`. `held` is what 95 % of the draws' middle agree with, `not held`
 
 from __future__ import annotations
 
+import ast
 import math
+import operator
 import re
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from functools import lru_cache
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 
 from ...checkpoints.storage.messages import did_you_mean
 
 HELD, NOT_HELD, NOISE, NOT_JUDGED = "held", "not held", "within noise", "not judged"
-COMPARISONS = (">=", "<=", "==~", ">", "<")
 DRAWS = 2000
 FEWEST = 3
 """Prompts that a bootstrap needs."""
 _DEFINED = 0.9
 """Share of the draws that must be numbers: a draw has none where nothing stands under a ratio."""
 
-_TOKEN = re.compile(
-    r"""\s*(?:
-      (?P<reference>(?:"[^"]*"|[^\W][\w@-]*)\.[^\W\d][\w@]*(?:\.\w+)*)
-    | (?P<number>\d+(?:\.\d+)?(?:[eE][-+]?\d+)?)(?![\w.])
-    | (?P<compare>>=|<=|==~|>|<)
-    | (?P<sign>[-+*/])
-    )""",
-    re.VERBOSE,
-)
-_SHOWN = {"==~": "≈", ">=": "≥", "<=": "≤"}
+_REFERENCE = re.compile(r'(?:"([^"]*)"|(?<![\w.])([^\W][\w@-]*))\.([^\W\d][\w@]*(?:\.\w+)*)')
+_OPERATORS: dict[type, Any] = {
+    ast.Add: operator.add, ast.Sub: operator.sub, ast.Mult: operator.mul, ast.Div: operator.truediv
+}  # fmt: skip
+_COMPARISONS: dict[type, str] = {ast.Gt: ">", ast.Lt: "<", ast.GtE: "≥", ast.LtE: "≤", ast.Is: "≈"}
 Row = Mapping[str, Any]
 
 
-@dataclass(frozen=True)
-class Reference:
+class Reference(NamedTuple):
     """A number of a row."""
 
     label: str
     metric: str
-
-    def __str__(self) -> str:
-        return f"{self.label}.{self.metric}"
-
-
-@dataclass(frozen=True)
-class Term:
-    """A product: factors that multiply and factors that divide. `sign` is 1 or -1."""
-
-    sign: int
-    over: tuple[float | Reference, ...]
-    under: tuple[float | Reference, ...]
-
-
-Side = tuple[Term, ...]
-"""A sum."""
 
 
 @dataclass(frozen=True)
@@ -75,14 +54,15 @@ class Claim:
     """Sides compared in a chain: `sides[0] comparisons[0] sides[1] comparisons[1] …`."""
 
     text: str
-    sides: tuple[Side, ...]
+    sides: tuple[ast.expr, ...]
     comparisons: tuple[str, ...]
+    """Each of `> < ≥ ≤ ≈`."""
+    names: Mapping[str, Reference]
+    """What the names in the sides stand for."""
 
-    def references(self) -> Iterator[Reference]:
+    def references(self) -> list[Reference]:
         """All numbers of rows that it names."""
-        for side in self.sides:
-            for term in side:
-                yield from (factor for factor in (*term.over, *term.under) if isinstance(factor, Reference))
+        return list(self.names.values())
 
 
 def nearest(name: str, known: Sequence[str]) -> str:
@@ -95,72 +75,33 @@ def parse_claim(text: str) -> Claim:
     """A claim from its text.
 
     Raises:
-        ValueError: it is no claim; the message names the place.
+        ValueError: it is no claim.
     """
-    tokens = list(_tokens(text))
-    sides: list[Side] = []
-    comparisons: list[str] = []
-    rest: list[tuple[str, str]] = []
-    for kind, word in [*tokens, ("compare", "")]:
-        if kind != "compare":
-            rest.append((kind, word))
-            continue
-        sides.append(_side(rest, text))
-        rest = []
-        if word:
-            comparisons.append(word)
-    if not comparisons:
-        raise ValueError(f"claim {text!r} compares nothing: it needs one of {' '.join(COMPARISONS)}")
-    claim = Claim(text, tuple(sides), tuple(comparisons))
-    if not any(claim.references()):
+    names: dict[str, Reference] = {}
+
+    def named(found: re.Match[str]) -> str:
+        name = f"_{len(names)}_"
+        names[name] = Reference(found[1] if found[1] is not None else found[2], found[3])
+        return name
+
+    python = _REFERENCE.sub(named, text).replace("==~", " is ")
+    try:
+        node = ast.parse(" ".join(python.split()), mode="eval").body
+    except (SyntaxError, ValueError) as error:
+        raise ValueError(f"claim {text!r} is no expression of numbers and label.metric: {error}") from error
+    comparisons = [_COMPARISONS.get(type(each)) for each in node.ops] if isinstance(node, ast.Compare) else []
+    if not isinstance(node, ast.Compare) or None in comparisons:
+        raise ValueError(f"claim {text!r} must compare by > < >= <= or ==~")
+    sides = (node.left, *node.comparators)
+    for part in (part for side in sides for part in ast.walk(side)):
+        number = isinstance(part, ast.Constant) and type(part.value) in (int, float)
+        sum_ = isinstance(part, ast.BinOp) and type(part.op) in _OPERATORS
+        name = isinstance(part, ast.Name) and part.id in names
+        if not (number or sum_ or name or isinstance(part, (ast.operator, ast.expr_context))):
+            raise ValueError(f"claim {text!r}: {ast.unparse(part)!r} is no number, label.metric or one of + - * /")
+    if not names:
         raise ValueError(f"claim {text!r} names no row: write label.metric")
-    return claim
-
-
-def _tokens(text: str) -> Iterator[tuple[str, str]]:
-    at, whole = 0, text.rstrip()
-    while at < len(whole):
-        found = _TOKEN.match(whole, at)
-        if found is None or found.lastgroup is None:
-            raise ValueError(
-                f"claim {text!r} cannot be read from {whole[at:].strip()!r}: expected a number, label.metric (labels "
-                f'with spaces in "…"), + - * / or one of {" ".join(COMPARISONS)}'
-            )
-        yield found.lastgroup, found[found.lastgroup]
-        at = found.end()
-
-
-def _side(tokens: Sequence[tuple[str, str]], text: str) -> Side:
-    terms: list[Term] = []
-    sign, operator = 1, ""
-    over: list[float | Reference] = []
-    under: list[float | Reference] = []
-    wants_factor = True
-    for kind, word in tokens:
-        if (kind != "sign") != wants_factor:
-            expected = "a number or label.metric" if wants_factor else "an operator"
-            raise ValueError(f"claim {text!r}: expected {expected} at {word!r}")
-        if kind == "sign":
-            if word in "+-":
-                terms.append(Term(sign, tuple(over), tuple(under)))
-                sign, over, under = (1 if word == "+" else -1), [], []
-            operator = word
-        else:
-            (under if operator == "/" else over).append(_factor(kind, word))
-        wants_factor = not wants_factor
-    if wants_factor:
-        raise ValueError(f"claim {text!r}: a side ends without a number or label.metric")
-    return (*terms, Term(sign, tuple(over), tuple(under)))
-
-
-def _factor(kind: str, word: str) -> float | Reference:
-    if kind == "number":
-        return float(word)
-    if word.startswith('"'):
-        label, metric = word[1:].split('".', 1)
-    else:
-        label, metric = word.split(".", 1)
-    return Reference(label, metric)
+    return Claim(text, sides, tuple(each for each in comparisons if each), names)
 
 
 @dataclass(frozen=True)
@@ -172,16 +113,7 @@ class Judgement:
     numbers: str
     """The sides as they came out: "3.93 > 3.19"; one after the other where there are several runs."""
     why: str = ""
-    """What there is to say of it: why it was not judged, or how many of the runs it held in."""
-
-
-@dataclass(frozen=True)
-class _Value:
-    point: float
-    draws: np.ndarray
-    """(DRAWS,), or a single number that is exact."""
-    prompts: int | None = None
-    """The fewest that stand behind it; None: exact, or with a known error."""
+    """Why it was not judged, or how many of the runs it held in."""
 
 
 class _MissingError(Exception):
@@ -245,79 +177,75 @@ def _scopes(claim: Claim, table: Mapping[str, Row], known: Sequence[str]) -> dic
 
 def _judge(claim: Claim, table: Mapping[str, Row], prefix: str, tolerance: float) -> Judgement:
     try:
-        sides = [_sum(side, table, prefix) for side in claim.sides]
+        rows = {name: table.get(each.label) or table[prefix + each.label] for name, each in claim.names.items()}
+        values = {name: _drawn(rows[name], each.metric) for name, each in claim.names.items()}
+        sides = [_evaluated(side, values) for side in claim.sides]
     except _MissingError as missing:
         return Judgement(NOT_JUDGED, "", str(missing))
-    words = [show(sides[0].point)]
+    words = [show(float(sides[0][0]))]
     for comparison, side in zip(claim.comparisons, sides[1:], strict=True):
-        words += [_SHOWN.get(comparison, comparison), show(side.point)]
-    counts = [side.prompts for side in sides if side.prompts is not None]
-    if counts and min(counts) < FEWEST:
+        words += [comparison, show(float(side[0]))]
+    pairs = [rows[name].get("pairs", {}).get(each.metric) for name, each in claim.names.items()]
+    if any(len(pair["over"]) < FEWEST for pair in pairs if pair is not None):
         return Judgement(NOISE, " ".join(words), f"fewer than {FEWEST} prompts")
-    verdicts = [
-        _compare(left, comparison, right, tolerance)
-        for left, comparison, right in zip(sides, claim.comparisons, sides[1:], strict=False)
-    ]
+    links = zip(sides, claim.comparisons, sides[1:], strict=False)
+    verdicts = [_compare(left, comparison, right, tolerance) for left, comparison, right in links]
     return Judgement(next(each for each in (NOT_HELD, NOISE, HELD) if each in verdicts), " ".join(words))
 
 
-def _sum(side: Side, table: Mapping[str, Row], prefix: str) -> _Value:
-    point, draws, counts = 0.0, np.zeros(1), []
-    for term in side:
-        value, drawn = float(term.sign), np.full(1, float(term.sign))
-        for factors, divides in ((term.over, False), (term.under, True)):
-            for factor in factors:
-                known = _value(factor, table, prefix)
-                if divides and known.point == 0:
-                    raise _MissingError(f"{factor} is 0")
-                value = value / known.point if divides else value * known.point
-                with np.errstate(divide="ignore", invalid="ignore"):
-                    drawn = drawn / known.draws if divides else drawn * known.draws
-                counts.append(known.prompts)
-        point, draws = point + value, draws + drawn
-    behind = [count for count in counts if count is not None]
-    return _Value(point, draws, min(behind) if behind else None)
+def _evaluated(node: ast.expr, values: Mapping[str, np.ndarray]) -> np.ndarray:
+    """[1 + DRAWS]: an expression's value and its draws; [1] where it is exact."""
+    if isinstance(node, ast.Constant):
+        return np.full(1, float(str(node.value)))
+    if isinstance(node, ast.Name):
+        return values[node.id]
+    assert isinstance(node, ast.BinOp)
+    left, right = _evaluated(node.left, values), _evaluated(node.right, values)
+    if isinstance(node.op, ast.Div) and right[0] == 0:
+        raise _MissingError("the claim divides by 0")
+    with np.errstate(divide="ignore", invalid="ignore"):
+        found: np.ndarray = _OPERATORS[type(node.op)](left, right)
+    return found
 
 
-def _compare(left: _Value, comparison: str, right: _Value, tolerance: float) -> str:
-    gap = left.draws - right.draws
-    if comparison in ("<", "<="):
+def _compare(left: np.ndarray, comparison: str, right: np.ndarray, tolerance: float) -> str:
+    gap = left - right
+    if comparison in "<≤":
         gap = -gap
-    elif comparison == "==~":
+    elif comparison == "≈":
         with np.errstate(divide="ignore", invalid="ignore"):
-            gap = np.where(gap == 0, 0.0, gap / np.abs(right.draws))
-    known = gap[~np.isnan(gap)]
-    if len(known) < _DEFINED * len(gap):
+            gap = np.where(gap == 0, 0.0, gap / np.abs(right))
+    drawn = gap[1:] if len(gap) > 1 else gap
+    known = drawn[~np.isnan(drawn)]
+    if len(known) < _DEFINED * len(drawn):
         return NOISE
     low, high = np.percentile(known, [2.5, 97.5])
-    if comparison == "==~":
+    if comparison == "≈":
         held, failed = low >= -tolerance and high <= tolerance, low > tolerance or high < -tolerance
-    elif comparison in (">", "<"):
+    elif comparison in "<>":
         held, failed = low > 0, high <= 0
     else:
         held, failed = low >= 0, high < 0
     return HELD if held else NOT_HELD if failed else NOISE
 
 
-def _value(factor: float | Reference, table: Mapping[str, Row], prefix: str) -> _Value:
-    if not isinstance(factor, Reference):
-        return _Value(factor, np.full(1, factor))
-    row = table[factor.label if factor.label in table else prefix + factor.label]
-    point = metric_of(row, factor.metric)
+def _drawn(row: Row, metric: str) -> np.ndarray:
+    """[1 + DRAWS]: a row's number and its draws; [1] where it is exact."""
+    point = metric_of(row, metric)
     if point is None:
-        why = row.get("why", {}).get(factor.metric) or "it was not measured"
-        raise _MissingError(f"{row['label']} has no {factor.metric}: {why}")
-    pairs = row.get("pairs", {}).get(factor.metric)
-    error = row.get("errors", {}).get(factor.metric)
+        why = row.get("why", {}).get(metric) or "it was not measured"
+        raise _MissingError(f"{row['label']} has no {metric}: {why}")
+    pairs = row.get("pairs", {}).get(metric)
+    error = row.get("errors", {}).get(metric)
     if pairs is not None:
         weights = _weights(len(pairs["over"]), str(row.get("sample", "")))
-        return _Value(point, _resampled(pairs, weights), len(pairs["over"]))
+        return np.append(point, _resampled(pairs, weights))
     if error is not None:
-        seed = list(f"{row['label']}.{factor.metric}".encode())
-        return _Value(point, np.random.default_rng(seed).normal(point, error, DRAWS))
-    if "certain" in row and factor.metric.partition(".")[0] not in row["certain"]:
-        raise _MissingError(f"nothing is known of the uncertainty of {row['label']}'s {factor.metric}")
-    return _Value(point, np.full(1, point))
+        seed = list(f"{row['label']}.{metric}".encode())
+        return np.append(point, np.random.default_rng(seed).normal(point, error, DRAWS))
+    if "certain" in row and metric.partition(".")[0] not in row["certain"]:
+        raise _MissingError(f"nothing is known of the uncertainty of {row['label']}'s {metric}")
+    return np.full(1, point)
 
 
 def _resampled(pairs: Mapping[str, Any], weights_RP: np.ndarray) -> np.ndarray:

@@ -14,7 +14,7 @@ from .errors import describe
 from .evaluation import EvaluateRecipe
 from .experiments import METRICS as EXPERIMENT_METRICS
 from .experiments import CorrelationSettings, checked_settings, labels_of
-from .results import METRICS, ROW
+from .results import MethodRow
 
 RUN = "{run}: {label}"
 """Name of a row where an evaluation has several runs."""
@@ -223,7 +223,9 @@ class PaperRecipe(Section):
                 evaluations = list(self.evaluations().values())
             except ValidationError as error:
                 raise ValueError(_faults(RunsSettings, error, "settings")) from error
-            return Names(labels, [*METRICS, *ROW, *DERIVED], groups_of(evaluations) if settings.categories else [])
+            return Names(
+                labels, [*MethodRow.model_fields, *DERIVED], groups_of(evaluations) if settings.categories else []
+            )
         found = checked_settings(self.experiment, self.settings)
         study = self.settings["study"] if self.experiment == "simulation" else self.experiment
         metrics = list(EXPERIMENT_METRICS[study])

@@ -21,14 +21,14 @@ from ...assemble.evaluation import device_of, state_of
 from ...schema.claims import transformed
 from ...schema.evaluation import EvaluateRecipe
 from ...schema.papers import RUN, PaperEvaluation, PaperRecipe, RunsSettings, run_folder
-from ...schema.results import CATEGORY, load_results
+from ...schema.results import Metrics, load_results
 from ...session.machine import machine
 from ...session.terminal import log
 from ..evaluation.evaluate import run_evaluate
 
 Rows = list[dict[str, Any]]
 _SHOWN = [
-    *(key for key in CATEGORY if key != "prompts"),
+    *Metrics.model_fields,
     "cost_ratio",
     "milliseconds",
     "joules_per_token",

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import random
+import re
 from typing import Any
 
 import numpy as np
@@ -59,22 +60,14 @@ def test_what_a_claim_names() -> None:
 
 
 @pytest.mark.parametrize(
-    ("text", "message"),
+    "text",
     [
-        ("a.m", "compares nothing: it needs one of >= <= ==~ > <"),
-        ("1 < 2", "names no row"),
-        ("a.m > ", "a side ends without a number"),
-        ("> a.m", "a side ends without a number"),
-        ("a.m b.m > 1", "expected an operator at 'b.m'"),
-        ("a.m > * b.m", r"expected a number or label.metric at '\*'"),
-        ("a.m > b", "cannot be read from 'b'"),
-        ('"a b.m > 1', "cannot be read from '\"a b.m > 1'"),
-        ("a.m == b.m", "cannot be read from '== b.m'"),
-        ("a.m > __import__('os').m", "cannot be read"),
+        *("a.m", "1 < 2", "a.m > ", "> a.m", "a.m b.m > 1", "a.m > * b.m", "a.m > b", '"a b.m > 1', "a.m == b.m"),
+        *("a.m > __import__('os').m", "a.m > (lambda: 1)()", "a.m > 'x'", "a.m > [1][0]", "a.m > 2 ** 9", "a.m > -1j"),
     ],
 )
-def test_what_is_no_claim_is_refused_with_its_place(text: str, message: str) -> None:
-    with pytest.raises(ValueError, match=message):
+def test_what_is_no_claim_is_refused(text: str) -> None:
+    with pytest.raises(ValueError, match=re.escape(repr(text))):
         parse_claim(text)
 
 
