@@ -4,28 +4,25 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping
-from html import escape
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from ...checkpoints.storage.safe_read import read_document
 from ..assemble.evaluation import artifact_hash, weights_hash
-from .tables import DASH, cell, heading, number, wide_table
-
-if TYPE_CHECKING:
-    pass
+from .tables import DASH, Cell, Column, Table, number_cell, render
 
 SCHEMA = 1
 KIND = "certificate"
 SOURCES = ("target", "drafter", "heads", "table")
 COLUMNS = (
-    ("T",),
-    ("verdict",),
-    ("tokens", "judged"),
-    ("faults",),
-    ("near-ties",),
-    ("smallest p",),
-    ("bias found", "with 99 %, %"),
+    Column("method", numeric=False),
+    Column("T"),
+    Column("verdict"),
+    Column("tokens", "judged"),
+    Column("faults"),
+    Column("near-ties"),
+    Column("smallest p"),
+    Column("bias found", "with 99 %, %"),
 )
 
 
@@ -90,26 +87,18 @@ def certificate_section(told: Mapping[str, Any], recipe: Mapping[str, Any]) -> s
         notes.append(f"This certificate is stale: changed since it was made: {named}. Certify again.")
     if not told["complete"]:
         notes.append("The certificate is not complete: certifying was stopped before all methods were judged.")
-    alert = "".join(f'<div class="problem" role="alert">{escape(note)}</div>' for note in notes)
-    head = '<th scope="col" data-sort="text">method</th>' + "".join(heading(*name) for name in COLUMNS)
-    body = "".join(_row(one) for one in told["certificates"])
-    said = (
-        "At temperature 0 every token is compared with the target's own choice; near-ties are places where rounding "
-        "decides. Above it the text is tested against the target's distribution; the last column is the smallest bias "
-        "that these tests would have found with 99 % probability."
-    )
-    return f"<h3>Losslessness, certified</h3>{alert}{wide_table('Certificates', head, body)}<p>{escape(said)}</p>"
+    table = Table("Certificates", COLUMNS, [_cells(one) for one in told["certificates"]])
+    return render("certificate.html", notes=notes, table=table)
 
 
-def _row(one: Mapping[str, Any]) -> str:
+def _cells(one: Mapping[str, Any]) -> list[Cell]:
     smallest = min((test["p_value"] for test in one["tests"]), default=None)
-    temperature, found = one["sampling"]["temperature"], 100 * one["power"]["found_99"]
-    cells = (
-        cell(f"{temperature:g}", temperature),
-        cell(one["verdict"], float(one["verdict"] == "lossless")),
-        *(cell(number(one[key], 0), one[key]) for key in ("tokens", "faults", "near_ties")),
-        cell(DASH if smallest is None else f"{smallest:.1g}", smallest),
-        cell(number(found, 1), found),
-    )
-    label = escape(one["label"])
-    return f'<tr><th scope="row" data-value="{label.lower()}">{label}</th>{"".join(cells)}</tr>'
+    temperature = one["sampling"]["temperature"]
+    return [
+        Cell(one["label"]),
+        Cell(f"{temperature:g}", temperature),
+        Cell(one["verdict"], float(one["verdict"] == "lossless")),
+        *(number_cell(one[key], 0) for key in ("tokens", "faults", "near_ties")),
+        Cell(DASH if smallest is None else f"{smallest:.1g}", smallest),
+        number_cell(100 * one["power"]["found_99"], 1),
+    ]

@@ -8,17 +8,17 @@ from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
-from rich.markup import escape
-from rich.table import Table
+
+from .tables import DASH, Cell, Column, Table, number_cell
 
 BASELINE = "autoregressive"
-METRICS = ("tokens_per_step", "acceptance_rate", "tokens_per_second", "speedup")
-HEADINGS = {
-    "tokens_per_step": "tokens per step",
-    "acceptance_rate": "acceptance rate",
-    "tokens_per_second": "tokens/s",
-    "speedup": "speedup",
+METRICS = {
+    "tokens_per_step": "Tokens per step",
+    "acceptance_rate": "Acceptance rate",
+    "tokens_per_second": "Tokens/s",
+    "speedup": "Speedup",
 }
+"""What is compared, with the captions of the tables."""
 _COLUMNS = {
     "tokens_per_step": ("tokens", "steps"),
     "acceptance_rate": ("accepted", "examined"),
@@ -54,12 +54,6 @@ class ComparedRow:
     """Metrics by name, for each of the results."""
     changes: list[dict[str, Change | None]]
     """For each of the results but the first."""
-
-    @property
-    def named(self) -> str:
-        """Its label, with the temperature where the label does not tell it."""
-        at = f"T={self.temperature:g}"
-        return self.label if self.label.endswith(at) else f"{self.label}, {at}"
 
 
 @dataclass(frozen=True)
@@ -232,7 +226,7 @@ def _called(key: tuple[str, float]) -> str:
 def percent(change: Change | None) -> str:
     """A change for people: `+4.2 % (+1.0 to +7.3)`."""
     if change is None or not math.isfinite(change.ratio):
-        return "–"
+        return DASH
     text = f"{100 * (change.ratio - 1):+.1f} %"
     if change.interval is None:
         return text
@@ -240,23 +234,19 @@ def percent(change: Change | None) -> str:
     return f"{text} ({low:+.1f} to {high:+.1f})"
 
 
-def comparison_table(comparison: Comparison) -> Table:
-    """The comparison on a terminal: one line a method and metric, changes that are certain in bold."""
-    table = Table(title="side by side", title_justify="left")
-    table.add_column("method")
-    table.add_column("metric", no_wrap=True)
-    for name in comparison.names:
-        table.add_column(escape(name), justify="right", overflow="fold")
-    for name in comparison.names[1:]:
-        table.add_column(f"change to {escape(name)} (95 % interval)", justify="right", overflow="fold")
-    for row in comparison.rows:
-        for place, metric in enumerate(METRICS):
-            label = row.named if place == 0 else ""
-            shown = ["–" if values[metric] is None else f"{values[metric]:.4g}" for values in row.values]
-            changes = []
-            for change in row.changes:
-                text = escape(percent(change[metric]))
-                known = change[metric]
-                changes.append(f"[bold]{text}[/bold]" if known is not None and known.certain else text)
-            table.add_row(escape(label), HEADINGS[metric], *shown, *changes, end_section=metric == METRICS[-1])
-    return table
+def comparison_tables(comparison: Comparison) -> list[Table]:
+    """For each metric what was measured, and what changed from the first; changes that are certain in bold."""
+    columns = [Column("method", numeric=False), Column("T", "temperature"), *map(Column, comparison.names)]
+    columns += [Column(f"change to {name}", "95 % interval") for name in comparison.names[1:]]
+    tables = []
+    for metric, heading in METRICS.items():
+        rows = []
+        for row in comparison.rows:
+            cells = [Cell(row.label), Cell(f"{row.temperature:g}", row.temperature)]
+            cells += [number_cell(values[metric]) for values in row.values]
+            for change in (each[metric] for each in row.changes):
+                style = "bold" if change is not None and change.certain else ""
+                cells.append(Cell(percent(change), None if change is None else change.ratio, style=style))
+            rows.append(cells)
+        tables.append(Table(heading, columns, rows))
+    return tables

@@ -1,8 +1,7 @@
-"""What the `settings` of a paper's recipe may say, for each experiment but `evaluate`, whose are in `papers_config`."""
+"""What the `settings` of a paper's recipe may say, for each experiment but `evaluate` (see `papers`)."""
 
 from __future__ import annotations
 
-import itertools
 from typing import Annotated, Any, Literal
 
 from pydantic import Field, ValidationError, model_validator
@@ -10,7 +9,6 @@ from pydantic import Field, ValidationError, model_validator
 from .claims import nearest
 from .data import Section
 from .errors import describe
-from .evaluation import EvaluateRecipe
 
 Share = Annotated[float, Field(ge=0, le=1)]
 Count = Annotated[int, Field(ge=1)]
@@ -175,73 +173,3 @@ def checked_settings(experiment: str, settings: dict[str, Any]) -> Section:
         if isinstance(values, list) and len(set(values)) < len(values):
             raise ValueError(f"'settings.{name}' names a value twice: {', '.join(map(str, values))}")
     return found
-
-
-METRICS: dict[str, tuple[str, ...]] = {
-    "acceptance": (
-        *("alpha", "with_replacement", "naive", "variation", "acceleration"),
-        *("tokens_per_step", "accepted_per_step", "rejections", "bias", "sum"),
-    ),
-    "correlation": ("heads", "mended", "spoiled", "tokens_per_step", "worst_gain", "best_gain"),
-    "saturation": ("tokens_per_step", "gain", "conversations", "entries", "megabytes"),
-    "energy": (
-        *("batch", "inputs", "seconds", "seconds_per_run", "seconds_per_input", "watts"),
-        *("joules", "joules_per_run", "joules_per_input", "joules_per_run_above_idle"),
-    ),
-    "rejections": (
-        *("rejections", "exact", "acceleration", "exact_acceleration", "standard_errors_off", "variation", "naive"),
-        *("rejections_per_token", "least_naive_excess"),
-    ),
-    "drafts": ("rejections", "exact", "acceleration", "exact_acceleration", "standard_errors_off"),
-    "over-acceptance": (
-        *("rejections", "bias", "sum", "exact_rejections", "exact_bias", "exact_sum", "variation"),
-        "standard_errors_off",
-    ),
-    "walltime": (
-        *("tokens_per_step", "exact", "standard_errors_off", "best_gamma", "speedup", "oracle_speedup"),
-        *("most_gain", "least_gain"),
-    ),
-}
-"""What the rows of an experiment, or of a study, hold; those of `correlation` also `head_1`, `head_2` …"""
-
-
-def labels_of(settings: Section, evaluation: EvaluateRecipe | None) -> list[str]:
-    """Names of the rows that an experiment's settings give, those of categories aside."""
-    if isinstance(settings, AcceptanceSettings):
-        return _acceptance_labels(settings, evaluation)
-    if isinstance(settings, CorrelationSettings):
-        return ["with correlation", "without correlation"]
-    if isinstance(settings, SaturationSettings):
-        return ["r = 1", *(f"part {place + 1}" for place in range(len(settings.sizes))), "all"]
-    if isinstance(settings, EnergySettings):
-        return [f"batch {batch}" for batch in settings.batches]
-    if isinstance(settings, RejectionsStudy):
-        cases = itertools.product(settings.states, settings.tokens, settings.shares)
-        labels = [f"V={states} T={tokens} share={share:g}" for states, tokens, share in cases]
-        return [*labels, *(f"share={share:g}" for share in settings.shares), "all"]
-    if isinstance(settings, DraftsStudy):
-        return [*(f"M={drafts}" for drafts in settings.drafts), "M=inf", "all"]
-    if isinstance(settings, OverAcceptanceStudy):
-        traded = [f"{name} e={epsilon:g}" for name in ("OPT", "UNO") for epsilon in settings.epsilons]
-        return ["drafter alone", *traded, "all"]
-    assert isinstance(settings, WalltimeStudy)
-    steps = [f"alpha={alpha:g} gamma={gamma}" for alpha, gamma in itertools.product(settings.alphas, settings.gammas)]
-    best = [f"alpha={alpha:g} c={cost:g}" for alpha, cost in itertools.product(settings.alphas, settings.costs)]
-    return [*steps, *best, "oracle", "all"]
-
-
-def _acceptance_labels(settings: AcceptanceSettings, evaluation: EvaluateRecipe | None) -> list[str]:
-    if evaluation is None:
-        return []
-    labels: list[str] = []
-    drafters = [evaluation.drafter, *evaluation.more_drafters]
-    for temperature in settings.temperatures:
-        for source in settings.sources:
-            names = [f"drafter {place}" if place > 1 else "drafter" for place in range(1, len(drafters) + 1)]
-            for name in names if source == "drafters" else [source]:
-                counts = [""] if settings.candidates == [1] else [f" k={each}" for each in settings.candidates]
-                labels += [f"{name}{count} T={temperature:g}" for count in counts]
-        for epsilon in settings.epsilons if temperature else ():
-            labels += [f"{name} e={epsilon:g} T={temperature:g}" for name in ("OPT", "UNO")]
-    decoded = zip(evaluation.labels(), evaluation.methods, strict=True)
-    return [*labels, *(label for label, row in decoded if row.method != "autoregressive")]

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Sequence
-from typing import Any, Literal, NamedTuple
+from typing import Any, Literal
 
 from pydantic import Field, ValidationError, model_validator
 
@@ -12,8 +12,7 @@ from .claims import nearest, parse_claim
 from .data import Section
 from .errors import describe
 from .evaluation import EvaluateRecipe
-from .experiments import METRICS as EXPERIMENT_METRICS
-from .experiments import CorrelationSettings, checked_settings, labels_of
+from .experiments import checked_settings
 from .results import MethodRow
 
 RUN = "{run}: {label}"
@@ -67,32 +66,6 @@ class RunsSettings(Section):
     """Also rows over the prompts of all runs together, under their labels alone."""
     categories: bool = False
     """Also rows of each category of the prompts, called `label [category]`."""
-
-
-class Names(NamedTuple):
-    """What the rows of a recipe are called, and what they hold."""
-
-    labels: list[str]
-    metrics: list[str]
-    groups: list[str] | None
-    """Categories that rows of their own have, called `label [category]`; None: not known before prompts are read."""
-
-    def joined(self, other: Names) -> Names:
-        """The names of both; categories are those of the first, if it has any."""
-        groups = other.groups if self.groups == [] else self.groups
-        return Names([*self.labels, *other.labels], [*self.metrics, *other.metrics], groups)
-
-    def check(self, label: str, metric: str, where: str) -> None:
-        """Raises ValueError, with the nearest right name, for a row or a metric that there is not."""
-        plain, bracket, group = label.removesuffix("]").rpartition(" [") if label.endswith("]") else (label, "", "")
-        if plain not in self.labels:
-            raise ValueError(f"{where} names the row {label!r}, which there is not.{nearest(plain, self.labels)}")
-        if bracket and self.groups is not None and group not in self.groups:
-            told = nearest(group, self.groups) or " `settings.categories` is not set"
-            raise ValueError(f"{where} names the category {group!r}, which there is not.{told}")
-        head = metric.partition(".")[0]
-        if head not in self.metrics and not ("heads" in self.metrics and re.fullmatch(r"head_[1-9]\d*", head)):
-            raise ValueError(f"{where} names the metric {metric!r}, which there is not.{nearest(metric, self.metrics)}")
 
 
 class PaperRecipe(Section):
@@ -202,36 +175,30 @@ class PaperRecipe(Section):
         if self.experiment == "evaluate" and self.evaluate is None:
             raise ValueError("the experiment `evaluate` needs the section `evaluate`")
         small = self.on_pair("PAIR")
-        names = self.names().joined(small.names())
-        for claim in self.claims:
-            for reference in parse_claim(claim.holds).references():
-                names.check(reference.label, reference.metric, f"the claim {claim.holds!r}")
-        for label, metrics in self.theirs.items():
-            for metric in metrics:
-                names.check(label, metric, "theirs")
+        if self.experiment == "evaluate":
+            self._check_names(small)
+        else:
+            for each in (self, small):
+                checked_settings(each.experiment, each.settings)
         return self
 
-    def names(self) -> Names:
-        """Rows and metrics that it can have.
-
-        Raises:
-            ValueError: settings that do not fit.
-        """
-        if self.experiment == "evaluate":
-            try:
-                labels, settings = self.labels(), RunsSettings.model_validate(self.settings)
-                evaluations = list(self.evaluations().values())
-            except ValidationError as error:
-                raise ValueError(_faults(RunsSettings, error, "settings")) from error
-            return Names(
-                labels, [*MethodRow.model_fields, *DERIVED], groups_of(evaluations) if settings.categories else []
-            )
-        found = checked_settings(self.experiment, self.settings)
-        study = self.settings["study"] if self.experiment == "simulation" else self.experiment
-        metrics = list(EXPERIMENT_METRICS[study])
-        categories = isinstance(found, CorrelationSettings) and found.categories and self.evaluate is not None
-        groups = groups_of([self.evaluate]) if categories and self.evaluate is not None else []
-        return Names(labels_of(found, self.evaluate), metrics, groups)
+    def _check_names(self, small: PaperRecipe) -> None:
+        """Raises ValueError, with the nearest right name, for a row or a metric that neither recipe has."""
+        try:
+            settings = RunsSettings.model_validate(self.settings)
+            labels = [*self.labels(), *small.labels()]
+        except ValidationError as error:
+            raise ValueError(_faults(RunsSettings, error, "settings")) from error
+        metrics = [*MethodRow.model_fields, *DERIVED]
+        named = [(label, metric, "theirs") for label, found in self.theirs.items() for metric in found]
+        for claim in self.claims:
+            named += [(*each, f"the claim {claim.holds!r}") for each in parse_claim(claim.holds).references()]
+        for label, metric, where in named:
+            row = label.partition(" [")[0] if settings.categories and label.endswith("]") else label
+            if row not in labels:
+                raise ValueError(f"{where} names the row {label!r}, which there is not.{nearest(row, labels)}")
+            if metric.partition(".")[0] not in metrics:
+                raise ValueError(f"{where} names the metric {metric!r}, which there is not.{nearest(metric, metrics)}")
 
 
 def pair_values(evaluate: EvaluateRecipe, folder: str, parts: Sequence[str]) -> dict[str, Any]:
@@ -241,16 +208,6 @@ def pair_values(evaluate: EvaluateRecipe, folder: str, parts: Sequence[str]) -> 
     own |= {"template": "chatml", "more_drafters": [], "prompts_path": None, "groups": [], "device_map": None}
     own |= {"dtype": "auto", "max_prompt_tokens": min(evaluate.max_prompt_tokens, LONGEST_PROMPT)}
     return evaluate.model_dump() | own
-
-
-def groups_of(evaluations: Sequence[EvaluateRecipe]) -> list[str] | None:
-    """The categories of their prompts; None where a set does not fix them."""
-    from ...data.sources.registry import find_corpus
-
-    corpora = [find_corpus(evaluation.prompts) for evaluation in evaluations]
-    if any(corpus is None or not corpus.groups for corpus in corpora):
-        return None
-    return list(dict.fromkeys(group for corpus in corpora if corpus is not None for group in corpus.groups))
 
 
 def run_folder(run: str) -> str:

@@ -20,6 +20,7 @@ of those that failed.
 from __future__ import annotations
 
 import hashlib
+import html
 import json
 from collections.abc import Sequence
 from pathlib import Path
@@ -27,7 +28,7 @@ from typing import Any
 
 from .... import __version__
 from ....checkpoints.storage.atomic import atomic_text
-from ...report.papers import claims_table, markdown, numbers_table, paper_page, title_of
+from ...report.papers import claims_table, markdown, numbers_table, paper_section, title_of
 from ...schema.claims import judge, parse_claim
 from ...schema.loading import read_extended, shipped_recipes, write_recipe
 from ...schema.papers import PaperRecipe
@@ -78,9 +79,11 @@ def run_paper(recipe: PaperRecipe, name: str, pair: str | None = None, folder: P
     result |= said | {"name": name, "pair": pair, "claims": judged(recipe, result["rows"])}
     _write(folder / "paper.json", result)
     _report(folder, result, used)
-    console().print(numbers_table(result))
+    on_pair = " on the embedded pair" if pair is not None else ""
+    console().print(f"{name}: {title_of(result)}{on_pair}", markup=False)
+    console().print(numbers_table(result, result["rows"]).rich())
     if result["claims"]:
-        console().print(claims_table([result]))
+        console().print(claims_table([result]).rich())
     console().print(f"results: {folder / 'paper.json'}, and {folder / 'report.html'} to look at", soft_wrap=True)
     return result
 
@@ -135,7 +138,7 @@ def run_papers(names: Sequence[str], pair: str | None, out: Path | None) -> list
             log(f"papers: {name} failed: {error}")
         _summary(root, out or Path(FOLDER), pair, done, failed)
     if len(done) > 1:
-        console().print(claims_table(done))
+        console().print(claims_table(done).rich())
     console().print(f"papers: {len(done)} done, {len(failed)} failed; {root / 'papers.md'}", soft_wrap=True)
     for name, fault in failed.items():
         log(f"error: {name}: {fault}")
@@ -205,7 +208,8 @@ def _report(folder: Path, result: dict[str, Any], used: PaperRecipe) -> None:
         write_report(folder / "report.html", [own[""]], [loaded])
         return
     links = [str(path.with_name("report.html").relative_to(folder)) for path in own.values()]
-    write_page(folder / "report.html", title_of(result), paper_page(result, links))
+    body = f"<h1>{html.escape(result['name'])}</h1>{paper_section(result, result['rows'], links)}"
+    write_page(folder / "report.html", title_of(result), body)
 
 
 def _summary(

@@ -15,18 +15,16 @@ from xml.etree import ElementTree
 
 import numpy as np
 import pytest
-import torch
-from draftsmith.data.tokenizers import load_tokenizer
 from draftsmith.recipes.commands.evaluation.certify import Asked, run_certify
-from draftsmith.recipes.commands.evaluation.evaluate import run_evaluate
+from draftsmith.recipes.report import charts
 from draftsmith.recipes.report.certificate import certificate_beside
-from draftsmith.recipes.report.compare import METRICS, Change, compare, comparison_table, percent
+from draftsmith.recipes.report.compare import METRICS, Change, compare, comparison_tables, percent
 from draftsmith.recipes.report.page import best_lossless, report_beside, run_report, trace_beside
 from draftsmith.recipes.report.tables import number
 from draftsmith.recipes.schema.evaluation import EvaluateRecipe
 from draftsmith.recipes.schema.results import load_results
 from rich.console import Console
-from transformers import LlamaConfig, LlamaForCausalLM
+from transformers import LlamaForCausalLM
 
 NASTY = "spec <script>alert('x')</script> & \"more\""
 METHODS: list[dict[str, Any]] = [
@@ -40,33 +38,12 @@ VOID = {"meta", "link", "input", "br"}
 
 
 @pytest.fixture(scope="module")
-def evaluated(corpus: Path, tmp_path_factory: pytest.TempPathFactory) -> Callable[..., Path]:
-    """A function that evaluates two random models and gives the results file: `evaluated("name", limit=4)`."""
-    folder = tmp_path_factory.mktemp("evaluated")
-    sizes = {"vocab_size": 320, "hidden_size": 16, "intermediate_size": 32, "num_attention_heads": 2}
-    for place, (name, layers) in enumerate((("target", 2), ("drafter", 1))):
-        torch.manual_seed(place)
-        model = LlamaForCausalLM(LlamaConfig(**sizes, num_hidden_layers=layers, num_key_value_heads=2)).eval()
-        model.save_pretrained(folder / name)
-        load_tokenizer(str(corpus / "tokenizer")).save_pretrained(folder / name)
-
-    def run(name: str, **changes: Any) -> Path:
-        made = {"target": str(folder / "target"), "drafter": str(folder / "drafter")} | changes
-        made |= {"kind": "evaluate", "out": str(folder / name / "results.json"), "prompts": str(corpus / "rows.json")}
-        made = {"template": "chatml", "limit": 5, "max_new_tokens": 12, "device": "cpu", "methods": METHODS} | made
-        torch.set_num_threads(1)
-        run_evaluate(EvaluateRecipe(**made))
-        return folder / name / "results.json"
-
-    return run
-
-
-@pytest.fixture(scope="module")
 def results(evaluated: Callable[..., Path]) -> Path:
-    return evaluated("first")
+    return evaluated("first", methods=METHODS)
 
 
-def rich(results: Path, folder: Path) -> Path:
+@pytest.fixture
+def rich(results: Path, tmp_path: Path) -> Path:
     """A copy of real results, with what only some evaluations have: categories, predictions, errors, odd names."""
     found = json.loads(results.read_text())
     for row in found["methods"]:
@@ -78,9 +55,9 @@ def rich(results: Path, folder: Path) -> Path:
     found["methods"][2] |= {"perplexity": None, "joules_per_token": 0.125, "energy_source": "nvml"}
     found["categories"] = {"math <b>": 3, "chat": 2}
     found["errors"] = ["the measurement of '<img src=x>' cannot be true"]
-    folder.mkdir(exist_ok=True)
-    (folder / "results.json").write_text(json.dumps(found))
-    return folder / "results.json"
+    (tmp_path / "a").mkdir()
+    (tmp_path / "a" / "results.json").write_text(json.dumps(found))
+    return tmp_path / "a" / "results.json"
 
 
 class Page(HTMLParser):
@@ -96,6 +73,7 @@ class Page(HTMLParser):
         self.close()
         assert self.open == []
         self.drawings = [ElementTree.fromstring(drawn) for drawn in re.findall(r"<svg.*?</svg>", self.text, re.DOTALL)]
+        self.alerts = " ".join(re.findall(r'<div class="problem" role="alert">(.*?)</div>', self.text, re.DOTALL))
 
     def handle_starttag(self, tag: str, attrs: Any) -> None:
         self.elements.append((tag, dict(attrs)))
@@ -123,13 +101,13 @@ class Page(HTMLParser):
         return self.tables[captions.index(caption)]
 
 
-def test_the_page_says_what_was_measured(results: Path, tmp_path: Path) -> None:
+def test_the_page_shows_what_was_measured(results: Path, tmp_path: Path) -> None:
     found = load_results(results)
     page = Page(run_report([results], tmp_path / "page.html"))
     head, *rows = page.table("All methods")
     assert head[3] == "tokens per stepτ"
-    for place, (row, shown) in enumerate(zip(found["methods"], rows, strict=True), 1):
-        assert shown[0].startswith(f"{place} {row['label']}")
+    for index, (row, shown) in enumerate(zip(found["methods"], rows, strict=True), 1):
+        assert shown[0].startswith(f"{index} {row['label']}")
         wanted = (row["temperature"], row["tokens_per_step"], row["acceptance_rate"], row["speedup"], row["bound"])
         for text, value in zip((shown[1], *shown[3:5], shown[6], shown[8]), wanted, strict=True):
             assert text == "–" if value is None else float(text.replace(",", "")) == pytest.approx(value, abs=0.0051)
@@ -143,20 +121,23 @@ def test_the_page_says_what_was_measured(results: Path, tmp_path: Path) -> None:
     assert len(page.drawings) >= 5
 
 
-def test_it_needs_nothing_but_itself(results: Path, tmp_path: Path) -> None:
-    page = Page(run_report([rich(results, tmp_path / "a")], tmp_path / "page.html"))
+def test_it_needs_nothing_but_itself(rich: Path) -> None:
+    page = Page(run_report([rich]))
     policy = next(attrs["content"] for tag, attrs in page.elements if attrs.get("http-equiv"))
     assert policy.startswith("default-src 'none';")
     assert not re.search(r"https?:|//[a-z]+\.|@import|url\((?!#)", page.text)
     for tag, attrs in page.elements:
         assert tag not in ("iframe", "object", "embed", "base", "img")
         assert "src" not in attrs
-        assert attrs.get("href", "data:,") == "data:,"
+        assert attrs.get("href", "#").startswith(("#", "data:,"))
     assert sum(tag == "script" for tag, _ in page.elements) == 1
+    for attrs in (attrs for tag, attrs in page.elements if tag == "svg"):
+        assert attrs["role"] == "img"
+        assert attrs["aria-label"]
 
 
-def test_names_of_others_are_text(results: Path, tmp_path: Path) -> None:
-    page = Page(run_report([rich(results, tmp_path / "a")], tmp_path / "page.html"))
+def test_names_of_others_are_text(rich: Path) -> None:
+    page = Page(run_report([rich]))
     assert any(NASTY in row[0] for row in page.table("All methods"))
     assert any(cell.startswith("math <b>") for cell in page.table("Tokens per step by category")[0])
     assert "<script>alert" not in page.text
@@ -165,8 +146,8 @@ def test_names_of_others_are_text(results: Path, tmp_path: Path) -> None:
     assert any("<script>" in label for label in labels)
 
 
-def test_what_is_missing_is_a_dash_and_never_zero(results: Path, tmp_path: Path) -> None:
-    page = Page(run_report([rich(results, tmp_path / "a")], tmp_path / "page.html"))
+def test_what_is_missing_is_a_dash_and_never_zero(rich: Path) -> None:
+    page = Page(run_report([rich]))
     quality = page.table("Quality")
     assert quality[3][2] == "–"  # perplexity
     assert quality[2][2] != "–"
@@ -175,6 +156,17 @@ def test_what_is_missing_is_a_dash_and_never_zero(results: Path, tmp_path: Path)
     assert [row[energy] for row in cost[1:]] == ["–", "–", "0.125", "–", "–"]
     assert number(None) == number(float("nan")) == number(True) == "–"
     assert number(0.0) == "0.00"
+
+
+def test_without_matplotlib_there_are_tables_and_a_line(
+    rich: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr(charts, "find_spec", lambda name: None)
+    page = Page(run_report([rich]))
+    assert len(page.tables) == 6
+    assert page.drawings == []
+    for text in (page.text, capsys.readouterr().err):
+        assert "pip install draftsmith[report]" in text
 
 
 def test_old_results_are_shown_too(tmp_path: Path, results: Path) -> None:
@@ -194,12 +186,12 @@ def test_old_results_are_shown_too(tmp_path: Path, results: Path) -> None:
     assert "No predictions" in page.text
 
 
-def test_an_evaluation_without_rows_still_tells_why(tmp_path: Path, results: Path) -> None:
+def test_an_evaluation_without_rows_still_shows_why(tmp_path: Path, results: Path) -> None:
     found = load_results(results) | {"methods": [], "errors": ["nothing could be true"]}
     (tmp_path / "results.json").write_text(json.dumps(found))
     page = Page(run_report([tmp_path / "results.json"]))
     assert page.tables == []
-    assert "nothing could be true" in page.text
+    assert "nothing could be true" in page.alerts
 
 
 def test_where_things_lie() -> None:
@@ -209,77 +201,60 @@ def test_where_things_lie() -> None:
     assert trace_beside(Path("a/b.json")) == Path("a/b.trace.json")
 
 
-def test_a_trace_beside_the_results_is_taken_in(tmp_path: Path, results: Path) -> None:
-    copied = rich(results, tmp_path / "a")
+def test_a_trace_beside_the_results_is_taken_in(rich: Path) -> None:
     step = {"proposed": 1, "accepted": 0, "tokens": [{"kind": "rejected", "text": "<i>no"}]}
     run = {"label": "m", "method": "m", "options": {}, "temperature": 0.0, "steps": [step]}
-    told = {"schema": 1, "kind": "trace", "target": "t", "prompts": [{"prompt": "q", "category": "", "runs": [run]}]}
-    (tmp_path / "a" / "trace.json").write_text(json.dumps(told))
-    page = Page(run_report([copied]))
-    assert '<span class="rejected">&lt;i&gt;no</span>' in page.text
+    trace = {"schema": 1, "kind": "trace", "target": "t", "prompts": [{"prompt": "q", "category": "", "runs": [run]}]}
+    rich.with_name("trace.json").write_text(json.dumps(trace))
+    assert '<span class="rejected">&lt;i&gt;no</span>' in Page(run_report([rich])).text
 
 
-def test_a_certificate_beside_the_results_is_taken_in(tmp_path: Path, results: Path) -> None:
-    copied = rich(results, tmp_path / "a")
-    recipe = EvaluateRecipe(**json.loads(copied.read_text())["recipe"])
-    chosen = recipe.model_copy(update={"out": str(copied), "limit": 2, "methods": recipe.methods[:2]})
+def test_a_certificate_beside_the_results_is_taken_in(rich: Path) -> None:
+    recipe = EvaluateRecipe(**json.loads(rich.read_text())["recipe"])
+    chosen = recipe.model_copy(update={"out": str(rich), "limit": 2, "methods": recipe.methods[:2]})
     made = run_certify(chosen, Asked(temperatures=(0.0, 1.0), tokens=50))
-    page = Page(run_report([copied])).text
-    section = page[page.index("Losslessness, certified") :]
-    assert section.count('<th scope="row"') == len(made) == 4
-    for one in made:
-        smallest = min((test["p_value"] for test in one.tests), default=None)
-        assert f">{one.label}</th>" in section
-        assert f">{one.verdict}</td>" in section
-        assert smallest is None or f">{smallest:.1g}</td>" in section
-    assert "of other artifacts" not in page
-    assert "is not complete" not in page
-    path = certificate_beside(copied)
+    page = Page(run_report([rich]))
+    rows = page.table("Certificates")[1:]
+    assert [(row[0], row[2]) for row in rows] == [(one.label, one.verdict) for one in made]
+    for row, one in zip(rows, made, strict=True):
+        assert row[6] == ("–" if not one.tests else f"{min(test['p_value'] for test in one.tests):.1g}")
+    assert "certificate" not in page.alerts
+    path = certificate_beside(rich)
     told = json.loads(path.read_text())
     told["recipe"]["drafter"] = "elsewhere"
     path.write_text(json.dumps(told | {"complete": False}))
-    page = Page(run_report([copied])).text
-    assert "of other artifacts than the results: drafter elsewhere, here" in page
-    assert "is not complete" in page
-    for damage, message in (("", ":1 is damaged"), ("[]", "is no certificate"), ('{"kind": "x"}', "is no certificate")):
+    alerts = Page(run_report([rich])).alerts
+    assert "drafter elsewhere" in alerts
+    assert "not complete" in alerts
+    for damage in ("", "[]", '{"kind": "x"}'):
         path.write_text(damage)
-        assert message in alerts(Page(run_report([copied])).text)
+        assert str(path) in Page(run_report([rich])).alerts
 
 
-def alerts(page: str) -> str:
-    return " ".join(re.findall(r'<div class="problem" role="alert">(.*?)</div>', page))
-
-
-def test_a_certificate_of_artifacts_that_have_changed_is_stale(tmp_path: Path, results: Path) -> None:
-    copied = rich(results, tmp_path / "a")
-    found = json.loads(copied.read_text())
+def test_a_certificate_of_artifacts_that_have_changed_is_stale(tmp_path: Path, results: Path, rich: Path) -> None:
+    found = json.loads(rich.read_text())
     for name in ("target", "drafter"):
         shutil.copytree(found["recipe"][name], tmp_path / name)
         found["recipe"][name] = str(tmp_path / name)
-    found["recipe"] |= {"out": str(copied), "dtype": "bfloat16"}  # other weights than those in the target's files
-    copied.write_text(json.dumps(found))
+    found["recipe"] |= {"out": str(rich), "dtype": "bfloat16"}  # other weights than those in the target's files
+    rich.write_text(json.dumps(found))
     recipe = EvaluateRecipe(**found["recipe"])
     run_certify(recipe.model_copy(update={"limit": 1, "methods": recipe.methods[:2]}), Asked(tokens=20))
-    assert "stale" not in Page(run_report([copied])).text
-    for name in ("drafter", "target"):
-        weights = tmp_path / name / "model.safetensors"
-        before = weights.read_bytes()
-        LlamaForCausalLM.from_pretrained(
-            results.parent.parent / {"target": "drafter", "drafter": "target"}[name]
-        ).save_pretrained(tmp_path / name)
-        said = alerts(Page(run_report([copied])).text)
-        assert f"changed since it was made: {name} {tmp_path / name}. Certify again." in said
+    assert "stale" not in Page(run_report([rich])).text
+    for name, other in (("drafter", "target"), ("target", "drafter")):
+        model = LlamaForCausalLM.from_pretrained(results.parent.parent / other)
+        model.save_pretrained(tmp_path / name)
+        assert f"{name} {tmp_path / name}" in Page(run_report([rich])).alerts
         shutil.copytree(results.parent.parent / name, tmp_path / name, dirs_exist_ok=True)
-        assert weights.read_bytes() == before
-        assert "stale" not in Page(run_report([copied])).text
+        assert "stale" not in Page(run_report([rich])).text
     shutil.rmtree(tmp_path / "drafter")  # what is not here cannot have changed
-    assert "stale" not in Page(run_report([copied])).text
-    copied.write_text(json.dumps(found | {"recipe": found["recipe"] | {"dtype": "float32"}}))
-    assert "another type of weights than the results: bfloat16, here float32" in alerts(Page(run_report([copied])).text)
+    assert "stale" not in Page(run_report([rich])).text
+    rich.write_text(json.dumps(found | {"recipe": found["recipe"] | {"dtype": "float32"}}))
+    assert "bfloat16, here float32" in Page(run_report([rich])).alerts
 
 
 @pytest.mark.parametrize("name", ["certificate.json", "trace.json"])
-def test_what_lies_damaged_beside_the_results_does_not_fail_an_evaluation(
+def test_damage_beside_the_results_does_not_fail_an_evaluation(
     evaluated: Callable[..., Path], results: Path, capsys: pytest.CaptureFixture[str], name: str
 ) -> None:
     folder = results.parent.parent / f"beside-{name}"
@@ -289,19 +264,16 @@ def test_what_lies_damaged_beside_the_results_does_not_fail_an_evaluation(
     path = evaluated(folder.name, limit=1, max_new_tokens=3, methods=METHODS[:2])
     assert load_results(path)["errors"] == []
     assert not path.with_name("results.json.state").exists()
-    shown = capsys.readouterr()
-    assert "speculative" in shown.out
-    assert "report.html to look at" in " ".join(shown.out.split())
-    assert name in shown.err
-    assert name in alerts(report_beside(path).read_text())
+    assert name in capsys.readouterr().err
+    assert name in Page(report_beside(path)).alerts
 
 
 # --- side by side -----------------------------------------------------------------------------------------------------
 
 
-def changed(found: dict[str, Any], factor: float, seed: int = 0) -> dict[str, Any]:
-    """The same evaluation with other steps and times by prompt, and everything that follows from them."""
-    rng, other = random.Random(seed), copy.deepcopy(found)
+def changed(found: dict[str, Any], factor: float) -> dict[str, Any]:
+    """The same evaluation with other times by prompt, and everything that follows from them."""
+    rng, other = random.Random(0), copy.deepcopy(found)
     for row in other["methods"]:
         for prompt in row["by_prompt"]:
             prompt["seconds"] *= factor * rng.uniform(0.95, 1.05)
@@ -318,8 +290,7 @@ def test_intervals_are_those_of_plain_loops(results: Path) -> None:
     other = changed(found, 1.2)
     comparison = compare(["a", "b"], [found, other])
     assert [row.label for row in comparison.rows] == [row["label"] for row in found["methods"]]
-    row = comparison.rows[1]
-    change = row.changes[0]["speedup"]
+    change = comparison.rows[1].changes[0]["speedup"]
     assert change is not None
     assert change.ratio == other["methods"][1]["speedup"] / found["methods"][1]["speedup"]
     prompts = len(found["methods"][1]["by_prompt"])
@@ -328,17 +299,17 @@ def test_intervals_are_those_of_plain_loops(results: Path) -> None:
     for pick in picks.tolist():
         speedups = []
         for side in (found, other):
-            base, mine = ([side["methods"][place]["by_prompt"][number] for number in pick] for place in (0, 1))
+            base, mine = ([side["methods"][row]["by_prompt"][number] for number in pick] for row in (0, 1))
             rates = [sum(p["tokens"] for p in part) / sum(p["seconds"] for p in part) for part in (mine, base)]
             speedups.append(rates[0] / rates[1])
         ratios.append(speedups[1] / speedups[0])
     assert change.interval == pytest.approx(tuple(np.quantile(ratios, (0.025, 0.975))))
 
 
-def test_pairing_by_prompt_narrows_intervals_and_is_told(results: Path) -> None:
+def test_pairing_by_prompt_narrows_intervals(results: Path) -> None:
     found = load_results(results)
-    for place, prompt in enumerate(found["methods"][1]["by_prompt"]):
-        prompt["seconds"] *= 1 + place  # prompts differ much, the two sides little
+    for index, prompt in enumerate(found["methods"][1]["by_prompt"]):
+        prompt["seconds"] *= 1 + index  # prompts differ much, the two sides little
     other = changed(found, 1.2)
     paired = compare(["a", "b"], [found, other])
     alone = compare(["a", "b"], [found, other | {"prompts_sha256": "0" * 64}])
@@ -355,21 +326,19 @@ def test_pairing_by_prompt_narrows_intervals_and_is_told(results: Path) -> None:
 def test_the_same_results_show_no_change(results: Path) -> None:
     found = load_results(results)
     comparison = compare(["a", "b", "c"], [found, found, found])
-    for row in comparison.rows:
-        for change in row.changes:
-            for metric in METRICS:
-                known = change[metric]
-                assert known is None or (known.ratio == 1 and not known.certain)
+    known = [change[metric] for row in comparison.rows for change in row.changes for metric in METRICS]
+    assert any(known)
+    assert all(change is None or (change.ratio == 1 and not change.certain) for change in known)
 
 
-def test_evaluations_of_other_prompts_and_methods_are_compared_as_far_as_they_go(
+def test_other_prompts_and_methods_are_compared_as_far_as_they_go(
     results: Path, evaluated: Callable[..., Path], tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     other = evaluated("second", limit=4, methods=[*METHODS[:2], {"method": "prompt-lookup"}])
     page = Page(run_report([results, other], tmp_path / "page.html"))
-    shown = capsys.readouterr().out
-    assert "prompts: 5 of" in shown.replace("\n", " ")
-    assert "not in all results, so not compared: mjsd at temperature 0" in " ".join(shown.split())
+    shown = " ".join(capsys.readouterr().out.split())
+    assert "prompts: 5 of" in shown
+    assert "mjsd at temperature 0" in shown
     rows = page.table("Tokens per step")
     assert [row[0] for row in rows[1:]] == ["autoregressive", "speculative"]
     assert rows[0][2:4] == ["first/results.json", "second/results.json"]
@@ -387,15 +356,13 @@ def test_speeds_of_other_machines_are_not_compared(results: Path) -> None:
         assert row.changes[0]["speedup"] is not None
 
 
-def test_results_without_a_method_in_common_are_refused(results: Path, tmp_path: Path) -> None:
+def test_results_that_cannot_be_compared_are_refused(results: Path, tmp_path: Path) -> None:
     found = load_results(results)
-    cold, warm = copy.deepcopy(found), copy.deepcopy(found)
-    cold["methods"], warm["methods"] = found["methods"][:3], found["methods"][3:]
-    for name, part in (("cold", cold), ("warm", warm)):
-        (tmp_path / f"{name}.json").write_text(json.dumps(part))
-    with pytest.raises(ValueError, match=r"no method in common: cold.json has autoregressive at temperature 0.*warm"):
+    for name, part in (("cold", found["methods"][:3]), ("warm", found["methods"][3:])):
+        (tmp_path / f"{name}.json").write_text(json.dumps(found | {"methods": part}))
+    with pytest.raises(ValueError, match=r"cold.json has autoregressive at temperature 0.*warm"):
         run_report([tmp_path / "cold.json", tmp_path / "warm.json"])
-    with pytest.raises(ValueError, match="given twice"):
+    with pytest.raises(ValueError, match=r"cold\.json"):
         run_report([tmp_path / "cold.json", tmp_path / "cold.json"])
 
 
@@ -403,33 +370,27 @@ def test_without_numbers_by_prompt_there_is_no_interval(results: Path) -> None:
     found = load_results(results)
     for row in found["methods"]:
         row["by_prompt"] = []
-    comparison = compare(["a", "b"], [found, found])
-    assert comparison.rows[1].changes[0]["speedup"] == Change(1.0)
-    assert any("keeps no numbers by prompt" in note for note in comparison.notes)
+    assert compare(["a", "b"], [found, found]).rows[1].changes[0]["speedup"] == Change(1.0)
 
 
-def test_changes_for_people() -> None:
+def test_changes_for_people(results: Path) -> None:
     assert percent(None) == "–"
     assert percent(Change(1.05)) == "+5.0 %"
     assert percent(Change(0.9, (0.85, 0.95))) == "-10.0 % (-15.0 to -5.0)"
-
-
-def test_the_terminal_shows_labels_as_they_are(results: Path) -> None:
     found = load_results(results)
     found["methods"][1]["label"] = "[red]x[/red]"
     console = Console(width=140, record=True, file=None)
     with console.capture() as shown:
-        console.print(comparison_table(compare(["a", "b"], [found, found])))
+        console.print(comparison_tables(compare(["a", "b"], [found, found]))[0].rich())
     assert "[red]x[/red]" in shown.get()
 
 
-def test_the_command(results: Path, tmp_path: Path, cli: Any) -> None:
-    copied = rich(results, tmp_path / "a")
-    done = cli("report", str(results), str(copied), "--out", str(tmp_path / "both.html"))
+def test_the_command(results: Path, rich: Path, tmp_path: Path, cli: Any) -> None:
+    done = cli("report", str(results), str(rich), "--out", str(tmp_path / "both.html"))
     assert done.returncode == 0, done.stderr
-    assert "side by side" in done.stdout
+    assert "Tokens per step" in done.stdout
     assert str(tmp_path / "both.html") in done.stdout
-    copied.write_text(copied.read_text()[:-20])
-    damaged = cli("report", str(copied))
+    rich.write_text(rich.read_text()[:-20])
+    damaged = cli("report", str(rich))
     assert damaged.returncode == 2
-    assert re.search(r"results\.json:\d+ is damaged", damaged.stderr)
+    assert re.search(r"results\.json:\d+ ", damaged.stderr)
