@@ -25,11 +25,13 @@ class Turn:
 class Conversation:
     """Turns that alternate user, assistant, …, end with an assistant turn, and may begin with one system turn.
 
-    A row of bare text is one assistant turn alone: everything in it is to be learned.
+    A row of bare text is one assistant turn alone: everything in it is to be learned. `number` is that of the row it
+    was made of, in the whole source.
     """
 
     id: str
     turns: tuple[Turn, ...]
+    number: int = field(default=0, compare=False)
 
 
 @dataclass(frozen=True, slots=True)
@@ -37,12 +39,12 @@ class Dialogue:
     """A row as it was written, before any cleaning.
 
     `messages` are (role, content) pairs of whatever stood there; a row of bare text is one message of the role
-    "text". `place` is "file, row 3", for error messages; `number` counts the rows of the whole source from 0.
+    "text". `form` names the columns that they were read from; `number` counts the rows of the whole source from 0.
     """
 
     id: str
     messages: tuple[tuple[Any, Any], ...]
-    place: str
+    form: str
     category: str = ""
     references: tuple[str, ...] = ()
     number: int = 0
@@ -105,16 +107,21 @@ def _reasons(counts: Counter[str]) -> str:
     return ", ".join(f"{count} {reason}" for reason, count in counts.most_common())
 
 
-def write_conversations(conversations: Iterable[Conversation], path: str | os.PathLike[str]) -> int:
-    """Write JSON lines `{"id": …, "messages": [{"role": …, "content": …}]}`, whole or not at all.
+def encodable(text: str) -> str:
+    """Half an emoji has no UTF-8: what cannot be encoded becomes the replacement character."""
+    try:
+        text.encode()
+    except UnicodeEncodeError:
+        return text.encode("utf-16", "surrogatepass").decode("utf-16", "replace")
+    return text
 
-    Returns the number of conversations written.
-    """
+
+def write_conversations(conversations: Iterable[Conversation], path: str | os.PathLike[str]) -> int:
+    """Write JSON lines `{"id": …, "messages": [{"role": …, "content": …}]}`, whole or not at all; returns how many."""
     count = 0
     with atomic_file(Path(path)) as out:
         for conversation in conversations:
             messages = [{"role": turn.role, "content": turn.text} for turn in conversation.turns]
-            row = {"id": conversation.id, "messages": messages}
-            out.write(json.dumps(row, ensure_ascii=False).encode() + b"\n")
+            out.write(json.dumps({"id": conversation.id, "messages": messages}, ensure_ascii=False).encode() + b"\n")
             count += 1
     return count

@@ -21,10 +21,11 @@ from hashlib import blake2b
 from itertools import groupby, pairwise
 from typing import Any
 
-from ..conversations import Conversation, CorpusReport, Dialogue, Turn
+from ...checkpoints.storage.suggest import did_you_mean
+from ..conversations import Conversation, CorpusReport, Dialogue, Turn, encodable
 from .contamination import EvaluationTexts
 from .markup import CODE_SPAN, INSTALL, holds_html, html_to_markdown, unescape_markdown
-from .options import Cleaning, nearest_name
+from .options import Cleaning
 
 USER_ROLES = ("human", "user")
 ASSISTANT_ROLES = ("gpt", "assistant", "chatgpt", "bing", "bard")
@@ -81,7 +82,7 @@ class Cleaner:
         report.rows += 1
         try:
             turns = self._turns(dialogue, changes)
-            self._judge(dialogue.id, turns)
+            self._check_whole(dialogue.id, turns)
         except _DroppedError as reason:
             report.dropped[str(reason)] += 1
             self._count_exchanges(dialogue, 0, str(reason))
@@ -89,7 +90,7 @@ class Cleaner:
         report.kept += 1
         report.changed.update(changes)
         self._count_exchanges(dialogue, len(turns) // 2, "empty messages cut")
-        return Conversation(_encodable(dialogue.id, set()), tuple(turns))
+        return Conversation(encodable(dialogue.id), tuple(turns), dialogue.number)
 
     def _turns(self, dialogue: Dialogue, changes: set[str]) -> list[Turn]:
         bare = len(dialogue.messages) == 1 and dialogue.messages[0][0] == "text"
@@ -112,7 +113,7 @@ class Cleaner:
             role = known.get(written_role) if isinstance(written_role, str) else None
             if role is None:
                 if "unmapped roles cut" not in changes:
-                    self.report.unmapped_roles[_encodable(str(written_role)[:60], set())] += 1
+                    self.report.unmapped_roles[encodable(str(written_role)[:60])] += 1
                 if self.cleaning.unknown_roles == "drop":
                     raise _DroppedError("unmapped role")
                 changes.add("unmapped roles cut")
@@ -120,7 +121,10 @@ class Cleaner:
             elif content is None:
                 messages.append((role, ""))
             elif isinstance(content, str):
-                messages.append((role, content if content.isascii() else _encodable(content, changes)))
+                text = encodable(content)
+                if text is not content:
+                    changes.add("broken characters replaced")
+                messages.append((role, text))
             else:
                 raise _DroppedError("content is not text")
         return messages
@@ -188,7 +192,7 @@ class Cleaner:
             changes.add("neighbouring messages merged")
         return "\n\n".join(texts)
 
-    def _judge(self, identity: str, turns: list[Turn]) -> None:
+    def _check_whole(self, identity: str, turns: list[Turn]) -> None:
         """Drop by what a whole conversation says; remember it if it is kept."""
         cleaning = self.cleaning
         if cleaning.drop_blocked or cleaning.min_characters:
@@ -262,15 +266,6 @@ def _blank(text: str) -> bool:
     return not text or text.isspace()
 
 
-def _encodable(text: str, changes: set[str]) -> str:
-    try:
-        text.encode()
-    except UnicodeEncodeError:  # half an emoji: no UTF-8 exists for it
-        changes.add("broken characters replaced")
-        return text.encode("utf-16", "surrogatepass").decode("utf-16", "replace")
-    return text
-
-
 def _key(kind: str, identity: str, turns: list[Turn]) -> int:
     """60 bits, which Python keeps in 32 bytes; of 100 million conversations one in 200 runs meets a false duplicate."""
     first = [turn.text for turn in turns if turn.role != "system"][:2]
@@ -303,5 +298,5 @@ def _language_identifier(wanted: Iterable[str]) -> Callable[[str], str]:
     known = [*identifier.labels, "und"]
     for code in wanted:
         if code not in known:
-            raise ValueError(f"unknown language {code!r}{nearest_name(code, known)}; known: {', '.join(sorted(known))}")
+            raise ValueError(f"unknown language {code!r}.{did_you_mean(code, known)} Known: {', '.join(sorted(known))}")
     return lambda text: str(identifier.classify(text)[0])

@@ -2,23 +2,15 @@
 
 from __future__ import annotations
 
-import difflib
-from collections.abc import Iterable
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, Literal, get_args, get_origin, get_type_hints
 
+from ...checkpoints.storage.suggest import did_you_mean
 from .contamination import FIRST_WORDS
 
-CHOICES = {
-    "leading_assistant": ("cut", "drop"),
-    "trailing_user": ("cut", "drop"),
-    "empty": ("cut", "drop"),
-    "non_alternating": ("drop", "merge"),
-    "unknown_roles": ("drop", "cut"),
-    "html": ("keep", "markdown", "drop"),
-    "escaped_markdown": ("keep", "unescape"),
-}
-DUPLICATES = ("id", "first-exchange")
+Cut = Literal["cut", "drop"]
+Duplicate = Literal["id", "first-exchange"]
+Roles = tuple[tuple[str, str], ...]
 
 
 @dataclass(frozen=True, slots=True)
@@ -32,22 +24,22 @@ class Cleaning:
         ValueError: a choice or a number that is not allowed, with what is.
     """
 
-    leading_assistant: str = "cut"
+    leading_assistant: Cut = "cut"
     """Answers before the first question: "cut" them, or "drop" the conversation."""
-    trailing_user: str = "cut"
+    trailing_user: Cut = "cut"
     """Questions after the last answer: "cut" or "drop"."""
-    empty: str = "cut"
+    empty: Cut = "cut"
     """Messages without text: "cut" them together with their question or answer, or "drop" the conversation."""
-    non_alternating: str = "drop"
+    non_alternating: Literal["drop", "merge"] = "drop"
     """Neighbouring messages of one role: "drop" the conversation, or "merge" them with a blank line between."""
-    unknown_roles: str = "drop"
+    unknown_roles: Literal["drop", "cut"] = "drop"
     """Roles that the table does not know: "drop" the conversation, or "cut" the message, the question before it and
     the answer after it."""
-    roles: tuple[tuple[str, str], ...] = ()
+    roles: Roles = ()
     """More roles as (written, meant) pairs, where meant is "user", "assistant" or "system"."""
-    html: str = "keep"
+    html: Literal["keep", "markdown", "drop"] = "keep"
     """HTML outside of code: "keep" it, turn it into "markdown" (needs markdownify), or "drop" the conversation."""
-    escaped_markdown: str = "keep"
+    escaped_markdown: Literal["keep", "unescape"] = "keep"
     r"""Backslashes such as `\_` outside of code: "keep" them or "unescape"."""
     drop_blocked: bool = False
     """Drop conversations with an answer that begins with one of `BLOCKED_ANSWERS`."""
@@ -55,7 +47,7 @@ class Cleaning:
     """Drop conversations of fewer exchanges."""
     min_characters: int = 0
     """Drop conversations whose answers have fewer characters in all."""
-    duplicates: tuple[str, ...] = ()
+    duplicates: tuple[Duplicate, ...] = ()
     """Keep the first conversation of each "id", of each "first-exchange" (question and answer), or both."""
     languages: tuple[str, ...] = ()
     """Keep these languages only, by ISO 639 code; "und" is what cannot be told, "zxx" what is no language (needs
@@ -68,46 +60,36 @@ class Cleaning:
     """Words in such a run; a shorter evaluation text counts where it is contained whole."""
 
     def __post_init__(self) -> None:
-        for name, allowed in CHOICES.items():
-            _check_choice(name, getattr(self, name), allowed)
-        for name in ("duplicates", "languages", "drop_languages", "contamination"):
-            object.__setattr__(self, name, _names(name, getattr(self, name)))
-        for value in self.duplicates:
-            _check_choice("duplicates", value, DUPLICATES)
+        for name, hint in get_type_hints(type(self)).items():
+            value = getattr(self, name)
+            if get_origin(hint) is Literal:
+                _check_choice(name, value, get_args(hint))
+            elif get_origin(hint) is tuple and hint != Roles:
+                if not isinstance(value, (list, tuple)) or not all(isinstance(item, str) and item for item in value):
+                    raise ValueError(f"{name} is {value!r}, expected a list of names")
+                object.__setattr__(self, name, tuple(value))
+            elif hint != Roles and type(value) is not hint:
+                raise ValueError(f"{name} is {value!r}, expected {hint.__name__}")
+        for kind in self.duplicates:
+            _check_choice("duplicates", kind, get_args(Duplicate))
         object.__setattr__(self, "roles", _role_pairs(self.roles))
         for name, least in (("min_exchanges", 1), ("min_characters", 0), ("contamination_words", FIRST_WORDS)):
-            value = getattr(self, name)
-            if not isinstance(value, int) or isinstance(value, bool) or value < least:
-                raise ValueError(f"{name} is {value!r}, expected a whole number of {least} or more")
-        if not isinstance(self.drop_blocked, bool):
-            raise ValueError(f"drop_blocked is {self.drop_blocked!r}, expected true or false")
+            if getattr(self, name) < least:
+                raise ValueError(f"{name} is {getattr(self, name)}, expected {least} or more")
         if both := sorted(set(self.languages) & set(self.drop_languages)):
             raise ValueError(f"{both[0]!r} is in `languages` and in `drop_languages`")
 
 
 def _check_choice(name: str, value: Any, allowed: tuple[str, ...]) -> None:
     if value not in allowed:
-        raise ValueError(f"{name} is {value!r}, expected {' or '.join(allowed)}{nearest_name(value, allowed)}")
+        raise ValueError(f"{name} is {value!r}, expected {' or '.join(allowed)}.{did_you_mean(str(value), allowed)}")
 
 
-def _names(name: str, value: Any) -> tuple[str, ...]:
-    if not isinstance(value, (list, tuple)) or not all(isinstance(item, str) and item for item in value):
-        raise ValueError(f"{name} is {value!r}, expected a list of names")
-    return tuple(value)
-
-
-def _role_pairs(value: Any) -> tuple[tuple[str, str], ...]:
-    pairs = list(value.items()) if isinstance(value, dict) else value
-    if not isinstance(pairs, (list, tuple)) or not all(isinstance(pair, (list, tuple)) for pair in pairs):
-        raise ValueError(f"roles is {value!r}, expected a dictionary or (written, meant) pairs")
-    for pair in pairs:
-        if len(pair) != 2 or not all(isinstance(role, str) for role in pair):
-            raise ValueError(f"roles holds {pair!r}, expected a (written, meant) pair of names")
-        _check_choice(f"roles: {pair[0]!r}", pair[1], ("user", "assistant", "system"))
-    return tuple(sorted((written, meant) for written, meant in pairs))
-
-
-def nearest_name(value: Any, known: Iterable[str]) -> str:
-    """(did you mean …?)" with the nearest of `known`, or nothing."""
-    close = difflib.get_close_matches(str(value), list(known), n=1)
-    return f" (did you mean {close[0]!r}?)" if close else ""
+def _role_pairs(value: Any) -> Roles:
+    try:
+        pairs = sorted((str(written), str(meant)) for written, meant in dict(value).items())
+    except (TypeError, ValueError):
+        raise ValueError(f"roles is {value!r}, expected a dictionary or (written, meant) pairs") from None
+    for written, meant in pairs:
+        _check_choice(f"roles: {written!r}", meant, ("user", "assistant", "system"))
+    return tuple(pairs)

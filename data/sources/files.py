@@ -1,11 +1,10 @@
-"""Rows of local files, as a stream of constant memory, each with the place it came from for error messages."""
+"""Rows of local files, as a stream of constant memory, each with the location it came from for error messages."""
 
 from __future__ import annotations
 
 import codecs
 import gzip
 import io
-import itertools
 import json
 import re
 import zlib
@@ -18,17 +17,16 @@ from pathlib import Path
 from typing import Any
 
 from ...checkpoints.storage.messages import first_line
-from .json_stream import CHUNK, JsonText, is_utf8
+from .json_stream import JsonValues
 
 INSTALL = "pip install 'draftsmith[train]'"
-MAX_ROW_BYTES = 64 * 2**20
-ROW_SUFFIXES = (".json", ".jsonl", ".ndjson", ".parquet", ".arrow")
-SUFFIXES = (*ROW_SUFFIXES, ".txt")
+SUFFIXES = (".json", ".jsonl", ".ndjson", ".parquet", ".arrow", ".txt")
 PACKED = (".gz", ".zst")
 EXPECTED = f"{', '.join(SUFFIXES)} (those of JSON and text also with {' or '.join(PACKED)})"
 # what `datasets` writes beside its rows
 _DESCRIPTIONS = ("dataset_info.json", "dataset_infos.json", "dataset_dict.json", "state.json")
 _BATCH_ROWS = 256
+_DAMAGED = "file cut short or damaged"
 
 Columns = Callable[[Sequence[str]], Sequence[str]]
 
@@ -37,64 +35,41 @@ Columns = Callable[[Sequence[str]], Sequence[str]]
 class Row:
     """One row as read.
 
-    `value` is whatever stood there, `place` is "file, row 3" for errors, `name` a default id; `number` counts the rows
-    of the whole source from 0.
+    `value` is whatever stood there, `location` is "file, row 3" for errors, `name` a default id; `number` counts the
+    rows of the whole source from 0.
     """
 
     value: Any
-    place: str
+    location: str
     name: str
     number: int = 0
 
 
 @dataclass(frozen=True, slots=True)
-class Selection:
-    """Which rows of a source are wanted, and what becomes of those that cannot be read.
-
-    Rows are numbered from 0 over all files of a source. Wanted are those with `number >= start` and
-    `number % count == index`, where `shard` is (index, count): shards neither overlap nor leave a row out. A line or
-    JSON value of more than `max_row_bytes` bytes is broken. With `skip_broken` what cannot be read is counted and
-    passed over, else it is an error.
+class Shard:
+    """The rows with `number % count == index`: shards neither overlap nor leave a row out.
 
     Raises:
-        ValueError: a shard that does not exist, a negative start, a limit below 1.
+        ValueError: a shard that does not exist.
     """
 
-    shard: tuple[int, int] = (0, 1)
-    start: int = 0
-    skip_broken: bool = False
-    max_row_bytes: int = MAX_ROW_BYTES
+    index: int = 0
+    count: int = 1
 
     def __post_init__(self) -> None:
-        index, count = self.shard
-        if not 0 <= index < count:
-            raise ValueError(f"shard is {index} of {count}, expected 0 to count - 1 of a count of at least 1")
-        if self.start < 0:
-            raise ValueError(f"start is {self.start}, expected 0 or more")
-        if self.max_row_bytes < 1:
-            raise ValueError(f"max_row_bytes is {self.max_row_bytes}, expected at least 1")
+        if not 0 <= self.index < self.count:
+            raise ValueError(f"shard is {self.index} of {self.count}, expected 0 to count - 1 of a count of at least 1")
 
-    def wants(self, number: int) -> bool:
-        return number >= self.start and number % self.shard[1] == self.shard[0]
-
-    def wanted(self, first: int, end: int) -> range:
-        """The wanted numbers of `first` … `end - 1`."""
-        index, count = self.shard
-        first = max(first, self.start)
-        return range(first + (index - first) % count, end, count)
+    def rows(self, first: int, end: int) -> range:
+        """Its numbers of `first` … `end - 1`."""
+        return range(first + (self.index - first) % self.count, end, self.count)
 
 
-@dataclass(frozen=True, slots=True)
-class _Broken:
-    """What could not be read: `reason` to count it under, `message` to raise, the number it holds among the rows."""
-
-    reason: str
-    message: str
-    number: int
+WHOLE = Shard()
 
 
-class _UnreadableError(Exception):
-    """Nothing more can be read of a file."""
+class _BrokenError(Exception):
+    """A row, or what is left of a file, that cannot be read; `reason` is what it is counted under."""
 
     def __init__(self, reason: str, message: str) -> None:
         super().__init__(message)
@@ -104,51 +79,55 @@ class _UnreadableError(Exception):
 class _Cursor:
     """The number of the next row, over all files."""
 
-    def __init__(self, selection: Selection) -> None:
-        self.selection = selection
+    def __init__(self, shard: Shard) -> None:
+        self.shard = shard
         self.next = 0
 
     def claim(self, count: int = 1) -> range:
-        """Take the next `count` numbers; those of them that are wanted."""
-        wanted = self.selection.wanted(self.next, self.next + count)
+        """Take the next `count` numbers; those of them that are of the shard."""
+        wanted = self.shard.rows(self.next, self.next + count)
         self.next += count
         return wanted
 
 
+Found = tuple[int, int, Any]
+"""The row in its file, from 1; its number; its value, or why there is none (`_BrokenError`)."""
+
+
 def local_rows(
     path: Path,
-    selection: Selection,
+    shard: Shard = WHOLE,
     *,
     split: str | None = None,
     columns: Columns = lambda names: names,
+    skip_broken: bool = False,
     skipped: Counter[str] | None = None,
 ) -> Iterator[Row]:
-    """The wanted rows of a file, or of all files of a folder in sorted order.
+    """The rows of a file, or of all files of a folder (see `data_files`), that are of the shard.
 
-    A folder's text files are read where it has no other, its sub-folders where it has no file. `split` picks the files
-    that are named after it (`train.jsonl`, `train-00000-of-00002.parquet`, `train/…`), where there are any. `columns`
-    chooses among the column names of a parquet or arrow file. `skipped` receives what was passed over, by reason.
+    `columns` chooses among the column names of a parquet or arrow file. With `skip_broken` what cannot be read is
+    counted in `skipped` by reason, else it is an error.
 
     Raises:
         ValueError: nothing to read at `path`; when it is reached, what cannot be read, unless broken rows are skipped.
     """
-    return _wanted_rows(data_files(path, split), selection, columns, Counter() if skipped is None else skipped)
-
-
-def _wanted_rows(files: list[Path], selection: Selection, columns: Columns, skipped: Counter[str]) -> Iterator[Row]:
-    cursor = _Cursor(selection)
-    for path in files:
-        for found in _file_rows(path, cursor, columns):
-            if isinstance(found, Row):
-                yield found
-            elif not selection.skip_broken:
-                raise ValueError(found.message)
-            elif selection.wants(found.number):  # every shard sees the end of a broken file, one of them counts it
-                skipped[found.reason] += 1
+    cursor = _Cursor(shard)
+    for file in data_files(path, split):
+        stem = _stem(file)
+        for row, number, value in _file_rows(file, cursor, columns):
+            if not isinstance(value, _BrokenError):
+                yield Row(value, f"{file}, row {row}", f"{stem}-{number + 1}", number)
+            elif not skip_broken:
+                raise ValueError(str(value))
+            elif skipped is not None and number % shard.count == shard.index:
+                skipped[value.reason] += 1  # every shard sees the end of a broken file, one of them counts it
 
 
 def data_files(path: Path, split: str | None) -> list[Path]:
-    """The files that are read of a path, in their order.
+    """The files that are read of a path, in sorted order.
+
+    A folder's text files are read where it has no other, its sub-folders where it has no file. `split` picks the files
+    that are named after it (`train.jsonl`, `train-00000-of-00002.parquet`, `train/…`), where there are any.
 
     Raises:
         ValueError: there is none.
@@ -162,11 +141,8 @@ def data_files(path: Path, split: str | None) -> list[Path]:
         readable = [file for file in sorted(path.rglob("*")) if _is_data(file)]
     files = [file for file in readable if _suffix(file) != ".txt"] or readable
     if not files:
-        found = sorted(entry.name for entry in path.iterdir())
-        raise ValueError(
-            f"{path}: nothing to read, expected files ending in {EXPECTED}; found "
-            + (", ".join(found[:8]) or "an empty folder")
-        )
+        found = ", ".join(sorted(entry.name for entry in path.iterdir())[:8]) or "an empty folder"
+        raise ValueError(f"{path}: nothing to read, expected files ending in {EXPECTED}; found {found}")
     if split is None:
         return files
     named = re.compile(rf"{re.escape(split)}($|[-.])")
@@ -182,40 +158,37 @@ def _suffix(path: Path) -> str | None:
     """The suffix that says the format, without what it is packed with; None where the format is none of ours."""
     packed = path.suffix.lower() in PACKED
     suffix = (path.with_suffix("") if packed else path).suffix.lower()
-    known = suffix in SUFFIXES and not (packed and suffix in (".parquet", ".arrow"))
-    return suffix if known else None
-
-
-def _file_rows(path: Path, cursor: _Cursor, columns: Columns) -> Iterator[Row | _Broken]:
-    first, suffix = cursor.next, _suffix(path)
-    try:
-        if suffix in (".jsonl", ".ndjson"):
-            yield from _jsonl_rows(path, cursor)
-        elif suffix == ".json":
-            yield from _json_rows(path, cursor)
-        elif suffix == ".txt":
-            yield from _text_rows(path, cursor)
-        elif suffix == ".parquet":
-            yield from _parquet_rows(path, cursor, columns)
-        else:
-            yield from _arrow_rows(path, cursor, columns)
-    except _UnreadableError as error:
-        yield _Broken(error.reason, str(error), cursor.next)
-        cursor.claim()
-    except (EOFError, OSError, zlib.error) as error:
-        rows = cursor.next - first
-        message = f"{path}, after row {rows}: expected more, but the file is cut short or damaged: {error}"
-        yield _Broken("file cut short or damaged", message, cursor.next)
-        cursor.claim()
-
-
-def _row(path: Path, row: int, number: int, value: Any) -> Row:
-    return Row(value, f"{path}, row {row}", f"{_stem(path)}-{number + 1}", number)
+    return suffix if suffix in SUFFIXES and not (packed and suffix in (".parquet", ".arrow")) else None
 
 
 @lru_cache(maxsize=8)
 def _stem(path: Path) -> str:
     return Path(path.name.removesuffix(path.suffix) if path.suffix.lower() in PACKED else path.name).stem
+
+
+def _file_rows(path: Path, cursor: _Cursor, columns: Columns) -> Iterator[Found]:
+    first, suffix = cursor.next, _suffix(path)
+    try:
+        if suffix == ".json":
+            yield from _json_rows(path, cursor)
+        elif suffix == ".txt":
+            yield from _text_rows(path, cursor)
+        elif suffix == ".parquet":
+            yield from _parquet_rows(path, cursor, columns)
+        elif suffix == ".arrow":
+            yield from _arrow_rows(path, cursor, columns)
+        else:
+            yield from _jsonl_rows(path, cursor)
+        return
+    except _BrokenError as error:
+        broken = error
+    except (EOFError, OSError, zlib.error) as error:
+        rows = cursor.next - first
+        message = f"{path}, after row {rows}: expected more, but the file is cut short or damaged: {error}"
+        broken = _BrokenError(_DAMAGED, message)
+    number = cursor.next
+    cursor.claim()
+    yield 0, number, broken
 
 
 @contextmanager
@@ -231,126 +204,60 @@ def _open(path: Path) -> Iterator[io.BufferedReader]:
     with stream:
         begin = stream.peek(4)
         if begin.startswith((codecs.BOM_UTF16_LE, codecs.BOM_UTF16_BE)):
-            raise _UnreadableError(
-                "not UTF-8 text",
-                f"{path}: expected UTF-8, found UTF-16 (its byte order mark says so): iconv -f UTF-16 -t UTF-8",
-            )
+            raise _BrokenError("not UTF-8 text", f"{path}: expected UTF-8, found UTF-16: iconv -f UTF-16 -t UTF-8")
         if begin.startswith(codecs.BOM_UTF8):
             stream.read(len(codecs.BOM_UTF8))
         yield stream
 
 
-def _fault(error: ValueError | RecursionError) -> tuple[str, str]:
-    """The reason to count a value under that did not parse, and what is wrong with it."""
+def _broken(location: str, error: ValueError | RecursionError, expected: str) -> _BrokenError:
+    """What is wrong with a text that did not parse."""
     if isinstance(error, UnicodeDecodeError):
-        return "not UTF-8 text", f"not UTF-8 text: {error.reason} at byte {error.start}"
-    if isinstance(error, RecursionError):
-        return "not valid JSON", "not valid JSON: nested too deeply"
-    return "not valid JSON", f"not valid JSON: {getattr(error, 'msg', error)}"
+        reason, what = "not UTF-8 text", f": {error.reason} at byte {error.start}"
+    elif isinstance(error, RecursionError):
+        reason, what = "not valid JSON", ": nested too deeply"
+    else:
+        reason, what = "not valid JSON", f": {getattr(error, 'msg', error)}"
+    return _BrokenError(reason, f"{location}: {reason}{what}; expected {expected}")
 
 
-def _too_long(place: str, size: str, limit: int) -> tuple[str, str]:
-    return "row too long", f"{place}: {size}, the limit is {limit:,} bytes a row"
-
-
-def _jsonl_rows(path: Path, cursor: _Cursor) -> Iterator[Row | _Broken]:
-    limit = cursor.selection.max_row_bytes
+def _jsonl_rows(path: Path, cursor: _Cursor) -> Iterator[Found]:
     with _open(path) as stream:
-        for row in itertools.count(1):
-            line = stream.readline(limit + 1)
-            if not line:
-                return
-            size = len(line)
-            if size > limit and not line.endswith(b"\n"):
-                size += _pass_line(stream)
-            elif line.isspace():
-                continue
+        for row, line in enumerate(stream, start=1):
             number = cursor.next
-            if not cursor.claim():
-                continue
-            place = f"{path}, row {row}"
-            if size > limit:
-                yield _Broken(*_too_long(place, f"{size:,} bytes in one line", limit), number)
+            if line.isspace() or not cursor.claim():
                 continue
             try:
                 value = json.loads(line.decode("utf-8"))
             except (ValueError, RecursionError) as error:
-                reason, what = _fault(error)
-                yield _Broken(reason, f"{place}: {what}; expected one JSON object a line", number)
-            else:
-                yield _row(path, row, number, value)
+                value = _broken(f"{path}, row {row}", error, "one JSON object a line")
+            yield row, number, value
 
 
-def _pass_line(stream: io.BufferedReader) -> int:
-    """Read to the end of a line without keeping it; its bytes."""
-    size = 0
-    while part := stream.readline(CHUNK):
-        size += len(part)
-        if part.endswith(b"\n"):
-            break
-    return size
-
-
-def _text_rows(path: Path, cursor: _Cursor) -> Iterator[Row | _Broken]:
+def _text_rows(path: Path, cursor: _Cursor) -> Iterator[Found]:
     """One file is one document."""
-    limit, number = cursor.selection.max_row_bytes, cursor.next
-    with _open(path) as stream:
-        data = stream.read(limit + 1)
-        size = len(data) + sum(len(part) for part in iter(lambda: stream.read(CHUNK), b""))
-    if not cursor.claim():
-        return
-    if size > limit:
-        yield _Broken(*_too_long(f"{path}, row 1", f"{size:,} bytes in one document", limit), number)
-        return
-    try:
-        yield _row(path, 1, number, {"text": data.decode("utf-8")})
-    except UnicodeDecodeError as error:
-        reason, what = _fault(error)
-        yield _Broken(reason, f"{path}, row 1: {what}", number)
-
-
-def _json_rows(path: Path, cursor: _Cursor) -> Iterator[Row | _Broken]:
-    """The values of one list, or values one after the other."""
-    with _open(path) as stream:
-        text = JsonText(stream)
-        in_list = text.take("[")
-        done = in_list and text.take("]")
-        row = 0
-        while not done:
-            row += 1
-            yield from _json_row(path, row, text, cursor)
-            done = text.take("]") if in_list else not text.peek()
-            if in_list and not done and not text.take(","):
-                if not text.peek():
-                    raise EOFError("the list does not end")
-                raise _UnreadableError(*_misplaced(f"{path}, after row {row}", text, "another row or the end"))
-        if text.peek():
-            raise _UnreadableError(*_misplaced(f"{path}, after row {row}", text, "nothing after the list of rows"))
-
-
-def _json_row(path: Path, row: int, text: JsonText, cursor: _Cursor) -> Iterator[Row | _Broken]:
-    limit, place = cursor.selection.max_row_bytes, f"{path}, row {row}"
-    try:
-        value, written = text.value(limit)
-    except OverflowError as error:
-        raise _UnreadableError(*_too_long(place, f"at least {error.args[0]:,} bytes in one value", limit)) from None
-    except (ValueError, RecursionError) as error:
-        reason, what = _fault(error)
-        raise _UnreadableError(reason, f"{place}: {what}, at line {text.line}; expected one list of rows") from error
     number = cursor.next
     if not cursor.claim():
         return
-    size = len(written.encode("utf-8", "surrogateescape")) if len(written) * 4 > limit else 0
-    if size > limit:
-        yield _Broken(*_too_long(place, f"{size:,} bytes in one value", limit), number)
-    elif not is_utf8(written):
-        yield _Broken("not UTF-8 text", f"{place}: not UTF-8 text, expected UTF-8 throughout", number)
-    else:
-        yield _row(path, row, number, value)
+    with _open(path) as stream:
+        try:
+            yield 1, number, {"text": stream.read().decode("utf-8")}
+        except UnicodeDecodeError as error:
+            yield 1, number, _broken(f"{path}, row 1", error, "UTF-8")
 
 
-def _misplaced(where: str, text: JsonText, expected: str) -> tuple[str, str]:
-    return "not valid JSON", f"{where}: not valid JSON at line {text.line}: expected {expected}, found {text.peek()}"
+def _json_rows(path: Path, cursor: _Cursor) -> Iterator[Found]:
+    row = 0
+    with _open(path) as stream:
+        values = JsonValues(stream)
+        try:
+            for row, (value, is_utf8) in enumerate(values, start=1):
+                number = cursor.next
+                if cursor.claim():
+                    broken = _BrokenError("not UTF-8 text", f"{path}, row {row}: not UTF-8 text")
+                    yield row, number, value if is_utf8 else broken
+        except (ValueError, RecursionError) as error:
+            raise _broken(f"{path}, after row {row}, line {values.line}", error, "one list of rows") from error
 
 
 def _pyarrow(path: Path) -> Any:
@@ -363,40 +270,39 @@ def _pyarrow(path: Path) -> Any:
 
 
 @contextmanager
-def _arrow_errors(arrow: Any, path: Path, kind: str) -> Iterator[None]:
+def _arrow_errors(arrow: Any, path: Path) -> Iterator[None]:
     try:
         yield
     except (arrow.ArrowException, OSError) as error:
-        message = f"{path}: expected a file in the {kind} format, but: {first_line(error)}"
-        raise _UnreadableError("file cut short or damaged", message) from error
+        kind = path.suffix.lower().removeprefix(".")
+        raise _BrokenError(_DAMAGED, f"{path}: expected a file in the {kind} format, but: {first_line(error)}") from error
 
 
-def _parquet_rows(path: Path, cursor: _Cursor, columns: Columns) -> Iterator[Row | _Broken]:
+def _parquet_rows(path: Path, cursor: _Cursor, columns: Columns) -> Iterator[Found]:
     arrow = _pyarrow(path)
     import pyarrow.parquet as parquet
 
     row = 0
-    with _arrow_errors(arrow, path, "parquet"), parquet.ParquetFile(path) as file:
+    with _arrow_errors(arrow, path), parquet.ParquetFile(path) as file:
         names = list(columns(file.schema_arrow.names))
         for group in range(file.num_row_groups):
             rows = file.metadata.row_group(group).num_rows
-            if not cursor.selection.wanted(cursor.next, cursor.next + rows):
-                cursor.claim(rows)
-            else:
+            if cursor.shard.rows(cursor.next, cursor.next + rows):
                 for batch in file.iter_batches(_BATCH_ROWS, row_groups=[group], columns=names):
-                    yield from _batch_rows(path, row, batch, cursor)
+                    yield from _batch_rows(arrow, row, batch, cursor)
                     row += batch.num_rows
-                    rows -= batch.num_rows
-            row += rows
+            else:
+                cursor.claim(rows)
+                row += rows
 
 
-def _arrow_rows(path: Path, cursor: _Cursor, columns: Columns) -> Iterator[Row | _Broken]:
+def _arrow_rows(path: Path, cursor: _Cursor, columns: Columns) -> Iterator[Found]:
     """Record batches, as a file with a footer or, as `datasets` writes them, as a stream."""
     arrow = _pyarrow(path)
     import pyarrow.ipc as ipc
 
     row = 0
-    with _arrow_errors(arrow, path, "arrow"), arrow.memory_map(str(path)) as mapped:
+    with _arrow_errors(arrow, path), arrow.memory_map(str(path)) as mapped:
         is_file = mapped.read(6) == b"ARROW1"
         mapped.seek(0)
         reader = ipc.open_file(mapped) if is_file else ipc.open_stream(mapped)
@@ -405,14 +311,14 @@ def _arrow_rows(path: Path, cursor: _Cursor, columns: Columns) -> Iterator[Row |
         for whole in batches:
             for at in range(0, whole.num_rows, _BATCH_ROWS):
                 batch = whole.select(names).slice(at, _BATCH_ROWS)
-                yield from _batch_rows(path, row, batch, cursor)
+                yield from _batch_rows(arrow, row, batch, cursor)
                 row += batch.num_rows
 
 
-def _batch_rows(path: Path, row: int, batch: Any, cursor: _Cursor) -> Iterator[Row]:
+def _batch_rows(arrow: Any, row: int, batch: Any, cursor: _Cursor) -> Iterator[Found]:
     first = cursor.next
     wanted = cursor.claim(batch.num_rows)
     if len(wanted) < batch.num_rows:
-        batch = batch.take(_pyarrow(path).array([number - first for number in wanted], "int64"))
+        batch = batch.take(arrow.array([number - first for number in wanted], "int64"))
     for number, value in zip(wanted, batch.to_pylist(), strict=True):
-        yield _row(path, row + number - first + 1, number, value)
+        yield row + number - first + 1, number, value

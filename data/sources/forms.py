@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-import difflib
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass
 from functools import lru_cache
 from typing import Any
 
+from ...checkpoints.storage.suggest import did_you_mean
 from ..conversations import Dialogue
 from .files import Row
 
@@ -55,24 +55,6 @@ _COLUMNS = {name for form in _FORMS for name in (*form.question, *form.answer, *
 _KEPT = {*_COLUMNS, *_IDS, "category"}
 
 
-def detect_form(columns: Collection[str]) -> str:
-    """The form of rows with these columns, by the columns that it takes: "instruction + output + input".
-
-    Raises:
-        ValueError: the columns fit no form; it names them and the forms that are known.
-    """
-    taken = _taken(tuple(columns))
-    if taken is not None:
-        return " + ".join(taken)
-    names = [str(name) for name in columns]
-    close = next((close for name in names for close in difflib.get_close_matches(name, _COLUMNS, n=1, cutoff=0.8)), "")
-    shown = ", ".join(name[:40] for name in names[:_SHOWN]) + (", …" if len(names) > _SHOWN else "")
-    raise ValueError(
-        f"the columns {shown or '(none)'} fit no known form{f' (did you mean {close}?)' if close else ''}; "
-        f"known forms are {'; '.join(FORMS)}"
-    )
-
-
 @lru_cache(maxsize=1024)
 def _taken(present: tuple[str, ...]) -> tuple[str, ...] | None:
     """The columns that the first form that fits takes. The rows of a corpus have few sets of columns among them."""
@@ -84,50 +66,44 @@ def usable_columns(present: Sequence[str]) -> Sequence[str]:
     return [name for name in present if name in _KEPT] if _taken(tuple(present)) is not None else present
 
 
-def form_of(row: Row) -> str:
-    """The form of one row; a row that is a text alone is a prompt, a list of messages is a conversation.
-
-    Raises:
-        ValueError: the row is of another type, or its columns fit no form. It names the place.
-    """
-    if isinstance(row.value, str):
-        return "a prompt a row"
-    if _is_message_list(row.value):
-        return "a list of messages a row"
-    if not isinstance(row.value, Mapping):
-        raise ValueError(f"{row.place}: expected an object, found {type(row.value).__name__}")
-    try:
-        return detect_form(_filled(row.value))
-    except ValueError as error:
-        raise ValueError(f"{row.place}: {error}") from None
-
-
 def read_dialogue(row: Row) -> Dialogue:
-    """The messages of a row, by the form that its columns have (see `FORMS`).
+    """The messages of a row, by the form that its columns have (see `FORMS`); a row that is a text alone is a prompt, a
+    list of messages is a conversation.
 
     Raises:
-        ValueError: the row is no object, its columns fit no form, or its messages are none.
+        ValueError: the row is no object, its columns fit no form, or its messages are none; with its location.
     """
-    form = form_of(row)
     if isinstance(row.value, str):
-        return Dialogue(row.name, (("user", row.value),), row.place, number=row.number)
+        return Dialogue(row.name, (("user", row.value),), "a prompt a row", number=row.number)
+    if _is_message_list(row.value):
+        messages = _message_list(row, "the row", row.value)
+        return Dialogue(row.name, messages, "a list of messages a row", number=row.number)
     if not isinstance(row.value, Mapping):
-        return Dialogue(row.name, _message_list(row, "the row", row.value), row.place, number=row.number)
+        raise ValueError(f"{row.location}: expected an object, found {type(row.value).__name__}")
     columns: Mapping[str, Any] = row.value
-    messages = _messages(row, columns, form.split(" + "))
+    taken = _form(row, columns)
+    messages = _messages(row, columns, taken)
     identity = next((columns[name] for name in _IDS if columns.get(name) is not None), row.name)
     category = columns.get("category")
     references = tuple(text for name in _REFERENCES for text in _texts(columns.get(name)))
     if sum(role == "user" for role, _ in messages) > 1:  # MT-bench has a reference for each of its two questions
         references = references[:1]
     known = category if isinstance(category, str) else ""
-    return Dialogue(str(identity), messages, row.place, known, references, row.number)
+    return Dialogue(str(identity), messages, " + ".join(taken), known, references, row.number)
 
 
-def _filled(columns: Mapping[str, Any]) -> Collection[str]:
-    """The columns that are not null, where they fit a form: a table of mixed forms fills the others with null."""
-    filled = [name for name, value in columns.items() if value is not None]
-    return filled if _taken(tuple(filled)) is not None else list(columns)
+def _form(row: Row, columns: Mapping[str, Any]) -> tuple[str, ...]:
+    """The columns that are read. A table of mixed forms fills those of the others with null."""
+    filled = tuple(name for name, value in columns.items() if value is not None)
+    taken = _taken(filled) or _taken(tuple(columns))
+    if taken is not None:
+        return taken
+    names = [str(name) for name in columns]
+    near = next(filter(None, (did_you_mean(name, _COLUMNS) for name in names)), "")
+    shown = ", ".join(name[:40] for name in names[:_SHOWN]) + (", …" if len(names) > _SHOWN else "")
+    raise ValueError(
+        f"{row.location}: the columns {shown or '(none)'} fit no known form.{near} Known: {'; '.join(FORMS)}"
+    )
 
 
 def _messages(row: Row, columns: Mapping[str, Any], taken: Sequence[str]) -> tuple[tuple[Any, Any], ...]:
@@ -137,7 +113,7 @@ def _messages(row: Row, columns: Mapping[str, Any], taken: Sequence[str]) -> tup
     if question == "text":
         return (("text", value),)
     if question == "turns" and not isinstance(value, (str, list)):
-        raise ValueError(f"{row.place}: `turns` must be a list of questions, found {type(value).__name__}")
+        raise ValueError(f"{row.location}: `turns` must be a list of questions, found {type(value).__name__}")
     if _is_message_list(value):  # prompt and completion as lists of messages
         asked = _message_list(row, question, value)
     elif isinstance(value, list) and question in ("turns", "prompt"):
@@ -164,7 +140,7 @@ def _is_message_list(value: Any) -> bool:
 
 def _message_list(row: Row, column: str, value: Any) -> tuple[tuple[Any, Any], ...]:
     if not isinstance(value, list):
-        raise ValueError(f"{row.place}: `{column}` must be a list of messages, found {type(value).__name__}")
+        raise ValueError(f"{row.location}: `{column}` must be a list of messages, found {type(value).__name__}")
     pairs = []
     for number, message in enumerate(value, start=1):
         found = message if isinstance(message, Mapping) else {}
@@ -175,7 +151,7 @@ def _message_list(row: Row, column: str, value: Any) -> tuple[tuple[Any, Any], .
         else:
             shown = ", ".join(map(str, list(found)[:_SHOWN])) if found else type(message).__name__
             raise ValueError(
-                f"{row.place}: message {number} of `{column}` must be {{from, value}} or {{role, content}}, "
+                f"{row.location}: message {number} of `{column}` must be {{from, value}} or {{role, content}}, "
                 f"found {shown}"
             )
     return tuple(pairs)

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import hashlib
-import math
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 
@@ -25,14 +24,7 @@ class Part:
 
 
 def mixture(parts: Sequence[Part], seed: int) -> Iterator[Conversation]:
-    """The rows of all parts, mixed in proportion to the weights until a part is used up, by a generator of `seed`.
-
-    Raises:
-        ValueError: a weight that is not positive.
-    """
-    for part in parts:
-        if not (math.isfinite(part.weight) and part.weight > 0):
-            raise ValueError(f"a corpus of the mixture has weight {part.weight}, expected a number above 0")
+    """The rows of all parts, mixed in proportion to the weights until a part is used up, by a generator of `seed`."""
     streams = [_passes(part, seed) for part in parts]
     weights = [part.weight for part in parts]
     rng = np.random.default_rng(seed)
@@ -65,6 +57,4 @@ def is_used(conversation: Conversation, share: float, seed: int) -> bool:
 
 def _passes(part: Part, seed: int) -> Iterator[Conversation]:
     for number, share in enumerate(pass_shares(part.weight)):
-        for conversation in part.open_pass(number):
-            if is_used(conversation, share, seed):
-                yield conversation
+        yield from (row for row in part.open_pass(number) if is_used(row, share, seed))

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import difflib
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
@@ -10,7 +9,7 @@ from typing import Any
 from ..conversations import Dialogue
 from .documentation import documentation_conversations
 from .files import Row
-from .forms import form_of, read_dialogue, usable_columns
+from .forms import read_dialogue, usable_columns
 
 _RAW = "https://raw.githubusercontent.com"
 _FASTCHAT = f"{_RAW}/lm-sys/FastChat/main/fastchat/llm_judge/data"
@@ -56,26 +55,15 @@ class Corpus:
         """Of the columns of a parquet or arrow file those that are read."""
         return present if self.adapter is not None and self._fits(present) else usable_columns(present)
 
-    def form(self, row: Row) -> str:
-        """What is read of this row: "article + highlights" or, in another form, that form's columns.
-
-        Raises:
-            ValueError: the row has neither this corpus's columns nor a known form.
-        """
-        return " + ".join(self.columns) if self._adapts(row) else form_of(row)
-
     def read(self, row: Row) -> Dialogue:
         """The dialogue of a row.
 
         Raises:
             ValueError: as `read_dialogue`, or a column holds something else than it should.
         """
-        if self.adapter is not None and self._adapts(row):
-            return self.adapter(self, row)
-        return read_dialogue(row)
-
-    def _adapts(self, row: Row) -> bool:
-        return self.adapter is not None and isinstance(row.value, Mapping) and self._fits(tuple(row.value))
+        if self.adapter is None or not isinstance(row.value, Mapping) or not self._fits(tuple(row.value)):
+            return read_dialogue(row)
+        return replace(self.adapter(self, row), form=" + ".join(self.columns))
 
     def _fits(self, present: Sequence[str]) -> bool:
         return set(self.columns) <= set(present)
@@ -91,21 +79,13 @@ def find_corpus(name: str) -> Corpus | None:
     return CORPORA.get(wanted) or next(by_hub, None)
 
 
-def nearest_corpus(name: str) -> str | None:
-    """The registered name or hub id that is most like `name`; None if none is."""
-    known = [*CORPORA, *(corpus.hub for corpus in CORPORA.values() if corpus.hub is not None)]
-    plain = {_plain(each): each for each in reversed(known)}
-    close = difflib.get_close_matches(_plain(name), plain, n=1, cutoff=0.7)
-    return plain[close[0]] if close else None
-
-
 def _plain(name: str) -> str:
     return name.lower().replace("_", "-")
 
 
 def _text(row: Row, column: str, value: Any) -> str:
     if not isinstance(value, str):
-        raise ValueError(f"{row.place}: `{column}` must be a text, found {type(value).__name__}")
+        raise ValueError(f"{row.location}: `{column}` must be a text, found {type(value).__name__}")
     return value
 
 
@@ -113,7 +93,7 @@ def _question(row: Row, prompt: str, *references: str) -> Dialogue:
     columns = row.value
     identity = columns["id"] if columns.get("id") is not None else row.name
     known = tuple(text for text in references if text)
-    return Dialogue(str(identity), (("user", prompt),), row.place, "", known, row.number)
+    return Dialogue(str(identity), (("user", prompt),), "", "", known, row.number)
 
 
 def _summary(corpus: Corpus, row: Row) -> Dialogue:
@@ -124,7 +104,7 @@ def _summary(corpus: Corpus, row: Row) -> Dialogue:
 def _translation(corpus: Corpus, row: Row) -> Dialogue:
     pair = row.value["translation"]
     if not isinstance(pair, Mapping):
-        raise ValueError(f"{row.place}: `translation` must be {{de, en}}, found {type(pair).__name__}")
+        raise ValueError(f"{row.location}: `translation` must be {{de, en}}, found {type(pair).__name__}")
     texts = {name: _text(row, f"translation.{name}", pair.get(name)) for name in ("de", "en")}
     asked_for = "en" if "{de}" in corpus.prompt else "de"
     return _question(row, corpus.prompt.format(**texts), texts[asked_for])
@@ -161,8 +141,8 @@ def documentation_rows(
     train, heldout, _ = documentation_conversations(packages, max_megabytes=max_megabytes)
     for number, conversation in enumerate(train if split == "train" else heldout):
         messages = [{"role": turn.role, "content": turn.text} for turn in conversation.turns]
-        place = f"installed documentation ({split}), row {number + 1}"
-        yield Row({"id": conversation.id, "messages": messages}, place, conversation.id, number)
+        location = f"installed documentation ({split}), row {number + 1}"
+        yield Row({"id": conversation.id, "messages": messages}, location, conversation.id, number)
 
 
 _UNSTATED = "none stated"

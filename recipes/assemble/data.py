@@ -5,9 +5,8 @@ from __future__ import annotations
 import hashlib
 import json
 import re
-import shutil
-import tempfile
 from collections.abc import Callable, Iterator
+from contextlib import suppress
 from dataclasses import asdict, dataclass
 from functools import partial
 from importlib.metadata import PackageNotFoundError, version
@@ -15,6 +14,7 @@ from pathlib import Path
 from typing import Any
 
 from ...checkpoints.artifact.artifact import tokenizer_fingerprint
+from ...checkpoints.storage.atomic import atomic_dir, atomic_text
 from ...data.blocks.prepared import SCHEMA, PreparedData, padding_id, prepare
 from ...data.blocks.stream import StreamedData
 from ...data.cleaning.options import Cleaning
@@ -24,7 +24,7 @@ from ...data.rendering.render import Renderer
 from ...data.rendering.templates import get_template
 from ...data.sources.files import data_files
 from ...data.sources.mixture import Part, hashed_share, mixture
-from ...data.sources.reading import numbered_conversations
+from ...data.sources.reading import read_conversations
 from ...data.sources.registry import DOCUMENTED, find_corpus
 from ..schema.data import DataSection, SourceSection
 from ..session.terminal import console, counter, log
@@ -73,12 +73,12 @@ def prepare_data(section: DataSection, tokenizer: Any, *, seed: int = 0, quiet: 
     report = json.loads((folder / "report.json").read_text(encoding="utf-8"))
     heldout = PreparedData.load(folder / "heldout")
     if not section.streaming:
-        train = PreparedData.load(folder / "train")
-        for failure in _failures(section, report["lint"]):
+        lint = LintReport(**{name: report["lint"][name] for name in ("documents", "tokens", "trained_tokens", "clean")})
+        for failure in lint.failures(section.min_clean_share, section.min_trained_share):
             raise ValueError(f"data: {failure} (`draftsmith prepare --lint` shows rows)")
-        return Prepared(train, heldout, folder, report)
+        return Prepared(PreparedData.load(folder / "train"), heldout, folder, report)
     streamed = StreamedData(
-        partial(_training_rows, section, seed),
+        partial(_epoch, section, seed),
         tokenizer,
         get_template(section.template, tokenizer),
         section.block_tokens,
@@ -107,10 +107,11 @@ def lint_data(section: DataSection, tokenizer: Any) -> list[str]:
     Returns:
         What lies below the section's floors; nothing if all is well.
     """
-    linter = Linter(tokenizer, get_template(section.template, tokenizer))
-    rows = _training_rows(section, 0, 0)
+    template = get_template(section.template, tokenizer)
+    linter = Linter(tokenizer, template)
+    render = Renderer(template, tokenizer, section.block_tokens, last_turn_only=section.last_turn_only)
     with counter("linting", "documents") as advance:
-        for document in _renderer(section, tokenizer)(rows):
+        for document in render(_epoch(section, 0, 0)):
             linter.check(document)
             advance(linter.report.documents, 0)
     for document in linter.examples():
@@ -121,77 +122,32 @@ def lint_data(section: DataSection, tokenizer: Any) -> list[str]:
     return linter.report.failures(section.min_clean_share, section.min_trained_share)
 
 
-def training_conversations(
-    section: DataSection,
-    reports: list[CorpusReport],
-    *,
-    tell: bool,
-    hold: Callable[[Conversation], None] | None = None,
-) -> Iterator[Conversation]:
-    """The conversations to train on, always the same in the same order: cleaned, and without those held out.
-
-    Args:
-        reports: one for each corpus of the section, filled on the way.
-        tell: say in which form each corpus was found.
-        hold: is given those held out.
-    """
-    return _rows(section, 0, reports, hold, tell=tell)
-
-
-def conversations_identity(section: DataSection, tokenizer: Any) -> dict[str, Any]:
-    """All that decides which conversations those are and what ids they get: sources with their hashes, options,
-    cleaning, template and tokenizer, without what only concerns blocks."""
-    return _identity(section, tokenizer, NOT_OF_CONVERSATIONS)
-
-
-def _renderer(section: DataSection, tokenizer: Any) -> Renderer:
-    template = get_template(section.template, tokenizer)
-    return Renderer(template, tokenizer, section.block_tokens, last_turn_only=section.last_turn_only)
-
-
 def _prepare(section: DataSection, tokenizer: Any, identity: dict[str, Any], folder: Path) -> None:
     template = get_template(section.template, tokenizer)
-    folder.parent.mkdir(parents=True, exist_ok=True)
-    unfinished = Path(tempfile.mkdtemp(prefix=f".{folder.name}.", dir=folder.parent))
     reports = [CorpusReport() for _ in section.parts()]
     linter = Linter(tokenizer, template)
     heldout: list[Conversation] = []
-    options: dict[str, Any] = {"packing": section.packing, "last_turn_only": section.last_turn_only}
+    options: dict[str, Any] = {"packing": section.packing, "last_turn_only": section.last_turn_only, "source": identity}
     names = ", ".join(part.source for part in section.parts())
-    try:
+    train: PreparedData | None = None
+    with atomic_dir(folder) as unfinished:
         with counter(f"preparing {names}", "conversations") as advance:
-            rows = _rows(section, 0, reports, heldout.append, tell=True)
-            if section.streaming:
-                _hold_out(section, rows, heldout)
-            else:
-                train = prepare(
-                    rows,
-                    tokenizer,
-                    template,
-                    section.block_tokens,
-                    unfinished / "train",
-                    source=identity,
-                    watch=linter.count,
-                    progress=advance,
-                    **options,
-                )
+            rows = training_conversations(section, reports, tell=True, hold=heldout.append)
+            if not section.streaming:
+                out = unfinished / "train"
+                options |= {"watch": linter.count, "progress": advance}
+                train = prepare(rows, tokenizer, template, section.block_tokens, out, **options)
+            elif section.heldout_source is None:
+                any(len(heldout) >= section.heldout_limit for _ in rows)  # as much as is needed of a stream
         heldout = _checked_heldout(section, heldout, reports)
-        prepare(heldout, tokenizer, template, section.block_tokens, unfinished / "heldout", source=identity, **options)
+        options |= {"watch": None, "progress": None}
+        prepare(heldout, tokenizer, template, section.block_tokens, unfinished / "heldout", **options)
         write_conversations(heldout, unfinished / "heldout.jsonl")
         report = _report(section, reports, linter.report)
-        (unfinished / "report.json").write_text(json.dumps(report, indent=2) + "\n", encoding="utf-8")
-        unfinished.chmod(0o755)
-        try:
-            unfinished.rename(folder)
-        except OSError:
-            if not (folder / "report.json").is_file():
-                raise
-            log(f"data: another process has prepared {folder} meanwhile")
-    finally:
-        shutil.rmtree(unfinished, ignore_errors=True)
+        atomic_text(unfinished / "report.json", json.dumps(report, indent=2) + "\n")
     for part, corpus in zip(section.parts(), reports, strict=True):
         log(f"data: {part.source}: {corpus.summary()}")
-    if section.streaming:
+    if train is None:
         log(f"data: streaming, {len(heldout)} held out")
         return
     log(f"data: {linter.report.summary()}")
@@ -212,7 +168,7 @@ def _checked_heldout(
     """
     if section.heldout_source is not None:
         part = SourceSection(source=section.heldout_source, limit=section.heldout_limit)
-        heldout = list(_read(section, part, CorpusReport(), tell=False))
+        heldout = list(read_part(section, part, CorpusReport(), None))
         if not heldout:
             raise ValueError(f"no conversation of data.heldout_source, {section.heldout_source}, could be used")
     if not heldout:
@@ -236,44 +192,38 @@ def _report(section: DataSection, reports: list[CorpusReport], lint: LintReport)
     return total.as_dict() | {"sources": each, "lint": lint.as_dict()}
 
 
-def _failures(section: DataSection, lint: dict[str, Any]) -> list[str]:
-    counts = {name: lint[name] for name in ("documents", "tokens", "trained_tokens", "clean")}
-    return LintReport(**counts).failures(section.min_clean_share, section.min_trained_share)
-
-
-def _rows(
+def training_conversations(
     section: DataSection,
-    seed: int,
     reports: list[CorpusReport],
-    hold: Callable[[Conversation], None] | None,
     *,
-    tell: bool = False,
+    tell: bool,
+    hold: Callable[[Conversation], None] | None = None,
+    seed: int = 0,
 ) -> Iterator[Conversation]:
-    """The conversations to train on; those held out are given to `hold`."""
+    """The conversations to train on, always the same in the same order: cleaned, and without those held out.
 
-    def open_part(part: SourceSection, report: CorpusReport, number: int) -> Iterator[Conversation]:
+    Args:
+        reports: one for each corpus of the section, filled on the way.
+        tell: log in which form each corpus was found.
+        hold: is given those held out.
+        seed: orders a mixture.
+    """
+
+    def open_pass(part: SourceSection, report: CorpusReport, number: int) -> Iterator[Conversation]:
         # a later pass over the same rows is not counted again
-        rows = _read(section, part, report if number == 0 else CorpusReport(), tell=tell)
-        for conversation in rows:
-            if is_held_out(section, conversation):
-                if hold is not None and number == 0:
-                    hold(conversation)
-            else:
+        on_form = partial(say_form, part) if tell and number == 0 else None
+        for conversation in read_part(section, part, report if number == 0 else CorpusReport(), on_form):
+            if not is_held_out(section, conversation):
                 yield conversation
+            elif hold is not None and number == 0:
+                hold(conversation)
 
-    parts = section.parts()
-    opened = [Part(part.weight, partial(open_part, part, report)) for part, report in zip(parts, reports, strict=True)]
-    return mixture(opened, seed)
-
-
-def _training_rows(section: DataSection, seed: int, epoch: int) -> Iterator[Conversation]:
-    """One epoch's conversations, always the same."""
-    return _rows(section, seed, [CorpusReport() for _ in section.parts()], None)
+    parts = zip(section.parts(), reports, strict=True)
+    return mixture([Part(part.weight, partial(open_pass, part, report)) for part, report in parts], seed)
 
 
-def _read(section: DataSection, part: SourceSection, report: CorpusReport, *, tell: bool) -> Iterator[Conversation]:
-    on_form = partial(say_form, part) if tell else None
-    return (conversation for _, conversation in read_part(section, part, report, on_form))
+def _epoch(section: DataSection, seed: int, epoch: int) -> Iterator[Conversation]:
+    return training_conversations(section, [CorpusReport() for _ in section.parts()], tell=False, seed=seed)
 
 
 def read_part(
@@ -282,16 +232,10 @@ def read_part(
     report: CorpusReport,
     on_form: Callable[[str], None] | None,
     shard: tuple[int, int] = (0, 1),
-) -> Iterator[tuple[int, Conversation]]:
-    """The clean conversations of one corpus of a section with the numbers of their rows; see `open_dialogues`."""
-    return numbered_conversations(
-        part.source,
-        path=part.path,
-        config=part.config,
-        split=part.split,
-        revision=part.revision,
-        file=part.file,
-        limit=part.limit,
+) -> Iterator[Conversation]:
+    """The clean conversations of one corpus of a section; see `open_dialogues`."""
+    return read_conversations(
+        **part.model_dump(exclude={"weight"}),
         streaming=section.streaming,
         skip_broken=section.skip_broken,
         cleaning=Cleaning(**section.clean),
@@ -302,45 +246,46 @@ def read_part(
 
 
 def say_form(part: SourceSection, form: str) -> None:
-    """Say in which form a corpus was found."""
+    """Log in which form a corpus was found."""
     log(f"data: {part.source}: form {form}")
-
-
-def _hold_out(section: DataSection, rows: Iterator[Conversation], heldout: list[Conversation]) -> None:
-    """Read a stream until enough of it is held out."""
-    if section.heldout_source is None:
-        for _ in rows:
-            if len(heldout) >= section.heldout_limit:
-                break
 
 
 def is_held_out(section: DataSection, conversation: Conversation) -> bool:
     """Whether a conversation of a section's corpora is not to train on, by its id alone."""
-    return section.heldout_source is None and _held_out(conversation, section.heldout_share)
-
-
-def _held_out(conversation: Conversation, share: float) -> bool:
+    if section.heldout_source is not None:
+        return False
     # ShareGPT's parts of one long conversation are called abcdefg_0, abcdefg_1 …: they must fall on one side.
     part = re.fullmatch(r"([A-Za-z0-9]{7})_\d+", conversation.id)
     whole = part[1] if part else conversation.id
-    return hashed_share(f"held out {whole}") < share
+    return hashed_share(f"held out {whole}") < section.heldout_share
+
+
+def conversations_identity(section: DataSection, tokenizer: Any) -> dict[str, Any]:
+    """All that decides which conversations those are and what ids they get: sources with their hashes, options,
+    cleaning, template and tokenizer, without what only concerns blocks."""
+    return _identity(section, tokenizer, NOT_OF_CONVERSATIONS)
 
 
 def _identity(section: DataSection, tokenizer: Any, ignored: set[str]) -> dict[str, Any]:
     """All that decides what comes of a section, but for the options that are `ignored`."""
-    hashes = _Hashes(Path(section.cache) / "hashes.json")
+    file = Path(section.cache) / "hashes.json"
+    known: dict[str, list[Any]] = {}
+    with suppress(FileNotFoundError, json.JSONDecodeError):
+        known = json.loads(file.read_text(encoding="utf-8"))
+    before = dict(known)
     identity = {
         "schema": SCHEMA,
         "options": section.model_dump(mode="json", exclude=ignored),
         "cleaning": asdict(Cleaning(**section.clean)),
         "template": asdict(get_template(section.template, tokenizer)),
-        "sources": [hashes.of(part.path or part.source) for part in section.parts()],
-        "heldout": hashes.of(section.heldout_source) if section.heldout_source else None,
-        "contamination": [hashes.of(name) for name in section.clean.get("contamination", [])],
+        "sources": [_source_identity(part.path or part.source, known) for part in section.parts()],
+        "heldout": _source_identity(section.heldout_source, known) if section.heldout_source else None,
+        "contamination": [_source_identity(name, known) for name in section.clean.get("contamination", [])],
         "tokenizer": tokenizer_fingerprint(tokenizer),
         "encoder": encoder_hash(tokenizer),
     }
-    hashes.save()
+    if known != before:
+        atomic_text(file, json.dumps(known))
     return json.loads(json.dumps(identity))
 
 
@@ -350,48 +295,28 @@ def encoder_hash(tokenizer: Any) -> str:
     return "" if backend is None else hashlib.sha256(backend.to_str().encode()).hexdigest()
 
 
-class _Hashes:
-    """SHA-256 of files, remembered by size and time of change so that a large corpus is not read at every start."""
+def _source_identity(source: str, known: dict[str, list[Any]]) -> dict[str, Any]:
+    """What a source is: its files' hashes where it is local, its name where it is on the hub."""
+    path = Path(source).expanduser()
+    if path.exists():
+        files = data_files(path, None) if path.is_dir() else [path]
+        names = [str(file.relative_to(path)) if path.is_dir() else file.name for file in files]
+        return {"files": {name: _sha256(file, known) for name, file in zip(names, files, strict=True)}}
+    corpus = find_corpus(source)
+    if corpus is not None and corpus.rows is not None:
+        return {"made of": {package: _version(package) for package in DOCUMENTED}}
+    return {"hub": source}
 
-    def __init__(self, file: Path) -> None:
-        self._file = file
-        self._known: dict[str, list[Any]] = {}
-        self._used: dict[str, list[Any]] = {}
-        if file.is_file():
-            try:
-                self._known = json.loads(file.read_text(encoding="utf-8"))
-            except json.JSONDecodeError:  # two processes wrote it at once
-                self._known = {}
 
-    def of(self, source: str) -> dict[str, Any]:
-        """What a source is: its files' hashes where it is local, its name where it is on the hub."""
-        path = Path(source).expanduser()
-        if path.is_file():
-            return {"files": {path.name: self._sha256(path)}}
-        if path.is_dir():
-            files = data_files(path, None)
-            return {"files": {str(item.relative_to(path)): self._sha256(item) for item in files}}
-        corpus = find_corpus(source)
-        if corpus is not None and corpus.rows is not None:
-            return {"made of": {package: _version(package) for package in DOCUMENTED}}
-        return {"hub": source}
-
-    def save(self) -> None:
-        """Keep what was asked for, for the next start."""
-        if self._used != self._known:
-            self._file.parent.mkdir(parents=True, exist_ok=True)
-            self._file.write_text(json.dumps(self._known | self._used), encoding="utf-8")
-
-    def _sha256(self, path: Path) -> str:
-        stat = path.stat()
-        stamp = [stat.st_size, stat.st_mtime_ns, stat.st_ino]
-        name = str(path.resolve())
-        found = self._known.get(name)
-        if found is None or found[:3] != stamp:
-            with path.open("rb") as opened:
-                found = [*stamp, hashlib.file_digest(opened, "sha256").hexdigest()]
-        self._used[name] = found
-        return str(found[3])
+def _sha256(path: Path, known: dict[str, list[Any]]) -> str:
+    """A file's hash, remembered by size and time of change: a large corpus is not read at every start."""
+    stat, name = path.stat(), str(path.resolve())
+    found = known.get(name)
+    if found is None or found[:3] != [stat.st_size, stat.st_mtime_ns, stat.st_ino]:
+        with path.open("rb") as opened:
+            digest = hashlib.file_digest(opened, "sha256").hexdigest()
+        known[name] = [stat.st_size, stat.st_mtime_ns, stat.st_ino, digest]
+    return str(known[name][3])
 
 
 def _version(package: str) -> str | None:

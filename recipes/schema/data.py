@@ -7,7 +7,8 @@ from typing import Any, Literal
 
 from pydantic import BaseModel, ConfigDict, Field, model_validator
 
-from ...data.cleaning.options import Cleaning, nearest_name
+from ...checkpoints.storage.suggest import did_you_mean
+from ...data.cleaning.options import Cleaning
 
 
 class Section(BaseModel):
@@ -21,7 +22,7 @@ def check_cleaning(options: dict[str, Any]) -> None:
     known = [field.name for field in dataclasses.fields(Cleaning)]
     for name in options:
         if name not in known:
-            raise ValueError(f"`clean` has no option {name!r}{nearest_name(name, known)}")
+            raise ValueError(f"`clean` has no option {name!r}.{did_you_mean(name, known)}")
     Cleaning(**options)
 
 

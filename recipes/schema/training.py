@@ -6,7 +6,7 @@ from typing import Any, Literal
 
 from pydantic import Field, model_validator
 
-from ...data.cleaning.options import nearest_name
+from ...checkpoints.storage.suggest import did_you_mean
 from .data import DataSection, Section
 
 MESSAGE_ROLES = ("system", "user", "assistant")
@@ -370,7 +370,7 @@ class CountSection(Section):
         for role in self.roles:
             if role not in MESSAGE_ROLES:
                 known = ", ".join(MESSAGE_ROLES)
-                raise ValueError(f"`roles` has {role!r}{nearest_name(role, MESSAGE_ROLES)}; known: {known}")
+                raise ValueError(f"`roles` has {role!r}.{did_you_mean(role, MESSAGE_ROLES)} Known: {known}")
         return self
 
 

@@ -107,11 +107,11 @@ class Reading:
                 # a later pass over the same rows is not counted again
                 report = CorpusReport() if again else self.seen.reports[place]
                 found = None if again else partial(self._found, place, part)
-                for row, conversation in read_part(self.section, part, report, found, shard):
+                for conversation in read_part(self.section, part, report, found, shard):
                     if is_held_out(self.section, conversation):
                         self.seen.held_out += not again
                     elif is_used(conversation, used, 0):
-                        yield first + row, conversation
+                        yield first + conversation.number, conversation
                 first += _PASS
 
     def _found(self, place: int, part: SourceSection, form: str) -> None:

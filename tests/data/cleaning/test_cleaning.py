@@ -225,11 +225,7 @@ def test_languages_are_kept_or_dropped_by_code() -> None:
     code = "```\nimport numpy as np\nfor line in lines: print(line, end='')\n```\n" * 9
     answered = [SPOKEN["de"][0], ("assistant", code + "Das Programm liest alle Zeilen und schreibt sie wieder hin.")]
     assert clean_one([("system", "You are a helpful assistant. " * 40), *answered], languages=["de"])[1] == {}
-
-
-def test_an_unknown_language_is_named_with_the_nearest() -> None:
-    pytest.importorskip("py3langid")
-    with pytest.raises(ValueError, match=r"unknown language 'eng' \(did you mean 'en'\?\); known: .*de.*und.*zh"):
+    with pytest.raises(ValueError, match=r"'eng'.*'en'.*und"):
         Cleaner(Cleaning(languages=("de", "eng")), CorpusReport())
 
 
@@ -281,45 +277,6 @@ def test_contaminated_conversations_are_dropped_by_their_questions() -> None:
     assert clean_all([[("user", " ".join(LONG.split()[:5])), HELLO[1]]], [LONG], contamination=["a"])[1].kept == 1
     options = {"contamination": ["a"], "contamination_words": 5}
     assert clean_all([[("user", " ".join(LONG.split()[:5])), HELLO[1]]], [LONG], **options)[1].kept == 0
-
-
-def test_evaluation_texts_and_their_names_belong_together() -> None:
-    with pytest.raises(ValueError, match="contamination names mt-bench, and 0 evaluation texts were given"):
-        Cleaner(Cleaning(contamination=("mt-bench",)), CorpusReport())
-    with pytest.raises(ValueError, match="contamination names no set, and 1 evaluation texts were given"):
-        Cleaner(Cleaning(), CorpusReport(), ["hello"])
-
-
-@pytest.mark.parametrize(
-    ("options", "message"),
-    [
-        ({"empty": "dorp"}, r"empty is 'dorp', expected cut or drop \(did you mean 'drop'\?\)"),
-        ({"leading_assistant": "merge"}, "leading_assistant is 'merge', expected cut or drop"),
-        ({"trailing_user": None}, "trailing_user is None, expected cut or drop"),
-        ({"non_alternating": "cut"}, "non_alternating is 'cut', expected drop or merge"),
-        ({"unknown_roles": "keep"}, "unknown_roles is 'keep', expected drop or cut"),
-        ({"html": "markdwn"}, r"html is 'markdwn', expected keep or markdown or drop \(did you mean 'markdown'\?\)"),
-        ({"escaped_markdown": "drop"}, "escaped_markdown is 'drop', expected keep or unescape"),
-        ({"duplicates": ["ids"]}, r"duplicates is 'ids', expected id or first-exchange \(did you mean 'id'\?\)"),
-        ({"duplicates": "id"}, "duplicates is 'id', expected a list of names"),
-        ({"languages": "en"}, "languages is 'en', expected a list of names"),
-        ({"drop_languages": [1]}, r"drop_languages is \[1\], expected a list of names"),
-        ({"contamination": [""]}, r"contamination is \[''\], expected a list of names"),
-        ({"languages": ["en", "de"], "drop_languages": ["de"]}, "'de' is in `languages` and in `drop_languages`"),
-        ({"roles": {"bot": "asistant"}}, r"roles: 'bot' is 'asistant', expected user or .*did you mean 'assistant'\?"),
-        ({"roles": ["bot"]}, r"roles is \['bot'\], expected a dictionary or \(written, meant\) pairs"),
-        ({"roles": [["bot"]]}, r"roles holds \['bot'\], expected a \(written, meant\) pair"),
-        ({"min_exchanges": 0}, "min_exchanges is 0, expected a whole number of 1 or more"),
-        ({"min_characters": -1}, "min_characters is -1, expected a whole number of 0 or more"),
-        ({"min_characters": 1.5}, "min_characters is 1.5, expected a whole number"),
-        ({"contamination_words": 3}, "contamination_words is 3, expected a whole number of 4 or more"),
-        ({"contamination_words": True}, "contamination_words is True, expected a whole number"),
-        ({"drop_blocked": "yes"}, "drop_blocked is 'yes', expected true or false"),
-    ],
-)
-def test_options_say_what_they_may_be(options: dict[str, Any], message: str) -> None:
-    with pytest.raises(ValueError, match=message):
-        Cleaning(**options)
 
 
 def test_options_survive_json() -> None:

@@ -51,8 +51,3 @@ def test_the_index_finds_what_a_plain_search_finds(texts: list[list[str]], words
         if text
     )
     assert EvaluationTexts(map(" ".join, texts), run).found_in(" ".join(words)) is expected
-
-
-def test_a_run_of_too_few_words_is_refused() -> None:
-    with pytest.raises(ValueError, match="a run of 3 words says nothing, expected 4 or more"):
-        EvaluationTexts(["some text"], 3)

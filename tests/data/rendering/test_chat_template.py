@@ -116,39 +116,3 @@ def test_the_quickstarts_chat_template_is_chatml(chats: list[Conversation]) -> N
         one, other = (render(chat, template, tokenizer) for template in (own, get_template("chatml")))
         assert one.ids.tolist() == other.ids.tolist()
         assert one.spans == other.spans
-
-
-@pytest.mark.parametrize(
-    ("chat_template", "message"),
-    [
-        (None, "this tokenizer has none"),
-        (  # thoughts of earlier turns are taken out
-            "{% for m in messages %}<|im_start|>{{ m['role'] }}\n{% if loop.last and m['role'] == 'assistant' %}<think>"
-            "\n\n</think>\n\n{% endif %}{{ m['content'] }}<|im_end|>\n{% endfor %}"
-            "{% if add_generation_prompt %}<|im_start|>assistant\n{% endif %}",
-            "rewrites earlier turns.*think",
-        ),
-        (
-            "{% for m in messages %}{{ m['role'] }}: {{ m['content'] }}\n{% endfor %}"
-            "{% if add_generation_prompt %}assistant: {% endif %}",
-            "ends an answer with.*no special token",
-        ),
-        (
-            "{% for m in messages %}<turn>{{ m['role'] }}\n{% if m['role'] == 'assistant' %}Well: {% endif %}"
-            "{{ m['content'] }}</turn>{% endfor %}{% if add_generation_prompt %}<turn>assistant\n{% endif %}",
-            "writes 'Well: ' before an answer",
-        ),
-        ("{% for m in messages %}<turn>{{ m['role'] }}</turn>{% endfor %}", "does not show a message exactly once"),
-        (  # the system text stands in the last question
-            "{% set s = messages[0]['content'] if messages[0]['role'] == 'system' else '' %}{% for m in messages %}"
-            "{% if m['role'] != 'system' %}<turn>{{ m['role'] }}\n{% if s and m['role'] == 'user' and "
-            "(loop.last or loop.index0 == messages | length - 2) %}{{ s }}\n\n{% endif %}{{ m['content'] }}</turn>"
-            "{% endif %}{% endfor %}{% if add_generation_prompt %}<turn>assistant\n{% endif %}",
-            "rewrites earlier turns",
-        ),
-        ("{{ strftime_now('%d %b %Y') }}{% for m in messages %}{{ m['content'] }}{% endfor %}", "today's date"),
-    ],
-)
-def test_templates_that_cannot_be_learned_are_refused(chat_template: str | None, message: str) -> None:
-    with pytest.raises(ValueError, match=f"(?s)template 'tokenizer'.*{message}"):
-        get_template("tokenizer", _tokenizer(chat_template))

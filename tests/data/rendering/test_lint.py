@@ -293,15 +293,6 @@ def test_a_tokenizers_own_template(chats: list[Conversation]) -> None:
     assert linter.check(document) == (f.MISSING_END,)
 
 
-def test_a_template_that_the_tokenizer_cannot_write_is_refused() -> None:
-    tokenizer = train_bpe(["hello"], 258, ["<|endoftext|>"])
-    with pytest.raises(ValueError, match=r"chatml ends an answer with '<\|im_end\|>', not with a special token"):
-        Linter(tokenizer, get_template("chatml"))
-    tokenizer.eos_token = None
-    with pytest.raises(ValueError, match=r"plain needs \{eos\}, and this tokenizer has no such token"):
-        Linter(tokenizer, get_template("plain"))
-
-
 TEXTS = st.lists(
     st.one_of(st.sampled_from(MARKERS), st.text(st.characters(exclude_categories=["Cs"]), max_size=12)), max_size=6
 ).map("".join)

@@ -217,12 +217,3 @@ def test_a_budget_is_kept_spread_and_reproducible() -> None:
     assert min(shares) > 0.3
     assert [done for done, _ in calls] == list(range(1, len(calls) + 1))
     assert calls[0][1] > len(calls), "files were left unread"
-
-
-def test_impossible_arguments_are_refused() -> None:
-    with pytest.raises(ValueError, match="heldout_share is 1"):
-        documentation_conversations([], heldout_share=1.0)
-    with pytest.raises(ValueError, match="max_megabytes is 0"):
-        documentation_conversations([], max_megabytes=0)
-    with pytest.raises(ValueError, match=r"'torch\.nn' is no top-level package name"):
-        documentation_conversations(["torch.nn"])

@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from draftsmith.data.sources.files import MAX_ROW_BYTES, Row, Selection, local_rows
+from draftsmith.data.sources.files import Row, Shard, local_rows
 from draftsmith.data.sources.json_stream import CHUNK
 
 ROWS = [{"prompt": f"question {i} – ¿qué? 你好 😀\n", "response": '[{"\\\u2028' * (i % 5)} for i in range(600)]
@@ -47,61 +47,44 @@ def write(path: Path, rows: list[Any]) -> Path:
     return path
 
 
-def values(path: Path, **options: Any) -> list[Any]:
-    return [row.value for row in local_rows(path, Selection(**options))]
+def values(path: Path, index: int = 0, count: int = 1, **options: Any) -> list[Any]:
+    return [row.value for row in local_rows(path, Shard(index, count), **options)]
 
 
-def skipping(path: Path, **options: Any) -> tuple[list[Row], dict[str, int]]:
+def skipping(path: Path, index: int = 0, count: int = 1) -> tuple[list[Row], dict[str, int]]:
     skipped: Counter[str] = Counter()
-    return list(local_rows(path, Selection(skip_broken=True, **options), skipped=skipped)), dict(skipped)
+    return list(local_rows(path, Shard(index, count), skip_broken=True, skipped=skipped)), dict(skipped)
 
 
 @pytest.mark.parametrize("name", FORMATS)
 def test_every_format_gives_back_what_was_written(name: str, tmp_path: Path) -> None:
     path = write(tmp_path / name, ROWS)
-    rows = list(local_rows(path, Selection()))
+    rows = list(local_rows(path))
     assert [row.value for row in rows] == ROWS
     assert [row.number for row in rows] == list(range(len(ROWS)))
-    assert rows[41].place == f"{path}, row 42"
+    assert rows[41].location == f"{path}, row 42"
     assert len({row.name for row in rows}) == len(rows)
 
 
 @pytest.mark.parametrize("name", FORMATS)
-@pytest.mark.parametrize("start", [0, 7, 233])
-def test_two_ranks_with_two_workers_see_each_row_once(name: str, start: int, tmp_path: Path) -> None:
+def test_shards_of_a_folder_see_each_row_once(name: str, tmp_path: Path) -> None:
     write(tmp_path / name, ROWS[:200])
     write(tmp_path / f"sub-{name}" if name[1] == "." else tmp_path / f"z{name}", ROWS[200:300])
     seen: list[int] = []
-    for rank in range(2):
-        for worker in range(2):
-            rows = list(local_rows(tmp_path, Selection(shard=(rank * 2 + worker, 4), start=start)))
-            assert all(row.value == ROWS[row.number] for row in rows)
-            assert len(rows) in ((300 - start) // 4, (300 - start) // 4 + 1)
-            seen += [row.number for row in rows]
-    assert sorted(seen) == list(range(start, 300))
+    for index in range(4):
+        rows = list(local_rows(tmp_path, Shard(index, 4)))
+        assert all(row.value == ROWS[row.number] for row in rows)
+        assert len(rows) == 75
+        seen += [row.number for row in rows]
+    assert sorted(seen) == list(range(300))
 
 
 def test_rows_of_other_shards_are_not_even_parsed(tmp_path: Path) -> None:
     path = tmp_path / "a.jsonl"
     path.write_text('{"a": 1}\nbroken\n{"a": 3}\nbroken\n')
-    assert values(path, shard=(0, 2)) == [{"a": 1}, {"a": 3}]
-    assert values(path, start=4) == []
-    with pytest.raises(ValueError, match="row 2: not valid JSON"):
-        values(path, shard=(1, 2))
-
-
-@pytest.mark.parametrize(
-    ("options", "message"),
-    [
-        ({"shard": (2, 2)}, "shard is 2 of 2, expected 0 to count - 1"),
-        ({"shard": (0, 0)}, "shard is 0 of 0"),
-        ({"start": -1}, "start is -1, expected 0 or more"),
-        ({"max_row_bytes": 0}, "max_row_bytes is 0, expected at least 1"),
-    ],
-)
-def test_selections_that_cannot_be(options: dict[str, Any], message: str) -> None:
-    with pytest.raises(ValueError, match=message):
-        Selection(**options)
+    assert values(path, 0, 2) == [{"a": 1}, {"a": 3}]
+    with pytest.raises(ValueError, match="row 2"):
+        values(path, 1, 2)
 
 
 @pytest.mark.parametrize("name", ["a.txt", "a.txt.gz"])
@@ -109,8 +92,6 @@ def test_a_text_file_is_one_row(name: str, tmp_path: Path) -> None:
     data = "Zwei\n\nZeilen\n".encode("utf-8-sig")
     (tmp_path / name).write_bytes(gzip.compress(data) if name.endswith(".gz") else data)
     assert values(tmp_path) == [{"text": "Zwei\n\nZeilen\n"}]
-    with pytest.raises(ValueError, match=r"row 1: 13 bytes in one document, the limit is 5 bytes"):
-        values(tmp_path, max_row_bytes=5)
 
 
 @pytest.mark.parametrize("name", ["a.json", "a.jsonl"])
@@ -119,7 +100,7 @@ def test_a_byte_order_mark_is_no_text(name: str, tmp_path: Path) -> None:
     path.write_bytes(b"\xef\xbb\xbf" + path.read_bytes())
     assert values(path) == ROWS[:3]
     path.write_text("[]", encoding="utf-16")
-    with pytest.raises(ValueError, match=r"a\.jsonl?: expected UTF-8, found UTF-16"):
+    with pytest.raises(ValueError, match="UTF-16"):
         values(path)
 
 
@@ -131,7 +112,7 @@ def test_no_rows_at_all(text: str, tmp_path: Path) -> None:
     if "[" in text:
         assert values(tmp_path / "a.json") == []
     else:
-        with pytest.raises(ValueError, match="after row 0: expected more, but the file is cut short"):
+        with pytest.raises(ValueError, match="after row 0"):
             values(tmp_path / "a.json")
 
 
@@ -156,78 +137,39 @@ def peak_bytes(rows: Iterator[Row]) -> tuple[int, int]:
 @pytest.mark.parametrize("name", ["a.json", "a.jsonl", "a.json.gz", "a.jsonl.zst", "a.parquet", "stream.arrow"])
 def test_the_memory_does_not_grow_with_the_file(name: str, tmp_path: Path) -> None:
     path = write(tmp_path / name, [{"text": f"{i} {'word ' * 600}"} for i in range(10_000)])  # 30 MB of JSON
-    count, peak = peak_bytes(local_rows(path, Selection(shard=(0, 4))))
+    count, peak = peak_bytes(local_rows(path, Shard(0, 4)))
     assert count == 2500
     assert peak < 5e6
-
-
-@pytest.mark.parametrize(
-    ("name", "size"), [("a.jsonl", "40,000,016 bytes in one line"), ("a.json", "at least .* value")]
-)
-def test_a_huge_line_is_found_without_being_held(name: str, size: str, tmp_path: Path) -> None:
-    path = tmp_path / name
-    with path.open("wb") as out:
-        out.write(b'[{"prompt": "a"},\n' if name == "a.json" else b'{"prompt": "a"}\n')
-        out.write(b'{"prompt": "' + b"x" * 40_000_001 + b'"}\n')
-        out.write(b"]" if name == "a.json" else b'{"prompt": "b"}\n')
-    with pytest.raises(ValueError, match=rf"{name}, row 2: {size}, the limit is 1,000,000 bytes a row"):
-        values(path, max_row_bytes=1_000_000)
-    tracemalloc.start()
-    rows, skipped = skipping(path, max_row_bytes=1_000_000)
-    peak = tracemalloc.get_traced_memory()[1]
-    tracemalloc.stop()
-    assert [row.value["prompt"] for row in rows] == (["a"] if name == "a.json" else ["a", "b"])
-    assert skipped == {"row too long": 1}
-    assert peak < 10e6
-    assert MAX_ROW_BYTES > 40e6
-
-
-def test_a_long_value_that_is_held_anyway_is_passed_over_alone(tmp_path: Path) -> None:
-    path = write(tmp_path / "a.json", ["short", "ü" * 60, "x" * 100, "end"])
-    rows, skipped = skipping(path, max_row_bytes=110)
-    assert [row.value for row in rows] == ["short", "x" * 100, "end"]
-    assert skipped == {"row too long": 1}
-    with pytest.raises(ValueError, match="row 2: 122 bytes in one value, the limit is 110 bytes"):
-        values(path, max_row_bytes=110)
 
 
 GOOD = b'{"prompt": "a"}'
 
 
+JSON, UTF8, CUT = "not valid JSON", "not UTF-8 text", "file cut short or damaged"
+
+
 @pytest.mark.parametrize(
     ("name", "content", "message", "kept", "reason"),
     [
-        ("a.jsonl", GOOD + b"\n{\n" + GOOD, r"row 2: not valid JSON: .*; expected one JSON object a line", 2,
-         "not valid JSON"),
-        ("a.jsonl", GOOD + b'\n{"prompt": "gr\xfc\xdfe"}\n' + GOOD, r"row 2: not UTF-8 text: invalid .* byte 14", 2,
-         "not UTF-8 text"),
-        ("a.jsonl", GOOD + b'\n{"prompt": "cut', r"row 2: not valid JSON: Unterminated string", 1, "not valid JSON"),
-        ("a.jsonl", GOOD + b"\n" + b"[" * 100_000 + b"\n" + GOOD, "row 2: not valid JSON: nested too deeply", 2,
-         "not valid JSON"),
-        ("a.jsonl", GOOD + b"\n" + b"9" * 5000 + b"\n" + GOOD, "row 2: not valid JSON: Exceeds the limit", 2,
-         "not valid JSON"),
-        ("a.json", b"[" + GOOD + b",\n{]", r"row 2: not valid JSON: Expecting property name.* at line 2; expected one",
-         1, "not valid JSON"),
-        ("a.json", b"[" + GOOD + b',\n{"prompt": "gr\xfc\xdfe"},' + GOOD + b"]", "row 2: not UTF-8 text", 2,
-         "not UTF-8 text"),
-        ("a.json", b"[" + GOOD + b',\n{"prompt": "cut', "after row 1: expected more, .* cut short .*at line 2", 1,
-         "file cut short or damaged"),
-        ("a.json", b"[" + GOOD + b"\n", "after row 1: expected more, .* the list does not end", 1,
-         "file cut short or damaged"),
-        ("a.json", b"[" + GOOD + b"\n" + GOOD + b"]", "after row 1: not valid JSON at line 2: expected another",
-         1, "not valid JSON"),
-        ("a.json", b"[" + GOOD + b"]\n[1]", "after row 1: .* at line 2: expected nothing after the list", 1,
-         "not valid JSON"),
-        ("a.json", b"[" + GOOD + b"," + b"[" * 100_000, "row 2: not valid JSON: nested too deeply", 1,
-         "not valid JSON"),
-        ("a.txt", b"gr\xfc\xdfe", r"row 1: not UTF-8 text: invalid .* at byte 2", 0, "not UTF-8 text"),
-        ("a.parquet", b"PAR1 nothing", r"a\.parquet: expected a file in the parquet", 0, "file cut short or damaged"),
-        ("a.arrow", b"ARROW1 nothing", r"a\.arrow: expected a file in the arrow", 0, "file cut short or damaged"),
-        ("a.jsonl.gz", b"no gzip", "after row 0: expected more, .*Not a gzipped file", 0, "file cut short or damaged"),
-        ("a.jsonl.zst", b"no zstd", "after row 0: expected more, .*cut short or damaged", 0,
-         "file cut short or damaged"),
+        ("a.jsonl", GOOD + b"\n{\n" + GOOD, "row 2", 2, JSON),
+        ("a.jsonl", GOOD + b'\n{"prompt": "gr\xfc\xdfe"}\n' + GOOD, "row 2.* byte 14", 2, UTF8),
+        ("a.jsonl", GOOD + b'\n{"prompt": "cut', "row 2", 1, JSON),
+        ("a.jsonl", GOOD + b"\n" + b"[" * 100_000 + b"\n" + GOOD, "row 2", 2, JSON),
+        ("a.jsonl", GOOD + b"\n" + b"9" * 5000 + b"\n" + GOOD, "row 2", 2, JSON),
+        ("a.json", b"[" + GOOD + b",\n{]", "after row 1, line 2", 1, JSON),
+        ("a.json", b"[" + GOOD + b',\n{"prompt": "gr\xfc\xdfe"},' + GOOD + b"]", "row 2", 2, UTF8),
+        ("a.json", b"[" + GOOD + b',\n{"prompt": "cut', "after row 1.* line 2", 1, CUT),
+        ("a.json", b"[" + GOOD + b"\n", "after row 1", 1, CUT),
+        ("a.json", b"[" + GOOD + b"\n" + GOOD + b"]", "after row 1, line 2", 1, JSON),
+        ("a.json", b"[" + GOOD + b"]\n[1]", "after row 1, line 2", 1, JSON),
+        ("a.json", b"[" + GOOD + b"," + b"[" * 100_000, "after row 1", 1, JSON),
+        ("a.txt", b"gr\xfc\xdfe", "row 1.* byte 2", 0, UTF8),
+        ("a.parquet", b"PAR1 nothing", "parquet", 0, CUT),
+        ("a.arrow", b"ARROW1 nothing", "arrow", 0, CUT),
+        ("a.jsonl.gz", b"no gzip", "after row 0", 0, CUT),
+        ("a.jsonl.zst", b"no zstd", "after row 0", 0, CUT),
     ],
-)  # fmt: skip
+)
 def test_what_is_broken_is_named_or_counted(
     name: str, content: bytes, message: str, kept: int, reason: str, tmp_path: Path
 ) -> None:
@@ -243,7 +185,7 @@ def test_what_is_broken_is_named_or_counted(
     assert skipped == {reason: 1}
     write(tmp_path / "b.jsonl", [{"prompt": "next"}])  # the next file is read, and the broken row keeps its number
     if not name.endswith(".txt"):
-        shards = [skipping(tmp_path, shard=(index, 2)) for index in range(2)]
+        shards = [skipping(tmp_path, index, 2) for index in range(2)]
         found = sorted((row.number, row.value["prompt"]) for rows, _ in shards for row in rows)
         assert [prompt for _, prompt in found] == ["a"] * kept + ["next"]
         assert found[-1][0] == kept + 1
@@ -255,7 +197,7 @@ def test_of_a_file_cut_short_the_rows_before_are_kept(name: str, tmp_path: Path)
     noisy = [{"prompt": f"{i}", "response": str(hash((i, j)))} for i in range(3000) for j in range(3)]
     path = write(tmp_path / name, noisy)
     path.write_bytes(path.read_bytes()[: path.stat().st_size // 2])
-    with pytest.raises(ValueError, match=r"expected.*(cut short or damaged|format, but)"):
+    with pytest.raises(ValueError, match=str(path)):
         values(path)
     rows, skipped = skipping(path)
     assert [row.value for row in rows] == noisy[: len(rows)]
@@ -270,9 +212,8 @@ def test_a_folder_is_its_data_files(tmp_path: Path) -> None:
     (tmp_path / "dataset_info.json").write_text('{"features": {}}')
     (tmp_path / ".hidden.jsonl").write_text("no")
     assert values(tmp_path) == ["test.jsonl", "train-2.jsonl", "train.jsonl", "train_gen.jsonl"]
-    rows = local_rows(tmp_path, Selection(), split="train")
-    assert [row.value for row in rows] == ["train-2.jsonl", "train.jsonl"]
-    assert len(list(local_rows(tmp_path, Selection(), split="validation"))) == 4  # no file is named after it
+    assert values(tmp_path, split="train") == ["train-2.jsonl", "train.jsonl"]
+    assert len(values(tmp_path, split="validation")) == 4  # no file is named after it
 
 
 def test_what_datasets_saves_is_read(tmp_path: Path) -> None:
@@ -280,20 +221,19 @@ def test_what_datasets_saves_is_read(tmp_path: Path) -> None:
     splits = {name: datasets.Dataset.from_list(ROWS[:n]) for name, n in (("train", 20), ("test", 5))}
     datasets.DatasetDict(splits).save_to_disk(tmp_path / "saved")
     assert values(tmp_path / "saved") == ROWS[:5] + ROWS[:20]
-    assert [row.value for row in local_rows(tmp_path / "saved", Selection(), split="train")] == ROWS[:20]
+    assert values(tmp_path / "saved", split="train") == ROWS[:20]
 
 
 def test_only_chosen_columns_are_read(tmp_path: Path) -> None:
     for name in ("a.parquet", "file.arrow", "stream.arrow"):
         path = write(tmp_path / name, ROWS)
-        rows = local_rows(path, Selection(), columns=lambda names: [name for name in names if name == "prompt"])
-        assert [row.value for row in rows] == [{"prompt": row["prompt"]} for row in ROWS]
+        found = values(path, columns=lambda names: [name for name in names if name == "prompt"])
+        assert found == [{"prompt": row["prompt"]} for row in ROWS]
 
 
 @pytest.mark.parametrize("name", ["a.parquet", "a.arrow", "a.jsonl.zst"])
 def test_a_package_that_is_missing_is_named(name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     (tmp_path / name).write_bytes(b"")
     monkeypatch.setitem(sys.modules, "pyarrow", None)
-    kind = name.rpartition(".")[2]
-    with pytest.raises(ValueError, match=rf"reading {kind} needs pyarrow: pip install 'draftsmith\[train\]'"):
+    with pytest.raises(ValueError, match=r"pyarrow: pip install 'draftsmith\[train\]'"):
         skipping(tmp_path / name)

@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 from draftsmith.data.conversations import Dialogue
 from draftsmith.data.sources.files import Row
-from draftsmith.data.sources.forms import detect_form, form_of, read_dialogue, usable_columns
+from draftsmith.data.sources.forms import read_dialogue, usable_columns
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
@@ -59,8 +59,7 @@ def read(value: Any) -> Dialogue:
 def test_every_form_is_told_by_its_columns(row: Any, form: str, messages: tuple[Any, ...]) -> None:
     dialogue = read(row)
     assert dialogue.messages == messages
-    assert dialogue.place == "data.jsonl, row 7"
-    assert form_of(Row(row, "", "")) == form
+    assert (dialogue.form, dialogue.number) == (form, 6)
 
 
 def test_what_is_not_text_is_left_for_cleaning() -> None:
@@ -98,30 +97,10 @@ def test_of_several_questions_the_first_has_the_first_reference() -> None:
     assert read({"turns": ["one?", "two?"], "reference": ["1", "2"]}).references == ("1",)
 
 
-@pytest.mark.parametrize(
-    ("value", "message"),
-    [
-        ([1], r"expected an object, found list"),
-        (None, r"expected an object, found NoneType"),
-        ({}, r"the columns \(none\) fit no known form; known forms are conversations, .*; text"),
-        ({"mesages": [], "other": 1}, r"the columns mesages, other fit no known form \(did you mean messages\?\)"),
-        ({f"c{i}": i for i in range(99)}, r"the columns c0, .*c11, … fit no known form"),
-        ({"messages": {}}, r"`messages` must be a list of messages, found dict"),
-        ({"messages": [{"role": "user"}, None]}, r"message 2 of `messages` must be .*, found NoneType"),
-        ({"messages": [{"from": "human", "text": "a"}]}, r"message 1 of `messages` must be .*, found from, text"),
-        ({"turns": 5}, r"`turns` must be a list of questions, found int"),
-    ],
-)
-def test_what_fits_no_form_is_named(value: Any, message: str) -> None:
-    with pytest.raises(ValueError, match=rf"data\.jsonl, row 7: {message}"):
-        read(value)
-
-
 def test_only_usable_columns_of_a_table_are_read() -> None:
     lmsys = ["conversation_id", "model", "conversation", "turn", "language", "openai_moderation", "redacted"]
     assert list(usable_columns(lmsys)) == ["conversation_id", "conversation"]
     assert list(usable_columns(["id", "body", "score"])) == ["id", "body", "score"], "an error must name them all"
-    assert detect_form(lmsys) == "conversation"
 
 
 JSON = st.recursive(

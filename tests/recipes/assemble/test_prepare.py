@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 from draftsmith.data.conversations import Conversation
-from draftsmith.recipes.assemble.data import _held_out
+from draftsmith.recipes.assemble.data import is_held_out
+from draftsmith.recipes.schema.data import DataSection
 
 
 def share_of(ids: list[str]) -> float:
-    return sum(_held_out(Conversation(name, ()), 0.2) for name in ids) / len(ids)
+    section = DataSection(source="any", heldout_share=0.2)
+    return sum(is_held_out(section, Conversation(name, ())) for name in ids) / len(ids)
 
 
 def test_rows_are_held_out_one_by_one_and_parts_of_one_conversation_together() -> None:

@@ -122,7 +122,7 @@ def test_a_mixture_reports_each_of_its_corpora(corpus: Path, tokenizer: Any, tmp
         ({"source": source, "mixture": mixed}, "give one of `source`"),
         ({"source": None}, "got neither"),
         ({"source": None, "mixture": mixed, "limit": 3}, "belong to its corpora"),
-        ({"source": source, "clean": {"html": "kep"}}, "did you mean 'keep'"),
+        ({"source": source, "clean": {"html": "kep"}}, "'keep'"),
     ):
         with pytest.raises(ValueError, match=message):
             section(corpus, tmp_path, **wrong)
@@ -207,7 +207,7 @@ def test_prompts_of_a_set_come_from_all_its_groups(tokenizer: Any, tmp_path: Pat
     assert all(prompt.follow_ups == ("c",) for prompt, _ in found)
     only = load_prompts("spec-bench", "chatml", tokenizer, 99, 999, path=str(path), groups=["translation"])
     assert [prompt.category for prompt, _ in only] == ["translation"] * 5
-    with pytest.raises(ValueError, match="did you mean translation"):
+    with pytest.raises(ValueError, match="'translation'"):
         load_prompts("spec-bench", "chatml", tokenizer, 9, 99, path=str(path), groups=["translations"])
 
 

@@ -181,7 +181,7 @@ def test_pruning_keeps_the_whole_table_beside_the_pruned_one(recipe: dict[str, A
 def test_wrong_settings_are_named_with_the_right_ones(recipe: dict[str, Any], tmp_path: Path) -> None:
     path = str(written(recipe, tmp_path))
     for changes, words in (
-        (["count.pairs=messages", "count.roles=[asistant]"], "did you mean 'assistant'"),
+        (["count.pairs=messages", "count.roles=[asistant]"], "Did you mean 'assistant'"),
         (["count.roles=[user]"], "set `pairs: messages`"),
         (["count.pairs=answer"], "got 'answer'. Did you mean 'answers'?"),
         (["count.pairs=document"], "Did you mean 'documents'?"),

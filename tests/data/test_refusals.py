@@ -1,0 +1,184 @@
+"""What a user gets wrong is one ValueError that names the place, both sides and the nearest right name."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+from draftsmith.data.blocks.packing import global_batch, pack_best_fit
+from draftsmith.data.blocks.prepared import prepare
+from draftsmith.data.cleaning.cleaner import Cleaner
+from draftsmith.data.cleaning.contamination import EvaluationTexts
+from draftsmith.data.cleaning.options import Cleaning
+from draftsmith.data.conversations import Conversation, CorpusReport, Turn
+from draftsmith.data.rendering.lint import Linter, LintReport
+from draftsmith.data.rendering.render import render, render_prompt
+from draftsmith.data.rendering.templates import get_template
+from draftsmith.data.sources.documentation import documentation_conversations
+from draftsmith.data.sources.files import Row, Shard
+from draftsmith.data.sources.forms import read_dialogue
+from draftsmith.data.sources.reading import open_dialogues, read_conversations, read_prompts
+from draftsmith.data.sources.registry import CORPORA, documentation_rows
+from draftsmith.data.tokenizers import load_tokenizer, train_bpe
+
+TEXTS = ["the cat and the hat and the bat", "a man, a plan, a canal"]
+LOCATION = "data.jsonl, row 7"
+
+
+def form(value: Any) -> Any:
+    return read_dialogue(Row(value, LOCATION, "data-7", 6))
+
+
+def adapted(name: str, value: Any) -> Any:
+    return CORPORA[name].read(Row(value, LOCATION, "data-7", 6))
+
+
+def source(name: str, **opening: Any) -> Any:
+    return list(open_dialogues(name, **opening))
+
+
+def talk(*roles: str) -> Conversation:
+    return Conversation("strange", tuple(Turn(role, "x" * 500) for role in roles))
+
+
+def bare_bpe() -> Any:
+    return train_bpe(["hello"], 258, ["<|endoftext|>"])
+
+
+def endless_bpe() -> Any:
+    tokenizer = bare_bpe()
+    tokenizer.eos_token = None
+    return tokenizer
+
+
+def prepared(conversations: list[Conversation], block_tokens: int, out: str = "prepared") -> Any:
+    return prepare(conversations, bare_bpe(), get_template("plain"), block_tokens, out, source={})
+
+
+def own_template(text: str | None) -> Any:
+    tokenizer = train_bpe(["user assistant the hello"], 270, ("<pad>", "<turn>", "</turn>", "<|im_end|>"))
+    tokenizer.chat_template = text
+    return get_template("tokenizer", tokenizer)
+
+
+MESSAGE = "{% for m in messages %}<turn>{{ m['role'] }}\n"
+GENERATION = "{% if add_generation_prompt %}<turn>assistant\n{% endif %}"
+REFUSED: dict[str, tuple[Callable[[], Any], tuple[str, ...]]] = {
+    # sources
+    "no-file": (lambda: source("sharegpt_trian.jsonl"), ("sharegpt_trian.jsonl", "sharegpt_train.jsonl")),
+    "no-corpus": (lambda: source("piqua"), ("piqua", "piqa")),
+    "no-hub-id": (lambda: source("a/b/c"), ("a/b/c",)),
+    "no-name": (lambda: source(""), ("(empty)",)),
+    "no-stand-in": (lambda: source("piqa", path="gone.jsonl"), ("gone.jsonl",)),
+    "no-suffix-known": (lambda: source("a.csv"), ("a.csv", ".parquet")),
+    "nothing-in-folder": (lambda: source("folder"), ("README.md", ".parquet")),
+    "no-builder": (lambda: source("spec-bench", file="https://example.org/a.csv"), ("a.csv", ".jsonl")),
+    "no-shard": (lambda: Shard(2, 2), ("2 of 2",)),
+    "negative-limit": (lambda: list(read_conversations("sharegpt_train.jsonl", limit=-1)), ()),
+    "no-group": (lambda: list(read_prompts("spec-bench", groups=["mt-bench"])), ("mt-bench", "mt_bench", "rag")),
+    "no-group-found": (lambda: list(read_prompts("questions.jsonl", groups=["mat"])), ("mat", "math", "qa")),
+    "documentation-split": (lambda: next(documentation_rows("test")), ("train", "heldout", "test")),
+    "documentation-share": (lambda: documentation_conversations([], heldout_share=1.0), ("heldout_share", "1.0")),
+    "documentation-budget": (lambda: documentation_conversations([], max_megabytes=0), ("max_megabytes", "0")),
+    "documentation-dotted": (lambda: documentation_conversations(["torch.nn"]), ("torch.nn",)),
+    # rows
+    "row-list": (lambda: form([1]), (LOCATION, "list")),
+    "row-null": (lambda: form(None), (LOCATION, "NoneType")),
+    "row-empty": (lambda: form({}), (LOCATION, "(none)", "conversations")),
+    "row-misspelt": (lambda: form({"mesages": [], "other": 1}), (LOCATION, "mesages, other", "'messages'")),
+    "row-wide": (lambda: form({f"c{i}": i for i in range(99)}), (LOCATION, "c11, …")),
+    "messages-no-list": (lambda: form({"messages": {}}), (LOCATION, "`messages`", "dict")),
+    "message-null": (lambda: form({"messages": [{"role": "user"}, None]}), (LOCATION, "message 2", "NoneType")),
+    "message-odd": (lambda: form({"messages": [{"from": "x", "text": "a"}]}), (LOCATION, "message 1", "from, text")),
+    "turns-number": (lambda: form({"turns": 5}), (LOCATION, "`turns`", "int")),
+    "article-null": (lambda: adapted("cnn-dailymail", {"article": None, "highlights": ""}), (LOCATION, "`article`")),
+    "pair-half": (lambda: adapted("wmt14-de-en", {"translation": {"en": "a"}}), (LOCATION, "`translation.de`")),
+    "pair-text": (lambda: adapted("wmt14-de-en", {"translation": "a"}), (LOCATION, "{de, en}", "str")),
+    "goal-number": (lambda: adapted("piqa", {"goal": 3, "sol1": "", "sol2": ""}), (LOCATION, "`goal`", "int")),
+    # cleaning
+    "choice": (lambda: Cleaning(empty="dorp"), ("empty", "'dorp'", "cut", "'drop'")),  # type: ignore[arg-type]
+    "choice-null": (lambda: Cleaning(trailing_user=None), ("trailing_user", "None")),  # type: ignore[arg-type]
+    "choice-of-list": (lambda: Cleaning(duplicates=["ids"]), ("duplicates", "'ids'", "'id'")),  # type: ignore
+    "no-list": (lambda: Cleaning(languages="en"), ("languages", "'en'")),  # type: ignore[arg-type]
+    "empty-name": (lambda: Cleaning(contamination=("",)), ("contamination", "('',)")),
+    "both-languages": (lambda: Cleaning(languages=("en", "de"), drop_languages=("de",)), ("'de'", "`drop_languages`")),
+    "role-meaning": (lambda: Cleaning(roles={"bot": "asistant"}), ("'bot'", "'assistant'")),  # type: ignore
+    "role-list": (lambda: Cleaning(roles=["bot"]), ("roles", "['bot']")),  # type: ignore[arg-type]
+    "least": (lambda: Cleaning(min_exchanges=0), ("min_exchanges", "0", "1")),
+    "least-words": (lambda: Cleaning(contamination_words=3), ("contamination_words", "3", "4")),
+    "number-type": (lambda: Cleaning(min_characters=1.5), ("min_characters", "1.5", "int")),  # type: ignore[arg-type]
+    "number-bool": (lambda: Cleaning(contamination_words=True), ("contamination_words", "True")),
+    "bool-type": (lambda: Cleaning(drop_blocked="yes"), ("drop_blocked", "'yes'")),  # type: ignore[arg-type]
+    "few-words": (lambda: EvaluationTexts(["some text"], 3), ("3", "4")),
+    "no-texts": (lambda: Cleaner(Cleaning(contamination=("mt-bench",)), CorpusReport()), ("mt-bench", "0")),
+    # tokenizers
+    "small": (lambda: train_bpe(TEXTS, 258, ["<a>", "<b>", "<c>"]), ("258", "256", "259")),
+    "large": (lambda: train_bpe(["ab ab"], 4000, ["<a>"]), ("4000",)),
+    "specials-twice": (lambda: train_bpe(TEXTS, 300, ["<a>", "<a>"]), ("['<a>', '<a>']",)),
+    "no-tokenizer": (lambda: load_tokenizer("folder"), ("folder",)),
+    "tokenizer-file": (lambda: load_tokenizer("a.csv"), ("a.csv",)),
+    "tokenizer-revision": (lambda: load_tokenizer("folder@main"), ("folder@main",)),
+    # rendering
+    "no-template": (lambda: get_template("vicuna"), ("'vicuna'", "'vicuna-v1.1'", "chatml")),
+    "no-special": (lambda: render(talk("user", "assistant"), get_template("chatml"), bare_bpe()), ("<|im_start|>",)),
+    "no-eos": (lambda: render(talk("user", "assistant"), get_template("plain"), endless_bpe()), ("plain", "{eos}")),
+    "bare-text": (lambda: render(talk("assistant"), get_template("alpaca"), bare_bpe()), ("strange", "plain")),
+    "no-turns": (lambda: render(talk(), get_template("plain"), bare_bpe()), ("strange",)),
+    "two-questions": (lambda: render(talk("user", "user", "assistant"), get_template("plain"), bare_bpe()),
+                      ("strange", "user, user, assistant")),
+    "system-later": (lambda: render(talk("user", "system", "assistant"), get_template("plain"), bare_bpe()),
+                     ("strange", "user, system, assistant")),
+    "no-question": (lambda: render_prompt(talk("user", "assistant").turns, get_template("plain"), bare_bpe()),
+                    ("user, assistant",)),
+    "linter-special": (lambda: Linter(bare_bpe(), get_template("chatml")), ("chatml", "<|im_end|>")),
+    "linter-eos": (lambda: Linter(endless_bpe(), get_template("plain")), ("plain", "{eos}")),
+    "floor": (lambda: LintReport().failures(99, 0.5), ("min_clean_share", "99")),
+    "own-missing": (lambda: own_template(None), ("'tokenizer'",)),
+    "own-thoughts": (lambda: own_template(
+        MESSAGE + "{% if loop.last and m['role'] == 'assistant' %}<think>\n\n</think>\n\n{% endif %}{{ m['content'] }}"
+        "</turn>\n{% endfor %}" + GENERATION), ("think",)),
+    "own-endless": (lambda: own_template(
+        "{% for m in messages %}{{ m['role'] }}: {{ m['content'] }}\n{% endfor %}"
+        "{% if add_generation_prompt %}assistant: {% endif %}"), (r"'\n'",)),
+    "own-lead": (lambda: own_template(
+        MESSAGE + "{% if m['role'] == 'assistant' %}Well: {% endif %}{{ m['content'] }}</turn>{% endfor %}"
+        + GENERATION), ("'Well: '",)),
+    "own-silent": (lambda: own_template("{% for m in messages %}<turn>{{ m['role'] }}</turn>{% endfor %}"), ("once",)),
+    "own-system-last": (lambda: own_template(
+        "{% set s = messages[0]['content'] if messages[0]['role'] == 'system' else '' %}{% for m in messages %}"
+        "{% if m['role'] != 'system' %}<turn>{{ m['role'] }}\n{% if s and m['role'] == 'user' and "
+        "(loop.last or loop.index0 == messages | length - 2) %}{{ s }}\n\n{% endif %}{{ m['content'] }}</turn>"
+        "{% endif %}{% endfor %}" + GENERATION), ("xSYSTEMx",)),
+    "own-date": (lambda: own_template("{{ strftime_now('%d %b %Y') }}{{ messages[0]['content'] }}"), ("date",)),
+    # blocks
+    "long-document": (lambda: pack_best_fit([3, 11], 10), ("11", "10")),
+    "no-blocks": (lambda: global_batch(0, 4, 0, 0), ("0", "4")),
+    "no-batch": (lambda: global_batch(4, 0, 0, 0), ("4", "0")),
+    "short-block": (lambda: prepared([talk("user", "assistant")], 1), ("block_tokens", "1", "2")),
+    "no-conversation": (lambda: prepared([], 64), ("0 conversations", "0 documents")),
+    "no-room": (lambda: prepared([talk("system", "user", "assistant")], 64), ("1 conversations", "64")),
+    "others-folder": (lambda: prepared([talk("user", "assistant")], 64, "folder"), ("folder",)),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("mistake", REFUSED)
+def test_a_mistake_is_one_error_with_both_sides(mistake: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "folder").mkdir()
+    (tmp_path / "folder" / "README.md").write_text("years of work")
+    (tmp_path / "a.csv").write_text("a,b")
+    (tmp_path / "sharegpt_train.jsonl").write_text("")
+    rows = [{"category": category, "turns": ["?"]} for category in ("math", "qa")]
+    (tmp_path / "questions.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    call, needles = REFUSED[mistake]
+    with pytest.raises(ValueError) as caught:  # noqa: PT011
+        call()
+    for needle in needles:
+        assert needle in str(caught.value)
+    assert sorted(path.name for path in tmp_path.iterdir()) == [
+        "a.csv", "folder", "questions.jsonl", "sharegpt_train.jsonl"
+    ]  # fmt: skip
+    assert (tmp_path / "folder" / "README.md").read_text() == "years of work"
