@@ -275,7 +275,9 @@ def _arrow_errors(arrow: Any, path: Path) -> Iterator[None]:
         yield
     except (arrow.ArrowException, OSError) as error:
         kind = path.suffix.lower().removeprefix(".")
-        raise _BrokenError(_DAMAGED, f"{path}: expected a file in the {kind} format, but: {first_line(error)}") from error
+        raise _BrokenError(
+            _DAMAGED, f"{path}: expected a file in the {kind} format, but: {first_line(error)}"
+        ) from error
 
 
 def _parquet_rows(path: Path, cursor: _Cursor, columns: Columns) -> Iterator[Found]:
