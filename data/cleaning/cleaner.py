@@ -21,7 +21,7 @@ from hashlib import blake2b
 from itertools import groupby, pairwise
 from typing import Any
 
-from ...checkpoints.storage.suggest import did_you_mean
+from ...checkpoints.storage.messages import did_you_mean
 from ..conversations import Conversation, CorpusReport, Dialogue, Turn, encodable
 from .contamination import EvaluationTexts
 from .markup import CODE_SPAN, INSTALL, holds_html, html_to_markdown, unescape_markdown

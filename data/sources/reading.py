@@ -12,7 +12,7 @@ from itertools import islice
 from pathlib import Path
 from typing import TypedDict, Unpack
 
-from ...checkpoints.storage.suggest import did_you_mean
+from ...checkpoints.storage.messages import did_you_mean
 from ..cleaning.cleaner import ROLES, Cleaner
 from ..cleaning.options import Cleaning
 from ..conversations import Conversation, CorpusReport, Dialogue, Prompt, Turn, encodable
