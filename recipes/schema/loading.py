@@ -2,15 +2,14 @@
 
 from __future__ import annotations
 
-import copy
 import re
 import typing
-from collections.abc import Hashable, Sequence
+from collections.abc import Hashable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
 import yaml
-from pydantic import BaseModel, ValidationError
+from pydantic import ValidationError
 
 from ...checkpoints.artifact.manifest import to_json_safe
 from ...checkpoints.storage.atomic import atomic_text
@@ -19,7 +18,7 @@ from .data import Section
 from .errors import describe
 from .evaluation import EvaluateRecipe, QuickstartRecipe, RegenerateRecipe
 from .papers import PaperRecipe
-from .training import DrafterRecipe, HeadsRecipe, TableRecipe
+from .training import DrafterRecipe, HeadsRecipe, TableRecipe, TrainingRecipe
 
 Recipe = DrafterRecipe | HeadsRecipe | TableRecipe | EvaluateRecipe | RegenerateRecipe | QuickstartRecipe | PaperRecipe
 RECIPES: dict[str, type[Section]] = {
@@ -47,9 +46,10 @@ class _Loader(yaml.SafeLoader):
     def construct_mapping(self, node: yaml.MappingNode, deep: bool = False) -> dict[Hashable, Any]:
         self.flatten_mapping(node)  # `<<` merges
         keys = [self.construct_object(key, deep=True) for key, _ in node.value]
-        for place, key in enumerate(keys):
-            if key in keys[:place]:
-                raise yaml.constructor.ConstructorError(None, None, f"key {key!r} stands twice", node.start_mark)
+        for index, key in enumerate(keys):
+            if key in keys[:index]:
+                mark = node.value[index][0].start_mark
+                raise yaml.constructor.ConstructorError(None, None, f"key {key!r} stands twice", mark)
         return super().construct_mapping(node, deep)
 
 
@@ -64,19 +64,15 @@ _Loader.add_implicit_resolver(
 
 
 def shipped_recipes() -> dict[str, Path]:
-    """Recipes that come with the package, by name (`drafter/vicuna-68m`); `accelerate/` holds launch settings."""
-    found = (path for path in sorted(SHIPPED.rglob("*.yaml")) if path.parent.name != "accelerate")
-    return {str(path.relative_to(SHIPPED).with_suffix("")): path for path in found}
+    """Recipes that come with the package, by name (`drafter/vicuna-68m`)."""
+    found = {str(path.relative_to(SHIPPED).with_suffix("")): path for path in sorted(SHIPPED.rglob("*.yaml"))}
+    return {name: path for name, path in found.items() if not name.startswith("launch/")}
 
 
-def accelerate_configs() -> dict[str, Path]:
-    """Launch settings for accelerate that come with the package, by name (`accelerate/zero2`)."""
-    return {f"accelerate/{path.stem}": path for path in sorted((SHIPPED / "launch" / "accelerate").glob("*.yaml"))}
-
-
-def deepspeed_configs() -> dict[str, Path]:
-    """DeepSpeed configurations that come with the package, by name (`deepspeed/zero2`)."""
-    return {f"deepspeed/{path.stem}": path for path in sorted((SHIPPED / "launch" / "deepspeed").glob("*.json"))}
+def launch_settings() -> dict[str, Path]:
+    """Settings for launching that come with the package, by name (`accelerate/zero2`, `deepspeed/zero2`)."""
+    found = sorted(path for path in (SHIPPED / "launch").glob("*/*") if path.suffix in (".yaml", ".json"))
+    return {f"{path.parent.name}/{path.stem}": path for path in found}
 
 
 def first_sentence(path: Path) -> str:
@@ -102,11 +98,8 @@ def find_recipe(name: str) -> Path:
     short = name.removesuffix(".yaml").removeprefix("recipes/")
     if short in shipped:
         return shipped[short]
-    if short in accelerate_configs():
-        raise ValueError(
-            f"{name!r} is no recipe but accelerate's settings: `draftsmith recipes copy {short} .`, then "
-            f"`accelerate launch --config_file {short.removeprefix('accelerate/')}.yaml -m draftsmith train RECIPE`"
-        )
+    if short in launch_settings():
+        raise ValueError(f"{name!r} is no recipe but settings for launching: `draftsmith recipes copy {short} .`")
     known = [*shipped, *(item.name for item in path.parent.glob("*.yaml"))]
     raise ValueError(
         f"there is no recipe {name!r}.{did_you_mean(short, known)} `draftsmith recipes ls` lists what is shipped"
@@ -128,17 +121,16 @@ def read_recipe(path: Path) -> dict[str, Any]:
     return typing.cast(dict[str, Any], _unshared(loaded))
 
 
-def read_extended(path: Path) -> dict[str, Any]:
-    """A recipe's mapping laid over that of the recipe which it `extends`, if it does: sections key by key, all else
-    replaced. The other is named as on the command line, or by its place beside this one.
+def read_extended(path: Path, above: tuple[Path, ...] = ()) -> dict[str, Any]:
+    """A recipe's mapping over that of the recipe which it `extends`, if it does: sections key by key, all else
+    replaced. The other is named as on the command line, or by its path beside this one.
+
+    Args:
+        above: recipes that extend this one.
 
     Raises:
         ValueError: see `read_recipe`; recipes that extend each other.
     """
-    return _extended(path, ())
-
-
-def _extended(path: Path, above: tuple[Path, ...]) -> dict[str, Any]:
     if path.resolve() in above:
         raise ValueError(f"{path} extends itself, by way of {', '.join(map(str, above))}")
     values = read_recipe(path)
@@ -147,127 +139,112 @@ def _extended(path: Path, above: tuple[Path, ...]) -> dict[str, Any]:
         return values
     beside = path.parent / str(base)
     other = beside if beside.is_file() else find_recipe(str(base))
-    return _laid_over(_extended(other, (*above, path.resolve())), values)
+    return _merged(read_extended(other, (*above, path.resolve())), values)
 
 
-def _laid_over(base: dict[str, Any], values: dict[str, Any]) -> dict[str, Any]:
-    laid = dict(base)
+def _merged(base: dict[str, Any], values: dict[str, Any]) -> dict[str, Any]:
+    merged = dict(base)
     for key, value in values.items():
-        under = laid.get(key)
+        under = merged.get(key)
         # weights of objectives are a whole: half of an old mixture is not what anybody means
         if isinstance(value, dict) and isinstance(under, dict) and key != "objective":
-            laid[key] = _laid_over(under, value)
-        else:
-            laid[key] = value
-    return laid
+            value = _merged(under, value)
+        merged[key] = value
+    return merged
 
 
 def _unshared(value: Any) -> Any:
-    """A copy in which YAML's aliases are values of their own, so that an override changes one place."""
+    """A copy in which YAML's aliases are values of their own, so that an override changes one of them."""
     if isinstance(value, dict):
         return {key: _unshared(item) for key, item in value.items()}
     return [_unshared(item) for item in value] if isinstance(value, list) else value
 
 
-def load_recipe(name: str, overrides: Sequence[str] = (), *, kinds: Sequence[str] = tuple(RECIPES)) -> Recipe:
-    """A checked recipe.
+def load_recipe(
+    name: str,
+    overrides: Sequence[str] = (),
+    *,
+    given: Mapping[str, Any] | None = None,
+    kinds: Sequence[str] = tuple(RECIPES),
+) -> Recipe:
+    """A checked recipe, by its file or a shipped one's name; see `parse_recipe`."""
+    path = find_recipe(name)
+    return parse_recipe(read_extended(path), str(path), overrides, given=given, kinds=kinds)
+
+
+def load_training(
+    name: str, overrides: Sequence[str] = (), *, given: Mapping[str, Any] | None = None
+) -> TrainingRecipe:
+    """A checked recipe of `draftsmith train`; see `load_recipe`."""
+    recipe = load_recipe(name, overrides, given=given, kinds=("drafter", "heads", "table"))
+    assert isinstance(recipe, TrainingRecipe)
+    return recipe
+
+
+def parse_recipe(
+    values: dict[str, Any],
+    where: str,
+    overrides: Sequence[str] = (),
+    *,
+    given: Mapping[str, Any] | None = None,
+    kinds: Sequence[str] = tuple(RECIPES),
+) -> Recipe:
+    """A checked recipe from its mapping, which is changed.
 
     Args:
-        name: a file, or a shipped recipe's name.
-        overrides: `key.path=value`, values in YAML.
+        where: its file, for messages.
+        overrides: `key.path=value`, values in YAML; they come after `given`.
+        given: values by key path.
         kinds: those that the caller can run.
 
     Raises:
-        ValueError: one message with every fault, each with its key's path and the nearest right name; the file is
-            named for those that are its own, an override for those that come of it.
+        ValueError: one message with every fault, each with its key's path and the nearest right name.
     """
-    path = find_recipe(name)
-    values = read_extended(path)
-    before = copy.deepcopy(values)
+    for key, value in (given or {}).items():
+        _set(values, key, value)
     for override in overrides:
-        _apply(values, override)
+        key, equals, text = override.partition("=")
+        if not equals or not key:
+            raise ValueError(f"override {override!r} is not of the form key.path=value")
+        try:
+            _set(values, key, yaml.load(text, Loader=_Loader) if text else None)
+        except yaml.YAMLError as error:
+            raise ValueError(f"override {override!r}: the value is not valid YAML") from error
+        except ValueError as error:
+            raise ValueError(f"override {override!r}: {error}") from error
     kind = values.get("kind")
     if not isinstance(kind, str) or kind not in RECIPES:
         near = did_you_mean(str(kind), list(RECIPES))
-        raise ValueError(f"{path}: `kind` is {kind!r}.{near} Known: {', '.join(RECIPES)}")
+        raise ValueError(f"{where}: `kind` is {kind!r}.{near} Known: {', '.join(RECIPES)}")
     if kind not in kinds:
-        raise ValueError(f"{path} is a recipe of kind {kind!r}; this command runs {', '.join(kinds)}")
+        raise ValueError(f"{where} is a recipe of kind {kind!r}; this command runs {', '.join(kinds)}")
     try:
         return typing.cast(Recipe, RECIPES[kind].model_validate(values))
     except ValidationError as error:
-        raise ValueError(_faults_told(error, RECIPES[kind], before, str(path), overrides)) from error
+        faults = dict.fromkeys(describe(RECIPES[kind], fault) for fault in error.errors())
+        changed = f" with {' '.join(overrides)}" if overrides else ""
+        raise ValueError(f"{where}{changed}: {'; '.join(faults)}") from error
 
 
-def _faults_told(
-    error: ValidationError, model: type[BaseModel], before: dict[str, Any], where: str, overrides: Sequence[str]
-) -> str:
-    """All faults: the file's own, which it has without overrides too, and those that come of overrides."""
-    own: set[str] = set()
-    if overrides:
-        try:
-            model.model_validate(before)
-        except ValidationError as found:
-            own = {describe(model, fault) for fault in found.errors()}
-    told: dict[str, list[str]] = {where: []}
-    for fault in error.errors():
-        text = describe(model, fault)
-        place = [str(part) for part in fault["loc"]]
-        causes = [] if text in own else [repr(given) for given in overrides if _concerns(given, place)]
-        told.setdefault(f"override {' and '.join(causes)}" if causes else where, []).append(text)
-    return "; ".join(f"{name}: {'; '.join(dict.fromkeys(texts))}" for name, texts in told.items() if texts)
-
-
-def _concerns(override: str, place: Sequence[str]) -> bool:
-    """Whether an override set something at, above or below a place."""
-    key = override.partition("=")[0].split(".")
-    shared = min(len(key), len(place))
-    return key[:shared] == list(place[:shared])
-
-
-def parse_recipe(values: dict[str, Any], where: str) -> Recipe:
-    """A checked recipe from its mapping. Raises ValueError as `load_recipe` does."""
-    model = RECIPES[values["kind"]]
-    try:
-        return typing.cast(Recipe, model.model_validate(values))
-    except ValidationError as error:
-        faults = [describe(model, fault) for fault in error.errors()]
-        raise ValueError(f"{where}: " + "; ".join(dict.fromkeys(faults))) from error
-
-
-def dump_recipe(recipe: Recipe) -> str:
-    """The resolved recipe as YAML, secrets struck out; running it again repeats the run."""
-    return yaml.safe_dump(to_json_safe(recipe.model_dump(mode="json")), sort_keys=False, allow_unicode=True)
-
-
-def write_recipe(recipe: Recipe, path: Path) -> None:
-    """Write the resolved recipe, whole or not at all."""
-    atomic_text(path, dump_recipe(recipe))
-
-
-def _apply(values: dict[str, Any], override: str) -> None:
-    key, equals, text = override.partition("=")
-    if not equals or not key:
-        raise ValueError(f"override {override!r} is not of the form key.path=value")
-    try:
-        value = yaml.load(text, Loader=_Loader) if text else None
-    except yaml.YAMLError as error:
-        raise ValueError(f"override {override!r}: the value is not valid YAML") from error
-    *parents, last = key.split(".")
+def _set(values: dict[str, Any], path: str, value: Any) -> None:
+    """Set what a dotted path leads to; sections that are not there are made."""
     here: Any = values
-    for place, parent in enumerate(parents):
-        if isinstance(here, list):
-            here = _item(here, parent, override)
-        else:
-            if here.get(parent) is None:
-                here[parent] = {}
-            here = here[parent]
+    *parents, last = path.split(".")
+    for depth, key in enumerate(parents, 1):
+        if isinstance(here, dict) and here.get(key) is None:
+            here[key] = {}
+        here = here[_index(here, key)]
         if not isinstance(here, (dict, list)):
-            raise ValueError(f"override {override!r}: {'.'.join(parents[: place + 1])!r} is a value, not a section")
-    if isinstance(here, list):
-        _item(here, last, override)
-        here[int(last)] = value
-    else:
-        here[last] = value
+            raise ValueError(f"{'.'.join(parents[:depth])!r} is a value, not a section")
+    here[_index(here, last)] = value
+
+
+def _index(section: dict[str, Any] | list[Any], key: str) -> str | int:
+    if isinstance(section, dict):
+        return key
+    if not key.isdigit() or int(key) >= len(section):
+        raise ValueError(f"{key!r} is no index of a list of {len(section)}")
+    return int(key)
 
 
 def parse_values(text: str, where: str) -> list[Any]:
@@ -278,7 +255,11 @@ def parse_values(text: str, where: str) -> list[Any]:
         raise ValueError(f"{where}: the values are not valid YAML") from error
 
 
-def _item(items: list[Any], index: str, override: str) -> Any:
-    if not index.isdigit() or int(index) >= len(items):
-        raise ValueError(f"override {override!r}: {index!r} is no place in a list of {len(items)}")
-    return items[int(index)]
+def dump_recipe(recipe: Recipe) -> str:
+    """The resolved recipe as YAML, secrets struck out; running it again repeats the run."""
+    return yaml.safe_dump(to_json_safe(recipe.model_dump(mode="json")), sort_keys=False, allow_unicode=True)
+
+
+def write_recipe(recipe: Recipe, path: Path) -> None:
+    """Write the resolved recipe, whole or not at all."""
+    atomic_text(path, dump_recipe(recipe))

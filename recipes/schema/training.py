@@ -418,3 +418,6 @@ class TableRecipe(Section):
     @property
     def tokenizer_source(self) -> str:
         return self.tokenizer
+
+
+TrainingRecipe = DrafterRecipe | HeadsRecipe | TableRecipe

@@ -23,17 +23,13 @@ def launched() -> int:
 
 
 def is_first() -> bool:
-    """Whether this process is the one that speaks, of those that were launched."""
+    """Whether this process is the one that reports, of those that were launched."""
     return launched() == 1 or os.environ["RANK"] == "0"
 
 
 def refuse_several(command: str) -> None:
-    """Keep several processes from doing a command's work, which is for one, over each other. Each of them tells why: a
-    launcher kills the others as soon as one has failed, and that may be any.
-
-    Raises:
-        ValueError: several were launched.
-    """
+    """Raise ValueError where several processes were launched for the work of one. Each of them raises it: a launcher
+    kills the others as soon as one has failed, and that may be any."""
     if launched() > 1:
         raise ValueError(
             f"`draftsmith {command}` runs in one process, and {launched()} were launched: start it without a launcher, "
@@ -43,7 +39,7 @@ def refuse_several(command: str) -> None:
 
 
 def run_on_all(work: Callable[[], Found]) -> Found:
-    """`together` before a recipe has said what its accelerator is to be like."""
+    """`together`, before a recipe has set what its accelerator is to be like."""
     if launched() == 1:
         return work()
     from ...train.parallel.accelerate import make_accelerator
@@ -54,22 +50,17 @@ def run_on_all(work: Callable[[], Found]) -> Found:
 def destroy_process_group() -> None:
     """Leave the process group, if there is one: the last thing a launched process does, done or failed.
 
-    Without it gloo's threads may still let go of the last message's tensors while Python ends, which aborts the process
-    (one exit in some hundreds, more on a busy machine). Those of gloo wait a little for each other first: one that
-    closes its connections while another still reads the last message would end that one's reading. A process that
-    failed leaves NCCL's group as it is: NCCL would wait there for the others.
+    Without it gloo's threads may still free the last message's tensors while Python ends, which aborts the process.
+    Those of gloo wait for each other first: one that closes its connections while another still reads the last message
+    would break that off. A process that failed leaves NCCL's group as it is: NCCL would wait there for the others.
     """
-    if "torch" not in sys.modules:
-        return
-    from torch import distributed
-
-    if not (distributed.is_available() and distributed.is_initialized()):
+    distributed = sys.modules.get("torch.distributed")
+    if distributed is None or not (distributed.is_available() and distributed.is_initialized()):
         return
     ended = sys.exc_info()[1]
-    done = ended is None or (isinstance(ended, SystemExit) and not ended.code)
     if distributed.get_backend() == "gloo":
         with suppress(RuntimeError):  # one that has ended already, or never comes: nothing is lost by going
             distributed.monitored_barrier(timeout=_LAST_WAIT)
         distributed.destroy_process_group()
-    elif done:
+    elif ended is None or (isinstance(ended, SystemExit) and not ended.code):
         distributed.destroy_process_group()

@@ -2,13 +2,12 @@
 
 from __future__ import annotations
 
-import json
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
 from ...schema.evaluation import EvaluateRecipe
-from ...schema.loading import find_recipe, load_recipe, read_extended, shipped_recipes
+from ...schema.loading import find_recipe, load_recipe, parse_recipe, read_extended, shipped_recipes
 from ...schema.papers import PARTS, PaperRecipe, pair_values
 from ...session.terminal import log
 
@@ -30,21 +29,13 @@ def evaluate_recipe(
         overrides: `key.path=value`, values in YAML; they come after `given`.
         given: target, drafter, heads, table, prompts, out and other keys by name; None: not given. Without a recipe
             there must be a target; then `evaluate/all-methods` is run with these parts, those methods that lack a part
-            left out, on `spec-bench` and with the chat template of the target's tokenizer if nothing else is said.
+            left out, on `spec-bench` and with the chat template of the target's tokenizer if nothing else is given.
         command: what the user typed, for the message.
 
     Raises:
         ValueError: neither a recipe nor a target; what `load_recipe` raises.
     """
-    changes = {key: value for key, value in given.items() if value is not None and value is not False}
-    words = [f"{key}={json.dumps(value, ensure_ascii=False)}" for key, value in changes.items()]
-    if name is not None and "=" in name and not Path(name).is_file():
-        overrides, name = [name, *overrides], None
-    if name is None:
-        if "target" not in changes:
-            raise ValueError(f"give a recipe (`draftsmith recipes ls`), or a target: draftsmith {command} --target T")
-        name, words = BASE, [*_direct(str(changes["target"]), changes, command), *words]
-    recipe = load_recipe(_whole_name(name), [*words, *overrides], kinds=["evaluate"])
+    recipe = _parsed(name, overrides, given, command, ["evaluate"])
     assert isinstance(recipe, EvaluateRecipe)
     return recipe
 
@@ -66,20 +57,37 @@ def evaluation_or_paper(
     own = [key for key in ("target", *PARTS, "prompts") if given.get(key) is not None]
     if pair is not None and own:
         raise ValueError(f"--pair brings its own {own[0]}: leave out --{own[0]}, or --pair")
-    if name is not None and _is_paper(name):
-        changes = {key: value for key, value in given.items() if value is not None and value is not False}
-        words = [
-            f"{key if key == 'out' else f'evaluate.{key}'}={json.dumps(value, ensure_ascii=False)}"
-            for key, value in changes.items()
-        ]
-        return paper_recipe(name, [*words, *overrides])
-    recipe = evaluate_recipe(name, overrides, given)
-    if pair is None:
+    recipe = _parsed(name, overrides, given, "evaluate", ["evaluate", "paper"])
+    if pair is None or isinstance(recipe, PaperRecipe):
         return recipe
     parts = [part for part in PARTS if getattr(recipe, part) is not None]
     out = Path(recipe.out)
     moved = recipe.out if given.get("out") is not None else str(out.with_name(f"{out.stem}-{PAIR}{out.suffix}"))
     return EvaluateRecipe.model_validate(pair_values(recipe, pair, parts) | {"out": moved})
+
+
+def _parsed(
+    name: str | None,
+    overrides: Sequence[str],
+    given: Mapping[str, str | bool | None],
+    command: str,
+    kinds: Sequence[str],
+) -> EvaluateRecipe | PaperRecipe:
+    """The recipe, read once; see `evaluate_recipe`."""
+    changes: dict[str, Any] = {key: value for key, value in given.items() if value is not None and value is not False}
+    if name is not None and "=" in name and not Path(name).is_file():
+        overrides, name = [name, *overrides], None
+    if name is None and "target" not in changes:
+        raise ValueError(f"give a recipe (`draftsmith recipes ls`), or a target: draftsmith {command} --target T")
+    path = find_recipe(BASE if name is None else _whole_name(name))
+    values = read_extended(path)
+    if name is None:
+        changes = _direct(values, changes, command) | changes
+    elif values.get("kind") == "paper":
+        changes = {key if key == "out" else f"evaluate.{key}": value for key, value in changes.items()}
+    recipe = parse_recipe(values, str(path), overrides, given=changes, kinds=kinds)
+    assert isinstance(recipe, EvaluateRecipe | PaperRecipe)
+    return recipe
 
 
 def pair_folder(pair: str) -> str:
@@ -115,13 +123,6 @@ def _whole_name(name: str) -> str:
     return short if short in shipped_recipes() else name
 
 
-def _is_paper(name: str) -> bool:
-    """Whether a recipe of kind `paper` is meant."""
-    if "=" in name and not Path(name).is_file():
-        return False
-    return read_extended(find_recipe(_whole_name(name))).get("kind") == "paper"
-
-
 def usable_methods(parts: Sequence[str]) -> list[str]:
     """The methods that need none but these parts: drafter, heads, table."""
     from ....decode.methods import METHODS, needs_of
@@ -129,20 +130,19 @@ def usable_methods(parts: Sequence[str]) -> list[str]:
     return [name for name in METHODS if set(needs_of(name, {})) <= set(parts)]
 
 
-def _direct(target: str, changes: Mapping[str, Any], command: str) -> list[str]:
-    """What makes `BASE` a recipe for these artifacts alone."""
+def _direct(base: Mapping[str, Any], changes: Mapping[str, Any], command: str) -> dict[str, Any]:
+    """What makes `base`, the values of `BASE`, a recipe for these artifacts alone."""
     from ....data.tokenizers import load_tokenizer
     from ....decode.methods import METHODS
 
+    target = str(changes["target"])
     template = "tokenizer" if getattr(load_tokenizer(target), "chat_template", None) else "plain"
-    base = load_recipe(BASE)
-    assert isinstance(base, EvaluateRecipe)
     usable = usable_methods([part for part in PARTS if part in changes])
-    rows = [row.model_dump(exclude_none=True) for row in base.methods if row.method in usable]
     absent = ", ".join(name for name in METHODS if name not in usable)
     log(f"{command}: {len(usable)} of {len(METHODS)} methods, prompts in the template {template!r}")
     if absent:
         log(f"{command}: left out, for they need --drafter, --heads or --table: {absent}")
     out = Path("runs") / "evaluate" / Path(target.rstrip("/")).name / "results.json"
-    values: dict[str, Any] = dict.fromkeys(PARTS) | {"out": str(out), "prompts": PROMPTS, "template": template}
-    return [f"{key}={json.dumps(value, ensure_ascii=False)}" for key, value in (values | {"methods": rows}).items()]
+    rows = [row for row in base["methods"] if row["method"] in usable]
+    values: dict[str, Any] = dict.fromkeys(PARTS)
+    return values | {"out": str(out), "prompts": PROMPTS, "template": template, "methods": rows}

@@ -20,8 +20,8 @@ from ....checkpoints.artifact.artifact import load_manifest
 from ....checkpoints.storage.atomic import atomic_text
 from ....train.parallel.interrupts import TrainingError
 from ....train.parallel.processes import StoppedError
-from ...schema.loading import load_recipe, parse_values
-from ...schema.training import DrafterRecipe, HeadsRecipe, TableRecipe
+from ...schema.loading import load_training, parse_values
+from ...schema.training import TrainingRecipe
 from ...session.launch import is_first
 from ...session.terminal import console, log
 
@@ -34,8 +34,6 @@ _WHOLE = ("heads_top1", "heads_top5", "tokens", "entries", "megabytes", "paramet
 
 _TRAINING = ("steps", "kept_step", "tokens", "entries", "bytes")
 """What the file says of a run's training or count."""
-
-TrainingRecipe = DrafterRecipe | HeadsRecipe | TableRecipe
 
 
 @dataclass(frozen=True)
@@ -76,18 +74,16 @@ def plan_sweep(name: str, overrides: Sequence[str], options: Sequence[str]) -> S
         key, values = _parsed(option)
         if key in keys:
             raise ValueError(f"{key!r} is swept twice: give all its values at once")
-        if any(override.partition("=")[0] == key for override in overrides):
+        if any(f"{key}.".startswith(f"{override.partition('=')[0]}.") for override in overrides):
             raise ValueError(f"{key!r} is swept and set: leave one out")
         keys[key] = values
     found, out = [], None
     for each in itertools.product(*keys.values()):
         chosen = dict(zip(keys, each, strict=True))
-        changes = [f"{key}={json.dumps(value)}" for key, value in chosen.items()]
         try:
-            recipe = load_recipe(name, [*overrides, *changes], kinds=["drafter", "heads", "table"])
+            recipe = load_training(name, overrides, given=chosen)
         except ValueError as error:
             raise ValueError(f"with {' '.join(_named(chosen))}: {error}") from error
-        assert isinstance(recipe, TrainingRecipe)
         out = Path(recipe.out)
         place = out.with_name(f"{out.name}-{_folder_name(chosen)}")
         found.append(Combination(chosen, recipe.model_copy(update={"out": str(place)})))

@@ -17,15 +17,13 @@ import yaml
 from draftsmith.checkpoints.artifact.artifact import verify_artifact
 from draftsmith.checkpoints.heads.files import load_heads
 from draftsmith.recipes.assemble.heads import _check_launch
-from draftsmith.recipes.commands.cli import app
 from draftsmith.recipes.commands.training.sweep import plan_sweep, run_sweep
-from draftsmith.recipes.schema.loading import SHIPPED, deepspeed_configs, load_recipe, shipped_recipes
+from draftsmith.recipes.schema.loading import SHIPPED, launch_settings, load_recipe, shipped_recipes
 from draftsmith.recipes.schema.training import HeadsRecipe
 from draftsmith.train.config import FitConfig
 from draftsmith.train.parallel.accelerate import configure, make_accelerator
 from safetensors.torch import load_file
 from transformers import AutoModelForCausalLM, LlamaConfig, LlamaForCausalLM
-from typer.testing import CliRunner
 
 SETTINGS = SHIPPED / "launch" / "accelerate"
 KINDS = {
@@ -237,7 +235,7 @@ def test_heads_learn_the_same_and_are_complete_under_all_launches(
     if launcher[-1] == "spread":
         launcher = [*launcher[:-1], str(heads_recipe.with_name("spread.json"))]
     elif launcher[:-1] == FROM_FILE:
-        launcher = [*launcher[:-1], str(deepspeed_configs()[f"deepspeed/{launcher[-1]}"])]
+        launcher = [*launcher[:-1], str(launch_settings()[f"deepspeed/{launcher[-1]}"])]
     extra = {"DS_ACCELERATOR": "cpu"} if deepspeed else {"ACCELERATE_USE_CPU": "true"}
     rows = train_heads(heads_recipe, name, launcher, *more, **extra)
     assert len(rows) == 2 * (2 if more else 1)
@@ -263,9 +261,9 @@ def test_heads_learn_the_same_and_are_complete_under_all_launches(
 
 
 def test_every_deepspeed_configuration_leaves_to_the_recipe_what_the_recipe_decides():
-    files = deepspeed_configs()
+    files = {name: path for name, path in launch_settings().items() if name.startswith("deepspeed/")}
     assert set(files) == {f"deepspeed/{name}" for name in ("zero1", "zero2", "zero3", "zero3-offload")}
-    explained = (SHIPPED / "deepspeed" / "README.md").read_text()
+    explained = (SHIPPED / "launch" / "deepspeed" / "README.md").read_text()
     for name, path in files.items():
         settings = json.loads(path.read_text())
         assert path.name in explained
@@ -274,12 +272,6 @@ def test_every_deepspeed_configuration_leaves_to_the_recipe_what_the_recipe_deci
             assert settings[key] == "auto", name
         assert settings["gradient_clipping"] == settings["bf16"]["enabled"] == settings["fp16"]["enabled"] == "auto"
         assert not {"optimizer", "scheduler"} & set(settings)
-
-
-def test_deepspeeds_configurations_can_be_copied(tmp_path: Path):
-    for name, path in deepspeed_configs().items():
-        assert CliRunner().invoke(app, ["recipes", "copy", name, str(tmp_path)]).exit_code == 0
-        assert (tmp_path / path.name).read_bytes() == path.read_bytes()
 
 
 @pytest.mark.parametrize(("base", "spread", "refused"), [(None, True, True), ({}, False, True), (None, False, False)])

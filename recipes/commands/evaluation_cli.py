@@ -1,0 +1,192 @@
+"""Commands that decode with finished artifacts: evaluate, papers, certify, tune, energy, report, trace, diagnose."""
+
+from __future__ import annotations
+
+import functools
+import inspect
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, Any
+
+import typer
+
+if TYPE_CHECKING:
+    from ..schema.evaluation import EvaluateRecipe
+
+Overrides = Annotated[list[str] | None, typer.Argument(help="Changes to the recipe: key.path=value.")]
+RecipeOrTarget = Annotated[str | None, typer.Argument(help="A recipe's file or name; without one, give --target.")]
+Target = Annotated[str | None, typer.Option(help="Folder or hub id of the target.")]
+ResultsFile = Annotated[str | None, typer.Option(help="The results file (.json).")]
+Pair = Annotated[
+    str | None,
+    typer.Option(help="quickstart[=FOLDER]: on the embedded pair that the quickstart left, at small size."),
+]
+
+
+@dataclass(frozen=True)
+class Evaluation:
+    """What the commands that evaluate are given: a recipe with changes, and what replaces its own by name."""
+
+    recipe: str | None
+    overrides: list[str]
+    given: dict[str, str | None]
+
+    def load(self, command: str, **more: str | None) -> EvaluateRecipe:
+        from .evaluation.recipe import evaluate_recipe
+
+        return evaluate_recipe(self.recipe, self.overrides, self.given | more, command)
+
+
+def _evaluation(
+    recipe: RecipeOrTarget = None,
+    overrides: Overrides = None,
+    target: Target = None,
+    drafter: Annotated[str | None, typer.Option(help="Folder or hub id of a drafter.")] = None,
+    heads: Annotated[str | None, typer.Option(help="Folder or hub id of prediction heads.")] = None,
+    table: Annotated[str | None, typer.Option(help="Folder or hub id of a correlation table.")] = None,
+    prompts: Annotated[str | None, typer.Option(help="Questions: a known set, a file, a folder, a hub id.")] = None,
+) -> Evaluation:
+    given = {"target": target, "drafter": drafter, "heads": heads, "table": table, "prompts": prompts}
+    return Evaluation(recipe, overrides or [], given)
+
+
+def _takes_evaluation(command: Callable[..., None]) -> Callable[..., None]:
+    """A command with the parameters of `_evaluation` in place of its first one, which gets their `Evaluation`."""
+    common = inspect.signature(_evaluation, eval_str=True).parameters
+    own = list(inspect.signature(command, eval_str=True).parameters.values())[1:]
+
+    @functools.wraps(command)
+    def called(**values: Any) -> None:
+        command(_evaluation(**{name: values.pop(name) for name in common}), **values)
+
+    del called.__wrapped__  # typer would read its parameters
+    parameters = [*common.values(), *own]
+    called.__signature__ = inspect.Signature(parameters)  # type: ignore[attr-defined]
+    called.__annotations__ = {parameter.name: parameter.annotation for parameter in parameters}
+    return called
+
+
+@_takes_evaluation
+def evaluate(
+    asked: Evaluation,
+    out: ResultsFile = None,
+    categories: Annotated[bool, typer.Option("--categories", help="Also print a table by category.")] = False,
+    pair: Pair = None,
+    plan: Annotated[bool, typer.Option("--plan", help="Only say what would be decoded.")] = False,
+) -> None:
+    """Decode held-out prompts with several methods and compare them, or run a paper's table again; resumes where it
+    was stopped."""
+    from ..schema.papers import PaperRecipe
+    from .evaluation.recipe import evaluation_or_paper, pair_folder
+
+    folder = None if pair is None else pair_folder(pair)
+    given = asked.given | {"out": out, "show_categories": categories}
+    loaded = evaluation_or_paper(asked.recipe, asked.overrides, given, folder)
+    if plan:
+        from .papers.plan import show_plan
+
+        show_plan(loaded, folder)
+    elif isinstance(loaded, PaperRecipe):
+        from .papers.papers import run_paper, short_name
+
+        run_paper(loaded, short_name(str(asked.recipe)), folder, Path(out) if out else None)
+    else:
+        from .evaluation.evaluate import run_evaluate
+
+        run_evaluate(loaded)
+
+
+def papers(
+    names: Annotated[list[str] | None, typer.Argument(help="Recipes of kind paper; by default all shipped.")] = None,
+    pair: Pair = None,
+    out: Annotated[Path | None, typer.Option(help="Folder of the results.")] = None,
+) -> None:
+    """Run the papers' tables again and say which of their claims held; what is finished is kept."""
+    from .evaluation.recipe import pair_folder
+    from .papers.papers import run_papers
+
+    if run_papers(names or [], None if pair is None else pair_folder(pair), out):
+        raise typer.Exit(1)
+
+
+@_takes_evaluation
+def certify(
+    asked: Evaluation,
+    temperature: Annotated[list[float] | None, typer.Option(help="For all methods; again, for more of them.")] = None,
+    tokens: Annotated[int, typer.Option(help="To test for each method above temperature 0.")] = 10_000,
+    power: Annotated[float | None, typer.Option(help="As many tokens as find this bias with 99 %.")] = None,
+    level: Annotated[float, typer.Option(help="Probability of any false alarm.")] = 1e-6,
+    batch: Annotated[int, typer.Option(help="Prompts decoded together.")] = 1,
+    out: Annotated[Path | None, typer.Option(help="The certificate; by default beside the results.")] = None,
+) -> None:
+    """Test that methods write what the target alone would write; exit code 1 where one does not and should."""
+    loaded = asked.load("certify")
+    from .evaluation.certify import Asked, run_certify
+
+    settings = Asked(tuple(temperature or ()), tokens, power, level, batch, out)
+    if any(certificate.failed for certificate in run_certify(loaded, settings)):
+        raise typer.Exit(1)
+
+
+@_takes_evaluation
+def tune(asked: Evaluation, out: ResultsFile = None) -> None:
+    """Find each method's best settings by replay under measured costs, and confirm the winners by decoding; what is
+    found lies beside the results file."""
+    loaded = asked.load("tune", out=out)
+    from .evaluation.tune import run_tune
+
+    run_tune(loaded)
+
+
+def energy(
+    recipe: RecipeOrTarget = None,
+    overrides: Overrides = None,
+    target: Target = None,
+    batch: Annotated[str, typer.Option(help="Inputs of a forward, with commas between.")] = "1,2,4,8,16",
+    runs: Annotated[int, typer.Option(help="Forwards to time at each batch size.")] = 300,
+    context: Annotated[int, typer.Option(help="Tokens that each input has behind it.")] = 128,
+    out: Annotated[Path | None, typer.Option(help="The results file (.json).")] = None,
+) -> None:
+    """Joules and seconds of a target's forward by batch size, beside those that a paper found."""
+    from .evaluation.energy import energy_command
+
+    energy_command(recipe, overrides or [], target, batch=batch, runs=runs, context=context, out=out)
+
+
+def report(
+    results: Annotated[list[Path], typer.Argument(help="Results files; others are compared with the first.")],
+    out: Annotated[Path | None, typer.Option(help="The page; by default report.html beside the first.")] = None,
+) -> None:
+    """Show results as one page that needs no network, and two or more of them side by side."""
+    from ..report.page import run_report
+
+    run_report(results, out)
+
+
+@_takes_evaluation
+def trace(
+    asked: Evaluation,
+    method: Annotated[list[str] | None, typer.Option(help="A row of the recipe, or a method; again for more.")] = None,
+    prompt: Annotated[str | None, typer.Option(help="A question, instead of the recipe's.")] = None,
+    limit: Annotated[int, typer.Option(help="Of the recipe's prompts.")] = 2,
+    html: Annotated[Path | None, typer.Option(help="Also write a page.")] = None,
+) -> None:
+    """Decode a few prompts and show which tokens were accepted, rejected and corrected."""
+    loaded = asked.load("trace")
+    from .evaluation.trace import run_trace
+
+    run_trace(loaded, method or [], prompt, limit, html)
+
+
+@_takes_evaluation
+def diagnose(
+    asked: Evaluation,
+    part: Annotated[list[str] | None, typer.Option(help="drafter, heads or table, alone; again for more.")] = None,
+    out: Annotated[Path | None, typer.Option(help="The diagnosis (.json); by default beside the results.")] = None,
+) -> None:
+    """Find out why acceptance is lower than what training measured: where it is lost, and on which tokens."""
+    loaded = asked.load("diagnose")
+    from .diagnosis.diagnose import run_diagnose
+
+    run_diagnose(loaded, part or [], out)

@@ -1,0 +1,120 @@
+"""What a recipe's schema refuses: each message names the key, both sides, and the nearest right name."""
+
+from __future__ import annotations
+
+import re
+from pathlib import Path
+from typing import Any
+
+import pytest
+import yaml
+from draftsmith.recipes.schema.loading import find_recipe, load_recipe, read_extended
+
+DATA = {"source": "rows.json"}
+RECIPES: dict[str, dict[str, Any]] = {
+    "drafter": {"out": "x", "model": {"source": "base"}, "data": DATA},
+    "heads": {"out": "x", "target": "base", "data": DATA},
+    "table": {"out": "x", "tokenizer": "base", "data": DATA},
+    "evaluate": {"out": "x.json", "target": "t", "prompts": "p", "methods": [{"method": "autoregressive"}]},
+    "regenerate": {"out": "x.jsonl", "source": "s", "target": "t"},
+}
+KINDS = list(RECIPES)
+# kind, overrides with commas between, what the message must hold
+REFUSED: dict[str, tuple[str, list[str], list[str]]] = {
+    "unknown key": ("drafter", ["train.learning_rat=1e-3"], ["'train.learning_rat'", "'learning_rate'"]),
+    "unknown key above": ("drafter", ["learning_rate=1"], ["'learning_rate'"]),
+    "unknown section": ("drafter", ["trian.steps=1"], ["'trian'", "'train'"]),
+    "no number": ("drafter", ["train.steps=many"], ["'train.steps'", "'many'"]),
+    "too large": ("drafter", ["train.warmup=2"], ["'train.warmup'", "1", "2"]),
+    "unknown word": ("drafter", ["train.schedule=cosin"], ["'train.schedule'", "'cosine'", "'cosin'"]),
+    "unknown reaction": ("drafter", ["train.on_bad_step=ignore"], ["'train.on_bad_step'", "'stop'", "'skip'"]),
+    "unknown tracker": ("drafter", ["train.trackers=[wandbb]"], ["'train.trackers.0'", "'wandb'"]),
+    "two models": ("drafter", ["model.config={model_type: llama}"], ["`source`", "`config`"]),
+    "layers of no model": ("drafter", ["model={config: {model_type: llama}, layers: [0]}"], ["`layers`", "[0]"]),
+    "no tokenizer": ("drafter", ["model={config: {model_type: llama}}"], ["`tokenizer`"]),
+    "no teacher": ("drafter", ["objective={forward-kl: 1.0}"], ["'forward-kl'", "`target`"]),
+    "cache of everything": ("drafter", ["teacher.cache=c"], ["`cache`", "`top_k`"]),
+    "warm bucket": ("drafter", ["teacher={top_k: 4, temperature: 2.0}"], ["2.0", "renormalise"]),
+    "on policy, no teacher": ("drafter", ["on_policy={share: 0.5}"], ["`on_policy`"]),
+    "flash in 32 bits": ("drafter", ["model.attention=flash_attention_2"], ["flash_attention_2", "bf16"]),
+    "no corpus": ("drafter", ["data={}"], ["'data'", "`source`", "`mixture`"]),
+    "nothing for data": ("drafter", ["data="], ["'data'"]),
+    "all faults": ("drafter", ["train.epochs=-1", "train.micro_batch=0"], ["'train.epochs'", "'train.micro_batch'"]),
+    "rank alone": ("heads", ["rank=4"], ["`rank`", "4", "low-rank"]),
+    "low rank without": ("heads", ["projection=low-rank"], ["`rank`", "0"]),
+    "nothing to train": ("heads", ["projection=target", "num_layers=0"], ["`projection: target`", "`num_layers: 0`"]),
+    "states of no head": ("heads", ["projection=target", "states=before-norm"], ["`states`", "before-norm"]),
+    "too many heads cached": ("heads", ["hidden.cache=c", "num_heads=16"], ["`hidden.cache`", "15", "16"]),
+    "cached and trained": ("heads", ["hidden.cache=c", "base={}"], ["`hidden.cache`", "`base`"]),
+    "cached and compiled": ("heads", ["hidden.cache=c", "train.compile=true"], ["`hidden.cache`", "`train.compile`"]),
+    "unanchored": ("heads", ["base={label_weight: 0, kl_weight: 0}"], ["`label_weight`", "`kl_weight`"]),
+    "too long a warm-up": ("heads", ["base={alone: 0.9, warmup: 0.5}"], ["0.9", "0.5"]),
+    "roles of documents": ("table", ["count.roles=[user]"], ["`roles`", "'documents'", "messages"]),
+    "unknown role": ("table", ["count={pairs: messages, roles: [usr]}"], ["'usr'", "'user'"]),
+    "prunes nothing": ("table", ["prune={}"], ["`min_count`", "`top`", "`megabytes`"]),
+    "no baseline": ("evaluate", ["methods=[{method: speculative}]"], ["`autoregressive`", "0"]),
+    "no baseline there": ("evaluate", ["methods=[{method: autoregressive}, {method: mjsd, temperature: 1}]"], ["1"]),
+    "one label twice": ("evaluate", ["methods=[{method: autoregressive}, {method: autoregressive}]"], ["`label`"]),
+    "the reference's name": ("evaluate", ["methods.0.label=transformers"], ["'transformers'"]),
+    "two who answer": ("regenerate", ["server={url: http://x, model: m}"], ["`target`", "`server`"]),
+    "no server here": ("regenerate", ["target=", "server={url: http://x, model: m}", "batch=2"], ["`batch`"]),
+    "no cleaning": ("regenerate", ["clean={dupplicates: []}"], ["'dupplicates'", "'duplicates'"]),
+    "unknown kind": ("drafter", ["kind=draftr"], ["'draftr'", "'drafter'"]),
+    "kind of no kind": ("drafter", ["kind=[drafter]"], ["`kind`", "['drafter']"]),
+    "no assignment": ("drafter", ["train"], ["'train'", "key.path=value"]),
+    "no YAML": ("drafter", ["train.steps=[1"], ["'train.steps=[1'"]),
+    "below a value": ("drafter", ["train.betas=[0.9, 0.9]", "train.betas.0.x=1"], ["'train.betas.0'"]),
+    "below a text": ("drafter", ["out.folder=1"], ["'out.folder=1'", "'out'"]),
+    "beyond a list": ("evaluate", ["methods.3.method=mjsd"], ["'3'", "1"]),
+}  # fmt: skip
+FILES: dict[str, tuple[bytes, list[str]]] = {
+    "no YAML": (b"a: [1", ["recipe.yaml:1"]),
+    "a list": (b"- 1", ["list"]),
+    "a key twice": (b"a: 1\na: 2", ["recipe.yaml:2", "'a'"]),
+    "no text": (b"\xff\xfe\x00", ["recipe.yaml"]),
+    "nothing in it": (b"kind: quickstart", ["recipe.yaml", "'corpus'", "'target'"]),
+    "extends itself": (b"extends: recipe.yaml", ["recipe.yaml", "extends"]),
+    "extends nothing": (b"extends: drafter/vicuna-68n", ["'drafter/vicuna-68n'", "'drafter/vicuna-68m'"]),
+}
+
+
+def holding(parts: list[str]) -> str:
+    """A pattern that a message with all these parts matches."""
+    return "(?s)" + "".join(f"(?=.*{re.escape(part)})" for part in parts)
+
+
+@pytest.mark.parametrize(("kind", "overrides", "parts"), REFUSED.values(), ids=REFUSED)
+def test_recipe_is_refused(kind: str, overrides: list[str], parts: list[str], tmp_path: Path) -> None:
+    file = tmp_path / "recipe.yaml"
+    file.write_text(yaml.safe_dump({"kind": kind} | RECIPES[kind]))
+    with pytest.raises(ValueError, match=holding(parts)):
+        load_recipe(str(file), overrides)
+
+
+@pytest.mark.parametrize("kind", RECIPES)
+def test_recipe_is_accepted_without_overrides(kind: str, tmp_path: Path) -> None:
+    (tmp_path / "recipe.yaml").write_text(yaml.safe_dump({"kind": kind} | RECIPES[kind]))
+    assert load_recipe(str(tmp_path / "recipe.yaml"), kinds=[kind])
+    others = [other for other in KINDS if other != kind]
+    with pytest.raises(ValueError, match=holding([kind, *others])):
+        load_recipe(str(tmp_path / "recipe.yaml"), kinds=others)
+
+
+@pytest.mark.parametrize(("content", "parts"), FILES.values(), ids=FILES)
+def test_file_is_refused(content: bytes, parts: list[str], tmp_path: Path) -> None:
+    (tmp_path / "recipe.yaml").write_bytes(content)
+    with pytest.raises(ValueError, match=holding(parts)):
+        load_recipe(str(tmp_path / "recipe.yaml"))
+
+
+def test_name_is_refused_with_the_nearest() -> None:
+    for name, near in (("quikstart", "'quickstart'"), ("accelerate/zero2", "recipes copy accelerate/zero2")):
+        with pytest.raises(ValueError, match=holding([name, near])):
+            find_recipe(name)
+
+
+def test_recipes_that_extend_each_other_are_refused(tmp_path: Path) -> None:
+    for name, other in (("a", "b"), ("b", "a")):
+        (tmp_path / f"{name}.yaml").write_text(f"extends: {other}.yaml")
+    with pytest.raises(ValueError, match=r"a\.yaml.*b\.yaml"):
+        read_extended(tmp_path / "a.yaml")
