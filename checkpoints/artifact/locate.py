@@ -7,13 +7,16 @@ from __future__ import annotations
 
 import glob
 import re
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from functools import cache
 from pathlib import Path
 
+from ..storage.messages import shown
 from ..storage.names import CONFIG_FILE, HEADS_FILE, MANIFEST_FILE, TABLE_FILE
 from ..storage.places import here, hub_place, is_path, split_revision
 from .artifact import load_manifest, verify_artifact
+from .manifest import REDACTED, to_json_safe
 
 _MODEL_FILES = ("*.safetensors", "*.json", "*.model", "*.txt", "*.jinja")
 _SETTINGS = ("*.json", "*.model", "*.txt", "*.jinja")
@@ -50,7 +53,7 @@ def resolve(place: str | Path, kind: str | None = None, revision: str | None = N
     folder = fetch(repo, [MANIFEST_FILE], revision)
     if not (folder / MANIFEST_FILE).is_file():
         return fetch(repo, _PLAIN_FILES.get(str(kind), _MODEL_FILES), revision)
-    return _artifact(repo, folder, kind)
+    return fetch_artifact(repo, folder, kind)
 
 
 def model_source(place: str) -> str:
@@ -68,7 +71,7 @@ def model_source(place: str) -> str:
         folder = fetch(place, [MANIFEST_FILE])
     except ValueError:
         return place  # transformers knows other places, and has its own words for what it does not find
-    return str(_artifact(place, folder, None)) if (folder / MANIFEST_FILE).is_file() else place
+    return str(fetch_artifact(place, folder)) if (folder / MANIFEST_FILE).is_file() else place
 
 
 @cache
@@ -108,15 +111,12 @@ def commit_of(place: str) -> str:
         ValueError: no such revision, or the hub cannot be asked; says why.
     """
     from huggingface_hub import HfApi
-    from huggingface_hub.errors import HTTPError
 
     repo, revision = hub_place(place)
     if revision is not None and _COMMIT.fullmatch(revision):
         return revision
-    try:
+    with hub_errors(place, repo):
         return str(HfApi(library_name="draftsmith").model_info(repo, revision=revision, timeout=_PATIENCE).sha)
-    except (OSError, ValueError, HTTPError) as error:
-        raise ValueError(f"{place} {_reason(error, repo)}") from error
 
 
 def target_record(place: str, fingerprint: str | None) -> dict[str, str | None]:
@@ -135,19 +135,18 @@ def fetch(repo: str, patterns: Sequence[str], revision: str | None = None) -> Pa
         OSError: the disk is full, or the like.
     """
     from huggingface_hub import snapshot_download
-    from huggingface_hub.errors import HfHubHTTPError, HTTPError
 
-    try:
+    named = repo if revision is None else f"{repo} at {revision}"
+    with hub_errors(f"there is no folder {repo}, and {named} on the hub", repo):
         return Path(snapshot_download(repo, revision=revision, allow_patterns=list(patterns)))
-    except (OSError, ValueError, HTTPError) as error:
-        if isinstance(error, OSError) and error.errno is not None and not isinstance(error, HfHubHTTPError):
-            raise
-        named = repo if revision is None else f"{repo} at {revision}"
-        raise ValueError(f"there is no folder {repo}, and {named} on the hub {_reason(error, repo)}") from error
 
 
-def _artifact(repo: str, folder: Path, kind: str | None) -> Path:
-    """All files of the artifact whose manifest lies in a snapshot, verified."""
+def fetch_artifact(repo: str, folder: Path, kind: str | None = None) -> Path:
+    """All files of the artifact whose manifest lies in a snapshot, verified.
+
+    Raises:
+        ValueError: what `fetch` raises, another kind, files that are not what their manifest says.
+    """
     manifest = load_manifest(folder, kind)
     names = [glob.escape(name) for name in (MANIFEST_FILE, *manifest.files)]
     folder = fetch(repo, names, folder.name)  # the snapshot's commit: the branch may have moved on
@@ -161,13 +160,37 @@ def _artifact(repo: str, folder: Path, kind: str | None) -> Path:
     return folder
 
 
-def _reason(error: Exception, repo: str) -> str:
-    """Why a repository could not be had, and what can be done about it."""
-    from huggingface_hub import constants
+@contextmanager
+def hub_errors(what: str, repo: str) -> Iterator[None]:
+    """Errors of the hub's client as a ValueError that begins with `what` and says why, and what can be done about it;
+    those of this machine, such as a full disk, as they are. No token is in them."""
+    from huggingface_hub import get_token
+    from huggingface_hub.errors import HfHubHTTPError, HTTPError
+
+    try:
+        yield
+    except (OSError, ValueError, RuntimeError, HTTPError) as error:
+        if isinstance(error, OSError) and error.errno is not None and not isinstance(error, HfHubHTTPError):
+            raise
+        text, token = f"{what} {_reason(_answer_of(error), repo)}", get_token()
+        raise ValueError(to_json_safe(text if token is None else text.replace(token, REDACTED))) from error
+
+
+def _answer_of(error: BaseException) -> BaseException:
+    """The hub's answer that the client wrapped in other errors, where there is one."""
+    from huggingface_hub.errors import HfHubHTTPError
+
+    cause = error.__cause__
+    return cause if isinstance(cause, HfHubHTTPError) and not isinstance(error, OSError) else error
+
+
+def _reason(error: BaseException, repo: str) -> str:
+    from huggingface_hub import constants, get_token
     from huggingface_hub.errors import (
         GatedRepoError,
         HfHubHTTPError,
         LocalEntryNotFoundError,
+        OfflineModeIsEnabled,
         RepositoryNotFoundError,
         RevisionNotFoundError,
     )
@@ -178,17 +201,26 @@ def _reason(error: Exception, repo: str) -> str:
         return "has no such branch, tag or commit"
     if isinstance(error, RepositoryNotFoundError):
         return "is not there, or not for this account: check its name, or log in with `hf auth login`"
+    if isinstance(error, OfflineModeIsEnabled):
+        return "is needed, and HF_HUB_OFFLINE is set"
     if isinstance(error, LocalEntryNotFoundError):
         part = "not whole" if type(error) is not LocalEntryNotFoundError else "not"
-        cause = error.__cause__
         if constants.HF_HUB_OFFLINE:
             return f"is {part} in its cache on this machine, and HF_HUB_OFFLINE forbids to look further"
-        return f"is {part} in its cache on this machine, and cannot be reached: {_brief(cause or error)}"
-    if isinstance(error, HfHubHTTPError) and error.response is not None:
-        return f"could not be had: the hub answers with {error.response.status_code}"
-    return f"could not be had: {_brief(error)}"
+        return f"is {part} in its cache on this machine, and cannot be reached: {_line(error.__cause__ or error)}"
+    if not isinstance(error, HfHubHTTPError) or error.response is None:
+        return f"could not be had: {_line(error)}"
+    status = error.response.status_code
+    if status == 401 and get_token() is not None:
+        return "does not accept the stored token (401): `hf auth login` stores another one"
+    if status == 403:
+        return "refuses this account (403): choose a repository of your own, or `hf auth login` with a token for it"
+    if status in (409, 412):
+        return f"has changed meanwhile ({status}): look at it, then try again"
+    message = f" ({error.server_message})" if error.server_message else ""
+    return f"could not be had: the hub answers with {status}{message}"
 
 
-def _brief(error: BaseException) -> str:
-    line = (re.sub(r"\s+", " ", str(error)).strip()) or type(error).__name__
+def _line(error: BaseException) -> str:
+    line = shown(" ".join(str(error).split())) or type(error).__name__
     return line if len(line) <= _LONGEST_REASON else line[:_LONGEST_REASON] + "…"

@@ -1,65 +1,49 @@
-"""A stand-in of the hub, and this process's client pointed at it."""
+"""A stand-in of the hub, this process's client pointed at it, and a small artifact to push."""
 
 from __future__ import annotations
 
-import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from types import ModuleType
 from typing import Any
 
 import pytest
-
-HERE = Path(__file__).parent
+import torch
+from draftsmith.checkpoints.artifact.artifact import save_artifact
+from safetensors.torch import save_file
 
 
 @pytest.fixture(scope="session")
 def stand_in(load_script: Callable[[Path], ModuleType]) -> ModuleType:
     """The module of the hub."""
-    return load_script(HERE / "hub_stand_in.py")
-
-
-@pytest.fixture(scope="session")
-def kit(load_script: Callable[[Path], ModuleType]) -> ModuleType:
-    """The module of its client."""
-    return load_script(HERE / "hub_client.py")
+    return load_script(Path(__file__).with_name("hub_stand_in.py"))
 
 
 @pytest.fixture
-def make_client(
-    stand_in: ModuleType, kit: ModuleType, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> Iterator[Callable[..., Any]]:
-    """A function that starts a hub and points the client at it. Waits are noted and, unless `quick` is false, made
-    short."""
-    hubs = []
-
-    def make(quick: bool = True, **settings: Any) -> Any:
-        hub = stand_in.Hub(**settings)
-        hubs.append(hub)
-        client = kit.Client(tmp_path / "home", hub)
-        kit.point_client(hub.url, client.home, monkeypatch)
-        kit.log_in(client.home, stand_in.TOKEN)
-        real = time.sleep
-
-        def sleep(seconds: float) -> None:
-            client.slept.append(seconds)
-            real(min(seconds, 0.01) if quick else seconds)
-
-        monkeypatch.setattr(time, "sleep", sleep)
-        return client
-
-    yield make
-    for hub in hubs:
-        hub.close()
+def hub(stand_in: ModuleType, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Any]:
+    """A hub that this process's client asks, logged in."""
+    with stand_in.running_hub() as started:
+        stand_in.point_client(started.url, tmp_path / "home", monkeypatch, stand_in.TOKEN)
+        yield started
 
 
 @pytest.fixture
-def client(make_client: Callable[..., Any]) -> Any:
-    """Somebody who is logged in."""
-    return make_client()
+def make_artifact() -> Callable[..., Path]:
+    """`make_artifact(folder, seed, **files)`: two files that are large on a hub, and small ones."""
 
+    def make(folder: Path, seed: int = 0, **extra: bytes) -> Path:
+        def write(unfinished: Path) -> None:
+            generator = torch.Generator().manual_seed(seed)
+            for name in ("first", "second"):
+                weight = {"weight": torch.randn(32, 48, generator=generator)}
+                save_file(weight, unfinished / f"{name}.safetensors")
+            (unfinished / "deep").mkdir()
+            (unfinished / "deep" / "few.json").write_text(f'{{"seed": {seed}}}')
+            for name, content in extra.items():
+                (unfinished / name).write_bytes(content)
 
-@pytest.fixture
-def artifact(kit: ModuleType, tmp_path: Path) -> Any:
-    """A table's folder, by its files."""
-    return kit.make_artifact(tmp_path / "mine")
+        about: dict[str, Any] = {key: {} for key in ("shapes", "recipe", "data", "training")}
+        save_artifact(folder, kind="table", write=write, vocab_size=8, tokenizer_fingerprint=None, target=None, **about)
+        return folder
+
+    return make

@@ -48,22 +48,20 @@ def exported(folder: Path) -> None:
 
 
 @pytest.fixture
-def hub_parts(load_script: Callable[[Path], ModuleType]) -> tuple[ModuleType, ModuleType]:
-    """The hub's stand-in, and what points this process at it."""
-    folder = Path(__file__).resolve().parents[1] / "checkpoints"
-    return load_script(folder / "hub_stand_in.py"), load_script(folder / "hub_client.py")
+def stand_in(load_script: Callable[[Path], ModuleType]) -> ModuleType:
+    """The hub's stand-in."""
+    return load_script(Path(__file__).resolve().parents[1] / "checkpoints" / "hub_stand_in.py")
 
 
 @pytest.mark.parametrize("kind", ["saved", "exported"])
 def test_a_method_is_loaded_from_the_hub(
     target: LlamaForCausalLM,
     drafter: LlamaForCausalLM,
-    hub_parts: tuple[ModuleType, ModuleType],
+    stand_in: ModuleType,
     tmp_path: Path,
     monkeypatch: pytest.MonkeyPatch,
     kind: str,
 ) -> None:
-    stand_in, kit = hub_parts
     folder = tmp_path / "mine"
     if kind == "exported":
         exported(folder)
@@ -71,8 +69,8 @@ def test_a_method_is_loaded_from_the_hub(
         method("speculative", drafter=drafter, gamma=2).save_pretrained(folder)
     ids = torch.tensor([[1, 2, 3]])
     with stand_in.running_hub() as hub:
-        kit.point_client(hub.url, tmp_path / "home", monkeypatch)
-        first = hub.repo(REPO, kit.files_of(folder)).at("main")
+        stand_in.point_client(hub.url, tmp_path / "home", monkeypatch)
+        first = hub.repo(REPO, stand_in.files_of(folder)).at("main")
         loaded = [CustomGenerate.from_pretrained(REPO), CustomGenerate.from_pretrained(REPO, revision=first)]
         loaded.append(CustomGenerate.from_pretrained(f"{REPO}@{first}"))
         with pytest.raises(ValueError, match="has no such branch, tag or commit"):

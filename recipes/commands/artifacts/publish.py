@@ -13,8 +13,7 @@ from rich.table import Table
 from ....checkpoints.artifact.card import Evidence, Licence, Measured, base_model, data_sources, model_card
 from ....checkpoints.artifact.manifest import Manifest
 from ....checkpoints.artifact.markdown import paths_in
-from ....checkpoints.hub.client import Hub
-from ....checkpoints.hub.push_pull import MAIN, Plan, plan_push, pull, push
+from ....checkpoints.hub.push_pull import MAIN, Plan, address, is_on_hub, plan_push, pull, push
 from ....checkpoints.storage.names import MANIFEST_FILE
 from ....data.sources.registry import find_corpus
 from ...report.certificate import certificate_beside, load_certificate
@@ -49,16 +48,13 @@ def run_push(artifact: Path, repo: str, asked: Asked) -> None:
     """Show what a push would do, and do it where that is asked for.
 
     Raises:
-        ValueError: a damaged artifact, results of another one, a repository that should not be written.
-        HubError: what failed, and what is left on the hub.
+        ValueError: a damaged artifact, results of another one, a repository that should not be written, what failed.
     """
-    hub = Hub(tell=log)
 
     def card(manifest: Manifest) -> str:
-        return model_card(manifest, repo, evidence_of(artifact, manifest, asked, hub))
+        return model_card(manifest, repo, evidence_of(artifact, manifest, asked))
 
     plan = plan_push(
-        hub,
         artifact,
         repo,
         card,
@@ -67,35 +63,33 @@ def run_push(artifact: Path, repo: str, asked: Asked) -> None:
         message=asked.message,
         replace_other=asked.replace_other,
     )
-    _show(plan, hub.address)
+    _show(plan)
     if not asked.yes:
         log("push: nothing was uploaded; the same command with --yes does it")
         return
-    commit = push(hub, plan)
+    commit = push(plan)
     done = "made" if plan.changes_files else "nothing to do, it stands at"
-    log(
-        f"push: {done} {hub.address}/{repo}/commit/{commit}; the hub lists all {len(plan.files)} files as they are here"
-    )
+    log(f"push: {done} {address()}/{repo}/commit/{commit}; the hub lists all {len(plan.files)} files as they are here")
 
 
 def run_pull(source: str, out: Path, revision: str | None, replace_other: bool = False) -> None:
     """Fetch an artifact, given as REPO or REPO@REVISION, and check every hash.
 
     Raises:
-        ValueError: a name that is none, two revisions, an `out` that holds something else, no artifact there.
-        HubError: the hub cannot be asked, or its files are damaged.
+        ValueError: a name that is none, two revisions, an `out` that holds something else, no artifact there, damaged
+            files, a hub that cannot be asked.
     """
     repo, _, named = source.partition("@")
     if named and revision is not None and named != revision:
         raise ValueError(f"{source} names the revision {named!r}, and --revision {revision!r}: give one of them")
-    manifest, commit, is_new = pull(Hub(tell=log), repo, out, named or revision, replace_other=replace_other)
+    manifest, commit, is_new = pull(repo, out, named or revision, replace_other=replace_other)
     total = sum(entry["bytes"] for entry in manifest.files.values())
     done = f"wrote {out}:" if is_new else f"nothing to do, {out} is"
     log(f"pull: {done} the {manifest.kind} of {repo} at {commit}")
     log(f"pull: {len(manifest.files)} files, {total:,} bytes, each with the hash that its {MANIFEST_FILE} says")
 
 
-def evidence_of(artifact: Path, manifest: Manifest, asked: Asked, hub: Hub) -> Evidence:
+def evidence_of(artifact: Path, manifest: Manifest, asked: Asked) -> Evidence:
     """What a card can say besides its manifest: licences of the data, a model on the hub, and results.
 
     Raises:
@@ -110,7 +104,7 @@ def evidence_of(artifact: Path, manifest: Manifest, asked: Asked, hub: Hub) -> E
         if name is not None and name.count("/") == 1 and name not in datasets:
             datasets.append(name)
     base = base_model(manifest)
-    if base is not None and not hub.has(base):
+    if base is not None and not is_on_hub(base):
         log(f"push: the hub has no model {base}: the card names it as text")
         base = None
     measured = None if asked.results is None else measured_of(artifact, manifest, asked.results)
@@ -189,8 +183,8 @@ def _certificates(path: Path, evaluated: Mapping[str, Any], name: str, labels: s
     return [one for one in told["certificates"] if one["label"] in labels]
 
 
-def _show(plan: Plan, address: str) -> None:
-    where = f"{address}/{plan.repo}"
+def _show(plan: Plan) -> None:
+    where = f"{address()}/{plan.repo}"
     kind = "private" if plan.private else "public"
     state = "to be made" if plan.parent is None else f"at {plan.parent[:12]}"
     branch = f"branch {plan.branch}" + (", to be begun" if plan.new_branch else "")
@@ -201,11 +195,13 @@ def _show(plan: Plan, address: str) -> None:
     files.add_column("bytes", justify="right", no_wrap=True)
     files.add_column("", no_wrap=True)
     for name, file in sorted(plan.files.items()):
-        files.add_row(escape(name), f"{file.size:,}", "is sent" if name in plan.sent else "is there already")
+        files.add_row(
+            escape(name), f"{file.upload_info.size:,}", "is sent" if name in plan.sent else "is there already"
+        )
     for name in plan.deleted:
         files.add_row(escape(ascii(name)[1:-1]), "", "is deleted there")
     out.print(files)
-    total = sum(plan.files[name].size for name in plan.sent)
+    total = sum(plan.files[name].upload_info.size for name in plan.sent)
     sent = f"{len(plan.sent)} files, {total:,} bytes to send, in one commit: {plan.message}"
     out.print(sent, markup=False, soft_wrap=True)
     account = "nobody: no token is stored (`hf auth login`)" if plan.account is None else plan.account

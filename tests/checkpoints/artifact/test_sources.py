@@ -6,7 +6,7 @@ import hashlib
 import os
 import subprocess
 import sys
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from pathlib import Path
 from types import ModuleType
 from typing import Any
@@ -157,12 +157,6 @@ def test_models_of_the_hub_stay_with_transformers_and_artifacts_are_verified(
         model_source("me/drafter")
 
 
-@pytest.fixture
-def hub(tmp_path: Path, load_script: Callable[[Path], ModuleType]) -> Iterator[Any]:
-    with load_script(Path(__file__).parents[1] / "hub_folders.py").serving(tmp_path / "hub") as server:
-        yield server
-
-
 RESOLVE = """
 import sys
 from draftsmith.checkpoints.artifact.locate import resolve
@@ -175,15 +169,15 @@ for line in sys.stdin:
 """
 
 
-def test_an_artifact_is_fetched_whole_and_nothing_else(hub: Any, tmp_path: Path) -> None:
-    save_table(hub.root / "me" / "table")
+def test_an_artifact_is_fetched_whole_and_nothing_else(hub: Any, tmp_path: Path, stand_in: ModuleType) -> None:
+    save_table(tmp_path / "table")
     files = ["README.md", "artifact.json", "table.safetensors"]
-    (hub.root / "me" / "table" / "huge.bin").write_bytes(b"not listed")
-    save_table(hub.root / "me" / "damaged")
-    (hub.root / "me" / "damaged" / "table.safetensors").write_bytes(b"other")
-    for name in ("medusa_lm_head.safetensors", "medusa_lm_head.pt", "config.json", "tokenizer.json"):
-        (hub.root / "me" / "heads").mkdir(exist_ok=True)
-        (hub.root / "me" / "heads" / name).write_text(name)
+    whole = stand_in.files_of(tmp_path / "table")
+    hub.repo("me/table", whole | {"huge.bin": b"not listed"})
+    hub.repo("me/damaged", whole | {"table.safetensors": b"other"})
+    published = ("medusa_lm_head.safetensors", "medusa_lm_head.pt", "config.json", "tokenizer.json")
+    hub.repo("me/heads", {name: name.encode() for name in published})
+    hub.repo("me/gated", whole, gated=True)
     heads = ["config.json", "medusa_lm_head.safetensors"]
     cases: list[tuple[str, str, str, list[str]]] = [
         ("me/table", "table", str(files), files),
@@ -193,9 +187,8 @@ def test_an_artifact_is_fetched_whole_and_nothing_else(hub: Any, tmp_path: Path)
         ("me/heads", "heads", str(heads), heads),
         ("me/gated", "table", r"is gated: ask for access at http://127.0.0.1", []),
         ("me/nobody", "table", "is not there, or not for this account", []),
-        ("me/ill", "table", "500", []),
     ]
-    settings = {"HF_ENDPOINT": f"http://127.0.0.1:{hub.server_port}", "HF_HOME": str(tmp_path / "home")}
+    settings = stand_in.environment(hub.url, tmp_path / "home")
     free = {key: value for key, value in os.environ.items() if key not in ("HF_HUB_OFFLINE", "HF_HUB_CACHE")}
     with subprocess.Popen(
         [sys.executable, "-c", RESOLVE],
@@ -209,8 +202,8 @@ def test_an_artifact_is_fetched_whole_and_nothing_else(hub: Any, tmp_path: Path)
             child.stdin.flush()
             assert message in child.stdout.readline(), place
             assert sorted(hub.got) == got, place
-        hub.server_close()
         hub.shutdown()
+        hub.server_close()
         child.stdin.write("me/table table\nme/other table\n")
         child.stdin.flush()
         assert child.stdout.readline() == f"{files}\n", "the cache serves without a network"

@@ -152,10 +152,10 @@ def test_a_finished_artifact_is_made_anew_when_its_branch_has_moved_on(
     monkeypatch: pytest.MonkeyPatch,
     capsys: pytest.CaptureFixture[str],
 ) -> None:
-    hub_of, kit = (load_script(CHECKPOINTS / name) for name in ("hub_stand_in.py", "hub_client.py"))
+    stand_in = load_script(CHECKPOINTS / "hub_stand_in.py")
     out = tmp_path / "made"
-    with hub_of.running_hub() as hub:
-        kit.point_client(hub.url, tmp_path / "home", monkeypatch)
+    with stand_in.running_hub() as hub:
+        stand_in.point_client(hub.url, tmp_path / "home", monkeypatch)
         repo = hub.repo("me/target", {"config.json": b"{}"})
         repo.commits[COMMIT] = repo.commits[repo.branches["main"]]
         repo.branches["v2"] = COMMIT
@@ -164,9 +164,9 @@ def test_a_finished_artifact_is_made_anew_when_its_branch_has_moved_on(
         moved = repo.branches["v2"] = repo.branches["main"]
         with pytest.raises(ValueError, match=f"for me/target at {COMMIT}, and its v2 is at {moved} now"):
             check_out(out, recipe)
-        asked = hub.count("info")
+        asked = hub.requests.count("info")
         check_out(tmp_path / "kept", recipe_for(f"me/target@{COMMIT}", tmp_path / "kept", drafter_recipe))
-        assert hub.count("info") == asked, "a commit does not move"
+        assert hub.requests.count("info") == asked, "a commit does not move"
         assert "not compared" not in capsys.readouterr().err
         del repo.branches["v2"]
         check_out(out, recipe)

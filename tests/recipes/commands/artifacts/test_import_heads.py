@@ -185,9 +185,10 @@ def test_wrong_requests_are_refused(target: Path, tmp_path: Path) -> None:
 
 @pytest.fixture
 def hub(tmp_path: Path, load_script: Callable[[Path], ModuleType]) -> Iterator[Any]:
-    folders = Path(__file__).parents[3] / "checkpoints" / "hub_folders.py"
-    with load_script(folders).serving(tmp_path / "hub") as server:
-        yield server
+    stand_in = load_script(Path(__file__).parents[3] / "checkpoints" / "hub_stand_in.py")
+    with stand_in.running_hub() as started:
+        started.files_of = stand_in.files_of
+        yield started
 
 
 FETCH = """
@@ -205,20 +206,22 @@ for line in sys.stdin:
 
 
 def test_of_the_hub_only_what_holds_the_heads_is_fetched(hub: Any, target: Path, tmp_path: Path) -> None:
-    state = tensors(2)
+    state, someone = tensors(2), tmp_path / "someone"
     whole = {f"medusa_head.{name}": tensor for name, tensor in state.items()}
-    publish(hub.root / "someone" / "both", state)
-    torch.save(state, hub.root / "someone" / "both" / "medusa_lm_head.pt")
-    publish(hub.root / "someone" / "pickled", state, pickled=True)
+    publish(someone / "both", state)
+    torch.save(state, someone / "both" / "medusa_lm_head.pt")
+    publish(someone / "pickled", state, pickled=True)
     for name in ("shards", "one", "bin"):
-        (hub.root / "someone" / name).mkdir()
-    save_file({"lm_head.weight": torch.zeros(1)}, hub.root / "someone" / "shards" / "model-1.safetensors")
-    save_file(whole, hub.root / "someone" / "shards" / "model-2.safetensors")
+        (someone / name).mkdir()
+    save_file({"lm_head.weight": torch.zeros(1)}, someone / "shards" / "model-1.safetensors")
+    save_file(whole, someone / "shards" / "model-2.safetensors")
     places = {"lm_head.weight": "model-1.safetensors"} | dict.fromkeys(whole, "model-2.safetensors")
     index = json.dumps({"weight_map": places})
-    (hub.root / "someone" / "shards" / "model.safetensors.index.json").write_text(index)
-    save_file(whole, hub.root / "someone" / "one" / "model.safetensors")
-    torch.save(whole, hub.root / "someone" / "bin" / "pytorch_model.bin")
+    (someone / "shards" / "model.safetensors.index.json").write_text(index)
+    save_file(whole, someone / "one" / "model.safetensors")
+    torch.save(whole, someone / "bin" / "pytorch_model.bin")
+    for folder in someone.iterdir():
+        hub.repo(f"someone/{folder.name}", hub.files_of(folder))
     cases = [
         ("both", True, "imported", ["config.json", HEADS_FILE]),
         ("pickled", False, "pickled ones are read with --unpickle", ["config.json"]),
@@ -229,7 +232,7 @@ def test_of_the_hub_only_what_holds_the_heads_is_fetched(hub: Any, target: Path,
         ("bin", True, "imported", ["pytorch_model.bin"]),
         ("nothing", False, "no folder someone/nothing, and someone/nothing on the hub", []),
     ]
-    settings = {"HF_ENDPOINT": f"http://127.0.0.1:{hub.server_port}", "HF_HOME": str(tmp_path / "home")}
+    settings = {"HF_ENDPOINT": hub.url, "HF_HOME": str(tmp_path / "home"), "HF_HUB_DISABLE_XET": "1"}
     free = {key: value for key, value in os.environ.items() if key not in ("HF_HUB_OFFLINE", "HF_HUB_CACHE")}
     command = [sys.executable, "-c", FETCH, str(target)]
     with subprocess.Popen(

@@ -1,0 +1,346 @@
+"""Push and pull against a stand-in of the hub: one whole commit or none, every hash checked, no token shown."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable
+from pathlib import Path
+from types import ModuleType
+from typing import Any
+
+import pytest
+from draftsmith.checkpoints.artifact.artifact import verify_artifact
+from draftsmith.checkpoints.hub import push_pull
+from draftsmith.checkpoints.hub.push_pull import plan_push, pull, push
+from draftsmith.checkpoints.storage.places import check_repository_name, check_revision
+from huggingface_hub import constants
+
+REPO = "somebody/drafts"
+LARGE = ("first.safetensors", "second.safetensors")
+Make = Callable[..., Path]
+
+
+@pytest.fixture
+def artifact(make_artifact: Make, tmp_path: Path) -> Path:
+    return make_artifact(tmp_path / "mine")
+
+
+def pushed(artifact: Path, **settings: Any) -> str:
+    return push(plan_push(artifact, REPO, lambda _: "a card", **settings))
+
+
+def test_what_is_pushed_is_pulled(hub: Any, artifact: Path, tmp_path: Path, stand_in: ModuleType) -> None:
+    commit = pushed(artifact)
+    repo = hub.repos[REPO]
+    assert (repo.branches["main"], len(repo.commits)) == (commit, 2)  # the hub's own first one, and this
+    pulled = pull(REPO, tmp_path / "theirs")
+    assert (pulled.commit, pulled.is_new) == (commit, True)
+    verify_artifact(tmp_path / "theirs", "table")
+    assert stand_in.files_of(tmp_path / "theirs") == repo.head()
+    mine = stand_in.files_of(artifact)
+    assert {name for name in mine if mine[name] != repo.head()[name]} == {"README.md", "artifact.json"}
+    assert (tmp_path / "theirs" / "README.md").read_text() == "a card"
+    assert (tmp_path / "theirs").stat().st_mode & 0o777 == 0o755
+    assert pushed(artifact) == commit, "there is nothing to do"
+    assert len(repo.commits) == 2
+
+
+def test_a_newer_artifact_replaces_all_files(hub: Any, make_artifact: Make, artifact: Path, tmp_path: Path) -> None:
+    pushed(make_artifact(tmp_path / "older", seed=1, **{"gone.bin": b"\0old"}))
+    hub.repos[REPO].add("main", hub.repos[REPO].commits[hub.repos[REPO].branches["main"]])
+    plan = plan_push(artifact, REPO, lambda _: "a card")
+    assert plan.deleted == ("gone.bin",)
+    assert "README.md" not in plan.sent, "the same is there"
+    push(plan)
+    assert set(hub.repos[REPO].head()) == set(plan.files)
+
+
+@pytest.mark.parametrize("kind", ["create", "preupload", "batch", "put", "verify", "commit"])
+@pytest.mark.parametrize("before", ["new", "standing"])
+def test_a_push_that_fails_publishes_nothing(
+    hub: Any, artifact: Path, make_artifact: Make, tmp_path: Path, stand_in: ModuleType, before: str, kind: str
+) -> None:
+    if before == "standing":
+        if kind == "create":
+            pytest.skip("nothing is made where a repository stands")
+        pushed(make_artifact(tmp_path / "older", seed=1))
+    head = dict(hub.repos[REPO].head()) if REPO in hub.repos else {}
+    hub.failing = {kind: 403}
+    with pytest.raises(ValueError, match="403") as failed:
+        pushed(artifact)
+    assert stand_in.TOKEN not in str(failed.value)
+    assert (hub.repos[REPO].head() if REPO in hub.repos else {}) == head
+    uploaded, hub.failing = hub.requests.count("put"), {}
+    pushed(artifact)
+    assert set(hub.repos[REPO].head()) == set(stand_in.files_of(artifact))
+    assert hub.requests.count("put") - uploaded == (0 if kind in ("verify", "commit") else 2), (
+        "what was uploaded is not sent again"
+    )
+
+
+@pytest.mark.parametrize("act", ["push", "pull"])
+def test_no_token_is_in_an_error(
+    hub: Any, artifact: Path, tmp_path: Path, stand_in: ModuleType, monkeypatch: pytest.MonkeyPatch, act: str
+) -> None:
+    pushed(artifact)
+    monkeypatch.setattr(
+        stand_in._Handler, "info", lambda *_: stand_in.refused(400, "Odd", f"{stand_in.TOKEN} is yours")
+    )
+    with pytest.raises(ValueError, match="is yours") as failed:
+        pushed(artifact) if act == "push" else pull(REPO, tmp_path / "out", "main")
+    assert stand_in.TOKEN not in str(failed.value)
+
+
+def test_another_commit_in_between_is_not_undone(
+    hub: Any, artifact: Path, make_artifact: Make, tmp_path: Path, stand_in: ModuleType
+) -> None:
+    pushed(artifact)
+    plan = plan_push(make_artifact(tmp_path / "newer", seed=4), REPO, lambda _: "newer")
+    repo = hub.repos[REPO]
+    theirs = repo.add("main", repo.commits[repo.branches["main"]] | {"LICENSE": stand_in.Blob(b"mine")})
+    with pytest.raises(ValueError, match=rf"{REPO}.*412"):
+        push(plan)
+    assert repo.branches["main"] == theirs
+
+
+@pytest.mark.parametrize("private", [False, True])
+def test_a_repository_that_somebody_made_meanwhile_is_not_filled(hub: Any, artifact: Path, private: bool) -> None:
+    plan = plan_push(artifact, REPO, lambda _: "", private=private)
+    hub.repo(REPO, {} if private else {"LICENSE": b"mine"})
+    with pytest.raises(ValueError, match=REPO):
+        push(plan)
+    assert hub.repos[REPO].head() == ({} if private else {"LICENSE": b"mine"})
+
+
+def test_what_the_hub_made_is_compared(hub: Any, artifact: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    plan, look = plan_push(artifact, REPO, lambda _: ""), push_pull._look
+
+    def other(repo: str, revision: str | None = None) -> Any:
+        found = look(repo, revision)
+        for file in found.siblings if found is not None else ():
+            file.size += file.rfilename == LARGE[0]
+        return found
+
+    monkeypatch.setattr(push_pull, "_look", other)
+    with pytest.raises(ValueError, match=rf"{LARGE[0]}$"):
+        push(plan)
+
+
+def test_what_changed_since_the_plan_is_not_published(hub: Any, artifact: Path) -> None:
+    plan = plan_push(artifact, REPO, lambda _: "")
+    content = (artifact / LARGE[0]).read_bytes()
+    (artifact / LARGE[0]).write_bytes(content[:-1] + bytes([content[-1] ^ 1]))
+    with pytest.raises(ValueError, match=REPO):
+        push(plan)
+    assert hub.repos[REPO].head() == {}
+
+
+def test_branches_and_revisions(hub: Any, artifact: Path, make_artifact: Make, tmp_path: Path) -> None:
+    first = pushed(artifact)
+    newer = make_artifact(tmp_path / "newer", seed=3)
+    second = pushed(newer, branch="trial")
+    assert hub.repos[REPO].branches == {"main": first, "trial": second}
+    for revision, source in ((None, artifact), ("trial", newer), (first, artifact), (second, newer)):
+        pull(REPO, tmp_path / "out", revision, replace_other=True)
+        assert (tmp_path / "out" / LARGE[0]).read_bytes() == (source / LARGE[0]).read_bytes()
+    third = pushed(make_artifact(tmp_path / "newest", seed=5), branch="trial")
+    assert hub.repos[REPO].branches == {"main": first, "trial": third}
+
+
+def test_what_somebody_added_on_the_hub_is_left_out(
+    hub: Any, artifact: Path, tmp_path: Path, stand_in: ModuleType
+) -> None:
+    whole = stand_in.files_of(artifact)
+    hub.repo(REPO, whole | {"LICENSE": b"mit", "samples/a.txt": b"a"})
+    pull(REPO, tmp_path / "theirs")
+    assert stand_in.files_of(tmp_path / "theirs") == whole
+
+
+def test_what_stands_there_is_not_replaced_unasked(
+    hub: Any, artifact: Path, make_artifact: Make, tmp_path: Path, stand_in: ModuleType
+) -> None:
+    pushed(artifact)
+    out = make_artifact(tmp_path / "trained", seed=9)
+    before = stand_in.files_of(out)
+    with pytest.raises(ValueError, match=r"trained.*--replace"):
+        pull(REPO, out)
+    assert stand_in.files_of(out) == before
+    assert not set(LARGE) & set(hub.got), "nothing large was fetched for it"
+    pull(REPO, out, replace_other=True)
+    theirs = hub.repos[REPO].head()
+    assert stand_in.files_of(out) == theirs
+    assert not pull(REPO, out).is_new
+    (out / LARGE[0]).write_bytes(b"x" * len(theirs[LARGE[0]]))
+    with pytest.raises(ValueError, match=LARGE[0]):
+        pull(REPO, out)
+    (out / "artifact.json").write_text("{}")
+    with pytest.raises(ValueError, match=str(out)):
+        pull(REPO, out)
+    assert pull(REPO, out, replace_other=True).is_new
+    assert stand_in.files_of(out) == theirs
+    assert hub.got.count(LARGE[0]) == 1, "what is in the cache is not fetched again"
+
+
+@pytest.mark.parametrize("name", ["thesis.tex", "artifact.json"])
+@pytest.mark.parametrize("replace", [False, True])
+def test_what_came_there_during_a_pull_stays(
+    hub: Any,
+    artifact: Path,
+    make_artifact: Make,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    name: str,
+    replace: bool,
+) -> None:
+    pushed(artifact)
+    out, fetch = tmp_path / "out", push_pull.fetch_artifact
+
+    def slow(*given: Any) -> Path:
+        if name == "artifact.json":
+            make_artifact(out, seed=9)
+        else:
+            out.mkdir()
+            (out / name).write_text("years of work")
+        return fetch(*given)
+
+    monkeypatch.setattr(push_pull, "fetch_artifact", slow)
+    if replace and name == "artifact.json":
+        assert pull(REPO, out, replace_other=True).is_new
+        return
+    with pytest.raises(ValueError, match=str(out)):
+        pull(REPO, out, replace_other=replace)
+    assert (out / name).is_file()
+    assert list(tmp_path.glob(".out*")) == []
+
+
+def _private(hub: Any, home: Path) -> None:
+    hub.repos[REPO].private = True
+    (home / "token").unlink()
+
+
+def _other_token(hub: Any, home: Path) -> None:
+    (home / "token").write_text("hf_" + "x" * 20)
+
+
+REFUSED: dict[str, tuple[Callable[[Any, Path], Any], tuple[str, ...], tuple[str, ...] | None]] = {
+    "missing": (lambda hub, home: hub.repos.clear(), (REPO, "hf auth login"), None),
+    "gated": (lambda hub, home: setattr(hub.repos[REPO], "gated", True), ("127.0.0.1", REPO, "hf auth login"), None),
+    "private": (_private, (REPO, "hf auth login"), ("hf auth login",)),
+    "an unknown token": (_other_token, (), ("401", "hf auth login")),
+    "hub down": (lambda hub, home: hub.failing.update(info=500), ("500",), ("500",)),
+}
+"""What is done to the hub, and what messages of a pull and of a push (None: it is not refused) must hold."""
+
+
+@pytest.mark.parametrize(("act", "of_pull", "of_push"), REFUSED.values(), ids=REFUSED)
+def test_repositories_that_cannot_be_had(
+    hub: Any,
+    artifact: Path,
+    tmp_path: Path,
+    act: Callable[[Any, Path], Any],
+    of_pull: tuple[str, ...],
+    of_push: tuple[str, ...] | None,
+) -> None:
+    pushed(artifact)
+    act(hub, tmp_path / "home")
+    if of_pull:
+        with pytest.raises(ValueError, match=".*".join(of_pull)):
+            pull(REPO, tmp_path / "out")
+        assert not (tmp_path / "out").exists()
+    if of_push is not None:
+        with pytest.raises(ValueError, match=".*".join(of_push)):
+            pushed(artifact)
+
+
+def test_a_client_that_may_not_ask(hub: Any, artifact: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(constants, "HF_HUB_OFFLINE", True)
+    with pytest.raises(ValueError, match="HF_HUB_OFFLINE"):
+        pushed(artifact)
+    assert hub.requests == []
+
+
+def test_repositories_that_are_no_whole_artifact(
+    hub: Any, artifact: Path, tmp_path: Path, stand_in: ModuleType
+) -> None:
+    whole = stand_in.files_of(artifact)
+    manifest = json.loads(whole["artifact.json"])
+    changed = json.dumps(manifest | {"vocab_size": 9}).encode()
+    manifest["files"]["../outside.txt"] = manifest["files"]["README.md"]
+    cases: list[tuple[dict[str, bytes], str]] = [
+        ({"config.json": b"{}"}, r"artifact\.json.*draftsmith import"),
+        ({name: content for name, content in whole.items() if name != LARGE[1]}, LARGE[1]),
+        (whole | {LARGE[1]: whole[LARGE[1]][:-100]}, rf"{LARGE[1]}.*{len(whole[LARGE[1]]) - 100}"),
+        (whole | {LARGE[1]: whole[LARGE[0]]}, LARGE[1]),
+        (whole | {"artifact.json": b"{}"}, r"artifact\.json"),
+        (whole | {"artifact.json": json.dumps(manifest).encode()}, r"\.\./outside\.txt"),
+        (whole | {"artifact.json": changed}, r"artifact\.json"),
+        (whole | {"deep/few.json": b'{"seed": 9}'}, r"deep/few\.json"),
+    ]
+    for number, (files, message) in enumerate(cases):
+        hub.repo(f"somebody/{number}", files)
+        with pytest.raises(ValueError, match=message):
+            pull(f"somebody/{number}", tmp_path / "pulled" / "out")
+        assert list(tmp_path.glob("pulled/*")) == list(tmp_path.glob("outside*")) == []
+
+
+def test_a_repository_of_something_else_is_not_written_over(hub: Any, artifact: Path, stand_in: ModuleType) -> None:
+    heads = json.loads((artifact / "artifact.json").read_text()) | {"kind": "heads"}
+    for files, message in (
+        ({"config.json": b"{}", "model.bin": b"\0", "README.md": b"mine"}, r"config\.json, model\.bin.*--replace"),
+        ({"artifact.json": json.dumps(heads).encode()}, "heads.*table.*--replace"),
+        ({"artifact.json": b"[]"}, r"artifact\.json.*--replace"),
+    ):
+        hub.repo(REPO, files)
+        with pytest.raises(ValueError, match=message):
+            pushed(artifact)
+    pushed(artifact, replace_other=True)
+    assert set(hub.repos[REPO].head()) == set(stand_in.files_of(artifact))
+
+
+def test_pushes_that_are_refused_before_anything_is_sent(
+    hub: Any, artifact: Path, make_artifact: Make, tmp_path: Path, stand_in: ModuleType
+) -> None:
+    hub.repo("somebody/public", {})
+    damaged = make_artifact(tmp_path / "damaged")
+    (damaged / LARGE[0]).write_bytes(b"x" + (damaged / LARGE[0]).read_bytes()[1:])
+    leaky = {token: f"my token is {token}".encode() for token in (stand_in.TOKEN, "hf_" + "A" * 30)}
+    cases: list[tuple[Callable[[], Any], str]] = [
+        (lambda: plan_push(artifact, "somebody/new", lambda _: "", branch="trial"), "main.*trial"),
+        (lambda: plan_push(artifact, "somebody/public", lambda _: "", private=True), "--private"),
+        (lambda: plan_push(damaged, REPO, lambda _: ""), LARGE[0]),
+        *(
+            (lambda number=number, text=text: plan_push(
+                make_artifact(tmp_path / str(number), **{"notes.txt": text}), REPO, lambda _: ""
+            ), r"notes\.txt")
+            for number, text in enumerate(leaky.values())
+        ),
+    ]  # fmt: skip
+    for act, message in cases:
+        with pytest.raises(ValueError, match=message) as refused:
+            act()
+        assert not any(token in str(refused.value) for token in leaky)
+    assert not {"create", "preupload", "commit"} & set(hub.requests)
+    with pytest.raises(ValueError, match=r"license.*mit"):
+        push(plan_push(artifact, REPO, lambda _: "---\nlicense: nonsense\n---\n"))
+    assert hub.repos[REPO].head() == {}
+
+
+@pytest.mark.parametrize(
+    "name",
+    [
+        "somebody/dr\u0430fts", "some\u200bbody/x", "somebody/x\n", "x", "a/b/c", "../b", "a/b..c", "a/-b", "a/b.git",
+        "a/" + "b" * 95,
+    ],
+)  # fmt: skip
+def test_odd_names_of_repositories(name: str) -> None:
+    with pytest.raises(ValueError, match=r"U\+0430|U\+200B|U\+000A|user/name|97"):
+        check_repository_name(name)
+
+
+def test_good_names() -> None:
+    for name in ("lmsys/vicuna-7b-v1.3", "A_b/c.d"):
+        check_repository_name(name)
+    for revision in ("main", "v1.0", "refs/pr/1", "0" * 40):
+        check_revision(revision)
+    with pytest.raises(ValueError, match=r"\.\./main"):
+        check_revision("../main")
