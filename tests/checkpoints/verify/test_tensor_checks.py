@@ -18,7 +18,6 @@ from draftsmith.checkpoints.export.base import export_artifact
 from draftsmith.checkpoints.export.drafter import ASSISTANT, load_drafter
 from draftsmith.checkpoints.heads.files import PredictionHeads, save_heads
 from draftsmith.checkpoints.hub import push_pull as publish
-from draftsmith.checkpoints.hub.client import Hub
 from draftsmith.checkpoints.hub.push_pull import plan_push
 from draftsmith.checkpoints.pairs.checks import examine
 from draftsmith.checkpoints.pairs.repair import repair
@@ -157,7 +156,7 @@ def test_verify_export_and_push_notice_it(tmp_path: Path, change: Change, said: 
     assert fault == str(caught.value)
     assert not (tmp_path / "export").exists()
     with pytest.raises(ValueError, match=said):  # before the hub is asked for anything
-        plan_push(Hub(), out, "me/drafter", lambda manifest: "a card")
+        plan_push(out, "me/drafter", lambda manifest: "a card")
 
 
 def test_a_model_with_tensors_too_many_is_sound(tmp_path: Path) -> None:
