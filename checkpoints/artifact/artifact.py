@@ -12,8 +12,7 @@ from typing import Any, TypeVar
 from ..storage.atomic import atomic_dir, left_aside, read_consistent
 from ..storage.messages import shown
 from ..storage.names import MANIFEST_FILE
-from ..storage.safe_read import file_hash, files_of, is_blob, name_fault, read_text
-from .card import model_card
+from ..storage.safe_read import file_hash, files_of, is_blob, name_fault, read_text, stamp
 from .fingerprints import model_fingerprint, tokenizer_fingerprint
 from .manifest import KINDS, MAX_MANIFEST_BYTES, SCHEMA_VERSION, Manifest, library_versions, record_fault, to_json_safe
 
@@ -109,8 +108,11 @@ def _write_all(out: Path, manifest: Manifest, write: Callable[[Path], None], car
         write(unfinished)
         assert any(unfinished.iterdir()), "write left no files"
         assert not (unfinished / MANIFEST_FILE).exists(), f"{MANIFEST_FILE} is written here, not by `write`"
-        text = card if card is not None else model_card(manifest, out.name)
-        (unfinished / CARD_FILE).write_text(text, encoding="utf-8")
+        if card is None:
+            from .card import model_card  # loading an artifact does not import what writes cards
+
+            card = model_card(manifest, out.name)
+        (unfinished / CARD_FILE).write_text(card, encoding="utf-8")
         manifest = replace(manifest, files=_hash_all(unfinished))
         record = manifest.to_json()
         if len(record.encode()) > MAX_MANIFEST_BYTES:
@@ -292,6 +294,5 @@ def _hash_all(directory: Path) -> dict[str, dict[str, Any]]:
     for name, fault in sorted(files_of(directory)):
         if (wrong := fault or name_fault(name)) is not None:
             raise ValueError(f"{shown(name)} cannot be a file of an artifact: {wrong}")
-        path = directory / name
-        entries[name] = {"sha256": file_hash(path), "bytes": path.stat().st_size}
+        entries[name] = stamp(directory / name)
     return entries

@@ -17,8 +17,8 @@ from transformers import AutoConfig
 
 from ..storage.atomic import read_consistent
 from ..storage.messages import first_line
-from ..storage.names import PREFIX
-from ..storage.safe_read import UNREADABLE, open_file, read_json
+from ..storage.names import MANIFEST_FILE, PREFIX
+from ..storage.safe_read import UNREADABLE, file_hash, open_file, read_json
 
 _CONFIG_KEYS = (
     "model_type",
@@ -87,6 +87,27 @@ def model_fingerprint(model_or_dir: nn.Module | Path | str) -> str:
             embeddings.add(digest)
     text = json.dumps({"config": settings, "tensors": sorted(samples)}, default=str, sort_keys=True)
     return hashlib.sha256(text.encode()).hexdigest()
+
+
+def source_hash(source: Path | str, *, weights_alone: bool = False) -> str | None:
+    """What an artifact or a model is: the hash of its manifest, which holds those of its files, else the fingerprint of
+    its weights; None of one that is not here, as on the hub, or whose weights cannot be read."""
+    folder = Path(source)
+    if not weights_alone and (folder / MANIFEST_FILE).is_file():
+        return file_hash(folder / MANIFEST_FILE)
+    try:
+        return model_fingerprint(folder) if (folder / "config.json").is_file() else None
+    except ValueError:
+        return None
+
+
+def source_state(source: Path | str) -> Any:
+    """What changes when any file of a source is written anew: the hash of a manifest, else names, sizes and times."""
+    folder = Path(source)
+    if (folder / MANIFEST_FILE).is_file():
+        return source_hash(folder)
+    files = sorted(path for path in (folder, *folder.rglob("*")) if path.is_file())
+    return [[str(path.relative_to(folder)), path.stat().st_size, path.stat().st_mtime_ns] for path in files]
 
 
 def _config(directory: Path) -> Any:

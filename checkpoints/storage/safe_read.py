@@ -152,6 +152,11 @@ def file_hash(path: Path) -> str:
         return hashlib.file_digest(opened, "sha256").hexdigest()
 
 
+def stamp(path: Path) -> dict[str, Any]:
+    """A file's `sha256` (hex) and `bytes`. Raises what `open_file` raises."""
+    return {"sha256": file_hash(path), "bytes": path.stat().st_size}
+
+
 def name_fault(name: str) -> str | None:
     """What is wrong with a name of a file in a folder that is handed on: it must be a relative path with forward
     slashes that means the same file on every system, and can be shown. None for a good one."""

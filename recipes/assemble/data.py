@@ -15,6 +15,7 @@ from typing import Any
 
 from ...checkpoints.artifact.artifact import tokenizer_fingerprint
 from ...checkpoints.storage.atomic import atomic_dir, atomic_text
+from ...checkpoints.storage.safe_read import file_hash
 from ...data.blocks.prepared import SCHEMA, PreparedData, padding_id, prepare
 from ...data.blocks.stream import StreamedData
 from ...data.cleaning.options import Cleaning
@@ -313,9 +314,7 @@ def _sha256(path: Path, known: dict[str, list[Any]]) -> str:
     stat, name = path.stat(), str(path.resolve())
     found = known.get(name)
     if found is None or found[:3] != [stat.st_size, stat.st_mtime_ns, stat.st_ino]:
-        with path.open("rb") as opened:
-            digest = hashlib.file_digest(opened, "sha256").hexdigest()
-        known[name] = [stat.st_size, stat.st_mtime_ns, stat.st_ino, digest]
+        known[name] = [stat.st_size, stat.st_mtime_ns, stat.st_ino, file_hash(path)]
     return str(known[name][3])
 
 

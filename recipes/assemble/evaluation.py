@@ -22,6 +22,7 @@ from ...checkpoints.artifact.artifact import (
     open_artifact,
     tokenizer_fingerprint,
 )
+from ...checkpoints.artifact.fingerprints import source_hash, source_state
 from ...checkpoints.artifact.locate import at_revision, model_source, resolve
 from ...checkpoints.heads.files import PredictionHeads, load_heads
 from ...checkpoints.table.table import BigramTable
@@ -181,19 +182,9 @@ def identity_of(recipe: EvaluateRecipe, prompts: Sequence[Sequence[int]], device
     settings = recipe.model_dump(mode="json", exclude={"out", "show_categories", "energy"})
     drafters = [recipe.drafter, *recipe.more_drafters]
     parts = [*((source, "drafter") for source in drafters), (recipe.heads, "heads"), (recipe.table, "table")]
-    artifacts = {source: state_of(place_of(source, kind)) for source, kind in parts if source is not None}
-    artifacts[recipe.target] = state_of(at_revision(recipe.target))
+    artifacts = {source: source_state(place_of(source, kind)) for source, kind in parts if source is not None}
+    artifacts[recipe.target] = source_state(at_revision(recipe.target))
     return settings | {"artifacts": artifacts, "prompts read": prompts_digest(prompts), "machine": machine(device)}
-
-
-def state_of(source: str) -> Any:
-    """What changes when a folder or file is written anew; an artifact's manifest holds the hashes of its files."""
-    folder = Path(source)
-    manifest = folder / "artifact.json"
-    if manifest.is_file():
-        return hashlib.sha256(manifest.read_bytes()).hexdigest()
-    files = sorted(path for path in (folder, *folder.rglob("*")) if path.is_file())
-    return [[str(path.relative_to(folder)), path.stat().st_size, path.stat().st_mtime_ns] for path in files]
 
 
 def prompts_digest(prompts: Sequence[Sequence[int]]) -> str:
@@ -201,7 +192,7 @@ def prompts_digest(prompts: Sequence[Sequence[int]]) -> str:
 
 
 def artifact_hashes(recipe: EvaluateRecipe) -> dict[str, dict[str, Any]]:
-    """Of each artifact that is named: source, hash (see `artifact_hash`), and the hashes of its files by name."""
+    """Of each artifact that is named: source, hash (see `source_hash`), and the hashes of its files by name."""
     sources = {"drafter": recipe.drafter, "heads": recipe.heads, "table": recipe.table}
     sources |= {f"drafter {place + 2}": source for place, source in enumerate(recipe.more_drafters)}
     found = {}
@@ -210,21 +201,5 @@ def artifact_hashes(recipe: EvaluateRecipe) -> dict[str, dict[str, Any]]:
             folder = Path(place_of(source, name.partition(" ")[0]))
             entries = load_manifest(folder).files if (folder / MANIFEST_FILE).is_file() else {}
             files = {file: entry["sha256"] for file, entry in entries.items()}
-            found[name] = {"source": source, "hash": artifact_hash(str(folder)), "files": files}
+            found[name] = {"source": source, "hash": source_hash(str(folder)), "files": files}
     return found
-
-
-def artifact_hash(source: str) -> str | None:
-    """What an artifact's files are: the hash of its manifest, else the fingerprint of its weights; None of one that is
-    not here, as on the hub, or whose weights cannot be read."""
-    manifest = Path(source) / "artifact.json"
-    if manifest.is_file():
-        return hashlib.sha256(manifest.read_bytes()).hexdigest()
-    return weights_hash(source)
-
-
-def weights_hash(source: str) -> str | None:
-    try:
-        return model_fingerprint(source) if (Path(source) / "config.json").is_file() else None
-    except ValueError:
-        return None

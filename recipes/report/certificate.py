@@ -7,8 +7,8 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
+from ...checkpoints.artifact.fingerprints import source_hash
 from ...checkpoints.storage.safe_read import read_document
-from ..assemble.evaluation import artifact_hash, weights_hash
 from .tables import DASH, Cell, Column, Table, number_cell, render
 
 SCHEMA = 1
@@ -59,7 +59,7 @@ def changed_since(told: Mapping[str, Any]) -> list[str]:
     changed = []
     for name, one in told["artifacts"].items():
         # Of the target the weights were taken, also where it has a manifest.
-        now = weights_hash(one["source"]) if name == "target" else artifact_hash(one["source"])
+        now = source_hash(one["source"], weights_alone=name == "target")
         if None not in (now, one["hash"]) and now != one["hash"]:
             changed.append(name)
     return changed

@@ -25,6 +25,7 @@ import torch
 from torch import nn
 
 from ...checkpoints.storage.atomic import atomic_text, sync
+from ...checkpoints.storage.safe_read import stamp
 from ..parallel.accelerate import zero_stage
 from ..parallel.processes import on_main, raised, together
 from ..parallel.sharding import load_whole_optimizer, load_whole_weights, whole_optimizer, whole_state
@@ -257,7 +258,7 @@ class StateFolder:
             "tokens": position.tokens,
             "parallelism": self._parallelism(),
             "data": position.data,
-            "files": {path.relative_to(temporary).as_posix(): _stamp(path) for path in files},
+            "files": {path.relative_to(temporary).as_posix(): stamp(path) for path in files},
         }
         (temporary / _SUMMARY).write_text(json.dumps(summary, indent=2) + "\n", encoding="utf-8")
         folders = [path for path in temporary.rglob("*") if path.is_dir()]
@@ -339,20 +340,15 @@ def _problem_of(folder: Path) -> str | None:
         return f"incomplete, it has no {_SUMMARY}"
     except (OSError, json.JSONDecodeError, KeyError, TypeError) as error:
         return f"{_SUMMARY} is damaged ({error})"
-    for name, stamp in files.items():
+    for name, written in files.items():
         path = folder / name
         if not path.is_file():
             return f"{name} is missing"
-        if path.stat().st_size != stamp["bytes"]:
-            return f"{name} has {path.stat().st_size} bytes, expected {stamp['bytes']}"
-        if _stamp(path) != stamp:
+        if path.stat().st_size != written["bytes"]:
+            return f"{name} has {path.stat().st_size} bytes, expected {written['bytes']}"
+        if stamp(path) != written:
             return f"{name} is damaged, its SHA-256 differs"
     return None
-
-
-def _stamp(path: Path) -> dict[str, Any]:
-    with path.open("rb") as file:
-        return {"bytes": path.stat().st_size, "sha256": hashlib.file_digest(file, "sha256").hexdigest()}
 
 
 def _read_lines(path: Path) -> list[dict[str, Any]]:

@@ -12,7 +12,6 @@ data.
 
 from __future__ import annotations
 
-import hashlib
 import json
 import os
 from collections.abc import Callable, Mapping, Sequence
@@ -24,6 +23,7 @@ import numpy as np
 from safetensors import SafetensorError, safe_open
 from torch import Tensor
 
+from ...checkpoints.storage.safe_read import stamp
 from ...data.blocks.packing import Batch
 from .row_plan import Shard, Source, spans_of
 
@@ -199,12 +199,6 @@ def damage_of(path: Path, written: Mapping[str, Any]) -> str | None:
     except ValueError as error:
         return str(error)
     return None if stamp(path) == written else f"{path} is damaged: its SHA-256 is not the manifest's"
-
-
-def stamp(path: Path) -> dict[str, Any]:
-    """Size and SHA-256 of a file."""
-    with path.open("rb") as file:
-        return {"bytes": path.stat().st_size, "sha256": hashlib.file_digest(file, "sha256").hexdigest()}
 
 
 def _check_size(path: Path, written: Mapping[str, Any]) -> None:

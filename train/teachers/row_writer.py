@@ -19,9 +19,10 @@ from safetensors.torch import save
 from torch import Tensor
 
 from ...checkpoints.storage.atomic import atomic_file, atomic_text, sync
+from ...checkpoints.storage.safe_read import stamp
 from ...data.blocks.packing import Batch
 from ...data.blocks.prepared import PreparedData
-from .row_cache import DOCUMENTS, SCHEMA, shapes_in, stamp
+from .row_cache import DOCUMENTS, SCHEMA, shapes_in
 from .row_plan import CachePlan, Shard, Source, kept_positions
 
 MakeRows = Callable[[Batch, Tensor], Iterator[dict[str, Tensor]]]

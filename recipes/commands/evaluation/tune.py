@@ -8,6 +8,7 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
+from ....checkpoints.artifact.fingerprints import source_hash
 from ....checkpoints.artifact.locate import at_revision
 from ....checkpoints.storage.atomic import atomic_text
 from ....data.prompts import stop_ids
@@ -44,7 +45,7 @@ from ....decode.evaluation.replay.tuning import (
 from ....decode.methods import METHODS, Parts, build_method
 from ....decode.models.base import LanguageModel
 from ....decode.warpers import Sampling
-from ...assemble.evaluation import artifact_hash, open_recipe, place_of, prompts_digest, prompts_of
+from ...assemble.evaluation import open_recipe, place_of, prompts_digest, prompts_of
 from ...report.tune import describe_settings, show, write_frontier
 from ...schema.evaluation import EvaluateRecipe, MethodSection
 from ...schema.loading import write_recipe
@@ -140,7 +141,7 @@ def _recording(case: _Case) -> Recording:
         proposer = build_method("bigram", case.parts, case.sampling, **case.fixed["bigram"]).proposer
         tables.append(TableSource.of(proposer))  # type: ignore[arg-type]
     models = {
-        part: [source, artifact_hash(at_revision(source) if part == "target" else place_of(source, part))]
+        part: [source, source_hash(at_revision(source) if part == "target" else place_of(source, part))]
         for part in ("target", "drafter", "heads", "table")
         if (source := getattr(recipe, part)) is not None
     }

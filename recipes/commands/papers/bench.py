@@ -9,11 +9,12 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from ....checkpoints.artifact.fingerprints import source_state
 from ....data.prompts import load_prompts, stop_ids
 from ....decode.engine import Limits
 from ....decode.evaluation.replay.recording import sample_texts
 from ....decode.warpers import Sampling
-from ...assemble.evaluation import LoadedPair, open_recipe, state_of
+from ...assemble.evaluation import LoadedPair, open_recipe
 from ...schema.loading import parse_recipe
 from ...schema.papers import PaperEvaluation
 from ...schema.training import TableRecipe
@@ -73,7 +74,7 @@ def counted_table(evaluation: PaperEvaluation, source: str, folder: Path, limit:
     Raises:
         ValueError: what counting raises.
     """
-    states = [source, state_of(source), evaluation.target, state_of(evaluation.target), evaluation.template]
+    states = [source, source_state(source), evaluation.target, source_state(evaluation.target), evaluation.template]
     digest = hashlib.sha256(json.dumps(states).encode()).hexdigest()[:12]
     out = folder / (f"counted-{digest}" if limit is None else f"counted-{digest}-{limit}")
     data = {"source": source, "limit": limit, "template": evaluation.template, "cache": str(folder / "prepared")}

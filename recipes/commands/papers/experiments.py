@@ -14,10 +14,11 @@ from typing import Any
 import numpy as np
 import torch
 
+from ....checkpoints.artifact.fingerprints import source_state
 from ....checkpoints.storage.atomic import atomic_text
 from ....decode.evaluation.measure import BASELINE
 from ....decode.methods import method_options
-from ...assemble.evaluation import device_of, state_of
+from ...assemble.evaluation import device_of
 from ...schema.claims import transformed
 from ...schema.evaluation import EvaluateRecipe
 from ...schema.papers import RUN, PaperEvaluation, PaperRecipe, RunsSettings, run_folder
@@ -160,7 +161,7 @@ def _identity(evaluation: PaperEvaluation) -> Any:
     """What results belong to: they may only be used again where all of it is the same."""
     identity = {
         "recipe": evaluation.model_dump(mode="json"),
-        "artifacts": {source: state_of(source) for source in evaluation.sources()},
+        "artifacts": {source: source_state(source) for source in evaluation.sources()},
         "machine": machine_of(evaluation),
     }
     return json.loads(json.dumps(identity))

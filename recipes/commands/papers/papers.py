@@ -56,14 +56,15 @@ def run_paper(recipe: PaperRecipe, name: str, pair: str | None = None, folder: P
     Raises:
         ValueError: what the experiment raises; a claim about a row or metric that there is not.
     """
-    from ...assemble.evaluation import state_of
+    from ....checkpoints.artifact.fingerprints import source_state
     from .experiments import EXPERIMENTS, machine_of
 
     used = recipe.on_pair(pair) if pair is not None else recipe
     folder = folder or folder_of(recipe, pair)
     on = machine_of(used.evaluate)
     settings = used.model_dump(mode="json", include={"experiment", "settings", "evaluate"})
-    known = [__version__, settings, used.counts_joules(), {source: state_of(source) for source in used.sources()}, on]
+    states = {source: source_state(source) for source in used.sources()}
+    known = [__version__, settings, used.counts_joules(), states, on]
     identity = hashlib.sha256(json.dumps(known, sort_keys=True).encode()).hexdigest()
     result = _finished(folder / "paper.json", identity)
     if result is None:
