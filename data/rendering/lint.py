@@ -10,47 +10,123 @@ from __future__ import annotations
 import re
 from bisect import bisect_left
 from collections import Counter
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
-from itertools import zip_longest
+from itertools import groupby, zip_longest
 from typing import Any
 
 import numpy as np
 
 from ..conversations import Conversation
-from .decoding import UNKNOWN, PieceDecoder, alike, special_flags, vocabulary_size
-from .lint_report import (
-    ANSWER_CUT,
-    ANSWER_DIFFERS,
-    BROKEN_SPANS,
-    CONTEXT_DIFFERS,
-    EMPTY_ANSWER,
-    EVERYTHING_TRAINED,
-    FAULTS,
-    MISSING_END,
-    NOTHING_TRAINED,
-    OUTSIDE_VOCABULARY,
-    QUESTION_CUT,
-    SPECIAL_TOKEN_INSIDE,
-    SPECIAL_TOKEN_TEXT,
-    USER_TEXT_TRAINED,
-    LintReport,
-    colour,
-)
 from .render import Rendered
 from .templates import Template
 
-__all__ = ["LintReport", "Linter", "colour"]
+NOTHING_TRAINED = "nothing trained"
+EVERYTHING_TRAINED = "everything trained"  # but for a first token, which nothing predicts; right for bare text alone
+USER_TEXT_TRAINED = "user text trained"  # or the template's, or the system's: whatever the assistant did not say
+ANSWER_DIFFERS = "answer differs"  # an answer is not trained whole, or is not the conversation's
+MISSING_END = "missing end of turn"  # the end of an answer that was not cut is not there, or not trained
+SPECIAL_TOKEN_INSIDE = "special token inside a message"
+OUTSIDE_VOCABULARY = "token outside the vocabulary"
+CONTEXT_DIFFERS = "context differs"  # around right answers stands something else than questions and template
+BROKEN_SPANS = "broken spans"  # empty, overlapping, out of order or outside the document
+FAULTS = (
+    NOTHING_TRAINED, EVERYTHING_TRAINED, USER_TEXT_TRAINED, ANSWER_DIFFERS, MISSING_END, SPECIAL_TOKEN_INSIDE,
+    OUTSIDE_VOCABULARY, CONTEXT_DIFFERS, BROKEN_SPANS,
+)  # fmt: skip
+ANSWER_CUT = "answer cut"
+QUESTION_CUT = "question cut"
+SPECIAL_TOKEN_TEXT = "special-token text"  # such as "</s>" in what a user typed, which stays text
+EMPTY_ANSWER = "empty answer"
+NOTICES = (ANSWER_CUT, QUESTION_CUT, SPECIAL_TOKEN_TEXT, EMPTY_ANSWER)
 
+UNKNOWN = "\N{REPLACEMENT CHARACTER}"
+_BYTE = re.compile(r"<0x[0-9A-F]{2}>")
+_EXAMPLE_IDS = 5
 _START, _END = -1, -2  # marks where a trained stretch begins and ends, beside ids of special tokens
 _TOKEN = 16  # characters that a token may hold
-_TAIL = 4  # characters before an answer by which its beginning is looked for
+
+
+@dataclass(slots=True)
+class LintReport:
+    """What was found in documents. `clean` of them have no fault; notices are counted, and are no faults.
+
+    `examples` holds the ids of the first five conversations of each finding.
+    """
+
+    documents: int = 0
+    tokens: int = 0
+    trained_tokens: int = 0
+    clean: int = 0
+    findings: Counter[str] = field(default_factory=Counter)
+    examples: dict[str, list[str]] = field(default_factory=dict)
+
+    def add(self, document: Rendered, findings: Sequence[str]) -> None:
+        """Count one document with its findings."""
+        self.documents += 1
+        self.tokens += len(document.ids)
+        if BROKEN_SPANS in findings:
+            self.trained_tokens += int(document.trainable().sum())
+        else:
+            self.trained_tokens += sum([end - start for start, end in document.spans])
+        self.clean += not (findings and any(name in FAULTS for name in findings))
+        for name in findings:
+            self.findings[name] += 1
+            ids = self.examples.setdefault(name, [])
+            if len(ids) < _EXAMPLE_IDS and document.conversation.id not in ids:
+                ids.append(document.conversation.id)
+
+    def failures(self, min_clean_share: float, min_trained_share: float) -> list[str]:
+        """What lies below its floor, a message each with both numbers; [] where all is well.
+
+        Raises:
+            ValueError: a floor that is not between 0 and 1.
+        """
+        messages = []
+        for title, name, floor, part, whole in (
+            ("documents without faults", "min_clean_share", min_clean_share, self.clean, self.documents),
+            ("trained tokens", "min_trained_share", min_trained_share, self.trained_tokens, self.tokens),
+        ):
+            if not 0.0 <= floor <= 1.0:
+                raise ValueError(f"{name} is {floor}, expected a share between 0 and 1")
+            if part < floor * whole or (not whole and floor > 0):
+                share = f"{100 * part / whole:.6g} % ({part:,} of {whole:,})" if whole else "there are no documents"
+                messages.append(f"{title}: {share}, the floor is {100 * floor:.6g} %")
+        return messages
+
+    def as_dict(self) -> dict[str, Any]:
+        """Plain dictionaries and numbers, ready for JSON."""
+        counts: dict[str, Any] = {
+            "documents": self.documents,
+            "tokens": self.tokens,
+            "trained_tokens": self.trained_tokens,
+            "trained_share": self.trained_tokens / self.tokens if self.tokens else None,
+            "clean": self.clean,
+            "clean_share": self.clean / self.documents if self.documents else None,
+        }
+        for kind, known in (("faults", FAULTS), ("notices", NOTICES)):
+            found = [name for name in known if self.findings[name]]
+            counts[kind] = {n: {"documents": self.findings[n], "examples": list(self.examples[n])} for n in found}
+        return counts
+
+    def summary(self) -> str:
+        """One line: `120 documents, 90,112 tokens, 61.0 % trained; 2 documents with faults (2 answer differs); …`."""
+        share = f"{100 * self.trained_tokens / self.tokens:.1f} %" if self.tokens else "none"
+        faulty = self.documents - self.clean
+        parts = [f"{self.documents:,} documents, {self.tokens:,} tokens, {share} trained"]
+        parts.append(f"{faulty:,} documents with faults{self._listed(FAULTS)}" if faulty else "no faults")
+        if any(self.findings[name] for name in NOTICES):
+            parts.append(f"notices{self._listed(NOTICES)}")
+        return "; ".join(parts)
+
+    def _listed(self, names: Iterable[str]) -> str:
+        return " (" + ", ".join(f"{self.findings[n]:,} {n}" for n in names if self.findings[n]) + ")"
 
 
 @dataclass(slots=True)
 class _Sketch:
-    """A document as texts with marks between them: the ids of special tokens, `_START` and `_END` of what is trained.
-    `texts` has one more than `marks`. The first question is in texts[question[0]], behind question[1] characters. `cut`
-    is what an answer that was cut may read."""
+    """A document as texts with marks between them (ids of special tokens, `_START` and `_END` of what is trained). The
+    first question is in texts[question[0]], behind question[1] characters; `cut`: what a cut answer may read."""
 
     marks: list[int] = field(default_factory=list)
     texts: list[str] = field(default_factory=lambda: [""])
@@ -81,8 +157,7 @@ class _Sketch:
 class Linter:
     """Checks documents that were rendered with this tokenizer and template, and keeps a `report` of them.
 
-    Up to three documents are kept to be shown: see `examples`. A conversation's last turn may be trained alone, as
-    `last_turn_only` has it; which of the two a whole corpus is, is not asked.
+    A conversation's last turn may be trained alone, as `last_turn_only` has it.
 
     Raises:
         ValueError: the template needs {eos} or {bos}, or an end of turn, that the tokenizer lacks.
@@ -109,16 +184,11 @@ class Linter:
         self._start, self._next = self._constant(template.start), self._constant(template.next)
         self._system = [self._constant(text) for text in template.system or ()]
         self._least_context = min(2, len(self._bos + self._start + self._middle))
-        self._first: Rendered | None = None
-        self._typical: Rendered | None = None
-        self._found: Rendered | None = None
-        self._found_rank = -1
+        self._first: list[Rendered] = []
+        self._found: dict[bool, Rendered] = {}
 
     def check(self, document: Rendered) -> tuple[str, ...]:
-        """All findings of one document, from `FAULTS` and `NOTICES`; its pieces are decoded.
-
-        A document with nothing or everything trained, broken spans or unknown ids is not looked into further.
-        """
+        """All findings of one document, from `FAULTS` and `NOTICES`; its pieces are decoded."""
         findings = self._at_a_glance(document)
         if not findings:
             actual = self._sketch_of(document)
@@ -130,11 +200,7 @@ class Linter:
         return self._record(document, findings)
 
     def count(self, document: Rendered) -> tuple[str, ...]:
-        """The findings of one document that its ids and spans show by themselves: microseconds, nothing is decoded.
-
-        What needs the text is not found: user text trained, an answer or context that differs, special tokens in a
-        question, special-token text, empty answers.
-        """
+        """The findings of one document that its ids and spans show by themselves; nothing is decoded."""
         findings = self._at_a_glance(document)
         if not findings:
             positions = self._special.take(document.ids).nonzero()[0].tolist()
@@ -150,34 +216,18 @@ class Linter:
         return self._record(document, findings)
 
     def examples(self) -> list[Rendered]:
-        """Up to three of the documents seen: the first, one of about average length, one with a finding if any has.
-
-        A fault goes before a notice, the first before later ones; the same documents give the same examples.
-        """
-        kept = (self._first, self._typical, self._found)
-        return [document for document in kept if document is not None]
+        """Up to three of the documents seen: the first with a fault, the first with a notice, the first ones."""
+        shown = [self._found[is_fault] for is_fault in (True, False) if is_fault in self._found]
+        return list({id(document): document for document in (*shown, *self._first)}.values())[:3]
 
     def _record(self, document: Rendered, findings: list[str]) -> tuple[str, ...]:
-        if document.answer_cut:
-            findings.append(ANSWER_CUT)
-        if document.question_cut:
-            findings.append(QUESTION_CUT)
+        findings += [ANSWER_CUT] * document.answer_cut + [QUESTION_CUT] * document.question_cut
         self.report.add(document, findings)
-        rank = 0 if not findings else 2 if any(name in FAULTS for name in findings) else 1
-        if self._first is None:
-            self._first = document
-        elif rank > self._found_rank:
-            displaced, self._found, self._found_rank = self._found, document, rank
-            if displaced is not None:
-                self._offer(displaced)
-        else:
-            self._offer(document)
+        if len(self._first) < 3:
+            self._first.append(document)
+        if findings:
+            self._found.setdefault(any(name in FAULTS for name in findings), document)
         return tuple(findings)
-
-    def _offer(self, document: Rendered) -> None:
-        mean = self.report.tokens / self.report.documents
-        if self._typical is None or abs(len(document.ids) - mean) < abs(len(self._typical.ids) - mean):
-            self._typical = document
 
     def _at_a_glance(self, document: Rendered) -> list[str]:
         ids, spans, length = document.ids, document.spans, len(document.ids)
@@ -210,7 +260,7 @@ class Linter:
         # of a conversation's last turn alone the earlier exchanges are context
         if spans == 1 < left and self._same(document, actual, self._expected(document, left, last_only=True)):
             return []
-        return self._named(document, actual, left)
+        return self._named(document, actual, expected)
 
     def _bare_faults(self, document: Rendered, actual: _Sketch) -> list[str]:
         """Of a part of a bare text: it may begin and end anywhere, but is trained whole."""
@@ -322,83 +372,18 @@ class Linter:
             return heard.startswith(said)
         return said == heard or (head is not None and _less_a_part(said, heard, None))
 
-    def _named(self, document: Rendered, actual: _Sketch, left: int) -> list[str]:
+    def _named(self, document: Rendered, actual: _Sketch, expected: _Sketch) -> list[str]:
         """The names of what is wrong."""
-        whole, spans = self._characters(document)
-        exchanges, stretches = self._found_in(document, whole, left)
-        last_only = len(document.spans) == 1 < exchanges == left
-        expected = self._expected(document, exchanges or min(len(document.spans), left), last_only=last_only)
         found: set[str] = set()
-        if exchanges:
-            said, right = np.zeros(len(whole), dtype=bool), np.zeros(len(whole), dtype=bool)
-            for flags, bounds in ((said, spans), (right, stretches[-1:] if last_only else stretches)):
-                for start, end in bounds:
-                    flags[start:end] = True
-            found |= {USER_TEXT_TRAINED} if (said & ~right).any() else set()
-            found |= {ANSWER_DIFFERS} if (right & ~said).any() else set()
-        wrong = self._wrong_answers(actual, expected)
-        if exchanges and not found:  # white space alone may be too much or too little
-            found |= {USER_TEXT_TRAINED if len(said) > len(text) else ANSWER_DIFFERS for said, text in wrong}
-        elif not exchanges:
-            found.add(ANSWER_DIFFERS if wrong else CONTEXT_DIFFERS)
-        # where the token that ends an answer ends a question too (T5), one at an answer's beginning is the question's
-        borrowed = sum(end - start > 1 and document.ids[start] == self._closing for start, end in document.spans)
-        if borrowed:
-            found.add(USER_TEXT_TRAINED)
-        closed = (document.ids[document.trainable()] == self._closing).sum() - borrowed
-        if closed < expected.marks.count(_END) - document.answer_cut:
+        for said, text in zip_longest(actual.stretches()[1::2], expected.stretches()[1::2], fillvalue=""):
+            if not self._right_answer(said, text, actual.cut):
+                found.add(USER_TEXT_TRAINED if len(said) > len(text) and text.strip() in said else ANSWER_DIFFERS)
+        uncut = document.spans[: len(document.spans) - document.answer_cut]
+        if any(document.ids[end - 1] != self._closing for _, end in uncut):
             found.add(MISSING_END)
         if actual.specials() - expected.specials():
             found.add(SPECIAL_TOKEN_INSIDE)
-        elif (expected.specials() - actual.specials()).keys() - {self._closing, *self._after} or not found:
-            found.add(CONTEXT_DIFFERS)
-        return [name for name in FAULTS if name in found]
-
-    def _wrong_answers(self, actual: _Sketch, expected: _Sketch) -> list[tuple[str, str]]:
-        """What is trained and what should be, where they differ."""
-        pairs = zip_longest(actual.stretches()[1::2], expected.stretches()[1::2], fillvalue="")
-        return [(said, text) for said, text in pairs if not self._right_answer(said, text, actual.cut)]
-
-    def _characters(self, document: Rendered) -> tuple[str, list[tuple[int, int]]]:
-        """The text without special tokens and white space, and where its trained stretches lie."""
-        special = self._special[document.ids]
-        plain = document.ids[~special].tolist()
-        before = np.concatenate([[0], np.cumsum(~special)]).tolist()
-        bounds = [before[place] for span in document.spans for place in span]
-        texts = [self._decoder.careful(ids) for ids in [plain, *(plain[:bound] for bound in bounds)]]
-        whole, *beginnings = map(_squashed, texts)
-        places = [alike(whole, beginning) for beginning in beginnings]
-        return whole, list(zip(places[::2], places[1::2], strict=True))
-
-    def _found_in(self, document: Rendered, whole: str, left: int) -> tuple[int, list[tuple[int, int]]]:
-        """How many exchanges' words `whole` holds, in order and complete, and where the answers lie; 0 if other words
-        stand there. Special tokens and spans play no part."""
-        if document.question_cut or document.answer_cut:
-            context, answer, *rest = self._expected_words(document, 1)
-            places = [len(context)]
-            if document.question_cut:
-                places = [found.end() for found in re.finditer(re.escape(context[-_TAIL:]), whole)]
-            for place in places:
-                end = place + len(answer)
-                if _less_a_part(whole[:place], context, None) and (
-                    answer.startswith(whole[place:].rstrip(UNKNOWN))
-                    or (whole[place:end], whole[end:]) == (answer, "".join(rest))
-                ):
-                    return 1, [(place, min(end, len(whole)))]
-            return 0, []
-        words = self._expected_words(document, left)
-        stretches, at = [], 0
-        for number in range(left):
-            start = at + len(words[2 * number])
-            at = start + len(words[2 * number + 1])
-            stretches.append((start, at))
-            if at >= len(whole) - len(words[-1]):
-                text = "".join(words[: 2 * number + 2])
-                return (number + 1, stretches) if whole in (text, text + words[-1]) else (0, [])
-        return 0, []
-
-    def _expected_words(self, document: Rendered, exchanges: int) -> list[str]:
-        return [_squashed(self._decoder.round_trip(text)) for text in self._expected(document, exchanges).stretches()]
+        return [name for name in FAULTS if name in found] or [CONTEXT_DIFFERS]
 
     def _constant(self, text: str) -> list[str | int]:
         """A template's text with its special tokens as ids.
@@ -413,6 +398,62 @@ class Linter:
         parts = self._strings.split(text)
         ids = [self._tokenizer.convert_tokens_to_ids(part) if i % 2 else part for i, part in enumerate(parts)]
         return [part for part in ids if part != ""]
+
+
+class PieceDecoder:
+    """Decodes pieces from the middle of documents, special tokens and all."""
+
+    def __init__(self, tokenizer: Any) -> None:
+        self._tokenizer = tokenizer
+        # behind another token, because a decoder takes the space off the start of a text
+        self._anchor = list(tokenizer("a", add_special_tokens=False).input_ids)
+        self._anchor_text = self._plain([self._anchor])[0]
+
+    def decode(self, pieces: list[list[int]]) -> list[str]:
+        """The text of each piece."""
+        return [text.removeprefix(self._anchor_text) for text in self._plain([self._anchor + ids for ids in pieces])]
+
+    def careful(self, ids: list[int]) -> str:
+        """The text of a piece that may begin or end inside a character.
+
+        A decoder gives up all of a row of byte tokens ("<0xE4>") for one broken character; here only that is lost.
+        """
+        tokens = zip(map(str, self._tokenizer.convert_ids_to_tokens(ids)), ids, strict=True)
+        texts = []
+        for is_byte, group in groupby(tokens, lambda pair: _BYTE.fullmatch(pair[0]) is not None):
+            members = list(group)
+            if is_byte:
+                texts.append(bytes(int(token[3:5], 16) for token, _ in members).decode("utf-8", "replace"))
+            else:
+                texts += self.decode([[number for _, number in members]])
+        return "".join(texts)
+
+    def round_trip(self, text: str) -> str:
+        """A text as the tokenizer gives it back, which may change texts (normal forms, unknown words)."""
+        encoded = self._tokenizer(text, add_special_tokens=False, split_special_tokens=True, verbose=False)
+        return self.decode([list(encoded.input_ids)])[0]
+
+    def _plain(self, pieces: list[list[int]]) -> list[str]:
+        backend = getattr(self._tokenizer, "backend_tokenizer", None)
+        if backend is not None:
+            return list(backend.decode_batch(pieces, skip_special_tokens=False))
+        options = {"skip_special_tokens": False, "clean_up_tokenization_spaces": False}
+        return [str(self._tokenizer.decode(ids, **options)) for ids in pieces]
+
+
+def vocabulary_size(tokenizer: Any) -> int:
+    """How many ids there are; with gaps between added tokens, more than there are tokens."""
+    return max(len(tokenizer), max(tokenizer.get_vocab().values()) + 1)
+
+
+def special_flags(tokenizer: Any) -> np.ndarray:
+    """Flags bool [vocabulary]: special tokens that no text is encoded to (as unknown characters are to `unk`)."""
+    flags = np.zeros(vocabulary_size(tokenizer), dtype=bool)
+    flags[[number for number, token in tokenizer.added_tokens_decoder.items() if token.special]] = True
+    unknown = getattr(tokenizer, "unk_token_id", None)
+    if unknown is not None and unknown not in (tokenizer.bos_token_id, tokenizer.eos_token_id):
+        flags[unknown] = False
+    return flags
 
 
 def _is_bare(document: Rendered) -> bool:
@@ -438,7 +479,7 @@ def _less_a_part(said: str, text: str, head: int | None) -> bool:
 
     Half a character at the place is let pass, and the rest of a token that begins in the head.
     """
-    same = alike(said, text)
+    same = next((i for i, (a, b) in enumerate(zip(said, text, strict=False)) if a != b), min(len(said), len(text)))
     if head is None:
         return text.endswith(said[same:].lstrip(UNKNOWN))
     rests = (said[place:].lstrip(UNKNOWN + " \n") for place in range(head, min(same, head + _TOKEN) + 1))

@@ -10,8 +10,12 @@ from contextlib import suppress
 from dataclasses import asdict, dataclass
 from functools import partial
 from importlib.metadata import PackageNotFoundError, version
+from itertools import pairwise
 from pathlib import Path
 from typing import Any
+
+import numpy as np
+from rich.text import Text
 
 from ...checkpoints.artifact.artifact import tokenizer_fingerprint
 from ...checkpoints.storage.atomic import atomic_dir, atomic_text
@@ -20,8 +24,8 @@ from ...data.blocks.prepared import SCHEMA, PreparedData, padding_id, prepare
 from ...data.blocks.stream import StreamedData
 from ...data.cleaning.options import Cleaning
 from ...data.conversations import Conversation, CorpusReport, write_conversations
-from ...data.rendering.lint import Linter, LintReport, colour
-from ...data.rendering.render import Renderer
+from ...data.rendering.lint import Linter, LintReport, PieceDecoder, special_flags, vocabulary_size
+from ...data.rendering.render import Rendered, Renderer
 from ...data.rendering.templates import get_template
 from ...data.sources.files import data_files
 from ...data.sources.mixture import Part, hashed_share, mixture
@@ -34,6 +38,8 @@ from ..session.terminal import console, counter, log
 _WITHOUT_EFFECT = {"cache", "workers", "min_clean_share", "min_trained_share"}
 NOT_OF_CONVERSATIONS = _WITHOUT_EFFECT | {"block_tokens", "packing", "streaming", "window"}
 """What a section says that changes no conversation."""
+_STYLES = ("", "bold green", "dim", "dim green")  # trained: green; special: dim
+_VISIBLE = {code: 0x2400 + code for code in range(32) if chr(code) not in "\n\t"} | {127: 0x2421}
 
 
 @dataclass(frozen=True)
@@ -121,6 +127,23 @@ def lint_data(section: DataSection, tokenizer: Any) -> list[str]:
     console().rule()
     console().print(f"lint: {linter.report.summary()}", markup=False)
     return linter.report.failures(section.min_clean_share, section.min_trained_share)
+
+
+def colour(document: Rendered, tokenizer: Any, *, max_characters: int = 4000) -> Text:
+    """The text of a document with trained tokens in green and special tokens dim, to be printed with rich; control
+    characters as their pictures ("␛"), the middle of a long one left out, as ids outside the vocabulary are."""
+    known = (document.ids >= 0) & (document.ids < vocabulary_size(tokenizer))
+    ids, trained = document.ids[known].tolist(), document.trainable()[known]
+    style = trained + 2 * special_flags(tokenizer)[ids]
+    bounds = [0, *(np.flatnonzero(np.diff(style)) + 1).tolist(), len(ids)]
+    text = Text()
+    pieces = PieceDecoder(tokenizer).decode([ids[start:end] for start, end in pairwise(bounds)])
+    for piece, start in zip(pieces, bounds, strict=False):
+        text.append(piece.translate(_VISIBLE), _STYLES[style[start]])
+    if len(text) <= max_characters:
+        return text
+    half = max_characters // 2
+    return Text.assemble(text[:half], (f"… {len(text) - 2 * half:,} characters …", "reverse"), text[-half:])
 
 
 def _prepare(section: DataSection, tokenizer: Any, identity: dict[str, Any], folder: Path) -> None:

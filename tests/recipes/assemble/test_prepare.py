@@ -1,9 +1,15 @@
-"""The held-out split: whole conversations, whatever their ids look like."""
+"""Data that is prepared: whole conversations are held out, whatever their ids look like, and rows shown in colour."""
 
 from __future__ import annotations
 
-from draftsmith.data.conversations import Conversation
-from draftsmith.recipes.assemble.data import is_held_out
+from dataclasses import replace
+
+import numpy as np
+from draftsmith.data.conversations import Conversation, Turn
+from draftsmith.data.rendering.render import render
+from draftsmith.data.rendering.templates import get_template
+from draftsmith.data.tokenizers import train_bpe
+from draftsmith.recipes.assemble.data import colour, is_held_out
 from draftsmith.recipes.schema.data import DataSection
 
 
@@ -18,3 +24,23 @@ def test_rows_are_held_out_one_by_one_and_parts_of_one_conversation_together() -
     assert 0.15 < share_of([f"identity_{number}" for number in range(1000)]) < 0.25
     for whole in ("QWJhYvA", "abcdefg", "0123456"):
         assert share_of([f"{whole}_{part}" for part in range(50)]) in (0.0, 1.0)
+
+
+def test_what_is_trained_and_what_is_special_is_coloured() -> None:
+    tokenizer = train_bpe(["The user asks and the assistant answers."], 280, ("<|im_start|>", "<|im_end|>"))
+    turns = [Turn("user", "\x1b[31mred\r\n"), Turn("assistant", "the 你好 " * 200)]
+    document = render(Conversation("long", tuple(turns)), get_template("chatml"), tokenizer)
+    whole = tokenizer.decode(document.ids).replace("\x1b", "␛").replace("\r", "␍")
+    text = colour(document, tokenizer, max_characters=10**6)
+    assert text.plain == whole
+    green = [text.plain[span.start : span.end] for span in text.spans if "green" in span.style]
+    assert "".join(green) == "the 你好 " * 200 + "<|im_end|>"
+    dim = [text.plain[span.start : span.end] for span in text.spans if "dim" in span.style]
+    assert dim == ["<|im_start|>", "<|im_end|>", "<|im_start|>", "<|im_end|>"]
+    head, _, tail = colour(document, tokenizer, max_characters=200).plain.partition("… ")
+    tail = tail.partition(" characters …")[2]
+    assert whole.startswith(head)
+    assert whole.endswith(tail)
+    assert 150 < len(head + tail) <= 200
+    odd = replace(document, ids=np.insert(document.ids, 3, [-1, 10**6]))
+    assert colour(odd, tokenizer, max_characters=10**6).plain == whole
