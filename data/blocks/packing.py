@@ -32,19 +32,13 @@ class Batch:
 
     def to(self, device: torch.device | str) -> Batch:
         """The same batch on another device."""
-        return Batch(
-            self.tokens_BT.to(device),
-            self.labels_BT.to(device),
-            self.positions_BT.to(device),
-            self.documents_BT.to(device),
-        )
+        tensors = (self.tokens_BT, self.labels_BT, self.positions_BT, self.documents_BT)
+        return Batch(*(tensor.to(device) for tensor in tensors))
 
     def rows(self, rows: np.ndarray) -> Batch:
         """The batch of these rows, in this order."""
-        chosen = torch.from_numpy(rows)
-        return Batch(
-            self.tokens_BT[chosen], self.labels_BT[chosen], self.positions_BT[chosen], self.documents_BT[chosen]
-        )
+        tensors = (self.tokens_BT, self.labels_BT, self.positions_BT, self.documents_BT)
+        return Batch(*(tensor[torch.from_numpy(rows)] for tensor in tensors))
 
     def attention_mask_B1TT(self) -> torch.Tensor:
         """Boolean [B, 1, T, T], True where the row's token may attend to the column's: earlier or itself, and of the
@@ -58,7 +52,7 @@ class Batch:
 
 
 def pack_best_fit(lengths: Sequence[int], block_tokens: int) -> list[list[int]]:
-    """Documents (by index) of each block: longest first, each into the fullest block that still has room.
+    """Documents (by index) of each block: longest first, each into the fullest block that still has space.
 
     Raises:
         ValueError: a document longer than a block.
@@ -66,22 +60,22 @@ def pack_best_fit(lengths: Sequence[int], block_tokens: int) -> list[list[int]]:
     if lengths and max(lengths) > block_tokens:
         raise ValueError(f"a document has {max(lengths)} tokens, a block only {block_tokens}")
     blocks: list[list[int]] = []
-    open_by_room: list[list[int]] = [[] for _ in range(block_tokens + 1)]
-    rooms = 0  # bit r is set where a block with r free tokens exists: the best fit is one bit trick away
+    open_by_space: list[list[int]] = [[] for _ in range(block_tokens + 1)]
+    spaces = 0  # bit r is set where a block with r free tokens exists: the best fit is one bit trick away
     for index in sorted(range(len(lengths)), key=lambda i: -lengths[i]):
         length = lengths[index]
-        fitting = rooms >> length
+        fitting = spaces >> length
         if fitting:
-            room = length + (fitting & -fitting).bit_length() - 1
-            block = open_by_room[room].pop()
-            if not open_by_room[room]:
-                rooms ^= 1 << room
+            space = length + (fitting & -fitting).bit_length() - 1
+            block = open_by_space[space].pop()
+            if not open_by_space[space]:
+                spaces ^= 1 << space
         else:
-            room, block = block_tokens, len(blocks)
+            space, block = block_tokens, len(blocks)
             blocks.append([])
         blocks[block].append(index)
-        open_by_room[room - length].append(block)
-        rooms |= 1 << (room - length)
+        open_by_space[space - length].append(block)
+        spaces |= 1 << (space - length)
     return blocks
 
 
@@ -104,18 +98,15 @@ def make_batch(blocks: Sequence[Sequence[Document]], length: int, padding_id: in
     for row, documents in enumerate(blocks):
         at = 0
         for document in documents:
-            place = slice(at, at + len(document.ids))
-            tokens_BT[row, place] = document.ids
-            labels_BT[row, place] = np.where(document.trained, document.ids.astype(np.int64), IGNORED)
+            span = slice(at, at + len(document.ids))
+            tokens_BT[row, span] = document.ids
+            labels_BT[row, span] = np.where(document.trained, document.ids.astype(np.int64), IGNORED)
             labels_BT[row, at] = IGNORED  # nothing comes before the first token to predict it
-            documents_BT[row, place] = document.number
-            positions_BT[row, place] = np.arange(len(document.ids))
-            at = place.stop
+            documents_BT[row, span] = document.number
+            positions_BT[row, span] = np.arange(len(document.ids))
+            at = span.stop
         positions_BT[row, at:] = np.arange(length - at)
     return Batch(*map(torch.from_numpy, (tokens_BT, labels_BT, positions_BT, documents_BT)))
-
-
-PACKINGS = ("best-fit", "pad")
 
 
 def pack(lengths: np.ndarray, block_tokens: int, packing: str) -> tuple[np.ndarray, np.ndarray]:

@@ -22,18 +22,15 @@ import numpy as np
 from ...checkpoints.storage.atomic import atomic_dir
 from ...checkpoints.storage.safe_read import file_hash
 from ..conversations import Conversation
-from ..rendering.render import Rendered, RenderReport, render_all
+from ..rendering.render import Rendered, Renderer, RenderReport
 from ..rendering.templates import Template
-from .packing import PACKINGS, Batch, Document, global_batch, make_batch, pack
+from .packing import Batch, Document, global_batch, make_batch, pack
 
 _NEW_OBJECTS = 1_000_000
-
-
-__all__ = ["Batch", "PreparedData", "global_batch", "prepare"]
-
 SCHEMA = 2
 MANIFEST = "data.json"
 _ARRAYS = ("tokens", "trained", "documents", "order", "blocks")
+_TOKEN_TYPES = ("uint16", "int32")
 _PROGRESS_ROWS = 256
 _BUFFERED_TOKENS = 1 << 20
 _WINDOW_DOCUMENTS = 1 << 18  # packed together: far more than density needs, and little memory
@@ -61,39 +58,45 @@ def prepare(
     tokens)` is called as rows are rendered.
 
     Raises:
-        ValueError: a block too short to train on; an unknown packing; no conversations; nothing trainable; `out_dir`
-            holds other files.
+        ValueError: a block too short to train on; no conversations; nothing trainable; `out_dir` holds other files.
     """
     if block_tokens < 2:
         raise ValueError(f"block_tokens is {block_tokens}, expected at least 2: the first token predicts the second")
-    if packing not in PACKINGS:
-        raise ValueError(f"packing is {packing!r}, known: {', '.join(PACKINGS)}")
-    out = Path(out_dir)
-    _check_replaceable(out)
-    with atomic_dir(out) as temporary:
+    out, rows = Path(out_dir), 0
+    if out.exists() and not (out / MANIFEST).is_file() and not (out.is_dir() and not any(out.iterdir())):
+        raise ValueError(f"{out} holds what is no prepared data; choose another folder or empty it")
+
+    def counted() -> Iterator[Conversation]:
+        nonlocal rows
+        for conversation in conversations:
+            yield conversation
+            rows += 1
+            if progress is not None and rows % _PROGRESS_ROWS == 0:
+                progress(rows, writer.tokens)
+
+    with atomic_dir(out) as folder:
         report = RenderReport()
-        writer = _Writer(temporary, 1 + max(tokenizer.get_vocab().values()))
-        rows = _Counter(conversations, lambda n: progress(n, writer.tokens) if progress else None)
-        rendered = render_all(rows, tokenizer, template, block_tokens, last_turn_only=last_turn_only, report=report)
+        writer = _Writer(folder, 1 + max(tokenizer.get_vocab().values()))
+        render = Renderer(template, tokenizer, block_tokens, last_turn_only=last_turn_only)
         with rarely_collected():
-            for document in rendered:
+            for document in render(counted(), report):
                 writer.add(document)
                 if watch is not None:
                     watch(document)
         if not writer.trained:
             raise ValueError(
-                f"nothing to train on: {rows.count} conversations gave {writer.documents} documents with "
-                f"{writer.trained} trainable tokens of {writer.tokens} in blocks of {block_tokens}"
+                f"nothing to train on: {rows} conversations gave {len(writer.lengths)} documents with no trainable "
+                f"token of {writer.tokens} in blocks of {block_tokens}"
             )
         if progress is not None:
-            progress(rows.count, writer.tokens)
+            progress(rows, writer.tokens)
         counts = writer.finish(block_tokens, packing)
         options = {"block_tokens": block_tokens, "packing": packing, "last_turn_only": last_turn_only}
         manifest = {"schema": SCHEMA, "source": source, "options": {"template": template.name} | options}
-        manifest |= {"rows": rows.count, "rendering": report.as_dict(), "padding_id": padding_id(tokenizer)} | counts
-        manifest |= {"sha256": {name: file_hash(temporary / f"{name}.npy") for name in _ARRAYS}}
+        manifest |= {"rows": rows, "rendering": report.as_dict(), "padding_id": padding_id(tokenizer)} | counts
+        manifest |= {"sha256": {name: file_hash(folder / f"{name}.npy") for name in _ARRAYS}}
         record = json.dumps(manifest, indent=2, ensure_ascii=False) + "\n"
-        (temporary / MANIFEST).write_text(record, encoding="utf-8")
+        (folder / MANIFEST).write_text(record, encoding="utf-8")
     return PreparedData.load(out)
 
 
@@ -123,30 +126,27 @@ class PreparedData:
             ValueError: a file is missing, or is not of the shape and type the manifest says.
         """
         directory = Path(directory)
-        needed = [MANIFEST, *(f"{name}.npy" for name in _ARRAYS)]
-        missing = [name for name in needed if not (directory / name).is_file()]
-        if missing and not (directory / MANIFEST).is_file():
-            raise ValueError(f"{directory} is no prepared data: {', '.join(missing)} missing")
+        manifest_file = directory / MANIFEST
+        if not manifest_file.is_file():
+            raise ValueError(f"{directory} is no prepared data: {MANIFEST} is missing")
         try:
-            manifest = json.loads((directory / MANIFEST).read_text(encoding="utf-8"))
-            schema = manifest["schema"]
-            if schema == SCHEMA:
-                shapes = _shapes(manifest)
+            manifest = json.loads(manifest_file.read_text(encoding="utf-8"))
+            if manifest["schema"] != SCHEMA:
+                found = manifest["schema"]
+                raise ValueError(f"{manifest_file}: schema {found}, this version reads {SCHEMA}; prepare again")
+            tokens, documents, blocks = manifest["tokens"], manifest["documents"], manifest["blocks"]
         except (json.JSONDecodeError, KeyError, TypeError) as error:
-            raise ValueError(f"{directory / MANIFEST}: not a manifest of prepared data: {error!r}") from error
-        if schema != SCHEMA:
-            raise ValueError(f"{directory / MANIFEST}: schema {schema}, this version reads {SCHEMA}; prepare again")
-        if missing:
-            raise ValueError(f"{directory} is no prepared data: {', '.join(missing)} missing")
+            raise ValueError(f"{manifest_file}: not a manifest of prepared data: {error!r}") from error
+        lengths = (tokens, tokens, documents + 1, documents, blocks + 1)
         arrays = {}
-        for name, (length, dtypes) in shapes.items():
+        for name, kinds, length in zip(_ARRAYS, (_TOKEN_TYPES, ("uint8",), *3 * [("int64",)]), lengths, strict=True):
             path = directory / f"{name}.npy"
             try:
                 found = np.load(path, mmap_mode="r", allow_pickle=False)
-            except (ValueError, EOFError) as error:
-                raise ValueError(f"{path}: damaged: {error}") from error
-            if found.shape != (length,) or found.dtype not in dtypes:
-                expected = " or ".join(map(str, dtypes))
+            except (OSError, ValueError, EOFError) as error:
+                raise ValueError(f"{path}: missing or damaged: {error}") from error
+            if found.shape != (length,) or found.dtype.name not in kinds:
+                expected = " or ".join(kinds)
                 raise ValueError(f"{path}: {found.dtype} {found.shape}, the manifest says {expected} ({length},)")
             arrays[name] = found
         return cls(directory, manifest, arrays)
@@ -226,28 +226,20 @@ class _Writer:
 
     def __init__(self, folder: Path, vocab_size: int) -> None:
         self._folder = folder
-        self._dtype = token_dtype(vocab_size)
-        self._columns = {
-            "tokens": _Column(folder / "tokens.npy", self._dtype),
-            "trained": _Column(folder / "trained.npy", np.dtype(np.uint8)),
-        }
+        self._tokens = _Column(folder / "tokens.npy", token_dtype(vocab_size))
+        self._trained = _Column(folder / "trained.npy", np.dtype(np.uint8))
         self._waiting: list[Rendered] = []
         self._waiting_tokens = 0
-        self._lengths: list[int] = []
+        self.lengths: list[int] = []
         self.tokens = self.trained = 0
-
-    @property
-    def documents(self) -> int:
-        return len(self._lengths)
 
     def add(self, document: Rendered) -> None:
         if document.spans and document.spans[0][0] == 0:
             document.spans[0] = (1, document.spans[0][1])  # nothing comes before the first token to predict it
-        length = len(document.ids)
-        self._lengths.append(length)
+        self.lengths.append(len(document.ids))
         self._waiting.append(document)
-        self._waiting_tokens += length
-        self.tokens += length
+        self._waiting_tokens += len(document.ids)
+        self.tokens += len(document.ids)
         self.trained += sum(end - start for start, end in document.spans)
         if self._waiting_tokens >= _BUFFERED_TOKENS:
             self._flush()
@@ -255,42 +247,29 @@ class _Writer:
     def finish(self, block_tokens: int, packing: str) -> dict[str, int | float]:
         """Pack, write what is left and return the manifest's counts."""
         self._flush()
-        lengths = np.array(self._lengths, dtype=np.int64)
-        orders, sizes = [], []
-        for start in range(0, len(lengths), _WINDOW_DOCUMENTS):
-            order, size = pack(lengths[start : start + _WINDOW_DOCUMENTS], block_tokens, packing)
-            orders.append(order + start)
-            sizes.append(size)
-        size = np.concatenate(sizes)
-        for name, values in (
-            ("documents", np.concatenate([[0], np.cumsum(lengths)])),
-            ("order", np.concatenate(orders)),
-            ("blocks", np.concatenate([[0], np.cumsum(size)])),
-        ):
-            self._columns[name] = _Column(self._folder / f"{name}.npy", np.dtype(np.int64))
-            self._columns[name].append(values)
-        for column in self._columns.values():
-            column.close()
+        self._tokens.close()
+        self._trained.close()
+        lengths = np.array(self.lengths, dtype=np.int64)
+        starts = range(0, len(lengths), _WINDOW_DOCUMENTS)
+        packed = [pack(lengths[start : start + _WINDOW_DOCUMENTS], block_tokens, packing) for start in starts]
+        sizes = np.concatenate([size for _, size in packed])
+        order = np.concatenate([order + start for start, (order, _) in zip(starts, packed, strict=True)])
+        np.save(self._folder / "documents.npy", np.concatenate([[0], np.cumsum(lengths)]))
+        np.save(self._folder / "order.npy", order)
+        np.save(self._folder / "blocks.npy", np.concatenate([[0], np.cumsum(sizes)]))
         return {
-            "documents": self.documents,
-            "blocks": len(size),
+            "documents": len(lengths),
+            "blocks": len(sizes),
             "tokens": self.tokens,
             "trainable_tokens": self.trained,
             "trainable_share": self.trained / self.tokens,
-            "packing_density": self.tokens / (len(size) * block_tokens),
+            "packing_density": self.tokens / (len(sizes) * block_tokens),
         }
 
     def _flush(self) -> None:
         if self._waiting:
-            ids = np.concatenate([document.ids for document in self._waiting])
-            self._columns["tokens"].append(ids)
-            trained = np.zeros(len(ids), dtype=np.uint8)
-            at = 0
-            for document in self._waiting:
-                for start, end in document.spans:
-                    trained[at + start : at + end] = 1
-                at += len(document.ids)
-            self._columns["trained"].append(trained)
+            self._tokens.append(np.concatenate([document.ids for document in self._waiting]))
+            self._trained.append(np.concatenate([document.trainable() for document in self._waiting]))
         self._waiting, self._waiting_tokens = [], 0
 
 
@@ -298,10 +277,8 @@ class _Column:
     """A one-dimensional .npy file that grows; whole after `close`."""
 
     def __init__(self, path: Path, dtype: np.dtype[Any]) -> None:
-        self._file = path.open("wb")
-        self._dtype = dtype
-        self._length = 0
-        self._header()
+        self._file, self._dtype, self._length = path.open("wb"), dtype, 0
+        self._write_header()
         self._data = self._file.tell()
 
     def append(self, values: np.ndarray) -> None:
@@ -310,52 +287,14 @@ class _Column:
 
     def close(self) -> None:
         self._file.seek(0)
-        self._header()
+        self._write_header()
         assert self._file.tell() == self._data, "numpy leaves room in the header for the length to grow"
-        self._file.flush()
-        os.fsync(self._file.fileno())
         self._file.close()
 
-    def _header(self) -> None:
+    def _write_header(self) -> None:
         descr = np.lib.format.dtype_to_descr(self._dtype)
-        np.lib.format.write_array_header_1_0(
-            self._file, {"descr": descr, "fortran_order": False, "shape": (self._length,)}
-        )
-
-
-def _shapes(manifest: dict[str, Any]) -> dict[str, tuple[int, tuple[np.dtype[Any], ...]]]:
-    tokens, documents, blocks = manifest["tokens"], manifest["documents"], manifest["blocks"]
-    wide = (np.dtype(np.int64),)
-    return {
-        "tokens": (tokens, (np.dtype(np.uint16), np.dtype(np.int32))),
-        "trained": (tokens, (np.dtype(np.uint8),)),
-        "documents": (documents + 1, wide),
-        "order": (documents, wide),
-        "blocks": (blocks + 1, wide),
-    }
-
-
-class _Counter:
-    """Passes conversations on and counts them."""
-
-    def __init__(self, conversations: Iterable[Conversation], report: Callable[[int], None]) -> None:
-        self._conversations = conversations
-        self._report = report
-        self.count = 0
-
-    def __iter__(self) -> Iterator[Conversation]:
-        for conversation in self._conversations:
-            yield conversation
-            self.count += 1
-            if self.count % _PROGRESS_ROWS == 0:
-                self._report(self.count)
-
-
-def _check_replaceable(out: Path) -> None:
-    if out.is_dir() and any(out.iterdir()) and not (out / MANIFEST).is_file():
-        raise ValueError(f"{out} holds files that are no prepared data; choose another folder or empty it")
-    if out.exists() and not out.is_dir():
-        raise ValueError(f"{out} is a file, expected a folder to write")
+        header = {"descr": descr, "fortran_order": False, "shape": (self._length,)}
+        np.lib.format.write_array_header_1_0(self._file, header)
 
 
 def padding_id(tokenizer: Any) -> int:

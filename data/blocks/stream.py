@@ -1,14 +1,16 @@
-"""Blocks rendered while they are trained on, for corpora that are larger than the disk: nothing is stored but a place.
+"""Blocks rendered while they are trained on, for corpora that are larger than the disk: only a position is stored.
 
 A window is so many conversations of the corpus, in its order; its documents are packed together and its blocks
-shuffled. What a window holds depends on seed, epoch and place alone, so that a resumed run and any number of processes
-see the same blocks. Letters: B batch (blocks), T tokens.
+shuffled. What a window holds depends on seed, epoch and position alone, so that a resumed run and any number of
+processes see the same blocks. Letters: B batch (blocks), T tokens.
 """
 
 from __future__ import annotations
 
+import atexit
 import os
 import signal
+import weakref
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from functools import partial
@@ -38,21 +40,12 @@ class _Window:
 
 
 class _Windows(torch.utils.data.IterableDataset[_Window]):
-    """Windows from a place on, for ever. Of several worker processes each renders its share of them."""
+    """Windows of a stream from a position on, for ever. Of several worker processes each renders its share of them."""
 
-    def __init__(
-        self,
-        open_epoch: OpenEpoch,
-        make_renderer: Callable[[], Renderer],
-        block_tokens: int,
-        packing: str,
-        size: int,
-        seed: int,
-        place: tuple[int, int],
-    ) -> None:
-        self._open_epoch, self._make_renderer = open_epoch, make_renderer
-        self._block_tokens, self._packing, self._size = block_tokens, packing, size
-        self._seed, self._place = seed, place
+    def __init__(self, stream: StreamedData, position: tuple[int, int]) -> None:
+        self._open_epoch, self._make_renderer, self._size = stream.open_epoch, stream.make_renderer, stream.size
+        self._block_tokens, self._packing, self._seed = stream.block_tokens, stream.packing, stream.seed
+        self._position = position
 
     def __iter__(self) -> Iterator[_Window]:
         worker = torch.utils.data.get_worker_info()
@@ -62,13 +55,14 @@ class _Windows(torch.utils.data.IterableDataset[_Window]):
             os.environ["TOKENIZERS_PARALLELISM"] = "false"
             for stop in (signal.SIGINT, signal.SIGTERM):  # the training process says when to end: it saves first
                 signal.signal(stop, signal.SIG_IGN)
-        renderer = self._make_renderer()
+        render = self._make_renderer()
         for number, (epoch, start, chats, last) in enumerate(self._chunks()):
             if number % workers == index:  # a loader asks its workers in turn
-                yield _Window(epoch, start, len(chats), last, self._blocks(renderer, chats, epoch, start))
+                documents = [Document(one.ids, one.trainable(), i) for i, one in enumerate(render(chats))]
+                yield _Window(epoch, start, len(chats), last, self._blocks(documents, epoch, start))
 
     def _chunks(self) -> Iterator[tuple[int, int, list[Conversation], bool]]:
-        first_epoch, start = self._place
+        first_epoch, start = self._position
         for epoch in count(first_epoch):
             remaining = islice(self._open_epoch(epoch), start, None)
             chunk = list(islice(remaining, self._size))
@@ -81,10 +75,8 @@ class _Windows(torch.utils.data.IterableDataset[_Window]):
                 chunk = following
             start = 0
 
-    def _blocks(self, renderer: Renderer, chats: list[Conversation], epoch: int, start: int) -> list[list[Document]]:
-        documents = [
-            Document(document.ids, document.trainable(), number) for number, document in enumerate(renderer(chats))
-        ]
+    def _blocks(self, documents: list[Document], epoch: int, start: int) -> list[list[Document]]:
+        """The documents packed into blocks, these shuffled."""
         if not documents:
             return []
         lengths = np.array([len(document.ids) for document in documents])
@@ -123,13 +115,12 @@ class StreamedData:
         padding_id: int = 0,
         identity: dict[str, Any],
     ) -> None:
-        self.block_tokens = block_tokens
-        self.manifest = identity
-        self._open_epoch, self._packing, self._size = open_epoch, packing, size
-        self._make_renderer = partial(Renderer, template, tokenizer, block_tokens, last_turn_only=last_turn_only)
-        self._workers, self._seed, self._padding_id = workers, seed, padding_id
-        self._place = (0, 0)
-        self._used = 0  # blocks of the window at the place
+        self.open_epoch, self.block_tokens, self.packing = open_epoch, block_tokens, packing
+        self.size, self.seed, self.manifest = size, seed, identity
+        self.make_renderer = partial(Renderer, template, tokenizer, block_tokens, last_turn_only=last_turn_only)
+        self._workers, self._padding_id = workers, padding_id
+        self._position = (0, 0)
+        self._used = 0  # blocks of the window at the position
         self._fruitless = 0  # conversations since the last block
         self._windows: Iterator[_Window] | None = None
         self._window: _Window | None = None
@@ -153,45 +144,45 @@ class StreamedData:
             numbers.append(self._used)
             self._used += 1
         length = self.block_tokens
-        if self._packing == "pad":
+        if self.packing == "pad":
             length = max(len(document.ids) for block in chosen for document in block)
         return np.array(numbers), make_batch(chosen, length, self._padding_id)
 
     def state(self) -> dict[str, int]:
-        """The place after the last batch; JSON values."""
-        return {"epoch": self._place[0], "conversation": self._place[1], "blocks_used": self._used}
+        """The position after the last batch; JSON values."""
+        return {"epoch": self._position[0], "conversation": self._position[1], "blocks_used": self._used}
 
     def restore(self, state: dict[str, int]) -> None:
-        """Go on from what `state` returned. Conversations before the place are read again, not rendered."""
-        self._place = (state["epoch"], state["conversation"])
+        """Resume from what `state` returned. Conversations before the position are read again, not rendered."""
+        self._position = (state["epoch"], state["conversation"])
         self._used = state["blocks_used"]
         self._windows = self._window = None
 
     def iter_documents(self) -> Iterator[np.ndarray]:
         """Token ids int32 [T] of every document of one epoch."""
-        for document in self._make_renderer()(self._open_epoch(0)):
+        for document in self.make_renderer()(self.open_epoch(0)):
             yield document.ids
 
     def _current(self) -> _Window:
+        if self._windows is None:
+            own = torch.Generator()  # a loader draws a seed: not from the numbers of the training
+            windows = _Windows(self, self._position)
+            self._windows = iter(
+                torch.utils.data.DataLoader(windows, batch_size=None, num_workers=self._workers, generator=own)
+            )
+            atexit.register(_end_workers, weakref.ref(self))
         if self._window is None:
-            if self._windows is None:
-                windows = _Windows(
-                    self._open_epoch,
-                    self._make_renderer,
-                    self.block_tokens,
-                    self._packing,
-                    self._size,
-                    self._seed,
-                    self._place,
-                )
-                own = torch.Generator()  # a loader draws a seed: not from the numbers of the training
-                self._windows = iter(
-                    torch.utils.data.DataLoader(windows, batch_size=None, num_workers=self._workers, generator=own)
-                )
             self._window = next(self._windows)
         return self._window
 
     def _advance(self, window: _Window) -> None:
-        self._place = (window.epoch + 1, 0) if window.last else (window.epoch, window.start + window.size)
+        self._position = (window.epoch + 1, 0) if window.last else (window.epoch, window.start + window.size)
         self._used = 0
         self._window = None
+
+
+def _end_workers(stream: weakref.ref[StreamedData]) -> None:
+    """Before multiprocessing waits at exit for workers that it asks by a signal, which they ignore."""
+    found = stream()
+    if found is not None:
+        found._windows = None

