@@ -60,11 +60,8 @@ def prepare(
     Raises:
         ValueError: a block too short to train on; no conversations; nothing trainable; `out_dir` holds other files.
     """
-    if block_tokens < 2:
-        raise ValueError(f"block_tokens is {block_tokens}, expected at least 2: the first token predicts the second")
     out, rows = Path(out_dir), 0
-    if out.exists() and not (out / MANIFEST).is_file() and not (out.is_dir() and not any(out.iterdir())):
-        raise ValueError(f"{out} holds what is no prepared data; choose another folder or empty it")
+    _check(out, block_tokens)
 
     def counted() -> Iterator[Conversation]:
         nonlocal rows
@@ -98,6 +95,13 @@ def prepare(
         record = json.dumps(manifest, indent=2, ensure_ascii=False) + "\n"
         (folder / MANIFEST).write_text(record, encoding="utf-8")
     return PreparedData.load(out)
+
+
+def _check(out: Path, block_tokens: int) -> None:
+    if block_tokens < 2:
+        raise ValueError(f"block_tokens is {block_tokens}, expected at least 2: the first token predicts the second")
+    if out.exists() and not (out / MANIFEST).is_file() and not (out.is_dir() and not any(out.iterdir())):
+        raise ValueError(f"{out} holds what is no prepared data; choose another folder or empty it")
 
 
 class PreparedData:
