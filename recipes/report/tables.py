@@ -74,10 +74,10 @@ class Table:
         lines += [[" ".join(cell.text.split()).replace("|", "\\|") for cell in row] for row in self.rows]
         return [f"| {' | '.join(line)} |" for line in lines]
 
-    def rich(self) -> RichTable:
-        """The table for a terminal."""
+    def rich(self, padding: int = 1) -> RichTable:
+        """The table for a terminal; `padding`: spaces on both sides of a cell."""
         look: dict[str, Any] = {"title_justify": "left", "box": box.SIMPLE_HEAD, "show_edge": False, "pad_edge": False}
-        table = RichTable(title=escape(self.caption), **look)
+        table = RichTable(title=escape(self.caption), padding=(0, padding), **look)
         for column in self.columns:
             heading = "\n".join(filter(None, (column.heading, column.unit)))
             table.add_column(escape(heading), justify="right" if column.numeric else "left", overflow="fold")
@@ -203,6 +203,42 @@ def method_table(caption: str, rows: Sequence[Row], metrics: Sequence[Metric]) -
     columns = [METHOD, *(Column(metric.heading, metric.unit) for metric in metrics)]
     cells = [[method_cell(index, row), *(metric.cell(row) for metric in metrics)] for index, row in enumerate(rows, 1)]
     return Table(caption, columns, cells, rows)
+
+
+TERMINAL = (
+    _metric("tokens\nper step", "tokens_per_step"),
+    _metric("accept\nrate", "acceptance_rate"),
+    _metric("tokens/s", "tokens_per_second", 0),
+    _metric("speedup", "speedup"),
+    Metric("95 %\ninterval", "", lambda row: interval_cell(row.get("speedup_interval"))),
+    _metric("bound", "bound"),
+    _metric("of\nbound", "efficiency"),
+    Metric("perpl.", "", lambda row: number_cell(row["perplexity"], 2 if (row["perplexity"] or 0) < 100 else 0)),
+)
+"""What fits into the 100 columns of a terminal."""
+
+
+def results_table(title: str, rows: Sequence[Row]) -> RichTable:
+    """An evaluation on the terminal, a row a method; `of bound` is its efficiency."""
+    columns = [METHOD, *(Column(metric.heading) for metric in TERMINAL), Column("lossless")]
+    cells = []
+    for row in rows:
+        same = row.get("identical_to_greedy")
+        lossless = ("yes" + (f" {same[0]}/{same[1]}" if same else "")) if row["lossless"] else "no"
+        cells.append([Cell(row["label"]), *(metric.cell(row) for metric in TERMINAL), Cell(lossless)])
+    return Table(title, columns, cells).rich(padding=0)
+
+
+def categories_table(rows: Sequence[Row]) -> RichTable:
+    """The same by category of prompts, the methods one below the other."""
+    metrics = (_metric("prompts", "prompts", 0), *TERMINAL[:5], TERMINAL[-1], _metric("ROUGE-L", "rouge_l"))
+    columns = [METHOD, Column("category", numeric=False), *(Column(metric.heading) for metric in metrics)]
+    cells = [
+        [Cell("" if index else row["label"]), Cell(name or DASH), *(metric.cell(part) for metric in metrics)]
+        for row in rows
+        for index, (name, part) in enumerate(row["by_category"].items())
+    ]
+    return Table("by category", columns, cells).rich(padding=0)
 
 
 def category_tables(rows: Sequence[Row], categories: Mapping[str, int]) -> list[Table]:

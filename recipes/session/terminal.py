@@ -1,24 +1,22 @@
-"""What a person sees: one line a fact, progress with rate and time left, tables."""
+"""What a person sees: results on standard output, one line a fact and progress on standard error."""
 
 from __future__ import annotations
 
 import sys
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from typing import Any, Protocol
+from typing import Protocol
 
-from rich import box
 from rich.console import Console
 from rich.markup import escape
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn, TimeRemainingColumn
-from rich.table import Table
 
 _SECONDS_BETWEEN_LINES = 15.0
 
 
 def console() -> Console:
-    """Standard output: for results. Made anew, so that redirection is noticed; a file is 120 columns wide."""
+    """Standard output, as it is now, so that redirection is noticed; a file is 120 columns wide."""
     return Console(highlight=False, width=None if sys.stdout.isatty() else 120)
 
 
@@ -43,7 +41,7 @@ def counter(title: str, unit: str) -> Iterator[Callable[[int, int], None]]:
 
 
 class Advance(Protocol):
-    """Says how much of the work is done, of how much, and what is next."""
+    """Reports how much of the work is done, of how much, and what is next."""
 
     def __call__(self, done: int, total: int, note: str = "") -> None: ...
 
@@ -61,12 +59,9 @@ def bar(title: str, unit: str) -> Iterator[Advance]:
     times = (TimeElapsedColumn(), TextColumn("left"), TimeRemainingColumn(), TextColumn("{task.fields[note]}"))
     with Progress(*columns, *times, console=Console(stderr=True), transient=True) as progress:
         task = progress.add_task(title, total=None, note="")
-        begun = False
 
         def advance_bar(done: int, total: int, note: str = "") -> None:
-            nonlocal begun
-            if not begun:
-                begun = True
+            if progress.tasks[0].total is None:
                 progress.reset(task, completed=done, total=total)
             progress.update(task, completed=done, total=total, note=escape(note))
 
@@ -88,72 +83,6 @@ def _lines(title: str, unit: str) -> Advance:
             log(f"{title}: {done:,} of {total:,} {unit}, {duration(left)} left" + (f"; next: {note}" if note else ""))
 
     return advance_line
-
-
-_HEADINGS = (
-    "tokens\nper step", "accept\nrate", "tokens/s", "speedup", "95 %\ninterval", "bound", "of\nbound", "perpl.",
-    "lossless",
-)  # fmt: skip
-_LONGEST_NAME = 26
-
-
-def results_table(title: str, rows: Sequence[dict[str, Any]]) -> Table:
-    """The evaluation as one table, a row a method; it fits into 100 columns. `of bound` is the row's efficiency."""
-    table = _table(title, {"method": [row["label"] for row in rows]}, _HEADINGS)
-    for row in rows:
-        cells = (*_rates(row), f"{row['bound']:.2f}x", f"{row['efficiency']:.2f}", _number(row["perplexity"]))
-        table.add_row(escape(row["label"]), *cells, _lossless(row), style=None if row["lossless"] else "dim")
-    return table
-
-
-def categories_table(rows: Sequence[dict[str, Any]]) -> Table:
-    """The same by category of prompts, the methods one below the other."""
-    names = {
-        "method": [row["label"] for row in rows],
-        "category": [name for row in rows for name in row["by_category"]],
-    }
-    table = _table("by category", names, ("prompts", *_HEADINGS[:5], "perpl.", "ROUGE-L"))
-    for row in rows:
-        for place, (name, part) in enumerate(row["by_category"].items()):
-            cells = (*_rates(part), _number(part["perplexity"]), _number(part["rouge_l"]))
-            label = "" if place else escape(row["label"])
-            table.add_row(label, escape(name) or "–", str(part["prompts"]), *cells)
-    return table
-
-
-def _table(title: str, names: dict[str, list[str]], headings: Sequence[str]) -> Table:
-    table = Table(title=title, title_justify="left", box=box.SIMPLE_HEAD, show_edge=False, pad_edge=False, padding=0)
-    for heading, cells in names.items():
-        longest = max(map(len, [heading, *cells]))
-        table.add_column(heading, overflow="fold", min_width=min(longest, _LONGEST_NAME // len(names)))
-    for heading in headings:
-        table.add_column(heading, justify="right", min_width=max(map(len, heading.splitlines())))
-    return table
-
-
-def _rates(part: dict[str, Any]) -> tuple[str, ...]:
-    interval = part["speedup_interval"]
-    return (
-        _number(part["tokens_per_step"]),
-        _number(part["acceptance_rate"]),
-        f"{part['tokens_per_second']:.0f}",
-        f"{part['speedup']:.2f}x",
-        "–" if interval is None else f"{interval[0]:.2f}–{interval[1]:.2f}",
-    )
-
-
-def _number(value: float | None) -> str:
-    """Three digits that count, or a dash."""
-    if value is None:
-        return "–"
-    return f"{value:.2f}" if value < 100 else f"{value:.0f}" if value < 1e6 else f"{value:.0e}"
-
-
-def _lossless(row: dict[str, Any]) -> str:
-    if not row["lossless"]:
-        return "no"
-    same = row["identical_to_greedy"]
-    return "yes" if same is None else f"yes {same[0]}/{same[1]}"
 
 
 def gigabytes(size: float) -> str:

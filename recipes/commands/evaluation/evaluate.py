@@ -19,11 +19,12 @@ from ....decode.models.base import LanguageModel
 from ....train.parallel.interrupts import Interrupted, StopSignals
 from ...assemble.evaluation import LoadedPair, artifact_hashes, entries_of, identity_of, open_recipe, prompts_digest
 from ...report.page import report_beside, write_report
+from ...report.tables import categories_table, results_table
 from ...schema.evaluation import EvaluateRecipe
 from ...schema.loading import write_recipe
 from ...schema.results import KIND, SCHEMA, write_results
 from ...session.machine import machine
-from ...session.terminal import Advance, bar, categories_table, console, duration, log, results_table
+from ...session.terminal import Advance, bar, console, duration, log
 from .journal import RunJournal
 
 
