@@ -10,7 +10,7 @@ import torch
 from transformers import AutoConfig, PreTrainedModel
 
 from ...checkpoints.artifact.compat import save_tokenizer
-from ...checkpoints.artifact.locate import at_revision
+from ...checkpoints.artifact.locate import at_revision, target_record
 from ...checkpoints.pairs.speculation import save_speculation
 from ...checkpoints.storage.messages import first_line
 from ...checkpoints.verify.model_files import is_adapter
@@ -25,7 +25,7 @@ from ...train.tasks.on_policy import OnPolicy
 from ...train.teachers.teacher import Teacher, load_teacher
 from ..schema.training import DrafterRecipe, ModelSection, TrainSection
 from .acceptance import drafter_measure
-from .artifact import check_target, fingerprint_of, fit_recipe, prepare_once, save
+from .artifact import Run, check_target, fingerprint_of, prepare_once
 from .data import Prepared
 from .models import TrainableModel, build_model, check_vocabulary
 from .teacher import open_cache
@@ -56,19 +56,22 @@ def run_drafter(recipe: DrafterRecipe, out: Path, accelerator: Any) -> None:
 
     # mistakes are found before the data is prepared, which may take hours
     tokenizer, trained = together(accelerator, opened)
-    prepared = prepare_once(recipe, tokenizer, accelerator)
-    parts = together(accelerator, lambda: drafter_parts(recipe, tokenizer, prepared, accelerator.device, trained))
-    result = fit_recipe(parts.task, prepared, recipe, out, accelerator, tokenizer, parts.measured)
+    run = Run(recipe, out, accelerator, tokenizer, prepare_once(recipe, tokenizer, accelerator))
+    parts = together(accelerator, lambda: drafter_parts(recipe, tokenizer, run.prepared, accelerator.device, trained))
+    result = run.fit(parts.task, parts.measured)
 
     def write(folder: Path) -> None:
-        parts.trained.save(folder)
+        trained.save(folder)
         save_tokenizer(tokenizer, folder)
         if recipe.target is not None and not is_adapter(folder):  # of an adapter, transformers reads its model's
             save_speculation(folder)
 
     def finish() -> None:
-        known = None if parts.target is None else fingerprint_of(str(recipe.target), parts.target)
-        save(recipe, out, write, tokenizer, prepared, result, known, parts.trained.shapes())
+        target = None
+        if recipe.target is not None:
+            known = None if parts.target is None else fingerprint_of(recipe.target, parts.target)
+            target = target_record(recipe.target, known)
+        run.save(result, write, trained.shapes(), target)
 
     on_main(accelerator, finish)
 

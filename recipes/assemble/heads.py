@@ -13,6 +13,7 @@ import torch
 from torch import Tensor
 
 from ...checkpoints.artifact.compat import save_tokenizer
+from ...checkpoints.artifact.locate import target_record
 from ...checkpoints.heads.files import PredictionHeads, save_heads
 from ...data.blocks.packing import PADDING
 from ...data.tokenizers import load_tokenizer
@@ -26,7 +27,7 @@ from ...train.tasks.heads import HeadsTask
 from ...train.tasks.medusa2 import Medusa2, Medusa2Task
 from ..schema.training import HeadsRecipe, ModelSection
 from .acceptance import check_measure, heads_measure
-from .artifact import fingerprint_of, fit_recipe, prepare_once, save
+from .artifact import Run, fingerprint_of, prepare_once
 from .data import Prepared
 from .models import TrainableModel, add_lora, check_vocabulary, load_trainable
 from .teacher import open_hidden
@@ -58,38 +59,33 @@ def run_heads(recipe: HeadsRecipe, out: Path, accelerator: Any) -> None:
         return load_tokenizer(recipe.tokenizer_source)
 
     def made() -> HeadsParts:
-        parts = heads_parts(recipe, tokenizer, prepared, accelerator.device)
+        parts = heads_parts(recipe, tokenizer, run.prepared, accelerator.device)
         _check_launch(recipe, parts.task, accelerator)
         return parts
 
     # mistakes are found before the data is prepared, which may take hours
     tokenizer = together(accelerator, opened)
-    prepared = prepare_once(recipe, tokenizer, accelerator)
+    run = Run(recipe, out, accelerator, tokenizer, prepare_once(recipe, tokenizer, accelerator))
     parts = together(accelerator, made)
-    measured = recipe.measure.prompts > 0
-    result = fit_recipe(parts.task, prepared, recipe, out, accelerator, tokenizer, measured)
-    on_main(accelerator, lambda: _save(recipe, out, parts, tokenizer, prepared, result))
+    result = run.fit(parts.task, recipe.measure.prompts > 0)
+    on_main(accelerator, lambda: _save(run, parts, result))
 
 
-def _save(
-    recipe: HeadsRecipe, out: Path, parts: HeadsParts, tokenizer: Any, prepared: Prepared, result: FitResult
-) -> None:
-    heads = parts.heads
+def _save(run: Run, parts: HeadsParts, result: FitResult) -> None:
+    heads, base, target = parts.heads, parts.base, str(run.recipe.target)
     names = ("num_heads", "num_layers", "hidden_size", "vocab_size", "projection_kind", "rank", "states")
     shapes = {name: getattr(heads, name) for name in names}
+    made_for = target if base is None else str(run.out / BASE)
+    if base is not None:
+        shapes["trained_from"] = target
 
     def write(folder: Path) -> None:
-        made_for = recipe.target if parts.base is None else str(out / BASE)
         save_heads(heads.to(parts.task.target.dtype), folder, made_for)
-        if parts.base is not None:
-            parts.base.save(folder / BASE)
-            save_tokenizer(tokenizer, folder / BASE)
+        if base is not None:
+            base.save(folder / BASE)
+            save_tokenizer(run.tokenizer, folder / BASE)
 
-    if parts.base is None:
-        save(recipe, out, write, tokenizer, prepared, result, parts.fingerprint, shapes)
-    else:
-        shapes["trained_from"] = recipe.target
-        save(recipe, out, write, tokenizer, prepared, result, None, shapes, made_for=str(out / BASE))
+    run.save(result, write, shapes, target_record(made_for, parts.fingerprint if base is None else None))
 
 
 def _check_launch(recipe: HeadsRecipe, task: HeadsTask, accelerator: Any) -> None:
@@ -122,7 +118,7 @@ def heads_parts(recipe: HeadsRecipe, tokenizer: Any, prepared: Prepared, device:
         torch.manual_seed(recipe.train.seed)
         base = TrainableModel(target, recipe.base.lora, add_lora(target, section))
     common: dict[str, Any] = {
-        "head_weights": [recipe.weight_decay_by_head**place for place in range(recipe.num_heads)],
+        "head_weights": [recipe.weight_decay_by_head**head for head in range(recipe.num_heads)],
         "objective": recipe.objective,
         "temperature": recipe.temperature,
         "evaluate_fn": heads_measure(recipe, target, tokenizer, prepared) if recipe.measure.prompts else None,

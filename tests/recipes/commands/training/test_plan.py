@@ -19,7 +19,7 @@ import pytest
 import torch
 import yaml
 from draftsmith.data.tokenizers import load_tokenizer
-from draftsmith.recipes.assemble.artifact import fit_recipe, prepare_once, save, state_folder
+from draftsmith.recipes.assemble.artifact import Run, prepare_once, state_folder
 from draftsmith.recipes.assemble.drafter import drafter_parts
 from draftsmith.recipes.assemble.sizes import meta_model
 from draftsmith.recipes.commands.training import plan as planning
@@ -83,9 +83,9 @@ def test_files_steps_and_parameters_are_what_training_makes(recipe: Any, variant
     assert not out.exists()
     assert not state_folder(out).exists()
     tokenizer = load_tokenizer(loaded.tokenizer_source)
-    prepared = prepare_once(loaded, tokenizer, accelerator)
-    parts = drafter_parts(loaded, tokenizer, prepared, accelerator.device)
-    result = fit_recipe(parts.task, prepared, loaded, out, accelerator, tokenizer, parts.measured)
+    run = Run(loaded, out, accelerator, tokenizer, prepare_once(loaded, tokenizer, accelerator))
+    parts = drafter_parts(loaded, tokenizer, run.prepared, accelerator.device)
+    result = run.fit(parts.task, parts.measured)
     checkpoints = list((state_folder(out) / "checkpoints").iterdir())
     sizes = [sum(file.stat().st_size for file in folder.iterdir()) for folder in checkpoints]
     assert plan.checkpoint_bytes == pytest.approx(sizes[0], rel=0.05)
@@ -96,7 +96,7 @@ def test_files_steps_and_parameters_are_what_training_makes(recipe: Any, variant
         parts.trained.save(folder)
         tokenizer.save_pretrained(folder)
 
-    save(loaded, out, write, tokenizer, prepared, result, None, parts.trained.shapes())
+    run.save(result, write, parts.trained.shapes(), None)
     written = sum(file.stat().st_size for file in out.iterdir())
     assert plan.artifact_bytes == pytest.approx(written, rel=0.05)
     assert plan.steps == result.steps == 5

@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 import torch
 from draftsmith.data.tokenizers import load_tokenizer
-from draftsmith.recipes.assemble.artifact import fit_recipe
+from draftsmith.recipes.assemble.artifact import Run
 from draftsmith.recipes.assemble.data import prepare_data
 from draftsmith.recipes.assemble.drafter import drafter_parts
 from draftsmith.recipes.commands.cli import app
@@ -52,7 +52,7 @@ def test_a_bad_step_names_the_documents(drafter_recipe: Path, tmp_path: Path) ->
     with torch.no_grad():
         parts.trained.model.get_input_embeddings().weight[rare] = float("nan")
     with pytest.raises(TrainingError, match="the loss is nan at step") as caught:
-        fit_recipe(parts.task, prepared, recipe, tmp_path / "out", accelerator, tokenizer, False)
+        Run(recipe, tmp_path / "out", accelerator, tokenizer, prepared).fit(parts.task, False)
     batch = prepared.train.batch(caught.value.blocks)
     numbers = batch.documents_BT
     assert (batch.tokens_BT == rare).any(1).all(), "only blocks that hold the token"
@@ -117,7 +117,7 @@ def test_a_setting_that_is_taken_away_is_noticed(drafter_recipe: Path, tmp_path:
     prepared = prepare_data(first.data, tokenizer, quiet=True)
     accelerator = accelerator_for(first)
     parts = drafter_parts(first, tokenizer, prepared, accelerator.device)
-    fit_recipe(parts.task, prepared, first, tmp_path / "drafter", accelerator, tokenizer, False)
+    Run(first, tmp_path / "drafter", accelerator, tokenizer, prepared).fit(parts.task, False)
     with pytest.raises(ValueError, match="other settings"):
         run_train(second)
     assert not (tmp_path / "drafter.state" / "draftsmith").exists(), "trackers begin when the run does"
