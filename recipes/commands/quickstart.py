@@ -6,13 +6,12 @@ Each stage is a recipe of its own and runs through the same code as any other; a
 from __future__ import annotations
 
 import json
-import os
 import time
 from pathlib import Path
 from typing import Any
 
 from ...checkpoints.artifact.compat import save_tokenizer
-from ...checkpoints.storage.atomic import atomic_dir, atomic_text
+from ...checkpoints.storage.atomic import atomic_dir
 from ...data.conversations import write_conversations
 from ...data.rendering.templates import CHATML_JINJA
 from ...data.sources.documentation import documentation_conversations
@@ -35,9 +34,6 @@ def run_quickstart(recipe: QuickstartRecipe) -> dict[str, Any]:
     Raises:
         ValueError: the folder belongs to a quickstart of other settings.
     """
-    processes = int(os.environ.get("WORLD_SIZE", "1"))
-    if processes > 1:
-        raise ValueError(f"the quickstart measures speeds and runs in one process, not in {processes}")
     out = Path(recipe.out)
     resolved = resolve(recipe)
     _check_folder(out, recipe)
@@ -94,12 +90,12 @@ def make_corpus(recipe: QuickstartRecipe, folder: Path) -> None:
             seed=recipe.seed,
             progress=advance,
         )
-    folder.mkdir(parents=True, exist_ok=True)
-    write_conversations(train, folder / "train.jsonl")
-    write_conversations(heldout, folder / "heldout.jsonl")
-    atomic_text(report_file, json.dumps(report, indent=2) + "\n")  # last: it says that the rest is whole
+    with atomic_dir(folder) as unfinished:
+        write_conversations(train, unfinished / "train.jsonl")
+        write_conversations(heldout, unfinished / "heldout.jsonl")
+        (unfinished / "report.json").write_text(json.dumps(report, indent=2) + "\n", encoding="utf-8")
     if report["skipped"]:
-        log(f"corpus: not installed and passed over: {', '.join(report['skipped'])}")
+        log(f"corpus: not installed and skipped: {', '.join(report['skipped'])}")
     log(
         f"corpus: {report['conversations']:,} conversations, {report['bytes'] / 1e6:.1f} MB from "
         f"{len(report['packages'])} packages; {report['heldout']} held out"
@@ -124,8 +120,9 @@ def _check_folder(out: Path, recipe: QuickstartRecipe) -> None:
     file = out / "quickstart.yaml"
     if not file.is_file():
         return
-    theirs, mine = read_recipe(file), recipe.model_dump(mode="json")
-    changed = sorted(key for key in mine if theirs.get(key) != mine[key] and key != "evaluate")
+    fields = type(recipe).model_fields.keys() - {"evaluate"}
+    theirs = parse_recipe(read_recipe(file), str(file))
+    changed = sorted(name for name in fields if getattr(theirs, name, None) != getattr(recipe, name))
     if changed:
         raise ValueError(
             f"{out} holds a quickstart of other settings ({', '.join(changed)}): choose another folder with --out, "

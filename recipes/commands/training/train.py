@@ -2,22 +2,18 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 from ....train.parallel.accelerate import make_accelerator
 from ....train.parallel.processes import on_main
 from ...assemble.artifact import check_out, state_folder
-from ...assemble.drafter import run_drafter
-from ...assemble.heads import run_heads
-from ...assemble.table.count import run_table
-from ...schema.training import DrafterRecipe, HeadsRecipe, TableRecipe
+from ...schema.training import DrafterRecipe, HeadsRecipe, TableRecipe, TrainingRecipe
 from ...session.launch import run_on_all
 from ...session.terminal import log
 
 
-def run_train(recipe: DrafterRecipe | HeadsRecipe | TableRecipe) -> Path:
+def run_train(recipe: TrainingRecipe) -> Path:
     """Run a training recipe to its artifact, or find that it is there already.
 
     Returns:
@@ -34,12 +30,23 @@ def run_train(recipe: DrafterRecipe | HeadsRecipe | TableRecipe) -> Path:
         if accelerator.is_main_process:
             log(f"{recipe.kind}: {out} is finished, reusing it")
         return out
-    KINDS[recipe.kind](recipe, out, accelerator)
+    if isinstance(recipe, DrafterRecipe):
+        from ...assemble.drafter import run_drafter
+
+        run_drafter(recipe, out, accelerator)
+    elif isinstance(recipe, HeadsRecipe):
+        from ...assemble.heads import run_heads
+
+        run_heads(recipe, out, accelerator)
+    else:
+        from ...assemble.table.count import run_table
+
+        run_table(recipe, out, accelerator)
     accelerator.wait_for_everyone()
     return out
 
 
-def accelerator_for(recipe: DrafterRecipe | HeadsRecipe | TableRecipe) -> Any:
+def accelerator_for(recipe: TrainingRecipe) -> Any:
     """accelerate's view of the processes that were launched, with the recipe's precision and trackers.
 
     Raises:
@@ -56,6 +63,3 @@ def accelerator_for(recipe: DrafterRecipe | HeadsRecipe | TableRecipe) -> Any:
     if missing:
         raise ValueError(f"`train.trackers` has {missing[0]!r}, which is not installed: pip install {missing[0]}")
     return make_accelerator(recipe.train.precision, log_with=names, project_dir=str(state_folder(Path(recipe.out))))
-
-
-KINDS: dict[str, Callable[..., None]] = {"drafter": run_drafter, "heads": run_heads, "table": run_table}
