@@ -8,7 +8,7 @@ Shape letters: T positions of a text, V vocabulary.
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any, cast
 
@@ -30,7 +30,7 @@ from ...schema.evaluation import EvaluateRecipe
 from ...schema.experiments import AcceptanceSettings, checked_settings
 from ...schema.papers import PaperRecipe
 from ...session.terminal import bar
-from .bench import Bench, Row, open_bench, ratio_metric, with_counted
+from .bench import Bench, Row, open_bench, ratio_row, summed_by_text, with_counted
 
 Floats = NDArray[np.float64]
 _BATCH = 8
@@ -41,7 +41,8 @@ def acceptance(recipe: PaperRecipe, folder: Path) -> list[Row]:
     """Rows of every source of drafts, temperature and number of candidates, and of every method that is decoded.
 
     Metrics of sources: `alpha`, the probability that one of k candidates is accepted, drawn without replacement as the
-    multi-candidate paper does; for k > 1 also `with_replacement` and `naive` (MCNS); for k = 1 `variation`, E[TV], and
+    multi-candidate paper does; for k > 1 also `with_replacement`, and `naive` sampling with
+    replacement (MCNS); for k = 1 `variation`, E[TV], and
     `acceleration`, T / E[N_rej] (`theory.md`, point 1). Of methods: `accepted_per_step`, `tokens_per_step`, `alpha`
     (accepted ÷ examined) and `rejections`, those a token as they were counted. Of over-acceptance: `rejections`, `bias`
     and their `sum`, the exact means over the positions.
@@ -88,112 +89,89 @@ def _check_parts(recipe: PaperRecipe, settings: AcceptanceSettings) -> None:
 def _source_rows(
     bench: Bench, settings: AcceptanceSettings, sampling: Sampling, texts: Sequence[Sequence[int]]
 ) -> list[Row]:
+    """Of each source and number of candidates. The text is read once for each drafter, and once for all tables."""
     parts = bench.opened.parts
-    drafters = [each for each in (parts.drafter, *parts.more_drafters) if each is not None]
-    tables = [_TABLES[source] for source in settings.sources if source in _TABLES]
-    read: list[tuple[str, str, Parts]] = []  # the row's name, the source's in the recording, what is read for it
+    tables = {source: _TABLES[source] for source in settings.sources if source in _TABLES}
+    read: dict[str, tuple[str, Recording]] = {}
+    sizes: dict[str, Any] = {"candidates": max(settings.candidates), "chains": 1, "seed": bench.seed}
+
+    def reading(needed: Parts) -> Recording:
+        with bar("reading them", "prompts") as advance:
+            more = sizes | {"tables": list(tables.values()), "progress": advance}
+            return record(bench.opened.target, needed, bench.prompts, texts, sampling, **more)
+
     if "drafters" in settings.sources:
-        names = [f"drafter {place}" if place > 1 else "drafter" for place in range(1, len(drafters) + 1)]
-        read += [(name, "drafter", Parts(drafter)) for name, drafter in zip(names, drafters, strict=True)]
-    counts = Parts(table=parts.table)
-    read += [(source, _TABLES[source].name, counts) for source in settings.sources if source in _TABLES]
-    rows: list[Row] = []
-    recordings: dict[int, Recording] = {}
-    for name, source, needed in read:
-        if id(needed) not in recordings:
-            recordings[id(needed)] = _read(bench, needed, sampling, texts, max(settings.candidates), tables)
+        drafters = [each for each in (parts.drafter, *parts.more_drafters) if each is not None]
+        for index, drafter in enumerate(drafters, 1):
+            read[f"drafter {index}" if index > 1 else "drafter"] = ("drafter", reading(Parts(drafter)))
+    if tables:
+        of_table = reading(Parts(table=parts.table))
+        read |= {source: (table.name, of_table) for source, table in tables.items()}
+    rows = []
+    for name, (source, recording) in read.items():
         for candidates in settings.candidates:
             label = name if settings.candidates == [1] else f"{name} k={candidates}"
-            row = _source_row(recordings[id(needed)], source, candidates)
-            rows.append({"label": f"{label} T={sampling.temperature:g}", **row})
+            rows.append(_source_row(f"{label} T={sampling.temperature:g}", recording, source, candidates))
     return rows
 
 
-def _read(
-    bench: Bench,
-    parts: Parts,
-    sampling: Sampling,
-    texts: Sequence[Sequence[int]],
-    candidates: int,
-    tables: Sequence[Any],
-) -> Recording:
-    with bar("reading them", "prompts") as advance:
-        sizes: dict[str, Any] = {"candidates": candidates, "chains": 1, "tables": tables, "seed": bench.seed}
-        return record(bench.opened.target, parts, bench.prompts, texts, sampling, **sizes, progress=advance)
-
-
-def _source_row(recording: Recording, source: str, candidates: int) -> Row:
+def _source_row(label: str, recording: Recording, source: str, candidates: int) -> Row:
     """What a source's drafts come to with so many candidates.
 
     With replacement α@k is known at every position from whole distributions. What drawing without replacement adds is
-    known for the token that stands there, and so right on average; the same holds of naive sampling.
+    known for the token that stands there, and so right on average.
     """
     drafts = recording.drafts[source]
     one_T = 1 - drafts.variation_T.astype(np.float64)
-    lengths, tokens = recording.lengths, np.ones_like(one_T)
-    if candidates == 1:
-        refused = {"variation": (1 - one_T, tokens), "acceleration": (tokens, 1 - one_T)}
-        return _row_of({"alpha": (one_T, tokens)} | refused, lengths)
-    with_T = one_T if recording.sampling.greedy else 1 - drafts.left_TK[:, candidates - 1].astype(np.float64)
-    gain_T = chances(recording, source, candidates, "without") - chances(recording, source, candidates, "with")
-    naive_T = chances(recording, source, candidates, "naive without")
-    shares = {"alpha": with_T + gain_T, "with_replacement": with_T, "naive": naive_T}
-    return _row_of({name: (each_T, tokens) for name, each_T in shares.items()}, lengths)
-
-
-def _row_of(columns: Mapping[str, tuple[NDArray[Any], NDArray[Any]]], lengths: NDArray[np.int64]) -> Row:
-    """Metrics that are ratios of sums over positions, and by prompt what stands over and under them."""
-    ends = np.cumsum(lengths)
-    row: Row = {"pairs": {}}
-    for name, (over_T, under_T) in columns.items():
-        over, under = (
-            [float(part_T[end - length : end].sum()) for end, length in zip(ends, lengths, strict=True)]
-            for part_T in (over_T, under_T)
-        )
-        row |= ratio_metric(name, over, under, row["pairs"])
-    return row
+    tokens = np.ones_like(one_T)
+    columns = {"alpha": (one_T, tokens), "variation": (1 - one_T, tokens), "acceleration": (tokens, 1 - one_T)}
+    if candidates > 1:
+        with_T = one_T if recording.sampling.greedy else 1 - drafts.left_TK[:, candidates - 1].astype(np.float64)
+        gain_T = chances(recording, source, candidates, "without") - chances(recording, source, candidates, "with")
+        naive_T = chances(recording, source, candidates, "naive")
+        shares = {"alpha": with_T + gain_T, "with_replacement": with_T, "naive": naive_T}
+        columns = {name: (each_T, tokens) for name, each_T in shares.items()}
+    by_text = {
+        name: (summed_by_text(over_T, recording), summed_by_text(under_T, recording))
+        for name, (over_T, under_T) in columns.items()
+    }
+    return ratio_row(label, by_text)
 
 
 def _over_acceptance_rows(
     bench: Bench, epsilons: Sequence[float], sampling: Sampling, texts: Sequence[Sequence[int]]
 ) -> list[Row]:
     """OPT and UNO at every position of the target's texts, exactly: there is no judge (`theory.md`, point 6b)."""
-    if not epsilons:
-        return []
     drafter = bench.opened.parts.drafter
-    assert drafter is not None
-    labels = [f"{name} e={epsilon:g} T={sampling.temperature:g}" for epsilon in epsilons for name in ("OPT", "UNO")]
-    counts: dict[str, list[tuple[float, float, float]]] = {label: [] for label in labels}
+    if drafter is None or not epsilons:
+        return []
+    cases = [(name, epsilon) for epsilon in epsilons for name in ("OPT", "UNO")]
+    found: list[list[tuple[float, float]]] = []
     with bar("over-accepting", "prompts") as advance:
-        for place, (prompt, text) in enumerate(zip(bench.prompts, texts, strict=True)):
+        for index, (prompt, text) in enumerate(zip(bench.prompts, texts, strict=True), 1):
             target_TV = distributions(bench.opened.target, prompt, text, sampling)
             draft_TV = distributions(drafter, prompt, text, sampling)
-            traded = [each for epsilon in epsilons for each in _traded(target_TV, draft_TV, epsilon)]
-            for label, (rejections, bias) in zip(labels, traded, strict=True):
-                counts[label].append((rejections, bias, float(len(text))))
-            advance(place + 1, len(texts))
-    rows: list[Row] = []
-    for label, by_prompt in counts.items():
-        refused, biased, tokens = ([one[column] for one in by_prompt] for column in range(3))
-        row: Row = {"label": label, "pairs": {}}
-        both = [one + other for one, other in zip(refused, biased, strict=True)]
-        for metric, over in (("rejections", refused), ("bias", biased), ("sum", both)):
-            row |= ratio_metric(metric, over, tokens, row["pairs"])
-        rows.append(row)
+            found.append([_traded(target_TV, draft_TV, epsilon, name) for name, epsilon in cases])
+            advance(index, len(texts))
+    tokens = [len(text) for text in texts]
+    rows = []
+    for case, (name, epsilon) in enumerate(cases):
+        rejections, bias = (np.array([each[case][part] for each in found]) for part in (0, 1))
+        columns = {"rejections": (rejections, tokens), "bias": (bias, tokens), "sum": (rejections + bias, tokens)}
+        rows.append(ratio_row(f"{name} e={epsilon:g} T={sampling.temperature:g}", columns))
     return rows
 
 
-def _traded(target_TV: Floats, draft_TV: Floats, epsilon: float) -> list[tuple[float, float]]:
-    """Rejections and bias of OPT, and of UNO, summed over the positions of a text."""
+def _traded(target_TV: Floats, draft_TV: Floats, epsilon: float, name: str) -> tuple[float, float]:
+    """Rejections and bias of OPT or UNO, summed over the positions of a text."""
     each = [theory.over_acceptance(p_V, q_V, epsilon) for p_V, q_V in zip(target_TV, draft_TV, strict=True)]
-    rejections = float(sum(one.rejection for one in each))
-    outputs = np.stack([one.optimal_V for one in each]), np.stack([one.simple_V for one in each])
-    return [(rejections, float(theory.total_variation(output_TV, target_TV).sum())) for output_TV in outputs]
+    output_TV = np.stack([one.optimal_V if name == "OPT" else one.simple_V for one in each])
+    return float(sum(one.rejection for one in each)), float(theory.total_variation(output_TV, target_TV).sum())
 
 
 @torch.inference_mode()
 def distributions(model: LanguageModel, prompt: Sequence[int], text: Sequence[int], sampling: Sampling) -> Floats:
-    """What a model says before every token of a text, warped, float64 [T, V]."""
+    """What a model predicts before every token of a text, warped, float64 [T, V]."""
     start, cache = model.begin([prompt], len(text))
     ids = torch.tensor([[*start[0], *text]], device=model.device)
     hidden_1TD = model.extend(cache, ids[:, :-1])
@@ -202,28 +180,24 @@ def distributions(model: LanguageModel, prompt: Sequence[int], text: Sequence[in
 
 
 def _decoded_rows(bench: Bench, entries: Sequence[Entry]) -> list[Row]:
-    rows: list[Row] = []
-    total = len(entries) * len(bench.prompts)
+    rows = []
     with bar("decoding", "prompts") as advance:
-        for place, entry in enumerate(entries):
+        for index, entry in enumerate(entries):
             method = build_method(entry.method, bench.opened.parts, entry.sampling, **entry.options)
-            counts: list[list[float]] = []
+            counts: list[tuple[int, ...]] = []
             for first in range(0, len(bench.prompts), _BATCH):
-                advance(place * len(bench.prompts) + first, total, entry.label)
+                advance(index * len(bench.prompts) + first, len(entries) * len(bench.prompts), entry.label)
                 prompts = bench.prompts[first : first + _BATCH]
                 rng = Rng.for_rows(bench.seed + first, len(prompts), bench.opened.target.device)
                 found = decode_side_by_side(bench.opened.target, method, prompts, bench.limits, entry.sampling, rng)
                 for tally, rejections in zip(found.tally, found.rejections_B.tolist(), strict=True):
-                    numbers = (tally.tokens, tally.steps, tally.accepted, tally.examined, rejections)
-                    counts.append([float(value) for value in numbers])
-            tokens, steps, accepted, examined, refused = ([one[column] for one in counts] for column in range(5))
-            row: Row = {"label": entry.label, "pairs": {}}
-            for metric, over, under in (
-                ("tokens_per_step", tokens, steps),
-                ("accepted_per_step", accepted, steps),
-                ("alpha", accepted, examined),
-                ("rejections", refused, tokens),
-            ):
-                row |= ratio_metric(metric, over, under, row["pairs"])
-            rows.append(row)
+                    counts.append((tally.tokens, tally.steps, tally.accepted, tally.examined, rejections))
+            tokens, steps, accepted, examined, refused = np.array(counts).T
+            columns = {
+                "tokens_per_step": (tokens, steps),
+                "accepted_per_step": (accepted, steps),
+                "alpha": (accepted, examined),
+                "rejections": (refused, tokens),
+            }
+            rows.append(ratio_row(entry.label, columns))
     return rows

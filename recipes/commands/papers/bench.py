@@ -1,27 +1,33 @@
-"""What the experiments with models share: an opened evaluation with its prompts, and ratios of sums as metrics."""
+"""What the experiments with models share: an opened evaluation with its prompts, and ratios of sums as metrics.
+
+Shape letters: T positions of all texts one after another, P prompts, X anything.
+"""
 
 from __future__ import annotations
 
 import hashlib
 import json
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+import numpy as np
+from numpy.typing import NDArray
+
 from ....checkpoints.artifact.fingerprints import source_state
 from ....data.prompts import load_prompts, stop_ids
 from ....decode.engine import Limits
-from ....decode.evaluation.replay.recording import sample_texts
+from ....decode.evaluation.replay.recording import Recording, sample_texts
 from ....decode.warpers import Sampling
 from ...assemble.evaluation import LoadedPair, open_recipe
 from ...schema.loading import parse_recipe
 from ...schema.papers import PaperEvaluation
 from ...schema.training import TableRecipe
 from ...session.terminal import bar
-from ..training.train import run_train
 
 Row = dict[str, Any]
+Numbers = Sequence[float] | NDArray[Any]
 
 
 @dataclass(frozen=True)
@@ -74,6 +80,8 @@ def counted_table(evaluation: PaperEvaluation, source: str, folder: Path, limit:
     Raises:
         ValueError: what counting raises.
     """
+    from ..training.train import run_train
+
     states = [source, source_state(source), evaluation.target, source_state(evaluation.target), evaluation.template]
     digest = hashlib.sha256(json.dumps(states).encode()).hexdigest()[:12]
     out = folder / (f"counted-{digest}" if limit is None else f"counted-{digest}-{limit}")
@@ -84,8 +92,17 @@ def counted_table(evaluation: PaperEvaluation, source: str, folder: Path, limit:
     return run_train(recipe)
 
 
-def ratio_metric(name: str, over: Sequence[float], under: Sequence[float], pairs: Row) -> Row:
-    """A metric Σ over / Σ under, None where nothing stands under it; `pairs` gets the columns."""
-    total = float(sum(under))
-    pairs[name] = {"over": list(over), "under": list(under)}
-    return {name: float(sum(over)) / total if total else None}
+def ratio_row(label: str, columns: Mapping[str, tuple[Numbers, Numbers]], **more: Any) -> Row:
+    """A row of metrics Σ over / Σ under by prompt, None where nothing stands under one."""
+    pairs = {name: {"over": [float(n) for n in over], "under": [float(n) for n in under]}
+             for name, (over, under) in columns.items()}  # fmt: skip
+    metrics = {name: sum(each["over"]) / sum(each["under"]) if sum(each["under"]) else None
+               for name, each in pairs.items()}  # fmt: skip
+    return {"label": label, **metrics, "pairs": pairs, **more}
+
+
+def summed_by_text(values_TX: NDArray[Any], recording: Recording) -> NDArray[Any]:
+    """[P, X] sums over the positions of each recorded text."""
+    starts = np.cumsum(recording.lengths) - recording.lengths
+    sums_PX: NDArray[Any] = np.add.reduceat(values_TX, starts, axis=0)
+    return sums_PX

@@ -26,17 +26,15 @@ from ...schema.results import Metrics, load_results
 from ...session.machine import machine
 from ...session.terminal import log
 from ..evaluation.evaluate import run_evaluate
+from .acceptance import acceptance
+from .bench import Row
+from .simulation import simulation
+from .tables import correlation, energy, saturation
 
-Rows = list[dict[str, Any]]
-_SHOWN = [
-    *Metrics.model_fields,
-    "cost_ratio",
-    "milliseconds",
-    "joules_per_token",
-    "prediction",
-]
+Rows = list[Row]
 _CHAINS = ("speculative", "unigram", "bigram")
-_SHOWN += ["method", "temperature", "lossless", "identical_to_greedy"]
+_SHOWN = [*Metrics.model_fields, "cost_ratio", "milliseconds", "joules_per_token", "prediction"]
+_SHOWN += ["method", "temperature", "lossless"]
 _CERTAIN = ["temperature", "lossless", "identical_to_greedy", "flops_per_step", "prompts"]
 """Counts and settings. What else has neither numbers by prompt nor an error was timed once, or summed up."""
 _TRANSFORMS = ("exp", "gamma")
@@ -52,9 +50,9 @@ def evaluate(recipe: PaperRecipe, folder: Path) -> Rows:
     settings = RunsSettings.model_validate(recipe.settings)
     runs = recipe.evaluations()
     found: dict[str, dict[str, Any]] = {}
-    for place, (name, evaluation) in enumerate(runs.items(), 1):
+    for index, (name, evaluation) in enumerate(runs.items(), 1):
         if name:
-            log(f"run {name}: {place} of {len(runs)}")
+            log(f"run {name}: {index} of {len(runs)}")
         found[name] = _results(evaluation, results_of(folder, name))
     rows: Rows = []
     for name, results in found.items():
@@ -64,41 +62,6 @@ def evaluate(recipe: PaperRecipe, folder: Path) -> Rows:
     if settings.pooled and len(found) > 1:
         rows += _pooled_rows(list(found.values()))
     return rows
-
-
-def acceptance(recipe: PaperRecipe, folder: Path) -> Rows:
-    """See `experiments_acceptance.acceptance`."""
-    from .acceptance import acceptance as run
-
-    return run(recipe, folder)
-
-
-def correlation(recipe: PaperRecipe, folder: Path) -> Rows:
-    """See `experiments_tables.correlation`."""
-    from .tables import correlation as run
-
-    return run(recipe, folder)
-
-
-def saturation(recipe: PaperRecipe, folder: Path) -> Rows:
-    """See `experiments_tables.saturation`."""
-    from .tables import saturation as run
-
-    return run(recipe, folder)
-
-
-def simulation(recipe: PaperRecipe, folder: Path) -> Rows:
-    """See `experiments_simulation.simulation`."""
-    from .simulation import simulation as run
-
-    return run(recipe, folder)
-
-
-def energy(recipe: PaperRecipe, folder: Path) -> Rows:
-    """See `experiments_tables.energy`."""
-    from .tables import energy as run
-
-    return run(recipe, folder)
 
 
 EXPERIMENTS: dict[str, Callable[[PaperRecipe, Path], Rows]] = {
@@ -170,19 +133,22 @@ def _identity(evaluation: PaperEvaluation) -> Any:
 def _rows_of(results: Mapping[str, Any], run: str) -> Rows:
     rows = []
     for row in results["methods"]:
-        label = RUN.format(run=run, label=row["label"]) if run else row["label"]
         pairs = _pairs(row, _baseline(results, row))
-        kept = {key: row[key] for key in _SHOWN if key in row}
-        kept["flops_per_step"] = row["flops_per_token"]["total"] * row["tokens_per_step"]
+        found = {key: row[key] for key in _SHOWN if key in row}
+        found["flops_per_step"] = row["flops_per_token"]["total"] * row["tokens_per_step"]
         for metric in ("seconds_per_step", "closed_form"):
-            kept[metric] = _ratio(pairs[metric]) if metric in pairs else None
+            found[metric] = _ratio(pairs[metric]) if metric in pairs else None
         if row["joules_per_token"] is None:
-            kept["why"] = {"joules_per_token": "nothing here counts energy"}
+            found["why"] = {"joules_per_token": "nothing here counts energy"}
         elif row["energy"] is not None:
-            kept["errors"] = {"joules_per_token": row["energy"]["error"]}
-        kept |= {"certain": _CERTAIN, "prompts": results["prompts"], "sample": str(results["prompts_sha256"])}
-        rows.append(kept | {"label": label, "pairs": pairs})
+            found["errors"] = {"joules_per_token": row["energy"]["error"]}
+        found |= {"certain": _CERTAIN, "prompts": results["prompts"], "sample": str(results["prompts_sha256"])}
+        rows.append(found | {"label": _label(run, row["label"]), "pairs": pairs})
     return rows
+
+
+def _label(run: str, label: str) -> str:
+    return RUN.format(run=run, label=label) if run else label
 
 
 def _category_rows(results: Mapping[str, Any], run: str) -> Rows:
@@ -190,11 +156,9 @@ def _category_rows(results: Mapping[str, Any], run: str) -> Rows:
     rows = []
     for row in results["methods"]:
         for name in row["by_category"] if len(row["by_category"]) > 1 else ():
-            places = [place for place, prompt in enumerate(row["by_prompt"]) if prompt["category"] == name]
-            pairs = _pairs(row, _baseline(results, row), places)
-            label = f"{row['label']} [{name}]"
-            label = RUN.format(run=run, label=label) if run else label
-            rows.append(_row_from(label, pairs, f"{results['prompts_sha256']}{name}"))
+            chosen = [index for index, prompt in enumerate(row["by_prompt"]) if prompt["category"] == name]
+            pairs = _pairs(row, _baseline(results, row), chosen)
+            rows.append(_row_from(_label(run, f"{row['label']} [{name}]"), pairs, f"{results['prompts_sha256']}{name}"))
     return rows
 
 
@@ -228,12 +192,12 @@ def _baseline(results: Mapping[str, Any], row: Mapping[str, Any]) -> Mapping[str
 
 
 def _pairs(
-    row: Mapping[str, Any], base: Mapping[str, Any], places: Sequence[int] | None = None
+    row: Mapping[str, Any], base: Mapping[str, Any], chosen: Sequence[int] | None = None
 ) -> dict[str, dict[str, Any]]:
     """What each metric is the ratio of, by prompt (see `claims.judge`); of some prompts, or of all."""
 
     def column(name: str, of: Mapping[str, Any] = row) -> list[float]:
-        prompts = of["by_prompt"] if places is None else [of["by_prompt"][place] for place in places]
+        prompts = of["by_prompt"] if chosen is None else [of["by_prompt"][index] for index in chosen]
         return [prompt[name] if prompt[name] is not None else 0.0 for prompt in prompts]
 
     tokens, steps, seconds = column("tokens"), column("steps"), column("seconds")

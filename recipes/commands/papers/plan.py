@@ -5,11 +5,8 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
-from rich import box
-from rich.markup import escape
-from rich.table import Table
-
 from ....decode.methods import method_options, needs_of
+from ...report.tables import DASH, Cell, Column, Table, options_text
 from ...schema.evaluation import EvaluateRecipe
 from ...schema.papers import PaperRecipe
 from ...session.terminal import console
@@ -79,19 +76,15 @@ def _scoring_of(method: str, options: Mapping[str, Any], tokens: int) -> int:
 
 def _show_evaluation(name: str, recipe: EvaluateRecipe) -> None:
     prompts = f"{recipe.limit} prompts of {recipe.prompts}, template {recipe.template}"
-    said = f"{prompts}, {recipe.max_new_tokens} new tokens each at most, {recipe.repeats} run(s)"
-    table = Table(title=escape(f"{name}: {said}" if name else said), title_justify="left", box=box.SIMPLE_HEAD)
-    table.add_column("row", overflow="fold")
-    table.add_column("method", no_wrap=True)
-    table.add_column("options", overflow="fold")
-    for heading in ("temperature", "drafter's forwards a step"):
-        table.add_column(heading, justify="right")
+    caption = f"{prompts}, {recipe.max_new_tokens} new tokens each at most, {recipe.repeats} run(s)"
+    columns = [Column(heading, numeric=False) for heading in ("row", "method", "options")]
+    columns += [Column("temperature"), Column("drafter's forwards a step")]
+    rows = []
     for label, row in zip(recipe.labels(), recipe.methods, strict=True):
         temperature = recipe.temperature if row.temperature is None else row.temperature
-        options = ", ".join(f"{key} {value}" for key, value in row.options.items())
-        drafting = str(drafting_of(row.method, row.options, 1 + len(recipe.more_drafters)) or "–")
-        table.add_row(escape(label), row.method, escape(options), f"{temperature:g}", drafting)
-    console().print(table)
+        drafting = str(drafting_of(row.method, row.options, 1 + len(recipe.more_drafters)) or DASH)
+        rows.append([*map(Cell, (label, row.method, options_text(row.model_dump()), f"{temperature:g}", drafting))])
+    console().print(Table(f"{name}: {caption}" if name else caption, columns, rows).rich())
     console().print(_models(recipe), markup=False)
     _show_total("rows", *forwards_of(recipe))
 

@@ -10,7 +10,7 @@ Shape letters: B texts, G numbers of draft tokens, S parts, V states.
 from __future__ import annotations
 
 import itertools
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -31,7 +31,6 @@ Row = dict[str, Any]
 Tables = tuple[torch.Tensor, torch.Tensor]
 Study = RejectionsStudy | DraftsStudy | OverAcceptanceStudy | WalltimeStudy
 _SAMPLING = Sampling(1.0)
-_ALPHAS = np.linspace(0.5, 0.995, 100)
 
 
 def simulation(recipe: PaperRecipe, folder: Path) -> list[Row]:
@@ -44,78 +43,80 @@ def simulation(recipe: PaperRecipe, folder: Path) -> list[Row]:
     return _STUDIES[type(settings)](settings)
 
 
+def _each(cases: Sequence[Any]) -> Iterator[tuple[int, Any]]:
+    """Cases with their numbers, and a bar."""
+    with bar("simulating", "cases") as advance:
+        for index, case in enumerate(cases):
+            advance(index, len(cases), str(case))
+            yield index, case
+
+
+def _worst(rows: Sequence[Row], **more: Any) -> Row:
+    return {"label": "all", "standard_errors_off": max(row.get("standard_errors_off", 0.0) for row in rows), **more}
+
+
 def _rejections(settings: RejectionsStudy) -> list[Row]:
     rows: list[Row] = []
     cases = list(itertools.product(settings.states, settings.tokens, settings.shares))
-    with bar("simulating", "chains") as advance:
-        for place, (states, tokens, share) in enumerate(cases):
-            advance(place, len(cases), f"{states} states")
-            tables = random_chains(tokens, states, share, settings.seed + place)
-            counts_B = _counted(tables, "speculative", {"gamma": tokens}, tokens, settings, settings.seed + place)
-            exact = theory.expected_rejections(*_arrays(tables), _start(states))
-            naive = theory.expected_naive_rejections(*_arrays(tables), _start(states))
-            row = _against(f"V={states} T={tokens} share={share:g}", counts_B, exact, tokens)
-            rows.append(row | {"variation": exact / tokens, "naive": naive})
+    for index, (states, tokens, share) in _each(cases):
+        tables = random_chains(tokens, states, share, settings.seed + index)
+        counts_B = _counted(tables, "speculative", {"gamma": tokens}, tokens, settings, settings.seed + index)
+        exact = theory.expected_rejections(*_arrays(tables), states - 1)
+        naive = theory.expected_naive_rejections(*_arrays(tables), states - 1)
+        row = _against(f"V={states} T={tokens} share={share:g}", counts_B, exact, tokens)
+        rows.append(row | {"variation": exact / tokens, "naive": naive})
+    least = min(rows, key=lambda row: row["naive"] - row["rejections"])
+    errors = {"least_naive_excess": least["errors"]["rejections"]}
+    worst = _worst(rows, least_naive_excess=least["naive"] - least["rejections"], errors=errors)
     pooled = [
         _pooled(share, [(row, case[1]) for row, case in zip(rows, cases, strict=True) if case[2] == share])
         for share in settings.shares
     ]
-    least = min(rows, key=lambda row: row["naive"] - row["rejections"])
-    worst: Row = {"label": "all", "standard_errors_off": max(row["standard_errors_off"] for row in rows)}
-    worst["least_naive_excess"] = least["naive"] - least["rejections"]
-    return [*rows, *pooled, worst | {"errors": {"least_naive_excess": least["errors"]["rejections"]}}]
+    return [*rows, *pooled, worst]
 
 
 def _pooled(share: float, rows: Sequence[tuple[Row, int]]) -> Row:
     """The mean over chains, each with the length of its texts, that lie equally far from their drafters."""
     rate = float(np.mean([row["rejections"] / tokens for row, tokens in rows]))
-    errors = [row["errors"]["rejections"] / tokens for row, tokens in rows]
-    error = float(np.sqrt(np.square(errors).sum()) / len(errors))
-    known = {"rejections_per_token": error, "acceleration": error / rate**2 if rate else 0.0}
-    pooled: Row = {"label": f"share={share:g}", "rejections_per_token": rate, "errors": known}
-    return pooled | {"acceleration": 1 / rate if rate else None}
+    error = float(np.linalg.norm([row["errors"]["rejections"] / tokens for row, tokens in rows]) / len(rows))
+    errors = {"rejections_per_token": error, "acceleration": error / rate**2 if rate else 0.0}
+    acceleration = 1 / rate if rate else None
+    return {
+        "label": f"share={share:g}", "rejections_per_token": rate, "acceleration": acceleration, "errors": errors
+    }  # fmt: skip
 
 
 def _drafts(settings: DraftsStudy) -> list[Row]:
     rows: list[Row] = []
     states, tokens = settings.states, settings.tokens
     tables = random_chains(tokens, states, settings.share, settings.seed)
-    with bar("simulating", "numbers of drafts") as advance:
-        for place, drafts in enumerate(settings.drafts):
-            advance(place, len(settings.drafts), f"M={drafts}")
-            options = {"gamma": tokens, "drafts": drafts}
-            counts_B = _counted(tables, "batch-speculative", options, tokens, settings, settings.seed + drafts)
-            exact = theory.expected_batch_rejections(*_arrays(tables), _start(states), drafts)
-            rows.append(_against(f"M={drafts}", counts_B, exact, tokens))
-    limit = theory.expected_batch_rejections(*_arrays(tables), _start(states), None)
-    rows.append({"label": "M=inf", "exact": limit, "exact_acceleration": theory.acceleration(tokens, limit)})
-    return [*rows, {"label": "all", "standard_errors_off": max(row.get("standard_errors_off", 0.0) for row in rows)}]
+    for _, drafts in _each(settings.drafts):
+        options = {"gamma": tokens, "drafts": drafts}
+        counts_B = _counted(tables, "batch-speculative", options, tokens, settings, settings.seed + drafts)
+        exact = theory.expected_batch_rejections(*_arrays(tables), states - 1, drafts)
+        rows.append(_against(f"M={drafts}", counts_B, exact, tokens))
+    limit = theory.expected_batch_rejections(*_arrays(tables), states - 1, None)
+    most = {"label": "M=inf", "exact": limit, "exact_acceleration": theory.acceleration(tokens, limit)}
+    return [*rows, most, _worst(rows)]
 
 
 def _over_acceptance(settings: OverAcceptanceStudy) -> list[Row]:
     """Means over the chain's states: what is refused, and how far the output lies from the target's distribution."""
-    states = settings.states
-    tables = random_chains(1, states, settings.share, settings.seed)
+    tables = random_chains(1, settings.states, settings.share, settings.seed)
     target_VV, draft_VV = (table_TVV[0] for table_TVV in _arrays(tables))
     variation = float(theory.total_variation(target_VV, draft_VV).mean())
     rows: list[Row] = [{"label": "drafter alone", "exact_rejections": 0.0, "exact_bias": variation}]
-    cases = [(name, epsilon) for name in ("opt", "uno") for epsilon in settings.epsilons]
-    with bar("simulating", "settings") as advance:
-        for place, (name, epsilon) in enumerate(cases):
-            advance(place, len(cases), f"{name} {epsilon:g}")
-            expected = [theory.over_acceptance(p_V, q_V, epsilon) for p_V, q_V in zip(target_VV, draft_VV, strict=True)]
-            outputs = [each.optimal_V if name == "opt" else each.simple_V for each in expected]
-            exact = {
-                "exact_rejections": float(np.mean([each.rejection for each in expected])),
-                "exact_bias": float(theory.total_variation(np.stack(outputs), target_VV).mean()),
-            }
-            measured = _one_token(tables, name, epsilon, np.stack(outputs), settings, settings.seed + place)
-            exact["exact_sum"] = exact["exact_rejections"] + exact["exact_bias"]
-            rows.append({"label": f"{name.upper()} e={epsilon:g}", **measured, **exact, "variation": variation})
-    for row in rows[1:]:
-        parts = [(row[name], row[f"exact_{name}"], row["errors"][name]) for name in ("rejections", "bias")]
+    for index, (name, epsilon) in _each(list(itertools.product(("opt", "uno"), settings.epsilons))):
+        expected = [theory.over_acceptance(p_V, q_V, epsilon) for p_V, q_V in zip(target_VV, draft_VV, strict=True)]
+        output_VV = np.stack([each.optimal_V if name == "opt" else each.simple_V for each in expected])
+        row = _one_token(tables, name, epsilon, output_VV, settings, settings.seed + index)
+        row["exact_rejections"] = float(np.mean([each.rejection for each in expected]))
+        row["exact_bias"] = float(theory.total_variation(output_VV, target_VV).mean())
+        row["exact_sum"] = row["exact_rejections"] + row["exact_bias"]
+        parts = [(row[part], row[f"exact_{part}"], row["errors"][part]) for part in ("rejections", "bias")]
         row["standard_errors_off"] = max(_off(*part) for part in parts)
-    return [*rows, {"label": "all", "standard_errors_off": max(row["standard_errors_off"] for row in rows[1:])}]
+        rows.append({"label": f"{name.upper()} e={epsilon:g}", **row, "variation": variation})
+    return [*rows, _worst(rows)]
 
 
 def _one_token(tables: Tables, name: str, epsilon: float, outputs_VV: np.ndarray, settings: Study, seed: int) -> Row:
@@ -142,25 +143,22 @@ def _one_token(tables: Tables, name: str, epsilon: float, outputs_VV: np.ndarray
 
 def _walltime(settings: WalltimeStudy) -> list[Row]:
     rows: list[Row] = []
-    cases = list(itertools.product(settings.alphas, settings.gammas))
-    with bar("simulating", "settings") as advance:
-        for place, (alpha, gamma) in enumerate(cases):
-            advance(place, len(cases), f"alpha={alpha:g} gamma={gamma}")
-            target, drafter = map(MarkovModel, even_chains(settings.states, alpha, settings.seed))
-            method = build_method("speculative", Parts(drafter), _SAMPLING, gamma=gamma)
-            prompts, stream = [[0]] * settings.texts, OneStream(settings.seed + place, settings.texts)
-            first = next(generate(target, *method, prompts, Limits(gamma + 1), _SAMPLING, stream))
-            tokens_B = np.array([len(ids) for ids in first.new_ids], dtype=np.float64)
-            mean, error, exact = float(tokens_B.mean()), _error(tokens_B), theory.expected_tokens(alpha, gamma)
-            row: Row = {"label": f"alpha={alpha:g} gamma={gamma}", "tokens_per_step": mean, "exact": exact}
-            rows.append(row | {"standard_errors_off": _off(mean, exact, error), "errors": {"tokens_per_step": error}})
-    worst = {"label": "all", "standard_errors_off": max(row["standard_errors_off"] for row in rows)}
+    for index, (alpha, gamma) in _each(list(itertools.product(settings.alphas, settings.gammas))):
+        target, drafter = map(MarkovModel, even_chains(settings.states, alpha, settings.seed))
+        method = build_method("speculative", Parts(drafter), _SAMPLING, gamma=gamma)
+        prompts, stream = [[0]] * settings.texts, OneStream(settings.seed + index, settings.texts)
+        first = next(generate(target, *method, prompts, Limits(gamma + 1), _SAMPLING, stream))
+        tokens_B = np.array([len(ids) for ids in first.new_ids], dtype=np.float64)
+        mean, error, exact = float(tokens_B.mean()), _error(tokens_B), theory.expected_tokens(alpha, gamma)
+        row: Row = {"label": f"alpha={alpha:g} gamma={gamma}", "tokens_per_step": mean, "exact": exact}
+        rows.append(row | {"standard_errors_off": _off(mean, exact, error), "errors": {"tokens_per_step": error}})
+    worst = _worst(rows)
     for alpha, cost in itertools.product(settings.alphas, settings.costs):
         gamma = theory.best_gamma(alpha, cost)
         row = {"label": f"alpha={alpha:g} c={cost:g}", "best_gamma": float(gamma)}
         row["speedup"] = theory.walltime_improvement(alpha, gamma, cost)
         rows.append(row | {"oracle_speedup": theory.oracle_improvement(alpha, cost)})
-    gains = [_oracle_gain(float(alpha), cost) for alpha in _ALPHAS for cost in settings.costs]
+    gains = [_oracle_gain(float(alpha), cost) for alpha in np.linspace(0.5, 0.995, 100) for cost in settings.costs]
     return [*rows, {"label": "oracle", "most_gain": max(gains), "least_gain": min(gains)}, worst]
 
 
@@ -172,17 +170,12 @@ def _oracle_gain(alpha: float, cost: float) -> float:
 
 
 def _counted(
-    tables: Tables,
-    method: str,
-    options: dict[str, Any],
-    tokens: int,
-    settings: Study,
-    seed: int,
+    tables: Tables, method: str, options: dict[str, Any], tokens: int, settings: Study, seed: int
 ) -> np.ndarray:
     """[B] rejections of texts that all begin with the same state."""
     target, drafter = map(MarkovModel, tables)
     built = build_method(method, Parts(drafter), _SAMPLING, **options)
-    prompts, stream = [[_start(target.vocab_size)]] * settings.texts, OneStream(seed, settings.texts)
+    prompts, stream = [[target.vocab_size - 1]] * settings.texts, OneStream(seed, settings.texts)
     return decode_side_by_side(target, built, prompts, Limits(tokens), _SAMPLING, stream).rejections_B
 
 
@@ -212,10 +205,6 @@ def _off(mean: float, exact: float, error: float) -> float:
     if error == 0:
         return 0.0 if gap < 1e-6 else 1e6
     return gap / error
-
-
-def _start(states: int) -> int:
-    return states - 1
 
 
 def _arrays(tables: Tables) -> tuple[np.ndarray, np.ndarray]:

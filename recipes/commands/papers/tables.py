@@ -1,11 +1,12 @@
 """The experiments about what stands beside a target: heads corrected by a correlation table, tables of growing parts of
 a corpus, and what a forward costs in time and energy.
 
-Shape letters: T positions of all texts one after another, H heads, C candidates of a head.
+Shape letters: T positions of all texts one after another, H heads, C candidates of a head, P prompts.
 """
 
 from __future__ import annotations
 
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any, cast
 
@@ -24,7 +25,7 @@ from ...schema.experiments import CorrelationSettings, EnergySettings, Saturatio
 from ...schema.papers import PaperRecipe
 from ...session.terminal import bar
 from ..evaluation.energy import run_energy
-from .bench import Bench, Row, counted_table, open_bench, ratio_metric
+from .bench import Bench, Row, counted_table, open_bench, ratio_row, summed_by_text
 
 _WITH, _WITHOUT = "with correlation", "without correlation"
 Flags = NDArray[np.bool_]
@@ -61,20 +62,21 @@ def correlation(recipe: PaperRecipe, folder: Path) -> list[Row]:
             head_candidates=settings.candidates,
             progress=advance,
         )
-    right = corrected(recording, parts.table.to("cpu"), settings)
-    every = np.ones(len(texts), dtype=bool)
-    rows = _correlation_rows(recording, right, every, "")
+    with_TH, without_TH, within_TH = corrected(recording, parts.table.to("cpu"), settings)
+    flags = {"with": with_TH, "without": without_TH, "within": np.ones_like(within_TH)}
+    flags |= {"mended": with_TH & ~without_TH, "spoiled": without_TH & ~with_TH}
+    counts = {name: summed_by_text(flags_TH & within_TH, recording) for name, flags_TH in flags.items()}
+    rows = _correlation_rows(counts, np.ones(len(texts), dtype=bool), "")
     for row, correlated in zip(rows, ("table", "none"), strict=True):
         options = {"candidates": settings.candidates, "correlation": correlated, "unseen": settings.unseen}
         options["lengths"] = "full"  # with r = 1 the shortest of all lengths is always the likeliest
         options |= {"smoothing": settings.smoothing, "strength": settings.strength}
         replayed = predict(recording, parts, "slim-ss", options)
         assert replayed is not None
-        lengths = [float(length) for length in recording.lengths]
-        row |= ratio_metric("tokens_per_step", lengths, replayed.steps_by_text, row["pairs"])
-    if not settings.categories:
-        return rows
-    return _with_categories(rows, bench, recording, right)
+        replayed_row = ratio_row("", {"tokens_per_step": (recording.lengths, replayed.steps_by_text)})
+        row["tokens_per_step"] = replayed_row["tokens_per_step"]
+        row["pairs"] |= replayed_row["pairs"]
+    return _with_categories(rows, bench.categories, counts) if settings.categories else rows
 
 
 def corrected(
@@ -108,52 +110,36 @@ def corrected(
     return with_TH == follows_TH, heads.token_THC[..., 0] == follows_TH, within_TH
 
 
-def _correlation_rows(recording: Recording, right: tuple[Flags, Flags, Flags], chosen: Flags, suffix: str) -> list[Row]:
-    """The two rows, over the texts that are chosen."""
-    with_TH, without_TH, within_TH = right
-    lengths = recording.lengths
-    rows: list[Row] = []
-    for label, mine_TH, other_TH in ((_WITH, with_TH, without_TH), (_WITHOUT, without_TH, with_TH)):
-        row: Row = {"label": label + suffix, "pairs": {}}
-        under_H = _by_text(within_TH, lengths, chosen)
-        for head in range(within_TH.shape[1]):
-            over = _by_text((mine_TH & within_TH)[:, [head]], lengths, chosen)
-            row |= ratio_metric(f"head_{head + 1}", over, _by_text(within_TH[:, [head]], lengths, chosen), row["pairs"])
-        row |= ratio_metric("heads", _by_text(mine_TH & within_TH, lengths, chosen), under_H, row["pairs"])
-        if mine_TH is with_TH:
-            for name, flags_TH in (("mended", mine_TH & ~other_TH), ("spoiled", other_TH & ~mine_TH)):
-                row |= ratio_metric(name, _by_text(flags_TH & within_TH, lengths, chosen), under_H, row["pairs"])
-        rows.append(row)
+def _correlation_rows(counts: Mapping[str, NDArray[Any]], chosen: Flags, suffix: str) -> list[Row]:
+    """The two rows, over the prompts that are chosen; counts are [P, H]."""
+    rows = []
+    chosen_PH = {name: count_PH[chosen] for name, count_PH in counts.items()}
+    within_PH = chosen_PH["within"]
+    for label, name, shares in ((_WITH, "with", ("mended", "spoiled")), (_WITHOUT, "without", ())):
+        heads = range(within_PH.shape[1])
+        columns = {f"head_{head + 1}": (chosen_PH[name][:, head], within_PH[:, head]) for head in heads}
+        named = {"heads": name} | {share: share for share in shares}
+        columns |= {metric: (chosen_PH[key].sum(1), within_PH.sum(1)) for metric, key in named.items()}
+        rows.append(ratio_row(label + suffix, columns))
     return rows
 
 
-def _by_text(flags_TH: Flags, lengths: NDArray[np.int64], chosen: Flags) -> list[float]:
-    """How many places of each chosen text are marked."""
-    ends = np.cumsum(lengths)
-    return [
-        float(flags_TH[end - length : end].sum())
-        for end, length, wanted in zip(ends, lengths, chosen, strict=True)
-        if wanted
-    ]
-
-
-def _with_categories(
-    rows: list[Row], bench: Bench, recording: Recording, right: tuple[Flags, Flags, Flags]
-) -> list[Row]:
+def _with_categories(rows: list[Row], categories: Sequence[str], counts: Mapping[str, NDArray[Any]]) -> list[Row]:
     gains: list[tuple[float, Row]] = []
-    for name in dict.fromkeys(bench.categories):
-        chosen = np.array([category == name for category in bench.categories])
-        pair = _correlation_rows(recording, right, chosen, f" [{name}]")
+    for name in dict.fromkeys(categories):
+        chosen = np.array([category == name for category in categories])
+        pair = _correlation_rows(counts, chosen, f" [{name}]")
         if None not in (pair[0]["heads"], pair[1]["heads"]):
             ours, plain = (row["pairs"]["heads"] for row in pair)
             more = [one - other for one, other in zip(ours["over"], plain["over"], strict=True)]
             gains.append((pair[0]["heads"] - pair[1]["heads"], {"over": more, "under": ours["under"]}))
-        if len(set(bench.categories)) > 1:
+        if len(set(categories)) > 1:
             rows += [row | {"sample": name} for row in pair]
-    for metric, place in (("worst_gain", 0), ("best_gain", -1)):
+    gains.sort(key=lambda gain: gain[0])
+    for metric, index in (("worst_gain", 0), ("best_gain", -1)):
         rows[0][metric] = None
         if gains:
-            rows[0][metric], rows[0]["pairs"][metric] = sorted(gains, key=lambda gain: gain[0])[place]
+            rows[0][metric], rows[0]["pairs"][metric] = gains[index]
     return rows
 
 
@@ -180,8 +166,8 @@ def saturation(recipe: PaperRecipe, folder: Path) -> list[Row]:
         for label in ("r = 1", *folders):
             table = None if label == "r = 1" else BigramTable.load(folders[label])
             tokens, steps = _tokens_and_steps(bench, table, evaluation.temperature, settings)
-            row: Row = {"label": label, "pairs": {}, "certain": ["conversations", "entries", "megabytes"]}
-            row |= ratio_metric("tokens_per_step", tokens, steps, row["pairs"])
+            certain = ["conversations", "entries", "megabytes"]
+            row = ratio_row(label, {"tokens_per_step": (tokens, steps)}, certain=certain)
             row["gain"] = row["tokens_per_step"] / (rows[0] if rows else row)["tokens_per_step"] - 1
             if table is not None:
                 row["conversations"] = load_manifest(folders[label]).data["conversations"]
