@@ -8,7 +8,9 @@ from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
+from numpy.typing import NDArray
 
+from ...decode.evaluation.bootstrap import FEWEST, percentile_interval, resample_weights
 from .tables import DASH, Cell, Column, Table, number_cell
 
 BASELINE = "autoregressive"
@@ -26,9 +28,9 @@ _COLUMNS = {
     "speedup": ("tokens", "seconds"),
 }
 _DECODED_ALIKE = ("target", "max_new_tokens", "top_k", "top_p", "dtype")
-_RESAMPLES = 2000
-_FEWEST = 3
-"""Prompts that an interval needs."""
+_Key = tuple[str, float]
+_Rows = dict[_Key, Any]
+"""Rows by label and temperature."""
 
 
 @dataclass(frozen=True)
@@ -83,75 +85,57 @@ def compare(names: Sequence[str], results: Sequence[Mapping[str, Any]]) -> Compa
     tables = [{(row["label"], float(row["temperature"])): row for row in result["methods"]} for result in results]
     common = [key for key in tables[0] if all(key in table for table in tables[1:])]
     if not common:
-        raise ValueError(f"{' and '.join(names)} hold no method in common: {_settings(names, tables)}")
-    notes, pairs, same_machine = [], [], []
-    for name, result in zip(names[1:], results[1:], strict=True):
-        machines = [_machine(side) for side in (results[0], result)]
-        same_machine.append(machines[0] == machines[1])
-        pairs.append(_same_prompts(results[0], result))
-        notes += _notes(names[0], name, results[0], result, pairs[-1])
-    notes += _alone(names, tables, common)
+        held = zip(names, (", ".join(map(_called, table)) or "none" for table in tables), strict=True)
+        raise ValueError("no method in common: " + "; ".join(f"{name} has {methods}" for name, methods in held))
+    first = results[0]
+    notes = [note for name, result in zip(names[1:], results[1:], strict=True)
+             for note in _notes(names[0], name, first, result)]  # fmt: skip
+    for name, table in zip(names, tables, strict=True):
+        if left := [_called(key) for key in table if key not in common]:
+            notes.append(f"not in all results, so not compared: {', '.join(left)} ({name})")
     rows = []
     for key in common:
         values = [{metric: table[key].get(metric) for metric in METRICS} for table in tables]
-        changes = [
-            {
-                metric: _change(metric, (tables[0], table), key, paired)
-                if same or metric != "tokens_per_second"
-                else None
-                for metric in METRICS
-            }
-            for table, paired, same in zip(tables[1:], pairs, same_machine, strict=True)
-        ]
+        changes = []
+        for result, table in zip(results[1:], tables[1:], strict=True):
+            paired, sides = _same_prompts(first, result), (tables[0], table)
+            change = {metric: _change(metric, sides, key, paired) for metric in METRICS}
+            if _machine(first) != _machine(result):
+                change["tokens_per_second"] = None
+            changes.append(change)
         rows.append(ComparedRow(key[0], key[1], values, changes))
     return Comparison(list(names), rows, notes)
 
 
-_Rows = dict[tuple[str, float], Any]
-
-
-def _change(metric: str, tables: tuple[_Rows, _Rows], key: tuple[str, float], paired: bool) -> Change | None:
+def _change(metric: str, tables: tuple[_Rows, _Rows], key: _Key, paired: bool) -> Change | None:
     first, second = (table[key].get(metric) for table in tables)
     if first is None or second is None or not first:
         return None
     ratio = second / first
     sides = [_columns(metric, table, key) for table in tables]
-    if any(side is None or side.shape[1] < _FEWEST for side in sides) or _is_baseline(tables, key, metric):
+    # the baseline's speedup over itself is 1 by definition: it has no interval
+    if metric == "speedup" and any(table[key].get("method") == BASELINE for table in tables):
         return Change(ratio)
-    rng = np.random.default_rng(0)
-    drawn = [rng.integers(0, side.shape[1], (_RESAMPLES, side.shape[1])) for side in sides if side is not None]
-    if paired:
-        drawn[1] = drawn[0]
-    sums = [side[:, picks].sum(-1) for side, picks in zip(sides, drawn, strict=True) if side is not None]
+    drawn: list[NDArray[Any]] = []
+    for seed, side in enumerate(sides):
+        if side is None or side.shape[1] < FEWEST:
+            return Change(ratio)
+        sums = side @ resample_weights(side.shape[1], 0 if paired else seed).T
+        with np.errstate(divide="ignore", invalid="ignore"):
+            rate = sums[0] / sums[1]
+            drawn.append(rate / (sums[2] / sums[3]) if len(sums) == 4 else rate)
     with np.errstate(divide="ignore", invalid="ignore"):
-        ratios = _over(sums[1]) / _over(sums[0])
-    finite = ratios[np.isfinite(ratios)]
-    if len(finite) < 0.9 * _RESAMPLES:
-        return Change(ratio)
-    low, high = np.quantile(finite, (0.025, 0.975))
-    return Change(ratio, (float(low), float(high)))
+        return Change(ratio, percentile_interval(drawn[1] / drawn[0]))
 
 
-def _is_baseline(tables: tuple[_Rows, _Rows], key: tuple[str, float], metric: str) -> bool:
-    """The baseline's speedup over itself is 1 by definition: it has no interval."""
-    return metric == "speedup" and any(table[key].get("method") == BASELINE for table in tables)
-
-
-def _over(sums: np.ndarray) -> np.ndarray:
-    ratio: np.ndarray = sums[0] / sums[1]
-    return ratio / (sums[2] / sums[3]) if len(sums) == 4 else ratio
-
-
-def _columns(metric: str, table: _Rows, key: tuple[str, float]) -> np.ndarray | None:
+def _columns(metric: str, table: _Rows, key: _Key) -> NDArray[np.float64] | None:
     """[2 or 4, prompts]: what a metric is a quotient of, prompt by prompt; None where that is not known."""
     sources = [table[key]]
     if metric == "speedup":
-        base = next(
-            (row for row in table.values() if row.get("method") == BASELINE and row["temperature"] == key[1]), None
-        )
-        if base is None:
+        base = [row for row in table.values() if row.get("method") == BASELINE and row["temperature"] == key[1]]
+        if not base:
             return None
-        sources.append(base)
+        sources.append(base[0])
     columns = [
         [prompt.get(name) for prompt in row.get("by_prompt") or []] for row in sources for name in _COLUMNS[metric]
     ]
@@ -170,56 +154,35 @@ def _machine(results: Mapping[str, Any]) -> dict[str, Any]:
     return {key: results["machine"].get(key) for key in ("device", "name", "cores", "threads")}
 
 
-def _notes(first: str, name: str, one: Mapping[str, Any], other: Mapping[str, Any], paired: bool) -> list[str]:
+def _notes(first: str, name: str, one: Mapping[str, Any], other: Mapping[str, Any]) -> list[str]:
     """What differs between two results."""
-    notes = []
-    machines = [", ".join(f"{value}" for value in _machine(side).values()) for side in (one, other)]
-    if machines[0] != machines[1]:
-        notes.append(
-            f"machine: {machines[0]} ({first}), {machines[1]} ({name}): tokens per second are not compared, and a "
-            "speedup is over its own machine's baseline"
-        )
-    differing = [key for key in _DECODED_ALIKE if one["recipe"].get(key) != other["recipe"].get(key)]
-    for key in differing:
-        notes.append(f"{key}: {one['recipe'].get(key)} ({first}), {other['recipe'].get(key)} ({name})")
-    versions = [side["machine"].get("versions") or {} for side in (one, other)]
-    for package in sorted(set(versions[0]) | set(versions[1])):
-        theirs = [version.get(package, "none") for version in versions]
-        if theirs[0] != theirs[1]:
-            notes.append(f"{package}: {theirs[0]} ({first}), {theirs[1]} ({name})")
-    if not all(row.get("by_prompt") for side in (one, other) for row in side["methods"]):
+    sides = [(first, one), (name, other)]
+
+    def differing(what: str, values: Sequence[Any], more: str = "") -> list[str]:
+        if values[0] == values[1]:
+            return []
+        return [f"{what}: {values[0]} ({first}), {values[1]} ({name}){more}"]
+
+    machines = [", ".join(f"{value}" for value in _machine(side).values()) for _, side in sides]
+    limited = ": tokens per second are not compared, and a speedup is over its own machine's baseline"
+    notes = differing("machine", machines, limited)
+    for key in _DECODED_ALIKE:
+        notes += differing(key, [side["recipe"].get(key) for _, side in sides])
+    versions = [side["machine"].get("versions") or {} for _, side in sides]
+    for package in sorted(versions[0] | versions[1]):
+        notes += differing(package, [version.get(package, "none") for version in versions])
+    if not all(row.get("by_prompt") for _, side in sides for row in side["methods"]):
         notes.append(f"{first} or {name} keeps no numbers by prompt: where they are missing there is no interval")
-    elif paired:
+    elif _same_prompts(one, other):
         notes.append(f"{first} and {name} decoded the same {one['prompts']} prompts: differences are paired by prompt")
     else:
-        notes.append(
-            f"prompts: {_prompts(one)} ({first}), {_prompts(other)} ({name}): not the same, so that differences are "
-            "not paired by prompt and their intervals are wider"
-        )
+        prompts = [f"{side['prompts']} of {side['recipe'].get('prompts')}" for _, side in sides]
+        asked = f"prompts: {prompts[0]} ({first}), {prompts[1]} ({name})"
+        notes.append(f"{asked}: not the same, so that differences are not paired by prompt: intervals are wider")
     return notes
 
 
-def _prompts(results: Mapping[str, Any]) -> str:
-    return f"{results['prompts']} of {results['recipe'].get('prompts')}"
-
-
-def _alone(names: Sequence[str], tables: Sequence[_Rows], common: Sequence[tuple[str, float]]) -> list[str]:
-    """Which methods not all results hold."""
-    notes = []
-    for name, table in zip(names, tables, strict=True):
-        left = [_called(key) for key in table if key not in common]
-        if left:
-            notes.append(f"not in all results, so not compared: {', '.join(left)} ({name})")
-    return notes
-
-
-def _settings(names: Sequence[str], tables: Sequence[_Rows]) -> str:
-    return "; ".join(
-        f"{name} has {', '.join(map(_called, table)) or 'none'}" for name, table in zip(names, tables, strict=True)
-    )
-
-
-def _called(key: tuple[str, float]) -> str:
+def _called(key: _Key) -> str:
     return f"{key[0]} at temperature {key[1]:g}"
 
 

@@ -20,17 +20,14 @@ import operator
 import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from functools import lru_cache
 from typing import Any, NamedTuple
 
 import numpy as np
 
 from ...checkpoints.storage.messages import did_you_mean
+from ...decode.evaluation.bootstrap import FEWEST, RESAMPLES, resample_weights
 
 HELD, NOT_HELD, NOISE, NOT_JUDGED = "held", "not held", "within noise", "not judged"
-DRAWS = 2000
-FEWEST = 3
-"""Prompts that a bootstrap needs."""
 _DEFINED = 0.9
 """Share of the draws that must be numbers: a draw has none where nothing stands under a ratio."""
 
@@ -194,7 +191,7 @@ def _judge(claim: Claim, table: Mapping[str, Row], prefix: str, tolerance: float
 
 
 def _evaluated(node: ast.expr, values: Mapping[str, np.ndarray]) -> np.ndarray:
-    """[1 + DRAWS]: an expression's value and its draws; [1] where it is exact."""
+    """[1 + RESAMPLES]: an expression's value and its draws; [1] where it is exact."""
     if isinstance(node, ast.Constant):
         return np.full(1, float(str(node.value)))
     if isinstance(node, ast.Name):
@@ -230,7 +227,7 @@ def _compare(left: np.ndarray, comparison: str, right: np.ndarray, tolerance: fl
 
 
 def _drawn(row: Row, metric: str) -> np.ndarray:
-    """[1 + DRAWS]: a row's number and its draws; [1] where it is exact."""
+    """[1 + RESAMPLES]: a row's number and its draws; [1] where it is exact."""
     point = metric_of(row, metric)
     if point is None:
         why = row.get("why", {}).get(metric) or "it was not measured"
@@ -238,11 +235,12 @@ def _drawn(row: Row, metric: str) -> np.ndarray:
     pairs = row.get("pairs", {}).get(metric)
     error = row.get("errors", {}).get(metric)
     if pairs is not None:
-        weights = _weights(len(pairs["over"]), str(row.get("sample", "")))
+        prompts = len(pairs["over"])
+        weights = resample_weights(prompts, [prompts, *str(row.get("sample", "")).encode()])  # same prompts, same draws
         return np.append(point, _resampled(pairs, weights))
     if error is not None:
         seed = list(f"{row['label']}.{metric}".encode())
-        return np.append(point, np.random.default_rng(seed).normal(point, error, DRAWS))
+        return np.append(point, np.random.default_rng(seed).normal(point, error, RESAMPLES))
     if "certain" in row and metric.partition(".")[0] not in row["certain"]:
         raise _MissingError(f"nothing is known of the uncertainty of {row['label']}'s {metric}")
     return np.full(1, point)
@@ -268,14 +266,6 @@ def transformed(ratio: Any, pairs: Mapping[str, Any]) -> Any:
     if "gamma" in pairs:
         return sum(ratio**depth for depth in range(pairs["gamma"] + 1))
     return ratio
-
-
-@lru_cache(maxsize=16)
-def _weights(prompts: int, sample: str) -> np.ndarray:
-    """How often each prompt is in each of the draws: the same for the same prompts."""
-    seed = [prompts, *sample.encode()]
-    drawn = np.random.default_rng(seed).multinomial(prompts, np.full(prompts, 1 / prompts), size=DRAWS)
-    return drawn.astype(np.float64)
 
 
 def metric_of(row: Row, metric: str) -> float | None:

@@ -15,6 +15,7 @@ from xml.etree import ElementTree
 
 import numpy as np
 import pytest
+from draftsmith.decode.evaluation.bootstrap import resample_weights
 from draftsmith.recipes.commands.evaluation.certify import Asked, run_certify
 from draftsmith.recipes.report import charts
 from draftsmith.recipes.report.certificate import certificate_beside
@@ -294,13 +295,14 @@ def test_intervals_are_those_of_plain_loops(results: Path) -> None:
     assert change is not None
     assert change.ratio == other["methods"][1]["speedup"] / found["methods"][1]["speedup"]
     prompts = len(found["methods"][1]["by_prompt"])
-    picks = np.random.default_rng(0).integers(0, prompts, (2000, prompts))
     ratios = []
-    for pick in picks.tolist():
+    for weights in resample_weights(prompts).tolist():
         speedups = []
         for side in (found, other):
-            base, mine = ([side["methods"][row]["by_prompt"][number] for number in pick] for row in (0, 1))
-            rates = [sum(p["tokens"] for p in part) / sum(p["seconds"] for p in part) for part in (mine, base)]
+            base, mine = ([*zip(weights, side["methods"][row]["by_prompt"], strict=True)] for row in (0, 1))
+            rates = [
+                sum(w * p["tokens"] for w, p in part) / sum(w * p["seconds"] for w, p in part) for part in (mine, base)
+            ]
             speedups.append(rates[0] / rates[1])
         ratios.append(speedups[1] / speedups[0])
     assert change.interval == pytest.approx(tuple(np.quantile(ratios, (0.025, 0.975))))
