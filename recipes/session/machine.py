@@ -30,7 +30,7 @@ OPTIONAL = {
     "liger-kernel": ("cuda", "Liger's kernels"),
     "nvidia-ml-py": ("cuda", "the energy of GPUs"),
     "tensorboard": ("track", "logs in tensorboard"),
-    "matplotlib": ("report", "plots"),
+    "matplotlib": ("report", "charts of reports"),
 }
 """By distribution: the extra that brings it, and what it is for."""
 

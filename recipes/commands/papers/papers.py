@@ -66,8 +66,8 @@ def run_paper(recipe: PaperRecipe, name: str, pair: str | None = None, folder: P
     states = {source: source_state(source) for source in used.sources()}
     known = [__version__, settings, used.counts_joules(), states, on]
     identity = hashlib.sha256(json.dumps(known, sort_keys=True).encode()).hexdigest()
-    result = _finished(folder / "paper.json", identity)
-    if result is None:
+    result = _read(folder / "paper.json")
+    if result is None or result.get("identity") != identity:
         log(f"papers: {name}, {recipe.where}")
         folder.mkdir(parents=True, exist_ok=True)
         write_recipe(recipe, folder / "recipe.yaml")
@@ -76,8 +76,8 @@ def run_paper(recipe: PaperRecipe, name: str, pair: str | None = None, folder: P
         _write(folder / "paper.json", result)
     else:
         log(f"papers: {name} is finished: kept")
-    said = recipe.model_dump(mode="json", include={"paper", "where", "experiment", "not_rerun", "theirs"})
-    result |= said | {"name": name, "pair": pair, "claims": judged(recipe, result["rows"])}
+    about = recipe.model_dump(mode="json", include={"paper", "where", "experiment", "not_rerun", "theirs"})
+    result |= about | {"name": name, "pair": pair, "claims": judged(recipe, result["rows"])}
     _write(folder / "paper.json", result)
     _report(folder, result, used)
     on_pair = " on the embedded pair" if pair is not None else ""
@@ -130,8 +130,8 @@ def run_papers(names: Sequence[str], pair: str | None, out: Path | None) -> list
     root = out or Path(f"{FOLDER}-{PAIR}" if pair is not None else FOLDER)
     done: list[dict[str, Any]] = []
     failed: dict[str, str] = {}
-    for place, (name, recipe) in enumerate(recipes.items(), 1):
-        log(f"papers: {place} of {len(recipes)}")
+    for index, (name, recipe) in enumerate(recipes.items(), 1):
+        log(f"papers: {index} of {len(recipes)}")
         try:
             done.append(run_paper(recipe, name, pair, folders[name]))
         except (ValueError, OSError, ImportError, RuntimeError) as error:
@@ -141,8 +141,8 @@ def run_papers(names: Sequence[str], pair: str | None, out: Path | None) -> list
     if len(done) > 1:
         console().print(claims_table(done).rich())
     console().print(f"papers: {len(done)} done, {len(failed)} failed; {root / 'papers.md'}", soft_wrap=True)
-    for name, fault in failed.items():
-        log(f"error: {name}: {fault}")
+    for name, error_text in failed.items():
+        log(f"error: {name}: {error_text}")
     return list(failed)
 
 
@@ -176,21 +176,6 @@ def _named(names: Sequence[str], pair: str | None, out: Path | None) -> tuple[di
     return recipes, folders
 
 
-def _finished(path: Path, identity: str) -> dict[str, Any] | None:
-    """The result of an earlier run with the same settings and artifacts.
-
-    Raises:
-        ValueError: the file is damaged.
-    """
-    if not path.is_file():
-        return None
-    try:
-        found = json.loads(path.read_text(encoding="utf-8"))
-    except ValueError as error:
-        raise ValueError(f"{path} is damaged: delete it to run the recipe again ({error})") from error
-    return found if isinstance(found, dict) and found.get("identity") == identity else None
-
-
 def _report(folder: Path, result: dict[str, Any], used: PaperRecipe) -> None:
     """The page: of one evaluation its ordinary report, with the paper's numbers; else one with links to the runs'.
 
@@ -200,8 +185,8 @@ def _report(folder: Path, result: dict[str, Any], used: PaperRecipe) -> None:
     from .experiments import is_finished, results_of
 
     evaluations = used.evaluations() if used.experiment == "evaluate" else {}
-    places = {run: results_of(folder, run) for run in evaluations}
-    own = {run: path for run, path in places.items() if is_finished(evaluations[run], path)}
+    paths = {run: results_of(folder, run) for run in evaluations}
+    own = {run: path for run, path in paths.items() if is_finished(evaluations[run], path)}
     if "" in own:
         loaded = load_results(own[""])
         loaded["paper"] = {key: result[key] for key in ("name", "paper", "where", "theirs", "claims", "not_rerun")}
@@ -222,9 +207,9 @@ def _summary(
         results: the folder that holds the recipes' folders.
     """
     named = {result["name"] for result in done} | set(failed)
-    places = sorted([*results.glob("*/paper.json"), *results.glob("*/*/paper.json")])
-    earlier = [found for found in map(_earlier, places) if found is not None and found["name"] not in named]
-    before = [found for found in earlier if _same(found["pair"], pair)]
+    paths = sorted([*results.glob("*/paper.json"), *results.glob("*/*/paper.json")])
+    earlier = [found for found in map(_read, paths) if found is not None and "name" in found]  # else it was not judged
+    before = [found for found in earlier if found["name"] not in named and _same(found["pair"], pair)]
     papers = [
         result | {"rows": [{key: row[key] for key in row if key != "pairs"} for row in result["rows"]]}
         for result in [*done, *before]
@@ -238,14 +223,13 @@ def _same(one: str | None, other: str | None) -> bool:
     return one == other if one is None or other is None else Path(one).resolve() == Path(other).resolve()
 
 
-def _earlier(path: Path) -> dict[str, Any] | None:
-    """A result as it lies there; None for one that is damaged or was never judged."""
+def _read(path: Path) -> dict[str, Any] | None:
+    """The result of an earlier run; None where there is none, or it is damaged: it is run again rather than trusted."""
     try:
         found = json.loads(path.read_text(encoding="utf-8"))
-    except ValueError:
-        found = None
-    whole = isinstance(found, dict) and found.get("schema") == SCHEMA and {"name", "pair", "rows"} <= found.keys()
-    return found if whole else None
+    except (OSError, ValueError):
+        return None
+    return found if isinstance(found, dict) and found.get("schema") == SCHEMA and "rows" in found else None
 
 
 def _write(path: Path, value: dict[str, Any]) -> None:

@@ -5,8 +5,9 @@ from __future__ import annotations
 import json
 import math
 import os
+import subprocess
 from collections import Counter
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from functools import cache
 from html import escape
 from pathlib import Path
@@ -14,15 +15,19 @@ from typing import Any
 
 import pytest
 import torch
-from draftsmith.recipes.commands.evaluation.recipe import paper_recipe
+import yaml
+from draftsmith.recipes.commands.cli import app
+from draftsmith.recipes.commands.evaluation.recipe import evaluation_or_paper, paper_recipe
 from draftsmith.recipes.commands.papers.experiments import is_finished, results_of
 from draftsmith.recipes.commands.papers.papers import run_paper, run_papers, shipped_papers
 from draftsmith.recipes.commands.papers.plan import forwards_of, show_plan
 from draftsmith.recipes.report.papers import title_of
 from draftsmith.recipes.schema.claims import HELD, NOT_HELD, NOT_JUDGED, judge, metric_of, parse_claim
-from draftsmith.recipes.schema.loading import find_recipe
+from draftsmith.recipes.schema.evaluation import EvaluateRecipe
+from draftsmith.recipes.schema.loading import find_recipe, load_recipe
 from draftsmith.recipes.schema.papers import PaperRecipe
 from draftsmith.recipes.schema.results import load_results
+from typer.testing import CliRunner
 
 NAMES = shipped_papers()
 SHIPPED = {"multi-candidate": 10, "mjsd": 7, "slides": 6, "slim": 9, "theory": 4}
@@ -32,38 +37,10 @@ SMALLEST: dict[str, dict[str, Any]] = {
     "saturation": {"settings.sizes": [4, 8], "settings.candidates": 4, "limit": 3},
     "correlation": {"settings.candidates": 4},
 }
-OWN = """
-kind: paper
-out: runs/own
-paper: slides
-where: Table 2
-experiment: evaluate
-evaluate:
-  target: no/target
-  drafter: no/drafter
-  prompts: mt-bench
-  limit: 4
-  max_new_tokens: 8
-  temperature: 1
-  methods:
-    - {method: autoregressive}
-    - {method: speculative, label: short, options: {gamma: 1}}
-    - {method: speculative, label: long, options: {gamma: 3}}
-small: {compare_with_transformers: false}
-theirs:
-  short: {tokens_per_step: 1.75, speedup: 1.5}
-  long: {tokens_per_step: 3.125}
-claims:
-  - {says: More drafting makes more tokens a step., holds: long.tokens_per_step > short.tokens_per_step}
-  - {says: Decoding token by token makes one., holds: autoregressive.tokens_per_step ==~ 1}
-"""
 
 
-@pytest.fixture
-def own(tmp_path: Path) -> Path:
-    path = tmp_path / "own.yaml"
-    path.write_text(OWN)
-    return path
+MEDUSA = ("{method: autoregressive}", "{method: autoregressive}\n    - {method: medusa}")
+"""A method that the recipe has no heads for."""
 
 
 @cache
@@ -87,7 +64,14 @@ def test_every_paper_recipe_that_is_meant_to_be_there_is_shipped() -> None:
         assert find_recipe(name).read_text().startswith(f"# draftsmith evaluate {name}")
 
 
-@pytest.mark.parametrize("name", [name.removeprefix("evaluate/") for name in NAMES])
+FIRST = {(shipped(name).paper, shipped(name).experiment): name for name in reversed(NAMES)}
+"""One recipe of each paper and experiment; the others run under the marker `slow`."""
+
+
+@pytest.mark.parametrize(
+    "name",
+    [pytest.param(name, marks=[] if name in FIRST.values() else pytest.mark.slow) for name in NAMES],
+)
 def test_each_shipped_recipe_runs_on_the_pair(name: str, tiny_pair: Path, tmp_path: Path) -> None:
     recipe = smallest(shipped(name))
     result = run_paper(recipe, name, str(tiny_pair), tmp_path / "out")
@@ -144,13 +128,11 @@ def metrics_named(recipe: PaperRecipe) -> set[str]:
 @pytest.mark.parametrize("name", NAMES)
 def test_on_the_pair_nothing_is_asked_of_a_hub(name: str) -> None:
     recipe = shipped(name).on_pair("PAIR")
-    if recipe.evaluate is None:
-        return
-    evaluations = recipe.evaluations().values() if recipe.experiment == "evaluate" else [recipe.evaluate]
-    for evaluation in evaluations:
-        named = [evaluation.target, evaluation.drafter, evaluation.heads, evaluation.table, evaluation.prompts]
-        assert all(source.startswith("PAIR/") for source in [*named, *evaluation.more_drafters] if source is not None)
-        assert evaluation.device_map is None
+    assert all(source.startswith("PAIR/") for source in recipe.sources())
+    if recipe.experiment == "evaluate":
+        assert all(evaluation.device_map is None for evaluation in recipe.evaluations().values())
+    values = yaml.safe_load(yaml.safe_dump(shipped(name).model_dump(mode="json")))
+    assert PaperRecipe.model_validate(values) == shipped(name)  # as it is written, it is read
 
 
 def test_the_real_recipe_for_t5_runs_with_encoder_decoders(stand_ins: Any, tmp_path: Path) -> None:
@@ -238,7 +220,7 @@ def test_one_that_fails_does_not_keep_the_others_from_running(
     own: Path, tiny_pair: Path, tmp_path: Path, capfd: pytest.CaptureFixture[str]
 ) -> None:
     other = own.with_name("other.yaml")
-    other.write_text(OWN.replace("{method: autoregressive}", "{method: autoregressive}\n    - {method: medusa}"))
+    other.write_text(own.read_text().replace(*MEDUSA))
     failed = run_papers([str(other), str(own)], str(tiny_pair), tmp_path / "out")
     assert failed == ["other"]
     assert "error: other: method 'medusa' needs `heads`, and the recipe names none" in capfd.readouterr().err
@@ -260,16 +242,17 @@ def test_what_has_finished_is_kept_until_something_changes(
         assert run_papers([str(own)], str(tiny_pair), tmp_path / "out") == []
         return capfd.readouterr().err, (tmp_path / "out" / "own" / "evaluated.json").stat().st_mtime_ns
 
+    text = own.read_text()
     said, when = run()
     assert "kept" not in said
     assert run()[1] == when
-    own.write_text(OWN.replace("holds: long.tokens_per_step >", "holds: long.tokens_per_step <"))
+    own.write_text(text.replace("holds: long.tokens_per_step >", "holds: long.tokens_per_step <"))
     said, again = run()
     assert "own is finished: kept" in said
     assert again == when  # a claim is judged anew, nothing is decoded anew
     claim = json.loads((tmp_path / "out" / "own" / "paper.json").read_text())["claims"][0]
     assert claim["paper_status"] == "not held"
-    own.write_text(OWN.replace("gamma: 3", "gamma: 4"))
+    own.write_text(text.replace("gamma: 3", "gamma: 4"))
     said, again = run()
     assert "kept" not in said
     assert again > when
@@ -288,9 +271,11 @@ def test_what_has_finished_is_kept_until_something_changes(
             assert is_finished(evaluation, tmp_path / "out" / "own" / "results.json") == (more == 0)
     finally:
         torch.set_num_threads(threads)
-    (tmp_path / "out" / "own" / "paper.json").write_text("{")
-    assert run_papers([str(own)], str(tiny_pair), tmp_path / "out") == ["own"]
-    assert "is damaged: delete it" in capfd.readouterr().err
+    left = [tmp_path / "out" / "own" / name for name in ("paper.json", "evaluated.json")]
+    for path in left:  # what is cut off has not finished
+        path.write_text(path.read_text()[:40])
+    assert "kept" not in run()[0]
+    assert all(json.loads(path.read_text()) for path in left)
 
 
 def test_a_run_that_finished_before_the_others_is_not_decoded_again(
@@ -309,51 +294,6 @@ def test_a_run_that_finished_before_the_others_is_not_decoded_again(
     page = (tmp_path / "out" / "report.html").read_text()
     for run in runs:
         assert f'<a href="{run}/report.html">' in page
-
-
-def test_a_stamp_that_is_cut_off_means_that_nothing_has_finished(
-    own: Path, tiny_pair: Path, tmp_path: Path, capfd: pytest.CaptureFixture[str]
-) -> None:
-    recipe, folder = paper_recipe(str(own)), tmp_path / "out"
-    run_paper(recipe, "own", str(tiny_pair), folder)
-    stamp = folder / "evaluated.json"
-    whole = stamp.read_text()
-    for text in (whole[:40], "\u2026"):
-        stamp.write_text(text, encoding="utf-16")
-        (folder / "paper.json").unlink()
-        capfd.readouterr()
-        run_paper(recipe, "own", str(tiny_pair), folder)
-        assert "kept" not in capfd.readouterr().err
-        assert stamp.read_text() == whole
-    (folder / "paper.json").unlink()
-    run_paper(recipe, "own", str(tiny_pair), folder)
-    assert "results.json is finished: kept" in capfd.readouterr().err
-
-
-def test_files_of_any_name_are_part_of_what_was_run(
-    own: Path, tiny_pair: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
-) -> None:
-    monkeypatch.chdir(tmp_path)
-    lines = (tiny_pair / "corpus" / "heldout.jsonl").read_text().splitlines(keepends=True)
-    prompts = tmp_path / "questions.jsonl"
-    prompts.write_text("".join(lines))
-    recipe = paper_recipe(str(own)).model_copy(update={"small": {"prompts": "questions.jsonl", "limit": 2}})
-    run_paper(recipe, "own", str(tiny_pair), tmp_path / "out")
-    first = load_results(tmp_path / "out" / "results.json")["prompts_sha256"]
-    prompts.write_text("".join(reversed(lines)))
-    run_paper(recipe, "own", str(tiny_pair), tmp_path / "out")
-    assert load_results(tmp_path / "out" / "results.json")["prompts_sha256"] != first
-    assert "kept" not in capfd.readouterr().err
-    # a text that only looks like a path is none: what lies under a method's label is not read
-    assert recipe.on_pair(str(tiny_pair)).sources() == [
-        *(f"{tiny_pair}/{part}" for part in ("target", "drafter")), "questions.jsonl"
-    ]  # fmt: skip
-    acceptance = paper_recipe("slides/alpha").on_pair("PAIR")
-    assert acceptance.sources()[-1] == "PAIR/corpus/train.jsonl"
-    assert (
-        paper_recipe("slim/saturation").on_pair("PAIR").settings["source"]
-        in paper_recipe("slim/saturation").on_pair("PAIR").sources()
-    )
 
 
 def test_the_page_shows_what_this_recipe_ran(own: Path, tiny_pair: Path, tmp_path: Path) -> None:
@@ -382,19 +322,6 @@ def test_joules_are_counted_only_where_the_paper_has_any(own: Path, tiny_pair: P
     assert all(each.energy == "auto" for each in shipped("evaluate/mjsd/main").evaluations().values())
 
 
-def test_recipes_of_one_name_are_refused_before_anything_runs(own: Path, tiny_pair: Path, tmp_path: Path) -> None:
-    twin = tmp_path / "elsewhere" / "own.yaml"
-    twin.parent.mkdir()
-    twin.write_text(OWN)
-    with pytest.raises(ValueError, match=rf"'{own}' and '{twin}' would both write to .*own: run them one by one"):
-        run_papers([str(own), str(twin)], str(tiny_pair), tmp_path / "out")
-    other = own.with_name("other.yaml")
-    other.write_text(OWN)  # another name, and the same `out`
-    with pytest.raises(ValueError, match="would both write to runs/own-quickstart"):
-        run_papers([str(own), str(other)], str(tiny_pair), None)
-    assert not (tmp_path / "out").exists()
-
-
 def test_what_finished_earlier_stays_in_the_tables(own: Path, tiny_pair: Path, tmp_path: Path) -> None:
     def summary() -> tuple[list[str], list[str]]:
         whole = json.loads((tmp_path / "out" / "papers.json").read_text())
@@ -402,8 +329,8 @@ def test_what_finished_earlier_stays_in_the_tables(own: Path, tiny_pair: Path, t
         return [result["name"] for result in whole["papers"]], list(whole["failed"])
 
     other, bad = own.with_name("other.yaml"), own.with_name("bad.yaml")
-    other.write_text(OWN)
-    bad.write_text(OWN.replace("{method: autoregressive}", "{method: autoregressive}\n    - {method: medusa}"))
+    other.write_text(own.read_text())
+    bad.write_text(own.read_text().replace(*MEDUSA))
     for names, wanted in (
         ([own], (["own"], [])),
         ([other], (["other", "own"], [])),
@@ -417,32 +344,6 @@ def test_what_finished_earlier_stays_in_the_tables(own: Path, tiny_pair: Path, t
     (tmp_path / "out" / "other" / "paper.json").write_text("{")
     run_papers([str(own)], str(tiny_pair), tmp_path / "out")
     assert summary() == (["own"], [])
-
-
-@pytest.mark.parametrize(
-    ("override", "message"),
-    [
-        ("claims.0.holds=lnog.speedup > 1", r"names the row 'lnog', which there is not. Did you mean 'long'\?"),
-        ("claims.0.holds=long.sped > 1", r"names the metric 'sped', which there is not. Did you mean 'speedup'\?"),
-        ("claims.0.holds=long.speedup", "compares nothing"),
-        ("theirs={shrt: {speedup: 1}}", r"theirs names the row 'shrt', which there is not. Did you mean 'short'\?"),
-        ("settings={rns: {}}", r"unknown key 'settings.rns'. Did you mean 'runs'\?"),
-        ("settings={runs: {a: {drafer: x}}}", r"run 'a': unknown key 'drafer'. Did you mean 'drafter'\?"),
-        ("settings={runs: {OPT: {}, opt: {}}}", "run 'opt': its folder would be called 'opt' as that of 'OPT'"),
-        ("settings={runs: {γ=2: {}, γ 2: {}}}", "run 'γ 2': its folder would be called 'γ-2' as that of 'γ=2'"),
-        ("settings={runs: {'!': {}}}", "run '!': .*neither a letter nor a digit"),
-        ("small={limt: 3}", r"`small`: unknown key 'limt'. Did you mean 'limit'\?"),
-        ("small={settings.runs: {A: {}, a: {}}}", "run 'a': its folder would be called 'a' as that of 'A'"),
-        ("evaluate.out=x", "`evaluate.out` is not to be given"),
-        ("evaluate=null", "the experiment `evaluate` needs the section"),
-        ("experiment=evaluat", "'experiment'"),
-        ("evaluate.methods=[{method: speculative}]", "must hold `autoregressive`"),
-        ("evaluate.lmit=3", r"unknown key 'evaluate.lmit'. Did you mean 'limit'\?"),
-    ],
-)
-def test_mistakes_in_a_recipe_are_told_before_anything_runs(own: Path, override: str, message: str) -> None:
-    with pytest.raises(ValueError, match=message):
-        paper_recipe(str(own), [override])
 
 
 def test_a_plan_counts_forwards(own: Path, tiny_pair: Path, capsys: pytest.CaptureFixture[str]) -> None:
@@ -465,3 +366,31 @@ def test_a_plan_counts_forwards(own: Path, tiny_pair: Path, capsys: pytest.Captu
     assert "heldout.jsonl" in capsys.readouterr().out
     for name in NAMES:
         show_plan(shipped(name))
+
+
+def test_an_evaluation_of_ones_own_takes_the_pair_too(tiny_pair: Path) -> None:
+    pair = str(tiny_pair)
+    plain = load_recipe("evaluate/all-methods")
+    swapped = evaluation_or_paper("evaluate/all-methods", ["limit=3"], {}, pair)
+    assert isinstance(plain, EvaluateRecipe)
+    assert isinstance(swapped, EvaluateRecipe)
+    assert swapped.target == f"{pair}/target"
+    assert swapped.out == "runs/evaluate/all-methods/results-quickstart.json"
+    assert swapped.limit == 3
+    assert swapped.methods == plain.methods
+    paper = evaluation_or_paper("slim/heads", ["evaluate.limit=7"], {"target": "t", "out": "o"}, None)
+    assert isinstance(paper, PaperRecipe)
+    assert paper.evaluate is not None
+    assert (paper.evaluate.target, paper.evaluate.limit, paper.out) == ("t", 7, "o")
+
+
+def test_without_hub_or_files_a_real_recipe_says_what_is_missing(
+    cli: Callable[..., subprocess.CompletedProcess[str]], tmp_path: Path
+) -> None:
+    planned = CliRunner().invoke(app, ["evaluate", "mjsd/main", "--plan"])
+    assert planned.exit_code == 0, planned.output
+    assert "meta-llama/Llama-2-13b-hf" in planned.output
+    done = cli("evaluate", "mjsd/main", "evaluate.limit=1", cwd=tmp_path)
+    assert done.returncode == 2
+    assert "meta-llama/Llama-2-13b-hf" in done.stderr
+    assert "Traceback" not in done.stderr

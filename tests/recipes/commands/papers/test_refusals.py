@@ -1,0 +1,107 @@
+"""Mistakes in papers' recipes are refused before anything runs, with what is wrong and the nearest right name."""
+
+from __future__ import annotations
+
+import re
+from pathlib import Path
+from typing import Any
+
+import pytest
+from draftsmith.recipes.commands.evaluation.recipe import evaluation_or_paper, pair_folder, paper_recipe
+from draftsmith.recipes.commands.papers.experiments import EXPERIMENTS
+from draftsmith.recipes.commands.papers.papers import run_papers
+from draftsmith.recipes.schema.experiments import checked_settings
+from draftsmith.recipes.schema.papers import PaperRecipe
+
+
+@pytest.mark.parametrize(
+    ("override", "named"),
+    [
+        ("claims.0.holds=lnog.speedup > 1", ["'lnog'", "'long'"]),
+        ("claims.0.holds=long.sped > 1", ["'sped'", "'speedup'"]),
+        ("claims.0.holds=long.speedup", ["'long.speedup'"]),
+        ("theirs={shrt: {speedup: 1}}", ["'shrt'", "'short'"]),
+        ("theirs={'long [math]': {speedup: 1}}", ["'long [math]'"]),
+        ("settings={rns: {}}", ["'settings.rns'", "'runs'"]),
+        ("settings={runs: {a: {drafer: x}}}", ["run 'a'", "'drafer'", "'drafter'"]),
+        ("settings={runs: {OPT: {}, opt: {}}}", ["run 'opt'", "'OPT'"]),
+        ("settings={runs: {γ=2: {}, γ 2: {}}}", ["run 'γ 2'", "'γ-2'", "'γ=2'"]),
+        ("settings={runs: {'!': {}}}", ["run '!'"]),
+        ("small={limt: 3}", ["`small`", "'limt'", "'limit'"]),
+        ("small={settings.runs: {A: {}, a: {}}}", ["run 'a'", "'A'"]),
+        ("evaluate.out=x", ["`evaluate.out`"]),
+        ("evaluate=null", ["`evaluate`"]),
+        ("experiment=evaluat", ["'experiment'", "'evaluate'"]),
+        ("evaluate.methods=[{method: speculative}]", ["`autoregressive`"]),
+        ("evaluate.lmit=3", ["'evaluate.lmit'", "'limit'"]),
+    ],
+)
+def test_a_recipe(own: Path, override: str, named: list[str]) -> None:
+    with pytest.raises(ValueError, match=".*".join(map(re.escape, named))):
+        paper_recipe(str(own), [override])
+
+
+@pytest.mark.parametrize(
+    ("experiment", "settings", "named"),
+    [
+        ("acceptance", {"candidate": [1]}, ["'settings.candidate'", "'candidates'"]),
+        ("acceptance", {"sources": ["bigram"], "candidates": [1, 2]}, ["`candidates`", "[drafters]"]),
+        ("acceptance", {"temperatures": [-1]}, ["'settings.temperatures.0'"]),
+        ("acceptance", {"candidates": [2, 2]}, ["'settings.candidates'", "2, 2"]),
+        ("acceptance", {"temperatures": [0], "epsilons": [0.1]}, ["`epsilons`"]),
+        ("simulation", {"study": "draft"}, ["'draft'", "'drafts'"]),
+        ("simulation", {"study": "drafts", "shares": [1]}, ["'settings.shares'", "'share'"]),
+        ("saturation", {"sizes": [1]}, ["'settings.source'"]),
+        ("energy", {"runs": 0}, ["'settings.runs'", "1", "0"]),
+    ],
+)
+def test_settings(experiment: str, settings: dict[str, Any], named: list[str]) -> None:
+    with pytest.raises(ValueError, match=".*".join(map(re.escape, named))):
+        checked_settings(experiment, settings)
+
+
+@pytest.mark.parametrize(
+    ("experiment", "changes", "settings", "named"),
+    [
+        ("acceptance", {"table": None}, {"sources": ["bigram"]}, ["'bigram'", "`table`"]),
+        ("acceptance", {"drafter": None}, {}, ["'drafters'", "`drafter`"]),
+        ("acceptance", {}, {"sources": []}, ["`settings.sources`"]),
+        ("acceptance", None, {}, ["`evaluate`"]),
+        ("correlation", {"heads": "h", "table": None}, {}, ["`evaluate.table`"]),
+        ("saturation", {}, {"source": "s", "sizes": [1]}, ["`evaluate.heads`"]),
+        ("energy", None, {}, ["`evaluate`"]),
+    ],
+)
+def test_an_experiment_without_its_parts(
+    experiment: str,
+    changes: dict[str, Any] | None,
+    settings: dict[str, Any],
+    named: list[str],
+    evaluation: dict[str, Any],
+    tmp_path: Path,
+) -> None:
+    evaluate = None if changes is None else evaluation | {"target": "no/such/target"} | changes
+    about = {"kind": "paper", "out": "unused", "paper": "theory", "where": "nowhere", "experiment": experiment}
+    recipe = PaperRecipe.model_validate(about | {"evaluate": evaluate, "settings": settings})
+    with pytest.raises(ValueError, match=".*".join(map(re.escape, named))):
+        EXPERIMENTS[experiment](recipe, tmp_path)
+
+
+def test_recipes_that_would_write_to_one_folder(own: Path, tiny_pair: Path, tmp_path: Path) -> None:
+    twin, other = tmp_path / "elsewhere" / "own.yaml", own.with_name("other.yaml")
+    twin.parent.mkdir()
+    for path in (twin, other):  # one name, and one `out`
+        path.write_text(own.read_text())
+    for second, out, folder in ((twin, tmp_path / "out", "own"), (other, None, "runs/own-quickstart")):
+        with pytest.raises(ValueError, match=f"{own}.*{second}.*{folder}"):
+            run_papers([str(own), str(second)], str(tiny_pair), out)
+    assert not (tmp_path / "out").exists()
+
+
+def test_a_pair_that_is_not_there(tiny_pair: Path, tmp_path: Path) -> None:
+    assert pair_folder(f"quickstart={tiny_pair}") == str(tiny_pair)
+    for given, named in (("quick", "'quick'"), (f"quickstart={tmp_path}", str(tmp_path))):
+        with pytest.raises(ValueError, match=named):
+            pair_folder(given)
+    with pytest.raises(ValueError, match="drafter"):
+        evaluation_or_paper("evaluate/all-methods", [], {"drafter": "d"}, str(tiny_pair))
