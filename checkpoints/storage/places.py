@@ -3,15 +3,11 @@
 from __future__ import annotations
 
 import re
-import unicodedata
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-_NAME_CHARACTERS = "letters a-z and A-Z, digits, '-', '_' and '.'"
-_PLAIN_NAME = re.compile(r"[A-Za-z0-9_.-]+/[A-Za-z0-9_.-]+")
 _PLAIN_REVISION = re.compile(r"[A-Za-z0-9_][A-Za-z0-9_./-]*")
-_LONGEST_NAME = 96
 
 
 def split_revision(place: str) -> tuple[str, str | None]:
@@ -71,23 +67,20 @@ def is_path(place: str) -> bool:
 
 
 def check_repository_name(name: str) -> None:
-    """Raises ValueError for what is no `user/name`, with the character that is odd: some look like others."""
-    for place, character in enumerate(name):
-        if not (character.isascii() and (character.isalnum() or character in "-_./")):
-            known = unicodedata.name(character, "a control character")
-            raise ValueError(
-                f"{name!a} is no name of a repository: its character {place + 1} is U+{ord(character):04X} "
-                f"({known}); there are {_NAME_CHARACTERS} only"
-            )
-    parts = name.split("/")
-    odd_ends = any(part[:1] in ("-", ".") or part[-1:] in ("-", ".") for part in parts)
-    if not _PLAIN_NAME.fullmatch(name) or odd_ends or ".." in name or "--" in name or name.endswith(".git"):
+    """Raises ValueError for what is no `user/name`; odd characters, some of which look like others, are escaped."""
+    from huggingface_hub.errors import HFValidationError
+    from huggingface_hub.utils import validate_repo_id
+
+    try:
+        validate_repo_id(name)
+        is_good = name.count("/") == 1 and name.isascii()
+    except HFValidationError:
+        is_good = False
+    if not is_good:
         raise ValueError(
-            f"{name!r} is no name of a repository: give user/name, each of {_NAME_CHARACTERS}, with no '-' or '.' at "
-            "its ends, no '--' or '..', and no '.git' at the end"
+            f"{name!a} is no name of a repository: give user/name, each of letters a-z and A-Z, digits, '-', '_' and "
+            "'.', with no '-' or '.' at its ends, no '--' or '..', no '.git' at the end, and at most 96 characters"
         )
-    if len(name) > _LONGEST_NAME:
-        raise ValueError(f"{name!r} has {len(name)} characters, a repository's name has at most {_LONGEST_NAME}")
 
 
 def check_revision(revision: str) -> None:

@@ -5,10 +5,8 @@ No weights are read. A file that lacks some is a good file all the same, and tra
 
 from __future__ import annotations
 
-import warnings
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import replace
-from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
@@ -22,19 +20,15 @@ from ..artifact.manifest import Manifest
 from ..heads.layouts import assemble_heads
 from ..storage.messages import shown
 from ..storage.names import CONFIG_FILE, HEADS_FILE, TABLE_FILE
-from ..storage.places import adapter_base, here
 from ..storage.safe_read import UNREADABLE, check_safetensors, read_json
 from ..table.checks import MARGINALS, read_tensors
 from .model_files import (
     ADAPTER_CONFIG,
     ADAPTER_FILE,
-    UNLOADABLE,
     Fit,
     fit_to_model,
     is_adapter,
     load_config,
-    outline_of,
-    quietly,
 )
 
 _SHOWN = 3
@@ -44,15 +38,11 @@ Shapes = dict[str, tuple[int, ...]]
 
 def tensor_faults(directory: Path, manifest: Manifest) -> list[str]:
     """Where the tensors of an artifact are not those of what it is, in sentences that name the file: too few, of other
-    shapes; of heads, tables and adapters too many. Nothing is said of files that cannot be read, and of exports in
-    forms that other programs read.
+    shapes; of heads and tables too many. Files that cannot be read and exports for other programs are left out.
 
-    Models are held against what their configuration declares, adapters against their model where that is here. A
-    model's files may hold more: layers for multi-token prediction, a value head, buffers of older versions.
-    transformers leaves those out, and the doctor tells them (`pair_checks`). Nothing is known of models of types that
-    this transformers does not know: another does, or code that is the model's own.
+    Models are compared with what their configuration declares, where this transformers knows their type. Their files
+    may hold more (layers for multi-token prediction, a value head, older buffers): that is the doctor's to report.
     """
-    directory = Path(directory)
     try:
         if manifest.kind in ("drafter", "target"):
             return list(_model_faults(directory))
@@ -130,8 +120,7 @@ def header_shapes(files: list[Path]) -> Shapes:
 
 
 def adapter_faults(folder: Path) -> list[str]:
-    """The same of a LoRA adapter: both halves of each layer, and, where its model is here, the layers of that. Nothing
-    is known of adapters of other kinds that peft has."""
+    """The same of a LoRA adapter: both halves of each layer. Nothing is known of other kinds that peft has."""
     try:
         settings, shapes = read_json(folder / ADAPTER_CONFIG), header_shapes([folder / ADAPTER_FILE])
     except (ValueError, OSError):
@@ -150,43 +139,7 @@ def adapter_faults(folder: Path) -> list[str]:
                 faults.append(f"{folder / ADAPTER_FILE}: {shown(name)} is {list(shape)}, its other half {list(half)}")
     if not any(".lora_" in name for name in shapes):
         faults.append(f"{folder / ADAPTER_FILE} holds no tensors of a LoRA adapter")
-    base = adapter_base(settings)
-    if faults or base is None or here(base) is None or find_spec("peft") is None:
-        return faults
-    return list(describe(_fit_to_base(folder, base, shapes), f"{folder / ADAPTER_FILE}"))
-
-
-def _fit_to_base(folder: Path, base: str, shapes: Shapes) -> Fit:
-    """By peft's own names of the adapter's tensors, made for an outline of its model."""
-    from peft import PeftConfig, get_peft_model, get_peft_model_state_dict
-    from transformers.conversion_mapping import get_checkpoint_conversion_mapping
-
-    if not _is_known(Path(base) / CONFIG_FILE):
-        return Fit(unknown="transformers does not know its model")
-    with quietly(), warnings.catch_warnings(), torch.device("meta"):
-        warnings.simplefilter("ignore")  # peft's advice to somebody who trains
-        try:
-            config, adapter = load_config(base), PeftConfig.from_pretrained(folder)
-            if get_checkpoint_conversion_mapping(config.model_type) is not None:
-                return Fit(unknown="peft takes other names, too, for the layers of such a model")
-            adapter.init_lora_weights = False  # other ways to begin look at the model's weights
-            wrapped = get_peft_model(outline_of(config), adapter)
-        except UNLOADABLE as error:
-            raise ValueError(f"{folder} is no adapter for its model, {base}: {error}") from error
-        wanted = {
-            name: tuple(tensor.shape)
-            for name, tensor in get_peft_model_state_dict(wrapped, save_embedding_layers=False).items()
-        }
-    return Fit(
-        lacking=tuple(sorted(set(wanted) - set(shapes))),
-        other={
-            name: (shapes[name], wanted[name])
-            for name in sorted(wanted)
-            if shapes.get(name, wanted[name]) != wanted[name]
-        },
-        # embeddings may be kept beside it
-        extra=tuple(sorted(name for name in set(shapes) - set(wanted) if "lora_" in name)),
-    )
+    return faults
 
 
 def _heads_faults(directory: Path) -> list[str]:

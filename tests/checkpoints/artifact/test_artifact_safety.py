@@ -14,11 +14,11 @@ from typing import Any
 
 import pytest
 import torch
-from draftsmith.checkpoints.artifact.artifact import load_manifest, save_artifact, verify_artifact
-from draftsmith.checkpoints.artifact.manifest import MAX_MANIFEST_BYTES, to_json_safe
+from draftsmith.checkpoints.artifact.artifact import save_artifact, verify_artifact
+from draftsmith.checkpoints.artifact.manifest import to_json_safe
 from draftsmith.checkpoints.heads.files import PredictionHeads, load_heads, save_heads
 from draftsmith.checkpoints.storage.messages import shown
-from draftsmith.checkpoints.storage.safe_read import MAX_JSON_BYTES, MAX_JSON_DEPTH, name_fault
+from draftsmith.checkpoints.storage.safe_read import MAX_JSON_BYTES, name_fault
 from draftsmith.checkpoints.table.table import BigramTable
 from draftsmith.checkpoints.verify.inspect import find_faults
 from draftsmith.checkpoints.verify.model_files import MAX_LAYERS
@@ -52,94 +52,9 @@ def change(folder: Path, **values: Any) -> None:
     path.write_text(json.dumps(json.loads(path.read_text()) | values))
 
 
-def entry(**values: Any) -> dict[str, Any]:
-    return {"sha256": "0" * 64, "bytes": 1} | values
-
-
-@pytest.mark.parametrize(
-    "name",
-    [
-        "../../etc/passwd", "/etc/passwd", "a/../../b", "./a", "a//b", "a/", "", ".", "C:\\a\\b", "C:a", "a\\..\\b",
-        "a\0b", "a\nb", "\x1b[2Ja", "abc\u202egnp", "a\ud800", "a ", "a./b", "artifact.json",
-    ],
-)  # fmt: skip
-def test_names_that_lead_elsewhere_or_hide_are_refused(table: Path, name: str) -> None:
-    change(table, files={name: entry()})
-    with pytest.raises(ValueError, match=r"files names|half a character"):
-        load_manifest(table)
-
-
 def test_names_of_all_languages_are_good_names() -> None:
     for name in ("model.safetensors", "deep/er/модель-1.bin", "文件.json", ".gitattributes", "a..b", "été.txt"):
         assert name_fault(name) is None
-
-
-@pytest.mark.parametrize("names", [("Model.bin", "model.bin"), ("\u00e9.bin", "e\u0301.bin"), ("straße", "STRASSE")])
-def test_names_that_are_one_file_on_some_systems_are_refused(table: Path, names: tuple[str, str]) -> None:
-    change(table, files=dict.fromkeys(names, entry()))
-    with pytest.raises(ValueError, match="which are one file on some systems"):
-        load_manifest(table)
-
-
-@pytest.mark.parametrize(
-    "wrong",
-    [
-        entry(bytes=-1),
-        entry(bytes=True),
-        entry(bytes="1"),
-        entry(sha256="0" * 63),
-        entry(sha256="Z" * 64),
-        {},
-        [],
-        None,
-    ],
-)
-def test_entries_that_are_none_are_refused(table: Path, wrong: Any) -> None:
-    change(table, files={"a": wrong})
-    with pytest.raises(ValueError, match="expected a path in the folder, sha256 and bytes"):
-        load_manifest(table)
-
-
-@pytest.mark.parametrize(
-    ("text", "message"),
-    [
-        ("[" * 100_000 + "]" * 100_000, "nests deeper than"),
-        ('{"a":' * 100_000 + "1" + "}" * 100_000, "nests deeper than"),
-        ('{"a":' * (MAX_JSON_DEPTH + 1) + "1" + "}" * (MAX_JSON_DEPTH + 1), "nests deeper than"),
-        ('{"schema": 2, "schema": 2}', "the key 'schema' stands twice"),
-        ('{"schema": 2, "recipe": {"a": 1, "b": 2, "a": 3}}', "the key 'a' stands twice"),
-        ('{"schema": NaN}', "holds NaN"),
-        ('{"schema": -Infinity}', "holds -Infinity"),
-        ('{"schema": ' + "9" * 5000 + "}", "cannot be read"),
-        ('{"schema": ' + "9" * 4000 + "}", "schema version is 9999"),
-        ('{"schema": "\\ud800"}', "half a character"),
-        ("", "not JSON"),
-        ("[]", "holds a JSON list"),
-        ("\ufeff{}", "not JSON"),
-    ],
-)
-def test_json_bombs_are_refused(table: Path, text: str, message: str) -> None:
-    (table / "artifact.json").write_text(text, encoding="utf-8")
-    for read in (load_manifest, verify_artifact):
-        with pytest.raises(ValueError, match=message) as caught:
-            read(table)
-        assert len(str(caught.value)) < 1000
-
-
-def test_an_enormous_manifest_is_refused_before_it_is_read(table: Path) -> None:
-    with (table / "artifact.json").open("r+b") as opened:
-        opened.truncate(200_000_000)
-    with pytest.raises(ValueError, match=rf"200,000,000 bytes, expected at most {MAX_MANIFEST_BYTES:,}"):
-        load_manifest(table)
-
-
-def test_a_manifest_that_could_not_be_read_is_not_written(tmp_path: Path) -> None:
-    recipe = {"text": "x" * MAX_MANIFEST_BYTES}
-    with pytest.raises(ValueError, match="would have more than"):
-        save_artifact(
-            tmp_path / "t", kind="table", write=lambda f: (f / "a").write_text(""), **(ABOUT | {"recipe": recipe})
-        )
-    assert os.listdir(tmp_path) == []
 
 
 def link_out(path: Path) -> None:
@@ -201,17 +116,6 @@ def test_folders_that_are_links_are_not_walked_into(table: Path, tmp_path: Path)
     (table / "deep").symlink_to(tmp_path / "other")
     with pytest.raises(ValueError, match="holds deep, which"):
         verify_artifact(table)
-    change(table, files=json.loads((table / "artifact.json").read_text())["files"] | {"deep/b": entry(bytes=0)})
-    with pytest.raises(ValueError, match=r"lacks deep/b.*holds deep"):
-        verify_artifact(table)
-
-
-def test_links_and_odd_names_are_not_saved(tmp_path: Path) -> None:
-    with pytest.raises(ValueError, match="cannot be a file of an artifact: is a link"):
-        save_artifact(tmp_path / "t", kind="table", write=lambda f: (f / "a").symlink_to("/etc/passwd"), **ABOUT)
-    with pytest.raises(ValueError, match="cannot be a file of an artifact: it has a backslash"):
-        save_artifact(tmp_path / "t", kind="table", write=lambda f: (f / "a\\b").write_text(""), **ABOUT)
-    assert os.listdir(tmp_path) == []
 
 
 def hub_snapshot(artifact: Path, cache: Path) -> Path:

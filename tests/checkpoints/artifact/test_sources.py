@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import hashlib
 import os
+import re
 import subprocess
 import sys
 from collections.abc import Callable
@@ -62,7 +63,7 @@ def test_a_folder_that_is_here_comes_first(cache: Path, tmp_path: Path) -> None:
     publish(tmp_path / "me" / "table", cache, "me/table")
     assert resolve("me/table", "table") == Path("me/table")
     assert resolve(tmp_path / "me" / "table") == tmp_path / "me" / "table"
-    with pytest.raises(ValueError, match="is here, where it has no revisions: leave out 'main'"):
+    with pytest.raises(ValueError, match=r"me/table.*main"):
         resolve("me/table", revision="main")
 
 
@@ -102,35 +103,21 @@ def test_an_export_for_other_programs_is_no_table(cache: Path, tmp_path: Path) -
 
 
 @pytest.mark.parametrize(
-    ("place", "message"),
+    "place",
     [
-        ("nowhere", "there is no folder 'nowhere', and on the hub it cannot be.*user/name"),
-        ("./me/table", "there is no folder ./me/table"),
-        ("runs/table", "there is no folder runs/table"),
-        ("/me/table", "there is no folder /me/table"),
-        ("~/me-nowhere", "there is no folder"),
-        ("~nobody-of-this-name/x", "there is no folder"),
-        ("me/table/more", "there is no folder me/table/more"),
-        ("me\\table", "there is no folder"),
-        ("../table", "there is no folder"),
-        ("me/..", "no name of a repository"),
-        ("me/-table", "no name of a repository"),
-        ("m\u0435/table", r"character 2 is U\+0435 \(CYRILLIC SMALL LETTER IE\)"),
-        ("me/t\u0430ble", r"U\+0430 \(CYRILLIC SMALL LETTER A\)"),
-        ("me\u2215table", r"U\+2215 \(DIVISION SLASH\)"),
-        ("\uff4de/table", "FULLWIDTH LATIN SMALL LETTER M"),
-        ("me/ta\u200bble", "ZERO WIDTH SPACE"),
-        ("me/table\n", "a control character"),
-        ("me/table@", "is no branch, tag or commit"),
-        ("me/table@../../x", "is no branch, tag or commit"),
-        ("me/table@/etc/passwd", "is no branch, tag or commit"),
-        ("me/table@a b", "is no branch, tag or commit"),
-        ("me/table", "me/table on the hub is not in its cache on this machine, and HF_HUB_OFFLINE forbids"),
-        ("me/table@v2", "me/table at v2 on the hub is not in its cache"),
+        "nowhere", "./me/table", "runs/table", "/me/table", "~/me-nowhere", "~nobody-of-this-name/x", "me/table/more",
+        "me\\table", "../table", "me/..", "me/-table", "m\u0435/table", "me\u2215table", "\uff4de/table",
+        "me/ta\u200bble", "me/table\n", "me/table@", "me/table@../../x", "me/table@/etc/passwd", "me/table@a b",
     ],
-)
-def test_what_cannot_be_had_is_told_with_the_reason(cache: Path, place: str, message: str) -> None:
-    with pytest.raises(ValueError, match=message):
+)  # fmt: skip
+def test_names_that_are_none_are_shown_as_they_are(cache: Path, place: str) -> None:
+    with pytest.raises(ValueError, match=f"{re.escape(place)}|{re.escape(ascii(place))}"):
+        resolve(place)
+
+
+@pytest.mark.parametrize(("place", "named"), [("me/table", "me/table"), ("me/table@v2", "me/table at v2")])
+def test_what_is_not_in_the_cache_is_named_with_what_forbids_to_look(cache: Path, place: str, named: str) -> None:
+    with pytest.raises(ValueError, match=f"{named}.*HF_HUB_OFFLINE"):
         resolve(place)
 
 

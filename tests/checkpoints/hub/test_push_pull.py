@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 from collections.abc import Callable
 from pathlib import Path
 from types import ModuleType
@@ -329,12 +330,12 @@ def test_pushes_that_are_refused_before_anything_is_sent(
     "name",
     [
         "somebody/dr\u0430fts", "some\u200bbody/x", "somebody/x\n", "x", "a/b/c", "../b", "a/b..c", "a/-b", "a/b.git",
-        "a/" + "b" * 95,
     ],
 )  # fmt: skip
 def test_odd_names_of_repositories(name: str) -> None:
-    with pytest.raises(ValueError, match=r"U\+0430|U\+200B|U\+000A|user/name|97"):
+    with pytest.raises(ValueError, match=re.escape(ascii(name))) as refused:
         check_repository_name(name)
+    assert str(refused.value).isascii()
 
 
 def test_good_names() -> None:

@@ -4,7 +4,6 @@ too many are told by the doctor alone."""
 from __future__ import annotations
 
 import json
-import re
 import shutil
 from collections.abc import Callable
 from pathlib import Path
@@ -28,7 +27,7 @@ from draftsmith.checkpoints.verify.model_files import fit_to_model, load_config
 from draftsmith.checkpoints.verify.tensors import adapter_faults
 from draftsmith.decode.models.loading import load_model
 from draftsmith.recipes.commands.artifacts.import_drafter import import_published, whole_model
-from peft import LoHaConfig, LoraConfig, PeftModel, get_peft_model
+from peft import LoraConfig, get_peft_model
 from safetensors.torch import load_file, save_file
 from tokenizers import Tokenizer, models
 from transformers import (
@@ -317,58 +316,23 @@ def test_tables_of_other_lengths_are_noticed(tmp_path: Path) -> None:
         assert said in fault
 
 
-@pytest.mark.parametrize("base_is_here", [True, False])
-def test_adapters_that_lack_a_half_are_noticed(base_is_here: bool, tmp_path: Path) -> None:
-    base = tmp_path / "base"
-    make("llama").save_pretrained(base)
-    wrapped = get_peft_model(AutoModelForCausalLM.from_pretrained(base), LoraConfig(r=2, target_modules=["q_proj"]))
-    wrapped.save_pretrained(tmp_path / "adapter")
-    if not base_is_here:
-        shutil.rmtree(base)
+def test_adapters_that_lack_a_half_are_noticed(tmp_path: Path) -> None:
+    make("llama").save_pretrained(tmp_path / "base")
+    model = AutoModelForCausalLM.from_pretrained(tmp_path / "base")
+    get_peft_model(model, LoraConfig(r=2, target_modules=["q_proj"])).save_pretrained(tmp_path / "adapter")
     assert adapter_faults(tmp_path / "adapter") == []
     first = "base_model.model.model.layers.0.self_attn.q_proj.lora_{}.weight"
-    for number, (change, said) in enumerate(
-        (
-            (lose(first.format("B")), "lacks"),
-            (lambda tensors: tensors.update({first.format("A"): torch.ones(3, 16)}), "[3, 16]"),
-            (lambda tensors: [tensors.pop(first.format(half)) for half in "AB"], "lacks 2 tens"),
-            (lambda tensors: tensors.update({first.format("A"): torch.ones(2, 15)}), "[2, 15], expected [2, 16]"),
-        )
+    for change, part in (
+        (lose(first.format("B")), first.format("A")),
+        (lambda tensors: tensors.update({first.format("A"): torch.ones(3, 16)}), "[3, 16]"),
     ):
-        bad = Path(shutil.copytree(tmp_path / "adapter", tmp_path / f"bad{number}"))
+        bad = Path(shutil.copytree(tmp_path / "adapter", tmp_path / "bad", dirs_exist_ok=True))
         changed(bad / "adapter_model.safetensors", change)
-        faults = adapter_faults(bad)
-        if base_is_here or number < 2:
-            assert any(said in fault for fault in faults), (number, faults)
-        else:
-            assert faults == [], "nobody knows what its model would want"
-
-
-@pytest.mark.parametrize("settings", [{"init_lora_weights": "pissa"}, {"peft_type": "LOHA"}, {"use_dora": True}])
-def test_what_is_not_known_of_adapters_is_not_held_against_them(settings: dict[str, Any], tmp_path: Path) -> None:
-    """Ways to begin that look at the model's weights, of which there are none here; kinds with other tensors."""
-    make("llama").save_pretrained(tmp_path / "base")
-    kind = LoHaConfig if settings.pop("peft_type", None) else LoraConfig
-    config = kind(r=2, target_modules=["q_proj"], task_type="CAUSAL_LM", **settings)
-    wrapped = get_peft_model(AutoModelForCausalLM.from_pretrained(tmp_path / "base"), config)
-    wrapped.save_pretrained(tmp_path / "adapter")
-    assert adapter_faults(tmp_path / "adapter") == []
-
-
-def test_older_names_of_experts_are_not_held_against_an_adapter(tmp_path: Path) -> None:
-    """Which peft takes too, though it would write others today."""
-    make("mixtral").save_pretrained(tmp_path / "base")
-    LoraConfig(r=2, target_modules=["w2"], base_model_name_or_path=str(tmp_path / "base")).save_pretrained(tmp_path)
-    experts = [f"layers.{layer}.block_sparse_moe.experts.{expert}.w2" for layer in range(2) for expert in range(2)]
-    shapes = {"lora_A": (2, 32), "lora_B": (16, 2)}
-    prefix = "base_model.model.model"
-    save_file(
-        {f"{prefix}.{name}.{half}.weight": torch.ones(shapes[half]) for name in experts for half in shapes},
-        tmp_path / "adapter_model.safetensors",
-    )
-    assert adapter_faults(tmp_path) == []
-    taken = PeftModel.from_pretrained(AutoModelForCausalLM.from_pretrained(tmp_path / "base"), tmp_path)
-    assert all((one == 1).all() for name, one in taken.named_parameters() if "lora_" in name)
+        assert any(part in fault for fault in adapter_faults(bad))
+    save_file({"x": torch.ones(1)}, bad / "adapter_model.safetensors")
+    assert len(adapter_faults(bad)) == 1
+    (bad / "adapter_config.json").write_text('{"peft_type": "LOHA"}')
+    assert adapter_faults(bad) == [], "nothing is known of other kinds"
 
 
 def test_quantised_weights_are_not_held_against_names_that_are_not_theirs(tmp_path: Path) -> None:
@@ -378,25 +342,23 @@ def test_quantised_weights_are_not_held_against_names_that_are_not_theirs(tmp_pa
 
 
 @pytest.mark.parametrize(
-    ("config", "said"),
+    ("config", "is_fault"),
     [
-        ({"model_type": "llama", "hidden_size": 16, "num_attention_heads": 0}, "configuration makes no model|loaded"),
-        ({"hidden_size": 16}, "no language model could be loaded"),
-        ({"model_type": "newer-than-this-transformers"}, ""),
-        ({"model_type": "its-own", "auto_map": {"AutoConfig": "it.Config", "AutoModelForCausalLM": "it.Model"}}, ""),
+        ({"model_type": "llama", "hidden_size": 16, "num_attention_heads": 0}, True),
+        ({"hidden_size": 16}, True),
+        ({"model_type": "newer-than-this-transformers"}, False),
+        ({"model_type": "its-own", "auto_map": {"AutoConfig": "it.Config", "AutoModelForCausalLM": "it.Model"}}, False),
     ],
 )
-def test_a_configuration_of_nothing_is_said_and_of_an_unknown_model_is_not(
-    config: dict[str, Any], said: str, tmp_path: Path
+def test_a_configuration_of_nothing_is_a_fault_and_of_an_unknown_model_is_not(
+    config: dict[str, Any], is_fault: bool, tmp_path: Path
 ) -> None:
     def write(folder: Path) -> None:
         make("llama").save_pretrained(folder)
         (folder / "config.json").write_text(json.dumps(config))
 
     save_artifact(tmp_path / "a", kind="drafter", write=write, **ABOUT)
-    faults = find_faults(tmp_path / "a")[1]
-    assert len(faults) == bool(said)
-    assert all(re.search(said, fault) for fault in faults)
+    assert len(find_faults(tmp_path / "a")[1]) == is_fault
 
 
 def test_what_a_model_lacks_is_not_made_up_when_it_is_loaded(tmp_path: Path) -> None:
