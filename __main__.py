@@ -1,6 +1,18 @@
-"""`python -m draftsmith` and `accelerate launch -m draftsmith`: the command line."""
+"""`draftsmith`, `python -m draftsmith` and `accelerate launch -m draftsmith`: the command line."""
 
-from .recipes.commands.cli import main
+import sys
+
+
+def main() -> None:
+    """Run the command line."""
+    if sys.argv[1:2] == ["train"]:  # which may count a table
+        from .recipes.session.restart import restart_where_sorting_is_slow
+
+        restart_where_sorting_is_slow()
+    from .recipes.commands.cli import main as command_line
+
+    command_line()
+
 
 if __name__ == "__main__":
     main()

@@ -10,7 +10,6 @@ from typing import Any
 
 import numpy as np
 import torch
-from numpy.typing import NDArray
 from torch import Tensor
 
 from .checks import check_csr, check_marginals
@@ -29,7 +28,7 @@ class BigramCounts:
         count: int32 [E]; how often the pair was seen, at least 1.
         unigram: int64 [V]; how often each token was seen, alone or in a pair.
         pairs: the sum of all counts, n of eq. (5); of a pruned table, those of the whole counts.
-        pruning: what was done to a pruned table, see `table_pruning.pruned`; None: these are the whole counts.
+        pruning: what was done to a pruned table, see `pruning.pruned`; None: these are the whole counts.
     """
 
     def __init__(
@@ -78,7 +77,11 @@ class BigramCounts:
     def kept_left(self) -> Tensor:
         """int64 [V]: row sums of the entries; less than `left_counts` in a pruned table alone."""
         if self._kept_left is None:
-            self._kept_left = torch.from_numpy(row_sums(self.row_ptr.numpy(), self.count.numpy()))
+            sums_V, row_ptr = np.zeros(self.vocab_size, dtype=np.int64), self.row_ptr.numpy()
+            rows_R = np.flatnonzero(np.diff(row_ptr))
+            if len(rows_R):
+                sums_V[rows_R] = np.add.reduceat(self.count.numpy(), row_ptr[rows_R], dtype=np.int64)
+            self._kept_left = torch.from_numpy(sums_V)
         return self._kept_left
 
     def kept_right(self) -> Tensor:
@@ -103,15 +106,6 @@ class BigramCounts:
     def rows_of(self, first: int, end: int) -> Tensor:
         """int64: the left token of each entry of the rows from `first` to `end` - 1."""
         return torch.repeat_interleave(torch.arange(first, end), self.row_ptr[first : end + 1].diff())
-
-
-def row_sums(row_ptr: Ints, count_E: NDArray[np.int32]) -> Ints:
-    """int64 [V]: the sum of each row's counts."""
-    sums_V = np.zeros(len(row_ptr) - 1, dtype=np.int64)
-    rows_R = np.flatnonzero(np.diff(row_ptr))
-    if len(rows_R):
-        sums_V[rows_R] = np.add.reduceat(count_E, row_ptr[rows_R], dtype=np.int64)
-    return sums_V
 
 
 def row_ranges(row_ptr: Ints, entries: int) -> list[tuple[int, int]]:

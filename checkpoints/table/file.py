@@ -16,7 +16,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from ..storage.atomic import atomic_file
-from .runs import Ints, Run, key_dtype
+from .runs import Ints, Run, key_dtype, rows_and_columns
 
 MAX_COUNT = 2**31 - 1
 _COPY = 1 << 24
@@ -69,7 +69,7 @@ def _stream(
     sums: Mapping[str, Ints | None],
     texts: Mapping[str, str],
 ) -> None:
-    """Columns go to their place as they come; counts are put aside until the number of entries is known."""
+    """Columns are written as they come; counts go to a file aside until the number of entries is known."""
     wide = {name: vocab_size for name, counts_V in sums.items() if counts_V is not None} | {"row_ptr": vocab_size + 1}
     # Room for the header of any number of entries: its length must not depend on what is yet to come.
     room = len(_header(wide, 10**18, texts, 0))
@@ -84,11 +84,11 @@ def _stream(
         last = int(keys_P[-1])
         assert last < vocab_size**2, (last, vocab_size)
         check_counts(keys_P, counts_P, vocab_size)
-        rows_P = keys_P // keys_P.dtype.type(vocab_size)
+        rows_P, columns_P = rows_and_columns(keys_P, vocab_size)
         first = int(rows_P[0])
         in_row = np.bincount((rows_P - rows_P[0]).astype(np.int64))
         row_ptr[first + 1 : first + 1 + len(in_row)] += in_row
-        write_array(out, (keys_P - rows_P * keys_P.dtype.type(vocab_size)).astype("<i4"))
+        write_array(out, columns_P.astype("<i4"))
         write_array(aside, counts_P.astype("<i4"))
         entries += len(keys_P)
     aside.seek(0)

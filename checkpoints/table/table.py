@@ -9,26 +9,30 @@ import json
 import math
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from functools import cached_property
+from itertools import islice
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import torch
 from numpy.typing import NDArray
+from scipy.sparse import coo_array, csr_array
 from torch import Tensor
 
 from ..storage.atomic import read_consistent
 from ..storage.names import TABLE_FILE
 from .checks import check_range, read_tensors
-from .counts import CHUNK, BigramCounts, row_ranges, row_sums
-from .file import MAX_COUNT, check_counts, write_table
+from .counts import CHUNK, BigramCounts, row_ranges
+from .file import check_counts, write_table
 from .pruning import pruned
 from .report import report
-from .runs import Ints, Run, check_documents, count_pairs, key_dtype, merge_runs
+from .runs import Ints, Run, check_documents, key_dtype, merge_runs
 from .smoothing import check_smoothing
 from .views import Correlation, NextToken, SortedKeys
 
-__all__ = ["MAX_COUNT", "TABLE_FILE", "BigramTable", "merged_runs"]
+__all__ = ["TABLE_FILE", "BigramTable", "merged_runs"]
+
+_DOCUMENTS_AT_A_TIME = 1 << 14
 
 
 class BigramTable(BigramCounts):
@@ -38,38 +42,31 @@ class BigramTable(BigramCounts):
     """Where `log_correlation` works. The counts themselves stay on the CPU."""
 
     @classmethod
-    def from_documents(
-        cls,
-        documents: Iterable[NDArray[Any]],
-        vocab_size: int,
-        budget_tokens: int = 1 << 23,
-        progress: Callable[[int, int], None] | None = None,
-    ) -> BigramTable:
-        """Count the pairs of neighbours within each document; never one that reaches from a document into the next.
-
-        For corpora that outgrow memory there is `train.counting`, which gives the same table.
+    def from_documents(cls, documents: Iterable[NDArray[Any]], vocab_size: int) -> BigramTable:
+        """Count the pairs of neighbours within each document, in memory; never one that reaches from a document into
+        the next. For corpora that outgrow memory there is `train.table.counting`, which gives the same table.
 
         Args:
             documents: one-dimensional integer arrays of token ids; may be a stream.
-            budget_tokens: tokens that are sorted at a time. Memory is about 16 bytes a token of it, and 64 bytes a
-                pair of the table.
-            progress: called with the documents and tokens counted so far.
 
         Raises:
             ValueError: a token outside the vocabulary; a pair seen more often than an int32 can hold.
         """
         key_dtype(vocab_size)
-        if budget_tokens < 2:
-            raise ValueError(f"budget_tokens is {budget_tokens}, expected at least 2: a pair is two tokens")
-        counter = _MemoryCounter(vocab_size, budget_tokens)
-        for number, document in enumerate(documents, 1):
-            counter.add(np.asarray(document), number - 1)
-            if progress is not None:
-                progress(number, counter.tokens)
-        row_ptr, col_E, count_E = _csr([counter.finish()], vocab_size)
-        # Every token is the left of a pair, or the last of its document.
-        unigram_V = row_sums(row_ptr, count_E) + counter.lasts_V
-        return cls._of_arrays(row_ptr, col_E, count_E, unigram_V)
+        counts = csr_array((vocab_size, vocab_size), dtype=np.int64)
+        unigram_V = np.zeros(vocab_size, dtype=np.int64)
+        numbered = enumerate(map(np.asarray, documents))
+        while some := list(islice(numbered, _DOCUMENTS_AT_A_TIME)):
+            for number, ids_T in some:
+                check_documents(ids_T, np.zeros(1, dtype=np.int64), vocab_size, number)
+            left_T, right_T, ids_T = (
+                np.concatenate([ids_T[part] for _, ids_T in some]).astype(np.int64)
+                for part in (slice(None, -1), slice(1, None), slice(None))
+            )
+            pairs = coo_array((np.ones_like(left_T), (left_T, right_T)), shape=counts.shape)
+            counts = counts + pairs.tocsr()
+            unigram_V += np.bincount(ids_T, minlength=vocab_size)
+        return cls._of_counts(counts, unigram_V)
 
     @staticmethod
     def merge(*tables: BigramTable) -> BigramTable:
@@ -78,17 +75,25 @@ class BigramTable(BigramCounts):
         Raises:
             ValueError: what `merged_runs` raises; a pair seen more often than an int32 can hold.
         """
-        runs = merged_runs(tables)
-        unigram_V = np.sum([table.unigram.numpy() for table in tables], axis=0)
-        return BigramTable._of_arrays(*_csr(runs, tables[0].vocab_size), unigram_V)
+        check_mergeable(tables)
+        counts = csr_array((tables[0].vocab_size,) * 2, dtype=np.int64)
+        for table in tables:
+            counts = counts + csr_array((table.count.numpy(), table.col.numpy(), table.row_ptr.numpy()), counts.shape)
+        return BigramTable._of_counts(counts, np.sum([table.unigram.numpy() for table in tables], axis=0))
 
     @classmethod
-    def _of_arrays(cls, row_ptr: Ints, col: NDArray[np.int32], count: NDArray[np.int32], unigram: Ints) -> BigramTable:
-        row_ptr_V1, col_E, count_E, unigram_V = (torch.from_numpy(array) for array in (row_ptr, col, count, unigram))
-        return cls(row_ptr_V1, col_E, count_E, unigram_V)
+    def _of_counts(cls, counts: Any, unigram_V: Ints) -> BigramTable:
+        """Of a sparse matrix, int64 [V, V]."""
+        counts.sum_duplicates()
+        left_E, right_E = counts.tocoo().coords
+        if counts.nnz:
+            check_counts(left_E.astype(np.int64) * counts.shape[1] + right_E, counts.data, counts.shape[1])
+        arrays = counts.indptr.astype(np.int64), right_E.astype(np.int32), counts.data.astype(np.int32), unigram_V
+        row_ptr, col_E, count_E, unigram = map(torch.from_numpy, arrays)
+        return cls(row_ptr, col_E, count_E, unigram)
 
     def run(self, first: int, end: int) -> Run:
-        """The rows from `first` to `end` - 1 as a run, see `pair_runs`; counts int32."""
+        """The rows from `first` to `end` - 1 as a run, see `runs`; counts int32."""
         start, stop = int(self.row_ptr[first]), int(self.row_ptr[end])
         keys_E = self.rows_of(first, end) * self.vocab_size + self.col[start:stop]
         return keys_E.numpy().astype(key_dtype(self.vocab_size)), self.count[start:stop].numpy()
@@ -109,7 +114,7 @@ class BigramTable(BigramCounts):
 
         Source: SLiM, section 3.3, eq. (5); both marginals are those of the pair counts, so r has mean 1 under their
         product. A pruned table has the r of the whole counts for the pairs that it holds. With smoothing
-        r = p(y | x) / p(·, y), see `table_smoothing.Smoothed`: a pair that was never seen has a value of its own.
+        r = p(y | x) / p(·, y), see `smoothing.Smoothed`: a pair that was never seen has a value of its own.
 
         Args:
             x_X: int64, the left tokens, on this table's device.
@@ -180,11 +185,11 @@ class BigramTable(BigramCounts):
         return self._views[key]
 
     def pruned(self, min_count: int = 1, top: int = 0, megabytes: float | None = None) -> BigramTable:
-        """A smaller table derived from this one, see `table_pruning.pruned`; this one stays as it is."""
+        """A smaller table derived from this one, see `pruning.pruned`; this one stays as it is."""
         return BigramTable(**pruned(self, min_count, top, megabytes))
 
     def report(self, tokenizer: Any = None) -> dict[str, Any]:
-        """What is in this table, see `table_report.report`."""
+        """What is in this table, see `report.report`."""
         return report(self, tokenizer)
 
     def save(self, directory: Path) -> None:
@@ -210,14 +215,13 @@ class BigramTable(BigramCounts):
     def read(cls, path: Path, prefix: str = "") -> BigramTable:
         """`load` of a file, in which the names of tensors and metadata may begin with a prefix."""
         metadata, tensors = read_tensors(path, prefix)
-        text = metadata.get("pruning")
+        pruning, vocab_size = metadata.get("pruning"), metadata.get("vocab_size")
         try:
-            table = cls(**tensors, pruning=None if text is None else json.loads(text))
+            table = cls(**tensors, pruning=None if pruning is None else json.loads(pruning))
         except (ValueError, RecursionError) as error:
             raise ValueError(f"{path}: {error}") from error
-        if metadata.get("vocab_size") != str(table.vocab_size):
-            said = metadata.get("vocab_size")
-            raise ValueError(f"{path}: its metadata says {said} tokens, its unigram counts are {table.vocab_size}")
+        if vocab_size != str(table.vocab_size):
+            raise ValueError(f"{path}: its metadata has {vocab_size} tokens, its unigram counts are {table.vocab_size}")
         return table
 
 
@@ -228,85 +232,25 @@ def merged_runs(tables: Sequence[BigramTable], entries: int = CHUNK) -> Iterator
         entries: of all tables that are merged at a time.
 
     Raises:
-        ValueError: no table; different vocabularies; a pruned table, whose lost pairs would be missing in the sum.
+        ValueError: what `check_mergeable` raises.
     """
-    if not tables:
-        raise ValueError("there are no tables to merge")
-    vocab_size = tables[0].vocab_size
-    for table in tables:
-        if table.vocab_size != vocab_size:
-            raise ValueError(
-                f"tables of different vocabularies cannot be merged: {vocab_size} and {table.vocab_size} tokens"
-            )
-        if table.pruning is not None:
-            raise ValueError(
-                f"a pruned table cannot be merged: it holds {table.entries} of {table.pruning['entries']} entries; "
-                "merge the whole counts, and prune the sum"
-            )
+    check_mergeable(tables)
     ranges = row_ranges(np.sum([table.row_ptr.numpy() for table in tables], axis=0), entries)
     return (
-        part for first, end in ranges for part in merge_runs((table.run(first, end) for table in tables), vocab_size)
+        part
+        for first, end in ranges
+        for part in merge_runs((table.run(first, end) for table in tables), tables[0].vocab_size)
     )
 
 
-class _MemoryCounter:
-    """Collects documents up to a budget of tokens, counts them, and keeps runs that are merged as they grow."""
-
-    def __init__(self, vocab_size: int, budget_tokens: int) -> None:
-        self._vocab_size, self._budget = vocab_size, budget_tokens
-        self.tokens, self._waiting = 0, 0
-        self.lasts_V: Ints = np.zeros(vocab_size, dtype=np.int64)
-        """How many documents end in each token."""
-        self._pieces: list[NDArray[Any]] = []
-        self._runs: list[Run] = []
-
-    def add(self, ids_T: NDArray[Any], number: int) -> None:
-        check_documents(ids_T, np.zeros(1, dtype=np.int64), self._vocab_size, number)
-        if not len(ids_T):
-            return
-        self.tokens += len(ids_T)
-        self.lasts_V[ids_T[-1]] += 1
-        for start in range(0, max(len(ids_T) - 1, 1), self._budget):
-            # Slices of a long document share a token, so that no pair is lost.
-            self._pieces.append(ids_T[start : start + self._budget + 1].astype(np.uint32))
-            self._waiting += len(self._pieces[-1])
-            if self._waiting >= self._budget:
-                self._flush()
-
-    def _flush(self) -> None:
-        tokens_T = np.concatenate(self._pieces)
-        starts_D = np.cumsum([0, *map(len, self._pieces[:-1])])
-        self._pieces, self._waiting = [], 0
-        self._runs.append(count_pairs(tokens_T, starts_D, self._vocab_size))
-        while len(self._runs) > 1 and 2 * len(self._runs[-1][0]) >= len(self._runs[-2][0]):
-            self._runs.append(self._merged([self._runs.pop(), self._runs.pop()]))
-
-    def _merged(self, runs: list[Run]) -> Run:
-        parts = list(merge_runs(runs, self._vocab_size))
-        if not parts:
-            return np.zeros(0, dtype=key_dtype(self._vocab_size)), np.zeros(0, dtype=np.int64)
-        keys, counts = (np.concatenate(side) for side in zip(*parts, strict=True))
-        return keys, counts
-
-    def finish(self) -> Run:
-        """The run of all pairs."""
-        if self._pieces:
-            self._flush()
-        return self._merged(self._runs)
-
-
-def _csr(parts: Iterable[Run], vocab_size: int) -> tuple[Ints, NDArray[np.int32], NDArray[np.int32]]:
-    """row_ptr, col and count of consecutive parts of a run."""
-    row_ptr = np.zeros(vocab_size + 1, dtype=np.int64)
-    columns, counts = [np.zeros(0, dtype=np.int32)], [np.zeros(0, dtype=np.int32)]
-    for keys_E, counts_E in parts:
-        if not len(keys_E):
-            continue
-        check_counts(keys_E, counts_E, vocab_size)
-        rows_E, cols_E = np.divmod(keys_E, keys_E.dtype.type(vocab_size))
-        first = int(rows_E[0])
-        entries_R = np.bincount((rows_E - rows_E[0]).astype(np.int64))
-        row_ptr[first + 1 : first + 1 + len(entries_R)] += entries_R
-        columns.append(cols_E.astype(np.int32))
-        counts.append(counts_E.astype(np.int32))
-    return np.cumsum(row_ptr), np.concatenate(columns), np.concatenate(counts)
+def check_mergeable(tables: Sequence[BigramTable]) -> None:
+    """ValueError for no table, different vocabularies, and a pruned table, whose lost pairs the sum would lack."""
+    if not tables:
+        raise ValueError("there are no tables to merge")
+    for table in tables:
+        if table.vocab_size != tables[0].vocab_size:
+            both = f"{tables[0].vocab_size} and {table.vocab_size} tokens"
+            raise ValueError(f"tables of different vocabularies cannot be merged: {both}")
+        if table.pruning is not None:
+            kept = f"{table.entries} of {table.pruning['entries']} entries"
+            raise ValueError(f"a pruned table cannot be merged: it holds {kept}; merge the whole counts, prune the sum")

@@ -14,7 +14,7 @@ from ...checkpoints.table.report import AT_LEAST
 from ..session.terminal import console, gigabytes, log
 
 
-def say_report(report: Mapping[str, Any]) -> None:
+def log_report(report: Mapping[str, Any]) -> None:
     """Sizes, mass and the most extreme correlation, in two lines."""
     mass = "" if report["pruning"] is None else f", {report['mass']:.1%} of all pairs seen, margins kept whole"
     log(

@@ -47,7 +47,6 @@ from draftsmith.recipes.schema.loading import parse_recipe, read_recipe
 from draftsmith.recipes.schema.training import LoraSection, ModelSection
 from draftsmith.recipes.session.machine import machine
 from draftsmith.train.loop.fit import FitConfig, fit
-from draftsmith.train.table.documents import count_table
 from draftsmith.train.tasks.heads import HeadsTask
 from draftsmith.train.tasks.medusa2 import Medusa2, Medusa2Task
 
@@ -105,7 +104,7 @@ class Bench:
         self.text = prepare_data(section, self.tokenizer, quiet=True)
         self.own = prepare_data(answers, self.tokenizer, quiet=True)
         vocab = self.target.get_output_embeddings().weight.shape[0]
-        self.table = count_table(self.own.train, vocab)
+        self.table = BigramTable.from_documents(self.own.train.iter_documents(), vocab)
         chosen = load_prompts(str(section.heldout_source), section.template, self.tokenizer, prompts, 128)
         self.prompts = [ids for _, ids in chosen]
 

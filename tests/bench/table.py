@@ -10,11 +10,10 @@ that counting took, doubled; other work on the machine disturbs it less. `sort_o
 as many threads and nothing else.
 
 `zipf` counts 10 million, 100 million and a billion tokens, made as they are counted, each to a finished file in a
-process of its own: seconds, and `peak_mb`, the largest resident sizes of that process and of those that sort for it,
-together, with what they share counted each time. --quick leaves out the billion.
+process of its own: seconds, and `peak_mb`, its largest resident size. --quick leaves out the billion.
 
-`load`, `lookup`, `text` and `ranks` are told in table_parts.py, table_text.py and table_ranks.py. The last line is one
-JSON object.
+`load`, `lookup`, `text` and `ranks` are described in table_parts.py, table_text.py and table_ranks.py. The last line is
+one JSON object.
 """
 
 from __future__ import annotations
@@ -33,7 +32,9 @@ from typing import Any
 import numpy as np
 from draftsmith.checkpoints.table.runs import key_dtype, write_keys
 from draftsmith.recipes.session.machine import machine
-from draftsmith.train.table.counting import PairCounter, counted
+from draftsmith.recipes.session.restart import restart_where_sorting_is_slow
+from draftsmith.train.table.counting import PairCounter
+from draftsmith.train.table.merging import counted
 from table_parts import load, lookup
 from table_ranks import ranks
 from table_text import text
@@ -81,7 +82,10 @@ def _counted_once(folder: Path, vocab_size: int, stream: np.ndarray, starts: np.
             counter.spill()
             done = time.perf_counter()
         used = _processor() - used
-        counted([Path(name) / "runs"], vocab_size).write(Path(name) / "table", Path(name), THREADS)
+        parts = [Path(name) / f"part-{number}" for number in range(THREADS)]
+        whole = counted([Path(name) / "runs"], vocab_size)
+        whole.merge(parts)
+        whole.assemble(parts, Path(name) / "table")
         seconds = {"counted": done - start, "with_table": time.perf_counter() - start, "by_cpu": used / THREADS}
     return {key: stream.size / value / 1e6 for key, value in seconds.items()}
 
@@ -121,22 +125,18 @@ CHILD = """
 import json, sys, time
 from pathlib import Path
 import numpy as np
-from draftsmith.train.table.counting import PairCounter, counted
+from draftsmith.train.table.counting import PairCounter
+from draftsmith.train.table.merging import counted
 VOCAB, BATCH, LENGTH = 32000, 1 << 20, 1000
 folder, tokens = Path(sys.argv[1]), int(sys.argv[2])
-def peak(process):
-    text = Path(f"/proc/{process}/status").read_text()
+def peak():
+    text = Path("/proc/self/status").read_text()
     return int(text.partition("VmHWM:")[2].split()[0]) / 1e3
-def sorting():
-    found = []
-    for path in Path("/proc/self/task").glob("*/children"):
-        found += path.read_text().split()
-    return found
 cumulated = np.cumsum(1 / np.arange(1, VOCAB + 1))
 drawn = np.searchsorted(cumulated, (np.arange(1 << 22) + 0.5) / (1 << 22) * cumulated[-1])
 table = np.random.default_rng(0).permutation(VOCAB).astype(np.int32)[drawn]
 rng = np.random.default_rng(1)
-start, making, peaks = time.perf_counter(), 0.0, {}
+start, making = time.perf_counter(), 0.0
 with PairCounter(VOCAB, folder / "runs") as counter:
     for first in range(0, tokens, BATCH):
         begin = time.perf_counter()
@@ -145,13 +145,15 @@ with PairCounter(VOCAB, folder / "runs") as counter:
         making += time.perf_counter() - begin
         counter.add(batch, np.arange(0, size, LENGTH), first)
     counter.spill()
-    peaks = {child: peak(child) for child in sorting()}
     spilled = counter.spilled_bytes
 counting = time.perf_counter() - start
-counted([folder / "runs"], VOCAB).write(folder / "table", folder)
+parts = [folder / f"part-{number}" for number in range(2)]
+merged = counted([folder / "runs"], VOCAB)
+merged.merge(parts)
+merged.assemble(parts, folder / "table")
 whole = time.perf_counter() - start
 print(json.dumps({
-    "peak_mb": peak("self") + sum(peaks.values()), "own_peak_mb": peak("self"), "sec": whole, "making_sec": making,
+    "peak_mb": peak(), "sec": whole, "making_sec": making,
     "counting_sec": counting - making, "merging_sec": whole - counting, "ns_per_token": (whole - making) / tokens * 1e9,
     "spilled_mb": spilled / 1e6, "file_mb": (folder / "table").stat().st_size / 1e6,
 }))
@@ -159,6 +161,7 @@ print(json.dumps({
 
 
 def main() -> None:
+    restart_where_sorting_is_slow()  # as `draftsmith train` does
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--quick", action="store_true", help="some minutes; leaves out the billion tokens")
     parser.add_argument("--parts", nargs="+", choices=PARTS, default=PARTS)

@@ -33,7 +33,7 @@ BATCH, LEVELS, WIDTH = 8, 4, 10
 LOAD = """
 import re, sys, time
 from pathlib import Path
-from draftsmith.checkpoints.table import BigramTable
+from draftsmith.checkpoints.table.table import BigramTable
 
 def megabytes(kind):
     return int(re.search(kind + r":\\s+(\\d+) kB", Path("/proc/self/status").read_text())[1]) / 1000

@@ -29,8 +29,8 @@ from draftsmith.data.conversations import CorpusReport, write_conversations
 from draftsmith.data.sources.reading import read_conversations
 from draftsmith.data.tokenizers import load_tokenizer
 from draftsmith.recipes.assemble.data import training_conversations
-from draftsmith.recipes.assemble.table.count import _Job
-from draftsmith.recipes.assemble.table.state import TOKEN
+from draftsmith.recipes.assemble.table.count import Job
+from draftsmith.recipes.assemble.table.state import LAUNCH
 from draftsmith.recipes.schema.training import TableRecipe
 
 from data import defaults, repeated
@@ -120,10 +120,10 @@ def _grouped(items: Iterator[Any], size: int) -> Iterator[list[Any]]:
 def count_as_first_of(recipe: TableRecipe, tokenizer: Any, world: int) -> tuple[float, float]:
     """Seconds, and processor seconds, of rank 0 of `world` that counts its share and nobody else's."""
     rank = SimpleNamespace(process_index=0, num_processes=world, is_main_process=False)
-    job = _Job(recipe, rank, tokenizer, len(tokenizer))
+    job = Job(recipe, rank, tokenizer, len(tokenizer))
     shutil.rmtree(job.folder, ignore_errors=True)
     job.folder.mkdir(parents=True)
-    (job.folder / TOKEN).write_text(job.word)
+    (job.folder / LAUNCH).write_text(job.launch)
     start, used = time.perf_counter(), _processor()
     job.count()
     return time.perf_counter() - start, _processor() - used

@@ -10,13 +10,13 @@ import time
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
-from dataclasses import dataclass
+from dataclasses import dataclass, field
+from itertools import islice
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any, NamedTuple
 
 import numpy as np
 
-from ...checkpoints.table.table import BigramTable
 from ...data.conversations import Conversation, Turn
 from ...data.rendering.encoding import After, PieceEncoder, special_strings
 from ...data.rendering.render import Renderer
@@ -24,12 +24,8 @@ from ...data.rendering.templates import Template
 from .counting import PairCounter
 from .run_files import INDEX
 
-if TYPE_CHECKING:
-    from ...data.blocks.prepared import PreparedData
-    from ...data.blocks.stream import StreamedData
-
-PLACE = "conversation"
-"""Key of a counter's place: the number of the first conversation that is not counted yet."""
+CONVERSATION = "conversation"
+"""Key of a counter's position: the number of the first conversation that is not counted yet."""
 ROW = "row"
 """That key where conversations have the numbers of their rows."""
 _TOKENS_AT_A_TIME = 1 << 18
@@ -42,13 +38,13 @@ Numbered = tuple[int, Conversation]
 
 
 @dataclass(frozen=True, slots=True)
-class Laid:
-    """Documents laid end to end: `tokens_T` int32, `starts_D` int64 where each begins; the conversations up to number
-    `place` - 1 are in it or before it."""
+class PackedTokens:
+    """Documents that follow each other: `tokens_T` int32, `starts_D` int64 where each begins; the conversations up to
+    number `position` - 1 are in it or before it."""
 
     tokens_T: np.ndarray
     starts_D: np.ndarray
-    place: int
+    position: int
 
 
 @dataclass(frozen=True, slots=True)
@@ -56,8 +52,8 @@ class Share:
     """Which conversations of a stream a process counts: those with `number % world == rank` that no process has
     counted before.
 
-    `earlier` says what was: for each number of processes that ever counted this stream, the places that they came to
-    by their ranks. Of `world` processes that came to `places`, conversation i is counted if i < places[i % world].
+    `earlier` says what was: for each number of processes that ever counted this stream, the positions that they came
+    to by their ranks. Of `world` processes with `positions`, conversation i is counted if i < positions[i % world].
     """
 
     rank: int
@@ -67,7 +63,7 @@ class Share:
     def wants(self, number: int) -> bool:
         if number % self.world != self.rank:
             return False
-        return not any(number < places.get(number % world, 0) for world, places in self.earlier)
+        return not any(number < positions.get(number % world, 0) for world, positions in self.earlier)
 
 
 def token_documents(
@@ -108,154 +104,120 @@ def token_documents(
             yield number, [rendered.ids[max(0, start - 1) : end] for start, end in rendered.spans]
 
 
-def tokens_at_a_time(memory_mb: float) -> int:
-    """How many tokens to lay end to end where counts may take so much: a sixteenth of it, which is plenty from 16 MB
-    on."""
-    return max(1, min(_TOKENS_AT_A_TIME, int(_TOKENS_PER_MB * memory_mb)))
-
-
-def laid_end_to_end(
-    documents: Iterable[tuple[int, list[np.ndarray]]], tokens: int = _TOKENS_AT_A_TIME
-) -> Iterator[Laid]:
-    """Whole conversations' documents, at least `tokens` tokens of them at a time but at the end."""
+def pack_documents(documents: Iterable[tuple[int, list[np.ndarray]]], memory_mb: float = 512) -> Iterator[PackedTokens]:
+    """Whole conversations' documents, so many at a time that they take a small part of the memory for counts."""
+    tokens = max(1, min(_TOKENS_AT_A_TIME, int(_TOKENS_PER_MB * memory_mb)))
     parts: list[np.ndarray] = []
     starts: list[int] = []
-    size = place = 0
+    size = position = 0
     for number, arrays in documents:
         for ids in arrays:
             starts.append(size)
             parts.append(ids)
             size += len(ids)
-        place = number + 1
+        position = number + 1
         if size >= tokens:
-            yield Laid(np.concatenate(parts), np.array(starts, dtype=np.int64), place)
+            yield PackedTokens(np.concatenate(parts), np.array(starts, dtype=np.int64), position)
             parts, starts, size = [], [], 0
     if parts:
-        yield Laid(np.concatenate(parts), np.array(starts, dtype=np.int64), place)
+        yield PackedTokens(np.concatenate(parts), np.array(starts, dtype=np.int64), position)
 
 
-def count_laid(
-    batches: Iterable[Laid],
+def count_packed(
+    batches: Iterable[PackedTokens],
     counter: PairCounter,
     *,
     save_seconds: float,
-    progress: Callable[[int], None],
-    by: str = PLACE,
+    progress: Callable[[], None] = lambda: None,
+    by: str = CONVERSATION,
 ) -> None:
-    """Count batches in their order, and leave all of them on disk; `progress` gets the place after each. Conversations
-    are numbered `by` `PLACE` or `ROW`.
-
-    Raises:
-        ValueError, OSError: what the counter raises.
-    """
+    """Count batches in their order, and leave all of them on disk; `progress` is called after each. Conversations are
+    numbered `by` `CONVERSATION` or `ROW`."""
     saved = time.monotonic()
     for batch in batches:
-        counter.add(batch.tokens_T, batch.starts_D, {by: batch.place})
+        counter.add(batch.tokens_T, batch.starts_D, {by: batch.position})
         if time.monotonic() - saved >= save_seconds:
             counter.spill()
             saved = time.monotonic()
-        progress(batch.place)
+        progress()
     counter.spill()
 
 
-def spilled_place(folder: Path) -> int:
-    """The place that a counter's folder has come to, without opening it; 0 at the start.
+class Progress(NamedTuple):
+    """What a counter's folder has come to."""
+
+    by: str | None = None
+    """What numbers its position, `CONVERSATION` or `ROW`; None at the start."""
+    position: int = 0
+    tokens: int = 0
+
+
+def read_progress(folder: Path) -> Progress:
+    """How far a counter's folder is, without opening it.
 
     Raises:
         ValueError: the folder's index is damaged; it is named.
     """
-    return _spilled(folder)[1]
-
-
-def spilled_by(folder: Path) -> str | None:
-    """Whether that place is a `PLACE` or a `ROW`; None at the start. Raises ValueError as `spilled_place`."""
-    return _spilled(folder)[0]
-
-
-def spilled_tokens(folder: Path) -> int:
-    """The tokens that a counter's folder holds counts of, without opening it. Raises ValueError as `spilled_place`."""
-    return _spilled(folder)[2]
-
-
-def _spilled(folder: Path) -> tuple[str | None, int, int]:
-    """What numbers the place, the place, and the tokens."""
     file = folder / INDEX
     if not file.is_file():
-        return None, 0, 0
+        return Progress()
     try:
         index = json.loads(file.read_bytes())
-        place, tokens = index["place"], int(index["tokens"])
-        if place is None:
-            return None, 0, tokens
-        by = ROW if ROW in place else PLACE
-        return by, int(place[by]), tokens
-    except (ValueError, KeyError, TypeError) as error:
-        raise ValueError(f"{file} is damaged: {error}; delete {folder} to count anew") from error
-
-
-def count_table(
-    data: PreparedData | StreamedData, vocab_size: int, progress: Callable[[int, int], None] | None = None
-) -> BigramTable:
-    """Which token follows which within the documents of blocks to train on, in memory; padding is not counted.
-
-    `progress(documents, tokens)` is called after each document.
-
-    Raises:
-        ValueError: a token outside the vocabulary.
-    """
-    return BigramTable.from_documents(data.iter_documents(), vocab_size, progress=progress)
+        ((by, position),) = (index["place"] or {None: 0}).items()
+        return Progress(by, int(position), int(index["tokens"]))
+    except (ValueError, KeyError, TypeError, AttributeError) as error:
+        raise ValueError(f"{file} is damaged: {error}; delete {folder} to count again") from error
 
 
 def _messages(
     numbered: Iterable[Numbered], tokenizer: Any, template: Template, roles: frozenset[str]
 ) -> Iterator[tuple[int, list[np.ndarray]]]:
-    """Threads tokenise the next batches while one is handed on."""
-    encoder, behind = PieceEncoder(tokenizer, own=True), _Behind(template, tokenizer)
-    waiting: deque[tuple[list[tuple[int, int]], Future[tuple[np.ndarray, np.ndarray]]]] = deque()
+    """Threads tokenise the next batches while one is counted."""
+    encoder, contexts = PieceEncoder(tokenizer, own=True), _Contexts(template, tokenizer)
+    waiting: deque[tuple[_Batch, Future[tuple[np.ndarray, np.ndarray]]]] = deque()
 
     def encoded() -> Iterator[tuple[int, list[np.ndarray]]]:
         batch, future = waiting.popleft()
         ids, starts = future.result()
-        bounds, piece = starts.tolist(), 0
-        for number, count in batch:
-            yield number, [ids[bounds[i] : bounds[i + 1]] for i in range(piece, piece + count)]
-            piece += count
+        pieces = iter(np.split(ids, starts[1:-1]) if batch.texts else [])
+        for number, count in batch.counts:
+            yield number, list(islice(pieces, count))
 
     with ThreadPoolExecutor(_THREADS, thread_name_prefix="tokenizer") as threads:
-        try:
-            for batch, texts, places in _message_batches(numbered, behind, roles):
-                waiting.append((batch, threads.submit(encoder.encode, texts, places)))
-                if len(waiting) > _BATCHES_AHEAD:
-                    yield from encoded()
-            while waiting:
+        for batch in _message_batches(numbered, contexts, roles):
+            waiting.append((batch, threads.submit(encoder.encode, batch.texts, batch.contexts)))
+            if len(waiting) > _BATCHES_AHEAD:
                 yield from encoded()
-        finally:
-            threads.shutdown(wait=True, cancel_futures=True)
+        while waiting:
+            yield from encoded()
 
 
-def _message_batches(
-    numbered: Iterable[Numbered], behind: _Behind, roles: frozenset[str]
-) -> Iterator[tuple[list[tuple[int, int]], list[str], list[After]]]:
-    """Numbers of conversations with how many messages of each are wanted, their texts, and what stands before them."""
-    batch: list[tuple[int, int]] = []
-    texts: list[str] = []
-    places: list[After] = []
-    characters = 0
+@dataclass(frozen=True, slots=True)
+class _Batch:
+    """Numbers of conversations with how many of their messages are wanted, the texts, and what stands before each."""
+
+    counts: list[tuple[int, int]] = field(default_factory=list)
+    texts: list[str] = field(default_factory=list)
+    contexts: list[After] = field(default_factory=list)
+
+
+def _message_batches(numbered: Iterable[Numbered], contexts: _Contexts, roles: frozenset[str]) -> Iterator[_Batch]:
+    batch, characters = _Batch(), 0
     for number, conversation in numbered:
-        before = len(texts)
-        for text, place in behind.messages(conversation.turns, roles):
-            texts.append(text)
-            places.append(place)
+        before = len(batch.texts)
+        for text, after in contexts.messages(conversation.turns, roles):
+            batch.texts.append(text)
+            batch.contexts.append(after)
             characters += len(text)
-        batch.append((number, len(texts) - before))
+        batch.counts.append((number, len(batch.texts) - before))
         if characters >= _BATCH_CHARACTERS:
-            yield batch, texts, places
-            batch, texts, places, characters = [], [], [], 0
-    if batch:
-        yield batch, texts, places
+            yield batch
+            batch, characters = _Batch(), 0
+    if batch.counts:
+        yield batch
 
 
-class _Behind:
+class _Contexts:
     """What a template puts before each message of a conversation."""
 
     def __init__(self, template: Template, tokenizer: Any) -> None:
@@ -273,14 +235,14 @@ class _Behind:
         for turn in turns:
             question = turn.role != "assistant"
             if turn.role == "system":
-                place = self._system
+                after = self._system
             elif question:
-                place = self._next if asked else self._first
+                after = self._next if asked else self._first
                 asked = True
             else:
-                place = self._answer if asked else self._first
+                after = self._answer if asked else self._first
             if turn.role in roles:
-                yield turn.text.strip() if self._strips[0 if question else 1] else turn.text, place
+                yield turn.text.strip() if self._strips[0 if question else 1] else turn.text, after
 
     def _after(self, text: str, empty: After) -> After:
         for name, token in self._tokens.items():

@@ -1,7 +1,7 @@
 """Runs of counted pairs as files, and the index of a folder that says which of them count.
 
-A folder is whole at any time: files are written under names of their own, and count once the index, replaced in one
-step, names them with their hashes. What it does not name is left over from a process that was killed.
+A folder is consistent at any time: files are written under new names, and count once the index, replaced in one step,
+names them with their hashes. What it does not name is left over from a process that was killed.
 
 Letters: V vocabulary, E entries (distinct pairs), N some numbers.
 """
@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import hashlib
 import json
-import os
+import shutil
 import uuid
 from collections.abc import Iterable
 from pathlib import Path
@@ -19,7 +19,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from ...checkpoints.storage.atomic import errors_named, finish_file, sync
+from ...checkpoints.storage.atomic import atomic_text, errors_named, finish_file
 from ...checkpoints.table.file import check_counts, write_array
 from ...checkpoints.table.runs import Ints, Run, key_dtype
 
@@ -37,18 +37,16 @@ class FileArray:
     def __len__(self) -> int:
         return self._length
 
-    def __getitem__(self, part: slice) -> NDArray[Any]:
-        start, end, _ = part.indices(self._length)
-        size = max(end - start, 0)
-        offset = self._offset + start * self._dtype.itemsize
-        found: NDArray[Any] = np.fromfile(self._path, dtype=self._dtype, count=size, offset=offset)
-        if len(found) != size:
-            raise ValueError(f"{self._path} is cut short: {len(found)} of {size} numbers are there")
+    def __getitem__(self, wanted: slice) -> NDArray[Any]:
+        part = self.part(*wanted.indices(self._length)[:2])
+        found: NDArray[Any] = np.fromfile(self._path, dtype=self._dtype, count=len(part), offset=part._offset)
+        if len(found) != len(part):
+            raise ValueError(f"{self._path} is cut short: {len(found)} of {len(part)} numbers are there")
         return found
 
     def part(self, start: int, end: int) -> FileArray:
         """The numbers from `start` to `end`, not yet read."""
-        return FileArray(self._path, self._dtype, self._offset + start * self._dtype.itemsize, end - start)
+        return FileArray(self._path, self._dtype, self._offset + start * self._dtype.itemsize, max(end - start, 0))
 
     def below(self, limits_N: Ints) -> Ints:
         """How many of these ascending numbers are smaller than each limit, at least 0."""
@@ -73,28 +71,25 @@ def write_run(path: Path, vocab_size: int, parts: Iterable[Run]) -> dict[str, An
         ValueError: a pair seen more often than a table can hold.
         OSError: the disk is full, or the like; names the path, at which nothing is left.
     """
-    digest, entries = hashlib.sha256(), 0
-    aside = path.with_name(f"{path.name}.counts")
+    entries, aside = 0, path.with_name(f"{path.name}.counts")
     try:
-        with errors_named(path), path.open("wb") as out, aside.open("wb+") as counts:
+        with errors_named(path), path.open("wb+") as out, aside.open("wb+") as counts:
             for keys_E, counts_E in parts:
                 check_counts(keys_E, counts_E, vocab_size)
                 write_array(out, keys_E)
-                digest.update(keys_E.data.cast("B"))
                 write_array(counts, counts_E.astype(np.uint32))
                 entries += len(keys_E)
             counts.seek(0)
-            while piece := counts.read(_COPY):
-                out.write(piece)
-                digest.update(piece)
+            shutil.copyfileobj(counts, out, _COPY)
             finish_file(out)
+            out.seek(0)
+            digest = hashlib.file_digest(out, "sha256").hexdigest()
     except BaseException:
         path.unlink(missing_ok=True)
         raise
     finally:
         aside.unlink(missing_ok=True)
-    size = entries * (key_dtype(vocab_size).itemsize + 4)
-    return {"entries": entries, "bytes": size, "sha256": digest.hexdigest()}
+    return {"entries": entries, "bytes": path.stat().st_size, "sha256": digest}
 
 
 def open_run(path: Path, vocab_size: int) -> FileRun:
@@ -109,12 +104,11 @@ def open_run(path: Path, vocab_size: int) -> FileRun:
     if rest:
         raise ValueError(f"{path} is no run for {vocab_size} tokens: it has {size} bytes")
     keys = FileArray(path, dtype, 0, entries)
-    counts = FileArray(path, np.dtype(np.uint32), entries * dtype.itemsize, entries)
-    return keys, counts
+    return keys, FileArray(path, np.dtype(np.uint32), entries * dtype.itemsize, entries)
 
 
 def new_name(kind: str) -> str:
-    """A name that no other process gives, not even one that is left over from a killed one and still writing."""
+    """A name that no other process gives, not even one that is left over from a killed launch and still writing."""
     return f"{kind}-{uuid.uuid4().hex[:16]}"
 
 
@@ -124,35 +118,31 @@ def read_index(folder: Path, vocab_size: int, check: bool) -> dict[str, Any] | N
     Raises:
         ValueError: counts of another vocabulary, or files that are missing or damaged; they are named.
     """
-    path = folder / INDEX
+    path, advice = folder / INDEX, f"delete {folder} to count again"
     if not path.is_file():
         return None
     try:
         index: dict[str, Any] = json.loads(path.read_bytes())
     except ValueError as error:
-        raise ValueError(f"{path} is damaged: {error}; delete {folder} to count anew") from error
+        raise ValueError(f"{path} is damaged: {error}; {advice}") from error
     if index.get("format") != _FORMAT:
         raise ValueError(f"{path} has the format {index.get('format')!r}, this draftsmith reads {_FORMAT}")
     if index["vocab_size"] != vocab_size:
         raise ValueError(f"{folder} holds counts for {index['vocab_size']} tokens, this vocabulary has {vocab_size}")
-    for file in [*index["runs"], index["ends"]]:
-        _check_file(folder / file["name"], file, check)
+    for wanted in [*index["runs"], index["ends"]]:
+        file = folder / wanted["name"]
+        if not file.is_file():
+            raise ValueError(f"{file} is missing, and {INDEX} counts it; {advice}")
+        if (size := file.stat().st_size) != wanted["bytes"]:
+            raise ValueError(f"{file} is damaged: it has {size} bytes, {INDEX} has {wanted['bytes']}; {advice}")
+        if check and (digest := _digest(file)) != wanted["sha256"]:
+            raise ValueError(f"{file} is damaged: its sha256 is {digest}, {INDEX} has {wanted['sha256']}; {advice}")
     return index
 
 
-def _check_file(path: Path, wanted: dict[str, Any], check: bool) -> None:
-    found = path.stat().st_size if path.is_file() else None
-    again = f"delete {path.parent} to count anew"
-    if found is None:
-        raise ValueError(f"{path} is missing, and {INDEX} counts it; {again}")
-    if found != wanted["bytes"]:
-        raise ValueError(f"{path} is damaged: it has {found} bytes, {INDEX} says {wanted['bytes']}; {again}")
-    if not check:
-        return
+def _digest(path: Path) -> str:
     with path.open("rb") as file:
-        digest = hashlib.file_digest(file, "sha256").hexdigest()
-    if digest != wanted["sha256"]:
-        raise ValueError(f"{path} is damaged: its sha256 is {digest}, {INDEX} says {wanted['sha256']}; {again}")
+        return hashlib.file_digest(file, "sha256").hexdigest()
 
 
 def read_ends(folder: Path, index: dict[str, Any] | None, vocab_size: int) -> Ints:
@@ -162,43 +152,32 @@ def read_ends(folder: Path, index: dict[str, Any] | None, vocab_size: int) -> In
     return np.fromfile(folder / index["ends"]["name"], dtype="<i8").astype(np.int64)
 
 
-def write_index(folder: Path, vocab_size: int, runs: list[dict[str, Any]], ends_V: Ints, said: dict[str, Any]) -> None:
+def write_index(
+    folder: Path, vocab_size: int, runs: list[dict[str, Any]], ends_V: Ints, progress: dict[str, Any]
+) -> None:
     """Make these runs and ends the ones that count, in one step, and delete what no longer does.
 
     Raises:
         OSError: the disk is full, or the like; what counted before still does.
     """
     content = ends_V.astype("<i8").tobytes()
-    name = new_name("ends")
-    try:
-        _write(folder / name, content)
-        ends = {"name": name, "bytes": len(content), "sha256": hashlib.sha256(content).hexdigest()}
-        index = {"format": _FORMAT, "vocab_size": vocab_size} | said | {"runs": runs, "ends": ends}
-        temporary = folder / new_name(INDEX)
-        _write(temporary, (json.dumps(index, indent=1) + "\n").encode())
-    except OSError:
-        (folder / name).unlink(missing_ok=True)
-        raise
-    with errors_named(folder / INDEX):
-        os.replace(temporary, folder / INDEX)
-        sync(folder)
-    remove_leftovers(folder, index)
-
-
-def _write(path: Path, content: bytes) -> None:
+    path = folder / new_name("ends")
     try:
         with errors_named(path), path.open("wb") as out:
             out.write(content)
             finish_file(out)
+        ends = {"name": path.name, "bytes": len(content), "sha256": hashlib.sha256(content).hexdigest()}
+        index = {"format": _FORMAT, "vocab_size": vocab_size} | progress | {"runs": runs, "ends": ends}
+        atomic_text(folder / INDEX, json.dumps(index, indent=1) + "\n")
     except OSError:
         path.unlink(missing_ok=True)
         raise
+    remove_leftovers(folder, index)
 
 
 def remove_leftovers(folder: Path, index: dict[str, Any] | None) -> None:
     """Delete files of counting that the index does not name."""
     known = {file["name"] for file in [*index["runs"], index["ends"]]} if index else set()
-    for kind in ("run-*", "ends-*", f"{INDEX}-*"):
-        for path in folder.glob(kind):
-            if path.name not in known:
-                path.unlink(missing_ok=True)
+    for path in [*folder.glob("run-*"), *folder.glob("ends-*")]:
+        if path.name not in known:
+            path.unlink(missing_ok=True)

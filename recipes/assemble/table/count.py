@@ -1,22 +1,20 @@
 """Counting a correlation table: each process reads and counts its share of the corpus and merges its part of the keys,
-and the main process lays the parts together. What was counted stays when a run is killed."""
+and the main process joins the parts. What was counted stays when a run is killed."""
 
 from __future__ import annotations
 
 import json
+import os
 import shutil
 import socket
 import time
 import uuid
-from collections.abc import Callable, Iterable, Iterator
-from concurrent.futures import ThreadPoolExecutor
+from collections.abc import Callable
 from contextlib import ExitStack, suppress
 from dataclasses import dataclass, field
 from functools import partial
 from pathlib import Path
 from typing import Any
-
-import numpy as np
 
 from ....checkpoints.artifact.artifact import load_manifest, save_artifact
 from ....checkpoints.storage.atomic import atomic_text
@@ -25,53 +23,35 @@ from ....checkpoints.table.table import TABLE_FILE, BigramTable
 from ....data.blocks.prepared import rarely_collected
 from ....data.rendering.templates import get_template
 from ....data.tokenizers import load_tokenizer
-from ....train.parallel.interrupts import Interrupted, StopSignals, TrainingError
-from ....train.parallel.processes import StoppedError, together
-from ....train.table.counting import Counted, PairCounter, counted
-from ....train.table.documents import (
-    PLACE,
-    ROW,
-    Numbered,
-    Share,
-    count_laid,
-    laid_end_to_end,
-    token_documents,
-    tokens_at_a_time,
-)
-from ...report.table import say_report
+from ....train.parallel.interrupts import Interrupted, StopSignals
+from ....train.parallel.processes import StoppedError, on_main, together
+from ....train.table.counting import PairCounter, lock
+from ....train.table.documents import CONVERSATION, ROW, Share, count_packed, pack_documents, token_documents
+from ....train.table.merging import Counted, counted
+from ...report.table import log_report
 from ...schema.loading import write_recipe
 from ...schema.training import TableRecipe
-from ...session.terminal import log
+from ...session.terminal import counter, log
 from ...session.typed import typed_command
 from ..artifact import check_out, state_folder
 from ..data import conversations_identity, say_form
-from .shares import Reading, Seen, numbering
+from .shares import CorpusStats, Reading, numbering
 from .state import (
-    CONSIDERABLE,
-    IDENTITY,
+    LAUNCH,
     PARTS,
     STOP,
-    TOKEN,
-    Places,
     Stopping,
+    check_nobody_counts,
+    claim_counts,
     counted_tokens,
-    empty,
-    let_go,
-    locked,
     rank_folders,
-    read_identity,
-    read_word,
-    refuse_counting,
-    refuse_moved,
-    spilled_numbering,
-    spilled_places,
+    read_positions,
 )
 
-_MERGING = 2
+_RANGES = 2
 """Ranges of keys that a process merges at a time."""
 _NOT_COUNTED = {"clean", "heldout_limit"}
-"""Of the data's options: what is cleaned is said in full beside them, and whoever is held out is not counted."""
-_SECONDS_BETWEEN_LINES = 15.0
+"""Of the data's options: what is cleaned stands in full beside them, and whoever is held out is not counted."""
 _SECONDS_TO_APPEAR = 10.0
 
 
@@ -89,24 +69,24 @@ def run_table(recipe: TableRecipe, _: Path, accelerator: Any) -> None:
 
 def count_corpus(recipe: TableRecipe, tokenizer: Any, accelerator: Any) -> None:
     """`run_table` with the recipe's tokenizer."""
-    job = _Job(recipe, accelerator, tokenizer, together(accelerator, partial(table_vocabulary, recipe, tokenizer)))
+    job = Job(recipe, accelerator, tokenizer, together(accelerator, partial(table_vocabulary, recipe, tokenizer)))
     if recipe.prune is not None and recipe.prune.keep_whole:
         whole = whole_recipe(recipe)
         kept = Path(whole.out)
-        together(accelerator, partial(job.on_main, partial(check_out, kept, whole)))
+        on_main(accelerator, partial(check_out, kept, whole))
         if (kept / "artifact.json").is_file():
-            together(accelerator, partial(job.on_main, partial(_prune_artifact, recipe, kept, tokenizer)))
+            on_main(accelerator, partial(_prune_artifact, recipe, kept, tokenizer))
             return
     with ExitStack() as stack:
-        token = together(accelerator, partial(job.on_main, partial(job.begin, stack)))
+        launch = together(accelerator, partial(job.on_main, partial(job.claim, stack)))
         try:
-            together(accelerator, partial(job.see, job.broadcast(token)))
+            job.join(launch)
             together(accelerator, job.count)
             data = job.gather()
             together(accelerator, job.merge)
-            together(accelerator, partial(job.on_main, partial(job.finish, data)))
-        except (ValueError, OSError) as error:
-            job.on_main(partial(job.tidy, error))
+            on_main(accelerator, partial(job.finish, data))
+        except (ValueError, OSError):
+            job.on_main(job.forget_nothing_counted)
             raise
 
 
@@ -133,21 +113,6 @@ def table_vocabulary(recipe: TableRecipe, tokenizer: Any) -> int:
         except ValueError as error:
             raise ValueError(f"`prune`: {error}") from error
     return vocab_size
-
-
-def recipe_documents(
-    recipe: TableRecipe, tokenizer: Any, numbered: Iterable[Numbered]
-) -> Iterator[tuple[int, list[np.ndarray]]]:
-    """What a recipe counts of numbered conversations; see `token_documents`."""
-    section = recipe.data
-    return token_documents(
-        numbered,
-        tokenizer,
-        get_template(section.template, tokenizer),
-        pairs=recipe.count.pairs,
-        roles=recipe.count.roles,
-        last_turn_only=section.last_turn_only,
-    )
 
 
 def count_identity(recipe: TableRecipe, tokenizer: Any) -> dict[str, Any]:
@@ -183,7 +148,7 @@ def save_table(
         training=report,
         command=typed_command(),
     )
-    say_report(report)
+    log_report(report)
     log(f"table: wrote {out}")
 
 
@@ -221,28 +186,24 @@ def _save_pruned(recipe: TableRecipe, folder: Path, tokenizer: Any, data: dict[s
 
 
 @dataclass
-class _Job:
+class Job:
     """One process of a count."""
 
     recipe: TableRecipe
     accelerator: Any
     tokenizer: Any
     vocab_size: int
-    word: str = ""
-    """What this launch's processes know each other by; see `see`."""
+    launch: str = ""
+    """What this launch's processes know each other by."""
     identity: dict[str, Any] = field(default_factory=dict)
     """Whose counts these are, in the main process."""
-    before: Places = field(default_factory=dict)
-    """What was counted before this launch."""
-    alone: bool = False
-    """Whether all that is on disk comes from this launch, which is not through with the data; in the main process."""
-    by: str = PLACE
+    by: str = CONVERSATION
     """By what conversations are numbered; see `numbering`."""
-    seen: Seen = field(init=False)
-    """What went by of the data: in this process, or after `gather` in all."""
+    stats: CorpusStats = field(init=False)
+    """What was read of the data: by this process, or after `gather` by all."""
 
     def __post_init__(self) -> None:
-        self.seen = Seen.nothing(self.recipe.data)
+        self.stats = CorpusStats.empty(self.recipe.data)
 
     @property
     def folder(self) -> Path:
@@ -260,216 +221,182 @@ class _Job:
         """What the main process does; None in the others."""
         return work() if self.accelerator.is_main_process else None
 
-    def begin(self, stack: ExitStack) -> str:
-        """Claim the folder of the state, and empty it where it belongs to another recipe. Returns a word in it.
+    def claim(self, stack: ExitStack) -> str:
+        """Claim the folder of the state for this launch and its recipe, until the stack is closed. Returns the launch's
+        name, which lies in it.
 
         Raises:
-            ValueError: another process counts into it; counts of which nothing says whose they are; considerable ones
-                of other settings.
+            ValueError: another process counts into it; what `claim_counts` raises.
         """
         identity = count_identity(self.recipe, self.tokenizer) | {"vocab_size": self.vocab_size}
         self.identity = json.loads(json.dumps(identity))
         self.folder.mkdir(parents=True, exist_ok=True)
-        stack.enter_context(locked(self.folder))
-        token = uuid.uuid4().hex
-        # Before the look for locks: a process of an earlier launch takes its lock first, then looks for its own word.
-        atomic_text(self.folder / TOKEN, token)
-        refuse_counting(self.folder)
-        theirs = read_identity(self.folder)
-        if theirs != self.identity:
-            if theirs is not None:
-                let_go(self.folder, counted_tokens(self.folder), theirs, self.identity)
-            empty(self.folder)
-            atomic_text(self.folder / IDENTITY, json.dumps(self.identity))
-        self.alone = not counted_tokens(self.folder)
+        stack.callback(os.close, lock(self.folder))
+        launch = uuid.uuid4().hex
+        # Before the look for locks: a process of an earlier launch takes its lock first, then looks for its launch.
+        atomic_text(self.folder / LAUNCH, launch)
+        check_nobody_counts(self.folder)
+        claim_counts(self.folder, self.identity)
         (self.folder / STOP).unlink(missing_ok=True)
-        if (self.folder / PARTS).is_dir():
-            shutil.rmtree(self.folder / PARTS)
-        return token
+        return launch
 
-    def broadcast(self, token: str | None) -> tuple[str, str]:
-        """The main process's word, and the machine that it runs on."""
-        told = [token, socket.gethostname()]
-        if self.world > 1:
-            from accelerate.utils import broadcast_object_list
-
-            broadcast_object_list(told)
-        word, host = told
-        assert word is not None
-        assert host is not None
-        return word, host
-
-    def see(self, told: tuple[str, str]) -> None:
-        """Find the main process's word, for which a network's file system is given some seconds.
+    def join(self, launch: str | None) -> None:
+        """Learn the main process's launch, and find it in the folder, for which a network's file system is given some
+        seconds.
 
         Raises:
             ValueError: it is not there.
         """
-        token, host = told
+        sent = [launch, socket.gethostname()]
+        if self.world > 1:
+            from accelerate.utils import broadcast_object_list
+
+            broadcast_object_list(sent)
+        self.launch = str(sent[0])
+        together(self.accelerator, partial(self._find_launch, sent[1]))
+
+    def _find_launch(self, host: str | None) -> None:
         deadline = time.monotonic() + _SECONDS_TO_APPEAR
-        while read_word(self.folder / TOKEN) != token:
+        while not self._is_current():
             if time.monotonic() >= deadline:
                 raise ValueError(
                     f"process {self.rank} on {socket.gethostname()} does not see in {self.folder.absolute()} what "
                     f"process 0 on {host} wrote there: `out` must lie on a file system that all processes share"
                 )
             time.sleep(0.2)
-        self.word = token
 
-    def count(self) -> dict[str, Any]:
-        """Count this process's share. Returns what it saw of the data.
+    def _is_current(self) -> bool:
+        """Whether no later launch has claimed the folder."""
+        file = self.folder / LAUNCH
+        return file.is_file() and file.read_text(encoding="utf-8") == self.launch
+
+    def count(self) -> None:
+        """Count this process's share.
 
         Raises:
             ValueError: what reading, rendering and counting raise.
             Interrupted, StoppedError: a signal came, or another process has stopped; what was counted is on disk.
         """
-        self.before = spilled_places(self.folder)
-        self.by = spilled_numbering(self.folder) or numbering(self.recipe.data, self.world)
-        share = Share(self.rank, self.world, tuple(sorted(self.before.items())))
+        earlier, by = read_positions(self.folder)
+        self.by = by or numbering(self.recipe.data, self.world)
+        share = Share(self.rank, self.world, tuple(sorted(earlier.items())))
+        stop = self.folder / STOP
         with StopSignals() as signals:
-            stopping = Stopping(signals, self.folder / STOP, self.word)
-            reading = Reading(self.recipe.data, share, self.by, stopping, tell=self.rank == 0)
-            self.seen = reading.seen
+            stopping = Stopping(signals, self.folder)
+            reading = Reading(self.recipe.data, share, self.by, stopping, log_forms=self.rank == 0)
+            self.stats = reading.stats
             try:
                 self._count(reading)
             except (ValueError, OSError):
                 with suppress(OSError):
-                    self._stop_others()
+                    stop.touch()
                 raise
-            if signals.received is not None:
-                self._stop_others()
         if signals.received is not None:
-            message = f"table: stopped by signal {signals.received}; the same command goes on from what is counted"
+            stop.touch()
+            message = f"table: stopped by signal {signals.received}; the same command resumes from what is counted"
             self.on_main(partial(log, message))
             raise Interrupted(signals.received, message)
-        if stopping.told:
-            raise StoppedError("counting was stopped by another process; the same command goes on")
-        return self._data()
-
-    def _data(self) -> dict[str, Any]:
-        """What an artifact's manifest says of the data that went by."""
-        numbers = {"conversations": self.seen.conversations, "held_out": self.seen.held_out}
-        return numbers | {"corpus": self.seen.corpus(self.recipe.data.parts())}
-
-    def gather(self) -> dict[str, Any]:
-        """What all processes saw of the data, which the main process says."""
-        self.alone = False
-        parts, told = self.recipe.data.parts(), [len(forms) for forms in self.seen.forms]
-        if self.by == ROW and self.world > 1:
-            from accelerate.utils import gather_object
-
-            first, *others = gather_object([self.seen])
-            for seen in others:
-                first.merge(seen)
-            self.seen = first
-        if self.accelerator.is_main_process:
-            for part, forms, known, report in zip(parts, self.seen.forms, told, self.seen.reports, strict=True):
-                for form in forms[known:]:
-                    say_form(part, form)
-                log(f"data: {part.source}: {report.summary()}")
-            log(f"table: {self.seen.conversations:,} conversations are counted, {self.seen.held_out:,} are held out")
-        return self._data()
-
-    def _stop_others(self) -> None:
-        (self.folder / STOP).write_text(self.word, encoding="utf-8")
+        if stopping.by_another:
+            raise StoppedError("counting was stopped by another process; the same command resumes")
 
     def _count(self, reading: Reading) -> None:
         folder = self.folder / f"rank-{self.rank}-of-{self.world}"
-        options = self.recipe.count
-        with PairCounter(self.vocab_size, folder, options.memory_mb) as counter:
-            if read_word(self.folder / TOKEN) != self.word:
+        section, options = self.recipe.data, self.recipe.count
+        template = get_template(section.template, self.tokenizer)
+        with PairCounter(self.vocab_size, folder, options.memory_mb) as pairs, counter("table", "tokens") as advance:
+            if not self._is_current():
                 raise ValueError(f"another process is counting into {self.folder}: it was started after this one")
-            if counter.tokens:
-                self.on_main(partial(log, f"table: going on after {counter.tokens:,} tokens that are counted already"))
-            shown = _Progress(reading, counter)
-            documents = recipe_documents(self.recipe, self.tokenizer, reading)
-            batches = laid_end_to_end(documents, tokens_at_a_time(options.memory_mb))
+            if pairs.tokens:
+                self.on_main(partial(log, f"table: resuming after {pairs.tokens:,} tokens that are counted already"))
+            documents = token_documents(
+                reading,
+                self.tokenizer,
+                template,
+                pairs=options.pairs,
+                roles=options.roles,
+                last_turn_only=section.last_turn_only,
+            )
+            seconds = 60 * options.save_minutes
             with rarely_collected():
-                count_laid(batches, counter, save_seconds=60 * options.save_minutes, progress=shown, by=self.by)
+                count_packed(
+                    pack_documents(documents, options.memory_mb),
+                    pairs,
+                    save_seconds=seconds,
+                    by=self.by,
+                    progress=lambda: self.on_main(lambda: advance(pairs.tokens, 0)),
+                )
+
+    def gather(self) -> dict[str, Any]:
+        """What all processes read of the data, for an artifact's manifest; the main process logs it."""
+        parts, logged = self.recipe.data.parts(), [len(forms) for forms in self.stats.forms]
+        if self.by == ROW and self.world > 1:
+            from accelerate.utils import gather_object
+
+            first, *others = gather_object([self.stats])
+            for stats in others:
+                first.merge(stats)
+            self.stats = first
+        stats = self.stats
+        if self.accelerator.is_main_process:
+            for part, forms, known, report in zip(parts, stats.forms, logged, stats.reports, strict=True):
+                for form in forms[known:]:
+                    say_form(part, form)
+                log(f"data: {part.source}: {report.summary()}")
+            log(f"table: {stats.conversations:,} conversations are counted, {stats.held_out:,} are held out")
+        numbers = {"conversations": stats.conversations, "held_out": stats.held_out}
+        return numbers | {"corpus": stats.corpus(parts)}
 
     def merge(self) -> None:
-        """Merge this process's range of the keys of all that was counted, by whichever process.
+        """Merge this process's ranges of the keys of all that was counted, by whichever process.
 
         Raises:
-            ValueError: a process of an earlier launch has counted meanwhile; damaged counts.
+            ValueError: damaged counts; a pair seen more often than a table can hold.
         """
-        refuse_moved(self.folder, self.before, self.world)
-        total = self._counted(check=self.rank == 0)
-        mine = slice(self.rank * _MERGING, (self.rank + 1) * _MERGING)
-        ranges, parts = total.ranges(self.world * _MERGING)[mine], self.parts()[mine]
-        with ThreadPoolExecutor(_MERGING, thread_name_prefix="merge") as threads:
-            tasks = [
-                threads.submit(total.merge_part, first, end, part)
-                for (first, end), part in zip(ranges, parts, strict=True)
-            ]
-            for task in tasks:
-                task.result()
+        mine = slice(self.rank * _RANGES, (self.rank + 1) * _RANGES)
+        self.counted(check=self.rank == 0).merge(self.parts(), mine)
 
     def parts(self) -> list[Path]:
         """The files of all ranges."""
-        number = self.world * _MERGING
-        return [self.folder / PARTS / f"{place}-of-{number}" for place in range(number)]
+        number = self.world * _RANGES
+        return [self.folder / PARTS / f"{index}-of-{number}" for index in range(number)]
 
-    def _counted(self, *, check: bool) -> Counted:
+    def counted(self, *, check: bool) -> Counted:
+        """What all processes have counted."""
         return counted([folder for folder, _, _ in rank_folders(self.folder)], self.vocab_size, check)
 
     def finish(self, data: dict[str, Any]) -> None:
-        """Lay the parts together, write the artifacts, and delete the state."""
+        """Join the parts, write the artifacts, and delete the state."""
         whole = self.folder / "whole"
         whole.mkdir(exist_ok=True)
-        total = self._counted(check=False)
+        total = self.counted(check=False)
         if not total.documents:
             names = ", ".join(part.source for part in self.recipe.data.parts())
             raise ValueError(f"there is nothing to count: {data['conversations']} conversations of {names} are left")
         total.assemble(self.parts(), whole / TABLE_FILE)
         data = {"source": self.identity, "documents": total.documents, "tokens": total.tokens} | data
-        if self.recipe.prune is None or self.recipe.prune.keep_whole:
+        prune = self.recipe.prune
+        if prune is None or prune.keep_whole:
             complete = whole_recipe(self.recipe)
-            table = BigramTable.load(whole)
+            table, counted_whole = BigramTable.load(whole), whole
 
             def move(folder: Path) -> None:
-                (whole / TABLE_FILE).rename(folder / TABLE_FILE)
+                (counted_whole / TABLE_FILE).rename(folder / TABLE_FILE)
 
             _save_recipe(complete, move, table, self.tokenizer, data)
             whole = Path(complete.out)
-            self._forget()
-        if self.recipe.prune is not None:
+            self.forget()
+        if prune is not None:
             _save_pruned(self.recipe, whole, self.tokenizer, data)
-        self._forget()
+        self.forget()
 
-    def tidy(self, error: Exception) -> None:
-        """Delete the state of a launch that failed before anything was counted. Of several processes the others may
-        have counted their rows before one came to a fault in its own: if that is little it goes too."""
-        faulty = self.alone and self.world > 1 and not isinstance(error, (TrainingError, OSError))
-        with suppress(ValueError, OSError):  # damaged counts stay, and were told
-            if counted_tokens(self.folder) < (CONSIDERABLE if faulty else 1):
-                self._forget()
-
-    def _forget(self) -> None:
-        """Delete the state: an artifact holds all of it."""
+    def forget(self) -> None:
+        """Delete the state."""
         shutil.rmtree(self.folder, ignore_errors=True)
         with suppress(OSError):
             self.folder.parent.rmdir()  # of a table it holds nothing else
 
-
-class _Progress:
-    """A line of the main process now and then."""
-
-    def __init__(self, reading: Reading, counter: PairCounter) -> None:
-        share = reading.share
-        self._reading, self._counter, self._active = reading, counter, share.rank == 0
-        self._who = "" if share.world == 1 else f" by process 0 of {share.world}"
-        self._start = self._last = time.monotonic()
-        self._before = counter.tokens
-
-    def __call__(self, place: int) -> None:
-        now = time.monotonic()
-        if not self._active or now - self._last < _SECONDS_BETWEEN_LINES:
-            return
-        self._last = now
-        tokens = self._counter.tokens
-        rate = (tokens - self._before) / (now - self._start)
-        log(
-            f"table: {self._reading.seen.conversations:,} conversations read, {tokens:,} tokens counted{self._who}, "
-            f"{rate:,.0f} a second, {self._counter.spilled_bytes / 1e6:,.0f} MB on disk"
-        )
+    def forget_nothing_counted(self) -> None:
+        """Delete the state of a launch that failed before anything was counted; damaged counts stay."""
+        with suppress(ValueError, OSError):
+            if not counted_tokens(self.folder):
+                self.forget()

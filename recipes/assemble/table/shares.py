@@ -9,7 +9,7 @@ from typing import Any
 
 from ....data.conversations import Conversation, CorpusReport
 from ....data.sources.mixture import is_used, pass_shares
-from ....train.table.documents import PLACE, ROW, Numbered, Share
+from ....train.table.documents import CONVERSATION, ROW, Numbered, Share
 from ...schema.data import DataSection, SourceSection
 from ..data import is_held_out, read_part, say_form, training_conversations
 
@@ -18,20 +18,20 @@ _PASS = 1 << 40
 
 
 def numbering(section: DataSection, world: int) -> str:
-    """By what `world` processes number what they count, as a key of counters' places.
+    """By what `world` processes number what they count, as a key of counters' positions.
 
-    `ROW`: by the numbers of rows, which say whose each is before anything of it is read. `PLACE`: by counting the
-    conversations to train on, for which all rows are read and cleaned by every process. One process does so, and all
-    do where what becomes of a row depends on the rows before it: `limit` counts what was kept, and `duplicates`
+    `ROW`: by the numbers of rows, which say whose each is before anything of it is read. `CONVERSATION`: by counting
+    the conversations to train on, for which all rows are read and cleaned by every process. One process does so, and
+    all do where what becomes of a row depends on the rows before it: `limit` counts what was kept, and `duplicates`
     remembers it.
     """
     alone = not section.clean.get("duplicates") and all(part.limit is None for part in section.parts())
-    return ROW if world > 1 and alone else PLACE
+    return ROW if world > 1 and alone else CONVERSATION
 
 
 @dataclass
-class Seen:
-    """What went by of a section's corpora: a report and the forms of rows of each, the conversations to count, and
+class CorpusStats:
+    """What was read of a section's corpora: a report and the forms of rows of each, the conversations to count, and
     those held out."""
 
     reports: list[CorpusReport]
@@ -40,12 +40,12 @@ class Seen:
     held_out: int = 0
 
     @classmethod
-    def nothing(cls, section: DataSection) -> Seen:
+    def empty(cls, section: DataSection) -> CorpusStats:
         parts = section.parts()
         return cls([CorpusReport() for _ in parts], [[] for _ in parts])
 
-    def merge(self, other: Seen) -> None:
-        """Add what another process saw of its own rows."""
+    def merge(self, other: CorpusStats) -> None:
+        """Add what another process read of its own rows."""
         for report, more in zip(self.reports, other.reports, strict=True):
             report.merge(more)
         for forms, found in zip(self.forms, other.forms, strict=True):
@@ -65,56 +65,56 @@ class Seen:
 
 @dataclass
 class Reading:
-    """A process's share of a section's conversations with their numbers, once; `seen` fills on the way.
+    """A process's share of a section's conversations with their numbers, once; `stats` fills on the way.
 
     Attributes:
         by: see `numbering`.
         stopping: asked before each conversation whether to end.
-        tell: say in which form each corpus was found.
+        log_forms: log in which form each corpus was found.
     """
 
     section: DataSection
     share: Share
     by: str
     stopping: Callable[[], bool]
-    tell: bool
-    seen: Seen = field(init=False)
+    log_forms: bool
+    stats: CorpusStats = field(init=False)
 
     def __post_init__(self) -> None:
-        self.seen = Seen.nothing(self.section)
+        self.stats = CorpusStats.empty(self.section)
 
     def __iter__(self) -> Iterator[Numbered]:
         for number, conversation in self._own_rows() if self.by == ROW else self._whole():
             if self.stopping():
                 return
-            self.seen.conversations += 1
+            self.stats.conversations += 1
             if self.share.wants(number):
                 yield number, conversation
 
     def _whole(self) -> Iterator[Numbered]:
-        reports = self.seen.reports
-        return enumerate(training_conversations(self.section, reports, tell=self.tell, hold=self._hold))
+        reports = self.stats.reports
+        return enumerate(training_conversations(self.section, reports, tell=self.log_forms, hold=self._hold))
 
     def _hold(self, _: Conversation) -> None:
-        self.seen.held_out += 1
+        self.stats.held_out += 1
 
     def _own_rows(self) -> Iterator[Numbered]:
         """Pass after pass, so that numbers ascend; in which order counts are made makes no difference to them."""
         first = 0
-        for place, part in enumerate(self.section.parts()):
+        for index, part in enumerate(self.section.parts()):
             for again, used in enumerate(pass_shares(part.weight)):
                 shard = ((self.share.rank - first) % self.share.world, self.share.world)
                 # a later pass over the same rows is not counted again
-                report = CorpusReport() if again else self.seen.reports[place]
-                found = None if again else partial(self._found, place, part)
+                report = CorpusReport() if again else self.stats.reports[index]
+                found = None if again else partial(self._found, index, part)
                 for conversation in read_part(self.section, part, report, found, shard):
                     if is_held_out(self.section, conversation):
-                        self.seen.held_out += not again
+                        self.stats.held_out += not again
                     elif is_used(conversation, used, 0):
                         yield first + conversation.number, conversation
                 first += _PASS
 
-    def _found(self, place: int, part: SourceSection, form: str) -> None:
-        self.seen.forms[place].append(form)
-        if self.tell:
+    def _found(self, index: int, part: SourceSection, form: str) -> None:
+        self.stats.forms[index].append(form)
+        if self.log_forms:
             say_form(part, form)

@@ -4,12 +4,20 @@ from __future__ import annotations
 
 from collections import Counter
 from itertools import pairwise
-from pathlib import Path
 
 import numpy as np
 import pytest
 from draftsmith.checkpoints.table import runs as pair_runs
-from draftsmith.checkpoints.table.runs import Run, count_pairs, key_dtype, left_sums, merge_runs
+from draftsmith.checkpoints.table.runs import (
+    Run,
+    check_documents,
+    inner_ends,
+    key_dtype,
+    left_sums,
+    merge_runs,
+    run_of_keys,
+    write_keys,
+)
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
@@ -26,9 +34,18 @@ def corpora(draw: st.DrawFn) -> Corpus:
     return vocab_size, draw(st.lists(st.lists(token, max_size=30), max_size=10))
 
 
-def laid(documents: list[list[int]], dtype: str = "int64") -> tuple[np.ndarray, np.ndarray]:
+def packed(documents: list[list[int]], dtype: str = "int64") -> tuple[np.ndarray, np.ndarray]:
     starts = np.cumsum([0, *map(len, documents)])[:-1]
     return np.array([token for document in documents for token in document], dtype=dtype), starts
+
+
+def count_pairs(tokens: np.ndarray, starts: np.ndarray, vocab_size: int) -> Run:
+    """The run of documents' pairs, as `PairCounter` makes it of a buffer."""
+    check_documents(tokens, starts, vocab_size)
+    keys, ends = np.empty(max(len(tokens) - 1, 0), key_dtype(vocab_size)), inner_ends(starts, len(tokens))
+    write_keys(tokens, vocab_size, keys)
+    keys[ends] = 0
+    return run_of_keys(keys, len(ends))
 
 
 def brute(documents: list[list[int]], vocab_size: int) -> dict[int, int]:
@@ -44,7 +61,7 @@ def flat(parts: list[Run]) -> list[tuple[int, int]]:
 @given(corpus=corpora(), dtype=st.sampled_from(["int64", "uint32", "int32", ">i4"]))
 def test_counts_are_those_of_a_counter(corpus: Corpus, dtype: str) -> None:
     vocab_size, documents = corpus
-    keys, counts = count_pairs(*laid(documents, dtype), vocab_size)
+    keys, counts = count_pairs(*packed(documents, dtype), vocab_size)
     assert flat([(keys, counts)]) == list(brute(documents, vocab_size).items())
     assert keys.dtype == key_dtype(vocab_size)
 
@@ -56,7 +73,8 @@ def test_runs_in_any_order_merge_to_the_run_of_the_whole(corpus: Corpus, data: s
     shards = [data.draw(st.integers(0, 4)) for _ in documents]
     runs = []
     for shard in data.draw(st.permutations(range(5))):
-        runs.append(count_pairs(*laid([d for d, at in zip(documents, shards, strict=True) if at == shard]), vocab_size))
+        mine = [document for document, at in zip(documents, shards, strict=True) if at == shard]
+        runs.append(count_pairs(*packed(mine), vocab_size))
     parts = list(merge_runs(runs, vocab_size, chunk))
     wanted = brute(documents, vocab_size)
     assert flat(parts) == list(wanted.items())
@@ -74,7 +92,7 @@ def test_many_pieces_are_counted_as_one(vocab_size: int, monkeypatch: pytest.Mon
     """Borders of pieces fall between equal keys, and between different ones."""
     rng = np.random.default_rng(0)
     documents = [rng.zipf(1.3, size=size) % vocab_size for size in rng.integers(0, 60, 200)]
-    tokens, starts = laid([document.tolist() for document in documents])
+    tokens, starts = packed([document.tolist() for document in documents])
     whole = count_pairs(tokens, starts, vocab_size)
     for piece in (1, 2, 3, 64):
         monkeypatch.setattr(pair_runs, "_PIECE", piece)
@@ -95,45 +113,3 @@ def test_counts_larger_than_the_key_leaves_room_for_are_summed(vocab_size: int) 
     dtype = key_dtype(vocab_size)
     runs = [(np.array([0, 7, last], dtype=dtype), np.array([1, 2**40, 2**50 + at])) for at in range(3)]
     assert flat(list(merge_runs(runs, vocab_size))) == [(0, 3), (7, 3 * 2**40), (last, 3 * 2**50 + 3)]
-
-
-def test_runs_in_mapped_files_are_merged(tmp_path: Path) -> None:
-    rng = np.random.default_rng(1)
-    runs, documents = [], []
-    for number in range(3):
-        documents.append(rng.integers(0, 40, 500).tolist())
-        keys, counts = count_pairs(*laid(documents[-1:]), 40)
-        np.save(tmp_path / f"{number}-keys.npy", keys)
-        np.save(tmp_path / f"{number}-counts.npy", counts)
-        runs.append(tuple(np.load(tmp_path / f"{number}-{side}.npy", mmap_mode="r") for side in ("keys", "counts")))
-    assert flat(list(merge_runs(runs, 40, chunk=100))) == list(brute(documents, 40).items())
-
-
-@pytest.mark.parametrize("wrong", [-1, 11, 2**32 + 3, -(2**63)])
-def test_a_token_outside_the_vocabulary_is_named_with_its_document(wrong: int) -> None:
-    tokens, starts = laid([[1, 2], [], [3, wrong, 4], [5]])
-    with pytest.raises(ValueError, match=f"document 2 holds token {wrong}; the vocabulary has 11 tokens"):
-        count_pairs(tokens, starts, 11)
-
-
-@pytest.mark.parametrize(
-    ("tokens", "starts", "message"),
-    [
-        (np.zeros((2, 2), dtype=np.int64), np.array([0]), r"are int64 \[2, 2\], expected one dimension of integers"),
-        (np.array([0.5]), np.array([0]), "are float64"),
-        (np.array([1, 2]), np.array([0.0]), r"starts are float64 \[1\]"),
-        (np.array([1, 2]), np.array([1]), "start at 1 to 1 in 2 tokens; expected ascending starts from 0 to at most 2"),
-        (np.array([1, 2]), np.array([0, 3]), "start at 0 to 3 in 2 tokens"),
-        (np.array([1, 2, 3]), np.array([0, 2, 1, 2]), "ascending starts"),
-        (np.array([1, 2]), np.array([], dtype=np.int64), "0 documents start"),
-    ],
-)
-def test_documents_that_make_no_sense_are_refused(tokens: np.ndarray, starts: np.ndarray, message: str) -> None:
-    with pytest.raises(ValueError, match=message):
-        count_pairs(tokens, starts, 11)
-
-
-@pytest.mark.parametrize("vocab_size", [0, -3, 2**31])
-def test_vocabularies_out_of_range_are_refused(vocab_size: int) -> None:
-    with pytest.raises(ValueError, match=f"vocab_size is {vocab_size}, expected 1 to 2147483647"):
-        key_dtype(vocab_size)

@@ -78,19 +78,10 @@ def test_a_count_too_large_is_refused_and_nothing_is_left(tmp_path: Path, part: 
     path.write_text("what stood here")
     entries = {3: 1, 25: 1} | {(3, 25)[part]: MAX_COUNT + 1}
     left, right = divmod((3, 25)[part], 10)
-    with pytest.raises(
-        ValueError, match=rf"the pair \({left}, {right}\) was seen 2147483648 times; .* up to 214748364"
-    ):
+    with pytest.raises(ValueError, match=rf"\({left}, {right}\) .* 2147483648 "):
         write_table(path, 10, run_in_parts(entries, 10, [1]), np.zeros(10, dtype=np.int64))
     assert path.read_text() == "what stood here"
     assert list(tmp_path.iterdir()) == [path]
-
-
-def test_counts_for_another_vocabulary_are_refused(tmp_path: Path) -> None:
-    with pytest.raises(ValueError, match=r"unigram is \[9\], expected one count for each of 10 tokens"):
-        write_table(tmp_path / "table", 10, [], np.zeros(9, dtype=np.int64))
-    with pytest.raises(ValueError, match=r"left is \[2\], expected"):
-        write_table(tmp_path / "table", 3, [], np.zeros(3, dtype=np.int64), left_V=np.zeros(2, dtype=np.int64))
 
 
 def test_parts_that_do_not_ascend_are_a_mistake(tmp_path: Path) -> None:

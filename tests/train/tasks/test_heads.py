@@ -10,8 +10,8 @@ from typing import Any
 import pytest
 import torch
 from draftsmith.checkpoints.heads.files import PredictionHeads
+from draftsmith.checkpoints.table.table import BigramTable
 from draftsmith.train.loop.fit import fit
-from draftsmith.train.table.documents import count_table
 from draftsmith.train.tasks.heads import HeadsTask
 from safetensors import safe_open
 from transformers import AutoConfig, AutoModelForCausalLM
@@ -223,7 +223,7 @@ def test_wrong_shapes_are_refused(worker: ModuleType):
 
 def test_a_table_counts_the_documents(worker: ModuleType):
     data = worker.make_data(5)
-    table = count_table(data, worker.VOCAB)
+    table = BigramTable.from_documents(data.iter_documents(), worker.VOCAB)
     batch = data.batch(range(5))
     tokens, documents = batch.tokens_BT, batch.documents_BT
     pairs: dict[tuple[int, int], int] = {}

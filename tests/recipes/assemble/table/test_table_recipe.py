@@ -22,12 +22,19 @@ from draftsmith.data.rendering.render import render
 from draftsmith.data.rendering.templates import get_template
 from draftsmith.data.tokenizers import load_tokenizer
 from draftsmith.recipes.assemble.data import prepare_data, training_conversations
-from draftsmith.recipes.assemble.table.state import locked
 from draftsmith.recipes.commands.training.train import run_train
 from draftsmith.recipes.schema.loading import load_recipe, shipped_recipes
 from draftsmith.recipes.schema.training import TableRecipe
-from draftsmith.train.table.counting import PairCounter, counted
-from draftsmith.train.table.documents import PLACE, Share, count_laid, laid_end_to_end, spilled_place, token_documents
+from draftsmith.train.table.counting import PairCounter, lock
+from draftsmith.train.table.documents import (
+    CONVERSATION,
+    Share,
+    count_packed,
+    pack_documents,
+    read_progress,
+    token_documents,
+)
+from draftsmith.train.table.merging import counted
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
@@ -215,7 +222,7 @@ def test_a_run_that_is_refused_before_it_counts_leaves_nothing(recipe: dict[str,
         assert not list(tmp_path.glob("table*")), changes
 
 
-def test_those_held_out_are_told(recipe: dict[str, Any], capsys: pytest.CaptureFixture[str]) -> None:
+def test_those_held_out_are_reported(recipe: dict[str, Any], capsys: pytest.CaptureFixture[str]) -> None:
     out = run_train(loaded(recipe))
     held = load_manifest(out).data["held_out"]
     assert 0 < held == 80 - load_manifest(out).data["conversations"]
@@ -266,8 +273,10 @@ def test_what_pruning_refuses_is_not_counted_again(
 def test_two_counts_into_one_place_are_refused(recipe: dict[str, Any]) -> None:
     folder = Path(recipe["out"] + ".state") / "count"
     folder.mkdir(parents=True)
-    with locked(folder), pytest.raises(ValueError, match="another process is counting into"):
+    held = lock(folder)
+    with pytest.raises(ValueError, match=str(folder)):
         run_train(loaded(recipe))
+    os.close(held)
     assert run_train(loaded(recipe)).is_dir()
 
 
@@ -297,21 +306,20 @@ def count_in_generations(data: st.DataObject, folder: Path) -> None:
         earlier: dict[int, dict[int, int]] = {}
         for path in folder.glob("rank-*"):
             rank, of = (int(part) for part in path.name.removeprefix("rank-").split("-of-"))
-            earlier.setdefault(of, {})[rank] = spilled_place(path)
+            earlier.setdefault(of, {})[rank] = read_progress(path).position
         for rank in range(world):
             share = Share(rank, world, tuple(earlier.items()))
             mine = [(number, [row]) for number, row in enumerate(rows) if share.wants(number)]
             stop = len(mine) if last else data.draw(st.integers(0, len(mine)))
-            tokens = data.draw(st.integers(1, 40))
+            megabytes = data.draw(st.integers(1, 40)) / 2**14  # of so many tokens
             with PairCounter(9, folder / f"rank-{rank}-of-{world}", 1) as counter:
-                count_laid(laid_end_to_end(mine[:stop], tokens), counter, save_seconds=0, progress=lambda place: None)
-                for batch in laid_end_to_end(mine[stop:], tokens):  # counted, and lost
-                    counter.add(batch.tokens_T, batch.starts_D, {PLACE: batch.place})
+                count_packed(pack_documents(mine[:stop], megabytes), counter, save_seconds=0)
+                for batch in pack_documents(mine[stop:], megabytes):  # counted, and lost
+                    counter.add(batch.tokens_T, batch.starts_D, {CONVERSATION: batch.position})
     folders = sorted(folder.glob("rank-*"))
     found = counted(folders, 9)
     parts = [folder / f"part{number}" for number in range(2)]
-    for (first, end), part in zip(found.ranges(2), parts, strict=True):
-        found.merge_part(first, end, part)
+    found.merge(parts)
     (folder / "out").mkdir()
     found.assemble(parts, folder / "out" / TABLE_FILE)
     table = BigramTable.load(folder / "out")

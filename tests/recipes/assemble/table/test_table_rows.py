@@ -4,24 +4,20 @@ from __future__ import annotations
 
 import json
 from collections import Counter
-from contextlib import ExitStack
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
-import numpy as np
 import pytest
 from draftsmith.data.conversations import CorpusReport
 from draftsmith.data.tokenizers import load_tokenizer
 from draftsmith.recipes.assemble.data import training_conversations
-from draftsmith.recipes.assemble.table.count import _Job
-from draftsmith.recipes.assemble.table.shares import Reading, Seen, numbering
-from draftsmith.recipes.assemble.table.state import CONSIDERABLE, TOKEN, spilled_numbering, spilled_places
+from draftsmith.recipes.assemble.table.count import Job
+from draftsmith.recipes.assemble.table.shares import CorpusStats, Reading, numbering
+from draftsmith.recipes.assemble.table.state import LAUNCH, read_positions
 from draftsmith.recipes.schema.data import DataSection, SourceSection
 from draftsmith.recipes.schema.training import TableRecipe
-from draftsmith.train.parallel.interrupts import TrainingError
-from draftsmith.train.table.counting import PairCounter
-from draftsmith.train.table.documents import PLACE, ROW, Share, spilled_by
+from draftsmith.train.table.documents import CONVERSATION, ROW, Share, read_progress
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
@@ -48,7 +44,7 @@ def write_rows(path: Path, kinds: list[str]) -> str:
 
 
 def reading(section: DataSection, rank: int, world: int, by: str = ROW) -> Reading:
-    return Reading(section, Share(rank, world), by, lambda: False, tell=False)
+    return Reading(section, Share(rank, world), by, lambda: False, log_forms=False)
 
 
 @given(data=st.data())
@@ -67,7 +63,7 @@ def test_the_shares_of_all_processes_are_the_corpus(
     whole = list(training_conversations(section, reports, tell=False, hold=held.append))
     world = data.draw(st.integers(1, 5))
     numbers: list[int] = []
-    found, seen = Counter[Any](), Seen.nothing(section)
+    found, seen = Counter[Any](), CorpusStats.empty(section)
     for rank in range(world):
         mine = reading(section, rank, world)
         own = list(mine)
@@ -75,14 +71,14 @@ def test_the_shares_of_all_processes_are_the_corpus(
         assert all(number % world == rank for number, _ in own)
         numbers += [number for number, _ in own]
         found.update(conversation for _, conversation in own)
-        seen.merge(mine.seen)
+        seen.merge(mine.stats)
     assert found == Counter(whole)
     assert len(set(numbers)) == len(numbers)
     assert [report.as_dict() for report in seen.reports] == [report.as_dict() for report in reports]
     assert (seen.conversations, seen.held_out) == (len(whole), len(held))
     alone = reading(section, 0, 1)
     assert sorted(number for number, _ in alone) == sorted(numbers), "a row's number is everywhere the same"
-    assert list(map(set, seen.forms)) == list(map(set, alone.seen.forms))
+    assert list(map(set, seen.forms)) == list(map(set, alone.stats.forms))
     assert all(len(forms) == len(set(forms)) for forms in seen.forms)
 
 
@@ -104,29 +100,29 @@ def test_rows_that_others_decide_about_are_read_by_all() -> None:
         (one, ROW),
         (one | {"clean": {"duplicates": []}}, ROW),
         (one | {"clean": {"html": "drop"}, "skip_broken": True}, ROW),
-        (one | {"clean": {"duplicates": ["id"]}}, PLACE),
-        (two, PLACE),
-        ({"mixture": [SourceSection(**one), SourceSection(**two)]}, PLACE),
+        (one | {"clean": {"duplicates": ["id"]}}, CONVERSATION),
+        (two, CONVERSATION),
+        ({"mixture": [SourceSection(**one), SourceSection(**two)]}, CONVERSATION),
     ):
         section = DataSection(**values)
-        assert [numbering(section, world) for world in (1, 2, 16)] == [PLACE, expected, expected]
+        assert [numbering(section, world) for world in (1, 2, 16)] == [CONVERSATION, expected, expected]
 
 
-def count(recipe: TableRecipe, tokenizer: Any, rank: int, world: int) -> _Job:
+def count(recipe: TableRecipe, tokenizer: Any, rank: int, world: int) -> Job:
     """What one of several processes counts, while no other runs."""
-    job = _Job(
+    job = Job(
         recipe,
         SimpleNamespace(process_index=rank, num_processes=world, is_main_process=False),
         tokenizer,
         len(tokenizer),
     )
     job.folder.mkdir(parents=True, exist_ok=True)
-    (job.folder / TOKEN).write_text(job.word)
+    (job.folder / LAUNCH).write_text(job.launch)
     job.count()
     return job
 
 
-def test_counts_are_gone_on_with_by_their_own_numbers(corpus: Path, tmp_path: Path) -> None:
+def test_counts_resume_by_their_own_numbers(corpus: Path, tmp_path: Path) -> None:
     """Rank 1 of 3 is through, the others never began: who goes on counts the rows that are left."""
     tokenizer = load_tokenizer(str(corpus / "tokenizer"))
     data = {"source": str(corpus / "rows.json"), "template": "chatml", "heldout_share": 0.2}
@@ -134,50 +130,14 @@ def test_counts_are_gone_on_with_by_their_own_numbers(corpus: Path, tmp_path: Pa
         values = {"kind": "table", "out": str(tmp_path / f"{first}-{then}"), "tokenizer": str(corpus / "tokenizer")}
         recipe = TableRecipe.model_validate(values | {"data": data})
         before = count(recipe, tokenizer, first // 2, first)
-        documents = before._counted(check=True).documents
-        expected = PLACE if first == 1 else ROW
-        assert spilled_numbering(before.folder) == before.by == expected
+        documents = before.counted(check=True).documents
+        expected = CONVERSATION if first == 1 else ROW
+        assert read_positions(before.folder)[1] == before.by == expected
         for rank in range(then):
             job = count(recipe, tokenizer, rank, then)
             assert job.by == expected
-        assert all(spilled_by(path) in (expected, None) for path in before.folder.glob("rank-*"))
+        assert all(read_progress(path).by in (expected, None) for path in before.folder.glob("rank-*"))
         kept = len(list(training_conversations(recipe.data, [CorpusReport()], tell=False)))
         assert 0 < kept < 80
         assert documents == kept if first == 1 else 0 < documents < kept / 2
-        assert job._counted(check=True).documents == kept, spilled_places(job.folder)
-
-
-@pytest.mark.parametrize(
-    ("tokens", "before", "error", "kept"),
-    [
-        (CONSIDERABLE - 1, False, ValueError("row 7"), False),
-        (CONSIDERABLE, False, ValueError("row 7"), True),
-        (5, True, ValueError("row 7"), True),
-        (5, False, TrainingError("no space left"), True),
-        (0, False, TrainingError("no space left"), False),
-    ],
-)
-def test_what_others_counted_before_a_fault_is_let_go_if_it_is_little(
-    corpus: Path, tmp_path: Path, tokens: int, before: bool, error: Exception, kept: bool
-) -> None:
-    data = {"source": str(corpus / "rows.json"), "template": "chatml", "cache": str(tmp_path / "prepared")}
-    values = {"kind": "table", "out": str(tmp_path / "table"), "tokenizer": str(corpus / "tokenizer"), "data": data}
-    main = SimpleNamespace(process_index=0, num_processes=2, is_main_process=True)
-    tokenizer = load_tokenizer(str(corpus / "tokenizer"))
-    job = _Job(TableRecipe.model_validate(values), main, tokenizer, len(tokenizer))
-    with ExitStack() as stack:
-        if before:  # by a launch of the same recipe
-            job.begin(stack)
-            stack.pop_all().close()
-            hold(job.folder / "rank-0-of-4", 3)
-        job.begin(stack)
-        hold(job.folder / "rank-1-of-2", tokens)
-        job.tidy(error)
-        assert job.folder.exists() == kept
-
-
-def hold(folder: Path, tokens: int) -> None:
-    """Counts of so many tokens, as another process leaves them."""
-    with PairCounter(320, folder) as counter:
-        counter.add(np.zeros(tokens, dtype=np.int32), np.zeros(min(tokens, 1), dtype=np.int64), {ROW: 1})
-        counter.spill()
+        assert job.counted(check=True).documents == kept
