@@ -1,40 +1,45 @@
 """Artifacts written in the forms that other programs read; each is read back and compared before it stands.
 
-A form is a `Format`: what it writes, how it is compared with its artifact, and what SERVING.md says. An export is an
-artifact itself, of the same kind, with `export` in its manifest: it can be verified and pushed like any other.
+A form is a `Format`. An export is an artifact itself, of the same kind, with `export` in its manifest: it can be
+verified and pushed like any other. SERVING.md in it is rendered from `serving/`.
 """
 
 from __future__ import annotations
 
 import json
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass, fields, replace
+from dataclasses import dataclass, fields
 from pathlib import Path
 from typing import Any
 
+import jinja2
+import torch
+from torch import Tensor
+
 from ..artifact.artifact import load_manifest, save_artifact, verify_artifact
 from ..artifact.manifest import Manifest
-from ..artifact.markdown import fenced, python, shell, span, text
-from ..storage.messages import did_you_mean
+from ..artifact.markdown import python, shell, span, text
+from ..pairs.speculation import SPECULATIVE_TOKENS
 from ..storage.names import MANIFEST_FILE
 from ..storage.places import split_revision
+from ..storage.suggest import did_you_mean
 from ..verify.model_files import quietly
 from ..verify.tensors import check_tensors
 
 SERVING_FILE = "SERVING.md"
-FOLDER, FOLDER_IN_JSON, FOLDER_IN_PYTHON = "\ue000", "\ue001", "\ue002"
-"""What stands in serving texts for the export's folder: as a word of a shell, within double quotes of JSON that stands
-within a shell's single quotes, and within Python's double quotes."""
+_INHERITED = (
+    *("kind", "vocab_size", "tokenizer_fingerprint", "target", "shapes"),
+    *("recipe", "data", "training", "evaluation", "command"),
+)
+"""What an export's manifest has of its artifact's."""
 
 
 @dataclass(frozen=True)
 class Source:
-    """What is exported: an artifact whose files have been checked."""
+    """An artifact that is exported; its files have been checked."""
 
     folder: Path
     manifest: Manifest
-    export: Path | None = None
-    """Where its export lies, whole but for SERVING.md, when that is written."""
 
 
 @dataclass(frozen=True)
@@ -44,7 +49,7 @@ class ExportOptions:
     target: str | None = None
     """Folder or hub id of the target that is served with it; by default the one that the manifest names."""
     speculative_tokens: int | None = None
-    """Tokens to draft a step, where the format has a place for it."""
+    """Tokens to draft a step, where the format stores or recommends a number."""
     merge: bool | None = None
     """LoRA: merged into the weights (True) or as an adapter beside them (False)."""
     pickle: bool = False
@@ -55,6 +60,10 @@ class ExportOptions:
     def given(self) -> list[str]:
         """Names of the options that differ from their defaults."""
         return [field.name for field in fields(self) if getattr(self, field.name) != field.default]
+
+
+def _nothing_more(source: Source, folder: Path, options: ExportOptions) -> dict[str, Any]:
+    return {}
 
 
 @dataclass(frozen=True)
@@ -73,14 +82,21 @@ class Format:
     compare: Callable[[Source, Path, ExportOptions], list[str]]
     """Reads the folder back as its readers would and compares tensors and outputs with the artifact's: a line for each
     thing that was found equal. Raises ValueError where one is not."""
-    serving: Callable[[Source, ExportOptions], str]
-    """The body of SERVING.md: the exact commands, and what to know beside them. For the folder's name stand `FOLDER`,
-    `FOLDER_IN_JSON` and `FOLDER_IN_PYTHON`. Names that others gave stand in it as `card_text`'s `python`, `shell` and
-    `span` write them, which leave no such characters."""
+    values: Callable[[Source, Path, ExportOptions], dict[str, Any]] = _nothing_more
+    """What its template in `serving/` shows, beside `folder`, `target` and `tokens`."""
     options: tuple[str, ...] = ()
     """Names of the `ExportOptions` that it heeds."""
     native: bool = False
     """Whether this package's own loaders read it as they read the artifact."""
+
+
+def target_name(source: Source, options: ExportOptions) -> str | None:
+    """Folder or hub id of the target: the user's choice, else the one in the manifest, if it names one."""
+    if options.target:
+        return options.target
+    known = source.manifest.target or {}
+    at = f"@{known['revision']}" if known.get("revision") else ""
+    return f"{known['id']}{at}" if known.get("id") else None
 
 
 def export_artifact(
@@ -93,42 +109,44 @@ def export_artifact(
 
     Raises:
         ValueError: an unknown form, or one for another kind of artifact; a damaged artifact, or one that does not fit;
-            an option that the form does not have; a place that holds something else; an export that differs from its
+            an option that the form does not have; an `out` that holds something else; an export that differs from its
             artifact.
-        OSError: the disk is full or cannot be written.
     """
-    options = options or ExportOptions()
+    options, artifact, out = options or ExportOptions(), Path(artifact), Path(out)
     if form not in formats:
         raise ValueError(f"unknown format {form!r}.{did_you_mean(form, formats)} Known: {', '.join(sorted(formats))}")
     chosen = formats[form]
-    source = Source(Path(artifact), verify_artifact(Path(artifact)))
-    if source.manifest.export is not None:
-        raise ValueError(f"{artifact} is an export itself ({source.manifest.export['format']}): export its artifact")
-    if source.manifest.kind != chosen.kind:
-        fitting = sorted(name for name, other in formats.items() if other.kind == source.manifest.kind)
-        raise ValueError(
-            f"{form} is a format for kind {chosen.kind!r}, and {artifact} is of kind {source.manifest.kind!r}; "
-            f"for that there are: {', '.join(fitting) or 'none'}"
-        )
-    if unused := [name for name in options.given() if name not in chosen.options]:
-        takes = ", ".join(map(option_name, chosen.options)) or "none"
-        raise ValueError(f"{form} has no option {', '.join(map(option_name, unused))}; its options: {takes}")
-    _check_place(Path(out), source, chosen)
-    check_tensors(source.folder, source.manifest)
+    source = Source(artifact, verify_artifact(artifact))
+    known = source.manifest
+    _check_request(source, chosen, options, formats)
+    _check_out(out, source, chosen)
+    check_tensors(artifact, known)
     findings: list[str] = []
 
     def write(folder: Path) -> None:
         with quietly():
             chosen.write(source, folder, options)
             findings.extend(chosen.compare(source, folder, options))
-        if load_manifest(source.folder).files != source.manifest.files:
+        if load_manifest(artifact).files != known.files:
             raise ValueError(f"{artifact} was replaced by another artifact while it was exported: export it again")
         assert findings, f"{form} compares nothing"
-        serving = _serving_text(replace(source, export=folder), chosen, options, Path(out).name, findings)
+        serving = _serving_text(source, folder, chosen, options, out.name, findings)
         (folder / SERVING_FILE).write_text(serving, encoding="utf-8")
 
-    save_export(source, chosen, Path(out), write)
+    about: dict[str, Any] = {name: getattr(known, name) for name in _INHERITED}
+    about["export"] = {"format": form, "readers": chosen.readers, "native": chosen.native}
+    about["export"]["of"] = {name: entry["sha256"] for name, entry in known.files.items()}
+    save_artifact(out, write=write, **about)
     return findings
+
+
+def check_same_tensors(found: dict[str, Tensor], expected: dict[str, Tensor], folder: Path) -> None:
+    """ValueError where tensors read back from a folder are not the artifact's: names, types, values."""
+    if names := sorted(set(found) ^ set(expected)):
+        raise ValueError(f"the tensors read back from {folder} are not those of the artifact: {', '.join(names[:3])}")
+    for name, tensor in expected.items():
+        if found[name].dtype != tensor.dtype or not torch.equal(found[name], tensor):
+            raise ValueError(f"{name}, read back from {folder}, differs from the artifact's")
 
 
 def option_name(name: str) -> str:
@@ -136,64 +154,53 @@ def option_name(name: str) -> str:
     return "--merge/--no-merge" if name == "merge" else f"--{name.replace('_', '-')}"
 
 
-def _check_place(out: Path, source: Source, chosen: Format) -> None:
+def _check_request(source: Source, chosen: Format, options: ExportOptions, formats: Mapping[str, Format]) -> None:
+    if source.manifest.export is not None:
+        form = source.manifest.export["format"]
+        raise ValueError(f"{source.folder} is an export itself ({form}): export its artifact")
+    kind = source.manifest.kind
+    if kind != chosen.kind:
+        fitting = sorted(name for name, other in formats.items() if other.kind == kind)
+        raise ValueError(
+            f"{chosen.name} is a format for kind {chosen.kind!r}, and {source.folder} is of kind {kind!r}; "
+            f"for that there are: {', '.join(fitting) or 'none'}"
+        )
+    if unused := [name for name in options.given() if name not in chosen.options]:
+        takes = ", ".join(map(option_name, chosen.options)) or "none"
+        raise ValueError(f"{chosen.name} has no option {', '.join(map(option_name, unused))}; its options: {takes}")
+
+
+def _check_out(out: Path, source: Source, chosen: Format) -> None:
     """An export replaces an earlier export in the same form, and nothing else."""
-    place, artifact = out.resolve(), source.folder.resolve()
-    if place == artifact:
-        raise ValueError(f"{out} is the artifact itself: choose another folder for its export")
-    if artifact in place.parents:
-        raise ValueError(f"{out} lies in the artifact, which would not be whole with it: choose another folder")
+    artifact = source.folder.resolve()
+    if artifact in (out.resolve(), *out.resolve().parents):
+        raise ValueError(f"{out} is the artifact itself, or lies in it: choose another folder for its export")
     if (out / MANIFEST_FILE).is_file():
-        there = load_manifest(out)
-        held = f"an export in the form {there.export['format']}" if there.export else f"an artifact, {there.kind}"
-        if there.export is None or there.export["format"] != chosen.name or there.kind != chosen.kind:
+        found = load_manifest(out)
+        held = f"an export in the form {found.export['format']}" if found.export else f"an artifact, {found.kind}"
+        if found.export is None or found.export["format"] != chosen.name or found.kind != chosen.kind:
             raise ValueError(f"{out} holds {held}, which is not written over: choose another folder for {chosen.name}")
 
 
-def save_export(source: Source, chosen: Format, out: Path, write: Callable[[Path], None]) -> Manifest:
-    """The export as an artifact of its own: its source's manifest, with `export`."""
-    known = source.manifest
-    about: dict[str, Any] = {"format": chosen.name, "readers": chosen.readers, "native": chosen.native}
-    about["of"] = {name: entry["sha256"] for name, entry in known.files.items()}
-    return save_artifact(
-        out,
-        kind=known.kind,
-        write=write,
-        vocab_size=known.vocab_size,
-        tokenizer_fingerprint=known.tokenizer_fingerprint,
-        target=known.target,
-        shapes=known.shapes,
-        recipe=known.recipe,
-        data=known.data,
-        training=known.training,
-        evaluation=known.evaluation,
-        command=known.command,
-        export=about,
+def _serving_text(
+    source: Source, folder: Path, chosen: Format, options: ExportOptions, name: str, findings: list[str]
+) -> str:
+    """SERVING.md of an export that lies in `folder` and will be called `name`."""
+    environment = jinja2.Environment(
+        loader=jinja2.FileSystemLoader(Path(__file__).with_name("serving")),
+        undefined=jinja2.StrictUndefined,
+        trim_blocks=True,
+        lstrip_blocks=True,
+        keep_trailing_newline=True,
     )
+    environment.filters |= {"python": python, "shell": shell, "span": span, "text": text, "in_json": _in_json}
+    named = target_name(source, options)
+    target, revision = (None, None) if named is None else split_revision(named)  # engines take bare names
+    values = {"form": chosen, "folder": name, "findings": findings, "target": target, "revision": revision}
+    values |= {"tokens": options.speculative_tokens or SPECULATIVE_TOKENS}
+    return environment.get_template(f"{chosen.name}.md.j2").render(values | chosen.values(source, folder, options))
 
 
-def _without_revision(source: Source, options: ExportOptions) -> tuple[Source, ExportOptions, list[str]]:
-    """Source and options with the target's bare name, as engines take it; and how its revision is had, in lines."""
-    known = source.manifest.target or {}
-    given = options.target is not None
-    name, revision = split_revision(str(options.target)) if given else (known.get("id"), known.get("revision"))
-    if not isinstance(name, str) or revision is None:
-        return source, options, []
-    download = f"hf download {shell(name)} --revision {shell(str(revision))} --local-dir target"
-    lines = [f"This is for {span(name)} at the revision {span(str(revision))}. Where the repository's main branch has"]
-    lines += ["moved on, fetch that one and name the folder `target` below in place of the repository:", ""]
-    lines += [*fenced(download, "bash"), ""]
-    bare = replace(source.manifest, target=known | {"revision": None})
-    return replace(source, manifest=bare), replace(options, target=name) if given else options, lines
-
-
-def _serving_text(source: Source, chosen: Format, options: ExportOptions, name: str, findings: list[str]) -> str:
-    lines = [f"# Serving {text(name)}", "", f"{chosen.summary}. Read by {chosen.readers}.", ""]
-    source, options, revised = _without_revision(source, options)
-    lines += revised
-    in_json = json.dumps(name)[1:-1].replace("'", "\\u0027")
-    written = str.maketrans({FOLDER: shell(name), FOLDER_IN_JSON: in_json, FOLDER_IN_PYTHON: python(name)[1:-1]})
-    lines += [chosen.serving(source, options).translate(written).strip(), ""]
-    lines += ["## What was compared with the artifact when this was written", ""]
-    lines += [f"- {text(line)}" for line in findings]
-    return "\n".join(lines) + "\n"
+def _in_json(value: str) -> str:
+    """As it stands within double quotes of JSON, within a shell's single quotes."""
+    return json.dumps(value)[1:-1].replace("'", "\\u0027")

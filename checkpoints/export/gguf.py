@@ -2,50 +2,46 @@
 
 from __future__ import annotations
 
-import copy
 import json
+import mmap
 import re
 import shutil
+import struct
 import subprocess
 import sys
 from collections.abc import Callable
+from dataclasses import dataclass
+from math import prod
 from pathlib import Path
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from ..artifact.markdown import shell
+from ..artifact.compat import read_config
 from ..pairs.sides import find_folder
-from ..pairs.speculation import SPECULATIVE_TOKENS
 from ..storage.names import MANIFEST_FILE
 from ..storage.places import here
-from ..storage.safe_read import read_json
+from ..verify.model_files import is_adapter, load_config
 from . import gguf_convert
-from .base import FOLDER, ExportOptions, Format, Source
-from .drafter import is_adapter, load_config, load_drafter, random_logits, stored_types, write_whole
-from .gguf_file import GgufFile, read_gguf
-from .target import check_pair, target_name
+from .base import ExportOptions, Format, Source, target_name
+from .drafter import load_drafter, stored_types, with_adapter, write_whole
+from .target import check_pair
 
 GGUF_FILE = "model.gguf"
 CONVERTER = "convert_hf_to_gguf.py"
 
 _TYPES = {"F32": "f32", "F16": "f16", "BF16": "bf16"}
-_TAIL = 12
 _UNKNOWN = "pre-tokenizer was not recognized"
 _GPT2_SPLIT = {"add_prefix_space": False, "use_regex": True}
 _NOT_OF_GPT2 = (
-    "dropout",
-    "unk_token",
-    "continuing_subword_prefix",
-    "end_of_word_suffix",
-    "byte_fallback",
-    "ignore_merges",
+    *("dropout", "unk_token", "continuing_subword_prefix", "end_of_word_suffix"),
+    *("byte_fallback", "ignore_merges"),
 )
 """Settings of a BPE; in GPT-2's they are empty."""
 _UNFINISHED = ".model"
 _PIECES = "tokenizer.model"
-_ASKED: dict[str, Callable[[Any], dict[str, Any]]] = {
+_RENAMED: dict[str, Callable[[Any], dict[str, Any]]] = {
     "gpt2": lambda config: {"n_ctx": config.n_positions},
     "gpt_neox": lambda config: {"rotary_pct": config.rope_parameters["partial_rotary_factor"]},
 }
@@ -69,7 +65,85 @@ _NAMES = {
 _DECODERS = ("llama", "mistral", "qwen2", "qwen3")
 """Types of models whose tensors have these names."""
 _DERIVED = ("rope_freqs.weight",)
-"""Tensors of a GGUF file that are worked out from settings."""
+"""Tensors of a GGUF file that are computed from settings."""
+_DTYPES = {0: torch.float32, 1: torch.float16, 30: torch.bfloat16}
+"""Of tensors, by ggml's number; all others are quantised."""
+_SCALARS = {0: "B", 1: "b", 2: "H", 3: "h", 4: "I", 5: "i", 6: "f", 7: "?", 10: "Q", 11: "q", 12: "d"}
+_STRING, _ARRAY = 8, 9
+
+
+@dataclass(frozen=True)
+class GgufFile:
+    """What a GGUF file says of itself."""
+
+    path: Path
+    version: int
+    settings: dict[str, Any]
+    tensors: dict[str, tuple[tuple[int, ...], int, int]]
+    """Shape as torch has it (ggml counts from the last dimension), ggml's number of the type, offset in the file."""
+
+    def load(self, name: str) -> Tensor:
+        """A tensor; ValueError where there is none, or a quantised one."""
+        shape, kind, offset = self.tensors.get(name, ((), -1, 0))
+        if kind not in _DTYPES:
+            raise ValueError(f"{self.path}: {name} is of ggml's type {kind}, expected one of {sorted(_DTYPES)}")
+        with self.path.open("rb") as opened:
+            opened.seek(offset)
+            data = bytearray(opened.read(prod(shape) * _DTYPES[kind].itemsize))
+        if len(data) < prod(shape) * _DTYPES[kind].itemsize:
+            raise ValueError(f"{self.path} ends before the end of {name}")
+        return torch.frombuffer(data, dtype=_DTYPES[kind]).reshape(shape)
+
+
+class _Cursor:
+    """A position in a file, at first after its four letters, and what is read from there on."""
+
+    def __init__(self, data: mmap.mmap) -> None:
+        self._data, self.at = data, 4
+
+    def numbers(self, code: str, count: int = 1) -> tuple[Any, ...]:
+        found = struct.unpack_from(f"<{count}{code}", self._data, self.at)
+        self.at += struct.calcsize(f"<{count}{code}")
+        return found
+
+    def text(self) -> str:
+        (length,) = self.numbers("Q")
+        self.at += length
+        return bytes(self._data[self.at - length : self.at]).decode()
+
+    def value(self, kind: int) -> Any:
+        if kind == _STRING:
+            return self.text()
+        if kind == _ARRAY:
+            (kind,), (count,) = self.numbers("I"), self.numbers("Q")
+            return self.numbers(_SCALARS[kind], count) if kind in _SCALARS else [self.value(kind) for _ in range(count)]
+        return self.numbers(_SCALARS[kind])[0]
+
+
+def read_gguf(path: Path) -> GgufFile:
+    """The header of a GGUF file, little-endian; ValueError where it is none, or of another version than 2 and 3.
+
+    Source: the specification in ggml's docs/gguf.md.
+    """
+    try:
+        with path.open("rb") as opened, mmap.mmap(opened.fileno(), 0, access=mmap.ACCESS_READ) as data:
+            cursor = _Cursor(data)
+            (version,), (tensors, settings) = cursor.numbers("I"), cursor.numbers("Q", 2)
+            if data[:4] != b"GGUF" or version not in (2, 3):
+                raise ValueError(f"it begins with {data[:4]!r} and version {version}")
+            values = {cursor.text(): cursor.value(*cursor.numbers("I")) for _ in range(settings)}
+            found = {}
+            for _ in range(tensors):
+                name, (dimensions,) = cursor.text(), cursor.numbers("I")
+                shape = tuple(reversed(cursor.numbers("Q", dimensions)))
+                found[name] = (shape, *cursor.numbers("I"), *cursor.numbers("Q"))
+            step = values.get("general.alignment", 32)
+            start = -(-cursor.at // step) * step
+    except (struct.error, MemoryError, ArithmeticError, TypeError, LookupError, ValueError) as error:
+        raise ValueError(f"{path} is not a GGUF file that can be read: {error}") from error
+    return GgufFile(
+        path, version, values, {name: (shape, kind, start + at) for name, (shape, kind, at) in found.items()}
+    )
 
 
 def _write(source: Source, folder: Path, options: ExportOptions) -> None:
@@ -77,34 +151,36 @@ def _write(source: Source, folder: Path, options: ExportOptions) -> None:
     model = _for_converter(source, folder / _UNFINISHED)
     if target is not None:
         check_pair(source, model, target, ("llama.cpp",))
-        _add_pieces(model, (find_folder(target, [_PIECES]) / _PIECES).resolve())
+        # without one the converter refuses some families, and transformers does not save it with a tokenizer
+        pieces = (find_folder(target, [_PIECES]) / _PIECES).resolve()
+        if pieces.is_file() and not (model / _PIECES).exists():
+            (model / _PIECES).symlink_to(pieces)
     found = stored_types(model)
     if len(found) != 1 or not found <= set(_TYPES):
         raise ValueError(f"{source.folder}: its tensors are of {' and '.join(sorted(found))}, expected one of {_TYPES}")
     other, config = _unlike_gpt2(model), load_config(model)
-    asked = _ASKED[config.model_type](config) if config.model_type in _ASKED else {}
+    renamed = _RENAMED[config.model_type](config) if config.model_type in _RENAMED else {}
     command = [sys.executable, "-P", "-m", gguf_convert.__name__, str(converter)]
-    command += ["" if other else "gpt-2", json.dumps(asked)]
+    command += ["" if other else "gpt-2", json.dumps(renamed)]
     command += [str(model), "--outfile", str(folder / GGUF_FILE), "--outtype", _TYPES[found.pop()]]
-    done = subprocess.run(
-        command, stdin=subprocess.DEVNULL, capture_output=True, text=True, errors="replace", check=False
-    )
+    settings: dict[str, Any] = {"capture_output": True, "text": True, "errors": "replace", "check": False}
+    done = subprocess.run(command, stdin=subprocess.DEVNULL, **settings)
     if done.returncode or not (folder / GGUF_FILE).is_file():
-        said = done.stdout + done.stderr
-        if _UNKNOWN in said and other:
+        output = done.stdout + done.stderr
+        if _UNKNOWN in output and other:
             raise ValueError(
                 f"{converter} does not know the tokenizer of {source.folder}: it knows those of published models, and "
                 f"byte-level BPE that splits text as GPT-2 does is given it as such; here {other}"
             )
-        tail = "\n".join(said.strip().splitlines()[-_TAIL:])
+        tail = "\n".join(output.strip().splitlines()[-12:])
         what = f"failed with exit code {done.returncode}" if done.returncode else f"left no {GGUF_FILE}"
-        raise ValueError(f"{converter} {what}; the end of what it said:\n{tail}")
+        raise ValueError(f"{converter} {what}; the end of its output:\n{tail}")
     shutil.rmtree(folder / _UNFINISHED)
 
 
-def _for_converter(source: Source, place: Path) -> Path:
+def _for_converter(source: Source, folder: Path) -> Path:
     """The model, with its adapter merged, in a folder of the artifact's name, which the converter calls it by."""
-    model = place / source.folder.resolve().name
+    model = folder / source.folder.resolve().name
     model.mkdir(parents=True)
     if is_adapter(source.folder):
         write_whole(source, model)
@@ -113,15 +189,6 @@ def _for_converter(source: Source, place: Path) -> Path:
             if path.name != MANIFEST_FILE:
                 (model / path.name).symlink_to(path)
     return model
-
-
-def _add_pieces(model: Path, target: Path) -> None:
-    """The target's model of sentencepiece where the drafter has none: transformers does not save it with a tokenizer.
-
-    Without one the converter refuses some families, and gives all tokens of others the same score.
-    """
-    if target.is_file() and not (model / _PIECES).exists():
-        (model / _PIECES).symlink_to(target)
 
 
 def _converter(options: ExportOptions) -> Path:
@@ -138,12 +205,9 @@ def _unlike_gpt2(model: Path) -> str:
     path = model / "tokenizer.json"
     if not path.is_file():
         return "there is no tokenizer.json"
-    try:
-        told = read_json(path)
-    except ValueError as error:
-        raise ValueError(f"{path.name} cannot be read: {error}") from error
+    state = read_config(path)
     parts = ("model", "normalizer", "pre_tokenizer")
-    bpe, normalizer, split = (part if isinstance(part := told.get(name), dict) else {} for name in parts)
+    bpe, normalizer, split = (part if isinstance(part := state.get(name), dict) else {} for name in parts)
     if bpe.get("type") != "BPE":
         return f"its model is {bpe.get('type')}"
     if normalizer:
@@ -164,56 +228,33 @@ def _known_target(source: Source, options: ExportOptions) -> str | None:
 
 def _compare(source: Source, folder: Path, options: ExportOptions) -> list[str]:
     made = read_gguf(folder / GGUF_FILE)
-    model = _reference(source, folder)
+    model: Any = with_adapter(source.folder, merged=True) if is_adapter(source.folder) else load_drafter(source.folder)
     config = model.config
-    tokens = made.lengths.get("tokenizer.ggml.tokens")
+    tokens = len(made.settings.get("tokenizer.ggml.tokens", ()))
     if tokens != config.vocab_size:
         raise ValueError(f"{folder / GGUF_FILE} has {tokens} tokens, the artifact's vocabulary {config.vocab_size}")
     lines = [f"GGUF of version {made.version}: {tokens:,} tokens, {len(made.tensors)} tensors"]
     if config.model_type in _DECODERS:
-        lines += _compare_decoder(model, made)
+        lines.append(f"all {_check_decoder(model, made)} tensors, bit by bit")
     else:
-        _check_equal("token_embd.weight", [made.load("token_embd.weight")], model.get_input_embeddings().weight, made)
+        _check_equal("token_embd.weight", model.get_input_embeddings().weight, made)
         lines.append(f"the token embedding (others are not compared in models of type {config.model_type})")
     target = _known_target(source, options)
     return [*lines, f"tokens with those of {target}" if target else "not compared: tokens with the target's, not here"]
 
 
-def _reference(source: Source, folder: Path) -> Any:
-    if not is_adapter(source.folder):
-        return load_drafter(source.folder)
-    merged = folder / _UNFINISHED
-    merged.mkdir()
-    write_whole(source, merged)
-    model = load_drafter(merged)
-    shutil.rmtree(merged)
-    return model
-
-
-def _compare_decoder(model: Any, made: GgufFile) -> list[str]:
-    """Every tensor, and the logits of a model that is filled with those of the file."""
-    expected = {name: weight.detach() for name, weight in model.named_parameters()}
+def _check_decoder(model: Any, made: GgufFile) -> int:
+    """How many tensors there are; ValueError where one is not as in the model."""
+    expected = dict(model.named_parameters())
     names = {name: _own_name(name) for name in made.tensors if name not in _DERIVED}
     if other := sorted(set(names.values()) ^ set(expected)):
         raise ValueError(f"{made.path} and the artifact differ in their tensors: {', '.join(other[:3])}")
-    found = {}
     for name, own in names.items():
-        tensor = made.load(name)
-        ways = [tensor]
-        if name.partition(".attn_")[2].startswith(("q.", "k.")):  # llama.cpp's order of rotary pairs
+        heads = None
+        if name.partition(".attn_")[2].startswith(("q.", "k.")):
             heads = model.config.num_attention_heads if ".attn_q." in name else model.config.num_key_value_heads
-            ways.append(_unpaired(tensor, heads))
-        found[own] = _check_equal(name, ways, expected[own], made)
-    again = copy.deepcopy(model)
-    for weight in again.parameters():
-        weight.data.fill_(torch.nan)
-    again.load_state_dict(found, strict=False)
-    if not torch.equal(random_logits(model), random_logits(again)):
-        raise ValueError(f"logits of a model with the tensors of {made.path} differ from the artifact's")
-    return [
-        f"all {len(found)} tensors, bit by bit",
-        "logits of random tokens, by a model with these tensors, bit by bit",
-    ]
+        _check_equal(name, expected[own], made, heads)
+    return len(names)
 
 
 def _own_name(name: str) -> str:
@@ -224,47 +265,23 @@ def _own_name(name: str) -> str:
     return (f"model.layers.{found[1]}." if found[1] else "") + f"{_NAMES[found[2]]}.{found[3]}"
 
 
-def _unpaired(tensor: Tensor, heads: int) -> Tensor:
-    """Rows of a query or key projection in transformers' order: in each head, first halves of all pairs."""
-    if tensor.shape[0] % (2 * heads):
-        return tensor
-    return tensor.reshape(heads, -1, 2, *tensor.shape[1:]).transpose(1, 2).reshape(tensor.shape)
+def _check_equal(name: str, expected: Tensor, made: GgufFile, heads: int | None = None) -> None:
+    """ValueError where a tensor differs; with `heads`, it may be a query or key projection in llama.cpp's order of
+    rows: in each head, the two of a rotary pair beside each other."""
+    tensor = made.load(name)
+    ways = [tensor]
+    if heads is not None and tensor.shape[0] % (2 * heads) == 0:
+        ways.append(tensor.reshape(heads, -1, 2, *tensor.shape[1:]).transpose(1, 2).reshape(tensor.shape))
+    if not any(way.shape == expected.shape and torch.equal(way.float(), expected.detach().float()) for way in ways):
+        raise ValueError(f"{name} in {made.path} differs from the artifact's")
 
 
-def _check_equal(name: str, ways: list[Tensor], expected: Tensor, made: GgufFile) -> Tensor:
-    for tensor in ways:
-        if tensor.shape == expected.shape and torch.equal(tensor.float(), expected.detach().float()):
-            return tensor.to(expected.dtype)
-    raise ValueError(f"{name} in {made.path} differs from the artifact's")
-
-
-def _serve(source: Source, options: ExportOptions) -> str:
-    tokens = options.speculative_tokens or SPECULATIVE_TOKENS
+def _values(source: Source, folder: Path, options: ExportOptions) -> dict[str, Any]:
     target = target_name(source, options)
-    convert, served = "", "target.gguf"
-    if target and (Path(target) / MANIFEST_FILE).is_file():
-        convert = f"draftsmith export {shell(target)} --to gguf --out target-gguf --llama-cpp LLAMA_CPP\n"
-        served = f"target-gguf/{GGUF_FILE}"
-    elif target:
-        place = target
-        if here(target) is None and not Path(target).is_absolute():  # the converter takes folders alone
-            convert, place = f"hf download {shell(target)} --local-dir model\n", "model"
-        convert += f"python {CONVERTER} {shell(place)} --outfile target.gguf\n"
-    return f"""
-```bash
-{convert}llama-server -m {served} -md {FOLDER}/{GGUF_FILE} --spec-type draft-simple --spec-draft-n-max {tokens}
-```
-
-Versions before `--spec-type` had drafters (first half of 2026 and earlier) call the number of tokens `--draft-max`:
-
-```bash
-llama-server -m {served} -md {FOLDER}/{GGUF_FILE} --draft-max {tokens}
-```
-
-`llama-speculative` takes the same options and a prompt (`-p`). Text is split by the target's tokenizer alone; of the
-drafter's, llama.cpp compares the tokens. The file has the type of the artifact's weights;
-`llama-quantize` makes it smaller.
-"""
+    if target is None:
+        return {"is_artifact": False, "is_here": False}
+    is_here = here(target) is not None or Path(target).is_absolute()
+    return {"is_artifact": (Path(target) / MANIFEST_FILE).is_file(), "is_here": is_here}
 
 
 GGUF = Format(
@@ -274,6 +291,6 @@ GGUF = Format(
     readers="llama.cpp of the version of the converter, and later (run with commit 0c1e57098)",
     write=_write,
     compare=_compare,
-    serving=_serve,
+    values=_values,
     options=("target", "speculative_tokens", "llama_cpp"),
 )

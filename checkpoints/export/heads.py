@@ -1,9 +1,7 @@
 """Forms of prediction heads for serving engines: Medusa's first and second version, vLLM's own names, a pickled file.
 
-Letters: K heads, L residual blocks of a head, V vocabulary, D hidden, B hidden states to compare with.
-
-What each reader does stands in SERVING.md, whose texts are in `export_heads_serving.py`; its rules are tests
-(`tests/checkpoints/export/test_export_heads.py`).
+What each reader does stands in `serving/`; its rules are tests (`tests/checkpoints/export/test_export_heads.py`).
+Letters: K heads, L residual blocks of a head, V vocabulary, D hidden, R rank, B hidden states to compare with.
 """
 
 from __future__ import annotations
@@ -14,17 +12,20 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from functools import reduce
 from pathlib import Path
+from typing import Any
 
 import torch
 from safetensors.torch import load_file, save_file
 from torch import Tensor
 
-from ..heads.files import CONFIG_FILE, HEADS_FILE, PredictionHeads, engine_config, load_heads
-from ..storage.names import FASTER_DECODING_HEADS, PICKLED_FILE
-from .base import ExportOptions, Format, Source
-from .heads_serving import serve_medusa, serve_pickled, serve_second, serve_vllm
-from .target import check_target_of, heads_target_name, needed_target, output_projection
-from .tokenizer import compare_tokenizer, write_tokenizer
+from ..heads.files import engine_config, load_heads
+from ..heads.layouts import read_heads
+from ..heads.module import PredictionHeads
+from ..storage.names import CONFIG_FILE, FASTER_DECODING_HEADS, HEADS_FILE, PICKLED_FILE
+from ..storage.places import split_revision
+from .base import ExportOptions, Format, Source, check_same_tensors, target_name
+from .target import needed_target, output_projection
+from .tokenizer import compare_copy, copy_tokenizer, has_tokenizer
 
 VLLM_FILE = "model.safetensors"
 Tensors = dict[str, Tensor]
@@ -32,6 +33,12 @@ Tensors = dict[str, Tensor]
 _STATES = 32
 _TOLERANCE = {torch.float64: 1e-12, torch.float32: 1e-5, torch.float16: 5e-3, torch.bfloat16: 4e-2}
 """Of logits, as a share of the largest: what multiplying a low-rank projection out may change by rounding."""
+
+
+def _target_name(source: Source, options: ExportOptions) -> str:
+    """The target's name, under which engines look for it when they are given heads; ValueError where there is none."""
+    named = target_name(source, options) or read_heads(source.folder).base_model
+    return named or needed_target(source, options, "engines look for its name in the heads' config")
 
 
 def _load(source: Source, form: str) -> PredictionHeads:
@@ -44,17 +51,15 @@ def _load(source: Source, form: str) -> PredictionHeads:
         )
     if heads.scale != 1:
         raise ValueError(
-            f"the heads in {source.folder} multiply hidden states by {heads.scale:g} first, for which {form} has no "
-            "place; no weights of residual blocks have the same effect, as SiLU is not linear: train them with scale 1"
+            f"the heads in {source.folder} multiply hidden states by {heads.scale:g} first, which {form} cannot store; "
+            "no weights of residual blocks have the same effect, as SiLU is not linear: train them with scale 1"
         )
     return heads
 
 
 def _projection(source: Source, options: ExportOptions, why: str) -> Tensor:
     """[V, D]: the target's output projection; ValueError where the target is not the one of the heads."""
-    target = needed_target(source, options, why)
-    check_target_of(source, target)
-    return output_projection(target)
+    return output_projection(needed_target(source, options, why), source)
 
 
 def _attached(source: Source, options: ExportOptions, form: str) -> PredictionHeads:
@@ -68,17 +73,27 @@ def _attached(source: Source, options: ExportOptions, form: str) -> PredictionHe
 def _first_version(heads: PredictionHeads, count: int) -> Tensors:
     """The tensors of `count` heads that compute the same with projections [V, D] of their own. Where there are fewer,
     the last stands for those that lack: what it proposes there is seldom accepted, and verified like any other."""
-    tensors = {name: tensor.detach() for name, tensor in heads.state_dict().items() if ".linear." in name}
+    tensors = _blocks(heads)
     for k in range(heads.num_heads):
         tail = heads.projection(k).detach()
         if heads.projection_kind == "low-rank":
             down_RD = heads.get_parameter(f"{k}.{heads.num_layers}.down.weight").detach()
             tail = (tail.double() @ down_RD.double()).to(tail.dtype)
         tensors[f"{k}.{heads.num_layers}.weight"] = tail
-    parts = {name.partition(".")[2] for name in tensors}
-    places = [(k, min(k, heads.num_heads - 1)) for k in range(count)]
+    parts = sorted({name.partition(".")[2] for name in tensors})
     # copies, as safetensors stores no tensor twice
-    return {f"{k}.{part}": tensors[f"{of}.{part}"].clone() for k, of in places for part in sorted(parts)}
+    return {
+        f"{k}.{part}": tensors[f"{min(k, heads.num_heads - 1)}.{part}"].clone() for k in range(count) for part in parts
+    }
+
+
+def _blocks(heads: PredictionHeads) -> Tensors:
+    return {name: tensor.detach() for name, tensor in heads.state_dict().items() if ".linear." in name}
+
+
+def _write_config(heads: PredictionHeads, source: Source, options: ExportOptions, folder: Path) -> None:
+    config = engine_config(heads, _target_name(source, options))
+    (folder / CONFIG_FILE).write_text(json.dumps(config, indent=2) + "\n", encoding="utf-8")
 
 
 @dataclass(frozen=True)
@@ -98,42 +113,23 @@ class _FirstVersion:
         count = self.count or heads.num_heads
         self.save(_first_version(heads, count), folder)
         with torch.device("meta"):
-            outline = PredictionHeads(count, heads.num_layers, heads.hidden_size, heads.vocab_size)
-        _write_config(outline, source, options, folder)
+            written = PredictionHeads(count, heads.num_layers, heads.hidden_size, heads.vocab_size)
+        _write_config(written, source, options, folder)
 
     def compare(self, source: Source, folder: Path, options: ExportOptions) -> list[str]:
         heads, found = _attached(source, options, self.name), self.read(folder)
-        count = self.count or heads.num_heads
-        _check_equal(found, _first_version(heads, count), folder)
+        count, kind = self.count or heads.num_heads, heads.projection_kind
+        check_same_tensors(found, _first_version(heads, count), folder)
         difference = _compare_logits(heads, found, count, folder)
         exact = "bit by bit" if not difference else f"to within {difference:.1e} of the largest (low rank, multiplied)"
-        return [
-            f"all {len(found)} tensors, bit by bit, with what the heads hold"
-            + {"own": "", "low-rank": ", their projections multiplied out", "target": " and the target's projection"}[
-                heads.projection_kind
-            ],
-            f"logits of {min(count, heads.num_heads)} heads on {_STATES} random hidden states, {exact}",
-            *([f"{count} heads from {heads.num_heads}: {_filled(heads, count)}"] if count != heads.num_heads else []),
-        ]
-
-
-def _filled(heads: PredictionHeads, count: int) -> str:
-    if count < heads.num_heads:
-        return f"the last {heads.num_heads - count} are left out"
-    return "the last stands for those that lack, and what it proposes there is seldom accepted"
-
-
-def _write_config(heads: PredictionHeads, source: Source, options: ExportOptions, folder: Path) -> None:
-    config = engine_config(heads, heads_target_name(source, options))
-    (folder / CONFIG_FILE).write_text(json.dumps(config, indent=2) + "\n", encoding="utf-8")
-
-
-def _check_equal(found: Tensors, expected: Tensors, folder: Path) -> None:
-    if names := sorted(set(found) ^ set(expected)):
-        raise ValueError(f"the tensors read back from {folder} are not those of the artifact: {', '.join(names[:3])}")
-    for name, tensor in expected.items():
-        if found[name].dtype != tensor.dtype or not torch.equal(found[name], tensor):
-            raise ValueError(f"{name}, read back from {folder}, differs from the artifact's")
+        how = {"low-rank": ", their projections multiplied out", "target": " and the target's projection"}.get(kind, "")
+        lines = [f"all {len(found)} tensors, bit by bit, with what the heads hold{how}"]
+        lines += [f"logits of {min(count, heads.num_heads)} heads on {_STATES} random hidden states, {exact}"]
+        if count < heads.num_heads:
+            lines += [f"{count} heads from {heads.num_heads}: the last {heads.num_heads - count} are left out"]
+        elif count > heads.num_heads:
+            lines += [f"{count} heads from {heads.num_heads}: the last stands for those that lack"]
+        return lines
 
 
 @torch.no_grad()
@@ -197,16 +193,27 @@ def _read_pickled(folder: Path) -> Tensors:
     return found
 
 
+_MEDUSA = _FirstVersion("medusa", _save_medusa, _read_medusa)
+_VLLM = _FirstVersion("medusa-vllm", _save_vllm, _read_vllm)
+_PICKLED = _FirstVersion("medusa-pt", _save_pickled, _read_pickled, FASTER_DECODING_HEADS)
+
+
+def _write_medusa(source: Source, folder: Path, options: ExportOptions) -> None:
+    _MEDUSA.write(source, folder, options)
+    copy_tokenizer(_target_name(source, options), folder)
+
+
+def _compare_medusa(source: Source, folder: Path, options: ExportOptions) -> list[str]:
+    return _MEDUSA.compare(source, folder, options) + compare_copy(_target_name(source, options), folder)
+
+
 def _write_pickled(source: Source, folder: Path, options: ExportOptions) -> None:
+    """ValueError also where a head has blocks that differ: FasterDecoding's modules hold one, and go through it L
+    times."""
     if not options.pickle:
         raise ValueError("medusa-pt is a pickled file, which is written only where that is asked for: add --pickle")
-    _check_blocks(_load(source, "medusa-pt"), source)
-    _PICKLED.write(source, folder, options)
-
-
-def _check_blocks(heads: PredictionHeads, source: Source) -> None:
-    """ValueError where a head has blocks that differ: FasterDecoding's modules hold one, and go through it L times."""
-    tensors = heads.state_dict()
+    heads = _load(source, "medusa-pt")
+    tensors = _blocks(heads)
     for name, tensor in tensors.items():
         first = re.sub(r"^(\d+)\.\d+\.linear", r"\1.0.linear", name)
         if not torch.equal(tensor, tensors[first]):
@@ -215,31 +222,19 @@ def _check_blocks(heads: PredictionHeads, source: Source) -> None:
                 f"{heads.num_layers} times, the last that it reads: export them as medusa, or train them with "
                 "`num_layers: 1`"
             )
+    _PICKLED.write(source, folder, options)
 
 
-def _write_medusa(source: Source, folder: Path, options: ExportOptions) -> None:
-    _MEDUSA.write(source, folder, options)
-    write_tokenizer(heads_target_name(source, options), folder)
-
-
-def _compare_medusa(source: Source, folder: Path, options: ExportOptions) -> list[str]:
-    return _MEDUSA.compare(source, folder, options) + compare_tokenizer(heads_target_name(source, options), folder)
-
-
-_MEDUSA = _FirstVersion("medusa", _save_medusa, _read_medusa)
-_VLLM = _FirstVersion("medusa-vllm", _save_vllm, _read_vllm)
-_PICKLED = _FirstVersion("medusa-pt", _save_pickled, _read_pickled, FASTER_DECODING_HEADS)
-
-
-def _second_version(source: Source, options: ExportOptions) -> tuple[PredictionHeads, Tensors]:
-    """Heads without their projections; ValueError where those are not the target's."""
+def _second_version(source: Source, options: ExportOptions) -> PredictionHeads:
+    """Heads of which the projections are the target's; ValueError where they are others."""
     heads = _load(source, "medusa-2")
+    instead = "export them as medusa, or train them with `projection: target`"
     if not heads.num_layers:
         raise ValueError(f"the heads in {source.folder} have no residual blocks: nothing of them is left in medusa-2")
     if heads.projection_kind == "low-rank":
         raise ValueError(
             f"the heads in {source.folder} have projections of rank {heads.rank}, and in medusa-2 all heads use the "
-            "target's: export them as medusa, or train them with `projection: target`"
+            f"target's: {instead}"
         )
     if heads.projection_kind == "own":
         target_VD = _projection(source, options, "in medusa-2 all heads use its output projection")
@@ -247,39 +242,41 @@ def _second_version(source: Source, options: ExportOptions) -> tuple[PredictionH
             if not torch.equal(heads.projection(k).detach(), target_VD.to(heads.projection(k).dtype)):
                 raise ValueError(
                     f"head {k} in {source.folder} has a projection other than the target's, which all heads use in "
-                    "medusa-2: export them as medusa, or train them with `projection: target`"
+                    f"medusa-2: {instead}"
                 )
-    return heads, {name: tensor.detach() for name, tensor in heads.state_dict().items() if ".linear." in name}
+    return heads
 
 
 def _write_second(source: Source, folder: Path, options: ExportOptions) -> None:
-    heads, tensors = _second_version(source, options)
-    _save_medusa(tensors, folder)
-    write_tokenizer(heads_target_name(source, options), folder)
+    heads = _second_version(source, options)
+    _save_medusa(_blocks(heads), folder)
+    copy_tokenizer(_target_name(source, options), folder)
     vocab_size = heads.vocab_size if heads.knows_vocab_size else source.manifest.vocab_size
     with torch.device("meta"):
-        outline = PredictionHeads(heads.num_heads, heads.num_layers, heads.hidden_size, vocab_size, "target")
-    _write_config(outline, source, options, folder)
+        written = PredictionHeads(heads.num_heads, heads.num_layers, heads.hidden_size, vocab_size, "target")
+    _write_config(written, source, options, folder)
 
 
-@torch.no_grad()
 def _compare_second(source: Source, folder: Path, options: ExportOptions) -> list[str]:
-    heads, expected = _second_version(source, options)
-    _check_equal(_read_medusa(folder), expected, folder)
-    made = load_heads(folder, dtype=next(heads.parameters()).dtype)
-    states_BD = torch.randn(_STATES, heads.hidden_size, generator=torch.Generator().manual_seed(0))
-    states_BD = states_BD.to(next(heads.parameters()).dtype)
-    for k in range(heads.num_heads):
-        mine, theirs = (side.get_submodule(str(k))[: heads.num_layers](states_BD) for side in (heads, made))  # type: ignore[index]
-        if not torch.equal(mine, theirs):
-            raise ValueError(f"the features of head {k}, read back from {folder}, differ from the artifact's")
-    own = heads.projection_kind == "own"
-    return [
-        f"all {len(expected)} tensors, bit by bit",
-        f"what {heads.num_heads} heads hand to the target's projection for {_STATES} random hidden states, bit by bit",
-        *(["the projections that are left out, with the target's, bit by bit"] if own else []),
-        *compare_tokenizer(heads_target_name(source, options), folder),
-    ]
+    heads = _second_version(source, options)
+    expected = _blocks(heads)
+    check_same_tensors(load_heads(folder).state_dict(), expected, folder)
+    lines = [f"all {len(expected)} tensors, bit by bit"]
+    if heads.projection_kind == "own":
+        lines.append("the projections that are left out, with the target's, bit by bit")
+    return [*lines, *compare_copy(_target_name(source, options), folder)]
+
+
+def _values(source: Source, folder: Path, options: ExportOptions) -> dict[str, Any]:
+    heads, target = read_heads(source.folder), split_revision(_target_name(source, options))[0]
+    return {
+        "target": target,
+        "is_here": Path(target).is_dir(),
+        "has_tokenizer": has_tokenizer(folder),
+        "heads": heads.num_heads,
+        "layers": heads.num_layers,
+        "made": FASTER_DECODING_HEADS,
+    }
 
 
 HEADS_FORMATS = (
@@ -290,7 +287,7 @@ HEADS_FORMATS = (
         readers="TGI ≥ 2.0, TensorRT-LLM ≥ 0.11, vLLM 0.25 to 0.32",
         write=_write_medusa,
         compare=_compare_medusa,
-        serving=serve_medusa,
+        values=_values,
         options=("target",),
         native=True,
     ),
@@ -301,7 +298,7 @@ HEADS_FORMATS = (
         readers="vLLM 0.10 to 0.32",
         write=_VLLM.write,
         compare=_VLLM.compare,
-        serving=serve_vllm,
+        values=_values,
         options=("target",),
     ),
     Format(
@@ -311,7 +308,7 @@ HEADS_FORMATS = (
         readers="TGI ≥ 2.0 (one block a head)",
         write=_write_second,
         compare=_compare_second,
-        serving=serve_second,
+        values=_values,
         options=("target",),
         native=True,
     ),
@@ -322,7 +319,7 @@ HEADS_FORMATS = (
         readers="FasterDecoding/Medusa",
         write=_write_pickled,
         compare=_PICKLED.compare,
-        serving=serve_pickled,
+        values=_values,
         options=("target", "pickle"),
     ),
 )

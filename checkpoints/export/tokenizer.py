@@ -1,47 +1,79 @@
-"""A target's tokenizer beside what is exported for it, for engines that look for it there."""
+"""Tokenizers of exports: compared with the artifact's own, or copied from the target for engines that look there."""
 
 from __future__ import annotations
 
 import shutil
 from pathlib import Path
+from typing import Any
+
+from transformers import AutoTokenizer
 
 from ..artifact.compat import CONFIG_FILE, TEMPLATE_FILE, patch_tokenizer, read_config, write_config
+from ..artifact.fingerprints import tokenizer_fingerprint
 from ..artifact.locate import settings_of
-from .drafter import compare_tokenizers, has_tokenizer
-from .target import load_tokenizer
+from ..storage.suggest import first_line
 
+_VOCABULARIES = ("tokenizer.json", "tokenizer.model", "vocab.json", "spiece.model", "vocab.txt")
 _FILES = (
-    *("tokenizer.json", "tokenizer.model", "spiece.model", "vocab.json", "vocab.txt", "merges.txt"),
-    *("added_tokens.json", "special_tokens_map.json", CONFIG_FILE, TEMPLATE_FILE),
+    *_VOCABULARIES,
+    *("merges.txt", "added_tokens.json", "special_tokens_map.json", CONFIG_FILE, TEMPLATE_FILE),
+)
+_PROBES = (
+    *("The quick brown fox", "  indented\n\ttabs\n\n", "naïve Größe 東京 🙂", "1234567890 3.14 x_1 = [a, b];"),
+    *("", " "),
 )
 
 
-def write_tokenizer(target: str, folder: Path) -> None:
-    """Copy a target's tokenizer to a folder, if it can be had: of `user/name[@revision]` from the hub or its cache.
+def has_tokenizer(folder: Path) -> bool:
+    """Whether a folder holds a tokenizer."""
+    return any((folder / name).is_file() for name in _VOCABULARIES)
 
-    Raises:
-        ValueError: a `tokenizer_config.json` or a tokenizer that cannot be read.
-    """
-    place = settings_of(target)
-    if place is None or not has_tokenizer(place):
+
+def load_tokenizer(source: str) -> Any:
+    """The tokenizer in a folder or of a hub id; ValueError where it cannot be read."""
+    try:
+        return AutoTokenizer.from_pretrained(source, trust_remote_code=False)
+    except (OSError, ValueError, KeyError, TypeError, ImportError) as error:
+        reason = first_line(error)
+        raise ValueError(
+            f"the tokenizer of {source} cannot be read: {reason}; name the target's folder with --target"
+        ) from error
+
+
+def compare_tokenizers(artifact: Path, folder: Path) -> list[str]:
+    """What is equal of two folders' tokenizers, a line each; ValueError where they differ."""
+    if not has_tokenizer(artifact):
+        return []
+    mine, made = (AutoTokenizer.from_pretrained(each, trust_remote_code=False) for each in (artifact, folder))
+    same = tokenizer_fingerprint(mine) == tokenizer_fingerprint(made) and mine.chat_template == made.chat_template
+    for text in (*_PROBES, *mine.all_special_tokens):
+        same = same and mine(text)["input_ids"] == made(text)["input_ids"]
+    if not same:
+        raise ValueError(f"the tokenizer read back from {folder} differs from the artifact's")
+    return [
+        f"the tokenizer: its vocabulary, special tokens and chat template, and the ids of {len(_PROBES)} texts and "
+        "every special token"
+    ]
+
+
+def copy_tokenizer(target: str, folder: Path) -> None:
+    """Copy a target's tokenizer to a folder, if it can be had: of `user/name[@revision]` from the hub or its cache."""
+    found = settings_of(target)
+    if found is None or not has_tokenizer(found):
         return
     for name in _FILES:
-        if (place / name).is_file():
-            shutil.copyfile(place / name, folder / name)
-    config = read_config(place / CONFIG_FILE) if (place / CONFIG_FILE).is_file() else {}
+        if (found / name).is_file():
+            shutil.copyfile(found / name, folder / name)
+    config = read_config(found / CONFIG_FILE) if (found / CONFIG_FILE).is_file() else {}
     # else its class is that of the model beside it, and beside the copy there is another
-    config.setdefault("tokenizer_class", type(load_tokenizer(str(place))).__name__)
+    config.setdefault("tokenizer_class", type(load_tokenizer(str(found))).__name__)
     write_config(folder / CONFIG_FILE, config)
     patch_tokenizer(folder)
 
 
-def compare_tokenizer(target: str, folder: Path) -> list[str]:
-    """What was found equal of a copy read back and the target's tokenizer, a line each; where there is none, that.
-
-    Raises:
-        ValueError: they differ.
-    """
-    place = settings_of(target)
-    if place is None:
+def compare_copy(target: str, folder: Path) -> list[str]:
+    """What was found equal of a copy read back and the target's tokenizer, a line each; where there is none, that."""
+    found = settings_of(target)
+    if found is None:
         return [f"not compared: the tokenizer, as that of the target {target} is neither here nor to be had"]
-    return [f"of the target {line}" for line in compare_tokenizers(place, folder)]
+    return [f"of the target {line}" for line in compare_tokenizers(found, folder)]

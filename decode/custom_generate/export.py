@@ -10,14 +10,12 @@ from typing import Any
 
 import torch
 
-from ...checkpoints.artifact.markdown import python
-from ...checkpoints.export.base import FOLDER_IN_PYTHON, ExportOptions, Format, Source
-from ...checkpoints.export.target import target_name
+from ...checkpoints.export.base import ExportOptions, Format, Source
 from ...checkpoints.heads.files import PredictionHeads
 from ...checkpoints.table.table import BigramTable
 from ..models.loading import load_model
 from .method import CustomGenerate, method
-from .saved import PARTS_FILE, write_method
+from .saved import write_method
 
 _STATES = 16
 _PROMPTS, _PROMPT, _NEW = 3, 8, 32
@@ -99,40 +97,6 @@ def _same_text(mine: CustomGenerate, theirs: CustomGenerate, options: ExportOpti
     return [f"greedy text of {options.target} after {_PROMPTS} prompts; {plain} of them as without the export"]
 
 
-def _serving(source: Source, options: ExportOptions) -> str:
-    target = python(target_name(source, options) or "TARGET")
-    return f"""
-```python
-from draftsmith.decode import CustomGenerate
-from transformers import AutoModelForCausalLM, AutoTokenizer
-
-tokenizer = AutoTokenizer.from_pretrained({target})
-model = AutoModelForCausalLM.from_pretrained({target})
-inputs = tokenizer("What is a draft?", return_tensors="pt")
-custom = CustomGenerate.from_pretrained("{FOLDER_IN_PYTHON}")
-output = model.generate(**inputs, custom_generate=custom, max_new_tokens=64)
-print(tokenizer.decode(output[0]))
-```
-
-Whoever trusts the few lines in `custom_generate/generate.py` can also write
-`model.generate(**inputs, custom_generate="{FOLDER_IN_PYTHON}", trust_remote_code=True)`; or serve a model that lies
-beside it, in a new folder:
-
-```python
-custom.save_pretrained("served")
-model.save_pretrained("served")
-tokenizer.save_pretrained("served")
-```
-
-    transformers serve served --trust-remote-code
-
-All of this needs draftsmith installed (`pip install draftsmith`). At temperature 0 the text is the target's own.
-
-`{PARTS_FILE}` holds the weights, `custom_generate.json` the method and its options. For another method, save it
-anew with `draftsmith.decode.method`: `method("slim-s", heads=…, table=…, sequences=20).save_pretrained(FOLDER)`.
-"""
-
-
 _READERS = "draftsmith, inside generate of transformers ≥ 5.17"
 ATTACHED_FORMATS = (
     Format(
@@ -142,7 +106,6 @@ ATTACHED_FORMATS = (
         readers=_READERS,
         write=_write_heads,
         compare=_compare_heads,
-        serving=_serving,
         options=("target",),
     ),
     Format(
@@ -152,7 +115,6 @@ ATTACHED_FORMATS = (
         readers=_READERS,
         write=_write_table,
         compare=_compare_table,
-        serving=_serving,
         options=("target", "speculative_tokens"),
     ),
 )

@@ -91,7 +91,7 @@ def test_what_is_refused_before_anything_is_written(heads: Path, table: Path, tm
     refused(table, "npz", out, r"npz has no option --target; its options: none", target="x")
     refused(heads, "medusa", heads, r"is the artifact itself")
     refused(heads, "medusa", tmp_path / "heads" / ".." / "heads", r"is the artifact itself")
-    refused(heads, "medusa", heads / "out", r"lies in the artifact")
+    refused(heads, "medusa", heads / "out", r"lies in it")
     refused(heads, "medusa", table, r"holds an artifact, table, which is not written over")
     refused(tmp_path / "nowhere", "medusa", out, r"there is no artifact at")
     refused(tmp_path, "medusa", out, r"is not an artifact")
@@ -164,7 +164,7 @@ KILLED = """
 import os, signal, sys
 from dataclasses import replace
 from pathlib import Path
-from draftsmith.checkpoints.export import export_artifact
+from draftsmith.checkpoints.export.base import export_artifact
 from draftsmith.checkpoints.export.heads import HEADS_FORMATS
 medusa = HEADS_FORMATS[0]
 kill = lambda *rest: os.kill(os.getpid(), signal.SIGKILL)

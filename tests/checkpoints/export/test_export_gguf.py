@@ -11,8 +11,7 @@ from typing import Any
 import pytest
 from draftsmith.checkpoints.artifact.artifact import save_artifact
 from draftsmith.checkpoints.export.base import SERVING_FILE, ExportOptions, export_artifact
-from draftsmith.checkpoints.export.gguf import GGUF
-from draftsmith.checkpoints.export.gguf_file import read_gguf
+from draftsmith.checkpoints.export.gguf import GGUF, read_gguf
 from draftsmith.checkpoints.storage.places import split_revision
 from draftsmith.data.tokenizers import train_bpe
 from huggingface_hub import constants
@@ -79,7 +78,7 @@ def export(tmp_path: Path) -> Callable[..., Path]:
 
 
 def test_a_tokenizer_of_ones_own_is_given_its_name(make: Make, export: Callable[[Path], Path]) -> None:
-    assert read_gguf(export(make(our_bpe())) / "model.gguf").values["tokenizer.ggml.pre"] == "gpt-2"
+    assert read_gguf(export(make(our_bpe())) / "model.gguf").settings["tokenizer.ggml.pre"] == "gpt-2"
 
 
 def test_an_older_file_of_a_tokenizer_says_less(make: Make, export: Callable[..., Path]) -> None:
@@ -95,7 +94,7 @@ def test_an_older_file_of_a_tokenizer_says_less(make: Make, export: Callable[...
         (folder / "tokenizer.json").write_text(json.dumps(told))
 
     save_artifact(artifact.with_name("older"), kind="drafter", write=write, **about)
-    assert read_gguf(export(artifact.with_name("older")) / "model.gguf").values["tokenizer.ggml.pre"] == "gpt-2"
+    assert read_gguf(export(artifact.with_name("older")) / "model.gguf").settings["tokenizer.ggml.pre"] == "gpt-2"
     told = []
     save_artifact(artifact.with_name("older"), kind="drafter", write=write, **about)
     with pytest.raises(ValueError, match=r"tokenizer\.json cannot be read: it holds a JSON list"):
@@ -104,7 +103,7 @@ def test_an_older_file_of_a_tokenizer_says_less(make: Make, export: Callable[...
 
 def test_a_published_tokenizer_keeps_its_name(make: Make, export: Callable[[Path], Path]) -> None:
     folder = export(make(our_bpe(lambda backend: None, "<published>")))
-    assert read_gguf(folder / "model.gguf").values["tokenizer.ggml.pre"] == "published"
+    assert read_gguf(folder / "model.gguf").settings["tokenizer.ggml.pre"] == "published"
 
 
 SPLIT = pre_tokenizers.Sequence([pre_tokenizers.Digits(), pre_tokenizers.ByteLevel(add_prefix_space=False)])
@@ -137,17 +136,17 @@ def test_settings_under_another_name_are_given(make: Make, export: Callable[[Pat
     rotary = {"rope_type": "default", "rope_theta": 10_000.0, "partial_rotary_factor": 0.5}
     model = GPTNeoXForCausalLM(GPTNeoXConfig(**sizes, intermediate_size=48, rope_parameters=rotary))
     found = read_gguf(export(make(tokenizer, model=model)) / "model.gguf")
-    assert found.values["gptneox.rope.dimension_count"] == 8
+    assert found.settings["gptneox.rope.dimension_count"] == 8
 
 
 def test_the_targets_sentencepiece_model_stands_in(make: Make, export: Callable[[Path], Path]) -> None:
     tokenizer = our_bpe()
     target = make(tokenizer, "target")
     found = read_gguf(export(make(tokenizer, "drafter", str(target))) / "model.gguf")
-    assert "tokenizer.ggml.model" not in found.values
+    assert "tokenizer.ggml.model" not in found.settings
     (target / "tokenizer.model").write_bytes(b"sentencepiece's")
     folder = export(target.with_name("drafter"))
-    assert read_gguf(folder / "model.gguf").values["tokenizer.ggml.model"] == "llama"
+    assert read_gguf(folder / "model.gguf").settings["tokenizer.ggml.model"] == "llama"
     assert not [path for path in folder.iterdir() if path.is_dir()]
 
 
@@ -164,7 +163,7 @@ def test_the_sentencepiece_model_of_a_target_on_the_hub_does_too(
     monkeypatch.setattr(constants, "HF_HUB_CACHE", str(tmp_path / "cache"))
     monkeypatch.setattr(constants, "HF_HUB_OFFLINE", True)
     folder = export(artifact, target="me/target")
-    assert read_gguf(folder / "model.gguf").values["tokenizer.ggml.model"] == "llama"
+    assert read_gguf(folder / "model.gguf").settings["tokenizer.ggml.model"] == "llama"
 
 
 def test_serving_converts_a_target_as_the_drafter_was_converted(make: Make, export: Callable[[Path], Path]) -> None:

@@ -450,7 +450,7 @@ def test_a_writer_that_errs_leaves_nothing(
     monkeypatch.setattr(export_heads, "save_file", lambda tensors, *rest, **named: good(err(tensors), *rest, **named))
     monkeypatch.setattr(torch, "save", lambda tensors, *rest: pickled(err(tensors), *rest))
     before = sorted(path.name for path in tmp_path.iterdir())
-    with pytest.raises(ValueError, match="read back from"):
+    with pytest.raises(ValueError, match=r"read back from|lacks 4"):
         export(artifact, form, **({"pickle": True} if form == "medusa-pt" else {}))
     assert sorted(path.name for path in tmp_path.iterdir()) == before
 

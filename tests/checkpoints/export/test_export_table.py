@@ -167,7 +167,7 @@ def test_counts_that_llama_cpp_cannot_multiply_are_scaled_down(
     assert by_token[1][2] >= by_token[1][5]
     assert by_token[1][2] / sum(by_token[1].values()) == pytest.approx(0.5, abs=1e-3)
     assert by_token[4][1] / sum(by_token[4].values()) == pytest.approx(1 / 9, abs=1e-3)
-    assert "of 2 records, the order of counts that were scaled down" in found
+    assert "of 2 records, counts that were scaled down" in found
 
 
 VLLM = """
@@ -303,7 +303,7 @@ def drop_last_record(folder: Path) -> None:
         ("llama-ngrams", flip("ngrams.bin", 4), "record 0 read back"),
         ("llama-ngrams", flip("ngrams.bin", 20), "record 0 read back"),
         ("llama-ngrams", flip("ngrams.bin", 24), "record 0 read back"),
-        ("llama-ngrams", drop_last_record, "ends before the followers of token 20"),
+        ("llama-ngrams", drop_last_record, "record 20 .*of token 20"),
         ("vllm-bigrams", flip("successors.npy", 128), "drafts .* after token"),
     ],
 )
