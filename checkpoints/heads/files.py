@@ -37,8 +37,7 @@ def save_heads(
             ZeRO-3, which leaves empty ones there).
 
     Raises:
-        ValueError: a tensor that is missing, empty, of another shape, without values (meta), or with values that are
-            not finite; nothing is written then.
+        ValueError: a tensor that is missing, of another shape, without values or with some that are not finite.
     """
     found = heads.state_dict() if state is None else dict(state)
     _check_complete(heads, found)
@@ -46,13 +45,8 @@ def save_heads(
     directory.mkdir(parents=True, exist_ok=True)
     tensors = {name: tensor.detach().cpu().contiguous() for name, tensor in found.items()}
     save_file(tensors, directory / HEADS_FILE, metadata={"format": "pt"})
-    own = {
-        "projection": heads.projection_kind,
-        "rank": heads.rank,
-        "states": heads.states,
-        "scale": heads.scale,
-    }
-    config = engine_config(heads, base_model_name_or_path) | own
+    config = engine_config(heads, base_model_name_or_path) | {"projection": heads.projection_kind}
+    config |= {"rank": heads.rank, "states": heads.states, "scale": heads.scale}
     (directory / CONFIG_FILE).write_text(json.dumps(config, indent=2) + "\n", encoding="utf-8")
 
 
@@ -79,19 +73,17 @@ def load_heads(
     lm_head: Tensor | None = None,
     unpickle: bool = False,
 ) -> PredictionHeads:
-    """Read a folder of heads in evaluation mode, in any of the layouts of `heads_layouts.read_heads`.
+    """Read a folder of heads in evaluation mode, in any of the layouts of `layouts.read_heads`.
 
-    Form and sizes are counted from the tensors, never from the config, of which only `states` and `scale` are believed.
-    Warns where `config.json` says something else than the tensors.
+    Form and sizes are counted from the tensors, of the config only `states` and `scale` are believed; warns where it
+    says something else than the tensors.
 
     Args:
-        lm_head: [V, D] output projection of the target, for heads that reuse it (see `PredictionHeads.attach`); the
-            others do not look at it. It may also be attached later.
+        lm_head: [V, D] output projection of the target, for heads that reuse it; it may also be attached later.
         unpickle: also read pickled files (`.pt`, `.bin`), of which only tensors are loaded.
 
     Raises:
-        ValueError: no such file, a pickled one without `unpickle`, not heads of these forms, or tensors whose shapes do
-            not fit each other.
+        ValueError: what `read_heads` raises.
     """
     stored = read_consistent(Path(directory), lambda: read_heads(Path(directory), unpickle=unpickle))
     for disagreement in stored.disagreements:
@@ -108,17 +100,12 @@ def _check_complete(heads: PredictionHeads, state: Mapping[str, Tensor]) -> None
     sizes = (heads.num_heads, heads.num_layers, heads.hidden_size, vocab_size)
     with torch.device("meta"):
         whole = PredictionHeads(*sizes, heads.projection_kind, heads.rank, heads.states).state_dict()
-    for name in (*whole, *state):
-        if name not in state:
-            raise ValueError(f"heads cannot be saved: {name} is missing")
-        if name not in whole:
-            raise ValueError(f"heads cannot be saved: {name} is no tensor of theirs")
-        tensor, shape = state[name], list(whole[name].shape)
-        if list(tensor.shape) != shape:
-            empty = " (empty: ZeRO-3 leaves such behind; gather the weights first)" if not tensor.numel() else ""
-            raise ValueError(f"heads cannot be saved: {name} is {list(tensor.shape)}, expected {shape}{empty}")
-        if tensor.device.type == "meta":
-            raise ValueError(f"heads cannot be saved: {name} is on the meta device and has no values")
-        if not bool(tensor.isfinite().all()):
-            wrong = int((~tensor.isfinite()).sum())
+    if other := sorted(set(whole) ^ set(state)):
+        raise ValueError(f"heads cannot be saved: {other[0]} is {'missing' if other[0] in whole else 'none of theirs'}")
+    for name, tensor in state.items():
+        shape, expected = list(tensor.shape), list(whole[name].shape)
+        if shape != expected:
+            raise ValueError(f"heads cannot be saved: {name} is {shape}, expected {expected}")
+        wrong = tensor.numel() if tensor.device.type == "meta" else int((~tensor.isfinite()).sum())
+        if wrong:
             raise ValueError(f"heads cannot be saved: {wrong} of {tensor.numel()} values of {name} are not finite")

@@ -71,13 +71,10 @@ class PredictionHeads(nn.Module):
             `{k}.{L}.down.weight`; "target", none: all heads share the target's output projection (FasterDecoding's
             version 2), which `attach` hands over.
         rank: R of low-rank heads, else 0.
-        scale: what hidden states are multiplied with first. States before the norm can be many times larger than those
+        scale: what hidden states are multiplied with first: states before the norm can be many times larger than those
             after it, and with them every step of the training would be.
         states: which hidden states of the target the heads read: "after-norm", its last ones after its final norm, or
             "before-norm", what goes into that norm.
-
-    Raises:
-        ValueError: a size below its limit, a rank above min(V, D) or where there is none, an unknown name.
     """
 
     def __init__(
@@ -92,19 +89,21 @@ class PredictionHeads(nn.Module):
         scale: float = 1.0,
     ) -> None:
         super().__init__()
-        _check_names(projection, states)
-        least_layers = 1 if projection == "target" else 0
-        sizes: list[tuple[str, int | None, int]]
-        sizes = [("num_heads", num_heads, 1), ("num_layers", num_layers, least_layers), ("hidden_size", hidden_size, 1)]
-        if vocab_size is not None or projection != "target":
-            sizes.append(("vocab_size", vocab_size, 1))
-        for name, size, least in sizes:
-            if size is None or size < least:
+        for name, value, known in (("projection", projection, PROJECTIONS), ("states", states, STATES)):
+            if value not in known:
+                raise ValueError(f"{name} is {value!r}, expected one of {', '.join(known)}")
+        reuses = projection == "target"
+        sizes = {"num_heads": (num_heads, 1), "num_layers": (num_layers, int(reuses)), "hidden_size": (hidden_size, 1)}
+        sizes["vocab_size"] = (1 if reuses and vocab_size is None else vocab_size or 0, 1)
+        for name, (size, least) in sizes.items():
+            if size < least:
                 raise ValueError(f"{name} is {size}, expected at least {least}")
-        _check_rank(projection, rank, hidden_size, vocab_size)
-        self.num_heads, self.num_layers, self.hidden_size = num_heads, num_layers, hidden_size
-        if not (scale > 0 and math.isfinite(scale)):
+        least, most = (1, min(hidden_size, vocab_size or 0)) if projection == "low-rank" else (0, 0)
+        if not least <= rank <= most:
+            raise ValueError(f"rank is {rank}, expected {least} to {most} with {projection} projections")
+        if not 0 < scale < math.inf:
             raise ValueError(f"scale is {scale}, expected a number above 0")
+        self.num_heads, self.num_layers, self.hidden_size = num_heads, num_layers, hidden_size
         self.projection_kind, self.rank, self.states, self.scale = projection, rank, states, float(scale)
         self._vocab_size = vocab_size
         self._attached: tuple[Tensor] | None = None  # a module takes a bare parameter for its own
@@ -172,11 +171,8 @@ class PredictionHeads(nn.Module):
     def attach(self, lm_head_weight_VD: Tensor) -> Self:
         """Hand over the target's output projection [V, D], which heads of projection "target" share with it.
 
-        It is used as it stands: it is no parameter of the heads and not in their state dict, and it stays where it is
-        when they move. Features are cast to its type.
-
-        Raises:
-            ValueError: heads with a projection of their own; a weight of another shape.
+        It is no parameter of the heads and not in their state dict, and it stays where it is when they move. Features
+        are cast to its type. ValueError for heads with a projection of their own, and for a weight of another shape.
         """
         if self.projection_kind != "target":
             raise ValueError(f"heads with {self.projection_kind} projections take none of the target's")
@@ -195,15 +191,11 @@ class PredictionHeads(nn.Module):
         return head
 
     def _tail(self, k: int) -> Any:
-        """What follows head k's blocks."""
+        """Head k's projection."""
         return self._head(k)[self.num_layers]
 
     def projection(self, k: int) -> Tensor:
-        """What head k's features are multiplied with: its own [V, D] or [V, R], or the target's [V, D].
-
-        Raises:
-            ValueError: no such head; the target's projection, where it has not been attached.
-        """
+        """What head k's features are multiplied with: its own [V, D] or [V, R], or the target's [V, D]."""
         if self.projection_kind == "own":
             return self._tail(k).weight
         if self.projection_kind == "low-rank":
@@ -243,12 +235,8 @@ class PredictionHeads(nn.Module):
         """[..., D] hidden states, cast to the heads' type, to logits [..., K, V].
 
         In evaluation mode without gradients all heads run as one batched product over stacked copies of the weights,
-        unless the copies would be larger than `STACK_LIMIT`; of the target's projection there are no copies, all heads
-        go through it in one product. The copies follow every change made through the parameters, and are dropped by
-        `train()`, `eval()` and `to()`.
-
-        Raises:
-            ValueError: heads that reuse the target's projection, where it has not been attached.
+        unless the copies would be larger than `STACK_LIMIT`; the target's projection is not copied. The copies follow
+        every change made through the parameters, and are dropped by `train()`, `eval()` and `to()`.
         """
         assert hidden_XD.shape[-1] == self.hidden_size
         hidden_XD = hidden_XD.to(next(self.parameters()).dtype)
@@ -304,9 +292,8 @@ def best_factors(weight_VD: Tensor, rank: int) -> tuple[Tensor, Tensor]:
     """The best approximation of a matrix by one of rank R: float64 factors up [V, R] and down [R, D].
 
     This is the truncated singular value decomposition, so no product of such factors comes closer in the Frobenius norm
-    (Eckart and Young, 1936): the error is the root of the sum of the squares of the singular values left out. Here it
-    is more than that by at most about 1e-7 of the largest one, as the right singular vectors come from the D x D matrix
-    of the columns' products, in float64. The rows of `down` are orthonormal, the largest singular value's first.
+    (Eckart and Young, 1936), but for about 1e-7 of the largest singular value: the right singular vectors come from the
+    D x D matrix of the columns' products. The rows of `down` are orthonormal, the largest singular value's first.
     """
     columns_DD = torch.zeros(weight_VD.shape[1], weight_VD.shape[1], dtype=torch.float64, device=weight_VD.device)
     for rows_XD in weight_VD.split(_SVD_ROWS):
@@ -324,19 +311,3 @@ _UNATTACHED = (
 def _transposed(weights: list[Tensor]) -> Tensor:
     """K matrices, each transposed, side by side."""
     return torch.stack([weight.detach().mT for weight in weights])
-
-
-def _check_names(projection: str, states: str) -> None:
-    for name, value, known in (("projection", projection, PROJECTIONS), ("states", states, STATES)):
-        if value not in known:
-            raise ValueError(f"{name} is {value!r}, expected one of {', '.join(known)}")
-
-
-def _check_rank(projection: str, rank: int, hidden_size: int, vocab_size: int | None) -> None:
-    if projection != "low-rank":
-        if rank != 0:
-            raise ValueError(f"rank is {rank}, expected 0: only low-rank projections have one, not {projection!r}")
-        return
-    most = min(hidden_size, vocab_size or 0)
-    if not 1 <= rank <= most:
-        raise ValueError(f"rank is {rank}, expected 1 to {most}, the smaller of hidden and vocabulary size")

@@ -6,9 +6,8 @@ The engines' rules were read in their own code: `transformers/generation/utils.p
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import replace
-from typing import Any
 
 from ..artifact.artifact import file_faults
 from ..artifact.fingerprints import tokenizer_fingerprint
@@ -24,6 +23,7 @@ LLAMA_CPP_FIRST = 5
 """The first id whose text it compares."""
 MORE_TENSORS = "more tensors"
 _DECODERS_ALONE = ("vllm", "sglang", "llama.cpp")
+_OTHER = Effect(REFUSED, "the artifact was made with another tokenizer than the target's (their fingerprints differ)")
 _SHOWN = 3
 _SPECIAL = ("bos", "eos", "pad", "unk", "decoder_start")
 
@@ -53,21 +53,24 @@ def other_fingerprint(target: Side, drafter: Side) -> bool:
 
 
 def _facts(target: Side, drafter: Side) -> Iterator[tuple[str, str, str]]:
-    def fact(name: str, value: Any) -> tuple[str, str, str]:
-        return name, value(target), value(drafter)
-
-    yield fact("vocab_size", lambda side: f"{side.vocab_size:,}")
-    yield fact("tokens of the tokenizer", lambda side: "none" if side.tokenizer is None else f"{len(side.vocab):,}")
-    yield fact("rows of the embedding", lambda side: _known(side.rows))
-    yield fact("rows of the output layer", lambda side: _known(side.head_rows))
-    yield fact("tied", lambda side: "yes" if getattr(side.config, "tie_word_embeddings", False) else "no")
-    yield fact("positions", lambda side: _positions(side) + (f", rotary ({side.rotary})" if side.rotary else ""))
-    yield fact("type", lambda side: str(side.config.model_type))
-    yield fact("dtype", _dtype)
-    yield fact("ends a text with", lambda side: ", ".join(map(str, end_ids(side))) or "nothing")
-    yield fact("chat template", lambda side: "yes" if getattr(side.tokenizer, "chat_template", None) else "no")
+    facts: dict[str, Callable[[Side], str]] = {
+        "vocab_size": lambda side: f"{side.vocab_size:,}",
+        "tokens of the tokenizer": lambda side: "none" if side.tokenizer is None else f"{len(side.vocab):,}",
+        "rows of the embedding": lambda side: _known(side.rows),
+        "rows of the output layer": lambda side: _known(side.head_rows),
+        "tied": lambda side: "yes" if getattr(side.config, "tie_word_embeddings", False) else "no",
+        "positions": lambda side: _positions(side) + (f", rotary ({side.rotary})" if side.rotary else ""),
+        "type": lambda side: str(side.config.model_type),
+        "dtype": _dtype,
+        "ends a text with": lambda side: ", ".join(map(str, end_ids(side))) or "nothing",
+        "chat template": lambda side: "yes" if getattr(side.tokenizer, "chat_template", None) else "no",
+    }
+    for name, value_of in facts.items():
+        yield name, value_of(target), value_of(drafter)
     # transformers reads these from the drafter alone
-    yield "drafts a step", "–", _assistant(drafter.generation)
+    tokens = 20 if drafter.generation.num_assistant_tokens is None else drafter.generation.num_assistant_tokens
+    threshold = drafter.generation.assistant_confidence_threshold
+    yield "drafts a step", "–", f"{tokens}, while it is {0.4 if threshold is None else threshold:.0%} sure"
 
 
 def _known(number: int | None) -> str:
@@ -76,12 +79,6 @@ def _known(number: int | None) -> str:
 
 def _dtype(side: Side) -> str:
     return str(getattr(side.config, "dtype", None) or "not given").removeprefix("torch.")
-
-
-def _assistant(generation: Any) -> str:
-    tokens = generation.num_assistant_tokens
-    threshold = generation.assistant_confidence_threshold
-    return f"{20 if tokens is None else tokens}, while it is {0.4 if threshold is None else threshold:.0%} sure"
 
 
 def _all(outcome: str, reason: str) -> dict[str, Effect]:
@@ -99,7 +96,7 @@ def _changed(side: Side, name: str) -> Iterator[Finding]:
     if side.manifest is None or here(side.source) is None:
         return
     if faults := file_faults(side.folder, side.manifest):
-        values = (_list(faults), "–") if name == "target" else ("–", _list(faults))
+        values = _of_one(name, _list(faults))
         reason = "it loads no artifact whose files are not what its artifact.json says"
         effects = {"draftsmith": Effect(REFUSED, reason)} if name == "drafter" else {}
         yield Finding("changed files", f"the {name} is not what its artifact.json says", *values, effects)
@@ -120,22 +117,18 @@ def _sizes(target: Side, drafter: Side) -> Iterator[Finding]:
     mine, theirs = target.vocab_size, drafter.vocab_size
     if mine == theirs:
         return
-    same = Effect(REFUSED, "both must have the same vocab_size")
-    effects = {
-        "transformers": Effect(
-            REFUSED,
-            "generate() stops at different vocab_sizes, unless `tokenizer` and `assistant_tokenizer` are given too: "
-            "then drafts are translated by way of their text",
-        ),
-        "vllm": Effect(
-            REFUSED, "both must have the same vocab_size (or `use_heterogeneous_vocab`, which drafts greedily)"
-        ),
+    same = "both must have the same vocab_size"
+    reasons = {
+        "transformers": "generate() stops at different vocab_sizes, unless `tokenizer` and `assistant_tokenizer` are "
+        "given too: then drafts are translated by way of their text",
+        "vllm": f"{same} (or `use_heterogeneous_vocab`, which drafts greedily)",
         "sglang": same,
         "draftsmith": same,
     }
     if abs(mine - theirs) > LLAMA_CPP_SIZES:
-        reason = f"sizes may differ by {LLAMA_CPP_SIZES} at most, these do by {abs(mine - theirs):,}"
-        effects["llama.cpp"] = Effect(REFUSED, reason)
+        gap = abs(mine - theirs)
+        reasons["llama.cpp"] = f"sizes may differ by {LLAMA_CPP_SIZES} at most, these do by {gap:,}"
+    effects = {name: Effect(REFUSED, reason) for name, reason in reasons.items()}
     values = both(
         lambda side: f"{side.vocab_size:,}" + (f" ({len(side.vocab):,} tokens)" if side.tokenizer is not None else ""),
         *(target, drafter),
@@ -151,14 +144,12 @@ def _rows_of(side: Side, name: str) -> Iterator[Finding]:
         if rows is not None and rows != side.vocab_size
     ]
     if wrong:
-        shown = f"{', '.join(wrong)} rows, vocab_size {side.vocab_size:,}"
-        values = (shown, "–") if name == "target" else ("–", shown)
+        values = _of_one(name, f"{', '.join(wrong)} rows, vocab_size {side.vocab_size:,}")
         what = f"the {name}'s weights and configuration disagree"
         yield Finding("rows", what, *values, _all(REFUSED, f"the {name} does not load as it stands"))
     beyond = sorted((number, text) for text, number in side.vocab.items() if number >= side.vocab_size)
     if beyond:
-        shown = _list([f"{number} {text!r}" for number, text in beyond])
-        values = (shown, "–") if name == "target" else ("–", shown)
+        values = _of_one(name, _list([f"{number} {text!r}" for number, text in beyond]))
         what = f"{len(beyond)} tokens of the {name}'s tokenizer have no row; no text may hold them"
         yield Finding("tokens without a row", what, *values)
 
@@ -174,8 +165,12 @@ def _tensors_of(side: Side, name: str) -> Iterator[Finding]:
     )
     for check, fit, what, effects in parts:
         if shown := "; ".join(describe(fit, "it")):
-            values = (shown, "–") if name == "target" else ("–", shown)
-            yield Finding(check, f"the {name}'s weights {what}", *values, effects)
+            yield Finding(check, f"the {name}'s weights {what}", *_of_one(name, shown), effects)
+
+
+def _of_one(name: str, value: str) -> tuple[str, str]:
+    """A finding's values where one side alone has one."""
+    return (value, "–") if name == "target" else ("–", value)
 
 
 def _list(texts: list[str]) -> str:
@@ -187,11 +182,7 @@ def _no_tokenizer(target: Side, drafter: Side) -> Iterator[Finding]:
     effects = {"llama.cpp": Effect(REFUSED, "its converter needs the files of a tokenizer in each folder")}
     known = drafter.manifest is not None and drafter.manifest.tokenizer_fingerprint is not None
     if not (known and target.tokenizer is not None):
-        effects |= {
-            name: Effect(BUT, "nothing says that an id means the same to both")
-            for name in CONSUMERS
-            if name != "llama.cpp"
-        }
+        effects = _all(BUT, "nothing says that an id means the same to both") | effects
     yield Finding("tokenizer", "there are not two to compare", *values, effects)
 
 
@@ -217,15 +208,13 @@ def _token_texts(target: Side, drafter: Side) -> Iterator[Finding]:
 
 def _vocabulary_effects(target: Side, drafter: Side, mine: dict[int, str], theirs: dict[int, str]) -> dict[str, Effect]:
     lossy = "such ids are drafted for what they mean to the drafter, and rejected; the output stays the target's"
+    sizes_alone = Effect(BUT, f"it compares sizes alone: {lossy}")
     effects = {
-        "transformers": Effect(BUT, f"it compares sizes alone: {lossy}"),
-        "vllm": Effect(BUT, f"it compares sizes alone: {lossy}"),
+        "transformers": sizes_alone,
+        "vllm": sizes_alone,
         "sglang": Effect(REFUSED, "both tokenizers must have the same get_vocab()"),
-        "draftsmith": Effect(BUT, f"ids are not looked at: {lossy}"),
+        "draftsmith": _OTHER if other_fingerprint(target, drafter) else Effect(BUT, f"ids are not looked at: {lossy}"),
     }
-    if other_fingerprint(target, drafter):
-        reason = "the artifact was made with another tokenizer than the target's (their fingerprints differ)"
-        effects["draftsmith"] = Effect(REFUSED, reason)
     for number in range(LLAMA_CPP_FIRST, min(target.vocab_size, drafter.vocab_size)):
         pad = f"[PAD{number}]"  # what its converter calls a row without a token
         if mine.get(number, pad) != theirs.get(number, pad):
@@ -247,8 +236,7 @@ def _special_ids(target: Side, drafter: Side) -> Iterator[Finding]:
             effects = _all(BUT, reason)
             del effects["llama.cpp"]
             if other_fingerprint(target, drafter):
-                reason = "the artifact was made with another tokenizer than the target's (their fingerprints differ)"
-                effects["draftsmith"] = Effect(REFUSED, reason)
+                effects["draftsmith"] = _OTHER
             if wrapped_by(target.tokenizer, name) or wrapped_by(drafter.tokenizer, name):
                 effects["llama.cpp"] = Effect(REFUSED, f"the {name} that is added to a text must be the same")
         values = both(lambda side: ", ".join(f"{place} {_ids(value)}" for place, value in side.items()), mine, theirs)
@@ -269,24 +257,22 @@ def _ids(numbers: list[int]) -> str:
 
 def _context(target: Side, drafter: Side) -> Iterator[Finding]:
     """Positions, and for this engine alone the sliding window: the caches of the others slide."""
-    effects: dict[str, Effect] = {}
+    reasons: dict[str, str] = {}
     theirs = drafter.positions
     if _shorter(theirs, target.positions):
-        beyond = "drafts beyond that come from positions it was never trained for"
-        stops = "there are no positions beyond that: a longer text stops with an error"
-        after = beyond if drafter.rotary else stops
-        effects = {
-            "transformers": Effect(BUT, f"the drafter has {theirs:,} positions; {after}"),
-            "vllm": Effect(
-                BUT, f"its newest runner serves the target with {theirs:,} positions, as many as the drafter's"
-            ),
-            "sglang": Effect(BUT, f"it starts only with --context-length {theirs} or less"),
-            "llama.cpp": Effect(BUT, f"the drafter's context is at most {theirs:,}"),
+        after = "there are no positions beyond that: a longer text stops with an error"
+        if drafter.rotary:
+            after = "drafts beyond that come from positions it was never trained for"
+        reasons = {
+            "transformers": f"the drafter has {theirs:,} positions; {after}",
+            "vllm": f"its newest runner serves the target with {theirs:,} positions, as many as the drafter's",
+            "sglang": f"it starts only with --context-length {theirs} or less",
+            "llama.cpp": f"the drafter's context is at most {theirs:,}",
         }
     if _shorter(drafter.limit, target.limit):
-        reason = f"texts of more than {drafter.limit:,} tokens, drafts included, are refused"
-        effects["draftsmith"] = Effect(BUT, reason)
-    if effects:
+        reasons["draftsmith"] = f"texts of more than {drafter.limit:,} tokens, drafts included, are refused"
+    if reasons:
+        effects = {name: Effect(BUT, reason) for name, reason in reasons.items()}
         yield Finding("context length", "the drafter's is shorter", *both(_positions, target, drafter), effects)
 
 

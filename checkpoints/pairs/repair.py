@@ -6,7 +6,7 @@ Shape letters: V rows of a vocabulary, D hidden.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
@@ -32,7 +32,7 @@ NEVER = -1e4
 ASSISTANT = speculation()
 """What transformers reads from the drafter, where it says nothing itself."""
 _OF_TOKENIZERS = ("tokenizer", "token texts", "missing tokens", "special ids", "tokenizer settings", "vocabulary type")
-_LEARNT = ("added tokens", "encoding", "text after the end", "bos and eos around a text", "chat template")
+_LEARNED = ("added tokens", "encoding", "text after the end", "bos and eos around a text", "chat template")
 _KEEPS_ITS_FREQUENCIES = ("default", "linear", "llama3")
 
 
@@ -61,14 +61,19 @@ def repair(
 
     Raises:
         ValueError: an `out` that holds something, or is one of the two; a drafter without safetensors weights, or
-            without some of its tensors, or with links in place of files; nothing that could be repaired.
+            without some of its tensors; an artifact that is not what its manifest says; nothing that could be repaired.
     """
-    _check_place(out, target, drafter)
+    if out.resolve() in (target.folder.resolve(), drafter.folder.resolve()):
+        raise ValueError(f"{out} is one of the pair: choose another folder for the repaired drafter")
+    if out.is_file() or (out.is_dir() and any(out.iterdir())):
+        raise ValueError(f"{out} exists already; the repaired drafter is written to a new folder")
     if wrong := "; ".join(describe(replace(drafter.fit, extra=()), drafter.source)):
         raise ValueError(f"nothing repairs that {wrong}")
     plan = plan_repairs(target, drafter, findings)
     weights = whole or find_folder(drafter.source, [WEIGHTS, "*.json", *TOKENIZER_FILES, *KEPT_FILES])
-    _look_for_changes(plan, drafter)
+    if drafter.manifest is not None and (faults := file_faults(drafter.folder, drafter.manifest)):
+        record = drafter.folder / MANIFEST_FILE
+        raise ValueError(f"{'; '.join(faults)}. If you changed that yourself, delete {record}: its record is of others")
     if not plan.done:
         raise ValueError(f"nothing of {drafter.source} is to be repaired: {'; '.join(plan.left) or 'the two fit'}")
     if not any(weights.glob(WEIGHTS)):
@@ -76,31 +81,10 @@ def repair(
 
     def write(folder: Path) -> None:
         _write(plan, target, drafter, weights, folder)
-        _check_place(out, target, drafter)  # again: writing may have taken minutes
 
-    _save_artifact(out, plan, target, drafter, command, write, is_merged=whole is not None)
+    about = _manifest_of(plan, target, drafter, is_merged=whole is not None)
+    save_artifact(out, write=write, command=command, **about)
     return plan
-
-
-def _look_for_changes(plan: Repairs, drafter: Side) -> None:
-    """An artifact whose settings or tokenizer were changed by hand is repaired as it is, and that is said. Weights that
-    are not those of the manifest may as well be damaged: a new artifact must not vouch for them."""
-    if drafter.manifest is None:
-        return
-    faults = file_faults(drafter.folder, drafter.manifest)
-    if links := [fault for fault in faults if fault.endswith("expected a file")]:
-        raise ValueError(f"{drafter.source} cannot be copied: {'; '.join(links)}")
-    if weights := [fault for fault in faults if ".safetensors" in fault]:
-        raise ValueError(
-            f"{'; '.join(weights)}. If you changed the weights yourself, delete {drafter.folder / MANIFEST_FILE}: its "
-            "record is of others"
-        )
-    if faults:
-        plan.done.append("artifact.json: of the files as they are now")
-        plan.left.append(
-            f"{drafter.source} is not what its artifact.json says ({faults[0]}): what was measured and trained is of "
-            "the former files"
-        )
 
 
 def plan_repairs(target: Side, drafter: Side, findings: Iterable[Finding]) -> Repairs:
@@ -110,10 +94,10 @@ def plan_repairs(target: Side, drafter: Side, findings: Iterable[Finding]) -> Re
     _plan_positions(plan, target, drafter)
     if extra := "; ".join(describe(Fit(extra=drafter.fit.extra), "the drafter")):
         plan.done.append(f"{extra}: left out")
-    if plan.same_tokens and found & {*_OF_TOKENIZERS, *_LEARNT}:
+    if plan.same_tokens and found & {*_OF_TOKENIZERS, *_LEARNED}:
         plan.done.append("tokenizer, chat template and special ids: the target's")
-    if plan.same_tokens and found & set(_LEARNT):
-        plan.left.append("what the drafter learnt from other ids or turns stays learnt: more training would help")
+    if plan.same_tokens and found & set(_LEARNED):
+        plan.left.append("what the drafter learned from other ids or turns stays learned: more training would help")
     missing = [name for name in ASSISTANT if getattr(drafter.generation, name) is None]
     if missing:
         shown = ", ".join(f"{name} {ASSISTANT[name]}" for name in missing)
@@ -136,10 +120,10 @@ def _plan_rows(plan: Repairs, target: Side, drafter: Side) -> None:
             plan.left.append("which tokenizer the drafter was trained with is not known, so its rows cannot be placed")
             return
         theirs = mine
-    if strangers := sorted(theirs.keys() - mine.keys(), key=theirs.__getitem__):
-        some = ", ".join(map(repr, strangers[:3]))
+    if unknown := sorted(theirs.keys() - mine.keys(), key=theirs.__getitem__):
+        some = ", ".join(map(repr, unknown[:3]))
         plan.left.append(
-            f"{len(strangers):,} tokens of the drafter are not the target's ({some}), and its rows for them would be "
+            f"{len(unknown):,} tokens of the drafter are not the target's ({some}), and its rows for them would be "
             "lost: it needs training with the target's tokenizer"
         )
         return
@@ -152,21 +136,21 @@ def _plan_rows(plan: Repairs, target: Side, drafter: Side) -> None:
             plan.left.append("its weights are quantised: rows of the vocabulary cannot be moved")
             return
         plan.rows = rows
-        plan.done += _rows_in_words(rows, old)
+        plan.done += _describe_rows(rows, old)
     if drafter.rows not in (None, drafter.vocab_size):
         plan.done.append(f"config.json: vocab_size, {drafter.vocab_size:,} where {old:,} rows are stored")
     plan.same_tokens = True
 
 
-def _rows_in_words(rows: list[int | None], old: int) -> list[str]:
+def _describe_rows(rows: list[int | None], old: int) -> list[str]:
     moved = sum(row is not None and row != i for i, row in enumerate(rows))
     new = sum(row is None for row in rows)
-    said = [f"{moved:,} rows moved, so that ids mean the same tokens"] if moved else []
+    lines = [f"{moved:,} rows moved, so that ids mean the same tokens"] if moved else []
     if new:
-        said.append(f"{new:,} rows added ({old:,} to {len(rows):,}): the mean of the others, which never comes first")
+        lines.append(f"{new:,} rows added ({old:,} to {len(rows):,}): the mean of the others, which never comes first")
     if dropped := old - len({row for row in rows if row is not None}):
-        said.append(f"{dropped:,} rows without a token dropped")
-    return said
+        lines.append(f"{dropped:,} rows without a token dropped")
+    return lines
 
 
 def _plan_positions(plan: Repairs, target: Side, drafter: Side) -> None:
@@ -177,7 +161,7 @@ def _plan_positions(plan: Repairs, target: Side, drafter: Side) -> None:
         return
     if drafter.rotary is None:
         plan.left.append(
-            f"its {has:,} positions are not rotary: learnt, one by one, there can be no more without training"
+            f"its {has:,} positions are not rotary: learned, one by one, there can be no more without training"
         )
     elif drafter.rotary not in _KEEPS_ITS_FREQUENCIES:
         plan.left.append(f"rotary positions of type {drafter.rotary!r} change with max_position_embeddings: not raised")
@@ -205,11 +189,10 @@ def _write(plan: Repairs, target: Side, drafter: Side, weights: Path, folder: Pa
 def _write_weights(rows: list[int | None] | None, drafter: Side, weights: Path, folder: Path) -> None:
     """The model anew, with its rows moved (None: as they are), without tensors that are none of its own."""
     config = AutoConfig.from_pretrained(weights, trust_remote_code=False)
-    safe = only_safetensors(str(weights), config)
+    safe = {"use_safetensors": only_safetensors(str(weights), config), "trust_remote_code": False}
     if drafter.rows is not None:
         config.get_text_config(decoder=True).vocab_size = drafter.rows  # what is stored, whatever it says
-    loader = model_class(config)
-    model = loader.from_pretrained(weights, config=config, dtype="auto", use_safetensors=safe, trust_remote_code=False)
+    model = model_class(config).from_pretrained(weights, config=config, dtype="auto", **safe)
     if rows is not None:
         _move_rows(model, rows, drafter)
     model.save_pretrained(folder)
@@ -222,9 +205,8 @@ def _move_rows(model: Any, rows: list[int | None], drafter: Side) -> None:
     used = sorted({number for number in drafter.vocab.values() if number < size}) or list(range(size))
     with torch.no_grad():
         model.resize_token_embeddings(len(rows), mean_resizing=False)
-        for layer, (weight_VD, bias_V) in zip(
-            (model.get_input_embeddings(), model.get_output_embeddings()), old, strict=True
-        ):
+        layers = [model.get_input_embeddings(), model.get_output_embeddings()]
+        for layer, (weight_VD, bias_V) in zip(layers, old, strict=True):
             layer.weight.copy_(arranged(weight_VD, rows, used))
             if bias_V is not None:
                 layer.bias.copy_(arranged(bias_V.detach(), rows, used))
@@ -237,12 +219,11 @@ def arranged(old_VX: Tensor, rows: Sequence[int | None], used: Sequence[int]) ->
     the probability. (A row of zeros gives 0, the largest where all others are negative; and no row without a bias is
     below the others for every hidden state.) Where there is a bias [V], it settles the matter.
     """
-    if old_VX.dim() == 1:
-        return torch.stack([old_VX[row] if row is not None else old_VX.new_tensor(NEVER) for row in rows])
-    mean_D = old_VX[torch.tensor(used)].double().mean(0).to(old_VX.dtype)
-    places = torch.tensor([-1 if row is None else row for row in rows])
-    new_VX = old_VX[places.clamp(min=0)]
-    new_VX[places < 0] = mean_D
+    is_bias = old_VX.dim() == 1
+    added = old_VX.new_tensor(NEVER) if is_bias else old_VX[torch.tensor(used)].double().mean(0).to(old_VX.dtype)
+    indices = torch.tensor([-1 if row is None else row for row in rows])
+    new_VX = old_VX[indices.clamp(min=0)]
+    new_VX[indices < 0] = added
     return new_VX
 
 
@@ -265,26 +246,9 @@ def _write_settings(plan: Repairs, target: Side, drafter: Side, folder: Path) ->
     write_settings(folder / "generation_config.json", settings)
 
 
-def _check_place(out: Path, target: Side, drafter: Side) -> None:
-    for side in (target, drafter):
-        if out.resolve() == side.folder.resolve():
-            raise ValueError(f"{out} is one of the pair: choose another folder for the repaired drafter")
-    if out.is_file() or (out.is_dir() and any(out.iterdir())):
-        raise ValueError(f"{out} exists already; the repaired drafter is written to a new folder")
-
-
-def _save_artifact(
-    out: Path,
-    plan: Repairs,
-    target: Side,
-    drafter: Side,
-    command: str,
-    write: Callable[[Path], None],
-    *,
-    is_merged: bool,
-) -> None:
-    known = drafter.manifest
-    size = drafter.rows or drafter.vocab_size
+def _manifest_of(plan: Repairs, target: Side, drafter: Side, *, is_merged: bool) -> dict[str, Any]:
+    """What the repaired drafter's manifest says of it: what the drafter's own did, if it is an artifact."""
+    known, size = drafter.manifest, drafter.rows or drafter.vocab_size
     fingerprint = None if drafter.tokenizer is None else tokenizer_fingerprint(drafter.tokenizer)
     about: dict[str, Any] = {"kind": "drafter", "recipe": {}, "data": {}, "training": {"repaired_from": drafter.source}}
     about |= {"shapes": {"vocab_size": size, "model_type": drafter.config.model_type}}
@@ -293,10 +257,9 @@ def _save_artifact(
         size, fingerprint = known.vocab_size, known.tokenizer_fingerprint
         # an adapter's shapes count the adapter's parameters
         about |= {name: getattr(known, name) for name in about if name != "shapes" or not is_merged}
-        changed = plan.rows is not None or any("artifact.json says" in line for line in plan.left)
-        about["evaluation"] = None if changed else known.evaluation  # measured on other rows, or other files
+        about["evaluation"] = None if plan.rows is not None else known.evaluation  # measured on other rows
     if plan.same_tokens:
         size, fingerprint = target.rows or target.vocab_size, tokenizer_fingerprint(target.tokenizer)
         about["shapes"] = about["shapes"] | ({"vocab_size": size} if "vocab_size" in about["shapes"] else {})
     about["training"] = about["training"] | {"repairs": plan.done}
-    save_artifact(out, write=write, vocab_size=size, tokenizer_fingerprint=fingerprint, command=command, **about)
+    return about | {"vocab_size": size, "tokenizer_fingerprint": fingerprint}

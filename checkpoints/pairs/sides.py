@@ -1,7 +1,7 @@
 """A target and a drafter as their files describe them, and what can be said of the two: findings and verdicts.
 
 Read are configurations, tokenizers and the headers of safetensors files; nothing pickled, no remote code. Weights are
-read only to compare an artifact that lies here with its manifest (`pair_checks.py`).
+read only to compare an artifact that lies here with its manifest (`checks.py`).
 """
 
 from __future__ import annotations
@@ -95,24 +95,22 @@ class Diagnosis:
         """By consumer."""
         return {name: _verdict(name, self.findings) for name in CONSUMERS}
 
-    def plain(self) -> dict[str, Any]:
-        """As JSON can hold it."""
-        found = [asdict(finding) | {"severity": finding.severity} for finding in self.findings]
-        verdicts = {name: {"reader": CONSUMERS[name]} | asdict(one) for name, one in self.verdicts.items()}
-        return {"target": self.target, "drafter": self.drafter} | {
+    def as_json(self) -> dict[str, Any]:
+        """Facts, findings and verdicts as JSON can hold them."""
+        return {
+            "target": self.target,
+            "drafter": self.drafter,
             "facts": [{"name": name, "target": mine, "drafter": theirs} for name, mine, theirs in self.facts],
-            "findings": found,
-            "verdicts": verdicts,
+            "findings": [asdict(finding) | {"severity": finding.severity} for finding in self.findings],
+            "verdicts": {name: {"reader": CONSUMERS[name]} | asdict(one) for name, one in self.verdicts.items()},
         }
 
 
 def _verdict(consumer: str, findings: Iterable[Finding]) -> Verdict:
     effects = [finding.effects[consumer] for finding in findings if consumer in finding.effects]
-    for outcome in (REFUSED, BUT):
-        reasons = dict.fromkeys(effect.reason for effect in effects if effect.outcome == outcome)
-        if reasons:
-            return Verdict(outcome, tuple(reasons))
-    return Verdict(WORKS, ())
+    outcomes = {effect.outcome for effect in effects}
+    worst = REFUSED if REFUSED in outcomes else BUT if outcomes else WORKS
+    return Verdict(worst, tuple(dict.fromkeys(effect.reason for effect in effects if effect.outcome == worst)))
 
 
 @dataclass(frozen=True)
@@ -156,7 +154,8 @@ class Side:
     @property
     def window(self) -> int | None:
         """Tokens that a layer with sliding attention sees; None where none has it."""
-        return (getattr(self.config, "sliding_window", None) or None) if _slides(self.config) else None
+        slides = getattr(self.config, "use_sliding_window", True)
+        return (getattr(self.config, "sliding_window", None) or None) if slides else None
 
     @property
     def limit(self) -> int | None:
@@ -173,21 +172,16 @@ class Side:
         return "/".join(sorted(kinds)) if kinds and "rope_type" not in rope else str(rope.get("rope_type", "default"))
 
 
-def _slides(config: Any) -> bool:
-    return bool(getattr(config, "use_sliding_window", True))
-
-
 def open_side(source: str, load_tokenizer: Callable[[str], Any]) -> Side:
     """Read what there is to know of a target or a drafter.
 
     Args:
-        source: a folder, or `user/name` or `user/name@revision` on the hub, of which the small files are fetched and
-            the weights' headers are read.
+        source: a folder, or `user/name[@revision]` on the hub, of which the small files are fetched and the weights'
+            headers are read.
         load_tokenizer: gives the tokenizer of a folder.
 
     Raises:
-        ValueError: nothing there; no configuration of a language model, one that needs remote code, or a LoRA adapter;
-            files that cannot be read.
+        ValueError: nothing there, or no language model that can be read without remote code; a LoRA adapter.
     """
     folder = find_folder(source, [*_SETTINGS, *TOKENIZER_FILES, "model.safetensors.index.json", *KEPT_FILES])
     if (folder / "adapter_config.json").is_file() and not (folder / "config.json").is_file():
@@ -199,8 +193,9 @@ def open_side(source: str, load_tokenizer: Callable[[str], Any]) -> Side:
         check_config(folder / "config.json")
         whole = AutoConfig.from_pretrained(folder, trust_remote_code=False)
         config = whole if whole.is_encoder_decoder else whole.get_text_config(decoder=True)
-        has_file = (folder / "generation_config.json").is_file()
-        generation = GenerationConfig.from_pretrained(folder) if has_file else GenerationConfig.from_model_config(whole)
+        has_settings = (folder / "generation_config.json").is_file()
+        from_files = GenerationConfig.from_pretrained(folder) if has_settings else None
+        generation = from_files or GenerationConfig.from_model_config(whole)
     except UNLOADABLE as error:
         hint = "" if (folder / "config.json").is_file() else inside(folder)
         raise ValueError(f"{source}: its configuration cannot be read: {first_line(error)}{hint}") from error
@@ -226,11 +221,8 @@ def open_side(source: str, load_tokenizer: Callable[[str], Any]) -> Side:
 
 
 def find_folder(source: str, files: Sequence[str]) -> Path:
-    """The folder itself, or the one into which these files of a hub id were fetched.
-
-    Raises:
-        ValueError: a file; no such folder, and nothing of that name on the hub, or no way to it.
-    """
+    """The folder itself, or the one into which these files of a hub id were fetched; ValueError for a file, and where
+    there is neither."""
     folder = here(source)
     if folder is None:
         repo, revision = hub_place(source)
@@ -242,10 +234,7 @@ def find_folder(source: str, files: Sequence[str]) -> Path:
 
 def tensor_shapes(source: str, folder: Path) -> dict[str, tuple[int, ...]]:
     """Shapes by name, from the headers of a model's safetensors files; empty where it has none, or none within reach.
-
-    Raises:
-        ValueError: a file that is none of safetensors; one that an index names, and that is not there.
-    """
+    ValueError for a file that is none of safetensors, or that an index names and is not there."""
     shapes: dict[str, tuple[int, ...]] = {}
     files = sorted(folder.glob(WEIGHTS))
     for path in weight_files(folder) if files and here(source) is not None else files:
@@ -276,17 +265,17 @@ def both(describe: Callable[[Any], str], target: Any, drafter: Any) -> tuple[str
 def _rows(config: Any, shapes: dict[str, tuple[int, ...]]) -> tuple[int | None, int | None, Fit]:
     """Rows of the embedding and of the output layer as they are stored; and how all else fits."""
     try:
-        outline = outline_of(config)
+        model = outline_of(config)
     except (ValueError, ImportError) as error:  # no such model in this transformers, or a kernel that is not installed
         return None, None, Fit(unknown=first_line(error))
-    embedding, head, bias = names_of_embeddings(outline)
+    embedding, head, bias = names_of_embeddings(model)
     found = fit_to_model(config, shapes) if shapes else Fit(unknown="there are no safetensors within reach")
     other = {
         name: (mine, wanted)
         for name, (mine, wanted) in found.other.items()
         if name not in (embedding, head, bias) or mine[1:] != wanted[1:]
     }
-    names = (embedding, embedding.removeprefix(f"{outline.base_model_prefix}."))
+    names = (embedding, embedding.removeprefix(f"{model.base_model_prefix}."))
     rows = next((shapes[name][0] for name in names if name in shapes), None)
     head_names = names if head == embedding else (head, *_HEADS)
     head_rows = next((shapes[name][0] for name in head_names if name in shapes), None)

@@ -32,7 +32,7 @@ _CHAT = (
 _ONE_DAY = "26 Jul 2024"  # for templates that write today's date
 _OF_TEMPLATES = (ValueError, TypeError, ArithmeticError, MemoryError, LookupError, AttributeError)
 """What a template ends in, beside jinja2's own errors: it is a program that somebody wrote."""
-_LEARNT = Effect(
+_LEARNED = Effect(
     BUT, "prompts come from the target's tokenizer: if the drafter was trained with its own, it knows other ids"
 )
 _TEMPLATE = Effect(
@@ -115,7 +115,7 @@ def _encoding(target: Any, drafter: Any) -> Iterator[Finding]:
     if seen is not None:
         text, mine, theirs = seen
         what = f"{_short(text)} is cut differently{_causes(target, drafter)}"
-        yield Finding("encoding", what, mine, theirs, dict.fromkeys(CONSUMERS, _LEARNT))
+        yield Finding("encoding", what, mine, theirs, dict.fromkeys(CONSUMERS, _LEARNED))
 
 
 def _after_end(target: Side, drafter: Side) -> Iterator[Finding]:
@@ -130,7 +130,7 @@ def _after_end(target: Side, drafter: Side) -> Iterator[Finding]:
     if seen is not None:
         text, one, other = seen
         what = f"{_short(text)} is cut differently, its parts are not{_causes(mine, theirs)}"
-        yield Finding("text after the end", what, one, other, dict.fromkeys(CONSUMERS, _LEARNT))
+        yield Finding("text after the end", what, one, other, dict.fromkeys(CONSUMERS, _LEARNED))
 
 
 def end_ids(side: Side) -> list[int]:
@@ -155,7 +155,7 @@ def _added_tokens(target: Any, drafter: Any) -> Iterator[Finding]:
     effect = "no text of the probe shows it" if seen is None else f"so {_short(seen[0])} is cut differently"
     values = both(lambda side: "; ".join(f"{text!r}: {_named(side.get(text))}" for text in differing[:3]), mine, theirs)
     what = f"{len(differing)} {'tokens have' if len(differing) > 1 else 'token has'} other flags; {effect}"
-    yield Finding("added tokens", what, *values, {} if seen is None else dict.fromkeys(CONSUMERS, _LEARNT))
+    yield Finding("added tokens", what, *values, {} if seen is None else dict.fromkeys(CONSUMERS, _LEARNED))
 
 
 def _flags(tokenizer: Any) -> dict[str, dict[str, bool]]:
@@ -174,7 +174,7 @@ def _ends(target: Any, drafter: Any) -> Iterator[Finding]:
     mine, theirs = (_wrapping(tokenizer) for tokenizer in (target, drafter))
     if mine == theirs:
         return
-    effects = dict.fromkeys(CONSUMERS, _LEARNT)
+    effects = dict.fromkeys(CONSUMERS, _LEARNED)
     effects["llama.cpp"] = Effect(REFUSED, "both must add BOS, or neither, and the same for EOS")
     values = both(lambda side: "adds " + (" and ".join(side) or "nothing"), mine, theirs)
     yield Finding("bos and eos around a text", "one adds what the other does not", *values, effects)

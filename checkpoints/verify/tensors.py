@@ -151,7 +151,7 @@ def _heads_faults(directory: Path) -> list[str]:
         settings: Mapping[str, Any] = read_json(config)
     except (ValueError, OSError):
         return []
-    return assemble_heads(tensors, dict(settings), path, config_place=config).disagreements
+    return assemble_heads(tensors, dict(settings), path, config_path=config).disagreements
 
 
 def _outlines(path: Path) -> dict[str, Tensor]:

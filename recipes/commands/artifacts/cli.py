@@ -2,13 +2,20 @@
 
 from __future__ import annotations
 
-from typing import Annotated
+import sys
+from collections.abc import Iterator
+from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
+
+if TYPE_CHECKING:
+    from ....checkpoints.artifact.manifest import Manifest
 
 artifact_app = typer.Typer(help="Show, verify and compare artifacts: folders, or hub ids.", no_args_is_help=True)
 
 Place = Annotated[str, typer.Argument(help="An artifact's folder, or user/name[@revision] on the hub.")]
+_LONGEST = 100
+_SECTIONS = ("export", "target", "shapes", "evaluation", "training", "data", "versions")
 
 
 @artifact_app.command()
@@ -18,9 +25,23 @@ def show(
     as_json: Annotated[bool, typer.Option("--json", help="The manifest as it stands, in the newest schema.")] = False,
 ) -> None:
     """What an artifact is, what it was made for and from, and what it holds."""
-    from .show import show_artifact
+    from rich.table import Table
+    from rich.text import Text
 
-    show_artifact(place, everything=everything, as_json=as_json)
+    from ....checkpoints.artifact.artifact import load_manifest
+    from ....checkpoints.artifact.locate import resolve
+    from ...session.terminal import console
+
+    manifest = load_manifest(resolve(place))
+    if as_json:
+        sys.stdout.write(manifest.to_json())
+        return
+    table = Table(show_header=False, box=None)
+    table.add_column(no_wrap=True, style="bold")
+    table.add_column(overflow="fold")
+    for name, value in _facts(place, manifest, everything):
+        table.add_row(Text(name), Text(value))
+    console().print(table)
 
 
 @artifact_app.command()
@@ -29,16 +50,82 @@ def verify(
     target: Annotated[str | None, typer.Option(help="Folder of the target that they must be for.")] = None,
 ) -> None:
     """Look for everything that is wrong with artifacts; exit code 1 where there is something."""
-    from .show import verify_artifacts
+    from ....checkpoints.artifact.locate import resolve
+    from ....checkpoints.storage.safe_read import shown
+    from ....checkpoints.verify.inspect import find_faults, target_faults
+    from ....data.tokenizers import load_tokenizer
+    from ...session.terminal import gigabytes
 
-    if verify_artifacts(places, target):
+    model = None if target is None else resolve(target)
+    tokenizer = None if model is None else load_tokenizer(str(model))
+    wrong = False
+    for place in places:
+        try:
+            manifest, faults = find_faults(resolve(place))
+        except ValueError as error:
+            manifest, faults = None, [str(error)]
+        if manifest is not None and model is not None:
+            faults += target_faults(resolve(place), manifest, model, tokenizer)
+        for fault in faults:
+            _print(f"fault: {shown(fault)}")
+        if manifest is not None and not faults:
+            size = gigabytes(sum(entry["bytes"] for entry in manifest.files.values()))
+            fits = "" if model is None else f", for {model}"
+            _print(f"{shown(place)}: {manifest.kind}, {len(manifest.files)} files of {size}, nothing wrong{fits}")
+        wrong = wrong or bool(faults)
+    if wrong:
         raise typer.Exit(1)
 
 
 @artifact_app.command()
 def diff(first: Place, second: Place) -> None:
     """What differs between two artifacts: manifests, files, tensors; exit code 1 where anything does."""
-    from .show import compare_artifacts
+    from ....checkpoints.artifact.locate import resolve
+    from ....checkpoints.verify.inspect import differences
 
-    if compare_artifacts(first, second):
+    lines = differences(resolve(first), resolve(second))
+    for line in lines:
+        _print(line)
+    if lines:
         raise typer.Exit(1)
+
+
+def _print(line: str) -> None:
+    from ...session.terminal import console
+
+    console().print(line, markup=False, highlight=False, soft_wrap=True)
+
+
+def _facts(place: str, manifest: Manifest, everything: bool) -> Iterator[tuple[str, str]]:
+    """What is said of an artifact, by heading; of long lists and texts the beginning."""
+    from ....checkpoints.storage.safe_read import shown
+    from ...session.terminal import gigabytes
+
+    total = sum(entry["bytes"] for entry in manifest.files.values())
+    made = f", an export in the format {manifest.export['format']}" if manifest.export is not None else ""
+    yield "what", f"{manifest.kind}{shown(made)}, {len(manifest.files)} files of {gigabytes(total)} in {place}"
+    yield "created", shown(manifest.created or "not known")
+    yield "command", shown(manifest.command or "not known")
+    yield "vocabulary", f"{manifest.vocab_size:,} tokens"
+    yield "tokenizer", shown(manifest.tokenizer_fingerprint or "not known")
+    for section in _SECTIONS:
+        for number, (key, value) in enumerate(_flat(getattr(manifest, section) or {}, "", everything)):
+            yield "" if number else section, shown(f"{key}: {value}")
+    for number, (name, entry) in enumerate(manifest.files.items()):
+        yield "" if number else "files", f"{name}: {entry['bytes']:,} bytes, sha256 {entry['sha256']}"
+    yield "recipe", "in artifact.json; --json shows it" if manifest.recipe else "none"
+    if not everything:
+        yield "", "--all shows what is nested or empty, too"
+
+
+def _flat(values: Any, key: str, everything: bool) -> Iterator[tuple[str, str]]:
+    """Values by dotted keys, a line each; nested and empty ones only where everything is wanted."""
+    for name, value in values.items():
+        path = f"{key}.{name}" if key else str(name)
+        if not everything and (value in (None, "") or isinstance(value, (dict, list))):
+            continue
+        if isinstance(value, dict) and value:
+            yield from _flat(value, path, everything)
+        else:
+            text = f"{value:,}" if type(value) is int else f"{value:.4g}" if isinstance(value, float) else str(value)
+            yield path, text if len(text) <= _LONGEST else text[:_LONGEST] + " …"

@@ -10,12 +10,13 @@ from tempfile import TemporaryDirectory
 from typing import Any
 
 from ....checkpoints.artifact.artifact import MANIFEST_FILE, save_artifact, tokenizer_fingerprint
+from ....checkpoints.artifact.compat import read_config
 from ....checkpoints.artifact.locate import target_record
 from ....checkpoints.heads.layouts import holds_heads
 from ....checkpoints.pairs.checks import MORE_TENSORS, examine
 from ....checkpoints.pairs.sides import REFUSED, TOKENIZER_FILES, WEIGHTS, Side, find_folder, open_side
 from ....checkpoints.storage.names import CONFIG_FILE
-from ....checkpoints.storage.safe_read import UNPICKLE, copy_files, read_json
+from ....checkpoints.storage.safe_read import UNPICKLE, copy_files
 from ....checkpoints.verify.model_files import (
     ADAPTER_CONFIG,
     UNLOADABLE,
@@ -31,7 +32,7 @@ from ....data.tokenizers import load_tokenizer
 from ....decode.models.loading import load_model
 from ...session.terminal import log
 from ...session.typed import typed_command
-from .import_heads import fingerprint_of_files, import_heads
+from .import_heads import check_new, fingerprint_of_files, import_heads
 
 _SMALL = ("generation_config.json", *TOKENIZER_FILES, "LICENSE*", "NOTICE*")
 _FETCHED = ("*.safetensors", "*.json", "*.model", "*.txt", "*.jinja", "LICENSE*", "NOTICE*")
@@ -41,11 +42,7 @@ PICKLED = "pytorch_model*.bin"
 def import_published(
     source: str, out: Path, target: str | None = None, *, unpickle: bool = False, states: str | None = None
 ) -> None:
-    """Write an artifact of a drafter or of prediction heads, by what lies in a folder or in a repository of the hub.
-
-    Raises:
-        ValueError: what `import_drafter` and `import_heads` raise; `states` for a drafter.
-    """
+    """Write an artifact of a drafter or of prediction heads, by what lies in a folder or in a repository of the hub."""
     folder = find_folder(source, [CONFIG_FILE, ADAPTER_CONFIG, "*.index.json", "medusa_lm_head.safetensors"])
     is_model = _may_be_model(folder) and not holds_heads(folder, unpickle=unpickle)
     if is_model:
@@ -64,10 +61,7 @@ def _may_be_model(folder: Path) -> bool:
     path = folder / CONFIG_FILE
     if not path.is_file():
         return is_adapter(folder)
-    try:
-        config = read_json(path)
-    except ValueError as error:
-        raise ValueError(f"{path} cannot be read: {error}") from error
+    config = read_config(path)
     is_heads = config.get("model_type") == "medusa" or {"medusa_num_heads", "num_medusa_heads"} & set(config)
     return "model_type" in config and not is_heads
 
@@ -80,13 +74,12 @@ def import_drafter(source: str, folder: Path, out: Path, target: str | None, *, 
         unpickle: convert pickled weights, of which only tensors are loaded.
 
     Raises:
-        ValueError: no target; an `out` that holds something; an artifact; pickled weights without `unpickle`; what
-            `whole_model` raises; a model that is no pair with the target for this engine, with what differs.
+        ValueError: no target; an `out` that holds something; an artifact; what `whole_model` raises; a model that is no
+            pair with the target for this engine, with what differs.
     """
     if target is None:
         raise ValueError(f"say with --target which model {source} drafts for")
-    if out.exists() and not (out.is_dir() and not any(out.iterdir())):
-        raise ValueError(f"{out} is there already and not empty: choose another --out")
+    check_new(out)
     if (folder / MANIFEST_FILE).is_file():
         merged = f"; `{_typed('export', source, '--to', 'transformers')}` merges it" if is_adapter(folder) else ""
         raise ValueError(f"{source} is an artifact already, and used as it is{merged}")
@@ -119,27 +112,25 @@ def whole_model(source: str, folder: Path, *, unpickle: bool = False) -> Iterato
             load_model(str(folder)).save_pretrained(whole)
             copy_files(find_folder(base, _SMALL), whole, _SMALL)
         else:
-            _unpickled(source, folder, unpickle).save_pretrained(whole)
+            if not unpickle:
+                raise ValueError(f"{source} has no safetensors weights ({WEIGHTS}); pickled ones need --unpickle")
+            _unpickled(source, folder).save_pretrained(whole)
         copy_files(folder, whole, _SMALL)  # an adapter's own tokenizer comes before its model's
         yield whole
 
 
-def _unpickled(source: str, folder: Path, allowed: bool) -> Any:
-    if not allowed:
-        raise ValueError(
-            f"{source} has no safetensors weights ({WEIGHTS}); pickled ones are read with --unpickle, tensors alone"
-        )
+def _unpickled(source: str, folder: Path) -> Any:
+    """The model of pickled weights, of which only tensors are loaded."""
     config = load_config(folder)
+    safe = {"weights_only": True, "trust_remote_code": False}
     try:
-        kind = model_class(config)
-        safe = {"weights_only": True, "trust_remote_code": False}
-        return load_whole(kind, folder, config=config, dtype="auto", **safe)
+        return load_whole(model_class(config), folder, config=config, dtype="auto", **safe)
     except UNLOADABLE as error:
         raise ValueError(f"no language model could be loaded from {source}: {reason(str(folder), error)}") from error
 
 
 def _check_pair(target: Side, drafter: Side, source: str, unpickled: bool) -> None:
-    """ValueError where this engine would not decode with the two; what it minds less is told."""
+    """ValueError where this engine would not decode with the two; what it minds less is logged."""
     fix = _typed("doctor", target.source, source, "--fix", "OUT")
     fix = f"{UNPICKLE}=1 {fix}" if unpickled else fix
     refused = []
@@ -152,8 +143,8 @@ def _check_pair(target: Side, drafter: Side, source: str, unpickled: bool) -> No
             log(f"drafter: {line}; {effect.reason}")
         elif finding.check == MORE_TENSORS and finding.drafter != "–":
             log(f"drafter: {finding.what}: {finding.drafter}; `{fix}` leaves it out")
-    prints = [None if side.tokenizer is None else tokenizer_fingerprint(side.tokenizer) for side in (target, drafter)]
-    if None not in prints and prints[0] != prints[1]:
+    mine, theirs = _fingerprint(target), _fingerprint(drafter)
+    if None not in (mine, theirs) and mine != theirs:
         refused.append("tokenizer: the drafter's has another fingerprint, and an artifact is for one tokenizer alone")
     if refused:
         listed = "\n- ".join(refused)
@@ -163,17 +154,19 @@ def _check_pair(target: Side, drafter: Side, source: str, unpickled: bool) -> No
         )
 
 
-def _save(whole: Path, out: Path, target: Side, drafter: Side, source: str) -> None:
-    def write(folder: Path) -> None:
-        copy_files(whole, folder, (CONFIG_FILE, WEIGHTS, "model.safetensors.index.json", *_SMALL))
+def _fingerprint(side: Side) -> str | None:
+    return None if side.tokenizer is None else tokenizer_fingerprint(side.tokenizer)
 
+
+def _save(whole: Path, out: Path, target: Side, drafter: Side, source: str) -> None:
+    files = (CONFIG_FILE, WEIGHTS, "model.safetensors.index.json", *_SMALL)
     size = drafter.rows or drafter.vocab_size
     save_artifact(
         out,
         kind="drafter",
-        write=write,
+        write=lambda folder: copy_files(whole, folder, files),
         vocab_size=size,
-        tokenizer_fingerprint=None if drafter.tokenizer is None else tokenizer_fingerprint(drafter.tokenizer),
+        tokenizer_fingerprint=_fingerprint(drafter),
         target=target_record(target.source, fingerprint_of_files(target.source)),
         shapes={"vocab_size": size, "model_type": drafter.config.model_type},
         recipe={},

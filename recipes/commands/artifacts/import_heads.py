@@ -4,19 +4,19 @@ from __future__ import annotations
 
 import glob
 from pathlib import Path
-from typing import Any
 
 from ....checkpoints.artifact.artifact import model_fingerprint, save_artifact, tokenizer_fingerprint
-from ....checkpoints.artifact.locate import at_revision, fetch, target_record
+from ....checkpoints.artifact.locate import fetch, target_record
 from ....checkpoints.heads.files import save_heads
 from ....checkpoints.heads.layouts import StoredHeads, read_heads, shards_of_heads
-from ....checkpoints.storage.messages import first_line
 from ....checkpoints.storage.names import CONFIG_FILE, HEADS_FILE, PICKLED_FILE, PICKLED_WHOLE_FILES, WHOLE_FILES
 from ....checkpoints.storage.places import here, hub_place
+from ....checkpoints.verify.model_files import load_config
 from ....data.tokenizers import load_tokenizer
 from ...session.terminal import log
 from ...session.typed import typed_command
 
+_SHAPES = ("num_heads", "num_layers", "hidden_size", "vocab_size", "projection_kind", "rank", "states")
 _KINDS = {
     "own": "a projection of its own each",
     "low-rank": "a projection of rank {rank} each",
@@ -27,10 +27,10 @@ _KINDS = {
 def import_heads(
     source: str, out: Path, target: str | None = None, *, unpickle: bool = False, states: str | None = None
 ) -> None:
-    """Write an artifact of kind heads from published ones; see `heads_layouts.read_heads` for what is read.
+    """Write an artifact of kind heads from published ones; see `layouts.read_heads` for what is read.
 
     Args:
-        source: folder, or hub id (`user/name`, `user/name@revision`) where there is no such folder.
+        source: folder, or hub id (`user/name[@revision]`) where there is no such folder.
         out: a new or empty folder.
         target: folder or hub id of the model that the heads are for. Where they lie beside or inside a whole model,
             that one by default.
@@ -41,40 +41,38 @@ def import_heads(
         ValueError: an `out` that holds something; what `read_heads` raises; a target that is not named, not there, or
             of another hidden or vocabulary size.
     """
-    if out.exists() and not (out.is_dir() and not any(out.iterdir())):
-        raise ValueError(f"{out} is there already and not empty: choose another --out")
+    check_new(out)
     stored = read_heads(_folder(source, unpickle), unpickle=unpickle, states=states)
     log(_description(source, stored))
+    for disagreement in stored.disagreements:
+        log(f"warning: {disagreement}")
     target = _choose_target(source, target, stored)
     vocab_size = _check_target(target, stored)
-    tokenizer = load_tokenizer(target)
     heads = stored.build(vocab_size)
-    names = ("num_heads", "num_layers", "hidden_size", "vocab_size", "projection_kind", "rank", "states")
-    shapes = {name: getattr(heads, name) for name in names}
-
-    def write(folder: Path) -> None:
-        save_heads(heads, folder, target)
-
     save_artifact(
         out,
         kind="heads",
-        write=write,
+        write=lambda folder: save_heads(heads, folder, target),
         vocab_size=vocab_size,
-        tokenizer_fingerprint=tokenizer_fingerprint(tokenizer),
+        tokenizer_fingerprint=tokenizer_fingerprint(load_tokenizer(target)),
         target=target_record(target, fingerprint_of_files(target)),
-        shapes=shapes,
+        shapes={name: getattr(heads, name) for name in _SHAPES},
         recipe={},
         data={},
-        training={"imported_from": source, "imported_file": stored.place.name},
+        training={"imported_from": source, "imported_file": stored.path.name},
         command=typed_command(),
     )
     log(f"heads: wrote {out}")
 
 
+def check_new(out: Path) -> None:
+    """ValueError where something lies at `out` already."""
+    if out.exists() and not (out.is_dir() and not any(out.iterdir())):
+        raise ValueError(f"{out} is there already and not empty: choose another --out")
+
+
 def _choose_target(source: str, target: str | None, stored: StoredHeads) -> str:
-    """The model that the heads are for; says what is odd about them and it."""
-    for disagreement in stored.disagreements:
-        log(f"warning: {disagreement}")
+    """The model that the heads are for."""
     if not stored.whole_model:
         if target is None:
             named = f"; their config names {stored.base_model!r}" if stored.base_model else ""
@@ -93,7 +91,7 @@ def _description(source: str, stored: StoredHeads) -> str:
     heads = f"{stored.num_heads} head{'s' if stored.num_heads > 1 else ''}"
     blocks = f"{stored.num_layers} block{'s' if stored.num_layers != 1 else ''} each"
     vocabulary = f", vocabulary {stored.vocab_size:,}" if stored.vocab_size is not None else ""
-    where = f"inside the whole model {stored.place.name}" if stored.inside else f"in {stored.place.name}"
+    where = f"{'inside the whole model' if stored.inside else 'in'} {stored.path.name}"
     return (
         f"{source}: {heads} of {blocks} {where}, {_KINDS[stored.projection].format(rank=stored.rank)}; "
         f"hidden size {stored.hidden_size:,}{vocabulary}, {str(stored.dtype).removeprefix('torch.')}; "
@@ -102,25 +100,19 @@ def _description(source: str, stored: StoredHeads) -> str:
 
 
 def _check_target(target: str, stored: StoredHeads) -> int:
-    """The target's vocabulary size. Raises ValueError where a size differs, or the target cannot be read."""
-    from transformers import AutoConfig
-
-    try:
-        place = at_revision(target, weights=False)
-        config: Any = AutoConfig.from_pretrained(place, trust_remote_code=False)
-    except (OSError, ValueError, KeyError) as error:
-        raise ValueError(f"the configuration of the target {target} cannot be read: {first_line(error)}") from error
+    """The target's vocabulary size; ValueError where a size differs, or the target cannot be read."""
+    config = load_config(target)
     if config.is_encoder_decoder:
         raise ValueError(f"the target {target} is an encoder-decoder; heads are for decoders")
     text = config.get_text_config(decoder=True)
+    sizes = {"hidden_size": stored.hidden_size}
     # without a projection of their own, the heads' vocabulary is the target's, whatever their config says
-    theirs = {"hidden_size": stored.hidden_size}
     if stored.projection != "target" and stored.vocab_size is not None:
-        theirs["vocab_size"] = stored.vocab_size
-    for name, size in theirs.items():
-        mine = getattr(text, name, None)
-        if mine != size:
-            raise ValueError(f"{name} of the heads in {stored.place} is {size}, of the target {target} {mine}")
+        sizes["vocab_size"] = stored.vocab_size
+    for name, size in sizes.items():
+        if getattr(text, name, None) != size:
+            theirs = getattr(text, name, None)
+            raise ValueError(f"{name} of the heads in {stored.path} is {size}, of the target {target} {theirs}")
     return int(text.vocab_size)
 
 
@@ -131,7 +123,7 @@ def fingerprint_of_files(target: str) -> str | None:
 
 
 def _folder(source: str, unpickle: bool) -> Path:
-    """The local folder; or the files of a hub id that are needed, fetched."""
+    """The local folder; or that of a hub id, of which no more is fetched than what holds the heads."""
     path = here(source)
     if path is not None:
         return path
@@ -139,11 +131,12 @@ def _folder(source: str, unpickle: bool) -> Path:
     folder = fetch(repo, [CONFIG_FILE, HEADS_FILE, WHOLE_FILES[1], PICKLED_WHOLE_FILES[1]], revision)
     if not (folder / HEADS_FILE).is_file() and unpickle:
         folder = fetch(repo, [PICKLED_FILE], revision)
+    known = [HEADS_FILE, *([PICKLED_FILE] if unpickle else [])]
     for whole, index in (WHOLE_FILES, PICKLED_WHOLE_FILES) if unpickle else (WHOLE_FILES,):
-        if not any((folder / name).is_file() for name in (HEADS_FILE, PICKLED_FILE, WHOLE_FILES[0])):
+        if not any((folder / name).is_file() for name in known):
             shards = list(shards_of_heads(folder / index)) if (folder / index).is_file() else []
             folder = fetch(repo, [glob.escape(shard) for shard in shards] or [whole], revision)
-    known = (HEADS_FILE, PICKLED_FILE, *WHOLE_FILES) if unpickle else (HEADS_FILE, *WHOLE_FILES)
+        known += [whole, index]
     if not unpickle and not any((folder / name).is_file() for name in known):
         raise ValueError(f"{source} on the hub holds no heads in safetensors; pickled ones are read with --unpickle")
     return folder

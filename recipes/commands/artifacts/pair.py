@@ -16,7 +16,7 @@ from rich.table import Table
 
 from ....checkpoints.artifact.artifact import MANIFEST_FILE, load_manifest
 from ....checkpoints.pairs.checks import examine
-from ....checkpoints.pairs.repair import Repairs, repair
+from ....checkpoints.pairs.repair import repair
 from ....checkpoints.pairs.sides import (
     CONSUMERS,
     TOKENIZER_FILES,
@@ -33,14 +33,8 @@ from ....data.tokenizers import load_tokenizer
 from ...session.terminal import console, log
 from .import_drafter import PICKLED, whole_model
 
-_COLOURS = {
-    "fault": "red",
-    "weakness": "yellow",
-    "note": "dim",
-    "works": "green",
-    "works but": "yellow",
-    "refused": "red",
-}
+_COLOURS = {"fault": "red", "weakness": "yellow", "note": "dim", "works": "green", "works but": "yellow"}
+_COLOURS |= {"refused": "red"}
 _MUST_WORK = ("transformers", "draftsmith")
 
 
@@ -49,16 +43,13 @@ def examine_pair(target: str, drafter: str, fix: Path | None = None, as_json: bo
 
     Returns:
         Whether transformers and this engine both take the pair, the repaired one with `fix`, without a "but".
-
-    Raises:
-        ValueError: what `open_side`, `whole_model` and `repair` raise.
     """
-    with ExitStack() as kept:
+    with ExitStack() as stack:
         with redirect_stdout(sys.stderr):  # what libraries say when they are first used is no result
             mine = open_side(target, load_tokenizer)
-            theirs, whole = kept.enter_context(_open_drafter(drafter, fix is not None))
+            theirs, whole = stack.enter_context(_open_drafter(drafter, fix is not None))
             diagnosis = examine(mine, theirs)
-        shown = {"pair": diagnosis.plain()}
+        shown = {"pair": diagnosis.as_json()}
         if not as_json:
             show(diagnosis)
         if fix is not None:
@@ -66,9 +57,11 @@ def examine_pair(target: str, drafter: str, fix: Path | None = None, as_json: bo
             with redirect_stdout(sys.stderr):
                 repairs = repair(mine, theirs, diagnosis.findings, fix, command, whole)
                 diagnosis = examine(mine, open_side(str(fix), load_tokenizer))
-            shown |= {"repairs": {"done": repairs.done, "left": repairs.left}, "repaired": diagnosis.plain()}
+            shown |= {"repairs": {"done": repairs.done, "left": repairs.left}, "repaired": diagnosis.as_json()}
             if not as_json:
-                _show_repairs(repairs, fix)
+                for line in [f"repaired: {one}" for one in repairs.done] + [f"left: {one}" for one in repairs.left]:
+                    log(f"doctor: {line}")
+                log(f"doctor: wrote {fix}; the same checks of it follow")
                 show(diagnosis)
     if as_json:
         sys.stdout.write(json.dumps(shown, indent=2, ensure_ascii=False) + "\n")
@@ -122,11 +115,3 @@ def _show_findings(diagnosis: Diagnosis, out: Console) -> None:
         state = f"[{_COLOURS[finding.severity]}]{finding.severity}[/]"
         table.add_row(state, finding.check, *map(escape, (finding.what, finding.target, finding.drafter)))
     out.print(table)
-
-
-def _show_repairs(repairs: Repairs, folder: Path) -> None:
-    for line in repairs.done:
-        log(f"doctor: repaired: {line}")
-    for line in repairs.left:
-        log(f"doctor: left: {line}")
-    log(f"doctor: wrote {folder}; the same checks of it follow")

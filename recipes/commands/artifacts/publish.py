@@ -1,19 +1,18 @@
-"""`draftsmith push` and `draftsmith pull`: artifacts to the hub with what is known of them, and back."""
+"""What `draftsmith push` puts on a card beside the manifest, and what it shows before it uploads."""
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
-from dataclasses import dataclass
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
 from rich.markup import escape
 from rich.table import Table
 
-from ....checkpoints.artifact.card import Evidence, Licence, Measured, base_model, data_sources, model_card
+from ....checkpoints.artifact.card import Evidence, Licence, Measured, base_model, data_sources
 from ....checkpoints.artifact.manifest import Manifest
 from ....checkpoints.artifact.markdown import paths_in
-from ....checkpoints.hub.push_pull import MAIN, Plan, address, is_on_hub, plan_push, pull, push
+from ....checkpoints.hub.push_pull import Plan, address, is_on_hub
 from ....checkpoints.storage.names import MANIFEST_FILE
 from ....data.sources.registry import find_corpus
 from ...report.certificate import certificate_beside, load_certificate
@@ -26,74 +25,14 @@ _NAMED_FOLDERS = 3
 _VOCABULARIES = ("tokenizer.json", "vocab.json", "merges.txt", "added_tokens.json")
 
 
-@dataclass(frozen=True)
-class Asked:
-    """What is asked of a push besides the artifact and the repository."""
-
-    yes: bool = False
-    """Do it; otherwise it is only shown."""
-    branch: str = MAIN
-    private: bool = False
-    licence: str | None = None
-    """Of the artifact, as the hub names it (apache-2.0, mit, …)."""
-    results: Path | None = None
-    """Of `draftsmith evaluate`, about this artifact."""
-    message: str | None = None
-    """Of the commit."""
-    replace_other: bool = False
-    """Also where the repository holds something else."""
-
-
-def run_push(artifact: Path, repo: str, asked: Asked) -> None:
-    """Show what a push would do, and do it where that is asked for.
-
-    Raises:
-        ValueError: a damaged artifact, results of another one, a repository that should not be written, what failed.
-    """
-
-    def card(manifest: Manifest) -> str:
-        return model_card(manifest, repo, evidence_of(artifact, manifest, asked))
-
-    plan = plan_push(
-        artifact,
-        repo,
-        card,
-        branch=asked.branch,
-        private=asked.private,
-        message=asked.message,
-        replace_other=asked.replace_other,
-    )
-    _show(plan)
-    if not asked.yes:
-        log("push: nothing was uploaded; the same command with --yes does it")
-        return
-    commit = push(plan)
-    done = "made" if plan.changes_files else "nothing to do, it stands at"
-    log(f"push: {done} {address()}/{repo}/commit/{commit}; the hub lists all {len(plan.files)} files as they are here")
-
-
-def run_pull(source: str, out: Path, revision: str | None, replace_other: bool = False) -> None:
-    """Fetch an artifact, given as REPO or REPO@REVISION, and check every hash.
-
-    Raises:
-        ValueError: a name that is none, two revisions, an `out` that holds something else, no artifact there, damaged
-            files, a hub that cannot be asked.
-    """
-    repo, _, named = source.partition("@")
-    if named and revision is not None and named != revision:
-        raise ValueError(f"{source} names the revision {named!r}, and --revision {revision!r}: give one of them")
-    manifest, commit, is_new = pull(repo, out, named or revision, replace_other=replace_other)
-    total = sum(entry["bytes"] for entry in manifest.files.values())
-    done = f"wrote {out}:" if is_new else f"nothing to do, {out} is"
-    log(f"pull: {done} the {manifest.kind} of {repo} at {commit}")
-    log(f"pull: {len(manifest.files)} files, {total:,} bytes, each with the hash that its {MANIFEST_FILE} says")
-
-
-def evidence_of(artifact: Path, manifest: Manifest, asked: Asked) -> Evidence:
+def evidence_of(
+    artifact: Path, manifest: Manifest, licence: str | None = None, results: Path | None = None
+) -> Evidence:
     """What a card can say besides its manifest: licences of the data, a model on the hub, and results.
 
-    Raises:
-        ValueError: results of another artifact, naming both.
+    Args:
+        licence: of the artifact, as the hub names it (apache-2.0, mit, …).
+        results: of `draftsmith evaluate`, about this artifact; ValueError where they are of another one.
     """
     licences, datasets = {}, []
     for found in data_sources(manifest):
@@ -107,21 +46,17 @@ def evidence_of(artifact: Path, manifest: Manifest, asked: Asked) -> Evidence:
     if base is not None and not is_on_hub(base):
         log(f"push: the hub has no model {base}: the card names it as text")
         base = None
-    measured = None if asked.results is None else measured_of(artifact, manifest, asked.results)
-    return Evidence(asked.licence, base, tuple(datasets), licences, measured)
+    measured = None if results is None else measured_of(artifact, manifest, results)
+    return Evidence(licence, base, tuple(datasets), licences, measured)
 
 
 def measured_of(artifact: Path, manifest: Manifest, path: Path) -> Measured:
-    """The rows of results that are about this very artifact, or the one that it is an export of.
-
-    Raises:
-        ValueError: no results, or those of other files; names both.
-    """
+    """The rows of results that are about this very artifact, or the one that it is an export of; ValueError for results
+    of other files."""
     results = load_results(path)
     name = _name_in(results.get("artifacts"), artifact, manifest, path)
     rows = [row for row in results["methods"] if _uses(row, name)]
     machine = results["machine"]
-    certificates = _certificates(path, results["artifacts"][name], name, {row["label"] for row in rows})
     return Measured(
         rows=rows,
         machine=machine | {"versions": {"python": machine.get("python")} | (machine.get("versions") or {})},
@@ -129,7 +64,7 @@ def measured_of(artifact: Path, manifest: Manifest, path: Path) -> Measured:
         prompts=results["prompts"],
         source=str(results["recipe"].get("prompts")),
         created=results.get("created"),
-        certificates=certificates,
+        certificates=_certificates(path, results["artifacts"][name], name, {row["label"] for row in rows}),
     )
 
 
@@ -137,10 +72,8 @@ def _name_in(evaluated: Any, artifact: Path, manifest: Manifest, path: Path) -> 
     """Under which name results have this artifact. Its card may be another than it was: it says nothing of weights."""
     if not isinstance(evaluated, dict):
         raise ValueError(f"{path} does not say of which files it is, as results of older versions: evaluate again")
-    if manifest.export is None:
-        mine = {name: entry["sha256"] for name, entry in manifest.files.items() if name != _CARD}
-    else:
-        mine = {name: digest for name, digest in manifest.export["of"].items() if name != _CARD}
+    hashes = {name: entry["sha256"] for name, entry in manifest.files.items()}
+    mine = {name: each for name, each in (manifest.export or {"of": hashes})["of"].items() if name != _CARD}
     for name, one in evaluated.items():
         theirs = {file: digest for file, digest in (one.get("files") or {}).items() if file != _CARD}
         if theirs and theirs == mine:
@@ -175,15 +108,16 @@ def _certificates(path: Path, evaluated: Mapping[str, Any], name: str, labels: s
     beside = certificate_beside(path)
     if not beside.is_file():
         return []
-    told = load_certificate(beside)
-    certified = told["artifacts"].get(name) or {}
+    found = load_certificate(beside)
+    certified = found["artifacts"].get(name) or {}
     if certified.get("hash") is None or certified["hash"] != evaluated.get("hash"):
         log(f"push: {beside} is of other files than {path}: the card leaves it out")
         return []
-    return [one for one in told["certificates"] if one["label"] in labels]
+    return [one for one in found["certificates"] if one["label"] in labels]
 
 
-def _show(plan: Plan) -> None:
+def show_plan(plan: Plan) -> None:
+    """Print what a push would do."""
     where = f"{address()}/{plan.repo}"
     kind = "private" if plan.private else "public"
     state = "to be made" if plan.parent is None else f"at {plan.parent[:12]}"
@@ -195,9 +129,8 @@ def _show(plan: Plan) -> None:
     files.add_column("bytes", justify="right", no_wrap=True)
     files.add_column("", no_wrap=True)
     for name, file in sorted(plan.files.items()):
-        files.add_row(
-            escape(name), f"{file.upload_info.size:,}", "is sent" if name in plan.sent else "is there already"
-        )
+        state = "is sent" if name in plan.sent else "is there already"
+        files.add_row(escape(name), f"{file.upload_info.size:,}", state)
     for name in plan.deleted:
         files.add_row(escape(ascii(name)[1:-1]), "", "is deleted there")
     out.print(files)
@@ -209,7 +142,7 @@ def _show(plan: Plan) -> None:
     for name, folders in sorted(_local_paths(plan).items()):
         more = ", …" if len(folders) > _NAMED_FOLDERS else ""
         named = ", ".join(folders[:_NAMED_FOLDERS]) + more
-        note = f"note: {name}, which others will read, names places of this machine: {named}"
+        note = f"note: {name}, which others will read, names folders of this machine: {named}"
         out.print(note, markup=False, soft_wrap=True)
     out.rule(_CARD, align="left")
     out.print(plan.card, markup=False, soft_wrap=True)
@@ -223,12 +156,9 @@ def _local_paths(plan: Plan) -> dict[str, list[str]]:
     return {name: sorted(paths) for name, paths in found.items() if paths}
 
 
-def _folders(value: Any) -> Iterator[str]:
+def _folders(value: Any) -> list[str]:
     """Absolute paths in a recipe."""
-    if isinstance(value, dict):
-        value = list(value.values())
-    if isinstance(value, list):
-        for item in value:
-            yield from _folders(item)
-    elif isinstance(value, str) and value.startswith(("/", "~/")) and "\n" not in value:
-        yield value
+    if isinstance(value, dict | list):
+        return [path for item in (value.values() if isinstance(value, dict) else value) for path in _folders(item)]
+    is_path = isinstance(value, str) and value.startswith(("/", "~/")) and "\n" not in value
+    return [value] if is_path else []

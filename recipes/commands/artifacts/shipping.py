@@ -1,15 +1,15 @@
-"""Commands that hand artifacts on: `doctor`, `export`, `push`, `pull`."""
+"""Commands about serving and publishing: `doctor`, `export`, `push`, `pull`."""
 
 from __future__ import annotations
 
 from pathlib import Path
-from typing import Annotated
+from typing import Annotated, Any
 
 import typer
 from rich.markup import escape
 from rich.table import Table
 
-from ...session.terminal import console
+from ...session.terminal import console, log
 
 
 def doctor(
@@ -25,14 +25,12 @@ def doctor(
     Of a pair the exit code is 0 where transformers and this engine take it as it is, 1 where one of them refuses it or
     takes it with a "but". With --fix that is said of the repaired drafter.
     """
-    if target is not None or drafter is not None:
-        if drafter is None:
-            raise ValueError("a pair is two: draftsmith doctor TARGET DRAFTER")
+    if target is not None and drafter is not None:
         from .pair import examine_pair
 
-        raise typer.Exit(0 if examine_pair(str(target), drafter, fix, as_json) else 1)
-    if fix is not None or as_json:
-        raise ValueError("--fix and --json are for pairs: draftsmith doctor TARGET DRAFTER")
+        raise typer.Exit(0 if examine_pair(target, drafter, fix, as_json) else 1)
+    if target is not None or fix is not None or as_json:
+        raise ValueError("a pair is two, and --fix and --json are for pairs: draftsmith doctor TARGET DRAFTER")
     from ...session.machine import findings
 
     table = Table(show_header=False, box=None)
@@ -54,15 +52,29 @@ def export(
     llama_cpp: Annotated[Path | None, typer.Option(help="A checkout of llama.cpp, for its converter.")] = None,
 ) -> None:
     """Write an artifact in the form that another program reads, and compare what was written with it."""
-    from .export import ExportOptions, list_formats, run_export
+    from ....checkpoints.export.base import SERVING_FILE, ExportOptions, export_artifact, option_name
+    from ....checkpoints.storage.places import here, hub_place
+    from .export import FORMATS
 
     if artifact is None:
-        list_formats()
+        table = Table(box=None)
+        for heading in ("format", "for", "what", "read by", "options"):
+            table.add_column(heading, no_wrap=heading in ("format", "for"))
+        for form in FORMATS.values():
+            typed = " ".join(map(option_name, form.options))
+            table.add_row(form.name, form.kind, *map(escape, (form.summary, form.readers, typed)))
+        console().print(table)
         return
     if to is None:
         raise ValueError(f"say with --to in which format to export {artifact}; `draftsmith export` lists them")
+    if target is not None and here(target) is None:
+        hub_place(target)  # what can be no id is not looked for
+    artifact = artifact.expanduser()
+    folder = out.expanduser() if out else artifact.resolve().with_name(f"{artifact.resolve().name}-{to}")
     options = ExportOptions(target, speculative_tokens, merge, pickle, llama_cpp)
-    run_export(artifact, to, out, options)
+    for line in export_artifact(artifact, to, folder, FORMATS, options):
+        log(f"export: {line}")
+    log(f"export: wrote {folder}; how to serve it stands in {folder / SERVING_FILE}")
 
 
 def push(
@@ -81,9 +93,25 @@ def push(
     ] = False,
 ) -> None:
     """Publish an artifact on the hub, with a card that has its evidence; shows what would be done, and stops."""
-    from .publish import Asked, run_push
+    from ....checkpoints.artifact.card import model_card
+    from ....checkpoints.artifact.manifest import Manifest
+    from ....checkpoints.hub.push_pull import address, plan_push
+    from ....checkpoints.hub.push_pull import push as upload
+    from .publish import evidence_of, show_plan
 
-    run_push(artifact, repo, Asked(yes, revision, private, licence, results, message, replace))
+    def card(manifest: Manifest) -> str:
+        return model_card(manifest, repo, evidence_of(artifact, manifest, licence, results))
+
+    settings: dict[str, Any] = {"branch": revision, "private": private, "message": message, "replace_other": replace}
+    plan = plan_push(artifact, repo, card, **settings)
+    show_plan(plan)
+    if not yes:
+        log("push: nothing was uploaded; the same command with --yes does it")
+        return
+    commit = upload(plan)
+    done = "made" if plan.changes_files else "nothing to do, it stands at"
+    there = f"{address()}/{repo}/commit/{commit}"
+    log(f"push: {done} {there}; the hub lists all {len(plan.files)} files as they are here")
 
 
 def pull(
@@ -95,6 +123,13 @@ def pull(
     ] = False,
 ) -> None:
     """Fetch an artifact from the hub: with the hash of every file as it should be, or not at all."""
-    from .publish import run_pull
+    from ....checkpoints.hub.push_pull import pull as download
 
-    run_pull(repo, out, revision, replace)
+    name, _, named = repo.partition("@")
+    if named and revision is not None and named != revision:
+        raise ValueError(f"{repo} names the revision {named!r}, and --revision {revision!r}: give one of them")
+    manifest, commit, is_new = download(name, out, named or revision, replace_other=replace)
+    total = sum(entry["bytes"] for entry in manifest.files.values())
+    done = f"wrote {out}:" if is_new else f"nothing to do, {out} is"
+    log(f"pull: {done} the {manifest.kind} of {name} at {commit}")
+    log(f"pull: {len(manifest.files)} files, {total:,} bytes, each with the hash that its artifact.json says")

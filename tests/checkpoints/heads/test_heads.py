@@ -4,15 +4,13 @@ from __future__ import annotations
 
 import json
 import pickle
-from collections.abc import Callable
 from pathlib import Path
-from typing import Any
 
 import pytest
 import torch
 from draftsmith.checkpoints.heads import module
 from draftsmith.checkpoints.heads.files import CONFIG_FILE, HEADS_FILE, PredictionHeads, load_heads, save_heads
-from safetensors.torch import load_file, save_file
+from safetensors.torch import load_file
 
 FORMS = (("own", 0), ("low-rank", 3), ("target", 0))
 
@@ -45,17 +43,6 @@ def by_hand(heads: PredictionHeads, hidden_XD: torch.Tensor) -> torch.Tensor:
         else:
             logits.append(x @ heads.projection(k).T)
     return torch.stack(logits, -2)
-
-
-def test_keys_are_those_of_medusa_1() -> None:
-    state = random_heads(2, 2).state_dict()
-    expected = {
-        f"{k}.{layer}.linear.{kind}": ([8, 8] if kind == "weight" else [8])
-        for k in range(2)
-        for layer in range(2)
-        for kind in ("weight", "bias")
-    } | {f"{k}.2.weight": [13, 8] for k in range(2)}
-    assert {name: list(tensor.shape) for name, tensor in state.items()} == expected
 
 
 def test_heads_begin_as_the_targets_projection() -> None:
@@ -150,38 +137,10 @@ def test_copies_are_not_pickled() -> None:
     assert pickle.loads(pickle.dumps(heads))._stacked is None
 
 
-@pytest.mark.parametrize(
-    ("settings", "message"),
-    [
-        ((0, 1, 8, 13), "num_heads is 0, expected at least 1"),
-        ((1, -1, 8, 13), "num_layers is -1, expected at least 0"),
-        ((1, 0, 8, 13, "target"), "num_layers is 0, expected at least 1"),
-        ((1, 1, 8, None), "vocab_size is None, expected at least 1"),
-        ((1, 1, 8, 13, "lowrank"), "projection is 'lowrank', expected one of own, low-rank, target"),
-        ((1, 1, 8, 13, "low-rank"), "rank is 0, expected 1 to 8"),
-        ((1, 1, 8, 5, "low-rank", 6), "rank is 6, expected 1 to 5"),
-        ((1, 1, 8, 13, "own", 2), "rank is 2, expected 0"),
-        ((1, 1, 8, 13, "own", 0, "after"), "states is 'after', expected one of after-norm, before-norm"),
-    ],
-)
-def test_settings_are_checked(settings: tuple[Any, ...], message: str) -> None:
-    with pytest.raises(ValueError, match=message):
-        PredictionHeads(*settings)
-
-
-@pytest.mark.parametrize(("projection", "rank"), FORMS)
-def test_there_are_as_many_heads_as_there_are(projection: str, rank: int) -> None:
-    with pytest.raises(ValueError, match="there is no head 3: there are 3"):
-        random_heads(projection=projection, rank=rank).projection(3)
-
-
 def test_the_targets_projection_is_shared_and_no_part_of_the_heads() -> None:
     weight_VD = torch.nn.Parameter(torch.randn(13, 8))
     heads = PredictionHeads(3, 1, 8, None, "target")
     assert not heads.knows_vocab_size
-    for use in (lambda: heads.vocab_size, lambda: heads(torch.randn(2, 8)), lambda: heads.projection(0)):
-        with pytest.raises(ValueError, match="reuse the target's output projection: hand it over"):
-            use()
     assert heads.attach(weight_VD) is heads
     assert heads.vocab_size == 13
     assert all(heads.projection(k) is weight_VD for k in range(3))
@@ -191,18 +150,10 @@ def test_the_targets_projection_is_shared_and_no_part_of_the_heads() -> None:
     assert (heads.projection(0).dtype, heads.projection(0).device.type) == (torch.float32, "cpu")
 
 
-def test_a_projection_of_the_target_is_checked() -> None:
-    heads = random_heads(projection="target")
-    for shape, expected in (((12, 8), r"\[13, 8\]"), ((13, 7), r"\[13, 8\]"), ((13,), r"\[13, 8\]")):
-        with pytest.raises(ValueError, match=expected):
-            heads.attach(torch.zeros(shape))
-    with pytest.raises(ValueError, match=r"\[V, 8\]"):
-        PredictionHeads(1, 1, 8, None, "target").attach(torch.zeros(13, 7))
+def test_a_sharded_projection_of_the_target_is_attached() -> None:
     sharded = torch.nn.Parameter(torch.empty(0))  # as ZeRO-3 leaves a weight between its uses
     sharded.ds_shape = torch.Size((13, 8))  # type: ignore[attr-defined]
-    assert heads.attach(sharded).projection(2) is sharded
-    with pytest.raises(ValueError, match="own projections take none of the target's"):
-        random_heads().attach(torch.zeros(13, 8))
+    assert random_heads(projection="target").attach(sharded).projection(2) is sharded
 
 
 def test_heads_in_another_type_than_the_targets_projection_give_logits_in_its_type() -> None:
@@ -304,12 +255,7 @@ def test_heads_without_a_projection_get_the_targets_on_loading_or_later(tmp_path
     wanted, weight_VD = heads(hidden_BD), heads.projection(0)
     save_heads(heads, tmp_path, "target")
     assert torch.equal(load_heads(tmp_path, lm_head=weight_VD)(hidden_BD), wanted)
-    later = load_heads(tmp_path)
-    with pytest.raises(ValueError, match="hand it over"):
-        later(hidden_BD)
-    assert torch.equal(later.attach(weight_VD)(hidden_BD), wanted)
-    with pytest.raises(ValueError, match=r"is \[14, 8\], the heads expect \[13, 8\]"):
-        load_heads(tmp_path, lm_head=torch.zeros(14, 8))
+    assert torch.equal(load_heads(tmp_path).attach(weight_VD)(hidden_BD), wanted)
     config = json.loads((tmp_path / CONFIG_FILE).read_text())
     del config["vocab_size"]
     (tmp_path / CONFIG_FILE).write_text(json.dumps(config))
@@ -320,88 +266,11 @@ def test_heads_without_a_projection_get_the_targets_on_loading_or_later(tmp_path
     assert unknown.attach(torch.zeros(14, 8)).vocab_size == 14
 
 
-def _changed(heads: PredictionHeads, **changes: torch.Tensor) -> dict[str, torch.Tensor]:
-    return heads.state_dict() | {name.replace("_", "."): tensor for name, tensor in changes.items()}
-
-
-@pytest.mark.parametrize(
-    ("tensor", "message"),
-    [
-        (torch.zeros(0), r"1\.2\.weight is \[0\], expected \[13, 8\] \(empty: ZeRO-3"),
-        (torch.zeros(13, 7), r"1\.2\.weight is \[13, 7\], expected \[13, 8\]$"),
-        (torch.zeros(13, 8, device="meta"), r"1\.2\.weight is on the meta device"),
-        (torch.full((13, 8), torch.nan), r"104 of 104 values of 1\.2\.weight are not finite"),
-        (torch.eye(13, 8, dtype=torch.float16) * 1e6, r"8 of 104 values of 1\.2\.weight are not finite"),
-    ],
-)
-def test_what_would_be_no_heads_is_not_saved(tmp_path: Path, tensor: torch.Tensor, message: str) -> None:
-    heads = random_heads()
-    with pytest.raises(ValueError, match=message):
-        save_heads(heads, tmp_path / "given", "target", _changed(heads, **{"1_2_weight": tensor}))
-    heads.load_state_dict(_changed(heads, **{"1_2_weight": torch.zeros(13, 8)}))
-    heads._head(1)[2].weight = torch.nn.Parameter(tensor)
-    with pytest.raises(ValueError, match=message):
-        save_heads(heads, tmp_path / "own", "target")
-    assert list(tmp_path.iterdir()) == []
-
-
-def test_tensors_given_for_saving_are_all_and_no_more(tmp_path: Path) -> None:
+def test_tensors_given_for_saving_are_saved(tmp_path: Path) -> None:
     heads = random_heads()
     state = {name: tensor + 1 for name, tensor in heads.state_dict().items()}
-    save_heads(heads, tmp_path / "good", "target", state)
-    assert all(torch.equal(load_heads(tmp_path / "good").state_dict()[name], state[name]) for name in state)
-    with pytest.raises(ValueError, match=r"1\.2\.weight is missing"):
-        save_heads(heads, tmp_path / "bad", "target", {name: state[name] for name in state if name != "1.2.weight"})
-    with pytest.raises(ValueError, match=r"3\.2\.weight is no tensor of theirs"):
-        save_heads(heads, tmp_path / "bad", "target", state | {"3.2.weight": state["1.2.weight"]})
-
-
-def test_heads_are_counted_from_the_tensors_not_the_config(tmp_path: Path) -> None:
-    save_heads(random_heads(), tmp_path, "target")
-    config = json.loads((tmp_path / CONFIG_FILE).read_text()) | {"medusa_num_heads": 2}
-    (tmp_path / CONFIG_FILE).write_text(json.dumps(config))
-    with pytest.warns(UserWarning, match="says medusa_num_heads 2, the tensors have 3"):
-        assert load_heads(tmp_path).num_heads == 3
-
-
-def _without(name: str) -> Callable[[dict[str, torch.Tensor]], object]:
-    return lambda tensors: tensors.pop(name)
-
-
-@pytest.mark.parametrize(
-    ("change", "message"),
-    [
-        (_without("1.0.linear.bias"), r"lacks 1\.0\.linear\.bias"),
-        (_without("1.2.weight"), r"1\.[01]\.linear.* belongs to no head"),
-        (lambda t: t.update({"0.1.weight": torch.zeros(13, 8)}), "head 0 has two projections"),
-        (lambda t: t.update({"2.2.weight": torch.zeros(12, 8)}), r"2\.2\.weight is \[12, 8\], expected \[13, 8\]"),
-        (
-            lambda t: t.update({"lm_head.weight": torch.zeros(13, 8)}),
-            "lm_head.weight is not a tensor of prediction heads",
-        ),
-        (lambda t: [t.pop(name) for name in list(t) if name.startswith("1.")], "of head 2, but none of head 1"),
-        (lambda t: t.update({"0.2.weight": torch.zeros(13)}), r"0\.2\.weight is \[13\], expected two dimensions"),
-        (lambda t: t.update({"0.2.weight": torch.zeros(0)}), r"0\.2\.weight is \[0\], expected two dimensions"),
-        (lambda t: t.update({"1.0.linear.bias": torch.zeros(8, dtype=torch.int8)}), "torch.int8, expected float32"),
-        (lambda t: t.update({"0.2.up.weight": torch.zeros(13, 2)}), "head 0 has two projections"),
-        (lambda t: [t.pop(name) for name in list(t) if "bias" not in name], "it has biases alone"),
-    ],
-)
-def test_tensors_that_do_not_fit_are_refused(tmp_path: Path, change, message: str) -> None:  # type: ignore[no-untyped-def]
-    save_heads(random_heads(), tmp_path, "target")
-    tensors = load_file(tmp_path / HEADS_FILE)
-    change(tensors)
-    save_file(tensors, tmp_path / HEADS_FILE)
-    with pytest.raises(ValueError, match=message):
-        load_heads(tmp_path)
-
-
-def test_files_that_are_no_heads_are_refused(tmp_path: Path) -> None:
-    with pytest.raises(ValueError, match="there are no heads at"):
-        load_heads(tmp_path)
-    (tmp_path / HEADS_FILE).write_bytes(b"\x00" * 20)
-    with pytest.raises(ValueError, match="is not a safetensors file"):
-        load_heads(tmp_path)
+    save_heads(heads, tmp_path, "target", state)
+    assert all(torch.equal(load_heads(tmp_path).state_dict()[name], state[name]) for name in state)
 
 
 def test_scaled_states_are_heads_on_smaller_states(tmp_path: Path) -> None:
@@ -416,7 +285,3 @@ def test_scaled_states_are_heads_on_smaller_states(tmp_path: Path) -> None:
             torch.testing.assert_close(found(hidden_XD), wanted)  # the fast path
             assert found.scale == 0.25
     torch.testing.assert_close(scaled.train()(hidden_XD), wanted)
-    config = json.loads((tmp_path / CONFIG_FILE).read_text())
-    (tmp_path / CONFIG_FILE).write_text(json.dumps(config | {"scale": -1}))
-    with pytest.raises(ValueError, match="scale is -1, expected a number above 0"):
-        load_heads(tmp_path)
