@@ -1,0 +1,97 @@
+"""What the doctor refuses to look at, or to repair: the files and numbers that are wrong are named."""
+
+from __future__ import annotations
+
+import shutil
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+from draftsmith.checkpoints.artifact.artifact import save_artifact
+from draftsmith.checkpoints.pairs.repair import repair
+from draftsmith.checkpoints.pairs.sides import open_side
+from draftsmith.data.tokenizers import load_tokenizer, train_bpe
+from transformers import LlamaForCausalLM
+
+VOCAB = 280
+Pair = tuple[Path, Path]
+
+
+@pytest.fixture
+def pair(make_llama: Callable[..., LlamaForCausalLM], tmp_path: Path) -> Pair:
+    target = tmp_path / "target"
+    sizes = {"hidden_size": 16, "intermediate_size": 16, "num_hidden_layers": 1, "num_attention_heads": 2}
+    make_llama(VOCAB, **sizes, bos_token_id=0, eos_token_id=1, pad_token_id=0).save_pretrained(target)
+    train_bpe(["a little text of words to merge, and more"], VOCAB, ("<s>", "</s>")).save_pretrained(target)
+    return target, Path(shutil.copytree(target, tmp_path / "drafter"))
+
+
+def put(name: str, content: str | bytes | dict[str, Any]) -> Callable[[Path], object]:
+    data = (
+        content
+        if isinstance(content, bytes)
+        else (json.dumps(content) if isinstance(content, dict) else content).encode()
+    )
+    return lambda folder: (folder / name).write_bytes(data)
+
+
+def as_adapter(folder: Path) -> None:
+    (folder / "config.json").unlink()
+    (folder / "adapter_config.json").write_text("{}")
+
+
+def as_heads(folder: Path) -> None:
+    shutil.rmtree(folder)
+    about: dict[str, Any] = {key: {} for key in ("shapes", "recipe", "data", "training")} | {"target": None}
+    about |= {"vocab_size": VOCAB, "tokenizer_fingerprint": None}
+    save_artifact(folder, kind="heads", write=put("config.json", b"{}"), **about)
+
+
+UNREADABLE: dict[str, tuple[Callable[[Path], object], tuple[str, ...]]] = {
+    "nothing there": (shutil.rmtree, ()),
+    "an adapter": (as_adapter, ("adapter",)),
+    "heads": (as_heads, ("heads",)),
+    "code of its own": (put("config.json", b'{"model_type": "mine", "auto_map": {"AutoConfig": "code.C"}}'), ()),
+    "no JSON": (put("config.json", b"{"), ()),
+    "no vocabulary": (put("config.json", b'{"model_type": "vit"}'), ("vit", "vocab_size")),
+    "damaged weights": (put("model.safetensors", b"\xff" * 64), ("model.safetensors",)),
+}
+
+
+@pytest.mark.parametrize("case", UNREADABLE)
+def test_what_is_no_model(case: str, pair: Pair) -> None:
+    change, parts = UNREADABLE[case]
+    (pair[1] / "code.py").write_text("raise SystemExit('this was run')\n")
+    change(pair[1])
+    with pytest.raises(ValueError, match=str(pair[1])) as caught:
+        open_side(str(pair[1]), load_tokenizer)
+    assert all(part in str(caught.value) for part in parts)
+
+
+def test_a_file_is_no_model(pair: Pair) -> None:
+    with pytest.raises(ValueError, match=r"config\.json"):
+        open_side(str(pair[1] / "config.json"), load_tokenizer)
+
+
+def test_repairs_without_need_or_over_something(pair: Pair, tmp_path: Path) -> None:
+    sides = [open_side(str(folder), load_tokenizer) for folder in pair]
+    before = sorted(path.name for path in tmp_path.iterdir())
+    for out in (*pair, tmp_path):
+        with pytest.raises(ValueError, match=str(out)):
+            repair(*sides, (), out, "")
+    made = tmp_path / "made"
+    repair(*sides, (), made, "")  # how transformers drafts with it was not set
+    sides[1] = open_side(str(made), load_tokenizer)
+    with pytest.raises(ValueError, match=str(made)):
+        repair(*sides, (), tmp_path / "again", "")
+    assert sorted(path.name for path in tmp_path.iterdir()) == sorted([*before, "made"])
+
+
+def test_pickled_weights_are_not_read(pair: Pair, tmp_path: Path) -> None:
+    (pair[1] / "model.safetensors").unlink()
+    (pair[1] / "pytorch_model.bin").write_bytes(b"cos\nsystem\n(S'touch broken'\ntR.")
+    sides = [open_side(str(folder), load_tokenizer) for folder in pair]
+    with pytest.raises(ValueError, match=r"model\*\.safetensors"):
+        repair(*sides, (), tmp_path / "out", "")
+    assert not (tmp_path / "out").exists()
