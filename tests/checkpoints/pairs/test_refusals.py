@@ -27,13 +27,8 @@ def pair(make_llama: Callable[..., LlamaForCausalLM], tmp_path: Path) -> Pair:
     return target, Path(shutil.copytree(target, tmp_path / "drafter"))
 
 
-def put(name: str, content: str | bytes | dict[str, Any]) -> Callable[[Path], object]:
-    data = (
-        content
-        if isinstance(content, bytes)
-        else (json.dumps(content) if isinstance(content, dict) else content).encode()
-    )
-    return lambda folder: (folder / name).write_bytes(data)
+def put(name: str, content: bytes) -> Callable[[Path], object]:
+    return lambda folder: (folder / name).write_bytes(content)
 
 
 def as_adapter(folder: Path) -> None:
