@@ -20,9 +20,9 @@ from ..artifact.artifact import load_manifest, save_artifact, verify_artifact
 from ..artifact.manifest import Manifest
 from ..artifact.markdown import python, shell, span, text
 from ..pairs.speculation import SPECULATIVE_TOKENS
+from ..storage.messages import did_you_mean
 from ..storage.names import MANIFEST_FILE
 from ..storage.places import split_revision
-from ..storage.suggest import did_you_mean
 from ..verify.model_files import quietly
 from ..verify.tensors import check_tensors
 

@@ -17,7 +17,7 @@ from ..artifact.fingerprints import model_fingerprint
 from ..artifact.locate import at_revision
 from ..pairs.checks import examine
 from ..pairs.sides import REFUSED, open_side
-from ..storage.suggest import first_line
+from ..storage.messages import first_line
 from ..verify.model_files import UNLOADABLE, names_of_embeddings, outline_of, read_tensors
 from .base import ExportOptions, Source, target_name
 from .tokenizer import load_tokenizer

@@ -11,7 +11,7 @@ from transformers import AutoTokenizer
 from ..artifact.compat import CONFIG_FILE, TEMPLATE_FILE, patch_tokenizer, read_config, write_config
 from ..artifact.fingerprints import tokenizer_fingerprint
 from ..artifact.locate import settings_of
-from ..storage.suggest import first_line
+from ..storage.messages import first_line
 
 _VOCABULARIES = ("tokenizer.json", "tokenizer.model", "vocab.json", "spiece.model", "vocab.txt")
 _FILES = (

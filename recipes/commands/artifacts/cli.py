@@ -51,7 +51,7 @@ def verify(
 ) -> None:
     """Look for everything that is wrong with artifacts; exit code 1 where there is something."""
     from ....checkpoints.artifact.locate import resolve
-    from ....checkpoints.storage.safe_read import shown
+    from ....checkpoints.storage.messages import shown
     from ....checkpoints.verify.inspect import find_faults, target_faults
     from ....data.tokenizers import load_tokenizer
     from ...session.terminal import gigabytes
@@ -98,7 +98,7 @@ def _print(line: str) -> None:
 
 def _facts(place: str, manifest: Manifest, everything: bool) -> Iterator[tuple[str, str]]:
     """What is said of an artifact, by heading; of long lists and texts the beginning."""
-    from ....checkpoints.storage.safe_read import shown
+    from ....checkpoints.storage.messages import shown
     from ...session.terminal import gigabytes
 
     total = sum(entry["bytes"] for entry in manifest.files.values())

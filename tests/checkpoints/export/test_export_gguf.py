@@ -1,4 +1,4 @@
-"""What llama.cpp's converter would not find by itself: names of tokenizers, settings, models of sentencepiece."""
+"""GGUF by llama.cpp's converter, for which another program stands in: what it cannot find, what it gets wrong."""
 
 from __future__ import annotations
 
@@ -9,22 +9,80 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from draftsmith.checkpoints.artifact.artifact import save_artifact
-from draftsmith.checkpoints.export.base import SERVING_FILE, ExportOptions, export_artifact
-from draftsmith.checkpoints.export.gguf import GGUF, read_gguf
+import torch
+from draftsmith.checkpoints.export.base import SERVING_FILE
+from draftsmith.checkpoints.export.gguf import read_gguf
 from draftsmith.checkpoints.storage.places import split_revision
 from draftsmith.data.tokenizers import train_bpe
 from huggingface_hub import constants
 from tokenizers import Tokenizer, models, normalizers, pre_tokenizers
-from transformers import GPTNeoXConfig, GPTNeoXForCausalLM, LlamaForCausalLM, PreTrainedTokenizerFast
+from transformers import AutoModelForCausalLM, GPTNeoXConfig, GPTNeoXForCausalLM, LlamaForCausalLM
 
-CONVERTER = Path(__file__).parents[1] / "gguf_converter.py"
+VOCAB = 48
 SIZES = {"hidden_size": 16, "num_attention_heads": 4, "num_key_value_heads": 2, "max_position_embeddings": 64}
-FORMATS = {GGUF.name: GGUF}
 TEXT = ["the drafter drafts, the target checks what the drafter drafted " * 4]
+Make = Callable[..., Path]
+Export = Callable[..., tuple[Path, str]]
 
 
-def our_bpe(change: Callable[[Tokenizer], Any] = lambda backend: None, *special: str) -> PreTrainedTokenizerFast:
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float16, torch.bfloat16])
+def test_gguf_by_the_users_converter(
+    dtype: torch.dtype, make_drafter: Make, export: Export, llama_cpp: Path, target: Path
+) -> None:
+    artifact = make_drafter(dtype)
+    out, found = export(artifact, "gguf", llama_cpp=llama_cpp)
+    assert "all 21 tensors, bit by bit" in found
+    assert f"tokens with those of {target}" in found
+    assert {path.name for path in out.iterdir()} == {"artifact.json", "README.md", "SERVING.md", "model.gguf"}
+    made = read_gguf(out / "model.gguf")
+    assert made.settings["general.architecture"] == "llama"
+    assert made.settings["llama.block_count"] == 2
+    assert made.settings["tokenizer.ggml.scores"] == (0, 1, 2)
+    weight = AutoModelForCausalLM.from_pretrained(artifact).lm_head.weight
+    assert torch.equal(made.load("output.weight"), weight)
+    assert "--spec-draft-n-max 4" in (out / SERVING_FILE).read_text()
+
+
+def test_tied_weights_and_adapters(make_drafter: Make, make_adapter: Make, export: Export, llama_cpp: Path) -> None:
+    out, found = export(make_drafter(tie_word_embeddings=True), "gguf", llama_cpp=llama_cpp)
+    assert "all 20 tensors, bit by bit" in found
+    assert "output.weight" not in read_gguf(out / "model.gguf").tensors
+    out, found = export(make_adapter(), "gguf", llama_cpp=llama_cpp, speculative_tokens=7)
+    assert "all 21 tensors, bit by bit" in found
+    assert not [path for path in out.iterdir() if path.is_dir()]
+    assert "--spec-draft-n-max 7" in (out / SERVING_FILE).read_text()
+
+
+@pytest.mark.parametrize(
+    ("fault", "parts"),
+    [
+        ("fails", ("exit code 1", "an architecture that it does not know", "line 39")),
+        ("writes nothing", ("model.gguf",)),
+        ("empty", ("model.gguf",)),
+        ("not GGUF", ("GGML",)),
+        ("cut off", ("model.gguf", "output_norm")),
+        ("claims too much", ("model.gguf",)),
+        ("fewer tokens", (f"{VOCAB - 1}", f"{VOCAB}")),
+        ("one value", ("blk.0.attn_q.weight",)),
+        ("one less", ("model.layers.1.mlp.up_proj.weight",)),
+    ],
+)
+def test_a_converter_that_writes_nonsense_is_refused(
+    fault: str,
+    parts: tuple[str, ...],
+    make_drafter: Make,
+    refused: Callable[..., str],
+    llama_cpp: Path,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setenv("FAULT", fault)
+    message = refused(make_drafter(), "gguf", llama_cpp=llama_cpp)
+    for part in parts:
+        assert part in message
+    assert "line 20\n" not in message
+
+
+def our_bpe(change: Callable[[Tokenizer], Any] = lambda backend: None, *special: str) -> Any:
     tokenizer = train_bpe(TEXT, 256 + 20, ["<s>", *special, "</s>"])
     change(tokenizer.backend_tokenizer)
     return tokenizer
@@ -39,71 +97,48 @@ def set_to(name: str, value: Any) -> Callable[[Tokenizer], None]:
     return change
 
 
-Make = Callable[..., Path]
-
-
 @pytest.fixture
-def make(tmp_path: Path, make_llama: Callable[..., LlamaForCausalLM]) -> Make:
-    """A function that writes a drafter with a tokenizer."""
+def make(save: Make, make_llama: Callable[..., LlamaForCausalLM], tmp_path: Path) -> Make:
+    """A function that writes a drafter with a tokenizer, by default with no target."""
 
     def build(
-        tokenizer: PreTrainedTokenizerFast, name: str = "drafter", target: str | None = None, model: Any = None
+        tokenizer: Any, name: str = "artifact", to: str | None = None, model: Any = None, also: Any = None
     ) -> Path:
         model = model or make_llama(len(tokenizer), 2, **SIZES)
 
         def write(folder: Path) -> None:
             model.save_pretrained(folder)
             tokenizer.save_pretrained(folder)
+            if also is not None:
+                also(folder)
 
-        about: dict[str, Any] = {key: {} for key in ("shapes", "recipe", "data", "training")}
-        about |= {"vocab_size": len(tokenizer), "tokenizer_fingerprint": None}
-        about["target"] = target and dict(zip(("id", "revision"), split_revision(target), strict=True))
-        save_artifact(tmp_path / name, kind="drafter", write=write, **about)
-        return tmp_path / name
+        known = to and dict(zip(("id", "revision"), split_revision(to), strict=True))
+        artifact = save(write, vocab_size=len(tokenizer), target=known)
+        return artifact if name == "artifact" else artifact.rename(tmp_path / name)
 
     return build
 
 
 @pytest.fixture
-def export(tmp_path: Path) -> Callable[..., Path]:
-    (tmp_path / "llama.cpp").mkdir()
-    shutil.copyfile(CONVERTER, tmp_path / "llama.cpp" / "convert_hf_to_gguf.py")
-
-    def run(artifact: Path, target: str | None = None) -> Path:
-        options = ExportOptions(target=target, llama_cpp=tmp_path / "llama.cpp")
-        export_artifact(artifact, "gguf", tmp_path / "exported", FORMATS, options)
-        return tmp_path / "exported"
-
-    return run
+def converted(export: Export, llama_cpp: Path) -> Callable[..., dict[str, Any]]:
+    """A function that exports a drafter: the settings in its file."""
+    return lambda artifact, **options: (
+        read_gguf(export(artifact, "gguf", llama_cpp=llama_cpp, **options)[0] / "model.gguf").settings
+    )
 
 
-def test_a_tokenizer_of_ones_own_is_given_its_name(make: Make, export: Callable[[Path], Path]) -> None:
-    assert read_gguf(export(make(our_bpe())) / "model.gguf").settings["tokenizer.ggml.pre"] == "gpt-2"
-
-
-def test_an_older_file_of_a_tokenizer_says_less(make: Make, export: Callable[..., Path]) -> None:
+def older(folder: Path) -> None:
     """Files written before there was `use_regex` split as those do that say true."""
-    artifact = make(our_bpe())
-    told = json.loads((artifact / "tokenizer.json").read_text())
-    assert told["pre_tokenizer"].pop("use_regex") is True
-    about: dict[str, Any] = {key: {} for key in ("shapes", "recipe", "data", "training")} | {"target": None}
-    about |= {"vocab_size": 276, "tokenizer_fingerprint": None}
-
-    def write(folder: Path) -> None:
-        shutil.copytree(artifact, folder, dirs_exist_ok=True, ignore=shutil.ignore_patterns("artifact.json"))
-        (folder / "tokenizer.json").write_text(json.dumps(told))
-
-    save_artifact(artifact.with_name("older"), kind="drafter", write=write, **about)
-    assert read_gguf(export(artifact.with_name("older")) / "model.gguf").settings["tokenizer.ggml.pre"] == "gpt-2"
-    told = []
-    save_artifact(artifact.with_name("older"), kind="drafter", write=write, **about)
-    with pytest.raises(ValueError, match=r"tokenizer\.json cannot be read: it holds a JSON list"):
-        export(artifact.with_name("older"))
+    state = json.loads((folder / "tokenizer.json").read_text())
+    assert state["pre_tokenizer"].pop("use_regex") is True
+    (folder / "tokenizer.json").write_text(json.dumps(state))
 
 
-def test_a_published_tokenizer_keeps_its_name(make: Make, export: Callable[[Path], Path]) -> None:
-    folder = export(make(our_bpe(lambda backend: None, "<published>")))
-    assert read_gguf(folder / "model.gguf").settings["tokenizer.ggml.pre"] == "published"
+@pytest.mark.parametrize(
+    ("special", "also", "name"), [((), None, "gpt-2"), ((), older, "gpt-2"), (("<published>",), None, "published")]
+)
+def test_tokenizers_have_a_name(special: tuple[str, ...], also: Any, name: str, make: Make, converted: Any) -> None:
+    assert converted(make(our_bpe(lambda backend: None, *special), also=also))["tokenizer.ggml.pre"] == name
 
 
 SPLIT = pre_tokenizers.Sequence([pre_tokenizers.Digits(), pre_tokenizers.ByteLevel(add_prefix_space=False)])
@@ -112,81 +147,68 @@ SPLIT = pre_tokenizers.Sequence([pre_tokenizers.Digits(), pre_tokenizers.ByteLev
 @pytest.mark.parametrize(
     ("change", "why"),
     [
-        (set_to("normalizer", normalizers.NFC()), "it has a normalizer, NFC"),
-        (set_to("pre_tokenizer", SPLIT), "its pre-tokenizer is Sequence"),
-        (set_to("pre_tokenizer", None), "its pre-tokenizer is None"),
-        (set_to("pre_tokenizer", pre_tokenizers.ByteLevel(add_prefix_space=True)), "otherwise: add_prefix_space"),
-        (set_to("pre_tokenizer", pre_tokenizers.ByteLevel(False, use_regex=False)), "otherwise: use_regex"),
-        (set_to("model.ignore_merges", True), "otherwise: ignore_merges"),
-        (set_to("model", models.BPE({"a": 0}, [], byte_fallback=True)), "otherwise: byte_fallback"),
+        (set_to("normalizer", normalizers.NFC()), "NFC"),
+        (set_to("pre_tokenizer", SPLIT), "Sequence"),
+        (set_to("pre_tokenizer", None), "None"),
+        (set_to("pre_tokenizer", pre_tokenizers.ByteLevel(add_prefix_space=True)), "add_prefix_space"),
+        (set_to("pre_tokenizer", pre_tokenizers.ByteLevel(False, use_regex=False)), "use_regex"),
+        (set_to("model.ignore_merges", True), "ignore_merges"),
+        (set_to("model", models.BPE({"a": 0}, [], byte_fallback=True)), "byte_fallback"),
     ],
 )
 def test_a_tokenizer_that_splits_otherwise_is_refused(
-    change: Callable[[Tokenizer], None], why: str, make: Make, export: Callable[[Path], Path]
+    change: Callable[[Tokenizer], None], why: str, make: Make, refused: Callable[..., str], llama_cpp: Path
 ) -> None:
-    with pytest.raises(ValueError, match="does not know the tokenizer of") as refused:
-        export(make(our_bpe(change)))
-    assert why in str(refused.value)
-    assert "Traceback" not in str(refused.value)
+    message = refused(make(our_bpe(change)), "gguf", llama_cpp=llama_cpp)
+    assert why in message
+    assert "Traceback" not in message
 
 
-def test_settings_under_another_name_are_given(make: Make, export: Callable[[Path], Path]) -> None:
+def test_settings_under_another_name_are_given(make: Make, converted: Any) -> None:
     tokenizer = our_bpe()
     sizes = {"vocab_size": len(tokenizer), "hidden_size": 32, "num_hidden_layers": 1, "num_attention_heads": 2}
     rotary = {"rope_type": "default", "rope_theta": 10_000.0, "partial_rotary_factor": 0.5}
     model = GPTNeoXForCausalLM(GPTNeoXConfig(**sizes, intermediate_size=48, rope_parameters=rotary))
-    found = read_gguf(export(make(tokenizer, model=model)) / "model.gguf")
-    assert found.settings["gptneox.rope.dimension_count"] == 8
+    assert converted(make(tokenizer, model=model))["gptneox.rope.dimension_count"] == 8
 
 
-def test_the_targets_sentencepiece_model_stands_in(make: Make, export: Callable[[Path], Path]) -> None:
-    tokenizer = our_bpe()
-    target = make(tokenizer, "target")
-    found = read_gguf(export(make(tokenizer, "drafter", str(target))) / "model.gguf")
-    assert "tokenizer.ggml.model" not in found.settings
-    (target / "tokenizer.model").write_bytes(b"sentencepiece's")
-    folder = export(target.with_name("drafter"))
-    assert read_gguf(folder / "model.gguf").settings["tokenizer.ggml.model"] == "llama"
-    assert not [path for path in folder.iterdir() if path.is_dir()]
-
-
-def test_the_sentencepiece_model_of_a_target_on_the_hub_does_too(
-    make: Make, export: Callable[..., Path], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+@pytest.mark.parametrize("place", ["folder", "hub"])
+def test_the_targets_sentencepiece_model_stands_in(
+    place: str, make: Make, converted: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    artifact, target = make(our_bpe()), make(our_bpe(), "target")
-    (target / "tokenizer.model").write_bytes(b"sentencepiece's")
-    repo = tmp_path / "cache" / "models--me--target"
-    (repo / "refs").mkdir(parents=True)
-    (repo / "refs" / "main").write_text("a" * 40)
-    (repo / "snapshots").mkdir()
-    target.rename(repo / "snapshots" / ("a" * 40))
-    monkeypatch.setattr(constants, "HF_HUB_CACHE", str(tmp_path / "cache"))
-    monkeypatch.setattr(constants, "HF_HUB_OFFLINE", True)
-    folder = export(artifact, target="me/target")
-    assert read_gguf(folder / "model.gguf").settings["tokenizer.ggml.model"] == "llama"
-
-
-def test_serving_converts_a_target_as_the_drafter_was_converted(make: Make, export: Callable[[Path], Path]) -> None:
     tokenizer = our_bpe()
-    target = make(tokenizer, "target")
-    artifact = make(tokenizer, "drafter", str(target))
-    serving = (export(artifact) / SERVING_FILE).read_text()
-    assert f"draftsmith export {target} --to gguf --out target-gguf --llama-cpp" in serving
-    assert "-m target-gguf/model.gguf -md exported/model.gguf --spec-type draft-simple" in serving
-    (target / "artifact.json").unlink()
-    shutil.rmtree(artifact)
-    serving = (export(make(tokenizer, "drafter", str(target))) / SERVING_FILE).read_text()
-    assert f"convert_hf_to_gguf.py {target} --outfile target.gguf" in serving
-    assert "-m target.gguf" in serving
+    pieces = make(tokenizer, "pieces")
+    artifact = make(tokenizer)
+    assert "tokenizer.ggml.model" not in converted(artifact, target=str(pieces))
+    (pieces / "tokenizer.model").write_bytes(b"sentencepiece's")
+    named = str(pieces)
+    if place == "hub":
+        repo = tmp_path / "cache" / "models--me--target"
+        (repo / "refs").mkdir(parents=True)
+        (repo / "refs" / "main").write_text("a" * 40)
+        (repo / "snapshots").mkdir()
+        shutil.move(pieces, repo / "snapshots" / ("a" * 40))
+        monkeypatch.setattr(constants, "HF_HUB_CACHE", str(tmp_path / "cache"))
+        monkeypatch.setattr(constants, "HF_HUB_OFFLINE", True)
+        named = "me/target"
+    assert converted(artifact, target=named)["tokenizer.ggml.model"] == "llama"
 
 
-@pytest.mark.parametrize("revision", [None, "v2"])
-def test_serving_fetches_a_target_of_the_hub(revision: str | None, make: Make, export: Callable[..., Path]) -> None:
-    """The converter takes folders alone."""
-    at = f"@{revision}" if revision else ""
-    serving = (export(make(our_bpe(), target=f"me/target{at}")) / SERVING_FILE).read_text()
-    fetched = "hf download me/target --local-dir model\n"
-    assert f"{fetched}python convert_hf_to_gguf.py model --outfile target.gguf" in serving
-    assert ("hf download me/target --revision v2 --local-dir target" in serving) is bool(revision)
-    serving = (export(make(our_bpe(), target="/gone/target")) / SERVING_FILE).read_text()
-    assert "```bash\npython convert_hf_to_gguf.py /gone/target --outfile target.gguf" in serving
+def test_serving_converts_the_target_as_the_drafter_was(make: Make, export: Export, llama_cpp: Path) -> None:
+    tokenizer = our_bpe()
+    pair = make(tokenizer, "pair")
+
+    def commands(to: str) -> str:
+        return (export(make(tokenizer, to=to), "gguf", llama_cpp=llama_cpp)[0] / SERVING_FILE).read_text()
+
+    serving = commands(str(pair))
+    assert f"draftsmith export {pair} --to gguf --out target-gguf --llama-cpp" in serving
+    assert "-m target-gguf/model.gguf -md exported-gguf/model.gguf --spec-type draft-simple" in serving
+    (pair / "artifact.json").unlink()
+    assert f"convert_hf_to_gguf.py {pair} --outfile target.gguf" in commands(str(pair))
+    for revision in ("", "@v2"):  # the converter takes folders alone
+        serving = commands(f"me/target{revision}")
+        fetched = "hf download me/target --local-dir model\n"
+        assert f"{fetched}python convert_hf_to_gguf.py model --outfile target.gguf" in serving
+        assert ("hf download me/target --revision v2 --local-dir target" in serving) is bool(revision)
+    assert "```bash\npython convert_hf_to_gguf.py /gone/target --outfile target.gguf" in commands("/gone/target")

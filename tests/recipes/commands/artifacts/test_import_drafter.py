@@ -91,7 +91,7 @@ def test_pickled_weights_are_converted_where_that_is_said(plain: Path, target: P
     (plain / "model.safetensors").unlink()
     torch.save(weights, plain / "pytorch_model.bin")
     command = ("import", plain, "--target", target, "--out", tmp_path / "out")
-    assert "pickled ones are read with --unpickle" in str(draftsmith(*command).exception)
+    assert "--unpickle" in str(draftsmith(*command).exception)
     assert not (tmp_path / "out").exists()
     done = draftsmith(*command, "--unpickle")
     assert done.exit_code == 0, (done.output, done.exception)

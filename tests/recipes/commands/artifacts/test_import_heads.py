@@ -176,7 +176,7 @@ def test_wrong_requests_are_refused(target: Path, tmp_path: Path) -> None:
         import_heads(source, tmp_path / "heads", str(target), states="before")
     with pytest.raises(ValueError, match=r"there is no folder \./nowhere"):
         import_heads("./nowhere", tmp_path / "heads", str(target))
-    with pytest.raises(ValueError, match=r"configuration of the target .* cannot be read"):
+    with pytest.raises(ValueError, match=str(tmp_path / "heads")):
         import_heads(source, tmp_path / "heads", str(tmp_path / "heads"))
     with pytest.raises(ValueError, match="is there already and not empty"):
         import_heads(source, Path(source), str(target))

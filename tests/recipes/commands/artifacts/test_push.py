@@ -17,7 +17,7 @@ from typing import Any
 import pytest
 import yaml
 from draftsmith.checkpoints.artifact.artifact import load_manifest, save_artifact, verify_artifact
-from draftsmith.recipes.commands.artifacts.publish import Asked, evidence_of, measured_of
+from draftsmith.recipes.commands.artifacts.publish import evidence_of, measured_of
 from draftsmith.recipes.commands.cli import app
 from draftsmith.recipes.commands.evaluation.evaluate import run_evaluate
 from draftsmith.recipes.schema.evaluation import EvaluateRecipe
@@ -175,7 +175,7 @@ def test_licences_data_sets_and_models_of_the_hub(hub: Any, tmp_path: Path, caps
     folder = make_artifact(tmp_path / "t")
     manifest = replace(load_manifest(folder), data=data, kind="heads", target={"id": "lmsys/vicuna-7b-v1.3"})
     (folder / "artifact.json").write_text(manifest.to_json())
-    known = evidence_of(folder, manifest, Asked())
+    known = evidence_of(folder, manifest)
     assert known.datasets == ("anon8231489123/ShareGPT_Vicuna_unfiltered", "tatsu-lab/alpaca", "me/own")
     assert {name: one.licence for name, one in known.licences.items()} == {
         "sharegpt-v3": "apache-2.0", "tatsu-lab/alpaca": "cc-by-nc-4.0", "vicuna-80": "apache-2.0",
@@ -183,25 +183,14 @@ def test_licences_data_sets_and_models_of_the_hub(hub: Any, tmp_path: Path, caps
     assert known.base_model is None
     assert "the hub has no model lmsys/vicuna-7b-v1.3" in capsys.readouterr().err
     hub.repo("lmsys/vicuna-7b-v1.3", {"config.json": b"{}"})
-    assert evidence_of(folder, manifest, Asked()).base_model == "lmsys/vicuna-7b-v1.3"
+    assert evidence_of(folder, manifest).base_model == "lmsys/vicuna-7b-v1.3"
     run("push", folder, "somebody/heads", "--yes")
     head = yaml.safe_load(hub.repos["somebody/heads"].head()["README.md"].decode().split("---")[1])
     assert head["base_model"] == "lmsys/vicuna-7b-v1.3"
     assert "me/own" in head["datasets"]
 
 
-def test_folders_of_this_machine_are_named(hub: Any, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    folder = make_artifact(tmp_path / "t")
-    recipe = {"data": {"path": "/home/me/rows.json"}, "out": "runs/x"}
-    (folder / "artifact.json").write_text(replace(load_manifest(folder), recipe=recipe).to_json())
-    run("push", folder, REPO)
-    said = " ".join(capsys.readouterr().out.split())
-    assert "note: artifact.json, which others will read, names places of this machine: /home/me/rows.json" in said
-
-
-def test_every_text_that_names_folders_of_this_machine_is_named(
-    hub: Any, tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_files_that_name_folders_of_this_machine(hub: Any, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     texts = {
         "SERVING.md": "Serve it: `vllm serve /home/me/models/target`, see https://docs.vllm.ai/en/latest/x",
         "config.json": json.dumps({"_name_or_path": "/home/me/base", "rate": "1/2/3"}),
@@ -209,10 +198,13 @@ def test_every_text_that_names_folders_of_this_machine_is_named(
         "plain.md": "user/name, ./here/there, and/or/not, a <b>c</b></i>, //x/y, http://127.0.0.1:1/a/b",
     }
     folder = make_artifact(tmp_path / "t", **{name: text.encode() for name, text in texts.items()})
+    recipe = {"data": {"path": "/home/me/rows.json"}, "out": "runs/x"}
+    (folder / "artifact.json").write_text(replace(load_manifest(folder), recipe=recipe).to_json())
     run("push", folder, REPO)
     notes = [line for line in capsys.readouterr().out.splitlines() if line.startswith("note: ")]
-    after = ", which others will read, names places of this machine: /home/me/"
-    assert notes == [f"note: SERVING.md{after}models/target", f"note: config.json{after}base"]
+    after = ", which others will read, names folders of this machine: /home/me/"
+    files = {"SERVING.md": "models/target", "artifact.json": "rows.json", "config.json": "base"}
+    assert notes == [f"note: {name}{after}{path}" for name, path in files.items()]
 
 
 def test_a_pull_over_another_artifact(
@@ -257,6 +249,7 @@ def test_a_pull_of_two_revisions(hub: Any, tmp_path: Path) -> None:
     assert hub.requests.count("unknown") == 0
 
 
+@pytest.mark.slow
 def test_as_processes_with_secrets(stand_in: ModuleType, tmp_path: Path, tiny_pair: Path) -> None:
     """With variables as people set them; a token shows nowhere, not in what is said, sent as a file or written."""
     home = tmp_path / "home"

@@ -1,0 +1,188 @@
+"""Artifacts to export: drafters, adapters, heads and tables, tiny and random, for one target."""
+
+from __future__ import annotations
+
+import json
+import shutil
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from draftsmith.checkpoints.artifact.artifact import (
+    model_fingerprint,
+    save_artifact,
+    tokenizer_fingerprint,
+    verify_artifact,
+)
+from draftsmith.checkpoints.export.base import ExportOptions, export_artifact
+from draftsmith.checkpoints.heads.files import PredictionHeads, save_heads
+from draftsmith.checkpoints.table.table import BigramTable
+from draftsmith.recipes.commands.artifacts.export import FORMATS
+from peft import LoraConfig, get_peft_model
+from tokenizers import Tokenizer, models, pre_tokenizers
+from transformers import AutoModelForCausalLM, LlamaForCausalLM, PreTrainedTokenizerFast
+
+VOCAB, HIDDEN = 48, 16
+SIZES = {"hidden_size": HIDDEN, "num_attention_heads": 4, "num_key_value_heads": 2, "max_position_embeddings": 64}
+Make = Callable[..., Path]
+
+
+def tokenizer_of(words: int = VOCAB - 2, swapped: bool = False) -> PreTrainedTokenizerFast:
+    names = [f"w{number}" for number in range(words)]
+    if swapped:
+        names[5], names[6] = names[6], names[5]
+    vocab = {"<s>": 0, "</s>": 1} | {name: number + 2 for number, name in enumerate(names)}
+    backend = Tokenizer(models.WordLevel(vocab, unk_token="w0"))
+    backend.pre_tokenizer = pre_tokenizers.Whitespace()
+    return PreTrainedTokenizerFast(tokenizer_object=backend, bos_token="<s>", eos_token="</s>", pad_token="</s>")
+
+
+@pytest.fixture
+def target(tmp_path: Path, make_llama: Callable[..., LlamaForCausalLM]) -> Path:
+    make_llama(VOCAB, 1, **SIZES).save_pretrained(tmp_path / "target")
+    tokenizer_of().save_pretrained(tmp_path / "target")
+    return tmp_path / "target"
+
+
+@pytest.fixture
+def save(tmp_path: Path, target: Path) -> Make:
+    """A function that writes an artifact for the target from what `write` puts there."""
+
+    def build(write: Callable[[Path], Any], kind: str = "drafter", **about: Any) -> Path:
+        settings: dict[str, Any] = {name: {} for name in ("shapes", "data", "training")}
+        settings |= {"recipe": {"kind": kind, "steps": 3}, "evaluation": {"tokens_per_step": 2.5}}
+        settings |= {"target": {"id": str(target), "fingerprint": model_fingerprint(target)}}
+        settings |= {"vocab_size": VOCAB, "tokenizer_fingerprint": None} | about
+        save_artifact(tmp_path / "artifact", kind=kind, write=write, **settings)
+        return tmp_path / "artifact"
+
+    return build
+
+
+@pytest.fixture
+def make_drafter(save: Make, make_llama: Callable[..., LlamaForCausalLM]) -> Make:
+    """A function that writes an artifact of a random Llama, changed by `also`; its tokenizer is the target's, or is
+    `short` of two tokens, or has two `swapped`."""
+
+    def build(
+        dtype: torch.dtype = torch.float32,
+        also: Any = None,
+        tokenizer: str | None = "",
+        vocab_size: int = VOCAB,
+        **sizes: Any,
+    ) -> Path:
+        model = make_llama(vocab_size, 2, **(SIZES | sizes)).to(dtype)
+        words = VOCAB - 4 if tokenizer == "short" else VOCAB - 2
+        own = None if tokenizer is None else tokenizer_of(words, swapped=tokenizer == "swapped")
+
+        def write(folder: Path) -> None:
+            model.save_pretrained(folder)
+            if own:
+                own.save_pretrained(folder)
+            (folder / "recipe.yaml").write_text("kind: drafter\n")
+            if also is not None:
+                also(folder)
+
+        return save(write, vocab_size=vocab_size, tokenizer_fingerprint=own and tokenizer_fingerprint(own))
+
+    return build
+
+
+@pytest.fixture
+def make_adapter(save: Make, make_llama: Callable[..., LlamaForCausalLM], tmp_path: Path) -> Make:
+    """A function that writes an artifact of a LoRA adapter, and its base to `base`."""
+
+    def build(dtype: torch.dtype = torch.float32) -> Path:
+        make_llama(VOCAB, 4, **SIZES).to(dtype).save_pretrained(tmp_path / "base")
+        base = AutoModelForCausalLM.from_pretrained(tmp_path / "base")
+        wrapper = get_peft_model(base, LoraConfig(r=3, target_modules=["q_proj", "down_proj"], task_type="CAUSAL_LM"))
+        torch.manual_seed(0)
+        with torch.no_grad():
+            for name, weight in wrapper.named_parameters():
+                if "lora_B" in name:
+                    weight.normal_(0, 0.3)
+        wrapper.peft_config["default"].base_model_name_or_path = str(tmp_path / "base")
+
+        def write(folder: Path) -> None:
+            wrapper.save_pretrained(folder)
+            tokenizer_of().save_pretrained(folder)
+
+        return save(write, tokenizer_fingerprint=tokenizer_fingerprint(tokenizer_of()))
+
+    return build
+
+
+@pytest.fixture
+def make_heads(save: Make) -> Make:
+    """A function that writes an artifact of random heads, changed by `edit`."""
+
+    def build(dtype: torch.dtype = torch.float32, edit: Any = None, named: Any = "here", **sizes: Any) -> Path:
+        torch.manual_seed(1)
+        heads = PredictionHeads(hidden_size=HIDDEN, vocab_size=VOCAB, **({"num_heads": 3, "num_layers": 1} | sizes))
+        with torch.no_grad():
+            for parameter in heads.parameters():
+                parameter.normal_()
+            if edit is not None:
+                edit(heads)
+        about = {} if named == "here" else {"target": named}
+        return save(lambda folder: save_heads(heads.to(dtype), folder, "base"), "heads", **about)
+
+    return build
+
+
+@pytest.fixture
+def make_table(save: Make) -> Make:
+    """A function that writes an artifact of a table: by default unevenly filled rows, ties, and tokens never seen."""
+
+    def build(table: BigramTable | None = None) -> Path:
+        rng = np.random.default_rng(0)
+        documents = [np.minimum(rng.geometric(0.2, 30) - 1, VOCAB - 4) for _ in range(12)]
+        table = table or BigramTable.from_documents(documents, VOCAB)
+        return save(table.save, "table", vocab_size=table.vocab_size)
+
+    return build
+
+
+@pytest.fixture
+def export(tmp_path: Path) -> Callable[..., tuple[Path, str]]:
+    """A function that exports an artifact: the folder, and what was found equal."""
+
+    def run(artifact: Path, form: str, **options: Any) -> tuple[Path, str]:
+        out = tmp_path / f"exported-{form}"
+        lines = export_artifact(artifact, form, out, FORMATS, ExportOptions(**options))
+        about = verify_artifact(out).export
+        assert about is not None
+        assert about["format"] == form
+        assert about["of"] == {name: entry["sha256"] for name, entry in verify_artifact(artifact).files.items()}
+        if (out / "tokenizer_config.json").is_file():
+            settings = json.loads((out / "tokenizer_config.json").read_text())
+            assert settings["tokenizer_class"] == "PreTrainedTokenizerFast", "as older readers take it"
+        return out, "\n".join(lines)
+
+    return run
+
+
+@pytest.fixture
+def refused(tmp_path: Path, export: Callable[..., tuple[Path, str]]) -> Callable[..., str]:
+    """A function that gives the message of an export that fails, and leaves nothing."""
+
+    def run(artifact: Path, form: str, **options: Any) -> str:
+        before = sorted(path.name for path in tmp_path.iterdir())
+        with pytest.raises(ValueError) as caught:  # noqa: PT011 - who calls looks at the message
+            export(artifact, form, **options)
+        assert sorted(path.name for path in tmp_path.iterdir()) == before
+        return str(caught.value)
+
+    return run
+
+
+@pytest.fixture
+def llama_cpp(tmp_path: Path) -> Path:
+    """A checkout that holds what stands in for llama.cpp's converter."""
+    (tmp_path / "llama cpp").mkdir()
+    converter = Path(__file__).parents[1] / "gguf_converter.py"
+    shutil.copyfile(converter, tmp_path / "llama cpp" / "convert_hf_to_gguf.py")
+    return tmp_path / "llama cpp"
