@@ -5,24 +5,45 @@ from __future__ import annotations
 import errno
 import json
 import shutil
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import pytest
 from draftsmith.checkpoints.export import heads as export_heads
+from draftsmith.recipes.commands import cli as command_line
 from draftsmith.recipes.commands.artifacts.export import FORMATS
 
+Run = Callable[..., tuple[int, str]]
 
-def test_formats_are_listed(launcher: Any) -> None:
-    code, printed = launcher.run("export")
+
+@pytest.fixture
+def run(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> Run:
+    """The command line in this process: its exit code, and all that it printed."""
+
+    def call(*arguments: str) -> tuple[int, str]:
+        monkeypatch.setattr("sys.argv", ["draftsmith", *arguments])
+        code: Any = 0
+        try:
+            command_line.main()
+        except SystemExit as ended:
+            code = ended.code or 0
+        printed = capsys.readouterr()
+        return code, printed.out + printed.err
+
+    return call
+
+
+def test_formats_are_listed(run: Run) -> None:
+    code, printed = run("export")
     assert code == 0
     assert all(form in printed for form in FORMATS)
     assert "--speculative-tokens" in "".join(printed.split())
 
 
-def test_an_export_lies_beside_the_artifact(launcher: Any, tiny_pair: Path, tmp_path: Path) -> None:
+def test_an_export_lies_beside_the_artifact(run: Run, tiny_pair: Path, tmp_path: Path) -> None:
     shutil.copytree(tiny_pair / "heads", tmp_path / "heads")
-    code, printed = launcher.run("export", str(tmp_path / "heads"), "--to", "medusa")
+    code, printed = run("export", str(tmp_path / "heads"), "--to", "medusa")
     assert code == 0, printed
     assert "bit by bit" in printed
     assert "SERVING.md" in printed
@@ -40,10 +61,10 @@ def test_an_export_lies_beside_the_artifact(launcher: Any, tiny_pair: Path, tmp_
     ],
 )
 def test_mistakes_are_one_message(
-    arguments: list[str], parts: tuple[str, ...], launcher: Any, tiny_pair: Path, tmp_path: Path
+    arguments: list[str], parts: tuple[str, ...], run: Run, tiny_pair: Path, tmp_path: Path
 ) -> None:
     given = [argument.replace("{pair}", str(tiny_pair)) for argument in arguments]
-    code, printed = launcher.run("export", *given, "--out", str(tmp_path / "out"))
+    code, printed = run("export", *given, "--out", str(tmp_path / "out"))
     assert code == 2, printed
     for part in parts:
         assert part.replace("{pair}", str(tiny_pair)) in "".join(printed.splitlines())
@@ -51,14 +72,12 @@ def test_mistakes_are_one_message(
     assert not (tmp_path / "out").exists()
 
 
-def test_a_full_disk_is_reported(
-    launcher: Any, tiny_pair: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_full_disk_is_reported(run: Run, tiny_pair: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     def full(tensors: Any, path: Path, **named: Any) -> None:
         raise OSError(errno.ENOSPC, "No space left on device", str(path))
 
     monkeypatch.setattr(export_heads, "save_file", full)
-    code, printed = launcher.run("export", str(tiny_pair / "heads"), "--to", "medusa", "--out", str(tmp_path / "out"))
+    code, printed = run("export", str(tiny_pair / "heads"), "--to", "medusa", "--out", str(tmp_path / "out"))
     assert code == 1
     assert "no space left" in printed
     assert "Traceback" not in printed
