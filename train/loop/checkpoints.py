@@ -1,9 +1,8 @@
 """The state folder of a training run: `fit.json`, `log.jsonl` and `checkpoints/step-000100/`.
 
 A checkpoint holds `model.safetensors` and `optimizer.bin` under the names and numbers of the bare, unsharded module, so
-that any number of processes under any kind of parallelism can go on from it. It is written beside its place, synced and
-renamed, so that a folder of that name is whole; its `checkpoint.json` lists every file with size and SHA-256, so that
-later damage is found too.
+that any number of processes under any kind of parallelism can resume from it. It is written under another name, synced
+and renamed; its `checkpoint.json` lists every file with size and SHA-256, so that later damage is found too.
 """
 
 from __future__ import annotations
@@ -11,11 +10,10 @@ from __future__ import annotations
 import errno
 import hashlib
 import json
-import os
 import shutil
 import warnings
 from collections import OrderedDict
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass, field, fields
 from pathlib import Path
@@ -24,10 +22,10 @@ from typing import Any
 import torch
 from torch import nn
 
-from ...checkpoints.storage.atomic import atomic_text, sync
+from ...checkpoints.storage.atomic import atomic_text, errors_named, finish_file, sync
 from ...checkpoints.storage.safe_read import stamp
 from ..parallel.accelerate import zero_stage
-from ..parallel.processes import on_main, raised, together
+from ..parallel.processes import on_main, together
 from ..parallel.sharding import load_whole_optimizer, load_whole_weights, whole_optimizer, whole_state
 
 _WEIGHTS, _OPTIMIZER, _SCALER = "model.safetensors", "optimizer.bin", "scaler.pt"  # accelerate's names
@@ -37,8 +35,7 @@ _FORMAT = 1
 
 @dataclass(frozen=True)
 class Position:
-    """How far a run is: steps taken, seconds spent on them in all its processes' lives, tokens seen, and the place in
-    the data where the steps do not say it."""
+    """How far a run is: steps, seconds of training, processes, tokens seen, and how far streamed data is read."""
 
     step: int = 0
     seconds: float = 0.0
@@ -98,7 +95,7 @@ class StateFolder:
         Raises:
             ValueError: a float16 run without a loss scale, which DeepSpeed does not leave, is to go on without it.
         """
-        folder = self._place(position.step)
+        folder = self._path(position.step)
         if zero_stage(self._accelerator):
             self.load_weights(position.step)
             saved = torch.load(folder / _OPTIMIZER, map_location="cpu", weights_only=True, mmap=True)
@@ -123,7 +120,7 @@ class StateFolder:
     def load_weights(self, step: int) -> None:
         """Load the weights of a checkpoint alone; the optimizer's state stays as it is."""
         assert self._module is not None, "nothing was attached"
-        file = self._place(step) / _WEIGHTS
+        file = self._path(step) / _WEIGHTS
         if zero_stage(self._accelerator):
             load_whole_weights(self._accelerator, self._module, file)
         else:
@@ -133,7 +130,7 @@ class StateFolder:
 
     def has(self, step: int) -> bool:
         """Whether there is a whole checkpoint of that step."""
-        return bool(self._broadcast([self._accelerator.is_main_process and _problem_of(self._place(step)) is None])[0])
+        return bool(self._broadcast([self._accelerator.is_main_process and _problem_of(self._path(step)) is None])[0])
 
     def save(self, position: Position, pinned: int | None = None) -> Path:
         """Write a checkpoint, then delete the oldest until `keep` are left besides that of step `pinned`. Returns its
@@ -142,19 +139,17 @@ class StateFolder:
         Raises:
             OSError: it could not be written (a full disk); nothing of it is left, older ones are untouched.
         """
-        target = self._place(position.step)
+        target = self._path(position.step)
         temporary = target.with_name("." + target.name)
         gathered = self._gather()
-        error: OSError | None = None
-        if self._accelerator.is_main_process:
-            error = _failure(lambda: temporary.mkdir(parents=True))
-        self._accelerator.wait_for_everyone()
-        if error is None:
-            error = _failure(lambda: self._write(temporary, gathered))
-        self._accelerator.wait_for_everyone()
-        if self._accelerator.is_main_process and error is None:
-            error = _failure(lambda: self._finish(temporary, target, position))
-        self._agree(error, temporary, target, pinned)
+        try:
+            on_main(self._accelerator, lambda: temporary.mkdir(parents=True))
+            together(self._accelerator, lambda: self._write(temporary, gathered))
+            on_main(self._accelerator, lambda: self._finish(temporary, target, position, pinned))
+        except (OSError, ValueError):
+            if self._accelerator.is_main_process:
+                shutil.rmtree(temporary, ignore_errors=True)
+            raise
         return target
 
     def log(self, line: Mapping[str, Any]) -> None:
@@ -172,18 +167,17 @@ class StateFolder:
         """The logged losses in the order of the steps."""
         return [line["loss"] for line in _read_lines(self.history) if "loss" in line]
 
-    def _place(self, step: int) -> Path:
+    def _path(self, step: int) -> Path:
         return self._checkpoints / f"step-{step:06d}"
 
     def _newest(self) -> Position | None:
-        folders = {int(path.name[5:]): path for path in self._checkpoints.glob("step-*") if path.name[5:].isdigit()}
-        for step in sorted(folders, reverse=True):
-            problem = _problem_of(folders[step])
+        for folder in reversed(self._folders().values()):
+            problem = _problem_of(folder)
             if problem is None:
-                summary = json.loads((folders[step] / _SUMMARY).read_text(encoding="utf-8"))
+                summary = json.loads((folder / _SUMMARY).read_text(encoding="utf-8"))
                 names = (item.name for item in fields(Position))
                 return Position(**{name: summary[name] for name in names if name in summary})
-            warnings.warn(f"checkpoint {folders[step]} is skipped: {problem}", stacklevel=2)
+            warnings.warn(f"checkpoint {folder} is skipped: {problem}", stacklevel=2)
         return None
 
     def _check(self, settings: Mapping[str, Any]) -> None:
@@ -196,17 +190,15 @@ class StateFolder:
                 f"{path} cannot be read ({error}) although there are checkpoints; delete the folder {self.folder}"
             ) from error
         now = json.loads(json.dumps(settings))
-        changed = [
-            "the data is other data"
-            if key == "data"
-            else f"{key}: {_shown(before.get(key))} before, {_shown(now.get(key))} now"
-            for key in {**now, **before}
-            if before.get(key) != now.get(key)
-        ]
+        changed = [key for key in {**now, **before} if before.get(key) != now.get(key)]
         if changed:
+            shown = "; ".join(
+                "other data" if key == "data" else f"{key}: {before.get(key)} before, {now.get(key)} now"
+                for key in changed
+            )
             raise ValueError(
-                f"{self.folder} holds a run with other settings ({'; '.join(changed)}); choose another output folder, "
-                f"or delete this one to start again"
+                f"{self.folder} holds a run with other settings ({shown}); choose another output folder, or delete "
+                "this one to start again"
             )
 
     def _cut_log(self, step: int) -> None:
@@ -227,74 +219,55 @@ class StateFolder:
         return weights, whole_optimizer(self._accelerator, self._groups)
 
     def _write(self, temporary: Path, gathered: tuple[Any, Any] | None) -> None:
-        if gathered is None:
-            self._write_unsharded(temporary)
-        elif self._accelerator.is_main_process:
-            from safetensors.torch import save_file
+        with _full_disk_named(temporary):
+            if gathered is None:
+                self._write_unsharded(temporary)
+            elif self._accelerator.is_main_process:
+                from safetensors.torch import save_file
 
-            with _disk_errors_named(temporary):
                 save_file(_bare_state(gathered[0]), temporary / _WEIGHTS, metadata={"format": "pt"})
                 torch.save(gathered[1], temporary / _OPTIMIZER)
 
     def _write_unsharded(self, temporary: Path) -> None:
         def bare(_: list[nn.Module], weights: list[dict[str, Any]], folder: str) -> None:
-            for index, state in enumerate(weights):
-                weights[index] = _bare_state(state)
+            weights[:] = [_bare_state(state) for state in weights]
 
         hook = self._accelerator.register_save_state_pre_hook(bare)
         try:
-            with _disk_errors_named(temporary):
-                self._accelerator.save_state(str(temporary))
+            self._accelerator.save_state(str(temporary))
         finally:
             hook.remove()
 
-    def _finish(self, temporary: Path, target: Path, position: Position) -> None:
+    def _finish(self, temporary: Path, target: Path, position: Position, pinned: int | None) -> None:
         files = sorted(path for path in temporary.rglob("*") if path.is_file())
+        stage = zero_stage(self._accelerator)
         summary = {
             "format": _FORMAT,
             "step": position.step,
             "seconds": position.seconds,
             "processes": self._accelerator.num_processes,
             "tokens": position.tokens,
-            "parallelism": self._parallelism(),
+            "parallelism": f"ZeRO-{stage}" if stage else str(self._accelerator.distributed_type.value),
             "data": position.data,
             "files": {path.relative_to(temporary).as_posix(): stamp(path) for path in files},
         }
-        (temporary / _SUMMARY).write_text(json.dumps(summary, indent=2) + "\n", encoding="utf-8")
-        folders = [path for path in temporary.rglob("*") if path.is_dir()]
-        for path in [*files, temporary / _SUMMARY, *folders, temporary]:
+        atomic_text(temporary / _SUMMARY, json.dumps(summary, indent=2) + "\n")
+        for path in [*temporary.rglob("*"), temporary]:
             sync(path)
         if target.exists():  # a damaged one that was skipped
             shutil.rmtree(target)
         temporary.rename(target)
         sync(self._checkpoints)
+        folders = self._folders()
+        newest = [step for step in folders if step <= position.step][-self._keep :]  # beyond lie only damaged ones
+        for step, folder in folders.items():
+            if step not in newest and step != pinned:
+                shutil.rmtree(folder, ignore_errors=True)
 
-    def _parallelism(self) -> str:
-        stage = zero_stage(self._accelerator)
-        return f"ZeRO-{stage}" if stage else str(self._accelerator.distributed_type.value)
-
-    def _agree(self, error: OSError | None, temporary: Path, target: Path, pinned: int | None) -> None:
-        """All processes fail or none does; the old checkpoints go only when the new one stands."""
-        told = None
-        if error is not None:
-            reason = f"{error.strerror or error}; the checkpoint was not saved"
-            told = OSError(error.errno or errno.EIO, reason, str(target))
-        try:
-            together(self._accelerator, lambda: told and raised(told))
-        except (OSError, ValueError):
-            if self._accelerator.is_main_process:
-                shutil.rmtree(temporary, ignore_errors=True)
-            raise
-        if self._accelerator.is_main_process:
-            self._prune(int(target.name[5:]), pinned)
-        self._accelerator.wait_for_everyone()
-
-    def _prune(self, newest: int, pinned: int | None) -> None:
-        steps = sorted(int(path.name[5:]) for path in self._checkpoints.glob("step-*") if path.name[5:].isdigit())
-        kept = [step for step in steps if step <= newest][-self._keep :]  # beyond `newest` lie only damaged ones
-        for step in steps:
-            if step not in kept and step != pinned:
-                shutil.rmtree(self._place(step), ignore_errors=True)
+    def _folders(self) -> dict[int, Path]:
+        """Checkpoints by step, the oldest first."""
+        folders = {int(path.name[5:]): path for path in self._checkpoints.glob("step-*") if path.name[5:].isdigit()}
+        return dict(sorted(folders.items()))
 
     def _broadcast(self, objects: list[Any]) -> list[Any]:
         if self._accelerator.num_processes == 1:
@@ -312,23 +285,14 @@ def data_fingerprint(data: Any) -> str:
 
 def _bare_state(state: Mapping[str, torch.Tensor]) -> OrderedDict[str, torch.Tensor]:
     """Weights without the wrapper's prefix, so that any number of processes can load them; tied ones once."""
-    kept: OrderedDict[str, torch.Tensor] = OrderedDict()
+    bare: OrderedDict[str, torch.Tensor] = OrderedDict()
     seen: set[tuple[Any, ...]] = set()
     for name, tensor in state.items():
-        place = (tensor.device, tensor.data_ptr(), tensor.shape, tensor.stride(), tensor.dtype)
-        if tensor.numel() == 0 or place not in seen:
-            kept[name.removeprefix("module.")] = tensor
-        seen.add(place)
-    return kept
-
-
-def _failure(action: Callable[[], None]) -> OSError | None:
-    """Do it; the OSError it ended with, if it did, so that other processes can be told before it is raised."""
-    try:
-        action()
-    except OSError as error:
-        return error
-    return None
+        storage = (tensor.device, tensor.data_ptr(), tensor.shape, tensor.stride(), tensor.dtype)
+        if tensor.numel() == 0 or storage not in seen:
+            bare[name.removeprefix("module.")] = tensor
+        seen.add(storage)
+    return bare
 
 
 def _problem_of(folder: Path) -> str | None:
@@ -344,10 +308,8 @@ def _problem_of(folder: Path) -> str | None:
         path = folder / name
         if not path.is_file():
             return f"{name} is missing"
-        if path.stat().st_size != written["bytes"]:
-            return f"{name} has {path.stat().st_size} bytes, expected {written['bytes']}"
-        if stamp(path) != written:
-            return f"{name} is damaged, its SHA-256 differs"
+        if path.stat().st_size != written["bytes"] or stamp(path) != written:
+            return f"{name} is damaged"
     return None
 
 
@@ -364,26 +326,16 @@ def _read_lines(path: Path) -> list[dict[str, Any]]:
 
 
 @contextmanager
-def _disk_errors_named(folder: Path) -> Iterator[None]:
-    """torch and safetensors wrap a failed write in errors of their own: let the system say what it was."""
+def _full_disk_named(folder: Path) -> Iterator[None]:
+    """torch and safetensors wrap a failed write in errors of their own. Raises the OSError that writing meets."""
     try:
         yield
     except Exception as error:
-        _probe_disk(folder)
+        probe = folder / "probe"
+        with errors_named(probe), probe.open("wb") as out:
+            out.write(bytes(1 << 20))
+            finish_file(out)
+        probe.unlink()
         if "No space left" in str(error):
             raise OSError(errno.ENOSPC, "No space left on device", str(folder)) from error
         raise
-
-
-def _probe_disk(folder: Path) -> None:
-    """Raise the OSError that writing a mebibyte into `folder` meets, if any."""
-    probe = folder / "probe"
-    with probe.open("wb") as out:
-        out.write(bytes(1 << 20))
-        out.flush()
-        os.fsync(out.fileno())
-    probe.unlink()
-
-
-def _shown(value: Any) -> str:
-    return "not set" if value is None else json.dumps(value)

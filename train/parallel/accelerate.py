@@ -6,14 +6,12 @@ recipe's. Imports of accelerate and deepspeed are inside the functions: a machin
 
 from __future__ import annotations
 
-import json
 import math
 import os
 import warnings
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from datetime import timedelta
-from pathlib import Path
 from typing import Any
 
 import torch
@@ -23,21 +21,6 @@ from ..config import FitConfig
 
 _PATIENCE = timedelta(hours=6)
 """How long processes wait for one that prepares a corpus or evaluates."""
-_OWN_FILE = "ACCELERATE_DEEPSPEED_CONFIG_FILE"
-_FLAGS = {
-    "zero_stage": "stage",
-    "offload_optimizer_device": "offload_optimizer.device",
-    "offload_param_device": "offload_param.device",
-}
-"""Of `accelerate launch`, with what they say in a DeepSpeed configuration's `zero_optimization`."""
-_OF_THE_RECIPE = (
-    "train_micro_batch_size_per_gpu",
-    "gradient_accumulation_steps",
-    "train_batch_size",
-    "gradient_clipping",
-    "bf16.enabled",
-    "fp16.enabled",
-)
 _SIZED_BY_MODEL = ("reduce_bucket_size", "stage3_prefetch_bucket_size", "stage3_param_persistence_threshold")
 
 
@@ -118,11 +101,8 @@ def zero_stage(accelerator: Any) -> int:
 def configure(accelerator: Any, config: FitConfig, micro_steps: int) -> None:
     """Give DeepSpeed, if it runs, the recipe's numbers, whatever its own configuration says; call before `prepare`.
 
-    Warns of numbers in a configuration file that give way.
-
     Raises:
-        ValueError: a configuration that brings an optimizer or a schedule, ZeRO stage 0, or offload to NVMe; one in a
-            file that flags of the launcher contradict.
+        ValueError: a configuration that brings an optimizer or a schedule, ZeRO stage 0, or offload to NVMe.
     """
     accelerator.gradient_accumulation_steps = micro_steps
     if accelerator.distributed_type.value != "DEEPSPEED":
@@ -137,7 +117,6 @@ def configure(accelerator: Any, config: FitConfig, micro_steps: int) -> None:
     for part in ("offload_optimizer", "offload_param"):
         if zero.get(part, {}).get("device") == "nvme":
             raise ValueError(f"{part} goes to nvme, which is not supported; offload to the cpu")
-    _check_flags(zero)
     settings |= {
         "train_micro_batch_size_per_gpu": config.micro_batch,
         "gradient_accumulation_steps": micro_steps,
@@ -152,43 +131,6 @@ def configure(accelerator: Any, config: FitConfig, micro_steps: int) -> None:
     for name in _SIZED_BY_MODEL:  # accelerate would look for a hidden size, which a task does not have
         if zero.get(name) == "auto":
             del zero[name]
-    if accelerator.is_main_process:
-        _name_what_gives_way(settings)
-
-
-def _check_flags(zero: dict[str, Any]) -> None:
-    """Accelerate takes a file and says nothing about flags beside it."""
-    if _OWN_FILE not in os.environ:
-        return
-    for flag, place in _FLAGS.items():
-        given = os.environ.get(f"ACCELERATE_DEEPSPEED_{flag.upper()}")
-        found = _at(zero, place)
-        if given is not None and given != str("none" if found is None else found):
-            raise ValueError(
-                f"--{flag} is {given}, and DeepSpeed's configuration file has {place} {found}: leave one of them out"
-            )
-
-
-def _name_what_gives_way(settings: dict[str, Any]) -> None:
-    file = Path(os.environ.get(_OWN_FILE, ""))
-    if not file.is_file():
-        return
-    theirs = json.loads(file.read_text(encoding="utf-8"))
-    lost = [
-        f"{place} {_at(theirs, place)} ({_at(settings, place)} is used)"
-        for place in _OF_THE_RECIPE
-        if _at(theirs, place) not in (None, "auto", _at(settings, place))
-    ]
-    if lost:
-        warnings.warn(f"the recipe decides what {file} says otherwise: {', '.join(lost)}", stacklevel=3)
-
-
-def _at(settings: dict[str, Any], place: str) -> Any:
-    """What stands at a dotted path; None: nothing."""
-    *sections, last = place.split(".")
-    for name in sections:
-        settings = settings.get(name, {})
-    return settings.get(last)
 
 
 class Stepper:

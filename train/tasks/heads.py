@@ -229,8 +229,9 @@ class HeadsTask:
         target.requires_grad_(False).eval()
         self.target = target
         self.module: nn.Module = self._make_module(
-            target, heads, weights, objective, temperature, states, shard_target, chunk, liger
-        )
+            target, heads, weights, objective, temperature=temperature, states=states, shard_target=shard_target,
+            chunk=chunk, liger=liger,
+        )  # fmt: skip
         self.settings: dict[str, Any] = {"head_weights": weights, "objective": objective, "temperature": temperature}
         outer = (target.get_output_embeddings().weight, target.get_input_embeddings().weight)
         inner = (w for w in target.parameters() if w.dim() >= 2 and not any(w is other for other in outer))
@@ -239,8 +240,8 @@ class HeadsTask:
         self._heldout, self._evaluate_fn = heldout, evaluate_fn
         self._blocks, self._batch = evaluate_blocks, evaluate_batch
 
-    def _make_module(self, *arguments: Any) -> HeadsModule:
-        return HeadsModule(*arguments)
+    def _make_module(self, *arguments: Any, **options: Any) -> HeadsModule:
+        return HeadsModule(*arguments, **options)
 
     rewrites = False
 

@@ -17,7 +17,7 @@ from torch import Tensor, nn
 from ...data.blocks.packing import Batch
 from ...data.blocks.prepared import PreparedData
 from ..losses.drafter import IGNORED, agreement, label_hits, mixture, shifted_labels
-from .drafter import Evaluate, Weight, blocks_in_order
+from .drafter import Weight, blocks_in_order
 from .heads import HeadsModule, HeadsTask
 
 if TYPE_CHECKING:
@@ -77,12 +77,10 @@ class Medusa2Module(HeadsModule):
         heads: PredictionHeads,
         head_weights: Sequence[float],
         objective: Mapping[str, Weight],
-        temperature: float,
         medusa2: Medusa2,
-        chunk: int | None = None,
-        liger: bool = False,
+        **options: Any,
     ) -> None:
-        super().__init__(target, heads, head_weights, objective, temperature, None, True, chunk, liger)
+        super().__init__(target, heads, head_weights, objective, shard_target=True, **options)
         self.medusa2 = medusa2
         names = {"cross-entropy": medusa2.label_weight, "forward-kl": medusa2.kl_weight}
         self._own = {name: weight for name, weight in names.items() if weight}
@@ -175,19 +173,7 @@ class Medusa2Task(HeadsTask):
     """
 
     def __init__(
-        self,
-        target: Any,
-        heads: PredictionHeads,
-        heldout: PreparedData | None,
-        medusa2: Medusa2,
-        head_weights: Sequence[float] | None = None,
-        objective: Mapping[str, Weight] | None = None,
-        temperature: float = 1.0,
-        evaluate_fn: Evaluate | None = None,
-        evaluate_blocks: int | None = 64,
-        evaluate_batch: int = 4,
-        chunk: int | None = None,
-        liger: bool = False,
+        self, target: Any, heads: PredictionHeads, heldout: PreparedData | None, medusa2: Medusa2, **options: Any
     ) -> None:
         trained = [parameter for parameter in target.parameters() if parameter.requires_grad]
         if not trained:
@@ -195,20 +181,16 @@ class Medusa2Task(HeadsTask):
         if hasattr(target.get_output_embeddings(), "base_layer"):
             raise ValueError("the target's output projection has an adapter, which heads do not see: leave it out")
         self._medusa2 = medusa2
-        super().__init__(
-            target, heads, heldout, head_weights, objective, temperature, None, evaluate_fn, evaluate_blocks,
-            evaluate_batch, chunk=chunk, liger=liger,
-        )  # fmt: skip
+        super().__init__(target, heads, heldout, **options)
         for parameter in trained:
             parameter.requires_grad_(True)
         # the key of 0.1, which a resumed run must find
         self.settings["joint"] = {name: getattr(medusa2, name) for name in Medusa2.__slots__}
         self._target_work *= 4 if medusa2.kl_weight else 3
 
-    def _make_module(
-        self, target: Any, heads: Any, weights: Any, objective: Any, temperature: float, *rest: Any
-    ) -> Any:
-        return Medusa2Module(target, heads, weights, objective, temperature, self._medusa2, *rest[2:])
+    def _make_module(self, target: Any, heads: Any, weights: Any, objective: Any, **options: Any) -> Medusa2Module:
+        del options["states"], options["shard_target"]
+        return Medusa2Module(target, heads, weights, objective, self._medusa2, **options)
 
     def count(self, batch: Batch) -> Tensor:
         """Trained positions of each head, and of the target, int64 [K + 1]."""

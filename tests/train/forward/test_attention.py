@@ -12,14 +12,10 @@ from draftsmith.train.forward.attention import NAME, document_spans
 from draftsmith.train.forward.packed import PackedForward
 from draftsmith.train.tasks.drafter import DrafterTask
 from transformers import (
-    BloomConfig,
-    BloomForCausalLM,
     GPT2Config,
     GPT2LMHeadModel,
     GPTNeoXConfig,
     GPTNeoXForCausalLM,
-    Lfm2Config,
-    Lfm2ForCausalLM,
     LlamaConfig,
     LlamaForCausalLM,
     MistralConfig,
@@ -104,9 +100,6 @@ def test_models_that_cannot_are_left_as_they_are() -> None:
         forward = PackedForward(model)
         assert not forward.by_document
         assert model.config._attn_implementation == implementation
-    bloom = BloomForCausalLM(BloomConfig(vocab_size=32, hidden_size=16, n_layer=2, n_head=4))
-    with pytest.raises(ValueError, match="takes no position_ids"):
-        PackedForward(bloom)
 
 
 def test_flex_attention_keeps_documents_apart_too(worker: ModuleType) -> None:
@@ -119,16 +112,6 @@ def test_flex_attention_keeps_documents_apart_too(worker: ModuleType) -> None:
         with torch.no_grad():
             found.append(PackedForward(LlamaForCausalLM(config).eval()).hidden(batch) * real)
     torch.testing.assert_close(*found, atol=1e-5, rtol=1e-4)
-
-
-def test_models_that_carry_states_from_document_to_document_are_refused() -> None:
-    shape = {"layer_types": ["conv", "full_attention"], "num_key_value_heads": 2, "intermediate_size": 32}
-    model = Lfm2ForCausalLM(Lfm2Config(**(SMALL | shape), pad_token_id=0)).eval()
-    for parameter in model.parameters():
-        if parameter.dim() > 1:
-            torch.nn.init.normal_(parameter, std=0.5)
-    with pytest.raises(ValueError, match="Lfm2ForCausalLM carries states from one document of a block into the next"):
-        PackedForward(model)
 
 
 def test_spans_cover_rows_in_order() -> None:

@@ -298,15 +298,3 @@ def test_adapters_change_states_before_the_norm(worker: ModuleType) -> None:
     assert not torch.allclose(found[real], plain[real], atol=1e-2), "the adapter had no effect"
     with adapted.disable_adapter():
         torch.testing.assert_close(forward.hidden(batch)[real], plain[real], rtol=1e-4, atol=1e-4)
-
-
-@pytest.mark.parametrize(
-    ("family", "states", "message"),
-    [
-        ("opt", "before-norm", "of type 'opt': its last hidden states are not the output of a norm"),
-        ("llama", "befor-norm", "states is 'befor-norm', expected one of after-norm, before-norm"),
-    ],
-)
-def test_states_that_cannot_be_had_are_refused(family: str, states: str, message: str) -> None:
-    with pytest.raises(ValueError, match=message):
-        PackedForward(build(family, "sdpa"), states)

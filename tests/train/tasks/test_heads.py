@@ -144,22 +144,6 @@ def test_soft_targets_of_any_family_are_what_the_model_says(worker: ModuleType, 
     torch.testing.assert_close(found[first], expected, rtol=1e-4, atol=1e-4)
 
 
-def test_a_cache_of_other_states_or_of_too_little_is_refused(worker: ModuleType):
-    class Cache:
-        states, hidden_size = "before-norm", 16
-
-        def hidden(self, batch: Any) -> torch.Tensor:
-            raise AssertionError("not to be read")
-
-    target = worker.make_model()
-    weight = target.lm_head.weight.detach()
-    with pytest.raises(ValueError, match=r"read after-norm states of size 16, and the cache holds before-norm"):
-        HeadsTask(target, PredictionHeads.from_lm_head(weight, 2, 1), None, states=Cache())
-    many = PredictionHeads.from_lm_head(weight, 16, 1, states="before-norm")
-    with pytest.raises(ValueError, match="16 heads, and a cache of hidden states serves 15"):
-        HeadsTask(target, many, None, states=Cache())
-
-
 def states_before_norm(target: Any, tokens: torch.Tensor) -> torch.Tensor:
     found: list[torch.Tensor] = []
     hook = target.model.norm.register_forward_pre_hook(lambda _, inputs: found.append(inputs[0]))
@@ -204,21 +188,6 @@ def test_a_target_inside_the_module_is_neither_stored_nor_trained(worker: Module
         fit(again, worker.make_data(), worker.make_config(steps=4, save_every=2), folder)
         assert torch.equal(again.module.heads.projection(0), heads.projection(0))
     assert all(torch.equal(results[False][name], results[True][name]) for name in results[False])
-
-
-def test_wrong_shapes_are_refused(worker: ModuleType):
-    target = worker.make_model()
-    heads = PredictionHeads(2, 1, 16, worker.VOCAB)
-    with pytest.raises(ValueError, match="expected 2 weights"):
-        HeadsTask(target, heads, None, [1.0])
-    with pytest.raises(ValueError, match="size 8, the target makes 16"):
-        HeadsTask(target, PredictionHeads(2, 1, 8, worker.VOCAB), None)
-    with pytest.raises(ValueError, match="vocabulary of 9 tokens, the target of 32"):
-        HeadsTask(target, PredictionHeads(2, 1, 16, 9), None)
-    with pytest.raises(ValueError, match=r"unknown objective 'forward-k'.*forward-kl"):
-        HeadsTask(target, heads, None, objective={"forward-k": 1.0})
-    with pytest.raises(ValueError, match="temperature is 0"):
-        HeadsTask(target, heads, None, temperature=0)
 
 
 def test_a_table_counts_the_documents(worker: ModuleType):

@@ -131,13 +131,3 @@ def test_training_on_policy_helps_and_resumes_exactly(
     assert again.resumed_from == 10
     assert logged(tmp_path / "killed") == logged(tmp_path / "whole")
     assert logged(tmp_path / "killed", "tokens") == logged(tmp_path / "whole", "tokens")
-
-
-def test_senseless_settings_are_refused(worker: ModuleType):
-    with pytest.raises(ValueError, match=r"share is 1\.5"):
-        OnPolicy(1.5, 8)
-    with pytest.raises(ValueError, match="new_tokens is 0"):
-        OnPolicy(0.5, 0)
-    teacher = ModelTeacher(worker.make_model(1))
-    with pytest.raises(ValueError, match="would only confirm it"):
-        DrafterTask(worker.make_model(), None, {"cross-entropy": 1.0}, teacher, on_policy=OnPolicy(0.5, 8))

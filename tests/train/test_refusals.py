@@ -1,0 +1,229 @@
+"""What training refuses, with the numbers and keys that the message names."""
+
+from __future__ import annotations
+
+import importlib.util
+import math
+from collections.abc import Callable
+from types import ModuleType
+from typing import Any
+
+import pytest
+import torch
+from draftsmith.checkpoints.heads.files import PredictionHeads
+from draftsmith.train.forward.packed import PackedForward, make_forward
+from draftsmith.train.loop.fit import FitConfig, fit
+from draftsmith.train.losses.drafter import DenseTeacher, SparseTeacher, TopK, mixture
+from draftsmith.train.losses.heads import heads_mixture
+from draftsmith.train.losses.objectives import check_objective, parse_weights
+from draftsmith.train.tasks.drafter import DrafterTask
+from draftsmith.train.tasks.heads import HeadsTask
+from draftsmith.train.tasks.medusa2 import Medusa2, Medusa2Task
+from draftsmith.train.tasks.on_policy import OnPolicy
+from draftsmith.train.teachers.hidden_cache import HiddenSource
+from draftsmith.train.teachers.teacher import ModelTeacher
+from draftsmith.train.teachers.top_k_cache import CacheSource, top_log_probs
+from transformers import (
+    AutoConfig,
+    AutoModelForCausalLM,
+    AutoModelForSeq2SeqLM,
+    BloomConfig,
+    BloomForCausalLM,
+    Lfm2Config,
+    Lfm2ForCausalLM,
+)
+
+HAS_LIGER = importlib.util.find_spec("liger_kernel") is not None
+WEIGHTS: list[tuple[Any, str]] = [
+    ({"forward-kl": -0.5}, r"-0\.5"),
+    ({"forward-kl": [1.0, -2.0]}, r"-2\.0"),
+    ({"forward-kl": 0.0}, "forward-kl"),
+    ({"cross-entropy": 1.0, "forward-kl": [0, 0]}, "forward-kl"),
+    ({"forward-kl": float("nan")}, "nan"),
+    ({"forward-kl": [1.0, math.inf]}, "inf"),
+    ({"forward-kl": [1.0]}, "1 values"),
+    ({"forward-kl": []}, "0 values"),
+    ({"forward-kl": [1.0, 2.0, 0.5, 4.0]}, "4 values"),
+    ({"forward-kl": [1.0, 2.0, 0.0]}, r"0\.0"),
+    ({"forward-kl": [1.0, 2.0, 1.5]}, r"1\.5"),
+    ({"forward-kl": "1.0"}, r"'1\.0'"),
+    ({"forward-kl": True}, "True"),
+    ({"forward-kl": [0.0, 1.0]}, "start"),
+    ({"forward-kl": [0.0, 1.0], "cross-entropy": [0.0, 1.0, 0.5]}, "start"),
+    ({"forward-kl": [1.0, 0.0], "cross-entropy": [1.0, 0.0, 0.5]}, "end"),
+    ({"foward-kl": 1.0}, "'forward-kl'"),
+]
+
+
+@pytest.mark.parametrize(("weights", "named"), WEIGHTS, ids=str)
+def test_weights_of_objectives(weights: Any, named: str):
+    with pytest.raises(ValueError, match=named):
+        parse_weights(weights)
+
+
+HIDDEN, PROJECTION, LABELS = torch.randn(5, 4), torch.randn(9, 4), torch.arange(5)
+DENSE = DenseTeacher(HIDDEN, PROJECTION)
+SPARSE = SparseTeacher(torch.arange(3).repeat(5, 1), torch.full((5, 3), -2.0))
+FEATURES = torch.randn(5, 2, 4)
+HEAD_LABELS = torch.ones(5, 2, dtype=torch.int64)
+
+
+def mixed(weights: dict[str, float], *more: Any, **options: Any) -> Any:
+    return mixture(weights, HIDDEN, PROJECTION, LABELS, *more, **options)
+
+
+def mixed_heads(weights: dict[str, float], *more: Any, **options: Any) -> Any:
+    return heads_mixture(weights, FEATURES, [PROJECTION] * 2, HEAD_LABELS, *more, **options)
+
+
+LOSSES: dict[str, tuple[Callable[[], Any], str]] = {
+    "misspelt": (lambda: mixed({"foward-kl": 1.0}), "'forward-kl'"),
+    "near another": (lambda: check_objective(["jensen-shanon"]), "'jensen-shannon'"),
+    "unknown": (lambda: check_objective(["zzz"]), "'zzz'.*cross-entropy"),
+    "none": (lambda: check_objective([]), "cross-entropy"),
+    "no teacher": (lambda: mixed({"forward-kl": 1.0}), "teacher"),
+    "all 0": (lambda: mixed({"cross-entropy": 0.0}), "0"),
+    "negative": (lambda: mixed({"cross-entropy": -1.0}), r"-1\.0"),
+    "nan": (lambda: mixed({"cross-entropy": math.nan}), "nan"),
+    "vocabularies": (lambda: mixed({"forward-kl": 1.0}, DenseTeacher(HIDDEN, PROJECTION[:8])), "9.*8"),
+    "temperature": (lambda: mixed({"forward-kl": 1.0}, DENSE, 0.0), r"0\.0"),
+    "hot bucket": (lambda: mixed({"forward-kl": 1.0}, DENSE, 2.0, top_k=TopK(3)), r"2\.0.*renormalise"),
+    "hot sparse": (lambda: mixed({"forward-kl": 1.0}, SPARSE, 2.0), r"2\.0"),
+    "more than kept": (lambda: mixed({"forward-kl": 1.0}, SPARSE, top_k=TopK(4)), "4.*3"),
+    "top 0": (lambda: TopK(0), "0"),
+    "tail": (lambda: TopK(3, "buckets"), "'buckets'"),  # type: ignore[arg-type]
+    "heads, no teacher": (lambda: mixed_heads({"forward-kl": 1.0}), "teacher"),
+    "heads, no rows": (lambda: mixed_heads({"forward-kl": 1.0}, DENSE), "teacher_rows_XK"),
+    "liger, soft": (lambda: mixed_heads({"forward-kl": 1.0}, liger=True), "forward-kl"),
+    "liger": (lambda: mixed_heads({"cross-entropy": 1.0}, liger=True), "CUDA" if HAS_LIGER else "liger-kernel"),
+    "logits": (lambda: list(top_log_probs(DenseTeacher(torch.full((3, 8), math.nan)), LABELS[:3], 2)), "dtype"),
+    "top_k": (lambda: CacheSource("", "", "", 33).columns(32), "33.*32"),
+    "kept type": (lambda: HiddenSource("", "", "", dtype="int8").columns(16), "bfloat16.*'int8'"),
+    "share": (lambda: OnPolicy(1.5, 8), r"1\.5"),
+    "new tokens": (lambda: OnPolicy(0.5, 0), "0"),
+    "medusa2, shares": (lambda: Medusa2(alone=0.9, warmup=0.2), r"0\.9.*0\.2"),
+    "medusa2, weights": (lambda: Medusa2(label_weight=0, kl_weight=0), "kl_weight"),
+    "medusa2, heads": (lambda: Medusa2(heads_weight=0), "heads_weight"),
+}
+
+
+@pytest.mark.parametrize("case", LOSSES)
+def test_losses_and_options(case: str):
+    call, named = LOSSES[case]
+    with pytest.raises(ValueError, match=named):
+        call()
+
+
+@pytest.mark.parametrize("wrong", [{"steps": 0}, {"schedule": "cosin"}, {"warmup": 2.0}, {"precision": "bfloat16"}])
+def test_settings_of_the_loop(wrong: dict[str, Any]):
+    with pytest.raises(ValueError, match=next(iter(wrong))):
+        FitConfig(**({"steps": 1, "global_batch": 1, "micro_batch": 1, "learning_rate": 1.0} | wrong))
+
+
+class WrongCache:
+    states, hidden_size = "before-norm", 16
+
+    def hidden(self, batch: Any) -> torch.Tensor:
+        raise AssertionError("not to be read")
+
+
+def adapted(model: Any) -> Any:
+    from peft import LoraConfig, get_peft_model
+
+    get_peft_model(model, LoraConfig(r=4, target_modules=["lm_head"]))
+    return model
+
+
+def heads_of(hidden: int = 16, vocab: int = 32, count: int = 2, states: str = "after-norm") -> PredictionHeads:
+    return PredictionHeads.from_lm_head(torch.randn(vocab, hidden), count, 1, states=states)
+
+
+TASKS: dict[str, tuple[Callable[[Any, Any], Any], str]] = {
+    "vocabularies": (lambda w, m: DrafterTask(m, None, teacher=ModelTeacher(w.make_model(vocab_size=40))), "32.*40"),
+    "no teacher": (lambda w, m: DrafterTask(m, None, {"forward-kl": 1.0}), "forward-kl"),
+    "temperature": (lambda w, m: DrafterTask(m, None, temperature=0.0), r"0\.0"),
+    "tail": (
+        lambda w, m: DrafterTask(m, None, {"reverse-kl": 1.0}, ModelTeacher(m), top_k=TopK(4, "renormalise")),
+        "bucket",
+    ),
+    "own words": (
+        lambda w, m: DrafterTask(m, None, {"cross-entropy": 1.0}, ModelTeacher(m), on_policy=OnPolicy(0.5, 8)),
+        "cross-entropy",
+    ),
+    "head weights": (lambda w, m: HeadsTask(m, heads_of(), None, [1.0]), "2"),
+    "hidden size": (lambda w, m: HeadsTask(m, heads_of(8), None), "8.*16"),
+    "heads' vocabulary": (lambda w, m: HeadsTask(m, heads_of(vocab=9), None), "9.*32"),
+    "heads' objective": (lambda w, m: HeadsTask(m, heads_of(), None, objective={"forward-k": 1.0}), "forward-kl"),
+    "heads' temperature": (lambda w, m: HeadsTask(m, heads_of(), None, temperature=0), "0"),
+    "other states": (lambda w, m: HeadsTask(m, heads_of(), None, states=WrongCache()), "after-norm.*before-norm"),
+    "too many heads": (
+        lambda w, m: HeadsTask(m, heads_of(count=16, states="before-norm"), None, states=WrongCache()),
+        "16.*15",
+    ),
+    "adapted projection": (lambda w, m: Medusa2Task(adapted(m), heads_of(), None, Medusa2()), "projection"),
+    "no adapters": (lambda w, m: Medusa2Task(m.requires_grad_(False), heads_of(), None, Medusa2()), "adapters"),
+    "states": (lambda w, m: PackedForward(m, "befor-norm"), "'befor-norm'.*before-norm"),
+    "global batch": (
+        lambda w, m: fit(w.SignallingTask(m, None), w.make_data(), w.make_config(micro_batch=3), ""),
+        "8.*3",
+    ),
+}
+
+
+@pytest.mark.parametrize("case", TASKS)
+def test_tasks(worker: ModuleType, case: str):
+    call, named = TASKS[case]
+    with pytest.raises(ValueError, match=named):
+        call(worker, worker.make_model())
+
+
+SMALL = {"vocab_size": 32, "hidden_size": 16, "num_hidden_layers": 2, "num_attention_heads": 2}
+T5 = {"vocab_size": 32, "d_model": 16, "d_kv": 8, "d_ff": 24, "num_layers": 2, "num_heads": 2}
+
+
+def t5(family: str = "t5", attention: str = "eager", **sizes: Any) -> Any:
+    config = AutoConfig.for_model(family, **({**T5, **sizes} if family == "t5" else sizes))
+    config.decoder_start_token_id = 0
+    return AutoModelForSeq2SeqLM.from_config(config, attn_implementation=attention)
+
+
+def strange_t5() -> Any:
+    model = t5()
+    model.decoder.final_layer_norm.register_forward_hook(lambda *call: call[-1] + call[-1].mean(1, keepdim=True))
+    return model
+
+
+def opt() -> Any:
+    return AutoModelForCausalLM.from_config(AutoConfig.for_model("opt", **SMALL, ffn_dim=24, word_embed_proj_dim=8))
+
+
+def lfm2() -> Any:
+    shape = {"layer_types": ["conv", "full_attention"], "num_key_value_heads": 2, "intermediate_size": 32}
+    model = Lfm2ForCausalLM(Lfm2Config(**SMALL, **shape, pad_token_id=0)).eval()
+    for parameter in model.parameters():
+        if parameter.dim() > 1:
+            torch.nn.init.normal_(parameter, std=0.5)
+    return model
+
+
+BART = {"vocab_size": 32, "d_model": 16, "encoder_layers": 1, "decoder_layers": 1}
+BART |= {"encoder_attention_heads": 2, "decoder_attention_heads": 2}
+MODELS: dict[str, tuple[Callable[[], Any], str]] = {
+    "no positions": (
+        lambda: PackedForward(BloomForCausalLM(BloomConfig(vocab_size=32, hidden_size=16, n_layer=1, n_head=2))),
+        "Bloom.*position_ids",
+    ),
+    "convolutions": (lambda: PackedForward(lfm2()), "Lfm2"),
+    "no norm": (lambda: PackedForward(opt(), "before-norm"), "'opt'"),
+    "encoder-decoder": (lambda: PackedForward(t5()), "T5"),
+    "family": (lambda: make_forward(t5("bart", **BART)), "'bart'.*t5, mt5, umt5"),
+    "flex": (lambda: make_forward(t5(attention="flex_attention")), "flex"),
+    "rows": (lambda: make_forward(strange_t5()), "'t5'"),
+}
+
+
+@pytest.mark.parametrize("case", MODELS)
+def test_models_that_packed_blocks_are_refused_for(case: str):
+    call, named = MODELS[case]
+    with pytest.raises(ValueError, match=named):
+        call()
