@@ -12,7 +12,7 @@ _MAY_CHANGE = (
     "log_every",
     "keep_checkpoints",
     "gradient_checkpointing",
-    "on_bad_step",  # what is changed after a bad step, to go on
+    "on_bad_step",  # what is changed to resume after a bad step
     "max_norm",
     "keep_best",
 )
@@ -71,7 +71,7 @@ class FitConfig:
     """Recompute activations in the backward pass: less memory, about a third more time."""
 
     on_bad_step: str = "stop"
-    """"stop", or "skip": leave the weights as they are and go on, 50 times in a row at most."""
+    """"stop", or "skip": leave the weights as they are and continue, 50 times in a row at most."""
     max_norm: float = 0.0
     """A gradient of a larger norm, before clipping, makes a bad step; 0: only one that is not finite."""
     keep_best: str | None = None

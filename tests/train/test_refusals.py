@@ -206,11 +206,15 @@ def lfm2() -> Any:
     return model
 
 
+def bloom() -> Any:
+    return BloomForCausalLM(BloomConfig(vocab_size=32, hidden_size=16, n_layer=1, n_head=2))
+
+
 BART = {"vocab_size": 32, "d_model": 16, "encoder_layers": 1, "decoder_layers": 1}
 BART |= {"encoder_attention_heads": 2, "decoder_attention_heads": 2}
 MODELS: dict[str, tuple[Callable[[], Any], str]] = {
     "no positions": (
-        lambda: PackedForward(BloomForCausalLM(BloomConfig(vocab_size=32, hidden_size=16, n_layer=1, n_head=2))),
+        lambda: PackedForward(bloom()),
         "Bloom.*position_ids",
     ),
     "convolutions": (lambda: PackedForward(lfm2()), "Lfm2"),

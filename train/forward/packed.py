@@ -25,11 +25,7 @@ _PROBE_TOLERANCE = 1e-3  # of the largest logit; a wrong head (bias, capping, sc
 
 
 def make_forward(model: Any) -> PackedForward | SourceForward:
-    """What runs a model on packed blocks: an encoder-decoder reads what comes before an answer, a decoder everything.
-
-    Raises:
-        ValueError: see `PackedForward` and `SourceForward`.
-    """
+    """What runs a model on packed blocks; raises what `PackedForward` and `SourceForward` raise."""
     return SourceForward(model) if model.config.is_encoder_decoder else PackedForward(model)
 
 
@@ -115,7 +111,7 @@ class PackedForward(Projected):
         return self._run(decoder, batch).last_hidden_state.reshape(*batch.tokens_BT.shape, -1)
 
     def compile(self) -> None:
-        """Compile what a call runs (torch.compile), here alone: decoding, whose shapes change, goes on as before.
+        """Compile what a call runs (torch.compile), here alone: decoding, whose shapes change, is not.
 
         Attention by document would be compiled again for the documents of every batch, so masks take its place.
         """

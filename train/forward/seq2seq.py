@@ -64,7 +64,7 @@ class SourceForward(Projected):
         return hidden_BTD if self.plain_head else self.model.get_output_embeddings()(hidden_BTD)
 
     def compile(self) -> None:
-        """Compile encoder and decoder (torch.compile) as they are run here: decoding goes on as before."""
+        """Compile encoder and decoder (torch.compile) as they are run here, not for decoding."""
         self._encoder = torch.compile(self.model.encoder, dynamic=True)
         self._decoder = torch.compile(self.model.decoder, dynamic=True)
 

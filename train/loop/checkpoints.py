@@ -93,7 +93,7 @@ class StateFolder:
         however many processes wrote it.
 
         Raises:
-            ValueError: a float16 run without a loss scale, which DeepSpeed does not leave, is to go on without it.
+            ValueError: a float16 checkpoint of DeepSpeed, which has no loss scale, is resumed without DeepSpeed.
         """
         folder = self._path(position.step)
         if zero_stage(self._accelerator):
@@ -104,8 +104,8 @@ class StateFolder:
         if self._accelerator.scaler is not None and not (folder / _SCALER).exists():
             kind = self._accelerator.distributed_type.value
             raise ValueError(
-                f"{folder} was saved under DeepSpeed in fp16, without a loss scale; going on under {kind} needs one: "
-                "go on under DeepSpeed, or start again with precision bf16"
+                f"{folder} was saved under DeepSpeed in fp16, without a loss scale, which {kind} needs: "
+                "resume under DeepSpeed, or start again with precision bf16"
             )
 
         def bare(models: list[nn.Module], _: str) -> None:  # weights are stored under the names of the bare module

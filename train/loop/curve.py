@@ -30,7 +30,7 @@ class Curve:
         return float(self.limit - self.drop * tokens**-self.exponent)
 
     def doubled(self) -> float:
-        """How much y rises from here if training goes on for as many tokens again."""
+        """How much y rises with as many tokens again."""
         return self.at(2 * self.tokens) - self.at(self.tokens)
 
 

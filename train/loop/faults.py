@@ -23,7 +23,7 @@ def dead_worker_named(step: Callable[[], int], folder: Path) -> Iterator[None]:
             raise
         raise TrainingError(
             f"a worker process of the data died after step {step()} ({_one_line(error)}); the last checkpoint in "
-            f"{folder} is untouched, run the same again to go on"
+            f"{folder} is untouched, run the same again to resume"
         ) from error
 
 
@@ -40,7 +40,7 @@ def lack_of_memory_named(what: str, blocks: list[int], less: str, folder: Path) 
         where = f", blocks {shown(blocks)}" if blocks else ""
         raise TrainingError(
             f"out of memory in {what}{where} ({text or type(error).__name__}). The last checkpoint in {folder} is "
-            f"untouched: go on from it with {less}",
+            f"untouched: resume from it with {less}",
             blocks,
         ) from error
 

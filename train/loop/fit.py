@@ -111,7 +111,7 @@ def fit(
     accelerator: Any | None = None,
     progress: Console | None = None,
 ) -> FitResult:
-    """Train `task.module` in place for `config.steps` steps, going on from the newest checkpoint in `state_dir`.
+    """Train `task.module` in place for `config.steps` steps, resuming from the newest checkpoint in `state_dir`.
 
     Calling it again on a finished folder loads the final weights and returns. The blocks of a step depend on seed and
     step alone and every step draws its own random numbers, so a resumed run repeats the losses of an undisturbed one,
@@ -122,8 +122,8 @@ def fit(
         TrainingError: a loss or gradient that is not finite or too large; a dead worker of the data; no memory.
         Interrupted: SIGINT or SIGTERM, which may have come to another process; the state was saved.
         OSError: a checkpoint could not be written; the older ones are untouched.
-        StoppedError: this is not the main process, which raises one of those and tells it, but for a lack of memory or
-            a dead worker of the data in a step: those are raised where they are, and end the others by and by.
+        StoppedError: the same in the other processes, but for a lack of memory or a dead worker of the data in a step,
+            which are raised where they are.
     """
     accelerator = _accelerator(config, accelerator)
     run = together(accelerator, lambda: _Run(task, data, config, Path(state_dir), accelerator))
@@ -174,7 +174,10 @@ class _Run:
         settings["data"] = data_fingerprint(self.data)
         position = self.state.open(settings)
         if self.accelerator.log_with:
-            self.accelerator.init_trackers("draftsmith", config=_for_trackers(settings))
+            flat = {
+                key: value if isinstance(value, int | float | str) else str(value) for key, value in settings.items()
+            }
+            self.accelerator.init_trackers("draftsmith", config=flat)
         self.task.place(self.accelerator.device)
         module.to(self.accelerator.device)
         optimizer = make_optimizer(module, config)
@@ -212,7 +215,7 @@ class _Run:
             f"{self.peak / 1e12:.3g} TFLOP/s"
         )
         if self.resumed_from is not None:
-            line += f"; going on after step {position.step}"
+            line += f"; resumed after step {position.step}"
             if position.processes != self.world:
                 line += f" (that ran in {position.processes} processes: same data, sums are rounded differently)"
         return line
@@ -223,11 +226,12 @@ class _Run:
         while True:
             step = self.done = position.step
             # Saved first: an evaluation that fails must not cost the training that led to it.
-            if step and self.resumed_from != step and self._due(step, config.save_every, also=step == config.steps):
+            last = step == config.steps
+            if step and self.resumed_from != step and (last or _is_due(step, config.save_every)):
                 self._save(position)
-            if self._due(step, config.evaluate_every, also=step == config.steps):
+            if last or _is_due(step, config.evaluate_every):
                 self._evaluate(position, report)
-            if step == config.steps:
+            if last:
                 return self._result(position, report)
             started = time.perf_counter()
             with self._memory_named(f"step {step + 1}"):
@@ -273,19 +277,9 @@ class _Run:
         rank = self.accelerator.process_index
         torch.manual_seed(int(np.random.SeedSequence([config.seed, step, rank]).generate_state(1, np.uint64)[0]) >> 1)
         self.module.train()
-        losses: list[Tensor] = []
-        norm = 0.0
-        size = config.micro_batch
-        for micro in range(self.micro_steps):
-            rows = slice(micro * size, (micro + 1) * size)
-            with self.accelerator.accumulate(self.module):
-                loss_sums, _ = self.module(*_tensors(batch, rows, self.accelerator.device))
-                part = (loss_sums.float() / counts).sum()
-                losses.append(part.detach())
-                # accelerate divides by the accumulation steps, data parallelism by the processes: undo both
-                self.stepper.backward(part * (self.micro_steps * self.world))
-                if self.accelerator.sync_gradients:
-                    norm = self.stepper.norm()
+        losses, norm = run_micro_batches(
+            self.accelerator, self.module, self.stepper, batch, counts, config.micro_batch, self.micro_steps
+        )
         loss = self._sum_over_processes(sum(losses, torch.zeros((), device=losses[0].device)), stop)
         line: dict[str, Any] = {"step": step + 1, "loss": loss, "learning_rate": rate, "grad_norm": norm}
         line |= {"step_tokens": tokens, "flops": self.task.flops(tokens, int(counts.max()))}
@@ -361,9 +355,6 @@ class _Run:
         )
         return together(self.accelerator, lambda: raised(fault))
 
-    def _due(self, step: int, every: int, also: bool) -> bool:
-        return also or (every > 0 and step % every == 0)
-
     def _evaluate(self, position: Position, report: Report) -> None:
         """Measure in the main process, unless the log has it already."""
         step = position.step
@@ -402,7 +393,7 @@ class _Run:
         self._save(position)
         message = (
             f"stopped by {number.name} after step {position.step} of {self.config.steps}; saved in "
-            f"{self.state.folder}, run the same again to go on"
+            f"{self.state.folder}, run the same again to resume"
         )
         report.line(f"{self.task.name}: {message}")
         raise Interrupted(number, message)
@@ -474,17 +465,31 @@ def _accelerator(config: FitConfig, accelerator: Any | None) -> Any:
     return accelerator
 
 
+def _is_due(step: int, every: int) -> bool:
+    return every > 0 and step % every == 0
+
+
 def _rows(micro: int, rank: int, world: int, micro_batch: int) -> np.ndarray:
     """Rows of the global batch that one process works on in one micro-step."""
     first = (micro * world + rank) * micro_batch
     return np.arange(first, first + micro_batch)
 
 
-def _for_trackers(settings: dict[str, Any]) -> dict[str, Any]:
-    """As trackers take them: numbers and words."""
-    return {key: value if isinstance(value, (int, float, str)) else str(value) for key, value in settings.items()}
-
-
-def _tensors(batch: Batch, rows: slice, device: torch.device) -> tuple[Tensor, ...]:
-    parts = (batch.tokens_BT, batch.labels_BT, batch.positions_BT, batch.documents_BT)
-    return tuple(part[rows].to(device, non_blocking=True) for part in parts)
+def run_micro_batches(
+    accelerator: Any, module: Any, stepper: Stepper, batch: Batch, counts: Tensor, size: int, micro_steps: int
+) -> tuple[list[Tensor], float]:
+    """Forward and backward of a process's rows, `size` at a time: its parts of the loss, and the gradient's norm over
+    all processes."""
+    losses, norm = [], 0.0
+    for micro in range(micro_steps):
+        rows = slice(micro * size, (micro + 1) * size)
+        parts = (batch.tokens_BT, batch.labels_BT, batch.positions_BT, batch.documents_BT)
+        with accelerator.accumulate(module):
+            loss_sums, _ = module(*(part[rows].to(accelerator.device, non_blocking=True) for part in parts))
+            part = (loss_sums.float() / counts).sum()
+            losses.append(part.detach())
+            # accelerate divides by the accumulation steps, data parallelism by the processes: undo both
+            stepper.backward(part * (micro_steps * accelerator.num_processes))
+            if accelerator.sync_gradients:
+                norm = stepper.norm()
+    return losses, norm

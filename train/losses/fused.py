@@ -56,9 +56,6 @@ class Plan:
 
     A projection of None says that the features are logits. Without `teacher_rows_XK` row x of the teacher speaks of
     position x.
-
-    Raises:
-        ValueError: see `losses.mixture`.
     """
 
     def __init__(

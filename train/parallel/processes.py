@@ -11,11 +11,11 @@ from .interrupts import Interrupted, TrainingError
 Found = TypeVar("Found")
 
 _OF_THE_USER = (FileNotFoundError, ModuleNotFoundError)
-"""Besides plain ValueErrors, what the command line tells as wrong input."""
+"""Besides plain ValueErrors, what the command line reports as wrong input."""
 
 
 class StoppedError(TrainingError):
-    """A process ended its work because another one had to; that one tells why. `code`: the exit code of both."""
+    """A process ended its work because another one had to; that one reports why. `code`: the exit code of both."""
 
     def __init__(self, message: str, code: int = 1) -> None:
         super().__init__(message)
@@ -24,12 +24,11 @@ class StoppedError(TrainingError):
 
 def together(accelerator: Any, work: Callable[[], Found]) -> Found:
     """Do something in all processes; `work` itself must not wait for the others. Where one of them fails all end, and
-    the main process alone tells why: the others leave with its exit code.
+    the main process alone reports why: the others leave with its exit code.
 
     Raises:
         ValueError, TrainingError, Interrupted: what the first process raised that failed, of those that were not
-            stopped by another (an OSError is told as a TrainingError, but by the main process, which raises its own as
-            it is; a file or module that is missing as a ValueError).
+            stopped by another. An OSError of another process is a TrainingError, a missing file or module a ValueError.
         StoppedError: the same, but for signals, where this is not the main process.
     """
     if accelerator.num_processes == 1:
@@ -42,7 +41,7 @@ def together(accelerator: Any, work: Callable[[], Found]) -> Found:
         found = work()
     except (Interrupted, ValueError, OSError, ModuleNotFoundError) as raised:
         error = raised
-    mine = None if error is None else _told(error, process)
+    mine = None if error is None else _described(error, process)
     try:
         failures = [failure for failure in gather_object([mine]) if failure is not None]
     except RuntimeError:
@@ -65,8 +64,8 @@ def together(accelerator: Any, work: Callable[[], Found]) -> Found:
     raise TrainingError(text) if code == 1 else ValueError(text)
 
 
-def _told(error: BaseException, process: int) -> tuple[bool, int, str]:
-    """Of a failure: whether it only follows from another, the exit code, and what to tell of it."""
+def _described(error: BaseException, process: int) -> tuple[bool, int, str]:
+    """Of a failure: whether it only follows from another, the exit code, and its message."""
     if isinstance(error, Interrupted):
         return False, 128 + error.signal_number, str(error)
     if isinstance(error, _OF_THE_USER):
@@ -79,7 +78,7 @@ def _told(error: BaseException, process: int) -> tuple[bool, int, str]:
 
 
 def raised(error: Exception) -> NoReturn:
-    """Raise it: where a process has found its error before it tells the others, with `together`."""
+    """Raise an error that a process has found before it reached `together`."""
     raise error
 
 

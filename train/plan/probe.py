@@ -17,6 +17,7 @@ import torch
 from ...data.blocks.packing import PADDING, Batch
 from ..config import FitConfig, micro_steps
 from ..loop.faults import is_out_of_memory
+from ..loop.fit import run_micro_batches
 from ..loop.optimizer import make_optimizer
 from ..parallel.accelerate import Stepper, configure, whole
 
@@ -44,7 +45,7 @@ class Probe:
 
 
 class MemoryWatch:
-    """Tells the most that this process has held on a device since it began, beyond what it held then."""
+    """The most that this process has held on a device since it began, beyond what it held then."""
 
     def __init__(self, device: torch.device) -> None:
         self._device = device
@@ -155,14 +156,7 @@ class _Steps:
             group["lr"] = 0.0
         counts = self._task.count(batch).clamp(min=1).to(device)
         self.module.train()
-        for micro in range(self._micro_steps):
-            part = batch.rows(np.arange(micro * size, (micro + 1) * size)).to(device)
-            with self._accelerator.accumulate(self.module):
-                sums, _ = self.module(part.tokens_BT, part.labels_BT, part.positions_BT, part.documents_BT)
-                self._stepper.backward((sums.float() / counts).sum())
-                if self._accelerator.sync_gradients:
-                    self._stepper.norm()
-            del sums, part
+        run_micro_batches(self._accelerator, self.module, self._stepper, batch, counts, size, self._micro_steps)
         done = _now(device)
         self._stepper.apply()
         return (done - started) / self._micro_steps, _now(device) - done

@@ -92,7 +92,7 @@ class CachedHidden:
         cache, positions_R, rows_R = look_up(self._caches, batch)
         device = batch.tokens_BT.device
         column = cache.columns["hidden"]
-        # pinned memory is copied to a GPU while the processor goes on; torch keeps it until that is done
+        # pinned memory is copied to a GPU while the processor works on; torch keeps it until that is done
         rows_RD = torch.empty(len(rows_R), *column.shape, dtype=column.dtype, pin_memory=device.type == "cuda")
         cache.gather(rows_R, {"hidden": rows_RD})
         hidden_XD = torch.zeros(batch.tokens_BT.numel(), *column.shape, dtype=column.dtype, device=device)

@@ -121,7 +121,7 @@ def test_a_stopped_run_goes_on_as_if_nothing_had_happened(
     assert not (tmp_path / "drafter").exists()
     resumed = cli("train", str(drafter_recipe), *longer)
     assert resumed.returncode == 0, resumed.stderr
-    assert "going on after step" in resumed.stderr
+    assert "resumed after step" in resumed.stderr
     assert losses(tmp_path / "drafter.state") == losses(tmp_path / "whole.state")
     assert len(losses(tmp_path / "drafter.state")) == 150
 

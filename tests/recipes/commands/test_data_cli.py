@@ -146,7 +146,7 @@ def test_a_streamed_run_goes_on_where_it_was_killed(cli: Cli, drafter_recipe: Pa
     process.wait(timeout=60)
     resumed = cli("train", str(drafter_recipe), *streamed, "data.workers=0")  # which changes nothing
     assert resumed.returncode == 0, resumed.stderr
-    assert "going on after step" in resumed.stderr
+    assert "resumed after step" in resumed.stderr
     assert losses(tmp_path / "drafter.state") == losses(tmp_path / "whole.state")
     assert load_manifest(tmp_path / "drafter").data["streamed"] is True
     assert not list((tmp_path / "prepared").glob("*/train")), "nothing but the held-out part is kept"

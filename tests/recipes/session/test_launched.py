@@ -171,7 +171,7 @@ def test_a_signal_to_one_ends_all_as_that_signal(launcher: Any, drafter_recipe: 
         Ranks(launcher, 1, "train", str(drafter_recipe), *longer, *more) for more in ((), (f"out={tmp_path}/w",))
     )
     assert (alone.ended()[0], whole.ended()[0]) == ([0], [0])
-    assert "going on after step" in alone.ended()[1][0]
+    assert "resumed after step" in alone.ended()[1][0]
     found = lines(tmp_path / "drafter", "loss")
     assert len(found) == 60
     assert found == pytest.approx(lines(tmp_path / "w", "loss"), abs=1e-3)

@@ -39,14 +39,29 @@ Logged = Callable[..., list[Any]]
 Launch = Callable[..., dict[str, dict[str, Any]]]
 
 
+STAGES = pytest.mark.parametrize("stage", [3, *(pytest.param(stage, marks=pytest.mark.slow) for stage in (1, 2))])
+
+
 @dataclass(frozen=True)
 class Runs:
-    """Where the jobs of the stages ran, and what they said."""
+    """Where the jobs of the stages ran, and what they said; a stage is launched when it is first asked for."""
 
     folder: Path
-    said: dict[tuple[int, str], dict[str, Any]]
+    begun: Path
+    launch: Launch
+    results: dict[int, dict[str, dict[str, Any]]]
+
+    def said(self, stage: int, name: str) -> dict[str, Any]:
+        if stage not in self.results:
+            # "resumed" goes on from what another stage (or one process) has saved
+            before = self.folder / f"zero{next(iter(self.results))}" / "untied" if self.results else self.begun
+            as_if_killed(before, self.folder / f"zero{stage}" / "resumed")
+            jobs = [job | {"config": SETTINGS | job.get("config", {})} for job in JOBS]
+            self.results[stage] = self.launch(self.folder / f"zero{stage}", stage, jobs)
+        return self.results[stage][name]
 
     def state(self, stage: int, name: str) -> Path:
+        self.said(stage, name)
         return self.folder / f"zero{stage}" / name
 
     def weights(self, stage: int, name: str) -> dict[str, torch.Tensor]:
@@ -93,27 +108,17 @@ JOBS: list[dict[str, Any]] = [
 
 @pytest.fixture(scope="module")
 def runs(one: Callable[..., Path], launch_zero: Launch, tmp_path_factory: pytest.TempPathFactory) -> Runs:
-    """All jobs under all stages; "resumed" goes on from what the stage before (for stage 1: one process) had saved."""
-    folder = tmp_path_factory.mktemp("zero")
-    said: dict[tuple[int, str], dict[str, Any]] = {}
-    before = one("untied", model=UNEVEN)
-    for stage in (1, 2, 3):
-        as_if_killed(before, folder / f"zero{stage}" / "resumed")
-        jobs = [job | {"config": SETTINGS | job.get("config", {})} for job in JOBS]
-        found = launch_zero(folder / f"zero{stage}", stage, jobs)
-        said |= {(stage, name): line for name, line in found.items()}
-        before = folder / f"zero{stage}" / "untied"
-    return Runs(folder, said)
+    return Runs(tmp_path_factory.mktemp("zero"), one("untied", model=UNEVEN), launch_zero, {})
 
 
-@pytest.mark.parametrize("stage", [1, 2, 3])
+@STAGES
 @pytest.mark.parametrize("name", ["untied", "tied", "heads"])
 def test_the_losses_the_norms_and_the_weights_are_those_of_one_process(
     runs: Runs, one: Callable[..., Path], logged: Logged, stage: int, name: str
 ):
     job = next(job for job in JOBS if job["name"] == name)
     alone, state = one(name, **{key: value for key, value in job.items() if key != "name"}), runs.state(stage, name)
-    said = runs.said[stage, name]
+    said = runs.said(stage, name)
     assert said["distributed_type"] == "DEEPSPEED"
     assert said["processes"] == 2
     assert logged(state, "step") == logged(alone, "step")
@@ -127,16 +132,16 @@ def test_the_losses_the_norms_and_the_weights_are_those_of_one_process(
             torch.testing.assert_close(weights[key], tensor, rtol=1e-3, atol=1e-5)
 
 
-@pytest.mark.parametrize("stage", [1, 2, 3])
+@STAGES
 def test_weights_are_sharded_by_zero_3_while_training_and_whole_for_evaluation_and_at_the_end(runs: Runs, stage: int):
-    said = runs.said[stage, "untied"]
+    said = runs.said(stage, "untied")
     assert said["between_steps"] == (21 if stage == 3 else 0)  # all of them
     assert said["in_evaluation"] == 0
     assert said["afterwards"] == 0
     assert said["gradients"]
 
 
-@pytest.mark.parametrize("stage", [1, 2, 3])
+@STAGES
 def test_a_bad_gradient_is_skipped_or_stops_the_run_before_the_weights_change(
     runs: Runs, one: Callable[..., Path], logged: Logged, stage: int
 ):
@@ -150,19 +155,19 @@ def test_a_bad_gradient_is_skipped_or_stops_the_run_before_the_weights_change(
     assert lines[0].keys() == lines[1].keys()
     assert logged(runs.state(stage, "skipping")) == pytest.approx(logged(alone), **LOSS)
 
-    error = runs.said[stage, "failing"]["error"]
+    error = runs.said(stage, "failing")["error"]
     assert error.startswith("TrainingError: the gradient's norm is inf at step 5, blocks [")
     assert "stopped before the weights were changed" in error
     assert [path.name for path in (runs.state(stage, "failing") / "checkpoints").iterdir()] == ["step-000003"]
 
 
-@pytest.mark.parametrize("stage", [1, 2, 3])
+@STAGES
 @pytest.mark.parametrize("prefix", ["", "bf16 "])
 def test_a_stopped_run_goes_on_to_the_very_same_weights(runs: Runs, logged: Logged, stage: int, prefix: str):
     undisturbed = prefix.strip() or "untied"
-    error = runs.said[stage, f"{prefix}stopped"]["error"]
+    error = runs.said(stage, f"{prefix}stopped")["error"]
     assert error.startswith("Interrupted: stopped by SIGTERM after step 2 of 6")
-    assert runs.said[stage, f"{prefix}went on"]["resumed_from"] == 2
+    assert runs.said(stage, f"{prefix}went on")["resumed_from"] == 2
     assert logged(runs.state(stage, f"{prefix}stopped")) == logged(runs.state(stage, undisturbed))
     weights = runs.weights(stage, f"{prefix}went on")
     for name, tensor in runs.weights(stage, undisturbed).items():
@@ -172,12 +177,12 @@ def test_a_stopped_run_goes_on_to_the_very_same_weights(runs: Runs, logged: Logg
     assert logged(runs.state(stage, undisturbed)) == pytest.approx(logged(runs.state(stage, "untied")), abs=5e-3)
 
 
-@pytest.mark.parametrize("stage", [1, 2, 3])
+@STAGES
 def test_a_checkpoint_of_another_kind_of_parallelism_is_gone_on_from(
     runs: Runs, one: Callable[..., Path], worker: ModuleType, logged: Logged, stage: int, tmp_path: Path
 ):
     alone = one("untied", model=UNEVEN)
-    assert runs.said[stage, "resumed"]["resumed_from"] == 3
+    assert runs.said(stage, "resumed")["resumed_from"] == 3
     assert logged(runs.state(stage, "resumed")) == pytest.approx(logged(alone), **LOSS)
 
     as_if_killed(runs.state(stage, "untied"), tmp_path / "on")
