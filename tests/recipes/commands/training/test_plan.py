@@ -40,11 +40,8 @@ SIZES = {
 }
 VARIANTS = {
     "whole": ["model.config.tie_word_embeddings=false"],
-    "tied": ["model.config.tie_word_embeddings=true"],
-    "frozen": ["model.freeze_embeddings=true"],
     "cut": ["model.config=null", "model.source=SOURCE", "model.layers=[0, 2]"],
     "half": ["model.config=null", "model.source=SOURCE", "model.dtype=bfloat16"],
-    "lora": ["model.config=null", "model.source=SOURCE", "model.lora.rank=16"],
     "adapter": ["model.config=null", "model.source=SOURCE", "model.lora.rank=64", "model.lora.export=adapter"],
 }
 
@@ -75,7 +72,7 @@ def recipe(drafter_recipe: Path, source: Path) -> Any:
 
 @pytest.mark.parametrize("variant", VARIANTS)
 def test_files_steps_and_parameters_are_what_training_makes(recipe: Any, variant: str):
-    if variant in ("lora", "adapter"):
+    if variant == "adapter":
         pytest.importorskip("peft")
     loaded = recipe("train.steps=5", *VARIANTS[variant])
     plan = plan_recipe(loaded)
