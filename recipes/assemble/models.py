@@ -77,11 +77,7 @@ class TrainableModel:
 
 
 def build_model(section: ModelSection, target: str | None, seed: int) -> TrainableModel:
-    """The model of a recipe, on the CPU.
-
-    Args:
-        target: folder or hub id of the model that `embeddings: target` takes them from.
-        seed: of new weights.
+    """The model of a recipe, on the CPU; `target` is that of `embeddings: target`, `seed` that of new weights.
 
     Raises:
         ValueError: no such model; a configuration that makes none; layers that the source does not have; embeddings
@@ -104,11 +100,7 @@ def build_model(section: ModelSection, target: str | None, seed: int) -> Trainab
 
 
 def made_trainable(model: PreTrainedModel, section: ModelSection) -> TrainableModel:
-    """A model with what its section freezes and adds.
-
-    Raises:
-        ValueError: LoRA targets that are no linear layers, or an adapter that could not be exported; no peft.
-    """
+    """A model with what its section freezes and adds; raises ValueError for LoRA that cannot be had."""
     if section.freeze_embeddings:
         for part in (model.get_input_embeddings(), model.get_output_embeddings()):
             part.requires_grad_(False)
@@ -118,11 +110,8 @@ def made_trainable(model: PreTrainedModel, section: ModelSection) -> TrainableMo
 
 
 def load_trainable(source: str, *, decoder: bool = False, **options: Any) -> PreTrainedModel:
-    """A model to train, or to learn from; options as `decode.loading.load_model` has them.
-
-    Raises:
-        ValueError: what `load_model` raises; an encoder-decoder of another family than T5's, or of any with `decoder`.
-    """
+    """A model to train, or to learn from; options as `load_model` has them. Raises ValueError for an encoder-decoder of
+    another family than T5's, or of any with `decoder`."""
     model = load_model(source, **options)
     if model.config.is_encoder_decoder:
         if decoder:
@@ -169,18 +158,13 @@ def new_model(config: Any, attention: str | None) -> PreTrainedModel:
 
 
 def cut_layers(model: PreTrainedModel, layers: list[int], name: str, attention: str | None = None) -> PreTrainedModel:
-    """A model of some of a model's layers, in a model of its own; of an encoder-decoder, of both sides' layers.
+    """A new model of some of a model's layers (from 0, rising); of an encoder-decoder, of both sides' layers.
 
-    It is made anew from the configuration with that many layers, so that it is what loading its files will give: each
-    layer knows its new number (the cache's), and lists by layer in the configuration are cut with them.
-
-    Args:
-        layers: which to keep, from 0, rising.
-        name: what a message calls the model.
+    It is made from the configuration with that many layers, so that it is what loading its files will give.
 
     Raises:
-        ValueError: a layer that the model does not have; a model whose layers do not stand in one list, or cannot be
-            told apart by its configuration.
+        ValueError: a layer that the model (called `name`) does not have; a model whose layers do not stand in one list,
+            or that its configuration does not tell apart.
     """
     config = model.config
     depths = {key: getattr(config, key) for key in _depth_keys(config)}

@@ -139,9 +139,8 @@ class DrafterTask:
         if teacher is not None:
             self.settings |= {f"teacher.{key}": value for key, value in teacher.settings.items()}
         if on_policy is not None:
-            self.settings["on_policy"] = [
-                on_policy.share, on_policy.new_tokens, on_policy.temperature, list(on_policy.stop_ids)
-            ]  # fmt: skip
+            own = (on_policy.share, on_policy.new_tokens, on_policy.temperature, list(on_policy.stop_ids))
+            self.settings["on_policy"] = list(own)
         taught = getattr(teacher, "model", None)
         work = [_work(model, backward=True), *([] if taught is None else [_work(taught, backward=False)])]
         self._each_token, self._each_trained = (float(sum(each)) for each in zip(*work, strict=True))

@@ -191,18 +191,21 @@ def _target_state(module: nn.Module) -> Iterator[tuple[str, Tensor]]:
 
 
 class HeadsTask:
-    """Trains heads on a frozen target; see `train.loop.Task`.
+    """Trains heads on a frozen target; see `loop.fit.Task`.
 
     The loss of a step is Σ_k head_weights[k] · (mean objective of head k over its own positions). Medusa-1 uses a
     plain sum (all weights 1), Medusa's paper 0.8^k (Cai et al. 2024, arXiv 2401.10774, eq. 1, where k counts from 1).
-    `objective` gives weights by name (`objectives.OBJECTIVES`): cross-entropy learns from the text, all others from the
-    target's own distribution of the same token, whose hidden states are there anyway (self-distillation: section
-    2.3.2 there). `states` are its hidden states from disk. Evaluation: as for a drafter; `evaluate_fn` is given the
-    heads. `liger` computes cross entropy with Liger's kernel, on CUDA.
+
+    Args:
+        objective: weights by name (`objectives.OBJECTIVES`): cross-entropy learns from the text, all others from the
+            target's own distribution of the same token (self-distillation: section 2.3.2 there).
+        states: the target's hidden states from disk.
+        evaluate_fn: is given the heads in evaluations.
+        liger: computes cross entropy with Liger's kernel, on CUDA.
 
     Raises:
-        ValueError: as many weights as heads are needed, none negative; a target whose hidden size or vocabulary
-            differs; an unknown objective; a temperature ≤ 0.
+        ValueError: not one weight a head, or a negative one; a target of another hidden size or vocabulary; an unknown
+            objective; a temperature ≤ 0.
     """
 
     name = "heads"

@@ -201,34 +201,6 @@ def test_a_disk_that_is_too_small_is_found_out_beforehand(
     assert TeacherCache.load(prepare_teacher(loaded(recipe_file, f"teacher.top_k={fits}"))).rows > 0
 
 
-def test_a_disk_too_small_for_hidden_states_is_found_out_beforehand(
-    heads_file: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-):
-    recipe, wide = loaded_heads(heads_file), loaded_heads(heads_file, "hidden.dtype=float32")
-    prepared = prepared_of(recipe)
-    small, large = (cache_bytes(one, prepared, 32) for one in (recipe, wide))
-    assert small < large
-
-    def free(size: int) -> None:
-        monkeypatch.setattr(shutil, "disk_usage", lambda _: Usage(10**9, 10**9 - size, size))
-
-    free(large - 1)
-    with pytest.raises(ValueError, match=r"hidden\.dtype=bfloat16"):
-        prepare_teacher(wide)
-    free(small - 1)
-    for each in (recipe, wide):
-        with pytest.raises(ValueError, match=r"hidden\.cache=null"):
-            prepare_teacher(each)
-    assert not list((tmp_path / "hidden").glob("[!.]*"))
-    free(small)
-    folder = prepare_teacher(recipe).parent
-    written = sum(path.stat().st_size for path in folder.rglob("*.safetensors"))
-    assert 0.95 * small < written <= small
-    free(large)
-    prepare_teacher(wide)
-    assert len(list(folder.iterdir())) == 4  # both types, of training and held-out data
-
-
 def test_heads_learn_from_the_states_that_the_command_wrote(heads_file: Path, cli: Callable[..., Any]):
     recipe = loaded_heads(heads_file)
     prepared = prepared_of(recipe)

@@ -10,7 +10,6 @@ from typing import Any
 import pytest
 import torch
 from draftsmith.checkpoints.heads.files import PredictionHeads
-from draftsmith.checkpoints.table.table import BigramTable
 from draftsmith.train.loop.fit import fit
 from draftsmith.train.tasks.heads import HeadsTask
 from safetensors import safe_open
@@ -188,22 +187,3 @@ def test_a_target_inside_the_module_is_neither_stored_nor_trained(worker: Module
         fit(again, worker.make_data(), worker.make_config(steps=4, save_every=2), folder)
         assert torch.equal(again.module.heads.projection(0), heads.projection(0))
     assert all(torch.equal(results[False][name], results[True][name]) for name in results[False])
-
-
-def test_a_table_counts_the_documents(worker: ModuleType):
-    data = worker.make_data(5)
-    table = BigramTable.from_documents(data.iter_documents(), worker.VOCAB)
-    batch = data.batch(range(5))
-    tokens, documents = batch.tokens_BT, batch.documents_BT
-    pairs: dict[tuple[int, int], int] = {}
-    for row in range(5):
-        for place in range(15):
-            if documents[row, place] == documents[row, place + 1] >= 0:
-                pair = (int(tokens[row, place]), int(tokens[row, place + 1]))
-                pairs[pair] = pairs.get(pair, 0) + 1
-    found = {
-        (left, int(table.col[entry])): int(table.count[entry])
-        for left in range(worker.VOCAB)
-        for entry in range(int(table.row_ptr[left]), int(table.row_ptr[left + 1]))
-    }
-    assert found == pairs

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 from pathlib import Path
 from types import ModuleType
 from typing import Any
@@ -96,49 +95,6 @@ def test_any_reader_of_the_format_reads_the_states_and_the_size_is_known(worker:
         assert {name: (tensor.dtype, len(tensor)) for name, tensor in tensors.items()} == {
             "hidden": (DTYPES[dtype], cache.rows)
         }
-
-
-def test_a_cache_of_something_else_is_refused_with_both_sides(worker: ModuleType, tmp_path: Path):
-    cache = write_cache(tmp_path / "cache", worker.make_data(4), worker.make_model(), make_source("bfloat16"))
-    assert make_source("bfloat16", target="elsewhere").key == cache.source.key
-    assert HiddenCache.load(cache.folder, make_source("bfloat16", target="elsewhere")).rows == cache.rows
-    for changed, message in (
-        ({"fingerprint": "another"}, r"target is a model \(nowhere\) there, another \(nowhere\) here"),
-        ({"data": "more"}, "data is data there, more here"),
-        ({"dtype": "float16"}, "dtype is bfloat16 there, float16 here"),
-        ({"states": "before-norm"}, "states is after-norm there, before-norm here"),
-        ({"target_dtype": "float16"}, "target_dtype is auto there, float16 here"),
-    ):
-        wanted = make_source(**({"dtype": "bfloat16"} | changed))
-        assert wanted.key != cache.source.key
-        with pytest.raises(ValueError, match=f"cache of hidden states .* is another one: {message}"):
-            HiddenCache.load(cache.folder, wanted)
-    with pytest.raises(ValueError, match=r"is no cache of hidden states: it has no hidden\.json"):
-        HiddenCache.load(tmp_path)
-
-
-def test_training_and_held_out_data_are_served_by_two_caches(worker: ModuleType, tmp_path: Path):
-    data, heldout, model = worker.make_data(8), worker.make_data(4, seed=9), worker.make_model()
-    training = write_cache(tmp_path / "training", data, model, make_source())
-    held = write_cache(tmp_path / "heldout", heldout, model, make_source(data="held out"))
-    both = CachedHidden(training, held)
-    assert (both.hidden_size, both.states) == (16, "after-norm")
-    assert json.loads(json.dumps(both.settings)) == both.settings
-    forward = PackedForward(model)
-    for source in (heldout, data):
-        batch = source.batch([3, 0])
-        kept_BT = near_trained(batch)
-        with torch.no_grad():
-            torch.testing.assert_close(both.hidden(batch)[kept_BT], forward.hidden(batch)[kept_BT])
-    with pytest.raises(ValueError, match="documents that the cache of hidden states was not made from"):
-        CachedHidden(training).hidden(heldout.batch([0]))
-    changed = data.batch([2, 3])
-    changed.tokens_BT[0, 1] += 1
-    with pytest.raises(ValueError, match="not made from"):
-        both.hidden(changed)
-    other = write_cache(tmp_path / "other", heldout, model, make_source(fingerprint="another", states="before-norm"))
-    with pytest.raises(ValueError, match=r"different targets: target is a model .*; states is after-norm there, bef"):
-        CachedHidden(training, other)
 
 
 def test_states_that_a_type_cannot_hold_are_refused_with_their_place(worker: ModuleType, tmp_path: Path):
