@@ -12,20 +12,19 @@ import heapq
 import json
 import os
 import re
-import time
 from collections import Counter
 from collections.abc import Awaitable, Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import ExitStack
 from dataclasses import dataclass, field
 from io import FileIO
 from pathlib import Path
 from types import TracebackType
-from typing import Any, BinaryIO, Literal
+from typing import Any, Literal
 
 from ..checkpoints.storage.atomic import atomic_text
 from .conversations import Conversation, Turn
 
 _KEY = re.compile("[0-9a-f]{32}")
-_SECONDS_BETWEEN_FSYNCS = 5.0
 _SECONDS_BETWEEN_LOOKS = 0.2  # at whether to stop, while answers are awaited
 _BATCHES_AHEAD = 16  # conversations held open, from which those of similar length are batched
 
@@ -58,7 +57,7 @@ class Failure:
 
 
 Answerer = Callable[[Sequence[Question]], Awaitable[Sequence[Answer | Failure | None]]]
-"""Answers in the order of the questions; None where it was told to stop before the answer was complete."""
+"""Answers in the order of the questions; None where it was stopped before the answer was complete."""
 
 
 @dataclass(slots=True)
@@ -97,7 +96,7 @@ class Store:
     unfinished last line is cut off when the file is opened again. Of what is finished 16 bytes each stay in memory.
 
     Raises:
-        ValueError: another process writes here; the file was begun with other settings, of which the first is named;
+        ValueError: another process writes here; the file was started with other settings, of which the first is named;
             the file holds something else, naming the line.
     """
 
@@ -105,23 +104,17 @@ class Store:
         self.path = Path(path)
         self.errors_path = self.path.with_name(self.path.name + ".errors.jsonl")
         self.path.parent.mkdir(parents=True, exist_ok=True)
-        self._lock = self.path.with_name(self.path.name + ".lock").open("ab")
-        self._errors: FileIO | None = None
-        self._done: set[bytes] = set()
-        try:
-            _lock(self._lock, self.path)
+        with ExitStack() as stack:
+            lock = stack.enter_context(self.path.with_name(self.path.name + ".lock").open("ab"))
+            try:
+                fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            except BlockingIOError as error:
+                raise ValueError(f"another process is writing {self.path}; choose another `out`") from error
             self._check_settings(json.loads(json.dumps(settings)))
-            for number, row in _whole_lines(self.path):
-                key = bytes.fromhex(row["key"])
-                if key in self._done:
-                    raise ValueError(f"{self.path}, row {number}: conversation {row.get('id')!r} stands there twice")
-                self._done.add(key)
-            self._attempts = Counter(row["key"] for _, row in _whole_lines(self.errors_path))
-        except ValueError:
-            self._lock.close()
-            raise
-        self._file = self.path.open("ab", buffering=0)
-        self._synced = time.monotonic()
+            self._done = _finished(self.path)
+            self._file = stack.enter_context(self.path.open("ab", buffering=0))
+            self._stack = stack.pop_all()
+        self._errors: FileIO | None = None
 
     def __contains__(self, key: str) -> bool:
         return bytes.fromhex(key) in self._done
@@ -136,26 +129,17 @@ class Store:
         row = {"id": name, "key": key, "messages": messages, "finish": list(finishes)} | ({"cut": cut} if cut else {})
         _write_line(self._file, row)
         self._done.add(bytes.fromhex(key))
-        if time.monotonic() - self._synced > _SECONDS_BETWEEN_FSYNCS:
-            os.fsync(self._file.fileno())
-            self._synced = time.monotonic()
 
     def fail(self, name: str, key: str, error: str) -> None:
-        """Write down that a conversation could not be completed, and at which attempt."""
-        self._attempts[key] += 1
+        """Write down that a conversation could not be completed."""
         if self._errors is None:
-            self._errors = self.errors_path.open("ab", buffering=0)
-        _write_line(self._errors, {"id": name, "key": key, "error": error, "attempt": self._attempts[key]})
+            self._errors = self._stack.enter_context(self.errors_path.open("ab", buffering=0))
+        _write_line(self._errors, {"id": name, "key": key, "error": error})
 
     def close(self) -> None:
         """Bring everything to the disk and let other writers in."""
-        try:
-            for file in (self._file, self._errors):
-                if file is not None:
-                    os.fsync(file.fileno())
-                    file.close()
-        finally:
-            self._lock.close()
+        with self._stack:
+            os.fsync(self._file.fileno())
 
     def __enter__(self) -> Store:
         return self
@@ -166,29 +150,20 @@ class Store:
         self.close()
 
     def _check_settings(self, settings: dict[str, Any]) -> None:
-        place = self.path.with_name(self.path.name + ".json")
+        file = self.path.with_name(self.path.name + ".json")
         if not self.path.exists() or not self.path.stat().st_size:
-            atomic_text(place, json.dumps(settings, indent=2, ensure_ascii=False) + "\n")
+            atomic_text(file, json.dumps(settings, indent=2, ensure_ascii=False) + "\n")
             return
-        if not place.is_file():
-            raise ValueError(f"{self.path} was not written by regeneration ({place.name} is missing): choose another")
         try:
-            begun = json.loads(place.read_text(encoding="utf-8"))
-        except json.JSONDecodeError as error:
-            raise ValueError(f"{place} is not JSON, expected the settings of {self.path.name}: {error}") from error
-        for name in dict.fromkeys([*settings, *begun]):
-            if begun.get(name) != settings.get(name):
+            former = json.loads(file.read_text(encoding="utf-8"))
+        except (FileNotFoundError, json.JSONDecodeError) as error:
+            raise ValueError(f"{self.path} was not written by regeneration: {file.name}: {error}") from error
+        for name in dict.fromkeys([*settings, *former]):
+            if former.get(name) != settings.get(name):
                 raise ValueError(
-                    f"{self.path} was begun with {name} {begun.get(name)!r}, now it is {settings.get(name)!r}: its "
+                    f"{self.path} was started with {name} {former.get(name)!r}, now it is {settings.get(name)!r}: its "
                     "answers would not be of one kind; choose another `out`, or delete that file"
                 )
-
-
-def _lock(lock: BinaryIO, path: Path) -> None:
-    try:
-        fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
-    except BlockingIOError as error:
-        raise ValueError(f"another process is writing {path}; wait for it, or choose another `out`") from error
 
 
 def _write_line(file: FileIO, row: dict[str, Any]) -> None:
@@ -202,39 +177,42 @@ def _write_line(file: FileIO, row: dict[str, Any]) -> None:
         raise
 
 
-def _whole_lines(path: Path) -> Iterator[tuple[int, dict[str, Any]]]:
-    """Numbered rows of a file of ours, if it exists; what a killed writer left behind the last whole line is cut off.
+def _finished(path: Path) -> set[bytes]:
+    """Keys of the rows of a file of ours; what a killed writer left behind the last whole line is cut off.
 
     Raises:
-        ValueError: a line that is none of ours, with its number.
+        ValueError: a line that is none of ours, or stands there twice, with its number.
     """
+    done: set[bytes] = set()
     if not path.exists():
-        return
+        return done
     with path.open("r+b") as file:
         whole = 0
         for number, line in enumerate(file, start=1):
-            row = _row(line)
-            if row is None:
+            key = _key(line)
+            if key is None:
                 if file.read(1):
                     raise ValueError(f"{path}, row {number} was not written by regeneration: choose another `out`")
                 file.truncate(whole)
-                return
+                break
+            if key in done:
+                raise ValueError(f"{path}, row {number}: its conversation stands there twice")
+            done.add(key)
             whole += len(line)
-            yield number, row
+    return done
 
 
-def _row(line: bytes) -> dict[str, Any] | None:
+def _key(line: bytes) -> bytes | None:
     try:
-        row = json.loads(line) if line.endswith(b"\n") else None
-    except ValueError:  # not JSON, or not UTF-8
+        key = json.loads(line)["key"] if line.endswith(b"\n") else None
+    except (ValueError, KeyError, TypeError):  # not JSON, not UTF-8, or something else
         return None
-    key = row.get("key") if isinstance(row, dict) else None
-    return row if isinstance(key, str) and _KEY.fullmatch(key) else None
+    return bytes.fromhex(key) if isinstance(key, str) and _KEY.fullmatch(key) else None
 
 
 @dataclass(slots=True)
 class _Open:
-    """A conversation in work: `turns` so far, ending with what is asked next; `later` questions in order."""
+    """A conversation that is being answered: `turns` so far, ending with what is asked next; `later` questions."""
 
     key: str
     name: str
@@ -276,7 +254,7 @@ async def regenerate(
         system: system text for conversations that bring none.
         keep_cut: keep answers that the token limit cut, and go on after them.
         stopping: asked often; once it says so, nothing new is asked and what is under way is abandoned.
-        progress: told how many conversations this run is done with.
+        progress: is given how many conversations this run is done with.
     """
     queue = _Queue(store, system, keep_cut, progress)
     source = (item for item in keyed(conversations) if item[0] not in store)
@@ -335,11 +313,10 @@ class _Queue:
 
     def group(self, size: int) -> list[_Open]:
         """Take the conversation that has waited longest, and those nearest to it in length."""
-        first = self.ready[0]
-        others = self.ready[1:]
+        first, *others = self.ready
         near = heapq.nsmallest(size - 1, others, key=lambda work: abs(work.length() - first.length()))
         taken = {id(work) for work in (first, *near)}
-        self.ready = [work for work in self.ready if id(work) not in taken]
+        self.ready = [work for work in others if id(work) not in taken]
         return [first, *near]
 
     def take(self, work: _Open, outcome: Answer | Failure | None) -> None:
@@ -362,7 +339,7 @@ class _Queue:
         work.finishes.append(answer.finish)
         if work.later:
             work.turns.append(work.later.pop(0))
-            self.ready.insert(0, work)  # before new ones: what is begun shall soon be written
+            self.ready.insert(0, work)  # before new ones, so that it is soon written
         else:
             self._write(work)
 
