@@ -108,16 +108,6 @@ def test_identical_rows_are_as_many_as_in_the_source(tmp_path: Path) -> None:
     assert sorted(row["id"] for row in rows(out)) == ["a", "a", "a", "b"]
 
 
-def test_texts_are_not_confused_by_where_they_are_split() -> None:
-    parts = [
-        conversation("a", "one two"),
-        conversation("a", "one", "two"),
-        conversation("a one", "two"),
-        conversation("a", "two", system="one"),
-    ]
-    assert len({key for key, _ in keyed(parts)}) == 4
-
-
 def test_seeds_depend_on_conversation_turn_and_seed_alone(tmp_path: Path) -> None:
     talks = [conversation("a", "one", "two"), conversation("b", "one"), conversation("c", "three")]
 
@@ -329,15 +319,6 @@ def test_what_an_answerer_raises_ends_the_run_after_what_was_complete(tmp_path: 
     assert not out.with_name("out.jsonl.errors.jsonl").exists()
 
 
-def test_half_an_emoji_is_no_reason_to_stop(tmp_path: Path) -> None:
-    out = tmp_path / "out.jsonl"
-    run(out, [conversation("a\ud83d", "one")], lambda question: Answer("\ud83d and 😀"))
-    (row,) = rows(out)
-    assert row["messages"][1]["content"] == "? and 😀"
-    with Store(out, SETTINGS) as store:
-        assert len(store) == 1
-
-
 FULL_DISK = """
 import resource, sys
 from draftsmith.data.conversations import Turn
@@ -383,6 +364,7 @@ def start_work(source: Path, out: Path, batch: int, concurrency: int) -> subproc
     return subprocess.Popen([sys.executable, "-c", WORK, *arguments])
 
 
+@pytest.mark.slow
 def test_killed_three_times_it_ends_with_what_an_undisturbed_run_gives(tmp_path: Path) -> None:
     batch, concurrency = 2, 3
     rng = random.Random(batch)

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import subprocess
 import sys
 import tracemalloc
 from dataclasses import asdict
@@ -189,11 +188,6 @@ def test_duplicates_are_those_of_conversations_that_were_kept() -> None:
     assert clean_all(texts, duplicates=["first-exchange"])[1].dropped == {"duplicate first exchange": 1}
 
 
-def test_where_one_text_ends_and_the_next_begins_matters_to_duplicates() -> None:
-    dialogues: list[Pairs] = [[("user", "ab"), ("assistant", "c")], [("user", "a"), ("assistant", "bc")]]
-    assert clean_all(dialogues, duplicates=["first-exchange"])[1].kept == 2
-
-
 def test_a_million_rows_of_both_kinds_would_fit_in_150_megabytes() -> None:
     cleaner = Cleaner(Cleaning(duplicates=("id", "first-exchange")), CorpusReport())
     rows = 1_000_000 // 32  # a set doubles its table: here it is as full as it would be of a million rows
@@ -244,19 +238,6 @@ def test_a_missing_package_is_named_with_how_to_get_it(
     monkeypatch.setitem(sys.modules, package, None)
     with pytest.raises(ValueError, match=message):
         clean_one([("user", "<p>x</p>"), HELLO[1]], **options)
-
-
-def test_importing_needs_no_optional_package() -> None:
-    code = (
-        "import sys\nfor name in ('markdownify', 'bs4', 'py3langid'): sys.modules[name] = None\n"
-        "import draftsmith.data.cleaning.cleaner as c\n"
-        "from draftsmith.data.conversations import CorpusReport, Dialogue\n"
-        "pairs = (('user', '<b>q'), ('assistant', 'a'))\n"
-        "for html in ('keep', 'drop'):\n"
-        "    c.Cleaner(c.Cleaning(html=html), CorpusReport())(Dialogue('', pairs, ''))\n"
-        "assert 'torch' not in sys.modules"
-    )
-    subprocess.run([sys.executable, "-c", code], check=True)
 
 
 LONG = "Compose an engaging travel blog post about a recent trip to Hawaii, highlighting cultural experiences."
@@ -383,14 +364,6 @@ def test_real_sharegpt_has_the_known_defects(sharegpt: list[Pairs]) -> None:
     for one in kept:
         if one is not None:
             assert_well_formed(one)
-
-
-@pytest.mark.shared
-def test_real_sharegpt_holds_little_html_outside_of_code(sharegpt: list[Pairs]) -> None:
-    tagged = sum(any("</" in (text or "") for _, text in one) for one in sharegpt)
-    assert tagged > 30
-    assert 0 < clean_all(sharegpt, html="drop")[1].dropped["HTML"] < 10
-    assert clean_all(sharegpt, escaped_markdown="unescape")[1].changed["escaped Markdown unescaped"] > 100
 
 
 @pytest.mark.shared

@@ -155,12 +155,6 @@ def test_what_ids_and_spans_show_is_counted_under_the_same_names(template: Templ
         assert set(found) == expected, planted
 
 
-def test_the_first_token_apart_everything_is_everything(tokenizer: Any) -> None:
-    document = render(_talk(TALK), get_template("vicuna-v1.1"), tokenizer)
-    document.spans = [(1, len(document.ids))]
-    assert Linter(tokenizer, get_template("vicuna-v1.1")).check(document) == (f.EVERYTHING_TRAINED,)
-
-
 @pytest.mark.parametrize(
     ("place", "expected"),
     [(1, f.ANSWER_DIFFERS), (5, f.ANSWER_DIFFERS), (0, f.CONTEXT_DIFFERS), (4, f.CONTEXT_DIFFERS)],
@@ -217,15 +211,6 @@ def test_of_a_cut_question_the_end_is_right(template: Template, tokenizer: Any, 
         start, end = document.spans[0]
         wide = replace(document, spans=[(start - 4, end)])
         assert _faults(linter.check(wide))
-
-
-def test_a_cut_question_does_not_excuse_the_template(tokenizer: Any) -> None:
-    template = get_template("vicuna-v1.1")
-    document = render(_talk(["a long question " * 5, "the answer"]), template, tokenizer)
-    assert Linter(tokenizer, template).check(replace(document, question_cut=True)) == (f.QUESTION_CUT,)
-    spans = [(start - 4, end - 4) for start, end in document.spans]
-    lost = replace(document, ids=np.delete(document.ids, slice(10, 14)), spans=spans, question_cut=True)
-    assert set(Linter(tokenizer, template).check(lost)) == {f.CONTEXT_DIFFERS, f.QUESTION_CUT}
 
 
 def test_strings_of_special_tokens_and_empty_answers_are_noticed(template: Template, tokenizer: Any) -> None:

@@ -3,14 +3,12 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from pathlib import Path
 from typing import Any
 
 import pytest
 from draftsmith.data.conversations import Conversation, Turn
 from draftsmith.data.rendering.render import Rendered, RenderReport, render, render_all, render_prompt
 from draftsmith.data.rendering.templates import TEMPLATES, VICUNA_SYSTEM, Template, get_template
-from draftsmith.data.tokenizers import load_tokenizer, train_bpe
 from tokenizers import Tokenizer, models, pre_tokenizers, processors
 from transformers import PreTrainedTokenizerFast
 
@@ -123,14 +121,6 @@ def test_chatml_has_no_system_of_its_own_and_vicuna_takes_the_given_one(tokenize
     text = tokenizer.decode(render(Conversation("a", turns), get_template("vicuna-v1.1"), tokenizer).ids)
     assert "Be kind. USER: the" in text
     assert "curious" not in text
-
-
-def test_bos_comes_first_exactly_where_the_tokenizer_adds_it(template: Template, tokenizer: Any) -> None:
-    ids = render(HELLO, template, tokenizer).ids.tolist()
-    adds = tokenizer("a").input_ids[0] == tokenizer.bos_token_id
-    adds = adds or template.writes_bos
-    assert (ids[0] == tokenizer.bos_token_id) == adds
-    assert ids.count(tokenizer.bos_token_id) == adds
 
 
 @pytest.mark.parametrize("share", [0.4, 0.55, 0.99])
@@ -270,24 +260,3 @@ def test_bare_text_is_learned_whole_by_the_plain_template_alone(template: Templa
     parts = list(render_all([text], tokenizer, template, 40))
     assert all(len(part.ids) <= 40 for part in parts)
     assert [i for part in parts for i in part.ids[bos:].tolist()] == whole.ids[bos:].tolist(), "nothing is lost"
-
-
-@pytest.mark.shared
-@pytest.mark.parametrize("kind", ["llama", "bytes"])
-def test_every_real_conversation_masks_right(shared_data: Path, template: Template, kind: str) -> None:
-    from draftsmith.data.sources.reading import read_conversations
-
-    source = str(shared_data / "sharegpt" / "sharegpt_v3_sample_800.json")
-    chats = list(read_conversations(source))
-    if kind == "llama":
-        pytest.importorskip("sentencepiece")
-        tokenizer = load_tokenizer(str(shared_data / "tokenizer" / "llama2c"))
-        tokenizer.add_special_tokens({"additional_special_tokens": ["<|im_start|>", "<|im_end|>"]})
-    else:
-        tokenizer = train_bpe(
-            (t.text for c in chats[:80] for t in c.turns), 1024, ("<|endoftext|>", "<|im_start|>", "<|im_end|>")
-        )
-    assert len(chats) > 700
-    for chat, rendered in zip(chats, render_all(chats, tokenizer, template, None), strict=True):
-        found, wanted = _trained(rendered, tokenizer), _expected(chat.turns, template, tokenizer)
-        assert _spaceless(found, template) == _spaceless(wanted, template), chat.id

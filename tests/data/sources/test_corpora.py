@@ -41,23 +41,6 @@ def test_every_entry_says_where_it_lies_and_on_what_terms(corpus: Corpus) -> Non
     assert corpus.hub is None or find_corpus(corpus.hub).hub == corpus.hub  # type: ignore[union-attr]
 
 
-def test_names_that_are_not_there() -> None:
-    assert find_corpus("someone/chats") is None
-    assert find_corpus("") is None
-    assert len(CORPORA) == 19
-
-
-def test_what_was_asked_for_is_registered() -> None:
-    facts = {name: (entry.hub, entry.config, entry.split, entry.revision) for name, entry in CORPORA.items()}
-    assert facts["lmsys-chat-1m"] == ("lmsys/lmsys-chat-1m", None, "train", None)
-    assert CORPORA["lmsys-chat-1m"].gated
-    assert facts["ultrachat-200k"][2] == "train_sft"
-    assert facts["cnn-dailymail"] == ("abisee/cnn_dailymail", "3.0.0", "test", None)
-    assert facts["wmt14-de-en"][:2] == facts["wmt14-en-de"][:2] == ("wmt/wmt14", "de-en")
-    assert facts["piqa"] == ("ybisk/piqa", None, "validation", "refs/convert/parquet")
-    assert CORPORA["spec-bench"].groups == ("mt_bench", "translation", "summarization", "qa", "math_reasoning", "rag")
-
-
 PAIR = {"translation": {"de": "Guten Tag", "en": "Good day"}}
 
 
@@ -96,22 +79,6 @@ def test_rows_of_evaluation_sets(
     assert dialogue.category == category
 
 
-@pytest.mark.parametrize(
-    ("name", "row"),
-    [
-        ("sharegpt-v3", {"id": "a", **CHAT}),
-        ("lmsys-chat-1m", {"conversation_id": "a", "conversation": [{"role": "human", "content": "hello"},
-                                                                    {"role": "gpt", "content": "hi"}]}),
-        ("chatgpt-prompts", {"human_prompt": "hello", "chatgpt_response": "hi"}),
-        ("chatbot-instruction-prompts", {"prompt": "hello", "response": "hi"}),
-        ("alpaca", {"instruction": "hello", "input": "", "output": "hi", "text": "Below is an instruction …"}),
-    ],
-)  # fmt: skip
-def test_rows_of_training_sets(name: str, row: Any) -> None:
-    dialogue = CORPORA[name].read(Row(row, "here, row 1", "here-1"))
-    assert [content for _, content in dialogue.messages] == ["hello", "hi"]
-
-
 ADAPTED = [corpus for corpus in CORPORA.values() if corpus.adapter is not None]
 SCRAPS = st.recursive(
     st.none() | st.integers() | st.floats() | st.text(max_size=5),
@@ -146,14 +113,6 @@ def test_a_local_path_stands_in_for_a_corpus(tmp_path: Path) -> None:
     assert prompt.references == ("so",)
     assert forms == ["messages", "messages", "goal + sol1 + sol2"]
     assert asked("someone/else", path=str(tmp_path / "piqa.jsonl")) == ["How?"]
-
-
-def test_each_form_of_a_source_is_named_once(tmp_path: Path) -> None:
-    text = {"instruction": "hello", "output": "hi"}
-    forms: list[str] = []
-    found = list(open_dialogues(jsonl(tmp_path / "a.jsonl", text, CHAT, text, CHAT), on_form=forms.append))
-    assert len(found) == 4
-    assert forms == ["instruction + output", "conversations"]
 
 
 def test_broken_rows_are_part_of_the_report(tmp_path: Path) -> None:

@@ -128,6 +128,7 @@ def test_a_mixture_reports_each_of_its_corpora(corpus: Path, tokenizer: Any, tmp
             section(corpus, tmp_path, **wrong)
 
 
+@pytest.mark.slow
 def test_a_streamed_run_goes_on_where_it_was_killed(cli: Cli, drafter_recipe: Path, tmp_path: Path) -> None:
     streamed = ["data.streaming=true", "data.window=8", "train.steps=120", "train.save_every=7"]
     whole = cli("train", str(drafter_recipe), *streamed, f"out={tmp_path / 'whole'}")
@@ -155,6 +156,7 @@ def test_a_streamed_run_goes_on_where_it_was_killed(cli: Cli, drafter_recipe: Pa
     assert "`train.steps` is needed" in endless.stderr
 
 
+@pytest.mark.slow
 def test_two_ranks_with_two_workers_each_train_on_the_stream_of_one(
     cli: Cli, drafter_recipe: Path, tmp_path: Path
 ) -> None:
