@@ -1,0 +1,121 @@
+"""How far four walks go through the package: files passed, and climbs back to a higher room; and what imports cost.
+
+    python tests/bench/walks.py [--quick]
+
+A walk runs a command on the tiny folder of `tests/golden.py` and notes each call from one file of the package into
+another. A climb is a call from a room into one above it (a callback, a generator that is handed down): the fewer, the
+easier a walk is to follow. Imports are timed in processes of their own, medians of five.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import runpy
+import statistics
+import subprocess
+import sys
+import tempfile
+from contextlib import chdir
+from pathlib import Path
+from types import FrameType
+from typing import Any
+
+sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
+import draftsmith
+import golden
+import yaml
+
+ROOT = Path(draftsmith.__file__).parent
+ROOMS = ("checkpoints", "data", "decode", "train", "recipes")
+DATA = {"source": "rows.json", "template": "chatml", "block_tokens": 64, "heldout_share": 0.2}
+TRAIN = {"steps": 2, "global_batch": 2, "micro_batch": 1, "precision": "no"}
+DRAFTER = {"kind": "drafter", "target": "target", "model": {"source": "near"}, "data": DATA, "train": TRAIN}
+EVALUATE = {"kind": "evaluate", "target": "target", "drafter": "trained", "prompts": "rows.json", "template": "chatml"}
+EVALUATE |= {"methods": [{"method": "autoregressive"}, {"method": "speculative"}], "limit": 2, "max_new_tokens": 8}
+WALKS = {
+    "a row to a block": ("prepare", DRAFTER),
+    "a recipe to a drafter's artifact": ("train", DRAFTER | {"out": "trained"}),
+    "an artifact to results and report": ("evaluate", EVALUATE | {"out": "results.json"}),
+}
+IMPORTS = {
+    "draftsmith --help": "import sys; sys.argv = ['draftsmith', '--help']; import draftsmith.__main__ as m; m.main()",
+    "decode.engine": "import draftsmith.decode.engine",
+    "load_model": "{load_model}",
+}
+
+
+def walk(command: str, recipe: dict[str, Any]) -> dict[str, int]:
+    """Run a command in a fork under a profile; files of the package whose functions were called, and climbs."""
+    Path("walk.yaml").write_text(yaml.safe_dump(recipe))
+    child = os.fork()
+    if child == 0:
+        passed: set[str] = set()
+        climbs: set[tuple[str, str]] = set()
+
+        def note(frame: FrameType, event: str, _: Any) -> None:
+            if event != "call" or frame.f_code.co_name == "<module>":
+                return
+            here = frame.f_code.co_filename
+            if not here.startswith(f"{ROOT}/") or "/tests/" in here or "/.venv/" in here:
+                return
+            here = os.path.relpath(here, ROOT)
+            passed.add(here)
+            caller = frame.f_back.f_code.co_filename if frame.f_back is not None else ""
+            if caller.startswith(f"{ROOT}/"):
+                there = os.path.relpath(caller, ROOT)
+                rooms = [name.partition("/")[0] for name in (there, here)]
+                if all(room in ROOMS for room in rooms) and ROOMS.index(rooms[1]) > ROOMS.index(rooms[0]):
+                    climbs.add((there, here))
+
+        sys.argv = ["draftsmith", command, "walk.yaml"]
+        try:
+            with open(os.devnull, "w") as sink:
+                os.dup2(sink.fileno(), 1)
+            sys.setprofile(note)
+            runpy.run_module("draftsmith", run_name="__main__", alter_sys=True)
+        except SystemExit:
+            pass
+        finally:
+            sys.setprofile(None)
+            Path("walk.json").write_text(json.dumps({"files": len(passed), "climbs": len(climbs)}))
+            os._exit(0)
+    os.waitpid(child, 0)
+    return dict(json.loads(Path("walk.json").read_text()))
+
+
+def import_cost(code: str, runs: int) -> dict[str, float]:
+    """Milliseconds and modules of the package, of a process of its own less an empty one's milliseconds."""
+    note = "import atexit, sys, time\nstarted = time.perf_counter()\nlost = lambda: time.perf_counter() - started\n"
+    note += "own = lambda: sum(name.startswith('draftsmith') for name in sys.modules)\n"
+    note += "atexit.register(lambda: print('', own(), lost(), sep='\\n'))\n"
+    times, modules = [], 0
+    for _ in range(runs):
+        done = subprocess.run([sys.executable, "-c", note + code], capture_output=True, text=True, check=False)
+        lines = done.stdout.split("\n")
+        times.append(float(lines[-2]))
+        modules = int(lines[-3])
+    return {"ms": round(1000 * statistics.median(times)), "modules": modules}
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--quick", action="store_true", help="imports once")
+    runs = 1 if parser.parse_args().quick else 5
+    loading = "decode.models.loading" if (ROOT / "decode" / "models" / "loading.py").is_file() else "decode.loading"
+    found: dict[str, Any] = {}
+    with tempfile.TemporaryDirectory() as folder, chdir(folder):
+        golden.make_folder()
+        for name, (command, recipe) in WALKS.items():
+            found[name] = walk(command, recipe)
+            print(f"{name:36s} {found[name]['files']:4d} files  {found[name]['climbs']:4d} climbs")
+    for name, code in IMPORTS.items():
+        code = code.replace("{load_model}", f"from draftsmith.{loading} import load_model")
+        found[name] = import_cost(code, runs)
+        print(f"{name:36s} {found[name]['modules']:4d} modules  {found[name]['ms']:5.0f} ms")
+    print(json.dumps(found))
+
+
+if __name__ == "__main__":
+    main()
