@@ -58,29 +58,21 @@ def read_tensors(path: Path, prefix: str = "") -> tuple[dict[str, str], dict[str
 def check_csr(row_ptr: Ints, col: NDArray[np.int32], count: NDArray[np.int32], unigram: Ints) -> None:
     """ValueError, naming both sides, for arrays that are no table of counts."""
     vocab_size, entries = len(unigram), len(col)
-    if not vocab_size:
-        raise ValueError("unigram has no counts, expected at least one token")
-    if len(row_ptr) != vocab_size + 1:
+    if not vocab_size or len(row_ptr) != vocab_size + 1:
         raise ValueError(f"row_ptr has {len(row_ptr)} entries for {vocab_size} tokens, expected {vocab_size + 1}")
     if len(count) != entries:
         raise ValueError(f"there are {len(count)} counts for {entries} columns")
     ends = (int(row_ptr[0]), int(row_ptr[-1]))
-    if ends != (0, entries):
-        raise ValueError(f"row_ptr runs from {ends[0]} to {ends[1]}, expected 0 to {entries}")
+    if ends != (0, entries) or int(np.diff(row_ptr).min()) < 0:
+        raise ValueError(f"row_ptr runs from {ends[0]} to {ends[1]}, expected to ascend from 0 to {entries}")
     if int(unigram.min()) < 0:
         raise ValueError(f"unigram holds {int(unigram.min())}, expected at least 0")
-    steps = np.diff(row_ptr)
-    if int(steps.min()) < 0:
-        row = int(steps.argmin())
-        raise ValueError(f"row_ptr falls from {int(row_ptr[row])} to {int(row_ptr[row + 1])} at row {row}")
-    for start in range(0, entries, _CHUNK):
+    for start in range(0, entries, _CHUNK):  # with one more column, where there is one
         _check_entries(row_ptr, col[start : start + _CHUNK + 1], count[start : start + _CHUNK], start)
 
 
 def _check_entries(row_ptr: Ints, col: NDArray[np.int32], count: NDArray[np.int32], start: int) -> None:
-    """A chunk of the entries from `start` on; `col` has one more, where there is one."""
-    vocab_size = len(row_ptr) - 1
-    low, high = int(col.min()), int(col.max())
+    vocab_size, low, high = len(row_ptr) - 1, int(col.min()), int(col.max())
     if low < 0 or high >= vocab_size:
         raise ValueError(f"col holds token {low if low < 0 else high}, the vocabulary has {vocab_size} tokens")
     if int(count.min()) < 1:
@@ -89,10 +81,9 @@ def _check_entries(row_ptr: Ints, col: NDArray[np.int32], count: NDArray[np.int3
     falls = np.flatnonzero(col[1:] <= col[:-1]) + (start + 1)
     inside = falls[row_ptr[np.searchsorted(row_ptr, falls)] != falls]
     if len(inside):
-        place = int(inside[0])
-        row = int(np.searchsorted(row_ptr, place, side="right")) - 1
-        pair = f"{int(col[place - start - 1])} and {int(col[place - start])} follow each other in row {row}"
-        raise ValueError(f"columns do not ascend within each row: {pair}")
+        index = int(inside[0]) - start
+        row = int(np.searchsorted(row_ptr, inside[0], side="right")) - 1
+        raise ValueError(f"columns do not ascend in row {row}: {int(col[index - 1])} and {int(col[index])} follow")
 
 
 def check_marginals(kept_left: Tensor, left: Tensor, right: Tensor, pruning: Any) -> None:

@@ -1,4 +1,4 @@
-"""What correlation tables are worth: how large a corpus they need, smoothing, pruning, and drafts from counts alone.
+"""What correlation tables are worth: smoothing, pruning, and drafts from counts alone.
 
     python tests/bench/table_worth.py [--pair runs/quickstart] [--work FOLDER] [--parts pair,real] [--quick]
 
@@ -26,9 +26,8 @@ import os
 import sys
 import tempfile
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
-from functools import partial
 from itertools import islice
 from pathlib import Path
 from typing import Any
@@ -65,7 +64,6 @@ TRUNK = {
 HEADS = 4
 NEW_TOKENS = 48
 SEQUENCES = (1, 4, 20)
-LEAST_GAIN = 0.01
 QUICK = ((4,), (1,))  # sequences and gammas
 HELD_OUT = 10  # one answer of so many
 BATCH = 16
@@ -178,17 +176,6 @@ def per_step(counts_P2: np.ndarray) -> tuple[float, tuple[float, float]]:
     return gain + 1, (low + 1, high + 1)
 
 
-def enough_from(counts: Sequence[np.ndarray], least_gain: float) -> tuple[int, float]:
-    """The first of growing tables after which the last gains nothing worth having, and the most that it may gain."""
-    found, most_lost = len(counts) - 1, 0.0
-    for place in reversed(range(len(counts) - 1)):
-        gain, (low, high) = paired_gain(counts[-1], counts[place])
-        if gain >= least_gain and low > 0:
-            break
-        found, most_lost = place, high
-    return found, most_lost
-
-
 def variants(table: BigramTable) -> dict[str, Variant]:
     """A table as it is, smoothed and pruned; of the last, pairs may take half of their bytes."""
     margins, pairs = 32 * table.vocab_size + 8, 8 * table.entries
@@ -223,38 +210,6 @@ def compare(bench: Bench, rows: dict[str, Variant], temperatures: Sequence[float
     return results
 
 
-def curves(bench: Bench, source: str, tables: dict[int, BigramTable], temperatures: Sequence[float]) -> dict[str, Any]:
-    """Curves with the fewest and the most sequences, by what was counted, temperature and sequences."""
-    return {
-        f"{source}, T={temperature:g}, {sequences} seq.": curve(bench, tables, sequences, temperature)
-        for temperature in temperatures
-        for sequences in sorted({bench.sequences[0], bench.sequences[-1]})
-    }
-
-
-def curve(bench: Bench, tables: dict[int, BigramTable], sequences: int, temperature: float) -> dict[str, Any]:
-    """Tokens per step by the conversations of the table, and from which size on more does not pay."""
-    base = bench.slim(Variant(None), sequences, temperature)
-    counts = {size: bench.slim(Variant(table), sequences, temperature) for size, table in tables.items()}
-    points = []
-    for size, counts_P2 in counts.items():
-        value, interval = per_step(counts_P2)
-        gain, gain_interval = paired_gain(counts_P2, base)
-        table = tables[size]
-        points.append({
-            "conversations": size, "entries": len(table.col), "megabytes": table.report()["bytes"] / 1e6,
-            "tokens_per_step": value, "interval": interval, "gain_over_r1": gain,
-            "gain_over_r1_interval": gain_interval,
-        })  # fmt: skip
-    place, most_lost = enough_from(list(counts.values()), LEAST_GAIN)
-    return {
-        "r1_tokens_per_step": per_step(base)[0],
-        "points": points,
-        "enough_conversations": list(tables)[place] if place < len(tables) - 1 else None,
-        "most_lost": most_lost,
-    }
-
-
 def acceptance(bench: Bench, tables: dict[str, BigramTable], temperatures: Sequence[float]) -> dict[str, Any]:
     """Shares of draft tokens that the target accepts, with intervals; tables by what they were counted on."""
     methods: dict[str, tuple[str, dict[str, Any]]] = {"unigram": ("unigram", {})}
@@ -271,23 +226,10 @@ def acceptance(bench: Bench, tables: dict[str, BigramTable], temperatures: Seque
     return results
 
 
-def growing(
-    documents: Callable[[int], Iterator[np.ndarray]], sizes: Sequence[int], vocab: int
-) -> dict[int, BigramTable]:
-    """Tables of the first so many conversations."""
-    return {size: BigramTable.from_documents(documents(size), vocab) for size in sizes}
-
-
-def rendered(source: Path, template: str, tokenizer: Any, size: int) -> Iterator[np.ndarray]:
-    """Ids of the first conversations of a file."""
-    rows = islice(read_conversations(str(source)), size)
+def rendered(source: Path, template: str, tokenizer: Any) -> Iterator[np.ndarray]:
+    """Ids of the conversations of a file."""
+    rows = read_conversations(str(source))
     return (document.ids for document in render_all(rows, tokenizer, get_template(template, tokenizer), None))
-
-
-def sizes_to(most: int, first: int) -> list[int]:
-    """first, 2 first, 5 first, 10 first … and `most`."""
-    steps = (first * step * 10**power for power in range(9) for step in (1, 2, 5))
-    return [*(size for size in steps if size < most), most]
 
 
 def pair_part(pair: Path, questions: int, quick: bool) -> dict[str, Any]:
@@ -298,26 +240,16 @@ def pair_part(pair: Path, questions: int, quick: bool) -> dict[str, Any]:
     asked = [Question(ids) for _, ids in prompts]
     heads = load_heads(pair / "heads")
     bench = Bench(wrap_model(target), heads, drafter, asked, stop_ids(tokenizer), *(QUICK if quick else ()))
-    own = partial(rendered, pair / "answers.jsonl", "chatml", tokenizer)
-    text = partial(rendered, pair / "corpus" / "train.jsonl", "chatml", tokenizer)
+    own = rendered(pair / "answers.jsonl", "chatml", tokenizer)
+    text = rendered(pair / "corpus" / "train.jsonl", "chatml", tokenizer)
     vocab, temperatures = bench.scorer.vocab_size, ((1.0,) if quick else (0.0, 1.0))
-    answers, most = (count(pair / name) for name in ("answers.jsonl", "corpus/train.jsonl"))
-    tables = growing(own, sizes_to(answers, 200 if quick else 5), vocab)
-    on_text = growing(text, [200, answers] if quick else sizes_to(most, 200), vocab)
-    whole, whole_text = list(tables.values())[-1], list(on_text.values())[-1]
+    whole, whole_text = (BigramTable.from_documents(documents, vocab) for documents in (own, text))
     rows = variants(whole) | {"counted on the text": Variant(whole_text)}
-    own_curves = curves(bench, "own answers", tables, temperatures)
     return {
-        "saturation": own_curves | curves(bench, "text", on_text, (1.0,)),
         "variants": compare(bench, rows, temperatures),
         "acceptance": acceptance(bench, {"own answers": whole, "text": whole_text}, temperatures),
         "questions": len(asked),
     }
-
-
-def count(file: Path) -> int:
-    """Conversations of a file."""
-    return sum(1 for _ in read_conversations(str(file)))
 
 
 def real_part(work: Path, questions: int, steps: int, heads_steps: int, quick: bool) -> dict[str, Any]:
@@ -340,16 +272,14 @@ def real_part(work: Path, questions: int, steps: int, heads_steps: int, quick: b
     bench = Bench(
         RecordedTarget(model), load_heads(work / "heads"), wrap_model(model), asked, stop_ids(tokenizer), *extra
     )
-    shared, vocab = partial(rendered, SHAREGPT, "vicuna-v1.1", tokenizer), bench.scorer.vocab_size
-    most = count(SHAREGPT)
-    tables = growing(shared, sizes_to(most, 200 if quick else 10), vocab)
-    own = BigramTable.from_documents(rendered(train, "vicuna-v1.1", tokenizer, 10**9), vocab)
-    both = BigramTable.merge(tables[most], own)
-    rows = variants(tables[most]) | {"counted on own answers": Variant(own), "ShareGPT and own": Variant(both)}
+    vocab = bench.scorer.vocab_size
+    shared = BigramTable.from_documents(rendered(SHAREGPT, "vicuna-v1.1", tokenizer), vocab)
+    own = BigramTable.from_documents(rendered(train, "vicuna-v1.1", tokenizer), vocab)
+    both = BigramTable.merge(shared, own)
+    rows = variants(shared) | {"counted on own answers": Variant(own), "ShareGPT and own": Variant(both)}
     return {
-        "saturation": curves(bench, "ShareGPT", tables, (0.0,)),
         "variants": compare(bench, rows, (0.0,)),
-        "acceptance": acceptance(bench, {"ShareGPT": tables[most], "ShareGPT and own": both}, (0.0,)),
+        "acceptance": acceptance(bench, {"ShareGPT": shared, "ShareGPT and own": both}, (0.0,)),
         "questions": len(asked),
         "training": {"steps": steps, "heads_steps": heads_steps, "sec": trained},
     }
@@ -395,20 +325,6 @@ def train_models(work: Path, train: Path, held: Path, steps: int, heads_steps: i
 def lines(part: str, results: dict[str, Any]) -> Iterator[str]:
     """What a reader wants to see."""
     yield f"\n{part}: {results['questions']} held-out questions, up to {NEW_TOKENS} tokens each"
-    for when, found in results["saturation"].items():
-        yield f"saturation, {when}; r = 1: {found['r1_tokens_per_step']:.2f} tokens/step"
-        for row in found["points"]:
-            low, high = row["gain_over_r1_interval"]
-            yield (
-                f"  {row['conversations']:>7,} conversations {row['entries']:>9,} entries {row['megabytes']:6.2f} MB"
-                f"  {row['tokens_per_step']:.2f} tokens/step, {row['gain_over_r1']:+.1%} ({low:+.1%} to {high:+.1%})"
-            )
-        enough = found["enough_conversations"]
-        yield (
-            "  more still pays at the end"
-            if enough is None
-            else f"  enough: {enough:,} (at most {found['most_lost']:.1%} lost)"
-        )
     for when, rows in results["variants"].items():
         yield f"SLiM, {when}: tokens/step, gain over the table as counted"
         for name, row in rows.items():

@@ -75,7 +75,9 @@ def count_corpus(recipe: TableRecipe, tokenizer: Any, accelerator: Any) -> None:
         kept = Path(whole.out)
         on_main(accelerator, partial(check_out, kept, whole))
         if (kept / "artifact.json").is_file():
-            on_main(accelerator, partial(_prune_artifact, recipe, kept, tokenizer))
+            job.on_main(partial(log, f"table: pruning the counts of {kept}"))
+            data = load_manifest(kept, "table").data
+            on_main(accelerator, partial(_save_pruned, recipe, kept, tokenizer, data))
             return
     with ExitStack() as stack:
         launch = together(accelerator, partial(job.on_main, partial(job.claim, stack)))
@@ -161,11 +163,6 @@ def _save_recipe(
 
     described, fingerprint = recipe.model_dump(mode="json"), data["source"]["tokenizer"]
     save_table(Path(recipe.out), write_all, table, tokenizer, recipe=described, fingerprint=fingerprint, data=data)
-
-
-def _prune_artifact(recipe: TableRecipe, whole: Path, tokenizer: Any) -> None:
-    log(f"table: pruning the counts of {whole}")
-    _save_pruned(recipe, whole, tokenizer, load_manifest(whole, "table").data)
 
 
 def _save_pruned(recipe: TableRecipe, folder: Path, tokenizer: Any, data: dict[str, Any]) -> None:
@@ -280,7 +277,6 @@ class Job:
         earlier, by = read_positions(self.folder)
         self.by = by or numbering(self.recipe.data, self.world)
         share = Share(self.rank, self.world, tuple(sorted(earlier.items())))
-        stop = self.folder / STOP
         with StopSignals() as signals:
             stopping = Stopping(signals, self.folder)
             reading = Reading(self.recipe.data, share, self.by, stopping, log_forms=self.rank == 0)
@@ -289,15 +285,19 @@ class Job:
                 self._count(reading)
             except (ValueError, OSError):
                 with suppress(OSError):
-                    stop.touch()
+                    self._stop_others()
                 raise
         if signals.received is not None:
-            stop.touch()
+            self._stop_others()
             message = f"table: stopped by signal {signals.received}; the same command resumes from what is counted"
             self.on_main(partial(log, message))
             raise Interrupted(signals.received, message)
         if stopping.by_another:
             raise StoppedError("counting was stopped by another process; the same command resumes")
+
+    def _stop_others(self) -> None:
+        if self._is_current():
+            (self.folder / STOP).touch()
 
     def _count(self, reading: Reading) -> None:
         folder = self.folder / f"rank-{self.rank}-of-{self.world}"

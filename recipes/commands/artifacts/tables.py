@@ -31,7 +31,8 @@ def show_table(folder: Path, tokenizer: str | None) -> None:
     """
     manifest, table = open_artifact(folder, BigramTable.load, "table")
     texts = _tokenizer(folder, manifest, tokenizer)
-    hint = _without_texts(manifest) if texts is None else None
+    source = manifest.recipe.get("tokenizer") or "MODEL"
+    hint = f"tokens are shown by their ids: --tokenizer {source} shows their texts" if texts is None else None
     show_report(folder, manifest, table.report(texts), hint)
 
 
@@ -51,26 +52,27 @@ def merge_tables(folders: Sequence[Path], out: Path, *, again: bool = False) -> 
     _check_free(out)
     opened = [open_artifact(folder, BigramTable.load, "table") for folder in folders]
     manifests, tables = [manifest for manifest, _ in opened], [table for _, table in opened]
-    _check_alike(folders, manifests, tables)
     parts = [part for folder, manifest in zip(folders, manifests, strict=True) for part in _parts_of(folder, manifest)]
-    _check_rules(parts)
+    _check_alike(folders, manifests, tables, parts)
     if not again:
         _check_once(parts)
-    vocab_size = tables[0].vocab_size
-    unigram_V = np.sum([table.unigram.numpy() for table in tables], axis=0)
     unfinished = out.with_name(f".{out.name}.merging")
     shutil.rmtree(unfinished, ignore_errors=True)  # of a merge that was killed
     unfinished.mkdir(parents=True)
     file = unfinished / TABLE_FILE
+
+    def move(folder: Path) -> None:
+        file.rename(folder / TABLE_FILE)
+
     try:
-        write_table(file, vocab_size, merged_runs(tables), unigram_V)
-        merged = BigramTable.load(unfinished)
+        unigram_V = np.sum([table.unigram.numpy() for table in tables], axis=0)
+        write_table(file, tables[0].vocab_size, merged_runs(tables), unigram_V)
         log(f"table: merged {len(tables)} tables")
         recipe = {"kind": "table", "tokenizer": manifests[0].recipe.get("tokenizer"), "out": str(out)}
         save_table(
             out,
-            lambda folder: _move(file, folder),
-            merged,
+            move,
+            BigramTable.load(unfinished),
             _tokenizer(folders[0], manifests[0], None),
             recipe=recipe | {"merged": [str(folder) for folder in folders]},
             fingerprint=next(filter(None, (manifest.tokenizer_fingerprint for manifest in manifests)), None),
@@ -103,34 +105,37 @@ def prune_table(folder: Path, out: Path, *, min_count: int = 1, top: int = 0, me
     )
 
 
-def _move(file: Path, folder: Path) -> None:
-    file.rename(folder / file.name)
-
-
 def _check_free(out: Path) -> None:
     if out.exists() and (not out.is_dir() or any(out.iterdir())):
         raise ValueError(f"{out} is there already: choose another --out")
 
 
-def _check_alike(folders: Sequence[Path], manifests: Sequence[Manifest], tables: Sequence[BigramTable]) -> None:
-    """Raises ValueError naming both sides of what cannot be added up."""
-    first, known = folders[0], manifests[0].tokenizer_fingerprint
-    for folder, manifest, table in zip(folders, manifests, tables, strict=True):
+def _check_alike(
+    folders: Sequence[Path],
+    manifests: Sequence[Manifest],
+    tables: Sequence[BigramTable],
+    parts: Sequence[dict[str, Any]],
+) -> None:
+    """Raises ValueError naming both sides of what cannot be added up; what a manifest does not say is not compared."""
+    for folder, table in zip(folders, tables, strict=True):
         if table.pruning is not None:
             raise ValueError(f"{folder} is a pruned table, whose counts are not whole: merge whole ones, prune the sum")
-        if table.vocab_size != tables[0].vocab_size:
-            raise ValueError(
-                f"tables of different vocabularies cannot be merged: {first} has {tables[0].vocab_size} tokens, "
-                f"{folder} {table.vocab_size}"
-            )
-        mine = manifest.tokenizer_fingerprint
-        if known is not None and mine is not None and mine != known:
-            raise ValueError(
-                f"{first} and {folder} were counted with different tokenizers: the fingerprints are {known[:16]}… and "
-                f"{mine[:16]}…, though both have {table.vocab_size} tokens"
-            )
-        if known is None:
-            first, known = folder, mine
+    sources = [(part["table"], part["source"]) for part in parts if isinstance(part.get("source"), dict)]
+    compared: dict[str, list[tuple[Any, Any]]] = {
+        "the number of tokens": [(folder, table.vocab_size) for folder, table in zip(folders, tables, strict=True)],
+        "the tokenizer's fingerprint": [
+            (folder, manifest.tokenizer_fingerprint)
+            for folder, manifest in zip(folders, manifests, strict=True)
+            if manifest.tokenizer_fingerprint is not None
+        ],
+        "`count.pairs`": [(folder, source.get("pairs")) for folder, source in sources],
+        "`count.roles`": [(folder, source.get("roles")) for folder, source in sources],
+    }
+    for what, values in compared.items():
+        for folder, value in values[1:]:
+            first, known = values[0]
+            if value != known:
+                raise ValueError(f"{first} and {folder} cannot be merged: {what} is {known} there and {value} here")
 
 
 def _parts_of(folder: Path, manifest: Manifest) -> list[dict[str, Any]]:
@@ -138,19 +143,6 @@ def _parts_of(folder: Path, manifest: Manifest) -> list[dict[str, Any]]:
     if "parts" in manifest.data:
         return list(manifest.data["parts"])
     return [{"table": str(folder), "sha256": manifest.files[TABLE_FILE]["sha256"]} | manifest.data]
-
-
-def _check_rules(parts: Sequence[dict[str, Any]]) -> None:
-    """Raises ValueError naming two parts of which not the same pairs were counted."""
-    told = [part for part in parts if isinstance(part.get("source"), dict)]
-    for part in told:
-        for key in ("pairs", "roles"):
-            one, other = told[0]["source"].get(key), part["source"].get(key)
-            if one != other:
-                raise ValueError(
-                    f"{told[0]['table']} and {part['table']} were counted by different rules, which would mix: "
-                    f"`count.{key}` is {one} there and {other} here"
-                )
 
 
 def _check_once(parts: Sequence[dict[str, Any]]) -> None:
@@ -188,14 +180,6 @@ def _shared(one: tuple[dict[str, Any], dict[str, Any]], other: tuple[dict[str, A
         return None
     apart = any(None not in (places := (this.get(key), that.get(key))) and places[0] != places[1] for key in _PLACES)
     return None if apart else str(this.get("path") or this.get("source"))
-
-
-def _without_texts(manifest: Manifest) -> str:
-    """Why tokens are shown by their ids, and what to do about it."""
-    source, shown = manifest.recipe.get("tokenizer"), "tokens are shown by their ids"
-    if source is not None and Path(source).is_dir():
-        return f"{shown}: the tokenizer in {source} is not the one of the counts; --tokenizer names another"
-    return f"{shown}: --tokenizer {source or 'MODEL'} shows their texts"
 
 
 def _tokenizer(folder: Path, manifest: Manifest, given: str | None) -> Any:

@@ -14,7 +14,6 @@ from typing import Any
 
 import numpy as np
 import pytest
-import yaml
 from draftsmith.checkpoints.artifact.artifact import load_manifest, verify_artifact
 from draftsmith.checkpoints.table.table import TABLE_FILE, BigramTable
 from draftsmith.data.conversations import Conversation, CorpusReport, Turn
@@ -61,12 +60,6 @@ def recipe(corpus: Path, tmp_path: Path) -> dict[str, Any]:
         "tokenizer": str(corpus / "tokenizer"),
         "data": data | {"cache": str(tmp_path / "prepared")},
     }
-
-
-def written(recipe: dict[str, Any], tmp_path: Path) -> Path:
-    path = tmp_path / "table.yaml"
-    path.write_text(yaml.safe_dump(recipe))
-    return path
 
 
 def loaded(recipe: dict[str, Any]) -> TableRecipe:
@@ -164,8 +157,6 @@ def test_messages_behind_a_space_begin_with_a_word(tmp_path: Path) -> None:
 def test_a_padded_vocabulary_is_asked_for_by_its_size(recipe: dict[str, Any]) -> None:
     table = BigramTable.load(run_train(loaded(recipe | {"vocab_size": 384})))
     assert table.vocab_size == 384
-    with pytest.raises(ValueError, match=r"`vocab_size` is 319, and the tokenizer .* has 320"):
-        run_train(loaded(recipe | {"vocab_size": 319, "out": recipe["out"] + "-small"}))
 
 
 def test_pruning_keeps_the_whole_table_beside_the_pruned_one(recipe: dict[str, Any], tmp_path: Path) -> None:
@@ -185,37 +176,15 @@ def test_pruning_keeps_the_whole_table_beside_the_pruned_one(recipe: dict[str, A
     assert not (tmp_path / "alone-whole").exists()
 
 
-def test_wrong_settings_are_named_with_the_right_ones(recipe: dict[str, Any], tmp_path: Path) -> None:
-    path = str(written(recipe, tmp_path))
-    for changes, words in (
-        (["count.pairs=messages", "count.roles=[asistant]"], "Did you mean 'assistant'"),
-        (["count.roles=[user]"], "set `pairs: messages`"),
-        (["count.pairs=answer"], "got 'answer'. Did you mean 'answers'?"),
-        (["count.pairs=document"], "Did you mean 'documents'?"),
-        (["prune={}"], "`prune` leaves nothing out"),
-        (["count.memory=3"], "Did you mean 'memory_mb'"),
-    ):
-        with pytest.raises(ValueError, match=re.escape(words)) as caught:
-            load_recipe(path, changes)
-        assert all(f"{change!r}" in str(caught.value) for change in changes)
-        assert path not in str(caught.value), "the file has no fault"
-    broken = written(recipe | {"count": {"memory": 3}}, tmp_path)
-    with pytest.raises(
-        ValueError, match=rf"^{broken}: unknown key 'count.memory'.*; override 'vocab_size=0': "
-    ) as caught:
-        load_recipe(str(broken), ["vocab_size=0", "count.save_minutes=2.0"])
-    assert "save_minutes" not in str(caught.value)
-
-
 def test_a_run_that_is_refused_before_it_counts_leaves_nothing(recipe: dict[str, Any], tmp_path: Path) -> None:
     torn = tmp_path / "torn.jsonl"
     torn.write_text('{"id": "torn')
     for changes, words in (
-        ({"data": recipe["data"] | {"heldout_share": 0.999}}, "there is nothing to count: 0 conversations"),
+        ({"data": recipe["data"] | {"heldout_share": 0.999}}, "0 conversations of"),
         ({"data": recipe["data"] | {"template": "chatm"}}, "chatml"),
         ({"data": recipe["data"] | {"source": str(torn)}}, "torn.jsonl"),
-        ({"prune": {"megabytes": 0.01}}, "`prune`: a table of 320 tokens takes 0.012296 megabytes"),
-        ({"prune": {"megabytes": 0.01, "keep_whole": False}}, "are kept whole; megabytes is 0.01"),
+        ({"prune": {"megabytes": 0.01}}, "320 tokens takes 0.012296 megabytes"),
+        ({"vocab_size": 319}, "`vocab_size` is 319"),
     ):
         with pytest.raises(ValueError, match=re.escape(words)):
             run_train(loaded(recipe | changes))
@@ -230,8 +199,6 @@ def test_those_held_out_are_reported(recipe: dict[str, Any], capsys: pytest.Capt
     recipe["data"]["heldout_share"] = 0.0
     every = load_manifest(run_train(loaded(recipe | {"out": recipe["out"] + "-all"}))).data
     assert (every["conversations"], every["held_out"]) == (80, 0)
-    with pytest.raises(ValueError, match=r"`data.heldout_share` is 0 .* nothing would be held out"):
-        prepare_data(loaded(recipe).data, load_tokenizer(recipe["tokenizer"]), quiet=True)
 
 
 def test_settings_that_change_nothing_leave_a_finished_table_as_it_is(recipe: dict[str, Any]) -> None:
@@ -257,8 +224,7 @@ def test_what_pruning_refuses_is_not_counted_again(
     recipe: dict[str, Any], keep_whole: bool, capsys: pytest.CaptureFixture[str]
 ) -> None:
     out = Path(recipe["out"])
-    kept = f"the whole table is kept in {out}-whole" if keep_whole else "all that was counted is kept"
-    with pytest.raises(ValueError, match=rf"`prune`: this leaves none of .*; {kept}: another `prune` starts from it"):
+    with pytest.raises(ValueError, match=f"{out}-whole" if keep_whole else "`prune`"):
         run_train(loaded(recipe | {"prune": {"min_count": 10**6, "keep_whole": keep_whole}}))
     assert not out.exists()
     capsys.readouterr()
@@ -280,21 +246,14 @@ def test_two_counts_into_one_place_are_refused(recipe: dict[str, Any]) -> None:
     assert run_train(loaded(recipe)).is_dir()
 
 
-@given(data=st.data())
-@settings(max_examples=15, deadline=None)
+@pytest.mark.parametrize("examples", [15, pytest.param(300, marks=pytest.mark.slow)])
 def test_every_conversation_is_counted_once_whatever_processes_come_and_go(
-    data: st.DataObject, tmp_path_factory: pytest.TempPathFactory
+    examples: int, tmp_path_factory: pytest.TempPathFactory
 ) -> None:
-    count_in_generations(data, tmp_path_factory.mktemp("generations"))
+    def count(data: st.DataObject) -> None:
+        count_in_generations(data, tmp_path_factory.mktemp("generations"))
 
-
-@pytest.mark.slow
-@given(data=st.data())
-@settings(max_examples=300, deadline=None)
-def test_very_many_comings_and_goings_of_processes(
-    data: st.DataObject, tmp_path_factory: pytest.TempPathFactory
-) -> None:
-    count_in_generations(data, tmp_path_factory.mktemp("generations"))
+    settings(max_examples=examples, deadline=None)(given(data=st.data())(count))()
 
 
 def count_in_generations(data: st.DataObject, folder: Path) -> None:
@@ -363,12 +322,3 @@ def test_every_shipped_recipe_counts_a_stand_in(name: str, stand_ins: Any, tmp_p
     assert isinstance(shipped, TableRecipe)
     assert shipped.count.pairs == "documents"
     assert shipped.prune is None
-
-
-def test_the_head_of_each_recipe_gives_command_hardware_and_cost() -> None:
-    for name in TABLES:
-        head = [line for line in shipped_recipes()[name].read_text().splitlines() if line.startswith("#")]
-        assert head[0].startswith(f"# draftsmith train {name}")
-        text = " ".join(head)
-        for words in ("accelerate launch --config_file", "GB", "no cost"):
-            assert words in text, (name, words)
