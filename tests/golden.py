@@ -349,7 +349,7 @@ table: {npz: "", llama-ngrams: "", vllm-bigrams: "", custom-generate-bigrams: ""
 """)
 EVALUATE, REGENERATE, COUNTED = yaml.safe_load("""
 - {kind: evaluate, target: target, drafter: near, prompts: rows.json, template: chatml, device: cpu, limit: 4,
-   max_new_tokens: 16, energy: "off",
+   max_new_tokens: 16, energy: "off", predict: true,
    greedy: [autoregressive, speculative, bigram, prompt-lookup, mjsd, medusa, slim-s, bpd],
    drawn: [autoregressive, speculative, multi-candidate, spectr, specinfer, adaptive, bild, relaxed-opt]}
 - {kind: regenerate, out: answers.jsonl, source: rows.json, limit: 6, target: target, drafter: near, batch: 3,

@@ -26,7 +26,6 @@ from __future__ import annotations
 import importlib
 import random
 import statistics
-import threading
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass
@@ -83,7 +82,7 @@ class Energy:
     """What a unit of work takes: a token, or a forward."""
 
     source: str
-    """What counted: "nvml", "nvml-power" (samples of power, integrated) or "rapl"."""
+    """What counted: "nvml" or "rapl"."""
     joules: float
     """A unit's, idle power included: the mean of the trials."""
     error: float
@@ -118,7 +117,7 @@ class EnergyMeter:
     Args:
         source: see `Energy`.
         covers: what is counted, for people.
-        closing: what lets go of the counters, in this order.
+        closing: lets go of the counters.
         clock, sleep: of the time that the counters live in.
     """
 
@@ -129,7 +128,7 @@ class EnergyMeter:
         covers: str,
         timing: Timing,
         *,
-        closing: Sequence[Callable[[], None]] = (),
+        closing: Callable[[], None] | None = None,
         clock: Callable[[], float] = time.perf_counter,
         sleep: Callable[[float], None] = time.sleep,
     ) -> None:
@@ -193,8 +192,8 @@ class EnergyMeter:
 
     def close(self) -> None:
         """Let go of the counters."""
-        for close in self._closing:
-            close()
+        if self._closing is not None:
+            self._closing()
 
     def __enter__(self) -> EnergyMeter:
         return self
@@ -298,47 +297,6 @@ class NvmlEnergy:
             raise CounterError(f"NVML's energy counter cannot be read any more: {error}") from error
 
 
-class NvmlPower:
-    """For GPUs without a counter: power samples of a thread, integrated by the trapezoidal rule.
-
-    Args:
-        every: seconds between samples.
-    """
-
-    def __init__(self, nvml: Any, handle: Any, every: float = 0.01) -> None:
-        self._nvml, self._handle = nvml, handle
-        self._total, self._at, self._watts = 0.0, time.perf_counter(), self._read()
-        self._error: Exception | None = None
-        self._stop = threading.Event()
-        self._thread = threading.Thread(target=self._sample, args=(every,), daemon=True)
-        self._thread.start()
-
-    def joules(self) -> float:
-        """From when this was made to the last sample."""
-        if self._error is not None:
-            raise CounterError(f"NVML's power cannot be read any more: {self._error}") from self._error
-        return self._total
-
-    def close(self) -> None:
-        """End the thread."""
-        self._stop.set()
-        self._thread.join()
-
-    def _read(self) -> float:
-        return float(self._nvml.nvmlDeviceGetPowerUsage(self._handle)) * 1e-3
-
-    def _sample(self, every: float) -> None:
-        while not self._stop.wait(every):
-            try:
-                watts = self._read()
-            except self._nvml.NVMLError as error:
-                self._error = error
-                return
-            now = time.perf_counter()
-            self._total += (self._watts + watts) / 2 * (now - self._at)
-            self._at, self._watts = now, watts
-
-
 def cuda_uuid(device: torch.device) -> str:
     """The name by which NVML knows a device of torch's: it counts GPUs in an order of its own, and those that
     CUDA_VISIBLE_DEVICES hides too."""
@@ -406,29 +364,12 @@ def _open_nvml(uuids: Sequence[str], nvml: Any) -> tuple[EnergyMeter | None, str
         nvml.nvmlInit()
     except nvml.NVMLError as error:
         return None, f"NVML, which comes with NVIDIA's driver, could not be opened: {error}"
-    closing: list[Callable[[], None]] = []
-    counters: list[Counter] = []
     try:
-        handles = [nvml.nvmlDeviceGetHandleByUUID(uuid) for uuid in uuids]
-        source = "nvml" if all(_has_counter(nvml, handle) for handle in handles) else "nvml-power"
-        for handle in handles:
-            if source == "nvml":
-                counters.append(NvmlEnergy(nvml, handle))
-            else:
-                sampled = NvmlPower(nvml, handle)
-                counters.append(sampled)
-                closing.append(sampled.close)
-    except nvml.NVMLError as error:
-        for close in (*closing, nvml.nvmlShutdown):
-            close()
-        return None, f"NVML gives neither energy nor power of these devices: {error}"
-    covers = f"GPU boards ({len(handles)}), without the processor"
-    return EnergyMeter(counters, source, covers, NVML, closing=(*closing, nvml.nvmlShutdown)), covers
-
-
-def _has_counter(nvml: Any, handle: Any) -> bool:
-    try:
-        nvml.nvmlDeviceGetTotalEnergyConsumption(handle)
-    except nvml.NVMLError:  # GPUs before Volta, and some virtual ones
-        return False
-    return True
+        counters = [NvmlEnergy(nvml, nvml.nvmlDeviceGetHandleByUUID(uuid)) for uuid in uuids]
+        for counter in counters:
+            counter.joules()
+    except (nvml.NVMLError, CounterError) as error:
+        nvml.nvmlShutdown()
+        return None, f"NVML counts no energy of these devices: {error}"
+    covers = f"GPU boards ({len(counters)}), without the processor"
+    return EnergyMeter(counters, "nvml", covers, NVML, closing=nvml.nvmlShutdown), covers

@@ -18,7 +18,6 @@ from typing import Any, NamedTuple
 import torch
 from torch import nn
 from torch.utils.flop_counter import FlopCounterMode
-from transformers.pytorch_utils import Conv1D
 
 from ...checkpoints.heads.files import PredictionHeads
 from ...checkpoints.storage.messages import did_you_mean
@@ -144,56 +143,15 @@ def forward_flops(
     )
 
 
-def module_flops(model: Any, new_tokens: float, context_tokens: float, *, rows: int = 1) -> dict[str, float]:
-    """The same, read off a decoder's modules: for families that `forward_flops` does not know, and for adapters.
-
-    Every linear layer is taken to run once for each new token; one that stands in a module named after attention counts
-    as a projection, others as feed-forward. Heads and their width are those of the configuration.
+def heads_flops(heads: PredictionHeads, rows: float = 1) -> dict[str, float]:
+    """FLOPs of prediction heads on `rows` hidden states: of their residual blocks, their projections, and both.
 
     Raises:
-        ValueError: an encoder-decoder; a matrix that belongs to no linear layer and no embedding, as in mixtures of
-            experts and in state-space models, where the weights do not tell how often they are used.
+        ValueError: heads that reuse the target's projection and were not given it.
     """
-    config = model.config
-    if config.is_encoder_decoder:
-        raise ValueError(f"FLOPs are read off the modules of decoders; {config.model_type!r} is an encoder-decoder")
-    text, head = config.get_text_config(decoder=True), model.get_output_embeddings()
-    elements = {"mlp": 0, "projections": 0, "head": _elements(head) or 0}
-    _check_linear(model, f"models of type {text.model_type!r}")
-    for name, module in model.named_modules():
-        if module is not head:
-            mixes = "att" in name.lower() or "project_" in name  # OPT's, between widths of embeddings and of layers
-            elements["projections" if mixes else "mlp"] += _elements(module) or 0
-    heads, tokens = text.num_attention_heads, rows * new_tokens
-    width = getattr(text, "head_dim", None) or text.hidden_size // heads
-    pairs = tokens * (context_tokens + new_tokens)
-    weights = {part: tokens * size for part, size in elements.items()}
-    return _parts(attention=2 * text.num_hidden_layers * pairs * heads * width, **weights)
-
-
-def heads_flops(heads: nn.Module, rows: float = 1) -> dict[str, float]:
-    """FLOPs of prediction heads on some hidden states: of their residual blocks, their projections, and both.
-
-    Args:
-        heads: `PredictionHeads` of any kind; of other modules every linear layer counts as a block that runs once.
-        rows: hidden states.
-
-    Raises:
-        ValueError: heads that reuse the target's projection and were not given it; modules of other than linear layers.
-    """
-    if isinstance(heads, PredictionHeads):
-        width, blocks = heads.hidden_size, heads.num_heads * heads.num_layers * heads.hidden_size**2
-        if heads.projection_kind == "low-rank":
-            each = heads.rank * (width + heads.vocab_size)
-        else:
-            each = width * heads.vocab_size
-        projection = heads.num_heads * each
-    else:
-        _check_linear(heads, f"heads of type {type(heads).__name__!r}")
-        blocks, projection = sum(_elements(module) or 0 for module in heads.modules()), 0
-        if not blocks:
-            raise ValueError(f"heads of type {type(heads).__name__!r} have no linear layer to count FLOPs of")
-    found = {"blocks": 2 * rows * blocks, "projection": 2 * rows * projection}
+    width, blocks = heads.hidden_size, heads.num_heads * heads.num_layers * heads.hidden_size**2
+    each = heads.rank * (width + heads.vocab_size) if heads.projection_kind == "low-rank" else width * heads.vocab_size
+    found = {"blocks": 2 * rows * blocks, "projection": 2 * rows * heads.num_heads * each}
     return found | {"total": sum(found.values())}
 
 
@@ -202,21 +160,17 @@ def part_flops(part: Any, new_tokens: float, context_tokens: float, *, rows: int
 
     Of an encoder-decoder's prompt, source and decoded tokens are both taken to be `context_tokens` long.
     """
-    model = part
+    if isinstance(part, PredictionHeads):
+        return heads_flops(part, rows)
+    if not isinstance(part, LanguageModel) or part.config is None or part.config.model_type not in FAMILIES:
+        return None
+    model: Any = part
     while isinstance(model, LanguageModel):  # the thin forward of Llama-type decoders has no model behind it
         model = getattr(model, "model", None)
-    try:
-        if not isinstance(part, LanguageModel):
-            return heads_flops(part, rows) if isinstance(part, nn.Module) else None
-        if part.config is None:
-            return None
-        adapted = isinstance(model, nn.Module) and any(hasattr(module, "base_layer") for module in model.modules())
-        if part.config.model_type in FAMILIES and not adapted:
-            source = context_tokens if part.config.is_encoder_decoder else 0
-            return forward_flops(part.config, new_tokens, context_tokens, rows=rows, source_tokens=source)
-        return module_flops(model, new_tokens, context_tokens, rows=rows) if isinstance(model, nn.Module) else None
-    except ValueError:  # what its modules do cannot be told from them
-        return None
+    if isinstance(model, nn.Module) and any(hasattr(module, "base_layer") for module in model.modules()):
+        return None  # adapters
+    source = context_tokens if part.config.is_encoder_decoder else 0
+    return forward_flops(part.config, new_tokens, context_tokens, rows=rows, source_tokens=source)
 
 
 class StepFlops(NamedTuple):
@@ -272,23 +226,6 @@ def _attention_products(
     """From shapes: queries with keys, and weights with values."""
     batch, heads, new, width = query_BHME
     return 2 * batch * heads * new * key_BHSE[2] * (width + value_BHSE[3])
-
-
-def _check_linear(module: nn.Module, what: str) -> None:
-    known = {id(each.weight) for each in module.modules() if isinstance(each, (nn.Embedding, nn.Linear, Conv1D))}
-    for name, parameter in module.named_parameters():
-        if parameter.dim() > 1 and id(parameter) not in known:
-            raise ValueError(
-                f"FLOPs of {what} cannot be read off their modules: {name} {list(parameter.shape)} is the weight of no "
-                "linear layer"
-            )
-
-
-def _elements(module: Any) -> int | None:
-    """Of a linear layer's matrix, as it is before any packing; None: it is no linear layer."""
-    if isinstance(module, nn.Linear):
-        return module.in_features * module.out_features
-    return module.weight.numel() if isinstance(module, Conv1D) else None
 
 
 def _parts(**products: float) -> dict[str, float]:

@@ -72,14 +72,10 @@ class Run:
     seconds: list[list[float]]
     reading: list[list[float]]
 
-    def only(self, places: Sequence[int]) -> Run:
-        """The prompts at these places alone."""
-        return Run(
-            [self.ids[place] for place in places],
-            [self.tallies[place] for place in places],
-            [self.seconds[place] for place in places],
-            [self.reading[place] for place in places],
-        )
+    def only(self, prompts: Sequence[int]) -> Run:
+        """These prompts alone."""
+        columns = (self.ids, self.tallies, self.seconds, self.reading)
+        return Run(*([column[prompt] for prompt in prompts] for column in columns))  # type: ignore[arg-type]
 
     def median_seconds(self) -> list[float]:
         """Seconds of each prompt."""
@@ -152,7 +148,7 @@ def measure(
     """Decode every prompt with every entry, `repeats` times, one after another prompt by prompt.
 
     In which order changes from prompt to prompt, so that each entry follows every other equally often (see `turn`). The
-    numbers that a prompt's tokens are drawn with depend on `seed` and its place alone: each repeat writes the same.
+    numbers that a prompt's tokens are drawn with depend on `seed` and its index alone: each repeat writes the same.
 
     Args:
         reference: a transformers model; it is run greedily as one more row where an entry is greedy.
@@ -166,10 +162,10 @@ def measure(
     jobs = _jobs(target, parts, entries, reference, seed)
     labels, done = list(jobs), dict(finished or {})
     keys = [
-        RunKey(labels[job], place, repeat)
+        RunKey(labels[job], prompt, repeat)
         for repeat in range(repeats)
-        for place in range(len(prompts))
-        for job in turn(len(labels), repeat * len(prompts) + place)
+        for prompt in range(len(prompts))
+        for job in turn(len(labels), repeat * len(prompts) + prompt)
     ]
     left = [key for key in keys if key not in done]
     warm_up = Limits(min(8, limits.max_new_tokens), limits.stop_ids)
@@ -189,30 +185,30 @@ def measure(
 def _jobs(
     target: LanguageModel, parts: Parts, entries: Sequence[Entry], reference: Any, seed: int
 ) -> dict[str, Callable[[int, Sequence[int], Limits], Decoded]]:
-    """What decodes a prompt, given its place, by label."""
+    """What decodes a prompt, given its index, by label."""
 
     def job(method: Method, sampling: Sampling) -> Callable[[int, Sequence[int], Limits], Decoded]:
-        return lambda place, prompt, limits: decode(target, method, sampling, seed + place, prompt, limits)
+        return lambda index, prompt, limits: decode(target, method, sampling, seed + index, prompt, limits)
 
     jobs = {
         entry.label: job(build_method(entry.method, parts, entry.sampling, **entry.options), entry.sampling)
         for entry in entries
     }
     if reference is not None and any(entry.sampling.greedy for entry in entries):
-        jobs[REFERENCE] = lambda place, prompt, limits: decode_reference(reference, prompt, limits)
+        jobs[REFERENCE] = lambda index, prompt, limits: decode_reference(reference, prompt, limits)
     return jobs
 
 
 def turn(count: int, number: int) -> list[int]:
     """The order of `count` jobs at turn `number`, of which each follows every other equally often over `count` turns,
     or twice as many where `count` is odd (Williams 1949, designs balanced for what was done just before)."""
-    zigzag = [(place + 1) // 2 if place % 2 else -(place // 2) for place in range(count)]
+    zigzag = [(index + 1) // 2 if index % 2 else -(index // 2) for index in range(count)]
     order = [(step + number) % count for step in zigzag]
     return order[::-1] if count % 2 and number // count % 2 else order
 
 
 def _gathered(label: str, done: Mapping[RunKey, Decoded], prompts: int, repeats: int) -> Run:
-    by_prompt = [[done[RunKey(label, place, repeat)] for repeat in range(repeats)] for place in range(prompts)]
+    by_prompt = [[done[RunKey(label, prompt, repeat)] for repeat in range(repeats)] for prompt in range(prompts)]
     return Run(
         [runs[0].ids for runs in by_prompt],
         [runs[0].tally for runs in by_prompt],
@@ -230,9 +226,9 @@ def phases(
     """
     method = build_method(entry.method, parts, entry.sampling, **entry.options)
     whole = StepProfile(target.device)
-    for place, prompt in enumerate(prompts[:PROFILED]):
+    for index, prompt in enumerate(prompts[:PROFILED]):
         profile = StepProfile(target.device)
-        decode(target, method, entry.sampling, seed + place, prompt, limits, profile)
+        decode(target, method, entry.sampling, seed + index, prompt, limits, profile)
         whole.steps += profile.steps
         for phase, seconds in profile.seconds.items():
             whole.seconds[phase] += seconds
@@ -262,12 +258,39 @@ def energy_of(
 
     def decode_all() -> float:
         found = (
-            decode(target, method, entry.sampling, seed + place, prompt, limits)
-            for place, prompt in enumerate(prompts[:PROFILED])
+            decode(target, method, entry.sampling, seed + index, prompt, limits)
+            for index, prompt in enumerate(prompts[:PROFILED])
         )
         return float(sum(len(each.ids) for each in found))
 
     return meter.measure(decode_all, idle_watts, seed=seed, progress=progress)
+
+
+def check_capacity(
+    target: LanguageModel, parts: Parts, entries: Sequence[Entry], prompts: Mapping[str, Sequence[int]], limits: Limits
+) -> None:
+    """Refuse a prompt that leaves no positions for its answer.
+
+    Raises:
+        ValueError: the target, or a drafter that some row runs, has too few; the tightest row is named.
+    """
+    name_of_longest, longest = max(prompts.items(), key=lambda item: len(item[1]))
+    drafters = [each for each in (parts.drafter, *parts.more_drafters) if each is not None]
+    found = []
+    for entry in entries:
+        proposer = build_method(entry.method, parts, entry.sampling, **entry.options).proposer
+        nodes, ahead = proposer.capacity(limits)
+        run = [model for model, _ in proposer.forwards(nodes) if any(model is each for each in drafters)]
+        for name, model in (("target", target), *(("drafter", each) for each in run)):
+            most = model.max_positions - limits.max_new_tokens + 1 - ahead
+            found.append((most, ahead, entry.label, name, model.max_positions))
+    most, ahead, label, name, positions = min(found)
+    if len(longest) > most:
+        fits = f"`max_prompt_tokens={most}` leaves such prompts out" if most > 0 else "ask for fewer `max_new_tokens`"
+        raise ValueError(
+            f"prompt {name_of_longest} has {len(longest)} tokens; with {limits.max_new_tokens} new ones and a "
+            f"look-ahead of {ahead} ({label}) they do not fit into the {name}'s {positions} positions: {fits}"
+        )
 
 
 def devices_of(target: LanguageModel, parts: Parts) -> list[torch.device]:
@@ -330,17 +353,16 @@ class RawCosts:
     @torch.inference_mode()
     def sample(self, runs: int) -> RawCosts:
         """Time every forward `2 runs` times more."""
-        places = range(len(self._calls))
         for _ in range(runs):
-            for step in ([0], [*places[2:], 1]):
+            for step in ([0], [*range(2, len(self._calls)), 1]):
                 for repeat in range(3):
-                    for place in step:
+                    for call in step:
                         synchronise(self._target)
                         start = time.perf_counter()
-                        self._calls[place]()
+                        self._calls[call]()
                         synchronise(self._target)
                         if repeat:  # the first finds what other forwards have left
-                            self._seconds[place].append(time.perf_counter() - start)
+                            self._seconds[call].append(time.perf_counter() - start)
         return self
 
     @torch.inference_mode()

@@ -139,58 +139,50 @@ def _with_interval(
 def impossible(entry: Mapping[str, Any]) -> str | None:
     """Why a measured entry cannot be true, or None. Such an entry is an error of the report, not a row of it.
 
-    A number that is negative or none at all, wherever it stands; a share above 1; a perplexity below 1; a speedup above
-    `tokens_per_step`. The last is said only if the whole interval lies above, so never of fewer than three prompts,
-    which have none: a busy moment slows one by any factor. There are many categories: one is refused only if its
-    interval lies above by a tenth.
+    A number that is negative or not finite, wherever it stands; a share above 1; a perplexity below 1; a speedup above
+    `tokens_per_step`. The last only if the whole interval lies above, so never of fewer than three prompts, which have
+    none: a busy moment slows one by any factor. There are many categories: one is refused only if its interval lies
+    above by a tenth.
     """
-    method = entry.get("method")
-    for name, part in [("", entry), *entry.get("by_category", {}).items()]:
-        fault = _no_number(part) or _outside(part) or _too_fast(part, method, 1.1 if part is not entry else 1.0)
-        if fault:
-            return fault if part is entry else f"category {name!r}: {fault}"
+    if reason := _out_of_range(entry) or _too_fast(entry, 1.0):
+        return reason
+    for name, part in entry.get("by_category", {}).items():
+        if reason := _out_of_range(part) or _too_fast({"method": entry.get("method")} | part, 1.1):
+            return f"category {name!r}: {reason}"
     return None
 
 
-def _no_number(entry: Mapping[str, Any]) -> str | None:
+def _out_of_range(entry: Mapping[str, Any]) -> str | None:
     for key, number in _numbers(entry):
         if not math.isfinite(number):
             return f"{key} is {number}, not a finite number"
         if number < 0:
             return f"{key} is {number:g}, below 0"
+        if key.partition("[")[0] in SHARES and number > 1 + 1e-9:
+            return f"{key} is {number:.3f}, outside [0, 1]"
+        if key == "perplexity" and number < 1 - 1e-6:
+            return f"perplexity is {number:.3f}, below 1"
     return None
 
 
 def _numbers(value: Any, key: str = "") -> Iterator[tuple[str, float]]:
-    """Every number of an entry with its place, but for the settings of the method and what is checked by itself."""
+    """Every number of an entry with its path, but for the settings of the method and what is checked by itself."""
     if isinstance(value, Mapping):
         for name, inner in value.items():
             if name not in ("options", "by_category"):
                 yield from _numbers(inner, f"{key}.{name}" if key else str(name))
     elif isinstance(value, (list, tuple)):
-        for place, inner in enumerate(value):
-            yield from _numbers(inner, f"{key}[{place}]")
+        for index, inner in enumerate(value):
+            yield from _numbers(inner, f"{key}[{index}]")
     elif isinstance(value, (int, float)) and not isinstance(value, bool):
         yield key, value
 
 
-def _outside(entry: Mapping[str, Any]) -> str | None:
-    for key in SHARES:
-        for _, number in _numbers(entry.get(key)):
-            if number > 1 + 1e-9:
-                return f"{key} is {number:.3f}, outside [0, 1]"
-    perplexity = entry.get("perplexity")
-    if isinstance(perplexity, float) and perplexity < 1 - 1e-6:
-        return f"perplexity is {perplexity:.3f}, below 1"
-    return None
-
-
-def _too_fast(entry: Mapping[str, Any], method: Any, slack: float) -> str | None:
+def _too_fast(entry: Mapping[str, Any], slack: float) -> str | None:
     speedup, per_step = entry.get("speedup"), entry.get("tokens_per_step")
-    if not isinstance(speedup, float) or not isinstance(per_step, float) or method == "autoregressive":
+    if not isinstance(speedup, float) or not isinstance(per_step, float) or entry.get("method") == "autoregressive":
         return None
-    interval = entry.get("speedup_interval")
-    low = interval[0] if isinstance(interval, (tuple, list)) else 0.0
+    low = (entry.get("speedup_interval") or [0.0])[0]
     if low > slack * per_step:
         return f"speedup is {speedup:.2f} (at least {low:.2f}), above tokens_per_step of {per_step:.2f}"
     return None

@@ -85,12 +85,12 @@ def _f_measure(words: Sequence[str], reference: Sequence[str]) -> float:
 
 def common_subsequence(first: Sequence[str], second: Sequence[str]) -> int:
     """Length of the longest common subsequence, a row of the table a number (Hyyrö 2004: its zeros are counted)."""
-    places: dict[str, int] = {}
-    for place, word in enumerate(first):
-        places[word] = places.get(word, 0) | 1 << place
+    indices: dict[str, int] = {}
+    for index, word in enumerate(first):
+        indices[word] = indices.get(word, 0) | 1 << index
     ones = row = (1 << len(first)) - 1
     for word in second:
-        matched = row & places.get(word, 0)
+        matched = row & indices.get(word, 0)
         row = ((row + matched) | (row - matched)) & ones
     return len(first) - row.bit_count()
 
@@ -98,7 +98,7 @@ def common_subsequence(first: Sequence[str], second: Sequence[str]) -> int:
 def common_prefix(first: Sequence[int], second: Sequence[int]) -> int:
     """How many tokens come before the first difference."""
     pairs = enumerate(zip(first, second, strict=False))
-    return next((place for place, (mine, theirs) in pairs if mine != theirs), min(len(first), len(second)))
+    return next((index for index, (mine, theirs) in pairs if mine != theirs), min(len(first), len(second)))
 
 
 def self_consistency(text: Sequence[int], greedy: Sequence[int]) -> float:
@@ -108,16 +108,16 @@ def self_consistency(text: Sequence[int], greedy: Sequence[int]) -> float:
 
 @torch.inference_mode()
 def nearly_tied(target: LanguageModel, prompt: Sequence[int], text: Sequence[int], greedy: Sequence[int]) -> bool:
-    """Whether two texts part at a place where the target can hardly tell their tokens apart.
+    """Whether two texts part where the target can hardly distinguish their tokens.
 
     Forwards of one token and of many round differently, so that a lossless method may then write either. This is a
     sieve with one limit a dtype; a certificate of losslessness measures it.
     """
-    place = common_prefix(text, greedy)
-    if place == min(len(text), len(greedy)):
+    index = common_prefix(text, greedy)
+    if index == min(len(text), len(greedy)):
         return False
-    logits_V = target.logits(_states(target, prompt, greedy[: place + 1])[:, -1:])[0, 0].float()
-    lead = abs(float(logits_V[greedy[place]] - logits_V[text[place]]))
+    logits_V = target.logits(_states(target, prompt, greedy[: index + 1])[:, -1:])[0, 0].float()
+    lead = abs(float(logits_V[greedy[index]] - logits_V[text[index]]))
     limit = _TIE.get(target.dtype, 4) * torch.finfo(target.dtype).eps * float(logits_V.abs().max())
     return lead <= limit
 

@@ -45,12 +45,9 @@ class _Quality:
     rouge: list[float | None]
     consistency: list[float | None]
 
-    def only(self, places: Sequence[int]) -> _Quality:
-        return _Quality(
-            [self.nats[place] for place in places],
-            [self.rouge[place] for place in places],
-            [self.consistency[place] for place in places],
-        )
+    def only(self, prompts: Sequence[int]) -> _Quality:
+        columns = (self.nats, self.rouge, self.consistency)
+        return _Quality(*([column[prompt] for prompt in prompts] for column in columns))  # type: ignore[arg-type]
 
 
 class Summariser:
@@ -116,8 +113,8 @@ class Summariser:
         quality = self._quality(run, greedy)
         row: dict[str, Any] = {"label": entry.label, "method": entry.method, "options": entry.options}
         row |= {"temperature": entry.sampling.temperature, "lossless": method.verifier.lossless}
-        places = range(len(self._asked))
-        row |= self._measured(entry, places, base, quality, costs)
+        chosen = range(len(self._asked))
+        row |= self._measured(entry, chosen, base, quality, costs)
         row |= {
             "near_ties": 0 if entry.sampling.greedy and method.verifier.lossless else None,
             "cost_ratio": _cost_ratio(costs),
@@ -127,13 +124,13 @@ class Summariser:
         }
         row |= energy(self._energies.get(entry.label))
         groups: dict[str, list[int]] = {}
-        for place, prompt in enumerate(self._asked):
-            groups.setdefault(prompt.category, []).append(place)
+        for index, prompt in enumerate(self._asked):
+            groups.setdefault(prompt.category, []).append(index)
         row["by_category"] = {
             name: {"prompts": len(group)} | self._measured(entry, group, base, quality, costs)
             for name, group in groups.items()
         }
-        row["by_prompt"] = [self._of_prompt(entry, place, base, quality) for place in places]
+        row["by_prompt"] = [self._of_prompt(entry, index, base, quality) for index in chosen]
         return row
 
     def _quality(self, run: Run, greedy: Run | None) -> _Quality:
@@ -143,21 +140,21 @@ class Summariser:
             for prompt, ids in zip(self._asked, run.ids, strict=True)
         ]
         consistency = [
-            self_consistency(ids, greedy.ids[place]) if greedy else None for place, ids in enumerate(run.ids)
+            self_consistency(ids, greedy.ids[index]) if greedy else None for index, ids in enumerate(run.ids)
         ]
         return _Quality(nats, rouge, consistency)
 
     def _measured(
-        self, entry: Entry, places: Sequence[int], base: Run, quality: _Quality, costs: Costs
+        self, entry: Entry, chosen: Sequence[int], base: Run, quality: _Quality, costs: Costs
     ) -> dict[str, Any]:
         """The metrics of some prompts: of all, or of a category."""
-        run, base, quality = self._runs[entry.label].only(places), base.only(places), quality.only(places)
+        run, base, quality = self._runs[entry.label].only(chosen), base.only(chosen), quality.only(chosen)
         counts = total(run.tallies)
         part: dict[str, Any] = counts.metrics()
         part["tokens_per_step_interval"] = tokens_per_step_interval(run.tallies)
         part |= _speeds(run, base)
         reference = self._runs.get(REFERENCE) if entry.sampling.greedy else None
-        part["speedup_over_transformers"] = _speeds(run, reference.only(places))["speedup"] if reference else None
+        part["speedup_over_transformers"] = _speeds(run, reference.only(chosen))["speedup"] if reference else None
         part["identical_to_greedy"] = identical(run, base) if entry.sampling.greedy else None
         part |= _bounds(counts.tokens / counts.steps, costs, run.stepping_rate() / base.stepping_rate())
         part["flops_per_token"] = flops_per_token(costs, counts.tokens / counts.steps)
@@ -166,10 +163,10 @@ class Summariser:
         part["self_consistency"] = _mean(quality.consistency)
         return part
 
-    def _of_prompt(self, entry: Entry, place: int, base: Run, quality: _Quality) -> dict[str, Any]:
-        run, asked = self._runs[entry.label], self._asked[place]
-        tally, seconds = run.tallies[place], run.median_seconds()[place]
-        rates, theirs = tally.metrics(), base.median_seconds()[place]
+    def _of_prompt(self, entry: Entry, index: int, base: Run, quality: _Quality) -> dict[str, Any]:
+        run, asked = self._runs[entry.label], self._asked[index]
+        tally, seconds = run.tallies[index], run.median_seconds()[index]
+        rates, theirs = tally.metrics(), base.median_seconds()[index]
         return {
             "prompt": asked.name,
             "category": asked.category,
@@ -180,25 +177,25 @@ class Summariser:
             "seconds": seconds,
             "tokens_per_step": rates["tokens_per_step"],
             "acceptance_rate": rates["acceptance_rate"],
-            "speedup": (tally.tokens / seconds) / (len(base.ids[place]) / theirs),
-            "perplexity": perplexity_of([quality.nats[place]], [tally.tokens]),
-            "rouge_l": quality.rouge[place],
-            "self_consistency": quality.consistency[place],
+            "speedup": (tally.tokens / seconds) / (len(base.ids[index]) / theirs),
+            "perplexity": perplexity_of([quality.nats[index]], [tally.tokens]),
+            "rouge_l": quality.rouge[index],
+            "self_consistency": quality.consistency[index],
         }
 
     def _check_text(self, entry: Entry, row: dict[str, Any], base: Run, summary: Summary) -> str | None:
         """Compare a lossless greedy method's text with greedy decoding's; every entry's text with its counts."""
         run = self._runs[entry.label]
-        for place, (ids, tally) in enumerate(zip(run.ids, run.tallies, strict=True)):
+        for index, (ids, tally) in enumerate(zip(run.ids, run.tallies, strict=True)):
             if len(ids) != tally.tokens:
-                return f"prompt {self._named(place)} has {len(ids)} tokens, and its steps made {tally.tokens}"
+                return f"prompt {self._named(index)} has {len(ids)} tokens, and its steps made {tally.tokens}"
         if not (entry.sampling.greedy and row["lossless"]):
             return None
-        different = [place for place, ids in enumerate(run.ids) if ids != base.ids[place]]
+        different = [index for index, ids in enumerate(run.ids) if ids != base.ids[index]]
         wrong = [
-            place
-            for place in different
-            if not nearly_tied(self._target, self._prompts[place], run.ids[place], base.ids[place])
+            index
+            for index in different
+            if not nearly_tied(self._target, self._prompts[index], run.ids[index], base.ids[index])
         ]
         row["near_ties"] = len(different) - len(wrong)
         if not wrong:
@@ -207,14 +204,14 @@ class Summariser:
             f"{entry.label!r} calls itself lossless, but differs from greedy decoding on {len(wrong)} of "
             f"{len(run.ids)} prompts, first on prompt {self._named(wrong[0])}"
         )
-        for place in wrong:
-            if len(run.ids[place]) != len(base.ids[place]):
-                counts = f"{len(run.ids[place])} tokens on prompt {self._named(place)}, and greedy decoding makes"
-                return f"it is lossless, makes {counts} {len(base.ids[place])}"
+        for index in wrong:
+            if len(run.ids[index]) != len(base.ids[index]):
+                counts = f"{len(run.ids[index])} tokens on prompt {self._named(index)}, and greedy decoding makes"
+                return f"it is lossless, makes {counts} {len(base.ids[index])}"
         return None
 
-    def _named(self, place: int) -> str:
-        return f"{place} ({self._asked[place].name})" if self._asked[place].name else str(place)
+    def _named(self, index: int) -> str:
+        return f"{index} ({self._asked[index].name})" if self._asked[index].name else str(index)
 
 
 def identical(run: Run, base: Run) -> list[int]:

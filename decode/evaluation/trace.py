@@ -26,7 +26,7 @@ class TracedStep:
 
     accepted: tuple[int, ...]
     """Draft tokens that were kept, in order."""
-    passed_over: tuple[int, ...]
+    refused_before: tuple[int, ...]
     """Of each accepted token, how many of its siblings were tried before it and refused."""
     rejected: tuple[int, ...]
     """Tokens that were tried behind the accepted ones and refused: in a chain the next one (all that are left, where
@@ -53,7 +53,7 @@ class _Watched(Verifier):
 def trace(
     target: LanguageModel, method: Method, prompt: Sequence[int], limits: Limits, sampling: Sampling, seed: int = 0
 ) -> list[TracedStep]:
-    """Decode one prompt as `engine.generate` does, and tell what became of every draft token that was tried.
+    """Decode one prompt as `engine.generate` does, and report what became of every draft token that was tried.
 
     Joining each step's accepted tokens and its next one gives the same ids as decoding without a trace.
 
@@ -87,7 +87,7 @@ def _traced(proposal: Proposal, verdict: Verdict, kept: int, rejected: bool, exa
     whole = kept > len(path)
     return TracedStep(
         accepted=tuple(tokens[node] for node in path[:kept]),
-        passed_over=tuple(passed[:kept]),
+        refused_before=tuple(passed[:kept]),
         rejected=tuple(tokens[node] for node in refused) if whole else (),
         next_id=int(verdict.next_B[0]) if whole else None,
         proposed=sum(map(len, children.values())),

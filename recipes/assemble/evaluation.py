@@ -151,9 +151,10 @@ def _load_parts(
         drafters.append(drafter)
     table = None
     if heads is not None:
-        _check_made_for(recipe)
-        manifest = load_manifest(Path(place_of(str(recipe.heads), "heads")))
-        check_target(manifest, what=f"the heads {recipe.heads}", **sizes)
+        folder = Path(place_of(str(recipe.heads), "heads"))
+        if (trained_with := other_target(folder, recipe.target)) is not None:
+            log(f"evaluate: the heads were trained with {trained_with}, not with {recipe.target}")
+        check_target(load_manifest(folder), what=f"the heads {recipe.heads}", **sizes)
         heads = heads.to(target.dtype)
         if heads.hidden_size != target.hidden_size:
             raise ValueError(
@@ -165,21 +166,27 @@ def _load_parts(
     return Parts(drafters[0] if drafters else None, heads, table, tuple(drafters[1:]))
 
 
-def _check_made_for(recipe: EvaluateRecipe) -> None:
-    """Warn where the target is another model than the one that the heads were trained on, or with (Medusa-2)."""
-    heads, target = Path(place_of(str(recipe.heads), "heads")), Path(at_revision(recipe.target))
-    made_for = load_manifest(heads).target or {}
-    base = heads / "base"
-    trained = (base / "config.json").is_file()
-    theirs = model_fingerprint(base) if trained else made_for.get("fingerprint")
-    if theirs is not None and (target / "config.json").is_file() and model_fingerprint(target) != theirs:
-        named = base if trained else made_for.get("id")
-        log(f"evaluate: the heads were trained with {named}, not with {recipe.target}")
+def other_target(artifact: Path, target: str, model: PreTrainedModel | None = None) -> str | None:
+    """The target that an artifact was trained on, or with (Medusa-2), if that is known to be another one.
+
+    Args:
+        target: folder or hub id of the target that is here.
+        model: the same, loaded, for where it is no folder.
+    """
+    made_for, base = load_manifest(artifact).target or {}, artifact / "base"
+    named, theirs = made_for.get("id"), made_for.get("fingerprint")
+    if (base / "config.json").is_file():
+        named, theirs = str(base), model_fingerprint(base)
+    folder = Path(at_revision(target))
+    here: Any = folder if (folder / "config.json").is_file() else model
+    if theirs is None or here is None or model_fingerprint(here) == theirs:
+        return None
+    return str(named)
 
 
 def identity_of(recipe: EvaluateRecipe, prompts: Sequence[Sequence[int]], device: str) -> dict[str, Any]:
     """What finished runs belong to: they may only be used again where all of it is the same."""
-    settings = recipe.model_dump(mode="json", exclude={"out", "show_categories", "energy"})
+    settings = recipe.model_dump(mode="json", exclude={"out", "show_categories", "energy", "predict"})
     drafters = [recipe.drafter, *recipe.more_drafters]
     parts = [*((source, "drafter") for source in drafters), (recipe.heads, "heads"), (recipe.table, "table")]
     artifacts = {source: source_state(place_of(source, kind)) for source, kind in parts if source is not None}
@@ -194,7 +201,7 @@ def prompts_digest(prompts: Sequence[Sequence[int]]) -> str:
 def artifact_hashes(recipe: EvaluateRecipe) -> dict[str, dict[str, Any]]:
     """Of each artifact that is named: source, hash (see `source_hash`), and the hashes of its files by name."""
     sources = {"drafter": recipe.drafter, "heads": recipe.heads, "table": recipe.table}
-    sources |= {f"drafter {place + 2}": source for place, source in enumerate(recipe.more_drafters)}
+    sources |= {f"drafter {number}": source for number, source in enumerate(recipe.more_drafters, 2)}
     found = {}
     for name, source in sources.items():
         if source is not None:

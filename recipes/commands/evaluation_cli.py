@@ -72,6 +72,7 @@ def evaluate(
     asked: Evaluation,
     out: ResultsFile = None,
     categories: Annotated[bool, typer.Option("--categories", help="Also print a table by category.")] = False,
+    predict: Annotated[bool, typer.Option("--predict", help="Also predict tokens per step by replay.")] = False,
     pair: Pair = None,
     plan: Annotated[bool, typer.Option("--plan", help="Only say what would be decoded.")] = False,
 ) -> None:
@@ -81,7 +82,7 @@ def evaluate(
     from .evaluation.recipe import evaluation_or_paper, pair_folder
 
     folder = None if pair is None else pair_folder(pair)
-    given = asked.given | {"out": out, "show_categories": categories}
+    given = asked.given | {"out": out, "show_categories": categories, "predict": predict}
     loaded = evaluation_or_paper(asked.recipe, asked.overrides, given, folder)
     if plan:
         from .papers.plan import show_plan
@@ -122,9 +123,9 @@ def certify(
 ) -> None:
     """Test that methods write what the target alone would write; exit code 1 where one does not and should."""
     loaded = asked.load("certify")
-    from .evaluation.certify import Asked, run_certify
+    from .evaluation.certify import CertifyOptions, run_certify
 
-    settings = Asked(tuple(temperature or ()), tokens, power, level, batch, out)
+    settings = CertifyOptions(tuple(temperature or ()), tokens, power, level, batch, out)
     if any(certificate.failed for certificate in run_certify(loaded, settings)):
         raise typer.Exit(1)
 

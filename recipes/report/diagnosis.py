@@ -25,8 +25,6 @@ def show_part(found: Mapping[str, Any], console: Console) -> None:
     """One part of a diagnosis, as `diagnose` describes it."""
     at = f"temperature {found['temperature']:g}"
     console.print(Text(f"\n{found['part']} {found['source']}, decoded with {found['method']} at {at}", "bold"))
-    if found["counted_on"]:
-        console.print(f"counted on {found['counted_on']}", markup=False)
     console.print(_stages_table(found["stages"], found["gaps"]))
     for line in found["skipped"]:
         console.print(f"not measured: {line}", markup=False, style="dim")
@@ -41,7 +39,7 @@ def show_part(found: Mapping[str, Any], console: Console) -> None:
     predicted = decoding["predicted"]
     replay = "" if predicted is None else f"; predicted by replay of the target's own answers: {predicted:.2f}"
     console.print(f"tokens per step: {decoding['tokens_per_step']:.2f}{replay}", markup=False)
-    console.print(Text(f"verdict: {found['headline']}", "bold"))
+    console.print(Text("verdict", "bold"))
     for line in _finding_lines(found["findings"]):
         console.print(f"- {line}", markup=False)
 
@@ -111,8 +109,6 @@ def _difference_lines(differences: Sequence[Mapping[str, Any]]) -> Iterable[Text
 def _finding_lines(findings: Sequence[Mapping[str, Any]]) -> Iterable[str]:
     for each in findings:
         amount = "not measured" if each["lost"] is None else f"{each['lost']:.3f}"
-        if each["cause"] == "decoder":
-            amount += " tokens a step"
         if each["interval"] is not None:
             amount += f" ({_span(each['interval'])})"
         kind = "fault" if each["fault"] else "cause"

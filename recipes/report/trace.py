@@ -48,9 +48,8 @@ _SHOWN_STEPS = 400
 class TokenTexts:
     """Texts of tokens one after another: what each adds, given those before it.
 
-    Where a token ends inside a character, the character goes to the token that completes it; joined, the texts are what
-    the tokenizer says of all ids together (of bytes that are no text, some tokenizers say one thing alone and another
-    in company).
+    Where a token ends inside a character, the character goes to the token that completes it. A U+FFFD of the text's own
+    looks unfinished until the text goes on. Joined, with `rest` behind them, the texts are those of all ids together.
 
     Args:
         tokenizer: with `decode`.
@@ -76,7 +75,7 @@ class TokenTexts:
         return self._added([*self._open, token])
 
     def rest(self) -> str:
-        """What the text ends in, if a character was left unfinished."""
+        """What the text ends in beyond what was added: a character left unfinished, or a U+FFFD of its own."""
         return self._added(self._open) if self._open else ""
 
     def _added(self, ids: list[int]) -> str:
@@ -92,20 +91,20 @@ def describe_steps(steps: Iterable[TracedStep], tokenizer: Any, prompt: Sequence
     """Steps as texts: `{"proposed": n, "accepted": n, "tokens": [{"kind", "text", "more"}]}`, `more` only where
     siblings of a token were refused too."""
     texts = TokenTexts(tokenizer, prompt)
-    told: list[dict[str, Any]] = []
+    traced: list[dict[str, Any]] = []
     for step in steps:
         tokens = []
-        for token, passed in zip(step.accepted, step.passed_over, strict=True):
+        for token, passed in zip(step.accepted, step.refused_before, strict=True):
             tokens.append(_token("accepted", texts.add(token), passed))
         if step.rejected:
             # the first stands for the others: of a tree they are its siblings, of a chain they follow it
             tokens.append(_token("rejected", texts.would_add(step.rejected[0]), len(step.rejected) - 1))
         if step.next_id is not None:
             tokens.append(_token("corrected" if step.rejected else "added", texts.add(step.next_id), 0))
-        told.append({"proposed": step.proposed, "accepted": len(step.accepted), "tokens": tokens})
-    if told and texts.rest() and told[-1]["tokens"]:
-        told[-1]["tokens"][-1]["text"] += texts.rest()
-    return told
+        traced.append({"proposed": step.proposed, "accepted": len(step.accepted), "tokens": tokens})
+    if traced and texts.rest() and traced[-1]["tokens"]:
+        traced[-1]["tokens"][-1]["text"] += texts.rest()
+    return traced
 
 
 def _token(kind: str, text: str, more: int) -> dict[str, Any]:
@@ -145,7 +144,7 @@ def step_line(number: int, before: str, step: Mapping[str, Any], marks: bool) ->
     return line
 
 
-def show_trace(told: Mapping[str, Any], console: Console) -> None:
+def show_trace(traced: Mapping[str, Any], console: Console) -> None:
     """A trace on the terminal: a line a step, and what the marks mean."""
     marks = console.color_system is None or console.no_color
     legend = Text("legend: ")
@@ -153,7 +152,7 @@ def show_trace(told: Mapping[str, Any], console: Console) -> None:
         start, end = _MARKS[kind] if marks else ("", "")
         legend.append(f"{start}{kind}{end}", _STYLES[kind]).append(f" ({_MEANINGS[kind]})  ", "dim")
     console.print(legend)
-    for prompt in told["prompts"]:
+    for prompt in traced["prompts"]:
         for run in prompt["runs"]:
             console.print(Text(f"\n{run['label']}: {visible(prompt['prompt'])}", "bold"))
             before = ""
@@ -170,11 +169,11 @@ def _summary(steps: Sequence[Mapping[str, Any]]) -> str:
     return f"{tokens} tokens in {len(steps)} steps{share}"
 
 
-def trace_section(told: Mapping[str, Any]) -> str:
+def trace_section(traced: Mapping[str, Any]) -> str:
     """A trace for the report: the whole text of each prompt with its tokens marked, and its steps line by line."""
     legend = "".join(f'<span><span class="{kind}">{kind}</span> {escape(_MEANINGS[kind])}</span>' for kind in KINDS)
     parts = [f'<h3>Token by token</h3><div class="trace"><p class="legend">{legend}</p></div>']
-    for prompt in told["prompts"]:
+    for prompt in traced["prompts"]:
         for run in prompt["runs"]:
             flow = "".join(_spans(step, keep_lines=True) for step in run["steps"])
             at = "" if "T=" in run["label"] else f", temperature {run['temperature']:g}"
@@ -210,9 +209,9 @@ def _spans(step: Mapping[str, Any], keep_lines: bool = False) -> str:
     return spans
 
 
-def write_trace(path: Path, told: Mapping[str, Any]) -> None:
+def write_trace(path: Path, traced: Mapping[str, Any]) -> None:
     """Write a trace, whole or not at all."""
-    atomic_text(path, json.dumps(told, ensure_ascii=False, indent=1) + "\n")
+    atomic_text(path, json.dumps(traced, ensure_ascii=False, indent=1) + "\n")
 
 
 def load_trace(path: Path) -> dict[str, Any]:
@@ -224,13 +223,13 @@ def load_trace(path: Path) -> dict[str, Any]:
     return read_document(path, "trace", "draftsmith trace", SCHEMA, _is_trace)
 
 
-def _is_trace(told: Any) -> bool:
-    known = told["kind"] == KIND and told["schema"] == SCHEMA
-    for step in (step for prompt in told["prompts"] for run in prompt["runs"] for step in run["steps"]):
+def _is_trace(traced: Any) -> bool:
+    known = traced["kind"] == KIND and traced["schema"] == SCHEMA
+    for step in (step for prompt in traced["prompts"] for run in prompt["runs"] for step in run["steps"]):
         known = known and all(isinstance(token["text"], str) and token["kind"] in KINDS for token in step["tokens"])
         known = known and isinstance(step["proposed"] + step["accepted"], int)
     return known and all(
         isinstance(prompt["prompt"], str) and isinstance(run["label"], str) and run["temperature"] >= 0
-        for prompt in told["prompts"]
+        for prompt in traced["prompts"]
         for run in prompt["runs"]
     )

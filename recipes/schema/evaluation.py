@@ -68,6 +68,8 @@ class EvaluateRecipe(Section):
     """auto: where something counts energy (NVML for GPUs, RAPL for processors), decode a few prompts again and again
     with each method, four windows of seconds each, and give joules a token; else say why there are none. off: no
     joules."""
+    predict: bool = False
+    """Also say what replay of the target's own texts predicts of each row, which takes one more reading of them."""
     device: str = "auto"
     """Where to decode: auto, cpu, cuda …"""
     device_map: str | None = None

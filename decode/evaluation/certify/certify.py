@@ -90,7 +90,7 @@ class Finding:
     """By how much the expected token's logit is larger."""
 
 
-class Written(NamedTuple):
+class DecodedBatch(NamedTuple):
     """What a method wrote after the next of its prompts."""
 
     outputs: list[list[int]]
@@ -153,8 +153,8 @@ def certify_method(
     method: Method | None = None,
     reference: LanguageModel | None = None,
     rounding: Rounding | None = None,
-    written: Iterable[Written] = (),
-    on_written: Callable[[Written], None] | None = None,
+    written: Iterable[DecodedBatch] = (),
+    on_written: Callable[[DecodedBatch], None] | None = None,
     progress: Callable[[int, int], None] | None = None,
 ) -> Certificate:
     """Run a method and judge what it writes.
@@ -164,9 +164,9 @@ def certify_method(
         reference: the model that judges; by default the target. Another scorer of the same weights, such as
             `wrap_model(model, fast=False)`, tests the target's forward too.
         rounding: of the target and the reference under this sampling; measured here by default.
-        written: what the method wrote already, of the same plan and prompts; it is judged, and then gone on with.
-        on_written: told of every further text.
-        progress: told of the tokens judged and planned.
+        written: what the method wrote already, of the same plan and prompts; it is judged first.
+        on_written: gets every further text.
+        progress: gets the tokens judged and planned.
 
     Returns:
         The certificate. Methods that do not claim to be lossless run to the end, whatever is found.
@@ -196,8 +196,8 @@ class _Run:
     method: Method
     reference: LanguageModel
     rounding: Rounding
-    written: Iterator[Written]
-    on_written: Callable[[Written], None] | None
+    written: Iterator[DecodedBatch]
+    on_written: Callable[[DecodedBatch], None] | None
     findings: list[Finding] = field(default_factory=list)
     faults: int = 0
     near_ties: int = 0
@@ -216,9 +216,9 @@ class _Run:
         planned = min(self.plan.tokens, len(self.prompts) * self.limits.max_new_tokens)
         undecided = 0
         while self.rows < len(self.prompts) and self.tokens < planned and not (self.claimed and self.faults):
-            places = range(self.rows, min(self.rows + self.plan.batch, len(self.prompts)))
-            outputs = self.write([self.prompts[place] for place in places])
-            undecided += self.judge_greedy(places, outputs)
+            numbers = range(self.rows, min(self.rows + self.plan.batch, len(self.prompts)))
+            outputs = self.write([self.prompts[number] for number in numbers])
+            undecided += self.judge_greedy(numbers, outputs)
             if progress:
                 progress(min(self.tokens, planned), planned)
         bias = {"estimate": self.faults / max(1, self.tokens), "interval": None, "towards": "other tokens"}
@@ -242,7 +242,7 @@ class _Run:
         self.tokens += sum(map(len, written.outputs))
         return written.outputs
 
-    def decode(self, prompts: list[Sequence[int]]) -> Written:
+    def decode(self, prompts: list[Sequence[int]]) -> DecodedBatch:
         """What the method writes after each prompt."""
         start = time.monotonic()
         outputs: list[list[int]] = [[] for _ in prompts]
@@ -250,17 +250,19 @@ class _Run:
         for step in generate(self.target, *self.method, prompts, self.limits, self.entry.sampling, rng):
             for output, new in zip(outputs, step.new_ids, strict=True):
                 output += new
-        return Written(outputs, time.monotonic() - start)
+        return DecodedBatch(outputs, time.monotonic() - start)
 
-    def judge_greedy(self, places: Sequence[int], outputs: Sequence[Sequence[int]]) -> int:
+    def judge_greedy(self, numbers: Sequence[int], outputs: Sequence[Sequence[int]]) -> int:
         """Each token against the most likely one. Returns at how many places another would have passed too."""
-        self.judge_lengths(places, outputs)
+        self.judge_lengths(numbers, outputs)
         where = [
-            (place, position) for place, output in zip(places, outputs, strict=True) for position in range(len(output))
+            (number, position)
+            for number, output in zip(numbers, outputs, strict=True)
+            for position in range(len(output))
         ]
         if not where:
             return 0
-        hidden_XD = read_back(self.reference, [self.prompts[place] for place in places], outputs).hidden_XD
+        hidden_XD = read_back(self.reference, [self.prompts[number] for number in numbers], outputs).hidden_XD
         token_X = torch.tensor([token for output in outputs for token in output], device=hidden_XD.device)
         undecided = 0
         for chunk in chunks(len(token_X), self.reference.vocab_size):
@@ -269,19 +271,19 @@ class _Run:
             margin_C = best_C - logits_CV.gather(1, token_C1)[:, 0]
             undecided += int(((logits_CV >= best_C[:, None] - self.rounding.near_tie).sum(1) > 1).sum())
             for index in torch.nonzero(token_C1[:, 0] != expected_C)[:, 0].tolist():
-                margin, (place, position) = float(margin_C[index]), where[chunk.start + index]
+                margin, (number, position) = float(margin_C[index]), where[chunk.start + index]
                 kind: Literal["token", "near-tie"] = "near-tie" if margin <= self.rounding.near_tie else "token"
                 expected = int(expected_C[index])
-                self.note(Finding(kind, place, position, int(token_C1[index]), expected, margin))
+                self.note(Finding(kind, number, position, int(token_C1[index]), expected, margin))
         return undecided
 
-    def judge_lengths(self, places: Sequence[int], outputs: Sequence[Sequence[int]]) -> None:
+    def judge_lengths(self, numbers: Sequence[int], outputs: Sequence[Sequence[int]]) -> None:
         """A text ends with its first stop token, or else at the limit, as plain decoding does."""
-        for place, output in zip(places, outputs, strict=True):
+        for number, output in zip(numbers, outputs, strict=True):
             stop = next((index for index, token in enumerate(output) if token in self.limits.stop_ids), None)
             wanted = self.limits.max_new_tokens if stop is None else min(stop + 1, self.limits.max_new_tokens)
             if len(output) != wanted:
-                self.note(Finding("length", place, len(output), output[-1] if output else -1, None, None))
+                self.note(Finding("length", number, len(output), output[-1] if output else -1, None, None))
 
     def note(self, finding: Finding) -> None:
         if finding.kind in EXCUSED:
@@ -297,8 +299,8 @@ class _Run:
         for look in LOOKS:
             wanted = max(1, math.ceil(planned * look))
             while self.tokens < wanted and not (self.claimed and self.faults):
-                places = [(row // 2) % len(self.prompts) for row in range(self.rows, self.rows + self.plan.batch)]
-                self.judge_sampled(orders, places, self.write([self.prompts[place] for place in places]))
+                numbers = [(row // 2) % len(self.prompts) for row in range(self.rows, self.rows + self.plan.batch)]
+                self.judge_sampled(orders, numbers, self.write([self.prompts[number] for number in numbers]))
                 if progress:
                     progress(min(self.tokens, planned), planned)
             self.look(orders, wanted)
@@ -331,17 +333,19 @@ class _Run:
         return self.faults > 0 or any(test["p_value"] < test["level"] for test in self.tests)
 
     def judge_sampled(
-        self, orders: dict[str, Evidence], places: Sequence[int], outputs: Sequence[Sequence[int]]
+        self, orders: dict[str, Evidence], numbers: Sequence[int], outputs: Sequence[Sequence[int]]
     ) -> None:
         """Add what the rows say to each order's evidence."""
-        self.judge_lengths(places, outputs)
+        self.judge_lengths(numbers, outputs)
         if not any(outputs):
             return
-        prompts, sampling, entry = [self.prompts[place] for place in places], self.entry.sampling, self.entry
+        prompts, sampling, entry = [self.prompts[number] for number in numbers], self.entry.sampling, self.entry
         reading = read_back(self.reference, prompts, outputs)
         token_X = torch.tensor([token for output in outputs for token in output], device=reading.last_X.device)
         where = [
-            (place, position) for place, output in zip(places, outputs, strict=True) for position in range(len(output))
+            (number, position)
+            for number, output in zip(numbers, outputs, strict=True)
+            for position in range(len(output))
         ]
         needs = needs_of(entry.method, method_options(entry.method, entry.options)) if entry.method in METHODS else ()
         view = proposers_view(
@@ -376,10 +380,10 @@ class _Run:
         """A token that warping leaves no probability is a fault, unless rounding might have kept it."""
         own_C1 = token_C[:, None]
         for index in torch.nonzero(probs_CV.gather(1, own_C1)[:, 0] == 0)[:, 0].tolist():
-            logits_V, token, (place, position) = logits_CV[index].float(), int(token_C[index]), where[index]
+            logits_V, token, (number, position) = logits_CV[index].float(), int(token_C[index]), where[index]
             kept = within_rounding(logits_V, token, self.entry.sampling, self.rounding.near_tie)
             expected, margin = int(logits_V.argmax()), float(logits_V.max() - logits_V[token])
-            self.note(Finding("edge" if kept else "outside", place, position, token, expected, margin))
+            self.note(Finding("edge" if kept else "outside", number, position, token, expected, margin))
 
     def certificate(
         self,

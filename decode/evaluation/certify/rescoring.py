@@ -72,7 +72,7 @@ def _read_some(model: LanguageModel, prompts: Sequence[Sequence[int]], outputs: 
     hidden_BTD = model.extend(cache, ids_BT[:, :-1])  # what stands behind a shorter row's end is not looked at
     row_X = torch.tensor([row for row, output in enumerate(outputs) for _ in output], device=model.device)
     place_X = torch.tensor(
-        [len(start) - 1 + place for start, output in zip(starts, outputs, strict=True) for place in range(len(output))],
+        [len(start) - 1 + index for start, output in zip(starts, outputs, strict=True) for index in range(len(output))],
         device=model.device,
     )
     before_XD = hidden_BTD[row_X, (place_X - 1).clamp(min=0)].masked_fill((place_X < 1)[:, None], 0.0)
@@ -115,17 +115,17 @@ def proposers_view(
         proposer = method.proposer
         models = proposer.models if isinstance(proposer, DraftChains) else (parts.drafter,)
         states = [(model, read_back(model, prompts, outputs).hidden_XD) for model in models]
-        return lambda place: torch.stack(
-            [warp(model.logits(hidden_XD[place]), sampling) for model, hidden_XD in states]
+        return lambda index: torch.stack(
+            [warp(model.logits(hidden_XD[index]), sampling) for model, hidden_XD in states]
         ).mean(0)
     if "heads" in needs and parts.heads is not None:
         heads = parts.heads
-        return lambda place: heads(reading.before_XD[place])[:, 0].softmax(-1, dtype=torch.float32)
+        return lambda index: heads(reading.before_XD[index])[:, 0].softmax(-1, dtype=torch.float32)
     if "table" in needs and parts.table is not None:
         alone = isinstance(method.proposer, TableChain) and method.proposer.order == 1
         rows = parts.table.distributions(reading.last_X.device, 1.0)
         after = (lambda last_X: rows.unigram_V.expand(len(last_X), -1)) if alone else rows.after
-        return lambda place: warp(after(reading.last_X[place]).log(), sampling)
+        return lambda index: warp(after(reading.last_X[index]).log(), sampling)
     if isinstance(method.proposer, PromptLookup):
         longest = method.proposer.longest
         found = [
@@ -133,7 +133,7 @@ def proposers_view(
         ]
         found_X = torch.from_numpy(np.concatenate(found)).to(reading.last_X.device)
         # One class more for places where nothing is found, which is cut off.
-        return lambda place: F.one_hot(found_X[place], vocab + 1)[:, :-1].float()
+        return lambda index: F.one_hot(found_X[index], vocab + 1)[:, :-1].float()
     return None
 
 
@@ -156,7 +156,7 @@ class Rounding(NamedTuple):
     total_variation: float
     """Mean total variation between the warped distributions; at temperature 0 the share of places where the most
     likely token changes. A bias as small as this is rounding's, whatever the method."""
-    places: int
+    indices: int
     """Places of texts that were looked at."""
 
 
@@ -213,7 +213,7 @@ def _rerun(model: LanguageModel, prompt: Sequence[int], output: Sequence[int], w
     if first:
         model.extend(cache, ids_1T[:, :first])
     parts = []
-    for place in range(first, ids_1T.shape[1] - 1, width):
-        cache.set_lengths([place])
-        parts.append(model.extend(cache, ids_1T[:, place : min(place + width, ids_1T.shape[1] - 1)])[0])
+    for index in range(first, ids_1T.shape[1] - 1, width):
+        cache.set_lengths([index])
+        parts.append(model.extend(cache, ids_1T[:, index : min(index + width, ids_1T.shape[1] - 1)])[0])
     return model.logits(torch.cat(parts))

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import numpy as np
 import torch
@@ -99,6 +99,11 @@ class Cell:
     def share(self) -> float:
         """Accepted of examined."""
         return self.accepted / self.examined
+
+    def as_dict(self) -> dict[str, Any]:
+        """For JSON, without the members."""
+        names = ("name", "examined", "accepted", "share", "rejections_share", "excess", "interval")
+        return {name: getattr(self, name) for name in names}
 
 
 def cells(

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from itertools import pairwise
@@ -19,16 +18,12 @@ LEVEL = 0.99
 LEAST = 0.02
 """Acceptance that must be lost before a cause is named."""
 MEASURES = {"top1_accuracy": "hit", "overlap": "overlap", "top1_agreement": "agree", "accepted": "accepted"}
-FAULTS = ("export", "target", "template", "decoder", "end")
+FAULTS = ("export", "target", "template", "end")
 """Causes that are mistakes; `text` and `drafting` are how things are."""
 ENDS = "end of an answer"
 """The difference of a template whose end is no stop token."""
 _EXACT, _ROUNDED = 0.01, 0.02
 """What training's measurement may differ by when it is taken again, in float32 and in 16 bits."""
-_REPLAY = 0.03
-"""Share of the predicted tokens per step that decoding may differ by."""
-_ERRORS = 5.0
-"""Standard errors that it may differ by, where tokens are drawn, rounding decides, or there are few steps."""
 
 
 @dataclass(frozen=True)
@@ -81,7 +76,7 @@ class Finding:
 
     cause: str
     lost: float | None
-    """Acceptance that is lost by it (of `decoder`, tokens per step); None: not measured."""
+    """Acceptance that is lost by it; None: not measured."""
     interval: tuple[float, float] | None
     description: str
     advice: str
@@ -171,7 +166,7 @@ def _not_repeated(record: Stage, files: Stage, rounds: bool) -> dict[str, tuple[
 def findings(
     stages: Sequence[Stage], rounds: bool, made_for: str | None, differences: Sequence[Mapping[str, Any]]
 ) -> list[Finding]:
-    """The causes that are certain and large enough, but for faults of the decoder.
+    """The causes that are certain and large enough, the largest first.
 
     Args:
         rounds: training's measurement or the files' were taken in 16 bits.
@@ -196,7 +191,7 @@ def findings(
         if each["what"] == ENDS:
             description = f"{each['trained']}, but {each['evaluated']}: answers go on beyond their end"
             found.append(Finding("end", None, None, description, "use a template whose end the tokenizer knows"))
-    return found
+    return sorted(found, key=lambda finding: -(finding.lost or 0.0))
 
 
 def _of_text(gap: Gap, differences: Sequence[Mapping[str, Any]]) -> Finding:
@@ -228,54 +223,3 @@ def _of_files(record: Stage, files: Stage, rounds: bool, made_for: str | None) -
     description = f"the files do not do what the weights in memory did on the same held-out blocks: {numbers}"
     advice = "train or export it again; look for what changed the files or the target since, a cast or a merge"
     return Finding("export", lost, None, description, advice)
-
-
-def decoder_finding(
-    stages: Sequence[Stage], predicted: float | None, error: float, exact: bool, drafted: int, tokens: int
-) -> Finding | None:
-    """Decoding that keeps fewer tokens a step than replay of the target's own text predicts.
-
-    Args:
-        error: standard error of the prediction.
-        exact: decoding can take no other steps than those that are predicted.
-        drafted: tokens that a step drafts.
-        tokens: that were decoded.
-    """
-    per_step = stages[-1].measures.get("tokens_per_step")
-    if predicted is None or per_step is None:
-        return None
-    few = tokens / predicted * _REPLAY < 1  # one step more or less is beyond it
-    noise = 0.0 if exact and not few else _ERRORS * _step_error(stages, predicted, error, drafted, tokens)
-    if predicted - per_step <= max(_REPLAY * predicted, noise):
-        return None
-    description = (
-        f"decoding keeps {per_step:.2f} tokens a step where replay of the target's text predicts {predicted:.2f}"
-    )
-    advice = "a fault of the decoder, not of the artifact: run `draftsmith certify`, and report it"
-    return Finding("decoder", predicted - per_step, None, description, advice)
-
-
-def _step_error(stages: Sequence[Stage], predicted: float, error: float, drafted: int, tokens: int) -> float:
-    """Standard error of a difference in tokens per step between texts that are decoded and others that are replayed:
-    both are drawn by chance, and where one is decoded drafts are accepted by chance too. At temperature 0 near-ties,
-    which rounding decides, do both."""
-    chance = next(stage.value for stage in reversed(stages[:-1]) if stage.value is not None)
-    share_K = np.array([chance**depth * (1 - chance) for depth in range(drafted)] + [chance**drafted])
-    depth_K = np.arange(drafted + 1)
-    variance = float(share_K @ depth_K**2 - (share_K @ depth_K) ** 2)
-    return math.sqrt(2 * error**2 + variance / max(tokens / predicted, 1.0))
-
-
-def headline(stages: Sequence[Stage]) -> str:
-    """What is lost or gained from the first stage to the last."""
-    known = [stage for stage in stages if stage.value is not None]
-    if not known:
-        return "nothing was drafted"
-    first, last = known[0], known[-1]
-    assert first.value is not None
-    assert last.value is not None
-    if len(known) < 2:
-        return f"decoding accepts {last.value:.3f}; there is nothing to compare it with"
-    change = first.value - last.value
-    ends = f"{first.value:.3f} ({first.description}) to {last.value:.3f} ({last.description})"
-    return f"{change:.3f} is lost, from {ends}" if change > 0 else f"nothing is lost: from {ends}"

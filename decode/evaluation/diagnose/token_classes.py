@@ -12,18 +12,17 @@ from collections.abc import Sequence
 SPECIAL, NON_ASCII, CODE, WHITESPACE, DIGITS = "special", "non-ASCII", "code", "whitespace", "digits"
 PUNCTUATION, NAME, WORD, CONTINUATION = "punctuation", "name", "word", "continuation"
 
-MEANINGS = {
-    SPECIAL: "a token of the template or of the tokenizer, such as the end of a turn",
-    NON_ASCII: "a character beyond ASCII, or a part of one",
-    CODE: "inside a fence or backticks, or with symbols of code",
-    WHITESPACE: "spaces and line ends alone",
-    DIGITS: "holds a digit",
-    PUNCTUATION: "neither letters nor digits",
-    NAME: "begins a word with a capital, inside a sentence",
-    WORD: "begins any other word",
-    CONTINUATION: "goes on with a word",
-}
-CLASSES = tuple(MEANINGS)
+CLASSES = (
+    SPECIAL,  # of the template or of the tokenizer, such as the end of a turn
+    NON_ASCII,  # a character beyond ASCII, or a part of one
+    CODE,  # inside a fence or backticks, or with symbols of code
+    WHITESPACE,  # spaces and line ends alone
+    DIGITS,  # holds a digit
+    PUNCTUATION,  # neither letters nor digits
+    NAME,  # begins a word with a capital, inside a sentence
+    WORD,  # begins any other word
+    CONTINUATION,  # continues a word
+)
 
 _FENCED = re.compile(r"```.*?(?:```|\Z)", re.DOTALL)
 _QUOTED = re.compile(r"`[^`\n]+(?:`|\Z)")
@@ -82,9 +81,9 @@ def _word_class(piece: str, before: str) -> str:
     joined = piece[0].isalpha() or piece[0] == "'"
     if joined and before and before[-1].isalnum():
         return CONTINUATION
-    letter = next(place for place, letter in enumerate(piece) if letter.isalpha())
+    letter = next(index for index, letter in enumerate(piece) if letter.isalpha())
     if not piece[letter].isupper():
         return WORD
     whole = before + piece[:letter]
-    said = whole.rstrip(_BEFORE_SENTENCES)
-    return WORD if not said or said[-1] in _SENTENCE_ENDS else NAME
+    before = whole.rstrip(_BEFORE_SENTENCES)
+    return WORD if not before or before[-1] in _SENTENCE_ENDS else NAME

@@ -14,7 +14,7 @@ Sorted once by p/q, every such sum is a look-up, whatever k is. `theory.py` has 
 
 In formulas p is the target's and q the drafter's warped distribution.
 
-Shape letters: T positions, V vocabulary, K candidates, S draws, M chains.
+Shape letters: T positions, V vocabulary, K candidates, S draws.
 """
 
 from __future__ import annotations
@@ -22,7 +22,6 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-_BISECTIONS = 40
 _TINY = 1e-30
 
 
@@ -46,6 +45,7 @@ class Candidates:
         self._support_T1 = (draft_TV > 0).sum(1, keepdim=True)
         self.target_T = target_TV.gather(1, token_T[:, None])[:, 0]
         self.draft_T = draft_TV.gather(1, token_T[:, None])[:, 0]
+        self._place_T1 = (order_TV == token_T[:, None]).int().argmax(1, keepdim=True)
         self._odds_T1 = (self.draft_T / self.target_T.clamp(min=_TINY))[:, None]
 
     def left(self, scale_TX: Tensor) -> Tensor:
@@ -81,17 +81,17 @@ class Candidates:
         scale_TS, rest_TS = torch.ones_like(before_TS), torch.ones_like(before_TS)
         drawn_TSK = torch.empty(rows, draws, 0, dtype=torch.int64, device=before_TS.device)
         accepted = [self.accepted(scale_TS[:, :1])]
-        for place in range(1, count):
-            uniform_TS = self._uniform(before_TS, generator, even=place == 1)
+        for index in range(1, count):
+            uniform_TS = self._uniform(before_TS, generator, even=index == 1)
             refused_TS1 = self._refused(before_TS, scale_TS, drawn_TSK, uniform_TS)[..., None]
             drawn_TSK = torch.cat((drawn_TSK, refused_TS1), 2).sort(2).values
             rest_TS = rest_TS - self._draft_at(refused_TS1)[..., 0]
             mass_TS = self.left(scale_TS)
             step_TS = torch.where(mass_TS > 0, mass_TS / rest_TS.clamp(min=_TINY), torch.inf)
             # A drafter that has run out of tokens leaves the last ones' places empty.
-            step_TS = torch.where(self._support_T1 > place, step_TS, 0.0)
+            step_TS = torch.where(self._support_T1 > index, step_TS, 0.0)
             before_TS, scale_TS = scale_TS, scale_TS + step_TS
-            each_T1 = self._second() if place == 1 else self.accepted(scale_TS).mean(1, keepdim=True)
+            each_T1 = self._second() if index == 1 else self.accepted(scale_TS).mean(1, keepdim=True)
             accepted.append(each_T1)
         return torch.cat(accepted, 1)
 
@@ -105,21 +105,25 @@ class Candidates:
         mean_T1 = (weight_TV * self.accepted(scale_TV)).sum(1, keepdim=True) / total_T1.clamp(min=_TINY)
         return torch.where(total_T1 > _TINY, mean_T1, 1.0)
 
-    def k_seq(self, count: int) -> tuple[Tensor, Tensor]:
-        """SpecTr's ρ and β = Σ min(q, p/ρ) for 1 … `count` chains, [T, M] each; see `theory.k_seq`."""
-        chains_M = torch.arange(1, count + 1, dtype=torch.float64, device=self.target_T.device)
-        low_TM = torch.ones(len(self.target_T), count, dtype=torch.float64, device=chains_M.device)
-        high_TM = chains_M.expand_as(low_TM).contiguous()
-        for _ in range(_BISECTIONS):
-            rho_TM = (low_TM + high_TM) / 2
-            beta_TM = self._overlap(rho_TM)
-            enough_TM = rho_TM * beta_TM >= 1 - (1 - beta_TM) ** chains_M
-            low_TM, high_TM = torch.where(enough_TM, low_TM, rho_TM), torch.where(enough_TM, rho_TM, high_TM)
-        return high_TM, self._overlap(high_TM)
+    def drawn_without_replacement(self, count: int, draws: int, generator: torch.Generator) -> Tensor:
+        """P(y is among k candidates drawn without replacement) for k = 1 … `count`, [T, K].
 
-    def _overlap(self, rho_TM: Tensor) -> Tensor:
-        place_TM = self._place(rho_TM)
-        return (self._before[0].gather(1, place_TM) / rho_TM + self._from[1].gather(1, place_TM)).clamp(max=1)
+        The mean of 1 - Π (1 - q(y) / (1 - Σ q(drawn))) over `draws` sequences without y; exact for k = 1.
+        """
+        rows = len(self.target_T)
+        missed_TS = torch.ones(rows, draws, dtype=torch.float64, device=self.target_T.device)
+        rest_TS = torch.ones_like(missed_TS)
+        draft_T1, drawn_TSK = self.draft_T[:, None], self._place_T1[:, None].expand(-1, draws, 1)
+        found = []
+        for index in range(count):
+            missed_TS = missed_TS * (1 - draft_T1 / rest_TS.clamp(min=_TINY)).clamp(min=0)
+            found.append(1 - missed_TS.mean(1, keepdim=True))
+            uniform_TS = self._uniform(rest_TS, generator, even=index == 0)
+            others_TS = (rest_TS - draft_T1).clamp(min=0)
+            other_TS1 = self._skip(uniform_TS * others_TS, drawn_TSK)[..., None]
+            drawn_TSK = torch.cat((drawn_TSK, other_TS1), 2).sort(2).values
+            rest_TS = rest_TS - torch.where(others_TS > _TINY, self._draft_at(other_TS1)[..., 0], 0.0)
+        return torch.cat(found, 1)
 
     def _uniform(self, like_TS: Tensor, generator: torch.Generator, even: bool) -> Tensor:
         """Random numbers in [0, 1); `even`: one in each of S equal parts."""

@@ -51,7 +51,7 @@ class Curve:
         return cls(tuple(nodes), tuple(float(value) for value in isotonic_regression(seconds).x))
 
     def __call__(self, nodes: float) -> float:
-        """Seconds of so many nodes; beyond the last point the last line goes on."""
+        """Seconds of so many nodes; beyond the last point the last line continues."""
         if nodes > self.nodes[-1] and len(self.nodes) > 1:
             slope = (self.seconds[-1] - self.seconds[-2]) / (self.nodes[-1] - self.nodes[-2])
             return self.seconds[-1] + slope * (nodes - self.nodes[-1])
@@ -150,14 +150,14 @@ def measure_forwards(
         calls.append(partial(parts.heads, hidden_BD))
     seconds: list[list[float]] = [[] for _ in calls]
     for _ in range(runs):
-        for place, call in enumerate(calls):
+        for index, call in enumerate(calls):
             call()  # finds what other forwards have left
             for _ in range(2):
                 synchronise(target)
                 start = time.perf_counter()
                 call()
                 synchronise(target)
-                seconds[place].append(time.perf_counter() - start)
+                seconds[index].append(time.perf_counter() - start)
     found = [typical(series) for series in seconds]
     wide, narrow = len(target_nodes), len(drafter_nodes)
     return CostModel(
@@ -183,7 +183,7 @@ def measure_overheads(
     """The cost model with what a step takes beyond its forwards, by decoding.
 
     Args:
-        probes: methods with settings; two or more settings of a method tell the part that grows with the tree.
+        probes: methods with settings; of two or more settings of a method the part that grows with the tree is known.
 
     Raises:
         ValueError: what `build_method` raises; a part whose cost is not in `costs`.
@@ -196,8 +196,8 @@ def measure_overheads(
         decode(target, method, sampling, seed, prompts[0], Limits(min(8, limits.max_new_tokens), limits.stop_ids))
     for _ in range(repeats):
         for row, prompt in enumerate(prompts):
-            for place, (_, method) in enumerate(jobs):
-                runs[place].append(decode(target, method, sampling, seed + row, prompt, limits))
+            for index, (_, method) in enumerate(jobs):
+                runs[index].append(decode(target, method, sampling, seed + row, prompt, limits))
                 done += 1
                 if progress:
                     progress(done, work)

@@ -40,7 +40,7 @@ def _following(recording: Recording, depth: int) -> NDArray[np.int64]:
     rows = []
     for text in recording.texts:
         padded = np.array([*text, *[-1] * depth], dtype=np.int64)
-        rows += [padded[place : place + depth] for place in range(len(text))]
+        rows += [padded[index : index + depth] for index in range(len(text))]
     return np.stack(rows)
 
 
@@ -85,7 +85,7 @@ def match_paths(
 ) -> tuple[NDArray[np.int64], NDArray[np.int64]]:
     """How many tokens a tree of these paths (prefixes included) accepts from every position, and tries, [T] each."""
     known = sorted(set(paths), key=lambda path: (len(path), path))
-    number = {path: place for place, path in enumerate([(), *known])}
+    number = {path: index for index, path in enumerate([(), *known])}
     most = int(rank_TH.max()) + 2
     next_NC = np.full((len(number), most), -1, dtype=np.int64)
     inner_N = np.zeros(len(number), dtype=np.int64)

@@ -4,7 +4,7 @@ The texts are the target's own, greedy or sampled with the warping that is asked
 distributions of the target and of each source of drafts are looked at once and reduced to some tens of numbers:
 `replay.py` predicts from them what decoding with any number, shape or choice of candidates would do.
 
-Shape letters: T positions (the new tokens of all texts, one after another), K candidates, M chains, H heads, C
+Shape letters: T positions (the new tokens of all texts, one after another), K candidates, H heads, C
 candidates of a head, V vocabulary, D hidden.
 """
 
@@ -35,14 +35,13 @@ from ...warpers import Sampling, warp
 from .acceptance import Candidates
 
 SCHEMA = 2
-_PLAIN = Sampling(temperature=1.0)
 
 
 @dataclass(frozen=True)
 class Drafts:
-    """What a source of drafts says at every position of the texts; y is the token that stands there.
+    """A source of drafts at every position of the texts; y is the token that stands there.
 
-    At temperature 0 the numbers of candidates are those of one-hot distributions, so that only `rank_T` tells more.
+    At temperature 0 the numbers of candidates are those of one-hot distributions, so that only `rank_T` holds more.
     """
 
     target_T: NDArray[np.float32]
@@ -53,23 +52,19 @@ class Drafts:
     """How many tokens the source holds more likely than y; 0: y is its best."""
     variation_T: NDArray[np.float32]
     """TV(p, q), warped."""
-    confidence_T: NDArray[np.float32]
-    """max q, warped; unwarped at temperature 0, as `adaptive.py` has it."""
     scale_TK: NDArray[np.float32]
     """cₖ of `acceptance.py`: with replacement, one of k candidates is accepted with min(1, cₖ q(y)/p(y)) given y."""
     left_TK: NDArray[np.float32]
     """The probability that all of k candidates are refused, with replacement."""
     without_TK: NDArray[np.float32]
     """P(one of k candidates accepted | y), without replacement."""
-    rho_TM: NDArray[np.float32]
-    """SpecTr's ρ for 1 … M chains."""
-    beta_TM: NDArray[np.float32]
-    """Σ min(q, p/ρ)."""
+    drawn_TK: NDArray[np.float32]
+    """P(y is among k candidates), without replacement."""
 
 
 @dataclass(frozen=True)
 class HeadDrafts:
-    """What prediction heads say in front of every position: as they would if a step began there."""
+    """Prediction heads in front of every position, as if a step began there."""
 
     root_T: NDArray[np.int32]
     """The token before the position."""
@@ -90,7 +85,7 @@ class Recording:
     """By source: `drafter`, or `source_name` of a table."""
     heads: HeadDrafts | None = None
     identity: dict[str, Any] = field(default_factory=dict)
-    """Whatever the caller says of models, prompts and seed: a recording is used again only where it is the same."""
+    """Models, prompts and seed, as the caller names them: a recording is used again only where they are the same."""
 
     @property
     def lengths(self) -> NDArray[np.int64]:
@@ -161,7 +156,6 @@ def record(
     sampling: Sampling,
     *,
     candidates: int = 8,
-    chains: int = 8,
     head_candidates: int = 20,
     draws: int = 16,
     tables: Sequence[TableSource] = TABLE_SOURCES,
@@ -173,10 +167,9 @@ def record(
     """Read the texts once with the target and with every source of drafts that `parts` holds.
 
     Args:
-        texts: new tokens after each prompt, drawn from the target with this `sampling` (`sample_texts`). What replay
-            says of other texts is not what decoding would do.
+        texts: new tokens after each prompt, drawn from the target with this `sampling` (`sample_texts`). Of other
+            texts replay does not predict what decoding would do.
         candidates: K, the most candidates a position that replay shall know of.
-        chains: M, the most chains (SpecTr, SpecInfer).
         head_candidates: C, how many of each head's tokens to keep.
         draws: sequences of refused candidates per position, without replacement (`acceptance.Candidates`).
         tables: ways to draft from `parts.table`; of these the numbers of several candidates are not kept.
@@ -189,7 +182,7 @@ def record(
     """
     if len(prompts) != len(texts) or not any(map(len, texts)):
         raise ValueError(f"{len(prompts)} prompts and {len(texts)} texts: expected as many, and one that is not empty")
-    sizes = (candidates, chains, draws)
+    sizes = (candidates, draws)
     reader = _Reader(target, parts, sampling, sizes, head_candidates, tuple(tables), seed)
     for done, (prompt, text) in enumerate(zip(prompts, texts, strict=True), 1):
         if text:
@@ -208,7 +201,7 @@ class _Reader:
         target: LanguageModel,
         parts: Parts,
         sampling: Sampling,
-        sizes: tuple[int, int, int],
+        sizes: tuple[int, int],
         head_candidates: int,
         tables: tuple[TableSource, ...],
         seed: int,
@@ -264,9 +257,8 @@ class _Reader:
         best_T: Tensor | None = None,
     ) -> None:
         """`best_T`: what the source drafts at temperature 0, where it is not the first of the most likely tokens."""
-        count, chains, draws = self._sizes
+        count, draws = self._sizes
         draft_TV = warp(draft_logits_TV, self._sampling)
-        sure_TV = warp(draft_logits_TV, _PLAIN) if self._sampling.greedy else draft_TV
         token_T1 = token_T[:, None]
         rank_T = _rank(draft_logits_TV, token_T1)
         if best_T is not None:
@@ -276,16 +268,15 @@ class _Reader:
             "draft_T": draft_TV.gather(1, token_T1)[:, 0],
             "rank_T": rank_T,
             "variation_T": (target_TV - draft_TV).abs().sum(1) / 2,
-            "confidence_T": sure_TV.amax(1),
         }
         if self._sampling.greedy or not several:
-            numbers |= dict.fromkeys((*_BY_CANDIDATES, *_BY_CHAINS), target_TV[:, :0])
+            numbers |= dict.fromkeys(_BY_CANDIDATES, target_TV[:, :0])
         else:
             judged = Candidates(target_TV, draft_TV, token_T)
             numbers["scale_TK"], numbers["left_TK"] = judged.scales(count)
             numbers["without_TK"] = judged.without_replacement(count, draws, self._generator)
-            numbers["rho_TM"], numbers["beta_TM"] = judged.k_seq(chains)
-        self._found.setdefault(name, []).append(_on_cpu(numbers))
+            numbers["drawn_TK"] = judged.drawn_without_replacement(count, draws, self._generator)
+        self._found.setdefault(name, []).append({key: value.cpu() for key, value in numbers.items()})
 
     def _keep_heads(self, heads: HeadModule, hidden_TD: Tensor, roots_T: Tensor) -> None:
         logits_THV = heads(hidden_TD)
@@ -302,16 +293,11 @@ class _Reader:
         return drafts, heads
 
 
-def _on_cpu(numbers: dict[str, Tensor]) -> dict[str, Tensor]:
-    return {key: value.cpu() for key, value in numbers.items()}
-
-
 def _joined(rows: list[dict[str, Tensor]]) -> dict[str, NDArray[Any]]:
     return {key: _narrow(torch.cat([row[key] for row in rows]).numpy()) for key in rows[0]}
 
 
-_BY_CANDIDATES = ("scale_TK", "left_TK", "without_TK")
-_BY_CHAINS = ("rho_TM", "beta_TM")
+_BY_CANDIDATES = ("scale_TK", "left_TK", "without_TK", "drawn_TK")
 
 
 def _narrow(array: NDArray[Any]) -> NDArray[Any]:

@@ -44,32 +44,21 @@ class Prediction:
         }
 
 
-def replay_chances(
-    recording: Recording, accept_KT: Floats, nodes: float | Floats, drafted_BT: Floats | None = None
-) -> Prediction:
+def replay_chances(recording: Recording, accept_KT: Floats, nodes: float) -> Prediction:
     """Steps whose token at depth i is accepted with a chance of its own at every position.
 
     Args:
         accept_KT: [K, T] P(the token of position t is an accepted draft | the text), if drafted at depth i.
-        nodes: tree nodes of a step, or of a step from every position [T].
-        drafted_BT: how many tokens a step from every position drafts, at most K; None: K.
+        nodes: tree nodes of a step.
     """
-    depth = len(accept_KT)
-    chance_KBT = np.stack([by_text(row_T, recording.lengths) for row_T in accept_KT]) if depth else np.zeros(0)
-    rows, longest = len(recording.lengths), int(recording.lengths.max())
-    reach_BT = np.ones((rows, longest))
-    yields = []
-    reached = []
-    for level in range(depth):
-        chance_BT = shift(chance_KBT[level], level)
-        if drafted_BT is not None:
-            chance_BT = chance_BT * (drafted_BT > level)
+    reach_BT = np.ones((len(recording.lengths), int(recording.lengths.max())))
+    yields, reached = [], []
+    for level, accept_T in enumerate(accept_KT):
+        chance_BT = shift(by_text(accept_T, recording.lengths), level)
         yields.append(reach_BT * (1 - chance_BT))
         reached.append(reach_BT)
         reach_BT = reach_BT * chance_BT
-    yields.append(reach_BT)
-    yield_BTJ, reached_BTK = np.stack(yields, -1), np.stack([*reached, reach_BT], -1)
-    return summary(recording, yield_BTJ, reached_BTK, nodes, drafted_BT)
+    return summary(recording, np.stack([*yields, reach_BT], -1), np.stack([*reached, reach_BT], -1), nodes)
 
 
 def replay_tokens(
@@ -99,8 +88,8 @@ def visits(lengths_B: NDArray[np.int64], yield_BTJ: Floats) -> Floats:
     rows, longest, most = yield_BTJ.shape
     begin_BT = np.zeros((rows, longest + most))
     begin_BT[:, 0] = lengths_B > 0
-    for place in range(longest):
-        begin_BT[:, place + 1 : place + 1 + most] += begin_BT[:, place, None] * yield_BTJ[:, place]
+    for index in range(longest):
+        begin_BT[:, index + 1 : index + 1 + most] += begin_BT[:, index, None] * yield_BTJ[:, index]
     inside_BT = np.arange(longest) < lengths_B[:, None]
     return begin_BT[:, :longest] * inside_BT
 
@@ -151,9 +140,9 @@ def by_text(values_T: NDArray[Any], lengths_B: NDArray[np.int64]) -> NDArray[Any
     return padded_BT
 
 
-def shift(values_BT: Floats, places: int) -> Floats:
+def shift(values_BT: Floats, indices: int) -> Floats:
     """values[:, t + places]; 0 beyond the end, where it does not matter: the text has ended there."""
     shifted_BT = np.zeros_like(values_BT)
-    if places < values_BT.shape[1]:
-        shifted_BT[:, : values_BT.shape[1] - places] = values_BT[:, places:]
+    if indices < values_BT.shape[1]:
+        shifted_BT[:, : values_BT.shape[1] - indices] = values_BT[:, indices:]
     return shifted_BT

@@ -1,7 +1,7 @@
-"""The best settings of each method: of lossless ones by replay under measured costs, of lossy ones by decoding a few.
+"""The best settings of each method: by replay under measured costs, or by decoding a small grid with a few prompts.
 
-What a lossy method writes is not the target's own text, so that no recording of that text says what its settings would
-do: each of a small grid is decoded with a few prompts, and its text is judged by the target.
+What a lossy method writes is not the target's own text, and how long an adaptive chain is or how many of several chains
+agree is in no recording: of these, settings are decoded, and a lossy method's text is judged by the target.
 
 Shape letters: B texts, T positions, H heads, J tokens a step.
 """
@@ -43,12 +43,15 @@ SAME_WHEN_GREEDY = {
 TYPICAL = "medusa, typical"
 """Medusa with typical acceptance, which is tuned beside Medusa's exact one."""
 LOSSY = ("bild", "relaxed-opt", "relaxed-uno", TYPICAL, "mjsd")
-"""Lossy methods, whose settings are decoded to be judged."""
+"""Lossy methods."""
+CHAINS = ("batch-speculative", "spectr", "specinfer")
+DECODED = ("adaptive", *CHAINS, *LOSSY)
+"""Methods whose settings are decoded to be judged."""
 SLIM = ("slim-ss", "slim-s", "slim-l")
 
 _WIDTHS = (1, 2, 3, 4, 6, 8)
-_LOSSY_GAMMAS = (2, 4, 6)
-_LOSSY_TREES = (4, 16, 48)
+_DECODED_GAMMAS = (2, 4, 6)
+_DECODED_TREES = (4, 16, 48)
 _JOINT = ((2, 4), (4, 4), (6, 4))
 """γ and beams of MJSD."""
 
@@ -62,14 +65,14 @@ class Space:
     gamma: int = 12
     """The longest chain."""
     depth: int = 6
-    """Levels of k-configurations and of several chains."""
+    """Levels of k-configurations."""
     candidates: int = 8
     """Of a node, and chains, at most."""
     head_candidates: int = 20
     """Of a head."""
     thresholds: tuple[float, ...] = (0.1, 0.2, 0.4, 0.8)
     """Of MJSD."""
-    confidences: tuple[float, ...] = (0.1, 0.2, 0.3, 0.4, 0.5, 0.6, 0.7, 0.8, 0.9)
+    confidences: tuple[float, ...] = (0.2, 0.4, 0.6, 0.8)
     """Below which adaptive chains stop."""
     fallbacks: tuple[float, ...] = (0.2, 0.4, 0.6, 0.8)
     """Of BiLD: its τ₁."""
@@ -77,8 +80,8 @@ class Space:
     """Of BiLD: its τ₂."""
     tolerances: tuple[float, ...] = (0.05, 0.1, 0.2, 0.4)
     """The ε of over-acceptance and of typical acceptance."""
-    lossy_prompts: int = 8
-    """Prompts that each setting of a lossy method is decoded with, where it must be."""
+    decoded_prompts: int = 8
+    """Prompts that a setting is decoded with, where it must be."""
 
 
 @dataclass(frozen=True)
@@ -94,8 +97,7 @@ class Choice:
     speedup: float
     """Over autoregressive decoding, the reading of prompts left out."""
     lossless: bool = True
-    found_by: Literal["replay", "replay, nearly", "decoding"] = "replay"
-    """Nearly: the length of adaptive chains is an approximation."""
+    found_by: Literal["replay", "decoding"] = "replay"
     perplexity: float | None = None
     """Of what was decoded, under the unwarped target; None where nothing was."""
 
@@ -171,23 +173,13 @@ def tree_text(paths: Paths) -> str:
 
 def settings_of(name: str, recording: Recording, parts: Parts, space: Space) -> Iterator[Options]:
     """Settings of a method to be tried; none for methods that are not tuned by replay."""
-    greedy = recording.sampling.greedy
     if name in ("speculative", "unigram", "bigram"):
         yield from ({"gamma": gamma} for gamma in range(1, space.gamma + 1))
     elif name in ("multi-candidate", "naive-multi-candidate"):
         for branching in k_configurations(space.nodes, space.depth, _up_to(space.candidates)):
             yield {"k_config": "x".join(map(str, branching))}
-    elif name in ("batch-speculative", "spectr", "specinfer"):
-        counts = _up_to(space.candidates)[1:]
-        for gamma in range(1, space.depth + 1):
-            for drafts in counts if not greedy else [1]:
-                if 1 + gamma * drafts <= space.nodes:
-                    yield {"gamma": gamma, "drafts": drafts}
     elif name == "prompt-lookup":
         yield from ({"gamma": gamma, "ngram": ngram} for gamma in range(1, space.gamma + 1) for ngram in (1, 2, 3, 4))
-    elif name == "adaptive":
-        for gamma in range(2, space.gamma + 1, 2):
-            yield from ({"gamma": gamma, "policy": "confidence", "threshold": at} for at in space.confidences)
     elif name in ("bpd", "medusa", *SLIM):
         yield from _head_settings(name, recording, parts, space)
 
@@ -232,8 +224,8 @@ def tune_method(
         prediction = predict(recording, parts, name, given)
         if prediction is None or prediction.nodes_per_step > space.nodes:
             continue
-        numbers = (prediction.tokens_per_step, prediction.standard_error, prediction.nodes_per_step, 0.0, 0.0)
-        choices.append(Choice(name, given, *numbers, found_by="replay, nearly" if name == "adaptive" else "replay"))
+        rates = prediction.tokens_per_step, prediction.standard_error, prediction.nodes_per_step
+        choices.append(Choice(name, given, *rates, 0.0, 0.0))
     return with_costs(choices, parts, recording.sampling, costs)
 
 
@@ -259,28 +251,36 @@ def probes(choices: Sequence[Choice]) -> list[Choice]:
     return list({choice.nodes_per_step: choice for choice in (larger, smallest, best)}.values())
 
 
-def lossy_settings(name: str, recording: Recording, space: Space) -> Iterator[Options]:
-    """Settings of a lossy method to be decoded."""
+def decoded_settings(name: str, recording: Recording, space: Space) -> Iterator[Options]:
+    """Settings to be decoded, of a method of `DECODED`."""
+    gammas = sorted({min(gamma, space.gamma) for gamma in _DECODED_GAMMAS})
     if name == "bild":
         for fallback in space.fallbacks:
             yield from ({"fallback": fallback, "rollback": rollback} for rollback in space.rollbacks)
     elif name in ("relaxed-opt", "relaxed-uno"):
-        for gamma in sorted({min(gamma, space.gamma) for gamma in _LOSSY_GAMMAS}):
+        for gamma in gammas:
             yield from ({"gamma": gamma, "epsilon": epsilon} for epsilon in space.tolerances)
+    elif name in CHAINS:
+        counts = [count for count in (2, 4, 8) if count <= space.candidates and not recording.sampling.greedy]
+        pairs = [(gamma, count) for gamma in gammas for count in counts or [1] if 1 + gamma * count <= space.nodes]
+        yield from ({"gamma": gamma, "drafts": count} for gamma, count in pairs)
+    elif name == "adaptive":
+        for gamma in gammas:
+            yield from ({"gamma": gamma, "policy": "confidence", "threshold": at} for at in space.confidences)
     elif name == "mjsd":
         for gamma, beams in _JOINT:
             if gamma <= space.gamma:
                 yield from ({"gamma": gamma, "beams": beams, "threshold": at} for at in space.thresholds)
     else:
         assert name == TYPICAL
-        sizes = [size for size in _LOSSY_TREES if size < space.nodes]
+        sizes = [size for size in _DECODED_TREES if size < space.nodes]
         for paths in best_head_trees(recording, sizes).values():
             for epsilon in space.tolerances:
                 # Medusa's own rule: δ is the root of ε.
                 yield {"tree": tree_text(paths), "acceptance": "typical", "epsilon": epsilon, "delta": epsilon**0.5}
 
 
-def tune_lossy(
+def tune_decoded(
     target: LanguageModel,
     parts: Parts,
     recording: Recording,
@@ -293,7 +293,7 @@ def tune_lossy(
     seed: int = 0,
     progress: Callable[[], None] | None = None,
 ) -> list[Choice]:
-    """Every setting of a lossy method that was decoded, with its perplexity, the fastest first.
+    """Every setting of a method that was decoded, the fastest first; of lossy ones with the perplexity.
 
     Args:
         recording: gives the prompts and the sampling.
@@ -302,8 +302,8 @@ def tune_lossy(
         seed: prompt i draws from seed + i.
     """
     space, sampling, choices = space or Space(), recording.sampling, []
-    prompts = recording.prompts[: space.lossy_prompts]
-    for options in lossy_settings(name, recording, space):
+    prompts = recording.prompts[: space.decoded_prompts]
+    for options in decoded_settings(name, recording, space):
         given = dict(fixed or {}) | options
         method = build_method(method_of(name), parts, sampling, **given)
         runs = [decode(target, method, sampling, seed + row, prompt, limits) for row, prompt in enumerate(prompts)]
@@ -311,9 +311,9 @@ def tune_lossy(
         if counts.nodes <= space.nodes * counts.steps:
             tokens_B, steps_B = (np.array([getattr(run.tally, part) for run in runs]) for part in ("tokens", "steps"))
             rates = counts.tokens / counts.steps, ratio_error(tokens_B, steps_B), counts.nodes / counts.steps
-            surprise = perplexity(target, prompts, [run.ids for run in runs])
-            about: dict[str, Any] = {"lossless": False, "found_by": "decoding", "perplexity": surprise}
-            choices.append(Choice(method_of(name), given, *rates, 0.0, 0.0, **about))
+            lossless = method.verifier.lossless
+            surprise = None if lossless else perplexity(target, prompts, [run.ids for run in runs])
+            choices.append(Choice(method_of(name), given, *rates, 0.0, 0.0, lossless, "decoding", surprise))
         if progress:
             progress()
     return with_costs(choices, parts, sampling, costs)

@@ -2,21 +2,23 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import AbstractContextManager
 from dataclasses import dataclass, field
 from typing import Any
 
 from ....data.conversations import Conversation, Turn
-from ....data.prompts import load_prompts, stop_ids
+from ....data.prompts import stop_ids
 from ....decode.engine import Limits
 from ....decode.evaluation.diagnose.agreement import Passage
 from ....decode.evaluation.measure import Entry
 from ....decode.evaluation.replay.recording import sample_texts
-from ....train.parallel.interrupts import Interrupted, StopSignals
-from ...assemble.evaluation import LoadedPair, open_recipe
+from ....train.parallel.interrupts import StopSignals
+from ...assemble.evaluation import LoadedPair, open_recipe, prompts_of
 from ...schema.evaluation import EvaluateRecipe
-from ...session.terminal import Advance, bar
+from ...session.terminal import Advance
+from ..evaluation.watch import stoppable_bar
+
+STOPPED = "diagnose: stopped by signal {}"
 
 
 @dataclass(frozen=True)
@@ -41,21 +43,9 @@ class Case:
     own: dict[Any, list[Passage]] = field(default_factory=dict)
     """The target's own answers, by sampling."""
 
-    def stop_if_asked(self) -> None:
-        """Raises Interrupted once a signal has come."""
-        if self.signals.received is not None:
-            raise Interrupted(self.signals.received, f"diagnose: stopped by signal {self.signals.received}")
-
-    @contextmanager
-    def bar(self, title: str, unit: str = "prompts") -> Iterator[Advance]:
-        """Progress of known work, which ends once a signal has come."""
-        with bar(title, unit) as advance:
-
-            def watched(done: int, total: int, note: str = "") -> None:
-                advance(done, total, note)
-                self.stop_if_asked()
-
-            yield watched
+    def bar(self, title: str, unit: str = "prompts") -> AbstractContextManager[Advance]:
+        """Progress that ends once a signal has come."""
+        return stoppable_bar(title, unit, self.signals, STOPPED)
 
     def own_answers(self, entry: Entry) -> list[Passage]:
         """The target's own answers, plainly decoded."""
@@ -72,12 +62,8 @@ class Case:
 def open_case(recipe: EvaluateRecipe, signals: StopSignals) -> Case:
     """Load the models and prompts of an evaluation."""
     opened = open_recipe(recipe)
-    where: dict[str, Any] = {"path": recipe.prompts_path, "groups": recipe.groups or None}
-    prompts = load_prompts(
-        recipe.prompts, recipe.template, opened.tokenizer, recipe.limit, recipe.max_prompt_tokens, **where
-    )
     questions = []
-    for prompt, ids in prompts:
+    for prompt, ids in prompts_of(recipe, opened.tokenizer):
         answer = prompt.references[0] if prompt.references else None
         turns = None if answer is None else (*prompt.turns, Turn("assistant", answer))
         whole = None if turns is None else Conversation(prompt.id, turns)

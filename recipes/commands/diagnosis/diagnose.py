@@ -16,13 +16,12 @@ The file, `diagnosis.json` beside the results, written anew after each part:
                     "accepted", "tokens_per_step"}],      value: the chance that a draft is accepted; null: not known
         "gaps": [{"before", "after", "lost", "interval"}],             interval: 99 %, over prompts, or null
         "findings": [{"cause", "fault", "lost", "interval", "description", "advice"}],  the largest first
-        "headline": "…",
         "training": {…},                                  what training measured
         "made_for": null or "…",                          the target that it was made for, if that is another one
         "differences": [{"what", "trained", "evaluated", "example"}],
         "decoding": {"tokens_per_step", "predicted", "standard_error", "examined", "accepted", "rejections"},
         "cells": [{"name", "examined", "accepted", "share", "rejections_share", "excess", "interval", "examples"}],
-        "counted_on": null or "…", "skipped": ["…"]}]}
+        "skipped": ["…"]}]}
 
 `cells` are classes of tokens, those first that cost most: `excess` is the share of all rejections that a class has
 beyond its due, `interval` of its share of accepted tokens is of 95 %. An example holds `prompt`, `before`, `drafted`,
@@ -51,13 +50,10 @@ from ....decode.evaluation.diagnose.agreement import (
 )
 from ....decode.evaluation.diagnose.attempts import DraftAttempt, cells, draft_attempts, odds_of
 from ....decode.evaluation.diagnose.stages import (
-    Finding,
     Stage,
-    decoder_finding,
     decoding_stage,
     findings,
     gaps,
-    headline,
     scored_stage,
 )
 from ....decode.evaluation.diagnose.token_classes import classify
@@ -68,12 +64,13 @@ from ....decode.methods import Parts, build_method
 from ....decode.models.seq2seq import Seq2SeqModel
 from ....decode.proposers.ngrams import TableChain
 from ....train.parallel.interrupts import Interrupted, StopSignals
-from ...assemble.evaluation import entries_of, place_of
+from ...assemble.evaluation import entries_of, other_target, place_of
 from ...report.diagnosis import show_part
 from ...report.trace import TokenTexts
 from ...schema.evaluation import EvaluateRecipe, MethodSection
 from ...session.terminal import console, log
-from .case import Case, open_case
+from ..evaluation.watch import stop_if_asked
+from .case import STOPPED, Case, open_case
 from .training_record import TrainingRecord, differences, training_record
 
 SCHEMA = 2
@@ -146,11 +143,11 @@ def _diagnosed(case: Case, chosen: Sequence[str], path: Path) -> dict[str, Any]:
     found |= {"prompts": len(case.questions), "recipe": recipe.model_dump(mode="json"), "parts": []}
     for part, entry in zip(chosen, entries_of(recipe), strict=True):
         try:
-            case.stop_if_asked()
+            stop_if_asked(case.signals, STOPPED)
             about = _Probe(case, part, entry).run()
-        except Interrupted as stopped:
+        except Interrupted:
             finished = ", ".join(each["part"] for each in found["parts"])
-            log(f"{stopped}; {f'{finished} is finished, in {path}' if finished else 'no part was finished'}")
+            log(f"diagnose: {f'{finished} is finished, in {path}' if finished else 'no part was finished'}")
             raise
         found["parts"].append(about)
         found["complete"] = len(found["parts"]) == len(chosen)
@@ -191,14 +188,12 @@ class _Probe:
         predicted, error = self._predicted(own)
         made_for, differing = None, []
         if self.trained is not None:
-            made_for = self.trained.made_for(case.recipe, case.opened)
+            as_saved = case.recipe.dtype == "auto" and case.recipe.device_map is None
+            made_for = other_target(self.trained.folder, case.recipe.target, case.opened.model if as_saved else None)
             conversations = [each.conversation for each in case.questions if each.conversation is not None]
             longest = max(len(passage.prompt) + len(passage.text) for passage in self.texts)
             differing = differences(self.trained, case.recipe, case.opened.tokenizer, conversations, longest)
         rounds = (self.trained is not None and self.trained.rounds) or self.target.dtype != torch.float32
-        causes = findings(stages, rounds, made_for, differing)
-        if decoder := self._decoder(stages, own, predicted, error):
-            causes.append(decoder)
         attempts = [each for row in self.attempts for each in row]
         accepted = sum(each.accepted for each in attempts)
         return {
@@ -209,8 +204,7 @@ class _Probe:
             "temperature": self.entry.sampling.temperature,
             "stages": [stage.as_dict() for stage in stages],
             "gaps": [gap.as_dict() for gap in gaps(stages)],
-            "findings": [cause.as_dict() for cause in sorted(causes, key=lambda cause: -(cause.lost or 0.0))],
-            "headline": headline(stages),
+            "findings": [each.as_dict() for each in findings(stages, rounds, made_for, differing)],
             "training": {} if self.trained is None else self.trained.metrics,
             "made_for": made_for,
             "differences": differing,
@@ -223,7 +217,6 @@ class _Probe:
                 "rejections": len(attempts) - accepted,
             },
             "cells": self._cells() if attempts else [],
-            "counted_on": self.trained.counted_on() if self.trained is not None and self.part == "table" else None,
             "skipped": self.skipped,
         }
 
@@ -295,17 +288,6 @@ class _Probe:
 
     # what they come to
 
-    def _decoder(
-        self, stages: Sequence[Stage], own: Sequence[Passage], predicted: float | None, error: float
-    ) -> Finding | None:
-        served = self.target.dtype if self.parts.drafter is None else self.parts.drafter.dtype
-        exact = self.entry.sampling.greedy and self.target.dtype == served == torch.float32
-        exact = exact and all(
-            list(mine.text) == list(theirs.text) for mine, theirs in zip(self.texts, own, strict=True)
-        )
-        tokens = sum(len(passage.text) for passage in self.texts)
-        return decoder_finding(stages, predicted, error, exact, self.drafted, tokens)
-
     def _cells(self) -> list[dict[str, Any]]:
         """Classes of the tokens tried, those first that cost most, with the refused ones that the source was surest
         of."""
@@ -334,22 +316,11 @@ class _Probe:
             for number, each, its_odds in refused[:_EXAMPLES]:
                 passage = self.texts[number]
                 texts = TokenTexts(tokenizer, [*passage.prompt, *passage.text[: each.position]])
-                example = {"prompt": self.case.questions[number].name}
-                example["before"] = "".join(pieces[number][: each.position])[-_BEFORE:]
-                example |= {"drafted": texts.would_add(each.drafted), "written": texts.would_add(each.written)}
-                examples.append(example | its_odds._asdict())
-            found.append(
-                {
-                    "name": cell.name,
-                    "examined": cell.examined,
-                    "accepted": cell.accepted,
-                    "share": cell.share,
-                    "rejections_share": cell.rejections_share,
-                    "excess": cell.excess,
-                    "interval": cell.interval,
-                    "examples": examples,
-                }
-            )
+                about = {"prompt": self.case.questions[number].name}
+                about["before"] = "".join(pieces[number][: each.position])[-_BEFORE:]
+                about |= {"drafted": texts.would_add(each.drafted), "written": texts.would_add(each.written)}
+                examples.append(about | its_odds._asdict())
+            found.append(cell.as_dict() | {"examples": examples})
         return found
 
     def _warping(self) -> str:

@@ -8,8 +8,7 @@ from dataclasses import dataclass, field, fields
 from pathlib import Path
 from typing import Any
 
-from ....checkpoints.artifact.artifact import MANIFEST_FILE, Manifest, load_manifest, model_fingerprint
-from ....checkpoints.artifact.locate import at_revision
+from ....checkpoints.artifact.artifact import MANIFEST_FILE, Manifest, load_manifest
 from ....data.blocks.packing import IGNORED, PADDING
 from ....data.blocks.prepared import PreparedData
 from ....data.conversations import Conversation, Turn
@@ -18,8 +17,6 @@ from ....data.rendering.render import render
 from ....data.rendering.templates import Template, get_template
 from ....decode.evaluation.diagnose.agreement import Passage
 from ....decode.evaluation.diagnose.stages import ENDS
-from ...assemble.data import encoder_hash
-from ...assemble.evaluation import LoadedPair
 from ...schema.evaluation import EvaluateRecipe
 
 _SHOWN = 6
@@ -81,33 +78,6 @@ class TrainingRecord:
                 return block_passages(data, min(data.blocks, int(measured)))
         return f"training's held-out blocks are not in {cache} any more (`draftsmith prepare` brings them back)"
 
-    def made_for(self, recipe: EvaluateRecipe, opened: LoadedPair) -> str | None:
-        """The target that the artifact was made for, if that is known to be another one."""
-        target = self.manifest.target or {}
-        theirs = target.get("fingerprint")
-        base = self.folder / "base"
-        if theirs and (base / "config.json").is_file():  # trained together with it (Medusa-2)
-            target, theirs = {"id": str(base)}, model_fingerprint(base)
-        folder = Path(at_revision(recipe.target))
-        if not theirs:
-            return None
-        if (folder / "config.json").is_file():
-            mine = model_fingerprint(folder)
-        elif recipe.dtype == "auto" and recipe.device_map is None:
-            mine = model_fingerprint(opened.model)
-        else:
-            return None
-        return None if mine == theirs else str(target.get("id"))
-
-    def counted_on(self) -> str:
-        """What a table's counts are of, for people."""
-        data, counting = self.data, self.manifest.recipe.get("count") or {}
-        sources = [data.get("source"), *(part.get("source") for part in data.get("mixture") or [])]
-        tokens = self.manifest.data.get("trainable_tokens") or self.manifest.data.get("tokens")
-        size = f", {tokens:,} tokens" if isinstance(tokens, int) else ""
-        pairs = f", pairs of {counting['pairs']}" if counting.get("pairs") else ""
-        return f"{', '.join(str(each) for each in sources if each)}{size}{pairs}, template {data.get('template')}"
-
 
 def training_record(folder: str) -> TrainingRecord | None:
     """What is known of an artifact; None of a hub id or a folder without a manifest."""
@@ -157,11 +127,6 @@ def differences(
         stops = ", ".join(_tokens(tokenizer, stop_ids(tokenizer))) or "nothing"
         ends = f"{recipe.template} ends it with {_tokens(tokenizer, [end])[0]}"
         found.append(_difference(ENDS, ends, f"decoding stops at {stops}"))
-    encoder = (trained.manifest.data.get("source") or {}).get("encoder")
-    mine = encoder_hash(tokenizer)
-    if encoder and encoder != mine:
-        what = "tokenisation: the same vocabulary, but other merges, normaliser or added tokens"
-        found.append(_difference(what, f"hash {encoder[:12]}…", f"hash {mine[:12]}… (of {recipe.target})"))
     if trained.block_tokens and longest > trained.block_tokens:
         found.append(_difference("length", f"blocks of {trained.block_tokens} tokens", f"texts of up to {longest}"))
     return found

@@ -9,10 +9,8 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
-from rich.markup import escape
-from rich.table import Table
-
 from ....checkpoints.storage.atomic import atomic_text
+from ....data.prompts import stop_ids
 from ....decode.engine import Limits
 from ....decode.evaluation.certify.certify import Certificate, Plan, certify_method
 from ....decode.evaluation.certify.rescoring import Rounding, measure_rounding
@@ -24,18 +22,20 @@ from ....decode.proposers.head_trees import states_of
 from ....decode.warpers import Sampling
 from ....train.parallel.interrupts import StopSignals
 from ...assemble.artifact import fingerprint_of
-from ...assemble.evaluation import LoadedPair, artifact_hashes, entries_of, open_recipe
-from ...report.certificate import KIND, SCHEMA, certificate_beside
+from ...assemble.evaluation import LoadedPair, artifact_hashes, entries_of, identity_of, open_recipe, prompts_of
+from ...report.certificate import KIND, SCHEMA, certificate_beside, certificates_table, explanations
 from ...schema.evaluation import EvaluateRecipe
-from ...session.terminal import Advance, bar, console, log
-from . import evaluate
+from ...session.machine import machine
+from ...session.terminal import Advance, console, log
 from .journal import TextJournal
+from .watch import stoppable_bar
 
+STOPPED = "certify: stopped by signal {}; the same command resumes from here"
 _WITHOUT_EFFECT = ("repeats", "compare_with_transformers")  # on a certificate
 
 
 @dataclass(frozen=True)
-class Asked:
+class CertifyOptions:
     """What is asked of a certificate, besides the recipe."""
 
     temperatures: tuple[float, ...] = ()
@@ -52,43 +52,39 @@ class Asked:
     """The file; by default beside the recipe's results."""
 
 
-def run_certify(recipe: EvaluateRecipe, asked: Asked) -> list[Certificate]:
-    """Certify every method of a recipe, print a table and write the certificate, anew after each method; go on where a
-    killed run stopped.
+def run_certify(recipe: EvaluateRecipe, options: CertifyOptions) -> list[Certificate]:
+    """Certify every method of a recipe, print a table and write the certificate, after each method; resume where
+    a killed run stopped.
 
     Raises:
         ValueError: a missing or unfit artifact, no prompt short enough, a method without its part, an impossible plan,
             a damaged journal.
         Interrupted: a signal came; the texts that were written are kept.
     """
-    entries = certified_entries(recipe, asked.temperatures)
-    plan = make_plan(asked, len(entries), recipe.seed)
+    entries = certified_entries(recipe, options.temperatures)
+    plan = make_plan(options, len(entries), recipe.seed)
     opened = open_recipe(recipe)
-    where: dict[str, Any] = {"path": recipe.prompts_path, "groups": recipe.groups or None}
-    limit, longest = recipe.limit, recipe.max_prompt_tokens
-    found = evaluate.load_prompts(recipe.prompts, recipe.template, opened.tokenizer, limit, longest, **where)
-    prompts = [ids for _, ids in found]
+    prompts = [ids for _, ids in prompts_of(recipe, opened.tokenizer)]
     if any(not entry.sampling.greedy for entry in entries):
-        log(f"certify: {plan_in_words(plan)}")
+        log(f"certify: {describe_plan(plan)}")
     mine = {"source": recipe.target, "hash": fingerprint_of(recipe.target, opened.model)}
-    planned = asdict(plan) | {"whole_level": asked.level}
+    planned = asdict(plan) | {"whole_level": options.level}
     head = {
         "schema": SCHEMA,
         "kind": KIND,
-        "machine": evaluate.machine(opened.device),
+        "machine": machine(opened.device),
         "artifacts": artifact_hashes(recipe) | {"target": mine},
         "recipe": recipe.model_dump(mode="json"),
         "plan": planned,
     }
-    out = asked.out or certificate_beside(Path(recipe.out))
-    whole = evaluate.identity_of(recipe, prompts, opened.device) | {"plan": planned, "temperatures": asked.temperatures}
+    out = options.out or certificate_beside(Path(recipe.out))
+    whole = identity_of(recipe, prompts, opened.device) | {"plan": planned, "temperatures": options.temperatures}
     identity = {name: value for name, value in whole.items() if name not in _WITHOUT_EFFECT}
     certificates: list[Certificate] = []
     with StopSignals() as signals, TextJournal(out, identity) as journal:
-        _say_what_is_kept(journal)
-        with bar("certifying", "tokens") as advance:
-            watch = evaluate.Watch("certify", signals, advance)
-            for certificate in _certify_all(recipe, opened, entries, prompts, plan, journal, watch):
+        _log_finished(journal)
+        with stoppable_bar("certifying", "tokens", signals, STOPPED) as advance:
+            for certificate in _certify_all(recipe, opened, entries, prompts, plan, journal, advance):
                 certificates.append(certificate)
                 _write(out, head, certificates, len(entries))
         journal.remove()
@@ -99,13 +95,13 @@ def run_certify(recipe: EvaluateRecipe, asked: Asked) -> list[Certificate]:
     return certificates
 
 
-def _say_what_is_kept(journal: TextJournal) -> None:
+def _log_finished(journal: TextJournal) -> None:
     if journal.changed:
         changed = ", ".join(journal.changed)
-        log(f"certify: {journal.path} holds texts of another certificate ({changed} differ): starting anew")
+        log(f"certify: {journal.path} holds texts of another certificate ({changed} differ): restarting")
     count = sum(len(each.outputs) for written in journal.finished.values() for each in written)
     if count:
-        log(f"certify: going on; {count} texts are written already, by an earlier process")
+        log(f"certify: resuming; {count} texts are written already, by an earlier process")
 
 
 def _certify_all(
@@ -119,7 +115,7 @@ def _certify_all(
 ) -> Iterator[Certificate]:
     """A certificate of each entry; rounding is measured once for each way of sampling."""
     target, parts = opened.target, opened.parts
-    limits = Limits(recipe.max_new_tokens, evaluate.stop_ids(opened.tokenizer))
+    limits = Limits(recipe.max_new_tokens, stop_ids(opened.tokenizer))
     # The judge is transformers' own forward: where the fast one of decoding were wrong, it would show.
     judge = wrap_model(opened.model, fast=False, graphs=False, states=states_of(parts.heads))
     rounding: dict[Sampling, Rounding] = {}
@@ -161,7 +157,7 @@ def certified_entries(recipe: EvaluateRecipe, temperatures: Sequence[float]) -> 
 
 
 def _settings(entry: Entry) -> str:
-    """What tells rows apart that a recipe told apart by their temperatures."""
+    """What distinguishes rows that a recipe distinguished by their temperatures."""
     return " ".join(f"{key}={value}" for key, value in entry.options.items()) or "default settings"
 
 
@@ -170,21 +166,21 @@ def _named(entry: Entry, temperature: float) -> str:
     return f"{entry.label.removesuffix(own)} T={temperature:g}"
 
 
-def make_plan(asked: Asked, methods: int, seed: int) -> Plan:
+def make_plan(options: CertifyOptions, methods: int, seed: int) -> Plan:
     """How much each method is tested, the level shared among them.
 
     Raises:
         ValueError: a level or bias that is no share, fewer than one token or row.
     """
-    if not 0 < asked.level < 1:
-        raise ValueError(f"the level must lie between 0 and 1, got {asked.level}")
-    plan = Plan(asked.tokens, asked.level / methods, asked.batch, seed)
-    if asked.power is None:
+    if not 0 < options.level < 1:
+        raise ValueError(f"the level must lie between 0 and 1, got {options.level}")
+    plan = Plan(options.tokens, options.level / methods, options.batch, seed)
+    if options.power is None:
         return plan
-    return replace(plan, tokens=tokens_for(asked.power, plan.test_level(orders=2), 0.99))
+    return replace(plan, tokens=tokens_for(options.power, plan.test_level(orders=2), 0.99))
 
 
-def plan_in_words(plan: Plan) -> str:
+def describe_plan(plan: Plan) -> str:
     """What such a plan finds, whatever the distributions are."""
     level = plan.test_level(orders=2)
     found = [detectable_bias(plan.tokens, level, power) for power in (0.8, 0.99)]
@@ -201,55 +197,3 @@ def _write(path: Path, head: dict[str, Any], certificates: Sequence[Certificate]
     body = {"complete": len(certificates) == of, "not_lossless": failed}
     body["certificates"] = [certificate.as_dict() for certificate in certificates]
     atomic_text(path, json.dumps(head | body, indent=2, allow_nan=False) + "\n")
-
-
-def certificates_table(title: str, certificates: Sequence[Certificate]) -> Table:
-    """A row a method."""
-    table = Table(title=escape(title), title_justify="left")
-    table.add_column("method", overflow="fold")
-    table.add_column("verdict", no_wrap=True)
-    for heading in ("tokens", "faults", "near-ties", "smallest p", "bias", "found (99 %)", "time"):
-        table.add_column(heading, justify="right", no_wrap=True)
-    for certificate in certificates:
-        smallest = min((test["p_value"] for test in certificate.tests), default=None)
-        interval = certificate.bias["interval"]
-        reach = "" if interval is None else f" ± {50 * (interval[1] - interval[0]):.1f}"
-        table.add_row(
-            escape(certificate.label),
-            certificate.verdict,
-            f"{certificate.tokens:,}",
-            str(certificate.faults),
-            str(certificate.near_ties),
-            "–" if smallest is None else f"{smallest:.1g}",
-            f"{100 * certificate.bias['estimate']:.1f}{reach} %",
-            f"{100 * certificate.power['found_99']:.1f} %",
-            f"{certificate.seconds:.0f} s",
-        )
-    return table
-
-
-def explanations(certificates: Sequence[Certificate]) -> list[str]:
-    """What the table cannot log: what failed and where, what a near-tie is, at which level the tests were made."""
-    lines = []
-    for certificate in certificates:
-        if not certificate.failed:
-            continue
-        places = [finding for finding in certificate.findings if finding.kind not in ("near-tie", "edge")]
-        for finding in places[:3]:
-            lines.append(
-                f"error: {certificate.label}: prompt {finding.prompt}, new token {finding.position}: token "
-                f"{finding.token} ({finding.kind}), expected {finding.expected}, logits apart {finding.margin}"
-            )
-        for test in certificate.tests:
-            if test["p_value"] < test["level"]:
-                lines.append(
-                    f"error: {certificate.label}: the text does not follow the target: {test['test']}, ordered by "
-                    f"{test['order']}: p = {test['p_value']:.1g}, below {test['level']:.1g}"
-                )
-    for sampling, rounding in {json.dumps(one.sampling): one.rounding for one in certificates}.items():
-        lines.append(
-            f"temperature {json.loads(sampling)['temperature']:g}: forwards of other shapes differ by up to "
-            f"{rounding.spread:.2g} in a logit ({rounding.dtype}); a near-tie is a difference of up to "
-            f"{rounding.near_tie:.2g}; total variation by rounding {rounding.total_variation:.2g}"
-        )
-    return lines

@@ -7,9 +7,9 @@ decoder that scores several tokens a forward saves energy as it saves time.
 The file it writes, `energy.json`, schema 1:
 
     schema, kind: "energy-by-batch"
-    target, dtype, machine        the model, and what it ran on (`evaluate.machine`)
+    target, dtype, machine        the model, and what it ran on (`session.machine`)
     runs, context                 forwards timed at each batch size, one new token an input; tokens committed before it
-    source, covers                what counted joules ("nvml", "nvml-power", "rapl"), of what; null, and why none did
+    source, covers                what counted joules ("nvml", "rapl"), of what; null, and why none did
     idle_watts                    power of the same devices idle; null without a source
     rows                          one a batch size, in rising order
     paper                         the same table of the paper, OPT-13B on two A10 GPUs: rows with the keys of ours
@@ -27,10 +27,7 @@ A row:
 from __future__ import annotations
 
 import json
-import statistics
-import time
 from collections.abc import Callable, Sequence
-from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -39,16 +36,16 @@ from rich.table import Table
 from torch import Tensor
 
 from ....checkpoints.storage.atomic import atomic_text
-from ....decode.evaluation.energy import CounterError, Energy, EnergyMeter, open_meter
-from ....decode.evaluation.measure import devices_of, synchronise
+from ....decode.evaluation.batches import batch_forward, batch_row, count_joules, time_forwards
+from ....decode.evaluation.energy import Energy, open_meter
+from ....decode.evaluation.measure import devices_of
 from ....decode.methods import Parts
 from ....decode.models.base import LanguageModel
 from ....decode.models.loading import load_model, wrap_model
-from ....decode.models.seq2seq import Seq2SeqModel
 from ...schema.evaluation import EvaluateRecipe
 from ...schema.loading import load_recipe
 from ...session.machine import machine
-from ...session.terminal import Advance, bar, console, log
+from ...session.terminal import bar, console, log
 from .recipe import BASE, evaluate_recipe
 
 SCHEMA = 1
@@ -56,7 +53,6 @@ KIND = "energy-by-batch"
 BATCHES = (1, 2, 4, 8, 16)
 RUNS = 300
 CONTEXT = 128
-_ROUNDS = 10
 _PAPER = {
     1: (42450, 14.1, 14.1, 1129, 0.376, 0.376),
     2: (49621, 16.5, 8.26, 1191, 0.397, 0.198),
@@ -91,7 +87,7 @@ def run_energy(
         target: folder or hub id.
         batches: inputs of a forward.
         runs: forwards that are timed at each batch size. Joules are counted over windows of their own, as the sensors
-            ask (see `decode.energy`), and given for as many.
+            ask (see `decode.evaluation.energy`), and given for as many.
         context: tokens that each input has behind it.
         dtype, device, device_map: of the target, as in a recipe.
         seed: of the tokens.
@@ -123,7 +119,7 @@ def run_energy(
     counted = next(iter(energies.values()), None)
     results |= {"source": counted.source if counted else None, "covers": covers}
     results["idle_watts"] = counted.idle_watts if counted else None
-    results["rows"] = [row_of(batch, seconds[batch], energies.get(batch)) for batch in sizes]
+    results["rows"] = [batch_row(batch, seconds[batch], energies.get(batch)) for batch in sizes]
     results["paper"] = PAPER
     if out is not None:
         atomic_text(out, json.dumps(results, indent=2, allow_nan=False) + "\n")
@@ -168,74 +164,6 @@ def energy_command(
     return run_energy(loaded.target, batches=batches, runs=runs, context=context, seed=loaded.seed, out=out, **where)
 
 
-def batch_forward(model: LanguageModel, batch: int, context: int, seed: int = 0) -> Callable[[], Tensor]:
-    """A forward of one new token for each of `batch` inputs with `context` tokens behind them, ready to be run.
-
-    The tokens are random and were really read: the energy of a product depends on the numbers in it.
-    """
-    generator = torch.Generator().manual_seed(seed)
-    tokens_BT = torch.randint(model.vocab_size, (batch, context + 1), generator=generator).to(model.device)
-    with torch.inference_mode():
-        # An encoder-decoder reads them as its source, and decodes as many.
-        room = context + 1 if isinstance(model, Seq2SeqModel) else 1
-        _, cache = model.begin(tokens_BT[:, :context].tolist(), room)
-        model.extend(cache, tokens_BT[:, :context])
-    cache.set_lengths([context] * batch)
-    return lambda: model.logits(model.extend(cache, tokens_BT[:, context:]))
-
-
-@torch.inference_mode()
-def time_forwards(
-    model: LanguageModel, calls: dict[int, Callable[[], Tensor]], runs: int, advance: Advance
-) -> dict[int, list[list[float]]]:
-    """Seconds of `runs` forwards by batch size and by round; in each round all sizes have a turn, so that drift touches
-    all alike."""
-    rounds = min(_ROUNDS, runs)
-    seconds: dict[int, list[list[float]]] = {batch: [] for batch in calls}
-    done = 0
-    for number in range(rounds):
-        for batch, call in calls.items():
-            advance(done, runs * len(calls), f"batch {batch}")
-            call()  # finds what other forwards have left
-            times = []
-            for _ in range(runs * (number + 1) // rounds - runs * number // rounds):
-                synchronise(model)
-                start = time.perf_counter()
-                call()
-                synchronise(model)
-                times.append(time.perf_counter() - start)
-            seconds[batch].append(times)
-            done += len(times)
-    advance(done, runs * len(calls), "")
-    return seconds
-
-
-def count_joules(
-    model: LanguageModel, meter: EnergyMeter, calls: dict[int, Callable[[], Tensor]], seed: int, advance: Advance
-) -> tuple[dict[int, Energy], str]:
-    """Joules of a forward by batch size, as far as the counter gives them; and what kept it from the rest."""
-    found: dict[int, Energy] = {}
-    trials = meter.timing.trials
-
-    def forward(call: Callable[[], Tensor]) -> float:
-        with torch.inference_mode():
-            call()
-        synchronise(model)
-        return 1.0
-
-    def progress(batch: int, trial: int, _: int) -> None:
-        advance(len(found) * trials + trial, len(calls) * trials, f"batch {batch}")
-
-    try:
-        idle = meter.idle_watts()
-        for batch, call in calls.items():
-            found[batch] = meter.measure(partial(forward, call), idle, seed=seed, progress=partial(progress, batch))
-    except CounterError as error:
-        return found, str(error)
-    advance(len(calls) * trials, len(calls) * trials, "")
-    return found, ""
-
-
 def _energies(model: LanguageModel, calls: dict[int, Callable[[], Tensor]], seed: int) -> tuple[dict[int, Energy], str]:
     """Joules of a forward by batch size, and of what; none, and why there are none."""
     meter, covers = open_meter(devices_of(model, Parts()))
@@ -248,24 +176,6 @@ def _energies(model: LanguageModel, calls: dict[int, Callable[[], Tensor]], seed
         missing = ", ".join(str(batch) for batch in calls if batch not in found)
         log(f"energy: no joules at batch {missing}: {failure}")
     return found, covers if found else failure
-
-
-def row_of(batch: int, rounds: Sequence[Sequence[float]], energy: Energy | None) -> dict[str, Any]:
-    """A row, of the seconds of its forwards by round and of the energy of one of them."""
-    runs = sum(map(len, rounds))
-    one = statistics.median(second for times in rounds for second in times)
-    medians = [statistics.median(times) for times in rounds]
-    spread = statistics.stdev(medians) / len(medians) ** 0.5 if len(medians) > 1 else 0.0
-    row: dict[str, Any] = {"label": f"batch {batch}", "batch": batch, "inputs": runs * batch}
-    row |= {"seconds": runs * one, "seconds_per_run": one, "seconds_per_input": one / batch}
-    row |= dict.fromkeys(("joules", "joules_per_run", "joules_per_input", "joules_per_run_above_idle", "watts"))
-    errors = {"seconds": runs * spread, "seconds_per_run": spread, "seconds_per_input": spread / batch}
-    if energy is not None:
-        joules, error = energy.joules, energy.error
-        row |= {"joules": runs * joules, "joules_per_run": joules, "joules_per_input": joules / batch}
-        row |= {"joules_per_run_above_idle": energy.above_idle, "watts": energy.watts}
-        errors |= {"joules": runs * error, "joules_per_run": error, "joules_per_input": error / batch}
-    return row | {"errors": errors}
 
 
 def _prepared(model: LanguageModel, batch: int, context: int, seed: int) -> Callable[[], Tensor]:

@@ -4,65 +4,60 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Sequence
+from contextlib import AbstractContextManager
+from dataclasses import dataclass
 from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any
 
-from ....data.prompts import SkippedPrompts, load_prompts, stop_ids
+from ....data.prompts import SkippedPrompts, stop_ids
 from ....decode.engine import Limits
 from ....decode.evaluation.energy import CounterError, Energy, open_meter
-from ....decode.evaluation.measure import BASELINE, Entry, Run, devices_of, energy_of, measure
+from ....decode.evaluation.measure import BASELINE, Entry, Run, check_capacity, devices_of, energy_of, measure
 from ....decode.evaluation.replay.replay import predict_entries, record_entries
 from ....decode.evaluation.summary import EvalPrompt, Summariser, Summary, same_as_reference
-from ....decode.methods import Parts, build_method
-from ....decode.models.base import LanguageModel
-from ....train.parallel.interrupts import Interrupted, StopSignals
-from ...assemble.evaluation import LoadedPair, artifact_hashes, entries_of, identity_of, open_recipe, prompts_digest
+from ....train.parallel.interrupts import StopSignals
+from ...assemble.evaluation import (
+    LoadedPair,
+    artifact_hashes,
+    entries_of,
+    identity_of,
+    open_recipe,
+    prompts_digest,
+    prompts_of,
+)
 from ...report.page import report_beside, write_report
 from ...report.tables import categories_table, results_table
 from ...schema.evaluation import EvaluateRecipe
 from ...schema.loading import write_recipe
 from ...schema.results import KIND, SCHEMA, write_results
 from ...session.machine import machine
-from ...session.terminal import Advance, bar, console, duration, log
+from ...session.terminal import Advance, console, duration, log
 from .journal import RunJournal
+from .watch import stoppable_bar
 
 
 def run_evaluate(recipe: EvaluateRecipe) -> dict[str, Any]:
-    """Measure every method of the recipe, print the table and write the results; go on where a killed run stopped.
+    """Measure every method of the recipe, print the table and write the results; resume where a killed run stopped.
 
     Raises:
         ValueError: a missing or unfit artifact, no prompt short enough, a method without its part, a damaged journal,
             or a lossless method whose output at temperature 0 differs from the target's own.
         Interrupted: a signal came; the runs that had finished are kept.
     """
-    opened = open_recipe(recipe)
-    tokenizer, target, parts, device = opened.tokenizer, opened.target, opened.parts, opened.device
-    passed = SkippedPrompts()
-    where: dict[str, Any] = {"path": recipe.prompts_path, "groups": recipe.groups or None, "passed_over": passed}
-    found = load_prompts(recipe.prompts, recipe.template, tokenizer, recipe.limit, recipe.max_prompt_tokens, **where)
-    asked = [EvalPrompt(ids, prompt.id, prompt.category, prompt.references) for prompt, ids in found]
-    limits, entries = Limits(recipe.max_new_tokens, stop_ids(tokenizer)), entries_of(recipe)
-    check_capacity(target, parts, entries, asked, limits)
-    log(f"evaluate: {len(asked)} prompts, {len(entries)} methods, {recipe.repeats} run(s) each, on {device}")
-    if passed:
-        log(f"evaluate: passed over {passed.words()}")
-    out, ids = Path(recipe.out), [prompt.ids for prompt in asked]
-    with StopSignals() as signals, RunJournal(out, identity_of(recipe, ids, device)) as journal:
-        runs = _measure(recipe, target, parts, entries, asked, limits, opened.model, journal, signals)
-        energies = _energies(recipe, opened, entries, asked, limits, journal, signals)
-
-        def text_of(ids: Sequence[int]) -> str:
-            return str(tokenizer.decode(ids, skip_special_tokens=True))
-
-        more: dict[str, Any] = {"seed": recipe.seed, "text_of": text_of, "energies": energies}
-        summariser = Summariser(target, parts, asked, runs, limits, **more)
-        with bar("timing steps, reading texts", "methods") as advance:
-            summary = summariser.summarise(entries, Watch("evaluate", signals, advance))
-        log("evaluate: foretelling the rows by replay of the target's own texts")
-        _predict(summary, opened, entries, asked, runs)
-        results = _results(recipe, asked, passed, device, summary, same_as_reference(entries, runs))
-        results["resumed"] = len(journal.finished)
+    opened, skipped = open_recipe(recipe), SkippedPrompts()
+    found = prompts_of(recipe, opened.tokenizer, skipped)
+    prompts = [EvalPrompt(ids, prompt.id, prompt.category, prompt.references) for prompt, ids in found]
+    limits, entries = Limits(recipe.max_new_tokens, stop_ids(opened.tokenizer)), entries_of(recipe)
+    check_capacity(opened.target, opened.parts, entries, {each.name: each.ids for each in prompts}, limits)
+    log(f"evaluate: {len(prompts)} prompts, {len(entries)} methods, {recipe.repeats} run(s) each, on {opened.device}")
+    if skipped:
+        log(f"evaluate: skipped {skipped.words()}")
+    out, identity = Path(recipe.out), identity_of(recipe, [prompt.ids for prompt in prompts], opened.device)
+    with StopSignals() as signals, RunJournal(out, identity) as journal:
+        case = _Case(recipe, opened, prompts, entries, limits, journal, signals)
+        summary, same = _summarised(case)
+        results = _results(case, skipped, summary, same)
         write_results(out, results)
         write_recipe(recipe, out.with_suffix(".recipe.yaml"))
         journal.remove()
@@ -74,66 +69,81 @@ def run_evaluate(recipe: EvaluateRecipe) -> dict[str, Any]:
     return results
 
 
-class Watch:
-    """Progress that stops a command where a signal has come. `inner` shows it."""
+@dataclass(frozen=True)
+class _Case:
+    """An evaluation, opened."""
 
-    def __init__(self, command: str, signals: StopSignals, inner: Advance) -> None:
-        self._command, self._signals, self._inner = command, signals, inner
+    recipe: EvaluateRecipe
+    opened: LoadedPair
+    prompts: list[EvalPrompt]
+    entries: list[Entry]
+    limits: Limits
+    journal: RunJournal
+    signals: StopSignals
 
-    def __call__(self, done: int, total: int, note: str = "") -> None:
-        self._inner(done, total, note)
-        if self._signals.received is not None:
-            message = f"{self._command}: stopped by signal {self._signals.received}; the same command goes on from here"
-            log(message)
-            raise Interrupted(self._signals.received, message)
+    @property
+    def ids(self) -> list[Sequence[int]]:
+        """Of the prompts."""
+        return [prompt.ids for prompt in self.prompts]
+
+    def bar(self, title: str, unit: str) -> AbstractContextManager[Advance]:
+        """Progress that ends once a signal has come."""
+        message = "evaluate: stopped by signal {}; the same command resumes from here"
+        return stoppable_bar(title, unit, self.signals, message)
 
 
-def _measure(
-    recipe: EvaluateRecipe,
-    target: LanguageModel,
-    parts: Parts,
-    entries: Sequence[Entry],
-    asked: Sequence[EvalPrompt],
-    limits: Limits,
-    model: Any,
-    journal: RunJournal,
-    signals: StopSignals,
-) -> dict[str, Run]:
+def _summarised(case: _Case) -> tuple[Summary, list[int] | None]:
+    """All that is measured; and on how many prompts transformers decodes the same."""
+    runs, energies = _measured(case), _energies(case)
+    tokenizer = case.opened.tokenizer
+
+    def text_of(ids: Sequence[int]) -> str:
+        return str(tokenizer.decode(ids, skip_special_tokens=True))
+
+    more: dict[str, Any] = {"seed": case.recipe.seed, "text_of": text_of, "energies": energies}
+    summariser = Summariser(case.opened.target, case.opened.parts, case.prompts, runs, case.limits, **more)
+    with case.bar("timing steps, reading texts", "methods") as advance:
+        summary = summariser.summarise(case.entries, advance)
+    if case.recipe.predict:
+        log("evaluate: predicting the rows by replay of the target's own texts")
+        texts = {entry.sampling: runs[entry.label].ids for entry in case.entries if entry.method == BASELINE}
+        recordings = record_entries(case.opened.target, case.opened.parts, case.entries, case.ids, texts)
+        predictions = predict_entries(recordings, case.opened.parts, case.entries)
+        for row in summary.rows:
+            row["prediction"] = predictions[row["label"]]
+    return summary, same_as_reference(case.entries, runs)
+
+
+def _measured(case: _Case) -> dict[str, Run]:
     """The runs, of which those that the journal holds are not done again."""
+    recipe, journal = case.recipe, case.journal
     if journal.changed:
         changed = ", ".join(journal.changed)
-        log(f"evaluate: {journal.path} holds runs of another evaluation ({changed} differ): starting anew")
+        log(f"evaluate: {journal.path} holds runs of another evaluation ({changed} differ): restarting")
     if journal.finished:
-        log(f"evaluate: going on; {len(journal.finished)} runs are finished already, timed by an earlier process")
-    with bar("evaluating", "runs") as advance:
+        log(f"evaluate: resuming; {len(journal.finished)} runs are finished already, timed by an earlier process")
+    with case.bar("evaluating", "runs") as advance:
         return measure(
-            target,
-            parts,
-            entries,
-            [prompt.ids for prompt in asked],
-            limits,
-            reference=model if recipe.compare_with_transformers else None,
+            case.opened.target,
+            case.opened.parts,
+            case.entries,
+            case.ids,
+            case.limits,
+            reference=case.opened.model if recipe.compare_with_transformers else None,
             repeats=recipe.repeats,
             seed=recipe.seed,
             finished=journal.finished,
             on_run=journal.add,
-            progress=Watch("evaluate", signals, advance),
+            progress=advance,
         )
 
 
-def _energies(
-    recipe: EvaluateRecipe,
-    opened: LoadedPair,
-    entries: Sequence[Entry],
-    asked: Sequence[EvalPrompt],
-    limits: Limits,
-    journal: RunJournal,
-    signals: StopSignals,
-) -> dict[str, Energy]:
-    """Joules a token by label, as far as they can be counted; those that the journal holds are not counted again. Said
-    is what counts them and how long that takes, or why nothing does."""
-    if recipe.energy == "off":
+def _energies(case: _Case) -> dict[str, Energy]:
+    """Joules a token by label, as far as they can be counted; those that the journal holds are not counted again. What
+    counts them and how long that takes is logged, or why nothing does."""
+    if case.recipe.energy == "off":
         return {}
+    entries, journal, opened = case.entries, case.journal, case.opened
     found = {entry.label: journal.energies[entry.label] for entry in entries if entry.label in journal.energies}
     if found:
         log(f"evaluate: joules of {len(found)} of {len(entries)} rows were counted by an earlier process")
@@ -147,18 +157,16 @@ def _energies(
     each, whole = meter.timing.least, len(left) * meter.timing.least
     takes = f"{len(left)} rows of {duration(each)} or more, {duration(whole)} in all; `energy: off` leaves them out"
     log(f"evaluate: counting joules of {words} ({meter.source}): {takes}")
-    prompts = [prompt.ids for prompt in asked]
-    with meter, bar("counting joules", "windows") as advance:
-        watch = Watch("evaluate", signals, advance)
+    with meter, case.bar("counting joules", "windows") as advance:
         try:
             idle = meter.idle_watts()
-            for place, entry in enumerate(left):
+            for number, entry in enumerate(left):
 
-                def progress(trial: int, trials: int, place: int = place, label: str = entry.label) -> None:
-                    watch(place * trials + trial, len(left) * trials, label)
+                def progress(trial: int, trials: int, number: int = number, label: str = entry.label) -> None:
+                    advance(number * trials + trial, len(left) * trials, label)
 
-                what = (opened.target, opened.parts, entry, prompts, limits, meter, idle)
-                found[entry.label] = energy_of(*what, seed=recipe.seed, progress=progress)
+                what = (opened.target, opened.parts, entry, case.ids, case.limits, meter, idle)
+                found[entry.label] = energy_of(*what, seed=case.recipe.seed, progress=progress)
                 journal.add_energy(entry.label, found[entry.label])
         except CounterError as error:
             missing = ", ".join(entry.label for entry in left if entry.label not in found)
@@ -166,26 +174,7 @@ def _energies(
     return found
 
 
-def _predict(
-    summary: Summary, opened: LoadedPair, entries: Sequence[Entry], asked: Sequence[EvalPrompt], runs: dict[str, Run]
-) -> None:
-    """Put beside each row what replay of the baseline's texts foretells; None where it cannot."""
-    texts = {entry.sampling: runs[entry.label].ids for entry in entries if entry.method == BASELINE}
-    prompts = [prompt.ids for prompt in asked]
-    recordings = record_entries(opened.target, opened.parts, entries, prompts, texts)
-    predictions = predict_entries(recordings, opened.parts, entries)
-    for row in summary.rows:
-        row["prediction"] = predictions[row["label"]]
-
-
-def _results(
-    recipe: EvaluateRecipe,
-    asked: Sequence[EvalPrompt],
-    passed: SkippedPrompts,
-    device: str,
-    summary: Summary,
-    same: list[int] | None,
-) -> dict[str, Any]:
+def _results(case: _Case, skipped: SkippedPrompts, summary: Summary, same: list[int] | None) -> dict[str, Any]:
     errors = [*summary.errors, *summary.broken]
     if same is not None and same[0] < same[1]:
         errors.append(f"greedy decoding differs from transformers.generate on {same[1] - same[0]} of {same[1]} prompts")
@@ -193,42 +182,18 @@ def _results(
         "schema": SCHEMA,
         "kind": KIND,
         "created": datetime.now(UTC).isoformat(timespec="seconds"),
-        "machine": machine(device),
-        "artifacts": artifact_hashes(recipe),
-        "recipe": recipe.model_dump(mode="json"),
-        "prompts": len(asked),
-        "prompts_sha256": prompts_digest([prompt.ids for prompt in asked]),
-        "passed_over": passed.as_dict(),
-        "categories": dict(Counter(prompt.category for prompt in asked)),
-        "resumed": 0,
+        "machine": machine(case.opened.device),
+        "artifacts": artifact_hashes(case.recipe),
+        "recipe": case.recipe.model_dump(mode="json"),
+        "prompts": len(case.prompts),
+        "prompts_sha256": prompts_digest(case.ids),
+        "passed_over": skipped.as_dict(),
+        "categories": dict(Counter(prompt.category for prompt in case.prompts)),
+        "resumed": len(case.journal.finished),
         "greedy_equals_transformers": same,
         "methods": summary.rows,
         "errors": errors,
     }
-
-
-def check_capacity(
-    target: LanguageModel, parts: Parts, entries: Sequence[Entry], asked: Sequence[EvalPrompt], limits: Limits
-) -> None:
-    """ValueError for a prompt that leaves no room for its answer among the positions of the target, or of a drafter
-    that some row runs: before hours of decoding come to it. The tightest row is named."""
-    longest = max(asked, key=lambda prompt: len(prompt.ids))
-    drafters = [each for each in (parts.drafter, *parts.more_drafters) if each is not None]
-    rooms = []
-    for entry in entries:
-        proposer = build_method(entry.method, parts, entry.sampling, **entry.options).proposer
-        nodes, ahead = proposer.capacity(limits)
-        run = [model for model, _ in proposer.forwards(nodes) if any(model is each for each in drafters)]
-        for name, model in (("target", target), *(("drafter", each) for each in run)):
-            most = model.max_positions - limits.max_new_tokens + 1 - ahead
-            rooms.append((most, ahead, entry.label, name, model.max_positions))
-    most, ahead, label, name, positions = min(rooms)
-    if len(longest.ids) > most:
-        fits = f"`max_prompt_tokens={most}` leaves such prompts out" if most > 0 else "ask for fewer `max_new_tokens`"
-        raise ValueError(
-            f"prompt {longest.name} has {len(longest.ids)} tokens; with {limits.max_new_tokens} new ones and a "
-            f"look-ahead of {ahead} ({label}) they do not fit into the {name}'s {positions} positions: {fits}"
-        )
 
 
 def _show(recipe: EvaluateRecipe, results: dict[str, Any]) -> None:

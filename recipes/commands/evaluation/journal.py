@@ -1,4 +1,4 @@
-"""What a command has done, kept on disk as it is finished, so that a killed one can go on: the runs of an evaluation
+"""What a command has done, kept on disk as it is finished, so that a killed one can resume: the runs of an evaluation
 and joules that are counted, and the texts that a certificate judges."""
 
 from __future__ import annotations
@@ -11,14 +11,33 @@ from abc import ABC, abstractmethod
 from collections import Counter
 from pathlib import Path
 from types import TracebackType
-from typing import Any, BinaryIO, ClassVar, Self
+from typing import Any, BinaryIO, ClassVar, Literal, Self, get_type_hints
 
-from ....decode.evaluation.certify.certify import Written
+from pydantic import BaseModel, Field, TypeAdapter, create_model
+
+from ....decode.evaluation.certify.certify import DecodedBatch
 from ....decode.evaluation.energy import Energy
 from ....decode.evaluation.measure import Decoded, RunKey
 from ....decode.evaluation.metrics import Tally
 
 SCHEMA = 1
+
+
+class _Head(BaseModel):
+    version: Literal[1] = Field(alias="schema")
+    identity: dict[str, Any]
+
+
+class _Joules(BaseModel):
+    label: str
+    energy: Energy
+
+
+_COUNTS: dict[str, Any] = {name: (kind, ...) for name, kind in get_type_hints(Tally).items()}
+_Counts: Any = create_model("_Counts", **_COUNTS)
+"""A `Tally` of which nothing is missing."""
+_RUN: TypeAdapter[Any] = TypeAdapter(tuple[str, int, int, list[int], _Counts, float, float] | _Joules)
+_TEXTS: TypeAdapter[Any] = TypeAdapter(tuple[str, int, float, list[list[int]]])
 
 
 class Journal(ABC):
@@ -38,7 +57,7 @@ class Journal(ABC):
     _cure: ClassVar[str] = "delete that line or the file to go on"
 
     def __init__(self, out: Path, identity: dict[str, Any]) -> None:
-        self.path = _place(out, self.name)
+        self.path = _path(out, self.name)
         self.changed: list[str] = []
         self.path.parent.mkdir(parents=True, exist_ok=True)
         self._file: BinaryIO = self.path.open("a+b", buffering=0)
@@ -53,7 +72,7 @@ class Journal(ABC):
             raise
 
     @abstractmethod
-    def _take(self, value: Any) -> None:
+    def _take(self, line: bytes) -> None:
         """Keep what an earlier process wrote in a line; ValueError for a damaged one."""
 
     def remove(self) -> None:
@@ -77,30 +96,20 @@ class Journal(ABC):
             self._file.truncate(sum(map(len, lines[:-1])))
             lines.pop()
         if lines:
-            begun = self._parsed(1, lines[0])
-            theirs = begun.get("identity") if isinstance(begun, dict) and begun.get("schema") == SCHEMA else None
-            if not isinstance(theirs, dict):
-                raise ValueError(f"{self.path}:1 does not say what its lines belong to: delete the file to start anew")
+            theirs = self._checked(1, _Head.model_validate_json, lines[0]).identity
             self.changed = [name for name in {**identity, **theirs} if identity.get(name) != theirs.get(name)]
         if lines and not self.changed:
             for number, line in enumerate(lines[1:], start=2):
-                value = self._parsed(number, line)
-                try:
-                    self._take(value)
-                except ValueError as error:
-                    raise self._damaged(number, str(error)) from error
+                self._checked(number, self._take, line)
             return
         self._file.truncate(0)
         self._write({"schema": SCHEMA, "identity": identity})
 
-    def _parsed(self, number: int, line: bytes) -> Any:
+    def _checked(self, number: int, read: Any, line: bytes) -> Any:
         try:
-            return json.loads(line)
+            return read(line)
         except ValueError as error:
-            raise self._damaged(number, "it is no JSON") from error
-
-    def _damaged(self, number: int, why: str) -> ValueError:
-        return ValueError(f"{self.path}:{number} is damaged: {why}; {self._cure}")
+            raise ValueError(f"{self.path}:{number} is damaged: {error}; {self._cure}") from error
 
     def _write(self, value: Any) -> None:
         line = json.dumps(value, allow_nan=False).encode() + b"\n"
@@ -136,16 +145,19 @@ class RunJournal(Journal):
         """Write down what a token of a row takes."""
         self._write({"label": label, "energy": energy.as_dict()})
 
-    def _take(self, value: Any) -> None:
-        if isinstance(value, dict):
-            self.energies |= _energy(value)
+    def _take(self, line: bytes) -> None:
+        found = _RUN.validate_json(line, strict=True)
+        if isinstance(found, _Joules):
+            self.energies[found.label] = found.energy
         else:
-            self.finished |= _run(value)
+            label, prompt, repeat, ids, counts, seconds, reading = found
+            tally = Tally(**counts.model_dump())
+            self.finished[RunKey(label, prompt, repeat)] = Decoded(ids, tally, seconds, reading)
 
 
 class TextJournal(Journal):
     """Of a certificate: a line for what a method wrote after the next of its prompts, numbered from 0. Texts are judged
-    again by whoever goes on, which takes little beside writing them.
+    again by whoever resumes, which takes little beside writing them.
 
     Attributes:
         finished: what earlier processes wrote, by label.
@@ -155,56 +167,27 @@ class TextJournal(Journal):
     _cure = "delete it with all lines after it, or the file, to go on"
 
     def __init__(self, out: Path, identity: dict[str, Any]) -> None:
-        self.finished: dict[str, list[Written]] = {}
+        self.finished: dict[str, list[DecodedBatch]] = {}
         self._counts: Counter[str] = Counter()
         super().__init__(out, identity)
 
-    def add(self, label: str, written: Written) -> None:
+    def add(self, label: str, written: DecodedBatch) -> None:
         """Write down texts that are finished."""
         self._write([label, self._counts[label], written.seconds, written.outputs])
         self._counts[label] += 1
 
-    def _take(self, value: Any) -> None:
-        if not isinstance(value, list) or [type(part) for part in value] != [str, int, float, list]:
-            raise ValueError("it holds no texts")
-        label, number, seconds, outputs = value
-        if not all(isinstance(ids, list) and all(type(token) is int for token in ids) for ids in outputs):
-            raise ValueError("it holds no tokens")
+    def _take(self, line: bytes) -> None:
+        label, number, seconds, outputs = _TEXTS.validate_json(line, strict=True)
         if number != self._counts[label]:
             raise ValueError("texts before these are missing: they would be taken for those of other prompts")
-        self.finished.setdefault(label, []).append(Written(outputs, seconds))
+        self.finished.setdefault(label, []).append(DecodedBatch(outputs, seconds))
         self._counts[label] += 1
 
 
 def journal_path(out: Path) -> Path:
     """Where the runs of the evaluation that writes `out` are kept."""
-    return _place(out, RunJournal.name)
+    return _path(out, RunJournal.name)
 
 
-def _place(out: Path, name: str) -> Path:
+def _path(out: Path, name: str) -> Path:
     return out.with_name(out.name + ".state") / name
-
-
-def _run(value: Any) -> dict[RunKey, Decoded]:
-    wanted = (str, int, int, list, dict, float, float)
-    if not isinstance(value, list) or [type(part) for part in value] != list(wanted):
-        raise ValueError("it holds no run")
-    label, place, repeat, ids, counts, seconds, reading = value
-    fields = {each.name for each in dataclasses.fields(Tally)}
-    if set(counts) != fields or not all(type(token) is int for token in ids):
-        raise ValueError("it holds no counts or tokens")
-    return {RunKey(label, place, repeat): Decoded(ids, Tally(**counts), seconds, reading)}
-
-
-def _energy(value: dict[str, Any]) -> dict[str, Energy]:
-    label, found = value.get("label"), value.get("energy")
-    names = {each.name for each in dataclasses.fields(Energy)}
-    if not isinstance(label, str) or not isinstance(found, dict) or set(found) != names:
-        raise ValueError("it holds no joules")
-    trials, above = found["trials"], found["above_idle"]
-    if not isinstance(trials, list) or not isinstance(found["source"], str):
-        raise ValueError("it holds no trials or source")
-    numbers = [*trials, *(found[name] for name in names - {"source", "trials", "above_idle"})]
-    if not all(type(each) is float for each in (*numbers, *([] if above is None else [above]))):
-        raise ValueError("it holds no numbers")
-    return {label: Energy(**found | {"trials": tuple(trials)})}

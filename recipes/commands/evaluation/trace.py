@@ -3,36 +3,25 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
 from html import escape
 from pathlib import Path
 from typing import Any
 
 from ....checkpoints.storage.messages import did_you_mean
 from ....data.conversations import Turn
+from ....data.prompts import stop_ids
 from ....data.rendering.render import prompt_renderer
 from ....data.rendering.templates import get_template
 from ....decode.engine import Limits
 from ....decode.evaluation.measure import BASELINE, Entry
 from ....decode.evaluation.trace import trace
-from ....decode.methods import METHODS, Parts, build_method
-from ....decode.models.base import LanguageModel
+from ....decode.methods import METHODS, build_method
 from ....decode.models.seq2seq import Seq2SeqModel
-from ...assemble.evaluation import entries_of, open_recipe
+from ...assemble.evaluation import LoadedPair, entries_of, open_recipe, prompts_of
 from ...report.page import trace_beside, write_page
 from ...report.trace import KIND, SCHEMA, describe_steps, show_trace, trace_section, write_trace
 from ...schema.evaluation import EvaluateRecipe, MethodSection
 from ...session.terminal import console
-from . import evaluate
-
-
-@dataclass(frozen=True)
-class _Asked:
-    """A question, as it was written and as the template presents it."""
-
-    text: str
-    category: str
-    ids: Sequence[int]
 
 
 def run_trace(
@@ -60,24 +49,20 @@ def run_trace(
         raise ValueError(f"--limit must be at least 1, got {limit}")
     chosen = recipe.model_copy(update={"methods": chosen_rows(recipe, methods), "limit": limit})
     opened = open_recipe(chosen)
-    tokenizer, target, parts = opened.tokenizer, opened.target, opened.parts
-    asked = _asked(chosen, tokenizer, question)
-    stops = evaluate.stop_ids(tokenizer)
-    entries = entries_of(chosen)
+    limits, entries = Limits(recipe.max_new_tokens, stop_ids(opened.tokenizer)), entries_of(chosen)
     prompts = []
-    for place, prompt in enumerate(asked):
-        limits = Limits(recipe.max_new_tokens, stops)
-        runs = [_run(entry, target, parts, tokenizer, prompt.ids, limits, recipe.seed + place) for entry in entries]
-        prompts.append({"prompt": prompt.text, "category": prompt.category, "runs": runs})
-    told = {"schema": SCHEMA, "kind": KIND, "target": recipe.target, "prompts": prompts}
-    show_trace(told, console())
-    kept = trace_beside(Path(recipe.out))
-    write_trace(kept, told)
-    console().print(f"trace: {kept}", markup=False, soft_wrap=True)
+    for index, prompt in enumerate(_prompts(chosen, opened.tokenizer, question)):
+        runs = [_run(entry, opened, prompt["ids"], limits, recipe.seed + index) for entry in entries]
+        prompts.append({"prompt": prompt["text"], "category": prompt["category"], "runs": runs})
+    traced = {"schema": SCHEMA, "kind": KIND, "target": recipe.target, "prompts": prompts}
+    show_trace(traced, console())
+    path = trace_beside(Path(recipe.out))
+    write_trace(path, traced)
+    console().print(f"trace: {path}", markup=False, soft_wrap=True)
     if html is not None:
-        body = f"<h1>Decoding, traced</h1><p>Target {escape(recipe.target)}.</p>{trace_section(told)}"
+        body = f"<h1>Decoding, traced</h1><p>Target {escape(recipe.target)}.</p>{trace_section(traced)}"
         console().print(f"page: {write_page(html, 'Decoding, traced', body)}", markup=False, soft_wrap=True)
-    return told
+    return traced
 
 
 def chosen_rows(recipe: EvaluateRecipe, methods: Sequence[str]) -> list[MethodSection]:
@@ -95,30 +80,22 @@ def chosen_rows(recipe: EvaluateRecipe, methods: Sequence[str]) -> list[MethodSe
     return chosen
 
 
-def _asked(recipe: EvaluateRecipe, tokenizer: Any, question: str | None) -> list[_Asked]:
+def _prompts(recipe: EvaluateRecipe, tokenizer: Any, question: str | None) -> list[dict[str, Any]]:
+    """`text`, `category` and `ids` of what is asked."""
     if question is not None:
         encode = prompt_renderer(get_template(recipe.template, tokenizer), tokenizer)
-        return [_Asked(question, "", encode([Turn("user", question)]))]
-    where: dict[str, Any] = {"path": recipe.prompts_path, "groups": recipe.groups or None}
-    found = evaluate.load_prompts(
-        recipe.prompts, recipe.template, tokenizer, recipe.limit, recipe.max_prompt_tokens, **where
-    )
-    return [_Asked(prompt.turns[-1].text, prompt.category, ids) for prompt, ids in found]
+        return [{"text": question, "category": "", "ids": encode([Turn("user", question)])}]
+    return [
+        {"text": prompt.turns[-1].text, "category": prompt.category, "ids": ids}
+        for prompt, ids in prompts_of(recipe, tokenizer)
+    ]
 
 
-def _run(
-    entry: Entry,
-    target: LanguageModel,
-    parts: Parts,
-    tokenizer: Any,
-    ids: Sequence[int],
-    limits: Limits,
-    seed: int,
-) -> dict[str, Any]:
-    method = build_method(entry.method, parts, entry.sampling, **entry.options)
-    steps = trace(target, method, ids, limits, entry.sampling, seed)
+def _run(entry: Entry, opened: LoadedPair, ids: Sequence[int], limits: Limits, seed: int) -> dict[str, Any]:
+    method = build_method(entry.method, opened.parts, entry.sampling, **entry.options)
+    steps = trace(opened.target, method, ids, limits, entry.sampling, seed)
     about: dict[str, Any] = {"label": entry.label, "method": entry.method, "options": entry.options}
     about["temperature"] = entry.sampling.temperature
-    # the decoder of an encoder-decoder begins anew: its text does not follow the prompt's
-    before = [] if isinstance(target, Seq2SeqModel) else ids
-    return about | {"steps": describe_steps(steps, tokenizer, before)}
+    # the decoder of an encoder-decoder starts afresh: its text does not follow the prompt's
+    before = [] if isinstance(opened.target, Seq2SeqModel) else ids
+    return about | {"steps": describe_steps(steps, opened.tokenizer, before)}

@@ -27,17 +27,18 @@ from ....decode.evaluation.replay.recording import (
 )
 from ....decode.evaluation.replay.replay import predict
 from ....decode.evaluation.replay.tuning import (
+    DECODED,
     LOSSY,
     SAME_WHEN_GREEDY,
     SLIM,
     TYPICAL,
     Choice,
     Space,
+    decoded_settings,
     frontier,
-    lossy_settings,
     probes,
     settings_of,
-    tune_lossy,
+    tune_decoded,
     tune_method,
     tuned_methods,
     with_costs,
@@ -174,7 +175,6 @@ def _recording(case: _Case) -> Recording:
             texts,
             case.sampling,
             candidates=space.candidates,
-            chains=space.candidates,
             head_candidates=space.head_candidates,
             tables=tables,
             seed=recipe.seed,
@@ -191,14 +191,14 @@ def _search(case: _Case, recording: Recording, costs: CostModel) -> tuple[dict[s
     with bar("searching", "methods") as advance:
         for done, (name, fixed) in enumerate(case.fixed.items()):
             advance(done, len(case.fixed), name)
-            if name not in LOSSY:
+            if name not in DECODED:
                 choices[name] = tune_method(recording, case.parts, costs, name, fixed, case.space)
     for name, fixed in case.fixed.items():
-        if name in LOSSY:
+        if name in DECODED:
             with bar(f"decoding settings of {name}", "settings") as advance:
-                counted = _counted(advance, sum(1 for _ in lossy_settings(name, recording, case.space)))
+                counted = _counted(advance, sum(1 for _ in decoded_settings(name, recording, case.space)))
                 given = (case.target, case.parts, recording, costs, name, case.limits, fixed, case.space)
-                choices[name] = tune_lossy(*given, seed=case.recipe.seed, progress=counted)
+                choices[name] = tune_decoded(*given, seed=case.recipe.seed, progress=counted)
     nothing = {name: _why_nothing(case, name, recording) for name in case.fixed if not choices[name]}
     return {name: choices[name] for name in case.fixed if choices[name]}, nothing
 
@@ -335,12 +335,12 @@ def _why_nothing(case: _Case, name: str, recording: Recording) -> str:
             return f"no tree has {space.nodes} nodes"
         if next(settings_of("medusa", recording, case.parts, space), None) is None:
             return "no candidate of the heads ever was the token that the target wrote"
-    lossy = name in LOSSY
-    settings = lossy_settings(name, recording, space) if lossy else settings_of(name, recording, case.parts, space)
+    decoded = name in DECODED
+    settings = decoded_settings(name, recording, space) if decoded else settings_of(name, recording, case.parts, space)
     first = next(settings, None)
     if first is None:
         return "no setting lies within the bounds of the search"
-    if not lossy and predict(recording, case.parts, name, fixed | first) is None:
+    if not decoded and predict(recording, case.parts, name, fixed | first) is None:
         return (
             f"replay cannot follow it with what its row fixes ({_listed(fixed)})"
             if fixed

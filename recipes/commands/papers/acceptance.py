@@ -41,8 +41,7 @@ def acceptance(recipe: PaperRecipe, folder: Path) -> list[Row]:
     """Rows of every source of drafts, temperature and number of candidates, and of every method that is decoded.
 
     Metrics of sources: `alpha`, the probability that one of k candidates is accepted, drawn without replacement as the
-    multi-candidate paper does; for k > 1 also `with_replacement`, and `naive` sampling with
-    replacement (MCNS); for k = 1 `variation`, E[TV], and
+    multi-candidate paper does; for k > 1 also `with_replacement` and `naive` (MCNS); for k = 1 `variation`, E[TV], and
     `acceleration`, T / E[N_rej] (`theory.md`, point 1). Of methods: `accepted_per_step`, `tokens_per_step`, `alpha`
     (accepted ÷ examined) and `rejections`, those a token as they were counted. Of over-acceptance: `rejections`, `bias`
     and their `sum`, the exact means over the positions.
@@ -93,7 +92,7 @@ def _source_rows(
     parts = bench.opened.parts
     tables = {source: _TABLES[source] for source in settings.sources if source in _TABLES}
     read: dict[str, tuple[str, Recording]] = {}
-    sizes: dict[str, Any] = {"candidates": max(settings.candidates), "chains": 1, "seed": bench.seed}
+    sizes: dict[str, Any] = {"candidates": max(settings.candidates), "seed": bench.seed}
 
     def reading(needed: Parts) -> Recording:
         with bar("reading them", "prompts") as advance:
@@ -128,7 +127,7 @@ def _source_row(label: str, recording: Recording, source: str, candidates: int) 
     if candidates > 1:
         with_T = one_T if recording.sampling.greedy else 1 - drafts.left_TK[:, candidates - 1].astype(np.float64)
         gain_T = chances(recording, source, candidates, "without") - chances(recording, source, candidates, "with")
-        naive_T = chances(recording, source, candidates, "naive")
+        naive_T = chances(recording, source, candidates, "naive without")
         shares = {"alpha": with_T + gain_T, "with_replacement": with_T, "naive": naive_T}
         columns = {name: (each_T, tokens) for name, each_T in shares.items()}
     by_text = {

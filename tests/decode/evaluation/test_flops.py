@@ -15,7 +15,6 @@ from draftsmith.decode.evaluation.flops import (
     count_flops,
     forward_flops,
     heads_flops,
-    module_flops,
     part_flops,
     step_flops,
 )
@@ -27,7 +26,7 @@ from draftsmith.decode.models.loading import wrap_model
 from draftsmith.decode.rng import Rng
 from draftsmith.decode.warpers import Sampling
 from torch.utils.flop_counter import FlopCounterMode
-from transformers import AutoConfig, AutoModelForCausalLM, AutoModelForSeq2SeqLM, LlamaForCausalLM, MixtralConfig
+from transformers import AutoConfig, AutoModelForCausalLM, AutoModelForSeq2SeqLM, LlamaForCausalLM
 
 VOCAB = 96
 LLAMA = {
@@ -109,40 +108,9 @@ def test_the_counter_alone_passes_over_fused_attention() -> None:
     assert count_flops(call) == pytest.approx(forward_flops(scorer.config, 8, 100)["total"], rel=1e-3)
 
 
-@pytest.mark.parametrize("name", [name for name, (kind, _) in SETTINGS.items() if "t5" not in kind])
-def test_modules_and_configuration_agree_in_every_part(name: str) -> None:
-    model = build(*SETTINGS[name])
-    for nodes, context in SHAPES:
-        expected = forward_flops(model.config, nodes, context, rows=2)
-        assert module_flops(model, nodes, context, rows=2) == pytest.approx(expected), (nodes, context)
-
-
 @torch.inference_mode()
-def test_adapters_are_counted() -> None:
-    peft = pytest.importorskip("peft")
-    plain = build("llama", LLAMA)
-    base = part_flops(wrap_model(plain), 3, 10)
-    wrapped = peft.get_peft_model(plain, peft.LoraConfig(r=4, target_modules=["q_proj", "down_proj"]))
-    scorer = wrap_model(wrapped)
-    found = part_flops(scorer, 3, 10)
-    assert base is not None
-    assert found is not None
-    assert found["total"] - base["total"] == 2 * 3 * 2 * 4 * ((48 + 48) + (80 + 48))
-    assert found["total"] == pytest.approx(count_flops(raw_forward(scorer, 3, 10)), rel=0.005)
-
-
-@torch.inference_mode()
-def test_models_that_cannot_be_told_are_left_to_the_counter(make_markov: Any) -> None:
+def test_other_models_are_left_to_the_counter(make_markov: Any, make_heads: Any) -> None:
     experts = build("mixtral", LLAMA | {"num_local_experts": 2})
-    with pytest.raises(ValueError, match=r"'mixtral' do not follow from their configuration here\. Did you mean"):
-        forward_flops(MixtralConfig(**LLAMA), 1, 1)
-    with pytest.raises(ValueError, match=r"'mixtral' cannot be read off .* is the weight of no linear layer"):
-        module_flops(experts, 1, 1)
-    with pytest.raises(ValueError, match="of decoders; 't5' is an encoder-decoder"):
-        module_flops(build("t5", T5), 1, 1)
-    for tokens, context, rows in ((0, 3, 1), (2, -1, 1), (2, 3, 0)):
-        with pytest.raises(ValueError, match=f"got {tokens} new tokens, {context} cached ones, {rows} rows"):
-            forward_flops(experts.config, tokens, context, rows=rows)
     scorer = TransformersModel(experts)
     costs = raw_costs(scorer, build_method("autoregressive", Parts(), Sampling()), 1, 9, runs=1)
     assert costs.flops_checked is None
@@ -151,6 +119,14 @@ def test_models_that_cannot_be_told_are_left_to_the_counter(make_markov: Any) ->
     markov = make_markov(torch.full((1, 8, 8), 1 / 8))
     costs = raw_costs(markov, build_method("autoregressive", Parts(), Sampling()), 1, 9, runs=1)
     assert (costs.tree_flops, costs.flops_checked) == (0, None)
+    assert part_flops(make_heads(2, 8, 16), 1, 9) is part_flops(lambda hidden: hidden, 1, 9) is None
+
+
+@torch.inference_mode()
+def test_adapters_are_left_to_the_counter() -> None:
+    peft = pytest.importorskip("peft")
+    wrapped = peft.get_peft_model(build("llama", LLAMA), peft.LoraConfig(r=4, target_modules=["q_proj", "down_proj"]))
+    assert part_flops(wrap_model(wrapped), 3, 10) is None
 
 
 @pytest.mark.parametrize("kind", ["own", "low-rank", "target"])
@@ -163,18 +139,6 @@ def test_heads_cost_what_the_counter_says(kind: str, layers: int) -> None:
         found = heads_flops(heads, rows)
         assert found["total"] == count_flops(lambda rows=rows: heads(torch.randn(rows, 24)))
         assert found["blocks"] == 2 * rows * 3 * layers * 24 * 24
-    other = torch.nn.Sequential(torch.nn.Linear(24, 10), torch.nn.Linear(10, 50, bias=False))
-    assert heads_flops(other, 3)["total"] == count_flops(lambda: other(torch.randn(3, 24)))
-
-
-def test_heads_that_cannot_be_told_are_refused(make_heads: Any) -> None:
-    with pytest.raises(ValueError, match=r"'RandomHeads' have no linear layer"):
-        heads_flops(make_heads(2, 8, 16))
-    with pytest.raises(ValueError, match=r"weight \[4, 3, 2\] is the weight of no linear layer"):
-        heads_flops(torch.nn.Conv1d(3, 4, 2))
-    with pytest.raises(ValueError, match="reuse the target's output projection"):
-        heads_flops(PredictionHeads(2, 1, 8, None, "target"))
-    assert part_flops(make_heads(2, 8, 16), 1, 9) is part_flops(lambda hidden: hidden, 1, 9) is None
 
 
 @pytest.fixture

@@ -70,7 +70,7 @@ def test_a_trace_holds_what_decoding_without_one_does(
             assert number == len(plain) - 1
             continue
         assert bool(mine.rejected) == bool(step.rejected[0])
-        assert len(mine.accepted) + sum(mine.passed_over) + len(mine.rejected) == step.examined[0]
+        assert len(mine.accepted) + sum(mine.refused_before) + len(mine.rejected) == step.examined[0]
     if name != "autoregressive" and name != "mjgd":
         assert any(step.proposed for step in traced)
 
@@ -103,7 +103,7 @@ def test_of_a_tree_all_children_of_the_last_node_are_refused(models: Any, make_h
     steps = trace(target, method, PROMPT, Limits(40), Sampling())
     assert {len(step.rejected) for step in steps} <= {0, 2, 3}
     assert any(step.rejected for step in steps)
-    assert any(any(step.passed_over) for step in steps)
+    assert any(any(step.refused_before) for step in steps)
     for step in steps:
         assert step.next_id not in step.rejected
 

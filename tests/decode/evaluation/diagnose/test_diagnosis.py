@@ -21,7 +21,7 @@ from draftsmith.decode.evaluation.diagnose.agreement import (
     score,
 )
 from draftsmith.decode.evaluation.diagnose.attempts import cells, draft_attempts, odds_of
-from draftsmith.decode.evaluation.diagnose.stages import Finding, Stage, decoder_finding, findings
+from draftsmith.decode.evaluation.diagnose.stages import Stage, findings
 from draftsmith.decode.evaluation.diagnose.token_classes import CLASSES, classify
 from draftsmith.decode.evaluation.metrics import Tally
 from draftsmith.decode.evaluation.replay.recording import sample_texts
@@ -251,22 +251,6 @@ def test_cells_add_up_and_the_worst_comes_first() -> None:
         assert [names[member] for member in cell.members] == [cell.name] * cell.examined
     all_good = cells(["a", "b"], np.array([True, True]), np.array([0, 1]), 2)
     assert [(cell.rejections_share, cell.excess) for cell in all_good] == [(0, 0), (0, 0)]
-
-
-def decoder_fault(per_step: float, predicted: float = 3.0, *, exact: bool = True, tokens: int = 200) -> Finding | None:
-    stages = [Stage("own", "own", 0.9), Stage("decoding", "real", 0.5, {"tokens_per_step": per_step})]
-    return decoder_finding(stages, predicted, 0.0, exact, 1, tokens)
-
-
-def test_a_fault_of_the_decoder_is_what_chance_and_rounding_do_not_explain() -> None:
-    fault = decoder_fault(2.0)
-    assert fault is not None
-    assert (fault.cause, fault.lost) == ("decoder", 1.0)
-    assert decoder_fault(2.0, 2.1) is not None
-    assert decoder_fault(2.0, 2.01) is None
-    assert decoder_fault(2.0, 1.5) is None, "more than is predicted is no fault"
-    assert decoder_fault(2.0, 2.1, exact=False) is None, "16 bits: near-ties change a text"
-    assert decoder_fault(2.0, 2.1, tokens=40) is None, "20 steps: one more is worth 5 %"
 
 
 def test_only_a_loss_that_is_certain_is_named() -> None:

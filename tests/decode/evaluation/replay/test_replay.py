@@ -42,12 +42,7 @@ SETTINGS: list[tuple[str, dict[str, Any]]] = [
     ("multi-candidate", {"k_config": "2x2", "replacement": False}),
     ("multi-candidate", {"k_config": "3x1", "replacement": False}),
     ("naive-multi-candidate", {"k_config": "2x2x1", "replacement": True}),
-    ("batch-speculative", {"gamma": 3, "drafts": 3}),
-    ("spectr", {"gamma": 2, "drafts": 3}),
-    ("spectr", {"gamma": 3, "drafts": 2}),
-    ("specinfer", {"gamma": 2, "drafts": 3}),
-    ("adaptive", {"gamma": 3, "policy": "confidence", "threshold": 0.55}),
-    ("adaptive", {"gamma": 3, "policy": "oracle", "cost": 0.5}),
+    ("naive-multi-candidate", {"k_config": "2x1", "replacement": False}),
 ]
 
 
@@ -76,7 +71,7 @@ def test_steps_of_every_text(
     target_TVV, draft_TVV = tables(1)
     target, parts, rows = make_markov(target_TVV), Parts(make_markov(draft_TVV)), ROWS
     prompts = [[START]] * len(all_texts)
-    recording = record(target, parts, prompts, all_texts, SAMPLING, candidates=3, chains=3, draws=64)
+    recording = record(target, parts, prompts, all_texts, SAMPLING, candidates=3, draws=64)
     prediction = predict(recording, parts, name, options)
     assert prediction is not None
     method = build_method(name, parts, SAMPLING, **options)
@@ -116,6 +111,18 @@ def alone(p: np.ndarray, q: np.ndarray, y: int, k: int) -> float:
     return float(accepted(p, q, k)[y] / p[y])
 
 
+def drawn(q: np.ndarray, y: int, k: int) -> float:
+    """P(y is among k draws without replacement), by following every sequence."""
+    support = [int(x) for x in np.flatnonzero(q)]
+    total = 0.0
+    for sequence in itertools.permutations(support, min(k, len(support))):
+        chance, rest = 1.0, 1.0
+        for x in sequence:
+            chance, rest = chance * q[x] / rest, rest - q[x]
+        total += chance * (y in sequence)
+    return total
+
+
 @pytest.mark.parametrize(("vocab", "flatness"), [(4, 0.2), (5, 0.5), (6, 1.0)])
 def test_candidates_are_worth_what_enumeration_says(vocab: int, flatness: float) -> None:
     """Sharp and flat distributions; tokens that one side lacks; a right drafter; one that runs out of tokens."""
@@ -128,19 +135,17 @@ def test_candidates_are_worth_what_enumeration_says(vocab: int, flatness: float)
     judged = Candidates(*(torch.from_numpy(each) for each in (p_TV, q_TV, y_T)))
     generator = torch.Generator().manual_seed(0)
     without_TK = judged.without_replacement(4, 4000, generator).numpy()
+    drawn_TK = judged.drawn_without_replacement(4, 4000, generator).numpy()
     scale_TK, left_TK = judged.scales(4)
     with_TK = judged.accepted(scale_TK).numpy()
-    rho_TM, beta_TM = judged.k_seq(4)
     for place, (p, q, y) in enumerate(zip(p_TV, q_TV, y_T, strict=True)):
         for k in (1, 2, 3, 4):
             exact = k <= 2
             assert without_TK[place, k - 1] == pytest.approx(alone(p, q, y, k), abs=1e-9 if exact else 4e-3)
+            assert drawn_TK[place, k - 1] == pytest.approx(drawn(q, y, k), abs=1e-9 if k == 1 else 5e-3)
             refused, after = theory.refusals(p, q, k)
             assert with_TK[place, k - 1] == pytest.approx(1 - refused * after[y] / p[y], abs=1e-9)
             assert left_TK[place, k - 1] == pytest.approx(float(refused), abs=1e-9)
-            found = theory.k_seq(p, q, k)
-            assert 1 - (1 - beta_TM[place, k - 1]) ** k == pytest.approx(found.acceptance, abs=1e-9)
-            assert rho_TM[place, k - 1] == pytest.approx(found.rho, abs=1e-6) or found.acceptance > 1 - 1e-9
 
 
 @pytest.fixture
@@ -159,8 +164,6 @@ GREEDY: list[tuple[str, dict[str, Any]]] = [
     ("multi-candidate", {"k_config": "2x2x1", "attention": "batch"}),
     ("batch-speculative", {"gamma": 3, "drafts": 4}),
     ("spectr", {"gamma": 3, "drafts": 4}),
-    ("adaptive", {"gamma": 5, "threshold": 0.4}),
-    ("adaptive", {"gamma": 6, "policy": "oracle", "cost": 0.3}),
     ("unigram", {"gamma": 2}),
     ("bigram", {"gamma": 4}),
     ("bigram", {"gamma": 2, "smoothing": "add-k", "strength": 0.5}),
@@ -206,7 +209,7 @@ def test_greedy_replay_is_exact_for_every_method(make_llama: Any, parts: Parts, 
         assert [run.ids for run in tallies] == texts
         assert list(prediction.steps_by_text) == [run.tally.steps for run in tallies], name
         nodes = sum(run.tally.nodes for run in tallies) / sum(run.tally.steps for run in tallies)
-        if name not in ("adaptive", "spectr"):  # whose trees beyond the first refusal are not known
+        if name != "spectr":  # whose trees beyond the first refusal are not known
             assert prediction.nodes_per_step == pytest.approx(nodes), name
         steps.add(round(prediction.steps))
     assert len(steps) > 6  # the methods differ, so that one number for all would not do
@@ -217,15 +220,14 @@ def test_what_cannot_be_replayed_is_none(make_llama: Any, parts: Parts) -> None:
     prompts = prompts_of(12, 2)
     texts = sample_texts(target, prompts, Limits(6), sampling)
     recording = record(target, Parts(parts.drafter), prompts, texts, sampling)
-    for name in ("mjsd", "bild", "relaxed-opt", "beam"):
+    for name in ("mjsd", "bild", "relaxed-opt", "beam", "adaptive"):
         assert predict(recording, parts, name, {}) is None
     for name in ("medusa", "slim-s", "bigram"):  # parts that were not recorded
         assert predict(recording, parts, name, {}) is None
     warm = Sampling(1.0)
     sampled = record(target, Parts(parts.drafter), prompts, sample_texts(target, prompts, Limits(6), warm), warm)
-    assert predict(sampled, parts, "adaptive", {"policy": "oracle"}) is not None
-    assert predict(sampled, parts, "adaptive", {"policy": "expected-gain"}) is None
-    assert predict(sampled, parts, "naive-multi-candidate", {"replacement": False}) is None
+    assert predict(sampled, parts, "speculative", {}) is not None
+    assert predict(sampled, parts, "spectr", {}) is None
     several = Parts(parts.drafter, more_drafters=(parts.drafter,))  # type: ignore[arg-type]
     assert predict(sampled, several, "specinfer", {}) is None
     entries = [Entry("warm", "speculative", {}, Sampling(0.7)), Entry("cold", "speculative")]
@@ -237,12 +239,10 @@ def test_what_cannot_be_replayed_is_none(make_llama: Any, parts: Parts) -> None:
 def test_too_many_candidates_are_named(make_markov: MakeMarkov) -> None:
     target_TVV, draft_TVV = tables(0)
     parts = Parts(make_markov(draft_TVV))
-    recording = record(make_markov(target_TVV), parts, [[0]], [[1, 2, 0]], SAMPLING, candidates=2, chains=1)
-    with pytest.raises(ValueError, match="3 candidates a position: 2 were recorded"):
+    recording = record(make_markov(target_TVV), parts, [[0]], [[1, 2, 0]], SAMPLING, candidates=2)
+    with pytest.raises(ValueError, match=r"3 .*2 "):
         predict(recording, parts, "multi-candidate", {"k_config": "3x1"})
-    with pytest.raises(ValueError, match="2 chains: 1 were recorded"):
-        predict(recording, parts, "spectr", {"drafts": 2})
-    with pytest.raises(ValueError, match="1 prompts and 2 texts"):
+    with pytest.raises(ValueError, match=r"1 prompts.*2 texts"):
         record(make_markov(target_TVV), parts, [[0]], [[1], [2]], SAMPLING)
 
 
@@ -251,7 +251,7 @@ def test_chunks_and_files_change_nothing(make_llama: Any, parts: Parts, tmp_path
     prompts = prompts_of(12, 6)
     texts = sample_texts(target, prompts, Limits(17), sampling, seed=3)
     whole, pieces = (
-        record(target, parts, prompts, texts, sampling, candidates=2, chains=2, chunk=chunk, identity={"a": [1]})
+        record(target, parts, prompts, texts, sampling, candidates=2, chunk=chunk, identity={"a": [1]})
         for chunk in (64, 5)
     )
     save_recording(whole, tmp_path / "a" / "recording.safetensors")
@@ -259,6 +259,8 @@ def test_chunks_and_files_change_nothing(make_llama: Any, parts: Parts, tmp_path
     assert (again.sampling, again.prompts, again.texts, again.identity) == (sampling, prompts, texts, {"a": [1]})
     for name in ("drafter", "unigram", "bigram 1"):
         for key in vars(whole.drafts[name]):
+            if key == "drawn_TK":  # a mean over draws, which come in another order
+                continue
             first, second, third = (getattr(each.drafts[name], key) for each in (whole, pieces, again))
             np.testing.assert_allclose(first, second, rtol=2e-3, atol=2e-4, err_msg=key)
             np.testing.assert_array_equal(first, third)
@@ -289,7 +291,7 @@ def test_standard_errors_are_those_of_other_texts(make_llama: Any, parts: Parts)
     for seed in range(12):
         prompts = [[3, 4]] * 16
         texts = sample_texts(target, prompts, Limits(12), sampling, seed=1000 * seed, batch=16)
-        recording: Recording = record(target, Parts(parts.drafter), prompts, texts, sampling, candidates=1, chains=1)
+        recording: Recording = record(target, Parts(parts.drafter), prompts, texts, sampling, candidates=1)
         prediction = predict(recording, parts, "speculative", {"gamma": 3})
         assert prediction is not None
         rates.append(prediction.tokens_per_step)

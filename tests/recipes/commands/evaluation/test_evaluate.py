@@ -102,7 +102,7 @@ def test_heads_of_every_form_are_measured(
 def test_heads_of_another_size_are_refused(target: LlamaForCausalLM, corpus: Path, tmp_path: Path) -> None:
     weight_VD = target.lm_head.weight.detach()
     wider = PredictionHeads.from_lm_head(torch.zeros(320, 24), 3, 1)
-    with pytest.raises(ValueError, match="take hidden states of 24, the target makes 16"):
+    with pytest.raises(ValueError, match=r"24.*16"):
         evaluate.run_evaluate(recipe(wider, corpus, tmp_path))
     fewer = PredictionHeads.from_lm_head(weight_VD[:310].clone(), 3, 1, projection="target")
     with pytest.raises(ValueError, match=r"310.*320"):
@@ -148,6 +148,7 @@ def test_one_command_measures_whatever_artifacts_there_are(
     assert {row["method"] for row in results["methods"]} == set(METHODS)
     assert {row["method"] for row in results["methods"] if not row["lossless"]} >= {"beam", "mjsd", "bild"}
     assert all(row["identical_to_greedy"] in (None, [5, 5]) for row in results["methods"] if row["lossless"])
+    assert all(row["prediction"] is None for row in results["methods"]), "nobody asked for it"
     assert load_results(Path(loaded.out)) == json.loads(json.dumps(results))
     assert load_recipe(str(Path(loaded.out).with_suffix(".recipe.yaml"))) == loaded, "the written recipe repeats it"
 
@@ -156,13 +157,16 @@ def test_the_command_without_a_recipe(
     artifacts: Path, corpus: Path, cli: Callable[..., subprocess.CompletedProcess[str]]
 ) -> None:
     arguments = ["--target", "target", "--drafter", "drafter", "--prompts", str(corpus / "rows.json")]
-    few = ["limit=3", "max_new_tokens=4", "methods=[{method: autoregressive}, {method: speculative}]"]
+    few = ["limit=3", "max_new_tokens=4", "methods=[{method: autoregressive}, {method: speculative}]", "--predict"]
     done = cli("evaluate", *arguments, "--out", "r.json", "--categories", "template=chatml", *few, cwd=artifacts)
     assert done.returncode == 0, done.stderr
     assert "left out, for they need --drafter, --heads or --table: unigram, bigram, bpd" in done.stderr
     assert "by category" in done.stdout
     assert "yes 3/3" in done.stdout
-    assert [row["label"] for row in load_results(artifacts / "r.json")["methods"]] == ["autoregressive", "speculative"]
+    rows = load_results(artifacts / "r.json")["methods"]
+    assert [row["label"] for row in rows] == ["autoregressive", "speculative"]
+    for row in rows:
+        assert row["prediction"]["tokens_per_step"] == pytest.approx(row["tokens_per_step"])
 
 
 def test_the_recipe_of_all_methods_has_all_methods() -> None:
@@ -176,17 +180,11 @@ def test_the_recipe_of_all_methods_has_all_methods() -> None:
 def test_options_change_a_recipe(artifacts: Path) -> None:
     loaded = evaluate_recipe("evaluate/all-methods", ["limit=2"], {"target": "a: b, [c]", "drafter": None})
     assert (loaded.target, loaded.drafter, loaded.limit) == ("a: b, [c]", "runs/quickstart/drafter", 2)
-    with pytest.raises(ValueError, match="Did you mean 'max_new_tokens'"):
-        evaluate_recipe("evaluate/all-methods", ["max_new_token=2"], {})
     assert evaluate_recipe("all-methods", ["limit=2"], {}) == evaluate_recipe("evaluate/all-methods", ["limit=2"], {})
     assert evaluation_or_paper("all-methods.yaml", [], {}, None) == load_recipe("evaluate/all-methods")
     paper = evaluation_or_paper("slides/alpha", [], {}, None)
     assert paper == evaluation_or_paper("evaluate/slides/alpha", [], {}, None)
     assert paper.kind == "paper"
-    with pytest.raises(ValueError, match="of kind 'quickstart'"):
-        evaluate_recipe("quickstart", [], {})
-    with pytest.raises(ValueError, match="or a target: draftsmith evaluate --target T"):
-        evaluate_recipe("limit=3", [], {"target": None, "drafter": "D"})
 
 
 def test_prompts_are_reproducible_and_those_passed_over_are_named(corpus: Path, tmp_path: Path) -> None:
@@ -234,8 +232,8 @@ def test_prompts_without_room_for_an_answer_are_named_before_anything_is_decoded
     values |= {"more_drafters": [str(tmp_path / "other")]}
     asked = EvaluateRecipe.model_validate(values | {"methods": methods, "device": "cpu"})
     name = "target" if positions[0] < positions[1] else "drafter"
-    told = rf"prompt row2 has \d+ tokens; .*\({method}\) they do not fit into the {name}'s {min(positions)} positions"
-    with pytest.raises(ValueError, match=rf"{told}: `max_prompt_tokens={most}`"):
+    numbers = rf"row2 .*\({method}\).* {name}'s {min(positions)} positions.*`max_prompt_tokens={most}`"
+    with pytest.raises(ValueError, match=numbers):
         run_evaluate(asked)
     assert not list(tmp_path.glob("*.runs*"))
     results = run_evaluate(asked.model_copy(update={"max_prompt_tokens": most}))

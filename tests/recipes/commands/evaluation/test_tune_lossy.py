@@ -15,14 +15,15 @@ from draftsmith.decode.evaluation.quality import perplexity
 from draftsmith.decode.evaluation.replay.costs import CostModel, Curve, Overhead
 from draftsmith.decode.evaluation.replay.recording import record, sample_texts
 from draftsmith.decode.evaluation.replay.tuning import (
-    LOSSY,
+    CHAINS,
+    DECODED,
     TYPICAL,
     Choice,
     Space,
+    decoded_settings,
     frontier,
-    lossy_settings,
     method_of,
-    tune_lossy,
+    tune_decoded,
 )
 from draftsmith.decode.methods import Parts, build_method
 from draftsmith.decode.models.loading import wrap_model
@@ -41,19 +42,20 @@ SMALL = Space(
     rollbacks=(0.5, 4.0),
     tolerances=(0.05, 0.6),
     thresholds=(0.05, 0.9),
-    lossy_prompts=6,
+    confidences=(0.1, 0.9),
+    decoded_prompts=6,
 )
 
 
-@pytest.mark.parametrize("name", LOSSY)
+@pytest.mark.parametrize("name", DECODED)
 def test_every_setting_is_worth_what_decoding_it_gives(make_llama: Any, make_heads: Any, name: str) -> None:
     """Against all prompts decoded together: a row does not depend on its neighbours."""
     target, sampling, limits = wrap_model(make_llama(12, seed=0)), Sampling(1.0), Limits(16)
     parts = Parts(wrap_model(make_llama(12, seed=1)), make_heads(3, 32, 12))
     prompts = [[1 + place, 3] for place in range(8)]
     recording = record(target, parts, prompts, sample_texts(target, prompts, limits, sampling), sampling)
-    choices = tune_lossy(target, parts, recording, COSTS, name, limits, {}, SMALL, seed=5)
-    assert len(choices) == len(list(lossy_settings(name, recording, SMALL))) > 3
+    choices = tune_decoded(target, parts, recording, COSTS, name, limits, {}, SMALL, seed=5)
+    assert len(choices) == len(list(decoded_settings(name, recording, SMALL))) > 3
     assert [each.speedup for each in choices] == sorted((each.speedup for each in choices), reverse=True)
     for choice in choices:
         method, counts = build_method(method_of(name), parts, sampling, **choice.options), Tally()
@@ -63,16 +65,17 @@ def test_every_setting_is_worth_what_decoding_it_gives(make_llama: Any, make_hea
                 counts.add_step(step, row)
                 texts[row] += new
         assert choice.tokens_per_step == pytest.approx(counts.tokens / counts.steps)
-        assert choice.perplexity == pytest.approx(perplexity(target, prompts[:6], texts))
-        assert (choice.found_by, choice.lossless) == ("decoding", False)
-    looser = {"bild": "rollback", "mjsd": "threshold"}.get(name, "epsilon")
+        assert (choice.found_by, choice.lossless) == ("decoding", name in ("adaptive", *CHAINS))
+        surprise = None if choice.lossless else pytest.approx(perplexity(target, prompts[:6], texts))
+        assert choice.perplexity == surprise
+    knobs = {"bild": "rollback", "mjsd": "threshold", "adaptive": "threshold"} | dict.fromkeys(CHAINS, "drafts")
     by_knob: dict[float, list[float]] = {}
     for choice in choices:
-        by_knob.setdefault(choice.options[looser], []).append(choice.tokens_per_step)
+        by_knob.setdefault(choice.options[knobs.get(name, "epsilon")], []).append(choice.tokens_per_step)
     means = [np.mean(rates) for _, rates in sorted(by_knob.items())]
     assert means[0] != means[1]
-    if name != TYPICAL:  # whose threshold is the higher the larger ε is
-        assert (means[0] < means[1]) == (name != "mjsd")
+    if name not in (TYPICAL, *CHAINS):  # whose threshold is the higher the larger ε is
+        assert (means[0] < means[1]) == (name not in ("mjsd", "adaptive"))
 
 
 def test_nothing_beats_what_is_on_the_frontier() -> None:

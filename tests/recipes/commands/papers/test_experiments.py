@@ -220,16 +220,18 @@ def test_alpha_is_the_overlap_of_the_distributions(pair: Row, known: Any, tmp_pa
     assert found[f"bigram T={temperature:g}"]["alpha"] == pytest.approx(np.concatenate(by_hand).mean(), abs=2e-6)
 
 
-def accepted_without_replacement(p: np.ndarray, q: np.ndarray, y: int) -> float:
-    """P(one of two candidates accepted, and it is y), by Algorithm 2 over all first candidates."""
+def outcomes_without_replacement(p: np.ndarray, q: np.ndarray, y: int) -> tuple[float, float]:
+    """P(one of two candidates accepted, and it is y), by Algorithm 2 over all first candidates; P(y is among two)."""
     left = np.maximum(p - q, 0)
     second = left / left.sum()
-    accepted = min(p[y], q[y])
+    accepted, among = min(p[y], q[y]), q[y]
     for x in range(len(p)):
         if x != y and q[x] > p[x]:
             rest = q[y] / (1 - q[x])
             accepted += (q[x] - p[x]) * min(1, second[y] / rest) * rest
-    return float(accepted)
+        if x != y and q[x] < 1:
+            among += q[x] * q[y] / (1 - q[x])
+    return accepted, among
 
 
 def test_candidates_are_those_of_both_algorithms(pair: Row, known: Any, tmp_path: Path) -> None:
@@ -239,17 +241,18 @@ def test_candidates_are_those_of_both_algorithms(pair: Row, known: Any, tmp_path
     with_T, without_T, naive_T = [], [], []
     for target_TV, draft_TV, text in known(1.0):
         refused_T, left_TV = theory.refusals(target_TV, draft_TV, 2)
-        for t, y in enumerate(text):
-            p, q = target_TV[t], draft_TV[t]
-            with_T.append(1 - refused_T[t])
-            replaced = 1 - refused_T[t] * left_TV[t, y] / p[y]
-            without_T.append(with_T[-1] + accepted_without_replacement(p, q, y) / p[y] - replaced)
-            naive_T.append(1 - (1 - q[y]) ** 2)
+        for place, y in enumerate(text):
+            p, q = target_TV[place], draft_TV[place]
+            accepted, among = outcomes_without_replacement(p, q, y)
+            with_T.append(1 - refused_T[place])
+            replaced = 1 - refused_T[place] * left_TV[place, y] / p[y]
+            without_T.append(with_T[-1] + accepted / p[y] - replaced)
+            naive_T.append(among)
     row = found["drafter k=2 T=1"]
     assert row["with_replacement"] == pytest.approx(np.mean(with_T), abs=1e-5)
     assert row["alpha"] == pytest.approx(np.mean(without_T), abs=1e-4)
     assert row["alpha"] > row["with_replacement"] > found["drafter k=1 T=1"]["alpha"]
-    assert row["naive"] == pytest.approx(np.mean(naive_T), abs=1e-5)
+    assert row["naive"] == pytest.approx(np.mean(naive_T), abs=0.02)  # a mean over draws beyond the first
 
 
 def test_greedy_candidates_are_the_drafters_best(pair: Row, known: Any, tmp_path: Path) -> None:
@@ -260,9 +263,8 @@ def test_greedy_candidates_are_the_drafters_best(pair: Row, known: Any, tmp_path
     for prompt, (_, _, text) in zip(bench.prompts, known(0.0), strict=True):
         logits = drafter(torch.tensor([prompt + text])).logits[0, len(prompt) - 1 : -1]
         hits += (logits.topk(3, -1).indices == torch.tensor(text)[:, None]).any(1).tolist()
-    assert found["drafter k=3 T=0"]["alpha"] == pytest.approx(np.mean(hits))
-    for metric in ("with_replacement", "naive"):  # all candidates are the same token
-        assert found["drafter k=3 T=0"][metric] == pytest.approx(found["drafter k=1 T=0"]["alpha"])
+    assert found["drafter k=3 T=0"]["alpha"] == found["drafter k=3 T=0"]["naive"] == pytest.approx(np.mean(hits))
+    assert found["drafter k=3 T=0"]["with_replacement"] == pytest.approx(found["drafter k=1 T=0"]["alpha"])
     assert found["drafter k=320 T=0"]["alpha"] == 1
 
 
