@@ -23,7 +23,7 @@ from ..warpers import Sampling
 from .energy import Energy, EnergyMeter
 from .flops import count_flops, part_flops, step_flops
 from .metrics import Tally
-from .profile import FirstStep, StepProfile
+from .profile import FirstStep, StepProfile, synchronise
 
 BASELINE = "autoregressive"
 REFERENCE = "transformers"
@@ -391,9 +391,3 @@ def raw_forward(model: LanguageModel, nodes: int, context: int) -> Callable[[], 
     cache.set_lengths([context])
     tokens_BN = torch.zeros(1, nodes, dtype=torch.int64, device=model.device)
     return lambda: model.logits(model.extend(cache, tokens_BN))
-
-
-def synchronise(model: LanguageModel) -> None:
-    """Wait for a model's device, before a clock is read."""
-    if model.device.type == "cuda":
-        torch.cuda.synchronize(model.device)

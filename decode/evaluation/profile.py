@@ -9,6 +9,8 @@ from collections.abc import Callable
 
 import torch
 
+from ..models.base import LanguageModel
+
 PHASES = ("draft", "score", "verify", "commit", "host")
 
 
@@ -84,3 +86,9 @@ class StepProfile:
         """Median microseconds of a step by phase, and of the whole step (`step`)."""
         medians = {phase: 1e6 * statistics.median(series) for phase, series in self.seconds.items() if series}
         return medians | ({"step": 1e6 * statistics.median(self.steps)} if self.steps else {})
+
+
+def synchronise(model: LanguageModel) -> None:
+    """Wait for a model's device, before a clock is read."""
+    if model.device.type == "cuda":
+        torch.cuda.synchronize(model.device)

@@ -36,8 +36,7 @@ from rich.table import Table
 from torch import Tensor
 
 from ....checkpoints.storage.atomic import atomic_text
-from ....decode.evaluation.batches import batch_forward, batch_row, count_joules, time_forwards
-from ....decode.evaluation.energy import Energy, open_meter
+from ....decode.evaluation.energy import Energy, batch_forward, batch_row, count_joules, open_meter, time_forwards
 from ....decode.evaluation.measure import devices_of
 from ....decode.methods import Parts
 from ....decode.models.base import LanguageModel

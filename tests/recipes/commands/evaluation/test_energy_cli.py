@@ -19,8 +19,7 @@ import pytest
 import torch
 import yaml
 from draftsmith.decode.evaluation import energy as counting
-from draftsmith.decode.evaluation.batches import batch_forward, batch_row, count_joules
-from draftsmith.decode.evaluation.energy import Energy, EnergyMeter
+from draftsmith.decode.evaluation.energy import Energy, EnergyMeter, batch_forward, batch_row, count_joules
 from draftsmith.decode.models.loading import load_model, wrap_model
 from draftsmith.recipes.commands.evaluation.energy import PAPER, energy_command, run_energy
 from draftsmith.recipes.commands.evaluation.evaluate import run_evaluate
