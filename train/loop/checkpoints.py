@@ -26,7 +26,7 @@ from ...checkpoints.storage.atomic import atomic_text, errors_named, finish_file
 from ...checkpoints.storage.safe_read import stamp
 from ..parallel.accelerate import zero_stage
 from ..parallel.processes import on_main, together
-from ..parallel.sharding import load_whole_optimizer, load_whole_weights, whole_optimizer, whole_state
+from ..parallel.sharding import gather_optimizer, gather_state, scatter_optimizer, scatter_weights
 
 _WEIGHTS, _OPTIMIZER, _SCALER = "model.safetensors", "optimizer.bin", "scaler.pt"  # accelerate's names
 _SUMMARY = "checkpoint.json"
@@ -99,7 +99,7 @@ class StateFolder:
         if zero_stage(self._accelerator):
             self.load_weights(position.step)
             saved = torch.load(folder / _OPTIMIZER, map_location="cpu", weights_only=True, mmap=True)
-            load_whole_optimizer(self._accelerator, self._groups, saved)
+            scatter_optimizer(self._accelerator, self._groups, saved)
             return
         if self._accelerator.scaler is not None and not (folder / _SCALER).exists():
             kind = self._accelerator.distributed_type.value
@@ -122,7 +122,7 @@ class StateFolder:
         assert self._module is not None, "nothing was attached"
         file = self._path(step) / _WEIGHTS
         if zero_stage(self._accelerator):
-            load_whole_weights(self._accelerator, self._module, file)
+            scatter_weights(self._accelerator, self._module, file)
         else:
             from safetensors.torch import load_model
 
@@ -215,8 +215,8 @@ class StateFolder:
         if not zero_stage(self._accelerator):
             return None
         assert self._module is not None, "nothing was attached"
-        weights = whole_state(self._accelerator, self._module, masters=True)
-        return weights, whole_optimizer(self._accelerator, self._groups)
+        weights = gather_state(self._accelerator, self._module, masters=True)
+        return weights, gather_optimizer(self._accelerator, self._groups)
 
     def _write(self, temporary: Path, gathered: tuple[Any, Any] | None) -> None:
         with _full_disk_named(temporary):

@@ -19,10 +19,10 @@ from torch import Tensor, nn
 
 from ...data.blocks.packing import PADDING, Batch
 from ..config import FitConfig, micro_steps
-from ..parallel.accelerate import Stepper, configure, make_accelerator, whole
+from ..parallel.accelerate import Stepper, configure, gathered, make_accelerator
 from ..parallel.interrupts import Interrupted, StopSignals, TrainingError
 from ..parallel.processes import on_main, raised, together
-from ..parallel.sharding import make_whole
+from ..parallel.sharding import unshard
 from .checkpoints import Position, StateFolder, data_fingerprint
 from .curve import fit_curve
 from .faults import dead_worker_named, lack_of_memory_named, shown
@@ -133,7 +133,7 @@ def fit(
             report.line(run.opening_line(position))
             with dead_worker_named(lambda: run.done, run.state.folder):
                 result = run.train(position, stop, report)
-        make_whole(accelerator, run.module)
+        unshard(accelerator, run.module)
         return result
     finally:
         run.release()
@@ -303,7 +303,7 @@ class _Run:
         batch = drawn.rows(rows)
         counted = drawn
         if self.task.rewrites:
-            with whole(self.accelerator, self.module):
+            with gathered(self.accelerator, self.module):
                 counted = batch = self.task.rewrite(batch, rows, config.global_batch, (config.seed, step))
         counts = self.task.count(counted)
         numbers = torch.cat([counts.flatten(), (counted.documents_BT != PADDING).sum()[None]])
@@ -369,7 +369,7 @@ class _Run:
                 metrics.update(self.task.evaluate(self.accelerator.unwrap_model(self.module)))
 
         self.accelerator.wait_for_everyone()
-        with whole(self.accelerator, self.module):
+        with gathered(self.accelerator, self.module):
             on_main(self.accelerator, measure)
         if self.world > 1:
             from accelerate.utils import broadcast_object_list

@@ -218,7 +218,7 @@ def _length(norms: Sequence[float]) -> float:
 
 
 @contextmanager
-def whole(accelerator: Any, module: nn.Module) -> Iterator[None]:
+def gathered(accelerator: Any, module: nn.Module) -> Iterator[None]:
     """Inside, each process has all weights of a prepared `module` and may run the bare module in any way, or not at
     all; nothing may be changed. All processes must enter. Without ZeRO-3 there is nothing to do.
     """

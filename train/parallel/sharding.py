@@ -17,7 +17,7 @@ from .accelerate import zero_stage
 _MOMENTS = ("exp_avg", "exp_avg_sq")
 
 
-def whole_state(accelerator: Any, module: nn.Module, masters: bool = False) -> dict[str, Tensor] | None:
+def gather_state(accelerator: Any, module: nn.Module, masters: bool = False) -> dict[str, Tensor] | None:
     """All weights and buffers of a prepared `module` by the names of the bare module, on the CPU; tied ones are one
     tensor under two names. To be called by all processes; the main one gets the tensors, the others None.
 
@@ -28,14 +28,14 @@ def whole_state(accelerator: Any, module: nn.Module, masters: bool = False) -> d
     state: dict[str, Tensor] = {}
     for name, tensor in bare.state_dict(keep_vars=True).items():
         if id(tensor) not in copies:
-            copies[id(tensor)] = _whole_tensor(accelerator, name, tensor, masters)
+            copies[id(tensor)] = _gather_tensor(accelerator, name, tensor, masters)
         copy = copies[id(tensor)]
         if copy is not None:
             state[name] = copy
     return state if accelerator.is_main_process else None
 
 
-def _whole_tensor(accelerator: Any, name: str, tensor: Tensor, masters: bool) -> Tensor | None:
+def _gather_tensor(accelerator: Any, name: str, tensor: Tensor, masters: bool) -> Tensor | None:
     shape = getattr(tensor, "ds_shape", tensor.shape)
     if masters and tensor.requires_grad and zero_stage(accelerator):
         from deepspeed.utils import safe_get_full_fp32_param
@@ -53,7 +53,7 @@ def _whole_tensor(accelerator: Any, name: str, tensor: Tensor, masters: bool) ->
     return copy
 
 
-def make_whole(accelerator: Any, module: nn.Module) -> None:
+def unshard(accelerator: Any, module: nn.Module) -> None:
     """End ZeRO-3's sharding: from now on each process has all weights, in parameters of their own. To be called by all
     processes, when training is over."""
     if zero_stage(accelerator) < 3:
@@ -73,7 +73,7 @@ def make_whole(accelerator: Any, module: nn.Module) -> None:
         }
 
 
-def whole_optimizer(accelerator: Any, groups: Sequence[Mapping[str, Any]]) -> dict[str, Any] | None:
+def gather_optimizer(accelerator: Any, groups: Sequence[Mapping[str, Any]]) -> dict[str, Any] | None:
     """AdamW's state under DeepSpeed as torch's own `state_dict` of the unsharded optimizer would be; main process only.
 
     `groups` are the parameter groups as they were before `prepare`. To be called by all processes.
@@ -98,7 +98,7 @@ def whole_optimizer(accelerator: Any, groups: Sequence[Mapping[str, Any]]) -> di
     return {"state": state, "param_groups": described}
 
 
-def load_whole_weights(accelerator: Any, module: nn.Module, file: Path) -> None:
+def scatter_weights(accelerator: Any, module: nn.Module, file: Path) -> None:
     """Load a safetensors file of the bare module's weights into a module prepared by DeepSpeed, its float32 copies
     too. To be called by all processes.
 
@@ -156,8 +156,8 @@ def _set_master(parameter: Any, value: Tensor, key: str | None) -> None:
         utils.safe_set_local_optimizer_state(parameter, part, key)
 
 
-def load_whole_optimizer(accelerator: Any, groups: Sequence[Mapping[str, Any]], saved: Mapping[str, Any]) -> None:
-    """Load AdamW's state, as `whole_optimizer` or an unsharded torch AdamW gives it, into DeepSpeed's shards."""
+def scatter_optimizer(accelerator: Any, groups: Sequence[Mapping[str, Any]], saved: Mapping[str, Any]) -> None:
+    """Load AdamW's state, as `gather_optimizer` or an unsharded torch AdamW gives it, into DeepSpeed's shards."""
     engine = accelerator.deepspeed_engine_wrapped.engine
     states = saved["state"]
     if not states:

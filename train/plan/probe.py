@@ -19,7 +19,7 @@ from ..config import FitConfig, micro_steps
 from ..loop.faults import is_out_of_memory
 from ..loop.fit import run_micro_batches
 from ..loop.optimizer import make_optimizer
-from ..parallel.accelerate import Stepper, configure, whole
+from ..parallel.accelerate import Stepper, configure, gathered
 
 if TYPE_CHECKING:
     from ...data.blocks.prepared import PreparedData
@@ -150,7 +150,7 @@ class _Steps:
         self._task.begin(config.steps - 1, config.steps)  # some begin with less than they do later
         started = _now(device)
         if self._task.rewrites:
-            with whole(self._accelerator, self.module):
+            with gathered(self._accelerator, self.module):
                 batch = self._task.rewrite(batch, rows, config.global_batch, (config.seed, 0))
         for group in self.optimizer.param_groups:
             group["lr"] = 0.0
@@ -164,7 +164,7 @@ class _Steps:
     def evaluate(self) -> float:
         """Seconds of one evaluation, which the main process does while others wait."""
         started = _now(self._accelerator.device)
-        with whole(self._accelerator, self.module):
+        with gathered(self._accelerator, self.module):
             if self._accelerator.is_main_process:
                 self.module.eval()
                 with torch.no_grad(), self._accelerator.autocast():
