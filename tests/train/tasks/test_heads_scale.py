@@ -14,6 +14,7 @@ import torch
 from safetensors.torch import load_file
 
 pytest.importorskip("deepspeed")
+pytestmark = pytest.mark.slow  # one test of ZeRO-3 with heads is in the recipes'
 
 # 33 tokens by 17: sizes that two processes do not divide evenly
 UNEVEN = {

@@ -223,6 +223,7 @@ def test_writing_stops_between_batches_when_asked(
     assert list(writer.unfinished.iterdir()) == []
 
 
+@pytest.mark.parametrize("kind", ["hidden", pytest.param("top", marks=pytest.mark.slow)])
 def test_killed_at_random_moments_it_resumes_to_the_same_bytes(kind: str, tmp_path: Path):
     def run(name: str, kills: list[float]) -> tuple[dict[str, bytes], list[str]]:
         folder = tmp_path / name
