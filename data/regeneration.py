@@ -178,11 +178,7 @@ def _write_line(file: FileIO, row: dict[str, Any]) -> None:
 
 
 def _finished(path: Path) -> set[bytes]:
-    """Keys of the rows of a file of ours; what a killed writer left behind the last whole line is cut off.
-
-    Raises:
-        ValueError: a line that is none of ours, or stands there twice, with its number.
-    """
+    """Keys of the rows of a file of ours; what a killed writer left behind the last whole line is cut off."""
     done: set[bytes] = set()
     if not path.exists():
         return done

@@ -180,11 +180,7 @@ class PreparedData:
         assert not state, "a place in a stream"
 
     def batch(self, indices: Sequence[int] | np.ndarray) -> Batch:
-        """The blocks of these indices as a batch [B, T]; T is the longest block's length where blocks are not packed.
-
-        Raises:
-            ValueError: an index outside 0 … blocks − 1.
-        """
+        """The blocks of these indices as a batch [B, T]; unpacked, T is the longest block's length."""
         blocks = [
             [self._document(document) for document in self._order[self._blocks[b] : self._blocks[b + 1]].tolist()]
             for b in self._checked(indices)
@@ -199,11 +195,7 @@ class PreparedData:
         return Document(self._tokens[start:end], self._trained[start:end], number)
 
     def trainable_tokens(self, indices: Sequence[int] | np.ndarray) -> int:
-        """How many labels of these blocks count after the shift: trainable, with a token of the same document before.
-
-        Raises:
-            ValueError: an index outside 0 … blocks − 1.
-        """
+        """How many labels of these blocks count after the shift: with a token of the same document before."""
         # the first token of a document is never marked in the file, so every mark has a token before it
         documents = [d for b in self._checked(indices) for d in self._order[self._blocks[b] : self._blocks[b + 1]]]
         return sum(int(np.count_nonzero(self._trained[self._documents[d] : self._documents[d + 1]])) for d in documents)

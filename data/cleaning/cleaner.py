@@ -49,9 +49,7 @@ class _DroppedError(Exception):
 
 
 class Cleaner:
-    """Dialogues to conversations, counting in `report` what became of each: `report.rows` equals `report.kept` plus
-    the sum of `report.dropped`, and `report.exchanges` equals `report.exchanges_kept` plus the sum of
-    `report.exchanges_lost`.
+    """Dialogues to conversations, counting in `report` what became of each.
 
     It remembers hashes of what it kept where `cleaning.duplicates` asks for that (about 70 bytes a conversation and
     kind), so duplicates are found among the rows that one cleaner sees. `evaluation_texts` are the texts of the sets
@@ -102,9 +100,7 @@ class Cleaner:
             if _blank(messages[0][1]):
                 raise _DroppedError("empty")
             return [Turn("assistant", messages[0][1])]
-        if not _is_whole(messages):
-            messages = [*self._whole_exchanges(messages, changes)]
-        return [Turn(role, text) for role, text in messages if role]
+        return [Turn(role, text) for role, text in self._whole_exchanges(messages, changes)]
 
     def _mapped(self, written: Iterable[tuple[Any, Any]], changes: set[str]) -> Messages:
         messages: Messages = []
@@ -228,17 +224,6 @@ class Cleaner:
             self.report.exchanges_lost[reason] += found - kept
 
 
-def _is_whole(messages: Messages) -> bool:
-    """True for user, assistant, user, assistant, … with text in each, after at most one system message."""
-    start = 1 if messages and messages[0][0] == "system" else 0
-    expected = "user"
-    for role, _ in messages[start:]:
-        if role != expected:
-            return False
-        expected = "assistant" if role == "user" else "user"
-    return expected == "user" and len(messages) > start and not any(_blank(text) for _, text in messages)
-
-
 def _without_unknown(runs: list[tuple[str | None, list[str]]]) -> list[tuple[str | None, list[str]]]:
     """Cut runs of unknown roles, with the question before (its answer came elsewhere) and the answer after."""
     kept: list[tuple[str | None, list[str]]] = []
@@ -285,11 +270,7 @@ def _sample(turns: list[Turn]) -> str:
 
 
 def _language_identifier(wanted: Iterable[str]) -> Callable[[str], str]:
-    """A function from a text to its ISO 639 code.
-
-    Raises:
-        ValueError: py3langid is not installed, or it does not know one of the languages.
-    """
+    """A function from a text to its ISO 639 code."""
     try:
         from py3langid.langid import MODEL_FILE, LanguageIdentifier
     except ImportError as error:

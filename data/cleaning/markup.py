@@ -69,12 +69,12 @@ def html_to_markdown(text: str) -> str | None:
         return text
     code: list[str] = []
 
-    def set_aside(found: re.Match[str]) -> str:
+    def protect(found: re.Match[str]) -> str:
         code.append(found[0])
         return f"{marker}{len(code) - 1}{marker}"
 
     try:
-        converted = _convert(_only_tags(NO_HTML.sub(set_aside, text)))
+        converted = _convert(_only_tags(NO_HTML.sub(protect, text)))
     except RecursionError:
         return None
     return re.sub(f"{marker}(\\d+){marker}", lambda found: code[int(found[1])], converted)

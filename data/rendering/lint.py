@@ -386,11 +386,7 @@ class Linter:
         return [name for name in FAULTS if name in found] or [CONTEXT_DIFFERS]
 
     def _constant(self, text: str) -> list[str | int]:
-        """A template's text with its special tokens as ids.
-
-        Raises:
-            ValueError: it needs a token that the tokenizer lacks.
-        """
+        """A template's text with its special tokens as ids."""
         for name, token in (("{eos}", self._tokenizer.eos_token), ("{bos}", self._tokenizer.bos_token)):
             if name in text and token is None:
                 raise ValueError(f"template {self._template.name} needs {name}, and this tokenizer has no such token")

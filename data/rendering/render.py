@@ -75,20 +75,12 @@ class RenderReport:
 
 
 def render(conversation: Conversation, template: Template, tokenizer: Any) -> Rendered:
-    """Ids and spans of a whole conversation, however long.
-
-    Raises:
-        ValueError: the turns are not [system], user, assistant, …; the tokenizer lacks a needed special token.
-    """
+    """Ids and spans of a whole conversation, however long; see `Renderer`."""
     return next(render_all([conversation], tokenizer, template, None))
 
 
 def render_prompt(turns: Sequence[Turn], template: Template, tokenizer: Any) -> list[int]:
-    """Ids [T] to generate the next answer from: exactly those `render` gives before that answer's first token.
-
-    Raises:
-        ValueError: the turns are not [system], user, assistant, …, user; a special token is missing.
-    """
+    """Ids [T] to generate the next answer from: exactly those `render` gives before that answer's first token."""
     return prompt_renderer(template, tokenizer)(turns)
 
 
@@ -120,14 +112,12 @@ class Renderer:
     conversation's last answer alone is trained on.
 
     Raises:
-        ValueError: as `render`; `max_tokens` that is not positive.
+        ValueError: turns that are not [system], user, assistant, …; a special token that the tokenizer lacks.
     """
 
     def __init__(
         self, template: Template, tokenizer: Any, max_tokens: int | None, *, last_turn_only: bool = False
     ) -> None:
-        if max_tokens is not None and max_tokens < 1:
-            raise ValueError(f"max_tokens is {max_tokens}, expected at least 1")
         self._layout = _Layout(template, PieceEncoder(tokenizer, own=True))
         self._max_tokens = max_tokens
         self._last_turn_only = last_turn_only
@@ -247,11 +237,7 @@ class _Layout:
         return texts, after
 
     def parts(self, conversation: Conversation, *, ends_with: str) -> _Parts:
-        """Take a conversation apart.
-
-        Raises:
-            ValueError: the turns are not [system], user, assistant, … ending with `ends_with`.
-        """
+        """Take a conversation apart."""
         turns = conversation.turns
         system = turns[0].text if turns and turns[0].role == "system" else None
         rest = turns[1:] if system is not None else turns

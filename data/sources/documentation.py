@@ -57,13 +57,8 @@ class _Package:
     bytes: int = 0
 
     def as_dict(self) -> dict[str, Any]:
-        return {
-            "version": self.version,
-            "files": len(self.files),
-            "files_read": self.files_read,
-            "conversations": self.conversations,
-            "bytes": self.bytes,
-        }
+        names = ("version", "files_read", "conversations", "bytes")
+        return {"files": len(self.files)} | {name: getattr(self, name) for name in names}
 
 
 def documentation_conversations(

@@ -56,11 +56,7 @@ class Corpus:
         return present if self.adapter is not None and self._fits(present) else usable_columns(present)
 
     def read(self, row: Row) -> Dialogue:
-        """The dialogue of a row.
-
-        Raises:
-            ValueError: as `read_dialogue`, or a column holds something else than it should.
-        """
+        """The dialogue of a row, as `read_dialogue`."""
         if self.adapter is None or not isinstance(row.value, Mapping) or not self._fits(tuple(row.value)):
             return read_dialogue(row)
         return replace(self.adapter(self, row), form=" + ".join(self.columns))
@@ -131,11 +127,7 @@ def _spec_bench(corpus: Corpus, row: Row) -> Dialogue:
 def documentation_rows(
     split: str, packages: Sequence[str] = DOCUMENTED, max_megabytes: float | None = None
 ) -> Iterator[Row]:
-    """Conversations about the installed packages; `split` is "train" or "heldout".
-
-    Raises:
-        ValueError: another split.
-    """
+    """Conversations about the installed packages; `split` is "train" or "heldout"."""
     if split not in ("train", "heldout"):
         raise ValueError(f"the installed documentation has the splits train and heldout, not {split}")
     train, heldout, _ = documentation_conversations(packages, max_megabytes=max_megabytes)

@@ -185,11 +185,7 @@ def _prepare(section: DataSection, tokenizer: Any, identity: dict[str, Any], fol
 def _checked_heldout(
     section: DataSection, heldout: list[Conversation], reports: list[CorpusReport]
 ) -> list[Conversation]:
-    """The conversations to evaluate on: those of a source of their own, or those that were taken out.
-
-    Raises:
-        ValueError: there are none.
-    """
+    """The conversations to evaluate on: those of a source of their own, or those that were taken out."""
     if section.heldout_source is not None:
         part = SourceSection(source=section.heldout_source, limit=section.heldout_limit)
         heldout = list(read_part(section, part, CorpusReport(), None))

@@ -10,7 +10,7 @@ import asyncio
 import json
 import os
 import time
-from collections.abc import AsyncIterator, Callable, Iterator, Sequence
+from collections.abc import AsyncIterator, Awaitable, Callable, Iterator, Sequence
 from contextlib import asynccontextmanager
 from pathlib import Path
 from typing import Any
@@ -20,7 +20,7 @@ import torch
 from ...checkpoints.artifact.artifact import model_fingerprint
 from ...checkpoints.artifact.locate import at_revision
 from ...data.cleaning.options import Cleaning
-from ...data.conversations import Conversation, CorpusReport
+from ...data.conversations import Conversation, CorpusReport, encodable
 from ...data.prompts import stop_ids
 from ...data.regeneration import Answer, Answerer, Failure, Question, RegenerationReport, Store, keyed, regenerate
 from ...data.rendering.render import prompt_renderer
@@ -70,12 +70,25 @@ def run_regenerate(recipe: RegenerateRecipe) -> RegenerationReport:
         if left and not stopping():
             with bar("regenerating", "conversations") as advance:
                 report = asyncio.run(_answer_all(recipe, store, stopping, lambda done: advance(done, left)))
-        _tell(report, store, time.monotonic() - start)
+        _log_report(report, store, time.monotonic() - start)
     if signals.received is not None:
-        message = f"regenerate: stopped by signal {signals.received}; the same command goes on from here"
+        message = f"regenerate: stopped by signal {signals.received}; the same command resumes from here"
         log(message)
         raise Interrupted(signals.received, message)
     return report
+
+
+def _log_report(report: RegenerationReport, store: Store, seconds: float) -> None:
+    rate = f", {report.answers / seconds:.1f} answers a second" if report.answers else ""
+    log(f"regenerate: wrote {report.written:,} conversations{rate}; {len(store):,} stand in {store.path}")
+    if report.cut:
+        reasons = ", ".join(f"{count} {reason}" for reason, count in report.cut.most_common())
+        log(f"regenerate: {sum(report.cut.values()):,} of them end early ({reasons})")
+    if report.failed:
+        log(
+            f"error: {report.failed:,} conversations failed: {store.errors_path} says why; the same command tries them "
+            "again"
+        )
 
 
 def _check_names(recipe: RegenerateRecipe) -> None:
@@ -163,16 +176,16 @@ class LocalTarget:
     async def __call__(self, questions: Sequence[Question]) -> list[Answer | Failure | None]:
         """Answer a batch. It keeps the loop waiting: there is nothing else to do meanwhile."""
         prompts = [self._prompt(question.turns) for question in questions]
-        fit = [place for place, prompt in enumerate(prompts) if len(prompt) <= self._longest]
-        outcomes: list[Answer | Failure | None] = [self._too_long(len(prompt)) for prompt in prompts]
-        decoded = self._decode([prompts[place] for place in fit], [questions[place].seed for place in fit])
-        for place, ids in zip(fit, decoded, strict=True):
-            outcomes[place] = self._answer(ids)
+        fit = [index for index, prompt in enumerate(prompts) if len(prompt) <= self._longest]
+        new, longest = self._limits.max_new_tokens, self._longest
+        outcomes: list[Answer | Failure | None] = [
+            Failure(f"the prompt has {len(prompt)} tokens; with {new} new ones, {longest} fit", lasting=True)
+            for prompt in prompts
+        ]
+        decoded = self._decode([prompts[index] for index in fit], [questions[index].seed for index in fit])
+        for index, ids in zip(fit, decoded, strict=True):
+            outcomes[index] = self._answer(ids)
         return outcomes
-
-    def _too_long(self, tokens: int) -> Failure:
-        new = self._limits.max_new_tokens
-        return Failure(f"the prompt has {tokens} tokens; with {new} new ones, {self._longest} fit", lasting=True)
 
     def _decode(self, prompts: list[list[int]], seeds: list[int]) -> list[list[int]]:
         ids: list[list[int]] = [[] for _ in prompts]
@@ -220,7 +233,7 @@ async def connect(recipe: RegenerateRecipe, server: ServerSection, *, spaced: bo
     except ImportError as error:
         raise ValueError("asking a server needs openai: pip install 'draftsmith[regenerate]'") from error
     key = os.environ.get(server.key_variable, "")
-    http = openai.DefaultAsyncHttpxClient(event_hooks={"request": [_Pace(server.requests_per_minute)]})
+    http = openai.DefaultAsyncHttpxClient(event_hooks={"request": [_pace(server.requests_per_minute)]})
     limits: dict[str, Any] = {"timeout": server.timeout, "max_retries": _RETRIES}
     # Given no key, the client would look for one in a variable of its own choice.
     async with openai.AsyncOpenAI(api_key=key or "none", base_url=server.url, http_client=http, **limits) as client:
@@ -229,18 +242,18 @@ async def connect(recipe: RegenerateRecipe, server: ServerSection, *, spaced: bo
         yield served.answer
 
 
-class _Pace:
+def _pace(per_minute: float | None) -> Callable[[Any], Awaitable[None]]:
     """Lets requests begin one after another, so many a minute."""
+    following = 0.0
 
-    def __init__(self, per_minute: float | None) -> None:
-        self._interval = 60 / per_minute if per_minute else 0.0
-        self._next = 0.0
-
-    async def __call__(self, request: Any) -> None:
+    async def wait(request: Any) -> None:
+        nonlocal following
         now = time.monotonic()
-        start = max(now, self._next)
-        self._next = start + self._interval
+        start = max(now, following)
+        following = start + (60 / per_minute if per_minute else 0)
         await asyncio.sleep(start - now)
+
+    return wait
 
 
 class _Server:
@@ -256,7 +269,7 @@ class _Server:
         }
         if recipe.top_k:
             self._settings["extra_body"] = {"top_k": recipe.top_k}
-        self._draws = recipe.temperature > 0
+        self._refusals = (openai.AuthenticationError, openai.PermissionDeniedError)
         self._failures_in_a_row = 0
 
     async def check(self) -> None:
@@ -265,81 +278,60 @@ class _Server:
         try:
             once = self._client.with_options(max_retries=0, timeout=_SECONDS_TO_CONNECT)
             await once.models.with_raw_response.list()
-        except openai.APITimeoutError:
-            return  # busy: the questions will show
-        except openai.APIConnectionError as error:
-            raise ValueError(
-                f"nothing answers at {self._server.url} ({self._said(error.__cause__ or error)}): start the server, or "
-                "correct `server.url`"
-            ) from None
-        except (openai.AuthenticationError, openai.PermissionDeniedError) as error:
+        except self._refusals as error:
             raise self._refused(error) from None
-        except openai.APIStatusError:
-            return  # not every server lists its models
+        except (openai.APITimeoutError, openai.APIStatusError):
+            return  # busy, or one that does not list its models: the questions will show
+        except openai.APIConnectionError as error:
+            cause = self._in_one_line(error.__cause__ or error)
+            raise ValueError(
+                f"nothing answers at {self._server.url} ({cause}): start the server, or correct `server.url`"
+            ) from None
 
     async def answer(self, questions: Sequence[Question]) -> list[Answer | Failure | None]:
         """Ask one question."""
         (question,) = questions
-        openai, where = self._openai, self._server.url
+        openai, url = self._openai, self._server.url
+        messages = [{"role": turn.role, "content": turn.text} for turn in question.turns]
+        seed = {"seed": question.seed} if self._settings["temperature"] > 0 else {}
         try:
-            outcome = self._read(await self._ask(question))
+            reply = await self._client.chat.completions.create(messages=messages, **self._settings, **seed)
+            outcome = self._read(reply)
         except openai.APITimeoutError:
             outcome = Failure(f"no answer within {self._server.timeout:g} s")
         except openai.APIConnectionError as error:
             raise ConnectionError(
-                f"{where} does not answer any more ({self._said(error.__cause__ or error)}); what is complete is "
-                "written, the same command goes on once the server is back"
+                f"{url} does not answer any more ({self._in_one_line(error.__cause__ or error)}); what is complete is "
+                "written, the same command resumes once the server is back"
             ) from None
-        except (openai.AuthenticationError, openai.PermissionDeniedError, openai.NotFoundError) as error:
+        except (*self._refusals, openai.NotFoundError) as error:
             raise self._refused(error) from None
         except (openai.APIError, json.JSONDecodeError) as error:
-            outcome = Failure(self._said(error))
-        if isinstance(outcome, Answer):
-            self._failures_in_a_row = 0
-            return [outcome]
-        self._failures_in_a_row += 1
-        if self._failures_in_a_row >= _MOST_FAILURES_IN_A_ROW:
+            outcome = Failure(self._in_one_line(error))
+        self._failures_in_a_row = self._failures_in_a_row + 1 if isinstance(outcome, Failure) else 0
+        if isinstance(outcome, Failure) and self._failures_in_a_row >= _MOST_FAILURES_IN_A_ROW:
             raise ConnectionError(
-                f"{where} failed at {self._failures_in_a_row} questions in a row, the last time with: {outcome.error}"
+                f"{url} failed at {self._failures_in_a_row} questions in a row, the last time with: {outcome.error}"
             )
         return [outcome]
-
-    async def _ask(self, question: Question) -> Any:
-        messages = [{"role": turn.role, "content": turn.text} for turn in question.turns]
-        seed = {"seed": question.seed} if self._draws else {}
-        return await self._client.chat.completions.create(messages=messages, **self._settings, **seed)
 
     def _read(self, reply: Any) -> Answer | Failure:
         choices = getattr(reply, "choices", None)
         if not choices:
-            return Failure(f"no answer in the reply: {self._said(reply)}")
+            return Failure(f"no answer in the reply: {self._in_one_line(reply)}")
         finish = choices[0].finish_reason
         if finish != "length" and finish not in _STOPPED:
             return Failure(f"the answer ended by {finish!r}")
-        # Half a surrogate pair, which JSON can carry, is no text that could be asked again.
-        text = (choices[0].message.content or "").encode("utf-16", "surrogatepass").decode("utf-16", "replace")
+        text = encodable(choices[0].message.content or "")  # JSON can carry half an emoji
         return Answer(text.removeprefix(" ") if self._spaced else text, "length" if finish == "length" else "stop")
 
     def _refused(self, error: Any) -> ValueError:
         return ValueError(
-            f"{self._server.url} refuses: {self._said(error)}; look at `server.url`, which mostly ends in /v1, "
+            f"{self._server.url} refuses: {self._in_one_line(error)}; look at `server.url`, which mostly ends in /v1, "
             f"`server.model` ({self._server.model}) and the environment variable {self._server.key_variable}"
         )
 
-    def _said(self, what: object) -> str:
-        """In one line of bearable length, and never with the key, which some servers repeat."""
+    def _in_one_line(self, what: object) -> str:
+        """Of bearable length, and never with the key, which some servers repeat."""
         text = str(what).replace(self._key, "…") if self._key else str(what)
         return " ".join(text.split())[:500]
-
-
-def _tell(report: RegenerationReport, store: Store, seconds: float) -> None:
-    rate = f", {report.answers / seconds:.1f} answers a second" if report.answers else ""
-    log(f"regenerate: wrote {report.written:,} conversations{rate}; {len(store):,} stand in {store.path}")
-    if report.cut:
-        reasons = ", ".join(f"{count} {reason}" for reason, count in report.cut.most_common())
-        log(f"regenerate: {sum(report.cut.values()):,} of them end early ({reasons})")
-    if report.failed:
-        log(
-            f"error: {report.failed:,} conversations failed: {store.errors_path} says why; the same command tries them "
-            "again"
-        )

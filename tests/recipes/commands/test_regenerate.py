@@ -215,7 +215,7 @@ def test_stopped_and_killed_and_resumed_by_the_same_command(values: dict[str, An
         _, shown = process.communicate(timeout=60)
         assert process.returncode == code
         assert "Traceback" not in shown
-        assert ("stopped by signal 15; the same command goes on from here" in shown) == (code == 143)
+        assert ("stopped by signal 15; the same command resumes from here" in shown) == (code == 143)
         assert lines <= out.read_bytes().count(b"\n") < report.written
 
     resumed = CliRunner().invoke(app, ["regenerate", str(recipe)])
