@@ -118,7 +118,7 @@ def _source_row(label: str, recording: Recording, source: str, candidates: int) 
     """What a source's drafts come to with so many candidates.
 
     With replacement α@k is known at every position from whole distributions. What drawing without replacement adds is
-    known for the token that stands there, and so right on average.
+    known for the token that stands there, and so right on average; the same holds of naive sampling.
     """
     drafts = recording.drafts[source]
     one_T = 1 - drafts.variation_T.astype(np.float64)
@@ -144,28 +144,32 @@ def _over_acceptance_rows(
     drafter = bench.opened.parts.drafter
     if drafter is None or not epsilons:
         return []
-    cases = [(name, epsilon) for epsilon in epsilons for name in ("OPT", "UNO")]
-    found: list[list[tuple[float, float]]] = []
+    found: dict[str, list[tuple[float, float]]] = {}
     with bar("over-accepting", "prompts") as advance:
         for index, (prompt, text) in enumerate(zip(bench.prompts, texts, strict=True), 1):
             target_TV = distributions(bench.opened.target, prompt, text, sampling)
             draft_TV = distributions(drafter, prompt, text, sampling)
-            found.append([_traded(target_TV, draft_TV, epsilon, name) for name, epsilon in cases])
+            for epsilon in epsilons:
+                for name, traded in _traded(target_TV, draft_TV, epsilon).items():
+                    found.setdefault(f"{name} e={epsilon:g} T={sampling.temperature:g}", []).append(traded)
             advance(index, len(texts))
     tokens = [len(text) for text in texts]
     rows = []
-    for case, (name, epsilon) in enumerate(cases):
-        rejections, bias = (np.array([each[case][part] for each in found]) for part in (0, 1))
+    for label, by_prompt in found.items():
+        rejections, bias = np.array(by_prompt).T
         columns = {"rejections": (rejections, tokens), "bias": (bias, tokens), "sum": (rejections + bias, tokens)}
-        rows.append(ratio_row(f"{name} e={epsilon:g} T={sampling.temperature:g}", columns))
+        rows.append(ratio_row(label, columns))
     return rows
 
 
-def _traded(target_TV: Floats, draft_TV: Floats, epsilon: float, name: str) -> tuple[float, float]:
-    """Rejections and bias of OPT or UNO, summed over the positions of a text."""
+def _traded(target_TV: Floats, draft_TV: Floats, epsilon: float) -> dict[str, tuple[float, float]]:
+    """Rejections and bias of OPT and of UNO, summed over the positions of a text."""
     each = [theory.over_acceptance(p_V, q_V, epsilon) for p_V, q_V in zip(target_TV, draft_TV, strict=True)]
-    output_TV = np.stack([one.optimal_V if name == "OPT" else one.simple_V for one in each])
-    return float(sum(one.rejection for one in each)), float(theory.total_variation(output_TV, target_TV).sum())
+    outputs = {"OPT": np.stack([one.optimal_V for one in each]), "UNO": np.stack([one.simple_V for one in each])}
+    rejections = float(sum(one.rejection for one in each))
+    return {
+        name: (rejections, float(theory.total_variation(out_TV, target_TV).sum())) for name, out_TV in outputs.items()
+    }
 
 
 @torch.inference_mode()

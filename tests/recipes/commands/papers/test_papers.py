@@ -18,7 +18,7 @@ import torch
 import yaml
 from draftsmith.recipes.commands.cli import app
 from draftsmith.recipes.commands.evaluation.recipe import evaluation_or_paper, paper_recipe
-from draftsmith.recipes.commands.papers.experiments import is_finished, results_of
+from draftsmith.recipes.commands.papers.experiments import is_finished
 from draftsmith.recipes.commands.papers.papers import run_paper, run_papers, shipped_papers
 from draftsmith.recipes.commands.papers.plan import forwards_of, show_plan
 from draftsmith.recipes.report.papers import title_of
@@ -216,25 +216,6 @@ def test_the_report_of_one_evaluation_shows_the_papers_numbers(own: Path, tiny_p
     assert result["claims"][1]["status"] == HELD
 
 
-def test_one_that_fails_does_not_keep_the_others_from_running(
-    own: Path, tiny_pair: Path, tmp_path: Path, capfd: pytest.CaptureFixture[str]
-) -> None:
-    other = own.with_name("other.yaml")
-    other.write_text(own.read_text().replace(*MEDUSA))
-    failed = run_papers([str(other), str(own)], str(tiny_pair), tmp_path / "out")
-    assert failed == ["other"]
-    assert "error: other: method 'medusa' needs `heads`, and the recipe names none" in capfd.readouterr().err
-    whole = json.loads((tmp_path / "out" / "papers.json").read_text())
-    assert [result["name"] for result in whole["papers"]] == ["own"]
-    assert list(whole["failed"]) == ["other"]
-    assert "pairs" not in whole["papers"][0]["rows"][0]
-    text = (tmp_path / "out" / "papers.md").read_text()
-    assert "**other failed:** method 'medusa' needs" in text
-    assert "| More drafting makes more tokens a step. |" in text
-    assert "| short | " in text
-    assert "| 1.75 |" in text
-
-
 def test_what_has_finished_is_kept_until_something_changes(
     own: Path, tiny_pair: Path, tmp_path: Path, capfd: pytest.CaptureFixture[str]
 ) -> None:
@@ -296,22 +277,6 @@ def test_a_run_that_finished_before_the_others_is_not_decoded_again(
         assert f'<a href="{run}/report.html">' in page
 
 
-def test_the_page_shows_what_this_recipe_ran(own: Path, tiny_pair: Path, tmp_path: Path) -> None:
-    """In a folder where another recipe has left its results: one evaluation, then runs, then other runs."""
-    recipe, folder = paper_recipe(str(own)), tmp_path / "out"
-    run_paper(recipe, "own", str(tiny_pair), folder)
-    assert "All methods" in (folder / "report.html").read_text()
-    for runs in ({"first": {"limit": 1}, "second": {"limit": 2}}, {"third": {"limit": 1}}):
-        several = recipe.model_copy(update={"small": {"settings.runs": runs}})
-        run_paper(several, "own", str(tiny_pair), folder)
-        page = (folder / "report.html").read_text()
-        assert "All methods" not in page
-        for run in ("first", "second", "third"):
-            assert (f'<a href="{run}/report.html">' in page) == (run in runs)
-    assert (folder / "first" / "report.html").is_file()
-    assert "paper" not in load_results(results_of(folder, "third"))
-
-
 def test_joules_are_counted_only_where_the_paper_has_any(own: Path, tiny_pair: Path, tmp_path: Path) -> None:
     run_paper(paper_recipe(str(own)), "own", str(tiny_pair), tmp_path / "out")
     assert load_results(tmp_path / "out" / "results.json")["recipe"]["energy"] == "off"
@@ -322,7 +287,9 @@ def test_joules_are_counted_only_where_the_paper_has_any(own: Path, tiny_pair: P
     assert all(each.energy == "auto" for each in shipped("evaluate/mjsd/main").evaluations().values())
 
 
-def test_what_finished_earlier_stays_in_the_tables(own: Path, tiny_pair: Path, tmp_path: Path) -> None:
+def test_one_that_fails_keeps_neither_others_nor_what_finished_earlier_out_of_the_tables(
+    own: Path, tiny_pair: Path, tmp_path: Path, capfd: pytest.CaptureFixture[str]
+) -> None:
     def summary() -> tuple[list[str], list[str]]:
         whole = json.loads((tmp_path / "out" / "papers.json").read_text())
         assert all("pairs" not in row for result in whole["papers"] for row in result["rows"])
@@ -331,16 +298,19 @@ def test_what_finished_earlier_stays_in_the_tables(own: Path, tiny_pair: Path, t
     other, bad = own.with_name("other.yaml"), own.with_name("bad.yaml")
     other.write_text(own.read_text())
     bad.write_text(own.read_text().replace(*MEDUSA))
-    for names, wanted in (
-        ([own], (["own"], [])),
-        ([other], (["other", "own"], [])),
-        ([bad, own], (["own", "other"], ["bad"])),
-        ([own], (["own", "other"], [])),
-    ):
-        run_papers([str(name) for name in names], str(tiny_pair), tmp_path / "out")
-        assert summary() == wanted
+    for names, finished, failed in (([own], ["own"], []), ([bad, other], ["other", "own"], ["bad"])):
+        assert run_papers([str(name) for name in names], str(tiny_pair), tmp_path / "out") == failed
+        assert summary() == (finished, failed)
+    assert "bad: method 'medusa' needs `heads`" in capfd.readouterr().err
     text = (tmp_path / "out" / "papers.md").read_text()
-    assert text.index("### own (Table 2)") < text.index("### other (Table 2)")
+    assert text.index("### other (Table 2)") < text.index("### own (Table 2)")
+    for part in (
+        "**bad failed:** method 'medusa'",
+        "| More drafting makes more tokens a step. |",
+        "| short | ",
+        "| 1.75 |",
+    ):
+        assert part in text
     (tmp_path / "out" / "other" / "paper.json").write_text("{")
     run_papers([str(own)], str(tiny_pair), tmp_path / "out")
     assert summary() == (["own"], [])
