@@ -113,7 +113,7 @@ class PaperRecipe(Section):
             try:
                 found[name] = PaperEvaluation.model_validate(base | changes)
             except ValidationError as error:
-                raise ValueError(f"run {name!r}: {_faults(PaperEvaluation, error)}") from error
+                raise ValueError(f"run {name!r}: {_described(PaperEvaluation, error)}") from error
         counts = self.counts_joules()
         return {name: each if counts else each.model_copy(update={"energy": "off"}) for name, each in found.items()}
 
@@ -157,7 +157,7 @@ class PaperRecipe(Section):
             try:
                 evaluate = PaperEvaluation.model_validate(swapped)
             except ValidationError as error:
-                raise ValueError(f"`small`: {_faults(PaperEvaluation, error)}") from error
+                raise ValueError(f"`small`: {_described(PaperEvaluation, error)}") from error
         # a copy, which is not checked: the paper's own rows and claims may name runs that the pair has not
         return self.model_copy(update={"evaluate": evaluate, "settings": settings, "small": {}})
 
@@ -188,7 +188,7 @@ class PaperRecipe(Section):
             settings = RunsSettings.model_validate(self.settings)
             labels = [*self.labels(), *small.labels()]
         except ValidationError as error:
-            raise ValueError(_faults(RunsSettings, error, "settings")) from error
+            raise ValueError(_described(RunsSettings, error, "settings")) from error
         metrics = [*MethodRow.model_fields, *DERIVED]
         named = [(label, metric, "theirs") for label, found in self.theirs.items() for metric in found]
         for claim in self.claims:
@@ -228,6 +228,6 @@ def _filled(value: Any, folder: str) -> Any:
     return [_filled(item, folder) for item in value] if isinstance(value, list) else value
 
 
-def _faults(model: type[Section], error: ValidationError, under: str = "") -> str:
+def _described(model: type[Section], error: ValidationError, under: str = "") -> str:
     """What pydantic found, for people."""
     return "; ".join(describe(model, fault, under) for fault in error.errors())

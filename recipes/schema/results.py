@@ -173,8 +173,8 @@ class Results(_Checked):
 def write_results(path: Path, results: Mapping[str, Any]) -> None:
     """Write results, whole or not at all."""
     text = json.dumps(results, indent=2, allow_nan=False) + "\n"
-    fault = _fault(json.loads(text))
-    assert fault is None, fault
+    mismatch = _mismatch(json.loads(text))
+    assert mismatch is None, mismatch
     atomic_text(path, text)
 
 
@@ -204,9 +204,9 @@ def load_results(path: str | os.PathLike[str]) -> dict[str, Any]:
         results["schema"] = SCHEMA
     if isinstance(results.get("methods"), list):
         results["methods"] = [_upgraded(row, schema) for row in results["methods"]]
-    fault = _fault(results)
-    if fault is not None:
-        raise ValueError(f"{path}: {fault}")
+    mismatch = _mismatch(results)
+    if mismatch is not None:
+        raise ValueError(f"{path}: {mismatch}")
     return dict(results)
 
 
@@ -222,7 +222,7 @@ def _upgraded(row: Any, schema: int) -> Any:
     return lacking | {"by_prompt": []} | row | {"by_category": {}}
 
 
-def _fault(results: Any) -> str | None:
+def _mismatch(results: Any) -> str | None:
     """The first thing that is not as it should be."""
     try:
         Results.model_validate(results)

@@ -99,10 +99,10 @@ def is_finished(evaluation: PaperEvaluation, out: Path) -> bool:
 def _results(evaluation: PaperEvaluation, out: Path) -> dict[str, Any]:
     """The results of an evaluation, decoded only where they are not there already."""
     if is_finished(evaluation, out):
-        log(f"{out} is finished: kept")
+        log(f"{out} had finished already")
         return load_results(out)
     _stamp(out).unlink(missing_ok=True)
-    identity = _identity(evaluation)  # what is written anew while it decodes is not what was decoded
+    identity = _identity(evaluation)  # before decoding: what changes meanwhile was not decoded
     results = run_evaluate(EvaluateRecipe.model_validate(evaluation.model_dump() | {"out": str(out)}))
     atomic_text(_stamp(out), json.dumps(identity, indent=1) + "\n")
     return results
@@ -113,7 +113,7 @@ def _stamp(out: Path) -> Path:
 
 
 def _stamped(out: Path) -> Any:
-    """What the results there are of; None where nothing says so."""
+    """What the results there are of; None where that is not known."""
     try:
         return json.loads(_stamp(out).read_text(encoding="utf-8"))
     except (OSError, ValueError):  # missing, cut off or not text: decode once more rather than trust it
@@ -152,7 +152,7 @@ def _label(run: str, label: str) -> str:
 
 
 def _category_rows(results: Mapping[str, Any], run: str) -> Rows:
-    """Rows of each category that has prompts of its own name, of what can be said prompt by prompt."""
+    """Rows of each category that has prompts of its own name, of what is known prompt by prompt."""
     rows = []
     for row in results["methods"]:
         for name in row["by_category"] if len(row["by_category"]) > 1 else ():

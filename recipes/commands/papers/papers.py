@@ -75,7 +75,7 @@ def run_paper(recipe: PaperRecipe, name: str, pair: str | None = None, folder: P
         result = {"schema": SCHEMA, "kind": "paper", "identity": identity, "machine": on, "rows": rows, "claims": []}
         _write(folder / "paper.json", result)
     else:
-        log(f"papers: {name} is finished: kept")
+        log(f"papers: {name} had finished already")
     about = recipe.model_dump(mode="json", include={"paper", "where", "experiment", "not_rerun", "theirs"})
     result |= about | {"name": name, "pair": pair, "claims": judged(recipe, result["rows"])}
     _write(folder / "paper.json", result)
@@ -118,7 +118,7 @@ def judged(recipe: PaperRecipe, rows: Sequence[dict[str, Any]]) -> list[dict[str
 def run_papers(names: Sequence[str], pair: str | None, out: Path | None) -> list[str]:
     """Run all shipped paper recipes, or those named; one that fails does not keep the others from running.
 
-    Writes `papers.json` and `papers.md`, after each recipe anew, with those that have finished before.
+    Writes `papers.json` and `papers.md`, after each recipe again, with those that have finished before.
 
     Returns:
         The names of those that failed.

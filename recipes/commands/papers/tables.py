@@ -35,11 +35,11 @@ def correlation(recipe: PaperRecipe, folder: Path) -> list[Row]:
     """How often the best token of each head is what the target's own greedy text goes on with: by itself (`without
     correlation`), and where its probability is multiplied by r(x, y), x the token before (`slim.txt`, equation 3).
 
-    The text up to a head's place is taken to have been accepted: x is the text's own token. Places beyond its end are
-    not counted. Metrics: `head_1` …, `heads` (all of them); `mended` and `spoiled`, the shares of all places where the
-    correction turned a wrong token into the right one, and the other way round; `tokens_per_step` of SLiM with a single
-    sequence as long as there are heads, by replay; with `categories`, `worst_gain` and `best_gain`, the least and the
-    most that a category's `heads` gain, over its prompts.
+    The text before a head's position is taken to have been accepted: x is the text's own token. Positions beyond its
+    end are not counted. Metrics: `head_1` …, `heads` (all of them); `mended` and `spoiled`, the shares of all positions
+    where the correction turned a wrong token into the right one, and the other way round; `tokens_per_step` of SLiM
+    with a single sequence as long as there are heads, by replay; with `categories`, `worst_gain` and `best_gain`, the
+    least and the most that a category's `heads` gain, over its prompts.
 
     Raises:
         ValueError: settings that there are not, no heads or no table; what `open_bench` raises.
@@ -82,7 +82,7 @@ def correlation(recipe: PaperRecipe, folder: Path) -> list[Row]:
 def corrected(
     recording: Recording, table: BigramTable, settings: CorrelationSettings
 ) -> tuple[Flags, Flags, NDArray[np.bool_]]:
-    """Which heads' best tokens are right, with the table and without, and which places lie within a text; [T, H] each.
+    """Which heads' best tokens are right, with the table and without, and which positions lie within a text; [T, H] each.
 
     Raises:
         ValueError: what `BigramTable.correlation` raises.

@@ -225,17 +225,17 @@ def test_what_has_finished_is_kept_until_something_changes(
 
     text = own.read_text()
     said, when = run()
-    assert "kept" not in said
+    assert "already" not in said
     assert run()[1] == when
     own.write_text(text.replace("holds: long.tokens_per_step >", "holds: long.tokens_per_step <"))
     said, again = run()
-    assert "own is finished: kept" in said
+    assert "own had finished already" in said
     assert again == when  # a claim is judged anew, nothing is decoded anew
     claim = json.loads((tmp_path / "out" / "own" / "paper.json").read_text())["claims"][0]
     assert claim["paper_status"] == "not held"
     own.write_text(text.replace("gamma: 3", "gamma: 4"))
     said, again = run()
-    assert "kept" not in said
+    assert "already" not in said
     assert again > when
     when = again
     prompts = tiny_pair / "corpus" / "heldout.jsonl"
@@ -248,14 +248,14 @@ def test_what_has_finished_is_kept_until_something_changes(
         for more, kept in ((0, False), (0, True), (1, False)):
             torch.set_num_threads(threads + more)
             run_paper(chains, "chains", str(tiny_pair), tmp_path / "chains")
-            assert ("chains is finished: kept" in capfd.readouterr().err) == kept
+            assert ("chains had finished already" in capfd.readouterr().err) == kept
             assert is_finished(evaluation, tmp_path / "out" / "own" / "results.json") == (more == 0)
     finally:
         torch.set_num_threads(threads)
     left = [tmp_path / "out" / "own" / name for name in ("paper.json", "evaluated.json")]
     for path in left:  # what is cut off has not finished
         path.write_text(path.read_text()[:40])
-    assert "kept" not in run()[0]
+    assert "already" not in run()[0]
     assert all(json.loads(path.read_text()) for path in left)
 
 
@@ -271,7 +271,7 @@ def test_a_run_that_finished_before_the_others_is_not_decoded_again(
     runs["second"] = {"drafter": "{pair}/drafter-stage1"}
     run_paper(recipe.model_copy(update={"small": {"settings.runs": runs}}), "own", str(tiny_pair), tmp_path / "out")
     assert (tmp_path / "out" / "first" / "results.json").stat().st_mtime_ns == when
-    assert "first/results.json is finished: kept" in capfd.readouterr().err
+    assert "first/results.json had finished already" in capfd.readouterr().err
     page = (tmp_path / "out" / "report.html").read_text()
     for run in runs:
         assert f'<a href="{run}/report.html">' in page
