@@ -82,7 +82,7 @@ def correlation(recipe: PaperRecipe, folder: Path) -> list[Row]:
 def corrected(
     recording: Recording, table: BigramTable, settings: CorrelationSettings
 ) -> tuple[Flags, Flags, NDArray[np.bool_]]:
-    """Which heads' best tokens are right, with the table and without, and which positions lie within a text; [T, H] each.
+    """Which heads' best tokens are right, with the table and without, and which positions lie in a text; [T, H] each.
 
     Raises:
         ValueError: what `BigramTable.correlation` raises.
