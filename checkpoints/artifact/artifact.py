@@ -58,21 +58,13 @@ def save_artifact(
     command: str | None = None,
     export: dict[str, Any] | None = None,
 ) -> Manifest:
-    """Write an artifact to `out_dir`, replacing one that stands there; a reader sees the old or the new, never a part.
-
-    Everything is written to a hidden folder beside `out_dir`, flushed to the disk and then renamed, see
-    `folders.atomic_dir`. Where anything fails, that folder is removed, what stood at `out_dir` stays, and the error
-    goes on to the caller.
+    """Write an artifact to `out_dir`, whole or not at all (`atomic_dir`), replacing one that stands there.
 
     Args:
-        kind: drafter, heads, table or target.
         write: given an empty folder, writes the artifact's own files into it.
-        vocab_size: V of the artifact's tensors.
-        target: id, revision and fingerprint of the model it is made for.
-        recipe: the resolved recipe; secrets in it are redacted (as in all other dictionaries).
         card: text of README.md; by default a small card made from the manifest.
-        command: what made it, as one would type it.
-        export: of an export (`export.py`), what it is.
+
+    The others are the manifest's fields, without secrets; see `Manifest`.
 
     Raises:
         ValueError: an unknown kind, values that JSON cannot hold, files that are links or have names that not every
@@ -99,11 +91,6 @@ def save_artifact(
         command=to_json_safe(command),
         export=to_json_safe(export),
     )
-    return _write_all(out, manifest, write, card)
-
-
-def _write_all(out: Path, manifest: Manifest, write: Callable[[Path], None], card: str | None) -> Manifest:
-    """Write to a hidden folder beside `out` and put it in place; the manifest with the files' hashes."""
     with atomic_dir(out) as unfinished:
         write(unfinished)
         assert any(unfinished.iterdir()), "write left no files"
@@ -125,12 +112,9 @@ def _write_all(out: Path, manifest: Manifest, write: Callable[[Path], None], car
 def load_manifest(directory: Path, kind: str | None = None) -> Manifest:
     """Read an artifact's manifest; the other files are not looked at.
 
-    Args:
-        kind: where given, the kind that the artifact must be, in a form that this package reads.
-
     Raises:
-        ValueError: no such folder, no `artifact.json`, one that is not of this form, an artifact of another kind, or
-            an export for other programs.
+        ValueError: no such folder, no `artifact.json`, one that is not of this form; where `kind` is given, an artifact
+            of another kind or an export for other programs.
     """
     directory = Path(directory)
     manifest = read_consistent(directory, lambda: _read_manifest(directory))
@@ -176,8 +160,6 @@ def inside(directory: Path) -> str:
 def verify_artifact(directory: Path, kind: str | None = None) -> Manifest:
     """Check every file of an artifact against its manifest. Hidden files at the top (`.gitattributes`) do not count.
 
-    An artifact that is replaced meanwhile is checked again: see `folders.steady`, and `open_artifact` for loading one.
-
     Raises:
         ValueError: what `load_manifest` raises; all files that are missing, not listed, no plain files, or of other
             size or hash, named.
@@ -195,14 +177,7 @@ def verify_artifact(directory: Path, kind: str | None = None) -> Manifest:
 
 
 def open_artifact(directory: Path, load: Callable[[Path], Loaded], kind: str | None = None) -> tuple[Manifest, Loaded]:
-    """Verify an artifact and load it: both of the same one, however often it is replaced meanwhile.
-
-    Args:
-        load: given the folder, loads from it; what it raises must be a ValueError or an OSError.
-
-    Raises:
-        ValueError, OSError: what `verify_artifact` and `load` raise.
-    """
+    """Verify an artifact and load it: both of the same one, though writers replace it (`read_consistent`)."""
     directory = Path(directory)
     return read_consistent(directory, lambda: (verify_artifact(directory, kind), load(directory)))
 
@@ -253,15 +228,11 @@ def _by_git(path: Path, size: int, entry: dict[str, Any]) -> str:
 
 
 def check_target(manifest: Manifest, *, vocab_size: int, tokenizer_fingerprint: str | None, what: str) -> None:
-    """Check that an artifact fits the target it is used with.
+    """Raises ValueError, which names both sides, where an artifact's vocabulary size or tokenizer is not the target's.
 
     Args:
-        vocab_size: the target's.
-        tokenizer_fingerprint: the target's tokenizer's; None, here or in the manifest, where it is not known.
+        tokenizer_fingerprint: None, here or in the manifest, where it is not known.
         what: the artifact's name in messages, such as "the heads runs/quickstart/heads".
-
-    Raises:
-        ValueError: another vocabulary size or tokenizer; both sides are named.
     """
     if manifest.vocab_size != vocab_size:
         # A padded embedding has rows for tokens that no text holds; a table can be counted with as many.

@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import Any
 
 from .manifest import Manifest
-from .markdown import fenced, head, number, public, python, quoted, table, text
+from .markdown import fenced, head, number, public, python, table, text
 
 _WHAT = {
     "drafter": "a draft model for speculative decoding",
@@ -81,7 +81,6 @@ def model_card(manifest: Manifest, name: str, evidence: Evidence | None = None) 
     lines += _section("Evaluation", manifest.evaluation or {}, "On held-out text, at the end of training.")
     lines += _data(manifest, evidence)
     lines += _section("Training", _scalars(manifest.training))
-    lines += _correlations(manifest.training)
     lines += _made(manifest)
     return "\n".join(lines)
 
@@ -310,25 +309,6 @@ def _made(manifest: Manifest) -> list[str]:
 
 def _versions(versions: Mapping[str, Any]) -> str:
     return ", ".join(f"{text(name)} {text(version)}" for name, version in versions.items() if version is not None)
-
-
-def _correlations(training: dict[str, Any]) -> list[str]:
-    """The most extreme correlations of a table, where its report has them."""
-    lines: list[str] = []
-    for name, key in (("highest", "highest_r"), ("lowest", "lowest_r")):
-        pairs = [pair for pair in _list(training.get(key)) if isinstance(pair, dict)]
-        if pairs:
-            lines += [f"## Pairs with the {name} correlation", ""]
-            lines += table(("left", "right", "seen", "expected", "r"), list(map(_pair_row, pairs)))
-    return lines
-
-
-def _pair_row(pair: dict[str, Any]) -> list[str]:
-    texts = [quoted(str(each)) for each in _list(pair.get("texts"))]
-    left, right = texts if len(texts) == 2 else (number(pair.get("left")), number(pair.get("right")))
-    expected = pair.get("expected")
-    rounded = f"{expected:,.1f}" if isinstance(expected, float) else number(expected)
-    return [left, right, number(pair.get("count")), rounded, number(pair.get("r"))]
 
 
 def _dict(value: Any) -> dict[str, Any]:

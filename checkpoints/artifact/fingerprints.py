@@ -18,7 +18,7 @@ from transformers import AutoConfig
 from ..storage.atomic import read_consistent
 from ..storage.messages import first_line
 from ..storage.names import MANIFEST_FILE, PREFIX
-from ..storage.safe_read import UNREADABLE, file_hash, open_file, read_json
+from ..storage.safe_read import UNREADABLE, file_hash, open_file, read_json, shards_of
 
 _CONFIG_KEYS = (
     "model_type",
@@ -131,12 +131,9 @@ def weight_files(directory: Path) -> list[Path]:
     if (directory / _WHOLE).is_file():
         return [directory / _WHOLE]
     if (directory / _INDEX).is_file():
-        try:
-            shards = sorted({str(shard) for shard in read_json(directory / _INDEX)["weight_map"].values()})
-        except (ValueError, KeyError, AttributeError) as error:
-            raise ValueError(f"{directory / _INDEX} is no index of shards: {error}") from error
+        shards = sorted(set(shards_of(directory / _INDEX).values()))
         for shard in shards:
-            if Path(shard).name != shard or not (directory / shard).is_file():
+            if not (directory / shard).is_file():
                 raise ValueError(f"{directory / _INDEX} names {shard!r}, which is not beside it")
         return [directory / shard for shard in shards]
     if files := sorted(directory.glob("model*.safetensors")):

@@ -30,11 +30,6 @@ def text(value: Any) -> str:
     return _escaped(line)
 
 
-def quoted(value: str) -> str:
-    """A token's text, with quotes around it and its spaces and control characters seen."""
-    return _escaped(_shown(json.dumps(value[:_LONGEST], ensure_ascii=False)))
-
-
 def public(value: str) -> str:
     """A text without the folders of a machine: `/home/me/runs/a.json` becomes `a.json`."""
     return _PATH.sub(lambda found: re.split(r"[/\\]", found[0].rstrip("/\\"))[-1], value)

@@ -116,6 +116,26 @@ def _check_depth(values: Any) -> None:
     raise ValueError(f"its JSON nests deeper than {MAX_JSON_DEPTH} levels")
 
 
+def shards_of(index: Path) -> dict[str, str]:
+    """File names of shards by tensor, of an index that lies beside them.
+
+    Raises:
+        ValueError: it is none, or names other files than safetensors beside it; names the index.
+        OSError: it cannot be read.
+    """
+    try:
+        files = read_json(index).get("weight_map")
+    except ValueError as error:
+        raise ValueError(f"{index}: {error}") from error
+    if not isinstance(files, dict) or not all(isinstance(name, str) for name in files.values()):
+        raise ValueError(f"{index}: it has no weight_map of tensors to files")
+    for name in sorted(set(files.values())):
+        fault = name_fault(name) or (None if name.endswith(".safetensors") else "it is no safetensors file")
+        if fault is not None:
+            raise ValueError(f"{index} names the file {name!r}: {fault}")
+    return files
+
+
 def pickles_allowed() -> bool:
     """Whether the user lets pickled weights of models be loaded, which are then read with `weights_only=True`.
 

@@ -16,7 +16,7 @@ from ..artifact.manifest import Manifest
 from ..storage.atomic import read_consistent
 from ..storage.messages import brief, shown
 from ..storage.names import CONFIG_FILE, HEADS_FILE, TABLE_FILE
-from ..storage.safe_read import check_safetensors, is_blob, read_json
+from ..storage.safe_read import check_safetensors, is_blob, read_json, shards_of
 from .tensors import tensor_faults
 
 _NEEDED = {"heads": (HEADS_FILE, CONFIG_FILE), "table": (TABLE_FILE,)}
@@ -128,11 +128,7 @@ def _unreadable(directory: Path, manifest: Manifest) -> list[str]:
 
 
 def _index_faults(path: Path, name: str, manifest: Manifest) -> list[str]:
-    places = read_json(path).get("weight_map")
-    if not isinstance(places, dict):
-        return [f"{path} is no index of shards: it has no `weight_map`"]
-    within = PurePosixPath(name).parent
-    shards = sorted({str(shard) for shard in places.values()})
+    shards, within = sorted(set(shards_of(path).values())), PurePosixPath(name).parent
     return [
         f"{path} names {shard!r}, which is not there" for shard in shards if str(within / shard) not in manifest.files
     ]

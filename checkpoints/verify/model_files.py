@@ -26,7 +26,7 @@ from ..artifact.fingerprints import is_parameter
 from ..artifact.locate import at_revision
 from ..storage.messages import first_line
 from ..storage.places import adapter_base
-from ..storage.safe_read import UNPICKLE, name_fault, pickles_allowed, read_json
+from ..storage.safe_read import UNPICKLE, pickles_allowed, read_json, shards_of
 
 ADAPTER_CONFIG = "adapter_config.json"
 ADAPTER_FILE = "adapter_model.safetensors"
@@ -219,7 +219,7 @@ def only_safetensors(source: str, config: Any = None) -> bool | None:
         return True
     index = cached_file(source, _INDEX, **lenient)
     if index is not None:
-        _shards(index)
+        shards_of(Path(index))
     elif folder.is_dir() and (pickled := _pickled(source)):
         raise ValueError(_refusal(pickled))
     return True
@@ -316,24 +316,9 @@ def _weight_files(source: str, names: Collection[str], prefix: str) -> Iterator[
     index = cached_file(source, _INDEX, **_QUIET)
     if index is None:
         return
-    places = _shards(index)
+    places = shards_of(Path(index))
     stored = {place for name in names if (place := _place(name, places, prefix)) is not None}
     for shard in sorted({places[name] for name in stored}):
         path = cached_file(source, shard, **_QUIET)
         if path is not None:
             yield path
-
-
-def _shards(index: str) -> dict[str, str]:
-    """File names of shards by tensor. Raises ValueError for other files than safetensors of the same folder."""
-    try:
-        places = read_json(Path(index)).get("weight_map")
-    except ValueError as error:
-        raise ValueError(f"{index}: {error}") from error
-    if not isinstance(places, dict) or not all(isinstance(name, str) for name in places.values()):
-        raise ValueError(f"{index}: it has no weight_map of tensors to files")
-    for name in sorted(set(places.values())):
-        fault = name_fault(name) or (None if name.endswith(".safetensors") else "it is no safetensors file")
-        if fault is not None:
-            raise ValueError(f"{index} names the file {name!r}: {fault}")
-    return places

@@ -11,7 +11,7 @@ import pytest
 import yaml
 from draftsmith.checkpoints.artifact.card import Evidence, Licence, Measured, base_model, data_sources, model_card
 from draftsmith.checkpoints.artifact.manifest import Manifest, to_json_safe
-from draftsmith.checkpoints.artifact.markdown import public, quoted, text
+from draftsmith.checkpoints.artifact.markdown import public, text
 from draftsmith.data.tokenizers import train_bpe
 from markdown_it import MarkdownIt
 from markdown_it.token import Token
@@ -228,12 +228,6 @@ def test_text_is_read_as_it_was(hostile: str) -> None:
     seen = "".join(token.content for token in inline.children).removeprefix("key: ")
     wanted = " ".join(hostile.split())
     assert seen == "".join(one if one.isprintable() else f"\\u{ord(one):04x}" for one in wanted)
-
-
-def test_tokens_show_their_spaces() -> None:
-    assert quoted(" the") == '" the"'
-    assert quoted("\n|`") == '"\\\\n\\|\\`"'
-    assert quoted("<b>") == '"&lt;b&gt;"'
 
 
 def test_folders_of_a_machine_are_left_out() -> None:

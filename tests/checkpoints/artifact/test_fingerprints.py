@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 import shutil
 from collections.abc import Callable
 from pathlib import Path
@@ -40,12 +41,12 @@ def test_an_index_that_names_what_is_not_beside_it_is_refused(tmp_path: Path, ma
     make_llama().save_pretrained(tmp_path / "m", max_shard_size="20KB")
     index = tmp_path / "m" / "model.safetensors.index.json"
     for places, message in (
-        ({"a": "gone.safetensors"}, "names 'gone.safetensors', which is not beside it"),
-        ({"a": "../../etc/passwd"}, "names '../../etc/passwd', which is not beside it"),
-        ([], "no index of shards"),
+        ({"a": "gone.safetensors"}, "gone.safetensors"),
+        ({"a": "../../etc/passwd"}, "../../etc/passwd"),
+        ([], "model.safetensors.index.json"),
     ):
         index.write_text(json.dumps({"weight_map": places}))
-        with pytest.raises(ValueError, match=message):
+        with pytest.raises(ValueError, match=re.escape(message)):
             model_fingerprint(tmp_path / "m")
 
 
