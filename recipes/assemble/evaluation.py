@@ -62,9 +62,10 @@ def open_recipe(recipe: EvaluateRecipe) -> LoadedPair:
     device = device_of(recipe)
     tokenizer = load_tokenizer(recipe.target)
     model = load_model(recipe.target, dtype=recipe.dtype, device=device, device_map=recipe.device_map)
-    heads = _load_heads(recipe, device)
+    loaded_heads = _load_heads(recipe, device)
+    heads = None if loaded_heads is None else loaded_heads[1]
     target = wrap_model(model, states=states_of(heads))
-    parts = _load_parts(recipe, target, heads, tokenizer, device)
+    parts = _load_parts(recipe, target, loaded_heads, tokenizer, device)
     attach_projection(heads, model, target.device)
     return LoadedPair(tokenizer, model, target, parts, device)
 
@@ -112,12 +113,12 @@ def entries_of(recipe: EvaluateRecipe) -> list[Entry]:
     return entries
 
 
-def _load_heads(recipe: EvaluateRecipe, device: str) -> PredictionHeads | None:
-    """The recipe's heads, which decide what hidden states the target must give."""
+def _load_heads(recipe: EvaluateRecipe, device: str) -> tuple[Manifest, PredictionHeads] | None:
+    """The recipe's heads, which decide what hidden states the target must give, and their manifest."""
     if recipe.heads is None:
         return None
-    place = Path(place_of(recipe.heads, "heads"))
-    return open_artifact(place, lambda folder: load_heads(folder, device=device), "heads")[1]
+    folder = Path(place_of(recipe.heads, "heads"))
+    return open_artifact(folder, lambda folder: load_heads(folder, device=device), "heads")
 
 
 def _load_drafter(recipe: EvaluateRecipe, source: str, device: str) -> tuple[Manifest | None, PreTrainedModel]:
@@ -129,7 +130,11 @@ def _load_drafter(recipe: EvaluateRecipe, source: str, device: str) -> tuple[Man
 
 
 def _load_parts(
-    recipe: EvaluateRecipe, target: LanguageModel, heads: PredictionHeads | None, tokenizer: Any, device: str
+    recipe: EvaluateRecipe,
+    target: LanguageModel,
+    loaded_heads: tuple[Manifest, PredictionHeads] | None,
+    tokenizer: Any,
+    device: str,
 ) -> Parts:
     for row in recipe.methods:
         for part in needs_of(row.method, row.options):
@@ -150,11 +155,13 @@ def _load_parts(
             raise ValueError(f"{error}; draftsmith doctor {recipe.target} {source} says what can be done") from error
         drafters.append(drafter)
     table = None
-    if heads is not None:
+    heads = None
+    if loaded_heads is not None:
+        manifest, heads = loaded_heads
         folder = Path(place_of(str(recipe.heads), "heads"))
         if (trained_with := other_target(folder, recipe.target)) is not None:
             log(f"evaluate: the heads were trained with {trained_with}, not with {recipe.target}")
-        check_target(load_manifest(folder), what=f"the heads {recipe.heads}", **sizes)
+        check_target(manifest, what=f"the heads {recipe.heads}", **sizes)
         heads = heads.to(target.dtype)
         if heads.hidden_size != target.hidden_size:
             raise ValueError(
