@@ -92,20 +92,26 @@ def save_artifact(
         export=to_json_safe(export),
     )
     with atomic_dir(out) as unfinished:
-        write(unfinished)
-        assert any(unfinished.iterdir()), "write left no files"
-        assert not (unfinished / MANIFEST_FILE).exists(), f"{MANIFEST_FILE} is written here, not by `write`"
-        if card is None:
-            from .card import model_card  # loading an artifact does not import what writes cards
-
-            card = model_card(manifest, out.name)
-        (unfinished / CARD_FILE).write_text(card, encoding="utf-8")
-        manifest = replace(manifest, files=_hash_all(unfinished))
-        record = manifest.to_json()
-        if len(record.encode()) > MAX_MANIFEST_BYTES:
-            raise ValueError(f"{MANIFEST_FILE} of {out} would have more than {MAX_MANIFEST_BYTES:,} bytes")
-        (unfinished / MANIFEST_FILE).write_text(record, encoding="utf-8")
+        manifest = _fill(unfinished, manifest, write, card, out.name)
         check_replaceable(out)  # again: writing may have taken minutes
+    return manifest
+
+
+def _fill(folder: Path, manifest: Manifest, write: Callable[[Path], None], card: str | None, name: str) -> Manifest:
+    """Write all files of an artifact; the manifest with their hashes."""
+    write(folder)
+    assert any(folder.iterdir()), "write left no files"
+    assert not (folder / MANIFEST_FILE).exists(), f"{MANIFEST_FILE} is written here, not by `write`"
+    if card is None:
+        from .card import model_card  # loading an artifact does not import what writes cards
+
+        card = model_card(manifest, name)
+    (folder / CARD_FILE).write_text(card, encoding="utf-8")
+    manifest = replace(manifest, files=_hash_all(folder))
+    record = manifest.to_json()
+    if len(record.encode()) > MAX_MANIFEST_BYTES:
+        raise ValueError(f"{MANIFEST_FILE} of {name} would have more than {MAX_MANIFEST_BYTES:,} bytes")
+    (folder / MANIFEST_FILE).write_text(record, encoding="utf-8")
     return manifest
 
 
