@@ -8,16 +8,15 @@ import struct
 import subprocess
 import sys
 from collections.abc import Callable, Iterator
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pytest
 import torch
-from draftsmith.checkpoints.artifact.artifact import save_artifact, verify_artifact
-from draftsmith.checkpoints.export import table as export_table
-from draftsmith.checkpoints.export.base import ExportOptions, export_artifact
-from draftsmith.checkpoints.export.table import LLAMA_MOST, TABLE_FORMATS
+from draftsmith.checkpoints.artifact.artifact import verify_artifact
+from draftsmith.checkpoints.export.table import LLAMA_MOST
 from draftsmith.checkpoints.table.table import BigramTable
 from draftsmith.decode.engine import Context, Limits
 from draftsmith.decode.methods import METHODS
@@ -25,13 +24,15 @@ from draftsmith.decode.models.loading import wrap_model
 from draftsmith.decode.proposers.ngrams import TableChain
 from draftsmith.decode.rng import Rng
 from draftsmith.decode.warpers import Sampling
+from draftsmith.recipes.commands.artifacts.export import FORMATS
 from scipy import sparse
 from transformers import LlamaForCausalLM
 
 VOCAB = 24
-FORMATS = {form.name: form for form in TABLE_FORMATS}
 PRUNINGS: list[dict[str, int]] = [{}, {"min_count": 2}, {"top": 2}]
 Record = tuple[list[int], list[tuple[int, int]]]
+Make = Callable[..., Path]
+Export = Callable[..., tuple[Path, str]]
 
 
 def random_table(seed: int = 0) -> BigramTable:
@@ -54,32 +55,12 @@ def counted(*rows: tuple[int, dict[int, int]]) -> BigramTable:
     return BigramTable(row_ptr.cumsum(0), col_E, count_E, unigram_V)
 
 
-@pytest.fixture
-def export(tmp_path: Path) -> Callable[..., tuple[Path, list[str]]]:
-    """A function that exports a table: the folder, and what was found equal."""
-
-    def run(table: BigramTable, form: str, **options: Any) -> tuple[Path, list[str]]:
-        about: dict[str, Any] = {key: {} for key in ("shapes", "recipe", "data", "training")}
-        source = tmp_path / "table"
-        about |= {"vocab_size": table.vocab_size, "tokenizer_fingerprint": None, "target": None}
-        save_artifact(source, kind="table", write=table.save, **about)
-        found = export_artifact(source, form, tmp_path / form, FORMATS, ExportOptions(**options))
-        manifest = verify_artifact(tmp_path / form)
-        assert manifest.export is not None
-        assert (
-            manifest.export["of"]["table.safetensors"] == verify_artifact(source).files["table.safetensors"]["sha256"]
-        )
-        return tmp_path / form, found
-
-    return run
-
-
 @pytest.mark.parametrize("pruning", PRUNINGS, ids=str)
 def test_scipy_reads_counts_and_works_out_the_correlation(
-    export: Callable[..., tuple[Path, list[str]]], pruning: dict[str, int]
+    export: Export, make_table: Make, pruning: dict[str, int]
 ) -> None:
     table = random_table().pruned(**pruning) if pruning else random_table()
-    folder, found = export(table, "npz")
+    folder, found = export(make_table(table), "npz")
     code = (folder / "SERVING.md").read_text().split("```python\n")[1].partition("```")[0]
     names: dict[str, Any] = {}
     x, y = int((table.row_ptr.diff() > 1).int().argmax()), 0
@@ -100,7 +81,7 @@ def test_scipy_reads_counts_and_works_out_the_correlation(
     np.testing.assert_array_equal(names["unigram"], table.unigram.numpy())
     log_r = table.log_correlation(torch.tensor([x]), torch.tensor([y]), unseen=0.0)
     assert np.log(names["r"]) == pytest.approx(log_r.item(), abs=1e-5)
-    assert f"all {table.entries:,} counts of pairs" in found[0]
+    assert f"all {table.entries:,} counts of pairs" in found
     if pruning:  # without the sums of the whole counts it would be another
         kept = counts[x, y] * counts.sum() / (counts[[x]].sum() * counts[:, [y]].sum())
         assert abs(np.log(kept) - log_r.item()) > 0.01
@@ -128,17 +109,9 @@ def drafts(records: list[Record]) -> dict[int, int]:
 
 
 @pytest.mark.parametrize("pruning", PRUNINGS, ids=str)
-@pytest.mark.parametrize("chunk", [1 << 20, 3])
-def test_llama_cpp_reads_a_record_of_each_row(
-    export: Callable[..., tuple[Path, list[str]]],
-    monkeypatch: pytest.MonkeyPatch,
-    pruning: dict[str, int],
-    chunk: int,
-) -> None:
+def test_llama_cpp_reads_a_record_of_each_row(export: Export, make_table: Make, pruning: dict[str, int]) -> None:
     table = random_table(1).pruned(**pruning) if pruning else random_table(1)
-    chunks = table.chunks(chunk)
-    monkeypatch.setattr(BigramTable, "chunks", lambda self: chunks)
-    folder, found = export(table, "llama-ngrams")
+    folder, found = export(make_table(table), "llama-ngrams")
     records = list(read_slowly(folder / "ngrams.bin"))
     wanted = []
     for x in range(VOCAB):
@@ -146,19 +119,20 @@ def test_llama_cpp_reads_a_record_of_each_row(
         followers = list(zip(table.col[row].tolist(), table.count[row].tolist(), strict=True))
         wanted += [([x, -1, -1, -1], followers)] if followers else []
     assert records == wanted
-    assert found[0] == f"{len(wanted)} records with {table.entries:,} counts"
-    assert found[-1].startswith(f"{len(drafts(records))} of the records make llama.cpp draft")
+    assert f"{len(wanted)} records with {table.entries:,} counts" in found
+    assert f"{len(drafts(records))} of the records make llama.cpp draft" in found
     assert (folder / "ngrams.bin").stat().st_size == 20 * len(wanted) + 8 * table.entries
     serving = (folder / "SERVING.md").read_text()
-    assert "--spec-type ngram-cache --lookup-cache-dynamic llama-ngrams/ngrams.bin" in serving
+    assert "--spec-type ngram-cache --lookup-cache-dynamic exported-llama-ngrams/ngrams.bin" in serving
 
 
 def test_counts_that_llama_cpp_cannot_multiply_are_scaled_down(
-    export: Callable[..., tuple[Path, list[str]]],
+    export: Export,
+    make_table: Make,
 ) -> None:
     most = 2**31 - 1
     table = counted((1, {2: 30_000_000, 3: 1, 5: 29_999_999}), (4, {0: most, 1: most // 8}), (6, {7: LLAMA_MOST}))
-    folder, found = export(table, "llama-ngrams")
+    folder, found = export(make_table(table), "llama-ngrams")
     records = list(read_slowly(folder / "ngrams.bin"))
     assert drafts(records) == {4: 0, 6: 7}
     by_token = {context[0]: dict(followers) for context, followers in records}
@@ -223,10 +197,10 @@ def ask_vllm(folder: Path, contexts: list[list[int]], **settings: Any) -> Any:
 
 @pytest.mark.parametrize("pruning", PRUNINGS, ids=str)
 def test_vllm_drafts_what_this_engine_drafts(
-    export: Callable[..., tuple[Path, list[str]]], make_llama: Callable[..., LlamaForCausalLM], pruning: dict[str, int]
+    export: Export, make_table: Make, make_llama: Callable[..., LlamaForCausalLM], pruning: dict[str, int]
 ) -> None:
     table = random_table(2).pruned(**pruning) if pruning else random_table(2)
-    folder, found = export(table, "vllm-bigrams", speculative_tokens=4, target="some/target")
+    folder, found = export(make_table(table), "vllm-bigrams", speculative_tokens=4, target="some/target")
     rng = np.random.default_rng(0)
     contexts = [rng.integers(0, VOCAB, size).tolist() for size in (1, 5, 2, 9, 30)]
     contexts[1][-1], contexts[2][-1] = VOCAB - 1, int(table.unigram.argmax())
@@ -241,7 +215,7 @@ def test_vllm_drafts_what_this_engine_drafts(
     assert any(wanted)
     assert wanted[1] == []  # a token that was never seen
     assert ask_vllm(folder, contexts) == wanted
-    assert found[0].startswith("drafts of up to 4 tokens")
+    assert "drafts of up to 4 tokens" in found
     serving = (folder / "SERVING.md").read_text()
     assert "vllm serve some/target" in serving
     (command,) = [line.strip() for line in serving.splitlines() if line.strip().startswith("'{")]
@@ -254,31 +228,20 @@ def test_vllm_drafts_what_this_engine_drafts(
     verify_artifact(folder)  # and nothing has been left there
 
 
-def test_vllm_gets_no_drafts_where_there_is_no_room(export: Callable[..., tuple[Path, list[str]]]) -> None:
+def test_vllm_gets_no_drafts_where_there_is_no_room(export: Export, make_table: Make) -> None:
     table = counted((1, {2: 3, 5: 3}), (2, {1: 9}))
-    folder, _ = export(table, "vllm-bigrams")
+    folder, _ = export(make_table(table), "vllm-bigrams")
     asked = [[1], [], [0, 2, 1], [7, 1, 2, 1, 2], [1, 1, 1, 1, 1, 2], [9], [VOCAB + 3]]
     drafted = ask_vllm(folder, asked, max_model_len=6, vocab_size=VOCAB + 8)
     assert drafted == [[2, 1, 2, 1], [], [2, 1, 2], [1], [], [], []]  # the lower of equals; no prompt yet; full
-    with pytest.raises(RuntimeError, match=f"counted with {VOCAB} tokens, the served model has {VOCAB - 1}"):
+    with pytest.raises(RuntimeError, match=f"{VOCAB}.*{VOCAB - 1}"):
         ask_vllm(folder, asked[:1], vocab_size=VOCAB - 1)
     np.save(folder / "successors.npy", np.zeros(VOCAB, dtype=np.int64))
-    with pytest.raises(RuntimeError, match=r"is int64 \[24\], expected one dimension of int32"):
+    with pytest.raises(RuntimeError, match=r"int64 \[24\]"):
         ask_vllm(folder, asked[:1])
     np.save(folder / "successors.npy", np.array([{}]), allow_pickle=True)
     with pytest.raises(RuntimeError, match="allow_pickle=False"):
         ask_vllm(folder, asked[:1])
-
-
-def damaged(monkeypatch: pytest.MonkeyPatch, form: str, change: Callable[[Path], None]) -> None:
-    """Exports of this form from now on are written with a fault."""
-    write = FORMATS[form].write
-
-    def broken(source: Any, folder: Path, options: Any) -> None:
-        write(source, folder, options)
-        change(folder)
-
-    monkeypatch.setitem(FORMATS, form, export_table.Format(**vars(FORMATS[form]) | {"write": broken}))
 
 
 def flip(name: str, at: int) -> Callable[[Path], None]:
@@ -297,25 +260,31 @@ def drop_last_record(folder: Path) -> None:
 
 
 @pytest.mark.parametrize(
-    ("form", "change", "message"),
+    ("form", "change", "parts"),
     [
-        ("npz", flip("right.npy", 128), "right read back from"),
-        ("llama-ngrams", flip("ngrams.bin", 4), "record 0 read back"),
-        ("llama-ngrams", flip("ngrams.bin", 20), "record 0 read back"),
-        ("llama-ngrams", flip("ngrams.bin", 24), "record 0 read back"),
-        ("llama-ngrams", drop_last_record, "record 20 .*of token 20"),
-        ("vllm-bigrams", flip("successors.npy", 128), "drafts .* after token"),
+        ("npz", flip("right.npy", 128), ("right",)),
+        ("llama-ngrams", flip("ngrams.bin", 4), ("record 0",)),
+        ("llama-ngrams", flip("ngrams.bin", 20), ("record 0",)),
+        ("llama-ngrams", flip("ngrams.bin", 24), ("record 0",)),
+        ("llama-ngrams", drop_last_record, ("record 20", "token 20")),
+        ("llama-ngrams", lambda folder: (folder / "ngrams.bin").open("ab").write(b"more"), ("ngrams.bin",)),
+        ("vllm-bigrams", flip("successors.npy", 128), ("token",)),
     ],
 )
 def test_what_was_written_wrong_does_not_stand(
-    export: Callable[..., tuple[Path, list[str]]],
-    monkeypatch: pytest.MonkeyPatch,
-    tmp_path: Path,
     form: str,
     change: Callable[[Path], None],
-    message: str,
+    parts: tuple[str, ...],
+    make_table: Make,
+    refused: Callable[..., str],
+    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    damaged(monkeypatch, form, change)
-    with pytest.raises(ValueError, match=message):
-        export(random_table(), form)
-    assert sorted(path.name for path in tmp_path.iterdir()) == ["table"]
+    good = FORMATS[form]
+
+    def damaged(source: Any, folder: Path, options: Any) -> None:
+        good.write(source, folder, options)
+        change(folder)
+
+    monkeypatch.setitem(FORMATS, form, replace(good, write=damaged))
+    message = refused(make_table(random_table()), form)
+    assert all(part in message for part in parts)
