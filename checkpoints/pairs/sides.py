@@ -11,7 +11,6 @@ from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
-from safetensors import SafetensorError, safe_open
 from transformers import AutoConfig, GenerationConfig
 
 from ..artifact.artifact import inside, load_manifest
@@ -22,6 +21,7 @@ from ..storage.messages import first_line
 from ..storage.names import MANIFEST_FILE
 from ..storage.places import here, hub_place
 from ..verify.model_files import UNLOADABLE, Fit, check_config, fit_to_model, names_of_embeddings, outline_of
+from ..verify.tensors import header_shapes
 
 CONSUMERS = {
     "transformers": "transformers 5.23, generate(assistant_model=…)",
@@ -235,16 +235,10 @@ def find_folder(source: str, files: Sequence[str]) -> Path:
 def tensor_shapes(source: str, folder: Path) -> dict[str, tuple[int, ...]]:
     """Shapes by name, from the headers of a model's safetensors files; empty where it has none, or none within reach.
     ValueError for a file that is none of safetensors, or that an index names and is not there."""
-    shapes: dict[str, tuple[int, ...]] = {}
     files = sorted(folder.glob(WEIGHTS))
-    for path in weight_files(folder) if files and here(source) is not None else files:
-        try:
-            with safe_open(path, framework="pt") as opened:
-                for name in opened.keys():  # noqa: SIM118 (not a dictionary)
-                    shapes[name] = tuple(opened.get_slice(name).get_shape())
-        except SafetensorError as error:
-            raise ValueError(f"{path} is not a safetensors file: {error}") from error
-    if not shapes and here(source) is None:
+    if files:
+        return header_shapes(weight_files(folder) if here(source) is not None else files)
+    if here(source) is None:
         from huggingface_hub import get_safetensors_metadata
         from huggingface_hub.errors import HTTPError, NotASafetensorsRepoError, SafetensorsParsingError
 
@@ -253,8 +247,8 @@ def tensor_shapes(source: str, folder: Path) -> dict[str, tuple[int, ...]]:
             headers = get_safetensors_metadata(repo, revision=revision).files_metadata.values()
         except (OSError, ValueError, HTTPError, NotASafetensorsRepoError, SafetensorsParsingError):
             return {}
-        shapes = {name: tuple(one.shape) for header in headers for name, one in header.tensors.items()}
-    return shapes
+        return {name: tuple(one.shape) for header in headers for name, one in header.tensors.items()}
+    return {}
 
 
 def both(describe: Callable[[Any], str], target: Any, drafter: Any) -> tuple[str, str]:

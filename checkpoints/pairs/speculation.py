@@ -17,11 +17,8 @@ SPECULATIVE_TOKENS = 4
 
 
 def speculation(tokens: int = SPECULATIVE_TOKENS) -> dict[str, Any]:
-    """What a drafter's `generation_config.json` says of how transformers shall draft with it.
-
-    The count stays (transformers would add 2 to it or take 1 away after each step), and the threshold is 0: by default
-    drafting stops below a confidence of 0.4, which is then tuned while decoding.
-    """
+    """The settings: a constant count (transformers would add 2 to it or take 1 away after each step), and no threshold
+    (by default drafting stops below a confidence of 0.4, which is then tuned while decoding)."""
     return {
         "num_assistant_tokens": tokens,
         "num_assistant_tokens_schedule": "constant",

@@ -11,7 +11,6 @@ from typing import Any
 
 import pytest
 import torch
-from draftsmith.checkpoints.artifact.artifact import MANIFEST_FILE as FILE
 from draftsmith.checkpoints.artifact.artifact import load_manifest
 from draftsmith.decode.custom_generate.method import method
 from draftsmith.decode.models.loading import load_model
@@ -19,7 +18,6 @@ from draftsmith.recipes.assemble.evaluation import place_of
 from draftsmith.recipes.commands.cli import app
 from draftsmith.recipes.commands.evaluation.evaluate import run_evaluate
 from draftsmith.recipes.schema.evaluation import EvaluateRecipe
-from draftsmith.recipes.session.typed import typed_command
 from huggingface_hub import constants
 from typer.testing import CliRunner, Result
 
@@ -75,27 +73,16 @@ def test_artifacts_are_verified_all_of_them(tiny_pair: Path, tmp_path: Path) -> 
         assert part in bad.stdout
 
 
-def test_a_folder_of_artifacts_names_them(tiny_pair: Path, tmp_path: Path) -> None:
-    named = "; name one of those that lie in it: " + ", ".join(
-        str(tiny_pair / name) for name in ("drafter", "drafter-stage1", "heads", "table")
-    )
+def test_a_folder_of_artifacts_names_them(tiny_pair: Path) -> None:
+    inside = [str(tiny_pair / name) for name in ("drafter", "drafter-stage1", "heads", "table")]
     verified = artifact("verify", tiny_pair, tiny_pair / "heads")
     assert verified.exit_code == 1
-    assert f"{tiny_pair} is not an artifact: it has no artifact.json{named}" in verified.stdout.replace("\n", "")
+    assert all(path in verified.stdout.replace("\n", "") for path in inside)
     assert verified.stdout.count("nothing wrong") == 1
-    for command in (["artifact", "show", tiny_pair], ["export", tiny_pair, "--to", "npz"], ["push", tiny_pair, "a/b"]):
-        assert named in str(CliRunner().invoke(app, list(map(str, command))).exception), command
-    asked = CliRunner().invoke(app, ["doctor", str(tiny_pair / "target"), str(tiny_pair)])
-    assert named in str(asked.exception)
-    with pytest.raises(ValueError, match=r"name one of those that lie in it: .*drafter-stage1"):
-        load_model(str(tiny_pair))
-    (tmp_path / ".cache").symlink_to(tiny_pair)
-    assert "name one of those that lie in it" in artifact("verify", tmp_path / ".cache").stdout, "hidden, but asked for"
-    (tmp_path / "a" / ".b.saving").mkdir(parents=True)
-    shutil.copyfile(tiny_pair / "heads" / "artifact.json", tmp_path / "a" / ".b.saving" / "artifact.json")
-    assert (
-        artifact("verify", tmp_path).stdout.split() == f"fault: {tmp_path} is not an artifact: it has no {FILE}".split()
-    )
+    commands = (["artifact", "show", tiny_pair], ["export", tiny_pair, "--to", "npz"], ["push", tiny_pair, "a/b"])
+    for command in (*commands, ["doctor", tiny_pair / "target", tiny_pair]):
+        message = str(CliRunner().invoke(app, list(map(str, command))).exception)
+        assert all(path in message for path in inside), command
 
 
 def test_an_artifact_is_compared_with_a_target(tiny_pair: Path, corpus: Path, tmp_path: Path) -> None:
@@ -188,56 +175,3 @@ def test_an_artifact_says_by_which_command_it_was_made(launcher: Any, drafter_re
     manifest = load_manifest(tmp_path / "drafter")
     assert manifest.command == f"draftsmith train {drafter_recipe} train.steps=3 train.save_every=3"
     assert manifest.created is not None
-
-
-MODULE = str(Path(__file__).resolve().parents[4] / "__main__.py")
-
-
-@pytest.mark.parametrize(
-    ("arguments", "environment", "wanted"),
-    [
-        (["draftsmith", "train", "x"], {}, "draftsmith train x"),
-        (["/usr/bin/draftsmith", "train", "a b", "k=v w"], {}, "draftsmith train 'a b' 'k=v w'"),
-        ([MODULE, "train", "x"], {}, "draftsmith train x"),
-        (["pytest", "-q"], {}, None),
-        (["/elsewhere/__main__.py"], {}, None),
-        (["ipykernel_launcher.py"], {}, None),
-        (
-            [MODULE, "train", "x"],
-            {"WORLD_SIZE": "4", "RANK": "0"},
-            "accelerate launch --num_processes 4 -m draftsmith train x",
-        ),
-        (["draftsmith", "train", "x"], {"WORLD_SIZE": "1", "RANK": "0"}, "draftsmith train x"),
-    ],
-)  # fmt: skip
-def test_the_command_is_what_one_would_type(
-    arguments: list[str], environment: dict[str, str], wanted: str | None
-) -> None:
-    assert typed_command(arguments, environment) == wanted
-
-
-@pytest.mark.parametrize(
-    ("word", "wanted"),
-    [
-        ("token=correct-horse", "'token=<redacted>'"),
-        ("hub.token=correct-horse", "'hub.token=<redacted>'"),
-        ("server.api_key=correct-horse", "'server.api_key=<redacted>'"),
-        ("server={api_key: correct-horse, url: x}", """'server={"api_key": "<redacted>", "url": "x"}'"""),
-        ("--hf-token=correct-horse", "'--hf-token=<redacted>'"),
-        ("data.path=hf_" + "horse1" * 4, "'data.path=<redacted>'"),
-        ("data.path=https://me:" + "correct-horse@example.org/x", "'data.path=https://<redacted>@example.org/x'"),
-        ("data.path=https://x.org/y?sig=correct-horse&a=1", "'data.path=https://x.org/y?sig=<redacted>&a=1'"),
-        ("https://me:" + "correct-horse@example.org/x", "'https://<redacted>@example.org/x'"),
-        ("tokenizer=me/horse", "tokenizer=me/horse"),
-        ("data.block_tokens=512", "data.block_tokens=512"),
-        ("train.betas=[0.9, .inf]", "'train.betas=[0.9, .inf]'"),
-        ("token=", "token="),
-    ],
-)
-def test_the_command_keeps_no_secrets(word: str, wanted: str) -> None:
-    assert typed_command(["draftsmith", "train", word], {}) == f"draftsmith train {wanted}"
-
-
-def test_a_secret_that_follows_its_option_is_redacted() -> None:
-    told = typed_command(["draftsmith", "push", "--token", "correct-horse", "--yes", "--password", "-x", "y"], {})
-    assert told == "draftsmith push --token '<redacted>' --yes --password -x y"

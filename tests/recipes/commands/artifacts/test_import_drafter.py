@@ -80,10 +80,6 @@ def test_a_drafter_from_elsewhere_is_one_of_ours(plain: Path, target: Path, corp
     asked |= {"methods": [{"method": "autoregressive"}, {"method": "speculative"}], "drafter": str(out)}
     results = run_evaluate(EvaluateRecipe(**asked))
     assert results["artifacts"]["drafter"]["files"]["model.safetensors"]
-    again = draftsmith("import", plain, "--target", target, "--out", out)
-    assert "is there already and not empty" in str(again.exception)
-    twice = draftsmith("import", out, "--target", target, "--out", tmp_path / "twice")
-    assert "is an artifact already, and used as it is" in str(twice.exception)
 
 
 def test_pickled_weights_are_converted_where_that_is_said(plain: Path, target: Path, tmp_path: Path) -> None:
@@ -111,15 +107,13 @@ def test_code_in_a_pickle_does_not_run(name: str, plain: Path, target: Path, tmp
     torch.save({"model.embed_tokens.weight": Evil()}, plain / name)
     index = {"metadata": {}, "weight_map": {"model.embed_tokens.weight": name}}
     (plain / "pytorch_model.bin.index.json").write_text(json.dumps(index))
-    with pytest.raises(ValueError, match=r"is not a pickled file of tensors alone|hold more than tensors") as refused:
+    with pytest.raises(ValueError, match="tensors") as refused:
         import_published(str(plain), tmp_path / "out", str(target), unpickle=True)
     assert "weights_only" not in str(refused.value), "torch says how to run it"
     assert not (tmp_path / "out").exists()
 
 
-def test_a_drafter_that_does_not_fit_is_refused_with_the_doctors_words(
-    plain: Path, target: Path, tmp_path: Path
-) -> None:
+def test_a_drafter_that_does_not_fit_is_refused(plain: Path, target: Path, tmp_path: Path) -> None:
     model = AutoModelForCausalLM.from_pretrained(plain)
     model.resize_token_embeddings(352, mean_resizing=False)
     model.save_pretrained(plain)
@@ -159,17 +153,26 @@ def test_a_link_is_not_handed_on(plain: Path, target: Path, tmp_path: Path) -> N
     assert not (tmp_path / "out").exists()
 
 
-def test_wrong_requests_are_refused(plain: Path, target: Path, tmp_path: Path) -> None:
-    with pytest.raises(ValueError, match=r"say with --target which model .*plain drafts for"):
-        import_published(str(plain), tmp_path / "out")
-    with pytest.raises(ValueError, match="--states is for heads"):
-        import_published(str(plain), tmp_path / "out", str(target), states="before-norm")
+@pytest.mark.parametrize("case", ["no target", "states", "nothing", "damaged", "there already", "an artifact"])
+def test_an_import_is_refused(case: str, plain: Path, target: Path, tiny_pair: Path, tmp_path: Path) -> None:
+    source, out, options = plain, tmp_path / "out", {"target": str(target)}
     (tmp_path / "empty").mkdir()
-    with pytest.raises(ValueError, match="there are no heads"):
-        import_published(str(tmp_path / "empty"), tmp_path / "out", str(target))
-    (plain / "model.safetensors").write_bytes(b"\x08")
-    with pytest.raises(ValueError, match=r"model\.safetensors: it is not a safetensors file"):
-        import_published(str(plain), tmp_path / "out", str(target))
+    parts = {"no target": "--target", "states": "--states", "damaged": "model.safetensors"}.get(case, "")
+    if case == "no target":
+        options = {}
+    elif case == "states":
+        options["states"] = "before-norm"
+    elif case == "nothing":
+        source = tmp_path / "empty"
+    elif case == "damaged":
+        (plain / "model.safetensors").write_bytes(b"\x08")
+    elif case == "there already":
+        out = plain
+    else:
+        source = tiny_pair / "drafter"
+    with pytest.raises(ValueError, match=parts or str(source)):
+        import_published(str(source), out, **options)
+    assert not (tmp_path / "out").exists()
 
 
 def test_a_drafter_on_the_hub(plain: Path, target: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -190,17 +193,12 @@ def test_an_adapter_is_merged(adapter: Path, target: Path, tmp_path: Path) -> No
     ids = torch.tensor([[1, 5, 9, 200]])
     merged, mine = load_model(str(tmp_path / "out"))(ids).logits, load_model(str(adapter))(ids).logits
     assert torch.equal(merged, mine)
+    seen = draftsmith("doctor", target, adapter, "--json")
+    facts = {fact["name"]: fact["drafter"] for fact in json.loads(seen.stdout)["pair"]["facts"]}
+    assert facts["rows of the embedding"] == "320"
     base = load_model(str(tmp_path / "plain"))(ids).logits
     assert not torch.allclose(merged, base, atol=1e-3), "or the adapter does nothing"
     assert (tmp_path / "out" / "tokenizer.json").is_file(), "its model's"
-
-
-def test_the_doctor_looks_at_an_adapter_with_its_model(adapter: Path, target: Path, tmp_path: Path) -> None:
-    seen = draftsmith("doctor", target, adapter, "--json")
-    assert seen.exit_code == 0, (seen.output, seen.exception)
-    told = json.loads(seen.stdout)["pair"]
-    assert told["drafter"] == str(adapter)
-    assert {fact["name"]: fact["drafter"] for fact in told["facts"]}["rows of the embedding"] == "320"
 
 
 @pytest.mark.parametrize("form", ["adapter", "pickled"])
@@ -229,10 +227,3 @@ def test_what_must_be_converted_first_is_repaired_too(
     assert (out / "LICENSE").read_text() == "yours", "the model's, also beside an adapter"
     ids = torch.tensor([[1, 5, 9, 200]])
     assert torch.equal(load_model(str(out))(ids).logits, before(ids).logits[..., :320])
-
-
-def test_an_adapter_without_its_model(adapter: Path, target: Path, tmp_path: Path) -> None:
-    shutil.rmtree(tmp_path / "plain")
-    asked = draftsmith("doctor", target, adapter)
-    assert asked.exit_code != 0
-    assert "plain" in str(asked.exception)

@@ -14,7 +14,6 @@ from typing import Any
 
 import pytest
 import torch
-import yaml
 from draftsmith.checkpoints.artifact.artifact import (
     load_manifest,
     model_fingerprint,
@@ -54,9 +53,7 @@ def publish(folder: Path, state: dict[str, Tensor], pickled: bool = False, **con
     return folder
 
 
-def test_published_heads_become_an_artifact_that_is_evaluated(
-    cli: Cli, corpus: Path, target: Path, tmp_path: Path
-) -> None:
+def test_published_heads_become_an_artifact(cli: Cli, target: Path, tmp_path: Path) -> None:
     """Five heads of which the config says two, pickled, as those for vicuna-7b-v1.3 are."""
     state = tensors(5)
     source = str(publish(tmp_path / "published", state, pickled=True, medusa_num_heads=2, medusa_num_layers=1))
@@ -88,23 +85,6 @@ def test_published_heads_become_an_artifact_that_is_evaluated(
     assert set(written) == set(state)
     assert all(torch.equal(written[name], tensor) for name, tensor in state.items())
     assert load_heads(tmp_path / "heads").num_heads == 5
-    (tmp_path / "prompts.jsonl").write_text('{"prompt": "the tree"}\n{"prompt": "the head"}\n')
-    recipe = {
-        "kind": "evaluate",
-        "target": str(target),
-        "heads": str(tmp_path / "heads"),
-        "prompts": str(tmp_path / "prompts.jsonl"),
-        "out": str(tmp_path / "results.json"),
-        "limit": 2,
-        "max_new_tokens": 8,
-        "methods": [{"method": "autoregressive"}, {"method": "medusa"}],
-    }
-    (tmp_path / "evaluate.yaml").write_text(yaml.safe_dump(recipe))
-    evaluated = cli("evaluate", str(tmp_path / "evaluate.yaml"))
-    assert evaluated.returncode == 0, evaluated.stderr
-    again = cli(*command, "--unpickle")
-    assert again.returncode == 2
-    assert "is there already and not empty" in again.stderr
 
 
 def test_heads_without_projection_take_their_vocabulary_from_the_target(target: Path, tmp_path: Path) -> None:
@@ -152,34 +132,26 @@ def test_heads_inside_a_whole_model_belong_to_it(
     assert load_manifest(tmp_path / "other").target == {"id": str(target), "fingerprint": model_fingerprint(target)}
 
 
-@pytest.mark.parametrize(
-    ("name", "size", "message"),
-    [
-        ("hidden_size", 64, "hidden_size of the heads in .* is 32, of the target .* 64"),
-        ("vocab_size", 321, "vocab_size of the heads in .* is 320, of the target .* 321"),
-    ],
-)
-def test_heads_of_another_target_are_refused(target: Path, tmp_path: Path, name: str, size: int, message: str) -> None:
-    config = json.loads((target / "config.json").read_text()) | {name: size}
-    (target / "config.json").write_text(json.dumps(config))
-    source = publish(tmp_path / "published", tensors(2))
-    with pytest.raises(ValueError, match=message):
-        import_heads(str(source), tmp_path / "heads", str(target))
-    assert not (tmp_path / "heads").exists()
-
-
-def test_wrong_requests_are_refused(target: Path, tmp_path: Path) -> None:
-    source = str(publish(tmp_path / "published", tensors(2)))
-    with pytest.raises(ValueError, match=r"say with --target .*their config names 'lmsys/vicuna-7b-v1\.3'"):
-        import_heads(source, tmp_path / "heads")
-    with pytest.raises(ValueError, match="states is 'before', expected one of after-norm, before-norm"):
-        import_heads(source, tmp_path / "heads", str(target), states="before")
-    with pytest.raises(ValueError, match=r"there is no folder \./nowhere"):
-        import_heads("./nowhere", tmp_path / "heads", str(target))
-    with pytest.raises(ValueError, match=str(tmp_path / "heads")):
-        import_heads(source, tmp_path / "heads", str(tmp_path / "heads"))
-    with pytest.raises(ValueError, match="is there already and not empty"):
-        import_heads(source, Path(source), str(target))
+@pytest.mark.parametrize("case", ["hidden_size", "vocab_size", "no target", "states", "no folder", "no model", "full"])
+def test_an_import_is_refused(case: str, target: Path, tmp_path: Path) -> None:
+    source, out, options = str(publish(tmp_path / "published", tensors(2))), tmp_path / "heads", {"target": str(target)}
+    parts = {"hidden_size": "32.*64", "vocab_size": "320.*64", "no target": "--target.*vicuna-7b-v1.3"}
+    parts |= {"states": "'before'.*before-norm", "no folder": "nowhere", "no model": "nothing", "full": "published"}
+    if case.endswith("_size"):
+        config = json.loads((target / "config.json").read_text()) | {case: 64}
+        (target / "config.json").write_text(json.dumps(config))
+    elif case == "no target":
+        options = {}
+    elif case == "states":
+        options["states"] = "before"
+    elif case == "no folder":
+        source = "./nowhere"
+    elif case == "no model":
+        options["target"] = str(tmp_path / "nothing")
+    else:
+        out = Path(source)
+    with pytest.raises(ValueError, match=parts[case]):
+        import_heads(source, out, **options)
     assert not (tmp_path / "heads").exists()
 
 

@@ -1,0 +1,60 @@
+"""The command that artifacts name as the one that made them: what one would type, without secrets."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+from draftsmith.recipes.session.typed import typed_command
+
+MODULE = str(Path(__file__).resolve().parents[3] / "__main__.py")
+
+
+@pytest.mark.parametrize(
+    ("arguments", "environment", "wanted"),
+    [
+        (["draftsmith", "train", "x"], {}, "draftsmith train x"),
+        (["/usr/bin/draftsmith", "train", "a b", "k=v w"], {}, "draftsmith train 'a b' 'k=v w'"),
+        ([MODULE, "train", "x"], {}, "draftsmith train x"),
+        (["pytest", "-q"], {}, None),
+        (["/elsewhere/__main__.py"], {}, None),
+        (["ipykernel_launcher.py"], {}, None),
+        (
+            [MODULE, "train", "x"],
+            {"WORLD_SIZE": "4", "RANK": "0"},
+            "accelerate launch --num_processes 4 -m draftsmith train x",
+        ),
+        (["draftsmith", "train", "x"], {"WORLD_SIZE": "1", "RANK": "0"}, "draftsmith train x"),
+    ],
+)  # fmt: skip
+def test_the_command_is_what_one_would_type(
+    arguments: list[str], environment: dict[str, str], wanted: str | None
+) -> None:
+    assert typed_command(arguments, environment) == wanted
+
+
+@pytest.mark.parametrize(
+    ("word", "wanted"),
+    [
+        ("token=correct-horse", "'token=<redacted>'"),
+        ("hub.token=correct-horse", "'hub.token=<redacted>'"),
+        ("server.api_key=correct-horse", "'server.api_key=<redacted>'"),
+        ("server={api_key: correct-horse, url: x}", """'server={"api_key": "<redacted>", "url": "x"}'"""),
+        ("--hf-token=correct-horse", "'--hf-token=<redacted>'"),
+        ("data.path=hf_" + "horse1" * 4, "'data.path=<redacted>'"),
+        ("data.path=https://me:" + "correct-horse@example.org/x", "'data.path=https://<redacted>@example.org/x'"),
+        ("data.path=https://x.org/y?sig=correct-horse&a=1", "'data.path=https://x.org/y?sig=<redacted>&a=1'"),
+        ("https://me:" + "correct-horse@example.org/x", "'https://<redacted>@example.org/x'"),
+        ("tokenizer=me/horse", "tokenizer=me/horse"),
+        ("data.block_tokens=512", "data.block_tokens=512"),
+        ("train.betas=[0.9, .inf]", "'train.betas=[0.9, .inf]'"),
+        ("token=", "token="),
+    ],
+)
+def test_the_command_keeps_no_secrets(word: str, wanted: str) -> None:
+    assert typed_command(["draftsmith", "train", word], {}) == f"draftsmith train {wanted}"
+
+
+def test_a_secret_that_follows_its_option_is_redacted() -> None:
+    told = typed_command(["draftsmith", "push", "--token", "correct-horse", "--yes", "--password", "-x", "y"], {})
+    assert told == "draftsmith push --token '<redacted>' --yes --password -x y"
