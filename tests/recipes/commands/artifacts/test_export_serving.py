@@ -28,9 +28,9 @@ VOCAB, HIDDEN = 270, 16
 SIZES = {"hidden_size": HIDDEN, "num_attention_heads": 2, "num_key_value_heads": 2}
 EVIL = 'x")\n```\n# head `a``b`\nimport os; os.system("echo pwned")  # \' <b> $(echo pwned) {folder} _i_\u202e'
 CONVERTER = Path(__file__).parents[3] / "checkpoints" / "gguf_converter.py"
-PRINT = 'command_not_found_handle() { printf "%s\\0" "$@" END; }; cp() { :; }; PATH=/nowhere\n'
-"""Whatever would be run says its arguments instead."""
-PRINT_PATH = PRINT.replace("END", '"${PYTHONPATH#"$PWD"/}" END')
+PRINT = """command_not_found_handle() { printf "%s\\0" "$@" "${PYTHONPATH#"$PWD"/}"; }; cp() { :; }; PATH=/nowhere
+"""
+"""Whatever would be run prints its arguments instead."""
 MORE: dict[str, dict[str, Any]] = {"medusa-pt": {"pickle": True}, "adapter": {"merge": False}}
 
 
@@ -74,64 +74,37 @@ def parsed(text: str) -> list[Token]:
     return [each for token in tokens for each in (token, *(token.children or ())) if each.type != "text"]
 
 
-def constants(code: str, name: str) -> str:
-    """A program as it is read, with another name for a model of this one."""
-    tree = ast.parse(code)
-    for node in ast.walk(tree):
-        if isinstance(node, ast.Constant) and isinstance(node.value, str):
-            node.value = node.value.replace(name, "NAME")
-    return ast.dump(tree)
-
-
-def commands(code: str, name: str) -> list[str]:
-    """What a shell would run, argument by argument."""
+def arguments(code: str, language: str) -> list[str]:
+    """What a program or a shell makes of a block of code: its strings, or the arguments of all commands."""
+    if language == "python":
+        return [str(node.value) for node in ast.walk(ast.parse(code)) if isinstance(node, ast.Constant)]
     env = {**os.environ, "LC_ALL": "C.UTF-8"}
     done = subprocess.run(["bash", "-c", PRINT + code], capture_output=True, check=False, env=env, cwd="/")
-    return [*done.stdout.decode().replace(name, "NAME").split("\x00"), done.stderr.decode()]
+    words = [*done.stdout.decode().split("\x00"), done.stderr.decode()]
+    return [part for word in words for part in (json.loads(word).values() if word.startswith('{"') else [word])]
 
 
 @pytest.mark.parametrize("form", [*FORMATS, "adapter"])
-def test_a_name_is_no_code_and_no_markdown(
+def test_names_are_no_code_and_no_markdown(
     form: str, make_llama: Callable[..., LlamaForCausalLM], tmp_path: Path
 ) -> None:
-    plain, good = serving(form, tmp_path / "one", "model", make_llama)
-    text, evil = serving(form, tmp_path / "two", EVIL, make_llama)
-    known, found = parsed(plain), parsed(text)
-    assert [token.type for token in known] == [token.type for token in found]
-    assert not {"html_block", "html_inline"} & {token.type for token in found}
-    fences = [(one, other) for one, other in zip(known, found, strict=True) if one.type == "fence"]
-    assert fences
-    named = 0
-    for one, other in fences:
-        assert one.info == other.info
-        reader = constants if one.info == "python" else commands
-        assert reader(one.content, good) == reader(other.content, evil)
-        named += "NAME" in str(reader(one.content, good))
-    assert named == 0 if form in ("npz", "llama-ngrams", "medusa-pt", "medusa-2") else named > 0
+    """Whatever a target, an adapter's model and the export's folder are called, the same is run with that name."""
+    plain, odd = "exported-folder", """my drafter's "out" \\ $c `d`"""
+    known, good = serving(form, tmp_path / "one", "model", make_llama, plain)
+    text, evil = serving(form, tmp_path / "two", EVIL, make_llama, odd)
+    blocks = [[token for token in parsed(each) if token.type != "softbreak"] for each in (known, text)]
+    assert [token.type for token in blocks[0]] == [token.type for token in blocks[1]]
+    assert not {"html_block", "html_inline"} & {token.type for token in blocks[1]}
     assert "\u202e" not in text
-
-
-def named_in(text: str, folder: str) -> int:
-    """How often the commands and programs in a text name a folder, or a file in it."""
-    found: list[str] = []
-    for block in parsed(text):
-        if block.type == "fence" and block.info == "python":
-            values = [one.value for one in ast.walk(ast.parse(block.content)) if isinstance(one, ast.Constant)]
-            found += [value for value in values if isinstance(value, str)]
-        elif block.type == "fence":
-            words = commands(PRINT_PATH + block.content, "no name")
-            found += [str(json.loads(word)["model"]) if word.startswith('{"') else word for word in words]
-    return sum(name == folder or name.startswith(f"{folder}/") for name in found)
-
-
-@pytest.mark.parametrize("form", [*FORMATS, "adapter"])
-def test_a_folder_of_any_name_is_found_by_what_is_typed(
-    form: str, make_llama: Callable[..., LlamaForCausalLM], tmp_path: Path
-) -> None:
-    plain, odd = "out", """my drafter's "out" \\ $c `d`"""
-    known = named_in(serving(form, tmp_path / "one", "model", make_llama, plain)[0], plain)
-    text = serving(form, tmp_path / "two", "model", make_llama, odd)[0]
-    assert named_in(text, odd) == known > 0, text
+    names, folders = 0, 0
+    for one, other in zip(*([token for token in side if token.type == "fence"] for side in blocks), strict=True):
+        assert one.info == other.info
+        first, second = arguments(one.content, one.info), arguments(other.content, other.info)
+        assert [str(word).replace(good, evil).replace(plain, odd) for word in first] == list(map(str, second))
+        names += sum(evil in str(word) for word in second)
+        folders += sum(odd in str(word) for word in second)
+    assert folders > 0
+    assert (names > 0) == (form not in ("npz", "llama-ngrams", "medusa-pt", "medusa-2"))
 
 
 @pytest.mark.parametrize("value", ["a/b", EVIL, "it's\\n\n`x`", "\x01f\x80\U000e0001😀\u2028", "`", "--option", "a b"])
@@ -140,6 +113,7 @@ def test_names_are_read_back_as_they_were(value: str) -> None:
     assert [each.content for each in parsed(span(value)) if each.type == "code_inline"] == [
         "".join(one if one.isprintable() else f"\\u{ord(one):04x}" for one in value)
     ]
-    arguments = commands(f"serve {shell(value)}", "no name")
-    assert arguments == ["serve", f"./{value}" if value.startswith("-") else value, "END", "", ""]
+    assert arguments(f"PYTHONPATH= serve {shell(value)}", "bash")[1] == (
+        f"./{value}" if value.startswith("-") else value
+    )
     assert all(len(write(value).splitlines()) == 1 for write in (python, shell, span))
