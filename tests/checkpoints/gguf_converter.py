@@ -41,16 +41,9 @@ def read(path: Path) -> dict[str, tuple[str, list[int], bytes]]:
     """Type, shape and bytes of every tensor of a safetensors file; nothing is imported that takes long."""
     whole = path.read_bytes()
     (length,) = struct.unpack_from("<Q", whole)
-    entries = json.loads(whole[8 : 8 + length])
+    entries, data = json.loads(whole[8 : 8 + length]), whole[8 + length :]
     entries.pop("__metadata__", None)
-    return {
-        name: (one["dtype"], one["shape"], whole[8 + length + one["data_offsets"][0] :][: size_of(one)])
-        for name, one in entries.items()
-    }
-
-
-def size_of(entry: dict[str, Any]) -> int:
-    return entry["data_offsets"][1] - entry["data_offsets"][0]
+    return {name: (one["dtype"], one["shape"], data[slice(*one["data_offsets"])]) for name, one in entries.items()}
 
 
 def paired(data: bytes, rows: int, heads: int) -> bytes:

