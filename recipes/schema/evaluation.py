@@ -1,4 +1,4 @@
-"""What a recipe may log: every field once, its meaning under it, its default beside it. Only this folder sees YAML."""
+"""What a recipe may say: every field once, its meaning under it, its default beside it."""
 
 from __future__ import annotations
 
@@ -23,7 +23,27 @@ class MethodSection(Section):
     """By default the recipe's."""
 
 
-class EvaluateRecipe(Section):
+class _Decoding(Section):
+    """What the recipes that decode share."""
+
+    template: str = "vicuna-v1.1"
+    """Chat template by name. A server has its own: then this only says whether an answer stands after a space, so that
+    one space at its beginning is taken off."""
+    temperature: float = Field(0.0, ge=0)
+    """0 decodes greedily. `transformers serve` draws by chance only where the model's own settings say so."""
+    top_k: int = Field(0, ge=0)
+    """Keep the k most likely tokens; 0 keeps all. Sent to a server only if it is not 0: not every server knows it."""
+    top_p: float = Field(1.0, gt=0, le=1)
+    """Keep the most likely tokens up to this mass."""
+    device: str = "auto"
+    """Where to decode: auto, cpu, cuda …"""
+    dtype: Literal["auto", "float32", "bfloat16", "float16"] = "auto"
+    """Type of the weights; auto takes that of the files."""
+    seed: int = 0
+    """Random numbers of sampling; each prompt's are its own, whatever is decoded before or beside it."""
+
+
+class EvaluateRecipe(_Decoding):
     """Decode held-out prompts with several methods and compare them."""
 
     kind: Literal["evaluate"]
@@ -46,20 +66,12 @@ class EvaluateRecipe(Section):
     """A local copy of the set that stands in for the hub."""
     groups: list[str] = []
     """Only prompts of these categories."""
-    template: str = "vicuna-v1.1"
-    """Chat template by name."""
     limit: int = Field(80, ge=1)
     """Prompts to decode."""
     max_prompt_tokens: int = Field(1024, ge=1)
-    """Longer prompts are passed over."""
+    """Longer prompts are skipped."""
     max_new_tokens: int = Field(128, ge=1)
     """Tokens to generate for each prompt."""
-    temperature: float = Field(0.0, ge=0)
-    """0 decodes greedily."""
-    top_k: int = Field(0, ge=0)
-    """Keep the k most likely tokens; 0 keeps all."""
-    top_p: float = Field(1.0, gt=0, le=1)
-    """Keep the most likely tokens up to this mass."""
     repeats: int = Field(1, ge=1)
     """Timed runs of each prompt with each method; medians are reported."""
     compare_with_transformers: bool = True
@@ -70,14 +82,8 @@ class EvaluateRecipe(Section):
     joules."""
     predict: bool = False
     """Also say what replay of the target's own texts predicts of each row, which takes one more reading of them."""
-    device: str = "auto"
-    """Where to decode: auto, cpu, cuda …"""
     device_map: str | None = None
     """Spread the target over several devices, as accelerate does: auto, balanced …; by default it lies on `device`."""
-    dtype: Literal["auto", "float32", "bfloat16", "float16"] = "auto"
-    """Type of the weights; auto takes that of the files."""
-    seed: int = 0
-    """Random numbers of sampling; each prompt's are its own, whatever is decoded before it."""
     show_categories: bool = False
     """Print a second table, by category; the results hold it anyhow."""
     methods: list[MethodSection] = Field(min_length=1)
@@ -112,7 +118,7 @@ class CorpusSection(Section):
     """The corpus of the embedded pair: documentation of the Python packages already installed."""
 
     packages: list[str] = Field(min_length=1)
-    """Packages to read besides the standard library; those that are not installed are passed over and named."""
+    """Packages to read besides the standard library; those that are not installed are skipped and named."""
     megabytes: float = Field(gt=0)
     """Text to take, spread over the packages."""
     heldout_share: float = Field(0.02, gt=0, lt=1)
@@ -138,7 +144,7 @@ class ServerSection(Section):
     """Environment variable that holds the API key; where it is not set, the word none is sent instead of one."""
 
 
-class RegenerateRecipe(PlaceSection):
+class RegenerateRecipe(PlaceSection, _Decoding):
     """Replace the answers of a corpus by a target's own."""
 
     kind: Literal["regenerate"]
@@ -152,9 +158,6 @@ class RegenerateRecipe(PlaceSection):
     """Folder or hub id of the target, to decode in this process."""
     server: ServerSection | None = None
     """A server to ask instead."""
-    template: str = "vicuna-v1.1"
-    """Chat template by name. A server has its own: then this only says whether an answer stands after a space, so that
-    one space at its beginning is taken off."""
     system: str | None = None
     """System text for conversations that bring none, kept with them; null: what the template says by itself."""
     max_new_tokens: int = Field(1024, ge=1)
@@ -162,14 +165,6 @@ class RegenerateRecipe(PlaceSection):
     on_length: Literal["drop", "keep"] = "drop"
     """What becomes of an answer that this limit cut: `drop` leaves it out with the turns that follow it, for a
     conversation written with it would teach to stop there."""
-    temperature: float = Field(0.0, ge=0)
-    """0 decodes greedily. `transformers serve` draws by chance only where the model's own settings say so."""
-    top_k: int = Field(0, ge=0)
-    """Keep the k most likely tokens; 0 keeps all. Sent to a server only if it is not 0: not every server knows it."""
-    top_p: float = Field(1.0, gt=0, le=1)
-    """Keep the most likely tokens up to this mass."""
-    seed: int = 0
-    """Random numbers of sampling; each answer's are its own, whatever is decoded beside it."""
     batch: int = Field(8, ge=1)
     """Conversations decoded together (in this process)."""
     method: str = "autoregressive"
@@ -178,10 +173,6 @@ class RegenerateRecipe(PlaceSection):
     """Settings of the method, such as gamma."""
     drafter: str | None = None
     """Folder or hub id of the drafter."""
-    device: str = "auto"
-    """Where to decode: auto, cpu, cuda …"""
-    dtype: Literal["auto", "float32", "bfloat16", "float16"] = "auto"
-    """Type of the weights; auto takes that of the files."""
 
     @model_validator(mode="after")
     def _one_of_them(self) -> RegenerateRecipe:

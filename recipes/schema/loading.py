@@ -257,7 +257,9 @@ def parse_values(text: str, where: str) -> list[Any]:
 
 def dump_recipe(recipe: Recipe) -> str:
     """The resolved recipe as YAML, secrets struck out; running it again repeats the run."""
-    return yaml.safe_dump(to_json_safe(recipe.model_dump(mode="json")), sort_keys=False, allow_unicode=True)
+    values = recipe.model_dump(mode="json")
+    first = {key: values[key] for key in ("kind", "out") if key in values}
+    return yaml.safe_dump(to_json_safe(first | values), sort_keys=False, allow_unicode=True)
 
 
 def write_recipe(recipe: Recipe, path: Path) -> None:

@@ -156,9 +156,7 @@ class HeadsTrainSection(TrainSection):
     """The training loop, with what Medusa-1's heads were trained with (Cai et al. 2024, arXiv 2401.10774)."""
 
     learning_rate: float = Field(1e-3, gt=0)
-    """Peak learning rate."""
     warmup: float = Field(0.1, ge=0, lt=1)
-    """Share of the steps in which the learning rate rises."""
 
 
 class MeasureSection(Section):
@@ -189,34 +187,41 @@ Weight = float | list[float]
 reached]; linear between."""
 
 
-class DrafterRecipe(Section):
-    """Train a language model: a drafter, or a target from scratch."""
+class _Recipe(Section):
+    """What the recipes of drafters and heads share."""
 
-    kind: Literal["drafter"]
+    kind: Literal["drafter", "heads"]
     out: str
     """Folder of the artifact; logs and checkpoints lie beside it in `<out>.state`."""
-    model: ModelSection
-    target: str | None = None
-    """Folder or hub id of the model to draft for; the teacher of the distillation objectives."""
-    tokenizer: str | None = None
-    """Folder or hub id of the tokenizer; by default the target's, else the model's."""
     objective: dict[str, Weight] = {"cross-entropy": 1.0}
-    """Objectives by name (`draftsmith.train.losses.objectives.OBJECTIVES`) with their weights."""
-    teacher: TeacherSection = TeacherSection()
-    on_policy: OnPolicySection | None = None
-    """Learn on the drafter's own samples too."""
+    """Objectives by name (`draftsmith.train.losses.objectives.OBJECTIVES`) with their weights; of heads, of each head.
+    cross-entropy learns from the text, all others from the target's own distribution."""
     data: DataSection
-    train: TrainSection = TrainSection()
     measure: MeasureSection = MeasureSection()
-
-    @property
-    def tokenizer_source(self) -> str:
-        return self.tokenizer or self.target or str(self.model.source)
 
     @property
     def distils(self) -> bool:
         """Whether an objective looks at the target's distributions."""
         return set(self.objective) != {"cross-entropy"}
+
+
+class DrafterRecipe(_Recipe):
+    """Train a language model: a drafter, or a target from scratch."""
+
+    kind: Literal["drafter"]
+    model: ModelSection
+    target: str | None = None
+    """Folder or hub id of the model to draft for; the teacher of the distillation objectives."""
+    tokenizer: str | None = None
+    """Folder or hub id of the tokenizer; by default the target's, else the model's."""
+    teacher: TeacherSection = TeacherSection()
+    on_policy: OnPolicySection | None = None
+    """Learn on the drafter's own samples too."""
+    train: TrainSection = TrainSection()
+
+    @property
+    def tokenizer_source(self) -> str:
+        return self.tokenizer or self.target or str(self.model.source)
 
     @model_validator(mode="after")
     def _teacher(self) -> DrafterRecipe:
@@ -278,12 +283,10 @@ class BaseSection(Section):
         return self
 
 
-class HeadsRecipe(Section):
+class HeadsRecipe(_Recipe):
     """Train Medusa / SLiM prediction heads on a target's last hidden state."""
 
     kind: Literal["heads"]
-    out: str
-    """Folder of the artifact; logs and checkpoints lie beside it in `<out>.state`."""
     target: str
     """Folder or hub id of the model that the heads sit on."""
     target_dtype: Literal["auto", "float32", "bfloat16", "float16"] = "auto"
@@ -299,10 +302,6 @@ class HeadsRecipe(Section):
     """Of `projection: low-rank`."""
     states: Literal["after-norm", "before-norm"] = "after-norm"
     """The hidden states that heads read: after the target's final norm, as Medusa's, or before it."""
-    objective: dict[str, Weight] = {"cross-entropy": 1.0}
-    """Objectives of each head by name (`draftsmith.train.losses.objectives.OBJECTIVES`) with their weights;
-    cross-entropy learns from the text, all others from the target's own distribution of the same token
-    (self-distillation)."""
     temperature: float = Field(1.0, gt=0)
     """Divides the logits of both sides in the objectives that look at the target."""
     weight_decay_by_head: float = Field(0.8, gt=0)
@@ -313,38 +312,30 @@ class HeadsRecipe(Section):
     shard_target: bool = False
     """Under ZeRO 3 spread the target's weights too while steps run; slower. Each process still needs room for all of it
     while it is loaded, in evaluations, and at the end."""
-    data: DataSection
     train: HeadsTrainSection = HeadsTrainSection()
-    measure: MeasureSection = MeasureSection()
 
     @property
     def tokenizer_source(self) -> str:
         return self.target
 
-    @property
-    def distils(self) -> bool:
-        """Whether an objective looks at the target's distributions."""
-        return set(self.objective) != {"cross-entropy"}
-
     @model_validator(mode="after")
     def _consistent(self) -> HeadsRecipe:
         if (self.projection == "low-rank") != (self.rank > 0):
-            needed = "1 or more with `projection: low-rank`" if not self.rank else "0 without `projection: low-rank`"
-            raise ValueError(f"`rank` is {self.rank}, expected {needed}")
+            raise ValueError(
+                f"`rank` is {self.rank} and `projection` {self.projection}: low-rank and 1 or more go together"
+            )
         if self.projection == "target" and self.num_layers == 0:
             raise ValueError("`projection: target` without residual blocks (`num_layers: 0`) leaves nothing to train")
         if self.projection == "target" and self.states == "before-norm":
             raise ValueError("`projection: target` reads states after the final norm: `states` cannot be before-norm")
-        if self.hidden.cache is not None and self.num_heads > 15:
+        if self.hidden.cache is None:
+            return self
+        if self.num_heads > 15:
             raise ValueError(f"`hidden.cache` serves up to 15 heads, and `num_heads` is {self.num_heads}")
-        if self.hidden.cache is not None and self.train.compile:
-            raise ValueError(
-                "`train.compile` compiles the target, and with `hidden.cache` it does not run: leave it out"
-            )
-        if self.base is not None and self.hidden.cache is not None:
-            raise ValueError(
-                "`hidden.cache` holds the states of the target as it is, and `base` changes it: choose one"
-            )
+        if self.train.compile:
+            raise ValueError("`train.compile` compiles the target, which does not run with `hidden.cache`")
+        if self.base is not None:
+            raise ValueError("`hidden.cache` holds the states of the target as it is, and `base` changes it")
         return self
 
 

@@ -1,4 +1,4 @@
-"""Recipes and commands in several launched processes: what is learnt is the same, and an end is one end."""
+"""Recipes and commands in several launched processes: what is learned is the same, and an end is one end."""
 
 from __future__ import annotations
 
@@ -84,6 +84,7 @@ SETTINGS = {
 }  # fmt: skip
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", SETTINGS)
 def test_two_processes_learn_what_one_learns(
     name: str, launcher: Any, drafter_recipe: Path, heads_recipe: Path, tiny_pair: Path, tmp_path: Path
@@ -119,39 +120,31 @@ def test_two_processes_learn_what_one_learns(
 @pytest.mark.parametrize(
     ("change", "words", "code"),
     [
-        ("train.stepz=3", "unknown key 'train.stepz'", 2),
-        ("train.precision=fp16", "precision is fp16", 2),
-        ("train.global_batch=3", "global_batch 3 cannot be split", 2),
-        ("target=/nowhere", "there is no target '/nowhere'", 2),
-        ("data.heldout_share=0", "`data.heldout_share` is 0", 2),
-        ("train.max_norm=1e-9", "above max_norm 1e-09 at step 1", 1),
+        ("train.global_batch=3", "global_batch 3", 2),
+        pytest.param("train.stepz=3", "'train.stepz'", 2, marks=pytest.mark.slow),
+        pytest.param("train.precision=fp16", "fp16", 2, marks=pytest.mark.slow),
+        pytest.param("target=/nowhere", "'/nowhere'", 2, marks=pytest.mark.slow),
+        pytest.param("data.heldout_share=0", "`data.heldout_share`", 2, marks=pytest.mark.slow),
+        pytest.param("train.max_norm=1e-9", "max_norm 1e-09", 1, marks=pytest.mark.slow),
+        pytest.param("out=FILE/out", "out.state", 2, marks=pytest.mark.slow),
     ],
 )
-def test_what_is_wrong_is_told_once_and_ends_all(
+def test_mistake_is_reported_once_and_ends_all(
     change: str, words: str, code: int, launcher: Any, drafter_recipe: Path, tmp_path: Path
 ) -> None:
+    (tmp_path / "file").write_text("a file where a folder is to be")
+    change = change.replace("FILE", str(tmp_path / "file"))
     codes, said = Ranks(launcher, 2, "train", str(drafter_recipe), change).ended()
     assert codes == [code, code], said
     assert "Traceback" not in "".join(said)
-    assert [line for line in "".join(said).splitlines() if line.startswith("error:")] == [
-        line for line in said[0].splitlines() if words in line
-    ]
-    assert words in said[0]
+    (error,) = (line for line in "".join(said).splitlines() if line.startswith("error:"))
+    assert words in error
+    assert error in said[0]
     assert not (tmp_path / "drafter").exists()
 
 
-def test_a_place_that_cannot_be_written_to_ends_all(launcher: Any, drafter_recipe: Path, tmp_path: Path) -> None:
-    """Only the main process tries, the others wait for it."""
-    (tmp_path / "drafter.state").write_text("a file where a folder is to be")
-    codes, said = Ranks(launcher, 2, "train", str(drafter_recipe)).ended()
-    assert codes == [1, 1], said
-    assert "".join(said).count("error:") == said[0].count("error:") == 1
-    assert "drafter.state" in said[0].splitlines()[-1]
-
-
-def test_a_finished_artifact_is_reused_and_that_is_said_once(
-    launcher: Any, drafter_recipe: Path, tmp_path: Path
-) -> None:
+@pytest.mark.slow
+def test_finished_artifact_is_reused_and_reported_once(launcher: Any, drafter_recipe: Path, tmp_path: Path) -> None:
     for number in (1, 2):
         codes, said = Ranks(launcher, number, "train", str(drafter_recipe), "train.steps=1").ended()
         assert codes == [0] * number, said
@@ -159,7 +152,7 @@ def test_a_finished_artifact_is_reused_and_that_is_said_once(
     assert load_manifest(tmp_path / "drafter").training["processes"] == 1
 
 
-def test_a_signal_to_one_ends_all_as_that_signal(launcher: Any, drafter_recipe: Path, tmp_path: Path) -> None:
+def test_signal_to_one_ends_all(launcher: Any, drafter_recipe: Path, tmp_path: Path) -> None:
     longer = ("train.steps=60", "train.save_every=50", "train.micro_batch=1")
     ranks = Ranks(launcher, 2, "train", str(drafter_recipe), *longer)
     log = tmp_path / "drafter.state" / "log.jsonl"
@@ -177,9 +170,8 @@ def test_a_signal_to_one_ends_all_as_that_signal(launcher: Any, drafter_recipe: 
     assert found == pytest.approx(lines(tmp_path / "w", "loss"), abs=1e-3)
 
 
-def test_who_is_left_by_another_says_so_without_a_traceback(
-    launcher: Any, drafter_recipe: Path, tmp_path: Path
-) -> None:
+@pytest.mark.slow
+def test_killed_process_ends_the_others(launcher: Any, drafter_recipe: Path, tmp_path: Path) -> None:
     ranks = Ranks(launcher, 2, "train", str(drafter_recipe), "train.steps=2000", "train.micro_batch=1")
     log = tmp_path / "drafter.state" / "log.jsonl"
     ranks.signal(signal.SIGKILL, 1, lambda: log.is_file() and log.read_text().count("loss") > 2)
@@ -191,7 +183,8 @@ def test_who_is_left_by_another_says_so_without_a_traceback(
     assert "Traceback" not in said[0]
 
 
-def test_the_block_of_a_bad_step_is_named_whoever_had_it(
+@pytest.mark.slow
+def test_bad_block_is_named_by_whichever_process(
     launcher: Any, drafter_recipe: Path, corpus: Path, tmp_path: Path
 ) -> None:
     """Of a global batch of four blocks the one is named that holds a token whose embedding is not a number."""
@@ -226,12 +219,14 @@ def commands() -> list[list[str]]:
 
 
 @pytest.mark.parametrize("words", commands(), ids=" ".join)
-def test_a_command_for_one_process_says_so(words: list[str], monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+def test_command_for_one_process_refuses_several(
+    words: list[str], monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
     monkeypatch.chdir(tmp_path)
     monkeypatch.setenv("WORLD_SIZE", "3")
     name = " ".join(word for word in words if word != "x")
     for rank in ("0", "2"):  # whichever ends first, upon which the launcher kills the other
         monkeypatch.setenv("RANK", rank)
-        with pytest.raises(ValueError, match=f"`draftsmith {name}` runs in one process, and 3 were launched"):
+        with pytest.raises(ValueError, match=f"`draftsmith {name}` .* 3 "):
             app(words, standalone_mode=False)
     assert not os.listdir(tmp_path)

@@ -15,6 +15,10 @@ from draftsmith.recipes.schema.training import DrafterRecipe
 from transformers import PreTrainedModel
 
 DRAFTERS = sorted(name for name in shipped_recipes() if name.startswith("drafter/"))
+SAME = [
+    f"drafter/vicuna-{names}" for names in ("68m-from-13b", "68m-from-33b", "160m-from-13b", "160m-from-33b", "160m")
+]
+"""Which differ from others in the names of models alone."""
 
 
 def stand_in(recipe: DrafterRecipe, models: Any) -> list[str]:
@@ -30,16 +34,15 @@ def stand_in(recipe: DrafterRecipe, models: Any) -> list[str]:
     return [*changes, f"target={models.target(recipe.target)}"]
 
 
-def test_there_are_as_many_as_are_known() -> None:
+def test_every_one_is_known() -> None:
     named = {"vicuna-68m", "vicuna-160m", "opt-125m-opt-13b", "pythia-70m-pythia-2.8b", "t5-small-t5", "lora-domain"}
     named |= {f"vicuna-{size}-from-{target}" for size in ("68m", "160m") for target in ("7b", "13b", "33b")}
     named |= {"from-scratch", "cut-from-target", "distillspec"}
     assert {name.removeprefix("drafter/") for name in DRAFTERS} == named
-    assert len(DRAFTERS) == 15
 
 
-@pytest.mark.parametrize("name", DRAFTERS)
-def test_it_trains_and_leaves_a_drafter_for_its_target(name: str, stand_ins: Any, tmp_path: Path) -> None:
+@pytest.mark.parametrize("name", sorted({*DRAFTERS} - {*SAME}))
+def test_it_leaves_a_drafter_for_its_target(name: str, stand_ins: Any, tmp_path: Path) -> None:
     recipe = load_recipe(name)
     assert isinstance(recipe, DrafterRecipe)
     changes = [*stand_in(recipe, stand_ins), f"out={tmp_path / 'out'}", f"data.cache={tmp_path / 'prepared'}"]
@@ -70,7 +73,7 @@ def test_it_trains_and_leaves_a_drafter_for_its_target(name: str, stand_ins: Any
         assert any(changed) or manifest.training["kept_step"] == 0
 
 
-def test_the_head_of_each_recipe_gives_command_hardware_and_cost() -> None:
+def test_head_comment_gives_command_hardware_and_cost() -> None:
     for name in DRAFTERS:
         text = shipped_recipes()[name].read_text(encoding="utf-8")
         head = " ".join(line.removeprefix("#").strip() for line in text.splitlines() if line.startswith("#"))

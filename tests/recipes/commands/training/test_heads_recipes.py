@@ -28,10 +28,9 @@ from draftsmith.recipes.schema.training import HeadsRecipe
 from transformers import PreTrainedModel
 
 HEADS = sorted(name for name in shipped_recipes() if name.startswith("heads/"))
-RUNS = [(name, ()) for name in HEADS] + [
-    (f"heads/vicuna-{size}-medusa-1", (f"num_heads={count}",))
-    for size, count in (("7b", 3), ("7b", 4), ("13b", 3), ("33b", 4))
-]
+SAME = [f"heads/vicuna-{size}-medusa-1" for size in ("13b", "33b")]
+"""Which differ from others in names and numbers alone."""
+RUNS = [(name, ()) for name in sorted({*HEADS} - {*SAME})] + [("heads/vicuna-7b-medusa-1", ("num_heads=3",))]
 
 
 def count_table(stand_ins: Any, folder: Path) -> Path:
@@ -65,15 +64,14 @@ def check_lossless(target: PreTrainedModel, parts: Parts, tree: str, prompts: li
             assert found.ids == expected.ids, name
 
 
-def test_there_are_as_many_as_are_known() -> None:
+def test_every_one_is_known() -> None:
     named = {f"vicuna-{size}-medusa-1" for size in ("7b", "13b", "33b")}
     named |= {"vicuna-7b-medusa-2", "vicuna-7b-slim", "llama-2-chat-7b-medusa-1", "any-target", "self-distil"}
     assert {name.removeprefix("heads/") for name in HEADS} == named
-    assert len(HEADS) == 8
 
 
 @pytest.mark.parametrize(("name", "changes"), RUNS)
-def test_it_trains_and_leaves_heads_that_decode_losslessly(
+def test_it_leaves_heads_that_decode_losslessly(
     name: str, changes: tuple[str, ...], stand_ins: Any, tmp_path: Path
 ) -> None:
     recipe = small(name, stand_ins, tmp_path, *changes)
@@ -102,7 +100,7 @@ def test_it_trains_and_leaves_heads_that_decode_losslessly(
     check_lossless(target, parts, recipe.measure.tree, [[1, 20, 30], [1, 7, 300, 5, 9]])
 
 
-def test_slim_is_measured_without_a_table_as_deep_as_there_are_heads(stand_ins: Any, tmp_path: Path) -> None:
+def test_slim_is_measured_without_a_table(stand_ins: Any, tmp_path: Path) -> None:
     """Heads that are always right are worth a token each, however unsure they are of it."""
     recipe = small(
         "heads/any-target", stand_ins, tmp_path, "num_heads=3", "measure.tree=1x1x1", "measure.new_tokens=16"
@@ -141,7 +139,7 @@ def test_the_two_commands_of_self_distillation(stand_ins: Any, tmp_path: Path) -
     assert manifest.recipe["objective"] == {"forward-kl": 1.0}
 
 
-def test_the_head_of_each_recipe_gives_command_hardware_and_cost() -> None:
+def test_head_comment_gives_command_hardware_and_cost() -> None:
     for name in HEADS:
         text = shipped_recipes()[name].read_text(encoding="utf-8")
         head = " ".join(line.removeprefix("#").strip() for line in text.splitlines() if line.startswith("#"))
@@ -152,21 +150,13 @@ def test_the_head_of_each_recipe_gives_command_hardware_and_cost() -> None:
         assert max(map(len, text.splitlines())) <= 120, name
 
 
-def test_what_cannot_be_measured_is_found_before_the_data_is_read(tmp_path: Path) -> None:
+def test_unmeasurable_tree_is_refused_before_the_data_is_read(tmp_path: Path) -> None:
     common = ["data.source=/nowhere", f"target={tmp_path}", f"out={tmp_path / 'out'}"]
     for change, message in (
-        ('measure.tree="0, 0.0, 0.0.0, 0.0.0.0, 0.0.0.0.0, 0.0.0.0.0.0"', "6 levels deep, and there are 5 heads"),
-        ("measure.tree=axb", "'axb' does not parse"),
-        ("measure.table=/nowhere/table", "there is no table"),
+        ('measure.tree="0, 0.0, 0.0.0, 0.0.0.0, 0.0.0.0.0, 0.0.0.0.0.0"', "6 .* 5 heads"),
+        ("measure.tree=axb", "'axb'"),
+        ("measure.table=/nowhere/table", "/nowhere/table"),
     ):
         recipe = load_recipe("heads/vicuna-7b-medusa-1", [*common, change])
         with pytest.raises(ValueError, match=message):
             run_train(recipe)  # type: ignore[arg-type]
-
-
-def test_a_recipe_that_says_little_keeps_the_rate_of_heads() -> None:
-    data = {"source": "rows.json", "template": "plain", "block_tokens": 64}
-    recipe = HeadsRecipe.model_validate(
-        {"kind": "heads", "out": "x", "target": "y", "data": data, "train": {"steps": 3}}
-    )
-    assert (recipe.train.learning_rate, recipe.train.warmup) == (1e-3, 0.1)
