@@ -22,7 +22,13 @@ _SWITCH = "NPY_DISABLE_CPU_FEATURES"
 
 
 def restart_where_sorting_is_slow() -> None:
-    """Replace this process by one of the same arguments whose numpy sorts without AVX-512, if that is faster here."""
+    """Replace this process by one of the same arguments whose numpy sorts without AVX-512, if that is faster here.
+
+    Not where the arguments are not those that the process was started with, as in a fork of another program.
+    """
+    given = sys.argv[1:]
+    if sys.orig_argv[len(sys.orig_argv) - len(given) :] != given:
+        return
     environment = without_avx512(os.environ)
     if environment is not None and sorting_seconds() > _SLOW_SECONDS:
         os.execve(sys.executable, [sys.executable, *sys.orig_argv[1:]], environment)
