@@ -56,7 +56,7 @@ _SECONDS_TO_APPEAR = 10.0
 
 
 def run_table(recipe: TableRecipe, _: Path, accelerator: Any) -> None:
-    """Count a recipe's corpus, going on from what an earlier run has counted, and leave the artifact.
+    """Count a recipe's corpus, resuming from what an earlier run has counted, and leave the artifact.
 
     Raises:
         ValueError: a tokenizer larger than `vocab_size`; a size to prune to that is too small for any table; processes
@@ -76,8 +76,7 @@ def count_corpus(recipe: TableRecipe, tokenizer: Any, accelerator: Any) -> None:
         on_main(accelerator, partial(check_out, kept, whole))
         if (kept / "artifact.json").is_file():
             job.on_main(partial(log, f"table: pruning the counts of {kept}"))
-            data = load_manifest(kept, "table").data
-            on_main(accelerator, partial(_save_pruned, recipe, kept, tokenizer, data))
+            on_main(accelerator, lambda: _save_pruned(recipe, kept, tokenizer, load_manifest(kept, "table").data))
             return
     with ExitStack() as stack:
         launch = together(accelerator, partial(job.on_main, partial(job.claim, stack)))
