@@ -158,8 +158,9 @@ def _out_of_range(entry: Mapping[str, Any]) -> str | None:
             return f"{key} is {number}, not a finite number"
         if number < 0:
             return f"{key} is {number:g}, below 0"
-        if key.partition("[")[0] in SHARES and number > 1 + 1e-9:
-            return f"{key} is {number:.3f}, outside [0, 1]"
+        name = key.partition("[")[0]
+        if name in SHARES and number > 1 + 1e-9:
+            return f"{name} is {number:.3f}, outside [0, 1]"
         if key == "perplexity" and number < 1 - 1e-6:
             return f"perplexity is {number:.3f}, below 1"
     return None

@@ -156,7 +156,7 @@ class Rounding(NamedTuple):
     total_variation: float
     """Mean total variation between the warped distributions; at temperature 0 the share of places where the most
     likely token changes. A bias as small as this is rounding's, whatever the method."""
-    indices: int
+    places: int
     """Places of texts that were looked at."""
 
 

@@ -140,9 +140,9 @@ def by_text(values_T: NDArray[Any], lengths_B: NDArray[np.int64]) -> NDArray[Any
     return padded_BT
 
 
-def shift(values_BT: Floats, indices: int) -> Floats:
+def shift(values_BT: Floats, offset: int) -> Floats:
     """values[:, t + places]; 0 beyond the end, where it does not matter: the text has ended there."""
     shifted_BT = np.zeros_like(values_BT)
-    if indices < values_BT.shape[1]:
-        shifted_BT[:, : values_BT.shape[1] - indices] = values_BT[:, indices:]
+    if offset < values_BT.shape[1]:
+        shifted_BT[:, : values_BT.shape[1] - offset] = values_BT[:, offset:]
     return shifted_BT
