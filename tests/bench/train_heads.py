@@ -1,6 +1,7 @@
-"""The loss of prediction heads: memory and time against logits of all heads at once.
+"""The loss of prediction heads: memory and time against logits of all heads at once; on a GPU, a whole step.
 
     python tests/bench/train_heads.py [--quick] [--hidden 768 4096] [--rounds 3]
+    python tests/bench/train_heads.py --gpu-shape [--rounds 10]
 
 Four heads over 2 x 2,048 tokens with a vocabulary of 32,000, float32, random numbers. `naive` is plain PyTorch: logits
 [B, T, K, V], `F.cross_entropy` for each head (`F.kl_div` with soft targets), autograd. Memory is the most that forward
@@ -10,7 +11,11 @@ The gradient of the features, which any loss leaves, counts as memory of the los
 leaves it out. Times are from one process in which both sides and the bare matrix products take turns: `time_ratio` is
 the median over rounds of fused / naive, `products_ratio` that of products / naive, which nothing exact can go below.
 Keys of the larger shapes end in their hidden size. Soft targets: the target's own distribution of the same tokens, from
-states of the heads' size; forward KL. The last line is one JSON object.
+states of the heads' size; forward KL.
+
+`--gpu-shape`: a Llama of the 7B shape with random weights in bfloat16 and four heads of one block in float32, trained
+on 2 x 2,048 tokens a step under autocast with AdamW: tokens/s, peak memory, and the target's share of a step. The last
+line is one JSON object.
 """
 
 from __future__ import annotations
@@ -28,12 +33,20 @@ from typing import Any
 
 import torch
 import torch.nn.functional as F
+from draftsmith.checkpoints.heads.files import PredictionHeads
+from draftsmith.data.blocks.packing import Batch
 from draftsmith.recipes.session.machine import machine
 from draftsmith.train.losses.drafter import IGNORED, DenseTeacher, head_labels
 from draftsmith.train.losses.heads import heads_mixture
+from draftsmith.train.tasks.heads import HeadsTask
 from torch import Tensor
+from transformers import LlamaConfig, LlamaForCausalLM
 
 HEADS, BLOCKS, VOCAB = 4, 2, 32000
+SHAPES = {
+    "7b": {"vocab_size": VOCAB, "hidden_size": 4096, "intermediate_size": 11008, "layers": 32, "attention_heads": 32},
+    "tiny": {"vocab_size": 320, "hidden_size": 64, "intermediate_size": 128, "layers": 2, "attention_heads": 4},
+}
 WEIGHTS = {"hard": {"cross-entropy": 1.0}, "soft": {"forward-kl": 1.0}}
 
 
@@ -215,19 +228,134 @@ def on_processor(options: argparse.Namespace) -> dict[str, Any]:
     return results
 
 
+def random_target(shape: str, tokens: int, device: str) -> LlamaForCausalLM:
+    sizes = dict(SHAPES[shape])
+    layers, heads = sizes.pop("layers"), sizes.pop("attention_heads")
+    config = LlamaConfig(
+        **sizes, num_hidden_layers=layers, num_attention_heads=heads, num_key_value_heads=heads,
+        max_position_embeddings=tokens, tie_word_embeddings=False, dtype="bfloat16",
+    )  # fmt: skip
+    torch.set_default_dtype(torch.bfloat16)
+    try:
+        with torch.device(device):
+            return LlamaForCausalLM(config)
+    finally:
+        torch.set_default_dtype(torch.float32)
+
+
+class WholeStep:
+    """Steps of training heads on a random target, and its parts, timed."""
+
+    def __init__(self, shape: str, tokens: int, device: str, objective: str) -> None:
+        torch.manual_seed(0)
+        target = random_target(shape, tokens, device)
+        weight_VD = target.lm_head.weight.detach()
+        heads = PredictionHeads.from_lm_head(weight_VD, HEADS, 1, dtype=torch.float32)
+        self.task = HeadsTask(target, heads, None, objective={objective: 1.0})
+        self.task.module.to(device).train()
+        parameters = [weight for weight in self.task.module.parameters() if weight.requires_grad]
+        self.optimizer = torch.optim.AdamW(parameters, lr=1e-4, fused=True)
+        vocab, self.device = weight_VD.shape[0], device
+        tokens_BT = torch.randint(vocab, (BLOCKS, tokens), device=device)
+        labels_BT = tokens_BT.clone()
+        labels_BT[:, 0] = IGNORED
+        positions_BT = torch.arange(tokens, device=device).expand(BLOCKS, -1)
+        self.batch = Batch(tokens_BT, labels_BT, positions_BT, torch.zeros_like(tokens_BT))
+
+    def step(self) -> None:
+        self.optimizer.zero_grad(set_to_none=True)
+        batch = self.batch
+        with torch.autocast(self.device, dtype=torch.bfloat16):
+            sums_K, counts_K = self.task.module(
+                batch.tokens_BT, batch.labels_BT, batch.positions_BT, batch.documents_BT
+            )  # fmt: skip
+        (sums_K / counts_K).sum().backward()
+        self.optimizer.step()
+
+    def target(self) -> None:
+        self.task.module.frozen_states(self.batch)  # type: ignore[operator]
+
+    def loss(self, liger: bool) -> Callable[[], None]:
+        """Forward and backward of the loss alone, from features that are there."""
+        rows_X, labels_XK = self.task.module.trained_rows(self.batch)  # type: ignore[operator]
+        heads = self.task.module.heads
+        with torch.no_grad():
+            states_XD = self.task.module.frozen_states(self.batch)[rows_X]  # type: ignore[operator]
+            features_XKD = heads.features(states_XD.float())  # type: ignore[union-attr,operator]
+        features_XKD.requires_grad_()
+        projections = [heads.projection(k) for k in range(HEADS)]  # type: ignore[union-attr,operator]
+
+        def run() -> None:
+            with torch.autocast(self.device, dtype=torch.bfloat16):
+                sums_K, _ = heads_mixture({"cross-entropy": 1.0}, features_XKD, projections, labels_XK, liger=liger)
+            torch.autograd.grad(sums_K.sum(), [features_XKD, *projections])
+
+        return run
+
+    def seconds(self, run: Callable[[], None], rounds: int) -> float:
+        """Median over rounds, of which the first two are not counted."""
+        found = []
+        for _ in range(rounds + 2):
+            started = self.now()
+            run()
+            found.append(self.now() - started)
+        return statistics.median(found[2:])
+
+    def now(self) -> float:
+        if self.device == "cuda":
+            torch.cuda.synchronize()
+        return time.perf_counter()
+
+
+def whole_step(shape: str, tokens: int, rounds: int, device: str) -> dict[str, Any]:
+    results: dict[str, Any] = {"shape": shape, "block_tokens": tokens, "blocks": BLOCKS, "heads": HEADS}
+    for name, objective in (("hard", "cross-entropy"), ("soft", "forward-kl")):
+        bench = WholeStep(shape, tokens, device, objective)
+        if device == "cuda":
+            torch.cuda.reset_peak_memory_stats()
+        step = bench.seconds(bench.step, rounds)
+        found = {"tokens_per_sec": BLOCKS * tokens / step, "step_sec": step}
+        if device == "cuda":
+            found["peak_memory_gb"] = torch.cuda.max_memory_allocated() / 1e9
+        found["target_share"] = bench.seconds(bench.target, rounds) / step
+        if name == "hard":
+            bench.optimizer.zero_grad(set_to_none=True)
+            found["loss_sec"] = bench.seconds(bench.loss(liger=False), rounds)
+            try:
+                found["loss_sec_liger"] = bench.seconds(bench.loss(liger=True), rounds)
+            except ValueError as error:
+                print(f"  without Liger: {error}")
+        print(f"{shape}, {name} targets:")
+        for key, value in found.items():
+            print(f"  {key:16} {value:10.3f}")
+        results |= {key if name == "hard" else f"{key}_soft": value for key, value in found.items()}
+        del bench
+    return results
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.split("\n")[0])
     parser.add_argument("--quick", action="store_true", help="2 x 128 tokens, hidden 768, one round")
     parser.add_argument("--hidden", type=int, nargs="+")
     parser.add_argument("--rounds", type=int, default=3)
+    parser.add_argument("--gpu-shape", action="store_true", help="a whole step on a CUDA device")
     parser.add_argument("--tokens", type=int, help="of a block")
+    parser.add_argument("--shape", choices=list(SHAPES), default="7b", help=argparse.SUPPRESS)
     parser.add_argument("--measure", choices=list(SIDES), help=argparse.SUPPRESS)
     parser.add_argument("--kind", choices=list(WEIGHTS), default="hard", help=argparse.SUPPRESS)
     options = parser.parse_args()
     if options.measure:
         print(json.dumps(memory_of(options.measure, options.kind, options.hidden[0], options.tokens)))
         return
-    print(json.dumps(on_processor(options) | {"machine": machine("cpu")}))
+    device = "cuda" if torch.cuda.is_available() else "cpu"
+    if options.gpu_shape:
+        if device == "cpu" and options.shape != "tiny":
+            raise SystemExit("--gpu-shape needs a CUDA device, and there is none")
+        tokens = options.tokens or (2048 if options.shape == "7b" else 64)
+        results = whole_step(options.shape, tokens, options.rounds, device)
+    else:
+        results, device = on_processor(options), "cpu"
+    print(json.dumps(results | {"machine": machine(device)}))
 
 
 if __name__ == "__main__":
