@@ -14,7 +14,7 @@ from .rendering.templates import get_template
 from .sources.reading import read_prompts
 from .sources.registry import find_corpus
 
-_NAMED_PASSED_OVER = 20  # of prompts that were too long; of the others only the number is kept
+_NAMED = 20  # of prompts that were too long; of the others only the number is kept
 
 
 @dataclass
@@ -37,7 +37,7 @@ class SkippedPrompts:
     def as_dict(self) -> dict[str, Any]:
         """Numbers by reason, and the first names of those that were too long."""
         counts = {"too long": len(self.too_long)} | dict(self.skipped)
-        return {"counts": counts, "too_long": self.too_long[:_NAMED_PASSED_OVER]}
+        return {"counts": counts, "too_long": self.too_long[:_NAMED]}
 
 
 def load_prompts(
@@ -89,8 +89,8 @@ def _in_turn(source: str, prompts: Iterator[tuple[Prompt, list[int]]]) -> Iterat
     by_group: dict[str, list[tuple[Prompt, list[int]]]] = {}
     for prompt, ids in prompts:
         by_group.setdefault(prompt.category, []).append((prompt, ids))
-    for place in range(max(map(len, by_group.values()), default=0)):
-        yield from (group[place] for group in by_group.values() if place < len(group))
+    for index in range(max(map(len, by_group.values()), default=0)):
+        yield from (group[index] for group in by_group.values() if index < len(group))
 
 
 def stop_ids(tokenizer: Any) -> tuple[int, ...]:

@@ -80,14 +80,14 @@ def load_tokenizer(source: str) -> Any:
     if path.is_file():
         raise ValueError(f"{source} is a file; a tokenizer is loaded from the folder that holds its files")
     where = f"the folder {source}" if path.is_dir() else f"{source} (no such local folder, so taken as a hub id)"
-    place, _, revision = (str(path), "", "") if path.is_dir() else source.partition("@")
-    if revision and Path(place).is_dir():
+    name, _, revision = (str(path), "", "") if path.is_dir() else source.partition("@")
+    if revision and Path(name).is_dir():
         raise ValueError(
-            f"{source}: the folder {place} is here, and a folder has no revisions: name it alone, or rename it"
+            f"{source}: the folder {name} is here, and a folder has no revisions: name it alone, or rename it"
         )
     try:
-        tokenizer = AutoTokenizer.from_pretrained(place, revision=revision or None, trust_remote_code=False)
-        return _with_its_own_merges(tokenizer, place, revision or None)
+        tokenizer = AutoTokenizer.from_pretrained(name, revision=revision or None, trust_remote_code=False)
+        return _with_its_own_merges(tokenizer, name, revision or None)
     except ImportError as error:
         raise ValueError(
             f"{where}: the tokenizer needs a missing package: {error}; pip install 'draftsmith[train]'"
@@ -96,14 +96,14 @@ def load_tokenizer(source: str) -> Any:
         raise ValueError(f"no tokenizer could be loaded from {where}: {first_line(error)}") from error
 
 
-def _with_its_own_merges(tokenizer: Any, place: str, revision: str | None) -> Any:
+def _with_its_own_merges(tokenizer: Any, name: str, revision: str | None) -> Any:
     """The tokenizer, its merges in the order of their scores if only a sentencepiece model says what they are."""
     from transformers.utils import cached_file
 
-    def file(name: str) -> str | None:
+    def file(file_name: str) -> str | None:
         return cached_file(
-            place,
             name,
+            file_name,
             revision=revision,
             _raise_exceptions_for_missing_entries=False,
             _raise_exceptions_for_connection_errors=False,
@@ -136,8 +136,8 @@ def _scored_merges(model_file: str, vocabulary: dict[str, int]) -> list[tuple[st
         piece, score = model.id_to_piece(number), model.get_score(number)
         if model.is_control(number) or model.is_unknown(number) or model.is_byte(number):
             continue
-        for place in range(1, len(piece)):
-            left, right = piece[:place], piece[place:]
+        for cut in range(1, len(piece)):
+            left, right = piece[:cut], piece[cut:]
             if left in vocabulary and right in vocabulary:
                 found.append((-score, -len(piece), left, right))
     found.sort(key=lambda pair: pair[:2])

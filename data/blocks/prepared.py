@@ -176,8 +176,8 @@ class PreparedData:
         return {}
 
     def restore(self, state: dict[str, int]) -> None:
-        """Go on from any step."""
-        assert not state, "a place in a stream"
+        """Resume from any step."""
+        assert not state, "a position in a stream"
 
     def batch(self, indices: Sequence[int] | np.ndarray) -> Batch:
         """The blocks of these indices as a batch [B, T]; unpacked, T is the longest block's length."""

@@ -19,7 +19,7 @@ class Template:
     """The constant texts around messages; get one by name from `get_template`.
 
     A conversation reads `start`, question, `middle`, answer, `end`, `after`, `next`, question, `middle` …; with a
-    system text of its own `system[0]`, system text, `system[1]` stand in the place of `start`, and where `system` is
+    system text of its own `system[0]`, system text, `system[1]` replace `start`, and where `system` is
     None that text goes before the first question, with a blank line. A text that ends in a space leaves that space to
     the tokens of the message behind it. `{bos}` and `{eos}` are the tokenizer's own; a beginning of sequence that the
     tokenizer adds by itself comes first, unless `writes_bos`. `special_tokens` must be special tokens of the tokenizer.
@@ -119,14 +119,14 @@ def _around(text: str, mark: str) -> tuple[str, str]:
 
 def _split_end(tail: str, tokenizer: Any) -> tuple[str, str]:
     """What closes an answer, up to its first special token, and what follows that."""
-    places = [(tail.find(token), -len(token), token) for token in special_strings(tokenizer) if token in tail]
-    if not places:
+    found = [(tail.find(token), -len(token), token) for token in special_strings(tokenizer) if token in tail]
+    if not found:
         raise ValueError(
             f"template 'tokenizer': the tokenizer's chat template ends an answer with {tail!r}, which holds no special "
             "token: generation would not know where to stop; name another template"
         )
-    place, _, token = min(places)
-    return tail[: place + len(token)], tail[place + len(token) :]
+    start, _, token = min(found)
+    return tail[: start + len(token)], tail[start + len(token) :]
 
 
 def _system(tokenizer: Any) -> tuple[str, str] | None:

@@ -73,10 +73,10 @@ class PieceEncoder:
         Returns:
             All ids end to end, int32 [T], and where each piece begins, int64 [pieces + 1].
         """
-        encoded = self._raw([self._prepared(text, place) for text, place in zip(texts, after, strict=True)])
+        encoded = self._raw([self._prepared(*piece) for piece in zip(texts, after, strict=True)])
         if self._adds_space:
-            for number, place in enumerate(after):
-                if self._bare(place):
+            for number, before in enumerate(after):
+                if self._bare(before):
                     encoded[number] = self._without_sentinel(encoded[number], texts[number])
         starts = np.fromiter(accumulate(map(len, encoded), initial=0), np.int64, len(encoded) + 1)
         return np.concatenate([_NOTHING, *encoded]), starts

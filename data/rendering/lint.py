@@ -473,12 +473,12 @@ def _messages(conversation: Conversation, template: Template) -> tuple[str | Non
 def _less_a_part(said: str, text: str, head: int | None) -> bool:
     """Whether `said` is `text` with a stretch left out behind its first `head` characters, or anywhere with None.
 
-    Half a character at the place is let pass, and the rest of a token that begins in the head.
+    Half a character there is let pass, and the rest of a token that begins in the head.
     """
     same = next((i for i, (a, b) in enumerate(zip(said, text, strict=False)) if a != b), min(len(said), len(text)))
     if head is None:
         return text.endswith(said[same:].lstrip(UNKNOWN))
-    rests = (said[place:].lstrip(UNKNOWN + " \n") for place in range(head, min(same, head + _TOKEN) + 1))
+    rests = (said[start:].lstrip(UNKNOWN + " \n") for start in range(head, min(same, head + _TOKEN) + 1))
     return any(text.endswith(rest) for rest in rests)
 
 

@@ -25,7 +25,7 @@ _THREADS = 2  # the end of one batch keeps a single core busy
 _REMEMBERED_SYSTEMS = 1 << 10
 _SPLITS_TRIED = 4
 _NO_IDS = np.empty(0, dtype=np.int32)
-_LEAST_ROOM = 16  # tokens that question and answer need of a block
+_LEAST_SPACE = 16  # tokens that question and answer need of a block
 _PROBES = ("a", " a", "\na", "1", ".", "é", "中", "")  # messages that could join with what stands before them
 
 
@@ -326,15 +326,15 @@ class _Layout:
         space = rest.endswith(" ")
         rest = rest.removesuffix(" ")
         last = [found.end() for found in self._special.finditer(rest)][-1]
-        place = After.SPACE if space else After.SPECIAL if last == len(rest) else After.TEXT
-        return _Lead(_array(self.encoder.template(rest)), "", place)
+        after = After.SPACE if space else After.SPECIAL if last == len(rest) else After.TEXT
+        return _Lead(_array(self.encoder.template(rest)), "", after)
 
-    def _lead(self, text: str, place: After = After.NOTHING, before: str = "") -> _Lead:
-        """A constant before a message, behind `place` (the special token `before`, where there is one)."""
+    def _lead(self, text: str, after: After = After.NOTHING, before: str = "") -> _Lead:
+        """A constant before a message, behind `after` (the special token `before`, where there is one)."""
         text = self._filled(text)
         ends = [found.end() for found in self._special.finditer(text)]
         if not ends:
-            return _Lead(_NO_IDS, text, place)
+            return _Lead(_NO_IDS, text, after)
         return _Lead(_array(self.encoder.template(text[: ends[-1]], before)), text[ends[-1] :], After.SPECIAL)
 
     def _split_long(self, lead: _Lead) -> _Lead:
@@ -406,10 +406,10 @@ class _Document:
         """Add as much of an exchange as fits into an empty document; False where nothing does."""
         layout = self.layout
         lead = layout.lead_tokens(self.parts)
-        room = limit - self.length - len(layout.answer.ids) - len(layout.end)
-        if len(question) + len(answer) > room:
-            free = room - lead
-            if free < _LEAST_ROOM:
+        space = limit - self.length - len(layout.answer.ids) - len(layout.end)
+        if len(question) + len(answer) > space:
+            free = space - lead
+            if free < _LEAST_SPACE:
                 return False
             asked = len(question) - lead
             kept = min(asked, max(free - len(answer), free // 2))

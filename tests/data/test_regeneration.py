@@ -267,23 +267,6 @@ def test_batches_hold_conversations_of_similar_length(tmp_path: Path) -> None:
     assert all(len(set(batch)) == 1 for batch in batches)
 
 
-def test_as_many_are_asked_at_a_time_as_was_said(tmp_path: Path) -> None:
-    at_work, most = 0, 0
-
-    async def answer(questions: Sequence[Question]) -> list[Outcome]:
-        nonlocal at_work, most
-        at_work += 1
-        most = max(most, at_work)
-        await asyncio.sleep(0.001)
-        at_work -= 1
-        return [echo(question) for question in questions]
-
-    talks = [conversation(str(number), "one", "two") for number in range(20)]
-    with Store(tmp_path / "out.jsonl", SETTINGS) as store:
-        report = asyncio.run(regenerate(talks, store, answer, concurrency=7))
-    assert (report.written, most) == (20, 7)
-
-
 def test_told_to_stop_it_abandons_what_is_under_way_and_keeps_what_is_complete(tmp_path: Path) -> None:
     out, stop = tmp_path / "out.jsonl", False
 

@@ -7,11 +7,10 @@ import sys
 from collections import Counter
 from collections.abc import Iterator
 from functools import partial
-from itertools import islice, pairwise
+from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
-import numpy as np
 import pytest
 import torch
 from draftsmith.data.blocks.prepared import prepare
@@ -166,27 +165,6 @@ def test_a_mixture_uses_rows_as_often_as_their_weight_says() -> None:
     assert 35 < first["b"] < 90
     one_and_a_half = Counter(c.id for c in mixture([part("a", 200, 1.5)], seed=1))
     assert set(one_and_a_half.values()) == {1, 2}
-
-
-def test_an_epoch_is_opened_as_often_as_needed(rows_file: Path, bpe: Any) -> None:
-    epochs: list[int] = []
-
-    def opened(epoch: int) -> Iterator[Conversation]:
-        epochs.append(epoch)
-        return islice(open_epoch(rows_file, epoch), 20)
-
-    data = StreamedData(opened, bpe, CHATML, BLOCK, size=8, identity={})
-    numbers = [data.step_batch(step, 2, 0)[0] for step in range(12)]
-    assert epochs == sorted(set(epochs))
-    assert len(epochs) > 1
-    assert all(isinstance(n, np.ndarray) and len(n) == 2 for n in numbers)
-
-
-def test_a_stream_can_be_read_from_its_beginning_again(rows_file: Path, bpe: Any) -> None:
-    data = stream(rows_file, bpe)
-    first = [data.step_batch(step, 3, 0)[1].tokens_BT for step in range(4)]
-    data.restore(data.beginning)
-    assert all(torch.equal(data.step_batch(step, 3, 0)[1].tokens_BT, first[step]) for step in range(4))
 
 
 @pytest.mark.parametrize("parallel", ["true", "false"])

@@ -364,15 +364,3 @@ def test_real_sharegpt_has_the_known_defects(sharegpt: list[Pairs]) -> None:
     for one in kept:
         if one is not None:
             assert_well_formed(one)
-
-
-@pytest.mark.shared
-def test_real_sharegpt_is_mostly_english_and_not_of_the_benchmarks(sharegpt: list[Pairs], shared_data: Path) -> None:
-    pytest.importorskip("py3langid")
-    assert 760 < clean_all(sharegpt, languages=["en"])[1].kept < 792
-    lines = (shared_data / "eval" / "spec_bench_question.jsonl").read_text(encoding="utf-8").splitlines()
-    texts = [turn for line in lines for turn in json.loads(line)["turns"]]
-    assert clean_all(sharegpt, texts, contamination=["spec-bench"])[1].dropped["contamination"] <= 8
-    planted = [*sharegpt, *[[("human", f"Hello. {text}"), ("gpt", "yes")] for text in texts]]
-    dropped = clean_all(planted, texts, contamination=["spec-bench"])[1].dropped["contamination"]
-    assert dropped >= len(texts)

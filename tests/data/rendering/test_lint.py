@@ -165,19 +165,6 @@ def test_words_of_another_conversation(template: Template, tokenizer: Any, place
     assert Linter(tokenizer, template).check(document) == (expected,)
 
 
-def test_an_answer_without_its_indentation_differs(template: Template, tokenizer: Any) -> None:
-    code = [TALK[0], "    return the\n    end"]
-    document = render(_talk([code[0], code[1].strip()]), template, tokenizer)
-    found = Linter(tokenizer, template).check(replace(document, conversation=_talk(code)))
-    assert found == (() if template.strips[1] else (f.ANSWER_DIFFERS,))
-
-
-def test_a_system_text_lost_is_a_context_that_differs(template: Template, tokenizer: Any) -> None:
-    document = render(_talk(TALK), template, tokenizer)
-    found = Linter(tokenizer, template).check(replace(document, conversation=_talk(TALK, "Be kind.")))
-    assert found == (f.CONTEXT_DIFFERS,)
-
-
 @pytest.mark.parametrize(
     "answer", ["so many words " * 30, "你好，世界😀" * 20, "é" * 90], ids=["words", "bytes", "pairs"]
 )

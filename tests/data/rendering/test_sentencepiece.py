@@ -102,16 +102,31 @@ def test_masks_are_right_and_prompts_are_prefixes(folder: Path, chats: list[Conv
         assert linter.report.clean == linter.report.documents == len(chats) + 1, linter.report.summary()
 
 
-def test_sentencepieces_own_encoder_gives_the_same_ids(folder: Path, chats: list[Conversation]) -> None:
+@pytest.mark.parametrize("with_added_token", [False, True])
+def test_sentencepieces_own_encoder_gives_the_same_ids(
+    folder: Path, chats: list[Conversation], with_added_token: bool
+) -> None:
     tokenizer = load_tokenizer(str(folder))
+    if with_added_token:
+        tokenizer.add_tokens(["<tool>"])
     fast, plain = PieceEncoder(tokenizer, own=True), PieceEncoder(tokenizer)
     plain._pieces = None
-    texts = [turn.text for chat in chats for turn in chat.turns] + [CODE, " " + CODE, "", " ", "▁x", " ▁", "\x00", "é"]
+    texts = [turn.text for chat in chats for turn in chat.turns] + [
+        "use the <tool> here",
+        CODE,
+        " " + CODE,
+        "",
+        " ",
+        "▁x",
+        " ▁",
+        "\x00",
+        "é",
+    ]
     for after in After:
         one, other = fast.encode(texts, [after] * len(texts)), plain.encode(texts, [after] * len(texts))
         assert one[0].tolist() == other[0].tolist()
         assert one[1].tolist() == other[1].tolist()
-    if "add_prefix_space" not in (folder / "tokenizer_config.json").read_text():
+    if not with_added_token and "add_prefix_space" not in (folder / "tokenizer_config.json").read_text():
         assert fast._pieces is not None, "or nothing was compared"
 
 
@@ -120,13 +135,3 @@ def test_saving_keeps_the_ids(folder: Path, tmp_path: Path) -> None:
     tokenizer.save_pretrained(tmp_path / "saved")
     again = load_tokenizer(str(tmp_path / "saved"))
     assert again(CODE).input_ids == tokenizer(CODE).input_ids
-
-
-def test_added_tokens_keep_the_tokenizers_own_encoder(folder: Path) -> None:
-    tokenizer = load_tokenizer(str(folder))
-    tokenizer.add_tokens(["<tool>"])
-    fast, plain = PieceEncoder(tokenizer, own=True), PieceEncoder(tokenizer)
-    plain._pieces = None
-    texts = ["use the <tool> here", "<tool>", "a", " <tool> b"]
-    for after in After:
-        assert fast.encode(texts, [after] * 4)[0].tolist() == plain.encode(texts, [after] * 4)[0].tolist()

@@ -106,23 +106,6 @@ def test_vicuna_says_exactly_its_text(tokenizer: Any) -> None:
     assert VICUNA_SYSTEM.startswith("A chat between a curious user and an artificial intelligence assistant. The")
 
 
-def test_chatml_says_exactly_its_text(tokenizer: Any) -> None:
-    turns = (Turn("system", "kind"), *HELLO.turns)
-    ids = render(Conversation("a", turns), get_template("chatml"), tokenizer).ids
-    start, end = "<|im_start|>", "<|im_end|>"
-    as_text = f"{start}system\nkind{end}\n{start}user\nthe{end}\n{start}assistant\nhello{end}\n"
-    assert ids.tolist() == tokenizer(as_text).input_ids
-
-
-def test_chatml_has_no_system_of_its_own_and_vicuna_takes_the_given_one(tokenizer: Any) -> None:
-    ids = render(HELLO, get_template("chatml"), tokenizer).ids
-    assert "system" not in tokenizer.decode(ids)
-    turns = (Turn("system", "Be kind."), *HELLO.turns)
-    text = tokenizer.decode(render(Conversation("a", turns), get_template("vicuna-v1.1"), tokenizer).ids)
-    assert "Be kind. USER: the" in text
-    assert "curious" not in text
-
-
 @pytest.mark.parametrize("share", [0.4, 0.55, 0.99])
 def test_long_conversations_split_between_exchanges(
     chats: list[Conversation], template: Template, tokenizer: Any, share: float
