@@ -135,5 +135,5 @@ def decode_prompts(
     seed: int = 0,
 ) -> Iterator[Decoded]:
     """Prompts one after the other; prompt i draws the numbers of `seed` + i, whatever decodes it."""
-    for place, prompt in enumerate(prompts):
-        yield decode(scorer, method, sampling, seed + place, prompt, limits)
+    for index, prompt in enumerate(prompts):
+        yield decode(scorer, method, sampling, seed + index, prompt, limits)

@@ -21,7 +21,7 @@ from .projection import Projected
 
 _TOLERANCE = 1e-3  # of the largest logit
 _ROUGH_TOLERANCE = 0.1  # the same in 16 bits
-_NOBODY = -1  # the answer that a place of padding belongs to
+_NO_ANSWER = -1  # what padding belongs to, instead of an answer
 
 
 class SourceForward(Projected):
@@ -33,7 +33,7 @@ class SourceForward(Projected):
     token t + 1 is given at t, as a decoder gives it, and zeros where nothing is predicted.
 
     Encoder and decoder run once a batch, whatever is in it, with several sources or answers in a row: distances in T5
-    are differences of places, which are right inside a source wherever in a row it stands, and masks hide the others.
+    are differences of positions, which are right inside a source wherever it stands, and masks hide the others.
 
     Holds the model without registering it anywhere; see `PackedForward`.
 
@@ -80,7 +80,7 @@ class SourceForward(Projected):
         encoded_RSD = self._encoder(plan.source_tokens_RS, attention_mask=_additive(same_RSS, dtype)).last_hidden_state
         own_RMM = (plan.answers_RM[:, :, None] == plan.answers_RM[:, None]).tril()
         across_RMS = plan.answers_RM[:, :, None] == plan.read_RS[:, None]
-        across_RMS[:, :, 0] |= plan.answers_RM == _NOBODY  # padding has to see something
+        across_RMS[:, :, 0] |= plan.answers_RM == _NO_ANSWER  # padding has to see something
         decoded_RMD = self._decoder(
             plan.answer_tokens_RM,
             attention_mask=_additive(own_RMM, dtype),
@@ -92,7 +92,7 @@ class SourceForward(Projected):
         if self._scale != 1.0:
             states_XD = states_XD * self._scale
         hidden_XD = states_XD.new_zeros(batch.tokens_BT.numel(), states_XD.shape[-1])
-        return hidden_XD.index_copy(0, plan.places_X, states_XD).view(*batch.tokens_BT.shape, -1)
+        return hidden_XD.index_copy(0, plan.positions_X, states_XD).view(*batch.tokens_BT.shape, -1)
 
 
 @dataclass(frozen=True, slots=True)
@@ -102,35 +102,35 @@ class _Plan:
     source_tokens_RS: Tensor
     sources_RS: Tensor  # the answer that each token is read for
     answer_tokens_RM: Tensor
-    answers_RM: Tensor  # the answer that each place of the decoder belongs to
+    answers_RM: Tensor  # the answer that each decoder token belongs to
     read_RS: Tensor  # the same of the encoder's states that a row of the decoder attends to
-    read_at_RS: Tensor  # and their places among all the encoder's
-    kept_X: Tensor  # places of the decoder, of all rows
-    places_X: Tensor  # where their states go: places of all blocks
+    read_at_RS: Tensor  # and their positions among all the encoder's
+    kept_X: Tensor  # positions of the decoder, of all rows
+    positions_X: Tensor  # where their states go: positions of all blocks
 
 
 def _plan(batch: Batch, start_id: int) -> _Plan:
     tokens = batch.tokens_BT.cpu().numpy().ravel()
     answers = find_answers(batch.labels_BT.cpu().numpy(), batch.documents_BT.cpu().numpy())
     if not len(answers):
-        answers = np.array([[0, 1, 2]])  # nothing predicts at place 0 of such a batch: no loss looks at this state
+        answers = np.array([[0, 1, 2]])  # nothing predicts at position 0 of such a batch: no loss looks at this state
     read, written = answers[:, 1] - answers[:, 0], answers[:, 2] - answers[:, 1]
     rows = _fill_rows(read[:, None], [int(read.max())])
-    source_at_RS, sources_RS = _places(rows, answers[:, 0], read)
+    source_at_RS, sources_RS = _positions(rows, answers[:, 0], read)
     # A row of the decoder attends to all its sources: they are kept to what a row of answers is worth.
     room = [int(written.max()), int(max(read.max(), written.max()))]
     rows = _fill_rows(np.stack((written, read), 1), room)
-    state_at_RM, answers_RM = _places(rows, answers[:, 1] - 1, written)
+    state_at_RM, answers_RM = _positions(rows, answers[:, 1] - 1, written)
     owners, firsts = np.unique(sources_RS, return_index=True)
-    encoded_at = firsts[owners != _NOBODY]  # where each source begins, in the order of the answers
-    read_at_RS, read_RS = _places(rows, encoded_at, read)
+    encoded_at = firsts[owners != _NO_ANSWER]  # where each source begins, in the order of the answers
+    read_at_RS, read_RS = _positions(rows, encoded_at, read)
     inputs_RM = tokens[state_at_RM]
     begins_RM = np.ones_like(answers_RM, dtype=bool)
     begins_RM[:, 1:] = answers_RM[:, 1:] != answers_RM[:, :-1]
     inputs_RM[begins_RM] = start_id
-    kept_X = np.flatnonzero(answers_RM.ravel() != _NOBODY)
-    places_X = state_at_RM.ravel()[kept_X]
-    arrays = (tokens[source_at_RS], sources_RS, inputs_RM, answers_RM, read_RS, read_at_RS, kept_X, places_X)
+    kept_X = np.flatnonzero(answers_RM.ravel() != _NO_ANSWER)
+    positions_X = state_at_RM.ravel()[kept_X]
+    arrays = (tokens[source_at_RS], sources_RS, inputs_RM, answers_RM, read_RS, read_at_RS, kept_X, positions_X)
     return _Plan(*(torch.from_numpy(array).to(batch.tokens_BT.device) for array in arrays))
 
 
@@ -167,20 +167,20 @@ def _fill_rows(sizes_PK: np.ndarray, room_K: Sequence[int]) -> list[list[int]]:
     return rows
 
 
-def _places(rows: Sequence[Sequence[int]], begins: np.ndarray, lengths: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
-    """For rows of items end to end, padded: the place begins + 0, 1, … of each of their tokens (0 in padding), and the
-    item that it belongs to; both int64 [R, longest row]."""
+def _positions(rows: Sequence[Sequence[int]], begins: np.ndarray, lengths: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
+    """For rows of items end to end, padded: the position begins + 0, 1, … of each token (0 in padding), and its item;
+    both int64 [R, longest row]."""
     width = max(int(lengths[row].sum()) for row in map(list, rows))
-    places = np.zeros((len(rows), width), dtype=np.int64)
-    owners = np.full((len(rows), width), _NOBODY, dtype=np.int64)
+    positions = np.zeros((len(rows), width), dtype=np.int64)
+    owners = np.full((len(rows), width), _NO_ANSWER, dtype=np.int64)
     for number, row in enumerate(rows):
         at = 0
         for item in row:
             end = at + int(lengths[item])
-            places[number, at:end] = begins[item] + np.arange(end - at)
+            positions[number, at:end] = begins[item] + np.arange(end - at)
             owners[number, at:end] = item
             at = end
-    return places, owners
+    return positions, owners
 
 
 def _additive(visible_RMS: Tensor, dtype: torch.dtype) -> Tensor:

@@ -107,17 +107,17 @@ class Plan:
         chunks = _even(wanted_N, self.size)
         edges = [0, *torch.tensor([len(rows_C) for rows_C in chunks]).cumsum(0).tolist()]
         # each head's positions in the order of the rows that teach them, cut where the chunks are
-        places, orders, cuts = [], [], []
+        indices, orders, cuts = [], [], []
         for teaching in taught_by:
-            place, order = torch.searchsorted(wanted_N, teaching).sort(stable=True)
-            places.append(place)
+            index, order = torch.searchsorted(wanted_N, teaching).sort(stable=True)
+            indices.append(index)
             orders.append(order)
-            cuts.append(torch.searchsorted(place, torch.tensor(edges, device=place.device)).tolist())
+            cuts.append(torch.searchsorted(index, torch.tensor(edges, device=index.device)).tolist())
         for number, rows_C in enumerate(chunks):
             self.targets.load(rows_C)
             for head in heads:
                 inside = slice(cuts[head][number], cuts[head][number + 1])
-                positions, local = self.kept[head][orders[head][inside]], places[head][inside] - edges[number]
+                positions, local = self.kept[head][orders[head][inside]], indices[head][inside] - edges[number]
                 for part, target_rows in zip(_even(positions, self.size), _even(local, self.size), strict=True):
                     yield Step(head, part, target_rows)
 
@@ -217,7 +217,7 @@ def _scaled(loss_R: Tensor, grad_RF: Tensor, weight: float) -> tuple[Tensor, Ten
 
 
 def _sum(parts: Sequence[tuple[Tensor, Tensor]]) -> tuple[Tensor, Tensor]:
-    """Losses added up, and their gradients, in the place of the first."""
+    """Losses added up, and their gradients, written into the first."""
     (loss_R, grad_RF), *others = parts
     for other_R, other_RF in others:
         loss_R, grad_RF = loss_R + other_R, grad_RF.add_(other_RF)
@@ -297,7 +297,7 @@ class _FusedLoss(torch.autograd.Function):
 
 
 def _add_outer(sum_VD: Tensor | None, grad_CV: Tensor, hidden_CD: Tensor, dtype: torch.dtype) -> Tensor:
-    """sum_VD + grad_CV.T @ hidden_CD, in its place; `dtype` is what sums are kept in."""
+    """sum_VD + grad_CV.T @ hidden_CD, written into `sum_VD`; `dtype` is what sums are kept in."""
     if sum_VD is None:
         return (grad_CV.T @ hidden_CD).to(dtype)
     if grad_CV.dtype == dtype:
