@@ -149,6 +149,14 @@ def test_secrets_are_redacted_and_only_they() -> None:
     assert to_json_safe({"token": None, "password": ""}) == {"token": None, "password": ""}
     assert to_json_safe("see hf_" + "a1B2" * 8 + " there") == "see <redacted> there"
     assert to_json_safe("https://me:pass@example.org/x@y") == "https://<redacted>@example.org/x@y"
+    address = "https://b.example/x?X-Amz-Signature=abc123&part=1&X-Amz-Security-Token=FQoG&sig=xyz#top"
+    assert to_json_safe(address) == (
+        "https://b.example/x?X-Amz-Signature=<redacted>&part=1&X-Amz-Security-Token=<redacted>&sig=<redacted>#top"
+    )
+    for secret in ("sk-" + "a1" * 20, "ghp_" + "b2" * 18, "github_pat_" + "c3" * 20, "AKIA" + "D4" * 8):
+        assert secret not in to_json_safe(f"say {secret}.")
+    harmless = "https://x/y?max_tokens=5&keyword=tree&tokenizer=bpe"
+    assert to_json_safe(harmless) == harmless
     with pytest.raises(ValueError, match="a object cannot be kept"):
         to_json_safe(object())
 

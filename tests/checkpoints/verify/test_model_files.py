@@ -159,7 +159,7 @@ def test_weights_that_cannot_be_read_are_not_called_missing(folder: Path, monkey
 
     with monkeypatch.context() as patched:
         patched.setattr("draftsmith.checkpoints.verify.model_files.safe_open", broken)
-        with pytest.raises(OSError, match="Input/output error"):
+        with pytest.raises(ValueError, match="Input/output error"):
             output_projection(str(folder))
     (folder / "model.safetensors").write_bytes(b"\xff" * 64)
     with pytest.raises(ValueError, match=r"model\.safetensors is not a safetensors file"):
@@ -190,6 +190,7 @@ def test_names_may_lack_their_prefix(tmp_path: Path) -> None:
         {"num_hidden_layers": MAX_LAYERS + 1}, {"text_config": {"num_hidden_layers": 10**9}},
         {"num_attention_heads": 0, "head_dim": None}, {"hidden_act": "nope"}, {"intermediate_size": -1},
         {"rope_parameters": {"rope_type": "nope"}}, {"vocab_size": -5}, {"dtype": "bogus"}, {"hidden_size": [1]},
+        {"num_hidden_layers": "many"}, {"model_type": 7},
     ],
     ids=str,
 )  # fmt: skip
