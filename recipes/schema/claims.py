@@ -81,7 +81,7 @@ def parse_claim(text: str) -> Claim:
         names[name] = Reference(found[1] if found[1] is not None else found[2], found[3])
         return name
 
-    python = _REFERENCE.sub(named, text).replace("==~", " is ")
+    python = _REFERENCE.sub(named, text).replace("==~", " is ")  # which Python's grammar knows, and claims do not
     try:
         node = ast.parse(" ".join(python.split()), mode="eval").body
     except (SyntaxError, ValueError) as error:
