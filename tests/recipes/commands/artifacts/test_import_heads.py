@@ -27,7 +27,6 @@ from safetensors.torch import load_file, save_file
 from torch import Tensor
 from transformers import AutoModelForCausalLM, LlamaForCausalLM
 
-Cli = Callable[..., subprocess.CompletedProcess[str]]
 VOCAB, HIDDEN = 320, 32
 
 
@@ -53,20 +52,17 @@ def publish(folder: Path, state: dict[str, Tensor], pickled: bool = False, **con
     return folder
 
 
-def test_published_heads_become_an_artifact(cli: Cli, target: Path, tmp_path: Path) -> None:
+def test_published_heads_become_an_artifact(target: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     """Five heads of which the config says two, pickled, as those for vicuna-7b-v1.3 are."""
     state = tensors(5)
     source = str(publish(tmp_path / "published", state, pickled=True, medusa_num_heads=2, medusa_num_layers=1))
-    command = ("import", source, "--out", str(tmp_path / "heads"), "--target", str(target))
-    refused = cli(*command)
-    assert refused.returncode == 2
-    assert "medusa_lm_head.pt is pickled" in refused.stderr
-    assert "--unpickle" in refused.stderr
-    done = cli(*command, "--unpickle")
-    assert done.returncode == 0, done.stderr
-    assert f"{source}: 5 heads of 1 block each in medusa_lm_head.pt, a projection of its own each;" in done.stderr
-    assert "hidden size 32, vocabulary 320, float32; they read the hidden states after the final norm" in done.stderr
-    assert "says medusa_num_heads 2, the tensors have 5: going by the tensors" in done.stderr
+    with pytest.raises(ValueError, match=r"medusa_lm_head\.pt .*--unpickle"):
+        import_heads(source, tmp_path / "heads", str(target))
+    import_heads(source, tmp_path / "heads", str(target), unpickle=True)
+    logged = " ".join(capsys.readouterr().err.split())
+    assert f"{source}: 5 heads of 1 block each in medusa_lm_head.pt, a projection of its own each;" in logged
+    assert "hidden size 32, vocabulary 320, float32; they read the hidden states after the final norm" in logged
+    assert "says medusa_num_heads 2, the tensors have 5" in logged
     manifest = verify_artifact(tmp_path / "heads", "heads")
     assert manifest.vocab_size == VOCAB
     assert manifest.target == {"id": str(target), "fingerprint": model_fingerprint(target)}
