@@ -62,10 +62,6 @@ class ExportOptions:
         return [field.name for field in fields(self) if getattr(self, field.name) != field.default]
 
 
-def _nothing_more(source: Source, folder: Path, options: ExportOptions) -> dict[str, Any]:
-    return {}
-
-
 @dataclass(frozen=True)
 class Format:
     """A form that another program reads."""
@@ -82,7 +78,7 @@ class Format:
     compare: Callable[[Source, Path, ExportOptions], list[str]]
     """Reads the folder back as its readers would and compares tensors and outputs with the artifact's: a line for each
     thing that was found equal. Raises ValueError where one is not."""
-    values: Callable[[Source, Path, ExportOptions], dict[str, Any]] = _nothing_more
+    values: Callable[[Source, Path, ExportOptions], dict[str, Any]] = lambda source, folder, options: {}
     """What its template in `serving/` shows, beside `folder`, `target` and `tokens`."""
     options: tuple[str, ...] = ()
     """Names of the `ExportOptions` that it heeds."""

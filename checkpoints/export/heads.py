@@ -163,10 +163,6 @@ def _save_medusa(tensors: Tensors, folder: Path) -> None:
     save_file(tensors, folder / HEADS_FILE, metadata={"format": "pt"})
 
 
-def _read_medusa(folder: Path) -> Tensors:
-    return load_file(folder / HEADS_FILE)
-
-
 def _save_vllm(tensors: Tensors, folder: Path) -> None:
     renamed = {}
     for name, tensor in tensors.items():
@@ -184,18 +180,14 @@ def _read_vllm(folder: Path) -> Tensors:
     return found
 
 
-def _save_pickled(tensors: Tensors, folder: Path) -> None:
-    torch.save(tensors, folder / PICKLED_FILE)
-
-
-def _read_pickled(folder: Path) -> Tensors:
-    found: Tensors = torch.load(folder / PICKLED_FILE, map_location="cpu", weights_only=True)
-    return found
-
-
-_MEDUSA = _FirstVersion("medusa", _save_medusa, _read_medusa)
+_MEDUSA = _FirstVersion("medusa", _save_medusa, lambda folder: load_file(folder / HEADS_FILE))
 _VLLM = _FirstVersion("medusa-vllm", _save_vllm, _read_vllm)
-_PICKLED = _FirstVersion("medusa-pt", _save_pickled, _read_pickled, FASTER_DECODING_HEADS)
+_PICKLED = _FirstVersion(
+    "medusa-pt",
+    save=lambda tensors, folder: torch.save(tensors, folder / PICKLED_FILE),
+    read=lambda folder: torch.load(folder / PICKLED_FILE, map_location="cpu", weights_only=True),
+    count=FASTER_DECODING_HEADS,
+)
 
 
 def _write_medusa(source: Source, folder: Path, options: ExportOptions) -> None:
