@@ -8,6 +8,8 @@ import re
 from collections.abc import Iterator
 from typing import Any, BinaryIO
 
+from ..conversations import encodable
+
 CHUNK = 1 << 16  # of a packed file that is cut short, at most about this much before the cut is lost
 MAX_VALUE = 64 << 20  # characters after which a value that does not end is no JSON
 _SPACE = re.compile(r"[ \t\r\n]*")
@@ -86,4 +88,4 @@ class JsonValues:
         more = self._stream.read(max(CHUNK, len(waiting)))
         self._ended = not more
         self._text, self._at = waiting + more, 0
-        self._has_lone = not self._text.isascii() and _LONE.search(self._text) is not None
+        self._has_lone = encodable(self._text) is not self._text
