@@ -141,7 +141,7 @@ def by_text(values_T: NDArray[Any], lengths_B: NDArray[np.int64]) -> NDArray[Any
 
 
 def shift(values_BT: Floats, offset: int) -> Floats:
-    """values[:, t + places]; 0 beyond the end, where it does not matter: the text has ended there."""
+    """values[:, t + offset]; 0 beyond the end, where it does not matter: the text has ended there."""
     shifted_BT = np.zeros_like(values_BT)
     if offset < values_BT.shape[1]:
         shifted_BT[:, : values_BT.shape[1] - offset] = values_BT[:, offset:]
