@@ -140,9 +140,8 @@ finally:
 """
 
 
-@pytest.mark.parametrize(
-    ("changed", "expected"), [pytest.param("count.memory_mb=2", 0, marks=pytest.mark.slow), ("tokenizer=/nowhere", 2)]
-)
+@pytest.mark.slow
+@pytest.mark.parametrize(("changed", "expected"), [("count.memory_mb=2", 0), ("tokenizer=/nowhere", 2)])
 def test_processes_part_before_they_end(counted_once: Path, tmp_path: Path, changed: str, expected: int) -> None:
     """gloo's threads aborted one exit in some hundreds otherwise (8 of 120 where Python hands on its lock late)."""
     command = [sys.executable, "-c", PARTED, "train", str(counted_once), f"out={tmp_path / 'table'}", changed]
