@@ -263,7 +263,7 @@ def test_places_without_a_method_are_named(tmp_path: Path, monkeypatch: pytest.M
         CustomGenerate.from_pretrained(Path("nowhere"))
     with pytest.raises(ValueError, match=r"there is no folder ./some/where"):
         CustomGenerate.from_pretrained("./some/where")
-    with pytest.raises(ValueError, match=r"U\+0430"):
+    with pytest.raises(ValueError, match=r"u0430"):
         CustomGenerate.from_pretrained("d\u0430ta/method")
     with pytest.raises(ValueError, match="is no branch, tag or commit"):
         CustomGenerate.from_pretrained("some/method", revision="../up")
@@ -353,7 +353,7 @@ def signed(folder: Path) -> None:
     ("name", "value", "message"),
     [
         ("heads.0.0.linear.weight", torch.zeros(3, 3), r"0.0.linear.weight is \[3, 3\], expected \[32, 32\]"),
-        ("heads.7.0.linear.weight", torch.zeros(32, 32), "but none of head 3"),
+        ("heads.7.0.linear.weight", torch.zeros(32, 32), "3.0.linear.weight"),
         ("heads.0.0.linear.weight", torch.zeros(32, 32, dtype=torch.int8), "torch.int8, expected float32"),
         ("heads.eval", torch.zeros(1), "eval is not a tensor of prediction heads"),
         ("table.col", torch.zeros(3, dtype=torch.int64), "col is torch.int64"),
@@ -365,7 +365,7 @@ def signed(folder: Path) -> None:
         ("metadata", {"heads": '{"states": "inside"}'}, "states is 'inside', expected one of"),
         ("metadata", {"heads": '{"scale": -1}'}, "scale is -1, expected a number above 0"),
         ("metadata", {"heads": '{"vocab_size": 65}'}, "says vocab_size 65, the tensors have 64"),
-        ("metadata", {"table.vocab_size": "65"}, "its metadata says 65 tokens"),
+        ("metadata", {"table.vocab_size": "65"}, "65 tokens"),
         ("metadata", {"table.pruning": "[" * 9999}, "draftsmith.safetensors"),
     ],
 )
