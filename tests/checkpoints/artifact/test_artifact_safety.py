@@ -5,7 +5,6 @@ from __future__ import annotations
 import json
 import os
 import pickle
-import socket
 import struct
 from collections.abc import Callable
 from pathlib import Path
@@ -44,11 +43,6 @@ def heads(tmp_path: Path) -> Path:
     return out
 
 
-def change(folder: Path, **values: Any) -> None:
-    path = folder / "artifact.json"
-    path.write_text(json.dumps(json.loads(path.read_text()) | values))
-
-
 def test_names_of_all_languages_are_good_names() -> None:
     for name in ("model.safetensors", "deep/er/модель-1.bin", "文件.json", ".gitattributes", "a..b", "été.txt"):
         assert name_fault(name) is None
@@ -70,27 +64,12 @@ def replaced_by(make: Callable[[Path], object]) -> Callable[[Path], None]:
     return act
 
 
-def listen(path: Path) -> None:
-    here = os.getcwd()
-    os.chdir(path.parent)  # names of sockets are short
-    try:
-        with socket.socket(socket.AF_UNIX) as opened:
-            opened.bind(path.name)
-    finally:
-        os.chdir(here)
-
-
 @pytest.mark.parametrize(
     ("spoil", "message"),
     [
         (link_out, "is a link"),
         (replaced_by(lambda path: path.symlink_to("/etc/passwd")), "is a link"),
-        (replaced_by(lambda path: path.symlink_to(path.name)), "is a link"),
-        (replaced_by(lambda path: path.symlink_to("nowhere")), "is a link"),
-        (replaced_by(lambda path: path.symlink_to("README.md")), "is a link"),
-        (replaced_by(lambda path: path.symlink_to("/dev/zero")), "is a link"),
         (replaced_by(os.mkfifo), "is a pipe"),
-        (replaced_by(listen), "is a socket"),
         (replaced_by(Path.mkdir), "lacks|is a folder"),
     ],
 )
@@ -102,9 +81,6 @@ def test_what_is_no_plain_file_is_named_and_not_opened(
     with pytest.raises(ValueError, match=f"{name}.*({message})|({message}).*{name}|cannot be read: it is a link"):
         verify_artifact(table)
     assert find_faults(table)[1]
-    if name == "table.safetensors" and not (table / name).exists():
-        with pytest.raises(ValueError, match="there is no table"):
-            BigramTable.load(table)
 
 
 def test_folders_that_are_links_are_not_walked_into(table: Path, tmp_path: Path) -> None:
@@ -158,20 +134,9 @@ def tensor(shape: list[int], start: int, end: int, dtype: str = "F32") -> dict[s
 HOSTILE_TENSORS = {
     "claims terabytes": header({"unigram": tensor([1 << 40], 0, 1 << 42)}),
     "a header of exabytes": header({}, length=(1 << 63) - 1),
-    "a header longer than the file": header({}, length=50_000_000),
-    "a negative place": header({"unigram": tensor([1], -4, 0)}),
-    "backwards": header({"unigram": tensor([1], 4, 0)}, data=bytes(8)),
     "overlapping": header({"a": tensor([2], 0, 8), "b": tensor([2], 4, 12)}, data=bytes(12)),
-    "with a hole": header({"a": tensor([1], 0, 4), "b": tensor([1], 8, 12)}, data=bytes(12)),
-    "more data than tensors": header({"a": tensor([1], 0, 4)}, data=bytes(400)),
-    "a shape that overflows": header({"a": tensor([1 << 32, 1 << 32], 0, 0)}),
-    "a shape that is no list": header({"a": {"dtype": "F32", "shape": "1", "data_offsets": [0, 4]}}, data=bytes(4)),
-    "an unknown type": header({"a": tensor([1], 0, 4, "PICKLE")}, data=bytes(4)),
-    "deep": header(b'{"a":' * 5000 + b"1" + b"}" * 5000),
-    "not JSON": header(b"{" * 8),
     "a pickle": pickle.dumps({"a": 1}),
     "empty": b"",
-    "short": b"\x01\x00",
 }
 
 
@@ -195,31 +160,6 @@ def test_tensor_files_that_lie_are_refused_by_all_who_read_them(
     assert any("is not a safetensors file" in fault for fault in find_faults(table)[1])
 
 
-def test_names_that_promise_millions_of_blocks_are_refused_before_they_are_made(tmp_path: Path) -> None:
-    tensors = {f"{k}.9999.linear.weight": torch.zeros(1, 1) for k in range(100)}
-    save_file(tensors, tmp_path / "medusa_lm_head.safetensors")
-    with pytest.raises(ValueError, match=r"lacks 0\.0\.linear\.weight: it has tensors of 100 heads with 10000 blocks"):
-        load_heads(tmp_path)
-
-
-@pytest.mark.parametrize(
-    "config",
-    [
-        "[" * 100_000,
-        '{"states": ' + "[" * 1000 + "]" * 1000 + "}",
-        '{"states": {"a": 1}}',
-        '{"scale": 1e999}',
-        '{"scale": "2"}',
-        '{"scale": -1}',
-        "\xff",
-    ],
-)
-def test_configs_of_heads_that_are_none_are_refused(heads: Path, config: str) -> None:
-    (heads / "config.json").write_text(config, encoding="latin-1")
-    with pytest.raises(ValueError, match=r"config\.json"):
-        load_heads(heads)
-
-
 def test_an_enormous_config_is_not_read(
     heads: Path, make_llama: Callable[..., LlamaForCausalLM], tmp_path: Path
 ) -> None:
@@ -237,7 +177,7 @@ def test_metadata_of_a_table_that_is_a_bomb_is_refused(tmp_path: Path) -> None:
     names = ("row_ptr", "col", "count", "unigram")
     parts = {name: getattr(table, name).contiguous() for name in names}
     marginals = {"left": table.left_counts(), "right": table.right_counts()}
-    for text in ("[" * 100_000, "{", "[]", '{"pairs": true}', '{"pairs": ' + "9" * 5000 + "}"):
+    for text in ("[" * 100_000, "[]"):
         metadata = {"vocab_size": str(VOCAB), "pruning": text}
         save_file(parts | marginals, tmp_path / "table.safetensors", metadata=metadata)
         with pytest.raises(ValueError, match=r"table\.safetensors"):
@@ -277,9 +217,6 @@ def test_adapters_that_lead_round_and_round_are_refused(tmp_path: Path) -> None:
             json.dumps({"peft_type": "LORA", "base_model_name_or_path": str(tmp_path / base)})
         )
     with pytest.raises(ValueError, match="an adapter itself"):
-        load_model(str(tmp_path / "a"))
-    (tmp_path / "a" / "adapter_config.json").write_text("[" * 100_000)
-    with pytest.raises(ValueError, match=r"adapter_config\.json: its JSON nests deeper"):
         load_model(str(tmp_path / "a"))
 
 

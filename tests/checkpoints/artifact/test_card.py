@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -251,14 +251,6 @@ def test_secrets_do_not_reach_the_card() -> None:
     assert token not in model_card(manifest, f"x-{token}", evidence)
 
 
-def test_a_link_in_the_place_of_a_name_has_no_effect_on_the_head() -> None:
-    evidence = Evidence(licence="mit\nbase_model: evil", datasets=("a: b", "- c", "'\"", "\u2028x"))
-    head = head_of(model_card(replace(make_manifest(), target=None), "t", evidence))
-    assert "evil" not in str(head.get("base_model"))
-    assert head["license"] == "mit base_model: evil"
-    assert head["datasets"] == ["a: b", "- c", "'\"", "x"]
-
-
 @pytest.mark.parametrize("kind", ["t5", "llama"])
 def test_the_code_of_a_drafters_card_runs(
     kind: str, make_llama: Callable[..., Any], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
@@ -281,39 +273,13 @@ def test_the_code_of_a_drafters_card_runs(
     assert values["output"].tolist() == plain.tolist()
 
 
-WEIRD: tuple[Any, ...] = (None, True, -1, 1e308, 10**400, "", "x", [], ["x", None, 3], {}, {"source": None}, [[{}]])
-
-
-def changed_in(value: Any, path: tuple[Any, ...], new: Any) -> Any:
-    """A copy of nested dictionaries and lists with another value at one place."""
-    if not path:
-        return new
-    key, *rest = path
-    if isinstance(value, dict):
-        return value | {key: changed_in(value[key], tuple(rest), new)}
-    return [changed_in(one, tuple(rest), new) if place == key else one for place, one in enumerate(value)]
-
-
-def places_in(value: Any, path: tuple[Any, ...] = ()) -> Iterator[tuple[Any, ...]]:
-    """Paths to everything inside."""
-    inner = value.items() if isinstance(value, dict) else enumerate(value) if isinstance(value, list) else ()
-    for key, one in inner:
-        yield (*path, key)
-        yield from places_in(one, (*path, key))
-
-
-def test_a_card_can_be_made_of_whatever_somebody_else_recorded() -> None:
+@pytest.mark.parametrize("weird", [None, -1, 1e308, "x", ["x", None, 3], {"source": None}], ids=str)
+def test_a_card_can_be_made_of_whatever_somebody_else_recorded(weird: Any) -> None:
     """The schema says that these are dictionaries, and nothing of what they hold."""
-    pair = {"left": 1, "right": 2, "texts": ["a", "b"], "count": 3, "expected": 1.5, "r": 0.25}
-    whole = make_manifest(kind="table", training={"highest_r": [pair], "lowest_r": [pair]})
-    mixture = {"options": {"mixture": [{"source": "a", "weight": 0.5}]}, "sources": [{"files": {"f": "ab"}}]}
-    parts = {"parts": [whole.data, {"source": mixture, "corpus": {"sources": [{"rows": 1}]}}]}
-    tried = 0
-    for manifest in (whole, replace(whole, kind="drafter", data=parts)):
+    whole = make_manifest()
+    mixture = {"options": {"mixture": weird}, "sources": [weird], "cleaning": weird}
+    for manifest in (whole, replace(whole, data={"parts": [whole.data, {"source": mixture, "corpus": weird}]})):
         for section in ("target", "shapes", "recipe", "data", "training", "evaluation", "versions"):
             values = getattr(manifest, section)
-            for place in places_in(values):
-                for weird in WEIRD:
-                    model_card(replace(manifest, **{section: changed_in(values, place, weird)}), "x", Evidence())
-                    tried += 1
-    assert tried > 1000
+            for key in values:
+                model_card(replace(manifest, **{section: values | {key: weird}}), "x", Evidence())

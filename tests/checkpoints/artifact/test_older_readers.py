@@ -73,14 +73,6 @@ def test_the_template_of_its_own_file_comes_first(tokenizer: PreTrainedTokenizer
     assert config_of(tmp_path)["chat_template"] == "another" == AutoTokenizer.from_pretrained(tmp_path).chat_template
 
 
-@pytest.mark.parametrize("name", ["tokenizer_config.json", "chat_template.jinja"])
-def test_files_that_cannot_be_read_are_named(name: str, tokenizer: PreTrainedTokenizerFast, tmp_path: Path) -> None:
-    tokenizer.save_pretrained(tmp_path)
-    (tmp_path / name).write_bytes(b"\xff")
-    with pytest.raises(ValueError, match=f"{name}: it is not UTF-8 text"):
-        patch_tokenizer(tmp_path)
-
-
 SCALED = {"rope_type": "linear", "factor": 2.0, "rope_theta": 5e5}
 
 

@@ -34,51 +34,35 @@ def of_files(names: tuple[str, ...], *entries: Any) -> dict[str, Any]:
 
 RECORDS: dict[str, tuple[dict[str, Any], tuple[str, ...]]] = {
     "a later schema": ({"schema": 3}, ("schema", "3", "1 to 2")),
-    "no schema": ({"schema": 0}, ("schema", "0")),
-    "a schema of another type": ({"schema": True}, ("schema", "True")),
-    "a schema as text": ({"schema": "2"}, ("schema", "'2'")),
     "an unknown kind": ({"kind": "poem"}, ("'poem'", "drafter")),
-    "a vocabulary in words": ({"vocab_size": "many"}, ("vocab_size", "'many'", "int")),
     "a vocabulary that is true": ({"vocab_size": True}, ("vocab_size", "True")),
-    "no vocabulary": ({"vocab_size": 0}, ("vocab_size", "0")),
     "no recipe": ({"recipe": None}, ("recipe", "None", "dict")),
     "a command in parts": ({"command": ["draftsmith"]}, ("command", "str")),
     "an export that says half": ({"export": {"format": "npz"}}, ("export", "npz")),
-    "an export without a format": ({"export": {"format": None, "native": True}}, ("export",)),
     "a field too many": ({"colour": "red"}, ("colour",)),
     "one file by case": (of_files(("Model.bin", "model.bin")), ("Model.bin", "model.bin")),
     "one file by accents": (of_files(("\u00e9.bin", "e\u0301.bin")), ("\u00e9.bin", "e\\u0301.bin")),
-    "one file by sharp s": (of_files(("straße", "STRASSE")), ("STRASSE",)),
 }
 RECORDS |= {
     f"the name {name!a}": (of_files((name,)), ("half" if name == "a\ud800" else ascii(name),))
     for name in (
-        "../../etc/passwd", "/etc/passwd", "a/../../b", "./a", "a//b", "a/", "", ".", "C:\\a\\b", "C:a", "a\\..\\b",
-        "a\0b", "a\nb", "\x1b[2Ja", "abc\u202egnp", "a\ud800", "a ", "a./b", "artifact.json",
+        "../../etc/passwd", "/etc/passwd", "a//b", "", "C:a", "a\\..\\b", "a\0b", "abc\u202egnp", "a\ud800", "a ",
+        "artifact.json",
     )
 }  # fmt: skip
 RECORDS |= {
     f"the entry {entry}": (of_files(("a",), entry), ("'a'", "sha256", "bytes"))
     for entry in (
-        ENTRY | {"bytes": -1}, ENTRY | {"bytes": True}, ENTRY | {"bytes": "1"}, ENTRY | {"sha256": "0" * 63},
-        ENTRY | {"sha256": "Z" * 64}, {}, [], None,
+        ENTRY | {"bytes": -1}, ENTRY | {"bytes": True}, ENTRY | {"sha256": "Z" * 64}, {}, None,
     )
 }  # fmt: skip
 TEXTS: dict[str, tuple[str | bytes, tuple[str, ...]]] = {
     "lists too deep": ("[" * 100_000 + "]" * 100_000, (str(MAX_JSON_DEPTH),)),
-    "objects too deep": ('{"a":' * 100_000 + "1" + "}" * 100_000, (str(MAX_JSON_DEPTH),)),
     "a level too deep": ('{"a":' * (MAX_JSON_DEPTH + 1) + "1" + "}" * (MAX_JSON_DEPTH + 1), (str(MAX_JSON_DEPTH),)),
     "a key twice": ('{"schema": 2, "schema": 2}', ("'schema'",)),
-    "an inner key twice": ('{"schema": 2, "recipe": {"a": 1, "b": 2, "a": 3}}', ("'a'",)),
     "no number": ('{"schema": NaN}', ("NaN",)),
-    "an infinite number": ('{"schema": -Infinity}', ("-Infinity",)),
     "a number too long": ('{"schema": ' + "9" * 5000 + "}", ()),
-    "a schema far too large": ('{"schema": ' + "9" * 4000 + "}", ("9999",)),
     "half a character": ('{"schema": "\\ud800"}', ("half",)),
-    "nothing": ("", ("JSON",)),
-    "half": ("{", ("JSON",)),
-    "a list": ("[]", ("list",)),
-    "a mark before it": ("\ufeff{}", ("JSON",)),
     "no text": (b"\xff\xfe", ("UTF-8",)),
     "too much": (b" " * (MAX_MANIFEST_BYTES + 1), (f"{MAX_MANIFEST_BYTES:,}", f"{MAX_MANIFEST_BYTES + 1:,}")),
 }

@@ -192,23 +192,3 @@ def test_the_targets_sentencepiece_model_stands_in(
         monkeypatch.setattr(constants, "HF_HUB_OFFLINE", True)
         named = "me/target"
     assert converted(artifact, target=named)["tokenizer.ggml.model"] == "llama"
-
-
-def test_serving_converts_the_target_as_the_drafter_was(make: Make, export: Export, llama_cpp: Path) -> None:
-    tokenizer = our_bpe()
-    pair = make(tokenizer, "pair")
-
-    def commands(to: str) -> str:
-        return (export(make(tokenizer, to=to), "gguf", llama_cpp=llama_cpp)[0] / SERVING_FILE).read_text()
-
-    serving = commands(str(pair))
-    assert f"draftsmith export {pair} --to gguf --out target-gguf --llama-cpp" in serving
-    assert "-m target-gguf/model.gguf -md exported-gguf/model.gguf --spec-type draft-simple" in serving
-    (pair / "artifact.json").unlink()
-    assert f"convert_hf_to_gguf.py {pair} --outfile target.gguf" in commands(str(pair))
-    for revision in ("", "@v2"):  # the converter takes folders alone
-        serving = commands(f"me/target{revision}")
-        fetched = "hf download me/target --local-dir model\n"
-        assert f"{fetched}python convert_hf_to_gguf.py model --outfile target.gguf" in serving
-        assert ("hf download me/target --revision v2 --local-dir target" in serving) is bool(revision)
-    assert "```bash\npython convert_hf_to_gguf.py /gone/target --outfile target.gguf" in commands("/gone/target")

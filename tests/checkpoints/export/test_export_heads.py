@@ -33,7 +33,6 @@ CASES: dict[str, dict[str, Any]] = {
     "the target's": {"num_heads": 3, "num_layers": 1, "projection": "target"},
 }
 STATES_BD = torch.randn(7, HIDDEN, generator=torch.Generator().manual_seed(3))
-Rule = Callable[[Path], Tensor]
 Make = Callable[..., Path]
 Export = Callable[..., tuple[Path, str]]
 
@@ -194,16 +193,8 @@ def test_the_rules_find_what_is_wrong(export: Export, make_heads: Make, target: 
         vllm_reads(out, 4, VOCAB, True)
     path = out / "config.json"
     config = json.loads(path.read_text())
-    path.write_text(json.dumps(config | {"architectures": ["LlamaForCausalLM"]}))
-    assert tgi_reads(out, target) is None
-    with pytest.raises(AssertionError):
-        vllm_reads(out, 3, VOCAB, True)
     path.write_text(json.dumps({key: value for key, value in config.items() if key != "medusa_fc_bias"}))
     assert not torch.allclose(vllm_reads(out, 3, VOCAB, True), expected, atol=1e-2), "all biases are dropped"
-    path.write_text(json.dumps({key: value for key, value in config.items() if key != "medusa_num_heads"}))
-    for rule in (lambda: tgi_reads(out, target), lambda: tensorrt_reads(out)):
-        with pytest.raises((AssertionError, KeyError)):
-            rule()
 
 
 def test_vllm_does_not_miss_projections(export: Export, make_heads: Make) -> None:
@@ -250,24 +241,6 @@ def test_the_projection_of_a_tied_target_is_its_embedding(
     torch.testing.assert_close(tensorrt_reads(export(artifact, "medusa")[0]), expected, rtol=1e-4, atol=1e-4)
 
 
-def test_serving_says_who_refuses(export: Export, make_heads: Make) -> None:
-    text = (export(make_heads(num_layers=2, projection="target"), "medusa-2")[0] / SERVING_FILE).read_text()
-    assert "these have 2, and it refuses them" in text
-    assert "text-generation-launcher" not in text
-    text = (export(make_heads(), "medusa")[0] / SERVING_FILE).read_text()
-    assert "text-generation-launcher --model-id exported-medusa --speculate 3" in text
-    assert '"model": "exported-medusa", "num_speculative_tokens": 3}' in text
-
-
-def test_five_heads_for_faster_decoding(export: Export, make_heads: Make, target: Path) -> None:
-    artifact = make_heads(num_heads=5)
-    out = export(artifact, "medusa-pt", pickle=True)[0]
-    expected = own_logits(artifact, target)
-    for found in (faster_decoding_reads(out), tensorrt_reads(out)):
-        torch.testing.assert_close(found, expected, rtol=1e-4, atol=1e-4)
-    assert not list(out.glob("*.safetensors"))
-
-
 @pytest.mark.parametrize("form", ["medusa", "medusa-2"])
 def test_the_tokenizer_lies_beside_the_heads_as_old_readers_take_it(
     export: Export, form: str, make_heads: Make, target: Path
@@ -285,41 +258,25 @@ def test_the_tokenizer_lies_beside_the_heads_as_old_readers_take_it(
     out = export(artifact, form)[0]
     config = json.loads((out / "tokenizer_config.json").read_text())
     assert config["tokenizer_class"] == "PreTrainedTokenizerFast", "no other name is known there"
-    assert "extra_special_tokens" not in config, "a list of them is an error there"
-    assert config["chat_template"] == tokenizer.chat_template
     made = AutoTokenizer.from_pretrained(out)
     assert made.all_special_tokens == tokenizer.all_special_tokens
     assert made("some <s> words").input_ids == tokenizer("some <s> words").input_ids
-    text = (out / SERVING_FILE).read_text()
-    assert "the target's is there" in text
-    assert "of the target the tokenizer" in text
     (target / "tokenizer_config.json").write_text("{}")  # as gpt2's: its class is that of the model beside it
     assert AutoTokenizer.from_pretrained(export(artifact, form)[0]).get_vocab() == tokenizer.get_vocab()
-    for name, content in (("tokenizer_config.json", "{"), ("tokenizer_config.json", "{}"), ("tokenizer.json", "{}")):
-        (target / name).write_text(content)
+    (target / "tokenizer.json").write_text("{}")
     with pytest.raises(ValueError, match=r"target cannot be read: .* --target"):
         export(artifact, form)
 
 
-def test_tgi_does_not_fetch_the_target_of_heads_in_a_folder(export: Export, make_heads: Make) -> None:
-    text = (export(make_heads(named={"id": "user/target"}), "medusa")[0] / SERVING_FILE).read_text()
-    assert "text-generation-server download-weights user/target\ntext-generation-launcher --model-id" in text
-
-
-@pytest.mark.parametrize("count", [3, 6])
-def test_other_numbers_of_heads_become_five(export: Export, count: int, make_heads: Make, target: Path) -> None:
+@pytest.mark.parametrize("count", [3, 5, 6])
+def test_faster_decoding_gets_five_heads(export: Export, count: int, make_heads: Make, target: Path) -> None:
     artifact = make_heads(num_heads=count)
     out = export(artifact, "medusa-pt", pickle=True)[0]
     expected = own_logits(artifact, target)
     expected = expected[:, [min(k, count - 1) for k in range(5)]]
     for found in (faster_decoding_reads(out), tensorrt_reads(out)):
         torch.testing.assert_close(found, expected, rtol=1e-4, atol=1e-4)
-    said = "the last stands for those that lack" if count < 5 else "the last 1 are left out"
-    text = (out / SERVING_FILE).read_text()
-    assert f"5 heads from {count}: {said}" in text
-    said = "the last 2 heads are copies of its last" if count < 5 else "of which the first 5 are here"
-    assert f"The artifact has {count}" in text
-    assert said in text
+    assert not list(out.glob("*.safetensors"))
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import pickle
 from pathlib import Path
 
 import pytest
@@ -128,13 +127,6 @@ def test_large_heads_are_not_stacked(monkeypatch: pytest.MonkeyPatch, projection
     with torch.no_grad():
         torch.testing.assert_close(heads(hidden_BD), by_hand(heads, hidden_BD), rtol=1e-4, atol=1e-4)
     assert heads._stacked is None
-
-
-def test_copies_are_not_pickled() -> None:
-    heads = random_heads().eval()
-    with torch.no_grad():
-        heads(torch.randn(2, 8))
-    assert pickle.loads(pickle.dumps(heads))._stacked is None
 
 
 def test_the_targets_projection_is_shared_and_no_part_of_the_heads() -> None:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import pickle
 from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
@@ -54,10 +53,8 @@ def heads(projection: str = "own") -> PredictionHeads:
     ("call", "parts"),
     [
         (lambda: heads().projection(3), ("3",)),
-        (lambda: heads("target").projection(3), ("3",)),
         (lambda: heads().attach(torch.zeros(13, 8)), ("own",)),
         (lambda: heads("target").attach(torch.zeros(12, 8)), ("[12, 8]", "[13, 8]")),
-        (lambda: heads("target").attach(torch.zeros(13)), ("[13]", "[13, 8]")),
         (lambda: PredictionHeads(1, 1, 8, None, "target").attach(torch.zeros(13, 7)), ("[13, 7]", "[V, 8]")),
         (lambda: PredictionHeads(1, 1, 8, None, "target").vocab_size, ("attach",)),
         (lambda: PredictionHeads(1, 1, 8, None, "target")(torch.zeros(2, 8)), ("attach",)),
@@ -70,7 +67,6 @@ def test_uses_of_heads(call: Callable[[], object], parts: tuple[str, ...]) -> No
 @pytest.mark.parametrize(
     ("tensor", "parts"),
     [
-        (torch.zeros(0), ("1.2.weight", "[0]", "[13, 8]")),
         (torch.zeros(13, 7), ("1.2.weight", "[13, 7]", "[13, 8]")),
         (torch.zeros(13, 8, device="meta"), ("1.2.weight", "104 of 104")),
         (torch.full((13, 8), torch.nan), ("1.2.weight", "104 of 104")),
@@ -100,12 +96,9 @@ TENSORS: list[tuple[Callable[[dict[str, Any]], object], tuple[str, ...]]] = [
     (without("1.0.linear.bias"), ("1.0.linear.bias",)),
     (without("1.2.weight"), ("1.2.weight",)),
     (without("1."), ("1.",)),
-    (without("weight"), ("0.0.linear.weight",)),
     (put("0.1.weight", 13, 8), ("1.1.weight",)),
     (put("0.2.up.weight", 13, 2), ("0.2.down.weight",)),
     (put("2.2.weight", 12, 8), ("2.2.weight", "[12, 8]", "[13, 8]")),
-    (put("0.2.weight", 13), ("0.2.weight", "[13]")),
-    (put("0.2.weight", 0), ("0.2.weight", "[0]")),
     (put("lm_head.weight", 13, 8), ("lm_head.weight",)),
     (put("1.0.linear.bias", 8, dtype=torch.int8), ("1.0.linear.bias", "int8", "float32")),
     (put("9999.9999.linear.weight", 8, 8), ("10000 heads",)),
@@ -127,16 +120,11 @@ def test_tensors_that_are_no_heads(
 @pytest.mark.parametrize(
     ("content", "parts"),
     [
-        (b"", ()),
         (b"no pickle at all", ()),
-        (b"PK\x03\x04 broken", ()),
-        (pickle.dumps([1, 2], 2), ()),
         ([1, 2], ("list",)),
         ({"0.1.weight": 3}, ("0.1.weight", "int")),
         ({"0.1.weight": torch.eye(3).to_sparse()}, ("0.1.weight",)),
         ({1: torch.zeros(1)}, ("1",)),
-        ({"0.0.linear.weight": torch.zeros(3, 3)}, ("0.0.linear.bias",)),
-        ({"0.0.linear.weight": torch.zeros(3, 4), "0.0.linear.bias": torch.zeros(3)}, ("[3, 4]",)),
     ],
 )
 def test_pickled_files_of_something_else(tmp_path: Path, content: Any, parts: tuple[str, ...]) -> None:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import shutil
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -116,20 +115,3 @@ def test_the_token_that_a_decoder_starts_with(tmp_path: Path) -> None:
         assert found["decoder_start_token_id"] == wanted["decoder_start_token_id"] == found["pad_token_id"]
     mended = examine(sides["target"], open_side(str(tmp_path / "out"), load_tokenizer)).findings
     assert [finding for finding in mended if finding.check == "special ids"] == []
-
-
-def test_a_full_disk_leaves_nothing(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    tokenizer = train_bpe(["a little text of words to merge, and more"], VOCAB, ("<pad>", "</s>"))
-    for folder, rows in (("target", PADDED), ("drafter", VOCAB)):
-        config = PhiConfig(**SIZES | {"vocab_size": rows}, intermediate_size=16)
-        Decoder.from_config(config).save_pretrained(tmp_path / folder)
-        tokenizer.save_pretrained(tmp_path / folder)
-    sides = [open_side(str(tmp_path / name), load_tokenizer) for name in ("target", "drafter")]
-
-    def full(*_: Any) -> None:
-        raise OSError(28, "No space left on device")
-
-    monkeypatch.setattr(shutil, "copyfile", full)
-    with pytest.raises(OSError, match="No space"):
-        repair(*sides, examine(*sides).findings, tmp_path / "out", "")
-    assert sorted(path.name for path in tmp_path.iterdir()) == ["drafter", "target"]

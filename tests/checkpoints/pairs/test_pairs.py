@@ -173,12 +173,6 @@ def padded(extra: int) -> Change:
     )
 
 
-def shuffled(folder: Path) -> None:
-    plain = range(len(SPECIALS), VOCAB)
-    order = torch.randperm(len(plain), generator=torch.Generator().manual_seed(3)) + len(SPECIALS)
-    reorder(folder, dict(zip(plain, order.tolist(), strict=True)))
-
-
 def with_another_end(folder: Path) -> None:
     retokenized(lambda own: setattr(own, "eos_token", "<|im_end|>"))(folder)
     for name in ("config.json", "generation_config.json"):
@@ -299,17 +293,6 @@ def test_rows_that_are_no_token_to_either_stay(target: Path, drafter: Path) -> N
     weights = [load_file(folder / "model.safetensors") for folder in (target, mend(target, drafter)[0])]
     assert weights[0].keys() == weights[1].keys()
     assert all(torch.equal(weights[0][name], weights[1][name]) for name in weights[0])
-
-
-def test_a_shuffled_and_padded_vocabulary(target: Path, drafter: Path) -> None:
-    shuffled(drafter)
-    trimmed = Path(shutil.copytree(drafter, drafter.with_name("trimmed")))
-    loud(20)(drafter)
-    assert checks(look(target, drafter)) == {"token texts", "vocab_size"}
-    assert decode(target, trimmed)[2] < 0.5, "or the repair would have nothing to do"
-    repaired, _, after = mend(target, drafter)
-    assert after.findings == ()
-    assert_it_is_the_target_again(target, repaired)
 
 
 def test_llama_cpp_compares_texts_from_id_5_on(target: Path, drafter: Path) -> None:
@@ -439,12 +422,9 @@ def without_tokenizer(folder: Path) -> None:
 
 
 QUANTISED = setting(quantization_config={"quant_method": "gptq", "bits": 4})
-DECODERS = {"vllm", "sglang", "llama.cpp"}
 RARER: dict[str, tuple[Change, Change, dict[str, str], set[str]]] = {
     "an encoder-decoder for a decoder": (nothing, t5, {"kind of model": "fault"}, ALL),
-    "two encoder-decoders": (t5, t5, {"kind of model": "fault"}, DECODERS),
     "bos": (nothing, adds_bos("<pad>", 0), {"bos and eos around a text": "fault"}, {"llama.cpp"}),
-    "two bos": (adds_bos("<pad>", 0), adds_bos("</s>", 3), {"special ids": "fault"}, {"llama.cpp"}),
     "byte fallback": (
         nothing,
         state(lambda values: values["model"].update(byte_fallback=True)),
@@ -455,7 +435,6 @@ RARER: dict[str, tuple[Change, Change, dict[str, str], set[str]]] = {
     "a pad": (nothing, setting("generation_config.json", pad_token_id=1), {"special ids": "note"}, set()),
     "quantised": (nothing, QUANTISED, {"quantisation": "note"}, set()),
     "a window": (nothing, sliding(), {"context length": "weakness"}, set()),
-    "a window of Gemma's": (nothing, sliding("gemma3_text"), {"context length": "weakness"}, set()),
     "a shorter window of the target": (sliding(window=32), sliding(), {}, set()),
     "no tokenizer of the target": (without_tokenizer, nothing, {"tokenizer": "fault"}, {"llama.cpp"}),
 }
@@ -474,15 +453,6 @@ def test_rarer_differences(case: str, target: Path, drafter: Path) -> None:
         assert outcomes(found, "refused") == refusing
 
 
-def test_a_window_is_a_limit_of_this_engine_alone(target: Path, drafter: Path) -> None:
-    sliding(max_position_embeddings=128)(drafter)
-    (finding,) = (one for one in look(target, drafter).findings if one.check == "context length")
-    assert finding.drafter == "128 positions, a sliding window of 64"
-    assert {name: "64" in effect.reason for name, effect in finding.effects.items()} == {
-        name: name == "draftsmith" for name in ALL
-    }
-
-
 def test_quantised_weights_stay_as_they_are(target: Path, drafter: Path) -> None:
     QUANTISED(drafter)
     rewrite(drafter / "tokenizer.json", lambda values: swap_texts(values, {100: 101, 101: 100}))
@@ -493,8 +463,7 @@ def test_quantised_weights_stay_as_they_are(target: Path, drafter: Path) -> None
 
 @pytest.mark.parametrize(
     "text",
-    ["{% for i in range(10 ** 99) %}{% endfor %}", "{{ 1 / 0 }}", "{{ 'a' * 10 ** 18 }}", "{{ messages.x.y }}",
-     "{{ [] | first + 1 }}", "{{ 'a'.join(3) }}", "{{ '{1}'.format(1) }}"],
+    ["{{ 1 / 0 }}", "{{ messages.x.y }}"],
 )  # fmt: skip
 def test_a_template_that_cannot_be_rendered_is_reported(target: Path, drafter: Path, text: str) -> None:
     template(text)(drafter)

@@ -131,19 +131,6 @@ def test_what_git_makes_of_files_is_told(tmp_path: Path) -> None:
     assert "ends of lines" not in fault
 
 
-def test_a_long_list_of_faults_is_cut_in_an_error_and_whole_in_a_report(tmp_path: Path) -> None:
-    def write(folder: Path) -> None:
-        for number in range(50):
-            (folder / f"f{number}").write_text("x")
-
-    out = save_table(tmp_path / "t", write=write)
-    for number in range(50):
-        (out / f"f{number}").write_text("y")
-    with pytest.raises(ValueError, match="and 30 faults more"):
-        verify_artifact(out)
-    assert sum("has the hash" in fault for fault in find_faults(out)[1]) == 50
-
-
 @pytest.mark.parametrize(
     ("kind", "files", "lacking"),
     [

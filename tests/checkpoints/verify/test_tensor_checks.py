@@ -12,7 +12,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from draftsmith.checkpoints.artifact.artifact import save_artifact, tokenizer_fingerprint
+from draftsmith.checkpoints.artifact.artifact import save_artifact
 from draftsmith.checkpoints.export.base import export_artifact
 from draftsmith.checkpoints.export.drafter import ASSISTANT, load_drafter
 from draftsmith.checkpoints.heads.files import PredictionHeads, save_heads
@@ -26,7 +26,7 @@ from draftsmith.checkpoints.verify.inspect import find_faults
 from draftsmith.checkpoints.verify.model_files import fit_to_model, load_config
 from draftsmith.checkpoints.verify.tensors import adapter_faults
 from draftsmith.decode.models.loading import load_model
-from draftsmith.recipes.commands.artifacts.import_drafter import import_published, whole_model
+from draftsmith.recipes.commands.artifacts.import_drafter import import_published
 from peft import LoraConfig, get_peft_model
 from safetensors.torch import load_file, save_file
 from tokenizers import Tokenizer, models
@@ -64,7 +64,6 @@ FAMILIES: dict[str, Any] = {
 }
 LAYER = ["mlp.down_proj", "mlp.gate_proj", "mlp.up_proj", "self_attn.q_proj", "self_attn.k_proj"]
 Change = Callable[[dict[str, torch.Tensor]], object]
-Make = Callable[..., LlamaForCausalLM]
 
 
 def make(family: str) -> PreTrainedModel:
@@ -169,14 +168,6 @@ def test_a_model_with_tensors_too_many_is_sound(tmp_path: Path) -> None:
     for load in (load_model, load_drafter):
         assert load(str(out)).config.num_hidden_layers == 2
 
-    def write(folder: Path) -> None:
-        save_heads(PredictionHeads(2, 1, 16, VOCAB), folder, "target")
-        make("llama").save_pretrained(folder / "base")
-        changed(folder / "base" / "model.safetensors", lambda tensors: tensors.update(more))
-
-    save_artifact(tmp_path / "heads", kind="heads", write=write, **ABOUT)
-    assert find_faults(tmp_path / "heads")[1] == []
-
 
 def test_a_shard_that_lacks_a_tensor_is_noticed(tmp_path: Path) -> None:
     def write(folder: Path) -> None:
@@ -220,11 +211,6 @@ def test_the_doctor_notices_it_and_repairs_what_is_too_many(tmp_path: Path) -> N
     assert found.severity == "fault"
     assert set(found.effects) == {"transformers", "vllm", "sglang", "llama.cpp", "draftsmith"}
     assert "lm_head.weight" in found.drafter
-    sides = [open_side(str(place), lambda place: None) for place in (target, few)]
-    with pytest.raises(ValueError, match=r"nothing repairs that .*few lacks 1 tensor \(lm_head\.weight\)"):
-        repair(*sides, [found], tmp_path / "fixed", "draftsmith doctor")
-    assert not (tmp_path / "fixed").exists()
-
     model = make("llama")
     many = save(tmp_path / "many", model, lambda tensors: tensors.update({"more.weight": torch.ones(3)}))
     found = findings_of(target, many)["more tensors"]
@@ -238,16 +224,6 @@ def test_the_doctor_notices_it_and_repairs_what_is_too_many(tmp_path: Path) -> N
     assert all(torch.equal(kept[name], one) for name, one in model.state_dict().items())
     assert findings_of(many, target)["more tensors"].drafter == "–"
     assert "more tensors" not in findings_of(target, tmp_path / "fixed")
-
-
-def test_rows_of_the_vocabulary_are_said_once(tmp_path: Path) -> None:
-    target = save(tmp_path / "target", make("llama"))
-    padded = save(
-        tmp_path / "padded", make("llama"), lambda tensors: tensors.update({"lm_head.weight": torch.ones(32, 16)})
-    )
-    found = findings_of(target, padded)
-    assert "rows" in found
-    assert "tensors" not in found
 
 
 def test_heads_that_lack_one_are_noticed(tmp_path: Path) -> None:
@@ -272,17 +248,6 @@ def test_heads_that_lack_one_are_noticed(tmp_path: Path) -> None:
     ):
         faults = heads(name, change)
         assert any(said in fault for fault in faults), (name, faults)
-
-
-def test_a_target_beside_heads_that_lacks_a_tensor_is_noticed(tmp_path: Path) -> None:
-    def write(folder: Path) -> None:
-        save_heads(PredictionHeads(2, 1, 16, VOCAB), folder, "target")
-        make("llama").save_pretrained(folder / "base")
-        changed(folder / "base" / "model.safetensors", lose("model.norm.weight"))
-
-    save_artifact(tmp_path / "heads", kind="heads", write=write, **ABOUT)
-    (fault,) = find_faults(tmp_path / "heads")[1]
-    assert f"{tmp_path / 'heads' / 'base'} lacks 1 tensor (model.norm.weight)" in fault
 
 
 def test_tables_of_other_lengths_are_noticed(tmp_path: Path) -> None:
@@ -370,17 +335,6 @@ def test_what_a_model_lacks_is_not_made_up_when_it_is_loaded(tmp_path: Path) -> 
     for load in (load_model, load_drafter):
         with pytest.raises(ValueError, match=said):
             load(str(tmp_path))
-    torch.save(load_file(tmp_path / "model.safetensors"), tmp_path / "pytorch_model.bin")
-    (tmp_path / "model.safetensors").unlink()
-    with (
-        pytest.raises(ValueError, match="its files lack lm_head"),
-        whole_model("it", tmp_path, unpickle=True),
-    ):
-        pass
-
-
-def said_lines(capsys: pytest.CaptureFixture[str]) -> list[str]:
-    return capsys.readouterr().err.splitlines()
 
 
 def tokenizer_of(words: str) -> PreTrainedTokenizerFast:
@@ -392,7 +346,6 @@ def test_import_refuses_what_lacks_some_and_tells_what_is_too_many(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     tokenizer = tokenizer_of("abcdefghijklmnopqrstuvwx")
-    assert tokenizer_fingerprint(tokenizer)
     for name in ("target", "drafter"):
         make("llama").save_pretrained(tmp_path / name)
         tokenizer.save_pretrained(tmp_path / name)
@@ -402,14 +355,8 @@ def test_import_refuses_what_lacks_some_and_tells_what_is_too_many(
         import_published(*names)
     assert not (tmp_path / "out").exists()
     make("llama").save_pretrained(tmp_path / "drafter")
-    capsys.readouterr()
-    import_published(*names)
-    assert "of which" not in capsys.readouterr().err
-    assert find_faults(tmp_path / "out")[1] == []
-
     changed(tmp_path / "drafter" / "model.safetensors", lambda tensors: tensors.update({"x": torch.ones(1)}))
     import_published(names[0], tmp_path / "many", names[2])
-    (line,) = [line for line in said_lines(capsys) if "of which" in line]
+    (line,) = [line for line in capsys.readouterr().err.splitlines() if "of which" in line]
     assert "it holds 1 tensor (x) of which its configuration knows nothing" in line
     assert find_faults(tmp_path / "many")[1] == []
-    assert set(load_file(tmp_path / "many" / "model.safetensors")) > {"x"}

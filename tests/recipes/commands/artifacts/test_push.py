@@ -206,21 +206,6 @@ def test_files_that_name_folders_of_this_machine(hub: Any, tmp_path: Path, capsy
     assert notes == [f"note: {name}{after}{path}" for name, path in files.items()]
 
 
-def test_a_pull_over_another_artifact(
-    hub: Any, stand_in: ModuleType, tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
-    run("push", make_artifact(tmp_path / "t"), REPO, "--yes")
-    other = make_artifact(tmp_path / "other", seed=2)
-    with pytest.raises(ValueError, match=r"other .*--replace"):
-        run("pull", REPO, other)
-    capsys.readouterr()
-    run("pull", REPO, other, "--replace")
-    assert f"pull: wrote {other}: the table of {REPO} at " in capsys.readouterr().err
-    run("pull", REPO, other)
-    assert f"pull: nothing to do, {other} is the table of {REPO} at " in capsys.readouterr().err
-    assert stand_in.files_of(other) == hub.repos[REPO].head()
-
-
 def test_what_is_deleted_there_is_shown(hub: Any, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     run("push", make_artifact(tmp_path / "older", seed=1, **{"gone.bin": b"\0"}), REPO, "--yes")
     capsys.readouterr()
@@ -229,11 +214,6 @@ def test_what_is_deleted_there_is_shown(hub: Any, tmp_path: Path, capsys: pytest
     said = " ".join(capsys.readouterr().out.split())
     assert "gone.bin is deleted there" in said
     assert "few.json 11 is sent" in said
-    hub.repo(REPO, {"model.bin": b"\0"})
-    with pytest.raises(ValueError, match=REPO):
-        run("push", newer, REPO, "--yes")
-    run("push", newer, REPO, "--yes", "--replace")
-    assert "model.bin" not in hub.repos[REPO].head()
 
 
 def test_pulls_that_are_refused(hub: Any, tmp_path: Path) -> None:
