@@ -5,9 +5,10 @@ from __future__ import annotations
 import importlib.util
 import os
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from types import ModuleType
+from typing import Any
 
 import pytest
 import torch
@@ -88,3 +89,17 @@ def load_script() -> Callable[[Path], ModuleType]:
         return module
 
     return load
+
+
+@pytest.fixture(scope="session")
+def stand_in(load_script: Callable[[Path], ModuleType]) -> ModuleType:
+    """The module of the hub's stand-in."""
+    return load_script(Path(__file__).with_name("checkpoints") / "hub_stand_in.py")
+
+
+@pytest.fixture
+def hub(stand_in: ModuleType, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Any]:
+    """A hub that this process's client asks, logged in."""
+    with stand_in.running_hub() as started:
+        stand_in.point_client(started.url, tmp_path / "home", monkeypatch, stand_in.TOKEN)
+        yield started

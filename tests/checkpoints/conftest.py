@@ -1,30 +1,15 @@
-"""A stand-in of the hub, this process's client pointed at it, and a small artifact to push."""
+"""A small artifact to push."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from pathlib import Path
-from types import ModuleType
 from typing import Any
 
 import pytest
 import torch
 from draftsmith.checkpoints.artifact.artifact import save_artifact
 from safetensors.torch import save_file
-
-
-@pytest.fixture(scope="session")
-def stand_in(load_script: Callable[[Path], ModuleType]) -> ModuleType:
-    """The module of the hub."""
-    return load_script(Path(__file__).with_name("hub_stand_in.py"))
-
-
-@pytest.fixture
-def hub(stand_in: ModuleType, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Any]:
-    """A hub that this process's client asks, logged in."""
-    with stand_in.running_hub() as started:
-        stand_in.point_client(started.url, tmp_path / "home", monkeypatch, stand_in.TOKEN)
-        yield started
 
 
 @pytest.fixture

@@ -47,12 +47,6 @@ def exported(folder: Path) -> None:
     export_artifact(folder.with_name("table"), "custom-generate-bigrams", folder, formats)
 
 
-@pytest.fixture
-def stand_in(load_script: Callable[[Path], ModuleType]) -> ModuleType:
-    """The hub's stand-in."""
-    return load_script(Path(__file__).resolve().parents[1] / "checkpoints" / "hub_stand_in.py")
-
-
 @pytest.mark.parametrize("kind", ["saved", "exported"])
 def test_a_method_is_loaded_from_the_hub(
     target: LlamaForCausalLM,

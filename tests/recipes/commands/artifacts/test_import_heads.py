@@ -3,11 +3,8 @@
 from __future__ import annotations
 
 import json
-import os
 import shutil
-import subprocess
-import sys
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from pathlib import Path
 from types import ModuleType
 from typing import Any
@@ -151,29 +148,9 @@ def test_an_import_is_refused(case: str, target: Path, tmp_path: Path) -> None:
     assert not (tmp_path / "heads").exists()
 
 
-@pytest.fixture
-def hub(tmp_path: Path, load_script: Callable[[Path], ModuleType]) -> Iterator[Any]:
-    stand_in = load_script(Path(__file__).parents[3] / "checkpoints" / "hub_stand_in.py")
-    with stand_in.running_hub() as started:
-        started.files_of = stand_in.files_of
-        yield started
-
-
-FETCH = """
-import sys
-from draftsmith.recipes.commands.artifacts.import_heads import import_heads
-from pathlib import Path
-for line in sys.stdin:
-    name, unpickle, out = line.split()
-    try:
-        import_heads(name, Path(out), sys.argv[1], unpickle=unpickle == "True")
-        print("imported", flush=True)
-    except ValueError as error:
-        print(" ".join(str(error).split()), flush=True)
-"""
-
-
-def test_of_the_hub_only_what_holds_the_heads_is_fetched(hub: Any, target: Path, tmp_path: Path) -> None:
+def test_of_the_hub_only_what_holds_the_heads_is_fetched(
+    hub: Any, stand_in: ModuleType, target: Path, tmp_path: Path
+) -> None:
     state, someone = tensors(2), tmp_path / "someone"
     whole = {f"medusa_head.{name}": tensor for name, tensor in state.items()}
     publish(someone / "both", state)
@@ -189,32 +166,25 @@ def test_of_the_hub_only_what_holds_the_heads_is_fetched(hub: Any, target: Path,
     save_file(whole, someone / "one" / "model.safetensors")
     torch.save(whole, someone / "bin" / "pytorch_model.bin")
     for folder in someone.iterdir():
-        hub.repo(f"someone/{folder.name}", hub.files_of(folder))
+        hub.repo(f"someone/{folder.name}", stand_in.files_of(folder))
     cases = [
-        ("both", True, "imported", ["config.json", HEADS_FILE]),
+        ("both", True, None, ["config.json", HEADS_FILE]),
         ("pickled", False, "pickled ones are read with --unpickle", ["config.json"]),
-        ("pickled", True, "imported", ["medusa_lm_head.pt"]),
-        ("shards", False, "imported", ["model-2.safetensors", "model.safetensors.index.json"]),
-        ("one", False, "imported", ["model.safetensors"]),
+        ("pickled", True, None, ["medusa_lm_head.pt"]),
+        ("shards", False, None, ["model-2.safetensors", "model.safetensors.index.json"]),
+        ("one", False, None, ["model.safetensors"]),
         ("bin", False, "holds no heads in safetensors", []),
-        ("bin", True, "imported", ["pytorch_model.bin"]),
+        ("bin", True, None, ["pytorch_model.bin"]),
         ("nothing", False, "no folder someone/nothing, and someone/nothing on the hub", []),
     ]
-    settings = {"HF_ENDPOINT": hub.url, "HF_HOME": str(tmp_path / "home"), "HF_HUB_DISABLE_XET": "1"}
-    free = {key: value for key, value in os.environ.items() if key not in ("HF_HUB_OFFLINE", "HF_HUB_CACHE")}
-    command = [sys.executable, "-c", FETCH, str(target)]
-    with subprocess.Popen(
-        command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True, env=free | settings
-    ) as child:
-        assert child.stdin is not None
-        assert child.stdout is not None
-        for number, (name, unpickle, message, wanted) in enumerate(cases):
-            hub.got.clear()
-            child.stdin.write(f"someone/{name} {unpickle} {tmp_path / str(number)}\n")
-            child.stdin.flush()
-            assert message in child.stdout.readline(), name
-            assert sorted(hub.got) == wanted, name
-            if message == "imported":
-                written = load_file(tmp_path / str(number) / HEADS_FILE)
-                assert all(torch.equal(written[key], tensor) for key, tensor in state.items())
-        child.stdin.close()
+    for number, (name, unpickle, message, wanted) in enumerate(cases):
+        out = tmp_path / str(number)
+        hub.got.clear()
+        if message is None:
+            import_heads(f"someone/{name}", out, str(target), unpickle=unpickle)
+            written = load_file(out / HEADS_FILE)
+            assert all(torch.equal(written[key], tensor) for key, tensor in state.items())
+        else:
+            with pytest.raises(ValueError, match=message):
+                import_heads(f"someone/{name}", out, str(target), unpickle=unpickle)
+        assert sorted(hub.got) == wanted, name

@@ -8,7 +8,6 @@ import re
 import shutil
 import subprocess
 import sys
-from collections.abc import Callable, Iterator
 from dataclasses import replace
 from pathlib import Path
 from types import ModuleType
@@ -22,26 +21,12 @@ from draftsmith.recipes.commands.cli import app
 from draftsmith.recipes.commands.evaluation.evaluate import run_evaluate
 from draftsmith.recipes.schema.evaluation import EvaluateRecipe
 
-CHECKPOINTS = Path(__file__).parents[3] / "checkpoints"
 REPO = "somebody/tiny-drafter"
 
 
 def run(*arguments: object) -> None:
     """The command line in this process."""
     app([str(argument) for argument in arguments], standalone_mode=False)
-
-
-@pytest.fixture(scope="session")
-def stand_in(load_script: Callable[[Path], ModuleType]) -> ModuleType:
-    return load_script(CHECKPOINTS / "hub_stand_in.py")
-
-
-@pytest.fixture
-def hub(stand_in: ModuleType, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Any]:
-    """A hub that this process's client asks, logged in."""
-    with stand_in.running_hub() as started:
-        stand_in.point_client(started.url, tmp_path / "home", monkeypatch, stand_in.TOKEN)
-        yield started
 
 
 def make_artifact(folder: Path, seed: int = 0, **extra: bytes) -> Path:
