@@ -109,10 +109,6 @@ def running_hub() -> Iterator[Hub]:
             hub.shutdown()
 
 
-def environment(url: str, home: Path) -> dict[str, str]:
-    """Variables for a process that asks this hub."""
-    paths = {"HF_ENDPOINT": url, "HF_HOME": str(home), "HF_TOKEN_PATH": str(home / "token")}
-    return paths | {"HF_HUB_DISABLE_XET": "1", "HF_HUB_OFFLINE": "0", "HF_HUB_DISABLE_PROGRESS_BARS": "1"}
 
 
 def point_client(url: str, home: Path, monkeypatch: pytest.MonkeyPatch, token: str | None = None) -> None:

@@ -60,10 +60,6 @@ def test_what_needs_no_mending_stays_as_it_is(tokenizer: PreTrainedTokenizerFast
     before = path.read_bytes()
     patch_tokenizer(tmp_path)
     assert path.read_bytes() == before
-    (tmp_path / "tokenizer.json").rename(tmp_path / "tokenizer.model")
-    path.write_text('{"tokenizer_class": "TokenizersBackend"}')
-    patch_tokenizer(tmp_path)
-    assert config_of(tmp_path) == {"tokenizer_class": "TokenizersBackend"}, "sentencepiece's are left alone"
 
 
 def test_the_template_of_its_own_file_comes_first(tokenizer: PreTrainedTokenizerFast, tmp_path: Path) -> None:

@@ -30,8 +30,8 @@ SIZES = {"hidden_size": HIDDEN, "num_attention_heads": 4, "num_key_value_heads":
 Make = Callable[..., Path]
 
 
-def tokenizer_of(words: int = VOCAB - 2, swapped: bool = False) -> PreTrainedTokenizerFast:
-    names = [f"w{number}" for number in range(words)]
+def tokenizer_of(swapped: bool = False) -> PreTrainedTokenizerFast:
+    names = [f"w{number}" for number in range(VOCAB - 2)]
     if swapped:
         names[5], names[6] = names[6], names[5]
     vocab = {"<s>": 0, "</s>": 1} | {name: number + 2 for number, name in enumerate(names)}
@@ -64,8 +64,8 @@ def save(tmp_path: Path, target: Path) -> Make:
 
 @pytest.fixture
 def make_drafter(save: Make, make_llama: Callable[..., LlamaForCausalLM]) -> Make:
-    """A function that writes an artifact of a random Llama, changed by `also`; its tokenizer is the target's, or is
-    `short` of two tokens, or has two `swapped`."""
+    """A function that writes an artifact of a random Llama, changed by `also`; its tokenizer is the target's, or has
+    two tokens `swapped`."""
 
     def build(
         dtype: torch.dtype = torch.float32,
@@ -75,8 +75,7 @@ def make_drafter(save: Make, make_llama: Callable[..., LlamaForCausalLM]) -> Mak
         **sizes: Any,
     ) -> Path:
         model = make_llama(vocab_size, 2, **(SIZES | sizes)).to(dtype)
-        words = VOCAB - 4 if tokenizer == "short" else VOCAB - 2
-        own = None if tokenizer is None else tokenizer_of(words, swapped=tokenizer == "swapped")
+        own = None if tokenizer is None else tokenizer_of(swapped=tokenizer == "swapped")
 
         def write(folder: Path) -> None:
             model.save_pretrained(folder)

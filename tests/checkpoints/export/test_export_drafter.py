@@ -74,14 +74,6 @@ def test_an_assistant_carries_its_settings_and_changes_no_answer(
     assert GenerationConfig.from_pretrained(out).num_assistant_tokens == 4
 
 
-def test_without_its_target_that_part_is_left_out(make_drafter: Make, export: Export, target: Path) -> None:
-    artifact = make_drafter()
-    shutil.rmtree(target)
-    assert (
-        f"not compared: greedy decoding with the target, as the target {target}" in export(artifact, "transformers")[1]
-    )
-
-
 def test_an_encoder_decoder_assists_too(save: Make, export: Export, target: Path) -> None:
     sizes = {"d_model": 16, "d_kv": 8, "d_ff": 24, "num_layers": 1, "num_heads": 2, "decoder_start_token_id": 0}
     (target / "config.json").unlink()

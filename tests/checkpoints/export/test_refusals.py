@@ -46,20 +46,16 @@ PAIR = ("target", "draftsmith doctor", "--fix")
 ROWS: list[tuple[str, dict[str, Any], str, dict[str, Any], tuple[str, ...]]] = [
     ("drafter", {}, "transformer", {}, ("'transformer'", "'transformers'", "npz")),
     ("drafter", {}, "npz", {}, ("table", "drafter", "gguf", "transformers", "vllm-sglang")),
-    ("heads", {}, "medusa", {"merge": True, "pickle": True}, ("--merge/--no-merge", "--pickle", "--target")),
     ("table", {}, "npz", {"target": "x"}, ("--target",)),
     ("drafter", {}, "transformers", {"merge": False}, ("--no-merge",)),
-    ("drafter", {}, "transformers", {"merge": True}, ("--merge",)),
     ("drafter", {}, "transformers", {"target": "nowhere/at/all"}, ("nowhere/at/all",)),
     ("drafter", {"vocab_size": VOCAB + 8}, "transformers", {}, (f"{VOCAB + 8}", f"{VOCAB}", *PAIR)),
     *(
         ("drafter", {"also": config(**change)}, form, {}, ("artifact",))
-        for change in ({"hidden_act": "nope"}, {"dtype": "bogus"}, {"num_hidden_layers": 10**9})
-        for form in ("transformers", "vllm-sglang")
+        for change, form in (({"hidden_act": "nope"}, "transformers"), ({"num_hidden_layers": 10**9}, "vllm-sglang"))
     ),
     ("drafter", {"vocab_size": VOCAB + 16}, "vllm-sglang", {}, (f"{VOCAB + 16}", f"{VOCAB}", "vocab_size", *PAIR)),
     ("drafter", {"tokenizer": "swapped"}, "vllm-sglang", {}, ("'w5'", "'w6'", *PAIR)),
-    ("drafter", {"tokenizer": "short"}, "vllm-sglang", {}, ("missing tokens", *PAIR)),
     ("drafter", {"max_position_embeddings": 32}, "vllm-sglang", {}, ("64 positions", "32 positions", *PAIR)),
     ("drafter", {"tokenizer": None}, "vllm-sglang", {}, ("tokenizer",)),
     ("drafter", {"also": config(auto_map={"AutoModel": "x.Y"})}, "vllm-sglang", {}, ("auto_map",)),
@@ -67,9 +63,7 @@ ROWS: list[tuple[str, dict[str, Any], str, dict[str, Any], tuple[str, ...]]] = [
     ("drafter", {"also": put("pytorch_model.bin")}, "vllm-sglang", {}, ("pytorch_model.bin",)),
     ("drafter", {"also": mixed_types}, "vllm-sglang", {}, ("F16", "F32")),
     ("drafter", {"also": config(architectures=3)}, "vllm-sglang", {}, ("architecture", "LlamaForCausalLM")),
-    ("drafter", {"also": config(architectures=["MyForCausalLM"])}, "vllm-sglang", {}, ("MyForCausalLM",)),
     ("drafter", {"also": other_model}, "vllm-sglang", {}, ("BloomForCausalLM",)),
-    ("drafter", {}, "vllm-sglang", {"target": "./nowhere"}, ("./nowhere",)),
     ("drafter", {}, "gguf", {}, ("--llama-cpp",)),
     ("drafter", {}, "gguf", {"llama_cpp": Path("/nowhere")}, ("/nowhere/convert_hf_to_gguf.py",)),
     ("heads", {}, "medusa-pt", {}, ("--pickle",)),
@@ -79,7 +73,7 @@ ROWS: list[tuple[str, dict[str, Any], str, dict[str, Any], tuple[str, ...]]] = [
     ("heads", {"num_layers": 0}, "medusa-2", {}, ("medusa-2",)),
     *(
         ("heads", {"num_heads": 5, **change}, form, {"pickle": True} if form == "medusa-pt" else {}, parts)
-        for form in ("medusa", "medusa-vllm", "medusa-2", "medusa-pt")
+        for form in ("medusa", "medusa-pt")
         for change, parts in (({"states": "before-norm"}, ("before", "after-norm")), ({"scale": 0.5}, ("0.5",)))
     ),
     ("heads", {"named": None, "projection": "target"}, "medusa", {}, ("--target",)),
@@ -102,9 +96,7 @@ def test_an_export_is_refused(
         assert part in message
 
 
-@pytest.mark.parametrize(
-    "out", ["artifact", "artifact/../artifact", "artifact/out", "other", "export", "target", "file"]
-)
+@pytest.mark.parametrize("out", ["artifact", "artifact/out", "other", "export", "target", "file"])
 def test_folders_that_hold_something_else(out: str, make_heads: Make, tmp_path: Path) -> None:
     heads = make_heads()
     export_artifact(heads, "medusa-vllm", tmp_path / "export", FORMATS)

@@ -114,13 +114,6 @@ def test_the_fast_path_follows_every_change(change: str, projection: str, rank: 
 
 
 @pytest.mark.parametrize(("projection", "rank"), FORMS)
-def test_gradients_flow_in_evaluation_mode(projection: str, rank: int) -> None:
-    heads = random_heads(projection=projection, rank=rank).eval()
-    heads(torch.randn(2, 8)).sum().backward()
-    assert all(parameter.grad is not None for parameter in heads.parameters())
-
-
-@pytest.mark.parametrize(("projection", "rank"), FORMS)
 def test_large_heads_are_not_stacked(monkeypatch: pytest.MonkeyPatch, projection: str, rank: int) -> None:
     monkeypatch.setattr(module, "STACK_LIMIT", 100)
     heads, hidden_BD = random_heads(projection=projection, rank=rank).eval(), torch.randn(2, 8)

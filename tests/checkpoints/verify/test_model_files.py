@@ -153,14 +153,7 @@ def test_an_index_that_is_none_is_named(folder: Path, text: str) -> None:
             read(str(folder))
 
 
-def test_weights_that_cannot_be_read_are_not_called_missing(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    def broken(*_: Any, **__: Any) -> None:
-        raise OSError(5, "Input/output error")
-
-    with monkeypatch.context() as patched:
-        patched.setattr("draftsmith.checkpoints.verify.model_files.safe_open", broken)
-        with pytest.raises(ValueError, match="Input/output error"):
-            output_projection(str(folder))
+def test_weights_that_cannot_be_read_are_not_called_missing(folder: Path) -> None:
     (folder / "model.safetensors").write_bytes(b"\xff" * 64)
     with pytest.raises(ValueError, match=r"model\.safetensors is not a safetensors file"):
         output_projection(str(folder))
@@ -177,20 +170,13 @@ def test_names_may_lack_their_prefix(tmp_path: Path) -> None:
     whole.model.save_pretrained(tmp_path)
     assert "decoder.embed_tokens.weight" in load_file(tmp_path / "model.safetensors")
     assert torch.equal(output_projection(str(tmp_path)), whole.lm_head.weight)
-    shutil.copyfile(tmp_path / "model.safetensors", tmp_path / "model-1.safetensors")
-    places = dict.fromkeys(load_file(tmp_path / "model.safetensors"), "model-1.safetensors")
-    (tmp_path / "model.safetensors").unlink()
-    (tmp_path / "model.safetensors.index.json").write_text(json.dumps({"weight_map": places}))
-    assert torch.equal(output_projection(str(tmp_path)), whole.lm_head.weight)
 
 
 @pytest.mark.parametrize(
     "values",
     [
         {"num_hidden_layers": MAX_LAYERS + 1}, {"text_config": {"num_hidden_layers": 10**9}},
-        {"num_attention_heads": 0, "head_dim": None}, {"hidden_act": "nope"}, {"intermediate_size": -1},
-        {"rope_parameters": {"rope_type": "nope"}}, {"vocab_size": -5}, {"dtype": "bogus"}, {"hidden_size": [1]},
-        {"num_hidden_layers": "many"}, {"model_type": 7},
+        {"num_attention_heads": 0, "head_dim": None}, {"hidden_act": "nope"}, {"dtype": "bogus"}, {"model_type": 7},
     ],
     ids=str,
 )  # fmt: skip

@@ -3,11 +3,8 @@
 from __future__ import annotations
 
 import json
-import os
 import re
 import shutil
-import subprocess
-import sys
 from dataclasses import replace
 from pathlib import Path
 from types import ModuleType
@@ -208,33 +205,3 @@ def test_pulls_that_are_refused(hub: Any, tmp_path: Path) -> None:
     with pytest.raises(ValueError, match=str(tmp_path)):
         run("pull", "somebody/x", tmp_path)
     assert hub.requests.count("unknown") == 0
-
-
-@pytest.mark.slow
-def test_as_processes_with_secrets(stand_in: ModuleType, tmp_path: Path, tiny_pair: Path) -> None:
-    """With variables as people set them; a token shows nowhere, not in what is said, sent as a file or written."""
-    home = tmp_path / "home"
-    with stand_in.running_hub() as hub:
-        variables = os.environ | stand_in.environment(hub.url, home) | {"HF_TOKEN": stand_in.TOKEN}
-
-        def process(*arguments: object, **more: str) -> subprocess.CompletedProcess[str]:
-            command = [sys.executable, "-m", "draftsmith", *map(str, arguments)]
-            settings: dict[str, Any] = {"capture_output": True, "text": True, "check": False, "timeout": 240}
-            return subprocess.run(command, env=variables | more, **settings)
-
-        pushed = process("push", tiny_pair / "drafter", REPO, "--yes", HF_DEBUG="1")
-        assert pushed.returncode == 0, pushed.stderr
-        pulled = process("pull", REPO, tmp_path / "out")
-        assert pulled.returncode == 0, pulled.stderr
-        hub.failing = {"commit": 403}
-        refused = process("push", tiny_pair / "heads", "somebody/heads", "--yes")
-        assert refused.returncode == 2
-        assert "error: somebody/heads on the hub refuses this account (403)" in refused.stderr
-        assert "Traceback" not in refused.stderr
-        assert list(hub.repos) == [REPO, "somebody/heads"]
-        assert hub.repos["somebody/heads"].head() == {}
-        verify_artifact(tmp_path / "out", "drafter")
-        texts = [each for done in (pushed, pulled, refused) for each in (done.stdout, done.stderr)]
-        texts += [path.read_text(errors="replace") for path in tmp_path.rglob("*") if path.is_file()]
-        texts += [content.decode(errors="replace") for content in hub.repos[REPO].head().values()]
-        assert not any(stand_in.TOKEN in text for text in texts)
