@@ -20,11 +20,7 @@ TEMPLATE_FILE = "chat_template.jinja"
 
 def patch_model(folder: Path) -> None:
     """Write rotary positions into a folder's `config.json` where older readers look for them, too. Newer ones load the
-    same from it.
-
-    Raises:
-        ValueError: a file that cannot be read.
-    """
+    same from it. Raises ValueError: a file that cannot be read."""
     path = folder / MODEL_FILE
     if not path.is_file():
         return
@@ -55,10 +51,8 @@ def save_tokenizer(tokenizer: Any, folder: Path) -> None:
 def patch_tokenizer(folder: Path) -> None:
     """Rewrite a folder's `tokenizer_config.json` where older readers would refuse it. Newer ones load the same from it.
 
-    Only that of a `tokenizer.json`: other tokenizers (sentencepiece's) keep their files as they are.
-
-    Raises:
-        ValueError: a file that cannot be read.
+    Only that of a `tokenizer.json`: other tokenizers (sentencepiece's) keep their files as they are. Raises ValueError:
+    a file that cannot be read.
     """
     path = folder / CONFIG_FILE
     if not (folder / "tokenizer.json").is_file() or not path.is_file():

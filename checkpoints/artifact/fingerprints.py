@@ -61,10 +61,8 @@ def model_fingerprint(model_or_dir: nn.Module | Path | str) -> str:
     and the values at up to 4 evenly spaced rows and 64 evenly spaced places in each of them. Names do not count, and
     tied weights count once, also where a file holds both. So a model and the folder that it was saved to have the same
     fingerprint in the same dtype; training changes it, as every step moves almost every value; a change of a few single
-    values may go unseen.
-
-    Raises:
-        ValueError: a folder without `config.json` or without safetensors weights, an adapter, damaged files.
+    values may go unseen. Raises ValueError: a folder without `config.json` or without safetensors weights, an adapter,
+    damaged files.
     """
     config: Any
     if isinstance(model_or_dir, nn.Module):
@@ -123,11 +121,8 @@ def _config(directory: Path) -> Any:
 
 
 def weight_files(directory: Path) -> list[Path]:
-    """The safetensors files that transformers would load: others, of an earlier save, may lie beside them.
-
-    Raises:
-        ValueError: none, an index that is none, or a file that it names and that is not there.
-    """
+    """The safetensors files that transformers would load: others, of an earlier save, may lie beside them. Raises
+    ValueError: none, an index that is none, or a file that it names and that is not there."""
     if (directory / _WHOLE).is_file():
         return [directory / _WHOLE]
     if (directory / _INDEX).is_file():

@@ -58,11 +58,8 @@ def resolve(place: str | Path, kind: str | None = None, revision: str | None = N
 
 def model_source(place: str) -> str:
     """What transformers is to load a model from: the folder of a model that lies here, or of an artifact on the hub,
-    fetched and verified; of another model on the hub its id, or the folder of the revision that is named.
-
-    Raises:
-        ValueError: what `resolve` raises of a revision that is named, or of an artifact.
-    """
+    fetched and verified; of another model on the hub its id, or the folder of the revision that is named. Raises
+    ValueError: what `resolve` raises of a revision that is named, or of an artifact."""
     if split_revision(place)[1] is not None:
         return at_revision(place)
     if here(place) is not None or "/" not in place or is_path(place):
@@ -82,8 +79,7 @@ def at_revision(place: str, *, weights: bool = True) -> str:
     Args:
         weights: without them, configuration and tokenizer alone are fetched.
 
-    Raises:
-        ValueError: what `resolve` raises of a revision that is named.
+    Raises ValueError: what `resolve` raises of a revision that is named.
     """
     repo, revision = split_revision(place)
     if revision is None:
@@ -105,11 +101,8 @@ def settings_of(place: str) -> Path | None:
 
 
 def commit_of(place: str) -> str:
-    """The commit for which `user/name@revision` stands on the hub now, which is not asked where that is one.
-
-    Raises:
-        ValueError: no such revision, or the hub cannot be asked; says why.
-    """
+    """The commit for which `user/name@revision` stands on the hub now, which is not asked where that is one. Raises
+    ValueError: no such revision, or the hub cannot be asked; says why."""
     from huggingface_hub import HfApi
 
     repo, revision = hub_place(place)
@@ -129,11 +122,7 @@ def target_record(place: str, fingerprint: str | None) -> dict[str, str | None]:
 
 def fetch(repo: str, patterns: Sequence[str], revision: str | None = None) -> Path:
     """The folder in the hub's cache with a repository's files that fit the patterns, fetched where they are not there.
-
-    Raises:
-        ValueError: the repository or revision is not there, gated or out of reach; names both.
-        OSError: the disk is full, or the like.
-    """
+    Raises ValueError: the repository or revision is not there, gated or out of reach; names both."""
     from huggingface_hub import snapshot_download
 
     named = repo if revision is None else f"{repo} at {revision}"
@@ -142,11 +131,8 @@ def fetch(repo: str, patterns: Sequence[str], revision: str | None = None) -> Pa
 
 
 def fetch_artifact(repo: str, folder: Path, kind: str | None = None) -> Path:
-    """All files of the artifact whose manifest lies in a snapshot, verified.
-
-    Raises:
-        ValueError: what `fetch` raises, another kind, files that are not what their manifest says.
-    """
+    """All files of the artifact whose manifest lies in a snapshot, verified. Raises ValueError: what `fetch` raises,
+    another kind, files that are not what their manifest says."""
     manifest = load_manifest(folder, kind)
     names = [glob.escape(name) for name in (MANIFEST_FILE, *manifest.files)]
     folder = fetch(repo, names, folder.name)  # the snapshot's commit: the branch may have moved on

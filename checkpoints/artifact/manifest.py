@@ -99,11 +99,8 @@ class Manifest:
 
     @classmethod
     def from_json(cls, text: str) -> Manifest:
-        """Read what `to_json` wrote.
-
-        Raises:
-            ValueError: not JSON, an unknown schema version, or fields that are missing, unknown or of a wrong type.
-        """
+        """Read what `to_json` wrote. Raises ValueError: not JSON, an unknown schema version, or fields that are
+        missing, unknown or of a wrong type."""
         values = parse_json(text, strict=True)
         values = _upgraded(values)
         names = {one.name for one in fields(cls)}
@@ -130,11 +127,8 @@ def _sha256(text: str) -> str:
 
 
 def _upgraded(values: dict[str, Any]) -> dict[str, Any]:
-    """The values in the form of `SCHEMA_VERSION`, whatever version they were written in.
-
-    Raises:
-        ValueError: a version that this draftsmith does not read.
-    """
+    """The values in the form of `SCHEMA_VERSION`, whatever version they were written in. Raises ValueError: a version
+    that this draftsmith does not read."""
     version = values.get("schema")
     if type(version) is not int or not 1 <= version <= SCHEMA_VERSION:
         newer = "; a newer draftsmith wrote it" if type(version) is int and version > SCHEMA_VERSION else ""
@@ -196,10 +190,7 @@ def to_json_safe(value: Any) -> Any:
 
     Paths become text, tuples and sets lists, array scalars numbers; numbers that are not finite become null. Text under
     a key that names a secret (password, api_key, hf_token, …), tokens of known forms, and passwords, signatures and
-    keys in URLs are redacted.
-
-    Raises:
-        ValueError: a value that has no plain form.
+    keys in URLs are redacted. Raises ValueError: a value that has no plain form.
     """
     return _plain(value, secret=False)
 

@@ -93,11 +93,8 @@ def stored_types(folder: Path) -> set[str]:
 
 
 def write_whole(source: Source, folder: Path, *, merge: bool = True) -> None:
-    """The model's files, with its adapter merged if it is one and `merge`.
-
-    Raises:
-        ValueError: code of the model's own, weights beside the safetensors, or what `with_adapter` raises.
-    """
+    """The model's files, with its adapter merged if it is one and `merge`. Raises ValueError: code of the model's own,
+    weights beside the safetensors, or what `with_adapter` raises."""
     for name in source.manifest.files:
         if Path(name).suffix == ".py":
             raise ValueError(f"{source.folder / name} is code of the model's own, which is not exported")

@@ -59,8 +59,7 @@ def check_pair(
         consumers: of `pairs.sides.CONSUMERS`, those who shall accept the two.
         also: checks that shall find nothing, whatever the consumers make of it.
 
-    Raises:
-        ValueError: a target that cannot be read; what one of the consumers refuses, with both sides.
+    Raises ValueError: a target that cannot be read; what one of the consumers refuses, with both sides.
     """
     findings = examine(open_side(target, load_tokenizer), open_side(str(folder), load_tokenizer)).findings
     refused = []
@@ -89,8 +88,7 @@ def output_projection(target: str, source: Source | None = None) -> Tensor:
     Args:
         source: an artifact that must have been made for these very weights, as far as both are known.
 
-    Raises:
-        ValueError: another target than the artifact's; no configuration, or no safetensors files that hold it.
+    Raises ValueError: another target than the artifact's; no configuration, or no safetensors files that hold it.
     """
     folder = at_revision(target)
     wanted = ((source.manifest.target if source else None) or {}).get("fingerprint")

@@ -36,8 +36,7 @@ def save_heads(
         state: the heads' tensors under the names of their state dict, where they are not in the module itself (as with
             ZeRO-3, which leaves empty ones there).
 
-    Raises:
-        ValueError: a tensor that is missing, of another shape, without values or with some that are not finite.
+    Raises ValueError: a tensor that is missing, of another shape, without values or with some that are not finite.
     """
     found = heads.state_dict() if state is None else dict(state)
     _check_complete(heads, found)
@@ -82,8 +81,7 @@ def load_heads(
         lm_head: [V, D] output projection of the target, for heads that reuse it; it may also be attached later.
         unpickle: also read pickled files (`.pt`, `.bin`), of which only tensors are loaded.
 
-    Raises:
-        ValueError: what `read_heads` raises.
+    Raises ValueError: what `read_heads` raises.
     """
     stored = read_consistent(Path(directory), lambda: read_heads(Path(directory), unpickle=unpickle))
     for disagreement in stored.disagreements:

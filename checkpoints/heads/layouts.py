@@ -93,8 +93,7 @@ def read_heads(directory: Path, *, unpickle: bool = False, states: str | None = 
         unpickle: read `.pt` and `.bin` as well, of which only tensors are loaded (`weights_only`).
         states: what the heads read, where the folder's config does not say it or is wrong.
 
-    Raises:
-        ValueError: naming the file, and the tensor where one is at fault, and what was expected.
+    Raises ValueError: naming the file, and the tensor where one is at fault, and what was expected.
     """
     directory = Path(directory)
     path = _find(directory)
@@ -129,8 +128,7 @@ def assemble_heads(
         whole_model: a model lies in the same folder or files.
         states: what the heads read, where the config does not say it or is wrong.
 
-    Raises:
-        ValueError: naming the file, the tensor where one is at fault, and what was expected.
+    Raises ValueError: naming the file, the tensor where one is at fault, and what was expected.
     """
     projection, sizes = _sizes_of(tensors, path)
     states = states or config.get("states") or STATES[0]

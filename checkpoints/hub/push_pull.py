@@ -151,8 +151,7 @@ def push(plan: Plan) -> str:
     Returns:
         The name of the commit.
 
-    Raises:
-        ValueError: what failed. The repository has the whole commit or none of it.
+    Raises ValueError: what failed. The repository has the whole commit or none of it.
     """
     if plan.account is None:
         raise ValueError("no token is stored: log in with `hf auth login`, then push again")
@@ -240,11 +239,8 @@ def pull(repo: str, out: Path, revision: str | None = None, *, replace_other: bo
 
 
 def _stands(out: Path, manifest: Manifest, replace_other: bool) -> bool:
-    """Whether an artifact with these very files is at `out`.
-
-    Raises:
-        ValueError: something else is there, which is not to be replaced; says what.
-    """
+    """Whether an artifact with these very files is at `out`. Raises ValueError: something else is there, which is not
+    to be replaced; says what."""
     check_replaceable(out)
     if replace_other or not (out / MANIFEST_FILE).is_file():
         return False

@@ -180,8 +180,7 @@ def open_side(source: str, load_tokenizer: Callable[[str], Any]) -> Side:
             headers are read.
         load_tokenizer: gives the tokenizer of a folder.
 
-    Raises:
-        ValueError: nothing there, or no language model that can be read without remote code; a LoRA adapter.
+    Raises ValueError: nothing there, or no language model that can be read without remote code; a LoRA adapter.
     """
     folder = find_folder(source, [*_SETTINGS, *TOKENIZER_FILES, "model.safetensors.index.json", *KEPT_FILES])
     if (folder / "adapter_config.json").is_file() and not (folder / "config.json").is_file():

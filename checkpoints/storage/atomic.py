@@ -136,11 +136,8 @@ def _locked(folder: Path) -> Iterator[None]:
 
 def read_consistent(folder: Path, read: Callable[[], Found]) -> Found:
     """What `read` finds in a folder that writers may replace at any time: all of one state of it. Where it was replaced
-    meanwhile, it is read again.
-
-    Raises:
-        ValueError, OSError: what `read` raises of a folder that stayed; a folder that is replaced all the time.
-    """
+    meanwhile, it is read again. Raises ValueError, OSError: what `read` raises of a folder that stayed; a folder that
+    is replaced all the time."""
     for _ in range(_READS):
         held = _opened(folder)
         if held is None:

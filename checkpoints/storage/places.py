@@ -12,10 +12,7 @@ _PLAIN_REVISION = re.compile(r"[A-Za-z0-9_][A-Za-z0-9_./-]*")
 
 def split_revision(place: str) -> tuple[str, str | None]:
     """Name and revision of `user/name@revision`; anything else, such as a folder that is here, as it is, and None.
-
-    Raises:
-        ValueError: a name or revision that the hub does not allow.
-    """
+    Raises ValueError: a name or revision that the hub does not allow."""
     repo, at, _ = place.partition("@")
     is_named = at and "/" in repo and not is_path(repo) and here(place) is None
     return hub_place(place) if is_named else (place, None)
@@ -41,11 +38,8 @@ def here(place: str | Path) -> Path | None:
 
 
 def hub_place(place: str, revision: str | None = None) -> tuple[str, str | None]:
-    """Name and revision of a repository on the hub, from `user/name` or `user/name@revision`.
-
-    Raises:
-        ValueError: a path, a name or revision that the hub does not allow, two revisions.
-    """
+    """Name and revision of a repository on the hub, from `user/name` or `user/name@revision`. Raises ValueError: a
+    path, a name or revision that the hub does not allow, two revisions."""
     repo, at, named = place.partition("@")
     if is_path(repo):
         raise ValueError(f"there is no folder {place}")

@@ -32,9 +32,7 @@ def read_json(path: Path, *, limit: int = MAX_JSON_BYTES, strict: bool = False) 
         limit: bytes; a larger file is not read.
         strict: refuse what JSON does not have, or leaves open: NaN, a key that stands twice, half a character.
 
-    Raises:
-        ValueError: not a file, too large, not UTF-8, not JSON or too deep, not an object. The file is not named.
-        OSError: it cannot be read.
+    Raises ValueError: not a file, too large, not UTF-8, not JSON or too deep, not an object. The file is not named.
     """
     return parse_json(read_text(path, limit), strict=strict)
 
@@ -66,8 +64,7 @@ def read_document(path: Path, what: str, command: str, schema: int, fits: Callab
         what: it is, for the message.
         fits: whether it has the form of that schema; may raise what a value of another form raises.
 
-    Raises:
-        ValueError: it is something else, or of another schema, naming the file.
+    Raises ValueError: it is something else, or of another schema, naming the file.
     """
     try:
         found = json.loads(path.read_text(encoding="utf-8"))
@@ -117,12 +114,8 @@ def _check_depth(values: Any) -> None:
 
 
 def shards_of(index: Path) -> dict[str, str]:
-    """File names of shards by tensor, of an index that lies beside them.
-
-    Raises:
-        ValueError: it is none, or names other files than safetensors beside it; names the index.
-        OSError: it cannot be read.
-    """
+    """File names of shards by tensor, of an index that lies beside them. Raises ValueError: it is none, or names other
+    files than safetensors beside it; names the index."""
     try:
         files = read_json(index).get("weight_map")
     except ValueError as error:
@@ -145,12 +138,8 @@ def pickles_allowed() -> bool:
 
 
 def open_file(path: Path) -> int:
-    """A descriptor of a regular file, for reading. Never waits, as opening a pipe does.
-
-    Raises:
-        ValueError: a folder, pipe, socket or device; the file is not named.
-        OSError: it is not there, or cannot be read.
-    """
+    """A descriptor of a regular file, for reading. Never waits, as opening a pipe does. Raises ValueError: a folder,
+    pipe, socket or device; the file is not named."""
     kind = os.stat(path).st_mode
     if stat.S_ISREG(kind):
         descriptor = os.open(path, os.O_RDONLY | os.O_NONBLOCK)
@@ -226,11 +215,8 @@ def files_of(folder: Path) -> Iterator[tuple[str, str | None]]:
 
 
 def copy_files(folder: Path, out: Path, patterns: Iterable[str]) -> None:
-    """Copy the files at a folder's top that fit one of the patterns.
-
-    Raises:
-        ValueError: a link among them: what it leads to would be handed on.
-    """
+    """Copy the files at a folder's top that fit one of the patterns. Raises ValueError: a link among them: what it
+    leads to would be handed on."""
     faults = dict(files_of(folder))
     for path in (path for pattern in patterns for path in sorted(folder.glob(pattern)) if path.name in faults):
         if faults[path.name] is not None:
@@ -261,12 +247,8 @@ def is_blob(folder: Path, path: Path) -> bool:
 
 def check_safetensors(path: Path) -> dict[str, tuple[str, list[int]]]:
     """Names, dtypes and shapes of the tensors in a file. Its header is checked against its size by safetensors itself:
-    tensors that lie outside, overlap, or leave room between them.
-
-    Raises:
-        ValueError: not a whole safetensors file; it is not named.
-        OSError: it cannot be read.
-    """
+    tensors that lie outside, overlap, or leave room between them. Raises ValueError: not a whole safetensors file; it
+    is not named."""
     os.close(open_file(path))
     try:
         with safe_open(path, framework="np") as opened:

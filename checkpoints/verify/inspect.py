@@ -136,11 +136,8 @@ def _index_faults(path: Path, name: str, manifest: Manifest) -> list[str]:
 
 def differences(first: Path, second: Path) -> list[str]:
     """What differs between two artifacts, a line each: fields of their manifests with both values, files, and tensors
-    with their shapes or the greatest absolute difference of their values. Empty where they are the same.
-
-    Raises:
-        ValueError: one of them cannot be read, or is not what its manifest says.
-    """
+    with their shapes or the greatest absolute difference of their values. Empty where they are the same. Raises
+    ValueError: one of them cannot be read, or is not what its manifest says."""
     one, other = (asdict(verify_artifact(place)) | {"digest": None} for place in (first, second))
     files, others = one.pop("files"), other.pop("files")
     lines = list(_values(one, other, ""))
@@ -165,11 +162,8 @@ def _values(one: Any, other: Any, key: str) -> Iterator[str]:
 
 
 def tensors_of(directory: Path) -> Tensors:
-    """All tensors in an artifact's safetensors files; how a model is cut into files does not count.
-
-    Raises:
-        ValueError: one of the files is no safetensors file.
-    """
+    """All tensors in an artifact's safetensors files; how a model is cut into files does not count. Raises ValueError:
+    one of the files is no safetensors file."""
     found: Tensors = {}
     for name in load_manifest(directory).files:
         if name.endswith(".safetensors"):

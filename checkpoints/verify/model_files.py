@@ -97,10 +97,8 @@ def load_whole(kind: Any, source: str | Path, **settings: Any) -> PreTrainedMode
     """`kind.from_pretrained(source, **settings)` with all of the model's weights: transformers alone puts random
     numbers in the place of those that its files lack, and goes on.
 
-    What the files hold beside them is left out, which transformers notes.
-
-    Raises:
-        ValueError: they lack some; and what loading ends in (`UNLOADABLE`).
+    What the files hold beside them is left out, which transformers notes. Raises ValueError: they lack some; and what
+    loading ends in (`UNLOADABLE`).
     """
     model: PreTrainedModel
     model, found = kind.from_pretrained(source, output_loading_info=True, **settings)
@@ -124,8 +122,7 @@ def fit_to_model(config: Any, shapes: Mapping[str, tuple[int, ...]]) -> Fit:
     Args:
         shapes: by name, of all tensors that are stored.
 
-    Raises:
-        ValueError: a configuration that makes no model.
+    Raises ValueError: a configuration that makes no model.
     """
     if getattr(config, "quantization_config", None):
         return Fit(unknown="quantised weights have tensors of other names and shapes")
@@ -154,11 +151,8 @@ def fit_to_model(config: Any, shapes: Mapping[str, tuple[int, ...]]) -> Fit:
 
 
 def check_config(path: Path) -> None:
-    """Read a config.json, where there is one.
-
-    Raises:
-        ValueError: too large or too deep to be one, or of a model that is so; it is not named.
-    """
+    """Read a config.json, where there is one. Raises ValueError: too large or too deep to be one, or of a model that is
+    so; it is not named."""
     if not path.is_file():
         return
     config = read_json(path)
@@ -201,8 +195,7 @@ def only_safetensors(source: str, config: Any = None) -> bool | None:
         source: folder or hub id of a model or an adapter.
         config: the model's; None for an adapter.
 
-    Raises:
-        ValueError: the weights are pickled, or some of them.
+    Raises ValueError: the weights are pickled, or some of them.
     """
     if pickles_allowed():
         return None
@@ -283,9 +276,7 @@ def read_tensors(source: str, names: Collection[str], prefix: str = "") -> dict[
         source: a folder, or a hub id, of which only the files with these tensors are fetched.
         prefix: what names may lack in the files; files of a model without its output layer have none.
 
-    Raises:
-        ValueError: an index that is none, or leads out of the folder; a file that is not one of safetensors.
-        OSError: files that cannot be read or fetched.
+    Raises ValueError: an index that is none, or leads out of the folder; a file that is not one of safetensors.
     """
     found = dict[str, Tensor]()
     for path in _weight_files(source, names, prefix):
