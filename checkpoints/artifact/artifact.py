@@ -66,10 +66,8 @@ def save_artifact(
 
     The others are the manifest's fields, without secrets; see `Manifest`.
 
-    Raises:
-        ValueError: an unknown kind, values that JSON cannot hold, files that are links or have names that not every
-            system knows, or an `out_dir` that holds other files.
-        OSError: the disk is full or cannot be written.
+    Raises ValueError: an unknown kind, values that JSON cannot hold, files that are links or have names that not every
+    system knows, or an `out_dir` that holds other files.
     """
     out = Path(out_dir)
     if kind not in KINDS:

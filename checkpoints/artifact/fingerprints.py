@@ -58,12 +58,9 @@ def model_fingerprint(model_or_dir: nn.Module | Path | str) -> str:
     """SHA-256 (hex) of a causal LM, cheap enough to take at every save: it reads a sample, not the model.
 
     Hashed are the settings of `_CONFIG_KEYS` (null where a config lacks one), and of every parameter its shape, dtype
-    and the values at up to 4 evenly spaced rows and 64 evenly spaced places in each of them. Names do not count, and
-    tied weights count once, also where a file holds both. So a model and the folder that it was saved to have the same
-    fingerprint in the same dtype; training changes it, as every step moves almost every value; a change of a few single
-    values may go unseen. Raises ValueError: a folder without `config.json` or without safetensors weights, an adapter,
-    damaged files.
-    """
+    and the values at up to 4 evenly spaced rows and 64 evenly spaced places in each. Names do not count, and tied
+    weights count once. A change of a few single values may go unseen. Raises ValueError: a folder without `config.json`
+    or without safetensors weights, an adapter, damaged files."""
     config: Any
     if isinstance(model_or_dir, nn.Module):
         config = model_or_dir.config

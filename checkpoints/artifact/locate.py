@@ -32,17 +32,12 @@ def resolve(place: str | Path, kind: str | None = None, revision: str | None = N
     """The folder of an artifact, or of what others publish in its place.
 
     Args:
-        place: a folder, `user/name` or `user/name@revision` on the hub. A folder that is here comes first.
-        kind: where given, the kind that an artifact on the hub must be. Of a repository without `artifact.json` only
-            the files that such a kind has are fetched.
+        place: a folder, `user/name` or `user/name@revision` on the hub. A folder that is here comes first, unverified.
+        kind: that an artifact on the hub must be. Of a repository without `artifact.json` only its files are fetched.
         revision: branch, tag or commit on the hub.
 
-    Returns:
-        The folder as given, unverified; or that in the hub's cache, where artifacts are verified.
-
-    Raises:
-        ValueError: neither such a folder nor a name that the hub allows; a repository or revision that is not there,
-            gated or out of reach; a damaged artifact, or one of another kind.
+    Raises ValueError: no such folder, repository or revision; one that is gated or out of reach; a damaged artifact, or
+    one of another kind.
     """
     folder = here(place)
     if folder is not None:
@@ -74,12 +69,10 @@ def model_source(place: str) -> str:
 @cache
 def at_revision(place: str, *, weights: bool = True) -> str:
     """What transformers is to load a model from: of `user/name@revision` the folder of that commit, fetched once in a
-    process; anything else as it is.
+    process; anything else as it is. Raises what `resolve` raises.
 
     Args:
         weights: without them, configuration and tokenizer alone are fetched.
-
-    Raises ValueError: what `resolve` raises of a revision that is named.
     """
     repo, revision = split_revision(place)
     if revision is None:

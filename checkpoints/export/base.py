@@ -98,16 +98,11 @@ def target_name(source: Source, options: ExportOptions) -> str | None:
 def export_artifact(
     artifact: Path, form: str, out: Path, formats: Mapping[str, Format], options: ExportOptions | None = None
 ) -> list[str]:
-    """Write an artifact in another form to `out`, whole or not at all.
+    """Write an artifact in another form to `out`, whole or not at all; a line for each thing that was found equal.
 
-    Returns:
-        What was compared and found equal, a line each.
-
-    Raises:
-        ValueError: an unknown form, or one for another kind of artifact; a damaged artifact, or one that does not fit;
-            an option that the form does not have; an `out` that holds something else; an export that differs from its
-            artifact.
-    """
+    Raises ValueError: an unknown form, or one for another kind of artifact; a damaged artifact, or one that does not
+    fit; an option that the form does not have; an `out` that holds something else; an export that differs from its
+    artifact."""
     options, artifact, out = options or ExportOptions(), Path(artifact), Path(out)
     if form not in formats:
         raise ValueError(f"unknown format {form!r}.{did_you_mean(form, formats)} Known: {', '.join(sorted(formats))}")

@@ -83,13 +83,9 @@ def _doctor(source: Source, target: str) -> str:
 
 
 def output_projection(target: str, source: Source | None = None) -> Tensor:
-    """The target's output projection [V, D] as its files have it; nothing else of them is read.
-
-    Args:
-        source: an artifact that must have been made for these very weights, as far as both are known.
-
-    Raises ValueError: another target than the artifact's; no configuration, or no safetensors files that hold it.
-    """
+    """The target's output projection [V, D] as its files have it; nothing else of them is read. Raises ValueError:
+    another target than the one that the artifact `source` was made for; no configuration, or no safetensors files that
+    hold it."""
     folder = at_revision(target)
     wanted = ((source.manifest.target if source else None) or {}).get("fingerprint")
     if source is not None and wanted is not None and any(Path(folder).glob("model*.safetensors")):

@@ -28,13 +28,12 @@ def save_heads(
 ) -> None:
     """Write `medusa_lm_head.safetensors` and the `config.json` that serving engines read beside it.
 
-    The config has no `architectures`, says `medusa_fc_bias` (readers that do not find it drop every bias), and gives
-    the number of heads under both names in use. `version` is "1" for heads with projections of their own and "2" for
-    those that reuse the target's, as FasterDecoding counts; low-rank heads, which no engine knows, have neither.
+    The config has no `architectures`, says `medusa_fc_bias` (readers that do not find it drop every bias), gives the
+    number of heads under both names in use, and FasterDecoding's `version`: "1" with own projections, "2" with the
+    target's.
 
     Args:
-        state: the heads' tensors under the names of their state dict, where they are not in the module itself (as with
-            ZeRO-3, which leaves empty ones there).
+        state: the heads' tensors, where they are not in the module itself (as with ZeRO-3).
 
     Raises ValueError: a tensor that is missing, of another shape, without values or with some that are not finite.
     """
@@ -72,16 +71,15 @@ def load_heads(
     lm_head: Tensor | None = None,
     unpickle: bool = False,
 ) -> PredictionHeads:
-    """Read a folder of heads in evaluation mode, in any of the layouts of `layouts.read_heads`.
+    """Read a folder of heads in evaluation mode, in any of the layouts of `layouts.read_heads`; raises what that
+    raises.
 
-    Form and sizes are counted from the tensors, of the config only `states` and `scale` are believed; warns where it
-    says something else than the tensors.
+    Form and sizes are counted from the tensors; of the config only `states` and `scale` are believed, with a warning
+    where it says something else.
 
     Args:
         lm_head: [V, D] output projection of the target, for heads that reuse it; it may also be attached later.
         unpickle: also read pickled files (`.pt`, `.bin`), of which only tensors are loaded.
-
-    Raises ValueError: what `read_heads` raises.
     """
     stored = read_consistent(Path(directory), lambda: read_heads(Path(directory), unpickle=unpickle))
     for disagreement in stored.disagreements:

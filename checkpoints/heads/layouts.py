@@ -84,16 +84,13 @@ def read_heads(directory: Path, *, unpickle: bool = False, states: str | None = 
     """Read the heads in a folder, from the first that is there of
 
     - `medusa_lm_head.safetensors`, or pickled `medusa_lm_head.pt`: names as in `PredictionHeads`;
-    - `model.safetensors` or `pytorch_model.bin`, whole or with an index of shards: the same after `medusa_head.`. Of
-      these only the heads' tensors are read.
-
-    Blocks that the files hold once and name several times are read as distinct ones.
+    - `model.safetensors` or `pytorch_model.bin`, whole or with an index of shards: the same after `medusa_head.`.
 
     Args:
         unpickle: read `.pt` and `.bin` as well, of which only tensors are loaded (`weights_only`).
         states: what the heads read, where the folder's config does not say it or is wrong.
 
-    Raises ValueError: naming the file, and the tensor where one is at fault, and what was expected.
+    Raises ValueError: names the file, the tensor where one is at fault, and what was expected.
     """
     directory = Path(directory)
     path = _find(directory)
@@ -126,9 +123,8 @@ def assemble_heads(
         tensors: under the names of `PredictionHeads`.
         path: the file that they were read from, and `config_path` that of the config, for messages.
         whole_model: a model lies in the same folder or files.
-        states: what the heads read, where the config does not say it or is wrong.
 
-    Raises ValueError: naming the file, the tensor where one is at fault, and what was expected.
+    Raises what `read_heads` raises.
     """
     projection, sizes = _sizes_of(tensors, path)
     states = states or config.get("states") or STATES[0]

@@ -67,14 +67,11 @@ class PredictionHeads(nn.Module):
 
     Args:
         vocab_size: V; None where heads of projection "target" do not know it yet.
-        projection: "own", a matrix [V, D] a head; "low-rank", two of [V, R] and [R, D] a head, `{k}.{L}.up.weight` and
-            `{k}.{L}.down.weight`; "target", none: all heads share the target's output projection (FasterDecoding's
-            version 2), which `attach` hands over.
+        projection: "own", a matrix [V, D] a head; "low-rank", `{k}.{L}.up.weight` [V, R] and `{k}.{L}.down.weight`
+            [R, D]; "target", none: all share the target's (FasterDecoding's version 2), which `attach` hands over.
         rank: R of low-rank heads, else 0.
-        scale: what hidden states are multiplied with first: states before the norm can be many times larger than those
-            after it, and with them every step of the training would be.
-        states: which hidden states of the target the heads read: "after-norm", its last ones after its final norm, or
-            "before-norm", what goes into that norm.
+        states: what the heads read: the target's last hidden states "after-norm", or "before-norm".
+        scale: what hidden states are multiplied with first; those before the norm can be many times larger.
     """
 
     def __init__(

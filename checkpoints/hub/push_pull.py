@@ -106,9 +106,8 @@ def plan_push(
         private: of a repository that is made; one that is public is refused.
         replace_other: also where the repository holds something else than such an artifact.
 
-    Raises:
-        ValueError: a damaged artifact, a text in it that holds a token, a repository that should not be written, or a
-            hub that cannot be asked.
+    Raises ValueError: a damaged artifact, a text in it that holds a token, a repository that should not be written, or
+    a hub that cannot be asked.
     """
     check_repository_name(repo)
     check_revision(branch)
@@ -144,15 +143,8 @@ def plan_push(
 
 
 def push(plan: Plan) -> str:
-    """Do what a plan says, in one commit, and compare what the hub then lists with the artifact.
-
-    Large files that were uploaded before a failure are not sent again by another push.
-
-    Returns:
-        The name of the commit.
-
-    Raises ValueError: what failed. The repository has the whole commit or none of it.
-    """
+    """Do what a plan says, in one commit, compare what the hub then lists with the artifact, and give the commit's
+    name. Raises ValueError: what failed. The repository has the whole commit or none of it."""
     if plan.account is None:
         raise ValueError("no token is stored: log in with `hf auth login`, then push again")
     if plan.parent is not None and not plan.new_branch and not plan.changes_files:
@@ -206,14 +198,11 @@ class Pulled(NamedTuple):
 def pull(repo: str, out: Path, revision: str | None = None, *, replace_other: bool = False) -> Pulled:
     """Fetch an artifact from the hub to `out`, whole and with every hash checked, or not at all.
 
-    Files go through huggingface_hub's cache: a pull that was stopped fetches only those that are not there yet.
-
     Args:
         replace_other: also where another artifact stands at `out`; other files are never replaced.
 
-    Raises:
-        ValueError: a name or revision that is none, an `out` that holds something else, a repository without an
-            artifact, files that differ from their manifest, a hub that cannot be asked.
+    Raises ValueError: a name or revision that is none, an `out` that holds something else, a repository without an
+    artifact, files that differ from their manifest, a hub that cannot be asked.
     """
     out = Path(out)
     check_repository_name(repo)

@@ -55,13 +55,11 @@ def repair(
     """Write a drafter that fits its target to `out`, as an artifact, whole or not at all.
 
     Args:
-        findings: what was found of the two.
         command: what was typed, for the manifest.
         whole: the drafter's files as a model in safetensors, where its own folder holds an adapter or pickled weights.
 
-    Raises:
-        ValueError: an `out` that holds something, or is one of the two; a drafter without safetensors weights, or
-            without some of its tensors; an artifact that is not what its manifest says; nothing that could be repaired.
+    Raises ValueError: an `out` that holds something, or is one of the two; a drafter without safetensors weights, or
+    without some of its tensors; an artifact that is not what its manifest says; nothing that could be repaired.
     """
     if out.resolve() in (target.folder.resolve(), drafter.folder.resolve()):
         raise ValueError(f"{out} is one of the pair: choose another folder for the repaired drafter")

@@ -173,15 +173,10 @@ class Side:
 
 
 def open_side(source: str, load_tokenizer: Callable[[str], Any]) -> Side:
-    """Read what there is to know of a target or a drafter.
+    """Read what there is to know of a target or a drafter: a folder, or `user/name[@revision]` on the hub, of which the
+    small files are fetched and the weights' headers are read. `load_tokenizer` gives the tokenizer of a folder.
 
-    Args:
-        source: a folder, or `user/name[@revision]` on the hub, of which the small files are fetched and the weights'
-            headers are read.
-        load_tokenizer: gives the tokenizer of a folder.
-
-    Raises ValueError: nothing there, or no language model that can be read without remote code; a LoRA adapter.
-    """
+    Raises ValueError: nothing there, or no language model that can be read without remote code; a LoRA adapter."""
     folder = find_folder(source, [*_SETTINGS, *TOKENIZER_FILES, "model.safetensors.index.json", *KEPT_FILES])
     if (folder / "adapter_config.json").is_file() and not (folder / "config.json").is_file():
         raise ValueError(f"{source} is a LoRA adapter and no model of its own: merge it into its model first")

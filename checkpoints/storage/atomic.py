@@ -21,11 +21,7 @@ _READS = 100
 @contextmanager
 def atomic_file(path: Path) -> Iterator[IO[bytes]]:
     """A file to write. It stands at `path`, on the disk, when the block ends; where that fails, what stood there stays.
-    Its folder is made.
-
-    Raises:
-        OSError: the disk is full, or the like; names the file.
-    """
+    Its folder is made. Errors name the file."""
     path.parent.mkdir(parents=True, exist_ok=True)
     unfinished = path.with_name(f".{path.name}.{os.getpid()}")
     try:
@@ -51,11 +47,7 @@ def atomic_dir(out: Path) -> Iterator[Path]:
     where that fails, this stays. Of two writers at once the last one wins.
 
     What stood there is renamed aside first, and `read_consistent` waits for the moment between the two renames. What
-    killed writers of this machine left is removed here, or put back if nothing stands at `out`.
-
-    Raises:
-        OSError: the disk is full or cannot be written.
-    """
+    killed writers of this machine left is removed here, or put back if nothing stands at `out`."""
     out.parent.mkdir(parents=True, exist_ok=True)
     out = out.resolve()  # a link to a folder stays a link
     _clear_leftovers(out)

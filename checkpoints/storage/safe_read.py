@@ -58,13 +58,12 @@ def parse_json(text: str, *, strict: bool = False) -> dict[str, Any]:
 
 
 def read_document(path: Path, what: str, command: str, schema: int, fits: Callable[[Any], bool]) -> dict[str, Any]:
-    """What a command wrote as JSON.
+    """What a command wrote as JSON, where it `fits` that schema; ValueError, naming the file, where it is something
+    else.
 
     Args:
         what: it is, for the message.
-        fits: whether it has the form of that schema; may raise what a value of another form raises.
-
-    Raises ValueError: it is something else, or of another schema, naming the file.
+        fits: may raise what a value of another form raises.
     """
     try:
         found = json.loads(path.read_text(encoding="utf-8"))
@@ -130,10 +129,7 @@ def shards_of(index: Path) -> dict[str, str]:
 
 
 def pickles_allowed() -> bool:
-    """Whether the user lets pickled weights of models be loaded, which are then read with `weights_only=True`.
-
-    `import` has an option of its own for heads.
-    """
+    """Whether the user lets pickled weights of models be loaded, which are then read with `weights_only=True`."""
     return os.environ.get(UNPICKLE) == "1"
 
 

@@ -30,13 +30,9 @@ Tensors = dict[tuple[str, str], tuple[str, str, list[int]]]
 
 
 def find_faults(directory: Path, kind: str | None = None) -> tuple[Manifest | None, list[str]]:
-    """Everything that is wrong with an artifact, not the first alone: what `verify_artifact` looks at, files that its
-    kind needs, safetensors that are none, shards that an index names and that are not there, tensors that are not those
-    of what it is (`tensor_checks`).
-
-    Returns:
-        Its manifest, where that can be read, and a sentence for each fault, which names the file.
-    """
+    """An artifact's manifest, where that can be read, and a sentence for everything that is wrong: what
+    `verify_artifact` looks at, files that its kind needs, safetensors that are none, shards that an index names and
+    that are not there, tensors that are not those of what it is (`tensor_faults`)."""
     directory = Path(directory)
 
     def find() -> tuple[Manifest | None, list[str]]:
@@ -52,12 +48,7 @@ def find_faults(directory: Path, kind: str | None = None) -> tuple[Manifest | No
 
 
 def target_faults(directory: Path, manifest: Manifest, target: Path, tokenizer: Any) -> list[str]:
-    """Where an artifact is not for a target: its vocabulary, its tokenizer, the model itself.
-
-    Args:
-        target: folder of the target.
-        tokenizer: the target's.
-    """
+    """Where an artifact is not for the target in a folder: its vocabulary, its tokenizer, the model itself."""
     faults = []
     what = f"{directory} ({manifest.kind})"
     try:

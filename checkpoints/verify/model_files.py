@@ -95,10 +95,7 @@ def model_class(config: Any) -> Any:
 
 def load_whole(kind: Any, source: str | Path, **settings: Any) -> PreTrainedModel:
     """`kind.from_pretrained(source, **settings)` with all of the model's weights: transformers alone puts random
-    numbers in the place of those that its files lack, and goes on.
-
-    What the files hold beside them is left out, which transformers notes. Raises ValueError: they lack some; and what
-    loading ends in (`UNLOADABLE`).
+    numbers in the place of those that its files lack, and goes on. Raises ValueError: they lack some; and `UNLOADABLE`.
     """
     model: PreTrainedModel
     model, found = kind.from_pretrained(source, output_loading_info=True, **settings)
@@ -116,14 +113,9 @@ def outline_of(config: Any) -> PreTrainedModel:
 
 
 def fit_to_model(config: Any, shapes: Mapping[str, tuple[int, ...]]) -> Fit:
-    """Hold stored tensors against what a model's configuration declares, by transformers' own rules for loading: other
-    names of older files, tied weights, experts that are stored one by one.
-
-    Args:
-        shapes: by name, of all tensors that are stored.
-
-    Raises ValueError: a configuration that makes no model.
-    """
+    """Hold the shapes of all stored tensors against what a model's configuration declares, by transformers' own rules
+    for loading: other names of older files, tied weights, experts that are stored one by one. Raises ValueError: a
+    configuration that makes no model."""
     if getattr(config, "quantization_config", None):
         return Fit(unknown="quantised weights have tensors of other names and shapes")
     if find_spec("accelerate") is None:
@@ -189,13 +181,11 @@ def only_safetensors(source: str, config: Any = None) -> bool | None:
     """`use_safetensors` for transformers' `from_pretrained`: True, or None where pickles are allowed.
 
     Looks at what True does not keep transformers and peft from: an adapter's weights, and files that a configuration or
-    an index names.
+    an index names. Raises ValueError: the weights are pickled, or some of them.
 
     Args:
         source: folder or hub id of a model or an adapter.
         config: the model's; None for an adapter.
-
-    Raises ValueError: the weights are pickled, or some of them.
     """
     if pickles_allowed():
         return None
@@ -256,11 +246,7 @@ def _refusal(pickled: Collection[str]) -> str:
 
 
 def names_of_embeddings(outline: PreTrainedModel) -> tuple[str, str, str | None]:
-    """Names of a model's token embeddings, output projection (the same where they are tied) and its bias.
-
-    Args:
-        outline: the model, with or without weights.
-    """
+    """Names of a model's token embeddings, output projection (the same where they are tied) and its bias."""
     head = outline.get_output_embeddings()
     wanted = (outline.get_input_embeddings().weight, head.weight, getattr(head, "bias", None))
     names = [next((name for name, one in outline.named_parameters() if one is weight), None) for weight in wanted]

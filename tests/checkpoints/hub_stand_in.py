@@ -109,8 +109,6 @@ def running_hub() -> Iterator[Hub]:
             hub.shutdown()
 
 
-
-
 def point_client(url: str, home: Path, monkeypatch: pytest.MonkeyPatch, token: str | None = None) -> None:
     """The same for the client of this process, which has read the variables when it was imported."""
     for name in ("HF_TOKEN", "HUGGING_FACE_HUB_TOKEN"):

@@ -73,9 +73,7 @@ def import_drafter(source: str, folder: Path, out: Path, target: str | None, *, 
         source: the folder as it was named, or a hub id; its files lie in `folder`.
         unpickle: convert pickled weights, of which only tensors are loaded.
 
-    Raises:
-        ValueError: no target; an `out` that holds something; an artifact; what `whole_model` raises; a model that is no
-            pair with the target for this engine, with what differs.
+    Raises ValueError: no target; an artifact; what `whole_model` raises; what differs where the two are no pair.
     """
     if target is None:
         raise ValueError(f"say with --target which model {source} drafts for")

@@ -32,14 +32,12 @@ def import_heads(
     Args:
         source: folder, or hub id (`user/name[@revision]`) where there is no such folder.
         out: a new or empty folder.
-        target: folder or hub id of the model that the heads are for. Where they lie beside or inside a whole model,
-            that one by default.
+        target: folder or hub id of the model that the heads are for; by default the whole model that they lie beside.
         unpickle: read pickled files as well.
         states: what the heads read of the target, where their own config does not say it.
 
-    Raises:
-        ValueError: an `out` that holds something; what `read_heads` raises; a target that is not named, not there, or
-            of another hidden or vocabulary size.
+    Raises ValueError: what `read_heads` raises; a target that is not named, not there, or of another hidden or
+    vocabulary size.
     """
     check_new(out)
     stored = read_heads(_folder(source, unpickle), unpickle=unpickle, states=states)
