@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import sys
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
@@ -21,7 +21,6 @@ _SECTIONS = ("export", "target", "shapes", "evaluation", "training", "data", "ve
 @artifact_app.command()
 def show(
     place: Place,
-    everything: Annotated[bool, typer.Option("--all", help="Also what is empty, and values within values.")] = False,
     as_json: Annotated[bool, typer.Option("--json", help="The manifest as it stands, in the newest schema.")] = False,
 ) -> None:
     """What an artifact is, what it was made for and from, and what it holds."""
@@ -39,7 +38,7 @@ def show(
     table = Table(show_header=False, box=None)
     table.add_column(no_wrap=True, style="bold")
     table.add_column(overflow="fold")
-    for name, value in _facts(place, manifest, everything):
+    for name, value in _facts(place, manifest):
         table.add_row(Text(name), Text(value))
     console().print(table)
 
@@ -96,7 +95,7 @@ def _print(line: str) -> None:
     console().print(line, markup=False, highlight=False, soft_wrap=True)
 
 
-def _facts(place: str, manifest: Manifest, everything: bool) -> Iterator[tuple[str, str]]:
+def _facts(place: str, manifest: Manifest) -> Iterator[tuple[str, str]]:
     """What is said of an artifact, by heading; of long lists and texts the beginning."""
     from ....checkpoints.storage.messages import shown
     from ...session.terminal import gigabytes
@@ -109,23 +108,16 @@ def _facts(place: str, manifest: Manifest, everything: bool) -> Iterator[tuple[s
     yield "vocabulary", f"{manifest.vocab_size:,} tokens"
     yield "tokenizer", shown(manifest.tokenizer_fingerprint or "not known")
     for section in _SECTIONS:
-        for number, (key, value) in enumerate(_flat(getattr(manifest, section) or {}, "", everything)):
+        for number, (key, value) in enumerate(_plain_values(getattr(manifest, section) or {})):
             yield "" if number else section, shown(f"{key}: {value}")
     for number, (name, entry) in enumerate(manifest.files.items()):
         yield "" if number else "files", f"{name}: {entry['bytes']:,} bytes, sha256 {entry['sha256']}"
-    yield "recipe", "in artifact.json; --json shows it" if manifest.recipe else "none"
-    if not everything:
-        yield "", "--all shows what is nested or empty, too"
+    yield "", "recipe, nested and empty values: --json"
 
 
-def _flat(values: Any, key: str, everything: bool) -> Iterator[tuple[str, str]]:
-    """Values by dotted keys, a line each; nested and empty ones only where everything is wanted."""
+def _plain_values(values: Mapping[str, Any]) -> Iterator[tuple[str, str]]:
+    """Names and texts of values that are neither nested nor empty."""
     for name, value in values.items():
-        path = f"{key}.{name}" if key else str(name)
-        if not everything and (value in (None, "") or isinstance(value, (dict, list))):
-            continue
-        if isinstance(value, dict) and value:
-            yield from _flat(value, path, everything)
-        else:
+        if value not in (None, "") and not isinstance(value, (dict, list)):
             text = f"{value:,}" if type(value) is int else f"{value:.4g}" if isinstance(value, float) else str(value)
-            yield path, text if len(text) <= _LONGEST else text[:_LONGEST] + " …"
+            yield name, text if len(text) <= _LONGEST else text[:_LONGEST] + " …"

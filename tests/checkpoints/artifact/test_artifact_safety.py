@@ -15,11 +15,10 @@ import torch
 from draftsmith.checkpoints.artifact.artifact import save_artifact, verify_artifact
 from draftsmith.checkpoints.heads.files import PredictionHeads, load_heads, save_heads
 from draftsmith.checkpoints.storage.messages import shown
-from draftsmith.checkpoints.storage.safe_read import MAX_JSON_BYTES, name_fault
+from draftsmith.checkpoints.storage.safe_read import name_fault
 from draftsmith.checkpoints.table.table import BigramTable
 from draftsmith.checkpoints.verify.inspect import find_faults
 from draftsmith.decode.models.loading import load_model
-from safetensors.torch import save_file
 from transformers import LlamaForCausalLM
 
 VOCAB = 16
@@ -158,30 +157,6 @@ def test_tensor_files_that_lie_are_refused_by_all_who_read_them(
     with pytest.raises(ValueError, match="no language model could be loaded"):
         load_model(str(tmp_path / "model"))
     assert any("is not a safetensors file" in fault for fault in find_faults(table)[1])
-
-
-def test_an_enormous_config_is_not_read(
-    heads: Path, make_llama: Callable[..., LlamaForCausalLM], tmp_path: Path
-) -> None:
-    make_llama(vocab_size=VOCAB).save_pretrained(tmp_path / "model")
-    for folder in (heads, tmp_path / "model"):
-        os.truncate(folder / "config.json", MAX_JSON_BYTES + 1)
-    with pytest.raises(ValueError, match="expected at most"):
-        load_heads(heads)
-    with pytest.raises(ValueError, match="expected at most"):
-        load_model(str(tmp_path / "model"))
-
-
-def test_metadata_of_a_table_that_is_a_bomb_is_refused(tmp_path: Path) -> None:
-    table = BigramTable.from_documents([torch.tensor([1, 2, 3]).numpy()], VOCAB)
-    names = ("row_ptr", "col", "count", "unigram")
-    parts = {name: getattr(table, name).contiguous() for name in names}
-    marginals = {"left": table.left_counts(), "right": table.right_counts()}
-    for text in ("[" * 100_000, "[]"):
-        metadata = {"vocab_size": str(VOCAB), "pruning": text}
-        save_file(parts | marginals, tmp_path / "table.safetensors", metadata=metadata)
-        with pytest.raises(ValueError, match=r"table\.safetensors"):
-            BigramTable.load(tmp_path)
 
 
 CODE = """

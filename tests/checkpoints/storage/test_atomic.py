@@ -5,8 +5,6 @@ from __future__ import annotations
 import contextlib
 import errno
 import os
-import random
-import select
 import signal
 import time
 import traceback
@@ -215,36 +213,6 @@ def test_of_two_writers_at_once_the_last_one_wins_whole(tmp_path: Path) -> None:
     with forked(lambda: save_often("a")) as one, forked(lambda: save_often("b")) as other:
         assert [ended(one), ended(other)] == [0, 0]
     assert content_of(out) in CONTENTS
-    assert os.listdir(tmp_path) == ["t"]
-
-
-@pytest.mark.slow
-def test_a_writer_that_is_killed_at_any_moment_leaves_a_whole_folder(tmp_path: Path) -> None:
-    out, rng = tmp_path / "t", random.Random(0)
-    start = time.monotonic()
-    write(out, "a")
-    duration = time.monotonic() - start
-    left, found = 0, set[str]()
-    done, signalled = os.pipe()
-
-    def save(out: Path, content: str) -> None:
-        write(out, content)
-        os.write(signalled, b".")
-
-    for number in range(300):
-        order = CONTENTS[:: 1 if number % 2 else -1]
-        with forked(lambda order=order: replace_for_ever(save, out, order)):
-            assert select.select([done], [], [], 60)[0], "the writer has not finished one save"
-            os.read(done, 1 << 16)
-            time.sleep(rng.uniform(0, 2 * duration))
-        left += bool(set(os.listdir(tmp_path)) - {"t"})
-        if not out.exists():  # killed between two renames: the next writer puts back what stood there
-            with contextlib.suppress(RuntimeError), atomic_dir(out):
-                raise RuntimeError
-        found.add(content_of(out))
-    assert left > 10, "too few writers were killed at work"
-    assert found == set(CONTENTS)
-    write(out, "b")
     assert os.listdir(tmp_path) == ["t"]
 
 
