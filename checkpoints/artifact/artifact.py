@@ -236,16 +236,10 @@ def check_target(manifest: Manifest, *, vocab_size: int, tokenizer_fingerprint: 
         # A padded embedding has rows for tokens that no text holds; a table can be counted with as many.
         padded = manifest.kind == "table" and manifest.vocab_size < vocab_size
         hint = f"; if the target's is padded, count the table with `vocab_size: {vocab_size}`" if padded else ""
-        raise ValueError(
-            f"{what} has a vocabulary of {manifest.vocab_size} tokens, the target of {vocab_size}: "
-            f"they must be the same{hint}"
-        )
+        raise ValueError(f"{what} has a vocabulary of {manifest.vocab_size} tokens, the target of {vocab_size}{hint}")
     mine, theirs = manifest.tokenizer_fingerprint, tokenizer_fingerprint
     if mine is not None and theirs is not None and mine != theirs:
-        raise ValueError(
-            f"{what} was made with another tokenizer than the target's: the fingerprints are {mine[:16]}… and "
-            f"{theirs[:16]}…, though both have {vocab_size} tokens"
-        )
+        raise ValueError(f"{what} was made with another tokenizer than the target's: {mine[:16]}… and {theirs[:16]}…")
 
 
 def check_replaceable(out: Path) -> None:

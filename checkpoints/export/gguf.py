@@ -168,10 +168,7 @@ def _write(source: Source, folder: Path, options: ExportOptions) -> None:
     if done.returncode or not (folder / GGUF_FILE).is_file():
         output = done.stdout + done.stderr
         if _UNKNOWN in output and other:
-            raise ValueError(
-                f"{converter} does not know the tokenizer of {source.folder}: it knows those of published models, and "
-                f"byte-level BPE that splits text as GPT-2 does is given it as such; here {other}"
-            )
+            raise ValueError(f"{converter} does not know {source.folder}'s tokenizer, and GPT-2's differs: {other}")
         tail = "\n".join(output.strip().splitlines()[-12:])
         what = f"failed with exit code {done.returncode}" if done.returncode else f"left no {GGUF_FILE}"
         raise ValueError(f"{converter} {what}; the end of its output:\n{tail}")

@@ -151,10 +151,7 @@ def _compare_logits(heads: PredictionHeads, found: Tensors, count: int, folder: 
         theirs_BV = made.head_forward(k, states_BD).float()
         difference = ((mine_BV - theirs_BV).abs().max() / mine_BV.abs().max().clamp(min=1e-30)).item()
         if not difference <= allowed:
-            raise ValueError(
-                f"logits of head {k}, read back from {folder}, differ from the artifact's by {difference:.1e} of the "
-                f"largest; at most {allowed:.0e} is rounding"
-            )
+            raise ValueError(f"logits of head {k}, read back, differ from the artifact's by {difference:.1e}")
         largest = max(largest, difference)
     return largest
 
@@ -209,11 +206,7 @@ def _write_pickled(source: Source, folder: Path, options: ExportOptions) -> None
     for name, tensor in tensors.items():
         first = re.sub(r"^(\d+)\.\d+\.linear", r"\1.0.linear", name)
         if not torch.equal(tensor, tensors[first]):
-            raise ValueError(
-                f"{name} in {source.folder} differs from {first}, and FasterDecoding's runtime goes through one block "
-                f"{heads.num_layers} times, the last that it reads: export them as medusa, or train them with "
-                "`num_layers: 1`"
-            )
+            raise ValueError(f"{name} in {source.folder} differs from {first}: this runtime has one, export as medusa")
     _PICKLED.write(source, folder, options)
 
 
@@ -224,18 +217,12 @@ def _second_version(source: Source, options: ExportOptions) -> PredictionHeads:
     if not heads.num_layers:
         raise ValueError(f"the heads in {source.folder} have no residual blocks: nothing of them is left in medusa-2")
     if heads.projection_kind == "low-rank":
-        raise ValueError(
-            f"the heads in {source.folder} have projections of rank {heads.rank}, and in medusa-2 all heads use the "
-            f"target's: {instead}"
-        )
+        raise ValueError(f"heads of rank {heads.rank} in {source.folder} lack the target's projection: {instead}")
     if heads.projection_kind == "own":
         target_VD = _projection(source, options, "in medusa-2 all heads use its output projection")
         for k in range(heads.num_heads):
             if not torch.equal(heads.projection(k).detach(), target_VD.to(heads.projection(k).dtype)):
-                raise ValueError(
-                    f"head {k} in {source.folder} has a projection other than the target's, which all heads use in "
-                    f"medusa-2: {instead}"
-                )
+                raise ValueError(f"head {k} in {source.folder} has another projection than the target's: {instead}")
     return heads
 
 

@@ -91,10 +91,7 @@ def output_projection(target: str, source: Source | None = None) -> Tensor:
     if source is not None and wanted is not None and any(Path(folder).glob("model*.safetensors")):
         found = model_fingerprint(Path(folder))
         if found != wanted:
-            raise ValueError(
-                f"{source.folder} was made for a model with the fingerprint {wanted[:16]}…, and that of {target} is "
-                f"{found[:16]}…: name the right one with --target"
-            )
+            raise ValueError(f"{source.folder} was made for {wanted[:16]}…, {target} is {found[:16]}…: see --target")
     config = target_config(target)
     try:
         model = outline_of(config)

@@ -97,10 +97,7 @@ def read_heads(directory: Path, *, unpickle: bool = False, states: str | None = 
     if path is None:
         raise ValueError(f"there are no heads in {directory}: none of {', '.join(_ORDER)}")
     if path.name in _PICKLED and not unpickle:
-        raise ValueError(
-            f"{path} is pickled, and nothing is unpickled unless that is asked for: "
-            "say `unpickle=True`, or --unpickle on the command line"
-        )
+        raise ValueError(f"{path} is pickled: read it with `unpickle=True`, or --unpickle on the command line")
     tensors = _read_inside(path) if path.name in _WHOLE else _reader(path)(path, None)
     config_path = directory / CONFIG_FILE
     config = read_config(config_path) if config_path.is_file() else {}

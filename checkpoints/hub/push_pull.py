@@ -211,10 +211,7 @@ def pull(repo: str, out: Path, revision: str | None = None, *, replace_other: bo
     check_replaceable(out)
     folder = fetch(repo, [MANIFEST_FILE], revision)
     if not (folder / MANIFEST_FILE).is_file():
-        raise ValueError(
-            f"{repo} holds no artifact: it has no {MANIFEST_FILE}; a model is used by its name, published heads become "
-            f"an artifact with `draftsmith import {repo} --out OUT`"
-        )
+        raise ValueError(f"{repo} has no {MANIFEST_FILE}: `draftsmith import {repo} --out OUT` makes an artifact of it")
     manifest = load_manifest(folder)
     if _stands(out, manifest, replace_other):
         return Pulled(manifest, folder.name, is_new=False)

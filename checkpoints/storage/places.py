@@ -71,10 +71,7 @@ def check_repository_name(name: str) -> None:
     except HFValidationError:
         is_good = False
     if not is_good:
-        raise ValueError(
-            f"{name!a} is no name of a repository: give user/name, each of letters a-z and A-Z, digits, '-', '_' and "
-            "'.', with no '-' or '.' at its ends, no '--' or '..', no '.git' at the end, and at most 96 characters"
-        )
+        raise ValueError(f"{name!a} is no repository: user/name of letters, digits, and '-', '_' or '.' between")
 
 
 def check_revision(revision: str) -> None:

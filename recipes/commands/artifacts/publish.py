@@ -79,10 +79,7 @@ def _name_in(evaluated: Any, artifact: Path, manifest: Manifest, path: Path) -> 
         if theirs and theirs == mine:
             return str(name)
     named = ", ".join(f"{name} {one.get('source')} ({_digest(one.get('files'))})" for name, one in evaluated.items())
-    raise ValueError(
-        f"{path} is not of {artifact} ({_digest(mine)}) but of {named or 'no artifact'}: evaluate it again, or push "
-        "without --results"
-    )
+    raise ValueError(f"{path} is not of {artifact} ({_digest(mine)}) but of {named or 'nothing'}: evaluate it again")
 
 
 def _digest(files: Mapping[str, str] | None) -> str:
