@@ -121,12 +121,9 @@ def _sources_of(identity: Mapping[str, Any], counts: list[Any]) -> list[dict[str
         is_local = "files" in hashes and not part.get("path")
         count = _dict(counts[place]) if place < len(counts) else {}
         about = {"source": Path(source).name if is_local else source, "hub": None if is_local else source}
-        found.append(about | {"files": _dict(hashes.get("files")), "weight": part.get("weight")} | _counts(count))
+        found.append(about | {"files": _dict(hashes.get("files")), "weight": part.get("weight")})
+        found[-1] |= {key: count.get(key) for key in ("rows", "kept", "dropped")}
     return found
-
-
-def _counts(values: Mapping[str, Any]) -> dict[str, Any]:
-    return {key: values.get(key) for key in ("rows", "kept", "dropped")}
 
 
 def _head(manifest: Manifest, known: Evidence) -> list[str]:

@@ -133,18 +133,9 @@ def _upgraded(values: dict[str, Any]) -> dict[str, Any]:
     if type(version) is not int or not 1 <= version <= SCHEMA_VERSION:
         newer = "; a newer draftsmith wrote it" if type(version) is int and version > SCHEMA_VERSION else ""
         raise ValueError(f"its schema version is {brief(version)}, this draftsmith reads 1 to {SCHEMA_VERSION}{newer}")
-    for step in _UPGRADES[version - 1 :]:
-        values = step(values)
+    if version == 1:  # it did not say when and by which command, knew no exports, and had no digest
+        values = values | {"created": None, "command": None, "export": None, "digest": None}
     return values | {"schema": SCHEMA_VERSION}
-
-
-def _from_1(values: dict[str, Any]) -> dict[str, Any]:
-    """Version 1 did not say when and by which command an artifact was made, knew no exports, and had no digest."""
-    return values | {"created": None, "command": None, "export": None, "digest": None}
-
-
-_UPGRADES = (_from_1,)
-"""From each version to the next."""
 
 
 def _check_types(values: dict[str, Any]) -> None:

@@ -27,7 +27,7 @@ def text(value: Any) -> str:
     whole = _WHOLE_PATH.fullmatch(str(to_json_safe(value)))
     line = _one_line(whole[1] if whole else public(str(to_json_safe(value))))
     line = line if len(line) <= _LONGEST else line[:_LONGEST] + "…"
-    return _escaped(line)
+    return _MARKED.sub(r"\\\1", "".join(_ENTITIES.get(character, character) for character in line))
 
 
 def public(value: str) -> str:
@@ -106,7 +106,3 @@ def _one_line(value: str) -> str:
 def _shown(value: str) -> str:
     """Characters that cannot be seen, or that turn the order of others around, by their numbers."""
     return "".join(one if one.isprintable() else f"\\u{ord(one):04x}" for one in value)
-
-
-def _escaped(line: str) -> str:
-    return _MARKED.sub(r"\\\1", "".join(_ENTITIES.get(character, character) for character in line))

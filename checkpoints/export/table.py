@@ -30,6 +30,7 @@ _SAMPLE = 10_000
 _LLAMA_LEAST, _LLAMA_SHARE = 4, 75
 """Counts of a record, and percent of them that one token has, from which llama.cpp drafts."""
 _GAMMA = 2
+_MODULE = "vllm_proposer.py"
 
 
 def _arrays(table: BigramTable) -> dict[str, NDArray[Any]]:
@@ -118,28 +119,20 @@ def _compare_llama(source: Source, folder: Path, options: ExportOptions) -> list
     return found
 
 
-def _llama_values(source: Source, folder: Path, options: ExportOptions) -> dict[str, Any]:
-    return {"share": _LLAMA_SHARE, "least": _LLAMA_LEAST, "most": LLAMA_MOST}
-
-
 def successors(table: BigramTable) -> NDArray[np.int32]:
     """int32 [V]: what the method `bigram` drafts after each token at temperature 0; −1 where a row has no entries."""
     best_V = table.distributions("cpu", _PRIOR).most_likely(torch.arange(table.vocab_size))
     return torch.where(table.row_ptr.diff() > 0, best_V, -1).numpy().astype(np.int32)
 
 
-def _module() -> str:
-    return vllm_proposer.__name__.rpartition(".")[2]
-
-
 def _write_vllm(source: Source, folder: Path, options: ExportOptions) -> None:
     np.save(folder / vllm_proposer.SUCCESSORS_FILE, successors(BigramTable.load(source.folder)), allow_pickle=False)
-    shutil.copyfile(vllm_proposer.__file__, folder / f"{_module()}.py")
+    shutil.copyfile(vllm_proposer.__file__, folder / _MODULE)
 
 
 def _compare_vllm(source: Source, folder: Path, options: ExportOptions) -> list[str]:
     following = successors(BigramTable.load(source.folder)).tolist()
-    copied = runpy.run_path(str(folder / f"{_module()}.py"))  # which leaves no bytecode in the folder
+    copied = runpy.run_path(str(folder / _MODULE))  # which leaves no bytecode in the folder
     vocab, gamma = len(following), options.speculative_tokens or _GAMMA
     config = SimpleNamespace(
         model_config=SimpleNamespace(get_vocab_size=lambda: vocab, max_model_len=gamma + 1),
@@ -153,10 +146,6 @@ def _compare_vllm(source: Source, folder: Path, options: ExportOptions) -> list[
         if found != wanted:
             raise ValueError(f"{folder} drafts {found} after token {x}, and {source.folder} {wanted}")
     return [f"drafts of up to {gamma} tokens after each of {vocab:,} tokens, with those of this package's `bigram`"]
-
-
-def _vllm_values(source: Source, folder: Path, options: ExportOptions) -> dict[str, Any]:
-    return {"tokens": options.speculative_tokens or _GAMMA}
 
 
 TABLE_FORMATS = (
@@ -175,7 +164,7 @@ TABLE_FORMATS = (
         readers="llama.cpp (llama-server with --spec-type ngram-cache, llama-lookup; run with commit 0c1e57098)",
         write=_write_llama,
         compare=_compare_llama,
-        values=_llama_values,
+        values=lambda *_: {"share": _LLAMA_SHARE, "least": _LLAMA_LEAST, "most": LLAMA_MOST},
     ),
     Format(
         name="vllm-bigrams",
@@ -184,7 +173,7 @@ TABLE_FORMATS = (
         readers="vLLM ≥ 0.22 (method custom_class)",
         write=_write_vllm,
         compare=_compare_vllm,
-        values=_vllm_values,
+        values=lambda source, folder, options: {"tokens": options.speculative_tokens or _GAMMA},
         options=("target", "speculative_tokens"),
     ),
 )

@@ -236,13 +236,7 @@ def test_heads_that_lack_one_are_noticed(tmp_path: Path) -> None:
         return find_faults(tmp_path / name)[1]
 
     assert heads("whole", lambda tensors: None) == []
-    for name, change, said in (
-        ("bias", lose("1.0.linear.bias"), "lacks 1.0.linear.bias"),
-        ("more", lambda tensors: tensors.update({"x": torch.ones(1)}), "x is not a tensor of prediction heads"),
-        ("wide", lambda tensors: tensors.update({"1.1.weight": torch.ones(VOCAB + 1, 16)}), "expected [24, 16]"),
-    ):
-        faults = heads(name, change)
-        assert any(said in fault for fault in faults), (name, faults)
+    assert any("lacks 1.0.linear.bias" in fault for fault in heads("bias", lose("1.0.linear.bias")))
 
 
 def test_tables_of_other_lengths_are_noticed(tmp_path: Path) -> None:
