@@ -54,9 +54,6 @@ def test_tied_weights_and_adapters(make_drafter: Make, make_adapter: Make, expor
     ("fault", "parts"),
     [
         ("fails", ("exit code 1", "an architecture that it does not know", "line 39")),
-        ("writes nothing", ("model.gguf",)),
-        ("empty", ("model.gguf",)),
-        ("not GGUF", ("GGML",)),
         ("cut off", ("model.gguf", "output_norm")),
         ("claims too much", ("model.gguf",)),
         ("fewer tokens", (f"{VOCAB - 1}", f"{VOCAB}")),
