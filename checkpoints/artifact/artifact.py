@@ -114,9 +114,8 @@ def _fill(folder: Path, manifest: Manifest, write: Callable[[Path], None], card:
 
 
 def load_manifest(directory: Path, kind: str | None = None) -> Manifest:
-    """Read an artifact's manifest; the other files are not looked at. Raises ValueError: no such folder, no
-    `artifact.json`, one that is not of this form; where `kind` is given, an artifact of another kind or an export for
-    other programs."""
+    """An artifact's manifest; the other files are not looked at. Raises ValueError: none, a damaged one, another
+    `kind`."""
     directory = Path(directory)
     manifest = read_consistent(directory, lambda: _read_manifest(directory))
     if kind is not None and manifest.kind != kind:
@@ -159,9 +158,7 @@ def inside(directory: Path) -> str:
 
 
 def verify_artifact(directory: Path, kind: str | None = None) -> Manifest:
-    """Check every file of an artifact against its manifest. Hidden files at the top (`.gitattributes`) do not count.
-    Raises ValueError: what `load_manifest` raises; all files that are missing, not listed, no plain files, or of other
-    size or hash, named."""
+    """Check every file but hidden ones at the top. Raises ValueError: what `load_manifest` raises; `file_faults`."""
     directory = Path(directory)
 
     def verify() -> Manifest:

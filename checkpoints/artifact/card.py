@@ -96,8 +96,7 @@ def base_model(manifest: Manifest) -> str | None:
 
 
 def data_sources(manifest: Manifest) -> list[dict[str, Any]]:
-    """The corpora that an artifact was made of: `source` (its public name), `hub` (an id of the hub, or a known
-    corpus' name; None of files), `files` (hashes by name), and the counts that were kept of each."""
+    """The corpora of an artifact: `source` (public name), `hub` (id or corpus; None of files), `files`, counts."""
     found = []
     for part in _parts(manifest.data):
         if isinstance(part.get("source"), dict):
@@ -249,8 +248,7 @@ def _with_interval(value: float | None, interval: list[float] | None) -> str:
 
 
 def _data(manifest: Manifest, known: Evidence | None) -> list[str]:
-    """Sources with their counts, hashes and, where anything is known of them, licences; and whether evaluation texts
-    were looked for among them."""
+    """Sources with their counts, hashes and known licences; whether evaluation texts were looked for among them."""
     if not manifest.data:
         return []
     digests = manifest.data.get("sha256")
@@ -309,8 +307,7 @@ def _versions(versions: Mapping[str, Any]) -> str:
 
 
 def _dict(value: Any) -> dict[str, Any]:
-    """Of a value in somebody's `artifact.json`, of which the schema says no more than that it is JSON: itself, if it is
-    a dictionary."""
+    """A value of somebody's `artifact.json` if it is a dictionary; the schema says no more than that it is JSON."""
     return value if isinstance(value, dict) else {}
 
 

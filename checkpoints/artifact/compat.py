@@ -19,8 +19,7 @@ TEMPLATE_FILE = "chat_template.jinja"
 
 
 def patch_model(folder: Path) -> None:
-    """Write rotary positions into a folder's `config.json` where older readers look for them, too. Newer ones load the
-    same from it. Raises ValueError: a file that cannot be read."""
+    """Write rotary positions of `config.json` also where older readers look. Raises ValueError: it cannot be read."""
     path = folder / MODEL_FILE
     if not path.is_file():
         return

@@ -85,8 +85,7 @@ def model_fingerprint(model_or_dir: nn.Module | Path | str) -> str:
 
 
 def source_hash(source: Path | str, *, weights_alone: bool = False) -> str | None:
-    """What an artifact or a model is: the hash of its manifest, which holds those of its files, else the fingerprint of
-    its weights; None of one that is not here, as on the hub, or whose weights cannot be read."""
+    """The hash of an artifact's manifest, else the fingerprint of a model's weights; None of what is not here."""
     folder = Path(source)
     if not weights_alone and (folder / MANIFEST_FILE).is_file():
         return file_hash(folder / MANIFEST_FILE)
@@ -118,8 +117,7 @@ def _config(directory: Path) -> Any:
 
 
 def weight_files(directory: Path) -> list[Path]:
-    """The safetensors files that transformers would load: others, of an earlier save, may lie beside them. Raises
-    ValueError: none, an index that is none, or a file that it names and that is not there."""
+    """The safetensors files that transformers would load. Raises ValueError: none; an index that names a lost one."""
     if (directory / _WHOLE).is_file():
         return [directory / _WHOLE]
     if (directory / _INDEX).is_file():
@@ -150,8 +148,7 @@ def _file_samples(directory: Path) -> Iterator[Sample]:
 
 
 def is_parameter(name: str, shape: Sequence[int]) -> bool:
-    """Whether a stored tensor is one of its model's own: not a buffer that older transformers stored beside them, nor
-    of prediction heads that were saved with their target."""
+    """Whether a stored tensor is its model's own: no buffer of older transformers, none of prediction heads."""
     buffer = _NO_PARAMETER.search(name) or (_MASK.search(name) and len(shape) == 4)
     return not buffer and not name.startswith(PREFIX)
 

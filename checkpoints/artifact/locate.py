@@ -52,9 +52,8 @@ def resolve(place: str | Path, kind: str | None = None, revision: str | None = N
 
 
 def model_source(place: str) -> str:
-    """What transformers is to load a model from: the folder of a model that lies here, or of an artifact on the hub,
-    fetched and verified; of another model on the hub its id, or the folder of the revision that is named. Raises
-    ValueError: what `resolve` raises of a revision that is named, or of an artifact."""
+    """What transformers is to load a model from: a folder here, that of an artifact on the hub (verified) or of a
+    revision, else the id. Raises what `resolve` raises."""
     if split_revision(place)[1] is not None:
         return at_revision(place)
     if here(place) is not None or "/" not in place or is_path(place):
@@ -81,8 +80,7 @@ def at_revision(place: str, *, weights: bool = True) -> str:
 
 
 def settings_of(place: str) -> Path | None:
-    """The folder of a model's configuration and tokenizer: the model's own where it lies here, else what the hub or its
-    cache has of them; None where neither has them."""
+    """The folder of a model's configuration and tokenizer, here, in the cache or on the hub; None where neither is."""
     folder = here(place)
     if folder is not None:
         return folder
@@ -94,8 +92,7 @@ def settings_of(place: str) -> Path | None:
 
 
 def commit_of(place: str) -> str:
-    """The commit for which `user/name@revision` stands on the hub now, which is not asked where that is one. Raises
-    ValueError: no such revision, or the hub cannot be asked; says why."""
+    """The commit for which `user/name@revision` stands on the hub now. Raises ValueError: none, or out of reach."""
     from huggingface_hub import HfApi
 
     repo, revision = hub_place(place)
@@ -114,8 +111,7 @@ def target_record(place: str, fingerprint: str | None) -> dict[str, str | None]:
 
 
 def fetch(repo: str, patterns: Sequence[str], revision: str | None = None) -> Path:
-    """The folder in the hub's cache with a repository's files that fit the patterns, fetched where they are not there.
-    Raises ValueError: the repository or revision is not there, gated or out of reach; names both."""
+    """The folder in the hub's cache with the files that fit. Raises ValueError: not there, gated or out of reach."""
     from huggingface_hub import snapshot_download
 
     named = repo if revision is None else f"{repo} at {revision}"
@@ -124,8 +120,7 @@ def fetch(repo: str, patterns: Sequence[str], revision: str | None = None) -> Pa
 
 
 def fetch_artifact(repo: str, folder: Path, kind: str | None = None) -> Path:
-    """All files of the artifact whose manifest lies in a snapshot, verified. Raises ValueError: what `fetch` raises,
-    another kind, files that are not what their manifest says."""
+    """All files of the artifact whose manifest lies in a snapshot, verified. Raises ValueError: `fetch`; damage."""
     manifest = load_manifest(folder, kind)
     names = [glob.escape(name) for name in (MANIFEST_FILE, *manifest.files)]
     folder = fetch(repo, names, folder.name)  # the snapshot's commit: the branch may have moved on
@@ -141,8 +136,7 @@ def fetch_artifact(repo: str, folder: Path, kind: str | None = None) -> Path:
 
 @contextmanager
 def hub_errors(what: str, repo: str) -> Iterator[None]:
-    """Errors of the hub's client as a ValueError that begins with `what` and says why, and what can be done about it;
-    those of this machine, such as a full disk, as they are. No token is in them."""
+    """The hub client's errors as ValueErrors that begin with `what`, without tokens; a full disk's as they are."""
     from huggingface_hub import get_token
     from huggingface_hub.errors import HfHubHTTPError, HTTPError
 

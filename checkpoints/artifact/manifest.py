@@ -99,8 +99,7 @@ class Manifest:
 
     @classmethod
     def from_json(cls, text: str) -> Manifest:
-        """Read what `to_json` wrote. Raises ValueError: not JSON, an unknown schema version, or fields that are
-        missing, unknown or of a wrong type."""
+        """Read what `to_json` wrote. Raises ValueError: not JSON, an unknown schema, missing or wrong fields."""
         values = parse_json(text, strict=True)
         values = _upgraded(values)
         names = {one.name for one in fields(cls)}
@@ -112,8 +111,7 @@ class Manifest:
 
 
 def record_fault(text: str, manifest: Manifest) -> str | None:
-    """What is wrong with a record that `Manifest.from_json` reads: its text is not what was written. That finds
-    accidents, and changes by those who do not know of it. None where it is sound, or so old that it has no digest."""
+    """What is wrong with the text of a record that can be read; None where it is sound, or too old for a digest."""
     if manifest.digest is None:
         return None
     head, found, tail = text.rpartition(manifest.digest)
@@ -127,8 +125,7 @@ def _sha256(text: str) -> str:
 
 
 def _upgraded(values: dict[str, Any]) -> dict[str, Any]:
-    """The values in the form of `SCHEMA_VERSION`, whatever version they were written in. Raises ValueError: a version
-    that this draftsmith does not read."""
+    """The values in the form of `SCHEMA_VERSION`. Raises ValueError: a version that is not known here."""
     version = values.get("schema")
     if type(version) is not int or not 1 <= version <= SCHEMA_VERSION:
         newer = "; a newer draftsmith wrote it" if type(version) is int and version > SCHEMA_VERSION else ""

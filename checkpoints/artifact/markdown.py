@@ -20,10 +20,7 @@ _LONGEST = 400
 
 
 def text(value: Any) -> str:
-    """A value as Markdown that is read as that very text: no markup, no HTML, no link, one line.
-
-    Folders of the machine that it was made on are left out: of a path the last part stays.
-    """
+    """A value as one line of Markdown that is read as that very text, without folders of the machine it was made on."""
     whole = _WHOLE_PATH.fullmatch(str(to_json_safe(value)))
     line = _one_line(whole[1] if whole else public(str(to_json_safe(value))))
     line = line if len(line) <= _LONGEST else line[:_LONGEST] + "…"

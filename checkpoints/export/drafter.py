@@ -46,8 +46,7 @@ _PROMPTS, _PROMPT_TOKENS, _NEW_TOKENS = 3, 8, 16
 
 
 def load_drafter(source: str | Path, dtype: torch.dtype | str = "auto") -> Any:
-    """A model in evaluation mode; never with remote code, nothing pickled but where that is allowed. ValueError where
-    there is none, or none that can be loaded."""
+    """A model in evaluation mode, without remote code or unasked pickles. Raises ValueError: it cannot be loaded."""
     source = at_revision(str(source))
     config = load_config(source)
     safe = only_safetensors(source, config)
@@ -59,8 +58,7 @@ def load_drafter(source: str | Path, dtype: torch.dtype | str = "auto") -> Any:
 
 
 def with_adapter(folder: Path, *, merged: bool) -> Any:
-    """An adapter's model with the adapter beside its weights or, `merged`, in them. ValueError without peft, or for an
-    adapter that does not fit its model."""
+    """An adapter's model with it beside the weights or `merged`. Raises ValueError: no peft, or it does not fit."""
     try:
         from peft import PeftModel
     except ImportError as error:
@@ -93,8 +91,7 @@ def stored_types(folder: Path) -> set[str]:
 
 
 def write_whole(source: Source, folder: Path, *, merge: bool = True) -> None:
-    """The model's files, with its adapter merged if it is one and `merge`. Raises ValueError: code of the model's own,
-    weights beside the safetensors, or what `with_adapter` raises."""
+    """The model's files, an adapter merged if `merge`. Raises ValueError: own code, other weights, no such adapter."""
     for name in source.manifest.files:
         if Path(name).suffix == ".py":
             raise ValueError(f"{source.folder / name} is code of the model's own, which is not exported")

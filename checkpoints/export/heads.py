@@ -197,8 +197,7 @@ def _compare_medusa(source: Source, folder: Path, options: ExportOptions) -> lis
 
 
 def _write_pickled(source: Source, folder: Path, options: ExportOptions) -> None:
-    """ValueError also where a head has blocks that differ: FasterDecoding's modules hold one, and go through it L
-    times."""
+    """ValueError also for a head whose blocks differ: FasterDecoding's modules hold one, and go through it L times."""
     if not options.pickle:
         raise ValueError("medusa-pt is a pickled file, which is written only where that is asked for: add --pickle")
     heads = _load(source, "medusa-pt")

@@ -34,8 +34,7 @@ _MODULE = "vllm_proposer.py"
 
 
 def _arrays(table: BigramTable) -> dict[str, NDArray[Any]]:
-    """The counts of pairs as CSR, and by token how often it was seen: at all, and on either side of a pair in the whole
-    counts."""
+    """The counts of pairs as CSR, and by token how often it was seen: at all, and on either side of a pair."""
     tensors = {"indptr": table.row_ptr, "indices": table.col, "data": table.count, "unigram": table.unigram}
     tensors |= {"left": table.left_counts(), "right": table.right_counts()}
     return {name: tensor.numpy() for name, tensor in tensors.items()}

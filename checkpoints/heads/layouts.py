@@ -156,8 +156,7 @@ def _find(directory: Path) -> Path | None:
 
 
 def holds_heads(directory: Path, *, unpickle: bool = False) -> bool:
-    """Whether `read_heads` finds heads in a folder; into a pickled model it is looked only with `unpickle`. ValueError
-    for files that cannot be read."""
+    """Whether `read_heads` finds heads; in pickled models only with `unpickle`. ValueError for unreadable files."""
     path = _find(directory)
     if path is None or path.name not in _WHOLE:
         return path is not None
@@ -194,8 +193,7 @@ def _read_inside(path: Path) -> dict[str, Tensor]:
 
 
 def shards_of_heads(index: Path) -> dict[str, list[str]]:
-    """Files that hold heads' tensors, by an index of shards, with those tensors' names in order. ValueError where it is
-    no such index, or names files outside its folder."""
+    """Names of heads' tensors by shard. ValueError: no index, or one that names files outside its folder."""
     shard_of = read_config(index).get("weight_map")
     if not isinstance(shard_of, dict):
         raise ValueError(f"{index} is no index of shards: it has no `weight_map`")
@@ -244,8 +242,7 @@ def _read_pickled(path: Path, wanted: Callable[[str], bool] | None) -> dict[str,
 
 
 def _sizes_of(tensors: dict[str, Tensor], path: Path) -> tuple[str, dict[str, int]]:
-    """The kind of projection and the sizes, as the tensors have them; ValueError for the first tensor that is too many,
-    missing, or of a shape that the others do not allow."""
+    """The kind of projection and the sizes of the tensors; ValueError for the first that is extra, missing or unfit."""
     if not tensors:
         raise ValueError(f"{path} holds no tensors")
     blocks, tails = set[tuple[int, int]](), dict[tuple[int, int], set[str]]()

@@ -143,8 +143,7 @@ def plan_push(
 
 
 def push(plan: Plan) -> str:
-    """Do what a plan says, in one commit, compare what the hub then lists with the artifact, and give the commit's
-    name. Raises ValueError: what failed. The repository has the whole commit or none of it."""
+    """Do what a plan says, in one commit, compare it, and give its name. Raises ValueError: nothing half is there."""
     if plan.account is None:
         raise ValueError("no token is stored: log in with `hf auth login`, then push again")
     if plan.parent is not None and not plan.new_branch and not plan.changes_files:
@@ -225,8 +224,7 @@ def pull(repo: str, out: Path, revision: str | None = None, *, replace_other: bo
 
 
 def _stands(out: Path, manifest: Manifest, replace_other: bool) -> bool:
-    """Whether an artifact with these very files is at `out`. Raises ValueError: something else is there, which is not
-    to be replaced; says what."""
+    """Whether an artifact with these very files is at `out`. Raises ValueError: another that is not to be replaced."""
     check_replaceable(out)
     if replace_other or not (out / MANIFEST_FILE).is_file():
         return False

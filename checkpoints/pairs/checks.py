@@ -155,8 +155,7 @@ def _rows_of(side: Side, name: str) -> Iterator[Finding]:
 
 
 def _tensors_of(side: Side, name: str) -> Iterator[Finding]:
-    """Whether a side's weights are all that its configuration declares; and, as a note, whether they are more: who
-    loads them leaves the rest out."""
+    """Whether a side's weights are all that its configuration declares; as a note, whether they are more."""
     broken = f"the {name} does not load as it stands, or with random numbers for what it lacks"
     more = "are more than those of its configuration, and the rest is left out where they are loaded"
     parts: tuple[tuple[str, Fit, str, dict[str, Effect]], ...] = (

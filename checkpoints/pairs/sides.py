@@ -215,8 +215,7 @@ def open_side(source: str, load_tokenizer: Callable[[str], Any]) -> Side:
 
 
 def find_folder(source: str, files: Sequence[str]) -> Path:
-    """The folder itself, or the one into which these files of a hub id were fetched; ValueError for a file, and where
-    there is neither."""
+    """The folder itself, or that of the fetched files of a hub id; ValueError where there is neither."""
     folder = here(source)
     if folder is None:
         repo, revision = hub_place(source)

@@ -38,8 +38,7 @@ def write_settings(path: Path, settings: Mapping[str, Any]) -> None:
 
 
 def save_speculation(folder: Path, tokens: int = SPECULATIVE_TOKENS, model: str | None = None) -> None:
-    """Put `speculation` beside what the drafter's settings say already, or would by its configuration (an adapter's is
-    its `model`'s)."""
+    """Put `speculation` beside what the drafter's settings say, or would by its configuration or its `model`'s."""
     path = folder / "generation_config.json"
     if path.is_file():
         settings = read_json(path)

@@ -11,16 +11,14 @@ _PLAIN_REVISION = re.compile(r"[A-Za-z0-9_][A-Za-z0-9_./-]*")
 
 
 def split_revision(place: str) -> tuple[str, str | None]:
-    """Name and revision of `user/name@revision`; anything else, such as a folder that is here, as it is, and None.
-    Raises ValueError: a name or revision that the hub does not allow."""
+    """Name and revision of `user/name@revision`; else the place and None. Raises ValueError: the hub allows no such."""
     repo, at, _ = place.partition("@")
     is_named = at and "/" in repo and not is_path(repo) and here(place) is None
     return hub_place(place) if is_named else (place, None)
 
 
 def adapter_base(settings: Mapping[str, Any]) -> str | None:
-    """The model that an adapter's `adapter_config.json` names, as `user/name@revision` where that says a revision, too
-    (peft's `revision`); None where it names none."""
+    """The model that an adapter's settings name, with peft's `revision` as `user/name@revision`; None without one."""
     base, revision = settings.get("base_model_name_or_path"), settings.get("revision")
     if not isinstance(base, str) or not base:
         return None
@@ -38,8 +36,7 @@ def here(place: str | Path) -> Path | None:
 
 
 def hub_place(place: str, revision: str | None = None) -> tuple[str, str | None]:
-    """Name and revision of a repository on the hub, from `user/name` or `user/name@revision`. Raises ValueError: a
-    path, a name or revision that the hub does not allow, two revisions."""
+    """Name and revision of `user/name[@revision]`. Raises ValueError: a path, two revisions, or not allowed."""
     repo, at, named = place.partition("@")
     if is_path(repo):
         raise ValueError(f"there is no folder {place}")

@@ -113,8 +113,7 @@ def _check_depth(values: Any) -> None:
 
 
 def shards_of(index: Path) -> dict[str, str]:
-    """File names of shards by tensor, of an index that lies beside them. Raises ValueError: it is none, or names other
-    files than safetensors beside it; names the index."""
+    """Files by tensor of an index. Raises ValueError: none, or one that names others than safetensors beside it."""
     try:
         files = read_json(index).get("weight_map")
     except ValueError as error:
@@ -134,8 +133,7 @@ def pickles_allowed() -> bool:
 
 
 def open_file(path: Path) -> int:
-    """A descriptor of a regular file, for reading. Never waits, as opening a pipe does. Raises ValueError: a folder,
-    pipe, socket or device; the file is not named."""
+    """A descriptor for reading; never waits, as opening a pipe does. Raises ValueError: no regular file; not named."""
     kind = os.stat(path).st_mode
     if stat.S_ISREG(kind):
         descriptor = os.open(path, os.O_RDONLY | os.O_NONBLOCK)
@@ -211,8 +209,7 @@ def files_of(folder: Path) -> Iterator[tuple[str, str | None]]:
 
 
 def copy_files(folder: Path, out: Path, patterns: Iterable[str]) -> None:
-    """Copy the files at a folder's top that fit one of the patterns. Raises ValueError: a link among them: what it
-    leads to would be handed on."""
+    """Copy the files at a folder's top that fit a pattern. Raises ValueError: a link, which leads elsewhere."""
     faults = dict(files_of(folder))
     for path in (path for pattern in patterns for path in sorted(folder.glob(pattern)) if path.name in faults):
         if faults[path.name] is not None:
@@ -242,9 +239,7 @@ def is_blob(folder: Path, path: Path) -> bool:
 
 
 def check_safetensors(path: Path) -> dict[str, tuple[str, list[int]]]:
-    """Names, dtypes and shapes of the tensors in a file. Its header is checked against its size by safetensors itself:
-    tensors that lie outside, overlap, or leave room between them. Raises ValueError: not a whole safetensors file; it
-    is not named."""
+    """Names, dtypes and shapes of the tensors in a file. Raises ValueError: not a whole safetensors file; not named."""
     os.close(open_file(path))
     try:
         with safe_open(path, framework="np") as opened:

@@ -30,9 +30,7 @@ Tensors = dict[tuple[str, str], tuple[str, str, list[int]]]
 
 
 def find_faults(directory: Path, kind: str | None = None) -> tuple[Manifest | None, list[str]]:
-    """An artifact's manifest, where that can be read, and a sentence for everything that is wrong: what
-    `verify_artifact` looks at, files that its kind needs, safetensors that are none, shards that an index names and
-    that are not there, tensors that are not those of what it is (`tensor_faults`)."""
+    """The manifest, where it can be read, and a sentence for each fault: files, tensors, shards that are not there."""
     directory = Path(directory)
 
     def find() -> tuple[Manifest | None, list[str]]:
@@ -126,9 +124,8 @@ def _index_faults(path: Path, name: str, manifest: Manifest) -> list[str]:
 
 
 def differences(first: Path, second: Path) -> list[str]:
-    """What differs between two artifacts, a line each: fields of their manifests with both values, files, and tensors
-    with their shapes or the greatest absolute difference of their values. Empty where they are the same. Raises
-    ValueError: one of them cannot be read, or is not what its manifest says."""
+    """What differs between two artifacts, a line each: fields, files, values of tensors. Raises ValueError: unsound
+    ones."""
     one, other = (asdict(verify_artifact(place)) | {"digest": None} for place in (first, second))
     files, others = one.pop("files"), other.pop("files")
     lines = list(_values(one, other, ""))
@@ -153,8 +150,7 @@ def _values(one: Any, other: Any, key: str) -> Iterator[str]:
 
 
 def tensors_of(directory: Path) -> Tensors:
-    """All tensors in an artifact's safetensors files; how a model is cut into files does not count. Raises ValueError:
-    one of the files is no safetensors file."""
+    """All tensors in an artifact's safetensors files. Raises ValueError: one is none."""
     found: Tensors = {}
     for name in load_manifest(directory).files:
         if name.endswith(".safetensors"):

@@ -94,9 +94,7 @@ def model_class(config: Any) -> Any:
 
 
 def load_whole(kind: Any, source: str | Path, **settings: Any) -> PreTrainedModel:
-    """`kind.from_pretrained(source, **settings)` with all of the model's weights: transformers alone puts random
-    numbers in the place of those that its files lack, and goes on. Raises ValueError: they lack some; and `UNLOADABLE`.
-    """
+    """`kind.from_pretrained` with no weights made up. Raises ValueError: the files lack some; and `UNLOADABLE`."""
     model: PreTrainedModel
     model, found = kind.from_pretrained(source, output_loading_info=True, **settings)
     if lacking := sorted(found["missing_keys"]):
@@ -143,8 +141,7 @@ def fit_to_model(config: Any, shapes: Mapping[str, tuple[int, ...]]) -> Fit:
 
 
 def check_config(path: Path) -> None:
-    """Read a config.json, where there is one. Raises ValueError: too large or too deep to be one, or of a model that is
-    so; it is not named."""
+    """Raises ValueError for a config.json that is too large or too deep, or of a model that is; it is not named."""
     if not path.is_file():
         return
     config = read_json(path)

@@ -37,9 +37,8 @@ Shapes = dict[str, tuple[int, ...]]
 
 
 def tensor_faults(directory: Path, manifest: Manifest) -> list[str]:
-    """Where the tensors of an artifact are not those of what it is, in sentences that name the file: too few, of other
-    shapes; of heads and tables too many. Files that cannot be read and exports for other programs are left out. What a
-    model's files hold beside its configuration is the doctor's to report."""
+    """A sentence for each way in which an artifact's tensors are not those of what it is: too few, of other shapes; of
+    heads and tables too many. Unreadable files and exports for other programs are left out."""
     try:
         if manifest.kind in ("drafter", "target"):
             return list(_model_faults(directory))

@@ -91,9 +91,8 @@ def import_drafter(source: str, folder: Path, out: Path, target: str | None, *, 
 
 @contextmanager
 def whole_model(source: str, folder: Path, *, unpickle: bool = False) -> Iterator[Path]:
-    """The folder of a model in safetensors: this one; or a temporary one, of an adapter with its model merged and of
-    pickled weights converted. Raises ValueError: no weights, or pickled ones without `unpickle`; an adapter that does
-    not fit its model."""
+    """The folder of a model in safetensors: this one, or a temporary one with an adapter merged or pickles converted.
+    Raises ValueError: no weights, pickled ones without `unpickle`, an adapter that does not fit."""
     if not is_adapter(folder) and any(folder.glob(WEIGHTS)):
         yield folder
         return

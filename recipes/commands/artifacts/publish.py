@@ -51,8 +51,7 @@ def evidence_of(
 
 
 def measured_of(artifact: Path, manifest: Manifest, path: Path) -> Measured:
-    """The rows of results that are about this very artifact, or the one that it is an export of; ValueError for results
-    of other files."""
+    """The rows of results about this very artifact, or what it is an export of; ValueError for those of other files."""
     results = load_results(path)
     name = _name_in(results.get("artifacts"), artifact, manifest, path)
     rows = [row for row in results["methods"] if _uses(row, name)]
