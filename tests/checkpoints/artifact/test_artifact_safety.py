@@ -122,12 +122,12 @@ def test_the_links_of_the_hubs_cache_are_taken_and_no_others(table: Path, tmp_pa
 
 
 def header(described: Any, length: int | None = None, data: bytes = b"") -> bytes:
-    text = described if isinstance(described, bytes) else json.dumps(described).encode()
+    text = json.dumps(described).encode()
     return struct.pack("<Q", len(text) if length is None else length) + text + data
 
 
-def tensor(shape: list[int], start: int, end: int, dtype: str = "F32") -> dict[str, Any]:
-    return {"dtype": dtype, "shape": shape, "data_offsets": [start, end]}
+def tensor(shape: list[int], start: int, end: int) -> dict[str, Any]:
+    return {"dtype": "F32", "shape": shape, "data_offsets": [start, end]}
 
 
 HOSTILE_TENSORS = {

@@ -197,13 +197,6 @@ def test_the_rules_find_what_is_wrong(export: Export, make_heads: Make, target: 
     assert not torch.allclose(vllm_reads(out, 3, VOCAB, True), expected, atol=1e-2), "all biases are dropped"
 
 
-def test_vllm_does_not_miss_projections(export: Export, make_heads: Make) -> None:
-    """Hence what SERVING.md says of heads without blocks."""
-    out = export(make_heads(**CASES["no blocks"]), "medusa")[0]
-    assert vllm_reads(out, 2, VOCAB, False).isnan().all()
-    assert vllm_reads(out, 3, VOCAB, True)[:, 2].isnan().all()
-
-
 def test_the_second_version_uses_the_targets_projection(export: Export, make_heads: Make, target: Path) -> None:
     artifact = make_heads(**CASES["the target's"])
     out = export(artifact, "medusa-2")[0]

@@ -9,7 +9,6 @@ import pytest
 import torch
 from draftsmith.checkpoints.heads import module
 from draftsmith.checkpoints.heads.files import CONFIG_FILE, HEADS_FILE, PredictionHeads, load_heads, save_heads
-from safetensors.torch import load_file
 
 FORMS = (("own", 0), ("low-rank", 3), ("target", 0))
 
@@ -224,15 +223,6 @@ def test_loading_gives_back_what_was_saved(
         assert torch.equal(loaded.state_dict()[name], tensor), name
     half = load_heads(tmp_path, device="cpu", dtype=torch.bfloat16, lm_head=torch.zeros(13, 8))
     assert {parameter.dtype for parameter in half.parameters()} == {torch.bfloat16}
-
-
-def test_versions_are_those_that_engines_know_or_none_of_them(tmp_path: Path) -> None:
-    versions = {}
-    for projection, rank in FORMS:
-        save_heads(random_heads(projection=projection, rank=rank), tmp_path / projection, "target")
-        versions[projection] = json.loads((tmp_path / projection / CONFIG_FILE).read_text())["version"]
-    assert versions == {"own": "1", "low-rank": "low-rank", "target": "2"}
-    assert "0.2.down.weight" in load_file(tmp_path / "low-rank" / HEADS_FILE)
 
 
 def test_heads_without_a_projection_get_the_targets_on_loading_or_later(tmp_path: Path) -> None:

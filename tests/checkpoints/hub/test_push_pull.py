@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import re
 from collections.abc import Callable
 from pathlib import Path
 from types import ModuleType
@@ -297,18 +296,6 @@ def test_pushes_that_are_refused_before_anything_is_sent(
     with pytest.raises(ValueError, match=r"license.*mit"):
         push(plan_push(artifact, REPO, lambda _: "---\nlicense: nonsense\n---\n"))
     assert hub.repos[REPO].head() == {}
-
-
-@pytest.mark.parametrize(
-    "name",
-    [
-        "somebody/dr\u0430fts", "some\u200bbody/x", "x", "a/b/c", "a/-b",
-    ],
-)  # fmt: skip
-def test_odd_names_of_repositories(name: str) -> None:
-    with pytest.raises(ValueError, match=re.escape(ascii(name))) as refused:
-        check_repository_name(name)
-    assert str(refused.value).isascii()
 
 
 def test_good_names() -> None:
