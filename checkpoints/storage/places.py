@@ -68,7 +68,7 @@ def check_repository_name(name: str) -> None:
     except HFValidationError:
         is_good = False
     if not is_good:
-        raise ValueError(f"{name!a} is no repository: user/name of letters, digits, and '-', '_' or '.' between")
+        raise ValueError(f"{name!a} is no name of a repository: user/name of letters, digits, '-', '_' and '.'")
 
 
 def check_revision(revision: str) -> None:
