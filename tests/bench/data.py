@@ -15,7 +15,6 @@ last line is one JSON object.
 
 from __future__ import annotations
 
-import argparse
 import json
 import os
 import statistics
@@ -24,11 +23,12 @@ import sys
 import tempfile
 import time
 from collections.abc import Callable, Iterator
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 import numpy as np
-import torch
+from common import LLAMA, SHAREGPT, against_tokenizers, finish, in_turns, parser_of, random_llama
 from draftsmith.data.blocks.packing import Batch
 from draftsmith.data.blocks.prepared import PreparedData, prepare
 from draftsmith.data.conversations import Conversation, write_conversations
@@ -36,11 +36,8 @@ from draftsmith.data.rendering.templates import get_template
 from draftsmith.data.sources.documentation import documentation_conversations
 from draftsmith.data.sources.reading import read_conversations
 from draftsmith.data.tokenizers import load_tokenizer, train_bpe
-from draftsmith.recipes.session.machine import machine
 from draftsmith.train.tasks.drafter import DrafterTask
-from transformers import LlamaConfig, LlamaForCausalLM
 
-SHARED = Path(os.environ.get("DRAFTSMITH_SHARED", Path(__file__).resolve().parents[3] / "shared" / "data"))
 BLOCK = 2048
 PARTS = ("throughput", "training", "limited")
 TEMPLATE = get_template("vicuna-v1.1")
@@ -48,9 +45,8 @@ TEMPLATE = get_template("vicuna-v1.1")
 
 def defaults(folder: Path) -> tuple[Path, Path]:
     """A corpus and a tokenizer that need no download."""
-    sample, llama = SHARED / "sharegpt" / "sharegpt_v3_sample_800.json", SHARED / "tokenizer" / "llama2c"
-    if sample.is_file():
-        return sample, llama
+    if SHAREGPT.is_file():
+        return SHAREGPT, LLAMA
     chats, _, _ = documentation_conversations(["numpy", "torch"], heldout_share=0.01, max_megabytes=5, seed=0)
     write_conversations(chats, folder / "corpus.jsonl")
     texts = (turn.text for chat in chats for turn in chat.turns)
@@ -58,18 +54,16 @@ def defaults(folder: Path) -> tuple[Path, Path]:
     return folder / "corpus.jsonl", folder / "tokenizer"
 
 
-def raw_tokenizers(tokenizer: Any, folder: Path) -> dict[str, Callable[[list[str]], int]]:
-    """Ways to tokenise a list of texts on all cores, each returning the number of tokens."""
-    backend = tokenizer.backend_tokenizer
-    ways: dict[str, Callable[[list[str]], int]] = {
-        "tokenizers": lambda texts: sum(len(e.ids) for e in backend.encode_batch_fast(texts, add_special_tokens=False))
-    }
+def raw_tokenizers(tokenizer: Any, folder: Path, texts: list[str]) -> dict[str, Callable[[], int]]:
+    """Ways to tokenise the texts on all cores, each returning the number of tokens."""
+    encode = tokenizer.backend_tokenizer.encode_batch_fast
+    ways = {"tokenizers": lambda: sum(len(e.ids) for e in encode(texts, add_special_tokens=False))}
     model = folder / "tokenizer.model"
     if model.is_file():
         import sentencepiece
 
         processor = sentencepiece.SentencePieceProcessor(model_file=str(model))
-        ways["sentencepiece"] = lambda texts: sum(map(len, processor.encode(texts, num_threads=os.cpu_count())))
+        ways["sentencepiece"] = lambda: sum(map(len, processor.encode(texts, num_threads=os.cpu_count())))
     return ways
 
 
@@ -86,29 +80,15 @@ def throughput(corpus: Path, tokenizer: Any, tokenizer_folder: Path, folder: Pat
     file = folder / "repeated.jsonl"
     write_conversations(repeated(corpus, 2 if quick else 6), file)
     texts = [turn.text for chat in read_conversations(str(file)) for turn in chat.turns]
-    ways = raw_tokenizers(tokenizer, tokenizer_folder)
-    seconds: dict[str, list[float]] = {name: [] for name in [*ways, "prepare"]}
-    tokens: dict[str, int] = {}
-    for _ in range(3 if quick else 9):
-        for name, encode in ways.items():
-            start = time.perf_counter()
-            tokens[name] = encode(texts)
-            seconds[name].append(time.perf_counter() - start)
-        start = time.perf_counter()
+
+    def prepared() -> int:
         data = prepare(read_conversations(str(file)), tokenizer, TEMPLATE, BLOCK, folder / "prepared", source={})
-        seconds["prepare"].append(time.perf_counter() - start)
-        tokens["prepare"] = data.manifest["tokens"]
-    fastest = min(ways, key=lambda name: statistics.median(seconds[name]))
-    ratios = [raw / whole for raw, whole in zip(seconds[fastest], seconds["prepare"], strict=True)]
-    for name, values in seconds.items():
-        rate = tokens[name] / statistics.median(values) / 1e6
-        print(f"{name:14s} {statistics.median(values):6.2f} s   {rate:5.2f} M tokens/s")
-    return {
-        "prepare_vs_tokenizer": statistics.median(ratios),
-        "fastest_tokenizer": fastest,
-        "mtok_per_sec": {name: tokens[name] / statistics.median(values) / 1e6 for name, values in seconds.items()},
-        "corpus_mb": file.stat().st_size / 1e6,
-    }
+        return int(data.manifest["tokens"])
+
+    ways = raw_tokenizers(tokenizer, tokenizer_folder, texts)
+    fastest, ratios, rates = against_tokenizers(ways, "prepare", prepared, 3 if quick else 9)
+    found = {"prepare_vs_tokenizer": ratios["time"], "fastest_tokenizer": fastest, "mtok_per_sec": rates}
+    return found | {"corpus_mb": file.stat().st_size / 1e6}
 
 
 def limited(corpus: Path, tokenizer_folder: Path, megabytes: int, folder: Path) -> dict[str, Any]:
@@ -155,25 +135,23 @@ print(json.dumps({"peak_mb": peak() / 1e3, "before_mb": before / 1e3} | numbers)
 
 def training(corpus: Path, tokenizer: Any, folder: Path, quick: bool) -> dict[str, Any]:
     """Tokens a second of forward and backward on packed and on padded batches of the same documents."""
-    torch.manual_seed(0)
-    vocabulary = len(tokenizer)
-    shape = {"hidden_size": 192, "intermediate_size": 512, "num_hidden_layers": 12, "num_attention_heads": 4}
-    module = DrafterTask(LlamaForCausalLM(LlamaConfig(vocab_size=vocabulary, **shape)), None).module
+    module = DrafterTask(random_llama((192, 512, 12, 4, len(tokenizer))), None).module
     batches: dict[str, list[Batch]] = {}
     for packing in ("best-fit", "pad"):
         data = prepare(
             read_conversations(str(corpus)), tokenizer, TEMPLATE, 1024, folder / packing, source={}, packing=packing
         )
         batches[packing] = _drawn(data, 2 if quick else 6)
-    seconds: dict[str, list[float]] = {name: [] for name in batches}
-    for number in range(len(batches["pad"])):
-        for name in batches:
-            batch = batches[name][number]
-            start = time.perf_counter()
-            sums, counts = module(batch.tokens_BT, batch.labels_BT, batch.positions_BT, batch.documents_BT)
-            (sums.sum() / counts.sum()).backward()
-            seconds[name].append((time.perf_counter() - start) / int((batch.documents_BT >= 0).sum()))
-    rates = {name: 1 / statistics.median(values) for name, values in seconds.items()}
+    queues = {name: iter(drawn) for name, drawn in batches.items()}
+
+    def step(name: str) -> int:
+        batch = next(queues[name])
+        sums, counts = module(batch.tokens_BT, batch.labels_BT, batch.positions_BT, batch.documents_BT)
+        (sums.sum() / counts.sum()).backward()
+        return int((batch.documents_BT >= 0).sum())
+
+    times = in_turns({name: partial(step, name) for name in batches}, len(batches["pad"]))
+    rates = {name: 1 / statistics.median(each.wall / each.result for each in times[name]) for name in times}
     for name, rate in rates.items():
         print(f"training on {name:9s} {rate:8.0f} tokens/s")
     return {"tokens_per_sec": rates, "packed_vs_padded": rates["best-fit"] / rates["pad"]}
@@ -186,8 +164,7 @@ def _drawn(data: PreparedData, batches: int) -> list[Batch]:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--quick", action="store_true", help="under a minute; leaves out the corpus larger than memory")
+    parser = parser_of(__doc__, "under a minute; leaves out the corpus larger than memory")
     parser.add_argument("--parts", nargs="+", choices=PARTS, help="by default all; not limited with --quick")
     parser.add_argument("--corpus", type=Path)
     parser.add_argument("--tokenizer", type=Path)
@@ -211,7 +188,7 @@ def main() -> None:
             result["limited"] = limited(corpus, tokenizer_folder, arguments.megabytes, folder)
             result["peak_mb"] = result["limited"]["peak_mb"]
             print(f"limited: {result['limited']}")
-    print(json.dumps(result | {"machine": machine("cpu")}))
+    finish(result)
 
 
 if __name__ == "__main__":

@@ -15,19 +15,16 @@ from __future__ import annotations
 
 import argparse
 import gc
-import json
 import statistics
 import time
 from collections.abc import Callable, Sequence
 from functools import partial
-from pathlib import Path
 from typing import Any, Literal
 
 import torch
-from draftsmith.checkpoints.heads.files import PredictionHeads, load_heads
+from common import Pair, finish, parser_of, random_llama, timed
+from draftsmith.checkpoints.heads.files import PredictionHeads
 from draftsmith.checkpoints.table.table import BigramTable
-from draftsmith.data.prompts import load_prompts, stop_ids
-from draftsmith.data.tokenizers import load_tokenizer
 from draftsmith.decode.engine import Limits, Proposal, Verdict, Verifier, generate
 from draftsmith.decode.evaluation.measure import Costs, Decoded, RawCosts, decode, decode_reference
 from draftsmith.decode.evaluation.metrics import Tally, total
@@ -35,14 +32,13 @@ from draftsmith.decode.evaluation.profile import StepProfile
 from draftsmith.decode.methods import Method, Parts, build_method
 from draftsmith.decode.models.base import LanguageModel
 from draftsmith.decode.models.kv_cache import KVCache
-from draftsmith.decode.models.loading import load_model, wrap_model
+from draftsmith.decode.models.loading import wrap_model
 from draftsmith.decode.proposers.head_trees import PrunedHeadTree
 from draftsmith.decode.rng import Rng
 from draftsmith.decode.tree import Tree
 from draftsmith.decode.verifiers.lossless import at, walk
 from draftsmith.decode.warpers import Sampling
-from draftsmith.recipes.session.machine import machine
-from transformers import DynamicCache, LlamaConfig, LlamaForCausalLM
+from transformers import DynamicCache
 
 Job = Callable[[Sequence[int], Limits], Decoded]
 
@@ -159,7 +155,7 @@ class IdleHeads:
         return self._logits_BKV
 
 
-def host_microseconds(vocab_size: int, table: BigramTable, gamma: int, tokens: int) -> dict[str, float]:
+def host_microseconds(vocab_size: int, table: BigramTable | None, gamma: int, tokens: int) -> dict[str, float]:
     """Median time of a step by label with models that compute nothing."""
     parts = Parts(Idle(vocab_size), IdleHeads(vocab_size), table)
     found = {}
@@ -176,7 +172,7 @@ def host_microseconds(vocab_size: int, table: BigramTable, gamma: int, tokens: i
 
 
 @torch.inference_mode()
-def prune_share(target: LanguageModel, heads: Any, table: BigramTable, runs: int) -> tuple[float, float]:
+def prune_share(target: LanguageModel, heads: Any, table: BigramTable | None, runs: int) -> tuple[float, float]:
     """Seconds that finding the top 40 posteriors takes for 4 heads x top 10, over those of a one-token forward.
 
     Blocks of both alternate; the medians of all calls are compared.
@@ -200,25 +196,17 @@ def prune_share(target: LanguageModel, heads: Any, table: BigramTable, runs: int
     seconds: list[list[float]] = [[] for _ in jobs]
     for _ in range(runs):
         for job, series in zip(jobs, seconds, strict=True):
-            for _ in range(20):
-                start = time.perf_counter()
-                job()
-                series.append(time.perf_counter() - start)
-    forward, search, prune = (statistics.median(series) for series in seconds)
+            series += [timed(job).wall for _ in range(20)]
+    forward, search, prune = map(statistics.median, seconds)
     return search / forward, prune / forward
 
 
 def bench_pair(arguments: argparse.Namespace) -> dict[str, Any]:
     """The trained pair, on the CPU."""
-    pair, quick, gamma = arguments.pair, arguments.quick, arguments.gamma
-    tokenizer = load_tokenizer(str(pair / "target"))
-    target_model, drafter_model = (load_model(str(pair / name)) for name in ("target", "drafter"))
-    target, drafter = wrap_model(target_model), wrap_model(drafter_model)
-    table = BigramTable.load(pair / "table")
-    parts = Parts(drafter, load_heads(pair / "heads"), table)
-    heldout = str(pair / "corpus" / "heldout.jsonl")
-    prompts = [ids for _, ids in load_prompts(heldout, "chatml", tokenizer, 3 if quick else 16, 128)]
-    limits = Limits(48 if quick else 128, stop_ids(tokenizer))
+    quick, gamma = arguments.quick, arguments.gamma
+    pair = Pair(arguments.pair, 3 if quick else 16)
+    target, parts, prompts = pair.target, pair.parts, pair.prompts
+    limits = Limits(48 if quick else 128, pair.stop)
     methods = {
         label: build_method(name, parts, sampling, **options)
         for label, (name, options, sampling) in rows(gamma).items()
@@ -226,9 +214,9 @@ def bench_pair(arguments: argparse.Namespace) -> dict[str, Any]:
     jobs: dict[str, Job] = {
         label: partial(_decode, target, methods[label], sampling) for label, (_, _, sampling) in rows(gamma).items()
     }
-    jobs["transformers"] = lambda prompt, limits: decode_reference(target_model, prompt, limits)
-    jobs["transformers assisted"] = assisted(target_model, drafter_model, gamma)
-    jobs["published"] = published(target_model, drafter_model, gamma)
+    jobs["transformers"] = lambda prompt, limits: decode_reference(pair.target_model, prompt, limits)
+    jobs["transformers assisted"] = assisted(pair.target_model, pair.drafter_model, gamma)
+    jobs["published"] = published(pair.target_model, pair.drafter_model, gamma)
     for job in jobs.values():
         job(prompts[0], Limits(8, limits.stop_ids))
 
@@ -255,9 +243,9 @@ def bench_pair(arguments: argparse.Namespace) -> dict[str, Any]:
     same = sum(len({tuple(run[place][0].ids) for run in greedy}) == 1 for place in range(len(prompts)))
     print(f"{len(prompts)} prompts, {limits.max_new_tokens} new tokens, gamma {gamma}; same greedy tokens on {same}")
     _print_rows(table_rows)
-    host = host_microseconds(target.vocab_size, table, gamma, 200 if quick else 2000)
+    host = host_microseconds(target.vocab_size, parts.table, gamma, 200 if quick else 2000)
     print("host per step: " + ", ".join(f"{label} {value:.0f} us" for label, value in host.items()))
-    share, with_tree = prune_share(target, parts.heads, table, 5 if quick else 50)
+    share, with_tree = prune_share(target, parts.heads, parts.table, 5 if quick else 50)
     print(f"slim: top 40 of 4 x 10 candidates {share:.1%} of a target forward, {with_tree:.1%} with the tree laid out")
     speeds = {label: row["tokens_per_second"] for label, row in table_rows.items()}
     return {
@@ -354,25 +342,6 @@ class FixedPattern(Verifier):
         return verdict
 
 
-def random_llama(shape: str, device: str, dtype: torch.dtype) -> LlamaForCausalLM:
-    """A Llama of the given shape with random weights, made on the device."""
-    hidden, intermediate, layers, heads, vocabulary = SHAPES[shape]
-    config = LlamaConfig(
-        vocab_size=vocabulary,
-        hidden_size=hidden,
-        intermediate_size=intermediate,
-        num_hidden_layers=layers,
-        num_attention_heads=heads,
-        num_key_value_heads=heads,
-        max_position_embeddings=2048,
-        tie_word_embeddings=False,
-    )
-    torch.manual_seed(0)
-    with torch.device(device):
-        model = LlamaForCausalLM(config).to(dtype)
-    return model.eval()
-
-
 @torch.inference_mode()
 def draft_microseconds(models: dict[str, LanguageModel], gamma: int, rounds: int) -> dict[str, float]:
     """Median microseconds of one drafter step (forward, projection, argmax) by model, interleaved."""
@@ -411,7 +380,8 @@ def bench_shapes(arguments: argparse.Namespace) -> dict[str, Any]:
     found = {}
     dtype = getattr(torch, arguments.dtype)
     for pair in arguments.shapes:
-        target_model, drafter_model = (random_llama(shape, arguments.device, dtype) for shape in pair.split("-"))
+        sizes = [SHAPES[shape] for shape in pair.split("-")]
+        target_model, drafter_model = (random_llama(each, 2048, arguments.device, dtype).eval() for each in sizes)
         kinds = {"plain": False} | ({"graphs": True} if arguments.device.startswith("cuda") else {})
         drafters = {kind: wrap_model(drafter_model, graphs=graphs) for kind, graphs in kinds.items()}
         steps = draft_microseconds(drafters, arguments.gamma, 20 if arguments.quick else 200)
@@ -449,21 +419,17 @@ def bench_shapes(arguments: argparse.Namespace) -> dict[str, Any]:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--quick", action="store_true", help="3 prompts, two runs: under a minute")
-    parser.add_argument("--pair", type=Path, default=Path("runs/quickstart"))
-    parser.add_argument("--gamma", type=int, default=4)
+    parser = parser_of(__doc__, "3 prompts, two runs: under a minute", pair=True, gamma=4)
     parser.add_argument("--shapes", nargs="+", metavar="TARGET-DRAFTER", help=f"of {', '.join(SHAPES)}")
     parser.add_argument("--device", default="cuda" if torch.cuda.is_available() else "cpu")
     parser.add_argument("--dtype", default="bfloat16", help="of the models of --shapes")
     arguments = parser.parse_args()
     if arguments.shapes:
-        print(json.dumps(bench_shapes(arguments) | {"machine": machine(arguments.device)}))
+        finish(bench_shapes(arguments), arguments.device)
         return
     if not (arguments.pair / "drafter").is_dir():
         parser.error(f"there is no trained pair at {arguments.pair}: run `make quickstart` first")
-    result = bench_pair(arguments) | {"machine": machine("cpu")}
-    print(json.dumps(result))
+    finish(bench_pair(arguments))
 
 
 if __name__ == "__main__":

@@ -29,16 +29,13 @@ from urllib.error import URLError
 from urllib.request import Request, urlopen
 
 import torch
+from common import Pair, finish, parser_of
 from draftsmith.checkpoints.export.base import ExportOptions, export_artifact
-from draftsmith.data.prompts import load_prompts
-from draftsmith.data.tokenizers import load_tokenizer
 from draftsmith.decode.engine import Limits
 from draftsmith.decode.evaluation.measure import decode, decode_reference
 from draftsmith.decode.methods import Parts, build_method
-from draftsmith.decode.models.loading import load_model, wrap_model
 from draftsmith.decode.warpers import Sampling
 from draftsmith.recipes.commands.artifacts.export import FORMATS
-from draftsmith.recipes.session.machine import machine
 
 Job = Callable[[Sequence[int], int], tuple[list[int], float]]
 """Prompt and number of new tokens to these tokens and seconds."""
@@ -63,24 +60,32 @@ for line in sys.stdin:
 """
 
 
-def own(pair: Path, gamma: int) -> dict[str, Job]:
+def own(pair: Pair, gamma: int) -> dict[str, Job]:
     """This engine's jobs, and those of transformers."""
-    model = load_model(str(pair / "target"))
-    target, drafter, sampling = wrap_model(model), wrap_model(load_model(str(pair / "drafter"))), Sampling()
+    sampling = Sampling()
     methods = {
         "draftsmith": build_method("autoregressive", Parts(), sampling),
-        "draftsmith, drafter": build_method("speculative", Parts(drafter), sampling, gamma=gamma),
+        "draftsmith, drafter": build_method("speculative", Parts(pair.drafter), sampling, gamma=gamma),
     }
 
     def run(method: Any, prompt: Sequence[int], tokens: int) -> tuple[list[int], float]:
-        found = decode(target, method, sampling, 0, prompt, Limits(tokens))
+        found = decode(pair.target, method, sampling, 0, prompt, Limits(tokens))
         return found.ids, found.seconds
 
     def plain(prompt: Sequence[int], tokens: int) -> tuple[list[int], float]:
-        found = decode_reference(model, prompt, Limits(tokens))
+        found = decode_reference(pair.target_model, prompt, Limits(tokens))
         return found.ids, found.seconds
 
     return {"transformers": plain} | {label: partial(run, method) for label, method in methods.items()}
+
+
+def started(command: list[str], held: ExitStack, **pipes: Any) -> tuple[Any, Any]:
+    """A process that ends with `held`, and its log."""
+    log = held.enter_context((Path(held.enter_context(tempfile.TemporaryDirectory())) / "log").open("w+"))
+    child = subprocess.Popen(command, stderr=log, text=True, **pipes)
+    held.callback(child.wait)
+    held.callback(child.terminate)
+    return child, log
 
 
 def vllm(python: str, pair: Path, speculative: dict[str, Any] | None, threads: int, held: ExitStack) -> Job:
@@ -89,14 +94,8 @@ def vllm(python: str, pair: Path, speculative: dict[str, Any] | None, threads: i
     known |= {"OMP_NUM_THREADS": str(threads), "VLLM_CPU_OMP_THREADS_BIND": "nobind", "VLLM_CPU_KVCACHE_SPACE": "1"}
     known |= {"VLLM_ENABLE_V1_MULTIPROCESSING": "0", "VLLM_HOST_IP": "127.0.0.1", "VLLM_NO_USAGE_STATS": "1"}
     asked = json.dumps({"target": str(pair / "target"), "speculative": speculative})
-    log = held.enter_context((Path(held.enter_context(tempfile.TemporaryDirectory())) / "log").open("w+"))
-    command = [python, "-c", VLLM, asked]
-    pipe = subprocess.PIPE
-    child = subprocess.Popen(
-        command, stdin=pipe, stdout=pipe, stderr=log, text=True, env=known | {"HF_HUB_OFFLINE": "1"}
-    )
-    held.callback(child.wait)
-    held.callback(child.terminate)
+    pipes = {"stdin": subprocess.PIPE, "stdout": subprocess.PIPE, "env": known | {"HF_HUB_OFFLINE": "1"}}
+    child, log = started([python, "-c", VLLM, asked], held, **pipes)
     said, hear = child.stdout, child.stdin
     assert said is not None
     assert hear is not None
@@ -124,11 +123,8 @@ def llama_cpp(engine: Path, options: Sequence[str], threads: int, held: ExitStac
         free.bind(("127.0.0.1", 0))
         port = free.getsockname()[1]
     settings = f"-c {CONTEXT} -np 1 -t {threads} -ctk f32 -ctv f32 -fa off --host 127.0.0.1 --port {port}".split()
-    log = held.enter_context((Path(held.enter_context(tempfile.TemporaryDirectory())) / "log").open("w+"))
     command = [str(engine / "build" / "bin" / "llama-server"), *options, *settings]
-    child = subprocess.Popen(command, stdin=subprocess.DEVNULL, stdout=log, stderr=log)
-    held.callback(child.wait)
-    held.callback(child.terminate)
+    child, log = started(command, held, stdin=subprocess.DEVNULL, stdout=subprocess.DEVNULL)
     last = time.monotonic() + PATIENCE
     while True:
         if child.poll() is not None or time.monotonic() > last:
@@ -152,18 +148,17 @@ def llama_cpp(engine: Path, options: Sequence[str], threads: int, held: ExitStac
     return run
 
 
-def jobs_of(pair: Path, gamma: int, threads: int, held: ExitStack) -> dict[str, Job]:
+def jobs_of(folder: Path, jobs: dict[str, Job], gamma: int, threads: int, held: ExitStack) -> dict[str, Job]:
     """Everything to be compared, ready."""
-    jobs = own(pair, gamma)
     if python := os.environ.get("DRAFTSMITH_VLLM"):
-        drafting = {"method": "draft_model", "model": str(pair / "drafter"), "num_speculative_tokens": gamma}
-        jobs["vLLM"] = vllm(python, pair, None, threads, held)
-        jobs["vLLM, drafter"] = vllm(python, pair, drafting, threads, held)
-    if folder := os.environ.get("DRAFTSMITH_LLAMA_CPP"):
-        engine, place = Path(folder), Path(held.enter_context(tempfile.TemporaryDirectory()))
+        drafting = {"method": "draft_model", "model": str(folder / "drafter"), "num_speculative_tokens": gamma}
+        jobs["vLLM"] = vllm(python, folder, None, threads, held)
+        jobs["vLLM, drafter"] = vllm(python, folder, drafting, threads, held)
+    if built := os.environ.get("DRAFTSMITH_LLAMA_CPP"):
+        engine, out = Path(built), Path(held.enter_context(tempfile.TemporaryDirectory()))
         for name in ("target", "drafter"):
-            export_artifact(pair / name, "gguf", place / name, FORMATS, ExportOptions(llama_cpp=engine))
-        target, drafter = (str(place / name / "model.gguf") for name in ("target", "drafter"))
+            export_artifact(folder / name, "gguf", out / name, FORMATS, ExportOptions(llama_cpp=engine))
+        target, drafter = (str(out / name / "model.gguf") for name in ("target", "drafter"))
         more = f"-td {threads} -ctkd f32 -ctvd f32 --spec-type draft-simple --spec-draft-n-max {gamma}".split()
         jobs["llama.cpp"] = llama_cpp(engine, ["-m", target], threads, held)
         jobs["llama.cpp, drafter"] = llama_cpp(engine, ["-m", target, "-md", drafter, *more], threads, held)
@@ -172,13 +167,12 @@ def jobs_of(pair: Path, gamma: int, threads: int, held: ExitStack) -> dict[str, 
 
 def bench(arguments: argparse.Namespace) -> dict[str, Any]:
     """Tokens per second by engine, and this engine's over each."""
-    pair, threads = arguments.pair.resolve(), torch.get_num_threads()
-    tokenizer = load_tokenizer(str(pair / "target"))
-    heldout = str(pair / "corpus" / "heldout.jsonl")
-    prompts = [ids for _, ids in load_prompts(heldout, "chatml", tokenizer, 3 if arguments.quick else 16, 128)]
+    threads = torch.get_num_threads()
+    pair = Pair(arguments.pair.resolve(), 3 if arguments.quick else 16)
+    prompts = pair.prompts
     tokens, rounds = (48, 2) if arguments.quick else (128, 5)
     with ExitStack() as held:
-        jobs = jobs_of(pair, arguments.gamma, threads, held)
+        jobs = jobs_of(pair.folder, own(pair, arguments.gamma), arguments.gamma, threads, held)
         for job in jobs.values():
             for prompt in prompts[:2]:
                 job(prompt, tokens)
@@ -209,14 +203,11 @@ def bench(arguments: argparse.Namespace) -> dict[str, Any]:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--quick", action="store_true", help="3 prompts, two rounds; engines take their time to start")
-    parser.add_argument("--pair", type=Path, default=Path("runs/quickstart"))
-    parser.add_argument("--gamma", type=int, default=4)
+    parser = parser_of(__doc__, "3 prompts, two rounds; engines take their time to start", pair=True, gamma=4)
     arguments = parser.parse_args()
     if not (arguments.pair / "drafter").is_dir():
         parser.error(f"there is no trained pair at {arguments.pair}: run `make quickstart` first")
-    print(json.dumps(bench(arguments) | {"machine": machine("cpu")}))
+    finish(bench(arguments))
 
 
 if __name__ == "__main__":

@@ -17,8 +17,6 @@ last line is one JSON object.
 
 from __future__ import annotations
 
-import argparse
-import json
 import tempfile
 import time
 from collections.abc import Iterator
@@ -29,9 +27,19 @@ from typing import Any
 
 import numpy as np
 import torch
+from common import (
+    bootstrap_draws,
+    finish,
+    heldout_prompts,
+    interval_of,
+    parser_of,
+    per_step,
+    quickstart_of,
+    train_steps,
+)
 from draftsmith.checkpoints.heads.files import PredictionHeads
 from draftsmith.checkpoints.table.table import BigramTable
-from draftsmith.data.prompts import load_prompts, stop_ids
+from draftsmith.data.prompts import stop_ids
 from draftsmith.data.tokenizers import load_tokenizer
 from draftsmith.decode.engine import Limits
 from draftsmith.decode.evaluation.measure import decode, raw_costs
@@ -40,20 +48,15 @@ from draftsmith.decode.models.loading import load_model, wrap_model
 from draftsmith.decode.warpers import Sampling
 from draftsmith.recipes.assemble.data import prepare_data
 from draftsmith.recipes.assemble.models import add_lora
-from draftsmith.recipes.commands.quickstart import resolve
 from draftsmith.recipes.commands.regenerate import run_regenerate
-from draftsmith.recipes.schema.evaluation import QuickstartRecipe, RegenerateRecipe
-from draftsmith.recipes.schema.loading import parse_recipe, read_recipe
+from draftsmith.recipes.schema.evaluation import RegenerateRecipe
 from draftsmith.recipes.schema.training import LoraSection, ModelSection
-from draftsmith.recipes.session.machine import machine
-from draftsmith.train.loop.fit import FitConfig, fit
 from draftsmith.train.tasks.heads import HeadsTask
 from draftsmith.train.tasks.medusa2 import Medusa2, Medusa2Task
 
 HEADS, MORE_HEADS = 4, 6
 NEW_TOKENS = 64
 GREEDY = Sampling(temperature=0.0)
-BOOTSTRAP = 2000
 TREE = "4x2x2x2"  # Medusa's: all of its 60 candidates are verified
 SEQUENCES = (1, 4, 16)
 METHODS: dict[str, tuple[str, dict[str, Any]]] = {
@@ -88,9 +91,8 @@ class Bench:
     """The pair, its data and its prompts."""
 
     def __init__(self, pair: Path, prompts: int, own: Path, questions: int) -> None:
-        found = parse_recipe(read_recipe(pair / "quickstart.yaml"), "quickstart")
-        assert isinstance(found, QuickstartRecipe)
-        self.recipe, section = resolve(found).heads, resolve(found).distilled.data
+        found = quickstart_of(pair)
+        self.recipe, section = found.heads, found.distilled.data
         self.tokenizer = load_tokenizer(str(pair / "target"))
         self.source = str(pair / "target")
         self.target = load_model(self.source)
@@ -105,8 +107,7 @@ class Bench:
         self.own = prepare_data(answers, self.tokenizer, quiet=True)
         vocab = self.target.get_output_embeddings().weight.shape[0]
         self.table = BigramTable.from_documents(self.own.train.iter_documents(), vocab)
-        chosen = load_prompts(str(section.heldout_source), section.template, self.tokenizer, prompts, 128)
-        self.prompts = [ids for _, ids in chosen]
+        self.prompts = heldout_prompts(section.heldout_source, section.template, self.tokenizer, prompts)
 
     def train(self, row: Row, steps: int, seed: int) -> tuple[PredictionHeads, Any, dict[str, float], float]:
         """Heads, the target that they are for, what was measured on held-out blocks, and seconds of training."""
@@ -123,13 +124,7 @@ class Bench:
             torch.manual_seed(seed)
             adapter = add_lora(target, ModelSection(source=self.source, lora=LoraSection(rank=16)))
             task = Medusa2Task(target, heads, data.heldout, row.medusa2, **common)
-        section = self.recipe.train
-        config = FitConfig(
-            steps, section.global_batch, section.micro_batch, RATE, section.schedule, section.warmup,
-            betas=(section.betas[0], section.betas[1]), log_every=steps, save_every=0, seed=seed,
-        )  # fmt: skip
-        with tempfile.TemporaryDirectory() as state:
-            result = fit(task, data.train, config, state)
+        result = train_steps(task, data.train, self.recipe.train, steps, RATE, seed)
         model = target if adapter is None else adapter.merge_and_unload()
         return heads, model, result.metrics, result.seconds
 
@@ -162,18 +157,9 @@ class Bench:
         return raw_costs(scorer, method, nodes / steps, 128, runs=1).tree_flops * steps / tokens
 
 
-def per_step(counts_SP3: np.ndarray) -> float:
-    """Tokens per step over seeds and prompts."""
-    tokens, steps, _ = counts_SP3.reshape(-1, 3).sum(0)
-    return float(tokens / steps)
-
-
 def interval(counts_SP3: np.ndarray) -> list[float]:
     """Of tokens per step, 95 %, seeds and prompts drawn together."""
-    rng = np.random.default_rng(0)
-    seeds, prompts = counts_SP3.shape[:2]
-    drawn = (np.ix_(rng.integers(seeds, size=seeds), rng.integers(prompts, size=prompts)) for _ in range(BOOTSTRAP))
-    return [float(value) for value in np.quantile([per_step(counts_SP3[each]) for each in drawn], [0.025, 0.975])]
+    return interval_of([per_step(counts_SP3[drawn]) for drawn in bootstrap_draws(*counts_SP3.shape[:2])])
 
 
 def claims(bench: Bench, scorer: Any, trained: list[PredictionHeads]) -> dict[str, Any]:
@@ -251,14 +237,10 @@ def orderings(slim: dict[str, Any]) -> dict[str, Any]:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__.split("\n")[0])
-    parser.add_argument("--pair", type=Path, default=Path("runs/quickstart"))
-    parser.add_argument("--seeds", type=int, default=3)
-    parser.add_argument("--steps", type=int, default=120)
-    parser.add_argument("--prompts", type=int, default=20)
+    quick = "one seed, 10 steps, 4 prompts, 60 questions"
+    parser = parser_of(__doc__, quick, pair=True, seeds=3, steps=120, prompts=20)
     parser.add_argument("--questions", type=int, default=1500, help="that the target answers itself")
     parser.add_argument("--own", type=Path, help="file of the target's own answers, made where it is missing")
-    parser.add_argument("--quick", action="store_true", help="one seed, 10 steps, 4 prompts, 60 questions")
     options = parser.parse_args()
     if options.quick:
         options.seeds, options.steps, options.prompts, options.questions = 1, 10, 4, 60
@@ -271,7 +253,7 @@ def main() -> None:
     results["held"] = orderings(results["slim"])
     print(results["held"])
     settings = {"seeds": options.seeds, "steps": options.steps, "prompts": len(bench.prompts), "new_tokens": NEW_TOKENS}
-    print(json.dumps(results | settings | {"questions": options.questions, "machine": machine("cpu")}))
+    finish(results | settings | {"questions": options.questions})
 
 
 def run(bench: Bench, seeds: int, steps: int) -> dict[str, Any]:

@@ -13,16 +13,23 @@ JSON object.
 
 from __future__ import annotations
 
-import argparse
-import json
-import tempfile
 import time
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import torch
-from draftsmith.data.prompts import load_prompts, stop_ids
+from common import (
+    bootstrap_draws,
+    finish,
+    heldout_prompts,
+    interval_of,
+    parser_of,
+    per_step,
+    quickstart_of,
+    train_steps,
+)
+from draftsmith.data.prompts import stop_ids
 from draftsmith.data.tokenizers import load_tokenizer
 from draftsmith.decode.engine import Limits
 from draftsmith.decode.evaluation.measure import decode
@@ -30,11 +37,6 @@ from draftsmith.decode.methods import Parts, build_method
 from draftsmith.decode.models.loading import load_model, wrap_model
 from draftsmith.decode.warpers import Sampling
 from draftsmith.recipes.assemble.data import prepare_data
-from draftsmith.recipes.commands.quickstart import resolve
-from draftsmith.recipes.schema.evaluation import QuickstartRecipe
-from draftsmith.recipes.schema.loading import parse_recipe, read_recipe
-from draftsmith.recipes.session.machine import machine
-from draftsmith.train.loop.fit import FitConfig, fit
 from draftsmith.train.losses.drafter import TopK
 from draftsmith.train.tasks.drafter import DrafterTask
 from draftsmith.train.tasks.on_policy import OnPolicy
@@ -42,7 +44,6 @@ from draftsmith.train.teachers.teacher import ModelTeacher
 
 GAMMA, NEW_TOKENS = 4, 64
 TEMPERATURES = (0.0, 1.0)
-BOOTSTRAP = 2000
 PLAIN = "cross-entropy"
 LOWER = 1e-3  # than the recipe's learning rate
 
@@ -67,18 +68,15 @@ class Bench:
     """The pair, its data and its prompts."""
 
     def __init__(self, pair: Path, prompts: int) -> None:
-        found = parse_recipe(read_recipe(pair / "quickstart.yaml"), "quickstart")
-        assert isinstance(found, QuickstartRecipe)
-        self.recipe = resolve(found).distilled
+        self.recipe = quickstart_of(pair).distilled
         self.tokenizer = load_tokenizer(str(pair / "tokenizer"))
         self.data = prepare_data(self.recipe.data, self.tokenizer, quiet=True)
         self.target = load_model(str(pair / "target"))
         self.start = str(pair / "drafter-stage1")
         self.scorer = wrap_model(self.target)
         self.stop = tuple(stop_ids(self.tokenizer))
-        heldout = str(pair / "corpus" / "heldout.jsonl")
-        chosen = load_prompts(heldout, self.recipe.data.template, self.tokenizer, prompts, 128)
-        self.prompts = [ids for _, ids in chosen]
+        heldout = pair / "corpus" / "heldout.jsonl"
+        self.prompts = heldout_prompts(heldout, self.recipe.data.template, self.tokenizer, prompts)
 
     def train(self, settings: dict[str, Any], steps: int, seed: int) -> tuple[Any, dict[str, float], float]:
         """A drafter trained on from the start; what was measured on held-out blocks; seconds of training."""
@@ -90,13 +88,7 @@ class Bench:
         task = DrafterTask(
             drafter, self.data.heldout, teacher=teacher if needs else None, eval_teacher=teacher, **settings
         )
-        section = self.recipe.train
-        config = FitConfig(
-            steps, section.global_batch, section.micro_batch, rate, section.schedule, section.warmup,
-            betas=(section.betas[0], section.betas[1]), log_every=steps, seed=seed,
-        )  # fmt: skip
-        with tempfile.TemporaryDirectory() as state:
-            result = fit(task, self.data.train, config, state)
+        result = train_steps(task, self.data.train, self.recipe.train, steps, rate, seed)
         return drafter, result.metrics, result.seconds
 
     def measure(self, drafter: Any) -> dict[str, np.ndarray]:
@@ -114,12 +106,6 @@ class Bench:
         return found
 
 
-def per_step(counts_SP2: np.ndarray) -> float:
-    """Tokens per step over seeds and prompts."""
-    tokens, steps = counts_SP2.reshape(-1, 2).sum(0)
-    return float(tokens / steps)
-
-
 def pooled(runs: list[dict[str, np.ndarray]], temperature: str) -> float:
     """Tokens per step over all seeds of a row."""
     return per_step(np.stack([run[temperature] for run in runs]))
@@ -127,28 +113,17 @@ def pooled(runs: list[dict[str, np.ndarray]], temperature: str) -> float:
 
 def interval(counts_SP2: np.ndarray, plain_SP2: np.ndarray) -> dict[str, list[float]]:
     """95 % intervals of tokens per step and of the gain over plain fine-tuning, seeds and prompts drawn together."""
-    rng = np.random.default_rng(0)
-    seeds, prompts = counts_SP2.shape[:2]
     values, gains = [], []
-    for _ in range(BOOTSTRAP):
-        chosen = np.ix_(rng.integers(seeds, size=seeds), rng.integers(prompts, size=prompts))
-        value, base = per_step(counts_SP2[chosen]), per_step(plain_SP2[chosen])
-        values.append(value)
-        gains.append(value / base)
-    return {
-        "interval": np.quantile(values, [0.025, 0.975]).tolist(),
-        "gain_interval": np.quantile(gains, [0.025, 0.975]).tolist(),
-    }
+    for chosen in bootstrap_draws(*counts_SP2.shape[:2]):
+        values.append(per_step(counts_SP2[chosen]))
+        gains.append(values[-1] / per_step(plain_SP2[chosen]))
+    return {"interval": interval_of(values), "gain_interval": interval_of(gains)}
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__.split("\n")[0])
-    parser.add_argument("--pair", type=Path, default=Path("runs/quickstart"))
-    parser.add_argument("--seeds", type=int, default=3)
-    parser.add_argument("--steps", type=int, default=320)
-    parser.add_argument("--prompts", type=int, default=64)
+    quick = "one seed, 20 steps, 8 prompts, two rows"
+    parser = parser_of(__doc__, quick, pair=True, seeds=3, steps=320, prompts=64)
     parser.add_argument("--rows", nargs="+", help="only these rows, by name; plain fine-tuning is always one")
-    parser.add_argument("--quick", action="store_true", help="one seed, 20 steps, 8 prompts, two rows")
     options = parser.parse_args()
     if options.quick:
         options.seeds, options.steps, options.prompts, options.rows = 1, 20, 8, ["forward-kl"]
@@ -191,7 +166,7 @@ def main() -> None:
         )
         print(f"{name:36} overlap {row['overlap']:.4f}  {shown}")
     settings = {"seeds": options.seeds, "steps": options.steps, "prompts": len(bench.prompts), "gamma": GAMMA}
-    print(json.dumps(results | settings | {"new_tokens": NEW_TOKENS, "machine": machine("cpu")}))
+    finish(results | settings | {"new_tokens": NEW_TOKENS})
 
 
 if __name__ == "__main__":

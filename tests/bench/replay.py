@@ -11,17 +11,13 @@ line is one JSON object.
 
 from __future__ import annotations
 
-import argparse
 import json
 import time
 from pathlib import Path
 from typing import Any
 
 import torch
-from draftsmith.checkpoints.heads.files import load_heads
-from draftsmith.checkpoints.table.table import BigramTable
-from draftsmith.data.prompts import load_prompts, stop_ids
-from draftsmith.data.tokenizers import load_tokenizer
+from common import Pair, finish, parser_of
 from draftsmith.decode.engine import Limits, generate
 from draftsmith.decode.evaluation.measure import BASELINE, Entry, Run, measure
 from draftsmith.decode.evaluation.metrics import Tally
@@ -29,12 +25,9 @@ from draftsmith.decode.evaluation.replay.costs import CostModel, measure_forward
 from draftsmith.decode.evaluation.replay.recording import Recording, record, sample_texts
 from draftsmith.decode.evaluation.replay.replay import predict
 from draftsmith.decode.evaluation.replay.tuning import Choice, Space, probes, tune_method, with_costs
-from draftsmith.decode.methods import Method, Parts, build_method
-from draftsmith.decode.models.base import LanguageModel
-from draftsmith.decode.models.loading import load_model, wrap_model
+from draftsmith.decode.methods import Method, build_method
 from draftsmith.decode.rng import Rng
 from draftsmith.decode.warpers import Sampling
-from draftsmith.recipes.session.machine import machine
 
 BATCH = 8
 CONFIRMED = 3  # of the settings that replay holds fastest, those that are decoded, as `draftsmith tune` does
@@ -54,20 +47,15 @@ SWEPT: list[tuple[str, dict[str, Any]]] = [
 ]
 
 
-class Pair:
-    """A quickstart's models and prompts."""
+class Bench(Pair):
+    """A quickstart's models and prompts, and how many tokens they are to be followed by."""
 
     def __init__(self, folder: Path, prompts: int, tokens: int) -> None:
-        tokenizer = load_tokenizer(str(folder / "target"))
-        self.target: LanguageModel = wrap_model(load_model(str(folder / "target")))
-        drafter = wrap_model(load_model(str(folder / "drafter")))
-        self.parts = Parts(drafter, load_heads(folder / "heads"), BigramTable.load(folder / "table"))
-        heldout = str(folder / "corpus" / "heldout.jsonl")
-        self.prompts = [ids for _, ids in load_prompts(heldout, "chatml", tokenizer, prompts, 128)]
-        self.limits = Limits(tokens, stop_ids(tokenizer))
+        super().__init__(folder, prompts)
+        self.limits = Limits(tokens, self.stop)
 
 
-def recorded(pair: Pair, sampling: Sampling) -> tuple[Recording, float]:
+def recorded(pair: Bench, sampling: Sampling) -> tuple[Recording, float]:
     """A recording, and its positions per second (the writing of the texts left out)."""
     texts = sample_texts(pair.target, pair.prompts, pair.limits, sampling)
     start = time.perf_counter()
@@ -75,7 +63,7 @@ def recorded(pair: Pair, sampling: Sampling) -> tuple[Recording, float]:
     return recording, recording.positions / (time.perf_counter() - start)
 
 
-def decoded(pair: Pair, method: Method, sampling: Sampling) -> Tally:
+def decoded(pair: Bench, method: Method, sampling: Sampling) -> Tally:
     """Counts of all prompts, decoded a few at a time: what a step accepts does not depend on that."""
     counts = Tally()
     for first in range(0, len(pair.prompts), BATCH):
@@ -87,7 +75,7 @@ def decoded(pair: Pair, method: Method, sampling: Sampling) -> Tally:
     return counts
 
 
-def compare(pair: Pair, recording: Recording) -> list[dict[str, Any]]:
+def compare(pair: Bench, recording: Recording) -> list[dict[str, Any]]:
     """Predicted and measured tokens per step of every checked setting."""
     rows = []
     for name, options in CHECKED:
@@ -111,7 +99,7 @@ def compare(pair: Pair, recording: Recording) -> list[dict[str, Any]]:
     return rows
 
 
-def tuned(pair: Pair, recording: Recording, count: int, repeats: int) -> dict[str, Any]:
+def tuned(pair: Bench, recording: Recording, count: int, repeats: int) -> dict[str, Any]:
     """The choice among the swept settings, and how far its measured speed lies behind the best's."""
     forwards = measure_forwards(pair.target, pair.parts, 100)
     choices = {name: tune_method(recording, pair.parts, forwards, name, space=Space(nodes=32)) for name, _ in SWEPT}
@@ -126,7 +114,7 @@ def tuned(pair: Pair, recording: Recording, count: int, repeats: int) -> dict[st
 
 
 def judged(
-    pair: Pair, recording: Recording, costs: CostModel, choices: dict[str, list[Choice]], runs: dict[str, Run]
+    pair: Bench, recording: Recording, costs: CostModel, choices: dict[str, list[Choice]], runs: dict[str, Run]
 ) -> dict[str, Any]:
     """By method, and over both: the predicted best of what was swept, and the measured best."""
     speeds = {
@@ -157,19 +145,14 @@ def judged(
 
 def main() -> None:
     """Run it."""
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--pair", default="runs/quickstart", help="a quickstart's folder")
-    parser.add_argument("--prompts", type=int, default=60)
-    parser.add_argument("--tokens", type=int, default=64)
+    sizes = {"prompts": 60, "tokens": 64, "repeats": 3, "threads": 1}
+    parser = parser_of(__doc__, "a few prompts: within a minute", pair=True, **sizes)
     parser.add_argument("--swept", type=int, default=16, help="prompts of the timed sweep")
-    parser.add_argument("--repeats", type=int, default=3)
-    parser.add_argument("--threads", type=int, default=1)
-    parser.add_argument("--quick", action="store_true", help="a few prompts: within a minute")
     arguments = parser.parse_args()
     if arguments.quick:
         arguments.prompts, arguments.tokens, arguments.repeats = 6, 32, 1
     torch.set_num_threads(arguments.threads)
-    pair = Pair(Path(arguments.pair), arguments.prompts, arguments.tokens)
+    pair = Bench(arguments.pair, arguments.prompts, arguments.tokens)
     rows, rates, greedy = [], {}, None
     for temperature in (0.0, 1.0):
         recording, rates[f"recorded_positions_per_second_t{temperature:g}"] = recorded(pair, Sampling(temperature))
@@ -184,8 +167,8 @@ def main() -> None:
         )
         for temperature in (0.0, 1.0)
     }
-    result = {"machine": machine("cpu"), "prompts": len(pair.prompts), "rows": rows, "tuned": choice}
-    print(json.dumps(result | rates | by_temperature | {"chosen_behind_best": choice["all"]["behind"]}))
+    result = {"prompts": len(pair.prompts), "rows": rows, "tuned": choice} | rates | by_temperature
+    finish(result | {"chosen_behind_best": choice["all"]["behind"]})
 
 
 if __name__ == "__main__":

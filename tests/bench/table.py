@@ -18,9 +18,7 @@ one JSON object.
 
 from __future__ import annotations
 
-import argparse
 import json
-import resource
 import subprocess
 import sys
 import tempfile
@@ -30,8 +28,8 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
+from common import finish, parser_of, processor_seconds
 from draftsmith.checkpoints.table.runs import key_dtype, write_keys
-from draftsmith.recipes.session.machine import machine
 from draftsmith.recipes.session.restart import restart_where_sorting_is_slow
 from draftsmith.train.table.counting import PairCounter
 from draftsmith.train.table.merging import counted
@@ -75,24 +73,19 @@ def count(folder: Path, quick: bool) -> dict[str, Any]:
 def _counted_once(folder: Path, vocab_size: int, stream: np.ndarray, starts: np.ndarray) -> dict[str, float]:
     """Millions of tokens a second."""
     with tempfile.TemporaryDirectory(dir=folder) as name:
-        start, used = time.perf_counter(), _processor()
+        start, used = time.perf_counter(), processor_seconds()
         with PairCounter(vocab_size, Path(name) / "runs", threads=THREADS) as counter:
             for number, tokens_T in enumerate(stream):
                 counter.add(tokens_T, starts, number)
             counter.spill()
             done = time.perf_counter()
-        used = _processor() - used
+        used = processor_seconds() - used
         parts = [Path(name) / f"part-{number}" for number in range(THREADS)]
         whole = counted([Path(name) / "runs"], vocab_size)
         whole.merge(parts)
         whole.assemble(parts, Path(name) / "table")
         seconds = {"counted": done - start, "with_table": time.perf_counter() - start, "by_cpu": used / THREADS}
     return {key: stream.size / value / 1e6 for key, value in seconds.items()}
-
-
-def _processor() -> float:
-    """Processor seconds of this process and of those that have ended for it."""
-    return sum(sum(resource.getrusage(who)[:2]) for who in (resource.RUSAGE_SELF, resource.RUSAGE_CHILDREN))
 
 
 def _sort_only(vocab_size: int, stream: np.ndarray) -> float:
@@ -162,8 +155,7 @@ print(json.dumps({
 
 def main() -> None:
     restart_where_sorting_is_slow()  # as `draftsmith train` does
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--quick", action="store_true", help="some minutes; leaves out the billion tokens")
+    parser = parser_of(__doc__, "some minutes; leaves out the billion tokens")
     parser.add_argument("--parts", nargs="+", choices=PARTS, default=PARTS)
     arguments = parser.parse_args()
     ways = {"count": count, "zipf": zipf, "load": load, "lookup": lookup, "text": text, "ranks": ranks}
@@ -171,7 +163,7 @@ def main() -> None:
     for part in arguments.parts:
         with tempfile.TemporaryDirectory() as name:
             result |= ways[part](Path(name), arguments.quick)
-    print(json.dumps(result | {"machine": machine("cpu")}))
+    finish(result)
 
 
 if __name__ == "__main__":

@@ -95,19 +95,11 @@ def lookup(folder: Path, quick: bool) -> dict[str, Any]:
     for name, entries in SIZES.items():
         table = BigramTable.load(random_table(folder, entries))
         with torch.inference_mode():
-            results |= {f"{key}_{name}_entries": value for key, value in _lookups(table, 50 if quick else 400).items()}
+            found = _lookups(table, 50 if quick else 400)
         print(
-            f"{name} entries, {BATCH * LEVELS * WIDTH**2} pairs: {results[f'lookup_us_{name}_entries']:.0f} µs, ",
-            end="",
+            f"{name} entries, {BATCH * LEVELS * WIDTH**2} pairs: " + ", ".join(f"{k} {v:g}" for k, v in found.items())
         )
-        print(f"warm {results[f'lookup_warm_us_{name}_entries']:.0f}, ", end="")
-        print(f"cold {results[f'lookup_cold_us_{name}_entries']:.0f}; smoothed ", end="")
-        print(f"{results[f'lookup_smoothed_us_{name}_entries']:.0f}; built in ", end="")
-        print(f"{results[f'lookup_build_sec_{name}_entries']:.2f} s, {results[f'lookup_mb_{name}_entries']:.0f} MB")
-        print(f"  a row of the bigram drafter: {results[f'next_us_{name}_entries']:.0f} µs, padded ", end="")
-        print(
-            f"{results[f'next_padded_us_{name}_entries']:.0f}, greedy {results[f'next_greedy_us_{name}_entries']:.0f}"
-        )
+        results |= {f"{key}_{name}_entries": value for key, value in found.items()}
     return results
 
 

@@ -15,7 +15,6 @@ from __future__ import annotations
 
 import gzip
 import json
-import resource
 import shutil
 import statistics
 import time
@@ -25,6 +24,7 @@ from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
+from common import Timed, timed
 from draftsmith.data.conversations import CorpusReport, write_conversations
 from draftsmith.data.sources.reading import read_conversations
 from draftsmith.data.tokenizers import load_tokenizer
@@ -54,11 +54,12 @@ def ranks(folder: Path, quick: bool) -> dict[str, Any]:
     for name, file in files.items():
         data = {"source": str(file), "cache": str(folder / "cache"), "template": "vicuna-v1.1"}
         recipe = TableRecipe(kind="table", out=str(folder / "table"), tokenizer=str(tokenizer_folder), data=data)
-        found: dict[int, list[tuple[float, float]]] = {world: [] for world in (WORLDS if quick else MORE_WORLDS)}
+        found: dict[int, list[Timed]] = {world: [] for world in (WORLDS if quick else MORE_WORLDS)}
         for _ in range(2 if quick else 3):
             for world, times in found.items():
                 times.append(count_as_first_of(recipe, tokenizer, world))
-        wall, cpu = ({n: statistics.median(time[kind] for time in found[n]) for n in found} for kind in (0, 1))
+        wall = {world: statistics.median(each.wall for each in times) for world, times in found.items()}
+        cpu = {world: statistics.median(each.cpu for each in times) for world, times in found.items()}
         for key, times_of in zip(shares, (wall, cpu), strict=True):
             shares[key][name] = {world: times_of[world] / times_of[1] for world in found if world > 1}
         seconds[name], reading[name] = wall, read(recipe) / cpu[1]
@@ -117,16 +118,14 @@ def _grouped(items: Iterator[Any], size: int) -> Iterator[list[Any]]:
         yield group
 
 
-def count_as_first_of(recipe: TableRecipe, tokenizer: Any, world: int) -> tuple[float, float]:
+def count_as_first_of(recipe: TableRecipe, tokenizer: Any, world: int) -> Timed:
     """Seconds, and processor seconds, of rank 0 of `world` that counts its share and nobody else's."""
     rank = SimpleNamespace(process_index=0, num_processes=world, is_main_process=False)
     job = Job(recipe, rank, tokenizer, len(tokenizer))
     shutil.rmtree(job.folder, ignore_errors=True)
     job.folder.mkdir(parents=True)
     (job.folder / LAUNCH).write_text(job.launch)
-    start, used = time.perf_counter(), _processor()
-    job.count()
-    return time.perf_counter() - start, _processor() - used
+    return timed(job.count)
 
 
 def read(recipe: TableRecipe) -> float:
@@ -138,8 +137,3 @@ def read(recipe: TableRecipe) -> float:
             pass
         times.append(time.process_time() - start)
     return statistics.median(times)
-
-
-def _processor() -> float:
-    used = [resource.getrusage(who) for who in (resource.RUSAGE_SELF, resource.RUSAGE_CHILDREN)]
-    return sum(each.ru_utime + each.ru_stime for each in used)

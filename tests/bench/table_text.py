@@ -10,13 +10,10 @@ processor times, which other work on the machine disturbs less.
 
 from __future__ import annotations
 
-import resource
-import statistics
-import time
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+from common import against_tokenizers
 from draftsmith.checkpoints.artifact.artifact import load_manifest
 from draftsmith.data.conversations import write_conversations
 from draftsmith.data.sources.reading import read_conversations
@@ -35,11 +32,6 @@ def text(folder: Path, quick: bool) -> dict[str, Any]:
     file = folder / "repeated.jsonl"
     write_conversations(repeated(corpus, 4 if quick else 24), file)
     texts = [turn.text for chat in read_conversations(str(file)) for turn in chat.turns]
-    ways: dict[str, Callable[[], int]] = {
-        name: (lambda encode=encode: encode(texts))
-        for name, encode in raw_tokenizers(tokenizer, tokenizer_folder).items()
-    }
-    names = [*ways]
     # conversations held out are not counted: next to none are
     data = {"source": str(file), "heldout_share": 1e-9, "cache": str(folder / "cache")}
     numbers = iter(range(1_000_000))
@@ -50,32 +42,13 @@ def text(folder: Path, quick: bool) -> dict[str, Any]:
         count_corpus(recipe, tokenizer, accelerator_for(recipe))
         return int(load_manifest(out).data["tokens"])
 
-    ways["count"] = count
-    tokens: dict[str, int] = {}
-    seconds: dict[str, list[tuple[float, float]]] = {name: [] for name in ways}
-    for _ in range(2 if quick else 9):
-        for name, way in ways.items():
-            start, used = time.perf_counter(), _processor()
-            tokens[name] = way()
-            seconds[name].append((time.perf_counter() - start, _processor() - used))
-    fastest = min(names, key=lambda name: statistics.median(wall for wall, _ in seconds[name]))
-    pairs = list(zip(seconds[fastest], seconds["count"], strict=True))
-    rates = {name: tokens[name] / statistics.median(wall for wall, _ in times) / 1e6 for name, times in seconds.items()}
-    for name, rate in rates.items():
-        print(f"{name:14s} {rate:5.2f} M tokens/s")
-    time_ratio = statistics.median(raw[0] / whole[0] for raw, whole in pairs)
-    found = {
-        "text_vs_tokenizer": time_ratio * tokens["count"] / tokens[fastest],
-        "text_time_vs_tokenizer": time_ratio,
-        "text_cpu_vs_tokenizer": statistics.median(raw[1] / whole[1] for raw, whole in pairs),
+    ways = raw_tokenizers(tokenizer, tokenizer_folder, texts)
+    fastest, ratios, rates = against_tokenizers(ways, "count", count, 2 if quick else 9)
+    print(f"text_vs_tokenizer {ratios['rate']:.2f}")
+    return {
+        "text_vs_tokenizer": ratios["rate"],
+        "text_time_vs_tokenizer": ratios["time"],
+        "text_cpu_vs_tokenizer": ratios["cpu"],
         "text_fastest_tokenizer": fastest,
         "text_mtok_per_sec": rates,
     }
-    print(f"text_vs_tokenizer {found['text_vs_tokenizer']:.2f}")
-    return found
-
-
-def _processor() -> float:
-    """Seconds of processor time so far, of this process and of those that it has waited for."""
-    used = [resource.getrusage(who) for who in (resource.RUSAGE_SELF, resource.RUSAGE_CHILDREN)]
-    return sum(each.ru_utime + each.ru_stime for each in used)

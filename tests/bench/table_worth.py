@@ -19,10 +19,7 @@ object.
 
 from __future__ import annotations
 
-import argparse
 import itertools
-import json
-import os
 import sys
 import tempfile
 import time
@@ -34,10 +31,11 @@ from typing import Any
 
 import numpy as np
 import torch
+from common import LLAMA, SHARED, SHAREGPT, VICUNA, Pair, finish, parser_of
 from draftsmith.checkpoints.heads.files import load_heads
 from draftsmith.checkpoints.table.table import BigramTable
 from draftsmith.data.conversations import Conversation, write_conversations
-from draftsmith.data.prompts import load_prompts, stop_ids
+from draftsmith.data.prompts import stop_ids
 from draftsmith.data.rendering.render import render, render_all, render_prompt
 from draftsmith.data.rendering.templates import get_template
 from draftsmith.data.sources.reading import read_conversations
@@ -51,12 +49,7 @@ from draftsmith.decode.rng import Rng
 from draftsmith.decode.warpers import Sampling
 from draftsmith.recipes.commands.training.train import run_train
 from draftsmith.recipes.schema.loading import parse_recipe
-from draftsmith.recipes.session.machine import machine
 
-SHARED = Path(os.environ.get("DRAFTSMITH_SHARED", Path(__file__).resolve().parents[3] / "shared" / "data"))
-SHAREGPT = SHARED / "sharegpt" / "sharegpt_v3_sample_800.json"
-VICUNA = SHARED / "instruct" / "alpaca_eval" / "vicuna-7b-v1.3.json"
-LLAMA = SHARED / "tokenizer" / "llama2c"
 TRUNK = {
     "model_type": "llama", "vocab_size": 32000, "hidden_size": 128, "intermediate_size": 384, "num_hidden_layers": 3,
     "num_attention_heads": 4, "num_key_value_heads": 4, "max_position_embeddings": 2048, "tie_word_embeddings": True,
@@ -234,14 +227,12 @@ def rendered(source: Path, template: str, tokenizer: Any) -> Iterator[np.ndarray
 
 def pair_part(pair: Path, questions: int, quick: bool) -> dict[str, Any]:
     """The embedded pair."""
-    tokenizer, target = load_tokenizer(str(pair / "target")), load_model(str(pair / "target"))
-    prompts = load_prompts(str(pair / "corpus" / "heldout.jsonl"), "chatml", tokenizer, questions, 128)
-    drafter = wrap_model(load_model(str(pair / "drafter")))
-    asked = [Question(ids) for _, ids in prompts]
-    heads = load_heads(pair / "heads")
-    bench = Bench(wrap_model(target), heads, drafter, asked, stop_ids(tokenizer), *(QUICK if quick else ()))
-    own = rendered(pair / "answers.jsonl", "chatml", tokenizer)
-    text = rendered(pair / "corpus" / "train.jsonl", "chatml", tokenizer)
+    found = Pair(pair, questions)
+    asked = [Question(ids) for ids in found.prompts]
+    extra = QUICK if quick else ()
+    bench = Bench(found.target, load_heads(pair / "heads"), found.drafter, asked, found.stop, *extra)
+    own = rendered(pair / "answers.jsonl", "chatml", found.tokenizer)
+    text = rendered(pair / "corpus" / "train.jsonl", "chatml", found.tokenizer)
     vocab, temperatures = bench.scorer.vocab_size, ((1.0,) if quick else (0.0, 1.0))
     whole, whole_text = (BigramTable.from_documents(documents, vocab) for documents in (own, text))
     rows = variants(whole) | {"counted on the text": Variant(whole_text)}
@@ -337,14 +328,10 @@ def lines(part: str, results: dict[str, Any]) -> Iterator[str]:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__.split("\n")[0])
-    parser.add_argument("--pair", type=Path, default=Path("runs/quickstart"), help="a finished quickstart")
+    parser = parser_of(__doc__, "few questions, few steps", pair=True, questions=24, heads_steps=150)
     parser.add_argument("--work", type=Path, help="folder that keeps what is trained for the part `real`")
     parser.add_argument("--parts", default="pair,real")
-    parser.add_argument("--questions", type=int, default=24)
     parser.add_argument("--steps", type=int, default=1000, help="of 512 tokens, for the small Llama")
-    parser.add_argument("--heads-steps", type=int, default=150)
-    parser.add_argument("--quick", action="store_true", help="few questions, few steps")
     options = parser.parse_args()
     if options.quick:
         options.questions, options.steps, options.heads_steps = 4, 4, 4
@@ -364,7 +351,7 @@ def main() -> None:
             results["real"] = real_part(work, options.questions, options.steps, options.heads_steps, options.quick)
     for part, found in results.items():
         print("\n".join(lines(part, found)))
-    print(json.dumps(results | {"sec": time.monotonic() - began, "machine": machine("cpu")}))
+    finish(results | {"sec": time.monotonic() - began})
 
 
 if __name__ == "__main__":

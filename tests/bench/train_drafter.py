@@ -15,7 +15,6 @@ from __future__ import annotations
 
 import argparse
 import json
-import os
 import statistics
 import subprocess
 import sys
@@ -26,20 +25,20 @@ from typing import Any
 
 import numpy as np
 import torch
+from common import SHAREGPT, finish, parser_of, peak_above, random_llama
 from draftsmith.data.blocks.packing import IGNORED
 from draftsmith.data.blocks.prepared import PreparedData, prepare
 from draftsmith.data.rendering.templates import get_template
-from draftsmith.data.sources.documentation import documentation_conversations
 from draftsmith.data.sources.reading import read_conversations
-from draftsmith.data.tokenizers import load_tokenizer, train_bpe
-from draftsmith.recipes.session.machine import machine
+from draftsmith.data.tokenizers import load_tokenizer
 from draftsmith.train.loop.fit import FitConfig, fit
 from draftsmith.train.losses.drafter import cross_entropy
 from draftsmith.train.tasks.drafter import DrafterTask
 from draftsmith.train.teachers.teacher import ModelTeacher
-from transformers import LlamaConfig, LlamaForCausalLM, Trainer, TrainerCallback, TrainingArguments
+from transformers import LlamaForCausalLM, Trainer, TrainerCallback, TrainingArguments
 
-SHARED = Path(os.environ.get("DRAFTSMITH_SHARED", Path(__file__).resolve().parents[3] / "shared" / "data"))
+from data import defaults
+
 BATCH = 4
 PARTS = ("trainer", "loss", "teacher")
 OBJECTIVES = ("cross-entropy", "forward-kl", "reverse-kl", "jensen-shannon", "total-variation", "lk-alpha", "lk-lambda")
@@ -47,22 +46,17 @@ OBJECTIVES = ("cross-entropy", "forward-kl", "reverse-kl", "jensen-shannon", "to
 
 def model_of(vocab: int, positions: int, layers: int = 2, seed: int = 0) -> LlamaForCausalLM:
     """Llama-68M's shape."""
-    torch.manual_seed(seed)
-    shape = {"hidden_size": 768, "intermediate_size": 3072, "num_hidden_layers": layers, "num_attention_heads": 12}
-    return LlamaForCausalLM(LlamaConfig(vocab_size=vocab, max_position_embeddings=positions, **shape))
+    return random_llama((768, 3072, layers, 12, vocab), positions, seed=seed)
 
 
 def documents(folder: Path, block: int, rows: int) -> tuple[PreparedData, int]:
     """So many conversations as prepared data, and the size of the vocabulary."""
-    sample, llama = SHARED / "sharegpt" / "sharegpt_v3_sample_800.json", SHARED / "tokenizer" / "llama2c"
-    if sample.is_file():
-        chats, tokenizer = read_conversations(str(sample), limit=rows), load_tokenizer(str(llama))
-    else:
-        found, _, _ = documentation_conversations(["numpy", "torch"], heldout_share=0.01, max_megabytes=5, seed=0)
-        chats = iter(found[: rows * 10])
-        tokenizer = train_bpe((turn.text for chat in found for turn in chat.turns), 4096, ("<pad>", "</s>"))
-    template = get_template("vicuna-v1.1")
-    return prepare(chats, tokenizer, template, block, folder, source={"bench": "train_drafter"}), len(tokenizer)
+    with tempfile.TemporaryDirectory() as made:
+        corpus, tokenizer_folder = defaults(Path(made))
+        tokenizer = load_tokenizer(str(tokenizer_folder))
+        chats = read_conversations(str(corpus), limit=rows if corpus == SHAREGPT else 10 * rows)
+        data = prepare(chats, tokenizer, get_template("vicuna-v1.1"), block, folder, source={"bench": "train_drafter"})
+        return data, len(tokenizer)
 
 
 class Rows(torch.utils.data.Dataset[dict[str, Any]]):
@@ -170,12 +164,8 @@ def peak_of_loss(way: str, positions: int, vocab: int) -> dict[str, float]:
     hidden_XD.grad, weight_VD.grad = torch.zeros_like(hidden_XD), torch.zeros_like(weight_VD)
     small = hidden_XD[:8].detach().requires_grad_()
     run_loss(way, small, weight_VD, labels_X[:8])  # libraries take their own memory once
-    Path("/proc/self/clear_refs").write_text("5")
-    before = status_bytes("VmRSS")
-    started = time.perf_counter()
-    run_loss(way, hidden_XD, weight_VD, labels_X)
-    seconds = time.perf_counter() - started
-    return {"bytes": status_bytes("VmHWM") - before, "seconds": seconds}
+    times, peak = peak_above(lambda: run_loss(way, hidden_XD, weight_VD, labels_X))
+    return {"bytes": peak, "seconds": times.wall}
 
 
 def run_loss(way: str, hidden_XD: torch.Tensor, weight_VD: torch.Tensor, labels_X: torch.Tensor) -> None:
@@ -184,11 +174,6 @@ def run_loss(way: str, hidden_XD: torch.Tensor, weight_VD: torch.Tensor, labels_
     else:
         loss = torch.nn.functional.cross_entropy(hidden_XD @ weight_VD.T, labels_X, reduction="sum")
     loss.backward()
-
-
-def status_bytes(name: str) -> int:
-    line = next(line for line in Path("/proc/self/status").read_text().splitlines() if line.startswith(name))
-    return int(line.split()[1]) * 1024
 
 
 def memory_of_loss(positions: int, vocab: int) -> dict[str, Any]:
@@ -226,10 +211,8 @@ def cost_of_teachers(folder: Path, block: int, rows: int, rounds: int) -> dict[s
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__.split("\n")[0])
-    parser.add_argument("--quick", action="store_true", help="blocks of 512 tokens, one round")
+    parser = parser_of(__doc__, "blocks of 512 tokens, one round", rounds=3)
     parser.add_argument("--parts", nargs="+", choices=PARTS, default=list(PARTS))
-    parser.add_argument("--rounds", type=int, default=3)
     parser.add_argument("--loss", choices=("full", "chunked"), help=argparse.SUPPRESS)
     parser.add_argument("--positions", type=int, default=8192, help=argparse.SUPPRESS)
     parser.add_argument("--vocab", type=int, default=32000, help=argparse.SUPPRESS)
@@ -247,7 +230,7 @@ def main() -> None:
             results |= memory_of_loss(BATCH * block, 32000)
         if "teacher" in options.parts:
             results |= cost_of_teachers(folder, block, 60, rounds)
-    print(json.dumps(results | {"machine": machine("cpu")}))
+    finish(results)
 
 
 if __name__ == "__main__":

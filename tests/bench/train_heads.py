@@ -28,24 +28,23 @@ import sys
 import time
 from collections.abc import Callable
 from dataclasses import dataclass
-from pathlib import Path
+from functools import partial
 from typing import Any
 
 import torch
 import torch.nn.functional as F
+from common import finish, parser_of, peak_above, random_llama, timed
 from draftsmith.checkpoints.heads.files import PredictionHeads
 from draftsmith.data.blocks.packing import Batch
-from draftsmith.recipes.session.machine import machine
 from draftsmith.train.losses.drafter import IGNORED, DenseTeacher, head_labels
 from draftsmith.train.losses.heads import heads_mixture
 from draftsmith.train.tasks.heads import HeadsTask
 from torch import Tensor
-from transformers import LlamaConfig, LlamaForCausalLM
 
 HEADS, BLOCKS, VOCAB = 4, 2, 32000
-SHAPES = {
-    "7b": {"vocab_size": VOCAB, "hidden_size": 4096, "intermediate_size": 11008, "layers": 32, "attention_heads": 32},
-    "tiny": {"vocab_size": 320, "hidden_size": 64, "intermediate_size": 128, "layers": 2, "attention_heads": 4},
+SHAPES = {  # hidden, MLP, layers, heads, vocabulary
+    "7b": (4096, 11008, 32, 32, VOCAB),
+    "tiny": (64, 128, 2, 4, 320),
 }
 WEIGHTS = {"hard": {"cross-entropy": 1.0}, "soft": {"forward-kl": 1.0}}
 
@@ -141,18 +140,9 @@ def memory_of(side: str, kind: str, hidden: int, tokens: int) -> dict[str, float
     """In this process: bytes that a side takes, and its seconds."""
     run, inputs = SIDES[side], Inputs.of(hidden, tokens)
     run(Inputs.of(8, 8), kind)  # libraries take their own memory once
-    Path("/proc/self/clear_refs").write_text("5")
-    before = status_bytes("VmRSS")
-    started = time.perf_counter()
-    loss = run(inputs, kind)
-    seconds = time.perf_counter() - started
+    times, peak = peak_above(lambda: run(inputs, kind))
     parameters = sum(weight.grad.nbytes for weight in inputs.projections if weight.grad is not None)
-    return {"bytes": status_bytes("VmHWM") - before - parameters, "seconds": seconds, "loss": loss}
-
-
-def status_bytes(name: str) -> int:
-    line = next(line for line in Path("/proc/self/status").read_text().splitlines() if line.startswith(name))
-    return int(line.split()[1]) * 1024
+    return {"bytes": peak - parameters, "seconds": times.wall, "loss": times.result}
 
 
 def compare_memory(hidden: int, tokens: int) -> dict[str, Any]:
@@ -187,9 +177,7 @@ def compare_time(hidden: int, tokens: int, rounds: int) -> dict[str, Any]:
         for kind in WEIGHTS:
             for side, run in SIDES.items():
                 inputs.clear()
-                started = time.perf_counter()
-                run(inputs, kind)
-                seconds.setdefault(f"{side}, {kind}", []).append(time.perf_counter() - started)
+                seconds.setdefault(f"{side}, {kind}", []).append(timed(partial(run, inputs, kind)).wall)
             inputs.clear()
             seconds.setdefault(f"products, {kind}", []).append(products(inputs, kind))
         if number == 0 and rounds:
@@ -228,27 +216,11 @@ def on_processor(options: argparse.Namespace) -> dict[str, Any]:
     return results
 
 
-def random_target(shape: str, tokens: int, device: str) -> LlamaForCausalLM:
-    sizes = dict(SHAPES[shape])
-    layers, heads = sizes.pop("layers"), sizes.pop("attention_heads")
-    config = LlamaConfig(
-        **sizes, num_hidden_layers=layers, num_attention_heads=heads, num_key_value_heads=heads,
-        max_position_embeddings=tokens, tie_word_embeddings=False, dtype="bfloat16",
-    )  # fmt: skip
-    torch.set_default_dtype(torch.bfloat16)
-    try:
-        with torch.device(device):
-            return LlamaForCausalLM(config)
-    finally:
-        torch.set_default_dtype(torch.float32)
-
-
 class WholeStep:
     """Steps of training heads on a random target, and its parts, timed."""
 
     def __init__(self, shape: str, tokens: int, device: str, objective: str) -> None:
-        torch.manual_seed(0)
-        target = random_target(shape, tokens, device)
+        target = random_llama(SHAPES[shape], tokens, device, torch.bfloat16)
         weight_VD = target.lm_head.weight.detach()
         heads = PredictionHeads.from_lm_head(weight_VD, HEADS, 1, dtype=torch.float32)
         self.task = HeadsTask(target, heads, None, objective={objective: 1.0})
@@ -334,10 +306,8 @@ def whole_step(shape: str, tokens: int, rounds: int, device: str) -> dict[str, A
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__.split("\n")[0])
-    parser.add_argument("--quick", action="store_true", help="2 x 128 tokens, hidden 768, one round")
+    parser = parser_of(__doc__, "2 x 128 tokens, hidden 768, one round", rounds=3)
     parser.add_argument("--hidden", type=int, nargs="+")
-    parser.add_argument("--rounds", type=int, default=3)
     parser.add_argument("--gpu-shape", action="store_true", help="a whole step on a CUDA device")
     parser.add_argument("--tokens", type=int, help="of a block")
     parser.add_argument("--shape", choices=list(SHAPES), default="7b", help=argparse.SUPPRESS)
@@ -355,7 +325,7 @@ def main() -> None:
         results = whole_step(options.shape, tokens, options.rounds, device)
     else:
         results, device = on_processor(options), "cpu"
-    print(json.dumps(results | {"machine": machine(device)}))
+    finish(results, device)
 
 
 if __name__ == "__main__":

@@ -10,20 +10,17 @@ or among its first five. The last line is one JSON object.
 
 from __future__ import annotations
 
-import argparse
 import json
-import os
 import tempfile
 from pathlib import Path
 from typing import Any
 
+from common import LLAMA, SHARED, VICUNA, finish, parser_of
 from draftsmith.recipes.commands.training.train import run_train
 from draftsmith.recipes.schema.loading import load_recipe
 from draftsmith.recipes.schema.training import DrafterRecipe
-from draftsmith.recipes.session.machine import machine
 from draftsmith.train.loop.curve import fit_curve
 
-SHARED = Path(os.environ.get("DRAFTSMITH_SHARED", Path(__file__).resolve().parents[3] / "shared" / "data"))
 SHAPE_68M = {"hidden_size": 768, "intermediate_size": 3072, "num_attention_heads": 12}
 SMALL = {"hidden_size": 128, "intermediate_size": 512, "num_attention_heads": 4}
 
@@ -32,8 +29,8 @@ def curve(folder: Path, steps: int, shape: dict[str, int], points: int = 8) -> l
     """Train; step, tokens and metrics of each evaluation, the untrained start first."""
     model = {"model_type": "llama", "vocab_size": 32000, "num_hidden_layers": 2} | shape
     changes = [
-        f"data.source={SHARED / 'instruct' / 'alpaca_eval' / 'vicuna-7b-v1.3.json'}",
-        f"tokenizer={SHARED / 'tokenizer' / 'llama2c'}",
+        f"data.source={VICUNA}",
+        f"tokenizer={LLAMA}",
         "target=null", "model.source=null", f"model.config={json.dumps(model)}", f"out={folder / 'drafter'}",
         f"data.cache={folder / 'prepared'}", "data.block_tokens=512", "data.heldout_share=0.1",
         f"train.steps={steps}", "train.global_batch=4", "train.micro_batch=4", "train.precision=no",
@@ -49,9 +46,7 @@ def curve(folder: Path, steps: int, shape: dict[str, int], points: int = 8) -> l
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__.split("\n")[0])
-    parser.add_argument("--quick", action="store_true", help="a small shape, 40 steps")
-    parser.add_argument("--steps", type=int, default=200)
+    parser = parser_of(__doc__, "a small shape, 40 steps", steps=200)
     options = parser.parse_args()
     if not SHARED.is_dir():
         parser.error(f"there is no folder {SHARED}: set DRAFTSMITH_SHARED to the shared data")
@@ -67,7 +62,7 @@ def main() -> None:
     if fitted is not None:
         print(f"as many tokens again: {fitted.doubled():+.1%} top-1 by the fitted curve (error {fitted.error:.2%})")
         found["top1_gain_by_doubling"] = fitted.doubled()
-    print(json.dumps(found | {"machine": machine("cpu")}))
+    finish(found)
 
 
 if __name__ == "__main__":
