@@ -19,8 +19,8 @@ from draftsmith.decode.evaluation.bootstrap import resample_weights
 from draftsmith.recipes.commands.evaluation.certify import CertifyOptions, run_certify
 from draftsmith.recipes.report import charts
 from draftsmith.recipes.report.certificate import certificate_beside
-from draftsmith.recipes.report.compare import METRICS, Change, compare, comparison_tables, percent
-from draftsmith.recipes.report.page import best_lossless, report_beside, run_report, trace_beside
+from draftsmith.recipes.report.compare import Change, compare, comparison_tables, percent
+from draftsmith.recipes.report.page import best_lossless, report_beside, run_report
 from draftsmith.recipes.report.tables import number
 from draftsmith.recipes.schema.evaluation import EvaluateRecipe
 from draftsmith.recipes.schema.results import load_results
@@ -170,36 +170,12 @@ def test_without_matplotlib_there_are_tables_and_a_line(
         assert "pip install draftsmith[report]" in text
 
 
-def test_old_results_are_shown_too(tmp_path: Path, results: Path) -> None:
-    found = load_results(results) | {"schema": 1}
-    later = ("by_prompt", "phases_us", "prediction", "self_consistency", "tokens_per_step_interval", "energy_source")
-    for row in found["methods"]:
-        for key in later:
-            del row[key]
-        row["by_category"] = {"": {"prompts": 5, "tokens_per_step": 1.0}}
-    for key in ("kind", "resumed", "passed_over", "prompts_sha256"):
-        del found[key]
-    (tmp_path / "old.json").write_text(json.dumps(found))
-    page = Page(run_report([tmp_path / "old.json"]))
-    assert (tmp_path / "old.html").is_file()
-    assert len(page.table("All methods")) == 6
-    assert "hold no numbers by category" in page.text
-    assert "Prediction against measurement" not in page.text
-
-
 def test_an_evaluation_without_rows_still_shows_why(tmp_path: Path, results: Path) -> None:
     found = load_results(results) | {"methods": [], "errors": ["nothing could be true"]}
     (tmp_path / "results.json").write_text(json.dumps(found))
     page = Page(run_report([tmp_path / "results.json"]))
     assert page.tables == []
     assert "nothing could be true" in page.alerts
-
-
-def test_where_things_lie() -> None:
-    assert report_beside(Path("a/results.json")) == Path("a/report.html")
-    assert report_beside(Path("a/b.json")) == Path("a/b.html")
-    assert trace_beside(Path("a/results.json")) == Path("a/trace.json")
-    assert trace_beside(Path("a/b.json")) == Path("a/b.trace.json")
 
 
 def test_a_trace_beside_the_results_is_taken_in(rich: Path) -> None:
@@ -227,9 +203,6 @@ def test_a_certificate_beside_the_results_is_taken_in(rich: Path) -> None:
     alerts = Page(run_report([rich])).alerts
     assert "drafter elsewhere" in alerts
     assert "not complete" in alerts
-    for damage in ("", "[]", '{"kind": "x"}'):
-        path.write_text(damage)
-        assert str(path) in Page(run_report([rich])).alerts
 
 
 def test_a_certificate_of_artifacts_that_have_changed_is_stale(tmp_path: Path, results: Path, rich: Path) -> None:
@@ -243,30 +216,29 @@ def test_a_certificate_of_artifacts_that_have_changed_is_stale(tmp_path: Path, r
     run_certify(recipe.model_copy(update={"limit": 1, "methods": recipe.methods[:2]}), CertifyOptions(tokens=20))
     assert "stale" not in Page(run_report([rich])).text
     for name, other in (("drafter", "target"), ("target", "drafter")):
-        model = LlamaForCausalLM.from_pretrained(results.parent.parent / other)
-        model.save_pretrained(tmp_path / name)
+        LlamaForCausalLM.from_pretrained(results.parent.parent / other).save_pretrained(tmp_path / name)
         assert f"{name} {tmp_path / name}" in Page(run_report([rich])).alerts
         shutil.copytree(results.parent.parent / name, tmp_path / name, dirs_exist_ok=True)
-        assert "stale" not in Page(run_report([rich])).text
     shutil.rmtree(tmp_path / "drafter")  # what is not here cannot have changed
     assert "stale" not in Page(run_report([rich])).text
     rich.write_text(json.dumps(found | {"recipe": found["recipe"] | {"dtype": "float32"}}))
     assert "bfloat16, here float32" in Page(run_report([rich])).alerts
 
 
-@pytest.mark.parametrize("name", ["certificate.json", "trace.json"])
 def test_damage_beside_the_results_does_not_fail_an_evaluation(
-    evaluated: Callable[..., Path], results: Path, capsys: pytest.CaptureFixture[str], name: str
+    evaluated: Callable[..., Path], results: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    folder = results.parent.parent / f"beside-{name}"
+    folder = results.parent.parent / "beside"
     folder.mkdir()
-    (folder / name).write_text('{"kind": "certificate", "schema": 99}')
+    names = ("certificate.json", "trace.json")
+    for name in names:
+        (folder / name).write_text('{"kind": "certificate", "schema": 99}')
     capsys.readouterr()
     path = evaluated(folder.name, limit=1, max_new_tokens=3, methods=METHODS[:2])
     assert load_results(path)["errors"] == []
     assert not path.with_name("results.json.state").exists()
-    assert name in capsys.readouterr().err
-    assert name in Page(report_beside(path)).alerts
+    shown = capsys.readouterr().err
+    assert all(name in shown and name in Page(report_beside(path)).alerts for name in names)
 
 
 # --- side by side -----------------------------------------------------------------------------------------------------
@@ -323,14 +295,6 @@ def test_pairing_by_prompt_narrows_intervals(results: Path) -> None:
     assert changes[0].certain
     assert any("paired by prompt" in note and "not paired" not in note for note in paired.notes)
     assert any("not paired" in note for note in alone.notes)
-
-
-def test_the_same_results_show_no_change(results: Path) -> None:
-    found = load_results(results)
-    comparison = compare(["a", "b", "c"], [found, found, found])
-    known = [change[metric] for row in comparison.rows for change in row.changes for metric in METRICS]
-    assert any(known)
-    assert all(change is None or (change.ratio == 1 and not change.certain) for change in known)
 
 
 def test_other_prompts_and_methods_are_compared_as_far_as_they_go(

@@ -3,14 +3,12 @@
 from __future__ import annotations
 
 import json
-import os
 import shutil
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
 import pytest
-from draftsmith.decode.methods import METHODS
 from draftsmith.recipes.commands.evaluation.trace import run_trace
 from draftsmith.recipes.report.page import run_report
 from draftsmith.recipes.schema.evaluation import EvaluateRecipe
@@ -135,48 +133,16 @@ def test_filters_hide_rows_in_every_table(page: Path, browse: Callable[..., Any]
     assert sum(row.is_displayed() for row in rows) == 2
 
 
-def quiet(driver: Any, page: Path) -> None:
-    """The page asked for nothing but itself, and the browser has no complaint."""
+def test_nothing_is_asked_for_and_nothing_complains(page: Path, browse: Callable[..., Any]) -> None:
+    driver = browse(page)
+    driver.find_element("css selector", "th button").click()
     assert driver.get_log("browser") == []
     events = [json.loads(entry["message"])["message"] for entry in driver.get_log("performance")]
     asked = {event["params"]["request"]["url"] for event in events if event["method"] == "Network.requestWillBeSent"}
     own = ("data:", "chrome:", "chrome-untrusted:")  # of the page, and of the empty tab that the browser begins with
     assert {url for url in asked if not url.startswith(own)} == {page.as_uri()}
     assert driver.execute_script("return performance.getEntriesByType('resource').length") == 0
-
-
-def test_nothing_is_asked_for_and_nothing_complains(page: Path, browse: Callable[..., Any]) -> None:
-    driver = browse(page)
-    driver.find_element("css selector", "th button").click()
-    quiet(driver, page)
     assert driver.title.startswith("Speculative decoding")  # no label ran
-
-
-@pytest.mark.slow
-def test_all_methods_on_a_trained_pair(tmp_path: Path, browse: Callable[..., Any], cli: Any) -> None:
-    """One command on the quickstart's artifacts (`make quickstart`, or DRAFTSMITH_PAIR=FOLDER); minutes."""
-    pair = Path(os.environ.get("DRAFTSMITH_PAIR", "runs/quickstart"))
-    if not (pair / "table").is_dir():
-        pytest.skip(f"no trained pair at {pair}")
-    parts = [f"{name}={pair / name}" for name in ("target", "drafter", "heads", "table")]
-    given = [*parts, f"prompts={pair / 'corpus' / 'heldout.jsonl'}", f"out={tmp_path / 'results.json'}"]
-    done = cli("evaluate", "evaluate/all-methods", *given, "limit=4", "max_new_tokens=32", timeout=1200)
-    assert done.returncode == 0, done.stderr
-    rows = json.loads((tmp_path / "results.json").read_text())["methods"]
-    assert {row["method"] for row in rows} == set(METHODS)
-    assert all(row["label"].split()[0] in done.stdout for row in rows)
-    driver = browse(tmp_path / "report.html")
-    table = driver.find_element("css selector", "table.sortable")
-    headings = table.find_elements("css selector", "thead th")
-    speedup = [heading.text.split("\n")[0] for heading in headings].index("speedup")
-    headings[speedup].find_element("tag name", "button").click()
-    sped = numbers(column(driver, table, speedup))
-    assert len(sped) == len(rows)
-    assert sped == sorted(sped, reverse=True)
-    driver.find_element("css selector", "[type=search]").send_keys("slim")
-    found = [name.split()[1] for name in column(driver, table, 0)]
-    assert sorted(found) == ["slim-l", "slim-s", "slim-ss"]
-    quiet(driver, tmp_path / "report.html")
 
 
 def test_the_page_reads_without_scripts(page: Path, browse: Callable[..., Any]) -> None:

@@ -50,7 +50,7 @@ def own(tmp_path: Path) -> Path:
 
 
 @pytest.fixture(scope="session")
-def evaluation(tiny_pair: Path) -> dict[str, Any]:
+def pair(tiny_pair: Path) -> dict[str, Any]:
     """An evaluation of the tiny pair, whose drafts are accepted now and then."""
     return {
         "target": f"{tiny_pair}/target", "drafter": f"{tiny_pair}/drafter", "table": f"{tiny_pair}/table",

@@ -11,6 +11,7 @@ from __future__ import annotations
 import itertools
 import json
 from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -54,9 +55,6 @@ def rows_of(experiment: str, evaluate: Row | None, folder: Path, **settings: Any
     return dict(zip(labels, rows, strict=True))
 
 
-# --- what the recipes say ---------------------------------------------------------------------------------------------
-
-
 # --- chains that are known --------------------------------------------------------------------------------------------
 
 
@@ -73,13 +71,9 @@ def test_chains_are_distributions_as_far_apart_as_they_say() -> None:
         pair = [table[0].numpy() for table in even_chains(6, alpha, seed=2)]
         np.testing.assert_allclose(theory.acceptance(*pair), alpha, atol=1e-12)
         np.testing.assert_allclose(pair[1].sum(-1), 1, atol=1e-12)
-    for wrong in (
-        lambda: random_chains(0, 4, 0.5, 0),
-        lambda: random_chains(1, 4, 1.5, 0),
-        lambda: even_chains(3, 1, 0),
-    ):
+    for wrong in (partial(random_chains, 0, 4, 0.5), partial(random_chains, 1, 4, 1.5), partial(even_chains, 3, 1)):
         with pytest.raises(ValueError, match=r"chain|share|rate"):
-            wrong()
+            wrong(0)
 
 
 def enumerated_rejections(target_TVV: np.ndarray, draft_TVV: np.ndarray, start: int) -> float:
@@ -157,11 +151,6 @@ def test_rejections_that_the_limit_cuts_off_are_not_counted(tokens: int) -> None
 
 
 # --- models -----------------------------------------------------------------------------------------------------------
-
-
-@pytest.fixture(scope="module")
-def pair(evaluation: Row) -> Row:
-    return evaluation
 
 
 @pytest.fixture(scope="module")
@@ -271,7 +260,7 @@ def test_greedy_candidates_are_the_drafters_best(pair: Row, known: Any, tmp_path
 def test_more_drafters_have_rows_of_their_own(pair: Row, tiny_pair: Path, tmp_path: Path) -> None:
     more = pair | {"more_drafters": [f"{tiny_pair}/drafter-stage1", f"{tiny_pair}/target"]}
     found = rows_of("acceptance", more, tmp_path, temperatures=[1.0])
-    swapped = rows_of("acceptance", pair | {"drafter": f"{tiny_pair}/drafter-stage1"}, tmp_path, temperatures=[1.0])
+    swapped = rows_of("acceptance", pair | {"drafter": more["more_drafters"][0]}, tmp_path, temperatures=[1.0])
     assert list(found) == ["drafter T=1", "drafter 2 T=1", "drafter 3 T=1"]
     assert found["drafter 2 T=1"]["alpha"] == swapped["drafter T=1"]["alpha"] < found["drafter T=1"]["alpha"]
     assert found["drafter 3 T=1"]["alpha"] == pytest.approx(1, abs=1e-5)
@@ -392,10 +381,6 @@ def test_a_corpus_is_counted_in_place_of_the_table(pair: Row, tiny_pair: Path, t
     assert found["alpha"] == given["alpha"]
     own = rows_of("acceptance", pair, tmp_path, **asked)["unigram T=1"]
     assert own["alpha"] != found["alpha"]
-    when = table.stat().st_mtime_ns
-    assert counted() == found
-    assert table.stat().st_mtime_ns == when
-    assert list(folder.glob("counted-*/artifact.json")) == [table]
     # a corpus that has changed since is counted anew
     said = [{"messages": [{"role": "user", "content": "fast"}, {"role": "assistant", "content": "slow " * 200}]}]
     corpus.write_text("".join(json.dumps(row) + "\n" for row in said * 3))

@@ -199,12 +199,7 @@ def test_categories_are_rows_of_their_own_prompts(own: Path, tiny_pair: Path, tm
 def test_the_report_of_one_evaluation_shows_the_papers_numbers(own: Path, tiny_pair: Path, tmp_path: Path) -> None:
     result = run_paper(paper_recipe(str(own)), "own", str(tiny_pair), tmp_path / "out")
     page = (tmp_path / "out" / "report.html").read_text()
-    for text in (
-        "Beside the paper: Speculative Decoding (slides), Table 2",
-        "3.12",
-        "More drafting makes more tokens a step.",
-        "All methods",
-    ):
+    for text in ("Beside the paper: Speculative", "3.12", "More drafting makes more tokens a step.", "All methods"):
         assert text in page
     results = load_results(tmp_path / "out" / "results.json")
     assert results["recipe"]["energy"] == "off"
@@ -244,12 +239,10 @@ def test_what_has_finished_is_kept_until_something_changes(
     os.utime(prompts, ns=(stamp.st_atime_ns, stamp.st_mtime_ns + 1))
     assert run()[1] > when
     evaluation = paper_recipe(str(own)).on_pair(str(tiny_pair)).evaluations()[""]
-    chains, threads = smallest(shipped("evaluate/theory/batch-drafts")), torch.get_num_threads()
+    threads = torch.get_num_threads()
     try:  # times of another number of threads are those of another machine
-        for more, kept in ((0, False), (0, True), (1, False)):
+        for more in (0, 1):
             torch.set_num_threads(threads + more)
-            run_paper(chains, "chains", str(tiny_pair), tmp_path / "chains")
-            assert ("chains had finished already" in capfd.readouterr().err) == kept
             assert is_finished(evaluation, tmp_path / "out" / "own" / "results.json") == (more == 0)
     finally:
         torch.set_num_threads(threads)
@@ -303,12 +296,7 @@ def test_one_that_fails_keeps_neither_others_nor_what_finished_earlier_out_of_th
     assert "bad: method 'medusa' needs `heads`" in capfd.readouterr().err
     text = (tmp_path / "out" / "papers.md").read_text()
     assert text.index("### other (Table 2)") < text.index("### own (Table 2)")
-    for part in (
-        "**bad failed:** method 'medusa'",
-        "| More drafting makes more tokens a step. |",
-        "| short | ",
-        "| 1.75 |",
-    ):
+    for part in ("**bad failed:** method 'medusa'", "| More drafting makes more tokens a step. |", "| 1.75 |"):
         assert part in text
     (tmp_path / "out" / "other" / "paper.json").write_text("{")
     run_papers([str(own)], str(tiny_pair), tmp_path / "out")
