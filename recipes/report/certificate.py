@@ -50,9 +50,8 @@ def load_certificate(path: Path) -> dict[str, Any]:
 
 
 def _is_certificate(certificate: Any) -> bool:
-    known = (
-        certificate["kind"] == KIND and certificate["schema"] == SCHEMA and isinstance(certificate["complete"], bool)
-    )
+    known = certificate["kind"] == KIND and certificate["schema"] == SCHEMA
+    known = known and isinstance(certificate["complete"], bool)
     for one in certificate["certificates"]:
         known = known and isinstance(one["label"], str) and isinstance(one["verdict"], str)
         known = known and all(math.isfinite(one[key]) for key in ("tokens", "faults", "near_ties"))
@@ -61,17 +60,6 @@ def _is_certificate(certificate: Any) -> bool:
     for one in certificate["artifacts"].values():
         known = known and isinstance(one["source"], str) and isinstance(one["hash"], str | None)
     return bool(known)
-
-
-def changed_since(certificate: Mapping[str, Any]) -> list[str]:
-    """Names of the artifacts whose files are others now than those that were certified, as far as they are here."""
-    changed = []
-    for name, one in certificate["artifacts"].items():
-        # Of the target the weights were taken, also where it has a manifest.
-        now = source_hash(one["source"], weights_alone=name == "target")
-        if None not in (now, one["hash"]) and now != one["hash"]:
-            changed.append(name)
-    return changed
 
 
 def certificate_section(certificate: Mapping[str, Any], recipe: Mapping[str, Any]) -> str:
@@ -91,9 +79,13 @@ def certificate_section(certificate: Mapping[str, Any], recipe: Mapping[str, Any
     types = [each.get("dtype") for each in (theirs, recipe)]
     if None not in types and types[0] != types[1]:
         notes.append(f"This certificate is of another type of weights than the results: {types[0]}, here {types[1]}.")
-    if changed := changed_since(certificate):
-        named = ", ".join(f"{name} {certificate['artifacts'][name]['source']}" for name in changed)
-        notes.append(f"This certificate is stale: changed since it was made: {named}. Certify again.")
+    changed = []
+    for name, one in certificate["artifacts"].items():
+        now = source_hash(one["source"], weights_alone=name == "target")  # what is not here cannot have changed
+        if None not in (now, one["hash"]) and now != one["hash"]:
+            changed.append(f"{name} {one['source']}")
+    if changed:
+        notes.append(f"This certificate is stale: changed since it was made: {', '.join(changed)}. Certify again.")
     if not certificate["complete"]:
         notes.append("The certificate is not complete: certifying was stopped before all methods were judged.")
     table = Table("Certificates", COLUMNS, [_cells(one) for one in certificate["certificates"]])
@@ -120,21 +112,14 @@ def certificates_table(title: str, certificates: Sequence[Certificate]) -> RichT
     table.add_column("verdict", no_wrap=True)
     for name in ("tokens", "faults", "near-ties", "smallest p", "bias", "found (99 %)", "time"):
         table.add_column(name, justify="right", no_wrap=True)
-    for certificate in certificates:
-        smallest = min((test["p_value"] for test in certificate.tests), default=None)
-        interval = certificate.bias["interval"]
+    for one in certificates:
+        smallest = min((test["p_value"] for test in one.tests), default=None)
+        interval = one.bias["interval"]
         reach = "" if interval is None else f" ± {50 * (interval[1] - interval[0]):.1f}"
-        table.add_row(
-            escape(certificate.label),
-            certificate.verdict,
-            f"{certificate.tokens:,}",
-            str(certificate.faults),
-            str(certificate.near_ties),
-            DASH if smallest is None else f"{smallest:.1g}",
-            f"{100 * certificate.bias['estimate']:.1f}{reach} %",
-            f"{100 * certificate.power['found_99']:.1f} %",
-            f"{certificate.seconds:.0f} s",
-        )
+        counts = (f"{one.tokens:,}", str(one.faults), str(one.near_ties))
+        shares = (f"{100 * one.bias['estimate']:.1f}{reach} %", f"{100 * one.power['found_99']:.1f} %")
+        p_value = DASH if smallest is None else f"{smallest:.1g}"
+        table.add_row(escape(one.label), one.verdict, *counts, p_value, *shares, f"{one.seconds:.0f} s")
     return table
 
 

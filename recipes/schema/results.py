@@ -1,11 +1,8 @@
 """`results.json`: what an evaluation leaves. It is written here, and read and checked here.
 
 The file is one JSON object of schema 2. Numbers are finite, times are seconds unless the key says otherwise, and what
-does not apply or could not be measured is null. Keys that are not listed are passed on as they are.
-
-Schema 1 had no `kind`, `resumed`, `passed_over`, `prompts_sha256`, `by_prompt`, `phases_us`, `near_ties`, `prediction`,
-`energy_source`, `self_consistency`, `tokens_per_step_interval`, and no times by category: such files are read, and
-what they lack is null or empty, `by_category` too. A row without `energy`, as there once were, has it null.
+does not apply or could not be measured is null. Keys that are not listed are passed on as they are. Files of schema 1
+are read: what they lack is null or empty, `by_category`, which had no times, too.
 """
 
 from __future__ import annotations
@@ -182,8 +179,7 @@ def load_results(path: str | os.PathLike[str]) -> dict[str, Any]:
     """The results in a file, checked, as schema 2 has them.
 
     Raises:
-        ValueError: no such file, no JSON, other results, a newer schema, a key that is missing or holds something
-            else; naming the file and the key.
+        ValueError: not there, damaged, other results or a newer schema, naming the file and the key.
     """
     path = Path(path)
     try:
@@ -218,7 +214,6 @@ def _upgraded(row: Any, schema: int) -> Any:
         return row
     null = ("self_consistency", "near_ties", "phases_us", "prediction", "energy_source", "tokens_per_step_interval")
     lacking: dict[str, Any] = dict.fromkeys((*null, "speedup_over_transformers"))
-    # by category it had counts alone, without times: a category in the form of today needs them
     return lacking | {"by_prompt": []} | row | {"by_category": {}}
 
 

@@ -30,7 +30,7 @@ from ...schema.evaluation import EvaluateRecipe
 from ...schema.experiments import AcceptanceSettings, checked_settings
 from ...schema.papers import PaperRecipe
 from ...session.terminal import bar
-from .bench import Bench, Row, open_bench, ratio_row, summed_by_text, with_counted
+from .bench import Bench, Row, counted_table, open_bench, ratio_row, summed_by_text
 
 Floats = NDArray[np.float64]
 _BATCH = 8
@@ -40,22 +40,25 @@ _TABLES = dict(zip(("unigram", "bigram"), TABLE_SOURCES, strict=True))
 def acceptance(recipe: PaperRecipe, folder: Path) -> list[Row]:
     """Rows of every source of drafts, temperature and number of candidates, and of every method that is decoded.
 
-    Metrics of sources: `alpha`, the probability that one of k candidates is accepted, drawn without replacement as the
-    multi-candidate paper does; for k > 1 also `with_replacement` and `naive` (MCNS); for k = 1 `variation`, E[TV], and
-    `acceleration`, T / E[N_rej] (`theory.md`, point 1). Of methods: `accepted_per_step`, `tokens_per_step`, `alpha`
-    (accepted ÷ examined) and `rejections`, those a token as they were counted. Of over-acceptance: `rejections`, `bias`
-    and their `sum`, the exact means over the positions.
+    Metrics of sources: `alpha`, the probability that one of k candidates is accepted, drawn without replacement; for
+    k > 1 also `with_replacement` and `naive` (MCNS); for k = 1 `variation`, E[TV], and `acceleration`, T / E[N_rej]
+    (`theory.md`, point 1). Of methods: `accepted_per_step`, `tokens_per_step`, `alpha` (accepted ÷ examined) and
+    `rejections` a token. Of over-acceptance: `rejections`, `bias` and their `sum`, means over the positions.
 
     Raises:
         ValueError: settings that there are not, a source without its part; what `open_bench` raises.
     """
     settings = cast(AcceptanceSettings, checked_settings(recipe.experiment, recipe.settings))
     _check_parts(recipe, settings)
-    bench = open_bench(with_counted(recipe.evaluate, settings.counted, folder), recipe.experiment)
-    assert recipe.evaluate is not None
+    evaluation = recipe.evaluate
+    if evaluation is not None and settings.counted is not None:
+        table = counted_table(evaluation, settings.counted, folder)
+        evaluation = evaluation.model_copy(update={"table": str(table)})
+    bench = open_bench(evaluation, recipe.experiment)
+    assert evaluation is not None
     rows: list[Row] = []
     for temperature in settings.temperatures:
-        sampling = Sampling(temperature, recipe.evaluate.top_k, recipe.evaluate.top_p)
+        sampling = Sampling(temperature, evaluation.top_k, evaluation.top_p)
         if not settings.sources and not (settings.epsilons and temperature):
             continue
         texts = bench.texts(sampling)
@@ -63,7 +66,7 @@ def acceptance(recipe: PaperRecipe, folder: Path) -> list[Row]:
             rows += _source_rows(bench, settings, sampling, texts)
         if temperature:
             rows += _over_acceptance_rows(bench, settings.epsilons, sampling, texts)
-    return rows + _decoded_rows(bench, _decoded(recipe.evaluate))
+    return rows + _decoded_rows(bench, _decoded(evaluation))
 
 
 def _decoded(evaluation: EvaluateRecipe) -> list[Entry]:

@@ -65,13 +65,6 @@ def open_bench(evaluation: PaperEvaluation | None, experiment: str) -> Bench:
     return Bench(opened, [ids for _, ids in found], [prompt.category for prompt, _ in found], limits, evaluation.seed)
 
 
-def with_counted(evaluation: PaperEvaluation | None, source: str | None, folder: Path) -> PaperEvaluation | None:
-    """The evaluation with the table of a corpus in place of its own; without a source, the evaluation as it is."""
-    if evaluation is None or source is None:
-        return evaluation
-    return evaluation.model_copy(update={"table": str(counted_table(evaluation, source, folder))})
-
-
 def counted_table(evaluation: PaperEvaluation, source: str, folder: Path, limit: int | None = None) -> Path:
     """The folder of the table of a corpus, or of its first `limit` rows, counted as the evaluation's target and
     template read it into `folder/counted-…` unless it is there. The name goes with what is counted: a corpus that has

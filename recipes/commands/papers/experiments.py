@@ -93,7 +93,11 @@ def machine_of(evaluation: EvaluateRecipe | None) -> dict[str, Any]:
 
 def is_finished(evaluation: PaperEvaluation, out: Path) -> bool:
     """Whether the results that lie there are those of this evaluation, with these artifacts, on this machine."""
-    return out.is_file() and _stamped(out) == _identity(evaluation)
+    try:
+        stamp = json.loads(_stamp(out).read_text(encoding="utf-8"))
+    except (OSError, ValueError):  # missing, cut off or not text: decode once more rather than trust it
+        return False
+    return out.is_file() and bool(stamp == _identity(evaluation))
 
 
 def _results(evaluation: PaperEvaluation, out: Path) -> dict[str, Any]:
@@ -112,21 +116,10 @@ def _stamp(out: Path) -> Path:
     return out.with_name("evaluated.json")
 
 
-def _stamped(out: Path) -> Any:
-    """What the results there are of; None where that is not known."""
-    try:
-        return json.loads(_stamp(out).read_text(encoding="utf-8"))
-    except (OSError, ValueError):  # missing, cut off or not text: decode once more rather than trust it
-        return None
-
-
 def _identity(evaluation: PaperEvaluation) -> Any:
     """What results belong to: they may only be used again where all of it is the same."""
-    identity = {
-        "recipe": evaluation.model_dump(mode="json"),
-        "artifacts": {source: source_state(source) for source in evaluation.sources()},
-        "machine": machine_of(evaluation),
-    }
+    states = {source: source_state(source) for source in evaluation.sources()}
+    identity = {"recipe": evaluation.model_dump(mode="json"), "artifacts": states, "machine": machine_of(evaluation)}
     return json.loads(json.dumps(identity))
 
 
@@ -212,10 +205,7 @@ def _pairs(
         pairs["closed_form"] = pairs["acceptance_rate"] | {"gamma": gamma}
     theirs = {"base_over": column("tokens", base), "base_under": column("seconds", base)}
     pairs["speedup"] = pairs["tokens_per_second"] | theirs
-    nats = [
-        float(count * np.log(perplexity)) if perplexity else 0.0
-        for count, perplexity in zip(tokens, column("perplexity"), strict=True)
-    ]
+    nats = [float(n * np.log(each)) if each else 0.0 for n, each in zip(tokens, column("perplexity"), strict=True)]
     pairs["perplexity"] = {"over": nats, "under": tokens, "exp": True}
     # what a step costs is the same for all prompts, how many tokens it makes is not
     for part in ("verification", "drafting", "total"):

@@ -1,20 +1,13 @@
 """`draftsmith papers` and `draftsmith evaluate` with recipes of kind `paper`: the papers' tables, run again.
 
-Each recipe leaves a folder with `paper.json` and `report.html`:
+Each recipe leaves a folder with `report.html` and `paper.json`: `schema` (1) and `kind` ("paper"); `name`, `paper`,
+`where`, `experiment`, `not_rerun` and `theirs` as in the recipe; `identity`, sha256 of the settings, of what they name
+and of the machine (the same is not run twice); `pair`, the embedded pair's folder, or null; `machine` as in
+`results.json`; `rows`: label, metrics, and their numbers by prompt (see `claims.judge`); `claims`: says, where, holds,
+ours (the sides in numbers), status, why, and paper, paper_status, paper_why: the same by the paper's own numbers.
 
-    schema, kind       1, "paper"
-    name               the recipe's
-    identity           sha256 of the settings, of what they name and of the machine: the same is not run twice
-    paper, where, experiment, not_rerun     as in the recipe
-    pair               the embedded pair's folder, or null
-    machine            as in `results.json`: what the rows were measured on
-    rows               a row an object: its label and metrics, and their numbers by prompt (see `claims.judge`)
-    theirs             the paper's own numbers
-    claims             says, where, holds; ours: the sides in numbers; status: held, not held, within noise, not judged;
-                       why; paper, paper_status, paper_why: the same by the paper's own numbers
-
-`papers.json` holds those of all recipes that have finished there, without what is by prompt, and the names and faults
-of those that failed.
+`papers.json` holds those of all recipes that have finished there, without what is by prompt, and the errors of those
+that failed.
 """
 
 from __future__ import annotations

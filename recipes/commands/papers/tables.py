@@ -53,15 +53,8 @@ def correlation(recipe: PaperRecipe, folder: Path) -> list[Row]:
     assert parts.table is not None
     texts = bench.texts(sampling)
     with bar("reading them", "prompts") as advance:
-        recording = record(
-            bench.opened.target,
-            Parts(heads=parts.heads),
-            bench.prompts,
-            texts,
-            sampling,
-            head_candidates=settings.candidates,
-            progress=advance,
-        )
+        more: dict[str, Any] = {"head_candidates": settings.candidates, "progress": advance}
+        recording = record(bench.opened.target, Parts(heads=parts.heads), bench.prompts, texts, sampling, **more)
     with_TH, without_TH, within_TH = corrected(recording, parts.table.to("cpu"), settings)
     flags = {"with": with_TH, "without": without_TH, "within": np.ones_like(within_TH)}
     flags |= {"mended": with_TH & ~without_TH, "spoiled": without_TH & ~with_TH}
@@ -204,17 +197,8 @@ def energy(recipe: PaperRecipe, folder: Path) -> list[Row]:
     evaluation = recipe.evaluate
     if evaluation is None:
         raise ValueError("the experiment `energy` needs the section `evaluate`, for its target")
-    found = run_energy(
-        evaluation.target,
-        batches=settings.batches,
-        runs=settings.runs,
-        context=settings.context,
-        dtype=evaluation.dtype,
-        device=evaluation.device,
-        device_map=evaluation.device_map,
-        seed=evaluation.seed,
-        out=folder / "energy.json",
-    )
+    asked = settings.model_dump() | evaluation.model_dump(include={"dtype", "device", "device_map", "seed"})
+    found = run_energy(evaluation.target, **asked, out=folder / "energy.json")
     rows: list[Row] = found["rows"]
     for row in rows:
         row["certain"] = ["batch", "inputs"]
