@@ -3,14 +3,12 @@
     python tests/bench/data.py [--quick] [--parts throughput training limited] [--corpus FILE] [--tokenizer FOLDER]
         [--megabytes 400]
 
-The corpus is by default the ShareGPT sample of the shared data, with LLaMA's tokenizer; without them the documentation
-of the installed packages with a BPE trained on it. `prepare_vs_tokenizer` is the time of the fastest tokenizer for the
-vocabulary on all cores (`tokenizers`' encode_batch_fast, sentencepiece's encode of a list: all messages in one call,
-already in memory) divided by the time of preparing the same conversations from their file: reading, cleaning,
-rendering, packing, writing, hashing. Both run in turn; the median of the ratios counts. `peak_mb` is the largest
-resident size of a process that prepares a corpus ten times larger than the memory it may allocate (RLIMIT_DATA, with
---megabytes; left out with --quick). Training on packed and on padded batches is measured with a 12 x 192 Llama. The
-last line is one JSON object.
+By default the ShareGPT sample of the shared data with LLaMA's tokenizer; without them the documentation of installed
+packages with a BPE trained on it. `prepare_vs_tokenizer`: the time of the fastest tokenizer for the vocabulary on all
+cores (`tokenizers`' encode_batch_fast, sentencepiece's encode of a list), all messages in memory, over that of
+preparing the same conversations from their file; in turn, the median of the ratios. `peak_mb`: the largest resident
+size of a process that prepares a corpus ten times larger than the memory it may allocate (RLIMIT_DATA, --megabytes;
+not with --quick). Packed and padded batches train a 12 x 192 Llama. The last line is one JSON object.
 """
 
 from __future__ import annotations

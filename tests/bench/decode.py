@@ -3,12 +3,11 @@
     python tests/bench/decode.py [--quick] [--pair runs/quickstart] [--gamma 4]
     python tests/bench/decode.py --shapes 7b-68m 13b-160m [--device cuda] [--dtype bfloat16]
 
-The first form needs a trained pair (`make quickstart`): batch 1, all runs interleaved prompt by prompt in one process,
-medians of each prompt's runs, raw forwards timed in between. Speeds hold the reading of the prompt; efficiency, like
-the bound that it is measured by, does not. The assistant of transformers is the same drafter with the
-same constant number of draft tokens and no confidence threshold; `published` is the loop of the speculative-decoding
-slides, written down with transformers and its caches. The second form builds models of real shapes with random weights,
-where a fixed pattern stands in for agreement. The last line is one JSON object.
+The first form needs a trained pair (`make quickstart`): batch 1, all runs in turns prompt by prompt, medians of each
+prompt's runs, raw forwards timed in between. Speeds hold the reading of the prompt; efficiency and its bound do not.
+The assistant of transformers is the same drafter with the same constant number of draft tokens and no confidence
+threshold; `published` is the loop of the slides with transformers and its caches. The second form builds models of
+real shapes with random weights, where a fixed pattern stands in for agreement. The last line is one JSON object.
 """
 
 from __future__ import annotations

@@ -2,12 +2,11 @@
 
     python tests/bench/engines.py [--quick] [--pair runs/quickstart] [--gamma 4]
 
-Batch 1, greedy, float32 (key and value caches too), all with the same number of threads, each engine alone and with the
-pair's drafter; prompts take turns with the engines, medians of each prompt's runs. vLLM runs in the Python that
-DRAFTSMITH_VLLM names (tests/engines/test_vllm.py says how to make it), in one process, compiled as it compiles by
-default; llama.cpp is `build/bin/llama-server` in the folder DRAFTSMITH_LLAMA_CPP, and its own times are taken, without
-the network; engines that are not named are left out. The reading of the prompt is part of the time; each engine sees
-each prompt anew. Texts are compared: an engine that writes others is said to. The last line is one JSON object.
+Batch 1, greedy, float32, the same number of threads, each engine alone and with the pair's drafter, in turns prompt by
+prompt, medians of each prompt's runs, the reading of the prompt included. vLLM runs in the Python that DRAFTSMITH_VLLM
+names (see tests/engines/test_vllm.py), compiled as by default; llama.cpp is `build/bin/llama-server` in the folder
+DRAFTSMITH_LLAMA_CPP, by its own times; engines that are not named are left out. Texts are compared with those of
+transformers. The last line is one JSON object.
 """
 
 from __future__ import annotations

@@ -3,16 +3,15 @@
     python tests/bench/heads.py --pair runs/quickstart [--seeds 3] [--steps 120] [--own FILE] [--quick]
 
 The pair is a finished quickstart. Its target first answers the corpus's questions itself, greedily (`draftsmith
-regenerate`; `--own` keeps and reuses the answers). Rows then train four heads (the self-distilled ones six, of which
-four are used) for so many steps of 1,024 tokens, with the same settings, and decode held-out prompts at temperature 0.
-Rows: Medusa-1 on the corpus's text; with the target's distributions as soft targets; on the target's own answers; on
-both (self-distillation); and Medusa-2, which trains the target too and is measured with the target that it makes.
+regenerate`; `--own` keeps the answers). Rows then train four heads (the self-distilled ones six, of which four are
+used) for so many steps of 1,024 tokens and decode held-out prompts at temperature 0: Medusa-1 on the corpus's text;
+with the target's distributions as soft targets; on the target's own answers; on both (self-distillation); and
+Medusa-2, measured with the target that it makes.
 
-With the self-distilled heads a second table shows SLiM's claims (`slim.txt`, sections 4.2 and 4.4): the correlation
-table (counted on the target's own answers) against none at equal numbers of sequences, the share of Medusa's tokens per
-step and of its verification FLOPs that is left when the hypotheses are reduced, and more heads. Intervals: 95 %,
-bootstrap over seeds and prompts together. Every method's tokens are compared with the target's own greedy ones. The
-last line is one JSON object.
+With the self-distilled heads: SLiM's claims (`slim.txt`, sections 4.2 and 4.4), the correlation table against none at
+equal numbers of sequences, the share of Medusa's tokens per step and verification FLOPs that is left when the
+hypotheses are reduced, and more heads. Intervals: 95 %, bootstrap over seeds and prompts together. Every method's
+tokens are compared with the target's own greedy ones. The last line is one JSON object.
 """
 
 from __future__ import annotations

@@ -2,13 +2,11 @@
 
     python tests/bench/objectives.py --pair runs/quickstart [--seeds 3] [--steps 320] [--rows NAME …] [--quick]
 
-The pair is a finished quickstart. Every row trains its stage-1 drafter (cross entropy, 160 steps) on for so many steps
-on the quickstart's data with the settings of its second stage, and decodes held-out prompts with speculative sampling
-at temperatures 0 and 1 (gamma 4). Rows differ in the objective alone, two of them also in the learning rate, since
-plain fine-tuning may like another; seeds change the order of the blocks and the random numbers. Intervals: 95 %,
-bootstrap over seeds and prompts together; `gain` is the ratio of tokens per step to that of plain fine-tuning, with the
-better of its learning rates at that temperature, its interval over the same prompts and seeds. The last line is one
-JSON object.
+Every row trains the stage-1 drafter of a finished quickstart (cross entropy, 160 steps) on for so many steps with the
+settings of its second stage, and decodes held-out prompts at temperatures 0 and 1 (gamma 4). Rows differ in the
+objective alone, two also in the learning rate; seeds change the order of the blocks and the random numbers. Intervals:
+95 %, bootstrap over seeds and prompts together; `gain`: over plain fine-tuning with the better of its learning rates at
+that temperature, over the same prompts and seeds. The last line is one JSON object.
 """
 
 from __future__ import annotations

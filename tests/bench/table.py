@@ -2,18 +2,15 @@
 
     python tests/bench/table.py [--quick] [--parts count zipf load lookup text ranks]
 
-`count` feeds a `PairCounter` a stream of Zipf's law (exponent 1, ranks spread over the ids at random) from memory, at
-three vocabularies, in documents of 1,000 and of 20 tokens: `count_mtok_per_sec` is the tokens of a second from the
-first `add` to the last run on the disk, at 32,000 tokens and documents of 1,000; the best of three. `with_table` goes
-on to the finished file. `by_cpu` is what two cores would count if they did nothing else: tokens by the processor time
-that counting took, doubled; other work on the machine disturbs it less. `sort_only` is the same keys sorted by numpy in
-as many threads and nothing else.
+`count`: a `PairCounter` is fed a stream of Zipf's law (exponent 1) from memory, at three vocabularies, in documents of
+1,000 and of 20 tokens; millions of tokens a second, the best of three. `count_mtok_per_sec`: from the first `add` to
+the last run on the disk, at 32,000 tokens and documents of 1,000; `with_table` goes on to the finished file; `by_cpu`:
+tokens by processor time, doubled; `sort_only`: the same keys sorted by numpy in as many threads.
 
-`zipf` counts 10 million, 100 million and a billion tokens, made as they are counted, each to a finished file in a
-process of its own: seconds, and `peak_mb`, its largest resident size. --quick leaves out the billion.
+`zipf`: 10 million, 100 million and a billion tokens (not with --quick), each to a finished file in a process of its
+own: seconds, and `peak_mb`, its largest resident size.
 
-`load`, `lookup`, `text` and `ranks` are described in table_parts.py, table_text.py and table_ranks.py. The last line is
-one JSON object.
+`load`, `lookup`, `text`, `ranks`: see table_parts.py, table_text.py, table_ranks.py. The last line is one JSON object.
 """
 
 from __future__ import annotations

@@ -146,11 +146,10 @@ def _microseconds(job: Callable[..., Any], inputs: Sequence[Any], cold: bool, ru
     caches = torch.zeros(1 << 24)
     series = []
     for number in range(runs):
-        given = inputs[number % len(inputs)]
         if cold:
             caches.add_(1)
         start = time.perf_counter()
-        job(*given)
+        job(*inputs[number % len(inputs)])
         series.append(1e6 * (time.perf_counter() - start))
     return statistics.median(series)
 

@@ -1,14 +1,12 @@
 """The part `ranks` of table.py: what one of many processes takes of the time that one process alone takes.
 
-`rank_share` is the time of counting as rank 0 of N, alone on the machine (reading, cleaning, rendering and counting its
-share, from the first row to the last run on the disk), divided by that of the only process; 1/N would be perfect. The
-corpora: `chats` are real conversations, one JSON object a line; `short` are the same texts in rows of some ten words;
-`long` in rows of some ten thousand. Without --quick `chats` come as one JSON list, as packed lines and as parquet too.
-Ranks run in turn; medians. `rank_share_cpu` divides the processor times, which other work on the machine disturbs less.
-`rank_fixed_cpu_sec` is what no number of processes makes smaller: where a straight line through the processor times
-against 1/N comes to at 0 (the start of the tokenizer and of the processes that sort, and passing over others' rows).
-`reading_share` is the part of the only process's processor time that reading, cleaning and choosing who is held out
-take, without any tokenizing and counting.
+`rank_share`: the time of counting as rank 0 of N, alone on the machine, from the first row to the last run on the
+disk, over that of the only process; 1/N would be perfect. `rank_share_cpu`: the same of processor times. The corpora:
+`chats`, real conversations, one JSON object a line; `short`, the same texts in rows of some ten words; `long`, of some
+ten thousand; without --quick `chats` also as one JSON list, packed lines and parquet. Ranks run in turn; medians.
+`rank_fixed_cpu_sec`: where a line through the processor times against 1/N comes to at 0 (the start of the tokenizer
+and of the processes that sort, and skipping others' rows). `reading_share`: the part of the only process's processor
+time that reading, cleaning and choosing who is held out take.
 """
 
 from __future__ import annotations

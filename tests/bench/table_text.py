@@ -1,11 +1,9 @@
 """The part `text` of table.py: a whole count from text to artifact, against the raw tokenizer.
 
-`text_vs_tokenizer` is throughput by throughput: the tokens per second of the whole recipe over conversations from their
-file (hashing, reading, cleaning, rendering, counting, merging, and writing the artifact with its report), divided by
-those of the fastest tokenizer for the vocabulary on all cores (all messages in one call, already in memory). Both run
-in turn; the median of the ratios counts. The recipe has the template's tokens besides: `text_time_vs_tokenizer` leaves
-them out and divides the times alone, as `prepare_vs_tokenizer` of data.py does; `text_cpu_vs_tokenizer` divides the
-processor times, which other work on the machine disturbs less.
+`text_vs_tokenizer`: the tokens per second of the whole recipe over conversations from their file, artifact and report
+included, over those of the fastest tokenizer for the vocabulary on all cores (all messages in memory); in turn, the
+median of the ratios. The recipe has the template's tokens besides: `text_time_vs_tokenizer` divides the times alone, as
+`prepare_vs_tokenizer` of data.py does, `text_cpu_vs_tokenizer` the processor times.
 """
 
 from __future__ import annotations

@@ -2,16 +2,14 @@
 
     python tests/bench/table_worth.py [--pair runs/quickstart] [--work FOLDER] [--parts pair,real] [--quick]
 
-`pair` is a finished quickstart: its target and heads, and tables counted on the target's own answers (which the heads
-learned from too) and on the corpus's text. Tokens per step at temperature 0, and at 1, since the small target's greedy
-text repeats itself; questions are held out.
+`pair`: a finished quickstart's target and heads, with tables counted on the target's own answers and on the corpus's
+text; tokens per step at temperatures 0 and 1 on held-out questions.
 
-`real` is real text with LLaMA's vocabulary: tables counted on ShareGPT, and Vicuna-7B's own answers to AlpacaEval as
-the target's output. A small Llama, trained from random weights for some minutes on ShareGPT and nine tenths of the
-answers, stands for the target's layers, with heads that learn from those answers; what it would say is replaced by the
-recorded answer, so that greedy decoding writes the held-out answers of Vicuna word for word, and tokens per step and
-acceptance are those of decoding that text. The same small Llama is the neural drafter. Neither is as good as one that
-comes from a 7B model: what is compared here are tables.
+`real`: tables counted on ShareGPT with LLaMA's vocabulary, and Vicuna-7B's own answers to AlpacaEval as the target's
+output. A small Llama, trained for some minutes on ShareGPT and nine tenths of the answers, stands for the target's
+layers, with heads that learn from those answers; what it would say is replaced by the recorded answer, so that tokens
+per step and acceptance are those of decoding Vicuna's text. The same small Llama is the neural drafter. Neither is as
+good as one that comes from a 7B model: what is compared here are tables.
 
 Intervals: 95 %, bootstrap over prompts, paired for gains. `--work` keeps what was trained. The last line is one JSON
 object.

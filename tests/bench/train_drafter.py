@@ -2,13 +2,11 @@
 
     python tests/bench/train_drafter.py [--quick] [--parts trainer loss teacher] [--rounds 3]
 
-Conversations: the ShareGPT sample of the shared data with LLaMA's tokenizer; without them the documentation of the
-installed packages with a BPE trained on it, in the same shape. Both sides train on the same documents, rendered once,
-with the same labels, AdamW and float32: here packed into blocks of 2,048 tokens by `fit`, there one to a row, padded to
-the longest of a batch, by `Trainer.train`; batch 4; alternating in one process. Tokens per second count what is no
-padding; `vs_hf_trainer` is the ratio of the totals. `loss_memory_ratio` is the largest memory above the inputs and
-gradients that cross entropy needs, chunked, divided by that of full logits, each in a process of its own. The last line
-is one JSON object.
+Corpus and tokenizer are those of data.py. Both sides train on the same documents, rendered once, with the same labels,
+AdamW and float32, batch 4, in turns: here packed into blocks of 2,048 tokens by `fit`, there one to a row, padded to
+the longest of a batch, by `Trainer.train`. Tokens per second count what is no padding; `vs_hf_trainer` is the ratio of
+the totals. `loss_memory_ratio`: the most memory above inputs and gradients that chunked cross entropy needs over that
+of full logits, each in a process of its own. The last line is one JSON object.
 """
 
 from __future__ import annotations

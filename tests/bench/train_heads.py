@@ -3,18 +3,16 @@
     python tests/bench/train_heads.py [--quick] [--hidden 768 4096] [--rounds 3]
     python tests/bench/train_heads.py --gpu-shape [--rounds 10]
 
-Four heads over 2 x 2,048 tokens with a vocabulary of 32,000, float32, random numbers. `naive` is plain PyTorch: logits
-[B, T, K, V], `F.cross_entropy` for each head (`F.kl_div` with soft targets), autograd. Memory is the most that forward
-and backward take above their inputs and the gradients of the parameters, each side in a process of its own;
-`loss_memory_ratio` divides it by the size of the naive logits alone, `loss_memory_ratio_to_naive` by what naive takes.
-The gradient of the features, which any loss leaves, counts as memory of the loss; `..._without_features_gradient`
-leaves it out. Times are from one process in which both sides and the bare matrix products take turns: `time_ratio` is
-the median over rounds of fused / naive, `products_ratio` that of products / naive, which nothing exact can go below.
-Keys of the larger shapes end in their hidden size. Soft targets: the target's own distribution of the same tokens, from
-states of the heads' size; forward KL.
+Four heads over 2 x 2,048 tokens with a vocabulary of 32,000, float32, random numbers. `naive`: logits [B, T, K, V],
+`F.cross_entropy` for each head (`F.kl_div` with soft targets: forward KL to the target's distributions), autograd.
+Memory is the most that forward and backward take above inputs and the parameters' gradients, each side in a process of
+its own; `loss_memory_ratio` divides it by the naive logits alone, `..._to_naive` by what naive takes;
+`..._without_features_gradient` leaves that gradient out. Times: both sides and the bare matrix products in turns;
+`time_ratio` is the median of fused / naive, `products_ratio` of products / naive, which nothing exact can go below.
+Keys of the larger shapes end in their hidden size.
 
 `--gpu-shape`: a Llama of the 7B shape with random weights in bfloat16 and four heads of one block in float32, trained
-on 2 x 2,048 tokens a step under autocast with AdamW: tokens/s, peak memory, and the target's share of a step. The last
+on 2 x 2,048 tokens a step under autocast with AdamW: tokens/s, peak memory, the target's share of a step. The last
 line is one JSON object.
 """
 
@@ -266,17 +264,13 @@ class WholeStep:
 
     def seconds(self, run: Callable[[], None], rounds: int) -> float:
         """Median over rounds, of which the first two are not counted."""
-        found = []
-        for _ in range(rounds + 2):
-            started = self.now()
-            run()
-            found.append(self.now() - started)
-        return statistics.median(found[2:])
 
-    def now(self) -> float:
-        if self.device == "cuda":
-            torch.cuda.synchronize()
-        return time.perf_counter()
+        def waited() -> None:
+            run()
+            if self.device == "cuda":
+                torch.cuda.synchronize()
+
+        return statistics.median([timed(waited).wall for _ in range(rounds + 2)][2:])
 
 
 def whole_step(shape: str, tokens: int, rounds: int, device: str) -> dict[str, Any]:

@@ -42,7 +42,7 @@ WALKS = {
 IMPORTS = {
     "draftsmith --help": "import sys; sys.argv = ['draftsmith', '--help']; import draftsmith.__main__ as m; m.main()",
     "decode.engine": "import draftsmith.decode.engine",
-    "load_model": "{load_model}",
+    "load_model": "from draftsmith.decode.models.loading import load_model",
 }
 
 
@@ -103,7 +103,6 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--quick", action="store_true", help="imports once")
     runs = 1 if parser.parse_args().quick else 5
-    loading = "decode.models.loading" if (ROOT / "decode" / "models" / "loading.py").is_file() else "decode.loading"
     found: dict[str, Any] = {}
     with tempfile.TemporaryDirectory() as folder, chdir(folder):
         golden.make_folder()
@@ -111,7 +110,6 @@ def main() -> None:
             found[name] = walk(command, recipe)
             print(f"{name:36s} {found[name]['files']:4d} files  {found[name]['climbs']:4d} climbs")
     for name, code in IMPORTS.items():
-        code = code.replace("{load_model}", f"from draftsmith.{loading} import load_model")
         found[name] = import_cost(code, runs)
         print(f"{name:36s} {found[name]['modules']:4d} modules  {found[name]['ms']:5.0f} ms")
     print(json.dumps(found))
