@@ -10,6 +10,7 @@ from rich.console import Console
 from rich.table import Table
 from rich.text import Text
 
+from .tables import number
 from .trace import visible
 
 _MEASURES = {
@@ -54,7 +55,7 @@ def _stages_table(stages: Sequence[Mapping[str, Any]], gaps: Sequence[Mapping[st
         if gap is not None and gap["lost"] >= 0.02:
             change.stylize("bold red")
         tokens = f"{stage['tokens']:,}" if stage["tokens"] else ""
-        measures = [_number(stage[name]) for name in _MEASURES]
+        measures = [number(stage[name], 3) for name in _MEASURES]
         span = _span(None if gap is None else gap["interval"])
         table.add_row(Text(stage["description"]), tokens, *measures, change, span)
     return table
@@ -68,7 +69,7 @@ def _heads_table(stages: Sequence[Mapping[str, Any]]) -> Table:
     table = _table("head by head: how often its best guess is right", headings)
     for head in range(max(len(stage["by_depth"]) for stage in known)):
         values = [stage["by_depth"][head] if head < len(stage["by_depth"]) else None for stage in known]
-        table.add_row(str(head + 1), *map(_number, values))
+        table.add_row(str(head + 1), *(number(value, 3) for value in values))
     return table
 
 
@@ -103,7 +104,7 @@ def _difference_lines(differences: Sequence[Mapping[str, Any]]) -> Iterable[Text
             yield Text(f"  {example['conversation']}, from id {example['index']} on:", "dim")
             for side in ("trained", "evaluated"):
                 pairs = zip(example[side]["ids"], example[side]["tokens"], strict=True)
-                yield Text(f"    {side:9} " + " ".join(f"{number}:{visible(token)}" for number, token in pairs), "dim")
+                yield Text(f"    {side:9} " + " ".join(f"{index}:{visible(token)}" for index, token in pairs), "dim")
 
 
 def _finding_lines(findings: Sequence[Mapping[str, Any]]) -> Iterable[str]:
@@ -119,13 +120,9 @@ def _finding_lines(findings: Sequence[Mapping[str, Any]]) -> Iterable[str]:
 
 def _table(title: str, headings: Sequence[str]) -> Table:
     table = Table(title=title, title_justify="left", box=box.SIMPLE_HEAD, show_edge=False, pad_edge=False)
-    for number, heading in enumerate(headings):
-        table.add_column(heading, justify="right" if number else "left", overflow="fold", no_wrap=number > 0)
+    for index, heading in enumerate(headings):
+        table.add_column(heading, justify="right" if index else "left", overflow="fold", no_wrap=index > 0)
     return table
-
-
-def _number(value: float | None) -> str:
-    return "–" if value is None else f"{value:.3f}"
 
 
 def _span(interval: Sequence[float] | None) -> str:

@@ -107,9 +107,7 @@ def _beside(path: Path, load: Callable[[Path], dict[str, Any]], section: Callabl
 
 def write_page(out: Path, title: str, body: str) -> Path:
     """Write a page in the report's form, whole or not at all; `body` is HTML."""
-    from markupsafe import Markup
-
-    atomic_text(out, render("page.html", title=title, body=Markup(body)))
+    atomic_text(out, render("page.html", title=title, body=body))
     return out
 
 
@@ -177,21 +175,39 @@ def _card(temperature: float, rows: Sequence[Row]) -> dict[str, Any]:
 
 # --- charts -----------------------------------------------------------------------------------------------------------
 
+_BOUND = (
+    "The heavy bar above a point is the measured bound: what this hardware could give at that many tokens per step. "
+    "The thin line through it is the 95 % interval. On the dotted line a step would cost no more than plain decoding's."
+)
+_WORK = "Dashed: methods that no other beats in both, less work and more speed."
+
 
 def _charts(groups: Mapping[float, Sequence[Numbered]], predicted: Sequence[Numbered]) -> dict[str, Any]:
     points: list[str] = []
     for temperature, group in groups.items():
         at = f", temperature {temperature:g}" if len(groups) > 1 else ""
-        points += [_speedup_chart(group, at), _flops_chart(group, at), perplexity_chart(group, at)]
+        speedups = _points(group, "tokens_per_step", bound="bound")
+        about = (f"Speedup against tokens per step{at}", "tokens per step (τ)", _BOUND)
+        points.append(_speed_chart(speedups, *about, diagonal="a draft that costs nothing"))
+        name, size = flops_unit([row for _, row in group])
+        work = _points(group, "flops_per_token.total", scale=1 / size)
+        about = (f"Speed against work{at}", f"{name} per token, verification and drafting", _WORK)
+        points.append(_speed_chart(work, *about, frontier=True))
+        points.append(perplexity_chart(group, at))
     numbered = [each for group in groups.values() for each in group]
     bars = [_depth_chart(numbered), _phase_chart(numbered)]
     return {"points": points, "bars": bars, "prediction": _prediction_chart(predicted) if predicted else ""}
 
 
 def _figure(drawn: str, title: str, caption: str, kind: str = "") -> str:
-    from markupsafe import Markup
+    return render("figure.html", drawn=drawn, title=title, caption=caption, kind=kind)
 
-    return render("figure.html", drawn=Markup(drawn), title=title, caption=caption, kind=kind)
+
+def _speed_chart(points: Sequence[Point], title: str, axis: str, caption: str, **options: Any) -> str:
+    """Speedup against something; nothing without points."""
+    if not points:
+        return ""
+    return _figure(scatter(points, axis, "speedup (×)", title, **options), title, caption)
 
 
 def _points(
@@ -208,44 +224,18 @@ def _points(
     return points
 
 
-def _speedup_chart(group: Sequence[Numbered], at: str) -> str:
-    points = _points(group, "tokens_per_step", bound="bound")
-    if not points:
-        return ""
-    title = f"Speedup against tokens per step{at}"
-    drawn = scatter(points, "tokens per step (τ)", "speedup (×)", title, diagonal="a draft that costs nothing")
-    caption = (
-        "The heavy bar above a point is the measured bound: what this hardware could give at that many tokens per "
-        "step. The thin line through it is the 95 % interval. On the dotted line a step would cost no more than plain "
-        "decoding's."
-    )
-    return _figure(drawn, title, caption)
-
-
-def _flops_chart(group: Sequence[Numbered], at: str) -> str:
-    name, size = flops_unit([row for _, row in group])
-    points = _points(group, "flops_per_token.total", scale=1 / size)
-    if not points:
-        return ""
-    title = f"Speed against work{at}"
-    drawn = scatter(points, f"{name} per token, verification and drafting", "speedup (×)", title, frontier=True)
-    return _figure(drawn, title, "Dashed: methods that no other beats in both, less work and more speed.")
-
-
 def perplexity_chart(group: Sequence[Numbered], at: str = "") -> str:
     """Numbered rows at one temperature, with the frontier; nothing where all of them are lossless, or without
     matplotlib."""
     points = _points(group, "perplexity")
     if not points or all(row.get("lossless") for _, row in group) or missing_matplotlib() is not None:
         return ""
-    title = f"Speed against perplexity{at}"
-    axis = "perplexity of the output under the target"
-    drawn = scatter(points, axis, "speedup (×)", title, frontier=True, from_zero=False)
     caption = (
         "What lossy methods give up, or gain: a lossless method has the target's own perplexity. Dashed: methods that "
         "no other beats in both. Low perplexity is not quality by itself: text that repeats itself has it too."
     )
-    return _figure(drawn, title, caption)
+    axis = "perplexity of the output under the target"
+    return _speed_chart(points, f"Speed against perplexity{at}", axis, caption, frontier=True, from_zero=False)
 
 
 def _depth_chart(rows: Sequence[Numbered]) -> str:

@@ -126,11 +126,8 @@ class PaperRecipe(Section):
     def sources(self) -> list[str]:
         """All files, folders and hub ids that it reads, those of corpora that an experiment counts too."""
         counted = [self.settings.get(key) for key in ("source", "counted")]
-        if self.evaluate is None:
-            evaluations = []
-        else:
-            evaluations = list(self.evaluations().values()) if self.experiment == "evaluate" else [self.evaluate]
-        named = [source for evaluation in evaluations for source in evaluation.sources()]
+        evaluations = [*self.evaluations().values()] if self.experiment == "evaluate" else [self.evaluate]
+        named = [source for evaluation in evaluations if evaluation is not None for source in evaluation.sources()]
         return list(dict.fromkeys([*named, *(source for source in counted if isinstance(source, str))]))
 
     def on_pair(self, folder: str) -> PaperRecipe:
@@ -144,9 +141,9 @@ class PaperRecipe(Section):
         settings = dict(self.settings)
         if self.experiment == "evaluate":
             settings.pop("runs", None)
-        settings |= {key.removeprefix("settings."): value for key, value in small.items() if _of_settings(key)}
+        settings |= {key.removeprefix("settings."): small[key] for key in small if key.startswith("settings.")}
         evaluate = self.evaluate
-        changes = {key: value for key, value in small.items() if not _of_settings(key)}
+        changes = {key: value for key, value in small.items() if not key.startswith("settings.")}
         if evaluate is None and changes:
             raise ValueError(f"`small` changes {next(iter(changes))!r} of `evaluate`, and there is no `evaluate`")
         if evaluate is not None:
@@ -213,10 +210,6 @@ def pair_values(evaluate: EvaluateRecipe, folder: str, parts: Sequence[str]) -> 
 def run_folder(run: str) -> str:
     """The folder of a run within that of its recipe."""
     return re.sub(r"\W+", "-", run.lower()).strip("-")
-
-
-def _of_settings(key: str) -> bool:
-    return key.startswith("settings.")
 
 
 def _filled(value: Any, folder: str) -> Any:

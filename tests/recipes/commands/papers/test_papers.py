@@ -5,9 +5,8 @@ from __future__ import annotations
 import json
 import math
 import os
-import subprocess
 from collections import Counter
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from functools import cache
 from html import escape
 from pathlib import Path
@@ -16,7 +15,6 @@ from typing import Any
 import pytest
 import torch
 import yaml
-from draftsmith.recipes.commands.cli import app
 from draftsmith.recipes.commands.evaluation.recipe import evaluation_or_paper, paper_recipe
 from draftsmith.recipes.commands.papers.experiments import is_finished
 from draftsmith.recipes.commands.papers.papers import run_paper, run_papers, shipped_papers
@@ -24,10 +22,9 @@ from draftsmith.recipes.commands.papers.plan import forwards_of, show_plan
 from draftsmith.recipes.report.papers import title_of
 from draftsmith.recipes.schema.claims import HELD, NOT_HELD, NOT_JUDGED, judge, metric_of, parse_claim
 from draftsmith.recipes.schema.evaluation import EvaluateRecipe
-from draftsmith.recipes.schema.loading import find_recipe, load_recipe
+from draftsmith.recipes.schema.loading import find_recipe
 from draftsmith.recipes.schema.papers import PaperRecipe
 from draftsmith.recipes.schema.results import load_results
-from typer.testing import CliRunner
 
 NAMES = shipped_papers()
 SHIPPED = {"multi-candidate": 10, "mjsd": 7, "slides": 6, "slim": 9, "theory": 4}
@@ -317,8 +314,7 @@ def test_a_plan_counts_forwards(own: Path, tiny_pair: Path, capsys: pytest.Captu
     assert forwards_of(wide) == ((8 + 3 * 4 + 9 + 8 + 8) * 4 * 2, (3 * 2 + 2) * 8 * 4 * 2)
     show_plan(recipe)
     shown = capsys.readouterr().out
-    for text in ("no/target", "no/drafter", "4 prompts of mt-bench", "192 forwards of the target", "256 of drafters"):
-        assert text in shown
+    assert all(text in shown for text in ("no/target", "no/drafter", "mt-bench", "192 forwards", "256 of drafters"))
     show_plan(recipe, str(tiny_pair))
     assert "heldout.jsonl" in capsys.readouterr().out
     for name in NAMES:
@@ -327,26 +323,17 @@ def test_a_plan_counts_forwards(own: Path, tiny_pair: Path, capsys: pytest.Captu
 
 def test_an_evaluation_of_ones_own_takes_the_pair_too(tiny_pair: Path) -> None:
     pair = str(tiny_pair)
-    plain = load_recipe("evaluate/all-methods")
     swapped = evaluation_or_paper("evaluate/all-methods", ["limit=3"], {}, pair)
-    assert isinstance(plain, EvaluateRecipe)
     assert isinstance(swapped, EvaluateRecipe)
-    assert swapped.target == f"{pair}/target"
+    assert (swapped.target, swapped.limit) == (f"{pair}/target", 3)
     assert swapped.out == "runs/evaluate/all-methods/results-quickstart.json"
-    assert swapped.limit == 3
-    assert swapped.methods == plain.methods
     paper = evaluation_or_paper("slim/heads", ["evaluate.limit=7"], {"target": "t", "out": "o"}, None)
     assert isinstance(paper, PaperRecipe)
     assert paper.evaluate is not None
     assert (paper.evaluate.target, paper.evaluate.limit, paper.out) == ("t", 7, "o")
 
 
-def test_without_hub_or_files_a_real_recipe_says_what_is_missing(
-    cli: Callable[..., subprocess.CompletedProcess[str]], tmp_path: Path
-) -> None:
-    planned = CliRunner().invoke(app, ["evaluate", "mjsd/main", "--plan"])
-    assert planned.exit_code == 0, planned.output
-    assert "meta-llama/Llama-2-13b-hf" in planned.output
+def test_without_hub_or_files_a_real_recipe_says_what_is_missing(cli: Any, tmp_path: Path) -> None:
     done = cli("evaluate", "mjsd/main", "evaluate.limit=1", cwd=tmp_path)
     assert done.returncode == 2
     assert "meta-llama/Llama-2-13b-hf" in done.stderr
