@@ -126,6 +126,7 @@ class PaperRecipe(Section):
     def sources(self) -> list[str]:
         """All files, folders and hub ids that it reads, those of corpora that an experiment counts too."""
         counted = [self.settings.get(key) for key in ("source", "counted")]
+        evaluations: list[PaperEvaluation | None]
         evaluations = [*self.evaluations().values()] if self.experiment == "evaluate" else [self.evaluate]
         named = [source for evaluation in evaluations if evaluation is not None for source in evaluation.sources()]
         return list(dict.fromkeys([*named, *(source for source in counted if isinstance(source, str))]))
