@@ -81,7 +81,7 @@ def own(pair: Pair, gamma: int) -> dict[str, Job]:
 def started(command: list[str], held: ExitStack, **pipes: Any) -> tuple[Any, Any]:
     """A process that ends with `held`, and its log."""
     log = held.enter_context((Path(held.enter_context(tempfile.TemporaryDirectory())) / "log").open("w+"))
-    child = subprocess.Popen(command, stderr=log, text=True, **pipes)
+    child = subprocess.Popen(command, **{"stdout": log, "stderr": log, "text": True, **pipes})
     held.callback(child.wait)
     held.callback(child.terminate)
     return child, log
@@ -123,7 +123,7 @@ def llama_cpp(engine: Path, options: Sequence[str], threads: int, held: ExitStac
         port = free.getsockname()[1]
     settings = f"-c {CONTEXT} -np 1 -t {threads} -ctk f32 -ctv f32 -fa off --host 127.0.0.1 --port {port}".split()
     command = [str(engine / "build" / "bin" / "llama-server"), *options, *settings]
-    child, log = started(command, held, stdin=subprocess.DEVNULL, stdout=subprocess.DEVNULL)
+    child, log = started(command, held, stdin=subprocess.DEVNULL)
     last = time.monotonic() + PATIENCE
     while True:
         if child.poll() is not None or time.monotonic() > last:
