@@ -6,7 +6,6 @@ import json
 from pathlib import Path
 from typing import Any
 
-import pytest
 from draftsmith.data.conversations import (
     Conversation,
     CorpusReport,
@@ -25,24 +24,7 @@ def _roles(*pairs: tuple[str, Any]) -> dict[str, Any]:
     return {"messages": [{"role": role, "content": text} for role, text in pairs]}
 
 
-def _read(source: str) -> tuple[list[tuple[tuple[str, str], ...]], CorpusReport]:
-    report = CorpusReport()
-    turns = [tuple((t.role, t.text) for t in c.turns) for c in read_conversations(source, report=report)]
-    assert report.rows == report.kept + sum(report.dropped.values())
-    assert report.kept == len(turns)
-    return turns, report
-
-
 HELLO = (("user", "hello"), ("assistant", "hi"))
-
-
-def test_a_folder_is_its_files_in_sorted_order(tmp_path: Path) -> None:
-    _jsonl(tmp_path / "b.jsonl", {"prompt": "3", "response": "x"})
-    _jsonl(tmp_path / "a.jsonl", {"prompt": "1", "response": "x"}, {"prompt": "2", "response": "x"})
-    (tmp_path / "notes.txt").write_text("not data")
-    found = list(read_conversations(str(tmp_path)))
-    assert [c.turns[0].text for c in found] == ["1", "2", "3"]
-    assert len({c.id for c in found}) == 3
 
 
 def test_a_row_keeps_its_number_in_every_form_and_shard(tmp_path: Path) -> None:
@@ -73,17 +55,3 @@ def test_written_conversations_read_back_equal(tmp_path: Path) -> None:
     path = tmp_path / "new" / "out.jsonl"
     assert write_conversations(conversations, path) == 2
     assert list(read_conversations(str(path))) == conversations
-
-
-def test_an_interrupted_write_leaves_the_old_file(tmp_path: Path) -> None:
-    path = tmp_path / "out.jsonl"
-    path.write_text("old")
-
-    def broken() -> Any:
-        yield Conversation("a", (Turn("user", "q"), Turn("assistant", "a")))
-        raise KeyboardInterrupt
-
-    with pytest.raises(KeyboardInterrupt):
-        write_conversations(broken(), path)
-    assert path.read_text() == "old"
-    assert [p.name for p in tmp_path.iterdir()] == ["out.jsonl"]

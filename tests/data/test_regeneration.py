@@ -5,16 +5,14 @@ from __future__ import annotations
 import asyncio
 import json
 import random
-import signal
 import subprocess
 import sys
-import time
 from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
 import pytest
-from draftsmith.data.conversations import Conversation, Turn, write_conversations
+from draftsmith.data.conversations import Conversation, Turn
 from draftsmith.data.regeneration import (
     Answer,
     Answerer,
@@ -77,24 +75,6 @@ def test_answers_are_replaced_and_the_questions_stay(tmp_path: Path) -> None:
         ("c", [("system", "be kind"), ("user", "four"), ("assistant", "be kind / four")]),
     ]  # fmt: skip
     assert rows(out)[0]["finish"] == ["stop", "stop"]
-
-
-def test_what_is_finished_is_not_asked_again(tmp_path: Path) -> None:
-    asked: list[str] = []
-
-    def remember(question: Question) -> Answer:
-        asked.append(question.turns[-1].text)
-        return echo(question)
-
-    out = tmp_path / "out.jsonl"
-    talks = [conversation(str(number), f"question {number}") for number in range(5)]
-    run(out, talks[:3], remember)
-    before = out.read_bytes()
-    told: list[int] = []
-    report = run(out, talks, remember, progress=told.append)
-    assert asked == [f"question {number}" for number in range(5)]
-    assert out.read_bytes().startswith(before)
-    assert (report.written, told) == (2, [1, 2])
 
 
 def test_identical_rows_are_as_many_as_in_the_source(tmp_path: Path) -> None:
@@ -168,22 +148,6 @@ def test_empty_answers_and_lasting_failures_leave_the_exchanges_before_them(tmp_
     failed = {row["id"]: row["error"] for row in errors(out)}
     assert failed == {"c": "answer 1: 600 tokens, and 512 fit", "d": "nothing is asked in it"}
     assert report.failed == 2
-
-
-def test_failures_are_written_down_and_tried_again(tmp_path: Path) -> None:
-    out = tmp_path / "out.jsonl"
-    talks = [conversation("a", "one", "two"), conversation("b", "three")]
-
-    def broken(question: Question) -> Outcome:
-        return Failure("server on fire") if question.turns[-1].text == "two" else echo(question)
-
-    assert run(out, talks, broken).failed == 1
-    assert run(out, talks, broken).failed == 1
-    assert [(row["id"], row["error"]) for row in errors(out)] == [("a", "server on fire")] * 2
-    report = run(out, talks)
-    assert (report.written, report.failed) == (1, 0)
-    assert sorted(row["id"] for row in rows(out)) == ["a", "b"]
-    assert len(errors(out)) == 2
 
 
 def test_a_torn_last_line_is_cut_off_wherever_it_was_torn(tmp_path: Path) -> None:
@@ -267,41 +231,6 @@ def test_batches_hold_conversations_of_similar_length(tmp_path: Path) -> None:
     assert all(len(set(batch)) == 1 for batch in batches)
 
 
-def test_told_to_stop_it_abandons_what_is_under_way_and_keeps_what_is_complete(tmp_path: Path) -> None:
-    out, stop = tmp_path / "out.jsonl", False
-
-    async def answer(questions: Sequence[Question]) -> list[Outcome]:
-        nonlocal stop
-        if questions[0].turns[-1].text == "never":
-            stop = True
-            await asyncio.sleep(3600)
-        return [echo(question) for question in questions]
-
-    talks = [conversation("a", "one"), conversation("b", "two", "never"), conversation("c", "three")]
-    with Store(out, SETTINGS) as store:
-        report = asyncio.run(regenerate(talks, store, answer, concurrency=2, stopping=lambda: stop))
-    assert report.failed == 0
-    assert {row["id"] for row in rows(out)} <= {"a", "c"}
-    assert report.written == len(rows(out)) >= 1
-    run(out, talks)
-    assert sorted(row["id"] for row in rows(out)) == ["a", "b", "c"]
-
-
-def test_what_an_answerer_raises_ends_the_run_after_what_was_complete(tmp_path: Path) -> None:
-    out = tmp_path / "out.jsonl"
-
-    async def answer(questions: Sequence[Question]) -> list[Outcome]:
-        if questions[0].turns[-1].text == "stop":
-            raise ConnectionError("the server has gone")
-        return [echo(question) for question in questions]
-
-    talks = [conversation("a", "one"), conversation("b", "stop"), conversation("c", "two")]
-    with Store(out, SETTINGS) as store, pytest.raises(ConnectionError, match="has gone"):
-        asyncio.run(regenerate(talks, store, answer))
-    assert [row["id"] for row in rows(out)] == ["a"]
-    assert not out.with_name("out.jsonl.errors.jsonl").exists()
-
-
 FULL_DISK = """
 import resource, sys
 from draftsmith.data.conversations import Turn
@@ -324,55 +253,3 @@ def test_a_line_for_which_there_is_no_room_leaves_nothing_behind(tmp_path: Path)
     script = [sys.executable, "-c", FULL_DISK, str(out)]
     assert subprocess.run(script, capture_output=True, text=True, check=True).stdout == "File too large\n"
     assert [row["id"] for row in rows(out)] == ["a", "c"]
-
-
-WORK = """
-import asyncio, hashlib, sys
-from draftsmith.data.sources.reading import read_conversations
-from draftsmith.data.regeneration import Answer, Store, regenerate
-
-async def answer(questions):
-    await asyncio.sleep(0.002)
-    said = [repr((question.turns, question.seed)) for question in questions]
-    return [Answer(hashlib.sha256(text.encode()).hexdigest()) for text in said]
-
-with Store(sys.argv[2], {"target": "hash"}) as store:
-    batch, concurrency = int(sys.argv[3]), int(sys.argv[4])
-    asyncio.run(regenerate(read_conversations(sys.argv[1]), store, answer, batch=batch, concurrency=concurrency))
-"""
-
-
-def start_work(source: Path, out: Path, batch: int, concurrency: int) -> subprocess.Popen[bytes]:
-    arguments = [str(source), str(out), str(batch), str(concurrency)]
-    return subprocess.Popen([sys.executable, "-c", WORK, *arguments])
-
-
-@pytest.mark.slow
-def test_killed_three_times_it_ends_with_what_an_undisturbed_run_gives(tmp_path: Path) -> None:
-    batch, concurrency = 2, 3
-    rng = random.Random(batch)
-    talks = [conversation(f"row{n}", *(f"question {n}.{i}" for i in range(rng.randint(1, 4)))) for n in range(600)]
-    source = tmp_path / "source.jsonl"
-    write_conversations([*talks, *rng.sample(talks, 100)], source)  # duplicates
-    assert start_work(source, tmp_path / "whole.jsonl", batch, concurrency).wait(60) == 0
-    whole, out = (tmp_path / "whole.jsonl").read_bytes(), tmp_path / "killed.jsonl"
-
-    for _ in range(3):
-        size = out.stat().st_size if out.exists() else 0
-        goal = size + rng.randint(1, len(whole) // 8)
-        process = start_work(source, out, batch, concurrency)
-        deadline = time.monotonic() + 30
-        while not (out.exists() and out.stat().st_size >= goal):
-            assert process.poll() is None, "it must be killed at work"
-            assert time.monotonic() < deadline
-            time.sleep(0.0005)
-        process.send_signal(signal.SIGKILL)
-        assert process.wait(10) == -signal.SIGKILL
-    assert out.stat().st_size < len(whole), "there must be something left to do"
-    assert start_work(source, out, batch, concurrency).wait(60) == 0
-
-    assert sorted(out.read_bytes().splitlines()) == sorted(whole.splitlines())
-    assert len({row["key"] for row in rows(out)}) == len(rows(out)) == 700
-    again = out.read_bytes()
-    assert start_work(source, out, batch, concurrency).wait(60) == 0
-    assert out.read_bytes() == again

@@ -16,7 +16,6 @@ from draftsmith.checkpoints.table.file import write_table
 from draftsmith.checkpoints.table.table import TABLE_FILE, BigramTable
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
-from safetensors.torch import load_file
 from scipy.sparse import csr_matrix
 
 VOCAB = 11
@@ -61,29 +60,6 @@ def test_counts_are_those_of_a_counter(documents: list[list[int]], at_a_time: in
     assert table.pairs == pairs.sum()
 
 
-@settings(deadline=None)
-@given(first=DOCUMENTS, second=DOCUMENTS)
-def test_merging_is_counting_both(first: list[list[int]], second: list[list[int]]) -> None:
-    merged = BigramTable.merge(*(BigramTable.from_documents(arrays(side), VOCAB) for side in (first, second)))
-    together = BigramTable.from_documents(arrays(first + second), VOCAB)
-    for name in NAMES:
-        assert torch.equal(getattr(merged, name), getattr(together, name)), name
-
-
-@settings(deadline=None)
-@given(documents=DOCUMENTS, unseen=st.sampled_from([0.0, 0.01, 2.0]))
-def test_correlation_is_equation_5(documents: list[list[int]], unseen: float) -> None:
-    table = BigramTable.from_documents(arrays(documents), VOCAB)
-    counts = reference(documents)[0].astype(np.float64)
-    with np.errstate(divide="ignore", invalid="ignore"):
-        p = counts / counts.sum()
-        wanted = np.log(np.where(counts > 0, p / (p.sum(1, keepdims=True) * p.sum(0, keepdims=True)), unseen))
-    tokens = torch.arange(VOCAB)
-    found = table.log_correlation(tokens[:, None], tokens, unseen)
-    assert found.dtype == torch.float32
-    np.testing.assert_allclose(found, wanted, rtol=1e-5, atol=1e-6)
-
-
 def test_correlation_broadcasts_over_any_shapes() -> None:
     table = random_table()
     left, right = torch.randint(VOCAB, (3, 1, 4, 1)), torch.randint(VOCAB, (2, 1, 5))
@@ -99,25 +75,6 @@ def test_the_mean_of_r_under_the_marginals_is_one() -> None:
     r = table.log_correlation(tokens[:, None], tokens, 0.0).exp().double()
     left, right = table.left_counts() / table.pairs, table.right_counts() / table.pairs
     assert float(left.double() @ r @ right.double()) == pytest.approx(1.0, abs=1e-5)
-
-
-@pytest.mark.gpu
-@pytest.mark.skipif(not torch.cuda.is_available(), reason="no CUDA device")
-def test_a_table_on_a_gpu_says_the_same() -> None:
-    table, tokens = random_table(length=60), torch.arange(VOCAB)
-    moved = table.to("cuda")
-    found = moved.log_correlation(tokens.cuda()[:, None], tokens.cuda(), 0.01)
-    assert torch.equal(found.cpu(), table.log_correlation(tokens[:, None], tokens, 0.01))
-
-
-def test_saving_and_loading(tmp_path: Path) -> None:
-    table = random_table()
-    table.save(tmp_path)
-    loaded = BigramTable.load(tmp_path)
-    for name in NAMES:
-        assert torch.equal(getattr(loaded, name), getattr(table, name)), name
-    assert load_file(tmp_path / TABLE_FILE)["row_ptr"].dtype == torch.int64
-    assert loaded.vocab_size == VOCAB
 
 
 def test_a_file_cut_off_anywhere_is_refused(tmp_path: Path) -> None:

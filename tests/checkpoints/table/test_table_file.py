@@ -84,13 +84,6 @@ def test_a_count_too_large_is_refused_and_nothing_is_left(tmp_path: Path, part: 
     assert list(tmp_path.iterdir()) == [path]
 
 
-def test_parts_that_do_not_ascend_are_a_mistake(tmp_path: Path) -> None:
-    part = (np.array([1, 4], dtype=np.uint32), np.array([1, 1]))
-    with pytest.raises(AssertionError, match="must ascend"):
-        write_table(tmp_path / "table", 3, [part, part], np.zeros(3, dtype=np.int64))
-    assert list(tmp_path.iterdir()) == []
-
-
 LIMITED = """
 import resource, sys
 import numpy as np

@@ -9,9 +9,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 import torch
-from draftsmith.checkpoints.table.file import write_table
 from draftsmith.checkpoints.table.table import TABLE_FILE, BigramTable, merged_runs
-from draftsmith.data.tokenizers import train_bpe
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
@@ -104,19 +102,6 @@ def test_a_size_in_megabytes_is_never_exceeded(tmp_path: Path, share: float) -> 
     assert (small.entries == table.entries) == (share == 2.0)
 
 
-def test_conditions_combine() -> None:
-    table = zipf(20_000, 200)
-    one = table.pruned(min_count=3, top=20, megabytes=0.0105)
-    two = table.pruned(min_count=3, top=20)
-    assert one.pruning is not None
-    assert two.pruning is not None
-    assert one.pruning["threshold"] > 3 == two.pruning["threshold"]
-    threshold = one.pruning["threshold"]
-    assert entries(one) == {pair: n for pair, n in entries(two).items() if n >= threshold}
-    assert 0 < one.mass < two.mass < table.mass == 1
-    assert [one.pruning[name] for name in ("min_count", "top", "megabytes")] == [3, 20, 0.0105]
-
-
 def test_pruned_tables_come_back_from_their_file(tmp_path: Path) -> None:
     small = zipf(5000, 120).pruned(min_count=2, top=9)
     small.save(tmp_path)
@@ -142,16 +127,6 @@ def test_streamed_merging_gives_the_file_of_the_whole(parts: list[list[list[int]
     assert {
         divmod(int(key), VOCAB): int(n) for key, n in zip(keys, (n for _, ns in runs for n in ns), strict=True)
     } == (entries(whole))
-
-
-def test_streamed_merging_of_loaded_tables_writes_the_same_bytes(tmp_path: Path) -> None:
-    for number in range(3):
-        zipf(4000, 300, number).save(tmp_path / str(number))
-    tables = [BigramTable.load(tmp_path / str(number)) for number in range(3)]
-    unigram_V = sum(table.unigram for table in tables).numpy()
-    write_table(tmp_path / "streamed" / TABLE_FILE, 300, merged_runs(tables, 500), unigram_V)
-    BigramTable.merge(*tables).save(tmp_path / "whole")
-    assert (tmp_path / "streamed" / TABLE_FILE).read_bytes() == (tmp_path / "whole" / TABLE_FILE).read_bytes()
 
 
 def test_a_report_counts_what_there_is(tmp_path: Path) -> None:
@@ -189,13 +164,3 @@ def test_a_report_names_the_most_extreme_correlations() -> None:
         pair = entry["left"], entry["right"]
         assert entry["count"] == counts[pair]
         assert entry["r"] == pytest.approx(entry["count"] / expected[pair], rel=1e-4)
-
-
-def test_a_report_with_a_tokenizer_gives_texts() -> None:
-    tokenizer = train_bpe(["the cat sat on the mat"] * 5, 270, ("<pad>", "</s>"))
-    cat, mat = (tokenizer.encode(text, add_special_tokens=False)[-1] for text in ("cat", "mat"))
-    table = counted([[cat, mat]] * 12 + [[299, cat]] * 30 + [[cat, 299]] * 30, 300)  # 299 is padding of an embedding
-    found = {(e["left"], e["right"]): e["texts"] for e in table.report(tokenizer)["highest_r"]}
-    assert found[cat, mat] == tokenizer.convert_ids_to_tokens([cat, mat])
-    assert found[299, cat] == ["", tokenizer.convert_ids_to_tokens(cat)]
-    assert counted([]).report(tokenizer)["highest_r"] == []

@@ -124,20 +124,6 @@ def test_the_manifest_adds_up(many: list[Conversation], bpe: Any, prepared: Prep
     prepared.verify()
 
 
-def test_preparing_twice_gives_the_same_bytes(many: list[Conversation], bpe: Any, tmp_path: Path) -> None:
-    first = prepare(many, bpe, CHATML, BLOCK, tmp_path / "a", source={})
-    second = prepare(iter(many), bpe, CHATML, BLOCK, tmp_path / "b", source={})
-    assert first.manifest == second.manifest
-
-
-def test_prepared_data_is_replaced_and_other_files_are_not(
-    many: list[Conversation], bpe: Any, prepared: PreparedData, tmp_path: Path
-) -> None:
-    again = prepare(many[:3], bpe, CHATML, BLOCK, prepared.directory, source={})
-    assert again.manifest["rows"] == 3
-    assert [path.name for path in tmp_path.iterdir()] == ["prepared"], "nothing temporary stays behind"
-
-
 def test_an_interruption_leaves_what_was_there(
     many: list[Conversation], bpe: Any, prepared: PreparedData, tmp_path: Path
 ) -> None:
@@ -148,16 +134,6 @@ def test_an_interruption_leaves_what_was_there(
             prepare(many[:3], bpe, CHATML, BLOCK, prepared.directory, source={})
     assert PreparedData.load(prepared.directory).manifest == before
     assert [path.name for path in tmp_path.iterdir()] == ["prepared"]
-
-
-def test_progress_ends_at_the_totals(many: list[Conversation], bpe: Any, tmp_path: Path) -> None:
-    calls: list[tuple[int, int]] = []
-    data = prepare(
-        many * 20, bpe, CHATML, BLOCK, tmp_path / "p", source={}, progress=lambda *numbers: calls.append(numbers)
-    )
-    assert calls == sorted(calls)
-    assert len(calls) > 2
-    assert calls[-1] == (800, data.manifest["tokens"])
 
 
 def test_loading_checks_presence_shape_and_content(prepared: PreparedData) -> None:

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import subprocess
-import sys
 from collections import Counter
 from collections.abc import Iterator
 from functools import partial
@@ -175,21 +173,3 @@ def test_workers_do_not_wait_for_threads_of_their_parent(
     assert len(list(render_all(open_epoch(rows_file, 0), bpe, CHATML, BLOCK))) == ROWS  # threads have been started
     data = stream(rows_file, bpe, workers=1)
     assert data.step_batch(0, 2, 0)[1].tokens_BT.shape == (2, BLOCK)
-
-
-ENDS = """
-import sys
-from draftsmith.data.blocks.stream import StreamedData
-from draftsmith.data.rendering.templates import get_template
-from draftsmith.data.sources.reading import read_conversations
-from draftsmith.data.tokenizers import train_bpe
-
-tokenizer = train_bpe(["question answer"], 260, ("<a>", "<|im_start|>", "<|im_end|>"))
-data = StreamedData(lambda epoch: read_conversations(sys.argv[1]), tokenizer, get_template("chatml"), 64, workers=1,
-                    identity={})
-data.step_batch(0, 2, 0)
-"""
-
-
-def test_a_process_that_still_holds_a_stream_ends(rows_file: Path) -> None:
-    subprocess.run([sys.executable, "-c", ENDS, str(rows_file)], check=True, timeout=120)

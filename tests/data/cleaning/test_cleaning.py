@@ -3,11 +3,8 @@
 from __future__ import annotations
 
 import json
-import sys
-import tracemalloc
 from dataclasses import asdict
 from itertools import pairwise
-from pathlib import Path
 from typing import Any
 
 import pytest
@@ -48,16 +45,12 @@ def clean_one(pairs: Pairs, **options: Any) -> tuple[Pairs | None, dict[str, int
 
 CUT = [
     ({}, [("assistant", "x"), *HELLO], HELLO, "leading assistant turns cut"),
-    ({}, [("assistant", "x"), ("assistant", "y"), *HELLO], HELLO, "leading assistant turns cut"),
     ({}, [("system", "s"), ("assistant", "x"), *HELLO], [("system", "s"), *HELLO], "leading assistant turns cut"),
     ({}, [*HELLO, ("user", "bye"), ("user", "bye?")], HELLO, "trailing user turns cut"),
-    ({}, [*HELLO, ("user", " \n"), ("assistant", "lost")], HELLO, "empty messages cut"),
     ({}, [("user", "lost"), ("assistant", None), *HELLO], HELLO, "empty messages cut"),
     ({}, [("user", ""), *HELLO], HELLO, "empty messages cut"),
-    ({}, [HELLO[0], ("assistant", ""), ("assistant", None), HELLO[1]], HELLO, "empty messages cut"),
     ({}, [("user", "a"), ("assistant", ""), ("user", ""), ("assistant", "b"), ("user", ""), *HELLO], HELLO,
      "empty messages cut"),
-    ({}, [("system", ""), *HELLO], HELLO, "empty messages cut"),
     ({}, [("system", ""), ("system", "s"), *HELLO], [("system", "s"), *HELLO], "empty messages cut"),
     ({}, [("user", "smile \ud83d"), HELLO[1]], [("user", "smile \ufffd"), HELLO[1]], "broken characters replaced"),
     ({"non_alternating": "merge"}, [("user", "a"), ("user", "b"), ("assistant", "c")],
@@ -84,31 +77,22 @@ DROPPED = [
     ({"leading_assistant": "drop"}, [("assistant", "x"), *HELLO], "leading assistant turns"),
     ({"trailing_user": "drop"}, [*HELLO, ("user", "bye")], "trailing user turns"),
     ({"empty": "drop"}, [*HELLO, ("user", ""), ("assistant", "x")], "empty messages"),
-    ({"empty": "drop"}, [("user", ""), *HELLO], "empty messages"),
     ({"empty": "drop"}, [("system", " "), *HELLO], "empty messages"),
     ({}, [("user", "a"), ("user", "b"), ("assistant", "c")], "roles do not alternate"),
     ({"non_alternating": "merge"}, [*HELLO, ("system", "s"), *MORE], "roles do not alternate"),
-    ({}, [("user", "a"), ("assistant", ""), ("user", ""), ("assistant", "b"), ("assistant", "c")],
-     "roles do not alternate"),
     ({}, [("user", "a"), ("assistant", ""), ("user", ""), ("assistant", "b")], "no whole exchange"),
-    ({}, [("system", "s")], "no whole exchange"),
     ({}, [], "no whole exchange"),
     ({"unknown_roles": "cut"}, [("user", "a"), ("tool", "b"), ("assistant", "c")], "no whole exchange"),
     ({}, [*HELLO, ("tool", "t")], "unmapped role"),
     ({}, [*HELLO, (["user"], "t")], "unmapped role"),
-    ({}, [("text", "a"), ("text", "b")], "unmapped role"),
     ({}, [("user", [{"type": "image"}]), HELLO[1]], "content is not text"),
-    ({}, [("text", 3)], "content is not text"),
-    ({}, [("text", " ")], "empty"),
     ({}, [("text", None)], "empty"),
     ({"html": "drop"}, [("user", "what is <br>this"), HELLO[1]], "HTML"),
     ({"html": "markdown"}, [("user", "<div>" * 5000 + "x"), HELLO[1]], "HTML nested too deep"),
-    ({"html": "markdown"}, [("user", "<p></p>"), HELLO[1]], "no whole exchange"),
     ({"drop_blocked": True}, [HELLO[0], ("assistant", "!Too many requests in 1 hour. Try again later.")],
      "blocked answer"),
     ({"min_exchanges": 2}, [("system", "s"), *HELLO], "too few exchanges"),
     ({"min_characters": 3}, HELLO, "too few characters"),
-    ({"min_characters": 6}, [("text", "hello")], "too few characters"),
 ]  # fmt: skip
 
 
@@ -157,16 +141,6 @@ def test_reports_of_two_workers_add_up() -> None:
     first.merge(second)
     assert first == whole
     assert json.loads(json.dumps(first.as_dict())) == whole.as_dict()
-    assert whole.as_dict() == {
-        "rows": 5,
-        "kept": 3,
-        "dropped": {"no whole exchange": 1, "unmapped role": 1},
-        "changed": {"empty messages cut": 1, "leading assistant turns cut": 1},
-        "unmapped_roles": {"tool": 1},
-        "exchanges": 4,
-        "exchanges_kept": 3,
-        "exchanges_lost": {"empty messages cut": 1},
-    }
 
 
 def test_duplicates_are_those_of_conversations_that_were_kept() -> None:
@@ -186,19 +160,6 @@ def test_duplicates_are_those_of_conversations_that_were_kept() -> None:
     assert report.dropped == {"too few exchanges": 1}, "the first was not kept, so the second is no duplicate"
     texts: list[Pairs] = [[("text", "a")], [("text", "a")], [("text", "b")]]
     assert clean_all(texts, duplicates=["first-exchange"])[1].dropped == {"duplicate first exchange": 1}
-
-
-def test_a_million_rows_of_both_kinds_would_fit_in_150_megabytes() -> None:
-    cleaner = Cleaner(Cleaning(duplicates=("id", "first-exchange")), CorpusReport())
-    rows = 1_000_000 // 32  # a set doubles its table: here it is as full as it would be of a million rows
-    tracemalloc.start()
-    before, _ = tracemalloc.get_traced_memory()
-    for i in range(rows):
-        cleaner(Dialogue(str(i), (("user", f"question {i}"), ("assistant", "answer")), "here"))
-    held = tracemalloc.get_traced_memory()[0] - before
-    tracemalloc.stop()
-    assert cleaner.report.kept == rows
-    assert 0 < held / rows < 150
 
 
 SPOKEN: dict[str, Pairs] = {
@@ -221,23 +182,6 @@ def test_languages_are_kept_or_dropped_by_code() -> None:
     assert clean_one([("system", "You are a helpful assistant. " * 40), *answered], languages=["de"])[1] == {}
     with pytest.raises(ValueError, match=r"'eng'.*'en'.*und"):
         Cleaner(Cleaning(languages=("de", "eng")), CorpusReport())
-
-
-@pytest.mark.parametrize(
-    ("package", "options", "message"),
-    [
-        ("markdownify", {"html": "markdown"}, r"markdownify: pip install 'draftsmith\[clean\]'"),
-        ("py3langid", {"languages": ["en"]}, r"py3langid: pip install 'draftsmith\[clean\]'"),
-    ],
-)
-def test_a_missing_package_is_named_with_how_to_get_it(
-    package: str, options: dict[str, Any], message: str, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    for name in [name for name in sys.modules if name.partition(".")[0] == package]:
-        monkeypatch.delitem(sys.modules, name)
-    monkeypatch.setitem(sys.modules, package, None)
-    with pytest.raises(ValueError, match=message):
-        clean_one([("user", "<p>x</p>"), HELLO[1]], **options)
 
 
 LONG = "Compose an engaging travel blog post about a recent trip to Hawaii, highlighting cultural experiences."
@@ -346,21 +290,3 @@ def test_well_formed_exchanges_are_never_lost(said: list[tuple[str, str]], syste
     assert clean_one(around, unknown_roles="cut" if cut else "drop")[0] == exchanges
     if cut:
         assert clean_one([*exchanges, ("tool", "t"), *exchanges], unknown_roles="cut")[0] == [*exchanges, *exchanges]
-
-
-@pytest.fixture
-def sharegpt(shared_data: Path) -> list[Pairs]:
-    rows = json.loads((shared_data / "sharegpt" / "sharegpt_v3_sample_800.json").read_text(encoding="utf-8"))
-    return [[(message["from"], message["value"]) for message in row["conversations"]] for row in rows]
-
-
-@pytest.mark.shared
-def test_real_sharegpt_has_the_known_defects(sharegpt: list[Pairs]) -> None:
-    kept, report = clean_all(sharegpt)
-    assert report.kept == 792  # 99 %, as of the 1,000 first rows of the whole set
-    assert report.dropped == {"no whole exchange": 8}
-    assert report.changed == {"leading assistant turns cut": 269, "empty messages cut": 2}
-    assert (report.exchanges, report.exchanges_kept) == (2862, 2861)
-    for one in kept:
-        if one is not None:
-            assert_well_formed(one)

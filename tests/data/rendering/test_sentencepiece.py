@@ -128,10 +128,3 @@ def test_sentencepieces_own_encoder_gives_the_same_ids(
         assert one[1].tolist() == other[1].tolist()
     if not with_added_token and "add_prefix_space" not in (folder / "tokenizer_config.json").read_text():
         assert fast._pieces is not None, "or nothing was compared"
-
-
-def test_saving_keeps_the_ids(folder: Path, tmp_path: Path) -> None:
-    tokenizer = load_tokenizer(str(folder))
-    tokenizer.save_pretrained(tmp_path / "saved")
-    again = load_tokenizer(str(tmp_path / "saved"))
-    assert again(CODE).input_ids == tokenizer(CODE).input_ids

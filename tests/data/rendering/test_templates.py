@@ -106,7 +106,7 @@ def test_vicuna_says_exactly_its_text(tokenizer: Any) -> None:
     assert VICUNA_SYSTEM.startswith("A chat between a curious user and an artificial intelligence assistant. The")
 
 
-@pytest.mark.parametrize("share", [0.4, 0.55, 0.99])
+@pytest.mark.parametrize("share", [0.4, 0.99])
 def test_long_conversations_split_between_exchanges(
     chats: list[Conversation], template: Template, tokenizer: Any, share: float
 ) -> None:
@@ -135,39 +135,23 @@ def test_long_conversations_split_between_exchanges(
 
 
 @pytest.mark.parametrize("with_system", [False, True])
-def test_of_an_exchange_too_long_question_and_answer_keep_what_fits(
+def test_a_question_and_an_answer_too_long_share_what_there_is(
     template: Template, tokenizer: Any, with_system: bool
 ) -> None:
     system = (Turn("system", "s"),) if with_system else ()
     limit = len(render(Conversation("short", (*system, *HELLO.turns)), template, tokenizer).ids) + 60
-    letters = [f"{i} " for i in range(200)]
-
-    def cut(question: str, answer: str) -> tuple[Rendered, str, str]:
-        report = RenderReport()
-        chat = Conversation("a", (*system, Turn("user", question), Turn("assistant", answer)))
-        (document,) = render_all([chat], tokenizer, template, limit, report=report)
-        assert limit - 1 <= len(document.ids) <= limit
-        found = report.questions_cut, report.answers_cut
-        assert found == (document.question_cut, document.answer_cut)
-        (start, end) = document.spans[0]
-        return document, tokenizer.decode(document.ids[:start]), tokenizer.decode(document.ids[start:end])
-
-    long, opening = "".join(letters), render_prompt((*system, Turn("user", "")), template, tokenizer)
-    document, asked, answered = cut("the question", long)
-    assert (document.question_cut, document.answer_cut) == (False, True)
-    assert "the question" in asked
-    assert long.startswith(answered.strip())
-    document, asked, answered = cut(long, "the answer")
-    assert (document.question_cut, document.answer_cut) == (True, False)
-    assert "198 199" in asked
-    assert " 9 10" not in asked
-    assert "the answer" in answered
-    assert _filled(template.end, tokenizer) in answered
-    document, asked, answered = cut(long, long)
+    long = "".join(f"{i} " for i in range(200))
+    opening = render_prompt((*system, Turn("user", "")), template, tokenizer)
+    report = RenderReport()
+    chat = Conversation("a", (*system, Turn("user", long), Turn("assistant", long)))
+    (document,) = render_all([chat], tokenizer, template, limit, report=report)
+    assert limit - 1 <= len(document.ids) <= limit
     assert (document.question_cut, document.answer_cut) == (True, True)
-    assert "198 199" in asked
-    assert long.startswith(answered.strip())
-    assert abs(document.spans[0][0] - len(opening) - (limit - document.spans[0][0])) < 25, "about half"
+    assert (report.questions_cut, report.answers_cut) == (1, 1)
+    ((start, end),) = document.spans
+    assert "198 199" in tokenizer.decode(document.ids[:start])
+    assert long.startswith(tokenizer.decode(document.ids[start:end]).strip())
+    assert abs(start - len(opening) - (limit - start)) < 25, "about half"
     begin = template.start if not with_system or template.system is None else "s".join(template.system)
     begin = begin.replace("{bos}", tokenizer.bos_token).strip(" ")
     text = tokenizer.decode(document.ids).replace(" ", "")  # decoders put spaces around special tokens
@@ -230,12 +214,8 @@ def test_last_turn_only_trains_on_the_last_answer(
     assert report.context_only == report.exchanges - len(chats) > 0
 
 
-def test_bare_text_is_learned_whole_by_the_plain_template_alone(template: Template, tokenizer: Any) -> None:
-    text = Conversation("text", (Turn("assistant", "the hello " * 30),))
-    if template.name != "plain":
-        with pytest.raises(ValueError, match="bare text needs the template plain"):
-            render(text, template, tokenizer)
-        return
+def test_bare_text_is_learned_whole(tokenizer: Any) -> None:
+    template, text = get_template("plain"), Conversation("text", (Turn("assistant", "the hello " * 30),))
     whole = render(text, template, tokenizer)
     bos = len(whole.ids) - (whole.spans[0][1] - whole.spans[0][0])
     assert whole.spans == [(bos, len(whole.ids))]

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import sys
 from collections import Counter
 from contextlib import suppress
 from pathlib import Path
@@ -14,7 +13,7 @@ from draftsmith.data.cleaning.options import Cleaning
 from draftsmith.data.conversations import CorpusReport, Turn
 from draftsmith.data.sources.files import Row
 from draftsmith.data.sources.reading import open_dialogues, read_conversations, read_prompts
-from draftsmith.data.sources.registry import CORPORA, Corpus, documentation_rows, find_corpus
+from draftsmith.data.sources.registry import CORPORA, Corpus, documentation_rows
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
@@ -24,21 +23,6 @@ CHAT = {"conversations": [{"from": "human", "value": "hello"}, {"from": "gpt", "
 def jsonl(path: Path, *rows: Any) -> str:
     path.write_text("".join(json.dumps(row) + "\n" for row in rows), encoding="utf-8")
     return str(path)
-
-
-@pytest.mark.parametrize("corpus", CORPORA.values(), ids=CORPORA)
-def test_every_entry_says_where_it_lies_and_on_what_terms(corpus: Corpus) -> None:
-    assert corpus.name == corpus.name.lower()
-    assert corpus.hub or "://" in (corpus.file or "") or corpus.rows
-    assert corpus.licence
-    assert ("unverified" in corpus.licence) <= ("unverified" in corpus.note)
-    assert corpus.columns
-    assert corpus.use in ("train", "evaluate")
-    assert corpus.split
-    assert len(set(corpus.groups)) == len(corpus.groups)
-    assert find_corpus(corpus.name) is corpus
-    assert find_corpus(corpus.name.upper().replace("-", "_")) is corpus
-    assert corpus.hub is None or find_corpus(corpus.hub).hub == corpus.hub  # type: ignore[union-attr]
 
 
 PAIR = {"translation": {"de": "Guten Tag", "en": "Good day"}}
@@ -162,21 +146,6 @@ def test_prompts_of_conversations(tmp_path: Path) -> None:
     assert skipped == {"no question": 2}
 
 
-def test_prompts_by_group(tmp_path: Path) -> None:
-    categories = ["writing", "rag", "math", "qa", "rag"]
-    rows = [{"category": category, "turns": [str(i)]} for i, category in enumerate(categories)]
-    path = jsonl(tmp_path / "question.jsonl", *rows)
-
-    def asked(**options: Any) -> list[str]:
-        return [prompt.turns[0].text for prompt in read_prompts("spec-bench", path=path, **options)]
-
-    assert asked() == ["0", "1", "2", "3", "4"]
-    assert asked(limit=2) == ["0", "1"]
-    assert asked(limit=0) == []
-    assert asked(groups=["mt_bench"]) == ["0", "2"]
-    assert asked(groups=["rag", "qa"], limit=2) == ["1", "3"]
-
-
 def test_the_documentation_of_installed_packages() -> None:
     train = list(documentation_rows("train", ["packaging"], 0.3))
     heldout = list(documentation_rows("heldout", ["packaging"], 0.3))
@@ -236,20 +205,6 @@ def test_an_unreachable_hub_is_one_error_with_its_cause(source: str, monkeypatch
         next(read_conversations(source))
 
 
-def test_without_datasets_the_hub_says_what_to_install(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setitem(sys.modules, "datasets", None)
-    with pytest.raises(ValueError, match=r"ybisk/piqa.*pip install 'draftsmith\[train\]'"):
-        next(open_dialogues("piqa"))
-
-
-def test_a_split_that_is_not_there_is_named(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    datasets = pytest.importorskip("datasets")
-    monkeypatch.setattr(datasets.config, "HF_DATASETS_CACHE", str(tmp_path / "cache"))
-    file = Path(jsonl(tmp_path / "question.jsonl", {"turns": ["a"]})).as_uri()
-    with pytest.raises(ValueError, match=r"question\.jsonl.*test"):
-        next(open_dialogues("spec-bench", file=file, split="test"))
-
-
 @pytest.mark.parametrize("streaming", [False, True])
 def test_a_file_with_an_address_is_read_from_there(
     streaming: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
@@ -285,14 +240,3 @@ def test_real_copies_stand_in(shared_data: Path, name: str, path: str, prompts: 
         assert set(groups) == set(CORPORA[name].groups)
     if name == "spec-bench":
         assert set(groups.values()) == {80}
-
-
-@pytest.mark.shared
-def test_every_real_file_is_in_a_known_form(shared_data: Path) -> None:
-    files = [path for pattern in ("*.json", "*.jsonl", "*.parquet") for path in shared_data.rglob(pattern)]
-    read = [path for path in files if "tokenizer" not in path.parts]
-    assert len(read) >= 20
-    for path in read:
-        forms: list[str] = []
-        assert sum(1 for _ in open_dialogues(str(path), on_form=forms.append)) >= 80, path
-        assert 1 <= len(forms) <= 2, path

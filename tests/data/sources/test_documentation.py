@@ -2,14 +2,12 @@
 
 from __future__ import annotations
 
-import inspect
 import sys
 from pathlib import Path
 from typing import Any
 
 import pytest
 from draftsmith.data.conversations import Conversation
-from draftsmith.data.sources.docstrings import parse_docstring
 from draftsmith.data.sources.documentation import documentation_conversations
 
 Corpus = tuple[list[Conversation], list[Conversation], dict[str, Any]]
@@ -125,31 +123,6 @@ def test_google_style_and_methods(corpus: Corpus) -> None:
         "- `strict`: Whether every weight has to be there. Default: `True`."
     )
     assert turns[5].text.startswith('>>> load_weights("runs/first", strict=False)\n')
-
-
-def test_returns_and_notes_are_parsed() -> None:
-    numpy = parse_docstring(inspect.cleandoc(NUMPY_STYLE))
-    google = parse_docstring(
-        inspect.cleandoc(GOOGLE_STYLE + "\nNote:\n    The folder is read twice, so keep it small.\n")
-    )
-    assert numpy is not None
-    assert google is not None
-    assert numpy.returns == "- `x` (ndarray): The solution array."
-    assert google.notes == "The folder is read twice, so keep it small."
-    assert google.returns == "A list of the names that were loaded."
-
-
-@pytest.mark.parametrize(
-    "text",
-    [
-        "",
-        "Too short.",
-        "x = [1, 2, 3]; y = {4: 5}; z = (x, y)[0][1:2]; w = x[::-1] + [6]",
-        ">>> only_an_example(1)\n" * 4,
-    ],
-)
-def test_what_is_no_prose_is_left_out(text: str) -> None:
-    assert parse_docstring(text) is None
 
 
 def test_private_objects_tests_and_broken_files_are_left_out(corpus: Corpus) -> None:

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import gzip
 import json
-import sys
 import tracemalloc
 from collections import Counter
 from collections.abc import Iterator
@@ -77,14 +76,6 @@ def test_shards_of_a_folder_see_each_row_once(name: str, tmp_path: Path) -> None
         assert len(rows) == 75
         seen += [row.number for row in rows]
     assert sorted(seen) == list(range(300))
-
-
-def test_rows_of_other_shards_are_not_even_parsed(tmp_path: Path) -> None:
-    path = tmp_path / "a.jsonl"
-    path.write_text('{"a": 1}\nbroken\n{"a": 3}\nbroken\n')
-    assert values(path, 0, 2) == [{"a": 1}, {"a": 3}]
-    with pytest.raises(ValueError, match="row 2"):
-        values(path, 1, 2)
 
 
 @pytest.mark.parametrize("name", ["a.txt", "a.txt.gz"])
@@ -229,11 +220,3 @@ def test_only_chosen_columns_are_read(tmp_path: Path) -> None:
         path = write(tmp_path / name, ROWS)
         found = values(path, columns=lambda names: [name for name in names if name == "prompt"])
         assert found == [{"prompt": row["prompt"]} for row in ROWS]
-
-
-@pytest.mark.parametrize("name", ["a.parquet", "a.arrow", "a.jsonl.zst"])
-def test_a_package_that_is_missing_is_named(name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    (tmp_path / name).write_bytes(b"")
-    monkeypatch.setitem(sys.modules, "pyarrow", None)
-    with pytest.raises(ValueError, match=r"pyarrow: pip install 'draftsmith\[train\]'"):
-        skipping(tmp_path / name)

@@ -93,10 +93,6 @@ def test_references_and_category(columns: dict[str, Any], references: tuple[str,
     assert read({"question": "q", "category": 5}).category == ""
 
 
-def test_of_several_questions_the_first_has_the_first_reference() -> None:
-    assert read({"turns": ["one?", "two?"], "reference": ["1", "2"]}).references == ("1",)
-
-
 def test_only_usable_columns_of_a_table_are_read() -> None:
     lmsys = ["conversation_id", "model", "conversation", "turn", "language", "openai_moderation", "redacted"]
     assert list(usable_columns(lmsys)) == ["conversation_id", "conversation"]

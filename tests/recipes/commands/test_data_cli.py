@@ -13,9 +13,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-import yaml
 from draftsmith.checkpoints.artifact.artifact import load_manifest
-from draftsmith.checkpoints.table.table import BigramTable
 from draftsmith.data.blocks.prepared import PreparedData
 from draftsmith.data.prompts import load_prompts
 from draftsmith.data.tokenizers import load_tokenizer
@@ -180,20 +178,6 @@ def test_two_ranks_with_two_workers_each_train_on_the_stream_of_one(
     mine, theirs = losses(tmp_path / "alone.state"), losses(tmp_path / "drafter.state")
     assert theirs == pytest.approx(mine, rel=1e-5)
     assert len(mine) == 20
-
-
-def test_a_table_is_the_same_from_a_stream(cli: Cli, corpus: Path, drafter_recipe: Path, tmp_path: Path) -> None:
-    data = yaml.safe_load(drafter_recipe.read_text())["data"]
-    recipe = {"kind": "table", "tokenizer": str(corpus / "tokenizer"), "data": data}
-    tables = []
-    for name, streaming in (("mapped", False), ("streamed", True)):
-        path = tmp_path / f"{name}.yaml"
-        path.write_text(yaml.safe_dump(recipe | {"out": str(tmp_path / name), "data": data | {"streaming": streaming}}))
-        result = cli("train", str(path))
-        assert result.returncode == 0, result.stderr
-        tables.append(BigramTable.load(tmp_path / name))
-    assert (tables[0].col == tables[1].col).all()
-    assert (tables[0].count == tables[1].count).all()
 
 
 def test_prompts_of_a_set_come_from_all_its_groups(tokenizer: Any, tmp_path: Path) -> None:

@@ -359,17 +359,6 @@ def test_what_a_server_is_sent(values: dict[str, Any], serve: Callable[..., Serv
     assert seeds[0] == seeds[1]
 
 
-def test_requests_are_so_many_at_a_time_and_a_minute(values: dict[str, Any], serve: Callable[..., Server]) -> None:
-    server = serve(lambda body: time.sleep(0.05) or echo(body))
-    run(served(values, server.url, concurrency=3))
-    assert server.most == 3
-    server.times.clear()
-    run(served(values, server.url, requests_per_minute=1200), out=values["out"].replace("out.", "slow."), limit=6)
-    assert len(server.times) > 6
-    lasted = server.times[-1] - server.times[0]
-    assert lasted > 0.8 * 0.05 * (len(server.times) - 1), "20 a second at most"
-
-
 def test_a_busy_server_is_asked_again_when_it_says(values: dict[str, Any], serve: Callable[..., Server]) -> None:
     refused: dict[str, float] = {}
     waited: list[float] = []
@@ -452,9 +441,3 @@ def test_a_server_that_goes_away_ends_the_run_and_the_next_one_goes_on(
     assert 0 < len(written) <= 6
     assert not Path(values["out"] + ".errors.jsonl").exists()
     assert run(served(values, serve(echo).url)).written == 30 - len(written)
-
-
-def test_without_the_client_it_is_said_how_to_get_it(values: dict[str, Any], monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setitem(sys.modules, "openai", None)
-    with pytest.raises(ValueError, match=r"pip install 'draftsmith\[regenerate\]'"):
-        run(served(values, "http://127.0.0.1:1/v1"))

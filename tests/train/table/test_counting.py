@@ -7,11 +7,7 @@ import json
 import random
 import resource
 import shutil
-import signal
-import subprocess
-import sys
 from collections import Counter
-from collections.abc import Callable
 from itertools import pairwise
 from pathlib import Path
 from typing import Any
@@ -21,12 +17,11 @@ import pytest
 from draftsmith.checkpoints.table.file import write_table
 from draftsmith.checkpoints.table.runs import key_dtype
 from draftsmith.train.table.counting import PairCounter
-from draftsmith.train.table.merging import Counted, counted
-from draftsmith.train.table.run_files import INDEX, open_run, write_run
+from draftsmith.train.table.merging import counted
+from draftsmith.train.table.run_files import INDEX
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-WORKER = Path(__file__).parents[1] / "counting_worker.py"
 TINY = [2e-4, 1e-3, 1e-2, 1.0]
 """Mebibytes: from some keys a buffer to more than everything."""
 
@@ -142,19 +137,6 @@ def zipf_documents(number: int, vocab_size: int, seed: int = 0) -> list[list[int
     return [(rng.zipf(1.4, size=size) % vocab_size).tolist() for size in rng.integers(0, 300, number)]
 
 
-@pytest.mark.parametrize("vocab_size", [500, 70_000])
-def test_many_spills_count_the_same(tmp_path: Path, vocab_size: int) -> None:
-    documents = zipf_documents(100, vocab_size)
-    with PairCounter(vocab_size, tmp_path / "count", 0.05) as counter:
-        for at in range(0, 100, 10):
-            counter.add(*packed(documents[at : at + 10]), at)
-        counter.spill()
-        assert counter.spilled_bytes == sum(path.stat().st_size for path in counter.folder.glob("run-*"))
-    assert len(list((tmp_path / "count").glob("run-*"))) > 4
-    wanted = brute_table(documents, vocab_size, tmp_path / "brute")
-    assert merged([tmp_path / "count"], vocab_size, 3, tmp_path) == wanted
-
-
 def test_memory_that_holds_everything_spills_once(tmp_path: Path) -> None:
     with PairCounter(500, tmp_path, 4, threads=1) as counter:
         for seed in range(30):
@@ -163,35 +145,6 @@ def test_memory_that_holds_everything_spills_once(tmp_path: Path) -> None:
         counter.spill()
         counter.spill()
     assert len(list(tmp_path.glob("run-*"))) == 1
-
-
-def start(folder: Path, vocab_size: int, documents: int, memory: float) -> subprocess.Popen[str]:
-    command = [sys.executable, str(WORKER), str(folder), str(vocab_size), str(documents), str(memory)]
-    return subprocess.Popen(command, stdout=subprocess.PIPE, text=True)
-
-
-@pytest.mark.parametrize("vocab_size", [300, pytest.param(70_000, marks=pytest.mark.slow)])
-def test_a_process_that_is_killed_again_and_again_counts_everything_once(
-    tmp_path: Path, vocab_size: int, load_script: Callable[[Path], Any]
-) -> None:
-    folder, total, memory = tmp_path / "count", 1200, 0.02
-    rng, positions = np.random.default_rng(0), []
-    for _ in range(3):
-        worker = start(folder, vocab_size, total, memory)
-        assert worker.stdout is not None
-        positions.append(int(worker.stdout.readline().split()[1]))
-        for _ in range(rng.integers(5, 20)):
-            worker.stdout.readline()
-        worker.send_signal(signal.SIGKILL)
-        worker.stdout.close()
-        worker.wait(timeout=30)
-    assert positions == sorted(positions)
-    assert positions[-1] > 0, "nothing was resumed"
-    worker = start(folder, vocab_size, total, memory)
-    assert worker.communicate(timeout=120)[0].endswith(f"done {total}\n")
-    document = load_script(WORKER).document
-    wanted = brute_table([document(number, vocab_size).tolist() for number in range(total)], vocab_size, tmp_path / "b")
-    assert merged([folder], vocab_size, 2, tmp_path) == wanted
 
 
 def test_a_wrong_token_is_named_and_nothing_of_its_call_counts(tmp_path: Path) -> None:
@@ -265,26 +218,6 @@ def test_ranges_are_of_about_equal_work_and_cover_all(tmp_path: Path) -> None:
     assert len(whole.ranges(1000)) == 1000
     assert counted([], 5).ranges(3)[-1][1] == 5
     assert merged([], 5, 3, tmp_path) == brute_table([], 5, tmp_path / "brute")
-
-
-def crafted(folder: Path, count: int, runs: int = 3) -> Counted:
-    """Runs of one pair (1, 2) that was seen `count` times in each."""
-    paths = [folder / f"crafted-{number}" for number in range(runs)]
-    for path in paths:
-        write_run(path, 10, [(np.array([12], dtype=np.uint32), np.array([count]))])
-    ends = np.zeros(10, dtype=np.int64)
-    ends[2] = 1
-    return Counted(10, tuple(open_run(path, 10) for path in paths), ends, runs * count + 1, 1)
-
-
-def test_a_pair_beyond_32_bits_is_refused(tmp_path: Path) -> None:
-    fine = crafted(tmp_path, (2**31 - 1) // 3)
-    fine.merge([tmp_path / "part"])
-    fine.assemble([tmp_path / "part"], tmp_path / "table")
-    over = crafted(tmp_path, 2**30)
-    with pytest.raises(ValueError, match=r"\(1, 2\) .* 3221225472 .* 2147483647"):
-        over.merge([tmp_path / "other"])
-    assert not list(tmp_path.glob("*other*"))
 
 
 def test_parts_of_other_counts_are_refused(tmp_path: Path) -> None:

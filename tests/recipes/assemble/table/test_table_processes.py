@@ -156,17 +156,6 @@ def test_processes_part_before_they_end(counted_once: Path, tmp_path: Path, chan
     assert all(text.endswith("parted\n") for text in said), said
 
 
-def test_accelerate_launches_two(counted_once: Path, tmp_path: Path) -> None:
-    launch = [sys.executable, "-m", "accelerate.commands.launch", "--multi_gpu", "--num_processes", "2"]
-    launch += ["--num_machines", "1", "--mixed_precision", "no", "--dynamo_backend", "no", "--main_process_port", "0"]
-    command = [*launch, "-m", "draftsmith", "train", str(counted_once), f"out={tmp_path / 'table'}"]
-    environment = os.environ | {"ACCELERATE_USE_CPU": "true", "OMP_NUM_THREADS": "1"}
-    done = subprocess.run(command, capture_output=True, text=True, env=environment, timeout=240, check=False)
-    assert done.returncode == 0, done.stderr
-    assert_same(tmp_path / "table", counted_once)
-    assert done.stderr.count("wrote") == 1, "the main process alone speaks"
-
-
 def test_a_killed_count_resumes_with_any_number_of_processes(launches: Launches, counted_once: Path) -> None:
     for processes in (1, 2, 1):
         codes, said = launches.stop(processes, signal.SIGKILL)
@@ -203,18 +192,6 @@ def test_rows_that_depend_on_those_before_them_count_the_same(launches: Launches
     assert load_manifest(several).data == load_manifest(launches.out).data
 
 
-@pytest.mark.slow
-def test_what_only_another_process_read_is_logged_too(launches: Launches, tmp_path: Path) -> None:
-    """Of two processes the first sees every other row, which here has one of two forms."""
-    source = tmp_path / "forms.jsonl"
-    forms = ({"id": "a", "prompt": "the tree", "response": "keeps"}, {"id": "b", "instruction": "the", "output": "two"})
-    source.write_text("".join(json.dumps(form) + "\n" for form in forms * 20))
-    said = launches.run(2, f"data.source={source}")
-    assert said.count("form prompt + response") == said.count("form instruction + output") == 1
-    assert "40 of 40 rows kept" in said
-    assert "40 conversations are counted, 0 are held out" in said
-
-
 @pytest.mark.parametrize(
     ("how", "processes", "who"),
     [
@@ -233,16 +210,6 @@ def test_a_stopped_count_keeps_what_it_has(
     assert not launches.out.exists()
     assert "counted already" in launches.run(processes)
     assert_same(launches.out, counted_once)
-
-
-def test_few_counts_of_other_settings_are_discarded(launches: Launches, counted_once: Path) -> None:
-    launches.stop(1, signal.SIGKILL)
-    said = launches.run(1, "count.pairs=answers", "count.memory_mb=512")
-    assert '(count.pairs: "documents" there, "answers" here)' in said, "memory changes nothing"
-    assert "counted already" not in said
-    values = yaml.safe_load(counted_once.read_text())
-    values |= {"out": f"{launches.out}-alone", "count": {"pairs": "answers"}}
-    assert launches.bytes == (run_train(TableRecipe.model_validate(values)) / TABLE_FILE).read_bytes()
 
 
 def test_a_mistake_of_several_processes_is_said_once(launches: Launches, counted_once: Path, tmp_path: Path) -> None:

@@ -24,7 +24,7 @@ from draftsmith.recipes.assemble.data import prepare_data, training_conversation
 from draftsmith.recipes.commands.training.train import run_train
 from draftsmith.recipes.schema.loading import load_recipe, shipped_recipes
 from draftsmith.recipes.schema.training import TableRecipe
-from draftsmith.train.table.counting import PairCounter, lock
+from draftsmith.train.table.counting import PairCounter
 from draftsmith.train.table.documents import (
     CONVERSATION,
     Share,
@@ -154,11 +154,6 @@ def test_messages_behind_a_space_begin_with_a_word(tmp_path: Path) -> None:
             assert text in [whole[at : at + len(text)] for at in range(len(whole))], name
 
 
-def test_a_padded_vocabulary_is_asked_for_by_its_size(recipe: dict[str, Any]) -> None:
-    table = BigramTable.load(run_train(loaded(recipe | {"vocab_size": 384})))
-    assert table.vocab_size == 384
-
-
 def test_pruning_keeps_the_whole_table_beside_the_pruned_one(recipe: dict[str, Any], tmp_path: Path) -> None:
     whole = BigramTable.load(run_train(loaded(recipe)))
     pruned_recipe = recipe | {"out": str(tmp_path / "small"), "prune": {"min_count": 3}}
@@ -189,16 +184,6 @@ def test_a_run_that_is_refused_before_it_counts_leaves_nothing(recipe: dict[str,
         with pytest.raises(ValueError, match=re.escape(words)):
             run_train(loaded(recipe | changes))
         assert not list(tmp_path.glob("table*")), changes
-
-
-def test_those_held_out_are_reported(recipe: dict[str, Any], capsys: pytest.CaptureFixture[str]) -> None:
-    out = run_train(loaded(recipe))
-    held = load_manifest(out).data["held_out"]
-    assert 0 < held == 80 - load_manifest(out).data["conversations"]
-    assert f"{80 - held} conversations are counted, {held} are held out" in capsys.readouterr().err
-    recipe["data"]["heldout_share"] = 0.0
-    every = load_manifest(run_train(loaded(recipe | {"out": recipe["out"] + "-all"}))).data
-    assert (every["conversations"], every["held_out"]) == (80, 0)
 
 
 def test_settings_that_change_nothing_leave_a_finished_table_as_it_is(recipe: dict[str, Any]) -> None:
@@ -234,16 +219,6 @@ def test_what_pruning_refuses_is_not_counted_again(
     assert "margins kept whole" in said
     assert int(BigramTable.load(out).count.min()) == 2
     assert not Path(f"{out}.state").exists()
-
-
-def test_two_counts_into_one_place_are_refused(recipe: dict[str, Any]) -> None:
-    folder = Path(recipe["out"] + ".state") / "count"
-    folder.mkdir(parents=True)
-    held = lock(folder)
-    with pytest.raises(ValueError, match=str(folder)):
-        run_train(loaded(recipe))
-    os.close(held)
-    assert run_train(loaded(recipe)).is_dir()
 
 
 @pytest.mark.parametrize("examples", [15, pytest.param(300, marks=pytest.mark.slow)])

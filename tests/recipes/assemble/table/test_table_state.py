@@ -10,13 +10,12 @@ import numpy as np
 import pytest
 from draftsmith.data.tokenizers import load_tokenizer
 from draftsmith.recipes.assemble.table.count import Job
-from draftsmith.recipes.assemble.table.state import CONSIDERABLE, IDENTITY, STOP, counted_tokens, differences
+from draftsmith.recipes.assemble.table.state import CONSIDERABLE, IDENTITY, STOP, counted_tokens
 from draftsmith.recipes.commands.training.train import accelerator_for
 from draftsmith.recipes.schema.training import CountSection, TableRecipe
 from draftsmith.train.parallel.processes import StoppedError
 from draftsmith.train.table.counting import PairCounter
 from draftsmith.train.table.documents import CONVERSATION, read_progress
-from draftsmith.train.table.run_files import INDEX
 
 V = 320
 KEPT = 79  # of 80 conversations; one is held out
@@ -84,16 +83,6 @@ def test_counts_of_other_settings_are_discarded_if_they_are_few(
     assert counted_tokens(folder) == CONSIDERABLE, "the settings are set back: nothing was lost"
 
 
-def test_differences_are_named_as_recipes_name_them() -> None:
-    theirs = {"options": {"source": "a"}, "cleaning": {"html": "drop"}, "sources": [{"files": {"a": "0" * 64}}]}
-    mine = {"options": {"source": "a"}, "cleaning": {"html": "keep"}, "sources": [{"files": {"a": "1" * 64}}]}
-    assert differences(theirs, mine) == (
-        f'data.clean.html: "drop" there, "keep" here; sources.0.files.a: "{"0" * 39}… there, "{"1" * 39}… here'
-    )
-    many = differences({"options": dict.fromkeys("abcdef", 1)}, {"options": dict.fromkeys("abcdef", 2)})
-    assert many.endswith("data.d: 1 there, 2 here; and 2 more")
-
-
 def test_a_stopped_process_keeps_what_it_counted(launch: Callable[[], Job]) -> None:
     job = launch()
     (job.folder / STOP).touch()
@@ -148,13 +137,3 @@ def test_a_killed_merge_is_done_again(launch: Callable[[], Job]) -> None:
     again.finish(again.gather())
     assert (Path(again.recipe.out) / "artifact.json").is_file()
     assert not again.folder.exists()
-
-
-@pytest.mark.parametrize("text", ['{"place"', "{}", "[]", '{"place": 3}'])
-def test_a_damaged_index_is_named(launch: Callable[[], Job], text: str) -> None:
-    job = launch()
-    job.count()
-    index = job.folder / "rank-0-of-1" / INDEX
-    index.write_text(text)
-    with pytest.raises(ValueError, match=str(index)):
-        launch().count()

@@ -251,15 +251,6 @@ def test_tokens_that_cannot_be_shown_as_text_are_shown_with_a_hint(
         assert "#" not in shown
 
 
-def test_a_table_without_extremes_shows_none(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    run("table", "show", hub_table(tmp_path / "few", "3"))
-    shown = capsys.readouterr().out
-    assert "highest r" not in shown
-    assert "lowest r" not in shown
-    assert "--tokenizer" not in shown
-    assert "no pair was seen or expected 10 times" in " ".join(shown.split())
-
-
 def test_another_vocabulary_than_the_targets_is_refused_with_what_to_do(
     tables: Path, corpus: Path, tmp_path: Path
 ) -> None:
