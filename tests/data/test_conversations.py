@@ -24,11 +24,8 @@ def _roles(*pairs: tuple[str, Any]) -> dict[str, Any]:
     return {"messages": [{"role": role, "content": text} for role, text in pairs]}
 
 
-HELLO = (("user", "hello"), ("assistant", "hi"))
-
-
 def test_a_row_keeps_its_number_in_every_form_and_shard(tmp_path: Path) -> None:
-    turns = _roles(*HELLO)["messages"]
+    turns = _roles(("user", "hello"), ("assistant", "hi"))["messages"]
     rows = ["hello", turns, {"messages": turns}, {"prompt": "a", "response": "b"}, {"text": "c"}, {"turns": ["d"]}]
     _jsonl(tmp_path / "a.jsonl", *rows)
     _jsonl(tmp_path / "b.jsonl", *rows)

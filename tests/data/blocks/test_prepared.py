@@ -14,7 +14,7 @@ from draftsmith.data.blocks.prepared import PreparedData, prepare
 from draftsmith.data.conversations import Conversation, Turn
 from draftsmith.data.rendering.render import render_all
 from draftsmith.data.rendering.templates import get_template
-from draftsmith.data.tokenizers import load_tokenizer, train_bpe
+from draftsmith.data.tokenizers import train_bpe
 
 BLOCK = 64
 CHATML = get_template("chatml")
@@ -133,6 +133,7 @@ def test_an_interruption_leaves_what_was_there(
         with pytest.raises(KeyboardInterrupt):
             prepare(many[:3], bpe, CHATML, BLOCK, prepared.directory, source={})
     assert PreparedData.load(prepared.directory).manifest == before
+    assert prepare(many[:3], bpe, CHATML, BLOCK, prepared.directory, source={}).manifest["rows"] == 3
     assert [path.name for path in tmp_path.iterdir()] == ["prepared"]
 
 
@@ -149,27 +150,8 @@ def test_loading_checks_presence_shape_and_content(prepared: PreparedData) -> No
     np.save(folder / "tokens.npy", tokens[:-1])
     with pytest.raises(ValueError, match=rf"tokens\.npy: uint16 \({len(tokens) - 1},\).*\({len(tokens)},\)"):
         PreparedData.load(folder)
-    (folder / "tokens.npy").write_bytes(b"\x93NUMPY")
-    with pytest.raises(ValueError, match=r"tokens\.npy"):
-        PreparedData.load(folder)
     manifest = json.loads((folder / "data.json").read_text())
-    for wrong, found in (({"schema": 99}, "99"), ({"tokens": None}, r"tokens\.npy|None"), (None, "manifest")):
-        (folder / "data.json").write_text(json.dumps(wrong and manifest | wrong))
+    for content, found in ((manifest | {"schema": 99}, "99"), (None, "manifest")):
+        (folder / "data.json").write_text(json.dumps(content))
         with pytest.raises(ValueError, match=found):
             PreparedData.load(folder)
-    (folder / "data.json").unlink()
-    with pytest.raises(ValueError, match=r"data\.json"):
-        PreparedData.load(folder)
-
-
-@pytest.mark.shared
-def test_real_conversations_pack_densely(shared_data: Path, tmp_path: Path) -> None:
-    from draftsmith.data.sources.reading import read_conversations
-
-    pytest.importorskip("sentencepiece")
-    tokenizer = load_tokenizer(str(shared_data / "tokenizer" / "llama2c"))
-    chats = read_conversations(str(shared_data / "sharegpt" / "sharegpt_v3_sample_800.json"))
-    data = prepare(chats, tokenizer, get_template("vicuna-v1.1"), 2048, tmp_path / "p", source={})
-    assert data.manifest["packing_density"] > 0.95
-    assert 0.6 < data.manifest["trainable_share"] < 0.95
-    assert data.trainable_tokens(range(data.blocks)) == data.manifest["trainable_tokens"]

@@ -37,19 +37,16 @@ PAIR = {"translation": {"de": "Guten Tag", "en": "Good day"}}
          ["Translate the input English sentence into German.\nInput: Good day\nOutput: "], ("Guten Tag",), ""),
         ("piqa", {"goal": "How?", "sol1": "so", "sol2": "thus", "label": 1}, ["How?"], ("thus",), ""),
         ("piqa", {"goal": "How?", "sol1": "so", "sol2": "thus", "label": -1}, ["How?"], (), ""),
-        ("piqa", {"goal": "How?", "sol1": "so", "sol2": "thus"}, ["How?"], (), ""),
         ("web-questions", {"url": "u", "question": "who?", "answers": ["he", "she"]}, ["who?"], ("he", "she"), ""),
         ("alpaca-eval", {"instruction": "Do.", "dataset": "koala", "generator": "g"}, ["Do."], (), "koala"),
         ("mt-bench", {"prompt_id": 1, "category": "stem", "prompt": ["a", "b"], "reference": []}, ["a", "b"], (),
          "stem"),
         ("mt-bench", {"question_id": 1, "category": "stem", "turns": ["a", "b"], "reference": ["1", "2"]}, ["a", "b"],
          ("1",), "stem"),
-        ("vicuna-80", {"question_id": 1, "category": "fermi", "turns": ["a"]}, ["a"], (), "fermi"),
         ("spec-bench", {"question_id": 1, "category": "humanities", "turns": ["a", "b"]}, ["a", "b"], (), "mt_bench"),
         ("spec-bench", {"question_id": 1, "category": "rag", "turns": ["a"], "reference": [["r"]]}, ["a"], ("r",),
          "rag"),
-        # copies in another form than the hub's
-        ("wmt14-en-de", "Translate this.", ["Translate this."], (), ""),
+        # a copy in another form than the hub's
         ("cnn-dailymail", {"turns": ["Summarize: this"], "category": "summarization"}, ["Summarize: this"], (),
          "summarization"),
     ],
@@ -193,16 +190,15 @@ def test_the_hub_gets_what_the_registry_or_the_user_says(hub: tuple[list[dict[st
     ]
 
 
-@pytest.mark.parametrize("source", ["someone/chats", "lmsys-chat-1m"])
-def test_an_unreachable_hub_is_one_error_with_its_cause(source: str, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_an_unreachable_hub_is_one_error_with_its_cause(monkeypatch: pytest.MonkeyPatch) -> None:
     datasets = pytest.importorskip("datasets")
 
     def offline(*_: Any, **__: Any) -> None:
         raise ConnectionError("Couldn't reach the Hub")
 
     monkeypatch.setattr(datasets, "load_dataset", offline)
-    with pytest.raises(ValueError, match=rf"{source}.*Couldn't reach"):
-        next(read_conversations(source))
+    with pytest.raises(ValueError, match=r"someone/chats.*Couldn't reach"):
+        next(read_conversations("someone/chats"))
 
 
 @pytest.mark.parametrize("streaming", [False, True])

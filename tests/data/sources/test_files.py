@@ -78,33 +78,21 @@ def test_shards_of_a_folder_see_each_row_once(name: str, tmp_path: Path) -> None
     assert sorted(seen) == list(range(300))
 
 
-@pytest.mark.parametrize("name", ["a.txt", "a.txt.gz"])
-def test_a_text_file_is_one_row(name: str, tmp_path: Path) -> None:
-    data = "Zwei\n\nZeilen\n".encode("utf-8-sig")
-    (tmp_path / name).write_bytes(gzip.compress(data) if name.endswith(".gz") else data)
+def test_a_text_file_is_one_row_without_its_byte_order_mark(tmp_path: Path) -> None:
+    (tmp_path / "a.txt.gz").write_bytes(gzip.compress("Zwei\n\nZeilen\n".encode("utf-8-sig")))
     assert values(tmp_path) == [{"text": "Zwei\n\nZeilen\n"}]
-
-
-@pytest.mark.parametrize("name", ["a.json", "a.jsonl"])
-def test_a_byte_order_mark_is_no_text(name: str, tmp_path: Path) -> None:
-    path = write(tmp_path / name, ROWS[:3])
-    path.write_bytes(b"\xef\xbb\xbf" + path.read_bytes())
-    assert values(path) == ROWS[:3]
-    path.write_text("[]", encoding="utf-16")
+    (tmp_path / "a.json").write_text("[]", encoding="utf-16")
     with pytest.raises(ValueError, match="UTF-16"):
-        values(path)
+        values(tmp_path / "a.json")
 
 
-@pytest.mark.parametrize("text", ["[]", " [ ] \n", "", "\n\n"])
-def test_no_rows_at_all(text: str, tmp_path: Path) -> None:
-    (tmp_path / "a.jsonl").write_text(text.strip("[] "))
-    assert values(tmp_path / "a.jsonl") == []
-    (tmp_path / "a.json").write_text(text)
-    if "[" in text:
-        assert values(tmp_path / "a.json") == []
-    else:
-        with pytest.raises(ValueError, match="after row 0"):
-            values(tmp_path / "a.json")
+def test_no_rows_at_all(tmp_path: Path) -> None:
+    for name, text in (("a.jsonl", "\n\n"), ("a.json", " [ ] \n")):
+        (tmp_path / name).write_text(text)
+        assert values(tmp_path / name) == []
+    (tmp_path / "a.json").write_text("\n\n")
+    with pytest.raises(ValueError, match="after row 0"):
+        values(tmp_path / "a.json")
 
 
 def test_a_list_is_read_right_wherever_a_piece_ends(tmp_path: Path) -> None:
@@ -145,20 +133,16 @@ JSON, UTF8, CUT = "not valid JSON", "not UTF-8 text", "file cut short or damaged
         ("a.jsonl", GOOD + b"\n{\n" + GOOD, "row 2", 2, JSON),
         ("a.jsonl", GOOD + b'\n{"prompt": "gr\xfc\xdfe"}\n' + GOOD, "row 2.* byte 14", 2, UTF8),
         ("a.jsonl", GOOD + b'\n{"prompt": "cut', "row 2", 1, JSON),
-        ("a.jsonl", GOOD + b"\n" + b"[" * 100_000 + b"\n" + GOOD, "row 2", 2, JSON),
         ("a.jsonl", GOOD + b"\n" + b"9" * 5000 + b"\n" + GOOD, "row 2", 2, JSON),
         ("a.json", b"[" + GOOD + b",\n{]", "after row 1, line 2", 1, JSON),
         ("a.json", b"[" + GOOD + b',\n{"prompt": "gr\xfc\xdfe"},' + GOOD + b"]", "row 2", 2, UTF8),
         ("a.json", b"[" + GOOD + b',\n{"prompt": "cut', "after row 1.* line 2", 1, CUT),
         ("a.json", b"[" + GOOD + b"\n", "after row 1", 1, CUT),
-        ("a.json", b"[" + GOOD + b"\n" + GOOD + b"]", "after row 1, line 2", 1, JSON),
         ("a.json", b"[" + GOOD + b"]\n[1]", "after row 1, line 2", 1, JSON),
         ("a.json", b"[" + GOOD + b"," + b"[" * 100_000, "after row 1", 1, JSON),
         ("a.txt", b"gr\xfc\xdfe", "row 1.* byte 2", 0, UTF8),
         ("a.parquet", b"PAR1 nothing", "parquet", 0, CUT),
-        ("a.arrow", b"ARROW1 nothing", "arrow", 0, CUT),
         ("a.jsonl.gz", b"no gzip", "after row 0", 0, CUT),
-        ("a.jsonl.zst", b"no zstd", "after row 0", 0, CUT),
     ],
 )
 def test_what_is_broken_is_named_or_counted(

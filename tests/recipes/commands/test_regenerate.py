@@ -94,8 +94,9 @@ def test_answers_are_what_transformers_says_turn_by_turn(values: dict[str, Any])
     report = run(values)
     model = AutoModelForCausalLM.from_pretrained(values["target"])
     tokenizer = load_tokenizer(values["target"])
-    answers = 0
+    finishes = []
     for row in rows(values["out"]).values():
+        finishes += row["finish"]
         for place in range(1, len(row["messages"]), 2):
             ids = tokenizer.apply_chat_template(
                 row["messages"][:place], add_generation_prompt=True, return_tensors="pt", return_dict=False
@@ -104,12 +105,9 @@ def test_answers_are_what_transformers_says_turn_by_turn(values: dict[str, Any])
             assert row["messages"][place]["content"] == tokenizer.decode(said, skip_special_tokens=True)
             ended = int(said[-1]) == tokenizer.eos_token_id
             assert row["finish"][place // 2] == ("stop" if ended else "length")
-            answers += 1
-    assert answers > 30
     assert report.written + report.failed == 30
-    finishes = [finish for row in rows(values["out"]).values() for finish in row["finish"]]
-    assert finishes.count("stop") > 5
-    assert finishes.count("length") > 5
+    assert min(finishes.count("stop"), finishes.count("length")) > 5
+    assert len(finishes) > 30
 
     source = {talk.id: talk for talk in read_conversations(values["source"])}
     for talk in read_conversations(values["out"]):
@@ -161,12 +159,9 @@ def test_system_text_cuts_and_prompts_too_long(values: dict[str, Any], capsys: p
     ("changes", "needles"),
     [
         ({"server": {"url": "http://127.0.0.1:1/v1", "model": "x"}}, ["`target`", "`server`", "both"]),
-        ({"target": None}, ["neither"]),
         ({"target": None, "server": {"url": "http://127.0.0.1:1/v1", "model": "x"}, "drafter": "x"}, ["`drafter`"]),
-        ({"method": "speculativ"}, ["'speculative'"]),
         ({"method": "speculative"}, ["'speculative'", "`drafter`"]),
         ({"method": "medusa"}, ["'medusa'", "heads", "autoregressive"]),
-        ({"template": "chatlm"}, ["'chatml'"]),
         ({"out": "answers.json"}, ["'out'"]),
         ({"max_new_tokens": 600}, ["600", "512"]),
         ({"server": {"url": "http://127.0.0.1:1/v1", "model": "x"}, "target": None}, ["http://127.0.0.1:1/v1"]),
@@ -222,8 +217,6 @@ def test_stopped_and_killed_and_resumed_by_the_same_command(values: dict[str, An
     assert resumed.exit_code == (1 if report.failed else 0)
     assert rows(out) == rows(whole)
     before = out.read_bytes()
-    repeated = CliRunner().invoke(app, ["regenerate", str(tmp_path / "out.recipe.yaml"), "on_length=drop"])
-    assert isinstance(repeated.exception, ValueError), "the command line makes one line of it"
     repeated = CliRunner().invoke(app, ["regenerate", str(tmp_path / "out.recipe.yaml")])
     assert f"{report.failed} conversations to answer, {report.written} are answered already" in repeated.stderr
     assert out.read_bytes() == before
@@ -275,8 +268,7 @@ class Server:
         self.bodies: list[dict[str, Any]] = []
         self.keys: list[str] = []
         self.times: list[float] = []
-        self.most = self._at_work = 0
-        lock, server = threading.Lock(), self
+        server = self
 
         class Handler(BaseHTTPRequestHandler):
             def do_GET(self) -> None:
@@ -284,16 +276,10 @@ class Server:
 
             def do_POST(self) -> None:
                 body = json.loads(self.rfile.read(int(self.headers["content-length"])))
-                with lock:
-                    server.times.append(time.monotonic())
-                    server.bodies.append(body)
-                    server.keys.append(self.headers["authorization"])
-                    server._at_work += 1
-                    server.most = max(server.most, server._at_work)
-                answer = reply(body)
-                with lock:
-                    server._at_work -= 1
-                self._send(*answer)
+                server.times.append(time.monotonic())
+                server.bodies.append(body)
+                server.keys.append(self.headers["authorization"])
+                self._send(*reply(body))
 
             def _send(self, status: int, headers: dict[str, str], value: Any) -> None:
                 content = json.dumps(value).encode()
@@ -359,6 +345,13 @@ def test_what_a_server_is_sent(values: dict[str, Any], serve: Callable[..., Serv
     assert seeds[0] == seeds[1]
 
 
+def test_requests_are_so_many_a_minute(values: dict[str, Any], serve: Callable[..., Server]) -> None:
+    server = serve(echo)
+    run(served(values, server.url, requests_per_minute=1200), limit=6)
+    assert len(server.times) > 6
+    assert server.times[-1] - server.times[0] > 0.8 * 0.05 * (len(server.times) - 1), "20 a second at most"
+
+
 def test_a_busy_server_is_asked_again_when_it_says(values: dict[str, Any], serve: Callable[..., Server]) -> None:
     refused: dict[str, float] = {}
     waited: list[float] = []
@@ -415,15 +408,17 @@ def test_a_server_that_refuses_is_one_message(
     values: dict[str, Any], serve: Callable[..., Server], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setenv("OPENAI_API_KEY", "very-secret")
-    for status in (401, 403, 404):
-        server = serve(lambda body, status=status: (status, {}, {"error": {"message": "no very-secret here"}}))
-        with pytest.raises(ValueError, match="OPENAI_API_KEY") as caught:
-            run(served(values, server.url))
-        assert "very-secret" not in str(caught.value)
+    server = serve(lambda body: (401, {}, {"error": {"message": "no very-secret here"}}))
+    with pytest.raises(ValueError, match="OPENAI_API_KEY") as caught:
+        run(served(values, server.url))
+    assert "very-secret" not in str(caught.value)
     server = serve(lambda body: (422, {}, {"error": {"message": "unknown field"}}))
     with pytest.raises(ConnectionError, match="unknown field"):
         run(served(values, server.url), limit=60)
     assert rows(values["out"]) == {}
+    monkeypatch.setitem(sys.modules, "openai", None)
+    with pytest.raises(ValueError, match=r"pip install 'draftsmith\[regenerate\]'"):
+        run(served(values, server.url))
 
 
 def test_a_server_that_goes_away_ends_the_run_and_the_next_one_goes_on(
