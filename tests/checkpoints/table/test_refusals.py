@@ -40,35 +40,28 @@ CASES: dict[str, Case] = {
     "vocabulary too large": (lambda: BigramTable.from_documents([], 2**31), [2**31]),
     "token above": (checked([1, 2, 3, 11, 4], [0, 2, 2]), ["document 2", "token 11", VOCAB]),
     "token below": (checked([1, -(2**63)], [0]), [-(2**63)]),
-    "token of a document": (lambda: BigramTable.from_documents([[1, 2], [1, -1]], VOCAB), ["document 1", "token -1"]),
     "token looked up": (lambda: SMALL.log_correlation(torch.tensor([1, VOCAB]), TOKENS[:1], 0.1), ["token 11", VOCAB]),
     "documents of two dimensions": (lambda: check_documents(np.zeros((2, 2), int), ONE, VOCAB), ["int64 [2, 2]"]),
     "documents of fractions": (lambda: BigramTable.from_documents([np.array([0.5])], VOCAB), ["float64"]),
     "starts after the first token": (checked([1, 2], [1]), ["1 to 1 in 2"]),
-    "starts beyond the end": (checked([1, 2], [0, 3]), ["0 to 3 in 2"]),
     "starts that fall": (checked([1, 2, 3], [0, 2, 1, 2]), ["4 documents"]),
     "no starts": (checked([1, 2], []), ["0 documents"]),
     "negative r": (lambda: SMALL.log_correlation(TOKENS, TOKENS, -0.5), [-0.5]),
     "too large a sum": (counted_twice, ["(1, 2)", 4294967294, 2**31 - 1]),
     "merging nothing": (lambda: merged_runs([]), []),
-    "merging two vocabularies": (lambda: BigramTable.merge(SMALL, TABLE), ["11 and 120"]),
     "merging a pruned table": (lambda: merged_runs([TABLE, PRUNED]), [f"{PRUNED.entries} of {TABLE.entries}"]),
     "sums of other vocabularies": (lambda: write_table(Path("x"), 10, [], ONE), ["unigram is [1]", 10]),
     "left of others": (lambda: write_table(Path("x"), 1, [], ONE, left_V=np.zeros(2, int)), ["left is [2]"]),
     "pruning to less than one": (lambda: TABLE.pruned(min_count=0), ["min_count", "0 and 0"]),
     "pruning to fewer than none": (lambda: TABLE.pruned(top=-1), ["top", "1 and -1"]),
     "too small a size": (lambda: TABLE.pruned(megabytes=0.001), [120, 0.005896, 0.001]),
-    "a negative size": (lambda: TABLE.pruned(megabytes=-1), [-1]),
     "an infinite size": (lambda: TABLE.pruned(megabytes=math.inf), ["inf"]),
     "pruning twice": (lambda: PRUNED.pruned(top=1), [f"{PRUNED.entries} of {TABLE.entries}"]),
     "smoothing misspelled": (lambda: SMALL.correlation("kneser"), ["'kneser'", "'kneser-ney'"]),
-    "smoothing unknown": (lambda: SMALL.distributions("cpu", 1.0, "add-1"), ["'add-k'"]),
     "strength of none": (lambda: SMALL.correlation("none", 0.5), [0.5]),
     "k below 0": (lambda: SMALL.correlation("add-k", -1.0), [-1.0]),
-    "k without end": (lambda: SMALL.distributions("cpu", 1.0, "add-k", math.inf), ["inf"]),
-    "k not a number": (lambda: SMALL.correlation("add-k", math.nan), ["nan"]),
+    "k not a number": (lambda: SMALL.distributions("cpu", 1.0, "add-k", math.nan), ["nan"]),
     "discount above 1": (lambda: SMALL.correlation("kneser-ney", 1.5), [1.5]),
-    "discount not a number": (lambda: SMALL.correlation("kneser-ney", math.nan), ["nan"]),
 }  # fmt: skip
 
 
@@ -84,24 +77,19 @@ def test_mistakes_are_refused(case: Case) -> None:
     ("table", "name", "change", "wanted"),
     [
         (SMALL, "row_ptr", lambda t: t.flip(0), "row_ptr"),
-        (SMALL, "row_ptr", lambda t: torch.cat((t[:1], t[2:3] + 1, t[2:])), ""),
         (SMALL, "row_ptr", lambda t: t[:-1], "row_ptr has 11 entries for 11 tokens, expected 12"),
-        (SMALL, "row_ptr", lambda t: t.int(), "row_ptr is torch.int32"),
         (SMALL, "col", lambda t: t + VOCAB, "11 tokens"),
         (SMALL, "col", lambda t: t.flip(0), "ascend"),
         (SMALL, "col", lambda t: torch.cat((t[:1], t[:1], t[2:])), "row 0: 0 and 0"),
         (SMALL, "col", lambda t: t[None], "col is torch.int32 [1, "),
         (SMALL, "count", lambda t: t[:-1], "counts for"),
         (SMALL, "count", lambda t: t * 0, "count holds 0"),
-        (SMALL, "count", lambda t: t.long(), "count is torch.int64"),
         (SMALL, "unigram", lambda t: t - 10**6, "unigram holds -9"),
         (SMALL, "unigram", None, "unigram"),
         (SMALL, "vocab_size", lambda text: "12", "12 tokens"),
         (PRUNED, "left", lambda t: t + 1, "4999 pairs"),
-        (PRUNED, "right", lambda t: t - 1, "right holds -1"),
         (PRUNED, "right", lambda t: t[:-1], "right has 119 counts for 120 tokens"),
         (PRUNED, "left", lambda t: t.flip(0), "row 0 holds 1271 pairs, of 1042"),
-        (PRUNED, "left", lambda t: t.int(), "left is torch.int32"),
         (PRUNED, "left", None, "left"),
         (PRUNED, "pruning", lambda text: "[1, 2", "column"),
         (PRUNED, "pruning", lambda text: text.replace('"pairs": 4999', '"pairs": null'), "None for pairs"),
@@ -128,10 +116,6 @@ def test_files_that_contradict_themselves_are_refused(
     assert wanted in str(caught.value)
 
 
-def test_files_that_are_no_tables_are_refused(tmp_path: Path) -> None:
-    file = tmp_path / TABLE_FILE
-    with pytest.raises(ValueError, match=str(file)):
-        BigramTable.load(tmp_path)
-    file.write_bytes(b"not a table at all")
-    with pytest.raises(ValueError, match=str(file)):
+def test_a_table_that_is_not_there_is_refused(tmp_path: Path) -> None:
+    with pytest.raises(ValueError, match=str(tmp_path / TABLE_FILE)):
         BigramTable.load(tmp_path)

@@ -134,18 +134,14 @@ def test_a_report_counts_what_there_is(tmp_path: Path) -> None:
     table.save(tmp_path)
     report, counts = table.report(), np.array(list(entries(table).values()))
     assert json.loads(json.dumps(report)) == report
-    assert report["entries"] == len(counts)
-    assert report["pairs"] == 29_999
-    assert report["tokens"] == 30_000
-    assert report["density"] == len(counts) / 150**2
+    numbers = {"entries": len(counts), "pairs": 29_999, "tokens": 30_000, "density": len(counts) / 150**2, "mass": 1.0}
+    assert report.items() >= (numbers | {"pruning": None}).items()
     assert 0 < (tmp_path / TABLE_FILE).stat().st_size - report["bytes"] < 2048
     wanted = {"1": (1, 1), "2": (2, 2), "3-9": (3, 9), "10-99": (10, 99), "100+": (100, 10**9)}
     found = {name: int(((counts >= low) & (counts <= high)).sum()) for name, (low, high) in wanted.items()}
     assert report["entries_by_count"] == found
     assert sum(found.values()) == len(counts)
     assert report["tokens_never_seen"] == int((table.unigram == 0).sum())
-    assert report["mass"] == 1.0
-    assert report["pruning"] is None
 
 
 def test_a_report_names_the_most_extreme_correlations() -> None:

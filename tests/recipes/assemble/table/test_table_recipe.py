@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import os
 import re
 import shutil
 from collections import Counter
@@ -109,23 +108,14 @@ def test_answers_are_the_pairs_whose_right_token_is_trained_on(recipe: dict[str,
     assert pairs_in(table) == expected
 
 
-@pytest.mark.parametrize("roles", [[], ["user"], ["assistant"], ["system"], ["assistant", "user", "system"]])
+@pytest.mark.parametrize("roles", [[], ["user"], ["assistant", "user", "system"]])
 def test_messages_are_counted_without_the_templates_tokens(
     recipe: dict[str, Any], tmp_path: Path, roles: list[str]
 ) -> None:
-    rows = [
-        {
-            "id": f"row{number}",
-            "messages": [
-                {"role": "system", "content": "the tree keeps"},
-                {"role": "user", "content": f"the token {number}"},
-                {"role": "assistant", "content": "draft target"},
-            ],
-        }
-        for number in range(30)
-    ]
+    talk = (("system", "the tree keeps"), ("user", "the token"), ("assistant", "draft target"))
+    row = json.dumps({"messages": [{"role": role, "content": text} for role, text in talk]}) + "\n"
     source = tmp_path / "rows.jsonl"
-    source.write_text("".join(json.dumps(row) + "\n" for row in rows))
+    source.write_text(row * 30)
     recipe["data"]["source"] = str(source)
     mine = loaded(recipe | {"count": {"pairs": "messages", "roles": roles}})
     table = BigramTable.load(run_train(mine))
@@ -135,12 +125,10 @@ def test_messages_are_counted_without_the_templates_tokens(
     assert pairs_in(table) == pairs_of(tokenizer(texts, add_special_tokens=False).input_ids)
 
 
-def test_messages_behind_a_space_begin_with_a_word(tmp_path: Path) -> None:
+@pytest.mark.shared
+def test_messages_behind_a_space_begin_with_a_word(shared_data: Path) -> None:
     """Sentencepiece writes the first word of a message otherwise than the middle of one."""
-    shared = Path(os.environ.get("DRAFTSMITH_SHARED", Path(__file__).resolve().parents[5] / "shared" / "data"))
-    if not (shared / "tokenizer" / "llama2c").is_dir():
-        pytest.skip("needs LLaMA's tokenizer of the shared data")
-    tokenizer = load_tokenizer(str(shared / "tokenizer" / "llama2c"))
+    tokenizer = load_tokenizer(str(shared_data / "tokenizer" / "llama2c"))
     turns = (Turn("user", "Hello there"), Turn("assistant", "Fine"), Turn("user", "world"), Turn("assistant", " two"))
     chat = Conversation("a", turns)
     for name in ("vicuna-v1.1", "plain", "alpaca"):
@@ -163,7 +151,6 @@ def test_pruning_keeps_the_whole_table_beside_the_pruned_one(recipe: dict[str, A
     assert load_manifest(tmp_path / "small-whole").recipe["prune"] is None
     assert load_manifest(tmp_path / "small").data == load_manifest(tmp_path / "small-whole").data
     shutil.rmtree(tmp_path / "small")
-    (Path(recipe["data"]["source"])).touch()
     run_train(loaded(pruned_recipe))
     assert (tmp_path / "small" / "artifact.json").is_file(), "of the whole table that is there already"
     alone = recipe | {"out": str(tmp_path / "alone"), "prune": {"top": 2, "keep_whole": False}}
@@ -176,7 +163,6 @@ def test_a_run_that_is_refused_before_it_counts_leaves_nothing(recipe: dict[str,
     torn.write_text('{"id": "torn')
     for changes, words in (
         ({"data": recipe["data"] | {"heldout_share": 0.999}}, "0 conversations of"),
-        ({"data": recipe["data"] | {"template": "chatm"}}, "chatml"),
         ({"data": recipe["data"] | {"source": str(torn)}}, "torn.jsonl"),
         ({"prune": {"megabytes": 0.01}}, "320 tokens takes 0.012296 megabytes"),
         ({"vocab_size": 319}, "`vocab_size` is 319"),
@@ -268,32 +254,9 @@ TABLES = sorted(name for name in shipped_recipes() if name.startswith("table/"))
 def test_every_shipped_recipe_counts_a_stand_in(name: str, stand_ins: Any, tmp_path: Path) -> None:
     assert TABLES == ["table/any-corpus", "table/vicuna-lmsys"]
     target = stand_ins.target("lmsys/vicuna-7b-v1.3")
-    rows = tmp_path / "rows.jsonl"
-    source = json.loads(stand_ins.rows.read_text())
-    lmsys = [  # the columns of LMSYS-Chat-1M
-        {
-            "conversation_id": row["id"],
-            "model": "vicuna-13b",
-            "conversation": [
-                {"role": {"human": "user", "gpt": "assistant"}[turn["from"]], "content": turn["value"]}
-                for turn in row["conversations"]
-            ],
-            "turn": len(row["conversations"]) // 2,
-            "language": "English",
-            "openai_moderation": [],
-            "redacted": False,
-        }
-        for row in source
-    ]
-    rows.write_text("".join(json.dumps(row) + "\n" for row in lmsys))
-    place = [f"out={tmp_path / 'out'}", f"tokenizer={target}", f"data.path={rows}"]
-    recipe = load_recipe(name, place)
+    recipe = load_recipe(name, [f"out={tmp_path / 'out'}", f"tokenizer={target}", f"data.path={stand_ins.rows}"])
     assert isinstance(recipe, TableRecipe)
     table = BigramTable.load(run_train(recipe))
     tokenizer = load_tokenizer(str(target))
     template = get_template(recipe.data.template, tokenizer)
     assert pairs_in(table) == pairs_of(render(chat, template, tokenizer).ids.tolist() for chat in conversations(recipe))
-    shipped = load_recipe(name)
-    assert isinstance(shipped, TableRecipe)
-    assert shipped.count.pairs == "documents"
-    assert shipped.prune is None

@@ -66,19 +66,16 @@ def test_counts_of_other_settings_are_discarded_if_they_are_few(
             "data": recipe.data.model_copy(update={"last_turn_only": True, "workers": 5, "heldout_limit": 3}),
         }
     )
-    words = (
-        f"{folder} holds counts of {tokens:,} tokens with other settings (data.last_turn_only: false there, true here; "
-        'count.pairs: "documents" there, "messages" here; count.roles: [] there, ["user"] here; '
-        "vocab_size: 320 there, 384 here)"
-    )
+    words = (f"{folder} holds counts of {tokens:,} tokens", 'count.pairs: "documents" there, "messages" here')
     if tokens < CONSIDERABLE:
         launch(other)
-        assert words in capsys.readouterr().err
+        shown = capsys.readouterr().err
+        assert all(part in shown for part in words)
         assert not (folder / "rank-0-of-2").exists()
         return
     with pytest.raises(ValueError, match=r"\S") as caught:
         launch(other)
-    assert words in str(caught.value)
+    assert all(part in str(caught.value) for part in words)
     launch(recipe.model_copy(update={"count": CountSection(memory_mb=7)}))
     assert counted_tokens(folder) == CONSIDERABLE, "the settings are set back: nothing was lost"
 
@@ -107,7 +104,7 @@ def test_a_process_that_outlives_its_launch_is_refused(launch: Callable[[], Job]
     assert job.stats.conversations == KEPT
 
 
-@pytest.mark.parametrize("text", ['{"pairs": "docu', "[]", None])
+@pytest.mark.parametrize("text", ['{"pairs": "docu', None])
 def test_counts_are_not_deleted_where_nothing_says_whose_they_are(launch: Callable[[], Job], text: str | None) -> None:
     job = launch()
     identity = job.folder / IDENTITY

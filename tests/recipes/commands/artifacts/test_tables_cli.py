@@ -14,7 +14,6 @@ import pytest
 from draftsmith.checkpoints.artifact.artifact import (
     load_manifest,
     save_artifact,
-    tokenizer_fingerprint,
     verify_artifact,
 )
 from draftsmith.checkpoints.table.table import TABLE_FILE, BigramTable
@@ -218,9 +217,7 @@ def test_a_table_is_shown(tables: Path, corpus: Path, tmp_path: Path, capsys: py
     assert any(token in shown for token in text if len(token) > 3), "the most extreme pairs are shown as text"
     assert "are shown by their ids" not in shown
     run("table", "show", tables / "pruned")
-    shown = capsys.readouterr().out
-    assert "min_count 2" in shown
-    assert "the margins and r are those of the whole counts" in " ".join(shown.split())
+    assert "min_count 2" in capsys.readouterr().out
     foreign = tables / "tokenizer"
     mark = str(load_manifest(tables / "whole").tokenizer_fingerprint)[:16]
     refused(["table", "show", tables / "whole", "--tokenizer", foreign], tables / "whole", foreign, mark)
@@ -234,8 +231,7 @@ def test_tokens_that_cannot_be_shown_as_text_are_shown_with_a_hint(
     """A table whose tokenizer does not lie here, or not any more."""
     table = BigramTable.load(tables / "padded")
     fingerprint = load_manifest(tables / "padded").tokenizer_fingerprint
-    sources = {"hub": "some/model", "other": str(tables / "tokenizer"), "none": None}
-    for name, source in sources.items():
+    for name, source in {"hub": "some/model", "none": None}.items():
         save_artifact(
             tmp_path / name, kind="table", write=table.save, vocab_size=384, tokenizer_fingerprint=fingerprint,
             target=None, shapes={}, recipe={"tokenizer": source}, data={}, training={},
@@ -270,12 +266,3 @@ def test_another_vocabulary_than_the_targets_is_refused_with_what_to_do(
         "`vocab_size: 384`",
     )
     run("evaluate", recipe, f"table={tables / 'padded'}")
-    save_artifact(
-        tmp_path / "foreign",
-        kind="table",
-        write=BigramTable.load(tables / "padded").save,
-        vocab_size=384,
-        tokenizer_fingerprint=tokenizer_fingerprint(load_tokenizer(str(tables / "tokenizer"))),
-        target=None, shapes={}, recipe={}, data={}, training={},
-    )  # fmt: skip
-    refused(["evaluate", recipe, f"table={tmp_path / 'foreign'}"], "another tokenizer", "fingerprints")
