@@ -24,14 +24,10 @@ _CHUNK = 1 << 20
 
 
 def read_tensors(path: Path, prefix: str = "") -> tuple[dict[str, str], dict[str, Tensor]]:
-    """Metadata and tensors of `table.safetensors`, mapped: nothing is read before it is used.
-
-    Args:
-        prefix: what all their names begin with, in a file that holds other things as well.
+    """Metadata and tensors of `table.safetensors`, mapped; all their names begin with `prefix`.
 
     Raises:
-        ValueError: no file, a truncated or damaged one, one that lacks tensors, or tensors of other types; the file is
-            named, and both sides.
+        ValueError: no file, a truncated or damaged one, one that lacks tensors, or tensors of other types.
     """
     if not path.is_file():
         raise ValueError(f"there is no table at {path}")

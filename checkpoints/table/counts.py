@@ -28,7 +28,7 @@ class BigramCounts:
         count: int32 [E]; how often the pair was seen, at least 1.
         unigram: int64 [V]; how often each token was seen, alone or in a pair.
         pairs: the sum of all counts, n of eq. (5); of a pruned table, those of the whole counts.
-        pruning: what was done to a pruned table, see `pruning.pruned`; None: these are the whole counts.
+        pruning: what was done to a pruned table; None: these are the whole counts.
     """
 
     def __init__(

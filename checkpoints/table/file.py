@@ -36,11 +36,7 @@ def write_table(
 
     Tensors: row_ptr int64 [V + 1], unigram int64 [V], col int32 [E], count int32 [E], and in pruned tables left and
     right, int64 [V], the sums of the whole counts' rows and columns. Their order in the file is safetensors' own.
-
-    Args:
-        parts: the pairs' run in consecutive parts of ascending keys, as `merge_runs` yields it.
-        unigram_V: how often each token was seen.
-        metadata: texts beside `format` and `vocab_size`.
+    `parts` are as `merge_runs` yields them, `metadata` stands beside `format` and `vocab_size`.
 
     Raises:
         ValueError: a pair seen more often than an int32 can hold; counts for another vocabulary.

@@ -23,18 +23,12 @@ _HEADER = 2048  # more than the header and its metadata need
 def pruned(table: BigramCounts, min_count: int, top: int, megabytes: float | None) -> dict[str, Any]:
     """The parts of a table that holds fewer of the pairs.
 
-    All marginals stay those of the whole counts, so that r and p of the pairs that are kept are what they were. The
-    conditions are applied in the order of the arguments.
+    All marginals stay those of the whole counts. The conditions are applied in the order of the arguments.
 
     Args:
         min_count: keep pairs that were seen at least so often.
         top: of each row keep so many entries, those of the highest counts, of equal counts the lower tokens; 0: all.
-        megabytes: size of `table.safetensors` in 10⁶ bytes, which is not exceeded: of what is left the pairs above a
-            count that is the same for all are kept, the least with which the file fits. None: any size.
-
-    Returns:
-        What `BigramTable` is made of; `pruning` says what was asked, the least count that was kept (`threshold`), and
-        of the whole counts: `pairs`, `entries`, and how many entries were seen once and twice.
+        megabytes: largest size of `table.safetensors` in 10⁶ bytes, kept by the least count with which the file fits.
 
     Raises:
         ValueError: a table that is pruned already; a negative condition; conditions that no pair meets.
@@ -82,11 +76,7 @@ def pruned(table: BigramCounts, min_count: int, top: int, megabytes: float | Non
 
 
 def check_size(vocab_size: int, megabytes: float) -> int:
-    """How many entries a file of so many megabytes has room for, which can be told before anything is counted.
-
-    Raises:
-        ValueError: no size, or one in which a table of `vocab_size` tokens has room for none.
-    """
+    """How many entries a file of so many megabytes has room for, which can be told before anything is counted."""
     if not math.isfinite(megabytes):
         raise ValueError(f"megabytes must be a size, got {megabytes}")
     fixed = _HEADER + _BYTES_PER_TOKEN * vocab_size

@@ -21,18 +21,10 @@ _BINS = {"1": 1, "2": 2, "3-9": 3, "10-99": 10, "100+": 100}
 def report(table: BigramCounts, tokenizer: Any = None) -> dict[str, Any]:
     """Sizes, density, mass, and the most extreme correlations of a table.
 
-    The highest r are those among pairs that were seen at least 10 times, the lowest those among held pairs that tokens
-    which do not know of each other would have formed at least 10 times, n(x, ·) n(·, y) / n: below that, extremes are
-    chance. Ten of each, the most extreme first, the lower tokens first of equals.
-
-    Args:
-        tokenizer: gives the texts of tokens (`convert_ids_to_tokens`); None: no texts.
-
-    Returns:
-        Plain JSON values. `bytes` are those of the tensors, which the file exceeds by a header below 2 kB; `density` is
-        entries / V²; `mass` the share of all pairs that the entries hold; `tokens` the unigram counts' sum;
-        `entries_by_count` how many entries were seen so often; `discount` the default one of "kneser-ney"; `highest_r`
-        and `lowest_r` lists of `left`, `right`, `count`, `expected`, `r`, and with a tokenizer `texts`.
+    The ten highest r are those among pairs that were seen at least 10 times, the lowest those among held pairs of which
+    10 are expected, n(x, ·) n(·, y) / n; the lower tokens first of equals. Plain JSON values: `bytes` are those of the
+    tensors, `density` is entries / V², `mass` the share of all pairs that the entries hold, `discount` the default one
+    of "kneser-ney"; with a tokenizer the extremes have `texts`.
     """
     unigram_V = table.unigram.numpy()
     tensors = (table.row_ptr, table.col, table.count, table.unigram)

@@ -1,7 +1,4 @@
-"""Counts of neighbouring tokens as sorted runs: exact, additive, merged in bounded memory.
-
-A run is two arrays (keys_E, counts_E): the distinct keys x V + y of the pairs (x, y), ascending, and how often each was
-seen. Runs of parts of a corpus merge to exactly the run of the whole, in any order.
+"""Counts of neighbouring tokens as sorted runs: the distinct keys x V + y of the pairs (x, y), ascending, and counts.
 
 Letters: V vocabulary, T tokens, D documents, C documents' ends inside the tokens, E entries (distinct pairs), P one
 piece of T or E, R rows (left tokens) that have entries.
@@ -23,22 +20,14 @@ _PIECE = 1 << 17
 
 
 def key_dtype(vocab_size: int) -> np.dtype[Any]:
-    """The type of keys x V + y: uint32 where V² ≤ 2³², else uint64.
-
-    Raises:
-        ValueError: a vocabulary that is empty or has more than 2³¹ − 1 tokens.
-    """
+    """The type of keys x V + y: uint32 where V² ≤ 2³², else uint64."""
     if not 1 <= vocab_size <= MAX_VOCAB:
         raise ValueError(f"vocab_size is {vocab_size}, expected 1 to {MAX_VOCAB}")
     return np.dtype(np.uint32 if vocab_size**2 <= 2**32 else np.uint64)
 
 
 def check_documents(tokens_T: NDArray[Any], starts_D: NDArray[Any], vocab_size: int, first: int = 0) -> None:
-    """Check documents that follow each other in `tokens_T`, beginning at `starts_D`; `first` is the first one's number.
-
-    Raises:
-        ValueError: a token outside the vocabulary, named with its document; arrays that are no documents.
-    """
+    """Refuse what are no documents of the vocabulary: they begin in `tokens_T` at `starts_D`, `first` is a number."""
     size = len(tokens_T) if tokens_T.ndim == 1 else -1
     if size < 0 or (size and tokens_T.dtype.kind not in "iu"):
         shape = f"{tokens_T.dtype} {list(tokens_T.shape)}"
@@ -105,16 +94,10 @@ def run_of_keys(keys_T: NDArray[Any], cross_document: int = 0) -> Run:
 
 
 def merge_runs(runs: Iterable[tuple[Any, Any]], vocab_size: int, chunk: int = 1 << 18) -> Iterator[Run]:
-    """The run of everything together, in consecutive parts of ascending keys.
+    """The run of everything together, in consecutive parts: keys of `key_dtype`, ascending, and counts int64.
 
-    Args:
-        runs: any number of runs. Instead of arrays they may be anything with a length that gives arrays for slices,
-            such as files: slices are taken in ascending order, none longer than needed.
-        chunk: entries that are merged at a time; memory is about 60 bytes an entry of it. With the default it fits
-            a processor's cache, so that larger ones are not faster.
-
-    Yields:
-        keys of `key_dtype`, counts int64; their sum over all parts is that of all runs.
+    Instead of arrays runs may be anything that gives arrays for slices, such as files. `chunk` entries are merged at a
+    time, in about 60 bytes each; the default fits a processor's cache.
     """
     dtype = key_dtype(vocab_size)
     sides = [run for run in runs if len(run[0])]

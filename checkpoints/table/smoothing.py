@@ -38,11 +38,7 @@ class Smoothed:
 
     @classmethod
     def of(cls, table: BigramCounts, smoothing: str, strength: float, prior: float = 0.0) -> Smoothed:
-        """The parameters for a table; `check_smoothing` has been asked.
-
-        The pairs of a pruned table that it does not hold count for what they were, in sum over a row: their mass is
-        spread as each smoothing spreads what it has to spread, so that a distribution sums to one there too.
-
+        """The parameters for a table. The mass of the pairs that a pruned table does not hold is spread as well.
         - "none": w = `prior`, u the unigram counts with one added to each.
         - "add-k": (n + k) / (n(x, ·) + k V). Lidstone's rule; `strength` is k.
         - "kneser-ney": interpolated absolute discounting (Kneser and Ney, ICASSP 1995; Chen and Goodman, 1998, section
@@ -80,11 +76,7 @@ class Smoothed:
 
 
 def check_smoothing(smoothing: str, strength: float) -> None:
-    """Refuse what `Smoothed.of` does not know.
-
-    Raises:
-        ValueError: an unknown name, with the nearest right one; a strength that the smoothing cannot have.
-    """
+    """Refuse what `Smoothed.of` does not know."""
     if smoothing not in SMOOTHINGS:
         near = did_you_mean(smoothing, SMOOTHINGS)
         raise ValueError(f"unknown smoothing {smoothing!r}.{near} Known: {', '.join(SMOOTHINGS)}")

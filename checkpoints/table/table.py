@@ -43,11 +43,8 @@ class BigramTable(BigramCounts):
 
     @classmethod
     def from_documents(cls, documents: Iterable[NDArray[Any]], vocab_size: int) -> BigramTable:
-        """Count the pairs of neighbours within each document, in memory; never one that reaches from a document into
-        the next. For corpora that outgrow memory there is `train.table.counting`, which gives the same table.
-
-        Args:
-            documents: one-dimensional integer arrays of token ids; may be a stream.
+        """Count the pairs of neighbours within each document (integers [T]), in memory; `train.table.counting` gives
+        the same table for corpora that outgrow it.
 
         Raises:
             ValueError: a token outside the vocabulary; a pair seen more often than an int32 can hold.
@@ -70,11 +67,7 @@ class BigramTable(BigramCounts):
 
     @staticmethod
     def merge(*tables: BigramTable) -> BigramTable:
-        """The table of all tables' documents together, in memory; `merged_runs` streams the same.
-
-        Raises:
-            ValueError: what `merged_runs` raises; a pair seen more often than an int32 can hold.
-        """
+        """The table of all tables' documents together, in memory; `merged_runs` streams the same."""
         check_mergeable(tables)
         counts = csr_array((tables[0].vocab_size,) * 2, dtype=np.int64)
         for table in tables:
@@ -110,11 +103,10 @@ class BigramTable(BigramCounts):
     def log_correlation(
         self, x_X: Tensor, y_X: Tensor, unseen: float, smoothing: str = "none", strength: float = 0.0
     ) -> Tensor:
-        """log r(x, y) of token pairs, r = p(x, y) / (p(x, ·) p(·, y)) with p = n(x, y) / n over pairs.
+        """log r(x, y) of token pairs, r = p(x, y) / (p(x, ·) p(·, y)) with p = n(x, y) / n over pairs; float32 of the
+        broadcast shape, natural logarithms. Source: SLiM, section 3.3, eq. (5), with the pair counts' marginals.
 
-        Source: SLiM, section 3.3, eq. (5); both marginals are those of the pair counts, so r has mean 1 under their
-        product. A pruned table has the r of the whole counts for the pairs that it holds. With smoothing
-        r = p(y | x) / p(·, y), see `smoothing.Smoothed`: a pair that was never seen has a value of its own.
+        With smoothing r = p(y | x) / p(·, y), see `smoothing.Smoothed`.
 
         Args:
             x_X: int64, the left tokens, on this table's device.
@@ -122,9 +114,6 @@ class BigramTable(BigramCounts):
             unseen: r of a pair that the table does not hold, at least 0; 0 gives −inf. Not used with smoothing.
             smoothing: "none", "add-k" or "kneser-ney".
             strength: k, or the discount; 0 is the smoothing's default.
-
-        Returns:
-            float32 of the broadcast shape, natural logarithms.
 
         Raises:
             ValueError: a negative `unseen`; a smoothing or strength that there is not; a token outside the vocabulary
@@ -141,18 +130,11 @@ class BigramTable(BigramCounts):
     def look_up(
         self, x_X: Tensor, y_X: Tensor, log_unseen: Tensor, smoothing: str = "none", strength: float = 0.0
     ) -> Tensor:
-        """`log_correlation` of tokens that are known to be in the vocabulary; `log_unseen` has no dimensions.
-
-        What it searches in is made with the first call, on this table's device, and kept.
-        """
+        """`log_correlation` of tokens that are known to be in the vocabulary; `log_unseen` has no dimensions."""
         return self.correlation(smoothing, strength).look_up(x_X, y_X, log_unseen)
 
     def correlation(self, smoothing: str = "none", strength: float = 0.0) -> Correlation:
-        """What `look_up` searches in, on this table's device.
-
-        Raises:
-            ValueError: a smoothing or strength that there is not.
-        """
+        """What `look_up` searches in, on this table's device; made with the first call."""
         check_smoothing(smoothing, strength)
         keys = self._kept_view((self.device, "keys"), lambda: SortedKeys(self, self.device))
         return self._kept_view(
@@ -163,11 +145,7 @@ class BigramTable(BigramCounts):
     def distributions(
         self, device: torch.device | str, prior: float, smoothing: str = "none", strength: float = 0.0
     ) -> NextToken:
-        """What follows a token, as a drafter: smoothed distributions on a device, made once and kept.
-
-        Raises:
-            ValueError: a smoothing or strength that there is not.
-        """
+        """What follows a token, as a drafter: smoothed distributions on a device, made once and kept."""
         check_smoothing(smoothing, strength)
         device = torch.device(device)
         return self._kept_view(
@@ -226,14 +204,7 @@ class BigramTable(BigramCounts):
 
 
 def merged_runs(tables: Sequence[BigramTable], entries: int = CHUNK) -> Iterator[Run]:
-    """The pairs of all tables together as consecutive parts of a run, in the memory of a part; for `write_table`.
-
-    Args:
-        entries: of all tables that are merged at a time.
-
-    Raises:
-        ValueError: what `check_mergeable` raises.
-    """
+    """The pairs of all tables together as consecutive parts of a run, of about so many entries; for `write_table`."""
     check_mergeable(tables)
     ranges = row_ranges(np.sum([table.row_ptr.numpy() for table in tables], axis=0), entries)
     return (

@@ -16,12 +16,8 @@ _NARROW_VOCAB = 2**16 - 1  # x V + y − 2³¹ fits 31 bits and a sign, and leav
 
 
 class SortedKeys:
-    """The pairs of a table as sorted numbers, to be searched: x V + y, or x V + y − 2³¹ in 32 bits where that fits.
-
-    A binary search is one operation on any device, waits for nothing, and can be captured. Half as wide keys are the
-    faster ones, since a search is as slow as the memory that it reads. Hash tables with a fixed number of probes took
-    longer on CPUs, for their many operations, and longer to build; numpy's search is slower than torch's.
-    """
+    """The pairs of a table as sorted numbers, to be searched: x V + y, or x V + y − 2³¹ in 32 bits where that fits,
+    since a search is as slow as the memory that it reads."""
 
     def __init__(self, table: BigramCounts, device: torch.device) -> None:
         narrow = table.vocab_size <= _NARROW_VOCAB
@@ -45,12 +41,8 @@ class SortedKeys:
 
 
 class Correlation:
-    """log r of pairs, r = p(y | x) / p(y), from counts as they are or smoothed.
-
-    What was never seen has the r that the caller says, or with smoothing one of its own: the sum of a number of x and
-    one of y. p(y) is the marginal of the pair counts, of at least one pair: a token that was never seen on the right
-    is taken as seen once.
-    """
+    """log r of pairs, r = p(y | x) / p(y), from counts as they are or smoothed; p(y) is the marginal of the pair
+    counts, in which a token that was never seen on the right is taken as seen once."""
 
     def __init__(
         self, table: BigramCounts, keys: SortedKeys, device: torch.device, smoothing: str, strength: float
@@ -87,9 +79,6 @@ class NextToken:
     With smoothing "none" they are (n(x, y) + c u(y)) / (n(x, ·) + c), c the prior's weight, u the unigram distribution
     with one observation added to every token: no token is impossible, and one that was never seen on the left is
     followed by u.
-
-    On the CPU the entries of a row are read where they lie in the file. Elsewhere rows are gathered in padded form, so
-    that nothing waits for the host.
 
     Attributes:
         unigram_V: float32 [V], the unigram distribution with one observation added to every token.

@@ -124,11 +124,7 @@ class PreparedData:
 
     @classmethod
     def load(cls, directory: str | os.PathLike[str]) -> PreparedData:
-        """Open a folder that `prepare` wrote; the arrays stay on disk.
-
-        Raises:
-            ValueError: a file is missing, or is not of the shape and type the manifest says.
-        """
+        """Open a folder that `prepare` wrote; the arrays stay on disk."""
         directory = Path(directory)
         manifest_file = directory / MANIFEST
         if not manifest_file.is_file():
@@ -156,11 +152,7 @@ class PreparedData:
         return cls(directory, manifest, arrays)
 
     def verify(self) -> None:
-        """Compare the arrays with the manifest's sha256.
-
-        Raises:
-            ValueError: an array is not the one that was written.
-        """
+        """Compare the arrays with the manifest's sha256."""
         for name, expected in self.manifest["sha256"].items():
             found = file_hash(self.directory / f"{name}.npy")
             if found != expected:

@@ -97,11 +97,7 @@ class PieceEncoder:
         return ids[1:]
 
     def special_id(self, text: str, template: str) -> int:
-        """The id of a special token by its text.
-
-        Raises:
-            ValueError: the tokenizer does not hold `text` as one special token.
-        """
+        """The id of a special token by its text."""
         number = self.tokenizer.get_vocab().get(text)
         added = self.tokenizer.added_tokens_decoder
         if number is None or number not in added or not added[number].special:

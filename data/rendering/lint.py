@@ -77,11 +77,7 @@ class LintReport:
                 ids.append(document.conversation.id)
 
     def failures(self, min_clean_share: float, min_trained_share: float) -> list[str]:
-        """What lies below its floor, a message each with both numbers; [] where all is well.
-
-        Raises:
-            ValueError: a floor that is not between 0 and 1.
-        """
+        """What lies below its floor, a message each with both numbers; [] where all is well."""
         messages = []
         for title, name, floor, part, whole in (
             ("documents without faults", "min_clean_share", min_clean_share, self.clean, self.documents),

@@ -224,9 +224,6 @@ async def connect(recipe: RegenerateRecipe, server: ServerSection, *, spaced: bo
 
     Args:
         spaced: an answer stands after a space, which some servers hand on as its beginning; it is taken off.
-
-    Raises:
-        ValueError: the package openai is missing; nothing listens at the address; the key is refused.
     """
     try:
         import openai

@@ -95,11 +95,6 @@ class PairCounter:
             tokens_T: one dimension of integers.
             starts_D: where each document begins, ascending from 0.
             position: a JSON value that is kept with the counts.
-
-        Raises:
-            ValueError: a token outside the vocabulary, named with its document's number; nothing of this call counts.
-            OSError: a run could not be written; the folder is as it was at the last spill.
-            RuntimeError: this counter failed before; open the folder again.
         """
         self._check_usable()
         check_documents(tokens_T, starts_D, self.vocab_size, self.documents)
@@ -117,11 +112,7 @@ class PairCounter:
             self.spill()
 
     def spill(self) -> None:
-        """Write everything counted so far to the disk, together with its position.
-
-        Raises:
-            OSError: the disk is full, or the like; what was spilled before is untouched, and this may be tried again.
-        """
+        """Write everything counted so far to the disk, together with its position."""
         self._check_usable()
         if self._filled:
             self._send()
@@ -248,11 +239,7 @@ class _Worker:
 
 
 def lock(folder: Path) -> int:
-    """A descriptor that keeps other processes from counting into a folder while it is open.
-
-    Raises:
-        ValueError: another process does.
-    """
+    """A descriptor that keeps other processes from counting into a folder while it is open."""
     descriptor = os.open(folder, os.O_RDONLY)
     try:
         fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)

@@ -153,11 +153,7 @@ class Progress(NamedTuple):
 
 
 def read_progress(folder: Path) -> Progress:
-    """How far a counter's folder is, without opening it.
-
-    Raises:
-        ValueError: the folder's index is damaged; it is named.
-    """
+    """How far a counter's folder is, without opening it."""
     file = folder / INDEX
     if not file.is_file():
         return Progress()

@@ -52,12 +52,7 @@ class Counted:
         return list(pairwise([0, *inner.tolist(), self.vocab_size]))
 
     def merge(self, parts: Sequence[Path], which: slice = slice(None)) -> None:
-        """Merge the range of each of the parts into its file, or of some of them.
-
-        Raises:
-            ValueError: a pair seen more often than a table can hold.
-            OSError: the disk is full, or the like.
-        """
+        """Merge the range of each of the parts into its file, or of some of them."""
         with ThreadPoolExecutor(_THREADS, thread_name_prefix="merge") as threads:
             for _ in threads.map(self._merge_part, self.ranges(len(parts))[which], parts[which]):
                 pass
@@ -72,12 +67,7 @@ class Counted:
         write_run(part, self.vocab_size, merge_runs(sides, self.vocab_size, chunk))
 
     def assemble(self, parts: Sequence[Path], path: Path) -> None:
-        """Join the files of consecutive ranges to a table's file.
-
-        Raises:
-            ValueError: parts that are damaged, or of other counts.
-            OSError: the disk is full, or the like.
-        """
+        """Join the files of consecutive ranges to a table's file."""
         runs = [open_run(part, self.vocab_size) for part in parts]
 
         def stream() -> Iterator[Run]:

@@ -65,12 +65,7 @@ FileRun = tuple[FileArray, FileArray]
 
 
 def write_run(path: Path, vocab_size: int, parts: Iterable[Run]) -> dict[str, Any]:
-    """Write a run as a file: its keys, then its counts as uint32; returns its entries, bytes and sha256.
-
-    Raises:
-        ValueError: a pair seen more often than a table can hold.
-        OSError: the disk is full, or the like; names the path, at which nothing is left.
-    """
+    """Write a run as a file: its keys, then its counts as uint32; returns its entries, bytes and sha256."""
     entries, aside = 0, path.with_name(f"{path.name}.counts")
     try:
         with errors_named(path), path.open("wb+") as out, aside.open("wb+") as counts:
@@ -93,11 +88,7 @@ def write_run(path: Path, vocab_size: int, parts: Iterable[Run]) -> dict[str, An
 
 
 def open_run(path: Path, vocab_size: int) -> FileRun:
-    """What `write_run` wrote, as arrays that are read slice by slice.
-
-    Raises:
-        ValueError: the file's size is not that of a run.
-    """
+    """What `write_run` wrote, as arrays that are read slice by slice."""
     dtype = key_dtype(vocab_size)
     size = path.stat().st_size
     entries, rest = divmod(size, dtype.itemsize + 4)
@@ -113,11 +104,7 @@ def new_name(kind: str) -> str:
 
 
 def read_index(folder: Path, vocab_size: int, check: bool) -> dict[str, Any] | None:
-    """What counts in a folder; None where nothing was spilled. With `check` the files are compared with their hashes.
-
-    Raises:
-        ValueError: counts of another vocabulary, or files that are missing or damaged; they are named.
-    """
+    """What counts in a folder; None where nothing was spilled. With `check` the files are compared with their hashes."""
     path, advice = folder / INDEX, f"delete {folder} to count again"
     if not path.is_file():
         return None
@@ -155,11 +142,7 @@ def read_ends(folder: Path, index: dict[str, Any] | None, vocab_size: int) -> In
 def write_index(
     folder: Path, vocab_size: int, runs: list[dict[str, Any]], ends_V: Ints, progress: dict[str, Any]
 ) -> None:
-    """Make these runs and ends the ones that count, in one step, and delete what no longer does.
-
-    Raises:
-        OSError: the disk is full, or the like; what counted before still does.
-    """
+    """Make these runs and ends the ones that count, in one step, and delete what no longer does."""
     content = ends_V.astype("<i8").tobytes()
     path = folder / new_name("ends")
     try:

@@ -99,11 +99,7 @@ def whole_recipe(recipe: TableRecipe) -> TableRecipe:
 
 
 def table_vocabulary(recipe: TableRecipe, tokenizer: Any) -> int:
-    """V of a recipe's table.
-
-    Raises:
-        ValueError: `vocab_size` is smaller than the tokenizer's; no table of V tokens fits `prune.megabytes`.
-    """
+    """V of a recipe's table."""
     needed = max(len(tokenizer), 1 + max(tokenizer.get_vocab().values()))
     vocab_size = needed if recipe.vocab_size is None else recipe.vocab_size
     if vocab_size < needed:
@@ -165,11 +161,7 @@ def _save_recipe(
 
 
 def _save_pruned(recipe: TableRecipe, folder: Path, tokenizer: Any, data: dict[str, Any]) -> None:
-    """The pruned table of the whole one in `folder`.
-
-    Raises:
-        ValueError: it would be empty; says that nothing needs to be counted again.
-    """
+    """The pruned table of the whole one in `folder`."""
     assert recipe.prune is not None
     options = recipe.prune.model_dump(exclude={"keep_whole"})
     whole = BigramTable.load(folder)
@@ -219,11 +211,7 @@ class Job:
 
     def claim(self, stack: ExitStack) -> str:
         """Claim the folder of the state for this launch and its recipe, until the stack is closed. Returns the launch's
-        name, which lies in it.
-
-        Raises:
-            ValueError: another process counts into it; what `claim_counts` raises.
-        """
+        name, which lies in it."""
         identity = count_identity(self.recipe, self.tokenizer) | {"vocab_size": self.vocab_size}
         self.identity = json.loads(json.dumps(identity))
         self.folder.mkdir(parents=True, exist_ok=True)
@@ -238,11 +226,7 @@ class Job:
 
     def join(self, launch: str | None) -> None:
         """Learn the main process's launch, and find it in the folder, for which a network's file system is given some
-        seconds.
-
-        Raises:
-            ValueError: it is not there.
-        """
+        seconds."""
         sent = [launch, socket.gethostname()]
         if self.world > 1:
             from accelerate.utils import broadcast_object_list
@@ -267,12 +251,7 @@ class Job:
         return file.is_file() and file.read_text(encoding="utf-8") == self.launch
 
     def count(self) -> None:
-        """Count this process's share.
-
-        Raises:
-            ValueError: what reading, rendering and counting raise.
-            Interrupted, StoppedError: a signal came, or another process has stopped; what was counted is on disk.
-        """
+        """Count this process's share."""
         earlier, by = read_positions(self.folder)
         self.by = by or numbering(self.recipe.data, self.world)
         share = Share(self.rank, self.world, tuple(sorted(earlier.items())))
@@ -346,11 +325,7 @@ class Job:
         return numbers | {"corpus": stats.corpus(parts)}
 
     def merge(self) -> None:
-        """Merge this process's ranges of the keys of all that was counted, by whichever process.
-
-        Raises:
-            ValueError: damaged counts; a pair seen more often than a table can hold.
-        """
+        """Merge this process's ranges of the keys of all that was counted, by whichever process."""
         mine = slice(self.rank * _RANGES, (self.rank + 1) * _RANGES)
         self.counted(check=self.rank == 0).merge(self.parts(), mine)
 

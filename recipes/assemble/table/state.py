@@ -62,11 +62,7 @@ def rank_folders(folder: Path) -> list[tuple[Path, int, int]]:
 
 def read_positions(folder: Path) -> tuple[Positions, str | None]:
     """How far each process came of each number of processes that counted here, see `Share`; and by what those
-    positions are numbered, which is the same for all of them (None where nothing is counted yet).
-
-    Raises:
-        ValueError: a damaged index.
-    """
+    positions are numbered, which is the same for all of them (None where nothing is counted yet)."""
     positions: Positions = {}
     numbering = None
     for path, rank, world in rank_folders(folder):
@@ -89,11 +85,7 @@ def check_nobody_counts(folder: Path) -> None:
 
 def claim_counts(folder: Path, identity: dict[str, Any]) -> None:
     """Make the folder that of counts with this identity: those that it holds are resumed, or discarded if they have
-    another identity and are few.
-
-    Raises:
-        ValueError: considerable counts of other settings; counts of which nothing says whose they are.
-    """
+    another identity and are few."""
     theirs = _read_identity(folder)
     if theirs == identity:
         return
@@ -106,11 +98,7 @@ def claim_counts(folder: Path, identity: dict[str, Any]) -> None:
 
 
 def discard_counts(folder: Path, theirs: dict[str, Any], mine: dict[str, Any]) -> None:
-    """Report that counts of other settings are discarded.
-
-    Raises:
-        ValueError: they took considerable time; what differs is named with both values.
-    """
+    """Report that counts of other settings are discarded."""
     tokens = counted_tokens(folder)
     holds = f"{folder} holds counts of {tokens:,} tokens with other settings ({differences(theirs, mine)})"
     if tokens >= CONSIDERABLE:

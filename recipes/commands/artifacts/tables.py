@@ -24,11 +24,7 @@ _PLACES = ("config", "split", "revision", "file")
 
 
 def show_table(folder: Path, tokenizer: str | None) -> None:
-    """Print what a table holds: sizes, where its counts come from, its most extreme correlations.
-
-    Raises:
-        ValueError: no table, a damaged one, a tokenizer that is not the table's.
-    """
+    """Print what a table holds: sizes, where its counts come from, its most extreme correlations."""
     manifest, table = open_artifact(folder, BigramTable.load, "table")
     texts = _tokenizer(folder, manifest, tokenizer)
     source = manifest.recipe.get("tokenizer") or "MODEL"
@@ -42,10 +38,6 @@ def merge_tables(folders: Sequence[Path], out: Path, *, again: bool = False) -> 
 
     Args:
         again: merge tables that were counted from the same data, or in part from the same, too.
-
-    Raises:
-        ValueError: fewer than two tables; a damaged one; other vocabularies or tokenizers; pruned counts; different
-            rules of counting; data that two of them share; `out` is there already; a pair seen too often for a table.
     """
     if len(folders) < 2:
         raise ValueError(f"merging takes two tables or more, got {len(folders)}")
@@ -83,11 +75,7 @@ def merge_tables(folders: Sequence[Path], out: Path, *, again: bool = False) -> 
 
 
 def prune_table(folder: Path, out: Path, *, min_count: int = 1, top: int = 0, megabytes: float | None = None) -> None:
-    """A smaller table of a whole one, which stays as it is; r of the pairs that are kept does not change.
-
-    Raises:
-        ValueError: no table, a damaged one, nothing to leave out, `out` is there already.
-    """
+    """A smaller table of a whole one, which stays as it is; r of the pairs that are kept does not change."""
     _check_free(out)
     if min_count == 1 and not top and megabytes is None:
         raise ValueError("this leaves nothing out: give --min-count above 1, --top or --megabytes")
@@ -183,11 +171,7 @@ def _shared(one: tuple[dict[str, Any], dict[str, Any]], other: tuple[dict[str, A
 
 
 def _tokenizer(folder: Path, manifest: Manifest, given: str | None) -> Any:
-    """The tokenizer that shows a table's tokens: the one given, or the recipe's where it lies here; else None.
-
-    Raises:
-        ValueError: the one given is not the table's.
-    """
+    """The tokenizer that shows a table's tokens: the one given, or the recipe's where it lies here; else None."""
     source = given or manifest.recipe.get("tokenizer")
     if source is None or (given is None and not Path(source).is_dir()):
         return None
