@@ -5,7 +5,7 @@ from __future__ import annotations
 import hashlib
 import json
 import re
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import suppress
 from dataclasses import asdict, dataclass
 from functools import partial
@@ -61,10 +61,8 @@ class Prepared:
 
 
 def prepare_data(section: DataSection, tokenizer: Any, *, seed: int = 0, quiet: bool = False) -> Prepared:
-    """Read, clean, render, split and pack a recipe's data, or reuse what an earlier run left.
-
-    Reused when, and only when, source files, options, template and tokenizer are the same. With `streaming` only the
-    held-out part is kept; `seed` then orders the rest.
+    """Read, clean, render, split and pack a recipe's data, or reuse what an earlier run left where source files,
+    options, template and tokenizer are the same. With `streaming` only the held-out part is kept; `seed` orders.
 
     Raises:
         ValueError: what reading, rendering and packing raise; nothing held out; shares below the section's floors.
@@ -109,11 +107,8 @@ def check_heldout(section: DataSection) -> None:
 
 
 def lint_data(section: DataSection, tokenizer: Any) -> list[str]:
-    """Render a recipe's training data once more, decode what would be learned of every row and print what was found.
-
-    Returns:
-        What lies below the section's floors; nothing if all is well.
-    """
+    """Decode what would be learned of every row of a recipe's data, print what was found, and return what lies below
+    the section's floors."""
     template = get_template(section.template, tokenizer)
     linter = Linter(tokenizer, template)
     render = Renderer(template, tokenizer, section.block_tokens, last_turn_only=section.last_turn_only)
@@ -167,7 +162,7 @@ def _prepare(section: DataSection, tokenizer: Any, identity: dict[str, Any], fol
         options |= {"watch": None, "progress": None}
         prepare(heldout, tokenizer, template, section.block_tokens, unfinished / "heldout", **options)
         write_conversations(heldout, unfinished / "heldout.jsonl")
-        report = _report(section, reports, linter.report)
+        report = all_reports(section.parts(), reports) | {"lint": linter.report.as_dict()}
         atomic_text(unfinished / "report.json", json.dumps(report, indent=2) + "\n")
     for part, corpus in zip(section.parts(), reports, strict=True):
         log(f"data: {part.source}: {corpus.summary()}")
@@ -200,16 +195,14 @@ def _checked_heldout(
     return heldout[: section.heldout_limit]
 
 
-def _report(section: DataSection, reports: list[CorpusReport], lint: LintReport) -> dict[str, Any]:
-    """All sources together, each by itself, and what the cheap look at every document found."""
+def all_reports(parts: Sequence[SourceSection], reports: Sequence[CorpusReport]) -> dict[str, Any]:
+    """What became of the rows of all corpora together, and of each."""
     total = CorpusReport()
     for corpus in reports:
         total.merge(corpus)
-    each = [
-        {"source": part.source, "weight": part.weight} | corpus.as_dict()
-        for part, corpus in zip(section.parts(), reports, strict=True)
-    ]
-    return total.as_dict() | {"sources": each, "lint": lint.as_dict()}
+    corpora = zip(parts, reports, strict=True)
+    each = [{"source": part.source, "weight": part.weight} | corpus.as_dict() for part, corpus in corpora]
+    return total.as_dict() | {"sources": each}
 
 
 def training_conversations(
@@ -220,14 +213,8 @@ def training_conversations(
     hold: Callable[[Conversation], None] | None = None,
     seed: int = 0,
 ) -> Iterator[Conversation]:
-    """The conversations to train on, always the same in the same order: cleaned, and without those held out.
-
-    Args:
-        reports: one for each corpus of the section, filled on the way.
-        tell: log in which form each corpus was found.
-        hold: is given those held out.
-        seed: orders a mixture.
-    """
+    """The conversations to train on, always the same in the same order (`seed` orders a mixture): cleaned, and without
+    those held out, which `hold` gets. `reports`, one a corpus, are filled; `tell` logs in which form each was found."""
 
     def open_pass(part: SourceSection, report: CorpusReport, number: int) -> Iterator[Conversation]:
         # a later pass over the same rows is not counted again

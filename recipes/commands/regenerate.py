@@ -1,8 +1,4 @@
-"""Regeneration: a corpus's questions and a target in, the target's own conversations out.
-
-The target is decoded here by the engine, or asked of an OpenAI-compatible server. What is kept on disk, and in which
-order things are asked, is in data/regeneration.py.
-"""
+"""Regeneration: a corpus's questions in, a target's own conversations out, by the engine or an OpenAI-compatible server."""
 
 from __future__ import annotations
 
@@ -45,10 +41,8 @@ _STOPPED = ("stop", "eos_token", "stop_sequence")  # the last two are TGI's
 
 
 def run_regenerate(recipe: RegenerateRecipe) -> RegenerationReport:
-    """Answer every conversation of the source that `recipe.out` does not hold yet.
-
-    Returns:
-        What this run did; what it failed at stands in `<out>.errors.jsonl` and is tried again by the next run.
+    """Answer every conversation of the source that `recipe.out` does not hold yet; what fails stands in
+    `<out>.errors.jsonl` and is tried again by the next run.
 
     Raises:
         ValueError: what reading, models and templates raise; `out` holds something else, or answers of other settings;

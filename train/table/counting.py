@@ -1,7 +1,4 @@
-"""Counting pairs of neighbours over a corpus of any size: exact, in bounded memory, in the background.
-
-A `PairCounter` keeps what does not fit its memory as sorted runs in a folder, which is consistent at any time: a killed
-count resumes from the last spill. `merging.counted` takes the folders of all processes together.
+"""Counting pairs of neighbours over a corpus of any size: exact, in bounded memory, resumed from the last spill.
 
 Letters: V vocabulary, T tokens, D documents, C documents' ends, E entries (distinct pairs).
 """

@@ -78,9 +78,8 @@ def token_documents(
     """What is counted of each conversation: its number, and ids int32 [T] within which neighbours are pairs.
 
     `documents` is the whole rendered conversation, never split. `answers` is each stretch that is trained on, with the
-    one token before it, so that each pair's right token is trained on. `messages` is the words of the messages of
-    `roles` (none: of user and assistant), each by itself, as they are tokenised where the template puts them: behind
-    a space, a special token or other text; a token that such words would share with the template's own is cut there.
+    one token before it. `messages` is the words of the messages of `roles` (none: of user and assistant), each by
+    itself, as they are tokenised where the template puts them.
 
     Raises:
         ValueError: turns that are not [system], user, assistant, …; a special token that the tokenizer lacks.

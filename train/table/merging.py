@@ -1,8 +1,4 @@
-"""Merging what any number of processes counted into a table's file: each may merge a range of left tokens, and one
-joins the parts. No process ever holds the whole table.
-
-Letters: V vocabulary, N rows.
-"""
+"""Merging what any number of processes counted into a table's file, in ranges of left tokens: V vocabulary, N rows."""
 
 from __future__ import annotations
 
@@ -26,14 +22,8 @@ _THREADS = 2
 
 @dataclass(frozen=True)
 class Counted:
-    """What any number of processes counted: their runs, not yet merged.
-
-    Attributes:
-        runs: keys and counts, read from files slice by slice.
-        ends_V: int64, how often each token was the last of a document.
-        tokens: tokens counted.
-        documents: documents counted.
-    """
+    """What any number of processes counted: their runs, not yet merged; `ends_V` int64, how often each token was the
+    last of a document."""
 
     vocab_size: int
     runs: tuple[FileRun, ...]
@@ -42,10 +32,7 @@ class Counted:
     documents: int
 
     def ranges(self, number: int) -> list[tuple[int, int]]:
-        """Cut the left tokens into `number` ranges [first, end) of about as many entries to merge, some maybe empty.
-
-        The same for the same folders, in whichever process.
-        """
+        """Cut the left tokens into `number` ranges [first, end) of about as many entries to merge, some maybe empty."""
         row_N = np.unique(np.linspace(0, self.vocab_size, _ROWS + 1).astype(np.int64))
         before_N = sum((keys.below(row_N * self.vocab_size) for keys, _ in self.runs), np.zeros_like(row_N))
         inner = row_N[np.searchsorted(before_N, before_N[-1] * np.arange(1, number) // number)]
@@ -86,10 +73,8 @@ class Counted:
 
 
 def counted(folders: Sequence[Path], vocab_size: int, check: bool = True) -> Counted:
-    """Everything in the folders of finished counters, of any number of processes.
-
-    Args:
-        check: compare every file with its hash; without, with its size alone.
+    """Everything in the folders of finished counters; with `check` every file is compared with its hash, else with its
+    size alone.
 
     Raises:
         ValueError: counts of another vocabulary; files that are missing or damaged; they are named.

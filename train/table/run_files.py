@@ -1,7 +1,4 @@
-"""Runs of counted pairs as files, and the index of a folder that says which of them count.
-
-A folder is consistent at any time: files are written under new names, and count once the index, replaced in one step,
-names them with their hashes. What it does not name is left over from a process that was killed.
+"""Runs of counted pairs as files, which count once the index of their folder, replaced in one step, names them.
 
 Letters: V vocabulary, E entries (distinct pairs), N some numbers.
 """
@@ -104,7 +101,7 @@ def new_name(kind: str) -> str:
 
 
 def read_index(folder: Path, vocab_size: int, check: bool) -> dict[str, Any] | None:
-    """What counts in a folder; None where nothing was spilled. With `check` the files are compared with their hashes."""
+    """What counts in a folder; None where nothing was spilled. With `check` hashes are compared."""
     path, advice = folder / INDEX, f"delete {folder} to count again"
     if not path.is_file():
         return None

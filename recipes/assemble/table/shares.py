@@ -11,20 +11,15 @@ from ....data.conversations import Conversation, CorpusReport
 from ....data.sources.mixture import is_used, pass_shares
 from ....train.table.documents import CONVERSATION, ROW, Numbered, Share
 from ...schema.data import DataSection, SourceSection
-from ..data import is_held_out, read_part, say_form, training_conversations
+from ..data import all_reports, is_held_out, read_part, say_form, training_conversations
 
 _PASS = 1 << 40
 """More rows than any corpus has: what the numbers of two passes through corpora lie apart."""
 
 
 def numbering(section: DataSection, world: int) -> str:
-    """By what `world` processes number what they count, as a key of counters' positions.
-
-    `ROW`: by the numbers of rows, which say whose each is before anything of it is read. `CONVERSATION`: by counting
-    the conversations to train on, for which all rows are read and cleaned by every process. One process does so, and
-    all do where what becomes of a row depends on the rows before it: `limit` counts what was kept, and `duplicates`
-    remembers it.
-    """
+    """By what `world` processes number what they count: `ROW`, the numbers of rows, or `CONVERSATION`, which every
+    process counts in all rows: one process does so, and all do where a row depends on those before it."""
     alone = not section.clean.get("duplicates") and all(part.limit is None for part in section.parts())
     return ROW if world > 1 and alone else CONVERSATION
 
@@ -55,23 +50,13 @@ class CorpusStats:
 
     def corpus(self, parts: Sequence[SourceSection]) -> dict[str, Any]:
         """What became of the rows of all corpora together, and of each; for an artifact's manifest."""
-        total = CorpusReport()
-        for report in self.reports:
-            total.merge(report)
-        corpora = zip(parts, self.reports, strict=True)
-        each = [{"source": part.source, "weight": part.weight} | report.as_dict() for part, report in corpora]
-        return total.as_dict() | {"sources": each}
+        return all_reports(parts, self.reports)
 
 
 @dataclass
 class Reading:
-    """A process's share of a section's conversations with their numbers, once; `stats` fills on the way.
-
-    Attributes:
-        by: see `numbering`.
-        stopping: asked before each conversation whether to end.
-        log_forms: log in which form each corpus was found.
-    """
+    """A process's share of a section's conversations with their numbers (`by`: see `numbering`), until `stopping`;
+    `stats` fills on the way."""
 
     section: DataSection
     share: Share

@@ -98,7 +98,7 @@ def claim_counts(folder: Path, identity: dict[str, Any]) -> None:
 
 
 def discard_counts(folder: Path, theirs: dict[str, Any], mine: dict[str, Any]) -> None:
-    """Report that counts of other settings are discarded."""
+    """Report that counts of other settings are discarded; ValueError where they took considerable time."""
     tokens = counted_tokens(folder)
     holds = f"{folder} holds counts of {tokens:,} tokens with other settings ({differences(theirs, mine)})"
     if tokens >= CONSIDERABLE:

@@ -33,12 +33,8 @@ def show_table(folder: Path, tokenizer: str | None) -> None:
 
 
 def merge_tables(folders: Sequence[Path], out: Path, *, again: bool = False) -> None:
-    """The table of all the tables' documents together, as an artifact whose manifest names its parts. The counts are
-    streamed: no more than a part of them is in memory.
-
-    Args:
-        again: merge tables that were counted from the same data, or in part from the same, too.
-    """
+    """The table of all the tables' documents together, as an artifact whose manifest names its parts; the counts are
+    streamed. With `again` tables may be counted from the same data."""
     if len(folders) < 2:
         raise ValueError(f"merging takes two tables or more, got {len(folders)}")
     _check_free(out)
