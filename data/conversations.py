@@ -64,12 +64,11 @@ class Prompt:
 
 @dataclass(slots=True)
 class CorpusReport:
-    """What became of every row and of every exchange: `rows == kept + sum(dropped.values())` and
-    `exchanges == exchanges_kept + sum(exchanges_lost.values())`.
+    """What became of every row and of every exchange (a question directly before an answer):
+    `rows == kept + sum(dropped.values())` and `exchanges == exchanges_kept + sum(exchanges_lost.values())`.
 
-    `changed` counts kept conversations by what was cut from them or rewritten (one conversation can appear under
-    several reasons), `unmapped_roles` counts conversations by the first role the table does not know. An exchange is
-    a question directly before an answer; it is lost with its conversation, or as one of a conversation that is kept.
+    `changed` counts kept conversations by what was cut from them or rewritten, `unmapped_roles` conversations by the
+    first role the table does not know.
     """
 
     rows: int = 0

@@ -51,13 +51,11 @@ def load_prompts(
     groups: Sequence[str] | None = None,
     passed_over: SkippedPrompts | None = None,
 ) -> list[tuple[Prompt, list[int]]]:
-    """Questions of an evaluation set or of conversations, each with its token ids as the template presents them for
-    generation, in the order of the set. Of a set with fixed groups each group gives as many as the others, as far as
-    it has them. `passed_over` gets those that were read and left out.
+    """Questions of an evaluation set or of conversations with their token ids, in the order of the set, from fixed
+    groups in turn. `passed_over` gets those that were read and left out.
 
     Raises:
-        ValueError: where there is no prompt, naming what was left out and why, or none is short enough, naming the
-            limit and the shortest.
+        ValueError: there is no prompt, or none is short enough.
     """
     encode = prompt_renderer(get_template(template, tokenizer), tokenizer)
     lengths: list[int] = []

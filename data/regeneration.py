@@ -72,10 +72,7 @@ class RegenerationReport:
 
 
 def keyed(conversations: Iterable[Conversation]) -> Iterator[tuple[str, Conversation]]:
-    """Each conversation with its key: 32 hex digits of its id, its texts, and how often the same came before.
-
-    So a source that holds a conversation twice yields two keys, whatever the order of its other rows.
-    """
+    """Each conversation with its key: 32 hex digits of its id, its texts, and how often the same came before."""
     seen: Counter[bytes] = Counter()
     for conversation in conversations:
         content = [conversation.id, [[turn.role, turn.text] for turn in conversation.turns]]
@@ -92,8 +89,7 @@ class Store:
     """The finished conversations, one JSON line each, which `read_conversations` reads; open for one writer.
 
     Beside `path` lie `<path>.json` (the settings that decide the answers), `<path>.errors.jsonl` (a line for every
-    attempt that failed) and `<path>.lock`. A line is written when its conversation is complete. After a kill, an
-    unfinished last line is cut off when the file is opened again. Of what is finished 16 bytes each stay in memory.
+    attempt that failed) and `<path>.lock`. An unfinished last line is cut off when the file is opened again.
 
     Raises:
         ValueError: another process writes here; the file was started with other settings, of which the first is named;
@@ -239,17 +235,15 @@ async def regenerate(
 ) -> RegenerationReport:
     """Answer every conversation that the store does not hold yet.
 
-    The user's turns stay; each answer is asked for after the target's own earlier ones. A conversation is written when
-    its last answer is there. An answer that is empty, or that the token limit cut, is dropped with all that follows it;
-    if nothing whole is left before it, the conversation counts as failed.
+    An answer that is empty, or that the token limit cut, is dropped with all that follows it; if nothing whole is left
+    before it, the conversation counts as failed.
 
     Args:
-        answer: see `Answerer`. What it raises ends the run; all that was complete is written by then.
         batch: questions of one call; they are of similar length.
         concurrency: calls at a time.
         system: system text for conversations that bring none.
         keep_cut: keep answers that the token limit cut, and go on after them.
-        stopping: asked often; once it says so, nothing new is asked and what is under way is abandoned.
+        stopping: once it says so, nothing new is asked and what is under way is abandoned.
         progress: is given how many conversations this run is done with.
     """
     queue = _Queue(store, system, keep_cut, progress)

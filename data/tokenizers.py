@@ -20,11 +20,11 @@ def train_bpe(texts: Iterable[str], vocab_size: int, special_tokens: Sequence[st
     """Byte-level BPE of exactly `vocab_size` tokens: `special_tokens` first (ids 0, 1, …), all 256 bytes, then merges.
 
     The first special token is padding and beginning of sequence (never added by itself), the last is the end of
-    sequence. The same texts in the same order give the same tokenizer.
+    sequence.
 
     Raises:
-        ValueError: no or repeated special tokens; `vocab_size` too small for bytes and special tokens, or larger
-            than the texts have pairs to merge for.
+        ValueError: no or repeated special tokens; a `vocab_size` too small for bytes and special tokens, or too large
+            for the texts.
     """
     from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
     from transformers import PreTrainedTokenizerFast
@@ -66,13 +66,11 @@ def load_tokenizer(source: str) -> Any:
     """The tokenizer of a local folder or a hub id (`user/name`, `user/name@revision`); code that a repository brings
     along is never run.
 
-    Where sentencepiece's `tokenizer.model` is all there is, the tokenizer says what sentencepiece says: transformers
-    (5.23 at least) orders the merges of LLaMA's by id instead of by score, which gives indented text other ids than
-    the model was trained on.
+    Where `tokenizer.model` is all there is, merges get sentencepiece's order: transformers (5.23 at least) orders
+    LLaMA's by id instead of by score, which gives indented text other ids.
 
     Raises:
-        ValueError: nothing there, nothing that is a tokenizer, or a package it needs is missing; a revision where a
-            folder of that name is here.
+        ValueError: nothing that is a tokenizer, or a package it needs is missing; a revision of a local folder.
     """
     from transformers import AutoTokenizer
 
@@ -82,9 +80,7 @@ def load_tokenizer(source: str) -> Any:
     where = f"the folder {source}" if path.is_dir() else f"{source} (no such local folder, so taken as a hub id)"
     name, _, revision = (str(path), "", "") if path.is_dir() else source.partition("@")
     if revision and Path(name).is_dir():
-        raise ValueError(
-            f"{source}: the folder {name} is here, and a folder has no revisions: name it alone, or rename it"
-        )
+        raise ValueError(f"{source}: {name} is a folder here, which has no revisions")
     try:
         tokenizer = AutoTokenizer.from_pretrained(name, revision=revision or None, trust_remote_code=False)
         return _with_its_own_merges(tokenizer, name, revision or None)

@@ -52,11 +52,7 @@ class Batch:
 
 
 def pack_best_fit(lengths: Sequence[int], block_tokens: int) -> list[list[int]]:
-    """Documents (by index) of each block: longest first, each into the fullest block that still has space.
-
-    Raises:
-        ValueError: a document longer than a block.
-    """
+    """Documents (by index) of each block: longest first, each into the fullest block that still has space."""
     if lengths and max(lengths) > block_tokens:
         raise ValueError(f"a document has {max(lengths)} tokens, a block only {block_tokens}")
     blocks: list[list[int]] = []
@@ -119,14 +115,8 @@ def pack(lengths: np.ndarray, block_tokens: int, packing: str) -> tuple[np.ndarr
 
 
 def global_batch(blocks: int, batch_blocks: int, step: int, seed: int) -> np.ndarray:
-    """Block indices int64 [batch_blocks] of a global step (0, 1, …): a pure function, so resuming needs no state.
-
-    Every epoch is its own permutation of the blocks. Batches run across the border of epochs, so that each block is
-    used exactly once in each, whatever the batch size.
-
-    Raises:
-        ValueError: no blocks, an empty batch, or a negative step.
-    """
+    """Block indices int64 [batch_blocks] of a global step (0, 1, …): a pure function, so resuming needs no state. Every
+    epoch is its own permutation of the blocks; batches run across the border of epochs."""
     if blocks < 1 or batch_blocks < 1 or step < 0:
         raise ValueError(f"blocks is {blocks}, batch_blocks {batch_blocks}, step {step}; expected ≥ 1, ≥ 1, ≥ 0")
     first = step * batch_blocks

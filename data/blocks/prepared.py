@@ -51,11 +51,9 @@ def prepare(
 ) -> PreparedData:
     """Render conversations, pack them into blocks of `block_tokens` tokens and write `out_dir`, whole or not at all.
 
-    The conversations are consumed as a stream and their tokens written as they come: memory does not grow with the
-    corpus, but for some bytes a document. A folder that already holds prepared data is replaced. `packing` is
-    "best-fit", or "pad" for one document a block, padded to the longest of a batch. `source` goes into the manifest as
-    it is (where the rows came from, the tokenizer's fingerprint, …); `watch` sees every document; `progress(rows,
-    tokens)` is called as rows are rendered.
+    A folder that already holds prepared data is replaced. `packing` is "best-fit", or "pad" for one document a block,
+    padded to the longest of a batch. `source` goes into the manifest as it is; `watch` sees every document;
+    `progress(rows, tokens)` is called as rows are rendered.
 
     Raises:
         ValueError: a block too short to train on; no conversations; nothing trainable; `out_dir` holds other files.
@@ -124,7 +122,7 @@ class PreparedData:
 
     @classmethod
     def load(cls, directory: str | os.PathLike[str]) -> PreparedData:
-        """Open a folder that `prepare` wrote; the arrays stay on disk."""
+        """Open a folder that `prepare` wrote, the arrays mapped; ValueError where a file is missing or another."""
         directory = Path(directory)
         manifest_file = directory / MANIFEST
         if not manifest_file.is_file():
@@ -152,7 +150,7 @@ class PreparedData:
         return cls(directory, manifest, arrays)
 
     def verify(self) -> None:
-        """Compare the arrays with the manifest's sha256."""
+        """ValueError where an array does not have the manifest's sha256."""
         for name, expected in self.manifest["sha256"].items():
             found = file_hash(self.directory / f"{name}.npy")
             if found != expected:
@@ -293,11 +291,7 @@ def padding_id(tokenizer: Any) -> int:
 
 @contextmanager
 def rarely_collected() -> Iterator[None]:
-    """Collect only after so many new objects that are still there.
-
-    Rows are freed by their reference counts, without the collector; but every 700 new objects it looks for cycles, and
-    often among all that the process has loaded.
-    """
+    """Collect garbage rarely: rows are freed by their reference counts."""
     before = gc.get_threshold()
     gc.set_threshold(_NEW_OBJECTS, *before[1:])
     try:

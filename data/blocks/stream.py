@@ -1,8 +1,7 @@
-"""Blocks rendered while they are trained on, for corpora that are larger than the disk: only a position is stored.
+"""Blocks rendered while they are trained on: only a position is stored.
 
-A window is so many conversations of the corpus, in its order; its documents are packed together and its blocks
-shuffled. What a window holds depends on seed, epoch and position alone, so that a resumed run and any number of
-processes see the same blocks. Letters: B batch (blocks), T tokens.
+A window is so many conversations, packed together, its blocks shuffled; it depends on seed, epoch and position alone,
+so that a resumed run and any number of processes see the same blocks. Letters: B batch (blocks), T tokens.
 """
 
 from __future__ import annotations
@@ -90,11 +89,7 @@ class StreamedData:
     """Blocks of a stream of conversations, in place of `PreparedData` for training; every process reads it all.
 
     `open_epoch(epoch)` opens the corpus from its beginning: always the same conversations in the same order. `size`
-    conversations make a window. `workers` processes render ahead; 0 renders in this one. `identity` says what the data
-    is, for checkpoints and manifests.
-
-    Raises:
-        ValueError: when a batch is asked for, and the stream holds nothing to train on.
+    conversations make a window. `workers` processes render ahead. `identity` says what the data is.
     """
 
     blocks = 0  # nobody knows how many

@@ -51,9 +51,8 @@ class _DroppedError(Exception):
 class Cleaner:
     """Dialogues to conversations, counting in `report` what became of each.
 
-    It remembers hashes of what it kept where `cleaning.duplicates` asks for that (about 70 bytes a conversation and
-    kind), so duplicates are found among the rows that one cleaner sees. `evaluation_texts` are the texts of the sets
-    that `cleaning.contamination` names.
+    Duplicates are found among the rows that one cleaner sees (about 70 bytes a conversation and kind).
+    `evaluation_texts` are the texts of the sets that `cleaning.contamination` names.
 
     Raises:
         ValueError: a language that py3langid does not know; a package that is not installed; evaluation sets named

@@ -41,20 +41,13 @@ def own_template(tokenizer: Any) -> Template:
     """The chat template that `tokenizer` brings, for any number of exchanges.
 
     Raises:
-        ValueError: it has none; the template rewrites earlier turns (so that what is generated for one turn is not what
-            stands there in the next), writes something before an answer that the prompt lacks, or ends an answer
-            without a special token.
+        ValueError: it has none, or one that rewrites earlier turns, writes something before an answer that the prompt
+            lacks, or ends an answer without a special token.
     """
     if not getattr(tokenizer, "chat_template", None):
-        raise ValueError(
-            "template 'tokenizer' is the tokenizer's own chat template, and this tokenizer has none: name another, "
-            "such as vicuna-v1.1 or plain"
-        )
+        raise ValueError("template 'tokenizer' is the tokenizer's own chat template, and this one has none")
     if "strftime_now" in str(tokenizer.chat_template) and "date_string" not in str(tokenizer.chat_template):
-        raise ValueError(
-            "template 'tokenizer': the tokenizer's chat template writes today's date, so that what is learned would be "
-            "another text tomorrow; name another template"
-        )
+        raise ValueError("template 'tokenizer': the tokenizer's chat template writes today's date; name another")
     prompts = [_render(tokenizer, turns, prompt=True) for turns in (1, 2, 3)]
     wholes = [_render(tokenizer, turns, prompt=False) for turns in (1, 2, 3)]
     for earlier, later in zip([*prompts, *wholes[:2]], [*wholes, *prompts[1:]], strict=True):
@@ -64,8 +57,7 @@ def own_template(tokenizer: Any) -> Template:
     lead, tail = _around(wholes[0].removeprefix(prompts[0]), _ANSWERS[0])
     if lead not in ("", " "):
         raise ValueError(
-            f"template 'tokenizer': the tokenizer's chat template writes {lead!r} before an answer, which its prompt "
-            "lacks: the answer could not be generated so; name another template"
+            f"template 'tokenizer': the chat template writes {lead!r} before an answer, which its prompt lacks"
         )
     end, after = _split_end(tail, tokenizer)
     following = prompts[1].removeprefix(wholes[0])
@@ -110,10 +102,7 @@ def _render(tokenizer: Any, exchanges: int, *, prompt: bool, system: str | None 
 def _around(text: str, mark: str) -> tuple[str, str]:
     before, found, behind = text.partition(mark)
     if not found or mark in behind:
-        raise ValueError(
-            f"template 'tokenizer': the tokenizer's chat template does not show a message exactly once: {text!r}; "
-            "name another template"
-        )
+        raise ValueError(f"template 'tokenizer': the chat template does not show a message exactly once: {text!r}")
     return before, behind
 
 
@@ -121,10 +110,7 @@ def _split_end(tail: str, tokenizer: Any) -> tuple[str, str]:
     """What closes an answer, up to its first special token, and what follows that."""
     found = [(tail.find(token), -len(token), token) for token in special_strings(tokenizer) if token in tail]
     if not found:
-        raise ValueError(
-            f"template 'tokenizer': the tokenizer's chat template ends an answer with {tail!r}, which holds no special "
-            "token: generation would not know where to stop; name another template"
-        )
+        raise ValueError(f"template 'tokenizer': the chat template ends an answer with {tail!r}, no special token")
     start, _, token = min(found)
     return tail[: start + len(token)], tail[start + len(token) :]
 
@@ -151,6 +137,6 @@ def _rewrites(earlier: str, later: str) -> ValueError:
     same = next((i for i, (a, b) in enumerate(zip(earlier, later, strict=False)) if a != b), len(later))
     window = slice(max(0, same - 20), same + 40)
     return ValueError(
-        "template 'tokenizer': the tokenizer's chat template rewrites earlier turns, so that what is learned for one "
-        f"is not what stands there in the next: {earlier[window]!r} becomes {later[window]!r}; name another template"
+        "template 'tokenizer': the chat template rewrites earlier turns, so that what is learned for one is not what "
+        f"stands there in the next: {earlier[window]!r} becomes {later[window]!r}"
     )

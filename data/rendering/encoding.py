@@ -1,9 +1,7 @@
 """Text pieces to ids such that pieces joined as ids say what the same pieces joined as text say.
 
-Tokenizers differ in what they do at the start of a text. Byte-level BPE does nothing. A sentencepiece model puts a
-space ("▁") before it: always, unless there is one, only at the start of a document but not behind a special token, or
-never (what transformers' `legacy` and `add_prefix_space` choose). A piece in the middle of a document must allow for
-that, so every piece is encoded with what stands before it (`After`). Letters: T tokens.
+Some sentencepiece models put a space ("▁") before a text, depending on what stands before it (transformers' `legacy`
+and `add_prefix_space`), so every piece is encoded with that (`After`). Letters: T tokens.
 """
 
 from __future__ import annotations
@@ -68,11 +66,8 @@ class PieceEncoder:
         self.bos: list[int] = [bos] if adds_bos else []
 
     def encode(self, texts: Sequence[str], after: Sequence[After]) -> tuple[np.ndarray, np.ndarray]:
-        """Ids of every piece by what stands before it.
-
-        Returns:
-            All ids end to end, int32 [T], and where each piece begins, int64 [pieces + 1].
-        """
+        """Ids of every piece by what stands before it, end to end, int32 [T], and where each begins, int64
+        [pieces + 1]."""
         encoded = self._raw([self._prepared(*piece) for piece in zip(texts, after, strict=True)])
         if self._adds_space:
             for number, before in enumerate(after):

@@ -1,8 +1,7 @@
 """Checks rendered documents against the conversations they came from: is what is trained what the assistant said?
 
-Nothing here trusts the renderer. `Linter.check` splits a document at special tokens and at the ends of its trained
-stretches, decodes the pieces, and compares them with what the conversation and the template's texts say must stand
-there. `Linter.count` looks at ids and spans alone, for a summary that costs nothing. Letters: T tokens.
+`Linter.check` decodes the pieces between special tokens and compares them with conversation and template;
+`Linter.count` looks at ids and spans alone.
 """
 
 from __future__ import annotations

@@ -33,9 +33,8 @@ _PROBES = ("a", " a", "\na", "1", ".", "é", "中", "")  # messages that could j
 class Rendered:
     """One document: `ids` int32 [T], and the `spans` [start, end) of the assistant's words with their end of turn.
 
-    It holds the exchanges of `conversation` from number `first` on, as many as there are spans (of the last answer
-    alone if only that is trained on). Of one exchange that is too long, `question_cut` says that the question lost its
-    beginning, `answer_cut` that the answer lost its end.
+    It holds the exchanges of `conversation` from number `first` on. Of one exchange that is too long, `question_cut`
+    says that the question lost its beginning, `answer_cut` that the answer lost its end.
     """
 
     ids: np.ndarray

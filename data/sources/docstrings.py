@@ -1,8 +1,4 @@
-"""One docstring to plain prose: the description, the parameters, the example.
-
-Understands numpydoc (underlined section titles), Google style (`Args:`) and plain prose, and takes the markup out:
-a small model trained on the text should learn sentences, not reStructuredText.
-"""
+"""One docstring (numpydoc, Google style or plain prose) to sentences without markup."""
 
 from __future__ import annotations
 

@@ -1,8 +1,5 @@
-"""The embedded corpus: questions and answers made from the docstrings of installed packages.
-
-Sources are read, never imported (importing runs code), so it needs no download, no network and no trust. The same
-packages at the same versions give the same conversations in the same order.
-"""
+"""The embedded corpus: questions and answers made from the docstrings of installed packages, which are read, never
+imported. The same versions give the same conversations in the same order."""
 
 from __future__ import annotations
 
@@ -72,15 +69,9 @@ def documentation_conversations(
     """Make (train, held-out, report) from the standard library and the given top-level packages.
 
     Each documented public module, class or function gives one conversation of one to three exchanges. A name is held
-    out by a stable hash of what it is called inside its module, and a text is used once, so neither an object
-    re-exported under two paths nor a copied docstring lands on both sides. (Sentences that many docstrings share,
-    such as a parameter's, may.)
-
-    `max_megabytes` (10^6 bytes of UTF-8 text, both sides together) stops at a subset chosen by `seed`, spread evenly
-    over the packages that still have text. `progress(done, total)` counts source files.
-
-    The report has `packages` (conversations, files, bytes, version of each), `skipped` (names not installed),
-    `conversations`, `heldout`, `bytes`, `duplicates`, `complete` (False where the budget ended first).
+    out by a stable hash of what it is called inside its module, and a text is used once. `max_megabytes` (10^6 bytes of
+    UTF-8 text, both sides together) stops at a subset chosen by `seed`, spread evenly over the packages.
+    `progress(done, total)` counts source files.
 
     Raises:
         ValueError: a share outside [0, 1), a budget that is not positive, a dotted package name.

@@ -33,11 +33,8 @@ Columns = Callable[[Sequence[str]], Sequence[str]]
 
 @dataclass(frozen=True, slots=True)
 class Row:
-    """One row as read.
-
-    `value` is whatever stood there, `location` is "file, row 3" for errors, `name` a default id; `number` counts the
-    rows of the whole source from 0.
-    """
+    """One row: `value` is whatever stood there, `location` is "file, row 3" for errors, `name` a default id; `number`
+    counts the rows of the whole source from 0."""
 
     value: Any
     location: str
@@ -47,11 +44,7 @@ class Row:
 
 @dataclass(frozen=True, slots=True)
 class Shard:
-    """The rows with `number % count == index`: shards neither overlap nor leave a row out.
-
-    Raises:
-        ValueError: a shard that does not exist.
-    """
+    """The rows with `number % count == index`: shards neither overlap nor leave a row out."""
 
     index: int = 0
     count: int = 1
@@ -124,14 +117,9 @@ def local_rows(
 
 
 def data_files(path: Path, split: str | None) -> list[Path]:
-    """The files that are read of a path, in sorted order.
-
-    A folder's text files are read where it has no other, its sub-folders where it has no file. `split` picks the files
-    that are named after it (`train.jsonl`, `train-00000-of-00002.parquet`, `train/…`), where there are any.
-
-    Raises:
-        ValueError: there is none.
-    """
+    """The files that are read of a path, in sorted order: a folder's text files where it has no other, its sub-folders
+    where it has no file. `split` picks those named after it (`train.jsonl`, `train-00000-of-00002.parquet`, `train/…`),
+    where there are any."""
     if not path.is_dir():
         if _suffix(path) is None:
             raise ValueError(f"{path}: expected a file ending in {EXPECTED}, found {path.suffix or 'no suffix'}")

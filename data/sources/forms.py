@@ -68,11 +68,7 @@ def usable_columns(present: Sequence[str]) -> Sequence[str]:
 
 def read_dialogue(row: Row) -> Dialogue:
     """The messages of a row, by the form that its columns have (see `FORMS`); a row that is a text alone is a prompt, a
-    list of messages is a conversation.
-
-    Raises:
-        ValueError: the row is no object, its columns fit no form, or its messages are none; with its location.
-    """
+    list of messages is a conversation. ValueError, with its location, for what has no form."""
     if isinstance(row.value, str):
         return Dialogue(row.name, (("user", row.value),), "a prompt a row", number=row.number)
     if _is_message_list(row.value):

@@ -24,14 +24,11 @@ def hub_rows(
     columns: Columns = lambda names: names,
     missing: str = "",
 ) -> Iterator[Row]:
-    """The rows of a shard of a dataset of the hub, or of a `file` with an address of its own (https://…).
-
-    Rows are read as they arrive with `streaming`, else from a copy in the cache of `datasets`, mapped into memory.
-    `missing` says in errors what else was looked for.
+    """The rows of a shard of a dataset of the hub, or of a `file` with an address of its own (https://…), as they
+    arrive with `streaming`, else from the cache of `datasets`. `missing` says in errors what else was looked for.
 
     Raises:
-        ValueError: `datasets` is not installed; the hub cannot be reached, or has no such set, config, split or file;
-            the connection breaks; a file is damaged.
+        ValueError: `datasets` is not installed; the hub cannot be reached, or has no such set, config, split or file.
     """
     address = file if file is not None and "://" in file else None
     label = address or str(hub)

@@ -136,11 +136,10 @@ def read_prompts(
     groups: Collection[str] | None = None,
     **opening: Unpack[Opening],
 ) -> Iterator[Prompt]:
-    """Stream the questions of an evaluation set, or of conversations, at most `limit` of them.
+    """Stream the questions of an evaluation set, or of conversations, at most `limit` of them, of `groups` alone.
 
-    Of a conversation the system message and the first question are the prompt, the answer to it is a reference, and
-    later questions are follow-ups, up to a message by neither side. Rows without a question are counted in `skipped`
-    under "no question". With `groups` only prompts of these categories are yielded.
+    Of a conversation the first question is the prompt, the answer to it is a reference, and later questions are
+    follow-ups. Rows without a question are counted in `skipped` under "no question".
 
     Raises:
         ValueError: as `open_dialogues`; a negative limit; groups that the source does not have, with those it has.

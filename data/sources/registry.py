@@ -25,14 +25,10 @@ DOCUMENTED = (
 
 @dataclass(frozen=True, slots=True)
 class Corpus:
-    """One set of data.
-
-    `hub` is its id on the hub, None where it has none; `config`, `split`, `revision` and `file` are what to ask for
-    there, and a `file` with an address of its own is read from that. `columns` are those that are used. `use` is
-    "train" or "evaluate". `prompt` is the question made of a row's columns, where it is not a column itself.
-    `groups` are the categories that its prompts can have, where they are fixed. `adapter` reads a row that has the
-    columns; any other row, of a copy in another form, is read by its form.
-    """
+    """One set of data: `hub` is its id there, or `file` an address of its own; `columns` are those that are used; `use`
+    is "train" or "evaluate"; `prompt` is the question made of a row's columns, where it is not a column itself;
+    `groups` are the categories that its prompts can have, where they are fixed; `adapter` reads a row that has the
+    columns (any other row is read by its form)."""
 
     name: str
     hub: str | None

@@ -1,4 +1,4 @@
-"""Regeneration: a corpus's questions in, a target's own conversations out, by the engine or an OpenAI-compatible server."""
+"""Regeneration: a corpus's questions in, a target's own conversations out, by the engine or an OpenAI-compatible API."""
 
 from __future__ import annotations
 
@@ -214,11 +214,7 @@ def _end_ids(tokenizer: Any, template: Template, generation_config: Any) -> tupl
 
 @asynccontextmanager
 async def connect(recipe: RegenerateRecipe, server: ServerSection, *, spaced: bool) -> AsyncIterator[Answerer]:
-    """An answerer of one question a call; the client behind it tries again what can be, and waits when it is told to.
-
-    Args:
-        spaced: an answer stands after a space, which some servers hand on as its beginning; it is taken off.
-    """
+    """An answerer of one question a call; `spaced`: answers stand after a space, which is taken off."""
     try:
         import openai
     except ImportError as error:
