@@ -1,4 +1,4 @@
-"""Regeneration: a corpus's questions in, a target's own conversations out, by the engine or an OpenAI-compatible API."""
+"""A corpus's questions in, a target's own conversations out, by the engine or an OpenAI-compatible server."""
 
 from __future__ import annotations
 
