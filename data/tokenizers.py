@@ -33,10 +33,8 @@ def train_bpe(texts: Iterable[str], vocab_size: int, special_tokens: Sequence[st
     if not specials or len(set(specials)) != len(specials):
         raise ValueError(f"special_tokens must be one or more different strings, found {specials}")
     if vocab_size < _BYTES + len(specials):
-        raise ValueError(
-            f"vocab_size is {vocab_size}, but {_BYTES} bytes and {len(specials)} special tokens need "
-            f"{_BYTES + len(specials)}"
-        )
+        least = f"{_BYTES} bytes and {len(specials)} special tokens need {_BYTES + len(specials)}"
+        raise ValueError(f"vocab_size is {vocab_size}, but {least}")
     backend = Tokenizer(models.BPE())
     backend.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
     backend.decoder = decoders.ByteLevel()
@@ -48,10 +46,7 @@ def train_bpe(texts: Iterable[str], vocab_size: int, special_tokens: Sequence[st
     )
     backend.train_from_iterator(texts, trainer=trainer)
     if backend.get_vocab_size() != vocab_size:
-        raise ValueError(
-            f"the texts give a vocabulary of {backend.get_vocab_size()} tokens, not {vocab_size}: "
-            "use more text or a smaller vocab_size"
-        )
+        raise ValueError(f"the texts give {backend.get_vocab_size()} tokens, not {vocab_size}: use more of them")
     return PreTrainedTokenizerFast(
         tokenizer_object=backend,
         bos_token=specials[0],

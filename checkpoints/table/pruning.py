@@ -34,10 +34,8 @@ def pruned(table: BigramCounts, min_count: int, top: int, megabytes: float | Non
         ValueError: a table that is pruned already; a negative condition; conditions that no pair meets.
     """
     if table.pruning is not None:
-        raise ValueError(
-            f"this table is pruned already, to {table.entries} of {table.pruning['entries']} entries: "
-            "prune the whole counts"
-        )
+        kept = f"{table.entries} of {table.pruning['entries']} entries"
+        raise ValueError(f"this table is pruned already, to {kept}: prune the whole counts")
     if min_count < 1 or top < 0:
         raise ValueError(f"min_count must be at least 1 and top at least 0, got {min_count} and {top}")
     count_E = table.count.numpy()
@@ -83,10 +81,8 @@ def check_size(vocab_size: int, megabytes: float) -> int:
     room = int((megabytes * 1e6 - fixed) // _BYTES_PER_ENTRY)
     if room < 1:
         least = (fixed + _BYTES_PER_ENTRY) / 1e6
-        raise ValueError(
-            f"a table of {vocab_size} tokens takes {least:.6g} megabytes with a single pair, for its margins (how "
-            f"often a token was seen at all, on the left and on the right) are kept whole; megabytes is {megabytes}"
-        )
+        with_one = f"a table of {vocab_size} tokens takes {least:.6g} megabytes with a single pair and all margins"
+        raise ValueError(f"{with_one}; megabytes is {megabytes}")
     return room
 
 

@@ -5,8 +5,7 @@ from __future__ import annotations
 import asyncio
 import json
 import random
-import subprocess
-import sys
+import resource
 from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
@@ -201,17 +200,9 @@ def test_other_settings_are_refused_by_name(tmp_path: Path) -> None:
 
 def test_a_second_writer_is_refused_while_the_first_is_at_work(tmp_path: Path) -> None:
     out = tmp_path / "out.jsonl"
-    attempt = f"""
-from draftsmith.data.regeneration import Store
-try:
-    Store({str(out)!r}, {SETTINGS!r}).close()
-except ValueError as error:
-    print(error)
-"""
-    with Store(out, SETTINGS):
-        second = subprocess.run([sys.executable, "-c", attempt], capture_output=True, text=True, check=True)
-        assert f"another process is writing {out}" in second.stdout
-    assert subprocess.run([sys.executable, "-c", attempt], capture_output=True, text=True, check=True).stdout == ""
+    with Store(out, SETTINGS), pytest.raises(ValueError, match=str(out)):
+        Store(out, SETTINGS)
+    Store(out, SETTINGS).close()
 
 
 def test_batches_hold_conversations_of_similar_length(tmp_path: Path) -> None:
@@ -231,25 +222,15 @@ def test_batches_hold_conversations_of_similar_length(tmp_path: Path) -> None:
     assert all(len(set(batch)) == 1 for batch in batches)
 
 
-FULL_DISK = """
-import resource, sys
-from draftsmith.data.conversations import Turn
-from draftsmith.data.regeneration import Store
-
-store = Store(sys.argv[1], {})
-store.add("a", "0" * 32, [Turn("user", "x" * 300)], [])
-resource.setrlimit(resource.RLIMIT_FSIZE, (600, resource.RLIM_INFINITY))
-try:
-    store.add("b", "1" * 32, [Turn("user", "y" * 300)], [])
-except OSError as error:
-    print(error.strerror)
-store.add("c", "2" * 32, [Turn("user", "z")], [])
-store.close()
-"""
-
-
 def test_a_line_for_which_there_is_no_room_leaves_nothing_behind(tmp_path: Path) -> None:
-    out = tmp_path / "out.jsonl"
-    script = [sys.executable, "-c", FULL_DISK, str(out)]
-    assert subprocess.run(script, capture_output=True, text=True, check=True).stdout == "File too large\n"
+    out, limits = tmp_path / "out.jsonl", resource.getrlimit(resource.RLIMIT_FSIZE)
+    with Store(out, SETTINGS) as store:
+        store.add("a", "0" * 32, [Turn("user", "x" * 300)], [])
+        resource.setrlimit(resource.RLIMIT_FSIZE, (600, limits[1]))
+        try:
+            with pytest.raises(OSError, match="File too large"):
+                store.add("b", "1" * 32, [Turn("user", "y" * 300)], [])
+        finally:
+            resource.setrlimit(resource.RLIMIT_FSIZE, limits)
+        store.add("c", "2" * 32, [Turn("user", "z")], [])
     assert [row["id"] for row in rows(out)] == ["a", "c"]

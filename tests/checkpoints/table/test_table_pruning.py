@@ -64,12 +64,6 @@ def test_pruning_keeps_what_it_says(documents: list[list[int]], min_count: int, 
         assert torch.equal(small.log_correlation(x, y, 0.0), whole.log_correlation(x, y, 0.0))
 
 
-def test_equal_counts_in_a_row_keep_the_lower_tokens() -> None:
-    table = counted([[1, 5], [1, 3], [1, 8], [1, 3], [1, 4], [2, 7], [2, 0]])
-    assert entries(table.pruned(top=2)) == {(1, 3): 2, (1, 4): 1, (2, 0): 1, (2, 7): 1}
-    assert entries(table.pruned(top=1)) == {(1, 3): 2, (2, 0): 1}
-
-
 def test_the_highest_counts_of_rows_in_more_than_one_chunk() -> None:
     table = zipf(3000, 200)
     chunks = table.chunks(100)

@@ -101,17 +101,6 @@ def test_a_drop_is_counted_under_its_name(options: dict[str, Any], pairs: Pairs,
     assert clean_one(pairs, **options) == (None, {reason: 1}, {})
 
 
-@pytest.mark.parametrize(
-    "options",
-    [{}, {"leading_assistant": "drop", "trailing_user": "drop", "empty": "drop", "drop_blocked": True},
-     {"min_exchanges": 2, "min_characters": 10, "html": "drop", "duplicates": ["id", "first-exchange"]},
-     {"non_alternating": "merge", "unknown_roles": "cut", "escaped_markdown": "unescape", "html": "markdown"}],
-)  # fmt: skip
-def test_what_is_well_formed_passes_every_option_unchanged(options: dict[str, Any]) -> None:
-    pairs = [("system", "s"), *HELLO, *MORE, ("user", r"a < b, List<int>, \[x\]"), ("assistant", " </s> ASSISTANT: é")]
-    assert clean_one(pairs, **options) == (pairs, {}, {})
-
-
 def test_bare_text_is_one_answer_to_nothing() -> None:
     options = {"min_exchanges": 3, "leading_assistant": "drop", "roles": {"system": "user", "assistant": "user"}}
     assert clean_one([("text", " once\nupon ")], **options) == ([("assistant", " once\nupon ")], {}, {})

@@ -13,9 +13,7 @@ from draftsmith.data.cleaning.options import Cleaning
 from draftsmith.data.conversations import CorpusReport, Turn
 from draftsmith.data.sources.files import Row
 from draftsmith.data.sources.reading import open_dialogues, read_conversations, read_prompts
-from draftsmith.data.sources.registry import CORPORA, Corpus, documentation_rows
-from hypothesis import given, settings
-from hypothesis import strategies as st
+from draftsmith.data.sources.registry import CORPORA, documentation_rows
 
 CHAT = {"conversations": [{"from": "human", "value": "hello"}, {"from": "gpt", "value": "hi"}]}
 
@@ -58,24 +56,6 @@ def test_rows_of_evaluation_sets(
     assert dialogue.messages == tuple(("user", question) for question in questions)
     assert dialogue.references == references
     assert dialogue.category == category
-
-
-ADAPTED = [corpus for corpus in CORPORA.values() if corpus.adapter is not None]
-SCRAPS = st.recursive(
-    st.none() | st.integers() | st.floats() | st.text(max_size=5),
-    lambda inner: st.lists(inner, max_size=3) | st.dictionaries(st.sampled_from(["de", "en", "a"]), inner, max_size=3),
-    max_leaves=6,
-)
-
-
-@settings(max_examples=200, deadline=None, derandomize=True)
-@given(st.sampled_from(ADAPTED), st.lists(SCRAPS, min_size=4, max_size=4))
-def test_adapters_fail_with_a_place_only(corpus: Corpus, scraps: list[Any]) -> None:
-    row = dict(zip((*corpus.columns, "label", "output", "reference"), scraps, strict=False))
-    try:
-        corpus.read(Row(row, "here, row 1", "here-1"))
-    except ValueError as error:
-        assert str(error).startswith("here, row 1: ")  # noqa: PT017
 
 
 def test_a_local_path_stands_in_for_a_corpus(tmp_path: Path) -> None:
