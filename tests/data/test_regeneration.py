@@ -87,28 +87,6 @@ def test_identical_rows_are_as_many_as_in_the_source(tmp_path: Path) -> None:
     assert sorted(row["id"] for row in rows(out)) == ["a", "a", "a", "b"]
 
 
-def test_seeds_depend_on_conversation_turn_and_seed_alone(tmp_path: Path) -> None:
-    talks = [conversation("a", "one", "two"), conversation("b", "one"), conversation("c", "three")]
-
-    def seeds(name: str, chosen: Sequence[Conversation], **options: int) -> dict[str, int]:
-        seen: dict[str, int] = {}
-
-        def note(question: Question) -> Answer:
-            seen[" / ".join(turn.text for turn in question.turns)] = question.seed
-            return Answer("yes")
-
-        run(tmp_path / name, chosen, note, **options)
-        return seen
-
-    alone = seeds("alone.jsonl", talks[:1])
-    assert len(set(alone.values())) == 2, "each turn has a seed of its own"
-    together = seeds("together.jsonl", [talks[2], talks[0]], batch=3)
-    assert alone.items() <= together.items()
-    assert len(set(together.values())) == 3
-    assert all(0 <= seed < 2**31 for seed in together.values())
-    assert not set(seeds("other.jsonl", talks[:1], seed=1).values()) & set(alone.values())
-
-
 @pytest.mark.parametrize("keep", [False, True])
 def test_an_answer_cut_by_the_token_limit_goes_with_all_after_it_unless_it_is_kept(tmp_path: Path, keep: bool) -> None:
     def limited(question: Question) -> Answer:
