@@ -53,6 +53,8 @@ def pruned(table: BigramCounts, min_count: int, top: int, megabytes: float | Non
         )
     row_ptr = np.searchsorted(np.flatnonzero(keep_E), table.row_ptr.numpy())
     once, twice = seen_once_and_twice(table)
+    asked = {"min_count": min_count, "top": top, "megabytes": megabytes, "threshold": threshold}
+    whole = {"pairs": table.pairs, "entries": table.entries, "seen_once": once, "seen_twice": twice}
     return {
         "row_ptr": torch.from_numpy(row_ptr),
         "col": torch.from_numpy(table.col.numpy()[keep_E]),
@@ -60,16 +62,7 @@ def pruned(table: BigramCounts, min_count: int, top: int, megabytes: float | Non
         "unigram": table.unigram,
         "left": table.left_counts(),
         "right": table.right_counts(),
-        "pruning": {
-            "min_count": min_count,
-            "top": top,
-            "megabytes": megabytes,
-            "threshold": threshold,
-            "pairs": table.pairs,
-            "entries": table.entries,
-            "seen_once": once,
-            "seen_twice": twice,
-        },
+        "pruning": asked | whole,
     }
 
 

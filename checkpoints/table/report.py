@@ -78,7 +78,7 @@ def _extremes(table: BigramCounts) -> tuple[list[tuple[int, int, int]], list[tup
 def _described(table: BigramCounts, pair: tuple[int, int, int], tokenizer: Any) -> dict[str, Any]:
     x, y, count = pair
     expected = int(table.left_counts()[x]) * int(table.right_counts()[y]) / table.pairs
-    told = {
+    found = {
         "left": x,
         "right": y,
         "count": count,
@@ -86,6 +86,6 @@ def _described(table: BigramCounts, pair: tuple[int, int, int], tokenizer: Any) 
         "r": float(f"{count / expected:.5g}"),
     }
     if tokenizer is None:
-        return told
+        return found
     # Rows of padding in a target's embedding have no token.
-    return told | {"texts": [text or "" for text in tokenizer.convert_ids_to_tokens([x, y])]}
+    return found | {"texts": [text or "" for text in tokenizer.convert_ids_to_tokens([x, y])]}

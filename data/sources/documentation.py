@@ -252,22 +252,14 @@ def _strings(argument: ast.expr) -> list[str]:
         ]
     if isinstance(argument, ast.BinOp):
         return _strings(argument.left)
-    if isinstance(argument, ast.Tuple) and len(argument.elts) == 2:
-        names = [_strings(element) for element in argument.elts]
-        return names[1]
-    return []
+    return _strings(argument.elts[1]) if isinstance(argument, ast.Tuple) and len(argument.elts) == 2 else []
 
 
 def _conversation(name: str, kind: str, parsed: Docstring) -> Conversation:
     asked = {"module": _MODULE, "class": _CLASS}.get(kind, _WHAT)
     turns = [Turn("user", _pick(asked, name).format(name=name)), Turn("assistant", parsed.description)]
-    follow_ups = (
-        (_PARAMETERS, parsed.parameters),
-        (_EXAMPLE, parsed.example),
-        (_NOTES, parsed.notes),
-        (_RETURNS, parsed.returns),
-    )
-    for questions, answer in follow_ups:
+    answers = (parsed.parameters, parsed.example, parsed.notes, parsed.returns)
+    for questions, answer in zip((_PARAMETERS, _EXAMPLE, _NOTES, _RETURNS), answers, strict=True):
         if answer and len(turns) < 6:
             turns += [Turn("user", _pick(questions, name)), Turn("assistant", answer)]
     return Conversation(name, tuple(turns))

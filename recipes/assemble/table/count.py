@@ -59,9 +59,8 @@ def run_table(recipe: TableRecipe, _: Path, accelerator: Any) -> None:
     """Count a recipe's corpus, resuming from what an earlier run has counted, and leave the artifact.
 
     Raises:
-        ValueError: a tokenizer larger than `vocab_size`; a size to prune to that is too small for any table; processes
-            that do not share a file system; another run that counts into the same place; unfinished counts of other
-            settings there; nothing to count, or nothing left by pruning; what reading, rendering and counting raise.
+        ValueError: a tokenizer larger than `vocab_size`; too small a size to prune to; processes without a shared file
+            system; another run, or unfinished counts of other settings, in the same place; nothing to count or keep.
         Interrupted: stopped by a signal after what was counted is on disk.
     """
     count_corpus(recipe, together(accelerator, partial(load_tokenizer, recipe.tokenizer_source)), accelerator)

@@ -143,8 +143,6 @@ def test_duplicates_are_those_of_conversations_that_were_kept() -> None:
     kept, report = clean_all(dialogues, ids=ids, duplicates=["first-exchange"])
     assert [one is not None for one in kept] == [True, False, True, False]
     assert report.dropped == {"duplicate first exchange": 2}
-    kept, report = clean_all(dialogues, ids=ids, duplicates=["id", "first-exchange"])
-    assert [one is not None for one in kept] == [True, False, False, True]
     kept, report = clean_all([HELLO, [*HELLO, *MORE]], duplicates=["first-exchange"], min_exchanges=2)
     assert report.dropped == {"too few exchanges": 1}, "the first was not kept, so the second is no duplicate"
     texts: list[Pairs] = [[("text", "a")], [("text", "a")], [("text", "b")]]

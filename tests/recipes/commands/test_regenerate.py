@@ -352,24 +352,6 @@ def test_requests_are_so_many_a_minute(values: dict[str, Any], serve: Callable[.
     assert server.times[-1] - server.times[0] > 0.8 * 0.05 * (len(server.times) - 1), "20 a second at most"
 
 
-def test_a_busy_server_is_asked_again_when_it_says(values: dict[str, Any], serve: Callable[..., Server]) -> None:
-    refused: dict[str, float] = {}
-    waited: list[float] = []
-
-    def busy(body: dict[str, Any]) -> tuple[int, dict[str, str], Any]:
-        question = json.dumps(body["messages"])
-        if question not in refused:
-            refused[question] = time.monotonic()
-            return 429, {"retry-after": "1"}, {"error": {"message": "too many"}}
-        waited.append(time.monotonic() - refused[question])
-        return echo(body)
-
-    server = serve(busy)
-    report = run(served(values, server.url, concurrency=20), limit=4)
-    assert (report.written, report.failed) == (4, 0)
-    assert min(waited) > 0.95
-
-
 def test_what_a_server_fails_at_is_written_down_without_the_key_and_tried_again(
     values: dict[str, Any], serve: Callable[..., Server], monkeypatch: pytest.MonkeyPatch
 ) -> None:
