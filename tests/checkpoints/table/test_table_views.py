@@ -167,10 +167,7 @@ def test_a_large_table_says_what_its_dictionary_says() -> None:
     keys, counts = np.unique(x * vocab + y, return_counts=True)
     np.testing.assert_array_equal(table.count, counts)
     left, right = np.bincount(x, minlength=vocab), np.bincount(y, minlength=vocab)
-    wanted_x, wanted_y = (
-        np.append(x[:500], rng.integers(0, vocab, 500)),
-        np.append(y[:500], rng.integers(0, vocab, 500)),
-    )
+    wanted_x, wanted_y = (np.append(known[:500], rng.integers(0, vocab, 500)) for known in (x, y))
     place = np.searchsorted(keys, wanted_x * vocab + wanted_y).clip(max=len(keys) - 1)
     seen = keys[place] == wanted_x * vocab + wanted_y
     with np.errstate(divide="ignore"):

@@ -41,18 +41,6 @@ def _faults(findings: Sequence[str]) -> set[str]:
     return set(findings) - NOTICED
 
 
-@pytest.mark.parametrize(("max_tokens", "last_turn_only"), [(None, True), (300, False), (150, True)])
-def test_renderings_have_no_faults(
-    chats: list[Conversation], template: Template, tokenizer: Any, max_tokens: int | None, last_turn_only: bool
-) -> None:
-    linter, counter = Linter(tokenizer, template), Linter(tokenizer, template)
-    for document in render_all(chats, tokenizer, template, max_tokens, last_turn_only=last_turn_only):
-        assert not _faults(linter.check(document)), document
-        assert not _faults(counter.count(document)), document
-    assert linter.report.documents == counter.report.documents > 0
-    assert linter.report.clean == linter.report.documents
-
-
 Plant = Callable[[Rendered, Any], Rendered]
 
 

@@ -137,16 +137,6 @@ def zipf_documents(number: int, vocab_size: int, seed: int = 0) -> list[list[int
     return [(rng.zipf(1.4, size=size) % vocab_size).tolist() for size in rng.integers(0, 300, number)]
 
 
-def test_memory_that_holds_everything_spills_once(tmp_path: Path) -> None:
-    with PairCounter(500, tmp_path, 4, threads=1) as counter:
-        for seed in range(30):
-            counter.add(*packed(zipf_documents(20, 500, seed)), seed)
-        assert not (tmp_path / INDEX).exists()
-        counter.spill()
-        counter.spill()
-    assert len(list(tmp_path.glob("run-*"))) == 1
-
-
 def test_a_wrong_token_is_named_and_nothing_of_its_call_counts(tmp_path: Path) -> None:
     with PairCounter(11, tmp_path / "count") as counter:
         counter.add(*packed([[1, 2], [3]]), 2)
