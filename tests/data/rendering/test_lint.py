@@ -120,6 +120,7 @@ COUNTED = {
 
 def test_what_ids_and_spans_show_is_counted_under_the_same_names(template: Template, tokenizer: Any) -> None:
     document = render(_talk(TALK), template, tokenizer)
+    assert Linter(tokenizer, template).count(document) == ()
     for planted, expected in COUNTED.items():
         found = Linter(tokenizer, template).count(PLANTS[planted][0](document, tokenizer))
         assert set(found) == expected, planted
