@@ -6,14 +6,12 @@ python cache_worker.py '{"folder": "…", "kind": "hidden", "kills": [0.01, 0.2]
 
 from __future__ import annotations
 
-import importlib.util
 import json
 import os
 import signal
 import sys
 import time
 from pathlib import Path
-from types import ModuleType
 from typing import Any
 
 import torch
@@ -26,16 +24,6 @@ from draftsmith.train.teachers.top_k_cache import CacheSource, TeacherCache, Top
 
 TOP_K = 5
 CACHES: dict[str, type[RowCache]] = {"top": TeacherCache, "hidden": HiddenCache}
-
-
-def load_worker() -> ModuleType:
-    """`worker.py` beside this file."""
-    spec = importlib.util.spec_from_file_location("train_worker", Path(__file__).with_name("worker.py"))
-    assert spec is not None
-    assert spec.loader is not None
-    module = importlib.util.module_from_spec(spec)
-    spec.loader.exec_module(module)
-    return module
 
 
 def make_source(kind: str) -> Source:
@@ -52,16 +40,16 @@ def make_rows(kind: str, model: Any) -> tuple[MakeRows, int]:
     return rows, rows.hidden_size
 
 
-def make_writer(folder: Path, data: Any, kind: str, size: int, **options: Any) -> CacheWriter:
-    """Some twenty files of a few blocks each."""
+def make_writer(folder: Path, data: Any, kind: str, size: int, shard_bytes: int | None = None) -> CacheWriter:
+    """Some twenty files of a few blocks each, unless `shard_bytes` says otherwise."""
     source = make_source(kind)
     row_bytes = sum(column.row_bytes for column in source.columns(size).values())
-    return CacheWriter(folder, source, data, CachePlan.of(data, source, size, shard_bytes=row_bytes * 20), **options)
+    return CacheWriter(folder, source, data, CachePlan.of(data, source, size, shard_bytes or row_bytes * 20))
 
 
-def write(folder: Path, data: Any, kind: str, model: Any, pause: float = 0.0, **options: Any) -> None:
+def write(folder: Path, data: Any, kind: str, model: Any, pause: float = 0.0, shard_bytes: int | None = None) -> None:
     rows, size = make_rows(kind, model)
-    writer = make_writer(folder, data, kind, size, **options)
+    writer = make_writer(folder, data, kind, size, shard_bytes)
     with writer.locked():
         for shard in writer.missing():
             writer.write(shard, rows, torch.device("cpu"), 1, progress=lambda rows: time.sleep(pause))
@@ -72,8 +60,9 @@ def write(folder: Path, data: Any, kind: str, model: Any, pause: float = 0.0, **
 def main() -> None:
     options = json.loads(sys.argv[1])
     torch.set_num_threads(1)
-    worker = load_worker()
-    data, model = worker.make_data(48), worker.make_model()
+    from worker import make_data, make_model
+
+    data, model = make_data(48), make_model()
     folder = Path(options["folder"])
     for seconds in [*options["kills"], None]:
         child = os.fork()

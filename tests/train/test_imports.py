@@ -13,7 +13,9 @@ def imports(module: str, *without: str) -> str:
     return subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, check=False).stderr
 
 
-def test_the_loop_imports_without_accelerate_and_the_losses_with_torch_alone():
+def test_losses_import_with_torch_alone_and_the_rest_without_extras():
     everything = ("accelerate", "transformers", "rich", "pydantic", "safetensors", "scipy", "datasets")
     assert imports("draftsmith.train.losses.drafter", *everything) == ""
-    assert imports("draftsmith.train.loop.fit", "accelerate", "rich", "pydantic", "datasets") == ""
+    modules = ("loop.fit", "teachers.teacher", "teachers.hidden_cache", "teachers.row_writer")
+    extras = ("accelerate", "rich", "pydantic", "datasets", "deepspeed", "bitsandbytes")
+    assert imports(", ".join(f"draftsmith.train.{module}" for module in modules), *extras) == ""

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import importlib.util
-import math
 from collections.abc import Callable
 from types import ModuleType
 from typing import Any
@@ -22,7 +21,7 @@ from draftsmith.train.tasks.medusa2 import Medusa2, Medusa2Task
 from draftsmith.train.tasks.on_policy import OnPolicy
 from draftsmith.train.teachers.hidden_cache import HiddenSource
 from draftsmith.train.teachers.teacher import ModelTeacher
-from draftsmith.train.teachers.top_k_cache import CacheSource, top_log_probs
+from draftsmith.train.teachers.top_k_cache import CacheSource
 from transformers import (
     AutoConfig,
     AutoModelForCausalLM,
@@ -36,19 +35,11 @@ from transformers import (
 HAS_LIGER = importlib.util.find_spec("liger_kernel") is not None
 WEIGHTS: list[tuple[Any, str]] = [
     ({"forward-kl": -0.5}, r"-0\.5"),
-    ({"forward-kl": [1.0, -2.0]}, r"-2\.0"),
     ({"forward-kl": 0.0}, "forward-kl"),
-    ({"cross-entropy": 1.0, "forward-kl": [0, 0]}, "forward-kl"),
     ({"forward-kl": float("nan")}, "nan"),
-    ({"forward-kl": [1.0, math.inf]}, "inf"),
     ({"forward-kl": [1.0]}, "1 values"),
-    ({"forward-kl": []}, "0 values"),
-    ({"forward-kl": [1.0, 2.0, 0.5, 4.0]}, "4 values"),
-    ({"forward-kl": [1.0, 2.0, 0.0]}, r"0\.0"),
     ({"forward-kl": [1.0, 2.0, 1.5]}, r"1\.5"),
     ({"forward-kl": "1.0"}, r"'1\.0'"),
-    ({"forward-kl": True}, "True"),
-    ({"forward-kl": [0.0, 1.0]}, "start"),
     ({"forward-kl": [0.0, 1.0], "cross-entropy": [0.0, 1.0, 0.5]}, "start"),
     ({"forward-kl": [1.0, 0.0], "cross-entropy": [1.0, 0.0, 0.5]}, "end"),
     ({"foward-kl": 1.0}, "'forward-kl'"),
@@ -77,14 +68,11 @@ def mixed_heads(weights: dict[str, float], *more: Any, **options: Any) -> Any:
 
 
 LOSSES: dict[str, tuple[Callable[[], Any], str]] = {
-    "misspelt": (lambda: mixed({"foward-kl": 1.0}), "'forward-kl'"),
-    "near another": (lambda: check_objective(["jensen-shanon"]), "'jensen-shannon'"),
     "unknown": (lambda: check_objective(["zzz"]), "'zzz'.*cross-entropy"),
     "none": (lambda: check_objective([]), "cross-entropy"),
     "no teacher": (lambda: mixed({"forward-kl": 1.0}), "teacher"),
     "all 0": (lambda: mixed({"cross-entropy": 0.0}), "0"),
     "negative": (lambda: mixed({"cross-entropy": -1.0}), r"-1\.0"),
-    "nan": (lambda: mixed({"cross-entropy": math.nan}), "nan"),
     "vocabularies": (lambda: mixed({"forward-kl": 1.0}, DenseTeacher(HIDDEN, PROJECTION[:8])), "9.*8"),
     "temperature": (lambda: mixed({"forward-kl": 1.0}, DENSE, 0.0), r"0\.0"),
     "hot bucket": (lambda: mixed({"forward-kl": 1.0}, DENSE, 2.0, top_k=TopK(3)), r"2\.0.*renormalise"),
@@ -92,11 +80,9 @@ LOSSES: dict[str, tuple[Callable[[], Any], str]] = {
     "more than kept": (lambda: mixed({"forward-kl": 1.0}, SPARSE, top_k=TopK(4)), "4.*3"),
     "top 0": (lambda: TopK(0), "0"),
     "tail": (lambda: TopK(3, "buckets"), "'buckets'"),  # type: ignore[arg-type]
-    "heads, no teacher": (lambda: mixed_heads({"forward-kl": 1.0}), "teacher"),
     "heads, no rows": (lambda: mixed_heads({"forward-kl": 1.0}, DENSE), "teacher_rows_XK"),
     "liger, soft": (lambda: mixed_heads({"forward-kl": 1.0}, liger=True), "forward-kl"),
     "liger": (lambda: mixed_heads({"cross-entropy": 1.0}, liger=True), "CUDA" if HAS_LIGER else "liger-kernel"),
-    "logits": (lambda: list(top_log_probs(DenseTeacher(torch.full((3, 8), math.nan)), LABELS[:3], 2)), "dtype"),
     "top_k": (lambda: CacheSource("", "", "", 33).columns(32), "33.*32"),
     "kept type": (lambda: HiddenSource("", "", "", dtype="int8").columns(16), "bfloat16.*'int8'"),
     "share": (lambda: OnPolicy(1.5, 8), r"1\.5"),
@@ -153,7 +139,6 @@ TASKS: dict[str, tuple[Callable[[Any, Any], Any], str]] = {
     "head weights": (lambda w, m: HeadsTask(m, heads_of(), None, [1.0]), "2"),
     "hidden size": (lambda w, m: HeadsTask(m, heads_of(8), None), "8.*16"),
     "heads' vocabulary": (lambda w, m: HeadsTask(m, heads_of(vocab=9), None), "9.*32"),
-    "heads' objective": (lambda w, m: HeadsTask(m, heads_of(), None, objective={"forward-k": 1.0}), "forward-kl"),
     "heads' temperature": (lambda w, m: HeadsTask(m, heads_of(), None, temperature=0), "0"),
     "other states": (lambda w, m: HeadsTask(m, heads_of(), None, states=WrongCache()), "after-norm.*before-norm"),
     "too many heads": (
@@ -213,10 +198,7 @@ def bloom() -> Any:
 BART = {"vocab_size": 32, "d_model": 16, "encoder_layers": 1, "decoder_layers": 1}
 BART |= {"encoder_attention_heads": 2, "decoder_attention_heads": 2}
 MODELS: dict[str, tuple[Callable[[], Any], str]] = {
-    "no positions": (
-        lambda: PackedForward(bloom()),
-        "Bloom.*position_ids",
-    ),
+    "no positions": (lambda: PackedForward(bloom()), "Bloom.*position_ids"),
     "convolutions": (lambda: PackedForward(lfm2()), "Lfm2"),
     "no norm": (lambda: PackedForward(opt(), "before-norm"), "'opt'"),
     "encoder-decoder": (lambda: PackedForward(t5()), "T5"),

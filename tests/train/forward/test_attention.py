@@ -8,9 +8,8 @@ from typing import Any
 import pytest
 import torch
 from draftsmith.data.blocks.packing import Batch
-from draftsmith.train.forward.attention import NAME, document_spans
+from draftsmith.train.forward.attention import NAME
 from draftsmith.train.forward.packed import PackedForward
-from draftsmith.train.tasks.drafter import DrafterTask
 from transformers import (
     GPT2Config,
     GPT2LMHeadModel,
@@ -61,21 +60,6 @@ def test_states_and_gradients_are_those_of_the_mask(worker: ModuleType, name: st
         torch.testing.assert_close(one, other, atol=1e-3 * float(other.abs().max()) + 1e-5, rtol=1e-3)
 
 
-def test_recomputed_activations_give_the_same_gradients(worker: ModuleType) -> None:
-    batch = worker.make_data(4, length=40).batch(range(4))
-    gradients = []
-    for checkpointing in (False, True):
-        task = DrafterTask(worker.make_model(attention_dropout=0.0), None)
-        if checkpointing:
-            task.module.gradient_checkpointing_enable()
-        task.module.train()
-        sums, counts = task.module(batch.tokens_BT, batch.labels_BT, batch.positions_BT, batch.documents_BT)
-        (sums / counts).sum().backward()
-        gradients.append([p.grad.clone() for p in task.module.parameters()])
-    for one, other in zip(*gradients, strict=True):
-        torch.testing.assert_close(one, other)
-
-
 def test_other_calls_of_the_model_do_not_notice(worker: ModuleType) -> None:
     model = worker.make_model().eval()
     tokens_BT = torch.arange(20).reshape(2, 10)
@@ -112,8 +96,3 @@ def test_flex_attention_keeps_documents_apart_too(worker: ModuleType) -> None:
         with torch.no_grad():
             found.append(PackedForward(LlamaForCausalLM(config).eval()).hidden(batch) * real)
     torch.testing.assert_close(*found, atol=1e-5, rtol=1e-4)
-
-
-def test_spans_cover_rows_in_order() -> None:
-    documents_BT = torch.tensor([[4, 4, 4, 9, 9, -1], [7, 2, 2, 2, 2, 2], [3, 3, 3, 3, 3, 3]])
-    assert document_spans(documents_BT) == [[(0, 3), (3, 5), (5, 6)], [(0, 1), (1, 6)], [(0, 6)]]

@@ -8,12 +8,11 @@ from typing import Any
 
 import pytest
 import torch
-from draftsmith.data.blocks.packing import Batch
 from draftsmith.decode.models.base import masked_attention
 from draftsmith.decode.models.final_norm import final_norm
 from draftsmith.decode.models.loading import wrap_model
 from draftsmith.train.forward.attention import documents_attention
-from draftsmith.train.forward.packed import PackedForward, _flash_attention, _flex_mask, make_forward
+from draftsmith.train.forward.packed import PackedForward, make_forward
 from transformers import AttentionInterface, AutoConfig, AutoModelForCausalLM
 from transformers.masking_utils import ALL_MASK_ATTENTION_FUNCTIONS, AttentionMaskInterface
 
@@ -99,29 +98,6 @@ def test_a_model_is_tried_on_the_processor_before_it_goes_to_its_kernel(kernel: 
     assert model.config._attn_implementation == kernel
 
 
-def test_borders_are_those_of_documents_and_blocks() -> None:
-    documents_BT = torch.tensor([[0, 0, 1, 1, 1, -1], [1, 1, 1, 1, 1, 1], [4, 5, 5, 5, -1, -1]])
-    positions_BT = torch.tensor([[0, 1, 0, 1, 2, 0], [0, 1, 2, 3, 4, 5], [0, 0, 1, 2, 0, 1]])
-    found = _flash_attention(Batch(documents_BT, documents_BT, positions_BT, documents_BT))
-    assert found["cu_seq_lens_q"].tolist() == [0, 2, 5, 6, 12, 13, 16, 18]
-    assert found["cu_seq_lens_k"] is found["cu_seq_lens_q"]
-    assert found["max_length_q"] == found["max_length_k"] == 6
-    assert found["position_ids"].shape == (1, 18)
-
-
-def test_flex_attention_is_given_the_mask_of_documents(worker: ModuleType) -> None:
-    batch = worker.make_data(3, length=19).batch(range(3))
-    mask = _flex_mask(batch.documents_BT)
-    rows, queries, keys = (torch.arange(n) for n in (3, 19, 19))
-    visible = torch.vmap(
-        torch.vmap(torch.vmap(mask.mask_mod, (None, None, None, 0)), (None, None, 0, None)), (0, None, None, None)
-    )(rows, torch.tensor(0), queries, keys)
-    real = batch.documents_BT >= 0
-    assert torch.equal(visible & real[:, :, None], batch.attention_mask_B1TT()[:, 0] & real[:, :, None])
-    assert bool(visible.any(-1).all()), "a row that sees nothing makes no number"
-    assert PackedForward(build("opt", "flex_attention"))._attention(batch)["attention_mask"].shape == (3, 1, 19, 19)
-
-
 @pytest.mark.gpu
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
 @pytest.mark.parametrize("kernel", ["flash_attention_2", "flex_attention"])
@@ -176,17 +152,21 @@ def test_other_kernels_are_left_alone_while_masks_are_used() -> None:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("family", ["llama", "phi"])
-def test_compiled_it_gives_the_same(worker: ModuleType, family: str) -> None:
+@pytest.mark.parametrize(
+    ("family", "states"), [("llama", "after-norm"), ("phi", "after-norm"), ("llama", "before-norm")]
+)
+def test_compiled_it_gives_the_same(worker: ModuleType, family: str, states: str) -> None:
     model = build(family, "sdpa")
-    batch = worker.make_data(3, length=19).batch(range(3))
-    real = batch.documents_BT >= 0
-    plain, forward = make_forward(model), make_forward(model)
-    wanted = plain(batch)[real]
+    plain, forward = PackedForward(model, states), PackedForward(model, states)
+    batches = [worker.make_data(3, length=length).batch(range(3)) for length in (19, 23)]
+    wanted = [(plain(batch), plain.hidden(batch)) for batch in batches]
     forward.compile()
-    found = forward(batch)[real]
-    torch.testing.assert_close(found, wanted, rtol=1e-4, atol=1e-4)
-    torch.testing.assert_close(plain(batch)[real], wanted, rtol=1e-4, atol=1e-4)
+    for batch, pair in zip([*batches, *batches], [*wanted, *wanted], strict=True):
+        real = batch.documents_BT >= 0
+        found = forward(batch)[real]
+        torch.testing.assert_close(found, pair[0][real], rtol=1e-4, atol=1e-4)
+        torch.testing.assert_close(forward.hidden(batch)[real], pair[1][real], rtol=1e-4, atol=1e-4)
+        torch.testing.assert_close(plain(batch)[real], pair[0][real], rtol=1e-4, atol=1e-4)
     found.sum().backward()
     assert all(p.grad is not None for p in model.model.parameters())
 
@@ -204,6 +184,8 @@ def test_peft_may_wrap_the_model(worker: ModuleType) -> None:
         batch.tokens_BT, attention_mask=batch.attention_mask_B1TT(), position_ids=batch.positions_BT
     ).last_hidden_state
     torch.testing.assert_close(forward(batch)[real], wanted[real], rtol=1e-4, atol=1e-4)
+    before = PackedForward(wrapper, "before-norm")
+    torch.testing.assert_close(before.after_norm(before.hidden(batch))[real], wanted[real], rtol=1e-4, atol=1e-4)
     wrapper.disable_adapter_layers()
     assert not torch.allclose(forward(batch)[real], wanted[real], atol=1e-2), "the adapter had no effect"
 
@@ -267,34 +249,3 @@ def test_states_of_another_type_are_normed_in_the_models_own(worker: ModuleType)
         states_BTD = forward.hidden(batch)
         kept_BTD = forward.after_norm(states_BTD.bfloat16())  # as from a cache on disk
         torch.testing.assert_close(kept_BTD, forward.after_norm(states_BTD), rtol=0.05, atol=0.05)
-
-
-@pytest.mark.slow
-def test_compiled_it_gives_the_same_states_before_the_norm(worker: ModuleType) -> None:
-    model = build("llama", "sdpa")
-    batches = [worker.make_data(3, length=length).batch(range(3)) for length in (19, 23)]
-    plain, forward = PackedForward(model, "before-norm"), PackedForward(model, "before-norm")
-    forward.compile()
-    for batch in (*batches, *batches):
-        real = batch.documents_BT >= 0
-        wanted = plain.hidden(batch)[real]
-        found = forward.hidden(batch)[real]
-        torch.testing.assert_close(found, wanted, rtol=1e-4, atol=1e-4)
-        torch.testing.assert_close(forward(batch)[real], plain(batch)[real], rtol=1e-4, atol=1e-4)
-    found.sum().backward()
-    assert all(p.grad is not None for p in model.model.layers.parameters())
-
-
-def test_adapters_change_states_before_the_norm(worker: ModuleType) -> None:
-    peft = pytest.importorskip("peft")
-    batch = worker.make_data(3).batch(range(3))
-    plain = PackedForward(build("llama", "sdpa"), "before-norm").hidden(batch)
-    settings = peft.LoraConfig(r=2, target_modules=["q_proj", "down_proj"], init_lora_weights=False)
-    adapted = peft.get_peft_model(build("llama", "sdpa"), settings)
-    forward, after = PackedForward(adapted, "before-norm"), PackedForward(adapted)
-    real = batch.documents_BT >= 0
-    found = forward.hidden(batch)
-    torch.testing.assert_close(forward.after_norm(found)[real], after.hidden(batch)[real], rtol=1e-4, atol=1e-4)
-    assert not torch.allclose(found[real], plain[real], atol=1e-2), "the adapter had no effect"
-    with adapted.disable_adapter():
-        torch.testing.assert_close(forward.hidden(batch)[real], plain[real], rtol=1e-4, atol=1e-4)

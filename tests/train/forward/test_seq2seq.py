@@ -23,7 +23,6 @@ from draftsmith.decode.warpers import Sampling
 from draftsmith.train.forward.packed import make_forward
 from draftsmith.train.forward.seq2seq import SourceForward, find_answers
 from draftsmith.train.loop.fit import fit
-from draftsmith.train.losses.drafter import cross_entropy, shifted_labels
 from draftsmith.train.tasks.drafter import DrafterTask
 from draftsmith.train.teachers.teacher import ModelTeacher
 from hypothesis import given, settings
@@ -104,22 +103,6 @@ def test_each_answer_has_the_loss_it_has_alone(worker: ModuleType, family: str, 
         torch.testing.assert_close(mine, theirs, rtol=2e-4, atol=2e-4, msg=lambda text, name=name: f"{name}: {text}")
 
 
-def test_the_loss_is_that_of_labels_given_to_the_model() -> None:
-    model = build()
-    source, answer = [5, 9, 4, 7, 1], [8, 6, 6, 1]
-    document = Document(np.array(source + answer), np.array([0] * 5 + [1] * 4), 0)
-    batch = make_batch([[document]], 12, 0)
-    start = torch.tensor([model.config.decoder_start_token_id])
-    assert start.item() == SourceForward(model).start_id
-    wanted = model(torch.tensor([source]), labels=torch.tensor([answer])).loss
-    forward = SourceForward(model)
-    labels = shifted_labels(batch.labels_BT, batch.documents_BT, 1).flatten()
-    loss, count = cross_entropy(forward(batch).flatten(0, 1), forward.weight_VD(), labels)
-    assert int(count) == 4
-    assert loss.item() / 4 == pytest.approx(wanted.item(), rel=1e-5)
-    assert not forward(batch)[0, [0, 3, 8, 11]].any(), "nothing is predicted there"
-
-
 @settings(max_examples=40, deadline=None)
 @given(st.lists(st.lists(st.tuples(st.integers(1, 6), st.integers(0, 5)), min_size=1, max_size=3), max_size=7))
 def test_answers_are_runs_inside_documents(documents: list[list[tuple[int, int]]]) -> None:
@@ -176,16 +159,7 @@ def test_recomputed_activations_and_half_precision(worker: ModuleType, family: s
     batch = worker.make_data(3, length=20).batch(range(3))
     gradients = []
     for recompute in (False, True):
-        model = build(family).train()
-        for part in model.modules():
-            if isinstance(part, torch.nn.Dropout):
-                part.p = 0.0
-        model.config.dropout_rate = 0.0
-        for block in [*model.encoder.block, *model.decoder.block]:
-            for layer in block.layer:
-                for part in layer.children():
-                    if hasattr(part, "dropout") and isinstance(part.dropout, float):
-                        part.dropout = 0.0
+        model = build(family, dropout_rate=0.0).train()
         module: Any = DrafterTask(model, None).module.train()
         if recompute:
             module.gradient_checkpointing_enable()

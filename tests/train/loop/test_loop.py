@@ -14,7 +14,7 @@ from typing import Any
 
 import pytest
 import torch
-from draftsmith.train.loop.fit import Interrupted, TrainingError, fit
+from draftsmith.train.loop.fit import Interrupted, fit
 
 Logged = Callable[..., list[Any]]
 
@@ -45,6 +45,8 @@ def test_it_learns_and_keeps_a_log(worker: ModuleType, tmp_path: Path, logged: L
     assert evaluations[-1] == result.metrics
     assert result.metrics.keys() == {"heldout_loss", "perplexity", "top1_accuracy", "top5_accuracy"}
     assert logged(tmp_path, "learning_rate")[0] == 0.0
+    assert all(0 < share < 1 for share in logged(tmp_path, "mfu"))
+    assert all(50e6 < size < 50e9 for size in logged(tmp_path, "peak_memory_bytes"))
     assert [path.name for path in (tmp_path / "checkpoints").iterdir()] == ["step-000040"]
 
 
@@ -167,29 +169,6 @@ def test_damaged_checkpoints_are_skipped(worker: ModuleType, tmp_path: Path, log
         _, result = run(worker, tmp_path)
     assert result.resumed_from is None
     assert logged(tmp_path) == expected
-
-
-@pytest.mark.parametrize("where", ["loss", "gradient"])
-def test_not_a_number_stops_and_keeps_the_last_checkpoint(worker: ModuleType, tmp_path: Path, where: str):
-    task = worker.SignallingTask(worker.make_model(), None)
-    data = worker.make_data()
-    counted = task.count
-    weight = task.module.model.model.norm.weight
-    steps = 0
-
-    def poison(batch: Any) -> torch.Tensor:
-        nonlocal steps
-        steps += 1
-        if steps == 4 and where == "loss":
-            weight.data.fill_(float("nan"))
-        elif steps == 4:
-            weight.register_hook(lambda grad: grad * float("inf"))
-        return counted(batch)
-
-    task.count = poison
-    with pytest.raises(TrainingError, match=rf"the {where}.* at step 4, blocks \[\d+, "):
-        fit(task, data, worker.make_config(), tmp_path)
-    assert [path.name for path in (tmp_path / "checkpoints").iterdir()] == ["step-000002"]
 
 
 @pytest.mark.parametrize("schedule", ["linear", "constant"])

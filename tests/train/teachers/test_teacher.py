@@ -4,8 +4,6 @@ from __future__ import annotations
 
 import json
 import math
-import subprocess
-import sys
 from collections.abc import Callable
 from importlib.util import find_spec
 from pathlib import Path
@@ -172,17 +170,13 @@ def test_batches_of_other_documents_are_refused(worker: ModuleType, tmp_path: Pa
     data, heldout = worker.make_data(10), worker.make_data(4, seed=9)
     training = write_cache(tmp_path / "training", data, teacher, 4)
     cached = CachedTeacher(training)
-    with pytest.raises(ValueError, match="documents that the teacher's cache was not made from"):
-        cached(heldout.batch([0, 1]))
-    changed = data.batch([2, 3])
+    changed, untrained = data.batch([2, 3]), data.batch([2, 3])
     first = kept_of(changed)[0]
     changed.tokens_BT.view(-1)[first] += 1  # the drafter's own word, say
-    with pytest.raises(ValueError, match="not made from"):
-        cached(changed)
-    untrained = data.batch([2, 3])
     untrained.labels_BT.view(-1)[first + 1] = IGNORED
-    with pytest.raises(ValueError, match="not made from"):
-        cached(untrained)
+    for batch in (heldout.batch([0, 1]), changed, untrained):
+        with pytest.raises(ValueError, match=str(training.folder)):
+            cached(batch)
 
     # with a cache of what is held out, both are served
     both = CachedTeacher(training, write_cache(tmp_path / "heldout", heldout, teacher, 4, data="held out"))
@@ -206,14 +200,9 @@ def test_a_cache_of_something_else_is_refused_with_both_sides(cache: TeacherCach
     assert source.key == cache.source.key  # where the target lies is no part of what it is
     assert TeacherCache.load(cache.folder, source).rows == cache.rows
     for changed, message in (
-        (
-            CacheSource("runs/b", "another model", "some data", 5),
-            r"target is a model \(nowhere\) there, another model \(r",
-        ),
+        (CacheSource("b", "another model", "some data", 5), r"target is a model \(nowhere\) there, another model \(b"),
         (CacheSource("nowhere", "a model", "more data", 5), "data is some data there, more data here"),
-        (CacheSource("nowhere", "a model", "some data", 6), "top_k is 5 there, 6 here"),
-        (CacheSource("nowhere", "a model", "some data", 5, "bfloat16"), "dtype is auto there, bfloat16 here"),
-        (CacheSource("nowhere", "a model", "some data", 5, "auto", True), "load_in_8bit is False there, True here"),
+        (CacheSource("nowhere", "a model", "some data", 6, "auto", True), "top_k is 5 there, 6 here; load_in_8bit"),
     ):
         assert changed.key != cache.source.key
         with pytest.raises(ValueError, match=message):
@@ -252,28 +241,3 @@ def test_a_teacher_is_loaded_in_8_bits_or_what_is_missing_is_named(worker: Modul
     assert 0 < (found - exact).abs().max() < 0.1
     with pytest.raises(ValueError, match=r"could not be loaded in 8 bits on cpu"):
         load_teacher(str(tmp_path / "nothing"), load_in_8bit=True)
-
-
-@pytest.mark.parametrize("vocab", [48])
-def test_an_encoder_decoder_teaches_from_the_cache_too(worker: ModuleType, tmp_path: Path, vocab: int):
-    from transformers import T5Config, T5ForConditionalGeneration
-
-    torch.manual_seed(0)
-    sizes = {"d_model": 16, "d_kv": 8, "d_ff": 32, "num_layers": 2, "num_heads": 2}
-    model = T5ForConditionalGeneration(T5Config(vocab_size=vocab, decoder_start_token_id=0, **sizes))
-    data, teacher = worker.make_data(6), ModelTeacher(model)
-    cached = CachedTeacher(write_cache(tmp_path / "cache", data, teacher, 7, 1000))
-    batch = data.batch([4, 1])
-    kept = kept_of(batch)
-    wanted = dense_log_probs(teacher, batch)[kept].topk(7).values
-    torch.testing.assert_close(cached(batch).log_probs_XK[kept], wanted, rtol=2**-10, atol=1e-4)
-    assert cached.vocab_size == vocab
-
-
-def test_teachers_import_without_what_only_recipes_and_training_need():
-    blocked = ("accelerate", "pydantic", "rich", "datasets", "deepspeed", "bitsandbytes")
-    program = f"import sys\nfor name in {blocked!r}: sys.modules[name] = None\n"
-    names = ("teacher", "hidden_cache", "row_writer")
-    program += "\n".join(f"import draftsmith.train.teachers.{name}" for name in names)
-    done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, check=False)
-    assert done.stderr == ""
