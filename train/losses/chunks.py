@@ -1,10 +1,10 @@
-"""Logits chunk by chunk: of a drafter, and what a teacher says at the same positions.
+"""Logits chunk by chunk: of what is trained (the "drafter"), and what a teacher says at the same positions.
 
 Letters: X flattened positions, C positions of a chunk, R rows of a block (a part of a chunk), D hidden of the drafter,
 E hidden of the teacher, V vocabulary, K tokens that a top-k teacher names, F events (K, or K + 1 with "any other").
 
-Two sizes: matrix products run over a *chunk* of positions, into one buffer that every chunk uses again; what comes
-after them is elementwise and runs over *blocks* of few rows, whose temporaries stay in a CPU's caches.
+Matrix products run over a *chunk* of positions, into one buffer; what comes after them is elementwise and runs over
+*blocks* of few rows, whose temporaries stay in a CPU's caches.
 """
 
 from __future__ import annotations
@@ -26,9 +26,7 @@ BLOCK_ELEMENTS = 1 << 18  # of a thread: 1 MB of float32
 
 @dataclass(frozen=True, slots=True)
 class DenseTeacher:
-    """A teacher that knows its whole distribution: hidden states [X, E] and projection [V, E] (logits are
-    `hidden_XE @ weight_VE.T`), or its logits [X, V] and None. No gradient reaches it.
-    """
+    """A teacher's whole distribution: hidden states [X, E] and projection [V, E], or logits [X, V] and None."""
 
     hidden_XE: Tensor
     weight_VE: Tensor | None = None
@@ -36,9 +34,8 @@ class DenseTeacher:
 
 @dataclass(frozen=True, slots=True)
 class SparseTeacher:
-    """A teacher of which only the most likely tokens were kept: their ids int64 [X, K] (all different), in any order,
-    and their log-probabilities [X, K], of the softmax over the whole vocabulary at temperature 1.
-    """
+    """A teacher's most likely tokens, in any order: ids int64 [X, K], all different, and log-probabilities [X, K] of the
+    softmax over the whole vocabulary at temperature 1."""
 
     ids_XK: Tensor
     log_probs_XK: Tensor
@@ -49,15 +46,8 @@ Teacher = DenseTeacher | SparseTeacher
 
 @dataclass(frozen=True, slots=True)
 class TopK:
-    """Learn from the teacher's k most likely tokens.
-
-    `tail`: what becomes of its other tokens. "bucket": they are one event, "any other", on both sides; only at
-    temperature 1. "renormalise": they have probability 0, and the k are made to sum to 1, as a target that samples
-    with this top-k does; at any temperature.
-
-    Raises:
-        ValueError: k < 1; an unknown tail.
-    """
+    """Learn from the teacher's k most likely tokens. The `tail` is one event on both sides ("bucket", at temperature 1
+    only) or has probability 0 while the k sum to 1 ("renormalise"). Raises ValueError: k < 1; an unknown tail."""
 
     k: int
     tail: Literal["bucket", "renormalise"] = "bucket"
@@ -81,11 +71,7 @@ def block_rows(vocab: int, chunk: int, device: torch.device) -> int:
 
 
 class DrafterLogits:
-    """Walks over the positions that have a label, chunk after chunk.
-
-    A weight of None says that `hidden_XD` holds the logits. `chunk` positions at a time (None: by vocabulary and
-    device). Products run in the type of autocast where that is on, else in that of `hidden_XD`.
-    """
+    """Logits of the positions that have a label, chunk after chunk; arguments as in `drafter.mixture`."""
 
     def __init__(self, hidden_XD: Tensor, weight_VD: Tensor | None, labels_X: Tensor, chunk: int | None) -> None:
         assert hidden_XD.dim() == 2, hidden_XD.shape
@@ -114,9 +100,8 @@ class DrafterLogits:
 
 
 class Targets(NamedTuple):
-    """What a teacher says of a block: log-probabilities of the events, [R, V] over the vocabulary where `ids_RK` is
-    None, else [R, F] of these tokens int64 [R, K] and, where F = K + 1, of "any other".
-    """
+    """Log-probabilities of a block's events: [R, V] over the vocabulary where `ids_RK` is None, else [R, F] of these
+    tokens int64 [R, K] and, where F = K + 1, of "any other"."""
 
     ids_RK: Tensor | None
     log_probs_RF: Tensor
@@ -130,14 +115,11 @@ class Targets(NamedTuple):
 
 
 class TeacherTargets:
-    """Gives a teacher's log-probabilities at `temperature`, chunk after chunk of its positions.
-
-    `vocab` is the drafter's; at most `size` positions are asked for at a time. Products and sorting are done once a
-    chunk, however often its rows are asked for.
+    """A teacher's log-probabilities at `temperature`, chunk after chunk of at most `size` positions.
 
     Raises:
-        ValueError: the vocabularies differ; the bucket of `top_k` at a temperature other than 1; more tokens wanted
-            than a sparse teacher has.
+        ValueError: another vocabulary than the drafter's; `top_k`'s bucket at a temperature other than 1; more tokens
+            wanted than a sparse teacher has.
     """
 
     def __init__(
@@ -150,10 +132,7 @@ class TeacherTargets:
         self._vocab = vocab
         self._block = block_rows(vocab, size, _device(teacher))
         if isinstance(teacher, SparseTeacher):
-            assert teacher.ids_XK.shape == teacher.log_probs_XK.shape, (
-                teacher.ids_XK.shape,
-                teacher.log_probs_XK.shape,
-            )
+            assert teacher.ids_XK.shape == teacher.log_probs_XK.shape
             self._sparse, self.positions, kept = teacher, len(teacher.ids_XK), teacher.ids_XK.shape[1]
             self._top_k = top_k = top_k or TopK(kept)
             if top_k.k > kept:
@@ -163,8 +142,9 @@ class TeacherTargets:
             self.positions, self._precise = len(hidden_XE), hidden_XE.dtype.itemsize > 2
             theirs = hidden_XE.shape[1] if weight_VE is None else weight_VE.shape[0]
             if theirs != vocab:
-                sides = f"the drafter's vocabulary has {vocab} tokens, the teacher's {theirs}"
-                raise ValueError(f"{sides}: they must agree")
+                raise ValueError(
+                    f"the drafter's vocabulary has {vocab} tokens, the teacher's {theirs}: they must agree"
+                )
             self._product = _Product(hidden_XE, None if weight_VE is None else weight_VE.detach(), size, own_type=True)
         if top_k is not None and top_k.tail == "bucket" and temperature != 1:
             raise ValueError(f"tail 'bucket' needs temperature 1, got {temperature}: use tail 'renormalise'")
@@ -231,13 +211,8 @@ class TeacherTargets:
 
 
 def to_top_k_events(logits_RV: Tensor, ids_RK: Tensor) -> tuple[Tensor, Tensor]:
-    """A drafter's distribution as the events "token ids_k" and "any other": a softmax over the scores z_ids and
-    logsumexp(z of all others).
-
-    Returns:
-        The log-probabilities of the events [R, F], and each token's share of "any other" [R, V] (0 for `ids_RK`). With
-        K = V there is no other token: F = K, and the shares are 0. Otherwise F = K + 1.
-    """
+    """A drafter's log-probabilities of the events "token ids_k" and "any other" [R, F], and each token's share of "any
+    other" [R, V]. With K = V there is no other token: F = K, and the shares are 0."""
     scores_RK = logits_RV.gather(1, ids_RK)
     if ids_RK.shape[1] == logits_RV.shape[1]:
         return scores_RK.log_softmax(1), torch.zeros_like(logits_RV)
@@ -249,13 +224,12 @@ def to_top_k_events(logits_RV: Tensor, ids_RK: Tensor) -> tuple[Tensor, Tensor]:
 
 
 def to_events(targets: Targets, logits_RV: Tensor) -> tuple[Tensor, Tensor | None]:
-    """The drafter's log-probabilities of the events that a targets is about, and see `to_top_k_events`."""
+    """The drafter's log-probabilities of the targets' events; see `to_top_k_events`."""
     return (logits_RV.log_softmax(1), None) if targets.ids_RK is None else to_top_k_events(logits_RV, targets.ids_RK)
 
 
 def scatter_grad(grad_RF: Tensor, ids_RK: Tensor, rest_RV: Tensor) -> Tensor:
-    """The gradient with respect to all logits, from that with respect to the scores of `to_top_k_events`; it is written
-    into `rest_RV`."""
+    """The gradient of all logits from that of the scores of `to_top_k_events`, written into `rest_RV`."""
     known = ids_RK.shape[1]
     if grad_RF.shape[1] > known:
         rest_RV.mul_(grad_RF[:, known:])

@@ -1,8 +1,6 @@
-"""Losses, computed chunk by chunk of positions: logits of a whole batch never exist.
+"""Losses, computed chunk by chunk of positions (see `fused`): logits of a whole batch never exist.
 
-Letters: X flattened positions, C positions of a chunk, R rows of a block, D hidden of the drafter, E hidden of the
-teacher, V vocabulary, K heads or tokens that a top-k teacher names, F events (K, or K + 1 with "any other"), B batch,
-T tokens. "Drafter" is what is trained, "teacher" what it learns from (the target). How it is done: `fused`.
+Letters: as in `chunks`; B batch, T tokens.
 """
 
 from __future__ import annotations
@@ -57,24 +55,19 @@ def mixture(
     chunk: int | None = None,
     top_k: TopK | None = None,
 ) -> tuple[Tensor, Tensor]:
-    """Σ over positions of Σ_name weights[name] · objective; the drafter's logits of a chunk are computed once.
+    """Σ over positions of Σ_name weights[name] · objective.
 
-    Logits are `hidden_XD @ weight_VD.T`; a weight of None says that `hidden_XD` holds the logits themselves. Positions
-    whose label is −100 are left out, and cost nothing; neither does an objective of weight 0 (nor the teacher, if no
-    other needs it). `temperature` divides both sides' logits in the objectives that need a teacher, whose loss is
-    multiplied by temperature² so that the gradient keeps its size (Hinton et al. 2015, arXiv 1503.02531, section 2);
-    cross entropy is always taken at temperature 1, and over the whole vocabulary. `top_k` makes the teacher's other
-    tokens one event, or impossible; without it a `SparseTeacher` is taken with a bucket of all that it does not know.
-    What a top-k teacher makes of reverse KL: "any other" is one event, and log 0 is clamped (`objectives.LOG_FLOOR`).
-    `chunk` positions are worked on at a time (None: by vocabulary and device).
+    Logits are `hidden_XD @ weight_VD.T`; a weight of None says that `hidden_XD` holds the logits. Positions whose label
+    is −100 are left out. `temperature` divides both sides' logits in the objectives that need a teacher, whose loss is
+    multiplied by temperature² (Hinton et al. 2015, arXiv 1503.02531, section 2). `top_k` makes the teacher's other
+    tokens one event, or impossible; a `SparseTeacher` without it has a bucket. `chunk` positions at a time (None: by
+    vocabulary and device).
 
     Returns:
-        The sum (scalar, float32 or float64 if `hidden_XD` is; differentiable with respect to `hidden_XD` and
-        `weight_VD`, once) and the number of positions in it (int64 scalar).
+        The sum (scalar, float32, or float64 if `hidden_XD` is; differentiable once) and the number of positions (int64).
 
     Raises:
-        ValueError: an unknown objective; a weight that is negative or not finite; no weight above 0; a teacher is
-            missing; the vocabularies differ; a temperature ≤ 0; see `TopK` and `chunks.TeacherTargets`.
+        ValueError: see `fused.terms_of`, `TopK` and `chunks.TeacherTargets`; no teacher; a temperature ≤ 0.
     """
     plan = Plan(
         weights, hidden_XD[:, None], [weight_VD], labels_X[:, None], teacher, None, temperature, chunk, top_k
@@ -85,18 +78,13 @@ def mixture(
 def cross_entropy(
     hidden_XD: Tensor, weight_VD: Tensor | None, labels_X: Tensor, chunk: int | None = None
 ) -> tuple[Tensor, Tensor]:
-    """Σ_x −log q_x(label_x) over positions with a label, q_x = softmax(hidden_x @ weight.T); see `mixture`.
-
-    Shapes: [X, D], [V, D], int64 [X] (−100: not trained). Returns (sum, count).
-    """
+    """Σ −log q(label) over positions with a label; see `mixture`. Returns (sum, count)."""
     return mixture({"cross-entropy": 1.0}, hidden_XD, weight_VD, labels_X, chunk=chunk)
 
 
 def shifted_labels(labels_BT: Tensor, documents_BT: Tensor, offset: int) -> Tensor:
-    """What position t predicts: the label of token t + offset, int64 [B, T].
-
-    −100 where that token is not trained on, lies beyond the block, or belongs to another document.
-    """
+    """What position t predicts: the label of token t + offset, int64 [B, T]; −100 where that token is not trained on or
+    of another document."""
     assert offset >= 1, offset
     assert labels_BT.shape == documents_BT.shape, (labels_BT.shape, documents_BT.shape)
     shifted_BT = torch.full_like(labels_BT, IGNORED)
@@ -107,18 +95,15 @@ def shifted_labels(labels_BT: Tensor, documents_BT: Tensor, offset: int) -> Tens
 
 
 def head_labels(labels_BT: Tensor, documents_BT: Tensor, num_heads: int) -> Tensor:
-    """What head k predicts at position t: the label of token t + 2 + k (k from 0), int64 [B, T, K]; see
-    `shifted_labels`. (The target itself predicts t + 1. Cai et al. 2024, arXiv 2401.10774, section 2.2.)
-    """
+    """What head k (from 0) predicts at position t: the label of token t + 2 + k, int64 [B, T, K] (Cai et al. 2024, arXiv
+    2401.10774, section 2.2)."""
     return torch.stack([shifted_labels(labels_BT, documents_BT, 2 + k) for k in range(num_heads)], dim=-1)
 
 
 @dataclass(frozen=True, slots=True)
 class LabelHits:
-    """Sums over positions with a label, scalars: `loss`, the cross entropy (nats); `top1`, `top5`: how often the label
-    is the drafter's most likely token, or one of its five (int64; of equally likely tokens the one with the lower id
-    counts as more likely); and their number `count` (int64).
-    """
+    """Sums over positions with a label: cross entropy (nats); how often the label is the drafter's first token, or one of
+    its first five (of equally likely ones the lower id is first); and the number of positions."""
 
     loss: Tensor
     top1: Tensor
@@ -130,9 +115,7 @@ class LabelHits:
 def label_hits(hidden_XD: Tensor, weight_VD: Tensor | None, labels_X: Tensor, chunk: int | None = None) -> LabelHits:
     """How well a drafter predicts the labels, in one pass; shapes as in `mixture`."""
     logits = DrafterLogits(hidden_XD, weight_VD, labels_X, chunk)
-    loss = torch.zeros(
-        (), dtype=torch.float64 if hidden_XD.dtype == torch.float64 else torch.float32, device=labels_X.device
-    )
+    loss = torch.zeros((), dtype=torch.promote_types(hidden_XD.dtype, torch.float32), device=labels_X.device)
     top1, top5 = (torch.zeros((), dtype=torch.int64, device=labels_X.device) for _ in range(2))
     ids_V = torch.arange(logits.vocab, device=labels_X.device)
     for rows_C, logits_CV in logits.chunks():
@@ -149,13 +132,9 @@ def label_hits(hidden_XD: Tensor, weight_VD: Tensor | None, labels_X: Tensor, ch
 
 @dataclass(frozen=True, slots=True)
 class Agreement:
-    """Sums over positions with a label, scalars: `overlap`, Σ_v min(p(v), q(v)), the chance that a draft token is
-    accepted (Leviathan et al. 2023, arXiv 2211.17192, lemma 3.3); `top1`: both have the same most likely token
-    (int64); `top5`: |the five most likely tokens of p ∩ those of q| / 5; and the number of positions `count` (int64).
-
-    Of a `SparseTeacher` the overlap is that of its tokens and "any other", an upper bound of the true one. Where there
-    are less than five tokens (or a `SparseTeacher` has less), `top5` looks at as many as there are.
-    """
+    """Sums over positions with a label: `overlap`, Σ_v min(p(v), q(v)), the chance that a draft token is accepted
+    (Leviathan et al. 2023, arXiv 2211.17192, lemma 3.3; of a `SparseTeacher` an upper bound); `top1`: the same first
+    token; `top5`: the share of the first five that both have; and the number of positions."""
 
     overlap: Tensor
     top1: Tensor
@@ -171,11 +150,7 @@ def agreement(
     labels_X: Tensor,
     chunk: int | None = None,
 ) -> Agreement:
-    """How well a drafter agrees with its teacher, at temperature 1; shapes as in `mixture`.
-
-    Raises:
-        ValueError: the vocabularies differ.
-    """
+    """How well a drafter agrees with its teacher, at temperature 1; ValueError: the vocabularies differ."""
     logits = DrafterLogits(hidden_XD, weight_VD, labels_X, chunk)
     teacher_targets = TeacherTargets(teacher, logits.vocab, logits.size)
     assert teacher_targets.positions == len(labels_X), (teacher_targets.positions, len(labels_X))

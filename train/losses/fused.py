@@ -3,14 +3,10 @@
 Letters: X positions, K heads (1 for a drafter), C positions of a chunk, R rows of a block, D hidden, V vocabulary,
 F events (see `chunks`), N positions of a teacher that somebody learns from, Y all of a teacher's.
 
-For every chunk the logits, the losses *and their gradient* are computed in the forward pass: three matrix products a
-chunk (two where the projection is frozen), nothing is computed twice, and what stays is one gradient of the size of
-each input (the idea of fused linear cross entropy: Hsu et al. 2024, Liger Kernel, arXiv 2410.10989). The gradient with
-respect to the logits takes their place in memory. The backward pass needs neither weights nor logits: a weight that
-exists only while the forward pass runs (DeepSpeed ZeRO-3) is enough.
-
-Heads that learn from a teacher do so chunk after chunk of *its* positions, each in turn: what it says is computed once,
-not once a head.
+For every chunk the logits, the losses *and their gradient* are computed in the forward pass, by three matrix products
+(two where the projection is frozen); the gradient takes the logits' memory (the idea of fused linear cross entropy: Hsu
+et al. 2024, Liger Kernel, arXiv 2410.10989). The backward pass needs neither weights nor logits: a weight that exists
+only while the forward pass runs (DeepSpeed ZeRO-3) is enough.
 """
 
 from __future__ import annotations
@@ -42,9 +38,7 @@ _LABELS = OBJECTIVES["cross-entropy"]
 
 
 class Step(NamedTuple):
-    """What one product is made of: a head, some of its positions int64 [C] and, where there is a teacher, which rows of
-    its chunk speak of their labels, int64 [C].
-    """
+    """A product: a head, some of its positions int64 [C] and, with a teacher, the rows of its chunk for them int64 [C]."""
 
     head: int
     rows_C: Tensor
@@ -52,11 +46,8 @@ class Step(NamedTuple):
 
 
 class Plan:
-    """What a fused loss works through, and how; the arguments are those of `head_losses.heads_mixture`.
-
-    A projection of None says that the features are logits. Without `teacher_rows_XK` row x of the teacher speaks of
-    position x.
-    """
+    """What a fused loss works through; arguments as in `heads.heads_mixture`. A projection of None: features are logits.
+    Without `teacher_rows_XK` row x of the teacher is that of position x."""
 
     def __init__(
         self,
@@ -165,9 +156,7 @@ class Plan:
 
 
 def fused_loss(plan: Plan, features_XKD: Tensor, projections: Sequence[Tensor | None]) -> Tensor:
-    """The sums of the plan's losses, one a head: float32 [K] (float64 if the features are), differentiable once with
-    respect to features and projections.
-    """
+    """The plan's losses, one a head: float32 [K] (float64 if the features are), differentiable once."""
     return _FusedLoss.apply(plan, torch.is_grad_enabled(), features_XKD, *projections)
 
 
@@ -195,9 +184,7 @@ def _even(rows: Tensor, size: int) -> Sequence[Tensor]:
 
 
 def _label_loss(logits_RV: Tensor, labels_R: Tensor) -> tuple[Tensor, Tensor]:
-    """Cross entropy at temperature 1 and its gradient, as `objectives.cross_entropy_chunk` gives them, with one
-    exponential an element less: log Σ exp is taken from the largest logit and its part of the sum.
-    """
+    """`objectives.cross_entropy_chunk` of logits, with one exponential an element less."""
     labels_R1 = labels_R[:, None]
     grad_RV = logits_RV.softmax(1)
     loss_R1 = logits_RV.amax(1, keepdim=True) - grad_RV.amax(1, keepdim=True).log_() - logits_RV.gather(1, labels_R1)

@@ -30,26 +30,20 @@ def heads_mixture(
     top_k: TopK | None = None,
     liger: bool = False,
 ) -> tuple[Tensor, Tensor]:
-    """Of each head, for itself, the sum that `losses.mixture` is: Medusa's loss (Cai et al. 2024, arXiv 2401.10774,
-    equation 1) where the objective is cross entropy, its self-distillation (section 2.3.2) where it is a divergence.
+    """The sum of `drafter.mixture` for each head: Medusa's loss (Cai et al. 2024, arXiv 2401.10774, equation 1) where the
+    objective is cross entropy, its self-distillation (section 2.3.2) where it is a divergence.
 
-    Logits of head k are `features_XKD[:, k] @ projections[k].T`; several heads may share one projection [V, D], which
-    then gets the sum of their gradients, and a frozen one costs a product less. `labels_XK` are as
-    `losses.head_labels` gives them (−100: left out, and costs nothing). `teacher_rows_XK`, int64, says which of the
-    teacher's Y rows is the distribution of the token labels_XK[x, k]: for a target's states, the row one before that
-    token's; it is read only where there is a label. Each of these rows is computed once, for all heads. `temperature`,
-    `chunk` and `top_k` are as in `losses.mixture`. `liger` computes cross entropy by Liger Kernel's fused linear cross
-    entropy (Hsu et al. 2024, arXiv 2410.10989), which chooses its chunks itself.
-
-    Memory beyond inputs and their gradients: logits of one chunk, of a second one with a teacher, and one projection in
-    the type of the products where that is not its own. Trainable projections that are shared count once a head.
+    Logits of head k are `features_XKD[:, k] @ projections[k].T`; heads may share a projection [V, D]. `labels_XK` are as
+    `head_labels` gives them. `teacher_rows_XK` int64 is the teacher's row that is the distribution of labels_XK[x, k],
+    read where there is a label; each row is computed once for all heads. `liger` computes cross entropy by Liger
+    Kernel's fused linear cross entropy (Hsu et al. 2024, arXiv 2410.10989).
 
     Returns:
         Sums [K] (float32, or float64 if `features_XKD` is; differentiable once) and numbers of positions int64 [K].
 
     Raises:
-        ValueError: see `losses.mixture`; a teacher without `teacher_rows_XK`; `liger` with another objective than cross
-            entropy, where liger-kernel is not installed, or with tensors that are not on a CUDA device.
+        ValueError: see `mixture`; a teacher without `teacher_rows_XK`; `liger` with another objective, without
+            liger-kernel, or not on CUDA.
     """
     if liger:
         return _liger_sums(weights, features_XKD, projections, labels_XK)

@@ -4,9 +4,8 @@ Letters: C positions of a chunk, V events (the vocabulary, or the tokens that a 
 p is the teacher's distribution, q the drafter's, α = Σ_v min(p_v, q_v) the chance that a draft token is accepted
 (Leviathan et al. 2023, arXiv 2211.17192, definition 3.2 and lemma 3.3), z the drafter's logits.
 
-Every chunk function is pure and takes the gradient by hand, `(log_drafter_CV, log_teacher_CV, labels_C) ->
-(loss_C, grad_CV)`: log q, log p (None where no teacher is needed), labels int64; the loss of each position, and the
-gradient of `loss_C.sum()` with respect to z. log q is finite, as finite logits give it, however small; log p may be −∞.
+A chunk function takes log q (finite), log p (None without a teacher; may be −∞) and labels int64, and returns the loss
+of each position and, taken by hand, the gradient of their sum with respect to z.
 """
 
 from __future__ import annotations
@@ -27,7 +26,7 @@ ChunkFunction = Callable[[Tensor, Tensor | None, Tensor], tuple[Tensor, Tensor]]
 
 @dataclass(frozen=True, slots=True)
 class Objective:
-    """One way to score a drafter; `chunk` is as the top of this file says."""
+    """One way to score a drafter."""
 
     chunk: ChunkFunction
     needs_teacher: bool
@@ -80,7 +79,7 @@ def total_variation_chunk(log_drafter_CV: Tensor, log_teacher_CV: Tensor | None,
     """½ · Σ_v |p_v − q_v| = 1 − α, exactly the share of draft tokens that speculative decoding rejects; ∂/∂z =
     q · Σ s − s with s = q where q < p, else 0 (Leviathan et al. 2023, lemma 3.3; as an objective: DistillSpec).
 
-    Where p = q the minimum has a kink; the gradient there counts the drafter's side as enough.
+    Where p = q, the minimum's kink, the gradient counts the drafter's side as enough.
     """
     assert log_teacher_CV is not None
     drafter_CV, least_CV = log_drafter_CV.exp(), log_teacher_CV.exp()
@@ -171,8 +170,7 @@ def parse_weights(weights: Mapping[str, float | Sequence[float]]) -> dict[str, R
 
     Raises:
         ValueError: see `check_objective`; a weight that is no finite number, negative, or always 0; a list of other
-            than 2 or 3 numbers; a share outside (0, 1]; all weights 0 at the start, or all 0 at the end (weights are
-            straight lines above 0: between the two, some weight is positive).
+            than 2 or 3 numbers; a share outside (0, 1]; all weights 0 at the start, or all at the end.
     """
     check_objective(weights)
     ramps = {name: _parse_ramp(name, value) for name, value in weights.items()}
