@@ -34,8 +34,8 @@ class DenseTeacher:
 
 @dataclass(frozen=True, slots=True)
 class SparseTeacher:
-    """A teacher's most likely tokens, in any order: ids int64 [X, K], all different, and log-probabilities [X, K] of the
-    softmax over the whole vocabulary at temperature 1."""
+    """A teacher's most likely tokens, in any order: ids int64 [X, K], all different, and log-probabilities [X, K] of
+    the softmax over the whole vocabulary at temperature 1."""
 
     ids_XK: Tensor
     log_probs_XK: Tensor

@@ -64,7 +64,8 @@ def mixture(
     vocabulary and device).
 
     Returns:
-        The sum (scalar, float32, or float64 if `hidden_XD` is; differentiable once) and the number of positions (int64).
+        The sum (scalar, float32, or float64 if `hidden_XD` is; differentiable once) and the number of positions
+        (int64).
 
     Raises:
         ValueError: see `fused.terms_of`, `TopK` and `chunks.TeacherTargets`; no teacher; a temperature ≤ 0.
@@ -95,15 +96,15 @@ def shifted_labels(labels_BT: Tensor, documents_BT: Tensor, offset: int) -> Tens
 
 
 def head_labels(labels_BT: Tensor, documents_BT: Tensor, num_heads: int) -> Tensor:
-    """What head k (from 0) predicts at position t: the label of token t + 2 + k, int64 [B, T, K] (Cai et al. 2024, arXiv
-    2401.10774, section 2.2)."""
+    """What head k (from 0) predicts at position t: the label of token t + 2 + k, int64 [B, T, K] (Cai et al. 2024,
+    arXiv 2401.10774, section 2.2)."""
     return torch.stack([shifted_labels(labels_BT, documents_BT, 2 + k) for k in range(num_heads)], dim=-1)
 
 
 @dataclass(frozen=True, slots=True)
 class LabelHits:
-    """Sums over positions with a label: cross entropy (nats); how often the label is the drafter's first token, or one of
-    its first five (of equally likely ones the lower id is first); and the number of positions."""
+    """Sums over positions with a label: cross entropy (nats); how often the label is the drafter's first token, or one
+    of its first five (of equally likely ones the lower id is first); and the number of positions."""
 
     loss: Tensor
     top1: Tensor

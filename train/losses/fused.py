@@ -38,7 +38,8 @@ _LABELS = OBJECTIVES["cross-entropy"]
 
 
 class Step(NamedTuple):
-    """A product: a head, some of its positions int64 [C] and, with a teacher, the rows of its chunk for them int64 [C]."""
+    """A product: a head, some of its positions int64 [C] and, with a teacher, the rows of its chunk for them int64
+    [C]."""
 
     head: int
     rows_C: Tensor
@@ -46,8 +47,8 @@ class Step(NamedTuple):
 
 
 class Plan:
-    """What a fused loss works through; arguments as in `heads.heads_mixture`. A projection of None: features are logits.
-    Without `teacher_rows_XK` row x of the teacher is that of position x."""
+    """What a fused loss works through; arguments as in `heads.heads_mixture`. A projection of None: features are
+    logits. Without `teacher_rows_XK` row x of the teacher is that of position x."""
 
     def __init__(
         self,

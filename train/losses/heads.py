@@ -30,12 +30,12 @@ def heads_mixture(
     top_k: TopK | None = None,
     liger: bool = False,
 ) -> tuple[Tensor, Tensor]:
-    """The sum of `drafter.mixture` for each head: Medusa's loss (Cai et al. 2024, arXiv 2401.10774, equation 1) where the
-    objective is cross entropy, its self-distillation (section 2.3.2) where it is a divergence.
+    """The sum of `drafter.mixture` for each head: Medusa's loss (Cai et al. 2024, arXiv 2401.10774, equation 1) where
+    the objective is cross entropy, its self-distillation (section 2.3.2) where it is a divergence.
 
-    Logits of head k are `features_XKD[:, k] @ projections[k].T`; heads may share a projection [V, D]. `labels_XK` are as
-    `head_labels` gives them. `teacher_rows_XK` int64 is the teacher's row that is the distribution of labels_XK[x, k],
-    read where there is a label; each row is computed once for all heads. `liger` computes cross entropy by Liger
+    Logits of head k are `features_XKD[:, k] @ projections[k].T`; heads may share a projection [V, D]. `labels_XK` are
+    as `head_labels` gives them. `teacher_rows_XK` int64 is the teacher's row that is the distribution of labels_XK[x,
+    k], read where there is a label; each row is computed once for all heads. `liger` computes cross entropy by Liger
     Kernel's fused linear cross entropy (Hsu et al. 2024, arXiv 2410.10989).
 
     Returns:
