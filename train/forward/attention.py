@@ -1,7 +1,7 @@
 """Attention over packed blocks document by document: on a processor a mask of a whole block costs what it hides.
 
-Registered with transformers under `NAME`; a model that uses it falls back to its ordinary SDPA attention wherever no
-`spans` come with a call. Letters: B batch, H heads, T tokens, D size of a head.
+Registered with transformers under `NAME`; without `spans` it is SDPA. Letters: B batch, H heads, T tokens, D size of a
+head.
 """
 
 from __future__ import annotations

@@ -32,18 +32,13 @@ def make_forward(model: Any) -> PackedForward | SourceForward:
 class PackedForward(Projected):
     """Runs a transformers causal LM on packed blocks so that no token sees another document.
 
-    Holds the model without registering it anywhere: it is no module, so that a frozen model is neither wrapped for
-    data parallelism nor stored in a checkpoint. A model in peft's wrapper is run without the wrapper.
-
-    Args:
-        model: a causal LM of transformers.
-        states: which states `hidden` gives: those "after-norm", the last ones, or "before-norm", what goes into the
-            final norm.
+    No module, so that a frozen model is neither wrapped for data parallelism nor stored in a checkpoint. A model in
+    peft's wrapper is run without it. `states` are those that `hidden` gives: "after-norm", the last ones, or
+    "before-norm", what goes into the final norm.
 
     Raises:
         ValueError: the model cannot be given positions (ALiBi models such as Bloom), or carries states from one
-            document of a block into the next; an encoder-decoder; states before the norm of a model that has no final
-            norm; unknown states.
+            document of a block into the next; an encoder-decoder; no final norm, where it is asked for; unknown states.
     """
 
     reads_source = False
@@ -111,10 +106,8 @@ class PackedForward(Projected):
         return self._run(decoder, batch).last_hidden_state.reshape(*batch.tokens_BT.shape, -1)
 
     def compile(self) -> None:
-        """Compile what a call runs (torch.compile), here alone: decoding, whose shapes change, is not.
-
-        Attention by document would be compiled again for the documents of every batch, so masks take its place.
-        """
+        """Compile what a call runs (torch.compile), with masks: attention by document would be compiled for every
+        batch."""
         if self.by_document:
             self.config._attn_implementation = "sdpa"
             self.by_document = False
@@ -132,11 +125,8 @@ class PackedForward(Projected):
         return getattr(self.config, "_attn_implementation", None) or "eager"
 
     def _learned(self, positions_BT: Tensor, documents_BT: Tensor) -> Tensor:
-        """The same positions where a model learned only so many: padding, which nothing sees, goes no further.
-
-        Raises:
-            ValueError: a document is longer than that.
-        """
+        """Positions of a model that learned only so many: those of padding go no further; ValueError: a longer
+        document."""
         if self._positions is None or positions_BT.shape[1] <= self._positions:
             return positions_BT
         longest = int(positions_BT[documents_BT != PADDING].amax()) + 1
@@ -182,11 +172,8 @@ class PackedForward(Projected):
 
 
 def _compile_to_norm(decoder: Any, norm: nn.Module) -> Any:
-    """A compiled forward that returns what goes into the final norm.
-
-    A hook that comes and goes with each forward would never be compiled, so one stays; it does nothing in any other
-    forward of the model.
-    """
+    """A compiled forward that returns what goes into the final norm, by a hook that stays: one that came and went with
+    each forward would never be compiled."""
     seen: list[Tensor | None] = []
 
     def keep(_: nn.Module, args: tuple[Any, ...]) -> None:
@@ -212,11 +199,8 @@ def _learned_positions(model: Any) -> int | None:
 
 
 def _flash_attention(batch: Batch) -> dict[str, Any]:
-    """Positions of all tokens in one row, and where its documents begin and end.
-
-    transformers finds documents by itself where positions restart, but looks for them in every layer, and in batches
-    of one row alone. Padding is a document of its own.
-    """
+    """Positions of all tokens in one row, and where its documents begin and end; padding is a document of its own.
+    (transformers by itself would look for them in every layer, and in batches of one row alone.)"""
     documents_BT = batch.documents_BT
     starts_BT = torch.ones_like(documents_BT, dtype=torch.bool)
     starts_BT[:, 1:] = documents_BT[:, 1:] != documents_BT[:, :-1]
@@ -279,10 +263,8 @@ def _keeps_documents_apart(forward: PackedForward) -> bool:
 
 
 def has_plain_head(model: Any) -> bool:
-    """Whether the model's logits are exactly its last hidden state times its output projection.
-
-    Known exceptions are read from the module and its config; any other is found by trying three tokens.
-    """
+    """Whether the model's logits are exactly its last hidden state times its output projection; three tokens are
+    tried."""
     head = model.get_output_embeddings()
     config = model.config.get_text_config()
     if not isinstance(head, nn.Linear) or head.bias is not None:

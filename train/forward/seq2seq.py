@@ -27,15 +27,12 @@ _NO_ANSWER = -1  # what padding belongs to, instead of an answer
 class SourceForward(Projected):
     """Runs an encoder-decoder on packed blocks: the encoder reads a document up to an answer, the decoder writes that.
 
-    An answer is a run of trained tokens. The encoder reads all tokens of the document before it, earlier answers
-    included; the decoder reads its start token and the answer without its last token. So the states are those that
-    decoding has, whose prompts are what the encoder reads (`decode.seq2seq.Seq2SeqModel`). The state that predicts
-    token t + 1 is given at t, as a decoder gives it, and zeros where nothing is predicted.
+    An answer is a run of trained tokens. The encoder reads all tokens of the document before it; the decoder reads its
+    start token and the answer without its last token: what decoding has (`decode.models.seq2seq`). The state that
+    predicts token t + 1 is given at t, and zeros where nothing is predicted.
 
-    Encoder and decoder run once a batch, whatever is in it, with several sources or answers in a row: distances in T5
-    are differences of positions, which are right inside a source wherever it stands, and masks hide the others.
-
-    Holds the model without registering it anywhere; see `PackedForward`.
+    Both run once a batch, with several sources or answers in a row: distances in T5 are differences of positions, which
+    are right inside a source wherever it stands, and masks hide the others.
 
     Raises:
         ValueError: an encoder-decoder of another family, or without a start token for its decoder; FlexAttention; a
@@ -69,11 +66,8 @@ class SourceForward(Projected):
         self._decoder = torch.compile(self.model.decoder, dynamic=True)
 
     def hidden(self, batch: Batch) -> Tensor:
-        """Last decoder states [B, T, D], scaled as the model scales them before its projection.
-
-        A batch without answers still runs the model on one token: in parallel training every parameter is used in
-        every step.
-        """
+        """Last decoder states [B, T, D], scaled as the model scales them before its projection. A batch without answers
+        runs one token: parallel training uses every parameter in every step."""
         plan = _plan(batch, self.start_id)
         dtype = self.model.dtype
         same_RSS = plan.sources_RS[:, :, None] == plan.sources_RS[:, None]
@@ -135,16 +129,13 @@ def _plan(batch: Batch, start_id: int) -> _Plan:
 
 
 def find_answers(labels_BT: np.ndarray, documents_BT: np.ndarray) -> np.ndarray:
-    """Runs of trained tokens of one document, int64 [P, 3]: begin of the document, begin and end of the run.
-
-    Places count all tokens of all blocks. The token before a run is of its document: no first token is trained on.
-    """
+    """Runs of trained tokens of one document, int64 [P, 3]: begin of the document, begin and end of the run, counted
+    over all tokens of all blocks. No first token is trained on."""
     begins_BT = np.ones(documents_BT.shape, dtype=bool)
     begins_BT[:, 1:] = documents_BT[:, 1:] != documents_BT[:, :-1]
     begins = begins_BT.ravel()
     trained = ((labels_BT != IGNORED) & (documents_BT != PADDING) & ~begins_BT).ravel()
     document = np.maximum.accumulate(np.where(begins, np.arange(len(begins)), 0))
-    # A first token is never trained on, so that no run crosses from one document into the next.
     change = np.flatnonzero(np.diff(np.concatenate(([0], trained.astype(np.int8), [0]))))
     starts, ends = change[::2], change[1::2]
     return np.stack((document[starts], starts, ends), 1).astype(np.int64)

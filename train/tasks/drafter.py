@@ -89,11 +89,10 @@ class DrafterTask:
     """Trains `model` so that it agrees with the data, or with a teacher; see `loop.fit.Task`.
 
     Args:
-        objective: weights by name (`objectives.OBJECTIVES`), such as {"cross-entropy": 0.3, "forward-kl": 0.7}; one
-            may change over the run (`objectives.parse_weights`).
+        objective: weights by name, see `objectives.parse_weights`.
         on_policy: has the drafter write a share of the answers itself.
         eval_teacher: the target's distributions, which evaluations compare with.
-        evaluate_fn: called with the model in evaluations, which add what it returns: measures acceptance by decoding.
+        evaluate_fn: called with the model in evaluations, which add what it returns.
         evaluate_blocks: how many blocks of `heldout` an evaluation runs over; None: all.
 
     Raises:
@@ -139,8 +138,8 @@ class DrafterTask:
         if teacher is not None:
             self.settings |= {f"teacher.{key}": value for key, value in teacher.settings.items()}
         if on_policy is not None:
-            own = (on_policy.share, on_policy.new_tokens, on_policy.temperature, list(on_policy.stop_ids))
-            self.settings["on_policy"] = list(own)
+            stop_ids = list(on_policy.stop_ids)
+            self.settings["on_policy"] = [on_policy.share, on_policy.new_tokens, on_policy.temperature, stop_ids]
         taught = getattr(teacher, "model", None)
         work = [_work(model, backward=True), *([] if taught is None else [_work(taught, backward=False)])]
         self._each_token, self._each_trained = (float(sum(each)) for each in zip(*work, strict=True))
@@ -175,17 +174,14 @@ class DrafterTask:
 
     def flops(self, tokens: int, trained: int) -> float:
         """Operations of forward and backward: 6 a weight and token, 4 where the weight is frozen, 2 for the teacher's
-        forward (Kaplan et al. 2020, arXiv 2001.08361, section 2.1). Products inside attention are left out; the output
-        projection counts where it is run, on trained positions."""
+        forward (Kaplan et al. 2020, arXiv 2001.08361, section 2.1); products inside attention are left out."""
         return self._each_token * tokens + self._each_trained * trained
 
     @torch.no_grad()
     def evaluate(self, module: nn.Module) -> dict[str, float]:
-        """On held-out blocks, in the precision of the training: `heldout_loss` (nats a token), `perplexity`,
-        `top1_accuracy` and `top5_accuracy` (how often the next token is the drafter's first, or among its first five);
-        against the eval_teacher `overlap` (Σ min(p, q), the teacher-forced chance of acceptance), `top1_agreement` and
-        `top5_agreement`. And what `evaluate_fn` returns, which decodes as the artifact will: in the weights' own type.
-        """
+        """On held-out blocks, in the precision of the training: `heldout_loss` (nats a token), `perplexity`, `top1_`
+        and `top5_accuracy`; against the eval_teacher `overlap`, `top1_` and `top5_agreement` (see `losses.drafter`);
+        and what `evaluate_fn` returns, in the weights' own type."""
         assert isinstance(module, DrafterModule)
         sums: dict[str, float] = {}
         items = 0
@@ -223,8 +219,7 @@ def blocks_in_order(data: PreparedData | None, blocks: int | None, batch_blocks:
 
 
 def _work(model: Any, backward: bool) -> tuple[int, int]:
-    """Operations a token in a model's matrices, and those a trained position in its output projection. Counted before
-    the weights may be sharded."""
+    """Operations a token in a model's matrices, and those a trained position in its output projection."""
     projection = model.get_output_embeddings().weight
     embedding = model.get_input_embeddings().weight
     body = last = 0

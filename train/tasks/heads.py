@@ -7,7 +7,7 @@ D hidden, V vocabulary.
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import TYPE_CHECKING, Any, Protocol, Self
 
 import numpy as np
@@ -21,7 +21,7 @@ from ..forward.packed import PackedForward
 from ..losses.chunks import DenseTeacher
 from ..losses.drafter import IGNORED, head_labels, label_hits
 from ..losses.heads import heads_mixture
-from ..losses.objectives import OBJECTIVES, check_objective, parse_weights, weights_at
+from ..losses.objectives import OBJECTIVES, parse_weights, weights_at
 from ..teachers.hidden_cache import REACH
 from .drafter import Evaluate, Weight, blocks_in_order
 
@@ -42,11 +42,8 @@ class HiddenStates(Protocol):
 
 
 class HeadsModule(nn.Module):
-    """Heads whose forward is their loss; the target runs once a batch, without gradients.
-
-    The target is no part of the module, unless `shard_target`: then ZeRO-3 spreads its weights as well. Checkpoints
-    hold what is trained, the target's weights never.
-    """
+    """Heads whose forward is their loss; the target runs once a batch, without gradients. It is no part of the module,
+    unless `shard_target`: then ZeRO-3 spreads its weights as well. Checkpoints never hold them."""
 
     def __init__(
         self,
@@ -153,11 +150,8 @@ class HeadsModule(nn.Module):
 
 
 def _logits_of(target: Any) -> Callable[[Tensor], Tensor]:
-    """What makes logits [..., V] of last hidden states [..., D] where that is no plain matrix.
-
-    Raises:
-        ValueError: the target makes its logits in another way.
-    """
+    """What makes logits [..., V] of last hidden states [..., D] where that is no plain matrix; ValueError: not
+    known."""
     scorer = TransformersModel(target)
     tokens_11 = torch.ones(1, 1, dtype=torch.int64, device=scorer.device)
     was_training = target.training
@@ -174,31 +168,30 @@ def _logits_of(target: Any) -> Callable[[Tensor], Tensor]:
 
 def _without_frozen(module: nn.Module, state: dict[str, Any], prefix: str, _: Any) -> None:
     """Leave out of a state what comes from the target's own files."""
-    for name, tensor in _target_state(module):
-        if not tensor.requires_grad:
-            state.pop(prefix + name, None)
+    for name in _frozen_state(module):
+        state.pop(prefix + name, None)
 
 
 def _with_frozen(module: nn.Module, state: dict[str, Any], prefix: str, *_: Any) -> None:
     """What a stored state leaves out stays as it is."""
-    for name, tensor in _target_state(module):
-        if not tensor.requires_grad:
-            state.setdefault(prefix + name, tensor.detach())
+    for name, tensor in _frozen_state(module).items():
+        state.setdefault(prefix + name, tensor.detach())
 
 
-def _target_state(module: nn.Module) -> Iterator[tuple[str, Tensor]]:
-    yield from module.target.state_dict(keep_vars=True, prefix="target.").items()  # type: ignore[union-attr]
+def _frozen_state(module: nn.Module) -> dict[str, Tensor]:
+    state = module.target.state_dict(keep_vars=True, prefix="target.")  # type: ignore[union-attr]
+    return {name: tensor for name, tensor in state.items() if not tensor.requires_grad}
 
 
 class HeadsTask:
     """Trains heads on a frozen target; see `loop.fit.Task`.
 
-    The loss of a step is Σ_k head_weights[k] · (mean objective of head k over its own positions). Medusa-1 uses a
-    plain sum (all weights 1), Medusa's paper 0.8^k (Cai et al. 2024, arXiv 2401.10774, eq. 1, where k counts from 1).
+    The loss of a step is Σ_k head_weights[k] · (mean objective of head k over its own positions): Medusa-1 with weights
+    of 1, or 0.8^k (Cai et al. 2024, arXiv 2401.10774, eq. 1, where k counts from 1).
 
     Args:
-        objective: weights by name (`objectives.OBJECTIVES`): cross-entropy learns from the text, all others from the
-            target's own distribution of the same token (self-distillation: section 2.3.2 there).
+        objective: weights by name; cross-entropy learns from the text, all others from the target's own distribution of
+            the same token (self-distillation: section 2.3.2 there).
         states: the target's hidden states from disk.
         evaluate_fn: is given the heads in evaluations.
         liger: computes cross entropy with Liger's kernel, on CUDA.
@@ -261,8 +254,7 @@ class HeadsTask:
         raise AssertionError("nothing is rewritten")
 
     def flops(self, tokens: int, trained: int) -> float:
-        """Operations of the target's forward, 2 a weight and token, and of the heads' forward and backward, 6 a weight
-        and trained position; products inside attention are left out."""
+        """Of the target's forward, 2 a weight and token; of the heads, 6 a weight and trained position."""
         return self._target_work * tokens + self._head_work * trained
 
     def count(self, batch: Batch) -> Tensor:
@@ -273,10 +265,8 @@ class HeadsTask:
 
     @torch.no_grad()
     def evaluate(self, module: nn.Module) -> dict[str, float]:
-        """On held-out blocks, for each head k: `head{k}_loss` (cross entropy, nats a token), `head{k}_top1` and
-        `head{k}_top5` (how often its token is the head's first, or among its first five); `heldout_loss`, their
-        weighted sum; and what `evaluate_fn(heads)` returns.
-        """
+        """On held-out blocks, for each head k: `head{k}_loss` (nats a token), `head{k}_top1` and `head{k}_top5` (see
+        `LabelHits`); `heldout_loss`, the weighted sum; and what `evaluate_fn(heads)` returns."""
         assert isinstance(module, HeadsModule)
         device = next(module.parameters()).device
         sums_K4 = torch.zeros(module.num_heads, 4, dtype=torch.float64)
@@ -333,7 +323,6 @@ def _checked(
         raise ValueError(f"the heads have a vocabulary of {heads.vocab_size} tokens, the target of {vocab}")
     objective = dict(objective or {"cross-entropy": 1.0})
     parse_weights(objective)
-    check_objective(objective)
     if not (temperature > 0 and math.isfinite(temperature)):
         raise ValueError(f"temperature is {temperature}, expected more than 0")
     return weights, objective

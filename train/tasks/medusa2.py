@@ -65,11 +65,8 @@ class Medusa2:
 
 
 class Medusa2Module(HeadsModule):
-    """Heads and a target with adapters (LoRA) in its layers, whose forward is the loss of both.
-
-    Only the adapters of the target are trained. With them switched off it is what it was: the original that it must not
-    go far from.
-    """
+    """Heads and a target with adapters (LoRA) in its layers, whose forward is the loss of both. Without the adapters
+    the target is the original that it must not go far from."""
 
     def __init__(
         self,
@@ -127,11 +124,8 @@ class Medusa2Module(HeadsModule):
         return "base" if any(parameter is adapter for adapter in self.adapters()) else ""
 
     def rate(self, group: str) -> float:
-        """Of a group: its learning rate in those of the run, as far as that is.
-
-        The target's rises with the heads' part of the loss. AdamW counts the steps in which the heads were alone, so
-        that nothing would hold back its first steps with gradients.
-        """
+        """Of a group: its learning rate in those of the run. The target's rises with the heads' part of the loss, since
+        AdamW has counted the steps in which the heads were alone."""
         if group != "base":
             return 1.0
         return self.medusa2.rate * self.medusa2.risen(self.progress)
@@ -163,13 +157,11 @@ class Medusa2Module(HeadsModule):
 
 
 class Medusa2Task(HeadsTask):
-    """Trains heads and adapters in the target's layers; see `train.loop.Task`, `HeadsTask` and `Medusa2`.
-
-    `target` has its adapters in it already: parameters that are to be trained. Evaluation adds, of the target as it
-    then is, `base_loss` (nats a token) and `base_overlap` with what it was (Σ min(p, q)).
+    """Trains heads and the adapters that `target` has in its layers; see `HeadsTask` and `Medusa2`. Evaluation adds the
+    target's `base_loss` (nats a token) and `base_overlap` with what it was (Σ min(p, q)).
 
     Raises:
-        ValueError: as `HeadsTask`; a target without trained parameters.
+        ValueError: as `HeadsTask`; a target without trained parameters, or with an adapter in its projection.
     """
 
     def __init__(
@@ -199,7 +191,7 @@ class Medusa2Task(HeadsTask):
 
     @torch.no_grad()
     def evaluate(self, module: nn.Module) -> dict[str, float]:
-        """As `HeadsTask.evaluate`, on the target as it is now; and `base_loss`, `base_overlap`."""
+        """As `HeadsTask.evaluate`; and `base_loss`, `base_overlap`."""
         assert isinstance(module, Medusa2Module)
         device = next(module.parameters()).device
         loss = overlap = count = 0.0

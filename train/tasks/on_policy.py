@@ -1,9 +1,5 @@
 """Answers in the drafter's own words, to be scored by the target (DistillSpec: Zhou et al. 2023, arXiv 2310.08461,
-algorithm 1; on-policy distillation: Agarwal et al. 2023, arXiv 2306.13649).
-
-A drafter that learns on texts alone never sees the contexts that its own mistakes lead to. Letters: B batch (blocks),
-T tokens.
-"""
+algorithm 1; on-policy distillation: Agarwal et al. 2023, arXiv 2306.13649). Letters: B batch (blocks), T tokens."""
 
 from __future__ import annotations
 
@@ -63,9 +59,8 @@ def rewrite(
     """`batch` with answers sampled from `model` in the chosen rows; of each of their documents one answer, chosen by
     chance, is replaced, what follows it is cut off, and nothing before it is trained on.
 
-    Which rows are chosen, which answers, and the random numbers of their sampling follow from `seed` and the rows'
-    numbers in the global batch: another number of processes or another micro batch samples the same. `model` is put
-    into evaluation mode.
+    Everything random follows from `seed` and the rows' numbers in the global batch, whatever the number of processes or
+    the micro batch. `model` is put into evaluation mode.
     """
     rng = np.random.default_rng([*seed, 0])
     # a share that is no whole number of rows is kept on average
