@@ -41,9 +41,6 @@ class PackedForward(Projected):
             document of a block into the next; an encoder-decoder; no final norm, where it is asked for; unknown states.
     """
 
-    reads_source = False
-    """Whether an encoder reads what comes before an answer."""
-
     def __init__(self, model: Any, states: str = "after-norm") -> None:
         check_states(states)
         if model.config.is_encoder_decoder:

@@ -39,9 +39,6 @@ class SourceForward(Projected):
             model whose states in a row with others differ from those by itself.
     """
 
-    reads_source = True
-    """Whether an encoder reads what comes before an answer."""
-
     def __init__(self, model: Any) -> None:
         self.model = model = bare_model(model)
         self.config = model.config

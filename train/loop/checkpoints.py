@@ -1,8 +1,8 @@
 """The state folder of a training run: `fit.json`, `log.jsonl` and `checkpoints/step-000100/`.
 
-A checkpoint holds `model.safetensors` and `optimizer.bin` under the names and numbers of the bare, unsharded module, so
-that any number of processes under any kind of parallelism can resume from it. It is written under another name, synced
-and renamed; its `checkpoint.json` lists every file with size and SHA-256, so that later damage is found too.
+A checkpoint holds `model.safetensors` and `optimizer.bin` of the bare, unsharded module, so that any number of
+processes under any kind of parallelism can resume from it. It is written under another name, synced and renamed;
+`checkpoint.json` lists its files with size and SHA-256.
 """
 
 from __future__ import annotations
@@ -61,11 +61,8 @@ class StateFolder:
         """Tokens seen until then."""
 
     def open(self, settings: Mapping[str, Any]) -> Position | None:
-        """Find the newest whole checkpoint (None: start from nothing) and make log and `fit.json` agree with it.
-
-        Raises:
-            ValueError: there is a checkpoint, and it was trained with other settings.
-        """
+        """Find the newest whole checkpoint (None: there is none) and make log and `fit.json` agree with it; ValueError:
+        it was trained with other settings."""
         found: list[Position | None] = [None]
 
         def open_folder() -> None:
@@ -76,11 +73,15 @@ class StateFolder:
             if found[0] is not None:
                 self._check(settings)
             atomic_text(self.folder / "fit.json", json.dumps(settings, indent=2) + "\n")
-            self._cut_log(found[0].step if found[0] is not None else -1)
+            last = -1 if found[0] is None else found[0].step
+            lines = [json.dumps(line) for line in _read_lines(self.history) if line["step"] <= last]
+            atomic_text(self.history, "".join(f"{line}\n" for line in lines))
 
         on_main(self._accelerator, open_folder)
         position: Position | None = self._broadcast(found)[0]
-        self._read_evaluations()
+        for line in _read_lines(self.history):
+            if "evaluation" in line:
+                self.evaluations[line["step"]], self.tokens_at[line["step"]] = line["evaluation"], line["tokens"]
         return position
 
     def attach(self, module: nn.Module, optimizer: torch.optim.Optimizer) -> None:
@@ -89,12 +90,8 @@ class StateFolder:
         self._groups = [dict(group) | {"params": list(group["params"])} for group in optimizer.param_groups]
 
     def load(self, position: Position) -> None:
-        """Load the checkpoint of `position` into what the accelerator has prepared, whatever kind of parallelism and
-        however many processes wrote it.
-
-        Raises:
-            ValueError: a float16 checkpoint of DeepSpeed, which has no loss scale, is resumed without DeepSpeed.
-        """
+        """Load the checkpoint of `position` into what the accelerator has prepared; ValueError: a float16 checkpoint of
+        DeepSpeed, which has no loss scale, is resumed without DeepSpeed."""
         folder = self._path(position.step)
         if zero_stage(self._accelerator):
             self.load_weights(position.step)
@@ -132,13 +129,9 @@ class StateFolder:
         """Whether there is a whole checkpoint of that step."""
         return bool(self._broadcast([self._accelerator.is_main_process and _problem_of(self._path(step)) is None])[0])
 
-    def save(self, position: Position, pinned: int | None = None) -> Path:
-        """Write a checkpoint, then delete the oldest until `keep` are left besides that of step `pinned`. Returns its
-        folder.
-
-        Raises:
-            OSError: it could not be written (a full disk); nothing of it is left, older ones are untouched.
-        """
+    def save(self, position: Position, pinned: int | None = None) -> None:
+        """Write a checkpoint, then delete the oldest until `keep` are left besides that of step `pinned`; OSError: it
+        could not be written, and older ones are untouched."""
         target = self._path(position.step)
         temporary = target.with_name("." + target.name)
         gathered = self._gather()
@@ -150,7 +143,6 @@ class StateFolder:
             if self._accelerator.is_main_process:
                 shutil.rmtree(temporary, ignore_errors=True)
             raise
-        return target
 
     def log(self, line: Mapping[str, Any]) -> None:
         """Append one line to `log.jsonl` (main process only)."""
@@ -186,36 +178,24 @@ class StateFolder:
         try:
             before = json.loads(path.read_text(encoding="utf-8"))
         except (OSError, json.JSONDecodeError) as error:
-            raise ValueError(
-                f"{path} cannot be read ({error}) although there are checkpoints; delete the folder {self.folder}"
-            ) from error
+            raise ValueError(f"{path} cannot be read ({error}): delete the folder {self.folder}") from error
         now = json.loads(json.dumps(settings))
         changed = [key for key in {**now, **before} if before.get(key) != now.get(key)]
         if changed:
-            shown = "; ".join(
+            found = (
                 "other data" if key == "data" else f"{key}: {before.get(key)} before, {now.get(key)} now"
                 for key in changed
             )
             raise ValueError(
-                f"{self.folder} holds a run with other settings ({shown}); choose another output folder, or delete "
-                "this one to start again"
+                f"{self.folder} holds a run with other settings ({'; '.join(found)}); choose another output folder"
             )
-
-    def _cut_log(self, step: int) -> None:
-        lines = [line for line in _read_lines(self.history) if line["step"] <= step]
-        atomic_text(self.history, "".join(json.dumps(line) + "\n" for line in lines))
-
-    def _read_evaluations(self) -> None:
-        for line in _read_lines(self.history):
-            if "evaluation" in line:
-                self.evaluations[line["step"]], self.tokens_at[line["step"]] = line["evaluation"], line["tokens"]
 
     def _gather(self) -> tuple[Any, Any] | None:
         """What DeepSpeed has sharded, whole in the main process's memory: weights and optimizer state."""
         if not zero_stage(self._accelerator):
             return None
         assert self._module is not None, "nothing was attached"
-        weights = gather_state(self._accelerator, self._module, masters=True)
+        weights = gather_state(self._accelerator, self._module)
         return weights, gather_optimizer(self._accelerator, self._groups)
 
     def _write(self, temporary: Path, gathered: tuple[Any, Any] | None) -> None:

@@ -35,10 +35,8 @@ class Curve:
 
 
 def fit_curve(tokens: Sequence[int], values: Sequence[float]) -> Curve | None:
-    """The curve through (tokens, values), by least squares; None with fewer than four points after the start.
-
-    For each exponent of a grid limit and drop are a linear regression; the drop is not below 0: a curve never falls.
-    """
+    """The curve through (tokens, values), by least squares over a grid of exponents; it never falls. None with fewer
+    than four points after the start."""
     kept = [(x, y) for x, y in zip(tokens, values, strict=True) if x > 0]
     if len(kept) < _FEWEST_POINTS:
         return None

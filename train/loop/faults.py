@@ -14,8 +14,7 @@ _SHOWN_BLOCKS = 16
 
 @contextmanager
 def dead_worker_named(step: Callable[[], int], folder: Path) -> Iterator[None]:
-    """Raises TrainingError where a worker process of the data has died while `step()` steps were done: torch raises its
-    own error as soon as the signal comes, wherever the training stands."""
+    """Raises TrainingError where a worker process of the data has died, after `step()` steps."""
     try:
         yield
     except RuntimeError as error:
@@ -29,8 +28,7 @@ def dead_worker_named(step: Callable[[], int], folder: Path) -> Iterator[None]:
 
 @contextmanager
 def lack_of_memory_named(what: str, blocks: list[int], less: str, folder: Path) -> Iterator[None]:
-    """Raises TrainingError where memory runs out: what was done with which blocks (those in the list by then), and what
-    would need less."""
+    """Raises TrainingError where memory runs out: what was done with which blocks, and what would need `less`."""
     try:
         yield
     except (RuntimeError, MemoryError) as error:

@@ -113,17 +113,15 @@ def fit(
 ) -> FitResult:
     """Train `task.module` in place for `config.steps` steps, resuming from the newest checkpoint in `state_dir`.
 
-    Calling it again on a finished folder loads the final weights and returns. The blocks of a step depend on seed and
-    step alone and every step draws its own random numbers, so a resumed run repeats the losses of an undisturbed one,
-    and another number of processes sees the same data. `progress` is where to report (None: standard error).
+    The blocks of a step depend on seed and step alone and every step draws its own random numbers, so a resumed run
+    repeats the losses of an undisturbed one. `progress` is where to report (None: standard error).
 
     Raises:
         ValueError: a batch that cannot be split; a state folder of a run with other settings.
         TrainingError: a loss or gradient that is not finite or too large; a dead worker of the data; no memory.
         Interrupted: SIGINT or SIGTERM, which may have come to another process; the state was saved.
         OSError: a checkpoint could not be written; the older ones are untouched.
-        StoppedError: the same in the other processes, but for a lack of memory or a dead worker of the data in a step,
-            which are raised where they are.
+        StoppedError: the same in the other processes.
     """
     accelerator = _accelerator(config, accelerator)
     run = together(accelerator, lambda: _Run(task, data, config, Path(state_dir), accelerator))
@@ -140,7 +138,7 @@ def fit(
 
 
 class _Run:
-    """The pieces of one call of `fit`."""
+    """One call of `fit`."""
 
     def __init__(
         self, task: Task, data: PreparedData | StreamedData, config: FitConfig, folder: Path, accelerator: Any
@@ -174,9 +172,7 @@ class _Run:
         settings["data"] = data_fingerprint(self.data)
         position = self.state.open(settings)
         if self.accelerator.log_with:
-            flat = {
-                key: value if isinstance(value, int | float | str) else str(value) for key, value in settings.items()
-            }
+            flat = {key: value if isinstance(value, int | float) else str(value) for key, value in settings.items()}
             self.accelerator.init_trackers("draftsmith", config=flat)
         self.task.place(self.accelerator.device)
         module.to(self.accelerator.device)
@@ -324,8 +320,7 @@ class _Run:
         return float(total)
 
     def _fault(self, step: int, loss: float, norm: float, losses: list[Tensor]) -> str | None:
-        """What is wrong with a step that is to be skipped; None: nothing. Raises TrainingError where it is to stop.
-        All processes find the same."""
+        """What is wrong with a step that is to be skipped; None: nothing. TrainingError: it is to stop."""
         limit = self.config.max_norm or math.inf
         if math.isfinite(loss) and math.isfinite(norm) and norm <= limit:
             self.skipped = 0
@@ -348,9 +343,8 @@ class _Run:
         if lenient and self.skipped <= _MAX_SKIPPED_STEPS:
             return where
         fault = TrainingError(
-            f"{where}{f', the {self.skipped}th in a row' if lenient else ''}; stopped before the weights were "
-            f"changed. The last checkpoint in {self.state.folder} is untouched. Lower learning_rate or clip_norm, set "
-            f"on_bad_step: skip, or look at these blocks",
+            f"{where}{f', the {self.skipped}th in a row' if lenient else ''}; stopped before the weights were changed. "
+            "Lower learning_rate or clip_norm, set on_bad_step: skip, or look at these blocks",
             blocks,
         )
         return together(self.accelerator, lambda: raised(fault))
@@ -391,10 +385,8 @@ class _Run:
 
     def _stop(self, position: Position, number: signal.Signals, report: Report) -> None:
         self._save(position)
-        message = (
-            f"stopped by {number.name} after step {position.step} of {self.config.steps}; saved in "
-            f"{self.state.folder}, run the same again to resume"
-        )
+        done = f"stopped by {number.name} after step {position.step} of {self.config.steps}"
+        message = f"{done}; saved in {self.state.folder}, run the same again to resume"
         report.line(f"{self.task.name}: {message}")
         raise Interrupted(number, message)
 
@@ -403,10 +395,7 @@ class _Run:
         if self.best is None or self.best[1] == position.step:
             return position.step
         if self.best[1] == 0:
-            report.line(
-                f"{self.task.name}: by {self.config.keep_best} training has gained nothing: what is kept is the "
-                "beginning. A larger sample says more than a small one"
-            )
+            report.line(f"{self.task.name}: by {self.config.keep_best} training has gained nothing")
         value, step = self.best
         last = self.state.evaluations[position.step][str(self.config.keep_best)]
         found = f"{self.config.keep_best} {value:.4g} after step {step}, {last:.4g} after the last step"

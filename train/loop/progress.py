@@ -15,8 +15,6 @@ if TYPE_CHECKING:
 
 _SIZE = {"cpu": 1024, "cuda": 8192}
 _SECONDS = 0.3  # of trying: a busy machine needs some to show its best
-
-
 _SECONDS_BETWEEN_LINES = 15.0
 
 
@@ -38,13 +36,9 @@ class Report:
         if self._active and self._console.is_terminal and self._step < self._steps:
             from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
 
-            columns = (
-                TextColumn("{task.description}"),
-                BarColumn(),
-                MofNCompleteColumn(),
-                TextColumn("{task.fields[now]}"),
-            )
-            self._bar = Progress(*columns, TimeRemainingColumn(), console=self._console)
+            texts = TextColumn("{task.description}"), TextColumn("{task.fields[now]}")
+            columns = (texts[0], BarColumn(), MofNCompleteColumn(), texts[1], TimeRemainingColumn())
+            self._bar = Progress(*columns, console=self._console)
             self._task = self._bar.add_task(self._name, total=self._steps, completed=self._step, now="")
             self._bar.start()
         return self
@@ -81,11 +75,7 @@ class Report:
 
 
 def peak_flops(device: torch.device, dtype: torch.dtype) -> float:
-    """Operations a second that a large matrix product reaches on `device` in `dtype`: the fastest of some.
-
-    What MFU is measured against. It is measured, not read from a data sheet: it takes part of a second, and holds for
-    whatever clock, power limit and number of threads this process has.
-    """
+    """Operations a second that a large matrix product reaches on `device` in `dtype`, measured: the fastest of some."""
     size = _SIZE.get(device.type, 1024)
     left, right = (torch.ones(size, size, dtype=dtype, device=device) for _ in range(2))
     best = float("inf")

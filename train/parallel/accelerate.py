@@ -1,7 +1,7 @@
 """One training loop on one process, on many, and under DeepSpeed's ZeRO (Rajbhandari et al. 2020, arXiv 1910.02054).
 
 How many processes there are and what they shard is the launcher's business; every number of the training is the
-recipe's. Imports of accelerate and deepspeed are inside the functions: a machine without them can still read recipes.
+recipe's.
 """
 
 from __future__ import annotations
@@ -25,14 +25,11 @@ _SIZED_BY_MODEL = ("reduce_bucket_size", "stage3_prefetch_bucket_size", "stage3_
 
 
 def make_accelerator(precision: str, **options: Any) -> Any:
-    """An `accelerate.Accelerator` for the processes that were launched.
-
-    `precision` is "no", "bf16" or "fp16"; `options` go to the Accelerator. Processes without an accelerator talk
-    through gloo, also under DeepSpeed. Warns where several processes were asked for and one was started.
+    """An `accelerate.Accelerator` for the processes that were launched; `options` go to it.
 
     Raises:
-        ValueError: fp16 without an accelerator; DeepSpeed together with ACCELERATE_USE_CPU, which would leave DeepSpeed
-            out without a word; a kind of parallelism that is not supported; processes that do not find each other.
+        ValueError: fp16 without an accelerator; DeepSpeed together with ACCELERATE_USE_CPU; a kind of parallelism that
+            is not supported; processes that do not find each other.
     """
     from accelerate import Accelerator, InitProcessGroupKwargs
     from accelerate.state import AcceleratorState
@@ -134,8 +131,7 @@ def configure(accelerator: Any, config: FitConfig, micro_steps: int) -> None:
 
 
 class Stepper:
-    """Backward passes, the gradient's norm, and the change of the weights, in that order, so that a step can still be
-    refused after its norm is known."""
+    """Backward passes, the gradient's norm, then the change of the weights, or its refusal."""
 
     def __init__(self, accelerator: Any, module: nn.Module, optimizer: Any, clip_norm: float) -> None:
         self._accelerator, self._optimizer = accelerator, optimizer
@@ -163,8 +159,8 @@ class Stepper:
         self._engine.backward(loss)
 
     def norm(self) -> float:
-        """The gradient's norm over all processes after the last backward pass, before clipping; infinite or not a
-        number where an element is. From here on (or, under DeepSpeed, in `apply`) gradients are clipped."""
+        """The gradient's norm over all processes, before clipping; infinite or not a number where an element is. Clips
+        (under DeepSpeed `apply` does)."""
         if self._engine is None:
             return float(torch.as_tensor(self._accelerator.clip_grad_norm_(self._parameters, self._clip_norm)))
         zero = self._engine.optimizer
@@ -219,9 +215,8 @@ def _length(norms: Sequence[float]) -> float:
 
 @contextmanager
 def gathered(accelerator: Any, module: nn.Module) -> Iterator[None]:
-    """Inside, each process has all weights of a prepared `module` and may run the bare module in any way, or not at
-    all; nothing may be changed. All processes must enter. Without ZeRO-3 there is nothing to do.
-    """
+    """Inside, each process has all weights of a prepared `module` and may run the bare module, not change it. All
+    processes must enter."""
     if zero_stage(accelerator) < 3:
         yield
         return

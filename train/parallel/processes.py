@@ -23,12 +23,11 @@ class StoppedError(TrainingError):
 
 
 def together(accelerator: Any, work: Callable[[], Found]) -> Found:
-    """Do something in all processes; `work` itself must not wait for the others. Where one of them fails all end, and
-    the main process alone reports why: the others leave with its exit code.
+    """Do something in all processes, which does not wait for the others. Where one fails all end with its exit code,
+    and the main process alone reports why.
 
     Raises:
-        ValueError, TrainingError, Interrupted: what the first process raised that failed, of those that were not
-            stopped by another. An OSError of another process is a TrainingError, a missing file or module a ValueError.
+        ValueError, TrainingError, Interrupted: what the first process that failed by itself raised.
         StoppedError: the same, but for signals, where this is not the main process.
     """
     if accelerator.num_processes == 1:

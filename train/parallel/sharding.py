@@ -1,7 +1,4 @@
-"""Weights and AdamW's state of a module that DeepSpeed has sharded, as whole tensors: what checkpoints hold.
-
-A checkpoint is thereby the same whatever the kind of parallelism and the number of processes that wrote it.
-"""
+"""Weights and AdamW's state of a module that DeepSpeed has sharded, as whole tensors: what checkpoints hold."""
 
 from __future__ import annotations
 
@@ -17,45 +14,37 @@ from .accelerate import zero_stage
 _MOMENTS = ("exp_avg", "exp_avg_sq")
 
 
-def gather_state(accelerator: Any, module: nn.Module, masters: bool = False) -> dict[str, Tensor] | None:
-    """All weights and buffers of a prepared `module` by the names of the bare module, on the CPU; tied ones are one
-    tensor under two names. To be called by all processes; the main one gets the tensors, the others None.
-
-    `masters` asks for DeepSpeed's float32 weights instead of the 16-bit ones that the module computes with.
-    """
+def gather_state(accelerator: Any, module: nn.Module) -> dict[str, Tensor] | None:
+    """All weights and buffers of a prepared `module` by the names of the bare module, on the CPU (`masters`:
+    DeepSpeed's float32 weights); tied ones are one tensor. To be called by all processes; the others get None."""
     bare = accelerator.unwrap_model(module)
     copies: dict[int, Tensor | None] = {}
     state: dict[str, Tensor] = {}
     for name, tensor in bare.state_dict(keep_vars=True).items():
         if id(tensor) not in copies:
-            copies[id(tensor)] = _gather_tensor(accelerator, name, tensor, masters)
+            copies[id(tensor)] = _gather_tensor(accelerator, name, tensor)
         copy = copies[id(tensor)]
         if copy is not None:
             state[name] = copy
     return state if accelerator.is_main_process else None
 
 
-def _gather_tensor(accelerator: Any, name: str, tensor: Tensor, masters: bool) -> Tensor | None:
+def _gather_tensor(accelerator: Any, name: str, tensor: Tensor) -> Tensor | None:
+    from deepspeed import utils, zero
+
     shape = getattr(tensor, "ds_shape", tensor.shape)
-    if masters and tensor.requires_grad and zero_stage(accelerator):
-        from deepspeed.utils import safe_get_full_fp32_param
-
-        gathered = safe_get_full_fp32_param(tensor)
+    if tensor.requires_grad:
+        gathered = utils.safe_get_full_fp32_param(tensor)
         copy = gathered.detach().cpu() if accelerator.is_main_process else None
-    elif hasattr(tensor, "ds_id"):
-        from deepspeed import zero
-
-        with zero.GatheredParameters([tensor]):
-            copy = tensor.detach().cpu().clone() if accelerator.is_main_process else None
     else:
-        copy = tensor.detach().cpu().clone() if accelerator.is_main_process else None
+        with zero.GatheredParameters([tensor], enabled=hasattr(tensor, "ds_id")):
+            copy = tensor.detach().cpu().clone() if accelerator.is_main_process else None
     assert copy is None or copy.shape == shape, f"{name} was not gathered: {copy.shape}, expected {shape}"
     return copy
 
 
 def unshard(accelerator: Any, module: nn.Module) -> None:
-    """End ZeRO-3's sharding: from now on each process has all weights, in parameters of their own. To be called by all
-    processes, when training is over."""
+    """End ZeRO-3's sharding: each process gets all weights. To be called by all processes, when training is over."""
     if zero_stage(accelerator) < 3:
         return
     from deepspeed import zero
@@ -74,10 +63,8 @@ def unshard(accelerator: Any, module: nn.Module) -> None:
 
 
 def gather_optimizer(accelerator: Any, groups: Sequence[Mapping[str, Any]]) -> dict[str, Any] | None:
-    """AdamW's state under DeepSpeed as torch's own `state_dict` of the unsharded optimizer would be; main process only.
-
-    `groups` are the parameter groups as they were before `prepare`. To be called by all processes.
-    """
+    """AdamW's state under DeepSpeed as torch's own `state_dict` of the unsharded optimizer would be, in the main
+    process; `groups` as they were before `prepare`. To be called by all processes."""
     from deepspeed.utils import safe_get_full_optimizer_state
 
     engine = accelerator.deepspeed_engine_wrapped.engine
@@ -99,12 +86,8 @@ def gather_optimizer(accelerator: Any, groups: Sequence[Mapping[str, Any]]) -> d
 
 
 def scatter_weights(accelerator: Any, module: nn.Module, file: Path) -> None:
-    """Load a safetensors file of the bare module's weights into a module prepared by DeepSpeed, its float32 copies
-    too. To be called by all processes.
-
-    Raises:
-        ValueError: a weight that the file lacks.
-    """
+    """Load a safetensors file of the bare module's weights into a module prepared by DeepSpeed, its float32 copies too.
+    To be called by all processes; ValueError: a weight that the file lacks."""
     from safetensors import safe_open
 
     bare = accelerator.unwrap_model(module)
@@ -173,7 +156,7 @@ def scatter_optimizer(accelerator: Any, groups: Sequence[Mapping[str, Any]], sav
 
 
 def _link_moments(engine: Any) -> None:
-    """ZeRO 1 and 2 link parameters to their moments when the first group was stepped, and the others have none yet."""
+    """ZeRO 1 and 2 link parameters to moments when the first group was stepped: the others have none yet."""
     if engine.zero_optimization_stage() < 3:
         engine.optimizer._hp_optimizer_states_linked = False
         engine.optimizer._lazy_init_hp_params_optimizer_state()

@@ -1,9 +1,8 @@
 """What a training run needs of memory, estimated from shapes alone: nothing is loaded.
 
-Activations after Korthikanti et al. 2022 (arXiv 2205.05198, section 4.1): what the backward pass of a layer keeps,
-counted from its linear maps, without attention scores, which fused kernels do not keep; with checkpointing one hidden
-state a layer and one whole layer. States of the optimizer after Rajbhandari et al. 2020 (ZeRO, arXiv 1910.02054,
-section 3). The rest is for the probe to measure. All sizes are bytes unless a name says otherwise.
+Activations after Korthikanti et al. 2022 (arXiv 2205.05198, section 4.1), counted from a layer's linear maps; with
+checkpointing one hidden state a layer and one whole layer. States of the optimizer after Rajbhandari et al. 2020 (ZeRO,
+arXiv 1910.02054, section 3). All sizes are bytes unless a name says otherwise.
 """
 
 from __future__ import annotations
@@ -167,9 +166,9 @@ def heads_size(heads: PredictionHeads, target: ModelSize, base: ModelSize | None
 
 
 def layer_elements(linears: list[tuple[str, Any]], layers: int, hidden: int) -> int:
-    """Numbers a token that one of `layers` layers keeps for its backward pass, from all its linear maps by name: each
-    map's result and what is made of it, its input (once for maps that read the same), and norms and residuals. For a
-    GPT that makes 23 h, where Korthikanti et al. count 17 h (34 bytes of 16 bits)."""
+    """Numbers a token that one of `layers` layers keeps for its backward pass, from all linear maps by name: each map's
+    result and its input (once for maps that read the same), norms and residuals. For a GPT that makes 23 h, where
+    Korthikanti et al. count 17 h."""
     kept = 0
     read: set[tuple[str, int]] = set()
     for name, part in linears:

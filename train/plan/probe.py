@@ -71,11 +71,8 @@ def held_bytes(device: torch.device) -> int:
 
 
 def free_bytes(device: torch.device) -> tuple[int, str]:
-    """Bytes that this process can still take there, and what limits it.
-
-    On a processor the least of: what the machine has available, what the limits on data and on address space
-    (`ulimit -d`, `-v`) leave, and what the control group leaves.
-    """
+    """Bytes that this process can still take there, and what limits it: the device or, on a processor, the machine, its
+    limits on data and address space, or the control group."""
     if device.type == "cuda":
         return int(torch.cuda.mem_get_info(device)[0]), f"free on {torch.cuda.get_device_name(device)}"
     found = [(_available(), "available on this machine")]
@@ -93,13 +90,8 @@ def free_bytes(device: torch.device) -> tuple[int, str]:
 def probe(
     task: Task, data: PreparedData | StreamedData, config: FitConfig, accelerator: Any, watch: MemoryWatch
 ) -> Probe:
-    """Run `task` as `fit` would, on its first blocks, for two steps of two micro batches at most, and evaluate once.
-
-    To be called by all processes. The task's module is not to be used for training afterwards.
-
-    Raises:
-        MemoryError: it does not fit.
-    """
+    """Run `task` as `fit` would, on its first blocks, for two steps of two micro batches at most, and evaluate once. To
+    be called by all processes; the module is not to be trained afterwards. MemoryError: it does not fit."""
     world = accelerator.num_processes
     wanted = micro_steps(config.global_batch, config.micro_batch, world)
     tried = min(2, wanted)

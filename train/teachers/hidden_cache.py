@@ -1,7 +1,6 @@
 """A target's hidden states on disk, for heads to learn from: a `row_cache`.
 
-Its files hold `hidden` [rows, D] in bfloat16, float16 or float32; `hidden.json` describes them. There is a row for
-every position from which a token at most `REACH` places ahead is trained on, whatever number of heads learns from them.
+Its files hold `hidden` [rows, D] in bfloat16, float16 or float32; `hidden.json` describes them.
 
 Letters: B batch (blocks), T tokens, X = B · T flattened positions, R rows, D hidden of the target.
 """
@@ -61,9 +60,6 @@ class HiddenCache(RowCache):
 class CachedHidden:
     """A target's hidden states from disk: `caches` are of all the data that batches may come from.
 
-    A batch is looked up by its documents: their numbers, tokens, and where rows are needed must be those that the
-    target was run on. One cache of the training data and one of what is held out serve both.
-
     Raises:
         ValueError: caches of different targets or states.
     """
@@ -83,8 +79,7 @@ class CachedHidden:
         """What a resumed run must find unchanged, as JSON."""
 
     def hidden(self, batch: Batch) -> Tensor:
-        """Hidden states [B, T, D] of a batch in the type that they are kept in, where the batch is; positions without
-        a row are 0.
+        """Hidden states [B, T, D] in the type that they are kept in, where the batch is; positions without a row are 0.
 
         Raises:
             ValueError: a batch with documents that no cache was made from; a damaged file.
@@ -115,11 +110,7 @@ class HiddenRows:
 
     @torch.no_grad()
     def __call__(self, batch: Batch, positions_R: Tensor) -> Iterator[dict[str, Tensor]]:
-        """The batch's states, in one piece.
-
-        Raises:
-            ValueError: a state that is not finite in the target, or in the type that it is kept in.
-        """
+        """The batch's states, in one piece; ValueError: one that is not finite, in the target or as it is kept."""
         with torch.autocast(batch.tokens_BT.device.type, enabled=False):
             hidden_RD = self._forward.hidden(batch).flatten(0, 1)[positions_R]
         kept_RD = hidden_RD.to(self._dtype)
@@ -134,11 +125,8 @@ class HiddenRows:
         )
         where = f"the hidden state at token {position} of document {document}"
         if not bool(hidden_RD[row].isfinite().all()):
-            raise ValueError(
-                f"{where} is not finite in the target itself ({hidden_RD.dtype}): set `target_dtype` to bfloat16 or "
-                "float32"
-            )
+            raise ValueError(f"{where} is not finite in the target ({hidden_RD.dtype}): set `target_dtype` to bfloat16")
+        largest, most = float(hidden_RD[row].abs().max()), torch.finfo(self._dtype).max
         raise ValueError(
-            f"{where} reaches {float(hidden_RD[row].abs().max()):.3g}, and {self._dtype} holds at most "
-            f"{torch.finfo(self._dtype).max:.3g}: set `hidden.dtype` to bfloat16 or float32"
+            f"{where} reaches {largest:.3g}, and {self._dtype} holds at most {most:.3g}: set `hidden.dtype` to bfloat16"
         )

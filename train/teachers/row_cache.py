@@ -1,10 +1,9 @@
 """What a target says at positions of prepared data, on disk: written once, read row by row ever after.
 
-A folder holds `rows-00000.safetensors`, …, each with the tensors [rows, …] that the kind of cache has; then
-`documents.safetensors` with `first_row` int64 and `check` uint64, both [documents]; and a manifest with the size and
-SHA-256 of each file. There is a row for every position from which a token of the same document at most `reach` places
-ahead is trained on. Rows lie in the order of the blocks, so that a block's are side by side, and a document's begin at
-its `first_row`. A file is compared with its SHA-256 when a run first takes rows of it.
+A folder holds `rows-00000.safetensors`, … with the tensors [rows, …] of the kind of cache; `documents.safetensors` with
+`first_row` int64 and `check` uint64, both [documents]; and a manifest with the size and SHA-256 of each file. There is
+a row for every position from which a token of its document at most `reach` places ahead is trained on, in the order of
+the blocks. A file is compared with its SHA-256 when a run first takes rows of it.
 
 Letters: B batch (blocks), T tokens, X = B · T flattened positions, R rows, N documents of a batch, D documents of the
 data.
@@ -56,11 +55,10 @@ class RowCache:
 
     @classmethod
     def load(cls, folder: str | os.PathLike[str], wanted: Source | None = None, checked: bool = False) -> Self:
-        """Open a finished cache; rows stay on disk. `wanted` is what it must have been made from. With `checked` its
-        files have just been compared with their SHA-256.
+        """Open a finished cache made from `wanted`; `checked`: its files have just been compared with their SHA-256.
 
         Raises:
-            ValueError: no cache; one of something else (both sides are named); a missing or damaged file.
+            ValueError: no cache; one of something else; a missing or damaged file.
         """
         folder = Path(folder)
         manifest = read_manifest(folder, cls.source_type, wanted)
@@ -73,10 +71,8 @@ class RowCache:
         return cache
 
     def find(self, batch: Batch) -> tuple[np.ndarray, np.ndarray] | None:
-        """Flattened positions int64 [R] of a batch that have a row, and their rows int64 [R].
-
-        None where the cache was made from other documents: tokens, positions and what is trained are compared.
-        """
+        """Flattened positions int64 [R] of a batch that have a row, and their rows int64 [R]; None where the cache was
+        made from other documents."""
         spans = spans_of(batch, self.source.reach)
         if len(spans.number_N) and spans.number_N.max() >= len(self._check_D):
             return None
@@ -88,11 +84,7 @@ class RowCache:
         return positions_R, np.repeat(offset_N, spans.rows_N) + np.arange(len(positions_R))
 
     def gather(self, rows_R: np.ndarray, into: Mapping[str, Tensor]) -> None:
-        """Copy rows into tensors [R, …] of the columns' types, by the columns' names; file after file.
-
-        Raises:
-            ValueError: a file that these rows lie in is missing, or damaged.
-        """
+        """Copy rows into tensors [R, …] of the columns' types, by the columns' names; ValueError: a damaged file."""
         if not len(rows_R):
             return
         shard_R = np.searchsorted(self._first_rows, rows_R, "right") - 1
@@ -122,8 +114,7 @@ AnyCache = TypeVar("AnyCache", bound=RowCache)
 
 
 def check_alike(sources: Sequence[Source]) -> None:
-    """Raises ValueError where caches that serve one run hold something else or are of different targets; their data may
-    differ."""
+    """Raises ValueError where caches that serve one run differ in more than their data."""
     first, *others = sources
     names = [name for name in first.identity() if name != "data"]
     for other in others:
@@ -143,12 +134,8 @@ def look_up(caches: Sequence[AnyCache], batch: Batch) -> tuple[AnyCache, np.ndar
 
 
 def read_manifest(folder: Path, source_type: type[Source], wanted: Source | None = None) -> dict[str, Any]:
-    """What a cache's manifest says.
-
-    Raises:
-        BrokenManifestError: one of another form.
-        ValueError: there is none; one of another schema; a cache of something else than is wanted.
-    """
+    """A cache's manifest. Raises BrokenManifestError: one of another form; ValueError: there is none; one of another
+    schema; a cache of something else than is wanted."""
     path = folder / source_type.manifest
     try:
         manifest: dict[str, Any] = json.loads(path.read_text(encoding="utf-8"))

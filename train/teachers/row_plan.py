@@ -35,11 +35,8 @@ class Column(NamedTuple):
 
 @dataclass(frozen=True)
 class Source(ABC):
-    """What a cache is made from and holds; two caches with the same `key` hold the same.
-
-    `target` is where the target lies (shown, not compared), `fingerprint` and `data` say which model and which prepared
-    data it is (`loop.checkpoints.data_fingerprint`).
-    """
+    """What a cache is made from and holds; two caches with the same `key` hold the same. `target` (where it lies) is
+    not compared; `data` is `loop.checkpoints.data_fingerprint`."""
 
     target: str
     fingerprint: str

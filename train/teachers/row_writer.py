@@ -30,10 +30,8 @@ MakeRows = Callable[[Batch, Tensor], Iterator[dict[str, Tensor]]]
 
 
 class CacheWriter:
-    """Writes a cache file by file; whole files stay when it is killed, and the next writer resumes from them.
-
-    The folder appears when everything is there. Several processes may each write some of the shards.
-    """
+    """Writes a cache file by file; whole files stay when it is killed, and the next writer resumes from them. The
+    folder appears when everything is there. Several processes may each write some of the shards."""
 
     def __init__(self, folder: Path, source: Source, data: PreparedData, plan: CachePlan) -> None:
         self.folder, self.source, self.data, self.plan = folder, source, data, plan
@@ -42,10 +40,7 @@ class CacheWriter:
     @contextmanager
     def locked(self) -> Iterator[None]:
         """Keep others from writing the same (to be entered in one process); removes a killed writer's half files.
-
-        Raises:
-            ValueError: another process is at it, or the folder holds other files.
-        """
+        ValueError: another process is at it, or the folder holds other files."""
         if self.folder.exists() and (not self.folder.is_dir() or any(self.folder.iterdir())):
             raise ValueError(f"{self.folder} is there already, and is no {self.source.title}: move it away")
         self.unfinished.mkdir(parents=True, exist_ok=True)
@@ -74,10 +69,7 @@ class CacheWriter:
         progress: Callable[[int], object] = lambda rows: None,
         stopping: Callable[[], bool] = lambda: False,
     ) -> bool:
-        """Run the target over a shard's blocks and write its file, whole or not at all. Returns False if stopped.
-
-        Batches begin at the shard's first block, so that its bytes do not depend on which process writes it.
-        """
+        """Run the target over a shard's blocks, batch by batch from its first, and write its file; False if stopped."""
         columns = self.plan.columns
         file = {name: torch.empty(shape, dtype=columns[name].dtype) for name, shape in shard.shapes(columns).items()}
         written = 0
@@ -138,10 +130,7 @@ def unfinished(folder: Path) -> Path:
 
 
 def discard_damaged(folder: Path, damaged: Iterable[str]) -> None:
-    """Turn a finished cache into an unfinished one without these files: a `CacheWriter` then writes them again.
-
-    Killed in between, it leaves a finished cache that lacks files, which nothing reads.
-    """
+    """Turn a finished cache into an unfinished one without these files: a `CacheWriter` then writes them again."""
     for name in damaged:
         (folder / name).unlink(missing_ok=True)
     shutil.rmtree(unfinished(folder), ignore_errors=True)

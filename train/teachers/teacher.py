@@ -39,10 +39,8 @@ class Teacher(Protocol):
 
 
 class ModelTeacher:
-    """The target in this process: frozen, in evaluation mode, run without gradients.
-
-    `settings` says which model it is; by default by its fingerprint. No module, so that it is neither wrapped for data
-    parallelism nor stored in a checkpoint.
+    """The target in this process: frozen, in evaluation mode, no module that would be wrapped or stored. `settings`
+    says which model it is; by default by its fingerprint.
 
     Raises:
         ValueError: a model that packed blocks are refused for (`forward.make_forward`).
@@ -68,9 +66,6 @@ class ModelTeacher:
 
 class CachedTeacher:
     """The target's most likely tokens from disk: `caches` are of all the data that batches may come from.
-
-    A batch is looked up by its documents: their numbers, tokens, and which of these are trained on must be those that
-    the target was run on. One cache of the training data and one of what is held out serve both.
 
     Raises:
         ValueError: caches of different targets or sizes.
@@ -112,10 +107,8 @@ class CachedTeacher:
 def load_teacher(
     source: str, dtype: str = "auto", load_in_8bit: bool = False, device: torch.device | str = "cpu"
 ) -> ModelTeacher:
-    """The target from a folder or a hub id, ready to teach on `device`.
-
-    With `load_in_8bit` its matrices but the output projection are held in 8 bits (LLM.int8: Dettmers et al. 2022,
-    arXiv 2208.07339); what is computed outside of them is then in float16 unless `dtype` says otherwise.
+    """The target from a folder or a hub id, ready to teach on `device`; with `load_in_8bit` its matrices but the output
+    projection are in 8 bits (LLM.int8: Dettmers et al. 2022, arXiv 2208.07339), the rest in float16 by default.
 
     Raises:
         ValueError: no such model; 8 bits without what they need; what `ModelTeacher` raises.
@@ -125,7 +118,7 @@ def load_teacher(
     for package in ("bitsandbytes", "accelerate"):
         if find_spec(package) is None:
             raise ValueError(
-                f"`teacher.load_in_8bit` needs the package {package}, which is not installed: pip install {package}"
+                f"`teacher.load_in_8bit` needs the package {package}, which is missing: pip install {package}"
             )
     options = {
         "dtype": "float16" if dtype == "auto" else dtype,
@@ -141,7 +134,7 @@ def load_teacher(
         model = loader.from_pretrained(source, use_safetensors=safe, trust_remote_code=False, **options)
     except UNLOADABLE as error:
         raise ValueError(
-            f"{source!r} could not be loaded in 8 bits on {device}: {reason(source, error)} (without "
-            "`teacher.load_in_8bit` it takes twice the memory and needs no bitsandbytes)"
+            f"{source!r} could not be loaded in 8 bits on {device}: {reason(source, error)}; try it without "
+            "`teacher.load_in_8bit`"
         ) from error
     return ModelTeacher(model)

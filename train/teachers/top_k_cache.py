@@ -4,9 +4,8 @@ Its files hold `ids` (uint16 where the vocabulary allows, else int32) and `log_p
 most likely first, and `log_rest` float16 [rows], the logarithm of what all other tokens have together; `teacher.json`
 describes them. There is a row for every position whose next token is trained on.
 
-Float16 changes log p by at most 2⁻¹¹ · |log p|, hence p by at most 2⁻¹¹ · p · |log p| ≤ 2⁻¹¹ / e = 1.8e-4 (at
-p = 1/e), and the sum of a row by at most 2⁻¹¹ times its entropy in nats. That would drown a small rest; so a row that
-is read is scaled to sum to 1 − rest, with the rest as precise as any log p.
+Float16 changes p by at most 2⁻¹¹ · p · |log p| ≤ 2⁻¹¹ / e = 1.8e-4, and the sum of a row by at most 2⁻¹¹ times its
+entropy in nats, which would drown a small rest: a row that is read is scaled to sum to 1 − rest.
 
 Letters: X flattened positions of a batch, R rows, C rows of a chunk, K tokens kept, E hidden of the target,
 V vocabulary.
@@ -46,20 +45,11 @@ class CacheSource(Source):
     reach: ClassVar[int] = 1
 
     def columns(self, size: int) -> dict[str, Column]:
-        """`ids`, `log_probs` and `log_rest` for a vocabulary of `size` tokens.
-
-        Raises:
-            ValueError: a `top_k` that is no number of tokens of this vocabulary.
-        """
+        """`ids`, `log_probs` and `log_rest` for a vocabulary of `size` tokens; ValueError: more are to be kept."""
         if not 1 <= self.top_k <= size:
             raise ValueError(f"top_k is {self.top_k}, expected 1 … {size}, the size of the target's vocabulary")
-        ids = torch.uint16 if token_dtype(size).itemsize == 2 else torch.int32
-        each = (self.top_k,)
-        return {
-            "ids": Column(each, ids),
-            "log_probs": Column(each, torch.float16),
-            "log_rest": Column((), torch.float16),
-        }
+        ids = Column((self.top_k,), torch.uint16 if token_dtype(size).itemsize == 2 else torch.int32)
+        return {"ids": ids, "log_probs": Column((self.top_k,), torch.float16), "log_rest": Column((), torch.float16)}
 
 
 class TeacherCache(RowCache):
@@ -108,13 +98,8 @@ class TopRows:
 
 @torch.no_grad()
 def top_log_probs(teacher: DenseTeacher, positions_R: Tensor, top_k: int) -> Iterator[tuple[Tensor, Tensor]]:
-    """Ids int64 [C, K] and log-probabilities float32 [C, K] of the most likely tokens, chunk by chunk of positions.
-
-    log p(v) = z_v − log Σ_u exp z_u, over the whole vocabulary at temperature 1; the most likely first.
-
-    Raises:
-        ValueError: logits that are not finite.
-    """
+    """Ids int64 [C, K] and log-probabilities float32 [C, K] (over the whole vocabulary, at temperature 1) of the most
+    likely tokens, chunk by chunk of positions; ValueError: logits that are not finite."""
     weight_VE = teacher.weight_VE
     vocab = teacher.hidden_XE.shape[1] if weight_VE is None else len(weight_VE)
     elements = _CHUNK_ELEMENTS.get(positions_R.device.type, 1 << 23)
