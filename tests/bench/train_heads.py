@@ -34,7 +34,8 @@ import torch.nn.functional as F
 from common import finish, parser_of, peak_above, random_llama, timed
 from draftsmith.checkpoints.heads.files import PredictionHeads
 from draftsmith.data.blocks.packing import Batch
-from draftsmith.train.losses.drafter import IGNORED, DenseTeacher, head_labels
+from draftsmith.train.losses.chunks import IGNORED, DenseTeacher
+from draftsmith.train.losses.drafter import head_labels
 from draftsmith.train.losses.heads import heads_mixture
 from draftsmith.train.tasks.heads import HeadsTask
 from torch import Tensor

@@ -12,7 +12,8 @@ import torch
 from draftsmith.checkpoints.heads.files import PredictionHeads
 from draftsmith.train.forward.packed import PackedForward, make_forward
 from draftsmith.train.loop.fit import FitConfig, fit
-from draftsmith.train.losses.drafter import DenseTeacher, SparseTeacher, TopK, mixture
+from draftsmith.train.losses.chunks import DenseTeacher, SparseTeacher, TopK
+from draftsmith.train.losses.drafter import mixture
 from draftsmith.train.losses.heads import heads_mixture
 from draftsmith.train.losses.objectives import check_objective, parse_weights
 from draftsmith.train.tasks.drafter import DrafterTask

@@ -11,36 +11,8 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from .chunks import (
-    IGNORED,
-    DenseTeacher,
-    DrafterLogits,
-    SparseTeacher,
-    Teacher,
-    TeacherTargets,
-    TopK,
-    to_events,
-    upcast,
-)
+from .chunks import IGNORED, DrafterLogits, Teacher, TeacherTargets, TopK, to_events, upcast
 from .fused import Plan, fused_loss
-from .objectives import OBJECTIVES, check_objective
-
-__all__ = [
-    "IGNORED",
-    "OBJECTIVES",
-    "Agreement",
-    "DenseTeacher",
-    "LabelHits",
-    "SparseTeacher",
-    "TopK",
-    "agreement",
-    "check_objective",
-    "cross_entropy",
-    "head_labels",
-    "label_hits",
-    "mixture",
-    "shifted_labels",
-]
 
 TOP = 5  # tokens that "top-5" looks at
 

@@ -15,8 +15,8 @@ _MOMENTS = ("exp_avg", "exp_avg_sq")
 
 
 def gather_state(accelerator: Any, module: nn.Module) -> dict[str, Tensor] | None:
-    """All weights and buffers of a prepared `module` by the names of the bare module, on the CPU (`masters`:
-    DeepSpeed's float32 weights); tied ones are one tensor. To be called by all processes; the others get None."""
+    """All weights and buffers of a prepared `module` by the names of the bare module, on the CPU, trained ones in
+    float32; tied ones are one tensor. To be called by all processes; the others get None."""
     bare = accelerator.unwrap_model(module)
     copies: dict[int, Tensor | None] = {}
     state: dict[str, Tensor] = {}

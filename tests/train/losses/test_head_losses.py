@@ -8,8 +8,10 @@ from typing import Any
 import pytest
 import torch
 import torch.nn.functional as F
-from draftsmith.train.losses.drafter import OBJECTIVES, DenseTeacher, SparseTeacher, TopK, mixture
+from draftsmith.train.losses.chunks import DenseTeacher, SparseTeacher, TopK
+from draftsmith.train.losses.drafter import mixture
 from draftsmith.train.losses.heads import heads_mixture
+from draftsmith.train.losses.objectives import OBJECTIVES
 from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 

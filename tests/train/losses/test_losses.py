@@ -7,19 +7,9 @@ from typing import Any
 import pytest
 import torch
 import torch.nn.functional as F
-from draftsmith.train.losses.drafter import (
-    OBJECTIVES,
-    DenseTeacher,
-    SparseTeacher,
-    TopK,
-    agreement,
-    cross_entropy,
-    head_labels,
-    label_hits,
-    mixture,
-    shifted_labels,
-)
-from draftsmith.train.losses.objectives import LK_DECAY
+from draftsmith.train.losses.chunks import DenseTeacher, SparseTeacher, TopK
+from draftsmith.train.losses.drafter import agreement, cross_entropy, head_labels, label_hits, mixture, shifted_labels
+from draftsmith.train.losses.objectives import LK_DECAY, OBJECTIVES
 from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
