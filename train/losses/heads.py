@@ -8,7 +8,6 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from importlib import import_module
-from typing import Any
 
 import torch
 from torch import Tensor
@@ -61,7 +60,10 @@ def _liger_sums(
     terms = terms_of(weights)
     if [objective for objective, _ in terms] != [OBJECTIVES["cross-entropy"]]:
         raise ValueError(f"Liger's kernel computes cross entropy alone, not {dict(weights)}: leave `liger` out")
-    fused = _liger_function()
+    try:
+        module = import_module("liger_kernel.ops.fused_linear_cross_entropy")
+    except ImportError as error:
+        raise ValueError(f"`liger` needs the package liger-kernel: pip install liger-kernel ({error})") from error
     device = features_XKD.device
     if device.type != "cuda":
         raise ValueError(f"Liger's kernel needs tensors on a CUDA device, not on {device}: leave `liger` out")
@@ -75,16 +77,8 @@ def _liger_sums(
             continue
         if weight_VD.requires_grad and torch.is_grad_enabled() and not features_RD.requires_grad:
             features_RD = features_RD.requires_grad_()  # without it the kernel computes no gradient at all
-        found = fused.apply(
+        found = module.LigerFusedLinearCrossEntropyFunction.apply(
             features_RD, weight_VD, labels_XK[rows, k], None, None, IGNORED, 0.0, 0.0, "sum", None, False, torch.float32
         )
         sums.append(found[0])
     return torch.stack(sums) * terms[0][1], kept_XK.sum(0)
-
-
-def _liger_function() -> Any:
-    try:
-        module = import_module("liger_kernel.ops.fused_linear_cross_entropy")
-    except ImportError as error:
-        raise ValueError(f"`liger` needs the package liger-kernel: pip install liger-kernel ({error})") from error
-    return module.LigerFusedLinearCrossEntropyFunction

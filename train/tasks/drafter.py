@@ -22,6 +22,8 @@ from ..losses.objectives import OBJECTIVES, check_objective, parse_weights, weig
 from ..teachers.teacher import Teacher
 from .on_policy import OnPolicy, rewrite
 
+_EVALUATED_TOGETHER = 4  # blocks
+
 Evaluate = Callable[[nn.Module], Mapping[str, float]]
 Weight = float | Sequence[float]
 """Of an objective; see `objectives.parse_weights`."""
@@ -37,11 +39,10 @@ class DrafterModule(nn.Module):
         teacher: Teacher | None = None,
         temperature: float = 1.0,
         top_k: TopK | None = None,
-        chunk: int | None = None,
     ) -> None:
         super().__init__()
         self.model = model
-        self.temperature, self.top_k, self.chunk = temperature, top_k, chunk
+        self.temperature, self.top_k = temperature, top_k
         self.progress = 0.0
         """Share of the run that is done: what the weights of the objectives follow."""
         self._weights = parse_weights(objective)
@@ -62,9 +63,7 @@ class DrafterModule(nn.Module):
         teacher = self._teacher(batch) if self._teacher is not None and taught else None
         hidden_XD, weight_VD = self.states(batch)
         labels_X = shifted_labels(labels_BT, documents_BT, 1).flatten()
-        return mixture(
-            weights, hidden_XD, weight_VD, labels_X, teacher, self.temperature, chunk=self.chunk, top_k=self.top_k
-        )
+        return mixture(weights, hidden_XD, weight_VD, labels_X, teacher, self.temperature, top_k=self.top_k)
 
     def states(self, batch: Batch) -> tuple[Tensor, Tensor | None]:
         """The drafter's hidden states [X, D] and projection [V, D]; or its logits [X, V] and None."""
@@ -114,8 +113,6 @@ class DrafterTask:
         eval_teacher: Teacher | None = None,
         evaluate_fn: Evaluate | None = None,
         evaluate_blocks: int | None = 64,
-        evaluate_batch: int = 4,
-        chunk: int | None = None,
         compiled: bool = False,
     ) -> None:
         objective = dict(objective or {"cross-entropy": 1.0})
@@ -129,7 +126,7 @@ class DrafterTask:
         if not temperature > 0:
             raise ValueError(f"temperature is {temperature}, expected more than 0")
         self.teacher, self.eval_teacher, self.on_policy = teacher, eval_teacher, on_policy
-        self.module: nn.Module = DrafterModule(model, objective, teacher, temperature, top_k, chunk)
+        self.module: nn.Module = DrafterModule(model, objective, teacher, temperature, top_k)
         if compiled:
             self.module.compile()
         self.settings: dict[str, Any] = {"objective": objective, "temperature": temperature}
@@ -143,8 +140,7 @@ class DrafterTask:
         taught = getattr(teacher, "model", None)
         work = [_work(model, backward=True), *([] if taught is None else [_work(taught, backward=False)])]
         self._each_token, self._each_trained = (float(sum(each)) for each in zip(*work, strict=True))
-        self._heldout, self._evaluate_fn = heldout, evaluate_fn
-        self._blocks, self._batch = evaluate_blocks, evaluate_batch
+        self._heldout, self._evaluate_fn, self._blocks = heldout, evaluate_fn, evaluate_blocks
 
     @property
     def rewrites(self) -> bool:
@@ -191,15 +187,15 @@ class DrafterTask:
                 sums[name] = sums.get(name, 0.0) + float(value)
 
         device = next(module.parameters()).device
-        for batch in blocks_in_order(self._heldout, self._blocks, self._batch):
+        for batch in blocks_in_order(self._heldout, self._blocks):
             batch = batch.to(device)
             hidden_XD, weight_VD = module.states(batch)
             labels_X = shifted_labels(batch.labels_BT, batch.documents_BT, 1).flatten()
-            hits = label_hits(hidden_XD, weight_VD, labels_X, module.chunk)
+            hits = label_hits(hidden_XD, weight_VD, labels_X)
             add(heldout_loss=hits.loss, top1_accuracy=hits.top1, top5_accuracy=hits.top5)
             items += int(hits.count)
             if self.eval_teacher is not None:
-                found = agreement(hidden_XD, weight_VD, self.eval_teacher(batch), labels_X, module.chunk)
+                found = agreement(hidden_XD, weight_VD, self.eval_teacher(batch), labels_X)
                 add(overlap=found.overlap, top1_agreement=found.top1, top5_agreement=found.top5)
         metrics = {name: value / items for name, value in sums.items()} if items else {}
         if items:
@@ -210,12 +206,12 @@ class DrafterTask:
         return metrics
 
 
-def blocks_in_order(data: PreparedData | None, blocks: int | None, batch_blocks: int) -> Iterator[Batch]:
+def blocks_in_order(data: PreparedData | None, blocks: int | None) -> Iterator[Batch]:
     """The first `blocks` blocks of `data` (None: all of them) in batches, on the CPU; nothing if there is no data."""
     end = 0 if data is None else min(data.blocks, data.blocks if blocks is None else blocks)
-    for start in range(0, end, batch_blocks):
+    for start in range(0, end, _EVALUATED_TOGETHER):
         assert data is not None
-        yield data.batch(range(start, min(start + batch_blocks, end)))
+        yield data.batch(range(start, min(start + _EVALUATED_TOGETHER, end)))
 
 
 def _work(model: Any, backward: bool) -> tuple[int, int]:

@@ -54,13 +54,11 @@ class HeadsModule(nn.Module):
         temperature: float = 1.0,
         states: HiddenStates | None = None,
         shard_target: bool = False,
-        chunk: int | None = None,
         liger: bool = False,
     ) -> None:
         super().__init__()
         self.heads = heads
-        self.chunk, self.liger = chunk, liger
-        self.temperature = temperature
+        self.temperature, self.liger = temperature, liger
         self.head_weights = tuple(float(weight) for weight in head_weights)
         self.progress = 0.0
         """Share of the run that is done: what the weights of the objectives follow."""
@@ -101,8 +99,7 @@ class HeadsModule(nn.Module):
         features_XKD = self.heads.features(states_YD[rows_X].to(next(self.heads.parameters()).dtype))
         projections = [self.heads.projection(k) for k in range(self.num_heads)]
         sums_K, counts_K = heads_mixture(
-            weights, features_XKD, projections, labels_XK, teacher, teacher_rows_XK, self.temperature, self.chunk,
-            liger=self.liger,
+            weights, features_XKD, projections, labels_XK, teacher, teacher_rows_XK, self.temperature, liger=self.liger
         )  # fmt: skip
         return sums_K * torch.tensor(self.head_weights, device=sums_K.device), counts_K
 
@@ -214,9 +211,7 @@ class HeadsTask:
         states: HiddenStates | None = None,
         evaluate_fn: Evaluate | None = None,
         evaluate_blocks: int | None = 64,
-        evaluate_batch: int = 4,
         shard_target: bool = False,
-        chunk: int | None = None,
         liger: bool = False,
     ) -> None:
         weights, objective = _checked(target, heads, head_weights, objective, temperature)
@@ -226,15 +221,14 @@ class HeadsTask:
         self.target = target
         self.module: nn.Module = self._make_module(
             target, heads, weights, objective, temperature=temperature, states=states, shard_target=shard_target,
-            chunk=chunk, liger=liger,
+            liger=liger,
         )  # fmt: skip
         self.settings: dict[str, Any] = {"head_weights": weights, "objective": objective, "temperature": temperature}
         outer = (target.get_output_embeddings().weight, target.get_input_embeddings().weight)
         inner = (w for w in target.parameters() if w.dim() >= 2 and not any(w is other for other in outer))
         self._target_work = 0.0 if states is not None else 2.0 * sum(w.numel() for w in inner)
         self._head_work = 6.0 * sum(w.numel() for w in heads.parameters() if w.dim() >= 2)  # before they may be sharded
-        self._heldout, self._evaluate_fn = heldout, evaluate_fn
-        self._blocks, self._batch = evaluate_blocks, evaluate_batch
+        self._heldout, self._evaluate_fn, self._blocks = heldout, evaluate_fn, evaluate_blocks
 
     def _make_module(self, *arguments: Any, **options: Any) -> HeadsModule:
         return HeadsModule(*arguments, **options)
@@ -270,7 +264,7 @@ class HeadsTask:
         assert isinstance(module, HeadsModule)
         device = next(module.parameters()).device
         sums_K4 = torch.zeros(module.num_heads, 4, dtype=torch.float64)
-        for batch in blocks_in_order(self._heldout, self._blocks, self._batch):
+        for batch in blocks_in_order(self._heldout, self._blocks):
             sums_K4 += self.score(module, batch.to(device))
         metrics: dict[str, float] = {}
         if bool((sums_K4[:, 3] > 0).all()):
@@ -290,7 +284,7 @@ class HeadsTask:
         features_XKD = module.heads.features(states_XD.to(next(module.heads.parameters()).dtype))
         found = []
         for k in range(module.num_heads):
-            hits = label_hits(features_XKD[:, k], module.heads.projection(k), labels_XK[:, k], module.chunk)
+            hits = label_hits(features_XKD[:, k], module.heads.projection(k), labels_XK[:, k])
             found.append([float(hits.loss), float(hits.top1), float(hits.top5), float(hits.count)])
         return torch.tensor(found, dtype=torch.float64)
 

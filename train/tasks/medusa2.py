@@ -108,7 +108,7 @@ class Medusa2Module(HeadsModule):
         weight_VD = self._target.weight_VD()
         if self._logits is not None:
             after_YD = self._logits(after_YD)
-        return mixture(self._own, after_YD, weight_VD, labels_Y, original, chunk=self.chunk)[0]
+        return mixture(self._own, after_YD, weight_VD, labels_Y, original)[0]
 
     def original_teacher(self, batch: Batch) -> Any:
         """What the target said before any of this."""
@@ -195,14 +195,13 @@ class Medusa2Task(HeadsTask):
         assert isinstance(module, Medusa2Module)
         device = next(module.parameters()).device
         loss = overlap = count = 0.0
-        for batch in blocks_in_order(self._heldout, self._blocks, self._batch):
+        for batch in blocks_in_order(self._heldout, self._blocks):
             batch = batch.to(device)
             labels_Y = shifted_labels(batch.labels_BT, batch.documents_BT, 1).flatten()
             now = module.teacher(module.frozen_states(batch))
-            hits = label_hits(now.hidden_XE, now.weight_VE, labels_Y, module.chunk)
-            shared = agreement(
-                now.hidden_XE, now.weight_VE, module.original_teacher(batch), labels_Y, module.chunk
-            ).overlap
-            loss, overlap, count = loss + float(hits.loss), overlap + float(shared), count + float(hits.count)
+            hits = label_hits(now.hidden_XE, now.weight_VE, labels_Y)
+            shared = agreement(now.hidden_XE, now.weight_VE, module.original_teacher(batch), labels_Y)
+            loss, count = loss + float(hits.loss), count + float(hits.count)
+            overlap += float(shared.overlap)
         own = {"base_loss": loss / count, "base_overlap": overlap / count} if count else {}
         return super().evaluate(module) | own

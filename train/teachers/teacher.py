@@ -5,7 +5,6 @@ Letters: B batch (blocks), T tokens, X = B · T flattened positions, K tokens ke
 
 from __future__ import annotations
 
-from collections.abc import Mapping
 from importlib.util import find_spec
 from pathlib import Path
 from typing import Any, Protocol
@@ -46,9 +45,9 @@ class ModelTeacher:
         ValueError: a model that packed blocks are refused for (`forward.make_forward`).
     """
 
-    def __init__(self, model: Any, settings: Mapping[str, Any] | None = None) -> None:
+    def __init__(self, model: Any) -> None:
         self.model = model.requires_grad_(False).eval()
-        self.settings = dict(settings) if settings is not None else {"target": model_fingerprint(model)}
+        self.settings = {"target": model_fingerprint(model)}
         self._forward = make_forward(model)
         self.vocab_size = self._forward.vocab_size
 

@@ -129,7 +129,7 @@ def test_evaluation_measures_loss_overlap_and_what_it_is_given(worker: ModuleTyp
 
     data = worker.make_data(5)
     # one that equals it
-    task = DrafterTask(drafter, data, eval_teacher=ModelTeacher(build("Llama")), evaluate_fn=measure, evaluate_batch=2)
+    task = DrafterTask(drafter, data, eval_teacher=ModelTeacher(build("Llama")), evaluate_fn=measure)
     metrics = task.evaluate(task.module)
     assert seen == [drafter]
     assert metrics["overlap"] == pytest.approx(1.0, abs=1e-5)
