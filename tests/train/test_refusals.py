@@ -38,7 +38,7 @@ WEIGHTS: list[tuple[Any, str]] = [
     ({"forward-kl": -0.5}, r"-0\.5"),
     ({"forward-kl": 0.0}, "forward-kl"),
     ({"forward-kl": float("nan")}, "nan"),
-    ({"forward-kl": [1.0]}, "1 values"),
+    ({"forward-kl": [1.0]}, r"\[1\.0\]"),
     ({"forward-kl": [1.0, 2.0, 1.5]}, r"1\.5"),
     ({"forward-kl": "1.0"}, r"'1\.0'"),
     ({"forward-kl": [0.0, 1.0], "cross-entropy": [0.0, 1.0, 0.5]}, "start"),

@@ -187,21 +187,13 @@ def weights_at(ramps: Mapping[str, Ramp], progress: float) -> dict[str, float]:
 
 
 def _parse_ramp(name: str, value: float | Sequence[float]) -> Ramp:
-    numbers = [value] if isinstance(value, int | float) else list(value)
-    if isinstance(value, str) or not all(isinstance(n, int | float) and not isinstance(n, bool) for n in numbers):
-        raise ValueError(f"objective {name!r} has weight {value!r}, expected a number or a list of 2 or 3 numbers")
-    if not all(math.isfinite(number) for number in numbers):
-        raise ValueError(f"objective {name!r} has weight {value}, expected finite numbers")
-    if isinstance(value, int | float):
-        ramp = Ramp(float(value), float(value))
-    elif len(numbers) in (2, 3):
+    numbers = [value, value] if isinstance(value, int | float) else list(value)
+    known = all(isinstance(n, int | float) and not isinstance(n, bool) and math.isfinite(n) for n in numbers)
+    if known and len(numbers) in (2, 3):
         ramp = Ramp(*(float(number) for number in numbers))
-    else:
-        raise ValueError(f"objective {name!r} has {len(numbers)} values {value}, expected 2 or 3 ([from, to, share])")
-    if not 0 < ramp.until <= 1:
-        raise ValueError(f"objective {name!r} has share {ramp.until} of the run, expected 0 < share ≤ 1")
-    if min(ramp.start, ramp.end) < 0:
-        raise ValueError(f"objective {name!r} has weight {min(ramp.start, ramp.end)}, expected 0 or more")
-    if ramp.start == ramp.end == 0:
-        raise ValueError(f"objective {name!r} has weight 0 for the whole run, expected more than 0: leave it out")
-    return ramp
+        if min(ramp.start, ramp.end) >= 0 < ramp.until <= 1 and (ramp.start or ramp.end):
+            return ramp
+    raise ValueError(
+        f"objective {name!r} has weight {value!r}, expected a number, [from, to] or [from, to, share of the run], of 0 "
+        "or more and not always 0, with 0 < share ≤ 1"
+    )

@@ -9,7 +9,7 @@ from __future__ import annotations
 import math
 import os
 import warnings
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from contextlib import contextmanager
 from datetime import timedelta
 from typing import Any
@@ -139,8 +139,12 @@ class Stepper:
         self._clip_norm = clip_norm or math.inf
         wrapped = getattr(accelerator, "deepspeed_engine_wrapped", None)
         self._engine = None if wrapped is None else wrapped.engine
-        if zero_stage(accelerator) == 3:
-            self._gather_in_forward()
+        if self._engine is not None and zero_stage(accelerator) == 3:
+            from deepspeed import zero
+
+            # what the module's forward reads without calling the layer that owns it
+            for parameter in getattr(self._engine.module, "read_directly", list)():
+                zero.register_external_parameter(self._engine.module, parameter)
 
     @property
     def scales_loss(self) -> bool:
@@ -167,7 +171,8 @@ class Stepper:
         if self._engine.zero_optimization_stage() < 3:
             scaled = float(zero.scaled_global_norm())
         else:
-            scaled = _length([float(norm) for norm in zero._get_norm_groups()])
+            norms = [float(norm) for norm in zero._get_norm_groups()]  # −1 where one is not finite
+            scaled = math.hypot(*norms) if all(0 <= norm < math.inf for norm in norms) else -1.0
         return scaled / zero.loss_scale if scaled >= 0 else math.inf
 
     def apply(self) -> None:
@@ -197,20 +202,6 @@ class Stepper:
         finally:
             del zero.__dict__["scaled_global_norm" if "scaled_global_norm" in zero.__dict__ else "_get_norm_groups"]
         assert not self._engine.was_step_applied()
-
-    def _gather_in_forward(self) -> None:
-        """Tell ZeRO-3 of the parameters that the module's forward reads without calling the layer that owns them."""
-        from deepspeed import zero
-
-        assert self._engine is not None
-        module = self._engine.module
-        for parameter in getattr(module, "read_directly", list)():
-            zero.register_external_parameter(module, parameter)
-
-
-def _length(norms: Sequence[float]) -> float:
-    """Norm of all from the norms of parts; −1 where a part is not finite (DeepSpeed's sign for it)."""
-    return -1.0 if any(norm < 0 or not math.isfinite(norm) for norm in norms) else math.hypot(*norms)
 
 
 @contextmanager

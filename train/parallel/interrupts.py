@@ -18,8 +18,7 @@ class Interrupted(Exception):  # noqa: N818 - like KeyboardInterrupt, it is no e
 
 
 class TrainingError(ValueError):
-    """Training cannot go on (a loss or gradient that is not finite, no memory …); the last checkpoint is untouched.
-    `blocks` are those of the data that it happened in, where they are known."""
+    """Training cannot go on; the last checkpoint is untouched. `blocks`: those that it happened in, where known."""
 
     def __init__(self, message: str, blocks: Sequence[int] = ()) -> None:
         super().__init__(message)
@@ -27,10 +26,8 @@ class TrainingError(ValueError):
 
 
 class StopSignals:
-    """While entered, SIGINT and SIGTERM only set `received`; a second SIGINT raises KeyboardInterrupt at once.
-
-    Handlers are installed in the main thread alone (Python allows no other), and put back on leaving.
-    """
+    """While entered (in the main thread), SIGINT and SIGTERM only set `received`; a second SIGINT raises
+    KeyboardInterrupt at once."""
 
     def __init__(self) -> None:
         self.received: int | None = None

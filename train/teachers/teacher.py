@@ -38,8 +38,7 @@ class Teacher(Protocol):
 
 
 class ModelTeacher:
-    """The target in this process: frozen, in evaluation mode, no module that would be wrapped or stored. `settings`
-    says which model it is; by default by its fingerprint.
+    """The target in this process: frozen, in evaluation mode, no module that would be wrapped or stored.
 
     Raises:
         ValueError: a model that packed blocks are refused for (`forward.make_forward`).

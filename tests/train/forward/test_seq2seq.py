@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from pathlib import Path
 from types import ModuleType
 from typing import Any
 
@@ -15,16 +13,10 @@ from draftsmith.data.conversations import Conversation, Turn
 from draftsmith.data.rendering.render import render, render_prompt
 from draftsmith.data.rendering.templates import get_template
 from draftsmith.data.tokenizers import train_bpe
-from draftsmith.decode.engine import Limits, generate
-from draftsmith.decode.methods import Parts, build_method
 from draftsmith.decode.models.loading import wrap_model
-from draftsmith.decode.rng import Rng
-from draftsmith.decode.warpers import Sampling
 from draftsmith.train.forward.packed import make_forward
 from draftsmith.train.forward.seq2seq import SourceForward, find_answers
-from draftsmith.train.loop.fit import fit
 from draftsmith.train.tasks.drafter import DrafterTask
-from draftsmith.train.teachers.teacher import ModelTeacher
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from transformers import AutoConfig, AutoModelForSeq2SeqLM
@@ -196,29 +188,6 @@ def test_what_is_trained_is_what_is_decoded() -> None:
         wanted_MV = scorer.logits(scorer.extend(cache, inputs))[0]
         found_MV = model.lm_head(hidden_BTD[0, start - 1 : end - 1])
         torch.testing.assert_close(found_MV, wanted_MV, rtol=1e-4, atol=1e-4)
-
-
-def test_a_t5_learns_from_a_t5_and_drafts_for_it(
-    worker: ModuleType, tmp_path: Path, logged: Callable[..., list[Any]]
-) -> None:
-    target, drafter = build(seed=1, d_model=24), build(seed=2)
-    teacher = ModelTeacher(target)
-    task = DrafterTask(drafter, worker.make_data(8, seed=3), {"forward-kl": 1.0}, teacher, eval_teacher=teacher)
-    config = worker.make_config(steps=25, evaluate_every=25, save_every=0)
-    result = fit(task, worker.make_data(), config, tmp_path)
-    before = logged(tmp_path, "evaluation")[0]
-    assert result.last_loss < 0.9 * result.first_loss
-    assert result.metrics["overlap"] > before["overlap"] + 0.03
-    prompts = [[5, 9, 7, 1], [8, 1], [4, 6, 2, 11, 30, 1]]
-    scorer = wrap_model(target)
-    method = build_method("speculative", Parts(drafter=wrap_model(drafter, check=False)), Sampling(), gamma=3)
-    steps = list(generate(scorer, *method, prompts, Limits(12), Sampling(), Rng.for_rows(0, 3)))
-    for row, prompt in enumerate(prompts):
-        found = [token for step in steps for token in step.new_ids[row]]
-        options = {"do_sample": False, "eos_token_id": None, "pad_token_id": 0, "max_new_tokens": 12}
-        ids = torch.tensor([prompt])
-        wanted = target.generate(ids, attention_mask=torch.ones_like(ids), **options)
-        assert found[:12] == wanted[0, 1:].tolist()
 
 
 @pytest.mark.slow

@@ -20,7 +20,6 @@ from draftsmith.data.blocks.packing import Batch
 from draftsmith.train.losses.drafter import IGNORED, shifted_labels
 from draftsmith.train.teachers.row_cache import DOCUMENTS, RowCache, find_damage
 from draftsmith.train.teachers.row_plan import kept_positions
-from draftsmith.train.teachers.row_writer import discard_damaged
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
@@ -143,24 +142,6 @@ def test_damage_is_found_and_named(cache: RowCache, damage: str, words: str):
             read()
     if damage in ("flipped", "shorter", "garbage", "gone"):
         assert list(find_damage(cache.folder, told["files"])) == [path.name]
-
-
-def test_only_what_is_damaged_is_written_again(
-    kind: str, cache: RowCache, cache_worker: ModuleType, worker: ModuleType, data: Any
-):
-    before = contents(cache.folder)
-    inodes = {path.name: path.stat().st_ino for path in cache.folder.iterdir()}
-    hurt = ["rows-00001.safetensors", "rows-00003.safetensors"]
-    flip(cache.folder / hurt[0])
-    (cache.folder / hurt[1]).unlink()
-    damaged = find_damage(cache.folder, cache.manifest["files"])
-    assert sorted(damaged) == hurt
-    discard_damaged(cache.folder, damaged)
-    assert not cache.folder.exists()
-    cache_worker.write(cache.folder, data, kind, worker.make_model())
-    assert contents(cache.folder) == before
-    written = {path.name for path in cache.folder.iterdir() if path.stat().st_ino != inodes[path.name]}
-    assert written <= {*hurt, DOCUMENTS, cache.source.manifest}
 
 
 def test_one_writer_at_a_time_and_no_foreign_folder(
