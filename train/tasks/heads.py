@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Mapping, Sequence
-from typing import TYPE_CHECKING, Any, Protocol, Self
+from typing import TYPE_CHECKING, Any, Self
 
 import numpy as np
 import torch
@@ -22,23 +22,13 @@ from ..losses.chunks import DenseTeacher
 from ..losses.drafter import IGNORED, head_labels, label_hits
 from ..losses.heads import heads_mixture
 from ..losses.objectives import OBJECTIVES, parse_weights, weights_at
-from ..teachers.hidden_cache import REACH
+from ..teachers.hidden_cache import REACH, CachedHidden
 from .drafter import Evaluate, Weight, blocks_in_order
 
 _LOGIT_TOLERANCE = 0.02  # of the largest: 16 bits round, a wrong scale does not come near
 
 if TYPE_CHECKING:
     from ...checkpoints.heads.files import PredictionHeads
-
-
-class HiddenStates(Protocol):
-    """A target's hidden states from disk; see `hidden_cache`."""
-
-    states: str
-    hidden_size: int
-
-    def hidden(self, batch: Batch) -> Tensor:
-        """[B, T, D]; positions that no head is trained at mean nothing."""
 
 
 class HeadsModule(nn.Module):
@@ -52,7 +42,7 @@ class HeadsModule(nn.Module):
         head_weights: Sequence[float],
         objective: Mapping[str, Weight],
         temperature: float = 1.0,
-        states: HiddenStates | None = None,
+        states: CachedHidden | None = None,
         shard_target: bool = False,
         liger: bool = False,
     ) -> None:
@@ -208,7 +198,7 @@ class HeadsTask:
         head_weights: Sequence[float] | None = None,
         objective: Mapping[str, Weight] | None = None,
         temperature: float = 1.0,
-        states: HiddenStates | None = None,
+        states: CachedHidden | None = None,
         evaluate_fn: Evaluate | None = None,
         evaluate_blocks: int | None = 64,
         shard_target: bool = False,
@@ -289,7 +279,7 @@ class HeadsTask:
         return torch.tensor(found, dtype=torch.float64)
 
 
-def _check_states(heads: PredictionHeads, states: HiddenStates) -> None:
+def _check_states(heads: PredictionHeads, states: CachedHidden) -> None:
     if (states.states, states.hidden_size) != (heads.states, heads.hidden_size):
         raise ValueError(
             f"the heads read {heads.states} states of size {heads.hidden_size}, and the cache holds {states.states} "

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from importlib.util import find_spec
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any
 
 import torch
 from transformers import AutoConfig, AutoModelForCausalLM, AutoModelForSeq2SeqLM, BitsAndBytesConfig
@@ -21,20 +21,6 @@ from ..forward.packed import make_forward
 from ..losses.chunks import DenseTeacher, SparseTeacher
 from .row_cache import check_alike, look_up
 from .top_k_cache import TeacherCache
-
-
-class Teacher(Protocol):
-    """Gives the target's distributions for a batch: row x is that of the token after position x."""
-
-    vocab_size: int
-    settings: dict[str, Any]
-    """What a resumed run must find unchanged, as JSON."""
-
-    def place(self, device: torch.device | str) -> None:
-        """Move what has to be where the batches are."""
-
-    def __call__(self, batch: Batch) -> DenseTeacher | SparseTeacher:
-        """Distributions for the X positions of a batch; rows whose next token is not trained on mean nothing."""
 
 
 class ModelTeacher:
@@ -57,7 +43,8 @@ class ModelTeacher:
 
     @torch.no_grad()
     def __call__(self, batch: Batch) -> DenseTeacher:
-        """Hidden states [X, E] and projection [V, E], or logits [X, V] and None; in the model's own precision."""
+        """Hidden states [X, E] and projection [V, E], or logits [X, V] and None, of a batch; row x is that of the token
+        after position x. In the model's own precision."""
         with torch.autocast(batch.tokens_BT.device.type, enabled=False):
             return DenseTeacher(self._forward(batch).flatten(0, 1), self._forward.weight_VD())
 
@@ -100,6 +87,9 @@ class CachedTeacher:
         ids_XK[positions] = ids_RK.to(device)
         log_probs_XK[positions] = log_probs_RK.to(device)
         return SparseTeacher(ids_XK, log_probs_XK)
+
+
+Teacher = ModelTeacher | CachedTeacher
 
 
 def load_teacher(
