@@ -32,7 +32,8 @@ class ModelTeacher:
 
     def __init__(self, model: Any) -> None:
         self.model = model.requires_grad_(False).eval()
-        self.settings = {"target": model_fingerprint(model)}
+        self.settings: dict[str, Any] = {"target": model_fingerprint(model)}
+        """What a resumed run must find unchanged, as JSON."""
         self._forward = make_forward(model)
         self.vocab_size = self._forward.vocab_size
 
