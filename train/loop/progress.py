@@ -5,7 +5,6 @@ from __future__ import annotations
 import resource
 import sys
 import time
-from types import TracebackType
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -43,9 +42,7 @@ class Report:
             self._bar.start()
         return self
 
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
+    def __exit__(self, *_: object) -> None:
         if self._bar is not None:
             self._bar.stop()
 

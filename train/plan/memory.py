@@ -140,27 +140,16 @@ def heads_size(heads: PredictionHeads, target: ModelSize, base: ModelSize | None
     weights = sum(p.numel() * p.element_size() for p in heads.parameters())
     own = heads.projection_kind != "target"
     projection = heads.num_heads * target.vocab_size * (heads.rank or target.hidden_size) if own else 0
-    if base is not None:
-        return replace(
-            base,
-            parameters=base.parameters + count,
-            trained=base.trained + count,
-            weights=base.weights + weights,
-            trained_weights=base.trained_weights + weights,
-            stored=base.trained + count,
-            projection=projection,
-        )
-    return ModelSize(
-        parameters=count,
-        trained=count,
-        weights=weights,
-        trained_weights=weights,
-        item=next(heads.parameters()).element_size(),
-        vocab_size=target.vocab_size,
-        hidden_size=target.hidden_size,
-        layers=heads.num_layers,
-        layer_elements=3 * heads.num_heads * target.hidden_size,
-        stored=count,
+    item, layer = next(heads.parameters()).element_size(), 3 * heads.num_heads * target.hidden_size
+    alone = ModelSize(0, 0, 0, 0, item, target.vocab_size, target.hidden_size, heads.num_layers, layer, 0, 0)
+    size = base or alone
+    return replace(
+        size,
+        parameters=size.parameters + count,
+        trained=size.trained + count,
+        weights=size.weights + weights,
+        trained_weights=size.trained_weights + weights,
+        stored=size.trained + count,
         projection=projection,
     )
 
