@@ -43,7 +43,7 @@ def test_trees_are_what_their_branching_says(branching: tuple[int, ...]) -> None
 def test_branching_parses_and_refuses() -> None:
     assert parse_branching("4x2X1") == (4, 2, 1)
     for wrong in ("", "4x", "4x-1", "0", "axb"):
-        with pytest.raises(ValueError, match="does not parse"):
+        with pytest.raises(ValueError, match=f"'{wrong}'"):
             parse_branching(wrong)
 
 
@@ -139,19 +139,6 @@ def test_speedup_is_a_ratio_of_throughputs_with_an_interval_around_it() -> None:
     value, interval = speedup_interval([100] * 40, rng.uniform(0.4, 0.6, 40), [100] * 40, seconds)
     assert interval is not None
     assert interval[0] < value < interval[1]
-
-
-def test_the_lattice_does_not_grow_with_the_number_of_sequences() -> None:
-    """Eight levels of ten candidates allow a hundred million sequences."""
-    levels, width, wanted = 8, 10, 40
-    lattice = Lattice(1, levels, width, wanted, "cpu")
-    assert lattice.paths <= 1 + levels * width * width * wanted
-    generator = torch.Generator().manual_seed(0)
-    parents_BN, depth_BN, _ = lattice.best_paths(
-        torch.randn(1, width, generator=generator), torch.randn(1, levels - 1, width, width, generator=generator)
-    )
-    assert parents_BN.shape[1] <= 1 + levels * wanted
-    assert int(depth_BN.max()) == levels
 
 
 @pytest.mark.parametrize("shape", ["3x2x2", "0, 1, 0.0, 1.2, 0.0.1"])

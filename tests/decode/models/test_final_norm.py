@@ -18,14 +18,15 @@ from draftsmith.checkpoints.heads.files import PredictionHeads, save_heads
 from draftsmith.checkpoints.table.table import BigramTable
 from draftsmith.decode import method
 from draftsmith.decode.custom_generate import method as drop_in
-from draftsmith.decode.engine import Limits, generate
+from draftsmith.decode.engine import Limits
 from draftsmith.decode.methods import METHODS, Parts, build_method
 from draftsmith.decode.models.base import LanguageModel, TransformersModel
-from draftsmith.decode.models.final_norm import _normalises, final_norm, norm_input
+from draftsmith.decode.models.final_norm import final_norm, norm_input
 from draftsmith.decode.models.lean import LeanLlama
 from draftsmith.decode.models.loading import wrap_model
 from draftsmith.decode.proposers.head_trees import attach_projection
 from draftsmith.decode.rng import Rng
+from draftsmith.decode.theory.markov import decode_side_by_side
 from draftsmith.decode.tree import Tree
 from draftsmith.decode.warpers import Sampling
 from torch import Tensor
@@ -107,28 +108,11 @@ def test_states_before_the_norm_lead_to_those_after_it(family: str, fast: bool, 
     assert hooks(model) == 0
 
 
-class Listener(torch.nn.Module):
-    """Heads that remember what they read."""
-
-    def __init__(self, heads: PredictionHeads) -> None:
-        super().__init__()
-        self.heads, self.num_heads, self.states = heads, heads.num_heads, heads.states
-        self.heard: list[Tensor] = []
-
-    def forward(self, hidden_BD: Tensor) -> Tensor:
-        self.heard.append(hidden_BD.clone())
-        return self.heads(hidden_BD)
-
-
 def run(target: LanguageModel, name: str, parts: Parts, temperature: float = 0.0, **options: Any) -> list[list[int]]:
-    output: list[list[int]] = [[] for _ in PROMPTS]
     sampling = Sampling(temperature)
     rng = Rng.for_rows(3, len(PROMPTS), target.device)
     chosen = build_method(name, parts, sampling, **options)
-    for step in generate(target, *chosen, PROMPTS, Limits(20), sampling, rng):
-        for row, new in zip(output, step.new_ids, strict=True):
-            row += new
-    return output
+    return decode_side_by_side(target, chosen, PROMPTS, Limits(20), sampling, rng).texts
 
 
 @pytest.mark.parametrize(("family", "fast"), SCORERS)
@@ -143,17 +127,17 @@ def test_medusa_reads_what_goes_into_the_norm_and_writes_what_greedy_writes(fami
         model(torch.tensor([PROMPTS[0][:-1]]))
     handle.remove()
     weight_VD = model.get_output_embeddings().weight.detach()
-    heads = Listener(PredictionHeads.from_lm_head(weight_VD, 3, 1, states="before-norm").eval())
+    heads, read = PredictionHeads.from_lm_head(weight_VD, 3, 1, states="before-norm").eval(), list[Tensor]()
+    heads.register_forward_pre_hook(lambda _, args: read.append(args[0].clone()))
     target = wrap_model(model, fast=fast, states="before-norm")
     wanted = run(wrap_model(model, fast=fast), "autoregressive", Parts())
     assert run(target, "medusa", Parts(heads=heads), tree="2x2x1") == wanted
-    torch.testing.assert_close(heads.heard[0][0], residuals[0][0, -1], rtol=1e-4, atol=1e-4)
+    torch.testing.assert_close(read[0][0], residuals[0][0, -1], rtol=1e-4, atol=1e-4)
 
 
-@pytest.mark.parametrize("family", ["llama", "gpt2"])
 @pytest.mark.parametrize("name", METHODS)
-def test_every_method_writes_the_same(name: str, family: str, make_llama: Callable[..., LlamaForCausalLM]) -> None:
-    model, drafter = build(family), wrap_model(make_llama(VOCAB))
+def test_every_method_writes_the_same(name: str, make_llama: Callable[..., LlamaForCausalLM]) -> None:
+    model, drafter = build("llama"), wrap_model(make_llama(VOCAB))
     table = BigramTable.from_documents([torch.randint(0, VOCAB, (500,)).numpy()], VOCAB)
     weight_VD = model.get_output_embeddings().weight.detach()
     for temperature in (0.0, 1.0):
@@ -214,69 +198,42 @@ def test_a_norm_that_peft_trains_is_found() -> None:
     torch.testing.assert_close(logits_BNV, after_BND @ model.lm_head.weight.detach().T, rtol=1e-4, atol=1e-4)
 
 
-@pytest.mark.parametrize(
-    ("module", "expected"),
-    [
-        (torch.nn.LayerNorm(8), True),
-        (torch.nn.RMSNorm(8), True),
-        (torch.nn.Linear(8, 8), False),
-        (torch.nn.Linear(8, 8, bias=False), False),
-        (torch.nn.Dropout(0.5).eval(), False),
-        (torch.nn.SiLU(), False),
-    ],
-    ids=str,
-)
-@torch.no_grad()
-def test_a_norm_is_known_by_what_it_does(module: torch.nn.Module, expected: bool) -> None:
-    for scale in (1e-6, 1.0, 1e6):  # the scale of a model's states does not matter
-        assert _normalises(module, scale * torch.randn(3, 8)) == expected
-    assert not _normalises(module, torch.zeros(3, 8))
-
-
-REFUSALS: dict[str, tuple[str, dict[str, Any], str]] = {
-    "a projection behind the norm": ("opt", {"word_embed_proj_dim": 16}, "'opt': its last hidden states are not"),
-    "no norm": ("opt", {"_remove_final_layer_norm": True}, "'opt': its last hidden states are not"),
-    "norms behind the layers": ("opt", {"do_layer_norm_before": False}, "'opt': its last hidden states are not"),
-    "both": ("opt", {"do_layer_norm_before": False, "word_embed_proj_dim": 16}, "before the final norm cannot be had"),
+REFUSALS: dict[str, tuple[str, dict[str, Any]]] = {
+    "a projection behind the norm": ("opt", {"word_embed_proj_dim": 16}),
+    "no norm": ("opt", {"_remove_final_layer_norm": True}),
+    "norms behind the layers": ("opt", {"do_layer_norm_before": False}),
+    "a projection in its place": ("llama", {}),
 }
 
 
 @pytest.mark.parametrize("case", REFUSALS)
 def test_models_without_a_final_norm_are_refused(case: str) -> None:
-    family, overrides, message = REFUSALS[case]
+    family, overrides = REFUSALS[case]
     model = build(family, **overrides)
-    with pytest.raises(ValueError, match=message):
-        wrap_model(model, states="before-norm")
-    assert wrap_model(model).states == "after-norm"
+    if family == "llama":
+        model.model.norm = torch.nn.Linear(32, 32)
+    with pytest.raises(ValueError, match=f"'{family}'"):
+        wrap_model(model, fast=False, states="before-norm")
+    assert wrap_model(model, fast=False).states == "after-norm"
     assert hooks(model) == 0
 
 
-def test_what_stands_in_a_norms_place_is_not_taken_for_one() -> None:
-    model = build("llama")
-    model.model.norm = torch.nn.Linear(32, 32)
-    with pytest.raises(ValueError, match="'llama': its last hidden states are not"):
-        wrap_model(model, fast=False, states="before-norm")
-
-
 def test_other_states_and_encoder_decoders_are_refused() -> None:
-    with pytest.raises(ValueError, match="states is 'before', expected one of after-norm, before-norm"):
+    with pytest.raises(ValueError, match=r"'before'.*after-norm, before-norm"):
         wrap_model(build("llama"), states="before")
     sizes = {"vocab_size": VOCAB, "d_model": 16, "d_kv": 4, "d_ff": 16, "num_layers": 1, "num_heads": 2}
     config = AutoConfig.for_model("t5", **sizes, decoder_start_token_id=0)
-    with pytest.raises(ValueError, match="'t5' is an encoder-decoder"):
+    with pytest.raises(ValueError, match="'t5'"):
         wrap_model(AutoModelForSeq2SeqLM.from_config(config), states="before-norm")
 
 
-@pytest.mark.parametrize("name", ["bpd", "medusa", "slim-s"])
-@pytest.mark.parametrize("states", ["after-norm", "before-norm"])
-def test_heads_refuse_a_target_of_other_states(name: str, states: str) -> None:
+@pytest.mark.parametrize("name", ["medusa", "slim-s"])
+def test_heads_refuse_a_target_of_other_states(name: str) -> None:
     model = build("llama")
-    other = {"after-norm": "before-norm", "before-norm": "after-norm"}[states]
-    heads = PredictionHeads.from_lm_head(model.lm_head.weight.detach(), 4, 0, states=states)
+    heads = PredictionHeads.from_lm_head(model.lm_head.weight.detach(), 4, 0, states="before-norm")
     table = BigramTable.from_documents([torch.arange(VOCAB).numpy()], VOCAB)
-    message = rf"read hidden states {states}, the target gives those {other}.*states='{states}'"
-    with pytest.raises(ValueError, match=message):
-        run(wrap_model(model, states=other), name, Parts(heads=heads, table=table))
+    with pytest.raises(ValueError, match=r"before-norm.*after-norm"):
+        run(wrap_model(model), name, Parts(heads=heads, table=table))
 
 
 @pytest.mark.parametrize("family", ["llama", "gpt2"])
@@ -326,10 +283,10 @@ def test_heads_without_a_projection_are_given_the_targets() -> None:
     assert model.generate(custom_generate=custom, **asked).tolist() == model.generate(**asked).tolist()
     assert heads.projection(0).data_ptr() == model.lm_head.weight.data_ptr()
     other = build("llama", vocab_size=40)
-    with pytest.raises(ValueError, match=r"projection is \[40, 32\], the heads expect \[50, 32\]"):
+    with pytest.raises(ValueError, match=r"\[40, 32\].*\[50, 32\]"):
         other.generate(custom_generate=custom, **asked)
     own = PredictionHeads(3, 1, 32, VOCAB).eval()
     attach_projection(own, model, model.device)
     attach_projection(None, model, model.device)
-    with pytest.raises(ValueError, match="which is offloaded"):
+    with pytest.raises(ValueError, match="offloaded"):
         attach_projection(heads, build("llama").to("meta"), model.device)

@@ -84,17 +84,11 @@ def test_the_lean_forward_equals_plain_forwards(family: str, overrides: dict[str
     assert tree_against_paths(model, fast=True) < 2e-5
 
 
-def test_the_lean_forward_in_half_precision(make_llama: Callable[..., LlamaForCausalLM]) -> None:
-    model = make_llama(50).to(torch.bfloat16)
-    assert isinstance(wrap_model(model), LeanLlama)  # compared with the model's own forwards on the way
-
-
-def test_what_the_lean_forward_does_not_cover_takes_the_plain_path(make_llama: Callable[..., LlamaForCausalLM]) -> None:
+def test_which_forward_serves(make_llama: Callable[..., LlamaForCausalLM]) -> None:
+    half = make_llama(50).to(torch.bfloat16)
+    assert isinstance(wrap_model(half), LeanLlama)  # compared with the model's own forwards on the way
     assert isinstance(wrap_model(make_llama(50, attention_bias=True)), TransformersModel)
-
-
-def test_alibi_is_refused() -> None:
-    with pytest.raises(ValueError, match="'bloom' cannot score token trees"):
+    with pytest.raises(ValueError, match="'bloom'"):  # ALiBi
         wrap_model(build("bloom", vocab_size=50, hidden_size=32, n_layer=2, n_head=4))
 
 
@@ -106,7 +100,7 @@ def test_the_cache_refuses_what_does_not_fit(make_llama: Callable[..., LlamaForC
     scorer = wrap_model(make_llama(50))
     cache = scorer.new_cache(1, 4)
     cache.set_lengths([2])
-    with pytest.raises(ValueError, match="4 slots; 2 are taken, 3 more"):
+    with pytest.raises(ValueError, match=r"4 .*2 .*3 "):
         scorer.extend(cache, torch.zeros(1, 3, dtype=torch.int64))
 
 
