@@ -116,7 +116,7 @@ class Proposer(ABC):
         node may reach beyond the last token that is kept (positions that the models must have)."""
 
     def start(self, context: Context) -> None:
-        """Read the prompts: called once, before the first proposal. By default nothing is done."""
+        """Read the prompts: called once, before the first proposal."""
         return
 
     @abstractmethod
@@ -124,11 +124,11 @@ class Proposer(ABC):
         """The next tree; its root is the last committed token of each row."""
 
     def commit(self, context: Context, proposal: Proposal, verdict: Verdict) -> None:
-        """Called after the context has taken the verdict in. By default nothing is remembered."""
+        """Called after the context has taken the verdict in."""
         return
 
     def stop(self) -> None:
-        """Called when decoding has ended: free what was made for it. By default there is nothing."""
+        """Called when decoding has ended: free what was made for it."""
         return
 
     def forwards(self, nodes: float) -> list[tuple[Any, int]]:
@@ -151,7 +151,7 @@ class Verifier(ABC):
 
 
 class Profile(Protocol):
-    """Told by `generate` where a step stands; `profile.StepProfile` reads clocks at these points."""
+    """Called by `generate` as a step proceeds; `profile.StepProfile` reads clocks at these points."""
 
     def start(self) -> None:
         """A step begins."""
@@ -161,14 +161,7 @@ class Profile(Protocol):
 
 
 class Context:
-    """The committed tokens of a batch, and what the target computed for them.
-
-    Args:
-        reach: what `Proposer.capacity` returns.
-
-    Raises:
-        ValueError: see `generate`.
-    """
+    """The committed tokens of a batch, and what the target computed for them. `reach`: see `Proposer.capacity`."""
 
     def __init__(
         self,
@@ -224,10 +217,7 @@ class Context:
         return self.ids_BS.gather(1, after_B1 - count + torch.arange(count, device=self.ids_BS.device))
 
     def commit(self, proposal: Proposal, verdict: Verdict, hidden_BND: Tensor) -> Step:
-        """Keep the accepted path and the token after it; the one host synchronisation of a step.
-
-        Rows that had ended keep their state. A row never gains a token past its stop token or its limit.
-        """
+        """Keep the accepted path and the token after it; the one host synchronisation of a step."""
         tree, depth = proposal.tree, verdict.path_BK.shape[1]
         optional = (proposal.valid_BN, verdict.examined_B, verdict.rejected_B)
         tokens, paths, accepted, next_tokens, parents, valid, examined, rejected = _to_host(
@@ -337,10 +327,7 @@ def generate(
     Args:
         target: the model whose output is wanted.
         proposer: grows token trees. Each call restarts it.
-        verifier: decides what is kept.
         prompts: token ids of each row, at least one token each; what the encoder reads, where there is one.
-        rng: one generator a row.
-        profile: is called when a phase of a step ends.
 
     Raises:
         ValueError: an empty batch or prompt, a token outside the vocabulary, a prompt that leaves no space in the
@@ -377,9 +364,7 @@ def _check_prompts(target: LanguageModel, prompts: Sequence[Sequence[int]]) -> N
         raise ValueError("there is no prompt to decode: the batch is empty")
     for row, prompt in enumerate(prompts):
         if not prompt:
-            raise ValueError(
-                f"prompt {row} has no tokens: give at least one, such as the tokenizer's first special token"
-            )
+            raise ValueError(f"prompt {row} has no tokens: give at least one")
         if not 0 <= min(prompt) <= max(prompt) < target.vocab_size:
             wrong = next(token for token in prompt if not 0 <= token < target.vocab_size)
             raise ValueError(

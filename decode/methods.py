@@ -4,7 +4,8 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
-from typing import Any, NamedTuple
+from functools import partial
+from typing import Any, Literal, NamedTuple
 
 from ..checkpoints.storage.messages import did_you_mean
 from ..checkpoints.table.smoothing import SMOOTHINGS
@@ -60,8 +61,13 @@ class _Spec:
     choices: Mapping[str, tuple[str, ...]] = field(default_factory=dict)
 
 
+def _matching(proposer: Proposer, sampling: Sampling, verifier: Verifier) -> Method:
+    """At temperature 0 the target's most likely tokens are matched, whatever the verifier elsewhere."""
+    return Method(proposer, GreedyMatch() if sampling.greedy else verifier)
+
+
 def _autoregressive(parts: Parts, sampling: Sampling, options: Options) -> Method:
-    return Method(NoDraft(), GreedyMatch() if sampling.greedy else Sample())
+    return _matching(NoDraft(), sampling, Sample())
 
 
 def _beam(parts: Parts, sampling: Sampling, options: Options) -> Method:
@@ -80,32 +86,21 @@ def _chain(parts: Parts, gamma: int) -> DraftTree:
 
 
 def _speculative(parts: Parts, sampling: Sampling, options: Options) -> Method:
-    return Method(_chain(parts, options["gamma"]), GreedyMatch() if sampling.greedy else ExactChain())
+    return _matching(_chain(parts, options["gamma"]), sampling, ExactChain())
 
 
-def _relaxed(optimal: bool) -> Callable[[Parts, Sampling, Options], Method]:
-    def build(parts: Parts, sampling: Sampling, options: Options) -> Method:
-        return Method(_chain(parts, options["gamma"]), OverAcceptance(options["epsilon"], optimal))
-
-    return build
+def _relaxed(parts: Parts, sampling: Sampling, options: Options, optimal: bool) -> Method:
+    return Method(_chain(parts, options["gamma"]), OverAcceptance(options["epsilon"], optimal))
 
 
-def _unigram(parts: Parts, sampling: Sampling, options: Options) -> Method:
+def _table_chain(parts: Parts, sampling: Sampling, options: Options, order: Literal[1, 2]) -> Method:
     assert parts.table is not None
-    proposer = TableChain(parts.table, options["gamma"], order=1, prior=1.0)
-    return Method(proposer, GreedyMatch() if sampling.greedy else ExactChain())
-
-
-def _bigram(parts: Parts, sampling: Sampling, options: Options) -> Method:
-    assert parts.table is not None
-    settings = {name: options[name] for name in ("prior", *_SMOOTHING)}
-    proposer = TableChain(parts.table, options["gamma"], order=2, **settings)
-    return Method(proposer, GreedyMatch() if sampling.greedy else ExactChain())
+    settings: Options = {"prior": 1.0} | {name: options[name] for name in ("prior", *_SMOOTHING) if name in options}
+    return _matching(TableChain(parts.table, options["gamma"], order, **settings), sampling, ExactChain())
 
 
 def _prompt_lookup(parts: Parts, sampling: Sampling, options: Options) -> Method:
-    proposer = PromptLookup(options["gamma"], options["ngram"])
-    return Method(proposer, GreedyMatch() if sampling.greedy else ExactChain())
+    return _matching(PromptLookup(options["gamma"], options["ngram"]), sampling, ExactChain())
 
 
 def _draft_tree(parts: Parts, sampling: Sampling, branching: tuple[int, ...], options: Options) -> DraftTree:
@@ -115,14 +110,9 @@ def _draft_tree(parts: Parts, sampling: Sampling, branching: tuple[int, ...], op
     return DraftTree(parts.drafter, branching, options["replacement"], options["attention"] == "batch")
 
 
-def _multi_candidate(parts: Parts, sampling: Sampling, options: Options) -> Method:
+def _multi_candidate(parts: Parts, sampling: Sampling, options: Options, naive: bool = False) -> Method:
     proposer = _draft_tree(parts, sampling, parse_branching(options["k_config"]), options)
-    return Method(proposer, GreedyMatch() if sampling.greedy else MultiCandidate(options["replacement"]))
-
-
-def _naive_multi_candidate(parts: Parts, sampling: Sampling, options: Options) -> Method:
-    proposer = _draft_tree(parts, sampling, parse_branching(options["k_config"]), options)
-    return Method(proposer, GreedyMatch() if sampling.greedy else SampleAndMatch())
+    return _matching(proposer, sampling, SampleAndMatch() if naive else MultiCandidate(options["replacement"]))
 
 
 def _batch_speculative(parts: Parts, sampling: Sampling, options: Options) -> Method:
@@ -130,20 +120,20 @@ def _batch_speculative(parts: Parts, sampling: Sampling, options: Options) -> Me
     _positive("gamma", options["gamma"])
     branching = (options["drafts"],) + (1,) * (options["gamma"] - 1)
     proposer = _draft_tree(parts, sampling, branching, {"replacement": True, "attention": "tree"})
-    return Method(proposer, GreedyMatch() if sampling.greedy else MultiCandidate(replacement=True))
+    return _matching(proposer, sampling, MultiCandidate(replacement=True))
 
 
 def _spectr(parts: Parts, sampling: Sampling, options: Options) -> Method:
     assert parts.drafter is not None
     proposer = DraftChains([parts.drafter], options["gamma"], options["drafts"], sampling.greedy)
-    return Method(proposer, GreedyMatch() if sampling.greedy else KSequential())
+    return _matching(proposer, sampling, KSequential())
 
 
 def _specinfer(parts: Parts, sampling: Sampling, options: Options) -> Method:
     assert parts.drafter is not None
     models = (parts.drafter, *parts.more_drafters)
     proposer = DraftChains(models, options["gamma"], options["drafts"], sampling.greedy)
-    return Method(proposer, GreedyMatch() if sampling.greedy else SeveralDrafters())
+    return _matching(proposer, sampling, SeveralDrafters())
 
 
 def _bild(parts: Parts, sampling: Sampling, options: Options) -> Method:
@@ -166,13 +156,16 @@ def _adaptive(parts: Parts, sampling: Sampling, options: Options) -> Method:
         "oracle": lambda: Oracle(options["cost"]),
     }
     proposer = AdaptiveChain(parts.drafter, options["gamma"], policies[options["policy"]]())
-    return Method(proposer, GreedyMatch() if sampling.greedy else ExactChain())
+    return _matching(proposer, sampling, ExactChain())
+
+
+# Candidates of heads are not drawn by chance: matching the target's own choice is exact, and best.
 
 
 def _bpd(parts: Parts, sampling: Sampling, options: Options) -> Method:
     assert parts.heads is not None
     depth = options["depth"] or parts.heads.num_heads
-    return Method(HeadTree(parts.heads, "x".join("1" * depth)), _match_heads(sampling))
+    return _matching(HeadTree(parts.heads, "x".join("1" * depth)), sampling, SampleAndMatch())
 
 
 def _medusa(parts: Parts, sampling: Sampling, options: Options) -> Method:
@@ -180,10 +173,9 @@ def _medusa(parts: Parts, sampling: Sampling, options: Options) -> Method:
     tree = options["tree"]
     if tree == METHODS["medusa"].defaults["tree"]:  # of the default no more levels than there are heads
         tree = "x".join(tree.split("x")[: parts.heads.num_heads])
-    verifier = _match_heads(sampling)
-    if options["acceptance"] == "typical" and not sampling.greedy:
-        verifier = TypicalAcceptance(options["epsilon"], options["delta"])
-    return Method(HeadTree(parts.heads, tree), verifier)
+    typical = options["acceptance"] == "typical" and not sampling.greedy
+    verifier = TypicalAcceptance(options["epsilon"], options["delta"]) if typical else SampleAndMatch()
+    return _matching(HeadTree(parts.heads, tree), sampling, verifier)
 
 
 def _slim(parts: Parts, sampling: Sampling, options: Options) -> Method:
@@ -192,12 +184,7 @@ def _slim(parts: Parts, sampling: Sampling, options: Options) -> Method:
     settings = (options["sequences"], options["candidates"], options["unseen"], depth, options["lengths"])
     table = None if options["correlation"] == "none" else parts.table
     smoothing = {name: options[name] for name in _SMOOTHING}
-    return Method(PrunedHeadTree(parts.heads, table, *settings, **smoothing), _match_heads(sampling))
-
-
-def _match_heads(sampling: Sampling) -> Verifier:
-    """Candidates of heads are not drawn by chance: matching the target's own choice is exact, and best."""
-    return GreedyMatch() if sampling.greedy else SampleAndMatch()
+    return _matching(PrunedHeadTree(parts.heads, table, *settings, **smoothing), sampling, SampleAndMatch())
 
 
 def _positive(name: str, value: int) -> None:
@@ -222,11 +209,13 @@ METHODS: dict[str, _Spec] = {
     "beam": _Spec(_beam, (), {"beams": 4}),
     "mjgd": _Spec(_mjgd, (), {"gamma": 2, "beams": 8}),
     "speculative": _Spec(_speculative, ("drafter",), {"gamma": 4}),
-    "unigram": _Spec(_unigram, ("table",), {"gamma": 2}),
-    "bigram": _Spec(_bigram, ("table",), {"gamma": 2, "prior": 1.0} | _SMOOTHING, {"smoothing": SMOOTHINGS}),
+    "unigram": _Spec(partial(_table_chain, order=1), ("table",), {"gamma": 2}),
+    "bigram": _Spec(
+        partial(_table_chain, order=2), ("table",), {"gamma": 2, "prior": 1.0} | _SMOOTHING, {"smoothing": SMOOTHINGS}
+    ),
     "prompt-lookup": _Spec(_prompt_lookup, (), {"gamma": 4, "ngram": 3}),
     "multi-candidate": _Spec(_multi_candidate, ("drafter",), _TREE, _ATTENTION),
-    "naive-multi-candidate": _Spec(_naive_multi_candidate, ("drafter",), _TREE, _ATTENTION),
+    "naive-multi-candidate": _Spec(partial(_multi_candidate, naive=True), ("drafter",), _TREE, _ATTENTION),
     "batch-speculative": _Spec(_batch_speculative, ("drafter",), {"gamma": 4, "drafts": 4}),
     "spectr": _Spec(_spectr, ("drafter",), {"gamma": 4, "drafts": 4}),
     "specinfer": _Spec(_specinfer, ("drafter",), {"gamma": 4, "drafts": 1}),
@@ -238,8 +227,8 @@ METHODS: dict[str, _Spec] = {
         {"gamma": 8, "policy": "confidence", "threshold": 0.4, "cost": 0.1},
         {"policy": ("confidence", "expected-gain", "oracle")},
     ),
-    "relaxed-opt": _Spec(_relaxed(optimal=True), ("drafter",), {"gamma": 4, "epsilon": 0.1}),
-    "relaxed-uno": _Spec(_relaxed(optimal=False), ("drafter",), {"gamma": 4, "epsilon": 0.1}),
+    "relaxed-opt": _Spec(partial(_relaxed, optimal=True), ("drafter",), {"gamma": 4, "epsilon": 0.1}),
+    "relaxed-uno": _Spec(partial(_relaxed, optimal=False), ("drafter",), {"gamma": 4, "epsilon": 0.1}),
     "bpd": _Spec(_bpd, ("heads",), {"depth": 0}),
     "medusa": _Spec(
         _medusa,
@@ -257,8 +246,7 @@ def method_options(name: str, options: Options) -> Options:
     """The settings of a method, its defaults filled in.
 
     Raises:
-        ValueError: an unknown method, option or choice, with the nearest right name; a value of another type than the
-            default.
+        ValueError: an unknown method, option or choice, with the nearest right name; a value of another type.
     """
     if name not in METHODS:
         raise ValueError(f"unknown method {name!r}.{did_you_mean(name, list(METHODS))} Known: {', '.join(METHODS)}")
@@ -266,18 +254,15 @@ def method_options(name: str, options: Options) -> Options:
     for key, value in options.items():
         if key not in defaults:
             known = ", ".join(defaults) or "none"
-            raise ValueError(
-                f"method {name!r} has no option {key!r}.{did_you_mean(key, list(defaults))} Known: {known}"
-            )
+            hint = did_you_mean(key, list(defaults))
+            raise ValueError(f"method {name!r} has no option {key!r}.{hint} Known: {known}")
         wanted = type(defaults[key])
         if not (type(value) is wanted or (wanted is float and type(value) is int)):
             raise ValueError(f"option {key!r} of method {name!r} must be {wanted.__name__}, got {value!r}")
         choices = METHODS[name].choices.get(key)
         if choices and value not in choices:
-            hint = did_you_mean(value, list(choices))
-            raise ValueError(
-                f"option {key!r} of method {name!r} cannot be {value!r}.{hint} Known: {', '.join(choices)}"
-            )
+            known, hint = ", ".join(choices), did_you_mean(value, list(choices))
+            raise ValueError(f"option {key!r} of method {name!r} cannot be {value!r}.{hint} Known: {known}")
     return defaults | options
 
 
@@ -288,12 +273,7 @@ def needs_of(name: str, options: Options) -> tuple[str, ...]:
 
 
 def build_method(name: str, parts: Parts, sampling: Sampling, **options: Any) -> Method:
-    """The proposer and verifier of a method.
-
-    Raises:
-        ValueError: what `method_options` raises, a part that the method needs and that is missing, or settings that do
-            not fit the parts.
-    """
+    """The proposer and verifier of a method; ValueError for wrong options, missing parts, settings that do not fit."""
     settings = method_options(name, options)
     for part in needs_of(name, settings):
         if getattr(parts, part) is None:

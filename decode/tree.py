@@ -59,13 +59,12 @@ class Tree:
 
     @classmethod
     def chain(cls, gamma: int) -> Tree:
-        """The root and `gamma` tokens after it, each the child of the one before. Raises ValueError below 0."""
+        """The root and `gamma` tokens after it, each the child of the one before."""
         return _chain(gamma)
 
     @classmethod
     def k_ary(cls, branching: Sequence[int]) -> Tree:
-        """Each node of depth i has `branching[i]` children; nodes are numbered level by level. Raises ValueError where
-        a level has none."""
+        """Each node of depth i has `branching[i]` children (ValueError for none); nodes are numbered level by level."""
         return _k_ary(tuple(branching))
 
     def to(self, device: torch.device) -> Tree:
@@ -115,8 +114,7 @@ class Tree:
     @cached_property
     def more_children(self) -> list[tuple[Tensor, Tensor]]:
         """For c = 1, 2 …: the first row's nodes with more than c children, as indices among those with at least c, and
-        as nodes. For a tree whose nodes with children stand before those without.
-        """
+        as nodes. The tree is as for `inner_children`."""
         counts_N = self.child_count_BN[0]
         nodes_M = torch.nonzero(counts_N > 0)[:, 0]
         found = []
@@ -164,11 +162,7 @@ def _k_ary(branching: tuple[int, ...]) -> Tree:
 
 
 def parse_branching(text: str) -> tuple[int, ...]:
-    """A k-configuration such as `4x2x2x1` (multi-candidate paper, section 4.3) as numbers.
-
-    Raises:
-        ValueError: where the text is not positive integers joined by `x`.
-    """
+    """A k-configuration such as `4x2x2x1` (multi-candidate paper, section 4.3); ValueError for other text."""
     parts = str(text).lower().split("x")
     if not all(part.strip().isdigit() and int(part) > 0 for part in parts):
         raise ValueError(f"k-configuration {text!r} does not parse: give positive integers joined by x, such as 4x2x1")
@@ -178,9 +172,8 @@ def parse_branching(text: str) -> tuple[int, ...]:
 def parse_tree(text: str) -> tuple[Tree, Tensor]:
     """A tree whose nodes take candidates by rank: a k-configuration, or a list of paths.
 
-    `4x2x1` gives every node of a level the same number of children, of ranks 0 and up. A list such as `0, 1, 0.0, 0.2`
-    names each node by the ranks on its path (Medusa's sparse trees): the best and the second of the first head, then,
-    after the best, the best and the third of the second head. Prefixes that are not listed are added.
+    A list such as `0, 1, 0.0, 0.2` names each node by the ranks on its path (Medusa's sparse trees): the best and the
+    second of the first head, then, after the best, the best and the third of the second head. Prefixes are added.
 
     Returns:
         The tree, and each node's rank [N] (0 at the root).

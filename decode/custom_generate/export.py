@@ -21,26 +21,19 @@ _STATES = 16
 _PROMPTS, _PROMPT, _NEW = 3, 8, 32
 
 
-def _of_heads(source: Source, options: ExportOptions) -> CustomGenerate:
-    del options
-    return method("medusa", heads=source.folder)
-
-
-def _of_table(source: Source, options: ExportOptions) -> CustomGenerate:
+def _method_of(source: Source, options: ExportOptions) -> CustomGenerate:
+    if source.manifest.kind == "heads":
+        return method("medusa", heads=source.folder)
     gamma: dict[str, Any] = {} if options.speculative_tokens is None else {"gamma": options.speculative_tokens}
     return method("bigram", table=source.folder, **gamma)
 
 
-def _write_heads(source: Source, folder: Path, options: ExportOptions) -> None:
-    write_method(_of_heads(source, options).stored(), folder)
-
-
-def _write_table(source: Source, folder: Path, options: ExportOptions) -> None:
-    write_method(_of_table(source, options).stored(), folder)
+def _write(source: Source, folder: Path, options: ExportOptions) -> None:
+    write_method(_method_of(source, options).stored(), folder)
 
 
 def _compare_heads(source: Source, folder: Path, options: ExportOptions) -> list[str]:
-    mine, theirs = _of_heads(source, options), CustomGenerate.from_pretrained(folder)
+    mine, theirs = _method_of(source, options), CustomGenerate.from_pretrained(folder)
     assert isinstance(mine.heads, PredictionHeads)
     assert isinstance(theirs.heads, PredictionHeads)
     known, found = mine.heads.state_dict(), theirs.heads.state_dict()
@@ -63,7 +56,7 @@ def _compare_heads(source: Source, folder: Path, options: ExportOptions) -> list
 
 
 def _compare_table(source: Source, folder: Path, options: ExportOptions) -> list[str]:
-    mine, theirs = _of_table(source, options), CustomGenerate.from_pretrained(folder)
+    mine, theirs = _method_of(source, options), CustomGenerate.from_pretrained(folder)
     known, found = mine.table, theirs.table
     assert isinstance(known, BigramTable)
     assert isinstance(found, BigramTable)
@@ -104,7 +97,7 @@ ATTACHED_FORMATS = (
         kind="heads",
         summary="Heads with the method medusa, for `generate(custom_generate=…)`",
         readers=_READERS,
-        write=_write_heads,
+        write=_write,
         compare=_compare_heads,
         options=("target",),
     ),
@@ -113,9 +106,8 @@ ATTACHED_FORMATS = (
         kind="table",
         summary="A table with the method bigram, for `generate(custom_generate=…)`",
         readers=_READERS,
-        write=_write_table,
+        write=_write,
         compare=_compare_table,
         options=("target", "speculative_tokens"),
     ),
 )
-"""Formats of heads and of tables that this package reads inside transformers."""

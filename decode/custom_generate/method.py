@@ -87,8 +87,7 @@ def method(
 class CustomGenerate:
     """What `generate` calls in place of its own loop; `method` makes it.
 
-    The target is wrapped at the first call, and again when its weights have changed. Sampling draws one number, its
-    seed, from torch's generator of the target's device: `torch.manual_seed` makes it reproducible.
+    Sampling draws one number, its seed, from torch's generator of the target's device.
     """
 
     name: str
@@ -118,11 +117,7 @@ class CustomGenerate:
 
     @classmethod
     def from_pretrained(cls, source: str | Path, revision: str | None = None) -> CustomGenerate:
-        """What `save_pretrained` wrote, from a folder or from the hub. Nothing that lies there is run.
-
-        Args:
-            source: a folder, or the repository's `user/name`.
-            revision: of the repository: a branch, tag or commit.
+        """What `save_pretrained` wrote, from a folder or the hub's `user/name` at a revision. Nothing there is run.
 
         Raises:
             ValueError: there is no such thing, or it is damaged, or its parts do not fit each other.
@@ -152,14 +147,11 @@ class CustomGenerate:
         inputs_tensor: Tensor | None = None,
         **model_kwargs: Any,
     ) -> Any:
-        """Decode as `generate` asks.
+        """[B, T + new] ids as `generate` asks; with `return_dict_in_generate` an output whose `sequences` they are.
 
         Args:
             input_ids: [B, T] prompts, padded on the left; an encoder-decoder's start tokens.
-            inputs_tensor: what `generate` was given: an encoder-decoder's source.
-
-        Returns:
-            [B, T + new] ids; with `return_dict_in_generate` an output whose `sequences` they are.
+            inputs_tensor: an encoder-decoder's source.
 
         Raises:
             ValueError: whatever was asked for that this decoder does not do, named; parts that do not fit the target.
@@ -245,10 +237,7 @@ _TARGETS: WeakKeyDictionary[PreTrainedModel, _CachedTarget] = WeakKeyDictionary(
 
 
 def _scorer(model: PreTrainedModel, what: str, states: str | None) -> LanguageModel:
-    """The model wrapped: once, and again after its weights have changed, or where other hidden states are needed.
-
-    None as `states` is for whoever reads logits alone: they are the same whatever the states.
-    """
+    """The model wrapped: once, and again after its weights have changed or for other states (None: any serve)."""
     if model.training:
         raise ValueError(f"the {what} is in training mode, in which forwards differ by chance: call its eval() first")
     state = _state(model)

@@ -43,8 +43,7 @@ def held_back(frame: Any) -> dict[str, Any]:
 
 
 def calling_generate(frame: Any) -> dict[str, Any] | None:
-    """Arguments of the `generate` that ran the `custom_generate/generate.py` which called the frame's function, if one
-    did: that file is not told where it was loaded from."""
+    """Arguments of the `generate` that ran the `custom_generate/generate.py` which called the frame's function."""
     caller = frame.f_back.f_back if frame and frame.f_back else None
     return None if caller is None or caller.f_code is not _GENERATE else dict(caller.f_locals)
 
@@ -54,13 +53,9 @@ def _refusal(what: str, instead: str) -> ValueError:
 
 
 def check_request(model: PreTrainedModel, config: Any, inputs: dict[str, Any]) -> None:
-    """Refuse settings and inputs that would change the output, or that the output would lack.
+    """ValueError for settings and inputs that would change the output, or that the output would lack.
 
-    Args:
-        inputs: what `generate` hands on beside the ids; `synced_gpus` and `assistant_model` are taken out of it.
-
-    Raises:
-        ValueError: what was asked for, and what to do instead.
+    `synced_gpus` and `assistant_model` are taken out of `inputs`.
     """
     sharded = any(hasattr(weight, "ds_id") or hasattr(weight, "device_mesh") for weight in model.parameters())
     if inputs.pop("synced_gpus", None) or sharded:
@@ -86,11 +81,7 @@ def check_request(model: PreTrainedModel, config: Any, inputs: dict[str, Any]) -
 
 
 def sampling_of(processors: Sequence[Any], do_sample: bool) -> Sampling:
-    """What the processors do to a distribution.
-
-    Raises:
-        ValueError: one that `warpers.warp` does not apply, or in another order than there.
-    """
+    """What the processors do; ValueError for one that `warpers.warp` does not apply, or in another order than there."""
     values: list[tuple[str, Any]] = []
     for processor in processors:
         kind = type(processor)
@@ -112,11 +103,7 @@ def sampling_of(processors: Sequence[Any], do_sample: bool) -> Sampling:
 def prompts_of(
     target: LanguageModel, model: PreTrainedModel, ids_BT: Tensor, source_BT: Tensor | None, inputs: dict[str, Any]
 ) -> list[list[int]]:
-    """Each row without its padding; of an encoder-decoder, the source's rows.
-
-    Raises:
-        ValueError: padding that is not on the left; positions or start tokens of the user's own; a source without ids.
-    """
+    """Each row without its padding; of an encoder-decoder, the source's rows. ValueError for what they cannot be."""
     mask_BT, positions_BT = inputs.get("attention_mask"), inputs.get("position_ids")
     has_source = model.config.is_encoder_decoder
     if has_source:
@@ -142,13 +129,8 @@ def prompts_of(
 class Replay:
     """Writes committed tokens down one position of all rows after another, as `generate` itself does.
 
-    Criteria and streamers see what they would see there, and rows end where they would end. Rows that have ended are
-    padded if there is a criterion with an `eos_token_id`; else, as in `generate`, they go on until the last row ends.
-
-    Attributes:
-        ids_BT: int64 on the CPU: prompts, what was written, and room for the rest.
-        length: how many columns of it are written.
-        limits: of new tokens, and the tokens that end a row, as the criteria have them.
+    Rows that have ended are padded if there is a criterion with an `eos_token_id`; else, as in `generate`, they go on
+    until the last row ends. `ids_BT` (int64, CPU) holds prompts and what is written, in its first `length` columns.
 
     Raises:
         ValueError: a criterion with an `eos_token_id`, and no token to pad with.

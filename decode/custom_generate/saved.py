@@ -54,14 +54,7 @@ def generate(inputs=None, *, model, **asked):
     """What transformers calls for `generate(custom_generate=FOLDER, trust_remote_code=True)`."""
     return generate_attached(model, inputs, **asked)
 '''
-_FIELDS: dict[str, type] = {
-    "schema": int,
-    "method": str,
-    "options": dict,
-    "parts": list,
-    "drafters": list,
-    "files": dict,
-}
+_FIELDS = {"schema": int, "method": str, "options": dict, "parts": list, "drafters": list, "files": dict}
 
 
 @dataclass(frozen=True)
@@ -77,12 +70,7 @@ class StoredMethod:
 
 
 def save_method(stored: StoredMethod, folder: Path) -> None:
-    """Write a method with its parts to a folder, whole or not at all; what an earlier call wrote there is replaced.
-
-    Raises:
-        ValueError: the folder holds other files; heads or drafters that cannot be saved.
-        OSError: the disk is full or cannot be written.
-    """
+    """`write_method`, whole or not at all; ValueError where the folder holds other files than an earlier method's."""
     _check_replaceable(folder)
     with atomic_dir(folder) as unfinished:
         write_method(stored, unfinished)
@@ -90,12 +78,7 @@ def save_method(stored: StoredMethod, folder: Path) -> None:
 
 
 def write_method(stored: StoredMethod, folder: Path) -> None:
-    """The files of a method in an empty folder.
-
-    Raises:
-        ValueError: heads or drafters that cannot be saved.
-        OSError: the disk is full or cannot be written.
-    """
+    """The files of a method in an empty folder; ValueError for heads or drafters that cannot be saved."""
     tensors, metadata = _stored_parts(stored)
     if tensors:
         save_file(tensors, folder / PARTS_FILE, metadata={"format": "pt"} | metadata)
@@ -124,7 +107,6 @@ def write_method(stored: StoredMethod, folder: Path) -> None:
 
 
 def _stored_parts(stored: StoredMethod) -> tuple[dict[str, Tensor], dict[str, str]]:
-    """Tensors and metadata of the heads and the table."""
     tensors: dict[str, Tensor] = {}
     metadata: dict[str, str] = {}
     heads, table = stored.heads, stored.table
@@ -145,7 +127,6 @@ def _stored_parts(stored: StoredMethod) -> tuple[dict[str, Tensor], dict[str, st
 
 
 def _check_replaceable(folder: Path) -> None:
-    """A method replaces a method; beside other files, such as a model's, it is not written."""
     if not folder.exists():
         return
     if not folder.is_dir():
@@ -161,11 +142,7 @@ def _check_replaceable(folder: Path) -> None:
 
 
 def read_method(folder: Path) -> StoredMethod:
-    """What `save_method` wrote; drafters are named, not loaded, and nothing in the folder is run.
-
-    Raises:
-        ValueError: files that are missing, added or changed; parts that cannot be read.
-    """
+    """What `save_method` wrote; drafters are named, not loaded. ValueError for files missing, added or changed."""
     if (folder / MANIFEST_FILE).is_file():
         verify_artifact(folder)
     settings = read_settings(folder)
@@ -176,11 +153,7 @@ def read_method(folder: Path) -> StoredMethod:
 
 
 def read_settings(folder: Path) -> dict[str, Any]:
-    """`custom_generate.json`, each field of its type.
-
-    Raises:
-        ValueError: there is none, or not of this form.
-    """
+    """`custom_generate.json`, each field of its type; ValueError if there is none, or not of this form."""
     path = folder / SETTINGS_FILE
     if not path.is_file():
         raise ValueError(f"{folder} holds no saved method: it has no {SETTINGS_FILE}")
@@ -222,7 +195,6 @@ def _check_files(folder: Path, settings: dict[str, Any]) -> None:
 
 
 def _read_parts(path: Path, parts: list[Any], listed_in: Path) -> dict[str, Any]:
-    """Heads and table, as far as `parts` names them."""
     if unknown := [part for part in parts if part not in _PARTS]:
         raise ValueError(f"{listed_in}: parts names {unknown[0]!r}, expected some of {', '.join(_PARTS)}")
     if not parts:
@@ -233,12 +205,8 @@ def _read_parts(path: Path, parts: list[Any], listed_in: Path) -> dict[str, Any]
         raise ValueError(f"{path}: {error}") from error
     if strange := sorted(name for name in names if name.partition(".")[0] not in parts):
         raise ValueError(f"{path} holds {strange[0]}, which is of none of the parts {', '.join(parts)}")
-    found: dict[str, Any] = {}
-    if "heads" in parts:
-        found["heads"] = _read_heads(path)
-    if "table" in parts:
-        found["table"] = BigramTable.read(path, "table.")
-    return found
+    heads = _read_heads(path) if "heads" in parts else None
+    return {"heads": heads, "table": BigramTable.read(path, "table.") if "table" in parts else None}
 
 
 def _read_heads(path: Path) -> PredictionHeads:
@@ -262,16 +230,13 @@ def _read_heads(path: Path) -> PredictionHeads:
 
 def _drafter(folder: Path, entry: Any) -> str:
     """Folder or hub id of a drafter."""
-    if isinstance(entry, dict) and list(entry) == ["folder"] and _is_plain(entry["folder"]):
-        return str(folder / entry["folder"])
-    if isinstance(entry, dict) and list(entry) == ["id"] and isinstance(entry["id"], str):
+    if isinstance(entry, dict) and list(entry) == ["folder"] and isinstance(name := entry["folder"], str):
+        if name_fault(name) is None and "/" not in name:
+            return str(folder / name)
+    elif isinstance(entry, dict) and list(entry) == ["id"] and isinstance(entry["id"], str):
         name, at, revision = entry["id"].partition("@")
         check_repository_name(name if "/" in name else f"_/{name}")  # the hub's oldest have no user
         if at:
             check_revision(revision)
         return str(entry["id"])
     raise ValueError(f"{folder / SETTINGS_FILE}: a drafter is {entry!r}, expected a folder beside it or a hub id")
-
-
-def _is_plain(name: Any) -> bool:
-    return isinstance(name, str) and name_fault(name) is None and "/" not in name

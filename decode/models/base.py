@@ -48,10 +48,7 @@ class LanguageModel(ABC):
         )
 
     def begin(self, prompts: Sequence[Sequence[int]], extra_slots: int) -> tuple[Sequence[Sequence[int]], KVCache]:
-        """The committed ids that decoding starts from, and an empty cache with `extra_slots` beyond the longest.
-
-        A decoder starts from the prompts themselves; an encoder-decoder reads them and starts from its own first token.
-        """
+        """The committed ids that decoding starts from (an encoder-decoder's: its first token), and an empty cache."""
         return prompts, self.new_cache(len(prompts), max(len(prompt) for prompt in prompts) + extra_slots)
 
     def extend(
@@ -61,10 +58,8 @@ class LanguageModel(ABC):
 
         Args:
             cache: its lengths are where each row's tree begins; they are not changed.
-            tokens_BM: [B, M]; nodes start..start+M-1 of the tree (M = stop - start).
+            tokens_BM: nodes start..stop-1 of the tree, stop = start + M.
             tree: topology of the nodes 0..stop-1, of which those before `start` were run before. None: a chain.
-            start: the first of the new nodes.
-            stop: one after the last of them; by default start + M.
 
         Returns:
             [B, M, D] last hidden states, after the final norm or before it, by `states`.
@@ -150,9 +145,7 @@ class _DeviceProbe(KVCache):
 
 
 class TransformersModel(LanguageModel):
-    """Any decoder of transformers, unmodified: our cache, an explicit 4-D mask and explicit positions.
-
-    It may be spread over several devices, or offloaded in part, by accelerate's hooks (`device_map`).
+    """Any decoder of transformers, also spread or offloaded (`device_map`): our cache, a 4-D mask, explicit positions.
 
     Raises:
         ValueError: states before the norm, where no final norm is found.
@@ -228,10 +221,7 @@ class TransformersModel(LanguageModel):
 
 
 def bare_model(model: Any) -> Any:
-    """The transformers model in peft's wrapper, its layers changed as they are; any other model is given back.
-
-    The wrapper has no `base_model` that ends in hidden states, which is what is asked for here.
-    """
+    """The transformers model in peft's wrapper, with its changed layers; any other model as it is."""
     inner = getattr(model, "get_base_model", None)
     return inner() if inner is not None else model
 
@@ -262,8 +252,5 @@ def check_same_vocabulary(target: LanguageModel, other: Any, what: str) -> None:
 
 def position_limit(config: Any) -> int:
     """How many positions a decoder has; no more than its sliding window, beyond which tokens would not be seen."""
-    limits: Sequence[int | None] = (
-        getattr(config, "max_position_embeddings", None),
-        getattr(config, "sliding_window", None) if getattr(config, "use_sliding_window", True) else None,
-    )
-    return min((limit for limit in limits if limit), default=1 << 30)
+    window = getattr(config, "sliding_window", None) if getattr(config, "use_sliding_window", True) else None
+    return min(getattr(config, "max_position_embeddings", None) or 1 << 30, window or 1 << 30)

@@ -1,6 +1,4 @@
-"""Hidden states before a decoder's final norm: where that norm is, and what goes into it.
-
-Prediction heads read a target's last hidden states after its final norm, or before it: the residual stream itself.
+"""Hidden states before a decoder's final norm, the residual stream itself: where that norm is, and what goes into it.
 
 Shape letters: B batch, M tokens, D hidden, X anything.
 """
@@ -35,8 +33,7 @@ def final_norm(decoder: nn.Module) -> nn.Module:
     """The norm whose output is a decoder's last hidden states; looked for once, in a forward of three tokens.
 
     Args:
-        decoder: the part of a causal LM of transformers that ends in its last hidden states. Its attention must be able
-            to run where it lies: see `models.masked_attention`.
+        decoder: the part of a causal LM that ends in its last hidden states; see also `base.masked_attention`.
 
     Raises:
         ValueError: there is none, as in decoders that end in a projection, or whose layers end in norms of their own.
@@ -46,10 +43,7 @@ def final_norm(decoder: nn.Module) -> nn.Module:
         name = _find(decoder)
         if name is None:
             kind = getattr(getattr(decoder, "config", None), "model_type", type(decoder).__name__)
-            raise ValueError(
-                f"hidden states before the final norm cannot be had from this model of type {kind!r}: its last hidden "
-                "states are not the output of a norm behind all layers; use states 'after-norm'"
-            )
+            raise ValueError(f"models of type {kind!r} have no norm behind all layers: use states 'after-norm'")
         _FOUND[decoder] = name
     return decoder.get_submodule(name)
 
@@ -100,10 +94,7 @@ def _normalises(module: nn.Module, input_XD: Tensor) -> bool:
 
 @contextmanager
 def norm_input(norm: nn.Module) -> Iterator[list[Tensor]]:
-    """Meanwhile what this thread passes to a norm, the last time that it does, is the list's one element.
-
-    A hook lives no longer than the forward, so that the model stays as it was, and may be run by others meanwhile.
-    """
+    """Meanwhile what this thread passes to a norm, the last time that it does, is the list's one element."""
     thread, seen = threading.get_ident(), list[Tensor]()
 
     def keep(_: nn.Module, args: tuple[Any, ...]) -> None:

@@ -1,8 +1,6 @@
 """Forwards of a few tokens as CUDA graphs: captured once a shape, then replayed with a single launch.
 
-A forward of a few tokens starts hundreds of small kernels; a small drafter on a GPU spends most of its time starting
-them. A CUDA graph starts them all at once, but does exactly what it did when it was captured: the same addresses, the
-same shapes, the same numbers from the host. Here, therefore,
+A graph does exactly what was captured: the same addresses, shapes and numbers from the host. Here, therefore,
 
 - tokens, positions and the mask are computed from buffers that stay where they are (`_Shape`);
 - keys and values are written at slots that a tensor holds (`IndexedCache`), to caches whose memory is reused;
@@ -35,7 +33,7 @@ _MOST_FREE_CACHES = 4
 
 
 class Capture(Protocol):
-    """Makes something that can be replayed of a function that reads and writes tensors at fixed addresses."""
+    """Makes a replay of a function that reads and writes tensors at fixed addresses."""
 
     def warm_up(self, run: Run) -> Tensor:
         """Run it as it will be captured; a shape's first call."""
@@ -86,7 +84,7 @@ class CudaGraphs:
 
 
 class _Shape:
-    """The inputs of one shape of forward, where they stay, and the forward as a function of them alone.
+    """The inputs of one shape of forward, and the forward as a function of them alone.
 
     A node sees a slot or not by the slot's distance from the last new token's: columns 1..W-2 of the bias stand for the
     last W - 2 slots up to it, column 0 for all before them, which are committed, column W - 1 for all behind.
@@ -146,20 +144,15 @@ class _Slab:
 class GraphedModel(LanguageModel):
     """A model on one CUDA device whose forwards of few tokens are replayed.
 
-    The first call of a shape runs eagerly, the second is captured. A shape is a batch, a number of new tokens, whether
-    they branch and how widely, and a number of slots to attend to. Prompts, and more than `max_tokens` new tokens, take
-    the model's own path; so does everything inside a `TorchDispatchMode`, which would see nothing of a replay. Hidden
-    states are copies that the next replay leaves alone. Not for several threads or streams at a time.
-
-    A cache's memory goes to the next user when the cache is no longer referenced, with its graphs.
+    The first call of a shape (batch, new tokens, width of the tree, slots to attend to) runs eagerly, the second is
+    captured. Prompts, more than `max_tokens` new tokens, and everything inside a `TorchDispatchMode` take the model's
+    own path. Not for several threads or streams at a time. A cache's memory goes to the next user with its graphs.
 
     Args:
         model: a decoder whose forward never waits for the device; weights may change in place, but not move.
-        capture: how graphs are captured; by default as CUDA graphs.
-        max_tokens: the most new tokens a row that are replayed.
+        capture: by default as CUDA graphs.
         max_graphs: how many shapes each cache remembers.
-        stride: slots to attend to are rounded up to a multiple of this, and of ever more as they grow, by less than a
-            quarter; a power of two.
+        stride: a power of two; see `round_up`.
 
     Raises:
         ValueError: the model is not on one CUDA device.
@@ -189,7 +182,7 @@ class GraphedModel(LanguageModel):
         self._slabs: weakref.WeakKeyDictionary[KVCache, _Slab] = weakref.WeakKeyDictionary()
 
     def new_cache(self, batch: int, capacity: int) -> KVCache:
-        """An empty cache of at least `capacity` slots a row, in memory that may have been used before."""
+        """`LanguageModel.new_cache`, in memory that may have been used before."""
         fitting = [slab for slab in self._free if len(slab.cache.lengths) == batch and slab.cache.capacity >= capacity]
         if fitting:
             slab = min(fitting, key=lambda slab: slab.cache.capacity)

@@ -16,8 +16,7 @@ from torch import Tensor
 class KVCache:
     """Slots 0..length-1 of a row hold its committed tokens; a proposal's nodes are written behind them.
 
-    Rows have lengths of their own. A rejected node costs nothing: its slot is written again. An accepted node is moved
-    to the front in place.
+    Rows have lengths of their own. A rejected node's slot is written again; an accepted one is moved to the front.
     """
 
     def __init__(

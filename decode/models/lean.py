@@ -1,9 +1,7 @@
 """A thin forward over the weights of Llama-type decoders, equal to transformers' and free of its overhead.
 
-A small model's forward on a CPU, and a drafter's anywhere, is mostly the cost of launching operations and of reading
-weights. Here projections that share an input are one product, the rotation of queries and keys is one complex
-multiplication, norms take three small operations, and products of a few rows are laid out as the CPU's library likes
-them (`_Product`).
+Projections that share an input are one product, the rotation of queries and keys is one complex multiplication, norms
+take three small operations, and products of a few rows are laid out as the CPU's library likes them (`_Product`).
 
 Shape letters: B batch, M new tokens, X = B · M, S cache slots, D hidden, F width of the MLP, H heads, E head width,
 I and O inputs and outputs of a product, V vocabulary.

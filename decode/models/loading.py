@@ -45,21 +45,18 @@ def wrap_model(
     """A scorer over a transformers model.
 
     Args:
-        model: any causal LM, or an encoder-decoder of the T5 family, with LoRA layers or without, in peft's wrapper or
-            without; it is put into evaluation mode.
+        model: any causal LM, or an encoder-decoder of the T5 family, also in peft's wrapper; put into evaluation mode.
         fast: use the thin forward of `lean.py` where it covers the model (Llama-type decoders). It copies some
-            weights and shares others: after further training, wrap the model again.
-        graphs: replay forwards of few tokens as CUDA graphs (`graphs.py`). None: where the thin forward serves, on a
-            CUDA device. True also has other decoders captured, of which some cannot be.
+            weights: after further training, wrap the model again.
+        graphs: replay forwards of few tokens as CUDA graphs. None: where the thin forward serves, on a CUDA device.
+            True also has other decoders captured, of which some cannot be.
         check: compare the forward of a small branching tree with the model's own forwards of its paths.
-        states: the hidden states that the scorer gives, and makes logits of: those "after-norm", which most prediction
-            heads read, or "before-norm", what goes into the final norm. The logits are the same.
+        states: the hidden states that the scorer gives and projects: "after-norm", or "before-norm", what goes into the
+            final norm.
 
     Raises:
-        ValueError: where the model's tree forward differs from its plain forwards (ALiBi and other positions that
-            follow the slot instead of `position_ids`), naming the model type and the difference; an encoder-decoder
-            of another family; `graphs` for a model that does not lie on one CUDA device, or for an encoder-decoder;
-            states before the norm of an encoder-decoder, or of a model that has no final norm; unknown states.
+        ValueError: a tree forward that differs from the plain ones (ALiBi); an encoder-decoder of another family, or
+            one with `graphs` or states before the norm; `graphs` off one CUDA device; states that there are not.
     """
     check_states(states)
     model.eval()
@@ -68,10 +65,7 @@ def wrap_model(
         if graphs:
             raise ValueError(f"CUDA graphs are for decoders; {model.config.model_type!r} is an encoder-decoder")
         if states != "after-norm":
-            raise ValueError(
-                f"hidden states before the final norm are read from decoders; {model.config.model_type!r} is an "
-                "encoder-decoder"
-            )
+            raise ValueError(f"only decoders give states before the norm; {model.config.model_type!r} is no decoder")
         source_model = Seq2SeqModel(model)
         if check:
             check_source_forward(source_model, model)
@@ -92,11 +86,7 @@ def wrap_model(
 
 @torch.inference_mode()
 def check_tree_forward(wrapped: LanguageModel, model: PreTrainedModel) -> None:
-    """Compare a tree of two branches with plain forwards of both branches.
-
-    Raises:
-        ValueError: they differ, or the tree's forward fails.
-    """
+    """ValueError where a tree of two branches differs from plain forwards of both, or cannot be run."""
     device, vocab = wrapped.device, wrapped.vocab_size
     prompt, left, right = (torch.tensor(ids, device=device) % vocab for ids in ([5, 1, 7], [2, 3], [6]))
     try:
@@ -133,20 +123,15 @@ def load_model(
     attention: str | None = None,
 ) -> PreTrainedModel:
     """A causal LM or an encoder-decoder from a folder or a hub id (`user/name`, `user/name@revision`), in evaluation
-    mode; never with remote code.
-
-    A folder with a LoRA adapter of peft gives the model that it was made for with the adapter added to its weights: a
-    plain model, which decodes as fast as any other.
+    mode; never with remote code. A folder with a LoRA adapter gives the model that it was made for, merged with it.
 
     Args:
-        device: where to put it.
         device_map: spread it over several devices instead, as accelerate does: auto, balanced, sequential …
         attention: transformers' name of an attention kernel; None: its own choice, SDPA where the model has it.
 
     Raises:
-        ValueError: where there is neither such a folder nor such a model on the hub; where the attention kernel is not
-            installed, or the model has none of that name; an adapter where peft is not installed; weights that
-            its files lack; pickled ones, unless `DRAFTSMITH_UNPICKLE=1` (`checkpoints/storage/safe_read.py`).
+        ValueError: no such folder or model on the hub; an attention kernel that is not there; an adapter without peft;
+            weights that its files lack; pickled ones, unless `DRAFTSMITH_UNPICKLE=1`.
     """
     source = at_revision(source)
     folder = Path(source)

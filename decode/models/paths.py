@@ -1,7 +1,6 @@
 """Scoring a tree without tree attention: every path as a row of a batch, with its own copy of the cache.
 
-The setting that tree attention is compared with (multi-candidate paper, section 3.3 and table 4). What is left behind
-in the cache is what tree attention would have left there, so that nothing else needs to know.
+Tree attention is compared with it (multi-candidate paper, section 3.3 and table 4), and leaves the same cache behind.
 
 Shape letters: B batch, N tree nodes, L leaves, P nodes of a path, S cache slots, D hidden, H heads, E head width.
 """

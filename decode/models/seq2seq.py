@@ -1,8 +1,7 @@
 """Encoder-decoders of the T5 family seen as scorers of token trees: the source is read once, the decoder as any other.
 
-transformers takes the relative position of a key from its slot and the number of tokens in the cache, one number for
-all rows. Rows that have accepted different numbers of tokens, and the branches of a tree, need positions of their own.
-The decoder is therefore run here, module by module, with a position bias that is looked up by distance.
+transformers takes relative positions from one number for all rows. Rows of different lengths and branches of a tree
+need their own: the decoder is run here, module by module, with a position bias that is looked up by distance.
 
 Shape letters: B batch, M new tokens, N tree nodes, S cache slots, T source tokens, R distances, V vocabulary, D hidden,
 H heads, E head width, X heads x head width.
@@ -68,10 +67,7 @@ class Seq2SeqModel(LanguageModel):
         if start_id is None:
             start_id = getattr(config, "decoder_start_token_id", None)
         if not isinstance(start_id, int):
-            raise ValueError(
-                f"the {config.model_type!r} model's configuration must name one decoder_start_token_id (T5's own is "
-                f"its padding token, 0), got {start_id}"
-            )
+            raise ValueError(f"the {config.model_type!r} model needs one decoder_start_token_id, got {start_id}")
         decoder: Any = model.decoder
         self.model, self.config, self._decoder = model, config, decoder
         self.start_id = start_id
@@ -97,10 +93,7 @@ class Seq2SeqModel(LanguageModel):
 
     def new_cache(self, batch: int, capacity: int) -> NoReturn:
         """Raises ValueError: there is no cache without a source."""
-        raise ValueError(
-            "an encoder-decoder's cache holds a source: it comes from begin() and cannot be copied, so that scoring a "
-            "tree path by path (attention: batch) is for decoders; use attention: tree"
-        )
+        raise ValueError("scoring a tree path by path (attention: batch) is for decoders; use attention: tree")
 
     def begin(self, prompts: Sequence[Sequence[int]], extra_slots: int) -> tuple[list[list[int]], SourceCache]:
         """Run the encoder over the prompts. Returns the start token of each row, and a cache that holds the source."""
@@ -180,13 +173,7 @@ def _bounded(hidden_BMD: Tensor) -> Tensor:
 
 @torch.inference_mode()
 def check_source_forward(wrapped: Seq2SeqModel, model: PreTrainedModel) -> None:
-    """Compare a batch of two trees with the model's own forward of a branch of each.
-
-    The rows differ in the length of the source and in the number of committed tokens, two and none.
-
-    Raises:
-        ValueError: where the two differ, naming the model type and the difference.
-    """
+    """ValueError where two trees (sources of two lengths, two and no committed tokens) differ from plain forwards."""
     start, device, vocab = wrapped.start_id, wrapped.device, wrapped.vocab_size
     source_BT = torch.tensor([[5, 1, 7, 2, 9], [3, 6, 0, 0, 0]], device=device) % vocab
     nodes_BN = torch.tensor([[6, 2, 8, 3], [start, 2, 8, 3]], device=device) % vocab  # root, left, right, left's child

@@ -23,14 +23,12 @@ from .draft_state import DraftState
 
 
 class Policy(ABC):
-    """Says for each row whether one more token is worth drafting."""
+    """Decides for each row whether one more token is worth drafting; its methods are called like a proposer's."""
 
     def start(self, context: Context, gamma: int) -> None:
-        """Called once, before the first proposal."""
         return
 
     def begin_step(self, context: Context) -> None:
-        """Called before the first level of each proposal."""
         return
 
     @abstractmethod
@@ -38,15 +36,12 @@ class Policy(ABC):
         """bool [B]: whether to draft the token of this level, given the (warped) distribution it would come from."""
 
     def drafted(self, tokens_B1: Tensor, level: int) -> None:
-        """Told of the token that was drafted."""
         return
 
     def commit(self, context: Context, proposal: Proposal, verdict: Verdict) -> None:
-        """Told of the verdict."""
         return
 
     def stop(self) -> None:
-        """Called when decoding has ended."""
         return
 
 
@@ -69,13 +64,9 @@ class Confidence(Policy):
 class ExpectedGain(Policy):
     """Go on while one more token raises the expected tokens per unit of time.
 
-    With predicted acceptances β₁, β₂ … a chain of γ tokens yields 1 + Σ β₁⋯βᵢ tokens in 1 + cγ units (a target forward
-    is one; slides, "Choosing γ" and "Oracle Factor"). The next token pays while β₁⋯βᵢ₊₁ / c exceeds what the chain so
-    far yields per unit. β is predicted from the drafter's confidence, corrected by what was accepted in this row
-    before, class of confidence by class.
-
-    Args:
-        cost: c, of a draft token, in target forwards.
+    With predicted acceptances β₁, β₂ … a chain of γ tokens yields 1 + Σ β₁⋯βᵢ tokens in 1 + cγ target forwards (slides,
+    "Choosing γ" and "Oracle Factor"): the next token pays while β₁⋯βᵢ₊₁ / c exceeds what the chain so far yields. β is
+    the share accepted in this row before, by class of the drafter's confidence. `cost` is c.
 
     Raises:
         ValueError: a cost that is not above 0.
@@ -125,8 +116,7 @@ class ExpectedGain(Policy):
 class Oracle(ExpectedGain):
     """The same rule with the true acceptance, Σ min(p, q): an upper bound for analysis (slides, "Oracle Factor").
 
-    It runs the target beside the drafter to know p, which is not counted among the proposal's forwards: look at the
-    tokens per step and the bound of such a measurement, not at its speed.
+    It runs the target beside the drafter to know p, which is not counted among the proposal's forwards.
     """
 
     def start(self, context: Context, gamma: int) -> None:
@@ -155,8 +145,6 @@ class Oracle(ExpectedGain):
 
 class AdaptiveChain(Proposer):
     """A chain of at most `gamma` draft tokens that ends where the policy decides, row by row.
-
-    Whether any row goes on is read on the host once a token: ending early is the point.
 
     Raises:
         ValueError: `gamma` below 1.

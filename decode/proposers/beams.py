@@ -1,6 +1,4 @@
-"""Beams: the likeliest of many sequences kept side by side, proposed as one chain.
-
-Beams are nodes of a tree in the model's cache, so that none is ever copied.
+"""Beams: the likeliest of many sequences, proposed as one chain. They are nodes of a tree in the model's cache.
 
 Shape letters: B batch, N tree nodes, M beams, V vocabulary, D hidden, X flattened.
 """
@@ -64,9 +62,8 @@ class DraftBeam(_Beam):
 class TargetBeam(_Beam):
     """Beam search over the target itself: `gamma` tokens a step by their joint likelihood, 0: all at once.
 
-    Multi-token joint greedy decoding as `mjsd.txt` (definition 3.1) computes it; with all tokens at once it is beam
-    search. A beam that has ended keeps its likelihood. It takes γ forwards of the target to propose, and one more that
-    fills the cache: a reference for quality, not a fast method.
+    Multi-token joint greedy decoding (`mjsd.txt`, definition 3.1). A beam that has ended keeps its likelihood. It takes
+    γ forwards of the target to propose, and one more that fills the cache: a reference for quality.
 
     Raises:
         ValueError: `gamma` below 0, or `beams` below 1.

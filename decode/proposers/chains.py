@@ -95,11 +95,9 @@ class DraftChains(Proposer):
 
 
 def merge_chains(tokens_BMK: Tensor) -> tuple[Tree, Tensor]:
-    """The tree of M chains under one root in which common prefixes are one node.
+    """The tree of M chains in which common prefixes are one node, and the node of each chain's k-th token, [B, M, K].
 
-    Returns:
-        The tree (smaller ones of the batch are padded with parent -1) and the node of each chain's k-th token,
-        [B, M, K].
+    Smaller trees of the batch are padded with parent -1.
     """
     rows, chains, depth = tokens_BMK.shape
     device = tokens_BMK.device

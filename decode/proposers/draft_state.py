@@ -18,8 +18,7 @@ from ..tree import Tree
 class DraftState:
     """Grows a tree of the drafter's own on top of the committed tokens.
 
-    The drafter's node i lies `i` slots behind the root, as the target's does, so that accepted nodes are kept by the
-    same move. Tokens that were committed but not yet read by the drafter are read first.
+    Its node i lies `i` slots behind the root, as the target's does. What was committed but not read is read first.
 
     Raises:
         ValueError: a drafter of another vocabulary, with too few positions, or that begins otherwise than the target.
@@ -45,11 +44,7 @@ class DraftState:
         self._levels = 0
 
     def read_root(self, context: Context) -> Tensor:
-        """Read what was committed since the last proposal, the root included.
-
-        Returns:
-            [B, D] hidden state of the root. Node 0 stands in its slot from here on.
-        """
+        """Read what was committed since the last proposal. Returns [B, D], the hidden state of the root (node 0)."""
         # A row that is ahead of the others reads some tokens again: same values, same slots. One that has fewer tokens
         # than the others must read begins at its start, and reads beyond its end what is never looked at.
         pending = max(length - read for length, read in zip(context.lengths, self._read, strict=True))

@@ -1,6 +1,4 @@
-"""Proposers: how a token tree grows from a context. A method of the papers is one of these and one verifier.
-
-Here those that draft with one language model; `beams.py`, `chains.py`, `ngrams.py` and `head_trees.py` hold the others.
+"""Trees and chains that one language model drafts, and no draft at all.
 
 Shape letters: B batch, N tree nodes, M nodes of a level, C candidates, K depth, V vocabulary, D hidden.
 """
@@ -38,13 +36,11 @@ class DraftTree(Proposer):
     """Candidates sampled from a draft model, `branching[i]` for each node of depth i; ones all along: a chain.
 
     With replacement the candidates of a node are independent draws, else they are drawn without replacement in order
-    (multi-candidate paper, sections 3.1 and 3.2). At temperature 0 both take the drafter's most likely tokens, which
-    for one candidate is its greedy choice. `by_path` has the target score each path as a row of its own, as where there
-    is no tree attention (section 3.3); the drafter always uses it.
+    (multi-candidate paper, sections 3.1 and 3.2). At temperature 0 both take the drafter's most likely tokens.
+    `by_path`: the target scores each path as a row of its own, without tree attention (section 3.3).
 
     Raises:
-        ValueError: a level without candidates. At the start of decoding: more different candidates than the vocabulary
-            has tokens, and what `DraftState` raises.
+        ValueError: a level without candidates; at the start of decoding, more of them than there are tokens.
     """
 
     def __init__(

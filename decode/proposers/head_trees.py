@@ -23,8 +23,7 @@ from .lattice import Lattice
 class HeadModule(Protocol):
     """Prediction heads: [..., D] hidden states to [..., K, V] logits; head k speaks of the token at depth k + 1.
 
-    Their attribute `states` names the target's hidden states that they read: "after-norm" (the default) or
-    "before-norm".
+    Their `states` names the target's hidden states that they read: "after-norm" (the default) or "before-norm".
     """
 
     num_heads: int
@@ -35,15 +34,14 @@ class HeadModule(Protocol):
 class HeadTree(Proposer):
     """A fixed tree: each node holds the candidate of a given rank of its depth's head.
 
-    Source: Medusa, as described in `slim.txt`, sections 2 and 4.1. One candidate a level is blockwise parallel
-    decoding.
+    Source: Medusa, as in `slim.txt`, sections 2 and 4.1. One candidate a level is blockwise parallel decoding.
 
     Args:
         shape: a k-configuration or a list of paths, see `tree.parse_tree`.
 
     Raises:
-        ValueError: a shape that does not parse, or that is deeper than there are heads. At the start of decoding: heads
-            of another target or of other states of it; more candidates than the vocabulary has tokens.
+        ValueError: a shape that does not parse, or that is deeper than there are heads; at the start of decoding, heads
+            of another target or of other states of it.
     """
 
     def __init__(self, heads: HeadModule, shape: str) -> None:
@@ -85,11 +83,10 @@ class PrunedHeadTree(Proposer):
 
     Args:
         unseen: r of pairs that the table does not hold; not used with smoothing, which has an r for each of them.
-        smoothing: of the table's counts: "none", "add-k" or "kneser-ney", see `table_smoothing.Smoothed`.
-        strength: k, or the discount; 0 is the smoothing's default.
+        smoothing: of the table's counts: "none", "add-k" or "kneser-ney"; `strength` is k, or the discount.
 
     Raises:
-        ValueError: a setting that cannot be; it is named. At the start of decoding: heads or a table of another target.
+        ValueError: a setting that cannot be; at the start of decoding, heads or a table of another target.
     """
 
     def __init__(
@@ -174,12 +171,7 @@ def states_of(heads: Any) -> str:
 
 
 def attach_projection(heads: Any, model: PreTrainedModel, device: torch.device) -> None:
-    """Give heads that have no projection of their own the target's; other heads stay as they are.
-
-    Args:
-        heads: heads, or None. Those in question have `projection_kind` "target".
-        model: the target, with or without peft's wrapper.
-        device: where its scorer makes hidden states.
+    """Give heads of `projection_kind` "target" the target's projection, on `device`; others (or None) stay as they are.
 
     Raises:
         ValueError: the projection is offloaded; one of another hidden size or vocabulary.

@@ -54,8 +54,7 @@ class Lattice:
             chosen.append(counts[-1] > wanted and level + 1 < levels)
             offsets.append(offsets[-1] + counts[-1])
             counts.append(width * (wanted if chosen[-1] else counts[-1]))
-        total = self.paths = offsets[-1] + counts[-1]
-        """T, what memory and time grow with."""
+        total = offsets[-1] + counts[-1]
         scores_BT = torch.full((rows, total), -torch.inf, device=device)
         self._parents_BT = torch.zeros(rows, total, dtype=torch.int64, device=device)
         self._place_T, self._depth_T = torch.zeros(2, total, dtype=torch.int64, device=device)

@@ -26,11 +26,10 @@ class TableChain(Proposer):
 
     Args:
         prior: weight of the unigram distribution in what follows a token, where there is no smoothing.
-        smoothing: of what follows a token: "none", "add-k" or "kneser-ney", see `table_smoothing.Smoothed`.
-        strength: k, or the discount; 0 is the smoothing's default.
+        smoothing: of what follows a token: "none", "add-k" or "kneser-ney"; `strength` is k, or the discount.
 
     Raises:
-        ValueError: a setting that cannot be; it is named. At the start of decoding: a table of another vocabulary.
+        ValueError: a setting that cannot be; at the start of decoding, a table of another vocabulary.
     """
 
     def __init__(

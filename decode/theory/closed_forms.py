@@ -34,12 +34,7 @@ def acceptance(target_XV: Floats, draft_XV: Floats) -> Floats:
 def expected_tokens(alpha: float, gamma: int) -> float:
     """(1 - α^(γ+1)) / (1 - α): tokens that a step yields (slides, "Theoretical analysis"; Leviathan et al., eq. 1).
 
-    Args:
-        alpha: the acceptance rate, taken to be the same and independent at every position.
-        gamma: draft tokens a step.
-
-    Raises:
-        ValueError: an `alpha` outside [0, 1], a negative `gamma`.
+    α is taken to be the same and independent at every position. ValueError: α outside [0, 1], a negative γ.
     """
     _check_alpha(alpha)
     if gamma < 0:
@@ -50,11 +45,7 @@ def expected_tokens(alpha: float, gamma: int) -> float:
 def walltime_improvement(alpha: float, gamma: int, cost: float) -> float:
     """(1 - α^(γ+1)) / ((1 - α)(γc + 1)): the speedup over plain decoding (slides, "Total walltime improvement").
 
-    Args:
-        cost: c, the time of a drafter's forward in those of the target; a wide target forward costs as much as any.
-
-    Raises:
-        ValueError: what `expected_tokens` raises; a negative `cost`.
+    `cost` is c, the time of a drafter's forward in those of the target.
     """
     if cost < 0:
         raise ValueError(f"the cost of a draft token must be at least 0, got {cost}")
@@ -62,11 +53,7 @@ def walltime_improvement(alpha: float, gamma: int, cost: float) -> float:
 
 
 def best_gamma(alpha: float, cost: float, limit: int = 64) -> int:
-    """The γ from 0 to `limit` of the greatest walltime improvement, the smallest of equals (slides, "Choosing γ").
-
-    Raises:
-        ValueError: what `walltime_improvement` raises.
-    """
+    """The γ from 0 to `limit` of the greatest walltime improvement, the smallest of equals (slides, "Choosing γ")."""
     return max(range(limit + 1), key=lambda gamma: (walltime_improvement(alpha, gamma, cost), -gamma))
 
 
@@ -75,9 +62,6 @@ def oracle_improvement(alpha: float, cost: float) -> float:
 
     A run of accepted tokens has α / (1 - α) of them on average, and ends in one token of the target's own: tokens
     1 / (1 - α) for 1 + cα / (1 - α). Source: slides, "Oracle factor" (Leviathan et al., appendix A.4).
-
-    Raises:
-        ValueError: an `alpha` outside [0, 1].
     """
     _check_alpha(alpha)
     return 1 / ((1 - alpha) + cost * alpha) if alpha < 1 or cost else float("inf")

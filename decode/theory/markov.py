@@ -1,7 +1,7 @@
 """Markov chains as language models, so that what the engine and the verifiers do can be held against exact sums.
 
-`theory.py` has the sums. Yin et al. 2024 simulate in the same way (`theory.md`, point 6a): the chains are not
-stationary, another table stands at every position, and drafts are free and as long as the text.
+Yin et al. 2024 simulate in the same way (`theory.md`, point 6a): another table stands at every position, and drafts are
+free and as long as the text. `closed_forms.py` has the sums.
 
 Shape letters: B batch, M new tokens, T positions, V states, X anything. In tables [T, V, V] the last index is the next
 state, the one before it the last.
@@ -47,13 +47,7 @@ class MarkovModel(LanguageModel):
         return
 
     def _forward(
-        self,
-        cache: KVCache,
-        tokens_BM: Tensor,
-        positions_BM: Tensor,
-        mask_B1MS: Tensor | None,
-        start: int,
-        end: int,
+        self, cache: KVCache, tokens_BM: Tensor, positions_BM: Tensor, mask_B1MS: Tensor | None, start: int, end: int
     ) -> Tensor:
         row_BM = positions_BM.clamp(max=self.positions - 1) * self.vocab_size + tokens_BM
         return row_BM[..., None].float()
@@ -78,9 +72,6 @@ def random_chains(positions: int, states: int, share: float, seed: int) -> tuple
 
     The target leans to high states. The drafter is the target with `share` of another chain mixed in, which leans to
     low ones; more after high states and less after low ones, so that it matters which chain weighs the prefixes.
-
-    Raises:
-        ValueError: less than one position, less than two states, a `share` outside [0, 1].
     """
     if positions < 1 or states < 2:
         raise ValueError(f"a chain needs 1 position and 2 states or more, got {positions} and {states}")
@@ -133,8 +124,7 @@ def decode_side_by_side(
     sampling: Sampling,
     rng: Rng,
 ) -> Decoded:
-    """Decode all prompts in one batch, and count rejections as `theory.md` does: with drafts as long as the text a step
-    ends by a rejection or with the text."""
+    """Decode all prompts in one batch, and count rejections as `theory.md` does."""
     rejections_B = np.zeros(len(prompts))
     texts: list[list[int]] = [[] for _ in prompts]
     tallies = [Tally() for _ in prompts]

@@ -110,9 +110,8 @@ class MultiCandidate(Verifier):
     A child that the drafter could not fill (`valid_BN` False) is passed over. Both keep the target's distribution
     (appendices A and B). For one candidate a level both are speculative sampling.
 
-    The children of all nodes are tried at once; then the path is walked. What is left of p is kept unnormalised beside
-    its mass, and q beside the mass that has not been drawn from it: a refused token has nothing left of p, so that it
-    does not matter that q still holds it.
+    The children of all nodes are tried at once; then the path is walked. What is left of p stands unnormalised beside
+    its mass, and q beside the mass not yet drawn from it: a refused token has nothing left of p.
     """
 
     lossless = True
@@ -206,9 +205,8 @@ class MultiCandidate(Verifier):
 class SampleAndMatch(Verifier):
     """Naive sampling: draw each token from the target, and go on along the tree while it holds what was drawn.
 
-    With candidates from a draft model this is MCNS (multi-candidate paper, section 4.5 and appendix C), which accepts
-    less than its residual methods. With candidates that no chance was involved in, such as those of prediction heads,
-    no exact method accepts more: p's mass on the candidates.
+    With candidates from a draft model this is MCNS (multi-candidate paper, section 4.5 and appendix C). With candidates
+    that no chance was involved in, such as those of prediction heads, no exact method accepts more.
     """
 
     lossless = True
@@ -375,10 +373,7 @@ def chain_verdict(proposal: Proposal, accepted_B: Tensor, next_B: Tensor) -> Ver
 
 
 def walk(proposal: Proposal, next_BN: Tensor) -> tuple[Tensor, Verdict]:
-    """Follow `next_BN` from the root until a node names itself: the last node [B], and the verdict that keeps the path.
-
-    The verdict's next token is left open.
-    """
+    """Follow `next_BN` from the root until a node names itself: that node [B], and the verdict, its next token open."""
     line = [next_BN.new_zeros(len(next_BN), 1)]
     for _ in range(proposal.tree.max_depth):
         line.append(next_BN.gather(1, line[-1]))

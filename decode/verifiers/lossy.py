@@ -149,10 +149,7 @@ class AcceptAll(Verifier):
 
 
 def _deepest_path(proposal: Proposal, passes_BN: Tensor, score_BN: Tensor) -> tuple[Tensor, Verdict]:
-    """The deepest node of those whose whole path passes, and the verdict that keeps it; its next token is left open.
-
-    Of equally deep ones that of the highest score is taken.
-    """
+    """The deepest, then best, node whose whole path passes, and the verdict that keeps it, its next token open."""
     tree = proposal.tree
     rows, nodes = passes_BN.shape
     passes_BN = passes_BN & (tree.parents_BN >= 0)

@@ -267,6 +267,17 @@ def test_streamers_are_put_what_plain_generate_puts(
         assert mine.seen == plain.seen
         assert mine.seen[-1] == "end"
 
+    class Impatient(Recorder):
+        def put(self, value: torch.Tensor) -> None:
+            super().put(value)
+            if len(self.seen) == 4:
+                raise KeyboardInterrupt
+
+    impatient = Impatient()
+    with pytest.raises(KeyboardInterrupt):  # it is fed step by step
+        target.generate(ONE, max_new_tokens=200, streamer=impatient, custom_generate=speculative)
+    assert len(impatient.seen) == 4
+
 
 @pytest.mark.parametrize(
     ("asked", "sampling"),
