@@ -15,12 +15,13 @@ from draftsmith.checkpoints.heads.files import load_heads
 from draftsmith.checkpoints.table.table import BigramTable
 from draftsmith.data.prompts import load_prompts, stop_ids
 from draftsmith.data.tokenizers import load_tokenizer
-from draftsmith.decode.engine import Limits, generate
+from draftsmith.decode.engine import Limits
 from draftsmith.decode.evaluation.quality import perplexity
 from draftsmith.decode.methods import METHODS, Parts, build_method
 from draftsmith.decode.models.base import LanguageModel
 from draftsmith.decode.models.loading import load_model, wrap_model
 from draftsmith.decode.rng import Rng
+from draftsmith.decode.theory.markov import decode_side_by_side
 from draftsmith.decode.warpers import Sampling
 
 pytestmark = pytest.mark.slow
@@ -54,11 +55,7 @@ class Pair:
         for first in range(0, len(self.prompts), batch):
             prompts = self.prompts[first : first + batch]
             rng = Rng.for_rows(first, len(prompts))
-            ids: list[list[int]] = [[] for _ in prompts]
-            for step in generate(self.target, *method, prompts, self.limits, sampling, rng):
-                for row, new in zip(ids, step.new_ids, strict=True):
-                    row += new
-            output += ids
+            output += decode_side_by_side(self.target, method, prompts, self.limits, sampling, rng).texts
         return output
 
 
@@ -85,17 +82,10 @@ def test_joint_decoding_writes_likelier_text(pair: Pair) -> None:
 
     Sampling is warped as in the paper: top 20, then top-p 0.9.
     """
-    found = {}
-    for name, sampling in (
-        ("greedy", Sampling()),
-        ("speculative", Sampling(1.0, 20, 0.9)),
-        ("autoregressive", Sampling(1.0, 20, 0.9)),
-        ("mjsd", Sampling(1.0, 20, 0.9)),
-        ("mjsd greedy", Sampling()),
-    ):
-        method = {"greedy": "autoregressive", "mjsd greedy": "mjsd"}.get(name, name)
-        output = pair.greedy if name == "greedy" else pair.decode(method, 8, sampling)
-        found[name] = perplexity(pair.target, pair.prompts, output)
+    warped = Sampling(1.0, 20, 0.9)
+    outputs = {name: pair.decode(name, 8, warped) for name in ("speculative", "autoregressive", "mjsd")}
+    outputs |= {"greedy": pair.greedy, "mjsd greedy": pair.decode("mjsd", 8)}
+    found = {name: perplexity(pair.target, pair.prompts, output) for name, output in outputs.items()}
     print(found)
     assert found["mjsd"] < found["speculative"]
     assert found["mjsd"] < found["autoregressive"]

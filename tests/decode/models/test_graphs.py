@@ -93,6 +93,7 @@ def gpt2() -> torch.nn.Module:
     return AutoModelForCausalLM.from_config(AutoConfig.for_model("gpt2", **sizes)).eval()
 
 
+# What it returns early must outlive later replays.
 @torch.inference_mode()
 def walk(model: LanguageModel, lengths: Sequence[int], rounds: int, seed: int) -> list[torch.Tensor]:
     """Hidden states of a walk as methods take it: prompts, chains, fixed trees and growing ones, level by level."""
@@ -193,18 +194,6 @@ def test_whole_runs_are_the_same(
         wanted = run(target, name, Parts(drafter, heads), prompts, sampling, **options)
         assert run(fast, name, Parts(fast_drafter, heads), prompts, sampling, **options) == wanted
     assert recordings.replayed > 10
-
-
-@torch.inference_mode()
-def test_a_hidden_state_outlives_the_next_replay(make_llama: Build) -> None:
-    fast, recordings = graphed(wrap_model(make_llama(VOCAB)))
-    cache = fast.new_cache(1, 16)
-    cache.set_lengths([2])
-    hidden = [fast.extend(cache, torch.tensor([[token]])) for token in (1, 1, 2, 1)]
-    assert recordings.replayed == 3
-    torch.testing.assert_close(hidden[0], hidden[1])
-    torch.testing.assert_close(hidden[1], hidden[3])
-    assert not torch.equal(hidden[1], hidden[2])
 
 
 @torch.inference_mode()
