@@ -18,7 +18,6 @@ from numpy.typing import NDArray
 Floats = NDArray[np.float64]
 
 _TINY = 1e-300
-_BISECTIONS = 60
 
 
 def total_variation(target_XV: Floats, draft_XV: Floats) -> Floats:
@@ -83,35 +82,9 @@ def refusals(target_XV: Floats, draft_XV: Floats, candidates: int) -> tuple[Floa
     return refused_X1[..., 0], left_XV
 
 
-def candidate_acceptance(target_XV: Floats, draft_XV: Floats, candidates: int) -> Floats:
-    """α@k of multi-candidate sampling with replacement, 1 - Π TV(pᵐ, q), [...] (multi-candidate paper, appendix A)."""
-    return np.asarray(1 - refusals(target_XV, draft_XV, candidates)[0])
-
-
 def naive_acceptance(target_XV: Floats, draft_XV: Floats, candidates: int) -> Floats:
     """Σ p (1 - (1 - q)^k), [...]: a token drawn from p is among k independent candidates (MCNS, appendix C)."""
     return np.asarray((target_XV * (1 - (1 - draft_XV) ** candidates)).sum(-1))
-
-
-class KSeq(NamedTuple):
-    """SpecTr's k-SEQ for one pair of distributions."""
-
-    rho: float
-    acceptance: float
-
-
-def k_seq(target_V: Floats, draft_V: Floats, chains: int) -> KSeq:
-    """The ρ of SpecTr's k-SEQ, 1 - (1 - β)^k = ρβ with β = Σ min(q, p/ρ), by bisection; acceptance is 1 - (1 - β)^k.
-
-    Source: Sun et al. 2023, Algorithm 2 and theorem 2.
-    """
-    low, high = 1.0, float(chains)
-    for _ in range(_BISECTIONS):
-        rho = (low + high) / 2
-        beta = np.minimum(draft_V, target_V / rho).sum()
-        low, high = (low, rho) if rho * beta >= 1 - (1 - beta) ** chains else (rho, high)
-    beta = float(np.minimum(draft_V, target_V / high).sum())
-    return KSeq(high, 1 - (1 - beta) ** chains)
 
 
 def expected_rejections(target_TVV: Floats, draft_TVV: Floats, start: int, weights_TVV: Floats | None = None) -> float:
@@ -212,11 +185,6 @@ def over_acceptance(target_V: Floats, draft_V: Floats, epsilon: float) -> OverAc
     rest_V = np.maximum(target_V - kept_V, 0)
     optimal_V = kept_V + rejection * (rest_V / rest_V.sum() if rest_V.sum() > 0 else target_V)
     return OverAccepted(accept_V, rejection, loss, optimal_V, kept_V + rejection * target_V)
-
-
-def smallest_bias(variation: float, rejection: float) -> float:
-    """TV(p, q) - P(reject): the Pareto line, below which nothing lies (Yin et al. 2024; `theory.md`, point 5)."""
-    return max(0.0, variation - rejection)
 
 
 def _one_hot(token: int, vocab: int) -> Floats:
