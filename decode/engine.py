@@ -24,11 +24,7 @@ from .warpers import Sampling, warp
 
 @dataclass(frozen=True, slots=True)
 class Limits:
-    """When a row ends.
-
-    Raises:
-        ValueError: less than one new token.
-    """
+    """When a row ends."""
 
     max_new_tokens: int = 128
     """Tokens to generate at most; never one more."""

@@ -39,14 +39,11 @@ class Rng:
 
 
 def categorical(probs_XV: Tensor, uniform_X: Tensor) -> Tensor:
-    """One token a row by inverting the distribution function.
+    """One token a row, [...] int64, by inverting the distribution function; never one of probability 0.
 
     Args:
         probs_XV: [..., V], not necessarily normalised, with a positive sum.
         uniform_X: [...] in [0, 1).
-
-    Returns:
-        [...] int64. A token of probability 0 is never returned: the running sum does not move there.
     """
     cdf_XV = probs_XV.cumsum(-1, dtype=torch.float64)
     return torch.searchsorted(cdf_XV, (uniform_X * cdf_XV[..., -1])[..., None], right=True)[..., 0]

@@ -13,11 +13,7 @@ from torch import Tensor
 
 @dataclass(frozen=True, slots=True)
 class Sampling:
-    """How a next-token distribution is warped before a token is drawn from it.
-
-    Raises:
-        ValueError: a setting that cannot be; it is named.
-    """
+    """How a next-token distribution is warped before a token is drawn from it."""
 
     temperature: float = 0.0
     """Divides the logits; 0 puts all mass on the most likely token."""
@@ -40,13 +36,9 @@ class Sampling:
 
 
 def warp(logits_XV: Tensor, sampling: Sampling) -> Tensor:
-    """Probabilities after temperature, top-k and top-p, in that order.
+    """Probabilities after temperature, top-k and top-p, in that order: [..., V] float32, each row summing to 1.
 
-    Args:
-        logits_XV: [..., V] of any float type.
-
-    Returns:
-        [..., V] float32, each row summing to 1. "Lossless" always means: this distribution of the target.
+    "Lossless" always means: this distribution of the target.
     """
     if sampling.greedy:
         return torch.zeros_like(logits_XV, dtype=torch.float32).scatter_(-1, logits_XV.argmax(-1, keepdim=True), 1.0)

@@ -49,15 +49,13 @@ def method(
 ) -> CustomGenerate:
     """A method of decoding for transformers: `model.generate(**inputs, custom_generate=method(...))`.
 
-    The output has the form that `generate` gives it. If the method is lossless, it holds the same tokens at temperature
-    0 and follows the same distribution else. Parts that the method does not need are not looked at.
+    Parts that the method does not need are not looked at.
 
     Args:
         name: one of `methods.METHODS`.
         drafter: a model on the target's device, or a folder or hub id, which is loaded now and put there.
         more_drafters: drafters beside the first, for methods that take several.
-        heads: prediction heads on the target's device and in its dtype, or their folder or hub id. Those that use the
-            target's projection are given it at each call.
+        heads: prediction heads on the target's device and in its dtype, or their folder or hub id.
         table: bigram counts, or their folder or hub id.
         options: the method's own settings, such as `gamma=4`.
 
@@ -101,12 +99,10 @@ class CustomGenerate:
     def save_pretrained(self, folder: str | Path) -> None:
         """Write the method, its options and parts to a folder, whole or not at all; `from_pretrained` reads it.
 
-        The folder also holds what transformers runs itself where code from there is trusted:
-        `model.generate(**inputs, custom_generate=FOLDER, trust_remote_code=True)`.
+        transformers runs it itself where code is trusted: `generate(custom_generate=FOLDER, trust_remote_code=True)`.
 
         Raises:
             ValueError: the folder holds other files; heads that are not `PredictionHeads`; a drafter with adapters.
-            OSError: the disk is full or cannot be written.
         """
         save_method(self.stored(), Path(folder))
 

@@ -114,7 +114,7 @@ class LanguageModel(ABC):
 
 
 class SlotCache(Cache):
-    """Hands transformers' attention layers our cache: writes where the tree stands, returns views up to `end`."""
+    """Our cache for transformers' attention layers: writes where the tree stands, returns views up to `end`."""
 
     def __init__(self, cache: KVCache, start: int, end: int) -> None:
         super().__init__(layers=[])

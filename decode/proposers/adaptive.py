@@ -46,11 +46,7 @@ class Policy(ABC):
 
 
 class Confidence(Policy):
-    """Stop where the drafter's most likely token falls below a threshold (BiLD's fallback, `mjsd.txt`, table 5, τ₁).
-
-    Raises:
-        ValueError: a threshold outside [0, 1].
-    """
+    """Stop where the drafter's most likely token falls below a threshold (BiLD's fallback, `mjsd.txt`, table 5, τ₁)."""
 
     def __init__(self, threshold: float) -> None:
         if not 0 <= threshold <= 1:
@@ -67,9 +63,6 @@ class ExpectedGain(Policy):
     With predicted acceptances β₁, β₂ … a chain of γ tokens yields 1 + Σ β₁⋯βᵢ tokens in 1 + cγ target forwards (slides,
     "Choosing γ" and "Oracle Factor"): the next token pays while β₁⋯βᵢ₊₁ / c exceeds what the chain so far yields. β is
     the share accepted in this row before, by class of the drafter's confidence. `cost` is c.
-
-    Raises:
-        ValueError: a cost that is not above 0.
     """
 
     classes = 10
@@ -144,11 +137,7 @@ class Oracle(ExpectedGain):
 
 
 class AdaptiveChain(Proposer):
-    """A chain of at most `gamma` draft tokens that ends where the policy decides, row by row.
-
-    Raises:
-        ValueError: `gamma` below 1.
-    """
+    """A chain of at most `gamma` draft tokens that ends where the policy decides, row by row."""
 
     def __init__(self, model: LanguageModel, gamma: int, policy: Policy) -> None:
         if gamma < 1:

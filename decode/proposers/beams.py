@@ -35,9 +35,6 @@ class DraftBeam(_Beam):
 
     At temperature 0 a beam search over the drafter's unwarped probabilities. Otherwise each level samples its beams
     without replacement in proportion to the warped joint probability.
-
-    Raises:
-        ValueError: `gamma` or `beams` below 1.
     """
 
     def __init__(self, model: LanguageModel, gamma: int, beams: int) -> None:
@@ -64,9 +61,6 @@ class TargetBeam(_Beam):
 
     Multi-token joint greedy decoding (`mjsd.txt`, definition 3.1). A beam that has ended keeps its likelihood. It takes
     γ forwards of the target to propose, and one more that fills the cache: a reference for quality.
-
-    Raises:
-        ValueError: `gamma` below 0, or `beams` below 1.
     """
 
     def __init__(self, gamma: int, beams: int) -> None:
@@ -93,13 +87,9 @@ class TargetBeam(_Beam):
 def best_beam(
     state: DraftState, context: Context, gamma: int, beams: int, stops: bool = False
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """Grow `beams` sequences of `gamma` tokens and take the likeliest.
+    """Tokens, joint log-probabilities and nodes, [B, gamma + 1] each, of the likeliest of `beams` sequences.
 
-    Args:
-        stops: a beam whose last token is a stop token ends there: it repeats that token, and its score stays.
-
-    Returns:
-        Its tokens, joint log-probabilities and nodes, [B, gamma + 1] each, the root first.
+    `stops`: a beam whose last token is a stop token ends there: it repeats that token, and its score stays.
     """
     model, rows = state.model, len(context.lengths)
     stop_ids = torch.tensor(context.limits.stop_ids if stops else (), dtype=torch.int64, device=model.device)

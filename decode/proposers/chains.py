@@ -23,9 +23,6 @@ class DraftChains(Proposer):
     """`per_model` independent chains of `gamma` tokens from each model; shared prefixes are merged into one tree.
 
     At temperature 0 each model has one chain, its greedy one: independent draws would all be that.
-
-    Raises:
-        ValueError: `gamma` or `per_model` below 1.
     """
 
     def __init__(self, models: Sequence[LanguageModel], gamma: int, per_model: int, greedy: bool) -> None:

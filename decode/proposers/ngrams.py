@@ -81,9 +81,6 @@ class PromptLookup(Proposer):
 
     The longest match of `longest` down to 1 tokens counts, the latest of equals. What follows is read on beyond the
     end of the text as if it repeated itself from the match on. Rows without a match propose nothing.
-
-    Raises:
-        ValueError: `gamma` or `longest` below 1.
     """
 
     def __init__(self, gamma: int, longest: int) -> None:

@@ -1,8 +1,7 @@
 """Closed forms of the papers: what acceptance, rejections and speed are to be expected of two distributions.
 
-Pure functions over numpy arrays, in double precision; nothing is decoded. In formulas p is the target's and q the
-drafter's distribution, as in the multi-candidate paper (Yin's paper has the letters the other way round). `replay.py`
-predicts from recorded texts what these formulas say of single distributions, or of Markov chains.
+In double precision. In formulas p is the target's and q the drafter's distribution, as in the multi-candidate paper
+(Yin's paper has the letters the other way round).
 
 Shape letters: V vocabulary, T positions, X any leading shape. In tables [T, V, V] the last index is the next token, the
 one before it the last token.
@@ -90,11 +89,8 @@ def naive_acceptance(target_XV: Floats, draft_XV: Floats, candidates: int) -> Fl
 def expected_rejections(target_TVV: Floats, draft_TVV: Floats, start: int, weights_TVV: Floats | None = None) -> float:
     """E[N_rej] = Σₙ E TV(pₙ, qₙ) of T tokens of a Markov chain (Yin et al. 2024, theorem 1; `theory.md`, point 1).
 
-    The setting is free drafts of unbounded length: a step ends by a rejection or with the text.
-
-    Args:
-        start: the token that the text begins with.
-        weights_TVV: the chain that weighs the prefixes. The formula is right with the target's, which is the default.
+    Drafts are free and unbounded: a step ends by a rejection or with the text, which begins with `start`. The formula
+    is right where the target's chain weighs the prefixes, the default.
     """
     prefix_V = _one_hot(start, target_TVV.shape[-1])
     total = 0.0
@@ -172,9 +168,6 @@ def over_acceptance(target_V: Floats, draft_V: Floats, epsilon: float) -> OverAc
     """Rejections, smallest bias and outputs of over-acceptance (Yin et al. 2024, theorem 5; `theory.md`, points 4, 6).
 
     Loss*(b) = ½ Σ |p - bq| - ½ Σ (1 - b) q.
-
-    Raises:
-        ValueError: an `epsilon` outside [0, 1].
     """
     if not 0 <= epsilon <= 1:
         raise ValueError(f"epsilon must lie in [0, 1], got {epsilon}")

@@ -87,13 +87,9 @@ def random_chains(positions: int, states: int, share: float, seed: int) -> tuple
 
 
 def even_chains(states: int, alpha: float, seed: int) -> tuple[Tensor, Tensor]:
-    """Chains of one table each, float64 [1, V, V], whose drafts are accepted with probability `alpha` wherever they
-    stand: the closed forms of the slides take that for granted.
+    """Chains of one table each, float64 [1, V, V], whose drafts are accepted with probability `alpha` everywhere.
 
     The drafter is the target with 1 - α of something that the target never says: Σ min(p, q) = Σ αp = α.
-
-    Raises:
-        ValueError: less than four states, an `alpha` outside [0, 1].
     """
     if states < 4:
         raise ValueError(f"these chains need 4 states or more, got {states}")

@@ -23,11 +23,7 @@ Judges = Literal["probabilities", "unwarped"]
 class JointLikelihood(Verifier):
     """Keep the longest prefix of a chain whose joint likelihood passes: min(1, p(x1..j)/q(x1..j)) > threshold.
 
-    Source: `mjsd.txt`, section 3.2 and Algorithm 1. It aims at likely sequences, not at the target's distribution. A
-    prefix may pass although a shorter one failed.
-
-    Raises:
-        ValueError: a threshold outside [0, 1].
+    Source: `mjsd.txt`, section 3.2 and Algorithm 1. A prefix may pass although a shorter one failed.
     """
 
     lossless = False
@@ -57,9 +53,6 @@ class Rollback(Verifier):
     """Keep draft tokens up to the first one that the target finds too unlikely: -log p(x) > threshold.
 
     Source: BiLD's rollback policy (`mjsd.txt`, section 6 and table 5, τ₂).
-
-    Raises:
-        ValueError: a threshold below 0.
     """
 
     lossless = False
@@ -83,9 +76,6 @@ class OverAcceptance(ExactChain):
     `optimal` draws the token in place of a refused one from [p - b q]+, which gives the smallest bias that b allows;
     otherwise from p (Decoding-OPT and Decoding-UNO of `theory.md`, points 4 and 6). [p - b q]+ is [p - q]+: where b is
     1 they are the same, elsewhere both are 0.
-
-    Raises:
-        ValueError: `epsilon` outside [0, 1].
     """
 
     lossless = False
@@ -104,9 +94,6 @@ class TypicalAcceptance(Verifier):
 
     Of equally deep paths the likeliest; the token after it is drawn from the typical ones. Source: Medusa's typical
     acceptance, with its defaults ε = 0.09 and δ = 0.3.
-
-    Raises:
-        ValueError: `epsilon` outside (0, 1), or `delta` outside (0, 1].
     """
 
     lossless = False
