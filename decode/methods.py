@@ -123,17 +123,11 @@ def _batch_speculative(parts: Parts, sampling: Sampling, options: Options) -> Me
     return _matching(proposer, sampling, MultiCandidate(replacement=True))
 
 
-def _spectr(parts: Parts, sampling: Sampling, options: Options) -> Method:
+def _chains(parts: Parts, sampling: Sampling, options: Options, several: bool) -> Method:
     assert parts.drafter is not None
-    proposer = DraftChains([parts.drafter], options["gamma"], options["drafts"], sampling.greedy)
-    return _matching(proposer, sampling, KSequential())
-
-
-def _specinfer(parts: Parts, sampling: Sampling, options: Options) -> Method:
-    assert parts.drafter is not None
-    models = (parts.drafter, *parts.more_drafters)
+    models = (parts.drafter, *parts.more_drafters) if several else (parts.drafter,)
     proposer = DraftChains(models, options["gamma"], options["drafts"], sampling.greedy)
-    return _matching(proposer, sampling, SeveralDrafters())
+    return _matching(proposer, sampling, SeveralDrafters() if several else KSequential())
 
 
 def _bild(parts: Parts, sampling: Sampling, options: Options) -> Method:
@@ -217,8 +211,8 @@ METHODS: dict[str, _Spec] = {
     "multi-candidate": _Spec(_multi_candidate, ("drafter",), _TREE, _ATTENTION),
     "naive-multi-candidate": _Spec(partial(_multi_candidate, naive=True), ("drafter",), _TREE, _ATTENTION),
     "batch-speculative": _Spec(_batch_speculative, ("drafter",), {"gamma": 4, "drafts": 4}),
-    "spectr": _Spec(_spectr, ("drafter",), {"gamma": 4, "drafts": 4}),
-    "specinfer": _Spec(_specinfer, ("drafter",), {"gamma": 4, "drafts": 1}),
+    "spectr": _Spec(partial(_chains, several=False), ("drafter",), {"gamma": 4, "drafts": 4}),
+    "specinfer": _Spec(partial(_chains, several=True), ("drafter",), {"gamma": 4, "drafts": 1}),
     "bild": _Spec(_bild, ("drafter",), {"gamma": 10, "fallback": 0.9, "rollback": 2.0}),
     "mjsd": _Spec(_mjsd, ("drafter",), {"gamma": 4, "beams": 8, "threshold": 0.1}),
     "adaptive": _Spec(
