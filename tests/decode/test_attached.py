@@ -409,12 +409,11 @@ def artifact(folder: Path, kind: str, write: Callable[[Path], None]) -> Path:
 def test_a_method_is_loaded_from_the_hub(
     target: LlamaForCausalLM,
     drafter: LlamaForCausalLM,
-    load_script: Callable[[Path], ModuleType],
+    stand_in: ModuleType,
     tmp_path: Path,
     monkeypatch: pytest.MonkeyPatch,
     kind: str,
 ) -> None:
-    stand_in = load_script(Path(__file__).resolve().parents[1] / "checkpoints" / "hub_stand_in.py")
     folder = tmp_path / "mine"
     if kind == "exported":
         source = artifact(tmp_path / "table", "table", some_table().save)
