@@ -25,6 +25,9 @@ SOUND: dict[str, Any] = {
 }
 
 
+FAST: dict[str, Any] = {"tokens_per_step": 2.0, "speedup": 2.4, "speedup_interval": None}
+
+
 def test_an_interval_of_tokens_per_step_holds_the_truth_most_of_the_time() -> None:
     """Steps of a prompt keep 1 to 4 tokens, half of the prompts easy: the interval must not forget the prompts."""
     rng, held = np.random.default_rng(0), 0
@@ -41,9 +44,19 @@ def test_an_interval_of_tokens_per_step_holds_the_truth_most_of_the_time() -> No
     assert tokens_per_step_interval(tallies[:2]) is None
 
 
-def test_what_is_sound_passes() -> None:
-    assert impossible(SOUND) is None
-    assert impossible(SOUND | {"method": "autoregressive", "tokens_per_step": 1.0}) is None
+@pytest.mark.parametrize(
+    "change",
+    [
+        {},
+        {"method": "autoregressive", "tokens_per_step": 1.0},
+        {"by_category": {"math": FAST | {"speedup_interval": [2.1, 2.5]}}},  # one of many lies above by chance
+        # fewer than three prompts have no interval, and one busy moment is enough to be wrong about them
+        {"by_category": {"math": FAST}},
+        FAST,
+    ],
+)
+def test_what_is_sound_passes(change: dict[str, Any]) -> None:
+    assert impossible(SOUND | change) is None
 
 
 @pytest.mark.parametrize(
@@ -58,23 +71,8 @@ def test_what_is_sound_passes() -> None:
         ({"perplexity": 0.7}, "perplexity is 0.700, below 1"),
         ({"speedup_interval": (2.1, 2.5), "speedup": 2.3}, r"speedup is 2.30 \(at least 2.10\), above tokens_per_step"),
         ({"by_category": {"math": {"acceptance_rate": 1.1}}}, "category 'math': acceptance_rate is 1.100, outside"),
-        ({"by_category": {"math": {"seconds": -1.0}}}, "category 'math': seconds is -1, below 0"),
+        ({"by_category": {"math": FAST | {"speedup_interval": [2.3, 2.5]}}}, "category 'math': speedup is 2.40"),
     ],
 )
 def test_what_cannot_be_is_named(change: dict[str, Any], message: str) -> None:
     assert re.search(message, impossible(SOUND | change) or "possible")
-
-
-def test_a_category_is_given_more_room() -> None:
-    """One of many categories lies above by chance; by a tenth it does not."""
-    for low, refused in ((2.1, False), (2.3, True)):
-        part = {"tokens_per_step": 2.0, "speedup": 2.4, "speedup_interval": [low, 2.5]}
-        assert (impossible(SOUND | {"by_category": {"math": part}}) is not None) == refused
-
-
-def test_a_speed_without_an_interval_is_not_judged() -> None:
-    """Fewer than three prompts have none, and one busy moment of the machine is enough to be wrong about them."""
-    fast = {"tokens_per_step": 2.0, "speedup": 2.4, "speedup_interval": None}
-    assert impossible(SOUND | {"by_category": {"math": fast}}) is None
-    assert impossible(SOUND | fast) is None
-    assert "outside" in str(impossible(SOUND | fast | {"acceptance_rate": 1.2}))

@@ -72,26 +72,6 @@ def test_perplexity_of_nothing_the_impossible_and_no_number(make_llama: Callable
     assert perplexity_of([0.0], [3]) == 1.0
 
 
-def test_long_outputs_are_projected_in_pieces(
-    make_llama: Callable[..., LlamaForCausalLM], monkeypatch: pytest.MonkeyPatch
-) -> None:
-    target = wrap_model(make_llama(16))
-    seen: list[int] = []
-    logits = target.logits
-
-    def noted(hidden_XD: torch.Tensor) -> torch.Tensor:
-        seen.append(hidden_XD.shape[1])
-        return logits(hidden_XD)
-
-    monkeypatch.setattr(target, "logits", noted)
-    surprisal(target, [1, 2], [3] * 200 + [4] * 50)
-    assert sum(seen) == 250
-    monkeypatch.setattr("draftsmith.decode.evaluation.quality._POSITIONS_AT_ONCE", 64)
-    seen.clear()
-    surprisal(target, [1, 2], [3] * 200 + [4] * 50)
-    assert seen == [64, 64, 64, 58]
-
-
 @pytest.mark.parametrize(
     ("text", "references", "wanted"),
     [

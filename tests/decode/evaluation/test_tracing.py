@@ -96,23 +96,3 @@ def test_of_a_greedy_chain_the_refused_token_is_the_drafters_own(models: Any, ma
                 ids.append(step.next_id)
     assert refused > 0
     assert len(ids) == len(PROMPT) + 40
-
-
-def test_of_a_tree_all_children_of_the_last_node_are_refused(models: Any, make_heads: Any) -> None:
-    target, method = built(models, make_heads, "multi-candidate", {"k_config": "3x2"}, Sampling())
-    steps = trace(target, method, PROMPT, Limits(40), Sampling())
-    assert {len(step.rejected) for step in steps} <= {0, 2, 3}
-    assert any(step.rejected for step in steps)
-    assert any(any(step.refused_before) for step in steps)
-    for step in steps:
-        assert step.next_id not in step.rejected
-
-
-def test_a_stop_token_ends_the_trace(models: Any, make_heads: Any) -> None:
-    target, method = built(models, make_heads, "speculative", {"gamma": 4}, Sampling())
-    free = [token for step in trace(target, method, PROMPT, Limits(30), Sampling()) for token in step.accepted]
-    stop = free[len(free) // 2]
-    steps = trace(target, method, PROMPT, Limits(30, (stop,)), Sampling())
-    ids = [token for step in steps for token in (*step.accepted, step.next_id) if token is not None]
-    assert ids[-1] == stop
-    assert stop not in ids[:-1]

@@ -5,8 +5,6 @@ Shape letters: B batch, N tree nodes, T tokens, V vocabulary, X new tokens.
 
 from __future__ import annotations
 
-import dataclasses
-import json
 from collections.abc import Callable
 from typing import Any
 
@@ -218,18 +216,6 @@ def test_encoder_decoders_have_certificates_too(sampling: Sampling) -> None:
     assert certify(build(0), sampling=sampling, reference=build(1)).verdict == "not lossless"
 
 
-def test_a_certificate_is_plain_data(make_llama: MakeLlama) -> None:
-    target = wrap_model(make_llama(VOCAB), check=False)
-    told: list[tuple[int, int]] = []
-    certificate = certify(target, sampling=PLAIN, progress=lambda done, of: told.append((done, of)))
-    again = json.loads(json.dumps(certificate.as_dict(), allow_nan=False))
-    assert again["rounding"]["near_tie"] == certificate.rounding.near_tie
-    assert again["verdict"] == "lossless"
-    assert told[-1] == (1500, 1500)
-    same = certify(target, sampling=PLAIN)
-    assert dataclasses.replace(same, seconds=0) == dataclasses.replace(certificate, seconds=0)
-
-
 def test_the_batch_changes_nothing(make_llama: MakeLlama) -> None:
     """The same rows are drawn, one by one or together, and the same number of tokens is looked at."""
     target, drafter = (wrap_model(make_llama(VOCAB, seed=seed, sharpness=1.5), check=False) for seed in (0, 1))
@@ -241,10 +227,3 @@ def test_the_batch_changes_nothing(make_llama: MakeLlama) -> None:
         assert certificate.power["tokens"] == 500
         found.append([test["statistic"] for test in certificate.tests] + [certificate.bias["estimate"]])
     assert found[0] == pytest.approx(found[1], abs=1e-4)
-
-
-def test_without_prompts_there_is_no_certificate(make_llama: MakeLlama) -> None:
-    with pytest.raises(ValueError, match="prompt"):
-        certify_method(
-            wrap_model(make_llama(VOCAB), check=False), Parts(), Entry("a", "autoregressive"), [], LIMITS, Plan()
-        )

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable
 from typing import Any
 
 import numpy as np
@@ -311,11 +310,3 @@ def test_every_token_has_one_class_whatever_the_text(pieces: list[str]) -> None:
     assert set(found) <= set(CLASSES)
     for piece, name in zip(pieces, found, strict=True):
         assert (name == "whitespace") == (piece != "" and not piece.strip() and piece.isascii())
-
-
-def test_the_callers_types_are_kept(make_llama: Callable[..., LlamaForCausalLM], make_heads: Any) -> None:
-    target = wrap_model(make_llama(VOCAB).to(torch.bfloat16))
-    precise = HeadsSource(make_heads(2, 32, VOCAB), torch.float32)
-    scores = score(target, precise, PASSAGES, Sampling(1.0))
-    assert scores.overlap_KT.dtype == np.float32
-    assert np.isfinite(scores.overlap_KT).all()

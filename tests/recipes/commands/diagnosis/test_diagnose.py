@@ -329,12 +329,6 @@ def test_a_class_of_tokens_that_is_never_drafted_costs_most(workshop: Workshop, 
     assert {"prompt", "before", "drafted", "written", "target_written"} <= set(example)
 
 
-def test_one_token_is_no_reason_to_fail(workshop: Workshop, tmp_path: Path, capsys: Any) -> None:
-    drafter = workshop.drafter(noisy(workshop.model), tmp_path / "drafter")
-    part = diagnosed(workshop.recipe(drafter=str(drafter), max_new_tokens=1, limit=1), capsys)
-    assert causes(part) == []
-
-
 def test_the_command_needs_no_recipe_and_no_manifest(corpus: Path, tmp_path: Path, cli: Any) -> None:
     shop = Workshop(tmp_path, corpus)
     noisy(shop.model).save_pretrained(tmp_path / "plain")

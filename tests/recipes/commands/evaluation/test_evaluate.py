@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import io
 import json
 import subprocess
 from collections.abc import Callable
@@ -21,16 +20,11 @@ from draftsmith.decode.methods import METHODS, needs_of
 from draftsmith.recipes.commands.evaluation import evaluate
 from draftsmith.recipes.commands.evaluation.evaluate import run_evaluate
 from draftsmith.recipes.commands.evaluation.recipe import evaluate_recipe, evaluation_or_paper
-from draftsmith.recipes.report.tables import categories_table, results_table
 from draftsmith.recipes.schema.evaluation import EvaluateRecipe
 from draftsmith.recipes.schema.loading import load_recipe
 from draftsmith.recipes.schema.results import load_results
-from draftsmith.recipes.session.terminal import bar
-from rich.console import Console
-from transformers import LlamaConfig, LlamaForCausalLM
+from transformers import LlamaForCausalLM
 
-SIZES = {"vocab_size": 320, "hidden_size": 16, "intermediate_size": 32, "num_hidden_layers": 2}
-ATTENTION = {"num_attention_heads": 2, "num_key_value_heads": 2, "max_position_embeddings": 256}
 ROWS = [{"method": "autoregressive"}, {"method": "medusa", "options": {"tree": "2x1"}}, {"method": "bpd"}]
 FORMS: dict[str, dict[str, Any]] = {
     "own": {},
@@ -41,17 +35,9 @@ FORMS: dict[str, dict[str, Any]] = {
 
 
 @pytest.fixture
-def target(corpus: Path, tmp_path: Path) -> LlamaForCausalLM:
+def target(tmp_path: Path, save_llama: Callable[..., LlamaForCausalLM]) -> LlamaForCausalLM:
     """A random model that is also at tmp_path/target, with the corpus's tokenizer."""
-    torch.manual_seed(0)
-    model = LlamaForCausalLM(LlamaConfig(**SIZES, **ATTENTION)).eval()
-    with torch.no_grad():
-        for parameter in model.parameters():
-            if parameter.dim() == 2:
-                parameter.normal_(0.0, 0.25)
-    model.save_pretrained(tmp_path / "target")
-    load_tokenizer(str(corpus / "tokenizer")).save_pretrained(tmp_path / "target")
-    return model
+    return save_llama(tmp_path / "target")
 
 
 def recipe(heads: PredictionHeads, corpus: Path, folder: Path) -> EvaluateRecipe:
@@ -110,15 +96,9 @@ def test_heads_of_another_size_are_refused(target: LlamaForCausalLM, corpus: Pat
 
 
 @pytest.fixture
-def artifacts(target: LlamaForCausalLM, corpus: Path, tmp_path: Path) -> Path:
+def artifacts(evaluation: dict[str, Any], corpus: Path, tmp_path: Path) -> Path:
     """A folder with target, drafter, heads and table."""
-    del target
-    torch.manual_seed(1)
-    LlamaForCausalLM(LlamaConfig(**(SIZES | ATTENTION | {"num_hidden_layers": 1}))).save_pretrained(
-        tmp_path / "drafter"
-    )
     tokenizer = load_tokenizer(str(corpus / "tokenizer"))
-    tokenizer.save_pretrained(tmp_path / "drafter")
     about: dict[str, Any] = {"vocab_size": 320, "tokenizer_fingerprint": tokenizer_fingerprint(tokenizer)}
     about |= {name: {} for name in ("target", "shapes", "recipe", "data", "training")}
     heads = PredictionHeads.from_lm_head(torch.randn(320, 16), 3, 1)
@@ -211,23 +191,18 @@ def test_prompts_are_reproducible_and_those_passed_over_are_named(corpus: Path, 
     [((80, 256), "autoregressive", 73), ((80, 256), "speculative", 70), ((256, 70), "speculative", 60)],
 )
 def test_prompts_without_room_for_an_answer_are_named_before_anything_is_decoded(
-    corpus: Path, tmp_path: Path, positions: tuple[int, int], method: str, most: int
+    evaluation: dict[str, Any], tmp_path: Path, save_llama: Any, positions: tuple[int, int], method: str, most: int
 ) -> None:
     """Of a target and of a drafter with few positions; with what the message says it runs, whatever another drafter has
     that no row asks for."""
-    tokenizer = load_tokenizer(str(corpus / "tokenizer"))
     for name, count in zip(("target", "drafter", "other"), (*positions, 16), strict=True):
-        LlamaForCausalLM(LlamaConfig(**SIZES, **(ATTENTION | {"max_position_embeddings": count}))).save_pretrained(
-            tmp_path / name
-        )
-        tokenizer.save_pretrained(tmp_path / name)
-    rows = json.loads((corpus / "rows.json").read_text())[:3]
+        save_llama(tmp_path / name, positions=count)
+    rows = json.loads(Path(evaluation["prompts"]).read_text())[:3]
     rows[2]["conversations"][0]["value"] = "the tree " * 60
     (tmp_path / "rows.json").write_text(json.dumps(rows))
     methods: list[dict[str, Any]] = [{"method": "autoregressive"}]
     methods += [{"method": "speculative", "options": {"gamma": 3}}] if method == "speculative" else []
-    values = {"kind": "evaluate", "out": str(tmp_path / "results.json"), "target": str(tmp_path / "target")}
-    values |= {"drafter": str(tmp_path / "drafter"), "prompts": str(tmp_path / "rows.json"), "template": "chatml"}
+    values = evaluation | {"prompts": str(tmp_path / "rows.json")}
     values |= {"max_new_tokens": 8, "max_prompt_tokens": 512, "energy": "off", "compare_with_transformers": False}
     values |= {"more_drafters": [str(tmp_path / "other")]}
     asked = EvaluateRecipe.model_validate(values | {"methods": methods, "device": "cpu"})
@@ -238,39 +213,3 @@ def test_prompts_without_room_for_an_answer_are_named_before_anything_is_decoded
     assert not list(tmp_path.glob("*.runs*"))
     results = run_evaluate(asked.model_copy(update={"max_prompt_tokens": most}))
     assert results["passed_over"] == {"counts": {"too long": 1}, "too_long": ["row2"]}
-
-
-@pytest.mark.parametrize("width", [100, 140])
-def test_the_table_fits_into_a_terminal(width: int) -> None:
-    part = {"tokens_per_step": 1.5, "acceptance_rate": 0.52, "tokens_per_second": 12345.6, "speedup": 1.25}
-    part |= {"speedup_interval": [1.12, 1.34], "perplexity": 1234.5, "rouge_l": 0.21, "prompts": 80}
-    row = part | {
-        "bound": 10.51,
-        "efficiency": 0.93,
-        "identical_to_greedy": [480, 480],
-        "by_category": {"[math]": part},
-    }
-    rows = [row | {"label": name, "lossless": name != "mjsd"} for name in ("naive-multi-candidate T=1", "mjsd", "[a]")]
-    console = Console(width=width, record=True, file=io.StringIO())
-    console.print(results_table("title", rows), categories_table(rows))
-    text = console.export_text()
-    lines = [line.rstrip() for line in text.splitlines()]
-    assert max(map(len, lines)) <= width
-    assert "…" not in text
-    for name, end in (("naive-multi-candidate T=1", "yes 480/480"), ("mjsd", "no"), ("[a]", "yes 480/480")):
-        (line,) = (line for line in lines if line.startswith(name) and line.endswith(end))
-        assert all(shown in line for shown in ("1.50", "0.52", "12,346", "1.25", "1.12–1.34", "10.51", "0.93", "1,234"))
-    assert text.count("[math]") == 3
-
-
-def test_progress_says_what_is_next_and_counts_from_where_it_began(
-    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
-) -> None:
-    now = [0.0]
-    monkeypatch.setattr("draftsmith.recipes.session.terminal.time.monotonic", lambda: now[0])
-    with bar("evaluating", "runs") as advance:
-        now[0] = 5.0
-        advance(90, 100, "beam")  # of an earlier process
-        now[0] = 25.0
-        advance(92, 100, "mjsd")
-    assert capsys.readouterr().err.splitlines() == ["evaluating: 92 of 100 runs, 80 s left; next: mjsd"]

@@ -2,13 +2,11 @@
 
 from __future__ import annotations
 
-import io
 from html.parser import HTMLParser
 from pathlib import Path
 from typing import Any
 
 import pytest
-import torch
 import yaml
 from draftsmith.data.prompts import load_prompts
 from draftsmith.data.tokenizers import load_tokenizer, train_bpe
@@ -24,7 +22,6 @@ from draftsmith.recipes.report.trace import (
     describe_steps,
     kept_text,
     load_trace,
-    show_trace,
     step_line,
     trace_section,
     visible,
@@ -33,9 +30,8 @@ from draftsmith.recipes.report.trace import (
 from draftsmith.recipes.schema.evaluation import EvaluateRecipe
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from rich.console import Console
 from tokenizers import Tokenizer, decoders, models
-from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedTokenizerFast
+from transformers import PreTrainedTokenizerFast
 
 
 def byte_level() -> Any:
@@ -90,14 +86,6 @@ def test_a_character_of_several_tokens_is_shown_whole(text: str) -> None:
         assert texts.rest() == ""
     if "\ufffd" not in text:
         assert all("\ufffd" not in piece for piece in pieces)
-
-
-def test_a_replacement_character_of_the_texts_own_is_kept() -> None:
-    """It looks like half a character until the text goes on or ends."""
-    tokenizer = TOKENIZERS["byte-level"]
-    ids = tokenizer.encode("a\ufffd", add_special_tokens=False)
-    steps = [TracedStep(tuple(ids[:-1]), (0,) * (len(ids) - 1), (), ids[-1], len(ids) - 1)]
-    assert kept_text(describe_steps(steps, tokenizer, [])) == "a\ufffd"
 
 
 def test_a_token_that_is_not_kept_leaves_no_trace() -> None:
@@ -171,15 +159,6 @@ def test_the_page_holds_texts_and_no_markup_of_theirs() -> None:
     assert tags.texts.count("+2") == 2
 
 
-def test_without_colour_there_are_marks_and_with_it_styles() -> None:
-    plain, styled = io.StringIO(), io.StringIO()
-    show_trace(traced(), Console(file=plain, width=100))
-    show_trace(traced(), Console(file=styled, width=100, force_terminal=True, color_system="standard"))
-    assert "[-x-]+2{+x+}" in plain.getvalue()
-    assert "[-x-]" not in styled.getvalue()
-    assert "\x1b[9;31mx" in styled.getvalue()  # red and struck through
-
-
 def test_a_trace_is_read_back_and_a_damaged_one_refused(tmp_path: Path) -> None:
     path = tmp_path / "trace.json"
     write_trace(path, traced("東京\n"))
@@ -189,36 +168,21 @@ def test_a_trace_is_read_back_and_a_damaged_one_refused(tmp_path: Path) -> None:
     with pytest.raises(ValueError, match=r"trace\.json:\d+"):
         load_trace(path)
     other = traced()
-    del other["prompts"][0]["runs"][0]["label"]
-    write_trace(path, other)
-    with pytest.raises(ValueError, match="label"):
-        load_trace(path)
-    other = traced()
     other["prompts"][0]["runs"][0]["steps"][0]["tokens"][0]["kind"] = '"><script>'
     write_trace(path, other)
-    with pytest.raises(ValueError, match="schema 1"):
-        load_trace(path)
-    write_trace(path, {"schema": 2, "kind": "trace", "prompts": []})
     with pytest.raises(ValueError, match="schema 1"):
         load_trace(path)
 
 
 @pytest.fixture
-def recipe(corpus: Path, tmp_path: Path) -> dict[str, Any]:
-    """An evaluation of random models of two sizes, as a mapping."""
-    sizes = {"vocab_size": 320, "hidden_size": 16, "intermediate_size": 32, "num_attention_heads": 2}
-    for place, (name, layers) in enumerate((("target", 2), ("drafter", 1))):
-        torch.manual_seed(place)
-        model = LlamaForCausalLM(LlamaConfig(**sizes, num_hidden_layers=layers, num_key_value_heads=2)).eval()
-        model.save_pretrained(tmp_path / name)
-        load_tokenizer(str(corpus / "tokenizer")).save_pretrained(tmp_path / name)
-    made = {"out": "runs/results.json", "target": "target", "drafter": "drafter", "prompts": str(corpus / "rows.json")}
-    made |= {"kind": "evaluate", "template": "chatml", "max_new_tokens": 20, "device": "cpu", "seed": 4}
+def recipe(evaluation: dict[str, Any], tmp_path: Path) -> dict[str, Any]:
+    """Two chains and a tree."""
     methods: list[dict[str, Any]] = [{"method": "autoregressive"}, {"method": "speculative", "options": {"gamma": 2}}]
     methods.append({"method": "autoregressive", "temperature": 1.0})
     methods.append({"method": "multi-candidate", "temperature": 1.0, "label": "tree", "options": {"k_config": "3x2"}})
-    (tmp_path / "recipe.yaml").write_text(yaml.safe_dump(made | {"methods": methods}))
-    return made | {"methods": methods}
+    made = evaluation | {"out": "runs/results.json", "max_new_tokens": 20, "seed": 4, "methods": methods}
+    (tmp_path / "recipe.yaml").write_text(yaml.safe_dump(made))
+    return made
 
 
 def test_the_command_shows_and_keeps_what_was_decoded(recipe: dict[str, Any], tmp_path: Path, cli: Any) -> None:

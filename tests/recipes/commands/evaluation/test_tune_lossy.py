@@ -155,18 +155,3 @@ def test_lossy_methods_are_decoded_confirmed_and_drawn(
     lossy = [row for row in chosen.methods if row.method != "autoregressive"][1:]
     assert [row.options for row in lossy] == [row["options"] for row in results["confirmed"] if not row["lossless"]]
     assert json.loads((folder / "tune.json").read_text())["schema"] == 2
-
-
-def test_without_a_lossless_method_none_is_the_best(recipe: EvaluateRecipe, capsys: pytest.CaptureFixture[str]) -> None:
-    only = recipe.model_copy(update={"methods": [recipe.methods[0], recipe.methods[3]], "limit": 2})
-    results = run_tune(only, SMALL)
-    assert results["best"] is None
-    assert "no lossless method was tuned" in capsys.readouterr().out
-
-
-def test_a_page_of_lossless_methods_has_no_frontier(recipe: EvaluateRecipe) -> None:
-    only = recipe.model_copy(update={"methods": recipe.methods[:2], "limit": 2, "temperature": 0.0})
-    run_tune(only, SMALL)
-    page = (Path(recipe.out).with_suffix(".tune") / "tune.html").read_text()
-    assert "1. speculative" in page
-    assert 'class="frontier"' not in page
