@@ -1,4 +1,4 @@
-"""Intervals by bootstrap: whole prompts are drawn anew, for the tokens of one text depend on one another.
+"""Intervals by bootstrap over whole prompts.
 
 Shape letters: P prompts, G groups, R resamples.
 """

@@ -1,24 +1,17 @@
 """Joules: the energy counters of devices, and the rules by which they are read.
 
-Counted is the whole of a device, whoever uses it: a GPU's board with its memory, a processor's packages with the memory
-behind them where the machine counts that too. No counter knows processes, so that other work on a device is counted as
-well; fans, disks and power supplies never are.
+Counted is the whole of a device, whoever uses it: a GPU's board with its memory, or a processor's packages and the
+memory behind them where the machine counts that too; never fans, disks and power supplies.
 
-The rules are the three of "Part-time Power Measurements: nvidia-smi's Lack of Attention" (Yang, Adámek and Armour,
-arXiv 2312.02741, and SC24 under another title), which `mjsd.txt` follows in appendix B. Power sensors of GPUs show a
-mean over a window, and a new one only every period; the A100's and H100's look at 25 ms of every 100 ms, and what a GPU
-does in between goes unseen.
+The rules are the three of Yang, Adámek and Armour (arXiv 2312.02741), which `mjsd.txt` follows in appendix B. Sensors
+of GPUs show a mean over a window, a new one every period; the A100's and H100's look at 25 ms of every 100 ms.
 
-1. Long. The work is repeated, there 32 times or for 5 s; here for at least `Timing.seconds`, many periods of the
-   counter. Where the sensor does not look all the time, eight pauses of its window's length are spread over them, so
-   that it sees every part of the work. Their energy at idle power is taken off: of a device whose power falls slowly,
-   joules are therefore too high, by 4 % at most.
-2. Several times. Four trials, each begun after a wait of random length; given are their mean and its standard error.
-3. Without transients. The power of a GPU, and means over its past, take up to a second to rise: what runs meanwhile is
-   discarded. A counter lags behind the work by up to a period: a window begins and ends at readings at which it has
-   just changed, so that both ends lag alike.
-
-Idle power is measured before, and joules are given with it, which is what was drawn, and above it.
+1. Long: at least `Timing.seconds`, many periods. Where the sensor does not look all the time, eight pauses of its
+   window's length shift the work against it; their energy at idle power is taken off: joules are too high by 4 % at
+   most.
+2. Several times: four trials, each after a wait of random length; given are their mean and its standard error.
+3. Without transients: what runs while the power rises is discarded. A window begins and ends at readings at which the
+   counter has just changed, so that both ends lag alike.
 
 Shape letters: B batch, T positions.
 """
@@ -53,7 +46,7 @@ Progress = Callable[[int, int, str], None]
 
 
 class CounterError(Exception):
-    """A counter that was there has failed: it cannot be read any more, or stands still, or runs backward."""
+    """A counter that was there cannot be read any more, stands still, or runs backward."""
 
 
 class Counter(Protocol):
@@ -126,9 +119,8 @@ class EnergyMeter:
     """One or more counters, added up, and read by the rules above.
 
     Args:
-        source: see `Energy`.
-        covers: what is counted, for people.
-        closing: lets go of the counters.
+        source, covers: see `Energy`; what is counted, for people.
+        closing: closes the counters.
         clock, sleep: of the time that the counters live in.
     """
 
@@ -148,15 +140,11 @@ class EnergyMeter:
         self._silence = max(_SILENCE, 20 * timing.period)
 
     def joules(self) -> float:
-        """Of all devices since some moment. Raises CounterError where one cannot be read."""
+        """Of all devices since some moment. Raises CounterError."""
         return sum(counter.joules() for counter in self.counters)
 
     def idle_watts(self) -> float:
-        """Power while this process does nothing, after a wait in which what ran before fades.
-
-        Raises:
-            CounterError: the counter failed.
-        """
+        """Power while this process does nothing, after what ran before has faded. Raises CounterError."""
         self._sleep(self.timing.discard)
         begin, first = self._next_change()
         self._sleep(max(_IDLE_SECONDS, 10 * self.timing.period))
@@ -171,16 +159,12 @@ class EnergyMeter:
         seed: int = 0,
         progress: Callable[[int, int], None] | None = None,
     ) -> Energy:
-        """Joules of a unit of work, by the three rules.
+        """Joules of a unit of work, by the three rules. Raises CounterError.
 
         Args:
-            work: does some and says how many units; it has waited for the devices when it returns.
-            idle_watts: see `idle_watts`.
+            work: does some and returns how many units; it has waited for the devices when it returns.
             seed: of the random waits before the trials.
             progress: gets how many trials are done, of how many.
-
-        Raises:
-            CounterError: the counter failed.
         """
         rng, spans = random.Random(seed), []
         for trial in range(self.timing.trials):
@@ -261,16 +245,12 @@ class EnergyMeter:
 
 
 class RaplZone:
-    """A zone of Linux's power capping interface, which Intel's processors and AMD's have: a package, or its memory.
+    """A zone of Linux's power capping interface: a processor's package, or its memory.
 
     `energy_uj` begins again at 0 after `max_energy_range_uj`, every few minutes to hours: it must be read more often.
 
-    Args:
-        folder: of the zone.
-
     Raises:
-        OSError: a file that is not there or may not be read.
-        ValueError: one that holds no number.
+        OSError, ValueError: a file that may not be read, or holds no number.
     """
 
     def __init__(self, folder: Path) -> None:
@@ -309,8 +289,7 @@ class NvmlEnergy:
 
 
 def cuda_uuid(device: torch.device) -> str:
-    """The name by which NVML knows a device of torch's: it counts GPUs in an order of its own, and those that
-    CUDA_VISIBLE_DEVICES hides too."""
+    """NVML's name of a device: it counts GPUs in an order of its own, hidden ones too."""
     return f"GPU-{torch.cuda.get_device_properties(device).uuid}"
 
 
@@ -321,12 +300,9 @@ def open_meter(
     uuid_of: Callable[[torch.device], str] = cuda_uuid,
     powercap: Path | None = None,
 ) -> tuple[EnergyMeter | None, str]:
-    """What counts the energy of these devices.
-
-    GPUs are counted where there are any, without the processor that feeds them; else the processor is.
+    """What counts the energy of these devices: GPUs without their processor where there are any, else the processor.
 
     Args:
-        devices: where the work is done.
         nvml: the module `pynvml`; by default the installed one, if there is one.
         uuid_of: names a GPU for it.
         powercap: where Linux shows its power zones; by default `POWERCAP`.
@@ -387,9 +363,9 @@ def _open_nvml(uuids: Sequence[str], nvml: Any) -> tuple[EnergyMeter | None, str
 
 
 def batch_forward(model: LanguageModel, batch: int, context: int, seed: int = 0) -> Callable[[], Tensor]:
-    """A forward of one new token for each of `batch` inputs with `context` tokens behind them, ready to be run.
+    """A forward of one new token for each of `batch` inputs with `context` random tokens behind them, ready to be run.
 
-    The tokens are random and were really read: the energy of a product depends on the numbers in it.
+    The tokens were really read: the energy of a product depends on the numbers in it.
     """
     generator = torch.Generator().manual_seed(seed)
     tokens_BT = torch.randint(model.vocab_size, (batch, context + 1), generator=generator).to(model.device)
@@ -406,8 +382,8 @@ def batch_forward(model: LanguageModel, batch: int, context: int, seed: int = 0)
 def time_forwards(
     model: LanguageModel, calls: dict[int, Callable[[], Tensor]], runs: int, progress: Progress
 ) -> dict[int, list[list[float]]]:
-    """Seconds of `runs` forwards by batch size and by round; in each round all sizes have a turn, so that drift touches
-    all alike."""
+    """Seconds of `runs` forwards by batch size and by round; all sizes have a turn in each round, so that drift is
+    shared."""
     rounds = min(_ROUNDS, runs)
     seconds: dict[int, list[list[float]]] = {batch: [] for batch in calls}
     done = 0

@@ -1,9 +1,8 @@
 """FLOPs of forwards by their shapes: of a model, of prediction heads, of a whole step of a method.
 
-A multiplication and an addition are two FLOPs, as in torch's counter and in the papers. Counted are matrix products,
-which are all but a few thousandths of a forward: those with weights, and in attention each new token's with the keys
-and the values of every slot, whether a mask hides it or not, as kernels with a mask of numbers compute them. Norms,
-activations and rotations are left out, and so are slots that a CUDA graph reads beyond the last token.
+A multiplication and an addition are two FLOPs, as in torch's counter. Counted are matrix products: those with weights,
+and in attention each new token's with the keys and values of every slot, masked or not. Norms, activations and
+rotations are left out, and so are slots that a CUDA graph reads beyond the last token.
 
 Letters: M new tokens, S slots that they attend to, D hidden, H heads, E head width, V vocabulary.
 """
@@ -96,16 +95,15 @@ FAMILIES: dict[str, Callable[[Any], _Sizes]] = dict.fromkeys(_GATED, _with_gate)
 def forward_flops(
     config: Any, new_tokens: float, context_tokens: float, *, rows: int = 1, source_tokens: float = 0
 ) -> dict[str, float]:
-    """FLOPs of a decoder's forward of some new tokens on top of cached ones, every new token projected to the
-    vocabulary.
+    """FLOPs of a decoder's forward of new tokens on top of cached ones, each projected to the vocabulary.
 
     Args:
         config: a transformers configuration of one of `FAMILIES`.
         new_tokens: M of a row; a mean over steps may be given.
         context_tokens: cached tokens of a row, so that S is M more.
         rows: of the batch.
-        source_tokens: of an encoder-decoder, what each new token attends to in the source. The encoder's own forward is
-            not counted: it belongs to the reading of a prompt.
+        source_tokens: of an encoder-decoder, what each new token attends to in the source; the encoder's forward is not
+            counted.
 
     Returns:
         By part (see `PARTS`), and their `total`.
@@ -144,11 +142,7 @@ def forward_flops(
 
 
 def heads_flops(heads: PredictionHeads, rows: float = 1) -> dict[str, float]:
-    """FLOPs of prediction heads on `rows` hidden states: of their residual blocks, their projections, and both.
-
-    Raises:
-        ValueError: heads that reuse the target's projection and were not given it.
-    """
+    """FLOPs of prediction heads on `rows` hidden states: of their residual blocks, their projections, and both."""
     width, blocks = heads.hidden_size, heads.num_heads * heads.num_layers * heads.hidden_size**2
     each = heads.rank * (width + heads.vocab_size) if heads.projection_kind == "low-rank" else width * heads.vocab_size
     found = {"blocks": 2 * rows * blocks, "projection": 2 * rows * heads.num_heads * each}
@@ -181,8 +175,7 @@ class StepFlops(NamedTuple):
 
 
 def step_flops(target: LanguageModel, method: Method, nodes: float, context: int) -> StepFlops | None:
-    """FLOPs of a step: the target's forward of its nodes, and every forward of the proposal, each at its width and on
-    top of what the proposal ran before it.
+    """FLOPs of a step: the target's forward of its nodes, and every forward of the proposal at its width.
 
     Args:
         nodes: that the target scores, on average.

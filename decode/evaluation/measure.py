@@ -62,10 +62,8 @@ class RunKey(NamedTuple):
 
 @dataclass
 class Run:
-    """What one entry did: by prompt, the tokens of its first run, its counts, and the seconds of every run.
-
-    `reading` are those of them that passed before the first step, while prompts were read.
-    """
+    """What one entry did: by prompt, the tokens of its first run, its counts, and of every run the seconds, and those
+    that passed before the first step, while the prompt was read."""
 
     ids: list[list[int]]
     tallies: list[Tally]
@@ -145,16 +143,16 @@ def measure(
     on_run: Callable[[RunKey, Decoded], None] | None = None,
     progress: Callable[[int, int, str], None] | None = None,
 ) -> dict[str, Run]:
-    """Decode every prompt with every entry, `repeats` times, one after another prompt by prompt.
+    """Decode every prompt with every entry, `repeats` times, in an order that changes from prompt to prompt (see
+    `turn`).
 
-    In which order changes from prompt to prompt, so that each entry follows every other equally often (see `turn`). The
-    numbers that a prompt's tokens are drawn with depend on `seed` and its index alone: each repeat writes the same.
+    A prompt's tokens are drawn by `seed` and its index alone: each repeat writes the same.
 
     Args:
         reference: a transformers model; it is run greedily as one more row where an entry is greedy.
-        finished: runs of an earlier evaluation that was interrupted; they are not done again.
+        finished: runs of an interrupted evaluation; they are not done again.
         on_run: gets every run that was done.
-        progress: gets how many runs are done, of how many, and the label of the one that is next.
+        progress: gets how many runs are done, of how many, and the label of the next.
 
     Returns:
         Runs by label.
@@ -247,9 +245,7 @@ def energy_of(
     seed: int = 0,
     progress: Callable[[int, int], None] | None = None,
 ) -> Energy:
-    """Joules a token of an entry: the first prompts decoded over and over, as `EnergyMeter.measure` asks.
-
-    The reading of the prompts is part of it. A window holds whole rounds of them, so that every entry decodes the same.
+    """Joules a token of an entry: the first prompts decoded over and over, their reading included, in whole rounds.
 
     Raises:
         CounterError: the counter failed.
@@ -323,10 +319,9 @@ class Costs:
 
 
 class RawCosts:
-    """Times the forwards that a step of a method needs, and nothing else.
+    """Times the forwards of a step of a method and nothing else, in turn with one-token forwards of the target.
 
-    A few one-token forwards and a few steps alternate, so that drift touches both alike. The forwards of a step follow
-    one another as they do in decoding: what one leaves in the caches of the machine is what the next finds.
+    The forwards of a step follow one another as in decoding: what one leaves in the machine's caches the next finds.
 
     Args:
         nodes: how many nodes the target scores a step.

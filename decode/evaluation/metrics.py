@@ -98,13 +98,11 @@ def total(tallies: Iterable[Tally]) -> Tally:
 def speedup_interval(
     tokens: Sequence[int], seconds: Sequence[float], base_tokens: Sequence[int], base_seconds: Sequence[float]
 ) -> tuple[float, Interval | None]:
-    """Throughput over the baseline's throughput on the same prompts, with a 95 % bootstrap interval over prompts.
+    """Throughput over the baseline's on the same prompts, and its 95 % bootstrap interval over prompts (None for fewer
+    than 3).
 
     Args:
         tokens, seconds: of the method, by prompt. base_tokens, base_seconds: of autoregressive decoding.
-
-    Returns:
-        The ratio and its interval; None for the interval where there are fewer than 3 prompts.
     """
 
     def ratio(*samples: np.ndarray, axis: int = -1) -> np.ndarray:
@@ -137,12 +135,10 @@ def _with_interval(
 
 
 def impossible(entry: Mapping[str, Any]) -> str | None:
-    """Why a measured entry cannot be true, or None. Such an entry is an error of the report, not a row of it.
+    """Why a measured entry cannot be true, or None: such an entry is an error of the report, not a row of it.
 
-    A number that is negative or not finite, wherever it stands; a share above 1; a perplexity below 1; a speedup above
-    `tokens_per_step`. The last only if the whole interval lies above, so never of fewer than three prompts, which have
-    none: a busy moment slows one by any factor. There are many categories: one is refused only if its interval lies
-    above by a tenth.
+    A number that is negative or not finite; a share above 1; a perplexity below 1; a speedup whose whole interval lies
+    above `tokens_per_step`, by a tenth for a category: there are many.
     """
     if reason := _out_of_range(entry) or _too_fast(entry, 1.0):
         return reason
@@ -167,7 +163,7 @@ def _out_of_range(entry: Mapping[str, Any]) -> str | None:
 
 
 def _numbers(value: Any, key: str = "") -> Iterator[tuple[str, float]]:
-    """Every number of an entry with its path, but for the settings of the method and what is checked by itself."""
+    """Every number of an entry with its path, but for the method's settings and the categories."""
     if isinstance(value, Mapping):
         for name, inner in value.items():
             if name not in ("options", "by_category"):

@@ -31,11 +31,10 @@ class FirstStep:
 
 
 class StepProfile:
-    """Collects the seconds of each phase of each step; give it to `engine.generate` as `profile`.
+    """Seconds of each phase of each step; give it to `engine.generate` as `profile`.
 
-    On CUDA the phases up to the verdict are timed with events on the device, so that nothing waits for a clock; the
-    commit ends in the step's one synchronisation and holds what the device still had to do then. `host` is the time
-    between two steps, in which the caller works, and, on CUDA, the part of a step in which the device was idle.
+    On CUDA the phases up to the verdict are timed with events; the commit ends in the step's one synchronisation.
+    `host` is the time between two steps and, on CUDA, the part of a step in which the device was idle.
     """
 
     def __init__(self, device: torch.device | str = "cpu") -> None:

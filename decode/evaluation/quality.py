@@ -22,12 +22,7 @@ _TIE = {torch.float32: 1024, torch.float16: 16, torch.bfloat16: 4}
 
 @torch.inference_mode()
 def surprisal(target: LanguageModel, prompt: Sequence[int], output: Sequence[int]) -> float:
-    """−log p(output | prompt) under the unwarped target, in nats; infinite where the target holds it impossible.
-
-    Args:
-        prompt: token ids; what the encoder reads, where there is one.
-        output: token ids.
-    """
+    """−log p(output | prompt) under the unwarped target, in nats; infinite where the target holds it impossible."""
     if not output:
         return 0.0
     hidden_BTD = _states(target, prompt, output)
@@ -40,13 +35,9 @@ def surprisal(target: LanguageModel, prompt: Sequence[int], output: Sequence[int
 
 
 def perplexity_of(nats: Iterable[float], tokens: Iterable[int]) -> float | None:
-    """exp of the mean surprisal of a token, over all texts (`mjsd.txt`, eq. 1).
+    """exp of the mean surprisal of a token, over all texts (`mjsd.txt`, eq. 1), of each text's nats and tokens.
 
-    Args:
-        nats: surprisal of each text. tokens: how many tokens it has.
-
-    Returns:
-        None where there are no tokens, or where a text is impossible; nan where the target gave no numbers.
+    None where there are no tokens, or where a text is impossible; nan where the target gave no numbers.
     """
     loss, count = sum(nats), sum(tokens)
     if math.isnan(loss):
@@ -57,19 +48,16 @@ def perplexity_of(nats: Iterable[float], tokens: Iterable[int]) -> float | None:
 def perplexity(
     target: LanguageModel, prompts: Sequence[Sequence[int]], outputs: Sequence[Sequence[int]]
 ) -> float | None:
-    """exp of the mean negative log-likelihood of the outputs under the unwarped target (`mjsd.txt`, eq. 1).
-
-    None where there is no output, or one that the target holds impossible.
-    """
+    """`perplexity_of` outputs under the unwarped target."""
     nats = [surprisal(target, prompt, output) for prompt, output in zip(prompts, outputs, strict=True)]
     return perplexity_of(nats, map(len, outputs))
 
 
 def rouge_l(text: str, references: Sequence[str]) -> float | None:
-    """ROUGE-L: F-measure of the longest common subsequence of words (Lin 2004); of several references the best.
+    """ROUGE-L: F-measure of the longest common subsequence of words (Lin 2004); of several references the best, of none
+    None.
 
-    Words are runs of a–z and 0–9 after lower-casing, not stemmed, as in Google's `rouge_score`. None where there is no
-    reference.
+    Words are runs of a–z and 0–9 after lower-casing, not stemmed, as in Google's `rouge_score`.
     """
     words = _WORD.findall(text.lower())
     return max((_f_measure(words, _WORD.findall(reference.lower())) for reference in references), default=None)
@@ -108,11 +96,8 @@ def self_consistency(text: Sequence[int], greedy: Sequence[int]) -> float:
 
 @torch.inference_mode()
 def nearly_tied(target: LanguageModel, prompt: Sequence[int], text: Sequence[int], greedy: Sequence[int]) -> bool:
-    """Whether two texts part where the target can hardly distinguish their tokens.
-
-    Forwards of one token and of many round differently, so that a lossless method may then write either. This is a
-    sieve with one limit a dtype; a certificate of losslessness measures it.
-    """
+    """Whether two texts part where the target can hardly distinguish their tokens: forwards of one token and of many
+    round differently. A sieve with one limit a dtype; a certificate of losslessness measures it."""
     index = common_prefix(text, greedy)
     if index == min(len(text), len(greedy)):
         return False

@@ -76,12 +76,8 @@ class Summariser:
         self._prompts = [prompt.ids for prompt in asked]
 
     def summarise(self, entries: Sequence[Entry], progress: Callable[[int, int, str], None] | None = None) -> Summary:
-        """A row an entry, with the metric names of `metrics.py`. Speedups are over autoregressive decoding with the
-        same warping.
-
-        Raises:
-            ValueError: no autoregressive entry to compare with.
-        """
+        """A row an entry, with the metric names of `metrics.py`. Raises ValueError without an autoregressive entry to
+        compare with, of the same warping."""
         bases = {entry.sampling: self._runs[entry.label] for entry in entries if entry.method == BASELINE}
         greedy = next((bases[sampling] for sampling in bases if sampling.greedy), None)
         summary = Summary()
@@ -228,11 +224,8 @@ def same_as_reference(entries: Sequence[Entry], runs: dict[str, Run]) -> list[in
 
 
 def flops_per_token(costs: Costs, tokens_per_step: float) -> dict[str, float]:
-    """FLOPs of a step's forwards, from their shapes, by the tokens that a step keeps.
-
-    `checked` is what shapes say of those forwards over what torch's counter sees; it is left out where shapes say
-    nothing, and the FLOPs are the counter's.
-    """
+    """FLOPs of a step's forwards by the tokens that a step keeps; `checked` is shapes over torch's counter, left out
+    where the FLOPs are the counter's."""
     flops = {
         "verification": costs.tree_flops / tokens_per_step,
         "drafting": costs.propose_flops / tokens_per_step,
@@ -242,7 +235,7 @@ def flops_per_token(costs: Costs, tokens_per_step: float) -> dict[str, float]:
 
 
 def energy(found: Energy | None) -> dict[str, Any]:
-    """Joules a token, what counted them, and all that is known of them. They are None, never 0, where nothing did."""
+    """Joules a token, what counted them, and all that is known of them; None, never 0, where nothing did."""
     if found is None:
         return {"joules_per_token": None, "energy_source": None, "energy": None}
     return {"joules_per_token": found.joules, "energy_source": found.source, "energy": found.as_dict()}

@@ -1,7 +1,6 @@
-"""What each step proposed and what became of it, token by token: for people who want to see decoding at work.
+"""What each step proposed and what became of it, token by token.
 
-The engine's own steps hold counts only. Here the verifier is wrapped, so that the engine stays as it is, and a decoding
-that is not traced pays nothing.
+The engine's steps hold counts only; here the verifier is wrapped, so that decoding without a trace pays nothing.
 
 Shape letters: B batch, N tree nodes, V vocabulary.
 """
@@ -55,10 +54,7 @@ def trace(
 ) -> list[TracedStep]:
     """Decode one prompt as `engine.generate` does, and report what became of every draft token that was tried.
 
-    Joining each step's accepted tokens and its next one gives the same ids as decoding without a trace.
-
-    Raises:
-        ValueError: what `generate` raises.
+    Each step's accepted tokens and its next one, joined, are the ids of decoding without a trace.
     """
     watched = _Watched(method.verifier)
     steps = []

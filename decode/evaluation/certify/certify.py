@@ -1,15 +1,13 @@
 """Certificates of losslessness: does a method, as it decodes, write what the target would have written?
 
-A method is run as it is, and every token that it wrote is judged by one wide forward of the target over the method's
-own text (`rescoring.py`). Nothing is compared with a second text, so that a difference is found wherever it stands,
-and one near-tie does not end the comparison.
+Every token that it wrote is judged by one wide forward of the target over the method's own text (`rescoring.py`), so
+that a difference is found wherever it stands and one near-tie does not end the comparison.
 
 - At temperature 0 each token must be the target's most likely one after the text before it, up to near-ties: logits
-  that rounding in forwards of different shapes can exchange. Without near-ties this is token identity with greedy
-  decoding.
-- Otherwise the tokens must follow the target's warped distribution: `uniformity.py`, with the vocabulary ordered by
-  what the method's drafter, heads or table prefer over the target, towards which a faulty method is biased, and by the
-  target's own probabilities. A token outside the warped distribution's support is a fault by itself.
+  that rounding in forwards of different shapes can exchange.
+- Otherwise the tokens must follow the target's warped distribution (`uniformity.py`), the vocabulary ordered by what
+  the method's drafter, heads or table prefer over the target, and by the target's own probabilities. A token outside
+  the warped distribution's support is a fault by itself.
 
 Shape letters: X tokens, C tokens of a chunk, V vocabulary, D hidden.
 """
@@ -160,7 +158,7 @@ def certify_method(
     """Run a method and judge what it writes.
 
     Args:
-        method: a proposer and a verifier that are made already; by default those of the entry.
+        method: a proposer and a verifier; by default those of the entry.
         reference: the model that judges; by default the target. Another scorer of the same weights, such as
             `wrap_model(model, fast=False)`, tests the target's forward too.
         rounding: of the target and the reference under this sampling; measured here by default.
@@ -421,13 +419,11 @@ class _Run:
 
 
 def within_rounding(logits_V: Tensor, token: int, sampling: Sampling, near_tie: float) -> bool:
-    """Whether top-k and top-p would keep a token if every logit were wrong by up to half of `near_tie`.
-
-    False where neither is set: then it is not they that left the token no probability.
+    """Whether top-k and top-p would keep a token if every logit were wrong by up to half of `near_tie`; False where
+    neither is set.
 
     Args:
         logits_V: [V] of the unwarped target.
-        near_tie: logits that lie so near may stand in either order.
     """
     own = logits_V[token]
     if 0 < sampling.top_k < len(logits_V) and own < logits_V.topk(sampling.top_k).values[-1] - near_tie:

@@ -46,12 +46,7 @@ class Reading(NamedTuple):
 
 @torch.inference_mode()
 def read_back(model: LanguageModel, prompts: Sequence[Sequence[int]], outputs: Sequence[Sequence[int]]) -> Reading:
-    """Run prompts and outputs through a model, rows side by side.
-
-    Args:
-        prompts: what `generate` was given.
-        outputs: the new tokens of each row, at least one in all.
-    """
+    """Run prompts and outputs (of each row; at least one new token in all) through a model, rows side by side."""
     longest = max(map(len, prompts)) + max(map(len, outputs))
     rows = max(1, _TOKENS_A_FORWARD // longest)
     parts = [
@@ -101,9 +96,8 @@ def proposers_view(
 ) -> View | None:
     """What a method's drafter, heads or table hold likely as each next token, given the text before it.
 
-    The mean of several drafters; of heads what the first of them says; of a table its counts unsmoothed, with a prior
-    of 1; of prompt look-up all on the token that it finds. Only as good as the order of the vocabulary that is made of
-    it needs to be: a deeper head proposes other tokens too.
+    The mean of several drafters; of heads the first; of a table its counts unsmoothed, with a prior of 1; of prompt
+    look-up all on the token that it finds. It only orders the vocabulary: a deeper head proposes other tokens too.
 
     Args:
         needs: which parts the method works with.
@@ -173,16 +167,12 @@ def measure_rounding(
     """Compare the target's forwards of 1, 4, 16 and 64 tokens with one wide forward of `rows` texts side by side.
 
     A near-tie is a difference of up to four times the largest that was seen, at least one unit in the last place of the
-    largest logit. It is no more than the root of the dtype's precision times that logit: what differs by more is wrong,
-    not rounded.
+    largest logit, and no more than the root of the dtype's precision times that logit.
 
     Args:
         reference: makes the wide forward; by default the target.
         tokens: length of the texts, which the target writes itself.
         rows: how many prompts.
-
-    Raises:
-        ValueError: what `generate` raises.
     """
     reference = reference or target
     prompts = list(prompts[:rows])

@@ -2,12 +2,9 @@
 
 Let p be the distribution that a token y should follow given everything before it, and F its running sum in any order of
 the vocabulary that is fixed before y is drawn. With V uniform on [0, 1), u = F(before y) + V p(y) is uniform on [0, 1),
-and the u of successive tokens are independent of each other: Rosenblatt's transform (1952), made continuous by V. This
-holds if and only if the text follows p, so nothing needs to be enumerated and no second sample is needed: a two-sample
-test against plain sampling would bring the noise of both samples, and would have to compare sequences.
-
-Which steps wrote the tokens plays no part. It must not: of a correct method only all tokens together follow p, while
-accepted ones, or corrections, by themselves do not.
+and the u of successive tokens are independent: Rosenblatt's transform (1952), made continuous by V. This holds if and
+only if the text follows p. Which steps wrote the tokens must play no part: of a correct method only all tokens together
+follow p.
 
 Shape letters: X tokens of the text, V vocabulary.
 """
@@ -50,10 +47,7 @@ class Evidence:
     """float64; p(S) (1 - p(S)), what it varies by."""
 
     def first(self, tokens: int) -> Evidence:
-        """The first so many tokens, row after row.
-
-        A fixed number: what rows do, and when they end, must not decide how much is looked at.
-        """
+        """The first so many tokens, row after row: what rows do must not decide how much is looked at."""
         kept, left = Evidence(), tokens
         for parts in zip(self.uniforms, self.excess, self.variance, strict=True):
             if left <= 0:
@@ -105,14 +99,14 @@ def uniformity_tests(evidence: Evidence, rng: np.random.Generator) -> list[Resul
 
     - bins: chi-square of u over equal bins. kolmogorov-smirnov: the largest distance D of their distribution function
       from the diagonal, p ≤ 2 exp(-2 n D²) (Massart 1990, exact for every n).
-    - neighbours: chi-square of pairs of successive u of a row over a grid. rows: the same for the tokens that stand at
-      one place of two neighbouring rows, which must not share their random numbers.
+    - neighbours: chi-square of pairs of successive u of a row over a grid. rows: the same for tokens at one position of
+      two neighbouring rows, which must not share their random numbers.
     - favoured: the sum of `excess`, p ≤ 2 exp(-v h(s / v)) with h(x) = (1 + x) log(1 + x) - x and v the summed variance
-      (Freedman 1975). Nothing is more sensitive to a bias towards the favoured tokens.
+      (Freedman 1975): the most sensitive to a bias towards the favoured tokens.
 
     Args:
-        rng: fills in the partner of a row's last token where it has none: leaving such tokens out would favour texts
-            that go on.
+        rng: fills in the partner of a row's last token where it has none: leaving it out would favour texts that
+            continue.
     """
     uniform_X = np.concatenate([*evidence.uniforms, np.zeros(0)])
     count = len(uniform_X)
@@ -183,10 +177,9 @@ def critical_total(variance: float, level: float) -> float:
 
 
 def detectable_bias(tokens: int, level: float, power: float, variance: float = 0.25) -> float:
-    """The smallest bias that `tokens` tokens find with probability `power` in the test `favoured` at `level`.
+    """The smallest bias that `tokens` tokens find with probability `power` in the test `favoured` at `level`; 1: none.
 
-    A bias of b moves, averaged over contexts, probability b to the favoured tokens: the mean total variation between a
-    text's distribution and p, where all that is gained is gained by favoured tokens. 1 where no bias is found for sure.
+    A bias of b moves, averaged over contexts, probability b to the favoured tokens.
 
     Args:
         variance: mean of p(S) (1 - p(S)); before anything is known 1/4, the most it can be.
@@ -200,11 +193,8 @@ def detectable_bias(tokens: int, level: float, power: float, variance: float = 0
 
 
 def tokens_for(bias: float, level: float, power: float) -> int:
-    """How many tokens find a bias for sure with probability `power`, whatever the distributions are.
-
-    Raises:
-        ValueError: a bias, level or power that is no share.
-    """
+    """How many tokens find a bias with probability `power`, whatever the distributions are. ValueError for what is no
+    share."""
     for name, value in {"bias": bias, "level": level, "power": power}.items():
         if not 0 < value < 1:
             raise ValueError(f"the {name} must lie between 0 and 1, got {value}")

@@ -53,8 +53,8 @@ class Source(ABC):
 
     @abstractmethod
     def view(self, passages: Sequence[Passage], reading: Reading) -> View:
-        """A function from a slice of the predicted tokens to K unwarped logits [C, V] of each of them; the k-th as said
-        k positions before. `reading` is the target's."""
+        """A function from a slice of the predicted tokens to K unwarped logits [C, V] of each; the k-th as said k
+        positions before. `reading` is the target's."""
 
     def best(self, span: slice, logits_CV: Tensor) -> Tensor:
         """int64 [C]: what is drafted at temperature 0."""
@@ -160,10 +160,7 @@ def score(
     progress: Callable[[int, int], None] | None = None,
 ) -> Scores:
     """Read passages with the target and with a source of drafts, the text given, and compare them at every token.
-
-    Raises:
-        ValueError: no token at all.
-    """
+    Raises ValueError for no token at all."""
     if not any(passage.text for passage in passages):
         raise ValueError(f"{len(passages)} passages without any token to predict")
     parts: list[dict[str, Any]] = []
@@ -238,8 +235,8 @@ def _valid(passages: Sequence[Passage], starts: Sequence[Sequence[int]], depth: 
 
 
 def expected_tokens_per_step(scores: Scores, passages: Sequence[Passage], depth: int) -> float | None:
-    """Tokens per step, if every draft were accepted by the chance that was found at its position, whatever became of
-    the others. Exact for the target's own greedy text; None for passages of which only a part is judged.
+    """Tokens per step, if every draft were accepted by the chance found at its position. Exact for the target's own
+    greedy text; None for passages of which only a part is judged.
 
     Args:
         depth: how many tokens a step drafts, at most K if there are heads.

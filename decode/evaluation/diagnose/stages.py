@@ -96,12 +96,7 @@ class Finding:
 def scored_stage(
     key: str, description: str, scores: Scores, passages: Sequence[Passage], measure: str, drafted: int
 ) -> Stage:
-    """The stage of scored passages.
-
-    Args:
-        measure: of `Scores`, for the stage's value.
-        drafted: tokens that a step drafts.
-    """
+    """The stage of scored passages; `measure` of `Scores` is its value, and a step drafts `drafted` tokens."""
     measures = {name: scores.mean(short) for name, short in MEASURES.items()}
     measures["tokens_per_step"] = expected_tokens_per_step(scores, passages, drafted)
     depths = scores.by_depth(measure) if len(scores.hit_KT) > 1 else []
@@ -112,11 +107,7 @@ def scored_stage(
 def decoding_stage(
     description: str, attempts: Sequence[Sequence[DraftAttempt]], tokens_per_step: float, depths: int
 ) -> Stage:
-    """The stage of real decoding: the share of the tokens tried that was accepted.
-
-    Args:
-        depths: how many to list one by one; 0: none.
-    """
+    """The stage of real decoding: the share of the tokens tried that was accepted; `depths` are listed one by one."""
     good_P = np.array([sum(each.accepted for each in row) for row in attempts], dtype=np.float64)
     all_P = np.array([len(row) for row in attempts], dtype=np.float64)
     value = float(good_P.sum() / all_P.sum()) if all_P.sum() else None

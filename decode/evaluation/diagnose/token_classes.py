@@ -1,7 +1,6 @@
-"""What kind of text a token is: whitespace, digits, punctuation, a name, code … One class a token, by its text alone.
+"""What kind of text a token is, one class a token.
 
-A token's class depends on the text around it: in a fence everything is code, and a capital letter makes a name only
-where no sentence begins. So whole texts are classified, token by token.
+A class depends on the text around the token (in a fence everything is code), so whole texts are classified.
 """
 
 from __future__ import annotations

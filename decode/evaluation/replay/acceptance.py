@@ -1,18 +1,17 @@
 """How likely an emitted token was an accepted draft, for one candidate and for many, from whole distributions.
 
-Lossless decoding emits the token y at a position with probability p(y). How likely it came from an accepted candidate
-follows from one number: with replacement, after j refusals, what is left of p is [p - cⱼq]+ for a scale c₀ = 0,
-cⱼ₊₁ = cⱼ + Fⱼ, Fⱼ = Σ [p - cⱼq]+ (the refusals are nested, and each takes off a multiple of q). So all k candidates are
-refused and y is drawn with probability [p(y) - cₖq(y)]+, and
+Lossless decoding emits the token y at a position with probability p(y). With replacement, after j refusals, what is
+left of p is [p - cⱼq]+ for a scale c₀ = 0, cⱼ₊₁ = cⱼ + Fⱼ, Fⱼ = Σ [p - cⱼq]+. So all k candidates are refused and y is
+drawn with probability [p(y) - cₖq(y)]+, and
 
     P(one of k accepted | y) = min(1, cₖ q(y) / p(y)).
 
-For k = 1, c is 1: min(1, q/p). Without replacement (Algorithm 2 of the multi-candidate paper) a refused x leaves q,
-cⱼ₊₁ = cⱼ + Fⱼ / (1 - Σ q(refused)), so c depends on what was refused; drawing refused tokens in the proportions in
-which they are refused, the weights cancel, and the probability is the mean of min(1, cₖ q(y) / p(y)) over such draws.
-Sorted once by p/q, every such sum is a look-up, whatever k is. `theory.py` has the plain recursions.
+Without replacement (Algorithm 2 of the multi-candidate paper) a refused x leaves q, cⱼ₊₁ = cⱼ + Fⱼ / (1 - Σ
+q(refused)); drawing refused tokens in the proportions in which they are refused, the weights cancel, and the
+probability is the mean of min(1, cₖ q(y) / p(y)) over such draws. Sorted once by p/q, every such sum is a look-up,
+whatever k is.
 
-In formulas p is the target's and q the drafter's warped distribution.
+In formulas p is the target's and q the drafter's warped distribution; `theory.py` has the plain recursions.
 
 Shape letters: T positions, V vocabulary, K candidates, S draws.
 """

@@ -1,8 +1,7 @@
 """What a step of a method costs on this machine: measured forwards, interpolated, and what happens between them.
 
-A step's forwards are known without decoding (`Proposer.forwards` and the nodes of the tree). Their times are measured
-for a few sizes and interpolated; what a step takes beyond them (drawing, warping, verifying, committing) is measured by
-decoding a few texts with a few settings of each method, as a constant and a part that grows with the tree.
+A step's forwards are known without decoding (`Proposer.forwards`); what it takes beyond them (drawing, warping,
+verifying, committing) is measured by decoding a few texts, as a constant and a part that grows with the tree.
 
 Shape letters: B batch, N nodes, D hidden.
 """
@@ -87,11 +86,7 @@ class CostModel:
     """Of methods that have none of their own."""
 
     def forwards_seconds(self, method: Method, nodes: float) -> float:
-        """The forwards of a step of `nodes` nodes.
-
-        Raises:
-            ValueError: a part whose cost is not known.
-        """
+        """The forwards of a step of `nodes` nodes. Raises ValueError for a part whose cost is not known."""
         seconds = self.target(nodes)
         for model, count in method.proposer.forwards(nodes):
             if model is None:
@@ -107,11 +102,7 @@ class CostModel:
         return seconds
 
     def step_seconds(self, name: str, method: Method, nodes: float) -> float:
-        """A whole step of a method: never less than one of plain decoding, all of which it holds.
-
-        Raises:
-            ValueError: what `forwards_seconds` raises.
-        """
+        """A whole step of a method: never less than one of plain decoding, all of which it holds."""
         seconds = self.forwards_seconds(method, nodes) + self.overheads.get(name, self.default)(nodes)
         return max(seconds, self.plain_seconds())
 
@@ -138,11 +129,8 @@ def measure_forwards(
     drafter_nodes: Sequence[int] = DRAFTER_NODES,
     runs: int = 12,
 ) -> CostModel:
-    """Time forwards of the target, of the drafter and of the heads, all in turn so that drift touches all alike.
-
-    Args:
-        context: how many tokens are committed before the nodes.
-    """
+    """Time forwards of the target, the drafter and the heads behind `context` committed tokens, all in turn so that
+    drift is shared."""
     calls: list[Callable[[], Any]] = [raw_forward(target, count, context) for count in target_nodes]
     if parts.drafter is not None:
         calls += [raw_forward(parts.drafter, count, context) for count in drafter_nodes]
@@ -185,9 +173,6 @@ def measure_overheads(
 
     Args:
         probes: methods with settings; of two or more settings of a method the part that grows with the tree is known.
-
-    Raises:
-        ValueError: what `build_method` raises; a part whose cost is not in `costs`.
     """
     jobs = [(BASELINE, build_method(BASELINE, parts, sampling))]
     jobs += [(name, build_method(name, parts, sampling, **options)) for name, options in probes]
@@ -219,10 +204,8 @@ def typical(seconds: Sequence[float]) -> float:
 
 
 def fit_overhead(points: Sequence[tuple[float, float]]) -> Overhead:
-    """The line of least squares through (nodes, seconds); the mean where that line would fall.
-
-    The constant may lie below 0: a forward in the course of decoding can be faster than one by itself.
-    """
+    """The line of least squares through (nodes, seconds), whose constant may lie below 0; the mean where it would
+    fall."""
     nodes, seconds = (np.array(column) for column in zip(*points, strict=True))
     if nodes.max() - nodes.min() < 0.5:
         return Overhead(float(seconds.mean()))

@@ -1,11 +1,10 @@
 """One teacher-forced pass over texts of the target: what replay needs to know of every position, and no more.
 
-The texts are the target's own, greedy or sampled with the warping that is asked for. At every token of theirs the
-distributions of the target and of each source of drafts are looked at once and reduced to some tens of numbers:
-`replay.py` predicts from them what decoding with any number, shape or choice of candidates would do.
+The texts are the target's own. At every token of theirs the distributions of the target and of each source of drafts
+are reduced to some tens of numbers, from which `replay.py` predicts what decoding would do.
 
-Shape letters: T positions (the new tokens of all texts, one after another), K candidates, H heads, C
-candidates of a head, V vocabulary, D hidden.
+Shape letters: T positions (the new tokens of all texts, one after another), K candidates, H heads, C candidates of a
+head, V vocabulary, D hidden.
 """
 
 from __future__ import annotations
@@ -167,8 +166,7 @@ def record(
     """Read the texts once with the target and with every source of drafts that `parts` holds.
 
     Args:
-        texts: new tokens after each prompt, drawn from the target with this `sampling` (`sample_texts`). Of other
-            texts replay does not predict what decoding would do.
+        texts: new tokens after each prompt, drawn from the target with this `sampling` (`sample_texts`).
         candidates: K, the most candidates a position that replay shall know of.
         head_candidates: C, how many of each head's tokens to keep.
         draws: sequences of refused candidates per position, without replacement (`acceptance.Candidates`).
@@ -305,10 +303,8 @@ def _narrow(array: NDArray[Any]) -> NDArray[Any]:
 
 
 def _states(model: LanguageModel, prompt: Sequence[int], ids: Tensor, first: int, chunk: int) -> Iterator[Tensor]:
-    """Hidden states [T, D] that predict the tokens from `first` on, `chunk` tokens at a time.
-
-    The first piece begins one state earlier where the text before `first` has two tokens or more.
-    """
+    """Hidden states [T, D] that predict the tokens from `first` on, `chunk` at a time; the first piece has one more
+    before them."""
     _, cache = model.begin([prompt], len(ids) - first)
     earlier = 2 if first >= 2 else 1
     if first > earlier:
@@ -347,11 +343,7 @@ def save_recording(recording: Recording, path: Path) -> None:
 
 
 def load_recording(path: Path) -> Recording:
-    """A recording as `save_recording` left it.
-
-    Raises:
-        ValueError: a damaged file, no recording, or one of another schema.
-    """
+    """A recording as `save_recording` left it. Raises ValueError for a damaged file and for another schema."""
     try:
         with safe_open(path, framework="numpy") as opened:
             about = json.loads((opened.metadata() or {}).get("recording", "null"))

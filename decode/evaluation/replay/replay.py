@@ -1,11 +1,10 @@
 """Tokens per step of any method with any settings, from one recording of the target's texts: nothing is decoded again.
 
-Lossless decoding writes text that the target could have written by itself, and on the way to a given text it matters
-only which of its tokens were accepted drafts. Given the text, a token at depth i of a step is one with a probability
-that depends on its position and on how many candidates stand there (`acceptance.py`); whatever was proposed beside the
-text is never looked at again. So the number of steps that a text takes is a Markov chain over its positions, and its
-expectation is an exact sum: U(0) = 1, U(t) = Σ U(t - j) P(a step from t - j yields j tokens), steps = Σ U(t). Where
-nothing is left to chance, at temperature 0 and for prediction heads, the steps of this very text are counted.
+On the way to a given text it matters only which of its tokens were accepted drafts. A token at depth i of a step is one
+with a probability that depends on its position and on how many candidates stand there (`acceptance.py`), so the number
+of steps that a text takes is a Markov chain over its positions with the exact expectation Σ U(t): U(0) = 1,
+U(t) = Σ U(t - j) P(a step from t - j yields j tokens). Where nothing is left to chance, at temperature 0 and for
+prediction heads, the steps of this very text are counted.
 
 Shape letters: T positions (all texts' one after another), K depth, S a whole text.
 """
@@ -35,11 +34,8 @@ from .steps import Floats, Prediction, replay_chances, replay_tokens
 def predict_entries(recordings: Iterable[Recording], parts: Parts, entries: Iterable[Entry]) -> dict[str, Any]:
     """By label, what replay predicts of each entry: `Prediction.metrics`, or None.
 
-    Nothing is predicted of lossy methods, whose text is not the target's, of methods without a recording of their part,
-    and of sampling that was not recorded.
-
-    Args:
-        recordings: one for each way of sampling among the entries, at most.
+    Nothing is predicted of lossy methods, of methods without a recording of their part, and of sampling that was not
+    recorded (`recordings` holds one for each way of sampling, at most).
     """
     by_sampling = {recording.sampling: recording for recording in recordings}
     found: dict[str, Any] = {}
@@ -59,11 +55,8 @@ def record_entries(
     *,
     seed: int = 0,
 ) -> list[Recording]:
-    """What `predict_entries` needs for these entries: a recording for each way of sampling.
-
-    Args:
-        texts: by sampling, the target's own new tokens after each prompt, as autoregressive decoding wrote them.
-    """
+    """What `predict_entries` needs: a recording for each way of sampling of `texts`, the target's own new tokens after
+    each prompt, as autoregressive decoding wrote them."""
     recordings = []
     for sampling, written in texts.items():
         wanted = [build_method(each.method, parts, sampling, **each.options) for each in entries]
@@ -96,10 +89,8 @@ def _needs(proposer: Proposer) -> tuple[int, int]:
 
 
 def predict(recording: Recording, parts: Parts, name: str, options: Mapping[str, Any]) -> Prediction | None:
-    """Replay a method with these settings; None for methods that cannot be replayed.
-
-    Those are lossy methods, adaptive chains, chains of several drafters, above temperature 0 several chains of one, and
-    whatever drafts from a part that was not recorded.
+    """Replay a method with these settings; None for methods that cannot be replayed: lossy ones, adaptive chains,
+    chains of several drafters, above temperature 0 several chains of one, and those whose part was not recorded.
 
     Raises:
         ValueError: what `build_method` raises; more candidates than were recorded.

@@ -1,6 +1,4 @@
-"""Expected steps of recorded texts, from what a step accepts at every position: an exact sum over where steps begin.
-
-See `replay.py`, which says what is accepted.
+"""Expected steps of recorded texts, from what a step accepts at every position (see `replay.py`).
 
 Shape letters: B texts, T positions (padded to the longest text, or all texts' one after another), K depth, J tokens a
 step.
@@ -49,7 +47,6 @@ def replay_chances(recording: Recording, accept_KT: Floats, nodes: float) -> Pre
 
     Args:
         accept_KT: [K, T] P(the token of position t is an accepted draft | the text), if drafted at depth i.
-        nodes: tree nodes of a step.
     """
     reach_BT = np.ones((len(recording.lengths), int(recording.lengths.max())))
     yields, reached = [], []
@@ -74,7 +71,7 @@ def replay_tokens(
         accepted_T: how many of the tokens from position t on a step there accepts.
         tried_T: at how many levels it had candidates to look at; as many, or one more.
         depth: of the trees.
-        nodes: tree nodes of a step, or of a step from every position [T].
+        nodes: of a step, or of a step from every position [T].
     """
     accepted_BT = by_text(accepted_T, recording.lengths).astype(np.int64)
     levels_J = np.arange(depth + 1)

@@ -1,7 +1,7 @@
 """The best settings of each method: by replay under measured costs, or by decoding a small grid with a few prompts.
 
-What a lossy method writes is not the target's own text, and how long an adaptive chain is or how many of several chains
-agree is in no recording: of these, settings are decoded, and a lossy method's text is judged by the target.
+Of lossy methods, adaptive chains and several chains replay knows nothing: their settings are decoded, and a lossy
+method's text is judged by the target.
 
 Shape letters: B texts, T positions, H heads, J tokens a step.
 """
@@ -131,11 +131,8 @@ def k_configurations(nodes: int, depth: int, widths: Sequence[int] = _WIDTHS) ->
 def best_head_trees(recording: Recording, sizes: Sequence[int], rounds: int = 3) -> dict[int, Paths]:
     """Medusa trees of so many nodes (the root not counted) that accept the most of the recorded texts.
 
-    A path is worth how often the text follows it from where steps begin; the worthiest paths make a tree, for a prefix
-    is worth no less than what it leads to. Where steps begin depends on the tree, so it is built a few times over.
-
-    Raises:
-        ValueError: a recording without heads.
+    A path is worth how often the text follows it from where steps begin; the worthiest paths make a tree. Where steps
+    begin depends on the tree, so it is built a few times over. Raises ValueError for a recording without heads.
     """
     rank_TH = head_ranks(recording)
     assert recording.heads is not None
@@ -241,10 +238,7 @@ def with_costs(choices: Sequence[Choice], parts: Parts, sampling: Sampling, cost
 
 
 def probes(choices: Sequence[Choice]) -> list[Choice]:
-    """Settings of a method whose steps are worth timing: what looks best, the smallest tree, and one twice as large.
-
-    So the line through them is seldom asked for what lies outside of them.
-    """
+    """Settings of a method whose steps are worth timing: what looks best, the smallest tree, and one twice as large."""
     best = choices[0]
     smallest = min(choices, key=lambda choice: (choice.nodes_per_step, -choice.speedup))
     larger = min(choices, key=lambda choice: abs(choice.nodes_per_step - 2 * best.nodes_per_step))
@@ -296,8 +290,7 @@ def tune_decoded(
     """Every setting of a method that was decoded, the fastest first; of lossy ones with the perplexity.
 
     Args:
-        recording: gives the prompts and the sampling.
-        limits: those of the recorded texts.
+        recording: gives the prompts and the sampling; `limits` are those of its texts.
         fixed: settings that are not tuned; those that are replace them.
         seed: prompt i draws from seed + i.
     """
@@ -320,8 +313,8 @@ def tune_decoded(
 
 
 def frontier(choices: Sequence[Choice], most: int) -> list[Choice]:
-    """Choices that no other beats in both speed and perplexity, the one that gives up least first; of many so many,
-    spread evenly from one end to the other."""
+    """Choices that no other beats in both speed and perplexity, the one that gives up least first; `most`, spread
+    evenly."""
     best: list[Choice] = []
     for choice in sorted(choices, key=lambda each: (_finite(each.perplexity), -each.speedup)):
         if not best or choice.speedup > best[-1].speedup:
@@ -340,11 +333,8 @@ def method_of(name: str) -> str:
 
 
 def tuned_methods(parts: Parts, sampling: Sampling) -> list[str]:
-    """What is worth tuning with these parts: methods that replay can follow, and lossy ones.
-
-    At temperature 0 several methods are the same as another, chains or trees of one drafter's most likely tokens: of
-    those only `speculative` and `multi-candidate` are named. Nor is there typical acceptance then.
-    """
+    """What is worth tuning with these parts. At temperature 0 methods that do the same as another are left out, and so
+    is typical acceptance."""
     names = ["speculative", "multi-candidate", "adaptive", "unigram", "bigram", "prompt-lookup"]
     names += ["bpd", "medusa", *SLIM, *LOSSY]
     names += [name for name in SAME_WHEN_GREEDY if name not in LOSSY]
