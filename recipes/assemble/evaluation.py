@@ -52,11 +52,7 @@ class LoadedPair:
 
 
 def open_recipe(recipe: EvaluateRecipe) -> LoadedPair:
-    """Load what a recipe names.
-
-    Raises:
-        ValueError: an unknown method or option; a missing or unfit artifact; a method without its part.
-    """
+    """Load what a recipe names. Raises ValueError for what is unknown, missing or unfit."""
     for row in recipe.methods:
         method_options(row.method, row.options)
     device = device_of(recipe)
@@ -72,12 +68,8 @@ def open_recipe(recipe: EvaluateRecipe) -> LoadedPair:
 
 @cache
 def place_of(source: str, kind: str) -> str:
-    """Where a part lies: its folder. Of an artifact on the hub that of its verified files, fetched once a process; of
-    another drafter there, its id.
-
-    Raises:
-        ValueError: what `checkpoints.sources.resolve` raises.
-    """
+    """Where a part lies: its folder; of an artifact on the hub that of its verified files, fetched once a process; of
+    another drafter there, its id."""
     return model_source(source) if kind == "drafter" else str(resolve(source, kind))
 
 
@@ -174,12 +166,8 @@ def _load_parts(
 
 
 def other_target(artifact: Path, target: str, model: PreTrainedModel | None = None) -> str | None:
-    """The target that an artifact was trained on, or with (Medusa-2), if that is known to be another one.
-
-    Args:
-        target: folder or hub id of the target that is here.
-        model: the same, loaded, for where it is no folder.
-    """
+    """The target that an artifact was trained on, or with (Medusa-2), if that is known to be another than `target` (a
+    folder or hub id; `model`: the same, loaded, for where it is no folder)."""
     made_for, base = load_manifest(artifact).target or {}, artifact / "base"
     named, theirs = made_for.get("id"), made_for.get("fingerprint")
     if (base / "config.json").is_file():

@@ -83,8 +83,8 @@ _BEFORE = 60
 
 
 def run_diagnose(recipe: EvaluateRecipe, parts: Sequence[str] = (), out: Path | None = None) -> dict[str, Any]:
-    """Measure each part of an evaluation from its training to real decoding, show where acceptance is lost and keep it
-    as JSON; see the top of this file.
+    """Measure each part of an evaluation from its training to real decoding, show where acceptance is lost and write
+    it.
 
     Args:
         recipe: models, artifacts, prompts and settings. A part is decoded with the options and the temperature of the
@@ -93,8 +93,7 @@ def run_diagnose(recipe: EvaluateRecipe, parts: Sequence[str] = (), out: Path | 
         out: the file; by default `diagnosis.json` beside the recipe's results.
 
     Raises:
-        ValueError: a part that there is not, or that the recipe does not name; an `out` that is no .json; what an
-            evaluation of the recipe raises.
+        ValueError: a part that the recipe does not name; an `out` that is no .json; what an evaluation raises.
         Interrupted: a signal came; the parts that had finished are in the file.
     """
     path = out or diagnosis_beside(Path(recipe.out))

@@ -53,8 +53,8 @@ class CertifyOptions:
 
 
 def run_certify(recipe: EvaluateRecipe, options: CertifyOptions) -> list[Certificate]:
-    """Certify every method of a recipe, print a table and write the certificate, after each method; resume where
-    a killed run stopped.
+    """Certify every method of a recipe, print a table and write the certificate after each; resume where a killed run
+    stopped.
 
     Raises:
         ValueError: a missing or unfit artifact, no prompt short enough, a method without its part, an impossible plan,
@@ -167,11 +167,7 @@ def _named(entry: Entry, temperature: float) -> str:
 
 
 def make_plan(options: CertifyOptions, methods: int, seed: int) -> Plan:
-    """How much each method is tested, the level shared among them.
-
-    Raises:
-        ValueError: a level or bias that is no share, fewer than one token or row.
-    """
+    """How much each method is tested, the level shared among them. Raises ValueError for numbers that cannot be."""
     if not 0 < options.level < 1:
         raise ValueError(f"the level must lie between 0 and 1, got {options.level}")
     plan = Plan(options.tokens, options.level / methods, options.batch, seed)

@@ -1,8 +1,5 @@
-"""`draftsmith energy`: what a forward of a target costs in joules and seconds, by the number of inputs that it serves.
-
-This is table 1 of `mjsd.txt`: a fixed number of forwards of the model, each with 1, 2, 4, 8 or 16 inputs. Where a
-forward of sixteen inputs takes little more energy than one of a single input, memory traffic is what is paid for, and a
-decoder that scores several tokens a forward saves energy as it saves time.
+"""`draftsmith energy`: joules and seconds of a target's forward, by the number of inputs that it serves (MJSD, table
+1).
 
 The file it writes, `energy.json`, schema 1:
 
@@ -80,20 +77,13 @@ def run_energy(
     out: Path | None = None,
 ) -> dict[str, Any]:
     """Time forwards of a target at several batch sizes, count their joules where something counts them, print the table
-    with the paper's beside it, and write it to `out`.
+    with the paper's beside it, and write it to `out` (None: nothing is written).
 
     Args:
-        target: folder or hub id.
         batches: inputs of a forward.
-        runs: forwards that are timed at each batch size. Joules are counted over windows of their own, as the sensors
-            ask (see `decode.evaluation.energy`), and given for as many.
+        runs: forwards that are timed at each batch size; joules are counted over windows of their own.
         context: tokens that each input has behind it.
         dtype, device, device_map: of the target, as in a recipe.
-        seed: of the tokens.
-        out: a JSON file; None: nothing is written.
-
-    Returns:
-        What is written; see the top of this file.
 
     Raises:
         ValueError: a number below 1, a batch size twice, more context than the target has positions, an `out` that is
@@ -141,9 +131,6 @@ def energy_command(
     Args:
         batch: numbers with commas between.
         out: by default beside the recipe's results, or in `runs/energy/`.
-
-    Raises:
-        ValueError: what `run_energy` raises; neither a recipe nor a target.
     """
     batches = _numbers(batch)
     alone = recipe is None or ("=" in recipe and not Path(recipe).is_file())

@@ -1,5 +1,4 @@
-"""What a command has done, kept on disk as it is finished, so that a killed one can resume: the runs of an evaluation
-and joules that are counted, and the texts that a certificate judges."""
+"""What a command has done, kept on disk as it is finished, so that a killed one can resume."""
 
 from __future__ import annotations
 
@@ -43,11 +42,11 @@ _TEXTS: TypeAdapter[Any] = TypeAdapter(tuple[str, int, float, list[list[int]]])
 class Journal(ABC):
     """`<out>.state/<name>`: in its first line what its lines belong to; open for one writer.
 
-    A line is written and flushed when its work is done. An unfinished last line, which a killed writer leaves, is cut
-    off. Lines that belong to something else are dropped: `changed` then names what differs.
+    A line is written and flushed when its work is done; a half last line, which a killed writer leaves, is cut off.
+    Lines that belong to something else are dropped.
 
     Attributes:
-        changed: the parts of the identity that differ from those of the journal that was found; empty if none do.
+        changed: the parts of the identity that differ from those of the journal that was found.
 
     Raises:
         ValueError: another process is writing; a damaged line that is not the last, with its number.
@@ -57,7 +56,7 @@ class Journal(ABC):
     _cure: ClassVar[str] = "delete that line or the file to go on"
 
     def __init__(self, out: Path, identity: dict[str, Any]) -> None:
-        self.path = _path(out, self.name)
+        self.path = out.with_name(out.name + ".state") / self.name
         self.changed: list[str] = []
         self.path.parent.mkdir(parents=True, exist_ok=True)
         self._file: BinaryIO = self.path.open("a+b", buffering=0)
@@ -156,8 +155,8 @@ class RunJournal(Journal):
 
 
 class TextJournal(Journal):
-    """Of a certificate: a line for what a method wrote after the next of its prompts, numbered from 0. Texts are judged
-    again by whoever resumes, which takes little beside writing them.
+    """Of a certificate: a line for what a method wrote after the next of its prompts, numbered from 0; it is judged
+    again.
 
     Attributes:
         finished: what earlier processes wrote, by label.
@@ -182,12 +181,3 @@ class TextJournal(Journal):
             raise ValueError("texts before these are missing: they would be taken for those of other prompts")
         self.finished.setdefault(label, []).append(DecodedBatch(outputs, seconds))
         self._counts[label] += 1
-
-
-def journal_path(out: Path) -> Path:
-    """Where the runs of the evaluation that writes `out` are kept."""
-    return _path(out, RunJournal.name)
-
-
-def _path(out: Path, name: str) -> Path:
-    return out.with_name(out.name + ".state") / name

@@ -24,13 +24,11 @@ def evaluate_recipe(
     """The recipe of an evaluation.
 
     Args:
-        name: a recipe's file or name, of which `evaluate/` may be left out; None, or a change to a recipe
-            (`key=value`), where there is none.
-        overrides: `key.path=value`, values in YAML; they come after `given`.
-        given: target, drafter, heads, table, prompts, out and other keys by name; None: not given. Without a recipe
-            there must be a target; then `evaluate/all-methods` is run with these parts, those methods that lack a part
-            left out, on `spec-bench` and with the chat template of the target's tokenizer if nothing else is given.
-        command: what the user typed, for the message.
+        name: a recipe's file or name, of which `evaluate/` may be left out; None, or a change (`key=value`): there is
+            none. overrides: `key.path=value`, values in YAML; they come after `given`. given: target, drafter, heads,
+            table, prompts, out and other keys by name; None: not given. Without a recipe there must be a target;
+            `evaluate/all-methods` is then run with these parts, on `spec-bench` and with the tokenizer's chat template
+            unless others are given. command: what the user typed, for the message.
 
     Raises:
         ValueError: neither a recipe nor a target; what `load_recipe` raises.
@@ -47,9 +45,7 @@ def evaluation_or_paper(
     pair: str | None,
 ) -> EvaluateRecipe | PaperRecipe:
     """What `draftsmith evaluate` runs: as `evaluate_recipe`, with the embedded pair of the folder `pair` in place of an
-    evaluation's own models; or a paper's recipe, which takes the pair when it is run.
-
-    Of a paper's recipe `given` changes the section `evaluate`, but for `out`.
+    evaluation's own models; or a paper's recipe, of which `given` changes the section `evaluate`, but for `out`.
 
     Raises:
         ValueError: `pair` beside a target, drafter, heads, table or prompts; what `evaluate_recipe` raises.

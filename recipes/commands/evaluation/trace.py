@@ -31,11 +31,9 @@ def run_trace(
     limit: int = 2,
     html: Path | None = None,
 ) -> dict[str, Any]:
-    """Decode a few prompts, show every step on the terminal and keep `trace.json` beside the recipe's results, where
-    the report finds it.
+    """Decode a few prompts, show every step on the terminal and keep `trace.json` beside the recipe's results.
 
     Args:
-        recipe: models, artifacts, prompts and settings; its prompts are decoded as an evaluation decodes them.
         methods: rows of the recipe by label, or methods by name, with their default settings where the recipe has no
             row of them; by default the recipe's first row that drafts.
         question: asked instead of the recipe's prompts.

@@ -86,8 +86,7 @@ def run_tune(recipe: EvaluateRecipe, space: Space | None = None) -> dict[str, An
     `recipe.out`.
 
     Methods of the recipe that can be tuned are; their settings that are not searched stay as they are. A recipe with
-    the baseline alone has every method tuned that its parts allow. A recording of the same models, prompts and sampling
-    is used again.
+    the baseline alone has every method tuned that its parts allow. A recording of the same case is used again.
 
     Raises:
         ValueError: what an evaluation raises for its artifacts and prompts; no method that can be tuned.
@@ -96,7 +95,7 @@ def run_tune(recipe: EvaluateRecipe, space: Space | None = None) -> dict[str, An
     sampling = Sampling(recipe.temperature, recipe.top_k, recipe.top_p)
     fixed, left_out = _methods_to_tune(recipe, opened.parts, sampling)
     prompts = [ids for _, ids in prompts_of(recipe, opened.tokenizer)]
-    limits, folder = Limits(recipe.max_new_tokens, stop_ids(opened.tokenizer)), tune_folder(Path(recipe.out))
+    limits, folder = Limits(recipe.max_new_tokens, stop_ids(opened.tokenizer)), Path(recipe.out).with_suffix(".tune")
     case = _Case(recipe, opened.target, opened.parts, prompts, limits, sampling, space or Space(), fixed, folder)
     recording = _recording(case)
     lengths = [len(prompt) + len(text) / 2 for prompt, text in zip(prompts, recording.texts, strict=True)]
@@ -127,11 +126,6 @@ def run_tune(recipe: EvaluateRecipe, space: Space | None = None) -> dict[str, An
     write_frontier(results, folder / "tune.html")
     show(results, folder)
     return results
-
-
-def tune_folder(out: Path) -> Path:
-    """Where the results of tuning lie, given an evaluation's results file."""
-    return out.with_suffix(".tune")
 
 
 def _recording(case: _Case) -> Recording:
@@ -274,8 +268,7 @@ def _tuned_recipe(recipe: EvaluateRecipe, choices: Mapping[str, list[Choice]], f
 
 
 def _methods_to_tune(recipe: EvaluateRecipe, parts: Parts, sampling: Sampling) -> tuple[Fixed, LeftOut]:
-    """The methods to tune; and of the others that the recipe names, or that its parts allow if it names none, why they
-    are not.
+    """The methods to tune; and why the others are not that the recipe names, or that its parts allow if it names none.
 
     Raises:
         ValueError: no method that can be tuned.
@@ -341,9 +334,5 @@ def _why_nothing(case: _Case, name: str, recording: Recording) -> str:
     if first is None:
         return "no setting lies within the bounds of the search"
     if not decoded and predict(recording, case.parts, name, fixed | first) is None:
-        return (
-            f"replay cannot follow it with what its row fixes ({_listed(fixed)})"
-            if fixed
-            else "replay cannot follow it"
-        )
+        return f"replay cannot follow it with what its row fixes ({_listed(fixed) or 'nothing'})"
     return f"every setting that was tried has more than {space.nodes} nodes a step"

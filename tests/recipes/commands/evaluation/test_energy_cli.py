@@ -23,7 +23,6 @@ from draftsmith.decode.evaluation.energy import Energy, EnergyMeter, batch_forwa
 from draftsmith.decode.models.loading import load_model, wrap_model
 from draftsmith.recipes.commands.evaluation.energy import PAPER, energy_command, run_energy
 from draftsmith.recipes.commands.evaluation.evaluate import run_evaluate
-from draftsmith.recipes.commands.evaluation.journal import journal_path
 from draftsmith.recipes.schema.evaluation import EvaluateRecipe
 from draftsmith.recipes.schema.results import load_results
 from draftsmith.train.parallel.interrupts import Interrupted
@@ -220,7 +219,7 @@ def test_joules_that_were_counted_are_not_counted_again(
 ) -> None:
     """A signal comes once the first row is counted; then another process goes on."""
     out, ended = Path(recipe["out"]), threading.Event()
-    journal = journal_path(out)
+    journal = out.with_name("results.json.state") / "runs.jsonl"
 
     def interrupt() -> None:
         while not (journal.is_file() and '"energy"' in journal.read_text().partition("\n")[2]):

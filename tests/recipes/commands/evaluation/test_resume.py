@@ -17,7 +17,7 @@ from draftsmith.decode.evaluation.energy import Energy
 from draftsmith.decode.evaluation.measure import Decoded, RunKey
 from draftsmith.decode.evaluation.metrics import Tally
 from draftsmith.recipes.commands.evaluation.evaluate import run_evaluate
-from draftsmith.recipes.commands.evaluation.journal import RunJournal, journal_path
+from draftsmith.recipes.commands.evaluation.journal import RunJournal
 from draftsmith.recipes.schema.evaluation import EvaluateRecipe
 from draftsmith.recipes.schema.loading import load_recipe
 from draftsmith.recipes.schema.results import load_results
@@ -62,7 +62,7 @@ def identity(recipe: Path, *changes: str) -> dict[str, Any]:
 
 def stop_in_the_middle(recipe: Path, number: signal.Signals, runs: int) -> tuple[int, str, list[str]]:
     """Start the evaluation, send a signal once some runs are written: exit code, errors, the journal's lines."""
-    journal = journal_path(recipe.parent / "results.json")
+    journal = recipe.parent / "results.json.state" / "runs.jsonl"
     command = [sys.executable, "-m", "draftsmith", "evaluate", str(recipe)]
     settings = os.environ | {"OMP_NUM_THREADS": "1", "HF_HUB_OFFLINE": "1"}
     child = subprocess.Popen(command, env=settings, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
@@ -86,7 +86,7 @@ def test_a_stopped_evaluation_goes_on(recipe: Path, number: signal.Signals, caps
     assert not out.exists()
     if number == signal.SIGKILL:
         assert code == -signal.SIGKILL
-        with journal_path(out).open("a") as file:
+        with (recipe.parent / "results.json.state" / "runs.jsonl").open("a") as file:
             file.write(lines[-1][: len(lines[-1]) // 2])  # what a kill in the middle of a write leaves
     else:
         assert code == 128 + number
@@ -102,7 +102,7 @@ def test_a_stopped_evaluation_goes_on(recipe: Path, number: signal.Signals, caps
     results = load_results(out)
     assert results["resumed"] == len(kept)
     assert results["errors"] == []
-    assert not journal_path(out).parent.exists()
+    assert not (recipe.parent / "results.json.state" / "runs.jsonl").parent.exists()
     rows = {row["label"]: row for row in results["methods"]}
     assert {label for label, *_ in kept} <= {*rows, "transformers"}
     for label, place, _, ids, _, seconds, _ in kept:
