@@ -68,14 +68,6 @@ def _opt(config: Any) -> _Sizes:
     return _plain(config, config.ffn_dim, 0 if embedded == config.hidden_size else embedded)
 
 
-def _gpt2(config: Any) -> _Sizes:
-    return _plain(config, config.n_inner or 4 * config.hidden_size)
-
-
-def _neox(config: Any) -> _Sizes:
-    return _plain(config, config.intermediate_size)
-
-
 def _t5(config: Any) -> _Sizes:
     sizes = (config.num_decoder_layers, config.d_model, config.num_heads, config.num_heads, config.d_kv)
     gated = config.feed_forward_proj.startswith("gated")
@@ -85,8 +77,8 @@ def _t5(config: Any) -> _Sizes:
 _GATED = ("llama", "mistral", "qwen2", "qwen3", "phi3", "gemma", "gemma2", "granite", "olmo2")
 FAMILIES: dict[str, Callable[[Any], _Sizes]] = dict.fromkeys(_GATED, _with_gate) | {
     "opt": _opt,
-    "gpt_neox": _neox,
-    "gpt2": _gpt2,
+    "gpt_neox": lambda config: _plain(config, config.intermediate_size),
+    "gpt2": lambda config: _plain(config, config.n_inner or 4 * config.hidden_size),
     **dict.fromkeys(("t5", "mt5", "umt5"), _t5),
 }
 """Model types whose FLOPs follow from their configuration."""

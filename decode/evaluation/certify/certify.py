@@ -253,11 +253,7 @@ class _Run:
     def judge_greedy(self, numbers: Sequence[int], outputs: Sequence[Sequence[int]]) -> int:
         """Each token against the most likely one. Returns at how many places another would have passed too."""
         self.judge_lengths(numbers, outputs)
-        where = [
-            (number, position)
-            for number, output in zip(numbers, outputs, strict=True)
-            for position in range(len(output))
-        ]
+        where = _positions(numbers, outputs)
         if not where:
             return 0
         hidden_XD = read_back(self.reference, [self.prompts[number] for number in numbers], outputs).hidden_XD
@@ -340,11 +336,7 @@ class _Run:
         prompts, sampling, entry = [self.prompts[number] for number in numbers], self.entry.sampling, self.entry
         reading = read_back(self.reference, prompts, outputs)
         token_X = torch.tensor([token for output in outputs for token in output], device=reading.last_X.device)
-        where = [
-            (number, position)
-            for number, output in zip(numbers, outputs, strict=True)
-            for position in range(len(output))
-        ]
+        where = _positions(numbers, outputs)
         needs = needs_of(entry.method, method_options(entry.method, entry.options)) if entry.method in METHODS else ()
         view = proposers_view(
             self.method, needs, self.parts, sampling, prompts, outputs, reading, self.reference.vocab_size
@@ -416,6 +408,11 @@ class _Run:
             seconds=time.monotonic() - self.start,
             early=early,
         )
+
+
+def _positions(numbers: Sequence[int], outputs: Sequence[Sequence[int]]) -> list[tuple[int, int]]:
+    """Prompt and position of each new token."""
+    return [(number, index) for number, output in zip(numbers, outputs, strict=True) for index in range(len(output))]
 
 
 def within_rounding(logits_V: Tensor, token: int, sampling: Sampling, near_tie: float) -> bool:

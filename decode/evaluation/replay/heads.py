@@ -14,7 +14,7 @@ from numpy.typing import NDArray
 
 from ...engine import Verifier
 from ...proposers.head_trees import HeadTree, PrunedHeadTree
-from ...tree import Tree, parse_tree
+from ...tree import parse_tree
 from .recording import Recording
 from .steps import Prediction, replay_tokens
 
@@ -60,20 +60,12 @@ def head_tree(
 
 def paths_of(proposer: HeadTree, options: Mapping[str, Any]) -> list[tuple[int, ...]]:
     """The ranks on the way to each of the tree's nodes but the root; `options`: the method's, defaults filled in."""
-    return tree_paths(proposer.tree, _ranks(proposer.tree, options.get("tree")))
-
-
-def _ranks(tree: Tree, shape: str | None) -> list[int]:
-    """Each node's rank; of a k-configuration, which may have lost its last levels, the place among its siblings."""
+    tree, shape = proposer.tree, options.get("tree")
+    ranks = tree.rank_BN[0].tolist()
     if shape is not None:
         parsed, ranks_N = parse_tree(shape)
-        if parsed.nodes == tree.nodes:
-            return [int(rank) for rank in ranks_N]
-    return [int(rank) for rank in tree.rank_BN[0]]
-
-
-def tree_paths(tree: Tree, ranks: list[int]) -> list[tuple[int, ...]]:
-    """The ranks on the way to each node but the root, given every node's own."""
+        if parsed.nodes == tree.nodes:  # a k-configuration may have lost its last levels
+            ranks = ranks_N.tolist()
     paths: list[tuple[int, ...]] = [()]
     for parent, rank in zip(tree.parents_BN[0].tolist()[1:], ranks[1:], strict=True):
         paths.append((*paths[parent], rank))

@@ -283,23 +283,18 @@ class _Reader:
 
     def result(self) -> tuple[dict[str, Drafts], HeadDrafts | None]:
         """All that was kept."""
-        drafts = {name: Drafts(**_joined(rows)) for name, rows in self._found.items()}
+        drafts = {}
+        for name, rows in self._found.items():
+            columns = {key: torch.cat([row[key] for row in rows]) for key in rows[0]}
+            narrow = {key: each.float() if each.is_floating_point() else each.int() for key, each in columns.items()}
+            drafts[name] = Drafts(**{key: each.numpy() for key, each in narrow.items()})
         heads = None
         if self._head_rows:
-            columns = [torch.cat(column).numpy() for column in zip(*self._head_rows, strict=True)]
-            heads = HeadDrafts(*columns)
+            heads = HeadDrafts(*(torch.cat(column).numpy() for column in zip(*self._head_rows, strict=True)))
         return drafts, heads
 
 
-def _joined(rows: list[dict[str, Tensor]]) -> dict[str, NDArray[Any]]:
-    return {key: _narrow(torch.cat([row[key] for row in rows]).numpy()) for key in rows[0]}
-
-
 _BY_CANDIDATES = ("scale_TK", "left_TK", "without_TK", "drawn_TK")
-
-
-def _narrow(array: NDArray[Any]) -> NDArray[Any]:
-    return array.astype(np.int32 if array.dtype.kind == "i" else np.float32)
 
 
 def _states(model: LanguageModel, prompt: Sequence[int], ids: Tensor, first: int, chunk: int) -> Iterator[Tensor]:

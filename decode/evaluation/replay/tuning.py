@@ -173,7 +173,8 @@ def settings_of(name: str, recording: Recording, parts: Parts, space: Space) -> 
     if name in ("speculative", "unigram", "bigram"):
         yield from ({"gamma": gamma} for gamma in range(1, space.gamma + 1))
     elif name in ("multi-candidate", "naive-multi-candidate"):
-        for branching in k_configurations(space.nodes, space.depth, _up_to(space.candidates)):
+        widths = [width for width in _WIDTHS if width <= space.candidates]
+        for branching in k_configurations(space.nodes, space.depth, widths):
             yield {"k_config": "x".join(map(str, branching))}
     elif name == "prompt-lookup":
         yield from ({"gamma": gamma, "ngram": ngram} for gamma in range(1, space.gamma + 1) for ngram in (1, 2, 3, 4))
@@ -195,10 +196,6 @@ def _head_settings(name: str, recording: Recording, parts: Parts, space: Space) 
     for candidates in (2, 4, 6, 10, 20):
         if candidates <= space.head_candidates:
             yield from ({"sequences": count, "candidates": candidates} for count in sequences)
-
-
-def _up_to(most: int) -> list[int]:
-    return [width for width in _WIDTHS if width <= most]
 
 
 def tune_method(
@@ -316,15 +313,15 @@ def frontier(choices: Sequence[Choice], most: int) -> list[Choice]:
     """Choices that no other beats in both speed and perplexity, the one that gives up least first; `most`, spread
     evenly."""
     best: list[Choice] = []
-    for choice in sorted(choices, key=lambda each: (_finite(each.perplexity), -each.speedup)):
+
+    def order(choice: Choice) -> tuple[float, float]:
+        return math.inf if choice.perplexity is None else choice.perplexity, -choice.speedup
+
+    for choice in sorted(choices, key=order):
         if not best or choice.speedup > best[-1].speedup:
             best.append(choice)
     chosen = np.linspace(0, len(best) - 1, min(most, len(best))).round().astype(int)
     return [best[index] for index in chosen]
-
-
-def _finite(perplexity: float | None) -> float:
-    return math.inf if perplexity is None else perplexity
 
 
 def method_of(name: str) -> str:

@@ -100,7 +100,10 @@ def run_diagnose(recipe: EvaluateRecipe, parts: Sequence[str] = (), out: Path | 
     if path.suffix != ".json" or path.is_dir():
         raise ValueError(f"--out must be a .json file, got {path}")
     chosen = _chosen(recipe, parts)
-    rows = [_row(recipe, part) for part in chosen]
+    rows = [
+        next((row for row in recipe.methods if row.method == CHAINS[part]), MethodSection(method=CHAINS[part]))
+        for part in chosen
+    ]
     narrow = {part: getattr(recipe, part) if part in chosen else None for part in CHAINS}
     narrowed = recipe.model_copy(update={"methods": rows, "more_drafters": [], **narrow})
     with StopSignals() as signals:
@@ -126,12 +129,6 @@ def _chosen(recipe: EvaluateRecipe, parts: Sequence[str]) -> list[str]:
     if not chosen:
         raise ValueError(f"there is nothing to diagnose: the recipe names none of {', '.join(CHAINS)}")
     return chosen
-
-
-def _row(recipe: EvaluateRecipe, part: str) -> MethodSection:
-    """The recipe's first row of a part's chain, or that chain with its defaults."""
-    method = CHAINS[part]
-    return next((row for row in recipe.methods if row.method == method), MethodSection(method=method))
 
 
 def _diagnosed(case: Case, chosen: Sequence[str], path: Path) -> dict[str, Any]:

@@ -25,7 +25,6 @@ from ....decode.evaluation.replay.recording import (
     sample_texts,
     save_recording,
 )
-from ....decode.evaluation.replay.replay import predict
 from ....decode.evaluation.replay.tuning import (
     DECODED,
     LOSSY,
@@ -37,7 +36,6 @@ from ....decode.evaluation.replay.tuning import (
     decoded_settings,
     frontier,
     probes,
-    settings_of,
     tune_decoded,
     tune_method,
     tuned_methods,
@@ -193,7 +191,8 @@ def _search(case: _Case, recording: Recording, costs: CostModel) -> tuple[dict[s
                 counted = _counted(advance, sum(1 for _ in decoded_settings(name, recording, case.space)))
                 given = (case.target, case.parts, recording, costs, name, case.limits, fixed, case.space)
                 choices[name] = tune_decoded(*given, seed=case.recipe.seed, progress=counted)
-    nothing = {name: _why_nothing(case, name, recording) for name in case.fixed if not choices[name]}
+    why = f"no setting within the bounds of the search, {case.space.nodes} nodes a step among them, could be judged"
+    nothing = {name: why for name in case.fixed if not choices[name]}
     return {name: choices[name] for name in case.fixed if choices[name]}, nothing
 
 
@@ -311,28 +310,6 @@ def _tuned_as(row: MethodSection, sampling: Sampling) -> str:
 
 def _named(row: MethodSection) -> str:
     """A row for people."""
-    settings = _listed(row.options)
+    settings = ", ".join(f"{key} {value}" for key, value in row.options.items())
     words = row.label or (f"{row.method} ({settings})" if settings else row.method)
     return words if row.temperature is None else f"{words} at temperature {row.temperature:g}"
-
-
-def _listed(options: Mapping[str, Any]) -> str:
-    return ", ".join(f"{key} {value}" for key, value in options.items())
-
-
-def _why_nothing(case: _Case, name: str, recording: Recording) -> str:
-    """Why a search found no setting of a method."""
-    space, fixed = case.space, case.fixed[name]
-    if name in (TYPICAL, "medusa"):
-        if space.nodes < 2:
-            return f"no tree has {space.nodes} nodes"
-        if next(settings_of("medusa", recording, case.parts, space), None) is None:
-            return "no candidate of the heads ever was the token that the target wrote"
-    decoded = name in DECODED
-    settings = decoded_settings(name, recording, space) if decoded else settings_of(name, recording, case.parts, space)
-    first = next(settings, None)
-    if first is None:
-        return "no setting lies within the bounds of the search"
-    if not decoded and predict(recording, case.parts, name, fixed | first) is None:
-        return f"replay cannot follow it with what its row fixes ({_listed(fixed) or 'nothing'})"
-    return f"every setting that was tried has more than {space.nodes} nodes a step"
