@@ -26,7 +26,6 @@ from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass
 from functools import partial
 from pathlib import Path
-from types import TracebackType
 from typing import Any, Protocol
 
 import torch
@@ -34,7 +33,7 @@ from torch import Tensor
 
 from ..models.base import LanguageModel
 from ..models.seq2seq import Seq2SeqModel
-from .profile import synchronise
+from .profile import synchronise, time_call
 
 POWERCAP = Path("/sys/class/powercap")
 _SILENCE = 2.0
@@ -193,9 +192,7 @@ class EnergyMeter:
     def __enter__(self) -> EnergyMeter:
         return self
 
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
+    def __exit__(self, *_: object) -> None:
         self.close()
 
     def _trial(self, work: Callable[[], float]) -> tuple[_Reading, _Reading]:
@@ -391,13 +388,8 @@ def time_forwards(
         for batch, call in calls.items():
             progress(done, runs * len(calls), f"batch {batch}")
             call()  # finds what other forwards have left
-            times = []
-            for _ in range(runs * (number + 1) // rounds - runs * number // rounds):
-                synchronise(model)
-                start = time.perf_counter()
-                call()
-                synchronise(model)
-                times.append(time.perf_counter() - start)
+            turns = runs * (number + 1) // rounds - runs * number // rounds
+            times = [time_call(model, call) for _ in range(turns)]
             seconds[batch].append(times)
             done += len(times)
     progress(done, runs * len(calls), "")

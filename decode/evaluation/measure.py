@@ -23,7 +23,7 @@ from ..warpers import Sampling
 from .energy import Energy, EnergyMeter
 from .flops import count_flops, part_flops, step_flops
 from .metrics import Tally
-from .profile import FirstStep, StepProfile, synchronise
+from .profile import FirstStep, StepProfile, synchronise, time_call
 
 BASELINE = "autoregressive"
 REFERENCE = "transformers"
@@ -352,12 +352,9 @@ class RawCosts:
             for step in ([0], [*range(2, len(self._calls)), 1]):
                 for repeat in range(3):
                     for call in step:
-                        synchronise(self._target)
-                        start = time.perf_counter()
-                        self._calls[call]()
-                        synchronise(self._target)
+                        seconds = time_call(self._target, self._calls[call])
                         if repeat:  # the first finds what other forwards have left
-                            self._seconds[call].append(time.perf_counter() - start)
+                            self._seconds[call].append(seconds)
         return self
 
     @torch.inference_mode()

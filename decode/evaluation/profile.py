@@ -87,6 +87,15 @@ class StepProfile:
         return medians | ({"step": 1e6 * statistics.median(self.steps)} if self.steps else {})
 
 
+def time_call(model: LanguageModel, call: Callable[[], object]) -> float:
+    """Seconds of a call on a model's device."""
+    synchronise(model)
+    start = time.perf_counter()
+    call()
+    synchronise(model)
+    return time.perf_counter() - start
+
+
 def synchronise(model: LanguageModel) -> None:
     """Wait for a model's device, before a clock is read."""
     if model.device.type == "cuda":

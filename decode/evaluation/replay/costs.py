@@ -8,7 +8,6 @@ Shape letters: B batch, N nodes, D hidden.
 
 from __future__ import annotations
 
-import time
 from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass, field
 from functools import partial
@@ -24,7 +23,7 @@ from ...models.base import LanguageModel
 from ...warpers import Sampling
 from ..measure import BASELINE, Decoded, decode, raw_forward
 from ..metrics import total
-from ..profile import synchronise
+from ..profile import time_call
 
 TARGET_NODES = (1, 2, 3, 5, 9, 17, 33, 65)
 DRAFTER_NODES = (1, 2, 4, 8, 16, 32)
@@ -141,12 +140,7 @@ def measure_forwards(
     for _ in range(runs):
         for index, call in enumerate(calls):
             call()  # finds what other forwards have left
-            for _ in range(2):
-                synchronise(target)
-                start = time.perf_counter()
-                call()
-                synchronise(target)
-                seconds[index].append(time.perf_counter() - start)
+            seconds[index] += [time_call(target, call) for _ in range(2)]
     found = [typical(series) for series in seconds]
     wide, narrow = len(target_nodes), len(drafter_nodes)
     return CostModel(

@@ -9,7 +9,6 @@ import os
 from abc import ABC, abstractmethod
 from collections import Counter
 from pathlib import Path
-from types import TracebackType
 from typing import Any, BinaryIO, ClassVar, Literal, Self, get_type_hints
 
 from pydantic import BaseModel, Field, TypeAdapter, create_model
@@ -83,9 +82,7 @@ class Journal(ABC):
     def __enter__(self) -> Self:
         return self
 
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
+    def __exit__(self, *_: object) -> None:
         self._file.close()
 
     def _read(self, identity: dict[str, Any]) -> None:

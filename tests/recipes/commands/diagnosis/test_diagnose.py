@@ -7,9 +7,6 @@ from __future__ import annotations
 
 import copy
 import json
-import os
-import signal
-import threading
 from collections.abc import Callable
 from dataclasses import dataclass, replace
 from functools import cached_property
@@ -35,7 +32,7 @@ from draftsmith.recipes.commands.diagnosis.diagnose import run_diagnose
 from draftsmith.recipes.commands.diagnosis.training_record import block_passages
 from draftsmith.recipes.schema.data import DataSection
 from draftsmith.recipes.schema.evaluation import EvaluateRecipe
-from draftsmith.train.parallel.interrupts import Interrupted, StopSignals
+from draftsmith.train.parallel.interrupts import StopSignals
 from draftsmith.train.tasks.drafter import DrafterTask
 from draftsmith.train.tasks.heads import HeadsTask
 from draftsmith.train.teachers.teacher import ModelTeacher
@@ -360,29 +357,15 @@ def test_what_cannot_be_diagnosed_is_refused(
 
 
 def test_a_signal_leaves_the_parts_that_were_finished(
-    workshop: Workshop, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+    workshop: Workshop, tmp_path: Path, interrupted_when: Any, capsys: pytest.CaptureFixture[str]
 ) -> None:
     drafter = workshop.drafter(noisy(workshop.model), tmp_path / "drafter")
     table = BigramTable.from_documents(iter([np.arange(VOCAB)]), VOCAB)
     workshop.save("table", tmp_path / "table", table.save, {"count": {"pairs": "answers"}}, {}, {})
     recipe = workshop.recipe(drafter=str(drafter), table=str(tmp_path / "table"), limit=40, max_new_tokens=48)
-    out, ended = tmp_path / "found.json", threading.Event()
-
-    def interrupt() -> None:
-        while not out.is_file() and not ended.wait(0.002):
-            pass
-        if not ended.is_set():
-            os.kill(os.getpid(), signal.SIGINT)
-
-    watching = threading.Thread(target=interrupt)
-    watching.start()
-    try:
-        with pytest.raises(Interrupted) as stopped:
-            run_diagnose(recipe, out=out)
-    finally:
-        ended.set()
-        watching.join()
-    assert stopped.value.signal_number == signal.SIGINT
+    out = tmp_path / "found.json"
+    with interrupted_when(out.is_file):
+        run_diagnose(recipe, out=out)
     found = json.loads(out.read_text())
     assert [part["part"] for part in found["parts"]] == ["drafter"]
     assert found["complete"] is False

@@ -5,7 +5,6 @@ from __future__ import annotations
 import json
 import signal
 import subprocess
-import time
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -96,7 +95,7 @@ def identity(recipe: Path, *arguments: str) -> dict[str, Any]:
     return found[0]
 
 
-def test_a_stopped_certificate_goes_on(recipe: Path, launcher: Any) -> None:
+def test_a_stopped_certificate_goes_on(recipe: Path, stop: Any) -> None:
     """Killed, stopped with Ctrl-C, and gone on with: the certificate of a run that nothing stopped."""
     path = recipe.parent / "certificate.json"
     asked = ("--tokens", "2000")
@@ -105,14 +104,7 @@ def test_a_stopped_certificate_goes_on(recipe: Path, launcher: Any) -> None:
     path.unlink()
     journal, lines = path.with_name("certificate.json.state") / "texts.jsonl", 0
     for number, more in ((signal.SIGKILL, 6), (signal.SIGINT, 4)):
-        child = launcher.start("certify", str(recipe), "--batch", "4", *asked)
-        deadline = time.monotonic() + 120
-        while not journal.is_file() or journal.read_text().count("\n") <= lines + more:
-            assert child.poll() is None
-            assert time.monotonic() < deadline
-            time.sleep(0.005)
-        child.send_signal(number)
-        code, said = child.ended()
+        code, said = stop(journal, lines + more, number, "certify", str(recipe), "--batch", "4", *asked)
         assert code == (-number if number == signal.SIGKILL else 128 + number)
         kept, lines = journal.read_text().splitlines(), journal.read_text().count("\n")
         assert ("resuming; " in said) == (number == signal.SIGINT)

@@ -4,11 +4,8 @@ from __future__ import annotations
 
 import dataclasses
 import json
-import os
-import signal
 import subprocess
 import sys
-import threading
 import time
 from collections.abc import Callable, Iterator
 from functools import partial
@@ -25,7 +22,6 @@ from draftsmith.recipes.commands.evaluation.energy import PAPER, energy_command,
 from draftsmith.recipes.commands.evaluation.evaluate import run_evaluate
 from draftsmith.recipes.schema.evaluation import EvaluateRecipe
 from draftsmith.recipes.schema.results import load_results
-from draftsmith.train.parallel.interrupts import Interrupted
 
 Cli = Callable[..., subprocess.CompletedProcess[str]]
 WATTS = 20.0
@@ -215,26 +211,13 @@ def test_an_evaluation_has_joules_where_something_counts_them(
 
 
 def test_joules_that_were_counted_are_not_counted_again(
-    counter: Kept, recipe: dict[str, Any], capsys: pytest.CaptureFixture[str]
+    counter: Kept, recipe: dict[str, Any], interrupted_when: Any, capsys: pytest.CaptureFixture[str]
 ) -> None:
     """A signal comes once the first row is counted; then another process goes on."""
-    out, ended = Path(recipe["out"]), threading.Event()
+    out = Path(recipe["out"])
     journal = out.with_name("results.json.state") / "runs.jsonl"
-
-    def interrupt() -> None:
-        while not (journal.is_file() and '"energy"' in journal.read_text().partition("\n")[2]):
-            if ended.wait(0.002):
-                return
-        os.kill(os.getpid(), signal.SIGINT)
-
-    watching = threading.Thread(target=interrupt)
-    watching.start()
-    try:
-        with pytest.raises(Interrupted):
-            run_evaluate(EvaluateRecipe(**recipe))
-    finally:
-        ended.set()
-        watching.join()
+    with interrupted_when(lambda: journal.is_file() and '"energy"' in journal.read_text().partition("\n")[2]):
+        run_evaluate(EvaluateRecipe(**recipe))
     assert "2 rows of 1 s or more, 2 s in all; `energy: off` leaves them out" in capsys.readouterr().err
     lines = [json.loads(line) for line in journal.read_text().splitlines()[1:]]
     (kept,) = [line for line in lines if isinstance(line, dict)]

@@ -3,11 +3,7 @@
 from __future__ import annotations
 
 import json
-import os
 import signal
-import subprocess
-import sys
-import time
 from pathlib import Path
 from typing import Any
 
@@ -60,33 +56,17 @@ def identity(recipe: Path, *changes: str) -> dict[str, Any]:
     return found[0]
 
 
-def stop_in_the_middle(recipe: Path, number: signal.Signals, runs: int) -> tuple[int, str, list[str]]:
-    """Start the evaluation, send a signal once some runs are written: exit code, errors, the journal's lines."""
-    journal = recipe.parent / "results.json.state" / "runs.jsonl"
-    command = [sys.executable, "-m", "draftsmith", "evaluate", str(recipe)]
-    settings = os.environ | {"OMP_NUM_THREADS": "1", "HF_HUB_OFFLINE": "1"}
-    child = subprocess.Popen(command, env=settings, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
-    try:
-        deadline = time.monotonic() + 120
-        while not journal.is_file() or journal.read_text().count("\n") <= runs:
-            assert child.poll() is None, child.communicate()[1]
-            assert time.monotonic() < deadline
-            time.sleep(0.01)
-        child.send_signal(number)
-        _, errors = child.communicate(timeout=60)
-    finally:
-        child.kill()
-    return child.returncode, errors, journal.read_text().splitlines()
-
-
 @pytest.mark.parametrize("number", [signal.SIGKILL, pytest.param(signal.SIGINT, marks=pytest.mark.slow)])
-def test_a_stopped_evaluation_goes_on(recipe: Path, number: signal.Signals, capsys: pytest.CaptureFixture[str]) -> None:
-    out = recipe.parent / "results.json"
-    code, errors, lines = stop_in_the_middle(recipe, number, 9)
+def test_a_stopped_evaluation_goes_on(
+    recipe: Path, stop: Any, number: signal.Signals, capsys: pytest.CaptureFixture[str]
+) -> None:
+    out, journal = recipe.parent / "results.json", recipe.parent / "results.json.state" / "runs.jsonl"
+    code, errors = stop(journal, 9, number, "evaluate", str(recipe))
+    lines = journal.read_text().splitlines()
     assert not out.exists()
     if number == signal.SIGKILL:
         assert code == -signal.SIGKILL
-        with (recipe.parent / "results.json.state" / "runs.jsonl").open("a") as file:
+        with journal.open("a") as file:
             file.write(lines[-1][: len(lines[-1]) // 2])  # what a kill in the middle of a write leaves
     else:
         assert code == 128 + number
@@ -102,7 +82,7 @@ def test_a_stopped_evaluation_goes_on(recipe: Path, number: signal.Signals, caps
     results = load_results(out)
     assert results["resumed"] == len(kept)
     assert results["errors"] == []
-    assert not (recipe.parent / "results.json.state" / "runs.jsonl").parent.exists()
+    assert not journal.parent.exists()
     rows = {row["label"]: row for row in results["methods"]}
     assert {label for label, *_ in kept} <= {*rows, "transformers"}
     for label, place, _, ids, _, seconds, _ in kept:
