@@ -15,8 +15,6 @@ from typing import Any
 import numpy as np
 import pytest
 import yaml
-from draftsmith.checkpoints.artifact.artifact import tokenizer_fingerprint
-from draftsmith.data.prompts import stop_ids
 from draftsmith.data.tokenizers import load_tokenizer
 from draftsmith.decode.engine import Limits
 from draftsmith.decode.evaluation.measure import decode
@@ -127,34 +125,12 @@ def test_equal_methods_are_tuned_once(tiny: tuple[Any, Parts, list[list[int]]]) 
 
 
 @pytest.fixture
-def recipe(corpus: Path, tmp_path: Path, make_llama: Any) -> Path:
-    """A target and a drafter on disk, with the corpus's tokenizer, and a recipe for them."""
-    tokenizer = load_tokenizer(str(corpus / "tokenizer"))
-    for name, sharpness in (("target", 1.0), ("drafter", 1.05)):
-        make_llama(len(tokenizer), seed=0, sharpness=sharpness).save_pretrained(tmp_path / name)
-        tokenizer.save_pretrained(tmp_path / name)
-    assert tokenizer_fingerprint(tokenizer)
-    assert stop_ids(tokenizer)
-    values = {
-        "kind": "evaluate",
-        "out": str(tmp_path / "results.json"),
-        "target": str(tmp_path / "target"),
-        "drafter": str(tmp_path / "drafter"),
-        "prompts": str(corpus / "rows.json"),
-        "template": "chatml",
-        "limit": 4,
-        "max_new_tokens": 16,
-        "device": "cpu",
-        "methods": [
-            {"method": "autoregressive"},
-            {"method": "speculative"},
-            {"method": "multi-candidate", "options": {"attention": "batch"}},
-            {"method": "mjsd"},
-            {"method": "beam"},
-        ],
-    }
+def recipe(evaluation: dict[str, Any], tmp_path: Path) -> Path:
+    """Methods that are searched by replay and by decoding, and one that is not."""
+    methods: list[dict[str, Any]] = [{"method": name} for name in ("autoregressive", "speculative", "mjsd", "beam")]
+    methods.insert(2, {"method": "multi-candidate", "options": {"attention": "batch"}})
     path = tmp_path / "recipe.yaml"
-    path.write_text(yaml.safe_dump(values))
+    path.write_text(yaml.safe_dump(evaluation | {"max_new_tokens": 16, "methods": methods}))
     return path
 
 
