@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from typing import Any
 
 import pytest
@@ -31,18 +30,6 @@ METHODS: list[tuple[str, dict[str, Any]]] = [
     ("bild", {"gamma": 4, "fallback": 0.2, "rollback": 2.0}),
     ("mjgd", {"gamma": 2, "beams": 2}),
 ]
-
-
-@pytest.fixture
-def models(make_llama: Callable[..., LlamaForCausalLM]) -> tuple[LlamaForCausalLM, LlamaForCausalLM]:
-    """A target, and a drafter that often agrees with it: it is the target with some noise."""
-    target, drafter = (make_llama(vocab_size=24, seed=3, sharpness=1.5) for _ in range(2))
-    torch.manual_seed(7)
-    with torch.no_grad():
-        for parameter in drafter.parameters():
-            if parameter.dim() == 2:
-                parameter += 0.05 * torch.randn_like(parameter)
-    return target, drafter
 
 
 def built(models: Any, make_heads: Any, name: str, options: dict[str, Any], sampling: Sampling) -> tuple[Any, Method]:

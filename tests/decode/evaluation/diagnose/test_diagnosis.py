@@ -32,7 +32,7 @@ from draftsmith.decode.rng import Rng
 from draftsmith.decode.warpers import Sampling, warp
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from transformers import LlamaConfig, LlamaForCausalLM
+from transformers import LlamaForCausalLM
 
 VOCAB = 24
 SAMPLINGS = [Sampling(), Sampling(1.0), Sampling(0.7, top_k=5, top_p=0.9)]
@@ -42,25 +42,6 @@ PASSAGES = [
     Passage([2, 2], []),
     Passage([11, 12, 13], [14, 15, 16, 17, 18], [False, True, True, False, True]),
 ]
-
-
-@pytest.fixture(scope="module")
-def models() -> tuple[LlamaForCausalLM, LlamaForCausalLM]:
-    """A target, and a drafter that often agrees with it: it is the target with some noise."""
-    made = []
-    for noise in (0.0, 0.08):
-        torch.manual_seed(3)
-        sizes = {"hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 2, "num_attention_heads": 4}
-        model = LlamaForCausalLM(LlamaConfig(vocab_size=VOCAB, **sizes, max_position_embeddings=128)).eval()
-        with torch.no_grad():
-            for parameter in model.parameters():
-                if parameter.dim() == 2:
-                    parameter.normal_(0.0, 1.5 * parameter.shape[1] ** -0.5)
-            torch.manual_seed(7)
-            for parameter in model.parameters():
-                parameter += noise * torch.randn_like(parameter)
-        made.append(model)
-    return made[0], made[1]
 
 
 @pytest.fixture(scope="module")

@@ -1,0 +1,21 @@
+"""Models for tests of what is measured."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import pytest
+import torch
+from transformers import LlamaForCausalLM
+
+
+@pytest.fixture
+def models(make_llama: Callable[..., LlamaForCausalLM]) -> tuple[LlamaForCausalLM, LlamaForCausalLM]:
+    """A target, and a drafter that often agrees with it: it is the target with some noise."""
+    target, drafter = (make_llama(vocab_size=24, seed=3, sharpness=1.5) for _ in range(2))
+    torch.manual_seed(7)
+    with torch.no_grad():
+        for parameter in drafter.parameters():
+            if parameter.dim() == 2:
+                parameter += 0.05 * torch.randn_like(parameter)
+    return target, drafter
