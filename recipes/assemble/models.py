@@ -45,8 +45,7 @@ class TrainableModel:
     def save(self, folder: Path, state: Mapping[str, Tensor] | None = None) -> None:
         """Write what `AutoModelForCausalLM.from_pretrained` and `decode.loading.load_model` read.
 
-        That is a whole model, into which changes are merged as peft's `merge_and_unload` does, or the adapter alone.
-        The model in training is left as it is.
+        That is a whole model, with changes merged into it, or the adapter alone. The model in training stays as it is.
 
         Args:
             state: its weights under the names of `model.state_dict()`, where they are not in the model itself (as with
@@ -77,12 +76,9 @@ class TrainableModel:
 
 
 def build_model(section: ModelSection, target: str | None, seed: int) -> TrainableModel:
-    """The model of a recipe, on the CPU; `target` is that of `embeddings: target`, `seed` that of new weights.
-
-    Raises:
-        ValueError: no such model; a configuration that makes none; layers that the source does not have; embeddings
-            of other sizes; LoRA targets that are no linear layers; an attention kernel that cannot be used.
-    """
+    """The model of a recipe, on the CPU; `target` is that of `embeddings: target`, `seed` that of new weights. Raises
+    ValueError: no such model; a configuration that makes none; layers that the source does not have; embeddings of
+    other sizes; LoRA targets that are no linear layers; an attention kernel that cannot be used."""
     torch.manual_seed(seed)
     dtype = getattr(torch, section.dtype)
     attention = None if section.attention == "auto" else section.attention
@@ -160,12 +156,9 @@ def new_model(config: Any, attention: str | None) -> PreTrainedModel:
 def cut_layers(model: PreTrainedModel, layers: list[int], name: str, attention: str | None = None) -> PreTrainedModel:
     """A new model of some of a model's layers (from 0, rising); of an encoder-decoder, of both sides' layers.
 
-    It is made from the configuration with that many layers, so that it is what loading its files will give.
-
-    Raises:
-        ValueError: a layer that the model (called `name`) does not have; a model whose layers do not stand in one list,
-            or that its configuration does not tell apart.
-    """
+    It is made from the configuration with that many layers, so that it is what loading its files will give. Raises
+    ValueError: a layer that the model (called `name`) does not have; a model whose layers do not stand in one list, or
+    that its configuration does not tell apart."""
     config = model.config
     depths = {key: getattr(config, key) for key in _depth_keys(config)}
     count = min(depths.values())
@@ -217,11 +210,8 @@ def _old_name(name: str, pattern: re.Pattern[str], layers: list[int], old: Mappi
 
 
 def copy_embeddings(model: PreTrainedModel, target: str) -> None:
-    """Start from a target's token embeddings and output projection [V, D], which alone are read from its files.
-
-    Raises:
-        ValueError: sizes that differ, both named; a model that ties the two where the target does not.
-    """
+    """Start from a target's token embeddings and output projection [V, D], which alone are read from its files. Raises
+    ValueError: sizes that differ, both named; a model that ties the two where the target does not."""
     embeddings_VD, projection_VD, bias_V = _target_embeddings(target)
     mine = model.get_input_embeddings().weight
     head = model.get_output_embeddings()
@@ -231,10 +221,7 @@ def copy_embeddings(model: PreTrainedModel, target: str) -> None:
             sizes = " and ".join(" x ".join(map(str, shape)) for shape in (weight.shape, theirs.shape))
             raise ValueError(f"`embeddings: target`: the {what} of the model and of {target} differ in size: {sizes}")
     if mine is head.weight and embeddings_VD is not projection_VD:
-        raise ValueError(
-            f"`embeddings: target`: the model has one matrix for both of {target}'s embeddings and output projection; "
-            "give it `tie_word_embeddings: false`"
-        )
+        raise ValueError(f"`embeddings: target`: {target} has two matrices: set `tie_word_embeddings: false`")
     with torch.no_grad():
         for _, weight, theirs in pairs:
             weight.copy_(theirs)
@@ -281,10 +268,7 @@ def add_lora(model: PreTrainedModel, section: ModelSection) -> Any:
     lora, source = section.lora, section.source
     assert lora is not None
     if lora.export == "adapter" and (section.layers or section.embeddings == "target"):
-        raise ValueError(
-            f"`lora.export: adapter` is for {source} as it is, and the model has other layers or embeddings: "
-            "use `export: merged`"
-        )
+        raise ValueError(f"`lora.export: adapter` is for {source} as it is, in all its layers: use `export: merged`")
     try:
         from peft import LoraConfig, get_peft_model
     except ImportError as error:
@@ -319,10 +303,8 @@ def _lora_targets(model: PreTrainedModel, targets: list[str]) -> list[str]:
         ends = [name for name in linear if name == target or name.endswith(f".{target}")]
         if not ends:
             known = sorted({name.rpartition(".")[2] for name in linear})
-            raise ValueError(
-                f"`lora.targets` has {target!r}, and no linear layer of the model that may be changed ends so."
-                f"{did_you_mean(target, known)} There are: {', '.join(known)}"
-            )
+            near = did_you_mean(target, known)
+            raise ValueError(f"`lora.targets`: no linear layer ends in {target!r}.{near} There are: {', '.join(known)}")
         found += ends
     return found if targets else linear
 

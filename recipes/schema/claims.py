@@ -1,15 +1,12 @@
 """What a paper claims, as an expression over the rows of a table, and whether it held.
 
-A claim compares expressions: `"ours T=0".speedup > 1.1 * "SD T=0".speedup`, `a.perplexity < b.perplexity <
-c.perplexity`. An operand is a number or a row's label, a dot and a metric; labels with other characters than letters,
-digits, `_`, `-` and `@` stand in double quotes. `+ - * /` bind as usual (`-` between spaces), comparisons are
-`> < >= <=` and `==~` (equal within the claim's tolerance).
+`"ours T=0".speedup > 1.1 * "SD T=0".speedup`, `a.perplexity < b.perplexity < c.perplexity`: an operand is a number or
+a row's label, a dot and a metric; labels with other characters than letters, digits, `_`, `-` and `@` stand in double
+quotes. `+ - * /` bind as usual (`-` between spaces), comparisons are `> < >= <=` and `==~` (equal within a tolerance).
 
-A claim is judged with the uncertainty of its rows. Rows over prompts are resampled, 2,000 times, all rows of the same
-prompts with the same draws (a paired bootstrap, as in `decode.metrics`); numbers with a standard error are drawn from a
-normal distribution. All others are exact, unless the row says which of its numbers are: then a claim about another one
-is `not judged`. `held` is what 95 % of the draws' middle agree with, `not held` what they agree is false, all else is
-`within noise`.
+Rows over prompts are resampled 2,000 times, all rows of the same prompts with the same draws (a paired bootstrap);
+numbers with a standard error are drawn from a normal distribution, all others are exact. `held` is what the middle 95 %
+of the draws agree with, `not held` what they agree is false, all else is `within noise`.
 """
 
 from __future__ import annotations
@@ -69,11 +66,7 @@ def nearest(name: str, known: Sequence[str]) -> str:
 
 
 def parse_claim(text: str) -> Claim:
-    """A claim from its text.
-
-    Raises:
-        ValueError: it is no claim.
-    """
+    """A claim from its text. Raises ValueError: it is no claim."""
     names: dict[str, Reference] = {}
 
     def named(found: re.Match[str]) -> str:
@@ -270,10 +263,7 @@ def transformed(ratio: Any, pairs: Mapping[str, Any]) -> Any:
 
 def metric_of(row: Row, metric: str) -> float | None:
     """A row's number by its name: `speedup`, `flops_per_token.total`, `acceptance_by_depth.0`; None: not measured.
-
-    Raises:
-        ValueError: the row has no such metric, with the nearest that it has.
-    """
+    Raises ValueError: the row has no such metric, with the nearest that it has."""
     here: Any = row
     for part in [metric] if metric in row else metric.split("."):
         if isinstance(here, list) and part.isdigit():

@@ -1,4 +1,4 @@
-"""The sections of a recipe that say where data comes from; see `config`."""
+"""The sections of a recipe that say where data comes from."""
 
 from __future__ import annotations
 

@@ -152,11 +152,8 @@ SETTINGS: dict[str, type[Section]] = {
 
 
 def checked_settings(experiment: str, settings: dict[str, Any]) -> Section:
-    """The settings of an experiment.
-
-    Raises:
-        ValueError: all that is wrong with them, with the nearest right name of an unknown key or study.
-    """
+    """The settings of an experiment. Raises ValueError: all that is wrong with them, with the nearest right name of an
+    unknown key or study."""
     model = SETTINGS.get(experiment)
     if experiment == "simulation":
         study = settings.get("study")

@@ -86,11 +86,8 @@ def first_sentence(path: Path) -> str:
 
 
 def find_recipe(name: str) -> Path:
-    """A recipe's file by path, or by the name of one that is shipped.
-
-    Raises:
-        ValueError: where there is neither, with the nearest right name.
-    """
+    """A recipe's file by path, or by the name of one that is shipped. Raises ValueError: where there is neither, with
+    the nearest right name."""
     path = Path(name)
     if path.is_file():
         return path

@@ -1,4 +1,4 @@
-"""The sections of a training recipe, and the training recipes; see `config`."""
+"""The sections of a training recipe, and the training recipes."""
 
 from __future__ import annotations
 
@@ -69,11 +69,10 @@ class TeacherSection(Section):
     top_k: int = Field(0, ge=0)
     """Learn from the target's k most likely tokens only; 0: from all."""
     tail: Literal["bucket", "renormalise"] = "bucket"
-    """What becomes of the others with `top_k`: one event "any other token" on both sides, or the k are made to sum to 1
-    (what a target that samples with this top_k does)."""
+    """The others, with `top_k`: one event "any other token" on both sides, or none, and the k are made to sum to 1."""
     cache: str | None = None
-    """Folder that keeps the target's `top_k` log-probabilities of all training blocks (`draftsmith prepare --teacher`):
-    the target is then run once, however many epochs and drafters learn from it."""
+    """Folder of the target's `top_k` log-probabilities of all blocks, written by `draftsmith prepare --teacher`: the
+    target is then run once, however many epochs and drafters learn from it."""
     dtype: Literal["auto", "float32", "bfloat16", "float16"] = "auto"
     """Type of the target's weights; auto takes that of the files."""
     load_in_8bit: bool = False
@@ -94,8 +93,7 @@ class OnPolicySection(Section):
     """Learn on what the drafter itself writes (DistillSpec: Zhou et al. 2023, arXiv 2310.08461)."""
 
     share: float = Field(0.5, gt=0, le=1)
-    """Share of a step's blocks whose answers are sampled from the drafter and scored by the target; the others keep
-    theirs."""
+    """Share of a step's blocks whose answers are sampled from the drafter and scored by the target."""
     new_tokens: int = Field(256, ge=1)
     """Longest sampled answer; it is never longer than the block has room for."""
     temperature: float = Field(1.0, gt=0)
@@ -140,8 +138,8 @@ class TrainSection(Section):
     trackers: list[Literal["tensorboard", "wandb", "trackio", "mlflow"]] = []
     """Where else to log, through accelerate."""
     on_bad_step: Literal["stop", "skip"] = "stop"
-    """What to do when loss or gradient are not finite, or the gradient is larger than `max_norm`: stop, or leave the
-    weights as they are and go on (50 times in a row at most)."""
+    """When loss or gradient are not finite, or the gradient exceeds `max_norm`: stop, or leave that step out (at most
+    50 times in a row)."""
     max_norm: float = Field(0.0, ge=0)
     """A gradient of a larger norm, before clipping, is a bad step; 0: only one that is not finite."""
     compile: bool = False
@@ -310,8 +308,8 @@ class HeadsRecipe(_Recipe):
     base: BaseSection | None = None
     """Train the target too (Medusa-2); without it the target stays as it is (Medusa-1)."""
     shard_target: bool = False
-    """Under ZeRO 3 spread the target's weights too while steps run; slower. Each process still needs room for all of it
-    while it is loaded, in evaluations, and at the end."""
+    """Under ZeRO 3 spread the target's weights too while steps run; slower. Loading, evaluations and the end still need
+    room for all of it in each process."""
     train: HeadsTrainSection = HeadsTrainSection()
 
     @property
@@ -321,9 +319,7 @@ class HeadsRecipe(_Recipe):
     @model_validator(mode="after")
     def _consistent(self) -> HeadsRecipe:
         if (self.projection == "low-rank") != (self.rank > 0):
-            raise ValueError(
-                f"`rank` is {self.rank} and `projection` {self.projection}: low-rank and 1 or more go together"
-            )
+            raise ValueError(f"`rank` is {self.rank}, `projection` {self.projection}: low-rank takes 1 or more")
         if self.projection == "target" and self.num_layers == 0:
             raise ValueError("`projection: target` without residual blocks (`num_layers: 0`) leaves nothing to train")
         if self.projection == "target" and self.states == "before-norm":
@@ -343,10 +339,9 @@ class CountSection(Section):
     """Which neighbouring tokens a table counts, and with how much memory."""
 
     pairs: Literal["documents", "answers", "messages"] = "documents"
-    """`documents`: all of a conversation as its template writes it, the template's own tokens too. `answers`: the pairs
-    whose right token is trained on, that is the assistant's words and the end of turn, each answer with the one token
-    that stands before it. `messages`: the words of each message alone, without any token of the template. A pair never
-    reaches from one document, answer or message into the next."""
+    """`documents`: all of a conversation, the template's own tokens too. `answers`: the pairs whose right token is
+    trained on: an answer with its end of turn and the one token before it. `messages`: the words of each message alone.
+    A pair never reaches from one document, answer or message into the next."""
     roles: list[str] = []
     """Whose messages, with `pairs: messages`: system, user, assistant; empty: user and assistant."""
     memory_mb: int = Field(512, ge=1)
@@ -387,8 +382,8 @@ class PruneSection(Section):
 class TableRecipe(Section):
     """Count the bigram correlation table of a corpus (SLiM, eq. 5).
 
-    The corpus is streamed, cleaned and rendered whole: of the data section, block_tokens, packing, streaming, window
-    and workers change nothing, and no blocks are prepared. Held-out conversations are not counted.
+    Whole conversations are counted, without those held out: of the data section, block_tokens, packing, streaming,
+    window and workers change nothing.
     """
 
     kind: Literal["table"]

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import subprocess
 import sys
 from importlib.util import find_spec
 from pathlib import Path
@@ -42,18 +41,13 @@ FAMILIES: dict[str, dict[str, Any]] = {
     "qwen2": LLAMA | {"layer_types": KINDS, "sliding_window": 3, "use_sliding_window": True},
     "qwen3": LLAMA | {"layer_types": KINDS, "sliding_window": 3, "use_sliding_window": True},
     "gpt_neo": {
-        "vocab_size": 40,
-        "hidden_size": 16,
-        "num_layers": 4,
-        "num_heads": 2,
-        "attention_types": [[["global", "local"], 2]],
-        "window_size": 3,
-        "max_position_embeddings": 64,
+        "vocab_size": 40, "hidden_size": 16, "num_layers": 4, "num_heads": 2, "max_position_embeddings": 64,
+        "attention_types": [[["global", "local"], 2]], "window_size": 3,
     },
     "qwen2_moe": LLAMA | {"num_experts": 2, "num_experts_per_tok": 1, "moe_intermediate_size": 8},
     "t5": T5,
     "umt5": T5 | {"num_decoder_layers": 3},
-}
+}  # fmt: skip
 TOKENS = torch.tensor([[5, 9, 2, 7, 1, 30, 11, 4]])
 
 
@@ -100,6 +94,13 @@ def written(model: Any, count: int = 10) -> list[int]:
     options = {"do_sample": False, "max_new_tokens": count, "eos_token_id": None, "pad_token_id": 0}
     ids = model.generate(TOKENS, attention_mask=torch.ones_like(TOKENS), **options)[0]
     return ids[1 if model.config.is_encoder_decoder else TOKENS.shape[1] :].tolist()
+
+
+def decoded(target: Any, name: str, drafter: Any = None, **options: Any) -> list[int]:
+    """Ten tokens or a few more by a method of this engine, greedily."""
+    method = build_method(name, Parts(drafter=drafter), Sampling(), **options)
+    steps = generate(target, *method, TOKENS.tolist(), Limits(10), Sampling(), Rng.for_rows(0, 1))
+    return [token for step in steps for token in step.new_ids[0]][:10]
 
 
 def train_some_steps(trainable: TrainableModel, recompute: bool = False) -> list[float]:
@@ -153,16 +154,12 @@ def test_a_cut_model_is_the_source_without_the_other_layers(family: str, saved: 
         for number in {0, 1, 2, 3} - set(layers):
             found[number].forward = _nothing_in_a_tuple if family == "gpt_neo" else _nothing
         torch.testing.assert_close(logits(model), logits(whole), rtol=1e-6, atol=1e-6)
-    if family in ("qwen2", "qwen3"):
-        assert model.config.layer_types == ["sliding_attention"] * 2
-    if family == "gpt_neo":
-        assert model.config.attention_layers == ["local", "local"]
     if family in ("qwen2", "qwen3", "gpt_neo"):
+        kinds = getattr(model.config, "attention_layers" if family == "gpt_neo" else "layer_types")
+        assert kinds == ["local" if family == "gpt_neo" else "sliding_attention"] * 2
         return  # decoding goes no further than a window
-    target = wrap_model(load_model(source))
-    method = build_method("speculative", Parts(drafter=wrap_model(model)), Sampling(), gamma=3)
-    steps = list(generate(target, *method, TOKENS.tolist(), Limits(10), Sampling(), Rng.for_rows(0, 1)))
-    assert [token for step in steps for token in step.new_ids[0]][:10] == written(load_model(source))
+    found = decoded(wrap_model(load_model(source)), "speculative", wrap_model(model), gamma=3)
+    assert found == written(load_model(source))
 
 
 def test_a_cut_t5_keeps_positions_and_both_sides(saved: Any) -> None:
@@ -193,19 +190,13 @@ def test_embeddings_of_the_target_are_read_alone(
     assert (model.lm_head.weight is model.get_input_embeddings().weight) == tied
 
 
-def test_embeddings_without_safetensors_names_come_from_the_loaded_target(
-    saved: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_embeddings_of_a_pickled_target_come_with_the_whole(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     target = random_model("llama", 4)
-    target.save_pretrained(tmp_path / "target")
-    folder = tmp_path / "target"
-    torch.save(target.state_dict(), folder / "pytorch_model.bin")
-    (folder / "model.safetensors").unlink()
-    made = section(config={"model_type": "llama", **LLAMA}, embeddings="target")
-    with pytest.raises(ValueError, match="DRAFTSMITH_UNPICKLE"):
-        build_model(made, str(folder), 0)
+    target.config.save_pretrained(tmp_path)
+    torch.save(target.state_dict(), tmp_path / "pytorch_model.bin")
     monkeypatch.setenv("DRAFTSMITH_UNPICKLE", "1")
-    model: Any = build_model(made, str(folder), 0).model
+    made = section(config={"model_type": "llama", **LLAMA}, embeddings="target")
+    model: Any = build_model(made, str(tmp_path), 0).model
     assert torch.equal(model.lm_head.weight, target.lm_head.weight)
 
 
@@ -243,7 +234,8 @@ def test_files_of_lora_give_the_model_that_was_trained(
     (tmp_path / "out").mkdir()
     trainable.save(tmp_path / "out")
     assert torch.equal(logits(trainable.model), trained), "saving must not change the model"
-    for loaded in (load_model(str(tmp_path / "out")), _by_transformers(tmp_path / "out", family)):
+    maker = AutoModelForSeq2SeqLM if family == "t5" else AutoModelForCausalLM
+    for loaded in (load_model(str(tmp_path / "out")), maker.from_pretrained(tmp_path / "out")):
         torch.testing.assert_close(logits(loaded), trained, rtol=2e-5, atol=2e-5)
         if family not in ("gpt2", "t5", "opt"):
             assert written(loaded) == written(trainable.model)
@@ -258,11 +250,6 @@ def test_files_of_lora_give_the_model_that_was_trained(
         assert names == {"adapter_config.json", "adapter_model.safetensors"}
         assert json.loads((tmp_path / "out" / "adapter_config.json").read_text())["base_model_name_or_path"] == source
         assert trainable.shapes()["parameters"] == trainable.shapes()["trained_parameters"]
-
-
-def _by_transformers(folder: Path, family: str) -> Any:
-    maker = AutoModelForSeq2SeqLM if family == "t5" else AutoModelForCausalLM
-    return maker.from_pretrained(folder)
 
 
 @pytest.mark.parametrize("export", ["merged", "adapter"])
@@ -308,12 +295,8 @@ def test_decoding_while_lora_trains_is_that_of_transformers(family: str, saved: 
     wanted = written(trainable.model)
     assert wanted != plain, "the adapter had no effect"
     for model in (drafter, wrap_model(trainable.adapter)):
-        method = build_method("autoregressive", Parts(), Sampling())
-        steps = list(generate(model, *method, TOKENS.tolist(), Limits(10), Sampling(), Rng.for_rows(0, 1)))
-        assert [token for step in steps for token in step.new_ids[0]] == wanted
-    method = build_method("speculative", Parts(drafter=drafter), Sampling(), gamma=3)
-    steps = list(generate(wrap_model(target), *method, TOKENS.tolist(), Limits(10), Sampling(), Rng.for_rows(0, 1)))
-    assert [token for step in steps for token in step.new_ids[0]][:10] == written(target)
+        assert decoded(model, "autoregressive") == wanted
+    assert decoded(wrap_model(target), "speculative", drafter, gamma=3) == written(target)
 
 
 def test_a_changed_output_projection_is_trained_and_merged(saved: Any, tmp_path: Path) -> None:
@@ -351,33 +334,21 @@ def test_a_new_t5_starts_its_decoder_with_padding(tmp_path: Path) -> None:
     assert wrap_model(load_model(str(tmp_path))).start_id == 0
 
 
-@pytest.mark.parametrize("fields", [{"config": {"model_type": "llama", **LLAMA}}, {"source": "llama"}])
-def test_kernels_that_are_not_there_are_named(fields: dict[str, Any], saved: Any) -> None:
-    if "source" in fields:
-        fields = {"source": saved("llama")}
-    if find_spec("flash_attn") is not None:
-        pytest.skip("it is there")
-    with pytest.raises(ValueError, match=r"FlashAttention2 .* doesn't seem to be installed"):
-        build_model(section(**fields, attention="flash_attention_2"), None, 0)
-    eager = build_model(section(**fields, attention="eager"), None, 0).model
-    assert eager.config._attn_implementation == "eager"
-    auto = build_model(section(**fields), None, 0).model
-    assert auto.config._attn_implementation == "sdpa"
+@pytest.mark.parametrize("source", [False, True])
+def test_kernels_are_taken_or_named_where_they_are_not_there(source: bool, saved: Any) -> None:
+    fields: Any = {"source": saved("llama")} if source else {"config": {"model_type": "llama", **LLAMA}}
+    for attention, expected in (("eager", "eager"), ("auto", "sdpa")):
+        model = build_model(section(**fields, attention=attention), None, 0).model
+        assert model.config._attn_implementation == expected
+    if find_spec("flash_attn") is None:
+        with pytest.raises(ValueError, match="FlashAttention2"):
+            build_model(section(**fields, attention="flash_attention_2"), None, 0)
 
 
-def test_without_peft_lora_says_what_to_install(saved: Any) -> None:
-    script = f"""
-import sys
-sys.modules["peft"] = None
-from draftsmith.recipes.assemble.models import build_model
-from draftsmith.recipes.schema.training import ModelSection
-try:
-    build_model(ModelSection(source={saved("llama")!r}, lora={{}}), None, 0)
-except ValueError as error:
-    print(error)
-"""
-    done = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, check=True, timeout=120)
-    assert "draftsmith[train]" in done.stdout
+def test_without_peft_lora_says_what_to_install(saved: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(sys.modules, "peft", None)
+    with pytest.raises(ValueError, match=r"draftsmith\[train\]"):
+        build_model(section(source=saved("llama"), lora={}), None, 0)
 
 
 REFUSALS: dict[str, tuple[dict[str, Any], str | None, str]] = {

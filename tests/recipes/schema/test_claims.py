@@ -62,8 +62,8 @@ def test_what_a_claim_names() -> None:
 @pytest.mark.parametrize(
     "text",
     [
-        *("a.m", "1 < 2", "a.m > ", "> a.m", "a.m b.m > 1", "a.m > * b.m", "a.m > b", '"a b.m > 1', "a.m == b.m"),
-        *("a.m > __import__('os').m", "a.m > (lambda: 1)()", "a.m > 'x'", "a.m > [1][0]", "a.m > 2 ** 9", "a.m > -1j"),
+        *("a.m", "1 < 2", "a.m > ", "a.m > b", '"a b.m > 1', "a.m == b.m", "a.m > 'x'", "a.m > 2 ** 9"),
+        *("a.m > __import__('os').m", "a.m > (lambda: 1)()"),
     ],
 )
 def test_what_is_no_claim_is_refused(text: str) -> None:
@@ -175,10 +175,8 @@ def test_a_speedup_is_a_ratio_of_ratios_and_a_perplexity_an_exponential() -> Non
 
 def test_equal_rows_are_not_more_than_one_another() -> None:
     row = ratio_row("a", [1, 2, 3, 4], [1, 1, 1, 2])
-    rows = [row, row | {"label": "b"}]
-    assert [status(f"a.m {sign} b.m", rows) for sign in (">", "<", ">=", "<=", "==~")] == [
-        NOT_HELD, NOT_HELD, HELD, HELD, HELD,
-    ]  # fmt: skip
+    found = {sign: status(f"a.m {sign} b.m", [row, row | {"label": "b"}]) for sign in (">", "<", ">=", "<=", "==~")}
+    assert found == {">": NOT_HELD, "<": NOT_HELD, ">=": HELD, "<=": HELD, "==~": HELD}
 
 
 def test_two_prompts_prove_nothing() -> None:

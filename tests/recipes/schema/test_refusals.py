@@ -22,12 +22,9 @@ KINDS = list(RECIPES)
 # kind, overrides with commas between, what the message must hold
 REFUSED: dict[str, tuple[str, list[str], list[str]]] = {
     "unknown key": ("drafter", ["train.learning_rat=1e-3"], ["'train.learning_rat'", "'learning_rate'"]),
-    "unknown key above": ("drafter", ["learning_rate=1"], ["'learning_rate'"]),
-    "unknown section": ("drafter", ["trian.steps=1"], ["'trian'", "'train'"]),
     "no number": ("drafter", ["train.steps=many"], ["'train.steps'", "'many'"]),
     "too large": ("drafter", ["train.warmup=2"], ["'train.warmup'", "1", "2"]),
     "unknown word": ("drafter", ["train.schedule=cosin"], ["'train.schedule'", "'cosine'", "'cosin'"]),
-    "unknown reaction": ("drafter", ["train.on_bad_step=ignore"], ["'train.on_bad_step'", "'stop'", "'skip'"]),
     "unknown tracker": ("drafter", ["train.trackers=[wandbb]"], ["'train.trackers.0'", "'wandb'"]),
     "two models": ("drafter", ["model.config={model_type: llama}"], ["`source`", "`config`"]),
     "layers of no model": ("drafter", ["model={config: {model_type: llama}, layers: [0]}"], ["`layers`", "[0]"]),
@@ -38,6 +35,9 @@ REFUSED: dict[str, tuple[str, list[str], list[str]]] = {
     "on policy, no teacher": ("drafter", ["on_policy={share: 0.5}"], ["`on_policy`"]),
     "flash in 32 bits": ("drafter", ["model.attention=flash_attention_2"], ["flash_attention_2", "bf16"]),
     "no corpus": ("drafter", ["data={}"], ["'data'", "`source`", "`mixture`"]),
+    "two corpora": ("drafter", ["data.mixture=[{source: rows.json}]"], ["`source`", "`mixture`"]),
+    "limit of a mixture": ("drafter", ["data={mixture: [{source: rows.json}], limit: 3}"], ["`mixture`", "limit"]),
+    "unknown way with HTML": ("drafter", ["data.clean={html: kep}"], ["'keep'"]),
     "nothing for data": ("drafter", ["data="], ["'data'"]),
     "all faults": ("drafter", ["train.epochs=-1", "train.micro_batch=0"], ["'train.epochs'", "'train.micro_batch'"]),
     "rank alone": ("heads", ["rank=4"], ["`rank`", "4", "low-rank"]),
