@@ -1,5 +1,6 @@
 # make quickstart [ARGS="--minutes 20"]   install, then train and measure the embedded pair
 # make test                               install, then lint, type check and test
+# make slow                             the tests that `make test` leaves out for their time
 # make clean                              remove the virtual environment
 # Needs make and Python 3.11 or later: PYTHON=/path/to/python3 names one.
 
@@ -8,7 +9,7 @@ ARGS ?=
 VENV := .venv
 PIP := $(VENV)/bin/python -m pip --disable-pip-version-check --no-input --quiet
 
-.PHONY: quickstart test clean
+.PHONY: quickstart test slow clean
 .DELETE_ON_ERROR:
 
 quickstart: $(VENV)/.train
@@ -19,6 +20,9 @@ test: $(VENV)/.test
 	$(VENV)/bin/ruff format --check .
 	$(VENV)/bin/mypy
 	OMP_NUM_THREADS=1 $(VENV)/bin/python -m pytest -n auto --maxprocesses 4 --dist loadfile -m "not slow and not gpu" $(ARGS)
+
+slow: $(VENV)/.test
+	OMP_NUM_THREADS=1 $(VENV)/bin/python -m pytest -n auto --maxprocesses 4 --dist loadfile -m "slow and not gpu" $(ARGS)
 
 clean:
 	rm -rf $(VENV)
