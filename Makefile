@@ -1,6 +1,6 @@
 # make quickstart [ARGS="--minutes 20"]   install, then train and measure the embedded pair
 # make test                               install, then lint, type check and test
-# make slow                             the tests that `make test` leaves out for their time
+# make slow                               the tests that `make test` leaves out for their time
 # make clean                              remove the virtual environment
 # Needs make and Python 3.11 or later: PYTHON=/path/to/python3 names one.
 
