@@ -11,9 +11,11 @@ import pytest
 
 @pytest.mark.shared
 def test_agreement_with_held_out_answers_of_vicuna_rises(
-    shared_data: Path, tmp_path: Path, load_script: Callable[[Path], ModuleType]
+    shared_data: Path, tmp_path: Path, load_script: Callable[[Path], ModuleType], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    bench = load_script(Path(__file__).parents[1] / "bench" / "vicuna_answers.py")
+    folder = Path(__file__).parents[1] / "bench"
+    monkeypatch.syspath_prepend(folder)  # as for a script: benches share a module
+    bench = load_script(folder / "vicuna_answers.py")
     bench.SHARED = shared_data
     points = bench.curve(tmp_path, 40, bench.SMALL, points=4)
     start, *later = points

@@ -6,6 +6,7 @@ import contextlib
 import errno
 import os
 import signal
+import threading
 import time
 import traceback
 from collections.abc import Callable, Iterator, Sequence
@@ -21,6 +22,7 @@ from draftsmith.checkpoints.storage import atomic
 from draftsmith.checkpoints.storage.atomic import atomic_dir, atomic_text, read_consistent
 from draftsmith.checkpoints.table.table import BigramTable
 from draftsmith.decode.models.loading import load_model
+from tqdm import tqdm
 from transformers import LlamaForCausalLM
 
 VOCAB = 16
@@ -78,6 +80,7 @@ def forked(work: Callable[[], object]) -> Iterator[int]:
     """A process that works until it is done or killed."""
     child = os.fork()
     if not child:
+        tqdm.set_lock(threading.RLock())  # tqdm's own is shared: a killed holder would stop this process for ever
         code = 1
         try:
             work()

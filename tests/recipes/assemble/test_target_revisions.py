@@ -56,7 +56,7 @@ def test_names_with_a_revision(target: Path, tmp_path: Path) -> None:
         assert split_revision(plain) == (plain, None)
         assert at_revision(plain) == plain
     shutil.copytree(target, tmp_path / "me" / "target")
-    with pytest.raises(ValueError, match="me/target@v2: the folder me/target is here, and a folder has no revisions"):
+    with pytest.raises(ValueError, match="me/target@v2: me/target is a folder here"):
         load_tokenizer(TARGET)
     (tmp_path / "me" / "target@v2").mkdir(parents=True)
     assert split_revision(TARGET) == (TARGET, None), "a folder that is here comes first"

@@ -104,7 +104,7 @@ class Workshop:
 
     def drafter(self, model: Any, out: Path, change: Callable[[Any], None] | None = None) -> Path:
         """The artifact of a drafter as training leaves it: measured in memory, then written. `change` comes between."""
-        task = DrafterTask(model, self.prepared.heldout, eval_teacher=ModelTeacher(self.model, {}), evaluate_blocks=64)
+        task = DrafterTask(model, self.prepared.heldout, eval_teacher=ModelTeacher(self.model), evaluate_blocks=64)
         metrics = task.evaluate(task.module)
         if change is not None:
             with torch.no_grad():
