@@ -12,6 +12,7 @@ import os
 import signal
 import subprocess
 import sys
+import threading
 import time
 from collections.abc import Sequence
 from pathlib import Path
@@ -98,6 +99,7 @@ def main() -> None:
     import accelerate  # noqa: F401 - what counting and decoding import on their way
     import draftsmith.recipes.commands.training.train  # noqa: F401
     from draftsmith.recipes.commands.cli import main as command_line
+    from tqdm import tqdm
     from transformers import AutoTokenizer, LlamaForCausalLM  # noqa: F401
 
     gc.collect()
@@ -110,6 +112,7 @@ def main() -> None:
         else:
             answer = os.fork()
             if not answer:
+                tqdm.set_lock(threading.RLock())  # its own is shared: a killed holder would stop those that follow
                 become(**asked)
                 command_line()
                 return
