@@ -434,7 +434,7 @@ def evaluation(out: str) -> Options:
 
 
 def evaluate() -> Golden:
-    """What `evaluate` counts of a handful of methods, and what replay foretells of them; answers by `regenerate`."""
+    """What `evaluate` counts of a handful of methods, and what replay predicts of them; answers by `regenerate`."""
     run_recipe("evaluate", "evaluate", evaluation("results.json"))
     results = read("results.json")
     found = {f"{row['label']} {key}": row.get(key) for row in results["methods"] for key in COUNTED}

@@ -83,7 +83,7 @@ class LeanLlama(LanguageModel):
             and model.get_output_embeddings().bias is None
             and len({parameter.device for parameter in model.parameters()}) == 1
             and not getattr(model, "is_quantized", False)
-            # Hooks that move or load weights run in the modules' own forwards, which are passed over here.
+            # Hooks that move or load weights run in the modules' own forwards, which are bypassed here.
             # Adapters (LoRA) wrap the projections: the weights within are not all there is.
             and not any(hasattr(module, "_hf_hook") or hasattr(module, "base_layer") for module in model.modules())
         )

@@ -107,7 +107,7 @@ class MultiCandidate(Verifier):
     """Multi-candidate speculative sampling over a tree: each node's children are tried in turn.
 
     With replacement Algorithm 1 of the multi-candidate paper; without, Algorithm 2, where a refused token leaves q too.
-    A child that the drafter could not fill (`valid_BN` False) is passed over. Both keep the target's distribution
+    A child that the drafter could not fill (`valid_BN` False) is skipped. Both keep the target's distribution
     (appendices A and B). For one candidate a level both are speculative sampling.
 
     The children of all nodes are tried at once; then the path is walked. What is left of p stands unnormalised beside

@@ -283,7 +283,7 @@ def test_packages_and_their_memory_are_counted_through_many_turns_of_the_counter
     assert idle == pytest.approx(1.625 * IDLE, rel=1e-3)
     found = timed.measure(world.work(0.1, 96.0), idle)
     assert found.source == "rapl"
-    assert world.joules() > 2 * 200.0, "the counters have begun anew"
+    assert world.joules() > 2 * 200.0, "the counters have wrapped"
     assert found.joules == pytest.approx(1.625 * 0.1 * 96.0, rel=1e-3)
     assert found.above_idle == pytest.approx(1.625 * 0.1 * (96.0 - IDLE), rel=1e-2)
 
