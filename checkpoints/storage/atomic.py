@@ -136,26 +136,35 @@ def read_consistent(folder: Path, read: Callable[[], Found]) -> Found:
             return read()  # which says in its own words what is wrong
         try:
             found = read()
-            if _stands(held, folder):
+            if _still_stands(held, folder):
                 return found
         except (ValueError, OSError):
-            if _stands(held, folder):
+            if _still_stands(held, folder):
                 raise
         finally:
             os.close(held)
     raise ValueError(f"{folder} was replaced {_READS} times while it was read: read it when its writer has finished")
 
 
+def stands(path: Path) -> bool:
+    """Whether something stands at a path, also where a writer is between its two renames."""
+    if path.exists():
+        return True
+    with suppress(OSError), _locked(path.absolute().parent):
+        return path.exists()
+    return False
+
+
 def _opened(folder: Path) -> int | None:
     """A descriptor, so that no other folder gets this one's number; None where there is no folder."""
     with suppress(OSError):
         return os.open(folder, os.O_RDONLY | os.O_DIRECTORY)
-    with suppress(OSError), _locked(folder.resolve().parent):  # no writer is between its two renames
+    with suppress(OSError), _locked(folder.resolve().parent):
         return os.open(folder, os.O_RDONLY | os.O_DIRECTORY)
     return None
 
 
-def _stands(descriptor: int, folder: Path) -> bool:
+def _still_stands(descriptor: int, folder: Path) -> bool:
     """Whether an opened folder still stands under its name."""
     try:
         return os.path.samestat(os.stat(folder), os.fstat(descriptor))

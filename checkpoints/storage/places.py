@@ -7,6 +7,8 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
+from .atomic import stands
+
 _PLAIN_REVISION = re.compile(r"[A-Za-z0-9_][A-Za-z0-9_./-]*")
 
 
@@ -32,7 +34,7 @@ def here(place: str | Path) -> Path | None:
         folder = Path(place).expanduser()
     except RuntimeError as error:
         raise ValueError(f"there is no folder {place}: {error}") from error
-    return folder if folder.exists() else None
+    return folder if stands(folder) else None
 
 
 def hub_place(place: str, revision: str | None = None) -> tuple[str, str | None]:

@@ -20,6 +20,7 @@ from draftsmith.checkpoints.artifact.artifact import load_manifest, open_artifac
 from draftsmith.checkpoints.heads.files import PredictionHeads, load_heads, save_heads
 from draftsmith.checkpoints.storage import atomic
 from draftsmith.checkpoints.storage.atomic import atomic_dir, atomic_text, read_consistent
+from draftsmith.checkpoints.storage.places import here
 from draftsmith.checkpoints.table.table import BigramTable
 from draftsmith.decode.models.loading import load_model
 from tqdm import tqdm
@@ -254,6 +255,34 @@ def test_a_writer_at_work_keeps_its_folder(tmp_path: Path) -> None:
             (folder / f"{number}.txt").write_text("b")
     assert content_of(out) == "b"
     assert os.listdir(tmp_path) == ["t"]
+
+
+def test_a_folder_is_here_while_a_writer_is_between_its_two_renames(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    folder = tmp_path / "out"
+    folder.mkdir()
+    renamed, looked, rename = threading.Event(), threading.Event(), Path.rename
+
+    def slow(self: Path, target: Path) -> Path:
+        moved = rename(self, target)
+        if not renamed.is_set():
+            renamed.set()
+            assert not folder.exists()
+            looked.wait(0.2)
+        return moved
+
+    def write() -> None:
+        with atomic_dir(folder):
+            pass
+
+    monkeypatch.setattr(Path, "rename", slow)
+    writer = threading.Thread(target=write)
+    writer.start()
+    assert renamed.wait(60)
+    assert here(folder) == folder
+    looked.set()
+    writer.join()
 
 
 def test_leftovers_of_other_names_stay(tmp_path: Path) -> None:
