@@ -343,7 +343,7 @@ cleaned:
 FORMATS: dict[str, dict[str, str]] = yaml.safe_load("""
 drafter: {transformers: --speculative-tokens 3, vllm-sglang: ""}
 lora: {transformers: ""}
-medusa-1: {medusa: "", medusa-vllm: "", medusa-pt: --pickle, custom-generate: ""}
+medusa-1: {medusa: "", medusa-vllm: "", custom-generate: ""}
 shared: {medusa-2: ""}
 table: {npz: "", llama-ngrams: "", vllm-bigrams: "", custom-generate-bigrams: ""}
 """)

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import hashlib
 from collections.abc import Callable
 from dataclasses import replace
 from datetime import UTC, datetime
@@ -14,7 +13,7 @@ from ..storage.messages import shown
 from ..storage.names import MANIFEST_FILE
 from ..storage.safe_read import file_hash, files_of, is_blob, name_fault, read_text, stamp
 from .fingerprints import model_fingerprint, tokenizer_fingerprint
-from .manifest import KINDS, MAX_MANIFEST_BYTES, SCHEMA_VERSION, Manifest, library_versions, record_fault, to_json_safe
+from .manifest import KINDS, SCHEMA_VERSION, Manifest, library_versions, record_fault, to_json_safe
 
 __all__ = [
     "MANIFEST_FILE",
@@ -37,7 +36,7 @@ Loaded = TypeVar("Loaded")
 
 CARD_FILE = "README.md"
 _FAULTS_SHOWN = 20
-_LARGEST_TEXT = 1 << 24
+_LARGEST_POINTER = 1024
 _POINTER = b"version https://git-lfs.github.com/spec/"
 
 
@@ -107,8 +106,6 @@ def _fill(folder: Path, manifest: Manifest, write: Callable[[Path], None], card:
     (folder / CARD_FILE).write_text(card, encoding="utf-8")
     manifest = replace(manifest, files=_hash_all(folder))
     record = manifest.to_json()
-    if len(record.encode()) > MAX_MANIFEST_BYTES:
-        raise ValueError(f"{MANIFEST_FILE} of {name} would have more than {MAX_MANIFEST_BYTES:,} bytes")
     (folder / MANIFEST_FILE).write_text(record, encoding="utf-8")
     return manifest
 
@@ -137,7 +134,7 @@ def _read_manifest(directory: Path) -> Manifest:
     if path.is_symlink() and not is_blob(directory, path):
         raise ValueError(f"{path} cannot be read: it is a link, expected a file")
     try:
-        return Manifest.from_json(read_text(path, MAX_MANIFEST_BYTES))
+        return Manifest.from_json(read_text(path))
     except FileNotFoundError as error:
         raise ValueError(f"{directory} is not an artifact: it has no {MANIFEST_FILE}{inside(directory)}") from error
     except OSError as error:
@@ -184,7 +181,7 @@ def file_faults(directory: Path, manifest: Manifest) -> list[str]:
         for name, fault in files_of(directory)
         if name != MANIFEST_FILE and (name in manifest.files or not name.startswith("."))
     }
-    record = record_fault(read_text(directory / MANIFEST_FILE, MAX_MANIFEST_BYTES), manifest)
+    record = record_fault(read_text(directory / MANIFEST_FILE), manifest)
     faults = [] if record is None else [f"{directory / MANIFEST_FILE} {record}"]
     if missing := sorted(set(manifest.files) - set(present)):
         faults.append(f"{directory} lacks {', '.join(missing)}, which its {MANIFEST_FILE} lists")
@@ -201,25 +198,15 @@ def _content_fault(path: Path, entry: dict[str, Any]) -> str | None:
     try:
         size = path.stat().st_size
         if size != entry["bytes"]:
-            return f"has {size} bytes, its {MANIFEST_FILE} says {entry['bytes']}{_by_git(path, size, entry)}"
+            is_pointer = size < _LARGEST_POINTER and path.read_bytes().startswith(_POINTER)
+            hint = ": it is git's pointer to the file, which `git lfs pull` fetches" if is_pointer else ""
+            return f"has {size} bytes, its {MANIFEST_FILE} says {entry['bytes']}{hint}"
         digest = file_hash(path)
     except OSError as error:
         return f"cannot be read: {error.strerror}"
     if digest != entry["sha256"]:
         return f"has the hash {digest}, its {MANIFEST_FILE} says {entry['sha256']}"
     return None
-
-
-def _by_git(path: Path, size: int, entry: dict[str, Any]) -> str:
-    """What git made of a file that it was copied by, in words: a pointer to it, or other ends of lines."""
-    if size > _LARGEST_TEXT:
-        return ""
-    content = path.read_bytes()
-    if content.startswith(_POINTER):
-        return ": it is git's pointer to the file, which `git lfs pull` fetches"
-    if hashlib.sha256(content.replace(b"\r\n", b"\n")).hexdigest() == entry["sha256"]:
-        return ": git changed its ends of lines (core.autocrlf); copy it as it is"
-    return ""
 
 
 def check_target(manifest: Manifest, *, vocab_size: int, tokenizer_fingerprint: str | None, what: str) -> None:

@@ -11,7 +11,7 @@ import json
 from pathlib import Path
 from typing import Any
 
-from ..storage.safe_read import MAX_JSON_BYTES, read_json, read_text
+from ..storage.safe_read import read_json, read_text
 
 MODEL_FILE = "config.json"
 CONFIG_FILE = "tokenizer_config.json"
@@ -84,7 +84,7 @@ def _for_older_readers(config: dict[str, Any], template: Path) -> dict[str, Any]
         mended["additional_special_tokens"] = [*mended.get("additional_special_tokens", []), *more]
     if template.is_file():  # which comes first, where both are read
         try:
-            mended["chat_template"] = read_text(template, MAX_JSON_BYTES)
+            mended["chat_template"] = read_text(template)
         except ValueError as error:
             raise ValueError(f"{template}: {error}") from error
     return mended

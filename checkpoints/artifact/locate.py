@@ -145,53 +145,36 @@ def hub_errors(what: str, repo: str) -> Iterator[None]:
     except (OSError, ValueError, RuntimeError, HTTPError) as error:
         if isinstance(error, OSError) and error.errno is not None and not isinstance(error, HfHubHTTPError):
             raise
-        text, token = f"{what} {_reason(_answer_of(error), repo)}", get_token()
+        cause = error.__cause__  # the hub's answer, which the client may wrap
+        answer = cause if isinstance(cause, HfHubHTTPError) and not isinstance(error, OSError) else error
+        text, token = f"{what} {_reason(answer, repo)}", get_token()
         raise ValueError(to_json_safe(text if token is None else text.replace(token, REDACTED))) from error
 
 
-def _answer_of(error: BaseException) -> BaseException:
-    """The hub's answer that the client wrapped in other errors, where there is one."""
-    from huggingface_hub.errors import HfHubHTTPError
-
-    cause = error.__cause__
-    return cause if isinstance(cause, HfHubHTTPError) and not isinstance(error, OSError) else error
-
-
 def _reason(error: BaseException, repo: str) -> str:
-    from huggingface_hub import constants, get_token
-    from huggingface_hub.errors import (
-        GatedRepoError,
-        HfHubHTTPError,
-        LocalEntryNotFoundError,
-        OfflineModeIsEnabled,
-        RepositoryNotFoundError,
-        RevisionNotFoundError,
-    )
+    from huggingface_hub import constants, errors
 
-    if isinstance(error, GatedRepoError):
-        return f"is gated: ask for access at {constants.ENDPOINT}/{repo}, then log in with `hf auth login`"
-    if isinstance(error, RevisionNotFoundError):
-        return "has no such branch, tag or commit"
-    if isinstance(error, RepositoryNotFoundError):
-        return "is not there, or not for this account: check its name, or log in with `hf auth login`"
-    if isinstance(error, OfflineModeIsEnabled):
-        return "is needed, and HF_HUB_OFFLINE is set"
-    if isinstance(error, LocalEntryNotFoundError):
-        part = "not whole" if type(error) is not LocalEntryNotFoundError else "not"
-        if constants.HF_HUB_OFFLINE:
-            return f"is {part} in its cache on this machine, and HF_HUB_OFFLINE forbids to look further"
-        return f"is {part} in its cache on this machine, and cannot be reached: {_line(error.__cause__ or error)}"
-    if not isinstance(error, HfHubHTTPError) or error.response is None:
+    login = "log in with `hf auth login`"
+    known: dict[type[Exception], str] = {
+        errors.GatedRepoError: f"is gated: ask for access at {constants.ENDPOINT}/{repo}, then {login}",
+        errors.RevisionNotFoundError: "has no such branch, tag or commit",
+        errors.RepositoryNotFoundError: f"is not there, or not for this account: check its name, or {login}",
+        errors.OfflineModeIsEnabled: "is needed, and HF_HUB_OFFLINE is set",
+    }
+    for kind, words in known.items():
+        if isinstance(error, kind):
+            return words
+    if isinstance(error, errors.LocalEntryNotFoundError):
+        offline = ", and HF_HUB_OFFLINE forbids to look further"
+        away = offline if constants.HF_HUB_OFFLINE else f", and cannot be reached: {_line(error.__cause__ or error)}"
+        return f"is not, or not whole, in its cache on this machine{away}"
+    if not isinstance(error, errors.HfHubHTTPError) or error.response is None:
         return f"could not be had: {_line(error)}"
     status = error.response.status_code
-    if status == 401 and get_token() is not None:
-        return "does not accept the stored token (401): `hf auth login` stores another one"
-    if status == 403:
-        return "refuses this account (403): choose a repository of your own, or `hf auth login` with a token for it"
-    if status in (409, 412):
-        return f"has changed meanwhile ({status}): look at it, then try again"
+    hint = f"; {login}, for an account that may" if status in (401, 403) else ""
+    hint = "; it has changed meanwhile: look at it, then try again" if status in (409, 412) else hint
     message = f" ({error.server_message})" if error.server_message else ""
-    return f"could not be had: the hub answers with {status}{message}"
+    return f"could not be had: the hub answers with {status}{message}{hint}"
 
 
 def _line(error: BaseException) -> str:

@@ -1,14 +1,14 @@
-"""Words of others in Markdown: names, labels and token texts that stand on a card as text, whatever they hold."""
+"""Words of others in Markdown: names, labels and texts that stand on a page as text, whatever they hold."""
 
 from __future__ import annotations
 
 import json
 import re
 import shlex
-from collections.abc import Mapping, Sequence
+from pathlib import Path
 from typing import Any
 
-import yaml
+import jinja2
 
 from .manifest import to_json_safe
 
@@ -19,12 +19,25 @@ _WHOLE_PATH = re.compile(r"(?:~|[A-Za-z]:)?[/\\][^/\\\n].*[/\\]([^/\\\n]+)")
 _LONGEST = 400
 
 
+def environment(folder: Path) -> jinja2.Environment:
+    """Templates of Markdown in a folder, with this module's functions as filters."""
+    made = jinja2.Environment(
+        loader=jinja2.FileSystemLoader(folder),
+        undefined=jinja2.StrictUndefined,
+        trim_blocks=True,
+        lstrip_blocks=True,
+        keep_trailing_newline=True,
+    )
+    made.filters |= {each.__name__: each for each in (text, public, line, span, python, shell, number)}
+    return made
+
+
 def text(value: Any) -> str:
     """A value as one line of Markdown that is read as that very text, without folders of the machine it was made on."""
     whole = _WHOLE_PATH.fullmatch(str(to_json_safe(value)))
-    line = _one_line(whole[1] if whole else public(str(to_json_safe(value))))
-    line = line if len(line) <= _LONGEST else line[:_LONGEST] + "…"
-    return _MARKED.sub(r"\\\1", "".join(_ENTITIES.get(character, character) for character in line))
+    found = line(whole[1] if whole else public(str(to_json_safe(value))))
+    found = found if len(found) <= _LONGEST else found[:_LONGEST] + "…"
+    return _MARKED.sub(r"\\\1", "".join(_ENTITIES.get(character, character) for character in found))
 
 
 def public(value: str) -> str:
@@ -37,20 +50,17 @@ def paths_in(value: str) -> list[str]:
     return [found[0].rstrip("`.)]}") for found in _PATH.finditer(value)]
 
 
-def fenced(code: str, language: str) -> list[str]:
-    """Lines of a block of code; no backticks in it can end it, and it holds no secret."""
-    code = str(to_json_safe(code))
-    longest = max((len(run) for run in re.findall(r"`+", code)), default=0)
-    fence = "`" * max(3, longest + 1)
-    return [f"{fence}{language}", *map(_shown, code.splitlines()), fence]
+def line(value: Any) -> str:
+    """A text on one line, without secrets."""
+    return _shown(" ".join(str(to_json_safe(value)).split()))
 
 
 def span(value: str) -> str:
     """A text in a line of Markdown as code: whole, with no backtick in it that could end it."""
-    line = _shown(str(to_json_safe(value)))
-    ticks = "`" * (max((len(run) for run in re.findall(r"`+", line)), default=0) + 1)
-    space = " " if line.startswith("`") or line.endswith("`") else ""
-    return f"{ticks}{space}{line}{space}{ticks}"
+    found = _shown(str(to_json_safe(value)))
+    ticks = "`" * (max((len(run) for run in re.findall(r"`+", found)), default=0) + 1)
+    space = " " if found.startswith("`") or found.endswith("`") else ""
+    return f"{ticks}{space}{found}{space}{ticks}"
 
 
 def python(value: str) -> str:
@@ -73,31 +83,7 @@ def number(value: Any) -> str:
     """A number as people read it; anything else as text."""
     if isinstance(value, float):
         return f"{value:.4g}"
-    if isinstance(value, int) and not isinstance(value, bool):
-        return f"{value:,}"
-    return text(value)
-
-
-def table(headings: Sequence[str], rows: Sequence[Sequence[str]]) -> list[str]:
-    """Lines of a table; cells are Markdown already."""
-    lines = [f"| {' | '.join(headings)} |", "|---" * len(headings) + "|"]
-    return [*lines, *(f"| {' | '.join(row)} |" for row in rows), ""]
-
-
-def head(values: Mapping[str, str | Sequence[str] | None]) -> list[str]:
-    """The block of YAML at a card's top; empty values are left out. Texts are lines: one of theirs could end it."""
-    kept: dict[str, str | list[str]] = {}
-    for key, value in values.items():
-        if isinstance(value, str):
-            kept[key] = _one_line(str(to_json_safe(value)))
-        elif value:
-            kept[key] = [_one_line(str(to_json_safe(each))) for each in value]
-    lines = yaml.safe_dump(kept, sort_keys=False, allow_unicode=True, width=1 << 20).splitlines()
-    return ["---", *lines, "---", ""]
-
-
-def _one_line(value: str) -> str:
-    return _shown(" ".join(value.split()))
+    return f"{value:,}" if isinstance(value, int) and not isinstance(value, bool) else text(value)
 
 
 def _shown(value: str) -> str:

@@ -12,13 +12,12 @@ from dataclasses import dataclass, fields
 from pathlib import Path
 from typing import Any
 
-import jinja2
 import torch
 from torch import Tensor
 
 from ..artifact.artifact import load_manifest, save_artifact, verify_artifact
 from ..artifact.manifest import Manifest
-from ..artifact.markdown import python, shell, span, text
+from ..artifact.markdown import environment
 from ..pairs.speculation import SPECULATIVE_TOKENS
 from ..storage.messages import did_you_mean
 from ..storage.names import MANIFEST_FILE
@@ -52,8 +51,6 @@ class ExportOptions:
     """Tokens to draft a step, where the format stores or recommends a number."""
     merge: bool | None = None
     """LoRA: merged into the weights (True) or as an adapter beside them (False)."""
-    pickle: bool = False
-    """Write a pickled file, which some engines want and which can run code where it is loaded carelessly."""
     llama_cpp: Path | None = None
     """A checkout of llama.cpp, for its converter."""
 
@@ -177,19 +174,13 @@ def _serving_text(
     source: Source, folder: Path, chosen: Format, options: ExportOptions, name: str, findings: list[str]
 ) -> str:
     """SERVING.md of an export that lies in `folder` and will be called `name`."""
-    environment = jinja2.Environment(
-        loader=jinja2.FileSystemLoader(Path(__file__).with_name("serving")),
-        undefined=jinja2.StrictUndefined,
-        trim_blocks=True,
-        lstrip_blocks=True,
-        keep_trailing_newline=True,
-    )
-    environment.filters |= {"python": python, "shell": shell, "span": span, "text": text, "in_json": _in_json}
     named = target_name(source, options)
     target, revision = (None, None) if named is None else split_revision(named)  # engines take bare names
     values = {"form": chosen, "folder": name, "findings": findings, "target": target, "revision": revision}
     values |= {"tokens": options.speculative_tokens or SPECULATIVE_TOKENS}
-    return environment.get_template(f"{chosen.name}.md.j2").render(values | chosen.values(source, folder, options))
+    templates = environment(Path(__file__).with_name("serving"))
+    templates.filters["in_json"] = _in_json
+    return templates.get_template(f"{chosen.name}.md.j2").render(values | chosen.values(source, folder, options))
 
 
 def _in_json(value: str) -> str:

@@ -158,17 +158,17 @@ def _write(source: Source, folder: Path, options: ExportOptions) -> None:
     found = stored_types(model)
     if len(found) != 1 or not found <= set(_TYPES):
         raise ValueError(f"{source.folder}: its tensors are of {' and '.join(sorted(found))}, expected one of {_TYPES}")
-    other, config = _unlike_gpt2(model), load_config(model)
+    is_gpt2, config = _splits_as_gpt2(model), load_config(model)
     renamed = _RENAMED[config.model_type](config) if config.model_type in _RENAMED else {}
     command = [sys.executable, "-P", "-m", gguf_convert.__name__, str(converter)]
-    command += ["" if other else "gpt-2", json.dumps(renamed)]
+    command += ["gpt-2" if is_gpt2 else "", json.dumps(renamed)]
     command += [str(model), "--outfile", str(folder / GGUF_FILE), "--outtype", _TYPES[found.pop()]]
     settings: dict[str, Any] = {"capture_output": True, "text": True, "errors": "replace", "check": False}
     done = subprocess.run(command, stdin=subprocess.DEVNULL, **settings)
     if done.returncode or not (folder / GGUF_FILE).is_file():
         output = done.stdout + done.stderr
-        if _UNKNOWN in output and other:
-            raise ValueError(f"{converter} does not know {source.folder}'s tokenizer, and GPT-2's differs: {other}")
+        if _UNKNOWN in output and not is_gpt2:
+            raise ValueError(f"{converter} does not know {source.folder}'s tokenizer, and GPT-2's differs")
         tail = "\n".join(output.strip().splitlines()[-12:])
         what = f"failed with exit code {done.returncode}" if done.returncode else f"left no {GGUF_FILE}"
         raise ValueError(f"{converter} {what}; the end of its output:\n{tail}")
@@ -197,24 +197,17 @@ def _converter(options: ExportOptions) -> Path:
     return found.resolve()
 
 
-def _unlike_gpt2(model: Path) -> str:
-    """What keeps llama.cpp's `gpt-2` from splitting text as a model's tokenizer does; empty where nothing does."""
+def _splits_as_gpt2(model: Path) -> bool:
+    """Whether llama.cpp's `gpt-2` splits text as a model's tokenizer does."""
     path = model / "tokenizer.json"
-    if not path.is_file():
-        return "there is no tokenizer.json"
-    state = read_config(path)
+    state = read_config(path) if path.is_file() else {}
     parts = ("model", "normalizer", "pre_tokenizer")
     bpe, normalizer, split = (part if isinstance(part := state.get(name), dict) else {} for name in parts)
-    if bpe.get("type") != "BPE":
-        return f"its model is {bpe.get('type')}"
-    if normalizer:
-        return f"it has a normalizer, {normalizer.get('type')}"
-    if split.get("type") != "ByteLevel":
-        return f"its pre-tokenizer is {split.get('type')}"
+    if bpe.get("type") != "BPE" or normalizer or split.get("type") != "ByteLevel":
+        return False
     split = {"use_regex": True} | split  # older files do not say it
-    otherwise = [name for name, value in _GPT2_SPLIT.items() if split.get(name) is not value]
-    otherwise += [name for name in _NOT_OF_GPT2 if bpe.get(name)]
-    return f"it is set otherwise: {', '.join(otherwise)}" if otherwise else ""
+    is_set = any(bpe.get(name) for name in _NOT_OF_GPT2)
+    return not is_set and all(split.get(name) is value for name, value in _GPT2_SPLIT.items())
 
 
 def _known_target(source: Source, options: ExportOptions) -> str | None:

@@ -21,7 +21,7 @@ from torch import Tensor
 
 from ..artifact.compat import read_config
 from ..storage.names import CONFIG_FILE, HEADS_FILE, PICKLED_FILE, PICKLED_WHOLE_FILES, PREFIX, WHOLE_FILES
-from ..storage.safe_read import UNREADABLE, check_safetensors
+from ..storage.safe_read import UNREADABLE, check_safetensors, shards_of
 from .module import STATES, PredictionHeads
 
 _KEY = re.compile(r"(0|[1-9]\d{0,3})\.(0|[1-9]\d{0,3})\.(linear\.weight|linear\.bias|weight|up\.weight|down\.weight)")
@@ -98,7 +98,7 @@ def read_heads(directory: Path, *, unpickle: bool = False, states: str | None = 
         raise ValueError(f"there are no heads in {directory}: none of {', '.join(_ORDER)}")
     if path.name in _PICKLED and not unpickle:
         raise ValueError(f"{path} is pickled: read it with `unpickle=True`, or --unpickle on the command line")
-    tensors = _read_inside(path) if path.name in _WHOLE else _reader(path)(path, None)
+    tensors = _read_inside(path) if path.name in _WHOLE else _read(path, None)
     config_path = directory / CONFIG_FILE
     config = read_config(config_path) if config_path.is_file() else {}
     whole_model = any((directory / name).is_file() for name in _WHOLE)
@@ -178,12 +178,12 @@ def _read_inside(path: Path) -> dict[str, Tensor]:
     """The heads' tensors of a whole model, without their prefix."""
     tensors: dict[str, Tensor] = {}
     if path.suffix != ".json":
-        tensors = _reader(path)(path, _is_of_heads)
+        tensors = _read(path, _is_of_heads)
     else:
         for shard, names in shards_of_heads(path).items():
             if not (path.parent / shard).is_file():
                 raise ValueError(f"{path} says that {names[0]} is in {shard}, which is not there")
-            found = _reader(path)(path.parent / shard, set(names).__contains__)
+            found = _read(path.parent / shard, set(names).__contains__)
             if missing := sorted(set(names) - set(found)):
                 raise ValueError(f"{path} says that {missing[0]} is in {shard}, which lacks it")
             tensors |= found
@@ -194,23 +194,15 @@ def _read_inside(path: Path) -> dict[str, Tensor]:
 
 def shards_of_heads(index: Path) -> dict[str, list[str]]:
     """Names of heads' tensors by shard. ValueError: no index, or one that names files outside its folder."""
-    shard_of = read_config(index).get("weight_map")
-    if not isinstance(shard_of, dict):
-        raise ValueError(f"{index} is no index of shards: it has no `weight_map`")
     shards: dict[str, list[str]] = {}
-    for name in sorted(filter(_is_of_heads, shard_of)):
-        shard = shard_of[name]
-        if not isinstance(shard, str) or Path(shard).name != shard:
-            raise ValueError(f"{index} says that {name} is in {shard!r}, expected the name of a file beside it")
-        shards.setdefault(shard, []).append(name)
+    for name, shard in sorted(shards_of(index, Path(index.name.removesuffix(".index.json")).suffix).items()):
+        if _is_of_heads(name):
+            shards.setdefault(shard, []).append(name)
     return shards
 
 
-_Reader = Callable[[Path, Callable[[str], bool] | None], dict[str, Tensor]]
-
-
-def _reader(path: Path) -> _Reader:
-    return _read_pickled if path.name in _PICKLED else _read_safetensors
+def _read(path: Path, wanted: Callable[[str], bool] | None) -> dict[str, Tensor]:
+    return (_read_pickled if path.suffix in (".pt", ".bin") else _read_safetensors)(path, wanted)
 
 
 def _read_safetensors(path: Path, wanted: Callable[[str], bool] | None) -> dict[str, Tensor]:

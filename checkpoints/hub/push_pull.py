@@ -9,6 +9,7 @@ from __future__ import annotations
 import hashlib
 import shutil
 from collections.abc import Callable, Iterator, Mapping
+from contextlib import suppress
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import NamedTuple
@@ -55,11 +56,6 @@ class Plan:
     """Those that the hub lacks, or has others of the name of."""
     deleted: tuple[str, ...]
     """Files on the hub that the artifact does not have."""
-
-    @property
-    def manifest(self) -> Manifest:
-        """As it will be on the hub."""
-        return Manifest.from_json(_text(self.files[MANIFEST_FILE]))
 
     @property
     def card(self) -> str:
@@ -119,14 +115,12 @@ def plan_push(
     new_branch = branch != MAIN and branch not in [ref.name for ref in refs]
     if found is None and new_branch:
         raise ValueError(f"there is no repository {repo} yet: push to its {MAIN} branch first, then to {branch}")
-    if found is not None:
-        if not new_branch and branch != MAIN:
-            found = _look(repo, branch)
-            assert found is not None
-        if private and not found.private:
-            raise ValueError(f"{repo} is public: make it private in its settings on the hub, or push without --private")
-        if not replace_other:
-            _check_other(repo, found, kind)
+    if found is not None and not new_branch and branch != MAIN:
+        found = _look(repo, branch)
+    if found is not None and private and not found.private:
+        raise ValueError(f"{repo} is public: make it private in its settings on the hub, or push without --private")
+    if not replace_other:
+        _check_other(repo, found, kind)
     stored = _stored(found)
     return Plan(
         repo=repo,
@@ -161,25 +155,18 @@ def push(plan: Plan) -> str:
 
 
 def _commit(plan: Plan) -> str:
-    parent, what = plan.parent, f"{plan.repo} on the hub"
-    if parent is None:
-        with hub_errors(what, plan.repo):
-            _api().create_repo(plan.repo, private=plan.private, exist_ok=True)
-        made = _look(plan.repo)
-        if made is None or _stored(made) or (plan.private and not made.private):
-            raise ValueError(f"somebody else has made {plan.repo} meanwhile: look at it, then push again")
-        parent = made.sha
-    operations = [plan.files[name] for name in plan.sent]
     deletions = [CommitOperationDelete(name, is_folder=False) for name in plan.deleted]
-    with hub_errors(what, plan.repo):
-        if plan.new_branch:
+    with hub_errors(f"{plan.repo} on the hub", plan.repo):
+        if plan.parent is None:
+            _api().create_repo(plan.repo, private=plan.private)  # fails where somebody has made it meanwhile
+        elif plan.new_branch:
             _api().create_branch(plan.repo, branch=plan.branch, exist_ok=True)
         done = _api().create_commit(
             plan.repo,
-            [*operations, *deletions],
+            [*(plan.files[name] for name in plan.sent), *deletions],
             commit_message=plan.message,
             revision=plan.branch,
-            parent_commit=parent,
+            parent_commit=plan.parent,
         )
     return str(done.oid)
 
@@ -228,17 +215,9 @@ def _stands(out: Path, manifest: Manifest, replace_other: bool) -> bool:
     check_replaceable(out)
     if replace_other or not (out / MANIFEST_FILE).is_file():
         return False
-    try:
-        mine = load_manifest(out)
-        what = f"another artifact ({mine.kind}{f', written on {mine.created}' if mine.created else ''})"
-        if mine.files == manifest.files:
-            faults = file_faults(out, mine)
-            if not faults:
-                return True
-            what = f"this artifact, but changed: {faults[0]}"
-    except ValueError as error:
-        what = f"an artifact that cannot be read: {error}"
-    raise ValueError(f"{out} holds {what}; choose another folder, or replace all that is there with --replace")
+    if load_manifest(out).files == manifest.files and not file_faults(out, manifest):
+        return True
+    raise ValueError(f"{out} holds another artifact, or this one changed: choose another folder, or add --replace")
 
 
 def _api() -> HfApi:
@@ -310,18 +289,15 @@ def _text(file: CommitOperationAdd) -> str:
     return _content(file).decode(errors="replace")
 
 
-def _check_other(repo: str, found: ModelInfo, kind: str) -> None:
+def _check_other(repo: str, found: ModelInfo | None, kind: str) -> None:
     """Raises ValueError where a repository holds something else than an artifact of this kind."""
     names = sorted(name for name in _stored(found) if name not in _HARMLESS)
-    if not names:
-        return
-    what = f"something else than an artifact ({', '.join(names[:3])}{', …' if len(names) > 3 else ''})"
-    if MANIFEST_FILE in names:
-        try:
+    theirs = "none"
+    if found is not None and MANIFEST_FILE in names:
+        with suppress(ValueError):
             theirs = load_manifest(fetch(repo, [MANIFEST_FILE], found.sha)).kind
-        except ValueError as error:
-            raise ValueError(f"the {MANIFEST_FILE} of {repo} cannot be read: {error}; --replace replaces it") from error
-        if theirs == kind:
-            return
-        what = f"an artifact of kind {theirs!r}, and this one is of kind {kind!r}"
-    raise ValueError(f"{repo} holds {what}: choose another repository, or replace all of it with --replace")
+    if names and theirs != kind:
+        raise ValueError(
+            f"{repo} holds {', '.join(names[:3])} …, and no artifact of kind {kind!r} (its kind: {theirs}): "
+            "choose another repository, or replace all of it with --replace"
+        )

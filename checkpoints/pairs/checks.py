@@ -7,25 +7,20 @@ The engines' rules were read in their own code: `transformers/generation/utils.p
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
-from dataclasses import replace
 
 from ..artifact.artifact import file_faults
 from ..artifact.fingerprints import tokenizer_fingerprint
 from ..storage.places import here
-from ..verify.model_files import Fit
 from ..verify.tensors import describe
 from .sides import BUT, CONSUMERS, REFUSED, Diagnosis, Effect, Finding, Side, both
-from .tokenizers import end_ids, tokenizer_findings, wrapped_by
+from .tokenizers import end_ids, tokenizer_findings, wrapping
 
 LLAMA_CPP_SIZES = 128
 """By how much llama.cpp lets the sizes of two vocabularies differ."""
 LLAMA_CPP_FIRST = 5
 """The first id whose text it compares."""
-MORE_TENSORS = "more tensors"
 _DECODERS_ALONE = ("vllm", "sglang", "llama.cpp")
-_OTHER = Effect(REFUSED, "the artifact was made with another tokenizer than the target's (their fingerprints differ)")
 _SHOWN = 3
-_SPECIAL = ("bos", "eos", "pad", "unk", "decoder_start")
 
 
 def examine(target: Side, drafter: Side) -> Diagnosis:
@@ -38,9 +33,7 @@ def examine(target: Side, drafter: Side) -> Diagnosis:
     else:
         findings += [*_token_texts(target, drafter), *_special_ids(target, drafter)]
         findings += tokenizer_findings(target, drafter)
-    findings += [*_context(target, drafter), *_notes(target, drafter)]
-    if not any(finding.severity == "fault" and "draftsmith" in finding.effects for finding in findings):
-        findings += _fingerprint(target, drafter)
+    findings += [*_context(target, drafter), *_fingerprint(target, drafter)]
     return Diagnosis(target.source, drafter.source, tuple(_facts(target, drafter)), tuple(findings))
 
 
@@ -98,7 +91,7 @@ def _changed(side: Side, name: str) -> Iterator[Finding]:
     if faults := file_faults(side.folder, side.manifest):
         values = _of_one(name, _list(faults))
         reason = "it loads no artifact whose files are not what its artifact.json says"
-        effects = {"draftsmith": Effect(REFUSED, reason)} if name == "drafter" else {}
+        effects = {"draftsmith": Effect(REFUSED if name == "drafter" else BUT, reason)}
         yield Finding("changed files", f"the {name} is not what its artifact.json says", *values, effects)
 
 
@@ -137,7 +130,7 @@ def _sizes(target: Side, drafter: Side) -> Iterator[Finding]:
 
 
 def _rows_of(side: Side, name: str) -> Iterator[Finding]:
-    """Whether a side's weights, configuration and tokenizer agree among themselves."""
+    """Whether a side's weights have the rows that its configuration says."""
     wrong = [
         f"{part} {rows:,}"
         for part, rows in (("embedding", side.rows), ("output layer", side.head_rows))
@@ -147,24 +140,14 @@ def _rows_of(side: Side, name: str) -> Iterator[Finding]:
         values = _of_one(name, f"{', '.join(wrong)} rows, vocab_size {side.vocab_size:,}")
         what = f"the {name}'s weights and configuration disagree"
         yield Finding("rows", what, *values, _all(REFUSED, f"the {name} does not load as it stands"))
-    beyond = sorted((number, text) for text, number in side.vocab.items() if number >= side.vocab_size)
-    if beyond:
-        values = _of_one(name, _list([f"{number} {text!r}" for number, text in beyond]))
-        what = f"{len(beyond)} tokens of the {name}'s tokenizer have no row; no text may hold them"
-        yield Finding("tokens without a row", what, *values)
 
 
 def _tensors_of(side: Side, name: str) -> Iterator[Finding]:
-    """Whether a side's weights are all that its configuration declares; as a note, whether they are more."""
-    broken = f"the {name} does not load as it stands, or with random numbers for what it lacks"
-    more = "are more than those of its configuration, and the rest is left out where they are loaded"
-    parts: tuple[tuple[str, Fit, str, dict[str, Effect]], ...] = (
-        ("tensors", replace(side.fit, extra=()), "are not those of its configuration", _all(REFUSED, broken)),
-        (MORE_TENSORS, Fit(extra=side.fit.extra), more, {}),
-    )
-    for check, fit, what, effects in parts:
-        if shown := "; ".join(describe(fit, "it")):
-            yield Finding(check, f"the {name}'s weights {what}", *_of_one(name, shown), effects)
+    """Whether a side's weights are all that its configuration declares."""
+    if shown := "; ".join(describe(side.fit, "it")):
+        effects = _all(REFUSED, f"the {name} does not load as it stands, or with random numbers for what it lacks")
+        what = f"the {name}'s weights are not those of its configuration"
+        yield Finding("tensors", what, *_of_one(name, shown), effects)
 
 
 def _of_one(name: str, value: str) -> tuple[str, str]:
@@ -212,7 +195,7 @@ def _vocabulary_effects(target: Side, drafter: Side, mine: dict[int, str], their
         "transformers": sizes_alone,
         "vllm": sizes_alone,
         "sglang": Effect(REFUSED, "both tokenizers must have the same get_vocab()"),
-        "draftsmith": _OTHER if other_fingerprint(target, drafter) else Effect(BUT, f"ids are not looked at: {lossy}"),
+        "draftsmith": Effect(BUT, f"ids are not looked at: {lossy}"),
     }
     for number in range(LLAMA_CPP_FIRST, min(target.vocab_size, drafter.vocab_size)):
         pad = f"[PAD{number}]"  # what its converter calls a row without a token
@@ -224,34 +207,15 @@ def _vocabulary_effects(target: Side, drafter: Side, mine: dict[int, str], their
 
 
 def _special_ids(target: Side, drafter: Side) -> Iterator[Finding]:
-    for name in _SPECIAL:
-        mine, theirs = (_places(side, name) for side in (target, drafter))
-        if mine == theirs:
-            continue
-        effects: dict[str, Effect] = {}
-        if name in ("bos", "eos") and mine["tokenizer"] != theirs["tokenizer"]:
-            where = "begins" if name == "bos" else "ends"
+    for name, where in (("bos", "begins"), ("eos", "ends")):
+        mine, theirs = (str(getattr(side.tokenizer, f"{name}_token_id")) for side in (target, drafter))
+        if mine != theirs:
             reason = f"engines go by the target's: a drafter that {where} its texts with another token drafts that"
             effects = _all(BUT, reason)
             del effects["llama.cpp"]
-            if other_fingerprint(target, drafter):
-                effects["draftsmith"] = _OTHER
-            if wrapped_by(target.tokenizer, name) or wrapped_by(drafter.tokenizer, name):
+            if name in (*wrapping(target.tokenizer), *wrapping(drafter.tokenizer)):
                 effects["llama.cpp"] = Effect(REFUSED, f"the {name} that is added to a text must be the same")
-        values = both(lambda side: ", ".join(f"{place} {_ids(value)}" for place, value in side.items()), mine, theirs)
-        yield Finding("special ids", f"{name} is another token", *values, effects)
-
-
-def _places(side: Side, name: str) -> dict[str, list[int]]:
-    key = f"{name}_token_id"
-    places = {"tokenizer": side.tokenizer, "config": side.config, "generation_config": side.generation}
-    found = {place: getattr(holder, key, None) for place, holder in places.items()}
-    listed = {place: sorted(value) if isinstance(value, list) else [value] for place, value in found.items()}
-    return {place: [number for number in value if number is not None] for place, value in listed.items()}
-
-
-def _ids(numbers: list[int]) -> str:
-    return "+".join(map(str, numbers)) or "none"
+            yield Finding("special ids", f"{name} is another token", mine, theirs, effects)
 
 
 def _context(target: Side, drafter: Side) -> Iterator[Finding]:
@@ -282,21 +246,6 @@ def _shorter(drafter: int | None, target: int | None) -> bool:
 def _positions(side: Side) -> str:
     window = f"a sliding window of {side.window:,}" if side.window else ""
     return ", ".join(filter(None, (f"{side.positions:,} positions" if side.positions else "", window))) or "no limit"
-
-
-def _notes(target: Side, drafter: Side) -> Iterator[Finding]:
-    """What nobody refuses."""
-    values = both(
-        lambda side: "quantised" if getattr(side.config, "quantization_config", None) else "not quantised",
-        *(target, drafter),
-    )
-    if values[0] != values[1]:
-        yield Finding("quantisation", "a server must be told of each", *values)
-    if (mine := _dtype(target)) != (theirs := _dtype(drafter)):
-        yield Finding("dtype", "the weights are kept in different formats", mine, theirs)
-    if drafter.rows is None:
-        what = "no safetensors weights within reach: their rows were not looked at"
-        yield Finding("weights", what, _known(target.rows), _known(drafter.rows))
 
 
 def _fingerprint(target: Side, drafter: Side) -> Iterator[Finding]:

@@ -7,7 +7,7 @@ Shape letters: V rows of a vocabulary, D hidden.
 from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -21,7 +21,7 @@ from ..artifact.fingerprints import tokenizer_fingerprint
 from ..artifact.locate import target_record
 from ..storage.names import MANIFEST_FILE
 from ..storage.safe_read import copy_files, read_json
-from ..verify.model_files import Fit, model_class, only_safetensors
+from ..verify.model_files import model_class, only_safetensors
 from ..verify.tensors import describe
 from .checks import other_fingerprint
 from .sides import KEPT_FILES, TOKENIZER_FILES, WEIGHTS, Finding, Side, find_folder
@@ -31,8 +31,8 @@ NEVER = -1e4
 """The output bias of a row without a token, in models whose output layer has a bias."""
 ASSISTANT = speculation()
 """What transformers reads from the drafter, where it says nothing itself."""
-_OF_TOKENIZERS = ("tokenizer", "token texts", "missing tokens", "special ids", "tokenizer settings", "vocabulary type")
-_LEARNED = ("added tokens", "encoding", "text after the end", "bos and eos around a text", "chat template")
+_OF_TOKENIZERS = ("tokenizer", "token texts", "missing tokens", "special ids", "vocabulary type")
+_LEARNED = ("encoding", "bos and eos around a text", "chat template")
 _KEEPS_ITS_FREQUENCIES = ("default", "linear", "llama3")
 
 
@@ -65,7 +65,7 @@ def repair(
         raise ValueError(f"{out} is one of the pair: choose another folder for the repaired drafter")
     if out.is_file() or (out.is_dir() and any(out.iterdir())):
         raise ValueError(f"{out} exists already; the repaired drafter is written to a new folder")
-    if wrong := "; ".join(describe(replace(drafter.fit, extra=()), drafter.source)):
+    if wrong := "; ".join(describe(drafter.fit, drafter.source)):
         raise ValueError(f"nothing repairs that {wrong}")
     plan = plan_repairs(target, drafter, findings)
     weights = whole or find_folder(drafter.source, [WEIGHTS, "*.json", *TOKENIZER_FILES, *KEPT_FILES])
@@ -90,8 +90,6 @@ def plan_repairs(target: Side, drafter: Side, findings: Iterable[Finding]) -> Re
     plan, found = Repairs(), {finding.check for finding in findings}
     _plan_rows(plan, target, drafter)
     _plan_positions(plan, target, drafter)
-    if extra := "; ".join(describe(Fit(extra=drafter.fit.extra), "the drafter")):
-        plan.done.append(f"{extra}: left out")
     if plan.same_tokens and found & {*_OF_TOKENIZERS, *_LEARNED}:
         plan.done.append("tokenizer, chat template and special ids: the target's")
     if plan.same_tokens and found & set(_LEARNED):
@@ -172,7 +170,7 @@ def _plan_positions(plan: Repairs, target: Side, drafter: Side) -> None:
 
 
 def _write(plan: Repairs, target: Side, drafter: Side, weights: Path, folder: Path) -> None:
-    if plan.rows is None and not drafter.fit.extra:
+    if plan.rows is None:
         copy_files(weights, folder, (WEIGHTS, "model.safetensors.index.json", "config.json"))
     else:
         _write_weights(plan.rows, drafter, weights, folder)
@@ -184,15 +182,14 @@ def _write(plan: Repairs, target: Side, drafter: Side, weights: Path, folder: Pa
     _write_settings(plan, target, drafter, folder)
 
 
-def _write_weights(rows: list[int | None] | None, drafter: Side, weights: Path, folder: Path) -> None:
-    """The model anew, with its rows moved (None: as they are), without tensors that are none of its own."""
+def _write_weights(rows: list[int | None], drafter: Side, weights: Path, folder: Path) -> None:
+    """The model anew, with its rows moved."""
     config = AutoConfig.from_pretrained(weights, trust_remote_code=False)
     safe = {"use_safetensors": only_safetensors(str(weights), config), "trust_remote_code": False}
     if drafter.rows is not None:
         config.get_text_config(decoder=True).vocab_size = drafter.rows  # what is stored, whatever it says
     model = model_class(config).from_pretrained(weights, config=config, dtype="auto", **safe)
-    if rows is not None:
-        _move_rows(model, rows, drafter)
+    _move_rows(model, rows, drafter)
     model.save_pretrained(folder)
 
 

@@ -7,7 +7,7 @@ read only to compare an artifact that lies here with its manifest (`checks.py`).
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Sequence
-from dataclasses import asdict, dataclass, field, replace
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -62,14 +62,14 @@ class Finding:
     what: str
     target: str
     drafter: str
-    effects: dict[str, Effect] = field(default_factory=dict)
+    effects: dict[str, Effect]
     """By consumer; those that it does not touch are left out."""
 
     @property
     def severity(self) -> str:
-        """`fault` where somebody refuses the pair, `weakness` where it works less well, `note` where nobody minds."""
+        """`fault` where somebody refuses the pair, `weakness` where it works less well."""
         outcomes = {effect.outcome for effect in self.effects.values()}
-        return "fault" if REFUSED in outcomes else "weakness" if outcomes else "note"
+        return "fault" if REFUSED in outcomes else "weakness"
 
 
 @dataclass(frozen=True)

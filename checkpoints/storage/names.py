@@ -6,8 +6,6 @@ MANIFEST_FILE = "artifact.json"
 TABLE_FILE = "table.safetensors"
 HEADS_FILE = "medusa_lm_head.safetensors"
 PICKLED_FILE = "medusa_lm_head.pt"
-FASTER_DECODING_HEADS = 5
-"""FasterDecoding's runtime builds as many, whatever the config says, and takes no other number from the file."""
 CONFIG_FILE = "config.json"
 WHOLE_FILES = ("model.safetensors", "model.safetensors.index.json")
 PICKLED_WHOLE_FILES = ("pytorch_model.bin", "pytorch_model.bin.index.json")

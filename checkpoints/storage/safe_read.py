@@ -7,9 +7,8 @@ import json
 import os
 import shutil
 import stat
-import unicodedata
 from collections.abc import Callable, Iterable, Iterator
-from pathlib import Path, PurePosixPath
+from pathlib import Path
 from typing import Any
 
 from safetensors import SafetensorError, safe_open
@@ -25,35 +24,29 @@ MAX_JSON_DEPTH = 100
 """Recipes nest ten levels deep, and Python's own reader gives up at about a thousand."""
 
 
-def read_json(path: Path, *, limit: int = MAX_JSON_BYTES, strict: bool = False) -> dict[str, Any]:
-    """The object in a JSON file.
-
-    Args:
-        limit: bytes; a larger file is not read.
-        strict: refuse what JSON does not have, or leaves open: NaN, a key that stands twice, half a character.
-
-    Raises ValueError: not a file, too large, not UTF-8, not JSON or too deep, not an object. The file is not named.
-    """
-    return parse_json(read_text(path, limit), strict=strict)
+def read_json(path: Path) -> dict[str, Any]:
+    """The object in a JSON file. Raises ValueError: not a file, too large, not UTF-8, not JSON or too deep, not an
+    object. The file is not named."""
+    return parse_json(read_text(path))
 
 
-def parse_json(text: str, *, strict: bool = False) -> dict[str, Any]:
+def parse_json(text: str) -> dict[str, Any]:
     """`read_json` of a text."""
-    options: dict[str, Any] = {"object_pairs_hook": _once, "parse_constant": _no_number} if strict else {}
+    too_deep = f"its JSON nests deeper than {MAX_JSON_DEPTH} levels"
     try:
-        values = json.loads(text, **options)
+        values = json.loads(text)
     except json.JSONDecodeError as error:
         raise ValueError(f"it is not JSON: {error}") from error
     except RecursionError as error:
-        raise ValueError(f"its JSON nests deeper than {MAX_JSON_DEPTH} levels") from error
+        raise ValueError(too_deep) from error
     if not isinstance(values, dict):
         raise ValueError(f"it holds a JSON {type(values).__name__}, expected an object")
-    _check_depth(values)
-    if strict:
-        try:
-            json.dumps(values, ensure_ascii=False).encode()
-        except UnicodeEncodeError as error:
-            raise ValueError(f"it holds half a character, {error.object[error.start : error.end]!r}") from error
+    level: list[Any] = [values]
+    for _ in range(MAX_JSON_DEPTH):
+        inner = [part.values() if isinstance(part, dict) else part for part in level]
+        level = [value for parts in inner for value in parts if isinstance(value, dict | list)]
+    if level:
+        raise ValueError(too_deep)
     return values
 
 
@@ -77,53 +70,29 @@ def read_document(path: Path, what: str, command: str, schema: int, fits: Callab
     return dict(found)
 
 
-def read_text(path: Path, limit: int) -> str:
-    """A text file of at most so many bytes; a larger one is not read. Raises what `read_json` raises."""
+def read_text(path: Path) -> str:
+    """A text file of at most `MAX_JSON_BYTES`; a larger one is not read. Raises what `read_json` raises."""
     with os.fdopen(open_file(path), "rb") as opened:
         size = os.fstat(opened.fileno()).st_size
-        if size > limit:
-            raise ValueError(f"it has {size:,} bytes, expected at most {limit:,}")
+        if size > MAX_JSON_BYTES:
+            raise ValueError(f"it has {size:,} bytes, expected at most {MAX_JSON_BYTES:,}")
         try:
-            return opened.read(limit + 1).decode()
+            return opened.read(MAX_JSON_BYTES).decode()
         except UnicodeDecodeError as error:
             raise ValueError("it is not UTF-8 text") from error
 
 
-def _once(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
-    values: dict[str, Any] = {}
-    for name, value in pairs:
-        if name in values:
-            raise ValueError(f"the key {name!r} stands twice in it")
-        values[name] = value
-    return values
-
-
-def _no_number(name: str) -> Any:
-    raise ValueError(f"it holds {name}, which is no JSON")
-
-
-def _check_depth(values: Any) -> None:
-    level = [values]
-    for _ in range(MAX_JSON_DEPTH):
-        inner = [part.values() if isinstance(part, dict) else part for part in level]
-        level = [value for parts in inner for value in parts if isinstance(value, dict | list)]
-        if not level:
-            return
-    raise ValueError(f"its JSON nests deeper than {MAX_JSON_DEPTH} levels")
-
-
-def shards_of(index: Path) -> dict[str, str]:
-    """Files by tensor of an index. Raises ValueError: none, or one that names others than safetensors beside it."""
+def shards_of(index: Path, suffix: str = ".safetensors") -> dict[str, str]:
+    """Files by tensor of an index. Raises ValueError: none, or one that names others than such files beside it."""
     try:
         files = read_json(index).get("weight_map")
     except ValueError as error:
         raise ValueError(f"{index}: {error}") from error
-    if not isinstance(files, dict) or not all(isinstance(name, str) for name in files.values()):
+    if not isinstance(files, dict):
         raise ValueError(f"{index}: it has no weight_map of tensors to files")
-    for name in sorted(set(files.values())):
-        fault = name_fault(name) or (None if name.endswith(".safetensors") else "it is no safetensors file")
-        if fault is not None:
-            raise ValueError(f"{index} names the file {name!r}: {fault}")
+    for name in files.values():
+        if not isinstance(name, str) or name_fault(name) is not None or not name.endswith(suffix):
+            raise ValueError(f"{index} names the file {name!r}, expected a {suffix} file in its folder")
     return files
 
 
@@ -141,12 +110,7 @@ def open_file(path: Path) -> int:
         if stat.S_ISREG(kind):
             return descriptor
         os.close(descriptor)
-    raise ValueError(f"it is {_kind(kind)}, expected a file")
-
-
-def _kind(mode: int) -> str:
-    kinds = {stat.S_ISDIR: "a folder", stat.S_ISFIFO: "a pipe", stat.S_ISSOCK: "a socket", stat.S_ISLNK: "a link"}
-    return next((name for is_kind, name in kinds.items() if is_kind(mode)), "a device")
+    raise ValueError("it is no regular file")
 
 
 def file_hash(path: Path) -> str:
@@ -162,27 +126,9 @@ def stamp(path: Path) -> dict[str, Any]:
 
 def name_fault(name: str) -> str | None:
     """What is wrong with a name of a file in a folder that is handed on: it must be a relative path with forward
-    slashes that means the same file on every system, and can be shown. None for a good one."""
-    if not name or not name.isprintable():
-        return "it is empty or has characters that cannot be shown"
-    if "\\" in name or ":" in name:
-        return "it has a backslash or a colon, which lead elsewhere on some systems"
-    if name.startswith("/") or PurePosixPath(name).as_posix() != name or {".", ".."} & set(name.split("/")):
-        return "it is not a plain path within the folder"
-    if any(part.endswith((".", " ")) for part in name.split("/")):
-        return "a part of it ends in a dot or a space, which some systems leave out"
-    return None
-
-
-def same_elsewhere(names: Iterable[str]) -> tuple[str, str] | None:
-    """Two names that are one file where upper case, or the way accents are written, does not count."""
-    seen: dict[str, str] = {}
-    for name in names:
-        plain = unicodedata.normalize("NFC", unicodedata.normalize("NFC", name).casefold())
-        if plain in seen:
-            return seen[plain], name
-        seen[plain] = name
-    return None
+    slashes that can be shown, and leads elsewhere on no system. None for a good one."""
+    is_plain = not {"", ".", ".."} & set(name.split("/")) and not {"\\", ":"} & set(name)
+    return None if is_plain and name.isprintable() else "it is not a plain path within the folder"
 
 
 def files_of(folder: Path) -> Iterator[tuple[str, str | None]]:
@@ -222,7 +168,7 @@ def _entry_fault(folder: Path, path: Path) -> str | None:
     if stat.S_ISREG(mode):
         return None
     if not stat.S_ISLNK(mode):
-        return f"is {_kind(mode)}, expected a file"
+        return "is no regular file"
     if is_blob(folder, path):
         return None
     return f"is a link to {os.readlink(path)!r}, expected a file"

@@ -67,7 +67,6 @@ class Fit:
     lacking: tuple[str, ...] = ()
     other: Mapping[str, tuple[tuple[int, ...], tuple[int, ...]]] = field(default_factory=dict)
     """Of those of other shapes, the stored shape and the one that is declared."""
-    extra: tuple[str, ...] = ()
     broken: str = ""
     """Why transformers cannot make the model's tensors of the stored ones, where it puts several together."""
     unknown: str = ""
@@ -136,7 +135,6 @@ def fit_to_model(config: Any, shapes: Mapping[str, tuple[int, ...]]) -> Fit:
     return Fit(
         lacking=tuple(sorted(found["missing_keys"])),
         other={name: (tuple(mine), tuple(wanted)) for name, mine, wanted in sorted(found["mismatched_keys"])},
-        extra=tuple(sorted(found["unexpected_keys"])),
     )
 
 

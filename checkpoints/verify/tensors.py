@@ -6,7 +6,6 @@ No weights are read. A file that lacks some is a good file all the same, and tra
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -75,7 +74,7 @@ def _model_faults(folder: Path) -> Iterator[str]:
         found = fit_to_model(config, shapes)
     except ValueError as error:
         raise ValueError(f"{folder}: {error}") from error
-    yield from describe(replace(found, extra=()), f"{folder}")
+    yield from describe(found, f"{folder}")
 
 
 def _is_known(config: Path) -> bool:
@@ -95,8 +94,6 @@ def describe(found: Fit, what: str) -> Iterator[str]:
         yield f"{what} holds {_some(both)} of other shapes than its configuration declares"
     if found.broken:
         yield f"{what} holds tensors of which its model's cannot be made: {shown(found.broken)}"
-    if found.extra:
-        yield f"{what} holds {_some(found.extra)} of which its configuration knows nothing"
 
 
 def _some(names: Sequence[str]) -> str:
@@ -123,19 +120,13 @@ def adapter_faults(folder: Path) -> list[str]:
         return []  # which is another fault
     if settings.get("peft_type") != "LORA":
         return []
-    faults = []
-    for name, shape in sorted(shapes.items()):
-        for one, other, mine, theirs in (("lora_A", "lora_B", 0, 1), ("lora_B", "lora_A", 1, 0)):
-            if f".{one}." not in name or len(shape) != 2:
-                continue
-            half = shapes.get(name.replace(f".{one}.", f".{other}."))
-            if half is None:
-                faults.append(f"{folder / ADAPTER_FILE} lacks the other half, {other}, of {shown(name)}")
-            elif one == "lora_A" and len(half) == 2 and half[theirs] != shape[mine]:
-                faults.append(f"{folder / ADAPTER_FILE}: {shown(name)} is {list(shape)}, its other half {list(half)}")
+    path = folder / ADAPTER_FILE
+    halves = {name: name.replace(".lora_A.", ".lora_B.") for name in shapes if ".lora_A." in name}
+    halves |= {name: name.replace(".lora_B.", ".lora_A.") for name in shapes if ".lora_B." in name}
+    lonely = [name for name, half in sorted(halves.items()) if half not in shapes]
     if not any(".lora_" in name for name in shapes):
-        faults.append(f"{folder / ADAPTER_FILE} holds no tensors of a LoRA adapter")
-    return faults
+        return [f"{path} holds no tensors of a LoRA adapter"]
+    return [f"{path} lacks the other half of {shown(name)}" for name in lonely]
 
 
 def _heads_faults(directory: Path) -> list[str]:

@@ -44,7 +44,6 @@ CODE_FOLDER = "custom_generate"
 SCHEMA = 1
 
 _PARTS = ("heads", "table")
-_MAX_SETTINGS = 1 << 20  # bytes
 _GENERATE = '''"""Decodes with the method that custom_generate.json beside this folder names."""
 
 from draftsmith.decode.attached import generate_attached
@@ -158,7 +157,7 @@ def read_settings(folder: Path) -> dict[str, Any]:
     if not path.is_file():
         raise ValueError(f"{folder} holds no saved method: it has no {SETTINGS_FILE}")
     try:
-        settings = read_json(path, limit=_MAX_SETTINGS)
+        settings = read_json(path)
     except ValueError as error:
         raise ValueError(f"{path}: {error}") from error
     for name, kind in _FIELDS.items():

@@ -130,7 +130,7 @@ def main() -> None:
         info = struct.pack("<IQ", 0 if is_float else KINDS[asked.outtype], len(data))
         infos += text(name) + struct.pack(f"<I{len(shape)}Q", len(shape), *reversed(shape)) + info
         data += one
-    count = 1 << 60 if fault == "claims too much" else len(tensors)
+    count = len(tensors)
     header = b"GGUF" + struct.pack("<IQQ", 3, count, len(values)) + b"".join(values) + infos
     whole = header + b"\0" * (-len(header) % 32) + data
     if fault == "cut off":

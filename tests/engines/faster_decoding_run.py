@@ -1,7 +1,7 @@
 """FasterDecoding's runtime over a folder of heads: runs in an environment of its own, with its packages, not ours.
 
-One JSON object on the standard input: `folder`, `module` (`medusa_model`, or `medusa_model_legacy` for version 2),
-`prompts` (token ids), `choices` (paths of the tree), `steps`. The last line of the output is a JSON object.
+One JSON object on the standard input: `folder` (heads of version 2), `prompts` (token ids), `choices` (paths of the
+tree), `steps`. The last line of the output is a JSON object.
 """
 
 from __future__ import annotations
@@ -43,11 +43,9 @@ def greedy(model: Any, prompt: list[int], count: int) -> list[int]:
 @torch.inference_mode()
 def main() -> None:
     asked = json.load(sys.stdin)
-    loader = importlib.import_module(f"medusa.model.{asked['module']}").MedusaModel
-    if asked["module"] == "medusa_model_legacy":
-        loader = generating(loader)
+    loader = generating(importlib.import_module("medusa.model.medusa_model_legacy").MedusaModel)
     model = loader.from_pretrained(asked["folder"], torch_dtype=torch.float32).eval()
-    base = model.base_model  # of the legacy class a module of its own, else the model itself
+    base = model.base_model
     choices, steps, answers = [tuple(path) for path in asked["choices"]], [], []
     words = [each["text"] for each in model.medusa_generate(torch.tensor(asked["prompts"][:1]), max_steps=4)]
     words += [model.tokenizer.decode(asked["prompts"][0])]

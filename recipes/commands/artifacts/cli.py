@@ -1,20 +1,19 @@
-"""`draftsmith artifact`: artifacts shown, verified and compared."""
+"""`draftsmith artifact`: artifacts shown and verified."""
 
 from __future__ import annotations
 
 import sys
-from collections.abc import Iterator, Mapping
-from typing import TYPE_CHECKING, Annotated, Any
+from collections.abc import Iterator
+from typing import TYPE_CHECKING, Annotated
 
 import typer
 
 if TYPE_CHECKING:
     from ....checkpoints.artifact.manifest import Manifest
 
-artifact_app = typer.Typer(help="Show, verify and compare artifacts: folders, or hub ids.", no_args_is_help=True)
+artifact_app = typer.Typer(help="Show and verify artifacts: folders, or hub ids.", no_args_is_help=True)
 
 Place = Annotated[str, typer.Argument(help="An artifact's folder, or user/name[@revision] on the hub.")]
-_LONGEST = 100
 _SECTIONS = ("export", "target", "shapes", "evaluation", "training", "data", "versions")
 
 
@@ -44,48 +43,26 @@ def show(
 
 
 @artifact_app.command()
-def verify(
-    places: Annotated[list[str], typer.Argument(help="Artifacts' folders, or hub ids.")],
-    target: Annotated[str | None, typer.Option(help="Folder of the target that they must be for.")] = None,
-) -> None:
+def verify(places: Annotated[list[str], typer.Argument(help="Artifacts' folders, or hub ids.")]) -> None:
     """Look for everything that is wrong with artifacts; exit code 1 where there is something."""
     from ....checkpoints.artifact.locate import resolve
     from ....checkpoints.storage.messages import shown
-    from ....checkpoints.verify.inspect import find_faults, target_faults
-    from ....data.tokenizers import load_tokenizer
+    from ....checkpoints.verify.inspect import find_faults
     from ...session.terminal import gigabytes
 
-    model = None if target is None else resolve(target)
-    tokenizer = None if model is None else load_tokenizer(str(model))
     wrong = False
     for place in places:
         try:
             manifest, faults = find_faults(resolve(place))
         except ValueError as error:
             manifest, faults = None, [str(error)]
-        if manifest is not None and model is not None:
-            faults += target_faults(resolve(place), manifest, model, tokenizer)
         for fault in faults:
             _print(f"fault: {shown(fault)}")
         if manifest is not None and not faults:
             size = gigabytes(sum(entry["bytes"] for entry in manifest.files.values()))
-            fits = "" if model is None else f", for {model}"
-            _print(f"{shown(place)}: {manifest.kind}, {len(manifest.files)} files of {size}, nothing wrong{fits}")
+            _print(f"{shown(place)}: {manifest.kind}, {len(manifest.files)} files of {size}, nothing wrong")
         wrong = wrong or bool(faults)
     if wrong:
-        raise typer.Exit(1)
-
-
-@artifact_app.command()
-def diff(first: Place, second: Place) -> None:
-    """What differs between two artifacts: manifests, files, tensors; exit code 1 where anything does."""
-    from ....checkpoints.artifact.locate import resolve
-    from ....checkpoints.verify.inspect import differences
-
-    lines = differences(resolve(first), resolve(second))
-    for line in lines:
-        _print(line)
-    if lines:
         raise typer.Exit(1)
 
 
@@ -108,16 +85,10 @@ def _facts(place: str, manifest: Manifest) -> Iterator[tuple[str, str]]:
     yield "vocabulary", f"{manifest.vocab_size:,} tokens"
     yield "tokenizer", shown(manifest.tokenizer_fingerprint or "not known")
     for section in _SECTIONS:
-        for number, (key, value) in enumerate(_plain_values(getattr(manifest, section) or {})):
-            yield "" if number else section, shown(f"{key}: {value}")
+        values = (getattr(manifest, section) or {}).items()
+        plain = [f"{key}: {value}" for key, value in values if isinstance(value, (str, int, float)) and value != ""]
+        for number, line in enumerate(plain):
+            yield "" if number else section, shown(line)
     for number, (name, entry) in enumerate(manifest.files.items()):
         yield "" if number else "files", f"{name}: {entry['bytes']:,} bytes, sha256 {entry['sha256']}"
     yield "", "recipe, nested and empty values: --json"
-
-
-def _plain_values(values: Mapping[str, Any]) -> Iterator[tuple[str, str]]:
-    """Names and texts of values that are neither nested nor empty."""
-    for name, value in values.items():
-        if value not in (None, "") and not isinstance(value, (dict, list)):
-            text = f"{value:,}" if type(value) is int else f"{value:.4g}" if isinstance(value, float) else str(value)
-            yield name, text if len(text) <= _LONGEST else text[:_LONGEST] + " …"

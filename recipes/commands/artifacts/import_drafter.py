@@ -13,7 +13,7 @@ from ....checkpoints.artifact.artifact import MANIFEST_FILE, save_artifact, toke
 from ....checkpoints.artifact.compat import read_config
 from ....checkpoints.artifact.locate import target_record
 from ....checkpoints.heads.layouts import holds_heads
-from ....checkpoints.pairs.checks import MORE_TENSORS, examine
+from ....checkpoints.pairs.checks import examine
 from ....checkpoints.pairs.sides import REFUSED, TOKENIZER_FILES, WEIGHTS, Side, find_folder, open_side
 from ....checkpoints.storage.names import CONFIG_FILE
 from ....checkpoints.storage.safe_read import UNPICKLE, copy_files
@@ -135,8 +135,6 @@ def _check_pair(target: Side, drafter: Side, source: str, unpickled: bool) -> No
             refused.append(line)
         elif effect is not None:
             log(f"drafter: {line}; {effect.reason}")
-        elif finding.check == MORE_TENSORS and finding.drafter != "–":
-            log(f"drafter: {finding.what}: {finding.drafter}; `{fix}` leaves it out")
     mine, theirs = _fingerprint(target), _fingerprint(drafter)
     if None not in (mine, theirs) and mine != theirs:
         refused.append("tokenizer: the drafter's has another fingerprint, and an artifact is for one tokenizer alone")

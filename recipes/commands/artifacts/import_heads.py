@@ -17,11 +17,6 @@ from ...session.terminal import log
 from ...session.typed import typed_command
 
 _SHAPES = ("num_heads", "num_layers", "hidden_size", "vocab_size", "projection_kind", "rank", "states")
-_KINDS = {
-    "own": "a projection of its own each",
-    "low-rank": "a projection of rank {rank} each",
-    "target": "no projection of their own: the target's is reused (version 2)",
-}
 
 
 def import_heads(
@@ -86,14 +81,10 @@ def _choose_target(source: str, target: str | None, stored: StoredHeads) -> str:
 
 
 def _description(source: str, stored: StoredHeads) -> str:
-    heads = f"{stored.num_heads} head{'s' if stored.num_heads > 1 else ''}"
-    blocks = f"{stored.num_layers} block{'s' if stored.num_layers != 1 else ''} each"
-    vocabulary = f", vocabulary {stored.vocab_size:,}" if stored.vocab_size is not None else ""
     where = f"{'inside the whole model' if stored.inside else 'in'} {stored.path.name}"
     return (
-        f"{source}: {heads} of {blocks} {where}, {_KINDS[stored.projection].format(rank=stored.rank)}; "
-        f"hidden size {stored.hidden_size:,}{vocabulary}, {str(stored.dtype).removeprefix('torch.')}; "
-        f"they read the hidden states {stored.states.replace('-', ' the final ')}"
+        f"{source}: {stored.num_heads} heads, {stored.num_layers} blocks in each, {where}; projection {stored.projection}, "
+        f"hidden size {stored.hidden_size:,}, {str(stored.dtype).removeprefix('torch.')}, states {stored.states}"
     )
 
 

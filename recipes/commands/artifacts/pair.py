@@ -33,7 +33,7 @@ from ....data.tokenizers import load_tokenizer
 from ...session.terminal import console, log
 from .import_drafter import PICKLED, whole_model
 
-_COLOURS = {"fault": "red", "weakness": "yellow", "note": "dim", "works": "green", "works but": "yellow"}
+_COLOURS = {"fault": "red", "weakness": "yellow", "works": "green", "works but": "yellow"}
 _COLOURS |= {"refused": "red"}
 _MUST_WORK = ("transformers", "draftsmith")
 
@@ -111,7 +111,7 @@ def _show_findings(diagnosis: Diagnosis, out: Console) -> None:
     table = Table(box=None, title="findings", title_justify="left")
     for heading in ("", "check", "what", "target", "drafter"):
         table.add_column(heading, no_wrap=heading == "", overflow="fold")
-    for finding in sorted(diagnosis.findings, key=lambda one: ("fault", "weakness", "note").index(one.severity)):
+    for finding in sorted(diagnosis.findings, key=lambda one: one.severity):
         state = f"[{_COLOURS[finding.severity]}]{finding.severity}[/]"
         table.add_row(state, finding.check, *map(escape, (finding.what, finding.target, finding.drafter)))
     out.print(table)

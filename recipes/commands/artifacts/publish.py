@@ -9,11 +9,10 @@ from typing import Any
 from rich.markup import escape
 from rich.table import Table
 
-from ....checkpoints.artifact.card import Evidence, Licence, Measured, base_model, data_sources
+from ....checkpoints.artifact.card import Evidence, Measured, base_model, data_sources
 from ....checkpoints.artifact.manifest import Manifest
 from ....checkpoints.artifact.markdown import paths_in
 from ....checkpoints.hub.push_pull import Plan, address, is_on_hub
-from ....checkpoints.storage.names import MANIFEST_FILE
 from ....data.sources.registry import find_corpus
 from ...report.certificate import certificate_beside, load_certificate
 from ...schema.results import load_results
@@ -38,7 +37,7 @@ def evidence_of(
     for found in data_sources(manifest):
         corpus = None if found["hub"] is None else find_corpus(found["hub"])
         if corpus is not None:
-            licences[found["source"]] = Licence(corpus.licence, corpus.note)
+            licences[found["source"]] = corpus.licence + (f" ({corpus.note})" if corpus.note else "")
         name = corpus.hub if corpus is not None else found["hub"]
         if name is not None and name.count("/") == 1 and name not in datasets:
             datasets.append(name)
@@ -77,14 +76,8 @@ def _name_in(evaluated: Any, artifact: Path, manifest: Manifest, path: Path) -> 
         theirs = {file: digest for file, digest in (one.get("files") or {}).items() if file != _CARD}
         if theirs and theirs == mine:
             return str(name)
-    named = ", ".join(f"{name} {one.get('source')} ({_digest(one.get('files'))})" for name, one in evaluated.items())
-    raise ValueError(f"{path} is not of {artifact} ({_digest(mine)}) but of {named or 'nothing'}: evaluate it again")
-
-
-def _digest(files: Mapping[str, str] | None) -> str:
-    """The beginning of a hash, to tell by: of the largest part of the name that weights have."""
-    weights = sorted(name for name in files or {} if name.endswith(".safetensors"))
-    return f"{weights[0]} {files[weights[0]][:12]}…" if files and weights else "no weights"
+    named = ", ".join(f"{name} {one.get('source')} " for name, one in evaluated.items())
+    raise ValueError(f"{path} is not of {artifact} as it is now but of {named or 'nothing'}: evaluate it again")
 
 
 def _uses(row: Mapping[str, Any], name: str) -> bool:
@@ -148,13 +141,4 @@ def show_plan(plan: Plan) -> None:
 def _local_paths(plan: Plan) -> dict[str, list[str]]:
     """Absolute paths by the files that hold them; those with some stay. Vocabularies have tokens that look like one."""
     found = {name: set(paths_in(text)) for name, text in plan.texts() if Path(name).name not in _VOCABULARIES}
-    found[MANIFEST_FILE] |= {*_folders(plan.manifest.recipe), *_folders(plan.manifest.target)}
     return {name: sorted(paths) for name, paths in found.items() if paths}
-
-
-def _folders(value: Any) -> list[str]:
-    """Absolute paths in a recipe."""
-    if isinstance(value, dict | list):
-        return [path for item in (value.values() if isinstance(value, dict) else value) for path in _folders(item)]
-    is_path = isinstance(value, str) and value.startswith(("/", "~/")) and "\n" not in value
-    return [value] if is_path else []

@@ -48,7 +48,6 @@ def export(
     target: Annotated[str | None, typer.Option(help="The target that is served; by default the artifact's.")] = None,
     speculative_tokens: Annotated[int | None, typer.Option(min=1, max=64, help="Tokens to draft a step.")] = None,
     merge: Annotated[bool | None, typer.Option(help="LoRA: in the weights, or an adapter beside them.")] = None,
-    pickle: Annotated[bool, typer.Option("--pickle", help="Write a pickled file, where the format is one.")] = False,
     llama_cpp: Annotated[Path | None, typer.Option(help="A checkout of llama.cpp, for its converter.")] = None,
 ) -> None:
     """Write an artifact in the form that another program reads, and compare what was written with it."""
@@ -71,7 +70,7 @@ def export(
         hub_place(target)  # what can be no id is not looked for
     artifact = artifact.expanduser()
     folder = out.expanduser() if out else artifact.resolve().with_name(f"{artifact.resolve().name}-{to}")
-    options = ExportOptions(target, speculative_tokens, merge, pickle, llama_cpp)
+    options = ExportOptions(target, speculative_tokens, merge, llama_cpp)
     for line in export_artifact(artifact, to, folder, FORMATS, options):
         log(f"export: {line}")
     log(f"export: wrote {folder}; how to serve it stands in {folder / SERVING_FILE}")
@@ -117,7 +116,6 @@ def push(
 def pull(
     repo: Annotated[str, typer.Argument(help="The repository on the hub: user/name, or user/name@revision.")],
     out: Annotated[Path, typer.Argument(help="Folder of the artifact.")],
-    revision: Annotated[str | None, typer.Option(help="A branch, tag or commit.")] = None,
     replace: Annotated[
         bool, typer.Option("--replace", help="Also where another artifact stands at OUT; that is deleted.")
     ] = False,
@@ -125,10 +123,8 @@ def pull(
     """Fetch an artifact from the hub: with the hash of every file as it should be, or not at all."""
     from ....checkpoints.hub.push_pull import pull as download
 
-    name, _, named = repo.partition("@")
-    if named and revision is not None and named != revision:
-        raise ValueError(f"{repo} names the revision {named!r}, and --revision {revision!r}: give one of them")
-    manifest, commit, is_new = download(name, out, named or revision, replace_other=replace)
+    name, _, revision = repo.partition("@")
+    manifest, commit, is_new = download(name, out, revision or None, replace_other=replace)
     total = sum(entry["bytes"] for entry in manifest.files.values())
     done = f"wrote {out}:" if is_new else f"nothing to do, {out} is"
     log(f"pull: {done} the {manifest.kind} of {name} at {commit}")

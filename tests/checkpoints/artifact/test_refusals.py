@@ -10,8 +10,7 @@ from typing import Any
 
 import pytest
 from draftsmith.checkpoints.artifact.artifact import check_target, load_manifest, save_artifact, verify_artifact
-from draftsmith.checkpoints.artifact.manifest import MAX_MANIFEST_BYTES
-from draftsmith.checkpoints.storage.safe_read import MAX_JSON_DEPTH
+from draftsmith.checkpoints.storage.safe_read import MAX_JSON_BYTES, MAX_JSON_DEPTH
 
 ENTRY = {"sha256": "0" * 64, "bytes": 1}
 
@@ -37,16 +36,13 @@ RECORDS: dict[str, tuple[dict[str, Any], tuple[str, ...]]] = {
     "an unknown kind": ({"kind": "poem"}, ("'poem'", "drafter")),
     "a vocabulary that is true": ({"vocab_size": True}, ("vocab_size", "True")),
     "no recipe": ({"recipe": None}, ("recipe", "None", "dict")),
-    "a command in parts": ({"command": ["draftsmith"]}, ("command", "str")),
     "an export that says half": ({"export": {"format": "npz"}}, ("export", "npz")),
     "a field too many": ({"colour": "red"}, ("colour",)),
-    "one file by case": (of_files(("Model.bin", "model.bin")), ("Model.bin", "model.bin")),
-    "one file by accents": (of_files(("\u00e9.bin", "e\u0301.bin")), ("\u00e9.bin", "e\\u0301.bin")),
 }
 RECORDS |= {
-    f"the name {name!a}": (of_files((name,)), ("half" if name == "a\ud800" else ascii(name),))
+    f"the name {name!a}": (of_files((name,)), (ascii(name),))
     for name in (
-        "../../etc/passwd", "/etc/passwd", "a//b", "", "C:a", "a\\..\\b", "a\0b", "abc\u202egnp", "a\ud800", "a ",
+        "../../etc/passwd", "/etc/passwd", "a//b", "", "C:a", "a\\..\\b", "a\0b", "abc\u202egnp", "a\ud800",
         "artifact.json",
     )
 }  # fmt: skip
@@ -59,12 +55,9 @@ RECORDS |= {
 TEXTS: dict[str, tuple[str | bytes, tuple[str, ...]]] = {
     "lists too deep": ("[" * 100_000 + "]" * 100_000, (str(MAX_JSON_DEPTH),)),
     "a level too deep": ('{"a":' * (MAX_JSON_DEPTH + 1) + "1" + "}" * (MAX_JSON_DEPTH + 1), (str(MAX_JSON_DEPTH),)),
-    "a key twice": ('{"schema": 2, "schema": 2}', ("'schema'",)),
-    "no number": ('{"schema": NaN}', ("NaN",)),
     "a number too long": ('{"schema": ' + "9" * 5000 + "}", ()),
-    "half a character": ('{"schema": "\\ud800"}', ("half",)),
     "no text": (b"\xff\xfe", ("UTF-8",)),
-    "too much": (b" " * (MAX_MANIFEST_BYTES + 1), (f"{MAX_MANIFEST_BYTES:,}", f"{MAX_MANIFEST_BYTES + 1:,}")),
+    "too much": (b" " * (MAX_JSON_BYTES + 1), (f"{MAX_JSON_BYTES:,}", f"{MAX_JSON_BYTES + 1:,}")),
 }
 
 
@@ -102,7 +95,6 @@ REFUSED: dict[str, tuple[Callable[[Path], object], tuple[str, ...]]] = {
     "over other files": (lambda tmp: save(_thesis(tmp / "mine")), ("mine",)),
     "over a file": (lambda tmp: save(_thesis(tmp / "mine") / "thesis.txt"), ("thesis.txt",)),
     "an unknown kind": (lambda tmp: save(tmp / "x", kind="tables"), ("'tables'", "table")),
-    "a record too large": (lambda tmp: save(tmp / "x", recipe={"a": "x" * MAX_MANIFEST_BYTES}), ("artifact.json",)),
     "a link": (lambda tmp: save(tmp / "x", write=lambda f: (f / "a").symlink_to("/etc/passwd")), ("a", "link")),
     "an odd name": (lambda tmp: save(tmp / "x", write=lambda f: (f / "a\\b").write_text("")), ("a\\b",)),
     "another vocabulary": (

