@@ -83,8 +83,8 @@ def _choose_target(source: str, target: str | None, stored: StoredHeads) -> str:
 def _description(source: str, stored: StoredHeads) -> str:
     where = f"{'inside the whole model' if stored.inside else 'in'} {stored.path.name}"
     return (
-        f"{source}: {stored.num_heads} heads, {stored.num_layers} blocks in each, {where}; projection {stored.projection}, "
-        f"hidden size {stored.hidden_size:,}, {str(stored.dtype).removeprefix('torch.')}, states {stored.states}"
+        f"{source}: {stored.num_heads} heads, {stored.num_layers} blocks in each, {where}; "
+        f"projection {stored.projection}, hidden size {stored.hidden_size:,}, {str(stored.dtype).removeprefix('torch.')}, states {stored.states}"
     )
 
 
