@@ -84,7 +84,7 @@ def _description(source: str, stored: StoredHeads) -> str:
     where = f"{'inside the whole model' if stored.inside else 'in'} {stored.path.name}"
     return (
         f"{source}: {stored.num_heads} heads, {stored.num_layers} blocks in each, {where}; "
-        f"projection {stored.projection}, hidden size {stored.hidden_size:,}, {str(stored.dtype).removeprefix('torch.')}, states {stored.states}"
+        f"projection {stored.projection}, hidden size {stored.hidden_size:,}, states {stored.states}"
     )
 
 
