@@ -6,7 +6,6 @@ Who asks is known by huggingface_hub's own store alone; what lies in its cache n
 from __future__ import annotations
 
 import glob
-import re
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from functools import cache
@@ -23,9 +22,6 @@ _SETTINGS = ("*.json", "*.model", "*.txt", "*.jinja")
 _PLAIN_FILES = {"heads": (HEADS_FILE, CONFIG_FILE), "table": (TABLE_FILE,)}
 """What is fetched of repositories that hold no artifact; of other kinds `_MODEL_FILES`. Nothing pickled."""
 _LONGEST_REASON = 300
-_COMMIT = re.compile(r"[0-9a-f]{40}")
-_PATIENCE = 10
-"""Seconds for an answer without which the work goes on."""
 
 
 def resolve(place: str | Path, kind: str | None = None, revision: str | None = None) -> Path:
@@ -89,17 +85,6 @@ def settings_of(place: str) -> Path | None:
         return fetch(repo, _SETTINGS, revision)
     except ValueError:
         return None
-
-
-def commit_of(place: str) -> str:
-    """The commit for which `user/name@revision` stands on the hub now. Raises ValueError: none, or out of reach."""
-    from huggingface_hub import HfApi
-
-    repo, revision = hub_place(place)
-    if revision is not None and _COMMIT.fullmatch(revision):
-        return revision
-    with hub_errors(place, repo):
-        return str(HfApi(library_name="draftsmith").model_info(repo, revision=revision, timeout=_PATIENCE).sha)
 
 
 def target_record(place: str, fingerprint: str | None) -> dict[str, str | None]:

@@ -20,8 +20,7 @@ from ...checkpoints.artifact.artifact import (
     tokenizer_fingerprint,
     verify_artifact,
 )
-from ...checkpoints.artifact.locate import at_revision, commit_of
-from ...checkpoints.storage.places import split_revision
+from ...checkpoints.artifact.locate import at_revision
 from ...data.blocks.prepared import PreparedData
 from ...train.loop.fit import FitConfig, FitResult, Task, fit
 from ...train.parallel.interrupts import TrainingError
@@ -54,11 +53,8 @@ def prepare_once(recipe: DrafterRecipe | HeadsRecipe, tokenizer: Any, accelerato
 
 
 def fit_config(recipe: DrafterRecipe | HeadsRecipe, prepared: Prepared, measured: bool) -> FitConfig:
-    """The loop's settings; `measured`: its evaluations decode, by which the best weights are chosen.
-
-    Raises:
-        ValueError: streamed data without `train.steps`.
-    """
+    """The loop's settings; `measured`: its evaluations decode, by which the best weights are chosen. Raises ValueError:
+    streamed data without `train.steps`."""
     train = recipe.train
     if train.steps is None and recipe.data.streaming:
         raise ValueError("`train.steps` is needed with `data.streaming`: nobody knows how long an epoch is")
@@ -80,10 +76,7 @@ class Run:
 
     def fit(self, task: Task, measured: bool) -> FitResult:
         """Train; the resolved recipe lies beside the checkpoints from the beginning. `measured`: see `fit_config`.
-
-        Raises:
-            TrainingError: what `fit` raises, with the beginnings of the documents it happened in.
-        """
+        Raises what `fit` raises, with the beginnings of the documents it happened in."""
         state = state_folder(self.out)
         on_main(self.accelerator, partial(write_recipe, self.recipe, state / "recipe.yaml"))
         try:
@@ -98,11 +91,8 @@ class Run:
     def save(
         self, result: FitResult, write: Callable[[Path], None], shapes: dict[str, Any], target: dict[str, Any] | None
     ) -> None:
-        """Write the artifact: what `write` puts into its folder, the resolved recipe, and `artifact.json`.
-
-        Args:
-            target: the model that it is for, as `target_record` names it.
-        """
+        """Write the artifact: what `write` puts into its folder, the resolved recipe, and `artifact.json`; `target` is
+        the model that it is for, as `target_record` names it."""
 
         def write_all(folder: Path) -> None:
             write(folder)
@@ -143,7 +133,6 @@ def check_out(out: Path, recipe: TrainingRecipe) -> None:
     folder, fingerprint = Path(str(made_for.get("id"))), made_for.get("fingerprint")
     if fingerprint and folder.is_dir() and model_fingerprint(folder) != fingerprint:
         raise ValueError(f"{out} was made for another model than the one that stands at {folder} now: delete {out}")
-    _check_branch(out, getattr(recipe, "target", None), made_for)
 
 
 def _difference(recorded: dict[str, Any], recipe: TrainingRecipe) -> str | None:
@@ -170,25 +159,6 @@ def _flat(values: dict[str, Any], above: str = "") -> dict[str, Any]:
     for key, value in values.items():
         flat |= _flat(value, f"{above}{key}.") if isinstance(value, dict) and value else {f"{above}{key}": value}
     return flat
-
-
-def _check_branch(out: Path, target: str | None, made_for: dict[str, Any]) -> None:
-    """Refuse what was made for a commit from which the branch (or tag) of the recipe's target has moved on; report
-    where the hub cannot be asked."""
-    name, revision = (None, None) if target is None else split_revision(target)
-    recorded = made_for.get("revision")
-    if target is None or revision is None or recorded is None or name != made_for.get("id"):
-        return
-    try:
-        now = commit_of(target)
-    except ValueError as error:
-        log(f"{out} was made for {name} at {recorded}; whether {revision} has moved on was not compared: {error}")
-        return
-    if now != recorded:
-        raise ValueError(
-            f"{out} was made for {name} at {recorded}, and its {revision} is at {now} now: choose another `out`, or "
-            "delete that folder"
-        )
 
 
 def fingerprint_of(source: str, model: PreTrainedModel) -> str:

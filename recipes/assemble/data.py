@@ -124,9 +124,9 @@ def lint_data(section: DataSection, tokenizer: Any) -> list[str]:
     return linter.report.failures(section.min_clean_share, section.min_trained_share)
 
 
-def colour(document: Rendered, tokenizer: Any, *, max_characters: int = 4000) -> Text:
+def colour(document: Rendered, tokenizer: Any) -> Text:
     """The text of a document with trained tokens in green and special tokens dim, to be printed with rich; control
-    characters as their pictures ("␛"), the middle of a long one left out, as ids outside the vocabulary are."""
+    characters as their pictures ("␛"), ids outside the vocabulary left out."""
     known = (document.ids >= 0) & (document.ids < vocabulary_size(tokenizer))
     ids, trained = document.ids[known].tolist(), document.trainable()[known]
     style = trained + 2 * special_flags(tokenizer)[ids]
@@ -135,10 +135,7 @@ def colour(document: Rendered, tokenizer: Any, *, max_characters: int = 4000) ->
     pieces = PieceDecoder(tokenizer).decode([ids[start:end] for start, end in pairwise(bounds)])
     for piece, start in zip(pieces, bounds, strict=False):
         text.append(piece.translate(_VISIBLE), _STYLES[style[start]])
-    if len(text) <= max_characters:
-        return text
-    half = max_characters // 2
-    return Text.assemble(text[:half], (f"… {len(text) - 2 * half:,} characters …", "reverse"), text[-half:])
+    return text
 
 
 def _prepare(section: DataSection, tokenizer: Any, identity: dict[str, Any], folder: Path) -> None:

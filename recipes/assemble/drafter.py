@@ -77,12 +77,8 @@ def run_drafter(recipe: DrafterRecipe, out: Path, accelerator: Any) -> None:
 
 
 def trainable(recipe: DrafterRecipe, tokenizer: Any) -> TrainableModel:
-    """Load or make the model.
-
-    Raises:
-        ValueError: what `build_model` raises; a tokenizer with more tokens than the model has; a template that is not
-            for its kind of model; kernels that cannot be used.
-    """
+    """Load or make the model. Raises ValueError: what `build_model` raises; a tokenizer with more tokens than the model
+    has; a template that is not for its kind of model; kernels that cannot be used."""
     trained = build_model(complete_section(recipe), recipe.target, recipe.train.seed)
     check_vocabulary(len(tokenizer), trained.model, recipe.model.source or "the model")
     if recipe.data.template == "t5" and not trained.model.config.is_encoder_decoder:
@@ -94,12 +90,8 @@ def trainable(recipe: DrafterRecipe, tokenizer: Any) -> TrainableModel:
 def drafter_parts(
     recipe: DrafterRecipe, tokenizer: Any, prepared: Prepared, device: Any, trained: TrainableModel | None = None
 ) -> DrafterParts:
-    """The model (`trained`, or `trainable`'s), its teacher and what it is measured with.
-
-    Raises:
-        ValueError: what `trainable`, `open_cache` and `DrafterTask` raise; vocabularies or kinds of models that do
-            not go together.
-    """
+    """The model (`trained`, or `trainable`'s), its teacher and what it is measured with. Raises ValueError: what
+    `trainable`, `open_cache` and `DrafterTask` raise; vocabularies or kinds of models that do not go together."""
     trained = trained or trainable(recipe, tokenizer)
     model = trained.model
     taught_by_target = recipe.distils and recipe.teacher.cache is None
@@ -114,6 +106,7 @@ def drafter_parts(
     teacher: Teacher | None = eval_teacher if taught_by_target else None
     if recipe.distils and recipe.teacher.cache is not None:
         teacher = open_cache(recipe, prepared)
+    policy = recipe.on_policy
     task = DrafterTask(
         model,
         prepared.heldout if recipe.measure.blocks else None,
@@ -121,7 +114,7 @@ def drafter_parts(
         teacher,
         recipe.teacher.temperature,
         TopK(recipe.teacher.top_k, recipe.teacher.tail) if recipe.teacher.top_k else None,
-        _on_policy(recipe, tokenizer),
+        policy and OnPolicy(policy.share, policy.new_tokens, tuple(stop_ids(tokenizer)), policy.temperature),
         eval_teacher or teacher,
         measure,
         evaluate_blocks=recipe.measure.blocks,
@@ -131,13 +124,6 @@ def drafter_parts(
     task.settings["model"] = recipe.model.model_dump(mode="json", exclude={"attention"})
     task.settings["measure"] = recipe.measure.model_dump(mode="json", exclude={"keep"})
     return DrafterParts(trained, task, target, measure is not None)
-
-
-def _on_policy(recipe: DrafterRecipe, tokenizer: Any) -> OnPolicy | None:
-    section = recipe.on_policy
-    if section is None:
-        return None
-    return OnPolicy(section.share, section.new_tokens, tuple(stop_ids(tokenizer)), section.temperature)
 
 
 def complete_section(recipe: DrafterRecipe) -> ModelSection:

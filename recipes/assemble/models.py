@@ -14,21 +14,18 @@ from typing import Any
 
 import torch
 from huggingface_hub.errors import StrictDataclassError
-from safetensors.torch import save_file
 from torch import Tensor, nn
 from transformers import AutoConfig, AutoModelForCausalLM, AutoModelForSeq2SeqLM, PreTrainedModel
 from transformers.pytorch_utils import Conv1D
 
 from ...checkpoints.artifact.compat import patch_model
-from ...checkpoints.artifact.locate import at_revision, target_record
+from ...checkpoints.artifact.locate import target_record
 from ...checkpoints.storage.messages import did_you_mean
-from ...checkpoints.verify.model_files import UNLOADABLE, check_config, names_of_embeddings, read_tensors
-from ...decode.models.loading import ADAPTER_CONFIG, load_model
+from ...decode.models.loading import load_model
 from ...decode.models.seq2seq import Seq2SeqModel
 from ..schema.training import LoraSection, ModelSection
 
 _ADAPTER_NAME = "default"  # peft's
-_WRAPPER = "base_model.model."  # what peft's names begin with
 _SHARED_BIAS = "relative_attention_bias.weight"  # T5's first layer holds it for all
 
 
@@ -42,21 +39,16 @@ class TrainableModel:
     adapter: Any = None
     """peft's wrapper around `model`, where there is one."""
 
-    def save(self, folder: Path, state: Mapping[str, Tensor] | None = None) -> None:
-        """Write what `AutoModelForCausalLM.from_pretrained` and `decode.loading.load_model` read.
-
-        That is a whole model, with changes merged into it, or the adapter alone. The model in training stays as it is.
-
-        Args:
-            state: its weights under the names of `model.state_dict()`, where they are not in the model itself (as with
-                ZeRO-3, or for an earlier checkpoint); one name is enough for tied weights.
-        """
+    def save(self, folder: Path) -> None:
+        """Write what `AutoModelForCausalLM.from_pretrained` and `decode.loading.load_model` read: a whole model, with
+        changes merged into it (after which there is no adapter any more), or the adapter alone."""
         if self.lora is None:
-            self.model.save_pretrained(folder, state_dict=None if state is None else dict(state))
+            self.model.save_pretrained(folder)
         elif self.lora.export == "adapter":
-            _save_adapter(self.adapter, folder, state or self.model.state_dict())
+            self.adapter.save_pretrained(folder, save_embedding_layers=False)
+            (folder / "README.md").unlink()  # peft's card, with its own name for a model
         else:
-            _merged(self.model, self.adapter, state or self.model.state_dict()).save_pretrained(folder)
+            self.adapter.merge_and_unload().save_pretrained(folder)
         patch_model(folder)
 
     def shapes(self) -> dict[str, Any]:
@@ -210,57 +202,23 @@ def _old_name(name: str, pattern: re.Pattern[str], layers: list[int], old: Mappi
 
 
 def copy_embeddings(model: PreTrainedModel, target: str) -> None:
-    """Start from a target's token embeddings and output projection [V, D], which alone are read from its files. Raises
-    ValueError: sizes that differ, both named; a model that ties the two where the target does not."""
-    embeddings_VD, projection_VD, bias_V = _target_embeddings(target)
-    mine = model.get_input_embeddings().weight
-    head = model.get_output_embeddings()
-    pairs = [("token embeddings", mine, embeddings_VD), ("output projection", head.weight, projection_VD)]
+    """Start from a target's token embeddings and output projection [V, D]. Raises ValueError: sizes that differ, both
+    named; a model that ties the two where the target does not."""
+    source = load_model(target)
+    theirs_in, theirs_out = source.get_input_embeddings(), source.get_output_embeddings()
+    mine, head = model.get_input_embeddings().weight, model.get_output_embeddings()
+    pairs = [("token embeddings", mine, theirs_in.weight), ("output projection", head.weight, theirs_out.weight)]
     for what, weight, theirs in pairs:
         if weight.shape != theirs.shape:
             sizes = " and ".join(" x ".join(map(str, shape)) for shape in (weight.shape, theirs.shape))
             raise ValueError(f"`embeddings: target`: the {what} of the model and of {target} differ in size: {sizes}")
-    if mine is head.weight and embeddings_VD is not projection_VD:
+    if mine is head.weight and theirs_in.weight is not theirs_out.weight:
         raise ValueError(f"`embeddings: target`: {target} has two matrices: set `tie_word_embeddings: false`")
     with torch.no_grad():
         for _, weight, theirs in pairs:
             weight.copy_(theirs)
-        if bias_V is not None and getattr(head, "bias", None) is not None:
-            head.bias.copy_(bias_V)
-
-
-def _target_embeddings(target: str) -> tuple[Tensor, Tensor, Tensor | None]:
-    """A target's token embeddings, its output projection (the same tensor where they are tied) and that one's bias."""
-    target = at_revision(target)
-    meta = _meta_model(target)
-    if meta is not None:
-        names = names_of_embeddings(meta)
-        prefix = f"{meta.base_model_prefix}."
-        found = read_tensors(target, [name for name in names if name is not None], prefix)
-        if found is not None:
-            embeddings, projection, bias = (None if name is None else found[name] for name in names)
-            assert embeddings is not None
-            assert projection is not None
-            return embeddings, projection, bias
-    model = load_model(target)
-    head = model.get_output_embeddings()
-    embeddings_VD, projection_VD = model.get_input_embeddings().weight.detach(), head.weight.detach()
-    if head.weight is model.get_input_embeddings().weight:
-        projection_VD = embeddings_VD
-    return embeddings_VD, projection_VD, getattr(head, "bias", None)
-
-
-def _meta_model(target: str) -> PreTrainedModel | None:
-    """A model without weights; None where its configuration alone does not make one."""
-    if (Path(target) / ADAPTER_CONFIG).is_file():
-        return None
-    try:
-        check_config(Path(target) / "config.json")
-        config = AutoConfig.from_pretrained(target, trust_remote_code=False)
-        with torch.device("meta"):
-            return new_model(config, None)
-    except UNLOADABLE:  # loading it says why
-        return None
+        if getattr(head, "bias", None) is not None and getattr(theirs_out, "bias", None) is not None:
+            head.bias.copy_(theirs_out.bias)
 
 
 def add_lora(model: PreTrainedModel, section: ModelSection) -> Any:
@@ -273,73 +231,24 @@ def add_lora(model: PreTrainedModel, section: ModelSection) -> Any:
         from peft import LoraConfig, get_peft_model
     except ImportError as error:
         raise ValueError("`model.lora` needs peft: pip install draftsmith[train]") from error
-    changed = _lora_targets(model, lora.targets)
-    parts = dict(model.named_modules())
+    head = model.get_output_embeddings()
+    tied = head.weight is model.get_input_embeddings().weight
+    layers = [(name, part) for name, part in model.named_modules() if isinstance(part, (nn.Linear, Conv1D))]
+    linear = {name.rpartition(".")[2] for name, part in layers if part is not head}
+    known = linear if tied else linear | {name for name, part in layers if part is head}
+    for target in lora.targets:
+        if target.rpartition(".")[2] not in known:
+            near, names = did_you_mean(target, known), ", ".join(sorted(known))
+            raise ValueError(f"`lora.targets`: no linear layer ends in {target!r}.{near} There are: {names}")
     config = LoraConfig(
         r=lora.rank,
         lora_alpha=lora.alpha,
         lora_dropout=lora.dropout,
-        target_modules=sorted({name.rpartition(".")[2] for name in changed}) if not lora.targets else lora.targets,
-        fan_in_fan_out=isinstance(parts[changed[0]], Conv1D),
+        target_modules=lora.targets or sorted(linear),
+        fan_in_fan_out=any(isinstance(part, Conv1D) for _, part in layers),
         task_type="SEQ_2_SEQ_LM" if model.config.is_encoder_decoder else "CAUSAL_LM",
     )
     wrapper = get_peft_model(model, config)
     named = target_record(str(source), None)
     config.base_model_name_or_path, config.revision = named["id"], named.get("revision")
     return wrapper
-
-
-def _lora_targets(model: PreTrainedModel, targets: list[str]) -> list[str]:
-    """Full names of the linear layers that `targets` end in; of all but the output projection where there are none."""
-    head = model.get_output_embeddings()
-    tied = head.weight is model.get_input_embeddings().weight
-    linear = [
-        name
-        for name, part in model.named_modules()
-        if isinstance(part, (nn.Linear, Conv1D)) and not (part is head and (tied or not targets))
-    ]
-    found: list[str] = []
-    for target in targets:
-        ends = [name for name in linear if name == target or name.endswith(f".{target}")]
-        if not ends:
-            known = sorted({name.rpartition(".")[2] for name in linear})
-            near = did_you_mean(target, known)
-            raise ValueError(f"`lora.targets`: no linear layer ends in {target!r}.{near} There are: {', '.join(known)}")
-        found += ends
-    return found if targets else linear
-
-
-def _save_adapter(wrapper: Any, folder: Path, state: Mapping[str, Tensor]) -> None:
-    from peft import get_peft_model_state_dict
-
-    named = {f"{_WRAPPER}{name}": tensor for name, tensor in state.items()}
-    adapter = get_peft_model_state_dict(wrapper, state_dict=named, save_embedding_layers=False)
-    tensors = {name: tensor.detach().contiguous() for name, tensor in adapter.items()}
-    folder.mkdir(parents=True, exist_ok=True)
-    save_file(tensors, folder / "adapter_model.safetensors", metadata={"format": "pt"})
-    config = copy.deepcopy(wrapper.peft_config[_ADAPTER_NAME])
-    config.inference_mode = True
-    config.save_pretrained(folder)
-
-
-def _merged(model: PreTrainedModel, wrapper: Any, state: Mapping[str, Tensor]) -> PreTrainedModel:
-    """A plain model with the adapter added to its weights. It shares all that the adapter leaves alone."""
-    from peft import get_peft_model
-
-    config = copy.deepcopy(model.config)
-    config._attn_implementation = None
-    lora = copy.deepcopy(wrapper.peft_config[_ADAPTER_NAME])
-    lora.base_model_name_or_path = None
-    with torch.device("meta"):
-        plain = type(model)(config)
-        outer = get_peft_model(plain, lora, low_cpu_mem_usage=True)
-    # Merging adds to the weights in place: those are copied.
-    own = {name: tensor.detach().clone() if ".base_layer." in name else tensor for name, tensor in state.items()}
-    missing = plain.load_state_dict(own, strict=False, assign=True).missing_keys
-    plain.tie_weights()
-    hollow = sorted(name for name, weight in plain.named_parameters() if weight.device.type == "meta")
-    if hollow:
-        raise ValueError(f"weights are missing from the state to be saved: {', '.join((*missing, *hollow)[:3])}")
-    merged = outer.merge_and_unload()
-    merged.generation_config = model.generation_config
-    return merged

@@ -8,9 +8,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from safetensors import safe_open
 from transformers import AutoConfig, PreTrainedModel
-from transformers.utils import cached_file
 
 from ...checkpoints.artifact.locate import at_revision
 from ...checkpoints.heads.files import PredictionHeads
@@ -34,17 +32,11 @@ class RecipeSize:
     """Of weights in the artifact."""
     stored_weights: int
     """Bytes of a checkpoint's weights, without DeepSpeed."""
-    may_cache: bool = False
-    """Whether a cache of the target would take its place in memory."""
 
 
 def size_of(recipe: DrafterRecipe | HeadsRecipe, accelerator: Any) -> RecipeSize:
-    """The size of a recipe, for the processes that were launched.
-
-    Raises:
-        ValueError: a model whose configuration cannot be read or makes no model; layers, embeddings or adapters that
-            it does not have; a global batch that cannot be split.
-    """
+    """The size of a recipe, for the processes that were launched. Raises ValueError: a model whose configuration makes
+    no model; layers or adapters that it does not have; a global batch that cannot be split."""
     launch = _launch(accelerator)
     micro_steps(recipe.train.global_batch, recipe.train.micro_batch, launch.processes)
     return _heads(recipe, launch) if isinstance(recipe, HeadsRecipe) else _drafter(recipe, launch)
@@ -62,12 +54,10 @@ def _drafter(recipe: DrafterRecipe, launch: Launch) -> RecipeSize:
         target = model_size(meta, eight_bit=eight_bit)
         decodes = bool(recipe.measure.prompts) and decodes_fast(meta)
     demand = _demand(recipe, launch, model, target, taught)
-    may_cache = target is not None and taught and recipe.on_policy is None and not recipe.data.streaming
     return RecipeSize(
         demand=replace(demand, loading=loading, decodes=decodes),
         artifact_bytes=_exported_bytes(trained, model),
         stored_weights=model.weights,
-        may_cache=may_cache,
     )
 
 
@@ -128,11 +118,8 @@ def _meta_trainable(section: ModelSection) -> tuple[TrainableModel, int]:
 
 
 def meta_model(source: str, dtype: str, attention: str | None = None) -> PreTrainedModel:
-    """A model of a folder or hub id on the meta device, without its weights; `dtype` auto takes that of the files.
-
-    Raises:
-        ValueError: there is no such model, or its configuration makes none.
-    """
+    """A model of a folder or hub id on the meta device, without its weights; `dtype` auto takes that of its
+    configuration, or float32. Raises ValueError: there is no such model, or its configuration makes none."""
     path = at_revision(source, weights=False)
     if is_adapter(Path(path)):
         path = at_revision(base_of(Path(path)), weights=False)
@@ -142,22 +129,9 @@ def meta_model(source: str, dtype: str, attention: str | None = None) -> PreTrai
             model = new_model(config, attention)
     except (OSError, ValueError, RuntimeError) as error:
         raise ValueError(f"the configuration of {source!r} makes no language model: {first_line(error)}") from error
-    known = _dtype_of(path, config) if dtype == "auto" else getattr(torch, dtype)
-    return model.to(known).requires_grad_(True)
-
-
-def _dtype_of(source: str, config: Any) -> torch.dtype:
-    """As the configuration says, else that of the first tensor of files that are here; float32 where nobody knows."""
-    dtype = getattr(config.get_text_config(), "dtype", None) or getattr(config, "dtype", None)
-    if isinstance(dtype, torch.dtype):
-        return dtype
-    quiet = {"_raise_exceptions_for_missing_entries": False, "local_files_only": True}
-    path = cached_file(source, "model.safetensors", **quiet)
-    if path is None:
-        return torch.float32
-    with safe_open(path, framework="pt") as opened:
-        known = {"F16": torch.float16, "BF16": torch.bfloat16}
-        return known.get(opened.get_slice(next(iter(opened.keys()))).get_dtype(), torch.float32)
+    known = getattr(config.get_text_config(), "dtype", None) or getattr(config, "dtype", None)
+    files = known if isinstance(known, torch.dtype) else torch.float32
+    return model.to(files if dtype == "auto" else getattr(torch, dtype)).requires_grad_(True)
 
 
 def _exported_bytes(trained: TrainableModel, model: ModelSize) -> int:

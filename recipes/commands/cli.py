@@ -61,11 +61,11 @@ def quickstart(
     """The whole main job on text that is already here: nothing is downloaded."""
     from ..schema.evaluation import QuickstartRecipe
     from ..schema.loading import load_recipe
+    from .quickstart import run_quickstart
 
     options = {"minutes": minutes, "seed": seed, "out": out}
     given = {key: value for key, value in options.items() if value is not None}
     loaded = load_recipe(recipe, overrides or [], given=given, kinds=["quickstart"])
-    from .quickstart import run_quickstart
 
     assert isinstance(loaded, QuickstartRecipe)
     run_quickstart(loaded)
@@ -85,23 +85,17 @@ def prepare(
 ) -> None:
     """Read, clean, render and pack a training recipe's data, and report what became of it."""
     from ..schema.loading import load_training
-    from ..schema.training import DrafterRecipe, HeadsRecipe
 
-    def taught() -> DrafterRecipe | HeadsRecipe:
-        found = load_training(recipe, overrides or [])
-        if found.kind == "table":
-            raise ValueError(f"--teacher is for recipes of kind 'drafter' or 'heads', and {recipe} is of kind 'table'")
-        return found
-
+    if lint or not teacher:
+        refuse_several("prepare --lint" if lint else "prepare")
+    loaded = run_on_all(lambda: load_training(recipe, overrides or []))
     if teacher and not lint:
         from ..assemble.teacher import prepare_teacher
 
-        folder = prepare_teacher(run_on_all(taught))
+        folder = prepare_teacher(loaded)
         if is_first():
             console().print(f"{folder}")
         return
-    refuse_several("prepare --lint" if lint else "prepare")
-    loaded = load_training(recipe, overrides or [])
     from ...data.tokenizers import load_tokenizer
     from ..assemble.data import lint_data, prepare_data
 
@@ -142,10 +136,11 @@ def train(
 ) -> None:
     """Run a training recipe: a drafter, prediction heads or a correlation table."""
     if sweep:
-        from .training.sweep import plan_sweep, run_sweep, show_plans
+        from .training.sweep import plan_sweep, run_sweep
 
-        act = show_plans if plan else run_sweep
-        act(run_on_all(lambda: plan_sweep(recipe, overrides or [], sweep)))
+        if plan:
+            raise ValueError("--plan is for one recipe: leave --sweep out")
+        run_sweep(run_on_all(lambda: plan_sweep(recipe, overrides or [], sweep)))
         return
     from ..schema.loading import load_training
 

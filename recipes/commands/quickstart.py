@@ -29,11 +29,7 @@ REFERENCE_MINUTES = 8.0
 
 
 def run_quickstart(recipe: QuickstartRecipe) -> dict[str, Any]:
-    """Run what is not finished yet, then measure. Returns the results.
-
-    Raises:
-        ValueError: the folder belongs to a quickstart of other settings.
-    """
+    """Run what is not finished yet, then measure; the results. ValueError: `out` is that of other settings."""
     out = Path(recipe.out)
     resolved = resolve(recipe)
     _check_folder(out, recipe)
@@ -57,7 +53,7 @@ def run_quickstart(recipe: QuickstartRecipe) -> dict[str, Any]:
 def resolve(recipe: QuickstartRecipe) -> QuickstartRecipe:
     """The recipe with `{out}` filled in, the seed handed down, and training steps and the target's answers scaled by
     the minutes asked for."""
-    values = _fill(recipe.model_dump(mode="json"), recipe.out)
+    values = json.loads(json.dumps(recipe.model_dump(mode="json")).replace("{out}", json.dumps(recipe.out)[1:-1]))
     scale = recipe.minutes / REFERENCE_MINUTES
     for name in ("target", "drafter", "distilled", "heads"):
         train = values[name]["train"]
@@ -128,11 +124,3 @@ def _check_folder(out: Path, recipe: QuickstartRecipe) -> None:
             f"{out} holds a quickstart of other settings ({', '.join(changed)}): choose another folder with --out, "
             "or delete that one"
         )
-
-
-def _fill(value: Any, out: str) -> Any:
-    if isinstance(value, dict):
-        return {key: _fill(item, out) for key, item in value.items()}
-    if isinstance(value, list):
-        return [_fill(item, out) for item in value]
-    return value.replace("{out}", out) if isinstance(value, str) else value

@@ -35,7 +35,6 @@ from ..schema.loading import write_recipe
 from ..session.terminal import bar, log
 
 _RETRIES = 4
-_SECONDS_TO_CONNECT = 10.0
 _MOST_FAILURES_IN_A_ROW = 32
 _STOPPED = ("stop", "eos_token", "stop_sequence")  # the last two are TGI's
 
@@ -46,8 +45,8 @@ def run_regenerate(recipe: RegenerateRecipe) -> RegenerationReport:
 
     Raises:
         ValueError: what reading, models and templates raise; `out` holds something else, or answers of other settings;
-            a server that is not there or that refuses the key or the model.
-        ConnectionError: the server has gone, or fails at everything.
+            a server that refuses the key or the model.
+        ConnectionError: the server is not there, or fails at everything.
         Interrupted: a signal came; all that was complete is written.
     """
     _check_names(recipe)
@@ -224,9 +223,7 @@ async def connect(recipe: RegenerateRecipe, server: ServerSection, *, spaced: bo
     limits: dict[str, Any] = {"timeout": server.timeout, "max_retries": _RETRIES}
     # Given no key, the client would look for one in a variable of its own choice.
     async with openai.AsyncOpenAI(api_key=key or "none", base_url=server.url, http_client=http, **limits) as client:
-        served = _Server(openai, client, recipe, server, key, spaced)
-        await served.check()
-        yield served.answer
+        yield _Server(openai, client, recipe, server, key, spaced).answer
 
 
 def _pace(per_minute: float | None) -> Callable[[Any], Awaitable[None]]:
@@ -259,22 +256,6 @@ class _Server:
         self._refusals = (openai.AuthenticationError, openai.PermissionDeniedError)
         self._failures_in_a_row = 0
 
-    async def check(self) -> None:
-        """Find out before the first question whether anybody is there."""
-        openai = self._openai
-        try:
-            once = self._client.with_options(max_retries=0, timeout=_SECONDS_TO_CONNECT)
-            await once.models.with_raw_response.list()
-        except self._refusals as error:
-            raise self._refused(error) from None
-        except (openai.APITimeoutError, openai.APIStatusError):
-            return  # busy, or one that does not list its models: the questions will show
-        except openai.APIConnectionError as error:
-            cause = self._in_one_line(error.__cause__ or error)
-            raise ValueError(
-                f"nothing answers at {self._server.url} ({cause}): start the server, or correct `server.url`"
-            ) from None
-
     async def answer(self, questions: Sequence[Question]) -> list[Answer | Failure | None]:
         """Ask one question."""
         (question,) = questions
@@ -288,8 +269,8 @@ class _Server:
             outcome = Failure(f"no answer within {self._server.timeout:g} s")
         except openai.APIConnectionError as error:
             raise ConnectionError(
-                f"{url} does not answer any more ({self._in_one_line(error.__cause__ or error)}); what is complete is "
-                "written, the same command resumes once the server is back"
+                f"{url} does not answer ({self._in_one_line(error.__cause__ or error)}); what is complete is written, "
+                "the same command resumes once the server is there"
             ) from None
         except (*self._refusals, openai.NotFoundError) as error:
             raise self._refused(error) from None

@@ -180,11 +180,6 @@ class RegenerateRecipe(PlaceSection, _Decoding):
             given = "both" if self.target else "neither"
             raise ValueError(f"give one of `target` (decode here) and `server` (ask one), got {given}")
         check_cleaning(self.clean)
-        only_here = ("batch", "method", "options", "drafter", "device", "dtype")
-        fields = type(self).model_fields
-        useless = [name for name in only_here if getattr(self, name) != fields[name].default]
-        if self.server is not None and useless:
-            raise ValueError(f"`{useless[0]}` is for decoding in this process, and a `server` was given")
         return self
 
 

@@ -13,7 +13,7 @@ from pydantic import ValidationError
 
 from ...checkpoints.artifact.manifest import to_json_safe
 from ...checkpoints.storage.atomic import atomic_text
-from ...checkpoints.storage.messages import did_you_mean
+from ...checkpoints.storage.messages import did_you_mean, first_line
 from .data import Section
 from .errors import describe
 from .evaluation import EvaluateRecipe, QuickstartRecipe, RegenerateRecipe
@@ -95,8 +95,6 @@ def find_recipe(name: str) -> Path:
     short = name.removesuffix(".yaml").removeprefix("recipes/")
     if short in shipped:
         return shipped[short]
-    if short in launch_settings():
-        raise ValueError(f"{name!r} is no recipe but settings for launching: `draftsmith recipes copy {short} .`")
     known = [*shipped, *(item.name for item in path.parent.glob("*.yaml"))]
     raise ValueError(
         f"there is no recipe {name!r}.{did_you_mean(short, known)} `draftsmith recipes ls` lists what is shipped"
@@ -120,14 +118,8 @@ def read_recipe(path: Path) -> dict[str, Any]:
 
 def read_extended(path: Path, above: tuple[Path, ...] = ()) -> dict[str, Any]:
     """A recipe's mapping over that of the recipe which it `extends`, if it does: sections key by key, all else
-    replaced. The other is named as on the command line, or by its path beside this one.
-
-    Args:
-        above: recipes that extend this one.
-
-    Raises:
-        ValueError: see `read_recipe`; recipes that extend each other.
-    """
+    replaced. The other is named as on the command line, or by its path beside this one; `above` are recipes that extend
+    this one. Raises ValueError: see `read_recipe`; recipes that extend each other."""
     if path.resolve() in above:
         raise ValueError(f"{path} extends itself, by way of {', '.join(map(str, above))}")
     values = read_recipe(path)
@@ -169,11 +161,9 @@ def load_recipe(
     return parse_recipe(read_extended(path), str(path), overrides, given=given, kinds=kinds)
 
 
-def load_training(
-    name: str, overrides: Sequence[str] = (), *, given: Mapping[str, Any] | None = None
-) -> TrainingRecipe:
+def load_training(name: str, overrides: Sequence[str] = ()) -> TrainingRecipe:
     """A checked recipe of `draftsmith train`; see `load_recipe`."""
-    recipe = load_recipe(name, overrides, given=given, kinds=("drafter", "heads", "table"))
+    recipe = load_recipe(name, overrides, kinds=("drafter", "heads", "table"))
     assert isinstance(recipe, TrainingRecipe)
     return recipe
 
@@ -186,29 +176,19 @@ def parse_recipe(
     given: Mapping[str, Any] | None = None,
     kinds: Sequence[str] = tuple(RECIPES),
 ) -> Recipe:
-    """A checked recipe from its mapping, which is changed.
-
-    Args:
-        where: its file, for messages.
-        overrides: `key.path=value`, values in YAML; they come after `given`.
-        given: values by key path.
-        kinds: those that the caller can run.
-
-    Raises:
-        ValueError: one message with every fault, each with its key's path and the nearest right name.
-    """
+    """A checked recipe from its mapping, which is changed: by `given` (values by key path), then by `overrides`
+    (`key.path=value`, values in YAML). `where` is its file, for messages; `kinds` are those that the caller can run.
+    Raises ValueError: one message with every fault, each with its key's path and the nearest right name."""
     for key, value in (given or {}).items():
         _set(values, key, value)
     for override in overrides:
         key, equals, text = override.partition("=")
-        if not equals or not key:
-            raise ValueError(f"override {override!r} is not of the form key.path=value")
         try:
+            if not equals or not key:
+                raise ValueError("it is not of the form key.path=value")
             _set(values, key, yaml.load(text, Loader=_Loader) if text else None)
-        except yaml.YAMLError as error:
-            raise ValueError(f"override {override!r}: the value is not valid YAML") from error
-        except ValueError as error:
-            raise ValueError(f"override {override!r}: {error}") from error
+        except (yaml.YAMLError, ValueError) as error:
+            raise ValueError(f"override {override!r}: {first_line(error)}") from error
     kind = values.get("kind")
     if not isinstance(kind, str) or kind not in RECIPES:
         near = did_you_mean(str(kind), list(RECIPES))

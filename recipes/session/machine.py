@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import os
 import platform
+import re
 from contextlib import nullcontext, suppress
-from importlib.metadata import PackageNotFoundError, version
+from importlib.metadata import PackageNotFoundError, requires, version
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -13,26 +14,6 @@ import torch
 
 from ... import __version__
 from ...decode.evaluation.energy import open_meter
-
-CORE = ("torch", "transformers", "safetensors", "scipy", "numpy", "pyyaml", "pydantic", "typer", "rich")
-OPTIONAL = {
-    "accelerate": ("train", "training recipes"),
-    "peft": ("train", "LoRA"),
-    "datasets": ("train", "hub data sets"),
-    "pyarrow": ("train", "parquet files"),
-    "sentencepiece": ("train", "LLaMA's tokenizer files"),
-    "protobuf": ("train", "LLaMA's tokenizer files"),
-    "markdownify": ("clean", "HTML in conversations"),
-    "py3langid": ("clean", "languages of conversations"),
-    "openai": ("regenerate", "answers from a server"),
-    "deepspeed": ("deepspeed", "ZeRO"),
-    "bitsandbytes": ("cuda", "teachers in 8 bits"),
-    "liger-kernel": ("cuda", "Liger's kernels"),
-    "nvidia-ml-py": ("cuda", "the energy of GPUs"),
-    "tensorboard": ("track", "logs in tensorboard"),
-    "matplotlib": ("report", "charts of reports"),
-}
-"""By distribution: the extra that brings it, and what it is for."""
 
 
 class Finding(NamedTuple):
@@ -46,14 +27,14 @@ class Finding(NamedTuple):
 def findings() -> list[Finding]:
     """Versions, devices, number formats and missing parts of this machine."""
     rows = [Finding("draftsmith", __version__), Finding("python", platform.python_version())]
-    rows += [Finding(name, _version(name) or "missing") for name in CORE]
-    for name, (extra, purpose) in OPTIONAL.items():
-        found = _version(name)
-        rows.append(
-            Finding(name, found or "missing", "" if found else f"for {purpose}: pip install 'draftsmith[{extra}]'")
-        )
-    rows.append(Finding("processor", f"{os.cpu_count()} cores, {torch.get_num_threads()} threads, {_memory()}"))
-    rows.append(Finding("cpu number formats", _formats("cpu")))
+    for needed in requires("draftsmith") or ():
+        name, _, extra = re.match(r"([\w-]+)(.*extra == \W(\w+))?", needed).groups()  # type: ignore[union-attr]
+        if name != "draftsmith" and extra != "test":
+            found = _version(name)
+            rows.append(Finding(name, found or "missing", "" if found else f"pip install 'draftsmith[{extra}]'"))
+    memory = os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE") / 2**30
+    processor = f"{os.cpu_count()} cores, {torch.get_num_threads()} threads, {memory:.1f} GiB of memory"
+    rows += [Finding("processor", processor), Finding("cpu number formats", _formats("cpu"))]
     gpus = [torch.device("cuda", index) for index in range(torch.cuda.device_count())]
     for gpu in gpus:
         free, whole = torch.cuda.mem_get_info(gpu)
@@ -83,12 +64,6 @@ def _formats(device: str) -> str:
             torch.ones(2, 2, dtype=dtype, device=device).mm(torch.ones(2, 2, dtype=dtype, device=device))
             works.append(str(dtype).removeprefix("torch."))
     return ", ".join(works)
-
-
-def _memory() -> str:
-    if "SC_PHYS_PAGES" not in getattr(os, "sysconf_names", ()):
-        return "memory unknown"
-    return f"{os.sysconf('SC_PHYS_PAGES') * os.sysconf('SC_PAGE_SIZE') / 2**30:.1f} GiB of memory"
 
 
 def machine(device: str) -> dict[str, Any]:

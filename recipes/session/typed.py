@@ -17,13 +17,8 @@ _PROGRAM = "draftsmith"
 
 
 def typed_command(arguments: Sequence[str] | None = None, environment: Mapping[str, str] | None = None) -> str | None:
-    """The command line of this process as one would type it, with the launch of several processes and without secrets.
-    None where it is not draftsmith's, as in a library's use.
-
-    Args:
-        arguments: by default this process's.
-        environment: the same.
-    """
+    """The command line (by default this process's, with its environment) as one would type it, with the launch of
+    several processes and without secrets. None where it is not draftsmith's, as in a library's use."""
     program, *words = sys.argv if arguments is None else arguments
     environment = os.environ if environment is None else environment
     path = Path(program)

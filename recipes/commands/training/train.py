@@ -14,15 +14,9 @@ from ...session.terminal import log
 
 
 def run_train(recipe: TrainingRecipe) -> Path:
-    """Run a training recipe to its artifact, or find that it is there already.
-
-    Returns:
-        The artifact's folder.
-
-    Raises:
-        ValueError: an artifact of another recipe stands there; whatever data, models and training raise. Of several
-            processes the main one raises it, and the others leave with its exit code.
-    """
+    """Run a training recipe to its artifact, or find that it is there already; the artifact's folder. Raises
+    ValueError: an artifact of another recipe stands there; whatever data, models and training raise. Of several
+    processes the main one raises it, and the others leave with its exit code."""
     out = Path(recipe.out)
     accelerator = run_on_all(lambda: accelerator_for(recipe))
     on_main(accelerator, lambda: check_out(out, recipe))
@@ -47,11 +41,8 @@ def run_train(recipe: TrainingRecipe) -> Path:
 
 
 def accelerator_for(recipe: TrainingRecipe) -> Any:
-    """accelerate's view of the processes that were launched, with the recipe's precision and trackers.
-
-    Raises:
-        ValueError: a tracker that is not installed; a launch that is not what it says.
-    """
+    """accelerate's view of the processes that were launched, with the recipe's precision and trackers. Raises
+    ValueError: a tracker that is not installed; a launch that is not what it says."""
     if isinstance(recipe, TableRecipe):
         return make_accelerator("no")
     names = list(recipe.train.trackers)
