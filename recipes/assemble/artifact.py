@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import math
 import shutil
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import suppress
 from dataclasses import asdict, dataclass
 from functools import partial
 from pathlib import Path
@@ -124,41 +125,30 @@ def check_out(out: Path, recipe: TrainingRecipe) -> None:
         if any(out.iterdir()):
             raise ValueError(f"{out} holds other files and no artifact: choose another `out`")
         return
-    difference = _difference(load_manifest(out).recipe, recipe)
-    if difference is not None:
-        raise ValueError(
-            f"{out} holds the artifact of another recipe ({difference}): choose another `out`, or delete that folder"
-        )
+    recorded = load_manifest(out).recipe
+    with suppress(ValueError):  # keys of older versions become today's
+        recorded = parse_recipe(dict(recorded), "artifact.json").model_dump(mode="json")
+    mine = to_json_safe(recipe.model_dump(mode="json"))  # secrets do not stand in manifests either
+    ignored = _NO_EFFECT_ON_TABLES if recipe.kind == "table" else set()
+    for key, difference in _differences(to_json_safe(recorded), mine):
+        if key not in ignored:
+            raise ValueError(
+                f"{out} holds the artifact of another recipe ({key}: {difference}): choose another `out`, or delete "
+                "that folder"
+            )
     made_for = verify_artifact(out).target or {}
     folder, fingerprint = Path(str(made_for.get("id"))), made_for.get("fingerprint")
     if fingerprint and folder.is_dir() and model_fingerprint(folder) != fingerprint:
         raise ValueError(f"{out} was made for another model than the one that stands at {folder} now: delete {out}")
 
 
-def _difference(recorded: dict[str, Any], recipe: TrainingRecipe) -> str | None:
-    """The first key in which a recipe differs from one in a manifest, with both values."""
-    try:  # keys of older versions become today's
-        theirs = _settings(parse_recipe(dict(recorded), "artifact.json"))
-    except ValueError:
-        theirs = _flat(recorded)
-    mine = _settings(recipe)
-    ignored = _NO_EFFECT_ON_TABLES if recipe.kind == "table" else set()
-    for key in sorted((theirs.keys() | mine.keys()) - ignored):
-        if theirs.get(key) != mine.get(key):
-            return f"{key}: {theirs.get(key)!r} there, {mine.get(key)!r} here"
-    return None
-
-
-def _settings(recipe: Any) -> dict[str, Any]:
-    return _flat(to_json_safe(recipe.model_dump(mode="json")))  # secrets do not stand in manifests either
-
-
-def _flat(values: dict[str, Any], above: str = "") -> dict[str, Any]:
-    """Values by dotted path; a mapping without keys is a value."""
-    flat: dict[str, Any] = {}
-    for key, value in values.items():
-        flat |= _flat(value, f"{above}{key}.") if isinstance(value, dict) and value else {f"{above}{key}": value}
-    return flat
+def _differences(theirs: Any, mine: Any, key: str = "") -> Iterator[tuple[str, str]]:
+    """Dotted keys of what differs, with both values."""
+    if isinstance(theirs, dict) and isinstance(mine, dict):
+        for name in sorted(theirs.keys() | mine.keys()):
+            yield from _differences(theirs.get(name), mine.get(name), f"{key}.{name}" if key else name)
+    elif theirs != mine:
+        yield key, f"{theirs!r} there, {mine!r} here"
 
 
 def fingerprint_of(source: str, model: PreTrainedModel) -> str:

@@ -106,7 +106,9 @@ def drafter_parts(
     teacher: Teacher | None = eval_teacher if taught_by_target else None
     if recipe.distils and recipe.teacher.cache is not None:
         teacher = open_cache(recipe, prepared)
-    policy = recipe.on_policy
+    policy, on_policy = recipe.on_policy, None
+    if policy is not None:
+        on_policy = OnPolicy(policy.share, policy.new_tokens, tuple(stop_ids(tokenizer)), policy.temperature)
     task = DrafterTask(
         model,
         prepared.heldout if recipe.measure.blocks else None,
@@ -114,7 +116,7 @@ def drafter_parts(
         teacher,
         recipe.teacher.temperature,
         TopK(recipe.teacher.top_k, recipe.teacher.tail) if recipe.teacher.top_k else None,
-        policy and OnPolicy(policy.share, policy.new_tokens, tuple(stop_ids(tokenizer)), policy.temperature),
+        on_policy,
         eval_teacher or teacher,
         measure,
         evaluate_blocks=recipe.measure.blocks,

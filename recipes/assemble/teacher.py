@@ -81,9 +81,8 @@ def _cache_of(recipe: TrainingRecipe) -> _TargetCache:
     """Raises ValueError for a recipe of a table, without target or folder, or with streamed data."""
     if isinstance(recipe, TableRecipe):
         raise ValueError("--teacher is for recipes of kind 'drafter' or 'heads', and this one is of kind 'table'")
-    is_drafter = isinstance(recipe, DrafterRecipe)
-    section: Any = recipe.teacher if is_drafter else recipe.hidden
-    setting = "teacher.cache" if is_drafter else "hidden.cache"
+    section: Any = recipe.teacher if isinstance(recipe, DrafterRecipe) else recipe.hidden
+    setting = "teacher.cache" if isinstance(recipe, DrafterRecipe) else "hidden.cache"
     if recipe.target is None or section.cache is None:
         missing = "target" if recipe.target is None else setting
         raise ValueError(f"a cache of the target (`prepare --teacher`) needs `{missing}`, and the recipe has none")

@@ -6,8 +6,7 @@ import asyncio
 import json
 import os
 import time
-from collections.abc import AsyncIterator, Awaitable, Callable, Iterator, Sequence
-from contextlib import asynccontextmanager
+from collections.abc import Awaitable, Callable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -18,7 +17,7 @@ from ...checkpoints.artifact.locate import at_revision
 from ...data.cleaning.options import Cleaning
 from ...data.conversations import Conversation, CorpusReport, encodable
 from ...data.prompts import stop_ids
-from ...data.regeneration import Answer, Answerer, Failure, Question, RegenerationReport, Store, keyed, regenerate
+from ...data.regeneration import Answer, Failure, Question, RegenerationReport, Store, keyed, regenerate
 from ...data.rendering.render import prompt_renderer
 from ...data.rendering.templates import OWN, Template, get_template
 from ...data.sources.reading import read_conversations
@@ -137,8 +136,9 @@ async def _answer_all(
     if recipe.server is None:
         return await regenerate(_read(recipe), store, LocalTarget(recipe, stopping), batch=recipe.batch, **options)
     spaced = recipe.template != OWN and get_template(recipe.template).middle.endswith(" ")
-    async with connect(recipe, recipe.server, spaced=spaced) as answer:
-        return await regenerate(_read(recipe), store, answer, concurrency=recipe.server.concurrency, **options)
+    asked = _Server(recipe, recipe.server, spaced)
+    async with asked.client:
+        return await regenerate(_read(recipe), store, asked.answer, concurrency=recipe.server.concurrency, **options)
 
 
 class LocalTarget:
@@ -211,21 +211,6 @@ def _end_ids(tokenizer: Any, template: Template, generation_config: Any) -> tupl
     return tuple(sorted(ends | set(tokenizer.convert_tokens_to_ids(written))))
 
 
-@asynccontextmanager
-async def connect(recipe: RegenerateRecipe, server: ServerSection, *, spaced: bool) -> AsyncIterator[Answerer]:
-    """An answerer of one question a call; `spaced`: answers stand after a space, which is taken off."""
-    try:
-        import openai
-    except ImportError as error:
-        raise ValueError("asking a server needs openai: pip install 'draftsmith[regenerate]'") from error
-    key = os.environ.get(server.key_variable, "")
-    http = openai.DefaultAsyncHttpxClient(event_hooks={"request": [_pace(server.requests_per_minute)]})
-    limits: dict[str, Any] = {"timeout": server.timeout, "max_retries": _RETRIES}
-    # Given no key, the client would look for one in a variable of its own choice.
-    async with openai.AsyncOpenAI(api_key=key or "none", base_url=server.url, http_client=http, **limits) as client:
-        yield _Server(openai, client, recipe, server, key, spaced).answer
-
-
 def _pace(per_minute: float | None) -> Callable[[Any], Awaitable[None]]:
     """Lets requests begin one after another, so many a minute."""
     following = 0.0
@@ -241,10 +226,19 @@ def _pace(per_minute: float | None) -> Callable[[Any], Awaitable[None]]:
 
 
 class _Server:
-    def __init__(
-        self, openai: Any, client: Any, recipe: RegenerateRecipe, server: ServerSection, key: str, spaced: bool
-    ) -> None:
-        self._openai, self._client, self._server, self._key, self._spaced = openai, client, server, key, spaced
+    """An answerer of one question a call; `spaced`: answers stand after a space, which is taken off."""
+
+    def __init__(self, recipe: RegenerateRecipe, server: ServerSection, spaced: bool) -> None:
+        try:
+            import openai
+        except ImportError as error:
+            raise ValueError("asking a server needs openai: pip install 'draftsmith[regenerate]'") from error
+        self._openai: Any = openai
+        self._server, self._spaced, self._key = server, spaced, os.environ.get(server.key_variable, "")
+        http = openai.DefaultAsyncHttpxClient(event_hooks={"request": [_pace(server.requests_per_minute)]})
+        limits: dict[str, Any] = {"timeout": server.timeout, "max_retries": _RETRIES, "http_client": http}
+        # Given no key, the client would look for one in a variable of its own choice.
+        self.client = openai.AsyncOpenAI(api_key=self._key or "none", base_url=server.url, **limits)
         self._settings: dict[str, Any] = {
             "model": server.model,
             "max_tokens": recipe.max_new_tokens,  # its successor, max_completion_tokens, is known to fewer servers
@@ -263,7 +257,7 @@ class _Server:
         messages = [{"role": turn.role, "content": turn.text} for turn in question.turns]
         seed = {"seed": question.seed} if self._settings["temperature"] > 0 else {}
         try:
-            reply = await self._client.chat.completions.create(messages=messages, **self._settings, **seed)
+            reply = await self.client.chat.completions.create(messages=messages, **self._settings, **seed)
             outcome = self._read(reply)
         except openai.APITimeoutError:
             outcome = Failure(f"no answer within {self._server.timeout:g} s")

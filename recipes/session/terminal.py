@@ -28,16 +28,8 @@ def log(text: str) -> None:
 @contextmanager
 def counter(title: str, unit: str) -> Iterator[Callable[[int, int], None]]:
     """Progress of work whose amount is not known: `advance(done, second_number)`, a line now and then."""
-    start = last = time.monotonic()
-
-    def advance(done: int, _: int) -> None:
-        nonlocal last
-        now = time.monotonic()
-        if now - last >= _SECONDS_BETWEEN_LINES:
-            last = now
-            log(f"{title}: {done:,} {unit}, {done / (now - start):,.0f} a second")
-
-    yield advance
+    advance = _lines(title, unit)
+    yield lambda done, _: advance(done, 0)
 
 
 class Advance(Protocol):
@@ -79,8 +71,10 @@ def _lines(title: str, unit: str) -> Advance:
             first, start = (0, start) if done <= 1 else (done, now)
         if now - last >= _SECONDS_BETWEEN_LINES and done > first:
             last = now
-            left = (now - start) / (done - first) * (total - done)
-            log(f"{title}: {done:,} of {total:,} {unit}, {duration(left)} left" + (f"; next: {note}" if note else ""))
+            speed = (done - first) / (now - start)
+            of, left = (f" of {total:,}", f"{duration((total - done) / speed)} left") if total else ("", "")
+            left = left or f"{speed:,.0f} a second"
+            log(f"{title}: {done:,}{of} {unit}, {left}" + (f"; next: {note}" if note else ""))
 
     return advance_line
 

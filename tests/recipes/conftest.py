@@ -32,18 +32,11 @@ from transformers import (
 )
 
 WORDS = ["the", "tree", "token", "draft", "target", "head", "table", "keeps", "drops", "reads", "fast", "slow", "exact"]
-TINY = {
-    "model_type": "llama",
-    "vocab_size": 320,
-    "hidden_size": 16,
-    "intermediate_size": 32,
-    "num_hidden_layers": 2,
-    "num_attention_heads": 2,
-    "num_key_value_heads": 2,
-    "max_position_embeddings": 256,
-}
 VOCAB = 320
 COMMON = {"vocab_size": VOCAB, "hidden_size": 16, "num_hidden_layers": 2, "num_attention_heads": 2}
+TINY = COMMON | {
+    "model_type": "llama", "intermediate_size": 32, "num_key_value_heads": 2, "max_position_embeddings": 256
+}  # fmt: skip
 LLAMA = COMMON | {"intermediate_size": 32, "max_position_embeddings": 512}
 CONFIGS: dict[str, Any] = {
     "llama": lambda: LlamaConfig(**LLAMA),
@@ -95,18 +88,9 @@ class StandIns:
 
 
 @pytest.fixture(scope="session")
-def stand_ins(tmp_path_factory: pytest.TempPathFactory) -> StandIns:
+def stand_ins(corpus: Path, tmp_path_factory: pytest.TempPathFactory) -> StandIns:
     """Two models a family, of other weights."""
     folder = tmp_path_factory.mktemp("models")
-    rng = random.Random(0)
-    rows = []
-    for number in range(60):
-        turns = []
-        for _ in range(rng.randint(1, 2)):
-            question, answer = (" ".join(rng.choices(WORDS, k=rng.randint(3, 8))) for _ in range(2))
-            turns += [{"from": "human", "value": question + "?"}, {"from": "gpt", "value": answer + "."}]
-        rows.append({"id": f"row{number}", "conversations": turns})
-    (folder / "rows.json").write_text(json.dumps(rows))
     varied = ["".join(random.Random(i).choices("abcdefghij", k=6)) for i in range(200)]
     tokenizer = train_bpe([*WORDS, *varied], VOCAB, ("<pad>", "<s>", "<|im_start|>", "<|im_end|>", "</s>"))
     tokenizer.bos_token = "<s>"
@@ -121,7 +105,7 @@ def stand_ins(tmp_path_factory: pytest.TempPathFactory) -> StandIns:
         "train.steps=3", "train.global_batch=4", "train.micro_batch=2", "train.log_every=1", "data.block_tokens=320",
         "data.heldout_share=0.2", "measure.prompts=2", "measure.new_tokens=6", "measure.blocks=4",
     )  # fmt: skip
-    return StandIns(folder, folder / "rows.json", few)
+    return StandIns(folder, corpus / "rows.json", few)
 
 
 @pytest.fixture(scope="session")
@@ -180,34 +164,42 @@ def tiny_pair(corpus: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
     return folder
 
 
+@pytest.fixture(scope="session")
+def tiny_drafter(corpus: Path) -> Callable[[Path], dict[str, Any]]:
+    """A recipe of kind drafter in a folder: 12 steps of a two-layer Llama."""
+
+    def build(folder: Path) -> dict[str, Any]:
+        data = {"source": str(corpus / "rows.json"), "template": "chatml", "block_tokens": 64, "heldout_share": 0.2}
+        train = {"steps": 12, "global_batch": 4, "micro_batch": 2, "learning_rate": 1e-3, "save_every": 3}
+        return {
+            "kind": "drafter",
+            "out": str(folder / "drafter"),
+            "tokenizer": str(corpus / "tokenizer"),
+            "model": {"config": TINY},
+            "data": data | {"cache": str(folder / "prepared")},
+            "train": train | {"log_every": 1, "evaluate_every": 0},
+        }
+
+    return build
+
+
 @pytest.fixture
-def drafter_recipe(corpus: Path, tmp_path: Path) -> Path:
-    """A recipe of kind drafter: 12 steps of a two-layer Llama."""
-    recipe = {
-        "kind": "drafter",
-        "out": str(tmp_path / "drafter"),
-        "tokenizer": str(corpus / "tokenizer"),
-        "model": {"config": TINY},
-        "data": {
-            "source": str(corpus / "rows.json"),
-            "template": "chatml",
-            "block_tokens": 64,
-            "heldout_share": 0.2,
-            "cache": str(tmp_path / "prepared"),
-        },
-        "train": {
-            "steps": 12,
-            "global_batch": 4,
-            "micro_batch": 2,
-            "learning_rate": 1e-3,
-            "save_every": 3,
-            "log_every": 1,
-            "evaluate_every": 0,
-        },
-    }
+def drafter_recipe(tiny_drafter: Callable[[Path], dict[str, Any]], tmp_path: Path) -> Path:
+    """The file of that recipe."""
     path = tmp_path / "drafter.yaml"
-    path.write_text(yaml.safe_dump(recipe))
+    path.write_text(yaml.safe_dump(tiny_drafter(tmp_path)))
     return path
+
+
+@pytest.fixture(scope="session")
+def logged() -> Callable[..., list[Any]]:
+    """`logged(out, "loss")`: what the training of an artifact logged under a name."""
+
+    def read(out: Path | str, key: str = "loss") -> list[Any]:
+        lines = (Path(f"{out}.state") / "log.jsonl").read_text().splitlines()
+        return [line[key] for line in map(json.loads, lines) if key in line]
+
+    return read
 
 
 def environment(**extra: str) -> dict[str, str]:

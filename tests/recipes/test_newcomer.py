@@ -23,7 +23,7 @@ MODEL = (
 TWO = "methods=[{method: autoregressive}, {method: speculative}]"
 SMALLER = {
     "draftsmith quickstart": [
-        "minutes=0.7", "corpus.packages=[typer]", "corpus.megabytes=0.2", "corpus.vocab_size=400",
+        "minutes=0.2", "corpus.packages=[typer]", "corpus.megabytes=0.2", "corpus.vocab_size=400",
         "corpus.heldout_share=0.1", "target.model.config.num_hidden_layers=2", "answers.max_new_tokens=8",
         "evaluate.limit=2", "evaluate.max_new_tokens=8", f"evaluate.{TWO}",
         "drafter.measure.prompts=1", "distilled.measure.prompts=1", "heads.measure.prompts=1",

@@ -17,7 +17,6 @@ from draftsmith.decode.models.lean import LeanLlama
 from draftsmith.decode.models.loading import load_model, wrap_model
 from draftsmith.decode.rng import Rng
 from draftsmith.decode.warpers import Sampling
-from draftsmith.recipes.assemble import models
 from draftsmith.recipes.assemble.models import TrainableModel, build_model, check_vocabulary, cut_layers, load_trainable
 from draftsmith.recipes.schema.training import ModelSection
 from draftsmith.train.forward.packed import make_forward
@@ -39,7 +38,6 @@ FAMILIES: dict[str, dict[str, Any]] = {
     "gpt_neox": COMMON | {"intermediate_size": 24, "max_position_embeddings": 64},
     "gpt2": {"vocab_size": 40, "n_embd": 16, "n_layer": 4, "n_head": 2, "n_positions": 64},
     "qwen2": LLAMA | {"layer_types": KINDS, "sliding_window": 3, "use_sliding_window": True},
-    "qwen3": LLAMA | {"layer_types": KINDS, "sliding_window": 3, "use_sliding_window": True},
     "gpt_neo": {
         "vocab_size": 40, "hidden_size": 16, "num_layers": 4, "num_heads": 2, "max_position_embeddings": 64,
         "attention_types": [[["global", "local"], 2]], "window_size": 3,
@@ -154,7 +152,7 @@ def test_a_cut_model_is_the_source_without_the_other_layers(family: str, saved: 
         for number in {0, 1, 2, 3} - set(layers):
             found[number].forward = _nothing_in_a_tuple if family == "gpt_neo" else _nothing
         torch.testing.assert_close(logits(model), logits(whole), rtol=1e-6, atol=1e-6)
-    if family in ("qwen2", "qwen3", "gpt_neo"):
+    if family in ("qwen2", "gpt_neo"):
         kinds = getattr(model.config, "attention_layers" if family == "gpt_neo" else "layer_types")
         assert kinds == ["local" if family == "gpt_neo" else "sliding_attention"] * 2
         return  # decoding goes no further than a window
@@ -175,33 +173,16 @@ def test_a_cut_t5_keeps_positions_and_both_sides(saved: Any) -> None:
 
 
 @pytest.mark.parametrize("tied", [False, True])
-@pytest.mark.parametrize("shards", [False, True])
-def test_embeddings_of_the_target_are_read_alone(
-    saved: Any, tmp_path: Path, tied: bool, shards: bool, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    target = random_model("qwen2", 3, tie_word_embeddings=tied, num_hidden_layers=3, layer_types=KINDS[:3])
-    target.save_pretrained(tmp_path / "target", max_shard_size="5KB" if shards else "1GB")
-    assert len(list((tmp_path / "target").glob("*.safetensors"))) > shards
-    monkeypatch.setattr(models, "load_model", None)  # the target is never loaded
+def test_embeddings_are_the_targets(saved: Any, tied: bool) -> None:
+    target = saved("qwen2", 3, tie_word_embeddings=tied, num_hidden_layers=3, layer_types=KINDS[:3])
     made = {"model_type": "llama", **LLAMA, "tie_word_embeddings": tied}
-    model: Any = build_model(section(config=made, embeddings="target"), str(tmp_path / "target"), 0).model
-    assert torch.equal(model.get_input_embeddings().weight, target.get_input_embeddings().weight)
-    assert torch.equal(model.lm_head.weight, target.get_output_embeddings().weight)
-    assert (model.lm_head.weight is model.get_input_embeddings().weight) == tied
+    model, theirs = build_model(section(config=made, embeddings="target"), target, 0).model, load_model(target)
+    for name in ("get_input_embeddings", "get_output_embeddings"):
+        assert torch.equal(getattr(model, name)().weight, getattr(theirs, name)().weight)
+    assert (model.get_output_embeddings().weight is model.get_input_embeddings().weight) == tied
 
 
-def test_embeddings_of_a_pickled_target_come_with_the_whole(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    target = random_model("llama", 4)
-    target.config.save_pretrained(tmp_path)
-    torch.save(target.state_dict(), tmp_path / "pytorch_model.bin")
-    monkeypatch.setenv("DRAFTSMITH_UNPICKLE", "1")
-    made = section(config={"model_type": "llama", **LLAMA}, embeddings="target")
-    model: Any = build_model(made, str(tmp_path), 0).model
-    assert torch.equal(model.lm_head.weight, target.lm_head.weight)
-
-
-@pytest.mark.parametrize("family", ["llama", "gpt2", "t5"])
-@pytest.mark.parametrize("recompute", [False, True])
+@pytest.mark.parametrize(("family", "recompute"), [("llama", True), ("gpt2", False), ("t5", True)])
 def test_frozen_embeddings_stay(family: str, recompute: bool, saved: Any) -> None:
     trainable = build_model(section(source=saved(family), freeze_embeddings=True), None, 0)
     model: Any = trainable.model
@@ -216,7 +197,7 @@ def test_frozen_embeddings_stay(family: str, recompute: bool, saved: Any) -> Non
 
 @pytest.mark.parametrize(
     ("family", "recompute"),
-    [("llama", False), ("llama", True), ("opt", False), ("gpt_neox", True), ("gpt2", False), ("t5", True)],
+    [("llama", False), ("gpt_neox", True), ("gpt2", False), ("t5", True)],
 )
 @pytest.mark.parametrize("export", ["merged", "adapter"])
 def test_files_of_lora_give_the_model_that_was_trained(
@@ -229,62 +210,26 @@ def test_files_of_lora_give_the_model_that_was_trained(
     torch.testing.assert_close(logits(trainable.model), start, rtol=0, atol=0)  # an adapter begins as nothing
     losses = train_some_steps(trainable, recompute)
     assert losses[-1] < losses[0]
-    trained = logits(trainable.model)
+    trained, shapes = logits(trainable.model), trainable.shapes()
     assert (trained - start).abs().max() > 0.1
-    (tmp_path / "out").mkdir()
     trainable.save(tmp_path / "out")
-    assert torch.equal(logits(trainable.model), trained), "saving must not change the model"
     maker = AutoModelForSeq2SeqLM if family == "t5" else AutoModelForCausalLM
     for loaded in (load_model(str(tmp_path / "out")), maker.from_pretrained(tmp_path / "out")):
         torch.testing.assert_close(logits(loaded), trained, rtol=2e-5, atol=2e-5)
-        if family not in ("gpt2", "t5", "opt"):
-            assert written(loaded) == written(trainable.model)
     ours = load_model(str(tmp_path / "out"))
     assert not any("lora" in name for name, _ in ours.named_parameters())
     assert LeanLlama.covers(ours) == (family == "llama")
     names = {path.name for path in (tmp_path / "out").iterdir()}
     if export == "merged":
         assert {"config.json", "model.safetensors"} <= names
-        assert trainable.shapes()["parameters"] == sum(p.numel() for p in ours.parameters())
+        assert shapes["parameters"] == sum(p.numel() for p in ours.parameters())
     else:
         assert names == {"adapter_config.json", "adapter_model.safetensors"}
         assert json.loads((tmp_path / "out" / "adapter_config.json").read_text())["base_model_name_or_path"] == source
-        assert trainable.shapes()["parameters"] == trainable.shapes()["trained_parameters"]
+        assert shapes["parameters"] == shapes["trained_parameters"]
 
 
-@pytest.mark.parametrize("export", ["merged", "adapter"])
-@pytest.mark.parametrize("half", [False, True])
-def test_lora_is_merged_as_peft_does_and_from_a_state_given(
-    export: str, half: bool, saved: Any, tmp_path: Path
-) -> None:
-    lora = {"rank": 2, "targets": ["q_proj", "mlp.down_proj"], "export": export}
-    fields = {"source": saved("llama"), "lora": lora, "dtype": "bfloat16" if half else "float32"}
-    trainable = build_model(section(**fields), None, 1)
-    if not half:
-        train_some_steps(trainable)
-    with torch.no_grad():
-        for name, weight in trainable.model.named_parameters():
-            if "lora_B" in name:
-                assert weight.dtype == torch.float32, "adapters are trained in full precision"
-                weight.normal_(0.0, 0.2)
-    changed = {name.split(".lora_")[0][-9:] for name, _ in trainable.model.named_parameters() if "lora_" in name}
-    assert changed == {"tn.q_proj", "down_proj"}
-    state = {name: weight.detach().clone() for name, weight in trainable.model.state_dict().items()}
-    with torch.no_grad():
-        for name, weight in trainable.model.named_parameters():
-            if "lora_" in name:
-                weight.zero_()
-    (tmp_path / "out").mkdir()
-    trainable.save(tmp_path / "out", state)
-    assert not trainable.model.state_dict()["model.layers.0.self_attn.q_proj.lora_B.default.weight"].any()
-    trainable.model.load_state_dict(state)
-    expected = trainable.adapter.merge_and_unload()
-    found = load_model(str(tmp_path / "out"), dtype=trainable.model.dtype)
-    for (name, mine), theirs in zip(found.named_parameters(), expected.parameters(), strict=True):
-        assert torch.equal(mine, theirs), name
-
-
-@pytest.mark.parametrize("family", ["llama", "gpt_neox", "t5"])
+@pytest.mark.parametrize("family", ["llama", "t5"])
 def test_decoding_while_lora_trains_is_that_of_transformers(family: str, saved: Any) -> None:
     target = load_model(saved(family, 5))
     trainable = build_model(section(source=saved(family, 6), lora={"rank": 3, "dropout": 0.2}), None, 1)
@@ -304,8 +249,9 @@ def test_a_changed_output_projection_is_trained_and_merged(saved: Any, tmp_path:
     assert make_forward(trainable.model).weight_VD() is None, "the projection's weight is not all there is"
     losses = train_some_steps(trainable)
     assert losses[-1] < losses[0]
+    trained = logits(trainable.model)
     trainable.save(tmp_path / "out")
-    torch.testing.assert_close(logits(load_model(str(tmp_path / "out"))), logits(trainable.model), rtol=1e-5, atol=1e-5)
+    torch.testing.assert_close(logits(load_model(str(tmp_path / "out"))), trained, rtol=1e-5, atol=1e-5)
 
 
 @pytest.mark.parametrize("base", [None, "wide"])
@@ -318,11 +264,10 @@ def test_an_adapter_of_another_model_is_refused(saved: Any, tmp_path: Path, base
         load_model(str(tmp_path))
 
 
-@pytest.mark.parametrize("dtype", ["float32", "bfloat16", "float16"])
-def test_new_models_are_the_seed_s(dtype: str) -> None:
-    made = section(config={"model_type": "llama", **LLAMA}, dtype=dtype)
+def test_new_models_are_the_seed_s() -> None:
+    made = section(config={"model_type": "llama", **LLAMA}, dtype="bfloat16")
     first, same, other = (build_model(made, None, seed).model for seed in (1, 1, 2))
-    assert first.dtype == getattr(torch, dtype)
+    assert first.dtype == torch.bfloat16
     assert torch.equal(first.lm_head.weight, same.lm_head.weight)
     assert not torch.equal(first.lm_head.weight, other.lm_head.weight)
 

@@ -2,22 +2,41 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+from functools import partial
 from pathlib import Path
+from typing import Any
 
 import pytest
 import yaml
+from draftsmith.recipes.commands.evaluation.recipe import evaluation_or_paper, paper_recipe
 from draftsmith.recipes.commands.quickstart import resolve
 from draftsmith.recipes.schema.evaluation import QuickstartRecipe
-from draftsmith.recipes.schema.loading import dump_recipe, load_recipe, read_extended
-from draftsmith.recipes.schema.training import DrafterRecipe, HeadsRecipe
+from draftsmith.recipes.schema.loading import (
+    dump_recipe,
+    load_recipe,
+    load_training,
+    read_extended,
+    shipped_recipes,
+)
+from draftsmith.recipes.schema.training import DrafterRecipe
 
 RECIPE = """
 kind: drafter
 out: runs/x
 model: {source: base}
-data: {source: rows.json}
+data: {<<: {limit: 7}, source: rows.json}
 train: {learning_rate: 1e-3, steps: 5, betas: [0.9, 0.95]}
 """
+LOADERS: dict[str, Callable[[str], Any]] = {
+    "drafter": load_training,
+    "heads": load_training,
+    "table": load_training,
+    "evaluate": lambda name: evaluation_or_paper(name, [], {}, None),
+    "paper": paper_recipe,
+    "regenerate": partial(load_recipe, kinds=["regenerate"]),
+    "quickstart": partial(load_recipe, kinds=["quickstart"]),
+}
 
 
 @pytest.fixture
@@ -27,14 +46,19 @@ def recipe(tmp_path: Path) -> str:
     return str(file)
 
 
+@pytest.mark.parametrize("name", shipped_recipes())
+def test_shipped_recipe_opens_as_its_command_opens_it(name: str) -> None:
+    kind = read_extended(shipped_recipes()[name])["kind"]
+    assert LOADERS[kind](name).kind == kind
+
+
 def test_resolved_recipe_repeats_itself(recipe: str, tmp_path: Path) -> None:
     words = ["train.precision=no", "train.gradient_checkpointing=true"]  # `no` is a word in YAML 1.2, False in 1.1
     first = load_recipe(recipe, ["train.steps=7", "objective={cross-entropy: 0.5}", *words])
     assert isinstance(first, DrafterRecipe)
-    assert first.train.steps == 7
-    assert first.train.precision == "no"
-    assert first.train.gradient_checkpointing is True
+    assert (first.train.steps, first.train.precision, first.train.gradient_checkpointing) == (7, "no", True)
     assert first.train.learning_rate == 1e-3  # a number in YAML 1.2, a string in 1.1
+    assert first.data.limit == 7  # by YAML's merge key
     again = tmp_path / "resolved.yaml"
     again.write_text(dump_recipe(first))
     assert load_recipe(str(again)) == first
@@ -51,21 +75,15 @@ def test_given_values_stay_what_they_are_and_overrides_come_after(recipe: str) -
 def test_quickstart_fills_in_folder_seed_and_minutes() -> None:
     plain = load_recipe("quickstart")
     assert isinstance(plain, QuickstartRecipe)
-    changed = load_recipe("quickstart", ["out=elsewhere", "minutes=16", "seed=3", "target.data.limit=10"])
+    changed = load_recipe("quickstart", ["out=else where", "minutes=16", "seed=3", "target.data.limit=10"])
     assert isinstance(changed, QuickstartRecipe)
     assert changed.heads.data.limit is None  # an override of one part leaves what YAML's aliases share alone
     resolved = resolve(changed)
-    assert resolved.drafter.target == "elsewhere/target"
+    assert resolved.drafter.target == "else where/target"
     assert resolved.heads.train.seed == 3
     assert plain.target.train.steps is not None
     assert resolved.target.train.steps == 2 * plain.target.train.steps
     assert "{out}" not in dump_recipe(resolved)
-
-
-def test_merge_keys_are_yaml_too(tmp_path: Path) -> None:
-    merged = RECIPE.replace("data: {source: rows.json}", "data: {<<: {limit: 7}, source: rows.json}")
-    (tmp_path / "recipe.yaml").write_text(merged)
-    assert load_recipe(str(tmp_path / "recipe.yaml")).data.limit == 7  # type: ignore[union-attr]
 
 
 def test_recipe_lies_over_the_one_it_extends(tmp_path: Path) -> None:
@@ -80,11 +98,3 @@ def test_recipe_lies_over_the_one_it_extends(tmp_path: Path) -> None:
     mine = load_recipe(str(tmp_path / "shipped.yaml"))
     assert isinstance(mine, DrafterRecipe)
     assert (mine.out, mine.train.global_batch) == ("mine", 128)
-
-
-def test_heads_have_defaults_of_their_own() -> None:
-    data = {"source": "rows.json", "template": "plain", "block_tokens": 64}
-    recipe = HeadsRecipe.model_validate(
-        {"kind": "heads", "out": "x", "target": "y", "data": data, "train": {"steps": 3}}
-    )
-    assert (recipe.train.learning_rate, recipe.train.warmup) == (1e-3, 0.1)

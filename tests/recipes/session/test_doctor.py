@@ -3,25 +3,17 @@
 from __future__ import annotations
 
 import json
-import shlex
 import shutil
 from collections.abc import Callable
 from pathlib import Path
-from typing import Any
 
 import pytest
-from draftsmith.checkpoints.artifact.artifact import (
-    load_manifest,
-    save_artifact,
-    tokenizer_fingerprint,
-    verify_artifact,
-)
+from draftsmith.checkpoints.artifact.artifact import verify_artifact
 from draftsmith.data.tokenizers import load_tokenizer
 from draftsmith.recipes.assemble.evaluation import open_recipe
 from draftsmith.recipes.commands.artifacts.pair import examine_pair
 from draftsmith.recipes.commands.cli import main
 from draftsmith.recipes.schema.evaluation import EvaluateRecipe
-from huggingface_hub import constants
 from transformers import AutoModelForCausalLM, LlamaForCausalLM
 
 TEXT = "The user asks and the assistant answers. USER: the ASSISTANT: hello there, who are you? " * 30
@@ -97,13 +89,6 @@ def test_it_is_a_table_for_people(pair: tuple[Path, Path], capsys: pytest.Captur
     assert said.out.count("verdicts") == 2
 
 
-def test_one_folder_is_no_pair(pair: tuple[Path, Path], capsys: pytest.CaptureFixture[str]) -> None:
-    target = pair[0]
-    assert not examine_pair(str(target), f"{target.parent}/./target", as_json=True)
-    (finding,) = json.loads(capsys.readouterr().out)["pair"]["findings"]
-    assert (finding["check"], finding["severity"]) == ("one model", "weakness")
-
-
 def test_an_artifact_that_was_changed_is_told(
     tiny_pair: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -128,42 +113,6 @@ def test_an_artifact_that_was_changed_is_told(
     assert "tokenizer.json" in verify_artifact(fixed, "drafter").files
 
 
-def test_the_command_in_the_manifest_can_be_typed_again(
-    pair: tuple[Path, Path], tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
-    about: dict[str, Any] = {key: {} for key in ("shapes", "recipe", "data", "training")} | {"target": None}
-    drafter, fixed = tmp_path / "my drafter", tmp_path / "it's mended"
-    save_artifact(
-        drafter,
-        kind="drafter",
-        write=lambda place: shutil.copytree(pair[1], place, dirs_exist_ok=True),
-        vocab_size=320,
-        tokenizer_fingerprint=tokenizer_fingerprint(load_tokenizer(str(pair[1]))),
-        **about,
-    )
-    examine_pair(str(pair[0]), str(drafter), fixed)
-    command = load_manifest(fixed).command
-    assert command is not None
-    assert shlex.split(command) == ["draftsmith", "doctor", str(pair[0]), str(drafter), "--fix", str(fixed)]
-
-
-def test_a_drafter_on_the_hub(
-    pair: tuple[Path, Path], tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(constants, "HF_HUB_CACHE", str(tmp_path / "cache"))
-    monkeypatch.setattr(constants, "HF_HUB_OFFLINE", True)
-    repo, commit = tmp_path / "cache" / "models--me--drafter", "a" * 40
-    shutil.copytree(pair[1], repo / "snapshots" / commit)
-    (repo / "refs").mkdir()
-    (repo / "refs" / "main").write_text(commit)
-    assert examine_pair(str(pair[0]), "me/drafter", tmp_path / "fixed", as_json=True)
-    shown = json.loads(capsys.readouterr().out)
-    assert [one["check"] for one in shown["pair"]["findings"]] == ["encoding"]
-    assert shown["repaired"]["findings"] == []
-    with pytest.raises(ValueError, match="there is no folder me/other"):
-        examine_pair(str(pair[0]), "me/other")
-
-
 def test_an_evaluation_of_an_unfit_drafter_names_the_doctor(pair: tuple[Path, Path]) -> None:
     model = AutoModelForCausalLM.from_pretrained(pair[1])
     model.resize_token_embeddings(352, mean_resizing=False)
@@ -177,13 +126,9 @@ def test_an_evaluation_of_an_unfit_drafter_names_the_doctor(pair: tuple[Path, Pa
 
 
 def test_the_command_line(
-    pair: tuple[Path, Path], tmp_path: Path, cli: Any, capsys: pytest.CaptureFixture[str],
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:  # fmt: skip
+    pair: tuple[Path, Path], tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
     target, drafter, fixed = (*map(str, pair), str(tmp_path / "fixed"))
-    found = cli("doctor", target, drafter, "--fix", fixed, "--json")
-    assert found.returncode == 0, found.stderr
-    assert json.loads(found.stdout)["repaired"]["findings"] == [], "and nothing else stands there"
 
     def code(*arguments: str) -> int:
         monkeypatch.setattr("sys.argv", ["draftsmith", "doctor", *arguments])
@@ -191,14 +136,9 @@ def test_the_command_line(
             main()
         return int(ended.value.code or 0)
 
+    assert code(target, drafter, "--fix", fixed, "--json") == 0
+    assert json.loads(capsys.readouterr().out)["repaired"]["findings"] == [], "and nothing else stands there"
     assert code(target, drafter) == 1
     assert code(target, fixed) == 0
-    for arguments, said in (
-        ((target,), "a pair is two"),
-        (("--json",), "are for pairs"),
-        ((target, str(tmp_path / "none")), "there is no folder"),
-        ((target, drafter, "--fix", drafter), "is one of the pair"),
-    ):
-        capsys.readouterr()
+    for arguments in ((target,), ("--json",), (target, str(tmp_path / "none")), (target, drafter, "--fix", drafter)):
         assert code(*arguments) == 2
-        assert said in capsys.readouterr().err

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import os
 import signal
 import socket
@@ -12,16 +11,11 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-import torch
 import typer
 import yaml
-from draftsmith.checkpoints.artifact.artifact import load_manifest, verify_artifact
-from draftsmith.data.tokenizers import load_tokenizer
+from draftsmith.checkpoints.artifact.artifact import verify_artifact
 from draftsmith.recipes.commands.cli import app
-from transformers import AutoModelForCausalLM, LlamaConfig
 
-SIZES = {"vocab_size": 320, "hidden_size": 16, "intermediate_size": 32, "num_hidden_layers": 2}
-ATTENTION = {"num_attention_heads": 2, "num_key_value_heads": 2, "max_position_embeddings": 256}
 DISTIL = ("measure.prompts=2", "measure.new_tokens=8", "measure.blocks=4", "objective={forward-kl: 1.0}")
 
 
@@ -53,12 +47,6 @@ class Ranks:
         return list(codes), list(said)
 
 
-def lines(out: Path, key: str) -> list[Any]:
-    """What the training of an artifact logged under a name."""
-    log = out.with_name(f"{out.name}.state") / "log.jsonl"
-    return [line[key] for line in map(json.loads, log.read_text().splitlines()) if key in line]
-
-
 @pytest.fixture
 def heads_recipe(drafter_recipe: Path, tiny_pair: Path, tmp_path: Path) -> Path:
     """Three heads on the pair's target, with the drafter's data and steps."""
@@ -87,7 +75,7 @@ SETTINGS = {
 @pytest.mark.slow
 @pytest.mark.parametrize("name", SETTINGS)
 def test_two_processes_learn_what_one_learns(
-    name: str, launcher: Any, drafter_recipe: Path, heads_recipe: Path, tiny_pair: Path, tmp_path: Path
+    name: str, launcher: Any, drafter_recipe: Path, heads_recipe: Path, tiny_pair: Path, tmp_path: Path, logged: Any
 ) -> None:
     if name == "loop":
         pytest.importorskip("tensorboard")
@@ -104,9 +92,9 @@ def test_two_processes_learn_what_one_learns(
         assert "wrote" in said[0]
         assert "wrote" not in "".join(said[1:])
     one, two = outs
-    assert len(lines(two, "loss")) == 4
-    assert lines(two, "loss") == pytest.approx(lines(one, "loss"), abs=1e-4)  # float32 sums in another order
-    measured = list(zip(lines(one, "evaluation"), lines(two, "evaluation"), strict=True))
+    assert len(logged(two, "loss")) == 4
+    assert logged(two, "loss") == pytest.approx(logged(one, "loss"), abs=1e-4)  # float32 sums in another order
+    measured = list(zip(logged(one, "evaluation"), logged(two, "evaluation"), strict=True))
     assert measured
     for expected, found in measured:
         assert found == pytest.approx(expected, abs=1e-3)
@@ -117,23 +105,18 @@ def test_two_processes_learn_what_one_learns(
     assert files[0] == files[1]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("change", "words", "code"),
     [
         ("train.global_batch=3", "global_batch 3", 2),
-        pytest.param("train.stepz=3", "'train.stepz'", 2, marks=pytest.mark.slow),
-        pytest.param("train.precision=fp16", "fp16", 2, marks=pytest.mark.slow),
-        pytest.param("target=/nowhere", "'/nowhere'", 2, marks=pytest.mark.slow),
-        pytest.param("data.heldout_share=0", "`data.heldout_share`", 2, marks=pytest.mark.slow),
-        pytest.param("train.max_norm=1e-9", "max_norm 1e-09", 1, marks=pytest.mark.slow),
-        pytest.param("out=FILE/out", "out.state", 2, marks=pytest.mark.slow),
+        ("target=/nowhere", "'/nowhere'", 2),
+        ("train.max_norm=1e-9", "max_norm 1e-09", 1),
     ],
 )
 def test_mistake_is_reported_once_and_ends_all(
     change: str, words: str, code: int, launcher: Any, drafter_recipe: Path, tmp_path: Path
 ) -> None:
-    (tmp_path / "file").write_text("a file where a folder is to be")
-    change = change.replace("FILE", str(tmp_path / "file"))
     codes, said = Ranks(launcher, 2, "train", str(drafter_recipe), change).ended()
     assert codes == [code, code], said
     assert "Traceback" not in "".join(said)
@@ -143,16 +126,7 @@ def test_mistake_is_reported_once_and_ends_all(
     assert not (tmp_path / "drafter").exists()
 
 
-@pytest.mark.slow
-def test_finished_artifact_is_reused_and_reported_once(launcher: Any, drafter_recipe: Path, tmp_path: Path) -> None:
-    for number in (1, 2):
-        codes, said = Ranks(launcher, number, "train", str(drafter_recipe), "train.steps=1").ended()
-        assert codes == [0] * number, said
-    assert "".join(said).count("is finished, reusing it") == 1
-    assert load_manifest(tmp_path / "drafter").training["processes"] == 1
-
-
-def test_signal_to_one_ends_all(launcher: Any, drafter_recipe: Path, tmp_path: Path) -> None:
+def test_signal_to_one_ends_all(launcher: Any, drafter_recipe: Path, tmp_path: Path, logged: Any) -> None:
     longer = ("train.steps=60", "train.save_every=50", "train.micro_batch=1")
     ranks = Ranks(launcher, 2, "train", str(drafter_recipe), *longer)
     log = tmp_path / "drafter.state" / "log.jsonl"
@@ -165,9 +139,9 @@ def test_signal_to_one_ends_all(launcher: Any, drafter_recipe: Path, tmp_path: P
     )
     assert (alone.ended()[0], whole.ended()[0]) == ([0], [0])
     assert "resumed after step" in alone.ended()[1][0]
-    found = lines(tmp_path / "drafter", "loss")
+    found = logged(tmp_path / "drafter")
     assert len(found) == 60
-    assert found == pytest.approx(lines(tmp_path / "w", "loss"), abs=1e-3)
+    assert found == pytest.approx(logged(tmp_path / "w"), abs=1e-3)
 
 
 @pytest.mark.slow
@@ -181,34 +155,6 @@ def test_killed_process_ends_the_others(launcher: Any, drafter_recipe: Path, tmp
     assert ended == "process 0 ended, because another one of this launch has, or does not answer"
     assert "gloo/transport" in reason
     assert "Traceback" not in said[0]
-
-
-@pytest.mark.slow
-def test_bad_block_is_named_by_whichever_process(
-    launcher: Any, drafter_recipe: Path, corpus: Path, tmp_path: Path
-) -> None:
-    """Of a global batch of four blocks the one is named that holds a token whose embedding is not a number."""
-    rows = json.loads((corpus / "rows.json").read_text())
-    rows += [{"id": f"odd{number}", "conversations": [
-        {"from": "human", "value": "the tree?"}, {"from": "gpt", "value": "zz"}
-    ]} for number in range(4)]  # fmt: skip
-    (tmp_path / "rows.json").write_text(json.dumps(rows))
-    torch.manual_seed(0)
-    model = AutoModelForCausalLM.from_config(LlamaConfig(**SIZES, **ATTENTION))
-    (odd,) = set(load_tokenizer(str(corpus / "tokenizer")).encode("z"))
-    model.get_input_embeddings().weight.data[odd] = torch.nan
-    model.save_pretrained(tmp_path / "model")
-    changes = [f"data.source={tmp_path / 'rows.json'}", f"model={{source: {tmp_path / 'model'}}}", "measure.blocks=0"]
-    changes += ["train.on_bad_step=skip", "train.micro_batch=1", "train.epochs=1", "train.steps=null"]
-    skipped = []
-    for number in (1, 2):
-        out = tmp_path / f"of-{number}"
-        codes, said = Ranks(launcher, number, "train", str(drafter_recipe), f"out={out}", *changes).ended()
-        assert codes == [0] * number, said
-        skipped.append(lines(out, "skipped"))
-    assert skipped[0] == skipped[1]
-    assert skipped[0]
-    assert all("," not in line.partition("blocks ")[2] for line in skipped[0]), skipped
 
 
 def commands() -> list[list[str]]:

@@ -13,7 +13,6 @@ MODULE = str(Path(__file__).resolve().parents[3] / "__main__.py")
 @pytest.mark.parametrize(
     ("arguments", "environment", "wanted"),
     [
-        (["draftsmith", "train", "x"], {}, "draftsmith train x"),
         (["/usr/bin/draftsmith", "train", "a b", "k=v w"], {}, "draftsmith train 'a b' 'k=v w'"),
         ([MODULE, "train", "x"], {}, "draftsmith train x"),
         (["pytest", "-q"], {}, None),
@@ -23,7 +22,6 @@ MODULE = str(Path(__file__).resolve().parents[3] / "__main__.py")
             {"WORLD_SIZE": "4", "RANK": "0"},
             "accelerate launch --num_processes 4 -m draftsmith train x",
         ),
-        (["draftsmith", "train", "x"], {"WORLD_SIZE": "1", "RANK": "0"}, "draftsmith train x"),
     ],
 )  # fmt: skip
 def test_the_command_is_what_one_would_type(

@@ -34,13 +34,6 @@ def stand_in(recipe: DrafterRecipe, models: Any) -> list[str]:
     return [*changes, f"target={models.target(recipe.target)}"]
 
 
-def test_every_one_is_known() -> None:
-    named = {"vicuna-68m", "vicuna-160m", "opt-125m-opt-13b", "pythia-70m-pythia-2.8b", "t5-small-t5", "lora-domain"}
-    named |= {f"vicuna-{size}-from-{target}" for size in ("68m", "160m") for target in ("7b", "13b", "33b")}
-    named |= {"from-scratch", "cut-from-target", "distillspec"}
-    assert {name.removeprefix("drafter/") for name in DRAFTERS} == named
-
-
 @pytest.mark.parametrize("name", sorted({*DRAFTERS} - {*SAME}))
 def test_it_leaves_a_drafter_for_its_target(name: str, stand_ins: Any, tmp_path: Path) -> None:
     recipe = load_recipe(name)
@@ -74,10 +67,11 @@ def test_it_leaves_a_drafter_for_its_target(name: str, stand_ins: Any, tmp_path:
 
 
 def test_head_comment_gives_command_hardware_and_cost() -> None:
-    for name in DRAFTERS:
-        text = shipped_recipes()[name].read_text(encoding="utf-8")
-        head = " ".join(line.removeprefix("#").strip() for line in text.splitlines() if line.startswith("#"))
-        assert "draftsmith train " + name in head, name
-        assert "GB" in head, name
-        assert "estimated" in head or "measured on" in head, name
-        assert max(map(len, text.splitlines())) <= 120, name
+    for name, path in shipped_recipes().items():
+        if name.startswith(("drafter/", "heads/")):
+            text = path.read_text(encoding="utf-8")
+            head = " ".join(line.removeprefix("#").strip() for line in text.splitlines() if line.startswith("#"))
+            assert f"draftsmith train {name}" in head, name
+            assert "GB" in head, name
+            assert any(word in head for word in ("estimated", "not measured", "measured on")), name
+            assert max(map(len, text.splitlines())) <= 120, name

@@ -13,19 +13,17 @@ from draftsmith.recipes.assemble.data import prepare_data
 from draftsmith.recipes.assemble.drafter import drafter_parts
 from draftsmith.recipes.commands.cli import app
 from draftsmith.recipes.commands.training.train import accelerator_for, run_train
-from draftsmith.recipes.schema.loading import launch_settings, load_recipe, shipped_recipes
+from draftsmith.recipes.schema.loading import launch_settings, load_recipe, load_training, shipped_recipes
 from draftsmith.recipes.schema.training import DrafterRecipe
 from draftsmith.train.loop.fit import TrainingError
-from typer.testing import CliRunner, Result
+from typer.testing import CliRunner
 
 
 def test_trackers_get_what_the_log_gets(drafter_recipe: Path, tmp_path: Path) -> None:
     pytest.importorskip("tensorboard")
     from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
-    recipe = load_recipe(str(drafter_recipe), ["train.trackers=[tensorboard]", "train.evaluate_every=6"])
-    assert isinstance(recipe, DrafterRecipe)
-    run_train(recipe)
+    run_train(load_training(str(drafter_recipe), ["train.trackers=[tensorboard]", "train.evaluate_every=6"]))
     lines = [json.loads(line) for line in (tmp_path / "drafter.state" / "log.jsonl").read_text().splitlines()]
     found = EventAccumulator(str(tmp_path / "drafter.state" / "draftsmith"))
     found.Reload()
@@ -38,7 +36,7 @@ def test_trackers_get_what_the_log_gets(drafter_recipe: Path, tmp_path: Path) ->
 
 def test_a_bad_step_names_the_documents(drafter_recipe: Path, tmp_path: Path) -> None:
     """One token whose embedding is not a number spoils the step in which a document holds it."""
-    recipe = load_recipe(str(drafter_recipe), ["train.global_batch=2", "train.micro_batch=1"])
+    recipe = load_training(str(drafter_recipe), ["train.global_batch=2", "train.micro_batch=1"])
     assert isinstance(recipe, DrafterRecipe)
     tokenizer = load_tokenizer(recipe.tokenizer_source)
     prepared = prepare_data(recipe.data, tokenizer, quiet=True)
@@ -62,21 +60,17 @@ def test_a_bad_step_names_the_documents(drafter_recipe: Path, tmp_path: Path) ->
 
 
 def test_every_shipped_recipe_can_be_copied_and_listed(tmp_path: Path) -> None:
-    listed = cli_app(["recipes", "ls"]).stdout
+    run = CliRunner().invoke  # one process for each of many commands takes minutes
+    listed = run(app, ["recipes", "ls"]).stdout
     for name in shipped_recipes():
         copy = tmp_path / f"{name.replace('/', '-')}.yaml"
-        assert cli_app(["recipes", "copy", name, str(copy)]).exit_code == 0
+        assert run(app, ["recipes", "copy", name, str(copy)]).exit_code == 0
         assert load_recipe(str(copy)) == load_recipe(name)
         assert name in listed
     assert "taught by Vicuna-33B" in listed
     for name, path in launch_settings().items():
-        assert cli_app(["recipes", "copy", name, str(tmp_path)]).exit_code == 0
+        assert run(app, ["recipes", "copy", name, str(tmp_path)]).exit_code == 0
         assert (tmp_path / path.name).read_bytes() == path.read_bytes()
-
-
-def cli_app(arguments: list[str]) -> Result:
-    """The command line in this process: one process for each of many commands takes minutes."""
-    return CliRunner().invoke(app, arguments)
 
 
 @pytest.mark.parametrize(
@@ -96,28 +90,8 @@ def cli_app(arguments: list[str]) -> Result:
 def test_mistake_is_found_before_the_data_is_prepared(
     change: str, words: str, drafter_recipe: Path, tiny_pair: Path, tmp_path: Path
 ) -> None:
-    recipe = load_recipe(str(drafter_recipe), [change, f"target={tiny_pair / 'target'}"])
-    assert isinstance(recipe, DrafterRecipe)
+    recipe = load_training(str(drafter_recipe), [change, f"target={tiny_pair / 'target'}"])
     with pytest.raises(ValueError, match=words):
         run_train(recipe)
     assert not (tmp_path / "prepared").exists()
     assert not (tmp_path / "drafter.state").exists()
-
-
-def test_a_setting_that_is_taken_away_is_noticed(drafter_recipe: Path, tmp_path: Path) -> None:
-    first = load_recipe(str(drafter_recipe), ["model.freeze_embeddings=true"])
-    second = load_recipe(str(drafter_recipe), ["train.trackers=[tensorboard]"])
-    assert isinstance(first, DrafterRecipe)
-    assert isinstance(second, DrafterRecipe)
-    run_train(first)
-    (tmp_path / "drafter" / "artifact.json").rename(tmp_path / "artifact.json")
-    for path in (tmp_path / "drafter").iterdir():
-        path.unlink()
-    tokenizer = load_tokenizer(first.tokenizer_source)
-    prepared = prepare_data(first.data, tokenizer, quiet=True)
-    accelerator = accelerator_for(first)
-    parts = drafter_parts(first, tokenizer, prepared, accelerator.device)
-    Run(first, tmp_path / "drafter", accelerator, tokenizer, prepared).fit(parts.task, False)
-    with pytest.raises(ValueError, match="other settings"):
-        run_train(second)
-    assert not (tmp_path / "drafter.state" / "draftsmith").exists(), "trackers begin when the run does"
