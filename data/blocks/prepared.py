@@ -46,14 +46,13 @@ def prepare(
     source: dict[str, Any],
     packing: str = "best-fit",
     last_turn_only: bool = False,
-    watch: Callable[[Rendered], object] | None = None,
     progress: Callable[[int, int], None] | None = None,
 ) -> PreparedData:
     """Render conversations, pack them into blocks of `block_tokens` tokens and write `out_dir`, whole or not at all.
 
     A folder that already holds prepared data is replaced. `packing` is "best-fit", or "pad" for one document a block,
-    padded to the longest of a batch. `source` goes into the manifest as it is; `watch` sees every document;
-    `progress(rows, tokens)` is called as rows are rendered.
+    padded to the longest of a batch. `source` goes into the manifest as it is; `progress(rows, tokens)` is called as
+    rows are rendered.
 
     Raises:
         ValueError: a block too short to train on; no conversations; nothing trainable; `out_dir` holds other files.
@@ -76,8 +75,6 @@ def prepare(
         with rarely_collected():
             for document in render(counted(), report):
                 writer.add(document)
-                if watch is not None:
-                    watch(document)
         if not writer.trained:
             raise ValueError(
                 f"nothing to train on: {rows} conversations gave {len(writer.lengths)} documents with no trainable "

@@ -4,11 +4,11 @@ The steps, in their order; the first that drops a conversation is the one that i
 
 1. roles and contents: roles by a table (`roles`, `unknown_roles`), contents that are text, half emoji replaced;
 2. texts: HTML (`html`), escaped Markdown (`escaped_markdown`);
-3. exchanges: leading assistant turns and trailing user turns (`leading_assistant`, `trailing_user`), neighbours of one
-   role (`non_alternating`), empty messages (`empty`);
+3. exchanges: leading assistant turns and trailing user turns are cut, and empty messages with their question or answer;
+   neighbours of one role (`non_alternating`);
 4. what is said: refusals of the service (`drop_blocked`), length (`min_exchanges`, `min_characters`);
 5. duplicates of a conversation that was kept (`duplicates`);
-6. language (`languages`, `drop_languages`);
+6. language (`languages`);
 7. contamination with evaluation texts (`contamination`, `contamination_words`).
 
 A row of bare text is no dialogue: steps 3 and `min_exchanges` ask for nothing but that it is not empty.
@@ -62,11 +62,10 @@ class Cleaner:
     def __init__(self, cleaning: Cleaning, report: CorpusReport, evaluation_texts: Iterable[str] = ()) -> None:
         self.cleaning = cleaning
         self.report = report
-        self._roles = ROLES | dict(cleaning.roles)
+        self._roles = ROLES | cleaning.roles
         self._seen: set[int] = set()
         self._rewrites = cleaning.html != "keep" or cleaning.escaped_markdown != "keep"
-        wanted = (*cleaning.languages, *cleaning.drop_languages)
-        self._language = _language_identifier(wanted) if wanted else None
+        self._language = _language_identifier(cleaning.languages) if cleaning.languages else None
         texts = list(evaluation_texts)
         if bool(texts) != bool(cleaning.contamination):
             named = ", ".join(cleaning.contamination) or "no set"
@@ -153,34 +152,23 @@ class Cleaner:
                 changes.add("empty messages cut")
             else:
                 yield "system", self._merged(texts, changes)
-        runs = self._trimmed(runs, changes)
+        if runs and runs[0][0] == "assistant":  # nothing asked for it
+            changes.add("leading assistant turns cut")
+            runs = runs[1:]
+        if runs and runs[-1][0] == "user":  # nothing answers it
+            changes.add("trailing user turns cut")
+            runs = runs[:-1]
         if any(role != ("user", "assistant")[i % 2] for i, (role, _) in enumerate(runs)):
             raise _DroppedError("roles do not alternate")  # a system message in between
         merged = [self._merged(texts, changes) for _, texts in runs]
         exchanges = [pair for pair in zip(merged[::2], merged[1::2], strict=True) if not any(map(_blank, pair))]
         if 2 * len(exchanges) < len(runs):
             changes.add("empty messages cut")
-        if self.cleaning.empty == "drop" and "empty messages cut" in changes:
-            raise _DroppedError("empty messages")
         if not exchanges:
             raise _DroppedError("no whole exchange")
         for question, answer in exchanges:
             yield "user", question
             yield "assistant", answer
-
-    def _trimmed(self, runs: list[Any], changes: set[str]) -> list[Any]:
-        """Without leading assistant turns (nothing asked for them) and trailing user turns (nothing answers them)."""
-        if runs and runs[0][0] == "assistant":
-            if self.cleaning.leading_assistant == "drop":
-                raise _DroppedError("leading assistant turns")
-            changes.add("leading assistant turns cut")
-            runs = runs[1:]
-        if runs and runs[-1][0] == "user":
-            if self.cleaning.trailing_user == "drop":
-                raise _DroppedError("trailing user turns")
-            changes.add("trailing user turns cut")
-            runs = runs[:-1]
-        return runs
 
     def _merged(self, texts: list[str], changes: set[str]) -> str:
         if len(texts) > 1:
@@ -206,7 +194,7 @@ class Cleaner:
                 raise _DroppedError(f"duplicate {kind.replace('-', ' ')}")
         if self._language is not None:
             language = self._language(_sample(turns))
-            if language in cleaning.drop_languages or (cleaning.languages and language not in cleaning.languages):
+            if language not in cleaning.languages:
                 raise _DroppedError(f"language {language}")
         if self._evaluation is not None:
             asked = [turn.text for turn in turns if turn.role == "user"] or [turns[0].text]

@@ -1,17 +1,15 @@
 """Checks rendered documents against the conversations they came from: is what is trained what the assistant said?
 
-`Linter.check` decodes the pieces between special tokens and compares them with conversation and template;
-`Linter.count` looks at ids and spans alone.
+Texts between special tokens are decoded, and compared with conversation and template.
 """
 
 from __future__ import annotations
 
 import re
-from bisect import bisect_left
 from collections import Counter
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, field
-from itertools import groupby, zip_longest
+from itertools import pairwise
 from typing import Any
 
 import numpy as np
@@ -21,18 +19,11 @@ from .render import Rendered
 from .templates import Template
 
 NOTHING_TRAINED = "nothing trained"
-EVERYTHING_TRAINED = "everything trained"  # but for a first token, which nothing predicts; right for bare text alone
-USER_TEXT_TRAINED = "user text trained"  # or the template's, or the system's: whatever the assistant did not say
-ANSWER_DIFFERS = "answer differs"  # an answer is not trained whole, or is not the conversation's
-MISSING_END = "missing end of turn"  # the end of an answer that was not cut is not there, or not trained
-SPECIAL_TOKEN_INSIDE = "special token inside a message"
-OUTSIDE_VOCABULARY = "token outside the vocabulary"
+ANSWER_DIFFERS = "answer differs"  # what is trained is not the conversation's answers, each whole with its end of turn
 CONTEXT_DIFFERS = "context differs"  # around right answers stands something else than questions and template
+OUTSIDE_VOCABULARY = "token outside the vocabulary"
 BROKEN_SPANS = "broken spans"  # empty, overlapping, out of order or outside the document
-FAULTS = (
-    NOTHING_TRAINED, EVERYTHING_TRAINED, USER_TEXT_TRAINED, ANSWER_DIFFERS, MISSING_END, SPECIAL_TOKEN_INSIDE,
-    OUTSIDE_VOCABULARY, CONTEXT_DIFFERS, BROKEN_SPANS,
-)  # fmt: skip
+FAULTS = (NOTHING_TRAINED, ANSWER_DIFFERS, CONTEXT_DIFFERS, OUTSIDE_VOCABULARY, BROKEN_SPANS)
 ANSWER_CUT = "answer cut"
 QUESTION_CUT = "question cut"
 SPECIAL_TOKEN_TEXT = "special-token text"  # such as "</s>" in what a user typed, which stays text
@@ -40,69 +31,41 @@ EMPTY_ANSWER = "empty answer"
 NOTICES = (ANSWER_CUT, QUESTION_CUT, SPECIAL_TOKEN_TEXT, EMPTY_ANSWER)
 
 UNKNOWN = "\N{REPLACEMENT CHARACTER}"
-_BYTE = re.compile(r"<0x[0-9A-F]{2}>")
-_EXAMPLE_IDS = 5
-_START, _END = -1, -2  # marks where a trained stretch begins and ends, beside ids of special tokens
 _TOKEN = 16  # characters that a token may hold
+
+Stretch = list[Any]
+"""What stands between two borders of what is trained: a text, a special token's id, a text, an id … a text."""
 
 
 @dataclass(slots=True)
 class LintReport:
-    """What was found in documents. `clean` of them have no fault; notices are counted, and are no faults.
-
-    `examples` holds the ids of the first five conversations of each finding.
-    """
+    """What was found in documents. `clean` of them have no fault; notices are counted, and are no faults."""
 
     documents: int = 0
     tokens: int = 0
     trained_tokens: int = 0
     clean: int = 0
     findings: Counter[str] = field(default_factory=Counter)
-    examples: dict[str, list[str]] = field(default_factory=dict)
 
     def add(self, document: Rendered, findings: Sequence[str]) -> None:
         """Count one document with its findings."""
         self.documents += 1
         self.tokens += len(document.ids)
-        if BROKEN_SPANS in findings:
-            self.trained_tokens += int(document.trainable().sum())
-        else:
-            self.trained_tokens += sum([end - start for start, end in document.spans])
-        self.clean += not (findings and any(name in FAULTS for name in findings))
-        for name in findings:
-            self.findings[name] += 1
-            ids = self.examples.setdefault(name, [])
-            if len(ids) < _EXAMPLE_IDS and document.conversation.id not in ids:
-                ids.append(document.conversation.id)
+        self.trained_tokens += int(document.trainable().sum())
+        self.clean += not set(FAULTS).intersection(findings)
+        self.findings.update(findings)
 
     def failures(self, min_clean_share: float, min_trained_share: float) -> list[str]:
         """What lies below its floor, a message each with both numbers; [] where all is well."""
         messages = []
-        for title, name, floor, part, whole in (
-            ("documents without faults", "min_clean_share", min_clean_share, self.clean, self.documents),
-            ("trained tokens", "min_trained_share", min_trained_share, self.trained_tokens, self.tokens),
+        for title, floor, part, whole in (
+            ("documents without faults", min_clean_share, self.clean, self.documents),
+            ("trained tokens", min_trained_share, self.trained_tokens, self.tokens),
         ):
-            if not 0.0 <= floor <= 1.0:
-                raise ValueError(f"{name} is {floor}, expected a share between 0 and 1")
             if part < floor * whole or (not whole and floor > 0):
                 share = f"{100 * part / whole:.6g} % ({part:,} of {whole:,})" if whole else "there are no documents"
                 messages.append(f"{title}: {share}, the floor is {100 * floor:.6g} %")
         return messages
-
-    def as_dict(self) -> dict[str, Any]:
-        """Plain dictionaries and numbers, ready for JSON."""
-        counts: dict[str, Any] = {
-            "documents": self.documents,
-            "tokens": self.tokens,
-            "trained_tokens": self.trained_tokens,
-            "trained_share": self.trained_tokens / self.tokens if self.tokens else None,
-            "clean": self.clean,
-            "clean_share": self.clean / self.documents if self.documents else None,
-        }
-        for kind, known in (("faults", FAULTS), ("notices", NOTICES)):
-            found = [name for name in known if self.findings[name]]
-            counts[kind] = {n: {"documents": self.findings[n], "examples": list(self.examples[n])} for n in found}
-        return counts
 
     def summary(self) -> str:
         """One line: `120 documents, 90,112 tokens, 61.0 % trained; 2 documents with faults (2 answer differs); …`."""
@@ -114,39 +77,8 @@ class LintReport:
             parts.append(f"notices{self._listed(NOTICES)}")
         return "; ".join(parts)
 
-    def _listed(self, names: Iterable[str]) -> str:
+    def _listed(self, names: Sequence[str]) -> str:
         return " (" + ", ".join(f"{self.findings[n]:,} {n}" for n in names if self.findings[n]) + ")"
-
-
-@dataclass(slots=True)
-class _Sketch:
-    """A document as texts with marks between them (ids of special tokens, `_START` and `_END` of what is trained). The
-    first question is in texts[question[0]], behind question[1] characters; `cut`: what a cut answer may read."""
-
-    marks: list[int] = field(default_factory=list)
-    texts: list[str] = field(default_factory=lambda: [""])
-    question: tuple[int, int] = (0, 0)
-    cut: tuple[str, ...] = ()
-
-    def add(self, *parts: str | int) -> None:
-        for part in parts:
-            if isinstance(part, str):
-                self.texts[-1] += part
-            else:
-                self.marks.append(part)
-                self.texts.append("")
-
-    def specials(self) -> Counter[int]:
-        return Counter(mark for mark in self.marks if mark >= 0)
-
-    def stretches(self) -> list[str]:
-        """Texts without special tokens, by turns not trained and trained."""
-        found = [""]
-        for text, mark in zip_longest(self.texts, self.marks, fillvalue=0):
-            found[-1] += str(text)
-            if mark in (_START, _END):
-                found.append("")
-        return found
 
 
 class Linter:
@@ -162,8 +94,7 @@ class Linter:
         self.report = LintReport()
         self._tokenizer, self._template = tokenizer, template
         self._decoder = PieceDecoder(tokenizer)
-        self._vocabulary = vocabulary_size(tokenizer)
-        self._special = special_flags(tokenizer)
+        self._special = special_flags(tokenizer).tolist()
         added = tokenizer.added_tokens_decoder.items()
         strings = sorted((token.content for i, token in added if self._special[i]), key=len, reverse=True)
         self._strings = re.compile("(" + ("|".join(map(re.escape, strings)) or r"(?!)") + ")")
@@ -175,210 +106,140 @@ class Linter:
         self._end, self._after = self._constant(template.end), self._constant(template.after)
         if not self._end or not isinstance(self._end[-1], int):
             raise ValueError(f"template {template.name} ends an answer with {template.end!r}, not with a special token")
-        self._closing: int = self._end[-1]
         self._start, self._next = self._constant(template.start), self._constant(template.next)
         self._system = [self._constant(text) for text in template.system or ()]
-        self._least_context = min(2, len(self._bos + self._start + self._middle))
         self._first: list[Rendered] = []
         self._found: dict[bool, Rendered] = {}
 
     def check(self, document: Rendered) -> tuple[str, ...]:
-        """All findings of one document, from `FAULTS` and `NOTICES`; its pieces are decoded."""
-        findings = self._at_a_glance(document)
-        if not findings:
-            actual = self._sketch_of(document)
-            findings = self._bare_faults(document, actual) if _is_bare(document) else self._faults(document, actual)
-            if any(self._strings.search(text) for text in actual.texts):
-                findings.append(SPECIAL_TOKEN_TEXT)
-            if not _is_bare(document) and not all(text.strip() for text in actual.stretches()[1::2]):
-                findings.append(EMPTY_ANSWER)
-        return self._record(document, findings)
-
-    def count(self, document: Rendered) -> tuple[str, ...]:
-        """The findings of one document that its ids and spans show by themselves; nothing is decoded."""
-        findings = self._at_a_glance(document)
-        if not findings:
-            positions = self._special.take(document.ids).nonzero()[0].tolist()
-            uncut, missing, inside = len(document.spans) - document.answer_cut, False, False
-            for number, (start, end) in enumerate(document.spans):
-                closed = number < uncut and document.ids[end - 1] == self._closing
-                missing |= number < uncut and not closed
-                inside |= bisect_left(positions, end - closed) > bisect_left(positions, start)
-            if missing and not _is_bare(document):
-                findings.append(MISSING_END)
-            if inside:
-                findings.append(SPECIAL_TOKEN_INSIDE)
-        return self._record(document, findings)
+        """All findings of one document, from `FAULTS` and `NOTICES`."""
+        turns = document.conversation.turns
+        fault = self._broken(document)
+        if fault is None:
+            fault = self._bare_fault(document) if len(turns) == 1 else self._fault(document)
+        noticed = {
+            ANSWER_CUT: document.answer_cut,
+            QUESTION_CUT: document.question_cut,
+            SPECIAL_TOKEN_TEXT: any(self._strings.search(turn.text) for turn in turns),
+            EMPTY_ANSWER: any(turn.role == "assistant" and not turn.text.strip() for turn in turns),
+        }
+        findings = ([] if fault is None else [fault]) + [name for name, there in noticed.items() if there]
+        self.report.add(document, findings)
+        if len(self._first) < 3:
+            self._first.append(document)
+        if findings:
+            self._found.setdefault(fault is not None, document)
+        return tuple(findings)
 
     def examples(self) -> list[Rendered]:
         """Up to three of the documents seen: the first with a fault, the first with a notice, the first ones."""
         shown = [self._found[is_fault] for is_fault in (True, False) if is_fault in self._found]
         return list({id(document): document for document in (*shown, *self._first)}.values())[:3]
 
-    def _record(self, document: Rendered, findings: list[str]) -> tuple[str, ...]:
-        findings += [ANSWER_CUT] * document.answer_cut + [QUESTION_CUT] * document.question_cut
-        self.report.add(document, findings)
-        if len(self._first) < 3:
-            self._first.append(document)
-        if findings:
-            self._found.setdefault(any(name in FAULTS for name in findings), document)
-        return tuple(findings)
+    def _broken(self, document: Rendered) -> str | None:
+        """What ids and spans show by themselves."""
+        if len(document.ids) and (document.ids.min() < 0 or document.ids.max() >= len(self._special)):
+            return OUTSIDE_VOCABULARY
+        edges = [edge for span in document.spans for edge in span]
+        if not edges:
+            return NOTHING_TRAINED
+        ascend = all(one < other for one, other in pairwise(edges))
+        return None if ascend and edges[0] >= 0 and edges[-1] <= len(document.ids) else BROKEN_SPANS
 
-    def _at_a_glance(self, document: Rendered) -> list[str]:
-        ids, spans, length = document.ids, document.spans, len(document.ids)
-        bare = _is_bare(document)
-        if length and (ids.min() < 0 or ids.max() >= self._vocabulary):
-            return [OUTSIDE_VOCABULARY]
-        trained = before = 0
-        for start, end in spans:
-            if not before <= start < end <= length or start == before > 0:
-                # of one token of bare text, nothing is left to train on
-                return [] if bare and length == start == end == 1 else [BROKEN_SPANS]
-            trained += end - start
-            before = end
-        if not trained:
-            return [NOTHING_TRAINED]
-        if not bare and length - trained < self._least_context:
-            return [EVERYTHING_TRAINED]
-        return []
-
-    def _faults(self, document: Rendered, actual: _Sketch) -> list[str]:
+    def _fault(self, document: Rendered) -> str | None:
         """Of a conversation's document."""
-        turns = document.conversation.turns
+        turns, spans = document.conversation.turns, len(document.spans)
         left = (len(turns) - (turns[0].role == "system")) // 2 - document.first
-        spans = len(document.spans)
-        if not 0 <= document.first < document.first + left:
-            return [ANSWER_DIFFERS]
-        expected = self._expected(document, min(spans, left))
-        if self._same(document, actual, expected):
-            return []
-        # of a conversation's last turn alone the earlier exchanges are context
-        if spans == 1 < left and self._same(document, actual, self._expected(document, left, last_only=True)):
-            return []
-        return self._named(document, actual, expected)
+        if spans > left:
+            return ANSWER_DIFFERS
+        actual = self._read(document)
+        fault = self._difference(document, actual, self._expected(document, spans, last_only=False))
+        if fault is not None and spans == 1 < left:  # of the last turn alone the earlier exchanges are context
+            whole = self._difference(document, actual, self._expected(document, left, last_only=True))
+            return fault if whole is not None else None
+        return fault
 
-    def _bare_faults(self, document: Rendered, actual: _Sketch) -> list[str]:
+    def _bare_fault(self, document: Rendered) -> str | None:
         """Of a part of a bare text: it may begin and end anywhere, but is trained whole."""
-        faults = []
-        ids = document.ids
-        said = self._decoder.decode([ids[~self._special[ids]].tolist()])[0].strip(UNKNOWN)
-        text = document.conversation.turns[0].text
-        text = text.strip() if self._template.strips[1] else text
-        known = said in text or said.removeprefix(" ") in text
-        whole = len(document.spans) == 1 and document.spans[0][0] <= 1 and document.spans[0][1] == len(ids)
-        if not whole or not (known or _squashed(said) in _squashed(self._decoder.round_trip(text))):
-            faults.append(ANSWER_DIFFERS)
-        right = self._bos + [self._closing] * int(ids[-1] == self._closing)
-        if ids[self._special[ids]].tolist() != right:
-            faults.append(SPECIAL_TOKEN_INSIDE)
-        return faults
+        before, *trained = self._read(document)
+        said, text = "".join(map(str, trained[0][::2])).strip(UNKNOWN), document.conversation.turns[0].text
+        known = any(_squashed(said) in _squashed(whole) for whole in (text, self._decoder.round_trip(text)))
+        whole = len(document.spans) == 1 and trained[0][1:] in ([], [self._end[-1], ""]) and trained[1] == [""]
+        return None if known and whole and before == _merged(self._bos) else ANSWER_DIFFERS
 
-    def _sketch_of(self, document: Rendered) -> _Sketch:
-        """What stands in a document."""
+    def _read(self, document: Rendered) -> list[Stretch]:
+        """What stands in a document: by turns not trained and trained."""
         ids = document.ids.tolist()
-        positions = np.flatnonzero(self._special[document.ids]).tolist()
-        marks = [(position, 2, ids[position], position + 1) for position in positions]
-        for start, end in document.spans:
-            marks += [(start, 1, _START, start), (end, 0, _END, end)]
-        marks.sort()
-        pieces, at = [], 0
-        for position, _, _, following in marks:
-            pieces.append(ids[at:position])
-            at = following
-        pieces.append(ids[at:])
-        sketch = _Sketch([mark for _, _, mark, _ in marks], self._decoder.decode(pieces))
-        if document.answer_cut or document.question_cut:
-            for number, text in enumerate(sketch.texts):
-                if UNKNOWN in text:
-                    sketch.texts[number] = self._decoder.careful(pieces[number])
-        if document.answer_cut:
-            answer = sketch.texts[sketch.marks.index(_START) + 1]
-            sketch.cut = (answer, answer.removesuffix(UNKNOWN))
-        return sketch
+        stretches: list[Stretch] = []
+        for start, end in pairwise([0, *(edge for span in document.spans for edge in span), len(ids)]):
+            stretch: Stretch = [[]]
+            for number in ids[start:end]:
+                if self._special[number]:
+                    stretch += [number, []]
+                else:
+                    stretch[-1].append(number)
+            stretches.append(stretch)
+        texts = iter(self._decoder.decode([piece for stretch in stretches for piece in stretch[::2]]))
+        return [[part if i % 2 else next(texts) for i, part in enumerate(stretch)] for stretch in stretches]
 
-    def _expected(self, document: Rendered, exchanges: int, *, last_only: bool = False) -> _Sketch:
-        """What must stand in a document of so many exchanges."""
-        template, conversation = self._template, document.conversation
-        system, questions, answers = _messages(conversation, template)
-        sketch = _Sketch()
-        sketch.add(*self._bos)
+    def _expected(self, document: Rendered, exchanges: int, *, last_only: bool) -> tuple[list[Stretch], int, int]:
+        """What must stand in a document of so many exchanges; and where its first question is: in which text of the
+        first stretch, behind how many characters."""
+        template = self._template
+        system, questions, answers = _messages(document.conversation, template)
+        context: list[str | int] = list(self._bos)
+        stretches: list[list[str | int]] = []
         if system is None or not self._system:
-            sketch.add(*self._start)
+            context += self._start
         else:
-            sketch.add(*self._system[0], system, *self._system[1])
-        sketch.question = (len(sketch.marks), len(sketch.texts[-1].rstrip()))
-        last = document.first + exchanges - 1
+            context += [*self._system[0], system, *self._system[1]]
+        end = self._end[:-1] if document.answer_cut else self._end
+        last, lead = document.first + exchanges - 1, _merged(context)
         for number in range(document.first, last + 1):
             if number > document.first:
-                sketch.add(*self._after, *self._next)
+                context += [*self._after, *self._next]
             if number == 0 and system is not None and not self._system:
-                sketch.add(system + "\n\n")
-            sketch.add(questions[number], *self._middle)
-            trained = number == last or not last_only
-            answer = [self._space + answers[number], *(self._end[:-1] if document.answer_cut else self._end)]
-            sketch.add(*([_START, *answer, _END] if trained else answer))
-        if not document.answer_cut:
-            sketch.add(*self._after)
-        return sketch
-
-    def _same(self, document: Rendered, actual: _Sketch, expected: _Sketch) -> bool:
-        """Whether the marks are equal and each text is right; what follows the last answer may be cut."""
-        end = len(expected.marks) - expected.marks[::-1].index(_END)
-        marks, rest = actual.marks, len(actual.marks)
-        if rest < end or marks[:end] != expected.marks[:end] or marks[end:] != expected.marks[end:rest]:
-            return False
-        trained = False
-        for number, (said, text) in enumerate(zip(actual.texts, expected.texts, strict=False)):
-            trained = trained or marks[number - 1 : number] == [_START]
-            if trained:
-                right = self._right_answer(said, text, actual.cut)
-            elif number == rest:
-                right = text.strip().startswith(said.strip())
+                context.append(system + "\n\n")
+            context += [questions[number], *self._middle]
+            answer = [self._space + answers[number], *end]
+            if last_only and number < last:
+                context += answer
             else:
-                cut = document.question_cut and number == expected.question[0]
-                right = self._right_context(said, text, expected.question[1] if cut else None)
-            if not right:
-                return False
-            trained = trained and marks[number] != _END
-        return True
+                stretches += [context, answer]
+                context = []
+        stretches.append([] if document.answer_cut else self._after)
+        return [_merged(parts) for parts in stretches], len(lead) - 1, len(_squashed(lead[-1]))
 
-    def _right_answer(self, said: str, text: str, cut: tuple[str, ...]) -> bool:
-        # some tokenizers put a space of their own before a text, or leave out a space before nothing
-        if said in (text, f" {text}") or (text == " " and not said):
-            return True
-        if any(f" {text}".startswith((reading, f" {reading}")) for reading in cut):
-            return True
-        return any(self._right_if_lossy(reading, text, None, bool(cut)) for reading in cut or (said,))
+    def _difference(
+        self, document: Rendered, actual: list[Stretch], expected: tuple[list[Stretch], int, int]
+    ) -> str | None:
+        stretches, question, head = expected
+        wrong = []
+        for index, (said, right) in enumerate(zip(actual, stretches, strict=True)):
+            # what follows the last answer may be cut
+            beginning = (index == 1 and document.answer_cut) or index == len(actual) - 1
+            if said[1::2] != (right[1 : len(said) : 2] if beginning else right[1::2]):
+                wrong.append(index)
+                continue
+            for place, (one, text) in enumerate(zip(said, right, strict=False)):
+                cut = head if document.question_cut and (index, place) == (0, question) else None
+                if place % 2 == 0 and not self._is_right(one, text, beginning, cut):
+                    wrong.append(index)
+        if not wrong:
+            return None
+        return ANSWER_DIFFERS if any(index % 2 for index in wrong) else CONTEXT_DIFFERS
 
-    def _right_context(self, said: str, text: str, head: int | None) -> bool:
-        """Whether white space around it apart `said` is `text`; less a part behind `head` characters if not None."""
+    def _is_right(self, said: str, text: str, beginning: bool, cut: int | None) -> bool:
+        """Whether `said` is `text`, but for white space around it, or what the tokenizer makes of it (normal forms,
+        unknown characters); or its beginning, or all but a stretch behind `cut` characters."""
         if said.strip() == text.strip():
             return True
-        if head is not None and _less_a_part(said.strip(), text.strip(), head - (len(text) - len(text.lstrip()))):
-            return True
-        return self._right_if_lossy(said, text, head, False)
-
-    def _right_if_lossy(self, said: str, text: str, head: int | None, beginning: bool) -> bool:
-        """For tokenizers that change texts (normal forms, unknown characters): is it `text` as these say it?"""
-        heard, whole, said = _squashed(self._decoder.round_trip(text)), _squashed(text), _squashed(said)
-        if heard == whole:
-            return False
+        plain, heard, said = _squashed(text), _squashed(self._decoder.round_trip(text)), _squashed(said)
         if beginning:
-            return heard.startswith(said)
-        return said == heard or (head is not None and _less_a_part(said, heard, None))
-
-    def _named(self, document: Rendered, actual: _Sketch, expected: _Sketch) -> list[str]:
-        """The names of what is wrong."""
-        found: set[str] = set()
-        for said, text in zip_longest(actual.stretches()[1::2], expected.stretches()[1::2], fillvalue=""):
-            if not self._right_answer(said, text, actual.cut):
-                found.add(USER_TEXT_TRAINED if len(said) > len(text) and text.strip() in said else ANSWER_DIFFERS)
-        uncut = document.spans[: len(document.spans) - document.answer_cut]
-        if any(document.ids[end - 1] != self._closing for _, end in uncut):
-            found.add(MISSING_END)
-        if actual.specials() - expected.specials():
-            found.add(SPECIAL_TOKEN_INSIDE)
-        return [name for name in FAULTS if name in found] or [CONTEXT_DIFFERS]
+            return any(whole.startswith(said.rstrip(UNKNOWN)) for whole in (plain, heard))
+        if cut is not None:
+            return _less_a_part(said, plain, cut) or _less_a_part(said, heard, cut)
+        return said == heard != plain
 
     def _constant(self, text: str) -> list[str | int]:
         """A template's text with its special tokens as ids."""
@@ -403,21 +264,6 @@ class PieceDecoder:
     def decode(self, pieces: list[list[int]]) -> list[str]:
         """The text of each piece."""
         return [text.removeprefix(self._anchor_text) for text in self._plain([self._anchor + ids for ids in pieces])]
-
-    def careful(self, ids: list[int]) -> str:
-        """The text of a piece that may begin or end inside a character.
-
-        A decoder gives up all of a row of byte tokens ("<0xE4>") for one broken character; here only that is lost.
-        """
-        tokens = zip(map(str, self._tokenizer.convert_ids_to_tokens(ids)), ids, strict=True)
-        texts = []
-        for is_byte, group in groupby(tokens, lambda pair: _BYTE.fullmatch(pair[0]) is not None):
-            members = list(group)
-            if is_byte:
-                texts.append(bytes(int(token[3:5], 16) for token, _ in members).decode("utf-8", "replace"))
-            else:
-                texts += self.decode([[number for _, number in members]])
-        return "".join(texts)
 
     def round_trip(self, text: str) -> str:
         """A text as the tokenizer gives it back, which may change texts (normal forms, unknown words)."""
@@ -447,10 +293,6 @@ def special_flags(tokenizer: Any) -> np.ndarray:
     return flags
 
 
-def _is_bare(document: Rendered) -> bool:
-    return len(document.conversation.turns) == 1
-
-
 def _messages(conversation: Conversation, template: Template) -> tuple[str | None, list[str], list[str]]:
     """System text, questions and answers as the template writes them."""
     turns = conversation.turns
@@ -465,16 +307,22 @@ def _messages(conversation: Conversation, template: Template) -> tuple[str | Non
     return system, questions, answers
 
 
-def _less_a_part(said: str, text: str, head: int | None) -> bool:
-    """Whether `said` is `text` with a stretch left out behind its first `head` characters, or anywhere with None.
-
-    Half a character there is let pass, and the rest of a token that begins in the head.
-    """
+def _less_a_part(said: str, text: str, head: int) -> bool:
+    """Whether `said` is `text` with a stretch left out behind its first `head` characters and the rest of a token that
+    begins in them; half a character there may be lost."""
     same = next((i for i, (a, b) in enumerate(zip(said, text, strict=False)) if a != b), min(len(said), len(text)))
-    if head is None:
-        return text.endswith(said[same:].lstrip(UNKNOWN))
-    rests = (said[start:].lstrip(UNKNOWN + " \n") for start in range(head, min(same, head + _TOKEN) + 1))
-    return any(text.endswith(rest) for rest in rests)
+    starts = range(min(same, head), min(same, head + _TOKEN) + 1)
+    return any(text.endswith(said[start:].lstrip(UNKNOWN)) for start in starts)
+
+
+def _merged(parts: Sequence[str | int]) -> Stretch:
+    stretch: Stretch = [""]
+    for part in parts:
+        if isinstance(part, str):
+            stretch[-1] += part
+        else:
+            stretch += [part, ""]
+    return stretch
 
 
 def _squashed(text: str) -> str:

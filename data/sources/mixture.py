@@ -44,17 +44,9 @@ def hashed_share(name: str) -> float:
     return int.from_bytes(hashlib.sha256(name.encode()).digest()[:8], "big") / 2**64
 
 
-def pass_shares(weight: float) -> list[float]:
-    """Of each pass through a corpus of this weight the share of its rows that is used: 2.25 gives 1, 1 and 0.25."""
-    whole, rest = divmod(weight, 1)
-    return [1.0] * int(whole) + [rest] * (rest > 0)
-
-
-def is_used(conversation: Conversation, share: float, seed: int) -> bool:
-    """Whether a pass that uses a share of the rows uses this one."""
-    return share == 1 or hashed_share(f"{seed} {conversation.id}") < share
-
-
 def _passes(part: Part, seed: int) -> Iterator[Conversation]:
-    for number, share in enumerate(pass_shares(part.weight)):
-        yield from (row for row in part.open_pass(number) if is_used(row, share, seed))
+    whole, rest = divmod(part.weight, 1)
+    for number, share in enumerate([1.0] * int(whole) + [rest] * (rest > 0)):
+        for row in part.open_pass(number):
+            if share == 1 or hashed_share(f"{seed} {row.id}") < share:
+                yield row

@@ -130,7 +130,7 @@ def check_out(out: Path, recipe: TrainingRecipe) -> None:
         recorded = parse_recipe(dict(recorded), "artifact.json").model_dump(mode="json")
     mine = to_json_safe(recipe.model_dump(mode="json"))  # secrets do not stand in manifests either
     ignored = _NO_EFFECT_ON_TABLES if recipe.kind == "table" else set()
-    for key, difference in _differences(to_json_safe(recorded), mine):
+    for key, difference in differences(to_json_safe(recorded), mine):
         if key not in ignored:
             raise ValueError(
                 f"{out} holds the artifact of another recipe ({key}: {difference}): choose another `out`, or delete "
@@ -142,11 +142,11 @@ def check_out(out: Path, recipe: TrainingRecipe) -> None:
         raise ValueError(f"{out} was made for another model than the one that stands at {folder} now: delete {out}")
 
 
-def _differences(theirs: Any, mine: Any, key: str = "") -> Iterator[tuple[str, str]]:
+def differences(theirs: Any, mine: Any, key: str = "") -> Iterator[tuple[str, str]]:
     """Dotted keys of what differs, with both values."""
     if isinstance(theirs, dict) and isinstance(mine, dict):
         for name in sorted(theirs.keys() | mine.keys()):
-            yield from _differences(theirs.get(name), mine.get(name), f"{key}.{name}" if key else name)
+            yield from differences(theirs.get(name), mine.get(name), f"{key}.{name}" if key else name)
     elif theirs != mine:
         yield key, f"{theirs!r} there, {mine!r} here"
 

@@ -24,7 +24,7 @@ from ...data.blocks.prepared import SCHEMA, PreparedData, padding_id, prepare
 from ...data.blocks.stream import StreamedData
 from ...data.cleaning.options import Cleaning
 from ...data.conversations import Conversation, CorpusReport, write_conversations
-from ...data.rendering.lint import Linter, LintReport, PieceDecoder, special_flags, vocabulary_size
+from ...data.rendering.lint import Linter, PieceDecoder, special_flags, vocabulary_size
 from ...data.rendering.render import Rendered, Renderer
 from ...data.rendering.templates import get_template
 from ...data.sources.files import data_files
@@ -78,10 +78,13 @@ def prepare_data(section: DataSection, tokenizer: Any, *, seed: int = 0, quiet: 
     report = json.loads((folder / "report.json").read_text(encoding="utf-8"))
     heldout = PreparedData.load(folder / "heldout")
     if not section.streaming:
-        lint = LintReport(**{name: report["lint"][name] for name in ("documents", "tokens", "trained_tokens", "clean")})
-        for failure in lint.failures(section.min_clean_share, section.min_trained_share):
-            raise ValueError(f"data: {failure} (`draftsmith prepare --lint` shows rows)")
-        return Prepared(PreparedData.load(folder / "train"), heldout, folder, report)
+        train = PreparedData.load(folder / "train")
+        if (share := train.manifest["trainable_share"]) < section.min_trained_share:
+            floor = (
+                f"{share:.4%} of all tokens are trained, `data.min_trained_share` is {section.min_trained_share:.4%}"
+            )
+            raise ValueError(f"data: {floor} (`draftsmith prepare --lint` shows rows)")
+        return Prepared(train, heldout, folder, report)
     streamed = StreamedData(
         partial(_epoch, section, seed),
         tokenizer,
@@ -141,7 +144,6 @@ def colour(document: Rendered, tokenizer: Any) -> Text:
 def _prepare(section: DataSection, tokenizer: Any, identity: dict[str, Any], folder: Path) -> None:
     template = get_template(section.template, tokenizer)
     reports = [CorpusReport() for _ in section.parts()]
-    linter = Linter(tokenizer, template)
     heldout: list[Conversation] = []
     options: dict[str, Any] = {"packing": section.packing, "last_turn_only": section.last_turn_only, "source": identity}
     names = ", ".join(part.source for part in section.parts())
@@ -151,22 +153,21 @@ def _prepare(section: DataSection, tokenizer: Any, identity: dict[str, Any], fol
             rows = training_conversations(section, reports, tell=True, hold=heldout.append)
             if not section.streaming:
                 out = unfinished / "train"
-                options |= {"watch": linter.count, "progress": advance}
+                options |= {"progress": advance}
                 train = prepare(rows, tokenizer, template, section.block_tokens, out, **options)
             elif section.heldout_source is None:
                 any(len(heldout) >= section.heldout_limit for _ in rows)  # as much as is needed of a stream
         heldout = _checked_heldout(section, heldout, reports)
-        options |= {"watch": None, "progress": None}
+        options |= {"progress": None}
         prepare(heldout, tokenizer, template, section.block_tokens, unfinished / "heldout", **options)
         write_conversations(heldout, unfinished / "heldout.jsonl")
-        report = all_reports(section.parts(), reports) | {"lint": linter.report.as_dict()}
+        report = all_reports(section.parts(), reports)
         atomic_text(unfinished / "report.json", json.dumps(report, indent=2) + "\n")
     for part, corpus in zip(section.parts(), reports, strict=True):
         log(f"data: {part.source}: {corpus.summary()}")
     if train is None:
         log(f"data: streaming, {len(heldout)} held out")
         return
-    log(f"data: {linter.report.summary()}")
     numbers = train.manifest
     log(
         f"data: {numbers['tokens']:,} tokens in {numbers['blocks']:,} blocks of {section.block_tokens} "
@@ -209,14 +210,16 @@ def training_conversations(
     tell: bool,
     hold: Callable[[Conversation], None] | None = None,
     seed: int = 0,
+    shard: tuple[int, int] = (0, 1),
 ) -> Iterator[Conversation]:
     """The conversations to train on, always the same in the same order (`seed` orders a mixture): cleaned, and without
-    those held out, which `hold` gets. `reports`, one a corpus, are filled; `tell` logs in which form each was found."""
+    those held out, which `hold` gets. `reports`, one a corpus, are filled; `tell` logs in which form each was found;
+    `shard` chooses among the rows of each corpus, see `open_dialogues`."""
 
     def open_pass(part: SourceSection, report: CorpusReport, number: int) -> Iterator[Conversation]:
         # a later pass over the same rows is not counted again
-        on_form = partial(say_form, part) if tell and number == 0 else None
-        for conversation in read_part(section, part, report if number == 0 else CorpusReport(), on_form):
+        on_form = partial(_log_form, part) if tell and number == 0 else None
+        for conversation in read_part(section, part, report if number == 0 else CorpusReport(), on_form, shard):
             if not is_held_out(section, conversation):
                 yield conversation
             elif hold is not None and number == 0:
@@ -249,7 +252,7 @@ def read_part(
     )
 
 
-def say_form(part: SourceSection, form: str) -> None:
+def _log_form(part: SourceSection, form: str) -> None:
     """Log in which form a corpus was found."""
     log(f"data: {part.source}: form {form}")
 
@@ -280,7 +283,7 @@ def _identity(section: DataSection, tokenizer: Any, ignored: set[str]) -> dict[s
     identity = {
         "schema": SCHEMA,
         "options": section.model_dump(mode="json", exclude=ignored),
-        "cleaning": asdict(Cleaning(**section.clean)),
+        "cleaning": Cleaning(**section.clean).model_dump(mode="json"),
         "template": asdict(get_template(section.template, tokenizer)),
         "sources": [_source_identity(part.path or part.source, known) for part in section.parts()],
         "heldout": _source_identity(section.heldout_source, known) if section.heldout_source else None,

@@ -2,13 +2,12 @@
 
 from __future__ import annotations
 
-import dataclasses
 from typing import Any, Literal
 
-from pydantic import BaseModel, ConfigDict, Field, model_validator
+from pydantic import BaseModel, ConfigDict, Field, ValidationError, model_validator
 
-from ...checkpoints.storage.messages import did_you_mean
 from ...data.cleaning.options import Cleaning
+from .errors import describe
 
 
 class Section(BaseModel):
@@ -19,11 +18,10 @@ class Section(BaseModel):
 
 def check_cleaning(options: dict[str, Any]) -> None:
     """Raises ValueError for an option or value that `Cleaning` does not have, with the nearest that it has."""
-    known = [field.name for field in dataclasses.fields(Cleaning)]
-    for name in options:
-        if name not in known:
-            raise ValueError(f"`clean` has no option {name!r}.{did_you_mean(name, known)}")
-    Cleaning(**options)
+    try:
+        Cleaning(**options)
+    except ValidationError as error:
+        raise ValueError("; ".join(describe(Cleaning, fault, "clean") for fault in error.errors())) from error
 
 
 class PlaceSection(Section):
@@ -85,7 +83,7 @@ class DataSection(PlaceSection):
     heldout_limit: int = Field(256, ge=1)
     """Use at most this many held-out conversations."""
     min_clean_share: float = Field(0.98, ge=0, le=1)
-    """Refuse data of which a smaller share of documents is without fault (see `draftsmith prepare --lint`)."""
+    """`draftsmith prepare --lint` fails where a smaller share of documents is without fault."""
     min_trained_share: float = Field(0.01, ge=0, le=1)
     """Refuse data of which a smaller share of tokens is trained on."""
     cache: str = "runs/prepared"

@@ -354,7 +354,7 @@ class CountSection(Section):
 
 
 class PruneSection(Section):
-    """Leave pairs out of a finished table; r of those that stay is what it was."""
+    """Leave pairs out of a table, which stays whole at `<out>-whole`; r of the pairs that are kept is what it was."""
 
     min_count: int = Field(1, ge=1)
     """Keep pairs that were seen at least so often."""
@@ -362,8 +362,8 @@ class PruneSection(Section):
     """Keep at most so many pairs a left token, the most frequent; 0: all."""
     megabytes: float | None = Field(None, gt=0)
     """Keep the most frequent pairs that fit into a file of this size."""
-    keep_whole: bool = True
-    """Also write the whole table, as an artifact of its own at `<out>-whole`: pruned counts cannot be merged."""
+    keep_whole: bool = Field(True, exclude=True)
+    """Of recipes of 0.1, and without effect: the whole table is always kept."""
 
     @model_validator(mode="after")
     def _prunes(self) -> PruneSection:

@@ -29,7 +29,7 @@ from common import finish, parser_of, processor_seconds
 from draftsmith.checkpoints.table.runs import key_dtype, write_keys
 from draftsmith.recipes.session.restart import restart_where_sorting_is_slow
 from draftsmith.train.table.counting import PairCounter
-from draftsmith.train.table.merging import counted
+from draftsmith.train.table.run_files import merge_counts
 from table_parts import load, lookup
 from table_ranks import ranks
 from table_text import text
@@ -77,10 +77,7 @@ def _counted_once(folder: Path, vocab_size: int, stream: np.ndarray, starts: np.
             counter.spill()
             done = time.perf_counter()
         used = processor_seconds() - used
-        parts = [Path(name) / f"part-{number}" for number in range(THREADS)]
-        whole = counted([Path(name) / "runs"], vocab_size)
-        whole.merge(parts)
-        whole.assemble(parts, Path(name) / "table")
+        merge_counts([Path(name) / "runs"], vocab_size, Path(name) / "table")
         seconds = {"counted": done - start, "with_table": time.perf_counter() - start, "by_cpu": used / THREADS}
     return {key: stream.size / value / 1e6 for key, value in seconds.items()}
 
@@ -116,7 +113,7 @@ import json, sys, time
 from pathlib import Path
 import numpy as np
 from draftsmith.train.table.counting import PairCounter
-from draftsmith.train.table.merging import counted
+from draftsmith.train.table.run_files import merge_counts
 VOCAB, BATCH, LENGTH = 32000, 1 << 20, 1000
 folder, tokens = Path(sys.argv[1]), int(sys.argv[2])
 def peak():
@@ -137,10 +134,7 @@ with PairCounter(VOCAB, folder / "runs") as counter:
     counter.spill()
     spilled = counter.spilled_bytes
 counting = time.perf_counter() - start
-parts = [folder / f"part-{number}" for number in range(2)]
-merged = counted([folder / "runs"], VOCAB)
-merged.merge(parts)
-merged.assemble(parts, folder / "table")
+merge_counts([folder / "runs"], VOCAB, folder / "table")
 whole = time.perf_counter() - start
 print(json.dumps({
     "peak_mb": peak(), "sec": whole, "making_sec": making,

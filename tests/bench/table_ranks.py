@@ -13,12 +13,11 @@ from __future__ import annotations
 
 import gzip
 import json
-import shutil
 import statistics
+import tempfile
 import time
 from collections.abc import Iterator
 from pathlib import Path
-from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
@@ -27,9 +26,9 @@ from draftsmith.data.conversations import CorpusReport, write_conversations
 from draftsmith.data.sources.reading import read_conversations
 from draftsmith.data.tokenizers import load_tokenizer
 from draftsmith.recipes.assemble.data import training_conversations
-from draftsmith.recipes.assemble.table.count import Job
-from draftsmith.recipes.assemble.table.state import LAUNCH
+from draftsmith.recipes.assemble.table.count import Share, count_share
 from draftsmith.recipes.schema.training import TableRecipe
+from draftsmith.train.table.counting import PairCounter
 
 from data import defaults, repeated
 
@@ -118,12 +117,14 @@ def _grouped(items: Iterator[Any], size: int) -> Iterator[list[Any]]:
 
 def count_as_first_of(recipe: TableRecipe, tokenizer: Any, world: int) -> Timed:
     """Seconds, and processor seconds, of rank 0 of `world` that counts its share and nobody else's."""
-    rank = SimpleNamespace(process_index=0, num_processes=world, is_main_process=False)
-    job = Job(recipe, rank, tokenizer, len(tokenizer))
-    shutil.rmtree(job.folder, ignore_errors=True)
-    job.folder.mkdir(parents=True)
-    (job.folder / LAUNCH).write_text(job.launch)
-    return timed(job.count)
+    with tempfile.TemporaryDirectory() as folder, PairCounter(len(tokenizer), Path(folder) / "rank") as pairs:
+
+        def count() -> None:
+            for _ in count_share(recipe, tokenizer, pairs, Share(recipe.data, 0, world, False), lambda *_: None):
+                pass
+            pairs.spill()
+
+        return timed(count)
 
 
 def read(recipe: TableRecipe) -> float:

@@ -15,7 +15,7 @@ from draftsmith.data.cleaning.cleaner import Cleaner
 from draftsmith.data.cleaning.contamination import EvaluationTexts
 from draftsmith.data.cleaning.options import Cleaning
 from draftsmith.data.conversations import Conversation, CorpusReport, Dialogue, Turn
-from draftsmith.data.rendering.lint import Linter, LintReport
+from draftsmith.data.rendering.lint import Linter
 from draftsmith.data.rendering.render import render, render_prompt
 from draftsmith.data.rendering.templates import get_template
 from draftsmith.data.sources.documentation import documentation_conversations
@@ -94,11 +94,10 @@ REFUSED: dict[str, tuple[Callable[[], Any], tuple[str, ...]]] = {
     "article-null": (lambda: adapted("cnn-dailymail", {"article": None, "highlights": ""}), (LOCATION, "`article`")),
     "pair-text": (lambda: adapted("wmt14-de-en", {"translation": "a"}), (LOCATION, "{de, en}", "str")),
     # cleaning
-    "choice": (lambda: Cleaning(empty="dorp"), ("empty", "'dorp'", "cut", "'drop'")),  # type: ignore[arg-type]
+    "choice": (lambda: Cleaning(html="dorp"), ("html", "'dorp'", "'keep'", "'drop'")),  # type: ignore[arg-type]
     "choice-of-list": (lambda: Cleaning(duplicates=["ids"]), ("duplicates", "'ids'", "'id'")),  # type: ignore
     "no-list": (lambda: Cleaning(languages="en"), ("languages", "'en'")),  # type: ignore[arg-type]
-    "both-languages": (lambda: Cleaning(languages=("en", "de"), drop_languages=("de",)), ("'de'", "`drop_languages`")),
-    "role-meaning": (lambda: Cleaning(roles={"bot": "asistant"}), ("'bot'", "'assistant'")),  # type: ignore
+    "role-meaning": (lambda: Cleaning(roles={"bot": "asistant"}), ("roles.bot", "'assistant'")),  # type: ignore
     "role-list": (lambda: Cleaning(roles=["bot"]), ("roles", "['bot']")),  # type: ignore[arg-type]
     "least": (lambda: Cleaning(min_exchanges=0), ("min_exchanges", "0", "1")),
     "number-type": (lambda: Cleaning(min_characters=1.5), ("min_characters", "1.5", "int")),  # type: ignore[arg-type]
@@ -123,7 +122,6 @@ REFUSED: dict[str, tuple[Callable[[], Any], tuple[str, ...]]] = {
     "no-question": (lambda: render_prompt(talk("user", "assistant").turns, get_template("plain"), bare_bpe()),
                     ("user, assistant",)),
     "linter-special": (lambda: Linter(bare_bpe(), get_template("chatml")), ("chatml", "<|im_end|>")),
-    "floor": (lambda: LintReport().failures(99, 0.5), ("min_clean_share", "99")),
     "own-missing": (lambda: own_template(None), ("'tokenizer'",)),
     "own-thoughts": (lambda: own_template(
         MESSAGE + "{% if loop.last and m['role'] == 'assistant' %}<think>\n\n</think>\n\n{% endif %}{{ m['content'] }}"

@@ -59,7 +59,7 @@ class PairCounter:
         self.folder.mkdir(parents=True, exist_ok=True)
         self._unlock = weakref.finalize(self, os.close, lock(self.folder))
         try:
-            index = read_index(self.folder, vocab_size, check=True)
+            index = read_index(self.folder, vocab_size)
             remove_leftovers(self.folder, index)
             self._ends_V = read_ends(self.folder, index, vocab_size)
         except BaseException:
@@ -230,9 +230,9 @@ class _Worker:
 
     def _spill(self) -> dict[str, Any]:
         name = new_name("run")
-        written = write_run(self._folder / name, self._vocab_size, merge_runs(self._runs, self._vocab_size))
+        size = write_run(self._folder / name, self._vocab_size, merge_runs(self._runs, self._vocab_size))
         self._runs, self._pairs = [], 0
-        return {"name": name} | written
+        return {"name": name, "bytes": size}
 
 
 def lock(folder: Path) -> int:

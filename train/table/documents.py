@@ -1,19 +1,16 @@
-"""From conversations to counts of neighbouring tokens: what is counted of each, and which process counts it.
+"""From conversations to counts of neighbouring tokens: what is counted of each.
 
 Letters: T tokens, D documents.
 """
 
 from __future__ import annotations
 
-import json
-import time
 from collections import deque
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass, field
 from itertools import islice
-from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any
 
 import numpy as np
 
@@ -21,13 +18,7 @@ from ...data.conversations import Conversation, Turn
 from ...data.rendering.encoding import After, PieceEncoder, special_strings
 from ...data.rendering.render import Renderer
 from ...data.rendering.templates import Template
-from .counting import PairCounter
-from .run_files import INDEX
 
-CONVERSATION = "conversation"
-"""Key of a counter's position: the number of the first conversation that is not counted yet."""
-ROW = "row"
-"""That key where conversations have the numbers of their rows."""
 _TOKENS_AT_A_TIME = 1 << 18
 _TOKENS_PER_MB = 1 << 14
 _BATCH_CHARACTERS = 1 << 19
@@ -45,25 +36,6 @@ class PackedTokens:
     tokens_T: np.ndarray
     starts_D: np.ndarray
     position: int
-
-
-@dataclass(frozen=True, slots=True)
-class Share:
-    """Which conversations of a stream a process counts: those with `number % world == rank` that no process has
-    counted before.
-
-    `earlier` says what was: for each number of processes that ever counted this stream, the positions that they came
-    to by their ranks. Of `world` processes with `positions`, conversation i is counted if i < positions[i % world].
-    """
-
-    rank: int
-    world: int
-    earlier: tuple[tuple[int, dict[int, int]], ...] = ()
-
-    def wants(self, number: int) -> bool:
-        if number % self.world != self.rank:
-            return False
-        return not any(number < positions.get(number % world, 0) for world, positions in self.earlier)
 
 
 def token_documents(
@@ -120,48 +92,6 @@ def pack_documents(documents: Iterable[tuple[int, list[np.ndarray]]], memory_mb:
             parts, starts, size = [], [], 0
     if parts:
         yield PackedTokens(np.concatenate(parts), np.array(starts, dtype=np.int64), position)
-
-
-def count_packed(
-    batches: Iterable[PackedTokens],
-    counter: PairCounter,
-    *,
-    save_seconds: float,
-    progress: Callable[[], None] = lambda: None,
-    by: str = CONVERSATION,
-) -> None:
-    """Count batches in their order, and leave all of them on disk; `progress` is called after each. Conversations are
-    numbered `by` `CONVERSATION` or `ROW`."""
-    saved = time.monotonic()
-    for batch in batches:
-        counter.add(batch.tokens_T, batch.starts_D, {by: batch.position})
-        if time.monotonic() - saved >= save_seconds:
-            counter.spill()
-            saved = time.monotonic()
-        progress()
-    counter.spill()
-
-
-class Progress(NamedTuple):
-    """What a counter's folder has come to."""
-
-    by: str | None = None
-    """What numbers its position, `CONVERSATION` or `ROW`; None at the start."""
-    position: int = 0
-    tokens: int = 0
-
-
-def read_progress(folder: Path) -> Progress:
-    """How far a counter's folder is, without opening it."""
-    file = folder / INDEX
-    if not file.is_file():
-        return Progress()
-    try:
-        index = json.loads(file.read_bytes())
-        ((by, position),) = (index["place"] or {None: 0}).items()
-        return Progress(by, int(position), int(index["tokens"]))
-    except (ValueError, KeyError, TypeError, AttributeError) as error:
-        raise ValueError(f"{file} is damaged: {error}; delete {folder} to count again") from error
 
 
 def _messages(

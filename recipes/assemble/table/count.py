@@ -1,18 +1,19 @@
-"""Counting a correlation table: each process reads and counts its share of the corpus and merges its part of the keys,
-and the main process joins the parts. What was counted stays when a run is killed."""
+"""Counting a correlation table: each process counts its share of the corpus, the main one merges what all have counted.
+
+What was counted stays when a run is killed.
+"""
 
 from __future__ import annotations
 
 import json
 import os
 import shutil
-import socket
 import time
-import uuid
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from contextlib import ExitStack, suppress
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from functools import partial
+from itertools import islice
 from pathlib import Path
 from typing import Any
 
@@ -21,38 +22,29 @@ from ....checkpoints.storage.atomic import atomic_text
 from ....checkpoints.table.pruning import check_size
 from ....checkpoints.table.table import TABLE_FILE, BigramTable
 from ....data.blocks.prepared import rarely_collected
+from ....data.conversations import Conversation, CorpusReport
 from ....data.rendering.templates import get_template
 from ....data.tokenizers import load_tokenizer
 from ....train.parallel.interrupts import Interrupted, StopSignals
 from ....train.parallel.processes import StoppedError, on_main, together
 from ....train.table.counting import PairCounter, lock
-from ....train.table.documents import CONVERSATION, ROW, Share, count_packed, pack_documents, token_documents
-from ....train.table.merging import Counted, counted
+from ....train.table.documents import pack_documents, token_documents
+from ....train.table.run_files import INDEX, merge_counts
 from ...report.table import log_report
+from ...schema.data import DataSection
 from ...schema.loading import write_recipe
 from ...schema.training import TableRecipe
 from ...session.terminal import counter, log
 from ...session.typed import typed_command
-from ..artifact import check_out, state_folder
-from ..data import conversations_identity, say_form
-from .shares import CorpusStats, Reading, numbering
-from .state import (
-    LAUNCH,
-    PARTS,
-    STOP,
-    Stopping,
-    check_nobody_counts,
-    claim_counts,
-    counted_tokens,
-    rank_folders,
-    read_positions,
-)
+from ..artifact import check_out, differences, state_folder
+from ..data import all_reports, conversations_identity, training_conversations
 
-_RANGES = 2
-"""Ranges of keys that a process merges at a time."""
+IDENTITY = "identity.json"
+CONSIDERABLE = 1 << 20
+"""Tokens whose counts nobody loses without being asked: some seconds of work."""
 _NOT_COUNTED = {"clean", "heldout_limit"}
 """Of the data's options: what is cleaned stands in full beside them, and whoever is held out is not counted."""
-_SECONDS_TO_APPEAR = 10.0
+_SECONDS_BETWEEN_LOOKS = 1.0
 
 
 def run_table(recipe: TableRecipe, _: Path, accelerator: Any) -> None:
@@ -67,34 +59,17 @@ def run_table(recipe: TableRecipe, _: Path, accelerator: Any) -> None:
 
 
 def count_corpus(recipe: TableRecipe, tokenizer: Any, accelerator: Any) -> None:
-    """`run_table` with the recipe's tokenizer."""
-    job = Job(recipe, accelerator, tokenizer, together(accelerator, partial(table_vocabulary, recipe, tokenizer)))
-    if recipe.prune is not None and recipe.prune.keep_whole:
-        whole = whole_recipe(recipe)
-        kept = Path(whole.out)
-        on_main(accelerator, partial(check_out, kept, whole))
-        if (kept / "artifact.json").is_file():
-            job.on_main(partial(log, f"table: pruning the counts of {kept}"))
-            on_main(accelerator, lambda: _save_pruned(recipe, kept, tokenizer, load_manifest(kept, "table").data))
-            return
-    with ExitStack() as stack:
-        launch = together(accelerator, partial(job.on_main, partial(job.claim, stack)))
-        try:
-            job.join(launch)
-            together(accelerator, job.count)
-            data = job.gather()
-            together(accelerator, job.merge)
-            on_main(accelerator, partial(job.finish, data))
-        except (ValueError, OSError):
-            job.on_main(job.forget_nothing_counted)
-            raise
-
-
-def whole_recipe(recipe: TableRecipe) -> TableRecipe:
-    """The recipe of the table with all pairs: `recipe` itself, where it does not prune."""
+    """`run_table` with the recipe's tokenizer. A table to be pruned is counted into a folder of its own, and stays."""
+    vocab_size = together(accelerator, partial(table_vocabulary, recipe, tokenizer))
     if recipe.prune is None:
-        return recipe
-    return recipe.model_copy(update={"out": f"{recipe.out}-whole", "prune": None})
+        _count_whole(recipe, tokenizer, vocab_size, accelerator)
+        return
+    folder = Path(f"{recipe.out}-whole")
+    whole = recipe.model_copy(update={"out": str(folder), "prune": None})
+    on_main(accelerator, partial(check_out, folder, whole))
+    if not (folder / "artifact.json").is_file():
+        _count_whole(whole, tokenizer, vocab_size, accelerator)
+    on_main(accelerator, partial(_prune, recipe, folder, tokenizer))
 
 
 def table_vocabulary(recipe: TableRecipe, tokenizer: Any) -> int:
@@ -104,18 +79,8 @@ def table_vocabulary(recipe: TableRecipe, tokenizer: Any) -> int:
     if vocab_size < needed:
         raise ValueError(f"`vocab_size` is {vocab_size}, and the tokenizer {recipe.tokenizer} has {needed}")
     if recipe.prune is not None and recipe.prune.megabytes is not None:
-        try:
-            check_size(vocab_size, recipe.prune.megabytes)
-        except ValueError as error:
-            raise ValueError(f"`prune`: {error}") from error
+        check_size(vocab_size, recipe.prune.megabytes)
     return vocab_size
-
-
-def count_identity(recipe: TableRecipe, tokenizer: Any) -> dict[str, Any]:
-    """All that decides what a recipe's counts are: what `conversations_identity` says, the kind of pairs, V."""
-    identity = conversations_identity(recipe.data, tokenizer)
-    options = {key: value for key, value in identity["options"].items() if key not in _NOT_COUNTED}
-    return identity | {"options": options, "pairs": recipe.count.pairs, "roles": sorted(recipe.count.roles)}
 
 
 def save_table(
@@ -148,8 +113,8 @@ def save_table(
     log(f"table: wrote {out}")
 
 
-def _save_recipe(
-    recipe: TableRecipe, write: Callable[[Path], None], table: BigramTable, tokenizer: Any, data: dict[str, Any]
+def _save(
+    recipe: TableRecipe, write: Callable[[Path], object], table: BigramTable, tokenizer: Any, data: dict[str, Any]
 ) -> None:
     def write_all(folder: Path) -> None:
         write(folder)
@@ -159,217 +124,230 @@ def _save_recipe(
     save_table(Path(recipe.out), write_all, table, tokenizer, recipe=described, fingerprint=fingerprint, data=data)
 
 
-def _save_pruned(recipe: TableRecipe, folder: Path, tokenizer: Any, data: dict[str, Any]) -> None:
-    """The pruned table of the whole one in `folder`."""
+def _prune(recipe: TableRecipe, whole: Path, tokenizer: Any) -> None:
+    """Leave the pruned table of the whole one."""
     assert recipe.prune is not None
-    options = recipe.prune.model_dump(exclude={"keep_whole"})
-    whole = BigramTable.load(folder)
+    log(f"table: pruning the counts of {whole}")
     try:
-        table = whole.pruned(**options)
+        table = BigramTable.load(whole).pruned(**recipe.prune.model_dump())
     except ValueError as error:
-        kept = f"the whole table is kept in {folder}" if recipe.prune.keep_whole else "all that was counted is kept"
-        raise ValueError(f"`prune`: {error}; {kept}: another `prune` starts from it") from error
-    _save_recipe(recipe, table.save, table, tokenizer, data)
+        raise ValueError(f"`prune`: {error}; another `prune` starts from the whole table in {whole}") from error
+    _save(recipe, table.save, table, tokenizer, load_manifest(whole, "table").data)
+
+
+def _count_whole(recipe: TableRecipe, tokenizer: Any, vocab_size: int, accelerator: Any) -> None:
+    """Leave the table of all pairs."""
+    rank, world, is_main = accelerator.process_index, accelerator.num_processes, accelerator.is_main_process
+    folder = state_folder(Path(recipe.out)) / "count"
+    identity: dict[str, Any] = {}  # known to the main process, which alone reads it
+    share = Share(recipe.data, rank, world, is_main)
+
+    def begin() -> None:
+        identity.update(_identity(recipe, tokenizer) | {"vocab_size": vocab_size})
+        claim(folder, identity | {"processes": world}, stack)
+
+    with ExitStack() as stack:
+        on_main(accelerator, begin)
+        try:
+            together(accelerator, partial(_check_shared, folder))
+            opening = partial(PairCounter, vocab_size, folder / f"rank-{rank}-of-{world}", recipe.count.memory_mb)
+            with together(accelerator, opening) as pairs:
+                together(accelerator, partial(_count, recipe, tokenizer, pairs, share, accelerator))
+            stats = share.gather()
+            if is_main:
+                stats.log(recipe.data)
+            on_main(accelerator, partial(_finish, recipe, tokenizer, vocab_size, folder, identity, stats))
+        except (ValueError, OSError):
+            if is_main:
+                with suppress(ValueError, OSError):
+                    if not counted_tokens(folder):  # damaged counts stay
+                        _forget(folder)
+            raise
+
+
+def _identity(recipe: TableRecipe, tokenizer: Any) -> dict[str, Any]:
+    """All that decides what a recipe's counts are."""
+    identity = conversations_identity(recipe.data, tokenizer)
+    options = {key: value for key, value in identity["options"].items() if key not in _NOT_COUNTED}
+    return identity | {"options": options, "pairs": recipe.count.pairs, "roles": sorted(recipe.count.roles)}
+
+
+def claim(folder: Path, identity: dict[str, Any], stack: ExitStack) -> None:
+    """Make the folder that of counts with this identity, locked until the stack is closed: those that it holds are
+    resumed, or discarded if they have another identity and are few.
+
+    Raises:
+        ValueError: another run counts here, or a process that has outlived it; many tokens of other settings.
+    """
+    folder.mkdir(parents=True, exist_ok=True)
+    stack.callback(os.close, lock(folder))
+    for path in _rank_folders(folder):
+        os.close(lock(path))
+    file = folder / IDENTITY
+    theirs = json.loads(file.read_bytes()) if file.is_file() else {}
+    if theirs == identity:
+        return
+    if tokens := counted_tokens(folder):
+        key, both = next(differences(theirs, identity))
+        holds = f"{folder} holds counts of {tokens:,} tokens with other settings ({key}: {both})"
+        if tokens >= CONSIDERABLE:
+            raise ValueError(
+                f"{holds}: set them back to resume, delete that folder to restart, or choose another `out`"
+            )
+        log(f"table: restarting: {holds}")
+    for path in _rank_folders(folder):
+        shutil.rmtree(path)
+    atomic_text(file, json.dumps(identity))
+
+
+def _check_shared(folder: Path) -> None:
+    if not (folder / IDENTITY).is_file():
+        raise ValueError(f"{folder.absolute()} must lie on a file system that all processes share: it is empty in one")
+
+
+def _rank_folders(folder: Path) -> list[Path]:
+    return sorted(folder.glob("rank-*-of-*"))
+
+
+def counted_tokens(folder: Path) -> int:
+    """Tokens that all processes together have on disk."""
+    indices = [path / INDEX for path in _rank_folders(folder)]
+    return sum(json.loads(index.read_bytes())["tokens"] for index in indices if index.is_file())
 
 
 @dataclass
-class Job:
-    """One process of a count."""
+class CorpusStats:
+    """What was read of a section's corpora: a report of each, the conversations to count, and those held out."""
 
-    recipe: TableRecipe
-    accelerator: Any
-    tokenizer: Any
-    vocab_size: int
-    launch: str = ""
-    """What this launch's processes know each other by."""
-    identity: dict[str, Any] = field(default_factory=dict)
-    """Whose counts these are, in the main process."""
-    by: str = CONVERSATION
-    """By what conversations are numbered; see `numbering`."""
-    stats: CorpusStats = field(init=False)
-    """What was read of the data: by this process, or after `gather` by all."""
+    reports: list[CorpusReport]
+    conversations: int = 0
+    held_out: int = 0
 
-    def __post_init__(self) -> None:
-        self.stats = CorpusStats.empty(self.recipe.data)
+    def add(self, other: CorpusStats) -> None:
+        for report, more in zip(self.reports, other.reports, strict=True):
+            report.merge(more)
+        self.conversations += other.conversations
+        self.held_out += other.held_out
 
-    @property
-    def folder(self) -> Path:
-        return state_folder(Path(self.recipe.out)) / "count"
+    def log(self, section: DataSection) -> None:
+        for part, report in zip(section.parts(), self.reports, strict=True):
+            log(f"data: {part.source}: {report.summary()}")
+        log(f"table: {self.conversations:,} conversations are counted, {self.held_out:,} are held out")
 
-    @property
-    def rank(self) -> int:
-        return int(self.accelerator.process_index)
 
-    @property
-    def world(self) -> int:
-        return int(self.accelerator.num_processes)
+class Share:
+    """The conversations that a process counts: of its own rows where each row can be judged by itself; else each
+    `world`-th of the whole corpus, which then every process reads. `stats` fills on the way."""
 
-    def on_main(self, work: Callable[[], Any]) -> Any:
-        """What the main process does; None in the others."""
-        return work() if self.accelerator.is_main_process else None
+    def __init__(self, section: DataSection, rank: int, world: int, tell: bool) -> None:
+        self._section, self._rank, self._world, self._tell = section, rank, world, tell
+        self._by_row = not section.clean.get("duplicates") and all(part.limit is None for part in section.parts())
+        self.stats = CorpusStats([CorpusReport() for _ in section.parts()])
 
-    def claim(self, stack: ExitStack) -> str:
-        """Claim the folder of the state for this launch and its recipe, until the stack is closed. Returns the launch's
-        name, which lies in it."""
-        identity = count_identity(self.recipe, self.tokenizer) | {"vocab_size": self.vocab_size}
-        self.identity = json.loads(json.dumps(identity))
-        self.folder.mkdir(parents=True, exist_ok=True)
-        stack.callback(os.close, lock(self.folder))
-        launch = uuid.uuid4().hex
-        # Before the look for locks: a process of an earlier launch takes its lock first, then looks for its launch.
-        atomic_text(self.folder / LAUNCH, launch)
-        check_nobody_counts(self.folder)
-        claim_counts(self.folder, self.identity)
-        (self.folder / STOP).unlink(missing_ok=True)
-        return launch
+    def __iter__(self) -> Iterator[Conversation]:
+        shard = (self._rank, self._world) if self._by_row else (0, 1)
+        found = training_conversations(self._section, self.stats.reports, tell=self._tell, hold=self._hold, shard=shard)
+        for number, conversation in enumerate(found):
+            self.stats.conversations += 1
+            if self._by_row or number % self._world == self._rank:
+                yield conversation
 
-    def join(self, launch: str | None) -> None:
-        """Learn the main process's launch, and find it in the folder, for which a network's file system is given some
-        seconds."""
-        sent = [launch, socket.gethostname()]
-        if self.world > 1:
-            from accelerate.utils import broadcast_object_list
+    def _hold(self, _: Conversation) -> None:
+        self.stats.held_out += 1
 
-            broadcast_object_list(sent)
-        self.launch = str(sent[0])
-        together(self.accelerator, partial(self._find_launch, sent[1]))
-
-    def _find_launch(self, host: str | None) -> None:
-        deadline = time.monotonic() + _SECONDS_TO_APPEAR
-        while not self._is_current():
-            if time.monotonic() >= deadline:
-                raise ValueError(
-                    f"process {self.rank} on {socket.gethostname()} does not see in {self.folder.absolute()} what "
-                    f"process 0 on {host} wrote there: `out` must lie on a file system that all processes share"
-                )
-            time.sleep(0.2)
-
-    def _is_current(self) -> bool:
-        """Whether no later launch has claimed the folder."""
-        file = self.folder / LAUNCH
-        return file.is_file() and file.read_text(encoding="utf-8") == self.launch
-
-    def count(self) -> None:
-        """Count this process's share."""
-        earlier, by = read_positions(self.folder)
-        self.by = by or numbering(self.recipe.data, self.world)
-        share = Share(self.rank, self.world, tuple(sorted(earlier.items())))
-        with StopSignals() as signals:
-            stopping = Stopping(signals, self.folder)
-            reading = Reading(self.recipe.data, share, self.by, stopping, log_forms=self.rank == 0)
-            self.stats = reading.stats
-            try:
-                self._count(reading)
-            except (ValueError, OSError):
-                with suppress(OSError):
-                    self._stop_others()
-                raise
-        if signals.received is not None:
-            self._stop_others()
-            message = f"table: stopped by signal {signals.received}; the same command resumes from what is counted"
-            self.on_main(partial(log, message))
-            raise Interrupted(signals.received, message)
-        if stopping.by_another:
-            raise StoppedError("counting was stopped by another process; the same command resumes")
-
-    def _stop_others(self) -> None:
-        if self._is_current():
-            (self.folder / STOP).touch()
-
-    def _count(self, reading: Reading) -> None:
-        folder = self.folder / f"rank-{self.rank}-of-{self.world}"
-        section, options = self.recipe.data, self.recipe.count
-        template = get_template(section.template, self.tokenizer)
-        with PairCounter(self.vocab_size, folder, options.memory_mb) as pairs, counter("table", "tokens") as advance:
-            if not self._is_current():
-                raise ValueError(f"another process is counting into {self.folder}: it was started after this one")
-            if pairs.tokens:
-                self.on_main(partial(log, f"table: resuming after {pairs.tokens:,} tokens that are counted already"))
-            documents = token_documents(
-                reading,
-                self.tokenizer,
-                template,
-                pairs=options.pairs,
-                roles=options.roles,
-                last_turn_only=section.last_turn_only,
-            )
-            seconds = 60 * options.save_minutes
-            with rarely_collected():
-                count_packed(
-                    pack_documents(documents, options.memory_mb),
-                    pairs,
-                    save_seconds=seconds,
-                    by=self.by,
-                    progress=lambda: self.on_main(lambda: advance(pairs.tokens, 0)),
-                )
-
-    def gather(self) -> dict[str, Any]:
-        """What all processes read of the data, for an artifact's manifest; the main process logs it."""
-        parts, logged = self.recipe.data.parts(), [len(forms) for forms in self.stats.forms]
-        if self.by == ROW and self.world > 1:
+    def gather(self) -> CorpusStats:
+        """What all processes have read together."""
+        stats = self.stats
+        if self._by_row and self._world > 1:
             from accelerate.utils import gather_object
 
-            first, *others = gather_object([self.stats])
-            for stats in others:
-                first.merge(stats)
-            self.stats = first
-        stats = self.stats
-        if self.accelerator.is_main_process:
-            for part, forms, known, report in zip(parts, stats.forms, logged, stats.reports, strict=True):
-                for form in forms[known:]:
-                    say_form(part, form)
-                log(f"data: {part.source}: {report.summary()}")
-            log(f"table: {stats.conversations:,} conversations are counted, {stats.held_out:,} are held out")
-        numbers = {"conversations": stats.conversations, "held_out": stats.held_out}
-        return numbers | {"corpus": stats.corpus(parts)}
+            stats, *others = gather_object([stats])
+            for other in others:
+                stats.add(other)
+        return stats
 
-    def merge(self) -> None:
-        """Merge this process's ranges of the keys of all that was counted, by whichever process."""
-        mine = slice(self.rank * _RANGES, (self.rank + 1) * _RANGES)
-        self.counted(check=self.rank == 0).merge(self.parts(), mine)
 
-    def parts(self) -> list[Path]:
-        """The files of all ranges."""
-        number = self.world * _RANGES
-        return [self.folder / PARTS / f"{index}-of-{number}" for index in range(number)]
+def _count(recipe: TableRecipe, tokenizer: Any, pairs: PairCounter, share: Share, accelerator: Any) -> None:
+    """Count a process's share, together with the others."""
+    is_main = accelerator.is_main_process
+    if pairs.tokens and is_main:
+        log(f"table: resuming after {pairs.tokens:,} tokens that are counted already")
+    with StopSignals() as signals, counter("table", "tokens") as advance, rarely_collected():
+        work = count_share(recipe, tokenizer, pairs, share, advance if is_main else lambda done, total: None)
+        stopped = _in_step(accelerator, work, lambda: signals.received is not None)
+        pairs.spill()
+    if signals.received is not None:
+        message = f"table: stopped by signal {signals.received}; the same command resumes from what is counted"
+        if is_main:
+            log(message)
+        raise Interrupted(signals.received, message)
+    if stopped:
+        raise StoppedError("counting was stopped by another process; the same command resumes")
 
-    def counted(self, *, check: bool) -> Counted:
-        """What all processes have counted."""
-        return counted([folder for folder, _, _ in rank_folders(self.folder)], self.vocab_size, check)
 
-    def finish(self, data: dict[str, Any]) -> None:
-        """Join the parts, write the artifacts, and delete the state."""
-        whole = self.folder / "whole"
-        whole.mkdir(exist_ok=True)
-        total = self.counted(check=False)
-        if not total.documents:
-            names = ", ".join(part.source for part in self.recipe.data.parts())
-            raise ValueError(f"there is nothing to count: {data['conversations']} conversations of {names} are left")
-        total.assemble(self.parts(), whole / TABLE_FILE)
-        data = {"source": self.identity, "documents": total.documents, "tokens": total.tokens} | data
-        prune = self.recipe.prune
-        if prune is None or prune.keep_whole:
-            complete = whole_recipe(self.recipe)
-            table, counted_whole = BigramTable.load(whole), whole
+def count_share(
+    recipe: TableRecipe, tokenizer: Any, pairs: PairCounter, share: Share, advance: Callable[[int, int], None]
+) -> Iterator[bool]:
+    """Count a share from the counter's position on, some tokens with each step; True after each."""
+    options, saved = recipe.count, time.monotonic()
+    documents = token_documents(
+        islice(enumerate(share), pairs.position or 0, None),
+        tokenizer,
+        get_template(recipe.data.template, tokenizer),
+        pairs=options.pairs,
+        roles=options.roles,
+        last_turn_only=recipe.data.last_turn_only,
+    )
+    for batch in pack_documents(documents, options.memory_mb):
+        pairs.add(batch.tokens_T, batch.starts_D, batch.position)
+        if time.monotonic() - saved >= 60 * options.save_minutes:
+            pairs.spill()
+            saved = time.monotonic()
+        advance(pairs.tokens, 0)
+        yield True
 
-            def move(folder: Path) -> None:
-                (counted_whole / TABLE_FILE).rename(folder / TABLE_FILE)
 
-            _save_recipe(complete, move, table, self.tokenizer, data)
-            whole = Path(complete.out)
-            self.forget()
-        if prune is not None:
-            _save_pruned(self.recipe, whole, self.tokenizer, data)
-        self.forget()
+def _in_step(accelerator: Any, work: Iterator[bool], stopping: Callable[[], bool]) -> bool:
+    """Work until all processes are done, or one is to stop or fails, which ends it in all of them; whether one did."""
+    working, error = True, None
+    while True:
+        look = time.monotonic() + _SECONDS_BETWEEN_LOOKS
+        try:
+            while working and not stopping() and time.monotonic() < look:
+                working = next(work, False)
+        except (ValueError, OSError, ModuleNotFoundError) as raised:
+            error = raised
+        states = [(working, error is not None or stopping())]
+        if accelerator.num_processes > 1:
+            from accelerate.utils import gather_object
 
-    def forget(self) -> None:
-        """Delete the state."""
-        shutil.rmtree(self.folder, ignore_errors=True)
-        with suppress(OSError):
-            self.folder.parent.rmdir()  # of a table it holds nothing else
+            states = gather_object(states)
+        if error is not None:
+            raise error
+        if any(stopped for _, stopped in states):
+            return True
+        if not any(going for going, _ in states):
+            return False
 
-    def forget_nothing_counted(self) -> None:
-        """Delete the state of a launch that failed before anything was counted; damaged counts stay."""
-        with suppress(ValueError, OSError):
-            if not counted_tokens(self.folder):
-                self.forget()
+
+def _finish(
+    recipe: TableRecipe, tokenizer: Any, vocab_size: int, folder: Path, identity: dict[str, Any], stats: CorpusStats
+) -> None:
+    """Merge all counts, write the artifact, and delete the state."""
+    parts, file = recipe.data.parts(), folder / TABLE_FILE
+    tokens, documents = merge_counts(_rank_folders(folder), vocab_size, file)
+    if not documents:
+        names = ", ".join(part.source for part in parts)
+        raise ValueError(f"there is nothing to count: {stats.conversations} conversations of {names} are left")
+    data = {"source": identity, "documents": documents, "tokens": tokens}
+    data |= {"conversations": stats.conversations, "held_out": stats.held_out}
+    data |= {"corpus": all_reports(parts, stats.reports)}
+    _save(recipe, lambda out: file.rename(out / TABLE_FILE), BigramTable.load(folder), tokenizer, data)
+    _forget(folder)
+
+
+def _forget(folder: Path) -> None:
+    """Delete the state."""
+    shutil.rmtree(folder, ignore_errors=True)
+    with suppress(OSError):
+        folder.parent.rmdir()  # of a table it holds nothing else

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-from dataclasses import asdict
 from itertools import pairwise
 from typing import Any
 
@@ -74,10 +73,6 @@ def test_a_cut_is_counted_under_its_name(options: dict[str, str], pairs: Pairs, 
 
 
 DROPPED = [
-    ({"leading_assistant": "drop"}, [("assistant", "x"), *HELLO], "leading assistant turns"),
-    ({"trailing_user": "drop"}, [*HELLO, ("user", "bye")], "trailing user turns"),
-    ({"empty": "drop"}, [*HELLO, ("user", ""), ("assistant", "x")], "empty messages"),
-    ({"empty": "drop"}, [("system", " "), *HELLO], "empty messages"),
     ({}, [("user", "a"), ("user", "b"), ("assistant", "c")], "roles do not alternate"),
     ({"non_alternating": "merge"}, [*HELLO, ("system", "s"), *MORE], "roles do not alternate"),
     ({}, [("user", "a"), ("assistant", ""), ("user", ""), ("assistant", "b")], "no whole exchange"),
@@ -102,7 +97,7 @@ def test_a_drop_is_counted_under_its_name(options: dict[str, Any], pairs: Pairs,
 
 
 def test_bare_text_is_one_answer_to_nothing() -> None:
-    options = {"min_exchanges": 3, "leading_assistant": "drop", "roles": {"system": "user", "assistant": "user"}}
+    options = {"min_exchanges": 3, "roles": {"system": "user", "assistant": "user"}}
     assert clean_one([("text", " once\nupon ")], **options) == ([("assistant", " once\nupon ")], {}, {})
 
 
@@ -162,8 +157,6 @@ def test_languages_are_kept_or_dropped_by_code() -> None:
     kept, report = clean_all(list(SPOKEN.values()), languages=["en", "und"])
     assert [one is not None for one in kept] == [True, False, False, True]
     assert report.dropped == {"language de": 1, "language zh": 1}
-    kept, report = clean_all(list(SPOKEN.values()), drop_languages=["zh"])
-    assert [one is not None for one in kept] == [True, True, False, True]
     code = "```\nimport numpy as np\nfor line in lines: print(line, end='')\n```\n" * 9
     answered = [SPOKEN["de"][0], ("assistant", code + "Das Programm liest alle Zeilen und schreibt sie wieder hin.")]
     assert clean_one([("system", "You are a helpful assistant. " * 40), *answered], languages=["de"])[1] == {}
@@ -191,13 +184,6 @@ def test_contaminated_conversations_are_dropped_by_their_questions() -> None:
     assert clean_all([[("user", " ".join(LONG.split()[:5])), HELLO[1]]], [LONG], **options)[1].kept == 0
 
 
-def test_options_survive_json() -> None:
-    given = Cleaning(roles={"bot": "assistant", "ai": "assistant"}, languages=["en"], duplicates=["id"], html="drop")
-    assert Cleaning(**json.loads(json.dumps(asdict(given)))) == given
-    assert hash(given) == hash(Cleaning(**json.loads(json.dumps(asdict(given)))))
-    assert given.roles == (("ai", "assistant"), ("bot", "assistant"))
-
-
 ANY_TEXT = st.text(max_size=8) | st.text(st.characters(categories=["Cs", "Lu"]), max_size=3)
 CONTENTS = st.sampled_from(["", " ", None, "</s>", "USER: x ASSISTANT:", "<b>y</b>", "\\_", 3, ["x"], {"a": None}])
 MESSAGES = st.tuples(st.sampled_from([*ROLES, "tool", "text", "", None, 7]), ANY_TEXT | CONTENTS)
@@ -205,9 +191,6 @@ TALKING = st.tuples(st.sampled_from(["user", "gpt"]), ANY_TEXT | st.sampled_from
 DIALOGUES = st.lists(MESSAGES, max_size=6) | st.lists(TALKING, max_size=9)
 OPTIONS = st.fixed_dictionaries(
     {
-        "leading_assistant": st.sampled_from(["cut", "drop"]),
-        "trailing_user": st.sampled_from(["cut", "drop"]),
-        "empty": st.sampled_from(["cut", "drop"]),
         "non_alternating": st.sampled_from(["drop", "merge"]),
         "unknown_roles": st.sampled_from(["drop", "cut"]),
         "html": st.sampled_from(["keep", "markdown", "drop"]),

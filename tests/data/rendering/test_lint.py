@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 from collections.abc import Callable, Sequence
 from dataclasses import replace
 from itertools import pairwise
@@ -69,21 +68,21 @@ def _with_id(number: int) -> Plant:
 
 PLANTS: dict[str, tuple[Plant, set[str]]] = {
     "nothing": (_spans(lambda _, length: []), {f.NOTHING_TRAINED}),
-    "everything": (_spans(lambda _, length: [(0, length)]), {f.EVERYTHING_TRAINED}),
-    "words before an answer": (_spans(lambda s, _: [(s[0][0] - 3, s[0][1]), *s[1:]]), {f.USER_TEXT_TRAINED}),
-    "a question too": (_spans(lambda s, _: [s[0], (s[0][1] + 2, s[1][1]), s[2]]), {f.USER_TEXT_TRAINED}),
-    "a question alone too": (_spans(lambda s, _: [(2, s[0][0] - 2), *s]), {f.USER_TEXT_TRAINED}),
+    "everything": (_spans(lambda _, length: [(0, length)]), {f.ANSWER_DIFFERS}),
+    "words before an answer": (_spans(lambda s, _: [(s[0][0] - 3, s[0][1]), *s[1:]]), {f.ANSWER_DIFFERS}),
+    "a question too": (_spans(lambda s, _: [s[0], (s[0][1] + 2, s[1][1]), s[2]]), {f.ANSWER_DIFFERS}),
+    "a question alone too": (_spans(lambda s, _: [(2, s[0][0] - 2), *s]), {f.ANSWER_DIFFERS}),
     "an answer's beginning not": (_spans(lambda s, _: [s[0], (s[1][0] + 4, s[1][1]), s[2]]), {f.ANSWER_DIFFERS}),
     "an answer not": (_spans(lambda s, _: [s[0], s[2]]), {f.ANSWER_DIFFERS}),
-    "an end not": (_spans(lambda s, _: [s[0], (s[1][0], s[1][1] - 1), s[2]]), {f.MISSING_END}),
-    "no end": (_without_end, {f.MISSING_END}),
+    "an end not": (_spans(lambda s, _: [s[0], (s[1][0], s[1][1] - 1), s[2]]), {f.ANSWER_DIFFERS}),
+    "no end": (_without_end, {f.ANSWER_DIFFERS}),
     "end token in an answer": (
         lambda document, tokenizer: _inserted(document, document.spans[1][0] + 3, tokenizer.eos_token_id),
-        {f.SPECIAL_TOKEN_INSIDE},
+        {f.ANSWER_DIFFERS},
     ),
     "special token in a question": (
         lambda document, tokenizer: _inserted(document, document.spans[1][0] - 3, tokenizer.bos_token_id),
-        {f.SPECIAL_TOKEN_INSIDE},
+        {f.CONTEXT_DIFFERS},
     ),
     "a large id": (_with_id(10**6), {f.OUTSIDE_VOCABULARY}),
     "a negative id": (_with_id(-1), {f.OUTSIDE_VOCABULARY}),
@@ -102,28 +101,8 @@ def test_a_planted_fault_is_found_under_its_name(template: Template, tokenizer: 
         linter = Linter(tokenizer, template)
         assert linter.check(document) == ()
         found = linter.check(plant(document, tokenizer))
-        assert set(found) & expected, (planted, found)
+        assert set(found) == expected, (planted, found)
         assert linter.report.clean == 1
-        assert linter.report.examples == {name: ["talk"] for name in found}
-
-
-COUNTED = {
-    "nothing": {f.NOTHING_TRAINED},
-    "everything": {f.EVERYTHING_TRAINED},
-    "an end not": {f.MISSING_END},
-    "end token in an answer": {f.SPECIAL_TOKEN_INSIDE},
-    "a large id": {f.OUTSIDE_VOCABULARY},
-    "a negative id": {f.OUTSIDE_VOCABULARY},
-    "spans that overlap": {f.BROKEN_SPANS},
-}
-
-
-def test_what_ids_and_spans_show_is_counted_under_the_same_names(template: Template, tokenizer: Any) -> None:
-    document = render(_talk(TALK), template, tokenizer)
-    assert Linter(tokenizer, template).count(document) == ()
-    for planted, expected in COUNTED.items():
-        found = Linter(tokenizer, template).count(PLANTS[planted][0](document, tokenizer))
-        assert set(found) == expected, planted
 
 
 @pytest.mark.parametrize(
@@ -146,14 +125,15 @@ def test_of_a_cut_answer_the_beginning_is_right(template: Template, tokenizer: A
         (document,) = render_all([chat], tokenizer, template, limit)
         assert linter.check(document) == (f.ANSWER_CUT,)
         unmarked = replace(document, answer_cut=False)
-        assert f.MISSING_END in linter.check(unmarked)
-        other = replace(document, conversation=_talk(["the question", "x" + answer]))
-        assert f.ANSWER_DIFFERS in linter.check(other)
+        assert f.ANSWER_DIFFERS in linter.check(unmarked)
+        if answer.isascii():  # a decoder gives up all of a row of bytes for one broken character
+            other = replace(document, conversation=_talk(["the question", "x" + answer]))
+            assert f.ANSWER_DIFFERS in linter.check(other)
         start, end = document.spans[0]
         wide = replace(document, spans=[(start - 4, end)])
         assert _faults(linter.check(wide))
         closed = replace(document, ids=np.append(document.ids, tokenizer.eos_token_id), spans=[(start, end + 1)])
-        assert f.SPECIAL_TOKEN_INSIDE in linter.check(closed), "taught to stop in the middle"
+        assert f.ANSWER_DIFFERS in linter.check(closed), "taught to stop in the middle"
 
 
 @pytest.mark.parametrize("question", ["so many words " * 30, "你好，世界😀" * 20], ids=["words", "bytes"])
@@ -164,8 +144,9 @@ def test_of_a_cut_question_the_end_is_right(template: Template, tokenizer: Any, 
         (document,) = render_all([chat], tokenizer, template, limit)
         assert linter.check(document) == (f.QUESTION_CUT,)
         assert f.CONTEXT_DIFFERS in linter.check(replace(document, question_cut=False))
-        other = replace(document, conversation=_talk([question + "!", "the answer"]))
-        assert set(linter.check(other)) == {f.CONTEXT_DIFFERS, f.QUESTION_CUT}
+        if question.isascii():
+            other = replace(document, conversation=_talk([question + "!", "the answer"]))
+            assert set(linter.check(other)) == {f.CONTEXT_DIFFERS, f.QUESTION_CUT}
         start, end = document.spans[0]
         wide = replace(document, spans=[(start - 4, end)])
         assert _faults(linter.check(wide))
@@ -184,13 +165,12 @@ def test_bare_text_is_trained_whole(tokenizer: Any) -> None:
     linter = Linter(tokenizer, get_template("plain"))
     parts = list(render_all([text], tokenizer, get_template("plain"), 40))
     for part in parts:
-        part.spans = [(max(1, start), end) for start, end in part.spans]  # nothing predicts a first token
-        assert linter.check(part) == linter.count(part) == ()
+        assert linter.check(part) == ()
     part = parts[1]
     ((start, end),) = part.spans
     assert linter.check(replace(part, spans=[(start + 3, end)])) == (f.ANSWER_DIFFERS,)
     assert linter.check(replace(part, spans=[])) == (f.NOTHING_TRAINED,)
-    assert linter.check(_inserted(part, start + 5, tokenizer.eos_token_id)) == (f.SPECIAL_TOKEN_INSIDE,)
+    assert linter.check(_inserted(part, start + 5, tokenizer.eos_token_id)) == (f.ANSWER_DIFFERS,)
     other = Conversation("other", (Turn("assistant", "something else"),))
     assert linter.check(replace(part, conversation=other)) == (f.ANSWER_DIFFERS,)
 
@@ -249,11 +229,8 @@ def _report(clean: int, faulty: int) -> LintReport:
 def test_a_report_adds_up() -> None:
     report = _report(clean=5, faulty=10)
     assert (report.documents, report.clean, report.tokens, report.trained_tokens) == (15, 5, 150, 60)
-    values = json.loads(json.dumps(report.as_dict()))
-    assert (values["clean_share"], values["trained_share"]) == pytest.approx((1 / 3, 0.4))
-    assert values["faults"] == {f.ANSWER_DIFFERS: {"documents": 10, "examples": [f"row-{i}" for i in range(5, 10)]}}
-    assert values["notices"].keys() == {f.ANSWER_CUT}
     assert "10 answer differs" in report.summary()
+    assert "10 answer cut" in report.summary()
     assert "no faults" in _report(2, 0).summary()
 
 

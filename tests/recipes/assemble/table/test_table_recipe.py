@@ -1,13 +1,13 @@
-"""A recipe of kind table: what it counts and prunes, and what it refuses, against counts by hand."""
+"""A recipe of kind table: what it and each of its processes counts, prunes and refuses, against counts by hand."""
 
 from __future__ import annotations
 
 import json
 import re
-import shutil
 from collections import Counter
 from collections.abc import Iterable
-from itertools import pairwise
+from contextlib import ExitStack
+from itertools import chain, pairwise
 from pathlib import Path
 from typing import Any
 
@@ -20,23 +20,18 @@ from draftsmith.data.rendering.render import render
 from draftsmith.data.rendering.templates import get_template
 from draftsmith.data.tokenizers import load_tokenizer
 from draftsmith.recipes.assemble.data import prepare_data, training_conversations
+from draftsmith.recipes.assemble.table.count import CONSIDERABLE, Share, claim, counted_tokens
 from draftsmith.recipes.commands.training.train import run_train
+from draftsmith.recipes.schema.data import DataSection, SourceSection
 from draftsmith.recipes.schema.loading import load_recipe, shipped_recipes
 from draftsmith.recipes.schema.training import TableRecipe
 from draftsmith.train.table.counting import PairCounter
-from draftsmith.train.table.documents import (
-    CONVERSATION,
-    Share,
-    count_packed,
-    pack_documents,
-    read_progress,
-    token_documents,
-)
-from draftsmith.train.table.merging import counted
+from draftsmith.train.table.documents import token_documents
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
 Pairs = Counter[tuple[int, int]]
+V = 320
 
 
 def pairs_of(documents: Iterable[Iterable[int]]) -> Pairs:
@@ -142,20 +137,23 @@ def test_messages_behind_a_space_begin_with_a_word(shared_data: Path) -> None:
             assert text in [whole[at : at + len(text)] for at in range(len(whole))], name
 
 
-def test_pruning_keeps_the_whole_table_beside_the_pruned_one(recipe: dict[str, Any], tmp_path: Path) -> None:
+def test_pruning_keeps_the_whole_table_beside_the_pruned_one(
+    recipe: dict[str, Any], tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
     whole = BigramTable.load(run_train(loaded(recipe)))
-    pruned_recipe = recipe | {"out": str(tmp_path / "small"), "prune": {"min_count": 3}}
+    small = tmp_path / "small"
+    pruned_recipe = recipe | {"out": str(small), "prune": {"min_count": 3}}
+    with pytest.raises(ValueError, match=f"{small}-whole"):
+        run_train(loaded(pruned_recipe | {"prune": {"min_count": 10**6, "keep_whole": True}}))
+    assert not small.exists()
+    capsys.readouterr()
     pruned = BigramTable.load(run_train(loaded(pruned_recipe)))
+    assert "are counted" not in capsys.readouterr().err, "of the whole table that is there already"
     assert pairs_in(pruned) == Counter({pair: n for pair, n in pairs_in(whole).items() if n >= 3})
     assert (tmp_path / "small-whole" / TABLE_FILE).read_bytes() == (tmp_path / "table" / TABLE_FILE).read_bytes()
     assert load_manifest(tmp_path / "small-whole").recipe["prune"] is None
-    assert load_manifest(tmp_path / "small").data == load_manifest(tmp_path / "small-whole").data
-    shutil.rmtree(tmp_path / "small")
-    run_train(loaded(pruned_recipe))
-    assert (tmp_path / "small" / "artifact.json").is_file(), "of the whole table that is there already"
-    alone = recipe | {"out": str(tmp_path / "alone"), "prune": {"top": 2, "keep_whole": False}}
-    run_train(loaded(alone))
-    assert not (tmp_path / "alone-whole").exists()
+    assert load_manifest(small).data == load_manifest(tmp_path / "small-whole").data
+    assert not list(tmp_path.glob("*.state"))
 
 
 def test_a_run_that_is_refused_before_it_counts_leaves_nothing(recipe: dict[str, Any], tmp_path: Path) -> None:
@@ -190,61 +188,100 @@ def test_settings_that_change_nothing_leave_a_finished_table_as_it_is(recipe: di
             run_train(loaded(recipe | change | {"out": str(moved)}))
 
 
-@pytest.mark.parametrize("keep_whole", [True, False])
-def test_what_pruning_refuses_is_not_counted_again(
-    recipe: dict[str, Any], keep_whole: bool, capsys: pytest.CaptureFixture[str]
+def test_counts_of_other_settings_are_discarded_if_they_are_few(
+    recipe: dict[str, Any], tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    out = Path(recipe["out"])
-    with pytest.raises(ValueError, match=f"{out}-whole" if keep_whole else "`prune`"):
-        run_train(loaded(recipe | {"prune": {"min_count": 10**6, "keep_whole": keep_whole}}))
-    assert not out.exists()
-    capsys.readouterr()
-    run_train(loaded(recipe | {"prune": {"min_count": 2, "keep_whole": keep_whole}}))
-    said = capsys.readouterr().err
-    assert ("pruning the counts of" if keep_whole else "tokens that are counted already") in said.replace("\n", " ")
-    assert "margins kept whole" in said
-    assert int(BigramTable.load(out).count.min()) == 2
-    assert not Path(f"{out}.state").exists()
+    folder = tmp_path / "count"
+    for tokens in (CONSIDERABLE - 1, CONSIDERABLE):
+        with ExitStack() as stack:
+            claim(folder, {"pairs": "documents", "options": {"limit": None}}, stack)
+            hold(folder / "rank-0-of-2", tokens)
+            with pytest.raises(ValueError, match=str(folder)):
+                claim(folder, {}, stack)  # another run counts here
+        words = (f"{folder} holds counts of {tokens:,} tokens", "options.limit: None there, 3 here")
+        other = {"pairs": "documents", "options": {"limit": 3}}
+        if tokens < CONSIDERABLE:
+            with ExitStack() as stack:
+                claim(folder, other, stack)
+            shown = capsys.readouterr().err.replace("\n", " ")
+            assert all(part in shown for part in words)
+            assert not (folder / "rank-0-of-2").exists()
+        else:
+            with ExitStack() as stack, pytest.raises(ValueError, match=r"\S") as caught:
+                claim(folder, other, stack)
+            assert all(part in str(caught.value) for part in words)
+            assert counted_tokens(folder) == CONSIDERABLE, "the settings are set back: nothing was lost"
+    with PairCounter(V, folder / "rank-0-of-2"), ExitStack() as stack, pytest.raises(ValueError, match="rank-0-of-2"):
+        claim(folder, {}, stack)  # a process that has outlived its run
 
 
-@pytest.mark.parametrize("examples", [15, pytest.param(300, marks=pytest.mark.slow)])
-def test_every_conversation_is_counted_once_whatever_processes_come_and_go(
-    examples: int, tmp_path_factory: pytest.TempPathFactory
+def hold(folder: Path, tokens: int) -> None:
+    """Counts of so many tokens, as an earlier process left them."""
+    with PairCounter(V, folder) as counter:
+        counter.add(np.arange(tokens, dtype=np.int32) % V, np.zeros(1, dtype=np.int64), 1)
+        counter.spill()
+
+
+WEIGHTS = st.sampled_from([0.5, 1.0, 2.0, 2.25])
+KINDS = ["good", "good", "good", "other form", "torn", "no form", "alone", "unknown role"]
+
+
+def line(kind: str, name: str) -> str:
+    """A row of a JSON-lines file, good or at fault."""
+    turns = [{"role": "user", "content": f"question {name}"}, {"role": "assistant", "content": f"answer {name}"}]
+    rows: dict[str, Any] = {
+        "good": {"id": name, "messages": turns},
+        "other form": {"id": name, "prompt": f"question {name}", "response": f"answer {name}"},
+        "no form": {"id": name, "colour": "red"},
+        "alone": {"id": name, "messages": turns[:1]},
+        "unknown role": {"id": name, "messages": [{"role": "oracle", "content": "?"}, *turns]},
+    }
+    return json.dumps(rows[kind]) if kind in rows else '{"id": "torn'
+
+
+def write_rows(path: Path, kinds: list[str]) -> str:
+    path.write_text("".join(f"{line(kind, f'{path.stem}-{n}')}\n\n" for n, kind in enumerate(kinds)))
+    return str(path)
+
+
+@given(data=st.data())
+@settings(max_examples=60, deadline=None)
+def test_the_shares_of_all_processes_are_the_corpus(
+    data: st.DataObject, tmp_path_factory: pytest.TempPathFactory
 ) -> None:
-    def count(data: st.DataObject) -> None:
-        count_in_generations(data, tmp_path_factory.mktemp("generations"))
+    folder = tmp_path_factory.mktemp("rows")
+    parts = []
+    for name in ("a", "b", "c")[: data.draw(st.integers(1, 3))]:
+        source = write_rows(folder / f"{name}.jsonl", data.draw(st.lists(st.sampled_from(KINDS), max_size=20)))
+        parts.append(SourceSection(source=source, weight=data.draw(WEIGHTS)))
+    clean = {"unknown_roles": data.draw(st.sampled_from(["drop", "cut"]))}
+    by_row = data.draw(st.booleans())
+    section = DataSection(
+        mixture=parts, skip_broken=True, heldout_share=0.3, clean=clean | {"duplicates": [] if by_row else ["id"]}
+    )
+    reports, held = [CorpusReport() for _ in parts], []
+    whole = list(training_conversations(section, reports, tell=False, hold=held.append))
+    shares = [Share(section, rank, world, False) for world in [data.draw(st.integers(1, 5))] for rank in range(world)]
+    own = [list(share) for share in shares]
+    assert own == [list(Share(section, rank, len(shares), False)) for rank in range(len(shares))], "always the same"
+    assert Counter(chain(*own)) == Counter(whole)
+    seen = shares[0].stats
+    for share in shares[1:] if by_row else ():
+        seen.add(share.stats)
+    assert [report.as_dict() for report in seen.reports] == [report.as_dict() for report in reports]
+    assert (seen.conversations, seen.held_out) == (len(whole), len(held))
 
-    settings(max_examples=examples, deadline=None)(given(data=st.data())(count))()
 
-
-def count_in_generations(data: st.DataObject, folder: Path) -> None:
-    """Runs of any number of processes, each killed anywhere behind its last spill, as the recipe counts them."""
-    rng = np.random.default_rng(data.draw(st.integers(0, 99)))
-    rows = [rng.integers(0, 9, size=rng.integers(0, 12)).astype(np.int32) for _ in range(data.draw(st.integers(1, 25)))]
-    runs = [*data.draw(st.lists(st.integers(1, 4), max_size=5)), data.draw(st.integers(1, 4))]
-    for last, world in [(number == len(runs) - 1, world) for number, world in enumerate(runs)]:
-        earlier: dict[int, dict[int, int]] = {}
-        for path in folder.glob("rank-*"):
-            rank, of = (int(part) for part in path.name.removeprefix("rank-").split("-of-"))
-            earlier.setdefault(of, {})[rank] = read_progress(path).position
-        for rank in range(world):
-            share = Share(rank, world, tuple(earlier.items()))
-            mine = [(number, [row]) for number, row in enumerate(rows) if share.wants(number)]
-            stop = len(mine) if last else data.draw(st.integers(0, len(mine)))
-            megabytes = data.draw(st.integers(1, 40)) / 2**14  # of so many tokens
-            with PairCounter(9, folder / f"rank-{rank}-of-{world}", 1) as counter:
-                count_packed(pack_documents(mine[:stop], megabytes), counter, save_seconds=0)
-                for batch in pack_documents(mine[stop:], megabytes):  # counted, and lost
-                    counter.add(batch.tokens_T, batch.starts_D, {CONVERSATION: batch.position})
-    folders = sorted(folder.glob("rank-*"))
-    found = counted(folders, 9)
-    parts = [folder / f"part{number}" for number in range(2)]
-    found.merge(parts)
-    (folder / "out").mkdir()
-    found.assemble(parts, folder / "out" / TABLE_FILE)
-    table = BigramTable.load(folder / "out")
-    assert pairs_in(table) == pairs_of(row.tolist() for row in rows)
-    assert table.unigram.tolist() == np.bincount(np.concatenate(rows), minlength=9).tolist()
+@pytest.mark.parametrize("kind", ["torn", "no form"])
+def test_a_row_at_fault_is_found_by_its_own_process_alone(kind: str, tmp_path: Path) -> None:
+    source = write_rows(tmp_path / "a.jsonl", ["good"] * 7 + [kind] + ["good"] * 4)
+    section = DataSection(source=source, heldout_share=0)
+    for rank in range(3):
+        if rank == 7 % 3:
+            with pytest.raises(ValueError, match=r"a\.jsonl, row 15: "):
+                list(Share(section, rank, 3, False))
+        else:
+            assert len(list(Share(section, rank, 3, False))) == 4
 
 
 TABLES = sorted(name for name in shipped_recipes() if name.startswith("table/"))
