@@ -80,10 +80,8 @@ def prepare_data(section: DataSection, tokenizer: Any, *, seed: int = 0, quiet: 
     if not section.streaming:
         train = PreparedData.load(folder / "train")
         if (share := train.manifest["trainable_share"]) < section.min_trained_share:
-            floor = (
-                f"{share:.4%} of all tokens are trained, `data.min_trained_share` is {section.min_trained_share:.4%}"
-            )
-            raise ValueError(f"data: {floor} (`draftsmith prepare --lint` shows rows)")
+            floor = f"the floor is {100 * section.min_trained_share:.6g} %"
+            raise ValueError(f"data: trained tokens: {share:.4%}, {floor} (`draftsmith prepare --lint` shows rows)")
         return Prepared(train, heldout, folder, report)
     streamed = StreamedData(
         partial(_epoch, section, seed),
