@@ -44,12 +44,8 @@ SEED = int(os.environ.get("GOLDEN_SEED", "0"))
 """Another one gives other outputs: a way to see that differences are found."""
 Golden = dict[str, Any]
 Options = dict[str, Any]
-Case = tuple[str, Options]
-VOCAB = 320
-LLAMA = {"model_type": "llama", "vocab_size": VOCAB, "hidden_size": 16, "intermediate_size": 32, "num_hidden_layers": 2}
-LLAMA |= {"num_attention_heads": 2, "num_key_value_heads": 2, "max_position_embeddings": 512}
-T5 = {"model_type": "t5", "vocab_size": VOCAB, "d_model": 16, "d_kv": 8, "d_ff": 32, "num_layers": 2, "num_heads": 2}
-T5 |= {"decoder_start_token_id": 0}
+RUNS: dict[str, Any] = yaml.safe_load(Path(__file__).with_suffix(".yaml").read_text())
+LLAMA, T5 = RUNS["models"]["llama"], RUNS["models"]["t5"]
 NOT_COMPARED = {"second", "seconds", "mfu", "memory", "bytes", "version", "files"}
 NOT_COMPARED |= {"says", "advice", "headline", "sentences"}
 """A key with one of these words tells of clocks, machine, libraries or whole files, or has words for people."""
@@ -103,13 +99,12 @@ def make_folder() -> None:
 
 
 def make_tokenizer(texts: Iterable[str]) -> PreTrainedTokenizerFast:
-    """Byte-level BPE of `VOCAB` tokens."""
+    """Byte-level BPE."""
     backend = Tokenizer(models.BPE())
     backend.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
     backend.decoder = decoders.ByteLevel()
-    alphabet = sorted(pre_tokenizers.ByteLevel.alphabet())
-    settings = {"special_tokens": SPECIALS, "initial_alphabet": alphabet, "show_progress": False}
-    trainer = trainers.BpeTrainer(vocab_size=VOCAB, **settings)
+    settings = {"initial_alphabet": sorted(pre_tokenizers.ByteLevel.alphabet()), "show_progress": False}
+    trainer = trainers.BpeTrainer(vocab_size=LLAMA["vocab_size"], special_tokens=SPECIALS, **settings)
     backend.train_from_iterator(texts, trainer=trainer)
     names = {"bos_token": SPECIALS[0], "pad_token": SPECIALS[0], "eos_token": SPECIALS[-1]}
     tokenizer = PreTrainedTokenizerFast(tokenizer_object=backend, extra_special_tokens=SPECIALS[1:-1], **names)
@@ -137,10 +132,11 @@ def random_model(seed: int, scale: float, like: Any = None, **config: Any) -> An
 
 def draftsmith(*arguments: str) -> str:
     """`python -m draftsmith ARGUMENTS` in a fork of this process; what it printed."""
-    said, code = Path("said.txt"), 1
+    said = Path("said.txt")
     sys.stdout.flush()
     child = os.fork()
     if child == 0:
+        code = 1
         with said.open("wb") as out:
             os.dup2(out.fileno(), 1)
             os.dup2(out.fileno(), 2)
@@ -156,8 +152,7 @@ def draftsmith(*arguments: str) -> str:
             sys.stdout.flush()
             os._exit(code)
     code, text = os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]), said.read_text(errors="replace")
-    if code:
-        raise RuntimeError(f"draftsmith {' '.join(arguments)}: exit code {code}\n{text}")
+    assert code == 0, f"draftsmith {' '.join(arguments)}: exit code {code}\n{text}"
     return text
 
 
@@ -168,12 +163,10 @@ def run_recipe(command: str, name: str, recipe: Options, *arguments: str) -> Non
 
 
 def digest(data: bytes) -> str:
-    """A short hash."""
     return hashlib.sha256(data).hexdigest()[:24]
 
 
 def read(path: Path | str) -> Any:
-    """A JSON file."""
     return json.loads(Path(path).read_text())
 
 
@@ -185,51 +178,33 @@ def timeless(value: Any) -> Any:
 
 
 def fingerprint(value: Any) -> str:
-    """Hash of a JSON value without that."""
     return digest(json.dumps(timeless(value), sort_keys=True).encode())
 
 
-def files(folder: Path | str) -> Golden:
-    """Files by name: tensors and arrays by hash, JSON by the hash of its content, manifests by their keys. Texts for
-    people by their presence only."""
-    found: Golden = {}
-    for path in sorted(path for path in Path(folder).rglob("*") if path.is_file()):
-        name = str(path.relative_to(folder))
-        if path.name == "artifact.json":
-            found[name] = sorted(read(path))
-        elif path.suffix == ".json":
-            found[name] = fingerprint(read(path))
-        elif path.suffix == ".safetensors" and path.name != "table.safetensors":  # whose headers come in any order
-            length = int.from_bytes((content := path.read_bytes())[:8], "little")
-            header = json.dumps(json.loads(content[8 : 8 + length]), sort_keys=True)
-            found[name] = digest(header.encode() + content[8 + length :])
-        elif path.suffix in (".pt", ".npz"):  # archives, which hold more than their tensors
-            loaded = torch.load(path, weights_only=True) if path.suffix == ".pt" else np.load(path)
-            found[name] = {key: digest(np.asarray(loaded[key]).tobytes()) for key in sorted(loaded)}
-        else:
-            found[name] = "there" if path.suffix in (".md", ".py", ".yaml") else digest(path.read_bytes())
-    return found
+def fingerprint_of(path: Path) -> Any:
+    """Of a file: tensors and arrays by hash, JSON by the hash of its content, a manifest by its keys, text for people
+    by its presence."""
+    if path.name == "artifact.json":
+        return sorted(read(path))
+    if path.suffix == ".json":
+        return fingerprint(read(path))
+    if path.suffix == ".safetensors" and path.name != "table.safetensors":  # whose headers come in any order
+        length = int.from_bytes((content := path.read_bytes())[:8], "little")
+        header = json.dumps(json.loads(content[8 : 8 + length]), sort_keys=True)
+        return digest(header.encode() + content[8 + length :])
+    if path.suffix in (".pt", ".npz"):  # archives, which hold more than their tensors
+        loaded = torch.load(path, weights_only=True) if path.suffix == ".pt" else np.load(path)
+        return {key: digest(np.asarray(loaded[key]).tobytes()) for key in sorted(loaded)}
+    return "there" if path.suffix in (".md", ".py", ".yaml") else digest(path.read_bytes())
+
+
+def files(folder: Path | str, prefix: str) -> Golden:
+    """Fingerprints of a folder's files by prefix and name."""
+    paths = sorted(path for path in Path(folder).rglob("*") if path.is_file())
+    return {f"{prefix}{path.relative_to(folder)}": fingerprint_of(path) for path in paths}
 
 
 # Part 1: every method, by the engine itself
-
-CASES: list[Case] = yaml.safe_load("""
-- [unigram, {gamma: 4}]
-- [bigram, {gamma: 3, smoothing: add-k, strength: 0.5}]
-- [bigram, {gamma: 3, smoothing: kneser-ney}]
-- [multi-candidate, {k_config: 4x2x2, replacement: true}]
-- [multi-candidate, {k_config: 3x1x2, attention: batch}]
-- [naive-multi-candidate, {k_config: 3x3, replacement: true}]
-- [specinfer, {gamma: 2, drafts: 2}]
-- [adaptive, {policy: expected-gain, cost: 0.3}]
-- [adaptive, {policy: oracle, cost: 0.3}]
-- [bild, {gamma: 5, fallback: 0.4, rollback: 1.0}]
-- [bpd, {depth: 2}]
-- [medusa, {tree: "0, 2, 0.1, 0.1.0, 2.0", acceptance: typical}]
-- [slim-s, {candidates: 3, sequences: 6, lengths: full}]
-- [slim-l, {candidates: 4, correlation: none}]
-- [slim-ss, {smoothing: kneser-ney, unseen: 0.0}]
-""")
 
 
 class RandomHeads(torch.nn.Module):
@@ -264,10 +239,10 @@ def decode() -> Golden:
     drafters = [random_model(seed, 0.05, decoder, **llama) for seed in (11, 12)]
     heads = RandomHeads(decoder.lm_head.weight.detach(), 4)
     samplings = {"T=0": Sampling(0.0), "T=1": Sampling(1.0), "T=0.8 k=9 p=0.9": Sampling(0.8, top_k=9, top_p=0.9)}
-    few: list[Case] = [(name, {}) for name in ("autoregressive", "speculative", "multi-candidate", "mjsd")]
-    forms: dict[str, tuple[list[Any], bool, list[Case]]] = {
-        "": ([decoder, *drafters], True, [(name, {}) for name in METHODS] + CASES),
-        "plain forward, ": ([decoder, *drafters], False, [*few, ("slim-s", {})]),
+    few: list[Any] = [[name, {}] for name in ("autoregressive", "speculative", "multi-candidate", "mjsd")]
+    forms: dict[str, tuple[list[Any], bool, list[Any]]] = {
+        "": ([decoder, *drafters], True, [[name, {}] for name in METHODS] + RUNS["cases"]),
+        "plain forward, ": ([decoder, *drafters], False, [*few, ["slim-s", {}]]),
         "T5, ": ([seq2seq, random_model(14, 0.1, seq2seq, **t5)], True, few),
     }
     found: Golden = {}
@@ -294,77 +269,15 @@ def decode() -> Golden:
 
 # The other parts: commands, and what they leave
 
-RECIPES: dict[str, Options] = yaml.safe_load("""
-common:
-  target: target
-  data: {source: rows.json, template: chatml, block_tokens: 64, heldout_share: 0.2, cache: prepared}
-  train: {steps: 10, global_batch: 4, micro_batch: 2, learning_rate: 1.0e-2, log_every: 1, evaluate_every: 5}
-  measure: {prompts: 3, new_tokens: 8, blocks: 4, keep: last}
-drafter:
-  {kind: drafter, model: {config: {model_type: llama, vocab_size: 320, hidden_size: 16, intermediate_size: 32,
-   num_hidden_layers: 1, num_attention_heads: 2, num_key_value_heads: 2, max_position_embeddings: 512}}}
-streamed:
-  {kind: drafter, data: {streaming: true, workers: 0, window: 16},
-   model: {config: {model_type: gpt2, vocab_size: 320, n_embd: 16, n_layer: 1, n_head: 2, n_positions: 512}}}
-distilled:
-  {kind: drafter, model: {source: near, layers: [1]},
-   objective: {cross-entropy: [0.5, 0.1], forward-kl: 0.3, reverse-kl: 0.2, jensen-shannon: [0.0, 1.0, 0.5],
-               total-variation: 0.2, lk-alpha: 0.1, lk-lambda: 0.2}}
-on-policy:
-  {kind: drafter, model: {source: near, freeze_embeddings: true}, objective: {forward-kl: 1.0},
-   on_policy: {share: 0.5, new_tokens: 8}, teacher: {temperature: 1.5}}
-cached:
-  {kind: drafter, model: {source: near}, objective: {forward-kl: 1.0, lk-alpha: 0.5}, teacher: {top_k: 4, cache: top}}
-lora: {kind: drafter, model: {source: near, lora: {rank: 2, dropout: 0.1}}}
-t5: {kind: drafter, model: {source: whole-t5}, target: whole-t5, data: {template: t5, packing: pad}}
-medusa-1: {kind: heads, num_heads: 3}
-medusa-2: {kind: heads, num_heads: 2, base: {lora: {rank: 2, dropout: 0.0}}}
-shared: {kind: heads, num_heads: 3, projection: target, objective: {forward-kl: 1.0}}
-low-rank:
-  {kind: heads, num_heads: 2, projection: low-rank, rank: 4, states: before-norm, hidden: {cache: states},
-   objective: {cross-entropy: 0.5, lk-lambda: 0.5}}
-table: {kind: table, tokenizer: tokenizer}
-more-table: {kind: table, tokenizer: tokenizer, data: {source: messy.jsonl}, prune: {min_count: 2}}
-answers-table: {kind: table, tokenizer: tokenizer, count: {pairs: answers}}
-""")
-COMMON = RECIPES.pop("common")
-DATA: dict[str, Options] = yaml.safe_load("""
-vicuna: {template: vicuna-v1.1}
-llama-2: {template: llama-2-chat}
-alpaca: {template: alpaca}
-plain: {template: plain}
-the tokenizer's: {template: tokenizer}
-chatml: {}
-padded, last turn: {packing: pad, last_turn_only: true}
-mixture: {source: null, mixture: [{source: messy.jsonl}, {source: rows.json, weight: 0.5}]}
-cleaned:
-  clean: {non_alternating: merge, escaped_markdown: unescape, duplicates: [first-exchange], drop_blocked: true}
-""")
-FORMATS: dict[str, dict[str, str]] = yaml.safe_load("""
-drafter: {transformers: --speculative-tokens 3, vllm-sglang: ""}
-lora: {transformers: ""}
-medusa-1: {medusa: "", medusa-vllm: "", custom-generate: ""}
-shared: {medusa-2: ""}
-table: {npz: "", llama-ngrams: "", vllm-bigrams: "", custom-generate-bigrams: ""}
-""")
-EVALUATE, REGENERATE, COUNTED = yaml.safe_load("""
-- {kind: evaluate, target: target, drafter: near, prompts: rows.json, template: chatml, device: cpu, limit: 4,
-   max_new_tokens: 16, energy: "off", predict: true,
-   greedy: [autoregressive, speculative, bigram, prompt-lookup, mjsd, medusa, slim-s, bpd],
-   drawn: [autoregressive, speculative, multi-candidate, spectr, specinfer, adaptive, bild, relaxed-opt]}
-- {kind: regenerate, out: answers.jsonl, source: rows.json, limit: 6, target: target, drafter: near, batch: 3,
-   method: speculative, template: chatml, temperature: 1, max_new_tokens: 12, on_length: keep}
-- [tokens_per_step, tokens_per_step_interval, acceptance_rate, acceptance_at_k, acceptance_by_depth, nodes_per_step,
-   tokens, identical_to_greedy, near_ties, lossless, flops_per_token, perplexity, prediction, self_consistency]
-""")
+COMMON: Options = RUNS["common"]
+RECIPES: dict[str, Options] = RUNS["recipes"]
 
 
 @cache
 def trained(name: str) -> Path:
     """Run a training recipe; its folder."""
-    recipe = COMMON | {"out": name} | RECIPES[name]
+    recipe = COMMON | {"out": name} | RECIPES[name] | {"train": COMMON["train"] | {"seed": SEED}}
     recipe["data"] = COMMON["data"] | RECIPES[name].get("data", {})
-    recipe["train"] = COMMON["train"] | {"seed": SEED}
     if recipe["kind"] == "table":
         recipe = {key: value for key, value in recipe.items() if key not in ("target", "train", "measure")}
     if any("cache" in recipe.get(section, {}) for section in ("teacher", "hidden")):
@@ -392,14 +305,14 @@ def artifacts() -> Golden:
     draftsmith("table", "merge", "table", "more-table-whole", "--out", "merged")
     draftsmith("table", "prune", "merged", "--out", "pruned", "--top", "3")
     draftsmith("artifact", "verify", *folders)
-    return {f"{name}/{path}": value for name in folders for path, value in files(name).items()}
+    return {name: value for folder in folders for name, value in files(folder, f"{folder}/").items()}
 
 
 def data() -> Golden:
     """Token ids, labels and blocks of messy conversations, and what became of the rows, in every template."""
     common = COMMON["data"] | {"source": "messy.jsonl", "heldout_source": "rows.json", "block_tokens": 256}
     found: Golden = {}
-    for name, changes in DATA.items():
+    for name, changes in RUNS["data"].items():
         own = f"prepared {name}"
         section = common | {"cache": own, "min_clean_share": 0.0} | changes
         run_recipe("prepare", own, {"kind": "table", "out": "none", "tokenizer": "tokenizer", "data": section})
@@ -417,17 +330,17 @@ def data() -> Golden:
 def exports() -> Golden:
     """Files of every format that needs no other program."""
     found: Golden = {}
-    for name, forms in FORMATS.items():
+    for name, forms in RUNS["exports"].items():
         for form, options in forms.items():
             out = f"{name}-as-{form}"
             draftsmith("export", str(trained(name)), "--to", form, "--out", out, *options.split())
-            found |= {f"{form} of {name}: {path}": value for path, value in files(out).items()}
+            found |= files(out, f"{form} of {name}: ")
     return found
 
 
 def evaluation(out: str) -> Options:
     """A recipe of kind evaluate over the trained artifacts."""
-    recipe: Options = EVALUATE | {"out": out, "seed": SEED}
+    recipe: Options = RUNS["evaluate"] | {"out": out, "seed": SEED}
     rows = [{"method": name} for name in recipe.pop("greedy")]
     recipe["methods"] = rows + [{"method": name, "temperature": 1} for name in recipe.pop("drawn")]
     return recipe | {"heads": str(trained("medusa-1")), "table": str(trained("table"))}
@@ -437,9 +350,9 @@ def evaluate() -> Golden:
     """What `evaluate` counts of a handful of methods, and what replay predicts of them; answers by `regenerate`."""
     run_recipe("evaluate", "evaluate", evaluation("results.json"))
     results = read("results.json")
-    found = {f"{row['label']} {key}": row.get(key) for row in results["methods"] for key in COUNTED}
+    found = {f"{row['label']} {key}": row.get(key) for row in results["methods"] for key in RUNS["counted"]}
     found["prompts"] = [results[key] for key in ("prompts", "prompts_sha256", "greedy_equals_transformers")]
-    run_recipe("regenerate", "regenerate", REGENERATE | {"seed": SEED})
+    run_recipe("regenerate", "regenerate", RUNS["regenerate"] | {"seed": SEED})
     found["regenerated"] = sorted(digest(line) for line in Path("answers.jsonl").read_bytes().splitlines())
     return found
 
@@ -490,11 +403,6 @@ def compute(names: Iterable[str]) -> Golden:
     return found
 
 
-def same(one: Any, other: Any) -> bool:
-    """Whether two outputs are the same to the last bit; the order of a mapping's keys is not looked at."""
-    return json.dumps(one, sort_keys=True) == json.dumps(other, sort_keys=True)
-
-
 def main() -> int:
     parser = argparse.ArgumentParser(description="Record or compare golden outputs.")
     what = parser.add_mutually_exclusive_group(required=True)
@@ -503,18 +411,19 @@ def main() -> int:
     parser.add_argument("--only", action="append", choices=PARTS, help="a part; again for more")
     asked = parser.parse_args()
     names = [name for name in PARTS if not asked.only or name in asked.only]
-    place = (asked.record or asked.compare).resolve()
-    expected = json.loads(place.read_text()) if asked.compare else {}
+    file = (asked.record or asked.compare).resolve()
+    known = json.loads(file.read_text()) if asked.compare else {}
     found = compute(names)
     if asked.record:
-        place.write_text(json.dumps(expected | found, indent=1) + "\n")
-        print(f"recorded {len(found)} outputs in {place}")
+        file.write_text(json.dumps(found, indent=1) + "\n")
+        print(f"recorded {len(found)} outputs in {file}")
         return 0
-    expected = {name: value for name, value in expected.items() if name.partition(":")[0] in names}
-    different = [name for name in expected | found if not same(expected.get(name), found.get(name))]
+    known = {name: value for name, value in known.items() if name.partition(":")[0] in names}
+    sides = [{name: json.dumps(value, sort_keys=True) for name, value in side.items()} for side in (known, found)]
+    different = [name for name in known | found if sides[0].get(name) != sides[1].get(name)]
     for name in different:
-        print(name, *(f"  {json.dumps(side.get(name))[:300]}" for side in (expected, found)), sep="\n")
-    print(f"{len(different)} of {len(expected | found)} outputs differ" if different else f"all {len(found)} are equal")
+        print(name, *(f"  {side.get(name, '')[:300]}" for side in sides), sep="\n")
+    print(f"{len(different)} of {len(known | found)} outputs differ")
     return int(bool(different))
 
 

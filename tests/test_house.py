@@ -34,7 +34,6 @@ OPTIONAL = (
     *("accelerate", "peft", "datasets", "pyarrow", "deepspeed", "matplotlib", "sentencepiece"),
     *("markdownify", "bs4", "py3langid", "openai", "pynvml"),
 )
-ONLY_RECIPES = ("pydantic", "typer", "rich")
 MAX_ENTRIES = 12
 MAX_DEPTH = 7
 MAX_FILE_LINES = 500
@@ -106,8 +105,7 @@ def project() -> dict[str, Any]:
 def test_every_package_is_listed(project: dict[str, Any]) -> None:
     packages = {"draftsmith"} | {name_of(path) for path in MODULES if path.name == "__init__.py"}
     assert set(project["tool"]["setuptools"]["packages"]) == packages
-    lonely = [path for path in MODULES if not (path.parent / "__init__.py").is_file()]
-    assert lonely == []
+    assert [path for path in MODULES if not (path.parent / "__init__.py").is_file()] == []
     assert len(MODULES) > 30
 
 
@@ -116,11 +114,8 @@ def test_the_version_is_given_once(project: dict[str, Any]) -> None:
     assert draftsmith.__version__ in (ROOT / "CHANGELOG.md").read_text(encoding="utf-8")
 
 
-def test_no_python_lies_at_the_root() -> None:
+def test_the_root_is_the_package() -> None:
     assert {path.name for path in ROOT.glob("*.py")} == {"__init__.py", "__main__.py"}
-
-
-def test_type_checkers_find_the_package() -> None:
     assert os.readlink(ROOT / ".typing" / "draftsmith") == ".."
 
 
@@ -146,21 +141,21 @@ def imports(path: Path) -> Iterator[tuple[int, str, str]]:
             yield from ((node.level, node.module or "", alias.name) for alias in node.names)
 
 
-@pytest.mark.parametrize("path", MODULES, ids=lambda path: str(path.relative_to(ROOT)))
-def test_imports_run_one_way(path: Path) -> None:
-    parts = path.relative_to(ROOT).parts
-    for level, module, name in imports(path):
-        if level == 0:
-            assert module.partition(".")[0] not in ("draftsmith", "tests", *FOLDERS), f"{module}: import relatively"
-            continue
-        above = parts[: len(parts) - level]
-        whole = (*above, *(part for part in (module, name) if part)) if level <= len(parts) else ()
-        assert whole, f"an import of {name} leaves the package"
-        folder = whole[0].partition(".")[0]
-        allowed = MAY_IMPORT[parts[0]] | {parts[0], "__version__"}
-        assert folder in allowed, f"{parts[0]} may import {sorted(allowed)}, not {folder}"
-        if parts[0] == "data" and folder == "checkpoints":
-            assert tuple(".".join(whole).split(".")[:2]) == GROUND, f"data may import {'.'.join(GROUND)}, not {whole}"
+@pytest.mark.parametrize("folder", FOLDERS)
+def test_imports_run_one_way(folder: str) -> None:
+    for path in (path for path in MODULES if path.is_relative_to(ROOT / folder)):
+        parts = path.relative_to(ROOT).parts
+        for level, module, name in imports(path):
+            if level == 0:
+                assert module.partition(".")[0] not in ("draftsmith", "tests", *FOLDERS), f"{path}: {module}"
+                continue
+            above = parts[: len(parts) - level]
+            whole = (*above, *(part for part in (module, name) if part)) if level <= len(parts) else ()
+            assert whole, f"{path}: an import of {name} leaves the package"
+            room = whole[0].partition(".")[0]
+            assert room in MAY_IMPORT[folder] | {folder, "__version__"}, f"{path}: {room}"
+            if folder == "data" and room == "checkpoints":
+                assert tuple(".".join(whole).split(".")[:2]) == GROUND, f"{path}: {whole}"
 
 
 def imported(path: Path) -> set[str]:
@@ -196,78 +191,66 @@ def depth(graph: dict[str, set[str]]) -> int:
     return max(longest.values(), default=0)
 
 
-def test_no_folders_import_each_other_in_a_circle(graph: dict[str, set[str]]) -> None:
+def test_nothing_imports_each_other_in_a_circle(graph: dict[str, set[str]]) -> None:
     folders: dict[str, set[str]] = {}
     for name, others in graph.items():
         folders.setdefault(folder_of(name), set()).update(map(folder_of, others))
-    circle = {name: others - {name} for name, others in folders.items()}
-    assert "draftsmith.checkpoints.artifact" in circle["draftsmith.decode.models"]
-    with pytest.raises(CycleError):
-        depth(circle | {"draftsmith.checkpoints.artifact": {"draftsmith.decode.models"}})
-    assert depth(circle) > 1
+    folders = {name: others - {name} for name, others in folders.items()}
+    known = (
+        (graph, "draftsmith.decode.custom_generate.method", "draftsmith.decode.engine"),
+        (folders, "draftsmith.decode.models", "draftsmith.checkpoints.artifact"),
+    )
+    for arrows, upper, lower in known:
+        assert lower in arrows[upper]
+        with pytest.raises(CycleError):
+            depth(arrows | {lower: {upper}})
+        assert depth(arrows) > 1
 
 
 def code_folders() -> list[Path]:
     return sorted({path.parent for path in MODULES})
 
 
-@pytest.mark.parametrize("folder", code_folders(), ids=lambda path: str(path.relative_to(ROOT)))
-def test_folders_stay_readable(folder: Path, graph: dict[str, set[str]]) -> None:
-    entries = {path.name for path in folder.iterdir()} - {"__init__.py", "__pycache__", "README.md"}
-    assert len(entries) <= MAX_ENTRIES
-    inside = {name_of(path) for path in folder.glob("*.py")}
-    assert depth({name: graph[name] & inside for name in inside}) <= MAX_DEPTH
+def test_folders_stay_readable(graph: dict[str, set[str]]) -> None:
+    for folder in code_folders():
+        entries = {path.name for path in folder.iterdir()} - {"__init__.py", "__pycache__", "README.md"}
+        assert len(entries) <= MAX_ENTRIES, folder
+        inside = {name_of(path) for path in folder.glob("*.py")}
+        assert depth({name: graph[name] & inside for name in inside}) <= MAX_DEPTH, folder
 
 
 @pytest.mark.parametrize("room", FOLDERS)
 def test_a_rooms_readme_names_each_of_its_folders(room: str) -> None:
     text = (ROOT / room / "README.md").read_text(encoding="utf-8")
     folders = [path.relative_to(ROOT / room) for path in code_folders() if path.is_relative_to(ROOT / room)]
-    missing = [str(folder) for folder in folders if folder.parts and f"`{folder}/`" not in text]
-    assert missing == []
+    assert [str(folder) for folder in folders if folder.parts and f"`{folder}/`" not in text] == []
 
 
-def test_no_files_import_each_other_in_a_circle(graph: dict[str, set[str]]) -> None:
-    assert "draftsmith.decode.engine" in graph["draftsmith.decode.custom_generate.method"]
-    with pytest.raises(CycleError):
-        tuple(
-            TopologicalSorter(
-                graph | {"draftsmith.decode.engine": {"draftsmith.decode.custom_generate.method"}}
-            ).static_order()
-        )
-    assert set(TopologicalSorter(graph).static_order()) == set(graph)
+def test_files_and_functions_stay_readable() -> None:
+    for path in MODULES:
+        text = path.read_text(encoding="utf-8")
+        assert len(text.splitlines()) <= MAX_FILE_LINES, path
+        for node in ast.walk(ast.parse(text)):
+            if isinstance(node, (ast.FunctionDef, ast.AsyncFunctionDef)):
+                assert (node.end_lineno or node.lineno) - node.lineno < MAX_FUNCTION_LINES, f"{path}: {node.name}"
 
 
-@pytest.mark.parametrize("path", MODULES, ids=lambda path: str(path.relative_to(ROOT)))
-def test_files_and_functions_stay_readable(path: Path) -> None:
-    text = path.read_text(encoding="utf-8")
-    assert len(text.splitlines()) <= MAX_FILE_LINES
-    for node in ast.walk(ast.parse(text)):
-        if isinstance(node, (ast.FunctionDef, ast.AsyncFunctionDef)):
-            lines = (node.end_lineno or node.lineno) - node.lineno + 1
-            assert lines <= MAX_FUNCTION_LINES, f"{node.name} has {lines} lines, {MAX_FUNCTION_LINES} are allowed"
-
-
-def test_every_module_imports_with_the_core_alone(tmp_path: Path) -> None:
-    names = [name_of(path) for path in MODULES]
+@pytest.mark.parametrize(
+    ("rooms", "more", "refused"),
+    [
+        (FOLDERS, [], OPTIONAL),
+        (("decode", "checkpoints"), ["draftsmith.train.losses.drafter"], (*OPTIONAL, "pydantic", "typer", "rich")),
+    ],
+    ids=["all, with the core alone", "decoding and losses, without what only recipes need"],
+)
+def test_modules_import(rooms: tuple[str, ...], more: list[str], refused: tuple[str, ...], tmp_path: Path) -> None:
+    names = [name_of(path) for path in MODULES if path.relative_to(ROOT).parts[0] in rooms]
     script = f"""{NOT_INSTALLED}
-without{OPTIONAL!r}
+without{refused!r}
 import importlib
-for name in {names!r}:
+for name in {names + more!r}:
     importlib.import_module(name)
-assert not set({OPTIONAL!r}) & {{name.partition('.')[0] for name in sys.modules}}
-"""
-    assert run("-c", script, cwd=tmp_path) == ""
-
-
-def test_decoding_and_losses_import_without_what_only_recipes_need(tmp_path: Path) -> None:
-    names = [name_of(path) for path in MODULES if path.is_relative_to(ROOT / "decode")]
-    names += [name_of(path) for path in MODULES if path.is_relative_to(ROOT / "checkpoints")]
-    script = f"""{NOT_INSTALLED}
-without{(*OPTIONAL, *ONLY_RECIPES)!r}
-import importlib
-for name in {[*names, "draftsmith.train.losses.drafter"]!r}:
-    importlib.import_module(name)
+assert not set({refused!r}) & {{name.partition('.')[0] for name in sys.modules}}
 """
     assert run("-c", script, cwd=tmp_path) == ""
 
@@ -331,13 +314,9 @@ def test_the_wheel_holds_the_package_and_nothing_else(wheel: Path) -> None:
     assert "License-Expression: Apache-2.0" in metadata
 
 
-def test_the_installed_wheel_has_a_command_line(installed: Path) -> None:
+def test_the_installed_wheel_has_a_command_line_and_decodes(installed: Path) -> None:
     shown = run("-m", "draftsmith", "--help", cwd=installed.parent, PYTHONPATH=str(installed))
-    for command in ("quickstart", "train", "evaluate", "recipes", "doctor"):
-        assert command in shown
-
-
-def test_the_installed_wheel_decodes_two_steps(installed: Path) -> None:
+    assert all(command in shown for command in ("quickstart", "train", "evaluate", "recipes", "doctor"))
     shown = run("-c", TWO_STEPS, str(installed), cwd=installed.parent, PYTHONPATH=str(installed))
     assert shown == "2 steps\n"
 

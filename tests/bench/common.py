@@ -7,9 +7,11 @@ import json
 import os
 import resource
 import statistics
+import subprocess
+import sys
 import tempfile
 import time
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from functools import cached_property
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -20,8 +22,11 @@ from draftsmith.checkpoints.heads.files import load_heads
 from draftsmith.checkpoints.table.table import BigramTable
 from draftsmith.data.prompts import load_prompts, stop_ids
 from draftsmith.data.tokenizers import load_tokenizer
-from draftsmith.decode.methods import Parts
+from draftsmith.decode.engine import Limits
+from draftsmith.decode.evaluation.measure import decode
+from draftsmith.decode.methods import Parts, build_method
 from draftsmith.decode.models.loading import load_model, wrap_model
+from draftsmith.decode.warpers import Sampling
 from draftsmith.recipes.commands.quickstart import resolve
 from draftsmith.recipes.schema.evaluation import QuickstartRecipe
 from draftsmith.recipes.schema.loading import parse_recipe, read_recipe
@@ -33,7 +38,6 @@ SHARED = Path(os.environ.get("DRAFTSMITH_SHARED", Path(__file__).resolve().paren
 SHAREGPT = SHARED / "sharegpt" / "sharegpt_v3_sample_800.json"
 VICUNA = SHARED / "instruct" / "alpaca_eval" / "vicuna-7b-v1.3.json"
 LLAMA = SHARED / "tokenizer" / "llama2c"
-BOOTSTRAP = 2000
 
 
 # --- command line and last line ---------------------------------------------------------------------------------------
@@ -55,29 +59,7 @@ def finish(results: Mapping[str, Any], device: str = "cpu") -> None:
     print(json.dumps({**results, "machine": machine(device)}))
 
 
-# --- models -----------------------------------------------------------------------------------------------------------
-
-
-def heldout_prompts(source: str | Path, template: str, tokenizer: Any, count: int) -> list[list[int]]:
-    """Ids of the first prompts of a file, of up to 128 tokens."""
-    return [ids for _, ids in load_prompts(str(source), template, tokenizer, count, 128)]
-
-
-class Pair:
-    """A quickstart's models and held-out prompts."""
-
-    def __init__(self, folder: Path, prompts: int) -> None:
-        self.folder = folder
-        self.tokenizer = load_tokenizer(str(folder / "target"))
-        self.target_model, self.drafter_model = (load_model(str(folder / name)) for name in ("target", "drafter"))
-        self.target, self.drafter = wrap_model(self.target_model), wrap_model(self.drafter_model)
-        self.stop = tuple(stop_ids(self.tokenizer))
-        self.prompts = heldout_prompts(folder / "corpus" / "heldout.jsonl", "chatml", self.tokenizer, prompts)
-
-    @cached_property
-    def parts(self) -> Parts:
-        """Drafter, heads and table."""
-        return Parts(self.drafter, load_heads(self.folder / "heads"), BigramTable.load(self.folder / "table"))
+# --- models, and a quickstart's ---------------------------------------------------------------------------------------
 
 
 def random_llama(
@@ -103,14 +85,52 @@ def random_llama(
         torch.set_default_dtype(torch.float32)
 
 
-# --- training on a quickstart -----------------------------------------------------------------------------------------
+class Pair:
+    """A finished quickstart: recipes, models, parts and held-out prompts of up to 128 tokens."""
 
+    def __init__(self, folder: Path, prompts: int) -> None:
+        if not (folder / "drafter").is_dir():
+            raise SystemExit(f"there is no trained pair at {folder}: run `make quickstart` first")
+        self.folder = folder
+        self.tokenizer = load_tokenizer(str(folder / "target"))
+        self.stop = tuple(stop_ids(self.tokenizer))
+        heldout = str(folder / "corpus" / "heldout.jsonl")
+        self.prompts = [ids for _, ids in load_prompts(heldout, "chatml", self.tokenizer, prompts, 128)]
 
-def quickstart_of(pair: Path) -> Any:
-    """The recipes of a finished quickstart."""
-    found = parse_recipe(read_recipe(pair / "quickstart.yaml"), "quickstart")
-    assert isinstance(found, QuickstartRecipe)
-    return resolve(found)
+    @cached_property
+    def recipes(self) -> Any:
+        found = parse_recipe(read_recipe(self.folder / "quickstart.yaml"), "quickstart")
+        assert isinstance(found, QuickstartRecipe)
+        return resolve(found)
+
+    @cached_property
+    def target_model(self) -> Any:
+        return load_model(str(self.folder / "target"))
+
+    @cached_property
+    def drafter_model(self) -> Any:
+        return load_model(str(self.folder / "drafter"))
+
+    @cached_property
+    def target(self) -> Any:
+        return wrap_model(self.target_model)
+
+    @cached_property
+    def parts(self) -> Parts:
+        """Drafter, heads and table."""
+        folder = self.folder
+        return Parts(wrap_model(self.drafter_model), load_heads(folder / "heads"), BigramTable.load(folder / "table"))
+
+    def counts(
+        self, name: str, parts: Parts, temperature: float, tokens: int, scorer: Any = None, seed: int = 0, **more: Any
+    ) -> tuple[np.ndarray, list[list[int]]]:
+        """Decode the prompts with a method: kept tokens, steps and nodes of each [prompts, 3], and the tokens."""
+        sampling, limits = Sampling(temperature), Limits(tokens, self.stop)
+        method, rows = build_method(name, parts, sampling, **more), enumerate(self.prompts, seed)
+        scorer = self.target if scorer is None else scorer
+        found = [decode(scorer, method, sampling, row, prompt, limits) for row, prompt in rows]
+        counts = [[one.tally.tokens, one.tally.steps, one.tally.nodes] for one in found]
+        return np.array(counts, dtype=np.float64), [one.ids for one in found]
 
 
 def train_steps(task: Any, data: Any, section: Any, steps: int, rate: float, seed: int) -> Any:
@@ -123,21 +143,41 @@ def train_steps(task: Any, data: Any, section: Any, steps: int, rate: float, see
         return fit(task, data, config, state)
 
 
+class Trained(NamedTuple):
+    """A row of one seed: counts of its decoding by setting, metrics on held-out blocks, seconds of training."""
+
+    counts: dict[str, np.ndarray]
+    metrics: dict[str, float]
+    seconds: float
+
+
+def by_seed(names: Sequence[str], seeds: int, run: Callable[[str, int], Trained]) -> dict[str, list[Trained]]:
+    """Every row with every seed; seeds outside: what is finished early compares all rows."""
+    found: dict[str, list[Trained]] = {name: [] for name in names}
+    began = time.monotonic()
+    for seed in range(seeds):
+        for name in names:
+            found[name].append(run(name, seed))
+            now = {setting: round(per_step(counts), 3) for setting, counts in found[name][-1].counts.items()}
+            print(f"[{time.monotonic() - began:5.0f} s] seed {seed} {name}: {now}")
+    return found
+
+
+# --- intervals --------------------------------------------------------------------------------------------------------
+
+
 def per_step(counts: np.ndarray) -> float:
     """Tokens per step over seeds and prompts; counts [seeds, prompts, tokens and steps …] or [prompts, …]."""
     tokens, steps = counts.reshape(-1, counts.shape[-1]).sum(0)[:2]
     return float(tokens / steps)
 
 
-def bootstrap_draws(seeds: int, prompts: int) -> Iterator[Any]:
-    """Indices of seeds and prompts drawn together, 2,000 times."""
+def bootstrap(statistic: Callable[[Any], float], seeds: int, prompts: int) -> list[float]:
+    """95 % interval of what is computed of counts[chosen], seeds and prompts drawn together, 2,000 times."""
     rng = np.random.default_rng(0)
-    for _ in range(BOOTSTRAP):
-        yield np.ix_(rng.integers(seeds, size=seeds), rng.integers(prompts, size=prompts))
-
-
-def interval_of(values: list[float]) -> list[float]:
-    """95 %."""
+    values = [
+        statistic(np.ix_(rng.integers(seeds, size=seeds), rng.integers(prompts, size=prompts))) for _ in range(2000)
+    ]
     return [float(value) for value in np.quantile(values, [0.025, 0.975])]
 
 
@@ -164,13 +204,20 @@ def timed(job: Callable[[], Any]) -> Timed:
     return Timed(result, time.perf_counter() - start, processor_seconds() - used)
 
 
-def in_turns(jobs: Mapping[str, Callable[[], Any]], rounds: int) -> dict[str, list[Timed]]:
-    """Every job once a round."""
+def in_turns(jobs: Mapping[str, Callable[[], Any]], rounds: int, warm: int = 0) -> dict[str, list[Timed]]:
+    """Every job once a round; the first `warm` rounds are not counted."""
     found: dict[str, list[Timed]] = {name: [] for name in jobs}
-    for _ in range(rounds):
+    for number in range(warm + rounds):
         for name, job in jobs.items():
-            found[name].append(timed(job))
+            one = timed(job)
+            if number >= warm:
+                found[name].append(one)
     return found
+
+
+def medians(times: Mapping[str, Sequence[Timed]]) -> dict[str, float]:
+    """Seconds by the clock."""
+    return {name: statistics.median(each.wall for each in series) for name, series in times.items()}
 
 
 def against_tokenizers(
@@ -183,12 +230,11 @@ def against_tokenizers(
         raw), and millions of tokens a second by name.
     """
     times = in_turns({**raw, ours: job}, rounds)
-    wall = {name: statistics.median(each.wall for each in series) for name, series in times.items()}
-    tokens = {name: series[-1].result for name, series in times.items()}
+    wall, tokens = medians(times), {name: series[-1].result for name, series in times.items()}
     fastest = min(raw, key=lambda name: wall[name])
     pairs = list(zip(times[fastest], times[ours], strict=True))
-    ratios = {kind: statistics.median(getattr(a, f) / getattr(b, f) for a, b in pairs)
-              for kind, f in (("time", "wall"), ("cpu", "cpu"))}  # fmt: skip
+    ratios = {"time": statistics.median(a.wall / b.wall for a, b in pairs)}
+    ratios |= {"cpu": statistics.median(a.cpu / b.cpu for a, b in pairs)}
     ratios["rate"] = ratios["time"] * tokens[ours] / tokens[fastest]
     rates = {name: tokens[name] / wall[name] / 1e6 for name in times}
     for name, rate in rates.items():
@@ -208,3 +254,14 @@ def peak_above(job: Callable[[], Any]) -> tuple[Timed, int]:
     before = status_bytes("VmRSS")
     found = timed(job)
     return found, status_bytes("VmHWM") - before
+
+
+def own_process(function: str, *arguments: Any, environment: Mapping[str, str] | None = None) -> Any:
+    """What `module.function` of this folder returns in a process of its own, which imports that module alone."""
+    module, _, name = function.partition(".")
+    code = f"import json, sys; sys.path.insert(0, {str(Path(__file__).parent)!r}); from {module} import {name}; "
+    code += f"print(json.dumps({name}(*json.loads(sys.argv[1]))))"
+    command = [sys.executable, "-c", code, json.dumps(arguments)]
+    known = {**os.environ, **(environment or {})}
+    done = subprocess.run(command, stdout=subprocess.PIPE, text=True, check=True, env=known)
+    return json.loads(done.stdout.splitlines()[-1])

@@ -16,8 +16,6 @@ from __future__ import annotations
 import json
 import os
 import statistics
-import subprocess
-import sys
 import tempfile
 import time
 from collections.abc import Callable, Iterator
@@ -26,9 +24,9 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
-from common import LLAMA, SHAREGPT, against_tokenizers, finish, in_turns, parser_of, random_llama
+from common import LLAMA, SHAREGPT, against_tokenizers, finish, in_turns, own_process, parser_of, random_llama
 from draftsmith.data.blocks.packing import Batch
-from draftsmith.data.blocks.prepared import PreparedData, prepare
+from draftsmith.data.blocks.prepared import prepare
 from draftsmith.data.conversations import Conversation, write_conversations
 from draftsmith.data.rendering.templates import get_template
 from draftsmith.data.sources.documentation import documentation_conversations
@@ -100,47 +98,25 @@ def limited(corpus: Path, tokenizer_folder: Path, megabytes: int, folder: Path) 
     with file.open("w", encoding="utf-8") as out:
         for _ in range(-(-10 * megabytes * 1_000_000 // size)):
             out.write("\n".join(chats) + "\n")
-    command = [sys.executable, "-c", CHILD, str(megabytes), str(file), str(tokenizer_folder), str(folder / "large")]
     start = time.perf_counter()
-    small = os.environ | {"OMP_NUM_THREADS": "1", "MALLOC_ARENA_MAX": "2"}  # threads' stacks and heaps count as well
-    done = subprocess.run(command, stdout=subprocess.PIPE, text=True, check=True, cwd=folder, env=small)
-    found: dict[str, Any] = json.loads(done.stdout.splitlines()[-1])
+    small = {"OMP_NUM_THREADS": "1", "MALLOC_ARENA_MAX": "2"}  # threads' stacks and heaps count as well
+    arguments = (megabytes, str(file), str(tokenizer_folder), str(folder / "large"))
+    found: dict[str, Any] = own_process("children.prepare_limited", *arguments, environment=small)
     found |= {"corpus_mb": file.stat().st_size / 1e6, "limit_mb": megabytes, "seconds": time.perf_counter() - start}
     file.unlink()
     return found
 
 
-# run by `limited` in a process of its own, which loads no more than preparing needs
-CHILD = """
-import json, resource, sys
-limit = int(sys.argv[1]) * 1_000_000
-resource.setrlimit(resource.RLIMIT_DATA, (limit, limit))
-from draftsmith.data.blocks.prepared import prepare
-from draftsmith.data.sources.reading import read_conversations
-from draftsmith.data.rendering.templates import get_template
-from draftsmith.data.tokenizers import load_tokenizer
-def peak():  # ru_maxrss would hold the parent's
-    with open("/proc/self/status") as status:
-        return next(int(line.split()[1]) for line in status if line.startswith("VmHWM"))
-tokenizer = load_tokenizer(sys.argv[3])
-before = peak()
-template = get_template("vicuna-v1.1")
-data = prepare(read_conversations(sys.argv[2]), tokenizer, template, 2048, sys.argv[4], source={})
-numbers = {key: data.manifest[key] for key in ("rows", "tokens", "packing_density")}
-print(json.dumps({"peak_mb": peak() / 1e3, "before_mb": before / 1e3} | numbers))
-"""
-
-
 def training(corpus: Path, tokenizer: Any, folder: Path, quick: bool) -> dict[str, Any]:
     """Tokens a second of forward and backward on packed and on padded batches of the same documents."""
     module = DrafterTask(random_llama((192, 512, 12, 4, len(tokenizer))), None).module
-    batches: dict[str, list[Batch]] = {}
+    batches = 2 if quick else 6
+    queues: dict[str, Iterator[Batch]] = {}
     for packing in ("best-fit", "pad"):
-        data = prepare(
-            read_conversations(str(corpus)), tokenizer, TEMPLATE, 1024, folder / packing, source={}, packing=packing
-        )
-        batches[packing] = _drawn(data, 2 if quick else 6)
-    queues = {name: iter(drawn) for name, drawn in batches.items()}
+        rows = read_conversations(str(corpus))
+        data = prepare(rows, tokenizer, TEMPLATE, 1024, folder / packing, source={}, packing=packing)
+        order = np.random.default_rng(0).permutation(data.blocks)  # as training draws them, four at a time
+        queues[packing] = iter([data.batch(order[4 * n : 4 * n + 4]) for n in range(batches)])
 
     def step(name: str) -> int:
         batch = next(queues[name])
@@ -148,17 +124,11 @@ def training(corpus: Path, tokenizer: Any, folder: Path, quick: bool) -> dict[st
         (sums.sum() / counts.sum()).backward()
         return int((batch.documents_BT >= 0).sum())
 
-    times = in_turns({name: partial(step, name) for name in batches}, len(batches["pad"]))
+    times = in_turns({name: partial(step, name) for name in queues}, batches)
     rates = {name: 1 / statistics.median(each.wall / each.result for each in times[name]) for name in times}
     for name, rate in rates.items():
         print(f"training on {name:9s} {rate:8.0f} tokens/s")
     return {"tokens_per_sec": rates, "packed_vs_padded": rates["best-fit"] / rates["pad"]}
-
-
-def _drawn(data: PreparedData, batches: int) -> list[Batch]:
-    """Batches of four blocks, drawn as training draws them."""
-    order = np.random.default_rng(0).permutation(data.blocks)
-    return [data.batch(order[4 * n : 4 * n + 4]) for n in range(batches)]
 
 
 def main() -> None:

@@ -21,11 +21,11 @@ from functools import partial
 from typing import Any, Literal
 
 import torch
-from common import Pair, finish, parser_of, random_llama, timed
+from common import Pair, finish, in_turns, medians, parser_of, random_llama
 from draftsmith.checkpoints.heads.files import PredictionHeads
 from draftsmith.checkpoints.table.table import BigramTable
 from draftsmith.decode.engine import Limits, Proposal, Verdict, Verifier, generate
-from draftsmith.decode.evaluation.measure import Costs, Decoded, RawCosts, decode, decode_reference
+from draftsmith.decode.evaluation.measure import Decoded, RawCosts, decode, decode_reference
 from draftsmith.decode.evaluation.metrics import Tally, total
 from draftsmith.decode.evaluation.profile import StepProfile
 from draftsmith.decode.methods import Method, Parts, build_method
@@ -41,24 +41,15 @@ from transformers import DynamicCache
 
 Job = Callable[[Sequence[int], Limits], Decoded]
 
-GREEDY, PLAIN = Sampling(), Sampling(1.0)
-
 
 def rows(gamma: int) -> dict[str, tuple[str, dict[str, Any], Sampling]]:
     """The methods measured, by label."""
-    return {
-        "autoregressive": ("autoregressive", {}, GREEDY),
-        "speculative": ("speculative", {"gamma": gamma}, GREEDY),
-        "multi-candidate": ("multi-candidate", {"k_config": "2x1x1x1"}, GREEDY),
-        "medusa": ("medusa", {"tree": "2x1"}, GREEDY),
-        "slim-ss": ("slim-ss", {}, GREEDY),
-        "slim-s": ("slim-s", {"sequences": 4}, GREEDY),
-        "slim-l": ("slim-l", {}, GREEDY),
-        "mjsd": ("mjsd", {"beams": 4}, GREEDY),
-        "autoregressive T=1": ("autoregressive", {}, PLAIN),
-        "speculative T=1": ("speculative", {"gamma": gamma}, PLAIN),
-        "multi-candidate T=1": ("multi-candidate", {"k_config": "2x1x1x1"}, PLAIN),
-    }
+    options: dict[str, dict[str, Any]] = {
+        "autoregressive": {}, "speculative": {"gamma": gamma}, "multi-candidate": {"k_config": "2x1x1x1"},
+        "medusa": {"tree": "2x1"}, "slim-ss": {}, "slim-s": {"sequences": 4}, "slim-l": {}, "mjsd": {"beams": 4},
+    }  # fmt: skip
+    greedy = {name: (name, given, Sampling()) for name, given in options.items()}
+    return greedy | {f"{name} T=1": (name, options[name], Sampling(1.0)) for name in list(options)[:3]}
 
 
 def assisted(target: Any, drafter: Any, gamma: int) -> Job:
@@ -172,53 +163,85 @@ def host_microseconds(vocab_size: int, table: BigramTable | None, gamma: int, to
 
 @torch.inference_mode()
 def prune_share(target: LanguageModel, heads: Any, table: BigramTable | None, runs: int) -> tuple[float, float]:
-    """Seconds that finding the top 40 posteriors takes for 4 heads x top 10, over those of a one-token forward.
-
-    Blocks of both alternate; the medians of all calls are compared.
-
-    Returns:
-        The share, and the same with the tree's topology and tokens for the verification included.
-    """
+    """Seconds that finding the top 40 posteriors takes for 4 heads x top 10, over those of a one-token forward, in
+    turns of twenty calls; and the same with the tree's topology and tokens for the verification included."""
     proposer = PrunedHeadTree(heads, table, 40, 10, 0.01, 4)
     generator = torch.Generator().manual_seed(0)
     root_B1 = torch.randint(target.vocab_size, (1, 1), generator=generator)
     logits_BKV = heads(torch.randn(1, target.hidden_size, generator=generator)).float()
     top = logits_BKV.topk(10, -1)
-    log_probs_BKC = top.values - logits_BKV.logsumexp(-1, keepdim=True)
+    given = (root_B1, top.indices, top.values - logits_BKV.logsumexp(-1, keepdim=True))
     cache = target.new_cache(1, 130)
     cache.set_lengths([128])
-    jobs: list[Callable[[], Any]] = [
-        lambda: target.logits(target.extend(cache, root_B1)),
-        lambda: proposer.search(root_B1, top.indices, log_probs_BKC),
-        lambda: proposer.prune(root_B1, top.indices, log_probs_BKC),
-    ]
-    seconds: list[list[float]] = [[] for _ in jobs]
-    for _ in range(runs):
-        for job, series in zip(jobs, seconds, strict=True):
-            series += [timed(job).wall for _ in range(20)]
-    forward, search, prune = map(statistics.median, seconds)
-    return search / forward, prune / forward
+    jobs: dict[str, Callable[[], Any]] = {
+        "forward": lambda: [target.logits(target.extend(cache, root_B1)) for _ in range(20)],
+        "search": lambda: [proposer.search(*given) for _ in range(20)],
+        "prune": lambda: [proposer.prune(*given) for _ in range(20)],
+    }
+    seconds = medians(in_turns(jobs, runs))
+    return seconds["search"] / seconds["forward"], seconds["prune"] / seconds["forward"]
 
 
 def bench_pair(arguments: argparse.Namespace) -> dict[str, Any]:
     """The trained pair, on the CPU."""
     quick, gamma = arguments.quick, arguments.gamma
-    pair = Pair(arguments.pair, 3 if quick else 16)
+    pair, measured = Pair(arguments.pair, 3 if quick else 16), rows(gamma)
     target, parts, prompts = pair.target, pair.parts, pair.prompts
     limits = Limits(48 if quick else 128, pair.stop)
     methods = {
-        label: build_method(name, parts, sampling, **options)
-        for label, (name, options, sampling) in rows(gamma).items()
+        name: build_method(kind, parts, sampling, **options) for name, (kind, options, sampling) in measured.items()
     }
     jobs: dict[str, Job] = {
-        label: partial(_decode, target, methods[label], sampling) for label, (_, _, sampling) in rows(gamma).items()
+        label: partial(decode, target, method, measured[label][2], 0) for label, method in methods.items()
     }
-    jobs["transformers"] = lambda prompt, limits: decode_reference(pair.target_model, prompt, limits)
+    jobs["transformers"] = partial(decode_reference, pair.target_model)
     jobs["transformers assisted"] = assisted(pair.target_model, pair.drafter_model, gamma)
     jobs["published"] = published(pair.target_model, pair.drafter_model, gamma)
+    runs, samplers = interleaved(jobs, methods, target, prompts, limits, quick)
+    found = {label: row_of(runs[label], samplers.get(label)) for label in jobs}
+    for label, row in found.items():
+        base = found["autoregressive T=1" if label.endswith("T=1") else "autoregressive"]
+        row["speedup"] = row["tokens_per_second"] / base["tokens_per_second"]
+        if "bound" in row:
+            row["efficiency"] = row["stepping_rate"] / base["stepping_rate"] / row["bound"]
+    exact = [label for label in jobs if not label.endswith("T=1") and label != "mjsd"]
+    same = sum(len({tuple(runs[label][place][0].ids) for label in exact}) == 1 for place in range(len(prompts)))
+    print(f"{len(prompts)} prompts, {limits.max_new_tokens} new tokens, gamma {gamma}; same greedy tokens on {same}")
+    print_rows(found)
+    host = host_microseconds(target.vocab_size, parts.table, gamma, 200 if quick else 2000)
+    print("host per step: " + ", ".join(f"{label} {value:.0f} us" for label, value in host.items()))
+    share, with_tree = prune_share(target, parts.heads, parts.table, 5 if quick else 50)
+    print(f"slim: top 40 of 4 x 10 candidates {share:.1%} of a target forward, {with_tree:.1%} with the tree laid out")
+
+    def by_label(key: str) -> dict[str, float]:
+        return {label: row[key] for label, row in found.items() if key in row}
+
+    speeds = by_label("tokens_per_second")
+    return {
+        "vs_transformers_assisted": speeds["speculative"] / speeds["transformers assisted"],
+        "vs_transformers": speeds["autoregressive"] / speeds["transformers"],
+        "vs_published": speeds["speculative"] / speeds["published"],
+        **{key: by_label(key) for key in ("efficiency", "speedup", "tokens_per_second", "tokens_per_step")},
+        "host_us_per_step": host["speculative"],
+        "host_us_per_step_by_method": host,
+        "slim_prune_share": share,
+        "slim_prune_and_tree_share": with_tree,
+        "same_tokens_prompts": same,
+        "prompts": len(prompts),
+    }
+
+
+def interleaved(
+    jobs: dict[str, Job],
+    methods: dict[str, Method],
+    target: LanguageModel,
+    prompts: Sequence[Sequence[int]],
+    limits: Limits,
+    quick: bool,
+) -> tuple[dict[str, list[list[Decoded]]], dict[str, RawCosts]]:
+    """Runs of every prompt by label, and the raw forwards that were timed in between."""
     for job in jobs.values():
         job(prompts[0], Limits(8, limits.stop_ids))
-
     runs: dict[str, list[list[Decoded]]] = {label: [[] for _ in prompts] for label in jobs}
     samplers: dict[str, RawCosts] = {}
     for repeat in range(2 if quick else 3):
@@ -229,79 +252,31 @@ def bench_pair(arguments: argparse.Namespace) -> dict[str, Any]:
                     samplers[label].sample(2 if quick else 1)
         if repeat == 0:  # from here on it is known how many nodes a step has
             for label, method in methods.items():
-                counts = _counts(runs[label])
+                counts = total(run[0].tally for run in runs[label])
                 samplers[label] = RawCosts(target, method, counts.nodes / counts.steps, 96)
-    table_rows = {label: _row(runs[label], samplers.get(label)) for label in jobs}
-    for label, row in table_rows.items():
-        base = table_rows["autoregressive T=1" if label.endswith("T=1") else "autoregressive"]
-        row["speedup"] = row["tokens_per_second"] / base["tokens_per_second"]
-        if "bound" in row:
-            row["efficiency"] = row["stepping_rate"] / base["stepping_rate"] / row["bound"]
-    greedy = [runs[label] for label, (_, _, sampling) in rows(gamma).items() if sampling.greedy and label != "mjsd"]
-    greedy += [runs["transformers"], runs["transformers assisted"], runs["published"]]
-    same = sum(len({tuple(run[place][0].ids) for run in greedy}) == 1 for place in range(len(prompts)))
-    print(f"{len(prompts)} prompts, {limits.max_new_tokens} new tokens, gamma {gamma}; same greedy tokens on {same}")
-    _print_rows(table_rows)
-    host = host_microseconds(target.vocab_size, parts.table, gamma, 200 if quick else 2000)
-    print("host per step: " + ", ".join(f"{label} {value:.0f} us" for label, value in host.items()))
-    share, with_tree = prune_share(target, parts.heads, parts.table, 5 if quick else 50)
-    print(f"slim: top 40 of 4 x 10 candidates {share:.1%} of a target forward, {with_tree:.1%} with the tree laid out")
-    speeds = {label: row["tokens_per_second"] for label, row in table_rows.items()}
-    return {
-        "vs_transformers_assisted": speeds["speculative"] / speeds["transformers assisted"],
-        "vs_transformers": speeds["autoregressive"] / speeds["transformers"],
-        "vs_published": speeds["speculative"] / speeds["published"],
-        "efficiency": {label: row["efficiency"] for label, row in table_rows.items() if "efficiency" in row},
-        "speedup": {label: row["speedup"] for label, row in table_rows.items()},
-        "tokens_per_second": speeds,
-        "tokens_per_step": {label: row["tokens_per_step"] for label, row in table_rows.items() if label in methods},
-        "host_us_per_step": host["speculative"],
-        "host_us_per_step_by_method": host,
-        "slim_prune_share": share,
-        "slim_prune_and_tree_share": with_tree,
-        "same_tokens_prompts": same,
-        "prompts": len(prompts),
-    }
+    return runs, samplers
 
 
-def _decode(
-    target: LanguageModel, method: Method, sampling: Sampling, prompt: Sequence[int], limits: Limits
-) -> Decoded:
-    return decode(target, method, sampling, 0, prompt, limits)
-
-
-def _counts(runs: list[list[Decoded]]) -> Tally:
-    return total(run[0].tally for run in runs)
-
-
-def _row(runs: list[list[Decoded]], sampler: RawCosts | None) -> dict[str, Any]:
+def row_of(runs: list[list[Decoded]], sampler: RawCosts | None) -> dict[str, Any]:
     tokens = sum(len(run[0].ids) for run in runs)
     seconds = sum(statistics.median(result.seconds for result in run) for run in runs)
     steps = sum(statistics.median(result.seconds - result.reading for result in run) for run in runs)
     row: dict[str, Any] = {"tokens_per_second": tokens / seconds, "stepping_rate": tokens / steps}
     if sampler is not None:
-        costs: Costs = sampler.costs()
-        counts = _counts(runs)
+        costs, counts = sampler.costs(), total(run[0].tally for run in runs)
         row["tokens_per_step"] = counts.tokens / counts.steps
         row["bound"] = row["tokens_per_step"] * costs.one / (costs.tree + costs.propose)
-        row["milliseconds"] = (1e3 * costs.one, 1e3 * costs.tree, 1e3 * costs.propose)
+        row["raw_ms"] = ", ".join(f"{1e3 * cost:.2f}" for cost in (costs.one, costs.tree, costs.propose))
     return row
 
 
-def _print_rows(table_rows: dict[str, dict[str, Any]]) -> None:
-    print(
-        f"{'':24s}{'tokens/s':>9s}{'tokens/step':>13s}{'speedup':>9s}{'bound':>7s}{'efficiency':>12s}"
-        "   raw ms: one, tree, draft"
-    )
-    for label, row in table_rows.items():
-        line = f"{label:24s}{row['tokens_per_second']:9.1f}"
-        if "bound" in row:
-            raw = ", ".join(f"{value:.2f}" for value in row["milliseconds"])
-            line += f"{row['tokens_per_step']:13.2f}{row['speedup']:9.2f}{row['bound']:7.2f}{row['efficiency']:12.2f}"
-            line += f"   {raw}"
-        else:
-            line += f"{'':13s}{row['speedup']:9.2f}"
-        print(line)
+def print_rows(found: dict[str, dict[str, Any]]) -> None:
+    columns = {"tokens_per_second": "9.1f", "tokens_per_step": "13.2f", "speedup": "9.2f", "bound": "7.2f"}
+    columns |= {"efficiency": "12.2f"}
+    print(f"{'':24s} tokens/s  tokens/step  speedup  bound  efficiency   raw ms: one, tree, draft")
+    for label, row in found.items():
+        cells = [f"{row[key]:{form}}" if key in row else " " * int(float(form[:-1])) for key, form in columns.items()]
+        print(f"{label:24s}{''.join(cells)}   {row.get('raw_ms', '')}")
 
 
 # hidden, width of the MLP, layers, heads, vocabulary
@@ -344,9 +319,6 @@ class FixedPattern(Verifier):
 @torch.inference_mode()
 def draft_microseconds(models: dict[str, LanguageModel], gamma: int, rounds: int) -> dict[str, float]:
     """Median microseconds of one drafter step (forward, projection, argmax) by model, interleaved."""
-    setups = {}
-    for label, model in models.items():
-        setups[label] = model, model.new_cache(1, 256), Tree.chain(gamma).to(model.device)
 
     def block(model: LanguageModel, cache: KVCache, chain: Tree) -> None:
         cache.set_lengths([100])
@@ -356,43 +328,37 @@ def draft_microseconds(models: dict[str, LanguageModel], gamma: int, rounds: int
             token_B1 = model.logits(hidden_B1D[:, -1:]).argmax(-1)
             hidden_B1D = model.extend(cache, token_B1, chain, place)
         model.logits(hidden_B1D).argmax(-1)
+        if model.device.type == "cuda":
+            torch.cuda.synchronize(model.device)
 
-    seconds: dict[str, list[float]] = {label: [] for label in models}
-    for number in range(rounds + 5):  # the first ones run and capture
-        for label, setup in setups.items():
-            _wait(setup[0])
-            start = time.perf_counter()
-            block(*setup)
-            _wait(setup[0])
-            if number >= 5:
-                seconds[label].append((time.perf_counter() - start) / gamma)
-    return {label: 1e6 * statistics.median(series) for label, series in seconds.items()}
-
-
-def _wait(model: LanguageModel) -> None:
-    if model.device.type == "cuda":
-        torch.cuda.synchronize(model.device)
+    jobs = {
+        label: partial(block, model, model.new_cache(1, 256), Tree.chain(gamma).to(model.device))
+        for label, model in models.items()
+    }
+    seconds = medians(in_turns(jobs, rounds, warm=5))  # the first ones run and capture
+    return {label: 1e6 * value / gamma for label, value in seconds.items()}
 
 
 def bench_shapes(arguments: argparse.Namespace) -> dict[str, Any]:
     """Models of real shapes with random weights, on any device."""
-    found = {}
-    dtype = getattr(torch, arguments.dtype)
+    dtype, kinds = getattr(torch, arguments.dtype), {"plain": False}
+    if arguments.device.startswith("cuda"):
+        kinds["graphs"] = True
+    limits, found = Limits(32 if arguments.quick else 256), {}
     for pair in arguments.shapes:
-        sizes = [SHAPES[shape] for shape in pair.split("-")]
-        target_model, drafter_model = (random_llama(each, 2048, arguments.device, dtype).eval() for each in sizes)
-        kinds = {"plain": False} | ({"graphs": True} if arguments.device.startswith("cuda") else {})
+        target_model, drafter_model = (
+            random_llama(SHAPES[shape], 2048, arguments.device, dtype).eval() for shape in pair.split("-")
+        )
         drafters = {kind: wrap_model(drafter_model, graphs=graphs) for kind, graphs in kinds.items()}
         steps = draft_microseconds(drafters, arguments.gamma, 20 if arguments.quick else 200)
-        row: dict[str, Any] = {"us_per_drafter_step": steps}
+        print(f"{pair:12s} one drafter step: " + ", ".join(f"{kind} {value:.0f} us" for kind, value in steps.items()))
+        found[pair] = row = {"us_per_drafter_step": steps}
         vocabulary = target_model.config.vocab_size
         heads = PredictionHeads.from_lm_head(target_model.lm_head.weight.detach(), 4, 1).to(arguments.device).eval()
-        counts = torch.randint(vocabulary, (200_000,), generator=torch.Generator().manual_seed(0)).numpy()
-        table = BigramTable.from_documents([counts], vocabulary)
-        limits = Limits(32 if arguments.quick else 256)
+        counted = torch.randint(vocabulary, (200_000,), generator=torch.Generator().manual_seed(0)).numpy()
+        table = BigramTable.from_documents([counted], vocabulary)
         for kind, graphs in kinds.items():
-            target = wrap_model(target_model, graphs=graphs)
-            parts = Parts(drafters[kind], heads, table)
+            target, parts = wrap_model(target_model, graphs=graphs), Parts(drafters[kind], heads, table)
             for label in ("autoregressive", "speculative", "multi-candidate", "medusa", "slim-s", "slim-l"):
                 name, options, sampling = rows(arguments.gamma)[label]
                 method = build_method(name, parts, sampling, **options)
@@ -401,18 +367,15 @@ def bench_shapes(arguments: argparse.Namespace) -> dict[str, Any]:
                 decode(target, method, sampling, 0, [1] * 64, limits)
                 profile = StepProfile(target.device)
                 ids, tally, seconds, _ = decode(target, method, sampling, 0, [1] * 64, limits, profile)
+                phases = profile.summary()
                 row[f"{label} {kind}"] = {
                     "tokens_per_second": len(ids) / seconds,
                     "tokens_per_step": tally.tokens / tally.steps,
-                    "us_per_step": profile.summary(),
+                    "us_per_step": phases,
                 }
-                print(
-                    f"{pair:12s} {label:16s} {kind:7s} {len(ids) / seconds:8.1f} tokens/s  "
-                    + "  ".join(f"{phase} {value:.0f} us" for phase, value in profile.summary().items())
-                )
-        print(f"{pair:12s} one drafter step: " + ", ".join(f"{kind} {value:.0f} us" for kind, value in steps.items()))
-        found[pair] = row
-        del target, target_model, heads, drafters
+                shown = "  ".join(f"{phase} {value:.0f} us" for phase, value in phases.items())
+                print(f"{pair:12s} {label:16s} {kind:7s} {len(ids) / seconds:8.1f} tokens/s  {shown}")
+        del target, target_model, heads, drafters, drafter_model, parts
         gc.collect()
     return {"shapes": found, "dtype": arguments.dtype, "gamma": arguments.gamma}
 
@@ -426,8 +389,6 @@ def main() -> None:
     if arguments.shapes:
         finish(bench_shapes(arguments), arguments.device)
         return
-    if not (arguments.pair / "drafter").is_dir():
-        parser.error(f"there is no trained pair at {arguments.pair}: run `make quickstart` first")
     finish(bench_pair(arguments))
 
 

@@ -14,33 +14,32 @@ from __future__ import annotations
 import argparse
 import json
 import os
-import socket
 import statistics
 import subprocess
+import sys
 import tempfile
-import time
 from collections.abc import Callable, Sequence
 from contextlib import ExitStack
 from functools import partial
 from pathlib import Path
 from typing import Any
-from urllib.error import URLError
-from urllib.request import Request, urlopen
 
 import torch
 from common import Pair, finish, parser_of
 from draftsmith.checkpoints.export.base import ExportOptions, export_artifact
 from draftsmith.decode.engine import Limits
-from draftsmith.decode.evaluation.measure import decode, decode_reference
+from draftsmith.decode.evaluation.measure import Decoded, decode, decode_reference
 from draftsmith.decode.methods import Parts, build_method
 from draftsmith.decode.warpers import Sampling
 from draftsmith.recipes.commands.artifacts.export import FORMATS
+
+sys.path.insert(0, str(Path(__file__).resolve().parents[1] / "engines"))
+import serving
 
 Job = Callable[[Sequence[int], int], tuple[list[int], float]]
 """Prompt and number of new tokens to these tokens and seconds."""
 
 ANSWER = "answer: "
-PATIENCE = 600
 CONTEXT = 512
 VLLM = f"""
 import json, sys, time
@@ -62,53 +61,42 @@ for line in sys.stdin:
 def own(pair: Pair, gamma: int) -> dict[str, Job]:
     """This engine's jobs, and those of transformers."""
     sampling = Sampling()
-    methods = {
-        "draftsmith": build_method("autoregressive", Parts(), sampling),
-        "draftsmith, drafter": build_method("speculative", Parts(pair.drafter), sampling, gamma=gamma),
+    drafted = build_method("speculative", pair.parts, sampling, gamma=gamma)
+    ways = {
+        "transformers": partial(decode_reference, pair.target_model),
+        "draftsmith": partial(decode, pair.target, build_method("autoregressive", Parts(), sampling), sampling, 0),
+        "draftsmith, drafter": partial(decode, pair.target, drafted, sampling, 0),
     }
 
-    def run(method: Any, prompt: Sequence[int], tokens: int) -> tuple[list[int], float]:
-        found = decode(pair.target, method, sampling, 0, prompt, Limits(tokens))
+    def run(way: Callable[..., Decoded], prompt: Sequence[int], tokens: int) -> tuple[list[int], float]:
+        found = way(prompt, Limits(tokens))
         return found.ids, found.seconds
 
-    def plain(prompt: Sequence[int], tokens: int) -> tuple[list[int], float]:
-        found = decode_reference(pair.target_model, prompt, Limits(tokens))
-        return found.ids, found.seconds
-
-    return {"transformers": plain} | {label: partial(run, method) for label, method in methods.items()}
-
-
-def started(command: list[str], held: ExitStack, **pipes: Any) -> tuple[Any, Any]:
-    """A process that ends with `held`, and its log."""
-    log = held.enter_context((Path(held.enter_context(tempfile.TemporaryDirectory())) / "log").open("w+"))
-    child = subprocess.Popen(command, **{"stdout": log, "stderr": log, "text": True, **pipes})
-    held.callback(child.wait)
-    held.callback(child.terminate)
-    return child, log
+    return {label: partial(run, way) for label, way in ways.items()}
 
 
 def vllm(python: str, pair: Path, speculative: dict[str, Any] | None, threads: int, held: ExitStack) -> Job:
     """A vLLM of its own, ready."""
-    known = {key: value for key, value in os.environ.items() if key not in ("PYTHONPATH", "PYTHONHOME")}
-    known |= {"OMP_NUM_THREADS": str(threads), "VLLM_CPU_OMP_THREADS_BIND": "nobind", "VLLM_CPU_KVCACHE_SPACE": "1"}
-    known |= {"VLLM_ENABLE_V1_MULTIPROCESSING": "0", "VLLM_HOST_IP": "127.0.0.1", "VLLM_NO_USAGE_STATS": "1"}
+    known = serving.environment(
+        OMP_NUM_THREADS=str(threads), VLLM_CPU_OMP_THREADS_BIND="nobind", VLLM_CPU_KVCACHE_SPACE="1",
+        VLLM_ENABLE_V1_MULTIPROCESSING="0", VLLM_HOST_IP="127.0.0.1", VLLM_NO_USAGE_STATS="1",
+        VLLM_LOGGING_LEVEL="WARNING",
+    )  # fmt: skip
     asked = json.dumps({"target": str(pair / "target"), "speculative": speculative})
-    pipes = {"stdin": subprocess.PIPE, "stdout": subprocess.PIPE, "env": known | {"HF_HUB_OFFLINE": "1"}}
-    child, log = started([python, "-c", VLLM, asked], held, **pipes)
-    said, hear = child.stdout, child.stdin
-    assert said is not None
-    assert hear is not None
+    pipes = {"stdin": subprocess.PIPE, "stdout": subprocess.PIPE, "text": True}
+    child: Any = subprocess.Popen([python, "-c", VLLM, asked], env=known, **pipes)
+    held.callback(child.wait)
+    held.callback(child.terminate)
 
     def answer() -> Any:
-        for line in said:
+        for line in child.stdout:
             if line.startswith(ANSWER):
                 return json.loads(line.removeprefix(ANSWER))
-        log.seek(0)
-        raise RuntimeError(f"vLLM ended: {log.read()[-2000:]}")
+        raise RuntimeError("vLLM ended")
 
     def run(prompt: Sequence[int], tokens: int) -> tuple[list[int], float]:
-        hear.write(json.dumps([list(prompt), tokens]) + "\n")
-        hear.flush()
+        child.stdin.write(json.dumps([list(prompt), tokens]) + "\n")
+        child.stdin.flush()
         ids, seconds = answer()
         return ids, seconds
 
@@ -118,31 +106,15 @@ def vllm(python: str, pair: Path, speculative: dict[str, Any] | None, threads: i
 
 def llama_cpp(engine: Path, options: Sequence[str], threads: int, held: ExitStack) -> Job:
     """A llama-server of its own, ready."""
-    with socket.socket() as free:
-        free.bind(("127.0.0.1", 0))
-        port = free.getsockname()[1]
-    settings = f"-c {CONTEXT} -np 1 -t {threads} -ctk f32 -ctv f32 -fa off --host 127.0.0.1 --port {port}".split()
+    settings = f"-c {CONTEXT} -np 1 -t {threads} -ctk f32 -ctv f32 -fa off".split()
     command = [str(engine / "build" / "bin" / "llama-server"), *options, *settings]
-    child, log = started(command, held, stdin=subprocess.DEVNULL)
-    last = time.monotonic() + PATIENCE
-    while True:
-        if child.poll() is not None or time.monotonic() > last:
-            log.seek(0)
-            raise RuntimeError(f"llama-server does not answer: {log.read()[-2000:]}")
-        try:
-            urlopen(f"http://127.0.0.1:{port}/health", timeout=5).close()
-            break
-        except (URLError, OSError):
-            time.sleep(0.2)
+    folder = Path(held.enter_context(tempfile.TemporaryDirectory()))
+    url = held.enter_context(serving.served(command, folder, folder / "log"))
 
     def run(prompt: Sequence[int], tokens: int) -> tuple[list[int], float]:
-        asked = {"prompt": list(prompt), "n_predict": tokens, "temperature": 0, "return_tokens": True}
-        body = json.dumps(asked | {"cache_prompt": False, "ignore_eos": True}).encode()
-        request = Request(f"http://127.0.0.1:{port}/completion", body, {"Content-Type": "application/json"})
-        with urlopen(request, timeout=PATIENCE) as answered:
-            answer = json.load(answered)
-        told = answer["timings"]
-        return answer["tokens"], (told["prompt_ms"] + told["predicted_ms"]) / 1000
+        more = {"return_tokens": True, "cache_prompt": False, "ignore_eos": True}
+        answer = serving.ask(f"{url}/completion", prompt=list(prompt), n_predict=tokens, temperature=0, **more)
+        return answer["tokens"], (answer["timings"]["prompt_ms"] + answer["timings"]["predicted_ms"]) / 1000
 
     return run
 
@@ -202,10 +174,8 @@ def bench(arguments: argparse.Namespace) -> dict[str, Any]:
 
 
 def main() -> None:
-    parser = parser_of(__doc__, "3 prompts, two rounds; engines take their time to start", pair=True, gamma=4)
-    arguments = parser.parse_args()
-    if not (arguments.pair / "drafter").is_dir():
-        parser.error(f"there is no trained pair at {arguments.pair}: run `make quickstart` first")
+    quick = "3 prompts, two rounds; engines take their time to start"
+    arguments = parser_of(__doc__, quick, pair=True, gamma=4).parse_args()
     finish(bench(arguments))
 
 

@@ -12,24 +12,18 @@ line is one JSON object.
 from __future__ import annotations
 
 import json
-import time
-from pathlib import Path
 from typing import Any
 
 import torch
-from common import Pair, finish, parser_of
-from draftsmith.decode.engine import Limits, generate
-from draftsmith.decode.evaluation.measure import BASELINE, Entry, Run, measure
-from draftsmith.decode.evaluation.metrics import Tally
-from draftsmith.decode.evaluation.replay.costs import CostModel, measure_forwards, measure_overheads
+from common import Pair, finish, parser_of, per_step, timed
+from draftsmith.decode.engine import Limits
+from draftsmith.decode.evaluation.measure import BASELINE, Entry, measure
+from draftsmith.decode.evaluation.replay.costs import measure_forwards, measure_overheads
 from draftsmith.decode.evaluation.replay.recording import Recording, record, sample_texts
 from draftsmith.decode.evaluation.replay.replay import predict
 from draftsmith.decode.evaluation.replay.tuning import Choice, Space, probes, tune_method, with_costs
-from draftsmith.decode.methods import Method, build_method
-from draftsmith.decode.rng import Rng
 from draftsmith.decode.warpers import Sampling
 
-BATCH = 8
 CONFIRMED = 3  # of the settings that replay holds fastest, those that are decoded, as `draftsmith tune` does
 CHECKED: list[tuple[str, dict[str, Any]]] = [
     *(("speculative", {"gamma": gamma}) for gamma in (2, 4, 8)),
@@ -38,113 +32,71 @@ CHECKED: list[tuple[str, dict[str, Any]]] = [
     ("slim-s", {"sequences": 6}),
     ("bigram", {"gamma": 3}),
 ]
+CONFIGS = ("2", "2x1", "2x1x1", "2x1x1x1", "2x1x1x1x1", "2x2x1", "2x2x1x1", "3x1x1", "4x1x1x1", "4x2x1")
 SWEPT: list[tuple[str, dict[str, Any]]] = [
     *(("speculative", {"gamma": gamma}) for gamma in range(1, 13)),
-    *(
-        ("multi-candidate", {"k_config": config})
-        for config in ("2", "2x1", "2x1x1", "2x1x1x1", "2x1x1x1x1", "2x2x1", "2x2x1x1", "3x1x1", "4x1x1x1", "4x2x1")
-    ),
+    *(("multi-candidate", {"k_config": config}) for config in CONFIGS),
 ]
 
 
-class Bench(Pair):
-    """A quickstart's models and prompts, and how many tokens they are to be followed by."""
-
-    def __init__(self, folder: Path, prompts: int, tokens: int) -> None:
-        super().__init__(folder, prompts)
-        self.limits = Limits(tokens, self.stop)
-
-
-def recorded(pair: Bench, sampling: Sampling) -> tuple[Recording, float]:
-    """A recording, and its positions per second (the writing of the texts left out)."""
-    texts = sample_texts(pair.target, pair.prompts, pair.limits, sampling)
-    start = time.perf_counter()
-    recording = record(pair.target, pair.parts, pair.prompts, texts, sampling)
-    return recording, recording.positions / (time.perf_counter() - start)
-
-
-def decoded(pair: Bench, method: Method, sampling: Sampling) -> Tally:
-    """Counts of all prompts, decoded a few at a time: what a step accepts does not depend on that."""
-    counts = Tally()
-    for first in range(0, len(pair.prompts), BATCH):
-        rows = pair.prompts[first : first + BATCH]
-        rng = Rng.for_rows(10_000 + first, len(rows))
-        for step in generate(pair.target, *method, rows, pair.limits, sampling, rng):
-            for row in range(len(rows)):
-                counts.add_step(step, row)
-    return counts
-
-
-def compare(pair: Bench, recording: Recording) -> list[dict[str, Any]]:
+def compare(pair: Pair, recording: Recording, tokens: int) -> list[dict[str, Any]]:
     """Predicted and measured tokens per step of every checked setting."""
-    rows = []
+    rows, temperature = [], recording.sampling.temperature
     for name, options in CHECKED:
-        start = time.perf_counter()
-        prediction = predict(recording, pair.parts, name, options)
-        seconds = time.perf_counter() - start
-        assert prediction is not None
-        method = build_method(name, pair.parts, recording.sampling, **options)
-        counts = decoded(pair, method, recording.sampling)
-        measured = counts.tokens / counts.steps
-        row: dict[str, Any] = {"method": name, "options": options, "temperature": recording.sampling.temperature}
+        prediction, seconds, _ = timed(lambda name=name, options=options: predict(recording, pair.parts, name, options))
+        measured = per_step(pair.counts(name, pair.parts, temperature, tokens, seed=10_000, **options)[0])
+        row: dict[str, Any] = {"method": name, "options": options, "temperature": temperature}
         row |= {"predicted": prediction.tokens_per_step, "measured": measured}
         row |= {"standard_error": prediction.standard_error, "positions_per_second": recording.positions / seconds}
-        difference = prediction.tokens_per_step / measured - 1
-        rows.append(row | {"difference": difference})
+        row |= {"difference": prediction.tokens_per_step / measured - 1}
+        rows.append(row)
         print(
-            f"{name:16} {' '.join(map(str, options.values())):10} T={recording.sampling.temperature:g}  "
-            f"predicted {prediction.tokens_per_step:.3f} ± {prediction.standard_error:.3f}  measured {measured:.3f}  "
-            f"difference {100 * difference:+.2f} %  {rows[-1]['positions_per_second']:,.0f} positions/s"
+            f"{name:16} {' '.join(map(str, options.values())):10} T={temperature:g}  predicted {row['predicted']:.3f} "
+            f"± {row['standard_error']:.3f}  measured {measured:.3f}  difference {row['difference']:+.2%}  "
+            f"{row['positions_per_second']:,.0f} positions/s"
         )
     return rows
 
 
-def tuned(pair: Bench, recording: Recording, count: int, repeats: int) -> dict[str, Any]:
+def label_of(method: str, options: dict[str, Any]) -> str:
+    return json.dumps([method, options])
+
+
+def tuned(pair: Pair, recording: Recording, limits: Limits, count: int, repeats: int) -> dict[str, Any]:
     """The choice among the swept settings, and how far its measured speed lies behind the best's."""
-    forwards = measure_forwards(pair.target, pair.parts, 100)
+    forwards, sampling = measure_forwards(pair.target, pair.parts, 100), recording.sampling
     choices = {name: tune_method(recording, pair.parts, forwards, name, space=Space(nodes=32)) for name, _ in SWEPT}
-    timed = [(choice.method, choice.options) for tried in choices.values() for choice in probes(tried)]
+    probed = [(choice.method, choice.options) for tried in choices.values() for choice in probes(tried)]
     costs = measure_overheads(
-        forwards, pair.target, pair.parts, timed, pair.prompts[:6], pair.limits, recording.sampling, repeats=repeats
+        forwards, pair.target, pair.parts, probed, pair.prompts[:6], limits, sampling, repeats=repeats
     )
-    entries = [Entry(json.dumps([name, options]), name, options, recording.sampling) for name, options in SWEPT]
-    plain = Entry(BASELINE, BASELINE, {}, recording.sampling)
-    runs = measure(pair.target, pair.parts, [plain, *entries], pair.prompts[:count], pair.limits, repeats=repeats)
-    return judged(pair, recording, costs, choices, runs)
-
-
-def judged(
-    pair: Bench, recording: Recording, costs: CostModel, choices: dict[str, list[Choice]], runs: dict[str, Run]
-) -> dict[str, Any]:
-    """By method, and over both: the predicted best of what was swept, and the measured best."""
-    speeds = {
-        label: run.stepping_rate() / runs[BASELINE].stepping_rate() for label, run in runs.items() if label != BASELINE
-    }
-    found: dict[str, Any] = {}
+    entries = [Entry(BASELINE, BASELINE, {}, sampling)]
+    entries += [Entry(label_of(name, options), name, options, sampling) for name, options in SWEPT]
+    runs = measure(pair.target, pair.parts, entries, pair.prompts[:count], limits, repeats=repeats)
+    speeds = {label: run.stepping_rate() / runs[BASELINE].stepping_rate() for label, run in runs.items()}
     swept: list[Choice] = []
-    for name, tried in choices.items():
-        known = [choice for choice in tried if json.dumps([name, choice.options]) in speeds]
-        swept += with_costs(known, pair.parts, recording.sampling, costs)
+    for tried in choices.values():
+        known = [choice for choice in tried if label_of(choice.method, choice.options) in speeds]
+        swept += with_costs(known, pair.parts, sampling, costs)
+    found = {}
     for name in (*choices, "all"):
-        own = [choice for choice in swept if name in (choice.method, "all")]
-        ranked = sorted(own, key=lambda choice: -choice.speedup)[:CONFIRMED]
-        labels = {json.dumps([choice.method, choice.options]): choice for choice in ranked}
-        label = max(labels, key=lambda each: speeds[each])
-        chosen, first = labels[label], next(iter(labels))
-        best = max((json.dumps([choice.method, choice.options]) for choice in own), key=lambda each: speeds[each])
-        found[name] = {"chosen": label, "predicted": chosen.speedup, "measured": speeds[label]}
-        found[name] |= {"best": best, "best_measured": speeds[best], "behind": 1 - speeds[label] / speeds[best]}
-        found[name]["unconfirmed_behind"] = 1 - speeds[first] / speeds[best]
-        print(
-            f"{name:16} chosen {label}: predicted {chosen.speedup:.2f}x, measured {speeds[label]:.2f}x; "
-            f"best of the sweep {best} {speeds[best]:.2f}x; behind by {100 * found[name]['behind']:.1f} %, "
-            f"before decoding by {100 * found[name]['unconfirmed_behind']:.1f} %"
-        )
+        found[name] = judged([choice for choice in swept if name in (choice.method, "all")], speeds)
+        shown = (f"{key} {value if isinstance(value, str) else round(value, 3)}" for key, value in found[name].items())
+        print(f"{name:16} {'   '.join(shown)}")
     return found
 
 
+def judged(choices: list[Choice], speeds: dict[str, float]) -> dict[str, Any]:
+    """The predicted best of what was swept, and the measured best."""
+    ranked = {label_of(one.method, one.options): one for one in sorted(choices, key=lambda one: -one.speedup)}
+    confirmed = list(ranked)[:CONFIRMED]
+    label, best = (max(labels, key=speeds.__getitem__) for labels in (confirmed, ranked))
+    found = {"chosen": label, "predicted": ranked[label].speedup, "measured": speeds[label]}
+    found |= {"best": best, "best_measured": speeds[best], "behind": 1 - speeds[label] / speeds[best]}
+    return found | {"unconfirmed_behind": 1 - speeds[confirmed[0]] / speeds[best]}
+
+
 def main() -> None:
-    """Run it."""
     sizes = {"prompts": 60, "tokens": 64, "repeats": 3, "threads": 1}
     parser = parser_of(__doc__, "a few prompts: within a minute", pair=True, **sizes)
     parser.add_argument("--swept", type=int, default=16, help="prompts of the timed sweep")
@@ -152,23 +104,21 @@ def main() -> None:
     if arguments.quick:
         arguments.prompts, arguments.tokens, arguments.repeats = 6, 32, 1
     torch.set_num_threads(arguments.threads)
-    pair = Bench(arguments.pair, arguments.prompts, arguments.tokens)
-    rows, rates, greedy = [], {}, None
+    pair = Pair(arguments.pair, arguments.prompts)
+    limits, result = Limits(arguments.tokens, pair.stop), {"prompts": len(pair.prompts), "rows": []}
+    recordings = []
     for temperature in (0.0, 1.0):
-        recording, rates[f"recorded_positions_per_second_t{temperature:g}"] = recorded(pair, Sampling(temperature))
-        greedy = greedy or recording
+        sampling = Sampling(temperature)
+        texts = sample_texts(pair.target, pair.prompts, limits, sampling)
+        recording, seconds, _ = timed(lambda s=sampling, t=texts: record(pair.target, pair.parts, pair.prompts, t, s))
         print(f"T={temperature:g}: {recording.positions:,} positions")
-        rows += compare(pair, recording)
-    assert greedy is not None
-    choice = tuned(pair, greedy, arguments.swept, arguments.repeats)
-    by_temperature = {
-        f"largest_difference_t{temperature:g}": max(
-            abs(row["difference"]) for row in rows if row["temperature"] == temperature
-        )
-        for temperature in (0.0, 1.0)
-    }
-    result = {"prompts": len(pair.prompts), "rows": rows, "tuned": choice} | rates | by_temperature
-    finish(result | {"chosen_behind_best": choice["all"]["behind"]})
+        rows = compare(pair, recording, arguments.tokens)
+        result["rows"] += rows
+        result[f"recorded_positions_per_second_t{temperature:g}"] = recording.positions / seconds
+        result[f"largest_difference_t{temperature:g}"] = max(abs(row["difference"]) for row in rows)
+        recordings.append(recording)
+    result["tuned"] = tuned(pair, recordings[0], limits, arguments.swept, arguments.repeats)
+    finish(result | {"chosen_behind_best": result["tuned"]["all"]["behind"]})
 
 
 if __name__ == "__main__":

@@ -10,35 +10,45 @@ tokens by processor time, doubled; `sort_only`: the same keys sorted by numpy in
 `zipf`: 10 million, 100 million and a billion tokens (not with --quick), each to a finished file in a process of its
 own: seconds, and `peak_mb`, its largest resident size.
 
-`load`, `lookup`, `text`, `ranks`: see table_parts.py, table_text.py, table_ranks.py. The last line is one JSON object.
+`load`: bytes of a file of ten million entries, seconds until `BigramTable.load` has read and checked it (from the page
+cache, and with the file's pages dropped from it), and what the process holds afterwards that the system could not drop.
+
+`lookup`: microseconds of SLiM's look-up of 4 x 10 x 10 pairs for a batch of 8, of a table of one and of ten million
+entries: `warm`, the same pairs again; without a name, other pairs every time; `cold`, other pairs, and the processor's
+caches overwritten in between. Also one row of the `bigram` drafter's distributions, and the greedy draft's look-up.
+
+`text`, `ranks`: see table_text.py. The last line is one JSON object.
 """
 
 from __future__ import annotations
 
-import json
-import subprocess
-import sys
+import os
+import statistics
 import tempfile
 import time
+from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
 import numpy as np
-from common import finish, parser_of, processor_seconds
+import torch
+from common import finish, own_process, parser_of, processor_seconds
+from draftsmith.checkpoints.table.file import write_table
 from draftsmith.checkpoints.table.runs import key_dtype, write_keys
+from draftsmith.checkpoints.table.table import TABLE_FILE, BigramTable
 from draftsmith.recipes.session.restart import restart_where_sorting_is_slow
 from draftsmith.train.table.counting import PairCounter
 from draftsmith.train.table.run_files import merge_counts
-from table_parts import load, lookup
-from table_ranks import ranks
-from table_text import text
+from table_text import ranks, text
 
-PARTS = ("count", "zipf", "load", "lookup", "text", "ranks")
 VOCABULARIES = (32_000, 128_256, 151_936)
 LENGTHS = (1000, 20)
 BATCH = 1 << 20
 THREADS = 2
+VOCAB = 32_000
+SIZES = {"1m": 10**6, "10m": 10**7}
+ROWS, LEVELS, WIDTH = 8, 4, 10
 
 
 def zipf_tokens(vocab_size: int, size: int, seed: int) -> np.ndarray:
@@ -98,58 +108,115 @@ def zipf(folder: Path, quick: bool) -> dict[str, Any]:
     points = []
     for tokens in (10**7, 10**8, *(() if quick else (10**9,))):
         with tempfile.TemporaryDirectory(dir=folder) as name:
-            command = [sys.executable, "-c", CHILD, name, str(tokens), str(Path(__file__).parent)]
-            done = subprocess.run(command, stdout=subprocess.PIPE, text=True, check=True)
-        points.append({"tokens": tokens} | json.loads(done.stdout.splitlines()[-1]))
-        shown = "   ".join(f"{key} {value:,.6g}" for key, value in points[-1].items())
-        print(f"zipf {shown}", flush=True)
+            points.append({"tokens": tokens} | own_process("children.count_zipf", name, tokens))
+        print("zipf " + "   ".join(f"{key} {value:,.6g}" for key, value in points[-1].items()), flush=True)
     return {"zipf": points, "peak_mb": points[-1]["peak_mb"]}
 
 
-# run by `zipf` in a process of its own, which loads no more than counting needs; the stream is drawn by a small table
-# of ranks, since drawing exactly takes far longer than counting
-CHILD = """
-import json, sys, time
-from pathlib import Path
-import numpy as np
-from draftsmith.train.table.counting import PairCounter
-from draftsmith.train.table.run_files import merge_counts
-VOCAB, BATCH, LENGTH = 32000, 1 << 20, 1000
-folder, tokens = Path(sys.argv[1]), int(sys.argv[2])
-def peak():
-    text = Path("/proc/self/status").read_text()
-    return int(text.partition("VmHWM:")[2].split()[0]) / 1e3
-cumulated = np.cumsum(1 / np.arange(1, VOCAB + 1))
-drawn = np.searchsorted(cumulated, (np.arange(1 << 22) + 0.5) / (1 << 22) * cumulated[-1])
-table = np.random.default_rng(0).permutation(VOCAB).astype(np.int32)[drawn]
-rng = np.random.default_rng(1)
-start, making = time.perf_counter(), 0.0
-with PairCounter(VOCAB, folder / "runs") as counter:
-    for first in range(0, tokens, BATCH):
-        begin = time.perf_counter()
-        size = min(BATCH, tokens - first)
-        batch = table[rng.integers(0, 1 << 22, size, dtype=np.uint32)]
-        making += time.perf_counter() - begin
-        counter.add(batch, np.arange(0, size, LENGTH), first)
-    counter.spill()
-    spilled = counter.spilled_bytes
-counting = time.perf_counter() - start
-merge_counts([folder / "runs"], VOCAB, folder / "table")
-whole = time.perf_counter() - start
-print(json.dumps({
-    "peak_mb": peak(), "sec": whole, "making_sec": making,
-    "counting_sec": counting - making, "merging_sec": whole - counting, "ns_per_token": (whole - making) / tokens * 1e9,
-    "spilled_mb": spilled / 1e6, "file_mb": (folder / "table").stat().st_size / 1e6,
-}))
-"""
+def draw(rng: np.random.Generator, *shape: int) -> np.ndarray:
+    """Token ids, low ones more often, as tokenizers number them."""
+    return (VOCAB * rng.random(shape, dtype=np.float32) ** 3).astype(np.int64)
+
+
+def random_table(folder: Path, entries: int) -> Path:
+    """The folder of a table of exactly so many entries, whose counts have a long tail."""
+    rng, keys_E = np.random.default_rng(0), np.zeros(0, dtype=np.uint32)
+    while len(keys_E) < entries:
+        keys_X = (draw(rng, 2 * entries) * VOCAB + draw(rng, 2 * entries)).astype(np.uint32)
+        keys_E = np.unique(np.concatenate((keys_E, keys_X)))
+    keys_E = np.delete(keys_E, rng.choice(len(keys_E), len(keys_E) - entries, replace=False))
+    counts_E = rng.zipf(1.6, entries).clip(max=10**6)
+    unigram_V = np.bincount(keys_E // VOCAB, counts_E, VOCAB).astype(np.int64)
+    write_table(folder / str(entries) / TABLE_FILE, VOCAB, [(keys_E, counts_E)], unigram_V)
+    return folder / str(entries)
+
+
+def load(folder: Path, quick: bool) -> dict[str, Any]:
+    """Loading ten million entries, each time in a process of its own."""
+    place = random_table(folder, SIZES["10m"])
+    found: dict[str, list[tuple[float, float]]] = {"load_sec": [], "load_disk_sec": []}
+    for _ in range(3 if quick else 7):
+        for name, series in found.items():
+            if name == "load_disk_sec":
+                _drop(place / TABLE_FILE)
+            series.append(own_process("children.load_table", str(place)))
+    results: dict[str, Any] = {"bytes_10m_entries": (place / TABLE_FILE).stat().st_size}
+    results |= {name: round(statistics.median(sec for sec, _ in series), 4) for name, series in found.items()}
+    results["load_held_mb"] = round(max(held for series in found.values() for _, held in series), 1)
+    print("ten million entries: " + "   ".join(f"{key} {value:,}" for key, value in results.items()))
+    return results
+
+
+def _drop(file: Path) -> None:
+    """Take a file's pages out of the page cache."""
+    descriptor = os.open(file, os.O_RDONLY)
+    try:
+        os.fsync(descriptor)
+        os.posix_fadvise(descriptor, 0, 0, os.POSIX_FADV_DONTNEED)
+    finally:
+        os.close(descriptor)
+
+
+def lookup(folder: Path, quick: bool) -> dict[str, Any]:
+    """SLiM's look-ups and the drafter's distributions, of a table that was loaded from its file."""
+    results: dict[str, Any] = {}
+    for name, entries in SIZES.items():
+        table = BigramTable.load(random_table(folder, entries))
+        with torch.inference_mode():
+            found = _lookups(table, 50 if quick else 400)
+        print(f"{name} entries, {ROWS * LEVELS * WIDTH**2} pairs: " + ", ".join(f"{k} {v:g}" for k, v in found.items()))
+        results |= {f"{key}_{name}_entries": value for key, value in found.items()}
+    return results
+
+
+def _lookups(table: BigramTable, runs: int) -> dict[str, float]:
+    rng, log_unseen = np.random.default_rng(1), torch.tensor(-4.6)
+    pairs = [_candidates(rng) for _ in range(64)]
+    start = time.perf_counter()
+    found = table.correlation()
+    built = time.perf_counter() - start
+    smoothed = table.correlation("kneser-ney")
+    rows = [(torch.from_numpy(draw(rng, 1, 1)),) for _ in range(64)]
+    after = table.distributions("cpu", 1.0)
+    after.most_likely(*rows[0])
+    jobs: dict[str, tuple[Callable[..., Any], Sequence[Any], bool]] = {
+        "lookup_warm_us": (lambda x, y: found.look_up(x, y, log_unseen), pairs[:1], False),
+        "lookup_us": (lambda x, y: found.look_up(x, y, log_unseen), pairs, False),
+        "lookup_cold_us": (lambda x, y: found.look_up(x, y, log_unseen), pairs, True),
+        "lookup_smoothed_us": (lambda x, y: smoothed.look_up(x, y, log_unseen), pairs, False),
+        "next_us": (after.after, rows, False),
+        "next_greedy_us": (after.most_likely, rows, False),
+    }
+    results = {name: round(_microseconds(*job, runs), 1) for name, job in jobs.items()}
+    return results | {"lookup_build_sec": round(built, 3)}
+
+
+def _candidates(rng: np.random.Generator) -> tuple[torch.Tensor, torch.Tensor]:
+    """The pairs of a step as SLiM asks for them: before [B, K, 1, C], candidates [B, K, C, 1]."""
+    candidates_BKC = torch.from_numpy(draw(rng, ROWS, LEVELS, WIDTH))
+    root_B11 = torch.from_numpy(draw(rng, ROWS, 1, 1))
+    before_BKC = torch.cat((root_B11.expand(-1, 1, WIDTH), candidates_BKC[:, :-1]), 1)
+    return before_BKC[:, :, None], candidates_BKC[..., None]
+
+
+def _microseconds(job: Callable[..., Any], inputs: Sequence[Any], cold: bool, runs: int) -> float:
+    """The median call."""
+    caches, series = torch.zeros(1 << 24), []
+    for number in range(runs):
+        if cold:
+            caches.add_(1)
+        start = time.perf_counter()
+        job(*inputs[number % len(inputs)])
+        series.append(1e6 * (time.perf_counter() - start))
+    return statistics.median(series)
 
 
 def main() -> None:
     restart_where_sorting_is_slow()  # as `draftsmith train` does
-    parser = parser_of(__doc__, "some minutes; leaves out the billion tokens")
-    parser.add_argument("--parts", nargs="+", choices=PARTS, default=PARTS)
-    arguments = parser.parse_args()
     ways = {"count": count, "zipf": zipf, "load": load, "lookup": lookup, "text": text, "ranks": ranks}
+    parser = parser_of(__doc__, "some minutes; leaves out the billion tokens")
+    parser.add_argument("--parts", nargs="+", choices=ways, default=list(ways))
+    arguments = parser.parse_args()
     result: dict[str, Any] = {}
     for part in arguments.parts:
         with tempfile.TemporaryDirectory() as name:

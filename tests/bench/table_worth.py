@@ -1,15 +1,13 @@
-"""What correlation tables are worth: smoothing, pruning, and drafts from counts alone.
+"""What correlation tables are worth on real answers: smoothing, pruning, and drafts from counts alone.
 
-    python tests/bench/table_worth.py [--pair runs/quickstart] [--work FOLDER] [--parts pair,real] [--quick]
+    python tests/bench/table_worth.py [--work FOLDER] [--quick]
 
-`pair`: a finished quickstart's target and heads, with tables counted on the target's own answers and on the corpus's
-text; tokens per step at temperatures 0 and 1 on held-out questions.
-
-`real`: tables counted on ShareGPT with LLaMA's vocabulary, and Vicuna-7B's own answers to AlpacaEval as the target's
-output. A small Llama, trained for some minutes on ShareGPT and nine tenths of the answers, stands for the target's
-layers, with heads that learn from those answers; what it would say is replaced by the recorded answer, so that tokens
-per step and acceptance are those of decoding Vicuna's text. The same small Llama is the neural drafter. Neither is as
-good as one that comes from a 7B model: what is compared here are tables.
+Tables are counted on ShareGPT with LLaMA's vocabulary; Vicuna-7B's own answers to AlpacaEval are the target's output. A
+small Llama, trained for some minutes on ShareGPT and nine tenths of the answers, stands for the target's layers, with
+heads that learn from those answers; what it would say is replaced by the recorded answer, so that tokens per step and
+acceptance are those of decoding Vicuna's text at temperature 0. The same small Llama is the neural drafter. Neither is
+as good as one that comes from a 7B model: what is compared here are tables. (Of a pair of one's own, the papers'
+recipes evaluate/slim/… say it.)
 
 Intervals: 95 %, bootstrap over prompts, paired for gains. `--work` keeps what was trained. The last line is one JSON
 object.
@@ -17,19 +15,16 @@ object.
 
 from __future__ import annotations
 
-import itertools
-import sys
 import tempfile
 import time
-from collections.abc import Iterator, Sequence
-from dataclasses import dataclass, field
-from itertools import islice
+from collections.abc import Iterator
+from itertools import islice, product
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import torch
-from common import LLAMA, SHARED, SHAREGPT, VICUNA, Pair, finish, parser_of
+from common import LLAMA, SHARED, SHAREGPT, VICUNA, finish, parser_of
 from draftsmith.checkpoints.heads.files import load_heads
 from draftsmith.checkpoints.table.table import BigramTable
 from draftsmith.data.conversations import Conversation, write_conversations
@@ -38,12 +33,12 @@ from draftsmith.data.rendering.render import render, render_all, render_prompt
 from draftsmith.data.rendering.templates import get_template
 from draftsmith.data.sources.reading import read_conversations
 from draftsmith.data.tokenizers import load_tokenizer
-from draftsmith.decode.engine import Limits, generate
-from draftsmith.decode.evaluation.metrics import Tally, speedup_interval
+from draftsmith.decode.engine import Limits
+from draftsmith.decode.evaluation.measure import decode
+from draftsmith.decode.evaluation.metrics import speedup_interval
 from draftsmith.decode.methods import Parts, build_method
 from draftsmith.decode.models.lean import LeanLlama
 from draftsmith.decode.models.loading import load_model, wrap_model
-from draftsmith.decode.rng import Rng
 from draftsmith.decode.warpers import Sampling
 from draftsmith.recipes.commands.training.train import run_train
 from draftsmith.recipes.schema.loading import parse_recipe
@@ -52,304 +47,192 @@ TRUNK = {
     "model_type": "llama", "vocab_size": 32000, "hidden_size": 128, "intermediate_size": 384, "num_hidden_layers": 3,
     "num_attention_heads": 4, "num_key_value_heads": 4, "max_position_embeddings": 2048, "tie_word_embeddings": True,
 }  # fmt: skip
-HEADS = 4
+TEMPLATE = "vicuna-v1.1"
 NEW_TOKENS = 48
-SEQUENCES = (1, 4, 20)
-QUICK = ((4,), (1,))  # sequences and gammas
 HELD_OUT = 10  # one answer of so many
-BATCH = 16
 SMOOTHED: dict[str, dict[str, Any]] = {
     "bigram": {},
     "bigram, add-k 0.01": {"smoothing": "add-k", "strength": 0.01},
     "bigram, Kneser-Ney": {"smoothing": "kneser-ney"},
 }
-
-
-@dataclass(frozen=True)
-class Variant:
-    """A table and how SLiM looks it up; without a table r is 1."""
-
-    table: BigramTable | None
-    options: dict[str, Any] = field(default_factory=dict)
-
-
-@dataclass(frozen=True)
-class Question:
-    """A prompt, and the answer that is known of it, if one is."""
-
-    ids: list[int]
-    answer: list[int] = field(default_factory=list)
+Variant = tuple[BigramTable | None, dict[str, Any]]
+"""A table and how SLiM looks it up; without a table r is 1."""
 
 
 class RecordedTarget(LeanLlama):
     """A target that says what is recorded. Hidden states are the model's own; the logits of a node are certain of the
     recorded token after its position, whatever path led there: off the recorded path nothing is accepted anyway."""
 
-    def __init__(self, model: Any) -> None:
-        super().__init__(model)
-        self.recorded_BT = torch.zeros(1, 1, dtype=torch.int64)
-        """Prompt and answer of each row that is decoded, padded with anything."""
+    recorded_T = torch.zeros(1, dtype=torch.int64)
+    """Prompt and answer of what is decoded."""
 
     def _forward(self, cache: Any, tokens_BM: Any, positions_BM: Any, *rest: Any) -> Any:
-        self._next_BM = (positions_BM + 1).expand(tokens_BM.shape).clamp(max=self.recorded_BT.shape[1] - 1)
+        self._next_BM = (positions_BM + 1).expand(tokens_BM.shape).clamp(max=len(self.recorded_T) - 1)
         return super()._forward(cache, tokens_BM, positions_BM, *rest)
 
     def logits(self, hidden_XD: torch.Tensor) -> torch.Tensor:
-        known_BM1 = self.recorded_BT.gather(1, self._next_BM)[..., None]
+        known_BM1 = self.recorded_T[self._next_BM][..., None]
         return torch.zeros(*known_BM1.shape[:2], self.vocab_size).scatter_(2, known_BM1, 100.0)
 
 
-@dataclass(frozen=True)
 class Bench:
-    """Something to decode with, and questions."""
+    """Models, and questions with their recorded answers."""
 
-    scorer: Any
-    heads: Any
-    drafter: Any
-    questions: list[Question]
-    stop: tuple[int, ...]
-    sequences: tuple[int, ...] = SEQUENCES
-    gammas: tuple[int, ...] = (1, 2)
-    done: list[float] = field(default_factory=lambda: [0, time.monotonic()])
+    def __init__(self, work: Path, questions: int, quick: bool) -> None:
+        model, tokenizer = load_model(str(work / "trunk")), load_tokenizer(str(LLAMA))
+        self.scorer, self.drafter, self.heads = RecordedTarget(model), wrap_model(model), load_heads(work / "heads")
+        self.limits = Limits(NEW_TOKENS, stop_ids(tokenizer))
+        self.sequences, self.gammas = ((4,), (1,)) if quick else ((1, 4, 20), (1, 2))
+        self.questions = []
+        template = get_template(TEMPLATE, tokenizer)
+        for conversation in islice(read_conversations(str(work / "heldout.jsonl")), questions):
+            turns = conversation.turns[:2]
+            whole = render(Conversation(conversation.id, turns), template, tokenizer).ids.tolist()
+            prompt = render_prompt(turns[:1], template, tokenizer)
+            assert whole[: len(prompt)] == prompt
+            self.questions.append((prompt, whole[len(prompt) :][:NEW_TOKENS]))
 
-    def run(self, method: str, temperature: float, table: BigramTable | None = None, **options: Any) -> np.ndarray:
-        """Tokens, steps, accepted and examined draft tokens of each question [P, 4].
-
-        Raises:
-            AssertionError: greedy decoding of a recorded target that does not write what is recorded.
-        """
-        sampling, limits = Sampling(temperature), Limits(NEW_TOKENS, self.stop)
-        parts = Parts(drafter=self.drafter, heads=self.heads, table=table)
-        built = build_method(method, parts, sampling, **options)
+    def run(self, name: str, table: BigramTable | None, **options: Any) -> np.ndarray:
+        """Tokens, steps, accepted and examined draft tokens of each question [P, 4]."""
+        method = build_method(name, Parts(self.drafter, self.heads, table), Sampling(), **options)
         rows = []
-        for start in range(0, len(self.questions), BATCH):
-            asked = self.questions[start : start + BATCH]
-            recorded = [torch.tensor(question.ids + question.answer) for question in asked]
-            if asked[0].answer:
-                self.scorer.recorded_BT = torch.nn.utils.rnn.pad_sequence(recorded, batch_first=True)
-            tallies, written = [Tally() for _ in asked], [list[int]() for _ in asked]
-            rng = Rng.for_rows(start, len(asked))
-            for step in generate(self.scorer, *built, [question.ids for question in asked], limits, sampling, rng):
-                for row, tally in enumerate(tallies):
-                    tally.add_step(step, row)
-                    written[row] += step.new_ids[row]
-            for question, ids in zip(asked, written, strict=True):
-                assert not question.answer or ids == question.answer, f"{method}: not the recorded answer"
-            self.tell()
-            rows += [[tally.tokens, tally.steps, tally.accepted, tally.examined] for tally in tallies]
+        for prompt, answer in self.questions:
+            self.scorer.recorded_T = torch.tensor(prompt + answer)
+            found = decode(self.scorer, method, Sampling(), 0, prompt, self.limits)
+            assert found.ids == answer, f"{name}: not the recorded answer"
+            rows.append([found.tally.tokens, found.tally.steps, found.tally.accepted, found.tally.examined])
         return np.array(rows)
 
-    def tell(self) -> None:
-        """A line on standard error now and then."""
-        self.done[0] += 1
-        if self.done[0] % 20 == 0:
-            print(f"{self.done[0]} batches decoded, {time.monotonic() - self.done[1]:.0f} s", file=sys.stderr)
-
-    def slim(self, variant: Variant, sequences: int, temperature: float) -> np.ndarray:
-        """Tokens and steps of each question [P, 2]."""
-        ways = [variant.options]
-        if variant.table is None:  # whichever does better
-            ways = [{"correlation": "none", "lengths": lengths} for lengths in ("all", "full")]
-        tried = [self.run("slim-s", temperature, variant.table, sequences=sequences, **way)[:, :2] for way in ways]
-        return max(tried, key=per_step)
+    def slim(self, variant: Variant, sequences: int) -> np.ndarray:
+        """Tokens and steps of each question [P, 2]; of two ways without a table the better."""
+        table, options = variant
+        ways = [options] if table is not None else [{"correlation": "none", "lengths": n} for n in ("all", "full")]
+        tried = [self.run("slim-s", table, sequences=sequences, **way)[:, :2] for way in ways]
+        return max(tried, key=lambda counts_P2: counts_P2[:, 0].sum() / counts_P2[:, 1].sum())
 
 
-def paired_gain(counts_P2: np.ndarray, base_P2: np.ndarray) -> tuple[float, tuple[float, float]]:
-    """How much more tokens per step than the base's, as a share of it, with an interval over prompts drawn for both."""
+def gain(counts_P2: np.ndarray, base_P2: np.ndarray, less: float = 1.0) -> tuple[float, list[float]]:
+    """A ratio over the base's, less 1, with an interval over prompts drawn for both."""
     ratio, interval = speedup_interval(*counts_P2.T.tolist(), *base_P2.T.tolist())
     assert interval is not None, "at least 3 prompts"
-    return ratio - 1, (interval[0] - 1, interval[1] - 1)
+    return ratio - less, [bound - less for bound in interval]
 
 
-def per_step(counts_P2: np.ndarray) -> tuple[float, tuple[float, float]]:
+def share(counts_P2: np.ndarray) -> tuple[float, list[float]]:
     """Tokens per step, or accepted per examined, with an interval."""
-    gain, (low, high) = paired_gain(counts_P2, np.ones_like(counts_P2))
-    return gain + 1, (low + 1, high + 1)
+    return gain(counts_P2, np.ones_like(counts_P2), 0.0)
 
 
 def variants(table: BigramTable) -> dict[str, Variant]:
     """A table as it is, smoothed and pruned; of the last, pairs may take half of their bytes."""
-    margins, pairs = 32 * table.vocab_size + 8, 8 * table.entries
-    pruned: dict[str, dict[str, Any]] = {
-        "count ≥ 2": {"min_count": 2},
-        "count ≥ 5": {"min_count": 5},
-        "top 10 a row": {"top": 10},
-        "half the bytes": {"megabytes": (margins + pairs / 2) / 1e6},
-    }
-    rows = {"r = 1": Variant(None), "as counted": Variant(table)}
-    rows |= {name.partition(", ")[2]: Variant(table, options) for name, options in SMOOTHED.items() if options}
-    return rows | {name: Variant(table.pruned(**options)) for name, options in pruned.items()}
+    half = (32 * table.vocab_size + 8 + 4 * table.entries) / 1e6
+    pruned: dict[str, dict[str, Any]] = {"count ≥ 2": {"min_count": 2}, "count ≥ 5": {"min_count": 5}}
+    pruned |= {"top 10 a row": {"top": 10}, "half the bytes": {"megabytes": half}}
+    rows: dict[str, Variant] = {"r = 1": (None, {}), "as counted": (table, {})}
+    rows |= {name.partition(", ")[2]: (table, options) for name, options in SMOOTHED.items() if options}
+    return rows | {name: (table.pruned(**options), {}) for name, options in pruned.items()}
 
 
-def compare(bench: Bench, rows: dict[str, Variant], temperatures: Sequence[float]) -> dict[str, Any]:
-    """Each row's tokens per step and its gains over r = 1 and over the table as counted, by temperature, sequences."""
+def compare(bench: Bench, rows: dict[str, Variant]) -> dict[str, Any]:
+    """Each row's tokens per step and its gains over r = 1 and over the table as counted, by sequences."""
     results: dict[str, Any] = {}
-    for temperature in temperatures:
-        for sequences in bench.sequences:
-            counts = {name: bench.slim(variant, sequences, temperature) for name, variant in rows.items()}
-            found: dict[str, Any] = {}
-            for name, counts_P2 in counts.items():
-                value, interval = per_step(counts_P2)
-                gain, gain_interval = paired_gain(counts_P2, counts["r = 1"])
-                other, other_interval = paired_gain(counts_P2, counts["as counted"])
-                found[name] = {
-                    "tokens_per_step": value, "interval": interval, "gain_over_r1": gain,
-                    "gain_over_r1_interval": gain_interval, "gain_over_counted": other,
-                    "gain_over_counted_interval": other_interval,
-                }  # fmt: skip
-            results[f"T={temperature:g}, {sequences} seq."] = found
+    for sequences in bench.sequences:
+        counts = {name: bench.slim(variant, sequences) for name, variant in rows.items()}
+        found: dict[str, Any] = {}
+        print(f"SLiM, {sequences} sequences: tokens/step, gain over the table as counted")
+        for name, counts_P2 in counts.items():
+            row: dict[str, Any] = {}
+            row["tokens_per_step"], row["interval"] = share(counts_P2)
+            for key, base in (("gain_over_r1", "r = 1"), ("gain_over_counted", "as counted")):
+                row[key], row[f"{key}_interval"] = gain(counts_P2, counts[base])
+            found[name] = row
+            (low, high), (worst, best) = row["interval"], row["gain_over_counted_interval"]
+            print(f"  {name:24} {row['tokens_per_step']:.2f} ({low:.2f}–{high:.2f})  {row['gain_over_counted']:+.1%} "
+                  f"({worst:+.1%} to {best:+.1%})")  # fmt: skip
+        results[f"T=0, {sequences} seq."] = found
     return results
 
 
-def acceptance(bench: Bench, tables: dict[str, BigramTable], temperatures: Sequence[float]) -> dict[str, Any]:
+def acceptance(bench: Bench, tables: dict[str, BigramTable]) -> dict[str, Any]:
     """Shares of draft tokens that the target accepts, with intervals; tables by what they were counted on."""
     methods: dict[str, tuple[str, dict[str, Any]]] = {"unigram": ("unigram", {})}
-    methods |= {name: ("bigram", options) for name, options in SMOOTHED.items()}
-    methods["neural drafter"] = ("speculative", {})
+    methods |= {name: ("bigram", options) for name, options in SMOOTHED.items()} | {
+        "neural drafter": ("speculative", {})
+    }
     results: dict[str, Any] = {}
-    for source, temperature, gamma in itertools.product(tables, temperatures, bench.gammas):
+    for source, gamma in product(tables, bench.gammas):
         found = {}
         for name, (method, options) in methods.items():
-            counts_P4 = bench.run(method, temperature, tables[source], gamma=gamma, **options)
-            rate, interval = per_step(counts_P4[:, 2:])
+            rate, interval = share(bench.run(method, tables[source], gamma=gamma, **options)[:, 2:])
             found[name] = {"acceptance_rate": rate, "interval": interval}
-        results[f"{source}, T={temperature:g}, gamma {gamma}"] = found
+        results[f"{source}, T=0, gamma {gamma}"] = found
+        print(
+            f"acceptance, {source}, gamma {gamma}: "
+            + ", ".join(f"{n} {r['acceptance_rate']:.3f}" for n, r in found.items())
+        )
     return results
 
 
-def rendered(source: Path, template: str, tokenizer: Any) -> Iterator[np.ndarray]:
-    """Ids of the conversations of a file."""
-    rows = read_conversations(str(source))
-    return (document.ids for document in render_all(rows, tokenizer, get_template(template, tokenizer), None))
-
-
-def pair_part(pair: Path, questions: int, quick: bool) -> dict[str, Any]:
-    """The embedded pair."""
-    found = Pair(pair, questions)
-    asked = [Question(ids) for ids in found.prompts]
-    extra = QUICK if quick else ()
-    bench = Bench(found.target, load_heads(pair / "heads"), found.drafter, asked, found.stop, *extra)
-    own = rendered(pair / "answers.jsonl", "chatml", found.tokenizer)
-    text = rendered(pair / "corpus" / "train.jsonl", "chatml", found.tokenizer)
-    vocab, temperatures = bench.scorer.vocab_size, ((1.0,) if quick else (0.0, 1.0))
-    whole, whole_text = (BigramTable.from_documents(documents, vocab) for documents in (own, text))
-    rows = variants(whole) | {"counted on the text": Variant(whole_text)}
-    return {
-        "variants": compare(bench, rows, temperatures),
-        "acceptance": acceptance(bench, {"own answers": whole, "text": whole_text}, temperatures),
-        "questions": len(asked),
-    }
-
-
-def real_part(work: Path, questions: int, steps: int, heads_steps: int, quick: bool) -> dict[str, Any]:
-    """Real answers with LLaMA's vocabulary."""
+def counted(source: Path, vocab: int) -> BigramTable:
+    """The table of the conversations of a file."""
     tokenizer = load_tokenizer(str(LLAMA))
-    train, held = split(work)
-    trained = time.monotonic()
-    trunk = train_models(work, train, held, steps, heads_steps)
-    trained = time.monotonic() - trained
-    template = get_template("vicuna-v1.1", tokenizer)
-    asked = []
-    for conversation in islice(read_conversations(str(held)), questions):
-        turns = conversation.turns[:2]
-        whole = render(Conversation(conversation.id, turns), template, tokenizer).ids.tolist()
-        prompt = render_prompt(turns[:1], template, tokenizer)
-        assert whole[: len(prompt)] == prompt
-        asked.append(Question(prompt, whole[len(prompt) :][:NEW_TOKENS]))
-    model = load_model(str(trunk))
-    extra = QUICK if quick else ()
-    bench = Bench(
-        RecordedTarget(model), load_heads(work / "heads"), wrap_model(model), asked, stop_ids(tokenizer), *extra
+    documents: Iterator[Any] = render_all(
+        read_conversations(str(source)), tokenizer, get_template(TEMPLATE, tokenizer), None
     )
-    vocab = bench.scorer.vocab_size
-    shared = BigramTable.from_documents(rendered(SHAREGPT, "vicuna-v1.1", tokenizer), vocab)
-    own = BigramTable.from_documents(rendered(train, "vicuna-v1.1", tokenizer), vocab)
-    both = BigramTable.merge(shared, own)
-    rows = variants(shared) | {"counted on own answers": Variant(own), "ShareGPT and own": Variant(both)}
-    return {
-        "variants": compare(bench, rows, (0.0,)),
-        "acceptance": acceptance(bench, {"ShareGPT": shared, "ShareGPT and own": both}, (0.0,)),
-        "questions": len(asked),
-        "training": {"steps": steps, "heads_steps": heads_steps, "sec": trained},
-    }
+    return BigramTable.from_documents((document.ids for document in documents), vocab)
 
 
-def split(work: Path) -> tuple[Path, Path]:
-    """Vicuna's answers to train on and those held out."""
-    files = work / "train.jsonl", work / "heldout.jsonl"
+def train_models(work: Path, steps: int, heads_steps: int) -> None:
+    """Split Vicuna's answers, and train the small Llama and its heads, where they are not there."""
     rows = list(read_conversations(str(VICUNA)))
-    write_conversations([row for place, row in enumerate(rows) if place % HELD_OUT], files[0])
-    write_conversations([row for place, row in enumerate(rows) if not place % HELD_OUT], files[1])
-    return files
-
-
-def train_models(work: Path, train: Path, held: Path, steps: int, heads_steps: int) -> Path:
-    """The small Llama and its heads, or those that are there. Returns the Llama's folder."""
-    common = {
-        "template": "vicuna-v1.1", "block_tokens": 256, "heldout_source": str(held), "cache": str(work / "prepared")
+    train, held = work / "train.jsonl", work / "heldout.jsonl"
+    write_conversations([row for number, row in enumerate(rows) if number % HELD_OUT], train)
+    write_conversations([row for number, row in enumerate(rows) if not number % HELD_OUT], held)
+    data = {
+        "template": TEMPLATE, "block_tokens": 256, "heldout_source": str(held), "cache": str(work / "prepared"),
     }  # fmt: skip
     settings = {
         "global_batch": 2, "micro_batch": 2, "warmup": 0.05, "betas": [0.9, 0.95], "evaluate_every": 0,
-        "save_every": 0,
+        "save_every": 0, "learning_rate": 3e-3,
     }  # fmt: skip
     mixture = [{"source": str(SHAREGPT)}, {"source": str(train), "weight": 2.0}]
-    out = work / "trunk"
+    measure = {"prompts": 0, "blocks": 32}
+    trunk = str(work / "trunk")
     drafter = {
-        "kind": "drafter", "out": str(out), "tokenizer": str(LLAMA), "model": {"config": TRUNK},
-        "data": common | {"mixture": mixture},
-        "train": settings | {"steps": steps, "learning_rate": 3e-3, "weight_decay": 0.05},
-        "measure": {"prompts": 0, "blocks": 32},
+        "kind": "drafter", "out": trunk, "tokenizer": str(LLAMA), "model": {"config": TRUNK},
+        "data": data | {"mixture": mixture}, "train": settings | {"steps": steps, "weight_decay": 0.05},
+        "measure": measure,
     }  # fmt: skip
     heads = {
-        "kind": "heads", "out": str(work / "heads"), "target": str(out), "num_heads": HEADS, "num_layers": 1,
-        "data": common | {"source": str(train)}, "train": settings | {"steps": heads_steps, "learning_rate": 3e-3},
-        "measure": {"prompts": 0, "blocks": 32},
+        "kind": "heads", "out": str(work / "heads"), "target": trunk, "num_heads": 4, "num_layers": 1,
+        "data": data | {"source": str(train)}, "train": settings | {"steps": heads_steps}, "measure": measure,
     }  # fmt: skip
     for recipe in (drafter, heads):
         checked: Any = parse_recipe(recipe, "table_worth")
         run_train(checked)
-    return out
-
-
-def lines(part: str, results: dict[str, Any]) -> Iterator[str]:
-    """What a reader wants to see."""
-    yield f"\n{part}: {results['questions']} held-out questions, up to {NEW_TOKENS} tokens each"
-    for when, rows in results["variants"].items():
-        yield f"SLiM, {when}: tokens/step, gain over the table as counted"
-        for name, row in rows.items():
-            low, high = row["gain_over_counted_interval"]
-            gain = "" if name == "as counted" else f"  {row['gain_over_counted']:+.1%} ({low:+.1%} to {high:+.1%})"
-            yield f"  {name:24} {row['tokens_per_step']:.2f} ({row['interval'][0]:.2f}–{row['interval'][1]:.2f}){gain}"
-    for when, rows in results["acceptance"].items():
-        cells = [f"{name} {row['acceptance_rate']:.3f}" for name, row in rows.items()]
-        yield f"acceptance, {when}: {', '.join(cells)}"
 
 
 def main() -> None:
-    parser = parser_of(__doc__, "few questions, few steps", pair=True, questions=24, heads_steps=150)
-    parser.add_argument("--work", type=Path, help="folder that keeps what is trained for the part `real`")
-    parser.add_argument("--parts", default="pair,real")
-    parser.add_argument("--steps", type=int, default=1000, help="of 512 tokens, for the small Llama")
+    parser = parser_of(__doc__, "few questions, few steps", questions=24, steps=1000, heads_steps=150)
+    parser.add_argument("--work", type=Path, help="folder that keeps what is trained")
     options = parser.parse_args()
     if options.quick:
         options.questions, options.steps, options.heads_steps = 4, 4, 4
-    wanted = options.parts.split(",")
-    if unknown := sorted(set(wanted) - {"pair", "real"}):
-        parser.error(f"unknown part {unknown[0]!r}: pair and real are known")
-    if "real" in wanted and not SHARED.is_dir():
-        parser.error(f"there is no folder {SHARED}: set DRAFTSMITH_SHARED to the shared data, or --parts pair")
-    results: dict[str, Any] = {}
+    if not SHARED.is_dir():
+        parser.error(f"there is no folder {SHARED}: set DRAFTSMITH_SHARED to the shared data")
+    began = time.monotonic()
     with tempfile.TemporaryDirectory() as scratch:
         work = options.work or Path(scratch)
         work.mkdir(parents=True, exist_ok=True)
-        began = time.monotonic()
-        if "pair" in wanted:
-            results["pair"] = pair_part(options.pair, options.questions, options.quick)
-        if "real" in wanted:
-            results["real"] = real_part(work, options.questions, options.steps, options.heads_steps, options.quick)
-    for part, found in results.items():
-        print("\n".join(lines(part, found)))
-    finish(results | {"sec": time.monotonic() - began})
+        train_models(work, options.steps, options.heads_steps)
+        training = {"steps": options.steps, "heads_steps": options.heads_steps, "sec": time.monotonic() - began}
+        bench = Bench(work, options.questions, options.quick)
+        shared, own = (counted(source, bench.scorer.vocab_size) for source in (SHAREGPT, work / "train.jsonl"))
+    both = BigramTable.merge(shared, own)
+    rows = variants(shared) | {"counted on own answers": (own, {}), "ShareGPT and own": (both, {})}
+    results = {"variants": compare(bench, rows), "questions": len(bench.questions), "training": training}
+    results["acceptance"] = acceptance(bench, {"ShareGPT": shared, "ShareGPT and own": both})
+    finish({"real": results, "sec": time.monotonic() - began})
 
 
 if __name__ == "__main__":

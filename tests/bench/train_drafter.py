@@ -11,19 +11,17 @@ of full logits, each in a process of its own. The last line is one JSON object.
 
 from __future__ import annotations
 
-import argparse
-import json
 import statistics
-import subprocess
-import sys
 import tempfile
 import time
+from functools import partial
+from itertools import count
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import torch
-from common import SHAREGPT, finish, parser_of, peak_above, random_llama
+from common import SHAREGPT, finish, in_turns, own_process, parser_of, peak_above, random_llama
 from draftsmith.data.blocks.packing import IGNORED
 from draftsmith.data.blocks.prepared import PreparedData, prepare
 from draftsmith.data.rendering.templates import get_template
@@ -57,24 +55,15 @@ def documents(folder: Path, block: int, rows: int) -> tuple[PreparedData, int]:
         return data, len(tokenizer)
 
 
-class Rows(torch.utils.data.Dataset[dict[str, Any]]):
-    """The same documents for the Trainer: one to a row."""
-
-    def __init__(self, data: PreparedData) -> None:
-        self.rows = []
-        for batch in (data.batch([block]) for block in range(data.blocks)):
-            numbers = batch.documents_BT[0]
-            for number in dict.fromkeys(numbers[numbers >= 0].tolist()):
-                inside = numbers == number
-                self.rows.append({"input_ids": batch.tokens_BT[0, inside], "labels": batch.labels_BT[0, inside]})
-        order = np.random.default_rng(0).permutation(len(self.rows))
-        self.rows = [self.rows[i] for i in order]
-
-    def __len__(self) -> int:
-        return len(self.rows)
-
-    def __getitem__(self, index: int) -> dict[str, Any]:
-        return self.rows[index]
+def rows_of(data: PreparedData) -> list[dict[str, Any]]:
+    """The same documents for the Trainer: one to a row, in random order."""
+    rows = []
+    for batch in (data.batch([block]) for block in range(data.blocks)):
+        numbers = batch.documents_BT[0]
+        for number in dict.fromkeys(numbers[numbers >= 0].tolist()):
+            inside = numbers == number
+            rows.append({"input_ids": batch.tokens_BT[0, inside], "labels": batch.labels_BT[0, inside]})
+    return [rows[i] for i in np.random.default_rng(0).permutation(len(rows))]
 
 
 def padded(rows: list[dict[str, Any]]) -> dict[str, torch.Tensor]:
@@ -102,7 +91,7 @@ class Watch(TrainerCallback):
         self.seconds.append(time.perf_counter() - self._began)
 
 
-def trainer_round(model: Any, rows: Rows, first: int, steps: int, folder: Path) -> tuple[int, float]:
+def trainer_round(model: Any, rows: list[dict[str, Any]], first: int, steps: int, folder: Path) -> tuple[int, float]:
     """Tokens and seconds of so many steps of `Trainer.train`."""
     watch = Watch()
     part = [rows[i % len(rows)] for i in range(first * BATCH, (first + steps) * BATCH)]
@@ -111,9 +100,7 @@ def trainer_round(model: Any, rows: Rows, first: int, steps: int, folder: Path) 
         save_strategy="no", logging_strategy="no", report_to=[], disable_tqdm=True, max_grad_norm=1.0,
         lr_scheduler_type="constant", optim="adamw_torch_fused",
     )  # fmt: skip
-    Trainer(
-        model=model, args=arguments, train_dataset=part, data_collator=padded, callbacks=[watch]
-    ).train()  # fmt: skip
+    Trainer(model=model, args=arguments, train_dataset=part, data_collator=padded, callbacks=[watch]).train()
     return sum(len(row["input_ids"]) for row in part), sum(watch.seconds)
 
 
@@ -130,18 +117,16 @@ def fit_round(task: DrafterTask, data: PreparedData, steps: int, folder: Path, s
 def against_the_trainer(folder: Path, block: int, rows: int, rounds: int, steps: int) -> dict[str, Any]:
     data, vocab = documents(folder / "data", block, rows)
     ours, theirs = DrafterTask(model_of(vocab, block), None), model_of(vocab, block)
-    listed = Rows(data)
-    mine, other = [], []
+    listed = rows_of(data)
+    runs: dict[str, list[tuple[int, float]]] = {"draftsmith": [], "trainer": []}
     for number in range(rounds + 1):
-        mine.append(fit_round(ours, data, steps, folder, seed=number))
-        other.append(trainer_round(theirs, listed, number * steps, steps, folder / "trainer"))
-    speeds = {name: sum(t for t, _ in runs[1:]) / sum(s for _, s in runs[1:]) for name, runs in
-              (("draftsmith", mine), ("trainer", other))}  # fmt: skip
-    by_round = [(a / b) / (c / d) for (a, b), (c, d) in zip(mine[1:], other[1:], strict=True)]
-    useful = sum(len(row["input_ids"]) for row in listed.rows) / len(listed)
-    print(
-        f"documents of {useful:.0f} tokens on average, blocks of {block}, {data.manifest['packing_density']:.1%} full"
-    )
+        runs["draftsmith"].append(fit_round(ours, data, steps, folder, seed=number))
+        runs["trainer"].append(trainer_round(theirs, listed, number * steps, steps, folder / "trainer"))
+    speeds = {name: sum(t for t, _ in each[1:]) / sum(s for _, s in each[1:]) for name, each in runs.items()}
+    by_round = [(a / b) / (c / d) for (a, b), (c, d) in list(zip(*runs.values(), strict=True))[1:]]
+    useful = sum(len(row["input_ids"]) for row in listed) / len(listed)
+    density = data.manifest["packing_density"]
+    print(f"documents of {useful:.0f} tokens on average, blocks of {block}, {density:.1%} full")
     for name, speed in speeds.items():
         print(f"  {name:12} {speed:8.0f} useful tokens/s")
     return {
@@ -149,21 +134,8 @@ def against_the_trainer(folder: Path, block: int, rows: int, rounds: int, steps:
         "vs_hf_trainer": speeds["draftsmith"] / speeds["trainer"],
         "vs_hf_trainer_by_round": by_round,
         "mean_document_tokens": useful,
-        "packing_density": data.manifest["packing_density"],
+        "packing_density": density,
     }
-
-
-def peak_of_loss(way: str, positions: int, vocab: int) -> dict[str, float]:
-    """In this process: the most bytes above inputs and gradients that cross entropy takes, and its seconds."""
-    torch.manual_seed(0)
-    hidden_XD = torch.randn(positions, 768, requires_grad=True)
-    weight_VD = torch.randn(vocab, 768, requires_grad=True)
-    labels_X = torch.randint(vocab, (positions,))
-    hidden_XD.grad, weight_VD.grad = torch.zeros_like(hidden_XD), torch.zeros_like(weight_VD)
-    small = hidden_XD[:8].detach().requires_grad_()
-    run_loss(way, small, weight_VD, labels_X[:8])  # libraries take their own memory once
-    times, peak = peak_above(lambda: run_loss(way, hidden_XD, weight_VD, labels_X))
-    return {"bytes": peak, "seconds": times.wall}
 
 
 def run_loss(way: str, hidden_XD: torch.Tensor, weight_VD: torch.Tensor, labels_X: torch.Tensor) -> None:
@@ -174,34 +146,45 @@ def run_loss(way: str, hidden_XD: torch.Tensor, weight_VD: torch.Tensor, labels_
     loss.backward()
 
 
+def peak_of_loss(way: str, positions: int, vocab: int) -> tuple[int, float]:
+    """In this process: the most bytes above inputs and gradients that cross entropy takes, and its seconds."""
+    torch.manual_seed(0)
+    hidden_XD = torch.randn(positions, 768, requires_grad=True)
+    weight_VD = torch.randn(vocab, 768, requires_grad=True)
+    labels_X = torch.randint(vocab, (positions,))
+    hidden_XD.grad, weight_VD.grad = torch.zeros_like(hidden_XD), torch.zeros_like(weight_VD)
+    small = hidden_XD[:8].detach().requires_grad_()
+    run_loss(way, small, weight_VD, labels_X[:8])  # libraries take their own memory once
+    times, peak = peak_above(lambda: run_loss(way, hidden_XD, weight_VD, labels_X))
+    return peak, times.wall
+
+
 def memory_of_loss(positions: int, vocab: int) -> dict[str, Any]:
-    found: dict[str, Any] = {}
-    for way in ("full", "chunked"):
-        command = [sys.executable, __file__, "--loss", way, "--positions", str(positions), "--vocab", str(vocab)]
-        found[way] = json.loads(subprocess.run(command, capture_output=True, text=True, check=True).stdout)
-        print(f"  loss {way:8} {found[way]['bytes'] / 1e6:8.0f} MB  {found[way]['seconds']:.2f} s")
-    return {
-        "loss_memory_mb": {way: value["bytes"] / 1e6 for way, value in found.items()},
-        "loss_sec": {way: value["seconds"] for way, value in found.items()},
-        "loss_memory_ratio": found["chunked"]["bytes"] / found["full"]["bytes"],
-    }
+    found = {way: own_process("train_drafter.peak_of_loss", way, positions, vocab) for way in ("full", "chunked")}
+    megabytes = {way: peak / 1e6 for way, (peak, _) in found.items()}
+    seconds = {way: taken for way, (_, taken) in found.items()}
+    for way in found:
+        print(f"  loss {way:8} {megabytes[way]:8.0f} MB  {seconds[way]:.2f} s")
+    ratio = megabytes["chunked"] / megabytes["full"]
+    return {"loss_memory_mb": megabytes, "loss_sec": seconds, "loss_memory_ratio": ratio}
 
 
 def cost_of_teachers(folder: Path, block: int, rows: int, rounds: int) -> dict[str, Any]:
     """Time of a step with each objective, its teacher of the drafter's own shape, over that of cross entropy."""
     data, vocab = documents(folder / "taught", block, rows)
-    teacher = ModelTeacher(model_of(vocab, block, seed=1))
+    teacher, seeds = ModelTeacher(model_of(vocab, block, seed=1)), count()
     tasks = {
         name: DrafterTask(model_of(vocab, block), None, {name: 1.0}, None if name == "cross-entropy" else teacher)
         for name in OBJECTIVES
     }
-    seconds: dict[str, list[float]] = {name: [] for name in tasks}
-    for number in range(rounds + 1):
-        for name, task in tasks.items():
-            tokens, took = fit_round(task, data, 1, folder, seed=number)
-            if number:
-                seconds[name].append(took / tokens)
-    medians = {name: statistics.median(values) for name, values in seconds.items()}
+
+    def round_of(task: DrafterTask) -> tuple[int, float]:
+        return fit_round(task, data, 1, folder, seed=next(seeds) // len(tasks))
+
+    times = in_turns({name: partial(round_of, task) for name, task in tasks.items()}, rounds, warm=1)
+    medians = {
+        name: statistics.median(taken / tokens for (tokens, taken), *_ in series) for name, series in times.items()
+    }
     ratios = {name: value / medians["cross-entropy"] for name, value in medians.items()}
     for name, ratio in ratios.items():
         print(f"  {name:16} {1 / medians[name]:7.0f} tokens/s  {ratio:.2f} x the time of cross entropy")
@@ -211,13 +194,7 @@ def cost_of_teachers(folder: Path, block: int, rows: int, rounds: int) -> dict[s
 def main() -> None:
     parser = parser_of(__doc__, "blocks of 512 tokens, one round", rounds=3)
     parser.add_argument("--parts", nargs="+", choices=PARTS, default=list(PARTS))
-    parser.add_argument("--loss", choices=("full", "chunked"), help=argparse.SUPPRESS)
-    parser.add_argument("--positions", type=int, default=8192, help=argparse.SUPPRESS)
-    parser.add_argument("--vocab", type=int, default=32000, help=argparse.SUPPRESS)
     options = parser.parse_args()
-    if options.loss:
-        print(json.dumps(peak_of_loss(options.loss, options.positions, options.vocab)))
-        return
     block, rounds = (512, 1) if options.quick else (2048, options.rounds)
     results: dict[str, Any] = {"block_tokens": block, "batch": BATCH, "rounds": rounds}
     with tempfile.TemporaryDirectory() as place:

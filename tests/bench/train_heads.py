@@ -19,11 +19,7 @@ line is one JSON object.
 from __future__ import annotations
 
 import argparse
-import json
 import statistics
-import subprocess
-import sys
-import time
 from collections.abc import Callable
 from dataclasses import dataclass
 from functools import partial
@@ -31,7 +27,7 @@ from typing import Any
 
 import torch
 import torch.nn.functional as F
-from common import finish, parser_of, peak_above, random_llama, timed
+from common import finish, in_turns, medians, own_process, parser_of, peak_above, random_llama
 from draftsmith.checkpoints.heads.files import PredictionHeads
 from draftsmith.data.blocks.packing import Batch
 from draftsmith.train.losses.chunks import IGNORED, DenseTeacher
@@ -114,13 +110,12 @@ def naive(inputs: Inputs, kind: str) -> float:
 
 
 @torch.no_grad()
-def products(inputs: Inputs, kind: str, chunk: int = 512) -> float:
+def products(inputs: Inputs, kind: str, chunk: int = 512) -> None:
     """Nothing but the matrix products that the loss and its gradients need, into memory that is there."""
     features_XD = inputs.features_XKD[:, 0].detach().contiguous()
     hidden = features_XD.shape[1]
     grad_VD = torch.zeros(VOCAB, hidden)
     out_CV, out_CD = torch.empty(chunk, VOCAB), torch.empty(chunk, hidden)
-    started = time.perf_counter()
     for head, weight_VD in enumerate(inputs.projections):
         for hidden_CD in features_XD.split(chunk):
             rows = len(hidden_CD)
@@ -129,7 +124,6 @@ def products(inputs: Inputs, kind: str, chunk: int = 512) -> float:
                 torch.mm(hidden_CD, weight_VD.detach().T, out=out_CV[:rows])
             torch.mm(logits_CV, weight_VD.detach(), out=out_CD[:rows])
             grad_VD.addmm_(logits_CV.T, hidden_CD)
-    return time.perf_counter() - started
 
 
 SIDES: dict[str, Callable[[Inputs, str], float]] = {"fused": fused, "naive": naive}
@@ -147,49 +141,42 @@ def memory_of(side: str, kind: str, hidden: int, tokens: int) -> dict[str, float
 def compare_memory(hidden: int, tokens: int) -> dict[str, Any]:
     logits = BLOCKS * tokens * HEADS * VOCAB * 4
     features = BLOCKS * tokens * HEADS * hidden * 4
-    print(
-        f"hidden {hidden}: memory (naive logits alone: {logits / 1e6:.0f} MB; features' gradient {features / 1e6:.0f})"
-    )
-    found: dict[str, dict[str, float]] = {}
+    print(f"hidden {hidden}: naive logits alone {logits / 1e6:.0f} MB; features' gradient {features / 1e6:.0f} MB")
+    found: dict[str, float] = {}
     for side, kind in (("fused", "hard"), ("naive", "hard"), ("fused", "soft")):
-        command = [sys.executable, __file__, "--measure", side, "--kind", kind]
-        command += ["--hidden", str(hidden), "--tokens", str(tokens)]
-        done = subprocess.run(command, capture_output=True, text=True, check=False)
-        assert done.returncode == 0, f"{side}, {kind}: ended with {done.returncode}: {done.stderr[-500:]}"
-        found[f"{side}, {kind}"] = one = json.loads(done.stdout)
+        one = own_process("train_heads.memory_of", side, kind, hidden, tokens)
+        found[f"{side}, {kind}"] = one["bytes"]
         print(f"  {side}, {kind:5} {one['bytes'] / 1e6:8.0f} MB  {one['seconds']:6.2f} s  loss {one['loss']:.5f}")
-    mine, soft, theirs = found["fused, hard"]["bytes"], found["fused, soft"]["bytes"], found["naive, hard"]["bytes"]
     return {
-        "loss_memory_mb": {name: value["bytes"] / 1e6 for name, value in found.items()},
+        "loss_memory_mb": {name: value / 1e6 for name, value in found.items()},
         "naive_logits_mb": logits / 1e6,
-        "loss_memory_ratio": mine / logits,
-        "loss_memory_ratio_without_features_gradient": (mine - features) / logits,
-        "loss_memory_ratio_soft": soft / logits,
-        "loss_memory_ratio_to_naive": mine / theirs,
+        "loss_memory_ratio": found["fused, hard"] / logits,
+        "loss_memory_ratio_without_features_gradient": (found["fused, hard"] - features) / logits,
+        "loss_memory_ratio_soft": found["fused, soft"] / logits,
+        "loss_memory_ratio_to_naive": found["fused, hard"] / found["naive, hard"],
     }
 
 
-def compare_time(hidden: int, tokens: int, rounds: int) -> dict[str, Any]:
+def compare_time(hidden: int, tokens: int, rounds: int, warm: int) -> dict[str, Any]:
     inputs = Inputs.of(hidden, tokens)
-    seconds: dict[str, list[float]] = {}
-    for number in range(rounds + 1):
-        for kind in WEIGHTS:
-            for side, run in SIDES.items():
-                inputs.clear()
-                seconds.setdefault(f"{side}, {kind}", []).append(timed(partial(run, inputs, kind)).wall)
-            inputs.clear()
-            seconds.setdefault(f"products, {kind}", []).append(products(inputs, kind))
-        if number == 0 and rounds:
-            seconds.clear()  # the first round warms up
-    print(f"hidden {hidden}: seconds of forward and backward, medians of {max(1, rounds)} rounds")
-    for name, values in seconds.items():
-        print(f"  {name:15} {statistics.median(values):7.2f}")
+
+    def job(run: Callable[[Inputs, str], Any], kind: str) -> None:
+        inputs.clear()
+        run(inputs, kind)
+
+    sides = SIDES | {"products": products}
+    jobs = {f"{side}, {kind}": partial(job, run, kind) for kind in WEIGHTS for side, run in sides.items()}
+    times = in_turns(jobs, rounds, warm)
+    seconds = medians(times)
+    print(f"hidden {hidden}: seconds of forward and backward, medians of {rounds} rounds")
+    for name, value in seconds.items():
+        print(f"  {name:15} {value:7.2f}")
 
     def ratio(upper: str, lower: str) -> float:
-        return statistics.median(a / b for a, b in zip(seconds[upper], seconds[lower], strict=True))
+        return statistics.median(a.wall / b.wall for a, b in zip(times[upper], times[lower], strict=True))
 
     return {
-        "sec": {name: statistics.median(values) for name, values in seconds.items()},
+        "sec": seconds,
         "time_ratio": ratio("fused, hard", "naive, hard"),
         "products_ratio": ratio("products, hard", "naive, hard"),
         "time_over_products": ratio("fused, hard", "products, hard"),
@@ -200,14 +187,13 @@ def compare_time(hidden: int, tokens: int, rounds: int) -> dict[str, Any]:
 
 
 def on_processor(options: argparse.Namespace) -> dict[str, Any]:
-    results: dict[str, Any] = {"heads": HEADS, "blocks": BLOCKS, "vocab_size": VOCAB}
-    rounds = 0 if options.quick else options.rounds
     shapes = options.hidden or ([768] if options.quick else [768, 4096])
     tokens = options.tokens or (128 if options.quick else 2048)
-    results |= {"block_tokens": tokens, "rounds": max(1, rounds)}
+    rounds, warm = (1, 0) if options.quick else (options.rounds, 1)
+    results: dict[str, Any] = {"heads": HEADS, "blocks": BLOCKS, "vocab_size": VOCAB, "block_tokens": tokens}
+    results["rounds"] = rounds
     for hidden in shapes:
-        found = compare_memory(hidden, tokens)
-        found |= compare_time(hidden, tokens, rounds)
+        found = compare_memory(hidden, tokens) | compare_time(hidden, tokens, rounds, warm)
         suffix = "" if hidden == shapes[0] else f"_{hidden}"
         results |= {f"{key}{suffix}": value for key, value in found.items()}
         name = f"hidden {hidden}: memory {found['loss_memory_ratio']:.3f} x the naive logits"
@@ -271,12 +257,12 @@ class WholeStep:
             if self.device == "cuda":
                 torch.cuda.synchronize()
 
-        return statistics.median([timed(waited).wall for _ in range(rounds + 2)][2:])
+        return medians(in_turns({"": waited}, rounds, warm=2))[""]
 
 
 def whole_step(shape: str, tokens: int, rounds: int, device: str) -> dict[str, Any]:
     results: dict[str, Any] = {"shape": shape, "block_tokens": tokens, "blocks": BLOCKS, "heads": HEADS}
-    for name, objective in (("hard", "cross-entropy"), ("soft", "forward-kl")):
+    for objective, suffix in (("cross-entropy", ""), ("forward-kl", "_soft")):
         bench = WholeStep(shape, tokens, device, objective)
         if device == "cuda":
             torch.cuda.reset_peak_memory_stats()
@@ -285,17 +271,15 @@ def whole_step(shape: str, tokens: int, rounds: int, device: str) -> dict[str, A
         if device == "cuda":
             found["peak_memory_gb"] = torch.cuda.max_memory_allocated() / 1e9
         found["target_share"] = bench.seconds(bench.target, rounds) / step
-        if name == "hard":
+        if not suffix:
             bench.optimizer.zero_grad(set_to_none=True)
             found["loss_sec"] = bench.seconds(bench.loss(liger=False), rounds)
             try:
                 found["loss_sec_liger"] = bench.seconds(bench.loss(liger=True), rounds)
             except ValueError as error:
                 print(f"  without Liger: {error}")
-        print(f"{shape}, {name} targets:")
-        for key, value in found.items():
-            print(f"  {key:16} {value:10.3f}")
-        results |= {key if name == "hard" else f"{key}_soft": value for key, value in found.items()}
+        print(f"{shape}, {objective}: " + "   ".join(f"{key} {value:.3f}" for key, value in found.items()))
+        results |= {f"{key}{suffix}": value for key, value in found.items()}
         del bench
     return results
 
@@ -306,20 +290,16 @@ def main() -> None:
     parser.add_argument("--gpu-shape", action="store_true", help="a whole step on a CUDA device")
     parser.add_argument("--tokens", type=int, help="of a block")
     parser.add_argument("--shape", choices=list(SHAPES), default="7b", help=argparse.SUPPRESS)
-    parser.add_argument("--measure", choices=list(SIDES), help=argparse.SUPPRESS)
-    parser.add_argument("--kind", choices=list(WEIGHTS), default="hard", help=argparse.SUPPRESS)
     options = parser.parse_args()
-    if options.measure:
-        print(json.dumps(memory_of(options.measure, options.kind, options.hidden[0], options.tokens)))
-        return
-    device = "cuda" if torch.cuda.is_available() else "cpu"
-    if options.gpu_shape:
+    device = "cpu"
+    if not options.gpu_shape:
+        results = on_processor(options)
+    else:
+        device = "cuda" if torch.cuda.is_available() else "cpu"
         if device == "cpu" and options.shape != "tiny":
             raise SystemExit("--gpu-shape needs a CUDA device, and there is none")
         tokens = options.tokens or (2048 if options.shape == "7b" else 64)
         results = whole_step(options.shape, tokens, options.rounds, device)
-    else:
-        results, device = on_processor(options), "cpu"
     finish(results, device)
 
 

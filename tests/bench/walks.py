@@ -48,35 +48,29 @@ IMPORTS = {
 
 def walk(command: str, recipe: dict[str, Any]) -> dict[str, int]:
     """Run a command in a fork under a profile; files of the package whose functions were called, and climbs."""
-    Path("walk.yaml").write_text(yaml.safe_dump(recipe))
-    child = os.fork()
-    if child == 0:
-        passed: set[str] = set()
-        climbs: set[tuple[str, str]] = set()
+    passed: set[str] = set()
+    climbs: set[tuple[str, str]] = set()
 
-        def note(frame: FrameType, event: str, _: Any) -> None:
-            if event != "call" or frame.f_code.co_name == "<module>":
-                return
-            here = frame.f_code.co_filename
-            if not here.startswith(f"{ROOT}/") or "/tests/" in here or "/.venv/" in here:
-                return
-            here = os.path.relpath(here, ROOT)
+    def inside(path: str) -> str:
+        """Relative to the package; empty outside of its rooms."""
+        relative = path.removeprefix(f"{ROOT}/") if path.startswith(f"{ROOT}/") else ""
+        return relative if relative.partition("/")[0] in ROOMS else ""
+
+    def note(frame: FrameType, event: str, _: Any) -> None:
+        if event == "call" and frame.f_code.co_name != "<module>" and (here := inside(frame.f_code.co_filename)):
             passed.add(here)
-            caller = frame.f_back.f_code.co_filename if frame.f_back is not None else ""
-            if caller.startswith(f"{ROOT}/"):
-                there = os.path.relpath(caller, ROOT)
-                rooms = [name.partition("/")[0] for name in (there, here)]
-                if all(room in ROOMS for room in rooms) and ROOMS.index(rooms[1]) > ROOMS.index(rooms[0]):
-                    climbs.add((there, here))
+            there = inside(frame.f_back.f_code.co_filename) if frame.f_back is not None else ""
+            if there and ROOMS.index(here.partition("/")[0]) > ROOMS.index(there.partition("/")[0]):
+                climbs.add((there, here))
 
+    Path("walk.yaml").write_text(yaml.safe_dump(recipe))
+    if (child := os.fork()) == 0:
         sys.argv = ["draftsmith", command, "walk.yaml"]
         try:
             with open(os.devnull, "w") as sink:
                 os.dup2(sink.fileno(), 1)
             sys.setprofile(note)
             runpy.run_module("draftsmith", run_name="__main__", alter_sys=True)
-        except SystemExit:
-            pass
         finally:
             sys.setprofile(None)
             Path("walk.json").write_text(json.dumps({"files": len(passed), "climbs": len(climbs)}))
@@ -86,21 +80,20 @@ def walk(command: str, recipe: dict[str, Any]) -> dict[str, int]:
 
 
 def import_cost(code: str, runs: int) -> dict[str, float]:
-    """Milliseconds and modules of the package, of a process of its own less an empty one's milliseconds."""
-    note = "import atexit, sys, time\nstarted = time.perf_counter()\nlost = lambda: time.perf_counter() - started\n"
-    note += "own = lambda: sum(name.startswith('draftsmith') for name in sys.modules)\n"
-    note += "atexit.register(lambda: print('', own(), lost(), sep='\\n'))\n"
-    times, modules = [], 0
+    """Milliseconds, and modules of the package, of an import in a process of its own."""
+    script = "import sys, time\nstarted = time.perf_counter()\ntry:\n    " + code + "\nfinally:\n"
+    script += "    seconds = time.perf_counter() - started\n"
+    script += "    print('', sum(name.startswith('draftsmith') for name in sys.modules), seconds, sep='\\n')"
+    times = []
     for _ in range(runs):
-        done = subprocess.run([sys.executable, "-c", note + code], capture_output=True, text=True, check=False)
-        lines = done.stdout.split("\n")
-        times.append(float(lines[-2]))
-        modules = int(lines[-3])
-    return {"ms": round(1000 * statistics.median(times)), "modules": modules}
+        done = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, check=False)
+        modules, seconds = done.stdout.split()[-2:]
+        times.append(float(seconds))
+    return {"ms": round(1000 * statistics.median(times)), "modules": int(modules)}
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__)
+    parser = argparse.ArgumentParser(description=__doc__)  # common.py would import what the walks are to import
     parser.add_argument("--quick", action="store_true", help="imports once")
     runs = 1 if parser.parse_args().quick else 5
     found: dict[str, Any] = {}

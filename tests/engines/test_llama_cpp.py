@@ -18,16 +18,12 @@ import json
 import os
 import re
 import shlex
-import socket
 import struct
 import subprocess
-import time
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable
 from pathlib import Path
+from types import ModuleType
 from typing import Any
-from urllib.error import URLError
-from urllib.request import Request, urlopen
 
 import numpy as np
 import pytest
@@ -91,8 +87,8 @@ def model_of(following: list[int]) -> LlamaForCausalLM:
 class Works:
     """Models and a table, exported; what the target says."""
 
-    def __init__(self, folder: Path) -> None:
-        self.folder = folder
+    def __init__(self, folder: Path, serving: ModuleType) -> None:
+        self.folder, self.serving = folder, serving
         self.tokenizer = train_bpe(TEXT, VOCAB, SPECIAL)
         self.following = successors()
         self.other = successors(wrong=7)
@@ -149,9 +145,9 @@ class Works:
 
 
 @pytest.fixture(scope="module")
-def works(tmp_path_factory: pytest.TempPathFactory) -> Works:
+def works(tmp_path_factory: pytest.TempPathFactory, serving: ModuleType) -> Works:
     torch.set_num_threads(1)
-    return Works(tmp_path_factory.mktemp("llama_cpp"))
+    return Works(tmp_path_factory.mktemp("llama_cpp"), serving)
 
 
 def run(program: str, *arguments: str | Path, last: str = "", before: Callable[[], Any] = int) -> tuple[bytes, str]:
@@ -306,36 +302,18 @@ def test_where_a_table_makes_it_draft(works: Works, tmp_path: Path, right: int, 
     assert (drafted > 0) is drafts
 
 
-@contextmanager
-def server(command: str, folder: Path) -> Iterator[str]:
-    """A command of SERVING.md on a free port."""
-    with socket.socket() as held:
-        held.bind(("127.0.0.1", 0))
-        port = held.getsockname()[1]
+def check_served(command: str, works: Works, every_draft: bool) -> None:
+    """A command of SERVING.md: the target's own tokens, drafted for."""
     program, *arguments = shlex.split(command)
-    started = [str(ENGINE / "build" / "bin" / program), *arguments, *EXACT, "--host", "127.0.0.1", "--port", str(port)]
-    with (folder / "server.log").open("w+b") as log:
-        process = subprocess.Popen(started, cwd=folder, stdin=subprocess.DEVNULL, stdout=log, stderr=log)
-        try:
-            for _ in range(600):
-                assert process.poll() is None, (folder / "server.log").read_text(errors="replace")[-4000:]
-                try:
-                    with urlopen(f"http://127.0.0.1:{port}/health", timeout=5):
-                        break
-                except (URLError, OSError):
-                    time.sleep(0.2)
-            yield f"http://127.0.0.1:{port}"
-        finally:
-            process.terminate()
-            process.wait()
-
-
-def ask(url: str, prompt: list[int]) -> tuple[list[int], dict[str, Any]]:
-    asked = {"prompt": prompt, "n_predict": NEW, "temperature": 0, "return_tokens": True, "cache_prompt": False}
-    request = Request(f"{url}/completion", json.dumps(asked).encode(), {"Content-Type": "application/json"})
-    with urlopen(request, timeout=300) as answered:
-        answer = json.load(answered)
-    return answer["tokens"], answer["timings"]
+    started = [str(ENGINE / "build" / "bin" / program), *arguments, *EXACT]
+    asked = {"n_predict": NEW, "temperature": 0, "return_tokens": True, "cache_prompt": False}
+    with works.serving.served(started, works.folder, works.folder / "server.log") as url:
+        for prompt in PROMPTS:
+            answer = works.serving.ask(f"{url}/completion", **asked, prompt=works.tokenizer.encode(prompt))
+            assert answer["tokens"] == works.said(prompt)
+            drafted, accepted = (answer["timings"][key] for key in ("draft_n", "draft_n_accepted"))
+            assert drafted > 0
+            assert (accepted == drafted) is every_draft
 
 
 def commands(folder: Path) -> list[str]:
@@ -345,21 +323,11 @@ def commands(folder: Path) -> list[str]:
 
 def test_serving_a_drafter_as_its_serving_md_says(works: Works) -> None:
     for name in ("copy", "other"):
-        command = commands(works.folder / f"{name}-gguf")[0]
-        with server(command, works.folder) as url:
-            for prompt in PROMPTS:
-                tokens, told = ask(url, works.tokenizer.encode(prompt))
-                assert tokens == works.said(prompt)
-                assert told["draft_n"] > 0
-                assert (told["draft_n_accepted"] == told["draft_n"]) is (name == "copy")
+        check_served(commands(works.folder / f"{name}-gguf")[0], works, every_draft=name == "copy")
 
 
 def test_serving_a_table_as_its_serving_md_says(works: Works) -> None:
     (command,) = commands(works.folder / "table-llama-ngrams")
     before = works.ngrams.read_bytes()
-    with server(command.replace("TARGET.gguf", str(works.gguf["target"])), works.folder) as url:
-        for prompt in PROMPTS:
-            tokens, told = ask(url, works.tokenizer.encode(prompt))
-            assert tokens == works.said(prompt)
-            assert told["draft_n_accepted"] == told["draft_n"] > 0
+    check_served(command.replace("TARGET.gguf", str(works.gguf["target"])), works, every_draft=True)
     assert works.ngrams.read_bytes() == before

@@ -1,10 +1,4 @@
-r"""Exported heads in the loaders and runtimes that they are for, unmodified, each in an environment of its own, on CPU.
-
-FasterDecoding's runtime (github.com/FasterDecoding/Medusa, main, commit e2a5d20): `DRAFTSMITH_MEDUSA` names its Python.
-
-    python3.11 -m venv medusa && . medusa/bin/activate
-    pip install torch==2.13.0 transformers==4.36.2 'numpy<2' sentencepiece protobuf
-    pip install --no-deps CHECKOUT
+r"""Exported heads in the loaders that they are for, unmodified, each in an environment of its own, on CPU.
 
 text-generation-inference (github.com/huggingface/text-generation-inference, v3.3.7): `DRAFTSMITH_TGI` names its Python.
 
@@ -33,6 +27,7 @@ import shlex
 import subprocess
 from collections.abc import Callable
 from pathlib import Path
+from types import ModuleType
 from typing import Any
 
 import pytest
@@ -41,11 +36,6 @@ from draftsmith.checkpoints.artifact.artifact import model_fingerprint, save_art
 from draftsmith.checkpoints.export.base import SERVING_FILE, ExportOptions, export_artifact
 from draftsmith.checkpoints.export.heads import HEADS_FORMATS
 from draftsmith.checkpoints.heads.files import PredictionHeads, load_heads, save_heads
-from draftsmith.decode.engine import Limits, generate
-from draftsmith.decode.methods import Parts, build_method
-from draftsmith.decode.models.loading import wrap_model
-from draftsmith.decode.rng import Rng
-from draftsmith.decode.warpers import Sampling
 from safetensors.torch import load_file
 from tokenizers import Tokenizer
 from tokenizers.models import WordLevel
@@ -54,55 +44,11 @@ from transformers import LlamaForCausalLM, PreTrainedTokenizerFast
 
 HERE = Path(__file__).parent
 FORMATS = {form.name: form for form in HEADS_FORMATS}
-VOCAB, HIDDEN, STEPS = 32, 32, 12
+VOCAB, HIDDEN = 32, 32
 WORDS = {f"w{token}": token for token in range(VOCAB)}
-PATHS = "0, 1, 2, 0.0, 0.1, 1.0, 0.0.0, 0.0.1, 0.0.0.0"
-CHOICES = [[int(rank) for rank in path.split(".")] for path in PATHS.split(",")]
-DEPTH = max(map(len, CHOICES))
-PROMPTS = [[3, 1, 4, 1, 5], [9, 2, 6], [5, 3, 5, 8, 9, 7, 9]]
-
+STATES = torch.randn(5, HIDDEN, generator=torch.Generator().manual_seed(4))
 
 pytestmark = pytest.mark.slow
-
-
-def engine(variable: str, script: str, **asked: Any) -> dict[str, Any]:
-    """What a script of this folder answers, run by an engine's own Python."""
-    python = os.environ.get(variable)
-    if not python:
-        pytest.skip(f"{variable} names no Python of that engine (see the head of this file)")
-    kept = {key: value for key, value in os.environ.items() if key not in ("PYTHONPATH", "PYTHONHOME")}
-    done = subprocess.run(
-        [python, str(HERE / script)],
-        input=json.dumps(asked),
-        env=kept | {"OMP_NUM_THREADS": "1", "HF_HUB_OFFLINE": "1", "PYTHONWARNINGS": "ignore"},
-        capture_output=True,
-        text=True,
-        check=False,
-        timeout=600,
-    )
-    assert done.returncode == 0, done.stderr[-4000:]
-    answer: dict[str, Any] = json.loads(done.stdout.splitlines()[-1])
-    return answer
-
-
-@pytest.fixture
-def target(tmp_path: Path, make_llama: Callable[..., LlamaForCausalLM]) -> LlamaForCausalLM:
-    """A target that says each token's successor in a fixed order: heads can be exact. Attention speaks along, so that a
-    cache that is wrong shows; it never outvotes."""
-    model = make_llama(VOCAB, hidden_size=HIDDEN)
-    with torch.no_grad():
-        model.get_input_embeddings().weight.copy_(8 * torch.eye(VOCAB))
-        model.lm_head.weight.copy_(torch.eye(VOCAB).roll(7, 0))
-    return model
-
-
-def save_target(model: LlamaForCausalLM, folder: Path) -> Path:
-    """With a tokenizer as hubs have it: that transformers 5 writes cannot be read by older ones."""
-    model.save_pretrained(folder)
-    Tokenizer(WordLevel(WORDS, unk_token="w0")).save(str(folder / "tokenizer.json"))
-    config = {"tokenizer_class": "PreTrainedTokenizerFast", "eos_token": "w0"}
-    (folder / "tokenizer_config.json").write_text(json.dumps(config))
-    return folder
 
 
 def save(heads: PredictionHeads, target: Path, folder: Path) -> Path:
@@ -113,65 +59,19 @@ def save(heads: PredictionHeads, target: Path, folder: Path) -> Path:
     return folder
 
 
-def export(artifact: Path, form: str, **options: Any) -> Path:
+def export(artifact: Path, form: str) -> Path:
     out = artifact.with_name(form)
-    export_artifact(artifact, form, out, FORMATS, ExportOptions(**options))
+    export_artifact(artifact, form, out, FORMATS, ExportOptions())
     return out
 
 
-def make_heads(version: str, noise: float = 0.0, count: int = 5, layers: int = 1) -> PredictionHeads:
-    """Head k says what comes k + 2 tokens later; with noise, often something else."""
+def random_heads(version: str, count: int, layers: int) -> PredictionHeads:
     torch.manual_seed(2)
-    projection = "own" if version == "1" else "target"
-    heads = PredictionHeads(count, layers, HIDDEN, VOCAB, projection).eval()
+    heads = PredictionHeads(count, layers, HIDDEN, VOCAB, "own" if version == "1" else "target").eval()
     with torch.no_grad():
-        for name, tensor in heads.named_parameters():
-            k = int(name.split(".")[0])
-            if ".linear." not in name:
-                tensor.copy_(torch.eye(VOCAB).roll(7 * (k + 2), 0) + noise * torch.randn(VOCAB, HIDDEN))
-            elif version == "1" or name.endswith("bias") or ".0." not in name:
-                tensor.normal_(0, 0.02)
-            else:  # the projection goes the last step
-                tensor.copy_(4 * torch.eye(VOCAB).roll(7 * (k + 1), 0) + 4 * noise * torch.randn(HIDDEN, HIDDEN))
+        for tensor in heads.parameters():
+            tensor.normal_(0, 0.3)
     return heads
-
-
-def own_steps(model: LlamaForCausalLM, heads: PredictionHeads, prompt: list[int]) -> list[list[int]]:
-    """The tokens of each step after the first, by this package's engine; and those of the first before them."""
-    scorer, sampling = wrap_model(model), Sampling()
-    method = build_method("medusa", Parts(heads=heads), sampling, tree=PATHS)
-    steps = generate(scorer, *method, [prompt], Limits(200), sampling, Rng.for_rows(0, 1))
-    return [step.new_ids[0] for step in steps]
-
-
-@pytest.mark.parametrize("noise", [0.0, 0.35])
-def test_faster_decoding_drafts_what_the_heads_say(noise: float, target: LlamaForCausalLM, tmp_path: Path) -> None:
-    place, heads = save_target(target, tmp_path / "target"), make_heads("2", noise)
-    out = export(save(heads, place, tmp_path / "heads"), "medusa-2")
-    # what its trainer writes its loader does not read
-    torch.save(load_file(out / "medusa_lm_head.safetensors"), out / "medusa_lm_head.pt")
-    asked = {"folder": str(out), "prompts": PROMPTS, "choices": CHOICES, "steps": STEPS}
-    answer = engine("DRAFTSMITH_MEDUSA", "faster_decoding_run.py", **asked)
-    heads.attach(target.lm_head.weight.detach())
-    lengths = []
-    for prompt, steps, greedy in zip(PROMPTS, answer["steps"], answer["greedy"], strict=True):
-        found = [token for step in steps for token in step]
-        assert found == greedy, "lossless"
-        own = own_steps(target, heads, prompt)
-        assert [token for step in own for token in step][: len(found)] == found
-        # there a step is a token that is known and what was accepted after it, here what was accepted and one more
-        assert [len(step) for step in steps] == [len(step) for step in own[1 : STEPS + 1]]
-        lengths += [len(step) for step in steps]
-    if noise:
-        assert len(set(lengths)) > 2, "heads that are always right or always wrong would say nothing of the tree"
-    else:
-        assert set(lengths) == {1 + DEPTH}, "every draft is accepted"
-    stored = {name: tensor.double().sum().item() for name, tensor in heads.state_dict().items()}
-    assert answer["heads"] == pytest.approx(stored), "each tensor arrived, under its own name"
-    assert answer["words"][-1] == " ".join(f"w{token}" for token in PROMPTS[0])
-
-
-STATES = torch.randn(5, HIDDEN, generator=torch.Generator().manual_seed(4))
 
 
 @pytest.mark.parametrize(
@@ -190,10 +90,14 @@ def test_tgi_computes_the_logits_of_the_heads(
     layers: int,
     tied: bool,
     speculate: int,
+    serving: ModuleType,
     make_llama: Callable[..., LlamaForCausalLM],
     tmp_path: Path,
 ) -> None:
     """The file, the tokenizer, the number of heads and the logits of each; drafting with them takes a GPU there."""
+    python = os.environ.get("DRAFTSMITH_TGI")
+    if not python:
+        pytest.skip("DRAFTSMITH_TGI names no Python of that engine (see the head of this file)")
     model = make_llama(VOCAB, hidden_size=HIDDEN, tie_word_embeddings=tied)
     model.save_pretrained(tmp_path / "target")
     backend = Tokenizer(WordLevel(WORDS, unk_token="w0"))
@@ -202,16 +106,14 @@ def test_tgi_computes_the_logits_of_the_heads(
     tokenizer.chat_template = "{{ messages[0].content }}"
     tokenizer.save_pretrained(tmp_path / "target")
     assert '"TokenizersBackend"' in (tmp_path / "target" / "tokenizer_config.json").read_text(), "unknown there"
-    artifact = save(make_heads(version, 0.3, 3, layers), tmp_path / "target", tmp_path / "heads")
+    artifact = save(random_heads(version, 3, layers), tmp_path / "target", tmp_path / "heads")
     heads = load_heads(artifact)
     if heads.projection_kind == "target":
         heads.attach(model.lm_head.weight.detach())
     asked = {"folder": str(export(artifact, form)), "states": STATES.tolist(), "text": "w5 w1 w7 w0"}
-    answer = engine("DRAFTSMITH_TGI", "tgi_run.py", speculate=speculate, **asked)
-    assert (answer["class"], answer["speculate"]) == (
-        "MedusaHeadV2" if form == "medusa-2" else "MedusaHeadV1",
-        speculate,
-    )
+    answer = serving.answer_of(python, "tgi_run.py", asked | {"speculate": speculate}, PYTHONWARNINGS="ignore")
+    assert answer["class"] == ("MedusaHeadV2" if form == "medusa-2" else "MedusaHeadV1")
+    assert answer["speculate"] == speculate
     assert answer["model_id"] == str(tmp_path / "target")
     with torch.inference_mode():
         expected, own = heads(STATES)[:, :speculate], model.lm_head(STATES)
@@ -223,17 +125,17 @@ def test_tgi_computes_the_logits_of_the_heads(
 
 @pytest.mark.parametrize(("count", "layers"), [(3, 1), (5, 2)])
 def test_tensorrt_converts_the_heads_that_there_are(
-    count: int, layers: int, target: LlamaForCausalLM, tmp_path: Path
+    count: int, layers: int, serving: ModuleType, make_llama: Callable[..., LlamaForCausalLM], tmp_path: Path
 ) -> None:
     """With SERVING.md's command: every head's tensors under the names of its model, and as many in its config."""
     python, source = (os.environ.get(f"DRAFTSMITH_TENSORRT{end}") for end in ("", "_SOURCE"))
     if not python or not source:
         pytest.skip("DRAFTSMITH_TENSORRT and DRAFTSMITH_TENSORRT_SOURCE name no Python and checkout")
-    place, heads = save_target(target, tmp_path / "target"), make_heads("1", 0.3, count, layers)
-    out = export(save(heads, place, tmp_path / "heads"), "medusa")
-    command = (
-        (out / SERVING_FILE).read_text().partition("python convert_checkpoint.py ")[2].partition("\ntrtllm-build")[0]
-    )
+    target, heads = make_llama(VOCAB, hidden_size=HIDDEN), random_heads("1", count, layers)
+    target.save_pretrained(tmp_path / "target")
+    out = export(save(heads, tmp_path / "target", tmp_path / "heads"), "medusa")
+    serving_text = (out / SERVING_FILE).read_text()
+    command = serving_text.partition("python convert_checkpoint.py ")[2].partition("\ntrtllm-build")[0]
     converter = Path(source) / "examples" / "medusa" / "convert_checkpoint.py"
     loader = Path(source) / "tensorrt_llm" / "models" / "medusa" / "weight.py"
     if "medusa_lm_head.safetensors" not in converter.read_text() + loader.read_text():  # before 0.11
@@ -242,7 +144,7 @@ def test_tensorrt_converts_the_heads_that_there_are(
     done = subprocess.run(
         [python, str(HERE / "tensorrt_run.py"), source, *arguments],
         cwd=tmp_path,
-        env={key: value for key, value in os.environ.items() if key not in ("PYTHONPATH", "PYTHONHOME")},
+        env=serving.environment(),
         capture_output=True,
         text=True,
         check=False,

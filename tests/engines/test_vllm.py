@@ -21,17 +21,12 @@ import json
 import os
 import re
 import shutil
-import signal
-import socket
-import subprocess
-import time
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable
 from functools import partial
 from pathlib import Path
+from types import ModuleType
 from typing import Any
-from urllib.error import URLError
-from urllib.request import Request, urlopen
+from urllib.request import urlopen
 
 import numpy as np
 import pytest
@@ -67,11 +62,8 @@ ENVIRONMENT = {
     "VLLM_HOST_IP": "127.0.0.1",
     "VLLM_LOGGING_LEVEL": "WARNING",
     "VLLM_NO_USAGE_STATS": "1",
-    "HF_HUB_OFFLINE": "1",
-    "OMP_NUM_THREADS": "1",
     "PYTHONDONTWRITEBYTECODE": "1",
 }
-PATIENCE = 600
 
 pytestmark = [
     pytest.mark.slow,
@@ -82,8 +74,8 @@ pytestmark = [
 class Works:
     """Targets, and what is exported for them."""
 
-    def __init__(self, folder: Path, make_llama: Callable[..., LlamaForCausalLM]) -> None:
-        self.folder = folder
+    def __init__(self, folder: Path, make_llama: Callable[..., LlamaForCausalLM], serving: ModuleType) -> None:
+        self.folder, self.serving = folder, serving
         backend = Tokenizer(WordLevel({f"w{token}": token for token in range(VOCAB)}, unk_token="w0"))
         backend.pre_tokenizer = WhitespaceSplit()
         self.tokenizer = PreTrainedTokenizerFast(tokenizer_object=backend, eos_token="w0")
@@ -135,6 +127,16 @@ class Works:
         export_artifact(self.folder / name, form, out, FORMATS, ExportOptions(**options))
         return out
 
+    def ask(
+        self, target: str, method: str | None, save: Path | None = None, path: str = "", **settings: Any
+    ) -> dict[str, Any]:
+        """What vLLM says, drafting by a method. RuntimeError with its own words where it refuses."""
+        speculative = None if method is None else {"method": method} | settings
+        asked = {"target": str(self.folder / target), "speculative": speculative, "prompts": PROMPTS, "tokens": NEW}
+        asked["save"] = save and str(save)
+        found: dict[str, Any] = self.serving.answer_of(PYTHON, "vllm_run.py", asked, **ENVIRONMENT, PYTHONPATH=path)
+        return found
+
     def own(self, target: str, method: str, parts: Parts, depth: int, **options: Any) -> dict[str, Any]:
         """The target's greedy tokens, by transformers; drafts and what is accepted of them, by this engine."""
         model, sampling = self.models[target], Sampling()
@@ -180,40 +182,16 @@ def random_heads(noise: float) -> PredictionHeads:
 
 
 @pytest.fixture
-def works(tmp_path: Path, make_llama: Callable[..., LlamaForCausalLM]) -> Works:
-    return Works(tmp_path / "works", make_llama)
-
-
-def environment(**more: str) -> dict[str, str]:
-    kept = {key: value for key, value in os.environ.items() if key not in ("PYTHONPATH", "PYTHONHOME")}
-    return kept | ENVIRONMENT | more
-
-
-def ask(target: Path, method: str | None, save: Path | None = None, path: str = "", **settings: Any) -> dict[str, Any]:
-    """What vLLM says, drafting by a method. RuntimeError with its own words where it refuses."""
-    speculative = None if method is None else {"method": method} | settings
-    asked = {"target": str(target), "speculative": speculative, "prompts": PROMPTS, "tokens": NEW}
-    done = subprocess.run(
-        [PYTHON, str(Path(__file__).with_name("vllm_run.py"))],
-        input=json.dumps(asked | {"save": save and str(save)}),
-        env=environment(PYTHONPATH=path),
-        capture_output=True,
-        text=True,
-        check=False,
-        timeout=PATIENCE,
-    )
-    if done.returncode:
-        raise RuntimeError(done.stderr[-8000:])
-    answer: dict[str, Any] = json.loads(done.stdout.splitlines()[-1])
-    return answer
+def works(tmp_path: Path, make_llama: Callable[..., LlamaForCausalLM], serving: ModuleType) -> Works:
+    return Works(tmp_path / "works", make_llama, serving)
 
 
 @pytest.mark.parametrize("target", ["random", "ring"])
 def test_vllm_alone_says_what_the_target_says(target: str, works: Works) -> None:
     """Alone, and with its own n-gram drafts."""
     said = works.own(target, "autoregressive", Parts(), 0)["said"]
-    assert ask(works.folder / target, None) == {"said": said}
-    ngram = ask(works.folder / target, "ngram", num_speculative_tokens=GAMMA, prompt_lookup_max=3, prompt_lookup_min=1)
+    assert works.ask(target, None) == {"said": said}
+    ngram = works.ask(target, "ngram", num_speculative_tokens=GAMMA, prompt_lookup_max=3, prompt_lookup_min=1)
     assert ngram["said"] == said
     assert sum(ngram["accepted"]) > 0 or target == "ring"  # on which nothing repeats itself
 
@@ -222,7 +200,7 @@ def test_vllm_alone_says_what_the_target_says(target: str, works: Works) -> None
 def test_a_drafter_drafts_as_it_does_here(drafter: str, of: str, works: Works) -> None:
     folder = works.export(drafter, "vllm-sglang")
     own = works.own("random", "speculative", Parts(drafter=wrap_model(works.models[of])), GAMMA, gamma=GAMMA)
-    found = ask(works.folder / "random", "draft_model", model=str(folder), num_speculative_tokens=GAMMA)
+    found = works.ask("random", "draft_model", model=str(folder), num_speculative_tokens=GAMMA)
     assert found == own | {"drafted": GAMMA * own["drafts"]}
     if drafter == "copy":
         assert found["accepted"] == [found["drafts"]] * GAMMA
@@ -236,7 +214,7 @@ def test_heads_draft_as_they_do_here(name: str, form: str, works: Works, tmp_pat
     folder, heads = works.export(name, form), works.heads[name]
     own = works.own("ring", "medusa", Parts(heads=heads), HEADS, tree="x".join("1" * HEADS))
     settings: dict[str, Any] = {"model": str(folder), "num_speculative_tokens": HEADS}
-    found = ask(works.folder / "ring", "medusa", save=tmp_path / "seen", **settings)
+    found = works.ask("ring", "medusa", save=tmp_path / "seen", **settings)
     assert found == own | {"drafted": HEADS * own["drafts"]}
     if name == "exact":
         assert found["accepted"] == [found["drafts"]] * HEADS
@@ -255,10 +233,10 @@ def test_heads_draft_as_they_do_here(name: str, form: str, works: Works, tmp_pat
 
 def test_fewer_heads_may_be_asked_for_and_never_more(works: Works) -> None:
     folder = works.export("exact", "medusa-vllm")
-    found = ask(works.folder / "ring", "medusa", model=str(folder), num_speculative_tokens=2)
+    found = works.ask("ring", "medusa", model=str(folder), num_speculative_tokens=2)
     assert found["accepted"] == [found["drafts"]] * 2
     with pytest.raises(RuntimeError, match=rf"weights were not initialized from checkpoint: .*blocks\.{HEADS}\.layers"):
-        ask(works.folder / "ring", "medusa", model=str(folder), num_speculative_tokens=HEADS + 1)
+        works.ask("ring", "medusa", model=str(folder), num_speculative_tokens=HEADS + 1)
 
 
 def test_without_our_word_for_it_vllm_drops_every_bias(works: Works, tmp_path: Path) -> None:
@@ -267,7 +245,7 @@ def test_without_our_word_for_it_vllm_drops_every_bias(works: Works, tmp_path: P
     config = json.loads((folder / "config.json").read_text())
     (folder / "config.json").write_text(json.dumps({**config, "medusa_fc_bias": False}))
     settings: dict[str, Any] = {"model": str(folder), "num_speculative_tokens": HEADS}
-    assert ask(works.folder / "ring", "medusa", save=tmp_path / "seen", **settings)["drafts"] > 0
+    assert works.ask("ring", "medusa", save=tmp_path / "seen", **settings)["drafts"] > 0
     assert not [name for name in load_file(tmp_path / "seen") if name.endswith("bias")]
 
 
@@ -275,48 +253,13 @@ def test_a_table_drafts_as_it_does_here(works: Works) -> None:
     folder = works.export("table", "vllm-bigrams", speculative_tokens=GAMMA)
     own = works.own("ring", "bigram", Parts(table=works.table), GAMMA, gamma=GAMMA)
     settings: dict[str, Any] = {"model": "vllm_proposer.BigramProposer", "num_speculative_tokens": GAMMA}
-    found = ask(works.folder / "ring", "custom_class", path=str(folder), **settings)
+    found = works.ask("ring", "custom_class", path=str(folder), **settings)
     assert found["said"] == own["said"]
     # where nothing was counted this engine drafts all the same, in vain, and vLLM is handed nothing
     assert found["accepted"] == own["accepted"]
     assert own["drafts"] - 3 <= found["drafts"] <= own["drafts"]
     assert 0 < sum(found["accepted"]) < found["drafted"] <= GAMMA * found["drafts"]
     verify_artifact(folder)
-
-
-@contextmanager
-def served(command: str, place: Path, log: Path) -> Iterator[str]:
-    """The address of what a command of SERVING.md serves."""
-    with socket.socket() as free:
-        free.bind(("127.0.0.1", 0))
-        address = f"127.0.0.1:{free.getsockname()[1]}"
-    host, port = address.split(":")
-    more = f" --host {host} --port {port} --enforce-eager --dtype float32 --max-model-len 128"
-    path = f"{Path(PYTHON).parent}{os.pathsep}{os.environ['PATH']}"
-    with log.open("w") as opened:
-        server = subprocess.Popen(
-            ["bash", "-c", command.rstrip() + more],
-            cwd=place,
-            env=environment(PATH=path),
-            stdout=opened,
-            stderr=opened,
-            start_new_session=True,
-        )
-        try:
-            last = time.monotonic() + PATIENCE
-            while True:
-                assert server.poll() is None, log.read_text()[-4000:]
-                assert time.monotonic() < last, log.read_text()[-4000:]
-                try:
-                    urlopen(f"http://{address}/health", timeout=5).close()
-                    break
-                except (URLError, TimeoutError, ConnectionError):
-                    time.sleep(1)
-            yield f"http://{address}"
-        finally:
-            if server.poll() is None:
-                os.killpg(server.pid, signal.SIGTERM)
-            server.wait(60)
 
 
 @pytest.mark.parametrize(
@@ -332,19 +275,19 @@ def served(command: str, place: Path, log: Path) -> Iterator[str]:
 def test_the_command_of_serving_serves(
     name: str, form: str, target: str, gamma: int, works: Works, tmp_path: Path
 ) -> None:
-    folder = works.export(name, form)
+    folder, serving = works.export(name, form), works.serving
     blocks = re.findall(r"```bash\n(.*?)```", (folder / SERVING_FILE).read_text(), re.DOTALL)
     (command,) = [block for block in blocks if "vllm serve" in block]
+    command = f'{command.rstrip()} --enforce-eager --dtype float32 --max-model-len 128 "$@"'
+    known = serving.environment(**ENVIRONMENT, PATH=f"{Path(PYTHON).parent}{os.pathsep}{os.environ['PATH']}")
     said = works.own(target, "autoregressive", Parts(), 0)["said"]
-    with served(command, folder.parent, tmp_path / "log") as address:
+    with serving.served(["bash", "-c", command, "serve"], folder.parent, tmp_path / "log", known) as url:
         asked = {"model": str(works.folder / target), "max_tokens": NEW, "temperature": 0, "ignore_eos": True}
         for prompt, expected in zip(PROMPTS, said, strict=True):
-            body = json.dumps(asked | {"prompt": prompt, "return_token_ids": True}).encode()
-            request = Request(f"{address}/v1/completions", body, {"Content-Type": "application/json"})
-            with urlopen(request, timeout=PATIENCE) as answer:
-                assert json.load(answer)["choices"][0]["token_ids"] == expected
-        with urlopen(f"{address}/metrics", timeout=PATIENCE) as answer:
-            metrics = answer.read().decode()
+            answer = serving.ask(f"{url}/v1/completions", **asked, prompt=prompt, return_token_ids=True)
+            assert answer["choices"][0]["token_ids"] == expected
+        with urlopen(f"{url}/metrics", timeout=60) as opened:
+            metrics = opened.read().decode()
     drafts, *accepted = (
         float(count)
         for what in ("drafts", "accepted_tokens_per_pos")

@@ -1,0 +1,15 @@
+"""What tests of engines share."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from pathlib import Path
+from types import ModuleType
+
+import pytest
+
+
+@pytest.fixture(scope="session")
+def serving(load_script: Callable[[Path], ModuleType]) -> ModuleType:
+    """The module that runs engines."""
+    return load_script(Path(__file__).with_name("serving.py"))
