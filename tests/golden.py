@@ -373,18 +373,8 @@ def certify() -> Golden:
     return found
 
 
-def papers() -> Golden:
-    """Tables of the simulations, which need no models: chances by formula, and counted."""
-    found: Golden = {}
-    for name in ("batch-drafts", "over-acceptance", "rejections"):
-        draftsmith("evaluate", f"evaluate/theory/{name}", "settings.texts=200", f"out=papers/{name}")
-        rows = read(f"papers/{name}/paper.json")["rows"]
-        found |= {f"{name} {row['label']}": timeless(row) for row in rows}
-    return found
-
-
 PARTS: dict[str, Callable[[], Golden]] = {
-    part.__name__: part for part in (decode, data, train, artifacts, exports, evaluate, certify, papers)
+    part.__name__: part for part in (decode, data, train, artifacts, exports, evaluate, certify)
 }
 
 

@@ -24,9 +24,6 @@ from ..models.kv_cache import KVCache
 from ..rng import Rng
 from ..warpers import Sampling
 
-_SHARPNESS = 1.2
-_LEAN = 0.8
-
 
 class MarkovModel(LanguageModel):
     """A model whose distributions are known: `tables_TVV[n, x]` is what follows state x at position n.
@@ -65,42 +62,6 @@ class OneStream(Rng):
 
     def uniform(self, *shape: int) -> Tensor:
         return torch.rand(self._rows, *shape, generator=self._generator, dtype=torch.float64)
-
-
-def random_chains(positions: int, states: int, share: float, seed: int) -> tuple[Tensor, Tensor]:
-    """A target's and a drafter's chain, float64 [T, V, V] each.
-
-    The target leans to high states. The drafter is the target with `share` of another chain mixed in, which leans to
-    low ones; more after high states and less after low ones, so that it matters which chain weighs the prefixes.
-    """
-    if positions < 1 or states < 2:
-        raise ValueError(f"a chain needs 1 position and 2 states or more, got {positions} and {states}")
-    if not 0 <= share <= 1:
-        raise ValueError(f"the share of another chain must lie in [0, 1], got {share}")
-    generator = torch.Generator().manual_seed(seed)
-    draws = [torch.randn(positions, states, states, generator=generator, dtype=torch.float64) for _ in range(2)]
-    lean_V = torch.linspace(-_LEAN, _LEAN, states, dtype=torch.float64)
-    target_TVV, other_TVV = (_SHARPNESS * draws[0] + lean_V).softmax(-1), (_SHARPNESS * draws[1] - lean_V).softmax(-1)
-    spread = min(share, 1 - share)
-    weight_V1 = torch.linspace(share - spread, share + spread, states, dtype=torch.float64)[:, None]
-    return target_TVV, torch.lerp(target_TVV, other_TVV, weight_V1)
-
-
-def even_chains(states: int, alpha: float, seed: int) -> tuple[Tensor, Tensor]:
-    """Chains of one table each, float64 [1, V, V], whose drafts are accepted with probability `alpha` everywhere.
-
-    The drafter is the target with 1 - α of something that the target never says: Σ min(p, q) = Σ αp = α.
-    """
-    if states < 4:
-        raise ValueError(f"these chains need 4 states or more, got {states}")
-    if not 0 <= alpha <= 1:
-        raise ValueError(f"an acceptance rate must lie in [0, 1], got {alpha}")
-    generator = torch.Generator().manual_seed(seed)
-    logits_1VV = _SHARPNESS * torch.randn(1, states, states, generator=generator, dtype=torch.float64)
-    said_V = torch.arange(states) < states // 2
-    target_1VV = logits_1VV.masked_fill(~said_V, -torch.inf).softmax(-1)
-    never_1VV = logits_1VV.masked_fill(said_V, -torch.inf).softmax(-1)
-    return target_1VV, alpha * target_1VV + (1 - alpha) * never_1VV
 
 
 class Decoded(NamedTuple):

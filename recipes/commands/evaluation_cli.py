@@ -171,13 +171,12 @@ def trace(
     method: Annotated[list[str] | None, typer.Option(help="A row of the recipe, or a method; again for more.")] = None,
     prompt: Annotated[str | None, typer.Option(help="A question, instead of the recipe's.")] = None,
     limit: Annotated[int, typer.Option(help="Of the recipe's prompts.")] = 2,
-    html: Annotated[Path | None, typer.Option(help="Also write a page.")] = None,
 ) -> None:
     """Decode a few prompts and show which tokens were accepted, rejected and corrected."""
     loaded = asked.load("trace")
     from .evaluation.trace import run_trace
 
-    run_trace(loaded, method or [], prompt, limit, html)
+    run_trace(loaded, method or [], prompt, limit)
 
 
 @_takes_evaluation

@@ -83,24 +83,14 @@ def _svg(figure: Figure, description: str) -> str:
 
 
 def scatter(
-    points: Sequence[Point],
-    x_title: str,
-    y_title: str,
-    description: str,
-    *,
-    diagonal: str | None = None,
-    band: float = 0.0,
-    frontier: bool = False,
-    from_zero: bool = True,
+    points: Sequence[Point], x_title: str, y_title: str, description: str, *, diagonal: str | None = None
 ) -> str:
     """Numbered points with intervals and bounds.
 
     Args:
         points: at least one.
-        diagonal: what the line y = x stands for; None: it is not drawn.
-        band: dashed lines at this share above and below the diagonal.
-        frontier: join the points that no other beats, where less of x and more of y are better.
-        from_zero: both axes begin at 0.
+        diagonal: what the line y = x stands for; without it the points that no other beats are joined, less of x and
+            more of y being better.
     """
     with _figure(5.8, 3.9) as figure:
         axes = figure.subplots()
@@ -108,16 +98,13 @@ def scatter(
         for point in points:
             _draw_point(axes, point)
         axes.margins(0.12)
-        if from_zero:
-            axes.set(xlim=(0, None), ylim=(0, None))
         if diagonal is not None:
+            axes.set(xlim=(0, None), ylim=(0, None))
             end = max(axes.get_xlim()[1], axes.get_ylim()[1])
             axes.autoscale(False)
-            for share in (1 + band, 1 - band) if band else ():
-                axes.plot([0, end], [0, share * end], color="#98a1ab", linestyle="--", linewidth=1)
             axes.plot([0, end], [0, end], color=_SOFT, linestyle=":", linewidth=1, label=diagonal)
             axes.legend(loc="lower right", frameon=False, labelcolor=_SOFT)
-        if frontier:
+        else:
             best = best_points(points)
             right = axes.get_xlim()[1]
             axes.autoscale(False)

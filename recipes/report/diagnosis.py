@@ -3,22 +3,21 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping, Sequence
+from itertools import zip_longest
 from typing import Any
 
-from rich import box
 from rich.console import Console
-from rich.table import Table
 from rich.text import Text
 
-from .tables import number
+from .tables import Cell, Column, Table, number_cell
 from .trace import visible
 
 _MEASURES = {
-    "top1_accuracy": "top-1\naccuracy",
-    "overlap": "overlap\nΣmin(p,q)",
-    "top1_agreement": "same\nbest",
-    "accepted": "accep-\nted",
-    "tokens_per_step": "tokens\nper step",
+    "top1_accuracy": "top-1 accuracy",
+    "overlap": "overlap Σmin(p,q)",
+    "top1_agreement": "same best",
+    "accepted": "accepted",
+    "tokens_per_step": "tokens per step",
 }
 
 
@@ -26,14 +25,14 @@ def show_part(found: Mapping[str, Any], console: Console) -> None:
     """One part of a diagnosis, as `diagnose` describes it."""
     at = f"temperature {found['temperature']:g}"
     console.print(Text(f"\n{found['part']} {found['source']}, decoded with {found['method']} at {at}", "bold"))
-    console.print(_stages_table(found["stages"], found["gaps"]))
+    console.print(_stages_table(found["stages"], found["gaps"]).rich())
     for line in found["skipped"]:
         console.print(f"not measured: {line}", markup=False, style="dim")
     for line in _difference_lines(found["differences"]):
         console.print(line)
     if any(stage["by_depth"] for stage in found["stages"]):
-        console.print(_heads_table(found["stages"]))
-    console.print(_cells_table(found["cells"]))
+        console.print(_heads_table(found["stages"]).rich())
+    console.print(_cells_table(found["cells"]).rich())
     for line in _example_lines(found["cells"][:2]):
         console.print(line)
     decoding = found["decoding"]
@@ -47,39 +46,36 @@ def show_part(found: Mapping[str, Any], console: Console) -> None:
 
 def _stages_table(stages: Sequence[Mapping[str, Any]], gaps: Sequence[Mapping[str, Any]]) -> Table:
     """The stages one below the other, with what is lost on the way to each."""
-    table = _table("where acceptance goes", ("stage", "tokens", *_MEASURES.values(), "lost", "99 %\ninterval"))
     lost = {gap["after"]: gap for gap in gaps}
+    rows = []
     for stage in stages:
-        gap = lost.get(stage["key"])
-        change = Text("" if gap is None else f"{gap['lost']:+.3f}")
-        if gap is not None and gap["lost"] >= 0.02:
-            change.stylize("bold red")
-        tokens = f"{stage['tokens']:,}" if stage["tokens"] else ""
-        measures = [number(stage[name], 3) for name in _MEASURES]
-        span = _span(None if gap is None else gap["interval"])
-        table.add_row(Text(stage["description"]), tokens, *measures, change, span)
-    return table
+        gap = lost.get(stage["key"], {})
+        change = f"{gap['lost']:+.3f}" if gap else ""
+        cells = [Cell(stage["description"]), Cell(f"{stage['tokens']:,}" if stage["tokens"] else "")]
+        cells += [number_cell(stage[name], 3) for name in _MEASURES]
+        rows.append([*cells, Cell(change, style="bold red" if gap and gap["lost"] >= 0.02 else ""),
+                     Cell(_span(gap.get("interval")))])  # fmt: skip
+    return _table("where acceptance goes", ("stage", "tokens", *_MEASURES.values(), "lost", "99 % interval"), rows)
 
 
 def _heads_table(stages: Sequence[Mapping[str, Any]]) -> Table:
     """Each head's accuracy by stage, and what decoding accepts of its drafts."""
     known = [stage for stage in stages if stage["by_depth"]]
-    names = {"record": "in\ntraining", "files": "from its\nfiles", "own": "target's\nown", "decoding": "in de-\ncoding"}
+    names = {"record": "in training", "files": "from its files", "own": "target's own", "decoding": "in decoding"}
+    by_head = zip_longest(*(stage["by_depth"] for stage in known))
+    rows = [[Cell(str(head)), *(number_cell(value, 3) for value in values)] for head, values in enumerate(by_head, 1)]
     headings = ("head", *(names[stage["key"]] for stage in known))
-    table = _table("head by head: how often its best guess is right", headings)
-    for head in range(max(len(stage["by_depth"]) for stage in known)):
-        values = [stage["by_depth"][head] if head < len(stage["by_depth"]) else None for stage in known]
-        table.add_row(str(head + 1), *(number(value, 3) for value in values))
-    return table
+    return _table("head by head: how often its best guess is right", headings, rows)
 
 
 def _cells_table(cells: Sequence[Mapping[str, Any]]) -> Table:
-    headings = ("class of token", "tried", "accepted", "95 %\ninterval", "of all\nrejections", "beyond\nits due")
-    table = _table("which drafts are refused", headings)
+    headings = ("class of token", "tried", "accepted", "95 % interval", "of all rejections", "beyond its due")
+    rows = []
     for cell in cells:
         shares = (f"{cell['rejections_share']:.0%}", f"{cell['excess']:+.0%}")
-        table.add_row(cell["name"], f"{cell['examined']:,}", f"{cell['share']:.3f}", _span(cell["interval"]), *shares)
-    return table
+        texts = (cell["name"], f"{cell['examined']:,}", f"{cell['share']:.3f}", _span(cell["interval"]), *shares)
+        rows.append([*map(Cell, texts)])
+    return _table("which drafts are refused", headings, rows)
 
 
 def _example_lines(cells: Sequence[Mapping[str, Any]]) -> Iterable[Text]:
@@ -118,11 +114,8 @@ def _finding_lines(findings: Sequence[Mapping[str, Any]]) -> Iterable[str]:
         yield "no cause of lost acceptance was found."
 
 
-def _table(title: str, headings: Sequence[str]) -> Table:
-    table = Table(title=title, title_justify="left", box=box.SIMPLE_HEAD, show_edge=False, pad_edge=False)
-    for index, heading in enumerate(headings):
-        table.add_column(heading, justify="right" if index else "left", overflow="fold", no_wrap=index > 0)
-    return table
+def _table(title: str, headings: Sequence[str], rows: Sequence[Sequence[Cell]]) -> Table:
+    return Table(title, [Column(heading, numeric=index > 0) for index, heading in enumerate(headings)], rows)
 
 
 def _span(interval: Sequence[float] | None) -> str:

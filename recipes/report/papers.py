@@ -1,4 +1,4 @@
-"""A paper's table beside ours, and what came of its claims: on the terminal, as Markdown, in the report."""
+"""A paper's table beside ours, and what came of its claims: on the terminal, and as pages."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ def numbers_table(result: Result, rows: Sequence[Mapping[str, Any]]) -> Table:
     theirs: Mapping[str, Mapping[str, float]] = result["theirs"]
     given = dict.fromkeys(metric for numbers in theirs.values() for metric in numbers)
     claims = (parse_claim(claim["holds"]) for claim in result["claims"])
-    claimed = dict.fromkeys(reference.metric for claim in claims for reference in claim.references())
+    claimed = dict.fromkeys(reference.metric for claim in claims for reference in claim.names.values())
     metrics = list(given | claimed)[:_MOST_METRICS] or list(_USUAL)
     columns = [Column("row", numeric=False)]
     for metric in metrics:
@@ -41,19 +41,11 @@ def numbers_table(result: Result, rows: Sequence[Mapping[str, Any]]) -> Table:
     for row in rows:
         cells = [Cell(row["label"])]
         for metric in metrics:
-            value = _our_number(row, metric)
+            value = metric_of(row, metric)
             cells.append(Cell(DASH if value is None else show(value), value))
             cells += [Cell(_their_number(theirs, row["label"], metric))] if metric in given else []
         table.append(cells)
     return Table("Ours and the paper's", columns, table)
-
-
-def _our_number(row: Mapping[str, Any], metric: str) -> float | None:
-    """None where it was not measured, or the row has no such metric."""
-    try:
-        return metric_of(row, metric)
-    except ValueError:
-        return None
 
 
 def _their_number(theirs: Mapping[str, Mapping[str, float]], label: str, metric: str) -> str:
@@ -94,27 +86,17 @@ def _theirs(claim: Mapping[str, Any]) -> str:
     return str(claim["paper_why"] if "; " in claim["paper"] else claim["paper"])
 
 
-def markdown(results: Sequence[Result], failed: Mapping[str, str]) -> str:
-    """All papers' claims, and below them each table."""
-    claims = [claim for result in results for claim in result["claims"]]
-    counts = [f"{sum(claim['status'] == status for claim in claims)} {status}" for status in _STYLES]
-    lines = ["# The papers' tables, run again", "", f"{len(claims)} claims: {', '.join(counts)}.", ""]
-    for name, error in failed.items():
-        lines += [f"**{name} failed:** {' '.join(error.split())}", ""]
-    for paper in dict.fromkeys(result["paper"] for result in results):
-        lines += [f"## {TITLES[paper]}", ""]
-        for result in (each for each in results if each["paper"] == paper):
-            lines += [f"### {result['name']} ({result['where']})", ""]
-            if result["claims"]:
-                lines += [*claims_table([result]).markdown(), ""]
-            lines += [*numbers_table(result, result["rows"]).markdown(), ""]
-            if result["not_rerun"]:
-                lines += [f"Not run again: {result['not_rerun']}", ""]
-    return "\n".join(lines) + "\n"
-
-
 def paper_section(result: Result, rows: Sequence[Mapping[str, Any]], links: Sequence[str] = ()) -> str:
     """The paper's numbers beside ours and its claims, as HTML, with links to the reports of several runs."""
     claims = claims_table([result]) if result["claims"] else None
     about = {"title": title_of(result), "not_rerun": result["not_rerun"], "links": links}
     return render("paper.html", numbers=numbers_table(result, rows), claims=claims, **about)
+
+
+def papers_body(results: Sequence[Result], failed: Mapping[str, str], links: Sequence[str] = ()) -> str:
+    """Papers' tables one below the other, as HTML, and what became of all their claims."""
+    statuses = [claim["status"] for result in results for claim in result["claims"]]
+    counts = ", ".join(f"{statuses.count(status)} {status}" for status in _STYLES)
+    sections = [(result["name"], paper_section(result, result["rows"], links)) for result in results]
+    notes = [f"{name} failed: {error}" for name, error in failed.items()]
+    return render("papers.html", counts=f"{len(statuses)} claims: {counts}.", notes=notes, sections=sections)

@@ -6,12 +6,10 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-from rich.markup import escape
-from rich.table import Table
-
 from ...checkpoints.artifact.manifest import Manifest
 from ...checkpoints.table.report import AT_LEAST
 from ..session.terminal import console, gigabytes, log
+from .tables import Cell, Column, Table
 
 
 def log_report(report: Mapping[str, Any]) -> None:
@@ -21,24 +19,22 @@ def log_report(report: Mapping[str, Any]) -> None:
         f"table: {report['entries']:,} different pairs of {report['tokens']:,} tokens "
         f"({report['density']:.3%} of all there could be{mass}), {gigabytes(report['bytes'])}"
     )
-    extremes = [
-        (name, report[key][0]) for name, key in (("highest", "highest_r"), ("lowest", "lowest_r")) if report[key]
-    ]
+    extremes = {name: report[key][0] for name, key in (("highest", "highest_r"), ("lowest", "lowest_r")) if report[key]}
     if extremes:
-        log("table: " + ", ".join(f"{name} r {pair['r']:.4g} of {_pair(pair)}" for name, pair in extremes))
+        log("table: " + ", ".join(f"{name} r {pair['r']:.4g} of {_pair(pair)}" for name, pair in extremes.items()))
 
 
 def show_report(folder: Path, manifest: Manifest, report: Mapping[str, Any], hint: str | None) -> None:
     """Everything about a table, on standard output; `hint` says why tokens have no texts, where they have none."""
-    table = Table(title=f"table: {folder}", title_justify="left", show_header=False, box=None)
-    for name, value in _facts(manifest, report):
-        table.add_row(name, escape(value))
-    console().print(table)
-    extremes = [(title, report[key]) for title, key in (("highest r", "highest_r"), ("lowest r", "lowest_r"))]
-    for title, pairs in extremes:
+    facts = [[Cell(name), Cell(value)] for name, value in _facts(manifest, report)]
+    console().print(Table(f"table: {folder}", [Column("", numeric=False)] * 2, facts).rich())
+    columns = [Column("pair", numeric=False), *map(Column, ("seen", "expected", "r"))]
+    extremes = {"highest r": report["highest_r"], "lowest r": report["lowest_r"]}
+    for title, pairs in extremes.items():
+        cells = [(_pair(one), f"{one['count']:,}", f"{one['expected']:,.1f}", f"{one['r']:.4g}") for one in pairs]
         if pairs:
-            console().print(_extremes(title, pairs))
-    if hint is not None and any(pairs for _, pairs in extremes):
+            console().print(Table(title, columns, [[*map(Cell, texts)] for texts in cells]).rich())
+    if hint is not None and any(extremes.values()):
         console().print(hint, markup=False)
 
 
@@ -69,15 +65,6 @@ def _source(data: Mapping[str, Any]) -> str:
     counted = ("conversations", "held_out", "documents", "tokens")
     numbers = [f"{data[key]:,} {key.replace('_', ' ')}" for key in counted if key in data]
     return "; ".join(filter(None, [corpora or data.get("table", "unknown data"), ", ".join(numbers), pairs]))
-
-
-def _extremes(title: str, pairs: list[dict[str, Any]]) -> Table:
-    table = Table(title=title, title_justify="left", box=None)
-    for heading in ("pair", "seen", "expected", "r"):
-        table.add_column(heading, justify="left" if heading == "pair" else "right")
-    for pair in pairs:
-        table.add_row(escape(_pair(pair)), f"{pair['count']:,}", f"{pair['expected']:,.1f}", f"{pair['r']:.4g}")
-    return table
 
 
 def _pair(pair: Mapping[str, Any]) -> str:

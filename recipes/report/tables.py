@@ -1,4 +1,4 @@
-"""Tables as HTML, Markdown and on the terminal: a missing value is a dash, a cell carries what it sorts by."""
+"""Tables as HTML and on the terminal: a missing value is a dash, a cell carries what it sorts by."""
 
 from __future__ import annotations
 
@@ -68,16 +68,10 @@ class Table:
     def __html__(self) -> str:
         return render("table.html", table=self, options_text=options_text)
 
-    def markdown(self) -> list[str]:
-        """The lines of the table, without its caption."""
-        lines = [[column.heading for column in self.columns], ["---:" if c.numeric else "---" for c in self.columns]]
-        lines += [[" ".join(cell.text.split()).replace("|", "\\|") for cell in row] for row in self.rows]
-        return [f"| {' | '.join(line)} |" for line in lines]
-
-    def rich(self, padding: int = 1) -> RichTable:
-        """The table for a terminal; `padding`: spaces on both sides of a cell."""
+    def rich(self) -> RichTable:
+        """The table for a terminal."""
         look: dict[str, Any] = {"title_justify": "left", "box": box.SIMPLE_HEAD, "show_edge": False, "pad_edge": False}
-        table = RichTable(title=escape(self.caption), padding=(0, padding), **look)
+        table = RichTable(title=escape(self.caption), padding=(0, 0 if len(self.columns) > 7 else 1), **look)
         for column in self.columns:
             heading = "\n".join(filter(None, (column.heading, column.unit)))
             table.add_column(escape(heading), justify="right" if column.numeric else "left", overflow="fold")
@@ -106,10 +100,9 @@ def interval_cell(pair: Any, digits: int = 2) -> Cell:
 
 
 class Metric(NamedTuple):
-    """A column of the report's tables of methods."""
+    """A column of the tables of methods."""
 
-    heading: str
-    unit: str
+    column: Column
     cell: Callable[[Row], Cell]
 
 
@@ -118,7 +111,7 @@ def _metric(heading: str, key: str, digits: int = 2, unit: str = "", scale: floa
         value = inside(row, key)
         return number_cell(None if value is None else value * scale, digits)
 
-    return Metric(heading, unit, cell)
+    return Metric(Column(heading, unit), cell)
 
 
 def inside(row: Row, key: str) -> Any:
@@ -132,31 +125,39 @@ def inside(row: Row, key: str) -> Any:
 def _lossless(row: Row) -> Cell:
     """Whether a method keeps the target's distribution, and on how many prompts that was seen."""
     same, ties = row.get("identical_to_greedy"), row.get("near_ties")
-    seen = f", {same[0]}/{same[1]} same" if same else ""
-    seen += f", {ties} near-tie{'s' * (ties > 1)}" if ties else ""
-    return Cell(("yes" if row.get("lossless") else "no") + seen, int(bool(row.get("lossless"))))
+    seen = f" {same[0]}/{same[1]}" if same else ""
+    note = f"{ties} near-tie{'s' * (ties > 1)}" if ties else ""
+    return Cell(("yes" if row.get("lossless") else "no") + seen, int(bool(row.get("lossless"))), note)
 
 
-_LOSSLESS = Metric("lossless", "greedy text", _lossless)
-SPEED = (
-    Metric("T", "temperature", lambda row: Cell(f"{row['temperature']:g}", row["temperature"])),
-    _LOSSLESS,
+_LOSSLESS = Metric(Column("lossless", "greedy text"), _lossless)
+_STEP = (
     _metric("tokens per step", "tokens_per_step", unit="τ"),
     _metric("acceptance rate", "acceptance_rate", unit="α"),
     _metric("speed", "tokens_per_second", 0, "tokens/s"),
     _metric("speedup", "speedup", unit="×"),
-    Metric("interval", "95 %, ×", lambda row: interval_cell(row.get("speedup_interval"))),
-    _metric("bound", "bound", unit="×"),
-    _metric("efficiency", "efficiency", unit="of bound"),
+    Metric(Column("interval", "95 %, ×"), lambda row: interval_cell(row.get("speedup_interval"))),
+)
+_BOUND = (_metric("bound", "bound", unit="×"), _metric("efficiency", "efficiency", unit="of bound"))
+_PERPLEXITY = _metric("perplexity", "perplexity", unit="of output")
+_ROUGE = _metric("ROUGE-L", "rouge_l", 3, "F-measure")
+SPEED = (
+    Metric(Column("T", "temperature"), lambda row: Cell(f"{row['temperature']:g}", row["temperature"])),
+    _LOSSLESS,
+    *_STEP,
+    *_BOUND,
     _metric("over transformers", "speedup_over_transformers", unit="×"),
 )
 QUALITY = (
     _LOSSLESS,
-    _metric("perplexity", "perplexity", unit="of the output"),
-    _metric("ROUGE-L", "rouge_l", 3, "F-measure"),
+    _PERPLEXITY,
+    _ROUGE,
     _metric("self-consistency", "self_consistency", 3, "share of greedy text"),
     _metric("output", "tokens", 0, "tokens"),
 )
+TERMINAL = (*_STEP, *_BOUND, _PERPLEXITY, _LOSSLESS)
+"""What fits into the 100 columns of a terminal."""
+_BY_CATEGORY = (_metric("prompts", "prompts", 0), *_STEP, _PERPLEXITY, _ROUGE)
 
 
 def cost_metrics(rows: Sequence[Row]) -> tuple[Metric, ...]:
@@ -164,12 +165,12 @@ def cost_metrics(rows: Sequence[Row]) -> tuple[Metric, ...]:
     name, size = flops_unit(rows)
     sources = sorted({row["energy_source"] for row in rows if row.get("energy_source")})
     joules = "J/token" + (f", {'/'.join(sources)}" if sources else "")
+    parts = {"verification": "verification", "drafting": "drafting", "both": "total"}
+    flops = [_metric(title, f"flops_per_token.{part}", 2, f"{name}/token", 1 / size) for title, part in parts.items()]
     return (
         _metric("nodes", "nodes_per_step", 1, "a step"),
         _metric("accepted at k", "acceptance_at_k", unit="share of levels"),
-        _metric("verification", "flops_per_token.verification", unit=f"{name}/token", scale=1 / size),
-        _metric("drafting", "flops_per_token.drafting", unit=f"{name}/token", scale=1 / size),
-        _metric("both", "flops_per_token.total", unit=f"{name}/token", scale=1 / size),
+        *flops,
         _metric("energy", "joules_per_token", 3, joules),
         _metric("cost ratio", "cost_ratio", unit="c"),
         _metric("ideal", "ideal", unit="τ ÷ (1 + cγ), ×"),
@@ -198,58 +199,22 @@ def options_text(row: Row) -> str:
     return ", ".join(f"{name} {value}" for name, value in (row.get("options") or {}).items())
 
 
-def method_table(caption: str, rows: Sequence[Row], metrics: Sequence[Metric]) -> Table:
+def method_table(caption: str, rows: Sequence[Row], metrics: Sequence[Metric] = TERMINAL) -> Table:
     """A row a method."""
-    columns = [METHOD, *(Column(metric.heading, metric.unit) for metric in metrics)]
+    columns = [METHOD, *(metric.column for metric in metrics)]
     cells = [[method_cell(index, row), *(metric.cell(row) for metric in metrics)] for index, row in enumerate(rows, 1)]
     return Table(caption, columns, cells, rows)
 
 
-TERMINAL = (
-    _metric("tokens\nper step", "tokens_per_step"),
-    _metric("accept\nrate", "acceptance_rate"),
-    _metric("tokens/s", "tokens_per_second", 0),
-    _metric("speedup", "speedup"),
-    Metric("95 %\ninterval", "", lambda row: interval_cell(row.get("speedup_interval"))),
-    _metric("bound", "bound"),
-    _metric("of\nbound", "efficiency"),
-    Metric("perpl.", "", lambda row: number_cell(row["perplexity"], 2 if (row["perplexity"] or 0) < 100 else 0)),
-)
-"""What fits into the 100 columns of a terminal."""
-
-
-def results_table(title: str, rows: Sequence[Row]) -> RichTable:
-    """An evaluation on the terminal, a row a method; `of bound` is its efficiency."""
-    columns = [METHOD, *(Column(metric.heading) for metric in TERMINAL), Column("lossless")]
-    cells = []
-    for row in rows:
-        same = row.get("identical_to_greedy")
-        lossless = ("yes" + (f" {same[0]}/{same[1]}" if same else "")) if row["lossless"] else "no"
-        cells.append([Cell(row["label"]), *(metric.cell(row) for metric in TERMINAL), Cell(lossless)])
-    return Table(title, columns, cells).rich(padding=0)
-
-
-def categories_table(rows: Sequence[Row]) -> RichTable:
-    """The same by category of prompts, the methods one below the other."""
-    metrics = (_metric("prompts", "prompts", 0), *TERMINAL[:5], TERMINAL[-1], _metric("ROUGE-L", "rouge_l"))
-    columns = [METHOD, Column("category", numeric=False), *(Column(metric.heading) for metric in metrics)]
+def category_table(rows: Sequence[Row]) -> Table:
+    """A row a method and category of prompts."""
+    columns = [METHOD, Column("category", numeric=False), *(metric.column for metric in _BY_CATEGORY)]
+    known = [(n, row, *part) for n, row in enumerate(rows, 1) for part in (row.get("by_category") or {}).items()]
     cells = [
-        [Cell("" if index else row["label"]), Cell(name or DASH), *(metric.cell(part) for metric in metrics)]
-        for row in rows
-        for index, (name, part) in enumerate(row["by_category"].items())
+        [method_cell(index, row), Cell(name or DASH), *(metric.cell(part) for metric in _BY_CATEGORY)]
+        for index, row, name, part in known
     ]
-    return Table("by category", columns, cells).rich(padding=0)
-
-
-def category_tables(rows: Sequence[Row], categories: Mapping[str, int]) -> list[Table]:
-    """Method by category: tokens per step and speedup."""
-    columns = [METHOD, *(Column(name or "no category", f"{count} prompts") for name, count in categories.items())]
-    tables = []
-    for caption, key in (("Tokens per step by category", "tokens_per_step"), ("Speedup by category (×)", "speedup")):
-        found = [[(row.get("by_category") or {}).get(name, {}).get(key) for name in categories] for row in rows]
-        cells = [[method_cell(n, row), *map(number_cell, found[n - 1])] for n, row in enumerate(rows, 1)]
-        tables.append(Table(caption, columns, cells, rows))
-    return tables
+    return Table("By category", columns, cells, [row for _, row, *_ in known])
 
 
 def prediction_table(known: Sequence[tuple[int, Row]]) -> Table:

@@ -1,30 +1,20 @@
 """A trace for people: each token shown as what it was, accepted, rejected, corrected or added.
 
-As in the slides' illustration (speculative-decoding slides, "Speculative Decoding Illustrated"): a line a step. Colour
-is never alone: on the page tokens are underlined, struck through, bold or boxed; where a terminal has no colour,
-`»[-rejected-]{+corrected+}` is written out.
+As in the slides' illustration (speculative-decoding slides, "Speculative Decoding Illustrated"): a line a step. Where a
+terminal has no colour, `»[-rejected-]{+corrected+}` is written out.
 """
 
 from __future__ import annotations
 
-import json
 from collections.abc import Iterable, Mapping, Sequence
-from html import escape
-from itertools import islice
-from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from rich.console import Console
 from rich.text import Text
 
-from ...checkpoints.storage.atomic import atomic_text
-from ...checkpoints.storage.safe_read import read_document
-
 if TYPE_CHECKING:  # a report is made without the libraries that decode
     from ...decode.evaluation.trace import TracedStep
 
-SCHEMA = 1
-KIND = "trace"
 KINDS = ("accepted", "rejected", "corrected", "added")
 _STYLES = {"accepted": "green", "rejected": "red strike", "corrected": "bold blue", "added": "cyan underline"}
 _MARKS = {"accepted": ("", ""), "rejected": ("[-", "-]"), "corrected": ("{+", "+}"), "added": ("{", "}")}
@@ -39,10 +29,6 @@ _PENDING = "\ufffd"
 _PART = "◌"
 _BEFORE = 60
 """Letters of the text before a step that stand on its line."""
-_OPENED_STEPS = 30
-"""With so many steps or fewer they are shown at once, else on a click."""
-_SHOWN_STEPS = 400
-"""Steps of a prompt on the page at most; the text is whole."""
 
 
 class TokenTexts:
@@ -167,69 +153,3 @@ def _summary(steps: Sequence[Mapping[str, Any]]) -> str:
     accepted, proposed = (sum(step[key] for step in steps) for key in ("accepted", "proposed"))
     share = f", {accepted} of {proposed} draft tokens kept" if proposed else ""
     return f"{tokens} tokens in {len(steps)} steps{share}"
-
-
-def trace_section(traced: Mapping[str, Any]) -> str:
-    """A trace for the report: the whole text of each prompt with its tokens marked, and its steps line by line."""
-    legend = "".join(f'<span><span class="{kind}">{kind}</span> {escape(_MEANINGS[kind])}</span>' for kind in KINDS)
-    parts = [f'<h3>Token by token</h3><div class="trace"><p class="legend">{legend}</p></div>']
-    for prompt in traced["prompts"]:
-        for run in prompt["runs"]:
-            flow = "".join(_spans(step, keep_lines=True) for step in run["steps"])
-            at = "" if "T=" in run["label"] else f", temperature {run['temperature']:g}"
-            opened = " open" if len(run["steps"]) <= _OPENED_STEPS else ""
-            name = f"{run['label']}{at}: {_summary(run['steps'])}"
-            parts.append(
-                f'<div class="trace"><p><strong>{escape(name)}</strong></p>'
-                f'<p class="asked">{escape(prompt["prompt"])}</p><p class="said">{flow}</p>'
-                f"<details{opened}><summary>step by step</summary><ol>{_step_items(run['steps'])}</ol></details></div>"
-            )
-    return "".join(parts)
-
-
-def _step_items(steps: Sequence[Mapping[str, Any]]) -> str:
-    items, before = "", ""
-    for step in islice(steps, _SHOWN_STEPS):
-        tail = ("…" if len(before) > _BEFORE else "") + visible(before[-_BEFORE:])
-        items += f'<li><span class="before">{escape(tail)}</span>{_spans(step)}</li>'
-        before += kept_text([step])
-    left = len(steps) - _SHOWN_STEPS
-    return items + (f"<li>and {left} more steps</li>" if left > 0 else "")
-
-
-def _spans(step: Mapping[str, Any], keep_lines: bool = False) -> str:
-    spans = ""
-    for token in step["tokens"]:
-        kind = token["kind"] if token["kind"] in KINDS else "added"
-        text = _shown(token)
-        if keep_lines and kind != "rejected":
-            text = text.replace("↵", "↵\n")
-        more = f'<span class="more">+{int(token["more"])}</span>' if token.get("more") else ""
-        spans += f'<span class="{kind}">{escape(text)}</span>{more}'
-    return spans
-
-
-def write_trace(path: Path, traced: Mapping[str, Any]) -> None:
-    """Write a trace, whole or not at all."""
-    atomic_text(path, json.dumps(traced, ensure_ascii=False, indent=1) + "\n")
-
-
-def load_trace(path: Path) -> dict[str, Any]:
-    """A trace that `write_trace` wrote.
-
-    Raises:
-        ValueError: it is none, or a newer one, naming the file.
-    """
-    return read_document(path, "trace", "draftsmith trace", SCHEMA, _is_trace)
-
-
-def _is_trace(traced: Any) -> bool:
-    known = traced["kind"] == KIND and traced["schema"] == SCHEMA
-    for step in (step for prompt in traced["prompts"] for run in prompt["runs"] for step in run["steps"]):
-        known = known and all(isinstance(token["text"], str) and token["kind"] in KINDS for token in step["tokens"])
-        known = known and isinstance(step["proposed"] + step["accepted"], int)
-    return known and all(
-        isinstance(prompt["prompt"], str) and isinstance(run["label"], str) and run["temperature"] >= 0
-        for prompt in traced["prompts"]
-        for run in prompt["runs"]
-    )

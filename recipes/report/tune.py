@@ -55,20 +55,32 @@ def on_frontier(rows: Sequence[Row]) -> set[str]:
     return {point.label for point in best_points(points)}
 
 
-def write_frontier(results: Mapping[str, Any], out: Path) -> Path:
-    """The page: what was confirmed as a table, and speed against perplexity where lossy methods were."""
-    rows = with_perplexity(results)
-    labelled = [(number, {**row, "label": row.get("method", row["label"])}) for number, row in enumerate(rows)]
-    shown = {"positions": results["positions"], "left_out": results["left_out"]}
-    body = render("tune.html", table=_measured(results), chart=perplexity_chart(labelled), **shown)
-    return write_page(out, "Settings, tuned", body)
+def show(results: Mapping[str, Any], folder: Path) -> None:
+    """Print what was found, and write the page: what was confirmed, and speed against perplexity of lossy methods."""
+    confirmed, left_out = _confirmed(results), results["left_out"]
+    labelled = enumerate({**row, "label": row.get("method", row["label"])} for row in with_perplexity(results))
+    about = {"positions": results["positions"], "left_out": left_out, "chart": perplexity_chart(list(labelled))}
+    write_page(folder / "tune.html", "Settings, tuned", render("tune.html", table=confirmed, **about))
+    console().print(_predicted(results).rich())
+    console().print(confirmed.rich())
+    for each in left_out:
+        console().print(f"not tuned: {each['method']}: {each['why']}", markup=False, soft_wrap=True)
+    chosen = next((row for row in results["confirmed"] if row["label"] == results["best"]), None)
+    if chosen is None:
+        console().print("no lossless method was tuned")
+    else:
+        console().print(f"best: {chosen['method']}, {_settings(chosen)}", markup=False)
+        if chosen["stepping_speedup"] <= 1:
+            console().print("no setting is faster here than plain decoding")
+    files = f"results: {folder / 'tune.json'}, and {folder / 'tune.html'} to look at"
+    console().print(f"{files}; the chosen settings as a recipe: {folder / 'recipe.yaml'}", soft_wrap=True)
 
 
 def _settings(row: Row) -> str:
     return describe_settings(row["method"], row["options"]) if "method" in row else DASH
 
 
-def _measured(results: Mapping[str, Any]) -> Table:
+def _confirmed(results: Mapping[str, Any]) -> Table:
     rows = with_perplexity(results)
     best = on_frontier(rows)
     cells = []
@@ -88,30 +100,12 @@ def _measured(results: Mapping[str, Any]) -> Table:
     return Table("Confirmed by decoding", _COLUMNS, cells)
 
 
-def show(results: Mapping[str, Any], folder: Path) -> None:
-    """Print what was found."""
-    console().print(_predicted(results).rich())
-    console().print(_measured(results).rich())
-    for each in results["left_out"]:
-        console().print(f"not tuned: {each['method']}: {each['why']}", markup=False, soft_wrap=True)
-    chosen = next((row for row in results["confirmed"] if row["label"] == results["best"]), None)
-    if chosen is None:
-        console().print("no lossless method was tuned")
-    else:
-        console().print(f"best: {chosen['method']}, {_settings(chosen)}", markup=False)
-        if chosen["stepping_speedup"] <= 1:
-            console().print("no setting is faster here than plain decoding")
-    files = f"results: {folder / 'tune.json'}, and {folder / 'tune.html'} to look at"
-    console().print(f"{files}; the chosen settings as a recipe: {folder / 'recipe.yaml'}", soft_wrap=True)
-
-
 def _predicted(results: Mapping[str, Any]) -> Table:
     columns = [Column(name, numeric=False) for name in ("method", "settings", "found by")]
     columns += [Column(name) for name in ("tokens per step", "speedup", "perplexity")]
     cells = []
     for name, tried in results["methods"].items():
-        for index, choice in enumerate(tried):
-            texts = ("" if index else name, _settings(choice), choice["found_by"])
+        for choice in tried:
             numbers = (number_cell(choice[key]) for key in ("tokens_per_step", "speedup", "perplexity"))
-            cells.append([*map(Cell, texts), *numbers])
+            cells.append([Cell(name), Cell(_settings(choice)), Cell(choice["found_by"]), *numbers])
     return Table(f"Predicted from {results['positions']:,} recorded tokens", columns, cells)

@@ -21,13 +21,9 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-from ...checkpoints.storage.messages import did_you_mean
-from ...decode.evaluation.bootstrap import FEWEST, RESAMPLES, resample_weights
+from ...decode.evaluation.bootstrap import FEWEST, RESAMPLES, percentile_interval, resample_weights
 
 HELD, NOT_HELD, NOISE, NOT_JUDGED = "held", "not held", "within noise", "not judged"
-_DEFINED = 0.9
-"""Share of the draws that must be numbers: a draw has none where nothing stands under a ratio."""
-
 _REFERENCE = re.compile(r'(?:"([^"]*)"|(?<![\w.])([^\W][\w@-]*))\.([^\W\d][\w@]*(?:\.\w+)*)')
 _OPERATORS: dict[type, Any] = {
     ast.Add: operator.add, ast.Sub: operator.sub, ast.Mult: operator.mul, ast.Div: operator.truediv
@@ -47,22 +43,11 @@ class Reference(NamedTuple):
 class Claim:
     """Sides compared in a chain: `sides[0] comparisons[0] sides[1] comparisons[1] …`."""
 
-    text: str
     sides: tuple[ast.expr, ...]
     comparisons: tuple[str, ...]
     """Each of `> < ≥ ≤ ≈`."""
     names: Mapping[str, Reference]
     """What the names in the sides stand for."""
-
-    def references(self) -> list[Reference]:
-        """All numbers of rows that it names."""
-        return list(self.names.values())
-
-
-def nearest(name: str, known: Sequence[str]) -> str:
-    """` Did you mean 'x'?` with what is known, or ` Known: …`, for error messages."""
-    listed = f" Known: {', '.join(dict.fromkeys(known))}" if known else ""
-    return did_you_mean(name, known) or listed
 
 
 def parse_claim(text: str) -> Claim:
@@ -79,9 +64,8 @@ def parse_claim(text: str) -> Claim:
         node = ast.parse(" ".join(python.split()), mode="eval").body
     except (SyntaxError, ValueError) as error:
         raise ValueError(f"claim {text!r} is no expression of numbers and label.metric: {error}") from error
-    comparisons = [_COMPARISONS.get(type(each)) for each in node.ops] if isinstance(node, ast.Compare) else []
-    if not isinstance(node, ast.Compare) or None in comparisons:
-        raise ValueError(f"claim {text!r} must compare by > < >= <= or ==~")
+    if not isinstance(node, ast.Compare) or not names or any(type(each) not in _COMPARISONS for each in node.ops):
+        raise ValueError(f"claim {text!r} must compare some label.metric by > < >= <= or ==~")
     sides = (node.left, *node.comparators)
     for part in (part for side in sides for part in ast.walk(side)):
         number = isinstance(part, ast.Constant) and type(part.value) in (int, float)
@@ -89,13 +73,10 @@ def parse_claim(text: str) -> Claim:
         name = isinstance(part, ast.Name) and part.id in names
         if not (number or sum_ or name or isinstance(part, (ast.operator, ast.expr_context))):
             raise ValueError(f"claim {text!r}: {ast.unparse(part)!r} is no number, label.metric or one of + - * /")
-    if not names:
-        raise ValueError(f"claim {text!r} names no row: write label.metric")
-    return Claim(text, sides, tuple(each for each in comparisons if each), names)
+    return Claim(sides, tuple(_COMPARISONS[type(each)] for each in node.ops), names)
 
 
-@dataclass(frozen=True)
-class Judgement:
+class Judgement(NamedTuple):
     """What became of a claim."""
 
     status: str
@@ -110,8 +91,10 @@ class _MissingError(Exception):
     """A number that a claim needs and that there is not; its text says why."""
 
 
-def judge(claim: Claim, rows: Sequence[Row], *, tolerance: float = 0.03, known: Sequence[str] = ()) -> Judgement:
+def judge(claim: Claim, rows: Sequence[Row], *, tolerance: float = 0.03) -> Judgement:
     """Whether a claim held.
+
+    A label that no row has, but rows `run: label` do, stands for all of them: the claim must hold in each run.
 
     Args:
         rows: each with its `label`, its metrics (numbers, or objects of them: `flops_per_token.total`; None: not
@@ -121,53 +104,29 @@ def judge(claim: Claim, rows: Sequence[Row], *, tolerance: float = 0.03, known: 
             by metric; `certain`: the metrics that need neither (by default all); `sample`: rows with the same word are
             of the same prompts (by default those with as many prompts are); `why`: by metric, why it is None.
         tolerance: of `==~`, relative to the right side.
-        known: labels that may be absent: a claim with one of them is not judged.
-
-    A label that no row has, but rows `run: label` do, stands for all of them: the claim must hold in each run.
-
-    Raises:
-        ValueError: a label or metric that does not exist, with the nearest that does.
     """
     table = {str(row["label"]): row for row in rows}
-    try:
-        scopes = _scopes(claim, table, known)
-        judged = {run: _judge(claim, table, prefix, tolerance) for run, prefix in scopes.items()}
-    except _MissingError as missing:
-        return Judgement(NOT_JUDGED, "", str(missing))
+    absent = {reference.label for reference in claim.names.values() if reference.label not in table}
+    prefixes = [{name.removesuffix(label) for name in table if name.endswith(f": {label}")} for label in absent]
+    shared = set.intersection(*prefixes) if prefixes else {""}
+    if not shared:
+        return Judgement(NOT_JUDGED, "", f"there is no row {', '.join(map(repr, sorted(absent)))} in this run")
+    runs = list(dict.fromkeys(prefix for name in table for prefix in shared if name.startswith(prefix)))
+    judged = {run.removesuffix(": "): _judge(claim, table, run, tolerance) for run in runs}
     if len(judged) == 1:
         return next(iter(judged.values()))
-    numbers = "; ".join(f"{run}: {one.numbers}" for run, one in judged.items() if one.numbers)
     statuses = [one.status for one in judged.values()]
-    status = next(each for each in (NOT_HELD, NOISE, NOT_JUDGED, HELD) if each in statuses)
-    counts = ", ".join(f"{each} in {statuses.count(each)}" for each in (HELD, NOT_HELD, NOISE, NOT_JUDGED))
-    shown = ", ".join(part for part in counts.split(", ") if not part.endswith(" in 0"))
+    counts = {status: statuses.count(status) for status in (HELD, NOT_HELD, NOISE, NOT_JUDGED)}
+    shown = ", ".join(f"{status} in {count}" for status, count in counts.items() if count)
+    numbers = "; ".join(f"{run}: {one.numbers}" for run, one in judged.items() if one.numbers)
+    status = next(each for each in (NOT_HELD, NOISE, NOT_JUDGED, HELD) if counts[each])
     return Judgement(status, numbers, f"{shown} of {len(statuses)} runs")
 
 
-def _scopes(claim: Claim, table: Mapping[str, Row], known: Sequence[str]) -> dict[str, str]:
-    """Runs that the claim is judged in, by name, each with the prefix of labels that no row has as they stand."""
-    absent = {reference.label for reference in claim.references() if reference.label not in table}
-    if not absent:
-        return {"": ""}
-    found: list[set[str]] = []
-    for label in sorted(absent):
-        prefixes = {name.removesuffix(label) for name in table if name.endswith(f": {label}")}
-        if not prefixes:
-            if label in known:
-                raise _MissingError(f"there is no row {label!r} in this run")
-            raise ValueError(f"claim {claim.text!r}: there is no row {label!r}.{nearest(label, list(table))}")
-        found.append(prefixes)
-    runs = set.intersection(*found)
-    if not runs:
-        raise _MissingError(f"no run has all of the rows {', '.join(sorted(absent))}")
-    # in the order of the table
-    order = dict.fromkeys(prefix for name in table for prefix in runs if name.startswith(prefix))
-    return {prefix.removesuffix(": "): prefix for prefix in order}
-
-
-def _judge(claim: Claim, table: Mapping[str, Row], prefix: str, tolerance: float) -> Judgement:
+def _judge(claim: Claim, table: Mapping[str, Row], run: str, tolerance: float) -> Judgement:
+    """In one run, whose rows' labels begin with it where no row has the label alone."""
+    rows = {name: table.get(each.label) or table[run + each.label] for name, each in claim.names.items()}
     try:
-        rows = {name: table.get(each.label) or table[prefix + each.label] for name, each in claim.names.items()}
         values = {name: _drawn(rows[name], each.metric) for name, each in claim.names.items()}
         sides = [_evaluated(side, values) for side in claim.sides]
     except _MissingError as missing:
@@ -205,11 +164,10 @@ def _compare(left: np.ndarray, comparison: str, right: np.ndarray, tolerance: fl
     elif comparison == "≈":
         with np.errstate(divide="ignore", invalid="ignore"):
             gap = np.where(gap == 0, 0.0, gap / np.abs(right))
-    drawn = gap[1:] if len(gap) > 1 else gap
-    known = drawn[~np.isnan(drawn)]
-    if len(known) < _DEFINED * len(drawn):
+    interval = percentile_interval(gap[1:] if len(gap) > 1 else gap)
+    if interval is None:
         return NOISE
-    low, high = np.percentile(known, [2.5, 97.5])
+    low, high = interval
     if comparison == "≈":
         held, failed = low >= -tolerance and high <= tolerance, low > tolerance or high < -tolerance
     elif comparison in "<>":
@@ -230,7 +188,8 @@ def _drawn(row: Row, metric: str) -> np.ndarray:
     if pairs is not None:
         prompts = len(pairs["over"])
         weights = resample_weights(prompts, [prompts, *str(row.get("sample", "")).encode()])  # same prompts, same draws
-        return np.append(point, _resampled(pairs, weights))
+        with np.errstate(divide="ignore", invalid="ignore"):
+            return np.append(point, ratio_of(pairs, weights))
     if error is not None:
         seed = list(f"{row['label']}.{metric}".encode())
         return np.append(point, np.random.default_rng(seed).normal(point, error, RESAMPLES))
@@ -239,47 +198,27 @@ def _drawn(row: Row, metric: str) -> np.ndarray:
     return np.full(1, point)
 
 
-def _resampled(pairs: Mapping[str, Any], weights_RP: np.ndarray) -> np.ndarray:
-    """A ratio by draw; NaN where nothing stands under it."""
-
-    def ratio(over: str, under: str) -> np.ndarray:
-        return (weights_RP @ np.asarray(pairs[over], float)) / (weights_RP @ np.asarray(pairs[under], float))
-
-    with np.errstate(divide="ignore", invalid="ignore"):
-        drawn = ratio("over", "under")
-        if "base_over" in pairs:
-            drawn = drawn / ratio("base_over", "base_under")
-    return transformed(drawn, pairs)
-
-
-def transformed(ratio: Any, pairs: Mapping[str, Any]) -> Any:
-    """What a metric makes of the ratio of its sums, a number or an array; see `judge`."""
-    if pairs.get("exp"):
-        return np.exp(ratio)
+def ratio_of(pairs: Mapping[str, Any], weights_RP: np.ndarray) -> np.ndarray:
+    """[R] a metric over weighed prompts, see `judge`; NaN where nothing stands under it."""
+    sums = {key: weights_RP @ np.asarray(pairs[key], float) for key in pairs if key not in ("exp", "gamma")}
+    ratio = sums["over"] / sums["under"]
+    if "base_over" in sums:
+        ratio = ratio / (sums["base_over"] / sums["base_under"])
     if "gamma" in pairs:
-        return sum(ratio**depth for depth in range(pairs["gamma"] + 1))
-    return ratio
+        ratio = sum(ratio**depth for depth in range(pairs["gamma"] + 1))
+    return np.exp(ratio) if pairs.get("exp") else ratio
 
 
 def metric_of(row: Row, metric: str) -> float | None:
-    """A row's number by its name: `speedup`, `flops_per_token.total`, `acceptance_by_depth.0`; None: not measured.
-    Raises ValueError: the row has no such metric, with the nearest that it has."""
+    """A row's number by its name: `speedup`, `flops_per_token.total`, `acceptance_by_depth.0`; None: it has none."""
     here: Any = row
     for part in [metric] if metric in row else metric.split("."):
-        if isinstance(here, list) and part.isdigit():
-            here = here[int(part)] if int(part) < len(here) else None
-        elif isinstance(here, Mapping) and part in here:
-            here = here[part]
-        elif here is None:
-            return None
+        if isinstance(here, list) and part.isdigit() and int(part) < len(here):
+            here = here[int(part)]
         else:
-            known = [name for name in row if name not in ("label", "pairs", "errors", "certain", "sample", "why")]
-            raise ValueError(f"row {row['label']!r} has no metric {metric!r}.{nearest(metric, known)}")
-    if here is None or (isinstance(here, float) and not math.isfinite(here)):
-        return None
-    if isinstance(here, bool) or not isinstance(here, (int, float)):
-        raise ValueError(f"row {row['label']!r}: {metric!r} is no number")
-    return float(here)
+            here = here.get(part) if isinstance(here, Mapping) else None
+    known = isinstance(here, (int, float)) and not isinstance(here, bool) and math.isfinite(here)
+    return float(here) if known else None
 
 
 def show(value: float) -> str:

@@ -3,11 +3,21 @@
 from __future__ import annotations
 
 import re
-from typing import Any
+from typing import Any, TypeVar
 
-from pydantic import BaseModel
+from pydantic import BaseModel, ValidationError
 
 from ...checkpoints.storage.messages import did_you_mean
+
+Model = TypeVar("Model", bound=BaseModel)
+
+
+def checked(model: type[Model], values: Any, under: str = "") -> Model:
+    """A section from its values. Raises ValueError: what is wrong with them, by keys below `under`."""
+    try:
+        return model.model_validate(values)
+    except ValidationError as error:
+        raise ValueError("; ".join(describe(model, fault, under) for fault in error.errors()[:5])) from error
 
 
 def describe(model: type[BaseModel], fault: Any, under: str = "") -> str:

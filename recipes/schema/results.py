@@ -13,10 +13,11 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Annotated, Any, Literal
 
-from pydantic import BaseModel, ConfigDict, Field, ValidationError, model_validator
+from pydantic import BaseModel, ConfigDict, Field, model_validator
 
 from ...checkpoints.storage.atomic import atomic_text
-from .errors import describe
+from ...checkpoints.storage.safe_read import read_document
+from .errors import checked
 
 SCHEMA = 2
 KIND = "evaluation"
@@ -161,17 +162,23 @@ class Results(_Checked):
     @model_validator(mode="after")
     def _labels(self) -> Results:
         labels = [row.label for row in self.methods]
-        double = sorted({label for label in labels if labels.count(label) > 1})
+        double = [label for label in labels if labels.count(label) > 1]
         if double:
             raise ValueError(f"two rows of `methods` have the label {double[0]!r}")
         return self
 
 
+_NEW_IN_2: dict[str, Any] = {"kind": KIND, "resumed": 0, "passed_over": {}, "prompts_sha256": None}
+_NEW_IN_ROWS: dict[str, Any] = {"by_prompt": []} | dict.fromkeys(
+    ("self_consistency", "near_ties", "phases_us", "prediction", "energy_source", "tokens_per_step_interval",
+     "speedup_over_transformers")
+)  # fmt: skip
+
+
 def write_results(path: Path, results: Mapping[str, Any]) -> None:
-    """Write results, whole or not at all."""
+    """Write results, whole or not at all. Raises ValueError: they are not as they should be."""
     text = json.dumps(results, indent=2, allow_nan=False) + "\n"
-    mismatch = _mismatch(json.loads(text))
-    assert mismatch is None, mismatch
+    checked(Results, json.loads(text))
     atomic_text(path, text)
 
 
@@ -182,45 +189,22 @@ def load_results(path: str | os.PathLike[str]) -> dict[str, Any]:
         ValueError: not there, damaged, other results or a newer schema, naming the file and the key.
     """
     path = Path(path)
+    if not path.is_file():
+        raise ValueError(f"there are no results at {path}")
+    found = read_document(path, "results", "draftsmith evaluate", SCHEMA, _upgrade)
     try:
-        results = json.loads(path.read_text(encoding="utf-8"))
-    except FileNotFoundError as error:
-        raise ValueError(f"there are no results at {path}") from error
-    except UnicodeDecodeError as error:
-        raise ValueError(f"{path} is not a text file: {error}") from error
-    except json.JSONDecodeError as error:
-        raise ValueError(f"{path}:{error.lineno} is damaged: {error.msg} (column {error.colno})") from error
-    schema = results.get("schema") if isinstance(results, dict) else None
-    if type(schema) is not int:
-        raise ValueError(f"{path} holds no results of `draftsmith evaluate`: it has no `schema`")
-    if not 1 <= schema <= SCHEMA:
-        raise ValueError(f"{path}: results of schema {schema}, this version reads 1 to {SCHEMA}")
-    if schema == 1:
-        results = {"kind": KIND, "resumed": 0, "passed_over": {}, "prompts_sha256": None} | results
-        results["schema"] = SCHEMA
-    if isinstance(results.get("methods"), list):
-        results["methods"] = [_upgraded(row, schema) for row in results["methods"]]
-    mismatch = _mismatch(results)
-    if mismatch is not None:
-        raise ValueError(f"{path}: {mismatch}")
-    return dict(results)
+        checked(Results, found)
+    except ValueError as error:
+        raise ValueError(f"{path}: {error}") from error
+    return found
 
 
-def _upgraded(row: Any, schema: int) -> Any:
-    if not isinstance(row, dict):
-        return row
-    row = {"energy": None} | row
-    if schema > 1:
-        return row
-    null = ("self_consistency", "near_ties", "phases_us", "prediction", "energy_source", "tokens_per_step_interval")
-    lacking: dict[str, Any] = dict.fromkeys((*null, "speedup_over_transformers"))
-    return lacking | {"by_prompt": []} | row | {"by_category": {}}
-
-
-def _mismatch(results: Any) -> str | None:
-    """The first thing that is not as it should be."""
-    try:
-        Results.model_validate(results)
-    except ValidationError as error:
-        return describe(Results, error.errors()[0])
-    return None
+def _upgrade(found: Any) -> bool:
+    """Give results of schema 1 what they lack; False: of another schema."""
+    if found["schema"] == 1:
+        for row in found["methods"]:
+            row.update(_NEW_IN_ROWS | row | {"by_category": {}})
+        found.update(_NEW_IN_2 | found | {"schema": SCHEMA})
+    for row in found["methods"]:
+        row.setdefault("energy", None)
+    return bool(found["schema"] == SCHEMA)

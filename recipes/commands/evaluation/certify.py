@@ -88,7 +88,8 @@ def run_certify(recipe: EvaluateRecipe, options: CertifyOptions) -> list[Certifi
                 certificates.append(certificate)
                 _write(out, head, certificates, len(entries))
         journal.remove()
-    console().print(certificates_table(f"{recipe.target}, {len(prompts)} prompts of {recipe.prompts}", certificates))
+    title = f"{recipe.target}, {len(prompts)} prompts of {recipe.prompts}"
+    console().print(certificates_table(title, [one.as_dict() for one in certificates]).rich())
     for line in explanations(certificates):
         console().print(line, markup=False)
     console().print(f"certificate: {out}")

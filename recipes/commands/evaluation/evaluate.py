@@ -27,7 +27,7 @@ from ...assemble.evaluation import (
     prompts_of,
 )
 from ...report.page import report_beside, write_report
-from ...report.tables import categories_table, results_table
+from ...report.tables import category_table, method_table
 from ...schema.evaluation import EvaluateRecipe
 from ...schema.loading import write_recipe
 from ...schema.results import KIND, SCHEMA, write_results
@@ -198,9 +198,9 @@ def _results(case: _Case, skipped: SkippedPrompts, summary: Summary, same: list[
 
 def _show(recipe: EvaluateRecipe, results: dict[str, Any]) -> None:
     title = f"{recipe.target}, {results['prompts']} prompts of {recipe.prompts}"
-    console().print(results_table(title, results["methods"]))
+    console().print(method_table(title, results["methods"]).rich())
     if recipe.show_categories:
-        console().print(categories_table(results["methods"]))
+        console().print(category_table(results["methods"]).rich())
     for error in results["errors"]:
         console().print(f"error: {error}", markup=False)
     same = results["greedy_equals_transformers"]

@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
+import json
 from collections.abc import Sequence
-from html import escape
 from pathlib import Path
 from typing import Any
 
+from ....checkpoints.storage.atomic import atomic_text
 from ....checkpoints.storage.messages import did_you_mean
 from ....data.conversations import Turn
 from ....data.prompts import stop_ids
@@ -18,8 +19,7 @@ from ....decode.evaluation.trace import trace
 from ....decode.methods import METHODS, build_method
 from ....decode.models.seq2seq import Seq2SeqModel
 from ...assemble.evaluation import LoadedPair, entries_of, open_recipe, prompts_of
-from ...report.page import trace_beside, write_page
-from ...report.trace import KIND, SCHEMA, describe_steps, show_trace, trace_section, write_trace
+from ...report.trace import describe_steps, show_trace
 from ...schema.evaluation import EvaluateRecipe, MethodSection
 from ...session.terminal import console
 
@@ -29,7 +29,6 @@ def run_trace(
     methods: Sequence[str] = (),
     question: str | None = None,
     limit: int = 2,
-    html: Path | None = None,
 ) -> dict[str, Any]:
     """Decode a few prompts, show every step on the terminal and keep `trace.json` beside the recipe's results.
 
@@ -38,7 +37,6 @@ def run_trace(
             row of them; by default the recipe's first row that drafts.
         question: asked instead of the recipe's prompts.
         limit: of the recipe's prompts.
-        html: a page to write, with the trace alone.
 
     Raises:
         ValueError: an unknown method, and what an evaluation of the recipe raises.
@@ -52,14 +50,12 @@ def run_trace(
     for index, prompt in enumerate(_prompts(chosen, opened.tokenizer, question)):
         runs = [_run(entry, opened, prompt["ids"], limits, recipe.seed + index) for entry in entries]
         prompts.append({"prompt": prompt["text"], "category": prompt["category"], "runs": runs})
-    traced = {"schema": SCHEMA, "kind": KIND, "target": recipe.target, "prompts": prompts}
+    traced = {"schema": 1, "kind": "trace", "target": recipe.target, "prompts": prompts}
     show_trace(traced, console())
-    path = trace_beside(Path(recipe.out))
-    write_trace(path, traced)
+    out = Path(recipe.out)
+    path = out.with_name("trace.json" if out.name == "results.json" else f"{out.stem}.trace.json")
+    atomic_text(path, json.dumps(traced, ensure_ascii=False, indent=1) + "\n")
     console().print(f"trace: {path}", markup=False, soft_wrap=True)
-    if html is not None:
-        body = f"<h1>Decoding, traced</h1><p>Target {escape(recipe.target)}.</p>{trace_section(traced)}"
-        console().print(f"page: {write_page(html, 'Decoding, traced', body)}", markup=False, soft_wrap=True)
     return traced
 
 

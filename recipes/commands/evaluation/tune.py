@@ -45,7 +45,7 @@ from ....decode.methods import METHODS, Parts, build_method
 from ....decode.models.base import LanguageModel
 from ....decode.warpers import Sampling
 from ...assemble.evaluation import open_recipe, place_of, prompts_digest, prompts_of
-from ...report.tune import describe_settings, show, write_frontier
+from ...report.tune import describe_settings, show
 from ...schema.evaluation import EvaluateRecipe, MethodSection
 from ...schema.loading import write_recipe
 from ...session.machine import machine
@@ -121,7 +121,6 @@ def run_tune(recipe: EvaluateRecipe, space: Space | None = None) -> dict[str, An
     }
     atomic_text(folder / "tune.json", json.dumps(results, indent=2, allow_nan=False) + "\n")
     write_recipe(_tuned_recipe(recipe, choices, folder), folder / "recipe.yaml")
-    write_frontier(results, folder / "tune.html")
     show(results, folder)
     return results
 

@@ -10,7 +10,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from pathlib import Path
-from typing import Any, cast
+from typing import Any
 
 import numpy as np
 import torch
@@ -26,11 +26,10 @@ from ....decode.theory import closed_forms as theory
 from ....decode.theory.markov import decode_side_by_side
 from ....decode.warpers import Sampling, warp
 from ...assemble.evaluation import entries_of
-from ...schema.evaluation import EvaluateRecipe
-from ...schema.experiments import AcceptanceSettings, checked_settings
+from ...schema.experiments import AcceptanceSettings
 from ...schema.papers import PaperRecipe
 from ...session.terminal import bar
-from .bench import Bench, Row, counted_table, open_bench, ratio_row, summed_by_text
+from .bench import Bench, Row, check_parts, counted_table, open_bench, ratio_row, summed_by_text
 
 Floats = NDArray[np.float64]
 _BATCH = 8
@@ -48,14 +47,16 @@ def acceptance(recipe: PaperRecipe, folder: Path) -> list[Row]:
     Raises:
         ValueError: settings that there are not, a source without its part; what `open_bench` raises.
     """
-    settings = cast(AcceptanceSettings, checked_settings(recipe.experiment, recipe.settings))
-    _check_parts(recipe, settings)
-    evaluation = recipe.evaluate
-    if evaluation is not None and settings.counted is not None:
+    settings, evaluation = recipe.section(), recipe.evaluate
+    assert isinstance(settings, AcceptanceSettings)
+    if settings.counted is not None:
         table = counted_table(evaluation, settings.counted, folder)
         evaluation = evaluation.model_copy(update={"table": str(table)})
-    bench = open_bench(evaluation, recipe.experiment)
-    assert evaluation is not None
+    if "drafters" in settings.sources or settings.epsilons:
+        check_parts(evaluation, "drafter")
+    if not set(_TABLES).isdisjoint(settings.sources):
+        check_parts(evaluation, "table")
+    bench = open_bench(evaluation)
     rows: list[Row] = []
     for temperature in settings.temperatures:
         sampling = Sampling(temperature, evaluation.top_k, evaluation.top_p)
@@ -64,28 +65,9 @@ def acceptance(recipe: PaperRecipe, folder: Path) -> list[Row]:
         texts = bench.texts(sampling)
         if settings.sources:
             rows += _source_rows(bench, settings, sampling, texts)
-        if temperature:
+        if temperature and settings.epsilons:
             rows += _over_acceptance_rows(bench, settings.epsilons, sampling, texts)
-    return rows + _decoded_rows(bench, _decoded(evaluation))
-
-
-def _decoded(evaluation: EvaluateRecipe) -> list[Entry]:
-    return [entry for entry in entries_of(evaluation) if entry.method != BASELINE]
-
-
-def _check_parts(recipe: PaperRecipe, settings: AcceptanceSettings) -> None:
-    """Raises ValueError for a source of drafts that the evaluation does not name, before anything is loaded."""
-    evaluation = recipe.evaluate
-    if evaluation is None:
-        return
-    for source, part in (("drafters", "drafter"), ("unigram", "table"), ("bigram", "table")):
-        given = getattr(evaluation, part) or (part == "table" and settings.counted)
-        if source in settings.sources and not given:
-            raise ValueError(f"`settings.sources` has {source!r}, and `evaluate` names no `{part}`")
-    if not (settings.sources or settings.epsilons or _decoded(evaluation)):
-        raise ValueError("nothing to do: `settings.sources` and `settings.epsilons` are empty, and nothing is decoded")
-    if settings.epsilons and evaluation.drafter is None:
-        raise ValueError("`settings.epsilons` is for a drafter, and `evaluate` names no `drafter`")
+    return rows + _decoded_rows(bench, [each for each in entries_of(evaluation) if each.method != BASELINE])
 
 
 def _source_rows(
@@ -145,8 +127,7 @@ def _over_acceptance_rows(
 ) -> list[Row]:
     """OPT and UNO at every position of the target's texts, exactly: there is no judge (`theory.md`, point 6b)."""
     drafter = bench.opened.parts.drafter
-    if drafter is None or not epsilons:
-        return []
+    assert drafter is not None
     found: dict[str, list[tuple[float, float]]] = {}
     with bar("over-accepting", "prompts") as advance:
         for index, (prompt, text) in enumerate(zip(bench.prompts, texts, strict=True), 1):

@@ -16,11 +16,11 @@ import numpy as np
 from numpy.typing import NDArray
 
 from ....checkpoints.artifact.fingerprints import source_state
-from ....data.prompts import load_prompts, stop_ids
+from ....data.prompts import stop_ids
 from ....decode.engine import Limits
 from ....decode.evaluation.replay.recording import Recording, sample_texts
 from ....decode.warpers import Sampling
-from ...assemble.evaluation import LoadedPair, open_recipe
+from ...assemble.evaluation import LoadedPair, open_recipe, prompts_of
 from ...schema.loading import parse_recipe
 from ...schema.papers import PaperEvaluation
 from ...schema.training import TableRecipe
@@ -49,20 +49,19 @@ class Bench:
             )
 
 
-def open_bench(evaluation: PaperEvaluation | None, experiment: str) -> Bench:
-    """Load what an evaluation names, and its prompts.
-
-    Raises:
-        ValueError: there is none; what `open_recipe` and `load_prompts` raise.
-    """
-    if evaluation is None:
-        raise ValueError(f"the experiment `{experiment}` needs the section `evaluate`")
+def open_bench(evaluation: PaperEvaluation) -> Bench:
+    """Load what an evaluation names, and its prompts. Raises what `open_recipe` and `prompts_of` raise."""
     opened = open_recipe(evaluation)
-    where: dict[str, Any] = {"path": evaluation.prompts_path, "groups": evaluation.groups or None}
-    sizes = (evaluation.limit, evaluation.max_prompt_tokens)
-    found = load_prompts(evaluation.prompts, evaluation.template, opened.tokenizer, *sizes, **where)
+    found = prompts_of(evaluation, opened.tokenizer)
     limits = Limits(evaluation.max_new_tokens, stop_ids(opened.tokenizer))
     return Bench(opened, [ids for _, ids in found], [prompt.category for prompt, _ in found], limits, evaluation.seed)
+
+
+def check_parts(evaluation: PaperEvaluation, *parts: str) -> None:
+    """Raises ValueError for the first part that an experiment needs and the evaluation does not name."""
+    for part in parts:
+        if getattr(evaluation, part) is None:
+            raise ValueError(f"the experiment needs `evaluate.{part}`, and the recipe names none")
 
 
 def counted_table(evaluation: PaperEvaluation, source: str, folder: Path, limit: int | None = None) -> Path:

@@ -6,28 +6,29 @@ and of the machine (the same is not run twice); `pair`, the embedded pair's fold
 `results.json`; `rows`: label, metrics, and their numbers by prompt (see `claims.judge`); `claims`: says, where, holds,
 ours (the sides in numbers), status, why, and paper, paper_status, paper_why: the same by the paper's own numbers.
 
-`papers.json` holds those of all recipes that have finished there, without what is by prompt, and the errors of those
-that failed.
+`papers.json` holds those of all recipes of a run, without what is by prompt, and the errors of those that failed;
+`papers.html` shows them.
 """
 
 from __future__ import annotations
 
-import hashlib
-import html
 import json
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-from .... import __version__
 from ....checkpoints.storage.atomic import atomic_text
-from ...report.papers import claims_table, markdown, numbers_table, paper_section, title_of
+from ...assemble.evaluation import device_of
+from ...report.page import write_page, write_report
+from ...report.papers import claims_table, numbers_table, papers_body, title_of
 from ...schema.claims import judge, parse_claim
 from ...schema.loading import read_extended, shipped_recipes, write_recipe
 from ...schema.papers import PaperRecipe
 from ...schema.results import load_results, write_results
+from ...session.machine import machine
 from ...session.terminal import console, log
 from ..evaluation.recipe import EVALUATIONS, PAIR, paper_recipe
+from .experiments import EXPERIMENTS, identity_of, read_finished, results_of
 
 SCHEMA = 1
 FOLDER = "runs/papers"
@@ -47,30 +48,25 @@ def run_paper(recipe: PaperRecipe, name: str, pair: str | None = None, folder: P
         folder: of the results; by default the recipe's, with `-quickstart` for a pair.
 
     Raises:
-        ValueError: what the experiment raises; a claim about a row or metric that there is not.
+        ValueError: what the experiment raises.
     """
-    from ....checkpoints.artifact.fingerprints import source_state
-    from .experiments import EXPERIMENTS, machine_of
-
     used = recipe.on_pair(pair) if pair is not None else recipe
     folder = folder or folder_of(recipe, pair)
-    on = machine_of(used.evaluate)
     settings = used.model_dump(mode="json", include={"experiment", "settings", "evaluate"})
-    states = {source: source_state(source) for source in used.sources()}
-    known = [__version__, settings, used.counts_joules(), states, on]
-    identity = hashlib.sha256(json.dumps(known, sort_keys=True).encode()).hexdigest()
-    result = _read(folder / "paper.json")
-    if result is None or result.get("identity") != identity:
-        log(f"papers: {name}, {recipe.where}")
+    identity = identity_of(settings, used.sources(), used.evaluate)
+    log(f"papers: {name}, {recipe.where}")
+    # an evaluation knows by itself which of its runs have finished
+    earlier = read_finished(folder / "paper.json", identity) if used.experiment != "evaluate" else None
+    if earlier is None:
         folder.mkdir(parents=True, exist_ok=True)
         write_recipe(recipe, folder / "recipe.yaml")
         rows = EXPERIMENTS[used.experiment](used, folder)
-        result = {"schema": SCHEMA, "kind": "paper", "identity": identity, "machine": on, "rows": rows, "claims": []}
-        _write(folder / "paper.json", result)
     else:
         log(f"papers: {name} had finished already")
-    about = recipe.model_dump(mode="json", include={"paper", "where", "experiment", "not_rerun", "theirs"})
-    result |= about | {"name": name, "pair": pair, "claims": judged(recipe, result["rows"])}
+        rows = earlier["rows"]
+    result: dict[str, Any] = {"schema": SCHEMA, "kind": "paper", "identity": identity, "pair": pair, "name": name}
+    result |= recipe.model_dump(mode="json", include={"paper", "where", "experiment", "not_rerun", "theirs"})
+    result |= {"machine": machine(device_of(used.evaluate)), "rows": rows, "claims": judged(recipe, rows)}
     _write(folder / "paper.json", result)
     _report(folder, result, used)
     on_pair = " on the embedded pair" if pair is not None else ""
@@ -83,21 +79,13 @@ def run_paper(recipe: PaperRecipe, name: str, pair: str | None = None, folder: P
 
 
 def judged(recipe: PaperRecipe, rows: Sequence[dict[str, Any]]) -> list[dict[str, Any]]:
-    """The recipe's claims, judged by our rows and by the paper's own numbers.
-
-    Raises:
-        ValueError: a claim about a row or metric that there is not.
-    """
-    claims = [parse_claim(section.holds) for section in recipe.claims]
-    named = {reference for claim in claims for reference in claim.references()}
-    # labels were checked when the recipe was read: one that is absent has no prompts, or no run here
-    known = [*recipe.theirs, *(reference.label for reference in named)]
-    unknown = dict.fromkeys(reference.metric for reference in named)
-    paper_rows = [{"label": label} | unknown | numbers for label, numbers in recipe.theirs.items()]
+    """The recipe's claims, judged by our rows and by the paper's own numbers."""
+    paper_rows = [{"label": label} | numbers for label, numbers in recipe.theirs.items()]
     found = []
-    for section, claim in zip(recipe.claims, claims, strict=True):
-        ours = judge(claim, rows, tolerance=section.tolerance, known=known)
-        paper = judge(claim, paper_rows, tolerance=section.tolerance, known=known)
+    for section in recipe.claims:
+        claim = parse_claim(section.holds)
+        ours = judge(claim, rows, tolerance=section.tolerance)
+        paper = judge(claim, paper_rows, tolerance=section.tolerance)
         found.append(
             {
                 "says": section.says, "where": section.where or recipe.where, "holds": section.holds,
@@ -111,7 +99,7 @@ def judged(recipe: PaperRecipe, rows: Sequence[dict[str, Any]]) -> list[dict[str
 def run_papers(names: Sequence[str], pair: str | None, out: Path | None) -> list[str]:
     """Run all shipped paper recipes, or those named; one that fails does not keep the others from running.
 
-    Writes `papers.json` and `papers.md`, after each recipe again, with those that have finished before.
+    Writes `papers.json` and `papers.html`, after each recipe again.
 
     Returns:
         The names of those that failed.
@@ -119,21 +107,28 @@ def run_papers(names: Sequence[str], pair: str | None, out: Path | None) -> list
     Raises:
         ValueError: an unknown recipe, or two that would write over each other, before anything is run.
     """
-    recipes, folders = _named(names or shipped_papers(), pair, out)
+    recipes = [(short_name(name), paper_recipe(name)) for name in names or shipped_papers()]
+    folders = [out / short if out is not None else folder_of(recipe, pair) for short, recipe in recipes]
+    double = next((folder for folder in folders if folders.count(folder) > 1), None)
+    if double is not None:
+        raise ValueError(f"two of the recipes would both write to {double}: run them one by one")
     root = out or Path(f"{FOLDER}-{PAIR}" if pair is not None else FOLDER)
     done: list[dict[str, Any]] = []
     failed: dict[str, str] = {}
-    for index, (name, recipe) in enumerate(recipes.items(), 1):
+    for index, ((name, recipe), folder) in enumerate(zip(recipes, folders, strict=True), 1):
         log(f"papers: {index} of {len(recipes)}")
         try:
-            done.append(run_paper(recipe, name, pair, folders[name]))
+            done.append(run_paper(recipe, name, pair, folder))
         except (ValueError, OSError, ImportError, RuntimeError) as error:
             failed[name] = str(error)
             log(f"papers: {name} failed: {error}")
-        _summary(root, out or Path(FOLDER), pair, done, failed)
+        rows = [[{key: row[key] for key in row if key != "pairs"} for row in result["rows"]] for result in done]
+        papers = [result | {"rows": found} for result, found in zip(done, rows, strict=True)]
+        _write(root / "papers.json", {"schema": SCHEMA, "kind": "papers", "papers": papers, "failed": failed})
+        write_page(root / "papers.html", "The papers' tables", papers_body(done, failed))
     if len(done) > 1:
         console().print(claims_table(done).rich())
-    console().print(f"papers: {len(done)} done, {len(failed)} failed; {root / 'papers.md'}", soft_wrap=True)
+    console().print(f"papers: {len(done)} done, {len(failed)} failed; {root / 'papers.html'}", soft_wrap=True)
     for name, error_text in failed.items():
         log(f"error: {name}: {error_text}")
     return list(failed)
@@ -150,79 +145,17 @@ def folder_of(recipe: PaperRecipe, pair: str | None) -> Path:
     return Path(f"{recipe.out}-{PAIR}" if pair is not None else recipe.out)
 
 
-def _named(names: Sequence[str], pair: str | None, out: Path | None) -> tuple[dict[str, PaperRecipe], dict[str, Path]]:
-    """Recipes and folders by short names.
-
-    Raises:
-        ValueError: an unknown recipe; two of one name or folder, with both.
-    """
-    recipes: dict[str, PaperRecipe] = {}
-    folders: dict[str, Path] = {}
-    given: dict[str, str] = {}
-    for name in names:
-        short, recipe = short_name(name), paper_recipe(name)
-        folder = out / short if out is not None else folder_of(recipe, pair)
-        other = next((known for known in folders if known == short or folders[known] == folder), None)
-        if other is not None:
-            raise ValueError(f"{given[other]!r} and {name!r} would both write to {folders[other]}: run them one by one")
-        recipes[short], folders[short], given[short] = recipe, folder, name
-    return recipes, folders
-
-
 def _report(folder: Path, result: dict[str, Any], used: PaperRecipe) -> None:
-    """The page: of one evaluation its ordinary report, with the paper's numbers; else one with links to the runs'.
-
-    What other settings have left in the folder is none of this recipe's.
-    """
-    from ...report.page import write_page, write_report
-    from .experiments import is_finished, results_of
-
-    evaluations = used.evaluations() if used.experiment == "evaluate" else {}
-    paths = {run: results_of(folder, run) for run in evaluations}
-    own = {run: path for run, path in paths.items() if is_finished(evaluations[run], path)}
+    """The page: of one evaluation its ordinary report, with the paper's numbers; else one with links to the runs'."""
+    own = {run: results_of(folder, run) for run in (used.evaluations() if used.experiment == "evaluate" else ())}
     if "" in own:
         loaded = load_results(own[""])
         loaded["paper"] = {key: result[key] for key in ("name", "paper", "where", "theirs", "claims", "not_rerun")}
         write_results(own[""], loaded)
         write_report(folder / "report.html", [own[""]], [loaded])
-        return
-    links = [str(path.with_name("report.html").relative_to(folder)) for path in own.values()]
-    body = f"<h1>{html.escape(result['name'])}</h1>{paper_section(result, result['rows'], links)}"
-    write_page(folder / "report.html", title_of(result), body)
-
-
-def _summary(
-    root: Path, results: Path, pair: str | None, done: Sequence[dict[str, Any]], failed: dict[str, str]
-) -> None:
-    """Write the tables of this run and, after them, of the recipes that earlier ones have finished.
-
-    Args:
-        results: the folder that holds the recipes' folders.
-    """
-    named = {result["name"] for result in done} | set(failed)
-    paths = sorted([*results.glob("*/paper.json"), *results.glob("*/*/paper.json")])
-    earlier = [found for found in map(_read, paths) if found is not None and "name" in found]  # else it was not judged
-    before = [found for found in earlier if found["name"] not in named and _same(found["pair"], pair)]
-    papers = [
-        result | {"rows": [{key: row[key] for key in row if key != "pairs"} for row in result["rows"]]}
-        for result in [*done, *before]
-    ]
-    _write(root / "papers.json", {"schema": SCHEMA, "kind": "papers", "papers": papers, "failed": failed})
-    atomic_text(root / "papers.md", markdown(papers, failed))
-
-
-def _same(one: str | None, other: str | None) -> bool:
-    """Whether two runs were on the same pair, or both on none."""
-    return one == other if one is None or other is None else Path(one).resolve() == Path(other).resolve()
-
-
-def _read(path: Path) -> dict[str, Any] | None:
-    """The result of an earlier run; None where there is none, or it is damaged: it is run again rather than trusted."""
-    try:
-        found = json.loads(path.read_text(encoding="utf-8"))
-    except (OSError, ValueError):
-        return None
-    return found if isinstance(found, dict) and found.get("schema") == SCHEMA and "rows" in found else None
+    else:
+        links = [str(path.with_name("report.html").relative_to(folder)) for path in own.values()]
+        write_page(folder / "report.html", title_of(result), papers_body([result], {}, links))
 
 
 def _write(path: Path, value: dict[str, Any]) -> None:

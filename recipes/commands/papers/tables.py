@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import Any, cast
+from typing import Any
 
 import numpy as np
 import torch
@@ -21,11 +21,11 @@ from ....decode.evaluation.replay.replay import predict
 from ....decode.methods import Parts, build_method
 from ....decode.warpers import Sampling
 from ...assemble.acceptance import decode_prompts
-from ...schema.experiments import CorrelationSettings, EnergySettings, SaturationSettings, checked_settings
+from ...schema.experiments import CorrelationSettings, SaturationSettings
 from ...schema.papers import PaperRecipe
 from ...session.terminal import bar
 from ..evaluation.energy import run_energy
-from .bench import Bench, Row, counted_table, open_bench, ratio_row, summed_by_text
+from .bench import Bench, Row, check_parts, counted_table, open_bench, ratio_row, summed_by_text
 
 _WITH, _WITHOUT = "with correlation", "without correlation"
 Flags = NDArray[np.bool_]
@@ -44,11 +44,10 @@ def correlation(recipe: PaperRecipe, folder: Path) -> list[Row]:
     Raises:
         ValueError: settings that there are not, no heads or no table; what `open_bench` raises.
     """
-    settings = cast(CorrelationSettings, checked_settings(recipe.experiment, recipe.settings))
-    for part in ("heads", "table"):
-        if recipe.evaluate is not None and getattr(recipe.evaluate, part) is None:
-            raise ValueError(f"the experiment `correlation` needs `evaluate.{part}`, and the recipe names none")
-    bench = open_bench(recipe.evaluate, recipe.experiment)
+    settings = recipe.section()
+    assert isinstance(settings, CorrelationSettings)
+    check_parts(recipe.evaluate, "heads", "table")
+    bench = open_bench(recipe.evaluate)
     parts, sampling = bench.opened.parts, Sampling()
     assert parts.table is not None
     texts = bench.texts(sampling)
@@ -147,11 +146,10 @@ def saturation(recipe: PaperRecipe, folder: Path) -> list[Row]:
     Raises:
         ValueError: wrong settings, no heads; what `open_bench` and counting raise.
     """
-    settings = cast(SaturationSettings, checked_settings(recipe.experiment, recipe.settings))
-    evaluation = recipe.evaluate
-    if evaluation is None or evaluation.heads is None:
-        raise ValueError("the experiment `saturation` needs `evaluate.heads`, and the recipe names none")
-    bench = open_bench(evaluation.model_copy(update={"table": None}), recipe.experiment)
+    settings, evaluation = recipe.section(), recipe.evaluate
+    assert isinstance(settings, SaturationSettings)
+    check_parts(evaluation, "heads")
+    bench = open_bench(evaluation.model_copy(update={"table": None}))
     limits = {f"part {number}": size for number, size in enumerate(settings.sizes, 1)} | {"all": None}
     folders = {name: counted_table(evaluation, settings.source, folder, limit) for name, limit in limits.items()}
     rows: list[Row] = []
@@ -193,11 +191,8 @@ def energy(recipe: PaperRecipe, folder: Path) -> list[Row]:
     Raises:
         ValueError: settings that there are not; what `run_energy` raises.
     """
-    settings = cast(EnergySettings, checked_settings(recipe.experiment, recipe.settings))
     evaluation = recipe.evaluate
-    if evaluation is None:
-        raise ValueError("the experiment `energy` needs the section `evaluate`, for its target")
-    asked = settings.model_dump() | evaluation.model_dump(include={"dtype", "device", "device_map", "seed"})
+    asked = recipe.section().model_dump() | evaluation.model_dump(include={"dtype", "device", "device_map", "seed"})
     found = run_energy(evaluation.target, **asked, out=folder / "energy.json")
     rows: list[Row] = found["rows"]
     for row in rows:

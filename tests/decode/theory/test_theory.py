@@ -28,6 +28,7 @@ from draftsmith.decode.methods import Method, Parts, build_method
 from draftsmith.decode.models.base import LanguageModel
 from draftsmith.decode.rng import Rng
 from draftsmith.decode.theory import closed_forms as theory
+from draftsmith.decode.theory.markov import decode_side_by_side
 from draftsmith.decode.tree import Tree
 from draftsmith.decode.verifiers.lossless import k_seq_rho
 from draftsmith.decode.warpers import Sampling
@@ -94,6 +95,33 @@ def test_speculative_rejections_are_the_sum_of_total_variations(
     assert 10 < expected < 25  # neither hardly any rejections nor hardly anything else
     assert abs(mean - expected) < 3 * error
     assert abs(expected_rejections(target_TVV, draft_TVV, draft_TVV) - expected) > 10 * error
+
+
+def test_expected_rejections_are_those_of_all_texts_enumerated() -> None:
+    """Σ over all texts' prefixes of the target's probability of the prefix and the TV after it."""
+    target_TVV, draft_TVV = (table_TVV[:4, :4, :4] for table_TVV in random_tables(3))
+    target_TVV, draft_TVV = ((each / each.sum(-1, keepdim=True)).numpy() for each in (target_TVV, draft_TVV))
+    total = 0.0
+    for length in range(4):
+        for prefix in itertools.product(range(4), repeat=length):
+            last, chance = 3, 1.0
+            for position, token in enumerate(prefix):
+                chance, last = chance * target_TVV[position, last, token], token
+            total += chance * total_variation(target_TVV[length, last], draft_TVV[length, last])
+    assert theory.expected_rejections(target_TVV, draft_TVV, 3) == pytest.approx(total)
+
+
+@pytest.mark.parametrize("tokens", [1, 7])
+def test_rejections_that_the_limit_cuts_off_are_not_counted(
+    make_markov: MakeMarkov, make_stream: MakeStream, tokens: int
+) -> None:
+    """With drafts as long as the text every step but the last one ends by a rejection that is counted."""
+    target, drafter = map(make_markov, random_tables(2))
+    method = build_method("speculative", Parts(drafter), SAMPLING, gamma=tokens)
+    found = decode_side_by_side(target, method, [[START]] * 300, Limits(tokens), SAMPLING, make_stream(0, 300))
+    steps_B = np.array([tally.steps for tally in found.tally])
+    assert np.isin(steps_B - found.rejections_B, (0, 1)).all()
+    assert 0 < (steps_B == found.rejections_B).sum() < 300  # some texts end with a replaced token
 
 
 def test_another_unbiased_method_has_more_rejections(make_markov: MakeMarkov, make_stream: MakeStream) -> None:
@@ -355,11 +383,40 @@ def test_expected_tokens_are_those_of_coin_tosses(alpha: float, gamma: int) -> N
     assert theory.walltime_improvement(alpha, gamma, 0.25) == pytest.approx(tokens / (1 + gamma / 4))
 
 
+@pytest.mark.parametrize(("alpha", "gamma"), [(0.6, 3), (0.9, 1), (0.9, 7)])
+def test_a_step_yields_the_expected_tokens(
+    make_markov: MakeMarkov, make_stream: MakeStream, alpha: float, gamma: int
+) -> None:
+    """Drafts that are accepted with the same probability everywhere: 1 - α of them are what the target never says."""
+    rows, generator = 20_000, torch.Generator().manual_seed(0)
+    said_V = torch.arange(VOCAB) < VOCAB // 2
+    logits_1VV = torch.randn(1, VOCAB, VOCAB, generator=generator, dtype=torch.float64)
+    target_1VV, never_1VV = (logits_1VV.masked_fill(out_V, -torch.inf).softmax(-1) for out_V in (~said_V, said_V))
+    drafter = make_markov(alpha * target_1VV + (1 - alpha) * never_1VV)
+    method = build_method("speculative", Parts(drafter), SAMPLING, gamma=gamma)
+    prompts, stream = [[0]] * rows, make_stream(gamma, rows)
+    step = next(generate(make_markov(target_1VV), *method, prompts, Limits(gamma + 1), SAMPLING, stream))
+    tokens_B = np.array([len(ids) for ids in step.new_ids])
+    error = tokens_B.std(ddof=1) / rows**0.5
+    assert abs(tokens_B.mean() - theory.expected_tokens(alpha, gamma)) < 3 * error
+
+
+def test_an_oracle_improves_walltime_by_up_to_60_percent() -> None:
+    """The slides' figure: always knowing the right γ, over the best fixed one."""
+    gamma_G, gains = np.arange(513), []
+    for alpha, cost in itertools.product(np.linspace(0.5, 0.995, 100), (0.01, 0.05, 0.1)):
+        fixed_G = (1 - alpha ** (gamma_G + 1)) / ((1 - alpha) * (gamma_G * cost + 1))
+        gains.append(theory.oracle_improvement(float(alpha), cost) / fixed_G.max())
+    assert 1.5 < max(gains) <= 1.6
+    assert min(gains) > 1 - 1e-9
+
+
 def test_the_slides_numbers() -> None:
     """T5-small for English to German at temperature 0: α = 0.75, γ = 7 gave 3.4x, which no cost at all would exceed."""
     assert theory.walltime_improvement(0.75, 7, 0.0) == pytest.approx((1 - 0.75**8) / 0.25)
     assert 3.4 < theory.walltime_improvement(0.75, 7, 0.0) < 3.7
-    assert theory.best_gamma(0.9, 0.02) > theory.best_gamma(0.6, 0.02)
+    assert theory.best_gamma(0.6, 0.05) < theory.best_gamma(0.75, 0.05) < theory.best_gamma(0.9, 0.05)
+    assert theory.best_gamma(0.75, 0.1) < theory.best_gamma(0.75, 0.05) < theory.best_gamma(0.75, 0.01)
     assert theory.best_gamma(0.3, 0.5) == 0  # drafting is not worth it where c > α
     assert theory.best_gamma(0.6, 0.5) > 0
 

@@ -18,8 +18,8 @@ TERMS = {
 }  # fmt: skip
 
 
-def status(text: str, rows: Any = ROWS, **more: Any) -> str:
-    return judge(parse_claim(text), rows, **more).status
+def status(text: str, rows: Any = ROWS, tolerance: float = 0.03) -> str:
+    return judge(parse_claim(text), rows, tolerance=tolerance).status
 
 
 def ratio_row(label: str, over: Any, under: Any, **more: Any) -> dict[str, Any]:
@@ -54,7 +54,7 @@ def test_claims_are_read_as_arithmetic_reads_them() -> None:
 def test_what_a_claim_names() -> None:
     claim = parse_claim('"ours T=0".speedup > 1.1 * 4x2.flops_per_token.total - slim-s.acceptance_by_depth.0 / 2')
     wanted = [("ours T=0", "speedup"), ("4x2", "flops_per_token.total"), ("slim-s", "acceptance_by_depth.0")]
-    assert list(claim.references()) == [Reference(*each) for each in wanted]
+    assert list(claim.names.values()) == [Reference(*each) for each in wanted]
     assert metric_of({"label": "a", "shares": [0.5, 0.25]}, "shares.1") == 0.25
     assert metric_of({"label": "a", "shares": [0.5]}, "shares.3") is None
 
@@ -71,22 +71,14 @@ def test_what_is_no_claim_is_refused(text: str) -> None:
         parse_claim(text)
 
 
-def test_unknown_rows_and_metrics_get_the_nearest_name() -> None:
-    with pytest.raises(ValueError, match=r"no row 'slim'. Did you mean 'slim-s'\?"):
-        status("slim.m > 1")
-    with pytest.raises(ValueError, match=r"row 'a' has no metric 'mm'. Did you mean 'm'\?"):
-        status("a.mm > 1")
-    with pytest.raises(ValueError, match="'deep' is no number"):
-        status("a.deep > 1")
-
-
 def test_what_was_not_measured_is_not_judged_and_says_why() -> None:
     rows = [{"label": "a", "joules": None, "why": {"joules": "nothing counts it"}, "m": 1.0, "other": None}]
     judged = judge(parse_claim("a.joules > 1"), rows)
     assert (judged.status, judged.why) == (NOT_JUDGED, "a has no joules: nothing counts it")
     assert "not measured" in judge(parse_claim("a.other > 1"), rows).why
-    absent = judge(parse_claim("b.m > a.m"), rows, known=["b"])
+    absent = judge(parse_claim("b.m > a.m"), rows)
     assert (absent.status, absent.why) == (NOT_JUDGED, "there is no row 'b' in this run")
+    assert {status(f"a.{metric} > 1") for metric in ("mm", "deep", "deep.other", "m.part")} == {NOT_JUDGED}
 
 
 def test_chains_hold_where_each_link_does() -> None:
@@ -111,8 +103,7 @@ def test_a_claim_without_a_run_is_for_each_run() -> None:
     assert status('"A: x".m > "A: y".m', rows) == HELD
     assert status("w.m > x.m", rows) == HELD  # a row of its own stands beside each run's
     assert status("x.m > z.m", rows) == HELD  # only A has both
-    with pytest.raises(ValueError, match="no row 'q'"):
-        status("x.m > q.m", rows)
+    assert status("x.m > q.m", rows) == NOT_JUDGED
 
 
 def test_the_same_prompts_are_compared_with_one_another() -> None:
@@ -194,13 +185,6 @@ def test_what_has_neither_prompts_nor_an_error_is_exact_only_where_the_row_says_
     assert status("a.size > b.m", timed) == HELD
     assert status("a.deep.part > 0", timed) == NOT_JUDGED
     assert status("a.m > b.m", [timed[0] | {"errors": {"m": 0.1}}, rows[1]]) == HELD
-
-
-def test_a_ratio_that_most_draws_do_not_have_is_noise() -> None:
-    """Three of ten prompts count at all: one draw in 35 has none of them, and nothing under its ratio."""
-    many = ratio_row("b", [5.0] * 10, [10.0] * 10)
-    assert status("a.m > b.m", [ratio_row("a", [9] * 3 + [0] * 7, [9] * 3 + [0] * 7), many]) == HELD
-    assert status("a.m > b.m", [ratio_row("a", [9] + [0] * 9, [9] + [0] * 9), many]) == NOISE  # one in three has none
 
 
 def test_tokens_that_follow_from_an_acceptance_rate_are_drawn_with_it() -> None:

@@ -8,10 +8,8 @@ Shape letters: T positions, V vocabulary or states.
 
 from __future__ import annotations
 
-import itertools
 import json
 from collections.abc import Callable
-from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -20,30 +18,27 @@ import pytest
 import torch
 from draftsmith.checkpoints.artifact.artifact import load_manifest
 from draftsmith.checkpoints.table.table import BigramTable
-from draftsmith.decode.engine import Limits
 from draftsmith.decode.evaluation.measure import decode
 from draftsmith.decode.evaluation.replay.recording import sample_texts
 from draftsmith.decode.methods import Parts, build_method
-from draftsmith.decode.models.loading import load_model, wrap_model
+from draftsmith.decode.models.loading import load_model
 from draftsmith.decode.theory import closed_forms as theory
-from draftsmith.decode.theory.markov import MarkovModel, OneStream, decode_side_by_side, even_chains, random_chains
 from draftsmith.decode.warpers import Sampling
-from draftsmith.recipes.commands.papers.acceptance import distributions
 from draftsmith.recipes.commands.papers.bench import open_bench
 from draftsmith.recipes.commands.papers.experiments import EXPERIMENTS
-from draftsmith.recipes.schema.claims import HELD, NOT_HELD, NOT_JUDGED, judge, parse_claim
+from draftsmith.recipes.schema.claims import NOT_JUDGED, judge, parse_claim
 from draftsmith.recipes.schema.papers import PaperRecipe
 
 Row = dict[str, Any]
 TOKENS, PROMPTS = 12, 6
 
 
-def recipe_of(experiment: str, evaluate: Row | None, **settings: Any) -> PaperRecipe:
+def recipe_of(experiment: str, evaluate: Row, **settings: Any) -> PaperRecipe:
     about = {"kind": "paper", "out": "runs/unused", "paper": "theory", "where": "nowhere", "experiment": experiment}
     return PaperRecipe.model_validate(about | {"evaluate": evaluate, "settings": settings})
 
 
-def rows_of(experiment: str, evaluate: Row | None, folder: Path, **settings: Any) -> dict[str, Row]:
+def rows_of(experiment: str, evaluate: Row, folder: Path, **settings: Any) -> dict[str, Row]:
     recipe = recipe_of(experiment, evaluate, **settings)
     rows = EXPERIMENTS[experiment](recipe, folder)
     labels = [row["label"] for row in rows]
@@ -53,101 +48,6 @@ def rows_of(experiment: str, evaluate: Row | None, folder: Path, **settings: Any
             if row[metric] is not None:
                 assert row[metric] == pytest.approx(sum(columns["over"]) / sum(columns["under"]), rel=1e-6)
     return dict(zip(labels, rows, strict=True))
-
-
-# --- chains that are known --------------------------------------------------------------------------------------------
-
-
-def test_chains_are_distributions_as_far_apart_as_they_say() -> None:
-    for share in (0.0, 0.2, 0.7, 1.0):
-        target_TVV, draft_TVV = (table.numpy() for table in random_chains(3, 6, share, seed=1))
-        for table_TVV in (target_TVV, draft_TVV):
-            assert table_TVV.shape == (3, 6, 6)
-            assert (table_TVV > 0).all()
-            np.testing.assert_allclose(table_TVV.sum(-1), 1, atol=1e-12)
-        variation_TV = theory.total_variation(target_TVV, draft_TVV)
-        assert (variation_TV < 1e-12).all() == (share == 0)
-    for alpha in (0.0, 0.3, 1.0):
-        pair = [table[0].numpy() for table in even_chains(6, alpha, seed=2)]
-        np.testing.assert_allclose(theory.acceptance(*pair), alpha, atol=1e-12)
-        np.testing.assert_allclose(pair[1].sum(-1), 1, atol=1e-12)
-    for wrong in (partial(random_chains, 0, 4, 0.5), partial(random_chains, 1, 4, 1.5), partial(even_chains, 3, 1)):
-        with pytest.raises(ValueError, match=r"chain|share|rate"):
-            wrong(0)
-
-
-def enumerated_rejections(target_TVV: np.ndarray, draft_TVV: np.ndarray, start: int) -> float:
-    """Σ over all texts' prefixes of the target's probability of the prefix and the TV after it."""
-    total = 0.0
-    for length in range(len(target_TVV)):
-        for prefix in itertools.product(range(target_TVV.shape[1]), repeat=length):
-            last, chance = start, 1.0
-            for place, token in enumerate(prefix):
-                chance, last = chance * target_TVV[place, last, token], token
-            total += chance * np.abs(target_TVV[length, last] - draft_TVV[length, last]).sum() / 2
-    return total
-
-
-def test_rejections_are_those_of_all_texts_enumerated(tmp_path: Path) -> None:
-    found = rows_of("simulation", None, tmp_path, study="rejections", states=[4], tokens=[4], shares=[0.2, 0.6],
-                    texts=4000, seed=3)  # fmt: skip
-    for index, share in enumerate((0.2, 0.6)):
-        row = found[f"V=4 T=4 share={share:g}"]
-        tables = [table.numpy() for table in random_chains(4, 4, share, seed=3 + index)]
-        exact = enumerated_rejections(tables[0], tables[1], 3)
-        assert row["exact"] == pytest.approx(exact)
-        assert row["variation"] == pytest.approx(exact / 4)
-        assert row["standard_errors_off"] == pytest.approx(abs(row["rejections"] - exact) / row["errors"]["rejections"])
-        assert row["standard_errors_off"] < 5
-        assert row["naive"] > exact
-        # what a wrong formula would give is told apart: prefixes weighed by the drafter's chain
-        wrong = theory.expected_rejections(*tables, 3, tables[1])
-        assert share < 0.5 or abs(row["rejections"] - wrong) / row["errors"]["rejections"] > 5
-        assert found[f"share={share:g}"]["rejections_per_token"] == pytest.approx(row["rejections"] / 4)
-    claims = ['"share=0.6".rejections_per_token > "share=0.2".rejections_per_token', "all.standard_errors_off < 5"]
-    rows = list(found.values())
-    assert [judge(parse_claim(text), rows).status for text in claims] == [HELD, HELD]
-    assert judge(parse_claim('"share=0.6".acceleration > 40'), rows).status == NOT_HELD
-
-
-def test_a_drafter_that_is_the_target_is_never_rejected(tmp_path: Path) -> None:
-    found = rows_of("simulation", None, tmp_path, study="rejections", states=[4], tokens=[5], shares=[0.0], texts=100)
-    row = found["V=4 T=5 share=0"]
-    assert (row["rejections"], row["acceleration"], row["exact_acceleration"]) == (0.0, None, None)
-    assert row["standard_errors_off"] == 0.0
-
-
-@pytest.mark.parametrize(
-    ("settings", "rows"),
-    [
-        ({"study": "drafts", "states": 5, "tokens": 8, "drafts": [1, 3]}, 4),
-        ({"study": "over-acceptance", "states": 5, "epsilons": [0.0, 0.1, 1.0], "texts": 10_000}, 8),
-        ({"study": "walltime", "alphas": [0.5, 0.8], "gammas": [1, 4], "costs": [0.1]}, 8),
-    ],
-    ids=lambda value: value["study"] if isinstance(value, dict) else "",
-)
-def test_counts_are_those_of_the_closed_forms(settings: Row, rows: int, tmp_path: Path) -> None:
-    """The forms themselves are tested in `tests/decode/theory/`."""
-    found = rows_of("simulation", None, tmp_path, **{"texts": 2000, **settings})
-    assert len(found) == rows
-    assert 0 < found["all"]["standard_errors_off"] < 5
-    for row in found.values():
-        for metric, error in row.get("errors", {}).items():
-            exact = row.get(f"exact_{metric}", row.get("exact"))
-            assert exact is None or metric == "acceleration" or abs(row[metric] - exact) <= 5 * error + 1e-12
-
-
-@pytest.mark.parametrize("tokens", [1, 7])
-def test_rejections_that_the_limit_cuts_off_are_not_counted(tokens: int) -> None:
-    """With drafts as long as the text every step but the last one ends by a rejection that is counted."""
-    target, drafter = map(MarkovModel, random_chains(tokens, 5, 0.6, seed=4))
-    method = build_method("speculative", Parts(drafter), Sampling(1.0), gamma=tokens)
-    found = decode_side_by_side(target, method, [[4]] * 300, Limits(tokens), Sampling(1.0), OneStream(0, 300))
-    steps_B = np.array([tally.steps for tally in found.tally])
-    assert all(len(text) == tokens for text in found.texts)
-    assert np.isin(steps_B - found.rejections_B, (0, 1)).all()
-    assert 0 < (steps_B == found.rejections_B).sum() < 300  # some texts end with a replaced token
-    assert sum(tally.rejections for tally in found.tally) > found.rejections_B.sum() or tokens == 1
 
 
 # --- models -----------------------------------------------------------------------------------------------------------
@@ -160,7 +60,7 @@ def known(pair: Row) -> Callable[[float], list[tuple[np.ndarray, np.ndarray, lis
 
     def read(temperature: float) -> list[tuple[np.ndarray, np.ndarray, list[int]]]:
         if temperature not in found:
-            bench = open_bench(recipe_of("acceptance", pair).evaluate, "acceptance")
+            bench = open_bench(recipe_of("acceptance", pair).evaluate)
             models = [load_model(pair[part]) for part in ("target", "drafter")]
             texts = sample_texts(bench.opened.target, bench.prompts, bench.limits, Sampling(temperature))
             found[temperature] = []
@@ -197,7 +97,7 @@ def test_alpha_is_the_overlap_of_the_distributions(pair: Row, known: Any, tmp_pa
         unigram_V = np.eye(len(unigram_V))[unigram_V.argmax()]
     by_hand = np.concatenate([np.minimum(target_TV, unigram_V).sum(1) for target_TV, _, _ in known(temperature)])
     assert found[f"unigram T={temperature:g}"]["alpha"] == pytest.approx(by_hand.mean(), abs=2e-6)
-    bench, by_hand = open_bench(recipe_of("acceptance", pair).evaluate, "acceptance"), []
+    bench, by_hand = open_bench(recipe_of("acceptance", pair).evaluate), []
     counts_VV = np.zeros((len(unigram_V), len(unigram_V)))
     counts_VV[np.repeat(np.arange(len(unigram_V)), table.row_ptr.diff().numpy()), table.col.numpy()] = table.count
     added_V = (table.unigram.numpy() + 1) / (table.unigram.numpy() + 1).sum()
@@ -246,7 +146,7 @@ def test_candidates_are_those_of_both_algorithms(pair: Row, known: Any, tmp_path
 
 def test_greedy_candidates_are_the_drafters_best(pair: Row, known: Any, tmp_path: Path) -> None:
     found = rows_of("acceptance", pair, tmp_path, temperatures=[0.0], candidates=[1, 3, 320])
-    bench = open_bench(recipe_of("acceptance", pair).evaluate, "acceptance")
+    bench = open_bench(recipe_of("acceptance", pair).evaluate)
     drafter = load_model(pair["drafter"])
     hits = []
     for prompt, (_, _, text) in zip(bench.prompts, known(0.0), strict=True):
@@ -286,7 +186,7 @@ def test_methods_are_decoded_as_an_evaluation_decodes_them(pair: Row, tmp_path: 
     evaluate = pair | {"methods": methods, "temperature": 1.0, "top_k": 20, "seed": 5}
     found = rows_of("acceptance", evaluate, tmp_path, sources=[])
     assert list(found) == ["chain", "mjsd"]
-    bench = open_bench(recipe_of("acceptance", evaluate).evaluate, "acceptance")
+    bench = open_bench(recipe_of("acceptance", evaluate).evaluate)
     sampling = Sampling(1.0, 20)
     for label, name, options in (("chain", "speculative", {"gamma": 3}), ("mjsd", "mjsd", {"gamma": 3, "beams": 2})):
         method = build_method(name, bench.opened.parts, sampling, **options)
@@ -298,16 +198,6 @@ def test_methods_are_decoded_as_an_evaluation_decodes_them(pair: Row, tmp_path: 
         assert row["pairs"]["tokens_per_step"]["over"] == [tally.tokens for tally in tallies]
         assert row["pairs"]["accepted_per_step"]["over"] == [tally.accepted for tally in tallies]
         assert row["alpha"] == pytest.approx(sum(t.accepted for t in tallies) / sum(t.examined for t in tallies))
-
-
-def test_distributions_are_those_of_one_plain_forward(tiny_pair: Path) -> None:
-    model = load_model(f"{tiny_pair}/target")
-    prompt, text, sampling = [5, 9, 200], [7, 7, 31, 4], Sampling(0.7, top_k=9)
-    found_TV = distributions(wrap_model(model), prompt, text, sampling)
-    with torch.inference_mode():
-        logits_TV = model(torch.tensor([prompt + text])).logits[0, 2:-1].double() / 0.7
-    kept_TV = logits_TV.masked_fill(logits_TV < logits_TV.topk(9, -1).values[:, -1:], -torch.inf).softmax(-1)
-    np.testing.assert_allclose(found_TV, kept_TV.numpy(), atol=1e-6)
 
 
 # --- tables -----------------------------------------------------------------------------------------------------------
@@ -345,7 +235,7 @@ def test_saturation_is_decoding_with_tables_of_growing_parts(pair: Row, tiny_pai
     assert found["r = 1"]["gain"] == 0
     for row in found.values():
         assert row["gain"] == pytest.approx(row["tokens_per_step"] / found["r = 1"]["tokens_per_step"] - 1)
-    bench = open_bench(recipe_of("saturation", evaluate, **settings).evaluate, "saturation")
+    bench = open_bench(recipe_of("saturation", evaluate, **settings).evaluate)
     sizes, tables = [], {path.parent for path in tmp_path.glob("counted-*/artifact.json")}
     for folder, limit in ((folder, load_manifest(folder).recipe["data"]["limit"]) for folder in tables):
         row = found[{5: "part 1", 20: "part 2", None: "all"}[limit]]

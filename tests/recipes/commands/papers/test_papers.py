@@ -8,28 +8,25 @@ import os
 from collections import Counter
 from collections.abc import Mapping
 from functools import cache
-from html import escape
+from html import escape, unescape
 from pathlib import Path
 from typing import Any
 
 import pytest
-import torch
 import yaml
 from draftsmith.recipes.commands.evaluation.recipe import evaluation_or_paper, paper_recipe
-from draftsmith.recipes.commands.papers.experiments import is_finished
 from draftsmith.recipes.commands.papers.papers import run_paper, run_papers, shipped_papers
-from draftsmith.recipes.commands.papers.plan import forwards_of, show_plan
+from draftsmith.recipes.commands.papers.plan import show_plan
 from draftsmith.recipes.report.papers import title_of
 from draftsmith.recipes.schema.claims import HELD, NOT_HELD, NOT_JUDGED, judge, metric_of, parse_claim
 from draftsmith.recipes.schema.evaluation import EvaluateRecipe
 from draftsmith.recipes.schema.loading import find_recipe
-from draftsmith.recipes.schema.papers import PaperRecipe
-from draftsmith.recipes.schema.results import load_results
+from draftsmith.recipes.schema.papers import PaperRecipe, run_folder
+from draftsmith.recipes.schema.results import MethodRow, load_results
 
 NAMES = shipped_papers()
-SHIPPED = {"multi-candidate": 10, "mjsd": 7, "slides": 6, "slim": 9, "theory": 4}
+SHIPPED = {"multi-candidate": 10, "mjsd": 7, "slides": 5, "slim": 9, "theory": 1}
 SMALLEST: dict[str, dict[str, Any]] = {
-    "simulation": {"settings.texts": 100},
     "energy": {"settings.runs": 2, "settings.batches": [1, 2]},
     "saturation": {"settings.sizes": [4, 8], "settings.candidates": 4, "limit": 3},
     "correlation": {"settings.candidates": 4},
@@ -46,8 +43,8 @@ def shipped(name: str) -> PaperRecipe:
 
 
 def smallest(recipe: PaperRecipe) -> PaperRecipe:
-    asked = {"limit": 1, "max_new_tokens": 6, "compare_with_transformers": False}
-    changes = (asked if recipe.evaluate is not None else {}) | SMALLEST.get(recipe.experiment, {})
+    changes = {"limit": 1, "max_new_tokens": 6, "compare_with_transformers": False}
+    changes |= SMALLEST.get(recipe.experiment, {})
     return recipe.model_copy(update={"small": recipe.small | changes})
 
 
@@ -58,7 +55,28 @@ def test_every_paper_recipe_that_is_meant_to_be_there_is_shipped() -> None:
         assert name == f"evaluate/{recipe.paper}/{name.split('/')[-1]}"
         assert recipe.out == f"runs/papers/{recipe.paper}/{name.split('/')[-1]}"
         assert recipe.claims, name
+        if recipe.experiment == "evaluate":
+            check_names(recipe)
         assert find_recipe(name).read_text().startswith(f"# draftsmith evaluate {name}")
+
+
+def check_names(recipe: PaperRecipe) -> None:
+    """A wrong name in a claim would never be judged, one in the paper's numbers never be shown."""
+    evaluations = [*recipe.evaluations().items(), *recipe.on_pair("PAIR").evaluations().items()]
+    labels = {label for _, each in evaluations for label in each.labels()}
+    labels |= {f"{run}: {label}" for run, each in evaluations for label in each.labels()}
+    assert len({run_folder(run) for run in recipe.evaluations()}) == len(recipe.evaluations())
+    named = [(label, metric) for label, numbers in recipe.theirs.items() for metric in numbers]
+    named += [each for claim in recipe.claims for each in parse_claim(claim.holds).names.values()]
+    for label, metric in named:
+        assert label.partition(" [")[0] in labels
+        assert metric.partition(".")[0] in {
+            *MethodRow.model_fields,
+            "closed_form",
+            "flops_per_step",
+            "seconds_per_step",
+        }
+    assert (recipe.evaluate.energy == "auto") == any("joules" in metric for _, metric in named)
 
 
 FIRST = {(shipped(name).paper, shipped(name).experiment): name for name in reversed(NAMES)}
@@ -99,11 +117,10 @@ def ratio(pairs: Mapping[str, Any]) -> float:
 def test_the_papers_own_numbers_bear_their_claims_out(name: str) -> None:
     """A wrong figure in a recipe, or a claim that the paper does not make, shows here."""
     recipe = shipped(name)
-    rows = [{"label": label} | dict.fromkeys(metrics_named(recipe)) | found for label, found in recipe.theirs.items()]
+    rows = [{"label": label} | found for label, found in recipe.theirs.items()]
     for section in recipe.claims:
         claim = parse_claim(section.holds)
-        known = [reference.label for reference in claim.references()]
-        status = judge(claim, rows, tolerance=section.tolerance, known=known).status
+        status = judge(claim, rows, tolerance=section.tolerance).status
         if section.says in EXCEPTIONS.get(name, ()):
             assert status == NOT_HELD
         else:
@@ -116,10 +133,6 @@ EXCEPTIONS: dict[str, tuple[str, ...]] = {
     "evaluate/multi-candidate/main-33b-160m": ("Where SD makes fewer tokens a step, several candidates gain more.",),
 }
 """What a paper says in words, and its own table does not bear out in every cell."""
-
-
-def metrics_named(recipe: PaperRecipe) -> set[str]:
-    return {reference.metric for claim in recipe.claims for reference in parse_claim(claim.holds).references()}
 
 
 @pytest.mark.parametrize("name", NAMES)
@@ -173,7 +186,7 @@ def test_rows_of_several_runs_are_pooled_prompt_by_prompt(own: Path, tiny_pair: 
         nats = sum(math.log(each["perplexity"]) * each["tokens"] for each in prompts)
         assert pooled["perplexity"] == pytest.approx(math.exp(nats / sum(each["tokens"] for each in prompts)))
         flops = sum(part["flops_per_token"]["total"] * part["tokens"] for part in parts)
-        assert pooled["flops_per_token"]["total"] == pytest.approx(flops / sum(part["tokens"] for part in parts))
+        assert pooled["flops_per_token.total"] == pytest.approx(flops / sum(part["tokens"] for part in parts))
 
 
 def test_categories_are_rows_of_their_own_prompts(own: Path, tiny_pair: Path, tmp_path: Path) -> None:
@@ -222,7 +235,7 @@ def test_what_has_finished_is_kept_until_something_changes(
     assert run()[1] == when
     own.write_text(text.replace("holds: long.tokens_per_step >", "holds: long.tokens_per_step <"))
     said, again = run()
-    assert "own had finished already" in said
+    assert "had finished already" in said
     assert again == when  # a claim is judged anew, nothing is decoded anew
     claim = json.loads((tmp_path / "out" / "own" / "paper.json").read_text())["claims"][0]
     assert claim["paper_status"] == "not held"
@@ -235,14 +248,6 @@ def test_what_has_finished_is_kept_until_something_changes(
     stamp = prompts.stat()
     os.utime(prompts, ns=(stamp.st_atime_ns, stamp.st_mtime_ns + 1))
     assert run()[1] > when
-    evaluation = paper_recipe(str(own)).on_pair(str(tiny_pair)).evaluations()[""]
-    threads = torch.get_num_threads()
-    try:  # times of another number of threads are those of another machine
-        for more in (0, 1):
-            torch.set_num_threads(threads + more)
-            assert is_finished(evaluation, tmp_path / "out" / "own" / "results.json") == (more == 0)
-    finally:
-        torch.set_num_threads(threads)
     left = [tmp_path / "out" / "own" / name for name in ("paper.json", "evaluated.json")]
     for path in left:  # what is cut off has not finished
         path.write_text(path.read_text()[:40])
@@ -268,53 +273,26 @@ def test_a_run_that_finished_before_the_others_is_not_decoded_again(
         assert f'<a href="{run}/report.html">' in page
 
 
-def test_joules_are_counted_only_where_the_paper_has_any() -> None:
-    counted = {name.removeprefix("evaluate/") for name in NAMES if shipped(name).counts_joules()}
-    assert {name for name in counted if shipped(f"evaluate/{name}").experiment == "evaluate"} == {
-        "mjsd/main", "mjsd/beams"
-    }  # fmt: skip
-    assert all(each.energy == "auto" for each in shipped("evaluate/mjsd/main").evaluations().values())
-
-
-def test_one_that_fails_keeps_neither_others_nor_what_finished_earlier_out_of_the_tables(
+def test_one_that_fails_does_not_keep_others_out_of_the_tables(
     own: Path, tiny_pair: Path, tmp_path: Path, capfd: pytest.CaptureFixture[str]
 ) -> None:
-    def summary() -> tuple[list[str], list[str]]:
-        whole = json.loads((tmp_path / "out" / "papers.json").read_text())
-        assert all("pairs" not in row for result in whole["papers"] for row in result["rows"])
-        return [result["name"] for result in whole["papers"]], list(whole["failed"])
-
-    other, bad = own.with_name("other.yaml"), own.with_name("bad.yaml")
-    other.write_text(own.read_text())
+    bad = own.with_name("bad.yaml")
     bad.write_text(own.read_text().replace(*MEDUSA))
-    for names, finished, failed in (([own], ["own"], []), ([bad, other], ["other", "own"], ["bad"])):
-        assert run_papers([str(name) for name in names], str(tiny_pair), tmp_path / "out") == failed
-        assert summary() == (finished, failed)
+    assert run_papers([str(bad), str(own)], str(tiny_pair), tmp_path / "out") == ["bad"]
+    whole = json.loads((tmp_path / "out" / "papers.json").read_text())
+    assert all("pairs" not in row for result in whole["papers"] for row in result["rows"])
+    assert ([result["name"] for result in whole["papers"]], list(whole["failed"])) == (["own"], ["bad"])
     assert "bad: method 'medusa' needs `heads`" in capfd.readouterr().err
-    text = (tmp_path / "out" / "papers.md").read_text()
-    assert text.index("### other (Table 2)") < text.index("### own (Table 2)")
-    for part in ("**bad failed:** method 'medusa'", "| More drafting makes more tokens a step. |", "| 1.75 |"):
+    text = unescape((tmp_path / "out" / "papers.html").read_text())
+    for part in ("<h2>own</h2>", "bad failed: method 'medusa'", "More drafting makes more tokens a step.", ">1.75<"):
         assert part in text
-    (tmp_path / "out" / "other" / "paper.json").write_text("{")
-    run_papers([str(own)], str(tiny_pair), tmp_path / "out")
-    assert summary() == (["own"], [])
 
 
-def test_a_plan_counts_forwards(own: Path, tiny_pair: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_a_plan_shows_rows_and_tokens(own: Path, tiny_pair: Path, capsys: pytest.CaptureFixture[str]) -> None:
     recipe = paper_recipe(str(own), ["evaluate.repeats=2"])
-    assert recipe.evaluate is not None
-    # three rows of four prompts, eight tokens and two runs; drafts of one and of three tokens a step
-    assert forwards_of(recipe.evaluate) == (3 * 4 * 8 * 2, (1 + 3) * 4 * 8 * 2)
-    rows = [
-        {"method": "autoregressive"}, {"method": "mjgd", "options": {"gamma": 3}}, {"method": "beam"},
-        {"method": "specinfer", "options": {"gamma": 2}}, {"method": "mjsd", "options": {"gamma": 2, "beams": 4}},
-    ]  # fmt: skip
-    wide = recipe.evaluate.model_validate(recipe.evaluate.model_dump() | {"methods": rows, "more_drafters": ["b", "c"]})
-    # of eight tokens: by one, three at a time by three forwards and one more, all at once; three drafters, one drafter
-    assert forwards_of(wide) == ((8 + 3 * 4 + 9 + 8 + 8) * 4 * 2, (3 * 2 + 2) * 8 * 4 * 2)
     show_plan(recipe)
-    shown = capsys.readouterr().out
-    assert all(text in shown for text in ("no/target", "no/drafter", "mt-bench", "192 forwards", "256 of drafters"))
+    shown = " ".join(capsys.readouterr().out.split())
+    assert all(text in shown for text in ("no/target", "no/drafter", "mt-bench", f"{3 * 4 * 8 * 2} tokens"))
     show_plan(recipe, str(tiny_pair))
     assert "heldout.jsonl" in capsys.readouterr().out
     for name in NAMES:

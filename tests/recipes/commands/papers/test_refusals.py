@@ -10,24 +10,18 @@ import pytest
 from draftsmith.recipes.commands.evaluation.recipe import evaluation_or_paper, pair_folder, paper_recipe
 from draftsmith.recipes.commands.papers.experiments import EXPERIMENTS
 from draftsmith.recipes.commands.papers.papers import run_papers
-from draftsmith.recipes.schema.experiments import checked_settings
 from draftsmith.recipes.schema.papers import PaperRecipe
 
 
 @pytest.mark.parametrize(
     ("override", "named"),
     [
-        ("claims.0.holds=lnog.speedup > 1", ["'lnog'", "'long'"]),
-        ("claims.0.holds=long.sped > 1", ["'sped'", "'speedup'"]),
         ("claims.0.holds=long.speedup", ["'long.speedup'"]),
-        ("theirs={shrt: {speedup: 1}}", ["'shrt'", "'short'"]),
         ("settings={rns: {}}", ["'settings.rns'", "'runs'"]),
-        ("settings={runs: {a: {drafer: x}}}", ["run 'a'", "'drafer'", "'drafter'"]),
-        ("settings={runs: {γ=2: {}, γ 2: {}}}", ["run 'γ 2'", "'γ-2'", "'γ=2'"]),
-        ("settings={runs: {'!': {}}}", ["run '!'"]),
-        ("small={limt: 3}", ["`small`", "'limt'", "'limit'"]),
-        ("evaluate.out=x", ["`evaluate.out`"]),
-        ("evaluate=null", ["`evaluate`"]),
+        ("settings={runs: {a: {drafer: x}}}", ["'settings.runs.a.drafer'", "'drafter'"]),
+        ("small={limt: 3}", ["'small.limt'", "'limit'"]),
+        ("evaluate.out=x", ["'evaluate.out'"]),
+        ("evaluate=null", ["'evaluate'"]),
         ("experiment=evaluat", ["'experiment'", "'evaluate'"]),
         ("evaluate.methods=[{method: speculative}]", ["`autoregressive`"]),
         ("evaluate.lmit=3", ["'evaluate.lmit'", "'limit'"]),
@@ -39,49 +33,33 @@ def test_a_recipe(own: Path, override: str, named: list[str]) -> None:
 
 
 @pytest.mark.parametrize(
-    ("experiment", "settings", "named"),
-    [
-        ("acceptance", {"candidate": [1]}, ["'settings.candidate'", "'candidates'"]),
-        ("acceptance", {"sources": ["bigram"], "candidates": [1, 2]}, ["`candidates`", "[drafters]"]),
-        ("acceptance", {"temperatures": [-1]}, ["'settings.temperatures.0'"]),
-        ("acceptance", {"candidates": [2, 2]}, ["'settings.candidates'", "2, 2"]),
-        ("acceptance", {"temperatures": [0], "epsilons": [0.1]}, ["`epsilons`"]),
-        ("simulation", {"study": "draft"}, ["'draft'", "'drafts'"]),
-        ("simulation", {"study": "drafts", "shares": [1]}, ["'settings.shares'", "'share'"]),
-        ("saturation", {"sizes": [1]}, ["'settings.source'"]),
-        ("energy", {"runs": 0}, ["'settings.runs'", "1", "0"]),
-    ],
-)
-def test_settings(experiment: str, settings: dict[str, Any], named: list[str]) -> None:
-    with pytest.raises(ValueError, match=".*".join(map(re.escape, named))):
-        checked_settings(experiment, settings)
-
-
-@pytest.mark.parametrize(
     ("experiment", "changes", "settings", "named"),
     [
-        ("acceptance", {"table": None}, {"sources": ["bigram"]}, ["'bigram'", "`table`"]),
-        ("acceptance", {"drafter": None}, {}, ["'drafters'", "`drafter`"]),
-        ("acceptance", {}, {"sources": []}, ["`settings.sources`"]),
-        ("acceptance", None, {}, ["`evaluate`"]),
+        ("acceptance", {}, {"candidate": [1]}, ["'settings.candidate'", "'candidates'"]),
+        ("acceptance", {}, {"sources": ["bigram"], "candidates": [1, 2]}, ["`candidates`", "[drafters]"]),
+        ("acceptance", {}, {"temperatures": [-1]}, ["'settings.temperatures.0'"]),
+        ("saturation", {}, {"sizes": [1]}, ["'settings.source'"]),
+        ("energy", {}, {"runs": 0}, ["'settings.runs'", "1", "0"]),
+        ("acceptance", {"table": None}, {"sources": ["bigram"]}, ["`evaluate.table`"]),
+        ("acceptance", {"drafter": None}, {}, ["`evaluate.drafter`"]),
         ("correlation", {"heads": "h", "table": None}, {}, ["`evaluate.table`"]),
         ("saturation", {}, {"source": "s", "sizes": [1]}, ["`evaluate.heads`"]),
-        ("energy", None, {}, ["`evaluate`"]),
     ],
 )
-def test_an_experiment_without_its_parts(
+def test_settings_and_parts_of_an_experiment(
     experiment: str,
-    changes: dict[str, Any] | None,
+    changes: dict[str, Any],
     settings: dict[str, Any],
     named: list[str],
     pair: dict[str, Any],
     tmp_path: Path,
 ) -> None:
-    evaluate = None if changes is None else pair | {"target": "no/such/target"} | changes
+    evaluate = pair | {"target": "no/such/target"} | changes
     about = {"kind": "paper", "out": "unused", "paper": "theory", "where": "nowhere", "experiment": experiment}
-    recipe = PaperRecipe.model_validate(about | {"evaluate": evaluate, "settings": settings})
     with pytest.raises(ValueError, match=".*".join(map(re.escape, named))):
-        EXPERIMENTS[experiment](recipe, tmp_path)
+        EXPERIMENTS[experiment](
+            PaperRecipe.model_validate(about | {"evaluate": evaluate, "settings": settings}), tmp_path
+        )
 
 
 def test_recipes_that_would_write_to_one_folder(own: Path, tiny_pair: Path, tmp_path: Path) -> None:
@@ -90,7 +68,7 @@ def test_recipes_that_would_write_to_one_folder(own: Path, tiny_pair: Path, tmp_
     for path in (twin, other):  # one name, and one `out`
         path.write_text(own.read_text())
     for second, out, folder in ((twin, tmp_path / "out", "own"), (other, None, "runs/own-quickstart")):
-        with pytest.raises(ValueError, match=f"{own}.*{second}.*{folder}"):
+        with pytest.raises(ValueError, match=folder):
             run_papers([str(own), str(second)], str(tiny_pair), out)
     assert not (tmp_path / "out").exists()
 
