@@ -141,7 +141,7 @@ def test_the_command_without_a_recipe(
     done = cli("evaluate", *arguments, "--out", "r.json", "--categories", "template=chatml", *few, cwd=artifacts)
     assert done.returncode == 0, done.stderr
     assert "left out, for they need --drafter, --heads or --table: unigram, bigram, bpd" in done.stderr
-    assert "by category" in done.stdout
+    assert "By category" in done.stdout
     assert "yes 3/3" in done.stdout
     rows = load_results(artifacts / "r.json")["methods"]
     assert [row["label"] for row in rows] == ["autoregressive", "speculative"]
