@@ -42,9 +42,10 @@ class Blob:
         """Git's name of it."""
         return hashlib.sha1(b"blob %d\0" % len(self.content) + self.content).hexdigest()
 
-    def about(self, name: str, *, key: str) -> dict[str, Any]:
+    def about(self, name: str) -> dict[str, Any]:
         """As lists of files have it."""
-        known = {"type": "file", key: name, "size": len(self.content), "oid": self.oid, "blobId": self.oid}
+        known = {"type": "file", "path": name, "rfilename": name, "oid": self.oid, "blobId": self.oid}
+        known |= {"size": len(self.content)}
         lfs = {"oid": self.sha256, "sha256": self.sha256, "size": len(self.content), "pointerSize": 130}
         return known | ({"lfs": lfs} if self.large else {})
 
@@ -160,7 +161,7 @@ class _Handler(BaseHTTPRequestHandler):
         kind, call, given = self._route()
         self.server.requests.append(kind)
         if kind in self.server.failing:
-            answer = refused(self.server.failing[kind])
+            answer = refused(self.server.failing[kind], "Odd", f"no, {TOKEN}")
         else:
             answer = (self._refusal(given[0]) if kind in WRITES else None) or call(*given)
         self.send_response(answer.status)
@@ -185,9 +186,9 @@ class _Handler(BaseHTTPRequestHandler):
                 return "create", self.create, ()
             case ["api", "models", user, name]:
                 return "info", self.info, (f"{user}/{name}", "main")
-            case ["api", "models", user, name, "revision", revision]:
+            case ["api", "models", user, name, ("revision" | "tree"), revision]:
                 return "info", self.info, (f"{user}/{name}", revision)
-            case ["api", "models", user, name, ("tree" | "preupload" | "commit" | "branch") as act, revision]:
+            case ["api", "models", user, name, ("preupload" | "commit" | "branch") as act, revision]:
                 return act, getattr(self, act), (f"{user}/{name}", revision)
             case ["api", "models", user, name, "refs"]:
                 return "refs", self.refs, (f"{user}/{name}",)
@@ -226,16 +227,11 @@ class _Handler(BaseHTTPRequestHandler):
         commit = repo and repo.at(revision)
         if repo is None or commit is None:
             return NOT_FOUND if repo is None else NO_REVISION
-        siblings = [blob.about(path, key="rfilename") for path, blob in sorted(repo.commits[commit].items())]
+        siblings = [blob.about(path) for path, blob in sorted(repo.commits[commit].items())]
+        if "/tree/" in self.path:
+            return as_json(siblings)
         gated = "manual" if repo.gated else False
         return as_json({"id": name, "sha": commit, "private": repo.private, "gated": gated, "siblings": siblings})
-
-    def tree(self, name: str, revision: str) -> Answer:
-        repo = self._seen(name)
-        commit = repo and repo.at(revision)
-        if repo is None or commit is None:
-            return NOT_FOUND if repo is None else NO_REVISION
-        return as_json([blob.about(path, key="path") for path, blob in sorted(repo.commits[commit].items())])
 
     def refs(self, name: str) -> Answer:
         branches = getattr(self._seen(name), "branches", {})

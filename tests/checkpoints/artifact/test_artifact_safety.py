@@ -14,8 +14,6 @@ import pytest
 import torch
 from draftsmith.checkpoints.artifact.artifact import save_artifact, verify_artifact
 from draftsmith.checkpoints.heads.files import PredictionHeads, load_heads, save_heads
-from draftsmith.checkpoints.storage.messages import shown
-from draftsmith.checkpoints.storage.safe_read import name_fault
 from draftsmith.checkpoints.table.table import BigramTable
 from draftsmith.checkpoints.verify.inspect import find_faults
 from draftsmith.decode.models.loading import load_model
@@ -40,11 +38,6 @@ def heads(tmp_path: Path) -> Path:
     module = PredictionHeads(2, 1, 8, VOCAB)
     save_artifact(out, kind="heads", write=lambda folder: save_heads(module, folder, "target"), **ABOUT)
     return out
-
-
-def test_names_of_all_languages_are_good_names() -> None:
-    for name in ("model.safetensors", "deep/er/модель-1.bin", "文件.json", ".gitattributes", "a..b", "été.txt"):
-        assert name_fault(name) is None
 
 
 def link_out(path: Path) -> None:
@@ -72,13 +65,6 @@ def test_what_is_no_plain_file_is_named_and_not_opened(table: Path, spoil: Calla
     assert find_faults(table)[1]
 
 
-def test_folders_that_are_links_are_not_walked_into(table: Path, tmp_path: Path) -> None:
-    (tmp_path / "other").mkdir()
-    (table / "deep").symlink_to(tmp_path / "other")
-    with pytest.raises(ValueError, match="holds deep, which"):
-        verify_artifact(table)
-
-
 def hub_snapshot(artifact: Path, cache: Path) -> Path:
     """An artifact as the hub's cache holds it: links to blobs."""
     blobs, snapshot = cache / "models--me--it" / "blobs", cache / "models--me--it" / "snapshots" / ("a" * 40)
@@ -97,15 +83,12 @@ def test_the_links_of_the_hubs_cache_are_taken_and_no_others(table: Path, tmp_pa
     snapshot = hub_snapshot(table, tmp_path / "cache")
     verify_artifact(snapshot)
     BigramTable.load(snapshot)
-    (tmp_path / "shortcut").symlink_to(snapshot)
-    verify_artifact(tmp_path / "shortcut")
-    place = snapshot / "table.safetensors"
-    for elsewhere in (table, tmp_path / "cache" / "models--you--it" / "blobs", tmp_path / "cache"):
+    for elsewhere in (table, tmp_path / "cache" / "models--you--it" / "blobs"):
         elsewhere.mkdir(parents=True, exist_ok=True)
         blob = elsewhere / "table.safetensors"
         blob.write_bytes((table / "table.safetensors").read_bytes())
-        place.unlink()
-        place.symlink_to(blob)
+        (snapshot / "table.safetensors").unlink()
+        (snapshot / "table.safetensors").symlink_to(blob)
         with pytest.raises(ValueError, match=r"table\.safetensors is a link to"):
             verify_artifact(snapshot)
 
@@ -205,9 +188,3 @@ def test_a_pickle_beside_the_weights_is_not_looked_at(
     with pytest.raises(ValueError, match="no language model could be loaded"):
         load_model(str(tmp_path / "model"))
     assert not mark.is_symlink()
-
-
-def test_texts_of_others_cannot_move_the_terminal() -> None:
-    assert shown("plain ünï") == "plain ünï"
-    assert shown("\x1b[2Jgone") == r"'\x1b[2Jgone'"
-    assert "\u202e" not in shown("a\u202eb")

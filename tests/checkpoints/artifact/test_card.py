@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -212,18 +211,6 @@ def test_words_of_others_stay_words(hostile: str) -> None:
     assert len(attacked) < 60_000
 
 
-@pytest.mark.parametrize("hostile", HOSTILE[:-1])
-def test_text_is_read_as_it_was(hostile: str) -> None:
-    """But for what cannot be seen, white space, and folders."""
-    reader = MarkdownIt("commonmark", {"html": True}).enable(["table", "strikethrough"])
-    inline = reader.parse(f"- key: {text(hostile)}")[3]
-    assert inline.children is not None
-    assert {token.type for token in inline.children} <= {"text", "text_special"}
-    seen = "".join(token.content for token in inline.children).removeprefix("key: ")
-    wanted = " ".join(hostile.split())
-    assert seen == "".join(one if one.isprintable() else f"\\u{ord(one):04x}" for one in wanted)
-
-
 def test_folders_of_a_machine_are_left_out() -> None:
     command = "draftsmith train /home/me/x.yaml data.source=/data/in me/rows.jsonl out=runs/a C:\\Users\\me\\t.txt"
     assert public(command) == "draftsmith train x.yaml data.source=in me/rows.jsonl out=runs/a t.txt"
@@ -245,23 +232,17 @@ def test_secrets_do_not_reach_the_card() -> None:
     assert token not in model_card(manifest, f"x-{token}", evidence)
 
 
-@pytest.mark.parametrize("kind", ["t5", "llama"])
-def test_the_code_of_a_drafters_card_runs(
-    kind: str, make_llama: Callable[..., Any], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """Of an encoder-decoder too, which another class loads."""
+def test_the_code_of_a_drafters_card_runs(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Of an encoder-decoder, which another class loads."""
     tokenizer = train_bpe(["What is a hash table? It is a table."], 270, ("<pad>", "</s>"))
     sizes = {"d_model": 16, "d_kv": 8, "d_ff": 24, "num_layers": 1, "num_heads": 2, "decoder_start_token_id": 0}
     for name in ("target", "drafter"):
-        config = T5Config(vocab_size=270, pad_token_id=0, eos_token_id=1, **sizes)
-        model = T5ForConditionalGeneration(config) if kind == "t5" else make_llama(270, 1)
+        model = T5ForConditionalGeneration(T5Config(vocab_size=270, pad_token_id=0, eos_token_id=1, **sizes))
         model.save_pretrained(tmp_path / name)
         tokenizer.save_pretrained(tmp_path / name)
-    manifest = make_manifest(target={"id": "target"}, shapes={"model_type": kind}, vocab_size=270)
-    code = model_card(manifest, "drafter").partition("```python\n")[2].partition("```")[0]
+    manifest = make_manifest(target={"id": "target"}, shapes={"model_type": "t5"}, vocab_size=270)
     monkeypatch.chdir(tmp_path)
     values: dict[str, Any] = {}
-    exec(code, values)
-    assert values["model"].config.model_type == kind
+    exec(model_card(manifest, "drafter").partition("```python\n")[2].partition("```")[0], values)
     plain = values["model"].generate(**values["inputs"], max_new_tokens=64, do_sample=False)
     assert values["output"].tolist() == plain.tolist()

@@ -53,15 +53,6 @@ def test_both_read_the_same_tokenizer(beside: str | None, tokenizer: PreTrainedT
     assert mine.decode(ids, skip_special_tokens=True) == made.decode(ids, skip_special_tokens=True)
 
 
-def test_what_needs_no_mending_stays_as_it_is(tokenizer: PreTrainedTokenizerFast, tmp_path: Path) -> None:
-    save_tokenizer(tokenizer, tmp_path)
-    path = tmp_path / "tokenizer_config.json"
-    path.write_text(json.dumps(config_of(tmp_path)))  # otherwise than it would be written
-    before = path.read_bytes()
-    patch_tokenizer(tmp_path)
-    assert path.read_bytes() == before
-
-
 def test_the_template_of_its_own_file_comes_first(tokenizer: PreTrainedTokenizerFast, tmp_path: Path) -> None:
     save_tokenizer(tokenizer, tmp_path)
     (tmp_path / "chat_template.jinja").write_text("another")

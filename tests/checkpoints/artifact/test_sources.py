@@ -14,7 +14,6 @@ import numpy as np
 import pytest
 from draftsmith.checkpoints.artifact.artifact import save_artifact
 from draftsmith.checkpoints.artifact.locate import model_source, resolve
-from draftsmith.checkpoints.storage.places import hub_place
 from draftsmith.checkpoints.table.table import BigramTable
 from huggingface_hub import constants
 from transformers import LlamaForCausalLM
@@ -92,19 +91,12 @@ def test_what_the_cache_holds_is_verified(cache: Path, tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     "place",
     [
-        "nowhere", "./me/table", "~nobody-of-this-name/x", "me/table/more", "me\\table", "me/-table",
-        "m\u0435/table", "me/ta\u200bble", "me/table@", "me/table@../../x", "me/table@a b",
+        "nowhere", "~nobody-of-this-name/x", "me/table/more", "me/-table", "m\u0435/table", "me/table@../../x",
     ],
 )  # fmt: skip
 def test_names_that_are_none_are_shown_as_they_are(cache: Path, place: str) -> None:
     with pytest.raises(ValueError, match=f"{re.escape(place)}|{re.escape(ascii(place))}"):
         resolve(place)
-
-
-def test_two_revisions_are_one_too_many(cache: Path) -> None:
-    with pytest.raises(ValueError, match=r"names the revision 'v1', and 'v2' was asked for"):
-        resolve("me/table@v1", revision="v2")
-    assert hub_place("me/table@v1", "v1") == ("me/table", "v1")
 
 
 def test_models_of_the_hub_stay_with_transformers_and_artifacts_are_verified(
@@ -142,7 +134,6 @@ def test_an_artifact_is_fetched_whole_and_nothing_else(
     hub.repo("me/damaged", whole | {"table.safetensors": b"other"})
     published = ("medusa_lm_head.safetensors", "medusa_lm_head.pt", "config.json", "tokenizer.json")
     hub.repo("me/heads", {name: name.encode() for name in published})
-    hub.repo("me/gated", whole, gated=True)
     heads = ["config.json", "medusa_lm_head.safetensors"]
     cases: list[tuple[str, str, str, list[str]]] = [
         ("me/table", "table", str(files), files),
@@ -150,8 +141,6 @@ def test_an_artifact_is_fetched_whole_and_nothing_else(
         ("me/table@v9", "table", "there is no folder me/table, and me/table at v9 on the hub has no such branch", []),
         ("me/damaged", "table", "is not what was published", files),
         ("me/heads", "heads", str(heads), heads),
-        ("me/gated", "table", r"is gated: ask for access at http://127.0.0.1", []),
-        ("me/nobody", "table", "is not there, or not for this account", []),
     ]
     monkeypatch.chdir(tmp_path)
     for place, kind, message, got in cases:

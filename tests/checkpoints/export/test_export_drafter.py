@@ -19,7 +19,6 @@ from transformers import (
     AutoModelForSeq2SeqLM,
     Gemma2Config,
     GenerationConfig,
-    LlamaForCausalLM,
     T5Config,
     T5ForConditionalGeneration,
 )
@@ -43,7 +42,7 @@ def logits(model: Any) -> torch.Tensor:
 
 
 def test_an_assistant_carries_its_settings_and_changes_no_answer(
-    make_drafter: Make, export: Export, target: Path, monkeypatch: pytest.MonkeyPatch
+    make_drafter: Make, export: Export, target: Path
 ) -> None:
     artifact = make_drafter()
     out, found = export(artifact, "transformers", speculative_tokens=3)
@@ -58,17 +57,6 @@ def test_an_assistant_carries_its_settings_and_changes_no_answer(
     values = served(out)
     alone = values["target"].generate(**values["inputs"], max_new_tokens=12, do_sample=False)
     assert torch.equal(values["answer"][:, : alone.shape[1]], alone)
-    widths: list[int] = []
-    good = LlamaForCausalLM.forward
-
-    def watch(self: Any, input_ids: Any = None, **named: Any) -> Any:
-        if self is values["target"]:
-            widths.append(input_ids.shape[1])
-        return good(self, input_ids, **named)
-
-    monkeypatch.setattr(LlamaForCausalLM, "forward", watch)
-    values["target"].generate(**values["inputs"], assistant_model=drafter, max_new_tokens=12, do_sample=False)
-    assert max(widths[1:]) == 4, "three drafted tokens and the one before them"
     assert export(artifact, "transformers")[0] == out, "an earlier export of the same form is replaced"
     assert GenerationConfig.from_pretrained(out).num_assistant_tokens == 4
 
@@ -104,10 +92,6 @@ def test_settings_that_transformers_would_not_save_stay(
     vicuna(tmp_path / "base")
     out, _ = export(artifact, "transformers")
     assert json.loads((out / "generation_config.json").read_text()).items() >= VICUNA.items()
-    saved = AutoModelForCausalLM.from_pretrained(tmp_path / "base")
-    saved.save_pretrained(tmp_path / "base")  # as training does, which says how to draft after that
-    export_drafter.save_speculation(tmp_path / "base")
-    assert GenerationConfig.from_pretrained(tmp_path / "base").num_assistant_tokens == 4
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])

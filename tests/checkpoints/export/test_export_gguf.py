@@ -13,7 +13,7 @@ from draftsmith.checkpoints.export.base import SERVING_FILE
 from draftsmith.checkpoints.export.gguf import read_gguf
 from draftsmith.data.tokenizers import train_bpe
 from tokenizers import Tokenizer, normalizers, pre_tokenizers
-from transformers import AutoModelForCausalLM, GPTNeoXConfig, GPTNeoXForCausalLM, LlamaForCausalLM
+from transformers import AutoModelForCausalLM, LlamaForCausalLM
 
 VOCAB = 48
 SIZES = {"hidden_size": 16, "num_attention_heads": 4, "num_key_value_heads": 2, "max_position_embeddings": 64}
@@ -149,14 +149,6 @@ def test_a_tokenizer_that_splits_otherwise_is_refused(
     message = refused(make(our_bpe(change)), "gguf", llama_cpp=llama_cpp)
     assert "GPT-2" in message
     assert "Traceback" not in message
-
-
-def test_settings_under_another_name_are_given(make: Make, converted: Any) -> None:
-    tokenizer = our_bpe()
-    sizes = {"vocab_size": len(tokenizer), "hidden_size": 32, "num_hidden_layers": 1, "num_attention_heads": 2}
-    rotary = {"rope_type": "default", "rope_theta": 10_000.0, "partial_rotary_factor": 0.5}
-    model = GPTNeoXForCausalLM(GPTNeoXConfig(**sizes, intermediate_size=48, rope_parameters=rotary))
-    assert converted(make(tokenizer, model=model))["gptneox.rope.dimension_count"] == 8
 
 
 def test_the_targets_sentencepiece_model_stands_in(make: Make, converted: Any) -> None:

@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 import torch
 from draftsmith.checkpoints.heads import module
-from draftsmith.checkpoints.heads.files import CONFIG_FILE, HEADS_FILE, PredictionHeads, load_heads, save_heads
+from draftsmith.checkpoints.heads.files import CONFIG_FILE, PredictionHeads, load_heads, save_heads
 
 FORMS = (("own", 0), ("low-rank", 3), ("target", 0))
 
@@ -134,12 +134,6 @@ def test_the_targets_projection_is_shared_and_no_part_of_the_heads() -> None:
     assert (heads.projection(0).dtype, heads.projection(0).device.type) == (torch.float32, "cpu")
 
 
-def test_a_sharded_projection_of_the_target_is_attached() -> None:
-    sharded = torch.nn.Parameter(torch.empty(0))  # as ZeRO-3 leaves a weight between its uses
-    sharded.ds_shape = torch.Size((13, 8))  # type: ignore[attr-defined]
-    assert random_heads(projection="target").attach(sharded).projection(2) is sharded
-
-
 def test_heads_in_another_type_than_the_targets_projection_give_logits_in_its_type() -> None:
     heads, hidden_BD = random_heads(projection="target").eval(), torch.randn(5, 8)
     wanted = by_hand(heads, hidden_BD)
@@ -171,33 +165,6 @@ def test_low_rank_heads_begin_as_the_best_approximation(
     torch.testing.assert_close(heads(hidden_BD)[:, 2], expected_BV, rtol=1e-4, atol=1e-4)
     missed = torch.linalg.norm(weight_VD.double() - best_VD)
     torch.testing.assert_close(missed, values[rank:].square().sum().sqrt(), rtol=1e-6, atol=1e-6)
-
-
-def test_heads_can_be_outlined_without_memory() -> None:
-    for projection, rank in FORMS:
-        heads = PredictionHeads.from_lm_head(torch.empty(13, 8, device="meta"), 2, 1, projection, rank)
-        assert {parameter.device.type for parameter in heads.parameters()} == {"meta"}
-        assert heads(torch.empty(4, 8, device="meta")).shape == (4, 2, 13)
-
-
-def test_saved_files_are_those_that_engines_read(tmp_path: Path) -> None:
-    save_heads(random_heads(), tmp_path, "an/example-target")
-    assert json.loads((tmp_path / CONFIG_FILE).read_text()) == {
-        "model_type": "medusa",
-        "base_model_name_or_path": "an/example-target",
-        "medusa_num_heads": 3,
-        "num_medusa_heads": 3,
-        "medusa_num_layers": 2,
-        "hidden_size": 8,
-        "vocab_size": 13,
-        "medusa_fc_bias": True,
-        "version": "1",
-        "projection": "own",
-        "rank": 0,
-        "states": "after-norm",
-        "scale": 1.0,
-    }
-    assert sorted(path.name for path in tmp_path.iterdir()) == [CONFIG_FILE, HEADS_FILE]
 
 
 @pytest.mark.parametrize(
@@ -239,13 +206,6 @@ def test_heads_without_a_projection_get_the_targets_on_loading_or_later(tmp_path
     save_heads(unknown, tmp_path / "again", "target")
     assert "vocab_size" not in json.loads((tmp_path / "again" / CONFIG_FILE).read_text())
     assert unknown.attach(torch.zeros(14, 8)).vocab_size == 14
-
-
-def test_tensors_given_for_saving_are_saved(tmp_path: Path) -> None:
-    heads = random_heads()
-    state = {name: tensor + 1 for name, tensor in heads.state_dict().items()}
-    save_heads(heads, tmp_path, "target", state)
-    assert all(torch.equal(load_heads(tmp_path).state_dict()[name], state[name]) for name in state)
 
 
 def test_scaled_states_are_heads_on_smaller_states(tmp_path: Path) -> None:

@@ -66,10 +66,6 @@ def write_pickled(state: State, target: LlamaForCausalLM, folder: Path) -> None:
     write_config(folder)
 
 
-def write_old_pickled(state: State, target: LlamaForCausalLM, folder: Path) -> None:
-    torch.save(state, folder / PICKLED_FILE, _use_new_zipfile_serialization=False)
-
-
 def write_safetensors(state: State, target: LlamaForCausalLM, folder: Path) -> None:
     save_file({name: tensor.clone() for name, tensor in state.items()}, folder / HEADS_FILE)
     write_config(folder)
@@ -102,21 +98,13 @@ def write_shards(
     (folder / f"{kind}.{end}.index.json").write_text(json.dumps({"metadata": {}, "weight_map": places}))
 
 
-def write_bin(state: State, target: LlamaForCausalLM, folder: Path) -> None:
-    target.config.save_pretrained(folder)
-    torch.save(whole(state, target), folder / "pytorch_model.bin")
-
-
 def write_bin_shards(state: State, target: LlamaForCausalLM, folder: Path) -> None:
     write_shards(state, target, folder, "pytorch_model", "bin")
 
 
 WRITERS: dict[str, Callable[[State, LlamaForCausalLM, Path], None]] = {
     writer.__name__: writer
-    for writer in (
-        *(write_pickled, write_old_pickled, write_safetensors),
-        *(write_whole, write_shards, write_bin, write_bin_shards),
-    )
+    for writer in (*(write_pickled, write_safetensors, write_whole, write_shards, write_bin_shards),)
 }
 
 
@@ -186,21 +174,6 @@ def test_heads_are_counted_and_a_wrong_config_is_reported(tmp_path: Path, target
         f"vocab_size {VOCAB + 1}, the tensors have {VOCAB}",
     ]
     assert decode(target, loaded) == decode(target, published)
-
-
-@pytest.mark.parametrize("dtype", [torch.float32, torch.float16, torch.bfloat16])
-def test_types_are_kept_and_mixed_ones_become_the_widest(
-    tmp_path: Path, target: LlamaForCausalLM, dtype: torch.dtype
-) -> None:
-    state = {name: tensor.to(dtype) for name, tensor in Published(target).medusa_head.state_dict().items()}
-    write_safetensors(state, target, tmp_path)
-    loaded = load_heads(tmp_path)
-    assert {parameter.dtype for parameter in loaded.parameters()} == {dtype}
-    assert all(torch.equal(loaded.state_dict()[name], tensor) for name, tensor in state.items())
-    state["2.1.weight"] = state["2.1.weight"].to(torch.float16)
-    write_safetensors(state, target, tmp_path)
-    (only,) = {parameter.dtype for parameter in load_heads(tmp_path).parameters()}
-    assert only == (torch.float32 if dtype == torch.bfloat16 else dtype)
 
 
 def test_blocks_that_safetensors_has_written_once_are_found_under_every_name(

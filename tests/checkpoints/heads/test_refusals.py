@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -26,12 +26,9 @@ def refused(call: Callable[[], object], parts: tuple[str, ...]) -> None:
 
 SETTINGS: dict[tuple[Any, ...], tuple[str, ...]] = {
     (0, 1, 8, 13): ("num_heads", "0", "1"),
-    (1, -1, 8, 13): ("num_layers", "-1", "0"),
     (1, 1, 8, None): ("vocab_size", "1"),
     (1, 1, 8, 13, "lowrank"): ("projection", "lowrank", "low-rank"),
     (1, 1, 8, 13, "low-rank"): ("rank", "0", "1 to 8"),
-    (1, 1, 8, 13, "own", 2): ("rank", "2", "0"),
-    (1, 1, 8, 13, "own", 0, "after"): ("states", "after", "before-norm"),
     (1, 1, 8, 13, "own", 0, "after-norm", 0.0): ("scale", "0.0"),
 }
 
@@ -53,8 +50,6 @@ def heads(projection: str = "own") -> PredictionHeads:
         (lambda: heads().projection(3), ("3",)),
         (lambda: heads().attach(torch.zeros(13, 8)), ("own",)),
         (lambda: heads("target").attach(torch.zeros(12, 8)), ("[12, 8]", "[13, 8]")),
-        (lambda: PredictionHeads(1, 1, 8, None, "target").attach(torch.zeros(13, 7)), ("[13, 7]", "[V, 8]")),
-        (lambda: PredictionHeads(1, 1, 8, None, "target").vocab_size, ("attach",)),
         (lambda: PredictionHeads(1, 1, 8, None, "target")(torch.zeros(2, 8)), ("attach",)),
     ],
 )
@@ -67,7 +62,6 @@ def test_uses_of_heads(call: Callable[[], object], parts: tuple[str, ...]) -> No
     [
         (torch.zeros(13, 7), ("1.2.weight", "[13, 7]", "[13, 8]")),
         (torch.zeros(13, 8, device="meta"), ("1.2.weight", "104 of 104")),
-        (torch.full((13, 8), torch.nan), ("1.2.weight", "104 of 104")),
         (torch.eye(13, 8, dtype=torch.float16) * 1e6, ("1.2.weight", "8 of 104")),
         (None, ("1.2.weight",)),
     ],
@@ -93,11 +87,9 @@ def put(name: str, *shape: int, dtype: torch.dtype = torch.float32) -> Callable[
 TENSORS: list[tuple[Callable[[dict[str, Any]], object], tuple[str, ...]]] = [
     (without("1.0.linear.bias"), ("1.0.linear.bias",)),
     (without("1.2.weight"), ("1.2.weight",)),
-    (without("1."), ("1.",)),
     (put("0.1.weight", 13, 8), ("1.1.weight",)),
     (put("0.2.up.weight", 13, 2), ("0.2.down.weight",)),
     (put("2.2.weight", 12, 8), ("2.2.weight", "[12, 8]", "[13, 8]")),
-    (put("lm_head.weight", 13, 8), ("lm_head.weight",)),
     (put("1.0.linear.bias", 8, dtype=torch.int8), ("1.0.linear.bias", "int8", "float32")),
     (put("9999.9999.linear.weight", 8, 8), ("10000 heads",)),
     (dict.clear, (HEADS_FILE,)),
@@ -121,8 +113,6 @@ def test_tensors_that_are_no_heads(
         (b"no pickle at all", ()),
         ([1, 2], ("list",)),
         ({"0.1.weight": 3}, ("0.1.weight", "int")),
-        ({"0.1.weight": torch.eye(3).to_sparse()}, ("0.1.weight",)),
-        ({1: torch.zeros(1)}, ("1",)),
     ],
 )
 def test_pickled_files_of_something_else(tmp_path: Path, content: Any, parts: tuple[str, ...]) -> None:
@@ -142,10 +132,9 @@ class Evil:
         return (Path.touch, (self.path,))
 
 
-@pytest.mark.parametrize("old", [False, True])
-def test_a_pickle_that_would_run_something(tmp_path: Path, old: bool) -> None:
+def test_a_pickle_that_would_run_something(tmp_path: Path) -> None:
     evil = {"0.1.weight": Evil(tmp_path / "done")}
-    torch.save(evil, tmp_path / PICKLED_FILE, _use_new_zipfile_serialization=not old)
+    torch.save(evil, tmp_path / PICKLED_FILE)
     refused(lambda: load_heads(tmp_path, unpickle=True), (PICKLED_FILE,))
     assert not (tmp_path / "done").exists()
 
@@ -163,19 +152,10 @@ def points(name: str, shard: Any) -> Damage:
     return in_index(lambda content: content["weight_map"].update({f"medusa_head.{name}": shard}))
 
 
-def drop_heads(content: dict[str, Any]) -> None:
-    shards: Mapping[str, str] = content["weight_map"]
-    content["weight_map"] = {name: shard for name, shard in shards.items() if "medusa" not in name}
-
-
 WHOLE_MODELS: list[tuple[Damage, tuple[str, ...]]] = [
     (lambda folder: (folder / "heads.safetensors").unlink(), (INDEX, "heads.safetensors")),
-    (lambda folder: (folder / "heads.safetensors").write_bytes(b"12345678{"), ("heads.safetensors",)),
     (points("9.0.linear.bias", "base.safetensors"), (INDEX, "base.safetensors", "9.0.linear.bias")),
     (points("0.0.linear.bias", "../elsewhere.safetensors"), (INDEX, "../elsewhere.safetensors")),
-    (in_index(drop_heads), (INDEX, "medusa_head")),
-    (in_index(lambda content: content.pop("weight_map")), (INDEX, "weight_map")),
-    (lambda folder: (folder / INDEX).write_text("{"), (INDEX,)),
     (lambda folder: (folder / "config.json").write_text('{"states": "later"}'), ("later", "after-norm")),
     (lambda folder: (folder / "config.json").write_text('{"scale": -1}'), ("scale", "-1")),
     (lambda folder: (folder / INDEX).unlink(), (HEADS_FILE, INDEX)),
@@ -192,8 +172,3 @@ def test_whole_models_that_are_broken(tmp_path: Path, damage: Damage, parts: tup
     assert load_heads(tmp_path).num_heads == 3
     damage(tmp_path)
     refused(lambda: load_heads(tmp_path), parts)
-
-
-def test_a_file_in_place_of_a_folder(tmp_path: Path) -> None:
-    (tmp_path / "config.json").write_text("{}")
-    refused(lambda: load_heads(tmp_path / "config.json"), (str(tmp_path / "config.json"),))

@@ -12,7 +12,6 @@ import pytest
 from draftsmith.checkpoints.artifact.artifact import verify_artifact
 from draftsmith.checkpoints.hub import push_pull
 from draftsmith.checkpoints.hub.push_pull import plan_push, pull, push
-from draftsmith.checkpoints.storage.places import check_repository_name, check_revision
 
 REPO = "somebody/drafts"
 LARGE = ("first.safetensors", "second.safetensors")
@@ -62,26 +61,13 @@ def test_a_push_that_fails_publishes_nothing(
         pushed(make_artifact(tmp_path / "older", seed=1))
     head = hub.repos[REPO].head() if REPO in hub.repos else {}
     hub.failing = {"commit": 403}
-    with pytest.raises(ValueError, match="403") as failed:
+    with pytest.raises(ValueError, match=r"403.*<redacted>") as failed:
         pushed(artifact)
     assert stand_in.TOKEN not in str(failed.value)
     assert hub.repos[REPO].head() == head
     hub.failing = {}
     pushed(artifact)
     assert set(hub.repos[REPO].head()) == set(stand_in.files_of(artifact))
-
-
-@pytest.mark.parametrize("act", ["push", "pull"])
-def test_no_token_is_in_an_error(
-    hub: Any, artifact: Path, tmp_path: Path, stand_in: ModuleType, monkeypatch: pytest.MonkeyPatch, act: str
-) -> None:
-    pushed(artifact)
-    monkeypatch.setattr(
-        stand_in._Handler, "info", lambda *_: stand_in.refused(400, "Odd", f"{stand_in.TOKEN} is yours")
-    )
-    with pytest.raises(ValueError, match="is yours") as failed:
-        pushed(artifact) if act == "push" else pull(REPO, tmp_path / "out", "main")
-    assert stand_in.TOKEN not in str(failed.value)
 
 
 def test_another_commit_in_between_is_not_undone(
@@ -126,8 +112,6 @@ def test_branches_and_revisions(hub: Any, artifact: Path, make_artifact: Make, t
     for revision, source in ((None, artifact), ("trial", newer), (first, artifact), (second, newer)):
         pull(REPO, tmp_path / "out", revision, replace_other=True)
         assert (tmp_path / "out" / LARGE[0]).read_bytes() == (source / LARGE[0]).read_bytes()
-    third = pushed(make_artifact(tmp_path / "newest", seed=5), branch="trial")
-    assert hub.repos[REPO].branches == {"main": first, "trial": third}
 
 
 def test_what_stands_there_is_not_replaced_unasked(
@@ -157,32 +141,25 @@ def _private(hub: Any, home: Path) -> None:
     (home / "token").unlink()
 
 
-REFUSED: dict[str, tuple[Callable[[Any, Path], Any], tuple[str, ...], tuple[str, ...] | None]] = {
-    "missing": (lambda hub, home: hub.repos.clear(), (REPO, "hf auth login"), None),
-    "gated": (lambda hub, home: setattr(hub.repos[REPO], "gated", True), ("127.0.0.1", REPO, "hf auth login"), None),
-    "private": (_private, (REPO, "hf auth login"), ("hf auth login",)),
-    "hub down": (lambda hub, home: hub.failing.update(info=500), ("500",), ("500",)),
+UNREACHABLE: dict[str, tuple[Callable[[Any, Path], Any], str]] = {
+    "missing": (lambda hub, home: hub.repos.clear(), f"{REPO}.*hf auth login"),
+    "gated": (lambda hub, home: setattr(hub.repos[REPO], "gated", True), f"127.0.0.1.*{REPO}.*hf auth login"),
+    "private": (_private, f"{REPO}.*hf auth login"),
+    "hub down": (lambda hub, home: hub.failing.update(info=500), "500"),
 }
-"""What is done to the hub, and what messages of a pull and of a push (None: it is not refused) must hold."""
 
 
-@pytest.mark.parametrize(("act", "of_pull", "of_push"), REFUSED.values(), ids=REFUSED)
+@pytest.mark.parametrize(("act", "message"), UNREACHABLE.values(), ids=UNREACHABLE)
 def test_repositories_that_cannot_be_had(
-    hub: Any,
-    artifact: Path,
-    tmp_path: Path,
-    act: Callable[[Any, Path], Any],
-    of_pull: tuple[str, ...],
-    of_push: tuple[str, ...] | None,
+    hub: Any, artifact: Path, tmp_path: Path, act: Callable[[Any, Path], Any], message: str
 ) -> None:
     pushed(artifact)
     act(hub, tmp_path / "home")
-    if of_pull:
-        with pytest.raises(ValueError, match=".*".join(of_pull)):
-            pull(REPO, tmp_path / "out")
-        assert not (tmp_path / "out").exists()
-    if of_push is not None:
-        with pytest.raises(ValueError, match=".*".join(of_push)):
+    with pytest.raises(ValueError, match=message):
+        pull(REPO, tmp_path / "out")
+    assert not (tmp_path / "out").exists()
+    if act is _private:
+        with pytest.raises(ValueError, match="hf auth login"):
             pushed(artifact)
 
 
@@ -228,29 +205,17 @@ def test_pushes_that_are_refused_before_anything_is_sent(
     hub.repo("somebody/public", {})
     damaged = make_artifact(tmp_path / "damaged")
     (damaged / LARGE[0]).write_bytes(b"x" + (damaged / LARGE[0]).read_bytes()[1:])
-    leaky = {token: f"my token is {token}".encode() for token in (stand_in.TOKEN, "hf_" + "A" * 30)}
+    leaky = (stand_in.TOKEN, "hf_" + "A" * 30)
     cases: list[tuple[Callable[[], Any], str]] = [
         (lambda: plan_push(artifact, "somebody/new", lambda _: "", branch="trial"), "main.*trial"),
         (lambda: plan_push(artifact, "somebody/public", lambda _: "", private=True), "--private"),
         (lambda: plan_push(damaged, REPO, lambda _: ""), LARGE[0]),
-        *(
-            (lambda number=number, text=text: plan_push(
-                make_artifact(tmp_path / str(number), **{"notes.txt": text}), REPO, lambda _: ""
-            ), r"notes\.txt")
-            for number, text in enumerate(leaky.values())
-        ),
-    ]  # fmt: skip
+    ]
+    for token in leaky:
+        noted = make_artifact(tmp_path / token, **{"notes.txt": f"my token is {token}".encode()})
+        cases.append((lambda noted=noted: plan_push(noted, REPO, lambda _: ""), r"notes\.txt"))
     for act, message in cases:
         with pytest.raises(ValueError, match=message) as refused:
             act()
         assert not any(token in str(refused.value) for token in leaky)
     assert not {"create", "preupload", "commit"} & set(hub.requests)
-
-
-def test_good_names() -> None:
-    for name in ("lmsys/vicuna-7b-v1.3", "A_b/c.d"):
-        check_repository_name(name)
-    for revision in ("main", "v1.0", "refs/pr/1", "0" * 40):
-        check_revision(revision)
-    with pytest.raises(ValueError, match=r"\.\./main"):
-        check_revision("../main")

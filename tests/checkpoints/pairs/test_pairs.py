@@ -24,13 +24,10 @@ from draftsmith.decode.methods import Parts, build_method
 from draftsmith.decode.models.loading import load_model, wrap_model
 from draftsmith.decode.rng import Rng
 from draftsmith.decode.warpers import Sampling
-from safetensors.torch import load_file
 from tokenizers import processors
 from transformers import (
     AutoModelForCausalLM,
     LlamaForCausalLM,
-    OPTConfig,
-    OPTForCausalLM,
     T5Config,
     T5ForConditionalGeneration,
 )
@@ -227,10 +224,15 @@ def nothing(folder: Path) -> None:
     pass
 
 
+def with_a_token_more(folder: Path) -> None:
+    retokenized(lambda own: own.add_tokens(["<tool>"], special_tokens=True))(folder)
+    padded(1)(folder)
+
+
 PLANTS: dict[str, tuple[Change, Change, set[str], set[str], str]] = {
-    "more rows": (nothing, loud(84), {"vocab_size"}, ALL - {"llama.cpp"}, "84 rows"),
     "too many rows for llama.cpp": (nothing, loud(129), {"vocab_size"}, ALL, "129 rows"),
     "a padded target": (padded(20), nothing, {"vocab_size"}, ALL - {"llama.cpp"}, "300 to 320"),
+    "a token more": (with_a_token_more, nothing, {"vocab_size", "missing tokens"}, ALL - {"llama.cpp"}, "300 to 301"),
     "two tokens swapped": (nothing, swapped(100, 150), {"token texts"}, {"sglang", "llama.cpp"}, "2 rows"),
     "another end": (nothing, with_another_end, {"special ids"}, set(), ""),
     "flags": (nothing, state(strip_before), {"encoding"}, set(), ""),
@@ -257,28 +259,6 @@ def test_a_planted_difference_is_found_and_repaired(plant: str, target: Path, dr
     assert_it_is_the_target_again(target, repaired)
 
 
-def test_findings_name_both_sides(target: Path, drafter: Path, tokenizer: Any) -> None:
-    texts = {number: text for text, number in tokenizer.get_vocab().items()}
-    reorder(drafter, {100: 150, 150: 100})
-    with_another_end(drafter)
-    found = {finding.check: (finding.target, finding.drafter) for finding in look(target, drafter).findings}
-    assert found["token texts"] == (
-        f"100 {texts[100]!r}, 150 {texts[150]!r}",
-        f"100 {texts[150]!r}, 150 {texts[100]!r}",
-    )
-    assert found["special ids"] == ("3", "2")
-
-
-def test_rows_that_are_no_token_to_either_stay(target: Path, drafter: Path) -> None:
-    for folder in (target, drafter):
-        loud(8)(folder)
-    assert look(target, drafter).findings == ()
-    reorder(drafter, {100: 150, 150: 100})
-    weights = [load_file(folder / "model.safetensors") for folder in (target, mend(target, drafter)[0])]
-    assert weights[0].keys() == weights[1].keys()
-    assert all(torch.equal(weights[0][name], weights[1][name]) for name in weights[0])
-
-
 def test_llama_cpp_compares_texts_from_id_5_on(target: Path, drafter: Path) -> None:
     rewrite(drafter / "tokenizer.json", lambda values: swap_texts(values, {1: 2, 2: 1}))
     diagnosis = look(target, drafter)
@@ -288,37 +268,12 @@ def test_llama_cpp_compares_texts_from_id_5_on(target: Path, drafter: Path) -> N
     assert "5 is the first" in look(target, drafter).verdicts["llama.cpp"].reasons[0]
 
 
-def test_a_token_that_the_drafter_lacks(target: Path, drafter: Path) -> None:
-    retokenized(lambda own: own.add_tokens(["<tool>"], special_tokens=True))(target)
-    padded(1)(target)
-    found = {finding.check: finding.target for finding in look(target, drafter).findings}
-    assert found.keys() == {"vocab_size", "missing tokens"}
-    assert found["missing tokens"] == "300 '<tool>'"
-    repaired, _, after = mend(target, drafter)
-    assert after.findings == ()
-    assert_it_is_the_target_again(target, repaired)
-
-
-def opt(folder: Path) -> None:
-    sizes = {"hidden_size": 16, "ffn_dim": 16, "num_hidden_layers": 1, "num_attention_heads": 2}
-    ids = {name: SMALL[name] for name in ("bos_token_id", "eos_token_id", "pad_token_id")}
-    config = OPTConfig(vocab_size=VOCAB, max_position_embeddings=32, word_embed_proj_dim=16, **sizes, **ids)
-    OPTForCausalLM(config).save_pretrained(folder)
-
-
-DYNAMIC = {"rope_type": "dynamic", "factor": 2.0, "rope_theta": 1e4}
-
-
-@pytest.mark.parametrize(
-    ("change", "left"),
-    [(setting(max_position_embeddings=32, rope_parameters=DYNAMIC), "dynamic"), (opt, "not rotary")],
-)
-def test_a_context_that_cannot_be_raised(target: Path, drafter: Path, change: Change, left: str) -> None:
-    change(drafter)
-    assert checks(look(target, drafter)) == {"context length"}
+def test_a_context_that_cannot_be_raised(target: Path, drafter: Path) -> None:
+    dynamic = {"rope_type": "dynamic", "factor": 2.0, "rope_theta": 1e4}
+    setting(max_position_embeddings=32, rope_parameters=dynamic)(drafter)
     _, repairs, after = mend(target, drafter)
     assert checks(after) == {"context length"}
-    assert left in " ".join(repairs.left)
+    assert "dynamic" in " ".join(repairs.left)
 
 
 def test_another_tokenizer_is_not_repaired(target: Path, drafter: Path) -> None:
@@ -401,7 +356,6 @@ def without_tokenizer(folder: Path) -> None:
         path.unlink()
 
 
-QUANTISED = setting(quantization_config={"quant_method": "gptq", "bits": 4})
 RARER: dict[str, tuple[Change, Change, dict[str, str], set[str]]] = {
     "an encoder-decoder for a decoder": (nothing, t5, {"kind of model": "fault"}, ALL),
     "bos": (nothing, adds_bos("<pad>", 0), {"bos and eos around a text": "fault"}, {"llama.cpp"}),
@@ -428,18 +382,3 @@ def test_rarer_differences(case: str, target: Path, drafter: Path) -> None:
     assert set(severities) - set(expected) <= {"tensors", "encoding", "special ids", "context length"}
     if "tensors" not in severities:
         assert outcomes(found, "refused") == refusing
-
-
-def test_quantised_weights_stay_as_they_are(target: Path, drafter: Path) -> None:
-    QUANTISED(drafter)
-    rewrite(drafter / "tokenizer.json", lambda values: swap_texts(values, {100: 101, 101: 100}))
-    repaired, repairs, _ = mend(target, drafter)
-    assert "quantised" in " ".join(repairs.left)
-    assert (repaired / "model.safetensors").read_bytes() == (drafter / "model.safetensors").read_bytes()
-
-
-def test_a_template_that_cannot_be_rendered_is_reported(target: Path, drafter: Path) -> None:
-    template("{{ 1 / 0 }}")(drafter)
-    (finding,) = look(target, drafter).findings
-    assert finding.check == "chat template"
-    assert "cannot be rendered" in finding.drafter

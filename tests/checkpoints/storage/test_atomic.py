@@ -313,16 +313,3 @@ def test_a_folder_that_is_replaced_while_it_is_read_is_read_again(
     monkeypatch.setattr(atomic, "_READS", 5)
     with pytest.raises(ValueError, match=r"\b5\b"):
         read_consistent(out, lambda: read(1000))
-
-
-def test_errors_about_a_folder_that_stays_are_raised_at_once(tmp_path: Path) -> None:
-    calls = []
-
-    def read() -> None:
-        calls.append(1)
-        raise ValueError("damaged")
-
-    for folder in (tmp_path, tmp_path / "nowhere"):
-        with pytest.raises(ValueError, match="damaged"):
-            read_consistent(folder, read)
-    assert len(calls) == 2

@@ -13,7 +13,7 @@ import pytest
 import torch
 from draftsmith.checkpoints.export.target import output_projection
 from draftsmith.checkpoints.pairs.sides import open_side
-from draftsmith.checkpoints.verify.model_files import MAX_LAYERS, check_config, read_tensors
+from draftsmith.checkpoints.verify.model_files import MAX_LAYERS, check_config
 from draftsmith.data.tokenizers import load_tokenizer
 from draftsmith.decode.models.loading import load_model
 from draftsmith.recipes.assemble.models import build_model
@@ -128,35 +128,12 @@ def test_models_of_the_hub(
     assert same(load_model(name), model)
 
 
-def test_some_tensors_of_shards(folder: Path, model: LlamaForCausalLM) -> None:
-    shard(folder)
-    found = read_tensors(str(folder), ["lm_head.weight"])
-    assert found is not None
-    assert torch.equal(found["lm_head.weight"], model.lm_head.weight)
-    assert read_tensors(str(folder), ["lm_head.weight", "nothing"]) is None
-
-
 def test_shards_elsewhere_are_not_read(folder: Path, tmp_path: Path) -> None:
     other = Path(shutil.copytree(folder, tmp_path / "other"))
     shard(folder, **{"lm_head.weight": f"../{other.name}/model.safetensors"})
     for read in (load_model, output_projection):
         with pytest.raises(ValueError, match=r"'\.\./other/model\.safetensors'"):
             read(str(folder))
-
-
-@pytest.mark.parametrize("text", ["{}", '{"weight_map": {"a": 1}}', "["])
-def test_an_index_that_is_none_is_named(folder: Path, text: str) -> None:
-    shard(folder)
-    (folder / "model.safetensors.index.json").write_text(text)
-    for read in (load_model, output_projection):
-        with pytest.raises(ValueError, match=r"model\.safetensors\.index\.json"):
-            read(str(folder))
-
-
-def test_weights_that_cannot_be_read_are_not_called_missing(folder: Path) -> None:
-    (folder / "model.safetensors").write_bytes(b"\xff" * 64)
-    with pytest.raises(ValueError, match=r"model\.safetensors is not a safetensors file"):
-        output_projection(str(folder))
 
 
 def test_names_may_lack_their_prefix(tmp_path: Path) -> None:
@@ -176,7 +153,7 @@ def test_names_may_lack_their_prefix(tmp_path: Path) -> None:
     "values",
     [
         {"num_hidden_layers": MAX_LAYERS + 1}, {"text_config": {"num_hidden_layers": 10**9}},
-        {"num_attention_heads": 0, "head_dim": None}, {"hidden_act": "nope"}, {"dtype": "bogus"}, {"model_type": 7},
+        {"num_attention_heads": 0, "head_dim": None},
     ],
     ids=str,
 )  # fmt: skip

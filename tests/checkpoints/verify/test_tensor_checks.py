@@ -25,14 +25,10 @@ from draftsmith.checkpoints.verify.inspect import find_faults
 from draftsmith.checkpoints.verify.model_files import fit_to_model, load_config
 from draftsmith.checkpoints.verify.tensors import adapter_faults
 from draftsmith.decode.models.loading import load_model
-from draftsmith.recipes.commands.artifacts.import_drafter import import_published
 from peft import LoraConfig, get_peft_model
 from safetensors.torch import load_file, save_file
-from tokenizers import Tokenizer, models
 from transformers import (
     AutoModelForCausalLM,
-    BloomConfig,
-    Gemma2Config,
     GPT2Config,
     GPTNeoXConfig,
     LlamaConfig,
@@ -40,7 +36,6 @@ from transformers import (
     MixtralConfig,
     OPTConfig,
     PreTrainedModel,
-    PreTrainedTokenizerFast,
     T5Config,
     T5ForConditionalGeneration,
 )
@@ -56,8 +51,6 @@ FAMILIES: dict[str, Any] = {
     "gpt2": lambda: GPT2Config(vocab_size=VOCAB, n_embd=16, n_layer=2, n_head=2),
     "neox": lambda: GPTNeoXConfig(**LLAMA),
     "opt": lambda: OPTConfig(**SIZES, ffn_dim=32, word_embed_proj_dim=16),
-    "bloom": lambda: BloomConfig(vocab_size=VOCAB, hidden_size=16, n_layer=2, n_head=2),
-    "gemma2": lambda: Gemma2Config(**LLAMA, num_key_value_heads=2, head_dim=8),
     "mixtral": lambda: MixtralConfig(**LLAMA, num_key_value_heads=2, num_local_experts=2),
     "t5": lambda: T5Config(vocab_size=VOCAB, d_model=16, d_kv=8, d_ff=32, num_layers=2, num_heads=2),
 }
@@ -135,10 +128,6 @@ def test_names_of_older_files_and_of_tied_weights_fit(tmp_path: Path) -> None:
     [
         (lose("model.layers.1.mlp.up_proj.weight"), r"lacks 1 tensor \(model\.layers\.1\.mlp\.up_proj\.weight\) that"),
         (
-            lambda tensors: tensors.update({"model.norm.weight": torch.ones(17)}),
-            r"holds 1 tensor \(model\.norm\.weight \[17\], expected \[16\]\) of other shapes",
-        ),
-        (
             lambda tensors: [tensors.pop(f"model.layers.1.{name}.weight") for name in LAYER],
             r"lacks 5 tensors \(model\.layers\.1\.mlp\.down_proj\.weight, .*, .* and 2 more\) that",
         ),
@@ -165,36 +154,6 @@ def test_a_model_with_tensors_too_many_is_sound(tmp_path: Path) -> None:
     assert "model.safetensors" in publish._files_to_push(out, lambda manifest: "a card")[1]
     for load in (load_model, load_drafter):
         assert load(str(out)).config.num_hidden_layers == 2
-
-
-def test_a_shard_that_lacks_a_tensor_is_noticed(tmp_path: Path) -> None:
-    def write(folder: Path) -> None:
-        make("llama").save_pretrained(folder, max_shard_size="4KB")
-        index = json.loads((folder / "model.safetensors.index.json").read_text())["weight_map"]
-        changed(folder / index["model.norm.weight"], lose("model.norm.weight"))
-
-    save_artifact(tmp_path / "a", kind="target", write=write, **ABOUT)
-    (fault,) = find_faults(tmp_path / "a")[1]
-    assert "lacks 1 tensor (model.norm.weight)" in fault
-
-
-def test_no_weights_are_read(tmp_path: Path) -> None:
-    """Eight gigabytes that are a hole in a file of a few kilobytes; they would not fit this machine's patience."""
-    config = LlamaConfig(**(LLAMA | {"vocab_size": 1 << 26}))
-    config.save_pretrained(tmp_path)
-    with torch.device("meta"):
-        outline = AutoModelForCausalLM.from_config(config)
-    header, at = {}, 0
-    for name, tensor in outline.state_dict().items():
-        size = 4 * tensor.numel()
-        header[name] = {"dtype": "F32", "shape": list(tensor.shape), "data_offsets": [at, at + size]}
-        at += size
-    text = json.dumps(header).encode()
-    with (tmp_path / "model.safetensors").open("wb") as out:
-        out.write(len(text).to_bytes(8, "little") + text)
-        out.truncate(8 + len(text) + at)
-    side = open_side(str(tmp_path), lambda place: None)
-    assert (side.rows, side.fit.lacking) == (1 << 26, ())
 
 
 def findings_of(target: Path, drafter: Path) -> dict[str, Finding]:
@@ -264,12 +223,6 @@ def test_adapters_that_lack_a_half_are_noticed(tmp_path: Path) -> None:
     assert adapter_faults(bad) == [], "nothing is known of other kinds"
 
 
-def test_quantised_weights_are_not_held_against_names_that_are_not_theirs(tmp_path: Path) -> None:
-    config = LlamaConfig(**LLAMA)
-    config.quantization_config = {"quant_method": "gptq", "bits": 4}
-    assert "quantised" in fit_to_model(config, {"x": (1,)}).unknown
-
-
 @pytest.mark.parametrize(
     ("config", "is_fault"),
     [
@@ -299,18 +252,3 @@ def test_what_a_model_lacks_is_not_made_up_when_it_is_loaded(tmp_path: Path) -> 
     for load in (load_model, load_drafter):
         with pytest.raises(ValueError, match=said):
             load(str(tmp_path))
-
-
-def tokenizer_of(words: str) -> PreTrainedTokenizerFast:
-    backend = Tokenizer(models.WordLevel({word: place for place, word in enumerate(words)}, unk_token=words[0]))
-    return PreTrainedTokenizerFast(tokenizer_object=backend, unk_token=words[0], eos_token=words[1])
-
-
-def test_import_refuses_what_lacks_some(tmp_path: Path) -> None:
-    for name in ("target", "drafter"):
-        make("llama").save_pretrained(tmp_path / name)
-        tokenizer_of("abcdefghijklmnopqrstuvwx").save_pretrained(tmp_path / name)
-    changed(tmp_path / "drafter" / "model.safetensors", lose("model.norm.weight"))
-    with pytest.raises(ValueError, match=r"lacks 1 tensor \(model\.norm\.weight\)"):
-        import_published(str(tmp_path / "drafter"), tmp_path / "out", str(tmp_path / "target"))
-    assert not (tmp_path / "out").exists()

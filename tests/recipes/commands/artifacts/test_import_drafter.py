@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import shlex
-import shutil
 from pathlib import Path
 from typing import Any
 
@@ -21,7 +20,6 @@ from draftsmith.recipes.commands.artifacts.import_drafter import import_publishe
 from draftsmith.recipes.commands.cli import app
 from draftsmith.recipes.commands.evaluation.evaluate import run_evaluate
 from draftsmith.recipes.schema.evaluation import EvaluateRecipe
-from huggingface_hub import constants
 from safetensors.torch import load_file
 from transformers import AutoModelForCausalLM
 from typer.testing import CliRunner, Result
@@ -158,17 +156,6 @@ def test_an_import_is_refused(case: str, plain: Path, target: Path, tiny_pair: P
     with pytest.raises(ValueError, match=parts or str(source)):
         import_published(str(source), out, **options)
     assert not (tmp_path / "out").exists()
-
-
-def test_a_drafter_on_the_hub(plain: Path, target: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    repo = tmp_path / "cache" / "models--me--plain"
-    shutil.copytree(plain, repo / "snapshots" / ("a" * 40))
-    (repo / "refs").mkdir()
-    (repo / "refs" / "v2").write_text("a" * 40)
-    monkeypatch.setattr(constants, "HF_HUB_CACHE", str(tmp_path / "cache"))
-    monkeypatch.setattr(constants, "HF_HUB_OFFLINE", True)
-    import_published("me/plain@v2", tmp_path / "out", str(target))
-    assert verify_artifact(tmp_path / "out", "drafter").training == {"imported_from": "me/plain@v2"}
 
 
 def test_an_adapter_is_merged(adapter: Path, target: Path, tmp_path: Path) -> None:

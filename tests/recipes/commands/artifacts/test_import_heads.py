@@ -141,10 +141,8 @@ def test_of_the_hub_only_what_holds_the_heads_is_fetched(
 ) -> None:
     state, someone = tensors(2), tmp_path / "someone"
     whole = {f"medusa_head.{name}": tensor for name, tensor in state.items()}
-    publish(someone / "both", state)
-    torch.save(state, someone / "both" / "medusa_lm_head.pt")
     publish(someone / "pickled", state, pickled=True)
-    for name in ("shards", "one", "bin"):
+    for name in ("shards", "one"):
         (someone / name).mkdir()
     save_file({"lm_head.weight": torch.zeros(1)}, someone / "shards" / "model-1.safetensors")
     save_file(whole, someone / "shards" / "model-2.safetensors")
@@ -152,18 +150,13 @@ def test_of_the_hub_only_what_holds_the_heads_is_fetched(
     index = json.dumps({"weight_map": places})
     (someone / "shards" / "model.safetensors.index.json").write_text(index)
     save_file(whole, someone / "one" / "model.safetensors")
-    torch.save(whole, someone / "bin" / "pytorch_model.bin")
     for folder in someone.iterdir():
         hub.repo(f"someone/{folder.name}", stand_in.files_of(folder))
     cases = [
-        ("both", True, None, ["config.json", HEADS_FILE]),
         ("pickled", False, "pickled ones are read with --unpickle", ["config.json"]),
         ("pickled", True, None, ["medusa_lm_head.pt"]),
         ("shards", False, None, ["model-2.safetensors", "model.safetensors.index.json"]),
         ("one", False, None, ["model.safetensors"]),
-        ("bin", False, "holds no heads in safetensors", []),
-        ("bin", True, None, ["pytorch_model.bin"]),
-        ("nothing", False, "no folder someone/nothing, and someone/nothing on the hub", []),
     ]
     for number, (name, unpickle, message, wanted) in enumerate(cases):
         out = tmp_path / str(number)

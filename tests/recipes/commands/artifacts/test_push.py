@@ -186,20 +186,3 @@ def test_files_that_name_folders_of_this_machine(hub: Any, tmp_path: Path, capsy
     after = ", which others will read, names folders of this machine: /home/me/"
     files = {"SERVING.md": "models/target", "artifact.json": "rows.json", "config.json": "base"}
     assert notes == [f"note: {name}{after}{path}" for name, path in files.items()]
-
-
-def test_what_is_deleted_there_is_shown(hub: Any, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    run("push", make_artifact(tmp_path / "older", seed=1, **{"gone.bin": b"\0"}), REPO, "--yes")
-    capsys.readouterr()
-    newer = make_artifact(tmp_path / "newer")
-    run("push", newer, REPO)
-    said = " ".join(capsys.readouterr().out.split())
-    assert "gone.bin is deleted there" in said
-    assert "few.json 11 is sent" in said
-
-
-def test_pulls_that_are_refused(hub: Any, tmp_path: Path) -> None:
-    (tmp_path / "mine.txt").write_text("kept")
-    with pytest.raises(ValueError, match=str(tmp_path)):
-        run("pull", "somebody/x", tmp_path)
-    assert hub.requests.count("unknown") == 0
