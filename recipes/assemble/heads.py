@@ -119,7 +119,6 @@ def heads_parts(recipe: HeadsRecipe, tokenizer: Any, prepared: Prepared, device:
         "temperature": recipe.temperature,
         "evaluate_fn": heads_measure(recipe, target, tokenizer, prepared) if recipe.measure.prompts else None,
         "evaluate_blocks": recipe.measure.blocks,
-        "liger": recipe.train.liger,
     }
     heldout = prepared.heldout if recipe.measure.blocks else None
     if recipe.base is None:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -143,13 +142,9 @@ def _exported_bytes(trained: TrainableModel, model: ModelSize) -> int:
 
 
 def _launch(accelerator: Any) -> Launch:
-    processes = accelerator.num_processes
-    local = int(os.environ.get("LOCAL_WORLD_SIZE", processes))
-    stage, device = zero_stage(accelerator), accelerator.device.type
+    processes, stage, device = accelerator.num_processes, zero_stage(accelerator), accelerator.device.type
     if not stage:
-        return Launch(device, processes, local)
+        return Launch(device, processes)
     zero = accelerator.deepspeed_plugin.deepspeed_config["zero_optimization"]
     offloaded = (zero.get(part, {}).get("device") == "cpu" for part in ("offload_optimizer", "offload_param"))
-    bucket = zero.get("reduce_bucket_size")
-    launch = Launch(device, processes, local, stage, *offloaded)
-    return replace(launch, bucket=int(bucket)) if isinstance(bucket, int | float) else launch
+    return Launch(device, processes, stage, *offloaded)

@@ -28,9 +28,9 @@ from ...train.parallel.accelerate import make_accelerator
 from ...train.parallel.interrupts import Interrupted, StopSignals
 from ...train.parallel.processes import on_main, together
 from ...train.teachers.hidden_cache import CachedHidden, HiddenCache, HiddenRows, HiddenSource
-from ...train.teachers.row_cache import BrokenManifestError, RowCache, find_damage, read_manifest
+from ...train.teachers.row_cache import RowCache
 from ...train.teachers.row_plan import CachePlan, Source
-from ...train.teachers.row_writer import CacheWriter, MakeRows, discard_damaged
+from ...train.teachers.row_writer import CacheWriter, MakeRows, discard_damage
 from ...train.teachers.teacher import CachedTeacher, load_teacher
 from ...train.teachers.top_k_cache import CacheSource, TeacherCache, TopRows
 from ..schema.training import DrafterRecipe, HeadsRecipe, TableRecipe, TrainingRecipe
@@ -186,7 +186,7 @@ def _opened(cache: _TargetCache, prepared: Prepared) -> list[Any]:
                 f"there is no cache of {cache.title} as it is now for the {part.name} data in {cache.folder}: "
                 "`draftsmith prepare` with this recipe and `--teacher` writes it"
             )
-    return [cache.cache_type.load(part.folder, part.source) for part in parts]
+    return [cache.cache_type(part.folder) for part in parts]
 
 
 def _fingerprint(target: str) -> str:
@@ -208,16 +208,14 @@ def _fingerprint(target: str) -> str:
 def _discard_damage(cache: _TargetCache, part: _Part) -> None:
     """Read a finished cache; where it is damaged, keep its other files for the writer."""
     try:
-        files = read_manifest(part.folder, type(part.source), part.source)["files"]
-    except BrokenManifestError as error:
+        with bar(f"{cache.word}: reading the {part.name} cache", "files") as advance:
+            damaged = discard_damage(part.folder, type(part.source), advance)
+    except ValueError as error:
         log(f"{cache.word}: {error}: everything is written again")
         shutil.rmtree(part.folder)
         return
-    with bar(f"{cache.word}: reading the {part.name} cache", "files") as advance:
-        damaged = find_damage(part.folder, files, advance)
     if damaged:
-        log(f"{cache.word}: {len(damaged)} damaged files are written again: {next(iter(damaged.values()))}")
-        discard_damaged(part.folder, damaged)
+        log(f"{cache.word}: {len(damaged)} damaged files are written again: {damaged[0]}")
 
 
 def _write(cache: _TargetCache, parts: Sequence[_Part], state: Any) -> None:
@@ -284,7 +282,7 @@ def _check_disk(cache: _TargetCache, writers: Sequence[CacheWriter]) -> None:
 
 def _report(cache: _TargetCache, parts: Sequence[_Part]) -> None:
     for part in parts:
-        opened = cache.cache_type.load(part.folder, part.source, checked=True)
+        opened = cache.cache_type(part.folder, checked=True)
         log(f"{cache.word}: {part.name}: {opened.rows:,} positions in {part.folder}, every SHA-256 as written")
         if isinstance(opened, TeacherCache):
             mass = opened.mean_mass()

@@ -142,7 +142,7 @@ class TrainSection(Section):
     compile: bool = False
     """Compile the model with torch.compile: minutes at the start, then faster on CUDA."""
     liger: bool = False
-    """Use Liger's kernels (CUDA; needs liger-kernel): in a drafter's layers, for the cross entropy of heads."""
+    """Use Liger's kernels in a drafter's layers (CUDA; needs liger-kernel)."""
     seed: int = 0
     """Order of the data and initial weights."""
 

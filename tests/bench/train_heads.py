@@ -31,8 +31,7 @@ from common import finish, in_turns, medians, own_process, parser_of, peak_above
 from draftsmith.checkpoints.heads.files import PredictionHeads
 from draftsmith.data.blocks.packing import Batch
 from draftsmith.train.losses.chunks import IGNORED, DenseTeacher
-from draftsmith.train.losses.drafter import head_labels
-from draftsmith.train.losses.heads import heads_mixture
+from draftsmith.train.losses.drafter import head_labels, heads_mixture
 from draftsmith.train.tasks.heads import HeadsTask
 from torch import Tensor
 
@@ -232,7 +231,7 @@ class WholeStep:
     def target(self) -> None:
         self.task.module.frozen_states(self.batch)  # type: ignore[operator]
 
-    def loss(self, liger: bool) -> Callable[[], None]:
+    def loss(self) -> Callable[[], None]:
         """Forward and backward of the loss alone, from features that are there."""
         rows_X, labels_XK = self.task.module.trained_rows(self.batch)  # type: ignore[operator]
         heads = self.task.module.heads
@@ -244,7 +243,7 @@ class WholeStep:
 
         def run() -> None:
             with torch.autocast(self.device, dtype=torch.bfloat16):
-                sums_K, _ = heads_mixture({"cross-entropy": 1.0}, features_XKD, projections, labels_XK, liger=liger)
+                sums_K, _ = heads_mixture({"cross-entropy": 1.0}, features_XKD, projections, labels_XK)
             torch.autograd.grad(sums_K.sum(), [features_XKD, *projections])
 
         return run
@@ -273,11 +272,7 @@ def whole_step(shape: str, tokens: int, rounds: int, device: str) -> dict[str, A
         found["target_share"] = bench.seconds(bench.target, rounds) / step
         if not suffix:
             bench.optimizer.zero_grad(set_to_none=True)
-            found["loss_sec"] = bench.seconds(bench.loss(liger=False), rounds)
-            try:
-                found["loss_sec_liger"] = bench.seconds(bench.loss(liger=True), rounds)
-            except ValueError as error:
-                print(f"  without Liger: {error}")
+            found["loss_sec"] = bench.seconds(bench.loss(), rounds)
         print(f"{shape}, {objective}: " + "   ".join(f"{key} {value:.3f}" for key, value in found.items()))
         results |= {f"{key}{suffix}": value for key, value in found.items()}
         del bench

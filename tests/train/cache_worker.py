@@ -1,16 +1,8 @@
-"""Writes a small cache of what a target says in child processes that are killed after so many seconds each, then in
-one that is left alone.
-
-python cache_worker.py '{"folder": "…", "kind": "hidden", "kills": [0.01, 0.2], "pause": 0.004}'
-"""
+"""A small cache of what a target says, of either kind."""
 
 from __future__ import annotations
 
-import json
-import os
-import signal
-import sys
-import time
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -40,41 +32,19 @@ def make_rows(kind: str, model: Any) -> tuple[MakeRows, int]:
     return rows, rows.hidden_size
 
 
-def make_writer(folder: Path, data: Any, kind: str, size: int, shard_bytes: int | None = None) -> CacheWriter:
-    """Some twenty files of a few blocks each, unless `shard_bytes` says otherwise."""
+def make_writer(folder: Path, data: Any, kind: str, size: int) -> CacheWriter:
+    """Some files of a few blocks each."""
     source = make_source(kind)
     row_bytes = sum(column.row_bytes for column in source.columns(size).values())
-    return CacheWriter(folder, source, data, CachePlan.of(data, source, size, shard_bytes or row_bytes * 20))
+    return CacheWriter(folder, source, data, CachePlan.of(data, source, size, row_bytes * 20))
 
 
-def write(folder: Path, data: Any, kind: str, model: Any, pause: float = 0.0, shard_bytes: int | None = None) -> None:
+def write(
+    folder: Path, data: Any, kind: str, model: Any, progress: Callable[[int], object] = lambda rows: None
+) -> None:
     rows, size = make_rows(kind, model)
-    writer = make_writer(folder, data, kind, size, shard_bytes)
+    writer = make_writer(folder, data, kind, size)
     with writer.locked():
         for shard in writer.missing():
-            writer.write(shard, rows, torch.device("cpu"), 1, progress=lambda rows: time.sleep(pause))
-            os.write(1, f"wrote {shard.number}\n".encode())  # at once, so that no kill leaves half a line
+            writer.write(shard, rows, torch.device("cpu"), 1, progress)
         writer.finish()
-
-
-def main() -> None:
-    options = json.loads(sys.argv[1])
-    torch.set_num_threads(1)
-    from worker import make_data, make_model
-
-    data, model = make_data(48), make_model()
-    folder = Path(options["folder"])
-    for seconds in [*options["kills"], None]:
-        child = os.fork()
-        if child == 0:
-            write(folder, data, options["kind"], model, options["pause"])
-            os._exit(0)
-        if seconds is not None:
-            time.sleep(seconds)
-            os.kill(child, signal.SIGKILL)
-        _, status = os.waitpid(child, 0)
-        print("ended", os.waitstatus_to_exitcode(status), flush=True)
-
-
-if __name__ == "__main__":
-    main()

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import importlib.util
 from collections.abc import Callable
 from types import ModuleType
 from typing import Any
@@ -11,16 +10,14 @@ import pytest
 import torch
 from draftsmith.checkpoints.heads.files import PredictionHeads
 from draftsmith.train.forward.packed import PackedForward, make_forward
-from draftsmith.train.loop.fit import FitConfig, fit
+from draftsmith.train.loop.fit import fit
 from draftsmith.train.losses.chunks import DenseTeacher, SparseTeacher, TopK
-from draftsmith.train.losses.drafter import mixture
-from draftsmith.train.losses.heads import heads_mixture
+from draftsmith.train.losses.drafter import heads_mixture, mixture
 from draftsmith.train.losses.objectives import check_objective, parse_weights
 from draftsmith.train.tasks.drafter import DrafterTask
 from draftsmith.train.tasks.heads import HeadsTask
 from draftsmith.train.tasks.medusa2 import Medusa2, Medusa2Task
 from draftsmith.train.tasks.on_policy import OnPolicy
-from draftsmith.train.teachers.hidden_cache import HiddenSource
 from draftsmith.train.teachers.teacher import ModelTeacher
 from draftsmith.train.teachers.top_k_cache import CacheSource
 from transformers import (
@@ -33,7 +30,6 @@ from transformers import (
     Lfm2ForCausalLM,
 )
 
-HAS_LIGER = importlib.util.find_spec("liger_kernel") is not None
 WEIGHTS: list[tuple[Any, str]] = [
     ({"forward-kl": -0.5}, r"-0\.5"),
     ({"forward-kl": 0.0}, "forward-kl"),
@@ -72,25 +68,11 @@ LOSSES: dict[str, tuple[Callable[[], Any], str]] = {
     "unknown": (lambda: check_objective(["zzz"]), "'zzz'.*cross-entropy"),
     "none": (lambda: check_objective([]), "cross-entropy"),
     "no teacher": (lambda: mixed({"forward-kl": 1.0}), "teacher"),
-    "all 0": (lambda: mixed({"cross-entropy": 0.0}), "0"),
-    "negative": (lambda: mixed({"cross-entropy": -1.0}), r"-1\.0"),
     "vocabularies": (lambda: mixed({"forward-kl": 1.0}, DenseTeacher(HIDDEN, PROJECTION[:8])), "9.*8"),
-    "temperature": (lambda: mixed({"forward-kl": 1.0}, DENSE, 0.0), r"0\.0"),
     "hot bucket": (lambda: mixed({"forward-kl": 1.0}, DENSE, 2.0, top_k=TopK(3)), r"2\.0.*renormalise"),
     "hot sparse": (lambda: mixed({"forward-kl": 1.0}, SPARSE, 2.0), r"2\.0"),
     "more than kept": (lambda: mixed({"forward-kl": 1.0}, SPARSE, top_k=TopK(4)), "4.*3"),
-    "top 0": (lambda: TopK(0), "0"),
-    "tail": (lambda: TopK(3, "buckets"), "'buckets'"),  # type: ignore[arg-type]
-    "heads, no rows": (lambda: mixed_heads({"forward-kl": 1.0}, DENSE), "teacher_rows_XK"),
-    "liger, soft": (lambda: mixed_heads({"forward-kl": 1.0}, liger=True), "forward-kl"),
-    "liger": (lambda: mixed_heads({"cross-entropy": 1.0}, liger=True), "CUDA" if HAS_LIGER else "liger-kernel"),
     "top_k": (lambda: CacheSource("", "", "", 33).columns(32), "33.*32"),
-    "kept type": (lambda: HiddenSource("", "", "", dtype="int8").columns(16), "bfloat16.*'int8'"),
-    "share": (lambda: OnPolicy(1.5, 8), r"1\.5"),
-    "new tokens": (lambda: OnPolicy(0.5, 0), "0"),
-    "medusa2, shares": (lambda: Medusa2(alone=0.9, warmup=0.2), r"0\.9.*0\.2"),
-    "medusa2, weights": (lambda: Medusa2(label_weight=0, kl_weight=0), "kl_weight"),
-    "medusa2, heads": (lambda: Medusa2(heads_weight=0), "heads_weight"),
 }
 
 
@@ -99,12 +81,6 @@ def test_losses_and_options(case: str):
     call, named = LOSSES[case]
     with pytest.raises(ValueError, match=named):
         call()
-
-
-@pytest.mark.parametrize("wrong", [{"steps": 0}, {"schedule": "cosin"}, {"warmup": 2.0}, {"precision": "bfloat16"}])
-def test_settings_of_the_loop(wrong: dict[str, Any]):
-    with pytest.raises(ValueError, match=next(iter(wrong))):
-        FitConfig(**({"steps": 1, "global_batch": 1, "micro_batch": 1, "learning_rate": 1.0} | wrong))
 
 
 class WrongCache:
@@ -127,8 +103,6 @@ def heads_of(hidden: int = 16, vocab: int = 32, count: int = 2, states: str = "a
 
 TASKS: dict[str, tuple[Callable[[Any, Any], Any], str]] = {
     "vocabularies": (lambda w, m: DrafterTask(m, None, teacher=ModelTeacher(w.make_model(vocab_size=40))), "32.*40"),
-    "no teacher": (lambda w, m: DrafterTask(m, None, {"forward-kl": 1.0}), "forward-kl"),
-    "temperature": (lambda w, m: DrafterTask(m, None, temperature=0.0), r"0\.0"),
     "tail": (
         lambda w, m: DrafterTask(m, None, {"reverse-kl": 1.0}, ModelTeacher(m), top_k=TopK(4, "renormalise")),
         "bucket",
@@ -140,12 +114,7 @@ TASKS: dict[str, tuple[Callable[[Any, Any], Any], str]] = {
     "head weights": (lambda w, m: HeadsTask(m, heads_of(), None, [1.0]), "2"),
     "hidden size": (lambda w, m: HeadsTask(m, heads_of(8), None), "8.*16"),
     "heads' vocabulary": (lambda w, m: HeadsTask(m, heads_of(vocab=9), None), "9.*32"),
-    "heads' temperature": (lambda w, m: HeadsTask(m, heads_of(), None, temperature=0), "0"),
     "other states": (lambda w, m: HeadsTask(m, heads_of(), None, states=WrongCache()), "after-norm.*before-norm"),
-    "too many heads": (
-        lambda w, m: HeadsTask(m, heads_of(count=16, states="before-norm"), None, states=WrongCache()),
-        "16.*15",
-    ),
     "adapted projection": (lambda w, m: Medusa2Task(adapted(m), heads_of(), None, Medusa2()), "projection"),
     "no adapters": (lambda w, m: Medusa2Task(m.requires_grad_(False), heads_of(), None, Medusa2()), "adapters"),
     "states": (lambda w, m: PackedForward(m, "befor-norm"), "'befor-norm'.*before-norm"),
@@ -171,12 +140,6 @@ def t5(family: str = "t5", attention: str = "eager", **sizes: Any) -> Any:
     config = AutoConfig.for_model(family, **({**T5, **sizes} if family == "t5" else sizes))
     config.decoder_start_token_id = 0
     return AutoModelForSeq2SeqLM.from_config(config, attn_implementation=attention)
-
-
-def strange_t5() -> Any:
-    model = t5()
-    model.decoder.final_layer_norm.register_forward_hook(lambda *call: call[-1] + call[-1].mean(1, keepdim=True))
-    return model
 
 
 def opt() -> Any:
@@ -205,7 +168,6 @@ MODELS: dict[str, tuple[Callable[[], Any], str]] = {
     "encoder-decoder": (lambda: PackedForward(t5()), "T5"),
     "family": (lambda: make_forward(t5("bart", **BART)), "'bart'.*t5, mt5, umt5"),
     "flex": (lambda: make_forward(t5(attention="flex_attention")), "flex"),
-    "rows": (lambda: make_forward(strange_t5()), "'t5'"),
 }
 
 

@@ -16,8 +16,7 @@ from ...data.blocks.packing import PADDING, Batch
 from ...decode.models.base import bare_model, masked_attention
 from ...decode.models.final_norm import check_states, final_norm, norm_input
 from .attention import NAME, document_spans, register
-from .projection import Projected
-from .seq2seq import SourceForward
+from .seq2seq import Projected, SourceForward
 
 _ROUGH_TOLERANCE = 0.1  # the same in 16 bits
 _WORTH_IT = 0.7  # of a block's pairs of tokens inside documents: with more, one call for all of it is as fast
@@ -47,7 +46,6 @@ class PackedForward(Projected):
             raise ValueError(f"{type(model).__name__} is an encoder-decoder, and a decoder is needed here")
         self.model = model = bare_model(model)
         self._compiled: Any = None
-        self._compiled_to_norm: Any = None
         self.config = model.config.get_text_config()
         parameters = inspect.signature(_decoder(model).forward).parameters
         takes_any = any(parameter.kind is inspect.Parameter.VAR_KEYWORD for parameter in parameters.values())
@@ -87,8 +85,6 @@ class PackedForward(Projected):
         """Hidden states [B, T, D], after the final norm or before it as `states` says, whatever the head."""
         if self._norm is None:
             return self._last_hidden(batch)
-        if self._compiled_to_norm is not None:
-            return self._run(self._compiled_to_norm, batch).reshape(*batch.tokens_BT.shape, -1)
         with norm_input(self._norm) as seen:
             self._run(_decoder(self.model), batch)
         return seen[0].reshape(*batch.tokens_BT.shape, -1)
@@ -104,13 +100,11 @@ class PackedForward(Projected):
 
     def compile(self) -> None:
         """Compile what a call runs (torch.compile), with masks: attention by document would be compiled for every
-        batch."""
+        batch. States before the norm are computed without."""
         if self.by_document:
             self.config._attn_implementation = "sdpa"
             self.by_document = False
         self._compiled = torch.compile(_decoder(self.model) if self.plain_head else self.model)
-        if self._norm is not None:
-            self._compiled_to_norm = _compile_to_norm(_decoder(self.model), self._norm)
 
     def _run(self, module: Any, batch: Batch) -> Any:
         if "flash" in self._kernel:  # one row: these kernels know documents by where each begins in all tokens
@@ -166,24 +160,6 @@ class PackedForward(Projected):
     def _slides(self, length: int) -> bool:
         window = getattr(self.config, "sliding_window", None)
         return window is not None and getattr(self.config, "use_sliding_window", True) and length > window
-
-
-def _compile_to_norm(decoder: Any, norm: nn.Module) -> Any:
-    """A compiled forward that returns what goes into the final norm, by a hook that stays: one that came and went with
-    each forward would never be compiled."""
-    seen: list[Tensor | None] = []
-
-    def keep(_: nn.Module, args: tuple[Any, ...]) -> None:
-        if seen:
-            seen[-1] = args[0]
-
-    def run(*args: Any, **kwargs: Any) -> Tensor | None:
-        seen.append(None)
-        decoder(*args, **kwargs)
-        return seen.pop()
-
-    norm.register_forward_pre_hook(keep)
-    return torch.compile(run)
 
 
 def _learned_positions(model: Any) -> int | None:

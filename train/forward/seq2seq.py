@@ -17,11 +17,24 @@ from torch import Tensor, nn
 from ...data.blocks.packing import IGNORED, PADDING, Batch
 from ...decode.models.base import bare_model
 from ...decode.models.seq2seq import SCALED_IF, Seq2SeqModel
-from .projection import Projected
 
-_TOLERANCE = 1e-3  # of the largest logit
-_ROUGH_TOLERANCE = 0.1  # the same in 16 bits
 _NO_ANSWER = -1  # what padding belongs to, instead of an answer
+
+
+class Projected:
+    """A model seen from its output projection; `plain_head`: logits are states times that matrix, nothing else."""
+
+    model: Any
+    plain_head: bool
+
+    @property
+    def vocab_size(self) -> int:
+        """Rows of the output projection: the number of logits."""
+        return int(self.model.get_output_embeddings().weight.shape[0])
+
+    def weight_VD(self) -> Tensor | None:
+        """The output projection, or None where a call returns logits (heads with a bias, capping or scaling)."""
+        return self.model.get_output_embeddings().weight if self.plain_head else None
 
 
 class SourceForward(Projected):
@@ -35,8 +48,7 @@ class SourceForward(Projected):
     are right inside a source wherever it stands, and masks hide the others.
 
     Raises:
-        ValueError: an encoder-decoder of another family, or without a start token for its decoder; FlexAttention; a
-            model whose states in a row with others differ from those by itself.
+        ValueError: an encoder-decoder of another family, or without a start token for its decoder; FlexAttention.
     """
 
     def __init__(self, model: Any) -> None:
@@ -50,7 +62,6 @@ class SourceForward(Projected):
         self._scale = self.config.d_model**-0.5 if scaled_if and getattr(self.config, scaled_if) else 1.0
         head = model.get_output_embeddings()
         self.plain_head = isinstance(head, nn.Linear) and head.bias is None
-        _check_rows(self)
 
     def __call__(self, batch: Batch) -> Tensor:
         """Decoder states [B, T, D], see `hidden`; logits [B, T, V] where `weight_VD()` is None."""
@@ -175,37 +186,3 @@ def _additive(visible_RMS: Tensor, dtype: torch.dtype) -> Tensor:
     """[R, 1, M, S] of 0 and the lowest number: what all attention of T5 adds to its scores."""
     mask_RMS = torch.zeros(visible_RMS.shape, dtype=dtype, device=visible_RMS.device)
     return mask_RMS.masked_fill_(~visible_RMS, torch.finfo(dtype).min)[:, None]
-
-
-def _check_rows(forward: SourceForward) -> None:
-    """Compare answers that share rows with the model's own forward of each. Raises ValueError where they differ."""
-    model = forward.model
-    device, vocab = next(model.parameters()).device, forward.vocab_size
-    tokens_BT = torch.tensor([[5, 1, 7, 2, 9, 3, 6, 4, 8, 2]], device=device) % vocab
-    documents_BT = torch.tensor([[0, 0, 0, 0, 0, 0, 1, 1, 1, 1]], device=device)
-    labels_BT = torch.full_like(tokens_BT, IGNORED)
-    answers = [(0, 2, 3), (0, 5, 6), (6, 7, 10)]
-    for _, start, end in answers:
-        labels_BT[0, start:end] = tokens_BT[0, start:end]
-    was_training = model.training
-    model.eval()
-    difference = largest = 0.0
-    with torch.no_grad():
-        hidden_BTD = forward.hidden(Batch(tokens_BT, labels_BT, torch.zeros_like(tokens_BT), documents_BT))
-        for first, start, end in answers:
-            begin = torch.tensor([[forward.start_id]], device=device)
-            inputs_BM = torch.cat((begin, tokens_BT[:, start : end - 1]), 1)
-            source_BS = tokens_BT[:, first:start]
-            # Masks of its own: without one, UMT5's decoder is not causal in some versions of transformers.
-            masks = {"attention_mask": torch.ones_like(source_BS), "decoder_attention_mask": torch.ones_like(inputs_BM)}
-            wanted_MV = model(source_BS, decoder_input_ids=inputs_BM, use_cache=False, **masks).logits[0].float()
-            found_MV = model.get_output_embeddings()(hidden_BTD[0, start - 1 : end - 1]).float()
-            difference = max(difference, float((found_MV - wanted_MV).abs().max()))
-            largest = max(largest, float(wanted_MV.abs().max()))
-    model.train(was_training)
-    tolerance = _TOLERANCE if model.dtype == torch.float32 else _ROUGH_TOLERANCE
-    if not difference <= tolerance * max(largest, 1e-6):
-        raise ValueError(
-            f"this model of type {model.config.model_type!r} cannot be trained on packed blocks: answers that share a "
-            f"row differ from answers alone by {difference:.2g} of {largest:.2g}"
-        )

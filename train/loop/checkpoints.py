@@ -7,39 +7,38 @@ processes under any kind of parallelism can resume from it. It is written under 
 
 from __future__ import annotations
 
-import errno
 import hashlib
 import json
 import shutil
 import warnings
-from collections import OrderedDict
-from collections.abc import Iterator, Mapping
-from contextlib import contextmanager
-from dataclasses import dataclass, field, fields
+from collections.abc import Mapping
+from dataclasses import asdict, dataclass, field, fields
 from pathlib import Path
 from typing import Any
 
 import torch
-from torch import nn
+from safetensors import SafetensorError
+from safetensors.torch import load_model, save_file
+from torch import Tensor, nn
 
-from ...checkpoints.storage.atomic import atomic_text, errors_named, finish_file, sync
+from ...checkpoints.storage.atomic import atomic_text, sync
 from ...checkpoints.storage.safe_read import stamp
 from ..parallel.accelerate import zero_stage
-from ..parallel.processes import on_main, together
+from ..parallel.processes import on_main
 from ..parallel.sharding import gather_optimizer, gather_state, scatter_optimizer, scatter_weights
 
 _WEIGHTS, _OPTIMIZER, _SCALER = "model.safetensors", "optimizer.bin", "scaler.pt"  # accelerate's names
 _SUMMARY = "checkpoint.json"
 _FORMAT = 1
+_FULL = 1 << 16  # a disk with fewer bytes
 
 
 @dataclass(frozen=True)
 class Position:
-    """How far a run is: steps, seconds of training, processes, tokens seen, and how far streamed data is read."""
+    """How far a run is: steps, seconds of training, tokens seen, and how far streamed data is read."""
 
     step: int = 0
     seconds: float = 0.0
-    processes: int = 0
     tokens: int = 0
     data: dict[str, int] = field(default_factory=dict)
 
@@ -53,7 +52,8 @@ class StateFolder:
         self._checkpoints = folder / "checkpoints"
         self._accelerator = accelerator
         self._keep = keep
-        self._module: nn.Module | None = None
+        self._module: nn.Module = nn.Module()
+        self._optimizer: torch.optim.Optimizer | None = None
         self._groups: list[dict[str, Any]] = []
         self.evaluations: dict[int, dict[str, float]] = {}
         """What was measured, by step."""
@@ -85,44 +85,29 @@ class StateFolder:
         return position
 
     def attach(self, module: nn.Module, optimizer: torch.optim.Optimizer) -> None:
-        """Say what is saved and loaded; to be called before the accelerator prepares (and shards) it."""
-        self._module = module
+        """Set what is saved and loaded; to be called before the accelerator prepares (and shards) it."""
+        self._module, self._optimizer = module, optimizer
         self._groups = [dict(group) | {"params": list(group["params"])} for group in optimizer.param_groups]
 
     def load(self, position: Position) -> None:
-        """Load the checkpoint of `position` into what the accelerator has prepared; ValueError: a float16 checkpoint of
-        DeepSpeed, which has no loss scale, is resumed without DeepSpeed."""
-        folder = self._path(position.step)
+        """Load the checkpoint of `position` into what was attached, or what the accelerator has made of it."""
+        assert self._optimizer is not None, "nothing was attached"
+        folder, scaler = self._path(position.step), self._accelerator.scaler
+        self.load_weights(position.step)
+        saved = torch.load(folder / _OPTIMIZER, map_location="cpu", weights_only=True, mmap=True)
         if zero_stage(self._accelerator):
-            self.load_weights(position.step)
-            saved = torch.load(folder / _OPTIMIZER, map_location="cpu", weights_only=True, mmap=True)
             scatter_optimizer(self._accelerator, self._groups, saved)
-            return
-        if self._accelerator.scaler is not None and not (folder / _SCALER).exists():
-            kind = self._accelerator.distributed_type.value
-            raise ValueError(
-                f"{folder} was saved under DeepSpeed in fp16, without a loss scale, which {kind} needs: "
-                "resume under DeepSpeed, or start again with precision bf16"
-            )
-
-        def bare(models: list[nn.Module], _: str) -> None:  # weights are stored under the names of the bare module
-            models[:] = [self._accelerator.unwrap_model(model) for model in models]
-
-        hook = self._accelerator.register_load_state_pre_hook(bare)
-        try:
-            self._accelerator.load_state(str(folder))
-        finally:
-            hook.remove()
+        else:
+            self._optimizer.load_state_dict(saved)
+        if scaler is not None and (folder / _SCALER).exists():  # DeepSpeed leaves none
+            scaler.load_state_dict(torch.load(folder / _SCALER, weights_only=True))
 
     def load_weights(self, step: int) -> None:
         """Load the weights of a checkpoint alone; the optimizer's state stays as it is."""
-        assert self._module is not None, "nothing was attached"
         file = self._path(step) / _WEIGHTS
         if zero_stage(self._accelerator):
             scatter_weights(self._accelerator, self._module, file)
         else:
-            from safetensors.torch import load_model
-
             load_model(self._module, file)
 
     def has(self, step: int) -> bool:
@@ -134,15 +119,18 @@ class StateFolder:
         could not be written, and older ones are untouched."""
         target = self._path(position.step)
         temporary = target.with_name("." + target.name)
-        gathered = self._gather()
-        try:
-            on_main(self._accelerator, lambda: temporary.mkdir(parents=True))
-            together(self._accelerator, lambda: self._write(temporary, gathered))
-            on_main(self._accelerator, lambda: self._finish(temporary, target, position, pinned))
-        except (OSError, ValueError):
-            if self._accelerator.is_main_process:
+        weights, optimizer = self._gather()
+
+        def write() -> None:
+            temporary.mkdir(parents=True)
+            try:
+                self._write(temporary, weights, optimizer)
+                self._finish(temporary, target, position, pinned)
+            except OSError:
                 shutil.rmtree(temporary, ignore_errors=True)
-            raise
+                raise
+
+        on_main(self._accelerator, write)
 
     def log(self, line: Mapping[str, Any]) -> None:
         """Append one line to `log.jsonl` (main process only)."""
@@ -190,49 +178,37 @@ class StateFolder:
                 f"{self.folder} holds a run with other settings ({'; '.join(found)}); choose another output folder"
             )
 
-    def _gather(self) -> tuple[Any, Any] | None:
-        """What DeepSpeed has sharded, whole in the main process's memory: weights and optimizer state."""
-        if not zero_stage(self._accelerator):
-            return None
-        assert self._module is not None, "nothing was attached"
-        weights = gather_state(self._accelerator, self._module)
-        return weights, gather_optimizer(self._accelerator, self._groups)
+    def _gather(self) -> tuple[Mapping[str, Tensor] | None, dict[str, Any] | None]:
+        """Weights and optimizer state; what DeepSpeed has sharded, whole in the main process's memory alone."""
+        if zero_stage(self._accelerator):
+            weights = gather_state(self._accelerator, self._module)
+            return weights, gather_optimizer(self._accelerator, self._groups)
+        assert self._optimizer is not None, "nothing was attached"
+        return self._module.state_dict(), self._optimizer.state_dict()
 
-    def _write(self, temporary: Path, gathered: tuple[Any, Any] | None) -> None:
-        with _full_disk_named(temporary):
-            if gathered is None:
-                self._write_unsharded(temporary)
-            elif self._accelerator.is_main_process:
-                from safetensors.torch import save_file
-
-                save_file(_bare_state(gathered[0]), temporary / _WEIGHTS, metadata={"format": "pt"})
-                torch.save(gathered[1], temporary / _OPTIMIZER)
-
-    def _write_unsharded(self, temporary: Path) -> None:
-        def bare(_: list[nn.Module], weights: list[dict[str, Any]], folder: str) -> None:
-            weights[:] = [_bare_state(state) for state in weights]
-
-        hook = self._accelerator.register_save_state_pre_hook(bare)
+    def _write(self, folder: Path, weights: Mapping[str, Tensor] | None, optimizer: dict[str, Any] | None) -> None:
+        assert weights is not None
         try:
-            self._accelerator.save_state(str(temporary))
-        finally:
-            hook.remove()
+            save_file(_tied_once(weights), folder / _WEIGHTS, metadata={"format": "pt"})
+            torch.save(optimizer, folder / _OPTIMIZER)
+            if self._accelerator.scaler is not None:
+                torch.save(self._accelerator.scaler.state_dict(), folder / _SCALER)
+        except (OSError, RuntimeError, SafetensorError) as error:
+            full = ": No space left on device" if shutil.disk_usage(folder).free < _FULL else ""
+            raise OSError(f"{folder} could not be written{full}: {error}") from error
 
     def _finish(self, temporary: Path, target: Path, position: Position, pinned: int | None) -> None:
-        files = sorted(path for path in temporary.rglob("*") if path.is_file())
+        files = sorted(temporary.iterdir())
         stage = zero_stage(self._accelerator)
         summary = {
             "format": _FORMAT,
-            "step": position.step,
-            "seconds": position.seconds,
+            **asdict(position),
             "processes": self._accelerator.num_processes,
-            "tokens": position.tokens,
             "parallelism": f"ZeRO-{stage}" if stage else str(self._accelerator.distributed_type.value),
-            "data": position.data,
-            "files": {path.relative_to(temporary).as_posix(): stamp(path) for path in files},
+            "files": {path.name: stamp(path) for path in files},
         }
         atomic_text(temporary / _SUMMARY, json.dumps(summary, indent=2) + "\n")
-        for path in [*temporary.rglob("*"), temporary]:
+        for path in [*files, temporary]:
             sync(path)
         if target.exists():  # a damaged one that was skipped
             shutil.rmtree(target)
@@ -263,16 +239,13 @@ def data_fingerprint(data: Any) -> str:
     return hashlib.sha256(json.dumps(known, sort_keys=True, default=str).encode()).hexdigest()
 
 
-def _bare_state(state: Mapping[str, torch.Tensor]) -> OrderedDict[str, torch.Tensor]:
-    """Weights without the wrapper's prefix, so that any number of processes can load them; tied ones once."""
-    bare: OrderedDict[str, torch.Tensor] = OrderedDict()
-    seen: set[tuple[Any, ...]] = set()
+def _tied_once(state: Mapping[str, Tensor]) -> dict[str, Tensor]:
+    """Of tensors in the same memory the first."""
+    kept: dict[tuple[Any, ...], str] = {}
     for name, tensor in state.items():
-        storage = (tensor.device, tensor.data_ptr(), tensor.shape, tensor.stride(), tensor.dtype)
-        if tensor.numel() == 0 or storage not in seen:
-            bare[name.removeprefix("module.")] = tensor
-        seen.add(storage)
-    return bare
+        key = (tensor.device, tensor.data_ptr(), tensor.shape, tensor.stride(), tensor.dtype)
+        kept.setdefault(key if tensor.numel() else (name,), name)
+    return {name: state[name].contiguous() for name in kept.values()}
 
 
 def _problem_of(folder: Path) -> str | None:
@@ -303,19 +276,3 @@ def _read_lines(path: Path) -> list[dict[str, Any]]:
             except json.JSONDecodeError:
                 break
     return lines
-
-
-@contextmanager
-def _full_disk_named(folder: Path) -> Iterator[None]:
-    """torch and safetensors wrap a failed write in errors of their own. Raises the OSError that writing meets."""
-    try:
-        yield
-    except Exception as error:
-        probe = folder / "probe"
-        with errors_named(probe), probe.open("wb") as out:
-            out.write(bytes(1 << 20))
-            finish_file(out)
-        probe.unlink()
-        if "No space left" in str(error):
-            raise OSError(errno.ENOSPC, "No space left on device", str(folder)) from error
-        raise

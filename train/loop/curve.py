@@ -1,4 +1,7 @@
-"""What as many tokens again would bring: a saturating power law through the evaluations of a run."""
+"""What as many tokens again would bring: a saturating power law through the evaluations of a run.
+
+Letters: E exponents, X evaluations.
+"""
 
 from __future__ import annotations
 
@@ -41,15 +44,11 @@ def fit_curve(tokens: Sequence[int], values: Sequence[float]) -> Curve | None:
     if len(kept) < _FEWEST_POINTS:
         return None
     x, y = np.array(kept, dtype=np.float64).T
-    best: tuple[float, float, float, float] | None = None
-    for exponent in _EXPONENTS:
-        falling = -((x / x[-1]) ** -exponent)
-        centred = falling - falling.mean()
-        drop = max(0.0, float(centred @ y / (centred @ centred)))
-        limit = float(y.mean() - drop * falling.mean())
-        error = float(np.sqrt(np.mean((limit + drop * falling - y) ** 2)))
-        if best is None or error < best[0]:
-            best = (error, limit, float(drop * x[-1] ** exponent), float(exponent))
-    assert best is not None
-    error, limit, drop, exponent = best
-    return Curve(limit, drop, exponent, error, len(kept), int(x[-1]))
+    falling_EX = -((x / x[-1]) ** -_EXPONENTS[:, None])
+    mean_E1 = falling_EX.mean(1, keepdims=True)
+    drop_E = np.maximum(0.0, (falling_EX - mean_E1) @ y / np.square(falling_EX - mean_E1).sum(1))
+    limit_E = y.mean() - drop_E * mean_E1[:, 0]
+    error_E = np.sqrt(np.square(limit_E[:, None] + drop_E[:, None] * falling_EX - y).mean(1))
+    best = int(error_E.argmin())
+    limit, drop, exponent, error = (float(each[best]) for each in (limit_E, drop_E, _EXPONENTS, error_E))
+    return Curve(limit, drop * float(x[-1]) ** exponent, exponent, error, len(kept), int(x[-1]))

@@ -8,40 +8,40 @@ from __future__ import annotations
 import math
 import signal
 import time
-from contextlib import AbstractContextManager
+from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Protocol
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import torch
 from torch import Tensor, nn
 
+from ...checkpoints.storage.messages import first_line
 from ...data.blocks.packing import PADDING, Batch
 from ..config import FitConfig, micro_steps
 from ..parallel.accelerate import Stepper, configure, gathered, make_accelerator
-from ..parallel.interrupts import Interrupted, StopSignals, TrainingError
+from ..parallel.interrupts import Interrupted, StopSignals, TrainingError, is_out_of_memory
 from ..parallel.processes import on_main, raised, together
 from ..parallel.sharding import unshard
 from .checkpoints import Position, StateFolder, data_fingerprint
 from .curve import fit_curve
-from .faults import dead_worker_named, lack_of_memory_named, shown
 from .optimizer import learning_rates, make_optimizer
 from .progress import Report, peak_flops, peak_memory
 
 if TYPE_CHECKING:
-    from rich.console import Console
-
     from ...data.blocks.prepared import PreparedData
     from ...data.blocks.stream import StreamedData
 
 __all__ = ["FitConfig", "FitResult", "Interrupted", "Task", "TrainingError", "fit"]
 
 _MAX_SKIPPED_STEPS = 50
+_SHOWN_BLOCKS = 16
 _STOPPING = (signal.SIGINT, signal.SIGTERM)
 
 
-class Task(Protocol):
+class Task:
     """What `fit` trains."""
 
     name: str
@@ -50,29 +50,32 @@ class Task(Protocol):
     The loss of a step is Σ sums ÷ counts, both taken over the whole global batch."""
     settings: dict[str, Any]
     """What a resumed run must not change; JSON values."""
-
-    @property
-    def rewrites(self) -> bool:
-        """Whether `rewrite` has anything to do."""
+    rewrites = False
+    """Whether `rewrite` has anything to do."""
 
     def place(self, device: torch.device) -> None:
         """Move to `device` what is run but not trained."""
 
     def begin(self, step: int, steps: int) -> None:
-        """Step number `step` of `steps` is about to run."""
+        """Step number `step` of `steps` is about to run: tell the module how far the run is."""
+        self.module.progress = step / steps  # type: ignore[assignment]
 
     def rewrite(self, batch: Batch, rows: np.ndarray, global_batch: int, seed: tuple[int, int]) -> Batch:
         """The batch to train on instead of `batch`, which holds rows number `rows` of a global batch of so many; what
         becomes of a row may depend on it, its number and `seed` (of the run, step) alone."""
+        return batch
 
     def count(self, batch: Batch) -> Tensor:
         """The counts that `module` would return for this batch, without running it."""
+        raise NotImplementedError
 
     def flops(self, tokens: int, trained: int) -> float:
         """Operations that forward and backward of so many tokens, `trained` of them trained on, take in matrices."""
+        raise NotImplementedError
 
     def evaluate(self, module: nn.Module) -> dict[str, float]:
         """Held-out metrics of `module` (unwrapped, in evaluation mode); may be empty."""
+        return {}
 
 
 @dataclass(frozen=True)
@@ -109,28 +112,27 @@ def fit(
     config: FitConfig,
     state_dir: str | Path,
     accelerator: Any | None = None,
-    progress: Console | None = None,
 ) -> FitResult:
     """Train `task.module` in place for `config.steps` steps, resuming from the newest checkpoint in `state_dir`.
 
     The blocks of a step depend on seed and step alone and every step draws its own random numbers, so a resumed run
-    repeats the losses of an undisturbed one. `progress` is where to report (None: standard error).
+    repeats the losses of an undisturbed one.
 
     Raises:
         ValueError: a batch that cannot be split; a state folder of a run with other settings.
-        TrainingError: a loss or gradient that is not finite or too large; a dead worker of the data; no memory.
+        TrainingError: a loss or gradient that is not finite or too large; no memory.
         Interrupted: SIGINT or SIGTERM, which may have come to another process; the state was saved.
         OSError: a checkpoint could not be written; the older ones are untouched.
         StoppedError: the same in the other processes.
     """
-    accelerator = _accelerator(config, accelerator)
+    accelerator = accelerator or make_accelerator(config.precision)
     run = together(accelerator, lambda: _Run(task, data, config, Path(state_dir), accelerator))
     try:
         position = run.prepare()
-        with StopSignals() as stop, Report(task.name, config.steps, position.step, progress, run.is_main) as report:
+        with StopSignals() as stop:
+            report = Report(task.name, config.steps, position.step, run.is_main)
             report.line(run.opening_line(position))
-            with dead_worker_named(lambda: run.done, run.state.folder):
-                result = run.train(position, stop, report)
+            result = run.train(position, stop, report)
         unshard(accelerator, run.module)
         return result
     finally:
@@ -154,7 +156,6 @@ class _Run:
         self.module: Any = task.module
         self.resumed_from: int | None = None
         self.skipped = 0
-        self.done = 0
         self.blocks: list[int] = []
         self.stopping: signal.Signals | None = None
         if config.gradient_checkpointing:
@@ -203,24 +204,20 @@ class _Run:
     def opening_line(self, position: Position) -> str:
         """Where and what is about to run."""
         config, accelerator = self.config, self.accelerator
+        resumed = "" if self.resumed_from is None else f"; resumed after step {position.step}"
         tokens = config.global_batch * self.data.block_tokens
-        line = (
+        return (
             f"{self.task.name}: {self.world} process{'es' if self.world > 1 else ''} "
             f"({accelerator.distributed_type.value}) on {accelerator.device.type}, precision {config.precision}, "
             f"{self.trained:,} trained parameters, {config.steps} steps of {tokens:,} tokens at most; peak "
-            f"{self.peak / 1e12:.3g} TFLOP/s"
+            f"{self.peak / 1e12:.3g} TFLOP/s{resumed}"
         )
-        if self.resumed_from is not None:
-            line += f"; resumed after step {position.step}"
-            if position.processes != self.world:
-                line += f" (that ran in {position.processes} processes: same data, sums are rounded differently)"
-        return line
 
     def train(self, position: Position, stop: StopSignals, report: Report) -> FitResult:
         """All remaining steps, with what is due after each."""
         config = self.config
         while True:
-            step = self.done = position.step
+            step = position.step
             # Saved first: an evaluation that fails must not cost the training that led to it.
             last = step == config.steps
             if step and self.resumed_from != step and (last or _is_due(step, config.save_every)):
@@ -240,18 +237,31 @@ class _Run:
                 "mfu": line.pop("flops") / seconds / (self.peak * self.world),
                 "peak_memory_bytes": peak_memory(self.accelerator.device),
             }
-            position = Position(step + 1, position.seconds + seconds, self.world, tokens, self.data.state())
+            position = Position(step + 1, position.seconds + seconds, tokens, self.data.state())
             report.step(step + 1, line["loss"], line["tokens_per_second"], seconds)
             if (step + 1) % config.log_every == 0 or step + 1 == config.steps or "skipped" in line:
                 self._log(line)
             if self.stopping is not None:
                 self._stop(position, self.stopping, report)
 
-    def _memory_named(self, what: str) -> AbstractContextManager[None]:
-        size, self.blocks = self.config.micro_batch, []
-        less = f"micro_batch {size // 2}" if size > 1 else "gradient_checkpointing or shorter blocks"
-        where = f"{what}, with micro_batch {size} of {self.data.block_tokens} tokens"
-        return lack_of_memory_named(where, self.blocks, less, self.state.folder)
+    @contextmanager
+    def _memory_named(self, what: str) -> Iterator[None]:
+        """Raises TrainingError where memory runs out: what was done with which blocks, and what would need less."""
+        self.blocks = []
+        try:
+            yield
+        except (RuntimeError, MemoryError) as error:
+            if not is_out_of_memory(error):
+                raise
+            size = self.config.micro_batch
+            less = f"micro_batch {size // 2}" if size > 1 else "gradient_checkpointing or shorter blocks"
+            where = f", blocks {_shown(self.blocks)}" if self.blocks else ""
+            raise TrainingError(
+                f"out of memory in {what}, with micro_batch {size} of {self.data.block_tokens} tokens{where} "
+                f"({first_line(error)}). The last checkpoint in {self.state.folder} is untouched: resume from it with "
+                f"{less}",
+                self.blocks,
+            ) from error
 
     def _log(self, line: dict[str, Any]) -> None:
         known = {key: value for key, value in line.items() if not isinstance(value, float) or math.isfinite(value)}
@@ -293,7 +303,7 @@ class _Run:
         batch. `blocks` then has the numbers of its blocks."""
         config, rank = self.config, self.accelerator.process_index
         indices, drawn = self.data.step_batch(step, config.global_batch, config.seed)
-        self.blocks[:] = indices.tolist()
+        self.blocks = indices.tolist()
         self.task.begin(step, config.steps)
         rows = np.concatenate([_rows(micro, rank, self.world, config.micro_batch) for micro in range(self.micro_steps)])
         batch = drawn.rows(rows)
@@ -337,7 +347,7 @@ class _Run:
 
             blocks = gather_object(blocks)
         blocks = blocks or self.blocks
-        where = f"{what} at step {step + 1}, blocks {shown(blocks)}"
+        where = f"{what} at step {step + 1}, blocks {_shown(blocks)}"
         # float16: the scaler finds gradients too large now and then, and lowers its scale
         lenient = self.config.on_bad_step == "skip" or (math.isfinite(loss) and self.stepper.scales_loss)
         if lenient and self.skipped <= _MAX_SKIPPED_STEPS:
@@ -444,14 +454,10 @@ class _Run:
         )
 
 
-def _accelerator(config: FitConfig, accelerator: Any | None) -> Any:
-    if accelerator is None:
-        return make_accelerator(config.precision)
-    if accelerator.mixed_precision != config.precision:
-        raise ValueError(
-            f"precision is {config.precision!r}, the accelerator was made for {accelerator.mixed_precision!r}"
-        )
-    return accelerator
+def _shown(blocks: list[int]) -> str:
+    """Blocks by number, the first of many."""
+    more = f" and {len(blocks) - _SHOWN_BLOCKS} more" if len(blocks) > _SHOWN_BLOCKS else ""
+    return f"{blocks[:_SHOWN_BLOCKS]}{more}"
 
 
 def _is_due(step: int, every: int) -> bool:

@@ -9,7 +9,7 @@ Matrix products run over a *chunk* of positions, into one buffer; what comes aft
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 from typing import Literal, NamedTuple
 
@@ -47,16 +47,10 @@ Teacher = DenseTeacher | SparseTeacher
 @dataclass(frozen=True, slots=True)
 class TopK:
     """Learn from the teacher's k most likely tokens. The `tail` is one event on both sides ("bucket", at temperature 1
-    only) or has probability 0 while the k sum to 1 ("renormalise"). Raises ValueError: k < 1; an unknown tail."""
+    only) or has probability 0 while the k sum to 1 ("renormalise")."""
 
     k: int
     tail: Literal["bucket", "renormalise"] = "bucket"
-
-    def __post_init__(self) -> None:
-        if self.k < 1:
-            raise ValueError(f"top_k keeps {self.k} tokens, expected 1 or more")
-        if self.tail not in ("bucket", "renormalise"):
-            raise ValueError(f"top_k has tail {self.tail!r}, expected 'bucket' or 'renormalise'")
 
 
 def chunk_positions(vocab: int, device: torch.device) -> int:
@@ -68,35 +62,6 @@ def chunk_positions(vocab: int, device: torch.device) -> int:
 def block_rows(vocab: int, chunk: int, device: torch.device) -> int:
     """Rows of a block: on a GPU, blocks are chunks."""
     return chunk if device.type == "cuda" else max(1, BLOCK_ELEMENTS * torch.get_num_threads() // vocab)
-
-
-class DrafterLogits:
-    """Logits of the positions that have a label, chunk after chunk; arguments as in `drafter.mixture`."""
-
-    def __init__(self, hidden_XD: Tensor, weight_VD: Tensor | None, labels_X: Tensor, chunk: int | None) -> None:
-        assert hidden_XD.dim() == 2, hidden_XD.shape
-        assert labels_X.shape == hidden_XD.shape[:1], (hidden_XD.shape, labels_X.shape)
-        self.vocab = hidden_XD.shape[1] if weight_VD is None else weight_VD.shape[0]
-        self.kept = (labels_X != IGNORED).nonzero()[:, 0]
-        self.size = chunk or chunk_positions(self.vocab, hidden_XD.device)
-        self.block = block_rows(self.vocab, self.size, hidden_XD.device)
-        self._product = _Product(hidden_XD, weight_VD, self.size)
-
-    @property
-    def count(self) -> Tensor:
-        """How many positions have a label, int64 scalar."""
-        return torch.tensor(len(self.kept), device=self.kept.device)
-
-    def chunks(self) -> Iterator[tuple[Tensor, Tensor]]:
-        """Positions int64 [C] and logits [C, V] of each chunk; the next one overwrites the logits."""
-        for rows_C in self.kept.split(self.size):
-            if len(rows_C):
-                yield rows_C, self._product(rows_C)
-
-    def blocks(self, rows: int) -> Iterator[slice]:
-        """The blocks of a chunk of so many rows."""
-        for start in range(0, rows, self.block):
-            yield slice(start, min(start + self.block, rows))
 
 
 class Targets(NamedTuple):
@@ -130,15 +95,15 @@ class TeacherTargets:
         self._precise = False  # 16 bits hold logits, but no log-probabilities
         self._sparse: SparseTeacher | None = None
         self._vocab = vocab
-        self._block = block_rows(vocab, size, _device(teacher))
         if isinstance(teacher, SparseTeacher):
             assert teacher.ids_XK.shape == teacher.log_probs_XK.shape
+            device = teacher.ids_XK.device
             self._sparse, self.positions, kept = teacher, len(teacher.ids_XK), teacher.ids_XK.shape[1]
             self._top_k = top_k = top_k or TopK(kept)
             if top_k.k > kept:
                 raise ValueError(f"top_k wants the {top_k.k} most likely tokens, and the teacher keeps {kept}")
         else:
-            hidden_XE, weight_VE = teacher.hidden_XE.detach(), teacher.weight_VE
+            hidden_XE, weight_VE, device = teacher.hidden_XE.detach(), teacher.weight_VE, teacher.hidden_XE.device
             self.positions, self._precise = len(hidden_XE), hidden_XE.dtype.itemsize > 2
             theirs = hidden_XE.shape[1] if weight_VE is None else weight_VE.shape[0]
             if theirs != vocab:
@@ -146,6 +111,7 @@ class TeacherTargets:
                     f"the drafter's vocabulary has {vocab} tokens, the teacher's {theirs}: they must agree"
                 )
             self._product = _Product(hidden_XE, None if weight_VE is None else weight_VE.detach(), size, own_type=True)
+        self._block = block_rows(vocab, size, device)
         if top_k is not None and top_k.tail == "bucket" and temperature != 1:
             raise ValueError(f"tail 'bucket' needs temperature 1, got {temperature}: use tail 'renormalise'")
         self._logits_CV: Tensor | None = None
@@ -154,11 +120,11 @@ class TeacherTargets:
     def load(self, rows_C: Tensor) -> None:
         """Go to the chunk of these positions."""
         if self._product is None:
-            self._kept = self._join([self._named(rows_R) for rows_R in rows_C.split(self._block)])
+            self._kept = _join(self._named(rows_R) for rows_R in rows_C.split(self._block))
             return
         self._logits_CV = logits_CV = self._product(rows_C)
         if self._top_k is not None and self._top_k.k < self._vocab:
-            self._kept = self._join([self._cut(upcast(logits_RV)) for logits_RV in logits_CV.split(self._block)])
+            self._kept = _join(self._cut(upcast(logits_RV)) for logits_RV in logits_CV.split(self._block))
         elif self._precise:
             for logits_RV in logits_CV.split(self._block):
                 logits_RV.copy_(divide_by_temperature(logits_RV, self._temperature).log_softmax(1))
@@ -204,10 +170,34 @@ class TeacherTargets:
         none_R1 = torch.full_like(log_probs_RK[:, :1], -torch.inf)
         return Targets(ids_RK, torch.cat([log_probs_RK, none_R1], 1))
 
-    @staticmethod
-    def _join(parts: Sequence[Targets]) -> Targets:
-        ids = [part.ids_RK for part in parts if part.ids_RK is not None]
-        return Targets(torch.cat(ids), torch.cat([part.log_probs_RF for part in parts]))
+
+def _join(parts: Iterable[Targets]) -> Targets:
+    ids, log_probs = zip(*parts, strict=True)
+    return Targets(torch.cat(ids), torch.cat(log_probs))
+
+
+def blocks_of_logits(
+    hidden_XD: Tensor, weight_VD: Tensor | None, labels_X: Tensor, chunk: int | None, teacher: Teacher | None = None
+) -> Iterator[tuple[Tensor, Tensor, Targets | None]]:
+    """Of the positions that have a label, block by block: labels int64 [R], logits [R, V], and what a teacher says;
+    arguments as in `drafter.mixture`, and ValueError as `TeacherTargets`."""
+    assert labels_X.shape == hidden_XD.shape[:1], (hidden_XD.shape, labels_X.shape)
+    vocab = hidden_XD.shape[1] if weight_VD is None else weight_VD.shape[0]
+    size = chunk or chunk_positions(vocab, hidden_XD.device)
+    product, targets = _Product(hidden_XD, weight_VD, size), None
+    if teacher is not None:
+        targets = TeacherTargets(teacher, vocab, size)
+        assert targets.positions == len(labels_X), (targets.positions, len(labels_X))
+    block = block_rows(vocab, size, hidden_XD.device)
+    kept = (labels_X != IGNORED).nonzero()[:, 0]
+    for rows_C in kept.split(size) if len(kept) else ():
+        logits_CV = product(rows_C)
+        if targets is not None:
+            targets.load(rows_C)
+        for start in range(0, len(rows_C), block):
+            part = slice(start, start + block)
+            said = None if targets is None else targets.rows(part)
+            yield labels_X[rows_C[part]], upcast(logits_CV[part]), said
 
 
 def to_top_k_events(logits_RV: Tensor, ids_RK: Tensor) -> tuple[Tensor, Tensor]:
@@ -244,10 +234,6 @@ def upcast(values: Tensor) -> Tensor:
 def divide_by_temperature(logits_RV: Tensor, temperature: float) -> Tensor:
     """Logits at a temperature."""
     return logits_RV if temperature == 1 else logits_RV / temperature
-
-
-def _device(teacher: Teacher) -> torch.device:
-    return (teacher.ids_XK if isinstance(teacher, SparseTeacher) else teacher.hidden_XE).device
 
 
 def _log_rest(log_probs_RK: Tensor) -> Tensor:

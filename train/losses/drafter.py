@@ -1,17 +1,17 @@
 """Losses, computed chunk by chunk of positions (see `fused`): logits of a whole batch never exist.
 
-Letters: as in `chunks`; B batch, T tokens.
+Letters: as in `chunks`; B batch, T tokens, K heads (of `heads_mixture` and `head_labels`).
 """
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
 import torch
 from torch import Tensor
 
-from .chunks import IGNORED, DrafterLogits, Teacher, TeacherTargets, TopK, to_events, upcast
+from .chunks import IGNORED, Teacher, TopK, blocks_of_logits, to_events
 from .fused import Plan, fused_loss
 
 TOP = 5  # tokens that "top-5" looks at
@@ -40,7 +40,7 @@ def mixture(
         (int64).
 
     Raises:
-        ValueError: see `fused.terms_of`, `TopK` and `chunks.TeacherTargets`; no teacher; a temperature ≤ 0.
+        ValueError: see `chunks.TeacherTargets`; no teacher where an objective needs one.
     """
     plan = Plan(
         weights, hidden_XD[:, None], [weight_VD], labels_X[:, None], teacher, None, temperature, chunk, top_k
@@ -53,6 +53,37 @@ def cross_entropy(
 ) -> tuple[Tensor, Tensor]:
     """Σ −log q(label) over positions with a label; see `mixture`. Returns (sum, count)."""
     return mixture({"cross-entropy": 1.0}, hidden_XD, weight_VD, labels_X, chunk=chunk)
+
+
+def heads_mixture(
+    weights: Mapping[str, float],
+    features_XKD: Tensor,
+    projections: Sequence[Tensor],
+    labels_XK: Tensor,
+    teacher: Teacher | None = None,
+    teacher_rows_XK: Tensor | None = None,
+    temperature: float = 1.0,
+    chunk: int | None = None,
+    top_k: TopK | None = None,
+) -> tuple[Tensor, Tensor]:
+    """The sum of `mixture` for each head: Medusa's loss (Cai et al. 2024, arXiv 2401.10774, equation 1) where
+    the objective is cross entropy, its self-distillation (section 2.3.2) where it is a divergence.
+
+    Logits of head k are `features_XKD[:, k] @ projections[k].T`; heads may share a projection [V, D]. `labels_XK` are
+    as `head_labels` gives them. `teacher_rows_XK` int64 is the teacher's row that is the distribution of labels_XK[x,
+    k], read where there is a label; each row is computed once for all heads.
+
+    Returns:
+        Sums [K] (float32, or float64 if `features_XKD` is; differentiable once) and numbers of positions int64 [K].
+
+    Raises:
+        ValueError: see `mixture`.
+    """
+    assert teacher is None or teacher_rows_XK is not None, "heads learn from other positions than their own"
+    plan = Plan(
+        weights, features_XKD, projections, labels_XK, teacher, teacher_rows_XK, temperature, chunk, top_k
+    )  # fmt: skip
+    return fused_loss(plan, features_XKD, projections), plan.counts_K
 
 
 def shifted_labels(labels_BT: Tensor, documents_BT: Tensor, offset: int) -> Tensor:
@@ -87,20 +118,18 @@ class LabelHits:
 @torch.no_grad()
 def label_hits(hidden_XD: Tensor, weight_VD: Tensor | None, labels_X: Tensor, chunk: int | None = None) -> LabelHits:
     """How well a drafter predicts the labels, in one pass; shapes as in `mixture`."""
-    logits = DrafterLogits(hidden_XD, weight_VD, labels_X, chunk)
     loss = torch.zeros((), dtype=torch.promote_types(hidden_XD.dtype, torch.float32), device=labels_X.device)
     top1, top5 = (torch.zeros((), dtype=torch.int64, device=labels_X.device) for _ in range(2))
-    ids_V = torch.arange(logits.vocab, device=labels_X.device)
-    for rows_C, logits_CV in logits.chunks():
-        for block in logits.blocks(len(rows_C)):
-            logits_RV, labels_R1 = upcast(logits_CV[block]), labels_X[rows_C[block], None]
-            mine_R1 = logits_RV.gather(1, labels_R1)
-            loss -= logits_RV.log_softmax(1).gather(1, labels_R1).sum()
-            ahead_RV = (logits_RV > mine_R1) | ((logits_RV == mine_R1) & (ids_V < labels_R1))
-            rank_R = ahead_RV.sum(1)
-            top1 += (rank_R == 0).sum()
-            top5 += (rank_R < TOP).sum()
-    return LabelHits(loss, top1, top5, logits.count)
+    for labels_R, logits_RV, _ in blocks_of_logits(hidden_XD, weight_VD, labels_X, chunk):
+        labels_R1 = labels_R[:, None]
+        mine_R1 = logits_RV.gather(1, labels_R1)
+        loss -= logits_RV.log_softmax(1).gather(1, labels_R1).sum()
+        ids_V = torch.arange(logits_RV.shape[1], device=labels_X.device)
+        ahead_RV = (logits_RV > mine_R1) | ((logits_RV == mine_R1) & (ids_V < labels_R1))
+        rank_R = ahead_RV.sum(1)
+        top1 += (rank_R == 0).sum()
+        top5 += (rank_R < TOP).sum()
+    return LabelHits(loss, top1, top5, (labels_X != IGNORED).sum())
 
 
 @dataclass(frozen=True, slots=True)
@@ -124,19 +153,14 @@ def agreement(
     chunk: int | None = None,
 ) -> Agreement:
     """How well a drafter agrees with its teacher, at temperature 1; ValueError: the vocabularies differ."""
-    logits = DrafterLogits(hidden_XD, weight_VD, labels_X, chunk)
-    teacher_targets = TeacherTargets(teacher, logits.vocab, logits.size)
-    assert teacher_targets.positions == len(labels_X), (teacher_targets.positions, len(labels_X))
     overlap, top5 = torch.zeros((), device=labels_X.device), torch.zeros((), device=labels_X.device)
     top1 = torch.zeros((), dtype=torch.int64, device=labels_X.device)
-    for rows_C, logits_CV in logits.chunks():
-        teacher_targets.load(rows_C)
-        for block in logits.blocks(len(rows_C)):
-            logits_RV, targets = upcast(logits_CV[block]), teacher_targets.rows(block)
-            log_drafter_RF = to_events(targets, logits_RV)[0]
-            overlap += torch.minimum(log_drafter_RF, targets.log_probs_RF).exp().sum()
-            theirs_RK = targets.top(TOP)
-            mine_RK = logits_RV.topk(theirs_RK.shape[1], dim=1).indices
-            top1 += (mine_RK[:, 0] == theirs_RK[:, 0]).sum()
-            top5 += (mine_RK[:, :, None] == theirs_RK[:, None]).sum() / theirs_RK.shape[1]
-    return Agreement(overlap, top1, top5, logits.count)
+    for _, logits_RV, targets in blocks_of_logits(hidden_XD, weight_VD, labels_X, chunk, teacher):
+        assert targets is not None
+        log_drafter_RF = to_events(targets, logits_RV)[0]
+        overlap += torch.minimum(log_drafter_RF, targets.log_probs_RF).exp().sum()
+        theirs_RK = targets.top(TOP)
+        mine_RK = logits_RV.topk(theirs_RK.shape[1], dim=1).indices
+        top1 += (mine_RK[:, 0] == theirs_RK[:, 0]).sum()
+        top5 += (mine_RK[:, :, None] == theirs_RK[:, None]).sum() / theirs_RK.shape[1]
+    return Agreement(overlap, top1, top5, (labels_X != IGNORED).sum())

@@ -10,13 +10,14 @@ of each position and, taken by hand, the gradient of their sum with respect to z
 
 from __future__ import annotations
 
-import difflib
 import math
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 
 import torch
 from torch import Tensor
+
+from ...checkpoints.storage.messages import did_you_mean
 
 LOG_FLOOR = -100.0  # reverse KL takes a teacher's probability for at least e^−100: below what float32 tells from 0
 LK_DECAY = 3.0  # η of `lk-lambda`
@@ -143,9 +144,8 @@ def check_objective(names: Iterable[str]) -> bool:
         raise ValueError(f"no objective given, expected weights for some of: {', '.join(OBJECTIVES)}")
     for name in names:
         if name not in OBJECTIVES:
-            near = difflib.get_close_matches(name, OBJECTIVES, n=1)
-            hint = f"did you mean {near[0]!r}?" if near else f"expected one of: {', '.join(OBJECTIVES)}"
-            raise ValueError(f"unknown objective {name!r}; {hint}")
+            known = ", ".join(OBJECTIVES)
+            raise ValueError(f"unknown objective {name!r}, expected one of: {known}.{did_you_mean(name, OBJECTIVES)}")
     return any(OBJECTIVES[name].needs_teacher for name in names)
 
 

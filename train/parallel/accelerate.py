@@ -78,12 +78,6 @@ def _check_launch(accelerator: Any, launched: int, with_deepspeed: bool) -> None
     if found != launched or (with_deepspeed and kind != "DEEPSPEED"):
         wanted = f"{launched} processes{' under DeepSpeed' if with_deepspeed else ''}"
         raise ValueError(f"{wanted} were launched, and this one sees {found} ({kind}): check the accelerate config")
-    if found == 1 and "MASTER_PORT" in os.environ and "WORLD_SIZE" not in os.environ:
-        warnings.warn(
-            "several processes were asked for and one was started: `accelerate launch --cpu` starts one; use "
-            "recipes/launch/accelerate/cpu-multi.yaml",
-            stacklevel=3,
-        )
 
 
 def _is_set(variable: str) -> bool:

@@ -8,6 +8,8 @@ from collections.abc import Sequence
 from types import FrameType
 from typing import Any
 
+_NO_MEMORY = ("out of memory", "can't allocate memory", "not enough memory")
+
 
 class Interrupted(Exception):  # noqa: N818 - like KeyboardInterrupt, it is no error
     """Training was stopped by a signal after its state was saved; `signal_number` says by which."""
@@ -23,6 +25,11 @@ class TrainingError(ValueError):
     def __init__(self, message: str, blocks: Sequence[int] = ()) -> None:
         super().__init__(message)
         self.blocks = [int(block) for block in blocks]
+
+
+def is_out_of_memory(error: BaseException) -> bool:
+    """Whether memory ran out, of the machine or of a device."""
+    return isinstance(error, MemoryError) or any(words in str(error).lower() for words in _NO_MEMORY)
 
 
 class StopSignals:

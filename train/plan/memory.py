@@ -1,6 +1,6 @@
 """What a training run needs of memory, estimated from shapes alone: nothing is loaded.
 
-Activations after Korthikanti et al. 2022 (arXiv 2205.05198, section 4.1), counted from a layer's linear maps; with
+Activations after Korthikanti et al. 2022 (arXiv 2205.05198, section 4.1), counted from a layer's matrices; with
 checkpointing one hidden state a layer and one whole layer. States of the optimizer after Rajbhandari et al. 2020 (ZeRO,
 arXiv 1910.02054, section 3). All sizes are bytes unless a name says otherwise.
 """
@@ -8,7 +8,7 @@ arXiv 1910.02054, section 3). All sizes are bytes unless a name says otherwise.
 from __future__ import annotations
 
 from dataclasses import dataclass, replace
-from typing import TYPE_CHECKING, Any, Literal
+from typing import TYPE_CHECKING, Any, Literal, get_args
 
 import torch
 from torch import nn
@@ -23,8 +23,6 @@ Phase = Literal["always", "training", "saving", "loading"]
 
 _ZERO_BUCKET = 500_000_000  # elements: DeepSpeed's default
 _ZERO_LIVE = 1_000_000_000  # weights that ZeRO-3 keeps gathered: DeepSpeed's default
-_COMPOSED = ("gelu_new", "gelu_fast", "quick_gelu")  # activations made of several operations, each of which keeps
-_COMPOSED_KEEP = 4  # … a tensor
 
 
 @dataclass(frozen=True, slots=True)
@@ -68,13 +66,9 @@ class Launch:
 
     device: str = "cpu"
     processes: int = 1
-    local_processes: int = 1
-    """On this machine."""
     zero_stage: int = 0
     offload_optimizer: bool = False
     offload_weights: bool = False
-    bucket: int = _ZERO_BUCKET
-    """Elements of DeepSpeed's buffer for gradients."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -100,26 +94,20 @@ class Demand:
     decodes: bool = False
     """Whether evaluations decode with a copy of the target's weights that is laid out for that."""
 
-    @property
-    def tokens(self) -> int:
-        """Of a micro batch."""
-        return self.micro_batch * self.block_tokens
-
 
 def model_size(model: Any, *, eight_bit: bool = False) -> ModelSize:
     """The sizes of a causal LM or encoder-decoder, also of one on the meta device; with `eight_bit` its matrices but
     the output projection are held in 8 bits (LLM.int8)."""
     parameters = list(model.parameters())
     head, config = model.get_output_embeddings(), model.config.get_text_config()
-    linears = [(name, part) for name, part in model.named_modules() if _is_linear(part) and part is not head]
-    quantised = {id(part.weight) for _, part in linears} if eight_bit else set()
+    linears = [part for part in model.modules() if isinstance(part, nn.Linear) or type(part).__name__ == "Conv1D"]
+    matrices = {id(part.weight): part.weight.numel() for part in linears if part is not head}
+    quantised = matrices if eight_bit else {}
     trained = [p for p in parameters if p.requires_grad]
     layers = max(1, config.num_hidden_layers) + (getattr(config, "num_decoder_layers", None) or 0)
-    elements = layer_elements(linears, layers, config.hidden_size)
-    if any(getattr(config, name, None) in _COMPOSED for name in ("activation_function", "hidden_act")):
-        elements += _COMPOSED_KEEP * max((max(part.weight.shape) for _, part in linears), default=0)
+    count = sum(p.numel() for p in parameters)
     return ModelSize(
-        parameters=sum(p.numel() for p in parameters),
+        parameters=count,
         trained=sum(p.numel() for p in trained),
         weights=sum(p.numel() * (1 if id(p) in quantised else p.element_size()) for p in parameters),
         trained_weights=sum(p.numel() * p.element_size() for p in trained),
@@ -127,8 +115,9 @@ def model_size(model: Any, *, eight_bit: bool = False) -> ModelSize:
         vocab_size=head.weight.shape[0],
         hidden_size=config.hidden_size,
         layers=layers,
-        layer_elements=elements,
-        stored=sum(p.numel() for p in parameters),
+        # each map's result or input, and what maps read in common, norms and residuals: for a GPT 21 h (paper: 17 h)
+        layer_elements=sum(matrices.values()) // (layers * config.hidden_size) + 9 * config.hidden_size,
+        stored=count,
         projection=head.weight.numel() if head.weight.requires_grad else 0,
     )
 
@@ -154,23 +143,11 @@ def heads_size(heads: PredictionHeads, target: ModelSize, base: ModelSize | None
     )
 
 
-def layer_elements(linears: list[tuple[str, Any]], layers: int, hidden: int) -> int:
-    """Numbers a token that one of `layers` layers keeps for its backward pass, from all linear maps by name: each map's
-    result and its input (once for maps that read the same), norms and residuals. For a GPT that makes 23 h, where
-    Korthikanti et al. count 17 h."""
-    kept = 0
-    read: set[tuple[str, int]] = set()
-    for name, part in linears:
-        rows, columns = part.weight.shape if isinstance(part, nn.Linear) else reversed(part.weight.shape)
-        parent = name.rpartition(".")[0]
-        kept += rows if (parent, columns) in read else rows + columns
-        read.add((parent, columns))
-    return kept // layers + 6 * hidden
-
-
 def plan_memory(demand: Demand) -> tuple[Part, ...]:
     """The memory of one process, part by part."""
-    model, target, tokens = demand.model, demand.target, demand.tokens
+    model, target, tokens = demand.model, demand.target, demand.micro_batch * demand.block_tokens
+    rows = min(chunk_positions(model.vocab_size, torch.device(demand.launch.device)), tokens)
+    logits = (2 if demand.taught else 1) * rows * model.vocab_size  # of a chunk, of the teacher's too
     item = 2 if demand.precision != "no" else model.item
     layer, state = tokens * model.layer_elements * item, tokens * model.hidden_size * model.item
     kept, working = (model.layers * state, 2 * layer) if demand.checkpointing else (model.layers * layer, layer)
@@ -180,7 +157,7 @@ def plan_memory(demand: Demand) -> tuple[Part, ...]:
         *_states(demand),
         Part("activations of a micro batch", kept + 8 * state * max(1, demand.heads), "training"),
         Part("activations of one layer, in use", working, "training"),
-        Part("chunks of the loss", _loss(demand), "training"),
+        Part("chunks of the loss", 4 * (logits + model.projection), "training"),
         Part("the model that layers are cut from", demand.loading, "loading", "host"),
     ]
     if target is not None:
@@ -191,12 +168,11 @@ def plan_memory(demand: Demand) -> tuple[Part, ...]:
     return tuple(part for part in parts if part.size)
 
 
-def peak(parts: tuple[Part, ...], device: str, place: Memory = "device") -> int:
-    """Bytes that one process holds at most; on a processor device and host are one."""
-    mine = [part for part in parts if device == "cpu" or part.place == place]
-    phases = {part.phase for part in mine}
-    held = sum(part.size for part in mine if part.phase == "always")
-    return held + max((sum(p.size for p in mine if p.phase == phase) for phase in phases - {"always"}), default=0)
+def peak(parts: tuple[Part, ...], device: str) -> int:
+    """Bytes of the device that one process holds at most; on a processor device and host are one."""
+    mine = [part for part in parts if device == "cpu" or part.place == "device"]
+    held = {phase: sum(part.size for part in mine if part.phase == phase) for phase in get_args(Phase)}
+    return held.pop("always") + max(held.values())
 
 
 def checkpoint_bytes(model: ModelSize, stored_weights: int, launch: Launch) -> int:
@@ -220,26 +196,14 @@ def _states(demand: Demand) -> list[Part]:
     stage, share = launch.zero_stage, launch.processes
     item = 4 if demand.precision == "no" else 2
     optimizer: Memory = "host" if launch.offload_optimizer else "device"
-    bucket = launch.bucket if launch.device != "cpu" else min(launch.bucket, model.trained)
     live = min(model.parameters, _ZERO_LIVE) * item if stage == 3 and share > 1 else 0
     held = model.parameters * item // (share if stage == 3 else 1)
     return [
         Part("weights", held, place="host" if stage == 3 and launch.offload_weights else "device"),
         Part("weights gathered for use", live, "training"),
         Part("gradients", model.trained * item // (share if stage >= 2 else 1), place=optimizer),
-        Part("gradients on their way between processes", bucket * 4),
+        Part("gradients on their way between processes", 4 * min(_ZERO_BUCKET, model.trained)),
         Part("AdamW's two moments", 8 * model.trained // share, place=optimizer),
         Part("weights in float32", 4 * model.trained // share, place=optimizer),
         Part("checkpoint while it is gathered", 4 * model.stored + 8 * model.trained, "saving", "host"),
     ]
-
-
-def _loss(demand: Demand) -> int:
-    """Logits of a chunk, of the teacher's too, and the projection's gradient until it is added to the others."""
-    model = demand.model
-    rows = min(chunk_positions(model.vocab_size, torch.device(demand.launch.device)), demand.tokens)
-    return 4 * ((2 if demand.taught else 1) * rows * model.vocab_size + model.projection)
-
-
-def _is_linear(part: nn.Module) -> bool:
-    return isinstance(part, nn.Linear) or type(part).__name__ == "Conv1D"

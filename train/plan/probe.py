@@ -4,9 +4,8 @@ rate is 0), and no file is written. Letters: B batch (blocks), T tokens."""
 from __future__ import annotations
 
 import os
-import resource
-import sys
 import time
+from contextlib import suppress
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -16,10 +15,11 @@ import torch
 
 from ...data.blocks.packing import PADDING, Batch
 from ..config import FitConfig, micro_steps
-from ..loop.faults import is_out_of_memory
 from ..loop.fit import run_micro_batches
 from ..loop.optimizer import make_optimizer
+from ..loop.progress import most_held
 from ..parallel.accelerate import Stepper, configure, gathered
+from ..parallel.interrupts import is_out_of_memory
 
 if TYPE_CHECKING:
     from ...data.blocks.prepared import PreparedData
@@ -27,8 +27,7 @@ if TYPE_CHECKING:
     from ..loop.fit import Task
 
 _ENOUGH_SECONDS = 30.0  # a first step that took longer is not followed by another
-_CGROUPS = Path("/sys/fs/cgroup")
-_CGROUP_FILES = (("memory.max", "memory.current"), ("memory.limit_in_bytes", "memory.usage_in_bytes"))
+_STATUS, _CGROUPS = Path("/proc/self/status"), Path("/sys/fs/cgroup")
 
 
 @dataclass(frozen=True, slots=True)
@@ -48,43 +47,35 @@ class MemoryWatch:
     """The most that this process has held on a device since it began, beyond what it held then."""
 
     def __init__(self, device: torch.device) -> None:
-        self._device = device
+        self._device, self._before = device, held_bytes(device)
+        clear = Path("/proc/self/clear_refs")
         if device.type == "cuda":
             torch.cuda.reset_peak_memory_stats(device)
-            self._before = torch.cuda.memory_allocated(device)
-            return
-        self._before = _status("VmRSS")
-        clear = Path("/proc/self/clear_refs")
-        if os.access(clear, os.W_OK):
+        elif os.access(clear, os.W_OK):
             clear.write_text("5")  # the peak is what is held now
 
     def peak(self) -> int:
         """Bytes."""
-        if self._device.type == "cuda":
-            return int(torch.cuda.max_memory_allocated(self._device)) - self._before
-        return max(0, _status("VmHWM") - self._before)
+        on_cuda = self._device.type == "cuda"
+        most = torch.cuda.max_memory_allocated(self._device) if on_cuda else _field(_STATUS, "VmHWM")
+        return max(0, most - self._before)
 
 
 def held_bytes(device: torch.device) -> int:
     """What this process holds now, of the device's memory or, on a processor, of the machine's."""
-    return int(torch.cuda.memory_allocated(device)) if device.type == "cuda" else _status("VmRSS")
+    return int(torch.cuda.memory_allocated(device)) if device.type == "cuda" else _field(_STATUS, "VmRSS")
 
 
 def free_bytes(device: torch.device) -> tuple[int, str]:
-    """Bytes that this process can still take there, and what limits it: the device or, on a processor, the machine, its
-    limits on data and address space, or the control group."""
+    """Bytes that this process can still take there, and what limits it: the device or, on a processor, the machine or
+    the control group."""
     if device.type == "cuda":
         return int(torch.cuda.mem_get_info(device)[0]), f"free on {torch.cuda.get_device_name(device)}"
-    found = [(_available(), "available on this machine")]
-    for limit, used, words in (
-        (resource.RLIMIT_DATA, "VmData", "left by the limit on data (ulimit -d)"),
-        (resource.RLIMIT_AS, "VmSize", "left by the limit on address space (ulimit -v)"),
-    ):
-        most = resource.getrlimit(limit)[0]
-        if most != resource.RLIM_INFINITY:
-            found.append((max(0, most - _status(used)), words))
-    found += [(size, "left by the control group") for size in _cgroup_left()]
-    return min(found)
+    info = Path("/proc/meminfo")
+    machine = os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
+    free = _field(info, "MemAvailable") if info.is_file() else machine
+    groups = [(left, "left by the control group") for left in _cgroup_left()]
+    return min([(free, "available on this machine"), *groups])
 
 
 def probe(
@@ -172,45 +163,21 @@ def _now(device: torch.device) -> float:
     return time.perf_counter()
 
 
-def _status(key: str) -> int:
-    """A size from this process's /proc entry in bytes; elsewhere, the most that it ever held."""
-    status = Path("/proc/self/status")
-    if not status.is_file():
-        most = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
-        return most if sys.platform == "darwin" else most * 1024
-    return _field(status, key)
-
-
 def _field(path: Path, key: str) -> int:
+    """A size of a /proc file in bytes; where there is none, the most that this process ever held."""
+    if not path.is_file():
+        return most_held()
     lines = path.read_text(encoding="utf-8").splitlines()
     return 1024 * int(next(line for line in lines if line.startswith(f"{key}:")).split()[1])
 
 
-def _available() -> int:
-    info = Path("/proc/meminfo")
-    if info.is_file():
-        return _field(info, "MemAvailable")
-    return os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
-
-
 def _cgroup_left() -> list[int]:
-    """What the memory limits of this process's control groups leave, where there are any."""
-    try:
-        lines = Path("/proc/self/cgroup").read_text(encoding="utf-8").splitlines()
-    except OSError:
-        return []
+    """What the memory limits of this process's control group (version 2) leave, where there are any."""
     left = []
-    for line in lines:
-        _, controllers, path = line.split(":", 2)
-        if controllers not in ("", "memory"):
-            continue
-        root = _CGROUPS / controllers
-        for folder in (root / path.lstrip("/"), root):  # inside a container its own group is the root
-            for most, used in _CGROUP_FILES:
-                try:
-                    limit = (folder / most).read_text(encoding="utf-8").strip()
-                    if limit.isdigit():
-                        left.append(max(0, int(limit) - int((folder / used).read_text(encoding="utf-8"))))
-                except OSError:
-                    continue
+    with suppress(OSError, ValueError):  # no such file; "max"
+        own = Path("/proc/self/cgroup").read_text(encoding="utf-8").strip().rpartition(":")[2]
+        for folder in (_CGROUPS / own.lstrip("/"), _CGROUPS):  # inside a container its own group is the root
+            with suppress(OSError, ValueError):
+                most, used = (int((folder / f"memory.{name}").read_text()) for name in ("max", "current"))
+                left.append(max(0, most - used))
     return left

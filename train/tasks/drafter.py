@@ -17,8 +17,9 @@ from torch import Tensor, nn
 from ...data.blocks.packing import Batch
 from ...data.blocks.prepared import PreparedData
 from ..forward.packed import make_forward
+from ..loop.fit import Task
 from ..losses.drafter import IGNORED, TopK, agreement, label_hits, mixture, shifted_labels
-from ..losses.objectives import OBJECTIVES, check_objective, parse_weights, weights_at
+from ..losses.objectives import OBJECTIVES, parse_weights, weights_at
 from ..teachers.teacher import Teacher
 from .on_policy import OnPolicy, rewrite
 
@@ -84,7 +85,7 @@ class DrafterModule(nn.Module):
         enable({"use_reentrant": False})
 
 
-class DrafterTask:
+class DrafterTask(Task):
     """Trains `model` so that it agrees with the data, or with a teacher; see `loop.fit.Task`.
 
     Args:
@@ -95,8 +96,8 @@ class DrafterTask:
         evaluate_blocks: how many blocks of `heldout` an evaluation runs over; None: all.
 
     Raises:
-        ValueError: an unknown objective; one that needs a teacher where there is none; vocabularies that differ;
-            cross entropy on the drafter's own samples, which would only confirm them.
+        ValueError: what `parse_weights` raises; vocabularies that differ; cross entropy on the drafter's own samples,
+            which would only confirm them.
     """
 
     name = "drafter"
@@ -116,15 +117,10 @@ class DrafterTask:
         compiled: bool = False,
     ) -> None:
         objective = dict(objective or {"cross-entropy": 1.0})
-        parse_weights(objective)
-        if check_objective(objective) and teacher is None:
-            raise ValueError(f"objective {objective} needs a teacher, and none was given")
         if on_policy is not None and "cross-entropy" in objective:
             raise ValueError("cross-entropy on what the drafter itself has written would only confirm it: leave it out")
         if "reverse-kl" in objective and top_k is not None and top_k.tail == "renormalise":
             raise ValueError("reverse-kl is infinite where the teacher gives nothing: use the tail `bucket` with it")
-        if not temperature > 0:
-            raise ValueError(f"temperature is {temperature}, expected more than 0")
         self.teacher, self.eval_teacher, self.on_policy = teacher, eval_teacher, on_policy
         self.module: nn.Module = DrafterModule(model, objective, teacher, temperature, top_k)
         if compiled:
@@ -140,23 +136,13 @@ class DrafterTask:
         taught = getattr(teacher, "model", None)
         work = [_work(model, backward=True), *([] if taught is None else [_work(taught, backward=False)])]
         self._each_token, self._each_trained = (float(sum(each)) for each in zip(*work, strict=True))
+        self.rewrites = on_policy is not None
         self._heldout, self._evaluate_fn, self._blocks = heldout, evaluate_fn, evaluate_blocks
 
-    @property
-    def rewrites(self) -> bool:
-        """Whether answers are replaced by the drafter's own."""
-        return self.on_policy is not None
-
     def place(self, device: torch.device) -> None:
-        """Move what is run but not trained."""
         for side in (self.teacher, self.eval_teacher):
             if side is not None:
                 side.place(device)
-
-    def begin(self, step: int, steps: int) -> None:
-        """Tell the module how far the run is."""
-        assert isinstance(self.module, DrafterModule)
-        self.module.progress = step / steps
 
     def rewrite(self, batch: Batch, rows: np.ndarray, global_batch: int, seed: tuple[int, int]) -> Batch:
         """`batch` with a share of its answers sampled from the drafter as it is now; see `on_policy.rewrite`."""
@@ -165,7 +151,6 @@ class DrafterTask:
         return rewrite(self.module.model, batch, rows, global_batch, seed, self.on_policy)
 
     def count(self, batch: Batch) -> Tensor:
-        """Trained positions of a batch, int64 scalar: what `module` returns as its count, without running it."""
         return (shifted_labels(batch.labels_BT, batch.documents_BT, 1) != IGNORED).sum()
 
     def flops(self, tokens: int, trained: int) -> float:

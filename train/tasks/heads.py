@@ -6,11 +6,9 @@ D hidden, V vocabulary.
 
 from __future__ import annotations
 
-import math
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING, Any, Self
 
-import numpy as np
 import torch
 from torch import Tensor, nn
 
@@ -18,14 +16,12 @@ from ...data.blocks.packing import Batch
 from ...data.blocks.prepared import PreparedData
 from ...decode.models.base import TransformersModel
 from ..forward.packed import PackedForward
+from ..loop.fit import Task
 from ..losses.chunks import DenseTeacher
-from ..losses.drafter import IGNORED, head_labels, label_hits
-from ..losses.heads import heads_mixture
+from ..losses.drafter import IGNORED, head_labels, heads_mixture, label_hits
 from ..losses.objectives import OBJECTIVES, parse_weights, weights_at
-from ..teachers.hidden_cache import REACH, CachedHidden
+from ..teachers.hidden_cache import CachedHidden
 from .drafter import Evaluate, Weight, blocks_in_order
-
-_LOGIT_TOLERANCE = 0.02  # of the largest: 16 bits round, a wrong scale does not come near
 
 if TYPE_CHECKING:
     from ...checkpoints.heads.files import PredictionHeads
@@ -44,18 +40,17 @@ class HeadsModule(nn.Module):
         temperature: float = 1.0,
         states: CachedHidden | None = None,
         shard_target: bool = False,
-        liger: bool = False,
     ) -> None:
         super().__init__()
         self.heads = heads
-        self.temperature, self.liger = temperature, liger
+        self.temperature = temperature
         self.head_weights = tuple(float(weight) for weight in head_weights)
         self.progress = 0.0
         """Share of the run that is done: what the weights of the objectives follow."""
         self._objective = parse_weights(objective)
         self._target = PackedForward(target, heads.states)
         self._states = states
-        self._logits = None if self._target.plain_head else _logits_of(target)
+        self._logits = None if self._target.plain_head else TransformersModel(target).logits
         if shard_target:
             self.target = target
             self.register_state_dict_post_hook(_without_frozen)
@@ -89,8 +84,8 @@ class HeadsModule(nn.Module):
         features_XKD = self.heads.features(states_YD[rows_X].to(next(self.heads.parameters()).dtype))
         projections = [self.heads.projection(k) for k in range(self.num_heads)]
         sums_K, counts_K = heads_mixture(
-            weights, features_XKD, projections, labels_XK, teacher, teacher_rows_XK, self.temperature, liger=self.liger
-        )  # fmt: skip
+            weights, features_XKD, projections, labels_XK, teacher, teacher_rows_XK, self.temperature
+        )
         return sums_K * torch.tensor(self.head_weights, device=sums_K.device), counts_K
 
     def trained_rows(self, batch: Batch) -> tuple[Tensor, Tensor]:
@@ -136,23 +131,6 @@ class HeadsModule(nn.Module):
         return self
 
 
-def _logits_of(target: Any) -> Callable[[Tensor], Tensor]:
-    """What makes logits [..., V] of last hidden states [..., D] where that is no plain matrix; ValueError: not
-    known."""
-    scorer = TransformersModel(target)
-    tokens_11 = torch.ones(1, 1, dtype=torch.int64, device=scorer.device)
-    was_training = target.training
-    target.eval()
-    with torch.no_grad():
-        hidden_11D = target.base_model(tokens_11, use_cache=False).last_hidden_state
-        expected, found = target(tokens_11, use_cache=False).logits.float(), scorer.logits(hidden_11D).float()
-    target.train(was_training)
-    if float((found - expected).abs().max()) > _LOGIT_TOLERANCE * float(expected.abs().max()):
-        kind = target.config.model_type
-        raise ValueError(f"models of type {kind!r} make their logits in a way that is not known here")
-    return scorer.logits
-
-
 def _without_frozen(module: nn.Module, state: dict[str, Any], prefix: str, _: Any) -> None:
     """Leave out of a state what comes from the target's own files."""
     for name in _frozen_state(module):
@@ -170,7 +148,7 @@ def _frozen_state(module: nn.Module) -> dict[str, Tensor]:
     return {name: tensor for name, tensor in state.items() if not tensor.requires_grad}
 
 
-class HeadsTask:
+class HeadsTask(Task):
     """Trains heads on a frozen target; see `loop.fit.Task`.
 
     The loss of a step is Σ_k head_weights[k] · (mean objective of head k over its own positions): Medusa-1 with weights
@@ -181,11 +159,10 @@ class HeadsTask:
             the same token (self-distillation: section 2.3.2 there).
         states: the target's hidden states from disk.
         evaluate_fn: is given the heads in evaluations.
-        liger: computes cross entropy with Liger's kernel, on CUDA.
 
     Raises:
-        ValueError: not one weight a head, or a negative one; a target of another hidden size or vocabulary; an unknown
-            objective; a temperature ≤ 0.
+        ValueError: not one weight a head; a target of another hidden size or vocabulary, a cache of other states; what
+            `parse_weights` raises.
     """
 
     name = "heads"
@@ -202,17 +179,15 @@ class HeadsTask:
         evaluate_fn: Evaluate | None = None,
         evaluate_blocks: int | None = 64,
         shard_target: bool = False,
-        liger: bool = False,
     ) -> None:
-        weights, objective = _checked(target, heads, head_weights, objective, temperature)
-        if states is not None:
-            _check_states(heads, states)
+        weights = [1.0] * heads.num_heads if head_weights is None else [float(weight) for weight in head_weights]
+        objective = dict(objective or {"cross-entropy": 1.0})
+        _check(target, heads, weights, states)
         target.requires_grad_(False).eval()
         self.target = target
         self.module: nn.Module = self._make_module(
-            target, heads, weights, objective, temperature=temperature, states=states, shard_target=shard_target,
-            liger=liger,
-        )  # fmt: skip
+            target, heads, weights, objective, temperature=temperature, states=states, shard_target=shard_target
+        )
         self.settings: dict[str, Any] = {"head_weights": weights, "objective": objective, "temperature": temperature}
         outer = (target.get_output_embeddings().weight, target.get_input_embeddings().weight)
         inner = (w for w in target.parameters() if w.dim() >= 2 and not any(w is other for other in outer))
@@ -223,26 +198,14 @@ class HeadsTask:
     def _make_module(self, *arguments: Any, **options: Any) -> HeadsModule:
         return HeadsModule(*arguments, **options)
 
-    rewrites = False
-
     def place(self, device: torch.device) -> None:
-        """Move what is run but not trained."""
         self.target.to(device)
-
-    def begin(self, step: int, steps: int) -> None:
-        """Tell the module how far the run is."""
-        self.module.progress = step / steps  # type: ignore[assignment]
-
-    def rewrite(self, batch: Batch, rows: np.ndarray, global_batch: int, seed: tuple[int, int]) -> Batch:
-        """Heads learn on the data alone."""
-        raise AssertionError("nothing is rewritten")
 
     def flops(self, tokens: int, trained: int) -> float:
         """Of the target's forward, 2 a weight and token; of the heads, 6 a weight and trained position."""
         return self._target_work * tokens + self._head_work * trained
 
     def count(self, batch: Batch) -> Tensor:
-        """Trained positions of each head, int64 [K]."""
         assert isinstance(self.module, HeadsModule)
         labels_BTK = head_labels(batch.labels_BT, batch.documents_BT, self.module.num_heads)
         return (labels_BTK != IGNORED).sum((0, 1))
@@ -255,7 +218,14 @@ class HeadsTask:
         device = next(module.parameters()).device
         sums_K4 = torch.zeros(module.num_heads, 4, dtype=torch.float64)
         for batch in blocks_in_order(self._heldout, self._blocks):
-            sums_K4 += self.score(module, batch.to(device))
+            batch = batch.to(device)
+            rows_X, labels_XK = module.trained_rows(batch)
+            states_XD = module.frozen_states(batch)[rows_X]
+            features_XKD = module.heads.features(states_XD.to(next(module.heads.parameters()).dtype))
+            for k in range(module.num_heads):
+                hits = label_hits(features_XKD[:, k], module.heads.projection(k), labels_XK[:, k])
+                found = (hits.loss, hits.top1, hits.top5, hits.count)
+                sums_K4[k] += torch.tensor([float(number) for number in found], dtype=torch.float64)
         metrics: dict[str, float] = {}
         if bool((sums_K4[:, 3] > 0).all()):
             means_K3 = sums_K4[:, :3] / sums_K4[:, 3:]
@@ -267,46 +237,19 @@ class HeadsTask:
                 metrics |= self._evaluate_fn(module.heads)
         return metrics
 
-    def score(self, module: HeadsModule, batch: Batch) -> Tensor:
-        """Of each head over a batch: Σ cross entropy, hits of the first, hits of the first five, positions [K, 4]."""
-        rows_X, labels_XK = module.trained_rows(batch)
-        states_XD = module.frozen_states(batch)[rows_X]
-        features_XKD = module.heads.features(states_XD.to(next(module.heads.parameters()).dtype))
-        found = []
-        for k in range(module.num_heads):
-            hits = label_hits(features_XKD[:, k], module.heads.projection(k), labels_XK[:, k])
-            found.append([float(hits.loss), float(hits.top1), float(hits.top5), float(hits.count)])
-        return torch.tensor(found, dtype=torch.float64)
 
-
-def _check_states(heads: PredictionHeads, states: CachedHidden) -> None:
-    if (states.states, states.hidden_size) != (heads.states, heads.hidden_size):
+def _check(target: Any, heads: PredictionHeads, weights: Sequence[float], states: CachedHidden | None) -> None:
+    """Raises ValueError where heads, their weights, the target and the cache of its states do not fit each other."""
+    if len(weights) != heads.num_heads:
+        raise ValueError(f"head_weights is {weights}, expected {heads.num_heads} weights, one a head")
+    hidden, vocab = target.config.get_text_config().hidden_size, target.get_output_embeddings().weight.shape[0]
+    if (heads.hidden_size, heads.vocab_size) != (hidden, vocab):
+        raise ValueError(
+            f"the heads take hidden states of size {heads.hidden_size} and have {heads.vocab_size} tokens, the target "
+            f"makes {hidden} and has {vocab}"
+        )
+    if states is not None and (states.states, states.hidden_size) != (heads.states, heads.hidden_size):
         raise ValueError(
             f"the heads read {heads.states} states of size {heads.hidden_size}, and the cache holds {states.states} "
             f"states of size {states.hidden_size}"
         )
-    if heads.num_heads >= REACH:
-        raise ValueError(f"there are {heads.num_heads} heads, and a cache of hidden states serves {REACH - 1} at most")
-
-
-def _checked(
-    target: Any,
-    heads: PredictionHeads,
-    head_weights: Sequence[float] | None,
-    objective: Mapping[str, Weight] | None,
-    temperature: float,
-) -> tuple[list[float], dict[str, Weight]]:
-    """The heads' weights and the objective; see `HeadsTask` for what is refused."""
-    weights = [1.0] * heads.num_heads if head_weights is None else [float(weight) for weight in head_weights]
-    if len(weights) != heads.num_heads or min(weights) < 0:
-        raise ValueError(f"head_weights is {weights}, expected {heads.num_heads} weights (one a head), none negative")
-    hidden, vocab = target.config.get_text_config().hidden_size, target.get_output_embeddings().weight.shape[0]
-    if heads.hidden_size != hidden:
-        raise ValueError(f"the heads take hidden states of size {heads.hidden_size}, the target makes {hidden}")
-    if heads.vocab_size != vocab:
-        raise ValueError(f"the heads have a vocabulary of {heads.vocab_size} tokens, the target of {vocab}")
-    objective = dict(objective or {"cross-entropy": 1.0})
-    parse_weights(objective)
-    if not (temperature > 0 and math.isfinite(temperature)):
-        raise ValueError(f"temperature is {temperature}, expected more than 0")
-    return weights, objective

@@ -33,14 +33,6 @@ class OnPolicy:
     """Tokens that end an answer."""
     temperature: float = 1.0
 
-    def __post_init__(self) -> None:
-        if not 0 < self.share <= 1:
-            raise ValueError(f"share is {self.share}, expected more than 0 and at most 1")
-        if self.new_tokens < 1 or not self.temperature > 0:
-            raise ValueError(
-                f"new_tokens is {self.new_tokens}, temperature {self.temperature}; expected at least 1, more than 0"
-            )
-
 
 @dataclass(slots=True)
 class _Draft:

@@ -9,14 +9,14 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from dataclasses import dataclass
-from typing import Any, ClassVar, NoReturn
+from typing import Any, ClassVar
 
 import torch
 from torch import Tensor
 
 from ...data.blocks.packing import Batch
 from ..forward.packed import PackedForward
-from .row_cache import RowCache, check_alike, look_up
+from .row_cache import RowCache, look_up
 from .row_plan import Column, Source
 
 REACH = 16
@@ -39,9 +39,7 @@ class HiddenSource(Source):
     reach: ClassVar[int] = REACH
 
     def columns(self, size: int) -> dict[str, Column]:
-        """`hidden`, of `size` dimensions; ValueError: an unknown type."""
-        if self.dtype not in DTYPES:
-            raise ValueError(f"hidden states are kept in one of {', '.join(DTYPES)}, got {self.dtype!r}")
+        """`hidden`, of `size` dimensions."""
         return {"hidden": Column((size,), DTYPES[self.dtype])}
 
 
@@ -51,25 +49,15 @@ class HiddenCache(RowCache):
     source_type = HiddenSource
     source: HiddenSource
 
-    @property
-    def hidden_size(self) -> int:
-        """Dimensions of a state."""
-        return int(self.manifest["hidden_size"])
-
 
 class CachedHidden:
-    """A target's hidden states from disk: `caches` are of all the data that batches may come from.
-
-    Raises:
-        ValueError: caches of different targets or states.
-    """
+    """A target's hidden states from disk: `caches`, of one target, are of all the data that batches may come from."""
 
     def __init__(self, *caches: HiddenCache) -> None:
-        check_alike([cache.source for cache in caches])
         self._caches = caches
         source = caches[0].source
         self.states = source.states
-        self.hidden_size = caches[0].hidden_size
+        self.hidden_size = caches[0].size
         self.settings: dict[str, Any] = {
             "target": source.fingerprint,
             "target_dtype": source.target_dtype,
@@ -86,11 +74,9 @@ class CachedHidden:
         """
         cache, positions_R, rows_R = look_up(self._caches, batch)
         device = batch.tokens_BT.device
-        column = cache.columns["hidden"]
         # pinned memory is copied to a GPU while the processor works on; torch keeps it until that is done
-        rows_RD = torch.empty(len(rows_R), *column.shape, dtype=column.dtype, pin_memory=device.type == "cuda")
-        cache.gather(rows_R, {"hidden": rows_RD})
-        hidden_XD = torch.zeros(batch.tokens_BT.numel(), *column.shape, dtype=column.dtype, device=device)
+        rows_RD = cache.gather(rows_R, ["hidden"], pin=device.type == "cuda")["hidden"]
+        hidden_XD = torch.zeros(batch.tokens_BT.numel(), self.hidden_size, dtype=rows_RD.dtype, device=device)
         hidden_XD[torch.from_numpy(positions_R).to(device)] = rows_RD.to(device, non_blocking=True)
         return hidden_XD.view(*batch.tokens_BT.shape, -1)
 
@@ -115,18 +101,10 @@ class HiddenRows:
             hidden_RD = self._forward.hidden(batch).flatten(0, 1)[positions_R]
         kept_RD = hidden_RD.to(self._dtype)
         if not bool(kept_RD.isfinite().all()):
-            self._refuse(batch, positions_R, hidden_RD, kept_RD)
+            row = int((~kept_RD.isfinite()).any(1).nonzero()[0])
+            document = int(batch.documents_BT.flatten()[positions_R[row]])
+            raise ValueError(
+                f"a hidden state of document {document} is not finite, or too large for {self._dtype}: set "
+                "`target_dtype` and `hidden.dtype` to bfloat16"
+            )
         yield {"hidden": kept_RD}
-
-    def _refuse(self, batch: Batch, positions_R: Tensor, hidden_RD: Tensor, kept_RD: Tensor) -> NoReturn:
-        row = int((~kept_RD.isfinite()).any(1).nonzero()[0])
-        position, document = (
-            int(tensor.flatten()[positions_R[row]]) for tensor in (batch.positions_BT, batch.documents_BT)
-        )
-        where = f"the hidden state at token {position} of document {document}"
-        if not bool(hidden_RD[row].isfinite().all()):
-            raise ValueError(f"{where} is not finite in the target ({hidden_RD.dtype}): set `target_dtype` to bfloat16")
-        largest, most = float(hidden_RD[row].abs().max()), torch.finfo(self._dtype).max
-        raise ValueError(
-            f"{where} reaches {largest:.3g}, and {self._dtype} holds at most {most:.3g}: set `hidden.dtype` to bfloat16"
-        )

@@ -1,9 +1,9 @@
 """What a target says at positions of prepared data, on disk: written once, read row by row ever after.
 
 A folder holds `rows-00000.safetensors`, … with the tensors [rows, …] of the kind of cache; `documents.safetensors` with
-`first_row` int64 and `check` uint64, both [documents]; and a manifest with the size and SHA-256 of each file. There is
-a row for every position from which a token of its document at most `reach` places ahead is trained on, in the order of
-the blocks. A file is compared with its SHA-256 when a run first takes rows of it.
+`first_row` int64 and `check` uint64, both [documents]; and, when it is finished, a manifest with the size and SHA-256
+of each file. There is a row for every position from which a token of its document at most `reach` places ahead is
+trained on, in the order of the blocks. A file is compared with its SHA-256 when a run first takes rows of it.
 
 Letters: B batch (blocks), T tokens, X = B · T flattened positions, R rows, N documents of a batch, D documents of the
 data.
@@ -11,18 +11,18 @@ data.
 
 from __future__ import annotations
 
-import json
 import os
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
-from typing import Any, ClassVar, Self, TypeVar
+from typing import Any, ClassVar, TypeVar
 
 import numpy as np
-from safetensors import SafetensorError, safe_open
+import torch
+from safetensors import safe_open
 from torch import Tensor
 
-from ...checkpoints.storage.safe_read import stamp
+from ...checkpoints.storage.safe_read import read_document, stamp
 from ...data.blocks.packing import Batch
 from .row_plan import Shard, Source, spans_of
 
@@ -32,43 +32,37 @@ _REMEDY = "`draftsmith prepare` with this recipe and `--teacher` writes it again
 _READERS = 8
 
 
-class BrokenManifestError(ValueError):
-    """A manifest that is there and cannot be read."""
-
-
 class RowCache:
-    """A cache, opened for reading. Build it with `load` of a subclass, which says what a row holds."""
+    """A finished cache, opened for reading; a subclass says what a row holds.
+
+    Args:
+        checked: its files have just been compared with their SHA-256.
+
+    Raises:
+        ValueError: a damaged manifest; a missing or damaged file.
+        FileNotFoundError: no cache.
+    """
 
     source_type: ClassVar[type[Source]]
 
-    def __init__(self, folder: Path, manifest: dict[str, Any], checked: bool) -> None:
-        self.folder, self.manifest = folder, manifest
+    def __init__(self, folder: str | os.PathLike[str], checked: bool = False) -> None:
+        self.folder = Path(folder)
+        self.manifest = manifest = read_manifest(self.folder, self.source_type)
+        for name, written in manifest["files"].items():
+            path = self.folder / name
+            if not path.is_file() or path.stat().st_size != written["bytes"]:
+                raise ValueError(f"{path} is missing or damaged: {_REMEDY}")
         self.source = self.source_type(**manifest["source"])
         self.rows = int(manifest["rows"])
-        self.columns = self.source.columns(int(manifest[self.source.size_name]))
+        self.size = int(manifest[self.source.size_name])
+        """The target's number of tokens, or of hidden dimensions."""
+        self.columns = self.source.columns(self.size)
         self._shards = [Shard(**shard) for shard in manifest["shards"]]
         self._first_rows = np.array([shard.first_row for shard in self._shards], dtype=np.int64)
         self._unchecked = set() if checked else set(manifest["files"])
         self._open: dict[str, Any] = {}
         documents = self._opened(DOCUMENTS)
         self._first_row_D, self._check_D = (documents.get_tensor(name).numpy() for name in ("first_row", "check"))
-
-    @classmethod
-    def load(cls, folder: str | os.PathLike[str], wanted: Source | None = None, checked: bool = False) -> Self:
-        """Open a finished cache made from `wanted`; `checked`: its files have just been compared with their SHA-256.
-
-        Raises:
-            ValueError: no cache; one of something else; a missing or damaged file.
-        """
-        folder = Path(folder)
-        manifest = read_manifest(folder, cls.source_type, wanted)
-        for name, written in manifest["files"].items():
-            _check_size(folder / name, written)
-        cache = cls(folder, manifest, checked)
-        for shard in cache._shards:
-            if shapes_in(folder / shard.name) != shard.shapes(cache.columns):
-                raise ValueError(f"{folder / shard.name} is damaged: it does not hold {shard.rows:,} rows: {_REMEDY}")
-        return cache
 
     def find(self, batch: Batch) -> tuple[np.ndarray, np.ndarray] | None:
         """Flattened positions int64 [R] of a batch that have a row, and their rows int64 [R]; None where the cache was
@@ -83,10 +77,14 @@ class RowCache:
         positions_R = np.flatnonzero(spans.kept_X)
         return positions_R, np.repeat(offset_N, spans.rows_N) + np.arange(len(positions_R))
 
-    def gather(self, rows_R: np.ndarray, into: Mapping[str, Tensor]) -> None:
-        """Copy rows into tensors [R, …] of the columns' types, by the columns' names; ValueError: a damaged file."""
+    def gather(self, rows_R: np.ndarray, names: Iterable[str], pin: bool = False) -> dict[str, Tensor]:
+        """Rows [R, …] of these columns, in pinned memory on request; ValueError: a damaged file."""
+        found = {
+            name: torch.empty(len(rows_R), *self.columns[name].shape, dtype=self.columns[name].dtype, pin_memory=pin)
+            for name in names
+        }
         if not len(rows_R):
-            return
+            return found
         shard_R = np.searchsorted(self._first_rows, rows_R, "right") - 1
         breaks = (np.diff(rows_R) != 1) | (np.diff(shard_R) != 0)
         starts = np.concatenate([[0], np.flatnonzero(breaks) + 1])  # of rows that lie side by side
@@ -95,15 +93,15 @@ class RowCache:
             start, end = int(starts[run]), int(ends[run])
             shard = self._shards[shard_R[start]]
             file, first = self._opened(shard.name), int(rows_R[start]) - shard.first_row
-            for name, tensor in into.items():
+            for name, tensor in found.items():
                 tensor[start:end] = file.get_slice(name)[first : first + end - start]
+        return found
 
     def _opened(self, name: str) -> Any:
         path = self.folder / name
         if name in self._unchecked:
-            problem = damage_of(path, self.manifest["files"][name])
-            if problem:
-                raise ValueError(f"{problem}: {_REMEDY}")
+            if stamp(path) != self.manifest["files"][name]:
+                raise ValueError(f"{path} is damaged, its SHA-256 is not the manifest's: {_REMEDY}")
             self._unchecked.remove(name)
         if name not in self._open:
             self._open[name] = safe_open(path, framework="pt")
@@ -111,16 +109,6 @@ class RowCache:
 
 
 AnyCache = TypeVar("AnyCache", bound=RowCache)
-
-
-def check_alike(sources: Sequence[Source]) -> None:
-    """Raises ValueError where caches that serve one run differ in more than their data."""
-    first, *others = sources
-    names = [name for name in first.identity() if name != "data"]
-    for other in others:
-        differences = first.differences(other, names)
-        if differences:
-            raise ValueError(f"caches of different targets: {'; '.join(differences)}")
 
 
 def look_up(caches: Sequence[AnyCache], batch: Batch) -> tuple[AnyCache, np.ndarray, np.ndarray]:
@@ -133,64 +121,26 @@ def look_up(caches: Sequence[AnyCache], batch: Batch) -> tuple[AnyCache, np.ndar
     raise ValueError(f"a batch holds documents that the {caches[0].source.title} was not made from ({folders})")
 
 
-def read_manifest(folder: Path, source_type: type[Source], wanted: Source | None = None) -> dict[str, Any]:
-    """A cache's manifest. Raises BrokenManifestError: one of another form; ValueError: there is none; one of another
-    schema; a cache of something else than is wanted."""
-    path = folder / source_type.manifest
-    try:
-        manifest: dict[str, Any] = json.loads(path.read_text(encoding="utf-8"))
-        schema = manifest["schema"]
-        if schema == SCHEMA:
-            source = source_type(**manifest["source"])
-            [Shard(**shard) for shard in manifest["shards"]]
-            [manifest[key] for key in (source_type.size_name, "rows", "files")]
-    except FileNotFoundError as error:
-        raise ValueError(f"{folder} is no {source_type.title}: it has no {source_type.manifest}") from error
-    except (json.JSONDecodeError, UnicodeDecodeError, KeyError, TypeError) as error:
-        raise BrokenManifestError(f"{path} is damaged: not the manifest of a {source_type.title}: {error!r}") from error
-    if schema != SCHEMA:
-        raise ValueError(f"{path}: schema {schema}, this version reads {SCHEMA}; write the cache again")
-    differences = source.differences(wanted) if wanted is not None else []
-    if differences:
-        raise ValueError(f"the {source_type.title} {folder} is another one: {'; '.join(differences)}")
-    return manifest
+def read_manifest(folder: Path, source_type: type[Source]) -> dict[str, Any]:
+    """A cache's manifest; ValueError: one of another form or schema."""
+
+    def fits(found: Any) -> bool:
+        if found["schema"] == SCHEMA:
+            source_type(**found["source"]), [Shard(**shard) for shard in found["shards"]]
+            [found[key] for key in (source_type.size_name, "rows", "files")]
+        return bool(found["schema"] == SCHEMA)
+
+    return read_document(folder / source_type.manifest, "manifest", "draftsmith prepare --teacher", SCHEMA, fits)
 
 
-def shapes_in(path: Path) -> dict[str, tuple[int, ...]]:
-    """Shapes of the tensors of a safetensors file by name; none where it is no such file."""
-    try:
-        with safe_open(path, framework="pt") as file:
-            return {name: tuple(file.get_slice(name).get_shape()) for name in file.keys()}  # noqa: SIM118 - no mapping
-    except SafetensorError:
-        return {}
-
-
-def find_damage(
-    folder: Path, files: Mapping[str, Any], progress: Callable[[int, int], object] = lambda done, total: None
-) -> dict[str, str]:
-    """Read every file of a finished cache (`files` of its manifest); what is wrong with each damaged one, by name."""
-    found = {}
+def stamps(
+    folder: Path, names: Sequence[str], progress: Callable[[int, int], object] = lambda done, total: None
+) -> dict[str, Any]:
+    """Size and SHA-256 of files by name, None of one that is missing."""
+    found: dict[str, Any] = {}
     with ThreadPoolExecutor(_READERS) as readers:
-        problems = readers.map(lambda name: damage_of(folder / name, files[name]), files)
-        for done, (name, problem) in enumerate(zip(files, problems, strict=True), 1):
-            if problem:
-                found[name] = problem
-            progress(done, len(files))
+        made = readers.map(lambda name: stamp(folder / name) if (folder / name).is_file() else None, names)
+        for name, each in zip(names, made, strict=True):
+            found[name] = each
+            progress(len(found), len(names))
     return found
-
-
-def damage_of(path: Path, written: Mapping[str, Any]) -> str | None:
-    """What is wrong with a file, by its size and SHA-256; None: nothing."""
-    try:
-        _check_size(path, written)
-    except ValueError as error:
-        return str(error)
-    return None if stamp(path) == written else f"{path} is damaged: its SHA-256 is not the manifest's"
-
-
-def _check_size(path: Path, written: Mapping[str, Any]) -> None:
-    if not path.is_file():
-        raise ValueError(f"{path} is missing: {_REMEDY}")
-    size = path.stat().st_size
-    if size != written["bytes"]:
-        raise ValueError(f"{path} is damaged: it has {size} bytes, expected {written['bytes']}: {_REMEDY}")

@@ -8,15 +8,16 @@ from __future__ import annotations
 import hashlib
 import json
 from abc import ABC, abstractmethod
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator
 from dataclasses import asdict, dataclass
-from typing import Any, ClassVar, NamedTuple
+from typing import ClassVar, NamedTuple
 
 import numpy as np
 import torch
 
-from ...data.blocks.packing import IGNORED, PADDING, Batch
+from ...data.blocks.packing import IGNORED, Batch
 from ...data.blocks.prepared import PreparedData
+from ..losses.drafter import shifted_labels
 
 SHARD_BYTES = 64 << 20  # what a killed writer may lose
 _SCANNED_BLOCKS = 128
@@ -58,23 +59,8 @@ class Source(ABC):
     @property
     def key(self) -> str:
         """Name of the cache's folder."""
-        text = json.dumps(self.identity(), sort_keys=True)
+        text = json.dumps({name: value for name, value in asdict(self).items() if name != "target"}, sort_keys=True)
         return hashlib.sha256(text.encode()).hexdigest()[:16]
-
-    def identity(self) -> dict[str, Any]:
-        """What must be the same in two caches that are."""
-        return {name: value for name, value in asdict(self).items() if name != "target"}
-
-    def differences(self, wanted: Source, names: Sequence[str] = ()) -> list[str]:
-        """How a cache of this differs from the wanted one, with both sides; compares `names`, or everything."""
-        mine, theirs = self.identity(), wanted.identity()
-        found = []
-        for name in (name for name in names or mine if mine[name] != theirs[name]):
-            here, there = str(mine[name])[:16], str(theirs[name])[:16]
-            if name == "fingerprint":
-                name, here, there = "target", f"{here} ({self.target})", f"{there} ({wanted.target})"
-            found.append(f"{name} is {here} there, {there} here")
-        return found
 
 
 @dataclass(frozen=True)
@@ -90,10 +76,6 @@ class Shard:
     @property
     def name(self) -> str:
         return f"rows-{self.number:05d}.safetensors"
-
-    def shapes(self, columns: Mapping[str, Column]) -> dict[str, tuple[int, ...]]:
-        """Shapes of the file's tensors."""
-        return {name: (self.rows, *column.shape) for name, column in columns.items()}
 
 
 @dataclass(frozen=True)
@@ -135,11 +117,6 @@ class CachePlan:
         """Bytes on disk of so many files with so many rows, and of what is written at the end (headers rounded up)."""
         return rows * self.row_bytes + 1024 * (shards + 2) + 16 * len(self.first_row_D)
 
-    @property
-    def bytes(self) -> int:
-        """On disk, of all of it."""
-        return self.bytes_of(len(self.shards), self.rows)
-
 
 def _shards(rows_of_block: np.ndarray, most: int) -> Iterator[Shard]:
     """Consecutive blocks with at most `most` rows together, or one block with more."""
@@ -156,16 +133,9 @@ def _shards(rows_of_block: np.ndarray, most: int) -> Iterator[Shard]:
 
 def kept_positions(batch: Batch, reach: int) -> np.ndarray:
     """Whether a flattened position has a row, bool [X]: one of the next `reach` tokens of its document is trained."""
-    labels_BT, documents_BT = (tensor.cpu().numpy() for tensor in (batch.labels_BT, batch.documents_BT))
-    length = labels_BT.shape[1]
-    at_T = np.arange(length)
-    never = length + reach
-    trained_BT = np.where(labels_BT != IGNORED, at_T, never)
-    next_BT = np.full_like(trained_BT, never)  # after the position, in whatever document
-    next_BT[:, :-1] = np.minimum.accumulate(trained_BT[:, :0:-1], axis=1)[:, ::-1]
-    its_document_BT = np.take_along_axis(documents_BT, np.minimum(next_BT, length - 1), axis=1)
-    near_BT = (next_BT - at_T <= reach) & (documents_BT != PADDING)
-    kept_X: np.ndarray = (near_BT & (its_document_BT == documents_BT)).reshape(-1)
+    offsets = range(1, reach + 1)
+    ahead = [shifted_labels(batch.labels_BT, batch.documents_BT, offset) != IGNORED for offset in offsets]
+    kept_X: np.ndarray = torch.stack(ahead).any(0).flatten().cpu().numpy()
     return kept_X
 
 

@@ -5,7 +5,6 @@ Letters: B batch (blocks), T tokens, X = B · T flattened positions, K tokens ke
 
 from __future__ import annotations
 
-from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
@@ -19,7 +18,7 @@ from ...data.blocks.packing import Batch
 from ...decode.models.loading import load_model
 from ..forward.packed import make_forward
 from ..losses.chunks import DenseTeacher, SparseTeacher
-from .row_cache import check_alike, look_up
+from .row_cache import look_up
 from .top_k_cache import TeacherCache
 
 
@@ -51,18 +50,14 @@ class ModelTeacher:
 
 
 class CachedTeacher:
-    """The target's most likely tokens from disk: `caches` are of all the data that batches may come from.
-
-    Raises:
-        ValueError: caches of different targets or sizes.
-    """
+    """The target's most likely tokens from disk: `caches`, of one target, are of all the data that batches may come
+    from."""
 
     def __init__(self, *caches: TeacherCache) -> None:
-        check_alike([cache.source for cache in caches])
         self._caches = caches
         first = caches[0].source
         self.top_k = first.top_k
-        self.vocab_size = caches[0].vocab_size
+        self.vocab_size = caches[0].size
         self.settings: dict[str, Any] = {
             "target": first.fingerprint,
             "dtype": first.dtype,
@@ -104,11 +99,6 @@ def load_teacher(
     """
     if not load_in_8bit:
         return ModelTeacher(load_model(source, dtype=dtype, device=str(device)))
-    for package in ("bitsandbytes", "accelerate"):
-        if find_spec(package) is None:
-            raise ValueError(
-                f"`teacher.load_in_8bit` needs the package {package}, which is missing: pip install {package}"
-            )
     options = {
         "dtype": "float16" if dtype == "auto" else dtype,
         "quantization_config": BitsAndBytesConfig(load_in_8bit=True),

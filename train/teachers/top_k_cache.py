@@ -58,24 +58,17 @@ class TeacherCache(RowCache):
     source_type = CacheSource
     source: CacheSource
 
-    @property
-    def vocab_size(self) -> int:
-        """The target's number of tokens."""
-        return int(self.manifest["vocab_size"])
-
     def mean_mass(self) -> float:
         """How much of the target's probability the tokens that were kept hold, on average over the positions."""
         rest = 0.0
         for start in range(0, self.rows, _SUMMED_ROWS):
-            log_rest_R = torch.empty(min(_SUMMED_ROWS, self.rows - start), dtype=torch.float16)
-            self.gather(np.arange(start, start + len(log_rest_R)), {"log_rest": log_rest_R})
-            rest += float(log_rest_R.double().exp().sum())
+            rows_R = np.arange(start, min(start + _SUMMED_ROWS, self.rows))
+            rest += float(self.gather(rows_R, ["log_rest"])["log_rest"].double().exp().sum())
         return 1.0 - rest / max(1, self.rows)
 
     def read(self, rows_R: np.ndarray) -> tuple[Tensor, Tensor]:
         """Ids int64 and float32 log-probabilities of these rows, both [R, K]; raises what `gather` raises."""
-        rows = {name: torch.empty(len(rows_R), *c.shape, dtype=c.dtype) for name, c in self.columns.items()}
-        self.gather(rows_R, rows)
+        rows = self.gather(rows_R, self.columns)
         log_probs_RK = rows["log_probs"].float().numpy()
         sum_R = np.exp(log_probs_RK).sum(1, dtype=np.float64)
         kept_R = 1 - np.exp(rows["log_rest"].float().numpy(), dtype=np.float64)

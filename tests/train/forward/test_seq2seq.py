@@ -113,26 +113,6 @@ def test_answers_are_runs_inside_documents(documents: list[list[tuple[int, int]]
     assert [tuple(row) for row in found.tolist()] == wanted
 
 
-def test_rows_are_not_much_longer_than_what_is_in_them(worker: ModuleType) -> None:
-    """Sources of different lengths share rows: less than half of what encoder and decoder compute is padding."""
-    from draftsmith.train.forward.seq2seq import _plan
-
-    rng = np.random.default_rng(0)
-    blocks = []
-    for _ in range(4):
-        documents = []
-        for number in range(24):
-            question, answer = (int(length) for length in rng.integers(1, [12, 30]))
-            flags = np.array([0] * question + [1] * answer)
-            documents.append(Document(rng.integers(0, VOCAB, len(flags)), flags, number))
-        blocks.append(documents)
-    batch = make_batch(blocks, max(sum(len(d.ids) for d in block) for block in blocks), 0)
-    plan = _plan(batch, 3)
-    assert float((plan.sources_RS >= 0).float().mean()) > 0.7
-    assert float((plan.answers_RM >= 0).float().mean()) > 0.7
-    assert plan.read_RS.shape[1] <= 30
-
-
 def test_a_block_without_answers_uses_every_parameter_and_changes_none() -> None:
     model = build()
     tokens = torch.arange(12).view(2, 6)

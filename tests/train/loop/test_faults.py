@@ -4,13 +4,12 @@ from __future__ import annotations
 
 import json
 import math
-import os
 import random
 import signal
 import subprocess
 import sys
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from itertools import pairwise
 from pathlib import Path
 from types import ModuleType
@@ -18,10 +17,6 @@ from typing import Any
 
 import pytest
 import torch
-from draftsmith.data.blocks.stream import StreamedData
-from draftsmith.data.conversations import Conversation, Turn
-from draftsmith.data.rendering.templates import get_template
-from draftsmith.data.tokenizers import train_bpe
 from draftsmith.train.loop.fit import TrainingError, fit
 
 Logged = Callable[..., list[Any]]
@@ -148,27 +143,3 @@ def test_killed_at_ten_moments_it_repeats_an_undisturbed_run(tmp_path: Path):
     ]
     assert losses[0] == losses[1]
     assert len(losses[0]) == 24
-
-
-def dying_rows(epoch: int) -> Iterator[Conversation]:
-    """Conversations, until the worker process that reads them is killed by itself."""
-    for number in range(200):
-        if number == 60:
-            assert torch.utils.data.get_worker_info() is not None, "this would be the test's own process"
-            os.kill(os.getpid(), signal.SIGKILL)
-        yield Conversation(
-            f"row{number}", (Turn("user", "the question"), Turn("assistant", f"the answer {number % 7}"))
-        )
-
-
-def test_a_dead_data_worker_is_named_and_leaves_the_last_checkpoint(worker: ModuleType, tmp_path: Path):
-    tokenizer = train_bpe(["the question the answer user assistant 0123456789"], 280, SPECIALS)
-    template = get_template("chatml")
-    data = StreamedData(dying_rows, tokenizer, template, 32, size=12, workers=1, seed=0, identity={"name": "dying"})
-    task = worker.SignallingTask(worker.make_model(vocab_size=len(tokenizer)), None)
-    with pytest.raises(TrainingError, match=r"a worker process of the data died after step \d+ \(.*killed.*untouched"):
-        fit(task, data, worker.make_config(global_batch=4, steps=40, save_every=1), tmp_path)
-    # the loader's signal may come anywhere, also between writing a checkpoint and deleting the oldest
-    kept = sorted((tmp_path / "checkpoints").glob("step-*"))
-    assert len(kept) in (2, 3)
-    assert all((folder / "model.safetensors").is_file() for folder in kept[-2:])

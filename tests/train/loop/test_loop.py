@@ -50,27 +50,6 @@ def test_it_learns_and_keeps_a_log(worker: ModuleType, tmp_path: Path, logged: L
     assert [path.name for path in (tmp_path / "checkpoints").iterdir()] == ["step-000040"]
 
 
-def test_the_first_loss_is_the_mean_over_all_trained_tokens(worker: ModuleType, tmp_path: Path, logged: Logged):
-    model = worker.make_model(attention_dropout=0.0)
-    data = worker.make_data(8)
-    batch = data.batch(range(8))
-    with torch.no_grad():
-        total, count = 0.0, 0
-        for row in range(8):
-            for number in set(batch.documents_BT[row].tolist()) - {-1}:  # every document by itself
-                inside = batch.documents_BT[row] == number
-                if inside.sum() < 2:
-                    continue
-                tokens, labels = batch.tokens_BT[row][inside][None], batch.labels_BT[row][inside][None]
-                logits = model(tokens).logits[0, :-1].log_softmax(-1)
-                for place, label in enumerate(labels[0, 1:].tolist()):
-                    if label != -100:
-                        total -= float(logits[place, label])
-                        count += 1
-    fit(worker.SignallingTask(model, None), data, worker.make_config(steps=1), tmp_path)
-    assert logged(tmp_path)[0] == pytest.approx(total / count, abs=1e-5)
-
-
 def test_accumulation_changes_nothing(worker: ModuleType, tmp_path: Path, logged: Logged):
     results = {}
     for micro in (8, 4, 1):
@@ -213,7 +192,7 @@ def test_a_write_that_fails_leaves_the_last_checkpoint(worker: ModuleType, tmp_p
 
     task.count = limit
     try:
-        with pytest.raises(OSError, match=r"File too large.*step-000004"):
+        with pytest.raises(OSError, match=r"step-000004 .*File too large"):
             fit(task, worker.make_data(), worker.make_config(), tmp_path)
     finally:
         resource.setrlimit(resource.RLIMIT_FSIZE, (soft, hard))

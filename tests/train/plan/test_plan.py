@@ -2,9 +2,6 @@
 
 from __future__ import annotations
 
-import json
-import subprocess
-import sys
 from dataclasses import replace
 from typing import Any
 
@@ -29,7 +26,7 @@ FAMILIES: dict[str, dict[str, Any]] = {
     "llama": {"num_key_value_heads": 1, "intermediate_size": 160},
     "opt": {"ffn_dim": 256, "word_embed_proj_dim": 64, "dropout": 0.0},
     "gpt_neox": {"intermediate_size": 256},
-    "gpt2": {"activation_function": "gelu_new", "resid_pdrop": 0.0, "embd_pdrop": 0.0, "attn_pdrop": 0.0},
+    "gpt2": {"activation_function": "gelu", "resid_pdrop": 0.0, "embd_pdrop": 0.0, "attn_pdrop": 0.0},
 }
 
 
@@ -116,9 +113,9 @@ def test_states_are_16_bytes_a_parameter_and_shared_out_as_in_the_papers_figure_
     assert [part(run, name) for name in names] == [4 * count, 4 * count, 8 * count, 0]
     shares = {1: (2, 2, 2, 1), 2: (2, 0.5, 2, 1), 3: (0.5, 0.5, 2, 1)}  # bytes a parameter of 4 processes, in 16 bits
     for stage, expected in shares.items():
-        sharded = replace(run, precision="bf16", micro_batch=1, global_batch=4, launch=Launch("cuda", 4, 4, stage))
+        sharded = replace(run, precision="bf16", micro_batch=1, global_batch=4, launch=Launch("cuda", 4, stage))
         assert [part(sharded, name) / count for name in names] == pytest.approx(expected, abs=1 / count)
-    offloaded = replace(sharded, launch=Launch("cuda", 4, 4, 3, offload_optimizer=True, offload_weights=True))
+    offloaded = replace(sharded, launch=Launch("cuda", 4, 3, offload_optimizer=True, offload_weights=True))
     host = {found.name for found in plan_memory(offloaded) if found.place == "host"}
     assert set(names) <= host
     assert peak(plan_memory(offloaded), "cuda") < peak(plan_memory(sharded), "cuda")
@@ -127,7 +124,6 @@ def test_states_are_16_bytes_a_parameter_and_shared_out_as_in_the_papers_figure_
 def test_the_peak_is_what_always_lies_there_and_the_greediest_phase():
     parts = (Part("a", 100), Part("b", 7, "training"), Part("c", 4, "training"), Part("d", 9, "saving", "host"))
     assert peak(parts, "cuda") == 111
-    assert peak(parts, "cuda", "host") == 9
     assert peak(parts, "cpu") == 111
     assert peak((*parts, Part("e", 3, "saving", "host")), "cpu") == 112
 
@@ -149,24 +145,4 @@ def test_a_checkpoint_is_weights_and_moments():
     assert checkpoint_bytes(size, size.weights, Launch()) == 12 * size.parameters
     half = model_size(make("llama").to(torch.bfloat16))
     assert checkpoint_bytes(half, half.weights, Launch()) == 6 * size.parameters
-    assert checkpoint_bytes(half, half.weights, Launch("cpu", 2, 2, 2)) == 12 * size.parameters
-
-
-def test_the_watch_sees_memory_that_is_given_back():
-    script = """
-import json, torch
-from draftsmith.train.plan.probe import MemoryWatch
-torch.ones(1)
-watch = MemoryWatch(torch.device("cpu"))
-found = [watch.peak()]
-torch.ones(1 << 24)  # 64 MB; in a process of its own, since an older one holds free memory that would be used again
-found.append(watch.peak())
-found.append(MemoryWatch(torch.device("cpu")).peak())
-print(json.dumps(found))
-"""
-    done = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, timeout=120, check=False)
-    assert done.returncode == 0, done.stderr
-    before, most, after = json.loads(done.stdout)
-    assert most == pytest.approx(1 << 26, rel=0.2)
-    assert before < 16 << 20
-    assert after < 16 << 20
+    assert checkpoint_bytes(half, half.weights, Launch("cpu", 2, 2)) == 12 * size.parameters

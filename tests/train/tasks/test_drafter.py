@@ -80,22 +80,6 @@ def test_packed_equals_separate(worker: ModuleType, family: str, attention: str)
     assert all(p.grad is not None and torch.isfinite(p.grad).all() for p in model.parameters() if p.requires_grad)
 
 
-def test_one_document_a_row_takes_the_causal_kernel(worker: ModuleType):
-    model = build("Llama")
-    data = worker.make_data(2)
-    batch = data.batch(range(2))
-    batch.documents_BT = torch.where(batch.documents_BT < 0, -1, 7)
-    batch.positions_BT = torch.arange(16).expand(2, 16)
-    forward = PackedForward(model)
-    assert forward._attention(batch)["attention_mask"] is None
-    real = batch.documents_BT >= 0
-    hidden = forward(batch)
-    masked = model.model(
-        batch.tokens_BT, attention_mask=batch.attention_mask_B1TT(), position_ids=batch.positions_BT
-    ).last_hidden_state
-    torch.testing.assert_close(hidden[real], masked[real])
-
-
 @pytest.mark.parametrize("family", ["Llama", "Phi"])
 def test_distillation_uses_the_teacher_without_training_it(worker: ModuleType, family: str):
     drafter, teacher = build("Llama"), build(family, seed=5, num_hidden_layers=3)
@@ -171,14 +155,6 @@ def test_flops_are_those_of_torchs_counter(worker: ModuleType):
     products = sum(value for operation, value in found.items() if "attention" not in str(operation))
     assert task.flops(tokens_BT.numel(), tokens_BT.numel()) == products
     assert task.flops(tokens_BT.numel(), 0) == products - 6 * tokens_BT.numel() * model.lm_head.weight.numel()
-
-
-def test_training_compiled_gives_the_same_losses(worker: ModuleType, tmp_path: Path, logged: Callable[..., list[Any]]):
-    config = worker.make_config(steps=3)
-    for name, compiled in (("plain", False), ("compiled", True)):
-        task = DrafterTask(worker.make_model(attention_dropout=0.0), None, compiled=compiled)
-        fit(task, worker.make_data(), config, tmp_path / name)
-    assert logged(tmp_path / "compiled") == pytest.approx(logged(tmp_path / "plain"), abs=1e-5)
 
 
 def test_bf16_training_measures_the_weights_as_they_are(worker: ModuleType, tmp_path: Path):
