@@ -165,18 +165,16 @@ def _load_parts(
     return Parts(drafters[0] if drafters else None, heads, table, tuple(drafters[1:]))
 
 
-def other_target(artifact: Path, target: str, model: PreTrainedModel | None = None) -> str | None:
-    """The target that an artifact was trained on, or with (Medusa-2), if that is known to be another than `target` (a
-    folder or hub id; `model`: the same, loaded, for where it is no folder)."""
+def other_target(artifact: Path, target: str) -> str | None:
+    """The target that an artifact was trained on, or with (Medusa-2), if that is known to be another folder's than
+    `target`."""
     made_for, base = load_manifest(artifact).target or {}, artifact / "base"
     named, theirs = made_for.get("id"), made_for.get("fingerprint")
     if (base / "config.json").is_file():
         named, theirs = str(base), model_fingerprint(base)
-    folder = Path(at_revision(target))
-    here: Any = folder if (folder / "config.json").is_file() else model
-    if theirs is None or here is None or model_fingerprint(here) == theirs:
-        return None
-    return str(named)
+    here = Path(at_revision(target))
+    same = theirs is None or not (here / "config.json").is_file() or model_fingerprint(here) == theirs
+    return None if same else str(named)
 
 
 def identity_of(recipe: EvaluateRecipe, prompts: Sequence[Sequence[int]], device: str) -> dict[str, Any]:

@@ -1,4 +1,4 @@
-"""A diagnosis on the terminal: stages, differences, classes of tokens, examples, and what it all comes to."""
+"""A diagnosis on the terminal: stages, classes of tokens, and what it all comes to."""
 
 from __future__ import annotations
 
@@ -10,7 +10,6 @@ from rich.console import Console
 from rich.text import Text
 
 from .tables import Cell, Column, Table, number_cell
-from .trace import visible
 
 _MEASURES = {
     "top1_accuracy": "top-1 accuracy",
@@ -28,17 +27,9 @@ def show_part(found: Mapping[str, Any], console: Console) -> None:
     console.print(_stages_table(found["stages"], found["gaps"]).rich())
     for line in found["skipped"]:
         console.print(f"not measured: {line}", markup=False, style="dim")
-    for line in _difference_lines(found["differences"]):
-        console.print(line)
     if any(stage["by_depth"] for stage in found["stages"]):
         console.print(_heads_table(found["stages"]).rich())
     console.print(_cells_table(found["cells"]).rich())
-    for line in _example_lines(found["cells"][:2]):
-        console.print(line)
-    decoding = found["decoding"]
-    predicted = decoding["predicted"]
-    replay = "" if predicted is None else f"; predicted by replay of the target's own answers: {predicted:.2f}"
-    console.print(f"tokens per step: {decoding['tokens_per_step']:.2f}{replay}", markup=False)
     console.print(Text("verdict", "bold"))
     for line in _finding_lines(found["findings"]):
         console.print(f"- {line}", markup=False)
@@ -76,31 +67,6 @@ def _cells_table(cells: Sequence[Mapping[str, Any]]) -> Table:
         texts = (cell["name"], f"{cell['examined']:,}", f"{cell['share']:.3f}", _span(cell["interval"]), *shares)
         rows.append([*map(Cell, texts)])
     return _table("which drafts are refused", headings, rows)
-
-
-def _example_lines(cells: Sequence[Mapping[str, Any]]) -> Iterable[Text]:
-    """Refused tokens of the costliest classes, with the text before them."""
-    for cell in cells:
-        if cell["examples"]:
-            yield Text(f"refused, {cell['name']}:", "bold")
-        for each in cell["examples"]:
-            line = Text("  …" + visible(each["before"]), "dim")
-            line.append(f"[-{visible(each['drafted']) or '◌'}-]", "red")
-            line.append(f"{{+{visible(each['written']) or '◌'}+}}", "bold blue")
-            odds = f"drafted: source {each['source_drafted']:.2f}, target {each['target_drafted']:.2f}; "
-            yield line.append(f"  {odds}target's own {each['target_written']:.2f}", "dim")
-
-
-def _difference_lines(differences: Sequence[Mapping[str, Any]]) -> Iterable[Text]:
-    """How training and evaluation write conversations, line by line, with ids where they part."""
-    for each in differences:
-        yield Text(f"differs: {each['what']}: trained {each['trained']}, evaluated {each['evaluated']}")
-        example = each["example"]
-        if example is not None:
-            yield Text(f"  {example['conversation']}, from id {example['index']} on:", "dim")
-            for side in ("trained", "evaluated"):
-                pairs = zip(example[side]["ids"], example[side]["tokens"], strict=True)
-                yield Text(f"    {side:9} " + " ".join(f"{index}:{visible(token)}" for index, token in pairs), "dim")
 
 
 def _finding_lines(findings: Sequence[Mapping[str, Any]]) -> Iterable[str]:

@@ -10,76 +10,95 @@ decoding; between two of them little changes, and what is lost there is lost by 
 
 The file, `diagnosis.json` beside the results, written anew after each part:
 
-    {"schema": 2, "kind": "diagnosis", "complete", "target", "prompts", "recipe", "parts": [{
+    {"schema": 3, "kind": "diagnosis", "complete", "target", "prompts", "recipe", "parts": [{
         "part": "drafter", "source": "…", "method": "speculative", "options", "temperature",
         "stages": [{"key", "description", "value", "tokens", "by_depth", "top1_accuracy", "overlap", "top1_agreement",
                     "accepted", "tokens_per_step"}],      value: the chance that a draft is accepted; null: not known
         "gaps": [{"before", "after", "lost", "interval"}],             interval: 99 %, over prompts, or null
         "findings": [{"cause", "fault", "lost", "interval", "description", "advice"}],  the largest first
         "training": {…},                                  what training measured
-        "made_for": null or "…",                          the target that it was made for, if that is another one
-        "differences": [{"what", "trained", "evaluated", "example"}],
-        "decoding": {"tokens_per_step", "predicted", "standard_error", "examined", "accepted", "rejections"},
-        "cells": [{"name", "examined", "accepted", "share", "rejections_share", "excess", "interval", "examples"}],
+        "decoding": {"tokens_per_step", "examined", "accepted", "rejections"},
+        "cells": [{"name", "examined", "accepted", "share", "rejections_share", "excess", "interval"}],
         "skipped": ["…"]}]}
 
 `cells` are classes of tokens, those first that cost most: `excess` is the share of all rejections that a class has
-beyond its due, `interval` of its share of accepted tokens is of 95 %. An example holds `prompt`, `before`, `drafted`,
-`written` (texts), and their unwarped probabilities `target_drafted`, `source_drafted`, `target_written`.
+beyond its due, `interval` of its share of accepted tokens is of 95 %.
 """
 
 from __future__ import annotations
 
 import json
 from collections.abc import Sequence
+from contextlib import AbstractContextManager
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
 import numpy as np
-import torch
 
 from ....checkpoints.storage.atomic import atomic_text
 from ....checkpoints.storage.messages import did_you_mean
+from ....data.prompts import stop_ids
+from ....decode.engine import Limits
 from ....decode.evaluation.diagnose.agreement import (
-    DrafterSource,
-    HeadsSource,
     Passage,
     Source,
-    TableSource,
+    drafter_source,
+    heads_source,
     score,
+    table_source,
 )
-from ....decode.evaluation.diagnose.attempts import DraftAttempt, cells, draft_attempts, odds_of
-from ....decode.evaluation.diagnose.stages import (
-    Stage,
-    decoding_stage,
-    findings,
-    gaps,
-    scored_stage,
-)
+from ....decode.evaluation.diagnose.attempts import DraftAttempt, cells, draft_attempts
+from ....decode.evaluation.diagnose.stages import Stage, decoding_stage, findings, gaps, scored_stage
 from ....decode.evaluation.diagnose.token_classes import classify
 from ....decode.evaluation.measure import Entry
-from ....decode.evaluation.replay.replay import predict_entries, record_entries
+from ....decode.evaluation.replay.recording import sample_texts
 from ....decode.evaluation.trace import trace
 from ....decode.methods import Parts, build_method
 from ....decode.models.seq2seq import Seq2SeqModel
 from ....decode.proposers.ngrams import TableChain
 from ....train.parallel.interrupts import Interrupted, StopSignals
-from ...assemble.evaluation import entries_of, other_target, place_of
+from ...assemble.evaluation import LoadedPair, entries_of, open_recipe, other_target, place_of, prompts_of
 from ...report.diagnosis import show_part
 from ...report.trace import TokenTexts
 from ...schema.evaluation import EvaluateRecipe, MethodSection
-from ...session.terminal import console, log
-from ..evaluation.watch import stop_if_asked
-from .case import STOPPED, Case, open_case
-from .training_record import TrainingRecord, differences, training_record
+from ...session.terminal import Advance, console, log
+from ..evaluation.watch import stop_if_asked, stoppable_bar
+from .training_record import TrainingRecord, training_record
 
-SCHEMA = 2
+SCHEMA = 3
 KIND = "diagnosis"
+STOPPED = "diagnose: stopped by signal {}"
 CHAINS = {"drafter": "speculative", "heads": "bpd", "table": "bigram"}
 """What drafts from a part, a token at a time."""
-_EXAMPLES = 3
-_BEFORE = 60
-"""Letters before an example."""
+
+
+@dataclass
+class Case:
+    """An evaluation, opened."""
+
+    recipe: EvaluateRecipe
+    opened: LoadedPair
+    signals: StopSignals
+    own: dict[Any, list[Passage]] = field(default_factory=dict)
+    """The target's own answers, by sampling."""
+
+    def __post_init__(self) -> None:
+        self.prompts = [list(ids) for _, ids in prompts_of(self.recipe, self.opened.tokenizer)]
+        self.limits = Limits(self.recipe.max_new_tokens, stop_ids(self.opened.tokenizer))
+
+    def bar(self, title: str, unit: str = "prompts") -> AbstractContextManager[Advance]:
+        """Progress that ends once a signal has come."""
+        return stoppable_bar(title, unit, self.signals, STOPPED)
+
+    def own_answers(self, entry: Entry) -> list[Passage]:
+        """The target's own answers, plainly decoded."""
+        if entry.sampling not in self.own:
+            given = (self.opened.target, self.prompts, self.limits, entry.sampling)
+            with self.bar("decoding the target's own answers") as advance:
+                texts = sample_texts(*given, seed=self.recipe.seed, progress=advance)
+            self.own[entry.sampling] = [Passage(*pair) for pair in zip(self.prompts, texts, strict=True)]
+        return self.own[entry.sampling]
 
 
 def run_diagnose(recipe: EvaluateRecipe, parts: Sequence[str] = (), out: Path | None = None) -> dict[str, Any]:
@@ -107,7 +126,7 @@ def run_diagnose(recipe: EvaluateRecipe, parts: Sequence[str] = (), out: Path | 
     narrow = {part: getattr(recipe, part) if part in chosen else None for part in CHAINS}
     narrowed = recipe.model_copy(update={"methods": rows, "more_drafters": [], **narrow})
     with StopSignals() as signals:
-        case = open_case(narrowed, signals)
+        case = Case(narrowed, open_recipe(narrowed), signals)
         found = _diagnosed(case, chosen, path)
     console().print(f"diagnosis: {path}", markup=False, soft_wrap=True)
     return found
@@ -134,9 +153,9 @@ def _chosen(recipe: EvaluateRecipe, parts: Sequence[str]) -> list[str]:
 def _diagnosed(case: Case, chosen: Sequence[str], path: Path) -> dict[str, Any]:
     """The parts one after the other, each shown and written when it is done."""
     recipe = case.recipe
-    log(f"diagnose: {', '.join(chosen)}, {len(case.questions)} prompts of {recipe.prompts}, on {case.opened.device}")
+    log(f"diagnose: {', '.join(chosen)}, {len(case.prompts)} prompts of {recipe.prompts}, on {case.opened.device}")
     found: dict[str, Any] = {"schema": SCHEMA, "kind": KIND, "complete": False, "target": recipe.target}
-    found |= {"prompts": len(case.questions), "recipe": recipe.model_dump(mode="json"), "parts": []}
+    found |= {"prompts": len(case.prompts), "recipe": recipe.model_dump(mode="json"), "parts": []}
     for part, entry in zip(chosen, entries_of(recipe), strict=True):
         try:
             stop_if_asked(case.signals, STOPPED)
@@ -167,31 +186,22 @@ class _Probe:
 
     def _source(self) -> Source:
         if isinstance(self.method.proposer, TableChain):
-            return TableSource(self.method.proposer, self.target.device)
+            return table_source(self.method.proposer, self.target.device)
         if self.parts.heads is not None:
-            return HeadsSource(self.parts.heads, self.target.dtype)
+            return heads_source(self.parts.heads, self.target.dtype)
         assert self.parts.drafter is not None
-        return DrafterSource(self.parts.drafter)
+        return drafter_source(self.parts.drafter)
 
     def run(self) -> dict[str, Any]:
         """Every stage that can be measured, and what they come to."""
-        case = self.case
-        before = self._training_stages()
+        case, trained = self.case, self.trained
         own = case.own_answers(self.entry)
-        description = f"the target's own answers, drafts judged as decoding does ({self._warping()})"
-        last = [self._scored("own", description, own, "accepted"), self._decoding()]
-        stages = [*before, *last]
-        predicted, error = self._predicted(own)
-        made_for, differing = None, []
-        if self.trained is not None:
-            as_saved = case.recipe.dtype == "auto" and case.recipe.device_map is None
-            made_for = other_target(self.trained.folder, case.recipe.target, case.opened.model if as_saved else None)
-            conversations = [each.conversation for each in case.questions if each.conversation is not None]
-            longest = max(len(passage.prompt) + len(passage.text) for passage in self.texts)
-            differing = differences(self.trained, case.recipe, case.opened.tokenizer, conversations, longest)
-        rounds = (self.trained is not None and self.trained.rounds) or self.target.dtype != torch.float32
-        attempts = [each for row in self.attempts for each in row]
-        accepted = sum(each.accepted for each in attempts)
+        description = "the target's own answers, drafts judged as decoding does"
+        stages = [*self._training_stages(), self._scored("own", description, own, "accepted"), self._decoding()]
+        elsewhere = trained is not None and other_target(trained.folder, case.recipe.target) is not None
+        otherwise = trained is not None and trained.writes_otherwise(case.recipe.template, case.opened.tokenizer)
+        examined, accepted = (sum(map(len, self.attempts)), sum(each.accepted for row in self.attempts for each in row))
+        counts = {"examined": examined, "accepted": accepted, "rejections": examined - accepted}
         return {
             "part": self.part,
             "source": self.source_name,
@@ -199,24 +209,13 @@ class _Probe:
             "options": self.entry.options,
             "temperature": self.entry.sampling.temperature,
             "stages": [stage.as_dict() for stage in stages],
-            "gaps": [gap.as_dict() for gap in gaps(stages)],
-            "findings": [each.as_dict() for each in findings(stages, rounds, made_for, differing)],
-            "training": {} if self.trained is None else self.trained.metrics,
-            "made_for": made_for,
-            "differences": differing,
-            "decoding": {
-                "tokens_per_step": stages[-1].measures["tokens_per_step"],
-                "predicted": predicted,
-                "standard_error": error,
-                "examined": len(attempts),
-                "accepted": accepted,
-                "rejections": len(attempts) - accepted,
-            },
-            "cells": self._cells() if attempts else [],
+            "gaps": gaps(stages),
+            "findings": findings(stages, elsewhere, otherwise),
+            "training": {} if trained is None else trained.metrics,
+            "decoding": {"tokens_per_step": stages[-1].measures["tokens_per_step"]} | counts,
+            "cells": self._cells() if examined else [],
             "skipped": self.skipped,
         }
-
-    # stages
 
     def _training_stages(self) -> list[Stage]:
         if self.part == "table":
@@ -256,73 +255,36 @@ class _Probe:
     def _scored(self, key: str, description: str, passages: Sequence[Passage], measure: str) -> Stage:
         with self.case.bar(f"{self.part}: {key}", "documents" if key == "files" else "prompts") as advance:
             scores = score(self.target, self.source, passages, self.entry.sampling, advance)
-        return scored_stage(key, description, scores, passages, measure, self.drafted)
+        return scored_stage(key, description, scores, measure)
 
     def _decoding(self) -> Stage:
-        case, count, steps = self.case, len(self.case.questions), 0
+        case, steps = self.case, 0
         self.texts: list[Passage] = []
         self.attempts: list[list[DraftAttempt]] = []
         with case.bar(f"{self.part}: decoding with {self.entry.method}") as advance:
-            for index, question in enumerate(case.questions):
+            for index, prompt in enumerate(case.prompts):
                 seed = case.recipe.seed + index
-                traced = trace(self.target, self.method, question.ids, case.limits, self.entry.sampling, seed)
+                traced = trace(self.target, self.method, prompt, case.limits, self.entry.sampling, seed)
                 text = [token for step in traced for token in (*step.accepted, step.next_id) if token is not None]
-                self.texts.append(Passage(question.ids, text))
+                self.texts.append(Passage(prompt, text))
                 self.attempts.append(draft_attempts(traced))
                 steps += len(traced)
-                advance(index + 1, count)
+                advance(index + 1, len(case.prompts))
         per_step = sum(len(passage.text) for passage in self.texts) / steps
         description = f"real decoding: {self.entry.method}, {self.drafted} tokens a draft"
         return decoding_stage(description, self.attempts, per_step, self.drafted if self.part == "heads" else 0)
 
-    def _predicted(self, own: Sequence[Passage]) -> tuple[float | None, float]:
-        """Tokens per step by replay of the target's own answers, and its standard error."""
-        prompts, texts = [list(each.prompt) for each in own], [list(each.text) for each in own]
-        recordings = record_entries(self.target, self.parts, [self.entry], prompts, {self.entry.sampling: texts})
-        found = predict_entries(recordings, self.parts, [self.entry])[self.entry.label]
-        return (None, 0.0) if found is None else (found["tokens_per_step"], found["standard_error"])
-
-    # what they come to
-
     def _cells(self) -> list[dict[str, Any]]:
-        """Classes of the tokens tried, those first that cost most, with the refused ones that the source was surest
-        of."""
+        """Classes of the tokens tried, those first that cost most."""
         tokenizer = self.case.opened.tokenizer
         special = set(tokenizer.all_special_ids)
         special |= {number for number, token in tokenizer.added_tokens_decoder.items() if token.special}
-        pieces, classes = [], []
-        for passage in self.texts:
+        names, accepted, passages = [], [], []
+        for number, (passage, attempts) in enumerate(zip(self.texts, self.attempts, strict=True)):
             texts = TokenTexts(tokenizer, passage.prompt)
-            pieces.append([texts.add(token) for token in passage.text])
-            classes.append(classify(pieces[-1], [token in special for token in passage.text]))
-        odds = odds_of(self.target, self.source, self.texts, self.attempts)
-        rows = [
-            (number, *pair)
-            for number, (row, its_odds) in enumerate(zip(self.attempts, odds, strict=True))
-            for pair in zip(row, its_odds, strict=True)
-        ]
-        names = [classes[number][each.position] for number, each, _ in rows]
-        accepted_X = np.array([each.accepted for _, each, _ in rows])
-        passage_X = np.array([number for number, _, _ in rows])
-        found = []
-        for cell in cells(names, accepted_X, passage_X, len(self.texts)):
-            refused = [rows[member] for member in cell.members if not rows[member][1].accepted]
-            refused.sort(key=lambda row: -row[2].source_drafted)
-            examples = []
-            for number, each, its_odds in refused[:_EXAMPLES]:
-                passage = self.texts[number]
-                texts = TokenTexts(tokenizer, [*passage.prompt, *passage.text[: each.position]])
-                about = {"prompt": self.case.questions[number].name}
-                about["before"] = "".join(pieces[number][: each.position])[-_BEFORE:]
-                about |= {"drafted": texts.would_add(each.drafted), "written": texts.would_add(each.written)}
-                examples.append(about | its_odds._asdict())
-            found.append(cell.as_dict() | {"examples": examples})
-        return found
-
-    def _warping(self) -> str:
-        sampling = self.entry.sampling
-        if sampling.greedy:
-            return "temperature 0, the best token alone"
-        words = f"temperature {sampling.temperature:g}"
-        words += f", top-k {sampling.top_k}" if sampling.top_k else ""
-        return words + (f", top-p {sampling.top_p:g}" if sampling.top_p < 1 else "")
+            pieces = [texts.add(token) for token in passage.text]
+            classes = classify(pieces, [token in special for token in passage.text])
+            names += [classes[each.position] for each in attempts]
+            accepted += [each.accepted for each in attempts]
+            passages += [number] * len(attempts)
+        return cells(names, np.array(accepted), np.array(passages), len(self.texts))

@@ -12,14 +12,14 @@ from draftsmith.checkpoints.table.table import BigramTable
 from draftsmith.decode.engine import Limits, generate
 from draftsmith.decode.evaluation.bootstrap import percentile_interval, resampled_ratios
 from draftsmith.decode.evaluation.diagnose.agreement import (
-    DrafterSource,
-    HeadsSource,
+    MEASURES,
     Passage,
-    TableSource,
-    expected_tokens_per_step,
+    drafter_source,
+    heads_source,
     score,
+    table_source,
 )
-from draftsmith.decode.evaluation.diagnose.attempts import cells, draft_attempts, odds_of
+from draftsmith.decode.evaluation.diagnose.attempts import cells, draft_attempts
 from draftsmith.decode.evaluation.diagnose.stages import Stage, findings
 from draftsmith.decode.evaluation.diagnose.token_classes import CLASSES, classify
 from draftsmith.decode.evaluation.metrics import Tally
@@ -69,13 +69,13 @@ def expected(target: torch.Tensor, draft: torch.Tensor, best: int, said: int, sa
 @pytest.mark.parametrize("sampling", SAMPLINGS, ids=str)
 def test_scores_of_a_drafter_are_those_of_plain_forwards(models: Any, sampling: Sampling) -> None:
     target, drafter = models
-    scores = score(wrap_model(target), DrafterSource(wrap_model(drafter)), PASSAGES, sampling)
+    scores = score(wrap_model(target), drafter_source(wrap_model(drafter)), PASSAGES, sampling)
     at = 0
     for number, (prompt, text, judged) in enumerate(PASSAGES):
         for place, said in enumerate(text):
             ids = [*prompt, *text[:place]]
             p, q = logits_of(target, ids), logits_of(drafter, ids)
-            found = [float(getattr(scores, f"{name}_KT")[0, at]) for name in ("hit", "overlap", "agree", "accepted")]
+            found = [float(scores.measures[name][0, at]) for name in MEASURES]
             assert found == pytest.approx(expected(p, q, int(q.argmax()), said, sampling, True), abs=2e-5)
             assert scores.passage_T[at] == number
             assert scores.valid_KT[0, at] == (judged is None or judged[place])
@@ -89,7 +89,7 @@ def test_scores_of_a_drafter_are_those_of_plain_forwards(models: Any, sampling: 
 @pytest.mark.parametrize("sampling", SAMPLINGS, ids=str)
 def test_scores_of_heads_speak_of_the_token_so_many_places_on(models: Any, make_heads: Any, sampling: Sampling) -> None:
     target, heads = models[0], make_heads(3, 32, VOCAB)
-    scores = score(wrap_model(target), HeadsSource(heads, torch.float32), PASSAGES, sampling)
+    scores = score(wrap_model(target), heads_source(heads, torch.float32), PASSAGES, sampling)
     at = 0
     for prompt, text, kept in PASSAGES:
         ids = [*prompt, *text]
@@ -103,8 +103,7 @@ def test_scores_of_heads_speak_of_the_token_so_many_places_on(models: Any, make_
                 if valid:
                     p, q = logits_of(target, ids[: len(prompt) + place]), heads(states_TD[state])[head]
                     wanted = expected(p, q, int(q.argmax()), said, sampling, False)
-                    names = ("hit", "overlap", "agree", "accepted")
-                    found = [float(getattr(scores, f"{name}_KT")[head, at]) for name in names]
+                    found = [float(scores.measures[name][head, at]) for name in MEASURES]
                     assert found == pytest.approx(wanted, abs=2e-5)
             at += 1
     assert len(scores.by_depth("hit")) == 3
@@ -116,7 +115,7 @@ def test_scores_of_a_table_are_those_of_its_rows(models: Any, table: BigramTable
     proposer = TableChain(table, 2, order, 1.0)
     rows = table.distributions("cpu", 1.0)
     for each in (sampling, Sampling()):
-        scores = score(wrap_model(target), TableSource(proposer, torch.device("cpu")), PASSAGES, each)
+        scores = score(wrap_model(target), table_source(proposer, torch.device("cpu")), PASSAGES, each)
         at = 0
         for prompt, text, _ in PASSAGES:
             for place, said in enumerate(text):
@@ -125,18 +124,18 @@ def test_scores_of_a_table_are_those_of_its_rows(models: Any, table: BigramTable
                 q = (rows.unigram_V if order == 1 else rows.after(last)[0]).log()
                 best = int(rows.unigram_V.argmax()) if order == 1 else int(rows.most_likely(last)[0])
                 wanted = expected(logits_of(target, ids), q, best, said, each, True)
-                found = [float(getattr(scores, f"{n}_KT")[0, at]) for n in ("hit", "overlap", "agree", "accepted")]
+                found = [float(scores.measures[name][0, at]) for name in MEASURES]
                 assert found == pytest.approx(wanted, abs=2e-5)
                 at += 1
 
 
 def test_many_passages_are_read_in_groups_as_if_one_by_one(models: Any, monkeypatch: pytest.MonkeyPatch) -> None:
-    target, source = wrap_model(models[0]), DrafterSource(wrap_model(models[1]))
+    target, source = wrap_model(models[0]), drafter_source(wrap_model(models[1]))
     whole = score(target, source, PASSAGES * 3, Sampling(1.0))
     monkeypatch.setattr("draftsmith.decode.evaluation.diagnose.agreement._TOKENS_AT_ONCE", 9)
     done: list[tuple[int, int]] = []
     parts = score(target, source, PASSAGES * 3, Sampling(1.0), lambda *numbers: done.append(numbers))
-    np.testing.assert_allclose(parts.overlap_KT, whole.overlap_KT, atol=1e-5)
+    np.testing.assert_allclose(parts.measures["overlap"], whole.measures["overlap"], atol=1e-5)
     np.testing.assert_array_equal(parts.passage_T, whole.passage_T)
     assert len(done) > 3
     assert done[-1] == (12, 12)
@@ -145,7 +144,7 @@ def test_many_passages_are_read_in_groups_as_if_one_by_one(models: Any, monkeypa
 
 
 @pytest.mark.parametrize(("name", "options"), [("speculative", {"gamma": 3}), ("bpd", {}), ("bigram", {"gamma": 2})])
-def test_greedy_steps_and_tried_tokens_are_those_that_decoding_takes(
+def test_tried_tokens_are_those_that_decoding_takes(
     models: Any, table: BigramTable, make_heads: Any, name: str, options: dict[str, Any]
 ) -> None:
     target, sampling, limits = wrap_model(models[0]), Sampling(), Limits(29)
@@ -155,9 +154,9 @@ def test_greedy_steps_and_tried_tokens_are_those_that_decoding_takes(
     prompts = [[3, 1, 4], [1, 5, 9, 2], [6, 5]]
     texts = sample_texts(target, prompts, limits, sampling)
     passages = [Passage(*pair) for pair in zip(prompts, texts, strict=True)]
-    made = {"speculative": lambda: DrafterSource(wrap_model(models[1]))}
-    made |= {"bpd": lambda: HeadsSource(heads, torch.float32)}  # type: ignore[dict-item]
-    made |= {"bigram": lambda: TableSource(TableChain(table, 2, 2, 1.0), target.device)}  # type: ignore[dict-item]
+    made = {"speculative": lambda: drafter_source(wrap_model(models[1]))}
+    made |= {"bpd": lambda: heads_source(heads, torch.float32)}  # type: ignore[dict-item]
+    made |= {"bigram": lambda: table_source(TableChain(table, 2, 2, 1.0), target.device)}  # type: ignore[dict-item]
     source = made[name]()
     scores = score(target, source, passages, sampling)
 
@@ -166,33 +165,14 @@ def test_greedy_steps_and_tried_tokens_are_those_that_decoding_takes(
         for step in generate(target, *method, [prompt], limits, sampling, Rng.for_rows(place, 1)):
             tally.add_step(step, 0)
         found.append(draft_attempts(trace(target, method, prompt, limits, sampling, place)))
-    per_step = tally.tokens / tally.steps
-    assert expected_tokens_per_step(scores, passages, options.get("gamma", 2)) == pytest.approx(per_step)
     starts = np.searchsorted(scores.passage_T, range(len(prompts)))
     for number, row in enumerate(found):
         for each in row:
-            agreed = scores.agree_KT[each.depth if name == "bpd" else 0, starts[number] + each.position]
-            assert each.written == texts[number][each.position]
-            assert each.accepted == (each.drafted == each.written) == bool(agreed)
+            agreed = scores.measures["agree"][each.depth if name == "bpd" else 0, starts[number] + each.position]
+            assert each.accepted == (each.drafted == texts[number][each.position]) == bool(agreed)
     count = sum(map(len, found))
     assert 0 <= tally.examined - count <= 3 * len(prompts)  # all but those behind the limit
     assert sum(not each.accepted for row in found for each in row) <= tally.rejections
-
-
-def test_odds_of_attempts_are_those_of_plain_forwards(models: Any) -> None:
-    target, drafter = models
-    scorer, parts = wrap_model(target), Parts(wrap_model(drafter))
-    sampling, prompt = Sampling(0.8), [3, 1, 4]
-    method = build_method("speculative", parts, sampling, gamma=3)
-    steps = trace(scorer, method, prompt, Limits(25), sampling, seed=2)
-    text = [token for step in steps for token in (*step.accepted, step.next_id) if token is not None]
-    found = draft_attempts(steps)
-    assert any(not each.accepted for each in found)
-    (odds,) = odds_of(scorer, DrafterSource(wrap_model(drafter)), [Passage(prompt, text)], [found])
-    for each, mine in zip(found, odds, strict=True):
-        ids = [*prompt, *text[: each.position]]
-        p, q = logits_of(target, ids).softmax(-1), logits_of(drafter, ids).softmax(-1)
-        assert mine == pytest.approx((float(p[each.drafted]), float(q[each.drafted]), float(p[each.written])), abs=2e-5)
 
 
 def test_intervals_are_those_of_whole_texts_drawn_anew() -> None:
@@ -220,17 +200,16 @@ def test_cells_add_up_and_the_worst_comes_first() -> None:
     chance = {"good": 0.9, "bad": 0.3, "rare": 0.9}
     accepted_X = np.array([rng.random() < chance[name] for name in names])
     found = cells(names, accepted_X, rng.integers(0, 20, 400), 20)
-    assert found[0].name == "bad"
-    assert sum(cell.examined for cell in found) == 400
-    assert sum(cell.accepted for cell in found) == accepted_X.sum()
-    assert sum(cell.rejections_share for cell in found) == pytest.approx(1)
-    assert sum(cell.excess for cell in found) == pytest.approx(0)
+    assert found[0]["name"] == "bad"
+    assert sum(cell["examined"] for cell in found) == 400
+    assert sum(cell["accepted"] for cell in found) == accepted_X.sum()
+    assert sum(cell["rejections_share"] for cell in found) == pytest.approx(1)
+    assert sum(cell["excess"] for cell in found) == pytest.approx(0)
     for cell in found:
-        assert cell.share == pytest.approx(accepted_X[[name == cell.name for name in names]].mean())
-        assert cell.interval is None or cell.interval[0] <= cell.share <= cell.interval[1]
-        assert [names[member] for member in cell.members] == [cell.name] * cell.examined
+        assert cell["share"] == pytest.approx(accepted_X[[name == cell["name"] for name in names]].mean())
+        assert cell["interval"] is None or cell["interval"][0] <= cell["share"] <= cell["interval"][1]
     all_good = cells(["a", "b"], np.array([True, True]), np.array([0, 1]), 2)
-    assert [(cell.rejections_share, cell.excess) for cell in all_good] == [(0, 0), (0, 0)]
+    assert [(cell["rejections_share"], cell["excess"]) for cell in all_good] == [(0, 0), (0, 0)]
 
 
 def test_only_a_loss_that_is_certain_is_named() -> None:
@@ -241,15 +220,13 @@ def test_only_a_loss_that_is_certain_is_named() -> None:
         keys = ("own", "decoding")
         return [Stage(key, key, value, sums=each) for key, value, each in zip(keys, values, sums, strict=True)]
 
-    (found,) = findings(stages([5.0, 6.0, 5.0, 6.0]), False, None, [])
-    assert (found.cause, found.lost) == ("drafting", pytest.approx(0.35))
-    assert findings(stages([0.0, 10.0, 10.0, 10.0]), False, None, []) == [], "one text of four"
+    (found,) = findings(stages([5.0, 6.0, 5.0, 6.0]), False, False)
+    assert (found["cause"], found["lost"]) == ("drafting", pytest.approx(0.35))
+    assert findings(stages([0.0, 10.0, 10.0, 10.0]), False, False) == [], "one text of four"
     record, files = (Stage(key, key, value, {"overlap": value}) for key, value in (("record", 0.8), ("files", 0.7)))
-    (export,) = findings([record, files], False, None, [])
-    assert export.cause == "export"
-    (target,) = findings([record, files], False, "elsewhere", [])
-    assert (target.cause, target.lost) == ("target", pytest.approx(0.1))
-    assert "elsewhere" in target.description
+    for other, cause in ((False, "export"), (True, "target")):
+        (found,) = findings([record, files], other, False)
+        assert (found["cause"], found["lost"]) == (cause, pytest.approx(0.1))
 
 
 def classes_of(*pieces: str, special: str = "<none>") -> list[str]:
