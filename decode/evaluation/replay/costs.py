@@ -9,7 +9,7 @@ Shape letters: B batch, N nodes, D hidden.
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from dataclasses import asdict, dataclass, field
+from dataclasses import dataclass, field
 from functools import partial
 from typing import Any
 
@@ -38,15 +38,7 @@ class Curve:
 
     @classmethod
     def through(cls, nodes: Sequence[int], seconds: Sequence[float]) -> Curve:
-        """The rising curve nearest to measured seconds (isotonic regression).
-
-        Raises:
-            ValueError: no point, nodes that do not ascend, or seconds that are not positive.
-        """
-        if not nodes or len(nodes) != len(seconds) or list(nodes) != sorted(set(nodes)):
-            raise ValueError(f"a curve needs ascending node counts and as many seconds, got {nodes} and {seconds}")
-        if not min(seconds) > 0:
-            raise ValueError(f"seconds must be above 0, got {min(seconds)}")
+        """The rising curve nearest to measured seconds (isotonic regression)."""
         return cls(tuple(nodes), tuple(float(value) for value in isotonic_regression(seconds).x))
 
     def __call__(self, nodes: float) -> float:
@@ -112,10 +104,6 @@ class CostModel:
     def speedup(self, tokens_per_step: float, step_seconds: float) -> float:
         """Over autoregressive decoding by this engine, the reading of prompts left out."""
         return tokens_per_step * self.plain_seconds() / step_seconds
-
-    def as_dict(self) -> dict[str, Any]:
-        """Numbers for a file."""
-        return asdict(self)
 
 
 @torch.inference_mode()

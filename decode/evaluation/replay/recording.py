@@ -9,20 +9,15 @@ head, V vocabulary, D hidden.
 
 from __future__ import annotations
 
-import json
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass, field, fields
-from pathlib import Path
-from typing import Any, NamedTuple
+from dataclasses import dataclass, field
+from typing import NamedTuple
 
 import numpy as np
 import torch
 from numpy.typing import NDArray
-from safetensors import SafetensorError, safe_open
-from safetensors.numpy import save
 from torch import Tensor
 
-from ....checkpoints.storage.atomic import atomic_file
 from ....checkpoints.table.table import NextToken
 from ...engine import Limits, generate
 from ...methods import Parts, build_method
@@ -32,8 +27,6 @@ from ...proposers.ngrams import TableChain
 from ...rng import Rng
 from ...warpers import Sampling, warp
 from .acceptance import Candidates
-
-SCHEMA = 2
 
 
 @dataclass(frozen=True)
@@ -83,8 +76,6 @@ class Recording:
     drafts: dict[str, Drafts] = field(default_factory=dict)
     """By source: `drafter`, or `source_name` of a table."""
     heads: HeadDrafts | None = None
-    identity: dict[str, Any] = field(default_factory=dict)
-    """Models, prompts and seed, as the caller names them: a recording is used again only where they are the same."""
 
     @property
     def lengths(self) -> NDArray[np.int64]:
@@ -160,7 +151,6 @@ def record(
     tables: Sequence[TableSource] = TABLE_SOURCES,
     chunk: int = 128,
     seed: int = 0,
-    identity: dict[str, Any] | None = None,
     progress: Callable[[int, int], None] | None = None,
 ) -> Recording:
     """Read the texts once with the target and with every source of drafts that `parts` holds.
@@ -188,7 +178,7 @@ def record(
         if progress:
             progress(done, len(prompts))
     given, written = ([list(map(int, row)) for row in rows] for rows in (prompts, texts))
-    return Recording(sampling, given, written, *reader.result(), identity or {})
+    return Recording(sampling, given, written, *reader.result())
 
 
 class _Reader:
@@ -318,46 +308,3 @@ def _rank(logits_TV: Tensor, token_T1: Tensor) -> Tensor:
     own_T1 = logits_TV.gather(1, token_T1)
     number_V = torch.arange(logits_TV.shape[1], device=logits_TV.device)
     return ((logits_TV > own_T1) | ((logits_TV == own_T1) & (number_V < token_T1))).sum(1)
-
-
-def save_recording(recording: Recording, path: Path) -> None:
-    """Write a recording as one safetensors file, whole or not at all; its identity is in the file's metadata."""
-    arrays: dict[str, NDArray[Any]] = {}
-    for name, drafts in recording.drafts.items():
-        for part in fields(Drafts):
-            arrays[f"{name}/{part.name}"] = np.ascontiguousarray(getattr(drafts, part.name))
-    for part in () if recording.heads is None else fields(HeadDrafts):
-        arrays[f"heads/{part.name}"] = np.ascontiguousarray(getattr(recording.heads, part.name))
-    for name, rows in (("prompts", recording.prompts), ("texts", recording.texts)):
-        arrays[name] = np.array([token for row in rows for token in row], dtype=np.int32)
-        arrays[f"{name}_lengths"] = np.array([len(row) for row in rows], dtype=np.int32)
-    warping = {key: getattr(recording.sampling, key) for key in ("temperature", "top_k", "top_p")}
-    about = {"schema": SCHEMA, "sampling": warping, "identity": recording.identity}
-    with atomic_file(path) as out:
-        out.write(save(arrays, metadata={"recording": json.dumps(about, sort_keys=True)}))
-
-
-def load_recording(path: Path) -> Recording:
-    """A recording as `save_recording` left it. Raises ValueError for a damaged file and for another schema."""
-    try:
-        with safe_open(path, framework="numpy") as opened:
-            about = json.loads((opened.metadata() or {}).get("recording", "null"))
-            arrays = {name: opened.get_tensor(name) for name in opened.keys()}  # noqa: SIM118 (not a dictionary)
-    except (OSError, SafetensorError, json.JSONDecodeError) as error:
-        raise ValueError(f"{path} cannot be read as a recording: {error}") from error
-    if about is None or about.get("schema") != SCHEMA:
-        found = None if about is None else about.get("schema")
-        raise ValueError(f"{path} is no recording of schema {SCHEMA}, but of {found}: record anew")
-    prompts, texts = (_rows(arrays.pop(name), arrays.pop(f"{name}_lengths")) for name in ("prompts", "texts"))
-    parts: dict[str, dict[str, NDArray[Any]]] = {}
-    for name, array in arrays.items():
-        source, _, key = name.rpartition("/")
-        parts.setdefault(source, {})[key] = array
-    heads = HeadDrafts(**parts.pop("heads")) if "heads" in parts else None
-    drafts = {source: Drafts(**kept) for source, kept in parts.items()}
-    return Recording(Sampling(**about["sampling"]), prompts, texts, drafts, heads, about["identity"])
-
-
-def _rows(tokens: NDArray[Any], lengths: NDArray[Any]) -> list[list[int]]:
-    ends = np.cumsum(lengths)
-    return [tokens[end - length : end].tolist() for end, length in zip(ends, lengths, strict=True)]

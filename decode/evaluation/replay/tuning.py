@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import asdict, dataclass, replace
+from dataclasses import dataclass, replace
 from typing import Any, Literal
 
 import numpy as np
@@ -100,10 +100,6 @@ class Choice:
     found_by: Literal["replay", "decoding"] = "replay"
     perplexity: float | None = None
     """Of what was decoded, under the unwarped target; None where nothing was."""
-
-    def as_dict(self) -> dict[str, Any]:
-        """Numbers for a file."""
-        return asdict(self)
 
 
 def k_configurations(nodes: int, depth: int, widths: Sequence[int] = _WIDTHS) -> Iterator[tuple[int, ...]]:

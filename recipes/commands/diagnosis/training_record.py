@@ -32,7 +32,8 @@ class TrainingRecord:
         saved = (self.manifest.data.get("source") or {}).get("template")
         if not isinstance(saved, dict) or set(saved) != {each.name for each in fields(Template)}:
             return False
-        theirs = Template(**{name: tuple(each) if isinstance(each, list) else each for name, each in saved.items()})
+        values: dict[str, Any] = {name: tuple(each) if isinstance(each, list) else each for name, each in saved.items()}
+        theirs = Template(**values)
         before, now = (render(_PROBE, each, tokenizer).ids for each in (theirs, get_template(template, tokenizer)))
         return before.tolist() != now.tolist()
 

@@ -8,8 +8,6 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
-from ....checkpoints.artifact.fingerprints import source_hash
-from ....checkpoints.artifact.locate import at_revision
 from ....checkpoints.storage.atomic import atomic_text
 from ....data.prompts import stop_ids
 from ....decode.engine import Limits
@@ -17,14 +15,7 @@ from ....decode.evaluation.measure import BASELINE, Entry, Run, measure
 from ....decode.evaluation.metrics import speedup_interval, total
 from ....decode.evaluation.quality import perplexity
 from ....decode.evaluation.replay.costs import CostModel, measure_forwards, measure_overheads
-from ....decode.evaluation.replay.recording import (
-    Recording,
-    TableSource,
-    load_recording,
-    record,
-    sample_texts,
-    save_recording,
-)
+from ....decode.evaluation.replay.recording import Recording, TableSource, record, sample_texts
 from ....decode.evaluation.replay.tuning import (
     DECODED,
     LOSSY,
@@ -44,7 +35,7 @@ from ....decode.evaluation.replay.tuning import (
 from ....decode.methods import METHODS, Parts, build_method
 from ....decode.models.base import LanguageModel
 from ....decode.warpers import Sampling
-from ...assemble.evaluation import open_recipe, place_of, prompts_digest, prompts_of
+from ...assemble.evaluation import open_recipe, prompts_of
 from ...report.tune import describe_settings, show
 from ...schema.evaluation import EvaluateRecipe, MethodSection
 from ...schema.loading import write_recipe
@@ -80,11 +71,10 @@ class _Case:
 
 
 def run_tune(recipe: EvaluateRecipe, space: Space | None = None) -> dict[str, Any]:
-    """Record, search, confirm; writes `tune.json`, `tune.html`, `recipe.yaml` and the recording to a folder beside
-    `recipe.out`.
+    """Record, search, confirm; writes `tune.json` and `recipe.yaml` to a folder beside `recipe.out`.
 
     Methods of the recipe that can be tuned are; their settings that are not searched stay as they are. A recipe with
-    the baseline alone has every method tuned that its parts allow. A recording of the same case is used again.
+    the baseline alone has every method tuned that its parts allow.
 
     Raises:
         ValueError: what an evaluation raises for its artifacts and prompts; no method that can be tuned.
@@ -111,8 +101,8 @@ def run_tune(recipe: EvaluateRecipe, space: Space | None = None) -> dict[str, An
         "recipe": recipe.model_dump(mode="json"),
         "prompts": len(prompts),
         "positions": recording.positions,
-        "costs": costs.as_dict(),
-        "methods": {name: [choice.as_dict() for choice in tried[:_SHOWN]] for name, tried in choices.items()},
+        "costs": asdict(costs),
+        "methods": {name: [asdict(choice) for choice in tried[:_SHOWN]] for name, tried in choices.items()},
         "tried": {name: len(tried) for name, tried in searched.items()},
         "left_out": [{"method": name, "why": why} for name, why in (left_out | nothing).items()],
         "baseline": plain,
@@ -126,40 +116,17 @@ def run_tune(recipe: EvaluateRecipe, space: Space | None = None) -> dict[str, An
 
 
 def _recording(case: _Case) -> Recording:
-    """What replay needs of the target's own texts: made, or read if it is of the same models, prompts and settings."""
-    recipe, space, path = case.recipe, case.space, case.folder / "recording.safetensors"
+    """What replay needs of the target's own texts."""
+    recipe, space = case.recipe, case.space
     tables = [TableSource(1, 1.0)]
     if "bigram" in case.fixed:
         proposer = build_method("bigram", case.parts, case.sampling, **case.fixed["bigram"]).proposer
         tables.append(TableSource.of(proposer))  # type: ignore[arg-type]
-    models = {
-        part: [source, source_hash(at_revision(source) if part == "target" else place_of(source, part))]
-        for part in ("target", "drafter", "heads", "table")
-        if (source := getattr(recipe, part)) is not None
-    }
-    identity = {
-        "models": models,
-        "dtype": recipe.dtype,
-        "prompts": prompts_digest(case.prompts),
-        "sizes": [space.candidates, space.head_candidates, case.limits.max_new_tokens, list(case.limits.stop_ids)],
-        "seed": recipe.seed,
-        "sampling": asdict(case.sampling),
-        "tables": [table.name for table in tables],
-    }
-    if path.is_file():
-        try:
-            recording = load_recording(path)
-        except ValueError as error:
-            log(f"tune: {error}: recording anew")
-        else:
-            if recording.identity == identity:
-                log(f"tune: using the recording at {path}")
-                return recording
-            log(f"tune: {path} is a recording of other models, prompts or settings: recording anew")
+    given = (case.target, case.prompts, case.limits, case.sampling)
     with bar("writing texts", "prompts") as advance:
-        texts = sample_texts(case.target, case.prompts, case.limits, case.sampling, seed=recipe.seed, progress=advance)
+        texts = sample_texts(*given, seed=recipe.seed, progress=advance)
     with bar("recording", "prompts") as advance:
-        recording = record(
+        return record(
             case.target,
             case.parts,
             case.prompts,
@@ -169,11 +136,8 @@ def _recording(case: _Case) -> Recording:
             head_candidates=space.head_candidates,
             tables=tables,
             seed=recipe.seed,
-            identity=identity,
             progress=advance,
         )
-    save_recording(recording, path)
-    return recording
 
 
 def _search(case: _Case, recording: Recording, costs: CostModel) -> tuple[dict[str, list[Choice]], LeftOut]:

@@ -10,7 +10,6 @@ from draftsmith.checkpoints.heads.files import PredictionHeads
 from draftsmith.decode.evaluation.certify.certify import Plan
 from draftsmith.decode.evaluation.certify.uniformity import tokens_for
 from draftsmith.decode.evaluation.flops import forward_flops, heads_flops
-from draftsmith.decode.evaluation.replay.costs import Curve
 from transformers import LlamaConfig, MixtralConfig
 
 LLAMA = LlamaConfig(hidden_size=48, num_hidden_layers=1, num_attention_heads=4, intermediate_size=80)
@@ -19,10 +18,6 @@ REFUSED: list[tuple[str, Callable[[], Any], tuple[str, ...]]] = [
     ("a plan without rows", lambda: Plan(batch=0), ("batch", "0")),
     ("a plan that is never wrong", lambda: Plan(level=1.0), ("level", "1.0")),
     ("a bias above 1", lambda: tokens_for(2, 1e-6, 0.99), ("bias", "2")),
-    ("a curve of nothing", lambda: Curve.through((), ()), ("()",)),
-    ("nodes that fall", lambda: Curve.through((2, 1), (1.0, 2.0)), ("(2, 1)",)),
-    ("nodes without seconds", lambda: Curve.through((1, 2), (1.0,)), ("(1, 2)", "(1.0,)")),
-    ("no time at all", lambda: Curve.through((1, 2), (0.0, 1.0)), ("0.0",)),
     ("a forward of nothing", lambda: forward_flops(LLAMA, 0, 3), ("0 new", "3 cached")),
     ("a negative cache", lambda: forward_flops(LLAMA, 2, -1), ("2 new", "-1 cached")),
     ("no rows", lambda: forward_flops(LLAMA, 2, 3, rows=0), ("0 rows",)),

@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import itertools
 from collections.abc import Callable
-from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -17,13 +16,7 @@ from draftsmith.checkpoints.table.table import BigramTable
 from draftsmith.decode.engine import Limits, generate
 from draftsmith.decode.evaluation.measure import Entry, decode
 from draftsmith.decode.evaluation.replay.acceptance import Candidates
-from draftsmith.decode.evaluation.replay.recording import (
-    Recording,
-    load_recording,
-    record,
-    sample_texts,
-    save_recording,
-)
+from draftsmith.decode.evaluation.replay.recording import Recording, record, sample_texts
 from draftsmith.decode.evaluation.replay.replay import predict, predict_entries, record_entries
 from draftsmith.decode.methods import Parts, build_method
 from draftsmith.decode.models.base import LanguageModel
@@ -246,42 +239,18 @@ def test_too_many_candidates_are_named(make_markov: MakeMarkov) -> None:
         record(make_markov(target_TVV), parts, [[0]], [[1], [2]], SAMPLING)
 
 
-def test_chunks_and_files_change_nothing(make_llama: Any, parts: Parts, tmp_path: Path) -> None:
+def test_chunks_change_nothing(make_llama: Any, parts: Parts) -> None:
     target, sampling = wrap_model(make_llama(12, seed=0)), Sampling(0.9, 8, 0.95)
     prompts = prompts_of(12, 6)
     texts = sample_texts(target, prompts, Limits(17), sampling, seed=3)
-    whole, pieces = (
-        record(target, parts, prompts, texts, sampling, candidates=2, chunk=chunk, identity={"a": [1]})
-        for chunk in (64, 5)
-    )
-    save_recording(whole, tmp_path / "a" / "recording.safetensors")
-    again = load_recording(tmp_path / "a" / "recording.safetensors")
-    assert (again.sampling, again.prompts, again.texts, again.identity) == (sampling, prompts, texts, {"a": [1]})
+    whole, pieces = (record(target, parts, prompts, texts, sampling, candidates=2, chunk=chunk) for chunk in (64, 5))
     for name in ("drafter", "unigram", "bigram 1"):
-        for key in vars(whole.drafts[name]):
-            if key == "drawn_TK":  # a mean over draws, which come in another order
-                continue
-            first, second, third = (getattr(each.drafts[name], key) for each in (whole, pieces, again))
+        for key in set(vars(whole.drafts[name])) - {"drawn_TK"}:  # a mean over draws, which come in another order
+            first, second = (getattr(each.drafts[name], key) for each in (whole, pieces))
             np.testing.assert_allclose(first, second, rtol=2e-3, atol=2e-4, err_msg=key)
-            np.testing.assert_array_equal(first, third)
     assert whole.heads is not None
     assert pieces.heads is not None
-    assert again.heads is not None
     np.testing.assert_array_equal(whole.heads.token_THC, pieces.heads.token_THC)
-    np.testing.assert_array_equal(whole.heads.log_prob_THC, again.heads.log_prob_THC)
-
-
-def test_damaged_recordings_are_refused(make_markov: MakeMarkov, tmp_path: Path) -> None:
-    target_TVV, draft_TVV = tables(0)
-    recording = record(make_markov(target_TVV), Parts(make_markov(draft_TVV)), [[0]], [[1, 2]], SAMPLING)
-    path = tmp_path / "r.safetensors"
-    save_recording(recording, path)
-    path.write_bytes(path.read_bytes()[:-7])
-    with pytest.raises(ValueError, match=path.name):
-        load_recording(path)
-    path.write_bytes(b"nonsense")
-    with pytest.raises(ValueError, match=path.name):
-        load_recording(path)
 
 
 def test_standard_errors_are_those_of_other_texts(make_llama: Any, parts: Parts) -> None:

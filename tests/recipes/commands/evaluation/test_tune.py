@@ -20,7 +20,7 @@ from draftsmith.decode.engine import Limits
 from draftsmith.decode.evaluation.measure import decode
 from draftsmith.decode.evaluation.metrics import total
 from draftsmith.decode.evaluation.replay.costs import CostModel, Curve, Overhead
-from draftsmith.decode.evaluation.replay.recording import load_recording, record, sample_texts
+from draftsmith.decode.evaluation.replay.recording import record, sample_texts
 from draftsmith.decode.evaluation.replay.replay import predict
 from draftsmith.decode.evaluation.replay.tuning import (
     Space,
@@ -160,35 +160,6 @@ def test_tune_writes_what_it_found_and_can_be_evaluated(recipe: Path, capsys: py
     assert isinstance(chosen, EvaluateRecipe)
     assert [row.method for row in chosen.methods][:4] == ["autoregressive", "speculative", "multi-candidate", "mjsd"]
     assert len({row.label or row.method for row in chosen.methods}) == len(chosen.methods)
-
-
-def test_a_recording_is_used_again_only_where_it_fits(recipe: Path, capfd: pytest.CaptureFixture[str]) -> None:
-    space = Space(nodes=4, gamma=2, depth=1, candidates=2, thresholds=(0.5,))
-    only = ["methods=[{method: autoregressive}, {method: speculative}]"]
-    kept = recipe.parent / "results.tune" / "recording.safetensors"
-    tune: Callable[..., Any] = lambda *more: run_tune(load_recipe(str(recipe), [*only, *more]), space)  # noqa: E731
-    tune()
-    written = kept.stat().st_mtime_ns
-    tune()
-    assert kept.stat().st_mtime_ns == written
-    assert "using the recording" in capfd.readouterr().err
-    for other in ("max_new_tokens=12", "temperature=0.7", "dtype=bfloat16"):
-        tune(other)
-        assert kept.stat().st_mtime_ns != written
-        written = kept.stat().st_mtime_ns
-        assert "recording anew" in capfd.readouterr().err
-    assert load_recording(kept).sampling == Sampling()
-
-
-def test_a_recording_that_lacks_the_bigrams_is_not_used_for_them(tiny_pair: Path, tmp_path: Path) -> None:
-    space = Space(nodes=4, gamma=2, depth=1, candidates=2)
-    values = {"kind": "evaluate", "out": str(tmp_path / "results.json"), "template": "chatml", "limit": 2}
-    values |= {name: str(tiny_pair / name) for name in ("target", "drafter", "table")}
-    values |= {"prompts": str(tiny_pair / "corpus" / "heldout.jsonl"), "max_new_tokens": 8, "device": "cpu"}
-    for name in ("speculative", "bigram"):
-        methods = [{"method": "autoregressive"}, {"method": name}]
-        results = run_tune(EvaluateRecipe.model_validate(values | {"methods": methods}), space)
-        assert results["tried"] == {name: 2}
 
 
 def test_nothing_to_tune_is_said(recipe: Path) -> None:
