@@ -58,8 +58,11 @@ def open_recipe(recipe: EvaluateRecipe) -> LoadedPair:
     device = device_of(recipe)
     tokenizer = load_tokenizer(recipe.target)
     model = load_model(recipe.target, dtype=recipe.dtype, device=device, device_map=recipe.device_map)
-    loaded_heads = _load_heads(recipe, device)
-    heads = None if loaded_heads is None else loaded_heads[1]
+    loaded_heads = heads = None
+    if recipe.heads is not None:  # which decide what hidden states the target must give
+        folder = Path(place_of(recipe.heads, "heads"))
+        loaded_heads = open_artifact(folder, lambda folder: load_heads(folder, device=device), "heads")
+        heads = loaded_heads[1]
     target = wrap_model(model, states=states_of(heads))
     parts = _load_parts(recipe, target, loaded_heads, tokenizer, device)
     attach_projection(heads, model, target.device)
@@ -105,14 +108,6 @@ def entries_of(recipe: EvaluateRecipe) -> list[Entry]:
     return entries
 
 
-def _load_heads(recipe: EvaluateRecipe, device: str) -> tuple[Manifest, PredictionHeads] | None:
-    """The recipe's heads, which decide what hidden states the target must give, and their manifest."""
-    if recipe.heads is None:
-        return None
-    folder = Path(place_of(recipe.heads, "heads"))
-    return open_artifact(folder, lambda folder: load_heads(folder, device=device), "heads")
-
-
 def _load_drafter(recipe: EvaluateRecipe, source: str, device: str) -> tuple[Manifest | None, PreTrainedModel]:
     """A drafter, and its manifest where it is an artifact."""
     place = place_of(source, "drafter")
@@ -146,8 +141,7 @@ def _load_parts(
         except ValueError as error:
             raise ValueError(f"{error}; draftsmith doctor {recipe.target} {source} says what can be done") from error
         drafters.append(drafter)
-    table = None
-    heads = None
+    table = heads = None
     if loaded_heads is not None:
         manifest, heads = loaded_heads
         folder = Path(place_of(str(recipe.heads), "heads"))

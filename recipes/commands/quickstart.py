@@ -116,9 +116,9 @@ def _check_folder(out: Path, recipe: QuickstartRecipe) -> None:
     file = out / "quickstart.yaml"
     if not file.is_file():
         return
+    theirs: Any = parse_recipe(read_recipe(file), str(file), kinds=["quickstart"])
     fields = type(recipe).model_fields.keys() - {"evaluate"}
-    theirs = parse_recipe(read_recipe(file), str(file))
-    changed = sorted(name for name in fields if getattr(theirs, name, None) != getattr(recipe, name))
+    changed = sorted(name for name in fields if getattr(theirs, name) != getattr(recipe, name))
     if changed:
         raise ValueError(
             f"{out} holds a quickstart of other settings ({', '.join(changed)}): choose another folder with --out, "

@@ -91,11 +91,11 @@ def _check_names(recipe: RegenerateRecipe) -> None:
         return
     method_options(recipe.method, recipe.options)
     for part in METHODS[recipe.method].needs:
-        if part != "drafter":
+        if part != "drafter" or recipe.drafter is None:
             fit = ", ".join(name for name, spec in METHODS.items() if set(spec.needs) <= {"drafter"})
-            raise ValueError(f"method {recipe.method!r} needs {part}, which regeneration does not load; known: {fit}")
-        if recipe.drafter is None:
-            raise ValueError(f"method {recipe.method!r} needs `drafter`, and the recipe names none")
+            raise ValueError(
+                f"method {recipe.method!r} needs `{part}`; regeneration loads a `drafter` alone, for {fit}"
+            )
 
 
 def _settings(recipe: RegenerateRecipe) -> dict[str, Any]:

@@ -16,7 +16,9 @@ import torch
 import yaml
 from draftsmith.checkpoints.artifact.artifact import load_manifest, verify_artifact
 from draftsmith.checkpoints.table.table import BigramTable
+from draftsmith.recipes.commands.cli import app
 from transformers import AutoModelForCausalLM, AutoTokenizer
+from typer.testing import CliRunner
 
 
 @pytest.fixture
@@ -36,12 +38,15 @@ def run(launcher: Any) -> Callable[..., str]:
     return run
 
 
-def test_help_and_doctor(cli: Callable[..., subprocess.CompletedProcess[str]]) -> None:
-    assert "quickstart" in cli("--help").stdout
-    report = cli("doctor")
-    assert report.returncode == 0
-    assert "transformers" in report.stdout
-    assert "float32" in report.stdout
+def test_help_doctor_and_corpora() -> None:
+    for command, words in {
+        "--help": ["quickstart"],
+        "doctor": ["transformers", "float32"],
+        "corpora": ["sharegpt-v3", "spec-bench", "installed-documentation", "gated"],
+    }.items():
+        shown = CliRunner().invoke(app, [command])
+        assert shown.exit_code == 0
+        assert all(word in shown.stdout for word in words)
 
 
 def test_training_ends_in_an_artifact_that_is_reused(run: Callable[..., str], drafter_recipe: Path, tmp_path: Path):

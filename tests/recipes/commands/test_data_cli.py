@@ -3,9 +3,6 @@
 from __future__ import annotations
 
 import json
-import os
-import subprocess
-import sys
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -15,9 +12,17 @@ from draftsmith.data.blocks.prepared import PreparedData
 from draftsmith.data.prompts import load_prompts
 from draftsmith.data.tokenizers import load_tokenizer
 from draftsmith.recipes.assemble.data import prepare_data
+from draftsmith.recipes.commands.cli import app
 from draftsmith.recipes.schema.data import DataSection
+from typer.testing import CliRunner, Result
 
-Cli = Callable[..., subprocess.CompletedProcess[str]]
+Run = Callable[..., Result]
+
+
+@pytest.fixture
+def run() -> Run:
+    """The command line in this process."""
+    return lambda *arguments: CliRunner().invoke(app, arguments)
 
 
 @pytest.fixture(scope="module")
@@ -56,7 +61,7 @@ def test_prepared_data_is_reused_when_and_only_when_nothing_that_matters_has_cha
     assert len(folders) == 2 + len(changes)
 
 
-def test_prepare_says_what_became_of_every_row(cli: Cli, drafter_recipe: Path, tmp_path: Path) -> None:
+def test_prepare_says_what_became_of_every_row(run: Run, drafter_recipe: Path, tmp_path: Path) -> None:
     rows = [
         {"id": "good", "messages": [{"role": "user", "content": "b c"}, {"role": "assistant", "content": "d e"}]},
         {"id": "good", "messages": [{"role": "user", "content": "b c"}, {"role": "assistant", "content": "d e"}]},
@@ -66,11 +71,9 @@ def test_prepare_says_what_became_of_every_row(cli: Cli, drafter_recipe: Path, t
     source = tmp_path / "mine.jsonl"
     source.write_text("".join(json.dumps(row) + "\n" for row in [*rows, *good]) + '{"id": "torn", "mess')
     options = [str(drafter_recipe), f"data.source={source}", "data.clean={duplicates: [id]}"]
-    failed = cli("prepare", *options)
-    assert failed.returncode == 2
-    assert "row 44" in failed.stderr
-    done = cli("prepare", *options, "data.skip_broken=true")
-    assert done.returncode == 0, done.stderr
+    assert "row 44" in str(run("prepare", *options).exception)
+    done = run("prepare", *options, "data.skip_broken=true")
+    assert done.exit_code == 0, done.stderr
     report = json.loads((Path(done.stdout.split()[-1]) / "report.json").read_text())
     assert (report["rows"], report["kept"]) == (44, 41)
     assert sum(report["dropped"].values()) == 3
@@ -78,17 +81,16 @@ def test_prepare_says_what_became_of_every_row(cli: Cli, drafter_recipe: Path, t
     assert "form messages" in done.stderr
 
 
-def test_the_linter_shows_rows_and_fails_below_a_floor(cli: Cli, drafter_recipe: Path) -> None:
-    good = cli("prepare", str(drafter_recipe), "--lint")
-    assert good.returncode == 0, good.stderr
+def test_the_linter_shows_rows_and_fails_below_a_floor(run: Run, drafter_recipe: Path) -> None:
+    good = run("prepare", str(drafter_recipe), "--lint")
+    assert good.exit_code == 0
     assert "no faults" in good.stdout
     assert "<|im_end|>" in good.stdout, "rows are shown"
-    low = cli("prepare", str(drafter_recipe), "--lint", "data.min_trained_share=0.99")
-    assert low.returncode == 1
+    low = run("prepare", str(drafter_recipe), "--lint", "data.min_trained_share=0.99")
+    assert low.exit_code == 1
     assert "the floor is 99 %" in low.stderr
-    refused = cli("prepare", str(drafter_recipe), "data.min_trained_share=0.99")
-    assert refused.returncode == 2
-    assert "the floor is 99 %" in refused.stderr
+    refused = run("prepare", str(drafter_recipe), "data.min_trained_share=0.99")
+    assert "the floor is 99 %" in str(refused.exception)
 
 
 def test_a_mixture_reports_each_of_its_corpora(corpus: Path, tokenizer: Any, tmp_path: Path) -> None:
@@ -101,25 +103,6 @@ def test_a_mixture_reports_each_of_its_corpora(corpus: Path, tokenizer: Any, tmp
     extra = both.train.manifest["rows"] - 2 * once.train.manifest["rows"]
     assert 0 <= extra <= 10
     assert [entry["kept"] for entry in both.report["sources"]] == [once.report["kept"], 10]
-
-
-@pytest.mark.slow
-def test_two_ranks_with_two_workers_each_train_on_the_stream_of_one(
-    cli: Cli, drafter_recipe: Path, tmp_path: Path, logged: Any
-) -> None:
-    streamed = ["data.streaming=true", "data.window=8", "data.workers=2", "train.steps=20"]
-    alone = cli("train", str(drafter_recipe), *streamed, f"out={tmp_path / 'alone'}")
-    assert alone.returncode == 0, alone.stderr
-    launch = [sys.executable, "-m", "accelerate.commands.launch", "--multi_gpu", "--num_processes", "2"]
-    launch += ["--num_machines", "1", "--mixed_precision", "no", "--dynamo_backend", "no", "-m", "draftsmith", "train"]
-    command = [*launch, str(drafter_recipe), *streamed]
-    one_thread = os.environ | {"ACCELERATE_USE_CPU": "true", "OMP_NUM_THREADS": "1"}
-    done = subprocess.run(command, capture_output=True, text=True, env=one_thread, timeout=240, check=False)
-    assert done.returncode == 0, done.stderr
-    assert "2 processes (MULTI_CPU)" in done.stderr
-    # the loss of a step is the mean over all trained tokens of the global batch: a row lost or doubled would show
-    assert logged(tmp_path / "drafter") == pytest.approx(logged(tmp_path / "alone"), rel=1e-5)
-    assert len(logged(tmp_path / "drafter")) == 20
 
 
 def test_prompts_of_a_set_come_from_all_its_groups(tokenizer: Any, tmp_path: Path) -> None:

@@ -1,0 +1,167 @@
+"""Every shipped recipe that trains takes a few steps with tiny models of the same families, and leaves what it
+promises: a drafter for its target, or heads with which decoding is lossless."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from draftsmith.checkpoints.artifact.artifact import load_manifest, verify_artifact
+from draftsmith.checkpoints.heads.files import PredictionHeads, load_heads
+from draftsmith.checkpoints.table.table import BigramTable
+from draftsmith.data.tokenizers import load_tokenizer
+from draftsmith.decode.engine import Limits
+from draftsmith.decode.evaluation.measure import decode
+from draftsmith.decode.methods import Parts, build_method
+from draftsmith.decode.models.loading import load_model, wrap_model
+from draftsmith.decode.warpers import Sampling
+from draftsmith.recipes.assemble.acceptance import heads_measure
+from draftsmith.recipes.assemble.data import prepare_data
+from draftsmith.recipes.assemble.heads import BASE
+from draftsmith.recipes.commands.regenerate import run_regenerate
+from draftsmith.recipes.commands.training.train import run_train
+from draftsmith.recipes.schema.loading import load_recipe, load_training, shipped_recipes
+from draftsmith.recipes.schema.training import DrafterRecipe, HeadsRecipe
+
+SAME = {f"heads/vicuna-{size}-medusa-1" for size in ("13b", "33b")} | {
+    f"drafter/vicuna-{names}" for names in ("68m-from-13b", "68m-from-33b", "160m-from-13b", "160m-from-33b", "160m")
+}
+"""Which differ from others in names and numbers alone."""
+DRAFTERS, HEADS = ([name for name in shipped_recipes() if name.startswith(kind)] for kind in ("drafter/", "heads/"))
+RUNS = [(name, ()) for name in HEADS if name not in SAME] + [("heads/vicuna-7b-medusa-1", ("num_heads=3",))]
+
+
+def places(stand_ins: Any, folder: Path) -> list[str]:
+    return [f"out={folder / 'out'}", f"data.cache={folder / 'prepared'}", f"data.source={stand_ins.rows}"]
+
+
+def small_heads(name: str, stand_ins: Any, folder: Path, *changes: str) -> HeadsRecipe:
+    """A shipped recipe with tiny models in the place of its own, and three steps."""
+    recipe = load_training(name, changes)
+    assert isinstance(recipe, HeadsRecipe)
+    given = [*places(stand_ins, folder), f"target={stand_ins.target(recipe.target)}", "measure.keep=last"]
+    if recipe.measure.table is not None:  # counted by its own recipe
+        tokenizer = f"tokenizer={stand_ins.target('lmsys/vicuna-7b-v1.3')}"
+        table = load_training("table/vicuna-lmsys", [*places(stand_ins, folder / "table"), tokenizer])
+        given.append(f"measure.table={run_train(table)}")
+    found = load_training(name, [*given, *stand_ins.few, *changes])
+    assert isinstance(found, HeadsRecipe)
+    return found
+
+
+@pytest.mark.parametrize("name", sorted({*DRAFTERS} - SAME))
+def test_it_leaves_a_drafter_for_its_target(name: str, stand_ins: Any, tmp_path: Path) -> None:
+    recipe = load_training(name)
+    assert isinstance(recipe, DrafterRecipe)
+    changes = [*places(stand_ins, tmp_path), f"target={stand_ins.target(recipe.target)}", *stand_ins.few]
+    if recipe.model.source is not None:
+        find = stand_ins.target if recipe.model.layers else stand_ins.drafter
+        changes.append(f"model.source={find(recipe.model.source)}")
+    else:
+        changes += [f"model.config.{size}" for size in ("hidden_size=16", "intermediate_size=32")]
+        changes.append("model.config.num_attention_heads=2")
+    out = run_train(load_training(name, changes))
+    manifest = load_manifest(out)
+    assert manifest.training["steps"] == 3
+    assert manifest.evaluation["tokens_per_step"] >= 1
+    assert 0 <= manifest.evaluation["overlap"] <= 1
+    drafter: Any = load_model(str(out))
+    assert drafter.get_output_embeddings().weight.shape[0] == 320
+    settings = drafter.generation_config
+    if (out / "config.json").is_file():
+        assert (settings.num_assistant_tokens, settings.assistant_confidence_threshold) == (4, 0)
+    else:  # an adapter, whose model's settings are read
+        assert manifest.shapes["base_model"] == str(stand_ins.drafter(recipe.model.source))
+    assert '"PreTrainedTokenizerFast"' in (out / "tokenizer_config.json").read_text(), "as older readers take it"
+    assert drafter.config.num_hidden_layers == (len(recipe.model.layers) or 2)
+    if recipe.model.config is not None:
+        assert drafter.config.max_position_embeddings == 512, "as many as the target has"
+
+
+@pytest.mark.parametrize(("name", "changes"), RUNS)
+def test_it_leaves_heads_that_decode_losslessly(
+    name: str, changes: tuple[str, ...], stand_ins: Any, tmp_path: Path
+) -> None:
+    recipe = small_heads(name, stand_ins, tmp_path, *changes)
+    out = run_train(recipe)
+    manifest = verify_artifact(out)
+    assert manifest.training["steps"] == 3
+    assert manifest.evaluation["tokens_per_step"] >= 1
+    assert manifest.evaluation["slim_tokens_per_step"] >= 1
+    assert [f"head{k}_top1" in manifest.evaluation for k in range(recipe.num_heads + 1)][-2:] == [True, False]
+    heads = load_heads(out, dtype=torch.float32)  # ties of 16 bits would fall otherwise in a tree than in a chain
+    assert (heads.num_heads, heads.num_layers) == (recipe.num_heads, recipe.num_layers)
+    assert all(bool(torch.isfinite(tensor).all()) for tensor in heads.state_dict().values())
+    source = out / BASE if recipe.base is not None else Path(recipe.target)
+    target: Any = load_model(str(source), dtype=torch.float32)
+    before = load_model(recipe.target, dtype=torch.bfloat16).state_dict()
+    start = before["lm_head.weight"].float()
+    assert not any(torch.equal(heads.projection(k), start) for k in range(recipe.num_heads)), "all heads have learnt"
+    changed = {name for name, tensor in target.state_dict().items() if not torch.equal(tensor.bfloat16(), before[name])}
+    assert (len(changed) > 0) == (recipe.base is not None)
+    table = None if recipe.measure.table is None else BigramTable.load(Path(recipe.measure.table))
+    parts = Parts(heads=heads, table=table or BigramTable.from_documents([], 320))
+    scorer, greedy, limits = wrap_model(target), Sampling(temperature=0.0), Limits(24, ())
+    plain = build_method("autoregressive", parts, greedy)
+    for method, options in (("medusa", {"tree": recipe.measure.tree}), ("slim-s", {"sequences": 8})):
+        ways = build_method(method, parts, greedy, **options), plain
+        for prompt in ([1, 20, 30], [1, 7, 300, 5, 9]):
+            found, expected = (decode(scorer, way, greedy, 0, prompt, limits) for way in ways)
+            assert found.ids == expected.ids, method
+
+
+def test_slim_is_measured_without_a_table(stand_ins: Any, tmp_path: Path) -> None:
+    """Heads that are always right are worth a token each, however unsure they are of it."""
+    changes = "num_heads=3", "measure.tree=1x1x1", "measure.new_tokens=16"
+    recipe = small_heads("heads/any-target", stand_ins, tmp_path, *changes)
+    assert recipe.measure.table is None
+    tokenizer, target = load_tokenizer(recipe.target), load_model(recipe.target, dtype=torch.float32)
+    with torch.no_grad():  # every text has one and the same hidden state, and so one and the same next token
+        target.get_input_embeddings().weight.copy_(torch.linspace(-1, 1, 16).expand(320, -1))
+    heads = PredictionHeads.from_lm_head(target.lm_head.weight.detach(), 3, 1)
+    shares = heads(target.model(torch.tensor([[1, 2]])).last_hidden_state[:, -1]).softmax(-1)
+    assert shares.max() < 0.1, "so that one more level is less likely than one more candidate"
+    found = heads_measure(recipe, target, tokenizer, prepare_data(recipe.data, tokenizer))(heads)
+    assert found["tokens_per_step"] == found["slim_tokens_per_step"] == 4
+
+
+def test_the_two_commands_of_self_distillation(stand_ins: Any, tmp_path: Path, logged: Any) -> None:
+    target, answers = stand_ins.target("lmsys/vicuna-7b-v1.3"), tmp_path / "answers.jsonl"
+    changes = [f"out={answers}", f"source={stand_ins.rows}", f"target={target}"]
+    # a model of random weights never ends an answer by itself, and its first choice may be no word
+    short = ["limit=40", "max_new_tokens=12", "on_length=keep", "temperature=1", "device=cpu"]
+    run_regenerate(load_recipe("regenerate/vicuna-7b", [*changes, *short]))  # type: ignore[arg-type]
+    assert len(answers.read_text().splitlines()) == 40
+    shipped: Any = load_training("heads/self-distil")
+    assert shipped.data.source == load_recipe("regenerate/vicuna-7b").out, "one command reads what the other writes"
+    recipe = small_heads("heads/self-distil", stand_ins, tmp_path, f"data.source={answers}")
+    run_train(recipe)
+    losses = logged(recipe.out)
+    assert len(losses) == 3
+    assert 0 < losses[0] < 1, "the divergence from the target's next token, of heads that begin as its projection"
+
+
+@pytest.mark.parametrize("name", [*DRAFTERS, *HEADS])
+def test_head_comment_gives_command_hardware_and_cost(name: str) -> None:
+    text = shipped_recipes()[name].read_text(encoding="utf-8")
+    head = " ".join(line.removeprefix("#").strip() for line in text.splitlines() if line.startswith("#"))
+    assert f"draftsmith train {name}" in head
+    assert "GB" in head
+    assert any(word in head for word in ("estimated", "not measured", "measured on"))
+    assert max(map(len, text.splitlines())) <= 120
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        ('measure.tree="0, 0.0, 0.0.0, 0.0.0.0, 0.0.0.0.0, 0.0.0.0.0.0"', "6 .* 5 heads"),
+        ("measure.tree=axb", "'axb'"),
+        ("measure.table=/nowhere/table", "/nowhere/table"),
+    ],
+)
+def test_unmeasurable_tree_is_refused_before_the_data_is_read(change: str, message: str, tmp_path: Path) -> None:
+    common = ["data.source=/nowhere", f"target={tmp_path}", f"out={tmp_path / 'out'}"]
+    with pytest.raises(ValueError, match=message):
+        run_train(load_training("heads/vicuna-7b-medusa-1", [*common, change]))
