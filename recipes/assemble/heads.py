@@ -20,7 +20,7 @@ from ...data.tokenizers import load_tokenizer
 from ...train.config import micro_steps
 from ...train.forward.packed import PackedForward
 from ...train.loop.fit import FitResult
-from ...train.losses.objectives import check_objective, parse_weights
+from ...train.losses.objectives import parse_weights
 from ...train.parallel.accelerate import zero_stage
 from ...train.parallel.processes import on_main, together
 from ...train.tasks.heads import HeadsTask
@@ -52,7 +52,6 @@ def run_heads(recipe: HeadsRecipe, out: Path, accelerator: Any) -> None:
     """Train prediction heads on a target, frozen or trained with them."""
 
     def opened() -> Any:
-        check_objective(recipe.objective)
         parse_weights(recipe.objective)
         check_measure(recipe)
         micro_steps(recipe.train.global_batch, recipe.train.micro_batch, accelerator.num_processes)

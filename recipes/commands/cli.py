@@ -31,7 +31,7 @@ app = typer.Typer(
     pretty_exceptions_enable=False,
     rich_markup_mode=None,
 )
-recipes_app = typer.Typer(help="List, show and copy the recipes that come with the package.", no_args_is_help=True)
+recipes_app = typer.Typer(help="List and copy the recipes that come with the package.", no_args_is_help=True)
 app.add_typer(recipes_app, name="recipes")
 app.add_typer(table_app, name="table")
 app.add_typer(artifact_app, name="artifact")
@@ -204,14 +204,6 @@ def recipes_list() -> None:
     for name, path in shipped_recipes().items():
         table.add_row(name, escape(first_sentence(path)))
     console().print(table)
-
-
-@recipes_app.command("show")
-def recipes_show(recipe: RecipeName) -> None:
-    """A recipe as it stands in its file."""
-    from ..schema.loading import find_recipe
-
-    sys.stdout.write(find_recipe(recipe).read_text(encoding="utf-8"))
 
 
 @recipes_app.command("copy")

@@ -175,21 +175,18 @@ class LocalTarget:
             Failure(f"the prompt has {len(prompt)} tokens; with {new} new ones, {longest} fit", lasting=True)
             for prompt in prompts
         ]
-        decoded = self._decode([prompts[index] for index in fit], [questions[index].seed for index in fit])
-        for index, ids in zip(fit, decoded, strict=True):
-            outcomes[index] = self._answer(ids)
-        return outcomes
-
-    def _decode(self, prompts: list[list[int]], seeds: list[int]) -> list[list[int]]:
-        ids: list[list[int]] = [[] for _ in prompts]
-        if prompts:
-            rng = Rng(seeds, self._target.device)
-            for step in generate(self._target, *self._method, prompts, self._limits, self._sampling, rng):
-                for row, new in zip(ids, step.new_ids, strict=True):
-                    row += new
+        if fit:
+            rng = Rng([questions[index].seed for index in fit], self._target.device)
+            rows, rest = [prompts[index] for index in fit], (self._limits, self._sampling, rng)
+            answers: list[list[int]] = [[] for _ in fit]
+            for step in generate(self._target, *self._method, rows, *rest):
+                for ids, more in zip(answers, step.new_ids, strict=True):
+                    ids += more
                 if self._stopping():
                     break
-        return ids
+            for index, ids in zip(fit, answers, strict=True):
+                outcomes[index] = self._answer(ids)
+        return outcomes
 
     def _answer(self, ids: list[int]) -> Answer | None:
         """None for a row that was not decoded to its end."""
