@@ -177,9 +177,9 @@ class LocalTarget:
         ]
         if fit:
             rng = Rng([questions[index].seed for index in fit], self._target.device)
-            rows, rest = [prompts[index] for index in fit], (self._limits, self._sampling, rng)
+            rows = [prompts[index] for index in fit]
             answers: list[list[int]] = [[] for _ in fit]
-            for step in generate(self._target, *self._method, rows, *rest):
+            for step in generate(self._target, *self._method, rows, self._limits, self._sampling, rng):
                 for ids, more in zip(answers, step.new_ids, strict=True):
                     ids += more
                 if self._stopping():
