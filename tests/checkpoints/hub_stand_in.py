@@ -163,7 +163,7 @@ class _Handler(BaseHTTPRequestHandler):
         if kind in self.server.failing:
             answer = refused(self.server.failing[kind], "Odd", f"no, {TOKEN}")
         else:
-            answer = (self._refusal(given[0]) if kind in WRITES else None) or call(*given)
+            answer = NOT_FOUND if kind in WRITES and given[0] not in self.server.repos else call(*given)
         self.send_response(answer.status)
         headers = {"Content-Length": str(len(answer.body)), "Connection": "close"} | answer.headers
         for name, text in headers.items():
@@ -200,14 +200,6 @@ class _Handler(BaseHTTPRequestHandler):
     def _seen(self, name: str) -> Repo | None:
         repo = self.server.repos.get(name)
         return None if repo is None or (repo.private and not self.is_user) else repo
-
-    def _refusal(self, name: str) -> Answer | None:
-        """Why this account may not write there."""
-        if not self.is_user:
-            return refused(401, message="Invalid username or password.")
-        if not name.startswith(f"{USER}/"):
-            return refused(403, "Forbidden", f"You have no rights to {name}")
-        return None if name in self.server.repos else NOT_FOUND
 
     def whoami(self) -> Answer:
         if not self.is_user:

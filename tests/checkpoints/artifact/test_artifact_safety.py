@@ -154,16 +154,6 @@ def test_code_that_a_model_brings_is_not_run(
     assert not mark.exists()
 
 
-def test_adapters_that_lead_round_and_round_are_refused(tmp_path: Path) -> None:
-    for name, base in (("a", "b"), ("b", "a")):
-        (tmp_path / name).mkdir()
-        (tmp_path / name / "adapter_config.json").write_text(
-            json.dumps({"peft_type": "LORA", "base_model_name_or_path": str(tmp_path / base)})
-        )
-    with pytest.raises(ValueError, match="an adapter itself"):
-        load_model(str(tmp_path / "a"))
-
-
 def test_a_pickle_beside_the_weights_is_not_looked_at(
     make_llama: Callable[..., LlamaForCausalLM], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -9,13 +9,8 @@ from typing import Any
 
 import pytest
 import torch
-from draftsmith.checkpoints.heads.files import CONFIG_FILE, HEADS_FILE, PredictionHeads, load_heads
+from draftsmith.checkpoints.heads.files import CONFIG_FILE, HEADS_FILE, load_heads
 from draftsmith.checkpoints.storage.names import PICKLED_FILE
-from draftsmith.decode.engine import Limits, generate
-from draftsmith.decode.methods import Parts, build_method
-from draftsmith.decode.models.loading import wrap_model
-from draftsmith.decode.rng import Rng
-from draftsmith.decode.warpers import Sampling
 from safetensors import safe_open
 from safetensors.torch import save_file, save_model
 from torch import Tensor, nn
@@ -113,14 +108,6 @@ def target(make_llama: Callable[..., LlamaForCausalLM]) -> LlamaForCausalLM:
     return make_llama(VOCAB, hidden_size=HIDDEN)
 
 
-def decode(target: LlamaForCausalLM, heads: Any) -> list[list[int]]:
-    """The tokens of each step of `medusa` decoding: what the heads are worth shows in how many there are."""
-    scorer, sampling = wrap_model(target), Sampling()
-    method = build_method("medusa", Parts(heads=heads), sampling, tree="4x3x2x1x1")
-    steps = generate(scorer, *method, [[1, 2, 3]], Limits(40), sampling, Rng.for_rows(0, 1))
-    return [step.new_ids[0] for step in steps]
-
-
 @pytest.mark.parametrize("layout", WRITERS)
 @pytest.mark.parametrize(("version", "layers", "shared"), [(1, 1, False), (1, 2, True), (2, 1, False), (2, 2, True)])
 def test_published_heads_do_here_what_they_do_there(
@@ -145,22 +132,6 @@ def test_published_heads_do_here_what_they_do_there(
     assert layers == 1 or bool(loaded.get_parameter("1.1.linear.weight").any())
 
 
-@pytest.mark.parametrize(("layout", "version", "layers"), [("write_pickled", 1, 1), ("write_shards", 2, 2)])
-def test_imported_heads_decode_as_the_module_they_were_made_from(
-    tmp_path: Path, target: LlamaForCausalLM, layout: str, version: int, layers: int
-) -> None:
-    published = Published(target, version, layers)
-    WRITERS[layout](published.medusa_head.state_dict(), target, tmp_path)
-    if (tmp_path / CONFIG_FILE).exists():
-        write_config(tmp_path, medusa_num_layers=layers)
-    loaded = load_heads(tmp_path, unpickle=True, lm_head=target.lm_head.weight.detach())
-    steps = decode(target, published)
-    assert decode(target, loaded) == steps
-    assert len({len(step) for step in steps}) > 1, "steps of one length would say nothing of the heads"
-    shifted = PredictionHeads.from_lm_head(target.lm_head.weight.detach().roll(1, 0), HEADS, 1).eval()
-    assert decode(target, shifted) != steps
-
-
 def test_heads_are_counted_and_a_wrong_config_is_reported(tmp_path: Path, target: LlamaForCausalLM) -> None:
     published = Published(target, layers=2)
     write_safetensors(published.medusa_head.state_dict(), target, tmp_path)
@@ -173,7 +144,8 @@ def test_heads_are_counted_and_a_wrong_config_is_reported(tmp_path: Path, target
         "medusa_num_layers 1, the tensors have 2",
         f"vocab_size {VOCAB + 1}, the tensors have {VOCAB}",
     ]
-    assert decode(target, loaded) == decode(target, published)
+    hidden_BD = torch.randn(4, HIDDEN)
+    assert torch.equal(loaded(hidden_BD), published(hidden_BD))
 
 
 def test_blocks_that_safetensors_has_written_once_are_found_under_every_name(

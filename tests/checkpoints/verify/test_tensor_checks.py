@@ -19,7 +19,7 @@ from draftsmith.checkpoints.heads.files import PredictionHeads, save_heads
 from draftsmith.checkpoints.hub import push_pull as publish
 from draftsmith.checkpoints.hub.push_pull import plan_push
 from draftsmith.checkpoints.pairs.checks import examine
-from draftsmith.checkpoints.pairs.sides import Finding, open_side
+from draftsmith.checkpoints.pairs.sides import open_side
 from draftsmith.checkpoints.table.table import BigramTable
 from draftsmith.checkpoints.verify.inspect import find_faults
 from draftsmith.checkpoints.verify.model_files import fit_to_model, load_config
@@ -54,7 +54,6 @@ FAMILIES: dict[str, Any] = {
     "mixtral": lambda: MixtralConfig(**LLAMA, num_key_value_heads=2, num_local_experts=2),
     "t5": lambda: T5Config(vocab_size=VOCAB, d_model=16, d_kv=8, d_ff=32, num_layers=2, num_heads=2),
 }
-LAYER = ["mlp.down_proj", "mlp.gate_proj", "mlp.up_proj", "self_attn.q_proj", "self_attn.k_proj"]
 Change = Callable[[dict[str, torch.Tensor]], object]
 
 
@@ -123,18 +122,9 @@ def test_names_of_older_files_and_of_tied_weights_fit(tmp_path: Path) -> None:
     assert (both.lacking, dict(both.other)) == ((), {})
 
 
-@pytest.mark.parametrize(
-    ("change", "said"),
-    [
-        (lose("model.layers.1.mlp.up_proj.weight"), r"lacks 1 tensor \(model\.layers\.1\.mlp\.up_proj\.weight\) that"),
-        (
-            lambda tensors: [tensors.pop(f"model.layers.1.{name}.weight") for name in LAYER],
-            r"lacks 5 tensors \(model\.layers\.1\.mlp\.down_proj\.weight, .*, .* and 2 more\) that",
-        ),
-    ],
-)
-def test_verify_export_and_push_notice_it(tmp_path: Path, change: Change, said: str) -> None:
-    out = save(tmp_path / "drafter", make("llama"), change)
+def test_verify_export_and_push_notice_it(tmp_path: Path) -> None:
+    said = r"lacks 1 tensor \(model\.layers\.1\.mlp\.up_proj\.weight\) that"
+    out = save(tmp_path / "drafter", make("llama"), lose("model.layers.1.mlp.up_proj.weight"))
     (fault,) = find_faults(out)[1]
     with pytest.raises(ValueError, match=said) as caught:
         export_artifact(out, "transformers", tmp_path / "export", {"transformers": ASSISTANT})
@@ -156,15 +146,11 @@ def test_a_model_with_tensors_too_many_is_sound(tmp_path: Path) -> None:
         assert load(str(out)).config.num_hidden_layers == 2
 
 
-def findings_of(target: Path, drafter: Path) -> dict[str, Finding]:
-    sides = [open_side(str(place), lambda place: None) for place in (target, drafter)]
-    return {finding.check: finding for finding in examine(*sides).findings}
-
-
 def test_the_doctor_notices_it(tmp_path: Path) -> None:
     target = save(tmp_path / "target", make("llama"))
     few = save(tmp_path / "few", make("llama"), lose("lm_head.weight"))
-    found = findings_of(target, few)["tensors"]
+    sides = [open_side(str(place), lambda place: None) for place in (target, few)]
+    (found,) = [finding for finding in examine(*sides).findings if finding.check == "tensors"]
     assert found.severity == "fault"
     assert set(found.effects) == {"transformers", "vllm", "sglang", "llama.cpp", "draftsmith"}
     assert "lm_head.weight" in found.drafter
@@ -219,17 +205,13 @@ def test_adapters_that_lack_a_half_are_noticed(tmp_path: Path) -> None:
         assert any(part in fault for fault in adapter_faults(bad))
     save_file({"x": torch.ones(1)}, bad / "adapter_model.safetensors")
     assert len(adapter_faults(bad)) == 1
-    (bad / "adapter_config.json").write_text('{"peft_type": "LOHA"}')
-    assert adapter_faults(bad) == [], "nothing is known of other kinds"
 
 
 @pytest.mark.parametrize(
     ("config", "is_fault"),
     [
         ({"model_type": "llama", "hidden_size": 16, "num_attention_heads": 0}, True),
-        ({"hidden_size": 16}, True),
         ({"model_type": "newer-than-this-transformers"}, False),
-        ({"model_type": "its-own", "auto_map": {"AutoConfig": "it.Config", "AutoModelForCausalLM": "it.Model"}}, False),
     ],
 )
 def test_a_configuration_of_nothing_is_a_fault_and_of_an_unknown_model_is_not(

@@ -93,37 +93,6 @@ def test_pickled_weights_are_converted_where_that_is_said(plain: Path, target: P
     assert not list((tmp_path / "out").glob("*.bin"))
 
 
-class Evil:
-    def __reduce__(self) -> Any:
-        return exec, ("raise SystemExit('it ran')",)
-
-
-@pytest.mark.parametrize("name", ["pytorch_model.bin", "pytorch_model-00001-of-00001.bin"])
-def test_code_in_a_pickle_does_not_run(name: str, plain: Path, target: Path, tmp_path: Path) -> None:
-    (plain / "model.safetensors").unlink()
-    torch.save({"model.embed_tokens.weight": Evil()}, plain / name)
-    index = {"metadata": {}, "weight_map": {"model.embed_tokens.weight": name}}
-    (plain / "pytorch_model.bin.index.json").write_text(json.dumps(index))
-    with pytest.raises(ValueError, match="tensors") as refused:
-        import_published(str(plain), tmp_path / "out", str(target), unpickle=True)
-    assert "weights_only" not in str(refused.value), "torch says how to run it"
-    assert not (tmp_path / "out").exists()
-
-
-@pytest.mark.parametrize("command", ["import", "doctor"])
-def test_a_drafter_that_lacks_a_file_of_weights(command: str, plain: Path, target: Path, tmp_path: Path) -> None:
-    model = AutoModelForCausalLM.from_pretrained(plain)
-    model.save_pretrained(plain, max_shard_size="20KB")
-    (plain / "model.safetensors").unlink()
-    lost = sorted(plain.glob("model-*.safetensors"))[1]
-    lost.unlink()
-    out = tmp_path / "out"
-    words = {"import": [plain, "--target", target, "--out", out], "doctor": [target, plain, "--fix", out]}
-    done = draftsmith(command, *words[command])
-    assert f"names '{lost.name}', which is not beside it" in str(done.exception)
-    assert not out.exists()
-
-
 def test_a_link_is_not_handed_on(plain: Path, target: Path, tmp_path: Path) -> None:
     (tmp_path / "secret").write_text("mine")
     (plain / "LICENSE").unlink()

@@ -120,25 +120,15 @@ def test_results_of_other_files_are_refused(hub: Any, tiny_pair: Path, evaluated
     assert hub.requests.count("create") == 0
 
 
-def test_the_rows_of_heads_of_a_table_and_of_an_export(
+def test_the_rows_of_heads_and_of_an_export(
     tiny_pair: Path, evaluated: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     manifest = load_manifest(tiny_pair / "heads")
     rows = measured_of(tiny_pair / "heads", manifest, evaluated).rows
     assert [row["method"] for row in rows] == ["autoregressive", "medusa"]
-    with pytest.raises(ValueError, match="table"):
-        measured_of(tiny_pair / "table", load_manifest(tiny_pair / "table"), evaluated)
     hashes = {name: entry["sha256"] for name, entry in manifest.files.items()}
-    about = {name: {} for name in ("target", "shapes", "recipe", "data", "training")} | {"vocab_size": 320}
-    exported = save_artifact(
-        tmp_path / "export",
-        kind="heads",
-        write=lambda place: (place / "x.txt").write_text("in another form"),
-        tokenizer_fingerprint=None,
-        export={"format": "x", "readers": "y", "native": False, "of": hashes},
-        **about,
-    )
-    assert measured_of(tmp_path / "export", exported, evaluated).rows == rows
+    export = {"format": "x", "readers": "y", "native": False, "of": hashes}
+    assert measured_of(tmp_path, replace(manifest, export=export, files={}), evaluated).rows == rows
     for name in ("results.json", "certificate.json"):
         shutil.copy(evaluated.with_name(name), tmp_path / name)
     told = json.loads((tmp_path / "certificate.json").read_text())
