@@ -23,10 +23,10 @@ import random
 import statistics
 import time
 from collections.abc import Callable, Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -36,28 +36,18 @@ from ..models.seq2seq import Seq2SeqModel
 from .profile import synchronise, time_call
 
 POWERCAP = Path("/sys/class/powercap")
+_PAUSES = 8
 _SILENCE = 2.0
 """Seconds without a change, and periods too, after which a counter is taken to stand still."""
-_IDLE_SECONDS = 1.0
-_ROUNDS = 10
-Progress = Callable[[int, int, str], None]
-"""Gets how many are done, of how many, and what is next."""
 
 
 class CounterError(Exception):
     """A counter that was there cannot be read any more, stands still, or runs backward."""
 
 
-class Counter(Protocol):
-    """Joules of one device since some moment."""
-
-    def joules(self) -> float:
-        """Raises CounterError where it cannot be read."""
-
-
 @dataclass(frozen=True)
 class Timing:
-    """How long a kind of counter must be looked at. Seconds, all but the last two."""
+    """How long a kind of counter must be looked at, in seconds."""
 
     seconds: float
     """A window of one trial lasts at least so long."""
@@ -67,13 +57,12 @@ class Timing:
     """Between two changes of the counter, at most."""
     pause: float
     """Length of the pauses that shift the work against the sensor; 0: it looks all the time, and none are made."""
-    pauses: int = 8
     trials: int = 4
 
     @property
     def least(self) -> float:
-        """Seconds that one measurement takes, of work that a window holds many times."""
-        return self.trials * (self.discard + self.seconds + self.pauses * self.pause)
+        """What one measurement takes, of work that a window holds many times."""
+        return self.trials * (self.discard + self.seconds + _PAUSES * self.pause)
 
 
 NVML = Timing(seconds=5.0, discard=1.5, period=0.1, pause=0.025)
@@ -98,16 +87,13 @@ class Energy:
     idle_watts: float
     seconds: float
     """A unit's, in the windows."""
-    trials: tuple[float, ...]
+    trials: list[float]
     """Joules of a unit by trial."""
 
-    def as_dict(self) -> dict[str, Any]:
-        """For a file."""
-        return asdict(self) | {"trials": list(self.trials)}
 
+class _Window(NamedTuple):
+    """Work until a moment at which the counter has just changed."""
 
-@dataclass(frozen=True)
-class _Reading:
     at: float
     joules: float
     units: float
@@ -115,40 +101,47 @@ class _Reading:
 
 
 class EnergyMeter:
-    """One or more counters, added up, and read by the rules above.
+    """A counter, read by the rules above.
 
     Args:
+        joules: of all devices since some moment; raises CounterError.
         source, covers: see `Energy`; what is counted, for people.
-        closing: closes the counters.
-        clock, sleep: of the time that the counters live in.
+        close: lets go of the counter.
+        clock, sleep: of the time that the counter lives in.
     """
 
     def __init__(
         self,
-        counters: Sequence[Counter],
+        joules: Callable[[], float],
         source: str,
         covers: str,
         timing: Timing,
         *,
-        closing: Callable[[], None] | None = None,
+        close: Callable[[], None] = lambda: None,
         clock: Callable[[], float] = time.perf_counter,
         sleep: Callable[[float], None] = time.sleep,
     ) -> None:
-        self.counters, self.source, self.covers, self.timing = tuple(counters), source, covers, timing
-        self._closing, self._clock, self._sleep = closing, clock, sleep
-        self._silence = max(_SILENCE, 20 * timing.period)
+        self.joules, self.source, self.covers, self.timing = joules, source, covers, timing
+        self._close, self._clock, self._sleep = close, clock, sleep
 
-    def joules(self) -> float:
-        """Of all devices since some moment. Raises CounterError."""
-        return sum(counter.joules() for counter in self.counters)
+    def __enter__(self) -> EnergyMeter:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self._close()
 
     def idle_watts(self) -> float:
         """Power while this process does nothing, after what ran before has faded. Raises CounterError."""
+
+        def rest() -> float:
+            self._sleep(self.timing.period / 20)
+            return 0.0
+
         self._sleep(self.timing.discard)
-        begin, first = self._next_change()
-        self._sleep(max(_IDLE_SECONDS, 10 * self.timing.period))
-        end, last = self._next_change()
-        return (last - first) / (end - begin)
+        begin = self._run(rest, 0.0)
+        self._sleep(max(1.0, 10 * self.timing.period))
+        end = self._run(rest, 0.0)
+        return (end.joules - begin.joules) / (end.at - begin.at)
 
     def measure(
         self,
@@ -165,84 +158,49 @@ class EnergyMeter:
             seed: of the random waits before the trials.
             progress: gets how many trials are done, of how many.
         """
-        rng, spans = random.Random(seed), []
-        for trial in range(self.timing.trials):
-            if progress:
-                progress(trial, self.timing.trials)
-            self._sleep(rng.uniform(0, self.timing.period))
-            spans.append(self._trial(work))
+        rng, timing = random.Random(seed), self.timing
         trials, times = [], []
-        for first, last in spans:
-            units, paused = last.units - first.units, last.paused - first.paused
-            trials.append((last.joules - first.joules - idle_watts * paused) / units)
-            times.append((last.at - first.at - paused) / units)
+        for trial in range(timing.trials):
+            if progress:
+                progress(trial, timing.trials)
+            self._sleep(rng.uniform(0, timing.period))
+            begin = self._run(work, timing.discard)
+            end = self._run(work, timing.seconds, timing.pause)
+            trials.append((end.joules - begin.joules - idle_watts * end.paused) / end.units)
+            times.append((end.at - begin.at - end.paused) / end.units)
         joules, seconds = statistics.fmean(trials), statistics.fmean(times)
         error = statistics.stdev(trials) / len(trials) ** 0.5 if len(trials) > 1 else 0.0
         above = joules - idle_watts * seconds
         watts = joules / seconds
-        return Energy(
-            self.source, joules, error, above if above >= 0 else None, watts, idle_watts, seconds, tuple(trials)
-        )
+        return Energy(self.source, joules, error, above if above >= 0 else None, watts, idle_watts, seconds, trials)
 
-    def close(self) -> None:
-        """Let go of the counters."""
-        if self._closing is not None:
-            self._closing()
-
-    def __enter__(self) -> EnergyMeter:
-        return self
-
-    def __exit__(self, *_: object) -> None:
-        self.close()
-
-    def _trial(self, work: Callable[[], float]) -> tuple[_Reading, _Reading]:
-        """The readings that begin and end a window."""
-        timing, clock = self.timing, self._clock
+    def _run(self, work: Callable[[], float], seconds: float, pause: float = 0.0) -> _Window:
+        """Work for so long, and on until the counter changes."""
+        clock, period = self._clock, self.timing.period
         begin = changed_at = clock()
         value, units, paused, pauses = self.joules(), 0.0, 0.0, 0
-        first: _Reading | None = None
         while True:
-            # To read a counter takes time of the work's: it is read often only where a window may begin or end.
-            near = first is None or clock() - first.at >= timing.seconds
-            due = clock() + timing.period * (0.1 if near else 2.5)
+            # To read a counter takes time of the work's: it is read often only where a window may end.
+            due = clock() + period * (2.5 if begin + seconds - clock() > 3 * period else 0.1)
             units += work()
-            near |= clock() >= due
             while clock() < due:
                 units += work()
-            assert units > 0
             last, value, now = value, self.joules(), clock()
-            self._check(value - last, now - changed_at)
-            if value != last:
-                changed_at, reading = now, _Reading(now, value, units, paused)
-                if first is None and now - begin >= timing.discard:
-                    first = reading
-                elif first is not None and near and now - first.at >= timing.seconds:
-                    return first, reading
-            spread = (pauses + 0.5) * timing.seconds / timing.pauses
-            if timing.pause and first is not None and pauses < timing.pauses and now - first.at >= spread:
-                self._sleep(timing.pause)
-                slept = clock() - now
-                pauses, paused, changed_at = pauses + 1, paused + slept, changed_at + slept
-
-    def _next_change(self) -> tuple[float, float]:
-        """When the counter changes next, and to what."""
-        begin, last = self._clock(), self.joules()
-        while True:
-            self._sleep(self.timing.period / 20)
-            value, now = self.joules(), self._clock()
-            self._check(value - last, now - begin)
-            if value != last:
-                return now, value
-
-    def _check(self, step: float, silence: float) -> None:
-        if step < 0:
-            raise CounterError(f"the counter of {self.covers} went back by {-step:g} J")
-        if not step and silence > self._silence:
-            raise CounterError(f"the counter of {self.covers} has stood still for {silence:.1f} s")
+            if value < last:
+                raise CounterError(f"the counter of {self.covers} went back by {last - value:g} J")
+            if value > last:
+                changed_at = now
+                if now - begin >= seconds:
+                    return _Window(now, value, units, paused)
+            elif now - changed_at > max(_SILENCE, 20 * period):
+                raise CounterError(f"the counter of {self.covers} has stood still for {now - changed_at:.1f} s")
+            if pause and pauses < _PAUSES and now - begin >= (pauses + 0.5) * seconds / _PAUSES:
+                self._sleep(pause)
+                pauses, paused = pauses + 1, paused + clock() - now
 
 
-class RaplZone:
-    """A zone of Linux's power capping interface: a processor's package, or its memory.
+class RaplCounter:
+    """Zones of Linux's power capping interface: processors' packages, and their memory.
 
     `energy_uj` begins again at 0 after `max_energy_range_uj`, every few minutes to hours: it must be read more often.
 
@@ -250,39 +208,38 @@ class RaplZone:
         OSError, ValueError: a file that may not be read, or holds no number.
     """
 
-    def __init__(self, folder: Path) -> None:
-        self._file = folder / "energy_uj"
-        self._range = int((folder / "max_energy_range_uj").read_text(encoding="ascii"))
+    def __init__(self, zones: Sequence[Path]) -> None:
+        self._zones, self._total = zones, 0
+        self._ranges = [int((zone / "max_energy_range_uj").read_text(encoding="ascii")) for zone in zones]
         self._last = self._read()
-        self._total = 0
 
-    def joules(self) -> float:
-        """Since this was made."""
+    def _read(self) -> list[int]:
+        return [int((zone / "energy_uj").read_text(encoding="ascii")) for zone in self._zones]
+
+    def __call__(self) -> float:
+        """Joules since this was made."""
         try:
             now = self._read()
         except (OSError, ValueError) as error:
-            raise CounterError(f"{self._file} cannot be read any more: {error}") from error
-        step = now - self._last
-        self._total += step if step >= 0 else step + self._range
+            raise CounterError(f"the processor's energy counter cannot be read any more: {error}") from error
+        for new, old, most in zip(now, self._last, self._ranges, strict=True):
+            self._total += (new - old) % most
         self._last = now
         return self._total * 1e-6
 
-    def _read(self) -> int:
-        return int(self._file.read_text(encoding="ascii"))
 
+def open_meter(devices: Sequence[torch.device]) -> tuple[EnergyMeter | None, str]:
+    """What counts the energy of these devices: GPUs without their processor where there are any, else the processor.
 
-class NvmlEnergy:
-    """A GPU's own counter: millijoules since its driver was loaded (Volta and later)."""
-
-    def __init__(self, nvml: Any, handle: Any) -> None:
-        self._nvml, self._handle = nvml, handle
-
-    def joules(self) -> float:
-        """Since the driver was loaded."""
-        try:
-            return float(self._nvml.nvmlDeviceGetTotalEnergyConsumption(self._handle)) * 1e-3
-        except self._nvml.NVMLError as error:
-            raise CounterError(f"NVML's energy counter cannot be read any more: {error}") from error
+    Returns:
+        The meter and what it covers; or None, and why there is none.
+    """
+    kinds = {device.type for device in devices} - {"meta"}
+    if "cuda" in kinds:
+        return _open_nvml(sorted({cuda_uuid(device) for device in devices if device.type == "cuda"}))
+    if kinds != {"cpu"}:
+        return None, f"no counter of energy is known for devices of type {', '.join(sorted(kinds)) or 'none'}"
+    return _open_rapl()
 
 
 def cuda_uuid(device: torch.device) -> str:
@@ -290,73 +247,46 @@ def cuda_uuid(device: torch.device) -> str:
     return f"GPU-{torch.cuda.get_device_properties(device).uuid}"
 
 
-def open_meter(
-    devices: Sequence[torch.device],
-    *,
-    nvml: Any = None,
-    uuid_of: Callable[[torch.device], str] = cuda_uuid,
-    powercap: Path | None = None,
-) -> tuple[EnergyMeter | None, str]:
-    """What counts the energy of these devices: GPUs without their processor where there are any, else the processor.
-
-    Args:
-        nvml: the module `pynvml`; by default the installed one, if there is one.
-        uuid_of: names a GPU for it.
-        powercap: where Linux shows its power zones; by default `POWERCAP`.
-
-    Returns:
-        The meter and what it covers; or None, and why there is none.
-    """
-    kinds = {device.type for device in devices} - {"meta"}
-    if "cuda" in kinds:
-        gpus = dict.fromkeys(uuid_of(device) for device in devices if device.type == "cuda")
-        return _open_nvml(list(gpus), nvml)
-    if kinds != {"cpu"}:
-        return None, f"no counter of energy is known for devices of type {', '.join(sorted(kinds)) or 'none'}"
-    return _open_rapl(powercap or POWERCAP)
-
-
-def _open_rapl(powercap: Path) -> tuple[EnergyMeter | None, str]:
-    zones: list[Counter] = []
-    names = []
+def _open_rapl() -> tuple[EnergyMeter | None, str]:
     try:
-        for folder in sorted(powercap.glob("intel-rapl:*")):
-            name = (folder / "name").read_text(encoding="ascii").strip()
-            # A package holds its cores; the memory beside it does not belong to it. `psys`, the platform, holds both.
-            if name.startswith("package") or name == "dram":
-                zones.append(RaplZone(folder))
-                names.append(name)
+        names = {
+            zone: (zone / "name").read_text(encoding="ascii").strip() for zone in sorted(POWERCAP.glob("intel-rapl:*"))
+        }
+        packages = [zone for zone, name in names.items() if name.startswith("package")]
+        # A package holds its cores; the memory beside it does not belong to it. `psys`, the platform, holds both.
+        memory = [zone for zone, name in names.items() if name == "dram"]
+        if not packages:
+            return None, f"the processor's energy counter (RAPL) is not there: no package among {POWERCAP}/intel-rapl:*"
+        counter = RaplCounter([*packages, *memory])
     except PermissionError as error:
-        return None, f"{error.filename} may be read by root alone: `sudo chmod a+r {powercap}/intel-rapl:*/energy_uj`"
+        return None, f"{error.filename} may be read by root alone: `sudo chmod a+r {POWERCAP}/intel-rapl:*/energy_uj`"
     except (OSError, ValueError) as error:
         return None, f"the processor's energy counter (RAPL) cannot be read: {error}"
-    if not any(name.startswith("package") for name in names):
-        return None, f"the processor's energy counter (RAPL) is not there: no package among {powercap}/intel-rapl:*"
-    covers = f"processor packages ({len(names) - names.count('dram')})"
-    if "dram" in names:
-        covers += " and their memory"
-    return EnergyMeter(zones, "rapl", covers, RAPL), covers
+    covers = f"processor packages ({len(packages)})" + (" and their memory" if memory else "")
+    return EnergyMeter(counter, "rapl", covers, RAPL), covers
 
 
-def _open_nvml(uuids: Sequence[str], nvml: Any) -> tuple[EnergyMeter | None, str]:
-    if nvml is None:
+def _open_nvml(uuids: Sequence[str]) -> tuple[EnergyMeter | None, str]:
+    """NVML's counter: millijoules since the driver was loaded (Volta and later)."""
+    try:
+        nvml: Any = importlib.import_module("pynvml")
+    except ModuleNotFoundError:
+        return None, "GPUs are counted through NVML: pip install nvidia-ml-py"
+
+    def joules() -> float:
         try:
-            nvml = importlib.import_module("pynvml")
-        except ModuleNotFoundError:
-            return None, "GPUs are counted through NVML: pip install nvidia-ml-py"
+            return sum(nvml.nvmlDeviceGetTotalEnergyConsumption(handle) for handle in handles) * 1e-3
+        except nvml.NVMLError as error:
+            raise CounterError(f"NVML's energy counter cannot be read any more: {error}") from error
+
     try:
         nvml.nvmlInit()
-    except nvml.NVMLError as error:
-        return None, f"NVML, which comes with NVIDIA's driver, could not be opened: {error}"
-    try:
-        counters = [NvmlEnergy(nvml, nvml.nvmlDeviceGetHandleByUUID(uuid)) for uuid in uuids]
-        for counter in counters:
-            counter.joules()
+        handles = [nvml.nvmlDeviceGetHandleByUUID(uuid) for uuid in uuids]
+        joules()
     except (nvml.NVMLError, CounterError) as error:
-        nvml.nvmlShutdown()
         return None, f"NVML counts no energy of these devices: {error}"
-    covers = f"GPU boards ({len(counters)}), without the processor"
-    return EnergyMeter(counters, "nvml", covers, NVML, closing=nvml.nvmlShutdown), covers
+    covers = f"GPU boards ({len(handles)}), without the processor"
+    return EnergyMeter(joules, "nvml", covers, NVML, close=nvml.nvmlShutdown), covers
 
 
 def batch_forward(model: LanguageModel, batch: int, context: int, seed: int = 0) -> Callable[[], Tensor]:
@@ -377,64 +307,63 @@ def batch_forward(model: LanguageModel, batch: int, context: int, seed: int = 0)
 
 @torch.inference_mode()
 def time_forwards(
-    model: LanguageModel, calls: dict[int, Callable[[], Tensor]], runs: int, progress: Progress
+    model: LanguageModel, calls: dict[int, Callable[[], Tensor]], runs: int, progress: Callable[[int, int], None]
 ) -> dict[int, list[list[float]]]:
-    """Seconds of `runs` forwards by batch size and by round; all sizes have a turn in each round, so that drift is
-    shared."""
-    rounds = min(_ROUNDS, runs)
+    """Seconds of `runs` forwards by batch size and by round; all sizes have a turn in each of ten rounds, so that drift
+    is shared."""
+    rounds = min(10, runs)
     seconds: dict[int, list[list[float]]] = {batch: [] for batch in calls}
-    done = 0
     for number in range(rounds):
+        progress(number, rounds)
+        turns = runs * (number + 1) // rounds - runs * number // rounds
         for batch, call in calls.items():
-            progress(done, runs * len(calls), f"batch {batch}")
             call()  # finds what other forwards have left
-            turns = runs * (number + 1) // rounds - runs * number // rounds
-            times = [time_call(model, call) for _ in range(turns)]
-            seconds[batch].append(times)
-            done += len(times)
-    progress(done, runs * len(calls), "")
+            seconds[batch].append([time_call(model, call) for _ in range(turns)])
     return seconds
 
 
 def count_joules(
-    model: LanguageModel, meter: EnergyMeter, calls: dict[int, Callable[[], Tensor]], seed: int, progress: Progress
+    model: LanguageModel,
+    meter: EnergyMeter,
+    calls: dict[int, Callable[[], Tensor]],
+    seed: int,
+    progress: Callable[[int, int], None],
 ) -> tuple[dict[int, Energy], str]:
     """Joules of a forward by batch size, as far as the counter gives them; and what kept it from the rest."""
     found: dict[int, Energy] = {}
-    trials = meter.timing.trials
 
+    @torch.inference_mode()
     def forward(call: Callable[[], Tensor]) -> float:
-        with torch.inference_mode():
-            call()
+        call()
         synchronise(model)
         return 1.0
 
-    def trial_done(batch: int, trial: int, _: int) -> None:
-        progress(len(found) * trials + trial, len(calls) * trials, f"batch {batch}")
-
     try:
         idle = meter.idle_watts()
-        for batch, call in calls.items():
-            found[batch] = meter.measure(partial(forward, call), idle, seed=seed, progress=partial(trial_done, batch))
+        for number, (batch, call) in enumerate(calls.items()):
+            progress(number, len(calls))
+            found[batch] = meter.measure(partial(forward, call), idle, seed=seed)
     except CounterError as error:
         return found, str(error)
-    progress(len(calls) * trials, len(calls) * trials, "")
     return found, ""
 
 
 def batch_row(batch: int, rounds: Sequence[Sequence[float]], energy: Energy | None) -> dict[str, Any]:
     """A row, of the seconds of its forwards by round and of the energy of one of them."""
     runs = sum(map(len, rounds))
-    one = statistics.median(second for times in rounds for second in times)
     medians = [statistics.median(times) for times in rounds]
+    seconds = statistics.median(second for times in rounds for second in times)
     spread = statistics.stdev(medians) / len(medians) ** 0.5 if len(medians) > 1 else 0.0
     row: dict[str, Any] = {"label": f"batch {batch}", "batch": batch, "inputs": runs * batch}
-    row |= {"seconds": runs * one, "seconds_per_run": one, "seconds_per_input": one / batch}
     row |= dict.fromkeys(("joules", "joules_per_run", "joules_per_input", "joules_per_run_above_idle", "watts"))
-    errors = {"seconds": runs * spread, "seconds_per_run": spread, "seconds_per_input": spread / batch}
+    row |= _amounts("seconds", runs, seconds, batch)
+    errors = _amounts("seconds", runs, spread, batch)
     if energy is not None:
-        joules, error = energy.joules, energy.error
-        row |= {"joules": runs * joules, "joules_per_run": joules, "joules_per_input": joules / batch}
+        row |= _amounts("joules", runs, energy.joules, batch)
         row |= {"joules_per_run_above_idle": energy.above_idle, "watts": energy.watts}
-        errors |= {"joules": runs * error, "joules_per_run": error, "joules_per_input": error / batch}
+        errors |= _amounts("joules", runs, energy.error, batch)
     return row | {"errors": errors}
+
+
+def _amounts(name: str, runs: int, one: float, batch: int) -> dict[str, float]:
+    return {name: runs * one, f"{name}_per_run": one, f"{name}_per_input": one / batch}

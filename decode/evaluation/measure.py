@@ -265,27 +265,23 @@ def energy_of(
 def check_capacity(
     target: LanguageModel, parts: Parts, entries: Sequence[Entry], prompts: Mapping[str, Sequence[int]], limits: Limits
 ) -> None:
-    """Refuse a prompt that leaves no positions for its answer.
+    """Refuse a prompt that leaves no positions for its answer, of the target or of a drafter that some row runs.
 
     Raises:
-        ValueError: the target, or a drafter that some row runs, has too few; the tightest row is named.
+        ValueError: the tightest row is named.
     """
-    name_of_longest, longest = max(prompts.items(), key=lambda item: len(item[1]))
-    drafters = [each for each in (parts.drafter, *parts.more_drafters) if each is not None]
     found = []
     for entry in entries:
         proposer = build_method(entry.method, parts, entry.sampling, **entry.options).proposer
         nodes, ahead = proposer.capacity(limits)
-        run = [model for model, _ in proposer.forwards(nodes) if any(model is each for each in drafters)]
-        for name, model in (("target", target), *(("drafter", each) for each in run)):
-            most = model.max_positions - limits.max_new_tokens + 1 - ahead
-            found.append((most, ahead, entry.label, name, model.max_positions))
-    most, ahead, label, name, positions = min(found)
+        for model in (target, *(model for model, _ in proposer.forwards(nodes) if isinstance(model, LanguageModel))):
+            found.append((model.max_positions - limits.max_new_tokens + 1 - ahead, entry.label, model.max_positions))
+    name, longest = max(prompts.items(), key=lambda item: len(item[1]))
+    most, label, positions = min(found)
     if len(longest) > most:
-        fits = f"`max_prompt_tokens={most}` leaves such prompts out" if most > 0 else "ask for fewer `max_new_tokens`"
         raise ValueError(
-            f"prompt {name_of_longest} has {len(longest)} tokens; with {limits.max_new_tokens} new ones and a "
-            f"look-ahead of {ahead} ({label}) they do not fit into the {name}'s {positions} positions: {fits}"
+            f"prompt {name} has {len(longest)} tokens; with {limits.max_new_tokens} new ones and the look-ahead of "
+            f"{label} they do not fit into {positions} positions: `max_prompt_tokens={most}` leaves such prompts out"
         )
 
 

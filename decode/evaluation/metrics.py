@@ -14,6 +14,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
+from itertools import zip_longest
 from typing import Any
 
 import numpy as np
@@ -50,32 +51,20 @@ class Tally:
         self.accepted += accepted
         self.examined += int(step.examined[row])
         self.rejections += rejected
-        self._grow(accepted + rejected)
-        for depth in range(accepted + rejected):
+        depths = accepted + rejected
+        self.reached += [0] * (depths - len(self.reached))
+        self.passed += [0] * (depths - len(self.passed))
+        for depth in range(depths):
             self.reached[depth] += 1
             self.passed[depth] += depth < accepted
 
-    def _grow(self, depth: int) -> None:
-        missing = max(0, depth - len(self.reached))
-        self.reached += [0] * missing
-        self.passed += [0] * missing
-
     def __add__(self, other: Tally) -> Tally:
-        total = Tally(
-            self.tokens + other.tokens,
-            self.steps + other.steps,
-            self.nodes + other.nodes,
-            self.accepted + other.accepted,
-            self.examined + other.examined,
-            self.rejections + other.rejections,
-            list(self.reached),
-            list(self.passed),
-        )
-        total._grow(len(other.reached))
-        for depth, (reached, passed) in enumerate(zip(other.reached, other.passed, strict=True)):
-            total.reached[depth] += reached
-            total.passed[depth] += passed
-        return total
+        found: dict[str, Any] = {}
+        for name, mine in vars(self).items():
+            more = getattr(other, name)
+            depths = isinstance(mine, list)
+            found[name] = [*map(sum, zip_longest(mine, more, fillvalue=0))] if depths else mine + more
+        return Tally(**found)
 
     def metrics(self) -> dict[str, object]:
         """The metrics of this file by name; None where nothing was examined, and no entries by depth."""
@@ -134,21 +123,12 @@ def _with_interval(
     return value, (float(interval.low), float(interval.high))
 
 
-def impossible(entry: Mapping[str, Any]) -> str | None:
+def impossible(entry: Mapping[str, Any], slack: float = 1.0) -> str | None:
     """Why a measured entry cannot be true, or None: such an entry is an error of the report, not a row of it.
 
     A number that is negative or not finite; a share above 1; a perplexity below 1; a speedup whose whole interval lies
     above `tokens_per_step`, by a tenth for a category: there are many.
     """
-    if reason := _out_of_range(entry) or _too_fast(entry, 1.0):
-        return reason
-    for name, part in entry.get("by_category", {}).items():
-        if reason := _out_of_range(part) or _too_fast({"method": entry.get("method")} | part, 1.1):
-            return f"category {name!r}: {reason}"
-    return None
-
-
-def _out_of_range(entry: Mapping[str, Any]) -> str | None:
     for key, number in _numbers(entry):
         if not math.isfinite(number):
             return f"{key} is {number}, not a finite number"
@@ -159,6 +139,12 @@ def _out_of_range(entry: Mapping[str, Any]) -> str | None:
             return f"{name} is {number:.3f}, outside [0, 1]"
         if key == "perplexity" and number < 1 - 1e-6:
             return f"perplexity is {number:.3f}, below 1"
+    per_step, low = entry.get("tokens_per_step"), (entry.get("speedup_interval") or [0.0])[0]
+    if per_step is not None and low > slack * per_step and entry.get("method") != "autoregressive":
+        return f"speedup is at least {low:.2f}, above tokens_per_step of {per_step:.2f}"
+    for name, part in entry.get("by_category", {}).items():
+        if reason := impossible({"method": entry.get("method")} | part, 1.1):
+            return f"category {name!r}: {reason}"
     return None
 
 
@@ -173,13 +159,3 @@ def _numbers(value: Any, key: str = "") -> Iterator[tuple[str, float]]:
             yield from _numbers(inner, f"{key}[{index}]")
     elif isinstance(value, (int, float)) and not isinstance(value, bool):
         yield key, value
-
-
-def _too_fast(entry: Mapping[str, Any], slack: float) -> str | None:
-    speedup, per_step = entry.get("speedup"), entry.get("tokens_per_step")
-    if not isinstance(speedup, float) or not isinstance(per_step, float) or entry.get("method") == "autoregressive":
-        return None
-    low = (entry.get("speedup_interval") or [0.0])[0]
-    if low > slack * per_step:
-        return f"speedup is {speedup:.2f} (at least {low:.2f}), above tokens_per_step of {per_step:.2f}"
-    return None

@@ -114,19 +114,15 @@ def papers(
 @_takes_evaluation
 def certify(
     asked: Evaluation,
-    temperature: Annotated[list[float] | None, typer.Option(help="For all methods; again, for more of them.")] = None,
     tokens: Annotated[int, typer.Option(help="To test for each method above temperature 0.")] = 10_000,
-    power: Annotated[float | None, typer.Option(help="As many tokens as find this bias with 99 %.")] = None,
-    level: Annotated[float, typer.Option(help="Probability of any false alarm.")] = 1e-6,
     batch: Annotated[int, typer.Option(help="Prompts decoded together.")] = 1,
     out: Annotated[Path | None, typer.Option(help="The certificate; by default beside the results.")] = None,
 ) -> None:
     """Test that methods write what the target alone would write; exit code 1 where one does not and should."""
     loaded = asked.load("certify")
-    from .evaluation.certify import CertifyOptions, run_certify
+    from .evaluation.certify import run_certify
 
-    settings = CertifyOptions(tuple(temperature or ()), tokens, power, level, batch, out)
-    if any(certificate.failed for certificate in run_certify(loaded, settings)):
+    if any(certificate.failed for certificate in run_certify(loaded, tokens, batch, out)):
         raise typer.Exit(1)
 
 
@@ -147,12 +143,11 @@ def energy(
     batch: Annotated[str, typer.Option(help="Inputs of a forward, with commas between.")] = "1,2,4,8,16",
     runs: Annotated[int, typer.Option(help="Forwards to time at each batch size.")] = 300,
     context: Annotated[int, typer.Option(help="Tokens that each input has behind it.")] = 128,
-    out: Annotated[Path | None, typer.Option(help="The results file (.json).")] = None,
 ) -> None:
-    """Joules and seconds of a target's forward by batch size, beside those that a paper found."""
+    """Joules and seconds of a target's forward by batch size."""
     from .evaluation.energy import energy_command
 
-    energy_command(recipe, overrides or [], target, batch=batch, runs=runs, context=context, out=out)
+    energy_command(recipe, overrides or [], target, batch, runs, context)
 
 
 def report(
@@ -170,7 +165,7 @@ def trace(
     asked: Evaluation,
     method: Annotated[list[str] | None, typer.Option(help="A row of the recipe, or a method; again for more.")] = None,
     prompt: Annotated[str | None, typer.Option(help="A question, instead of the recipe's.")] = None,
-    limit: Annotated[int, typer.Option(help="Of the recipe's prompts.")] = 2,
+    limit: Annotated[int, typer.Option(min=1, help="Of the recipe's prompts.")] = 2,
 ) -> None:
     """Decode a few prompts and show which tokens were accepted, rejected and corrected."""
     loaded = asked.load("trace")

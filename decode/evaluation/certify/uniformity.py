@@ -190,19 +190,3 @@ def detectable_bias(tokens: int, level: float, power: float, variance: float = 0
     for _ in range(50):  # the bias adds to what the sum varies by, at most b a token
         bias = min(1.0, (need + sigmas * math.sqrt(tokens * min(0.25, variance + bias))) / max(1, tokens))
     return bias
-
-
-def tokens_for(bias: float, level: float, power: float) -> int:
-    """How many tokens find a bias with probability `power`, whatever the distributions are. ValueError for what is no
-    share."""
-    for name, value in {"bias": bias, "level": level, "power": power}.items():
-        if not 0 < value < 1:
-            raise ValueError(f"the {name} must lie between 0 and 1, got {value}")
-    high = 1
-    while detectable_bias(high, level, power) > bias:
-        high *= 2
-    low = high // 2
-    while high - low > 1:
-        middle = (low + high) // 2
-        low, high = (middle, high) if detectable_bias(middle, level, power) > bias else (low, middle)
-    return high

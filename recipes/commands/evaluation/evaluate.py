@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Sequence
 from contextlib import AbstractContextManager
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any
@@ -13,9 +13,19 @@ from typing import Any
 from ....data.prompts import SkippedPrompts, stop_ids
 from ....decode.engine import Limits
 from ....decode.evaluation.energy import CounterError, Energy, open_meter
-from ....decode.evaluation.measure import BASELINE, Entry, Run, check_capacity, devices_of, energy_of, measure
+from ....decode.evaluation.measure import (
+    BASELINE,
+    Decoded,
+    Entry,
+    RunKey,
+    check_capacity,
+    devices_of,
+    energy_of,
+    measure,
+)
+from ....decode.evaluation.metrics import Tally
 from ....decode.evaluation.replay.replay import predict_entries, record_entries
-from ....decode.evaluation.summary import EvalPrompt, Summariser, Summary, same_as_reference
+from ....decode.evaluation.summary import EvalPrompt, Summariser, Summary
 from ....train.parallel.interrupts import StopSignals
 from ...assemble.evaluation import (
     LoadedPair,
@@ -33,7 +43,7 @@ from ...schema.loading import write_recipe
 from ...schema.results import KIND, SCHEMA, write_results
 from ...session.machine import machine
 from ...session.terminal import Advance, console, duration, log
-from .journal import RunJournal
+from .journal import Journal
 from .watch import stoppable_bar
 
 
@@ -54,18 +64,17 @@ def run_evaluate(recipe: EvaluateRecipe) -> dict[str, Any]:
     if skipped:
         log(f"evaluate: skipped {skipped.words()}")
     out, identity = Path(recipe.out), identity_of(recipe, [prompt.ids for prompt in prompts], opened.device)
-    with StopSignals() as signals, RunJournal(out, identity) as journal:
+    with StopSignals() as signals, Journal(out, "runs", identity) as journal:
         case = _Case(recipe, opened, prompts, entries, limits, journal, signals)
-        summary, same = _summarised(case)
-        results = _results(case, skipped, summary, same)
+        results, broken = _measured(case, skipped)
         write_results(out, results)
         write_recipe(recipe, out.with_suffix(".recipe.yaml"))
         journal.remove()
     _show(recipe, results)
     report = write_report(report_beside(out), [out], [results])
     console().print(f"results: {out}, and {report} to look at", soft_wrap=True)
-    if summary.broken:
-        raise ValueError(summary.broken[0])
+    if broken:
+        raise ValueError(broken[0])
     return results
 
 
@@ -78,7 +87,7 @@ class _Case:
     prompts: list[EvalPrompt]
     entries: list[Entry]
     limits: Limits
-    journal: RunJournal
+    journal: Journal
     signals: StopSignals
 
     @property
@@ -92,71 +101,69 @@ class _Case:
         return stoppable_bar(title, unit, self.signals, message)
 
 
-def _summarised(case: _Case) -> tuple[Summary, list[int] | None]:
-    """All that is measured; and on how many prompts transformers decodes the same."""
-    runs, energies = _measured(case), _energies(case)
-    tokenizer = case.opened.tokenizer
+def _measured(case: _Case, skipped: SkippedPrompts) -> tuple[dict[str, Any], list[str]]:
+    """All that is measured; and the broken promises of losslessness."""
+    opened, recipe, tokenizer = case.opened, case.recipe, case.opened.tokenizer
+    # a run is a list, and joules an object
+    finished = {
+        RunKey(*line[:3]): Decoded(line[3], Tally(**line[4]), *line[5:])
+        for line in case.journal.lines
+        if isinstance(line, list)
+    }
+
+    def on_run(key: RunKey, run: Decoded) -> None:
+        case.journal.add([*key, run.ids, asdict(run.tally), run.seconds, run.reading])
+
+    with case.bar("evaluating", "runs") as advance:
+        runs = measure(
+            opened.target,
+            opened.parts,
+            case.entries,
+            case.ids,
+            case.limits,
+            reference=opened.model if recipe.compare_with_transformers else None,
+            repeats=recipe.repeats,
+            seed=recipe.seed,
+            finished=finished,
+            on_run=on_run,
+            progress=advance,
+        )
+    energies = _energies(case) if recipe.energy != "off" else {}
 
     def text_of(ids: Sequence[int]) -> str:
         return str(tokenizer.decode(ids, skip_special_tokens=True))
 
-    more: dict[str, Any] = {"seed": case.recipe.seed, "text_of": text_of, "energies": energies}
-    summariser = Summariser(case.opened.target, case.opened.parts, case.prompts, runs, case.limits, **more)
+    more: dict[str, Any] = {"seed": recipe.seed, "text_of": text_of, "energies": energies}
+    summariser = Summariser(opened.target, opened.parts, case.prompts, runs, case.limits, **more)
     with case.bar("timing steps, reading texts", "methods") as advance:
         summary = summariser.summarise(case.entries, advance)
-    if case.recipe.predict:
+    if recipe.predict:
         log("evaluate: predicting the rows by replay of the target's own texts")
         texts = {entry.sampling: runs[entry.label].ids for entry in case.entries if entry.method == BASELINE}
-        recordings = record_entries(case.opened.target, case.opened.parts, case.entries, case.ids, texts)
-        predictions = predict_entries(recordings, case.opened.parts, case.entries)
+        recordings = record_entries(opened.target, opened.parts, case.entries, case.ids, texts)
+        predictions = predict_entries(recordings, opened.parts, case.entries)
         for row in summary.rows:
             row["prediction"] = predictions[row["label"]]
-    return summary, same_as_reference(case.entries, runs)
-
-
-def _measured(case: _Case) -> dict[str, Run]:
-    """The runs, of which those that the journal holds are not done again."""
-    recipe, journal = case.recipe, case.journal
-    if journal.changed:
-        changed = ", ".join(journal.changed)
-        log(f"evaluate: {journal.path} holds runs of another evaluation ({changed} differ): restarting")
-    if journal.finished:
-        log(f"evaluate: resuming; {len(journal.finished)} runs are finished already, timed by an earlier process")
-    with case.bar("evaluating", "runs") as advance:
-        return measure(
-            case.opened.target,
-            case.opened.parts,
-            case.entries,
-            case.ids,
-            case.limits,
-            reference=case.opened.model if recipe.compare_with_transformers else None,
-            repeats=recipe.repeats,
-            seed=recipe.seed,
-            finished=journal.finished,
-            on_run=journal.add,
-            progress=advance,
-        )
+    return _results(case, skipped, len(finished), summary), summary.broken
 
 
 def _energies(case: _Case) -> dict[str, Energy]:
     """Joules a token by label, as far as they can be counted; those that the journal holds are not counted again. What
     counts them and how long that takes is logged, or why nothing does."""
-    if case.recipe.energy == "off":
-        return {}
-    entries, journal, opened = case.entries, case.journal, case.opened
-    found = {entry.label: journal.energies[entry.label] for entry in entries if entry.label in journal.energies}
-    if found:
-        log(f"evaluate: joules of {len(found)} of {len(entries)} rows were counted by an earlier process")
-    left = [entry for entry in entries if entry.label not in found]
+    opened = case.opened
+    found = {line["label"]: Energy(**line["energy"]) for line in case.journal.lines if isinstance(line, dict)}
+    left = [entry for entry in case.entries if entry.label not in found]
     if not left:
         return found
     meter, words = open_meter(devices_of(opened.target, opened.parts))
     if meter is None:
         log(f"evaluate: no joules: {words}")
         return found
-    each, whole = meter.timing.least, len(left) * meter.timing.least
-    takes = f"{len(left)} rows of {duration(each)} or more, {duration(whole)} in all; `energy: off` leaves them out"
-    log(f"evaluate: counting joules of {words} ({meter.source}): {takes}")
+    least = duration(len(left) * meter.timing.least)
+    log(
+        f"evaluate: counting joules of {words} ({meter.source}): {len(left)} rows, {least} or more in all; "
+        "`energy: off` leaves them out"
+    )
     with meter, case.bar("counting joules", "windows") as advance:
         try:
             idle = meter.idle_watts()
@@ -167,15 +174,15 @@ def _energies(case: _Case) -> dict[str, Energy]:
 
                 what = (opened.target, opened.parts, entry, case.ids, case.limits, meter, idle)
                 found[entry.label] = energy_of(*what, seed=case.recipe.seed, progress=progress)
-                journal.add_energy(entry.label, found[entry.label])
+                case.journal.add({"label": entry.label, "energy": asdict(found[entry.label])})
         except CounterError as error:
             missing = ", ".join(entry.label for entry in left if entry.label not in found)
             log(f"evaluate: no joules of {missing}: {error}")
     return found
 
 
-def _results(case: _Case, skipped: SkippedPrompts, summary: Summary, same: list[int] | None) -> dict[str, Any]:
-    errors = [*summary.errors, *summary.broken]
+def _results(case: _Case, skipped: SkippedPrompts, resumed: int, summary: Summary) -> dict[str, Any]:
+    errors, same = [*summary.errors, *summary.broken], summary.same
     if same is not None and same[0] < same[1]:
         errors.append(f"greedy decoding differs from transformers.generate on {same[1] - same[0]} of {same[1]} prompts")
     return {
@@ -189,7 +196,7 @@ def _results(case: _Case, skipped: SkippedPrompts, summary: Summary, same: list[
         "prompts_sha256": prompts_digest(case.ids),
         "passed_over": skipped.as_dict(),
         "categories": dict(Counter(prompt.category for prompt in case.prompts)),
-        "resumed": len(case.journal.finished),
+        "resumed": resumed,
         "greedy_equals_transformers": same,
         "methods": summary.rows,
         "errors": errors,

@@ -25,10 +25,7 @@ from ...session.terminal import console
 
 
 def run_trace(
-    recipe: EvaluateRecipe,
-    methods: Sequence[str] = (),
-    question: str | None = None,
-    limit: int = 2,
+    recipe: EvaluateRecipe, methods: Sequence[str] = (), question: str | None = None, limit: int = 2
 ) -> dict[str, Any]:
     """Decode a few prompts, show every step on the terminal and keep `trace.json` beside the recipe's results.
 
@@ -41,8 +38,6 @@ def run_trace(
     Raises:
         ValueError: an unknown method, and what an evaluation of the recipe raises.
     """
-    if limit < 1:
-        raise ValueError(f"--limit must be at least 1, got {limit}")
     chosen = recipe.model_copy(update={"methods": chosen_rows(recipe, methods), "limit": limit})
     opened = open_recipe(chosen)
     limits, entries = Limits(recipe.max_new_tokens, stop_ids(opened.tokenizer)), entries_of(chosen)

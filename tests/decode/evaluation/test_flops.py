@@ -122,13 +122,6 @@ def test_other_models_are_left_to_the_counter(make_markov: Any, make_heads: Any)
     assert part_flops(make_heads(2, 8, 16), 1, 9) is part_flops(lambda hidden: hidden, 1, 9) is None
 
 
-@torch.inference_mode()
-def test_adapters_are_left_to_the_counter() -> None:
-    peft = pytest.importorskip("peft")
-    wrapped = peft.get_peft_model(build("llama", LLAMA), peft.LoraConfig(r=4, target_modules=["q_proj", "down_proj"]))
-    assert part_flops(wrap_model(wrapped), 3, 10) is None
-
-
 @pytest.mark.parametrize("kind", ["own", "low-rank", "target"])
 @pytest.mark.parametrize("layers", [1, 2])
 @torch.inference_mode()
@@ -136,9 +129,7 @@ def test_heads_cost_what_the_counter_says(kind: str, layers: int) -> None:
     weight_VD = torch.randn(50, 24)
     heads = PredictionHeads.from_lm_head(weight_VD, 3, layers, kind, 4 if kind == "low-rank" else 0).eval()
     for rows in (1, 6):
-        found = heads_flops(heads, rows)
-        assert found["total"] == count_flops(lambda rows=rows: heads(torch.randn(rows, 24)))
-        assert found["blocks"] == 2 * rows * 3 * layers * 24 * 24
+        assert heads_flops(heads, rows) == count_flops(lambda rows=rows: heads(torch.randn(rows, 24)))
 
 
 @pytest.fixture

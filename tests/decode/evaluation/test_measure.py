@@ -192,7 +192,7 @@ def test_a_lossless_method_that_writes_something_else_is_found_out(evaluation: E
     shorter = changed(evaluation.runs, "chain", 1, ids[:-1], tokens=len(ids) - 1)
     summary = evaluation.summary(shorter)
     (error,) = summary.errors
-    assert f"makes {len(ids) - 1} tokens on prompt 1 (second), and greedy decoding makes {len(ids)}" in error
+    assert f"prompt 1 (second) has {len(ids) - 1} tokens, and of greedy decoding {len(ids)}" in error
     assert "chain" not in [row["label"] for row in summary.rows]
     assert len(summary.broken) == 1
 

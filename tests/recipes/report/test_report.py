@@ -16,7 +16,7 @@ from xml.etree import ElementTree
 import numpy as np
 import pytest
 from draftsmith.decode.evaluation.bootstrap import resample_weights
-from draftsmith.recipes.commands.evaluation.certify import CertifyOptions, run_certify
+from draftsmith.recipes.commands.evaluation.certify import run_certify
 from draftsmith.recipes.report import charts
 from draftsmith.recipes.report.certificate import certificate_beside
 from draftsmith.recipes.report.compare import Change, change, compare
@@ -177,7 +177,7 @@ def test_an_evaluation_without_rows_still_shows_why(tmp_path: Path, results: Pat
 def test_a_certificate_beside_the_results_is_taken_in(rich: Path) -> None:
     recipe = EvaluateRecipe(**json.loads(rich.read_text())["recipe"])
     chosen = recipe.model_copy(update={"out": str(rich), "limit": 2, "methods": recipe.methods[:2]})
-    made = run_certify(chosen, CertifyOptions(temperatures=(0.0, 1.0), tokens=50))
+    made = run_certify(chosen, tokens=50)
     page = Page(run_report([rich]))
     rows = page.table("Certificates")[1:]
     assert [(row[0], row[2]) for row in rows] == [(one.label, one.verdict) for one in made]
@@ -201,7 +201,7 @@ def test_a_certificate_of_artifacts_that_have_changed_is_stale(tmp_path: Path, r
     found["recipe"] |= {"out": str(rich), "dtype": "bfloat16"}  # other weights than those in the target's files
     rich.write_text(json.dumps(found))
     recipe = EvaluateRecipe(**found["recipe"])
-    run_certify(recipe.model_copy(update={"limit": 1, "methods": recipe.methods[:2]}), CertifyOptions(tokens=20))
+    run_certify(recipe.model_copy(update={"limit": 1, "methods": recipe.methods[:2]}), tokens=20)
     assert "stale" not in Page(run_report([rich])).text
     for name, other in (("drafter", "target"), ("target", "drafter")):
         LlamaForCausalLM.from_pretrained(results.parent.parent / other).save_pretrained(tmp_path / name)

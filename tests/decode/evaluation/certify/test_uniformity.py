@@ -16,7 +16,6 @@ from draftsmith.decode.evaluation.certify.uniformity import (
     detectable_bias,
     favour,
     martingale_p,
-    tokens_for,
     transform,
     uniformity_tests,
 )
@@ -142,15 +141,8 @@ def test_the_martingale_bound_is_one() -> None:
     assert martingale_p(1e-7, 0.0) == 1.0
 
 
-def test_planning_is_the_inverse_of_power() -> None:
-    for bias in (0.3, 0.05, 0.01):
-        tokens = tokens_for(bias, 1e-8, 0.99)
-        assert detectable_bias(tokens, 1e-8, 0.99) <= bias < detectable_bias(tokens - 1, 1e-8, 0.99)
-    assert tokens_for(0.01, 1e-8, 0.8) < tokens_for(0.01, 1e-8, 0.99)
-    assert detectable_bias(0, 1e-8, 0.99) == 1.0
-
-
 def test_few_tokens_say_nothing() -> None:
+    assert detectable_bias(0, 1e-8, 0.99) == 1.0
     rng = np.random.default_rng(6)
     assert {result.p_value for result in uniformity_tests(Evidence(), rng)} == {1.0}
     one = Evidence([np.array([0.5])], [np.array([0.4])], [np.array([0.24])])

@@ -18,7 +18,7 @@ import yaml
 from draftsmith.decode.evaluation import energy as counting
 from draftsmith.decode.evaluation.energy import Energy, EnergyMeter, batch_forward, batch_row, count_joules
 from draftsmith.decode.models.loading import load_model, wrap_model
-from draftsmith.recipes.commands.evaluation.energy import PAPER, energy_command, run_energy
+from draftsmith.recipes.commands.evaluation.energy import energy_command, run_energy
 from draftsmith.recipes.commands.evaluation.evaluate import run_evaluate
 from draftsmith.recipes.schema.evaluation import EvaluateRecipe
 from draftsmith.recipes.schema.results import load_results
@@ -72,10 +72,10 @@ def counter(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Kept]:
     kept.stop()
 
 
-def test_the_command_measures_writes_and_shows_the_papers_numbers(cli: Cli, target: str, tmp_path: Path) -> None:
-    out = tmp_path / "e" / "found.json"
-    done = cli("energy", "--target", target, "--batch", "4,1", "--runs", "13", "--context", "9", "--out", str(out))
+def test_the_command_measures_writes_and_shows(cli: Cli, target: str, tmp_path: Path) -> None:
+    done = cli("energy", "--target", target, "--batch", "4,1", "--runs", "13", "--context", "9", cwd=tmp_path)
     assert done.returncode == 0, done.stderr
+    (out,) = (tmp_path / "runs" / "energy").iterdir()
     found = json.loads(out.read_text())
     assert (found["schema"], found["kind"], found["runs"], found["context"]) == (1, "energy-by-batch", 13, 9)
     assert (found["target"], found["dtype"]) == (target, "float32")
@@ -83,22 +83,19 @@ def test_the_command_measures_writes_and_shows_the_papers_numbers(cli: Cli, targ
     for row in found["rows"]:
         assert row["inputs"] == 13 * row["batch"]
         assert row["seconds"] == pytest.approx(13 * row["seconds_per_run"])
-        assert row["seconds_per_input"] == pytest.approx(row["seconds_per_run"] / row["batch"])
         assert row["errors"]["seconds_per_run"] > 0
+        assert f"{1e3 * row['seconds_per_run']:.3g}" in done.stdout.split(), "times are shown in milliseconds"
         if found["source"] is None:  # most machines: what nothing counts is null
             assert {row[key] for key in row if "joules" in key or key == "watts"} == {None}
         else:
             assert row["joules_per_run"] > 0
-    assert found["paper"] == PAPER
-    assert {"14.1", "376", "17.7", "392", "98"} <= set(done.stdout.split()), "times are shown in milliseconds"
     if found["source"] is None:
         assert f"no joules: {found['covers']}" in done.stdout.replace("\n", "")
-        assert f"energy: no joules: {found['covers']}" in done.stderr.replace("\n", "")
-    assert str(out) in done.stdout
+    assert out.name in done.stdout
 
 
-def test_joules_come_from_the_counter(counter: Kept, target: str) -> None:
-    found = run_energy(target, batches=(2, 8), runs=11, context=5, device="cpu")
+def test_joules_come_from_the_counter(counter: Kept, target: str, tmp_path: Path) -> None:
+    found = run_energy(target, batches=(2, 8), runs=11, context=5, device="cpu", out=tmp_path / "energy.json")
     assert found["source"] == "rapl"
     assert found["covers"] == "processor packages (1)"
     assert found["idle_watts"] == pytest.approx(WATTS, rel=0.1)
@@ -129,7 +126,7 @@ class Paced:
 def test_joules_are_those_of_one_forward(target: str) -> None:
     world, model = Paced(), wrap_model(load_model(target))
     timing = dataclasses.replace(counting.RAPL, seconds=0.2, discard=0.02, trials=2)
-    meter = EnergyMeter([world], "rapl", "a counter", timing, clock=lambda: world.now, sleep=world.pass_by)
+    meter = EnergyMeter(world.joules, "rapl", "a counter", timing, clock=lambda: world.now, sleep=world.pass_by)
     calls = {batch: partial(world.pass_by, 0.001 * batch) for batch in (2, 8)}
     found, failure = count_joules(model, meter, calls, 0, lambda *_: None)
     assert not failure
@@ -142,7 +139,7 @@ def test_joules_are_those_of_one_forward(target: str) -> None:
 
 
 def test_a_row_is_made_of_rounds() -> None:
-    energy = Energy("nvml", 12.0, 0.5, 9.0, 120.0, 30.0, 0.1, (11.5, 12.5))
+    energy = Energy("nvml", 12.0, 0.5, 9.0, 120.0, 30.0, 0.1, [11.5, 12.5])
     row = batch_row(4, [[1.0, 2.0, 3.0], [2.0, 4.0]], energy)
     assert (row["inputs"], row["seconds_per_run"], row["seconds_per_input"], row["seconds"]) == (20, 2.0, 0.5, 10.0)
     assert (row["joules"], row["joules_per_run"], row["joules_per_input"]) == (60.0, 12.0, 3.0)
@@ -178,7 +175,7 @@ def recipe(target: str, stand_ins: Any, tmp_path: Path) -> dict[str, Any]:
 def test_a_recipe_names_the_target(recipe: dict[str, Any], tmp_path: Path) -> None:
     path = tmp_path / "recipe.yaml"
     path.write_text(yaml.safe_dump(recipe))
-    found = energy_command(str(path), ["dtype=bfloat16"], None, batch="1", runs=2, context=4, out=None)
+    found = energy_command(str(path), ["dtype=bfloat16"], None, "1", 2, 4)
     assert (found["target"], found["dtype"]) == (recipe["target"], "bfloat16")
     assert json.loads((tmp_path / "results.energy.json").read_text()) == found
 
@@ -218,13 +215,12 @@ def test_joules_that_were_counted_are_not_counted_again(
     journal = out.with_name("results.json.state") / "runs.jsonl"
     with interrupted_when(lambda: journal.is_file() and '"energy"' in journal.read_text().partition("\n")[2]):
         run_evaluate(EvaluateRecipe(**recipe))
-    assert "2 rows of 1 s or more, 2 s in all; `energy: off` leaves them out" in capsys.readouterr().err
+    assert "2 rows, 2 s or more in all; `energy: off` leaves them out" in capsys.readouterr().err
     lines = [json.loads(line) for line in journal.read_text().splitlines()[1:]]
     (kept,) = [line for line in lines if isinstance(line, dict)]
     run_evaluate(EvaluateRecipe(**recipe))
     said = capsys.readouterr().err
-    assert "joules of 1 of 2 rows were counted by an earlier process" in said
-    assert "(rapl): 1 rows of 1 s or more" in said
+    assert "(rapl): 1 rows, " in said
     rows = {row["label"]: row for row in load_results(out)["methods"]}
     assert rows.pop(kept["label"])["energy"] == kept["energy"]
     (other,) = rows.values()

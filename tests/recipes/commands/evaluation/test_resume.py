@@ -9,11 +9,8 @@ from typing import Any
 
 import pytest
 import yaml
-from draftsmith.decode.evaluation.energy import Energy
-from draftsmith.decode.evaluation.measure import Decoded, RunKey
-from draftsmith.decode.evaluation.metrics import Tally
 from draftsmith.recipes.commands.evaluation.evaluate import run_evaluate
-from draftsmith.recipes.commands.evaluation.journal import RunJournal
+from draftsmith.recipes.commands.evaluation.journal import Journal
 from draftsmith.recipes.schema.evaluation import EvaluateRecipe
 from draftsmith.recipes.schema.loading import load_recipe
 from draftsmith.recipes.schema.results import load_results
@@ -24,6 +21,7 @@ METHODS: list[dict[str, Any]] = [
     {"method": "prompt-lookup"},
 ]
 PROMPTS = 12
+RUN = ["autoregressive", 0, 0, [1, 2], {"tokens": 2, "steps": 2, "nodes": 2}, 1234.5, 0.0]
 
 
 @pytest.fixture
@@ -46,11 +44,11 @@ def identity(recipe: Path, *changes: str) -> dict[str, Any]:
     with pytest.MonkeyPatch.context() as patch:
         found: list[dict[str, Any]] = []
 
-        def noted(out: Path, named: dict[str, Any]) -> None:
+        def noted(out: Path, name: str, named: dict[str, Any]) -> None:
             found.append(named)
             raise KeyboardInterrupt
 
-        patch.setattr("draftsmith.recipes.commands.evaluation.evaluate.RunJournal", noted)
+        patch.setattr("draftsmith.recipes.commands.evaluation.evaluate.Journal", noted)
         with pytest.raises(KeyboardInterrupt):
             evaluate(recipe, *changes)
     return found[0]
@@ -77,7 +75,7 @@ def test_a_stopped_evaluation_goes_on(
     assert 9 <= len(kept) < 4 * PROMPTS
     evaluate(recipe)
     captured = capsys.readouterr()
-    assert f"resuming; {len(kept)} runs are finished already" in captured.err
+    assert f"resuming; {len(lines) - 1} runs" in captured.err
     assert f"{len(kept)} runs were timed by an earlier process" in captured.out
     results = load_results(out)
     assert results["resumed"] == len(kept)
@@ -97,15 +95,15 @@ def test_another_recipe_or_artifact_starts_anew(recipe: Path, capsys: pytest.Cap
     out, changes = recipe.parent / "results.json", (*few, "seed=3", "show_categories=true")
     others = ((changes, None), ((*changes, "limit=3"), "(limit, prompts read differ)"), (few, "(seed differ"))
     for words, changed in others:
-        with RunJournal(out, identity(recipe, *words)) as journal:
-            journal.add(RunKey("autoregressive", 0, 0), Decoded([1, 2], Tally(2, 2, 2), 1234.5, 0.0))
+        with Journal(out, "runs", identity(recipe, *words)) as journal:
+            journal.add(RUN)
         evaluate(recipe, *changes)
         results = load_results(out)
         assert results["resumed"] == (changed is None)
         assert (results["methods"][0]["by_prompt"][0]["seconds"] == 1234.5) == (changed is None)
-        assert changed is None or f"runs of another evaluation {changed}" in capsys.readouterr().err
-    with RunJournal(out, identity(recipe, *changes)) as journal:
-        journal.add(RunKey("autoregressive", 0, 0), Decoded([1, 2], Tally(2, 2, 2), 1234.5, 0.0))
+        assert changed is None or f"belongs to other settings {changed}" in capsys.readouterr().err
+    with Journal(out, "runs", identity(recipe, *changes)) as journal:
+        journal.add(RUN)
     weights = recipe.parent / "drafter" / "model.safetensors"
     weights.write_bytes(weights.read_bytes())
     evaluate(recipe, *changes)
@@ -113,35 +111,20 @@ def test_another_recipe_or_artifact_starts_anew(recipe: Path, capsys: pytest.Cap
     assert "(artifacts differ)" in capsys.readouterr().err
 
 
-def runs(count: int) -> list[tuple[RunKey, Decoded]]:
-    """Some runs, each another."""
-    return [
-        (RunKey("a\nb", place, 0), Decoded([place, 7], Tally(2, 1, 5, 1, 2, 1, [1], [place % 2]), 0.1 * place, 0.0))
-        for place in range(count)
-    ]
+LINES: list[Any] = [["a\nb", place, 0, [place, 7], {"tokens": 2}, 0.1 * place, 0.0] for place in range(3)]
+LINES.append({"label": "a\nb", "energy": {"joules": 2.0}})
 
 
-def written(folder: Path, count: int = 3, identity: dict[str, Any] | None = None) -> Path:
-    """The journal of that many runs."""
-    with RunJournal(folder / "results.json", identity or {"seed": 1}) as journal:
-        for key, run in runs(count):
-            journal.add(key, run)
+def written(folder: Path) -> Path:
+    """A journal of three runs."""
+    with Journal(folder / "results.json", "runs", {"seed": 1, "limit": 3, "gone": 0}) as journal:
+        for line in LINES[:3]:
+            journal.add(line)
         return journal.path
 
 
-def test_the_journal_gives_back_joules(tmp_path: Path) -> None:
-    found = {
-        "a\nb": Energy("nvml", 2.0, 0.5, None, 120.0, 30.0, 0.1, (1.5, 2.5)),
-        "c": Energy("rapl", 2.0, 0.5, 1.25, 120.0, 30.0, 0.1, (2.0,)),
-    }
-    with RunJournal(tmp_path / "results.json", {"seed": 1}) as journal:
-        for (label, energy), (key, run) in zip(found.items(), runs(2), strict=True):
-            journal.add(key, run)
-            journal.add_energy(label, energy)
-    with RunJournal(tmp_path / "results.json", {"seed": 1}) as journal:
-        assert (journal.energies, journal.finished) == (found, dict(runs(2)))
-    with RunJournal(tmp_path / "results.json", {"seed": 2}) as journal:
-        assert journal.energies == {}
+def opened(folder: Path) -> Journal:
+    return Journal(folder / "results.json", "runs", {"seed": 1, "limit": 3, "gone": 0})
 
 
 def test_half_a_last_line_is_dropped(tmp_path: Path) -> None:
@@ -151,41 +134,34 @@ def test_half_a_last_line_is_dropped(tmp_path: Path) -> None:
     for end in range(ends[0], len(whole) + 1, 5):
         path.write_bytes(whole[:end])
         kept = sum(each <= end for each in ends[1:])
-        with RunJournal(tmp_path / "results.json", {"seed": 1}) as journal:
-            assert journal.finished == dict(runs(kept))
-            journal.add(*runs(4)[3])
-        with RunJournal(tmp_path / "results.json", {"seed": 1}) as journal:
-            assert journal.finished == dict([*runs(kept), runs(4)[3]])
+        with opened(tmp_path) as journal:
+            assert journal.lines == LINES[:kept]
+            journal.add(LINES[3])
+        with opened(tmp_path) as journal:
+            assert journal.lines == [*LINES[:kept], LINES[3]]
 
 
-DAMAGES = [b'["a", 0, 0, [1], {"tokens": 1}, 0.1, 0.0]\n', b"\xff\n", b'{"label": "a", "energy": {"joules": 1.0}}\n']
-
-
-@pytest.mark.parametrize("damage", DAMAGES)
-def test_a_damaged_line_is_refused_with_its_number(tmp_path: Path, damage: bytes) -> None:
+def test_a_damaged_line_is_refused_with_its_number(tmp_path: Path) -> None:
     path = written(tmp_path)
     lines = path.read_bytes().splitlines(keepends=True)
-    path.write_bytes(b"".join([*lines[:2], damage, *lines[3:]]))
-    before = path.read_bytes()
-    with pytest.raises(ValueError, match=r"runs\.jsonl:3"):
-        RunJournal(tmp_path / "results.json", {"seed": 1})
-    assert path.read_bytes() == before
-    path.write_bytes(b"".join([damage, *lines[1:]]))
-    with pytest.raises(ValueError, match=r"runs\.jsonl:1"):
-        RunJournal(tmp_path / "results.json", {"seed": 1})
+    for number, damage in ((3, b"\xff\n"), (1, b'["a", 0,\n')):
+        path.write_bytes(b"".join([*lines[: number - 1], damage, *lines[number:]]))
+        before = path.read_bytes()
+        with pytest.raises(ValueError, match=rf"runs\.jsonl:{number}"):
+            opened(tmp_path)
+        assert path.read_bytes() == before
 
 
-def test_runs_of_something_else_are_dropped_and_the_difference_named(tmp_path: Path) -> None:
-    path = written(tmp_path, identity={"seed": 1, "limit": 3, "gone": 0})
-    with RunJournal(tmp_path / "results.json", {"seed": 2, "limit": 3, "new": [1]}) as journal:
-        assert journal.changed == ["seed", "new", "gone"]
-        assert journal.finished == {}
+def test_what_belongs_to_something_else_is_dropped_and_the_difference_named(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    path = written(tmp_path)
+    with Journal(tmp_path / "results.json", "runs", {"seed": 2, "limit": 3, "new": [1]}) as journal:
+        assert journal.lines == []
+    assert "(seed, new, gone differ)" in capsys.readouterr().err
     assert len(path.read_text().splitlines()) == 1
 
 
 def test_two_processes_do_not_write_one_journal(tmp_path: Path) -> None:
-    with (
-        RunJournal(tmp_path / "results.json", {}),
-        pytest.raises(ValueError, match=r"results\.json"),
-    ):
-        RunJournal(tmp_path / "results.json", {})
+    with opened(tmp_path), pytest.raises(ValueError, match=r"results\.json"):
+        opened(tmp_path)
