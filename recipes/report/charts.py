@@ -16,8 +16,6 @@ if TYPE_CHECKING:
     from matplotlib.axes import Axes
     from matplotlib.figure import Figure
 
-DEPTHS = 10
-"""Depths of a method that are drawn at most."""
 PHASES = {
     "draft": ("#1d3557", ""),
     "score": ("#a8c5e2", "//"),
@@ -131,30 +129,6 @@ def best_points(points: Sequence[Point]) -> list[Point]:
         if not best or point.y > best[-1].y:
             best.append(point)
     return best
-
-
-def depth_bars(rows: Sequence[tuple[str, Sequence[float]]], description: str) -> str:
-    """A panel of bars for each method, on the same scale.
-
-    Args:
-        rows: label and shares of depth 1, 2 …, each in [0, 1]; the first `DEPTHS` are drawn.
-    """
-    across = 3
-    lines = -(-len(rows) // across)
-    with _figure(9.0, 0.6 + 1.4 * lines, left=0.3, bottom=0.3, top=0.3) as figure:
-        panels = figure.subplots(lines, across, sharex=True, sharey=True, squeeze=False).flatten()
-        for panel, (label, shares) in zip(panels, rows, strict=False):
-            bars = panel.bar(range(1, len(shares[:DEPTHS]) + 1), shares[:DEPTHS], color="#6f93b8", edgecolor=_BLUE)
-            panel.bar_label(bars, fmt="%.2f", fontsize=7)
-            more = f", first {DEPTHS} of {len(shares)}" if len(shares) > DEPTHS else ""
-            panel.set_title(_shortened(label, 40 - len(more)) + more, loc="left", fontsize=9)
-            panel.set(ylim=(0, 1.15), yticks=[0, 1])
-            panel.grid(axis="x", visible=False)
-        deepest = min(DEPTHS, max(len(shares) for _, shares in rows))
-        panels[0].set_xticks(range(1, deepest + 1))
-        for panel in panels[len(rows) :]:
-            panel.set_axis_off()
-        return _svg(figure, description)
 
 
 def stacked_bars(rows: Sequence[tuple[str, Mapping[str, float]]], unit: str, description: str) -> str:

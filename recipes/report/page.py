@@ -13,19 +13,20 @@ from ...checkpoints.storage.atomic import atomic_text
 from ..schema.results import load_results
 from ..session.terminal import console, log
 from .certificate import certificate_beside, certificate_section, load_certificate
-from .charts import Point, depth_bars, missing_matplotlib, scatter, stacked_bars
+from .charts import Point, missing_matplotlib, scatter, stacked_bars
 from .compare import BASELINE, Comparison, compare
 from .papers import paper_section
 from .tables import (
+    PREDICTED,
     QUALITY,
     SPEED,
     Row,
     category_table,
     cost_metrics,
+    depth_table,
     interval_cell,
     method_table,
     number,
-    prediction_table,
     render,
 )
 
@@ -105,16 +106,14 @@ def _names(paths: Sequence[Path]) -> list[str]:
 def _context(results: Mapping[str, Any]) -> dict[str, Any]:
     """What the template of one evaluation shows."""
     rows: list[Row] = results["methods"]
-    numbered: list[Numbered] = list(enumerate(rows, 1))
     temperatures = dict.fromkeys(float(row["temperature"]) for row in rows)
-    groups = {each: [(n, row) for n, row in numbered if row["temperature"] == each] for each in temperatures}
-    metrics = (("All methods", SPEED), ("Cost", cost_metrics(rows)), ("Quality", QUALITY))
+    groups = {each: [(n, row) for n, row in enumerate(rows, 1) if row["temperature"] == each] for each in temperatures}
+    speed = (*SPEED, PREDICTED) if any(row.get("prediction") for row in rows) else SPEED
+    metrics = (("All methods", speed), ("Cost", cost_metrics(rows)), ("Quality", QUALITY))
     tables = [method_table(caption, rows, columns) for caption, columns in metrics]
     if any(row.get("by_category") for row in rows):
         tables.append(category_table(rows))
-    predicted = [(n, row) for n, row in numbered if (row.get("prediction") or {}).get("tokens_per_step")]
-    if predicted:
-        tables.append(prediction_table(predicted))
+    tables.append(depth_table(rows))
     versions = {f"{name} version": one for name, one in (results["machine"].get("versions") or {}).items()}
     return {
         "cards": [_card(temperature, [row for _, row in group]) for temperature, group in groups.items()],
@@ -172,8 +171,7 @@ def _charts(groups: Mapping[float, Sequence[Numbered]]) -> list[str]:
             axes = ("tokens per step (τ)", "speedup (×)", title)
             drawn.append(_figure(scatter(points, *axes, diagonal="a draft that costs nothing"), title, _BOUND))
         drawn.append(perplexity_chart(group, at))
-    numbered = [each for group in groups.values() for each in group]
-    return [*drawn, _depth_chart(numbered), _phase_chart(numbered)]
+    return [*drawn, _phase_chart([each for group in groups.values() for each in group])]
 
 
 def _figure(drawn: str, title: str, caption: str, kind: str = "") -> str:
@@ -201,14 +199,6 @@ def perplexity_chart(group: Sequence[Numbered], at: str = "") -> str:
     title = f"Speed against perplexity{at}"
     axes = ("perplexity of the output under the target", "speedup (×)", title)
     return _figure(scatter(points, *axes), title, _PERPLEXITY)
-
-
-def _depth_chart(rows: Sequence[Numbered]) -> str:
-    known = [(f"{n} {row['label']}", row["acceptance_by_depth"]) for n, row in rows if row["acceptance_by_depth"]]
-    if not known:
-        return ""
-    caption = "Of the steps that reached a depth, the share that accepted a token there. Across: depth."
-    return _figure(depth_bars(known, "acceptance by depth"), "Acceptance by depth", caption, "broad")
 
 
 def _phase_chart(rows: Sequence[Numbered]) -> str:

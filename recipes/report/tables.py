@@ -13,11 +13,15 @@ from rich import box
 from rich.markup import escape
 from rich.table import Table as RichTable
 
+from ..schema.claims import metric_of
+
 if TYPE_CHECKING:
     from jinja2 import Environment
 
 Row = Mapping[str, Any]
 DASH = "–"
+_DEPTHS = 12
+"""That are shown at most."""
 
 
 @cache
@@ -108,18 +112,10 @@ class Metric(NamedTuple):
 
 def _metric(heading: str, key: str, digits: int = 2, unit: str = "", scale: float = 1.0) -> Metric:
     def cell(row: Row) -> Cell:
-        value = inside(row, key)
+        value = metric_of(row, key)
         return number_cell(None if value is None else value * scale, digits)
 
     return Metric(Column(heading, unit), cell)
-
-
-def inside(row: Row, key: str) -> Any:
-    """A value by its path, such as `flops_per_token.total`; None where a part of it is missing."""
-    found: Any = row
-    for part in key.split("."):
-        found = found.get(part) if isinstance(found, Mapping) else None
-    return found
 
 
 def _lossless(row: Row) -> Cell:
@@ -148,6 +144,7 @@ SPEED = (
     *_BOUND,
     _metric("over transformers", "speedup_over_transformers", unit="×"),
 )
+PREDICTED = _metric("predicted", "prediction.tokens_per_step", unit="τ, by replay")
 QUALITY = (
     _LOSSLESS,
     _PERPLEXITY,
@@ -179,7 +176,7 @@ def cost_metrics(rows: Sequence[Row]) -> tuple[Metric, ...]:
 
 def flops_unit(rows: Sequence[Row]) -> tuple[str, float]:
     """The unit in which the most FLOPs a token of some rows are a number of few digits."""
-    most = max((inside(row, "flops_per_token.total") or 0 for row in rows), default=0)
+    most = max((metric_of(row, "flops_per_token.total") or 0 for row in rows), default=0)
     units = (("TFLOP", 1e12), ("GFLOP", 1e9), ("MFLOP", 1e6))
     return next(((name, size) for name, size in units if most >= size), ("kFLOP", 1e3))
 
@@ -217,14 +214,8 @@ def category_table(rows: Sequence[Row]) -> Table:
     return Table("By category", columns, cells, [row for _, row, *_ in known])
 
 
-def prediction_table(known: Sequence[tuple[int, Row]]) -> Table:
-    """Predicted beside measured tokens per step, of numbered methods that have a prediction."""
-    columns = [METHOD, Column("predicted", "tokens per step"), Column("measured", "tokens per step")]
-    columns += [Column("interval", "95 %"), Column("difference", "%")]
-    cells = []
-    for index, row in known:
-        predicted, measured = row["prediction"]["tokens_per_step"], row["tokens_per_step"]
-        apart = 100 * (predicted / measured - 1)
-        shown = (number_cell(predicted), number_cell(measured), interval_cell(row.get("tokens_per_step_interval")))
-        cells.append([method_cell(index, row), *shown, Cell(f"{apart:+.1f}", apart)])
-    return Table("Prediction beside measurement", columns, cells, [row for _, row in known])
+def depth_table(rows: Sequence[Row]) -> Table:
+    """Of the steps that reached a depth, the share that accepted a token there."""
+    deepest = max((len(row.get("acceptance_by_depth") or ()) for row in rows), default=0)
+    metrics = [_metric(str(n + 1), f"acceptance_by_depth.{n}") for n in range(min(deepest, _DEPTHS))]
+    return method_table("Acceptance by depth", rows, metrics)

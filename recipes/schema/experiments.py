@@ -8,7 +8,6 @@ from pydantic import Field, model_validator
 
 from .data import Section
 
-Share = Annotated[float, Field(ge=0, le=1)]
 Count = Annotated[int, Field(ge=1)]
 
 
@@ -36,8 +35,6 @@ class AcceptanceSettings(Section):
     """Of target and drafters; top_k and top_p are those of `evaluate`."""
     candidates: list[Count] = Field([1], min_length=1)
     """k: how many candidates stand at a position. With others than 1 the rows are called `drafter k=4 T=1`."""
-    epsilons: list[Share] = Field([])
-    """ε of over-acceptance: rows `OPT e=0.1 T=1` and `UNO e=0.1 T=1` of the first drafter, at temperatures above 0."""
     counted: str | None = None
     """A corpus whose table stands in for that of `evaluate`: it is counted first."""
 

@@ -3,7 +3,7 @@
 α, α@k, E[TV] and the predicted acceleration are those of `decode/evaluation/replay/`. Methods beside
 `autoregressive` are decoded too, so that prediction and count stand in one table.
 
-Shape letters: T positions of a text, V vocabulary.
+Shape letters: T positions of a text.
 """
 
 from __future__ import annotations
@@ -13,25 +13,20 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
-import torch
-from numpy.typing import NDArray
 
 from ....decode.evaluation.measure import BASELINE, Entry
 from ....decode.evaluation.replay.recording import TABLE_SOURCES, Recording, record
 from ....decode.evaluation.replay.replay import chances
 from ....decode.methods import Parts, build_method
-from ....decode.models.base import LanguageModel
 from ....decode.rng import Rng
-from ....decode.theory import closed_forms as theory
 from ....decode.theory.markov import decode_side_by_side
-from ....decode.warpers import Sampling, warp
+from ....decode.warpers import Sampling
 from ...assemble.evaluation import entries_of
 from ...schema.experiments import AcceptanceSettings
 from ...schema.papers import PaperRecipe
 from ...session.terminal import bar
 from .bench import Bench, Row, check_parts, counted_table, open_bench, ratio_row, summed_by_text
 
-Floats = NDArray[np.float64]
 _BATCH = 8
 _TABLES = dict(zip(("unigram", "bigram"), TABLE_SOURCES, strict=True))
 
@@ -42,7 +37,7 @@ def acceptance(recipe: PaperRecipe, folder: Path) -> list[Row]:
     Metrics of sources: `alpha`, the probability that one of k candidates is accepted, drawn without replacement; for
     k > 1 also `with_replacement` and `naive` (MCNS); for k = 1 `variation`, E[TV], and `acceleration`, T / E[N_rej]
     (`theory.md`, point 1). Of methods: `accepted_per_step`, `tokens_per_step`, `alpha` (accepted ÷ examined) and
-    `rejections` a token. Of over-acceptance: `rejections`, `bias` and their `sum`, means over the positions.
+    `rejections` a token.
 
     Raises:
         ValueError: settings that there are not, a source without its part; what `open_bench` raises.
@@ -52,21 +47,15 @@ def acceptance(recipe: PaperRecipe, folder: Path) -> list[Row]:
     if settings.counted is not None:
         table = counted_table(evaluation, settings.counted, folder)
         evaluation = evaluation.model_copy(update={"table": str(table)})
-    if "drafters" in settings.sources or settings.epsilons:
+    if "drafters" in settings.sources:
         check_parts(evaluation, "drafter")
     if not set(_TABLES).isdisjoint(settings.sources):
         check_parts(evaluation, "table")
     bench = open_bench(evaluation)
     rows: list[Row] = []
-    for temperature in settings.temperatures:
+    for temperature in settings.temperatures if settings.sources else ():
         sampling = Sampling(temperature, evaluation.top_k, evaluation.top_p)
-        if not settings.sources and not (settings.epsilons and temperature):
-            continue
-        texts = bench.texts(sampling)
-        if settings.sources:
-            rows += _source_rows(bench, settings, sampling, texts)
-        if temperature and settings.epsilons:
-            rows += _over_acceptance_rows(bench, settings.epsilons, sampling, texts)
+        rows += _source_rows(bench, settings, sampling, bench.texts(sampling))
     return rows + _decoded_rows(bench, [each for each in entries_of(evaluation) if each.method != BASELINE])
 
 
@@ -120,50 +109,6 @@ def _source_row(label: str, recording: Recording, source: str, candidates: int) 
         for name, (over_T, under_T) in columns.items()
     }
     return ratio_row(label, by_text)
-
-
-def _over_acceptance_rows(
-    bench: Bench, epsilons: Sequence[float], sampling: Sampling, texts: Sequence[Sequence[int]]
-) -> list[Row]:
-    """OPT and UNO at every position of the target's texts, exactly: there is no judge (`theory.md`, point 6b)."""
-    drafter = bench.opened.parts.drafter
-    assert drafter is not None
-    found: dict[str, list[tuple[float, float]]] = {}
-    with bar("over-accepting", "prompts") as advance:
-        for index, (prompt, text) in enumerate(zip(bench.prompts, texts, strict=True), 1):
-            target_TV = distributions(bench.opened.target, prompt, text, sampling)
-            draft_TV = distributions(drafter, prompt, text, sampling)
-            for epsilon in epsilons:
-                for name, traded in _traded(target_TV, draft_TV, epsilon).items():
-                    found.setdefault(f"{name} e={epsilon:g} T={sampling.temperature:g}", []).append(traded)
-            advance(index, len(texts))
-    tokens = [len(text) for text in texts]
-    rows = []
-    for label, by_prompt in found.items():
-        rejections, bias = np.array(by_prompt).T
-        columns = {"rejections": (rejections, tokens), "bias": (bias, tokens), "sum": (rejections + bias, tokens)}
-        rows.append(ratio_row(label, columns))
-    return rows
-
-
-def _traded(target_TV: Floats, draft_TV: Floats, epsilon: float) -> dict[str, tuple[float, float]]:
-    """Rejections and bias of OPT and of UNO, summed over the positions of a text."""
-    each = [theory.over_acceptance(p_V, q_V, epsilon) for p_V, q_V in zip(target_TV, draft_TV, strict=True)]
-    outputs = {"OPT": np.stack([one.optimal_V for one in each]), "UNO": np.stack([one.simple_V for one in each])}
-    rejections = float(sum(one.rejection for one in each))
-    return {
-        name: (rejections, float(theory.total_variation(out_TV, target_TV).sum())) for name, out_TV in outputs.items()
-    }
-
-
-@torch.inference_mode()
-def distributions(model: LanguageModel, prompt: Sequence[int], text: Sequence[int], sampling: Sampling) -> Floats:
-    """What a model predicts before every token of a text, warped, float64 [T, V]."""
-    start, cache = model.begin([prompt], len(text))
-    ids = torch.tensor([[*start[0], *text]], device=model.device)
-    hidden_1TD = model.extend(cache, ids[:, :-1])
-    probs_TV: Floats = warp(model.logits(hidden_1TD[0, len(start[0]) - 1 :]), sampling).double().cpu().numpy()
-    return probs_TV / probs_TV.sum(1, keepdims=True)
 
 
 def _decoded_rows(bench: Bench, entries: Sequence[Entry]) -> list[Row]:
