@@ -11,7 +11,6 @@ import hashlib
 import heapq
 import json
 import os
-import re
 from collections import Counter
 from collections.abc import Awaitable, Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import ExitStack
@@ -24,7 +23,6 @@ from typing import Any, Literal
 from ..checkpoints.storage.atomic import atomic_text
 from .conversations import Conversation, Turn
 
-_KEY = re.compile("[0-9a-f]{32}")
 _SECONDS_BETWEEN_LOOKS = 0.2  # at whether to stop, while answers are awaited
 _BATCHES_AHEAD = 16  # conversations held open, from which those of similar length are batched
 
@@ -113,7 +111,7 @@ class Store:
         self._errors: FileIO | None = None
 
     def __contains__(self, key: str) -> bool:
-        return bytes.fromhex(key) in self._done
+        return key in self._done
 
     def __len__(self) -> int:
         return len(self._done)
@@ -124,7 +122,7 @@ class Store:
         messages = [{"role": turn.role, "content": turn.text} for turn in turns]
         row = {"id": name, "key": key, "messages": messages, "finish": list(finishes)} | ({"cut": cut} if cut else {})
         _write_line(self._file, row)
-        self._done.add(bytes.fromhex(key))
+        self._done.add(key)
 
     def fail(self, name: str, key: str, error: str) -> None:
         """Write down that a conversation could not be completed."""
@@ -173,33 +171,25 @@ def _write_line(file: FileIO, row: dict[str, Any]) -> None:
         raise
 
 
-def _finished(path: Path) -> set[bytes]:
+def _finished(path: Path) -> set[str]:
     """Keys of the rows of a file of ours; what a killed writer left behind the last whole line is cut off."""
-    done: set[bytes] = set()
+    done: set[str] = set()
     if not path.exists():
         return done
     with path.open("r+b") as file:
         whole = 0
         for number, line in enumerate(file, start=1):
-            key = _key(line)
-            if key is None:
-                if file.read(1):
-                    raise ValueError(f"{path}, row {number} was not written by regeneration: choose another `out`")
+            if not line.endswith(b"\n"):
                 file.truncate(whole)
                 break
-            if key in done:
-                raise ValueError(f"{path}, row {number}: its conversation stands there twice")
-            done.add(key)
+            try:
+                done.add(json.loads(line)["key"])
+            except (ValueError, KeyError, TypeError) as error:
+                raise ValueError(
+                    f"{path}, row {number} was not written by regeneration: choose another `out`"
+                ) from error
             whole += len(line)
     return done
-
-
-def _key(line: bytes) -> bytes | None:
-    try:
-        key = json.loads(line)["key"] if line.endswith(b"\n") else None
-    except (ValueError, KeyError, TypeError):  # not JSON, not UTF-8, or something else
-        return None
-    return bytes.fromhex(key) if isinstance(key, str) and _KEY.fullmatch(key) else None
 
 
 @dataclass(slots=True)

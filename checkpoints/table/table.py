@@ -65,15 +65,6 @@ class BigramTable(BigramCounts):
             unigram_V += np.bincount(ids_T, minlength=vocab_size)
         return cls._of_counts(counts, unigram_V)
 
-    @staticmethod
-    def merge(*tables: BigramTable) -> BigramTable:
-        """The table of all tables' documents together, in memory; `merged_runs` streams the same."""
-        check_mergeable(tables)
-        counts = csr_array((tables[0].vocab_size,) * 2, dtype=np.int64)
-        for table in tables:
-            counts = counts + csr_array((table.count.numpy(), table.col.numpy(), table.row_ptr.numpy()), counts.shape)
-        return BigramTable._of_counts(counts, np.sum([table.unigram.numpy() for table in tables], axis=0))
-
     @classmethod
     def _of_counts(cls, counts: Any, unigram_V: Ints) -> BigramTable:
         """Of a sparse matrix, int64 [V, V]."""

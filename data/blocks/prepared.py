@@ -30,7 +30,6 @@ _NEW_OBJECTS = 1_000_000
 SCHEMA = 2
 MANIFEST = "data.json"
 _ARRAYS = ("tokens", "trained", "documents", "order", "blocks")
-_TOKEN_TYPES = ("uint16", "int32")
 _PROGRESS_ROWS = 256
 _BUFFERED_TOKENS = 1 << 20
 _WINDOW_DOCUMENTS = 1 << 18  # packed together: far more than density needs, and little memory
@@ -134,15 +133,14 @@ class PreparedData:
             raise ValueError(f"{manifest_file}: not a manifest of prepared data: {error!r}") from error
         lengths = (tokens, tokens, documents + 1, documents, blocks + 1)
         arrays = {}
-        for name, kinds, length in zip(_ARRAYS, (_TOKEN_TYPES, ("uint8",), *3 * [("int64",)]), lengths, strict=True):
+        for name, length in zip(_ARRAYS, lengths, strict=True):
             path = directory / f"{name}.npy"
             try:
                 found = np.load(path, mmap_mode="r", allow_pickle=False)
             except (OSError, ValueError, EOFError) as error:
                 raise ValueError(f"{path}: missing or damaged: {error}") from error
-            if found.shape != (length,) or found.dtype.name not in kinds:
-                expected = " or ".join(kinds)
-                raise ValueError(f"{path}: {found.dtype} {found.shape}, the manifest says {expected} ({length},)")
+            if found.shape != (length,):
+                raise ValueError(f"{path}: {found.shape}, the manifest says ({length},)")
             arrays[name] = found
         return cls(directory, manifest, arrays)
 

@@ -153,11 +153,6 @@ class StreamedData:
         self._used = state["blocks_used"]
         self._windows = self._window = None
 
-    def iter_documents(self) -> Iterator[np.ndarray]:
-        """Token ids int32 [T] of every document of one epoch."""
-        for document in self.make_renderer()(self.open_epoch(0)):
-            yield document.ids
-
     def _current(self) -> _Window:
         if self._windows is None:
             own = torch.Generator()  # a loader draws a seed: not from the numbers of the training

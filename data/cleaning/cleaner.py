@@ -98,9 +98,7 @@ class Cleaner:
             if _blank(messages[0][1]):
                 raise _DroppedError("empty")
             return [Turn("assistant", messages[0][1])]
-        if not _is_whole(messages):
-            messages = [*self._whole_exchanges(messages, changes)]
-        return [Turn(role, text) for role, text in messages if role]
+        return [Turn(role, text) for role, text in self._whole_exchanges(messages, changes)]
 
     def _mapped(self, written: Iterable[tuple[Any, Any]], changes: set[str]) -> Messages:
         messages: Messages = []
@@ -211,17 +209,6 @@ class Cleaner:
         self.report.exchanges_kept += kept
         if kept < found:
             self.report.exchanges_lost[reason] += found - kept
-
-
-def _is_whole(messages: Messages) -> bool:
-    """True for user, assistant, user, assistant, … with text in each, after at most one system message."""
-    start = 1 if messages and messages[0][0] == "system" else 0
-    expected = "user"
-    for role, _ in messages[start:]:
-        if role != expected:
-            return False
-        expected = "assistant" if role == "user" else "user"
-    return expected == "user" and len(messages) > start and not any(_blank(text) for _, text in messages)
 
 
 def _without_unknown(runs: list[tuple[str | None, list[str]]]) -> list[tuple[str | None, list[str]]]:

@@ -85,7 +85,7 @@ def render_prompt(turns: Sequence[Turn], template: Template, tokenizer: Any) -> 
 
 def prompt_renderer(template: Template, tokenizer: Any) -> Callable[[Sequence[Turn]], list[int]]:
     """`render_prompt` for many prompts: what depends on template and tokenizer alone is done once."""
-    layout = _Layout(template, PieceEncoder(tokenizer))
+    layout = Layout(template, PieceEncoder(tokenizer))
     return lambda turns: layout.prompt(tuple(turns))
 
 
@@ -117,7 +117,7 @@ class Renderer:
     def __init__(
         self, template: Template, tokenizer: Any, max_tokens: int | None, *, last_turn_only: bool = False
     ) -> None:
-        self._layout = _Layout(template, PieceEncoder(tokenizer, own=True))
+        self._layout = Layout(template, PieceEncoder(tokenizer, own=True))
         self._max_tokens = max_tokens
         self._last_turn_only = last_turn_only
 
@@ -189,7 +189,7 @@ class _Lead:
     after: After
 
 
-class _Layout:
+class Layout:
     """A template with its constants as ids of one tokenizer."""
 
     def __init__(self, template: Template, encoder: PieceEncoder) -> None:
@@ -205,7 +205,7 @@ class _Layout:
         specials = sorted(special_strings(tokenizer), key=len, reverse=True)
         self._special = re.compile("|".join(map(re.escape, specials)) or r"(?!)")
         self.bos = _array([] if template.writes_bos else encoder.bos)
-        self.start = self._split_long(self._lead(template.start))
+        self.start = self._split_long(self.lead(template.start))
         self._leads: dict[str | None, _Lead] = {None: self.start}
         self.behind_question, rest = self._head(template.middle)
         self.answer = self._constant(rest)
@@ -279,13 +279,13 @@ class _Layout:
             assert system is not None
             assert self.template.system is not None
             before, behind = (self._filled(text) for text in self.template.system)
-            lead = self._lead(before)
+            lead = self.lead(before)
             found = self._special.search(behind)
             if found is None:  # one text with the question
                 lead = self._split_long(_Lead(lead.ids, lead.tail + system + behind, lead.after))
             else:
                 ids = _array(self.encoder.one(lead.tail + system + behind[: found.start()], lead.after))
-                rest = self._lead(behind[found.start() :])
+                rest = self.lead(behind[found.start() :])
                 lead = _Lead(np.concatenate([lead.ids, ids, rest.ids]), rest.tail, rest.after)
             if len(self._leads) >= _REMEMBERED_SYSTEMS:
                 self._leads = {None: self.start}
@@ -328,7 +328,7 @@ class _Layout:
         after = After.SPACE if space else After.SPECIAL if last == len(rest) else After.TEXT
         return _Lead(_array(self.encoder.template(rest)), "", after)
 
-    def _lead(self, text: str, after: After = After.NOTHING, before: str = "") -> _Lead:
+    def lead(self, text: str, after: After = After.NOTHING, before: str = "") -> _Lead:
         """A constant before a message, behind `after` (the special token `before`, where there is one)."""
         text = self._filled(text)
         ends = [found.end() for found in self._special.finditer(text)]
@@ -349,11 +349,11 @@ class _Layout:
     def _next(self, closing: str) -> _Lead:
         """The lead of later questions, which follows `after`."""
         after = self._filled(self.template.after)
-        lead = self._lead(after + self.template.next, After.SPECIAL, closing)
+        lead = self.lead(after + self.template.next, After.SPECIAL, closing)
         if np.array_equal(lead.ids[: len(self.after)], self.after) and (len(lead.ids) or not after):
             lead = _Lead(lead.ids[len(self.after) :], lead.tail, lead.after)
         else:
-            lead = self._lead(self.template.next, After.TEXT)
+            lead = self.lead(self.template.next, After.TEXT)
         as_first = _Lead(lead.ids, lead.tail, self.start.after)
         return as_first if lead.tail == self.start.tail and self._probed(lead) == self._probed(as_first) else lead
 
@@ -365,7 +365,7 @@ def _array(ids: list[int]) -> np.ndarray:
     return np.array(ids, dtype=np.int32)
 
 
-def _batches(layout: _Layout, conversations: Iterable[Conversation]) -> Iterator[list[_Parts]]:
+def _batches(layout: Layout, conversations: Iterable[Conversation]) -> Iterator[list[_Parts]]:
     """Conversations taken apart, about a megabyte of text at a time."""
     batch: list[_Parts] = []
     characters = 0
@@ -383,7 +383,7 @@ def _batches(layout: _Layout, conversations: Iterable[Conversation]) -> Iterator
 class _Document:
     """A document under construction."""
 
-    def __init__(self, layout: _Layout, parts: _Parts, first: int) -> None:
+    def __init__(self, layout: Layout, parts: _Parts, first: int) -> None:
         self.layout, self.parts = layout, parts
         self.rendered = Rendered(np.empty(0, dtype=np.int32), [], parts.conversation, first)
         self.pieces = [layout.bos, layout.first_lead(parts.system).ids]
@@ -427,7 +427,7 @@ class _Document:
         return self.rendered
 
 
-def _split(layout: _Layout, parts: _Parts, texts: list[np.ndarray], max_tokens: int | None) -> Iterator[Rendered]:
+def _split(layout: Layout, parts: _Parts, texts: list[np.ndarray], max_tokens: int | None) -> Iterator[Rendered]:
     """One document, or several of at most `max_tokens`; one without spans has no room for its exchange."""
     limit = max_tokens if max_tokens is not None else 1 << 62
     document: _Document | None = None
@@ -447,7 +447,7 @@ def _split(layout: _Layout, parts: _Parts, texts: list[np.ndarray], max_tokens: 
         yield document.finished(limit)
 
 
-def _bare_text(layout: _Layout, parts: _Parts, text: np.ndarray, max_tokens: int | None) -> Iterator[Rendered]:
+def _bare_text(layout: Layout, parts: _Parts, text: np.ndarray, max_tokens: int | None) -> Iterator[Rendered]:
     """Text in documents of at most `max_tokens`: what a block cannot hold goes into the next."""
     opening = np.concatenate([layout.bos, layout.start.ids])
     ids = np.concatenate([text, layout.end])

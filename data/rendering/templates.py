@@ -5,9 +5,9 @@ A template is data. `data/rendering/render.py` makes ids of it turn by turn.
 
 from __future__ import annotations
 
-import difflib
 from typing import Any
 
+from ...checkpoints.storage.messages import did_you_mean
 from .chat_template import OWN, Template, own_template
 
 __all__ = ["ALPACA_SYSTEM", "CHATML_JINJA", "OWN", "TEMPLATES", "VICUNA_SYSTEM", "Template", "get_template"]
@@ -88,7 +88,5 @@ def get_template(name: str, tokenizer: Any = None) -> Template:
         return own_template(tokenizer)
     if name not in TEMPLATES:
         known = [*TEMPLATES, OWN]
-        close = difflib.get_close_matches(name, known, n=1, cutoff=0.4)
-        hint = f", did you mean {close[0]!r}?" if close else ";"
-        raise ValueError(f"no template {name!r}{hint} known: {', '.join(known)}")
+        raise ValueError(f"no template {name!r}.{did_you_mean(name, known)} Known: {', '.join(known)}")
     return TEMPLATES[name]

@@ -6,11 +6,9 @@ from __future__ import annotations
 import ast
 import gc
 import hashlib
-import importlib.metadata
 import importlib.util
 import inspect
 import os
-import platform
 import re
 import sysconfig
 import warnings
@@ -48,14 +46,8 @@ class _Package:
     name: str
     files: list[Path]
     root: Path
-    version: str | None
     conversations: int = 0
-    files_read: int = 0
     bytes: int = 0
-
-    def as_dict(self) -> dict[str, Any]:
-        names = ("version", "files_read", "conversations", "bytes")
-        return {"files": len(self.files)} | {name: getattr(self, name) for name in names}
 
 
 def documentation_conversations(
@@ -103,7 +95,7 @@ def documentation_conversations(
         if progress is not None:
             progress(done, total)
     report = {
-        "packages": {package.name: package.as_dict() for package in found},
+        "packages": {p.name: {"conversations": p.conversations, "bytes": p.bytes} for p in found},
         "skipped": skipped,
         "conversations": len(train) + len(heldout),
         "heldout": len(heldout),
@@ -140,7 +132,7 @@ def _collector_paused() -> Iterator[None]:
 
 def _find_packages(names: Sequence[str], seed: int) -> tuple[list[_Package], list[str]]:
     """The standard library first, then the named packages in the given order; and the names that are not there."""
-    found = [_package(STANDARD_LIBRARY, Path(sysconfig.get_path("stdlib")), platform.python_version(), seed)]
+    found = [_package(STANDARD_LIBRARY, Path(sysconfig.get_path("stdlib")), seed)]
     skipped: list[str] = []
     for name in dict.fromkeys(names):
         if name == STANDARD_LIBRARY:
@@ -151,23 +143,18 @@ def _find_packages(names: Sequence[str], seed: int) -> tuple[list[_Package], lis
         if spec is None or not spec.submodule_search_locations:
             skipped.append(name)
             continue
-        try:
-            version = importlib.metadata.version(name)
-        except importlib.metadata.PackageNotFoundError:
-            version = None
-        found.append(_package(name, Path(next(iter(spec.submodule_search_locations))), version, seed))
+        found.append(_package(name, Path(next(iter(spec.submodule_search_locations))), seed))
     return found, skipped
 
 
-def _package(name: str, root: Path, version: str | None, seed: int) -> _Package:
+def _package(name: str, root: Path, seed: int) -> _Package:
     files: list[Path] = []
     for folder, folders, names in os.walk(root):
-        folders[:] = [sub for sub in folders if sub not in _SKIPPED_FOLDERS]
-        folders[:] = [sub for sub in folders if sub.isidentifier()]
+        folders[:] = [sub for sub in folders if sub.isidentifier() and sub not in _SKIPPED_FOLDERS]
         # transformers' modular_*.py are the sources that its modeling_*.py are generated from
         files += [Path(folder, n) for n in names if n.endswith(".py") and not n.startswith(("modular_", "test_"))]
     files.sort(key=lambda path: _digest(f"{seed} {path.relative_to(root).as_posix()}"))
-    return _Package(name, files, root, version)
+    return _Package(name, files, root)
 
 
 def _file_conversations(package: _Package, path: Path) -> Iterator[tuple[str, Conversation]]:
@@ -179,7 +166,6 @@ def _file_conversations(package: _Package, path: Path) -> Iterator[tuple[str, Co
     prose = sum(len(text) for text in _TRIPLE_QUOTED.findall(source))
     if prose < _MIN_FILE_PROSE or prose < _MIN_FILE_SHARE * len(source):
         return
-    package.files_read += 1
     try:
         with warnings.catch_warnings():
             warnings.simplefilter("ignore")  # other people's invalid escape sequences

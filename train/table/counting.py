@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import fcntl
 import os
+import uuid
 import weakref
 from concurrent.futures import Future, ThreadPoolExecutor
 from pathlib import Path
@@ -25,7 +26,7 @@ from ...checkpoints.table.runs import (
     run_of_keys,
     write_keys,
 )
-from .run_files import new_name, read_ends, read_index, remove_leftovers, write_index, write_run
+from .run_files import read_index, remove_leftovers, write_index, write_run
 
 _MAX_BUFFER = 1 << 23
 _MAX_PAIRS = 1 << 31
@@ -61,11 +62,11 @@ class PairCounter:
         try:
             index = read_index(self.folder, vocab_size)
             remove_leftovers(self.folder, index)
-            self._ends_V = read_ends(self.folder, index, vocab_size)
         except BaseException:
             self._unlock()
             raise
-        index = index or {"place": None, "tokens": 0, "documents": 0, "runs": []}
+        index = index or {"place": None, "tokens": 0, "documents": 0, "runs": [], "ends": [0] * vocab_size}
+        self._ends_V: Ints = np.array(index["ends"], dtype=np.int64)
         self._runs: list[dict[str, Any]] = index["runs"]
         self.position: Any = index["place"]
         self.tokens: int = index["tokens"]
@@ -79,11 +80,6 @@ class PairCounter:
         self._keys_T: NDArray[Any] = np.empty(size, dtype)
         self._filled, self._cross_document = 0, 0
         self._broken = False
-
-    @property
-    def spilled_bytes(self) -> int:
-        """The size of the runs in the folder."""
-        return sum(run["bytes"] for run in self._runs)
 
     def add(self, tokens_T: NDArray[Any], starts_D: NDArray[Any], position: Any) -> None:
         """Count documents that follow each other; runs may be spilled, with `position` as how far the source is read.
@@ -229,7 +225,7 @@ class _Worker:
         self._runs = [(keys_E[:end], counts_E[:end])]
 
     def _spill(self) -> dict[str, Any]:
-        name = new_name("run")
+        name = f"run-{uuid.uuid4().hex[:16]}"  # that not even a process left over from a killed launch gives
         size = write_run(self._folder / name, self._vocab_size, merge_runs(self._runs, self._vocab_size))
         self._runs, self._pairs = [], 0
         return {"name": name, "bytes": size}

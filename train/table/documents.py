@@ -7,23 +7,20 @@ from __future__ import annotations
 
 from collections import deque
 from collections.abc import Iterable, Iterator, Sequence
-from concurrent.futures import Future, ThreadPoolExecutor
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from itertools import islice
 from typing import Any
 
 import numpy as np
 
 from ...data.conversations import Conversation, Turn
-from ...data.rendering.encoding import After, PieceEncoder, special_strings
-from ...data.rendering.render import Renderer
+from ...data.rendering.encoding import After, PieceEncoder
+from ...data.rendering.render import Layout, Renderer
 from ...data.rendering.templates import Template
 
 _TOKENS_AT_A_TIME = 1 << 18
 _TOKENS_PER_MB = 1 << 14
-_BATCH_CHARACTERS = 1 << 19
-_BATCHES_AHEAD = 3
-_THREADS = 2
+_CONVERSATIONS_AT_A_TIME = 256
 
 Numbered = tuple[int, Conversation]
 
@@ -57,7 +54,7 @@ def token_documents(
         ValueError: turns that are not [system], user, assistant, …; a special token that the tokenizer lacks.
     """
     if pairs == "messages":
-        yield from _messages(numbered, tokenizer, template, frozenset(roles or ("user", "assistant")))
+        yield from _messages(iter(numbered), tokenizer, template, frozenset(roles or ("user", "assistant")))
         return
     waiting: deque[Numbered] = deque()
 
@@ -95,85 +92,29 @@ def pack_documents(documents: Iterable[tuple[int, list[np.ndarray]]], memory_mb:
 
 
 def _messages(
-    numbered: Iterable[Numbered], tokenizer: Any, template: Template, roles: frozenset[str]
+    numbered: Iterator[Numbered], tokenizer: Any, template: Template, roles: frozenset[str]
 ) -> Iterator[tuple[int, list[np.ndarray]]]:
-    """Threads tokenise the next batches while one is counted."""
-    encoder, contexts = PieceEncoder(tokenizer, own=True), _Contexts(template, tokenizer)
-    waiting: deque[tuple[_Batch, Future[tuple[np.ndarray, np.ndarray]]]] = deque()
-
-    def encoded() -> Iterator[tuple[int, list[np.ndarray]]]:
-        batch, future = waiting.popleft()
-        ids, starts = future.result()
-        pieces = iter(np.split(ids, starts[1:-1]) if batch.texts else [])
-        for number, count in batch.counts:
-            yield number, list(islice(pieces, count))
-
-    with ThreadPoolExecutor(_THREADS, thread_name_prefix="tokenizer") as threads:
-        for batch in _message_batches(numbered, contexts, roles):
-            waiting.append((batch, threads.submit(encoder.encode, batch.texts, batch.contexts)))
-            if len(waiting) > _BATCHES_AHEAD:
-                yield from encoded()
-        while waiting:
-            yield from encoded()
+    layout = Layout(template, PieceEncoder(tokenizer, own=True))
+    while some := list(islice(numbered, _CONVERSATIONS_AT_A_TIME)):
+        wanted = [list(_wanted(layout, conversation.turns, roles)) for _, conversation in some]
+        pieces = [piece for messages in wanted for piece in messages]
+        ids, starts = layout.encoder.encode([text for text, _ in pieces], [after for _, after in pieces])
+        encoded = iter(np.split(ids, starts[1:-1]) if pieces else [])
+        for (number, _), messages in zip(some, wanted, strict=True):
+            yield number, list(islice(encoded, len(messages)))
 
 
-@dataclass(frozen=True, slots=True)
-class _Batch:
-    """Numbers of conversations with how many of their messages are wanted, the texts, and what stands before each."""
-
-    counts: list[tuple[int, int]] = field(default_factory=list)
-    texts: list[str] = field(default_factory=list)
-    contexts: list[After] = field(default_factory=list)
-
-
-def _message_batches(numbered: Iterable[Numbered], contexts: _Contexts, roles: frozenset[str]) -> Iterator[_Batch]:
-    batch, characters = _Batch(), 0
-    for number, conversation in numbered:
-        before = len(batch.texts)
-        for text, after in contexts.messages(conversation.turns, roles):
-            batch.texts.append(text)
-            batch.contexts.append(after)
-            characters += len(text)
-        batch.counts.append((number, len(batch.texts) - before))
-        if characters >= _BATCH_CHARACTERS:
-            yield batch
-            batch, characters = _Batch(), 0
-    if batch.counts:
-        yield batch
-
-
-class _Contexts:
-    """What a template puts before each message of a conversation."""
-
-    def __init__(self, template: Template, tokenizer: Any) -> None:
-        self._tokens = {"{bos}": tokenizer.bos_token or "", "{eos}": tokenizer.eos_token or ""}
-        self._specials = tuple(special_strings(tokenizer))
-        self._first = self._after(template.start, After.NOTHING)
-        self._next = self._after(template.end + template.after + template.next, After.SPECIAL)
-        self._answer = self._after(template.middle, After.TEXT)
-        self._system = self._after(template.system[0], After.NOTHING) if template.system else self._first
-        self._strips = template.strips
-
-    def messages(self, turns: Sequence[Turn], roles: frozenset[str]) -> Iterator[tuple[str, After]]:
-        """Texts of the wanted messages with what stands before them. Of bare text the one turn begins the document."""
-        asked = False
-        for turn in turns:
-            question = turn.role != "assistant"
-            if turn.role == "system":
-                after = self._system
-            elif question:
-                after = self._next if asked else self._first
-                asked = True
-            else:
-                after = self._answer if asked else self._first
-            if turn.role in roles:
-                yield turn.text.strip() if self._strips[0 if question else 1] else turn.text, after
-
-    def _after(self, text: str, empty: After) -> After:
-        for name, token in self._tokens.items():
-            text = text.replace(name, token)
-        if not text:
-            return empty
-        if text.endswith(" "):
-            return After.SPACE
-        return After.SPECIAL if self._specials and text.endswith(self._specials) else After.TEXT
+def _wanted(layout: Layout, turns: Sequence[Turn], roles: frozenset[str]) -> Iterator[tuple[str, After]]:
+    """Texts of the wanted messages with what the template puts before them; of bare text, the one turn is the first."""
+    system, asked = layout.template.system, False
+    for turn in turns:
+        question = turn.role != "assistant"
+        if turn.role == "system":
+            lead = layout.start if system is None else layout.lead(system[0])
+        elif question:
+            lead, asked = layout.next if asked else layout.start, True
+        else:
+            lead = layout.answer if asked else layout.start
+        if turn.role in roles:
+            after = lead.after if not lead.tail else After.SPACE if lead.tail.endswith(" ") else After.TEXT
+            yield turn.text.strip() if layout.template.strips[0 if question else 1] else turn.text, after

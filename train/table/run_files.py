@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import json
 import shutil
-import uuid
 from collections.abc import Iterable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
@@ -72,11 +71,6 @@ def open_run(path: Path, vocab_size: int) -> FileRun:
     return keys, FileArray(path, np.dtype(np.uint32), entries * dtype.itemsize, entries)
 
 
-def new_name(kind: str) -> str:
-    """A name that no other process gives, not even one that is left over from a killed launch and still writing."""
-    return f"{kind}-{uuid.uuid4().hex[:16]}"
-
-
 def read_index(folder: Path, vocab_size: int) -> dict[str, Any] | None:
     """What counts in a folder; None where nothing was spilled. ValueError where a file that it names is not whole."""
     path, advice = folder / INDEX, f"delete {folder} to count again"
@@ -88,7 +82,7 @@ def read_index(folder: Path, vocab_size: int) -> dict[str, Any] | None:
         raise ValueError(f"{path} is damaged: {error}; {advice}") from error
     if index["vocab_size"] != vocab_size:
         raise ValueError(f"{folder} holds counts for {index['vocab_size']} tokens, this vocabulary has {vocab_size}")
-    for wanted in [*index["runs"], index["ends"]]:
+    for wanted in index["runs"]:
         file = folder / wanted["name"]
         size = file.stat().st_size if file.is_file() else 0
         if size != wanted["bytes"]:
@@ -96,36 +90,19 @@ def read_index(folder: Path, vocab_size: int) -> dict[str, Any] | None:
     return index
 
 
-def read_ends(folder: Path, index: dict[str, Any] | None, vocab_size: int) -> Ints:
-    """int64 [V]: how often each token was the last of a document."""
-    if index is None:
-        return np.zeros(vocab_size, dtype=np.int64)
-    return np.fromfile(folder / index["ends"]["name"], dtype="<i8").astype(np.int64)
-
-
 def write_index(
     folder: Path, vocab_size: int, runs: list[dict[str, Any]], ends_V: Ints, progress: dict[str, Any]
 ) -> None:
-    """Make these runs and ends the ones that count, in one step, and delete what no longer does."""
-    content = ends_V.astype("<i8").tobytes()
-    path = folder / new_name("ends")
-    try:
-        with errors_named(path), path.open("wb") as out:
-            out.write(content)
-            finish_file(out)
-        ends = {"name": path.name, "bytes": len(content)}
-        index = {"vocab_size": vocab_size} | progress | {"runs": runs, "ends": ends}
-        atomic_text(folder / INDEX, json.dumps(index, indent=1) + "\n")
-    except OSError:
-        path.unlink(missing_ok=True)
-        raise
+    """Make these runs and ends of documents those that count, in one step, and delete what no longer does."""
+    index = {"vocab_size": vocab_size} | progress | {"runs": runs, "ends": ends_V.tolist()}
+    atomic_text(folder / INDEX, json.dumps(index) + "\n")
     remove_leftovers(folder, index)
 
 
 def remove_leftovers(folder: Path, index: dict[str, Any] | None) -> None:
-    """Delete files of counting that the index does not name."""
-    known = {file["name"] for file in [*index["runs"], index["ends"]]} if index else set()
-    for path in [*folder.glob("run-*"), *folder.glob("ends-*")]:
+    """Delete runs that the index does not name."""
+    known = {run["name"] for run in index["runs"]} if index else set()
+    for path in folder.glob("run-*"):
         if path.name not in known:
             path.unlink(missing_ok=True)
 
@@ -139,7 +116,7 @@ def merge_counts(folders: Sequence[Path], vocab_size: int, path: Path) -> tuple[
     found = [(folder, index) for folder in folders if (index := read_index(folder, vocab_size)) is not None]
     runs = [open_run(folder / run["name"], vocab_size) for folder, index in found for run in index["runs"]]
     tokens, documents = (sum(index[key] for _, index in found) for key in ("tokens", "documents"))
-    unigram_V = sum((read_ends(folder, index, vocab_size) for folder, index in found), np.zeros(vocab_size, np.int64))
+    unigram_V = sum((np.array(index["ends"]) for _, index in found), np.zeros(vocab_size, np.int64))
 
     def parts() -> Iterator[Run]:
         for part in merge_runs(runs, vocab_size, max(_CHUNK, _CHUNK_OF_RUN * len(runs))):

@@ -19,8 +19,6 @@ from ...report.table import show_report
 from ...session.terminal import log
 
 _SUMS = ("conversations", "held_out", "documents", "tokens")
-_PLACES = ("config", "split", "revision", "file")
-"""What tells apart the parts of a hub data set."""
 
 
 def show_table(folder: Path, tokenizer: str | None) -> None:
@@ -105,16 +103,11 @@ def _check_alike(
         if table.pruning is not None:
             raise ValueError(f"{folder} is a pruned table, whose counts are not whole: merge whole ones, prune the sum")
     sources = [(part["table"], part["source"]) for part in parts if isinstance(part.get("source"), dict)]
+    marks = [(folder, manifest.tokenizer_fingerprint) for folder, manifest in zip(folders, manifests, strict=True)]
     compared: dict[str, list[tuple[Any, Any]]] = {
         "the number of tokens": [(folder, table.vocab_size) for folder, table in zip(folders, tables, strict=True)],
-        "the tokenizer's fingerprint": [
-            (folder, manifest.tokenizer_fingerprint)
-            for folder, manifest in zip(folders, manifests, strict=True)
-            if manifest.tokenizer_fingerprint is not None
-        ],
-        "`count.pairs`": [(folder, source.get("pairs")) for folder, source in sources],
-        "`count.roles`": [(folder, source.get("roles")) for folder, source in sources],
-    }
+        "the tokenizer's fingerprint": [(folder, mark) for folder, mark in marks if mark is not None],
+    } | {f"`count.{key}`": [(name, source.get(key)) for name, source in sources] for key in ("pairs", "roles")}
     for what, values in compared.items():
         for folder, value in values[1:]:
             first, known = values[0]
@@ -131,39 +124,22 @@ def _parts_of(folder: Path, manifest: Manifest) -> list[dict[str, Any]]:
 
 def _check_once(parts: Sequence[dict[str, Any]]) -> None:
     """Raises ValueError naming two parts that were counted from the same data, all of it or a file."""
-    corpora = [(part, _corpora(part)) for part in parts]
-    for (one, these), (other, those) in combinations(corpora, 2):
+    for one, other in combinations(parts, 2):
+        these, those = _files(one), _files(other)
+        shared = [name for sha256, name in these.items() if sha256 in those]
         same = one.get("source") is not None and one["source"] == other.get("source")
-        both = f"{one['table']} and {other['table']} were counted from the same data"
-        if same or one["sha256"] == other["sha256"]:
-            raise ValueError(f"{both}, which would count twice; --again merges them all the same")
-        shared = next(filter(None, (_shared(this, that) for this in these for that in those)), None)
-        if shared is not None:
-            raise ValueError(f"{both} in part: {shared} would count twice; --again merges them all the same")
+        if shared or same or one["sha256"] == other["sha256"]:
+            raise ValueError(
+                f"{one['table']} and {other['table']} were counted from the same data ({', '.join(shared) or 'all'}), "
+                "which would count twice; --again merges them all the same"
+            )
 
 
-def _corpora(part: dict[str, Any]) -> list[tuple[dict[str, Any], dict[str, Any]]]:
-    """The corpora that a part was counted from: how its recipe names each, and its files' hashes, where they are known.
-    None of a part whose manifest does not say."""
+def _files(part: dict[str, Any]) -> dict[str, str]:
+    """Local files that a part was counted from, by their hashes, as far as its manifest says."""
     source = part.get("source")
-    if not isinstance(source, dict) or not isinstance(source.get("sources"), list):
-        return []
-    options = source.get("options", {})
-    named = options.get("mixture") or [options]
-    return list(zip(named, source["sources"], strict=True)) if len(named) == len(source["sources"]) else []
-
-
-def _shared(one: tuple[dict[str, Any], dict[str, Any]], other: tuple[dict[str, Any], dict[str, Any]]) -> str | None:
-    """What two corpora both hold: a file by its hash, or the same place on the hub."""
-    (this, what), (that, whats) = one, other
-    known = {sha256: name for name, sha256 in what.get("files", {}).items()}
-    for name, sha256 in whats.get("files", {}).items():
-        if sha256 in known:
-            return known[sha256] if known[sha256] == name else f"{known[sha256]}, there called {name},"
-    if "files" in what or what != whats:
-        return None
-    apart = any(None not in (places := (this.get(key), that.get(key))) and places[0] != places[1] for key in _PLACES)
-    return None if apart else str(this.get("path") or this.get("source"))
+    sources = source.get("sources", []) if isinstance(source, dict) else []
+    return {sha256: name for each in sources for name, sha256 in each.get("files", {}).items()}
 
 
 def _tokenizer(folder: Path, manifest: Manifest, given: str | None) -> Any:
