@@ -107,7 +107,9 @@ def _check_alike(
     compared: dict[str, list[tuple[Any, Any]]] = {
         "the number of tokens": [(folder, table.vocab_size) for folder, table in zip(folders, tables, strict=True)],
         "the tokenizer's fingerprint": [(folder, mark) for folder, mark in marks if mark is not None],
-    } | {f"`count.{key}`": [(name, source.get(key)) for name, source in sources] for key in ("pairs", "roles")}
+        "`count.pairs`": [(name, source.get("pairs")) for name, source in sources],
+        "`count.roles`": [(name, source.get("roles")) for name, source in sources],
+    }
     for what, values in compared.items():
         for folder, value in values[1:]:
             first, known = values[0]
