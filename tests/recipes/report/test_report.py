@@ -194,10 +194,8 @@ def test_a_certificate_of_artifacts_that_have_changed_is_stale(tmp_path: Path, r
     recipe = EvaluateRecipe(**found["recipe"])
     run_certify(recipe.model_copy(update={"limit": 1, "methods": recipe.methods[:2]}), tokens=20)
     assert "stale" not in Page(run_report([rich])).text
-    for name, other in (("drafter", "target"), ("target", "drafter")):
-        LlamaForCausalLM.from_pretrained(results.parent.parent / other).save_pretrained(tmp_path / name)
-        assert f"{name} {tmp_path / name}" in Page(run_report([rich])).alerts
-        shutil.copytree(results.parent.parent / name, tmp_path / name, dirs_exist_ok=True)
+    LlamaForCausalLM.from_pretrained(results.parent.parent / "target").save_pretrained(tmp_path / "drafter")
+    assert f"drafter {tmp_path / 'drafter'}" in Page(run_report([rich])).alerts
     shutil.rmtree(tmp_path / "drafter")  # what is not here cannot have changed
     assert "stale" not in Page(run_report([rich])).text
     rich.write_text(json.dumps(found | {"recipe": found["recipe"] | {"dtype": "float32"}}))

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import copy
 import json
 import re
 from collections.abc import Callable
@@ -74,19 +73,6 @@ def test_results_of_no_number_are_not_written(results: dict[str, Any], tmp_path:
     assert list(tmp_path.iterdir()) == []
 
 
-def change(value: Any, place: tuple[Any, ...], new: Any) -> Any:
-    """A copy with another value at a place; `...` deletes it."""
-    value = copy.deepcopy(value)
-    inner = value
-    for part in place[:-1]:
-        inner = inner[part]
-    if new is ...:
-        del inner[place[-1]]
-    else:
-        inner[place[-1]] = new
-    return value
-
-
 @pytest.mark.parametrize(
     ("path", "new"),
     [
@@ -104,14 +90,21 @@ def change(value: Any, place: tuple[Any, ...], new: Any) -> Any:
 )
 def test_a_damaged_key_is_named(results: dict[str, Any], tmp_path: Path, path: tuple[Any, ...], new: Any) -> None:
     file = tmp_path / "results.json"
-    file.write_text(json.dumps(change(results, path, new)))
+    inner: Any = results
+    for part in path[:-1]:
+        inner = inner[part]
+    inner[path[-1]] = new
+    if new is ...:
+        del inner[path[-1]]
+    file.write_text(json.dumps(results))
     with pytest.raises(ValueError, match=re.escape(".".join(map(str, path)))) as caught:
         load_results(file)
     assert str(file) in str(caught.value)
 
 
 def test_two_rows_of_one_label_are_refused(results: dict[str, Any], tmp_path: Path) -> None:
-    (tmp_path / "results.json").write_text(json.dumps(change(results, ("methods", 2, "label"), "chain")))
+    results["methods"][2]["label"] = "chain"
+    (tmp_path / "results.json").write_text(json.dumps(results))
     with pytest.raises(ValueError, match="'chain'"):
         load_results(tmp_path / "results.json")
 
