@@ -337,7 +337,6 @@ def text(content: str) -> Callable[[Path], None]:
 REFUSED: dict[str, tuple[Callable[[Path], None], tuple[str, ...]]] = {
     "no settings": (lambda folder: (folder / SETTINGS).unlink(), (SETTINGS,)),
     "no JSON": (text("{"), (SETTINGS, "JSON")),
-    "too large": (text('{"a": "' + "x" * (1 << 20) + '"}'), ("1,048,576",)),
     "a field of another type": (setting("schema", True), ("schema", "True", "int")),
     "another schema": (setting("schema", 2), ("schema", "2", "1")),
     "an unknown method": (setting("method", "slim-t"), (SETTINGS, "'slim-t'", "'slim-s'")),
