@@ -9,7 +9,6 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import suppress
 from dataclasses import asdict, dataclass
 from functools import partial
-from importlib.metadata import PackageNotFoundError, version
 from itertools import pairwise
 from pathlib import Path
 from typing import Any
@@ -32,6 +31,7 @@ from ...data.sources.mixture import Part, hashed_share, mixture
 from ...data.sources.reading import read_conversations
 from ...data.sources.registry import DOCUMENTED, find_corpus
 from ..schema.data import DataSection, SourceSection
+from ..session.machine import version_of
 from ..session.terminal import console, counter, log
 
 # What a section says about how it is read, not about what comes of it.
@@ -179,7 +179,7 @@ def _checked_heldout(
     """The conversations to evaluate on: those of a source of their own, or those that were taken out."""
     if section.heldout_source is not None:
         part = SourceSection(source=section.heldout_source, limit=section.heldout_limit)
-        heldout = list(read_part(section, part, CorpusReport(), None))
+        heldout = list(_read_part(section, part, CorpusReport()))
         if not heldout:
             raise ValueError(f"no conversation of data.heldout_source, {section.heldout_source}, could be used")
     if not heldout:
@@ -216,8 +216,8 @@ def training_conversations(
 
     def open_pass(part: SourceSection, report: CorpusReport, number: int) -> Iterator[Conversation]:
         # a later pass over the same rows is not counted again
-        on_form = partial(_log_form, part) if tell and number == 0 else None
-        for conversation in read_part(section, part, report if number == 0 else CorpusReport(), on_form, shard):
+        on_form = (lambda form: log(f"data: {part.source}: form {form}")) if tell and number == 0 else None
+        for conversation in _read_part(section, part, report if number == 0 else CorpusReport(), on_form, shard):
             if not is_held_out(section, conversation):
                 yield conversation
             elif hold is not None and number == 0:
@@ -231,28 +231,16 @@ def _epoch(section: DataSection, seed: int, epoch: int) -> Iterator[Conversation
     return training_conversations(section, [CorpusReport() for _ in section.parts()], tell=False, seed=seed)
 
 
-def read_part(
+def _read_part(
     section: DataSection,
     part: SourceSection,
     report: CorpusReport,
-    on_form: Callable[[str], None] | None,
+    on_form: Any = None,
     shard: tuple[int, int] = (0, 1),
 ) -> Iterator[Conversation]:
     """The clean conversations of one corpus of a section; see `open_dialogues`."""
-    return read_conversations(
-        **part.model_dump(exclude={"weight"}),
-        streaming=section.streaming,
-        skip_broken=section.skip_broken,
-        cleaning=Cleaning(**section.clean),
-        report=report,
-        shard=shard,
-        on_form=on_form,
-    )
-
-
-def _log_form(part: SourceSection, form: str) -> None:
-    """Log in which form a corpus was found."""
-    log(f"data: {part.source}: form {form}")
+    places = part.model_dump(exclude={"weight"}) | section.model_dump(include={"streaming", "skip_broken"})
+    return read_conversations(**places, cleaning=Cleaning(**section.clean), report=report, shard=shard, on_form=on_form)
 
 
 def is_held_out(section: DataSection, conversation: Conversation) -> bool:
@@ -309,7 +297,7 @@ def _source_identity(source: str, known: dict[str, list[Any]]) -> dict[str, Any]
         return {"files": {name: _sha256(file, known) for name, file in zip(names, files, strict=True)}}
     corpus = find_corpus(source)
     if corpus is not None and corpus.rows is not None:
-        return {"made of": {package: _version(package) for package in DOCUMENTED}}
+        return {"made of": {package: version_of(package) for package in DOCUMENTED}}
     return {"hub": source}
 
 
@@ -320,10 +308,3 @@ def _sha256(path: Path, known: dict[str, list[Any]]) -> str:
     if found is None or found[:3] != [stat.st_size, stat.st_mtime_ns, stat.st_ino]:
         known[name] = [stat.st_size, stat.st_mtime_ns, stat.st_ino, file_hash(path)]
     return str(known[name][3])
-
-
-def _version(package: str) -> str | None:
-    try:
-        return version(package)
-    except PackageNotFoundError:
-        return None

@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import hashlib
 import json
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from functools import cache
+from functools import cache, partial
 from pathlib import Path
 from typing import Any
 
@@ -15,7 +15,6 @@ from transformers import PreTrainedModel
 
 from ...checkpoints.artifact.artifact import (
     MANIFEST_FILE,
-    Manifest,
     check_target,
     load_manifest,
     model_fingerprint,
@@ -24,7 +23,7 @@ from ...checkpoints.artifact.artifact import (
 )
 from ...checkpoints.artifact.fingerprints import source_hash, source_state
 from ...checkpoints.artifact.locate import at_revision, model_source, resolve
-from ...checkpoints.heads.files import PredictionHeads, load_heads
+from ...checkpoints.heads.files import load_heads
 from ...checkpoints.table.table import BigramTable
 from ...data.prompts import Prompt, SkippedPrompts, load_prompts
 from ...data.tokenizers import load_tokenizer
@@ -55,18 +54,54 @@ def open_recipe(recipe: EvaluateRecipe) -> LoadedPair:
     """Load what a recipe names. Raises ValueError for what is unknown, missing or unfit."""
     for row in recipe.methods:
         method_options(row.method, row.options)
+        for part in needs_of(row.method, row.options):
+            if getattr(recipe, part) is None:
+                raise ValueError(f"method {row.method!r} needs `{part}`, and the recipe names none")
     device = device_of(recipe)
     tokenizer = load_tokenizer(recipe.target)
     model = load_model(recipe.target, dtype=recipe.dtype, device=device, device_map=recipe.device_map)
-    loaded_heads = heads = None
+    heads = table = None
     if recipe.heads is not None:  # which decide what hidden states the target must give
         folder = Path(place_of(recipe.heads, "heads"))
-        loaded_heads = open_artifact(folder, lambda folder: load_heads(folder, device=device), "heads")
-        heads = loaded_heads[1]
+        made, heads = open_artifact(folder, lambda folder: load_heads(folder, device=device), "heads")
     target = wrap_model(model, states=states_of(heads))
-    parts = _load_parts(recipe, target, loaded_heads, tokenizer, device)
-    attach_projection(heads, model, target.device)
+    fits = partial(check_target, vocab_size=target.vocab_size, tokenizer_fingerprint=tokenizer_fingerprint(tokenizer))
+    if heads is not None:
+        if (trained_with := other_target(folder, recipe.target)) is not None:
+            log(f"evaluate: the heads were trained with {trained_with}, not with {recipe.target}")
+        fits(made, what=f"the heads {recipe.heads}")
+        heads = heads.to(target.dtype)
+        if heads.hidden_size != target.hidden_size:
+            sizes = f"{heads.hidden_size}, the target makes {target.hidden_size}"
+            raise ValueError(f"the heads take hidden states of {sizes}")
+        attach_projection(heads, model, target.device)
+    sources = [recipe.drafter, *recipe.more_drafters] if recipe.drafter else recipe.more_drafters
+    drafters = [_open_drafter(recipe, source, target, fits, device) for source in sources]
+    if recipe.table is not None:
+        made, table = open_artifact(Path(place_of(recipe.table, "table")), BigramTable.load, "table")
+        fits(made, what=f"the table {recipe.table}")
+    parts = Parts(drafters[0] if drafters else None, heads, table, tuple(drafters[1:]))
     return LoadedPair(tokenizer, model, target, parts, device)
+
+
+def _open_drafter(
+    recipe: EvaluateRecipe, source: str, target: LanguageModel, fits: Callable[..., None], device: str
+) -> LanguageModel:
+    """A drafter of this target; `fits` looks at the manifest, where it is an artifact."""
+    place = place_of(source, "drafter")
+    made, load = None, partial(load_model, place, dtype=recipe.dtype, device=device)
+    if (Path(place) / MANIFEST_FILE).is_file():
+        made, model = open_artifact(Path(place), lambda _: load(), "drafter")
+    else:
+        model = load()
+    drafter = wrap_model(model)
+    try:
+        check_same_vocabulary(target, drafter, f"drafter {source}")
+        if made is not None:
+            fits(made, what=f"the drafter {source}")
+    except ValueError as error:
+        raise ValueError(f"{error}; draftsmith doctor {recipe.target} {source} says what can be done") from error
+    return drafter
 
 
 @cache
@@ -106,57 +141,6 @@ def entries_of(recipe: EvaluateRecipe) -> list[Entry]:
         temperature = recipe.temperature if row.temperature is None else row.temperature
         entries.append(Entry(label, row.method, row.options, Sampling(temperature, recipe.top_k, recipe.top_p)))
     return entries
-
-
-def _load_drafter(recipe: EvaluateRecipe, source: str, device: str) -> tuple[Manifest | None, PreTrainedModel]:
-    """A drafter, and its manifest where it is an artifact."""
-    place = place_of(source, "drafter")
-    if not (Path(place) / MANIFEST_FILE).is_file():
-        return None, load_model(place, dtype=recipe.dtype, device=device)
-    return open_artifact(Path(place), lambda _: load_model(place, dtype=recipe.dtype, device=device), "drafter")
-
-
-def _load_parts(
-    recipe: EvaluateRecipe,
-    target: LanguageModel,
-    loaded_heads: tuple[Manifest, PredictionHeads] | None,
-    tokenizer: Any,
-    device: str,
-) -> Parts:
-    for row in recipe.methods:
-        for part in needs_of(row.method, row.options):
-            if getattr(recipe, part) is None:
-                raise ValueError(f"method {row.method!r} needs `{part}`, and the recipe names none")
-    fingerprint = tokenizer_fingerprint(tokenizer)
-    sizes: dict[str, Any] = {"vocab_size": target.vocab_size, "tokenizer_fingerprint": fingerprint}
-    sources = [recipe.drafter, *recipe.more_drafters] if recipe.drafter else recipe.more_drafters
-    drafters = []
-    for source in sources:
-        made, model = _load_drafter(recipe, source, device)
-        drafter = wrap_model(model)
-        try:
-            check_same_vocabulary(target, drafter, f"drafter {source}")
-            if made is not None:
-                check_target(made, what=f"the drafter {source}", **sizes)
-        except ValueError as error:
-            raise ValueError(f"{error}; draftsmith doctor {recipe.target} {source} says what can be done") from error
-        drafters.append(drafter)
-    table = heads = None
-    if loaded_heads is not None:
-        manifest, heads = loaded_heads
-        folder = Path(place_of(str(recipe.heads), "heads"))
-        if (trained_with := other_target(folder, recipe.target)) is not None:
-            log(f"evaluate: the heads were trained with {trained_with}, not with {recipe.target}")
-        check_target(manifest, what=f"the heads {recipe.heads}", **sizes)
-        heads = heads.to(target.dtype)
-        if heads.hidden_size != target.hidden_size:
-            raise ValueError(
-                f"the heads take hidden states of {heads.hidden_size}, the target makes {target.hidden_size}"
-            )
-    if recipe.table is not None:
-        manifest, table = open_artifact(Path(place_of(recipe.table, "table")), BigramTable.load, "table")
-        check_target(manifest, what=f"the table {recipe.table}", **sizes)
-    return Parts(drafters[0] if drafters else None, heads, table, tuple(drafters[1:]))
 
 
 def other_target(artifact: Path, target: str) -> str | None:

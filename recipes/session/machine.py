@@ -30,7 +30,7 @@ def findings() -> list[Finding]:
     for needed in requires("draftsmith") or ():
         name, _, extra = re.match(r"([\w-]+)(.*extra == \W(\w+))?", needed).groups()  # type: ignore[union-attr]
         if name != "draftsmith" and extra != "test":
-            found = _version(name)
+            found = version_of(name)
             rows.append(Finding(name, found or "missing", "" if found else f"pip install 'draftsmith[{extra}]'"))
     memory = os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE") / 2**30
     processor = f"{os.cpu_count()} cores, {torch.get_num_threads()} threads, {memory:.1f} GiB of memory"
@@ -49,7 +49,8 @@ def findings() -> list[Finding]:
     return rows
 
 
-def _version(name: str) -> str | None:
+def version_of(name: str) -> str | None:
+    """Of an installed package."""
     try:
         return version(name)
     except PackageNotFoundError:
@@ -70,7 +71,7 @@ def machine(device: str) -> dict[str, Any]:
     """Hardware and library versions that numbers were measured with."""
     name = torch.cuda.get_device_name() if device.startswith("cuda") else _cpu_name()
     packages = ("draftsmith", "torch", "transformers", "accelerate", "deepspeed")
-    versions = {package: found for package in packages if (found := _version(package)) is not None}
+    versions = {package: found for package in packages if (found := version_of(package)) is not None}
     threads = {"cores": os.cpu_count(), "threads": torch.get_num_threads()}
     return {"device": device, "name": name, **threads, "python": platform.python_version(), "versions": versions}
 

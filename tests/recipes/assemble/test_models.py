@@ -279,15 +279,14 @@ def test_a_new_t5_starts_its_decoder_with_padding(tmp_path: Path) -> None:
     assert wrap_model(load_model(str(tmp_path))).start_id == 0
 
 
-@pytest.mark.parametrize("source", [False, True])
-def test_kernels_are_taken_or_named_where_they_are_not_there(source: bool, saved: Any) -> None:
-    fields: Any = {"source": saved("llama")} if source else {"config": {"model_type": "llama", **LLAMA}}
-    for attention, expected in (("eager", "eager"), ("auto", "sdpa")):
+def test_kernels_are_taken_or_named_where_they_are_not_there(saved: Any) -> None:
+    made = {"config": {"model_type": "llama", **LLAMA}}
+    for fields, attention in (({"source": saved("llama")}, "eager"), (made, "eager"), (made, "auto")):
         model = build_model(section(**fields, attention=attention), None, 0).model
-        assert model.config._attn_implementation == expected
+        assert model.config._attn_implementation == ("sdpa" if attention == "auto" else attention)
     if find_spec("flash_attn") is None:
         with pytest.raises(ValueError, match="FlashAttention2"):
-            build_model(section(**fields, attention="flash_attention_2"), None, 0)
+            build_model(section(**made, attention="flash_attention_2"), None, 0)
 
 
 def test_without_peft_lora_says_what_to_install(saved: Any, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -19,7 +19,7 @@ from draftsmith.recipes.assemble.artifact import Run, prepare_once, state_folder
 from draftsmith.recipes.assemble.drafter import drafter_parts
 from draftsmith.recipes.commands.training import plan as planning
 from draftsmith.recipes.commands.training.plan import plan_recipe
-from draftsmith.recipes.schema.loading import SHIPPED, load_training
+from draftsmith.recipes.schema.loading import load_training
 from draftsmith.train.parallel.accelerate import make_accelerator
 from transformers import AutoConfig, AutoModelForCausalLM
 
@@ -149,22 +149,6 @@ def test_a_table_is_printed_and_planning_leaves_nothing_but_prepared_data(
     new = set(tmp_path.rglob("*")) - before
     assert {path.relative_to(tmp_path).parts[0] for path in new} == {"prepared"}
     assert (source / "model.safetensors").read_bytes() == weights
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize(("name", "launch", "stage"), [("cpu-multi", "MULTI_CPU", 0), ("zero3", "ZeRO 3", 3)])
-def test_launched_processes_plan_together(drafter_recipe: Path, tmp_path: Path, name: str, launch: str, stage: int):
-    if stage:
-        pytest.importorskip("deepspeed")
-    settings = ["--config_file", str(SHIPPED / "launch" / "accelerate" / f"{name}.yaml"), "--main_process_port", "0"]
-    command = [sys.executable, "-m", "accelerate.commands.launch", *settings, "-m", "draftsmith", "train"]
-    environment = os.environ | {"OMP_NUM_THREADS": "1"} | ({} if stage else {"ACCELERATE_USE_CPU": "true"})
-    whole = [*command, str(drafter_recipe), "--plan", "train.micro_batch=1"]
-    done = subprocess.run(whole, capture_output=True, text=True, timeout=180, env=environment, check=False)
-    assert done.returncode == 0, done.stderr[-3000:]
-    assert done.stdout.count("memory at most") == 1
-    assert f"{launch} on cpu" in done.stdout
-    assert "for each of 2" in done.stdout
 
 
 REAL = {"vocab_size": 8000, "hidden_size": 512, "intermediate_size": 1408, "num_hidden_layers": 8}
