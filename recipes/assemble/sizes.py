@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -52,12 +52,8 @@ def _drafter(recipe: DrafterRecipe, launch: Launch) -> RecipeSize:
         meta = meta_model(recipe.target, dtype)
         target = model_size(meta, eight_bit=eight_bit)
         decodes = bool(recipe.measure.prompts) and decodes_fast(meta)
-    demand = _demand(recipe, launch, model, target, taught)
-    return RecipeSize(
-        demand=replace(demand, loading=loading, decodes=decodes),
-        artifact_bytes=_exported_bytes(trained, model),
-        stored_weights=model.weights,
-    )
+    demand = _demand(recipe, launch, model=model, target=target, taught=taught, loading=loading, decodes=decodes)
+    return RecipeSize(demand, _exported_bytes(trained, model), model.weights)
 
 
 def _heads(recipe: HeadsRecipe, launch: Launch) -> RecipeSize:
@@ -76,29 +72,19 @@ def _heads(recipe: HeadsRecipe, launch: Launch) -> RecipeSize:
         base = model_size(meta)
         exported += _exported_bytes(trained, base)
     model = heads_size(heads, target, base)
-    recomputed = recipe.hidden.cache is None and base is None
-    demand = replace(
-        _demand(recipe, launch, model, None if base else target, recomputed),
-        heads=recipe.num_heads,
-        decodes=base is None and bool(recipe.measure.prompts) and decodes_fast(meta),
+    taught = recipe.hidden.cache is None and base is None
+    decodes = base is None and bool(recipe.measure.prompts) and decodes_fast(meta)
+    run = {"target": None if base else target, "taught": taught, "decodes": decodes}
+    return RecipeSize(
+        _demand(recipe, launch, model=model, heads=recipe.num_heads, **run), exported, model.trained_weights
     )
-    return RecipeSize(demand=demand, artifact_bytes=exported, stored_weights=model.trained_weights)
 
 
-def _demand(recipe: Any, launch: Launch, model: ModelSize, target: ModelSize | None, taught: bool) -> Demand:
-    train = recipe.train
-    return Demand(
-        model=model,
-        target=target,
-        taught=taught,
-        heads=0,
-        block_tokens=recipe.data.block_tokens,
-        micro_batch=train.micro_batch,
-        global_batch=train.global_batch,
-        checkpointing=train.gradient_checkpointing,
-        precision=train.precision,
-        launch=launch,
-    )
+def _demand(recipe: Any, launch: Launch, *, heads: int = 0, **models: Any) -> Demand:
+    train, block = recipe.train, recipe.data.block_tokens
+    sizes = {"block_tokens": block, "micro_batch": train.micro_batch, "global_batch": train.global_batch}
+    ways = {"checkpointing": train.gradient_checkpointing, "precision": train.precision, "launch": launch}
+    return Demand(heads=heads, **models, **sizes, **ways)
 
 
 def _meta_trainable(section: ModelSection) -> tuple[TrainableModel, int]:

@@ -46,21 +46,15 @@ _OF_NO_EFFECT = ("_name_or_path", "architectures", "transformers_version", "use_
 class _TargetCache:
     """One kind of cache, with a recipe's settings."""
 
-    word: str
-    """What lines about it begin with."""
-    title: str
-    """What there is a cache of."""
+    word: str  # that lines about it begin with
+    title: str  # of what it holds
     target: str
     folder: Path
-    batch: int
-    """Blocks per forward of the target."""
+    batch: int  # blocks per forward of the target
     cache_type: type[RowCache]
-    source: Callable[[str, str], Source]
-    """From the fingerprints of target and data."""
-    load: Callable[[torch.device], tuple[MakeRows, int]]
-    """The target, ready to make rows, and the size that their columns depend on."""
-    smaller: str
-    """What makes it smaller."""
+    source: Callable[[str, str], Source]  # from the fingerprints of target and data
+    load: Callable[[torch.device], tuple[MakeRows, int]]  # the target, and the size that its rows depend on
+    smaller: str  # what makes it smaller
 
 
 @dataclass(frozen=True)

@@ -97,20 +97,17 @@ class EvaluateRecipe(_Decoding):
     @model_validator(mode="after")
     def _rows(self) -> EvaluateRecipe:
         labels = self.labels()
-        double = sorted({label for label in labels if labels.count(label) > 1})
-        if "transformers" in labels:
-            raise ValueError("no row of `methods` may be called 'transformers': that is the name of the reference run")
-        if double:
-            raise ValueError(f"two rows of `methods` are both called {double[0]!r}: give one of them a `label`")
-        temperatures = [self.temperature if row.temperature is None else row.temperature for row in self.methods]
-        compared = {
-            place for row, place in zip(self.methods, temperatures, strict=True) if row.method == "autoregressive"
-        }
-        missing = sorted(set(temperatures) - compared)
+        for label in labels:
+            if label == "transformers" or labels.count(label) > 1:
+                raise ValueError(
+                    f"a row of `methods` needs a `label`: another, or the reference run, is called {label!r}"
+                )
+        at = [(row.method, self.temperature if row.temperature is None else row.temperature) for row in self.methods]
+        compared = {temperature for method, temperature in at if method == "autoregressive"}
+        missing = {temperature for _, temperature in at} - compared
         if missing:
-            raise ValueError(
-                f"`methods` must hold `autoregressive` at temperature {missing[0]:g}: speedups are measured against it"
-            )
+            place = f"temperature {min(missing):g}"
+            raise ValueError(f"`methods` must hold `autoregressive` at {place}: speedups are measured against it")
         return self
 
 
