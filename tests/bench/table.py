@@ -1,11 +1,11 @@
 """Tables: how fast pairs are counted, in what memory, and what a finished table costs to load and to ask.
 
-    python tests/bench/table.py [--quick] [--parts count zipf load lookup text ranks]
+    python tests/bench/table.py [--quick] [--parts count zipf load lookup text]
 
 `count`: a `PairCounter` is fed a stream of Zipf's law (exponent 1) from memory, at three vocabularies, in documents of
 1,000 and of 20 tokens; millions of tokens a second, the best of three. `count_mtok_per_sec`: from the first `add` to
 the last run on the disk, at 32,000 tokens and documents of 1,000; `with_table` goes on to the finished file; `by_cpu`:
-tokens by processor time, doubled; `sort_only`: the same keys sorted by numpy in as many threads.
+tokens by processor time, doubled.
 
 `zipf`: 10 million, 100 million and a billion tokens (not with --quick), each to a finished file in a process of its
 own: seconds, and `peak_mb`, its largest resident size.
@@ -17,7 +17,10 @@ cache, and with the file's pages dropped from it), and what the process holds af
 entries: `warm`, the same pairs again; without a name, other pairs every time; `cold`, other pairs, and the processor's
 caches overwritten in between. Also one row of the `bigram` drafter's distributions, and the greedy draft's look-up.
 
-`text`, `ranks`: see table_text.py. The last line is one JSON object.
+`text_vs_tokenizer`: the tokens per second of the whole recipe over conversations from their file, artifact and report
+included, over those of the fastest tokenizer for the vocabulary on all cores (all messages in memory); in turn, the
+median of the ratios. The recipe has the template's tokens besides: `text_time_vs_tokenizer` divides the times alone, as
+`prepare_vs_tokenizer` of data.py does, `text_cpu_vs_tokenizer` the processor times. The last line is one JSON object.
 """
 
 from __future__ import annotations
@@ -27,20 +30,26 @@ import statistics
 import tempfile
 import time
 from collections.abc import Callable, Sequence
-from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import torch
-from common import finish, own_process, parser_of, processor_seconds
+from common import against_tokenizers, finish, own_process, parser_of, processor_seconds
+from draftsmith.checkpoints.artifact.artifact import load_manifest
 from draftsmith.checkpoints.table.file import write_table
-from draftsmith.checkpoints.table.runs import key_dtype, write_keys
 from draftsmith.checkpoints.table.table import TABLE_FILE, BigramTable
+from draftsmith.data.conversations import write_conversations
+from draftsmith.data.sources.reading import read_conversations
+from draftsmith.data.tokenizers import load_tokenizer
+from draftsmith.recipes.assemble.table.count import count_corpus
+from draftsmith.recipes.commands.training.train import accelerator_for
+from draftsmith.recipes.schema.training import TableRecipe
 from draftsmith.recipes.session.restart import restart_where_sorting_is_slow
 from draftsmith.train.table.counting import PairCounter
 from draftsmith.train.table.run_files import merge_counts
-from table_text import ranks, text
+
+from data import defaults, raw_tokenizers, repeated
 
 VOCABULARIES = (32_000, 128_256, 151_936)
 LENGTHS = (1000, 20)
@@ -72,8 +81,6 @@ def count(folder: Path, quick: bool) -> dict[str, Any]:
             name = f"{vocab_size}, documents of {length}"
             result[name] = best
             print(f"count {name:28s} " + "   ".join(f"{key} {value:6.1f}" for key, value in best.items()), flush=True)
-        result[f"{vocab_size}, sort_only"] = _sort_only(vocab_size, stream)
-        print(f"count {vocab_size}, sort_only {result[f'{vocab_size}, sort_only']:.1f} M keys/s", flush=True)
     return {"count": result, "count_mtok_per_sec": result["32000, documents of 1000"]["counted"]}
 
 
@@ -90,17 +97,6 @@ def _counted_once(folder: Path, vocab_size: int, stream: np.ndarray, starts: np.
         merge_counts([Path(name) / "runs"], vocab_size, Path(name) / "table")
         seconds = {"counted": done - start, "with_table": time.perf_counter() - start, "by_cpu": used / THREADS}
     return {key: stream.size / value / 1e6 for key, value in seconds.items()}
-
-
-def _sort_only(vocab_size: int, stream: np.ndarray) -> float:
-    """Millions of keys a second, sorted here in chunks by as many threads."""
-    chunks = [np.empty(4 * BATCH - 1, key_dtype(vocab_size)) for _ in range(2 * THREADS)]
-    for number, chunk in enumerate(chunks):
-        write_keys(stream[4 * number : 4 * number + 4].reshape(-1), vocab_size, chunk)
-    start = time.perf_counter()
-    with ThreadPoolExecutor(THREADS) as pool:
-        list(pool.map(np.ndarray.sort, chunks))
-    return sum(map(len, chunks)) / (time.perf_counter() - start) / 1e6
 
 
 def zipf(folder: Path, quick: bool) -> dict[str, Any]:
@@ -211,9 +207,38 @@ def _microseconds(job: Callable[..., Any], inputs: Sequence[Any], cold: bool, ru
     return statistics.median(series)
 
 
+def text(folder: Path, quick: bool) -> dict[str, Any]:
+    """Counting from text against the raw tokenizer, in turn."""
+    corpus, tokenizer_folder = defaults(folder)
+    tokenizer = load_tokenizer(str(tokenizer_folder))
+    file = folder / "repeated.jsonl"
+    write_conversations(repeated(corpus, 4 if quick else 24), file)
+    texts = [turn.text for chat in read_conversations(str(file)) for turn in chat.turns]
+    # conversations held out are not counted: next to none are
+    data = {"source": str(file), "heldout_share": 1e-9, "cache": str(folder / "cache")}
+    numbers = iter(range(1_000_000))
+
+    def count() -> int:
+        out = folder / f"table-{next(numbers)}"
+        recipe = TableRecipe(kind="table", out=str(out), tokenizer=str(tokenizer_folder), data=data)
+        count_corpus(recipe, tokenizer, accelerator_for(recipe))
+        return int(load_manifest(out).data["tokens"])
+
+    ways = raw_tokenizers(tokenizer, tokenizer_folder, texts)
+    fastest, ratios, rates = against_tokenizers(ways, "count", count, 2 if quick else 9)
+    print(f"text_vs_tokenizer {ratios['rate']:.2f}")
+    return {
+        "text_vs_tokenizer": ratios["rate"],
+        "text_time_vs_tokenizer": ratios["time"],
+        "text_cpu_vs_tokenizer": ratios["cpu"],
+        "text_fastest_tokenizer": fastest,
+        "text_mtok_per_sec": rates,
+    }
+
+
 def main() -> None:
     restart_where_sorting_is_slow()  # as `draftsmith train` does
-    ways = {"count": count, "zipf": zipf, "load": load, "lookup": lookup, "text": text, "ranks": ranks}
+    ways = {"count": count, "zipf": zipf, "load": load, "lookup": lookup, "text": text}
     parser = parser_of(__doc__, "some minutes; leaves out the billion tokens")
     parser.add_argument("--parts", nargs="+", choices=ways, default=list(ways))
     arguments = parser.parse_args()

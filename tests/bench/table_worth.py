@@ -1,13 +1,12 @@
-"""What correlation tables are worth on real answers: smoothing, pruning, and drafts from counts alone.
+"""What correlation tables are worth on real answers, as counted, smoothed and pruned.
 
     python tests/bench/table_worth.py [--work FOLDER] [--quick]
 
 Tables are counted on ShareGPT with LLaMA's vocabulary; Vicuna-7B's own answers to AlpacaEval are the target's output. A
 small Llama, trained for some minutes on ShareGPT and nine tenths of the answers, stands for the target's layers, with
-heads that learn from those answers; what it would say is replaced by the recorded answer, so that tokens per step and
-acceptance are those of decoding Vicuna's text at temperature 0. The same small Llama is the neural drafter. Neither is
-as good as one that comes from a 7B model: what is compared here are tables. (Of a pair of one's own, the papers'
-recipes evaluate/slim/… say it.)
+heads that learn from those answers; what it would say is replaced by the recorded answer, so that tokens per step are
+those of decoding Vicuna's text at temperature 0. Heads of a 7B model are better: what is compared here are tables. (Of
+a pair of one's own, the papers' recipes evaluate/slim/… say it.)
 
 Intervals: 95 %, bootstrap over prompts, paired for gains. `--work` keeps what was trained. The last line is one JSON
 object.
@@ -18,7 +17,7 @@ from __future__ import annotations
 import tempfile
 import time
 from collections.abc import Iterator
-from itertools import islice, product
+from itertools import islice
 from pathlib import Path
 from typing import Any
 
@@ -38,7 +37,7 @@ from draftsmith.decode.evaluation.measure import decode
 from draftsmith.decode.evaluation.metrics import speedup_interval
 from draftsmith.decode.methods import Parts, build_method
 from draftsmith.decode.models.lean import LeanLlama
-from draftsmith.decode.models.loading import load_model, wrap_model
+from draftsmith.decode.models.loading import load_model
 from draftsmith.decode.warpers import Sampling
 from draftsmith.recipes.commands.training.train import run_train
 from draftsmith.recipes.schema.loading import parse_recipe
@@ -51,9 +50,13 @@ TEMPLATE = "vicuna-v1.1"
 NEW_TOKENS = 48
 HELD_OUT = 10  # one answer of so many
 SMOOTHED: dict[str, dict[str, Any]] = {
-    "bigram": {},
-    "bigram, add-k 0.01": {"smoothing": "add-k", "strength": 0.01},
-    "bigram, Kneser-Ney": {"smoothing": "kneser-ney"},
+    "add-k 0.01": {"smoothing": "add-k", "strength": 0.01},
+    "Kneser-Ney": {"smoothing": "kneser-ney"},
+}
+PRUNED: dict[str, dict[str, Any]] = {
+    "count ≥ 2": {"min_count": 2},
+    "count ≥ 5": {"min_count": 5},
+    "top 10 a row": {"top": 10},
 }
 Variant = tuple[BigramTable | None, dict[str, Any]]
 """A table and how SLiM looks it up; without a table r is 1."""
@@ -80,9 +83,9 @@ class Bench:
 
     def __init__(self, work: Path, questions: int, quick: bool) -> None:
         model, tokenizer = load_model(str(work / "trunk")), load_tokenizer(str(LLAMA))
-        self.scorer, self.drafter, self.heads = RecordedTarget(model), wrap_model(model), load_heads(work / "heads")
+        self.scorer, self.heads = RecordedTarget(model), load_heads(work / "heads")
         self.limits = Limits(NEW_TOKENS, stop_ids(tokenizer))
-        self.sequences, self.gammas = ((4,), (1,)) if quick else ((1, 4, 20), (1, 2))
+        self.sequences = (4,) if quick else (1, 4, 20)
         self.questions = []
         template = get_template(TEMPLATE, tokenizer)
         for conversation in islice(read_conversations(str(work / "heldout.jsonl")), questions):
@@ -92,22 +95,22 @@ class Bench:
             assert whole[: len(prompt)] == prompt
             self.questions.append((prompt, whole[len(prompt) :][:NEW_TOKENS]))
 
-    def run(self, name: str, table: BigramTable | None, **options: Any) -> np.ndarray:
-        """Tokens, steps, accepted and examined draft tokens of each question [P, 4]."""
-        method = build_method(name, Parts(self.drafter, self.heads, table), Sampling(), **options)
+    def run(self, table: BigramTable | None, **options: Any) -> np.ndarray:
+        """Tokens and steps of each question [P, 2]."""
+        method = build_method("slim-s", Parts(heads=self.heads, table=table), Sampling(), **options)
         rows = []
         for prompt, answer in self.questions:
             self.scorer.recorded_T = torch.tensor(prompt + answer)
             found = decode(self.scorer, method, Sampling(), 0, prompt, self.limits)
-            assert found.ids == answer, f"{name}: not the recorded answer"
-            rows.append([found.tally.tokens, found.tally.steps, found.tally.accepted, found.tally.examined])
+            assert found.ids == answer, "not the recorded answer"
+            rows.append([found.tally.tokens, found.tally.steps])
         return np.array(rows)
 
     def slim(self, variant: Variant, sequences: int) -> np.ndarray:
         """Tokens and steps of each question [P, 2]; of two ways without a table the better."""
         table, options = variant
         ways = [options] if table is not None else [{"correlation": "none", "lengths": n} for n in ("all", "full")]
-        tried = [self.run("slim-s", table, sequences=sequences, **way)[:, :2] for way in ways]
+        tried = [self.run(table, sequences=sequences, **way) for way in ways]
         return max(tried, key=lambda counts_P2: counts_P2[:, 0].sum() / counts_P2[:, 1].sum())
 
 
@@ -118,18 +121,12 @@ def gain(counts_P2: np.ndarray, base_P2: np.ndarray, less: float = 1.0) -> tuple
     return ratio - less, [bound - less for bound in interval]
 
 
-def share(counts_P2: np.ndarray) -> tuple[float, list[float]]:
-    """Tokens per step, or accepted per examined, with an interval."""
-    return gain(counts_P2, np.ones_like(counts_P2), 0.0)
-
-
 def variants(table: BigramTable) -> dict[str, Variant]:
     """A table as it is, smoothed and pruned; of the last, pairs may take half of their bytes."""
     half = (32 * table.vocab_size + 8 + 4 * table.entries) / 1e6
-    pruned: dict[str, dict[str, Any]] = {"count ≥ 2": {"min_count": 2}, "count ≥ 5": {"min_count": 5}}
-    pruned |= {"top 10 a row": {"top": 10}, "half the bytes": {"megabytes": half}}
     rows: dict[str, Variant] = {"r = 1": (None, {}), "as counted": (table, {})}
-    rows |= {name.partition(", ")[2]: (table, options) for name, options in SMOOTHED.items() if options}
+    rows |= {name: (table, options) for name, options in SMOOTHED.items()}
+    pruned = PRUNED | {"half the bytes": {"megabytes": half}}
     return rows | {name: (table.pruned(**options), {}) for name, options in pruned.items()}
 
 
@@ -142,7 +139,7 @@ def compare(bench: Bench, rows: dict[str, Variant]) -> dict[str, Any]:
         print(f"SLiM, {sequences} sequences: tokens/step, gain over the table as counted")
         for name, counts_P2 in counts.items():
             row: dict[str, Any] = {}
-            row["tokens_per_step"], row["interval"] = share(counts_P2)
+            row["tokens_per_step"], row["interval"] = gain(counts_P2, np.ones_like(counts_P2), 0.0)
             for key, base in (("gain_over_r1", "r = 1"), ("gain_over_counted", "as counted")):
                 row[key], row[f"{key}_interval"] = gain(counts_P2, counts[base])
             found[name] = row
@@ -150,26 +147,6 @@ def compare(bench: Bench, rows: dict[str, Variant]) -> dict[str, Any]:
             print(f"  {name:24} {row['tokens_per_step']:.2f} ({low:.2f}–{high:.2f})  {row['gain_over_counted']:+.1%} "
                   f"({worst:+.1%} to {best:+.1%})")  # fmt: skip
         results[f"T=0, {sequences} seq."] = found
-    return results
-
-
-def acceptance(bench: Bench, tables: dict[str, BigramTable]) -> dict[str, Any]:
-    """Shares of draft tokens that the target accepts, with intervals; tables by what they were counted on."""
-    methods: dict[str, tuple[str, dict[str, Any]]] = {"unigram": ("unigram", {})}
-    methods |= {name: ("bigram", options) for name, options in SMOOTHED.items()} | {
-        "neural drafter": ("speculative", {})
-    }
-    results: dict[str, Any] = {}
-    for source, gamma in product(tables, bench.gammas):
-        found = {}
-        for name, (method, options) in methods.items():
-            rate, interval = share(bench.run(method, tables[source], gamma=gamma, **options)[:, 2:])
-            found[name] = {"acceptance_rate": rate, "interval": interval}
-        results[f"{source}, T=0, gamma {gamma}"] = found
-        print(
-            f"acceptance, {source}, gamma {gamma}: "
-            + ", ".join(f"{n} {r['acceptance_rate']:.3f}" for n, r in found.items())
-        )
     return results
 
 
@@ -227,11 +204,8 @@ def main() -> None:
         train_models(work, options.steps, options.heads_steps)
         training = {"steps": options.steps, "heads_steps": options.heads_steps, "sec": time.monotonic() - began}
         bench = Bench(work, options.questions, options.quick)
-        shared, own = (counted(source, bench.scorer.vocab_size) for source in (SHAREGPT, work / "train.jsonl"))
-    both = BigramTable.merge(shared, own)
-    rows = variants(shared) | {"counted on own answers": (own, {}), "ShareGPT and own": (both, {})}
+        rows = variants(counted(SHAREGPT, bench.scorer.vocab_size))
     results = {"variants": compare(bench, rows), "questions": len(bench.questions), "training": training}
-    results["acceptance"] = acceptance(bench, {"ShareGPT": shared, "ShareGPT and own": both})
     finish({"real": results, "sec": time.monotonic() - began})
 
 

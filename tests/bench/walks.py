@@ -1,10 +1,10 @@
-"""How far four walks go through the package: files passed, and climbs back to a higher room; and what imports cost.
+"""How far three walks go through the package: files passed, and climbs back to a higher room.
 
-    python tests/bench/walks.py [--quick]
+    python tests/bench/walks.py
 
 A walk runs a command on the tiny folder of `tests/golden.py` and notes each call from one file of the package into
 another. A climb is a call from a room into one above it (a callback, a generator that is handed down): the fewer, the
-easier a walk is to follow. Imports are timed in processes of their own, medians of five.
+easier a walk is to follow.
 """
 
 from __future__ import annotations
@@ -13,8 +13,6 @@ import argparse
 import json
 import os
 import runpy
-import statistics
-import subprocess
 import sys
 import tempfile
 from contextlib import chdir
@@ -38,11 +36,6 @@ WALKS = {
     "a row to a block": ("prepare", DRAFTER),
     "a recipe to a drafter's artifact": ("train", DRAFTER | {"out": "trained"}),
     "an artifact to results and report": ("evaluate", EVALUATE | {"out": "results.json"}),
-}
-IMPORTS = {
-    "draftsmith --help": "import sys; sys.argv = ['draftsmith', '--help']; import draftsmith.__main__ as m; m.main()",
-    "decode.engine": "import draftsmith.decode.engine",
-    "load_model": "from draftsmith.decode.models.loading import load_model",
 }
 
 
@@ -79,34 +72,16 @@ def walk(command: str, recipe: dict[str, Any]) -> dict[str, int]:
     return dict(json.loads(Path("walk.json").read_text()))
 
 
-def import_cost(code: str, runs: int) -> dict[str, float]:
-    """Milliseconds, and modules of the package, of an import in a process of its own."""
-    script = "import sys, time\nstarted = time.perf_counter()\ntry:\n    " + code + "\nfinally:\n"
-    script += "    seconds = time.perf_counter() - started\n"
-    script += "    print('', sum(name.startswith('draftsmith') for name in sys.modules), seconds, sep='\\n')"
-    times = []
-    for _ in range(runs):
-        done = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, check=False)
-        modules, seconds = done.stdout.split()[-2:]
-        times.append(float(seconds))
-    return {"ms": round(1000 * statistics.median(times)), "modules": int(modules)}
-
-
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__)  # common.py would import what the walks are to import
-    parser.add_argument("--quick", action="store_true", help="imports once")
-    runs = 1 if parser.parse_args().quick else 5
     found: dict[str, Any] = {}
     with tempfile.TemporaryDirectory() as folder, chdir(folder):
         golden.make_folder()
         for name, (command, recipe) in WALKS.items():
             found[name] = walk(command, recipe)
             print(f"{name:36s} {found[name]['files']:4d} files  {found[name]['climbs']:4d} climbs")
-    for name, code in IMPORTS.items():
-        found[name] = import_cost(code, runs)
-        print(f"{name:36s} {found[name]['modules']:4d} modules  {found[name]['ms']:5.0f} ms")
     print(json.dumps(found))
 
 
 if __name__ == "__main__":
+    argparse.ArgumentParser(description=__doc__).parse_args()  # common.py would import what the walks are to import
     main()

@@ -104,7 +104,8 @@ def test_names_are_no_code_and_no_markdown(
         names += sum(evil in str(word) for word in second)
         folders += sum(odd in str(word) for word in second)
     assert folders > 0
-    assert (names > 0) == (form not in ("npz", "llama-ngrams", "medusa-2"))
+    options = FORMATS["transformers" if form == "adapter" else form].options
+    assert (names > 0) == ("target" in options and form != "medusa-2"), "who is told the target names it"
 
 
 @pytest.mark.parametrize("value", ["a/b", EVIL, "it's\\n\n`x`", "\x01f\x80\U000e0001😀\u2028", "`", "--option", "a b"])
