@@ -67,7 +67,7 @@ from draftsmith.decode import method
 assert draftsmith.__file__.startswith(sys.argv[1]), draftsmith.__file__
 torch.manual_seed(0)
 sizes = dict(vocab_size=32, hidden_size=16, intermediate_size=16, num_hidden_layers=1, num_attention_heads=2)
-model, drafter = (LlamaForCausalLM(LlamaConfig(**sizes, max_position_embeddings=64)) for _ in range(2))
+model, drafter = (LlamaForCausalLM(LlamaConfig(**sizes, max_position_embeddings=64)).eval() for _ in range(2))
 ids, plain = torch.tensor([[1, 2, 3]]), dict(max_new_tokens=8, do_sample=False, eos_token_id=None, pad_token_id=0)
 found = model.generate(ids, custom_generate=method("speculative", drafter=drafter), **plain)
 assert found.tolist() == model.generate(ids, **plain).tolist()
