@@ -170,8 +170,7 @@ class TransformersModel(LanguageModel):
         self._decoder: nn.Module = model.base_model
         self.states, self._norm = states, None
         if states == "before-norm":
-            with masked_attention(model):
-                self._norm = final_norm(self._decoder)
+            self._norm = final_norm(self._decoder)
         if len({parameter.device for parameter in model.parameters()}) > 1:
             self.layer_devices = self._find_devices()
 

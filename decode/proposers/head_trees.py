@@ -45,7 +45,7 @@ class HeadTree(Proposer):
     """
 
     def __init__(self, heads: HeadModule, shape: str) -> None:
-        self.tree, self._ranks_N = parse_tree(shape)
+        self.tree, self.ranks_N = parse_tree(shape)
         if self.tree.max_depth > heads.num_heads:
             raise ValueError(
                 f"the tree is {self.tree.max_depth} levels deep, but there are only {heads.num_heads} heads"
@@ -58,12 +58,12 @@ class HeadTree(Proposer):
     def start(self, context: Context) -> None:
         _check_heads(self.heads, context)
         self.tree = self.tree.to(context.ids_BS.device)
-        self._width = 1 + int(self._ranks_N.max())
+        self._width = 1 + int(self.ranks_N.max())
         if self._width > context.target.vocab_size:
             raise ValueError(
                 f"the tree asks for {self._width} candidates of a head; the vocabulary has {context.target.vocab_size}"
             )
-        self._place_N = ((self.tree.depth_BN[0].cpu() - 1) * self._width + self._ranks_N)[1:].to(context.ids_BS.device)
+        self._place_N = ((self.tree.depth_BN[0].cpu() - 1) * self._width + self.ranks_N)[1:].to(context.ids_BS.device)
 
     def propose(self, context: Context) -> Proposal:
         logits_BKV = self.heads(context.hidden_BD)[:, : self.tree.max_depth]

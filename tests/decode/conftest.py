@@ -1,14 +1,63 @@
-"""What the tests of decoding share: Markov chains as models, and random numbers for thousands of rows."""
+"""What the tests of decoding share: Markov chains as models, and random numbers for thousands of rows.
+
+Yin et al. 2024 simulate in the same way: another table stands at every position.
+
+Shape letters: B batch, M new tokens, T positions, V states, X anything. In tables [T, V, V] the last index is the next
+state, the one before it the last.
+"""
 
 from __future__ import annotations
 
 from collections.abc import Callable
 
 import pytest
+import torch
 from draftsmith.decode import method
 from draftsmith.decode.custom_generate.method import CustomGenerate
-from draftsmith.decode.theory.markov import MarkovModel, OneStream
+from draftsmith.decode.models.base import LanguageModel
+from draftsmith.decode.models.kv_cache import KVCache
+from draftsmith.decode.rng import Rng
+from torch import Tensor
 from transformers import LlamaForCausalLM
+
+
+class MarkovModel(LanguageModel):
+    """A model whose distributions are known: `tables_TVV[n, x]` is what follows state x at position n.
+
+    Positions beyond the last table use the last one. There are no layers, so the cache holds lengths and nothing else;
+    a hidden state is the number of a table's row, which float32 holds exactly.
+    """
+
+    def __init__(self, tables_TVV: Tensor) -> None:
+        self.positions, self.vocab_size, _ = tables_TVV.shape
+        self.max_positions = 1 << 30
+        self.device, self.dtype = torch.device("cpu"), torch.float32
+        self.layers = 0
+        self.hidden_size = self.kv_heads = self.key_width = self.value_width = 1
+        self._logits_XV = tables_TVV.log().float().flatten(0, 1)
+
+    def _mask(self, cache: KVCache, bias_BMn: Tensor | None, start: int, stop: int, end: int) -> None:
+        return
+
+    def _forward(
+        self, cache: KVCache, tokens_BM: Tensor, positions_BM: Tensor, mask_B1MS: Tensor | None, start: int, end: int
+    ) -> Tensor:
+        row_BM = positions_BM.clamp(max=self.positions - 1) * self.vocab_size + tokens_BM
+        return row_BM[..., None].float()
+
+    def logits(self, hidden_XD: Tensor) -> Tensor:
+        return self._logits_XV[hidden_XD[..., 0].long()]
+
+
+class OneStream(Rng):
+    """Random numbers of all rows from one generator: rows depend on their neighbours, and thousands cost little."""
+
+    def __init__(self, seed: int, rows: int) -> None:
+        self.device = torch.device("cpu")
+        self._rows, self._generator = rows, torch.Generator().manual_seed(seed)
+
+    def uniform(self, *shape: int) -> Tensor:
+        return torch.rand(self._rows, *shape, generator=self._generator, dtype=torch.float64)
 
 
 @pytest.fixture

@@ -21,7 +21,7 @@ from draftsmith.decode.methods import METHODS, Parts, build_method
 from draftsmith.decode.models.base import LanguageModel
 from draftsmith.decode.models.loading import load_model, wrap_model
 from draftsmith.decode.rng import Rng
-from draftsmith.decode.theory.markov import decode_side_by_side
+from draftsmith.decode.theory.rejections import decode_side_by_side
 from draftsmith.decode.warpers import Sampling
 
 pytestmark = pytest.mark.slow

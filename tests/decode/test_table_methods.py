@@ -20,7 +20,7 @@ from draftsmith.decode.models.base import LanguageModel
 from draftsmith.decode.models.loading import wrap_model
 from draftsmith.decode.proposers.head_trees import PrunedHeadTree
 from draftsmith.decode.rng import Rng
-from draftsmith.decode.theory.markov import decode_side_by_side
+from draftsmith.decode.theory.rejections import decode_side_by_side
 from draftsmith.decode.warpers import Sampling
 from scipy.stats import chisquare
 from transformers import LlamaForCausalLM

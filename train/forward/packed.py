@@ -62,8 +62,7 @@ class PackedForward(Projected):
         self._positions = _learned_positions(model)
         self.states, self._norm = states, None
         if states == "before-norm":
-            with _tried_anywhere(model):
-                self._norm = final_norm(_decoder(model))
+            self._norm = final_norm(_decoder(model))
         self.by_document = _can_attend_by_document(model)
         if self.by_document and not _keeps_documents_apart(self):  # the decoder passes nothing on to its attention
             self.config._attn_implementation = "sdpa"

@@ -5,8 +5,7 @@ Shape letters: B texts or rows, T positions (all texts' one after another), K de
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
-from typing import Any
+from collections.abc import Iterable
 
 import numpy as np
 import torch
@@ -14,7 +13,6 @@ from numpy.typing import NDArray
 
 from ...engine import Verifier
 from ...proposers.head_trees import HeadTree, PrunedHeadTree
-from ...tree import parse_tree
 from .recording import Recording
 from .steps import Prediction, replay_tokens
 
@@ -44,12 +42,9 @@ def _following(recording: Recording, depth: int) -> NDArray[np.int64]:
     return np.stack(rows)
 
 
-def head_tree(
-    recording: Recording, proposer: HeadTree, verifier: Verifier, options: Mapping[str, Any]
-) -> Prediction | None:
-    if recording.heads is None:
-        return None
-    paths = paths_of(proposer, options)
+def head_tree(recording: Recording, proposer: HeadTree, verifier: Verifier) -> Prediction:
+    assert recording.heads is not None
+    paths = _paths(proposer)
     width = 1 + max(max(path) for path in paths)
     known = recording.heads.token_THC.shape[2]
     if width > known:
@@ -58,16 +53,10 @@ def head_tree(
     return replay_tokens(recording, *walked, proposer.tree.max_depth, proposer.tree.nodes)
 
 
-def paths_of(proposer: HeadTree, options: Mapping[str, Any]) -> list[tuple[int, ...]]:
-    """The ranks on the way to each of the tree's nodes but the root; `options`: the method's, defaults filled in."""
-    tree, shape = proposer.tree, options.get("tree")
-    ranks = tree.rank_BN[0].tolist()
-    if shape is not None:
-        parsed, ranks_N = parse_tree(shape)
-        if parsed.nodes == tree.nodes:  # a k-configuration may have lost its last levels
-            ranks = ranks_N.tolist()
+def _paths(proposer: HeadTree) -> list[tuple[int, ...]]:
+    """The ranks on the way to each of the tree's nodes but the root."""
     paths: list[tuple[int, ...]] = [()]
-    for parent, rank in zip(tree.parents_BN[0].tolist()[1:], ranks[1:], strict=True):
+    for parent, rank in zip(proposer.tree.parents_BN[0].tolist()[1:], proposer.ranks_N.tolist()[1:], strict=True):
         paths.append((*paths[parent], rank))
     return paths[1:]
 
@@ -95,13 +84,10 @@ def match_paths(
     return accepted_T, accepted_T + inner_N[node_T]
 
 
-def pruned_tree(
-    recording: Recording, proposer: PrunedHeadTree, verifier: Verifier, options: Mapping[str, Any]
-) -> Prediction | None:
+def pruned_tree(recording: Recording, proposer: PrunedHeadTree, verifier: Verifier) -> Prediction:
     """SLiM: the real search over the recorded candidates, a few hundred positions at a time."""
     heads = recording.heads
-    if heads is None:
-        return None
+    assert heads is not None
     width = min(proposer.candidates, heads.token_THC.shape[2])
     if proposer.candidates > width:
         raise ValueError(f"{proposer.candidates} candidates of a head: {width} were recorded")

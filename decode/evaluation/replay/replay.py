@@ -17,7 +17,7 @@ from typing import Any
 import numpy as np
 
 from ...engine import Proposer, Verifier
-from ...methods import Parts, build_method, method_options
+from ...methods import Parts, build_method
 from ...models.base import LanguageModel
 from ...proposers.chains import DraftChains
 from ...proposers.draft_tree import DraftTree, NoDraft
@@ -101,7 +101,7 @@ def predict(recording: Recording, parts: Parts, name: str, options: Mapping[str,
     replay = _REPLAYS.get(type(proposer))
     if replay is None or not _recorded(recording, proposer):
         return None
-    return replay(recording, proposer, verifier, method_options(name, dict(options)))
+    return replay(recording, proposer, verifier)
 
 
 def _recorded(recording: Recording, proposer: Proposer) -> bool:
@@ -147,13 +147,11 @@ def _drafts(recording: Recording, source: str) -> Drafts:
     return recording.drafts[source]
 
 
-def _nothing(recording: Recording, proposer: NoDraft, verifier: Verifier, options: Mapping[str, Any]) -> Prediction:
+def _nothing(recording: Recording, proposer: NoDraft, verifier: Verifier) -> Prediction:
     return replay_chances(recording, np.zeros((0, recording.positions)), 1)
 
 
-def _draft_tree(
-    recording: Recording, proposer: DraftTree, verifier: Verifier, options: Mapping[str, Any]
-) -> Prediction | None:
+def _draft_tree(recording: Recording, proposer: DraftTree, verifier: Verifier) -> Prediction | None:
     replacement = "with" if proposer.replacement else "without"
     rules = {GreedyMatch: "without", ExactChain: "with", MultiCandidate: replacement}
     rule = (rules | {SampleAndMatch: f"naive {replacement}"}).get(type(verifier))
@@ -163,17 +161,13 @@ def _draft_tree(
     return replay_chances(recording, np.stack([widths[width] for width in proposer.branching]), proposer.tree.nodes)
 
 
-def _table_chain(
-    recording: Recording, proposer: TableChain, verifier: Verifier, options: Mapping[str, Any]
-) -> Prediction | None:
+def _table_chain(recording: Recording, proposer: TableChain, verifier: Verifier) -> Prediction | None:
     source = TableSource.of(proposer).name
     accept_T = chances(recording, source, 1, "without" if recording.sampling.greedy else "with")
     return replay_chances(recording, np.tile(accept_T, (proposer.gamma, 1)), proposer.gamma + 1)
 
 
-def _chains(
-    recording: Recording, proposer: DraftChains, verifier: Verifier, options: Mapping[str, Any]
-) -> Prediction | None:
+def _chains(recording: Recording, proposer: DraftChains, verifier: Verifier) -> Prediction | None:
     """Chains of one drafter at temperature 0, where all of them are the same."""
     if len(proposer.models) > 1 or not recording.sampling.greedy:
         return None
@@ -182,9 +176,7 @@ def _chains(
     return replay_chances(recording, np.tile(accept_T, (proposer.gamma, 1)), nodes)
 
 
-def _prompt_lookup(
-    recording: Recording, proposer: PromptLookup, verifier: Verifier, options: Mapping[str, Any]
-) -> Prediction:
+def _prompt_lookup(recording: Recording, proposer: PromptLookup, verifier: Verifier) -> Prediction:
     accepted, nodes = [], []
     for prompt, text in zip(recording.prompts, recording.texts, strict=True):
         ids_1S = np.array([[*prompt, *text]], dtype=np.int64)

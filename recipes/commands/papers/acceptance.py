@@ -19,7 +19,7 @@ from ....decode.evaluation.replay.recording import TABLE_SOURCES, Recording, rec
 from ....decode.evaluation.replay.replay import chances
 from ....decode.methods import Parts, build_method
 from ....decode.rng import Rng
-from ....decode.theory.markov import decode_side_by_side
+from ....decode.theory.rejections import decode_side_by_side
 from ....decode.warpers import Sampling
 from ...assemble.evaluation import entries_of
 from ...schema.experiments import AcceptanceSettings

@@ -23,7 +23,7 @@ from draftsmith.decode.models.kv_cache import KVCache
 from draftsmith.decode.models.lean import LeanLlama
 from draftsmith.decode.models.loading import wrap_model
 from draftsmith.decode.rng import Rng
-from draftsmith.decode.theory.markov import decode_side_by_side
+from draftsmith.decode.theory.rejections import decode_side_by_side
 from draftsmith.decode.tree import Tree
 from draftsmith.decode.warpers import Sampling
 from torch.utils._python_dispatch import TorchDispatchMode
