@@ -72,7 +72,8 @@ def load_prompts(
 
     prompts = list(islice(_in_turn(source, short_enough()), limit))
     if not lengths:
-        raise ValueError(f"no prompt in {source}: {passed.words() or 'it is empty'}")
+        of = f" of {', '.join(groups)}" if groups else ""
+        raise ValueError(f"no prompt{of} in {source}: {passed.words() or 'it is empty'}")
     if not prompts:
         raise ValueError(f"no prompt in {source} has at most {max_tokens} tokens; the shortest has {min(lengths)}")
     return prompts

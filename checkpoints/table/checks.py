@@ -84,11 +84,8 @@ def _check_entries(row_ptr: Ints, col: NDArray[np.int32], count: NDArray[np.int3
 
 def check_marginals(kept_left: Tensor, left: Tensor, right: Tensor, pruning: Any) -> None:
     """ValueError, naming both sides, for marginals that cannot be those of the whole counts of a pruned table."""
-    if not isinstance(pruning, dict):
-        raise ValueError(f"its pruning is a {type(pruning).__name__}, expected a dictionary")
-    for name in _PRUNING:
-        if type(pruning.get(name)) is not int or pruning[name] < 0:
-            raise ValueError(f"its pruning says {pruning.get(name)!r} for {name}, expected a number of at least 0")
+    if not isinstance(pruning, dict) or any(type(pruning.get(name)) is not int for name in _PRUNING):
+        raise ValueError(f"its pruning says {pruning!r}, expected a dictionary with numbers for {', '.join(_PRUNING)}")
     for side, sums_V in (("left", left), ("right", right)):
         if len(sums_V) != len(kept_left):
             raise ValueError(f"{side} has {len(sums_V)} counts for {len(kept_left)} tokens")

@@ -80,12 +80,9 @@ def check_smoothing(smoothing: str, strength: float) -> None:
     if smoothing not in SMOOTHINGS:
         near = did_you_mean(smoothing, SMOOTHINGS)
         raise ValueError(f"unknown smoothing {smoothing!r}.{near} Known: {', '.join(SMOOTHINGS)}")
-    if smoothing == "none" and strength:
-        raise ValueError(f"smoothing 'none' has no strength, got {strength}")
-    if smoothing == "add-k" and not 0 <= strength < float("inf"):
-        raise ValueError(f"the strength of 'add-k' is k, above 0 (0: the default, {DEFAULT_K}); got {strength}")
-    if smoothing == "kneser-ney" and not 0 <= strength <= 1:
-        raise ValueError(f"the strength of 'kneser-ney' is a discount of up to 1 (0: the default); got {strength}")
+    limit = {"none": 0.0, "add-k": float("inf"), "kneser-ney": 1.0}[smoothing]
+    if not 0 <= strength <= limit or strength == float("inf"):
+        raise ValueError(f"the strength of {smoothing!r} is from 0 (its default) to {limit:g}, got {strength}")
 
 
 def default_discount(table: BigramCounts) -> float:

@@ -9,14 +9,13 @@ import json
 import math
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from functools import cached_property
-from itertools import islice
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import torch
 from numpy.typing import NDArray
-from scipy.sparse import coo_array, csr_array
+from scipy.sparse import coo_array
 from torch import Tensor
 
 from ..storage.atomic import read_consistent
@@ -31,8 +30,6 @@ from .smoothing import check_smoothing
 from .views import Correlation, NextToken, SortedKeys
 
 __all__ = ["TABLE_FILE", "BigramTable", "merged_runs"]
-
-_DOCUMENTS_AT_A_TIME = 1 << 14
 
 
 class BigramTable(BigramCounts):
@@ -50,20 +47,15 @@ class BigramTable(BigramCounts):
             ValueError: a token outside the vocabulary; a pair seen more often than an int32 can hold.
         """
         key_dtype(vocab_size)
-        counts = csr_array((vocab_size, vocab_size), dtype=np.int64)
-        unigram_V = np.zeros(vocab_size, dtype=np.int64)
-        numbered = enumerate(map(np.asarray, documents))
-        while some := list(islice(numbered, _DOCUMENTS_AT_A_TIME)):
-            for number, ids_T in some:
-                check_documents(ids_T, np.zeros(1, dtype=np.int64), vocab_size, number)
-            left_T, right_T, ids_T = (
-                np.concatenate([ids_T[part] for _, ids_T in some]).astype(np.int64)
-                for part in (slice(None, -1), slice(1, None), slice(None))
-            )
-            pairs = coo_array((np.ones_like(left_T), (left_T, right_T)), shape=counts.shape)
-            counts = counts + pairs.tocsr()
-            unigram_V += np.bincount(ids_T, minlength=vocab_size)
-        return cls._of_counts(counts, unigram_V)
+        arrays = [np.asarray(document) for document in documents]
+        for number, ids_T in enumerate(arrays):
+            check_documents(ids_T, np.zeros(1, dtype=np.int64), vocab_size, number)
+        left_T, right_T, ids_T = (
+            np.concatenate([np.zeros(0, dtype=np.int64), *(ids_T[part] for ids_T in arrays)]).astype(np.int64)
+            for part in (slice(None, -1), slice(1, None), slice(None))
+        )
+        counts = coo_array((np.ones_like(left_T), (left_T, right_T)), shape=(vocab_size, vocab_size)).tocsr()
+        return cls._of_counts(counts, np.bincount(ids_T, minlength=vocab_size))
 
     @classmethod
     def _of_counts(cls, counts: Any, unigram_V: Ints) -> BigramTable:

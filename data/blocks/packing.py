@@ -117,8 +117,6 @@ def pack(lengths: np.ndarray, block_tokens: int, packing: str) -> tuple[np.ndarr
 def global_batch(blocks: int, batch_blocks: int, step: int, seed: int) -> np.ndarray:
     """Block indices int64 [batch_blocks] of a global step (0, 1, …): a pure function, so resuming needs no state. Every
     epoch is its own permutation of the blocks; batches run across the border of epochs."""
-    if blocks < 1 or batch_blocks < 1 or step < 0:
-        raise ValueError(f"blocks is {blocks}, batch_blocks {batch_blocks}, step {step}; expected ≥ 1, ≥ 1, ≥ 0")
     first = step * batch_blocks
     parts: list[np.ndarray] = []
     missing = batch_blocks

@@ -54,10 +54,11 @@ def prepare(
     rows are rendered.
 
     Raises:
-        ValueError: a block too short to train on; no conversations; nothing trainable; `out_dir` holds other files.
+        ValueError: no conversations; nothing trainable; `out_dir` holds other files.
     """
     out, rows = Path(out_dir), 0
-    _check(out, block_tokens)
+    if out.exists() and not (out / MANIFEST).is_file() and not (out.is_dir() and not any(out.iterdir())):
+        raise ValueError(f"{out} holds what is no prepared data; choose another folder or empty it")
 
     def counted() -> Iterator[Conversation]:
         nonlocal rows
@@ -89,13 +90,6 @@ def prepare(
         record = json.dumps(manifest, indent=2, ensure_ascii=False) + "\n"
         (folder / MANIFEST).write_text(record, encoding="utf-8")
     return PreparedData.load(out)
-
-
-def _check(out: Path, block_tokens: int) -> None:
-    if block_tokens < 2:
-        raise ValueError(f"block_tokens is {block_tokens}, expected at least 2: the first token predicts the second")
-    if out.exists() and not (out / MANIFEST).is_file() and not (out.is_dir() and not any(out.iterdir())):
-        raise ValueError(f"{out} holds what is no prepared data; choose another folder or empty it")
 
 
 class PreparedData:
@@ -144,13 +138,6 @@ class PreparedData:
             arrays[name] = found
         return cls(directory, manifest, arrays)
 
-    def verify(self) -> None:
-        """ValueError where an array does not have the manifest's sha256."""
-        for name, expected in self.manifest["sha256"].items():
-            found = file_hash(self.directory / f"{name}.npy")
-            if found != expected:
-                raise ValueError(f"{self.directory / name}.npy: sha256 {found}, the manifest says {expected}")
-
     def step_batch(self, step: int, batch_blocks: int, seed: int) -> tuple[np.ndarray, Batch]:
         """The blocks of a global step by number, and as a batch: a function of its arguments alone."""
         indices = global_batch(self.blocks, batch_blocks, step, seed)
@@ -178,12 +165,6 @@ class PreparedData:
     def _document(self, number: int) -> Document:
         start, end = int(self._documents[number]), int(self._documents[number + 1])
         return Document(self._tokens[start:end], self._trained[start:end], number)
-
-    def trainable_tokens(self, indices: Sequence[int] | np.ndarray) -> int:
-        """How many labels of these blocks count after the shift: with a token of the same document before."""
-        # the first token of a document is never marked in the file, so every mark has a token before it
-        documents = [d for b in self._checked(indices) for d in self._order[self._blocks[b] : self._blocks[b + 1]]]
-        return sum(int(np.count_nonzero(self._trained[self._documents[d] : self._documents[d + 1]])) for d in documents)
 
     def iter_documents(self) -> Iterator[np.ndarray]:
         """Token ids int32 [T] of every document, in the order in which they were rendered."""

@@ -19,7 +19,13 @@ _SKIP = {
     "citation", "copyright", "license", "todo", "versionadded", "authors", "author", "references:", "input", "inputs",
     "output", "outputs", "receives", "signature", "dimensions",
 }  # fmt: skip
-_TITLES = _PARAMETERS | _RETURNS | _NOTES | _EXAMPLE | _SKIP
+_KINDS: dict[str, str | None] = {
+    title: kind
+    for kind, titles in (
+        ("parameters", _PARAMETERS), ("returns", _RETURNS), ("example", _EXAMPLE), ("notes", _NOTES), (None, _SKIP)
+    )
+    for title in titles
+}  # fmt: skip
 
 _UNDERLINE = re.compile(r"^[-=~^*#]{3,}\s*$")
 _GOOGLE = re.compile(r"^\s{0,4}([A-Z][A-Za-z]+(?: [A-Za-z]+)?)\s*:{1,2}\s*$")
@@ -80,8 +86,8 @@ def _sections(text: str) -> dict[str, list[str]]:
         underlined = bool(line.strip()) and bool(_UNDERLINE.match(following)) and not line.startswith(" ")
         google = _GOOGLE.match(line)
         title = line.strip().lower().rstrip(":") if underlined else google.group(1).lower() if google else ""
-        if underlined or title in _TITLES:
-            kind = _kind(title, underlined)
+        if underlined or title in _KINDS:
+            kind = _KINDS.get(title, "description")
             skip_next = underlined
             continue
         inside_google = (
@@ -92,18 +98,6 @@ def _sections(text: str) -> dict[str, list[str]]:
         if kind is not None:
             sections.setdefault(kind, []).append(line)
     return sections
-
-
-def _kind(title: str, underlined: bool) -> str | None:
-    if title in _PARAMETERS:
-        return "parameters"
-    if title in _RETURNS:
-        return "returns"
-    if title in _EXAMPLE:
-        return "example"
-    if title in _NOTES:
-        return "notes"
-    return None if title in _SKIP or not underlined else "description"
 
 
 def _looks_numpy(lines: list[str]) -> bool:
@@ -190,8 +184,6 @@ def _parameters(lines: list[str]) -> str:
                 entries.append((google.group(1), google.group(2) or "", [google.group(3)]))
             elif numpy:
                 entries.append((numpy.group(1), numpy.group(2) or "", []))
-            elif google:
-                entries.append((google.group(1), google.group(2) or "", [google.group(3)]))
         elif entries:
             entries[-1][2].append(line)
     shown: list[str] = []

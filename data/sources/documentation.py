@@ -66,12 +66,8 @@ def documentation_conversations(
     `progress(done, total)` counts source files.
 
     Raises:
-        ValueError: a share outside [0, 1), a budget that is not positive, a dotted package name.
+        ValueError: a dotted package name.
     """
-    if not 0 <= heldout_share < 1:
-        raise ValueError(f"heldout_share is {heldout_share}, expected a share in [0, 1)")
-    if max_megabytes is not None and max_megabytes <= 0:
-        raise ValueError(f"max_megabytes is {max_megabytes}, expected a positive number or nothing")
     found, skipped = _find_packages(packages, seed)
     train: list[Conversation] = []
     heldout: list[Conversation] = []

@@ -44,13 +44,6 @@ _FORMS = (
           ("input", *_REFERENCES)),
     _Form(("text",)),
 )  # fmt: skip
-FORMS = (
-    "conversations, conversation or messages (a list of {from, value} or {role, content})",
-    "prompt or question + response, completion, answer or output",
-    "instruction (+ input) + output or response",
-    "turns, prompt, question or goal (+ reference or answers)",
-    "text",
-)
 _COLUMNS = {name for form in _FORMS for name in (*form.question, *form.answer, *form.more)}
 _KEPT = {*_COLUMNS, *_IDS, "category"}
 
@@ -67,8 +60,8 @@ def usable_columns(present: Sequence[str]) -> Sequence[str]:
 
 
 def read_dialogue(row: Row) -> Dialogue:
-    """The messages of a row, by the form that its columns have (see `FORMS`); a row that is a text alone is a prompt, a
-    list of messages is a conversation. ValueError, with its location, for what has no form."""
+    """The messages of a row, by the form that its columns have ; a row that is a text alone is a prompt, a list of
+    messages is a conversation. ValueError, with its location, for what has no form."""
     if isinstance(row.value, str):
         return Dialogue(row.name, (("user", row.value),), "a prompt a row", number=row.number)
     if _is_message_list(row.value):
@@ -97,9 +90,9 @@ def _form(row: Row, columns: Mapping[str, Any]) -> tuple[str, ...]:
     names = [str(name) for name in columns]
     near = next(filter(None, (did_you_mean(name, _COLUMNS) for name in names)), "")
     shown = ", ".join(name[:40] for name in names[:_SHOWN]) + (", …" if len(names) > _SHOWN else "")
-    raise ValueError(
-        f"{row.location}: the columns {shown or '(none)'} fit no known form.{near} Known: {'; '.join(FORMS)}"
-    )
+    sides = ([" or ".join(side) for side in (form.question, form.answer) if side] for form in _FORMS)
+    known = "; ".join(map(" + ".join, sides))
+    raise ValueError(f"{row.location}: the columns {shown or '(none)'} fit no known form.{near} Known: {known}")
 
 
 def _messages(row: Row, columns: Mapping[str, Any], taken: Sequence[str]) -> tuple[tuple[Any, Any], ...]:

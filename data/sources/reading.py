@@ -142,14 +142,14 @@ def read_prompts(
     follow-ups. Rows without a question are counted in `skipped` under "no question".
 
     Raises:
-        ValueError: as `open_dialogues`; a negative limit; groups that the source does not have, with those it has.
+        ValueError: as `open_dialogues`; a negative limit; groups that a registered corpus does not have.
     """
     corpus = find_corpus(source)
     for group in groups or ():
         if corpus is not None and corpus.groups and group not in corpus.groups:
-            raise _no_group(source, group, corpus.groups)
+            listed = ", ".join(corpus.groups)
+            raise ValueError(f"{source} has no group {group}.{did_you_mean(group, corpus.groups)} Its groups: {listed}")
     skipped = opening.setdefault("skipped", Counter())
-    seen: set[str] = set()
 
     def wanted() -> Iterator[Prompt]:
         for dialogue in open_dialogues(source, **opening):
@@ -157,13 +157,10 @@ def read_prompts(
             if prompt is None:
                 skipped["no question"] += 1
                 continue
-            seen.add(prompt.category)
             if groups is None or prompt.category in groups:
                 yield prompt
 
     yield from islice(wanted(), limit)
-    if groups and not seen & set(groups) and "shard" not in opening:
-        raise _no_group(source, ", ".join(groups), sorted(seen))
 
 
 def _prompt(dialogue: Dialogue) -> Prompt | None:
@@ -190,11 +187,6 @@ def _prompt(dialogue: Dialogue) -> Prompt | None:
         tuple(turn.text for turn in after if turn.role == "user"),
         tuple(encodable(text) for text in dialogue.references) or answers,
     )
-
-
-def _no_group(source: str, group: str, known: Collection[str]) -> ValueError:
-    listed = ", ".join(name or "(none named)" for name in known) or "(none)"
-    return ValueError(f"{source} has no prompt of the group {group}.{did_you_mean(group, known)} Its groups: {listed}")
 
 
 def _resolve(source: str, path: str | None) -> tuple[Path | None, Corpus | None, str | None]:

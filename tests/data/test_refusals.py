@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from draftsmith.data.blocks.packing import global_batch, pack_best_fit
+from draftsmith.data.blocks.packing import pack_best_fit
 from draftsmith.data.blocks.prepared import prepare
 from draftsmith.data.cleaning.cleaner import Cleaner
 from draftsmith.data.cleaning.contamination import EvaluationTexts
@@ -78,10 +78,7 @@ REFUSED: dict[str, tuple[Callable[[], Any], tuple[str, ...]]] = {
     "no-builder": (lambda: source("spec-bench", file="https://example.org/a.csv"), ("a.csv", ".jsonl")),
     "no-shard": (lambda: Shard(2, 2), ("2 of 2",)),
     "no-group": (lambda: list(read_prompts("spec-bench", groups=["mt-bench"])), ("mt-bench", "mt_bench", "rag")),
-    "no-group-found": (lambda: list(read_prompts("questions.jsonl", groups=["mat"])), ("mat", "math", "qa")),
     "documentation-split": (lambda: next(documentation_rows("test")), ("train", "heldout", "test")),
-    "documentation-share": (lambda: documentation_conversations([], heldout_share=1.0), ("heldout_share", "1.0")),
-    "documentation-budget": (lambda: documentation_conversations([], max_megabytes=0), ("max_megabytes", "0")),
     "documentation-dotted": (lambda: documentation_conversations(["torch.nn"]), ("torch.nn",)),
     # rows
     "row-list": (lambda: form([1]), (LOCATION, "list")),
@@ -141,8 +138,6 @@ REFUSED: dict[str, tuple[Callable[[], Any], tuple[str, ...]]] = {
     "own-date": (lambda: own_template("{{ strftime_now('%d %b %Y') }}{{ messages[0]['content'] }}"), ("date",)),
     # blocks
     "long-document": (lambda: pack_best_fit([3, 11], 10), ("11", "10")),
-    "no-blocks": (lambda: global_batch(0, 4, 0, 0), ("0", "4")),
-    "short-block": (lambda: prepared([talk("user", "assistant")], 1), ("block_tokens", "1", "2")),
     "no-conversation": (lambda: prepared([], 64), ("0 conversations", "0 documents")),
     "no-room": (lambda: prepared([talk("system", "user", "assistant")], 64), ("1 conversations", "64")),
     "others-folder": (lambda: prepared([talk("user", "assistant")], 64, "folder"), ("folder",)),

@@ -49,12 +49,10 @@ class PairCounter:
             threads: how many sort at a time.
 
         Raises:
-            ValueError: settings out of range; a folder of another vocabulary, or whose runs are damaged; another
+            ValueError: a folder of another vocabulary, or whose runs are damaged; another
                 process counts into it.
         """
         dtype = key_dtype(vocab_size)
-        if not memory_mb > 0 or threads < 1:
-            raise ValueError(f"memory_mb is {memory_mb} and threads {threads}, expected more than 0 and at least 1")
         self.vocab_size = vocab_size
         self.folder = Path(folder)
         self.folder.mkdir(parents=True, exist_ok=True)

@@ -7,7 +7,6 @@ from __future__ import annotations
 
 from collections import deque
 from collections.abc import Iterable, Iterator, Sequence
-from dataclasses import dataclass
 from itertools import islice
 from typing import Any
 
@@ -23,16 +22,6 @@ _TOKENS_PER_MB = 1 << 14
 _CONVERSATIONS_AT_A_TIME = 256
 
 Numbered = tuple[int, Conversation]
-
-
-@dataclass(frozen=True, slots=True)
-class PackedTokens:
-    """Documents that follow each other: `tokens_T` int32, `starts_D` int64 where each begins; the conversations up to
-    number `position` - 1 are in it or before it."""
-
-    tokens_T: np.ndarray
-    starts_D: np.ndarray
-    position: int
 
 
 def token_documents(
@@ -72,8 +61,11 @@ def token_documents(
             yield number, [rendered.ids[max(0, start - 1) : end] for start, end in rendered.spans]
 
 
-def pack_documents(documents: Iterable[tuple[int, list[np.ndarray]]], memory_mb: float = 512) -> Iterator[PackedTokens]:
-    """Whole conversations' documents, so many at a time that they take a small part of the memory for counts."""
+def pack_documents(
+    documents: Iterable[tuple[int, list[np.ndarray]]], memory_mb: float = 512
+) -> Iterator[tuple[np.ndarray, np.ndarray, int]]:
+    """Documents of whole conversations end to end, so many that they take a small part of the memory for counts: tokens
+    int32 [T], where each document begins int64 [D], and the number of the first conversation that is not among them."""
     tokens = max(1, min(_TOKENS_AT_A_TIME, int(_TOKENS_PER_MB * memory_mb)))
     parts: list[np.ndarray] = []
     starts: list[int] = []
@@ -85,10 +77,10 @@ def pack_documents(documents: Iterable[tuple[int, list[np.ndarray]]], memory_mb:
             size += len(ids)
         position = number + 1
         if size >= tokens:
-            yield PackedTokens(np.concatenate(parts), np.array(starts, dtype=np.int64), position)
+            yield np.concatenate(parts), np.array(starts, dtype=np.int64), position
             parts, starts, size = [], [], 0
     if parts:
-        yield PackedTokens(np.concatenate(parts), np.array(starts, dtype=np.int64), position)
+        yield np.concatenate(parts), np.array(starts, dtype=np.int64), position
 
 
 def _messages(

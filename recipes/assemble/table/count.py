@@ -154,8 +154,6 @@ def _count_whole(recipe: TableRecipe, tokenizer: Any, vocab_size: int, accelerat
             with together(accelerator, opening) as pairs:
                 together(accelerator, partial(_count, recipe, tokenizer, pairs, share, accelerator))
             stats = share.gather()
-            if is_main:
-                stats.log(recipe.data)
             on_main(accelerator, partial(_finish, recipe, tokenizer, vocab_size, folder, identity, stats))
         except (ValueError, OSError):
             if is_main:
@@ -229,11 +227,6 @@ class CorpusStats:
         self.conversations += other.conversations
         self.held_out += other.held_out
 
-    def log(self, section: DataSection) -> None:
-        for part, report in zip(section.parts(), self.reports, strict=True):
-            log(f"data: {part.source}: {report.summary()}")
-        log(f"table: {self.conversations:,} conversations are counted, {self.held_out:,} are held out")
-
 
 class Share:
     """The conversations that a process counts: of its own rows where each row can be judged by itself; else each
@@ -299,7 +292,7 @@ def count_share(
         last_turn_only=recipe.data.last_turn_only,
     )
     for batch in pack_documents(documents, options.memory_mb):
-        pairs.add(batch.tokens_T, batch.starts_D, batch.position)
+        pairs.add(*batch)
         if time.monotonic() - saved >= 60 * options.save_minutes:
             pairs.spill()
             saved = time.monotonic()
@@ -335,6 +328,9 @@ def _finish(
 ) -> None:
     """Merge all counts, write the artifact, and delete the state."""
     parts, file = recipe.data.parts(), folder / TABLE_FILE
+    for part, report in zip(parts, stats.reports, strict=True):
+        log(f"data: {part.source}: {report.summary()}")
+    log(f"table: {stats.conversations:,} conversations are counted, {stats.held_out:,} are held out")
     tokens, documents = merge_counts(_rank_folders(folder), vocab_size, file)
     if not documents:
         names = ", ".join(part.source for part in parts)

@@ -2,9 +2,6 @@
 
 from __future__ import annotations
 
-from collections import Counter
-from itertools import pairwise
-
 import numpy as np
 import pytest
 from draftsmith.checkpoints.table import runs as pair_runs
@@ -13,25 +10,10 @@ from draftsmith.checkpoints.table.runs import (
     check_documents,
     inner_ends,
     key_dtype,
-    left_sums,
     merge_runs,
     run_of_keys,
     write_keys,
 )
-from hypothesis import given, settings
-from hypothesis import strategies as st
-
-VOCABULARIES = st.one_of(st.integers(1, 70_000), st.sampled_from([1, 2, 65_536, 65_537, 300_000, 2**31 - 1]))
-Corpus = tuple[int, list[list[int]]]
-
-
-@st.composite
-def corpora(draw: st.DrawFn) -> Corpus:
-    """A vocabulary and documents that use few of its tokens often, the first and the last among them."""
-    vocab_size = draw(VOCABULARIES)
-    some = draw(st.lists(st.integers(0, vocab_size - 1), max_size=4))
-    token = st.sampled_from(sorted({0, vocab_size - 1, *some}))
-    return vocab_size, draw(st.lists(st.lists(token, max_size=30), max_size=10))
 
 
 def packed(documents: list[list[int]], dtype: str = "int64") -> tuple[np.ndarray, np.ndarray]:
@@ -48,34 +30,8 @@ def count_pairs(tokens: np.ndarray, starts: np.ndarray, vocab_size: int) -> Run:
     return run_of_keys(keys, len(ends))
 
 
-def brute(documents: list[list[int]], vocab_size: int) -> dict[int, int]:
-    pairs = Counter(left * vocab_size + right for document in documents for left, right in pairwise(document))
-    return dict(sorted(pairs.items()))
-
-
 def flat(parts: list[Run]) -> list[tuple[int, int]]:
     return [entry for keys, counts in parts for entry in zip(keys.tolist(), counts.tolist(), strict=True)]
-
-
-@settings(deadline=None)
-@given(corpus=corpora(), data=st.data(), chunk=st.sampled_from([1, 2, 7, 100, 1 << 18]))
-def test_runs_in_any_order_merge_to_the_run_of_the_whole(corpus: Corpus, data: st.DataObject, chunk: int) -> None:
-    vocab_size, documents = corpus
-    shards = [data.draw(st.integers(0, 4)) for _ in documents]
-    runs = []
-    for shard in data.draw(st.permutations(range(5))):
-        mine = [document for document, at in zip(documents, shards, strict=True) if at == shard]
-        runs.append(count_pairs(*packed(mine), vocab_size))
-    parts = list(merge_runs(runs, vocab_size, chunk))
-    wanted = brute(documents, vocab_size)
-    assert flat(parts) == list(wanted.items())
-    assert all(keys.dtype == key_dtype(vocab_size) and counts.dtype == np.int64 for keys, counts in parts)
-    assert all(0 < len(keys) <= chunk for keys, _ in parts) or chunk < 5
-    if vocab_size <= 70_000:
-        lefts = Counter[int]()
-        for key, count in wanted.items():
-            lefts[key // vocab_size] += count
-        np.testing.assert_array_equal(left_sums(parts, vocab_size), [lefts[token] for token in range(vocab_size)])
 
 
 @pytest.mark.parametrize("vocab_size", [300, 70_000])

@@ -11,7 +11,6 @@ from pathlib import Path
 import numpy as np
 import pytest
 import torch
-from draftsmith.checkpoints.table import table as table_module
 from draftsmith.checkpoints.table.file import write_table
 from draftsmith.checkpoints.table.table import TABLE_FILE, BigramTable
 from hypothesis import given, settings
@@ -47,34 +46,15 @@ def random_table(seed: int = 0, length: int = 400) -> BigramTable:
 
 
 @settings(deadline=None)
-@given(documents=DOCUMENTS, at_a_time=st.sampled_from([1, 2, 5, 10_000]))
-def test_counts_are_those_of_a_counter(documents: list[list[int]], at_a_time: int) -> None:
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(table_module, "_DOCUMENTS_AT_A_TIME", at_a_time)
-        table = BigramTable.from_documents(arrays(documents), VOCAB)
+@given(documents=DOCUMENTS)
+def test_counts_are_those_of_a_counter(documents: list[list[int]]) -> None:
+    table = BigramTable.from_documents(arrays(documents), VOCAB)
     pairs, tokens = reference(documents)
     np.testing.assert_array_equal(dense(table), pairs)
     np.testing.assert_array_equal(table.unigram, tokens)
     np.testing.assert_array_equal(table.left_counts(), pairs.sum(1))
     np.testing.assert_array_equal(table.right_counts(), pairs.sum(0))
     assert table.pairs == pairs.sum()
-
-
-def test_correlation_broadcasts_over_any_shapes() -> None:
-    table = random_table()
-    left, right = torch.randint(VOCAB, (3, 1, 4, 1)), torch.randint(VOCAB, (2, 1, 5))
-    found = table.log_correlation(left, right, 0.1)
-    assert found.shape == (3, 2, 4, 5)
-    assert found[2, 1, 3, 4] == table.log_correlation(left[2, 0, 3, 0], right[1, 0, 4], 0.1)
-    assert table.log_correlation(left[:0], right, 0.1).shape == (0, 2, 4, 5)
-
-
-def test_the_mean_of_r_under_the_marginals_is_one() -> None:
-    table = random_table()
-    tokens = torch.arange(VOCAB)
-    r = table.log_correlation(tokens[:, None], tokens, 0.0).exp().double()
-    left, right = table.left_counts() / table.pairs, table.right_counts() / table.pairs
-    assert float(left.double() @ r @ right.double()) == pytest.approx(1.0, abs=1e-5)
 
 
 def test_a_file_cut_off_anywhere_is_refused(tmp_path: Path) -> None:

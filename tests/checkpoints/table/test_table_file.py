@@ -1,8 +1,7 @@
-"""The table's file against the safetensors library, in small memory, and on a full disk."""
+"""The table's file against the safetensors library, in small memory."""
 
 from __future__ import annotations
 
-import errno
 import json
 import subprocess
 import sys
@@ -72,17 +71,8 @@ def test_the_library_reads_what_was_streamed(
     assert own[head[0] :] == path.read_bytes()[head[1] :]
 
 
-def test_a_count_too_large_is_refused_and_nothing_is_left(tmp_path: Path) -> None:
-    path = tmp_path / "table.safetensors"
-    path.write_text("what stood here")
-    with pytest.raises(ValueError, match=r"\(2, 5\) .* 2147483648 "):
-        write_table(path, 10, run_in_parts({3: 1, 25: MAX_COUNT + 1}, 10, [1]), np.zeros(10, dtype=np.int64))
-    assert path.read_text() == "what stood here"
-    assert list(tmp_path.iterdir()) == [path]
-
-
-LIMITED = """
-import resource, sys
+LARGE = """
+import sys
 import numpy as np
 from pathlib import Path
 from draftsmith.checkpoints.table.file import write_table
@@ -93,35 +83,17 @@ def parts(number, size=1 << 18):
     for at in range(number):
         keys = np.arange(at * size, (at + 1) * size, dtype=np.uint32)
         yield keys, np.ones(size, dtype=np.int64)
-path, number, limit = Path(sys.argv[1]), int(sys.argv[2]), int(sys.argv[3])
+path, number = Path(sys.argv[1]), int(sys.argv[2])
 unigram = np.zeros(32000, dtype=np.int64)
 write_table(path.with_name("first"), 32000, parts(2), unigram)
 before = peak()
-if limit:
-    resource.setrlimit(resource.RLIMIT_FSIZE, (limit, limit))
-try:
-    write_table(path, 32000, parts(number), unigram)
-except OSError as error:
-    print("OSError", error.errno, error.filename, path.exists())
-else:
-    print("fine", peak() - before, path.stat().st_size)
+write_table(path, 32000, parts(number), unigram)
+print(peak() - before, path.stat().st_size)
 """
 
 
-def limited(path: Path, parts: int, limit: int) -> list[str]:
-    command = [sys.executable, "-c", LIMITED, str(path), str(parts), str(limit)]
-    done = subprocess.run(command, capture_output=True, text=True, check=True, timeout=120)
-    return done.stdout.split()
-
-
 def test_a_table_much_larger_than_its_parts_takes_the_memory_of_one(tmp_path: Path) -> None:
-    kind, kilobytes, size = limited(tmp_path / "table", 100, 0)
-    assert kind == "fine"
+    command = [sys.executable, "-c", LARGE, str(tmp_path / "table"), "100"]
+    kilobytes, size = subprocess.run(command, capture_output=True, text=True, check=True, timeout=120).stdout.split()
     assert int(size) > 200e6
     assert int(kilobytes) < 40e3
-
-
-def test_a_disk_that_takes_no_more_is_named_and_left_as_it_was(tmp_path: Path) -> None:
-    path = tmp_path / "table"
-    assert limited(path, 20, 10_000_000) == ["OSError", str(errno.EFBIG), str(path), "False"]
-    assert [file.name for file in tmp_path.iterdir()] == ["first"]

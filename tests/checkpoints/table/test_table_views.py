@@ -182,15 +182,6 @@ def test_a_large_table_says_what_its_dictionary_says() -> None:
         assert int(best[token]) == int(table.distributions("cpu", 1.0).after(torch.tensor(token)).argmax())
 
 
-def test_views_are_made_once() -> None:
-    """A proposer asks for them with every prompt."""
-    table = counted([[1, 2, 3, 1, 2]])
-    assert table.correlation("add-k", 0.5) is table.correlation("add-k", 0.5)
-    assert table.correlation("add-k", 0.5) is not table.correlation("add-k", 0.4)
-    assert table.distributions("cpu", 1.0) is table.distributions(torch.device("cpu"), 1.0)
-    assert table.to("cpu") is table
-
-
 def test_the_default_discount_is_that_of_the_whole_counts() -> None:
     """n₁ = 3, n₂ = 2: pruning away what was seen once must not change it."""
     table = counted([[1, 2], [1, 2], [3, 4], [3, 4], [5, 6], [6, 5], [7, 7]])

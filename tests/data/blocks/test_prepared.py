@@ -77,15 +77,6 @@ def test_labels_are_the_trainable_tokens(many: list[Conversation], bpe: Any, pre
     assert (batch.tokens_BT[padding] == bpe.pad_token_id).all()
 
 
-def test_trainable_tokens_count_the_shifted_labels(prepared: PreparedData) -> None:
-    for indices in ([0], [1, 0], list(range(prepared.blocks))):
-        batch = prepared.batch(indices)
-        predicted = batch.documents_BT[:, 1:] == batch.documents_BT[:, :-1]
-        counted = int(((batch.labels_BT[:, 1:] != -100) & predicted).sum())
-        assert prepared.trainable_tokens(indices) == counted > 0
-    assert prepared.trainable_tokens(range(prepared.blocks)) == prepared.manifest["trainable_tokens"]
-
-
 def test_the_first_token_of_a_document_has_no_label(bpe: Any, tmp_path: Path) -> None:
     plain, text = get_template("plain"), Conversation("text", (Turn("assistant", "question"),))
     (document,) = render_all([text], bpe, plain, None)
@@ -93,7 +84,7 @@ def test_the_first_token_of_a_document_has_no_label(bpe: Any, tmp_path: Path) ->
     data = prepare([text] * 2, bpe, plain, 2 * len(document.ids), tmp_path / "p", source={})
     labels = [-100, *document.ids[1:].tolist()]
     assert data.batch([0]).labels_BT.tolist() == [labels * 2]
-    assert data.trainable_tokens([0]) == data.manifest["trainable_tokens"] == 2 * len(document.ids) - 2
+    assert data.manifest["trainable_tokens"] == 2 * len(document.ids) - 2
 
 
 def test_packed_documents_compute_what_they_compute_alone(prepared: PreparedData, make_llama: Any) -> None:
@@ -121,7 +112,6 @@ def test_the_manifest_adds_up(many: list[Conversation], bpe: Any, prepared: Prep
     assert manifest["packing_density"] == manifest["tokens"] / (manifest["blocks"] * BLOCK)
     assert manifest["trainable_share"] == manifest["trainable_tokens"] / manifest["tokens"]
     assert PreparedData.load(prepared.directory).manifest == manifest
-    prepared.verify()
 
 
 def test_an_interruption_leaves_what_was_there(
@@ -137,16 +127,12 @@ def test_an_interruption_leaves_what_was_there(
     assert [path.name for path in tmp_path.iterdir()] == ["prepared"]
 
 
-def test_loading_checks_presence_shape_and_content(prepared: PreparedData) -> None:
+def test_loading_checks_presence_and_shape(prepared: PreparedData) -> None:
     folder = prepared.directory
     with pytest.raises(ValueError, match=str(prepared.blocks)):
         prepared.batch([prepared.blocks])
     tokens = np.load(folder / "tokens.npy")
     assert tokens.dtype == np.uint16, "a vocabulary of 300 fits"
-    tokens[0] += 1
-    np.save(folder / "tokens.npy", tokens)
-    with pytest.raises(ValueError, match="sha256"):
-        PreparedData.load(folder).verify()
     np.save(folder / "tokens.npy", tokens[:-1])
     with pytest.raises(ValueError, match=rf"tokens\.npy: \({len(tokens) - 1},\).*\({len(tokens)},\)"):
         PreparedData.load(folder)

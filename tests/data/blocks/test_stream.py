@@ -83,15 +83,6 @@ def test_every_row_is_seen_once_an_epoch(
     assert seen[:ROWS] != all_documents
 
 
-def test_workers_change_nothing(rows_file: Path, bpe: Any) -> None:
-    alone, together = stream(rows_file, bpe), stream(rows_file, bpe, workers=3)
-    for step in range(30):
-        one, other = alone.step_batch(step, 4, 0)[1], together.step_batch(step, 4, 0)[1]
-        assert torch.equal(one.tokens_BT, other.tokens_BT)
-        assert torch.equal(one.labels_BT, other.labels_BT)
-    assert alone.state() == together.state()
-
-
 @pytest.mark.parametrize("workers", [0, 2])
 def test_a_resumed_stream_goes_on_where_it_stopped(rows_file: Path, bpe: Any, workers: int) -> None:
     straight = stream(rows_file, bpe)
@@ -162,11 +153,10 @@ def test_a_mixture_uses_rows_as_often_as_their_weight_says() -> None:
     assert 35 < first["b"] < 90
 
 
-@pytest.mark.parametrize("parallel", ["true", "false"])
 def test_workers_do_not_wait_for_threads_of_their_parent(
-    rows_file: Path, bpe: Any, monkeypatch: pytest.MonkeyPatch, parallel: str
+    rows_file: Path, bpe: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setenv("TOKENIZERS_PARALLELISM", parallel)
+    monkeypatch.setenv("TOKENIZERS_PARALLELISM", "true")
     assert len(list(render_all(open_epoch(rows_file, 0), bpe, CHATML, BLOCK))) == ROWS  # threads have been started
     data = stream(rows_file, bpe, workers=1)
     assert data.step_batch(0, 2, 0)[1].tokens_BT.shape == (2, BLOCK)

@@ -212,14 +212,3 @@ def test_last_turn_only_trains_on_the_last_answer(
         assert last.ids.tolist() == whole.ids.tolist()
         assert last.spans == whole.spans[-1:]
     assert report.context_only == report.exchanges - len(chats) > 0
-
-
-def test_bare_text_is_learned_whole(tokenizer: Any) -> None:
-    template, text = get_template("plain"), Conversation("text", (Turn("assistant", "the hello " * 30),))
-    whole = render(text, template, tokenizer)
-    bos = len(whole.ids) - (whole.spans[0][1] - whole.spans[0][0])
-    assert whole.spans == [(bos, len(whole.ids))]
-    assert tokenizer.decode(whole.ids[bos:]) == text.turns[0].text + tokenizer.eos_token
-    parts = list(render_all([text], tokenizer, template, 40))
-    assert all(len(part.ids) <= 40 for part in parts)
-    assert [i for part in parts for i in part.ids[bos:].tolist()] == whole.ids[bos:].tolist(), "nothing is lost"

@@ -13,7 +13,7 @@ from draftsmith.data.cleaning.options import Cleaning
 from draftsmith.data.conversations import CorpusReport, Turn
 from draftsmith.data.sources.files import Row
 from draftsmith.data.sources.reading import open_dialogues, read_conversations, read_prompts
-from draftsmith.data.sources.registry import CORPORA, documentation_rows
+from draftsmith.data.sources.registry import CORPORA
 
 CHAT = {"conversations": [{"from": "human", "value": "hello"}, {"from": "gpt", "value": "hi"}]}
 
@@ -121,14 +121,6 @@ def test_prompts_of_conversations(tmp_path: Path) -> None:
     assert (first.id, first.follow_ups, first.references) == ("whole", ("\ufffd",), ("1",))
     assert (second.id, second.category, second.references) == ("bare", "math", ("r",))
     assert skipped == {"no question": 2}
-
-
-def test_the_documentation_of_installed_packages() -> None:
-    train = list(documentation_rows("train", ["packaging"], 0.3))
-    heldout = list(documentation_rows("heldout", ["packaging"], 0.3))
-    assert len(train) > len(heldout) > 0
-    dialogue = CORPORA["installed-documentation"].read(train[0])
-    assert [role for role, _ in dialogue.messages[:2]] == ["user", "assistant"]
 
 
 @pytest.fixture

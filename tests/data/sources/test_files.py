@@ -167,19 +167,6 @@ def test_what_is_broken_is_named_or_counted(
         assert shards[0][1].get(reason, 0) + shards[1][1].get(reason, 0) == 1
 
 
-@pytest.mark.parametrize("name", ["a.json.gz", "a.jsonl.zst", "stream.arrow", "a.parquet"])
-def test_of_a_file_cut_short_the_rows_before_are_kept(name: str, tmp_path: Path) -> None:
-    noisy = [{"prompt": f"{i}", "response": str(hash((i, j)))} for i in range(3000) for j in range(3)]
-    path = write(tmp_path / name, noisy)
-    path.write_bytes(path.read_bytes()[: path.stat().st_size // 2])
-    with pytest.raises(ValueError, match=str(path)):
-        values(path)
-    rows, skipped = skipping(path)
-    assert [row.value for row in rows] == noisy[: len(rows)]
-    assert (len(rows) > 1000) == (name != "a.parquet")  # what a parquet file holds is written at its end
-    assert skipped == {"file cut short or damaged": 1}
-
-
 def test_a_folder_is_its_data_files(tmp_path: Path) -> None:
     for name in ("train.jsonl", "test.jsonl", "train-2.jsonl", "train_gen.jsonl"):
         write(tmp_path / name, [name])

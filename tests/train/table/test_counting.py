@@ -169,14 +169,10 @@ def test_damaged_files_are_refused_and_named(tmp_path: Path, damage: str) -> Non
 
 def test_what_cannot_be_counted_is_refused(tmp_path: Path) -> None:
     folder_of_runs(tmp_path)
-    for attempt in (lambda: PairCounter(501, tmp_path), lambda: merge_counts([tmp_path], 501, tmp_path / "table")):
-        with pytest.raises(ValueError, match=r"500 .* 501"):
-            attempt()
+    with pytest.raises(ValueError, match=r"500 .* 501"):
+        PairCounter(501, tmp_path)
     with PairCounter(500, tmp_path), pytest.raises(ValueError, match=str(tmp_path)):
         PairCounter(500, tmp_path)
-    for memory, threads in ((0, 2), (1, 0)):
-        with pytest.raises(ValueError, match=f"memory_mb is {memory} and threads {threads}"):
-            PairCounter(500, tmp_path, memory, threads)
     counter = PairCounter(500, tmp_path, 1e-6)
     counter.close()
     with pytest.raises(RuntimeError, match=str(tmp_path)):

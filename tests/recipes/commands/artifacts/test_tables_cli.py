@@ -20,7 +20,6 @@ from draftsmith.recipes.commands.artifacts.tables import prune_table
 from draftsmith.recipes.commands.cli import app
 from draftsmith.recipes.commands.training.train import run_train
 from draftsmith.recipes.schema.training import TableRecipe
-from transformers import LlamaConfig, LlamaForCausalLM
 
 
 def run(*arguments: object) -> None:
@@ -177,38 +176,15 @@ def test_tokens_that_cannot_be_shown_as_text_are_shown_with_a_hint(
     tables: Path, corpus: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     """A table whose tokenizer does not lie here, or not any more."""
-    table = BigramTable.load(tables / "padded")
-    fingerprint = load_manifest(tables / "padded").tokenizer_fingerprint
-    for name, source in {"hub": "some/model", "none": None}.items():
-        save_artifact(
-            tmp_path / name, kind="table", write=table.save, vocab_size=384, tokenizer_fingerprint=fingerprint,
-            target=None, shapes={}, recipe={"tokenizer": source}, data={}, training={},
-        )  # fmt: skip
-        run("table", "show", tmp_path / name)
-        shown = capsys.readouterr().out
-        assert f"--tokenizer {source or 'MODEL'}" in " ".join(shown.split())
-        pair = table.report()["highest_r"][0]
-        assert f"#{pair['left']} #{pair['right']}" in shown
-        run("table", "show", tmp_path / name, "--tokenizer", corpus / "tokenizer")
-        assert "#" not in capsys.readouterr().out
-
-
-def test_another_vocabulary_than_the_targets_is_refused_with_what_to_do(
-    tables: Path, corpus: Path, tmp_path: Path
-) -> None:
-    """A target whose embeddings are padded beyond the tokenizer."""
-    target = tmp_path / "target"
-    sizes = {"hidden_size": 16, "intermediate_size": 32, "num_hidden_layers": 2, "num_attention_heads": 2}
-    LlamaForCausalLM(LlamaConfig(vocab_size=384, max_position_embeddings=256, **sizes)).save_pretrained(target)
-    load_tokenizer(str(corpus / "tokenizer")).save_pretrained(target)
-    recipe = tmp_path / "evaluate.yaml"
-    recipe.write_text(
-        f"{{kind: evaluate, out: {tmp_path / 'r.json'}, target: {target}, prompts: {corpus / 'rows.json'}, "
-        "template: chatml, limit: 2, max_new_tokens: 4, methods: [{method: autoregressive}, {method: bigram}]}"
-    )
-    refused(
-        ["evaluate", recipe, f"table={tables / 'a'}"],
-        f"{tables / 'a'} has a vocabulary of 320 tokens, the target of 384",
-        "`vocab_size: 384`",
-    )
-    run("evaluate", recipe, f"table={tables / 'padded'}")
+    table, manifest = BigramTable.load(tables / "padded"), load_manifest(tables / "padded")
+    save_artifact(
+        tmp_path / "hub", kind="table", write=table.save, vocab_size=384, recipe={"tokenizer": "some/model"},
+        tokenizer_fingerprint=manifest.tokenizer_fingerprint, target=None, shapes={}, data={}, training={},
+    )  # fmt: skip
+    run("table", "show", tmp_path / "hub")
+    shown = capsys.readouterr().out
+    assert "--tokenizer some/model" in " ".join(shown.split())
+    pair = table.report()["highest_r"][0]
+    assert f"#{pair['left']} #{pair['right']}" in shown
+    run("table", "show", tmp_path / "hub", "--tokenizer", corpus / "tokenizer")
+    assert "#" not in capsys.readouterr().out
