@@ -6,12 +6,15 @@ from collections.abc import Iterator
 from types import ModuleType
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
+from draftsmith.data.blocks.packing import Batch
 from draftsmith.decode.models.final_norm import final_norm
 from draftsmith.decode.models.loading import wrap_model
 from draftsmith.train.forward.attention import NAME, documents_attention
-from draftsmith.train.forward.packed import PackedForward, make_forward
+from draftsmith.train.forward.packed import PackedForward, has_plain_head, make_forward
+from draftsmith.train.tasks.drafter import DrafterTask
 from transformers import AttentionInterface, AutoConfig, AutoModelForCausalLM
 from transformers.masking_utils import ALL_MASK_ATTENTION_FUNCTIONS, AttentionMaskInterface
 
@@ -27,6 +30,13 @@ FAMILIES: dict[str, dict[str, Any]] = {
     "gpt_neox": COMMON | {"intermediate_size": 24, "max_position_embeddings": 64},
     "gpt2": {"vocab_size": 32, "n_embd": 16, "n_layer": 2, "n_head": 2, "n_positions": 64},
     "phi": LLAMA | {"num_key_value_heads": 2},  # gives logits: its output projection has a bias
+}
+
+
+ALL_FAMILIES = FAMILIES | {
+    "mistral": LLAMA | {"sliding_window": 5},  # shorter than the blocks
+    "gemma2": LLAMA | {"sliding_window": 5, "final_logit_softcapping": 3.0, "pad_token_id": 0},
+    "cohere": LLAMA | {"logit_scale": 0.3, "pad_token_id": 0},
 }
 
 
@@ -61,7 +71,7 @@ def reference() -> Iterator[str]:
 
 
 def build(family: str, attention: str, **overrides: Any) -> Any:
-    config = AutoConfig.for_model(family, **(FAMILIES[family] | overrides))
+    config = AutoConfig.for_model(family, **(ALL_FAMILIES[family] | overrides))
     torch.manual_seed(0)
     model = AutoModelForCausalLM.from_config(config, attn_implementation="eager").eval()
     with torch.no_grad():
@@ -276,3 +286,61 @@ def test_flex_attention_keeps_documents_apart_too(worker: ModuleType) -> None:
         with torch.no_grad():
             found.append(PackedForward(build("llama", attention, hidden_size=64, head_dim=16)).hidden(batch) * real)
     torch.testing.assert_close(*found, atol=1e-4, rtol=1e-3)
+
+
+def documents_alone(model: Any, batch: Batch) -> list[tuple[int, torch.Tensor, list[int]]]:
+    """Row, logits [T, V] and labels of every document, from a forward of that document by itself."""
+    found = []
+    for row in range(batch.tokens_BT.shape[0]):
+        for number in batch.documents_BT[row].unique().tolist():
+            inside = batch.documents_BT[row] == number
+            if number >= 0:
+                logits = model(batch.tokens_BT[row][inside][None]).logits[0]
+                found.append((row, logits, batch.labels_BT[row][inside].tolist()))
+    return found
+
+
+@pytest.mark.parametrize("attention", ["sdpa", "eager"])
+@pytest.mark.parametrize("family", ALL_FAMILIES)
+def test_packed_equals_separate(worker: ModuleType, family: str, attention: str) -> None:
+    if family == "gemma2" and attention == "sdpa":
+        pytest.skip("Gemma 2's capped attention has no sdpa kernel")
+    model = build(family, attention)
+    batch = worker.make_data(3, length=24).batch(range(3))
+    assert has_plain_head(model) == (family not in ("gemma2", "phi", "cohere"))
+    task = DrafterTask(model, None)
+    loss, count = task.module(batch.tokens_BT, batch.labels_BT, batch.positions_BT, batch.documents_BT)
+    expected, items = 0.0, 0
+    with torch.no_grad():
+        for _, logits_TV, labels in documents_alone(model, batch):
+            for place, label in enumerate(labels[1:]):
+                if label != -100:
+                    expected -= float(logits_TV[place].log_softmax(-1)[label])
+                    items += 1
+    assert int(count) == items == int(task.count(batch))
+    assert float(loss.detach()) == pytest.approx(expected, rel=1e-5)
+    loss.backward()
+    assert all(p.grad is not None and torch.isfinite(p.grad).all() for p in model.parameters() if p.requires_grad)
+
+
+@pytest.mark.parametrize("family", ["opt", "gpt2"])
+def test_blocks_may_be_longer_than_learned_positions_but_documents_not(worker: ModuleType, family: str) -> None:
+    """Blocks of 16, documents of at most 8, or of one and much padding; eight learned positions."""
+    limit = {"max_position_embeddings": 8} if family == "opt" else {"n_positions": 8}
+    model = build(family, "sdpa", **limit)
+    rows = torch.arange(32).reshape(2, 16) % 32
+    documents = torch.tensor([[0] * 7 + [1] * 8 + [-1], [2] * 6 + [-1] * 10])
+    positions = torch.tensor([[*range(7), *range(8), 0], [*range(6), *range(10)]])
+    labels = torch.where(documents >= 0, rows, -100)
+    for chosen in ([0, 1], [1]):  # with a mask, and with one document a row
+        batch = Batch(rows, labels, positions, documents).rows(np.array(chosen))
+        found = PackedForward(model)(batch)
+        assert found.isfinite().all()
+        for row, logits, _ in documents_alone(model, batch):
+            head = model.get_output_embeddings()
+            inside = batch.documents_BT[row]
+            number = next(n for n in inside.unique().tolist() if n >= 0 and int((inside == n).sum()) == len(logits))
+            torch.testing.assert_close(head(found[row][inside == number]), logits, atol=1e-4, rtol=1e-4)
+    too_long = Batch(rows[:1], rows[:1], torch.arange(16)[None], torch.zeros(1, 16, dtype=torch.int64))
+    with pytest.raises(ValueError, match=r"a document has 16 tokens, and .* 8 positions"):
+        PackedForward(model)(too_long)

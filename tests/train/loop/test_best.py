@@ -98,12 +98,3 @@ def test_a_best_checkpoint_that_is_gone_is_said(worker: ModuleType, tmp_path: Pa
     again = Scored(worker)
     assert run(worker, again, tmp_path).kept_step == 8
     assert "there is no checkpoint of step 4: the last weights stay" in capfd.readouterr().err
-
-
-def test_the_outlook_follows_the_curve(worker: ModuleType, tmp_path: Path, capfd: Any):
-    scores = [1.0] + [2.0 - 1.0 * step**-0.5 for step in (2, 4, 6, 8)]
-    result = run(worker, Scored(worker, scores), tmp_path)
-    assert result.extrapolation is not None
-    assert result.extrapolation["now"] == pytest.approx(scores[-1], abs=1e-3)
-    assert result.extrapolation["gain"] == pytest.approx(8**-0.5 - 16**-0.5, rel=0.05)
-    assert "as many again add 0.1" in capfd.readouterr().err

@@ -8,7 +8,6 @@ from types import ModuleType
 from typing import Any
 
 import numpy as np
-import pytest
 import torch
 from draftsmith.data.blocks.packing import IGNORED, PADDING, Batch
 from draftsmith.train.loop.fit import fit
@@ -98,36 +97,12 @@ def test_stop_tokens_end_answers(worker: ModuleType):
     assert any(answer[-1] in stops for answer in answers)
 
 
-def test_training_on_policy_helps_and_resumes_exactly(
-    worker: ModuleType, tmp_path: Path, logged: Callable[..., list[Any]]
-):
-    def task() -> DrafterTask:
-        target = worker.make_model(2, hidden_size=32)
-        with torch.no_grad():
-            target.lm_head.weight.mul_(20)
-        teacher = ModelTeacher(target)
-        own = OnPolicy(share=0.5, new_tokens=6)
-        model = worker.make_model(1)
-        return DrafterTask(
-            model, worker.make_data(8, seed=3), {"forward-kl": 1.0}, teacher, on_policy=own, eval_teacher=teacher
-        )
-
-    config = worker.make_config(steps=20, save_every=5, evaluate_every=20)
-    result = fit(task(), worker.make_data(), config, tmp_path / "whole")
-    first = logged(tmp_path / "whole", "evaluation")[0]
-    assert result.metrics["overlap"] > first["overlap"] + 0.02
-    stopped = task()
-    begin = stopped.begin
-
-    def fails(step: int, steps: int) -> None:
-        if step == 12:
-            raise KeyboardInterrupt
-        begin(step, steps)
-
-    stopped.begin = fails  # type: ignore[method-assign]
-    with pytest.raises(KeyboardInterrupt):
-        fit(stopped, worker.make_data(), config, tmp_path / "killed")
-    again = fit(task(), worker.make_data(), config, tmp_path / "killed")
-    assert again.resumed_from == 10
-    assert logged(tmp_path / "killed") == logged(tmp_path / "whole")
-    assert logged(tmp_path / "killed", "tokens") == logged(tmp_path / "whole", "tokens")
+def test_training_on_policy_helps(worker: ModuleType, tmp_path: Path, logged: Callable[..., list[Any]]):
+    target, heldout = worker.make_model(2, hidden_size=32), worker.make_data(8, seed=3)
+    with torch.no_grad():
+        target.lm_head.weight.mul_(20)
+    teacher, own = ModelTeacher(target), OnPolicy(share=0.5, new_tokens=6)
+    objective = {"forward-kl": 1.0}
+    task = DrafterTask(worker.make_model(1), heldout, objective, teacher, on_policy=own, eval_teacher=teacher)
+    result = fit(task, worker.make_data(), worker.make_config(steps=20, save_every=0, evaluate_every=20), tmp_path)
+    assert result.metrics["overlap"] > logged(tmp_path, "evaluation")[0]["overlap"] + 0.02
