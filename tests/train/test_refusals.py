@@ -22,7 +22,6 @@ from draftsmith.train.teachers.teacher import ModelTeacher
 from draftsmith.train.teachers.top_k_cache import CacheSource
 from transformers import (
     AutoConfig,
-    AutoModelForCausalLM,
     AutoModelForSeq2SeqLM,
     BloomConfig,
     BloomForCausalLM,
@@ -142,10 +141,6 @@ def t5(family: str = "t5", attention: str = "eager", **sizes: Any) -> Any:
     return AutoModelForSeq2SeqLM.from_config(config, attn_implementation=attention)
 
 
-def opt() -> Any:
-    return AutoModelForCausalLM.from_config(AutoConfig.for_model("opt", **SMALL, ffn_dim=24, word_embed_proj_dim=8))
-
-
 def lfm2() -> Any:
     shape = {"layer_types": ["conv", "full_attention"], "num_key_value_heads": 2, "intermediate_size": 32}
     model = Lfm2ForCausalLM(Lfm2Config(**SMALL, **shape, pad_token_id=0)).eval()
@@ -164,7 +159,6 @@ BART |= {"encoder_attention_heads": 2, "decoder_attention_heads": 2}
 MODELS: dict[str, tuple[Callable[[], Any], str]] = {
     "no positions": (lambda: PackedForward(bloom()), "Bloom.*position_ids"),
     "convolutions": (lambda: PackedForward(lfm2()), "Lfm2"),
-    "no norm": (lambda: PackedForward(opt(), "before-norm"), "'opt'"),
     "encoder-decoder": (lambda: PackedForward(t5()), "T5"),
     "family": (lambda: make_forward(t5("bart", **BART)), "'bart'.*t5, mt5, umt5"),
     "flex": (lambda: make_forward(t5(attention="flex_attention")), "flex"),

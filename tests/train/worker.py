@@ -8,7 +8,6 @@ from __future__ import annotations
 import json
 import os
 import sys
-import time
 from itertools import pairwise
 from pathlib import Path
 from typing import Any
@@ -77,15 +76,11 @@ def make_model(seed: int = 0, **overrides: Any) -> LlamaForCausalLM:
 class SignallingTask(DrafterTask):
     """Sends its own process a signal while step `at` (from 1) is under way."""
 
-    pause = 0.0
-    """Seconds that each step takes longer."""
-
     def __init__(self, model: Any, heldout: PreparedData | None, at: int = 0, number: int = 9) -> None:
         super().__init__(model, heldout)
         self._left, self._number = at, number
 
     def count(self, batch: Any) -> torch.Tensor:
-        time.sleep(self.pause)
         self._left -= 1
         if self._left == 0:
             os.kill(os.getpid(), self._number)
@@ -108,7 +103,6 @@ def main() -> None:
         options.get("kill_at", 0) if rank == options.get("kill_rank", 0) else 0,
         options.get("signal", 9),
     )
-    task.pause = options.get("pause", 0.0)
     config = make_config(**options.get("config", {}))
     result = fit(task, make_data(), config, options["state_dir"])
     if rank == 0:

@@ -230,21 +230,6 @@ def test_states_before_the_norm_are_what_goes_into_it(
             torch.testing.assert_close(states_BTD[row, place], alone_1TD[0], rtol=1e-3, atol=1e-3)
 
 
-def test_gradients_flow_through_states_before_the_norm(worker: ModuleType) -> None:
-    batch = worker.make_data(3).batch(range(3))
-    gradients = []
-    for states in ("after-norm", "before-norm"):
-        model = build("llama", "sdpa")
-        forward = PackedForward(model, states)
-        after_BTD = forward.after_norm(forward.hidden(batch))
-        (after_BTD * (batch.documents_BT >= 0)[..., None]).pow(2).sum().backward()
-        gradients.append([p.grad for p in model.model.parameters()])
-    for mine, theirs in zip(*gradients, strict=True):
-        torch.testing.assert_close(mine, theirs, rtol=1e-3, atol=1e-3)
-    with torch.no_grad():
-        assert not forward.hidden(batch).requires_grad
-
-
 def test_states_of_another_type_are_normed_in_the_models_own(worker: ModuleType) -> None:
     batch = worker.make_data(2).batch(range(2))
     forward = PackedForward(build("gpt_neox", "sdpa"), "before-norm")

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import shutil
 from pathlib import Path
 from types import ModuleType
 from typing import Any
@@ -90,11 +89,3 @@ def test_the_weights_of_the_largest_number_stay(
     assert (result.kept_step, result.metrics) == (kept, {"score": scores[kept // 2]})
     assert same(scored.task.module.model, scored.seen[kept])
     assert shown in capfd.readouterr().err
-
-
-def test_a_best_checkpoint_that_is_gone_is_said(worker: ModuleType, tmp_path: Path, capfd: Any):
-    run(worker, Scored(worker), tmp_path)
-    shutil.rmtree(tmp_path / "checkpoints" / "step-000004")
-    again = Scored(worker)
-    assert run(worker, again, tmp_path).kept_step == 8
-    assert "there is no checkpoint of step 4: the last weights stay" in capfd.readouterr().err

@@ -2,13 +2,7 @@
 
 from __future__ import annotations
 
-import json
 import math
-import random
-import signal
-import subprocess
-import sys
-import time
 from collections.abc import Callable
 from itertools import pairwise
 from pathlib import Path
@@ -109,37 +103,3 @@ def test_no_memory_is_named_with_what_would_need_less(worker: ModuleType, tmp_pa
     with pytest.raises(TrainingError, match=r"step 3, with micro_batch 4 of 16 tokens, blocks \[.*with micro_batch 2"):
         fit(task, worker.make_data(), worker.make_config(), tmp_path)
     assert [path.name for path in (tmp_path / "checkpoints").iterdir()] == ["step-000002"]
-
-
-@pytest.mark.slow
-def test_killed_at_ten_moments_it_repeats_an_undisturbed_run(tmp_path: Path):
-    """SIGKILL from outside, at moments that no step chooses: in steps, in savings, in start-up."""
-
-    def start(name: str) -> subprocess.Popen[bytes]:
-        options = {"state_dir": str(tmp_path / name), "weights": str(tmp_path / f"{name}.safetensors"), "pause": 0.05}
-        options["config"] = {"steps": 24, "save_every": 2, "evaluate_every": 6}
-        return subprocess.Popen(
-            [sys.executable, str(Path(__file__).parents[1] / "worker.py"), json.dumps(options)], cwd=tmp_path
-        )
-
-    def size(log: Path) -> int:
-        return log.stat().st_size if log.exists() else 0
-
-    assert start("undisturbed").wait(120) == 0
-    log, kills = tmp_path / "killed" / "log.jsonl", 0
-    for _ in range(10):
-        process, before = start("killed"), size(log)
-        while process.poll() is None and size(log) == before:  # until it has begun its steps
-            time.sleep(0.01)
-        time.sleep(random.random() * 0.12)
-        process.kill()
-        kills += process.wait(60) == -signal.SIGKILL
-    assert start("killed").wait(120) == 0
-    assert kills >= 5, f"only {kills} of ten runs were still under way when they were to be killed"
-    assert (tmp_path / "killed.safetensors").read_bytes() == (tmp_path / "undisturbed.safetensors").read_bytes()
-    losses = [
-        [line["loss"] for line in map(json.loads, (tmp_path / name / "log.jsonl").open()) if "loss" in line]
-        for name in ("killed", "undisturbed")
-    ]
-    assert losses[0] == losses[1]
-    assert len(losses[0]) == 24

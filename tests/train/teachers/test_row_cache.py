@@ -12,15 +12,47 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+from draftsmith.train.teachers.hidden_cache import HiddenCache, HiddenRows, HiddenSource
 from draftsmith.train.teachers.row_cache import DOCUMENTS, RowCache
-from draftsmith.train.teachers.row_writer import discard_damage
+from draftsmith.train.teachers.row_plan import CachePlan, Source
+from draftsmith.train.teachers.row_writer import CacheWriter, MakeRows, discard_damage
+from draftsmith.train.teachers.teacher import ModelTeacher
+from draftsmith.train.teachers.top_k_cache import CacheSource, TeacherCache, TopRows
 
-CPU = torch.device("cpu")
+CPU, TOP_K = torch.device("cpu"), 5
+CACHES: dict[str, type[RowCache]] = {"top": TeacherCache, "hidden": HiddenCache}
 
 
-@pytest.fixture(scope="module")
-def cache_worker(load_script: Callable[[Path], ModuleType]) -> ModuleType:
-    return load_script(Path(__file__).parents[1] / "cache_worker.py")
+def make_source(kind: str) -> Source:
+    told = ("nowhere", "a model", "some data")
+    return CacheSource(*told, top_k=TOP_K) if kind == "top" else HiddenSource(*told)
+
+
+def make_rows(kind: str, model: Any) -> tuple[MakeRows, int]:
+    """What makes rows of a model's states, and the size that these depend on."""
+    if kind == "top":
+        teacher = ModelTeacher(model)
+        return TopRows(teacher, TOP_K), teacher.vocab_size
+    rows = HiddenRows(model)
+    return rows, rows.hidden_size
+
+
+def make_writer(folder: Path, data: Any, kind: str, size: int) -> CacheWriter:
+    """Some files of a few blocks each."""
+    source = make_source(kind)
+    row_bytes = sum(column.row_bytes for column in source.columns(size).values())
+    return CacheWriter(folder, source, data, CachePlan.of(data, source, size, row_bytes * 20))
+
+
+def write(
+    folder: Path, data: Any, kind: str, model: Any, progress: Callable[[int], object] = lambda rows: None
+) -> None:
+    rows, size = make_rows(kind, model)
+    writer = make_writer(folder, data, kind, size)
+    with writer.locked():
+        for shard in writer.missing():
+            writer.write(shard, rows, CPU, 1, progress)
+        writer.finish()
 
 
 @pytest.fixture(params=["top", "hidden"])
@@ -34,9 +66,9 @@ def data(worker: ModuleType) -> Any:
 
 
 @pytest.fixture
-def cache(kind: str, cache_worker: ModuleType, worker: ModuleType, data: Any, tmp_path: Path) -> RowCache:
-    cache_worker.write(tmp_path / "cache", data, kind, worker.make_model())
-    return cache_worker.CACHES[kind](tmp_path / "cache")
+def cache(kind: str, worker: ModuleType, data: Any, tmp_path: Path) -> RowCache:
+    write(tmp_path / "cache", data, kind, worker.make_model())
+    return CACHES[kind](tmp_path / "cache")
 
 
 def contents(folder: Path) -> dict[str, bytes]:
@@ -64,7 +96,7 @@ def test_rows_in_any_order(cache: RowCache):
 
 @pytest.mark.parametrize("damage", ["flipped", "shorter", "gone", "documents", "schema", "shards"])
 def test_damage_is_named_and_what_is_damaged_alone_is_written_again(
-    kind: str, cache: RowCache, cache_worker: ModuleType, worker: ModuleType, data: Any, damage: str
+    kind: str, cache: RowCache, worker: ModuleType, data: Any, damage: str
 ):
     path, manifest = cache.folder / "rows-00002.safetensors", cache.folder / cache.source.manifest
     before, found = contents(cache.folder), json.loads(manifest.read_text())
@@ -96,17 +128,17 @@ def test_damage_is_named_and_what_is_damaged_alone_is_written_again(
         return
     untouched = (cache.folder / "rows-00001.safetensors").stat().st_ino
     assert discard_damage(cache.folder, cache.source_type) == [path.name]
-    cache_worker.write(cache.folder, data, kind, worker.make_model())
+    write(cache.folder, data, kind, worker.make_model())
     assert contents(cache.folder) == before
     assert (cache.folder / "rows-00001.safetensors").stat().st_ino == untouched
     assert discard_damage(cache.folder, cache.source_type) == []
 
 
 def test_one_writer_at_a_time_that_stops_between_batches_when_asked(
-    kind: str, worker: ModuleType, cache_worker: ModuleType, data: Any, tmp_path: Path
+    kind: str, worker: ModuleType, data: Any, tmp_path: Path
 ):
-    rows, size = cache_worker.make_rows(kind, worker.make_model())
-    writer = cache_worker.make_writer(tmp_path / "cache", data, kind, size)
+    rows, size = make_rows(kind, worker.make_model())
+    writer = make_writer(tmp_path / "cache", data, kind, size)
     asked: list[int] = []
     with writer.locked():
         with pytest.raises(ValueError, match="cache"), writer.locked():
@@ -119,7 +151,7 @@ def test_one_writer_at_a_time_that_stops_between_batches_when_asked(
 
 
 def test_a_killed_writer_leaves_whole_files_from_which_the_next_resumes(
-    cache: RowCache, kind: str, worker: ModuleType, cache_worker: ModuleType, data: Any, tmp_path: Path
+    cache: RowCache, kind: str, worker: ModuleType, data: Any, tmp_path: Path
 ):
     folder, killed = tmp_path / "killed", iter(range(99))
 
@@ -128,10 +160,10 @@ def test_a_killed_writer_leaves_whole_files_from_which_the_next_resumes(
             raise KeyboardInterrupt
 
     with pytest.raises(KeyboardInterrupt):
-        cache_worker.write(folder, data, kind, worker.make_model(), progress)
+        write(folder, data, kind, worker.make_model(), progress)
     whole = {path.name: path.stat().st_ino for path in folder.iterdir()}
     assert 0 < len(whole) < len(cache.manifest["shards"])
     (folder / f".{cache.manifest['shards'][-1]['number']}.{os.getpid()}").write_bytes(b"half a file")
-    cache_worker.write(folder, data, kind, worker.make_model())
+    write(folder, data, kind, worker.make_model())
     assert contents(folder) == contents(cache.folder)
     assert all((folder / name).stat().st_ino == number for name, number in whole.items())
