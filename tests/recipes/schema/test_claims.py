@@ -91,17 +91,19 @@ def test_what_was_not_measured_is_not_judged_and_says_why() -> None:
     assert {status(f"a.{metric} > 1") for metric in ("mm", "deep", "deep.other", "m.part")} == {NOT_JUDGED}
 
 
-def test_chains_hold_where_each_link_does() -> None:
-    assert status('slim-s.m < "ours T=0".m < 4x2.m < a.m') == HELD
-    assert status('slim-s.m < 4x2.m < "ours T=0".m < a.m') == NOT_HELD
-    assert judge(parse_claim("slim-s.m < 4x2.m < 3"), ROWS).numbers == "0.5 < 2.5 < 3"
-
-
-def test_about_equal_is_within_the_tolerance_of_the_right_side() -> None:
-    assert status("a.m ==~ 3.08") == HELD
-    assert status("a.m ==~ 3.2") == NOT_HELD
-    assert status("a.m ==~ 3.2", tolerance=0.1) == HELD
-    assert status("a.m ==~ 2.5", tolerance=0.19) == NOT_HELD
+@pytest.mark.parametrize(
+    ("text", "tolerance", "wanted"),
+    [
+        ('slim-s.m < "ours T=0".m < 4x2.m < a.m', 0.03, HELD),
+        ('slim-s.m < 4x2.m < "ours T=0".m < a.m', 0.03, NOT_HELD),
+        ("a.m ==~ 3.08", 0.03, HELD),
+        ("a.m ==~ 3.2", 0.03, NOT_HELD),
+        ("a.m ==~ 3.2", 0.1, HELD),
+        ("a.m ==~ 2.5", 0.19, NOT_HELD),  # of the right side
+    ],
+)
+def test_chains_and_about_equal(text: str, tolerance: float, wanted: str) -> None:
+    assert status(text, tolerance=tolerance) == wanted
 
 
 def test_a_claim_without_a_run_is_for_each_run() -> None:
@@ -125,19 +127,6 @@ def test_the_same_prompts_are_compared_with_one_another() -> None:
     assert status("a.m > b.m", rows) == HELD
     assert status("a.m < b.m", rows) == NOT_HELD
     assert status("a.m > b.m", [rows[0] | {"sample": "other"}, rows[1]]) == NOISE
-
-
-def test_noise_is_called_noise_as_often_as_it_should() -> None:
-    """Two methods that are the same: 5 % of claims about them are decided, give or take four standard errors and the
-    little by which a bootstrap over 40 prompts is too sure of itself."""
-    rng = np.random.default_rng(1)
-    decided = 0
-    for _ in range(300):
-        steps = rng.integers(5, 40, (2, 40))
-        tokens = rng.binomial(4 * steps, 0.5)
-        rows = [ratio_row(label, tokens[place], steps[place]) for place, label in enumerate("ab")]
-        decided += status("a.m > b.m", rows) != NOISE
-    assert 0.05 - 4 * 0.0126 < decided / 300 < 0.07 + 4 * 0.0147
 
 
 def test_draws_are_those_of_a_bootstrap() -> None:

@@ -99,21 +99,14 @@ def test_alpha_is_the_overlap_of_the_distributions(pair: Row, known: Any, tmp_pa
 
 def test_candidates_with_replacement_are_the_closed_form(pair: Row, known: Any, tmp_path: Path) -> None:
     """What drawing without replacement adds is enumerated in `tests/decode/evaluation/replay/`."""
-    found = rows_of("acceptance", pair, tmp_path, temperatures=[1.0], candidates=[1, 2])
-    assert set(found) == {"drafter k=1 T=1", "drafter k=2 T=1"}
+    more = pair | {"more_drafters": [pair["target"]]}
+    found = rows_of("acceptance", more, tmp_path, temperatures=[1.0], candidates=[1, 2])
+    assert list(found) == [f"drafter{which} k={k} T=1" for which in ("", " 2") for k in (1, 2)]
+    assert found["drafter 2 k=1 T=1"]["alpha"] == pytest.approx(1, abs=1e-5)
     refused = [theory.refusals(target_TV, draft_TV, 2)[0] for target_TV, draft_TV, _ in known(1.0)]
     row = found["drafter k=2 T=1"]
     assert row["with_replacement"] == pytest.approx(1 - np.concatenate(refused).mean(), abs=1e-5)
     assert row["alpha"] > row["with_replacement"] > found["drafter k=1 T=1"]["alpha"]
-
-
-def test_more_drafters_have_rows_of_their_own(pair: Row, tiny_pair: Path, tmp_path: Path) -> None:
-    more = pair | {"more_drafters": [f"{tiny_pair}/drafter-stage1", f"{tiny_pair}/target"]}
-    found = rows_of("acceptance", more, tmp_path, temperatures=[1.0])
-    swapped = rows_of("acceptance", pair | {"drafter": more["more_drafters"][0]}, tmp_path, temperatures=[1.0])
-    assert list(found) == ["drafter T=1", "drafter 2 T=1", "drafter 3 T=1"]
-    assert found["drafter 2 T=1"]["alpha"] == swapped["drafter T=1"]["alpha"] < found["drafter T=1"]["alpha"]
-    assert found["drafter 3 T=1"]["alpha"] == pytest.approx(1, abs=1e-5)
 
 
 def test_methods_are_decoded_as_an_evaluation_decodes_them(pair: Row, tmp_path: Path) -> None:
