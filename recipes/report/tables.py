@@ -66,16 +66,15 @@ class Table:
     caption: str
     columns: Sequence[Column]
     rows: Sequence[Sequence[Cell]]
-    methods: Sequence[Row] = ()
-    """What each row is about, which the page's filter asks for."""
 
     def __html__(self) -> str:
-        return render("table.html", table=self, options_text=options_text)
+        return render("table.html", table=self)
 
     def rich(self) -> RichTable:
         """The table for a terminal."""
         look: dict[str, Any] = {"title_justify": "left", "box": box.SIMPLE_HEAD, "show_edge": False, "pad_edge": False}
-        table = RichTable(title=escape(self.caption), padding=(0, 0 if len(self.columns) > 7 else 1), **look)
+        look |= {"padding": (0, 0 if len(self.columns) > 7 else 1), "show_header": any(c.heading for c in self.columns)}
+        table = RichTable(title=escape(self.caption), **look)
         for column in self.columns:
             heading = "\n".join(filter(None, (column.heading, column.unit)))
             table.add_column(escape(heading), justify="right" if column.numeric else "left", overflow="fold")
@@ -84,11 +83,11 @@ class Table:
         return table
 
 
-def number(value: Any, digits: int = 2, after: str = "") -> str:
+def number(value: Any, digits: int = 2) -> str:
     """A number for people; a dash where there is none, which is not the same as 0."""
     if isinstance(value, bool) or not isinstance(value, (int, float)) or not math.isfinite(value):
         return DASH
-    return f"{value:,.{digits}f}{after}"
+    return f"{value:,.{digits}f}"
 
 
 def number_cell(value: Any, digits: int = 2) -> Cell:
@@ -200,7 +199,7 @@ def method_table(caption: str, rows: Sequence[Row], metrics: Sequence[Metric] = 
     """A row a method."""
     columns = [METHOD, *(metric.column for metric in metrics)]
     cells = [[method_cell(index, row), *(metric.cell(row) for metric in metrics)] for index, row in enumerate(rows, 1)]
-    return Table(caption, columns, cells, rows)
+    return Table(caption, columns, cells)
 
 
 def category_table(rows: Sequence[Row]) -> Table:
@@ -211,7 +210,7 @@ def category_table(rows: Sequence[Row]) -> Table:
         [method_cell(index, row), Cell(name or DASH), *(metric.cell(part) for metric in _BY_CATEGORY)]
         for index, row, name, part in known
     ]
-    return Table("By category", columns, cells, [row for _, row, *_ in known])
+    return Table("By category", columns, cells)
 
 
 def depth_table(rows: Sequence[Row]) -> Table:
