@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import replace
 from datetime import UTC, datetime
 from pathlib import Path
+from types import MappingProxyType
 from typing import Any, TypeVar
 
 from ..storage.atomic import atomic_dir, left_aside, read_consistent
@@ -35,6 +36,7 @@ __all__ = [
 Loaded = TypeVar("Loaded")
 
 CARD_FILE = "README.md"
+_NOTHING: Mapping[str, Any] = MappingProxyType({})
 _FAULTS_SHOWN = 20
 _LARGEST_POINTER = 1024
 _POINTER = b"version https://git-lfs.github.com/spec/"
@@ -46,12 +48,12 @@ def save_artifact(
     kind: str,
     write: Callable[[Path], None],
     vocab_size: int,
-    tokenizer_fingerprint: str | None,
-    target: dict[str, Any] | None,
-    shapes: dict[str, Any],
-    recipe: dict[str, Any],
-    data: dict[str, Any],
-    training: dict[str, Any],
+    tokenizer_fingerprint: str | None = None,
+    target: dict[str, Any] | None = None,
+    shapes: Mapping[str, Any] = _NOTHING,
+    recipe: Mapping[str, Any] = _NOTHING,
+    data: Mapping[str, Any] = _NOTHING,
+    training: Mapping[str, Any] = _NOTHING,
     evaluation: dict[str, Any] | None = None,
     card: str | None = None,
     command: str | None = None,
@@ -77,10 +79,10 @@ def save_artifact(
         vocab_size=int(vocab_size),
         tokenizer_fingerprint=tokenizer_fingerprint,
         target=to_json_safe(target),
-        shapes=to_json_safe(shapes),
-        recipe=to_json_safe(recipe),
-        data=to_json_safe(data),
-        training=to_json_safe(training),
+        shapes=to_json_safe(dict(shapes)),
+        recipe=to_json_safe(dict(recipe)),
+        data=to_json_safe(dict(data)),
+        training=to_json_safe(dict(training)),
         evaluation=to_json_safe(evaluation),
         versions=library_versions(),
         files={},

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from pathlib import Path
-from typing import Any
 
 import pytest
 import torch
@@ -27,8 +26,7 @@ def make_artifact() -> Callable[..., Path]:
             for name, content in extra.items():
                 (unfinished / name).write_bytes(content)
 
-        about: dict[str, Any] = {key: {} for key in ("shapes", "recipe", "data", "training")}
-        save_artifact(folder, kind="table", write=write, vocab_size=8, tokenizer_fingerprint=None, target=None, **about)
+        save_artifact(folder, kind="table", write=write, vocab_size=8)
         return folder
 
     return make

@@ -161,8 +161,6 @@ def _save(whole: Path, out: Path, target: Side, drafter: Side, source: str) -> N
         tokenizer_fingerprint=_fingerprint(drafter),
         target=target_record(target.source, fingerprint_of_files(target.source)),
         shapes={"vocab_size": size, "model_type": drafter.config.model_type},
-        recipe={},
-        data={},
         training={"imported_from": source},
         command=typed_command(),
     )

@@ -50,8 +50,6 @@ def import_heads(
         tokenizer_fingerprint=tokenizer_fingerprint(load_tokenizer(target)),
         target=target_record(target, fingerprint_of_files(target)),
         shapes={name: getattr(heads, name) for name in _SHAPES},
-        recipe={},
-        data={},
         training={"imported_from": source, "imported_file": stored.path.name},
         command=typed_command(),
     )

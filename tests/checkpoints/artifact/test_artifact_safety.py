@@ -20,15 +20,13 @@ from draftsmith.decode.models.loading import load_model
 from transformers import LlamaForCausalLM
 
 VOCAB = 16
-ABOUT: dict[str, Any] = {"vocab_size": VOCAB, "tokenizer_fingerprint": None, "target": None, "shapes": {}}
-ABOUT |= {"recipe": {}, "data": {}, "training": {}}
 
 
 @pytest.fixture
 def table(tmp_path: Path) -> Path:
     out = tmp_path / "table"
     counted = BigramTable.from_documents([torch.tensor([1, 2, 3, 1, 2]).numpy()], VOCAB)
-    save_artifact(out, kind="table", write=counted.save, **ABOUT)
+    save_artifact(out, kind="table", write=counted.save, vocab_size=VOCAB)
     return out
 
 
@@ -36,7 +34,7 @@ def table(tmp_path: Path) -> Path:
 def heads(tmp_path: Path) -> Path:
     out = tmp_path / "heads"
     module = PredictionHeads(2, 1, 8, VOCAB)
-    save_artifact(out, kind="heads", write=lambda folder: save_heads(module, folder, "target"), **ABOUT)
+    save_artifact(out, kind="heads", write=lambda folder: save_heads(module, folder, "target"), vocab_size=VOCAB)
     return out
 
 

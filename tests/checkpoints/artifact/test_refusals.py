@@ -16,8 +16,7 @@ ENTRY = {"sha256": "0" * 64, "bytes": 1}
 
 
 def save(out: Path, **changes: Any) -> Any:
-    about: dict[str, Any] = {name: {} for name in ("shapes", "recipe", "data", "training")}
-    about |= {"kind": "table", "vocab_size": 64, "tokenizer_fingerprint": "ab" * 32, "target": None}
+    about: dict[str, Any] = {"kind": "table", "vocab_size": 64, "tokenizer_fingerprint": "ab" * 32}
     return save_artifact(out, **(about | {"write": lambda folder: (folder / "a.bin").write_text("weights")} | changes))
 
 

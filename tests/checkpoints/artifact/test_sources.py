@@ -24,9 +24,7 @@ COMMIT = "a" * 40
 
 def save_table(out: Path, seed: int = 0, **settings: Any) -> None:
     table = BigramTable.from_documents(list(np.random.default_rng(seed).integers(0, VOCAB, (3, 20))), VOCAB)
-    about: dict[str, Any] = {name: {} for name in ("shapes", "recipe", "data", "training")}
-    about |= {"kind": "table", "write": table.save, "vocab_size": VOCAB, "tokenizer_fingerprint": None, "target": None}
-    save_artifact(out, **(about | settings))
+    save_artifact(out, **({"kind": "table", "write": table.save, "vocab_size": VOCAB} | settings))
 
 
 def publish(folder: Path, cache: Path, name: str, revision: str = "main", commit: str = COMMIT) -> Path:

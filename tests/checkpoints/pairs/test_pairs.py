@@ -258,7 +258,7 @@ def test_another_tokenizer_is_not_repaired(target: Path, drafter: Path) -> None:
 
 
 def as_artifact(folder: Path, tokenizer: Any) -> Path:
-    about: dict[str, Any] = {name: {} for name in ("recipe", "data", "training")} | {"shapes": {"vocab_size": VOCAB}}
+    about: dict[str, Any] = {"shapes": {"vocab_size": VOCAB}}
     about |= {"target": {"id": "x"}, "tokenizer_fingerprint": tokenizer_fingerprint(tokenizer), "vocab_size": VOCAB}
     artifact = folder.with_name("artifact")
     save_artifact(artifact, kind="drafter", write=lambda out: shutil.copytree(folder, out, dirs_exist_ok=True), **about)

@@ -5,7 +5,6 @@ from __future__ import annotations
 import shutil
 from collections.abc import Callable
 from pathlib import Path
-from typing import Any
 
 import pytest
 from draftsmith.checkpoints.artifact.artifact import save_artifact
@@ -38,9 +37,7 @@ def as_adapter(folder: Path) -> None:
 
 def as_heads(folder: Path) -> None:
     shutil.rmtree(folder)
-    about: dict[str, Any] = {key: {} for key in ("shapes", "recipe", "data", "training")} | {"target": None}
-    about |= {"vocab_size": VOCAB, "tokenizer_fingerprint": None}
-    save_artifact(folder, kind="heads", write=put("config.json", b"{}"), **about)
+    save_artifact(folder, kind="heads", write=put("config.json", b"{}"), vocab_size=VOCAB)
 
 
 UNREADABLE: dict[str, tuple[Callable[[Path], object], tuple[str, ...]]] = {

@@ -41,8 +41,6 @@ from transformers import (
 )
 
 VOCAB = 24
-ABOUT: dict[str, Any] = {"vocab_size": VOCAB, "tokenizer_fingerprint": None, "target": None, "shapes": {}}
-ABOUT |= {"recipe": {}, "data": {}, "training": {}}
 SIZES = {"vocab_size": VOCAB, "hidden_size": 16, "num_hidden_layers": 2, "num_attention_heads": 2}
 LLAMA = SIZES | {"intermediate_size": 32}
 FAMILIES: dict[str, Any] = {
@@ -79,7 +77,7 @@ def save(out: Path, model: PreTrainedModel, change: Change | None = None, **sett
         if change is not None:
             changed(folder / "model.safetensors", change)
 
-    save_artifact(out, kind="drafter", write=write, **ABOUT)
+    save_artifact(out, kind="drafter", write=write, vocab_size=VOCAB)
     return out
 
 
@@ -162,7 +160,7 @@ def test_heads_that_lack_one_are_noticed(tmp_path: Path) -> None:
             save_heads(PredictionHeads(3, 1, 16, VOCAB), folder, "target")
             changed(folder / "medusa_lm_head.safetensors", change)
 
-        save_artifact(tmp_path / name, kind="heads", write=write, **ABOUT)
+        save_artifact(tmp_path / name, kind="heads", write=write, vocab_size=VOCAB)
         return find_faults(tmp_path / name)[1]
 
     assert heads("whole", lambda tensors: None) == []
@@ -177,7 +175,7 @@ def test_tables_of_other_lengths_are_noticed(tmp_path: Path) -> None:
             table.save(folder)
             changed(folder / "table.safetensors", change)
 
-        save_artifact(tmp_path / name, kind="table", write=write, **ABOUT)
+        save_artifact(tmp_path / name, kind="table", write=write, vocab_size=VOCAB)
         return find_faults(tmp_path / name)[1]
 
     assert faults("whole", lambda tensors: None) == []
@@ -221,7 +219,7 @@ def test_a_configuration_of_nothing_is_a_fault_and_of_an_unknown_model_is_not(
         make("llama").save_pretrained(folder)
         (folder / "config.json").write_text(json.dumps(config))
 
-    save_artifact(tmp_path / "a", kind="drafter", write=write, **ABOUT)
+    save_artifact(tmp_path / "a", kind="drafter", write=write, vocab_size=VOCAB)
     assert len(find_faults(tmp_path / "a")[1]) == is_fault
 
 

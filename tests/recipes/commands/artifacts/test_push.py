@@ -35,8 +35,7 @@ def make_artifact(folder: Path, seed: int = 0, **extra: bytes) -> Path:
         for name, content in extra.items():
             (unfinished / name).write_bytes(content)
 
-    about: dict[str, Any] = {key: {} for key in ("shapes", "recipe", "data", "training")}
-    save_artifact(folder, kind="table", write=write, vocab_size=8, tokenizer_fingerprint=None, target=None, **about)
+    save_artifact(folder, kind="table", write=write, vocab_size=8)
     return folder
 
 
