@@ -17,7 +17,6 @@ from typing import Any
 
 NAMES = {
     "model.embed_tokens": "token_embd",
-    "gpt_neox.embed_in": "token_embd",
     "model.norm": "output_norm",
     "lm_head": "output",
     "input_layernorm": "attn_norm",
@@ -78,10 +77,8 @@ def tensors_of(folder: Path, config: dict[str, int]) -> dict[str, tuple[list[int
 class ModelBase:
     @staticmethod
     def load_hparams(folder: Path, is_mistral_format: bool) -> dict[str, Any]:
-        """Without `rotary_pct`: transformers 5 has it under another name."""
         settings: dict[str, Any] = json.loads((folder / "config.json").read_text())
         assert not is_mistral_format
-        assert "rotary_pct" not in settings
         return settings
 
 
@@ -113,9 +110,6 @@ def main() -> None:
     tokens = [f"token {number}" for number in range(vocab_size)]
     values = [text("general.architecture") + struct.pack("<I", 8) + text("llama")]
     values.append(text("llama.block_count") + struct.pack("<II", 4, config["num_hidden_layers"]))
-    if config["model_type"] == "gpt_neox":
-        width = int(config["rotary_pct"] * (config["hidden_size"] // config["num_attention_heads"]))
-        values.append(text("gptneox.rope.dimension_count") + struct.pack("<II", 4, width))
     if (asked.model / "tokenizer.model").is_file():
         values.append(text("tokenizer.ggml.model") + struct.pack("<I", 8) + text("llama"))
     tokenizer = json.loads((asked.model / "tokenizer.json").read_text())
@@ -130,8 +124,7 @@ def main() -> None:
         info = struct.pack("<IQ", 0 if is_float else KINDS[asked.outtype], len(data))
         infos += text(name) + struct.pack(f"<I{len(shape)}Q", len(shape), *reversed(shape)) + info
         data += one
-    count = len(tensors)
-    header = b"GGUF" + struct.pack("<IQQ", 3, count, len(values)) + b"".join(values) + infos
+    header = b"GGUF" + struct.pack("<IQQ", 3, len(tensors), len(values)) + b"".join(values) + infos
     whole = header + b"\0" * (-len(header) % 32) + data
     if fault == "cut off":
         whole = whole[:-64]

@@ -90,13 +90,3 @@ def test_rotary_positions_are_where_older_readers_look(config: Any, found: dict[
     patch_model(tmp_path)
     assert json.loads((tmp_path / "config.json").read_text()) == before | found
     assert AutoConfig.from_pretrained(tmp_path).rope_parameters == plain.rope_parameters == config.rope_parameters
-
-
-def test_models_without_rotary_positions_stay_as_they_are(tmp_path: Path) -> None:
-    patch_model(tmp_path)
-    assert not list(tmp_path.iterdir())
-    path = tmp_path / "config.json"
-    for text in ('{"model_type":"opt"}', '{"rope_parameters":{"full_attention":{"rope_theta":1.0}}}'):
-        path.write_text(text)
-        patch_model(tmp_path)
-        assert path.read_text() == text

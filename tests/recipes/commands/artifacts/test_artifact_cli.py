@@ -2,19 +2,11 @@
 
 from __future__ import annotations
 
-import hashlib
 import json
-import shutil
-from collections.abc import Iterator
 from pathlib import Path
 
-import pytest
 from draftsmith.checkpoints.artifact.artifact import load_manifest
-from draftsmith.recipes.assemble.evaluation import place_of
 from draftsmith.recipes.commands.cli import app
-from draftsmith.recipes.commands.evaluation.evaluate import run_evaluate
-from draftsmith.recipes.schema.evaluation import EvaluateRecipe
-from huggingface_hub import constants
 from typer.testing import CliRunner, Result
 
 
@@ -71,42 +63,3 @@ def test_a_folder_of_artifacts_names_them(tiny_pair: Path) -> None:
     assert verified.exit_code == 1
     assert all(path in verified.stdout.replace("\n", "") for path in inside)
     assert verified.stdout.count("nothing wrong") == 1
-
-
-@pytest.fixture
-def hub(tmp_path: Path, tiny_pair: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
-    """The tiny pair's artifacts in the hub's cache as `me/drafter`, `me/heads` and `me/table`, and no network."""
-    for name in ("drafter", "heads", "table"):
-        repo = tmp_path / "cache" / f"models--me--{name}"
-        (repo / "refs").mkdir(parents=True)
-        (repo / "refs" / "main").write_text("a" * 40)
-        shutil.copytree(tiny_pair / name, repo / "snapshots" / ("a" * 40))
-    monkeypatch.setattr(constants, "HF_HUB_CACHE", str(tmp_path / "cache"))
-    monkeypatch.setattr(constants, "HF_HUB_OFFLINE", True)
-    monkeypatch.chdir(tmp_path)
-    place_of.cache_clear()
-    yield
-    place_of.cache_clear()
-
-
-@pytest.mark.usefixtures("hub")
-def test_parts_of_an_evaluation_may_lie_on_the_hub(tiny_pair: Path, corpus: Path, tmp_path: Path) -> None:
-    asked = {"kind": "evaluate", "device": "cpu", "prompts": str(corpus / "rows.json"), "template": "chatml"}
-    asked |= {"limit": 2, "max_new_tokens": 8, "target": str(tiny_pair / "target"), "out": str(tmp_path / "r.json")}
-    names = ("autoregressive", "speculative", "slim-s")
-    asked |= {"methods": [{"method": name} for name in names]}
-    places = {"drafter": "me/drafter", "heads": "me/heads@main", "table": "me/table"}
-    results = run_evaluate(EvaluateRecipe(**asked, **places))
-    assert results["recipe"]["heads"] == "me/heads@main"
-    wanted = hashlib.sha256((tiny_pair / "heads" / "artifact.json").read_bytes()).hexdigest()
-    assert results["artifacts"]["heads"]["hash"] == wanted
-    assert [row["identical_to_greedy"] for row in results["methods"]] == [[2, 2]] * 3
-
-
-@pytest.mark.usefixtures("hub")
-def test_artifacts_on_the_hub_are_shown_and_verified() -> None:
-    assert "table, 2 files" in artifact("show", "me/table").stdout
-    assert "nothing wrong" in artifact("verify", "me/table@main").stdout
-    away = artifact("verify", "me/nowhere")
-    assert away.exit_code == 1
-    assert "HF_HUB_OFFLINE forbids" in away.stdout

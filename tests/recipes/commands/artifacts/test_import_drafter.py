@@ -105,25 +105,16 @@ def test_a_link_is_not_handed_on(plain: Path, target: Path, tmp_path: Path) -> N
     assert not (tmp_path / "out").exists()
 
 
-@pytest.mark.parametrize("case", ["no target", "states", "nothing", "damaged", "there already", "an artifact"])
+@pytest.mark.parametrize("case", ["no target", "states", "damaged", "there already", "an artifact"])
 def test_an_import_is_refused(case: str, plain: Path, target: Path, tiny_pair: Path, tmp_path: Path) -> None:
-    source, out, options = plain, tmp_path / "out", {"target": str(target)}
-    (tmp_path / "empty").mkdir()
-    parts = {"no target": "--target", "states": "--states", "damaged": "model.safetensors"}.get(case, "")
-    if case == "no target":
-        options = {}
-    elif case == "states":
-        options["states"] = "before-norm"
-    elif case == "nothing":
-        source = tmp_path / "empty"
-    elif case == "damaged":
+    source = tiny_pair / "drafter" if case == "an artifact" else plain
+    out = plain if case == "there already" else tmp_path / "out"
+    options = {"no target": {}, "states": {"target": str(target), "states": "before-norm"}}
+    parts = {"no target": "--target", "states": "--states", "damaged": "model.safetensors"}
+    if case == "damaged":
         (plain / "model.safetensors").write_bytes(b"\x08")
-    elif case == "there already":
-        out = plain
-    else:
-        source = tiny_pair / "drafter"
-    with pytest.raises(ValueError, match=parts or str(source)):
-        import_published(str(source), out, **options)
+    with pytest.raises(ValueError, match=parts.get(case, str(source))):
+        import_published(str(source), out, **options.get(case, {"target": str(target)}))
     assert not (tmp_path / "out").exists()
 
 
