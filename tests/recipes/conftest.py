@@ -48,24 +48,8 @@ CONFIGS: dict[str, Any] = {
         vocab_size=VOCAB, d_model=16, d_kv=8, d_ff=32, num_layers=2, num_heads=2, decoder_start_token_id=0
     ),
 }
-STAND_INS = {
-    "JackFram/llama-68m": "llama",
-    "JackFram/llama-160m": "llama",
-    "double7/vicuna-68m": "llama",
-    "runs/vicuna-68m-from-7b": "llama",
-    "lmsys/vicuna-7b-v1.3": "llama",
-    "lmsys/vicuna-13b-v1.3": "llama",
-    "lmsys/vicuna-33b-v1.3": "llama",
-    "meta-llama/Llama-2-7b-chat-hf": "llama",
-    "facebook/opt-125m": "opt",
-    "facebook/opt-13b": "opt",
-    "EleutherAI/pythia-70m-deduped": "neox",
-    "EleutherAI/pythia-2.8b-deduped": "neox",
-    "google-t5/t5-small": "t5",
-    "google-t5/t5-3b": "t5",
-    "TinyLlama/TinyLlama-1.1B-Chat-v1.0": "deep-llama",
-    "mistralai/Mistral-7B-Instruct-v0.2": "mistral",
-}
+FAMILIES = {"opt-": "opt", "pythia": "neox", "t5": "t5", "TinyLlama": "deep-llama", "Mistral": "mistral"}
+"""By what stands in a model's name; all others are Llamas."""
 
 
 @dataclass(frozen=True)
@@ -78,13 +62,16 @@ class StandIns:
     few: tuple[str, ...]
     """Changes after which a training recipe takes three small steps."""
 
+    def _of(self, role: str, source: str) -> Path:
+        return self.folder / role / next((family for part, family in FAMILIES.items() if part in source), "llama")
+
     def target(self, source: str) -> Path:
         """In the place of a target."""
-        return self.folder / "target" / STAND_INS[source]
+        return self._of("target", source)
 
     def drafter(self, source: str) -> Path:
         """In the place of a model that is trained on."""
-        return self.folder / "drafter" / STAND_INS[source]
+        return self._of("drafter", source)
 
 
 @pytest.fixture(scope="session")

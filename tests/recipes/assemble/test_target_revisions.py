@@ -12,7 +12,6 @@ import torch
 from draftsmith.checkpoints.artifact.artifact import load_manifest, model_fingerprint
 from draftsmith.checkpoints.artifact.locate import at_revision
 from draftsmith.checkpoints.storage.places import split_revision
-from draftsmith.checkpoints.table.table import BigramTable
 from draftsmith.data.tokenizers import load_tokenizer
 from draftsmith.decode.models.loading import load_model
 from draftsmith.recipes.assemble.evaluation import place_of
@@ -51,6 +50,9 @@ def test_names_with_a_revision(target: Path, tmp_path: Path) -> None:
     for plain in ("me/target", "me/a/b@c", "/me/target@v2", "./target@v2", "target@v2", "me\\target@v2"):
         assert split_revision(plain) == (plain, None)
         assert at_revision(plain) == plain
+    assert load_tokenizer(TARGET).get_vocab() == load_tokenizer(str(target)).get_vocab()
+    with pytest.raises(ValueError, match="me/target@v9"):
+        load_tokenizer("me/target@v9")
     shutil.copytree(target, tmp_path / "me" / "target")
     with pytest.raises(ValueError, match="me/target@v2: me/target is a folder here"):
         load_tokenizer(TARGET)
@@ -115,15 +117,3 @@ def test_an_adapter_is_for_the_commit_that_it_was_trained_from(
     ids = torch.tensor([[1, 5, 9, 200]])
     base, mine = (load_model(str(place))(ids).logits for place in (target, tmp_path / "drafter"))
     assert not torch.allclose(mine, base, atol=1e-3), "or the adapter does nothing"
-
-
-def test_a_table_is_counted_with_its_tokenizer(target: Path, corpus: Path, tmp_path: Path) -> None:
-    assert load_tokenizer(TARGET).get_vocab() == load_tokenizer(str(target)).get_vocab()
-    recipe: dict[str, Any] = {"kind": "table", "out": str(tmp_path / "table"), "tokenizer": TARGET}
-    recipe["data"] = {"source": str(corpus / "rows.json"), "template": "chatml", "cache": str(tmp_path / "prepared")}
-    Path("table.json").write_text(json.dumps(recipe))
-    done = draftsmith("train", "table.json")
-    assert done.exit_code == 0, (done.output, done.exception)
-    assert BigramTable.load(tmp_path / "table").vocab_size == 320
-    missing = draftsmith("train", "table.json", "tokenizer=me/target@v9")
-    assert "me/target@v9" in str(missing.exception)

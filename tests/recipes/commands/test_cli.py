@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import os
 import signal
 import subprocess
@@ -13,9 +12,7 @@ from typing import Any
 
 import pytest
 import torch
-import yaml
 from draftsmith.checkpoints.artifact.artifact import load_manifest, verify_artifact
-from draftsmith.checkpoints.table.table import BigramTable
 from draftsmith.recipes.commands.cli import app
 from transformers import AutoModelForCausalLM, AutoTokenizer
 from typer.testing import CliRunner
@@ -116,47 +113,3 @@ def test_full_disk_is_one_message(run: Callable[..., str], drafter_recipe: Path,
     run("train", str(drafter_recipe), *fits, code=1, parts=("no space left",))
     assert not out.exists()
     assert not [name for name in os.listdir(small_disk) if name.startswith(".")]
-
-
-def test_heads_table_and_evaluation_run_from_recipes(
-    run: Callable[..., str], drafter_recipe: Path, corpus: Path, tmp_path: Path
-) -> None:
-    run("train", str(drafter_recipe), f"out={tmp_path / 'target'}")
-    recipe = yaml.safe_load(drafter_recipe.read_text())
-    data, target = recipe["data"], {"target": str(tmp_path / "target"), "measure": {"prompts": 2}}
-    heads = {"kind": "heads", "out": str(tmp_path / "heads"), "num_heads": 3, "data": data, "train": recipe["train"]}
-    table = {"kind": "table", "out": str(tmp_path / "table"), "tokenizer": str(corpus / "tokenizer"), "data": data}
-    distilled = recipe | target | {"objective": {"forward-kl": 1.0}}
-    for name, content in {"heads": heads | target, "table": table, "distilled": distilled}.items():
-        (tmp_path / f"{name}.yaml").write_text(yaml.safe_dump(content))
-        run("train", str(tmp_path / f"{name}.yaml"))
-    assert "tokens_per_step" in load_manifest(tmp_path / "drafter").evaluation
-    assert BigramTable.load(tmp_path / "table").vocab_size == 320
-
-    methods = [{"method": name} for name in ("autoregressive", "speculative", "multi-candidate", "mjsd", "slim-s")]
-    methods.append({"method": "medusa", "options": {"tree": "2x1x1"}})
-    evaluate = {"kind": "evaluate", "out": str(tmp_path / "results.json"), "prompts": data["source"]}
-    evaluate |= {name: str(tmp_path / name) for name in ("target", "drafter", "heads", "table")}
-    evaluate |= {"methods": methods, "template": "chatml", "limit": 3, "max_new_tokens": 12}
-    path = str(tmp_path / "evaluate.yaml")
-    Path(path).write_text(yaml.safe_dump(evaluate))
-    run("evaluate", path)
-    results = json.loads((tmp_path / "results.json").read_text())
-    assert results["greedy_equals_transformers"] == [3, 3]
-    rows = {row["method"]: row for row in results["methods"]}
-    assert set(rows) == {row["method"] for row in methods}
-    for row in rows.values():
-        assert row["tokens"] > 0
-        if row["lossless"]:
-            assert row["identical_to_greedy"] == [3, 3]
-        assert row["by_category"][""]["prompts"] == 3
-        assert row["by_category"][""]["tokens_per_step"] == row["tokens_per_step"]
-    assert rows["autoregressive"]["tokens_per_step"] == 1.0
-
-    wider = "model.config.vocab_size=330"
-    run("train", str(tmp_path / "distilled.yaml"), f"out={tmp_path / 'x'}", wider, code=2, parts=("330", "320"))
-    run("train", str(drafter_recipe), f"out={tmp_path / 'other'}", wider)
-    run("evaluate", path, f"drafter={tmp_path / 'other'}", code=2, parts=("330", "320"))
-    run("evaluate", path, f"heads={tmp_path / 'table'}", code=2, parts=("table",))
-    run("evaluate", path, "methods.1.method=speculativ", code=2, parts=("'speculative'",))
-    run("evaluate", path, "drafter=null", code=2, parts=("`drafter`",))

@@ -130,7 +130,7 @@ def test_a_speculative_method_gives_the_same_greedy_answers(values: dict[str, An
     assert rows(other) == rows(values["out"])
 
 
-def test_system_text_cuts_and_prompts_too_long(values: dict[str, Any], capsys: pytest.CaptureFixture[str]) -> None:
+def test_system_text_and_cuts(values: dict[str, Any], capsys: pytest.CaptureFixture[str]) -> None:
     report = run(values, on_length="drop", system="be brief")
     written = rows(values["out"]).values()
     assert report.written == len(written) > 0
