@@ -128,7 +128,9 @@ def prompts_of(
 
 
 def device_of(recipe: EvaluateRecipe) -> str:
-    """Where a recipe decodes: what it says, or a GPU if there is one."""
+    """Where a recipe decodes: what it says, or a GPU if there is one. Raises ValueError: a GPU that there is not."""
+    if recipe.device.startswith("cuda") and not torch.cuda.is_available():
+        raise ValueError(f"`device` is {recipe.device!r}, and torch finds no GPU here")
     if recipe.device != "auto":
         return recipe.device
     return "cuda" if torch.cuda.is_available() else "cpu"

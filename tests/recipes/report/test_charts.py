@@ -4,9 +4,7 @@ from __future__ import annotations
 
 from xml.etree import ElementTree
 
-import pytest
 from draftsmith.recipes.report.charts import PHASES, Point, best_points, scatter, stacked_bars
-from draftsmith.recipes.report.tables import flops_unit
 from hypothesis import given
 from hypothesis import strategies as st
 
@@ -48,8 +46,3 @@ def test_bars_carry_their_numbers_and_phases_differ_without_colour() -> None:
     assert {*PHASES, "ms", "a", "b $x$ <b>", "40", "5"} <= set(shown)
     looks = {(hatch or fill) for fill, hatch in PHASES.values()}
     assert len(looks) == len(PHASES)
-
-
-@pytest.mark.parametrize(("most", "unit"), [(2e12, "TFLOP"), (2e9, "GFLOP"), (2e6, "MFLOP"), (5.0, "kFLOP")])
-def test_flops_have_a_unit_that_suits(most: float, unit: str) -> None:
-    assert flops_unit([{"flops_per_token": {"total": most}}, {}])[0] == unit

@@ -7,9 +7,10 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 from draftsmith.recipes.commands.evaluation.recipe import evaluation_or_paper, pair_folder, paper_recipe
 from draftsmith.recipes.commands.papers.experiments import EXPERIMENTS
-from draftsmith.recipes.commands.papers.papers import run_papers
+from draftsmith.recipes.commands.papers.papers import run_paper, run_papers
 from draftsmith.recipes.schema.papers import PaperRecipe
 
 
@@ -80,3 +81,10 @@ def test_a_pair_that_is_not_there(tiny_pair: Path, tmp_path: Path) -> None:
             pair_folder(given)
     with pytest.raises(ValueError, match="drafter"):
         evaluation_or_paper("evaluate/all-methods", [], {"drafter": "d"}, str(tiny_pair))
+
+
+def test_a_gpu_that_is_not_there(own: Path, tiny_pair: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
+    recipe = paper_recipe(str(own), ["evaluate.device=cuda"])
+    with pytest.raises(ValueError, match="`device` is 'cuda'"):
+        run_paper(recipe, "own", str(tiny_pair), tmp_path)
