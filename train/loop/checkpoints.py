@@ -29,7 +29,6 @@ from ..parallel.sharding import gather_optimizer, gather_state, scatter_optimize
 
 _WEIGHTS, _OPTIMIZER, _SCALER = "model.safetensors", "optimizer.bin", "scaler.pt"  # accelerate's names
 _SUMMARY = "checkpoint.json"
-_FORMAT = 1
 _FULL = 1 << 16  # a disk with fewer bytes
 
 
@@ -93,9 +92,11 @@ class StateFolder:
         """Load the checkpoint of `position` into what was attached, or what the accelerator has made of it."""
         assert self._optimizer is not None, "nothing was attached"
         folder, scaler = self._path(position.step), self._accelerator.scaler
+        sharded = zero_stage(self._accelerator) > 0
         self.load_weights(position.step)
-        saved = torch.load(folder / _OPTIMIZER, map_location="cpu", weights_only=True, mmap=True)
-        if zero_stage(self._accelerator):
+        # mapped where it is copied in parts; an optimizer on the processor would go on with the mapped file
+        saved = torch.load(folder / _OPTIMIZER, map_location="cpu", weights_only=True, mmap=sharded)
+        if sharded:
             scatter_optimizer(self._accelerator, self._groups, saved)
         else:
             self._optimizer.load_state_dict(saved)
@@ -201,7 +202,7 @@ class StateFolder:
         files = sorted(temporary.iterdir())
         stage = zero_stage(self._accelerator)
         summary = {
-            "format": _FORMAT,
+            "format": 1,
             **asdict(position),
             "processes": self._accelerator.num_processes,
             "parallelism": f"ZeRO-{stage}" if stage else str(self._accelerator.distributed_type.value),

@@ -14,7 +14,6 @@ from draftsmith.train.plan.memory import (
     Demand,
     Launch,
     Part,
-    checkpoint_bytes,
     heads_size,
     model_size,
     peak,
@@ -138,11 +137,3 @@ def test_heads_are_trained_and_their_target_is_not():
     assert part(demand, "gradients") == 4 * count
     assert part(demand, "target") == sum(p.numel() * 4 for p in target.parameters())
     assert part(demand, "target while it runs")
-
-
-def test_a_checkpoint_is_weights_and_moments():
-    size = model_size(make("llama"))
-    assert checkpoint_bytes(size, size.weights, Launch()) == 12 * size.parameters
-    half = model_size(make("llama").to(torch.bfloat16))
-    assert checkpoint_bytes(half, half.weights, Launch()) == 6 * size.parameters
-    assert checkpoint_bytes(half, half.weights, Launch("cpu", 2, 2)) == 12 * size.parameters
