@@ -47,7 +47,7 @@ class Plan:
     """How much is looked at, and how sure a fault must be.
 
     Raises:
-        ValueError: less than one token or row, or a level that is no share.
+        ValueError: less than one token or row.
     """
 
     tokens: int = 10_000
@@ -60,11 +60,8 @@ class Plan:
     """Row r draws from seed + r."""
 
     def __post_init__(self) -> None:
-        for name in ("tokens", "batch"):
-            if getattr(self, name) < 1:
-                raise ValueError(f"{name} must be at least 1, got {getattr(self, name)}")
-        if not 0 < self.level < 1:
-            raise ValueError(f"the level must lie between 0 and 1, got {self.level}")
+        if min(self.tokens, self.batch) < 1:
+            raise ValueError(f"tokens and batch must be at least 1, got {self.tokens} and {self.batch}")
 
     def test_level(self, orders: int) -> float:
         """What is left of the level for one test at one look."""
@@ -176,9 +173,9 @@ def certify_method(
         raise ValueError("there is no prompt to certify with")
     method = method or build_method(entry.method, parts, entry.sampling, **entry.options)
     rounding = rounding or measure_rounding(target, prompts, entry.sampling, reference=reference)
-    texts = (iter(written), on_written)
-    run = _Run(target, parts, entry, prompts, limits, plan, method, reference or target, rounding, *texts)
-    return run.greedy(progress) if entry.sampling.greedy else run.sampled(progress)
+    hooks = (iter(written), on_written, progress or (lambda *_: None))
+    run = _Run(target, parts, entry, prompts, limits, plan, method, reference or target, rounding, *hooks)
+    return run.greedy() if entry.sampling.greedy else run.sampled()
 
 
 @dataclass
@@ -196,6 +193,7 @@ class _Run:
     rounding: Rounding
     written: Iterator[DecodedBatch]
     on_written: Callable[[DecodedBatch], None] | None
+    progress: Callable[[int, int], None]
     findings: list[Finding] = field(default_factory=list)
     faults: int = 0
     near_ties: int = 0
@@ -210,45 +208,37 @@ class _Run:
         self.uniform = np.random.default_rng([self.plan.seed, 1])
         self.spare = np.random.default_rng([self.plan.seed, 2])
 
-    def greedy(self, progress: Callable[[int, int], None] | None) -> Certificate:
+    def greedy(self) -> Certificate:
         planned = min(self.plan.tokens, len(self.prompts) * self.limits.max_new_tokens)
         undecided = 0
         while self.rows < len(self.prompts) and self.tokens < planned and not (self.claimed and self.faults):
             numbers = range(self.rows, min(self.rows + self.plan.batch, len(self.prompts)))
             outputs = self.write([self.prompts[number] for number in numbers])
             undecided += self.judge_greedy(numbers, outputs)
-            if progress:
-                progress(min(self.tokens, planned), planned)
+            self.progress(min(self.tokens, planned), planned)
         bias = {"estimate": self.faults / max(1, self.tokens), "interval": None, "towards": "other tokens"}
-        early = self.claimed and self.faults > 0
         decided = max(1, self.tokens - undecided)
         found = {f"found_{power}": 1 - (1 - power / 100) ** (1 / decided) for power in (80, 99)}
         sure = {"tokens": decided, "level": 0.0} | found
-        return self.certificate(planned, bias, sure, early, undecided)
+        return self.certificate(planned, bias, sure, self.claimed and self.faults > 0, undecided)
 
     def write(self, prompts: list[Sequence[int]]) -> list[list[int]]:
         """What the method writes after each prompt, or wrote before."""
         written = next(self.written, None)
         if written is not None:
-            assert len(written.outputs) == len(prompts)
             self.start -= written.seconds
         else:
-            written = self.decode(prompts)
+            start, outputs = time.monotonic(), [list[int]() for _ in prompts]
+            rng = Rng([self.plan.seed + self.rows + row for row in range(len(prompts))], self.target.device)
+            for step in generate(self.target, *self.method, prompts, self.limits, self.entry.sampling, rng):
+                for output, new in zip(outputs, step.new_ids, strict=True):
+                    output += new
+            written = DecodedBatch(outputs, time.monotonic() - start)
             if self.on_written:
                 self.on_written(written)
         self.rows += len(prompts)
         self.tokens += sum(map(len, written.outputs))
         return written.outputs
-
-    def decode(self, prompts: list[Sequence[int]]) -> DecodedBatch:
-        """What the method writes after each prompt."""
-        start = time.monotonic()
-        outputs: list[list[int]] = [[] for _ in prompts]
-        rng = Rng([self.plan.seed + self.rows + row for row in range(len(prompts))], self.target.device)
-        for step in generate(self.target, *self.method, prompts, self.limits, self.entry.sampling, rng):
-            for output, new in zip(outputs, step.new_ids, strict=True):
-                output += new
-        return DecodedBatch(outputs, time.monotonic() - start)
 
     def judge_greedy(self, numbers: Sequence[int], outputs: Sequence[Sequence[int]]) -> int:
         """Each token against the most likely one. Returns at how many places another would have passed too."""
@@ -287,7 +277,7 @@ class _Run:
         if sum((found.kind in EXCUSED) == (finding.kind in EXCUSED) for found in self.findings) < _LISTED:
             self.findings.append(finding)
 
-    def sampled(self, progress: Callable[[int, int], None] | None) -> Certificate:
+    def sampled(self) -> Certificate:
         """Two neighbouring rows share a prompt, so that shared random numbers show."""
         planned, orders = self.plan.tokens, dict[str, Evidence]()
         for look in LOOKS:
@@ -295,8 +285,7 @@ class _Run:
             while self.tokens < wanted and not (self.claimed and self.faults):
                 numbers = [(row // 2) % len(self.prompts) for row in range(self.rows, self.rows + self.plan.batch)]
                 self.judge_sampled(orders, numbers, self.write([self.prompts[number] for number in numbers]))
-                if progress:
-                    progress(min(self.tokens, planned), planned)
+                self.progress(min(self.tokens, planned), planned)
             self.look(orders, wanted)
             if self.claimed and self.convicted:
                 break
@@ -376,12 +365,7 @@ class _Run:
             self.note(Finding("edge" if kept else "outside", number, position, token, expected, margin))
 
     def certificate(
-        self,
-        planned: int,
-        bias: dict[str, Any],
-        power: dict[str, Any],
-        early: bool,
-        undecided: int | None,
+        self, planned: int, bias: dict[str, Any], power: dict[str, Any], early: bool, undecided: int | None
     ) -> Certificate:
         verdict: Verdict = "not lossless" if self.convicted else "lossless"
         return Certificate(

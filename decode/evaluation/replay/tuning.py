@@ -278,7 +278,7 @@ def tune_decoded(
     space: Space | None = None,
     *,
     seed: int = 0,
-    progress: Callable[[], None] | None = None,
+    progress: Callable[[int, int], None] | None = None,
 ) -> list[Choice]:
     """Every setting of a method that was decoded, the fastest first; of lossy ones with the perplexity.
 
@@ -289,7 +289,10 @@ def tune_decoded(
     """
     space, sampling, choices = space or Space(), recording.sampling, []
     prompts = recording.prompts[: space.decoded_prompts]
-    for options in decoded_settings(name, recording, space):
+    settings = list(decoded_settings(name, recording, space))
+    for done, options in enumerate(settings):
+        if progress:
+            progress(done, len(settings))
         given = dict(fixed or {}) | options
         method = build_method(method_of(name), parts, sampling, **given)
         runs = [decode(target, method, sampling, seed + row, prompt, limits) for row, prompt in enumerate(prompts)]
@@ -300,8 +303,6 @@ def tune_decoded(
             lossless = method.verifier.lossless
             surprise = None if lossless else perplexity(target, prompts, [run.ids for run in runs])
             choices.append(Choice(method_of(name), given, *rates, 0.0, 0.0, lossless, "decoding", surprise))
-        if progress:
-            progress()
     return with_costs(choices, parts, sampling, costs)
 
 

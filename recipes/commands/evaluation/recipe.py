@@ -15,20 +15,18 @@ EVALUATIONS = "evaluate/"
 BASE = f"{EVALUATIONS}all-methods"
 PROMPTS = "spec-bench"
 PAIR = "quickstart"
-PAIR_FOLDER = "runs/quickstart"
 
 
 def evaluate_recipe(
     name: str | None, overrides: Sequence[str], given: Mapping[str, str | bool | None], command: str = "evaluate"
 ) -> EvaluateRecipe:
-    """The recipe of an evaluation.
+    """The recipe of an evaluation. Without one there must be a target; `evaluate/all-methods` is then run with the
+    parts that are given, on `spec-bench` and with the tokenizer's chat template unless others are given.
 
     Args:
-        name: a recipe's file or name, of which `evaluate/` may be left out; None, or a change (`key=value`): there is
-            none. overrides: `key.path=value`, values in YAML; they come after `given`. given: target, drafter, heads,
-            table, prompts, out and other keys by name; None: not given. Without a recipe there must be a target;
-            `evaluate/all-methods` is then run with these parts, on `spec-bench` and with the tokenizer's chat template
-            unless others are given. command: what the user typed, for the message.
+        name: a recipe's file or name, of which `evaluate/` may be left out; None, or a change (`key=value`): none.
+        overrides: `key.path=value`, values in YAML; they come after `given`.
+        given: target, drafter, heads, table, prompts, out and other keys by name; None: not given.
 
     Raises:
         ValueError: neither a recipe nor a target; what `load_recipe` raises.
@@ -92,10 +90,10 @@ def pair_folder(pair: str) -> str:
     Raises:
         ValueError: another word, or no finished quickstart lies there.
     """
-    word, given, folder = pair.partition("=")
-    if word != PAIR or (given and not folder):
+    word, _, folder = pair.partition("=")
+    if word != PAIR:
         raise ValueError(f"--pair is quickstart or quickstart=FOLDER, got {pair!r}")
-    found = Path(folder or PAIR_FOLDER)
+    found = Path(folder or "runs/quickstart")
     wanted = [found / "target" / "config.json", found / "corpus" / "heldout.jsonl"]
     wanted += [found / part / "artifact.json" for part in PARTS]
     missing = [path for path in wanted if not path.is_file()]
@@ -119,21 +117,14 @@ def _whole_name(name: str) -> str:
     return short if short in shipped_recipes() else name
 
 
-def usable_methods(parts: Sequence[str]) -> list[str]:
-    """The methods that need none but these parts: drafter, heads, table."""
-    from ....decode.methods import METHODS, needs_of
-
-    return [name for name in METHODS if set(needs_of(name, {})) <= set(parts)]
-
-
 def _direct(base: Mapping[str, Any], changes: Mapping[str, Any], command: str) -> dict[str, Any]:
     """What makes `base`, the values of `BASE`, a recipe for these artifacts alone."""
     from ....data.tokenizers import load_tokenizer
-    from ....decode.methods import METHODS
+    from ....decode.methods import METHODS, needs_of
 
     target = str(changes["target"])
     template = "tokenizer" if getattr(load_tokenizer(target), "chat_template", None) else "plain"
-    usable = usable_methods([part for part in PARTS if part in changes])
+    usable = [name for name in METHODS if set(needs_of(name, {})) <= set(changes)]
     absent = ", ".join(name for name in METHODS if name not in usable)
     log(f"{command}: {len(usable)} of {len(METHODS)} methods, prompts in the template {template!r}")
     if absent:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
@@ -24,7 +24,6 @@ from ....decode.evaluation.replay.tuning import (
     TYPICAL,
     Choice,
     Space,
-    decoded_settings,
     frontier,
     probes,
     tune_decoded,
@@ -40,13 +39,12 @@ from ...report.tune import describe_settings, show
 from ...schema.evaluation import EvaluateRecipe, MethodSection
 from ...schema.loading import write_recipe
 from ...session.machine import machine
-from ...session.terminal import Advance, bar, log
+from ...session.terminal import bar, log
 
 LeftOut = dict[str, str]
 """Why, by method, or by the name of a row."""
 Fixed = dict[str, dict[str, Any]]
 """By method, the settings that the recipe fixes."""
-SCHEMA = 2
 _SHOWN = 3  # settings of each method in the table and in the file
 _CONFIRMED = 4  # methods whose best settings are decoded
 _CONFIRMED_OF_BEST = 3  # settings of the first of them
@@ -95,7 +93,7 @@ def run_tune(recipe: EvaluateRecipe, space: Space | None = None) -> dict[str, An
     lossless = [row for row in confirmed if row["lossless"]]
     best = max(lossless, key=lambda row: float(row["speedup"]), default=None)
     results = {
-        "schema": SCHEMA,
+        "schema": 2,
         "kind": "tuning",
         "machine": machine(opened.device),
         "recipe": recipe.model_dump(mode="json"),
@@ -117,52 +115,31 @@ def run_tune(recipe: EvaluateRecipe, space: Space | None = None) -> dict[str, An
 
 def _recording(case: _Case) -> Recording:
     """What replay needs of the target's own texts."""
-    recipe, space = case.recipe, case.space
     tables = [TableSource(1, 1.0)]
     if "bigram" in case.fixed:
         proposer = build_method("bigram", case.parts, case.sampling, **case.fixed["bigram"]).proposer
         tables.append(TableSource.of(proposer))  # type: ignore[arg-type]
-    given = (case.target, case.prompts, case.limits, case.sampling)
+    given: dict[str, Any] = {"seed": case.recipe.seed}
     with bar("writing texts", "prompts") as advance:
-        texts = sample_texts(*given, seed=recipe.seed, progress=advance)
+        texts = sample_texts(case.target, case.prompts, case.limits, case.sampling, progress=advance, **given)
+    given |= {"candidates": case.space.candidates, "head_candidates": case.space.head_candidates, "tables": tables}
     with bar("recording", "prompts") as advance:
-        return record(
-            case.target,
-            case.parts,
-            case.prompts,
-            texts,
-            case.sampling,
-            candidates=space.candidates,
-            head_candidates=space.head_candidates,
-            tables=tables,
-            seed=recipe.seed,
-            progress=advance,
-        )
+        return record(case.target, case.parts, case.prompts, texts, case.sampling, progress=advance, **given)
 
 
 def _search(case: _Case, recording: Recording, costs: CostModel) -> tuple[dict[str, list[Choice]], LeftOut]:
     """By method, its settings in order of predicted speedup; and why there are none of others."""
     choices: dict[str, list[Choice]] = {}
-    with bar("searching", "methods") as advance:
-        for done, (name, fixed) in enumerate(case.fixed.items()):
-            advance(done, len(case.fixed), name)
-            if name not in DECODED:
-                choices[name] = tune_method(recording, case.parts, costs, name, fixed, case.space)
     for name, fixed in case.fixed.items():
-        if name in DECODED:
-            with bar(f"decoding settings of {name}", "settings") as advance:
-                counted = _counted(advance, sum(1 for _ in decoded_settings(name, recording, case.space)))
-                given = (case.target, case.parts, recording, costs, name, case.limits, fixed, case.space)
-                choices[name] = tune_decoded(*given, seed=case.recipe.seed, progress=counted)
+        if name not in DECODED:
+            choices[name] = tune_method(recording, case.parts, costs, name, fixed, case.space)
+            continue
+        with bar(f"decoding settings of {name}", "settings") as advance:
+            given = (case.target, case.parts, recording, costs, name, case.limits, fixed, case.space)
+            choices[name] = tune_decoded(*given, seed=case.recipe.seed, progress=advance)
     why = f"no setting within the bounds of the search, {case.space.nodes} nodes a step among them, could be judged"
     nothing = {name: why for name in case.fixed if not choices[name]}
     return {name: choices[name] for name in case.fixed if choices[name]}, nothing
-
-
-def _counted(advance: Advance, count: int) -> Callable[[], None]:
-    """Progress of one more each time."""
-    numbers = iter(range(1, count + 1))
-    return lambda: advance(next(numbers), count)
 
 
 def _timed(

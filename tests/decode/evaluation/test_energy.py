@@ -7,7 +7,6 @@ reads it as GPUs do, every 100 ms and late; RAPL is a tree of files that are wri
 from __future__ import annotations
 
 import bisect
-import dataclasses
 import math
 import sys
 import types
@@ -20,8 +19,7 @@ import torch
 from draftsmith.decode.engine import Limits
 from draftsmith.decode.evaluation import energy as counting
 from draftsmith.decode.evaluation.energy import CounterError, EnergyMeter, Timing, open_meter
-from draftsmith.decode.evaluation.measure import Entry, devices_of, energy_of, measure
-from draftsmith.decode.evaluation.summary import EvalPrompt, Summariser
+from draftsmith.decode.evaluation.measure import Entry, energy_of
 from draftsmith.decode.methods import Parts
 from draftsmith.decode.models.loading import wrap_model
 from transformers import LlamaForCausalLM
@@ -316,16 +314,9 @@ def test_packages_and_their_memory_are_counted_through_many_turns_of_the_counter
         timed.measure(world.work(0.1, 96.0), idle)
 
 
-def test_rows_of_an_evaluation_hold_joules_a_token(
-    make_llama: Callable[..., LlamaForCausalLM], monkeypatch: pytest.MonkeyPatch
-) -> None:
-    target = wrap_model(make_llama(48))
-    parts = Parts(wrap_model(make_llama(48, seed=1, num_hidden_layers=1)))
-    assert devices_of(target, parts) == [torch.device("cpu")]
-    entries = [Entry("plain", "autoregressive"), Entry("chain", "speculative", {"gamma": 2})]
-    asked, limits = [EvalPrompt([3, 5, 7]), EvalPrompt([8, 2])], Limits(6)
-    prompts = [each.ids for each in asked]
-    world, forward = World(), target._forward
+def test_a_token_is_a_unit(make_llama: Callable[..., LlamaForCausalLM], monkeypatch: pytest.MonkeyPatch) -> None:
+    target, world = wrap_model(make_llama(48)), World()
+    forward = target._forward
 
     def timed(*arguments: Any) -> Any:
         """A forward of the target takes 2 ms of the world's time, at 10 W."""
@@ -335,16 +326,8 @@ def test_rows_of_an_evaluation_hold_joules_a_token(
     timing = Timing(seconds=0.1, discard=0.02, period=0.001, pause=0.0, trials=2)
     meter = EnergyMeter(world.joules, "rapl", "a counter", timing, clock=world.clock, sleep=world.sleep)
     assert meter.idle_watts() == pytest.approx(IDLE)
-    with monkeypatch.context() as patched:
-        patched.setattr(target, "_forward", timed)
-        plain = energy_of(target, parts, entries[0], prompts, limits, meter, 4.0)
-    assert plain.seconds == pytest.approx(0.002 * 7 / 6), "a token is a unit: six a prompt, of seven forwards"
-    assert plain.watts == pytest.approx(10.0)
+    monkeypatch.setattr(target, "_forward", timed)
+    plain = energy_of(target, Parts(), Entry("plain", "autoregressive"), [[3, 5, 7], [8, 2]], Limits(6), meter, 4.0)
+    assert plain.seconds == pytest.approx(0.002 * 7 / 6), "six a prompt, of seven forwards"
     assert plain.joules == pytest.approx(10.0 * plain.seconds)
     assert plain.above_idle == pytest.approx(6.0 * plain.seconds)
-    runs = measure(target, parts, entries, prompts, limits, repeats=3)
-    summary = Summariser(target, parts, asked, runs, limits, energies={"plain": plain}).summarise(entries)
-    rows = {row["label"]: row for row in summary.rows}
-    assert (rows["plain"]["joules_per_token"], rows["plain"]["energy_source"]) == (plain.joules, "rapl")
-    assert rows["plain"]["energy"] == dataclasses.asdict(plain)
-    assert rows["chain"]["joules_per_token"] is rows["chain"]["energy_source"] is rows["chain"]["energy"] is None

@@ -13,7 +13,6 @@ from draftsmith.decode.evaluation.flops import heads_flops
 REFUSED: list[tuple[str, Callable[[], Any], tuple[str, ...]]] = [
     ("a plan without tokens", lambda: Plan(tokens=0), ("tokens", "0")),
     ("a plan without rows", lambda: Plan(batch=0), ("batch", "0")),
-    ("a plan that is never wrong", lambda: Plan(level=1.0), ("level", "1.0")),
     ("heads without the target", lambda: heads_flops(PredictionHeads(2, 1, 8, None, "target")), ("projection",)),
 ]
 
