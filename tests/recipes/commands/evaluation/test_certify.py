@@ -13,7 +13,6 @@ import pytest
 import yaml
 from draftsmith.decode.verifiers import lossless as verifiers
 from draftsmith.recipes.commands.cli import app
-from draftsmith.recipes.commands.evaluation.journal import Journal
 from typer.testing import CliRunner
 
 Command = Callable[..., subprocess.CompletedProcess[str]]
@@ -86,20 +85,6 @@ def certified(recipe: Path, *arguments: str) -> tuple[int, str, dict[str, Any]]:
     return result.exit_code, result.stderr, written
 
 
-def identity(recipe: Path, *arguments: str) -> dict[str, Any]:
-    """What the texts of a certificate belong to, taken from one that is stopped before its first text."""
-    found: list[dict[str, Any]] = []
-
-    def noted(out: Path, name: str, named: dict[str, Any]) -> None:
-        found.append(named)
-        raise KeyboardInterrupt
-
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr("draftsmith.recipes.commands.evaluation.certify.Journal", noted)
-        CliRunner().invoke(app, ["certify", str(recipe), "--batch", "4", *arguments])
-    return found[0]
-
-
 def test_a_stopped_certificate_goes_on(recipe: Path, stop: Any) -> None:
     """Killed, stopped with Ctrl-C, and gone on with: the certificate of a run that nothing stopped."""
     path = recipe.parent / "certificate.json"
@@ -115,32 +100,14 @@ def test_a_stopped_certificate_goes_on(recipe: Path, stop: Any) -> None:
         assert ("resuming; " in said) == (number == signal.SIGINT)
     assert "certify: stopped by signal 2" in said
     assert not json.loads(path.read_text())["complete"]
-    texts = len(kept[1:lines])
+    texts, written = len(kept[1:lines]), journal.read_bytes()
+    code, said, _ = certified(recipe, "--tokens", "60", "methods=[{method: autoregressive}]")
+    assert code == 0
+    assert "(methods, plan differ)" in said, "texts of another certificate are not used"
+    journal.parent.mkdir()
+    journal.write_bytes(written)
     code, said, again = certified(recipe, *asked)
     assert code == 0
     assert f"resuming; {texts} texts" in said
     assert again == whole
     assert not journal.parent.exists()
-
-
-def test_kept_texts_are_judged_and_those_of_another_plan_are_not_used(recipe: Path) -> None:
-    """A text that no lossless method writes is found where it is used."""
-    out, asked = recipe.parent / "certificate.json", ("--tokens", "96", "methods=[{method: autoregressive}]")
-    for theirs, changed in ((asked, None), (("--tokens", "95", asked[2]), "(plan differ)")):
-        with Journal(out, "texts", identity(recipe, *theirs)) as journal:
-            journal.add(["autoregressive", [[3] * 24] * 4, 1000.0])
-        code, said, written = certified(recipe, *asked)
-        assert (code, written["not_lossless"]) == ((1, ["autoregressive"]) if changed is None else (0, []))
-        assert changed is None or f"belongs to other settings {changed}" in said
-        assert not journal.path.exists()
-
-
-def test_artifacts_without_a_recipe(recipe: Path, corpus: Path, cli: Command) -> None:
-    folder = recipe.parent
-    where = ["--target", str(folder / "target"), "--drafter", str(folder / "drafter")]
-    where += ["--prompts", str(corpus / "rows.json"), "--out", str(folder / "own.json")]
-    done = cli("certify", *where, "--tokens", "60", "limit=2", "max_new_tokens=8")
-    assert done.returncode == 0, done.stderr
-    methods = {row["method"] for row in json.loads((folder / "own.json").read_text())["certificates"]}
-    assert {"autoregressive", "speculative", "multi-candidate", "spectr", "adaptive", "prompt-lookup"} <= methods
-    assert not methods & {"medusa", "bigram"}

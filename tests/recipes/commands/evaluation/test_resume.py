@@ -9,6 +9,7 @@ from typing import Any
 
 import pytest
 import yaml
+from draftsmith.recipes.assemble.evaluation import identity_of
 from draftsmith.recipes.commands.evaluation.evaluate import run_evaluate
 from draftsmith.recipes.commands.evaluation.journal import Journal
 from draftsmith.recipes.schema.evaluation import EvaluateRecipe
@@ -21,7 +22,6 @@ METHODS: list[dict[str, Any]] = [
     {"method": "prompt-lookup"},
 ]
 PROMPTS = 12
-RUN = ["autoregressive", 0, 0, [1, 2], {"tokens": 2, "steps": 2, "nodes": 2}, 1234.5, 0.0]
 
 
 @pytest.fixture
@@ -37,21 +37,6 @@ def evaluate(recipe: Path, *changes: str) -> None:
     loaded = load_recipe(str(recipe), changes)
     assert isinstance(loaded, EvaluateRecipe)
     run_evaluate(loaded)
-
-
-def identity(recipe: Path, *changes: str) -> dict[str, Any]:
-    """What the evaluation calls its own, taken from the journal of one that is stopped before its first run."""
-    with pytest.MonkeyPatch.context() as patch:
-        found: list[dict[str, Any]] = []
-
-        def noted(out: Path, name: str, named: dict[str, Any]) -> None:
-            found.append(named)
-            raise KeyboardInterrupt
-
-        patch.setattr("draftsmith.recipes.commands.evaluation.evaluate.Journal", noted)
-        with pytest.raises(KeyboardInterrupt):
-            evaluate(recipe, *changes)
-    return found[0]
 
 
 @pytest.mark.parametrize("number", [signal.SIGKILL, pytest.param(signal.SIGINT, marks=pytest.mark.slow)])
@@ -90,25 +75,18 @@ def test_a_stopped_evaluation_goes_on(
     assert all(row["identical_to_greedy"] == [PROMPTS, PROMPTS] for row in rows.values())
 
 
-def test_another_recipe_or_artifact_starts_anew(recipe: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    few = ("max_new_tokens=8", "limit=2", "compare_with_transformers=false", "methods=[{method: autoregressive}]")
-    out, changes = recipe.parent / "results.json", (*few, "seed=3", "show_categories=true")
-    others = ((changes, None), ((*changes, "limit=3"), "(limit, prompts read differ)"), (few, "(seed differ"))
-    for words, changed in others:
-        with Journal(out, "runs", identity(recipe, *words)) as journal:
-            journal.add(RUN)
-        evaluate(recipe, *changes)
-        results = load_results(out)
-        assert results["resumed"] == (changed is None)
-        assert (results["methods"][0]["by_prompt"][0]["seconds"] == 1234.5) == (changed is None)
-        assert changed is None or f"belongs to other settings {changed}" in capsys.readouterr().err
-    with Journal(out, "runs", identity(recipe, *changes)) as journal:
-        journal.add(RUN)
+def test_runs_belong_to_a_recipe_and_its_artifacts(recipe: Path) -> None:
+    def identity(*changes: str) -> dict[str, Any]:
+        loaded = load_recipe(str(recipe), changes)
+        assert isinstance(loaded, EvaluateRecipe)
+        return identity_of(loaded, [[1, 2]], "cpu")
+
+    first = identity()
+    assert identity("show_categories=true", "predict=true", "energy=off", "out=other.json") == first
+    assert identity("seed=3") == first | {"seed": 3}
     weights = recipe.parent / "drafter" / "model.safetensors"
     weights.write_bytes(weights.read_bytes())
-    evaluate(recipe, *changes)
-    assert load_results(out)["resumed"] == 0, "the drafter was written anew"
-    assert "(artifacts differ)" in capsys.readouterr().err
+    assert {name for name, value in identity().items() if value != first[name]} == {"artifacts"}
 
 
 LINES: list[Any] = [["a\nb", place, 0, [place, 7], {"tokens": 2}, 0.1 * place, 0.0] for place in range(3)]

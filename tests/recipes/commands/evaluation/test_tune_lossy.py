@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import itertools
 import json
 from pathlib import Path
 from typing import Any
@@ -30,7 +29,7 @@ from draftsmith.decode.models.loading import wrap_model
 from draftsmith.decode.rng import Rng
 from draftsmith.decode.warpers import Sampling
 from draftsmith.recipes.commands.evaluation.tune import run_tune
-from draftsmith.recipes.report.tune import on_frontier, with_perplexity
+from draftsmith.recipes.report.tune import with_perplexity
 from draftsmith.recipes.schema.evaluation import EvaluateRecipe
 from draftsmith.recipes.schema.loading import load_recipe
 
@@ -81,30 +80,14 @@ def test_every_setting_is_worth_what_decoding_it_gives(make_llama: Any, make_hea
 def test_nothing_beats_what_is_on_the_frontier() -> None:
     rng = np.random.default_rng(0)
     for count in (1, 2, 5, 30):
-        speeds, worths = rng.integers(1, 12, (2, count)) / 4
-        choices = [
-            Choice(
-                "bild", {"place": place}, 1.0, 0.0, 2.0, 0.1, speed, False, "decoding", None if worth > 2.5 else worth
-            )
-            for place, (speed, worth) in enumerate(zip(speeds.tolist(), worths.tolist(), strict=True))
-        ]
-
-        def key(choice: Choice) -> tuple[float, float]:
-            return (np.inf if choice.perplexity is None else choice.perplexity, -choice.speedup)
-
-        best = frontier(choices, 100)
-        assert [key(each) for each in best] == sorted(
-            {
-                key(one)
-                for one in choices
-                if not any(key(two) != key(one) and np.all(np.array(key(two)) <= key(one)) for two in choices)
-            }
-        )
-        few = frontier(choices, 3)
+        pairs = {(speed / 4, worth / 4) for speed, worth in rng.integers(1, 12, (count, 2)).tolist()}
+        choices = [Choice("bild", {}, 1.0, 0.0, 2.0, 0.1, speed, False, "decoding", worth) for speed, worth in pairs]
+        best = [(each.speedup, each.perplexity) for each in frontier(choices, 100)]
+        beaten = {one for one in pairs for two in pairs if one != two and two[0] >= one[0] and two[1] <= one[1]}
+        assert best == sorted(pairs - beaten, key=lambda pair: pair[1])
+        few = [(each.speedup, each.perplexity) for each in frontier(choices, 3)]
         assert len(few) == min(3, len(best))
-        assert few[0] == best[0]
-        assert set(map(id, few)) <= set(map(id, best))
-        assert len(few) < 2 or few[-1] == best[-1]
+        assert {best[0], best[-1] if len(few) > 1 else best[0]} <= set(few) <= set(best)
 
 
 @pytest.fixture
@@ -123,33 +106,19 @@ def recipe(tiny_pair: Path, tmp_path: Path) -> EvaluateRecipe:
     return EvaluateRecipe.model_validate({"kind": "evaluate", "methods": methods, **parts, **where, **sizes})
 
 
-def test_lossy_methods_are_decoded_confirmed_and_drawn(
-    recipe: EvaluateRecipe, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_lossy_methods_are_decoded_confirmed_and_drawn(recipe: EvaluateRecipe) -> None:
     results = run_tune(recipe, SMALL)
-    assert set(results["methods"]) == {"speculative", "bild", "relaxed-uno", TYPICAL}
-    assert results["tried"] == {"speculative": 4, "bild": 4, "relaxed-uno": 4, TYPICAL: results["tried"][TYPICAL]}
     found_by = {name: {each["found_by"] for each in tried} for name, tried in results["methods"].items()}
-    assert found_by == {
-        "speculative": {"replay"},
-        "bild": {"decoding"},
-        "relaxed-uno": {"decoding"},
-        TYPICAL: {"decoding"},
-    }
+    assert found_by == {"speculative": {"replay"}} | {key: {"decoding"} for key in ("bild", "relaxed-uno", TYPICAL)}
     assert all(each["options"]["gamma"] == 3 for each in results["methods"]["bild"])
     rows = with_perplexity(results)
     assert {row["method"] for row in rows[1:] if not row["lossless"]} == {"bild", "relaxed-uno", "medusa"}
     assert results["baseline"]["perplexity"] == rows[1]["perplexity"] > 1
-    best = on_frontier(rows)
-    for one, two in itertools.permutations(rows, 2):
-        beats = one["perplexity"] < two["perplexity"] and one["speedup"] > two["speedup"]
-        assert not (beats and two["label"] in best)
     assert next(row for row in results["confirmed"] if row["label"] == results["best"])["lossless"]
     folder = Path(recipe.out).with_suffix(".tune")
     page = (folder / "tune.html").read_text()
     assert "Speed against perplexity" in page
     assert all(row["label"] in page for row in results["confirmed"])
-    assert "decoding" in capsys.readouterr().out
     chosen = load_recipe(str(folder / "recipe.yaml"))
     assert isinstance(chosen, EvaluateRecipe)
     lossy = [row for row in chosen.methods if row.method != "autoregressive"][1:]
