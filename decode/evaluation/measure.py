@@ -60,31 +60,33 @@ class RunKey(NamedTuple):
     repeat: int
 
 
-@dataclass
+@dataclass(frozen=True)
 class Run:
-    """What one entry did: by prompt, the tokens of its first run, its counts, and of every run the seconds, and those
-    that passed before the first step, while the prompt was read."""
+    """What one entry did: by prompt, every time that it was decoded; tokens and counts are those of the first."""
 
-    ids: list[list[int]]
-    tallies: list[Tally]
-    seconds: list[list[float]]
-    reading: list[list[float]]
+    by_prompt: list[list[Decoded]]
+
+    @property
+    def ids(self) -> list[list[int]]:
+        """Tokens of each prompt."""
+        return [runs[0].ids for runs in self.by_prompt]
+
+    @property
+    def tallies(self) -> list[Tally]:
+        """Counts of each prompt."""
+        return [runs[0].tally for runs in self.by_prompt]
 
     def only(self, prompts: Sequence[int]) -> Run:
         """These prompts alone."""
-        columns = (self.ids, self.tallies, self.seconds, self.reading)
-        return Run(*([column[prompt] for prompt in prompts] for column in columns))  # type: ignore[arg-type]
+        return Run([self.by_prompt[prompt] for prompt in prompts])
 
     def median_seconds(self) -> list[float]:
         """Seconds of each prompt."""
-        return [statistics.median(times) for times in self.seconds]
+        return [statistics.median(run.seconds for run in runs) for runs in self.by_prompt]
 
     def stepping_rate(self) -> float:
         """Tokens per second of the steps alone."""
-        steps = [
-            statistics.median(whole - read for whole, read in zip(*times, strict=True))
-            for times in zip(self.seconds, self.reading, strict=True)
-        ]
+        steps = [statistics.median(run.seconds - run.reading for run in runs) for runs in self.by_prompt]
         return sum(len(ids) for ids in self.ids) / sum(steps)
 
 
@@ -177,7 +179,10 @@ def measure(
             on_run(key, done[key])
     if progress:
         progress(len(keys), len(keys), "")
-    return {label: _gathered(label, done, len(prompts), repeats) for label in labels}
+    return {
+        label: Run([[done[RunKey(label, prompt, each)] for each in range(repeats)] for prompt in range(len(prompts))])
+        for label in labels
+    }
 
 
 def _jobs(
@@ -203,16 +208,6 @@ def turn(count: int, number: int) -> list[int]:
     zigzag = [(index + 1) // 2 if index % 2 else -(index // 2) for index in range(count)]
     order = [(step + number) % count for step in zigzag]
     return order[::-1] if count % 2 and number // count % 2 else order
-
-
-def _gathered(label: str, done: Mapping[RunKey, Decoded], prompts: int, repeats: int) -> Run:
-    by_prompt = [[done[RunKey(label, prompt, repeat)] for repeat in range(repeats)] for prompt in range(prompts)]
-    return Run(
-        [runs[0].ids for runs in by_prompt],
-        [runs[0].tally for runs in by_prompt],
-        [[run.seconds for run in runs] for runs in by_prompt],
-        [[run.reading for run in runs] for runs in by_prompt],
-    )
 
 
 def phases(

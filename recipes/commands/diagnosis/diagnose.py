@@ -63,7 +63,7 @@ from ...report.diagnosis import show_part
 from ...report.trace import TokenTexts
 from ...schema.evaluation import EvaluateRecipe, MethodSection
 from ...session.terminal import Advance, console, log
-from ..evaluation.watch import stop_if_asked, stoppable_bar
+from ..evaluation.journal import stop_if_asked, stoppable_bar
 from .training_record import TrainingRecord, training_record
 
 SCHEMA = 3

@@ -22,8 +22,7 @@ from ...report.certificate import KIND, SCHEMA, certificate_beside, certificates
 from ...schema.evaluation import EvaluateRecipe
 from ...session.machine import machine
 from ...session.terminal import Advance, console
-from .journal import Journal
-from .watch import stoppable_bar
+from .journal import Journal, stoppable_bar
 
 LEVEL = 1e-6
 """Probability of a false alarm anywhere in the certificate."""

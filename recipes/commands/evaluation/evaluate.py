@@ -43,8 +43,7 @@ from ...schema.loading import write_recipe
 from ...schema.results import KIND, SCHEMA, write_results
 from ...session.machine import machine
 from ...session.terminal import Advance, console, duration, log
-from .journal import Journal
-from .watch import stoppable_bar
+from .journal import Journal, stoppable_bar
 
 
 def run_evaluate(recipe: EvaluateRecipe) -> dict[str, Any]:

@@ -1,14 +1,18 @@
-"""What a command has done, kept on disk as it is finished, so that a killed one can resume."""
+"""What a command has done, kept on disk as it is finished, so that one that is killed, or stopped by a signal, can
+resume."""
 
 from __future__ import annotations
 
 import fcntl
 import json
 import os
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any, BinaryIO, Self
 
-from ...session.terminal import log
+from ....train.parallel.interrupts import Interrupted, StopSignals
+from ...session.terminal import Advance, bar, log
 
 
 class Journal:
@@ -85,3 +89,23 @@ class Journal:
             log(f"{self.path} belongs to other settings ({changed} differ): restarting")
         self._file.truncate(0)
         self.add(head)
+
+
+@contextmanager
+def stoppable_bar(title: str, unit: str, signals: StopSignals, message: str) -> Iterator[Advance]:
+    """A progress bar that raises Interrupted once a signal has come, whose number stands for `{}` in the message."""
+    with bar(title, unit) as advance:
+
+        def watched(done: int, total: int, note: str = "") -> None:
+            advance(done, total, note)
+            stop_if_asked(signals, message)
+
+        yield watched
+
+
+def stop_if_asked(signals: StopSignals, message: str) -> None:
+    """Log and raise Interrupted once a signal has come."""
+    if signals.received is not None:
+        stopped = message.format(signals.received)
+        log(stopped)
+        raise Interrupted(signals.received, stopped)

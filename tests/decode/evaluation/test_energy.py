@@ -185,10 +185,6 @@ def test_what_runs_while_power_rises_is_not_counted(gpu_meter: Any) -> None:
     world = SlowWorld()
     found = gpu_meter(world).measure(world.work(0.02, 200.0), IDLE)
     assert 1.0 < found.joules / 4.0 < 1.04, "at most the pauses, in which power has no time to fall"
-    naive = Timing(seconds=1.0, discard=0.0, period=PERIOD, pause=0.0)
-    world = SlowWorld()
-    world.spend(5.0, IDLE)
-    assert world.by(gpu_meter(world), naive).measure(world.work(0.02, 200.0), IDLE).trials[0] < 0.85 * 4.0
 
 
 def test_a_sensor_that_looks_a_quarter_of_the_time_sees_all_of_the_work(gpu_meter: Any) -> None:
@@ -205,11 +201,7 @@ def test_a_sensor_that_looks_a_quarter_of_the_time_sees_all_of_the_work(gpu_mete
     true = 0.025 * 300 + 0.075 * 60
     world = World()
     with_pauses = gpu_meter(world, window=0.025).measure(bursts(world), IDLE)
-    world = World()
-    meter = world.by(gpu_meter(world, window=0.025), Timing(5.0, 1.5, PERIOD, pause=0.0, trials=1))
-    without = meter.measure(bursts(world), IDLE)
     assert abs(with_pauses.joules / true - 1) < 0.12
-    assert abs(without.joules / true - 1) > 0.4
 
 
 def test_devices_are_added_up(install: Install) -> None:

@@ -96,19 +96,6 @@ def test_a_scorers_forward_on_a_cache_costs_what_the_counter_says(name: str) -> 
 
 
 @torch.inference_mode()
-def test_the_counter_alone_passes_over_fused_attention() -> None:
-    """The reason for `count_flops`: otherwise a long context would seem to cost nothing."""
-    scorer = wrap_model(build("llama", LLAMA | {"num_key_value_heads": 6}))
-    call = raw_forward(scorer, 8, 100)
-    with FlopCounterMode(display=False) as counter:
-        call()
-    attention = forward_flops(scorer.config, 8, 100)["attention"]
-    assert attention == 2 * 2 * 2 * 8 * 108 * 48
-    assert count_flops(call) - counter.get_total_flops() in (0, attention)
-    assert count_flops(call) == pytest.approx(forward_flops(scorer.config, 8, 100)["total"], rel=1e-3)
-
-
-@torch.inference_mode()
 def test_other_models_are_left_to_the_counter(make_markov: Any, make_heads: Any) -> None:
     experts = build("mixtral", LLAMA | {"num_local_experts": 2})
     scorer = TransformersModel(experts)

@@ -85,7 +85,7 @@ def test_methods_take_turns_and_every_run_is_done_once(evaluation: Evaluation) -
         assert {(key.repeat, key.prompt) for key in keys} == {divmod(number, len(ASKED))}
         assert [key.label for key in keys] == [labels[job] for job in turn(len(labels), number)]
     assert len({tuple(key.label for key in keys) for keys in rounds}) > 4
-    assert all(len(times) == 2 for run in evaluation.runs.values() for times in run.seconds)
+    assert all(len(twice) == 2 for run in evaluation.runs.values() for twice in run.by_prompt)
 
 
 def test_finished_runs_are_not_done_again(evaluation: Evaluation) -> None:
@@ -112,7 +112,7 @@ def test_finished_runs_are_not_done_again(evaluation: Evaluation) -> None:
     assert seen[0][:2] == (2, work)
     assert [state[2] for state in seen[:-1]] == [key.label for key in done]
     assert seen[-1] == (work, work, "")
-    assert (runs["plain"].seconds[0], runs["chain"].seconds[3]) == ([77.0], [88.0])
+    assert (runs["plain"].median_seconds()[0], runs["chain"].median_seconds()[3]) == (77.0, 88.0)
     for label, run in runs.items():
         assert run.ids == evaluation.runs[label].ids, "what is drawn depends on the seed and the prompt's place alone"
 
@@ -172,10 +172,10 @@ def test_a_category_is_what_its_prompts_alone_would_be(evaluation: Evaluation) -
 
 def changed(runs: dict[str, Run], label: str, place: int, ids: list[int], **counts: int) -> dict[str, Run]:
     """The runs, but for one text and its counts."""
-    run = runs[label]
-    texts, tallies = list(run.ids), list(run.tallies)
-    texts[place], tallies[place] = ids, dataclasses.replace(tallies[place], **counts)
-    return runs | {label: Run(texts, tallies, run.seconds, run.reading)}
+    by_prompt = list(runs[label].by_prompt)
+    first, *more = by_prompt[place]
+    by_prompt[place] = [first._replace(ids=ids, tally=dataclasses.replace(first.tally, **counts)), *more]
+    return runs | {label: Run(by_prompt)}
 
 
 def test_a_lossless_method_that_writes_something_else_is_found_out(evaluation: Evaluation) -> None:

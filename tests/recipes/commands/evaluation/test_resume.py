@@ -39,22 +39,13 @@ def evaluate(recipe: Path, *changes: str) -> None:
     run_evaluate(loaded)
 
 
-@pytest.mark.parametrize("number", [signal.SIGKILL, pytest.param(signal.SIGINT, marks=pytest.mark.slow)])
-def test_a_stopped_evaluation_goes_on(
-    recipe: Path, stop: Any, number: signal.Signals, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_a_killed_evaluation_goes_on(recipe: Path, stop: Any, capsys: pytest.CaptureFixture[str]) -> None:
     out, journal = recipe.parent / "results.json", recipe.parent / "results.json.state" / "runs.jsonl"
-    code, errors = stop(journal, 9, number, "evaluate", str(recipe))
+    code, _ = stop(journal, 9, signal.SIGKILL, "evaluate", str(recipe))
     lines = journal.read_text().splitlines()
-    assert not out.exists()
-    if number == signal.SIGKILL:
-        assert code == -signal.SIGKILL
-        with journal.open("a") as file:
-            file.write(lines[-1][: len(lines[-1]) // 2])  # what a kill in the middle of a write leaves
-    else:
-        assert code == 128 + number
-        assert f"stopped by signal {int(number)}" in errors
-        assert "Traceback" not in errors
+    assert (code, out.exists()) == (-signal.SIGKILL, False)
+    with journal.open("a") as file:
+        file.write(lines[-1][: len(lines[-1]) // 2])  # what a kill in the middle of a write leaves
     kept = [json.loads(line) for line in lines[1:]]
     kept = [row for row in kept if isinstance(row, list)]
     assert 9 <= len(kept) < 4 * PROMPTS
