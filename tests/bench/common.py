@@ -18,6 +18,7 @@ from typing import Any, NamedTuple
 
 import numpy as np
 import torch
+from children import kilobytes
 from draftsmith.checkpoints.heads.files import load_heads
 from draftsmith.checkpoints.table.table import BigramTable
 from draftsmith.data.prompts import load_prompts, stop_ids
@@ -242,18 +243,12 @@ def against_tokenizers(
     return fastest, ratios, rates
 
 
-def status_bytes(name: str) -> int:
-    """A size of this process, as /proc/self/status has it."""
-    line = next(line for line in Path("/proc/self/status").read_text().splitlines() if line.startswith(name))
-    return int(line.split()[1]) * 1024
-
-
 def peak_above(job: Callable[[], Any]) -> tuple[Timed, int]:
     """A call, and the most bytes that it takes above what this process holds."""
     Path("/proc/self/clear_refs").write_text("5")
-    before = status_bytes("VmRSS")
+    before = kilobytes("VmRSS")
     found = timed(job)
-    return found, status_bytes("VmHWM") - before
+    return found, 1024 * (kilobytes("VmHWM") - before)
 
 
 def own_process(function: str, *arguments: Any, environment: Mapping[str, str] | None = None) -> Any:

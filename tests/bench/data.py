@@ -13,7 +13,6 @@ not with --quick). Packed and padded batches train a 12 x 192 Llama. The last li
 
 from __future__ import annotations
 
-import json
 import os
 import statistics
 import tempfile
@@ -90,14 +89,8 @@ def throughput(corpus: Path, tokenizer: Any, tokenizer_folder: Path, folder: Pat
 def limited(corpus: Path, tokenizer_folder: Path, megabytes: int, folder: Path) -> dict[str, Any]:
     """Prepare a corpus ten times larger than the memory that the process may allocate."""
     file = folder / "large.jsonl"
-    chats = [
-        json.dumps({"id": chat.id, "messages": [{"role": t.role, "content": t.text} for t in chat.turns]})
-        for chat in read_conversations(str(corpus))
-    ]
-    size = sum(len(line.encode()) + 1 for line in chats)
-    with file.open("w", encoding="utf-8") as out:
-        for _ in range(-(-10 * megabytes * 1_000_000 // size)):
-            out.write("\n".join(chats) + "\n")
+    write_conversations(read_conversations(str(corpus)), file)
+    write_conversations(repeated(corpus, -(-10 * megabytes * 1_000_000 // file.stat().st_size)), file)
     start = time.perf_counter()
     small = {"OMP_NUM_THREADS": "1", "MALLOC_ARENA_MAX": "2"}  # threads' stacks and heaps count as well
     arguments = (megabytes, str(file), str(tokenizer_folder), str(folder / "large"))

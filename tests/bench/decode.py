@@ -18,6 +18,7 @@ import statistics
 import time
 from collections.abc import Callable, Sequence
 from functools import partial
+from types import SimpleNamespace
 from typing import Any, Literal
 
 import torch
@@ -57,22 +58,9 @@ def assisted(target: Any, drafter: Any, gamma: int) -> Job:
     config = drafter.generation_config
     config.num_assistant_tokens, config.num_assistant_tokens_schedule = gamma, "constant"
     config.assistant_confidence_threshold = 0.0
-
-    def run(prompt: Sequence[int], limits: Limits) -> Decoded:
-        ids = torch.tensor([list(prompt)])
-        options = {"do_sample": False, "max_new_tokens": limits.max_new_tokens, "pad_token_id": 0}
-        start = time.perf_counter()
-        with torch.inference_mode():
-            output = target.generate(
-                input_ids=ids,
-                attention_mask=torch.ones_like(ids),
-                assistant_model=drafter,
-                eos_token_id=list(limits.stop_ids) or None,
-                **options,
-            )
-        return Decoded(output[0, len(prompt) :].tolist(), Tally(), time.perf_counter() - start, 0.0)
-
-    return run
+    generate_assisted = partial(target.generate, assistant_model=drafter)
+    model = SimpleNamespace(generate=generate_assisted, device=target.device, config=target.config)
+    return partial(decode_reference, model)
 
 
 def published(target: Any, drafter: Any, gamma: int) -> Job:
@@ -316,29 +304,6 @@ class FixedPattern(Verifier):
         return verdict
 
 
-@torch.inference_mode()
-def draft_microseconds(models: dict[str, LanguageModel], gamma: int, rounds: int) -> dict[str, float]:
-    """Median microseconds of one drafter step (forward, projection, argmax) by model, interleaved."""
-
-    def block(model: LanguageModel, cache: KVCache, chain: Tree) -> None:
-        cache.set_lengths([100])
-        token_B1 = torch.ones(1, 1, dtype=torch.int64, device=model.device)
-        hidden_B1D = model.extend(cache, token_B1)
-        for place in range(1, gamma):
-            token_B1 = model.logits(hidden_B1D[:, -1:]).argmax(-1)
-            hidden_B1D = model.extend(cache, token_B1, chain, place)
-        model.logits(hidden_B1D).argmax(-1)
-        if model.device.type == "cuda":
-            torch.cuda.synchronize(model.device)
-
-    jobs = {
-        label: partial(block, model, model.new_cache(1, 256), Tree.chain(gamma).to(model.device))
-        for label, model in models.items()
-    }
-    seconds = medians(in_turns(jobs, rounds, warm=5))  # the first ones run and capture
-    return {label: 1e6 * value / gamma for label, value in seconds.items()}
-
-
 def bench_shapes(arguments: argparse.Namespace) -> dict[str, Any]:
     """Models of real shapes with random weights, on any device."""
     dtype, kinds = getattr(torch, arguments.dtype), {"plain": False}
@@ -350,9 +315,7 @@ def bench_shapes(arguments: argparse.Namespace) -> dict[str, Any]:
             random_llama(SHAPES[shape], 2048, arguments.device, dtype).eval() for shape in pair.split("-")
         )
         drafters = {kind: wrap_model(drafter_model, graphs=graphs) for kind, graphs in kinds.items()}
-        steps = draft_microseconds(drafters, arguments.gamma, 20 if arguments.quick else 200)
-        print(f"{pair:12s} one drafter step: " + ", ".join(f"{kind} {value:.0f} us" for kind, value in steps.items()))
-        found[pair] = row = {"us_per_drafter_step": steps}
+        found[pair] = row = {}
         vocabulary = target_model.config.vocab_size
         heads = PredictionHeads.from_lm_head(target_model.lm_head.weight.detach(), 4, 1).to(arguments.device).eval()
         counted = torch.randint(vocabulary, (200_000,), generator=torch.Generator().manual_seed(0)).numpy()

@@ -200,82 +200,46 @@ def on_processor(options: argparse.Namespace) -> dict[str, Any]:
     return results
 
 
-class WholeStep:
-    """Steps of training heads on a random target, and its parts, timed."""
-
-    def __init__(self, shape: str, tokens: int, device: str, objective: str) -> None:
-        target = random_llama(SHAPES[shape], tokens, device, torch.bfloat16)
-        weight_VD = target.lm_head.weight.detach()
-        heads = PredictionHeads.from_lm_head(weight_VD, HEADS, 1, dtype=torch.float32)
-        self.task = HeadsTask(target, heads, None, objective={objective: 1.0})
-        self.task.module.to(device).train()
-        parameters = [weight for weight in self.task.module.parameters() if weight.requires_grad]
-        self.optimizer = torch.optim.AdamW(parameters, lr=1e-4, fused=True)
-        vocab, self.device = weight_VD.shape[0], device
-        tokens_BT = torch.randint(vocab, (BLOCKS, tokens), device=device)
-        labels_BT = tokens_BT.clone()
-        labels_BT[:, 0] = IGNORED
-        positions_BT = torch.arange(tokens, device=device).expand(BLOCKS, -1)
-        self.batch = Batch(tokens_BT, labels_BT, positions_BT, torch.zeros_like(tokens_BT))
-
-    def step(self) -> None:
-        self.optimizer.zero_grad(set_to_none=True)
-        batch = self.batch
-        with torch.autocast(self.device, dtype=torch.bfloat16):
-            sums_K, counts_K = self.task.module(
-                batch.tokens_BT, batch.labels_BT, batch.positions_BT, batch.documents_BT
-            )  # fmt: skip
-        (sums_K / counts_K).sum().backward()
-        self.optimizer.step()
-
-    def target(self) -> None:
-        self.task.module.frozen_states(self.batch)  # type: ignore[operator]
-
-    def loss(self) -> Callable[[], None]:
-        """Forward and backward of the loss alone, from features that are there."""
-        rows_X, labels_XK = self.task.module.trained_rows(self.batch)  # type: ignore[operator]
-        heads = self.task.module.heads
-        with torch.no_grad():
-            states_XD = self.task.module.frozen_states(self.batch)[rows_X]  # type: ignore[operator]
-            features_XKD = heads.features(states_XD.float())  # type: ignore[union-attr,operator]
-        features_XKD.requires_grad_()
-        projections = [heads.projection(k) for k in range(HEADS)]  # type: ignore[union-attr,operator]
-
-        def run() -> None:
-            with torch.autocast(self.device, dtype=torch.bfloat16):
-                sums_K, _ = heads_mixture({"cross-entropy": 1.0}, features_XKD, projections, labels_XK)
-            torch.autograd.grad(sums_K.sum(), [features_XKD, *projections])
-
-        return run
-
-    def seconds(self, run: Callable[[], None], rounds: int) -> float:
-        """Median over rounds, of which the first two are not counted."""
-
-        def waited() -> None:
-            run()
-            if self.device == "cuda":
-                torch.cuda.synchronize()
-
-        return medians(in_turns({"": waited}, rounds, warm=2))[""]
-
-
 def whole_step(shape: str, tokens: int, rounds: int, device: str) -> dict[str, Any]:
+    """Steps of training heads on a random target, and the target's part of them."""
     results: dict[str, Any] = {"shape": shape, "block_tokens": tokens, "blocks": BLOCKS, "heads": HEADS}
+    target = random_llama(SHAPES[shape], tokens, device, torch.bfloat16)
+    weight_VD = target.lm_head.weight.detach()
+    tokens_BT = torch.randint(len(weight_VD), (BLOCKS, tokens), device=device)
+    labels_BT = tokens_BT.clone()
+    labels_BT[:, 0] = IGNORED
+    positions_BT = torch.arange(tokens, device=device).expand(BLOCKS, -1)
+    batch = Batch(tokens_BT, labels_BT, positions_BT, torch.zeros_like(tokens_BT))
     for objective, suffix in (("cross-entropy", ""), ("forward-kl", "_soft")):
-        bench = WholeStep(shape, tokens, device, objective)
+        heads = PredictionHeads.from_lm_head(weight_VD, HEADS, 1, dtype=torch.float32)
+        module: Any = HeadsTask(target, heads, None, objective={objective: 1.0}).module.to(device).train()
+        parameters = [weight for weight in module.parameters() if weight.requires_grad]
+        optimizer = torch.optim.AdamW(parameters, lr=1e-4, fused=True)
+
+        def step(module: Any = module, optimizer: Any = optimizer) -> None:
+            optimizer.zero_grad(set_to_none=True)
+            with torch.autocast(device, dtype=torch.bfloat16):
+                sums_K, counts_K = module(batch.tokens_BT, batch.labels_BT, batch.positions_BT, batch.documents_BT)
+            (sums_K / counts_K).sum().backward()
+            optimizer.step()
+
+        def seconds(run: Callable[[], Any]) -> float:
+            def waited() -> None:
+                run()
+                if device == "cuda":
+                    torch.cuda.synchronize()
+
+            return medians(in_turns({"": waited}, rounds, warm=2))[""]
+
         if device == "cuda":
             torch.cuda.reset_peak_memory_stats()
-        step = bench.seconds(bench.step, rounds)
-        found = {"tokens_per_sec": BLOCKS * tokens / step, "step_sec": step}
+        taken = seconds(step)
+        found = {"tokens_per_sec": BLOCKS * tokens / taken, "step_sec": taken}
         if device == "cuda":
             found["peak_memory_gb"] = torch.cuda.max_memory_allocated() / 1e9
-        found["target_share"] = bench.seconds(bench.target, rounds) / step
-        if not suffix:
-            bench.optimizer.zero_grad(set_to_none=True)
-            found["loss_sec"] = bench.seconds(bench.loss(), rounds)
+        found["target_share"] = seconds(partial(module.frozen_states, batch)) / taken
         print(f"{shape}, {objective}: " + "   ".join(f"{key} {value:.3f}" for key, value in found.items()))
         results |= {f"{key}{suffix}": value for key, value in found.items()}
-        del bench
     return results
 
 
