@@ -147,14 +147,6 @@ def test_a_stop_token_in_the_prompt_does_not_end_decoding(target_model: LlamaFor
     assert output[0] == greedy(target_model, [7, 7, 1], 5, stop=7)
 
 
-def test_steps_count_what_was_examined(target_model: LlamaForCausalLM, parts: Parts) -> None:
-    _, steps = run(wrap_model(target_model), "speculative", parts, PROMPTS, Limits(20), gamma=3)
-    for step in steps:
-        for row, active in enumerate(step.active):
-            assert step.examined[row] == step.accepted[row] + step.rejected[row]
-            assert len(step.new_ids[row]) <= (step.accepted[row] + 1 if active else 0)
-
-
 def heads_of(vocab: int, hidden: int) -> Parts:
     return Parts(heads=PredictionHeads.from_lm_head(torch.randn(vocab, hidden), 2, 1))
 

@@ -14,8 +14,8 @@ import numpy as np
 import pytest
 import torch
 from draftsmith.checkpoints.table.table import BigramTable
-from draftsmith.decode.engine import Limits, Proposal, generate
-from draftsmith.decode.methods import METHODS, Parts, build_method, method_options
+from draftsmith.decode.engine import Limits, generate
+from draftsmith.decode.methods import Parts, build_method
 from draftsmith.decode.models.base import LanguageModel
 from draftsmith.decode.models.loading import wrap_model
 from draftsmith.decode.proposers.head_trees import PrunedHeadTree
@@ -146,28 +146,3 @@ def test_slim_ranks_by_the_smoothed_correlation(
         for node, (parent, token) in enumerate(zip(parents_BN[row].tolist(), tokens_BN[row].tolist(), strict=True)):
             found.append((*found[parent], token) if node and parent >= 0 else ())
         assert set(found) - {()} == wanted
-
-
-def test_drafts_are_the_likeliest_or_follow_the_warped_distribution(make_markov: MakeMarkov) -> None:
-    table = sparse_table()
-    rows = table.distributions("cpu", 1.0, "kneser-ney")
-    seen: list[Proposal] = []
-    for sampling in (Sampling(), Sampling(0.7, top_k=5)):
-        built = build_method("bigram", Parts(table=table), sampling, gamma=3, smoothing="kneser-ney")
-        propose = built.proposer.propose
-        built.proposer.propose = lambda context, propose=propose: seen.append(propose(context)) or seen[-1]  # type: ignore[method-assign, func-returns-value, return-value]
-        target = make_markov(torch.full((1, VOCAB, VOCAB), 1 / VOCAB, dtype=torch.float64))
-        for _ in generate(target, *built, PROMPTS, Limits(2), sampling, Rng.for_rows(0, len(PROMPTS))):
-            break
-    greedy, sampled = seen
-    assert torch.equal(greedy.tokens_BN[:, 1:], rows.after(greedy.tokens_BN[:, :-1]).argmax(-1))
-    assert sampled.draft_probs_BMV is not None
-    after_BKV = rows.after(sampled.tokens_BN[:, :-1])
-    kept = after_BKV.pow(1 / 0.7) * (after_BKV >= after_BKV.topk(5, -1).values[..., -1:])
-    torch.testing.assert_close(sampled.draft_probs_BMV.float(), kept / kept.sum(-1, keepdim=True), rtol=1e-4, atol=1e-6)
-
-
-def test_the_options_are_those_of_every_method_that_reads_pairs() -> None:
-    for name in METHODS:
-        has_them = {"smoothing", "strength"} <= set(method_options(name, {}))
-        assert has_them == (name == "bigram" or name.startswith("slim"))

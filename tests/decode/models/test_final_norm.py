@@ -133,21 +133,6 @@ def test_medusa_reads_what_goes_into_the_norm_and_writes_what_greedy_writes(fami
     torch.testing.assert_close(read[0][0], residuals[0][0, -1], rtol=1e-4, atol=1e-4)
 
 
-def test_an_offloaded_model_has_them_too(tmp_path: Path) -> None:
-    dispatch_model = pytest.importorskip("accelerate").dispatch_model
-    wanted = run(wrap_model(build("gpt2")), "autoregressive", Parts())
-    model = build("gpt2")
-    before_BND, _ = tree_states(wrap_model(model, states="before-norm"))
-    places = {"transformer": "disk", "lm_head": "cpu"}
-    offloaded = dispatch_model(build("gpt2", tie_word_embeddings=False), places, offload_dir=str(tmp_path))
-    offloaded.lm_head.weight.data.copy_(model.lm_head.weight)
-    assert offloaded.transformer.ln_f.weight.device.type == "meta"
-    target = wrap_model(offloaded, states="before-norm")
-    torch.testing.assert_close(tree_states(target)[0], before_BND, rtol=1e-5, atol=1e-5)
-    heads = PredictionHeads.from_lm_head(model.lm_head.weight.detach(), 3, 0, states="before-norm").eval()
-    assert run(target, "medusa", Parts(heads=heads), tree="2x1") == wanted
-
-
 def test_what_another_thread_passes_to_the_norm_is_not_seen() -> None:
     norm = torch.nn.LayerNorm(4)
     mine, theirs = torch.randn(2, 4), torch.randn(3, 4)
@@ -161,23 +146,6 @@ def test_what_another_thread_passes_to_the_norm_is_not_seen() -> None:
             norm(theirs)
         assert inner[0] is theirs
     assert hooks(norm) == 0
-
-
-def test_a_norm_that_peft_trains_is_found() -> None:
-    peft = pytest.importorskip("peft")
-    model = build("llama")
-    before_BND, _ = tree_states(wrap_model(model, states="before-norm"))
-    settings = peft.LoraConfig(r=2, target_modules=["q_proj"], modules_to_save=["norm"])
-    adapted = peft.get_peft_model(model, settings).eval()
-    with torch.no_grad():
-        model.model.norm.modules_to_save["default"].weight.mul_(3)
-    target = wrap_model(adapted, states="before-norm")
-    found_BND, logits_BNV = tree_states(target)
-    torch.testing.assert_close(found_BND, before_BND, rtol=1e-4, atol=1e-4)
-    with torch.no_grad():
-        after_BND = model.model.norm(found_BND)
-    torch.testing.assert_close(after_BND, tree_states(wrap_model(adapted))[0], rtol=1e-4, atol=1e-4)
-    torch.testing.assert_close(logits_BNV, after_BND @ model.lm_head.weight.detach().T, rtol=1e-4, atol=1e-4)
 
 
 REFUSALS: dict[str, tuple[str, dict[str, Any]]] = {

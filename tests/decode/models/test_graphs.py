@@ -18,7 +18,7 @@ import torch
 from draftsmith.decode.engine import Limits
 from draftsmith.decode.methods import Parts, build_method
 from draftsmith.decode.models.base import LanguageModel, TransformersModel
-from draftsmith.decode.models.graphs import GraphedModel, round_up
+from draftsmith.decode.models.graphs import GraphedModel
 from draftsmith.decode.models.kv_cache import KVCache
 from draftsmith.decode.models.lean import LeanLlama
 from draftsmith.decode.models.loading import wrap_model
@@ -217,17 +217,6 @@ def test_caches_are_handed_on_and_never_shared(make_llama: Build) -> None:
 
 
 @torch.inference_mode()
-def test_the_least_recently_used_shapes_are_forgotten(make_llama: Build) -> None:
-    plain = wrap_model(make_llama(VOCAB))
-    fast, recordings = graphed(plain, max_graphs=2)
-    for seed in (0, 1):
-        assert difference(walk(fast, [3, 1], 12, seed), walk(plain, [3, 1], 12, seed)) < TOLERANCES[torch.float32]
-    assert recordings.captured < recordings.warmed
-    gc.collect()
-    assert len(fast._free[0].shapes) == 2
-
-
-@torch.inference_mode()
 def test_what_is_not_replayed_takes_the_plain_path(make_llama: Build) -> None:
     plain = wrap_model(make_llama(VOCAB))
     fast, recordings = graphed(plain, max_tokens=4)
@@ -276,12 +265,6 @@ def test_tables_that_a_graph_reads_stay(make_llama: Build) -> None:
     model.extend(cache, torch.ones(1, 1, dtype=torch.int64))
     assert len(model._turns_SE) > len(table)
     assert any(kept is table for kept in model._outgrown)
-
-
-def test_slots_are_rounded_up_by_less_than_a_quarter() -> None:
-    sizes = [round_up(slots, 256) for slots in range(1, 9000)]
-    assert all(slots <= size < max(slots * 1.25, slots + 256) for slots, size in enumerate(sizes, 1))
-    assert len(set(sizes)) < 25
 
 
 def test_graphs_without_a_device_are_refused(make_llama: Build) -> None:
@@ -368,15 +351,3 @@ def test_a_replay_does_not_wait_for_the_device(make_llama: Build) -> None:
             fast.logits(fast.extend(cache, tokens_BN, tree))
     finally:
         torch.cuda.set_sync_debug_mode("default")
-
-
-@gpu
-@pytest.mark.parametrize("name", ["speculative", "multi-candidate", "medusa", "mjsd"])
-def test_whole_runs_are_the_same_with_cuda_graphs(make_llama: Build, make_heads: Heads, name: str) -> None:
-    models = [make_llama(VOCAB, seed, num_hidden_layers=1).to("cuda") for seed in (0, 1)]
-    heads = make_heads(4, 32, VOCAB)
-    heads.weight_KVD = heads.weight_KVD.to("cuda")
-    plain, fast = ([wrap_model(model, graphs=graphs) for model in models] for graphs in (False, None))
-    for prompts in (PROMPTS[:1], PROMPTS, PROMPTS):
-        wanted = run(plain[0], name, Parts(plain[1], heads), prompts, Sampling())
-        assert run(fast[0], name, Parts(fast[1], heads), prompts, Sampling()) == wanted

@@ -149,10 +149,6 @@ def test_a_tree_forward_equals_plain_forwards(family: str) -> None:
             assert difference < 2e-5 * plain.logits.abs().max()
 
 
-def test_half_precision() -> None:
-    assert wrap_model(build("flan-t5").to(torch.bfloat16)).dtype == torch.bfloat16  # compared with the model's forward
-
-
 @torch.inference_mode()
 def test_what_overflows_in_half_precision_is_cut_as_transformers_does() -> None:
     model = build("t5").to(torch.float16)
@@ -188,15 +184,6 @@ def test_greedy_output_is_that_of_transformers(make_parts: Callable[..., Parts],
 def test_the_methods_that_are_not_lossless_run(make_parts: Callable[..., Parts], name: str) -> None:
     output, _ = run(scorer("t5"), name, make_parts("t5"))
     assert [len(ids) for ids in output] == [COUNT] * len(SOURCES)
-
-
-@pytest.mark.parametrize("name", ["speculative", "multi-candidate", "mjsd"])
-def test_a_drafter_that_is_the_target_is_always_accepted(name: str) -> None:
-    """The drafter reads the source as well, and its trees as the target does."""
-    target = scorer("flan-t5")
-    options = {"multi-candidate": {"k_config": "2x1x1x1"}, "mjsd": {"beams": 1}}.get(name, {})
-    _, steps = run(target, name, Parts(drafter=target), **options)
-    assert len(steps) == COUNT / 5  # four drafted tokens and an extra one a step
 
 
 def test_the_source_is_read_once(make_parts: Callable[..., Parts]) -> None:
