@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import itertools
 import json
 from pathlib import Path
 
@@ -62,20 +61,6 @@ def test_pruning_keeps_what_it_says(documents: list[list[int]], min_count: int, 
     x, y = torch.tensor([list(pair) for pair in wanted] or [[0, 0]]).unbind(1)
     if wanted:  # r of what is kept is what it was
         assert torch.equal(small.log_correlation(x, y, 0.0), whole.log_correlation(x, y, 0.0))
-
-
-def test_the_highest_counts_of_rows_in_more_than_one_chunk() -> None:
-    table = zipf(3000, 200)
-    chunks = table.chunks(100)
-    assert len(chunks) > 5
-    assert chunks[0][0] == 0
-    assert chunks[-1][1] == 200
-    assert all(first[1] == second[0] for first, second in itertools.pairwise(chunks))
-    small, before = table.pruned(top=3), entries(table)
-    for x in range(200):
-        row = sorted(((-n, y) for (left, y), n in before.items() if left == x))[:3]
-        kept = sorted((-n, y) for (left, y), n in entries(small).items() if left == x)
-        assert kept == row
 
 
 @pytest.mark.parametrize("share", [0.01, 0.3, 0.5, 0.9, 2.0])

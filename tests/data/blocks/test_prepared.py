@@ -102,18 +102,6 @@ def test_packed_documents_compute_what_they_compute_alone(prepared: PreparedData
                     torch.testing.assert_close(packed_BTV[b][place], alone_TV, atol=2e-5, rtol=1e-4)
 
 
-def test_the_manifest_adds_up(many: list[Conversation], bpe: Any, prepared: PreparedData) -> None:
-    manifest = prepared.manifest
-    documents = list(prepared.iter_documents())
-    assert manifest["source"] == {"name": "made up"}
-    assert manifest["rows"] == len(many)
-    assert manifest["documents"] == len(documents)
-    assert manifest["tokens"] == sum(map(len, documents))
-    assert manifest["packing_density"] == manifest["tokens"] / (manifest["blocks"] * BLOCK)
-    assert manifest["trainable_share"] == manifest["trainable_tokens"] / manifest["tokens"]
-    assert PreparedData.load(prepared.directory).manifest == manifest
-
-
 def test_an_interruption_leaves_what_was_there(
     many: list[Conversation], bpe: Any, prepared: PreparedData, tmp_path: Path
 ) -> None:

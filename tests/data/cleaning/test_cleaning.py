@@ -245,18 +245,3 @@ def test_every_exchange_that_is_kept_was_one(source: Pairs, unknown_roles: str) 
     for (asker, question), (answerer, answer) in pairwise(kept or []):
         if (asker, answerer) == ("user", "assistant"):
             assert adjacent(question, answer, source)
-
-
-WRITTEN = st.text(max_size=10).filter(str.strip)
-
-
-@given(st.lists(st.tuples(WRITTEN, WRITTEN), min_size=1, max_size=4), st.booleans(), st.booleans())
-@settings(max_examples=200, deadline=None, derandomize=True)
-def test_well_formed_exchanges_are_never_lost(said: list[tuple[str, str]], system: bool, cut: bool) -> None:
-    exchanges = [pair for q, a in said for pair in (("user", q), ("assistant", a))]
-    whole = [("system", "s"), *exchanges] if system else exchanges
-    assert clean_one(whole) == (whole, {}, {})
-    around = [("assistant", "x"), *exchanges, ("user", "bye")]
-    assert clean_one(around, unknown_roles="cut" if cut else "drop")[0] == exchanges
-    if cut:
-        assert clean_one([*exchanges, ("tool", "t"), *exchanges], unknown_roles="cut")[0] == [*exchanges, *exchanges]

@@ -111,17 +111,8 @@ def test_sentencepieces_own_encoder_gives_the_same_ids(
         tokenizer.add_tokens(["<tool>"])
     fast, plain = PieceEncoder(tokenizer, own=True), PieceEncoder(tokenizer)
     plain._pieces = None
-    texts = [turn.text for chat in chats for turn in chat.turns] + [
-        "use the <tool> here",
-        CODE,
-        " " + CODE,
-        "",
-        " ",
-        "▁x",
-        " ▁",
-        "\x00",
-        "é",
-    ]
+    odd = ["use the <tool> here", CODE, " " + CODE, "", " ", "▁x", " ▁", "\x00", "é"]
+    texts = [turn.text for chat in chats for turn in chat.turns] + odd
     for after in After:
         one, other = fast.encode(texts, [after] * len(texts)), plain.encode(texts, [after] * len(texts))
         assert one[0].tolist() == other[0].tolist()

@@ -5,7 +5,6 @@ from __future__ import annotations
 import contextlib
 import json
 import random
-import resource
 import shutil
 from collections import Counter
 from itertools import pairwise
@@ -185,26 +184,3 @@ def test_runs_that_lack_counts_are_refused(tmp_path: Path) -> None:
     with pytest.raises(ValueError, match=rf"{index['tokens']} .* {index['tokens'] + 1} "):
         merge_counts([tmp_path], 500, tmp_path / "table")
     assert not (tmp_path / "table").exists()
-
-
-def test_a_full_disk_is_named_and_earlier_runs_stay(tmp_path: Path) -> None:
-    """Files may grow to 4,000 bytes: enough for the index, too little for the second run. Room made, it goes on."""
-    first, second = zipf_documents(3, 500, 0), [list(range(500))] * 2 + [list(range(499, -1, -1))]
-    limits = resource.getrlimit(resource.RLIMIT_FSIZE)
-    with PairCounter(500, tmp_path / "count", 4, threads=1) as counter:
-        counter.add(*packed(first), "first")
-        counter.spill()
-        earlier = {path.name: path.read_bytes() for path in counter.folder.iterdir()}
-        counter.add(*packed(second), "second")
-        resource.setrlimit(resource.RLIMIT_FSIZE, (4000, limits[1]))
-        try:
-            with pytest.raises(OSError, match=f"{counter.folder}/run-"):
-                counter.spill()
-        finally:
-            resource.setrlimit(resource.RLIMIT_FSIZE, limits)
-        assert {path.name: path.read_bytes() for path in counter.folder.iterdir()} == earlier
-        shutil.copytree(counter.folder, tmp_path / "copy")
-        counter.spill()
-    assert merged([tmp_path / "count"], 500, tmp_path) == brute_table(first + second, 500, tmp_path / "brute")
-    with PairCounter(500, tmp_path / "copy") as resumed:
-        assert (resumed.position, resumed.documents) == ("first", 3)

@@ -137,19 +137,6 @@ def test_a_killed_count_resumes(launches: Launches, counted_once: Path, processe
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("change", ["data.limit=1000", "data.clean={duplicates: [first-exchange]}"])
-def test_rows_that_depend_on_those_before_them_count_the_same(launches: Launches, tmp_path: Path, change: str) -> None:
-    source = tmp_path / "twice.jsonl"
-    rows = launches.recipe.with_name("large.jsonl").read_text().splitlines()
-    source.write_text("\n".join(row for pair in zip(rows[:800], rows[:800], strict=True) for row in pair))
-    launches.run(3, change, f"data.source={source}")
-    several, launches.out = launches.out, tmp_path / "alone"
-    launches.run(1, change, f"data.source={source}")
-    assert (several / TABLE_FILE).read_bytes() == launches.bytes
-    assert load_manifest(several).data == load_manifest(launches.out).data
-
-
-@pytest.mark.slow
 @pytest.mark.parametrize(
     ("how", "processes", "who"), [(signal.SIGINT, 1, slice(None)), (signal.SIGTERM, 2, slice(1, 2))]
 )

@@ -177,15 +177,9 @@ def test_settings_that_change_nothing_leave_a_finished_table_as_it_is(recipe: di
     saturation = {"target": "target", "heads": "heads"}
     same = {"count": {"memory_mb": 3, "save_minutes": 1.0}, "saturation": saturation, "data": recipe["data"] | data}
     assert run_train(loaded(recipe | same)) == out
-    moved = out.rename(out.with_name("moved"))
-    run_train(loaded(recipe | same | {"out": str(moved)}))
-    assert (moved / "artifact.json").stat().st_mtime_ns == stamp
-    for change, words in (
-        ({"count": {"pairs": "answers"}}, "count.pairs: 'documents' there, 'answers' here"),
-        ({"data": recipe["data"] | {"heldout_share": 0.3}}, "data.heldout_share: 0.2 there, 0.3 here"),
-    ):
-        with pytest.raises(ValueError, match=words):
-            run_train(loaded(recipe | change | {"out": str(moved)}))
+    assert (out / "artifact.json").stat().st_mtime_ns == stamp
+    with pytest.raises(ValueError, match=r"count\.pairs: 'documents' there, 'answers' here"):
+        run_train(loaded(recipe | {"count": {"pairs": "answers"}}))
 
 
 def test_counts_of_other_settings_are_discarded_if_they_are_few(

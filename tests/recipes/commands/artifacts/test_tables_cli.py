@@ -11,7 +11,6 @@ from typing import Any
 import pytest
 from draftsmith.checkpoints.artifact.artifact import (
     load_manifest,
-    save_artifact,
     verify_artifact,
 )
 from draftsmith.checkpoints.table.table import TABLE_FILE, BigramTable
@@ -170,21 +169,3 @@ def test_a_table_is_shown(tables: Path, corpus: Path, tmp_path: Path, capsys: py
     refused(["table", "show", tables / "whole", "--tokenizer", foreign], tables / "whole", foreign, mark)
     refused(["table", "show", tmp_path / "none"], tmp_path / "none", "no such folder")
     refused(["table", "show", foreign], "artifact.json")
-
-
-def test_tokens_that_cannot_be_shown_as_text_are_shown_with_a_hint(
-    tables: Path, corpus: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
-    """A table whose tokenizer does not lie here, or not any more."""
-    table, manifest = BigramTable.load(tables / "padded"), load_manifest(tables / "padded")
-    save_artifact(
-        tmp_path / "hub", kind="table", write=table.save, vocab_size=384, recipe={"tokenizer": "some/model"},
-        tokenizer_fingerprint=manifest.tokenizer_fingerprint, target=None, shapes={}, data={}, training={},
-    )  # fmt: skip
-    run("table", "show", tmp_path / "hub")
-    shown = capsys.readouterr().out
-    assert "--tokenizer some/model" in " ".join(shown.split())
-    pair = table.report()["highest_r"][0]
-    assert f"#{pair['left']} #{pair['right']}" in shown
-    run("table", "show", tmp_path / "hub", "--tokenizer", corpus / "tokenizer")
-    assert "#" not in capsys.readouterr().out
