@@ -156,21 +156,14 @@ def certify_method(
 
     Args:
         method: a proposer and a verifier; by default those of the entry.
-        reference: the model that judges; by default the target. Another scorer of the same weights, such as
-            `wrap_model(model, fast=False)`, tests the target's forward too.
+        reference: judges; by default the target. Another scorer of its weights tests the target's forward too.
         rounding: of the target and the reference under this sampling; measured here by default.
         written: what the method wrote already, of the same plan and prompts; it is judged first.
         on_written: gets every further text.
         progress: gets the tokens judged and planned.
 
-    Returns:
-        The certificate. Methods that do not claim to be lossless run to the end, whatever is found.
-
-    Raises:
-        ValueError: no prompts; what `build_method` and `generate` raise.
+    Methods that do not claim to be lossless run to the end, whatever is found.
     """
-    if not prompts:
-        raise ValueError("there is no prompt to certify with")
     method = method or build_method(entry.method, parts, entry.sampling, **entry.options)
     rounding = rounding or measure_rounding(target, prompts, entry.sampling, reference=reference)
     hooks = (iter(written), on_written, progress or (lambda *_: None))

@@ -221,17 +221,15 @@ def test_devices_are_added_up(install: Install) -> None:
 def test_counters_that_fail_are_errors_and_not_numbers(install: Install) -> None:
     world = World()
     nvml = install(world)
-    meter = world.by(open_meter(GPU)[0])
-    count = nvml.nvmlDeviceGetTotalEnergyConsumption
-    nvml.nvmlDeviceGetTotalEnergyConsumption = lambda handle: 77
-    with pytest.raises(CounterError, match=r"2\.\d s"):
-        meter.measure(world.work(0.01, 100.0), IDLE)
-    nvml.nvmlDeviceGetTotalEnergyConsumption = lambda handle: -count(handle)
-    with pytest.raises(CounterError, match="GPU boards"):
-        meter.idle_watts()
-    refuses(nvml, "nvmlDeviceGetTotalEnergyConsumption")
+    meter, name = world.by(open_meter(GPU)[0]), "nvmlDeviceGetTotalEnergyConsumption"
+    count = getattr(nvml, name)
+    for broken, words in ((lambda handle: 77, r"2\.\d s"), (lambda handle: -count(handle), "GPU boards")):
+        setattr(nvml, name, broken)
+        with pytest.raises(CounterError, match=words):
+            meter.measure(world.work(0.01, 100.0), IDLE)
+    refuses(nvml, name)
     with pytest.raises(CounterError, match="Not Supported"):
-        meter.measure(world.work(0.01, 100.0), IDLE)
+        meter.idle_watts()
 
 
 def test_where_nothing_counts_there_is_a_reason(

@@ -30,7 +30,7 @@ from transformers import LlamaConfig, LlamaForCausalLM
 VOCAB = 24
 SHARPNESS = 2.0
 GREEDY, PLAIN, WARPED = Sampling(), Sampling(1.0), Sampling(0.7, top_k=12, top_p=0.9)
-COLD, ICY = Sampling(0.5), Sampling(0.25)
+COLD = Sampling(0.5)
 PROMPTS = [np.random.default_rng(length).integers(1, VOCAB, length).tolist() for length in range(1, 17)]
 STOP = 0
 LIMITS = Limits(24, (STOP,))
@@ -59,7 +59,6 @@ RESIDUAL = ("speculative", "unigram", "bigram", "prompt-lookup", "adaptive", "sp
 BRANCHING = ("multi-candidate, replaced", "multi-candidate", "batch-speculative")
 TREES = (*BRANCHING, "multi-candidate, batch", "naive-multi-candidate", "medusa", "slim-s", "slim-l")
 DRAFTED = tuple(case for case in CASES if case != "autoregressive")
-WITH_Q = ("speculative", "unigram", "bigram", "adaptive", *BRANCHING, "spectr", "specinfer")
 
 
 @pytest.fixture(scope="module")
@@ -220,39 +219,6 @@ class BonusFromTheRoot(Wrapped):
         return dataclasses.replace(verdict, next_B=torch.where(verdict.accepted_B > 0, drawn_B, verdict.next_B))
 
 
-class Unwarped(Wrapped):
-    """Takes the proposal to be drawn from q as it was before warping: q^T, by temperature alone."""
-
-    def verify(self, proposal: Proposal, target_BNV: torch.Tensor, rng: Rng) -> Verdict:
-        def flat(probs_XV: torch.Tensor) -> torch.Tensor:
-            powers_XV = probs_XV**ICY.temperature
-            return powers_XV / powers_XV.sum(-1, keepdim=True)
-
-        if proposal.draft_probs_BMV is not None:
-            proposal = dataclasses.replace(proposal, draft_probs_BMV=flat(proposal.draft_probs_BMV))
-        if proposal.chains is not None:
-            chains = dataclasses.replace(proposal.chains, probs_BMKV=flat(proposal.chains.probs_BMKV))
-            proposal = dataclasses.replace(proposal, chains=chains)
-        return super().verify(proposal, target_BNV, rng)
-
-
-class UnwarpedTarget(Wrapped):
-    """Judges by the target's distribution before warping."""
-
-    def verify(self, proposal: Proposal, target_BNV: torch.Tensor, rng: Rng) -> Verdict:
-        flat_BNV = target_BNV**ICY.temperature
-        return super().verify(proposal, flat_BNV / flat_BNV.sum(-1, keepdim=True), rng)
-
-
-class FirstResidual(MultiCandidate):
-    """Tries the second candidate against p instead of what the first refusal left of it."""
-
-    def _accept(self, proposal: Proposal, *rest: Any) -> torch.Tensor:
-        assert proposal.draft_probs_BMV is not None
-        blank = torch.zeros_like(proposal.draft_probs_BMV)
-        return super()._accept(dataclasses.replace(proposal, draft_probs_BMV=blank), *rest)
-
-
 class NoResidual(MultiCandidate):
     """Draws from p where all candidates were refused."""
 
@@ -331,10 +297,7 @@ PLANTED: list[tuple[str, str, Sampling, Callable[[Patch], Change]]] = [
     ("spectr", "wrong rest", COLD, wrong_rest),
     ("spectr", "rho = 1", COLD, wrong_rho),
     *((case, "no residual", COLD, wrong(lambda own: NoResidual(own.replacement))) for case in BRANCHING),
-    *((case, "first residual", PLAIN, wrong(lambda own: FirstResidual(own.replacement))) for case in BRANCHING),
     ("multi-candidate", "not renormalised", COLD, wrong(lambda own: MultiCandidate(replacement=True))),
-    *((case, "unwarped q", ICY, wrong(Unwarped)) for case in WITH_Q),
-    ("autoregressive", "unwarped p", ICY, wrong(UnwarpedTarget)),
     *((case, "one too many", GREEDY, wrong(OneTooMany)) for case in DRAFTED),
     *((case, "bonus from the root", GREEDY, wrong(BonusFromTheRoot)) for case in DRAFTED),
     *((case, "logits of the wrong node", GREEDY, wrong(ParentsLogits)) for case in DRAFTED),
