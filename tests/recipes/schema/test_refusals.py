@@ -25,7 +25,6 @@ REFUSED: dict[str, tuple[str, list[str], list[str]]] = {
     "no number": ("drafter", ["train.steps=many"], ["'train.steps'", "'many'"]),
     "too large": ("drafter", ["train.warmup=2"], ["'train.warmup'", "1", "2"]),
     "unknown word": ("drafter", ["train.schedule=cosin"], ["'train.schedule'", "'cosine'", "'cosin'"]),
-    "unknown tracker": ("drafter", ["train.trackers=[wandbb]"], ["'train.trackers.0'", "'wandb'"]),
     "two models": ("drafter", ["model.config={model_type: llama}"], ["`source`", "`config`"]),
     "layers of no model": ("drafter", ["model={config: {model_type: llama}, layers: [0]}"], ["`layers`", "[0]"]),
     "no tokenizer": ("drafter", ["model={config: {model_type: llama}}"], ["`tokenizer`"]),
@@ -38,7 +37,6 @@ REFUSED: dict[str, tuple[str, list[str], list[str]]] = {
     "two corpora": ("drafter", ["data.mixture=[{source: rows.json}]"], ["`source`", "`mixture`"]),
     "limit of a mixture": ("drafter", ["data={mixture: [{source: rows.json}], limit: 3}"], ["`mixture`", "limit"]),
     "unknown way with HTML": ("drafter", ["data.clean={html: kep}"], ["'keep'"]),
-    "nothing for data": ("drafter", ["data="], ["'data'"]),
     "all faults": ("drafter", ["train.epochs=-1", "train.micro_batch=0"], ["'train.epochs'", "'train.micro_batch'"]),
     "rank alone": ("heads", ["rank=4"], ["`rank`", "4", "low-rank"]),
     "low rank without": ("heads", ["projection=low-rank"], ["`rank`", "0"]),
@@ -59,11 +57,9 @@ REFUSED: dict[str, tuple[str, list[str], list[str]]] = {
     "two who answer": ("regenerate", ["server={url: http://x, model: m}"], ["`target`", "`server`"]),
     "no cleaning": ("regenerate", ["clean={dupplicates: []}"], ["'clean.dupplicates'", "'duplicates'"]),
     "unknown kind": ("drafter", ["kind=draftr"], ["'draftr'", "'drafter'"]),
-    "kind of no kind": ("drafter", ["kind=[drafter]"], ["`kind`", "['drafter']"]),
     "no assignment": ("drafter", ["train"], ["'train'", "key.path=value"]),
     "no YAML": ("drafter", ["train.steps=[1"], ["'train.steps=[1'"]),
     "below a value": ("drafter", ["train.betas=[0.9, 0.9]", "train.betas.0.x=1"], ["'train.betas.0'"]),
-    "below a text": ("drafter", ["out.folder=1"], ["'out.folder=1'", "'out'"]),
     "beyond a list": ("evaluate", ["methods.3.method=mjsd"], ["'3'", "1"]),
 }  # fmt: skip
 FILES: dict[str, tuple[bytes, list[str]]] = {
