@@ -14,7 +14,7 @@ import numpy as np
 import pytest
 import torch
 from draftsmith.checkpoints.table.table import BigramTable
-from draftsmith.decode.engine import Limits, generate
+from draftsmith.decode.engine import Limits
 from draftsmith.decode.methods import Parts, build_method
 from draftsmith.decode.models.base import LanguageModel
 from draftsmith.decode.models.loading import wrap_model
@@ -90,20 +90,6 @@ def test_sampled_output_follows_the_target(
     np.add.at(counts_VV, tuple(np.array(output).T), 1)
     wanted_VV = (chain_VV[1][:, None] * chain_VV).numpy() * rows
     assert chisquare(counts_VV.ravel(), wanted_VV.ravel()).pvalue > 1e-4
-
-
-@pytest.mark.parametrize("options", SMOOTHINGS, ids=str)
-def test_acceptance_of_a_bigram_is_the_overlap(
-    make_markov: MakeMarkov, make_stream: MakeStream, chain_VV: torch.Tensor, options: dict[str, Any]
-) -> None:
-    """α = Σ min(p, q) for the first token after a known one (Leviathan et al., theorem 3.5), within five errors."""
-    table, rows, sampling = sparse_table().pruned(min_count=2), 4000, Sampling(1.0)
-    after_V = table.distributions("cpu", 1.0, **options).after(torch.tensor(1)).double()
-    wanted = float(torch.minimum(chain_VV[1], after_V).sum())
-    built = build_method("bigram", Parts(table=table), sampling, gamma=1, **options)
-    target = make_markov(chain_VV[None])
-    first = next(iter(generate(target, *built, [[1]] * rows, Limits(2), sampling, make_stream(3, rows))))
-    assert abs(float(first.accepted.mean()) - wanted) < 5 * math.sqrt(wanted * (1 - wanted) / rows)
 
 
 @pytest.mark.parametrize("sequences", [1, 5, 30])
