@@ -31,7 +31,7 @@ def evaluate_recipe(
     Raises:
         ValueError: neither a recipe nor a target; what `load_recipe` raises.
     """
-    recipe = _parsed(name, overrides, given, command, ["evaluate"])
+    recipe = evaluation_or_paper(name, overrides, given, None, command, ["evaluate"])
     assert isinstance(recipe, EvaluateRecipe)
     return recipe
 
@@ -41,6 +41,8 @@ def evaluation_or_paper(
     overrides: Sequence[str],
     given: Mapping[str, str | bool | None],
     pair: str | None,
+    command: str = "evaluate",
+    kinds: Sequence[str] = ("evaluate", "paper"),
 ) -> EvaluateRecipe | PaperRecipe:
     """What `draftsmith evaluate` runs: as `evaluate_recipe`, with the embedded pair of the folder `pair` in place of an
     evaluation's own models; or a paper's recipe, of which `given` changes the section `evaluate`, but for `out`.
@@ -51,23 +53,6 @@ def evaluation_or_paper(
     own = [key for key in ("target", *PARTS, "prompts") if given.get(key) is not None]
     if pair is not None and own:
         raise ValueError(f"--pair brings its own {own[0]}: leave out --{own[0]}, or --pair")
-    recipe = _parsed(name, overrides, given, "evaluate", ["evaluate", "paper"])
-    if pair is None or isinstance(recipe, PaperRecipe):
-        return recipe
-    parts = [part for part in PARTS if getattr(recipe, part) is not None]
-    out = Path(recipe.out)
-    moved = recipe.out if given.get("out") is not None else str(out.with_name(f"{out.stem}-{PAIR}{out.suffix}"))
-    return EvaluateRecipe.model_validate(pair_values(recipe, pair, parts) | {"out": moved})
-
-
-def _parsed(
-    name: str | None,
-    overrides: Sequence[str],
-    given: Mapping[str, str | bool | None],
-    command: str,
-    kinds: Sequence[str],
-) -> EvaluateRecipe | PaperRecipe:
-    """The recipe, read once; see `evaluate_recipe`."""
     changes: dict[str, Any] = {key: value for key, value in given.items() if value is not None and value is not False}
     if name is not None and "=" in name and not Path(name).is_file():
         overrides, name = [name, *overrides], None
@@ -81,7 +66,12 @@ def _parsed(
         changes = {key if key == "out" else f"evaluate.{key}": value for key, value in changes.items()}
     recipe = parse_recipe(values, str(path), overrides, given=changes, kinds=kinds)
     assert isinstance(recipe, EvaluateRecipe | PaperRecipe)
-    return recipe
+    if pair is None or isinstance(recipe, PaperRecipe):
+        return recipe
+    parts = [part for part in PARTS if getattr(recipe, part) is not None]
+    out = Path(recipe.out)
+    moved = recipe.out if given.get("out") is not None else str(out.with_name(f"{out.stem}-{PAIR}{out.suffix}"))
+    return EvaluateRecipe.model_validate(pair_values(recipe, pair, parts) | {"out": moved})
 
 
 def pair_folder(pair: str) -> str:
