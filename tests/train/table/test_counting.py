@@ -47,6 +47,16 @@ def merged(folders: list[Path], vocab_size: int, out: Path) -> bytes:
     return (out / "table").read_bytes()
 
 
+def remove(folder: Path) -> None:
+    """Delete a folder, into which a dropped counter may still be writing a run."""
+
+    def passing(_: Any, __: str, raised: Any) -> None:
+        if not isinstance(raised[1], FileNotFoundError):
+            raise raised[1]
+
+    shutil.rmtree(folder, onerror=passing)
+
+
 def copied(folder: Path, copy: Path) -> None:
     """A folder as it stands at one moment, while runs are being written into it."""
     copy.mkdir()
@@ -104,7 +114,7 @@ def count_any_way(tmp: Path, corpus: tuple[int, list[list[int]]], seed: int, ran
                     (folder / "run-unfinished").write_bytes(b"half a run")
                     copied(folder, tmp / "copy")
                     counter.close()
-                    shutil.rmtree(folder)
+                    remove(folder)
                     (tmp / "copy").rename(folder)
                 del counter  # which gives its lock back
                 counter = PairCounter(vocab_size, folder, memory)
@@ -119,7 +129,7 @@ def count_any_way(tmp: Path, corpus: tuple[int, list[list[int]]], seed: int, ran
     numbers = merge_counts(folders, vocab_size, tmp / "table")
     assert (tmp / "table").read_bytes() == brute_table(documents, vocab_size, tmp / "brute")
     assert numbers == (sum(map(len, documents)), len(documents))
-    shutil.rmtree(tmp)
+    remove(tmp)
 
 
 def zipf_documents(number: int, vocab_size: int, seed: int = 0) -> list[list[int]]:
