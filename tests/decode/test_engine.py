@@ -119,16 +119,6 @@ def test_a_drafter_catches_up_with_many_tokens_beside_a_short_row(
         assert together[0] == alone[0]
 
 
-@pytest.mark.parametrize("name", [*METHODS])
-def test_same_seed_same_output_and_another_seed_another(
-    target_model: LlamaForCausalLM, parts: Parts, name: str
-) -> None:
-    target, sampling = wrap_model(target_model), Sampling(1.0)
-    first, again, other = (run(target, name, parts, PROMPTS, Limits(20), sampling, seed)[0] for seed in (1, 1, 2))
-    assert first == again
-    assert first != other
-
-
 @pytest.mark.parametrize("name", LOSSLESS)
 def test_nothing_is_kept_past_a_stop_token_or_the_limit(
     target_model: LlamaForCausalLM, parts: Parts, name: str

@@ -149,21 +149,6 @@ def test_parts_must_fit(
             target.generate(ONE, custom_generate=method(name, **parts), max_new_tokens=3)
 
 
-def test_parts_are_read_from_folders(target: LlamaForCausalLM, drafter: LlamaForCausalLM, tmp_path: Path) -> None:
-    drafter.save_pretrained(tmp_path / "drafter")
-    heads = PredictionHeads.from_lm_head(target.lm_head.weight.detach().double(), 4, 1)
-    save_heads(heads, tmp_path / "heads", "target")
-    BigramTable.from_documents([np.arange(VOCAB).repeat(2)], VOCAB).save(tmp_path / "table")
-    folders = {"drafter": tmp_path / "drafter", "heads": str(tmp_path / "heads"), "table": tmp_path / "table"}
-    for name in ("speculative", "medusa", "slim-ss", "bigram"):
-        check_same(target, method(name, **folders), inputs=ONE, max_new_tokens=8)
-    both = method("specinfer", drafter=folders["drafter"], more_drafters=[drafter], gamma=2)
-    check_same(target, both, **BATCH, max_new_tokens=8)
-    (tmp_path / "heads" / "artifact.json").write_text("{}")
-    with pytest.raises(ValueError, match=r"artifact\.json"):
-        method("medusa", heads=tmp_path / "heads")
-
-
 def test_a_model_is_wrapped_once_until_its_weights_change(
     target: LlamaForCausalLM, drafter: LlamaForCausalLM, monkeypatch: pytest.MonkeyPatch
 ) -> None:

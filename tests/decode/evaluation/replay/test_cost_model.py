@@ -5,14 +5,11 @@ from __future__ import annotations
 from typing import Any
 
 import pytest
-from draftsmith.decode.engine import Limits
 from draftsmith.decode.evaluation.replay.costs import (
     CostModel,
     Curve,
     Overhead,
     fit_overhead,
-    measure_forwards,
-    measure_overheads,
 )
 from draftsmith.decode.methods import Parts, build_method
 from draftsmith.decode.models.loading import wrap_model
@@ -60,24 +57,3 @@ def test_a_step_is_its_forwards_and_its_overhead(make_llama: Any, make_heads: An
     for method, what in ((tree, "drafter"), (heads, "heads")):
         with pytest.raises(ValueError, match=what):
             bare.step_seconds("any", method, 3)
-
-
-def test_measured_costs_predict_the_steps_they_were_made_from(make_llama: Any) -> None:
-    """Of real models: seconds are positive, wide forwards cost no less, and no step less than a plain one."""
-    target, parts = wrap_model(make_llama(64)), Parts(wrap_model(make_llama(64, seed=1, num_hidden_layers=1)))
-    costs = measure_forwards(target, parts, 20, target_nodes=(1, 4, 16), drafter_nodes=(1, 4), runs=4)
-    assert costs.drafter is not None
-    assert costs.heads is None
-    assert 0 < costs.target(1) <= costs.target(4) <= costs.target(16)
-    assert costs.drafter(1) < costs.target(16)
-    probes = [("speculative", {"gamma": 2}), ("speculative", {"gamma": 6})]
-    done: list[tuple[int, int]] = []
-    whole = measure_overheads(
-        costs, target, parts, probes, [[1, 2], [3]], Limits(12), GREEDY, repeats=2, progress=lambda *at: done.append(at)
-    )
-    assert done[-1] == (12, 12)
-    assert set(whole.overheads) == {"speculative"}
-    for gamma in (2, 4, 6):
-        method = build_method("speculative", parts, GREEDY, gamma=gamma)
-        seconds = whole.step_seconds("speculative", method, gamma + 1)
-        assert seconds >= whole.plain_seconds() > 0
