@@ -409,10 +409,10 @@ def main() -> int:
         print(f"recorded {len(found)} outputs in {file}")
         return 0
     known = {name: value for name, value in known.items() if name.partition(":")[0] in names}
-    sides = [{name: json.dumps(value, sort_keys=True) for name, value in side.items()} for side in (known, found)]
-    different = [name for name in known | found if sides[0].get(name) != sides[1].get(name)]
+    sides = {name: [json.dumps(side.get(name), sort_keys=True) for side in (known, found)] for name in known | found}
+    different = [name for name, (before, after) in sides.items() if before != after]
     for name in different:
-        print(name, *(f"  {side.get(name, '')[:300]}" for side in sides), sep="\n")
+        print(name, *(f"  {side[:300]}" for side in sides[name]), sep="\n")
     print(f"{len(different)} of {len(known | found)} outputs differ")
     return int(bool(different))
 
