@@ -49,31 +49,31 @@ def load_prompts(
     *,
     path: str | None = None,
     groups: Sequence[str] | None = None,
-    passed_over: SkippedPrompts | None = None,
+    skipped: SkippedPrompts | None = None,
 ) -> list[tuple[Prompt, list[int]]]:
     """Questions of an evaluation set or of conversations with their token ids, in the order of the set, from fixed
-    groups in turn. `passed_over` gets those that were read and left out.
+    groups in turn. `skipped` gets those that were read and left out.
 
     Raises:
         ValueError: there is no prompt, or none is short enough.
     """
     encode = prompt_renderer(get_template(template, tokenizer), tokenizer)
     lengths: list[int] = []
-    passed = SkippedPrompts() if passed_over is None else passed_over
+    skipped = SkippedPrompts() if skipped is None else skipped
 
     def short_enough() -> Iterator[tuple[Prompt, list[int]]]:
-        for prompt in read_prompts(source, path=path, groups=groups, skipped=passed.skipped):
+        for prompt in read_prompts(source, path=path, groups=groups, skipped=skipped.skipped):
             ids = encode(prompt.turns)
             lengths.append(len(ids))
             if len(ids) <= max_tokens:
                 yield prompt, ids
             else:
-                passed.too_long.append(prompt.id)
+                skipped.too_long.append(prompt.id)
 
     prompts = list(islice(_in_turn(source, short_enough()), limit))
     if not lengths:
         of = f" of {', '.join(groups)}" if groups else ""
-        raise ValueError(f"no prompt{of} in {source}: {passed.words() or 'it is empty'}")
+        raise ValueError(f"no prompt{of} in {source}: {skipped.words() or 'it is empty'}")
     if not prompts:
         raise ValueError(f"no prompt in {source} has at most {max_tokens} tokens; the shortest has {min(lengths)}")
     return prompts

@@ -57,7 +57,7 @@ def patch_tokenizer(folder: Path) -> None:
     if not (folder / "tokenizer.json").is_file() or not path.is_file():
         return
     config = read_config(path)
-    mended = _for_older_readers(config, folder / TEMPLATE_FILE)
+    mended = _for_transformers_4(config, folder / TEMPLATE_FILE)
     if mended != config:
         write_config(path, mended)
 
@@ -75,7 +75,7 @@ def write_config(path: Path, config: dict[str, Any]) -> None:
     path.write_text(json.dumps(config, indent=2, ensure_ascii=False) + "\n", encoding="utf-8")
 
 
-def _for_older_readers(config: dict[str, Any], template: Path) -> dict[str, Any]:
+def _for_transformers_4(config: dict[str, Any], template: Path) -> dict[str, Any]:
     mended = dict(config)
     if mended.get("tokenizer_class") == "TokenizersBackend":
         mended["tokenizer_class"] = "PreTrainedTokenizerFast"

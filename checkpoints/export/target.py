@@ -18,7 +18,7 @@ from ..artifact.locate import at_revision
 from ..pairs.checks import examine
 from ..pairs.sides import REFUSED, open_side
 from ..storage.messages import first_line
-from ..verify.model_files import UNLOADABLE, names_of_embeddings, outline_of, read_tensors
+from ..verify.model_files import UNLOADABLE, meta_model, names_of_embeddings, read_tensors
 from .base import ExportOptions, Source, target_name
 from .tokenizer import load_tokenizer
 
@@ -94,7 +94,7 @@ def output_projection(target: str, source: Source | None = None) -> Tensor:
             raise ValueError(f"{source.folder} was made for {wanted[:16]}…, {target} is {found[:16]}…: see --target")
     config = target_config(target)
     try:
-        model = outline_of(config)
+        model = meta_model(config)
         name = names_of_embeddings(model)[1]
         tensors = read_tensors(folder, [name], f"{model.base_model_prefix}.")
     except UNLOADABLE as error:

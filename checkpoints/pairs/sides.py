@@ -20,7 +20,7 @@ from ..artifact.manifest import Manifest
 from ..storage.messages import first_line
 from ..storage.names import MANIFEST_FILE
 from ..storage.places import here, hub_place
-from ..verify.model_files import UNLOADABLE, Fit, check_config, fit_to_model, names_of_embeddings, outline_of
+from ..verify.model_files import UNLOADABLE, Fit, check_config, fit_to_model, meta_model, names_of_embeddings
 from ..verify.tensors import header_shapes
 
 CONSUMERS = {
@@ -252,7 +252,7 @@ def both(describe: Callable[[Any], str], target: Any, drafter: Any) -> tuple[str
 def _rows(config: Any, shapes: dict[str, tuple[int, ...]]) -> tuple[int | None, int | None, Fit]:
     """Rows of the embedding and of the output layer as they are stored; and how all else fits."""
     try:
-        model = outline_of(config)
+        model = meta_model(config)
     except (ValueError, ImportError) as error:  # no such model in this transformers, or a kernel that is not installed
         return None, None, Fit(unknown=first_line(error))
     embedding, head, bias = names_of_embeddings(model)

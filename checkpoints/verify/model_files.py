@@ -102,11 +102,11 @@ def load_whole(kind: Any, source: str | Path, **settings: Any) -> PreTrainedMode
     return model
 
 
-def outline_of(config: Any) -> PreTrainedModel:
+def meta_model(config: Any) -> PreTrainedModel:
     """The model of a configuration, without weights. Raises what making it ends in (`UNLOADABLE`)."""
     with torch.device("meta"):
-        outline: PreTrainedModel = model_class(config).from_config(config, trust_remote_code=False)
-    return outline
+        model: PreTrainedModel = model_class(config).from_config(config, trust_remote_code=False)
+    return model
 
 
 def fit_to_model(config: Any, shapes: Mapping[str, tuple[int, ...]]) -> Fit:
@@ -118,7 +118,7 @@ def fit_to_model(config: Any, shapes: Mapping[str, tuple[int, ...]]) -> Fit:
     if find_spec("accelerate") is None:
         return Fit(unknown="accelerate is not installed")
     try:
-        outline = outline_of(config)
+        model = meta_model(config)
     except ImportError as error:  # a kernel that is not installed
         return Fit(unknown=first_line(error))
     except UNLOADABLE as error:
@@ -127,7 +127,7 @@ def fit_to_model(config: Any, shapes: Mapping[str, tuple[int, ...]]) -> Fit:
     about: dict[str, Any] = {"device_map": "meta", "output_loading_info": True, "ignore_mismatched_sizes": True}
     with quietly():
         try:
-            _, found = type(outline).from_pretrained(None, config=outline.config, state_dict=stored, **about)
+            _, found = type(model).from_pretrained(None, config=model.config, state_dict=stored, **about)
         except UNLOADABLE as error:
             if _UNCONVERTED in str(error):  # of shapes alone: experts that lack a part, say
                 return Fit(broken=first_line(error))
@@ -240,11 +240,11 @@ def _refusal(pickled: Collection[str]) -> str:
     )
 
 
-def names_of_embeddings(outline: PreTrainedModel) -> tuple[str, str, str | None]:
+def names_of_embeddings(model: PreTrainedModel) -> tuple[str, str, str | None]:
     """Names of a model's token embeddings, output projection (the same where they are tied) and its bias."""
-    head = outline.get_output_embeddings()
-    wanted = (outline.get_input_embeddings().weight, head.weight, getattr(head, "bias", None))
-    names = [next((name for name, one in outline.named_parameters() if one is weight), None) for weight in wanted]
+    head = model.get_output_embeddings()
+    wanted = (model.get_input_embeddings().weight, head.weight, getattr(head, "bias", None))
+    names = [next((name for name, one in model.named_parameters() if one is weight), None) for weight in wanted]
     assert names[0] is not None
     assert names[1] is not None
     return names[0], names[1], names[2]

@@ -134,14 +134,14 @@ def _heads_faults(directory: Path) -> list[str]:
     if not path.is_file() or not config.is_file():
         return []
     try:
-        tensors = _outlines(path)
+        tensors = _meta_tensors(path)
         settings: Mapping[str, Any] = read_json(config)
     except (ValueError, OSError):
         return []
     return assemble_heads(tensors, dict(settings), path, config_path=config).disagreements
 
 
-def _outlines(path: Path) -> dict[str, Tensor]:
+def _meta_tensors(path: Path) -> dict[str, Tensor]:
     """Tensors without values, of the shapes and types in a file."""
     found = {}
     try:

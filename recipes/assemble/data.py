@@ -148,7 +148,7 @@ def _prepare(section: DataSection, tokenizer: Any, identity: dict[str, Any], fol
     train: PreparedData | None = None
     with atomic_dir(folder) as unfinished:
         with counter(f"preparing {names}", "conversations") as advance:
-            rows = training_conversations(section, reports, tell=True, hold=heldout.append)
+            rows = training_conversations(section, reports, log_forms=True, hold=heldout.append)
             if not section.streaming:
                 out = unfinished / "train"
                 options |= {"progress": advance}
@@ -205,18 +205,18 @@ def training_conversations(
     section: DataSection,
     reports: list[CorpusReport],
     *,
-    tell: bool,
+    log_forms: bool,
     hold: Callable[[Conversation], None] | None = None,
     seed: int = 0,
     shard: tuple[int, int] = (0, 1),
 ) -> Iterator[Conversation]:
     """The conversations to train on, always the same in the same order (`seed` orders a mixture): cleaned, and without
-    those held out, which `hold` gets. `reports`, one a corpus, are filled; `tell` logs in which form each was found;
+    those held out, which `hold` gets. `reports`, one a corpus, are filled; `log_forms` logs the form of each;
     `shard` chooses among the rows of each corpus, see `open_dialogues`."""
 
     def open_pass(part: SourceSection, report: CorpusReport, number: int) -> Iterator[Conversation]:
         # a later pass over the same rows is not counted again
-        on_form = (lambda form: log(f"data: {part.source}: form {form}")) if tell and number == 0 else None
+        on_form = (lambda form: log(f"data: {part.source}: form {form}")) if log_forms and number == 0 else None
         for conversation in _read_part(section, part, report if number == 0 else CorpusReport(), on_form, shard):
             if not is_held_out(section, conversation):
                 yield conversation
@@ -228,7 +228,7 @@ def training_conversations(
 
 
 def _epoch(section: DataSection, seed: int, epoch: int) -> Iterator[Conversation]:
-    return training_conversations(section, [CorpusReport() for _ in section.parts()], tell=False, seed=seed)
+    return training_conversations(section, [CorpusReport() for _ in section.parts()], log_forms=False, seed=seed)
 
 
 def _read_part(

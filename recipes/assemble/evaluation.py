@@ -123,7 +123,7 @@ def prompts_of(
         recipe.max_prompt_tokens,
         path=recipe.prompts_path,
         groups=recipe.groups or None,
-        passed_over=skipped,
+        skipped=skipped,
     )
 
 

@@ -232,14 +232,16 @@ class Share:
     """The conversations that a process counts: of its own rows where each row can be judged by itself; else each
     `world`-th of the whole corpus, which then every process reads. `stats` fills on the way."""
 
-    def __init__(self, section: DataSection, rank: int, world: int, tell: bool) -> None:
-        self._section, self._rank, self._world, self._tell = section, rank, world, tell
+    def __init__(self, section: DataSection, rank: int, world: int, log_forms: bool) -> None:
+        self._section, self._rank, self._world, self._log_forms = section, rank, world, log_forms
         self._by_row = not section.clean.get("duplicates") and all(part.limit is None for part in section.parts())
         self.stats = CorpusStats([CorpusReport() for _ in section.parts()])
 
     def __iter__(self) -> Iterator[Conversation]:
         shard = (self._rank, self._world) if self._by_row else (0, 1)
-        found = training_conversations(self._section, self.stats.reports, tell=self._tell, hold=self._hold, shard=shard)
+        found = training_conversations(
+            self._section, self.stats.reports, log_forms=self._log_forms, hold=self._hold, shard=shard
+        )
         for number, conversation in enumerate(found):
             self.stats.conversations += 1
             if self._by_row or number % self._world == self._rank:

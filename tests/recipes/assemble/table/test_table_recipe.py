@@ -62,7 +62,7 @@ def loaded(recipe: dict[str, Any]) -> TableRecipe:
 
 def conversations(recipe: TableRecipe) -> list[Conversation]:
     reports = [CorpusReport() for _ in recipe.data.parts()]
-    return list(training_conversations(recipe.data, reports, tell=False))
+    return list(training_conversations(recipe.data, reports, log_forms=False))
 
 
 def test_whole_conversations_are_counted_as_they_are_rendered(recipe: dict[str, Any]) -> None:
@@ -254,7 +254,7 @@ def test_the_shares_of_all_processes_are_the_corpus(
         mixture=parts, skip_broken=True, heldout_share=0.3, clean=clean | {"duplicates": [] if by_row else ["id"]}
     )
     reports, held = [CorpusReport() for _ in parts], []
-    whole = list(training_conversations(section, reports, tell=False, hold=held.append))
+    whole = list(training_conversations(section, reports, log_forms=False, hold=held.append))
     shares = [Share(section, rank, world, False) for world in [data.draw(st.integers(1, 5))] for rank in range(world)]
     own = [list(share) for share in shares]
     assert own == [list(Share(section, rank, len(shares), False)) for rank in range(len(shares))], "always the same"

@@ -144,14 +144,14 @@ def test_options_change_a_recipe(artifacts: Path) -> None:
     assert paper.kind == "paper"
 
 
-def test_prompts_are_reproducible_and_those_passed_over_are_named(corpus: Path, tmp_path: Path) -> None:
+def test_prompts_are_reproducible_and_those_skipped_are_named(corpus: Path, tmp_path: Path) -> None:
     tokenizer = load_tokenizer(str(corpus / "tokenizer"))
     rows = json.loads((corpus / "rows.json").read_text())[:30]
     rows[4]["conversations"][0]["value"] = "the tree " * 200
     rows[7]["conversations"] = [{"from": "gpt", "value": "nothing was asked"}]
     (tmp_path / "rows.json").write_text(json.dumps(rows))
     passed = SkippedPrompts()
-    first = load_prompts(str(tmp_path / "rows.json"), "chatml", tokenizer, 10, 100, passed_over=passed)
+    first = load_prompts(str(tmp_path / "rows.json"), "chatml", tokenizer, 10, 100, skipped=passed)
     assert first == load_prompts(str(tmp_path / "rows.json"), "chatml", tokenizer, 10, 100)
     assert [prompt.id for prompt, _ in first] == [f"row{place}" for place in range(12) if place not in (4, 7)]
     assert passed.as_dict() == {"counts": {"too long": 1, "no question": 1}, "too_long": ["row4"]}

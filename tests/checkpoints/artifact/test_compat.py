@@ -82,7 +82,7 @@ SCALED = {"rope_type": "linear", "factor": 2.0, "rope_theta": 5e5}
     ],
     ids=["llama", "scaled", "gpt-neox", "phi-3"],
 )
-def test_rotary_positions_are_where_older_readers_look(config: Any, found: dict[str, Any], tmp_path: Path) -> None:
+def test_rotary_positions_are_where_transformers_4_looks(config: Any, found: dict[str, Any], tmp_path: Path) -> None:
     config.save_pretrained(tmp_path)
     before = json.loads((tmp_path / "config.json").read_text())
     plain = AutoConfig.from_pretrained(tmp_path)
