@@ -33,7 +33,7 @@ DRAFTER = {"kind": "drafter", "target": "target", "model": {"source": "near"}, "
 EVALUATE = {"kind": "evaluate", "target": "target", "drafter": "trained", "prompts": "rows.json", "template": "chatml"}
 EVALUATE |= {"methods": [{"method": "autoregressive"}, {"method": "speculative"}], "limit": 2, "max_new_tokens": 8}
 WALKS = {
-    "a row to a block": ("prepare", DRAFTER),
+    "a row to a block": ("prepare", DRAFTER | {"out": "prepared"}),
     "a recipe to a drafter's artifact": ("train", DRAFTER | {"out": "trained"}),
     "an artifact to results and report": ("evaluate", EVALUATE | {"out": "results.json"}),
 }
@@ -64,11 +64,14 @@ def walk(command: str, recipe: dict[str, Any]) -> dict[str, int]:
                 os.dup2(sink.fileno(), 1)
             sys.setprofile(note)
             runpy.run_module("draftsmith", run_name="__main__", alter_sys=True)
-        finally:
+        except SystemExit as ended:
             sys.setprofile(None)
             Path("walk.json").write_text(json.dumps({"files": len(passed), "climbs": len(climbs)}))
-            os._exit(0)
-    os.waitpid(child, 0)
+            os._exit(int(ended.code or 0))
+        finally:
+            os._exit(1)
+    if os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]):
+        raise RuntimeError(f"draftsmith {command} failed: {recipe}")
     return dict(json.loads(Path("walk.json").read_text()))
 
 
