@@ -5,8 +5,10 @@ from __future__ import annotations
 from dataclasses import asdict, dataclass
 from typing import Any
 
-_MAY_CHANGE = {"micro_batch", "evaluate_every", "save_every", "log_every", "keep_checkpoints", "gradient_checkpointing"}
-_MAY_CHANGE |= {"on_bad_step", "max_norm", "keep_best"}  # the first two are what is changed to resume after a bad step
+_MAY_CHANGE = {
+    "micro_batch", "evaluate_every", "save_every", "log_every", "keep_checkpoints", "gradient_checkpointing",
+    "keep_best", "on_bad_step", "max_norm",  # the last two are what is changed to resume after a bad step
+}  # fmt: skip
 
 
 def micro_steps(global_batch: int, micro_batch: int, processes: int) -> int:

@@ -50,6 +50,10 @@ def parse_json(text: str) -> dict[str, Any]:
     return values
 
 
+class OtherSchemaError(ValueError):
+    """Of a file that is whole, and was written by another version."""
+
+
 def read_document(path: Path, what: str, command: str, schema: int, fits: Callable[[Any], bool]) -> dict[str, Any]:
     """What a command wrote as JSON, where it `fits` that schema; ValueError, naming the file, where it is something
     else.
@@ -66,7 +70,7 @@ def read_document(path: Path, what: str, command: str, schema: int, fits: Callab
     except (UnicodeDecodeError, AttributeError, KeyError, TypeError) as error:
         raise ValueError(f"{path} is no {what} of `{command}`: {error!r}") from error
     if not known:
-        raise ValueError(f"{path} is no {what} of schema {schema}: `{command}` writes a new one")
+        raise OtherSchemaError(f"{path} is no {what} of schema {schema}: `{command}` writes a new one")
     return dict(found)
 
 

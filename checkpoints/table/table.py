@@ -25,7 +25,7 @@ from .counts import CHUNK, BigramCounts, row_ranges
 from .file import check_counts, write_table
 from .pruning import pruned
 from .report import report
-from .runs import Ints, Run, check_documents, key_dtype, merge_runs
+from .runs import Run, check_documents, key_dtype, merge_runs
 from .smoothing import check_smoothing
 from .views import Correlation, NextToken, SortedKeys
 
@@ -55,18 +55,13 @@ class BigramTable(BigramCounts):
             for part in (slice(None, -1), slice(1, None), slice(None))
         )
         counts = coo_array((np.ones_like(left_T), (left_T, right_T)), shape=(vocab_size, vocab_size)).tocsr()
-        return cls._of_counts(counts, np.bincount(ids_T, minlength=vocab_size))
-
-    @classmethod
-    def _of_counts(cls, counts: Any, unigram_V: Ints) -> BigramTable:
-        """Of a sparse matrix, int64 [V, V]."""
         counts.sum_duplicates()
         left_E, right_E = counts.tocoo().coords
         if counts.nnz:
             check_counts(left_E.astype(np.int64) * counts.shape[1] + right_E, counts.data, counts.shape[1])
-        arrays = counts.indptr.astype(np.int64), right_E.astype(np.int32), counts.data.astype(np.int32), unigram_V
-        row_ptr, col_E, count_E, unigram = map(torch.from_numpy, arrays)
-        return cls(row_ptr, col_E, count_E, unigram)
+        parts = counts.indptr.astype(np.int64), right_E.astype(np.int32), counts.data.astype(np.int32)
+        row_ptr, col_E, count_E = map(torch.from_numpy, parts)
+        return cls(row_ptr, col_E, count_E, torch.from_numpy(np.bincount(ids_T, minlength=vocab_size)))
 
     def run(self, first: int, end: int) -> Run:
         """The rows from `first` to `end` - 1 as a run, see `runs`; counts int32."""

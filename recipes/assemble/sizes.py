@@ -52,7 +52,13 @@ def _drafter(recipe: DrafterRecipe, launch: Launch) -> RecipeSize:
         meta = meta_model(recipe.target, dtype)
         target = model_size(meta, eight_bit=eight_bit)
         decodes = bool(recipe.measure.prompts) and decodes_fast(meta)
-    demand = _demand(recipe, launch, model=model, target=target, taught=taught, loading=loading, decodes=decodes)
+    if recipe.target is not None and recipe.model.embeddings == "target":
+        loading = max(loading, model_size(meta_model(recipe.target, "auto")).weights)
+    train, block_tokens = recipe.train, recipe.data.block_tokens
+    demand = Demand(
+        model, target, taught, 0, block_tokens, train.micro_batch, train.global_batch,
+        train.gradient_checkpointing, train.precision, loading, launch, decodes,
+    )  # fmt: skip
     return RecipeSize(demand, _exported_bytes(trained, model), model.weights)
 
 
@@ -74,17 +80,12 @@ def _heads(recipe: HeadsRecipe, launch: Launch) -> RecipeSize:
     model = heads_size(heads, target, base)
     taught = recipe.hidden.cache is None and base is None
     decodes = base is None and bool(recipe.measure.prompts) and decodes_fast(meta)
-    run = {"target": None if base else target, "taught": taught, "decodes": decodes}
-    return RecipeSize(
-        _demand(recipe, launch, model=model, heads=recipe.num_heads, **run), exported, model.trained_weights
-    )
-
-
-def _demand(recipe: Any, launch: Launch, *, heads: int = 0, **models: Any) -> Demand:
-    train, block = recipe.train, recipe.data.block_tokens
-    sizes = {"block_tokens": block, "micro_batch": train.micro_batch, "global_batch": train.global_batch}
-    ways = {"checkpointing": train.gradient_checkpointing, "precision": train.precision, "launch": launch}
-    return Demand(heads=heads, **models, **sizes, **ways)
+    train, block_tokens = recipe.train, recipe.data.block_tokens
+    demand = Demand(
+        model, None if base else target, taught, recipe.num_heads, block_tokens, train.micro_batch, train.global_batch,
+        train.gradient_checkpointing, train.precision, 0, launch, decodes,
+    )  # fmt: skip
+    return RecipeSize(demand, exported, model.trained_weights)
 
 
 def _meta_trainable(section: ModelSection) -> tuple[TrainableModel, int]:

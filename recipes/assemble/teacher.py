@@ -30,7 +30,7 @@ from ...train.parallel.processes import on_main, together
 from ...train.teachers.hidden_cache import CachedHidden, HiddenCache, HiddenRows, HiddenSource
 from ...train.teachers.row_cache import RowCache
 from ...train.teachers.row_plan import CachePlan, Source
-from ...train.teachers.row_writer import CacheWriter, MakeRows, discard_damage
+from ...train.teachers.row_writer import CacheWriter, MakeRows, discard_damage, locked
 from ...train.teachers.teacher import CachedTeacher, load_teacher
 from ...train.teachers.top_k_cache import CacheSource, TeacherCache, TopRows
 from ..schema.training import DrafterRecipe, HeadsRecipe, TableRecipe, TrainingRecipe
@@ -82,7 +82,7 @@ def _cache_of(recipe: TrainingRecipe) -> _TargetCache:
         raise ValueError(f"a cache of the target (`prepare --teacher`) needs `{missing}`, and the recipe has none")
     if recipe.data.streaming:
         raise ValueError(f"`{setting}` needs prepared data: with `data.streaming` nobody knows which blocks come")
-    target, common = recipe.target, {"folder": Path(section.cache), "batch": section.batch}
+    target, folder, batch = recipe.target, Path(section.cache), section.batch
     if isinstance(recipe, DrafterRecipe):
         top_k, dtype, eight_bit = recipe.teacher.top_k, recipe.teacher.dtype, recipe.teacher.load_in_8bit
 
@@ -94,11 +94,12 @@ def _cache_of(recipe: TrainingRecipe) -> _TargetCache:
             word="teacher",
             title=f"the top {top_k} tokens of {target}",
             target=target,
+            folder=folder,
+            batch=batch,
             cache_type=TeacherCache,
             source=lambda model, data: CacheSource(target, model, data, top_k, dtype, eight_bit),
             load=top_rows,
             smaller="a smaller `teacher.top_k`",
-            **common,
         )
     states, dtype, target_dtype = recipe.states, recipe.hidden.dtype, recipe.target_dtype
 
@@ -110,11 +111,12 @@ def _cache_of(recipe: TrainingRecipe) -> _TargetCache:
         word="hidden states",
         title=f"the hidden states of {target} ({states}, {dtype})",
         target=target,
+        folder=folder,
+        batch=batch,
         cache_type=HiddenCache,
         source=lambda model, data: HiddenSource(target, model, data, states, dtype, target_dtype=target_dtype),
         load=hidden_rows,
         smaller="`hidden.dtype=bfloat16`, or `hidden.cache=null`, which computes the states in every step",
-        **common,
     )
 
 
@@ -201,13 +203,8 @@ def _fingerprint(target: str) -> str:
 
 def _discard_damage(cache: _TargetCache, part: _Part) -> None:
     """Read a finished cache; where it is damaged, keep its other files for the writer."""
-    try:
-        with bar(f"{cache.word}: reading the {part.name} cache", "files") as advance:
-            damaged = discard_damage(part.folder, type(part.source), advance)
-    except ValueError as error:
-        log(f"{cache.word}: {error}: everything is written again")
-        shutil.rmtree(part.folder)
-        return
+    with locked(part.folder), bar(f"{cache.word}: reading the {part.name} cache", "files") as advance:
+        damaged = discard_damage(part.folder, type(part.source), advance)
     if damaged:
         log(f"{cache.word}: {len(damaged)} damaged files are written again: {damaged[0]}")
 
@@ -220,7 +217,7 @@ def _write(cache: _TargetCache, parts: Sequence[_Part], state: Any) -> None:
 
         def begin() -> None:
             for writer in writers:
-                locks.enter_context(writer.locked())
+                locks.enter_context(locked(writer.folder))
             _check_disk(cache, writers)
 
         def finish() -> None:

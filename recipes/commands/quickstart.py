@@ -19,6 +19,7 @@ from ...data.sources.reading import read_conversations
 from ...data.tokenizers import train_bpe
 from ..schema.evaluation import QuickstartRecipe, RegenerateRecipe
 from ..schema.loading import parse_recipe, read_recipe, write_recipe
+from ..schema.papers import filled
 from ..session.terminal import bar, log
 from .evaluation.evaluate import run_evaluate
 from .regenerate import run_regenerate
@@ -53,7 +54,7 @@ def run_quickstart(recipe: QuickstartRecipe) -> dict[str, Any]:
 def resolve(recipe: QuickstartRecipe) -> QuickstartRecipe:
     """The recipe with `{out}` filled in, the seed handed down, and training steps and the target's answers scaled by
     the minutes asked for."""
-    values = json.loads(json.dumps(recipe.model_dump(mode="json")).replace("{out}", json.dumps(recipe.out)[1:-1]))
+    values = filled(recipe.model_dump(mode="json"), "{out}", recipe.out)
     scale = recipe.minutes / REFERENCE_MINUTES
     for name in ("target", "drafter", "distilled", "heads"):
         train = values[name]["train"]
@@ -64,9 +65,9 @@ def resolve(recipe: QuickstartRecipe) -> QuickstartRecipe:
     answers["limit"] = None if answers["limit"] is None else max(20, round(answers["limit"] * scale))
     for name in ("answers", "evaluate"):
         values[name]["seed"] = recipe.seed
-    filled = parse_recipe(values, "quickstart")
-    assert isinstance(filled, QuickstartRecipe)
-    return filled
+    resolved = parse_recipe(values, "quickstart")
+    assert isinstance(resolved, QuickstartRecipe)
+    return resolved
 
 
 def make_corpus(recipe: QuickstartRecipe, folder: Path) -> None:

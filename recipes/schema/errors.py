@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import re
-from typing import Any, TypeVar
+from collections.abc import Iterator
+from difflib import get_close_matches
+from typing import Any, TypeVar, get_args
 
 from pydantic import BaseModel, ValidationError
 
@@ -29,10 +31,9 @@ def describe(model: type[BaseModel], fault: Any, under: str = "") -> str:
     path = [*([under] if under else []), *(str(part) for part in fault["loc"])]
     key = ".".join(path)
     if fault["type"] == "extra_forbidden":
-        schema = model.model_json_schema()
-        sections = (schema, *schema.get("$defs", {}).values())
-        known = [name for section in sections for name in section.get("properties", ())]
-        return f"unknown key {key!r}.{did_you_mean(path[-1], known)}"
+        known = {name: name.rpartition(".")[2] for name in _keys(model, under)}
+        close = get_close_matches(path[-1], known.values(), n=len(known), cutoff=0.5)
+        return f"unknown key {key!r}.{did_you_mean(key, [name for name in known if known[name] in close])}"
     if fault["type"] == "missing":
         return f"{key!r} is missing"
     message = fault["msg"].removeprefix("Value error, ")
@@ -42,3 +43,13 @@ def describe(model: type[BaseModel], fault: Any, under: str = "") -> str:
         near = did_you_mean(fault["input"], re.findall("'([^']*)'", fault["ctx"]["expected"]))
         given += f".{near}" if near else ""
     return f"{key!r}: {message}{given}" if key else f"{message}{given}"
+
+
+def _keys(model: type[BaseModel], under: str) -> Iterator[str]:
+    """Dotted paths of a section's keys and of those of the sections in it."""
+    for name, item in model.model_fields.items():
+        path = f"{under}.{name}" if under else name
+        yield path
+        for part in (item.annotation, *get_args(item.annotation)):
+            if isinstance(part, type) and issubclass(part, BaseModel):
+                yield from _keys(part, path)

@@ -86,11 +86,13 @@ class PaperRecipe(Section):
         """The evaluations of the experiment `evaluate`, by the names of their runs; one without runs is called "".
 
         Raises:
-            ValueError: changes of a run that do not fit, with its name.
+            ValueError: changes of a run that do not fit, with its name; two runs of one folder.
         """
         settings = self.section()
         assert isinstance(settings, RunsSettings)
         base, runs = self.evaluate.model_dump(), settings.runs or {"": {}}
+        if len({run_folder(name) for name in runs}) < len(runs):
+            raise ValueError(f"`settings.runs`: two of {list(runs)} have the same name for a folder")
         return {
             name: checked(PaperEvaluation, base | changes, f"settings.runs.{name}") for name, changes in runs.items()
         }
@@ -108,7 +110,7 @@ class PaperRecipe(Section):
         Raises:
             ValueError: a change of `small` that does not fit.
         """
-        small = _filled(self.small, folder)
+        small = filled(self.small, "{pair}", folder)
         settings = {key: value for key, value in self.settings.items() if key != "runs"}
         settings |= {key.removeprefix("settings."): small.pop(key) for key in [*small] if key.startswith("settings.")}
         named = [self.evaluate.model_dump()]
@@ -141,10 +143,10 @@ def run_folder(run: str) -> str:
     return re.sub(r"\W+", "-", run.lower()).strip("-")
 
 
-def _filled(value: Any, folder: str) -> Any:
-    """A value with the pair's folder in its texts."""
+def filled(value: Any, mark: str, folder: str) -> Any:
+    """A value with a folder in place of a mark in its texts."""
     if isinstance(value, str):
-        return value.replace("{pair}", folder)
+        return value.replace(mark, folder)
     if isinstance(value, dict):
-        return {key: _filled(item, folder) for key, item in value.items()}
-    return [_filled(item, folder) for item in value] if isinstance(value, list) else value
+        return {key: filled(item, mark, folder) for key, item in value.items()}
+    return [filled(item, mark, folder) for item in value] if isinstance(value, list) else value

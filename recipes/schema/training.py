@@ -240,7 +240,7 @@ class HiddenSection(Section):
 
     cache: str | None = None
     """Folder that keeps them for all training blocks (`draftsmith prepare --teacher`): the target is then run once,
-    however many epochs and kinds of heads learn from them. `train --plan` says what it would cost and save."""
+    however many epochs and kinds of heads learn from them."""
     dtype: Literal["bfloat16", "float16", "float32"] = "bfloat16"
     """Type that they are kept in."""
     batch: int = Field(4, ge=1)
@@ -321,6 +321,8 @@ class HeadsRecipe(_Recipe):
             raise ValueError("`projection: target` without residual blocks (`num_layers: 0`) leaves nothing to train")
         if self.projection == "target" and self.states == "before-norm":
             raise ValueError("`projection: target` reads states after the final norm: `states` cannot be before-norm")
+        if self.train.liger:
+            raise ValueError("`train.liger` changes a drafter's layers, and heads have none that it knows")
         if self.hidden.cache is None:
             return self
         if self.num_heads > 15:

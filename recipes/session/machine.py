@@ -4,13 +4,13 @@ from __future__ import annotations
 
 import os
 import platform
-import re
 from contextlib import nullcontext, suppress
-from importlib.metadata import PackageNotFoundError, requires, version
+from importlib.metadata import PackageNotFoundError, metadata, requires, version
 from pathlib import Path
 from typing import Any, NamedTuple
 
 import torch
+from packaging.requirements import Requirement
 
 from ... import __version__
 from ...decode.evaluation.energy import open_meter
@@ -27,11 +27,9 @@ class Finding(NamedTuple):
 def findings() -> list[Finding]:
     """Versions, devices, number formats and missing parts of this machine."""
     rows = [Finding("draftsmith", __version__), Finding("python", platform.python_version())]
-    for needed in requires("draftsmith") or ():
-        name, _, extra = re.match(r"([\w-]+)(.*extra == \W(\w+))?", needed).groups()  # type: ignore[union-attr]
-        if name != "draftsmith" and extra != "test":
-            found = version_of(name)
-            rows.append(Finding(name, found or "missing", "" if found else f"pip install 'draftsmith[{extra}]'"))
+    for name, source in _packages().items():
+        found = version_of(name)
+        rows.append(Finding(name, found or "missing", "" if found else f"pip install '{source}'"))
     memory = os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE") / 2**30
     processor = f"{os.cpu_count()} cores, {torch.get_num_threads()} threads, {memory:.1f} GiB of memory"
     rows += [Finding("processor", processor), Finding("cpu number formats", _formats("cpu"))]
@@ -47,6 +45,18 @@ def findings() -> list[Finding]:
     with meter or nullcontext():  # closes what was opened: NVML, and threads that sample
         rows.append(Finding("energy", covers if meter else "not counted", "" if meter else covers))
     return rows
+
+
+def _packages() -> dict[str, str]:
+    """Needed and optional packages, and what brings them; none where draftsmith itself is not installed."""
+    found: dict[str, str] = {}
+    with suppress(PackageNotFoundError):
+        extras = [extra for extra in metadata("draftsmith").get_all("Provides-Extra") or () if extra != "test"]
+        for needed in map(Requirement, requires("draftsmith") or ()):
+            for extra in ("", *extras):
+                if needed.name != "draftsmith" and (needed.marker is None or needed.marker.evaluate({"extra": extra})):
+                    found.setdefault(needed.name, f"draftsmith[{extra}]" if extra else "draftsmith")
+    return found
 
 
 def version_of(name: str) -> str | None:

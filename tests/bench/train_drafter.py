@@ -28,7 +28,7 @@ from draftsmith.data.rendering.templates import get_template
 from draftsmith.data.sources.reading import read_conversations
 from draftsmith.data.tokenizers import load_tokenizer
 from draftsmith.train.loop.fit import FitConfig, fit
-from draftsmith.train.losses.drafter import cross_entropy
+from draftsmith.train.losses.drafter import mixture
 from draftsmith.train.tasks.drafter import DrafterTask
 from draftsmith.train.teachers.teacher import ModelTeacher
 from transformers import LlamaForCausalLM, Trainer, TrainerCallback, TrainingArguments
@@ -140,7 +140,7 @@ def against_the_trainer(folder: Path, block: int, rows: int, rounds: int, steps:
 
 def run_loss(way: str, hidden_XD: torch.Tensor, weight_VD: torch.Tensor, labels_X: torch.Tensor) -> None:
     if way == "chunked":
-        loss, _ = cross_entropy(hidden_XD, weight_VD, labels_X)
+        loss, _ = mixture({"cross-entropy": 1.0}, hidden_XD, weight_VD, labels_X)
     else:
         loss = torch.nn.functional.cross_entropy(hidden_XD @ weight_VD.T, labels_X, reduction="sum")
     loss.backward()

@@ -29,7 +29,8 @@ from ..parallel.sharding import gather_optimizer, gather_state, scatter_optimize
 
 _WEIGHTS, _OPTIMIZER, _SCALER = "model.safetensors", "optimizer.bin", "scaler.pt"  # accelerate's names
 _SUMMARY = "checkpoint.json"
-_FULL = 1 << 16  # a disk with fewer bytes
+_FULL, _NO_SPACE = 1 << 16, "No space left on device"  # a disk with fewer bytes
+_ZIP_WRITER = "inline_container"  # in what torch's zip writer raises
 
 
 @dataclass(frozen=True)
@@ -195,8 +196,10 @@ class StateFolder:
             if self._accelerator.scaler is not None:
                 torch.save(self._accelerator.scaler.state_dict(), folder / _SCALER)
         except (OSError, RuntimeError, SafetensorError) as error:
-            full = ": No space left on device" if shutil.disk_usage(folder).free < _FULL else ""
-            raise OSError(f"{folder} could not be written{full}: {error}") from error
+            if isinstance(error, RuntimeError) and _ZIP_WRITER not in str(error):
+                raise
+            full = shutil.disk_usage(folder).free < _FULL
+            raise OSError(f"{folder} could not be written: {_NO_SPACE if full else error}") from error
 
     def _finish(self, temporary: Path, target: Path, position: Position, pinned: int | None) -> None:
         files = sorted(temporary.iterdir())

@@ -48,13 +48,6 @@ def mixture(
     return fused_loss(plan, hidden_XD[:, None], [weight_VD])[0], plan.counts_K[0]
 
 
-def cross_entropy(
-    hidden_XD: Tensor, weight_VD: Tensor | None, labels_X: Tensor, chunk: int | None = None
-) -> tuple[Tensor, Tensor]:
-    """Σ −log q(label) over positions with a label; see `mixture`. Returns (sum, count)."""
-    return mixture({"cross-entropy": 1.0}, hidden_XD, weight_VD, labels_X, chunk=chunk)
-
-
 def heads_mixture(
     weights: Mapping[str, float],
     features_XKD: Tensor,

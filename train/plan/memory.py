@@ -89,7 +89,7 @@ class Demand:
     checkpointing: bool = False
     precision: str = "no"
     loading: int = 0
-    """Bytes of a model of which only a part is kept."""
+    """Bytes of a model of which only layers or embeddings are kept."""
     launch: Launch = Launch()
     decodes: bool = False
     """Whether evaluations decode with a copy of the target's weights that is laid out for that."""
@@ -158,7 +158,7 @@ def plan_memory(demand: Demand) -> tuple[Part, ...]:
         Part("activations of a micro batch", kept + 8 * state * max(1, demand.heads), "training"),
         Part("activations of one layer, in use", working, "training"),
         Part("chunks of the loss", 4 * (logits + model.projection), "training"),
-        Part("the model that layers are cut from", demand.loading, "loading", "host"),
+        Part("a model that is read and not kept", demand.loading, "loading", "host"),
     ]
     if target is not None:
         parts.append(Part("target", target.weights))

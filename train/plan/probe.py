@@ -27,7 +27,10 @@ if TYPE_CHECKING:
     from ..loop.fit import Task
 
 _ENOUGH_SECONDS = 30.0  # a first step that took longer is not followed by another
-_STATUS, _CGROUPS = Path("/proc/self/status"), Path("/sys/fs/cgroup")
+_STATUS = Path("/proc/self/status")
+_OWN_CGROUPS, _CGROUPS = Path("/proc/self/cgroup"), Path("/sys/fs/cgroup")
+_CGROUP_FILES = {"": ("memory.max", "memory.current"), "memory": ("memory.limit_in_bytes", "memory.usage_in_bytes")}
+"""Limit and use, by the controller that a line of `_OWN_CGROUPS` names: none in version 2."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -172,12 +175,13 @@ def _field(path: Path, key: str) -> int:
 
 
 def _cgroup_left() -> list[int]:
-    """What the memory limits of this process's control group (version 2) leave, where there are any."""
+    """What the memory limits of this process's control groups leave, where there are any."""
     left = []
-    with suppress(OSError, ValueError):  # no such file; "max"
-        own = Path("/proc/self/cgroup").read_text(encoding="utf-8").strip().rpartition(":")[2]
-        for folder in (_CGROUPS / own.lstrip("/"), _CGROUPS):  # inside a container its own group is the root
-            with suppress(OSError, ValueError):
-                most, used = (int((folder / f"memory.{name}").read_text()) for name in ("max", "current"))
+    lines = _OWN_CGROUPS.read_text(encoding="utf-8").splitlines() if _OWN_CGROUPS.is_file() else []
+    for _, controllers, own in (line.split(":", 2) for line in lines):
+        root = _CGROUPS / controllers
+        for folder in (root / own.lstrip("/"), root):  # inside a container its own group is the root
+            with suppress(OSError, ValueError, KeyError):  # no such file; "max"; a controller of something else
+                most, used = (int((folder / name).read_text()) for name in _CGROUP_FILES[controllers])
                 left.append(max(0, most - used))
     return left

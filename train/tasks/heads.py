@@ -6,7 +6,7 @@ D hidden, V vocabulary.
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import TYPE_CHECKING, Any, Self
 
 import torch
@@ -25,6 +25,8 @@ from .drafter import Evaluate, Weight, blocks_in_order
 
 if TYPE_CHECKING:
     from ...checkpoints.heads.files import PredictionHeads
+
+_LOGIT_TOLERANCE = 0.02  # of the largest: 16 bits round, a wrong scale does not come near
 
 
 class HeadsModule(nn.Module):
@@ -50,7 +52,7 @@ class HeadsModule(nn.Module):
         self._objective = parse_weights(objective)
         self._target = PackedForward(target, heads.states)
         self._states = states
-        self._logits = None if self._target.plain_head else TransformersModel(target).logits
+        self._logits = None if self._target.plain_head else _logits_of(target)
         if shard_target:
             self.target = target
             self.register_state_dict_post_hook(_without_frozen)
@@ -129,6 +131,19 @@ class HeadsModule(nn.Module):
         if "target" in self._modules:
             self.target.eval()
         return self
+
+
+def _logits_of(target: Any) -> Callable[[Tensor], Tensor]:
+    """What makes logits [..., V] of last hidden states [..., D] where that is no plain matrix. ValueError: these are
+    not the target's own."""
+    scorer = TransformersModel(target)
+    token_11 = torch.ones(1, 1, dtype=torch.int64, device=scorer.device)
+    with torch.no_grad():
+        hidden_11D = target.base_model(token_11, use_cache=False).last_hidden_state
+        wanted, found = target(token_11, use_cache=False).logits.float(), scorer.logits(hidden_11D).float()
+    if float((found - wanted).abs().max()) > _LOGIT_TOLERANCE * float(wanted.abs().max()):
+        raise ValueError(f"how a {target.config.model_type!r} model makes its logits is not known here")
+    return scorer.logits
 
 
 def _without_frozen(module: nn.Module, state: dict[str, Any], prefix: str, _: Any) -> None:

@@ -126,8 +126,11 @@ def read_manifest(folder: Path, source_type: type[Source]) -> dict[str, Any]:
 
     def fits(found: Any) -> bool:
         if found["schema"] == SCHEMA:
-            source_type(**found["source"]), [Shard(**shard) for shard in found["shards"]]
-            [found[key] for key in (source_type.size_name, "rows", "files")]
+            source_type(**found["source"])
+            for shard in found["shards"]:
+                Shard(**shard)
+            if lacking := {source_type.size_name, "rows", "files"} - found.keys():
+                raise KeyError(*lacking)
         return bool(found["schema"] == SCHEMA)
 
     return read_document(folder / source_type.manifest, "manifest", "draftsmith prepare --teacher", SCHEMA, fits)

@@ -8,16 +8,19 @@ from __future__ import annotations
 import fcntl
 import json
 import os
+import shutil
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import asdict
 from pathlib import Path
 
 import torch
+from safetensors import SafetensorError, safe_open
 from safetensors.torch import save
 from torch import Tensor
 
 from ...checkpoints.storage.atomic import atomic_file, atomic_text
+from ...checkpoints.storage.safe_read import OtherSchemaError
 from ...data.blocks.packing import Batch
 from ...data.blocks.prepared import PreparedData
 from .row_cache import DOCUMENTS, SCHEMA, read_manifest, stamps
@@ -34,25 +37,17 @@ class CacheWriter:
     def __init__(self, folder: Path, source: Source, data: PreparedData, plan: CachePlan) -> None:
         self.folder, self.source, self.data, self.plan = folder, source, data, plan
 
-    @contextmanager
-    def locked(self) -> Iterator[None]:
-        """Keep others from writing the same (to be entered in one process); removes a killed writer's half files.
-        ValueError: another process is at it."""
-        self.folder.mkdir(parents=True, exist_ok=True)
-        lock = os.open(self.folder, os.O_RDONLY)
-        try:
-            fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
-            for leftover in self.folder.glob(".*"):
-                leftover.unlink(missing_ok=True)
-            yield
-        except BlockingIOError as error:
-            raise ValueError(f"another process is writing {self.folder}; wait for it") from error
-        finally:
-            os.close(lock)
-
     def missing(self) -> list[Shard]:
-        """Files that are not there yet."""
-        return [shard for shard in self.plan.shards if not (self.folder / shard.name).is_file()]
+        """Files that are not there yet, or hold other rows than the plan's."""
+        return [shard for shard in self.plan.shards if not self._holds(shard)]
+
+    def _holds(self, shard: Shard) -> bool:
+        shapes = {name: [shard.rows, *column.shape] for name, column in self.plan.columns.items()}
+        try:
+            with safe_open(self.folder / shard.name, framework="pt") as file:
+                return shapes == {name: file.get_slice(name).get_shape() for name in file.keys()}  # noqa: SIM118
+        except (FileNotFoundError, SafetensorError):
+            return False
 
     def write(
         self,
@@ -104,16 +99,43 @@ class CacheWriter:
         atomic_text(self.folder / self.source.manifest, json.dumps(manifest, indent=2) + "\n")
 
 
+@contextmanager
+def locked(folder: Path) -> Iterator[None]:
+    """Keep others from writing the same cache (to be entered in one process); removes what killed writers left.
+    ValueError: another process is at it."""
+    folder.mkdir(parents=True, exist_ok=True)
+    lock = os.open(folder, os.O_RDONLY)
+    try:
+        try:
+            fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError as error:
+            raise ValueError(f"another process is writing or checking {folder}; wait for it") from error
+        for leftover in folder.glob(".*"):
+            leftover.unlink(missing_ok=True)
+        shutil.rmtree(folder.with_name(f".{folder.name}.unfinished"), ignore_errors=True)  # of 0.1
+        yield
+    finally:
+        os.close(lock)
+
+
 def discard_damage(
     folder: Path, source_type: type[Source], progress: Callable[[int, int], object] = lambda done, total: None
 ) -> list[str]:
-    """Compare a finished cache with its manifest; without its damaged and missing files, which are returned, it is an
-    unfinished one that a `CacheWriter` resumes. ValueError: the manifest is damaged."""
-    files = read_manifest(folder, source_type)["files"]
+    """Compare a finished cache, `locked`, with its manifest; without its damaged and missing files, which are returned,
+    it is an unfinished one that a `CacheWriter` resumes, as it is without a damaged manifest. ValueError: its manifest
+    is of another schema."""
+    manifest = folder / source_type.manifest
+    try:
+        files = read_manifest(folder, source_type)["files"]
+    except OtherSchemaError as error:
+        raise ValueError(f"{error}, once {folder} is deleted") from error
+    except ValueError:
+        manifest.unlink()
+        return [manifest.name]
     found = stamps(folder, list(files), progress)
     damaged = [name for name, written in files.items() if found[name] != written]
     for name in damaged:
         (folder / name).unlink(missing_ok=True)
     if damaged:
-        (folder / source_type.manifest).unlink()
+        manifest.unlink()
     return damaged

@@ -175,18 +175,22 @@ def claim(folder: Path, identity: dict[str, Any], stack: ExitStack) -> None:
     resumed, or discarded if they have another identity and are few.
 
     Raises:
-        ValueError: another run counts here, or a process that has outlived it; many tokens of other settings.
+        ValueError: another run counts here, or a process that has outlived it; many tokens of other settings; a damaged
+            file.
     """
     folder.mkdir(parents=True, exist_ok=True)
     stack.callback(os.close, lock(folder))
     for path in _rank_folders(folder):
         os.close(lock(path))
     file = folder / IDENTITY
-    theirs = json.loads(file.read_bytes()) if file.is_file() else {}
+    try:
+        theirs = json.loads(file.read_bytes()) if file.is_file() else {}
+    except ValueError as error:
+        raise ValueError(f"{file} is damaged ({error}): delete {folder} to restart") from error
     if theirs == identity:
         return
     if tokens := counted_tokens(folder):
-        key, both = next(differences(theirs, identity))
+        key, both = next(differences(theirs, identity), (IDENTITY, "not the same"))
         holds = f"{folder} holds counts of {tokens:,} tokens with other settings ({key}: {both})"
         if tokens >= CONSIDERABLE:
             raise ValueError(

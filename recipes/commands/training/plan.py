@@ -58,8 +58,6 @@ class Plan:
     disk: dict[str, int]
     """Bytes that will be written beside and below `out`, by what they are."""
     free_disk: int
-    checkpoint_bytes: int
-    """Of one checkpoint."""
     steps: int
     tokens: int
     """In all steps."""
@@ -113,7 +111,6 @@ def plan_recipe(recipe: TrainingRecipe) -> Plan:
         free=free,
         disk=disk,
         free_disk=free_disk,
-        checkpoint_bytes=checkpoint,
         steps=config.steps,
         tokens=_tokens(config, prepared, found),
         epochs=config.steps * config.global_batch / blocks if blocks else None,

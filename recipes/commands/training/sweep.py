@@ -9,6 +9,7 @@ import json
 import math
 import re
 from collections.abc import Sequence
+from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -150,7 +151,13 @@ def _words(values: dict[str, Any]) -> list[str]:
 
 
 def _shown(value: Any) -> str:
-    return value if isinstance(value, str) else json.dumps(value)
+    """A text stands in quotes where it would look like a value of another type."""
+    if isinstance(value, str):
+        with suppress(ValueError):
+            json.loads(value)
+            return json.dumps(value)
+        return value
+    return json.dumps(value)
 
 
 def _folder_name(values: dict[str, Any]) -> str:

@@ -25,7 +25,7 @@ from draftsmith.recipes.commands.training.train import run_train
 from draftsmith.recipes.schema.loading import load_training
 from draftsmith.train.losses.drafter import IGNORED, shifted_labels
 from draftsmith.train.parallel.interrupts import Interrupted
-from draftsmith.train.teachers.row_writer import CacheWriter
+from draftsmith.train.teachers.row_writer import CacheWriter, locked
 from draftsmith.train.teachers.teacher import CachedTeacher, ModelTeacher, load_teacher
 from draftsmith.train.teachers.top_k_cache import TeacherCache
 from typer.testing import CliRunner
@@ -219,6 +219,8 @@ def test_what_is_damaged_or_was_interrupted_is_written_again_and_nothing_else(
     assert "2 damaged files" in capsys.readouterr().err
     assert contents(folder) == before
     assert (folder / "rows-00000.safetensors").stat().st_ino == untouched
+    with locked(folder), pytest.raises(ValueError, match=folder.name):
+        prepare_teacher(recipe)  # while another process writes or checks it
     (folder / "teacher.json").write_text("{")
     assert contents(prepare_teacher(recipe)) == before
 

@@ -21,7 +21,8 @@ RECIPES: dict[str, dict[str, Any]] = {
 KINDS = list(RECIPES)
 # kind, overrides with commas between, what the message must hold
 REFUSED: dict[str, tuple[str, list[str], list[str]]] = {
-    "unknown key": ("drafter", ["train.learning_rat=1e-3"], ["'train.learning_rat'", "'learning_rate'"]),
+    "unknown key": ("drafter", ["train.learning_rat=1e-3"], ["'train.learning_rat'", "'train.learning_rate'"]),
+    "a key of another place": ("drafter", ["train.top_k=2"], ["'train.top_k'", "'teacher.top_k'"]),
     "no number": ("drafter", ["train.steps=many"], ["'train.steps'", "'many'"]),
     "too large": ("drafter", ["train.warmup=2"], ["'train.warmup'", "1", "2"]),
     "unknown word": ("drafter", ["train.schedule=cosin"], ["'train.schedule'", "'cosine'", "'cosin'"]),
@@ -45,6 +46,7 @@ REFUSED: dict[str, tuple[str, list[str], list[str]]] = {
     "too many heads cached": ("heads", ["hidden.cache=c", "num_heads=16"], ["`hidden.cache`", "15", "16"]),
     "cached and trained": ("heads", ["hidden.cache=c", "base={}"], ["`hidden.cache`", "`base`"]),
     "cached and compiled": ("heads", ["hidden.cache=c", "train.compile=true"], ["`hidden.cache`", "`train.compile`"]),
+    "kernels of a drafter": ("heads", ["train.liger=true"], ["`train.liger`"]),
     "unanchored": ("heads", ["base={label_weight: 0, kl_weight: 0}"], ["`label_weight`", "`kl_weight`"]),
     "too long a warm-up": ("heads", ["base={alone: 0.9, warmup: 0.5}"], ["0.9", "0.5"]),
     "roles of documents": ("table", ["count.roles=[user]"], ["`roles`", "'documents'", "messages"]),
@@ -55,7 +57,7 @@ REFUSED: dict[str, tuple[str, list[str], list[str]]] = {
     "one label twice": ("evaluate", ["methods=[{method: autoregressive}, {method: autoregressive}]"], ["`label`"]),
     "the reference's name": ("evaluate", ["methods.0.label=transformers"], ["'transformers'"]),
     "two who answer": ("regenerate", ["server={url: http://x, model: m}"], ["`target`", "`server`"]),
-    "no cleaning": ("regenerate", ["clean={dupplicates: []}"], ["'clean.dupplicates'", "'duplicates'"]),
+    "no cleaning": ("regenerate", ["clean={dupplicates: []}"], ["'clean.dupplicates'", "'clean.duplicates'"]),
     "unknown kind": ("drafter", ["kind=draftr"], ["'draftr'", "'drafter'"]),
     "no assignment": ("drafter", ["train"], ["'train'", "key.path=value"]),
     "no YAML": ("drafter", ["train.steps=[1"], ["'train.steps=[1'"]),

@@ -5,7 +5,10 @@ from __future__ import annotations
 import json
 import shutil
 from collections.abc import Callable
+from email.message import Message
+from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
+from typing import Any
 
 import pytest
 from draftsmith.checkpoints.artifact.artifact import verify_artifact
@@ -14,6 +17,7 @@ from draftsmith.recipes.assemble.evaluation import open_recipe
 from draftsmith.recipes.commands.artifacts.pair import examine_pair
 from draftsmith.recipes.commands.cli import main
 from draftsmith.recipes.schema.evaluation import EvaluateRecipe
+from draftsmith.recipes.session import machine
 from transformers import AutoModelForCausalLM, LlamaForCausalLM
 
 TEXT = "The user asks and the assistant answers. USER: the ASSISTANT: hello there, who are you? " * 30
@@ -138,3 +142,22 @@ def test_the_command_line(
             main()
         assert ended.value.code == 2
         assert said in capsys.readouterr().err
+
+
+def test_packages_are_listed_once_with_what_brings_them(monkeypatch: pytest.MonkeyPatch) -> None:
+    needed = ["numpy>=1", 'some.package; extra == "a"', 'some.package>2; extra == "b"', 'draftsmith[a]; extra == "all"']
+    extras = Message()
+    for extra in ("a", "b", "all"):
+        extras["Provides-Extra"] = extra
+    monkeypatch.setattr(machine, "metadata", lambda _: extras)
+    monkeypatch.setattr(machine, "requires", lambda _: needed)
+    found = {finding.name: finding for finding in machine.findings()}
+    assert found["some.package"][1:] == ("missing", "pip install 'draftsmith[a]'")
+    assert sum(finding.name == "some.package" for finding in machine.findings()) == 1
+    assert found["numpy"].state == version("numpy")
+
+    def missing(_: str) -> Any:
+        raise PackageNotFoundError
+
+    monkeypatch.setattr(machine, "metadata", missing)  # a tree that is not installed
+    assert "numpy" not in {finding.name for finding in machine.findings()}

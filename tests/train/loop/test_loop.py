@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import json
+import re
 import signal
 import subprocess
 import sys
@@ -175,6 +176,19 @@ def test_bf16_and_gradient_checkpointing_and_tied_embeddings(worker: ModuleType,
     model = worker.make_model(seed=9, tie_word_embeddings=True, attention_dropout=0.0)
     fit(worker.SignallingTask(model, None), data, worker.make_config(precision="bf16"), tmp_path / "bf16")
     assert model.lm_head.weight is model.model.embed_tokens.weight  # the tied weights came back from the checkpoint
+
+
+@pytest.mark.parametrize(("words", "error"), [("inline_container.cc:664]", OSError), ("CUDA", RuntimeError)])
+def test_only_what_a_writer_raises_is_a_checkpoint_that_could_not_be_written(
+    words: str, error: type[Exception], worker: ModuleType, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+):
+    def fail(*_: Any) -> None:
+        raise RuntimeError(words)
+
+    monkeypatch.setattr("draftsmith.train.loop.checkpoints.torch.save", fail)
+    with pytest.raises(error, match=re.escape(words)) as caught:
+        fit(worker.SignallingTask(worker.make_model(), None), worker.make_data(), worker.make_config(), tmp_path)
+    assert ("could not be written" in str(caught.value)) == (error is OSError)
 
 
 def test_a_write_that_fails_leaves_the_last_checkpoint(worker: ModuleType, tmp_path: Path):

@@ -8,11 +8,12 @@ import pytest
 import torch
 import torch.nn.functional as F
 from draftsmith.train.losses.chunks import DenseTeacher, SparseTeacher, TopK
-from draftsmith.train.losses.drafter import agreement, cross_entropy, head_labels, label_hits, mixture, shifted_labels
+from draftsmith.train.losses.drafter import agreement, head_labels, label_hits, mixture, shifted_labels
 from draftsmith.train.losses.objectives import LK_DECAY, OBJECTIVES
 from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
+CROSS_ENTROPY = {"cross-entropy": 1.0}
 SHAPES = [(1, 3, 2, None), (7, 5, 11, 3), (64, 16, 33, 64), (65, 8, 17, 97), (33, 1, 5, 1)]  # X, D, V, chunk
 TAUGHT = [name for name, objective in OBJECTIVES.items() if objective.needs_teacher]
 
@@ -106,7 +107,7 @@ def test_a_mixture_is_the_weighted_sum_and_logits_may_be_given():
 def test_a_weight_of_zero_needs_no_teacher():
     (hidden_XD, weight_VD), _, labels_X = inputs(9, 4, 9)
     loss, _ = mixture({"cross-entropy": 2.0, "forward-kl": 0.0}, hidden_XD, weight_VD, labels_X)
-    torch.testing.assert_close(loss, 2 * cross_entropy(hidden_XD, weight_VD, labels_X)[0])
+    torch.testing.assert_close(loss, 2 * mixture(CROSS_ENTROPY, hidden_XD, weight_VD, labels_X)[0])
 
 
 @pytest.mark.parametrize("name", TAUGHT)
@@ -190,14 +191,14 @@ def test_a_top_k_teacher_at_the_extremes(name: str, tail: Any):
 
 def test_frozen_sides_get_no_gradient_and_no_grad_needs_none():
     (hidden_XD, weight_VD), _, labels_X = inputs(10, 4, 9)
-    loss, _ = cross_entropy(hidden_XD, weight_VD.detach(), labels_X)
+    loss, _ = mixture(CROSS_ENTROPY, hidden_XD, weight_VD.detach(), labels_X)
     loss.backward()
     assert hidden_XD.grad is not None
-    loss, _ = cross_entropy(hidden_XD.detach(), weight_VD, labels_X)
+    loss, _ = mixture(CROSS_ENTROPY, hidden_XD.detach(), weight_VD, labels_X)
     loss.backward()
     assert weight_VD.grad is not None
     with torch.no_grad():
-        again, _ = cross_entropy(hidden_XD, weight_VD, labels_X)
+        again, _ = mixture(CROSS_ENTROPY, hidden_XD, weight_VD, labels_X)
     assert not again.requires_grad
     torch.testing.assert_close(again, loss.detach())
 
@@ -248,7 +249,7 @@ def test_logits_of_a_whole_batch_never_exist(name: str, top_k: TopK | None):
         mixture({name: 1.0}, hidden_XD, weight_VD, labels_X, teacher, chunk=chunk, top_k=top_k)[0].backward()
     assert vocab * hidden <= watch.largest <= vocab * chunk
     with Watch() as watch:
-        cross_entropy(hidden_XD, weight_VD, labels_X)[0].backward()
+        mixture(CROSS_ENTROPY, hidden_XD, weight_VD, labels_X)[0].backward()
         label_hits(hidden_XD, weight_VD, labels_X)
         agreement(hidden_XD, weight_VD, teacher, labels_X)
     assert watch.largest <= positions * vocab // 4

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import replace
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -10,6 +11,7 @@ import torch
 from draftsmith.checkpoints.heads.files import PredictionHeads
 from draftsmith.data.blocks.packing import Batch
 from draftsmith.train.forward.packed import PackedForward
+from draftsmith.train.plan import probe
 from draftsmith.train.plan.memory import (
     Demand,
     Launch,
@@ -137,3 +139,25 @@ def test_heads_are_trained_and_their_target_is_not():
     assert part(demand, "gradients") == 4 * count
     assert part(demand, "target") == sum(p.numel() * 4 for p in target.parameters())
     assert part(demand, "target while it runs")
+
+
+@pytest.mark.parametrize(
+    ("line", "files"),
+    [
+        ("0::/job", ("job/memory.max", "job/memory.current")),
+        ("0::/elsewhere", ("memory.max", "memory.current")),  # inside a container
+        ("7:memory:/job", ("memory/job/memory.limit_in_bytes", "memory/job/memory.usage_in_bytes")),
+    ],
+)
+def test_limits_of_control_groups_of_both_versions_count(
+    line: str, files: tuple[str, str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+):
+    own = tmp_path / "own"
+    own.write_text(f"9:cpuset:/job\n{line}\n")
+    monkeypatch.setattr(probe, "_OWN_CGROUPS", own)
+    monkeypatch.setattr(probe, "_CGROUPS", tmp_path)
+    assert probe.free_bytes(torch.device("cpu"))[1] == "available on this machine"
+    for name, size in zip(files, (5000, 2000), strict=True):
+        (tmp_path / name).parent.mkdir(parents=True, exist_ok=True)
+        (tmp_path / name).write_text(f"{size}\n")
+    assert probe.free_bytes(torch.device("cpu")) == (3000, "left by the control group")

@@ -111,6 +111,16 @@ def test_soft_targets_of_any_family_are_what_the_model_says(worker: ModuleType, 
     torch.testing.assert_close(found[first], expected, rtol=1e-4, atol=1e-4)
 
 
+def test_logits_that_are_made_in_an_unknown_way_are_refused(worker: ModuleType):
+    sizes = {"vocab_size": worker.VOCAB, "hidden_size": 16, "intermediate_size": 32, "num_hidden_layers": 1}
+    sizes |= {"num_attention_heads": 2, "num_key_value_heads": 2, "pad_token_id": 0}
+    target = AutoModelForCausalLM.from_config(AutoConfig.for_model("cohere", logit_scale=0.2, **sizes))
+    target.logit_scale = 0.3  # what the configuration does not say
+    heads = PredictionHeads.from_lm_head(target.get_output_embeddings().weight.detach(), HEADS, 1)
+    with pytest.raises(ValueError, match="cohere"):
+        HeadsTask(target, heads, None, objective={"forward-kl": 1.0})
+
+
 def states_before_norm(target: Any, tokens: torch.Tensor) -> torch.Tensor:
     found: list[torch.Tensor] = []
     hook = target.model.norm.register_forward_pre_hook(lambda _, inputs: found.append(inputs[0]))

@@ -14,7 +14,7 @@ from draftsmith.train.forward.packed import PackedForward
 from draftsmith.train.losses.drafter import IGNORED, head_labels, shifted_labels
 from draftsmith.train.teachers.hidden_cache import REACH, CachedHidden, HiddenCache, HiddenRows, HiddenSource
 from draftsmith.train.teachers.row_plan import CachePlan
-from draftsmith.train.teachers.row_writer import CacheWriter
+from draftsmith.train.teachers.row_writer import CacheWriter, locked
 
 CPU = torch.device("cpu")
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
@@ -29,7 +29,7 @@ def write_cache(
 ) -> HiddenCache:
     rows = HiddenRows(model, source.states, source.dtype)
     writer = CacheWriter(folder, source, data, CachePlan.of(data, source, rows.hidden_size, shard_bytes))
-    with writer.locked():
+    with locked(writer.folder):
         for shard in writer.missing():
             assert writer.write(shard, rows, CPU, batch)
         writer.finish()

@@ -17,7 +17,7 @@ from draftsmith.data.blocks.packing import Batch
 from draftsmith.train.losses.chunks import DenseTeacher, SparseTeacher, TopK
 from draftsmith.train.losses.drafter import IGNORED, mixture, shifted_labels
 from draftsmith.train.teachers.row_plan import CachePlan
-from draftsmith.train.teachers.row_writer import CacheWriter
+from draftsmith.train.teachers.row_writer import CacheWriter, locked
 from draftsmith.train.teachers.teacher import CachedTeacher, ModelTeacher, load_teacher
 from draftsmith.train.teachers.top_k_cache import CacheSource, TeacherCache, TopRows, top_log_probs
 
@@ -30,7 +30,7 @@ def write_cache(
     settings = {"target": "nowhere", "fingerprint": "a model", "data": "some data"} | source
     made_from = CacheSource(top_k=top_k, **settings)
     writer = CacheWriter(folder, made_from, blocks, CachePlan.of(blocks, made_from, teacher.vocab_size, shard_bytes))
-    with writer.locked():
+    with locked(writer.folder):
         for shard in writer.missing():
             assert writer.write(shard, TopRows(teacher, top_k), CPU, batch)
         writer.finish()

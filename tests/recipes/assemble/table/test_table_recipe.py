@@ -207,6 +207,12 @@ def test_counts_of_other_settings_are_discarded_if_they_are_few(
             assert counted_tokens(folder) == CONSIDERABLE, "the settings are set back: nothing was lost"
     with PairCounter(V, folder / "rank-0-of-2"), ExitStack() as stack, pytest.raises(ValueError, match="rank-0-of-2"):
         claim(folder, {}, stack)  # a process that has outlived its run
+    for theirs, mine, named in (("{", {}, folder / "identity.json"), ('{"limit": null}', {"other": 1}, folder)):
+        (folder / "identity.json").write_text(theirs)
+        with ExitStack() as stack, pytest.raises(ValueError, match=f"{named}.*delete"):
+            claim(folder, mine, stack)
+    with ExitStack() as stack, pytest.raises(ValueError, match=f"{folder} holds counts"):
+        claim(folder, {}, stack)  # None there, and nothing here
 
 
 def hold(folder: Path, tokens: int) -> None:

@@ -18,14 +18,15 @@ from draftsmith.recipes.schema.papers import PaperRecipe
     ("override", "named"),
     [
         ("claims.0.holds=long.speedup", ["'long.speedup'"]),
-        ("settings={rns: {}}", ["'settings.rns'", "'runs'"]),
-        ("settings={runs: {a: {drafer: x}}}", ["'settings.runs.a.drafer'", "'drafter'"]),
-        ("small={limt: 3}", ["'small.limt'", "'limit'"]),
+        ("settings={rns: {}}", ["'settings.rns'", "'settings.runs'"]),
+        ("settings={runs: {a: {drafer: x}}}", ["'settings.runs.a.drafer'", "'settings.runs.a.drafter'"]),
+        ("small={limt: 3}", ["'small.limt'", "'small.limit'"]),
+        ("settings={runs: {A b: {}, a-b: {}}}", ["`settings.runs`", "A b", "a-b"]),
         ("evaluate.out=x", ["'evaluate.out'"]),
         ("evaluate=null", ["'evaluate'"]),
         ("experiment=evaluat", ["'experiment'", "'evaluate'"]),
         ("evaluate.methods=[{method: speculative}]", ["`autoregressive`"]),
-        ("evaluate.lmit=3", ["'evaluate.lmit'", "'limit'"]),
+        ("evaluate.lmit=3", ["'evaluate.lmit'", "'evaluate.limit'"]),
     ],
 )
 def test_a_recipe(own: Path, override: str, named: list[str]) -> None:
@@ -36,7 +37,7 @@ def test_a_recipe(own: Path, override: str, named: list[str]) -> None:
 @pytest.mark.parametrize(
     ("experiment", "changes", "settings", "named"),
     [
-        ("acceptance", {}, {"candidate": [1]}, ["'settings.candidate'", "'candidates'"]),
+        ("acceptance", {}, {"candidate": [1]}, ["'settings.candidate'", "'settings.candidates'"]),
         ("acceptance", {}, {"sources": ["bigram"], "candidates": [1, 2]}, ["`candidates`", "[drafters]"]),
         ("acceptance", {}, {"temperatures": [-1]}, ["'settings.temperatures.0'"]),
         ("saturation", {}, {"sizes": [1]}, ["'settings.source'"]),

@@ -77,6 +77,9 @@ def test_values_may_be_mappings_and_names_of_folders_are_short_and_differ(drafte
     names = [Path(recipe.out).name for recipe in recipes]
     assert len(set(names)) == 4
     assert all(len(name) < 100 and "/" not in name for name in names)
+    alike = plan_sweep(str(drafter_recipe), [], ['model.config.name=1,"1",one,"null",null']).combinations
+    assert len({combination.recipe.out for combination in alike}) == 5
+    assert alike[2].recipe.out.endswith("-model.config.name=one")
     (one,) = plan_sweep(str(drafter_recipe), [], ["train.steps=3"]).combinations
     assert one.recipe == load_training(str(drafter_recipe), ["train.steps=3", f"out={one.recipe.out}"])
 
