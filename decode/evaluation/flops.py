@@ -39,8 +39,9 @@ def forward_flops(
             counted.
 
     Returns:
-        By part (products of queries, keys and values; the feed-forward layers; what makes queries, keys and values and
-        mixes the heads; the vocabulary projection), and their `total`.
+        `attention`, the products of queries with keys and of weights with values; `mlp`, the feed-forward layers;
+        `projections`, what makes queries, keys and values and mixes the heads, with those between embeddings and layers
+        of another width; `head`, the vocabulary projection; and their `total`.
     """
     text = config if config.is_encoder_decoder else config.get_text_config(decoder=True)
     hidden, heads = text.hidden_size, text.num_attention_heads

@@ -12,6 +12,7 @@ from dataclasses import dataclass, field
 from functools import partial
 from typing import Any, NamedTuple
 
+import numpy as np
 import torch
 from torch import Tensor, nn
 
@@ -111,6 +112,36 @@ def decode(
     synchronise(target)
     end = time.perf_counter()
     return Decoded(ids, tally, end - start, 0.0 if profile else first.at - start)
+
+
+class DecodedTexts(NamedTuple):
+    """Texts decoded in one batch, and their counts."""
+
+    texts: list[list[int]]
+    rejections_B: np.ndarray
+    """float64 [B]; of drafts whose replacement is in the text: one that the limit cut off is not counted."""
+    tally: list[Tally]
+
+
+def decode_side_by_side(
+    target: LanguageModel,
+    method: Method,
+    prompts: Sequence[Sequence[int]],
+    limits: Limits,
+    sampling: Sampling,
+    rng: Rng,
+) -> DecodedTexts:
+    """Decode all prompts in one batch, and count rejections as `theory.md` does (Yin et al. 2024)."""
+    rejections_B = np.zeros(len(prompts))
+    texts: list[list[int]] = [[] for _ in prompts]
+    tallies = [Tally() for _ in prompts]
+    for step in generate(target, *method, prompts, limits, sampling, rng):
+        kept_B = np.array([len(ids) for ids in step.new_ids])
+        rejections_B += step.active & step.rejected & (kept_B == step.accepted + 1)
+        for row, new in enumerate(step.new_ids):
+            texts[row] += new
+            tallies[row].add_step(step, row)
+    return DecodedTexts(texts, rejections_B, tallies)
 
 
 def decode_reference(model: Any, prompt: Sequence[int], limits: Limits) -> Decoded:
@@ -270,13 +301,15 @@ def check_capacity(
         proposer = build_method(entry.method, parts, entry.sampling, **entry.options).proposer
         nodes, ahead = proposer.capacity(limits)
         for model in (target, *(model for model, _ in proposer.forwards(nodes) if isinstance(model, LanguageModel))):
-            found.append((model.max_positions - limits.max_new_tokens + 1 - ahead, entry.label, model.max_positions))
+            most = model.max_positions - limits.max_new_tokens + 1 - ahead
+            found.append((most, entry.label, model.max_positions, "target" if model is target else "drafter"))
     name, longest = max(prompts.items(), key=lambda item: len(item[1]))
-    most, label, positions = min(found)
+    most, label, positions, which = min(found)
     if len(longest) > most:
         raise ValueError(
             f"prompt {name} has {len(longest)} tokens; with {limits.max_new_tokens} new ones and the look-ahead of "
-            f"{label} they do not fit into {positions} positions: `max_prompt_tokens={most}` leaves such prompts out"
+            f"{label} they do not fit into the {which}'s {positions} positions: "
+            + (f"`max_prompt_tokens={most}` leaves such prompts out" if most > 0 else "ask for fewer `max_new_tokens`")
         )
 
 

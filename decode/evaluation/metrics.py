@@ -61,9 +61,11 @@ class Tally:
     def __add__(self, other: Tally) -> Tally:
         found: dict[str, Any] = {}
         for name, mine in vars(self).items():
-            more = getattr(other, name)
-            depths = isinstance(mine, list)
-            found[name] = [*map(sum, zip_longest(mine, more, fillvalue=0))] if depths else mine + more
+            theirs = getattr(other, name)
+            if isinstance(mine, list):  # by depth
+                found[name] = [one + another for one, another in zip_longest(mine, theirs, fillvalue=0)]
+            else:
+                found[name] = mine + theirs
         return Tally(**found)
 
     def metrics(self) -> dict[str, object]:

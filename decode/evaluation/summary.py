@@ -178,12 +178,12 @@ class Summariser:
                 return f"prompt {self._named(index)} has {len(ids)} tokens, and its steps made {tally.tokens}"
         if not (entry.sampling.greedy and row["lossless"]):
             return None
-        pairs = list(zip(self.asked, run.ids, base.ids, strict=True))
-        different = [index for index, (_, ids, greedy) in enumerate(pairs) if ids != greedy]
+        texts, greedy_texts = run.ids, base.ids
+        different = [index for index, text in enumerate(texts) if text != greedy_texts[index]]
         wrong = [
             index
             for index in different
-            if not nearly_tied(self.target, pairs[index][0].ids, pairs[index][1], pairs[index][2])
+            if not nearly_tied(self.target, self.asked[index].ids, texts[index], greedy_texts[index])
         ]
         row["near_ties"] = len(different) - len(wrong)
         if not wrong:
@@ -193,9 +193,9 @@ class Summariser:
             f"{len(run.ids)} prompts, first on prompt {self._named(wrong[0])}"
         )
         for index in wrong:
-            _, ids, greedy = pairs[index]
-            if len(ids) != len(greedy):
-                return f"prompt {self._named(index)} has {len(ids)} tokens, and of greedy decoding {len(greedy)}"
+            made, wanted = len(texts[index]), len(greedy_texts[index])
+            if made != wanted:
+                return f"prompt {self._named(index)} has {made} tokens, and of greedy decoding {wanted}"
         return None
 
     def _named(self, index: int) -> str:

@@ -16,12 +16,12 @@ from draftsmith.checkpoints.table.table import BigramTable
 from draftsmith.data.prompts import load_prompts, stop_ids
 from draftsmith.data.tokenizers import load_tokenizer
 from draftsmith.decode.engine import Limits
+from draftsmith.decode.evaluation.measure import decode_side_by_side
 from draftsmith.decode.evaluation.quality import perplexity
 from draftsmith.decode.methods import METHODS, Parts, build_method
 from draftsmith.decode.models.base import LanguageModel
 from draftsmith.decode.models.loading import load_model, wrap_model
 from draftsmith.decode.rng import Rng
-from draftsmith.decode.theory.rejections import decode_side_by_side
 from draftsmith.decode.warpers import Sampling
 
 pytestmark = pytest.mark.slow

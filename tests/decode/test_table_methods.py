@@ -15,12 +15,12 @@ import pytest
 import torch
 from draftsmith.checkpoints.table.table import BigramTable
 from draftsmith.decode.engine import Limits
+from draftsmith.decode.evaluation.measure import decode_side_by_side
 from draftsmith.decode.methods import Parts, build_method
 from draftsmith.decode.models.base import LanguageModel
 from draftsmith.decode.models.loading import wrap_model
 from draftsmith.decode.proposers.head_trees import PrunedHeadTree
 from draftsmith.decode.rng import Rng
-from draftsmith.decode.theory.rejections import decode_side_by_side
 from draftsmith.decode.warpers import Sampling
 from scipy.stats import chisquare
 from transformers import LlamaForCausalLM

@@ -16,8 +16,9 @@ from .attempts import DraftAttempt
 LEVEL = 0.99
 """Of the intervals of what is lost between two stages: there are several of them, and none shall cry wolf."""
 LEAST = 0.02
-"""Acceptance that must be lost before a cause is named, and what training's measurement may differ by when it is taken
-again."""
+"""Acceptance that must be lost before a cause is named."""
+EXACT, ROUNDED = 0.01, 0.02
+"""What training's measurement may differ by when it is taken again, in float32 and in 16 bits."""
 MEASURES = {"top1_accuracy": "hit", "overlap": "overlap", "top1_agreement": "agree", "accepted": "accepted"}
 CAUSES = {
     "export": (
@@ -113,32 +114,46 @@ def _resampled(stage: Stage) -> Floats | None:
     return None if ratios_RG is None else ratios_RG[:, 0]
 
 
-def findings(stages: Sequence[Stage], other_target: bool, other_template: bool) -> list[dict[str, Any]]:
+def findings(stages: Sequence[Stage], other_target: bool, other_template: bool, rounds: bool) -> list[dict[str, Any]]:
     """The causes of lost acceptance that are certain and large enough, the largest first.
 
     Args:
         other_target: the artifact was made for another target than this one.
         other_template: conversations were written otherwise for its training.
+        rounds: training's measurement or this one was taken in 16 bits.
+
+    Returns:
+        `lost` is None where training measured something else than the acceptance that the files are judged by.
     """
     by_key, found = {stage.key: stage for stage in stages}, []
+
+    def note(cause: str, lost: float | None, span: Any, numbers: str = "") -> None:
+        description, advice = CAUSES[cause]
+        finding = {"cause": cause, "fault": cause in FAULTS, "lost": lost, "interval": span}
+        found.append(finding | {"description": description + numbers, "advice": advice})
+
+    if "record" in by_key and "files" in by_key:
+        record, files = by_key["record"], by_key["files"]
+        if moved := _not_repeated(record, files, EXACT if not rounds else ROUNDED):
+            lost = None if record.value is None or files.value is None else record.value - files.value
+            note("target" if other_target else "export", lost, None, f": {moved}")
     for gap in gaps(stages):
-        after, span = gap["after"], gap["interval"]
-        if after == "files":
-            cause = "target" if other_target else "export"
-            certain = _not_repeated(by_key["record"], by_key["files"])
-        else:
-            cause = "drafting" if after == "decoding" else "template" if other_template else "text"
-            certain = gap["lost"] >= LEAST and span[0] > 0 if span else gap["lost"] >= 2.5 * LEAST
-        if certain:
-            description, advice = CAUSES[cause]
-            finding = {"cause": cause, "fault": cause in FAULTS, "lost": gap["lost"], "interval": span}
-            found.append(finding | {"description": description, "advice": advice})
-    return sorted(found, key=lambda finding: -finding["lost"])
+        span = gap["interval"]
+        certain = gap["lost"] >= LEAST and span[0] > 0 if span else gap["lost"] >= 2.5 * LEAST
+        if certain and gap["after"] != "files":
+            cause = "drafting" if gap["after"] == "decoding" else "template" if other_template else "text"
+            note(cause, gap["lost"], span)
+    return sorted(found, key=lambda finding: -(finding["lost"] or 0.0))
 
 
-def _not_repeated(record: Stage, files: Stage) -> bool:
-    """Whether the files do otherwise on the same blocks than what training measured."""
-    pairs = [(record.measures.get(name), files.measures.get(name)) for name in MEASURES]
+def _not_repeated(record: Stage, files: Stage, allowed: float) -> str:
+    """What the files do otherwise on the same blocks than what training measured: `overlap 0.812 → 0.640`."""
+    pairs = {name: (record.measures.get(name), files.measures.get(name)) for name in MEASURES}
     if record.by_depth:
-        pairs = list(zip(record.by_depth, files.by_depth, strict=False))
-    return any(None not in pair and abs(pair[0] - pair[1]) > LEAST for pair in pairs)  # type: ignore[operator]
+        depths = zip(record.by_depth, files.by_depth, strict=False)
+        pairs = {f"head{head}_top1": pair for head, pair in enumerate(depths)}
+    return ", ".join(
+        f"{name} {then:.3f} → {now:.3f}"
+        for name, (then, now) in pairs.items()
+        if then is not None and now is not None and abs(then - now) > allowed
+    )

@@ -14,12 +14,11 @@ from typing import Any
 
 import numpy as np
 
-from ....decode.evaluation.measure import BASELINE, Entry
+from ....decode.evaluation.measure import BASELINE, Entry, decode_side_by_side
 from ....decode.evaluation.replay.recording import TABLE_SOURCES, Recording, record
 from ....decode.evaluation.replay.replay import chances
 from ....decode.methods import Parts, build_method
 from ....decode.rng import Rng
-from ....decode.theory.rejections import decode_side_by_side
 from ....decode.warpers import Sampling
 from ...assemble.evaluation import entries_of
 from ...schema.experiments import AcceptanceSettings

@@ -18,6 +18,7 @@ from draftsmith.checkpoints.table.table import BigramTable
 from draftsmith.decode import method
 from draftsmith.decode.custom_generate import method as drop_in
 from draftsmith.decode.engine import Limits
+from draftsmith.decode.evaluation.measure import decode_side_by_side
 from draftsmith.decode.methods import Parts, build_method
 from draftsmith.decode.models.base import LanguageModel, TransformersModel
 from draftsmith.decode.models.final_norm import final_norm, norm_input
@@ -25,7 +26,6 @@ from draftsmith.decode.models.lean import LeanLlama
 from draftsmith.decode.models.loading import wrap_model
 from draftsmith.decode.proposers.head_trees import attach_projection
 from draftsmith.decode.rng import Rng
-from draftsmith.decode.theory.rejections import decode_side_by_side
 from draftsmith.decode.tree import Tree
 from draftsmith.decode.warpers import Sampling
 from torch import Tensor
@@ -161,6 +161,8 @@ def test_models_without_a_final_norm_are_refused(case: str) -> None:
     model = build(family, **overrides)
     with pytest.raises(ValueError, match=f"'{family}'"):
         wrap_model(model, fast=False, states="before-norm")
+    with pytest.raises(ValueError, match=f"'{family}'"):
+        final_norm(model.base_model)
     assert wrap_model(model, fast=False).states == "after-norm"
     assert hooks(model) == 0
 

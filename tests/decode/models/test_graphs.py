@@ -16,6 +16,7 @@ from typing import Any
 import pytest
 import torch
 from draftsmith.decode.engine import Limits
+from draftsmith.decode.evaluation.measure import decode_side_by_side
 from draftsmith.decode.methods import Parts, build_method
 from draftsmith.decode.models.base import LanguageModel, TransformersModel
 from draftsmith.decode.models.graphs import GraphedModel
@@ -23,7 +24,6 @@ from draftsmith.decode.models.kv_cache import KVCache
 from draftsmith.decode.models.lean import LeanLlama
 from draftsmith.decode.models.loading import wrap_model
 from draftsmith.decode.rng import Rng
-from draftsmith.decode.theory.rejections import decode_side_by_side
 from draftsmith.decode.tree import Tree
 from draftsmith.decode.warpers import Sampling
 from torch.utils._python_dispatch import TorchDispatchMode

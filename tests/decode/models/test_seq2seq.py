@@ -17,12 +17,12 @@ import pytest
 import torch
 from draftsmith.checkpoints.table.table import BigramTable
 from draftsmith.decode.engine import Limits, Step, generate
+from draftsmith.decode.evaluation.measure import decode_side_by_side
 from draftsmith.decode.methods import METHODS, Parts, build_method
 from draftsmith.decode.models.base import LanguageModel
 from draftsmith.decode.models.loading import load_model, wrap_model
 from draftsmith.decode.models.seq2seq import Seq2SeqModel
 from draftsmith.decode.rng import Rng
-from draftsmith.decode.theory.rejections import decode_side_by_side
 from draftsmith.decode.tree import Tree
 from draftsmith.decode.warpers import Sampling, warp
 from scipy.stats import chisquare

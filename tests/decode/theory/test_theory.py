@@ -20,15 +20,15 @@ from __future__ import annotations
 import itertools
 from collections.abc import Callable, Iterator
 
+import closed_forms as theory
 import numpy as np
 import pytest
 import torch
 from draftsmith.decode.engine import Limits, Proposal, Verifier, generate
+from draftsmith.decode.evaluation.measure import decode_side_by_side
 from draftsmith.decode.methods import Method, Parts, build_method
 from draftsmith.decode.models.base import LanguageModel
 from draftsmith.decode.rng import Rng
-from draftsmith.decode.theory import closed_forms as theory
-from draftsmith.decode.theory.rejections import decode_side_by_side
 from draftsmith.decode.tree import Tree
 from draftsmith.decode.verifiers.lossless import k_seq_rho
 from draftsmith.decode.warpers import Sampling

@@ -199,15 +199,24 @@ def test_only_a_loss_that_is_certain_is_named() -> None:
         keys = ("own", "decoding")
         return [Stage(key, key, value, sums=each) for key, value, each in zip(keys, values, sums, strict=True)]
 
-    (found,) = findings(stages([5.0, 6.0, 5.0, 6.0]), False, False)
+    (found,) = findings(stages([5.0, 6.0, 5.0, 6.0]), False, False, False)
     assert (found["cause"], found["lost"]) == ("drafting", pytest.approx(0.35))
-    assert findings(stages([0.0, 10.0, 10.0, 10.0]), False, False) == [], "one text of four"
+    assert findings(stages([0.0, 10.0, 10.0, 10.0]), False, False, False) == [], "one text of four"
     record, files = (Stage(key, key, value, {"overlap": value}) for key, value in (("record", 0.8), ("files", 0.7)))
     for other, cause in ((False, "export"), (True, "target")):
-        (found,) = findings([record, files], other, False)
+        (found,) = findings([record, files], other, False, False)
         assert (found["cause"], found["lost"]) == (cause, pytest.approx(0.1))
     swapped = [Stage("record", "", 0.5, {}, [0.7, 0.3]), Stage("files", "", 0.5, {}, [0.3, 0.7])]
-    assert [found["cause"] for found in findings(swapped, False, False)] == ["export"]
+    assert [found["cause"] for found in findings(swapped, False, False, False)] == ["export"]
+
+
+def test_files_are_held_to_what_training_measured_though_some_of_it_is_missing() -> None:
+    """A head that training did not measure leaves a mean unknown, and the others are judged all the same."""
+    record, files = Stage("record", "", None, {}, [None, 0.5]), Stage("files", "", 0.4, {}, [0.4, 0.485])
+    (found,) = findings([record, files], False, False, False)
+    assert (found["cause"], found["lost"]) == ("export", None)
+    assert "head1_top1 0.500 → 0.485" in found["description"]
+    assert findings([record, files], False, False, True) == [], "as much is lost to 16 bits"
 
 
 def classes_of(*pieces: str, special: str = "<none>") -> list[str]:

@@ -9,6 +9,7 @@ import itertools
 from collections.abc import Callable
 from typing import Any
 
+import closed_forms as theory
 import numpy as np
 import pytest
 import torch
@@ -21,7 +22,6 @@ from draftsmith.decode.evaluation.replay.replay import predict, predict_entries,
 from draftsmith.decode.methods import Parts, build_method
 from draftsmith.decode.models.base import LanguageModel
 from draftsmith.decode.models.loading import wrap_model
-from draftsmith.decode.theory import closed_forms as theory
 from draftsmith.decode.warpers import Sampling
 
 VOCAB, TOKENS, ROWS, START = 3, 3, 20_000, 2

@@ -11,6 +11,7 @@ from functools import cache
 from pathlib import Path
 from typing import Any
 
+import closed_forms as theory
 import numpy as np
 import pytest
 import torch
@@ -20,7 +21,6 @@ from draftsmith.decode.evaluation.measure import decode
 from draftsmith.decode.evaluation.replay.recording import HeadDrafts, Recording
 from draftsmith.decode.methods import Parts, build_method
 from draftsmith.decode.models.loading import load_model
-from draftsmith.decode.theory import closed_forms as theory
 from draftsmith.decode.warpers import Sampling
 from draftsmith.recipes.commands.papers.bench import open_bench
 from draftsmith.recipes.commands.papers.experiments import EXPERIMENTS
