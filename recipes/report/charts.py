@@ -80,35 +80,37 @@ def _svg(figure: Figure, description: str) -> str:
     return drawn.replace("<svg", f'<svg role="img" aria-label="{escape(description)}"', 1)
 
 
-def scatter(
-    points: Sequence[Point], x_title: str, y_title: str, description: str, *, diagonal: str | None = None
-) -> str:
-    """Numbered points with intervals and bounds.
-
-    Args:
-        points: at least one.
-        diagonal: what the line y = x stands for; without it the points that no other beats are joined, less of x and
-            more of y being better.
-    """
+def scatter_with_diagonal(points: Sequence[Point], x_title: str, y_title: str, description: str, diagonal: str) -> str:
+    """Numbered points with intervals and bounds, from 0 on, and the line y = x, which stands for `diagonal`."""
     with _figure(5.8, 3.9) as figure:
-        axes = figure.subplots()
-        axes.set(xlabel=x_title, ylabel=y_title)
-        for point in points:
-            _draw_point(axes, point)
-        axes.margins(0.12)
-        if diagonal is not None:
-            axes.set(xlim=(0, None), ylim=(0, None))
-            end = max(axes.get_xlim()[1], axes.get_ylim()[1])
-            axes.autoscale(False)
-            axes.plot([0, end], [0, end], color=_SOFT, linestyle=":", linewidth=1, label=diagonal)
-            axes.legend(loc="lower right", frameon=False, labelcolor=_SOFT)
-        else:
-            best = best_points(points)
-            right = axes.get_xlim()[1]
-            axes.autoscale(False)
-            xs, ys = [*(point.x for point in best), right], [*(point.y for point in best), best[-1].y]
-            axes.plot(xs, ys, drawstyle="steps-post", color=_BLUE, linestyle="--", linewidth=1.2)
+        axes = _axes_of_points(figure, points, x_title, y_title)
+        axes.set(xlim=(0, None), ylim=(0, None))
+        end = max(axes.get_xlim()[1], axes.get_ylim()[1])
+        axes.autoscale(False)
+        axes.plot([0, end], [0, end], color=_SOFT, linestyle=":", linewidth=1, label=diagonal)
+        axes.legend(loc="lower right", frameon=False, labelcolor=_SOFT)
         return _svg(figure, description)
+
+
+def scatter_with_frontier(points: Sequence[Point], x_title: str, y_title: str, description: str) -> str:
+    """Numbered points, one at least, with intervals and bounds; those of `best_points` are joined."""
+    with _figure(5.8, 3.9) as figure:
+        axes = _axes_of_points(figure, points, x_title, y_title)
+        best = best_points(points)
+        right = axes.get_xlim()[1]
+        axes.autoscale(False)
+        xs, ys = [*(point.x for point in best), right], [*(point.y for point in best), best[-1].y]
+        axes.plot(xs, ys, drawstyle="steps-post", color=_BLUE, linestyle="--", linewidth=1.2)
+        return _svg(figure, description)
+
+
+def _axes_of_points(figure: Figure, points: Sequence[Point], x_title: str, y_title: str) -> Axes:
+    axes = figure.subplots()
+    axes.set(xlabel=x_title, ylabel=y_title)
+    for point in points:
+        _draw_point(axes, point)
+    axes.margins(0.12)
+    return axes
 
 
 def _draw_point(axes: Axes, point: Point) -> None:

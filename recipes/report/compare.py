@@ -67,7 +67,7 @@ def compare(names: Sequence[str], results: Sequence[Results]) -> Comparison:
     for name, rows in zip(names, held, strict=True):
         if left := [_called(key) for key in rows if key not in common]:
             notes.append(f"not in all results, so not compared: {', '.join(left)} ({name})")
-    columns = [Column("method", numeric=False), Column("T", "temperature"), *map(Column, names)]
+    columns = [Column("method", numeric=False), Column("T"), *map(Column, names)]
     columns += [Column(f"change to {name}", "95 % interval") for name in names[1:]]
     tables = []
     for metric, (caption, _) in METRICS.items():

@@ -13,7 +13,7 @@ from ...checkpoints.storage.atomic import atomic_text
 from ..schema.results import load_results
 from ..session.terminal import console, log
 from .certificate import certificate_beside, certificate_section, load_certificate
-from .charts import Point, missing_matplotlib, scatter, stacked_bars
+from .charts import Point, missing_matplotlib, scatter_with_diagonal, scatter_with_frontier, stacked_bars
 from .compare import BASELINE, Comparison, compare
 from .papers import paper_section
 from .tables import (
@@ -47,8 +47,10 @@ def run_report(paths: Sequence[Path], out: Path | None = None) -> Path:
         out: the page; by default it lies beside the first results.
 
     Raises:
-        ValueError: results that cannot be read (see `load_results`), or that hold no method in common.
+        ValueError: results that cannot be read (see `load_results`), are named twice, or hold no method in common.
     """
+    if len({path.resolve() for path in paths}) < len(paths):
+        raise ValueError(f"the same results twice: {', '.join(map(str, paths))}")
     loaded = [load_results(path) for path in paths]
     comparison = compare(_names(paths), loaded) if len(loaded) > 1 else None
     written = write_report(out or report_beside(paths[0]), paths, loaded, comparison)
@@ -86,9 +88,10 @@ def _certificate(results: Path, recipe: Mapping[str, Any]) -> str:
         return ""
     try:
         return certificate_section(load_certificate(path), recipe)
-    except ValueError as error:
-        log(f"report: {error}")
-        return render("alert.html", notes=[str(error)])
+    except (ValueError, LookupError, TypeError, AttributeError) as error:  # it, or something in it, is of another form
+        problem = str(error) if str(path) in str(error) else f"{path} cannot be shown: {error!r}"
+        log(f"report: {problem}")
+        return render("alert.html", notes=[problem])
 
 
 def write_page(out: Path, title: str, body: str) -> Path:
@@ -113,7 +116,8 @@ def _context(results: Mapping[str, Any]) -> dict[str, Any]:
     tables = [method_table(caption, rows, columns) for caption, columns in metrics]
     if any(row.get("by_category") for row in rows):
         tables.append(category_table(rows))
-    tables.append(depth_table(rows))
+    if any(row.get("acceptance_by_depth") for row in rows):
+        tables.append(depth_table(rows))
     versions = {f"{name} version": one for name, one in (results["machine"].get("versions") or {}).items()}
     return {
         "cards": [_card(temperature, [row for _, row in group]) for temperature, group in groups.items()],
@@ -169,7 +173,7 @@ def _charts(groups: Mapping[float, Sequence[Numbered]]) -> list[str]:
         title, points = f"Speedup against tokens per step{at}", _points(group, "tokens_per_step")
         if points:
             axes = ("tokens per step (τ)", "speedup (×)", title)
-            drawn.append(_figure(scatter(points, *axes, diagonal="a draft that costs nothing"), title, _BOUND))
+            drawn.append(_figure(scatter_with_diagonal(points, *axes, "a draft that costs nothing"), title, _BOUND))
         drawn.append(perplexity_chart(group, at))
     return [*drawn, _phase_chart([each for group in groups.values() for each in group])]
 
@@ -198,7 +202,7 @@ def perplexity_chart(group: Sequence[Numbered], at: str = "") -> str:
         return ""
     title = f"Speed against perplexity{at}"
     axes = ("perplexity of the output under the target", "speedup (×)", title)
-    return _figure(scatter(points, *axes), title, _PERPLEXITY)
+    return _figure(scatter_with_frontier(points, *axes), title, _PERPLEXITY)
 
 
 def _phase_chart(rows: Sequence[Numbered]) -> str:

@@ -93,10 +93,12 @@ def paper_section(result: Result, rows: Sequence[Mapping[str, Any]], links: Sequ
     return render("paper.html", numbers=numbers_table(result, rows), claims=claims, **about)
 
 
-def papers_body(results: Sequence[Result], failed: Mapping[str, str], links: Sequence[str] = ()) -> str:
+def papers_body(heading: str, results: Sequence[Result], failed: Mapping[str, str], links: Sequence[str] = ()) -> str:
     """Papers' tables one below the other, as HTML, and what became of all their claims."""
     statuses = [claim["status"] for result in results for claim in result["claims"]]
     counts = ", ".join(f"{statuses.count(status)} {status}" for status in _STYLES)
     sections = [(result["name"], paper_section(result, result["rows"], links)) for result in results]
     notes = [f"{name} failed: {error}" for name, error in failed.items()]
-    return render("papers.html", counts=f"{len(statuses)} claims: {counts}.", notes=notes, sections=sections)
+    return render(
+        "papers.html", heading=heading, counts=f"{len(statuses)} claims: {counts}.", notes=notes, sections=sections
+    )

@@ -57,6 +57,8 @@ class Cell(NamedTuple):
     """In small print below it, on the page alone."""
     style: str = ""
     """On the terminal; `bold` is bold on the page, too."""
+    mark: str = ""
+    """Before it, on the page alone."""
 
 
 @dataclass(frozen=True)
@@ -76,8 +78,11 @@ class Table:
         look |= {"padding": (0, 0 if len(self.columns) > 7 else 1), "show_header": any(c.heading for c in self.columns)}
         table = RichTable(title=escape(self.caption), **look)
         for column in self.columns:
-            heading = "\n".join(filter(None, (column.heading, column.unit)))
-            table.add_column(escape(heading), justify="right" if column.numeric else "left", overflow="fold")
+            heading = escape(f"{column.heading} {column.unit}".strip()).replace(" %", "\N{NO-BREAK SPACE}%")
+            if column.numeric:  # is as narrow as it can be without breaking a number or a word
+                table.add_column(heading.replace(" ", "\n"), justify="right", no_wrap=True)
+            else:
+                table.add_column(heading, overflow="fold")
         for row in self.rows:
             table.add_row(*(f"[{c.style}]{escape(c.text)}[/]" if c.style else escape(c.text) for c in row))
         return table
@@ -120,7 +125,7 @@ def _metric(heading: str, key: str, digits: int = 2, unit: str = "", scale: floa
 def _lossless(row: Row) -> Cell:
     """Whether a method keeps the target's distribution, and on how many prompts that was seen."""
     same, ties = row.get("identical_to_greedy"), row.get("near_ties")
-    seen = f" {same[0]}/{same[1]}" if same else ""
+    seen = f" {same[0]}/{same[1]}" if same and row.get("lossless") else ""
     note = f"{ties} near-tie{'s' * (ties > 1)}" if ties else ""
     return Cell(("yes" if row.get("lossless") else "no") + seen, int(bool(row.get("lossless"))), note)
 
@@ -128,12 +133,12 @@ def _lossless(row: Row) -> Cell:
 _LOSSLESS = Metric(Column("lossless", "greedy text"), _lossless)
 _STEP = (
     _metric("tokens per step", "tokens_per_step", unit="τ"),
-    _metric("acceptance rate", "acceptance_rate", unit="α"),
+    _metric("accepted", "acceptance_rate", unit="α"),
     _metric("speed", "tokens_per_second", 0, "tokens/s"),
     _metric("speedup", "speedup", unit="×"),
     Metric(Column("interval", "95 %, ×"), lambda row: interval_cell(row.get("speedup_interval"))),
 )
-_BOUND = (_metric("bound", "bound", unit="×"), _metric("efficiency", "efficiency", unit="of bound"))
+_BOUND = (_metric("bound", "bound", unit="×"), _metric("share", "efficiency", unit="of bound"))
 _PERPLEXITY = _metric("perplexity", "perplexity", unit="of output")
 _ROUGE = _metric("ROUGE-L", "rouge_l", 3, "F-measure")
 SPEED = (
@@ -151,8 +156,8 @@ QUALITY = (
     _metric("self-consistency", "self_consistency", 3, "share of greedy text"),
     _metric("output", "tokens", 0, "tokens"),
 )
-TERMINAL = (*_STEP, *_BOUND, _PERPLEXITY, _LOSSLESS)
-"""What fits into the 100 columns of a terminal."""
+TERMINAL = (*_STEP, *_BOUND, _LOSSLESS)
+"""What fits into the 80 columns of a terminal beside a name of 15."""
 _BY_CATEGORY = (_metric("prompts", "prompts", 0), *_STEP, _PERPLEXITY, _ROUGE)
 
 
@@ -187,7 +192,7 @@ def method_cell(index: int, row: Row) -> Cell:
     """A method's number, which stands for it in the charts, its name and its settings."""
     options = options_text(row)
     named = "" if row["label"].startswith(row["method"]) else f"{row['method']}, " if options else row["method"]
-    return Cell(f"{index} {row['label']}", row["label"].lower(), named + options)
+    return Cell(row["label"], row["label"].lower(), named + options, mark=f"{index} ")
 
 
 def options_text(row: Row) -> str:

@@ -32,6 +32,7 @@ from .experiments import EXPERIMENTS, identity_of, read_finished, results_of
 
 SCHEMA = 1
 FOLDER = "runs/papers"
+HEADING = "The papers' tables, run again"
 
 
 def shipped_papers() -> list[str]:
@@ -66,7 +67,9 @@ def run_paper(recipe: PaperRecipe, name: str, pair: str | None = None, folder: P
         rows = earlier["rows"]
     result: dict[str, Any] = {"schema": SCHEMA, "kind": "paper", "identity": identity, "pair": pair, "name": name}
     result |= recipe.model_dump(mode="json", include={"paper", "where", "experiment", "not_rerun", "theirs"})
-    result |= {"machine": machine(device_of(used.evaluate)), "rows": rows, "claims": judged(recipe, rows)}
+    result |= {"machine": machine(device_of(used.evaluate)), "rows": rows, "claims": []}
+    _write(folder / "paper.json", result)  # what was measured stands, whatever becomes of the claims
+    result["claims"] = judged(recipe, rows)
     _write(folder / "paper.json", result)
     _report(folder, result, used)
     on_pair = " on the embedded pair" if pair is not None else ""
@@ -125,7 +128,7 @@ def run_papers(names: Sequence[str], pair: str | None, out: Path | None) -> list
         rows = [[{key: row[key] for key in row if key != "pairs"} for row in result["rows"]] for result in done]
         papers = [result | {"rows": found} for result, found in zip(done, rows, strict=True)]
         _write(root / "papers.json", {"schema": SCHEMA, "kind": "papers", "papers": papers, "failed": failed})
-        write_page(root / "papers.html", "The papers' tables", papers_body(done, failed))
+        write_page(root / "papers.html", HEADING, papers_body(HEADING, done, failed))
     if len(done) > 1:
         console().print(claims_table(done).rich())
     console().print(f"papers: {len(done)} done, {len(failed)} failed; {root / 'papers.html'}", soft_wrap=True)
@@ -155,7 +158,8 @@ def _report(folder: Path, result: dict[str, Any], used: PaperRecipe) -> None:
         write_report(folder / "report.html", [own[""]], [loaded])
     else:
         links = [str(path.with_name("report.html").relative_to(folder)) for path in own.values()]
-        write_page(folder / "report.html", title_of(result), papers_body([result], {}, links))
+        title = title_of(result)
+        write_page(folder / "report.html", title, papers_body(title, [result], {}, links))
 
 
 def _write(path: Path, value: dict[str, Any]) -> None:

@@ -21,7 +21,7 @@ from draftsmith.recipes.report import charts
 from draftsmith.recipes.report.certificate import certificate_beside
 from draftsmith.recipes.report.compare import Change, change, compare
 from draftsmith.recipes.report.page import best_lossless, run_report
-from draftsmith.recipes.report.tables import number
+from draftsmith.recipes.report.tables import method_table, number
 from draftsmith.recipes.schema.evaluation import EvaluateRecipe
 from draftsmith.recipes.schema.results import load_results
 from rich.console import Console
@@ -180,8 +180,12 @@ def test_a_certificate_beside_the_results_is_taken_in(rich: Path) -> None:
     alerts = Page(run_report([rich])).alerts
     assert "drafter elsewhere" in alerts
     assert "not complete" in alerts
-    path.write_text('{"kind": "certificate", "schema": 99}')  # the results stand
-    assert str(path) in Page(run_report([rich])).alerts
+    older = {"kind": "certificate", "schema": 1, "complete": True, "artifacts": {}, "certificates": [{"label": "a"}]}
+    for odd in ({"schema": 99}, {"artifacts": None}, {}):  # the results stand
+        path.write_text(json.dumps(older | odd))
+        assert str(path) in Page(run_report([rich])).alerts
+    path.write_text(json.dumps(told | {"recipe": recipe.model_dump(mode="json", exclude={"dtype"})}))
+    assert "dtype" not in Page(run_report([rich])).alerts
 
 
 def test_a_certificate_of_artifacts_that_have_changed_is_stale(tmp_path: Path, results: Path, rich: Path) -> None:
@@ -280,6 +284,24 @@ def test_what_cannot_be_compared_is_said(results: Path) -> None:
     cold, warm = (found | {"methods": part} for part in (found["methods"][:3], found["methods"][3:]))
     with pytest.raises(ValueError, match=r"cold has autoregressive at temperature 0.*warm"):
         compare(["cold", "warm"], [cold, warm])
+    with pytest.raises(ValueError, match=re.escape(str(results))):
+        run_report([results, results.parent / ".." / results.parent.name / results.name])
+
+
+@pytest.mark.parametrize("width", [80, 100])
+def test_names_and_numbers_are_not_broken_on_a_terminal(results: Path, width: int) -> None:
+    rows = load_results(results)["methods"]
+    rows[1] |= {"label": "multi-candidate", "tokens_per_second": 123456.0, "speedup_interval": [1.23, 2.34]}
+    with (console := Console(width=width, file=None)).capture() as shown:
+        console.print(method_table("a title", rows).rich())
+    assert {"multi-candidate", "123,456", "1.23–2.34"} <= set(shown.get().split())
+    assert max(map(len, shown.get().splitlines())) <= width
+
+
+def test_plain_decoding_alone_has_no_depths(results: Path, tmp_path: Path) -> None:
+    found = load_results(results)
+    (tmp_path / "results.json").write_text(json.dumps(found | {"methods": found["methods"][:1]}))
+    assert "Acceptance by depth" not in Page(run_report([tmp_path / "results.json"])).text
 
 
 def test_changes_for_people(results: Path) -> None:

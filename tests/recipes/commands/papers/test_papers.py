@@ -15,6 +15,7 @@ from typing import Any
 import pytest
 import yaml
 from draftsmith.recipes.commands.evaluation.recipe import evaluation_or_paper, paper_recipe
+from draftsmith.recipes.commands.papers import papers
 from draftsmith.recipes.commands.papers.papers import run_paper, run_papers, shipped_papers
 from draftsmith.recipes.commands.papers.plan import show_plan
 from draftsmith.recipes.report.papers import title_of
@@ -210,6 +211,18 @@ def test_what_has_finished_is_kept_until_something_changes(
     left = tmp_path / "out" / "own" / "evaluated.json"
     left.write_text(left.read_text()[:40])  # what is cut off has not finished
     assert "already" not in run()[0]
+
+
+def test_what_was_measured_stands_though_it_cannot_be_judged(
+    own: Path, tiny_pair: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def fail(*_: Any) -> None:
+        raise ValueError("no judge")
+
+    monkeypatch.setattr(papers, "judged", fail)
+    with pytest.raises(ValueError, match="no judge"):
+        run_paper(paper_recipe(str(own)), "own", str(tiny_pair), tmp_path / "out")
+    assert json.loads((tmp_path / "out" / "paper.json").read_text())["rows"]
 
 
 def test_a_run_that_finished_before_the_others_is_not_decoded_again(
