@@ -35,6 +35,7 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
+import torch
 
 from ....checkpoints.storage.atomic import atomic_text
 from ....checkpoints.storage.messages import did_you_mean
@@ -82,6 +83,8 @@ class Case:
     signals: StopSignals
     own: dict[Any, list[Passage]] = field(default_factory=dict)
     """The target's own answers, by sampling."""
+    prompts: list[list[int]] = field(init=False)
+    limits: Limits = field(init=False)
 
     def __post_init__(self) -> None:
         self.prompts = [list(ids) for _, ids in prompts_of(self.recipe, self.opened.tokenizer)]
@@ -200,6 +203,7 @@ class _Probe:
         stages = [*self._training_stages(), self._scored("own", description, own, "accepted"), self._decoding()]
         elsewhere = trained is not None and other_target(trained.folder, case.recipe.target) is not None
         otherwise = trained is not None and trained.writes_otherwise(case.recipe.template, case.opened.tokenizer)
+        rounds = self.target.dtype != torch.float32 or (trained is not None and trained.rounds)
         examined, accepted = (sum(map(len, self.attempts)), sum(each.accepted for row in self.attempts for each in row))
         counts = {"examined": examined, "accepted": accepted, "rejections": examined - accepted}
         return {
@@ -210,7 +214,7 @@ class _Probe:
             "temperature": self.entry.sampling.temperature,
             "stages": [stage.as_dict() for stage in stages],
             "gaps": gaps(stages),
-            "findings": findings(stages, elsewhere, otherwise),
+            "findings": findings(stages, elsewhere, otherwise, rounds),
             "training": {} if trained is None else trained.metrics,
             "decoding": {"tokens_per_step": stages[-1].measures["tokens_per_step"]} | counts,
             "cells": self._cells() if examined else [],

@@ -27,6 +27,11 @@ class TrainingRecord:
     metrics: dict[str, float] = field(default_factory=dict)
     """What training measured of the weights in memory."""
 
+    @property
+    def rounds(self) -> bool:
+        """Whether training's own measurement was taken in 16 bits."""
+        return str((self.manifest.recipe.get("train") or {}).get("precision", "no")) != "no"
+
     def writes_otherwise(self, template: str, tokenizer: Any) -> bool:
         """Whether conversations were written with another template, as far as is known."""
         saved = (self.manifest.data.get("source") or {}).get("template")

@@ -5,13 +5,18 @@ from __future__ import annotations
 import json
 from collections.abc import Iterator, Sequence
 from dataclasses import asdict
+from itertools import count
 from pathlib import Path
+from typing import NamedTuple
+
+from pydantic import TypeAdapter
 
 from ....checkpoints.storage.atomic import atomic_text
 from ....data.prompts import stop_ids
 from ....decode.engine import Limits
 from ....decode.evaluation.certify.certify import Certificate, DecodedBatch, Plan, certify_method
 from ....decode.evaluation.certify.rescoring import Rounding, measure_rounding
+from ....decode.evaluation.measure import Entry
 from ....decode.models.loading import wrap_model
 from ....decode.proposers.head_trees import states_of
 from ....decode.warpers import Sampling
@@ -45,8 +50,8 @@ def run_certify(
             a damaged journal.
         Interrupted: a signal came; the texts that were written are kept.
     """
-    count = len(recipe.methods)
-    plan = Plan(tokens, LEVEL / count, batch, recipe.seed)
+    entries = _distinct(entries_of(recipe))
+    plan = Plan(tokens, LEVEL / len(entries), batch, recipe.seed)
     opened = open_recipe(recipe)
     prompts = [ids for _, ids in prompts_of(recipe, opened.tokenizer)]
     mine = {"source": recipe.target, "hash": fingerprint_of(recipe.target, opened.model)}
@@ -64,10 +69,10 @@ def run_certify(
     certificates: list[Certificate] = []
     with StopSignals() as signals, Journal(out, "texts", identity) as journal:
         with stoppable_bar("certifying", "tokens", signals, STOPPED) as advance:
-            for certificate in _certify_all(recipe, opened, prompts, plan, journal, advance):
+            for certificate in _certify_all(entries, recipe.max_new_tokens, opened, prompts, plan, journal, advance):
                 certificates.append(certificate)
                 body = {
-                    "complete": len(certificates) == count,
+                    "complete": len(certificates) == len(entries),
                     "not_lossless": [one.label for one in certificates if one.failed],
                     "certificates": [one.as_dict() for one in certificates],
                 }
@@ -81,8 +86,35 @@ def run_certify(
     return certificates
 
 
+def _distinct(entries: Sequence[Entry]) -> list[Entry]:
+    """Without those that decode as an earlier one does, under another label."""
+    found: dict[str, Entry] = {}
+    for entry in entries:
+        found.setdefault(json.dumps([entry.method, entry.options, asdict(entry.sampling)], sort_keys=True), entry)
+    return list(found.values())
+
+
+class _TextsLine(NamedTuple):
+    """Of the journal: what a method wrote, and how many lines stand before it; None: an older line."""
+
+    label: str
+    outputs: list[list[int]]
+    seconds: float
+    number: int | None = None
+
+
+def _texts(journal: Journal) -> list[_TextsLine]:
+    """Which prompts a text belongs to follows from those before it: none may be missing."""
+    lines = journal.parsed(TypeAdapter(_TextsLine))
+    for number, line in enumerate(lines):
+        if line.number not in (None, number):
+            raise journal.damaged(number + 2, f"it was line {line.number + 2}")
+    return lines
+
+
 def _certify_all(
-    recipe: EvaluateRecipe,
+    entries: Sequence[Entry],
+    max_new_tokens: int,
     opened: LoadedPair,
     prompts: Sequence[Sequence[int]],
     plan: Plan,
@@ -90,8 +122,8 @@ def _certify_all(
     advance: Advance,
 ) -> Iterator[Certificate]:
     """A certificate of each entry; rounding is measured once for each way of sampling."""
-    target, parts, entries = opened.target, opened.parts, entries_of(recipe)
-    limits = Limits(recipe.max_new_tokens, stop_ids(opened.tokenizer))
+    target, parts, texts = opened.target, opened.parts, _texts(journal)
+    limits, numbers = Limits(max_new_tokens, stop_ids(opened.tokenizer)), count(len(texts))
     # The judge is transformers' own forward: where the fast one of decoding were wrong, it would show.
     judge = wrap_model(opened.model, fast=False, graphs=False, states=states_of(parts.heads))
     rounding: dict[Sampling, Rounding] = {}
@@ -108,7 +140,7 @@ def _certify_all(
             advance(start + done, sum(amounts), label)
 
         def on_written(written: DecodedBatch, label: str = label) -> None:
-            journal.add([label, *written])
+            journal.add([label, *written, next(numbers)])
 
         yield certify_method(
             target,
@@ -119,7 +151,7 @@ def _certify_all(
             plan,
             reference=judge,
             rounding=rounding[entry.sampling],
-            written=[DecodedBatch(*written) for name, *written in journal.lines if name == label],
+            written=[DecodedBatch(line.outputs, line.seconds) for line in texts if line.label == label],
             on_written=on_written,
             progress=progress,
         )

@@ -24,6 +24,8 @@ from ....decode.evaluation.measure import devices_of
 from ....decode.methods import Parts
 from ....decode.models.base import LanguageModel
 from ....decode.models.loading import load_model, wrap_model
+from ....train.parallel.interrupts import is_out_of_memory
+from ...schema.claims import show
 from ...schema.evaluation import EvaluateRecipe
 from ...schema.loading import load_recipe
 from ...session.machine import machine
@@ -53,7 +55,8 @@ def run_energy(
         dtype, device, device_map: of the target, as in a recipe.
 
     Raises:
-        ValueError: a number below 1, more context than the target has positions, a target that cannot be loaded.
+        ValueError: a number below 1, more context than the target has positions, a target that cannot be loaded, too
+            large a batch for the device's memory.
     """
     if min(runs, context, *batches) < 1:
         raise ValueError(f"all must be at least 1: --runs {runs}, --context {context}, --batch {[*batches]}")
@@ -66,9 +69,7 @@ def run_energy(
         )
     dtype_name = str(model.dtype).removeprefix("torch.")
     log(f"energy: {target} ({dtype_name}) on {model.device}: {runs} forwards at batch {', '.join(map(str, batches))}")
-    calls = {batch: batch_forward(model, batch, context, seed) for batch in sorted(batches)}
-    with bar("timing forwards", "rounds") as advance:
-        seconds = time_forwards(model, calls, runs, advance)
+    calls, seconds = _timed(model, batches, runs, context, seed)
     energies, covers = _energies(model, calls, seed)
     counted = next(iter(energies.values()), None)
     results = {
@@ -115,6 +116,23 @@ def energy_command(
     return run_energy(loaded.target, batches=batches, runs=runs, context=context, **where, out=out)
 
 
+def _timed(
+    model: LanguageModel, batches: Sequence[int], runs: int, context: int, seed: int
+) -> tuple[dict[int, Callable[[], Tensor]], dict[int, list[list[float]]]]:
+    """Forwards by batch size, and their seconds by round. Raises ValueError where memory runs out."""
+    try:
+        calls = {batch: batch_forward(model, batch, context, seed) for batch in sorted(batches)}
+        with bar("timing forwards", "rounds") as advance:
+            return calls, time_forwards(model, calls, runs, advance)
+    except (RuntimeError, MemoryError) as error:
+        if not is_out_of_memory(error):
+            raise
+        raise ValueError(
+            f"out of memory: name smaller batches than {max(batches)} (--batch), or less context than {context} "
+            "(--context)"
+        ) from error
+
+
 def _energies(model: LanguageModel, calls: dict[int, Callable[[], Tensor]], seed: int) -> tuple[dict[int, Energy], str]:
     """Joules of a forward by batch size, and of what; none, and why there are none."""
     meter, covers = open_meter(devices_of(model, Parts()))
@@ -136,7 +154,7 @@ def _show(results: dict[str, Any]) -> None:
     for row in results["rows"]:
         joules = (row[f"joules_per_{name}"] for name in ("run", "input", "run_above_idle"))
         times = (1e3 * row[f"seconds_per_{name}"] for name in ("run", "input"))
-        table.add_row(str(row["batch"]), *("–" if value is None else f"{value:.3g}" for value in (*joules, *times)))
+        table.add_row(str(row["batch"]), *("–" if value is None else show(value) for value in (*joules, *times)))
     console().print(title, markup=False, soft_wrap=True)
     console().print(table)
     counted = f"joules of {results['covers']}, by {results['source']}"

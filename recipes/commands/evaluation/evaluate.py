@@ -8,7 +8,9 @@ from contextlib import AbstractContextManager
 from dataclasses import asdict, dataclass
 from datetime import UTC, datetime
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
+
+from pydantic import TypeAdapter
 
 from ....data.prompts import SkippedPrompts, stop_ids
 from ....decode.engine import Limits
@@ -44,6 +46,29 @@ from ...schema.results import KIND, SCHEMA, write_results
 from ...session.machine import machine
 from ...session.terminal import Advance, console, duration, log
 from .journal import Journal, stoppable_bar
+
+
+class _RunLine(NamedTuple):
+    """Of the journal: a run, a list."""
+
+    label: str
+    prompt: int
+    repeat: int
+    ids: list[int]
+    tally: Tally
+    seconds: float
+    reading: float
+
+
+@dataclass(frozen=True)
+class _EnergyLine:
+    """Of the journal: joules of an entry, an object."""
+
+    label: str
+    energy: Energy
+
+
+_LINES: TypeAdapter[_RunLine | _EnergyLine] = TypeAdapter(_RunLine | _EnergyLine)
 
 
 def run_evaluate(recipe: EvaluateRecipe) -> dict[str, Any]:
@@ -103,11 +128,10 @@ class _Case:
 def _measured(case: _Case, skipped: SkippedPrompts) -> tuple[dict[str, Any], list[str]]:
     """All that is measured; and the broken promises of losslessness."""
     opened, recipe, tokenizer = case.opened, case.recipe, case.opened.tokenizer
-    # a run is a list, and joules an object
     finished = {
-        RunKey(*line[:3]): Decoded(line[3], Tally(**line[4]), *line[5:])
-        for line in case.journal.lines
-        if isinstance(line, list)
+        RunKey(line.label, line.prompt, line.repeat): Decoded(line.ids, line.tally, line.seconds, line.reading)
+        for line in case.journal.parsed(_LINES)
+        if isinstance(line, _RunLine)
     }
 
     def on_run(key: RunKey, run: Decoded) -> None:
@@ -150,7 +174,7 @@ def _energies(case: _Case) -> dict[str, Energy]:
     """Joules a token by label, as far as they can be counted; those that the journal holds are not counted again. What
     counts them and how long that takes is logged, or why nothing does."""
     opened = case.opened
-    found = {line["label"]: Energy(**line["energy"]) for line in case.journal.lines if isinstance(line, dict)}
+    found = {line.label: line.energy for line in case.journal.parsed(_LINES) if isinstance(line, _EnergyLine)}
     left = [entry for entry in case.entries if entry.label not in found]
     if not left:
         return found

@@ -9,10 +9,14 @@ import os
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
-from typing import Any, BinaryIO, Self
+from typing import Any, BinaryIO, Self, TypeVar
+
+from pydantic import TypeAdapter, ValidationError
 
 from ....train.parallel.interrupts import Interrupted, StopSignals
 from ...session.terminal import Advance, bar, log
+
+Line = TypeVar("Line")
 
 
 class Journal:
@@ -44,6 +48,20 @@ class Journal:
             raise
         if self.lines:
             log(f"resuming; {len(self.lines)} {name} of an earlier process are kept")
+
+    def parsed(self, adapter: TypeAdapter[Line]) -> list[Line]:
+        """The lines as what they were written from. Raises ValueError for the first that has another form."""
+        found = []
+        for number, line in enumerate(self.lines, 2):
+            try:
+                found.append(adapter.validate_python(line))
+            except ValidationError as error:
+                raise self.damaged(number, "it has another form") from error
+        return found
+
+    def damaged(self, number: int, why: str) -> ValueError:
+        """What to raise for a line; 1 is the first, which names what the others belong to."""
+        return ValueError(f"{self.path}:{number} is damaged: {why}; delete the file to restart")
 
     def add(self, line: Any) -> None:
         """Write down what is finished."""
@@ -79,12 +97,14 @@ class Journal:
             try:
                 found.append(json.loads(line))
             except ValueError as error:
-                raise ValueError(f"{self.path}:{number} is damaged: {error}; delete the file to restart") from error
+                raise self.damaged(number, str(error)) from error
         if found and found[0] == head:
             self.lines = found[1:]
             return
         if found:
-            mine, theirs = head["identity"], found[0].get("identity", {})
+            mine, theirs = head["identity"], found[0].get("identity") if isinstance(found[0], dict) else None
+            if not isinstance(theirs, dict):
+                raise self.damaged(1, "it names no identity")
             changed = ", ".join(name for name in {**mine, **theirs} if mine.get(name) != theirs.get(name))
             log(f"{self.path} belongs to other settings ({changed} differ): restarting")
         self._file.truncate(0)

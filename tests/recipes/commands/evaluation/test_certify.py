@@ -73,6 +73,13 @@ def test_a_method_that_is_not_what_it_claims_exits_with_1(recipe: Path, monkeypa
     assert [row["sampling"]["temperature"] for row in written["certificates"]] == [1, 1]
 
 
+def test_rows_that_decode_alike_are_certified_once(recipe: Path) -> None:
+    rows = "methods=[{method: autoregressive}, {method: speculative}, {method: speculative, label: again}]"
+    code, _, written = certified(recipe, "--tokens", "20", rows)
+    assert (code, written["complete"]) == (0, True)
+    assert [row["label"] for row in written["certificates"]] == ["autoregressive", "speculative"]
+
+
 def test_a_stopped_certificate_goes_on(recipe: Path, stop: Any) -> None:
     """Killed, stopped with Ctrl-C, and gone on with: the certificate of a run that nothing stopped."""
     path = recipe.parent / "certificate.json"
@@ -93,7 +100,14 @@ def test_a_stopped_certificate_goes_on(recipe: Path, stop: Any) -> None:
     assert code == 0
     assert "(methods, plan differ)" in said, "texts of another certificate are not used"
     journal.parent.mkdir()
-    journal.write_bytes(written)
+    lines_written = written.splitlines(keepends=True)
+    for damaged in (lines_written[:2] + lines_written[3:], [lines_written[0], b'["autoregressive", 7]\n']):
+        journal.write_bytes(b"".join(damaged))
+        result = CliRunner().invoke(app, ["certify", str(recipe), "--batch", "4", *asked])
+        assert isinstance(result.exception, ValueError)
+        assert f"texts.jsonl:{3 if len(damaged) > 2 else 2} is damaged" in str(result.exception)
+    older = [json.dumps(json.loads(line)[:3]).encode() + b"\n" for line in lines_written[1:]]  # without numbers
+    journal.write_bytes(b"".join([lines_written[0], *older]))
     code, said, again = certified(recipe, *asked)
     assert code == 0
     assert f"resuming; {texts} texts" in said

@@ -5,7 +5,6 @@ from __future__ import annotations
 import dataclasses
 import json
 import subprocess
-import time
 from collections.abc import Callable
 from functools import partial
 from pathlib import Path
@@ -17,13 +16,17 @@ import yaml
 from draftsmith.decode.evaluation import energy as counting
 from draftsmith.decode.evaluation.energy import Energy, EnergyMeter, batch_forward, batch_row, count_joules
 from draftsmith.decode.models.loading import load_model, wrap_model
+from draftsmith.recipes.commands.evaluation import energy as commanded
 from draftsmith.recipes.commands.evaluation.energy import energy_command
 from draftsmith.recipes.commands.evaluation.evaluate import run_evaluate
+from draftsmith.recipes.schema.claims import show
 from draftsmith.recipes.schema.evaluation import EvaluateRecipe
 from draftsmith.recipes.schema.results import load_results
 
 Cli = Callable[..., subprocess.CompletedProcess[str]]
-WATTS = 20.0
+WATTS, TICK = 20.0, 0.005
+EXACT = 1e-12
+"""Of a quotient of two differences of such times: they stay below some minutes, and are rounded by parts in 1e16."""
 
 
 @pytest.fixture
@@ -34,13 +37,22 @@ def target(stand_ins: Any) -> str:
 
 @pytest.fixture
 def counter(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    """A processor of 20 W; its zone's folder."""
+    """A processor of 20 W; its zone's folder. Meters live in a time of their own, which goes on by `TICK` whenever a
+    clock is read; the counter shows the joules of the reading that follows, so that no time passes between the two."""
+    now = 0.0
+
+    def clock(seconds: float = TICK) -> float:
+        nonlocal now
+        now += seconds
+        return now
+
     zone = tmp_path / "powercap" / "intel-rapl:0"
     zone.mkdir(parents=True)
     (zone / "name").write_text("package-0\n")
     monkeypatch.setattr(counting, "POWERCAP", zone.parent)
     monkeypatch.setattr(counting, "RAPL", dataclasses.replace(counting.RAPL, seconds=0.5, discard=0.02, trials=2))
-    monkeypatch.setattr(counting, "RaplCounter", lambda zones: lambda: WATTS * time.perf_counter())
+    monkeypatch.setattr(counting, "RaplCounter", lambda zones: lambda: WATTS * (now + TICK))
+    monkeypatch.setattr(counting, "EnergyMeter", partial(EnergyMeter, clock=clock, sleep=clock))
     return zone
 
 
@@ -53,9 +65,25 @@ def test_the_command_measures_writes_and_shows(cli: Cli, target: str, tmp_path: 
     assert [row["label"] for row in found["rows"]] == ["batch 1", "batch 4"]
     for row in found["rows"]:
         assert row["errors"]["seconds_per_run"] > 0
-        assert f"{1e3 * row['seconds_per_run']:.3g}" in done.stdout.split(), "times are shown in milliseconds"
+        assert show(1e3 * row["seconds_per_run"]) in done.stdout.split(), "times are shown in milliseconds"
         if found["source"] is None:  # most machines: what nothing counts is null
             assert {row[key] for key in row if "joules" in key or key == "watts"} == {None}
+
+
+def test_numbers_have_three_digits(capsys: pytest.CaptureFixture[str]) -> None:
+    row = batch_row(4, [[1.234567]], None)
+    commanded._show({"target": "t", "context": 9, "rows": [row], "source": None, "covers": "nothing counts"})
+    assert "1,235 " in capsys.readouterr().out
+
+
+def test_too_large_a_batch_is_refused(target: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def full(*_: Any) -> None:
+        raise torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 2.00 GiB")
+
+    monkeypatch.setattr(commanded, "batch_forward", full)
+    settings: dict[str, Any] = {"batches": [1, 64], "runs": 1, "context": 9, "device": "cpu"}
+    with pytest.raises(ValueError, match=r"64 \(--batch\).* 9 \(--context\)"):
+        commanded.run_energy(target, **settings, out=tmp_path / "e.json")
 
 
 def test_joules_are_those_of_one_forward(target: str) -> None:
@@ -120,9 +148,9 @@ def test_a_recipe_names_the_target(counter: Path, recipe: dict[str, Any], tmp_pa
     assert (found["target"], found["dtype"]) == (recipe["target"], "bfloat16")
     assert json.loads((tmp_path / "results.energy.json").read_text()) == found
     assert (found["source"], found["covers"]) == ("rapl", "processor packages (1)")
-    assert found["idle_watts"] == pytest.approx(WATTS)
+    assert found["idle_watts"] == pytest.approx(WATTS, rel=EXACT)
     for row in found["rows"]:
-        assert row["watts"] == pytest.approx(WATTS)
+        assert row["watts"] == pytest.approx(WATTS, rel=EXACT)
 
 
 def test_an_evaluation_has_joules_where_something_counts_them(
@@ -141,7 +169,7 @@ def test_an_evaluation_has_joules_where_something_counts_them(
     assert rows[kept["label"]]["energy"] == kept["energy"]
     for row in rows.values():
         assert row["energy_source"] == "rapl"
-        assert row["energy"]["watts"] == pytest.approx(WATTS)
+        assert row["energy"]["watts"] == pytest.approx(WATTS, rel=EXACT)
         assert row["joules_per_token"] == row["energy"]["joules"] > 0
         assert row["flops_per_token"]["checked"] == pytest.approx(1, abs=0.02)
     run_evaluate(EvaluateRecipe(**recipe, energy="off"))

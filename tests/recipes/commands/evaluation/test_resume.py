@@ -10,6 +10,7 @@ from typing import Any
 import pytest
 import yaml
 from draftsmith.recipes.assemble.evaluation import identity_of
+from draftsmith.recipes.commands.evaluation import evaluate as evaluating
 from draftsmith.recipes.commands.evaluation.evaluate import run_evaluate
 from draftsmith.recipes.commands.evaluation.journal import Journal
 from draftsmith.recipes.schema.evaluation import EvaluateRecipe
@@ -113,12 +114,22 @@ def test_half_a_last_line_is_dropped(tmp_path: Path) -> None:
 def test_a_damaged_line_is_refused_with_its_number(tmp_path: Path) -> None:
     path = written(tmp_path)
     lines = path.read_bytes().splitlines(keepends=True)
-    for number, damage in ((3, b"\xff\n"), (1, b'["a", 0,\n')):
+    for number, damage in ((3, b"\xff\n"), (1, b'["a", 0,\n'), (1, b"[1]\n"), (1, b'{"identity": 3}\n')):
         path.write_bytes(b"".join([*lines[: number - 1], damage, *lines[number:]]))
         before = path.read_bytes()
         with pytest.raises(ValueError, match=rf"runs\.jsonl:{number}"):
             opened(tmp_path)
         assert path.read_bytes() == before
+
+
+@pytest.mark.parametrize("line", [3, ["a", 0], ["a", 0, 0, 7, {}, 0.1, 0.0], {"label": "a", "energy": None}, {}])
+def test_a_line_of_another_form_is_damaged_too(recipe: Path, line: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    path = written(recipe.parent)
+    head = json.loads(path.read_text().splitlines()[0])["identity"]
+    monkeypatch.setattr(evaluating, "identity_of", lambda *_: head)
+    path.write_text("\n".join([*path.read_text().splitlines(), json.dumps(line), ""]))
+    with pytest.raises(ValueError, match=r"runs\.jsonl:5 is damaged"):
+        evaluate(recipe, "energy=off")
 
 
 def test_what_belongs_to_something_else_is_dropped_and_the_difference_named(
