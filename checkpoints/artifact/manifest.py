@@ -105,6 +105,11 @@ class Manifest:
             missing, unknown = (brief(sorted(one - other)) for one, other in ((names, {*values}), ({*values}, names)))
             raise ValueError(f"its fields differ from schema {SCHEMA_VERSION}: missing {missing}, unknown {unknown}")
         _check_types(values)
+        for name, value in values.items():
+            try:
+                json.dumps(value, ensure_ascii=False, allow_nan=False).encode()
+            except ValueError as error:
+                raise ValueError(f"{name} holds what no JSON text can: {error}") from error
         return cls(**values)
 
 
@@ -139,7 +144,7 @@ def _check_types(values: dict[str, Any]) -> None:
     wanted |= dict.fromkeys(("target", "evaluation", "export"), dict | None)
     wanted |= dict.fromkeys(("tokenizer_fingerprint", "created", "command", "digest"), str | None)
     for name, kind in wanted.items():
-        if not isinstance(values[name], kind) or values[name] is True:
+        if not isinstance(values[name], kind) or isinstance(values[name], bool):  # a bool is an int to Python
             raise ValueError(f"{name} is {brief(values[name])}, expected {getattr(kind, '__name__', kind)}")
     if values["kind"] not in KINDS:
         raise ValueError(f"its kind is {brief(values['kind'])}, expected one of {', '.join(KINDS)}")

@@ -80,7 +80,13 @@ def drafter_config(source: Source) -> Any:
 
 def stored_types(folder: Path) -> set[str]:
     """Types of a model's tensors as safetensors names them: F32, F16, BF16 …"""
-    return {dtype for path in folder.glob("*.safetensors") for dtype, _ in check_safetensors(path).values()}
+    types = set[str]()
+    for path in folder.glob("*.safetensors"):
+        try:
+            types |= {dtype for dtype, _ in check_safetensors(path).values()}
+        except ValueError as error:
+            raise ValueError(f"{path}: {error}") from error
+    return types
 
 
 def write_whole(source: Source, folder: Path, *, merge: bool = True) -> None:

@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import json
 import re
-from collections.abc import Mapping
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -18,10 +17,11 @@ from safetensors.torch import load_file, save_file
 from torch import Tensor
 
 from ..heads.files import engine_config, load_heads
-from ..heads.layouts import read_heads
+from ..heads.layouts import StoredHeads, assemble_heads, read_heads
 from ..heads.module import PredictionHeads
 from ..storage.names import CONFIG_FILE, HEADS_FILE
 from ..storage.places import split_revision
+from ..storage.safe_read import read_json
 from .base import ExportOptions, Format, Source, check_same_tensors, target_name
 from .target import needed_target, output_projection
 from .tokenizer import compare_copy, copy_tokenizer, has_tokenizer
@@ -37,8 +37,8 @@ def _target_name(source: Source, options: ExportOptions) -> str:
     return named or needed_target(source, options, "engines look for its name in the heads' config")
 
 
-def _load(source: Source, form: str) -> PredictionHeads:
-    """The artifact's heads; ValueError where they read what no engine hands them."""
+def _load(form: str, source: Source, options: ExportOptions) -> PredictionHeads:
+    """The artifact's heads, with the target's projection where a form stores it; ValueError where they do not fit."""
     heads = load_heads(source.folder)
     if heads.states != "after-norm":
         raise ValueError(
@@ -50,26 +50,24 @@ def _load(source: Source, form: str) -> PredictionHeads:
             f"the heads in {source.folder} multiply hidden states by {heads.scale:g} first, which {form} cannot store; "
             "no weights of residual blocks have the same effect, as SiLU is not linear: train them with scale 1"
         )
+    if form == SECOND:
+        _check_second(heads, source, options)
+    elif heads.projection_kind == "target":
+        why = f"{form} stores its output projection with each head"
+        heads.attach(output_projection(needed_target(source, options, why), source))
     return heads
 
 
-def _stored(form: str, source: Source, options: ExportOptions) -> tuple[PredictionHeads, Tensors]:
-    """The artifact's heads, and the tensors of a form that compute the same."""
-    heads = _load(source, form)
-    if form == SECOND:
-        _check_second(heads, source, options)
-        return heads, _blocks(heads)
-    if heads.projection_kind == "target":
-        why = f"{form} stores its output projection with each head"
-        heads.attach(output_projection(needed_target(source, options, why), source))
+def _tensors(form: str, heads: PredictionHeads) -> Tensors:
+    """What computes the same as the heads, under the names of the first release."""
     tensors = _blocks(heads)
-    for k in range(heads.num_heads):
+    for k in range(heads.num_heads if form != SECOND else 0):
         tail = heads.projection(k).detach()
         if heads.projection_kind == "low-rank":
             down_RD = heads.get_parameter(f"{k}.{heads.num_layers}.down.weight").detach()
             tail = (tail.double() @ down_RD.double()).to(tail.dtype)
         tensors[f"{k}.{heads.num_layers}.weight"] = tail
-    return heads, {name: tensors[name].clone() for name in sorted(tensors)}  # safetensors stores no tensor twice
+    return tensors
 
 
 def _blocks(heads: PredictionHeads) -> Tensors:
@@ -92,21 +90,25 @@ def _check_second(heads: PredictionHeads, source: Source, options: ExportOptions
 
 
 def _write(form: str, source: Source, folder: Path, options: ExportOptions) -> None:
-    heads, tensors = _stored(form, source, options)
+    heads = _load(form, source, options)
+    tensors = {name: tensor.clone() for name, tensor in _tensors(form, heads).items()}  # none is stored twice
     if form == VLLM:
         save_file(_in_vllm(tensors), folder / VLLM_FILE, metadata={"format": "pt"})
     else:
         save_file(tensors, folder / HEADS_FILE, metadata={"format": "pt"})
         copy_tokenizer(_target_name(source, options), folder)
-    vocab_size = heads.vocab_size if heads.knows_vocab_size else source.manifest.vocab_size
-    sizes = (heads.num_heads, heads.num_layers, heads.hidden_size, vocab_size)
     with torch.device("meta"):
-        written = PredictionHeads(*sizes, "target" if form == SECOND else "own")
+        written = PredictionHeads(*_sizes(heads, source), "target" if form == SECOND else "own")
     config = engine_config(written, _target_name(source, options))
     (folder / CONFIG_FILE).write_text(json.dumps(config, indent=2) + "\n", encoding="utf-8")
 
 
-def _in_vllm(tensors: Mapping[str, Tensor]) -> Tensors:
+def _sizes(heads: PredictionHeads, source: Source) -> tuple[int, int, int, int]:
+    vocab_size = heads.vocab_size if heads.knows_vocab_size else source.manifest.vocab_size
+    return heads.num_heads, heads.num_layers, heads.hidden_size, vocab_size
+
+
+def _in_vllm(tensors: Tensors) -> Tensors:
     renamed = {}
     for name, tensor in tensors.items():
         name = re.sub(r"^(\d+)\.(\d+)\.linear\.(\w+)$", r"blocks.\1.layers.\2.\3", name)
@@ -114,14 +116,32 @@ def _in_vllm(tensors: Mapping[str, Tensor]) -> Tensors:
     return renamed
 
 
+def _read_vllm(folder: Path) -> StoredHeads:
+    """What vLLM's module is filled with, under our names; ValueError for names that it does not know."""
+    path, config = folder / VLLM_FILE, read_json(folder / CONFIG_FILE)
+    tensors = {}
+    for name, tensor in load_file(path).items():
+        kind, head, *rest = name.split(".")
+        layer, part = (rest[1], f"linear.{rest[2]}") if kind == "blocks" else (config.get("medusa_num_layers"), rest[0])
+        tensors[f"{head}.{layer}.{part}"] = tensor
+    return assemble_heads(tensors, config, path, config_path=folder / CONFIG_FILE)
+
+
 def _compare(form: str, source: Source, folder: Path, options: ExportOptions) -> list[str]:
-    heads, expected = _stored(form, source, options)
-    found = load_file(folder / (VLLM_FILE if form == VLLM else HEADS_FILE))
-    check_same_tensors(found, _in_vllm(expected) if form == VLLM else expected, folder)
+    heads, made = _load(form, source, options), _read_vllm(folder) if form == VLLM else read_heads(folder)
+    found, config = made.tensors, read_json(folder / CONFIG_FILE)
+    check_same_tensors(found, _tensors(form, heads), folder)
+    for name, tensor in found.items():
+        if not tensor.isfinite().all():
+            raise ValueError(f"{name}, read back from {folder}, has values that are not finite in {tensor.dtype}")
+    sizes = tuple(config.get(key) for key in ("medusa_num_heads", "medusa_num_layers", "hidden_size", "vocab_size"))
+    if made.disagreements or sizes != _sizes(heads, source):
+        said = "; ".join(made.disagreements) or f"it says {sizes}, the heads are {_sizes(heads, source)}"
+        raise ValueError(f"{folder / CONFIG_FILE}, read back from {folder}, is not of these heads: {said}")
     how = "" if form == SECOND else " and the target's projection" if heads.projection_kind == "target" else ""
     if heads.projection_kind == "low-rank":
         how = ", their projections multiplied out"
-    lines = [f"all {len(found)} tensors, bit by bit, with what the heads hold{how}"]
+    lines = [f"all {len(found)} tensors, bit by bit, with what the heads hold{how}; the config's sizes"]
     if form == SECOND and heads.projection_kind == "own":
         lines.append("the projections that are left out, with the target's, bit by bit")
     return lines if form == VLLM else [*lines, *compare_copy(_target_name(source, options), folder)]

@@ -195,9 +195,9 @@ def _read_inside(path: Path) -> dict[str, Tensor]:
 def shards_of_heads(index: Path) -> dict[str, list[str]]:
     """Names of heads' tensors by shard. ValueError: no index, or one that names files outside its folder."""
     shards: dict[str, list[str]] = {}
-    for name, shard in sorted(shards_of(index, Path(index.name.removesuffix(".index.json")).suffix).items()):
-        if _is_of_heads(name):
-            shards.setdefault(shard, []).append(name)
+    suffix = Path(index.name.removesuffix(".index.json")).suffix
+    for name, shard in sorted(shards_of(index, suffix, _is_of_heads).items()):
+        shards.setdefault(shard, []).append(name)
     return shards
 
 

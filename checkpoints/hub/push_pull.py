@@ -9,7 +9,6 @@ from __future__ import annotations
 import hashlib
 import shutil
 from collections.abc import Callable, Iterator, Mapping
-from contextlib import suppress
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import NamedTuple
@@ -215,9 +214,13 @@ def _stands(out: Path, manifest: Manifest, replace_other: bool) -> bool:
     check_replaceable(out)
     if replace_other or not (out / MANIFEST_FILE).is_file():
         return False
-    if load_manifest(out).files == manifest.files and not file_faults(out, manifest):
-        return True
-    raise ValueError(f"{out} holds another artifact, or this one changed: choose another folder, or add --replace")
+    what = "another artifact, or this one changed"
+    try:
+        if load_manifest(out).files == manifest.files and not file_faults(out, manifest):
+            return True
+    except ValueError as error:
+        what = f"an artifact that cannot be read ({error})"
+    raise ValueError(f"{out} holds {what}: choose another folder, or add --replace")
 
 
 def _api() -> HfApi:
@@ -294,8 +297,11 @@ def _check_other(repo: str, found: ModelInfo | None, kind: str) -> None:
     names = sorted(name for name in _stored(found) if name not in _HARMLESS)
     theirs = "none"
     if found is not None and MANIFEST_FILE in names:
-        with suppress(ValueError):
-            theirs = load_manifest(fetch(repo, [MANIFEST_FILE], found.sha)).kind
+        folder = fetch(repo, [MANIFEST_FILE], found.sha)
+        try:
+            theirs = load_manifest(folder).kind
+        except ValueError as error:
+            raise ValueError(f"{repo} holds no artifact that can be read ({error}): --replace replaces it") from error
     if names and theirs != kind:
         raise ValueError(
             f"{repo} holds {', '.join(names[:3])} …, and no artifact of kind {kind!r} (its kind: {theirs}): "

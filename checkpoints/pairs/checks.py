@@ -19,6 +19,7 @@ LLAMA_CPP_SIZES = 128
 """By how much llama.cpp lets the sizes of two vocabularies differ."""
 LLAMA_CPP_FIRST = 5
 """The first id whose text it compares."""
+_OTHER = "the artifact's manifest says that it was made with another tokenizer"
 _DECODERS_ALONE = ("vllm", "sglang", "llama.cpp")
 _SHOWN = 3
 
@@ -33,7 +34,9 @@ def examine(target: Side, drafter: Side) -> Diagnosis:
     else:
         findings += [*_token_texts(target, drafter), *_special_ids(target, drafter)]
         findings += tokenizer_findings(target, drafter)
-    findings += [*_context(target, drafter), *_fingerprint(target, drafter)]
+    findings += _context(target, drafter)
+    if not {"token texts", "missing tokens"} & {one.check for one in findings}:  # which say the same
+        findings += _fingerprint(target, drafter)
     return Diagnosis(target.source, drafter.source, tuple(_facts(target, drafter)), tuple(findings))
 
 
@@ -91,7 +94,7 @@ def _changed(side: Side, name: str) -> Iterator[Finding]:
     if faults := file_faults(side.folder, side.manifest):
         values = _of_one(name, _list(faults))
         reason = "it loads no artifact whose files are not what its artifact.json says"
-        effects = {"draftsmith": Effect(REFUSED if name == "drafter" else BUT, reason)}
+        effects = {"draftsmith": Effect(REFUSED, reason)} if name == "drafter" else {}
         yield Finding("changed files", f"the {name} is not what its artifact.json says", *values, effects)
 
 
@@ -197,6 +200,8 @@ def _vocabulary_effects(target: Side, drafter: Side, mine: dict[int, str], their
         "sglang": Effect(REFUSED, "both tokenizers must have the same get_vocab()"),
         "draftsmith": Effect(BUT, f"ids are not looked at: {lossy}"),
     }
+    if other_fingerprint(target, drafter):
+        effects["draftsmith"] = Effect(REFUSED, _OTHER)
     for number in range(LLAMA_CPP_FIRST, min(target.vocab_size, drafter.vocab_size)):
         pad = f"[PAD{number}]"  # what its converter calls a row without a token
         if mine.get(number, pad) != theirs.get(number, pad):
@@ -249,11 +254,9 @@ def _positions(side: Side) -> str:
 
 
 def _fingerprint(target: Side, drafter: Side) -> Iterator[Finding]:
-    """An artifact whose manifest names another tokenizer, though no other finding says so."""
+    """An artifact whose manifest names another tokenizer."""
     if not other_fingerprint(target, drafter):
         return
     assert drafter.manifest is not None
     wanted, named = tokenizer_fingerprint(target.tokenizer), str(drafter.manifest.tokenizer_fingerprint)
-    reason = "the artifact's manifest says that it was made with another tokenizer"
-    effects = {"draftsmith": Effect(REFUSED, reason)}
-    yield Finding("fingerprint", reason, f"{wanted[:16]}…", f"{named[:16]}…", effects)
+    yield Finding("fingerprint", _OTHER, f"{wanted[:16]}…", f"{named[:16]}…", {"draftsmith": Effect(REFUSED, _OTHER)})

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Iterator
+from operator import attrgetter
 from typing import Any
 
 from ..storage.messages import shown
@@ -20,6 +21,7 @@ _TEXTS = (
     *(" " * n + "x" + " " * n + "y" for n in (1, 2, 3, 4, 8, 15)),
 )
 _AROUND = ("a {} b", "a{}b", "a  {}  b", "\n{}\n", "x{}")
+_FLAGS = attrgetter("lstrip", "rstrip", "single_word", "normalized", "special")
 _TAILS = ("hello", " hello", "\nUSER: hello", "\n\n", "  x", "1")
 _CHAT = (
     {"role": "system", "content": "Be brief."},
@@ -71,8 +73,13 @@ def _probes(target: Side, drafter: Side) -> Iterator[str]:
     theirs: Any = drafter.tokenizer
     ends = mine.convert_ids_to_tokens(end_ids(target))
     yield from (end + tail for end in ends if end in known for tail in _TAILS)
-    added = dict.fromkeys(token.content for one in (mine, theirs) for token in one.added_tokens_decoder.values())
-    yield from (around.format(token) for token in added if token in known for around in _AROUND)
+    flags = [{one.content: _FLAGS(one) for one in each.added_tokens_decoder.values()} for each in (mine, theirs)]
+    probed = set[Any]()  # of tokens that are treated alike on both sides one is enough; there may be thousands
+    for token in flags[0] | flags[1]:
+        pair = tuple(one.get(token) for one in flags)
+        if token in known and (pair[0] != pair[1] or pair not in probed):
+            probed.add(pair)
+            yield from (around.format(token) for around in _AROUND)
 
 
 def _pieces(tokenizer: Any, text: str) -> list[str]:

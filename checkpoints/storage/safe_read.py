@@ -86,14 +86,18 @@ def read_text(path: Path) -> str:
             raise ValueError("it is not UTF-8 text") from error
 
 
-def shards_of(index: Path, suffix: str = ".safetensors") -> dict[str, str]:
-    """Files by tensor of an index. Raises ValueError: none, or one that names others than such files beside it."""
+def shards_of(
+    index: Path, suffix: str = ".safetensors", wanted: Callable[[str], bool] = lambda tensor: True
+) -> dict[str, str]:
+    """Files by `wanted` tensor of an index. Raises ValueError: none, or one that names others than such files beside
+    it."""
     try:
         files = read_json(index).get("weight_map")
     except ValueError as error:
         raise ValueError(f"{index}: {error}") from error
     if not isinstance(files, dict):
         raise ValueError(f"{index}: it has no weight_map of tensors to files")
+    files = {tensor: name for tensor, name in files.items() if wanted(tensor)}
     for name in files.values():
         if not isinstance(name, str) or name_fault(name) is not None or not name.endswith(suffix):
             raise ValueError(f"{index} names the file {name!r}, expected a {suffix} file in its folder")

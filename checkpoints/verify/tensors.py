@@ -126,7 +126,9 @@ def adapter_faults(folder: Path) -> list[str]:
     lonely = [name for name, half in sorted(halves.items()) if half not in shapes]
     if not any(".lora_" in name for name in shapes):
         return [f"{path} holds no tensors of a LoRA adapter"]
-    return [f"{path} lacks the other half of {shown(name)}" for name in lonely]
+    faults = [f"{path} lacks the other half of {shown(name)}" for name in lonely]
+    both = [(name, shapes[name], shapes[halves[name]]) for name in halves if ".lora_A." in name and name not in lonely]
+    return faults + [f"{path}: {shown(name)} is {a}, its other half {b}" for name, a, b in both if a[:1] != b[1:2]]
 
 
 def _heads_faults(directory: Path) -> list[str]:

@@ -13,7 +13,6 @@ import json
 import os
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
-from itertools import pairwise
 from pathlib import Path
 from typing import Any, ClassVar
 
@@ -133,8 +132,8 @@ class PreparedData:
                 found = np.load(path, mmap_mode="r", allow_pickle=False)
             except (OSError, ValueError, EOFError) as error:
                 raise ValueError(f"{path}: missing or damaged: {error}") from error
-            if found.shape != (length,):
-                raise ValueError(f"{path}: {found.shape}, the manifest says ({length},)")
+            if found.shape != (length,) or found.dtype.kind not in "iu":
+                raise ValueError(f"{path}: {found.shape} of {found.dtype}, the manifest says ({length},) of integers")
             arrays[name] = found
         return cls(directory, manifest, arrays)
 
@@ -165,11 +164,6 @@ class PreparedData:
     def _document(self, number: int) -> Document:
         start, end = int(self._documents[number]), int(self._documents[number + 1])
         return Document(self._tokens[start:end], self._trained[start:end], number)
-
-    def iter_documents(self) -> Iterator[np.ndarray]:
-        """Token ids int32 [T] of every document, in the order in which they were rendered."""
-        for start, end in pairwise(self._documents):
-            yield np.array(self._tokens[start:end], dtype=np.int32)
 
     def _checked(self, indices: Sequence[int] | np.ndarray) -> np.ndarray:
         index_B = np.asarray(indices, dtype=np.int64).reshape(-1)

@@ -113,10 +113,14 @@ class Linter:
 
     def check(self, document: Rendered) -> tuple[str, ...]:
         """All findings of one document, from `FAULTS` and `NOTICES`."""
-        turns = document.conversation.turns
-        fault = self._broken(document)
-        if fault is None:
-            fault = self._bare_fault(document) if len(turns) == 1 else self._fault(document)
+        turns, fault = document.conversation.turns, self._broken(document)
+        if fault is None and len(turns) == 1:
+            fault = self._bare_fault(document)
+        elif fault is None:
+            fault, exchanges = self._fault(document)
+            lead = turns[0].role == "system"
+            system = turns[:lead] if self._system or not document.first else ()
+            turns = (*system, *turns[lead + 2 * document.first :][: 2 * exchanges])
         noticed = {
             ANSWER_CUT: document.answer_cut,
             QUESTION_CUT: document.question_cut,
@@ -146,18 +150,18 @@ class Linter:
         ascend = all(one < other for one, other in pairwise(edges))
         return None if ascend and edges[0] >= 0 and edges[-1] <= len(document.ids) else BROKEN_SPANS
 
-    def _fault(self, document: Rendered) -> str | None:
-        """Of a conversation's document."""
+    def _fault(self, document: Rendered) -> tuple[str | None, int]:
+        """Of a conversation's document; and how many exchanges are in it."""
         turns, spans = document.conversation.turns, len(document.spans)
         left = (len(turns) - (turns[0].role == "system")) // 2 - document.first
         if spans > left:
-            return ANSWER_DIFFERS
+            return ANSWER_DIFFERS, spans
         actual = self._read(document)
         fault = self._difference(document, actual, self._expected(document, spans, last_only=False))
         if fault is not None and spans == 1 < left:  # of the last turn alone the earlier exchanges are context
             whole = self._difference(document, actual, self._expected(document, left, last_only=True))
-            return fault if whole is not None else None
-        return fault
+            return (None, left) if whole is None else (fault, spans)
+        return fault, spans
 
     def _bare_fault(self, document: Rendered) -> str | None:
         """Of a part of a bare text: it may begin and end anywhere, but is trained whole."""
@@ -223,18 +227,21 @@ class Linter:
                 continue
             for place, (one, text) in enumerate(zip(said, right, strict=False)):
                 cut = head if document.question_cut and (index, place) == (0, question) else None
-                if place % 2 == 0 and not self._is_right(one, text, beginning, cut):
+                if place % 2 == 0 and not self._is_right(one, text, index % 2 == 1, beginning, cut):
                     wrong.append(index)
         if not wrong:
             return None
         return ANSWER_DIFFERS if any(index % 2 for index in wrong) else CONTEXT_DIFFERS
 
-    def _is_right(self, said: str, text: str, beginning: bool, cut: int | None) -> bool:
-        """Whether `said` is `text`, but for white space around it, or what the tokenizer makes of it (normal forms,
-        unknown characters); or its beginning, or all but a stretch behind `cut` characters."""
-        if said.strip() == text.strip():
+    def _is_right(self, said: str, text: str, trained: bool, beginning: bool, cut: int | None) -> bool:
+        """Whether `said` is `text`, but for one space before it, or in a context any white space around it; or what
+        the tokenizer makes of it (normal forms, unknown characters); or its beginning, or all but a stretch behind
+        `cut` characters."""
+        bare = (lambda one: one.removeprefix(" ")) if trained else str.strip
+        again = text if bare(said) == bare(text) else self._decoder.round_trip(text)
+        if bare(said) == bare(again):
             return True
-        plain, heard, said = _squashed(text), _squashed(self._decoder.round_trip(text)), _squashed(said)
+        plain, heard, said = _squashed(text), _squashed(again), _squashed(said)
         if beginning:
             return any(whole.startswith(said.rstrip(UNKNOWN)) for whole in (plain, heard))
         if cut is not None:

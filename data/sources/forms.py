@@ -60,7 +60,7 @@ def usable_columns(present: Sequence[str]) -> Sequence[str]:
 
 
 def read_dialogue(row: Row) -> Dialogue:
-    """The messages of a row, by the form that its columns have ; a row that is a text alone is a prompt, a list of
+    """The messages of a row, by the form of its columns; a row that is a text alone is a prompt, a list of
     messages is a conversation. ValueError, with its location, for what has no form."""
     if isinstance(row.value, str):
         return Dialogue(row.name, (("user", row.value),), "a prompt a row", number=row.number)

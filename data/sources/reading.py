@@ -21,6 +21,7 @@ from .forms import read_dialogue, usable_columns
 from .hub import hub_rows
 from .registry import CORPORA, Corpus, find_corpus
 
+_GROUPS_SHOWN = 20
 _HUB_ID = re.compile(r"[\w.-]+/[\w.-]+")
 
 
@@ -142,14 +143,13 @@ def read_prompts(
     follow-ups. Rows without a question are counted in `skipped` under "no question".
 
     Raises:
-        ValueError: as `open_dialogues`; a negative limit; groups that a registered corpus does not have.
+        ValueError: as `open_dialogues`; a negative limit; groups that the source does not have, with those it has.
     """
     corpus = find_corpus(source)
     for group in groups or ():
         if corpus is not None and corpus.groups and group not in corpus.groups:
-            listed = ", ".join(corpus.groups)
-            raise ValueError(f"{source} has no group {group}.{did_you_mean(group, corpus.groups)} Its groups: {listed}")
-    skipped = opening.setdefault("skipped", Counter())
+            raise _no_group(source, group, corpus.groups)
+    skipped, seen = opening.setdefault("skipped", Counter()), dict[str, None]()
 
     def wanted() -> Iterator[Prompt]:
         for dialogue in open_dialogues(source, **opening):
@@ -157,10 +157,18 @@ def read_prompts(
             if prompt is None:
                 skipped["no question"] += 1
                 continue
+            seen[prompt.category] = None
             if groups is None or prompt.category in groups:
                 yield prompt
+        if groups and seen and "shard" not in opening and not seen.keys() & {*groups}:
+            raise _no_group(source, ", ".join(groups), seen)
 
     yield from islice(wanted(), limit)
+
+
+def _no_group(source: str, group: str, known: Collection[str]) -> ValueError:
+    listed = ", ".join(map(repr, islice(known, _GROUPS_SHOWN))) + (", …" if len(known) > _GROUPS_SHOWN else "")
+    return ValueError(f"{source} has no group {group}.{did_you_mean(group, known)} Its groups: {listed}")
 
 
 def _prompt(dialogue: Dialogue) -> Prompt | None:

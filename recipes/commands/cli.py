@@ -8,7 +8,7 @@ import shutil
 import sys
 import traceback
 from pathlib import Path
-from typing import Annotated, Any
+from typing import Annotated
 
 import typer
 from rich.markup import escape
@@ -59,12 +59,15 @@ def quickstart(
     out: Annotated[str | None, typer.Option(help="Folder of everything.")] = None,
 ) -> None:
     """The whole main job on text that is already here: nothing is downloaded."""
+    from ..schema.evaluation import QuickstartRecipe
     from ..schema.loading import load_recipe
-    from .quickstart import run_quickstart
 
     options = {"minutes": minutes, "seed": seed, "out": out}
     given = {key: value for key, value in options.items() if value is not None}
-    loaded: Any = load_recipe(recipe, overrides or [], given=given, kinds=["quickstart"])
+    loaded = load_recipe(recipe, overrides or [], given=given, kinds=["quickstart"])
+    assert isinstance(loaded, QuickstartRecipe)
+    from .quickstart import run_quickstart
+
     run_quickstart(loaded)
 
 
@@ -181,10 +184,13 @@ def import_(
 @app.command()
 def regenerate(recipe: RecipeName, overrides: Overrides = None) -> None:
     """Replace a corpus's answers by a target's own, decoded here or asked of a server; resumes where it stopped."""
+    from ..schema.evaluation import RegenerateRecipe
     from ..schema.loading import load_recipe
+
+    loaded = load_recipe(recipe, overrides or [], kinds=["regenerate"])
+    assert isinstance(loaded, RegenerateRecipe)
     from .regenerate import run_regenerate
 
-    loaded: Any = load_recipe(recipe, overrides or [], kinds=["regenerate"])
     if run_regenerate(loaded).failed:
         raise typer.Exit(1)
 

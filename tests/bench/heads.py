@@ -75,7 +75,8 @@ class Bench(Pair):
         answers = section.model_copy(update={"source": str(own), "heldout_source": None, "heldout_share": 0.02})
         self.text, self.own = (prepare_data(each, self.tokenizer, quiet=True) for each in (section, answers))
         vocab = self.target_model.get_output_embeddings().weight.shape[0]
-        self.table = BigramTable.from_documents(self.own.train.iter_documents(), vocab)
+        tokens, starts = (np.load(self.own.train.directory / f"{name}.npy") for name in ("tokens", "documents"))
+        self.table = BigramTable.from_documents(np.split(tokens, starts[1:-1]), vocab)
         self.greedy = self.counts("autoregressive", Parts(), 0.0, NEW_TOKENS)[1]
 
     def run(self, name: str, steps: int, seed: int) -> Trained:

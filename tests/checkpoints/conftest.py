@@ -26,7 +26,7 @@ def make_artifact() -> Callable[..., Path]:
             for name, content in extra.items():
                 (unfinished / name).write_bytes(content)
 
-        save_artifact(folder, kind="table", write=write, vocab_size=8)
+        save_artifact(folder, kind="table", write=write, vocab_size=8, tokenizer_fingerprint=None, target=None)
         return folder
 
     return make

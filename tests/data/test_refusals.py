@@ -78,6 +78,7 @@ REFUSED: dict[str, tuple[Callable[[], Any], tuple[str, ...]]] = {
     "no-builder": (lambda: source("spec-bench", file="https://example.org/a.csv"), ("a.csv", ".jsonl")),
     "no-shard": (lambda: Shard(2, 2), ("2 of 2",)),
     "no-group": (lambda: list(read_prompts("spec-bench", groups=["mt-bench"])), ("mt-bench", "mt_bench", "rag")),
+    "no-group-there": (lambda: list(read_prompts("questions.jsonl", groups=["maths"])), ("maths", "'math'", "'qa'")),
     "documentation-split": (lambda: next(documentation_rows("test")), ("train", "heldout", "test")),
     "documentation-dotted": (lambda: documentation_conversations(["torch.nn"]), ("torch.nn",)),
     # rows

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
@@ -13,6 +14,7 @@ from ....checkpoints.artifact.card import Evidence, Measured, base_model, data_s
 from ....checkpoints.artifact.manifest import Manifest
 from ....checkpoints.artifact.markdown import paths_in
 from ....checkpoints.hub.push_pull import Plan, address, is_on_hub
+from ....checkpoints.storage.names import MANIFEST_FILE
 from ....data.sources.registry import find_corpus
 from ...report.certificate import certificate_beside, load_certificate
 from ...schema.results import load_results
@@ -21,6 +23,7 @@ from ...session.terminal import console, log
 _CARD = "README.md"
 _BASELINE = "autoregressive"
 _NAMED_FOLDERS = 3
+_PATH_VALUE = re.compile(r'": "(~?/[^"\\]*)"')  # of JSON: `/models`, which in a text may be anything
 _VOCABULARIES = ("tokenizer.json", "vocab.json", "merges.txt", "added_tokens.json")
 
 
@@ -76,7 +79,7 @@ def _name_in(evaluated: Any, artifact: Path, manifest: Manifest, path: Path) -> 
         theirs = {file: digest for file, digest in (one.get("files") or {}).items() if file != _CARD}
         if theirs and theirs == mine:
             return str(name)
-    named = ", ".join(f"{name} {one.get('source')} " for name, one in evaluated.items())
+    named = ", ".join(f"{name} {one.get('source')}" for name, one in evaluated.items())
     raise ValueError(f"{path} is not of {artifact} as it is now but of {named or 'nothing'}: evaluate it again")
 
 
@@ -141,4 +144,5 @@ def show_plan(plan: Plan) -> None:
 def _local_paths(plan: Plan) -> dict[str, list[str]]:
     """Absolute paths by the files that hold them; those with some stay. Vocabularies have tokens that look like one."""
     found = {name: set(paths_in(text)) for name, text in plan.texts() if Path(name).name not in _VOCABULARIES}
+    found[MANIFEST_FILE].update(_PATH_VALUE.findall(dict(plan.texts())[MANIFEST_FILE]))
     return {name: sorted(paths) for name, paths in found.items() if paths}

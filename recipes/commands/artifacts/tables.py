@@ -131,8 +131,9 @@ def _check_once(parts: Sequence[dict[str, Any]]) -> None:
         shared = [name for sha256, name in these.items() if sha256 in those]
         same = one.get("source") is not None and one["source"] == other.get("source")
         if shared or same or one["sha256"] == other["sha256"]:
+            data = ", ".join(shared[:3]) + f" and {len(shared) - 3} more" * (len(shared) > 3)
             raise ValueError(
-                f"{one['table']} and {other['table']} were counted from the same data ({', '.join(shared) or 'all'}), "
+                f"{one['table']} and {other['table']} were counted from the same data ({data or 'all'}), "
                 "which would count twice; --again merges them all the same"
             )
 

@@ -26,7 +26,7 @@ VOCAB = 16
 def table(tmp_path: Path) -> Path:
     out = tmp_path / "table"
     counted = BigramTable.from_documents([torch.tensor([1, 2, 3, 1, 2]).numpy()], VOCAB)
-    save_artifact(out, kind="table", write=counted.save, vocab_size=VOCAB)
+    save_artifact(out, kind="table", write=counted.save, vocab_size=VOCAB, tokenizer_fingerprint=None, target=None)
     return out
 
 
@@ -34,7 +34,8 @@ def table(tmp_path: Path) -> Path:
 def heads(tmp_path: Path) -> Path:
     out = tmp_path / "heads"
     module = PredictionHeads(2, 1, 8, VOCAB)
-    save_artifact(out, kind="heads", write=lambda folder: save_heads(module, folder, "target"), vocab_size=VOCAB)
+    about: dict[str, Any] = {"vocab_size": VOCAB, "tokenizer_fingerprint": None, "target": None}
+    save_artifact(out, kind="heads", write=lambda folder: save_heads(module, folder, "target"), **about)
     return out
 
 

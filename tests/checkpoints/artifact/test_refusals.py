@@ -16,7 +16,7 @@ ENTRY = {"sha256": "0" * 64, "bytes": 1}
 
 
 def save(out: Path, **changes: Any) -> Any:
-    about: dict[str, Any] = {"kind": "table", "vocab_size": 64, "tokenizer_fingerprint": "ab" * 32}
+    about: dict[str, Any] = {"kind": "table", "vocab_size": 64, "tokenizer_fingerprint": "ab" * 32, "target": None}
     return save_artifact(out, **(about | {"write": lambda folder: (folder / "a.bin").write_text("weights")} | changes))
 
 
@@ -36,6 +36,8 @@ RECORDS: dict[str, tuple[dict[str, Any], tuple[str, ...]]] = {
     "a vocabulary that is true": ({"vocab_size": True}, ("vocab_size", "True")),
     "no recipe": ({"recipe": None}, ("recipe", "None", "dict")),
     "an export that says half": ({"export": {"format": "npz"}}, ("export", "npz")),
+    "a loss that is no number": ({"training": {"loss": float("nan")}}, ("training", "JSON")),
+    "half a character": ({"recipe": {"name": "\ud800"}}, ("recipe", "\\ud800")),
     "a field too many": ({"colour": "red"}, ("colour",)),
 }
 RECORDS |= {

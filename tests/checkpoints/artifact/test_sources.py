@@ -24,7 +24,8 @@ COMMIT = "a" * 40
 
 def save_table(out: Path, seed: int = 0, **settings: Any) -> None:
     table = BigramTable.from_documents(list(np.random.default_rng(seed).integers(0, VOCAB, (3, 20))), VOCAB)
-    save_artifact(out, **({"kind": "table", "write": table.save, "vocab_size": VOCAB} | settings))
+    about: dict[str, Any] = {"vocab_size": VOCAB, "tokenizer_fingerprint": None, "target": None}
+    save_artifact(out, **({"kind": "table", "write": table.save} | about | settings))
 
 
 def publish(folder: Path, cache: Path, name: str, revision: str = "main", commit: str = COMMIT) -> Path:

@@ -240,3 +240,25 @@ def test_a_writer_that_errs_leaves_nothing(
     with pytest.raises(ValueError, match="read back from"):
         export(artifact, form)
     assert sorted(path.name for path in tmp_path.iterdir()) == before
+
+
+ERRORS: dict[str, tuple[str, str, Callable[[Any], Any]]] = {
+    **{f"{form} says {name}": (form, "engine_config", lambda made, name=name: made | {name: 7})
+       for form in FORMATS for name in ("medusa_num_heads", "medusa_num_layers", "hidden_size", "vocab_size")},
+    "vLLM's names lack the sizes": ("medusa-vllm", "engine_config", lambda made: {"model_type": "medusa"}),
+    "vLLM's heads are swapped": (
+        "medusa-vllm", "_in_vllm", lambda made: made | {"lm_heads.0.weight": made["lm_heads.1.weight"].clone()}),
+    "vLLM's blocks are named otherwise": (
+        "medusa-vllm", "_in_vllm", lambda made: {name.replace("layers", "mlp.layers"): made[name] for name in made}),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("error", ERRORS)
+def test_a_form_that_errs_is_not_what_its_reader_would_read(
+    export: Export, error: str, make_heads: Make, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    form, part, err = ERRORS[error]
+    artifact, good = make_heads(projection="own" if form == "medusa-vllm" else "target"), getattr(export_heads, part)
+    monkeypatch.setattr(export_heads, part, lambda *given: err(good(*given)))
+    with pytest.raises(ValueError, match=r"read back from|\.safetensors"):
+        export(artifact, form)

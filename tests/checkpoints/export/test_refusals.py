@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 from draftsmith.checkpoints.export.base import export_artifact
 from draftsmith.recipes.commands.artifacts.export import FORMATS
 from safetensors.torch import load_file, save_file
@@ -40,6 +41,11 @@ def other_model(folder: Path) -> None:
 
 def put(name: str) -> Callable[[Path], object]:
     return lambda folder: (folder / name).write_text("")
+
+
+def loud(heads: torch.nn.Module) -> None:
+    for parameter in heads.parameters():
+        parameter.mul_(3e3)
 
 
 PAIR = ("target", "draftsmith doctor", "--fix")
@@ -75,6 +81,17 @@ ROWS: list[tuple[str, dict[str, Any], str, dict[str, Any], tuple[str, ...]]] = [
     ),
     ("heads", {"named": None, "projection": "target"}, "medusa", {}, ("--target",)),
     ("heads", {"projection": "target"}, "medusa", {"target": "./nowhere"}, ("./nowhere",)),
+    *(
+        (
+            "heads",
+            {"projection": "low-rank", "rank": 5, "dtype": torch.float16, "edit": loud},
+            form,
+            {},
+            (".1.weight", "float16"),
+        )
+        for form in ("medusa", "medusa-vllm")
+    ),
+    ("drafter", {"also": put("more.safetensors")}, "vllm-sglang", {}, ("more.safetensors",)),
 ]
 
 

@@ -10,6 +10,7 @@ from typing import Any
 import pytest
 import torch
 from draftsmith.checkpoints.heads.files import HEADS_FILE, PredictionHeads, load_heads, save_heads
+from draftsmith.checkpoints.heads.layouts import holds_heads
 from draftsmith.checkpoints.storage.names import PICKLED_FILE
 from safetensors.torch import load_file, save_file
 
@@ -170,5 +171,11 @@ def test_whole_models_that_are_broken(tmp_path: Path, damage: Damage, parts: tup
     places = dict.fromkeys(tensors, "heads.safetensors") | {"lm_head.weight": "base.safetensors"}
     (tmp_path / INDEX).write_text(json.dumps({"weight_map": places}))
     assert load_heads(tmp_path).num_heads == 3
+    assert holds_heads(tmp_path)
     damage(tmp_path)
     refused(lambda: load_heads(tmp_path), parts)
+
+
+def test_an_index_of_something_else_has_no_heads(tmp_path: Path) -> None:
+    (tmp_path / INDEX).write_text(json.dumps({"weight_map": {"lm_head.weight": "weights.gguf"}}))
+    assert not holds_heads(tmp_path)

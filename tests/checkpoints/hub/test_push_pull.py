@@ -131,6 +131,9 @@ def test_what_stands_there_is_not_replaced_unasked(
     (out / LARGE[0]).write_bytes(b"x" * len(theirs[LARGE[0]]))
     with pytest.raises(ValueError, match="--replace"):
         pull(REPO, out)
+    (out / "artifact.json").write_text("[]")
+    with pytest.raises(ValueError, match=r"cannot be read.*--replace"):
+        pull(REPO, out)
     assert pull(REPO, out, replace_other=True).is_new
     assert stand_in.files_of(out) == theirs
     assert hub.got.count(LARGE[0]) == 1, "what is in the cache is not fetched again"
@@ -195,6 +198,12 @@ def test_a_repository_of_something_else_is_not_written_over(hub: Any, artifact: 
         hub.repo(REPO, files)
         with pytest.raises(ValueError, match=message):
             pushed(artifact)
+    hub.repo(REPO, {"artifact.json": json.dumps(heads | {"command": "another"}).encode()})
+    hub.failing = {"head": 403, "get": 403}
+    with pytest.raises(ValueError, match="403") as caught:
+        pushed(artifact)
+    assert "--replace" not in str(caught.value), "who cannot look is not told to replace"
+    hub.failing = {}
     pushed(artifact, replace_other=True)
     assert set(hub.repos[REPO].head()) == set(stand_in.files_of(artifact))
 

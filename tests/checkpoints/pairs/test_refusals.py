@@ -37,7 +37,9 @@ def as_adapter(folder: Path) -> None:
 
 def as_heads(folder: Path) -> None:
     shutil.rmtree(folder)
-    save_artifact(folder, kind="heads", write=put("config.json", b"{}"), vocab_size=VOCAB)
+    save_artifact(
+        folder, kind="heads", write=put("config.json", b"{}"), vocab_size=VOCAB, tokenizer_fingerprint=None, target=None
+    )
 
 
 UNREADABLE: dict[str, tuple[Callable[[Path], object], tuple[str, ...]]] = {

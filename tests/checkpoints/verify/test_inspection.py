@@ -20,13 +20,14 @@ from draftsmith.checkpoints.verify.inspect import find_faults
 from transformers import LlamaForCausalLM
 
 VOCAB = 16
+ABOUT: dict[str, Any] = {"vocab_size": VOCAB, "tokenizer_fingerprint": None, "target": None}
 
 Make = Callable[..., LlamaForCausalLM]
 
 
 def save_table(out: Path, seed: int = 0, **settings: Any) -> Path:
     table = BigramTable.from_documents(list(np.random.default_rng(seed).integers(0, VOCAB, (4, 30))), VOCAB)
-    save_artifact(out, **({"kind": "table", "write": table.save, "vocab_size": VOCAB} | settings))
+    save_artifact(out, **({"kind": "table", "write": table.save} | ABOUT | settings))
     return out
 
 
@@ -34,15 +35,13 @@ def save_model(out: Path, model: LlamaForCausalLM, kind: str = "drafter", shards
     def write(folder: Path) -> None:
         model.save_pretrained(folder, max_shard_size=shards)
 
-    save_artifact(out, kind=kind, write=write, **({"vocab_size": VOCAB} | settings))
+    save_artifact(out, kind=kind, write=write, **(ABOUT | settings))
     return out
 
 
 def test_good_artifacts_have_no_faults(tmp_path: Path, make_llama: Make) -> None:
     heads = PredictionHeads(2, 1, 8, VOCAB)
-    save_artifact(
-        tmp_path / "heads", kind="heads", write=lambda folder: save_heads(heads, folder, "t"), vocab_size=VOCAB
-    )
+    save_artifact(tmp_path / "heads", kind="heads", write=lambda folder: save_heads(heads, folder, "t"), **ABOUT)
     save_table(tmp_path / "table")
     model = make_llama(vocab_size=VOCAB)
     save_model(tmp_path / "drafter", model)

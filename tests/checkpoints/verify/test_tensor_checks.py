@@ -77,7 +77,7 @@ def save(out: Path, model: PreTrainedModel, change: Change | None = None, **sett
         if change is not None:
             changed(folder / "model.safetensors", change)
 
-    save_artifact(out, kind="drafter", write=write, vocab_size=VOCAB)
+    save_artifact(out, kind="drafter", write=write, vocab_size=VOCAB, tokenizer_fingerprint=None, target=None)
     return out
 
 
@@ -160,7 +160,9 @@ def test_heads_that_lack_one_are_noticed(tmp_path: Path) -> None:
             save_heads(PredictionHeads(3, 1, 16, VOCAB), folder, "target")
             changed(folder / "medusa_lm_head.safetensors", change)
 
-        save_artifact(tmp_path / name, kind="heads", write=write, vocab_size=VOCAB)
+        save_artifact(
+            tmp_path / name, kind="heads", write=write, vocab_size=VOCAB, tokenizer_fingerprint=None, target=None
+        )
         return find_faults(tmp_path / name)[1]
 
     assert heads("whole", lambda tensors: None) == []
@@ -175,7 +177,9 @@ def test_tables_of_other_lengths_are_noticed(tmp_path: Path) -> None:
             table.save(folder)
             changed(folder / "table.safetensors", change)
 
-        save_artifact(tmp_path / name, kind="table", write=write, vocab_size=VOCAB)
+        save_artifact(
+            tmp_path / name, kind="table", write=write, vocab_size=VOCAB, tokenizer_fingerprint=None, target=None
+        )
         return find_faults(tmp_path / name)[1]
 
     assert faults("whole", lambda tensors: None) == []
@@ -197,6 +201,7 @@ def test_adapters_that_lack_a_half_are_noticed(tmp_path: Path) -> None:
     for change, part in (
         (lose(first.format("B")), first.format("A")),
         (lose(first.format("A")), first.format("B")),
+        (lambda tensors: tensors.update({first.format("B"): torch.ones(16, 3)}), first.format("A")),
     ):
         bad = Path(shutil.copytree(tmp_path / "adapter", tmp_path / "bad", dirs_exist_ok=True))
         changed(bad / "adapter_model.safetensors", change)
@@ -219,7 +224,9 @@ def test_a_configuration_of_nothing_is_a_fault_and_of_an_unknown_model_is_not(
         make("llama").save_pretrained(folder)
         (folder / "config.json").write_text(json.dumps(config))
 
-    save_artifact(tmp_path / "a", kind="drafter", write=write, vocab_size=VOCAB)
+    save_artifact(
+        tmp_path / "a", kind="drafter", write=write, vocab_size=VOCAB, tokenizer_fingerprint=None, target=None
+    )
     assert len(find_faults(tmp_path / "a")[1]) == is_fault
 
 

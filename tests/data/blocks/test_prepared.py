@@ -51,7 +51,8 @@ def test_every_document_is_in_the_blocks_exactly_once(
 ) -> None:
     expected = [document.ids.tolist() for document in render_all(many, bpe, CHATML, BLOCK)]
     assert len(expected) > len(many), "some conversations must have been split for this to say anything"
-    assert [document.tolist() for document in prepared.iter_documents()] == expected
+    written = [np.load(prepared.directory / f"{name}.npy") for name in ("tokens", "documents")]
+    assert [document.tolist() for document in np.split(written[0], written[1][1:-1])] == expected
     batch = prepared.batch(range(prepared.blocks))
     found = Counter(batch.documents_BT[batch.documents_BT != -1].tolist())
     assert found == {number: len(ids) for number, ids in enumerate(expected)}
@@ -123,6 +124,9 @@ def test_loading_checks_presence_and_shape(prepared: PreparedData) -> None:
     assert tokens.dtype == np.uint16, "a vocabulary of 300 fits"
     np.save(folder / "tokens.npy", tokens[:-1])
     with pytest.raises(ValueError, match=rf"tokens\.npy: \({len(tokens) - 1},\).*\({len(tokens)},\)"):
+        PreparedData.load(folder)
+    np.save(folder / "tokens.npy", tokens.astype(np.float16))
+    with pytest.raises(ValueError, match=r"tokens\.npy: .*float16.*integers"):
         PreparedData.load(folder)
     manifest = json.loads((folder / "data.json").read_text())
     for content, found in ((manifest | {"schema": 99}, "99"), (None, "manifest")):

@@ -106,6 +106,28 @@ def test_a_planted_fault_is_found_under_its_name(template: Template, tokenizer: 
 
 
 @pytest.mark.parametrize(
+    ("before", "after", "fault"), [("", "", False), ("", "\n\n", True), ("  ", "", True), ("\n", "", True)]
+)
+def test_white_space_that_is_trained(tokenizer: Any, before: str, after: str, fault: bool) -> None:
+    written, template = _talk([TALK[0], before + TALK[1] + after]), get_template("vicuna-v1.1")
+    document = replace(render(written, template, tokenizer), conversation=_talk(TALK[:2]))
+    assert Linter(tokenizer, template).check(document) == ((f.ANSWER_DIFFERS,) if fault else ())
+
+
+def test_a_part_of_a_conversation_is_noticed_for_what_it_holds(tokenizer: Any) -> None:
+    chat, template = (
+        _talk([f"say {tokenizer.eos_token}", "a b c " * 9, "and", "", "so", "d e f " * 9]),
+        get_template("vicuna-v1.1"),
+    )
+    whole = render(chat, template, tokenizer)
+    parts = list(render_all([chat], tokenizer, template, 2 * len(whole.ids) // 3))
+    assert len(parts) > 1
+    found = [Linter(tokenizer, template).check(part) for part in parts]
+    for notice in (f.SPECIAL_TOKEN_TEXT, f.EMPTY_ANSWER):
+        assert sum(notice in each for each in found) == 1
+
+
+@pytest.mark.parametrize(
     ("place", "expected"),
     [(1, f.ANSWER_DIFFERS), (5, f.ANSWER_DIFFERS), (0, f.CONTEXT_DIFFERS), (4, f.CONTEXT_DIFFERS)],
 )

@@ -105,6 +105,8 @@ def test_an_artifact_that_was_changed_is_told(
     (finding,) = [one for one in shown["findings"] if one["check"] == "changed files"]
     assert "holds tokenizer.json, tokenizer_config.json, which its artifact.json does not list" in finding["drafter"]
     assert {name for name, one in shown["verdicts"].items() if one["outcome"] == "refused"} == {"draftsmith"}
+    assert examine_pair(str(drafter), str(tiny_pair / "drafter"), as_json=True), "a target is taken as it is"
+    assert "the target is not what its artifact.json says" in capsys.readouterr().out
     with (drafter / "model.safetensors").open("r+b") as weights:
         weights.seek(-1, 2)
         weights.write(b"\x07")

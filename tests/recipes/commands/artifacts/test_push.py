@@ -35,7 +35,7 @@ def make_artifact(folder: Path, seed: int = 0, **extra: bytes) -> Path:
         for name, content in extra.items():
             (unfinished / name).write_bytes(content)
 
-    save_artifact(folder, kind="table", write=write, vocab_size=8)
+    save_artifact(folder, kind="table", write=write, vocab_size=8, tokenizer_fingerprint=None, target=None)
     return folder
 
 
@@ -109,7 +109,7 @@ def test_push_and_pull_are_whole(
 
 def test_results_of_other_files_are_refused(hub: Any, tiny_pair: Path, evaluated: Path, tmp_path: Path) -> None:
     mine, other = tiny_pair / "drafter-stage1", tiny_pair / "drafter"
-    with pytest.raises(ValueError, match=rf"{evaluated}.*{mine} .*{other} "):
+    with pytest.raises(ValueError, match=rf"{evaluated}.*{mine} .*{other}, "):
         run("push", mine, REPO, "--results", evaluated)
     results = json.loads(evaluated.read_text())
     del results["artifacts"]
@@ -168,10 +168,10 @@ def test_files_that_name_folders_of_this_machine(hub: Any, tmp_path: Path, capsy
         "plain.md": "user/name, ./here/there, and/or/not, a <b>c</b></i>, //x/y, http://127.0.0.1:1/a/b",
     }
     folder = make_artifact(tmp_path / "t", **{name: text.encode() for name, text in texts.items()})
-    recipe = {"data": {"path": "/home/me/rows.json"}, "out": "runs/x"}
+    recipe = {"data": {"path": "/home/me/rows.json"}, "out": "runs/x", "target": "/models", "heads": "~/heads"}
     (folder / "artifact.json").write_text(replace(load_manifest(folder), recipe=recipe).to_json())
     run("push", folder, REPO)
     notes = [line for line in capsys.readouterr().out.splitlines() if line.startswith("note: ")]
     after = ", which others will read, names folders of this machine: /home/me/"
-    files = {"SERVING.md": "models/target", "artifact.json": "rows.json", "config.json": "base"}
+    files = {"SERVING.md": "models/target", "artifact.json": "rows.json, /models, ~/heads", "config.json": "base"}
     assert notes == [f"note: {name}{after}{path}" for name, path in files.items()]
