@@ -193,6 +193,9 @@ class _Run:
     rows: int = 0
     tokens: int = 0
     tests: list[dict[str, Any]] = field(default_factory=list)
+    start: float = field(init=False)
+    uniform: np.random.Generator = field(init=False)
+    spare: np.random.Generator = field(init=False)
 
     def __post_init__(self) -> None:
         self.start = time.monotonic()
