@@ -1,19 +1,45 @@
-"""Rows of hub datasets, through `datasets`."""
+"""Rows of hub datasets, through `datasets`, and files with an address of their own."""
 
 from __future__ import annotations
 
+import hashlib
+import shutil
 from collections.abc import Iterator
-from pathlib import PurePosixPath
+from http.client import HTTPException
+from pathlib import Path
 from typing import Any
+from urllib.parse import urlsplit
+from urllib.request import urlopen
 
+from huggingface_hub import constants
+
+from ...checkpoints.storage.atomic import atomic_file
 from ...checkpoints.storage.messages import first_line
 from .files import INSTALL, WHOLE, Columns, Row, Shard
 
-_BUILDERS = {".json": "json", ".jsonl": "json", ".ndjson": "json", ".parquet": "parquet", ".arrow": "arrow"}
+_PATIENCE = 30
+"""Seconds for an answer."""
+
+
+def downloaded(address: str) -> Path:
+    """A file by its address (https://…), fetched once and kept in the hub's cache. Raises ValueError: out of reach."""
+    digest = hashlib.sha256(address.encode()).hexdigest()[:16]
+    path = Path(constants.HF_HOME) / "draftsmith" / digest / Path(urlsplit(address).path).name
+    if not path.is_file():
+        try:
+            if constants.HF_HUB_OFFLINE:
+                raise OSError("HF_HUB_OFFLINE is set")
+            with urlopen(address, timeout=_PATIENCE) as answer, atomic_file(path) as out:
+                shutil.copyfileobj(answer, out)
+        except (OSError, HTTPException) as error:
+            raise ValueError(
+                f"{address} could not be loaded: {first_line(error)}; without a network give a local copy as path"
+            ) from error
+    return path
 
 
 def hub_rows(
-    hub: str | None,
+    hub: str,
     shard: Shard = WHOLE,
     *,
     config: str | None = None,
@@ -24,45 +50,34 @@ def hub_rows(
     columns: Columns = lambda names: names,
     missing: str = "",
 ) -> Iterator[Row]:
-    """The rows of a shard of a dataset of the hub, or of a `file` with an address of its own (https://…), as they
-    arrive with `streaming`, else from the cache of `datasets`. `missing` says in errors what else was looked for.
+    """The rows of a shard of a dataset of the hub, as they arrive with `streaming`, else from the cache of `datasets`.
+    `missing` says in errors what else was looked for.
 
     Raises:
         ValueError: `datasets` is not installed; the hub cannot be reached, or has no such set, config, split or file.
     """
-    address = file if file is not None and "://" in file else None
-    label = address or str(hub)
     try:
         import datasets
         from datasets.exceptions import DatasetsError
     except ImportError as error:
-        raise ValueError(f"{missing or label}; to load it from the hub: {INSTALL}") from error
-    source, files = (hub, file) if address is None else (_builder(address), address)
-    location, number = f"{label} ({split})", -1
-    name = label.rsplit("/", 1)[-1] if address else label
+        raise ValueError(f"{missing or hub}; to load it from the hub: {INSTALL}") from error
+    location, number = f"{hub} ({split})", -1
     try:
         loaded = datasets.load_dataset(
-            source, config, split=split, revision=revision, data_files=files, streaming=streaming
+            hub, config, split=split, revision=revision, data_files=file, streaming=streaming
         )
         for number, value in _numbered(loaded, shard, columns, streaming):
-            yield Row(value, f"{location}, row {number + 1}", f"{name}-{number + 1}", number)
+            yield Row(value, f"{location}, row {number + 1}", f"{hub}-{number + 1}", number)
     except (OSError, RuntimeError, ValueError, DatasetsError) as error:  # offline, unknown, gated, no such split: all
         reason = first_line(error)
         if number >= 0:
             raise ValueError(f"{location}, after row {number + 1}: {reason}") from error
-        lead = f"{missing}, and the hub could not be reached for it" if missing else f"{label} could not be loaded"
+        lead = f"{missing}, and the hub could not be reached for it" if missing else f"{hub} could not be loaded"
         advice = (
             f"; without a network give a local copy as path; for a gated set accept its terms at "
             f"https://huggingface.co/datasets/{hub} and run `hf auth login`"
         )
-        raise ValueError(f"{lead}: {reason}{advice if address is None else ''}") from error
-
-
-def _builder(address: str) -> str:
-    suffix = PurePosixPath(address.removesuffix(".gz").removesuffix(".zst")).suffix.lower()
-    if suffix not in _BUILDERS:
-        raise ValueError(f"{address}: expected an address ending in {', '.join(_BUILDERS)}, found {suffix or 'none'}")
-    return _BUILDERS[suffix]
+        raise ValueError(f"{lead}: {reason}{advice}") from error
 
 
 def _numbered(loaded: Any, shard: Shard, columns: Columns, streaming: bool) -> Iterator[tuple[int, Any]]:

@@ -18,7 +18,7 @@ from ..cleaning.options import Cleaning
 from ..conversations import Conversation, CorpusReport, Dialogue, Prompt, Turn, encodable
 from .files import SUFFIXES, Row, Shard, local_rows
 from .forms import read_dialogue, usable_columns
-from .hub import hub_rows
+from .hub import downloaded, hub_rows
 from .registry import CORPORA, Corpus, find_corpus
 
 _GROUPS_SHOWN = 20
@@ -82,19 +82,23 @@ def _open_rows(source: str, opening: Opening, skipped: Counter[str]) -> tuple[Co
     local, corpus, hub = _resolve(source, opening.get("path"))
     shard, split = Shard(*opening.get("shard", (0, 1))), opening.get("split") or (corpus.split if corpus else None)
     columns = usable_columns if corpus is None else corpus.usable_columns
+    file = opening.get("file") or (corpus.file if corpus else None)
+    if local is None and file is not None and "://" in file:
+        local = downloaded(file)
     if local is not None:
         skip = opening.get("skip_broken", False)
         return corpus, local_rows(local, shard, split=split, columns=columns, skip_broken=skip, skipped=skipped)
     if corpus is not None and corpus.rows is not None:
         made = corpus.rows(split or corpus.split)
         return corpus, (row for row in made if row.number % shard.count == shard.index)
+    assert hub is not None
     return corpus, hub_rows(
         hub,
         shard,
         config=opening.get("config") or (corpus.config if corpus else None),
         split=split or "train",
         revision=opening.get("revision") or (corpus.revision if corpus else None),
-        file=opening.get("file") or (corpus.file if corpus else None),
+        file=file,
         streaming=opening.get("streaming", False),
         columns=columns,
         missing=f"no such local file or folder: {source}.{_nearest(source)}" if corpus is None else "",

@@ -75,7 +75,7 @@ REFUSED: dict[str, tuple[Callable[[], Any], tuple[str, ...]]] = {
     "no-stand-in": (lambda: source("piqa", path="gone.jsonl"), ("gone.jsonl",)),
     "no-suffix-known": (lambda: source("a.csv"), ("a.csv", ".parquet")),
     "nothing-in-folder": (lambda: source("folder"), ("README.md", ".parquet")),
-    "no-builder": (lambda: source("spec-bench", file="https://example.org/a.csv"), ("a.csv", ".jsonl")),
+    "no-address": (lambda: source("spec-bench", file="http://127.0.0.1:9/a.jsonl"), ("127.0.0.1:9/a.jsonl", "path")),
     "no-shard": (lambda: Shard(2, 2), ("2 of 2",)),
     "no-group": (lambda: list(read_prompts("spec-bench", groups=["mt-bench"])), ("mt-bench", "mt_bench", "rag")),
     "no-group-there": (lambda: list(read_prompts("questions.jsonl", groups=["maths"])), ("maths", "'math'", "'qa'")),

@@ -5,7 +5,10 @@ from __future__ import annotations
 import json
 from collections import Counter
 from contextlib import suppress
+from functools import partial
+from http.server import SimpleHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
+from threading import Thread
 from typing import Any
 
 import pytest
@@ -14,6 +17,7 @@ from draftsmith.data.conversations import CorpusReport, Turn
 from draftsmith.data.sources.files import Row
 from draftsmith.data.sources.reading import open_dialogues, read_conversations, read_prompts
 from draftsmith.data.sources.registry import CORPORA
+from huggingface_hub import constants
 
 CHAT = {"conversations": [{"from": "human", "value": "hello"}, {"from": "gpt", "value": "hi"}]}
 
@@ -150,7 +154,7 @@ def test_the_hub_is_read_in_shards(hub: tuple[Any, list[dict[str, Any]]], stream
 def test_the_hub_gets_what_the_registry_or_the_user_says(hub: tuple[list[dict[str, Any]], Any]) -> None:
     asked, _ = hub
     list(open_dialogues("someone/chats", config="c", split="test", revision="abc", file="x.json"))
-    for name, split in (("piqa", None), ("lmsys/lmsys-chat-1m", "train[:10]"), ("spec-bench", None)):
+    for name, split in (("piqa", None), ("lmsys/lmsys-chat-1m", "train[:10]")):
         with suppress(ValueError):  # the rows are of another form
             list(open_dialogues(name, split=split))
     nothing = {"config": None, "split": "train", "revision": None, "data_files": None}
@@ -158,7 +162,6 @@ def test_the_hub_gets_what_the_registry_or_the_user_says(hub: tuple[list[dict[st
         {"name": "someone/chats", "config": "c", "split": "test", "revision": "abc", "data_files": "x.json"},
         {**nothing, "name": "ybisk/piqa", "split": "validation", "revision": "refs/convert/parquet"},
         {**nothing, "name": "lmsys/lmsys-chat-1m", "split": "train[:10]"},
-        {**nothing, "name": "json", "data_files": CORPORA["spec-bench"].file},
     ]
 
 
@@ -173,16 +176,20 @@ def test_an_unreachable_hub_is_one_error_with_its_cause(monkeypatch: pytest.Monk
         next(read_conversations("someone/chats"))
 
 
-@pytest.mark.parametrize("streaming", [False, True])
-def test_a_file_with_an_address_is_read_from_there(
-    streaming: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    datasets = pytest.importorskip("datasets")
-    monkeypatch.setattr(datasets.config, "HF_DATASETS_CACHE", str(tmp_path / "cache"))
+def test_a_file_with_an_address_is_fetched_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(constants, "HF_HOME", str(tmp_path / "cache"))
+    monkeypatch.setattr(constants, "HF_HUB_OFFLINE", False)
     rows = [{"question_id": i, "category": "math", "turns": [str(i)], "reference": [str(i)]} for i in range(5)]
-    file = Path(jsonl(tmp_path / "question.jsonl", *rows)).as_uri()
-    (prompt,) = read_prompts("spec-bench", file=file, streaming=streaming, shard=(3, 4))
-    assert (prompt.turns[0].text, prompt.category, prompt.references) == ("3", "mt_bench", ("3",))
+    (tmp_path / "www").mkdir()
+    jsonl(tmp_path / "www" / "question.jsonl", *rows)
+    served = ThreadingHTTPServer(("127.0.0.1", 0), partial(SimpleHTTPRequestHandler, directory=str(tmp_path / "www")))
+    Thread(target=served.serve_forever, daemon=True).start()
+    file = f"http://127.0.0.1:{served.server_address[1]}/question.jsonl"
+    for _ in range(2):
+        (prompt,) = read_prompts("spec-bench", file=file, shard=(3, 4))
+        assert (prompt.turns[0].text, prompt.category, prompt.references) == ("3", "mt_bench", ("3",))
+        served.shutdown()
+        served.server_close()
 
 
 @pytest.mark.shared
