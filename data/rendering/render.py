@@ -23,8 +23,10 @@ _BATCH_CHARACTERS = 1 << 19  # enough for all cores, and little beside a model
 _BATCHES_AHEAD = 3
 _THREADS = 2  # the end of one batch keeps a single core busy
 _REMEMBERED_SYSTEMS = 1 << 10
+_SPLITS_TRIED = 4
 _NO_IDS = np.empty(0, dtype=np.int32)
 _LEAST_SPACE = 16  # tokens that question and answer need of a block
+_PROBES = ("a", " a", "\na", "1", ".", "é", "中", "")  # messages that could join with what stands before them
 
 
 @dataclass(slots=True)
@@ -203,7 +205,7 @@ class Layout:
         specials = sorted(special_strings(tokenizer), key=len, reverse=True)
         self._special = re.compile("|".join(map(re.escape, specials)) or r"(?!)")
         self.bos = _array([] if template.writes_bos else encoder.bos)
-        self.start = self.lead(template.start)
+        self.start = self._split_long(self.lead(template.start))
         self._leads: dict[str | None, _Lead] = {None: self.start}
         self.behind_question, rest = self._head(template.middle)
         self.answer = self._constant(rest)
@@ -280,7 +282,7 @@ class Layout:
             lead = self.lead(before)
             found = self._special.search(behind)
             if found is None:  # one text with the question
-                lead = _Lead(lead.ids, lead.tail + system + behind, lead.after)
+                lead = self._split_long(_Lead(lead.ids, lead.tail + system + behind, lead.after))
             else:
                 ids = _array(self.encoder.one(lead.tail + system + behind[: found.start()], lead.after))
                 rest = self.lead(behind[found.start() :])
@@ -295,9 +297,11 @@ class Layout:
         lead = self.first_lead(parts.system)
         return len(self.encoder.one(lead.tail.rstrip(" "), lead.after))
 
-    def first_ids(self, parts: _Parts, number: int) -> np.ndarray:
+    def first_ids(self, parts: _Parts, number: int, question_ids: np.ndarray) -> np.ndarray:
         """Ids of a question that begins a document after a split."""
         lead = self.first_lead(parts.system)
+        if (lead.tail, lead.after) == (self.next.tail, self.next.after):
+            return question_ids
         return self.encoder.encode([lead.tail + parts.questions[number] + self.behind_question], [lead.after])[0]
 
     def _filled(self, text: str) -> str:
@@ -332,13 +336,29 @@ class Layout:
             return _Lead(_NO_IDS, text, after)
         return _Lead(_array(self.encoder.template(text[: ends[-1]], before)), text[ends[-1] :], After.SPECIAL)
 
+    def _split_long(self, lead: _Lead) -> _Lead:
+        """A lead with a shorter tail: its beginning is tokenised once for all questions, where that changes nothing."""
+        for found in list(re.finditer(r"(?<=\S) (?=\S)", lead.tail))[: -_SPLITS_TRIED - 1 : -1]:
+            head, tail = lead.tail[: found.start()], lead.tail[found.end() :]
+            ids = self.encoder.one(head, lead.after)
+            shorter = _Lead(np.concatenate([lead.ids, _array(ids)]), tail, After.SPACE)
+            if self._probed(lead) == [ids + rest for rest in self._probed(shorter)]:
+                return shorter
+        return lead
+
     def _next(self, closing: str) -> _Lead:
         """The lead of later questions, which follows `after`."""
         after = self._filled(self.template.after)
         lead = self.lead(after + self.template.next, After.SPECIAL, closing)
         if np.array_equal(lead.ids[: len(self.after)], self.after) and (len(lead.ids) or not after):
-            return _Lead(lead.ids[len(self.after) :], lead.tail, lead.after)
-        return self.lead(self.template.next, After.TEXT)
+            lead = _Lead(lead.ids[len(self.after) :], lead.tail, lead.after)
+        else:
+            lead = self.lead(self.template.next, After.TEXT)
+        as_first = _Lead(lead.ids, lead.tail, self.start.after)
+        return as_first if lead.tail == self.start.tail and self._probed(lead) == self._probed(as_first) else lead
+
+    def _probed(self, lead: _Lead) -> list[list[int]]:
+        return [self.encoder.one(lead.tail + probe, lead.after) for probe in _PROBES]
 
 
 def _array(ids: list[int]) -> np.ndarray:
@@ -418,7 +438,7 @@ def _split(layout: Layout, parts: _Parts, texts: list[np.ndarray], max_tokens: i
             yield document.finished(limit)
         document = _Document(layout, parts, number)
         if number:
-            question = layout.first_ids(parts, number)
+            question = layout.first_ids(parts, number, question)
         fits = document.add(_NO_IDS, question, answer, limit) or document.add_cut(question, answer, limit)
         if not fits:
             yield document.finished(limit)
