@@ -20,26 +20,14 @@ from draftsmith.train.tasks.medusa2 import Medusa2, Medusa2Task
 from draftsmith.train.tasks.on_policy import OnPolicy
 from draftsmith.train.teachers.teacher import ModelTeacher
 from draftsmith.train.teachers.top_k_cache import CacheSource
-from transformers import (
-    AutoConfig,
-    AutoModelForSeq2SeqLM,
-    BloomConfig,
-    BloomForCausalLM,
-    Lfm2Config,
-    Lfm2ForCausalLM,
-)
+from transformers import AutoConfig, AutoModelForSeq2SeqLM, BloomConfig, BloomForCausalLM, Lfm2Config, Lfm2ForCausalLM
 
 WEIGHTS: list[tuple[Any, str]] = [
-    ({"forward-kl": -0.5}, r"-0\.5"),
-    ({"forward-kl": 0.0}, "forward-kl"),
-    ({"forward-kl": float("nan")}, "nan"),
-    ({"forward-kl": [1.0]}, r"\[1\.0\]"),
-    ({"forward-kl": [1.0, 2.0, 1.5]}, r"1\.5"),
-    ({"forward-kl": "1.0"}, r"'1\.0'"),
-    ({"forward-kl": [0.0, 1.0], "cross-entropy": [0.0, 1.0, 0.5]}, "start"),
-    ({"forward-kl": [1.0, 0.0], "cross-entropy": [1.0, 0.0, 0.5]}, "end"),
-    ({"foward-kl": 1.0}, "'forward-kl'"),
-]
+    ({"forward-kl": -0.5}, r"-0\.5"), ({"forward-kl": 0.0}, "forward-kl"), ({"forward-kl": float("nan")}, "nan"),
+    ({"forward-kl": [1.0]}, r"\[1\.0\]"), ({"forward-kl": [1.0, 2.0, 1.5]}, r"1\.5"),
+    ({"forward-kl": "1.0"}, r"'1\.0'"), ({"forward-kl": [0.0, 1.0], "cross-entropy": [0.0, 1.0, 0.5]}, "start"),
+    ({"forward-kl": [1.0, 0.0], "cross-entropy": [1.0, 0.0, 0.5]}, "end"), ({"foward-kl": 1.0}, "'forward-kl'"),
+]  # fmt: skip
 
 
 @pytest.mark.parametrize(("weights", "named"), WEIGHTS, ids=str)
@@ -117,10 +105,7 @@ TASKS: dict[str, tuple[Callable[[Any, Any], Any], str]] = {
     "adapted projection": (lambda w, m: Medusa2Task(adapted(m), heads_of(), None, Medusa2()), "projection"),
     "no adapters": (lambda w, m: Medusa2Task(m.requires_grad_(False), heads_of(), None, Medusa2()), "adapters"),
     "states": (lambda w, m: PackedForward(m, "befor-norm"), "'befor-norm'.*before-norm"),
-    "global batch": (
-        lambda w, m: fit(w.SignallingTask(m, None), w.make_data(), w.make_config(micro_batch=3), ""),
-        "8.*3",
-    ),
+    "global batch": (lambda w, m: fit(DrafterTask(m, None), w.make_data(), w.make_config(micro_batch=3), ""), "8.*3"),
 }
 
 

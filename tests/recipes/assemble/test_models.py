@@ -21,12 +21,7 @@ from draftsmith.recipes.assemble.models import TrainableModel, build_model, chec
 from draftsmith.recipes.schema.training import ModelSection
 from draftsmith.train.forward.packed import make_forward
 from draftsmith.train.losses.drafter import shifted_labels
-from transformers import (
-    AutoConfig,
-    AutoModelForCausalLM,
-    AutoModelForSeq2SeqLM,
-    PreTrainedModel,
-)
+from transformers import AutoConfig, AutoModelForCausalLM, AutoModelForSeq2SeqLM, PreTrainedModel
 
 COMMON = {"vocab_size": 40, "hidden_size": 16, "num_hidden_layers": 4, "num_attention_heads": 2}
 LLAMA = COMMON | {"intermediate_size": 24, "num_key_value_heads": 1, "head_dim": 8, "tie_word_embeddings": False}
@@ -195,10 +190,7 @@ def test_frozen_embeddings_stay(family: str, recompute: bool, saved: Any) -> Non
     assert trainable.shapes()["trained_parameters"] < trainable.shapes()["parameters"]
 
 
-@pytest.mark.parametrize(
-    ("family", "recompute"),
-    [("llama", False), ("gpt_neox", True), ("gpt2", False), ("t5", True)],
-)
+@pytest.mark.parametrize(("family", "recompute"), [("llama", False), ("gpt_neox", True), ("gpt2", False), ("t5", True)])
 @pytest.mark.parametrize("export", ["merged", "adapter"])
 def test_files_of_lora_give_the_model_that_was_trained(
     family: str, export: str, recompute: bool, saved: Any, tmp_path: Path

@@ -12,13 +12,7 @@ import yaml
 from draftsmith.recipes.commands.evaluation.recipe import evaluation_or_paper, paper_recipe
 from draftsmith.recipes.commands.quickstart import resolve
 from draftsmith.recipes.schema.evaluation import QuickstartRecipe
-from draftsmith.recipes.schema.loading import (
-    dump_recipe,
-    load_recipe,
-    load_training,
-    read_extended,
-    shipped_recipes,
-)
+from draftsmith.recipes.schema.loading import dump_recipe, load_recipe, load_training, read_extended, shipped_recipes
 from draftsmith.recipes.schema.training import DrafterRecipe
 
 RECIPE = """
@@ -29,14 +23,10 @@ data: {<<: {limit: 7}, source: rows.json}
 train: {learning_rate: 1e-3, steps: 5, betas: [0.9, 0.95]}
 """
 LOADERS: dict[str, Callable[[str], Any]] = {
-    "drafter": load_training,
-    "heads": load_training,
-    "table": load_training,
-    "evaluate": lambda name: evaluation_or_paper(name, [], {}, None),
-    "paper": paper_recipe,
-    "regenerate": partial(load_recipe, kinds=["regenerate"]),
-    "quickstart": partial(load_recipe, kinds=["quickstart"]),
-}
+    "drafter": load_training, "heads": load_training, "table": load_training,
+    "evaluate": lambda name: evaluation_or_paper(name, [], {}, None), "paper": paper_recipe,
+    "regenerate": partial(load_recipe, kinds=["regenerate"]), "quickstart": partial(load_recipe, kinds=["quickstart"]),
+}  # fmt: skip
 
 
 @pytest.fixture

@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 import yaml
-from draftsmith.recipes.schema.loading import find_recipe, load_recipe, read_extended
+from draftsmith.recipes.schema.loading import load_recipe, read_extended
 
 DATA = {"source": "rows.json"}
 RECIPES: dict[str, dict[str, Any]] = {
@@ -102,11 +102,6 @@ def test_file_is_refused(content: bytes, parts: list[str], tmp_path: Path) -> No
     (tmp_path / "recipe.yaml").write_bytes(content)
     with pytest.raises(ValueError, match=holding(parts)):
         load_recipe(str(tmp_path / "recipe.yaml"))
-
-
-def test_name_is_refused_with_the_nearest() -> None:
-    with pytest.raises(ValueError, match=holding(["quikstart", "'quickstart'"])):
-        find_recipe("quikstart")
 
 
 def test_recipes_that_extend_each_other_are_refused(tmp_path: Path) -> None:

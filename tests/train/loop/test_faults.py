@@ -14,7 +14,6 @@ import torch
 from draftsmith.train.loop.fit import TrainingError, fit
 
 Logged = Callable[..., list[Any]]
-SPECIALS = ("<|endoftext|>", "<|im_start|>", "<|im_end|>")
 
 
 def poisoned(worker: ModuleType, at: set[int], what: str, size: float = math.inf) -> Any:

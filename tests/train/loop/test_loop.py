@@ -118,13 +118,9 @@ def test_a_changed_setting_is_refused(worker: ModuleType, tmp_path: Path):
     run(worker, tmp_path, steps=2)
     with pytest.raises(ValueError, match=r"learning_rate.*0\.01.*0\.02"):
         run(worker, tmp_path, steps=2, learning_rate=0.02)
+    task = worker.SignallingTask(worker.make_model(), None)
     with pytest.raises(ValueError, match="data"):
-        fit(
-            worker.SignallingTask(worker.make_model(), None),
-            worker.make_data(seed=5),
-            worker.make_config(steps=2),
-            tmp_path,
-        )
+        fit(task, worker.make_data(seed=5), worker.make_config(steps=2), tmp_path)
     run(worker, tmp_path, steps=2, micro_batch=2, log_every=5)  # these change no result
 
 
@@ -160,11 +156,8 @@ def test_schedules(worker: ModuleType, tmp_path: Path, logged: Logged, schedule:
 
 def test_bf16_and_gradient_checkpointing_and_tied_embeddings(worker: ModuleType, tmp_path: Path, logged: Logged):
     data, results = worker.make_data(), {}
-    for name, overrides in {
-        "plain": {},
-        "checkpointed": {"gradient_checkpointing": True},
-        "bf16": {"precision": "bf16"},
-    }.items():
+    ways = {"plain": {}, "checkpointed": {"gradient_checkpointing": True}, "bf16": {"precision": "bf16"}}
+    for name, overrides in ways.items():
         model = worker.make_model(tie_word_embeddings=True, attention_dropout=0.0)
         fit(worker.SignallingTask(model, None), data, worker.make_config(**overrides), tmp_path / name)
         assert model.lm_head.weight is model.model.embed_tokens.weight

@@ -222,17 +222,14 @@ def test_the_weight_may_be_gone_before_the_backward_pass():
 class Watch(TorchDispatchMode):
     """The largest number of elements that any operation returned."""
 
-    def __init__(self) -> None:
-        super().__init__()
-        self.largest = 0
+    largest = 0
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         result = func(*args, **(kwargs or {}))
         for value in result if isinstance(result, list | tuple) else [result]:
             if isinstance(value, Tensor):
-                self.largest = max(
-                    self.largest, value.numel(), value.untyped_storage().nbytes() // value.element_size()
-                )
+                stored = value.untyped_storage().nbytes() // value.element_size()
+                self.largest = max(self.largest, value.numel(), stored)
         return result
 
 
@@ -307,13 +304,7 @@ def test_head_k_is_trained_on_the_token_k_plus_2_ahead():
     assert shifted_labels(labels, documents, 1).tolist() == [[11, 12, none, 14, none, 21, 22, none]]
     assert head_labels(labels, documents, 3).tolist() == [
         [
-            [12, none, 14],
-            [none, 14, none],
-            [14, none, none],
-            [none, none, none],
-            [none, none, none],
-            [22, none, none],
-            [none, none, none],
-            [none, none, none],
+            [12, none, 14], [none, 14, none], [14, none, none], [none, none, none], [none, none, none],
+            [22, none, none], [none, none, none], [none, none, none],
         ]
-    ]
+    ]  # fmt: skip

@@ -7,14 +7,7 @@ from collections.abc import Callable
 
 import pytest
 import torch
-from draftsmith.train.losses.objectives import (
-    LK_DECAY,
-    LOG_FLOOR,
-    OBJECTIVES,
-    Ramp,
-    parse_weights,
-    weights_at,
-)
+from draftsmith.train.losses.objectives import LK_DECAY, LOG_FLOOR, OBJECTIVES, Ramp, parse_weights, weights_at
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor
@@ -134,11 +127,8 @@ def test_one_possible_token_makes_lk_alpha_and_forward_kl_cross_entropy():
 
 def test_ramps():
     ramps = parse_weights({"cross-entropy": 1, "forward-kl": [1.0, 0.0], "lk-lambda": [0, 2.0, 0.25]})
-    assert ramps == {
-        "cross-entropy": Ramp(1.0, 1.0),
-        "forward-kl": Ramp(1.0, 0.0, 1.0),
-        "lk-lambda": Ramp(0.0, 2.0, 0.25),
-    }
+    wanted = {"cross-entropy": Ramp(1.0, 1.0), "forward-kl": Ramp(1.0, 0.0, 1.0), "lk-lambda": Ramp(0.0, 2.0, 0.25)}
+    assert ramps == wanted
     assert weights_at(ramps, 0.0) == {"cross-entropy": 1.0, "forward-kl": 1.0}
     assert weights_at(ramps, 0.125) == {"cross-entropy": 1.0, "forward-kl": 0.875, "lk-lambda": 1.0}
     assert weights_at(ramps, 0.6) == {"cross-entropy": 1.0, "forward-kl": 0.4, "lk-lambda": 2.0}

@@ -12,15 +12,7 @@ from draftsmith.checkpoints.heads.files import PredictionHeads
 from draftsmith.data.blocks.packing import Batch
 from draftsmith.train.forward.packed import PackedForward
 from draftsmith.train.plan import probe
-from draftsmith.train.plan.memory import (
-    Demand,
-    Launch,
-    Part,
-    heads_size,
-    model_size,
-    peak,
-    plan_memory,
-)
+from draftsmith.train.plan.memory import Demand, Launch, Part, heads_size, model_size, peak, plan_memory
 from transformers import AutoConfig, AutoModelForCausalLM
 
 FAMILIES: dict[str, dict[str, Any]] = {

@@ -73,12 +73,7 @@ def corpora(draw: st.DrawFn) -> tuple[int, list[list[int]]]:
     return vocab_size, draw(st.lists(st.lists(token, max_size=30), max_size=10))
 
 
-ANY_WAY = given(
-    corpus=corpora(),
-    seed=st.integers(0, 2**32),
-    ranks=st.integers(1, 3),
-    memory=st.sampled_from(TINY),
-)
+ANY_WAY = given(corpus=corpora(), seed=st.integers(0, 2**32), ranks=st.integers(1, 3), memory=st.sampled_from(TINY))
 
 
 @pytest.mark.parametrize("examples", [40, pytest.param(1000, marks=pytest.mark.slow)])

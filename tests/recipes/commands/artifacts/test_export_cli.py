@@ -50,10 +50,7 @@ def test_an_export_lies_beside_the_artifact(run: Run, tiny_pair: Path, tmp_path:
 
 @pytest.mark.parametrize(
     ("arguments", "parts"),
-    [
-        (["{pair}/heads"], ("--to",)),
-        (["{pair}/drafter", "--to", "transformers", "--target", "a//b"], ("a//b",)),
-    ],
+    [(["{pair}/heads"], ("--to",)), (["{pair}/drafter", "--to", "transformers", "--target", "a//b"], ("a//b",))],
 )
 def test_mistakes_are_one_message(
     arguments: list[str], parts: tuple[str, ...], run: Run, tiny_pair: Path, tmp_path: Path

@@ -11,12 +11,7 @@ from typing import Any
 
 import pytest
 import torch
-from draftsmith.checkpoints.artifact.artifact import (
-    load_manifest,
-    model_fingerprint,
-    tokenizer_fingerprint,
-    verify_artifact,
-)
+from draftsmith.checkpoints.artifact.artifact import model_fingerprint, tokenizer_fingerprint, verify_artifact
 from draftsmith.checkpoints.heads.files import HEADS_FILE, PredictionHeads, load_heads
 from draftsmith.data.tokenizers import load_tokenizer
 from draftsmith.recipes.commands.artifacts.import_heads import import_heads
@@ -64,14 +59,9 @@ def test_published_heads_become_an_artifact(target: Path, tmp_path: Path, capsys
     assert manifest.target == {"id": str(target), "fingerprint": model_fingerprint(target)}
     assert manifest.tokenizer_fingerprint == tokenizer_fingerprint(load_tokenizer(str(target)))
     assert manifest.shapes == {
-        "num_heads": 5,
-        "num_layers": 1,
-        "hidden_size": HIDDEN,
-        "vocab_size": VOCAB,
-        "projection_kind": "own",
-        "rank": 0,
-        "states": "after-norm",
-    }
+        "num_heads": 5, "num_layers": 1, "hidden_size": HIDDEN, "vocab_size": VOCAB, "projection_kind": "own",
+        "rank": 0, "states": "after-norm",
+    }  # fmt: skip
     assert manifest.training == {"imported_from": source, "imported_file": "medusa_lm_head.pt"}
     written = load_file(tmp_path / "heads" / HEADS_FILE)
     assert set(written) == set(state)
@@ -104,13 +94,13 @@ def test_heads_inside_a_whole_model_belong_to_it(
     assert "inside the whole model model.safetensors" in said
     assert "they belong to it, and not to the model that it was made from" in said
     assert "warning" not in said
-    assert load_manifest(tmp_path / "heads").target == {"id": source, "fingerprint": model_fingerprint(Path(source))}
+    assert verify_artifact(tmp_path / "heads").target == {"id": source, "fingerprint": model_fingerprint(Path(source))}
     assert model_fingerprint(Path(source)) not in (None, model_fingerprint(target))
     written = load_file(tmp_path / "heads" / HEADS_FILE)
     assert all(torch.equal(written[name], tensor) for name, tensor in state.items())
     import_heads(source, tmp_path / "other", str(target))
     assert f"warning: --target {target} is not that model" in " ".join(capsys.readouterr().err.split())
-    assert load_manifest(tmp_path / "other").target == {"id": str(target), "fingerprint": model_fingerprint(target)}
+    assert verify_artifact(tmp_path / "other").target == {"id": str(target), "fingerprint": model_fingerprint(target)}
 
 
 @pytest.mark.parametrize("case", ["hidden_size", "vocab_size", "no target", "states", "no model"])

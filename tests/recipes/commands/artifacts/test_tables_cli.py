@@ -9,10 +9,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from draftsmith.checkpoints.artifact.artifact import (
-    load_manifest,
-    verify_artifact,
-)
+from draftsmith.checkpoints.artifact.artifact import load_manifest, verify_artifact
 from draftsmith.checkpoints.table.table import TABLE_FILE, BigramTable
 from draftsmith.data.tokenizers import load_tokenizer, train_bpe
 from draftsmith.recipes.commands.artifacts.tables import prune_table
@@ -32,22 +29,15 @@ def tables(corpus: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
     tokenizer of as many tokens."""
     folder = tmp_path_factory.mktemp("tables")
     rows = json.loads((corpus / "rows.json").read_text())
-    other = train_bpe(
-        ["".join(chr(97 + n * n % 23) for n in range(k, k + 40)) for k in range(300)],
-        320,
-        ("<|endoftext|>", "<|im_start|>", "<|im_end|>"),
-    )
+    texts = ["".join(chr(97 + n * n % 23) for n in range(k, k + 40)) for k in range(300)]
+    other = train_bpe(texts, 320, ("<|endoftext|>", "<|im_start|>", "<|im_end|>"))
     other.save_pretrained(folder / "tokenizer")
     assert len(other) == 320
     sides: dict[str, tuple[list[Any], dict[str, Any]]] = {
-        "a": (rows[:30], {}),
-        "b": (rows[30:50], {}),
-        "c": (rows[50:], {}),
-        "whole": (rows, {}),
-        "padded": (rows[:30], {"vocab_size": 384}),
-        "answers": (rows[30:50], {"count": {"pairs": "answers"}}),
+        "a": (rows[:30], {}), "b": (rows[30:50], {}), "c": (rows[50:], {}), "whole": (rows, {}),
+        "padded": (rows[:30], {"vocab_size": 384}), "answers": (rows[30:50], {"count": {"pairs": "answers"}}),
         "other": (rows[30:50], {"tokenizer": str(folder / "tokenizer")}),
-    }
+    }  # fmt: skip
     for name, (part, changes) in sides.items():
         source = folder / f"{name}.json"
         source.write_text(json.dumps(part))
@@ -127,11 +117,8 @@ def test_tables_that_share_a_file_are_merged_only_if_asked_to(tables: Path, tmp_
     shutil.copy(tables / "a.json", both / "monday.json")
     shutil.copy(tables / "c.json", both / "tuesday.json")
     recipe = load_manifest(tables / "a").recipe
-    recipe |= {
-        "out": str(tmp_path / "two"),
-        "data": recipe["data"] | {"source": str(both), "clean": {"html": "markdown"}},
-    }
-    run_train(TableRecipe.model_validate(recipe))
+    data = recipe["data"] | {"source": str(both), "clean": {"html": "markdown"}}
+    run_train(TableRecipe.model_validate(recipe | {"out": str(tmp_path / "two"), "data": data}))
     merging = ["table", "merge", tables / "b", tables / "a", tmp_path / "two", "--out", tmp_path / "merged"]
     refused(merging, f"{tables / 'a'} and {tmp_path / 'two'}", "(a.json)", "--again")
 

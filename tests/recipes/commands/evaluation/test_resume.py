@@ -17,11 +17,7 @@ from draftsmith.recipes.schema.evaluation import EvaluateRecipe
 from draftsmith.recipes.schema.loading import load_recipe
 from draftsmith.recipes.schema.results import load_results
 
-METHODS: list[dict[str, Any]] = [
-    {"method": "autoregressive"},
-    {"method": "speculative"},
-    {"method": "prompt-lookup"},
-]
+METHODS: list[dict[str, Any]] = [{"method": "autoregressive"}, {"method": "speculative"}, {"method": "prompt-lookup"}]
 PROMPTS = 12
 
 

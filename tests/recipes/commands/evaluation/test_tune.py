@@ -17,17 +17,10 @@ from draftsmith.data.tokenizers import load_tokenizer
 from draftsmith.decode.engine import Limits
 from draftsmith.decode.evaluation.measure import decode
 from draftsmith.decode.evaluation.metrics import total
+from draftsmith.decode.evaluation.replay import tuning
 from draftsmith.decode.evaluation.replay.costs import CostModel, Curve, Overhead
 from draftsmith.decode.evaluation.replay.recording import record, sample_texts
 from draftsmith.decode.evaluation.replay.replay import predict
-from draftsmith.decode.evaluation.replay.tuning import (
-    Space,
-    best_head_trees,
-    k_configurations,
-    settings_of,
-    tree_text,
-    tune_method,
-)
 from draftsmith.decode.methods import Parts, build_method
 from draftsmith.decode.models.loading import wrap_model
 from draftsmith.decode.tree import parse_tree
@@ -38,17 +31,14 @@ from draftsmith.recipes.schema.loading import load_recipe
 from transformers import T5Config, T5ForConditionalGeneration
 
 COSTS = CostModel(
-    Curve((1, 5, 17, 65), (1.0, 1.1, 1.6, 3.0)),
-    Curve((1, 8), (0.12, 0.16)),
-    heads=0.05,
-    baseline=0.1,
+    Curve((1, 5, 17, 65), (1.0, 1.1, 1.6, 3.0)), Curve((1, 8), (0.12, 0.16)), heads=0.05, baseline=0.1,
     default=Overhead(0.1, 0.005),
-)
-SPACE = Space(nodes=24, gamma=8, depth=4, candidates=4, head_candidates=8)
+)  # fmt: skip
+SPACE = tuning.Space(nodes=24, gamma=8, depth=4, candidates=4, head_candidates=8)
 
 
 def test_k_configurations_never_widen_and_keep_to_the_budget() -> None:
-    found = set(k_configurations(24, 4, (1, 2, 3, 4)))
+    found = set(tuning.k_configurations(24, 4, (1, 2, 3, 4)))
     for depth in range(1, 5):
         for branching in itertools.product((1, 2, 3, 4), repeat=depth):
             nodes = 1 + sum(int(np.prod(branching[: level + 1])) for level in range(depth))
@@ -72,9 +62,9 @@ def test_the_choice_is_the_best_of_a_decoded_sweep(tiny: tuple[Any, Parts, list[
     target, parts, prompts = tiny
     limits, sampling = Limits(24), Sampling()
     recording = record(target, parts, prompts, sample_texts(target, prompts, limits, sampling), sampling)
-    choices = tune_method(recording, parts, COSTS, name, space=SPACE)
+    choices = tuning.tune_method(recording, parts, COSTS, name, space=SPACE)
     speeds = {}
-    for options in settings_of(name, recording, parts, SPACE):
+    for options in tuning.settings_of(name, recording, parts, SPACE):
         method = build_method(name, parts, sampling, **options)
         counts = total(decode(target, method, sampling, 0, prompt, limits).tally for prompt in prompts)
         nodes = counts.nodes / counts.steps
@@ -93,20 +83,20 @@ def test_no_other_head_tree_accepts_more(tiny: tuple[Any, Parts, list[list[int]]
     sampling = Sampling()
     texts = sample_texts(target, prompts, Limits(24), sampling)
     recording = record(target, parts, prompts, texts, sampling, head_candidates=12)
-    trees = best_head_trees(recording, [3, 6])
+    trees = tuning.best_head_trees(recording, [3, 6])
     assert [len(trees[size]) for size in (3, 6)] == [3, 6]
     for paths in trees.values():
-        parsed, _ = parse_tree(tree_text(paths))
+        parsed, _ = parse_tree(tuning.tree_text(paths))
         assert parsed.nodes == 1 + len(paths)  # prefixes are there already
         assert all(path[:-1] in paths for path in paths if len(path) > 1)
-    found = predict(recording, parts, "medusa", {"tree": tree_text(trees[3])})
+    found = predict(recording, parts, "medusa", {"tree": tuning.tree_text(trees[3])})
     assert found is not None
     singles = [(rank,) for rank in range(12)]
     every = [*singles, *itertools.product(range(12), repeat=2)]
     best = 0.0
     for paths in itertools.combinations(every, 3):
         if all(path[:-1] in paths for path in paths if len(path) > 1) and paths[0] <= (2,):
-            other = predict(recording, parts, "medusa", {"tree": tree_text(list(paths))})
+            other = predict(recording, parts, "medusa", {"tree": tuning.tree_text(list(paths))})
             assert other is not None
             best = max(best, other.tokens_per_step)
     assert found.tokens_per_step >= 0.99 * best
@@ -123,7 +113,7 @@ def recipe(evaluation: dict[str, Any], tmp_path: Path) -> Path:
 
 
 def test_tune_writes_what_it_found_and_can_be_evaluated(recipe: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    space = Space(nodes=8, gamma=3, depth=2, candidates=2, thresholds=(0.1, 0.5))
+    space = tuning.Space(nodes=8, gamma=3, depth=2, candidates=2, thresholds=(0.1, 0.5))
     results = run_tune(load_recipe(str(recipe)), space)  # type: ignore[arg-type]
     folder = recipe.parent / "results.tune"
     assert json.loads((folder / "tune.json").read_text()) == json.loads(json.dumps(results))
@@ -165,7 +155,7 @@ def test_methods_without_a_setting_are_named_with_the_reason(
     values |= {"heads": str(tiny_pair / "heads"), "prompts": str(tiny_pair / "corpus" / "heldout.jsonl"), "limit": 2}
     plain = [{"method": "autoregressive"}, {"method": "autoregressive", "temperature": 0.7}]
     asked = EvaluateRecipe.model_validate(values | {"methods": [*plain, *(row for row, _ in rows)]})
-    results = run_tune(asked, Space(nodes=1, gamma=1, depth=1, candidates=1, head_candidates=1))
+    results = run_tune(asked, tuning.Space(nodes=1, gamma=1, depth=1, candidates=1, head_candidates=1))
     assert results["methods"] == results["tried"] == {}
     reasons = {each["method"].partition(" ")[0]: each["why"] for each in results["left_out"]}
     assert len(results["left_out"]) == len(reasons) == len(rows)
@@ -186,7 +176,7 @@ def test_all_that_can_be_tuned_of_an_encoder_decoder_is(recipe: Path) -> None:
         model.save_pretrained(recipe.parent / name)
     changes = ["methods=[{method: autoregressive}]", "limit=2", "max_new_tokens=6"]
     lossy: dict[str, Any] = dict.fromkeys(("fallbacks", "rollbacks", "tolerances", "thresholds"), (0.4,))
-    space = Space(nodes=4, gamma=2, depth=1, candidates=2, **lossy)
+    space = tuning.Space(nodes=4, gamma=2, depth=1, candidates=2, **lossy)
     results = run_tune(load_recipe(str(recipe), changes), space)  # type: ignore[arg-type]
     assert set(results["methods"]) == {
         *("speculative", "multi-candidate", "adaptive", "prompt-lookup", "bild", "relaxed-opt", "mjsd")

@@ -100,8 +100,7 @@ FIRST = {(shipped(name).paper, shipped(name).experiment): name for name in rever
 
 
 @pytest.mark.parametrize(
-    "name",
-    [pytest.param(name, marks=[] if name in FIRST.values() else pytest.mark.slow) for name in NAMES],
+    "name", [pytest.param(name, marks=[] if name in FIRST.values() else pytest.mark.slow) for name in NAMES]
 )
 def test_each_shipped_recipe_runs_on_the_pair(name: str, tiny_pair: Path, tmp_path: Path) -> None:
     recipe = smallest(shipped(name))
