@@ -12,16 +12,8 @@ from transformers import PreTrainedTokenizerFast
 
 SPECIALS = ("<|endoftext|>", "<|im_start|>", "<|im_end|>")
 MERGES = [
-    ("▁", "▁"),
-    ("▁", "t"),
-    ("▁t", "h"),
-    ("▁th", "e"),
-    ("▁", "U"),
-    ("▁U", "S"),
-    ("▁", "A"),
-    ("h", "e"),
-    ("l", "l"),
-]
+    ("▁", "▁"), ("▁", "t"), ("▁t", "h"), ("▁th", "e"), ("▁", "U"), ("▁U", "S"), ("▁", "A"), ("h", "e"), ("l", "l"),
+]  # fmt: skip
 
 
 def sentencepiece_like(style: str) -> PreTrainedTokenizerFast:
@@ -53,6 +45,12 @@ def tokenizer(request: pytest.FixtureRequest) -> Any:
         text = ["The user asks and the assistant answers. USER: the ASSISTANT: hello there\nuser assistant system"]
         return train_bpe(text, 300, SPECIALS)
     return sentencepiece_like(request.param)
+
+
+@pytest.fixture(scope="session")
+def bpe() -> Any:
+    text = "The user asks and the assistant answers.\nuser assistant system question answer number 0123456789"
+    return train_bpe([text], 300, SPECIALS)
 
 
 @pytest.fixture(scope="session")

@@ -6,12 +6,7 @@ import json
 from pathlib import Path
 from typing import Any
 
-from draftsmith.data.conversations import (
-    Conversation,
-    CorpusReport,
-    Turn,
-    write_conversations,
-)
+from draftsmith.data.conversations import Conversation, CorpusReport, Turn, write_conversations
 from draftsmith.data.sources.reading import open_dialogues, read_conversations
 
 

@@ -12,16 +12,7 @@ from typing import Any
 
 import pytest
 from draftsmith.data.conversations import Conversation, Turn
-from draftsmith.data.regeneration import (
-    Answer,
-    Answerer,
-    Failure,
-    Question,
-    RegenerationReport,
-    Store,
-    keyed,
-    regenerate,
-)
+from draftsmith.data.regeneration import Answer, Failure, Question, RegenerationReport, Store, keyed, regenerate
 from draftsmith.data.sources.reading import read_conversations
 
 Outcome = Answer | Failure | None
@@ -35,13 +26,6 @@ def conversation(name: str, *questions: str, system: str | None = None) -> Conve
     return Conversation(name, tuple(turns))
 
 
-def one_by_one(answer: Callable[[Question], Outcome]) -> Answerer:
-    async def answers(questions: Sequence[Question]) -> list[Outcome]:
-        return [answer(question) for question in questions]
-
-    return answers
-
-
 def echo(question: Question) -> Answer:
     """Says what it was asked, and in which context."""
     return Answer(" / ".join(turn.text for turn in question.turns))
@@ -50,8 +34,11 @@ def echo(question: Question) -> Answer:
 def run(
     path: Path, conversations: Sequence[Conversation], answer: Callable[[Question], Outcome] = echo, **options: Any
 ) -> RegenerationReport:
+    async def answers(questions: Sequence[Question]) -> list[Outcome]:
+        return [answer(question) for question in questions]
+
     with Store(path, SETTINGS) as store:
-        return asyncio.run(regenerate(conversations, store, one_by_one(answer), **options))
+        return asyncio.run(regenerate(conversations, store, answers, **options))
 
 
 def rows(path: Path) -> list[dict[str, Any]]:

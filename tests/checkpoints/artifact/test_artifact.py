@@ -11,16 +11,9 @@ from typing import Any
 
 import pytest
 import torch
-from draftsmith.checkpoints.artifact.artifact import (
-    MANIFEST_FILE,
-    Manifest,
-    load_manifest,
-    model_fingerprint,
-    save_artifact,
-    to_json_safe,
-    tokenizer_fingerprint,
-    verify_artifact,
-)
+from draftsmith.checkpoints.artifact.artifact import load_manifest, save_artifact, verify_artifact
+from draftsmith.checkpoints.artifact.fingerprints import model_fingerprint, tokenizer_fingerprint
+from draftsmith.checkpoints.artifact.manifest import Manifest, to_json_safe
 from tokenizers import Tokenizer, models
 from transformers import LlamaForCausalLM, PreTrainedTokenizerFast
 
@@ -32,16 +25,11 @@ def save(out: Path, content: str = "weights", **overrides: Any) -> Manifest:
         (folder / "deep" / "b.bin").write_text(content * 2)
 
     settings: dict[str, Any] = {
-        "kind": "table",
-        "write": write,
-        "vocab_size": 64,
-        "tokenizer_fingerprint": "ab" * 32,
-        "target": {"id": "some/model", "revision": "1234", "fingerprint": "cd"},
-        "shapes": {"entries": 3},
+        "kind": "table", "write": write, "vocab_size": 64, "tokenizer_fingerprint": "ab" * 32,
+        "target": {"id": "some/model", "revision": "1234", "fingerprint": "cd"}, "shapes": {"entries": 3},
         "recipe": {"kind": "table", "data": {"block_tokens": 512, "source": Path("x.jsonl")}},
-        "data": {"rows": 2, "sha256": {"tokens": "00"}},
-        "training": {"loss": 1.5, "best": float("nan")},
-    }
+        "data": {"rows": 2, "sha256": {"tokens": "00"}}, "training": {"loss": 1.5, "best": float("nan")},
+    }  # fmt: skip
     return save_artifact(out, **(settings | overrides))
 
 
@@ -61,7 +49,7 @@ def test_what_is_saved_is_loaded_and_verified(tmp_path: Path) -> None:
 
 def test_a_manifest_of_version_1_is_read_as_one_of_today(tmp_path: Path) -> None:
     saved = save(tmp_path / "t", command="draftsmith train x")
-    path = tmp_path / "t" / MANIFEST_FILE
+    path = tmp_path / "t" / "artifact.json"
     old = json.loads(path.read_text())
     for field in ("created", "command", "export"):
         del old[field]

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import os
 import pickle
+import shutil
 import struct
 from collections.abc import Callable
 from pathlib import Path
@@ -20,13 +21,14 @@ from draftsmith.decode.models.loading import load_model
 from transformers import LlamaForCausalLM
 
 VOCAB = 16
+ABOUT: dict[str, Any] = {"vocab_size": VOCAB, "tokenizer_fingerprint": None, "target": None}
 
 
 @pytest.fixture
 def table(tmp_path: Path) -> Path:
     out = tmp_path / "table"
     counted = BigramTable.from_documents([torch.tensor([1, 2, 3, 1, 2]).numpy()], VOCAB)
-    save_artifact(out, kind="table", write=counted.save, vocab_size=VOCAB, tokenizer_fingerprint=None, target=None)
+    save_artifact(out, kind="table", write=counted.save, **ABOUT)
     return out
 
 
@@ -34,8 +36,7 @@ def table(tmp_path: Path) -> Path:
 def heads(tmp_path: Path) -> Path:
     out = tmp_path / "heads"
     module = PredictionHeads(2, 1, 8, VOCAB)
-    about: dict[str, Any] = {"vocab_size": VOCAB, "tokenizer_fingerprint": None, "target": None}
-    save_artifact(out, kind="heads", write=lambda folder: save_heads(module, folder, "target"), **about)
+    save_artifact(out, kind="heads", write=lambda folder: save_heads(module, folder, "target"), **ABOUT)
     return out
 
 
@@ -64,22 +65,11 @@ def test_what_is_no_plain_file_is_named_and_not_opened(table: Path, spoil: Calla
     assert find_faults(table)[1]
 
 
-def hub_snapshot(artifact: Path, cache: Path) -> Path:
-    """An artifact as the hub's cache holds it: links to blobs."""
-    blobs, snapshot = cache / "models--me--it" / "blobs", cache / "models--me--it" / "snapshots" / ("a" * 40)
-    blobs.mkdir(parents=True)
-    for path in artifact.rglob("*"):
-        if path.is_file():
-            link = snapshot / path.relative_to(artifact)
-            blob = blobs / link.name
-            blob.write_bytes(path.read_bytes())
-            link.parent.mkdir(parents=True, exist_ok=True)
-            link.symlink_to(os.path.relpath(blob, link.parent))
-    return snapshot
-
-
 def test_the_links_of_the_hubs_cache_are_taken_and_no_others(table: Path, tmp_path: Path) -> None:
-    snapshot = hub_snapshot(table, tmp_path / "cache")
+    snapshot = tmp_path / "cache" / "models--me--it" / "snapshots" / ("a" * 40)
+    snapshot.mkdir(parents=True)
+    for blob in Path(shutil.copytree(table, snapshot.parents[1] / "blobs")).iterdir():
+        (snapshot / blob.name).symlink_to(f"../../blobs/{blob.name}")
     verify_artifact(snapshot)
     BigramTable.load(snapshot)
     for elsewhere in (table, tmp_path / "cache" / "models--you--it" / "blobs"):
@@ -92,32 +82,17 @@ def test_the_links_of_the_hubs_cache_are_taken_and_no_others(table: Path, tmp_pa
             verify_artifact(snapshot)
 
 
-def header(described: Any) -> bytes:
-    text = json.dumps(described).encode()
-    return struct.pack("<Q", len(text)) + text
+TERABYTES = json.dumps({"unigram": {"dtype": "F32", "shape": [1 << 40], "data_offsets": [0, 1 << 42]}}).encode()
+HOSTILE_TENSORS = [struct.pack("<Q", len(TERABYTES)) + TERABYTES, pickle.dumps({"a": 1})]
 
 
-def tensor(shape: list[int], start: int, end: int) -> dict[str, Any]:
-    return {"dtype": "F32", "shape": shape, "data_offsets": [start, end]}
-
-
-HOSTILE_TENSORS = {
-    "claims terabytes": header({"unigram": tensor([1 << 40], 0, 1 << 42)}),
-    "a pickle": pickle.dumps({"a": 1}),
-}
-
-
-@pytest.mark.parametrize("content", HOSTILE_TENSORS.values(), ids=HOSTILE_TENSORS.keys())
+@pytest.mark.parametrize("content", HOSTILE_TENSORS, ids=["claims terabytes", "a pickle"])
 def test_tensor_files_that_lie_are_refused_by_all_who_read_them(
     table: Path, heads: Path, make_llama: Callable[..., LlamaForCausalLM], tmp_path: Path, content: bytes
 ) -> None:
     make_llama(vocab_size=VOCAB).save_pretrained(tmp_path / "model")
-    for place in (
-        table / "table.safetensors",
-        heads / "medusa_lm_head.safetensors",
-        tmp_path / "model" / "model.safetensors",
-    ):
-        place.write_bytes(content)
+    for folder, name in ((table, "table"), (heads, "medusa_lm_head"), (tmp_path / "model", "model")):
+        (folder / f"{name}.safetensors").write_bytes(content)
     with pytest.raises(ValueError, match=r"table\.safetensors"):
         BigramTable.load(table)
     with pytest.raises(ValueError, match=r"medusa_lm_head\.safetensors"):

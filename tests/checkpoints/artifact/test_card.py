@@ -64,18 +64,13 @@ def make_measured(**changes: Any) -> Measured:
 
 
 def head_of(card: str) -> dict[str, Any]:
-    _, head, _ = card.split("---\n", 2)
-    return yaml.safe_load(head)
-
-
-def body_of(card: str) -> str:
-    return card.split("\n---\n", 1)[1]
+    return yaml.safe_load(card.split("---\n", 2)[1])
 
 
 def rendered(card: str) -> list[Token]:
     """All tokens of the body as a Markdown reader with tables, strikethrough and HTML sees it."""
     reader = MarkdownIt("commonmark", {"html": True}).enable(["table", "strikethrough"])
-    return [token for block in reader.parse(body_of(card)) for token in (block, *(block.children or []))]
+    return [token for block in reader.parse(card.split("\n---\n", 1)[1]) for token in (block, *(block.children or []))]
 
 
 def test_a_card_says_what_is_known() -> None:
@@ -83,14 +78,10 @@ def test_a_card_says_what_is_known() -> None:
     evidence = Evidence("mit", "JackFram/llama-68m", ("anon/ShareGPT",), licences, make_measured())
     card = model_card(make_manifest(), "me/drafts", evidence)
     assert head_of(card) == {
-        "library_name": "transformers",
-        "pipeline_tag": "text-generation",
-        "license": "mit",
-        "base_model": "JackFram/llama-68m",
-        "base_model_relation": "finetune",
-        "datasets": ["anon/ShareGPT"],
+        "library_name": "transformers", "pipeline_tag": "text-generation", "license": "mit",
+        "base_model": "JackFram/llama-68m", "base_model_relation": "finetune", "datasets": ["anon/ShareGPT"],
         "tags": ["speculative-decoding", "draftsmith", "draft-model"],
-    }
+    }  # fmt: skip
     for part in (
         "# me/drafts", "parameters: 68,000,000", "made for: lmsys/vicuna-7b-v1.3", "its revision: abc123", "ef" * 32,
         'drafter="me/drafts"',
@@ -175,14 +166,8 @@ def test_words_of_others_stay_words(hostile: str) -> None:
     """The hostile text in every place that comes from outside leaves the same structure as a harmless one."""
 
     def card(word: str) -> str:
-        data: dict[str, Any] = {
-            "source": {
-                "options": {"source": word, "path": word},
-                "sources": [{"files": {word: word}}],
-                "cleaning": {"contamination": [word]},
-            },
-            word: word,
-        }
+        source = {"options": {"source": word, "path": word}, "sources": [{"files": {word: word}}]}
+        data = {"source": source | {"cleaning": {"contamination": [word]}}, word: word}
         pair = {"texts": [word, word], "count": 1, "expected": 1.0, "r": 1.0}
         manifest = make_manifest(
             kind="table", data=data, target={"id": word, "revision": word}, shapes={word: word}, command=word,
@@ -211,9 +196,8 @@ def test_words_of_others_stay_words(hostile: str) -> None:
 def test_folders_of_a_machine_are_left_out() -> None:
     command = "draftsmith train /home/me/x.yaml data.source=/data/in me/rows.jsonl out=runs/a C:\\Users\\me\\t.txt"
     assert public(command) == "draftsmith train x.yaml data.source=in me/rows.jsonl out=runs/a t.txt"
-    assert (
-        public("https://example.org/a/b/c and hub/id and and/or") == "https://example.org/a/b/c and hub/id and and/or"
-    )
+    shown = "https://example.org/a/b/c and hub/id and and/or"
+    assert public(shown) == shown
     assert text("/home/my name/a b.json") == "a b.json"
     assert text("~/secret/place") == "place"
 

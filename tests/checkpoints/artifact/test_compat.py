@@ -60,25 +60,18 @@ def test_the_template_of_its_own_file_comes_first(tokenizer: PreTrainedTokenizer
     assert config_of(tmp_path)["chat_template"] == "another" == AutoTokenizer.from_pretrained(tmp_path).chat_template
 
 
-SCALED = {"rope_type": "linear", "factor": 2.0, "rope_theta": 5e5}
+PLAIN = {"rope_type": "default", "rope_theta": 5e5}
+SCALED = {"rope_type": "linear", "factor": 2.0}
+PARTIAL = {"rope_type": "default", "rope_theta": 2e4, "partial_rotary_factor": 0.5}
 
 
 @pytest.mark.parametrize(
     ("config", "found"),
     [
-        (LlamaConfig(rope_parameters={"rope_type": "default", "rope_theta": 5e5}), {"rope_theta": 5e5}),
-        (
-            LlamaConfig(rope_parameters=SCALED),
-            {"rope_theta": 5e5, "rope_scaling": {"rope_type": "linear", "factor": 2.0}},
-        ),
-        (
-            GPTNeoXConfig(rope_parameters={"rope_type": "default", "rope_theta": 2e4, "partial_rotary_factor": 0.5}),
-            {"rotary_emb_base": 2e4, "rotary_pct": 0.5},
-        ),
-        (
-            Phi3Config(rope_parameters={"rope_type": "default", "rope_theta": 2e4, "partial_rotary_factor": 0.5}),
-            {"rope_theta": 2e4, "partial_rotary_factor": 0.5},
-        ),
+        (LlamaConfig(rope_parameters=dict(PLAIN)), {"rope_theta": 5e5}),
+        (LlamaConfig(rope_parameters=PLAIN | SCALED), {"rope_theta": 5e5, "rope_scaling": SCALED}),
+        (GPTNeoXConfig(rope_parameters=dict(PARTIAL)), {"rotary_emb_base": 2e4, "rotary_pct": 0.5}),
+        (Phi3Config(rope_parameters=dict(PARTIAL)), {"rope_theta": 2e4, "partial_rotary_factor": 0.5}),
     ],
     ids=["llama", "scaled", "gpt-neox", "phi-3"],
 )

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import os
 import struct
 from collections.abc import Callable, Iterator
 from dataclasses import replace
@@ -56,20 +55,16 @@ def counted(*rows: tuple[int, dict[int, int]]) -> BigramTable:
 
 @pytest.mark.parametrize("pruning", PRUNINGS, ids=str)
 def test_scipy_reads_counts_and_works_out_the_correlation(
-    export: Export, make_table: Make, pruning: dict[str, int]
+    export: Export, make_table: Make, pruning: dict[str, int], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     table = random_table().pruned(**pruning) if pruning else random_table()
     folder, found = export(make_table(table), "npz")
     code = (folder / "SERVING.md").read_text().split("```python\n")[1].partition("```")[0]
     names: dict[str, Any] = {}
-    x, y = int((table.row_ptr.diff() > 1).int().argmax()), 0
+    x = int((table.row_ptr.diff() > 1).int().argmax())
     y = int(table.col[table.row_ptr[x]])
-    before = Path.cwd()
-    os.chdir(folder.parent)
-    try:
-        exec(compile(code, "SERVING.md", "exec"), names | {"x": x, "y": y}, names)
-    finally:
-        os.chdir(before)
+    monkeypatch.chdir(folder.parent)
+    exec(compile(code, "SERVING.md", "exec"), {"x": x, "y": y}, names)
     counts = names["counts"]
     assert sparse.issparse(counts)
     for left in range(VOCAB):
@@ -125,10 +120,7 @@ def test_llama_cpp_reads_a_record_of_each_row(export: Export, make_table: Make, 
     assert "--spec-type ngram-cache --lookup-cache-dynamic exported-llama-ngrams/ngrams.bin" in serving
 
 
-def test_counts_that_llama_cpp_cannot_multiply_are_scaled_down(
-    export: Export,
-    make_table: Make,
-) -> None:
+def test_counts_that_llama_cpp_cannot_multiply_are_scaled_down(export: Export, make_table: Make) -> None:
     most = 2**31 - 1
     table = counted((1, {2: 30_000_000, 3: 1, 5: 29_999_999}), (4, {0: most, 1: most // 8}), (6, {7: LLAMA_MOST}))
     folder, found = export(make_table(table), "llama-ngrams")
@@ -184,11 +176,7 @@ def test_vllm_drafts_what_this_engine_drafts(
     assert "vllm serve some/target" in serving
     (command,) = [line.strip() for line in serving.splitlines() if line.strip().startswith("'{")]
     settings = json.loads(command.strip("'"))
-    assert settings == {
-        "method": "custom_class",
-        "model": "vllm_proposer.BigramProposer",
-        "num_speculative_tokens": 4,
-    }
+    assert settings == {"method": "custom_class", "model": "vllm_proposer.BigramProposer", "num_speculative_tokens": 4}
     verify_artifact(folder)  # and nothing has been left there
 
 
@@ -217,24 +205,20 @@ def drop_last_record(folder: Path) -> None:
     (folder / "ngrams.bin").write_bytes((folder / "ngrams.bin").read_bytes()[:-size])
 
 
-@pytest.mark.parametrize(
-    ("form", "change", "parts"),
-    [
-        ("npz", flip("right.npy", 128), ("right",)),
-        ("llama-ngrams", flip("ngrams.bin", 4), ("record 0",)),
-        ("llama-ngrams", drop_last_record, ("record 20", "token 20")),
-        ("llama-ngrams", lambda folder: (folder / "ngrams.bin").open("ab").write(b"more"), ("ngrams.bin",)),
-        ("vllm-bigrams", flip("successors.npy", 128), ("token",)),
-    ],
-)
+ERRORS: list[tuple[str, Callable[[Path], object], tuple[str, ...]]] = [
+    ("npz", flip("right.npy", 128), ("right",)),
+    ("llama-ngrams", flip("ngrams.bin", 4), ("record 0",)),
+    ("llama-ngrams", drop_last_record, ("record 20", "token 20")),
+    ("llama-ngrams", lambda folder: (folder / "ngrams.bin").open("ab").write(b"more"), ("ngrams.bin",)),
+    ("vllm-bigrams", flip("successors.npy", 128), ("token",)),
+]
+
+
+@pytest.mark.parametrize("error", ERRORS)
 def test_what_was_written_wrong_does_not_stand(
-    form: str,
-    change: Callable[[Path], None],
-    parts: tuple[str, ...],
-    make_table: Make,
-    refused: Callable[..., str],
-    monkeypatch: pytest.MonkeyPatch,
+    error: Any, make_table: Make, refused: Callable[..., str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
+    form, change, parts = error
     good = FORMATS[form]
 
     def damaged(source: Any, folder: Path, options: Any) -> None:

@@ -49,17 +49,17 @@ def loud(heads: torch.nn.Module) -> None:
 
 
 PAIR = ("target", "draftsmith doctor", "--fix")
-ROWS: list[tuple[str, dict[str, Any], str, dict[str, Any], tuple[str, ...]]] = [
+LOUD = {"projection": "low-rank", "rank": 5, "dtype": torch.float16, "edit": loud}
+Row = tuple[str, dict[str, Any], str, dict[str, Any], tuple[str, ...]]
+ROWS: list[Row] = [
     ("drafter", {}, "transformer", {}, ("'transformer'", "'transformers'", "npz")),
     ("drafter", {}, "npz", {}, ("table", "drafter", "gguf", "transformers", "vllm-sglang")),
     ("table", {}, "npz", {"target": "x"}, ("--target",)),
     ("drafter", {}, "transformers", {"merge": False}, ("--no-merge",)),
     ("drafter", {}, "transformers", {"target": "nowhere/at/all"}, ("nowhere/at/all",)),
     ("drafter", {"vocab_size": VOCAB + 8}, "transformers", {}, (f"{VOCAB + 8}", f"{VOCAB}", *PAIR)),
-    *(
-        ("drafter", {"also": config(**change)}, form, {}, ("artifact",))
-        for change, form in (({"hidden_act": "nope"}, "transformers"), ({"num_hidden_layers": 10**9}, "vllm-sglang"))
-    ),
+    ("drafter", {"also": config(hidden_act="nope")}, "transformers", {}, ("artifact",)),
+    ("drafter", {"also": config(num_hidden_layers=10**9)}, "vllm-sglang", {}, ("artifact",)),
     ("drafter", {"vocab_size": VOCAB + 16}, "vllm-sglang", {}, (f"{VOCAB + 16}", f"{VOCAB}", "vocab_size", *PAIR)),
     ("drafter", {"tokenizer": "swapped"}, "vllm-sglang", {}, ("'w5'", "'w6'", *PAIR)),
     ("drafter", {"max_position_embeddings": 32}, "vllm-sglang", {}, ("64 positions", "32 positions", *PAIR)),
@@ -75,36 +75,19 @@ ROWS: list[tuple[str, dict[str, Any], str, dict[str, Any], tuple[str, ...]]] = [
     ("heads", {}, "medusa-2", {}, ("head 0", "target")),
     ("heads", {"projection": "low-rank", "rank": 5}, "medusa-2", {}, ("rank 5", "target")),
     ("heads", {"num_layers": 0}, "medusa-2", {}, ("medusa-2",)),
-    *(
-        ("heads", change, "medusa", {}, parts)
-        for change, parts in (({"states": "before-norm"}, ("before", "after-norm")), ({"scale": 0.5}, ("0.5",)))
-    ),
+    ("heads", {"states": "before-norm"}, "medusa", {}, ("before", "after-norm")),
+    ("heads", {"scale": 0.5}, "medusa", {}, ("0.5",)),
     ("heads", {"named": None, "projection": "target"}, "medusa", {}, ("--target",)),
     ("heads", {"projection": "target"}, "medusa", {"target": "./nowhere"}, ("./nowhere",)),
-    *(
-        (
-            "heads",
-            {"projection": "low-rank", "rank": 5, "dtype": torch.float16, "edit": loud},
-            form,
-            {},
-            (".1.weight", "float16"),
-        )
-        for form in ("medusa", "medusa-vllm")
-    ),
+    ("heads", LOUD, "medusa", {}, (".1.weight", "float16")),
+    ("heads", LOUD, "medusa-vllm", {}, (".1.weight", "float16")),
     ("drafter", {"also": put("more.safetensors")}, "vllm-sglang", {}, ("more.safetensors",)),
 ]
 
 
-@pytest.mark.parametrize(("kind", "settings", "form", "options", "parts"), ROWS)
-def test_an_export_is_refused(
-    kind: str,
-    settings: dict[str, Any],
-    form: str,
-    options: dict[str, Any],
-    parts: tuple[str, ...],
-    refused: Refused,
-    request: pytest.FixtureRequest,
-) -> None:
+@pytest.mark.parametrize("row", ROWS)
+def test_an_export_is_refused(row: Row, refused: Refused, request: pytest.FixtureRequest) -> None:
+    kind, settings, form, options, parts = row
     message = refused(request.getfixturevalue(f"make_{kind}")(**settings), form, **options)
     for part in parts:
         assert part in message

@@ -25,20 +25,6 @@ def refused(call: Callable[[], object], parts: tuple[str, ...]) -> None:
         assert part in str(caught.value)
 
 
-SETTINGS: dict[tuple[Any, ...], tuple[str, ...]] = {
-    (0, 1, 8, 13): ("num_heads", "0", "1"),
-    (1, 1, 8, None): ("vocab_size", "1"),
-    (1, 1, 8, 13, "lowrank"): ("projection", "lowrank", "low-rank"),
-    (1, 1, 8, 13, "low-rank"): ("rank", "0", "1 to 8"),
-    (1, 1, 8, 13, "own", 0, "after-norm", 0.0): ("scale", "0.0"),
-}
-
-
-@pytest.mark.parametrize("settings", SETTINGS, ids=str)
-def test_settings_of_heads(settings: tuple[Any, ...]) -> None:
-    refused(lambda: PredictionHeads(*settings), SETTINGS[settings])
-
-
 def heads(projection: str = "own") -> PredictionHeads:
     torch.manual_seed(0)
     made = PredictionHeads(3, 2, 8, 13, projection)
@@ -48,13 +34,18 @@ def heads(projection: str = "own") -> PredictionHeads:
 @pytest.mark.parametrize(
     ("call", "parts"),
     [
+        (lambda: PredictionHeads(0, 1, 8, 13), ("num_heads", "0", "1")),
+        (lambda: PredictionHeads(1, 1, 8, None), ("vocab_size", "1")),
+        (lambda: PredictionHeads(1, 1, 8, 13, "lowrank"), ("projection", "lowrank", "low-rank")),
+        (lambda: PredictionHeads(1, 1, 8, 13, "low-rank"), ("rank", "0", "1 to 8")),
+        (lambda: PredictionHeads(1, 1, 8, 13, "own", 0, "after-norm", 0.0), ("scale", "0.0")),
         (lambda: heads().projection(3), ("3",)),
         (lambda: heads().attach(torch.zeros(13, 8)), ("own",)),
         (lambda: heads("target").attach(torch.zeros(12, 8)), ("[12, 8]", "[13, 8]")),
         (lambda: PredictionHeads(1, 1, 8, None, "target")(torch.zeros(2, 8)), ("attach",)),
     ],
 )
-def test_uses_of_heads(call: Callable[[], object], parts: tuple[str, ...]) -> None:
+def test_settings_and_uses_of_heads(call: Callable[[], object], parts: tuple[str, ...]) -> None:
     refused(call, parts)
 
 
@@ -109,12 +100,7 @@ def test_tensors_that_are_no_heads(
 
 
 @pytest.mark.parametrize(
-    ("content", "parts"),
-    [
-        (b"no pickle at all", ()),
-        ([1, 2], ("list",)),
-        ({"0.1.weight": 3}, ("0.1.weight", "int")),
-    ],
+    ("content", "parts"), [(b"no pickle at all", ()), ([1, 2], ("list",)), ({"0.1.weight": 3}, ("0.1.weight", "int"))]
 )
 def test_pickled_files_of_something_else(tmp_path: Path, content: Any, parts: tuple[str, ...]) -> None:
     if isinstance(content, bytes):
@@ -125,17 +111,12 @@ def test_pickled_files_of_something_else(tmp_path: Path, content: Any, parts: tu
     refused(lambda: load_heads(tmp_path), (PICKLED_FILE, "unpickle=True", "--unpickle"))
 
 
-class Evil:
-    def __init__(self, path: Path) -> None:
-        self.path = path
-
-    def __reduce__(self) -> tuple[Any, ...]:
-        return (Path.touch, (self.path,))
-
-
 def test_a_pickle_that_would_run_something(tmp_path: Path) -> None:
-    evil = {"0.1.weight": Evil(tmp_path / "done")}
-    torch.save(evil, tmp_path / PICKLED_FILE)
+    class Evil:
+        def __reduce__(self) -> tuple[Any, ...]:
+            return (Path.touch, (tmp_path / "done",))
+
+    torch.save({"0.1.weight": Evil()}, tmp_path / PICKLED_FILE)
     refused(lambda: load_heads(tmp_path, unpickle=True), (PICKLED_FILE,))
     assert not (tmp_path / "done").exists()
 

@@ -14,14 +14,7 @@ from draftsmith.checkpoints.pairs.sides import Diagnosis, open_side
 from draftsmith.data.tokenizers import load_tokenizer, train_bpe
 from transformers import AutoModelForCausalLM as Decoder
 from transformers import AutoModelForSeq2SeqLM as EncoderDecoder
-from transformers import (
-    GemmaConfig,
-    GPT2Config,
-    GPTNeoXConfig,
-    PhiConfig,
-    PreTrainedModel,
-    T5Config,
-)
+from transformers import GemmaConfig, GPT2Config, GPTNeoXConfig, PhiConfig, PreTrainedModel, T5Config
 
 VOCAB, PADDED = 280, 288
 SIZES = {"vocab_size": VOCAB, "num_hidden_layers": 1, "num_attention_heads": 2, "hidden_size": 16}

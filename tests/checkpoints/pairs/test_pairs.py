@@ -18,15 +18,9 @@ from draftsmith.checkpoints.pairs.tokenizers import _probes
 from draftsmith.data.rendering.templates import CHATML_JINJA
 from draftsmith.data.tokenizers import load_tokenizer, train_bpe
 from tokenizers import processors
-from transformers import (
-    AutoModelForCausalLM,
-    LlamaForCausalLM,
-    T5Config,
-    T5ForConditionalGeneration,
-)
+from transformers import AutoModelForCausalLM, LlamaForCausalLM, T5Config, T5ForConditionalGeneration
 
 VOCAB = 300
-NEW_TOKENS = 40
 SPECIALS = ("<pad>", "<|im_start|>", "<|im_end|>", "</s>")
 SMALL: dict[str, Any] = {
     "hidden_size": 16, "intermediate_size": 24, "num_attention_heads": 2, "bos_token_id": 0, "pad_token_id": 0,
@@ -38,9 +32,8 @@ Change = Callable[[Path], object]
 
 @pytest.fixture(scope="module")
 def tokenizer() -> Any:
-    made = train_bpe(
-        ["the draft target keeps, drops or reads a tree of tokens", "a table, fast, slow"], VOCAB, SPECIALS
-    )
+    texts = ["the draft target keeps, drops or reads a tree of tokens", "a table, fast, slow"]
+    made = train_bpe(texts, VOCAB, SPECIALS)
     made.chat_template = CHATML_JINJA
     return made
 
@@ -158,9 +151,8 @@ def loud(extra: int) -> Change:
 
 
 def padded(extra: int) -> Change:
-    return lambda folder: change_rows(
-        folder, lambda rows: torch.cat((rows, rows.mean(0, keepdim=True).expand(extra, -1)))
-    )
+    more = lambda rows: torch.cat((rows, rows.mean(0, keepdim=True).expand(extra, -1)))  # noqa: E731
+    return lambda folder: change_rows(folder, more)
 
 
 def with_another_end(folder: Path) -> None:
@@ -171,6 +163,10 @@ def with_another_end(folder: Path) -> None:
 
 def strip_before(values: dict[str, Any]) -> None:
     values["added_tokens"][1]["lstrip"] = True
+
+
+def with_bytes(values: dict[str, Any]) -> None:
+    values["model"]["byte_fallback"] = True
 
 
 def assert_it_is_the_target_again(target: Path, repaired: Path) -> None:
@@ -339,12 +335,7 @@ def without_tokenizer(folder: Path) -> None:
 RARER: dict[str, tuple[Change, Change, dict[str, str], set[str]]] = {
     "an encoder-decoder for a decoder": (nothing, t5, {"kind of model": "fault"}, ALL),
     "bos": (nothing, adds_bos("<pad>", 0), {"bos and eos around a text": "fault"}, {"llama.cpp"}),
-    "byte fallback": (
-        nothing,
-        state(lambda values: values["model"].update(byte_fallback=True)),
-        {"vocabulary type": "fault"},
-        {"llama.cpp"},
-    ),
+    "byte fallback": (nothing, state(with_bytes), {"vocabulary type": "fault"}, {"llama.cpp"}),
     "a window": (nothing, sliding(), {"context length": "weakness"}, set()),
     "a shorter window of the target": (sliding(window=32), sliding(), {}, set()),
     "no tokenizer of the target": (without_tokenizer, nothing, {"tokenizer": "fault"}, {"llama.cpp"}),

@@ -143,15 +143,8 @@ def test_a_failure_leaves_the_former_folder(
 
 
 def save_kind(out: Path, kind: str, content: str, write: Callable[[Path], Any]) -> None:
-    save_artifact(
-        out,
-        kind=kind,
-        write=write,
-        shapes={"content": content},
-        vocab_size=VOCAB,
-        tokenizer_fingerprint=None,
-        target=None,
-    )
+    about: dict[str, Any] = {"vocab_size": VOCAB, "tokenizer_fingerprint": None, "target": None}
+    save_artifact(out, kind=kind, write=write, shapes={"content": content}, **about)
 
 
 def race(save: Callable[[Path, str], None], load: Callable[[Path], str], out: Path, reads: int) -> None:

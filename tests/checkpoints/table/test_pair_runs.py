@@ -5,15 +5,7 @@ from __future__ import annotations
 import numpy as np
 import pytest
 from draftsmith.checkpoints.table import runs as pair_runs
-from draftsmith.checkpoints.table.runs import (
-    Run,
-    check_documents,
-    inner_ends,
-    key_dtype,
-    merge_runs,
-    run_of_keys,
-    write_keys,
-)
+from draftsmith.checkpoints.table.runs import Run, check_documents, inner_ends, key_dtype, run_of_keys, write_keys
 
 
 def packed(documents: list[list[int]], dtype: str = "int64") -> tuple[np.ndarray, np.ndarray]:
@@ -52,4 +44,4 @@ def test_counts_larger_than_the_key_leaves_room_for_are_summed(vocab_size: int) 
     last = vocab_size**2 - 1
     dtype = key_dtype(vocab_size)
     runs = [(np.array([0, 7, last], dtype=dtype), np.array([1, 2**40, 2**50 + at])) for at in range(3)]
-    assert flat(list(merge_runs(runs, vocab_size))) == [(0, 3), (7, 3 * 2**40), (last, 3 * 2**50 + 3)]
+    assert flat(list(pair_runs.merge_runs(runs, vocab_size))) == [(0, 3), (7, 3 * 2**40), (last, 3 * 2**50 + 3)]

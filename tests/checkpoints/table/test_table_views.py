@@ -19,9 +19,7 @@ SMOOTHINGS = [
     ("none", 0.0),
     ("add-k", 0.0),
     ("add-k", 0.3),
-    ("kneser-ney", 0.0),
-    ("kneser-ney", 0.4),
-    ("kneser-ney", 1.0),
+    *(("kneser-ney", share) for share in (0.0, 0.4, 1.0)),
 ]
 TOKENS = torch.arange(VOCAB)
 

@@ -12,6 +12,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+import transformers
 from draftsmith.checkpoints.artifact.artifact import save_artifact
 from draftsmith.checkpoints.export.base import export_artifact
 from draftsmith.checkpoints.export.drafter import ASSISTANT, load_drafter
@@ -27,18 +28,7 @@ from draftsmith.checkpoints.verify.tensors import adapter_faults
 from draftsmith.decode.models.loading import load_model
 from peft import LoraConfig, get_peft_model
 from safetensors.torch import load_file, save_file
-from transformers import (
-    AutoModelForCausalLM,
-    GPT2Config,
-    GPTNeoXConfig,
-    LlamaConfig,
-    LlamaForCausalLM,
-    MixtralConfig,
-    OPTConfig,
-    PreTrainedModel,
-    T5Config,
-    T5ForConditionalGeneration,
-)
+from transformers import AutoModelForCausalLM, LlamaConfig, LlamaForCausalLM, PreTrainedModel
 
 VOCAB = 24
 SIZES = {"vocab_size": VOCAB, "hidden_size": 16, "num_hidden_layers": 2, "num_attention_heads": 2}
@@ -46,21 +36,18 @@ LLAMA = SIZES | {"intermediate_size": 32}
 FAMILIES: dict[str, Any] = {
     "llama": lambda: LlamaConfig(**LLAMA),
     "tied llama": lambda: LlamaConfig(**LLAMA, tie_word_embeddings=True),
-    "gpt2": lambda: GPT2Config(vocab_size=VOCAB, n_embd=16, n_layer=2, n_head=2),
-    "neox": lambda: GPTNeoXConfig(**LLAMA),
-    "opt": lambda: OPTConfig(**SIZES, ffn_dim=32, word_embed_proj_dim=16),
-    "mixtral": lambda: MixtralConfig(**LLAMA, num_key_value_heads=2, num_local_experts=2),
-    "t5": lambda: T5Config(vocab_size=VOCAB, d_model=16, d_kv=8, d_ff=32, num_layers=2, num_heads=2),
+    "gpt2": lambda: transformers.GPT2Config(vocab_size=VOCAB, n_embd=16, n_layer=2, n_head=2),
+    "neox": lambda: transformers.GPTNeoXConfig(**LLAMA),
+    "opt": lambda: transformers.OPTConfig(**SIZES, ffn_dim=32, word_embed_proj_dim=16),
+    "mixtral": lambda: transformers.MixtralConfig(**LLAMA, num_key_value_heads=2, num_local_experts=2),
+    "t5": lambda: transformers.T5Config(vocab_size=VOCAB, d_model=16, d_kv=8, d_ff=32, num_layers=2, num_heads=2),
 }
 Change = Callable[[dict[str, torch.Tensor]], object]
 
 
 def make(family: str) -> PreTrainedModel:
-    config = FAMILIES[family]()
-    made: PreTrainedModel = (
-        T5ForConditionalGeneration(config) if family == "t5" else AutoModelForCausalLM.from_config(config)
-    )
-    return made
+    maker: Any = transformers.AutoModelForSeq2SeqLM if family == "t5" else AutoModelForCausalLM
+    return maker.from_config(FAMILIES[family]())
 
 
 def changed(path: Path, change: Change) -> None:
@@ -69,16 +56,19 @@ def changed(path: Path, change: Change) -> None:
     save_file(tensors, path, {"format": "pt"})
 
 
-def save(out: Path, model: PreTrainedModel, change: Change | None = None, **settings: Any) -> Path:
-    """An artifact of these weights, whose hashes are right."""
+def artifact(out: Path, write: Callable[[Path], None], kind: str = "drafter") -> Path:
+    save_artifact(out, kind=kind, write=write, vocab_size=VOCAB, tokenizer_fingerprint=None, target=None)
+    return out
+
+
+def save(out: Path, change: Change = lambda tensors: None) -> Path:
+    """An artifact of a Llama with these tensors, whose hashes are right."""
 
     def write(folder: Path) -> None:
-        model.save_pretrained(folder, **settings)
-        if change is not None:
-            changed(folder / "model.safetensors", change)
+        make("llama").save_pretrained(folder)
+        changed(folder / "model.safetensors", change)
 
-    save_artifact(out, kind="drafter", write=write, vocab_size=VOCAB, tokenizer_fingerprint=None, target=None)
-    return out
+    return artifact(out, write)
 
 
 def lose(name: str) -> Change:
@@ -122,7 +112,7 @@ def test_names_of_older_files_and_of_tied_weights_fit(tmp_path: Path) -> None:
 
 def test_verify_export_and_push_notice_it(tmp_path: Path) -> None:
     said = r"lacks 1 tensor \(model\.layers\.1\.mlp\.up_proj\.weight\) that"
-    out = save(tmp_path / "drafter", make("llama"), lose("model.layers.1.mlp.up_proj.weight"))
+    out = save(tmp_path / "drafter", lose("model.layers.1.mlp.up_proj.weight"))
     (fault,) = find_faults(out)[1]
     with pytest.raises(ValueError, match=said) as caught:
         export_artifact(out, "transformers", tmp_path / "export", {"transformers": ASSISTANT})
@@ -135,7 +125,7 @@ def test_verify_export_and_push_notice_it(tmp_path: Path) -> None:
 def test_a_model_with_tensors_too_many_is_sound(tmp_path: Path) -> None:
     """As those with layers for multi-token prediction or a value head are."""
     more = {f"model.layers.{layer}.eh_proj.weight": torch.ones(16, 32) for layer in range(2, 7)}
-    out = save(tmp_path / "drafter", make("llama"), lambda tensors: tensors.update(more))
+    out = save(tmp_path / "drafter", lambda tensors: tensors.update(more))
     assert find_faults(out)[1] == []
     export_artifact(out, "transformers", tmp_path / "export", {"transformers": ASSISTANT})
     assert find_faults(tmp_path / "export")[1] == []
@@ -145,51 +135,35 @@ def test_a_model_with_tensors_too_many_is_sound(tmp_path: Path) -> None:
 
 
 def test_the_doctor_notices_it(tmp_path: Path) -> None:
-    target = save(tmp_path / "target", make("llama"))
-    few = save(tmp_path / "few", make("llama"), lose("lm_head.weight"))
-    sides = [open_side(str(place), lambda place: None) for place in (target, few)]
+    places = save(tmp_path / "target"), save(tmp_path / "few", lose("lm_head.weight"))
+    sides = [open_side(str(place), lambda place: None) for place in places]
     (found,) = [finding for finding in examine(*sides).findings if finding.check == "tensors"]
     assert found.severity == "fault"
     assert set(found.effects) == {"transformers", "vllm", "sglang", "llama.cpp", "draftsmith"}
     assert "lm_head.weight" in found.drafter
 
 
-def test_heads_that_lack_one_are_noticed(tmp_path: Path) -> None:
-    def heads(name: str, change: Change) -> list[str]:
-        def write(folder: Path) -> None:
+@pytest.mark.parametrize(
+    ("kind", "change", "said"),
+    [
+        ("heads", lambda held: None, None),
+        ("heads", lose("1.0.linear.bias"), "lacks 1.0.linear.bias"),
+        ("table", lambda held: None, None),
+        ("table", lose("count"), "is not a table: it lacks count"),
+        ("table", lambda held: held.update(unigram=torch.ones(5, dtype=torch.int64)), "unigram has 5 values,"),
+        ("table", lambda held: held.update(left=torch.ones(VOCAB, dtype=torch.int64)), "does not say that it was"),
+    ],
+)
+def test_faults_of_heads_and_tables_are_noticed(kind: str, change: Change, said: str | None, tmp_path: Path) -> None:
+    def write(folder: Path) -> None:
+        if kind == "heads":
             save_heads(PredictionHeads(3, 1, 16, VOCAB), folder, "target")
-            changed(folder / "medusa_lm_head.safetensors", change)
+        else:
+            BigramTable.from_documents([np.arange(VOCAB)], VOCAB).save(folder)
+        changed(next(folder.glob("*.safetensors")), change)
 
-        save_artifact(
-            tmp_path / name, kind="heads", write=write, vocab_size=VOCAB, tokenizer_fingerprint=None, target=None
-        )
-        return find_faults(tmp_path / name)[1]
-
-    assert heads("whole", lambda tensors: None) == []
-    assert any("lacks 1.0.linear.bias" in fault for fault in heads("bias", lose("1.0.linear.bias")))
-
-
-def test_tables_of_other_lengths_are_noticed(tmp_path: Path) -> None:
-    table = BigramTable.from_documents([np.arange(VOCAB)], VOCAB)
-
-    def faults(name: str, change: Change) -> list[str]:
-        def write(folder: Path) -> None:
-            table.save(folder)
-            changed(folder / "table.safetensors", change)
-
-        save_artifact(
-            tmp_path / name, kind="table", write=write, vocab_size=VOCAB, tokenizer_fingerprint=None, target=None
-        )
-        return find_faults(tmp_path / name)[1]
-
-    assert faults("whole", lambda tensors: None) == []
-    for name, change, said in (
-        ("gone", lose("count"), "is not a table: it lacks count"),
-        ("short", lambda tensors: tensors.update(unigram=torch.ones(5, dtype=torch.int64)), "unigram has 5 values,"),
-        ("sums", lambda tensors: tensors.update(left=torch.ones(VOCAB, dtype=torch.int64)), "does not say that it was"),
-    ):
-        (fault,) = faults(name, change)
-        assert said in fault
+    faults = find_faults(artifact(tmp_path / "a", write, kind))[1]
+    assert [said in fault for fault in faults] == ([] if said is None else [True])
 
 
 def test_adapters_that_lack_a_half_are_noticed(tmp_path: Path) -> None:
@@ -224,10 +198,7 @@ def test_a_configuration_of_nothing_is_a_fault_and_of_an_unknown_model_is_not(
         make("llama").save_pretrained(folder)
         (folder / "config.json").write_text(json.dumps(config))
 
-    save_artifact(
-        tmp_path / "a", kind="drafter", write=write, vocab_size=VOCAB, tokenizer_fingerprint=None, target=None
-    )
-    assert len(find_faults(tmp_path / "a")[1]) == is_fault
+    assert len(find_faults(artifact(tmp_path / "a", write))[1]) == is_fault
 
 
 def test_what_a_model_lacks_is_not_made_up_when_it_is_loaded(tmp_path: Path) -> None:

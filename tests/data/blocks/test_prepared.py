@@ -14,31 +14,19 @@ from draftsmith.data.blocks.prepared import PreparedData, prepare
 from draftsmith.data.conversations import Conversation, Turn
 from draftsmith.data.rendering.render import render_all
 from draftsmith.data.rendering.templates import get_template
-from draftsmith.data.tokenizers import train_bpe
 
 BLOCK = 64
 CHATML = get_template("chatml")
 
 
 @pytest.fixture(scope="module")
-def bpe() -> Any:
-    text = "The user asks and the assistant answers.\nuser assistant system question answer number"
-    return train_bpe([text], 300, ("<|endoftext|>", "<|im_start|>", "<|im_end|>"))
-
-
-@pytest.fixture(scope="module")
 def many() -> list[Conversation]:
     """Forty conversations of one to three exchanges with lengths from a few tokens to more than a block."""
-    chats = []
-    for i in range(40):
-        turns: list[Turn] = []
-        for j in range(1 + i % 3):
-            turns += [
-                Turn("user", f"question number {i}-{j}"),
-                Turn("assistant", f"answer {i} " * (1 + (i * 7 + j) % 11)),
-            ]
-        chats.append(Conversation(f"c{i}", tuple(turns)))
-    return chats
+
+    def exchange(i: int, j: int) -> tuple[Turn, Turn]:
+        return Turn("user", f"question number {i}-{j}"), Turn("assistant", f"answer {i} " * (1 + (i * 7 + j) % 11))
+
+    return [Conversation(f"c{i}", tuple(turn for j in range(1 + i % 3) for turn in exchange(i, j))) for i in range(40)]
 
 
 @pytest.fixture

@@ -18,17 +18,10 @@ from draftsmith.data.rendering.render import render_all
 from draftsmith.data.rendering.templates import get_template
 from draftsmith.data.sources.mixture import Part, mixture
 from draftsmith.data.sources.reading import read_conversations
-from draftsmith.data.tokenizers import train_bpe
 
 CHATML = get_template("chatml")
 BLOCK = 64
 ROWS = 90
-
-
-@pytest.fixture(scope="module")
-def bpe() -> Any:
-    text = "The user asks and the assistant answers.\nuser assistant system question answer number 0123456789"
-    return train_bpe([text], 300, ("<|endoftext|>", "<|im_start|>", "<|im_end|>"))
 
 
 @pytest.fixture(scope="module")

@@ -115,10 +115,8 @@ def test_white_space_that_is_trained(tokenizer: Any, before: str, after: str, fa
 
 
 def test_a_part_of_a_conversation_is_noticed_for_what_it_holds(tokenizer: Any) -> None:
-    chat, template = (
-        _talk([f"say {tokenizer.eos_token}", "a b c " * 9, "and", "", "so", "d e f " * 9]),
-        get_template("vicuna-v1.1"),
-    )
+    template = get_template("vicuna-v1.1")
+    chat = _talk([f"say {tokenizer.eos_token}", "a b c " * 9, "and", "", "so", "d e f " * 9])
     whole = render(chat, template, tokenizer)
     parts = list(render_all([chat], tokenizer, template, 2 * len(whole.ids) // 3))
     assert len(parts) > 1
@@ -146,14 +144,12 @@ def test_of_a_cut_answer_the_beginning_is_right(template: Template, tokenizer: A
     for limit in range(length + 40, length + 44):
         (document,) = render_all([chat], tokenizer, template, limit)
         assert linter.check(document) == (f.ANSWER_CUT,)
-        unmarked = replace(document, answer_cut=False)
-        assert f.ANSWER_DIFFERS in linter.check(unmarked)
+        assert f.ANSWER_DIFFERS in linter.check(replace(document, answer_cut=False))
         if answer.isascii():  # a decoder gives up all of a row of bytes for one broken character
             other = replace(document, conversation=_talk(["the question", "x" + answer]))
             assert f.ANSWER_DIFFERS in linter.check(other)
         start, end = document.spans[0]
-        wide = replace(document, spans=[(start - 4, end)])
-        assert _faults(linter.check(wide))
+        assert _faults(linter.check(replace(document, spans=[(start - 4, end)])))
         closed = replace(document, ids=np.append(document.ids, tokenizer.eos_token_id), spans=[(start, end + 1)])
         assert f.ANSWER_DIFFERS in linter.check(closed), "taught to stop in the middle"
 
@@ -170,8 +166,7 @@ def test_of_a_cut_question_the_end_is_right(template: Template, tokenizer: Any, 
             other = replace(document, conversation=_talk([question + "!", "the answer"]))
             assert set(linter.check(other)) == {f.CONTEXT_DIFFERS, f.QUESTION_CUT}
         start, end = document.spans[0]
-        wide = replace(document, spans=[(start - 4, end)])
-        assert _faults(linter.check(wide))
+        assert _faults(linter.check(replace(document, spans=[(start - 4, end)])))
 
 
 def test_strings_of_special_tokens_and_empty_answers_are_noticed(template: Template, tokenizer: Any) -> None:
@@ -239,21 +234,16 @@ def test_no_text_whatever_puts_user_text_under_the_mask(
                 assert not _faults(linter.check(document)), (document, tokenizer.decode(document.ids))
 
 
-def _report(clean: int, faulty: int) -> LintReport:
-    report = LintReport()
-    for number in range(clean + faulty):
-        chat = Conversation(f"row-{number}", ())
-        document = Rendered(np.arange(10, dtype=np.int32), [(2, 4), (5, 7)], chat)
-        report.add(document, () if number < clean else (f.ANSWER_DIFFERS, f.ANSWER_CUT))
-    return report
-
-
 def test_a_report_adds_up() -> None:
-    report = _report(clean=5, faulty=10)
+    report = LintReport()
+    assert "no faults" in report.summary()
+    for number in range(15):
+        document = Rendered(np.arange(10, dtype=np.int32), [(2, 4), (5, 7)], Conversation(f"row-{number}", ()))
+        report.add(document, () if number < 5 else (f.ANSWER_DIFFERS, f.ANSWER_CUT))
+        assert ("no faults" in report.summary()) == (number < 5)
     assert (report.documents, report.clean, report.tokens, report.trained_tokens) == (15, 5, 150, 60)
     assert "10 answer differs" in report.summary()
     assert "10 answer cut" in report.summary()
-    assert "no faults" in _report(2, 0).summary()
 
 
 REAL = (

@@ -34,17 +34,10 @@ def model_file(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A BPE as LLaMA's: pieces of white space that nobody counted and so come last, bytes for the unknown."""
     folder = tmp_path_factory.mktemp("sentencepiece")
     (folder / "text.txt").write_text((CODE + TEXT) * 30)
+    spaced = {"normalization_rule_name": "identity", "remove_extra_whitespaces": False, "split_by_whitespace": True}
+    paths = {"input": str(folder / "text.txt"), "model_prefix": str(folder / "tokenizer")}
     sentencepiece.SentencePieceTrainer.train(
-        input=str(folder / "text.txt"),
-        model_prefix=str(folder / "tokenizer"),
-        vocab_size=435,
-        model_type="bpe",
-        byte_fallback=True,
-        normalization_rule_name="identity",
-        remove_extra_whitespaces=False,
-        split_by_whitespace=True,
-        user_defined_symbols="",
-        minloglevel=2,
+        **paths, **spaced, vocab_size=435, model_type="bpe", byte_fallback=True, user_defined_symbols="", minloglevel=2
     )
     from transformers.convert_slow_tokenizer import import_protobuf
 

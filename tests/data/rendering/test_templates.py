@@ -20,10 +20,6 @@ def template(request: pytest.FixtureRequest) -> Template:
     return get_template(request.param)
 
 
-def _filled(text: str, tokenizer: Any) -> str:
-    return text.replace("{eos}", tokenizer.eos_token)
-
-
 def _trained(rendered: Rendered, tokenizer: Any) -> list[str]:
     """The trained stretches decoded, special tokens and all."""
     texts = []
@@ -46,7 +42,7 @@ def _expected(turns: Sequence[Turn], template: Template, tokenizer: Any) -> list
     Behind a special token some tokenizers write a space of their own: `_spaceless` compares without it."""
     space = " " if template.middle.endswith(" ") else ""
     answers = [turn.text.strip() if template.strips[1] else turn.text for turn in turns if turn.role == "assistant"]
-    return [f"{space}{answer}{_filled(template.end, tokenizer)}" for answer in answers]
+    return [space + answer + template.end.replace("{eos}", tokenizer.eos_token) for answer in answers]
 
 
 def _spaceless(texts: list[str], template: Template) -> list[str]:

@@ -6,7 +6,6 @@ import gzip
 import json
 import tracemalloc
 from collections import Counter
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -104,26 +103,18 @@ def test_a_list_is_read_right_wherever_a_piece_ends(tmp_path: Path) -> None:
         assert values(path) == rows
 
 
-def peak_bytes(rows: Iterator[Row]) -> tuple[int, int]:
+@pytest.mark.parametrize("name", ["a.json.gz", "a.jsonl.zst", "a.parquet", "stream.arrow"])
+def test_the_memory_does_not_grow_with_the_file(name: str, tmp_path: Path) -> None:
+    path = write(tmp_path / name, [{"text": f"{i} {'word ' * 600}"} for i in range(10_000)])  # 30 MB of JSON
     tracemalloc.start()
     try:
-        count = sum(1 for _ in rows)
-        return count, tracemalloc.get_traced_memory()[1]
+        assert sum(1 for _ in local_rows(path, Shard(0, 4))) == 2500
+        assert tracemalloc.get_traced_memory()[1] < 5e6
     finally:
         tracemalloc.stop()
 
 
-@pytest.mark.parametrize("name", ["a.json.gz", "a.jsonl.zst", "a.parquet", "stream.arrow"])
-def test_the_memory_does_not_grow_with_the_file(name: str, tmp_path: Path) -> None:
-    path = write(tmp_path / name, [{"text": f"{i} {'word ' * 600}"} for i in range(10_000)])  # 30 MB of JSON
-    count, peak = peak_bytes(local_rows(path, Shard(0, 4)))
-    assert count == 2500
-    assert peak < 5e6
-
-
 GOOD = b'{"prompt": "a"}'
-
-
 JSON, UTF8, CUT = "not valid JSON", "not UTF-8 text", "file cut short or damaged"
 
 
