@@ -12,8 +12,16 @@ from transformers import PreTrainedTokenizerFast
 
 SPECIALS = ("<|endoftext|>", "<|im_start|>", "<|im_end|>")
 MERGES = [
-    ("▁", "▁"), ("▁", "t"), ("▁t", "h"), ("▁th", "e"), ("▁", "U"), ("▁U", "S"), ("▁", "A"), ("h", "e"), ("l", "l"),
-]  # fmt: skip
+    ("▁", "▁"),
+    ("▁", "t"),
+    ("▁t", "h"),
+    ("▁th", "e"),
+    ("▁", "U"),
+    ("▁U", "S"),
+    ("▁", "A"),
+    ("h", "e"),
+    ("l", "l"),
+]
 
 
 def sentencepiece_like(style: str) -> PreTrainedTokenizerFast:

@@ -159,10 +159,13 @@ def tiny_drafter(corpus: Path) -> Callable[[Path], dict[str, Any]]:
         data = {"source": str(corpus / "rows.json"), "template": "chatml", "block_tokens": 64, "heldout_share": 0.2}
         train = {"steps": 12, "global_batch": 4, "micro_batch": 2, "learning_rate": 1e-3, "save_every": 3}
         return {
-            "kind": "drafter", "out": str(folder / "drafter"), "tokenizer": str(corpus / "tokenizer"),
-            "model": {"config": TINY}, "data": data | {"cache": str(folder / "prepared")},
+            "kind": "drafter",
+            "out": str(folder / "drafter"),
+            "tokenizer": str(corpus / "tokenizer"),
+            "model": {"config": TINY},
+            "data": data | {"cache": str(folder / "prepared")},
             "train": train | {"log_every": 1, "evaluate_every": 0},
-        }  # fmt: skip
+        }
 
     return build
 

@@ -48,12 +48,18 @@ def run_under_zero(folder: Path, stage: int, jobs: Sequence[dict[str, Any]]) -> 
     worker = str(Path(__file__).with_name("zero_worker.py"))
     command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc_per_node", "2", worker]
     environment = os.environ | {
-        "ACCELERATE_USE_DEEPSPEED": "true", "ACCELERATE_DEEPSPEED_CONFIG_FILE": str(settings), "OMP_NUM_THREADS": "1",
-    }  # fmt: skip
+        "ACCELERATE_USE_DEEPSPEED": "true",
+        "ACCELERATE_DEEPSPEED_CONFIG_FILE": str(settings),
+        "OMP_NUM_THREADS": "1",
+    }
     done = subprocess.run(
-        [*command, json.dumps([job | place for job, place in zip(jobs, places, strict=True)])], capture_output=True,
-        text=True, env=environment, timeout=180, check=False,
-    )  # fmt: skip
+        [*command, json.dumps([job | place for job, place in zip(jobs, places, strict=True)])],
+        capture_output=True,
+        text=True,
+        env=environment,
+        timeout=180,
+        check=False,
+    )
     assert done.returncode == 0, done.stderr[-5000:]
     lines = [json.loads(line.removeprefix("said ")) for line in done.stdout.splitlines() if line.startswith("said ")]
     return {line["name"]: line for line in lines}

@@ -23,11 +23,16 @@ from draftsmith.train.teachers.top_k_cache import CacheSource
 from transformers import AutoConfig, AutoModelForSeq2SeqLM, BloomConfig, BloomForCausalLM, Lfm2Config, Lfm2ForCausalLM
 
 WEIGHTS: list[tuple[Any, str]] = [
-    ({"forward-kl": -0.5}, r"-0\.5"), ({"forward-kl": 0.0}, "forward-kl"), ({"forward-kl": float("nan")}, "nan"),
-    ({"forward-kl": [1.0]}, r"\[1\.0\]"), ({"forward-kl": [1.0, 2.0, 1.5]}, r"1\.5"),
-    ({"forward-kl": "1.0"}, r"'1\.0'"), ({"forward-kl": [0.0, 1.0], "cross-entropy": [0.0, 1.0, 0.5]}, "start"),
-    ({"forward-kl": [1.0, 0.0], "cross-entropy": [1.0, 0.0, 0.5]}, "end"), ({"foward-kl": 1.0}, "'forward-kl'"),
-]  # fmt: skip
+    ({"forward-kl": -0.5}, r"-0\.5"),
+    ({"forward-kl": 0.0}, "forward-kl"),
+    ({"forward-kl": float("nan")}, "nan"),
+    ({"forward-kl": [1.0]}, r"\[1\.0\]"),
+    ({"forward-kl": [1.0, 2.0, 1.5]}, r"1\.5"),
+    ({"forward-kl": "1.0"}, r"'1\.0'"),
+    ({"forward-kl": [0.0, 1.0], "cross-entropy": [0.0, 1.0, 0.5]}, "start"),
+    ({"forward-kl": [1.0, 0.0], "cross-entropy": [1.0, 0.0, 0.5]}, "end"),
+    ({"foward-kl": 1.0}, "'forward-kl'"),
+]
 
 
 @pytest.mark.parametrize(("weights", "named"), WEIGHTS, ids=str)

@@ -46,9 +46,12 @@ def data_of(tokens_BT: Any, trained_BT: Any, documents_BT: Any, name: str) -> Pr
             starts.append(len(ids))
         sizes.append(len(borders) - 1)
     arrays = {
-        "tokens": np.array(ids, dtype=np.int32), "trained": np.array(flags, dtype=np.uint8),
-        "documents": np.array(starts), "order": np.arange(len(starts) - 1), "blocks": np.cumsum([0, *sizes]),
-    }  # fmt: skip
+        "tokens": np.array(ids, dtype=np.int32),
+        "trained": np.array(flags, dtype=np.uint8),
+        "documents": np.array(starts),
+        "order": np.arange(len(starts) - 1),
+        "blocks": np.cumsum([0, *sizes]),
+    }
     options = {"block_tokens": documents_BT.shape[1], "packing": "best-fit"}
     manifest = {"sha256": {"tokens": name}, "options": options, "padding_id": 0}
     return PreparedData(Path("nowhere"), manifest, arrays)
@@ -57,10 +60,15 @@ def data_of(tokens_BT: Any, trained_BT: Any, documents_BT: Any, name: str) -> Pr
 def make_model(seed: int = 0, **overrides: Any) -> LlamaForCausalLM:
     """A Llama of some ten thousand parameters."""
     settings = {
-        "vocab_size": VOCAB, "hidden_size": 16, "intermediate_size": 32, "num_hidden_layers": 2,
-        "num_attention_heads": 2, "num_key_value_heads": 2, "max_position_embeddings": 64,
+        "vocab_size": VOCAB,
+        "hidden_size": 16,
+        "intermediate_size": 32,
+        "num_hidden_layers": 2,
+        "num_attention_heads": 2,
+        "num_key_value_heads": 2,
+        "max_position_embeddings": 64,
         "attention_dropout": 0.1,  # so that a resumed run must draw the same random numbers
-    }  # fmt: skip
+    }
     torch.manual_seed(seed)
     return LlamaForCausalLM(LlamaConfig(**(settings | overrides)))
 

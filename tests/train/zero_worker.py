@@ -103,11 +103,14 @@ def run_job(options: dict[str, Any], rank: int) -> dict[str, Any]:
     except (Interrupted, TrainingError, ValueError) as error:
         return said | {"error": f"{type(error).__name__}: {error}"}
     said |= {
-        "processes": result.processes, "distributed_type": result.distributed_type, "resumed_from": result.resumed_from,
+        "processes": result.processes,
+        "distributed_type": result.distributed_type,
+        "resumed_from": result.resumed_from,
         "between_steps": getattr(task, "sharded_between_steps", None),
-        "in_evaluation": getattr(task, "sharded_in_evaluation", None), "afterwards": count_sharded(task.module),
+        "in_evaluation": getattr(task, "sharded_in_evaluation", None),
+        "afterwards": count_sharded(task.module),
         "gradients": all(type(p) is torch.nn.Parameter for p in task.module.parameters()),
-    }  # fmt: skip
+    }
     if rank == 0:
         save_file({name: tensor.clone() for name, tensor in task.module.state_dict().items()}, options["weights"])
     return said

@@ -25,11 +25,16 @@ def save(out: Path, content: str = "weights", **overrides: Any) -> Manifest:
         (folder / "deep" / "b.bin").write_text(content * 2)
 
     settings: dict[str, Any] = {
-        "kind": "table", "write": write, "vocab_size": 64, "tokenizer_fingerprint": "ab" * 32,
-        "target": {"id": "some/model", "revision": "1234", "fingerprint": "cd"}, "shapes": {"entries": 3},
+        "kind": "table",
+        "write": write,
+        "vocab_size": 64,
+        "tokenizer_fingerprint": "ab" * 32,
+        "target": {"id": "some/model", "revision": "1234", "fingerprint": "cd"},
+        "shapes": {"entries": 3},
         "recipe": {"kind": "table", "data": {"block_tokens": 512, "source": Path("x.jsonl")}},
-        "data": {"rows": 2, "sha256": {"tokens": "00"}}, "training": {"loss": 1.5, "best": float("nan")},
-    }  # fmt: skip
+        "data": {"rows": 2, "sha256": {"tokens": "00"}},
+        "training": {"loss": 1.5, "best": float("nan")},
+    }
     return save_artifact(out, **(settings | overrides))
 
 

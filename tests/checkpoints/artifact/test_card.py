@@ -78,10 +78,14 @@ def test_a_card_says_what_is_known() -> None:
     evidence = Evidence("mit", "JackFram/llama-68m", ("anon/ShareGPT",), licences, make_measured())
     card = model_card(make_manifest(), "me/drafts", evidence)
     assert head_of(card) == {
-        "library_name": "transformers", "pipeline_tag": "text-generation", "license": "mit",
-        "base_model": "JackFram/llama-68m", "base_model_relation": "finetune", "datasets": ["anon/ShareGPT"],
+        "library_name": "transformers",
+        "pipeline_tag": "text-generation",
+        "license": "mit",
+        "base_model": "JackFram/llama-68m",
+        "base_model_relation": "finetune",
+        "datasets": ["anon/ShareGPT"],
         "tags": ["speculative-decoding", "draftsmith", "draft-model"],
-    }  # fmt: skip
+    }
     for part in (
         "# me/drafts", "parameters: 68,000,000", "made for: lmsys/vicuna-7b-v1.3", "its revision: abc123", "ef" * 32,
         'drafter="me/drafts"',

@@ -143,10 +143,16 @@ def test_every_engine_finds_the_heads_in_one_folder(export: Export, case: str, m
         torch.testing.assert_close(load_heads(out)(STATES_BD), expected, rtol=1e-4, atol=1e-4)
     config = json.loads((out / "config.json").read_text())
     assert config == {
-        "model_type": "medusa", "base_model_name_or_path": str(target), "medusa_num_heads": count,
-        "num_medusa_heads": count, "medusa_num_layers": CASES[case]["num_layers"], "hidden_size": HIDDEN,
-        "vocab_size": VOCAB, "medusa_fc_bias": True, "version": "1",
-    }  # fmt: skip
+        "model_type": "medusa",
+        "base_model_name_or_path": str(target),
+        "medusa_num_heads": count,
+        "num_medusa_heads": count,
+        "medusa_num_layers": CASES[case]["num_layers"],
+        "hidden_size": HIDDEN,
+        "vocab_size": VOCAB,
+        "medusa_fc_bias": True,
+        "version": "1",
+    }
 
 
 @pytest.mark.parametrize("case", CASES)

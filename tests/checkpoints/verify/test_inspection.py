@@ -69,9 +69,13 @@ def test_every_fault_is_told(tmp_path: Path) -> None:
     (out / "deep" / "extra").write_text("")
     (out / ".hidden").write_text("what a hub adds")
     wanted = [
-        "lacks gone", "holds deep/extra", "flipped has the hash", "longer has 18 bytes", "link is a link",
+        "lacks gone",
+        "holds deep/extra",
+        "flipped has the hash",
+        "longer has 18 bytes",
+        "link is a link",
         "pipe is no regular file",
-    ]  # fmt: skip
+    ]
     manifest, faults = find_faults(out)
     assert manifest is not None
     assert len(faults) == len(wanted)

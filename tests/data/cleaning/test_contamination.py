@@ -14,13 +14,20 @@ SHORT = "Who wrote the Iliad?"
 @pytest.mark.parametrize(
     ("question", "found"),
     [
-        (LONG, True), ("please: " + LONG.upper().replace(" ", "\n\n") + " thanks", True),
-        ("x " + " ".join(LONG.split()[2:15]) + " y", True), ("x " + " ".join(LONG.split()[3:15]) + " y", False),
-        ("Tell me who WROTE the Iliad, quickly", True), ("who wrote the new Iliad", False),
-        ("flashlight!", True), ("my flashlight is broken", False),
-        ("我想知道，今天天气怎么样？谢谢", True), ("今天的天气", False), ("", False), ("?!", False),
+        (LONG, True),
+        ("please: " + LONG.upper().replace(" ", "\n\n") + " thanks", True),
+        ("x " + " ".join(LONG.split()[2:15]) + " y", True),
+        ("x " + " ".join(LONG.split()[3:15]) + " y", False),
+        ("Tell me who WROTE the Iliad, quickly", True),
+        ("who wrote the new Iliad", False),
+        ("flashlight!", True),
+        ("my flashlight is broken", False),
+        ("我想知道，今天天气怎么样？谢谢", True),
+        ("今天的天气", False),
+        ("", False),
+        ("?!", False),
     ],
-)  # fmt: skip
+)
 def test_contamination_is_a_run_of_words_or_a_whole_text(question: str, found: bool) -> None:
     index = EvaluationTexts([LONG, SHORT, "Flashlight", "今天天气怎么样", "", "..."], 13)
     assert index.found_in(question) is found

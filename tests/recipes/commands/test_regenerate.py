@@ -51,9 +51,15 @@ def models(corpus: Path, tmp_path: Path, make_llama: Callable[..., LlamaForCausa
 def values(corpus: Path, models: Path) -> dict[str, Any]:
     """A recipe that decodes in this process and keeps every answer."""
     return {
-        "kind": "regenerate", "out": str(models / "out.jsonl"), "source": str(corpus / "rows.json"),
-        "target": str(models / "target"), "template": "chatml", "max_new_tokens": 24, "on_length": "keep", "limit": 30,
-    }  # fmt: skip
+        "kind": "regenerate",
+        "out": str(models / "out.jsonl"),
+        "source": str(corpus / "rows.json"),
+        "target": str(models / "target"),
+        "template": "chatml",
+        "max_new_tokens": 24,
+        "on_length": "keep",
+        "limit": 30,
+    }
 
 
 def run(values: dict[str, Any], **changes: Any) -> RegenerationReport:

@@ -29,10 +29,12 @@ from transformers import LlamaForCausalLM
 
 NASTY = "spec <script>alert('x')</script> & \"more\""
 METHODS: list[dict[str, Any]] = [
-    {"method": "autoregressive"}, {"method": "speculative", "options": {"gamma": 2}},
+    {"method": "autoregressive"},
+    {"method": "speculative", "options": {"gamma": 2}},
     {"method": "mjsd", "options": {"gamma": 3, "beams": 2, "threshold": 0.1}},
-    {"method": "autoregressive", "temperature": 1.0}, {"method": "speculative", "temperature": 1.0},
-]  # fmt: skip
+    {"method": "autoregressive", "temperature": 1.0},
+    {"method": "speculative", "temperature": 1.0},
+]
 VOID = {"meta", "link", "input", "br"}
 
 

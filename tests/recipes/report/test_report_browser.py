@@ -24,9 +24,11 @@ QUIET = ("background-networking", "component-update", "sync", "extensions", "def
 ROWS: list[dict[str, Any]] = [
     {"method": "autoregressive"},
     {"method": "speculative", "label": "spec <script>document.title='broken'</script>", "options": {"gamma": 2}},
-    {"method": "prompt-lookup"}, {"method": "mjsd", "options": {"gamma": 3, "beams": 2, "threshold": 0.1}},
-    {"method": "autoregressive", "temperature": 1.0}, {"method": "speculative", "temperature": 1.0},
-]  # fmt: skip
+    {"method": "prompt-lookup"},
+    {"method": "mjsd", "options": {"gamma": 3, "beams": 2, "threshold": 0.1}},
+    {"method": "autoregressive", "temperature": 1.0},
+    {"method": "speculative", "temperature": 1.0},
+]
 
 
 @pytest.fixture(scope="module")

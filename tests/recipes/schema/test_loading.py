@@ -23,10 +23,14 @@ data: {<<: {limit: 7}, source: rows.json}
 train: {learning_rate: 1e-3, steps: 5, betas: [0.9, 0.95]}
 """
 LOADERS: dict[str, Callable[[str], Any]] = {
-    "drafter": load_training, "heads": load_training, "table": load_training,
-    "evaluate": lambda name: evaluation_or_paper(name, [], {}, None), "paper": paper_recipe,
-    "regenerate": partial(load_recipe, kinds=["regenerate"]), "quickstart": partial(load_recipe, kinds=["quickstart"]),
-}  # fmt: skip
+    "drafter": load_training,
+    "heads": load_training,
+    "table": load_training,
+    "evaluate": lambda name: evaluation_or_paper(name, [], {}, None),
+    "paper": paper_recipe,
+    "regenerate": partial(load_recipe, kinds=["regenerate"]),
+    "quickstart": partial(load_recipe, kinds=["quickstart"]),
+}
 
 
 @pytest.fixture

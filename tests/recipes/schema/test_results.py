@@ -33,11 +33,19 @@ def results(make_llama: Callable[..., LlamaForCausalLM]) -> dict[str, Any]:
     runs = measure(target, parts, ENTRIES, [prompt.ids for prompt in ASKED], limits)
     summary = Summariser(target, parts, ASKED, runs, limits, text_of=str).summarise(ENTRIES)
     return {
-        "schema": 2, "kind": "evaluation", "machine": {"device": "cpu"}, "recipe": {"target": "T"}, "prompts": 3,
-        "prompts_sha256": "0" * 64, "passed_over": {"counts": {"too long": 0}, "too_long": []},
-        "categories": {"math": 2, "text": 1}, "resumed": 0, "greedy_equals_transformers": None, "methods": summary.rows,
+        "schema": 2,
+        "kind": "evaluation",
+        "machine": {"device": "cpu"},
+        "recipe": {"target": "T"},
+        "prompts": 3,
+        "prompts_sha256": "0" * 64,
+        "passed_over": {"counts": {"too long": 0}, "too_long": []},
+        "categories": {"math": 2, "text": 1},
+        "resumed": 0,
+        "greedy_equals_transformers": None,
+        "methods": summary.rows,
         "errors": summary.errors,
-    }  # fmt: skip
+    }
 
 
 def test_what_is_written_is_read_again(results: dict[str, Any], tmp_path: Path) -> None:
@@ -68,12 +76,18 @@ def test_results_of_no_number_are_not_written(results: dict[str, Any], tmp_path:
 @pytest.mark.parametrize(
     ("path", "new"),
     [
-        (("methods", 1, "speedup"), "fast"), (("methods", 0, "lossless"), 1), (("methods", 2, "tokens"), 7.5),
-        (("methods", 1, "bound"), ...), (("methods", 1, "speedup_interval"), [1.0]),
-        (("methods", 1, "by_prompt", 2, "seconds"), ...), (("machine",), "cpu"), (("kind",), "training"),
-        (("methods",), ...), (("schema",), 3),
+        (("methods", 1, "speedup"), "fast"),
+        (("methods", 0, "lossless"), 1),
+        (("methods", 2, "tokens"), 7.5),
+        (("methods", 1, "bound"), ...),
+        (("methods", 1, "speedup_interval"), [1.0]),
+        (("methods", 1, "by_prompt", 2, "seconds"), ...),
+        (("machine",), "cpu"),
+        (("kind",), "training"),
+        (("methods",), ...),
+        (("schema",), 3),
     ],
-)  # fmt: skip
+)
 def test_a_damaged_key_is_named(results: dict[str, Any], tmp_path: Path, path: tuple[Any, ...], new: Any) -> None:
     file = tmp_path / "results.json"
     inner: Any = results
@@ -98,12 +112,15 @@ def test_two_rows_of_one_label_are_refused(results: dict[str, Any], tmp_path: Pa
 @pytest.mark.parametrize(
     ("content", "named"),
     [
-        (b'{\n  "schema": 2,\n  "kind": oops\n}', "results.json:3"), (b"[1, 2]", "results.json"),
+        (b'{\n  "schema": 2,\n  "kind": oops\n}', "results.json:3"),
+        (b"[1, 2]", "results.json"),
         (b'{"kind": "evaluation"}', "schema"),
         (b'{"schema": 2, "methods": [], "kind": "diagnosis"}', "'kind'.*'diagnosis'"),
-        (b'{"schema": 2, "methods": 3}', "results.json"), (b"\xff\xfe\x00", "results.json"), (None, "results.json"),
+        (b'{"schema": 2, "methods": 3}', "results.json"),
+        (b"\xff\xfe\x00", "results.json"),
+        (None, "results.json"),
     ],
-)  # fmt: skip
+)
 def test_other_files_are_refused(tmp_path: Path, content: bytes | None, named: str) -> None:
     path = tmp_path / "results.json"
     if content is not None:

@@ -41,9 +41,13 @@ ALL_FAMILIES = FAMILIES | {
 
 
 def flash_reference(
-    module: Any, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, attention_mask: torch.Tensor | None,
+    module: Any,
+    query: torch.Tensor,
+    key: torch.Tensor,
+    value: torch.Tensor,
+    attention_mask: torch.Tensor | None,
     **options: Any,
-) -> tuple[torch.Tensor, None]:  # fmt: skip
+) -> tuple[torch.Tensor, None]:
     """Attention inside `cu_seq_lens_q` of a batch of one row; without them the whole row is one document."""
     assert attention_mask is None, "flash kernels take no mask of numbers"
     borders = options.pop("cu_seq_lens_q", torch.tensor([0, query.shape[2]], dtype=torch.int32))

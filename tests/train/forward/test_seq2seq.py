@@ -23,9 +23,16 @@ from transformers import AutoConfig, AutoModelForSeq2SeqLM
 
 VOCAB = 32
 SIZES = {
-    "vocab_size": VOCAB, "d_model": 16, "d_kv": 6, "d_ff": 24, "num_layers": 2, "num_heads": 3,
-    "relative_attention_num_buckets": 8, "relative_attention_max_distance": 12, "decoder_start_token_id": 3,
-}  # fmt: skip
+    "vocab_size": VOCAB,
+    "d_model": 16,
+    "d_kv": 6,
+    "d_ff": 24,
+    "num_layers": 2,
+    "num_heads": 3,
+    "relative_attention_num_buckets": 8,
+    "relative_attention_max_distance": 12,
+    "decoder_start_token_id": 3,
+}
 FAMILIES: dict[str, dict[str, Any]] = {
     "t5": {"model_type": "t5"},  # its output is scaled
     "flan-t5": {"model_type": "t5", "feed_forward_proj": "gated-gelu", "tie_word_embeddings": False},

@@ -15,9 +15,12 @@ from torch.utils._python_dispatch import TorchDispatchMode
 # X, K, D, V, chunk
 SHAPES = [(1, 1, 2, 3, None), (19, 3, 6, 11, 5), (40, 5, 3, 17, 1), (33, 2, 7, 50, 64), (64, 4, 8, 9, 64)]
 WEIGHTS = [
-    {"cross-entropy": 1.0}, {"forward-kl": 1.0}, {"cross-entropy": 0.3, "lk-lambda": 0.7},
-    {"total-variation": 0.5, "reverse-kl": 2.0}, {"jensen-shannon": 1.0, "lk-alpha": 0.5},
-]  # fmt: skip
+    {"cross-entropy": 1.0},
+    {"forward-kl": 1.0},
+    {"cross-entropy": 0.3, "lk-lambda": 0.7},
+    {"total-variation": 0.5, "reverse-kl": 2.0},
+    {"jensen-shannon": 1.0, "lk-alpha": 0.5},
+]
 
 
 class Case:

@@ -304,7 +304,13 @@ def test_head_k_is_trained_on_the_token_k_plus_2_ahead():
     assert shifted_labels(labels, documents, 1).tolist() == [[11, 12, none, 14, none, 21, 22, none]]
     assert head_labels(labels, documents, 3).tolist() == [
         [
-            [12, none, 14], [none, 14, none], [14, none, none], [none, none, none], [none, none, none],
-            [22, none, none], [none, none, none], [none, none, none],
+            [12, none, 14],
+            [none, 14, none],
+            [14, none, none],
+            [none, none, none],
+            [none, none, none],
+            [22, none, none],
+            [none, none, none],
+            [none, none, none],
         ]
-    ]  # fmt: skip
+    ]

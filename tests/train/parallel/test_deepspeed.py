@@ -27,9 +27,13 @@ NORM = {"rel": 1e-5}
 SETTINGS = {"micro_batch": 2, "save_every": 3, "clip_norm": 0.5}  # every gradient is clipped
 # 33 tokens by 17: sizes that two processes do not divide evenly; tied: the projection is the embedding
 UNEVEN = {
-    "hidden_size": 17, "intermediate_size": 33, "vocab_size": 33, "head_dim": 8, "num_attention_heads": 1,
+    "hidden_size": 17,
+    "intermediate_size": 33,
+    "vocab_size": 33,
+    "head_dim": 8,
+    "num_attention_heads": 1,
     "num_key_value_heads": 1,
-}  # fmt: skip
+}
 TIED = UNEVEN | {"tie_word_embeddings": True}
 Logged = Callable[..., list[Any]]
 Launch = Callable[..., dict[str, dict[str, Any]]]

@@ -49,9 +49,11 @@ def recipe(corpus: Path, tmp_path: Path) -> dict[str, Any]:
     """A recipe's values."""
     data = {"source": str(corpus / "rows.json"), "template": "chatml", "heldout_share": 0.2}
     return {
-        "kind": "table", "out": str(tmp_path / "table"), "tokenizer": str(corpus / "tokenizer"),
+        "kind": "table",
+        "out": str(tmp_path / "table"),
+        "tokenizer": str(corpus / "tokenizer"),
         "data": data | {"cache": str(tmp_path / "prepared")},
-    }  # fmt: skip
+    }
 
 
 def loaded(recipe: dict[str, Any]) -> TableRecipe:

@@ -18,9 +18,12 @@ def test_an_artifact_is_shown(tiny_pair: Path) -> None:
     shown = artifact("show", tiny_pair / "heads").stdout
     manifest = load_manifest(tiny_pair / "heads")
     for part in (
-        "heads, 3 files of", "320 tokens", str(manifest.created), *manifest.files,
+        "heads, 3 files of",
+        "320 tokens",
+        str(manifest.created),
+        *manifest.files,
         *(name for name, version in manifest.versions.items() if version is not None),
-    ):  # fmt: skip
+    ):
         assert part in shown
     printed = json.loads(artifact("show", tiny_pair / "heads", "--json").stdout)
     assert printed == json.loads((tiny_pair / "heads" / "artifact.json").read_text())

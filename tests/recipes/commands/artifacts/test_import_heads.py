@@ -59,9 +59,14 @@ def test_published_heads_become_an_artifact(target: Path, tmp_path: Path, capsys
     assert manifest.target == {"id": str(target), "fingerprint": model_fingerprint(target)}
     assert manifest.tokenizer_fingerprint == tokenizer_fingerprint(load_tokenizer(str(target)))
     assert manifest.shapes == {
-        "num_heads": 5, "num_layers": 1, "hidden_size": HIDDEN, "vocab_size": VOCAB, "projection_kind": "own",
-        "rank": 0, "states": "after-norm",
-    }  # fmt: skip
+        "num_heads": 5,
+        "num_layers": 1,
+        "hidden_size": HIDDEN,
+        "vocab_size": VOCAB,
+        "projection_kind": "own",
+        "rank": 0,
+        "states": "after-norm",
+    }
     assert manifest.training == {"imported_from": source, "imported_file": "medusa_lm_head.pt"}
     written = load_file(tmp_path / "heads" / HEADS_FILE)
     assert set(written) == set(state)

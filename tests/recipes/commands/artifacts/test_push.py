@@ -44,11 +44,17 @@ def evaluated(tiny_pair: Path, corpus: Path, tmp_path_factory: pytest.TempPathFa
     """Results of the pair's drafter and heads, with a certificate beside them."""
     folder = tmp_path_factory.mktemp("evaluated")
     recipe = EvaluateRecipe(
-        kind="evaluate", out=str(folder / "results.json"), prompts=str(corpus / "rows.json"), template="chatml",
-        limit=2, max_new_tokens=8, device="cpu", energy="off",
+        kind="evaluate",
+        out=str(folder / "results.json"),
+        prompts=str(corpus / "rows.json"),
+        template="chatml",
+        limit=2,
+        max_new_tokens=8,
+        device="cpu",
+        energy="off",
         methods=[{"method": name} for name in ("autoregressive", "speculative", "medusa")],
         **{name: str(tiny_pair / name) for name in ("target", "drafter", "heads")},
-    )  # fmt: skip
+    )
     results = run_evaluate(recipe)
     one = {"label": results["methods"][1]["label"], "verdict": "lossless", "tokens": 5, "faults": 0, "near_ties": 0}
     one |= {"tests": [], "power": {"found_99": 0.1}, "sampling": {"temperature": 0.0}}

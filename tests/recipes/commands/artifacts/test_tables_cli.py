@@ -34,10 +34,14 @@ def tables(corpus: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
     other.save_pretrained(folder / "tokenizer")
     assert len(other) == 320
     sides: dict[str, tuple[list[Any], dict[str, Any]]] = {
-        "a": (rows[:30], {}), "b": (rows[30:50], {}), "c": (rows[50:], {}), "whole": (rows, {}),
-        "padded": (rows[:30], {"vocab_size": 384}), "answers": (rows[30:50], {"count": {"pairs": "answers"}}),
+        "a": (rows[:30], {}),
+        "b": (rows[30:50], {}),
+        "c": (rows[50:], {}),
+        "whole": (rows, {}),
+        "padded": (rows[:30], {"vocab_size": 384}),
+        "answers": (rows[30:50], {"count": {"pairs": "answers"}}),
         "other": (rows[30:50], {"tokenizer": str(folder / "tokenizer")}),
-    }  # fmt: skip
+    }
     for name, (part, changes) in sides.items():
         source = folder / f"{name}.json"
         source.write_text(json.dumps(part))

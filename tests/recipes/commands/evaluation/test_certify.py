@@ -23,9 +23,12 @@ def recipe(evaluation: dict[str, Any], tmp_path: Path) -> Path:
     """Greedy rows, rows at temperature 1, and a lossy one."""
     options = {"gamma": 2}
     methods: list[dict[str, Any]] = [
-        {"method": "autoregressive"}, {"method": "speculative", "options": options}, {"method": "bild"},
-        {"method": "autoregressive", "temperature": 1}, {"method": "speculative", "options": options, "temperature": 1},
-    ]  # fmt: skip
+        {"method": "autoregressive"},
+        {"method": "speculative", "options": options},
+        {"method": "bild"},
+        {"method": "autoregressive", "temperature": 1},
+        {"method": "speculative", "options": options, "temperature": 1},
+    ]
     path = tmp_path / "evaluate.yaml"
     path.write_text(yaml.safe_dump(evaluation | {"methods": methods}))
     return path

@@ -43,11 +43,13 @@ def target(tmp_path: Path, save_llama: Callable[..., LlamaForCausalLM]) -> Llama
 def recipe(heads: PredictionHeads, corpus: Path, folder: Path) -> EvaluateRecipe:
     """A recipe that measures these heads, which are kept as an artifact."""
     save_artifact(
-        folder / "heads", kind="heads", write=lambda place: save_heads(heads, place, "target"),
+        folder / "heads",
+        kind="heads",
+        write=lambda place: save_heads(heads, place, "target"),
         vocab_size=heads.vocab_size,
         tokenizer_fingerprint=tokenizer_fingerprint(load_tokenizer(str(corpus / "tokenizer"))),
         **{name: {} for name in ("target", "shapes", "recipe", "data", "training")},
-    )  # fmt: skip
+    )
     places = {"out": str(folder / "results.json"), "target": str(folder / "target"), "heads": str(folder / "heads")}
     asked = {"prompts": str(corpus / "rows.json"), "template": "chatml", "limit": 3, "max_new_tokens": 12}
     asked |= {"kind": "evaluate", "device": "cpu", "methods": ROWS}

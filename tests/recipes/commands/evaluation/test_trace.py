@@ -91,9 +91,11 @@ def test_steps_are_described_as_they_were() -> None:
     ]
     traced = describe_steps(steps, tokenizer, [])
     assert traced[0]["tokens"] == [
-        {"kind": "accepted", "text": "a"}, {"kind": "accepted", "text": "b", "more": 1},
-        {"kind": "rejected", "text": "x", "more": 1}, {"kind": "corrected", "text": "c"},
-    ]  # fmt: skip
+        {"kind": "accepted", "text": "a"},
+        {"kind": "accepted", "text": "b", "more": 1},
+        {"kind": "rejected", "text": "x", "more": 1},
+        {"kind": "corrected", "text": "c"},
+    ]
     assert traced[1]["tokens"] == [{"kind": "added", "text": "d"}]
     assert kept_text(traced) == "abcd"
     assert step_line(1, "", traced[0], marks=True).plain == "   1  2/6  »ab+1[-x-]+1{+c+}"

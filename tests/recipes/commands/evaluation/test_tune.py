@@ -31,9 +31,12 @@ from draftsmith.recipes.schema.loading import load_recipe
 from transformers import T5Config, T5ForConditionalGeneration
 
 COSTS = CostModel(
-    Curve((1, 5, 17, 65), (1.0, 1.1, 1.6, 3.0)), Curve((1, 8), (0.12, 0.16)), heads=0.05, baseline=0.1,
+    Curve((1, 5, 17, 65), (1.0, 1.1, 1.6, 3.0)),
+    Curve((1, 8), (0.12, 0.16)),
+    heads=0.05,
+    baseline=0.1,
     default=Overhead(0.1, 0.005),
-)  # fmt: skip
+)
 SPACE = tuning.Space(nodes=24, gamma=8, depth=4, candidates=4, head_candidates=8)
 
 

@@ -25,9 +25,15 @@ from draftsmith.recipes.schema.loading import load_recipe
 
 COSTS = CostModel(Curve((1, 17), (1.0, 1.6)), Curve((1, 8), (0.1, 0.2)), 0.05, 0.1, {}, Overhead(0.1, 0.005))
 SMALL = tuning.Space(
-    nodes=20, gamma=4, fallbacks=(0.1, 0.4), rollbacks=(0.5, 4.0), tolerances=(0.05, 0.6), thresholds=(0.05, 0.9),
-    confidences=(0.1, 0.9), decoded_prompts=6,
-)  # fmt: skip
+    nodes=20,
+    gamma=4,
+    fallbacks=(0.1, 0.4),
+    rollbacks=(0.5, 4.0),
+    tolerances=(0.05, 0.6),
+    thresholds=(0.05, 0.9),
+    confidences=(0.1, 0.9),
+    decoded_prompts=6,
+)
 
 
 @pytest.mark.parametrize("name", tuning.DECODED)
@@ -79,9 +85,12 @@ def test_nothing_beats_what_is_on_the_frontier() -> None:
 def recipe(tiny_pair: Path, tmp_path: Path) -> EvaluateRecipe:
     """At temperature 1, lossless rows and lossy ones."""
     methods: list[dict[str, Any]] = [
-        {"method": "autoregressive"}, {"method": "speculative"}, {"method": "bild", "options": {"gamma": 3}},
-        {"method": "relaxed-uno"}, {"method": "medusa", "label": "typical", "options": {"acceptance": "typical"}},
-    ]  # fmt: skip
+        {"method": "autoregressive"},
+        {"method": "speculative"},
+        {"method": "bild", "options": {"gamma": 3}},
+        {"method": "relaxed-uno"},
+        {"method": "medusa", "label": "typical", "options": {"acceptance": "typical"}},
+    ]
     parts = {name: str(tiny_pair / name) for name in ("target", "drafter", "heads")}
     where = {"prompts": str(tiny_pair / "corpus" / "heldout.jsonl"), "out": str(tmp_path / "results.json")}
     sizes = {"template": "chatml", "limit": 4, "max_new_tokens": 12, "temperature": 1.0, "device": "cpu"}

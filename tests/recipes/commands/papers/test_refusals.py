@@ -49,9 +49,13 @@ def test_a_recipe(own: Path, override: str, named: list[str]) -> None:
     ],
 )
 def test_settings_and_parts_of_an_experiment(
-    experiment: str, changes: dict[str, Any], settings: dict[str, Any], named: list[str], pair: dict[str, Any],
+    experiment: str,
+    changes: dict[str, Any],
+    settings: dict[str, Any],
+    named: list[str],
+    pair: dict[str, Any],
     tmp_path: Path,
-) -> None:  # fmt: skip
+) -> None:
     evaluate = pair | {"target": "no/such/target"} | changes
     about = {"kind": "paper", "out": "unused", "paper": "theory", "where": "nowhere", "experiment": experiment}
     with pytest.raises(ValueError, match=".*".join(map(re.escape, named))):

@@ -25,10 +25,16 @@ from transformers import AutoModelForCausalLM
 
 SETTINGS = SHIPPED / "launch" / "accelerate"
 KINDS = {
-    "cpu": ("NO", 1, 0), "cpu-multi": ("MULTI_GPU", 2, 0), "one-gpu": ("NO", 1, 0), "multi-gpu": ("MULTI_GPU", 2, 0),
-    "multi-node": ("MULTI_GPU", 16, 0), "zero1": ("DEEPSPEED", 2, 1), "zero2": ("DEEPSPEED", 2, 2),
-    "zero3": ("DEEPSPEED", 2, 3), "zero3-offload": ("DEEPSPEED", 2, 3),
-}  # fmt: skip
+    "cpu": ("NO", 1, 0),
+    "cpu-multi": ("MULTI_GPU", 2, 0),
+    "one-gpu": ("NO", 1, 0),
+    "multi-gpu": ("MULTI_GPU", 2, 0),
+    "multi-node": ("MULTI_GPU", 16, 0),
+    "zero1": ("DEEPSPEED", 2, 1),
+    "zero2": ("DEEPSPEED", 2, 2),
+    "zero3": ("DEEPSPEED", 2, 3),
+    "zero3-offload": ("DEEPSPEED", 2, 3),
+}
 
 
 def test_every_file_of_launch_settings_says_how_it_is_used_and_loads_with_accelerate():
