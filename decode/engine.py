@@ -14,6 +14,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from .finite import Watch
 from .models.base import LanguageModel
 from .models.kv_cache import KVCache
 from .models.paths import extend_by_path
@@ -186,6 +187,8 @@ class Context:
         self.accepted = [0] * len(ids)
         self._stop_ids = frozenset(limits.stop_ids)
         self._last_node = 0  # the first row's, known on the host
+        self.watch = Watch()
+        """Is shown a number of each distribution that a step makes of logits."""
         self._hidden: tuple[Tensor, Verdict | None]
         self._hidden = prefill(target, self.cache, self.ids_BS, self.lengths)[:, None], None
 
@@ -216,9 +219,11 @@ class Context:
         """Keep the accepted path and the token after it; the one host synchronisation of a step."""
         tree, depth = proposal.tree, verdict.path_BK.shape[1]
         optional = (proposal.valid_BN, verdict.examined_B, verdict.rejected_B)
-        tokens, paths, accepted, next_tokens, parents, valid, examined, rejected = _to_host(
-            proposal.tokens_BN, verdict.path_BK, verdict.accepted_B, verdict.next_B, tree.parents_BN, *optional
+        kept = (proposal.tokens_BN, verdict.path_BK, verdict.accepted_B, verdict.next_B, tree.parents_BN)
+        tokens, paths, accepted, next_tokens, parents, finite, valid, examined, rejected = _to_host(
+            *kept, self.watch.all_finite(), *optional
         )
+        self.watch.end_step(finite[0], self.ended, self.lengths)
         active, before = np.array([not ended for ended in self.ended]), list(self.lengths)
         paths = [path[:count] for path, count in zip(paths, accepted, strict=True)]
         new_ids = [
@@ -327,7 +332,8 @@ def generate(
 
     Raises:
         ValueError: an empty batch or prompt, a token outside the vocabulary, a prompt that leaves no space in the
-            model's positions for the new tokens and the tree; a drafter, heads or a table of another target.
+            model's positions for the new tokens and the tree; a drafter, heads or a table of another target; logits
+            that are NaN, infinite, or all minus infinity.
     """
     warping = {"probabilities": sampling, "unwarped": Sampling(temperature=1.0), "logits": None}[verifier.judges]
     mark: Callable[[str], None] = profile.mark if profile else lambda phase: None
@@ -345,7 +351,11 @@ def generate(
                 hidden_BND = extend(target, context.cache, proposal.tokens_BN, proposal.tree)
                 logits_BNV = target.logits(hidden_BND)
                 mark("score")
-                verdict = verifier.verify(proposal, warp(logits_BNV, warping) if warping else logits_BNV, rng)
+                scores_BNV = warp(logits_BNV, warping) if warping else logits_BNV
+                sampled = warping is not None and not warping.greedy
+                number_BN = scores_BNV[..., 0] if sampled else logits_BNV.amax(-1)
+                context.watch("the target's", number_BN, proposal.tree.depth_BN)
+                verdict = verifier.verify(proposal, scores_BNV, rng)
                 mark("verify")
                 step = context.commit(proposal, verdict, hidden_BND)
                 proposer.commit(context, proposal, verdict)

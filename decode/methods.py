@@ -190,6 +190,7 @@ _SMOOTHING: Options = {"smoothing": "none", "strength": 0.0}
 
 
 def _slim_spec(sequences: int) -> _Spec:
+    # `lengths` and `unseen` are not those of the paper's equations, see `PrunedHeadTree`.
     defaults = {"sequences": sequences, "candidates": 10, "unseen": 0.01, "depth": 0, "lengths": "all"}
     choices = {"lengths": ("all", "full"), "correlation": ("table", "none"), "smoothing": SMOOTHINGS}
     return _Spec(_slim, ("heads", "table"), defaults | {"correlation": "table"} | _SMOOTHING, choices)

@@ -39,11 +39,13 @@ class Rng:
 
 
 def categorical(probs_XV: Tensor, uniform_X: Tensor) -> Tensor:
-    """One token a row, [...] int64, by inverting the distribution function; never one of probability 0.
+    """One token a row, [...] int64, by inverting the distribution function; never one of probability 0. Of
+    probabilities that are NaN it is the last one, so that what is drawn can always be looked up.
 
     Args:
         probs_XV: [..., V], not necessarily normalised, with a positive sum.
         uniform_X: [...] in [0, 1).
     """
     cdf_XV = probs_XV.cumsum(-1, dtype=torch.float64)
-    return torch.searchsorted(cdf_XV, (uniform_X * cdf_XV[..., -1])[..., None], right=True)[..., 0]
+    drawn_X1 = torch.searchsorted(cdf_XV, (uniform_X * cdf_XV[..., -1])[..., None], right=True)
+    return drawn_X1[..., 0].clamp_(max=cdf_XV.shape[-1] - 1)

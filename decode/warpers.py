@@ -5,10 +5,13 @@ Shape letters: X any leading shape, V vocabulary.
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass
 
 import torch
 from torch import Tensor
+
+_COLDEST = 1e-30  # a lower one would take logits out of float32's range
 
 
 @dataclass(frozen=True, slots=True)
@@ -23,8 +26,8 @@ class Sampling:
     """Keep the fewest most likely tokens whose mass reaches p; 1 keeps all."""
 
     def __post_init__(self) -> None:
-        if self.temperature < 0:
-            raise ValueError(f"temperature must be at least 0, got {self.temperature}")
+        if not (self.temperature == 0 or _COLDEST <= self.temperature < math.inf):
+            raise ValueError(f"temperature must be 0, or at least {_COLDEST} and finite, got {self.temperature}")
         if self.top_k < 0:
             raise ValueError(f"top_k must be at least 0 (0 keeps all tokens), got {self.top_k}")
         if not 0 < self.top_p <= 1:

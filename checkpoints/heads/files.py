@@ -85,6 +85,8 @@ def load_heads(
     for disagreement in stored.disagreements:
         warnings.warn(disagreement, stacklevel=2)
     heads = stored.build().to(device=device, dtype=dtype).requires_grad_(True).eval()
+    if wrong := [name for name, weight in heads.named_parameters() if not bool(weight.isfinite().all())]:
+        raise ValueError(f"{directory}: {wrong[0]} of the heads holds numbers that are NaN or infinite")
     if lm_head is not None and heads.projection_kind == "target":
         heads.attach(lm_head)
     return heads

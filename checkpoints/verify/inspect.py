@@ -4,15 +4,20 @@ from __future__ import annotations
 
 from pathlib import Path, PurePosixPath
 
+from safetensors import safe_open
+from torch import Tensor
+
 from ..artifact.artifact import file_faults, load_manifest
 from ..artifact.manifest import Manifest
 from ..storage.atomic import read_consistent
 from ..storage.names import CONFIG_FILE, HEADS_FILE, TABLE_FILE
-from ..storage.safe_read import check_safetensors, is_blob, shards_of
-from .tensors import tensor_faults
+from ..storage.safe_read import UNREADABLE, check_safetensors, is_blob, shards_of
+from .tensors import some_tensors, tensor_faults
 
 _NEEDED = {"heads": (HEADS_FILE, CONFIG_FILE), "table": (TABLE_FILE,)}
 _WEIGHTS = ("model.safetensors", "model.safetensors.index.json")
+_FLOATS = ("F32", "F16", "BF16", "F8_E4M3", "F8_E5M2")
+_NUMBERS_AT_ONCE = 1 << 24
 _ADAPTER = ("adapter_config.json", "adapter_model.safetensors")
 
 
@@ -56,12 +61,24 @@ def _unreadable(directory: Path, manifest: Manifest) -> list[str]:
             continue  # which is a fault already
         try:
             if name.endswith(".safetensors"):
-                check_safetensors(path)
+                faults += _not_finite(path)
             if name.endswith(".safetensors.index.json"):
                 faults += _index_faults(path, name, manifest)
-        except (ValueError, OSError) as error:
+        except (ValueError, *UNREADABLE) as error:
             faults.append(f"{path}: {error}")
     return faults
+
+
+def _not_finite(path: Path) -> list[str]:
+    """Tensors that hold NaN or infinities: what they compute is nothing."""
+    floats = [name for name, (dtype, _) in check_safetensors(path).items() if dtype in _FLOATS]
+    with safe_open(path, framework="pt") as opened:
+        wrong = [name for name in floats if not _is_finite(opened.get_tensor(name))]
+    return [f"{path} holds {some_tensors(wrong)} with numbers that are NaN or infinite"] if wrong else []
+
+
+def _is_finite(tensor: Tensor) -> bool:
+    return all(bool(part.float().isfinite().all()) for part in tensor.flatten().split(_NUMBERS_AT_ONCE))
 
 
 def _index_faults(path: Path, name: str, manifest: Manifest) -> list[str]:

@@ -88,15 +88,16 @@ def _is_known(config: Path) -> bool:
 def describe(found: Fit, what: str) -> Iterator[str]:
     """A sentence for each way in which tensors do not fit."""
     if found.lacking:
-        yield f"{what} lacks {_some(found.lacking)} that its configuration declares"
+        yield f"{what} lacks {some_tensors(found.lacking)} that its configuration declares"
     if found.other:
         both = [f"{name} {list(mine)}, expected {list(wanted)}" for name, (mine, wanted) in found.other.items()]
-        yield f"{what} holds {_some(both)} of other shapes than its configuration declares"
+        yield f"{what} holds {some_tensors(both)} of other shapes than its configuration declares"
     if found.broken:
         yield f"{what} holds tensors of which its model's cannot be made: {shown(found.broken)}"
 
 
-def _some(names: Sequence[str]) -> str:
+def some_tensors(names: Sequence[str]) -> str:
+    """How many tensors, and the first few by name."""
     more = f" and {len(names) - _SHOWN:,} more" if len(names) > _SHOWN else ""
     return f"{len(names):,} tensor{'s' if len(names) > 1 else ''} ({', '.join(map(shown, names[:_SHOWN]))}{more})"
 

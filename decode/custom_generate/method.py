@@ -8,6 +8,7 @@ Shape letters: B batch, T tokens with padding, V vocabulary, D hidden.
 from __future__ import annotations
 
 import inspect
+import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -188,6 +189,9 @@ class CustomGenerate:
                     given, wanted = (f"{side.dtype} on {side.device}" for side in (weight, target))
                     raise ValueError(f"the heads are {given}, the target is {wanted}: they must be the same")
                 self.heads.to(target.device, target.dtype)
+            self.heads.train(
+                self.heads.training
+            )  # drops copies of weights, which do not follow writing through `.data`
         return Parts(drafters[0] if drafters else None, self.heads, self.table, tuple(drafters[1:]))
 
 
@@ -195,6 +199,7 @@ class _Drafter:
     """A drafter as it was given: the user's own model, or one that is loaded here and follows the target's device."""
 
     def __init__(self, source: Any) -> None:
+        source = getattr(source, "_orig_mod", source)  # of torch.compile: the engine has forwards of its own
         self._loaded = isinstance(source, (str, Path))
         if not self._loaded and not isinstance(source, PreTrainedModel):
             kind = type(source).__name__
@@ -222,6 +227,9 @@ def _read(folder: Path, load: Callable[[Path], Part], kind: str | None = None) -
     return load(folder)
 
 
+_WORDS = {8: torch.int64, 4: torch.int32, 2: torch.int16, 1: torch.uint8}
+
+
 class _CachedTarget(NamedTuple):
     state: list[Any]
     states: str
@@ -241,16 +249,29 @@ def _scorer(model: PreTrainedModel, what: str, states: str | None) -> LanguageMo
     if cached is not None and cached.state == state and states in (None, cached.states):
         return cached.scorer or wrap_model(model, fast=False, check=False, states=cached.states)
     states = states or "after-norm"
-    scorer = wrap_model(model, states=states)
+    try:
+        scorer = wrap_model(model, states=states)
+    except ValueError as error:
+        raise ValueError(f"the {what}: {error}") from error
     _TARGETS[model] = _CachedTarget(state, states, scorer if isinstance(scorer, (LeanLlama, GraphedModel)) else None)
     return scorer
 
 
 def _state(model: PreTrainedModel) -> list[Any]:
-    """Where weights lie, how often they were written, and one value of each: writing through `.data` is not counted."""
+    """Where weights lie, and all that is in them, as a hash: no counter knows of writing through `.data`, and memory is
+    used again. It reads each weight twice, a forward of one token once."""
     weights = [
         weight.detach() for weight in model.parameters() if type(weight) is torch.nn.Parameter and weight.numel()
     ]
-    versions = [(weight.data_ptr(), None if weight.is_inference() else weight._version) for weight in weights]
-    values = [weight[(-1,) * weight.dim()] for weight in weights if weight.device.type != "meta"]
-    return [*versions, *torch.stack([value.to(values[0].device, torch.float64) for value in values]).tolist()]
+    sums = [part_X for weight in weights if weight.device.type != "meta" for part_X in _sums(weight)]
+    joined = torch.cat([part_X.to(sums[0].device) for part_X in sums]).cpu().numpy().tobytes() if sums else b""
+    return [hash(joined), *((weight.data_ptr(), weight.dtype) for weight in weights)]
+
+
+def _sums(weight: Tensor) -> tuple[Tensor, Tensor]:
+    """The sums of columns and of rows of a weight's bits read as whole numbers, modulo 2**64, which no single change
+    and no exchange of two values leaves as they were."""
+    words = weight.contiguous().view(weight.shape[0] if weight.dim() > 1 else 1, -1)
+    edges = math.gcd(words.shape[1], int(words.storage_offset())) * words.element_size()
+    words = words.view(next(kind for size, kind in _WORDS.items() if edges % size == 0))
+    return words.sum(0), words.sum(1)

@@ -108,7 +108,7 @@ def write_method(stored: StoredMethod, folder: Path) -> None:
 def _stored_parts(stored: StoredMethod) -> tuple[dict[str, Tensor], dict[str, str]]:
     tensors: dict[str, Tensor] = {}
     metadata: dict[str, str] = {}
-    heads, table = stored.heads, stored.table
+    heads, table = getattr(stored.heads, "_orig_mod", stored.heads), stored.table
     if heads is not None:
         if not isinstance(heads, PredictionHeads):
             raise ValueError(f"heads of type {type(heads).__name__} cannot be saved, only PredictionHeads can")

@@ -220,7 +220,9 @@ class TransformersModel(LanguageModel):
 
 
 def bare_model(model: Any) -> Any:
-    """The transformers model in peft's wrapper, with its changed layers; any other model as it is."""
+    """The transformers model in the wrappers of peft, with its changed layers, and of `torch.compile`; any other as it
+    is."""
+    model = getattr(model, "_orig_mod", model)
     inner = getattr(model, "get_base_model", None)
     return inner() if inner is not None else model
 

@@ -24,6 +24,7 @@ from ...checkpoints.verify.model_files import (
     only_safetensors,
     reason,
 )
+from ..finite import check_finite, largest_difference
 from ..tree import Tree
 from .base import LanguageModel, TransformersModel, bare_model
 from .final_norm import check_states
@@ -55,8 +56,9 @@ def wrap_model(
             final norm.
 
     Raises:
-        ValueError: a tree forward that differs from the plain ones (ALiBi); an encoder-decoder of another family, or
-            one with `graphs` or states before the norm; `graphs` off one CUDA device; states that there are not.
+        ValueError: logits that are NaN or infinite; a tree forward that differs from the plain ones (ALiBi); an
+            encoder-decoder of another family, or one with `graphs` or states before the norm; `graphs` off one CUDA
+            device; states that there are not.
     """
     check_states(states)
     model.eval()
@@ -103,8 +105,10 @@ def check_tree_forward(wrapped: LanguageModel, model: PreTrainedModel) -> None:
         ) from error
     left_V = model(torch.cat((prompt, left))[None]).logits[0, -1].float()
     right_V = model(torch.cat((prompt, right))[None]).logits[0, -1].float()
-    scale = max(1.0, left_V.abs().max().item(), right_V.abs().max().item())
-    difference = max((tree_NV[3] - left_V).abs().max().item(), (tree_NV[2] - right_V).abs().max().item()) / scale
+    wanted_2V = torch.stack((left_V, right_V))
+    found_2V = tree_NV[[3, 2]]
+    check_finite(torch.stack((wanted_2V, found_2V)), model)
+    difference = largest_difference(found_2V, wanted_2V)
     tolerance = 1e-4 if wrapped.dtype == torch.float32 else 6e-2
     if not difference <= tolerance:
         raise ValueError(

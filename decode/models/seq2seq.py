@@ -17,6 +17,7 @@ import torch.nn.functional as F
 from torch import Tensor
 from transformers import PreTrainedModel
 
+from ..finite import check_finite, largest_difference
 from ..tree import Tree
 from .base import LanguageModel
 from .kv_cache import KVCache
@@ -188,7 +189,8 @@ def check_source_forward(wrapped: Seq2SeqModel, model: PreTrainedModel) -> None:
     inputs = {"input_ids": source_BT, "attention_mask": mask_BM}
     plain_BMV = model(**inputs, decoder_input_ids=path_BM, decoder_attention_mask=mask_BM).logits.float()
     tree_BV, plain_BV = tree_BNV[[0, 1], [3, 2]], plain_BMV[[0, 1], [4, 1]]
-    difference = (tree_BV - plain_BV).abs().max().item() / max(1.0, plain_BV.abs().max().item())
+    check_finite(torch.stack((plain_BV, tree_BV)), model)
+    difference = largest_difference(tree_BV, plain_BV)
     tolerance = 1e-4 if wrapped.dtype == torch.float32 else 6e-2
     if not difference <= tolerance:
         raise ValueError(

@@ -85,7 +85,7 @@ class ExpectedGain(Policy):
         self._expected_B = torch.ones_like(self._reach_B)
 
     def go_on(self, draft_BV: Tensor, confidence_B: Tensor, level: int) -> Tensor:
-        self._class_BK[:, level] = (confidence_B * self.classes).long().clamp(max=self.classes - 1)
+        self._class_BK[:, level] = (confidence_B * self.classes).long().clamp(0, self.classes - 1)
         gain_B = self._reach_B * self.predict(draft_BV, level)
         pays_B = gain_B / self._cost > self._expected_B / (1 + self._cost * level)
         self._reach_B, self._expected_B = gain_B, self._expected_B + gain_B
@@ -115,7 +115,7 @@ class Oracle(ExpectedGain):
     def start(self, context: Context, gamma: int) -> None:
         super().start(context, gamma)
         self._peek = DraftState(context.target, context, gamma + 1, gamma)
-        self._sampling = context.sampling
+        self._sampling, self._watch = context.sampling, context.watch
         self._tree = Tree.chain(gamma).to(context.ids_BS.device)
 
     def begin_step(self, context: Context) -> None:
@@ -123,7 +123,9 @@ class Oracle(ExpectedGain):
         self._hidden_BD = self._peek.read_root(context)
 
     def predict(self, draft_BV: Tensor, level: int) -> Tensor:
-        target_BV = warp(self._peek.model.logits(self._hidden_BD[:, None])[:, 0], self._sampling)
+        logits_BV = self._peek.model.logits(self._hidden_BD[:, None])[:, 0]
+        self._watch("the target's", logits_BV.amax(-1, True), level)
+        target_BV = warp(logits_BV, self._sampling)
         return torch.minimum(target_BV, draft_BV).sum(-1)
 
     def drafted(self, tokens_B1: Tensor, level: int) -> None:
@@ -163,6 +165,7 @@ class AdaptiveChain(Proposer):
             logits_BMV = self.model.logits(hidden_BMD)
             draft_BMV = warp(logits_BMV, context.sampling)
             sure_BMV = warp(logits_BMV, Sampling(temperature=1.0)) if greedy else draft_BMV
+            context.watch("the drafter's", sure_BMV[..., 0], level)
             open_B = open_B & self.policy.go_on(draft_BMV[:, 0], sure_BMV[:, 0].amax(-1), level)
             if not bool(open_B.any()):
                 break

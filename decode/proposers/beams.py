@@ -33,8 +33,10 @@ class _Beam(Proposer):
 class DraftBeam(_Beam):
     """The most likely of a beam of draft sequences (`mjsd.txt`, Algorithm 1: beam sample).
 
-    At temperature 0 a beam search over the drafter's unwarped probabilities. Otherwise each level samples its beams
-    without replacement in proportion to the warped joint probability.
+    Each level samples its beams without replacement in proportion to the warped joint probability. At temperature 0,
+    where Algorithm 1 samples too, this is a beam search over the drafter's unwarped probabilities, without chance, and
+    the token after the path is the target's most likely one. The paper's own setting (appendix D) is temperature 1,
+    top-k 20, top-p 0.9.
     """
 
     def __init__(self, model: LanguageModel, gamma: int, beams: int) -> None:
@@ -92,6 +94,7 @@ def best_beam(
     `stops`: a beam whose last token is a stop token ends there: it repeats that token, and its score stays.
     """
     model, rows = state.model, len(context.lengths)
+    whose = "the target's" if model is context.target else "the drafter's"
     stop_ids = torch.tensor(context.limits.stop_ids if stops else (), dtype=torch.int64, device=model.device)
     tokens_BN, scores_BN = context.root_B1, torch.zeros(rows, 1, device=model.device)
     hidden_BMD = state.read_root(context)[:, None]
@@ -104,6 +107,7 @@ def best_beam(
             stay_BMV = torch.full_like(joint_BMV, -torch.inf).scatter_(2, last_BM1, scores_BN[:, first:, None])
             joint_BMV = torch.where(ended_BM[..., None], stay_BMV, joint_BMV)
         scores_BM, picked_BM = _pick(joint_BMV.flatten(1), beams, context)
+        context.watch(whose, scores_BM[:, :1], level)
         vocab = joint_BMV.shape[-1]
         tree = tree.grow(first + picked_BM // vocab)
         first = tree.nodes - picked_BM.shape[1]

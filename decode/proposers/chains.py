@@ -41,7 +41,11 @@ class DraftChains(Proposer):
         self._own_tree = self._own_tree.to(context.ids_BS.device)
 
     def propose(self, context: Context) -> Proposal:
-        drawn = [self._draft(state, context) for state in self._states]
+        alone = len(self._states) == 1
+        drawn = [
+            self._draft(state, context, "the drafter's" if alone else f"drafter {number}'s")
+            for number, state in enumerate(self._states, 1)
+        ]
         tokens_BMK = torch.cat([tokens for tokens, _ in drawn], 1)
         tree, nodes_BMK = merge_chains(tokens_BMK)
         tokens_BN = torch.zeros_like(tree.parents_BN).scatter_(1, nodes_BMK.flatten(1), tokens_BMK.flatten(1))
@@ -50,21 +54,22 @@ class DraftChains(Proposer):
         proposal.valid_BN = tree.parents_BN >= 0
         return proposal
 
-    def _draft(self, state: DraftState, context: Context) -> tuple[Tensor, Tensor]:
+    def _draft(self, state: DraftState, context: Context, whose: str) -> tuple[Tensor, Tensor]:
         """Tokens [B, M, K] of one model's chains, and the distributions they come from (empty at temperature 0)."""
         hidden_BMD = state.read_root(context)[:, None]
         tokens, probs, count = [], [], self.per_model
         for level in range(self.gamma):
             logits_BMV = state.model.logits(hidden_BMD)
             if context.sampling.greedy:
-                tokens_BM = logits_BMV.argmax(-1)
+                number_BM, tokens_BM = logits_BMV.max(-1)
                 probs.append(logits_BMV.new_zeros(len(logits_BMV), 1, 0))
             else:
                 probs_BMV = warp(logits_BMV, context.sampling)
                 at_root = probs_BMV.shape[1] == 1
                 uniform_BMC = context.rng.uniform(1, count) if at_root else context.rng.uniform(count, 1)
-                tokens_BM = draw_many(probs_BMV, uniform_BMC).flatten(1)
+                tokens_BM, number_BM = draw_many(probs_BMV, uniform_BMC).flatten(1), probs_BMV[..., 0]
                 probs.append(probs_BMV.expand(-1, count, -1))
+            context.watch(whose, number_BM, level)
             tokens.append(tokens_BM)
             if level + 1 < self.gamma:
                 hidden_BMD = state.grow(tokens_BM, self._own_tree, 1 + level * count)

@@ -66,8 +66,8 @@ class DraftTree(Proposer):
         tokens, probs, valid = [context.root_B1], [], []
         hidden_BMD = self._draft.read_root(context)[:, None]
         first = 1
-        for level, width in enumerate(self.branching):
-            tokens_BM, probs_BMV, valid_BM = self._draw(hidden_BMD, width, context)
+        for level in range(len(self.branching)):
+            tokens_BM, probs_BMV, valid_BM = self._draw(hidden_BMD, level, context)
             tokens.append(tokens_BM)
             if probs_BMV is not None:
                 probs.append(probs_BMV)
@@ -85,14 +85,15 @@ class DraftTree(Proposer):
             proposal.valid_BN = torch.cat(levels, 1)
         return proposal
 
-    def _draw(self, hidden_BMD: Tensor, width: int, context: Context) -> tuple[Tensor, Tensor | None, Tensor | None]:
+    def _draw(self, hidden_BMD: Tensor, level: int, context: Context) -> tuple[Tensor, Tensor | None, Tensor | None]:
         """Tokens of the next level, [B, M x width], the distributions they come from, and which of them exist."""
-        logits_BMV = self.model.logits(hidden_BMD)
+        logits_BMV, width = self.model.logits(hidden_BMD), self.branching[level]
         if context.sampling.greedy:
-            if width == 1:
-                return logits_BMV.argmax(-1), None, None
-            return logits_BMV.topk(width, -1).indices.flatten(1), None, None
+            most = logits_BMV.topk(width, -1) if width > 1 else logits_BMV.max(-1, keepdim=True)
+            context.watch("the drafter's", most.values[..., 0], level)
+            return most.indices.flatten(1), None, None
         probs_BMV = warp(logits_BMV, context.sampling)
+        context.watch("the drafter's", probs_BMV[..., 0], level)
         if self.replacement or width == 1:
             uniform_BMC = context.rng.uniform(probs_BMV.shape[1], width)
             return draw_many(probs_BMV, uniform_BMC).flatten(1), probs_BMV, None
@@ -120,4 +121,5 @@ def draw_many(probs_BMV: Tensor, uniform_BMC: Tensor) -> Tensor:
     if uniform_BMC.shape[-1] == 1:
         return categorical(probs_BMV[:, :, None], uniform_BMC)
     cdf_BMV = probs_BMV.cumsum(-1, dtype=torch.float64)
-    return torch.searchsorted(cdf_BMV, uniform_BMC * cdf_BMV[..., -1:], right=True)
+    drawn_BMC = torch.searchsorted(cdf_BMV, uniform_BMC * cdf_BMV[..., -1:], right=True)
+    return drawn_BMC.clamp_(max=cdf_BMV.shape[-1] - 1)  # see `categorical`

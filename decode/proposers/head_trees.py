@@ -67,7 +67,9 @@ class HeadTree(Proposer):
 
     def propose(self, context: Context) -> Proposal:
         logits_BKV = self.heads(context.hidden_BD)[:, : self.tree.max_depth]
-        candidates_BX = logits_BKV.topk(self._width, -1).indices.flatten(1)
+        most = logits_BKV.topk(self._width, -1)
+        context.watch("head {}'s", most.values[..., 0], range(self.tree.max_depth))
+        candidates_BX = most.indices.flatten(1)
         return Proposal(self.tree, torch.cat((context.root_B1, candidates_BX[:, self._place_N]), 1))
 
     def forwards(self, nodes: float) -> list[tuple[Any, int]]:
@@ -78,11 +80,13 @@ class PrunedHeadTree(Proposer):
     """Of all sequences that the heads' candidates allow, those of the highest posterior (SLiM: `slim.txt`, eq. 2, 3).
 
     The posterior of a sequence is the product of its tokens' head probabilities and of the correlations r of its
-    neighbours, the root included. Sequences of every length compete (appendix C), or full ones only (eq. 2). Without a
-    table r is 1.
+    neighbours, the root included. Without a table r is 1.
 
     Args:
-        unseen: r of pairs that the table does not hold; not used with smoothing, which has an r for each of them.
+        unseen: r of pairs that the table does not hold; not used with smoothing, which has an r for each of them. The
+            paper's is 0 (eq. 5), which rules such pairs out; the methods' default, 0.01, is ours.
+        lengths: "full": sequences of all heads compete, as in eq. 2 and Algorithm 1. "all", the methods' default: their
+            beginnings do, too, as appendix C and section 4.3 speak of them; only where r exceeds 1 a longer one wins.
         smoothing: of the table's counts: "none", "add-k" or "kneser-ney"; `strength` is k, or the discount.
 
     Raises:
@@ -131,6 +135,7 @@ class PrunedHeadTree(Proposer):
 
     def propose(self, context: Context) -> Proposal:
         probs_BKV = self.heads(context.hidden_BD)[:, : self.depth].softmax(-1, dtype=torch.float32)
+        context.watch("head {}'s", probs_BKV[..., 0], range(self.depth))
         top = probs_BKV.topk(min(self.candidates, probs_BKV.shape[-1]), -1)
         tree, tokens_BN = self.prune(context.root_B1, top.indices, top.values.log())
         return Proposal(tree, tokens_BN, levels=self.depth)

@@ -18,9 +18,11 @@ class MethodSection(Section):
     label: str | None = None
     """Name of the row; by default the method's, with the temperature where it has one of its own."""
     options: dict[str, Any] = {}
-    """Settings of the method, such as gamma."""
+    """Settings of the method, such as gamma; the table in `decode/README.md` has them all. Two defaults of SLiM are not
+    its paper's: `lengths: full` is eq. 2 of `slim.txt` (`all` is its appendix C), `unseen: 0` its eq. 5."""
     temperature: float | None = Field(None, ge=0)
-    """By default the recipe's."""
+    """By default the recipe's. At 0 `mjsd` searches its beams where Algorithm 1 of `mjsd.txt` samples them: the paper
+    has temperature 1 with `top_k: 20` and `top_p: 0.9` (appendix D)."""
 
 
 class _Decoding(Section):

@@ -51,7 +51,7 @@ class CorrelationSettings(Section):
     candidates: int = Field(10, ge=2)
     """Tokens of a head that the correction may choose from."""
     unseen: float = Field(0.01, ge=0)
-    """r of a pair that was never seen."""
+    """r of a pair that was never seen; eq. 5 has 0, which would rule it out."""
     smoothing: Literal["none", "add-k", "kneser-ney"] = "none"
     """Of the counts, before r is derived."""
     strength: float = Field(0.0, ge=0)

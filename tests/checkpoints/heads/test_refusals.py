@@ -49,6 +49,14 @@ def test_settings_and_uses_of_heads(call: Callable[[], object], parts: tuple[str
     refused(call, parts)
 
 
+def test_heads_that_are_not_finite_are_not_read(tmp_path: Path) -> None:
+    save_heads(heads(), tmp_path, "target")
+    tensors = load_file(tmp_path / HEADS_FILE)
+    tensors["1.2.weight"][3, 3] = float("nan")
+    save_file(tensors, tmp_path / HEADS_FILE)
+    refused(lambda: load_heads(tmp_path), (str(tmp_path), "1.2.weight"))
+
+
 @pytest.mark.parametrize(
     ("tensor", "parts"),
     [

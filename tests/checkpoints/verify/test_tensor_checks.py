@@ -4,6 +4,7 @@ too many are told by the doctor alone."""
 from __future__ import annotations
 
 import json
+import math
 import shutil
 from collections.abc import Callable
 from pathlib import Path
@@ -122,6 +123,18 @@ def test_verify_export_and_push_notice_it(tmp_path: Path) -> None:
         plan_push(out, "me/drafter", lambda manifest: "a card")
 
 
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16, torch.float8_e4m3fn])
+def test_verify_names_tensors_that_are_not_finite(tmp_path: Path, dtype: torch.dtype) -> None:
+    def spoil(tensors: dict[str, torch.Tensor]) -> None:
+        tensors.update({name: tensor.to(dtype) for name, tensor in tensors.items()})
+        tensors["model.layers.1.mlp.up_proj.weight"][-1, -1:] = math.nan
+        tensors["lm_head.weight"][0, :1] = -math.inf if dtype.itemsize > 1 else math.nan
+
+    (fault,) = find_faults(save(tmp_path / "drafter", spoil))[1]
+    assert "2 tensors (lm_head.weight, model.layers.1.mlp.up_proj.weight)" in fault
+    assert "model.safetensors" in fault
+
+
 def test_a_model_with_tensors_too_many_is_sound(tmp_path: Path) -> None:
     """As those with layers for multi-token prediction or a value head are."""
     more = {f"model.layers.{layer}.eh_proj.weight": torch.ones(16, 32) for layer in range(2, 7)}
@@ -148,6 +161,7 @@ def test_the_doctor_notices_it(tmp_path: Path) -> None:
     [
         ("heads", lambda held: None, None),
         ("heads", lose("1.0.linear.bias"), "lacks 1.0.linear.bias"),
+        ("heads", lambda held: held["1.0.linear.bias"].__setitem__(3, math.nan), "1 tensor (1.0.linear.bias)"),
         ("table", lambda held: None, None),
         ("table", lose("count"), "is not a table: it lacks count"),
         ("table", lambda held: held.update(unigram=torch.ones(5, dtype=torch.int64)), "unigram has 5 values,"),

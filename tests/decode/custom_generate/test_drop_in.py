@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import math
 import re
 from collections.abc import Callable
+from itertools import combinations, product
 from pathlib import Path
 from typing import Any
 
@@ -149,7 +151,7 @@ def test_parts_must_fit(
             target.generate(ONE, custom_generate=method(name, **parts), max_new_tokens=3)
 
 
-def test_a_model_is_wrapped_once_until_its_weights_change(
+def test_a_model_is_wrapped_once(
     target: LlamaForCausalLM, drafter: LlamaForCausalLM, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     wrapped = []
@@ -159,21 +161,104 @@ def test_a_model_is_wrapped_once_until_its_weights_change(
         check_same(target, method("speculative", drafter=drafter), inputs=ONE, max_new_tokens=6)
     assert wrapped == [target, drafter]
 
-    def written(model: LlamaForCausalLM) -> None:
-        model.model.layers[0].mlp.up_proj.weight.mul_(-1)
 
-    def written_through_data(model: LlamaForCausalLM) -> None:
-        model.model.layers[0].mlp.up_proj.weight.data.mul_(-2)
+def stepped(model: LlamaForCausalLM, up: torch.Tensor) -> None:
+    model(ONE, labels=ONE).loss.backward()
+    torch.optim.AdamW(model.parameters(), lr=0.1).step()
 
-    def replaced(model: LlamaForCausalLM) -> None:
-        model.model.layers[1].self_attn.q_proj.weight = torch.nn.Parameter(torch.randn(32, 32))
 
-    for change in (written, written_through_data, replaced, LlamaForCausalLM.double):
-        with torch.no_grad():
-            change(target)
-        wrapped.clear()
-        check_same(target, method("autoregressive"), inputs=ONE, max_new_tokens=20)
-        assert wrapped == [target]
+def loaded(model: LlamaForCausalLM, up: torch.Tensor, assign: bool = False) -> None:
+    model.load_state_dict({name: weight.roll(1, 0) for name, weight in model.state_dict().items()}, assign=assign)
+
+
+def assigned(model: LlamaForCausalLM, up: torch.Tensor) -> None:
+    model.lm_head.weight.data = torch.randn(VOCAB, 32)
+
+
+def used_again(model: LlamaForCausalLM, up: torch.Tensor) -> None:
+    """Other numbers at the same place, and a counter that stands where it stood."""
+    memory = model.lm_head.weight.data
+    model.lm_head.weight.data = torch.zeros(1, 1)
+    memory.copy_(torch.randn(VOCAB, 32))
+    model.lm_head.weight.data = memory
+
+
+CHANGES: dict[str, Callable[[LlamaForCausalLM, torch.Tensor], Any]] = {
+    "in place": lambda model, up: up.mul_(-1),
+    "an optimizer": stepped,
+    "load_state_dict": loaded,
+    "load_state_dict, assigned": lambda model, up: loaded(model, up, True),
+    "to another type": lambda model, up: model.double().lm_head.weight.mul_(-1),
+    "another parameter": lambda model, up: setattr(model.lm_head, "weight", torch.nn.Parameter(torch.randn(VOCAB, 32))),
+    "other data": assigned,
+    "the same memory": used_again,
+    "through data": lambda model, up: up.data.mul_(-2),
+    "through data, signs alone": lambda model, up: up.data.mul_(-1),
+    "through data, one number": lambda model, up: up.data[3, 5:6].fill_(300.0),
+    "through data, rows exchanged": lambda model, up: up.data.copy_(up.data.roll(1, 0)),
+    "through data, columns exchanged": lambda model, up: up.data.copy_(up.data.roll(1, 1)),
+    "through numpy": lambda model, up: np.negative(up.detach().numpy(), out=up.detach().numpy()),
+    "a small one": lambda model, up: model.model.norm.weight.data.neg_(),
+}
+
+
+@pytest.mark.parametrize("change", CHANGES)
+def test_weights_that_changed_in_any_way_are_those_that_decode(target: LlamaForCausalLM, change: str) -> None:
+    """Of all ways the output is that of plain `generate`, whose 40 tokens of 64 tell two models apart."""
+    asked = {"inputs": ONE, "max_new_tokens": 40}
+    before = check_same(target, method("autoregressive"), **asked).tolist()
+    context = torch.enable_grad() if change == "an optimizer" else torch.no_grad()
+    with context:
+        CHANGES[change](target, target.model.layers[0].mlp.up_proj.weight)
+    after = check_same(target, method("autoregressive"), **asked).tolist()
+    assert after != before
+
+
+@pytest.mark.parametrize("dtype", [torch.float64, torch.float32, torch.bfloat16, torch.float8_e4m3fn])
+@pytest.mark.parametrize("shape", [(7,), (4, 6), (5, 7), (3, 2, 5), ()])
+def test_every_bit_of_a_weight_and_every_exchange_changes_its_sums(dtype: torch.dtype, shape: tuple[int, ...]) -> None:
+    torch.manual_seed(0)
+    weight = torch.cat((torch.zeros(1), torch.randn(math.prod(shape)))).to(dtype)[1:].view(shape)  # beside others
+    before = [part_X.tolist() for part_X in drop_in._sums(weight)]
+    bytes_X = weight.view(-1).view(torch.uint8)
+    for place, bit in product(range(len(bytes_X)), range(8)):
+        bytes_X[place] ^= 1 << bit
+        assert [part_X.tolist() for part_X in drop_in._sums(weight)] != before
+        bytes_X[place] ^= 1 << bit
+    flat_X = weight.view(-1).view(torch.uint8).view(max(1, weight.numel()), -1)
+    for one, other in combinations(range(len(flat_X)), 2):
+        if not torch.equal(flat_X[one], flat_X[other]):
+            flat_X[[one, other]] = flat_X[[other, one]]
+            assert [part_X.tolist() for part_X in drop_in._sums(weight)] != before
+            flat_X[[one, other]] = flat_X[[other, one]]
+
+
+def test_heads_that_changed_are_those_that_draft(target: LlamaForCausalLM) -> None:
+    heads, states = PredictionHeads.from_lm_head(torch.randn(VOCAB, 32), 2, 1).eval(), torch.randn(5, 32)
+    custom = method("bpd", heads=heads)
+    target.generate(ONE, custom_generate=custom, max_new_tokens=4)
+    for weight in heads.parameters():
+        weight.data.add_(1.0)
+    target.generate(ONE, custom_generate=custom, max_new_tokens=4)
+    with torch.no_grad():
+        stacked = heads(states)
+    torch.testing.assert_close(stacked, heads(states).detach())  # with gradients no copies are used
+
+
+def test_compiled_parts_are_taken_for_what_they_are(
+    target: LlamaForCausalLM, drafter: LlamaForCausalLM, tmp_path: Path
+) -> None:
+    compiled = method("speculative", drafter=torch.compile(drafter), gamma=3)
+    check_same(target, compiled, inputs=ONE, max_new_tokens=12)
+    compiled.save_pretrained(tmp_path / "drafter")
+    again = drop_in.CustomGenerate.from_pretrained(tmp_path / "drafter")
+    assert set(again.drafters[0].model.state_dict()) == set(drafter.state_dict())
+    heads = PredictionHeads.from_lm_head(torch.randn(VOCAB, 32), 2, 1).eval()
+    method("bpd", heads=torch.compile(heads)).save_pretrained(tmp_path / "heads")
+    kept = drop_in.CustomGenerate.from_pretrained(tmp_path / "heads").heads
+    assert kept is not None
+    assert kept.num_heads == 2
+    check_same(torch.compile(target), compiled, inputs=ONE, max_new_tokens=12)
 
 
 def test_rows_end_with_their_end_token_and_are_padded(

@@ -129,3 +129,7 @@ def test_a_near_tie_is_told_from_a_mistake(make_llama: Callable[..., LlamaForCau
     low, high = int(logits_V.argmin()), int(logits_V.argmax())
     assert not nearly_tied(target, prompt, [*begun, low], [*begun, high])
     assert not nearly_tied(target, prompt, begun, [*begun, 7])
+    plain = target.logits
+    target.logits = lambda hidden_XD: plain(hidden_XD).index_fill(-1, torch.tensor([20]), -math.inf)  # type: ignore[method-assign]
+    assert not nearly_tied(target, prompt, [*begun, low], [*begun, high])  # beside a masked token neither
+    assert nearly_tied(target, prompt, [*begun, 5, 2], [*begun, 7, 8, 1])

@@ -1,0 +1,84 @@
+"""Numbers that are none: logits that are NaN or infinite, told once a step and named by whose they are.
+
+Shape letters: B batch, X distributions of a row, V vocabulary.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+
+
+class Watch:
+    """Remembers one number of every distribution of a step, finite only if all its logits were fit to be warped: none
+    NaN or plus infinity, and one at least that is finite.
+
+    Such a number is at hand wherever a token is chosen: the largest logit, or any of the probabilities that a softmax
+    makes of them.
+    """
+
+    def __init__(self) -> None:
+        self._seen: list[tuple[str, Tensor, Any]] = []
+        self._step = 0
+
+    def __call__(self, whose: str, number_BX: Tensor, ahead: Any = 0) -> None:
+        """Remember these numbers.
+
+        Args:
+            whose: "the drafter's"; of several, with {} where the number, `ahead` + 1, shall stand.
+            ahead: how many tokens stand between the root and the token that a distribution speaks of, [X] or [B, X].
+        """
+        self._seen.append((whose, number_BX, ahead))
+
+    def all_finite(self) -> Tensor:
+        """[1] bool, on the device, of this step."""
+        # A sum is finite only if all of it is; in float32, which large numbers of half precision do not overflow.
+        sum_1 = torch.cat([number_BX.flatten() for _, number_BX, _ in self._seen]).sum(0, True, dtype=torch.float32)
+        return sum_1.abs() < torch.inf
+
+    def end_step(self, finite: bool, ended: Sequence[bool], lengths: Sequence[int]) -> None:
+        """Forget this step's numbers.
+
+        Args:
+            finite: what `all_finite` said.
+            ended: rows that are not looked at.
+            lengths: how many tokens each row had before this step.
+
+        Raises:
+            ValueError: the first logits of this step that are NaN or infinite, whose they are, and where.
+        """
+        seen, self._seen, self._step = self._seen, [], self._step + 1
+        if finite:
+            return
+        going_B1 = ~torch.tensor(ended)[:, None]
+        for whose, number_BX, ahead in seen:
+            wrong_X2 = (~number_BX.isfinite().cpu() & going_B1).nonzero()
+            if not len(wrong_X2):
+                continue
+            row, column = wrong_X2[0].tolist()
+            place = int(torch.as_tensor(ahead).expand(number_BX.shape)[row, column])
+            raise ValueError(
+                f"{whose.format(place + 1)} logits for the token at position {lengths[row] + place} (row {row}, step "
+                f"{self._step}) are NaN or infinite: its weights are damaged, or it overflows in its dtype"
+            )
+
+
+def check_finite(logits_XV: Tensor, model: Any) -> None:
+    """ValueError, naming a model and its weights that are not finite, where logits are NaN, infinite or all masked."""
+    if bool(logits_XV.amax(-1).isfinite().all()):
+        return
+    weights = ((name, weight) for name, weight in model.named_parameters() if weight.device.type != "meta")
+    wrong = [name for name, weight in weights if not bool(weight.detach().float().isfinite().all())]
+    why = f"so are {', '.join(wrong[:3])}{' …' * (len(wrong) > 3)}" if wrong else "its numbers overflow in their dtype"
+    name = getattr(model, "name_or_path", "") or f"a model of type {model.config.model_type!r}"
+    raise ValueError(f"the logits of {name} are NaN or infinite: {why}")
+
+
+def largest_difference(found_XV: Tensor, wanted_XV: Tensor) -> float:
+    """Between logits, as a share of the largest wanted one, at least of 1; equal infinities are no difference."""
+    apart_XV = (found_XV - wanted_XV).abs().masked_fill(found_XV == wanted_XV, 0.0)
+    largest = wanted_XV.abs().masked_fill(wanted_XV.isinf(), 0.0).max()
+    return float(apart_XV.max() / largest.clamp(min=1.0))

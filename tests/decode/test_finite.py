@@ -1,0 +1,171 @@
+"""Logits that are NaN, infinite or all masked are one error that names whose they are and where, in every method."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from draftsmith.checkpoints.heads.files import PredictionHeads
+from draftsmith.checkpoints.table.table import BigramTable
+from draftsmith.decode.engine import Limits, generate
+from draftsmith.decode.methods import METHODS, Parts, build_method, needs_of
+from draftsmith.decode.models.loading import wrap_model
+from draftsmith.decode.proposers.draft_tree import draw_many
+from draftsmith.decode.rng import Rng, categorical
+from draftsmith.decode.warpers import Sampling
+from torch import Tensor
+from transformers import AutoConfig, AutoModelForCausalLM, AutoModelForSeq2SeqLM, LlamaForCausalLM
+
+VOCAB = 12
+PROMPTS = [[1, 2, 3], [4, 5, 6, 7, 8]]
+BROKEN = 8
+"""The position after whose token nothing can be told."""
+SAMPLINGS = [Sampling(), Sampling(1.0), Sampling(0.7, top_k=5, top_p=0.9)]
+BAD = {"nan": math.nan, "inf": math.inf, "all masked": -math.inf}
+VARIANTS: list[tuple[str, dict[str, Any]]] = [(name, {}) for name in METHODS] + [
+    ("adaptive", {"policy": "expected-gain"}),
+    ("adaptive", {"policy": "oracle"}),
+    ("medusa", {"acceptance": "typical"}),
+    ("multi-candidate", {"attention": "batch", "replacement": True}),
+    ("multi-candidate", {"k_config": "1x1x1"}),
+]
+OF_DRAFTERS = [(name, options) for name, options in VARIANTS if "drafter" in METHODS[name].needs]
+OF_HEADS = [(name, options) for name, options in VARIANTS if "heads" in METHODS[name].needs]
+
+
+class Chain:
+    """A model, a Markov chain, and what happens to its logits at `BROKEN`: one of them is bad, or all are masked."""
+
+    def __init__(self, make_markov: Callable[[Tensor], Any]) -> None:
+        self._make = make_markov
+
+    def __call__(self, seed: int, bad: float | None = None) -> Any:
+        torch.manual_seed(seed)
+        model = self._make(torch.rand(40, VOCAB, VOCAB).softmax(-1))
+        model.hidden_size = 1
+        rows = slice(BROKEN * VOCAB, (BROKEN + 1) * VOCAB)
+        if bad == -math.inf:
+            model._logits_XV[rows] = bad
+        elif bad is not None:
+            model._logits_XV[rows, VOCAB - 2] = bad
+        model._logits_XV[:, 0] = -math.inf  # a token that is masked is no fault
+        return model
+
+
+@pytest.fixture
+def chain(make_markov: Callable[[Tensor], Any]) -> Chain:
+    return Chain(make_markov)
+
+
+def decoded(name: str, options: dict[str, Any], target: Any, parts: Parts, sampling: Sampling) -> list[list[int]]:
+    method = build_method(name, parts, sampling, **options)
+    found: list[list[int]] = [[] for _ in PROMPTS]
+    for step in generate(target, *method, PROMPTS, Limits(12), sampling, Rng.for_rows(0, len(PROMPTS))):
+        found = [ids + new for ids, new in zip(found, step.new_ids, strict=True)]
+    return found
+
+
+def parts_of(chain: Chain, heads: PredictionHeads | None = None, bad: float | None = None) -> Parts:
+    heads = heads or PredictionHeads.from_lm_head(torch.randn(VOCAB, 1), 4, 1).eval()
+    table = BigramTable.from_documents([torch.randint(0, VOCAB, (200,)).numpy()], VOCAB)
+    return Parts(chain(1, bad), heads, table)
+
+
+@pytest.mark.parametrize("sampling", SAMPLINGS, ids=str)
+@pytest.mark.parametrize(("name", "options"), VARIANTS, ids=str)
+def test_the_targets_logits_are_named(chain: Chain, name: str, options: dict[str, Any], sampling: Sampling) -> None:
+    parts = parts_of(chain)
+    assert all(0 < token < VOCAB for ids in decoded(name, options, chain(0), parts, sampling) for token in ids)
+    for bad in BAD.values():
+        with pytest.raises(ValueError, match=f"^the target's logits .*position {BROKEN + 1} .*row [01]"):
+            decoded(name, options, chain(0, bad), parts, sampling)
+
+
+@pytest.mark.parametrize("sampling", SAMPLINGS, ids=str)
+@pytest.mark.parametrize(("name", "options"), OF_DRAFTERS, ids=str)
+def test_a_drafters_logits_are_named(chain: Chain, name: str, options: dict[str, Any], sampling: Sampling) -> None:
+    for bad in BAD.values():
+        with pytest.raises(ValueError, match=f"^the drafter's logits .*position {BROKEN + 1} "):
+            decoded(name, options | SURE.get(name, {}), chain(0), parts_of(chain, bad=bad), sampling)
+
+
+SURE: dict[str, dict[str, Any]] = {"adaptive": {"threshold": 0.0, "cost": 0.001}, "bild": {"fallback": 0.0}}
+
+
+def test_of_several_drafters_the_one_is_named(chain: Chain) -> None:
+    parts = Parts(chain(1), more_drafters=(chain(2), chain(3, math.nan)))
+    for sampling in SAMPLINGS:
+        with pytest.raises(ValueError, match=f"^drafter 3's logits .*position {BROKEN + 1} "):
+            decoded("specinfer", {}, chain(0), parts, sampling)
+
+
+@pytest.mark.parametrize("bad", [math.nan, math.inf])
+@pytest.mark.parametrize("sampling", SAMPLINGS, ids=str)
+@pytest.mark.parametrize(("name", "options"), OF_HEADS, ids=str)
+def test_a_heads_logits_are_named(
+    chain: Chain, name: str, options: dict[str, Any], sampling: Sampling, bad: float
+) -> None:
+    heads = PredictionHeads.from_lm_head(torch.ones(VOCAB, 1), 4, 1).eval()
+    with torch.no_grad():
+        heads.projection(2)[5] = bad
+    with pytest.raises(ValueError, match=r"^head 3's logits .*position 5 .*row 0, step 1"):
+        decoded(name, options, chain(0), parts_of(chain, heads), sampling)
+
+
+def test_a_row_that_has_ended_may_see_anything(chain: Chain) -> None:
+    """The longer row ends with its stop token, which stands where nothing can be told; the other ends before that."""
+    target = chain(0)
+    method = build_method("autoregressive", Parts(), Sampling())
+    (_, longer) = decoded("autoregressive", {}, target, Parts(), Sampling())
+    stop, at = longer[BROKEN - len(PROMPTS[1])], BROKEN
+    assert stop not in longer[: at - len(PROMPTS[1])]
+    broken, limits = chain(0, math.nan), Limits(6, (stop,))
+    steps = list(generate(broken, *method, PROMPTS, limits, Sampling(), Rng.for_rows(0, 2)))
+    assert [token for step in steps for token in step.new_ids[1]] == longer[: at + 1 - len(PROMPTS[1])]
+
+
+def test_what_is_drawn_is_always_a_token() -> None:
+    nan_BV, uniform_B = torch.full((3, VOCAB), math.nan), torch.rand(3, dtype=torch.float64)
+    assert categorical(nan_BV, uniform_B).max() < VOCAB
+    assert draw_many(nan_BV[None], uniform_B[None, :, None].expand(-1, -1, 2)).max() < VOCAB
+
+
+@pytest.mark.parametrize("fast", [True, False])
+def test_a_model_of_nan_is_not_blamed_on_its_positions(make_llama: Callable[..., LlamaForCausalLM], fast: bool) -> None:
+    model = make_llama(VOCAB)
+    with torch.no_grad():
+        model.model.layers[1].mlp.up_proj.weight[3, 3] = math.nan
+    with pytest.raises(ValueError, match=r"'llama'.*layers.1.mlp.up_proj.weight") as caught:
+        wrap_model(model, fast=fast)
+    assert "ALiBi" not in str(caught.value)
+    sizes = {"vocab_size": VOCAB, "d_model": 16, "d_kv": 8, "d_ff": 16, "num_layers": 1, "num_heads": 2}
+    source_model = AutoModelForSeq2SeqLM.from_config(AutoConfig.for_model("t5", decoder_start_token_id=0, **sizes))
+    with torch.no_grad():
+        source_model.decoder.final_layer_norm.weight[0] = math.inf
+    with pytest.raises(ValueError, match=r"'t5'.*decoder.final_layer_norm.weight"):
+        wrap_model(source_model)
+
+
+def test_a_model_that_masks_tokens_is_one() -> None:
+    torch.manual_seed(0)
+    sizes = {"vocab_size": VOCAB, "hidden_size": 16, "intermediate_size": 16, "num_hidden_layers": 1}
+    model = AutoModelForCausalLM.from_config(AutoConfig.for_model("phi", num_attention_heads=2, **sizes)).eval()
+    with torch.no_grad():
+        model.lm_head.bias[:4] = -math.inf
+    target = wrap_model(model)
+    for sampling in SAMPLINGS:
+        found = decoded("speculative", {}, target, Parts(target), sampling)
+        assert all(4 <= token < VOCAB for ids in found for token in ids)
+
+
+def test_temperatures_that_leave_no_numbers_are_refused() -> None:
+    for wrong in (-1.0, 1e-40, math.inf, math.nan):
+        with pytest.raises(ValueError, match=rf"1e-30.*got {wrong}"):
+            Sampling(wrong)
+
+
+def test_every_method_is_here() -> None:
+    assert {name for name in METHODS if "drafter" in needs_of(name, {})} == {name for name, _ in OF_DRAFTERS}
