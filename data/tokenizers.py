@@ -8,7 +8,8 @@ from importlib.util import find_spec
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from ..checkpoints.storage.messages import first_line
+from ..checkpoints.storage.messages import first_line, install_hint
+from ..checkpoints.storage.places import check_place, out_of_reach
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerFast
@@ -67,8 +68,6 @@ def load_tokenizer(source: str) -> Any:
     Raises:
         ValueError: nothing that is a tokenizer, or a package it needs is missing; a revision of a local folder.
     """
-    from transformers import AutoTokenizer
-
     path = Path(source).expanduser()
     if path.is_file():
         raise ValueError(f"{source} is a file; a tokenizer is loaded from the folder that holds its files")
@@ -76,15 +75,17 @@ def load_tokenizer(source: str) -> Any:
     name, _, revision = (str(path), "", "") if path.is_dir() else source.partition("@")
     if revision and Path(name).is_dir():
         raise ValueError(f"{source}: {name} is a folder here, which has no revisions")
+    check_place(name)
+    from transformers import AutoTokenizer
+
     try:
         tokenizer = AutoTokenizer.from_pretrained(name, revision=revision or None, trust_remote_code=False)
         return _with_its_own_merges(tokenizer, name, revision or None)
     except ImportError as error:
-        raise ValueError(
-            f"{where}: the tokenizer needs a missing package: {error}; pip install 'draftsmith[train]'"
-        ) from error
+        raise ValueError(f"{where}: the tokenizer needs a missing package: {error}; {install_hint('train')}") from error
     except (OSError, ValueError, KeyError, TypeError) as error:
-        raise ValueError(f"no tokenizer could be loaded from {where}: {first_line(error)}") from error
+        why = first_line(error) if path.is_dir() else out_of_reach() or first_line(error)
+        raise ValueError(f"no tokenizer could be loaded from {where}: {why}") from error
 
 
 def _with_its_own_merges(tokenizer: Any, name: str, revision: str | None) -> Any:

@@ -9,7 +9,7 @@ from pathlib import Path
 from types import MappingProxyType
 from typing import Any, TypeVar
 
-from ..storage.atomic import atomic_dir, left_aside, read_consistent
+from ..storage.atomic import atomic_dir, check_writable, left_aside, read_consistent
 from ..storage.messages import shown
 from ..storage.names import MANIFEST_FILE
 from ..storage.safe_read import file_hash, files_of, is_blob, name_fault, read_text, stamp
@@ -229,7 +229,9 @@ def check_target(manifest: Manifest, *, vocab_size: int, tokenizer_fingerprint: 
 
 
 def check_replaceable(out: Path) -> None:
-    """Raises ValueError where something else than an artifact stands, which must not be written over."""
+    """Raises ValueError where something else than an artifact stands, which must not be written over, and where nothing
+    can be written."""
+    check_writable(out)
     if not out.exists() and not out.is_symlink():
         return
     if not out.is_dir():

@@ -8,17 +8,18 @@ import os
 import re
 from collections.abc import Iterable, Iterator, Sequence
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
-import torch
 from safetensors import safe_open
-from torch import nn
-from transformers import AutoConfig
 
 from ..storage.atomic import read_consistent
 from ..storage.messages import first_line
 from ..storage.names import MANIFEST_FILE, PREFIX
 from ..storage.safe_read import UNREADABLE, file_hash, open_file, read_json, shards_of
+
+if TYPE_CHECKING:  # looking at manifests takes neither, and they take seconds
+    import torch
+    from torch import nn
 
 _CONFIG_KEYS = (
     "model_type",
@@ -62,7 +63,7 @@ def model_fingerprint(model_or_dir: nn.Module | Path | str) -> str:
     weights count once. A change of a few single values may go unseen. Raises ValueError: a folder without `config.json`
     or without safetensors weights, an adapter, damaged files."""
     config: Any
-    if isinstance(model_or_dir, nn.Module):
+    if not isinstance(model_or_dir, (Path, str)):
         config = model_or_dir.config
         tensors: Iterable[Sample] = (
             (tuple(tensor.shape), _digest(list(tensor.shape), tensor.dtype, tensor.detach()))
@@ -109,6 +110,8 @@ def _config(directory: Path) -> Any:
         if (directory / _ADAPTER).is_file():
             raise ValueError(f"{directory} holds an adapter and no model: merge it, or name the model that it changes")
         raise ValueError(f"there is no model at {directory}: it has no config.json")
+    from transformers import AutoConfig
+
     try:
         read_json(directory / "config.json")
         return AutoConfig.from_pretrained(directory, trust_remote_code=False)
@@ -155,6 +158,8 @@ def is_parameter(name: str, shape: Sequence[int]) -> bool:
 
 def _digest(shape: list[int], dtype: torch.dtype, rows: Any) -> str:
     """Hash of a tensor, or of something else that gives rows when it is sliced."""
+    import torch
+
     digest = hashlib.sha256(json.dumps([shape, str(dtype)]).encode())
     count = shape[0] if shape else 1
     for row in sorted({i * (count - 1) // (_ROWS - 1) for i in range(_ROWS)} if count else set()):

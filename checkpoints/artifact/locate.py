@@ -13,7 +13,7 @@ from pathlib import Path
 
 from ..storage.messages import shown
 from ..storage.names import CONFIG_FILE, HEADS_FILE, MANIFEST_FILE, TABLE_FILE
-from ..storage.places import here, hub_place, is_path, split_revision
+from ..storage.places import here, hub_place, is_path, nearest, out_of_reach, split_revision
 from .artifact import load_manifest, verify_artifact
 from .manifest import REDACTED, to_json_safe
 
@@ -100,7 +100,7 @@ def fetch(repo: str, patterns: Sequence[str], revision: str | None = None) -> Pa
     from huggingface_hub import snapshot_download
 
     named = repo if revision is None else f"{repo} at {revision}"
-    with hub_errors(f"there is no folder {repo}, and {named} on the hub", repo):
+    with hub_errors(f"there is no folder {repo}{nearest(repo)}, and {named} on the hub", repo):
         return Path(snapshot_download(repo, revision=revision, allow_patterns=list(patterns)))
 
 
@@ -144,15 +144,14 @@ def _reason(error: BaseException, repo: str) -> str:
         errors.GatedRepoError: f"is gated: ask for access at {constants.ENDPOINT}/{repo}, then {login}",
         errors.RevisionNotFoundError: "has no such branch, tag or commit",
         errors.RepositoryNotFoundError: f"is not there, or not for this account: check its name, or {login}",
-        errors.OfflineModeIsEnabled: "is needed, and HF_HUB_OFFLINE is set",
+        errors.OfflineModeIsEnabled: f"is needed, and {out_of_reach()}",
     }
     for kind, words in known.items():
         if isinstance(error, kind):
             return words
     if isinstance(error, errors.LocalEntryNotFoundError):
-        offline = ", and HF_HUB_OFFLINE forbids to look further"
-        away = offline if constants.HF_HUB_OFFLINE else f", and cannot be reached: {_line(error.__cause__ or error)}"
-        return f"is not, or not whole, in its cache on this machine{away}"
+        away = out_of_reach() or f"it cannot be reached: {_line(error.__cause__ or error)}"
+        return f"is not, or not whole, in its cache on this machine, and {away}"
     if not isinstance(error, errors.HfHubHTTPError) or error.response is None:
         return f"could not be had: {_line(error)}"
     status = error.response.status_code

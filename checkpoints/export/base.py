@@ -19,11 +19,13 @@ from ..artifact.artifact import load_manifest, save_artifact, verify_artifact
 from ..artifact.manifest import Manifest
 from ..artifact.markdown import environment
 from ..pairs.speculation import SPECULATIVE_TOKENS
+from ..storage.atomic import check_writable
 from ..storage.messages import did_you_mean
 from ..storage.names import MANIFEST_FILE
 from ..storage.places import split_revision
 from ..verify.model_files import quietly
 from ..verify.tensors import check_tensors
+from .forms import FORMS, Form, option_name
 
 SERVING_FILE = "SERVING.md"
 _INHERITED = (
@@ -59,17 +61,10 @@ class ExportOptions:
         return [field.name for field in fields(self) if getattr(self, field.name) != field.default]
 
 
-@dataclass(frozen=True)
-class Format:
-    """A form that another program reads."""
+@dataclass(frozen=True, kw_only=True)
+class Format(Form):
+    """A form, and what writes it."""
 
-    name: str
-    kind: str
-    """Of the artifacts that it is for."""
-    summary: str
-    """What it is, in one line."""
-    readers: str
-    """Which programs read it, with their versions."""
     write: Callable[[Source, Path, ExportOptions], None]
     """Fills an empty folder. Raises ValueError where the artifact does not fit the form."""
     compare: Callable[[Source, Path, ExportOptions], list[str]]
@@ -77,10 +72,11 @@ class Format:
     thing that was found equal. Raises ValueError where one is not."""
     values: Callable[[Source, Path, ExportOptions], dict[str, Any]] = lambda source, folder, options: {}
     """What its template in `serving/` shows, beside `folder`, `target` and `tokens`."""
-    options: tuple[str, ...] = ()
-    """Names of the `ExportOptions` that it heeds."""
-    native: bool = False
-    """Whether this package's own loaders read it as they read the artifact."""
+
+
+def format_of(name: str, **functions: Any) -> Format:
+    """The form of this name with its `write`, `compare` and `values`."""
+    return Format(**vars(FORMS[name]), **functions)
 
 
 def target_name(source: Source, options: ExportOptions) -> str | None:
@@ -137,11 +133,6 @@ def check_same_tensors(found: dict[str, Tensor], expected: dict[str, Tensor], fo
             raise ValueError(f"{name}, read back from {folder}, differs from the artifact's")
 
 
-def option_name(name: str) -> str:
-    """An option as it is typed."""
-    return "--merge/--no-merge" if name == "merge" else f"--{name.replace('_', '-')}"
-
-
 def _check_request(source: Source, chosen: Format, options: ExportOptions, formats: Mapping[str, Format]) -> None:
     if source.manifest.export is not None:
         form = source.manifest.export["format"]
@@ -160,6 +151,7 @@ def _check_request(source: Source, chosen: Format, options: ExportOptions, forma
 
 def _check_out(out: Path, source: Source, chosen: Format) -> None:
     """An export replaces an earlier export in the same form, and nothing else."""
+    check_writable(out)
     artifact = source.folder.resolve()
     if artifact in (out.resolve(), *out.resolve().parents):
         raise ValueError(f"{out} is the artifact itself, or lies in it: choose another folder for its export")

@@ -17,6 +17,7 @@ from transformers import GenerationConfig
 from ..artifact.compat import patch_model, patch_tokenizer
 from ..artifact.locate import at_revision
 from ..pairs.speculation import SPECULATIVE_TOKENS, save_speculation, speculation
+from ..storage.messages import install_hint
 from ..storage.names import MANIFEST_FILE
 from ..storage.safe_read import check_safetensors
 from ..verify.model_files import (
@@ -31,7 +32,7 @@ from ..verify.model_files import (
     only_safetensors,
     reason,
 )
-from .base import ExportOptions, Format, Source, check_same_tensors, target_name
+from .base import ExportOptions, Source, check_same_tensors, format_of, target_name
 from .target import check_vocabulary
 from .tokenizer import compare_tokenizers
 
@@ -59,7 +60,7 @@ def with_adapter(folder: Path, *, merged: bool) -> Any:
     try:
         from peft import PeftModel
     except ImportError as error:
-        raise ValueError(f"{folder} holds a LoRA adapter, which needs peft: pip install draftsmith[train]") from error
+        raise ValueError(f"{folder} holds a LoRA adapter, which needs peft: {install_hint('train')}") from error
     base = base_of(folder)
     try:
         model = PeftModel.from_pretrained(load_drafter(base), str(folder))
@@ -180,14 +181,4 @@ def _values(source: Source, folder: Path, options: ExportOptions) -> dict[str, A
     return {"base": base, "is_encoder_decoder": drafter_config(source).is_encoder_decoder}
 
 
-ASSISTANT = Format(
-    name="transformers",
-    kind="drafter",
-    summary="Assistant for assisted generation, with its settings in generation_config.json",
-    readers="transformers ≥ 5",
-    write=_write_assistant,
-    compare=_compare_assistant,
-    values=_values,
-    options=("target", "speculative_tokens", "merge"),
-    native=True,
-)
+ASSISTANT = format_of("transformers", write=_write_assistant, compare=_compare_assistant, values=_values)

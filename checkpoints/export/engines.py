@@ -6,7 +6,7 @@ from pathlib import Path
 from typing import Any
 
 from ..verify.model_files import load_config
-from .base import ExportOptions, Format, Source
+from .base import ExportOptions, Source, format_of
 from .drafter import compare_whole, drafter_config, stored_types, write_whole
 from .target import check_pair, needed_target
 from .tokenizer import has_tokenizer
@@ -63,14 +63,4 @@ def _values(source: Source, folder: Path, options: ExportOptions) -> dict[str, A
     return {"mixes_attention": len(set(getattr(drafter_config(source), "layer_types", None) or ())) > 1}
 
 
-DRAFT_MODEL = Format(
-    name="vllm-sglang",
-    kind="drafter",
-    summary="Draft model, checked against its target",
-    readers="vLLM 0.27 to 0.33 (draft_model), SGLang since April 2026 (STANDALONE)",
-    write=_write,
-    compare=_compare,
-    values=_values,
-    options=("target", "speculative_tokens"),
-    native=True,
-)
+DRAFT_MODEL = format_of("vllm-sglang", write=_write, compare=_compare, values=_values)

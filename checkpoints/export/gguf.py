@@ -24,7 +24,7 @@ from ..storage.names import MANIFEST_FILE
 from ..storage.places import here
 from ..verify.model_files import is_adapter, load_config
 from . import gguf_convert
-from .base import ExportOptions, Format, Source, target_name
+from .base import ExportOptions, Source, format_of, target_name
 from .drafter import load_drafter, stored_types, with_adapter, write_whole
 from .target import check_pair
 
@@ -274,13 +274,4 @@ def _values(source: Source, folder: Path, options: ExportOptions) -> dict[str, A
     return {"is_artifact": (Path(target) / MANIFEST_FILE).is_file(), "is_here": is_here}
 
 
-GGUF = Format(
-    name="gguf",
-    kind="drafter",
-    summary="GGUF file, by llama.cpp's own converter",
-    readers="llama.cpp of the version of the converter, and later (run with commit 0c1e57098)",
-    write=_write,
-    compare=_compare,
-    values=_values,
-    options=("target", "speculative_tokens", "llama_cpp"),
-)
+GGUF = format_of("gguf", write=_write, compare=_compare, values=_values)

@@ -22,7 +22,7 @@ from ..heads.module import PredictionHeads
 from ..storage.names import CONFIG_FILE, HEADS_FILE
 from ..storage.places import split_revision
 from ..storage.safe_read import read_json
-from .base import ExportOptions, Format, Source, check_same_tensors, target_name
+from .base import ExportOptions, Source, check_same_tensors, format_of, target_name
 from .target import needed_target, output_projection
 from .tokenizer import compare_copy, copy_tokenizer, has_tokenizer
 
@@ -153,31 +153,8 @@ def _values(source: Source, folder: Path, options: ExportOptions) -> dict[str, A
     return about | {"heads": heads.num_heads, "layers": heads.num_layers}
 
 
-def _format(name: str, summary: str, readers: str) -> Format:
-    return Format(
-        name=name,
-        kind="heads",
-        summary=summary,
-        readers=readers,
-        write=partial(_write, name),
-        compare=partial(_compare, name),
-        values=_values,
-        options=("target",),
-        native=name != VLLM,
-    )
-
-
-HEADS_FORMATS = (
-    _format(
-        FIRST,
-        "Medusa heads, version 1: each with its own projection, under the names of the first release",
-        "TGI ≥ 2.0, TensorRT-LLM ≥ 0.11, vLLM 0.25 to 0.32",
-    ),
-    _format(VLLM, "Medusa heads under the names of vLLM's own module", "vLLM 0.10 to 0.32"),
-    _format(
-        SECOND,
-        "Medusa heads, version 2: without projections, they use the target's",
-        "TGI ≥ 2.0 (one block a head)",
-    ),
+HEADS_FORMATS = tuple(
+    format_of(name, write=partial(_write, name), compare=partial(_compare, name), values=_values)
+    for name in (FIRST, VLLM, SECOND)
 )
 """Formats of heads for serving engines."""

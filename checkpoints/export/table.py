@@ -18,7 +18,7 @@ from scipy import sparse
 
 from ..table.table import BigramTable
 from . import vllm_proposer
-from .base import ExportOptions, Format, Source
+from .base import ExportOptions, Source, format_of
 
 NPZ_FILE = "bigrams.npz"
 LLAMA_FILE = "ngrams.bin"
@@ -148,32 +148,18 @@ def _compare_vllm(source: Source, folder: Path, options: ExportOptions) -> list[
 
 
 TABLE_FORMATS = (
-    Format(
-        name="npz",
-        kind="table",
-        summary="Counts of pairs as a sparse matrix, and sums of tokens as arrays",
-        readers="scipy ≥ 1.8 and numpy",
-        write=_write_npz,
-        compare=_compare_npz,
-    ),
-    Format(
-        name="llama-ngrams",
-        kind="table",
-        summary="Counts of pairs as a dynamic n-gram cache",
-        readers="llama.cpp (llama-server with --spec-type ngram-cache, llama-lookup; run with commit 0c1e57098)",
+    format_of("npz", write=_write_npz, compare=_compare_npz),
+    format_of(
+        "llama-ngrams",
         write=_write_llama,
         compare=_compare_llama,
         values=lambda *_: {"share": _LLAMA_SHARE, "least": _LLAMA_LEAST, "most": LLAMA_MOST},
     ),
-    Format(
-        name="vllm-bigrams",
-        kind="table",
-        summary="The likeliest token after each token, and a proposer that drafts from it",
-        readers="vLLM ≥ 0.22 (method custom_class)",
+    format_of(
+        "vllm-bigrams",
         write=_write_vllm,
         compare=_compare_vllm,
         values=lambda source, folder, options: {"tokens": options.speculative_tokens or _GAMMA},
-        options=("target", "speculative_tokens"),
     ),
 )
 """Formats of tables."""

@@ -28,7 +28,7 @@ def examine(target: Side, drafter: Side) -> Diagnosis:
     """Compare all that is known of the two."""
     findings = [*_same(target, drafter), *_kind(target, drafter), *_sizes(target, drafter)]
     for side, name in ((target, "target"), (drafter, "drafter")):
-        findings += [*_rows_of(side, name), *_tensors_of(side, name), *_changed(side, name)]
+        findings += [*_weights_of(side, name), *_rows_of(side, name), *_tensors_of(side, name), *_changed(side, name)]
     if target.tokenizer is None or drafter.tokenizer is None:
         findings += _no_tokenizer(target, drafter)
     else:
@@ -130,6 +130,13 @@ def _sizes(target: Side, drafter: Side) -> Iterator[Finding]:
         *(target, drafter),
     )
     yield Finding("vocab_size", "the configurations give different sizes", *values, effects)
+
+
+def _weights_of(side: Side, name: str) -> Iterator[Finding]:
+    """Whether this engine loads a side's weights at all."""
+    if side.weights_fault:
+        effects = {"draftsmith": Effect(REFUSED, f"the {name}: {side.weights_fault}")}
+        yield Finding("weights", f"the {name}'s are not loaded here", *_of_one(name, side.weights_fault), effects)
 
 
 def _rows_of(side: Side, name: str) -> Iterator[Finding]:

@@ -20,7 +20,15 @@ from ..artifact.manifest import Manifest
 from ..storage.messages import first_line
 from ..storage.names import MANIFEST_FILE
 from ..storage.places import here, hub_place
-from ..verify.model_files import UNLOADABLE, Fit, check_config, fit_to_model, meta_model, names_of_embeddings
+from ..verify.model_files import (
+    UNLOADABLE,
+    Fit,
+    check_config,
+    fit_to_model,
+    meta_model,
+    names_of_embeddings,
+    weights_fault,
+)
 from ..verify.tensors import header_shapes
 
 CONSUMERS = {
@@ -135,6 +143,8 @@ class Side:
     """How its tensors differ from those that its configuration declares, rows of the vocabulary aside."""
     manifest: Manifest | None
     """Of an artifact."""
+    weights_fault: str = ""
+    """Why this engine does not load its weights, whatever is in them."""
 
     @property
     def vocab_size(self) -> int:
@@ -211,6 +221,7 @@ def open_side(source: str, load_tokenizer: Callable[[str], Any]) -> Side:
         head_rows=head_rows,
         fit=fit,
         manifest=manifest,
+        weights_fault=weights_fault(folder, source, whole),
     )
 
 

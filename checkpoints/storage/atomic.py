@@ -10,6 +10,7 @@ import shutil
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
 from pathlib import Path
+from tempfile import TemporaryFile
 from typing import IO, TypeVar
 
 Found = TypeVar("Found")
@@ -39,6 +40,17 @@ def atomic_text(path: Path, text: str) -> None:
     """Write a file in UTF-8 as `atomic_file` does."""
     with atomic_file(path) as out:
         out.write(text.encode())
+
+
+def check_writable(path: Path) -> None:
+    """Raises ValueError where no file and no folder can be made at a path: to be called before what takes long. Folders
+    above it that are not there are not made."""
+    above = next(each for each in path.absolute().parents if os.path.exists(each))
+    try:
+        with TemporaryFile(dir=above):
+            pass
+    except OSError as error:
+        raise ValueError(f"nothing can be written at {path}: {above}: {error.strerror}") from error
 
 
 @contextmanager

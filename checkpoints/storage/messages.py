@@ -4,15 +4,21 @@ from __future__ import annotations
 
 import difflib
 from collections.abc import Iterable
+from pathlib import Path
 from typing import Any
 
 _LONGEST = 200
 
 
+def nearest_name(name: str, known: Iterable[str], cutoff: float = 0.5) -> str | None:
+    """The name that is most like another; None where none is as like as `cutoff`, of 1."""
+    return next(iter(difflib.get_close_matches(name, list(known), n=1, cutoff=cutoff)), None)
+
+
 def did_you_mean(name: str, known: Iterable[str]) -> str:
     """` Did you mean 'x'?` or nothing."""
-    close = difflib.get_close_matches(name, list(known), n=1, cutoff=0.5)
-    return f" Did you mean {close[0]!r}?" if close else ""
+    close = nearest_name(name, known)
+    return f" Did you mean {close!r}?" if close else ""
 
 
 def shown(text: str) -> str:
@@ -20,9 +26,25 @@ def shown(text: str) -> str:
     return text if text.isprintable() else ascii(text)
 
 
+def words(error: BaseException) -> str:
+    """An error's message; of the system's the file and what is wrong with it, without a number."""
+    if isinstance(error, OSError) and error.strerror:
+        return f"{error.filename}: {error.strerror}" if error.filename else error.strerror
+    return str(error)
+
+
 def first_line(error: BaseException) -> str:
     """Of an error's message; its type's name where it has none."""
-    return (str(error).strip().splitlines() or [type(error).__name__])[0]
+    return (words(error).strip().splitlines() or [type(error).__name__])[0]
+
+
+def install_hint(extra: str = "") -> str:
+    """How to install what an extra brings: of a checkout that checkout, else the package by its name."""
+    root = Path(__file__).resolve().parents[2]
+    if not (root / "pyproject.toml").is_file():
+        return f"pip install 'draftsmith[{extra}]'" if extra else "pip install draftsmith"
+    place = "." if root == Path.cwd() else str(root)
+    return f"pip install -e '{place}[{extra}]'" if extra else f"pip install -e '{place}'"
 
 
 def brief(value: Any) -> str:

@@ -2,13 +2,22 @@
 
 from __future__ import annotations
 
+import os
 import re
+import threading
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
 from .atomic import stands
+from .messages import nearest_name, words
 
+_PATIENCE = 4.0
+"""Seconds for the hub's first answer."""
+_ANSWERS: dict[str, str] = {}
+"""By endpoint, why it was out of reach."""
+_LIKE = 0.75
+"""How like, of 1, names are of which one may be meant for the other; gpt2 is none for a folder gpt2-mine."""
 _PLAIN_REVISION = re.compile(r"[A-Za-z0-9_][A-Za-z0-9_./-]*")
 
 
@@ -40,8 +49,7 @@ def here(place: str | Path) -> Path | None:
 def hub_place(place: str, revision: str | None = None) -> tuple[str, str | None]:
     """Name and revision of `user/name[@revision]`. Raises ValueError: a path, two revisions, or not allowed."""
     repo, at, named = place.partition("@")
-    if is_path(repo):
-        raise ValueError(f"there is no folder {place}")
+    check_place(repo)
     if at and revision not in (None, named):
         raise ValueError(f"{place} names the revision {named!r}, and {revision!r} was asked for: which one?")
     try:
@@ -57,6 +65,64 @@ def hub_place(place: str, revision: str | None = None) -> tuple[str, str | None]
 def is_path(place: str) -> bool:
     """Whether a path was meant, not the hub."""
     return place.startswith((".", "/", "~", "runs/")) or place.count("/") > 1 or "\\" in place or place.endswith("/")
+
+
+def check_place(place: str) -> None:
+    """Raises ValueError for a path at which nothing stands, and for a name without `user/` that is nearly a folder's
+    here. What may be on the hub is not looked for; whether that answers is tried once a process."""
+    if here(place) is not None:
+        return
+    near = nearest(place)
+    if is_path(place) or ("/" not in place and near):
+        raise ValueError(f"there is no folder {place}.{near}" if near else f"there is no folder {place}")
+    out_of_reach()
+
+
+def nearest(place: str) -> str:
+    """` Did you mean …?` with what stands here under nearly the same path; or nothing."""
+    path = Path(place).expanduser()
+    parent = next((each for each in path.parents if each.is_dir()), None)
+    if parent is None:
+        return ""
+    first, *rest = path.relative_to(parent).parts
+    names = {each.name: each for each in parent.iterdir() if each.is_dir()} if os.access(parent, os.R_OK) else {}
+    near = nearest_name(first, names, _LIKE)
+    if near is None:
+        return ""
+    whole = names[near].joinpath(*rest)
+    return f" Did you mean {str(whole if whole.exists() else names[near])!r}?"
+
+
+def out_of_reach() -> str:
+    """Why the hub cannot be asked; nothing where it answers, which is tried once. Where it does not, its client is told
+    so and looks into its cache alone: by itself it would try again for most of a minute."""
+    from huggingface_hub import constants
+
+    if constants.HF_HUB_OFFLINE and constants.ENDPOINT not in _ANSWERS:
+        return "HF_HUB_OFFLINE is set"
+    if constants.ENDPOINT not in _ANSWERS:
+        _ANSWERS[constants.ENDPOINT] = _ask(constants.ENDPOINT)
+        constants.HF_HUB_OFFLINE = bool(_ANSWERS[constants.ENDPOINT])
+    return _ANSWERS[constants.ENDPOINT]
+
+
+def _ask(endpoint: str) -> str:
+    from huggingface_hub.errors import HTTPError
+    from huggingface_hub.utils import get_session
+
+    reasons = [f"{endpoint} does not answer within {_PATIENCE:g} s"]
+
+    def ask() -> None:
+        try:
+            get_session().head(endpoint, timeout=_PATIENCE)
+            reasons.clear()
+        except (OSError, HTTPError) as error:
+            reasons[:] = [f"{endpoint} cannot be reached: {words(error)}"]
+
+    asking = threading.Thread(target=ask, daemon=True)  # looking up an address knows no timeout
+    asking.start()
+    asking.join(_PATIENCE)
+    return "".join(reasons)
 
 
 def check_repository_name(name: str) -> None:

@@ -6,25 +6,26 @@ Letters: V vocabulary, E entries, X any shape.
 from __future__ import annotations
 
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
-import torch
 from numpy.typing import NDArray
 from safetensors import safe_open
-from torch import Tensor
 
 from ..storage.safe_read import UNREADABLE
 from .runs import Ints
 
-_DTYPES = {"row_ptr": torch.int64, "col": torch.int32, "count": torch.int32, "unigram": torch.int64}
-MARGINALS = {"left": torch.int64, "right": torch.int64}
+if TYPE_CHECKING:
+    from torch import Tensor
+
+_DTYPES = {"row_ptr": "I64", "col": "I32", "count": "I32", "unigram": "I64"}
+MARGINALS = {"left": "I64", "right": "I64"}
 _PRUNING = ("pairs", "entries", "seen_once", "seen_twice")
 _CHUNK = 1 << 20
 
 
-def read_tensors(path: Path, prefix: str = "") -> tuple[dict[str, str], dict[str, Tensor]]:
-    """Metadata and tensors of `table.safetensors`, mapped; all their names begin with `prefix`.
+def read_header(path: Path, prefix: str = "") -> tuple[dict[str, str], dict[str, int]]:
+    """Metadata and lengths of the tensors of `table.safetensors`; all their names begin with `prefix`.
 
     Raises:
         ValueError: no file, a truncated or damaged one, one that lacks tensors, or tensors of other types.
@@ -32,23 +33,32 @@ def read_tensors(path: Path, prefix: str = "") -> tuple[dict[str, str], dict[str
     if not path.is_file():
         raise ValueError(f"there is no table at {path}")
     try:
-        with safe_open(path, framework="pt") as opened:
+        with safe_open(path, framework="np") as opened:
             every = (opened.metadata() or {}).items()
             metadata = {name.removeprefix(prefix): text for name, text in every if name.startswith(prefix)}
-            names = set(opened.keys())
             wanted = _DTYPES | (MARGINALS if "pruning" in metadata else {})
-            tensors = {name: opened.get_tensor(prefix + name) for name in wanted if prefix + name in names}
+            parts = {name: opened.get_slice(prefix + name) for name in wanted if prefix + name in set(opened.keys())}
+            found = {name: (str(part.get_dtype()), list(part.get_shape())) for name, part in parts.items()}
     except UNREADABLE as error:
         size = f"{path.stat().st_size} bytes"
         raise ValueError(f"{path} ({size}) is not a safetensors file, or not the whole of one: {error}") from error
-    missing = [name for name in wanted if name not in tensors]
+    missing = [name for name in wanted if name not in found]
     if missing:
         raise ValueError(f"{path} is not a table: it lacks {', '.join(missing)}")
     for name, dtype in wanted.items():
-        if tensors[name].dtype != dtype or tensors[name].dim() != 1:
-            shape = f"{tensors[name].dtype} {list(tensors[name].shape)}"
-            raise ValueError(f"{path}: {name} is {shape}, expected one dimension of {dtype}")
-    return metadata, tensors
+        if found[name][0] != dtype or len(found[name][1]) != 1:
+            raise ValueError(f"{path}: {name} is {' '.join(map(str, found[name]))}, expected one dimension of {dtype}")
+    return metadata, {name: shape[0] for name, (_, shape) in found.items()}
+
+
+def read_tensors(path: Path, prefix: str = "") -> tuple[dict[str, str], dict[str, Tensor]]:
+    """Metadata and tensors, mapped. Raises what `read_header` raises."""
+    metadata, lengths = read_header(path, prefix)
+    try:
+        with safe_open(path, framework="pt") as opened:
+            return metadata, {name: opened.get_tensor(prefix + name) for name in lengths}
+    except UNREADABLE as error:
+        raise ValueError(f"{path} is not a safetensors file: {error}") from error
 
 
 def check_csr(row_ptr: Ints, col: NDArray[np.int32], count: NDArray[np.int32], unigram: Ints) -> None:
@@ -82,7 +92,7 @@ def _check_entries(row_ptr: Ints, col: NDArray[np.int32], count: NDArray[np.int3
         raise ValueError(f"columns do not ascend in row {row}: {int(col[index - 1])} and {int(col[index])} follow")
 
 
-def check_marginals(kept_left: Tensor, left: Tensor, right: Tensor, pruning: Any) -> None:
+def check_marginals(kept_left: Ints, left: Ints, right: Ints, pruning: Any) -> None:
     """ValueError, naming both sides, for marginals that cannot be those of the whole counts of a pruned table."""
     if not isinstance(pruning, dict) or any(type(pruning.get(name)) is not int for name in _PRUNING):
         raise ValueError(f"its pruning says {pruning!r}, expected a dictionary with numbers for {', '.join(_PRUNING)}")
@@ -94,7 +104,7 @@ def check_marginals(kept_left: Tensor, left: Tensor, right: Tensor, pruning: Any
         if int(sums_V.sum()) != pruning["pairs"]:
             raise ValueError(f"{side} adds up to {int(sums_V.sum())}, the whole counts had {pruning['pairs']} pairs")
     if bool((kept_left > left).any()):
-        row = int((kept_left > left).int().argmax())
+        row = int((kept_left > left).argmax())
         raise ValueError(f"row {row} holds {int(kept_left[row])} pairs, of {int(left[row])} in the whole counts")
 
 

@@ -5,21 +5,24 @@ Letters: V vocabulary, E entries (pairs held).
 
 from __future__ import annotations
 
+import json
 from itertools import pairwise
-from typing import Any
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
-import torch
-from torch import Tensor
 
-from .checks import check_csr, check_marginals
+from .checks import check_csr, check_marginals, read_header
 from .runs import Ints
+
+if TYPE_CHECKING:
+    from torch import Tensor
 
 CHUNK = 1 << 20
 
 
 class BigramCounts:
-    """Counts of neighbouring tokens as a sparse V x V matrix, row by row (CSR).
+    """Counts of neighbouring tokens as a sparse V x V matrix, row by row (CSR); of arrays (`read_counts`) or tensors.
 
     Attributes:
         vocab_size: V.
@@ -30,6 +33,11 @@ class BigramCounts:
         pairs: the sum of all counts, n of eq. (5); of a pruned table, those of the whole counts.
         pruning: what was done to a pruned table; None: these are the whole counts.
     """
+
+    @staticmethod
+    def _made(array: Any) -> Any:
+        """A sum in the form of the counts."""
+        return array
 
     def __init__(
         self,
@@ -42,7 +50,7 @@ class BigramCounts:
         pruning: dict[str, Any] | None = None,
     ) -> None:
         """`left`, `right` and `pruning` are those of a pruned table, whose marginals are of the whole counts."""
-        check_csr(*(part.numpy() for part in (row_ptr, col, count, unigram)))
+        check_csr(*map(np.asarray, (row_ptr, col, count, unigram)))
         self.vocab_size = len(unigram)
         self.row_ptr, self.col, self.count, self.unigram = row_ptr, col, count, unigram
         self.pruning, self._left, self._right = pruning, left, right
@@ -53,7 +61,7 @@ class BigramCounts:
         if pruning is not None:
             if left is None or right is None:
                 raise ValueError("a pruned table needs the sums of the whole counts' rows and columns, left and right")
-            check_marginals(self.kept_left(), left, right, pruning)
+            check_marginals(np.asarray(self.kept_left()), np.asarray(left), np.asarray(right), pruning)
             self.pairs = pruning["pairs"]
 
     @property
@@ -77,11 +85,11 @@ class BigramCounts:
     def kept_left(self) -> Tensor:
         """int64 [V]: row sums of the entries; less than `left_counts` in a pruned table alone."""
         if self._kept_left is None:
-            sums_V, row_ptr = np.zeros(self.vocab_size, dtype=np.int64), self.row_ptr.numpy()
+            sums_V, row_ptr = np.zeros(self.vocab_size, dtype=np.int64), np.asarray(self.row_ptr)
             rows_R = np.flatnonzero(np.diff(row_ptr))
             if len(rows_R):
-                sums_V[rows_R] = np.add.reduceat(self.count.numpy(), row_ptr[rows_R], dtype=np.int64)
-            self._kept_left = torch.from_numpy(sums_V)
+                sums_V[rows_R] = np.add.reduceat(np.asarray(self.count), row_ptr[rows_R], dtype=np.int64)
+            self._kept_left = self._made(sums_V)
         return self._kept_left
 
     def kept_right(self) -> Tensor:
@@ -92,20 +100,53 @@ class BigramCounts:
                 part = slice(start, start + CHUNK)
                 # Sums of doubles are exact here: a chunk of int32 stays below 2⁵³.
                 sums_V += np.bincount(self.col[part], self.count[part], self.vocab_size).astype(np.int64)
-            self._kept_right = torch.from_numpy(sums_V)
+            self._kept_right = self._made(sums_V)
         return self._kept_right
 
     def widest_row(self) -> int:
         """The largest number of entries in a row."""
-        return int(self.row_ptr.diff().max())
+        return int(np.diff(np.asarray(self.row_ptr)).max())
 
     def chunks(self, entries: int = CHUNK) -> list[tuple[int, int]]:
         """Ranges of rows, first and end, that cover the table with about so many entries each (a row is not split)."""
-        return row_ranges(self.row_ptr.numpy(), entries)
+        return row_ranges(np.asarray(self.row_ptr), entries)
 
     def rows_of(self, first: int, end: int) -> Tensor:
         """int64: the left token of each entry of the rows from `first` to `end` - 1."""
-        return torch.repeat_interleave(torch.arange(first, end), self.row_ptr[first : end + 1].diff())
+        return self._made(np.repeat(np.arange(first, end), np.diff(np.asarray(self.row_ptr[first : end + 1]))))
+
+
+def read_counts(path: Path) -> BigramCounts:
+    """The counts of `table.safetensors` as arrays that lie in the file, without torch. Raises what `read_header` and
+    `BigramCounts` raise."""
+    metadata, lengths = read_header(path)
+    with path.open("rb") as opened:
+        size = int.from_bytes(opened.read(8), "little")
+        header = json.loads(opened.read(size))
+    arrays: dict[str, Any] = {}
+    for name, length in lengths.items():
+        dtype = np.dtype({"I64": "<i8", "I32": "<i4"}[header[name]["dtype"]])
+        start = 8 + size + header[name]["data_offsets"][0]
+        arrays[name] = np.memmap(path, dtype, "r", start, (length,)) if length else np.zeros(0, dtype)
+    try:
+        pruning = metadata.get("pruning")
+        return BigramCounts(**arrays, pruning=None if pruning is None else json.loads(pruning))
+    except (ValueError, RecursionError) as error:
+        raise ValueError(f"{path}: {error}") from error
+
+
+def default_discount(table: BigramCounts) -> float:
+    """n₁ / (n₁ + 2 n₂), of the pairs seen once and twice in the whole counts; 0.5 where there are none of either."""
+    once, twice = seen_once_and_twice(table)
+    return once / (once + 2 * twice) if once and twice else 0.5
+
+
+def seen_once_and_twice(table: BigramCounts) -> tuple[int, int]:
+    """How many pairs of the whole counts were seen once, and how many twice."""
+    if table.pruning is not None:
+        return table.pruning["seen_once"], table.pruning["seen_twice"]
+    count_E = np.asarray(table.count)
+    return int(np.count_nonzero(count_E == 1)), int(np.count_nonzero(count_E == 2))
 
 
 def row_ranges(row_ptr: Ints, entries: int) -> list[tuple[int, int]]:

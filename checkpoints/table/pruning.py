@@ -12,8 +12,7 @@ import numpy as np
 import torch
 from numpy.typing import NDArray
 
-from .counts import BigramCounts
-from .smoothing import seen_once_and_twice
+from .counts import BigramCounts, seen_once_and_twice
 
 _BYTES_PER_ENTRY = 8
 _BYTES_PER_TOKEN = 32  # row_ptr, unigram, left and right

@@ -10,8 +10,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from .counts import BigramCounts
-from .smoothing import default_discount
+from .counts import BigramCounts, default_discount
 
 EXTREMES = 10
 AT_LEAST = 10
@@ -26,7 +25,7 @@ def report(table: BigramCounts, tokenizer: Any = None) -> dict[str, Any]:
     tensors, `density` is entries / V², `mass` the share of all pairs that the entries hold, `discount` the default one
     of "kneser-ney"; with a tokenizer the extremes have `texts`.
     """
-    unigram_V = table.unigram.numpy()
+    unigram_V = np.asarray(table.unigram)
     tensors = (table.row_ptr, table.col, table.count, table.unigram)
     size = sum(tensor.nbytes for tensor in tensors) + (16 * table.vocab_size if table.pruning is not None else 0)
     highest, lowest = _extremes(table)
@@ -40,9 +39,9 @@ def report(table: BigramCounts, tokenizer: Any = None) -> dict[str, Any]:
         "pruning": table.pruning,
         "tokens": int(unigram_V.sum()),
         "tokens_never_seen": int(np.count_nonzero(unigram_V == 0)),
-        "rows_seen": int(np.count_nonzero(table.left_counts().numpy())),
+        "rows_seen": int(np.count_nonzero(np.asarray(table.left_counts()))),
         "widest_row": table.widest_row(),
-        "entries_by_count": _histogram(table.count.numpy()),
+        "entries_by_count": _histogram(np.asarray(table.count)),
         "discount": default_discount(table),
         "highest_r": [_described(table, pair, tokenizer) for pair in highest],
         "lowest_r": [_described(table, pair, tokenizer) for pair in lowest],
@@ -55,13 +54,13 @@ def _histogram(count_E: NDArray[np.int32]) -> dict[str, int]:
 
 def _extremes(table: BigramCounts) -> tuple[list[tuple[int, int, int]], list[tuple[int, int, int]]]:
     """Pairs (x, y, n) of the highest and of the lowest r."""
-    left_V, right_V = (part.numpy().astype(np.float64) for part in (table.left_counts(), table.right_counts()))
+    left_V, right_V = (np.asarray(part, dtype=np.float64) for part in (table.left_counts(), table.right_counts()))
     right_V /= max(table.pairs, 1)
     best: tuple[list[tuple[float, int, int, int]], ...] = ([], [])
     for first, end in table.chunks():
         start, stop = int(table.row_ptr[first]), int(table.row_ptr[end])
-        x_E, y_E = table.rows_of(first, end).numpy(), table.col[start:stop].numpy()
-        count_E = table.count[start:stop].numpy()
+        x_E, y_E = np.asarray(table.rows_of(first, end)), np.asarray(table.col[start:stop])
+        count_E = np.asarray(table.count[start:stop])
         expected_E = left_V[x_E] * right_V[y_E]
         score_E = count_E / expected_E
         for found, sign, among_E in ((best[0], -1, count_E >= AT_LEAST), (best[1], 1, expected_E >= AT_LEAST)):

@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 from ..storage.messages import did_you_mean
-from .counts import BigramCounts
+from .counts import BigramCounts, default_discount
 
 SMOOTHINGS = ("none", "add-k", "kneser-ney")
 DEFAULT_K = 0.01
@@ -83,20 +83,6 @@ def check_smoothing(smoothing: str, strength: float) -> None:
     limit = {"none": 0.0, "add-k": float("inf"), "kneser-ney": 1.0}[smoothing]
     if not 0 <= strength <= limit or strength == float("inf"):
         raise ValueError(f"the strength of {smoothing!r} is from 0 (its default) to {limit:g}, got {strength}")
-
-
-def default_discount(table: BigramCounts) -> float:
-    """n₁ / (n₁ + 2 n₂), of the pairs seen once and twice in the whole counts; 0.5 where there are none of either."""
-    once, twice = seen_once_and_twice(table)
-    return once / (once + 2 * twice) if once and twice else 0.5
-
-
-def seen_once_and_twice(table: BigramCounts) -> tuple[int, int]:
-    """How many pairs of the whole counts were seen once, and how many twice."""
-    if table.pruning is not None:
-        return table.pruning["seen_once"], table.pruning["seen_twice"]
-    count_E = table.count.numpy()
-    return int(np.count_nonzero(count_E == 1)), int(np.count_nonzero(count_E == 2))
 
 
 def _ending(table: BigramCounts) -> Tensor:

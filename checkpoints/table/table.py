@@ -38,6 +38,10 @@ class BigramTable(BigramCounts):
     device = torch.device("cpu")
     """Where `log_correlation` works. The counts themselves stay on the CPU."""
 
+    @staticmethod
+    def _made(array: Any) -> Tensor:
+        return torch.from_numpy(array)
+
     @classmethod
     def from_documents(cls, documents: Iterable[NDArray[Any]], vocab_size: int) -> BigramTable:
         """Count the pairs of neighbours within each document (integers [T]), in memory; `train.table.counting` gives

@@ -3,16 +3,20 @@
 from __future__ import annotations
 
 from pathlib import Path, PurePosixPath
+from typing import TYPE_CHECKING
 
 from safetensors import safe_open
-from torch import Tensor
 
 from ..artifact.artifact import file_faults, load_manifest
 from ..artifact.manifest import Manifest
 from ..storage.atomic import read_consistent
+from ..storage.messages import first_line
 from ..storage.names import CONFIG_FILE, HEADS_FILE, TABLE_FILE
 from ..storage.safe_read import UNREADABLE, check_safetensors, is_blob, shards_of
 from .tensors import some_tensors, tensor_faults
+
+if TYPE_CHECKING:
+    from torch import Tensor
 
 _NEEDED = {"heads": (HEADS_FILE, CONFIG_FILE), "table": (TABLE_FILE,)}
 _WEIGHTS = ("model.safetensors", "model.safetensors.index.json")
@@ -65,13 +69,15 @@ def _unreadable(directory: Path, manifest: Manifest) -> list[str]:
             if name.endswith(".safetensors.index.json"):
                 faults += _index_faults(path, name, manifest)
         except (ValueError, *UNREADABLE) as error:
-            faults.append(f"{path}: {error}")
+            faults.append(f"{path}: {first_line(error)}")
     return faults
 
 
 def _not_finite(path: Path) -> list[str]:
     """Tensors that hold NaN or infinities: what they compute is nothing."""
     floats = [name for name, (dtype, _) in check_safetensors(path).items() if dtype in _FLOATS]
+    if not floats:
+        return []  # a table's, which are looked at without torch
     with safe_open(path, framework="pt") as opened:
         wrong = [name for name in floats if not _is_finite(opened.get_tensor(name))]
     return [f"{path} holds {some_tensors(wrong)} with numbers that are NaN or infinite"] if wrong else []

@@ -25,11 +25,10 @@ from transformers.utils import cached_file, logging
 from ..artifact.fingerprints import is_parameter
 from ..artifact.locate import at_revision
 from ..storage.messages import first_line
-from ..storage.places import adapter_base
+from ..storage.names import ADAPTER_CONFIG, ADAPTER_FILE
+from ..storage.places import adapter_base, check_place, here, out_of_reach
 from ..storage.safe_read import UNPICKLE, pickles_allowed, read_json, shards_of
 
-ADAPTER_CONFIG = "adapter_config.json"
-ADAPTER_FILE = "adapter_model.safetensors"
 UNLOADABLE = (
     OSError,
     ValueError,
@@ -156,8 +155,9 @@ def is_adapter(folder: Path) -> bool:
 
 def load_config(source: str | Path) -> Any:
     """A model's configuration. Raises ValueError where there is none, or none of a model."""
+    place = at_revision(str(source), weights=False)
+    check_place(place)
     try:
-        place = at_revision(str(source), weights=False)
         check_config(Path(place) / "config.json")
         return AutoConfig.from_pretrained(place, trust_remote_code=False)
     except UNLOADABLE as error:
@@ -203,14 +203,31 @@ def only_safetensors(source: str, config: Any = None) -> bool | None:
     return True
 
 
+def weights_fault(folder: Path, source: str, config: Any) -> str:
+    """Why `load_whole` would not get as far as a model's tensors; nothing where it would.
+
+    Args:
+        folder: where its files lie, of `source` on the hub the small ones alone.
+    """
+    is_here = here(source) is not None
+    try:
+        only_safetensors(str(folder) if is_here else source, config)
+    except ValueError as error:
+        return str(error)
+    names = _names(str(folder) if is_here else source)
+    if any(name.endswith(".safetensors") for name in names) or (pickles_allowed() and _pickled(source)):
+        return ""
+    pickled = [name for name in names if name.endswith((".bin", ".pt", ".pth"))]
+    return _refusal(pickled) if pickled else "there are no weights beside its configuration" if names else ""
+
+
 def reason(source: str, error: Exception) -> str:
     """Why no model could be loaded, in a line; of weights on the hub that are pickled alone, what to do."""
     if isinstance(error, UnpicklingError):  # torch's own words are the advice to load anything
         return "its pickled weights hold more than tensors, or are damaged; they were not loaded"
     if isinstance(error, OSError) and not Path(source).is_dir() and not pickles_allowed():
         pickled = _pickled(source)
-        if pickled:
-            return _refusal(pickled)
+        return _refusal(pickled) if pickled else out_of_reach() or first_line(error)
     return first_line(error)
 
 

@@ -7,28 +7,23 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
-import torch
 from safetensors import safe_open
-from torch import Tensor
-from transformers import CONFIG_MAPPING
 
 from ..artifact.fingerprints import weight_files
 from ..artifact.manifest import Manifest
-from ..heads.layouts import assemble_heads
-from ..storage.messages import shown
-from ..storage.names import CONFIG_FILE, HEADS_FILE, TABLE_FILE
+from ..storage.messages import first_line, shown
+from ..storage.names import ADAPTER_CONFIG, ADAPTER_FILE, CONFIG_FILE, HEADS_FILE, TABLE_FILE
 from ..storage.safe_read import UNREADABLE, check_safetensors, read_json
-from ..table.checks import MARGINALS, read_tensors
-from .model_files import (
-    ADAPTER_CONFIG,
-    ADAPTER_FILE,
-    Fit,
-    fit_to_model,
-    is_adapter,
-    load_config,
-)
+from ..table.checks import MARGINALS, read_header
+
+if TYPE_CHECKING:
+    from torch import Tensor
+
+    from .model_files import Fit
+
+# Of a table nothing is imported that takes seconds.
 
 _SHOWN = 3
 
@@ -58,6 +53,8 @@ def check_tensors(directory: Path, manifest: Manifest) -> None:
 
 
 def _model_faults(folder: Path) -> Iterator[str]:
+    from .model_files import fit_to_model, is_adapter, load_config
+
     if is_adapter(folder):
         yield from adapter_faults(folder)
         return
@@ -78,6 +75,8 @@ def _model_faults(folder: Path) -> Iterator[str]:
 
 
 def _is_known(config: Path) -> bool:
+    from transformers import CONFIG_MAPPING
+
     try:
         kind = read_json(config).get("model_type")
     except (ValueError, OSError):
@@ -109,7 +108,7 @@ def header_shapes(files: list[Path]) -> Shapes:
         try:
             shapes |= {name: tuple(shape) for name, (_, shape) in check_safetensors(path).items()}
         except (ValueError, OSError) as error:
-            raise ValueError(f"{path}: {error}") from error
+            raise ValueError(f"{path}: {first_line(error)}") from error
     return shapes
 
 
@@ -141,11 +140,15 @@ def _heads_faults(directory: Path) -> list[str]:
         settings: Mapping[str, Any] = read_json(config)
     except (ValueError, OSError):
         return []
+    from ..heads.layouts import assemble_heads
+
     return assemble_heads(tensors, dict(settings), path, config_path=config).disagreements
 
 
 def _meta_tensors(path: Path) -> dict[str, Tensor]:
     """Tensors without values, of the shapes and types in a file."""
+    import torch
+
     found = {}
     try:
         with safe_open(path, framework="pt") as opened:
@@ -166,13 +169,13 @@ def _table_faults(path: Path, vocab_size: int) -> Iterator[str]:
         stored = check_safetensors(path)
     except (ValueError, OSError):
         return
-    metadata, tensors = read_tensors(path)  # mapped: no counts are read
-    entries = len(tensors["col"])
-    wanted = dict.fromkeys(tensors, vocab_size) | {"row_ptr": vocab_size + 1, "col": entries, "count": entries}
-    for name, tensor in tensors.items():
-        if len(tensor) != wanted[name]:
-            yield f"{path}: {name} has {len(tensor):,} values, expected {wanted[name]:,}"
-    if extra := sorted(set(stored) - set(tensors)):
+    metadata, lengths = read_header(path)
+    entries = lengths["col"]
+    wanted = dict.fromkeys(lengths, vocab_size) | {"row_ptr": vocab_size + 1, "col": entries, "count": entries}
+    for name, length in lengths.items():
+        if length != wanted[name]:
+            yield f"{path}: {name} has {length:,} values, expected {wanted[name]:,}"
+    if extra := sorted(set(stored) - set(lengths)):
         unpruned = "pruning" not in metadata and set(extra) <= set(MARGINALS)
         why = ", and does not say that it was pruned" if unpruned else ", which no table has"
         yield f"{path} holds {', '.join(map(shown, extra))}{why}"

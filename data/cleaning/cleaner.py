@@ -21,10 +21,10 @@ from hashlib import blake2b
 from itertools import groupby, pairwise
 from typing import Any
 
-from ...checkpoints.storage.messages import did_you_mean
+from ...checkpoints.storage.messages import did_you_mean, install_hint
 from ..conversations import Conversation, CorpusReport, Dialogue, Turn, encodable
 from .contamination import EvaluationTexts
-from .markup import CODE_SPAN, INSTALL, holds_html, html_to_markdown, unescape_markdown
+from .markup import CODE_SPAN, holds_html, html_to_markdown, unescape_markdown
 from .options import Cleaning
 
 USER_ROLES = ("human", "user")
@@ -261,7 +261,7 @@ def _language_identifier(wanted: Iterable[str]) -> Callable[[str], str]:
     try:
         from py3langid.langid import MODEL_FILE, LanguageIdentifier
     except ImportError as error:
-        raise ValueError(f"telling languages apart needs the package py3langid: {INSTALL}") from error
+        raise ValueError(f"telling languages apart needs the package py3langid: {install_hint('clean')}") from error
     identifier = LanguageIdentifier.from_model_file(MODEL_FILE, norm_probs=True, min_confidence=0.5)
     known = [*identifier.labels, "und"]
     for code in wanted:

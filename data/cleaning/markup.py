@@ -6,7 +6,7 @@ import re
 from collections.abc import Callable
 from typing import Any
 
-INSTALL = "pip install 'draftsmith[clean]'"
+from ...checkpoints.storage.messages import install_hint
 
 # Names that stand in angle brackets for hardly anything but HTML. The others are also placeholders ("about <title>"),
 # markers of prompts (<article>) or special tokens (</s>): they count only beside one of these.
@@ -99,7 +99,7 @@ def _convert(html: str) -> str:
         from bs4 import BeautifulSoup, NavigableString, Tag
         from markdownify import MarkdownConverter
     except ImportError as error:
-        raise ValueError(f"html: markdown needs the package markdownify: {INSTALL}") from error
+        raise ValueError(f"html: markdown needs the package markdownify: {install_hint('clean')}") from error
     soup: Any = BeautifulSoup(html, "html.parser")
     for useless in soup(["button", "script", "style", "svg", "head"]):
         useless.decompose()

@@ -16,10 +16,9 @@ from functools import lru_cache
 from pathlib import Path
 from typing import Any
 
-from ...checkpoints.storage.messages import first_line
+from ...checkpoints.storage.messages import first_line, install_hint
 from .json_stream import JsonValues
 
-INSTALL = "pip install 'draftsmith[train]'"
 SUFFIXES = (".json", ".jsonl", ".ndjson", ".parquet", ".arrow", ".txt")
 PACKED = (".gz", ".zst")
 EXPECTED = f"{', '.join(SUFFIXES)} (those of JSON and text also with {' or '.join(PACKED)})"
@@ -253,7 +252,7 @@ def _pyarrow(path: Path) -> Any:
         import pyarrow
     except ImportError as error:
         kind = path.suffix.lower().removeprefix(".")
-        raise ValueError(f"{path}: reading {kind} needs pyarrow: {INSTALL}") from error
+        raise ValueError(f"{path}: reading {kind} needs pyarrow: {install_hint('train')}") from error
     return pyarrow
 
 

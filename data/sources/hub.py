@@ -14,8 +14,9 @@ from urllib.request import urlopen
 from huggingface_hub import constants
 
 from ...checkpoints.storage.atomic import atomic_file
-from ...checkpoints.storage.messages import first_line
-from .files import INSTALL, WHOLE, Columns, Row, Shard
+from ...checkpoints.storage.messages import first_line, install_hint
+from ...checkpoints.storage.places import out_of_reach
+from .files import WHOLE, Columns, Row, Shard
 
 _PATIENCE = 30
 """Seconds for an answer."""
@@ -60,7 +61,8 @@ def hub_rows(
         import datasets
         from datasets.exceptions import DatasetsError
     except ImportError as error:
-        raise ValueError(f"{missing or hub}; to load it from the hub: {INSTALL}") from error
+        raise ValueError(f"{missing or hub}; to load it from the hub: {install_hint('train')}") from error
+    away = out_of_reach()
     location, number = f"{hub} ({split})", -1
     try:
         loaded = datasets.load_dataset(
@@ -69,7 +71,7 @@ def hub_rows(
         for number, value in _numbered(loaded, shard, columns, streaming):
             yield Row(value, f"{location}, row {number + 1}", f"{hub}-{number + 1}", number)
     except (OSError, RuntimeError, ValueError, DatasetsError) as error:  # offline, unknown, gated, no such split: all
-        reason = first_line(error)
+        reason = away or first_line(error)
         if number >= 0:
             raise ValueError(f"{location}, after row {number + 1}: {reason}") from error
         lead = f"{missing}, and the hub could not be reached for it" if missing else f"{hub} could not be loaded"

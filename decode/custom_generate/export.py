@@ -7,7 +7,7 @@ from typing import Any
 
 import torch
 
-from ...checkpoints.export.base import ExportOptions, Format, Source
+from ...checkpoints.export.base import ExportOptions, Source, format_of
 from ...checkpoints.heads.files import PredictionHeads
 from ...checkpoints.table.table import BigramTable
 from .method import CustomGenerate, method
@@ -51,24 +51,7 @@ def _compare_table(source: Source, folder: Path, options: ExportOptions) -> list
     return [f"all {known.entries:,} counts"]
 
 
-_READERS = "draftsmith, inside generate of transformers ≥ 5.17"
 ATTACHED_FORMATS = (
-    Format(
-        name="custom-generate",
-        kind="heads",
-        summary="Heads with the method medusa, for `generate(custom_generate=…)`",
-        readers=_READERS,
-        write=_write,
-        compare=_compare_heads,
-        options=("target",),
-    ),
-    Format(
-        name="custom-generate-bigrams",
-        kind="table",
-        summary="A table with the method bigram, for `generate(custom_generate=…)`",
-        readers=_READERS,
-        write=_write,
-        compare=_compare_table,
-        options=("target", "speculative_tokens"),
-    ),
+    format_of("custom-generate", write=_write, compare=_compare_heads),
+    format_of("custom-generate-bigrams", write=_write, compare=_compare_table),
 )

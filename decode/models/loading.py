@@ -14,7 +14,9 @@ from transformers import AutoConfig, PreTrainedModel
 from ...checkpoints.artifact.artifact import inside
 from ...checkpoints.artifact.locate import at_revision
 from ...checkpoints.storage.atomic import read_consistent
-from ...checkpoints.storage.places import adapter_base
+from ...checkpoints.storage.messages import install_hint
+from ...checkpoints.storage.names import ADAPTER_CONFIG
+from ...checkpoints.storage.places import adapter_base, check_place
 from ...checkpoints.storage.safe_read import read_json
 from ...checkpoints.verify.model_files import (
     UNLOADABLE,
@@ -31,8 +33,6 @@ from .final_norm import check_states
 from .graphs import GraphedModel
 from .lean import LeanLlama
 from .seq2seq import Seq2SeqModel, check_source_forward
-
-ADAPTER_CONFIG = "adapter_config.json"
 
 
 def wrap_model(
@@ -139,8 +139,7 @@ def load_model(
     """
     source = at_revision(source)
     folder = Path(source)
-    if not folder.is_dir() and (source.startswith((".", "/", "~", "runs/")) or source.count("/") > 1):
-        raise ValueError(f"there is no model folder {source!r}")
+    check_place(source)
     options: dict[str, Any] = {"dtype": dtype, "device": device, "device_map": device_map, "attention": attention}
     if not folder.is_dir():
         return _load(source, **options)
@@ -177,7 +176,7 @@ def _with_adapter(folder: Path, **options: Any) -> PreTrainedModel:
     try:
         from peft import PeftModel
     except ImportError as error:
-        raise ValueError(f"{folder} holds a LoRA adapter, which needs peft: pip install draftsmith[train]") from error
+        raise ValueError(f"{folder} holds a LoRA adapter, which needs peft: {install_hint('train')}") from error
     try:
         settings = read_json(folder / ADAPTER_CONFIG)
     except ValueError as error:

@@ -17,7 +17,7 @@ import numpy as np
 from rich.text import Text
 
 from ...checkpoints.artifact.artifact import tokenizer_fingerprint
-from ...checkpoints.storage.atomic import atomic_dir, atomic_text
+from ...checkpoints.storage.atomic import atomic_dir, atomic_text, check_writable
 from ...checkpoints.storage.safe_read import file_hash
 from ...data.blocks.prepared import SCHEMA, PreparedData, padding_id, prepare
 from ...data.blocks.stream import StreamedData
@@ -68,6 +68,7 @@ def prepare_data(section: DataSection, tokenizer: Any, *, seed: int = 0, quiet: 
         ValueError: what reading, rendering and packing raise; nothing held out; shares below the section's floors.
     """
     check_heldout(section)
+    check_writable(Path(section.cache) / "report.json")
     identity = _identity(section, tokenizer, _WITHOUT_EFFECT if section.streaming else {*_WITHOUT_EFFECT, "window"})
     key = hashlib.sha256(json.dumps(identity, sort_keys=True).encode()).hexdigest()[:16]
     folder = Path(section.cache) / key

@@ -20,7 +20,7 @@ from transformers.pytorch_utils import Conv1D
 
 from ...checkpoints.artifact.compat import patch_model
 from ...checkpoints.artifact.locate import target_record
-from ...checkpoints.storage.messages import did_you_mean
+from ...checkpoints.storage.messages import did_you_mean, install_hint
 from ...decode.models.loading import load_model
 from ...decode.models.seq2seq import Seq2SeqModel
 from ..schema.training import LoraSection, ModelSection
@@ -230,7 +230,7 @@ def add_lora(model: PreTrainedModel, section: ModelSection) -> Any:
     try:
         from peft import LoraConfig, get_peft_model
     except ImportError as error:
-        raise ValueError("`model.lora` needs peft: pip install draftsmith[train]") from error
+        raise ValueError(f"`model.lora` needs peft: {install_hint('train')}") from error
     head = model.get_output_embeddings()
     tied = head.weight is model.get_input_embeddings().weight
     layers = [(name, part) for name, part in model.named_modules() if isinstance(part, (nn.Linear, Conv1D))]

@@ -19,6 +19,7 @@ from transformers import AutoConfig
 
 from ...checkpoints.artifact.fingerprints import model_fingerprint
 from ...checkpoints.artifact.locate import at_revision
+from ...checkpoints.storage.atomic import check_writable
 from ...checkpoints.storage.messages import first_line
 from ...data.blocks.prepared import PreparedData
 from ...data.tokenizers import load_tokenizer
@@ -145,6 +146,7 @@ def prepare_teacher(recipe: TrainingRecipe, accelerator: Any | None = None) -> P
     """
     state = accelerator if accelerator is not None else make_accelerator("no")
     cache = together(state, partial(_cache_of, recipe))
+    on_main(state, lambda: check_writable(cache.folder / "report.json"))
     assert not isinstance(recipe, TableRecipe)
     tokenizer = together(state, partial(load_tokenizer, recipe.tokenizer_source))
     prepared = prepare_once(recipe, tokenizer, state)

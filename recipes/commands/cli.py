@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import errno
 import os
+import re
 import shutil
+import signal
 import sys
 import traceback
 from pathlib import Path
@@ -15,10 +17,12 @@ from rich.markup import escape
 from rich.table import Table
 
 from ... import __version__
+from ...checkpoints.storage.messages import words
 from ...train.parallel.interrupts import Interrupted, TrainingError
 from ...train.parallel.processes import StoppedError, lost_another
 from ..session.launch import destroy_process_group, is_first, refuse_several, run_on_all
 from ..session.terminal import console, log
+from ..session.typed import typed_command
 from .artifacts.cli import artifact_app
 from .artifacts.shipping import doctor, export, pull, push
 from .artifacts.tables_cli import table_app
@@ -36,6 +40,7 @@ app.add_typer(recipes_app, name="recipes")
 app.add_typer(table_app, name="table")
 app.add_typer(artifact_app, name="artifact")
 
+_ERROR_NUMBER = re.compile(r"\[Errno -?\d+\] ")
 RecipeName = Annotated[str, typer.Argument(help="A recipe's file, or the name of a shipped one.")]
 
 
@@ -225,7 +230,12 @@ def main() -> None:
     try:
         app()
     except Interrupted as stopped:
+        _say_how_to_go_on()
         sys.exit(128 + stopped.signal_number)
+    except SystemExit as ended:
+        if ended.code == 128 + signal.SIGINT:  # what typer makes of Ctrl-C where nothing is there to be saved
+            _say_how_to_go_on()
+        raise
     except StoppedError as error:
         if not is_first():
             sys.exit(error.code)  # the first process reports it
@@ -233,13 +243,13 @@ def main() -> None:
     except TrainingError as error:
         _fail(f"error: {error}", 1)
     except (ValueError, FileNotFoundError, ModuleNotFoundError) as error:
-        _fail(f"error: {error}", 2)
+        _fail(f"error: {words(error)}", 2)
     except Exception as error:
         # safetensors and tokenizers report a full disk in exceptions of their own
         if "No space left" in str(error) or (isinstance(error, OSError) and error.errno == errno.ENOSPC):
-            _fail(f"error: no space left on the disk: {error}; what was saved before is whole", 1)
+            _fail(f"error: no space left on the disk: {words(error)}; what was saved before is whole", 1)
         if isinstance(error, OSError):
-            _fail(f"error: {error}", 1)
+            _fail(f"error: {words(error)}", 1)
         if lost_another(error):
             reason, rank = " ".join(str(error).split()), os.environ.get("RANK", "0")
             _fail(f"process {rank} ended, because another one of this launch has, or does not answer: {reason}", 1)
@@ -248,8 +258,13 @@ def main() -> None:
         destroy_process_group()
 
 
+def _say_how_to_go_on() -> None:
+    if is_first():
+        log(f"to go on: {typed_command() or 'the same command'}")
+
+
 def _fail(message: str, code: int) -> None:
     if os.environ.get("DRAFTSMITH_TRACEBACK"):
         traceback.print_exc()
-    log(message)
+    log(_ERROR_NUMBER.sub("", message))  # in the words of libraries
     sys.exit(code)

@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import Any
 
 from ...checkpoints.artifact.compat import save_tokenizer
-from ...checkpoints.storage.atomic import atomic_dir
+from ...checkpoints.storage.atomic import atomic_dir, check_writable
 from ...data.conversations import write_conversations
 from ...data.rendering.templates import CHATML_JINJA
 from ...data.sources.documentation import documentation_conversations
@@ -33,6 +33,7 @@ def run_quickstart(recipe: QuickstartRecipe) -> dict[str, Any]:
     """Run what is not finished yet, then measure; the results. ValueError: `out` is that of other settings."""
     out = Path(recipe.out)
     resolved = resolve(recipe)
+    check_writable(out)
     _check_folder(out, recipe)
     write_recipe(recipe, out / "quickstart.yaml")
     start = time.monotonic()

@@ -14,6 +14,8 @@ import torch
 
 from ...checkpoints.artifact.artifact import model_fingerprint
 from ...checkpoints.artifact.locate import at_revision
+from ...checkpoints.storage.atomic import check_writable
+from ...checkpoints.storage.messages import install_hint
 from ...data.cleaning.options import Cleaning
 from ...data.conversations import Conversation, CorpusReport, encodable
 from ...data.prompts import stop_ids
@@ -50,6 +52,7 @@ def run_regenerate(recipe: RegenerateRecipe) -> RegenerationReport:
     """
     _check_names(recipe)
     out = Path(recipe.out)
+    check_writable(out)
     with StopSignals() as signals, Store(out, _settings(recipe)) as store:
 
         def stopping() -> bool:
@@ -229,7 +232,7 @@ class _Server:
         try:
             import openai
         except ImportError as error:
-            raise ValueError("asking a server needs openai: pip install 'draftsmith[regenerate]'") from error
+            raise ValueError(f"asking a server needs openai: {install_hint('regenerate')}") from error
         self._openai: Any = openai
         self._server, self._spaced, self._key = server, spaced, os.environ.get(server.key_variable, "")
         http = openai.DefaultAsyncHttpxClient(event_hooks={"request": [_pace(server.requests_per_minute)]})

@@ -12,6 +12,8 @@ from html import escape
 from importlib.util import find_spec
 from typing import TYPE_CHECKING, Any
 
+from ...checkpoints.storage.messages import install_hint
+
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
     from matplotlib.figure import Figure
@@ -53,7 +55,7 @@ def missing_matplotlib() -> str | None:
     """What to tell a user who has no matplotlib; None where it is installed."""
     if find_spec("matplotlib") is not None:
         return None
-    return "matplotlib draws the charts and is not installed: pip install draftsmith[report], then the same again"
+    return f"matplotlib draws the charts and is not installed: {install_hint('report')}, then the same again"
 
 
 @contextmanager

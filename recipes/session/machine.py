@@ -13,6 +13,7 @@ import torch
 from packaging.requirements import Requirement
 
 from ... import __version__
+from ...checkpoints.storage.messages import install_hint
 from ...decode.evaluation.energy import open_meter
 
 
@@ -27,9 +28,9 @@ class Finding(NamedTuple):
 def findings() -> list[Finding]:
     """Versions, devices, number formats and missing parts of this machine."""
     rows = [Finding("draftsmith", __version__), Finding("python", platform.python_version())]
-    for name, source in _packages().items():
+    for name, extra in _packages().items():
         found = version_of(name)
-        rows.append(Finding(name, found or "missing", "" if found else f"pip install '{source}'"))
+        rows.append(Finding(name, found or "missing", "" if found else install_hint(extra)))
     memory = os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE") / 2**30
     processor = f"{os.cpu_count()} cores, {torch.get_num_threads()} threads, {memory:.1f} GiB of memory"
     rows += [Finding("processor", processor), Finding("cpu number formats", _formats("cpu"))]
@@ -48,14 +49,14 @@ def findings() -> list[Finding]:
 
 
 def _packages() -> dict[str, str]:
-    """Needed and optional packages, and what brings them; none where draftsmith itself is not installed."""
+    """Needed and optional packages, and the extra that brings them; none where draftsmith itself is not installed."""
     found: dict[str, str] = {}
     with suppress(PackageNotFoundError):
         extras = [extra for extra in metadata("draftsmith").get_all("Provides-Extra") or () if extra != "test"]
         for needed in map(Requirement, requires("draftsmith") or ()):
             for extra in ("", *extras):
                 if needed.name != "draftsmith" and (needed.marker is None or needed.marker.evaluate({"extra": extra})):
-                    found.setdefault(needed.name, f"draftsmith[{extra}]" if extra else "draftsmith")
+                    found.setdefault(needed.name, extra)
     return found
 
 

@@ -6,6 +6,7 @@ import sys
 from collections.abc import Callable
 from typing import Any, NoReturn, TypeVar
 
+from ...checkpoints.storage.messages import words
 from .interrupts import Interrupted, TrainingError
 
 Found = TypeVar("Found")
@@ -68,12 +69,12 @@ def _described(error: BaseException, process: int) -> tuple[bool, int, str]:
     if isinstance(error, Interrupted):
         return False, 128 + error.signal_number, str(error)
     if isinstance(error, _OF_THE_USER):
-        return False, 2, str(error)
+        return False, 2, words(error)
     if isinstance(error, StoppedError):
         return True, error.code, str(error)
     if isinstance(error, ValueError):
         return False, 1 if isinstance(error, TrainingError) else 2, str(error)
-    return False, 1, f"process {process}: {error}"
+    return False, 1, f"process {process}: {words(error)}"
 
 
 def raised(error: Exception) -> NoReturn:

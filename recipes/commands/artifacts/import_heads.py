@@ -9,6 +9,7 @@ from ....checkpoints.artifact.artifact import model_fingerprint, save_artifact, 
 from ....checkpoints.artifact.locate import fetch, target_record
 from ....checkpoints.heads.files import save_heads
 from ....checkpoints.heads.layouts import StoredHeads, read_heads, shards_of_heads
+from ....checkpoints.storage.atomic import check_writable
 from ....checkpoints.storage.names import CONFIG_FILE, HEADS_FILE, PICKLED_FILE, PICKLED_WHOLE_FILES, WHOLE_FILES
 from ....checkpoints.storage.places import here, hub_place
 from ....checkpoints.verify.model_files import load_config
@@ -57,7 +58,8 @@ def import_heads(
 
 
 def check_new(out: Path) -> None:
-    """ValueError where something lies at `out` already."""
+    """ValueError where something lies at `out` already, or nothing can be written."""
+    check_writable(out)
     if out.exists() and not (out.is_dir() and not any(out.iterdir())):
         raise ValueError(f"{out} is there already and not empty: choose another --out")
 

@@ -51,21 +51,23 @@ def export(
     llama_cpp: Annotated[Path | None, typer.Option(help="A checkout of llama.cpp, for its converter.")] = None,
 ) -> None:
     """Write an artifact in the form that another program reads, and compare what was written with it."""
-    from ....checkpoints.export.base import SERVING_FILE, ExportOptions, export_artifact, option_name
-    from ....checkpoints.storage.places import here, hub_place
-    from .export import FORMATS
+    from ....checkpoints.export.forms import FORMS, option_name
 
     if artifact is None:
         table = Table(box=None)
         for heading in ("format", "for", "what", "read by", "options"):
             table.add_column(heading, no_wrap=heading in ("format", "for"))
-        for form in FORMATS.values():
+        for form in FORMS.values():
             typed = " ".join(map(option_name, form.options))
             table.add_row(form.name, form.kind, *map(escape, (form.summary, form.readers, typed)))
         console().print(table)
         return
     if to is None:
         raise ValueError(f"say with --to in which format to export {artifact}; `draftsmith export` lists them")
+    from ....checkpoints.export.base import SERVING_FILE, ExportOptions, export_artifact
+    from ....checkpoints.storage.places import here, hub_place
+    from .export import FORMATS
+
     if target is not None and here(target) is None:
         hub_place(target)  # what can be no id is not looked for
     artifact = artifact.expanduser()

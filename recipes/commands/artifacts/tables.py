@@ -1,4 +1,4 @@
-"""Finished tables: shown, merged, pruned."""
+"""Finished tables, merged and pruned."""
 
 from __future__ import annotations
 
@@ -10,24 +10,15 @@ from typing import Any
 
 import numpy as np
 
-from ....checkpoints.artifact.artifact import Manifest, open_artifact, tokenizer_fingerprint
+from ....checkpoints.artifact.artifact import Manifest, open_artifact
+from ....checkpoints.storage.atomic import check_writable
 from ....checkpoints.table.file import write_table
 from ....checkpoints.table.table import TABLE_FILE, BigramTable, merged_runs
-from ....data.tokenizers import load_tokenizer
 from ...assemble.table.count import save_table
-from ...report.table import show_report
 from ...session.terminal import log
+from .table_show import table_tokenizer
 
 _SUMS = ("conversations", "held_out", "documents", "tokens")
-
-
-def show_table(folder: Path, tokenizer: str | None) -> None:
-    """Print what a table holds: sizes, where its counts come from, its most extreme correlations."""
-    manifest, table = open_artifact(folder, BigramTable.load, "table")
-    texts = _tokenizer(folder, manifest, tokenizer)
-    source = manifest.recipe.get("tokenizer") or "MODEL"
-    hint = f"tokens are shown by their ids: --tokenizer {source} shows their texts" if texts is None else None
-    show_report(folder, manifest, table.report(texts), hint)
 
 
 def merge_tables(folders: Sequence[Path], out: Path, *, again: bool = False) -> None:
@@ -59,7 +50,7 @@ def merge_tables(folders: Sequence[Path], out: Path, *, again: bool = False) -> 
             out,
             move,
             BigramTable.load(unfinished),
-            _tokenizer(folders[0], manifests[0], None),
+            table_tokenizer(folders[0], manifests[0], None),
             recipe=recipe | {"merged": [str(folder) for folder in folders]},
             fingerprint=next(filter(None, (manifest.tokenizer_fingerprint for manifest in manifests)), None),
             data={key: sum(part.get(key, 0) for part in parts) for key in _SUMS} | {"parts": parts},
@@ -80,7 +71,7 @@ def prune_table(folder: Path, out: Path, *, min_count: int = 1, top: int = 0, me
         out,
         pruned.save,
         pruned,
-        _tokenizer(folder, manifest, None),
+        table_tokenizer(folder, manifest, None),
         recipe=manifest.recipe | {"out": str(out), "prune": options, "whole": str(folder)},
         fingerprint=manifest.tokenizer_fingerprint,
         data=manifest.data,
@@ -88,6 +79,7 @@ def prune_table(folder: Path, out: Path, *, min_count: int = 1, top: int = 0, me
 
 
 def _check_free(out: Path) -> None:
+    check_writable(out)
     if out.exists() and (not out.is_dir() or any(out.iterdir())):
         raise ValueError(f"{out} is there already: choose another --out")
 
@@ -143,20 +135,3 @@ def _files(part: dict[str, Any]) -> dict[str, str]:
     source = part.get("source")
     sources = source.get("sources", []) if isinstance(source, dict) else []
     return {sha256: name for each in sources for name, sha256 in each.get("files", {}).items()}
-
-
-def _tokenizer(folder: Path, manifest: Manifest, given: str | None) -> Any:
-    """The tokenizer that shows a table's tokens: the one given, or the recipe's where it lies here; else None."""
-    source = given or manifest.recipe.get("tokenizer")
-    if source is None or (given is None and not Path(source).is_dir()):
-        return None
-    tokenizer = load_tokenizer(source)
-    mine, theirs = manifest.tokenizer_fingerprint, tokenizer_fingerprint(tokenizer)
-    if mine is None or mine == theirs:
-        return tokenizer
-    if given is None:
-        return None
-    raise ValueError(
-        f"{folder} was counted with another tokenizer than {given}: the fingerprints are {mine[:16]}… and "
-        f"{str(theirs)[:16]}…"
-    )

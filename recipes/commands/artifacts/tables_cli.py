@@ -21,7 +21,7 @@ def show(
     ] = None,
 ) -> None:
     """Sizes, sources and the most extreme correlations of a table."""
-    from .tables import show_table
+    from .table_show import show_table
 
     show_table(table, tokenizer)
 

@@ -37,7 +37,7 @@ from typing import Any
 import numpy as np
 import torch
 
-from ....checkpoints.storage.atomic import atomic_text
+from ....checkpoints.storage.atomic import atomic_text, check_writable
 from ....checkpoints.storage.messages import did_you_mean
 from ....data.prompts import stop_ids
 from ....decode.engine import Limits
@@ -121,6 +121,7 @@ def run_diagnose(recipe: EvaluateRecipe, parts: Sequence[str] = (), out: Path | 
     path = out or diagnosis_beside(Path(recipe.out))
     if path.suffix != ".json" or path.is_dir():
         raise ValueError(f"--out must be a .json file, got {path}")
+    check_writable(path)
     chosen = _chosen(recipe, parts)
     rows = [
         next((row for row in recipe.methods if row.method == CHAINS[part]), MethodSection(method=CHAINS[part]))

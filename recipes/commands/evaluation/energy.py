@@ -18,7 +18,7 @@ import torch
 from rich.table import Table
 from torch import Tensor
 
-from ....checkpoints.storage.atomic import atomic_text
+from ....checkpoints.storage.atomic import atomic_text, check_writable
 from ....decode.evaluation.energy import Energy, batch_forward, batch_row, count_joules, open_meter, time_forwards
 from ....decode.evaluation.measure import devices_of
 from ....decode.methods import Parts
@@ -60,6 +60,7 @@ def run_energy(
     """
     if min(runs, context, *batches) < 1:
         raise ValueError(f"all must be at least 1: --runs {runs}, --context {context}, --batch {[*batches]}")
+    check_writable(out)
     if device == "auto":
         device = "cuda" if torch.cuda.is_available() else "cpu"
     model = wrap_model(load_model(target, dtype=dtype, device=device, device_map=device_map))

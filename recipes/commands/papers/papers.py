@@ -17,7 +17,8 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-from ....checkpoints.storage.atomic import atomic_text
+from ....checkpoints.storage.atomic import atomic_text, check_writable
+from ....checkpoints.storage.messages import words
 from ...assemble.evaluation import device_of
 from ...report.page import write_page, write_report
 from ...report.papers import claims_table, numbers_table, papers_body, title_of
@@ -53,6 +54,7 @@ def run_paper(recipe: PaperRecipe, name: str, pair: str | None = None, folder: P
     """
     used = recipe.on_pair(pair) if pair is not None else recipe
     folder = folder or folder_of(recipe, pair)
+    check_writable(folder)
     settings = used.model_dump(mode="json", include={"experiment", "settings", "evaluate"})
     identity = identity_of(settings, used.sources(), used.evaluate)
     log(f"papers: {name}, {recipe.where}")
@@ -123,8 +125,8 @@ def run_papers(names: Sequence[str], pair: str | None, out: Path | None) -> list
         try:
             done.append(run_paper(recipe, name, pair, folder))
         except (ValueError, OSError, ImportError, RuntimeError) as error:
-            failed[name] = str(error)
-            log(f"papers: {name} failed: {error}")
+            failed[name] = words(error)
+            log(f"papers: {name} failed: {failed[name]}")
         rows = [[{key: row[key] for key in row if key != "pairs"} for row in result["rows"]] for result in done]
         papers = [result | {"rows": found} for result, found in zip(done, rows, strict=True)]
         _write(root / "papers.json", {"schema": SCHEMA, "kind": "papers", "papers": papers, "failed": failed})

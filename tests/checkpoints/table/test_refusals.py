@@ -80,7 +80,7 @@ def test_mistakes_are_refused(case: Case) -> None:
         (SMALL, "col", lambda t: t + VOCAB, "11 tokens"),
         (SMALL, "col", lambda t: t.flip(0), "ascend"),
         (SMALL, "col", lambda t: torch.cat((t[:1], t[:1], t[2:])), "row 0: 0 and 0"),
-        (SMALL, "col", lambda t: t[None], "col is torch.int32 [1, "),
+        (SMALL, "col", lambda t: t[None], "col is I32 [1, "),
         (SMALL, "count", lambda t: t[:-1], "counts for"),
         (SMALL, "count", lambda t: t * 0, "count holds 0"),
         (SMALL, "unigram", lambda t: t - 10**6, "unigram holds -9"),

@@ -15,6 +15,7 @@ from xml.etree import ElementTree
 
 import numpy as np
 import pytest
+from draftsmith.checkpoints.storage.messages import install_hint
 from draftsmith.decode.evaluation.bootstrap import resample_weights
 from draftsmith.recipes.commands.evaluation.certify import run_certify
 from draftsmith.recipes.report import charts
@@ -152,7 +153,7 @@ def test_without_matplotlib_there_are_tables_and_a_line(
     assert [row[energy] for row in cost[1:]] == ["–", "–", "0.125", "–", "–"]  # never 0
     assert number(None) == number(float("nan")) == number(True) == "–"
     for text in (page.text, capsys.readouterr().err):
-        assert "pip install draftsmith[report]" in text
+        assert install_hint("report") in text
 
 
 def test_an_evaluation_without_rows_still_shows_why(tmp_path: Path, results: Path) -> None:

@@ -11,8 +11,11 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 from draftsmith.checkpoints.artifact.artifact import verify_artifact
+from draftsmith.checkpoints.storage.messages import install_hint
 from draftsmith.data.tokenizers import load_tokenizer
+from draftsmith.decode.models.loading import load_model
 from draftsmith.recipes.assemble.evaluation import open_recipe
 from draftsmith.recipes.commands.artifacts.pair import examine_pair
 from draftsmith.recipes.commands.cli import main
@@ -119,6 +122,29 @@ def test_an_artifact_that_was_changed_is_told(
     assert "tokenizer.json" in verify_artifact(fixed, "drafter").files
 
 
+def test_weights_that_loading_refuses_are_refused(
+    pair: tuple[Path, Path], capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Pickled weights, and none: in the words of loading; taken where the user lets pickles be read."""
+    target, drafter = pair
+    torch.save(LlamaForCausalLM.from_pretrained(drafter).state_dict(), drafter / "pytorch_model.bin")
+    (drafter / "model.safetensors").unlink()
+    with pytest.raises(ValueError, match="pickled") as refused:
+        load_model(str(drafter))
+    assert not examine_pair(str(target), str(drafter), as_json=True)
+    shown = json.loads(capsys.readouterr().out)["pair"]
+    (reason,) = shown["verdicts"]["draftsmith"]["reasons"]
+    assert shown["verdicts"]["draftsmith"]["outcome"] == "refused"
+    assert reason.removeprefix("the drafter: ") in str(refused.value)
+    monkeypatch.setenv("DRAFTSMITH_UNPICKLE", "1")
+    load_model(str(drafter))
+    examine_pair(str(target), str(drafter), as_json=True)
+    assert json.loads(capsys.readouterr().out)["pair"]["verdicts"]["draftsmith"]["outcome"] == "works but"
+    (drafter / "pytorch_model.bin").unlink()
+    examine_pair(str(target), str(drafter), as_json=True)
+    assert json.loads(capsys.readouterr().out)["pair"]["verdicts"]["draftsmith"]["outcome"] == "refused"
+
+
 def test_an_evaluation_of_an_unfit_drafter_names_the_doctor(pair: tuple[Path, Path]) -> None:
     model = AutoModelForCausalLM.from_pretrained(pair[1])
     model.resize_token_embeddings(352, mean_resizing=False)
@@ -154,7 +180,7 @@ def test_packages_are_listed_once_with_what_brings_them(monkeypatch: pytest.Monk
     monkeypatch.setattr(machine, "metadata", lambda _: extras)
     monkeypatch.setattr(machine, "requires", lambda _: needed)
     found = {finding.name: finding for finding in machine.findings()}
-    assert found["some.package"][1:] == ("missing", "pip install 'draftsmith[a]'")
+    assert found["some.package"][1:] == ("missing", install_hint("a"))
     assert sum(finding.name == "some.package" for finding in machine.findings()) == 1
     assert found["numpy"].state == version("numpy")
 

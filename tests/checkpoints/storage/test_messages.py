@@ -1,0 +1,38 @@
+"""Parts of messages: errors of the system without numbers, and how to install what is missing from where one stands."""
+
+from __future__ import annotations
+
+import shutil
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+from draftsmith.checkpoints.storage import messages
+from draftsmith.checkpoints.storage.messages import first_line, install_hint, words
+
+ROOT = Path(__file__).parents[3]
+
+
+def test_errors_of_the_system_have_no_numbers(tmp_path: Path) -> None:
+    with pytest.raises(OSError, match="Errno") as raised:
+        (tmp_path / "nowhere").read_text()
+    assert words(raised.value) == f"{tmp_path / 'nowhere'}: No such file or directory"
+    assert first_line(raised.value) == words(raised.value)
+    assert words(OSError("in a library's words")) == "in a library's words"
+    assert first_line(ValueError()) == "ValueError"
+
+
+def test_extras_of_a_checkout_and_of_a_package(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(ROOT)
+    assert install_hint("clean") == "pip install -e '.[clean]'"
+    monkeypatch.chdir(tmp_path)
+    assert install_hint("clean") == f"pip install -e '{ROOT}[clean]'"
+    installed = tmp_path / "draftsmith" / "checkpoints" / "storage" / "messages.py"
+    installed.parent.mkdir(parents=True)
+    shutil.copyfile(messages.__file__, installed)
+    shown = "from messages import install_hint; print(install_hint('clean'), install_hint(), sep='; ')"
+    done = subprocess.run(
+        [sys.executable, "-c", shown], cwd=installed.parent, capture_output=True, text=True, check=True
+    )
+    assert done.stdout.strip() == "pip install 'draftsmith[clean]'; pip install draftsmith"

@@ -1,0 +1,61 @@
+"""Names of places: what is nowhere is said at once, and a hub that does not answer is asked once."""
+
+from __future__ import annotations
+
+import socket
+import threading
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+from draftsmith.checkpoints.storage.places import check_place, out_of_reach
+from draftsmith.data.tokenizers import load_tokenizer
+from draftsmith.decode.models.loading import load_model
+
+MISSING = [
+    ("runs/quickstat/target", "'runs/quickstart/target'"),
+    ("runs/quickstart/targt", "'runs/quickstart/target'"),
+    ("./runs/quickstart/targets/", "'runs/quickstart/target'"),
+    ("runs/nothing-like-it/target", "runs/nothing-like-it/target"),
+    ("draftr", "'drafter'"),
+]
+
+
+@pytest.mark.parametrize(("name", "near"), MISSING)
+@pytest.mark.parametrize("load", [check_place, load_tokenizer, load_model], ids=lambda load: load.__name__)
+def test_a_missing_path_is_no_question_for_the_hub(
+    name: str, near: str, load: Callable[[str], object], hub: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (tmp_path / "runs" / "quickstart" / "target").mkdir(parents=True)
+    (tmp_path / "drafter").mkdir()
+    monkeypatch.chdir(tmp_path)
+    with pytest.raises(ValueError, match=near):
+        load(name)
+    check_place("runs/quickstart/target")
+    assert hub.requests == []
+    for plain in ("gpt2", "user/drafter"):  # which may be on the hub
+        check_place(plain)
+
+
+def test_a_hub_that_does_not_answer_is_asked_once(
+    stand_in: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Its client alone would try each of the files of a tokenizer and a model six times."""
+    asked = []
+    with socket.create_server(("127.0.0.1", 0)) as server:
+
+        def hang_up() -> None:
+            while True:
+                connection, _ = server.accept()
+                asked.append(connection)
+                connection.close()
+
+        threading.Thread(target=hang_up, daemon=True).start()
+        url = f"http://127.0.0.1:{server.getsockname()[1]}"
+        stand_in.point_client(url, tmp_path / "home", monkeypatch)
+        for load in (load_tokenizer, load_model, load_tokenizer):
+            with pytest.raises(ValueError, match=f"user/nowhere.*{url} cannot be reached"):
+                load("user/nowhere")
+        assert url in out_of_reach()
+        assert len(asked) == 1

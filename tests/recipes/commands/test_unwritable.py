@@ -1,0 +1,70 @@
+"""Where nothing can be written, that is said before anything is loaded: the models that these recipes name are nowhere.
+
+A file stands where a folder would have to be, which holds for every user, root too.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+from draftsmith.checkpoints.storage.atomic import check_writable
+from draftsmith.recipes.assemble.data import prepare_data
+from draftsmith.recipes.commands.artifacts.import_drafter import import_drafter
+from draftsmith.recipes.commands.artifacts.tables import prune_table
+from draftsmith.recipes.commands.diagnosis.diagnose import run_diagnose
+from draftsmith.recipes.commands.evaluation.energy import run_energy
+from draftsmith.recipes.commands.evaluation.evaluate import run_evaluate
+from draftsmith.recipes.commands.evaluation.trace import run_trace
+from draftsmith.recipes.commands.evaluation.tune import run_tune
+from draftsmith.recipes.commands.papers.papers import run_paper
+from draftsmith.recipes.commands.quickstart import run_quickstart
+from draftsmith.recipes.commands.regenerate import run_regenerate
+from draftsmith.recipes.commands.training.train import run_train
+from draftsmith.recipes.schema.loading import load_recipe
+from draftsmith.recipes.schema.training import DrafterRecipe
+
+
+def recipe(name: str, *changes: str) -> Any:
+    return load_recipe(name, changes)
+
+
+def prepare(out: str) -> None:
+    loaded = recipe("drafter/vicuna-68m", f"data.cache={out}", "data.source=nowhere.json")
+    assert isinstance(loaded, DrafterRecipe)
+    prepare_data(loaded.data, None)
+
+
+COMMANDS: dict[str, Callable[[str], Any]] = {
+    "evaluate": lambda out: run_evaluate(recipe("evaluate/all-methods", f"out={out}/r.json")),
+    "tune": lambda out: run_tune(recipe("evaluate/all-methods", f"out={out}/r.json")),
+    "trace": lambda out: run_trace(recipe("evaluate/all-methods", f"out={out}/r.json")),
+    "diagnose": lambda out: run_diagnose(recipe("evaluate/all-methods", f"out={out}/r.json")),
+    "energy": lambda out: run_energy("no/where", batches=(1,), runs=1, context=1, out=Path(out) / "r.json"),
+    "papers": lambda out: run_paper(recipe("evaluate/slim/heads", f"out={out}/paper"), "slim/heads"),
+    "train": lambda out: run_train(recipe("drafter/vicuna-68m", f"out={out}/drafter")),
+    "train a table": lambda out: run_train(recipe("table/any-corpus", f"out={out}/table", "tokenizer=a/b")),
+    "prepare": prepare,
+    "regenerate": lambda out: run_regenerate(recipe("regenerate/vicuna-7b", f"out={out}/answers.jsonl")),
+    "quickstart": lambda out: run_quickstart(recipe("quickstart", f"out={out}/quickstart")),
+    "import": lambda out: import_drafter("a/b", Path("nowhere"), Path(out) / "drafter", "c/d"),
+    "table prune": lambda out: prune_table(Path("nowhere"), Path(out) / "table", top=3),
+}
+
+
+@pytest.mark.parametrize("command", COMMANDS)
+def test_it_is_refused_before_anything_is_loaded(command: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    Path("a-file").write_text("")
+    with pytest.raises(ValueError, match=r"a-file.*: Not a directory$") as refused:
+        COMMANDS[command]("a-file")
+    assert "Errno" not in str(refused.value)
+    assert [path.name for path in tmp_path.iterdir()] == ["a-file"]
+
+
+def test_what_can_be_written_leaves_nothing(tmp_path: Path) -> None:
+    check_writable(tmp_path / "a" / "b" / "c.json")
+    check_writable(tmp_path)
+    assert list(tmp_path.iterdir()) == []

@@ -1,0 +1,40 @@
+"""Commands that only look at files start without what takes seconds to import."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+RUN = """
+import sys
+from draftsmith.__main__ import main
+sys.argv = ["draftsmith", *sys.argv[1:]]
+try:
+    main()
+except SystemExit as ended:
+    assert not ended.code, ended.code
+found = {"torch", "transformers", "scipy", "datasets", "accelerate"} & set(sys.modules)
+assert not found, found
+"""
+LIGHT = [
+    ("--help",),
+    ("recipes", "ls"),
+    ("export",),
+    ("artifact", "show", "{pair}/drafter"),
+    ("artifact", "show", "{pair}/table", "--json"),
+    ("artifact", "verify", "{pair}/table"),
+    ("table", "show", "{pair}/table"),
+]
+
+
+@pytest.mark.parametrize("arguments", LIGHT, ids=" ".join)
+def test_nothing_heavy_is_imported(arguments: tuple[str, ...], tiny_pair: Path, tmp_path: Path) -> None:
+    given = [word.format(pair=tiny_pair) for word in arguments]
+    done = subprocess.run(
+        [sys.executable, "-c", RUN, *given], cwd=tmp_path, capture_output=True, text=True, check=False
+    )
+    assert done.returncode == 0, done.stderr
+    assert done.stdout
