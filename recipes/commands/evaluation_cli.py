@@ -13,11 +13,17 @@ import typer
 
 if TYPE_CHECKING:
     from ..schema.evaluation import EvaluateRecipe
+    from .evaluation.recipe import Rows
 
 Overrides = Annotated[list[str] | None, typer.Argument(help="Changes to the recipe: key.path=value.")]
 RecipeOrTarget = Annotated[str | None, typer.Argument(help="A recipe's file or name; without one, give --target.")]
 Target = Annotated[str | None, typer.Option(help="Folder or hub id of the target.")]
 ResultsFile = Annotated[str | None, typer.Option(help="The results file (.json).")]
+Methods = Annotated[
+    list[str] | None, typer.Option("--method", help="A row by its label, or a method by its name; again for more.")
+]
+Every = Annotated[bool, typer.Option("--all", help="Every method that the artifacts allow.")]
+Plan = Annotated[bool, typer.Option("--plan", help="Only say what would be decoded, and how long it takes.")]
 Pair = Annotated[
     str | None,
     typer.Option(help="quickstart[=FOLDER]: on the embedded pair that the quickstart left, at small size."),
@@ -32,10 +38,10 @@ class Evaluation:
     overrides: list[str]
     given: dict[str, str | None]
 
-    def load(self, command: str, **more: str | None) -> EvaluateRecipe:
-        from .evaluation.recipe import evaluate_recipe
+    def load(self, command: str, rows: Rows | None = None, **more: str | None) -> EvaluateRecipe:
+        from .evaluation.recipe import AS_IT_IS, evaluate_recipe
 
-        return evaluate_recipe(self.recipe, self.overrides, self.given | more, command)
+        return evaluate_recipe(self.recipe, self.overrides, self.given | more, command, rows or AS_IT_IS)
 
 
 def _evaluation(
@@ -74,16 +80,18 @@ def evaluate(
     categories: Annotated[bool, typer.Option("--categories", help="Also print a table by category.")] = False,
     predict: Annotated[bool, typer.Option("--predict", help="Also predict tokens per step by replay.")] = False,
     pair: Pair = None,
-    plan: Annotated[bool, typer.Option("--plan", help="Only say what would be decoded.")] = False,
+    method: Methods = None,
+    every: Every = False,
+    plan: Plan = False,
 ) -> None:
     """Decode held-out prompts with several methods and compare them, or run a paper's table again; resumes where it
-    was stopped."""
+    was stopped. Without a recipe: plain decoding and one method of each artifact."""
     from ..schema.papers import PaperRecipe
-    from .evaluation.recipe import evaluation_or_paper, pair_folder
+    from .evaluation.recipe import Rows, evaluation_or_paper, pair_folder
 
     folder = None if pair is None else pair_folder(pair)
     given = asked.given | {"out": out, "show_categories": categories, "predict": predict}
-    loaded = evaluation_or_paper(asked.recipe, asked.overrides, given, folder)
+    loaded = evaluation_or_paper(asked.recipe, asked.overrides, given, folder, rows=Rows(tuple(method or ()), every))
     if plan:
         from .papers.plan import show_plan
 
@@ -127,13 +135,20 @@ def certify(
 
 
 @_takes_evaluation
-def tune(asked: Evaluation, out: ResultsFile = None) -> None:
+def tune(
+    asked: Evaluation, out: ResultsFile = None, method: Methods = None, every: Every = False, plan: Plan = False
+) -> None:
     """Find each method's best settings by replay under measured costs, and confirm the winners by decoding; what is
-    found lies beside the results file."""
-    loaded = asked.load("tune", out=out)
-    from .evaluation.tune import run_tune
+    found lies beside the results file. Resumes where it was stopped."""
+    from .evaluation.recipe import Rows
 
-    run_tune(loaded)
+    loaded = asked.load("tune", Rows(tuple(method or ()), every), out=out)
+    from .evaluation.tune import run_tune, show_plan
+
+    if plan:
+        show_plan(loaded)
+    else:
+        run_tune(loaded)
 
 
 def energy(
@@ -163,12 +178,14 @@ def report(
 @_takes_evaluation
 def trace(
     asked: Evaluation,
-    method: Annotated[list[str] | None, typer.Option(help="A row of the recipe, or a method; again for more.")] = None,
+    method: Methods = None,
     prompt: Annotated[str | None, typer.Option(help="A question, instead of the recipe's.")] = None,
     limit: Annotated[int, typer.Option(min=1, help="Of the recipe's prompts.")] = 2,
 ) -> None:
     """Decode a few prompts and show which tokens were accepted, rejected and corrected."""
-    loaded = asked.load("trace")
+    from .evaluation.recipe import Rows
+
+    loaded = asked.load("trace", Rows(every=bool(method)))
     from .evaluation.trace import run_trace
 
     run_trace(loaded, method or [], prompt, limit)

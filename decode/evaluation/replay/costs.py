@@ -27,6 +27,8 @@ from ..profile import time_call
 
 TARGET_NODES = (1, 2, 3, 5, 9, 17, 33, 65)
 DRAFTER_NODES = (1, 2, 4, 8, 16, 32)
+PROBE_REPEATS = 3
+"""Runs of each prompt to learn what a step takes beyond its forwards."""
 
 
 @dataclass(frozen=True)
@@ -147,14 +149,16 @@ def measure_overheads(
     limits: Limits,
     sampling: Sampling,
     *,
-    repeats: int = 3,
+    repeats: int = PROBE_REPEATS,
     seed: int = 0,
     progress: Callable[[int, int], None] | None = None,
+    keep: Callable[[int, Callable[[], Decoded]], Decoded] = lambda _, work: work(),
 ) -> CostModel:
     """The cost model with what a step takes beyond its forwards, by decoding.
 
     Args:
         probes: methods with settings; of two or more settings of a method the part that grows with the tree is known.
+        keep: does a run, by its number, or knows what came of it.
     """
     jobs = [(BASELINE, build_method(BASELINE, parts, sampling))]
     jobs += [(name, build_method(name, parts, sampling, **options)) for name, options in probes]
@@ -165,7 +169,8 @@ def measure_overheads(
     for _ in range(repeats):
         for row, prompt in enumerate(prompts):
             for index, (_, method) in enumerate(jobs):
-                runs[index].append(decode(target, method, sampling, seed + row, prompt, limits))
+                work_of = partial(decode, target, method, sampling, seed + row, prompt, limits)
+                runs[index].append(keep(done, work_of))
                 done += 1
                 if progress:
                     progress(done, work)

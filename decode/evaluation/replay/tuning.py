@@ -11,6 +11,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
+from functools import partial
 from typing import Any, Literal
 
 import numpy as np
@@ -44,6 +45,8 @@ TYPICAL = "medusa, typical"
 """Medusa with typical acceptance, which is tuned beside Medusa's exact one."""
 LOSSY = ("bild", "relaxed-opt", "relaxed-uno", TYPICAL, "mjsd")
 """Lossy methods."""
+PROBE_SETTINGS = 3
+"""Settings of a method whose steps are timed, at most (`probes`)."""
 CHAINS = ("batch-speculative", "spectr", "specinfer")
 DECODED = ("adaptive", *CHAINS, *LOSSY)
 """Methods whose settings are decoded to be judged."""
@@ -238,8 +241,17 @@ def probes(choices: Sequence[Choice]) -> list[Choice]:
     return list({choice.nodes_per_step: choice for choice in (larger, smallest, best)}.values())
 
 
-def decoded_settings(name: str, recording: Recording, space: Space) -> Iterator[Options]:
-    """Settings to be decoded, of a method of `DECODED`."""
+def count_decoded(name: str, sampling: Sampling, space: Space) -> int:
+    """How many settings `decoded_settings` gives, before anything is recorded."""
+    if name == TYPICAL:
+        return len(space.tolerances) * sum(size < space.nodes for size in _DECODED_TREES)
+    return len(list(decoded_settings(name, sampling, space)))
+
+
+def decoded_settings(
+    name: str, sampling: Sampling, space: Space, recording: Recording | None = None
+) -> Iterator[Options]:
+    """Settings to be decoded, of a method of `DECODED`; of typical acceptance the recording says which trees."""
     gammas = sorted({min(gamma, space.gamma) for gamma in _DECODED_GAMMAS})
     if name == "bild":
         for fallback in space.fallbacks:
@@ -248,7 +260,7 @@ def decoded_settings(name: str, recording: Recording, space: Space) -> Iterator[
         for gamma in gammas:
             yield from ({"gamma": gamma, "epsilon": epsilon} for epsilon in space.tolerances)
     elif name in CHAINS:
-        counts = [count for count in (2, 4, 8) if count <= space.candidates and not recording.sampling.greedy]
+        counts = [count for count in (2, 4, 8) if count <= space.candidates and not sampling.greedy]
         pairs = [(gamma, count) for gamma in gammas for count in counts or [1] if 1 + gamma * count <= space.nodes]
         yield from ({"gamma": gamma, "drafts": count} for gamma, count in pairs)
     elif name == "adaptive":
@@ -260,6 +272,7 @@ def decoded_settings(name: str, recording: Recording, space: Space) -> Iterator[
                 yield from ({"gamma": gamma, "beams": beams, "threshold": at} for at in space.thresholds)
     else:
         assert name == TYPICAL
+        assert recording is not None
         sizes = [size for size in _DECODED_TREES if size < space.nodes]
         for paths in best_head_trees(recording, sizes).values():
             for epsilon in space.tolerances:
@@ -279,6 +292,7 @@ def tune_decoded(
     *,
     seed: int = 0,
     progress: Callable[[int, int], None] | None = None,
+    keep: Callable[[int, Callable[[], Choice | None]], Choice | None] = lambda _, work: work(),
 ) -> list[Choice]:
     """Every setting of a method that was decoded, the fastest first; of lossy ones with the perplexity.
 
@@ -286,24 +300,31 @@ def tune_decoded(
         recording: gives the prompts and the sampling; `limits` are those of its texts.
         fixed: settings that are not tuned; those that are replace them.
         seed: prompt i draws from seed + i.
+        keep: does the work of a setting, by its number, or knows what came of it.
     """
-    space, sampling, choices = space or Space(), recording.sampling, []
+    space, sampling = space or Space(), recording.sampling
     prompts = recording.prompts[: space.decoded_prompts]
-    settings = list(decoded_settings(name, recording, space))
-    for done, options in enumerate(settings):
-        if progress:
-            progress(done, len(settings))
+
+    def judged(options: Options) -> Choice | None:
+        """None: more nodes than the search goes to."""
         given = dict(fixed or {}) | options
         method = build_method(method_of(name), parts, sampling, **given)
         runs = [decode(target, method, sampling, seed + row, prompt, limits) for row, prompt in enumerate(prompts)]
         counts = total(run.tally for run in runs)
-        if counts.nodes <= space.nodes * counts.steps:
-            tokens_B, steps_B = (np.array([getattr(run.tally, part) for run in runs]) for part in ("tokens", "steps"))
-            rates = counts.tokens / counts.steps, ratio_error(tokens_B, steps_B), counts.nodes / counts.steps
-            lossless = method.verifier.lossless
-            surprise = None if lossless else perplexity(target, prompts, [run.ids for run in runs])
-            choices.append(Choice(method_of(name), given, *rates, 0.0, 0.0, lossless, "decoding", surprise))
-    return with_costs(choices, parts, sampling, costs)
+        if counts.nodes > space.nodes * counts.steps:
+            return None
+        tokens_B, steps_B = (np.array([getattr(run.tally, part) for run in runs]) for part in ("tokens", "steps"))
+        rates = counts.tokens / counts.steps, ratio_error(tokens_B, steps_B), counts.nodes / counts.steps
+        lossless = method.verifier.lossless
+        surprise = None if lossless else perplexity(target, prompts, [run.ids for run in runs])
+        return Choice(method_of(name), given, *rates, 0.0, 0.0, lossless, "decoding", surprise)
+
+    settings, choices = list(decoded_settings(name, sampling, space, recording)), []
+    for done, options in enumerate(settings):
+        if progress:
+            progress(done, len(settings))
+        choices.append(keep(done, partial(judged, options)))
+    return with_costs([choice for choice in choices if choice is not None], parts, sampling, costs)
 
 
 def frontier(choices: Sequence[Choice], most: int) -> list[Choice]:

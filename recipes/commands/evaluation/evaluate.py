@@ -12,6 +12,7 @@ from typing import Any, NamedTuple
 
 from pydantic import TypeAdapter
 
+from ....checkpoints.storage.atomic import check_writable
 from ....data.prompts import SkippedPrompts, stop_ids
 from ....decode.engine import Limits
 from ....decode.evaluation.energy import CounterError, Energy, open_meter
@@ -45,6 +46,7 @@ from ...schema.loading import write_recipe
 from ...schema.results import KIND, SCHEMA, write_results
 from ...session.machine import machine
 from ...session.terminal import Advance, console, duration, log
+from .estimate import evaluation_runs, time_words
 from .journal import Journal, stoppable_bar
 
 
@@ -79,12 +81,16 @@ def run_evaluate(recipe: EvaluateRecipe) -> dict[str, Any]:
             or a lossless method whose output at temperature 0 differs from the target's own.
         Interrupted: a signal came; the runs that had finished are kept.
     """
+    check_writable(Path(recipe.out))
     opened, skipped = open_recipe(recipe), SkippedPrompts()
     found = prompts_of(recipe, opened.tokenizer, skipped)
     prompts = [EvalPrompt(ids, prompt.id, prompt.category, prompt.references) for prompt, ids in found]
     limits, entries = Limits(recipe.max_new_tokens, stop_ids(opened.tokenizer)), entries_of(recipe)
     check_capacity(opened.target, opened.parts, entries, {each.name: each.ids for each in prompts}, limits)
     log(f"evaluate: {len(prompts)} prompts, {len(entries)} methods, {recipe.repeats} run(s) each, on {opened.device}")
+    longest = max(len(prompt.ids) for prompt in prompts)
+    time = time_words(opened.target, evaluation_runs(recipe, len(prompts)), recipe.max_new_tokens, longest)
+    log(f"evaluate: {time}")
     if skipped:
         log(f"evaluate: skipped {skipped.words()}")
     out, identity = Path(recipe.out), identity_of(recipe, [prompt.ids for prompt in prompts], opened.device)

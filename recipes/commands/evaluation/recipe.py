@@ -1,12 +1,13 @@
-"""An evaluation without a recipe: of whatever artifacts are named, every method that they allow."""
+"""Which evaluation is meant: a recipe's, or one of whatever artifacts are named; and which of its rows."""
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Container, Mapping, Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
-from ...schema.evaluation import EvaluateRecipe
+from ....checkpoints.storage.messages import did_you_mean
+from ...schema.evaluation import EvaluateRecipe, MethodSection
 from ...schema.loading import find_recipe, load_recipe, parse_recipe, read_extended, shipped_recipes
 from ...schema.papers import PARTS, PaperRecipe, pair_values
 from ...session.terminal import log
@@ -15,10 +16,33 @@ EVALUATIONS = "evaluate/"
 BASE = f"{EVALUATIONS}all-methods"
 PROMPTS = "spec-bench"
 PAIR = "quickstart"
+BASELINE = "autoregressive"
+
+
+class Rows(NamedTuple):
+    """Which rows are asked for: by default a recipe's own, and without a recipe the core's (`core_methods`)."""
+
+    names: Sequence[str] = ()
+    """Labels or methods (`--method`); the baseline that they are compared with comes along."""
+    every: bool = False
+    """`--all`: beside a recipe's own rows one of every method that its parts allow."""
+
+
+AS_IT_IS = Rows()
+
+
+def core_methods(parts: Container[str]) -> list[str]:
+    """Plain decoding, and for each part that is there the method that it is mostly used with."""
+    usual = {"drafter": "speculative", "heads": "medusa", "table": "slim-ss" if "heads" in parts else "bigram"}
+    return [BASELINE, *([method for part, method in usual.items() if part in parts] or ["prompt-lookup"])]
 
 
 def evaluate_recipe(
-    name: str | None, overrides: Sequence[str], given: Mapping[str, str | bool | None], command: str = "evaluate"
+    name: str | None,
+    overrides: Sequence[str],
+    given: Mapping[str, str | bool | None],
+    command: str = "evaluate",
+    rows: Rows = AS_IT_IS,
 ) -> EvaluateRecipe:
     """The recipe of an evaluation. Without one there must be a target; `evaluate/all-methods` is then run with the
     parts that are given, on `spec-bench` and with the tokenizer's chat template unless others are given.
@@ -31,7 +55,7 @@ def evaluate_recipe(
     Raises:
         ValueError: neither a recipe nor a target; what `load_recipe` raises.
     """
-    recipe = evaluation_or_paper(name, overrides, given, None, command, ["evaluate"])
+    recipe = evaluation_or_paper(name, overrides, given, None, command, ["evaluate"], rows)
     assert isinstance(recipe, EvaluateRecipe)
     return recipe
 
@@ -43,12 +67,14 @@ def evaluation_or_paper(
     pair: str | None,
     command: str = "evaluate",
     kinds: Sequence[str] = ("evaluate", "paper"),
+    rows: Rows = AS_IT_IS,
 ) -> EvaluateRecipe | PaperRecipe:
     """What `draftsmith evaluate` runs: as `evaluate_recipe`, with the embedded pair of the folder `pair` in place of an
     evaluation's own models; or a paper's recipe, of which `given` changes the section `evaluate`, but for `out`.
 
     Raises:
-        ValueError: `pair` beside a target, drafter, heads, table or prompts; what `evaluate_recipe` raises.
+        ValueError: `pair` beside a target, drafter, heads, table or prompts; `rows` of a paper, or rows that there are
+            not; what `evaluate_recipe` raises.
     """
     own = [key for key in ("target", *PARTS, "prompts") if given.get(key) is not None]
     if pair is not None and own:
@@ -61,17 +87,76 @@ def evaluation_or_paper(
     path = find_recipe(BASE if name is None else _whole_name(name))
     values = read_extended(path)
     if name is None:
-        changes = _direct(values, changes, command) | changes
+        changes = _direct(values, changes, rows) | changes
     elif values.get("kind") == "paper":
         changes = {key if key == "out" else f"evaluate.{key}": value for key, value in changes.items()}
     recipe = parse_recipe(values, str(path), overrides, given=changes, kinds=kinds)
     assert isinstance(recipe, EvaluateRecipe | PaperRecipe)
-    if pair is None or isinstance(recipe, PaperRecipe):
+    if isinstance(recipe, PaperRecipe):
+        if rows != AS_IT_IS:
+            raise ValueError(
+                f"{name} is a paper's table, whose claims need all of its rows: leave out --method and --all"
+            )
+        return recipe
+    recipe = recipe.model_copy(update={"methods": chosen_rows(recipe, rows)})
+    if name is None:
+        more = "; --all: every method of these artifacts; --method NAME: one" if rows == AS_IT_IS else ""
+        log(f"{command}: {', '.join(recipe.labels())}; prompts in the template {recipe.template!r}{more}")
+    if pair is None:
         return recipe
     parts = [part for part in PARTS if getattr(recipe, part) is not None]
     out = Path(recipe.out)
     moved = recipe.out if given.get("out") is not None else str(out.with_name(f"{out.stem}-{PAIR}{out.suffix}"))
     return EvaluateRecipe.model_validate(pair_values(recipe, pair, parts) | {"out": moved})
+
+
+def chosen_rows(recipe: EvaluateRecipe, rows: Rows) -> list[MethodSection]:
+    """The rows that are asked for. Raises ValueError: both of `names` and `every`; what `named_rows` raises."""
+    if rows == AS_IT_IS:
+        return recipe.methods
+    if rows.names and rows.every:
+        raise ValueError(f"--method {rows.names[0]} and --all: give one of the two")
+    from ....decode.methods import METHODS, needs_of
+
+    if rows.names:
+        chosen = named_rows(recipe, rows.names)
+    else:
+        own = {*recipe.labels(), *(row.method for row in recipe.methods)}
+        more = [
+            name for name in METHODS if name not in own and all(getattr(recipe, part) for part in needs_of(name, {}))
+        ]
+        chosen = recipe.methods + [MethodSection(method=name) for name in more]
+
+    def at(row: MethodSection) -> float:
+        return recipe.temperature if row.temperature is None else row.temperature
+
+    plain = {at(row): row for row in recipe.methods if row.method == BASELINE}
+    plain = {recipe.temperature: MethodSection(method=BASELINE)} | plain
+    baselines = [plain[temperature] for temperature in dict.fromkeys(map(at, chosen))]
+    return [row for row in baselines if row not in chosen] + chosen
+
+
+def named_rows(recipe: EvaluateRecipe, names: Sequence[str]) -> list[MethodSection]:
+    """A recipe's rows by label, or by method; of a method without a row there one with its default settings.
+
+    Raises:
+        ValueError: an unknown name, with the nearest right one; a method that needs a part which the recipe lacks.
+    """
+    from ....decode.methods import METHODS, needs_of
+
+    rows = dict(zip(recipe.labels(), recipe.methods, strict=True))
+    chosen = {}
+    for name in names:
+        named = rows.get(name) or next((row for row in recipe.methods if row.method == name), None)
+        if named is None and name not in METHODS:
+            known = list(dict.fromkeys([*rows, *METHODS]))
+            raise ValueError(f"--method {name}: unknown.{did_you_mean(name, known)} Known: {', '.join(known)}")
+        row = named or MethodSection(method=name)
+        for part in needs_of(row.method, row.options):
+            if getattr(recipe, part) is None:
+                raise ValueError(f"--method {name} needs {part}, and there is none: give --{part}")
+        chosen[name] = row
+    return list(chosen.values())
 
 
 def pair_folder(pair: str) -> str:
@@ -107,7 +192,7 @@ def _whole_name(name: str) -> str:
     return short if short in shipped_recipes() else name
 
 
-def _direct(base: Mapping[str, Any], changes: Mapping[str, Any], command: str) -> dict[str, Any]:
+def _direct(base: Mapping[str, Any], changes: Mapping[str, Any], rows: Rows) -> dict[str, Any]:
     """What makes `base`, the values of `BASE`, a recipe for these artifacts alone."""
     from ....data.tokenizers import load_tokenizer
     from ....decode.methods import METHODS, needs_of
@@ -115,11 +200,8 @@ def _direct(base: Mapping[str, Any], changes: Mapping[str, Any], command: str) -
     target = str(changes["target"])
     template = "tokenizer" if getattr(load_tokenizer(target), "chat_template", None) else "plain"
     usable = [name for name in METHODS if set(needs_of(name, {})) <= set(changes)]
-    absent = ", ".join(name for name in METHODS if name not in usable)
-    log(f"{command}: {len(usable)} of {len(METHODS)} methods, prompts in the template {template!r}")
-    if absent:
-        log(f"{command}: left out, for they need --drafter, --heads or --table: {absent}")
+    core = usable if rows.every or rows.names else core_methods(changes)
     out = Path("runs") / "evaluate" / Path(target.rstrip("/")).name / "results.json"
-    rows = [row for row in base["methods"] if row["method"] in usable]
+    chosen = [row for row in base["methods"] if row["method"] in core and (core is usable or "temperature" not in row)]
     values: dict[str, Any] = dict.fromkeys(PARTS)
-    return values | {"out": str(out), "prompts": PROMPTS, "template": template, "methods": rows}
+    return values | {"out": str(out), "prompts": PROMPTS, "template": template, "methods": chosen}

@@ -7,8 +7,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-from ....checkpoints.storage.atomic import atomic_text
-from ....checkpoints.storage.messages import did_you_mean
+from ....checkpoints.storage.atomic import atomic_text, check_writable
 from ....data.conversations import Turn
 from ....data.prompts import stop_ids
 from ....data.rendering.render import prompt_renderer
@@ -16,12 +15,13 @@ from ....data.rendering.templates import get_template
 from ....decode.engine import Limits
 from ....decode.evaluation.measure import BASELINE, Entry
 from ....decode.evaluation.trace import trace
-from ....decode.methods import METHODS, build_method
+from ....decode.methods import build_method
 from ....decode.models.seq2seq import Seq2SeqModel
 from ...assemble.evaluation import LoadedPair, entries_of, open_recipe, prompts_of
 from ...report.trace import describe_steps, show_trace
-from ...schema.evaluation import EvaluateRecipe, MethodSection
+from ...schema.evaluation import EvaluateRecipe
 from ...session.terminal import console
+from .recipe import named_rows
 
 
 def run_trace(
@@ -38,7 +38,12 @@ def run_trace(
     Raises:
         ValueError: an unknown method, and what an evaluation of the recipe raises.
     """
-    chosen = recipe.model_copy(update={"methods": chosen_rows(recipe, methods), "limit": limit})
+    out = Path(recipe.out)
+    path = out.with_name("trace.json" if out.name == "results.json" else f"{out.stem}.trace.json")
+    check_writable(path)
+    drafting = next((row for row in recipe.methods if row.method != BASELINE), recipe.methods[0])
+    rows = named_rows(recipe, methods) if methods else [drafting]
+    chosen = recipe.model_copy(update={"methods": rows, "limit": limit})
     opened = open_recipe(chosen)
     limits, entries = Limits(recipe.max_new_tokens, stop_ids(opened.tokenizer)), entries_of(chosen)
     prompts = []
@@ -47,26 +52,9 @@ def run_trace(
         prompts.append({"prompt": prompt["text"], "category": prompt["category"], "runs": runs})
     traced = {"schema": 1, "kind": "trace", "target": recipe.target, "prompts": prompts}
     show_trace(traced, console())
-    out = Path(recipe.out)
-    path = out.with_name("trace.json" if out.name == "results.json" else f"{out.stem}.trace.json")
     atomic_text(path, json.dumps(traced, ensure_ascii=False, indent=1) + "\n")
     console().print(f"trace: {path}", markup=False, soft_wrap=True)
     return traced
-
-
-def chosen_rows(recipe: EvaluateRecipe, methods: Sequence[str]) -> list[MethodSection]:
-    """The rows of a recipe that are to be traced; see `run_trace`. Raises ValueError for an unknown name."""
-    rows = dict(zip(recipe.labels(), recipe.methods, strict=True))
-    if not methods:
-        return [next((row for row in recipe.methods if row.method != BASELINE), recipe.methods[0])]
-    chosen = []
-    for name in methods:
-        named = rows.get(name) or next((row for row in recipe.methods if row.method == name), None)
-        if named is None and name not in METHODS:
-            known = list(dict.fromkeys([*rows, *METHODS]))
-            raise ValueError(f"unknown method {name!r}.{did_you_mean(name, known)} Known: {', '.join(known)}")
-        chosen.append(named or MethodSection(method=name))
-    return chosen
 
 
 def _prompts(recipe: EvaluateRecipe, tokenizer: Any, question: str | None) -> list[dict[str, Any]]:

@@ -2,28 +2,35 @@
 
 from __future__ import annotations
 
+import itertools
 import json
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
+from contextlib import AbstractContextManager
 from dataclasses import asdict, dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any
 
-from ....checkpoints.storage.atomic import atomic_text
+from pydantic import TypeAdapter
+
+from ....checkpoints.storage.atomic import atomic_text, check_writable
 from ....data.prompts import stop_ids
 from ....decode.engine import Limits
-from ....decode.evaluation.measure import BASELINE, Entry, Run, measure
+from ....decode.evaluation.measure import BASELINE, Decoded, Entry, Run, RunKey, measure
 from ....decode.evaluation.metrics import speedup_interval, total
 from ....decode.evaluation.quality import perplexity
-from ....decode.evaluation.replay.costs import CostModel, measure_forwards, measure_overheads
+from ....decode.evaluation.replay.costs import PROBE_REPEATS, CostModel, measure_forwards, measure_overheads
 from ....decode.evaluation.replay.recording import Recording, TableSource, record, sample_texts
 from ....decode.evaluation.replay.tuning import (
     DECODED,
     LOSSY,
+    PROBE_SETTINGS,
     SAME_WHEN_GREEDY,
     SLIM,
     TYPICAL,
     Choice,
     Space,
+    count_decoded,
     frontier,
     probes,
     tune_decoded,
@@ -34,12 +41,16 @@ from ....decode.evaluation.replay.tuning import (
 from ....decode.methods import METHODS, Parts, build_method
 from ....decode.models.base import LanguageModel
 from ....decode.warpers import Sampling
-from ...assemble.evaluation import open_recipe, prompts_of
+from ....train.parallel.interrupts import StopSignals
+from ...assemble.evaluation import identity_of, open_recipe, prompts_of
 from ...report.tune import describe_settings, show
 from ...schema.evaluation import EvaluateRecipe, MethodSection
 from ...schema.loading import write_recipe
 from ...session.machine import machine
-from ...session.terminal import bar, log
+from ...session.terminal import Advance, console, log
+from .estimate import planned_time, time_words
+from .journal import Journal, stoppable_bar
+from .kept import Kept
 
 LeftOut = dict[str, str]
 """Why, by method, or by the name of a row."""
@@ -50,6 +61,13 @@ _CONFIRMED = 4  # methods whose best settings are decoded
 _CONFIRMED_OF_BEST = 3  # settings of the first of them
 _CONFIRMED_LOSSY = 3  # settings of each lossy method
 _PROBES = 4  # prompts that each method is decoded with to learn its overhead
+
+
+STOPPED = "tune: stopped by signal {}; the same command resumes from here"
+_BATCH = 8  # texts that the target writes together
+_TEXTS, _CHOICES = TypeAdapter(list[list[int]]), TypeAdapter(list[Choice])
+_CHOICE: TypeAdapter[Choice | None] = TypeAdapter(Choice | None)
+_COSTS, _RUN = TypeAdapter(CostModel), TypeAdapter(Decoded)
 
 
 @dataclass(frozen=True)
@@ -65,28 +83,72 @@ class _Case:
     space: Space
     fixed: Fixed
     """Of every method to tune."""
-    folder: Path
+    kept: Kept
+    signals: StopSignals
+
+    def bar(self, title: str, unit: str) -> AbstractContextManager[Advance]:
+        """Progress that ends once a signal has come."""
+        return stoppable_bar(title, unit, self.signals, STOPPED)
 
 
 def run_tune(recipe: EvaluateRecipe, space: Space | None = None) -> dict[str, Any]:
-    """Record, search, confirm; writes `tune.json` and `recipe.yaml` to a folder beside `recipe.out`.
+    """Record, search, confirm; writes `tune.json` and `recipe.yaml` to a folder beside `recipe.out`. Resumes where a
+    killed run stopped.
 
     Methods of the recipe that can be tuned are; their settings that are not searched stay as they are. A recipe with
     the baseline alone has every method tuned that its parts allow.
 
     Raises:
-        ValueError: what an evaluation raises for its artifacts and prompts; no method that can be tuned.
+        ValueError: what an evaluation raises for its artifacts and prompts; no method that can be tuned; a damaged
+            journal.
+        Interrupted: a signal came; what had been decoded is kept.
     """
+    folder, space = Path(recipe.out).with_suffix(".tune"), space or Space()
+    check_writable(folder)
     opened = open_recipe(recipe)
     sampling = Sampling(recipe.temperature, recipe.top_k, recipe.top_p)
     fixed, left_out = _methods_to_tune(recipe, opened.parts, sampling)
     prompts = [ids for _, ids in prompts_of(recipe, opened.tokenizer)]
-    limits, folder = Limits(recipe.max_new_tokens, stop_ids(opened.tokenizer)), Path(recipe.out).with_suffix(".tune")
-    case = _Case(recipe, opened.target, opened.parts, prompts, limits, sampling, space or Space(), fixed, folder)
-    recording = _recording(case)
-    lengths = [len(prompt) + len(text) / 2 for prompt, text in zip(prompts, recording.texts, strict=True)]
+    limits = Limits(recipe.max_new_tokens, stop_ids(opened.tokenizer))
+    runs = _runs(fixed, len(prompts), recipe, space)
+    log(f"tune: {', '.join(fixed)}; {time_words(opened.target, runs, limits.max_new_tokens, max(map(len, prompts)))}")
+    identity = identity_of(recipe, prompts, opened.device) | {"space": asdict(space)}
+    with StopSignals() as signals, Journal(folder / "tune.json", "work", identity) as journal:
+        kept = Kept(journal, signals, STOPPED)
+        what = (opened.target, opened.parts, prompts, limits, sampling)
+        case = _Case(recipe, *what, space, fixed, kept, signals)
+        results = _tuned(case, left_out, machine(opened.device), folder)
+        journal.remove()
+    show(results, folder)
+    return results
+
+
+def show_plan(recipe: EvaluateRecipe) -> None:
+    """Print what would be tuned and how long that takes, of which the target alone is loaded. Raises ValueError: no
+    method that can be tuned."""
+    named: Any = recipe  # which has names where parts would be
+    fixed, left_out = _methods_to_tune(recipe, named, Sampling(recipe.temperature, recipe.top_k, recipe.top_p))
+    time = planned_time(recipe, _runs(fixed, recipe.limit, recipe, Space()))
+    lines = [f"{', '.join(fixed)}, on {recipe.limit} prompts of {recipe.prompts}", time]
+    lines += [f"left out: {name}: {why}" for name, why in left_out.items()]
+    console().print("\n".join(lines), markup=False, soft_wrap=True)
+
+
+def _runs(fixed: Fixed, prompts: int, recipe: EvaluateRecipe, space: Space) -> int:
+    """Texts that are decoded at most: the target's own, settings that are decoded, probes of steps, the winners."""
+    sampling = Sampling(recipe.temperature, recipe.top_k, recipe.top_p)
+    settings = sum(count_decoded(name, sampling, space) for name in fixed if name in DECODED)
+    winners = 1 + _CONFIRMED + _CONFIRMED_OF_BEST + _CONFIRMED_LOSSY * sum(name in LOSSY for name in fixed)
+    probed = PROBE_REPEATS * min(_PROBES, prompts) * (1 + PROBE_SETTINGS * len(fixed))
+    return prompts + settings * min(space.decoded_prompts, prompts) + probed + winners * prompts * recipe.repeats
+
+
+def _tuned(case: _Case, left_out: LeftOut, machine: dict[str, Any], folder: Path) -> dict[str, Any]:
+    recipe, recording = case.recipe, _recording(case)
+    lengths = [len(prompt) + len(text) / 2 for prompt, text in zip(case.prompts, recording.texts, strict=True)]
     log("tune: timing forwards")
-    forwards = measure_forwards(case.target, case.parts, round(sum(lengths) / len(lengths)))
+    context = round(sum(lengths) / len(lengths))
+    forwards = case.kept("forwards", _COSTS, lambda: measure_forwards(case.target, case.parts, context))
     searched, nothing = _search(case, recording, forwards)
     costs, choices = _timed(case, forwards, searched)
     plain, confirmed = _confirm(case, choices)
@@ -95,9 +157,9 @@ def run_tune(recipe: EvaluateRecipe, space: Space | None = None) -> dict[str, An
     results = {
         "schema": 2,
         "kind": "tuning",
-        "machine": machine(opened.device),
+        "machine": machine,
         "recipe": recipe.model_dump(mode="json"),
-        "prompts": len(prompts),
+        "prompts": len(case.prompts),
         "positions": recording.positions,
         "costs": asdict(costs),
         "methods": {name: [asdict(choice) for choice in tried[:_SHOWN]] for name, tried in choices.items()},
@@ -109,7 +171,6 @@ def run_tune(recipe: EvaluateRecipe, space: Space | None = None) -> dict[str, An
     }
     atomic_text(folder / "tune.json", json.dumps(results, indent=2, allow_nan=False) + "\n")
     write_recipe(_tuned_recipe(recipe, choices, folder), folder / "recipe.yaml")
-    show(results, folder)
     return results
 
 
@@ -119,11 +180,16 @@ def _recording(case: _Case) -> Recording:
     if "bigram" in case.fixed:
         proposer = build_method("bigram", case.parts, case.sampling, **case.fixed["bigram"]).proposer
         tables.append(TableSource.of(proposer))  # type: ignore[arg-type]
-    given: dict[str, Any] = {"seed": case.recipe.seed}
-    with bar("writing texts", "prompts") as advance:
-        texts = sample_texts(case.target, case.prompts, case.limits, case.sampling, progress=advance, **given)
-    given |= {"candidates": case.space.candidates, "head_candidates": case.space.head_candidates, "tables": tables}
-    with bar("recording", "prompts") as advance:
+    texts, seed = list[list[int]](), case.recipe.seed
+    with case.bar("writing texts", "prompts") as advance:
+        for first in range(0, len(case.prompts), _BATCH):
+            what = (case.target, case.prompts[first : first + _BATCH], case.limits, case.sampling)
+            written = case.kept(f"texts {first}", _TEXTS, partial(sample_texts, *what, seed=seed + first))
+            texts += written
+            advance(len(texts), len(case.prompts))
+    given: dict[str, Any] = {"candidates": case.space.candidates, "head_candidates": case.space.head_candidates}
+    given |= {"tables": tables, "seed": seed}
+    with case.bar("recording", "prompts") as advance:
         return record(case.target, case.parts, case.prompts, texts, case.sampling, progress=advance, **given)
 
 
@@ -132,11 +198,17 @@ def _search(case: _Case, recording: Recording, costs: CostModel) -> tuple[dict[s
     choices: dict[str, list[Choice]] = {}
     for name, fixed in case.fixed.items():
         if name not in DECODED:
-            choices[name] = tune_method(recording, case.parts, costs, name, fixed, case.space)
+            log(f"tune: searching the settings of {name}")
+            given = (recording, case.parts, costs, name, fixed, case.space)
+            choices[name] = case.kept(f"settings of {name}", _CHOICES, partial(tune_method, *given))
             continue
-        with bar(f"decoding settings of {name}", "settings") as advance:
-            given = (case.target, case.parts, recording, costs, name, case.limits, fixed, case.space)
-            choices[name] = tune_decoded(*given, seed=case.recipe.seed, progress=advance)
+
+        def keep(number: int, work: Callable[[], Choice | None], name: str = name) -> Choice | None:
+            return case.kept(f"setting {number} of {name}", _CHOICE, work)
+
+        with case.bar(f"decoding settings of {name}", "settings") as advance:
+            what = (case.target, case.parts, recording, costs, name, case.limits, fixed, case.space)
+            choices[name] = tune_decoded(*what, seed=case.recipe.seed, progress=advance, keep=keep)
     why = f"no setting within the bounds of the search, {case.space.nodes} nodes a step among them, could be judged"
     nothing = {name: why for name in case.fixed if not choices[name]}
     return {name: choices[name] for name in case.fixed if choices[name]}, nothing
@@ -150,8 +222,12 @@ def _timed(
     known = [tried for name, tried in searched.items() if name != TYPICAL or "medusa" not in searched]
     timed = [(choice.method, choice.options) for tried in known for choice in probes(tried)]
     given = (forwards, case.target, case.parts, timed, case.prompts[:_PROBES], case.limits, case.sampling)
-    with bar("timing steps", "runs") as advance:
-        costs = measure_overheads(*given, seed=case.recipe.seed, progress=advance)
+
+    def keep(number: int, work: Callable[[], Decoded]) -> Decoded:
+        return case.kept(f"timed run {number}", _RUN, work)
+
+    with case.bar("timing steps", "runs") as advance:
+        costs = measure_overheads(*given, seed=case.recipe.seed, progress=advance, keep=keep)
     choices = {}
     for name, tried in searched.items():
         fastest = with_costs(tried, case.parts, case.sampling, costs)
@@ -170,8 +246,14 @@ def _confirm(case: _Case, choices: dict[str, list[Choice]]) -> tuple[dict[str, A
     entries = [Entry(BASELINE, BASELINE, {}, case.sampling)]
     entries += [Entry(label, choice.method, choice.options, case.sampling) for label, choice in labelled.items()]
     settings: dict[str, Any] = {"repeats": case.recipe.repeats, "seed": case.recipe.seed}
-    with bar("confirming", "runs") as advance:
-        runs = measure(case.target, case.parts, entries, case.prompts, case.limits, progress=advance, **settings)
+
+    places = itertools.product(labelled.keys() | {BASELINE}, range(len(case.prompts)), range(case.recipe.repeats))
+    names = {RunKey(*place): f"confirmed run {place}" for place in places}
+    settings["finished"] = {key: case.kept.known(name, _RUN) for key, name in names.items() if name in case.kept}
+    settings["on_run"] = lambda key, run: case.kept.add(names[key], _RUN, run)
+    with case.bar("confirming", "runs") as advance:
+        what = (case.target, case.parts, entries, case.prompts, case.limits)
+        runs = measure(*what, progress=advance, **settings)
     plain = {"label": BASELINE, "lossless": True, "speedup": 1.0}
     plain["perplexity"] = perplexity(case.target, case.prompts, runs[BASELINE].ids)
     return plain, [_confirmed(case, label, choice, runs) for label, choice in labelled.items()]

@@ -1,4 +1,4 @@
-"""`--plan`: what an evaluation or a paper's recipe would decode, before anything is loaded."""
+"""`--plan`: what an evaluation or a paper's recipe would decode and how long that takes, from the target alone."""
 
 from __future__ import annotations
 
@@ -7,10 +7,11 @@ from ...report.tables import Cell, Column, Table, options_text
 from ...schema.evaluation import EvaluateRecipe
 from ...schema.papers import PaperRecipe
 from ...session.terminal import console
+from ..evaluation.estimate import evaluation_runs, planned_time
 
 
 def show_plan(recipe: EvaluateRecipe | PaperRecipe, pair: str | None = None) -> None:
-    """Print models, prompts, rows and the most tokens that they decode.
+    """Print models, prompts, rows, the most tokens that they decode and the time.
 
     Raises:
         ValueError: an unknown method or option.
@@ -46,3 +47,4 @@ def _show_evaluation(name: str, recipe: EvaluateRecipe) -> None:
     named += [f"drafter {source}" for source in recipe.more_drafters]
     tokens = recipe.limit * recipe.repeats * recipe.max_new_tokens * len(recipe.methods)
     console().print(f"{', '.join(named)}; at most {tokens:,} tokens in all rows", markup=False, soft_wrap=True)
+    console().print(planned_time(recipe, evaluation_runs(recipe, recipe.limit)), markup=False, soft_wrap=True)

@@ -19,7 +19,7 @@ from draftsmith.data.tokenizers import load_tokenizer
 from draftsmith.decode.methods import METHODS, needs_of
 from draftsmith.recipes.assemble.evaluation import open_recipe
 from draftsmith.recipes.commands.evaluation.evaluate import run_evaluate
-from draftsmith.recipes.commands.evaluation.recipe import evaluate_recipe, evaluation_or_paper
+from draftsmith.recipes.commands.evaluation.recipe import Rows, evaluate_recipe, evaluation_or_paper
 from draftsmith.recipes.schema.evaluation import EvaluateRecipe
 from draftsmith.recipes.schema.loading import load_recipe
 from draftsmith.recipes.schema.results import load_results
@@ -102,10 +102,11 @@ def test_one_command_measures_whatever_artifacts_there_are(
     words = ["template=chatml", "limit=5", "max_new_tokens=6", "compare_with_transformers=false"]
     named = {"target": "target", "prompts": str(corpus / "rows.json")}
     for parts, needed in ((("drafter",), {"drafter"}), ((), set()), (("heads", "table"), {"heads", "table"})):
-        loaded = evaluate_recipe(None, words, named | {part: part for part in parts})
+        loaded = evaluate_recipe(None, words, named | {part: part for part in parts}, rows=Rows(every=True))
         rows = {row.method for row in loaded.methods}
         assert rows == {name for name in METHODS if set(needs_of(name, {})) <= needed}
-    loaded = evaluate_recipe(words[0], words[1:], named | {part: part for part in ("drafter", "heads", "table")})
+    whole = named | {part: part for part in ("drafter", "heads", "table")}
+    loaded = evaluate_recipe(words[0], words[1:], whole, rows=Rows(every=True))
     assert loaded.out == "runs/evaluate/target/results.json"
     assert {row.method for row in loaded.methods} == set(METHODS)
     results = run_evaluate(loaded)
@@ -125,7 +126,8 @@ def test_the_command_without_a_recipe(
     few = ["limit=3", "max_new_tokens=4", "methods=[{method: autoregressive}, {method: speculative}]", "--predict"]
     done = cli("evaluate", *arguments, "--out", "r.json", "--categories", "template=chatml", *few, cwd=artifacts)
     assert done.returncode == 0, done.stderr
-    assert "left out, for they need --drafter, --heads or --table: unigram, bigram, bpd" in done.stderr
+    assert "evaluate: autoregressive, speculative; prompts in the template 'chatml'" in done.stderr
+    assert "evaluate: about " in done.stderr
     assert "By category" in done.stdout
     assert "yes 3/3" in done.stdout
     rows = load_results(artifacts / "r.json")["methods"]

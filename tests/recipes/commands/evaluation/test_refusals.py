@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 from draftsmith.recipes.commands.evaluation.energy import energy_command, run_energy
-from draftsmith.recipes.commands.evaluation.recipe import evaluate_recipe
+from draftsmith.recipes.commands.evaluation.recipe import Rows, evaluate_recipe, evaluation_or_paper
 
 BATCHES: dict[str, Any] = {"runs": 1, "context": 4, "batches": (1,), "out": Path("energy.json")}
 REFUSED: list[tuple[str, Callable[[str], Any], tuple[str, ...]]] = [
@@ -20,8 +20,20 @@ REFUSED: list[tuple[str, Callable[[str], Any], tuple[str, ...]]] = [
     ("energy: no type", lambda target: energy_command("dtype=float8", [], target, "1", 1, 4), ("dtype",)),
     ("an unknown key", lambda _: evaluate_recipe("all-methods", ["max_new_token=2"], {}), ("'max_new_tokens'",)),
     ("another kind", lambda _: evaluate_recipe("quickstart", [], {}), ("'quickstart'",)),
+    ("--method: unknown", lambda target: _rows(target, "speculatve"), ("--method speculatve", "'speculative'")),
+    ("--method: no part", lambda target: _rows(target, "medusa"), ("--method medusa", "--heads")),
+    ("--method, --all", lambda target: _rows(target, "beam", every=True), ("--method beam", "--all")),
+    (
+        "--all of a paper",
+        lambda _: evaluation_or_paper("slim/heads", [], {}, None, rows=Rows(every=True)),
+        ("slim/heads", "--all"),
+    ),
     ("no target", lambda _: evaluate_recipe("limit=3", [], {"target": None, "drafter": "D"}), ("--target T",)),
 ]
+
+
+def _rows(target: str, *names: str, every: bool = False) -> Any:
+    return evaluate_recipe(None, [], {"target": target}, rows=Rows(names, every))
 
 
 @pytest.fixture(scope="module")

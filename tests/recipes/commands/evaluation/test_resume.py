@@ -13,6 +13,7 @@ from draftsmith.recipes.assemble.evaluation import identity_of
 from draftsmith.recipes.commands.evaluation import evaluate as evaluating
 from draftsmith.recipes.commands.evaluation.evaluate import run_evaluate
 from draftsmith.recipes.commands.evaluation.journal import Journal
+from draftsmith.recipes.commands.evaluation.tune import run_tune
 from draftsmith.recipes.schema.evaluation import EvaluateRecipe
 from draftsmith.recipes.schema.loading import load_recipe
 from draftsmith.recipes.schema.results import load_results
@@ -61,6 +62,38 @@ def test_a_killed_evaluation_goes_on(recipe: Path, stop: Any, capsys: pytest.Cap
             part = rows[label]["by_prompt"][place]
             assert (part["seconds"], part["tokens"]) == (seconds, len(ids))
     assert all(row["identical_to_greedy"] == [PROMPTS, PROMPTS] for row in rows.values())
+
+
+def test_killed_tuning_goes_on(recipe: Path, stop: Any, capsys: pytest.CaptureFixture[str]) -> None:
+    """Killed while steps are timed: texts, forwards, settings and half of the runs stand in the journal."""
+    folder = recipe.parent / "results.tune"
+    journal = folder / "tune.json.state" / "work.jsonl"
+    code, _ = stop(journal, 25, signal.SIGKILL, "tune", str(recipe))
+    assert (code, (folder / "tune.json").exists()) == (-signal.SIGKILL, False)
+    kept = dict(map(json.loads, journal.read_text().splitlines()[1:]))
+    assert {"texts 0", "texts 8", "forwards", "settings of speculative", "timed run 0"} < set(kept)
+    assert "confirmed run ('autoregressive', 0, 0)" not in kept
+    loaded = load_recipe(str(recipe))
+    assert isinstance(loaded, EvaluateRecipe)
+    results = run_tune(loaded)
+    assert f"resuming; {len(kept)} work" in capsys.readouterr().err
+    assert not journal.parent.exists()
+    assert results["costs"]["target"]["seconds"] == tuple(kept["forwards"]["target"]["seconds"])
+    tried = {json.dumps(one["options"]): one["tokens_per_step"] for one in kept["settings of speculative"]}
+    for one in results["methods"]["speculative"]:
+        assert one["tokens_per_step"] == tried[json.dumps(one["options"])]
+
+
+@pytest.mark.parametrize("command", ["evaluate", "tune"])
+def test_ctrl_c_says_what_to_type(recipe: Path, stop: Any, command: str) -> None:
+    name, lines = {"evaluate": ("results.json.state/runs", 5), "tune": ("results.tune/tune.json.state/work", 6)}[
+        command
+    ]
+    typed = (command, str(recipe), "seed=3")
+    code, said = stop(recipe.parent / f"{name}.jsonl", lines, signal.SIGINT, *typed)
+    assert code == 128 + signal.SIGINT
+    assert f"to go on: draftsmith {' '.join(typed)}" in said
+    assert "Traceback" not in said
 
 
 def test_runs_belong_to_a_recipe_and_its_artifacts(recipe: Path) -> None:

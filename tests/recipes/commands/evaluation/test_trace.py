@@ -16,7 +16,7 @@ from draftsmith.decode.evaluation.trace import TracedStep
 from draftsmith.decode.methods import Parts, build_method
 from draftsmith.decode.models.loading import load_model, wrap_model
 from draftsmith.decode.warpers import Sampling
-from draftsmith.recipes.commands.evaluation.trace import chosen_rows
+from draftsmith.recipes.commands.evaluation.recipe import named_rows
 from draftsmith.recipes.report.trace import TokenTexts, describe_steps, kept_text, step_line
 from draftsmith.recipes.schema.evaluation import EvaluateRecipe
 from hypothesis import given, settings
@@ -144,6 +144,6 @@ def test_a_question_of_ones_own_and_a_wrong_method(recipe: dict[str, Any], tmp_p
     assert done.returncode == 0, done.stderr
     assert "speculative: keeps the [red]tree?" in done.stdout
     with pytest.raises(ValueError, match="'speculative'"):
-        chosen_rows(EvaluateRecipe(**recipe), ["speculatve"])
-    (row,) = chosen_rows(EvaluateRecipe(**recipe), ["spectr"])
+        named_rows(EvaluateRecipe(**recipe), ["speculatve"])
+    (row,) = named_rows(EvaluateRecipe(**recipe), ["spectr"])
     assert (row.method, row.options, row.temperature) == ("spectr", {}, None)

@@ -44,7 +44,7 @@ def test_every_setting_is_worth_what_decoding_it_gives(make_llama: Any, make_hea
     prompts = [[1 + place, 3] for place in range(8)]
     recording = record(target, parts, prompts, sample_texts(target, prompts, limits, sampling), sampling)
     choices = tuning.tune_decoded(target, parts, recording, COSTS, name, limits, {}, SMALL, seed=5)
-    assert len(choices) == len(list(tuning.decoded_settings(name, recording, SMALL))) > 3
+    assert len(choices) == len(list(tuning.decoded_settings(name, sampling, SMALL, recording))) > 3
     assert [each.speedup for each in choices] == sorted((each.speedup for each in choices), reverse=True)
     for choice in choices:
         method, counts = build_method(tuning.method_of(name), parts, sampling, **choice.options), Tally()

@@ -1,0 +1,72 @@
+"""Which rows an evaluation has: the core's, all, or those that are named, each with what it is compared with."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import yaml
+from draftsmith.recipes.commands.evaluation.estimate import evaluation_runs
+from draftsmith.recipes.commands.evaluation.recipe import Rows, evaluate_recipe
+from draftsmith.recipes.schema.evaluation import EvaluateRecipe
+
+PARTS = {"drafter": "D", "heads": "H", "table": "B"}
+CORE = [
+    ("", ["prompt-lookup"]),
+    ("D", ["speculative"]),
+    ("H", ["medusa"]),
+    ("B", ["bigram"]),
+    ("DB", ["speculative", "bigram"]),
+    ("HB", ["medusa", "slim-ss"]),
+    ("DHB", ["speculative", "medusa", "slim-ss"]),
+]
+
+
+@pytest.fixture(scope="module")
+def target(stand_ins: Any) -> str:
+    return str(stand_ins.target("JackFram/llama-68m"))
+
+
+def labels(
+    target: str, given: str = "DHB", *names: str, every: bool = False, changes: tuple[str, ...] = ()
+) -> list[str]:
+    parts = {part: folder for part, folder in PARTS.items() if folder in given}
+    rows = Rows(names, every)
+    recipe = evaluate_recipe(None, changes, {"target": target, "prompts": "P"} | parts, rows=rows)
+    assert EvaluateRecipe.model_validate(recipe.model_dump()) == recipe
+    return recipe.labels()
+
+
+@pytest.mark.parametrize(("given", "rows"), CORE)
+def test_one_method_of_each_artifact(target: str, given: str, rows: list[str]) -> None:
+    assert labels(target, given) == ["autoregressive", *rows]
+
+
+def test_named_rows_bring_their_baseline(target: str) -> None:
+    assert labels(target, "DHB", "slim-l", "bild") == ["autoregressive", "slim-l", "bild"]
+    assert labels(target, "D", "speculative T=1") == ["autoregressive T=1", "speculative T=1"]
+    assert labels(target, "D", "speculative", "spectr T=1") == [
+        *("autoregressive", "autoregressive T=1"),
+        *("speculative", "spectr T=1"),
+    ]
+    assert labels(target, "D", "autoregressive") == ["autoregressive"]
+    own = "methods=[{method: autoregressive}, {method: speculative, label: long, options: {gamma: 9}}]"
+    assert labels(target, "D", "long", changes=(own,)) == ["autoregressive", "long"]
+    assert labels(target, "D", changes=(own,)) == ["autoregressive", "long"]
+
+
+def test_a_recipe_keeps_its_rows_beside_all_others(tmp_path: Path) -> None:
+    values = {"kind": "evaluate", "out": "r.json", "target": "T", "drafter": "D", "prompts": "P", "temperature": 0.5}
+    rows = [{"method": "autoregressive"}, {"method": "speculative", "label": "long", "options": {"gamma": 9}}]
+    path = tmp_path / "recipe.yaml"
+    path.write_text(yaml.safe_dump(values | {"methods": rows}))
+    whole = evaluate_recipe(str(path), [], {}, rows=Rows(every=True))
+    assert whole.labels()[:2] == ["autoregressive", "long"]
+    assert {"spectr", "prompt-lookup"} < set(whole.labels())
+    assert not {"speculative", "medusa", "bigram"} & set(whole.labels())
+    assert evaluate_recipe(str(path), [], {}).labels() == ["autoregressive", "long"]
+    named = evaluate_recipe(str(path), [], {}, rows=Rows(("spectr", "speculative")))
+    assert named.labels() == ["autoregressive", "spectr", "long"]
+    greedy = named.model_copy(update={"temperature": 0.0, "repeats": 2})
+    assert (evaluation_runs(named, 5), evaluation_runs(greedy, 5)) == (3 * 5 + 3 * 3, 2 * 4 * 5 + 3 * 3)
