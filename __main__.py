@@ -2,9 +2,12 @@
 
 import sys
 
+from .recipes.session.launch import end_with_launcher
+
 
 def main() -> None:
     """Run the command line."""
+    end_with_launcher()
     if sys.argv[1:2] == ["train"]:  # which may count a table
         from .recipes.session.restart import restart_where_sorting_is_slow
 

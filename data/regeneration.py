@@ -6,7 +6,6 @@ It knows no model and no server. An answerer is an async function from a batch o
 from __future__ import annotations
 
 import asyncio
-import fcntl
 import hashlib
 import heapq
 import json
@@ -21,6 +20,8 @@ from types import TracebackType
 from typing import Any, Literal
 
 from ..checkpoints.storage.atomic import atomic_text
+from ..checkpoints.storage.locks import sole_writer
+from ..checkpoints.storage.safe_read import load_json, parse_json, sealed, unsealed
 from .conversations import Conversation, Turn
 
 _SECONDS_BETWEEN_LOOKS = 0.2  # at whether to stop, while answers are awaited
@@ -86,8 +87,9 @@ def _digest(content: bytes) -> bytes:
 class Store:
     """The finished conversations, one JSON line each, which `read_conversations` reads; open for one writer.
 
-    Beside `path` lie `<path>.json` (the settings that decide the answers), `<path>.errors.jsonl` (a line for every
-    attempt that failed) and `<path>.lock`. An unfinished last line is cut off when the file is opened again.
+    Beside `path` lie `<path>.json` (the settings that decide the answers) and `<path>.errors.jsonl` (a line for every
+    attempt that failed). An unfinished last line is cut off when the file is opened again. Rows have a seal, see
+    `sealed`.
 
     Raises:
         ValueError: another process writes here; the file was started with other settings, of which the first is named;
@@ -97,13 +99,8 @@ class Store:
     def __init__(self, path: str | os.PathLike[str], settings: Mapping[str, Any]) -> None:
         self.path = Path(path)
         self.errors_path = self.path.with_name(self.path.name + ".errors.jsonl")
-        self.path.parent.mkdir(parents=True, exist_ok=True)
         with ExitStack() as stack:
-            lock = stack.enter_context(self.path.with_name(self.path.name + ".lock").open("ab"))
-            try:
-                fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
-            except BlockingIOError as error:
-                raise ValueError(f"another process is writing {self.path}; choose another `out`") from error
+            stack.enter_context(sole_writer(self.path))
             self._check_settings(json.loads(json.dumps(settings)))
             self._done = _finished(self.path)
             self._file = stack.enter_context(self.path.open("ab", buffering=0))
@@ -121,7 +118,7 @@ class Store:
         assert key not in self, f"{key} is written already"
         messages = [{"role": turn.role, "content": turn.text} for turn in turns]
         row = {"id": name, "key": key, "messages": messages, "finish": list(finishes)} | ({"cut": cut} if cut else {})
-        _write_line(self._file, row)
+        _write_line(self._file, sealed(json.loads(_encoded(row))))
         self._done.add(key)
 
     def fail(self, name: str, key: str, error: str) -> None:
@@ -146,12 +143,12 @@ class Store:
     def _check_settings(self, settings: dict[str, Any]) -> None:
         file = self.path.with_name(self.path.name + ".json")
         if not self.path.exists() or not self.path.stat().st_size:
-            atomic_text(file, json.dumps(settings, indent=2, ensure_ascii=False) + "\n")
+            atomic_text(file, json.dumps(sealed(settings), indent=2, ensure_ascii=False) + "\n")
             return
         try:
-            former = json.loads(file.read_text(encoding="utf-8"))
-        except (FileNotFoundError, json.JSONDecodeError) as error:
-            raise ValueError(f"{self.path} was not written by regeneration: {file.name}: {error}") from error
+            former = load_json(file)
+        except (FileNotFoundError, ValueError) as error:
+            raise ValueError(f"{self.path} was not written by regeneration: {error}") from error
         for name in dict.fromkeys([*settings, *former]):
             if former.get(name) != settings.get(name):
                 raise ValueError(
@@ -161,7 +158,7 @@ class Store:
 
 
 def _write_line(file: FileIO, row: dict[str, Any]) -> None:
-    line = json.dumps(row, ensure_ascii=False).encode("utf-8", "replace") + b"\n"
+    line = _encoded(row) + b"\n"
     start = file.seek(0, os.SEEK_END)
     try:
         while line:
@@ -169,6 +166,10 @@ def _write_line(file: FileIO, row: dict[str, Any]) -> None:
     except OSError:
         file.truncate(start)  # half a line, of a disk that is full, must not stand before the next one
         raise
+
+
+def _encoded(row: dict[str, Any]) -> bytes:
+    return json.dumps(row, ensure_ascii=False).encode("utf-8", "replace")
 
 
 def _finished(path: Path) -> set[str]:
@@ -183,10 +184,11 @@ def _finished(path: Path) -> set[str]:
                 file.truncate(whole)
                 break
             try:
-                done.add(json.loads(line)["key"])
+                done.add(unsealed(parse_json(line.decode()))["key"])
             except (ValueError, KeyError, TypeError) as error:
                 raise ValueError(
-                    f"{path}, row {number} was not written by regeneration: choose another `out`"
+                    f"{path}, row {number} is not as regeneration wrote it ({error}): choose another `out`, or delete "
+                    "that line to have it answered again"
                 ) from error
             whole += len(line)
     return done

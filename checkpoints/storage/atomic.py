@@ -13,27 +13,25 @@ from pathlib import Path
 from tempfile import TemporaryFile
 from typing import IO, TypeVar
 
+from .locks import locked, still_stands
+
 Found = TypeVar("Found")
 
 _READS = 100
 """Of a folder that is replaced each time."""
+_UNFINISHED = re.compile(r"(\.(?P<name>.+)\.(?P<writer>\d+)-[0-9a-f]{8})\.(old|saving|saving\.lock)")
 
 
 @contextmanager
 def atomic_file(path: Path) -> Iterator[IO[bytes]]:
     """A file to write. It stands at `path`, on the disk, when the block ends; where that fails, what stood there stays.
-    Its folder is made. Errors name the file."""
-    path.parent.mkdir(parents=True, exist_ok=True)
-    unfinished = path.with_name(f".{path.name}.{os.getpid()}")
-    try:
-        with errors_named(path):
-            with unfinished.open("wb+") as out:
-                yield out
-                finish_file(out)
-            unfinished.replace(path)
-            sync(path.parent)
-    finally:
-        unfinished.unlink(missing_ok=True)
+    Its folder is made. Errors name the file. What killed writers left in that folder is removed."""
+    with _unfinished(path) as unfinished, errors_named(path):
+        with unfinished.open("wb+") as out:
+            yield out
+            finish_file(out)
+        unfinished.replace(path)
+        sync(path.parent)
 
 
 def atomic_text(path: Path, text: str) -> None:
@@ -59,13 +57,10 @@ def atomic_dir(out: Path) -> Iterator[Path]:
     where that fails, this stays. Of two writers at once the last one wins.
 
     What stood there is renamed aside first, and `read_consistent` waits for the moment between the two renames. What
-    killed writers of this machine left is removed here, or put back if nothing stands at `out`."""
-    out.parent.mkdir(parents=True, exist_ok=True)
+    killed writers left beside it is removed, or put back if nothing stands in its place."""
     out = out.resolve()  # a link to a folder stays a link
-    _clear_leftovers(out)
-    unfinished = out.with_name(f".{out.name}.{os.getpid()}-{secrets.token_hex(4)}.saving")
-    unfinished.mkdir()
-    try:
+    with _unfinished(out) as unfinished:
+        unfinished.mkdir()
         yield unfinished
         mode = unfinished.stat().st_mode & 0o666
         for path in (*unfinished.rglob("*"), unfinished):
@@ -73,8 +68,19 @@ def atomic_dir(out: Path) -> Iterator[Path]:
                 path.chmod(mode)  # safetensors makes files for their owner alone
             sync(path)
         _put_in_place(unfinished, out)
-    finally:
-        shutil.rmtree(unfinished, ignore_errors=True)
+
+
+@contextmanager
+def _unfinished(path: Path) -> Iterator[Path]:
+    """A name beside `path` to write under, locked while there is somebody to write; what stands there is removed."""
+    path.parent.mkdir(parents=True, exist_ok=True)
+    _clear_leftovers(path.parent)
+    unfinished = path.with_name(f".{path.name}.{os.getpid()}-{secrets.token_hex(4)}.saving")
+    with locked(unfinished, wait=True):  # others look, and let go of it
+        try:
+            yield unfinished
+        finally:
+            remove(unfinished)
 
 
 def _put_in_place(new: Path, out: Path) -> None:
@@ -89,31 +95,42 @@ def _put_in_place(new: Path, out: Path) -> None:
                 aside.rename(out)
             raise
     sync(out.parent)
-    shutil.rmtree(aside, ignore_errors=True)
+    remove(aside)
 
 
-def _clear_leftovers(out: Path) -> None:
-    for folder in _beside(out, "old|saving"):
-        writer = int(folder.name.split(".")[-2].partition("-")[0])
-        if _is_running(writer):
-            continue
-        with _locked(out.parent), suppress(FileNotFoundError):
-            if folder.suffix == ".old" and not out.exists():
-                folder.rename(out)  # its writer was killed between two renames
-        shutil.rmtree(folder, ignore_errors=True)
+def _clear_leftovers(folder: Path) -> None:
+    for path, found in _unfinished_in(folder):
+        writing = folder / f"{found[1]}.saving"
+        if not folder.joinpath(f"{writing.name}.lock").exists() and _is_running(int(found["writer"])):
+            continue  # of version 0.1, whose writers took no lock
+        with suppress(ValueError, OSError), locked(writing) as is_certain:  # or it is being written, or others'
+            if is_certain:
+                with _locked(folder), suppress(FileNotFoundError):
+                    if path.suffix == ".old" and not folder.joinpath(found["name"]).exists():
+                        path.rename(folder / found["name"])  # its writer was killed between two renames
+                if path.suffix != ".lock":
+                    remove(path)
+
+
+def remove(path: Path) -> None:
+    """Remove a folder as far as that is possible, or a file or link, if there is one."""
+    if path.is_dir() and not path.is_symlink():
+        shutil.rmtree(path, ignore_errors=True)
+    else:
+        path.unlink(missing_ok=True)
 
 
 def left_aside(out: Path) -> list[Path]:
     """Former folders that stood at `out` and were moved aside by writers that have not finished."""
-    return _beside(out, "old")
+    found = _unfinished_in(out.parent)
+    return sorted(path for path, its in found if its["name"] == out.name and path.suffix == ".old")
 
 
-def _beside(out: Path, suffix: str) -> list[Path]:
-    pattern = re.compile(rf"\.{re.escape(out.name)}\.\d+-[0-9a-f]{{8}}\.({suffix})")
-    try:
-        return sorted(path for path in out.parent.iterdir() if pattern.fullmatch(path.name))
-    except OSError:
-        return []
+def _unfinished_in(folder: Path) -> list[tuple[Path, re.Match[str]]]:
+    with suppress(OSError):
+        names = ((name, _UNFINISHED.fullmatch(name)) for name in os.listdir(folder) if name.startswith("."))
+        return [(folder / name, found) for name, found in names if found is not None]
+    return []
 
 
 def _is_running(process: int) -> bool:
@@ -148,10 +165,10 @@ def read_consistent(folder: Path, read: Callable[[], Found]) -> Found:
             return read()  # which says in its own words what is wrong
         try:
             found = read()
-            if _still_stands(held, folder):
+            if still_stands(held, folder):
                 return found
         except (ValueError, OSError):
-            if _still_stands(held, folder):
+            if still_stands(held, folder):
                 raise
         finally:
             os.close(held)
@@ -174,14 +191,6 @@ def _opened(folder: Path) -> int | None:
     with suppress(OSError), _locked(folder.resolve().parent):
         return os.open(folder, os.O_RDONLY | os.O_DIRECTORY)
     return None
-
-
-def _still_stands(descriptor: int, folder: Path) -> bool:
-    """Whether an opened folder still stands under its name."""
-    try:
-        return os.path.samestat(os.stat(folder), os.fstat(descriptor))
-    except OSError:
-        return False
 
 
 def sync(path: Path) -> None:

@@ -7,11 +7,13 @@ import json
 import os
 import shutil
 import stat
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
 from safetensors import SafetensorError, safe_open
+
+from .messages import brief
 
 UNREADABLE = (SafetensorError, OSError, RuntimeError)
 """What reading safetensors ends in; the last is torch's, where a file goes away while it is opened."""
@@ -20,6 +22,7 @@ MAX_JSON_BYTES = 1 << 26
 memory."""
 UNPICKLE = "DRAFTSMITH_UNPICKLE"
 """The environment's variable that allows pickled weights, when it is 1."""
+_SEAL = "seal"
 MAX_JSON_DEPTH = 100
 """Recipes nest ten levels deep, and Python's own reader gives up at about a thousand."""
 
@@ -50,6 +53,36 @@ def parse_json(text: str) -> dict[str, Any]:
     return values
 
 
+def load_json(path: Path, *keys: str) -> dict[str, Any]:
+    """The object in a JSON file of ours, without its seal. Raises ValueError, naming the file: what `read_json` raises;
+    a broken seal; one of these keys is missing."""
+    try:
+        values = unsealed(read_json(path))
+        if missing := [key for key in keys if key not in values]:
+            raise ValueError(f"it has no {missing[0]!r}")
+        return values
+    except ValueError as error:
+        raise ValueError(f"{path} is damaged: {error}") from error
+
+
+def sealed(values: Mapping[str, Any]) -> dict[str, Any]:
+    """JSON values with a seal, by which it is noticed that one of them was changed: 16 digits of a SHA-256."""
+    return {**values, _SEAL: _seal_of(values)}
+
+
+def unsealed(values: dict[str, Any]) -> dict[str, Any]:
+    """The same without their seal, if they had one. Raises ValueError where it is not theirs."""
+    seal = values.pop(_SEAL, None)
+    if seal is not None and seal != (expected := _seal_of(values)):
+        raise ValueError(f"a value was changed: its seal is {brief(seal)}, expected {expected!r}")
+    return values
+
+
+def _seal_of(values: Mapping[str, Any]) -> str:
+    as_read = json.loads(json.dumps(values))  # keys are texts
+    return hashlib.sha256(json.dumps(as_read, sort_keys=True).encode()).hexdigest()[:16]
+
+
 class OtherSchemaError(ValueError):
     """Of a file that is whole, and was written by another version."""
 
@@ -64,11 +97,13 @@ def read_document(path: Path, what: str, command: str, schema: int, fits: Callab
     """
     try:
         found = json.loads(path.read_text(encoding="utf-8"))
-        known = fits(found)
+        known = fits(unsealed(found))
     except json.JSONDecodeError as error:
         raise ValueError(f"{path}:{error.lineno} is damaged: {error.msg}") from error
     except (UnicodeDecodeError, AttributeError, KeyError, TypeError) as error:
         raise ValueError(f"{path} is no {what} of `{command}`: {error!r}") from error
+    except ValueError as error:
+        raise ValueError(f"{path} is damaged: {error}") from error
     if not known:
         raise OtherSchemaError(f"{path} is no {what} of schema {schema}: `{command}` writes a new one")
     return dict(found)
@@ -80,10 +115,12 @@ def read_text(path: Path) -> str:
         size = os.fstat(opened.fileno()).st_size
         if size > MAX_JSON_BYTES:
             raise ValueError(f"it has {size:,} bytes, expected at most {MAX_JSON_BYTES:,}")
-        try:
-            return opened.read(MAX_JSON_BYTES).decode()
-        except UnicodeDecodeError as error:
-            raise ValueError("it is not UTF-8 text") from error
+        content = opened.read(MAX_JSON_BYTES)
+    try:
+        return content.decode()
+    except UnicodeDecodeError as error:
+        line = content[: error.start].count(b"\n") + 1
+        raise ValueError(f"it is not UTF-8 text: line {line}") from error
 
 
 def shards_of(

@@ -19,7 +19,7 @@ from typing import Any, ClassVar
 import numpy as np
 
 from ...checkpoints.storage.atomic import atomic_dir
-from ...checkpoints.storage.safe_read import file_hash
+from ...checkpoints.storage.safe_read import file_hash, load_json, sealed
 from ..conversations import Conversation
 from ..rendering.render import Rendered, Renderer, RenderReport
 from ..rendering.templates import Template
@@ -86,7 +86,7 @@ def prepare(
         manifest = {"schema": SCHEMA, "source": source, "options": {"template": template.name} | options}
         manifest |= {"rows": rows, "rendering": report.as_dict(), "padding_id": padding_id(tokenizer)} | counts
         manifest |= {"sha256": {name: file_hash(folder / f"{name}.npy") for name in _ARRAYS}}
-        record = json.dumps(manifest, indent=2, ensure_ascii=False) + "\n"
+        record = json.dumps(sealed(manifest), indent=2, ensure_ascii=False) + "\n"
         (folder / MANIFEST).write_text(record, encoding="utf-8")
     return PreparedData.load(out)
 
@@ -117,14 +117,14 @@ class PreparedData:
         if not manifest_file.is_file():
             raise ValueError(f"{directory} is no prepared data: {MANIFEST} is missing")
         try:
-            manifest = json.loads(manifest_file.read_text(encoding="utf-8"))
+            manifest = load_json(manifest_file, "schema")
             if manifest["schema"] != SCHEMA:
                 found = manifest["schema"]
                 raise ValueError(f"{manifest_file}: schema {found}, this version reads {SCHEMA}; prepare again")
             tokens, documents, blocks = manifest["tokens"], manifest["documents"], manifest["blocks"]
-        except (json.JSONDecodeError, KeyError, TypeError) as error:
+            lengths = (tokens, tokens, documents + 1, documents, blocks + 1)
+        except (KeyError, TypeError) as error:
             raise ValueError(f"{manifest_file}: not a manifest of prepared data: {error!r}") from error
-        lengths = (tokens, tokens, documents + 1, documents, blocks + 1)
         arrays = {}
         for name, length in zip(_ARRAYS, lengths, strict=True):
             path = directory / f"{name}.npy"

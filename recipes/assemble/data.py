@@ -18,7 +18,7 @@ from rich.text import Text
 
 from ...checkpoints.artifact.artifact import tokenizer_fingerprint
 from ...checkpoints.storage.atomic import atomic_dir, atomic_text, check_writable
-from ...checkpoints.storage.safe_read import file_hash
+from ...checkpoints.storage.safe_read import file_hash, load_json, sealed
 from ...data.blocks.prepared import SCHEMA, PreparedData, padding_id, prepare
 from ...data.blocks.stream import StreamedData
 from ...data.cleaning.options import Cleaning
@@ -76,7 +76,7 @@ def prepare_data(section: DataSection, tokenizer: Any, *, seed: int = 0, quiet: 
         _prepare(section, tokenizer, identity, folder)
     elif not quiet:
         log(f"data: reusing {folder} (same source, options and tokenizer)")
-    report = json.loads((folder / "report.json").read_text(encoding="utf-8"))
+    report = load_json(folder / "report.json", "sources")
     heldout = PreparedData.load(folder / "heldout")
     if not section.streaming:
         train = PreparedData.load(folder / "train")
@@ -161,7 +161,7 @@ def _prepare(section: DataSection, tokenizer: Any, identity: dict[str, Any], fol
         prepare(heldout, tokenizer, template, section.block_tokens, unfinished / "heldout", **options)
         write_conversations(heldout, unfinished / "heldout.jsonl")
         report = all_reports(section.parts(), reports)
-        atomic_text(unfinished / "report.json", json.dumps(report, indent=2) + "\n")
+        atomic_text(unfinished / "report.json", json.dumps(sealed(report), indent=2) + "\n")
     for part, corpus in zip(section.parts(), reports, strict=True):
         log(f"data: {part.source}: {corpus.summary()}")
     if train is None:
@@ -264,8 +264,8 @@ def _identity(section: DataSection, tokenizer: Any, ignored: set[str]) -> dict[s
     """All that decides what comes of a section, but for the options that are `ignored`."""
     file = Path(section.cache) / "hashes.json"
     known: dict[str, list[Any]] = {}
-    with suppress(FileNotFoundError, json.JSONDecodeError):
-        known = json.loads(file.read_text(encoding="utf-8"))
+    with suppress(FileNotFoundError, ValueError):  # what is damaged is found out again
+        known = load_json(file)
     before = dict(known)
     identity = {
         "schema": SCHEMA,
@@ -279,7 +279,7 @@ def _identity(section: DataSection, tokenizer: Any, ignored: set[str]) -> dict[s
         "encoder": encoder_hash(tokenizer),
     }
     if known != before:
-        atomic_text(file, json.dumps(known))
+        atomic_text(file, json.dumps(sealed(known)))
     return json.loads(json.dumps(identity))
 
 

@@ -12,6 +12,8 @@ from typing import Any
 
 from ...checkpoints.artifact.compat import save_tokenizer
 from ...checkpoints.storage.atomic import atomic_dir, check_writable
+from ...checkpoints.storage.locks import sole_writer
+from ...checkpoints.storage.safe_read import load_json, sealed
 from ...data.conversations import write_conversations
 from ...data.rendering.templates import CHATML_JINJA
 from ...data.sources.documentation import documentation_conversations
@@ -30,10 +32,16 @@ REFERENCE_MINUTES = 8.0
 
 
 def run_quickstart(recipe: QuickstartRecipe) -> dict[str, Any]:
-    """Run what is not finished yet, then measure; the results. ValueError: `out` is that of other settings."""
+    """Run what is not finished yet, then measure; the results. ValueError: `out` is that of other settings, or another
+    process is at it."""
     out = Path(recipe.out)
     resolved = resolve(recipe)
     check_writable(out)
+    with sole_writer(out):
+        return _run(recipe, resolved, out)
+
+
+def _run(recipe: QuickstartRecipe, resolved: QuickstartRecipe, out: Path) -> dict[str, Any]:
     _check_folder(out, recipe)
     write_recipe(recipe, out / "quickstart.yaml")
     start = time.monotonic()
@@ -75,7 +83,7 @@ def make_corpus(recipe: QuickstartRecipe, folder: Path) -> None:
     """Conversations from the documentation of installed packages: train.jsonl, heldout.jsonl and report.json."""
     report_file = folder / "report.json"
     if report_file.is_file():
-        report = json.loads(report_file.read_text(encoding="utf-8"))
+        report = load_json(report_file, "conversations")
         log(f"— corpus: reusing {folder} ({report['conversations']:,} conversations)")
         return
     log(f"— corpus → {folder}")
@@ -91,7 +99,7 @@ def make_corpus(recipe: QuickstartRecipe, folder: Path) -> None:
     with atomic_dir(folder) as unfinished:
         write_conversations(train, unfinished / "train.jsonl")
         write_conversations(heldout, unfinished / "heldout.jsonl")
-        (unfinished / "report.json").write_text(json.dumps(report, indent=2) + "\n", encoding="utf-8")
+        (unfinished / "report.json").write_text(json.dumps(sealed(report), indent=2) + "\n", encoding="utf-8")
     if report["skipped"]:
         log(f"corpus: not installed and skipped: {', '.join(report['skipped'])}")
     log(

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-import json
 import os
 import time
 from collections.abc import Awaitable, Callable, Iterator, Sequence
@@ -16,6 +15,7 @@ from ...checkpoints.artifact.artifact import model_fingerprint
 from ...checkpoints.artifact.locate import at_revision
 from ...checkpoints.storage.atomic import check_writable
 from ...checkpoints.storage.messages import install_hint
+from ...checkpoints.storage.safe_read import parse_json
 from ...data.cleaning.options import Cleaning
 from ...data.conversations import Conversation, CorpusReport, encodable
 from ...data.prompts import stop_ids
@@ -37,6 +37,8 @@ from ..session.terminal import bar, log
 
 _RETRIES = 4
 _MOST_FAILURES_IN_A_ROW = 32
+_MOST_CHARACTERS = 256
+"""Of a token: the longest of vocabularies in use are runs of 128 spaces or signs."""
 _STOPPED = ("stop", "eos_token", "stop_sequence")  # the last two are TGI's
 
 
@@ -247,7 +249,8 @@ class _Server:
         }
         if recipe.top_k:
             self._settings["extra_body"] = {"top_k": recipe.top_k}
-        self._refusals = (openai.AuthenticationError, openai.PermissionDeniedError)
+        self._refusals = (openai.AuthenticationError, openai.PermissionDeniedError, openai.NotFoundError)
+        self._has_answered = False
         self._failures_in_a_row = 0
 
     async def answer(self, questions: Sequence[Question]) -> list[Answer | Failure | None]:
@@ -257,19 +260,22 @@ class _Server:
         messages = [{"role": turn.role, "content": turn.text} for turn in question.turns]
         seed = {"seed": question.seed} if self._settings["temperature"] > 0 else {}
         try:
-            reply = await self.client.chat.completions.create(messages=messages, **self._settings, **seed)
-            outcome = self._read(reply)
+            asked = self.client.chat.completions.with_raw_response
+            reply = await asked.create(messages=messages, **self._settings, **seed)
+            outcome = self._read(reply.content)
         except openai.APITimeoutError:
             outcome = Failure(f"no answer within {self._server.timeout:g} s")
-        except openai.APIConnectionError as error:
-            raise ConnectionError(
-                f"{url} does not answer ({self._in_one_line(error.__cause__ or error)}); what is complete is written, "
-                "the same command resumes once the server is there"
-            ) from None
-        except (*self._refusals, openai.NotFoundError) as error:
-            raise self._refused(error) from None
-        except (openai.APIError, json.JSONDecodeError) as error:
-            outcome = Failure(self._in_one_line(error))
+        except openai.APIError as error:
+            cause = self._in_one_line(error.__cause__ or error)
+            if type(error.__cause__).__name__ == "ConnectError":  # of httpx, or of what openai has in its place
+                raise ConnectionError(
+                    f"{url} does not answer ({cause}); what is complete is written, the same command resumes once the "
+                    "server is there"
+                ) from None
+            if isinstance(error, self._refusals) and not self._has_answered:
+                raise self._refused(error) from None
+            outcome = Failure(cause)
+        self._has_answered = self._has_answered or isinstance(outcome, Answer)
         self._failures_in_a_row = self._failures_in_a_row + 1 if isinstance(outcome, Failure) else 0
         if isinstance(outcome, Failure) and self._failures_in_a_row >= _MOST_FAILURES_IN_A_ROW:
             raise ConnectionError(
@@ -277,14 +283,26 @@ class _Server:
             )
         return [outcome]
 
-    def _read(self, reply: Any) -> Answer | Failure:
-        choices = getattr(reply, "choices", None)
-        if not choices:
-            return Failure(f"no answer in the reply: {self._in_one_line(reply)}")
-        finish = choices[0].finish_reason
+    def _read(self, reply: bytes) -> Answer | Failure:
+        """What stands in a reply. An answer over the limit cannot be cut to it, without the server's tokens: it fails,
+        as does whatever a server should not have sent."""
+        try:
+            found = parse_json(reply.decode())
+        except ValueError as error:
+            return Failure(f"the reply cannot be read: {self._in_one_line(error)}")
+        match found:
+            case {"choices": [{"message": {"content": str() | None as content}, "finish_reason": finish}, *_]}:
+                text = encodable(content or "")  # JSON can carry half an emoji
+            case _:
+                return Failure(f"no answer in the reply: {self._in_one_line(found)}")
+        tokens = len(text) // _MOST_CHARACTERS
+        match found:
+            case {"usage": {"completion_tokens": int(counted)}}:
+                tokens = max(tokens, counted)
+        if tokens > self._settings["max_tokens"] + 1:  # servers may count the token that ends the answer
+            return Failure(f"the answer has {tokens} tokens or more, max_new_tokens is {self._settings['max_tokens']}")
         if finish != "length" and finish not in _STOPPED:
-            return Failure(f"the answer ended by {finish!r}")
-        text = encodable(choices[0].message.content or "")  # JSON can carry half an emoji
+            return Failure(f"the answer ended by {self._in_one_line(repr(finish))}")
         return Answer(text.removeprefix(" ") if self._spaced else text, "length" if finish == "length" else "stop")
 
     def _refused(self, error: Any) -> ValueError:

@@ -16,7 +16,7 @@ from typing import Annotated, Any, Literal
 from pydantic import BaseModel, ConfigDict, Field, model_validator
 
 from ...checkpoints.storage.atomic import atomic_text
-from ...checkpoints.storage.safe_read import read_document
+from ...checkpoints.storage.safe_read import read_document, sealed
 from .errors import checked
 
 SCHEMA = 2
@@ -177,7 +177,7 @@ _NEW_IN_ROWS: dict[str, Any] = {"by_prompt": []} | dict.fromkeys(
 
 def write_results(path: Path, results: Mapping[str, Any]) -> None:
     """Write results, whole or not at all. Raises ValueError: they are not as they should be."""
-    text = json.dumps(results, indent=2, allow_nan=False) + "\n"
+    text = json.dumps(sealed(results), indent=2, allow_nan=False) + "\n"
     checked(Results, json.loads(text))
     atomic_text(path, text)
 

@@ -3,7 +3,10 @@
 from __future__ import annotations
 
 import os
+import signal
 import sys
+import threading
+import time
 from collections.abc import Callable
 from contextlib import suppress
 from datetime import timedelta
@@ -14,12 +17,28 @@ from ...train.parallel.processes import together
 Found = TypeVar("Found")
 
 _LAST_WAIT = timedelta(seconds=3)
+_BY_LAUNCHERS = ("TORCHELASTIC_RUN_ID", "ACCELERATE_DYNAMO_BACKEND")
+"""What torchrun, and `accelerate launch` of one process too, set for their children, and nobody by hand."""
+_SECONDS_BETWEEN_LOOKS = 0.5
 
 
 def launched() -> int:
     """Processes that a launcher (torchrun, `accelerate launch`) has started, this one included."""
     size = os.environ.get("WORLD_SIZE", "1")
     return int(size) if "RANK" in os.environ and size.isdecimal() else 1
+
+
+def end_with_launcher() -> None:
+    """Have this process get SIGTERM once its launcher is gone, whose other children would otherwise work on."""
+    launcher = os.getppid()
+
+    def watch() -> None:
+        while os.getppid() == launcher:
+            time.sleep(_SECONDS_BETWEEN_LOOKS)
+        os.kill(os.getpid(), signal.SIGTERM)
+
+    if any(name in os.environ for name in _BY_LAUNCHERS):
+        threading.Thread(target=watch, daemon=True).start()
 
 
 def is_first() -> bool:

@@ -12,7 +12,8 @@ import json
 import shutil
 import warnings
 from collections.abc import Mapping
-from dataclasses import asdict, dataclass, field, fields
+from contextlib import suppress
+from dataclasses import asdict, dataclass, field, fields, replace
 from pathlib import Path
 from typing import Any
 
@@ -21,8 +22,8 @@ from safetensors import SafetensorError
 from safetensors.torch import load_model, save_file
 from torch import Tensor, nn
 
-from ...checkpoints.storage.atomic import atomic_text, sync
-from ...checkpoints.storage.safe_read import stamp
+from ...checkpoints.storage.atomic import atomic_text, remove, sync
+from ...checkpoints.storage.safe_read import load_json, parse_json, sealed, stamp, unsealed
 from ..parallel.accelerate import zero_stage
 from ..parallel.processes import on_main
 from ..parallel.sharding import gather_optimizer, gather_state, scatter_optimizer, scatter_weights
@@ -35,12 +36,13 @@ _ZIP_WRITER = "inline_container"  # in what torch's zip writer raises
 
 @dataclass(frozen=True)
 class Position:
-    """How far a run is: steps, seconds of training, tokens seen, and how far streamed data is read."""
+    """How far a run is: steps, seconds of training, tokens seen, how far streamed data is read, lines of the log."""
 
     step: int = 0
     seconds: float = 0.0
     tokens: int = 0
     data: dict[str, int] = field(default_factory=dict)
+    lines: int = 0
 
 
 class StateFolder:
@@ -59,6 +61,7 @@ class StateFolder:
         """What was measured, by step."""
         self.tokens_at: dict[int, int] = {}
         """Tokens seen until then."""
+        self._logged = 0  # lines
 
     def open(self, settings: Mapping[str, Any]) -> Position | None:
         """Find the newest whole checkpoint (None: there is none) and make log and `fit.json` agree with it; ValueError:
@@ -68,13 +71,17 @@ class StateFolder:
         def open_folder() -> None:
             self._checkpoints.mkdir(parents=True, exist_ok=True)
             for leftover in self._checkpoints.glob(".step-*"):
-                shutil.rmtree(leftover, ignore_errors=True)
-            found[0] = self._newest()
-            if found[0] is not None:
+                remove(leftover)
+            found[0] = newest = self._newest()
+            if newest is not None:
                 self._check(settings)
-            atomic_text(self.folder / "fit.json", json.dumps(settings, indent=2) + "\n")
+            atomic_text(self.folder / "fit.json", json.dumps(sealed(settings), indent=2) + "\n")
             last = -1 if found[0] is None else found[0].step
-            lines = [json.dumps(line) for line in _read_lines(self.history) if line["step"] <= last]
+            lines = [json.dumps(sealed(line)) for line in _read_lines(self.history) if line["step"] <= last]
+            self._logged = len(lines)
+            if newest is not None and self._logged < newest.lines:
+                lost = f"{newest.lines - self._logged} of the {newest.lines} lines that it had at step {newest.step}"
+                warnings.warn(f"{self.history} has lost {lost}", stacklevel=2)
             atomic_text(self.history, "".join(f"{line}\n" for line in lines))
 
         on_main(self._accelerator, open_folder)
@@ -114,7 +121,12 @@ class StateFolder:
 
     def has(self, step: int) -> bool:
         """Whether there is a whole checkpoint of that step."""
-        return bool(self._broadcast([self._accelerator.is_main_process and _problem_of(self._path(step)) is None])[0])
+        found = False
+        if self._accelerator.is_main_process:
+            with suppress(ValueError, OSError):
+                _position_of(self._path(step))
+                found = True
+        return bool(self._broadcast([found])[0])
 
     def save(self, position: Position, pinned: int | None = None) -> None:
         """Write a checkpoint, then delete the oldest until `keep` are left besides that of step `pinned`; OSError: it
@@ -138,7 +150,8 @@ class StateFolder:
         """Append one line to `log.jsonl` (main process only)."""
         if self._accelerator.is_main_process:
             with self.history.open("a", encoding="utf-8") as out:
-                out.write(json.dumps(line) + "\n")
+                out.write(json.dumps(sealed(line)) + "\n")
+            self._logged += 1
 
     def log_evaluation(self, step: int, metrics: Mapping[str, float], tokens: int) -> None:
         """Append what was measured after `step` steps and so many tokens."""
@@ -154,21 +167,19 @@ class StateFolder:
 
     def _newest(self) -> Position | None:
         for folder in reversed(self._folders().values()):
-            problem = _problem_of(folder)
-            if problem is None:
-                summary = json.loads((folder / _SUMMARY).read_text(encoding="utf-8"))
-                names = (item.name for item in fields(Position))
-                return Position(**{name: summary[name] for name in names if name in summary})
-            warnings.warn(f"checkpoint {folder} is skipped: {problem}", stacklevel=2)
+            try:
+                return _position_of(folder)
+            except (ValueError, OSError) as error:
+                warnings.warn(f"checkpoint {folder} is skipped: {error}", stacklevel=2)
         return None
 
     def _check(self, settings: Mapping[str, Any]) -> None:
         """Raises ValueError where the run in the folder has other settings."""
         path = self.folder / "fit.json"
         try:
-            before = json.loads(path.read_text(encoding="utf-8"))
-        except (OSError, json.JSONDecodeError) as error:
-            raise ValueError(f"{path} cannot be read ({error}): delete the folder {self.folder}") from error
+            before = load_json(path)
+        except (OSError, ValueError) as error:
+            raise ValueError(f"{error}: delete the folder {self.folder}") from error
         now = json.loads(json.dumps(settings))
         changed = [key for key in {**now, **before} if before.get(key) != now.get(key)]
         if changed:
@@ -206,23 +217,22 @@ class StateFolder:
         stage = zero_stage(self._accelerator)
         summary = {
             "format": 1,
-            **asdict(position),
+            **asdict(replace(position, lines=self._logged)),
             "processes": self._accelerator.num_processes,
             "parallelism": f"ZeRO-{stage}" if stage else str(self._accelerator.distributed_type.value),
             "files": {path.name: stamp(path) for path in files},
         }
-        atomic_text(temporary / _SUMMARY, json.dumps(summary, indent=2) + "\n")
+        atomic_text(temporary / _SUMMARY, json.dumps(sealed(summary), indent=2) + "\n")
         for path in [*files, temporary]:
             sync(path)
-        if target.exists():  # a damaged one that was skipped
-            shutil.rmtree(target)
+        remove(target)  # a damaged one that was skipped
         temporary.rename(target)
         sync(self._checkpoints)
         folders = self._folders()
         newest = [step for step in folders if step <= position.step][-self._keep :]  # beyond lie only damaged ones
         for step, folder in folders.items():
             if step not in newest and step != pinned:
-                shutil.rmtree(folder, ignore_errors=True)
+                remove(folder)
 
     def _folders(self) -> dict[int, Path]:
         """Checkpoints by step, the oldest first."""
@@ -252,31 +262,41 @@ def _tied_once(state: Mapping[str, Tensor]) -> dict[str, Tensor]:
     return {name: state[name].contiguous() for name in kept.values()}
 
 
-def _problem_of(folder: Path) -> str | None:
-    """Why a checkpoint cannot be used, or None."""
+def _position_of(folder: Path) -> Position:
+    """Of a checkpoint that is whole. Raises ValueError, OSError: it is not; the file is named."""
+    file = folder / _SUMMARY
     try:
-        summary = json.loads((folder / _SUMMARY).read_text(encoding="utf-8"))
-        files = summary["files"]
-    except FileNotFoundError:
-        return f"incomplete, it has no {_SUMMARY}"
-    except (OSError, json.JSONDecodeError, KeyError, TypeError) as error:
-        return f"{_SUMMARY} is damaged ({error})"
-    for name, written in files.items():
+        summary = load_json(file)
+    except FileNotFoundError as error:
+        raise ValueError(f"incomplete, it has no {_SUMMARY}") from error
+    try:
+        written = {name: (dict(known), known["bytes"]) for name, known in summary["files"].items()}
+        position = Position(**{each.name: summary[each.name] for each in fields(Position) if each.name in summary})
+    except (KeyError, TypeError, ValueError, AttributeError) as error:
+        raise ValueError(f"{file} is damaged: {error!r}") from error
+    for name, (known, size) in written.items():
         path = folder / name
         if not path.is_file():
-            return f"{name} is missing"
-        if path.stat().st_size != written["bytes"] or stamp(path) != written:
-            return f"{name} is damaged"
-    return None
+            raise ValueError(f"{name} is missing")
+        if path.stat().st_size != size or stamp(path) != known:
+            raise ValueError(f"{name} is damaged")
+    return position
 
 
 def _read_lines(path: Path) -> list[dict[str, Any]]:
-    """The lines of a log; a last line that was cut short by a crash is left out."""
-    lines: list[dict[str, Any]] = []
-    if path.exists():
-        for text in path.read_text(encoding="utf-8").splitlines():
-            try:
-                lines.append(json.loads(text))
-            except json.JSONDecodeError:
-                break
+    """The lines of a log; a last line that was cut short by a crash is left out. Raises ValueError: a damaged line."""
+    if not path.exists():
+        return []
+    lines = []
+    for number, text in enumerate(path.read_bytes().split(b"\n")[:-1], 1):
+        try:
+            line = unsealed(parse_json(text.decode()))
+            whole = isinstance(line["step"], int)
+            if "evaluation" in line:
+                whole = whole and isinstance(line["evaluation"], dict) and isinstance(line["tokens"], int)
+            if not whole:
+                raise ValueError("it has another form")
+        except (ValueError, KeyError) as error:
+            raise ValueError(f"{path}:{number} is damaged ({error}): delete that line to resume without it") from error
+        lines.append(line)
     return lines

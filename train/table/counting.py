@@ -5,17 +5,17 @@ Letters: V vocabulary, T tokens, D documents, C documents' ends, E entries (dist
 
 from __future__ import annotations
 
-import fcntl
-import os
 import uuid
 import weakref
 from concurrent.futures import Future, ThreadPoolExecutor
+from contextlib import ExitStack
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
 
+from ...checkpoints.storage.locks import sole_writer
 from ...checkpoints.table.runs import (
     Ints,
     Run,
@@ -56,7 +56,9 @@ class PairCounter:
         self.vocab_size = vocab_size
         self.folder = Path(folder)
         self.folder.mkdir(parents=True, exist_ok=True)
-        self._unlock = weakref.finalize(self, os.close, lock(self.folder))
+        locked = ExitStack()
+        self._unlock = weakref.finalize(self, locked.close)
+        locked.enter_context(sole_writer(self.folder))
         try:
             index = read_index(self.folder, vocab_size)
             remove_leftovers(self.folder, index)
@@ -227,14 +229,3 @@ class _Worker:
         size = write_run(self._folder / name, self._vocab_size, merge_runs(self._runs, self._vocab_size))
         self._runs, self._pairs = [], 0
         return {"name": name, "bytes": size}
-
-
-def lock(folder: Path) -> int:
-    """A descriptor that keeps other processes from counting into a folder while it is open."""
-    descriptor = os.open(folder, os.O_RDONLY)
-    try:
-        fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
-    except BlockingIOError as error:
-        os.close(descriptor)
-        raise ValueError(f"another process is counting into {folder}; wait for it, or choose another `out`") from error
-    return descriptor

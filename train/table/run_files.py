@@ -15,6 +15,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from ...checkpoints.storage.atomic import atomic_text, errors_named, finish_file
+from ...checkpoints.storage.safe_read import load_json, sealed
 from ...checkpoints.table.file import check_counts, write_array, write_table
 from ...checkpoints.table.runs import Ints, Run, key_dtype, left_sums, merge_runs
 
@@ -77,9 +78,9 @@ def read_index(folder: Path, vocab_size: int) -> dict[str, Any] | None:
     if not path.is_file():
         return None
     try:
-        index: dict[str, Any] = json.loads(path.read_bytes())
+        index = load_json(path, "vocab_size", "runs", "place", "tokens", "documents", "ends")
     except ValueError as error:
-        raise ValueError(f"{path} is damaged: {error}; {advice}") from error
+        raise ValueError(f"{error}; {advice}") from error
     if index["vocab_size"] != vocab_size:
         raise ValueError(f"{folder} holds counts for {index['vocab_size']} tokens, this vocabulary has {vocab_size}")
     for wanted in index["runs"]:
@@ -95,7 +96,7 @@ def write_index(
 ) -> None:
     """Make these runs and ends of documents those that count, in one step, and delete what no longer does."""
     index = {"vocab_size": vocab_size} | progress | {"runs": runs, "ends": ends_V.tolist()}
-    atomic_text(folder / INDEX, json.dumps(index) + "\n")
+    atomic_text(folder / INDEX, json.dumps(sealed(index)) + "\n")
     remove_leftovers(folder, index)
 
 

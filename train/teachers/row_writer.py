@@ -5,9 +5,7 @@ Letters: R positions of a batch that have a row, C some of them.
 
 from __future__ import annotations
 
-import fcntl
 import json
-import os
 import shutil
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -20,7 +18,8 @@ from safetensors.torch import save
 from torch import Tensor
 
 from ...checkpoints.storage.atomic import atomic_file, atomic_text
-from ...checkpoints.storage.safe_read import OtherSchemaError
+from ...checkpoints.storage.locks import sole_writer
+from ...checkpoints.storage.safe_read import OtherSchemaError, sealed
 from ...data.blocks.packing import Batch
 from ...data.blocks.prepared import PreparedData
 from .row_cache import DOCUMENTS, SCHEMA, read_manifest, stamps
@@ -96,26 +95,17 @@ class CacheWriter:
             "shards": [asdict(shard) for shard in self.plan.shards],
             "files": stamps(self.folder, [*(shard.name for shard in self.plan.shards), DOCUMENTS], progress),
         }
-        atomic_text(self.folder / self.source.manifest, json.dumps(manifest, indent=2) + "\n")
+        atomic_text(self.folder / self.source.manifest, json.dumps(sealed(manifest), indent=2) + "\n")
 
 
 @contextmanager
 def locked(folder: Path) -> Iterator[None]:
     """Keep others from writing the same cache (to be entered in one process); removes what killed writers left.
     ValueError: another process is at it."""
-    folder.mkdir(parents=True, exist_ok=True)
-    lock = os.open(folder, os.O_RDONLY)
-    try:
-        try:
-            fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        except BlockingIOError as error:
-            raise ValueError(f"another process is writing or checking {folder}; wait for it") from error
-        for leftover in folder.glob(".*"):
-            leftover.unlink(missing_ok=True)
+    with sole_writer(folder):
+        folder.mkdir(parents=True, exist_ok=True)
         shutil.rmtree(folder.with_name(f".{folder.name}.unfinished"), ignore_errors=True)  # of 0.1
         yield
-    finally:
-        os.close(lock)
 
 
 def discard_damage(

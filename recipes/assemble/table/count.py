@@ -6,7 +6,6 @@ What was counted stays when a run is killed.
 from __future__ import annotations
 
 import json
-import os
 import shutil
 import time
 from collections.abc import Callable, Iterator
@@ -19,6 +18,8 @@ from typing import Any
 
 from ....checkpoints.artifact.artifact import load_manifest, save_artifact
 from ....checkpoints.storage.atomic import atomic_text
+from ....checkpoints.storage.locks import sole_writer
+from ....checkpoints.storage.safe_read import load_json, sealed
 from ....checkpoints.table.pruning import check_size
 from ....checkpoints.table.table import TABLE_FILE, BigramTable
 from ....data.blocks.prepared import rarely_collected
@@ -27,7 +28,7 @@ from ....data.rendering.templates import get_template
 from ....data.tokenizers import load_tokenizer
 from ....train.parallel.interrupts import Interrupted, StopSignals
 from ....train.parallel.processes import StoppedError, on_main, together
-from ....train.table.counting import PairCounter, lock
+from ....train.table.counting import PairCounter
 from ....train.table.documents import pack_documents, token_documents
 from ....train.table.run_files import INDEX, merge_counts
 from ...report.table import log_report
@@ -179,14 +180,15 @@ def claim(folder: Path, identity: dict[str, Any], stack: ExitStack) -> None:
             file.
     """
     folder.mkdir(parents=True, exist_ok=True)
-    stack.callback(os.close, lock(folder))
+    stack.enter_context(sole_writer(folder.parent))
     for path in _rank_folders(folder):
-        os.close(lock(path))
+        with sole_writer(path):  # a process of a killed launch may count on
+            pass
     file = folder / IDENTITY
     try:
-        theirs = json.loads(file.read_bytes()) if file.is_file() else {}
+        theirs = load_json(file) if file.is_file() else {}
     except ValueError as error:
-        raise ValueError(f"{file} is damaged ({error}): delete {folder} to restart") from error
+        raise ValueError(f"{error}: delete {folder} to restart") from error
     if theirs == identity:
         return
     if tokens := counted_tokens(folder):
@@ -199,7 +201,7 @@ def claim(folder: Path, identity: dict[str, Any], stack: ExitStack) -> None:
         log(f"table: restarting: {holds}")
     for path in _rank_folders(folder):
         shutil.rmtree(path)
-    atomic_text(file, json.dumps(identity))
+    atomic_text(file, json.dumps(sealed(identity)))
 
 
 def _check_shared(folder: Path) -> None:
@@ -208,13 +210,13 @@ def _check_shared(folder: Path) -> None:
 
 
 def _rank_folders(folder: Path) -> list[Path]:
-    return sorted(folder.glob("rank-*-of-*"))
+    return sorted(path for path in folder.glob("rank-*-of-*") if path.is_dir())
 
 
 def counted_tokens(folder: Path) -> int:
     """Tokens that all processes together have on disk."""
     indices = [path / INDEX for path in _rank_folders(folder)]
-    return sum(json.loads(index.read_bytes())["tokens"] for index in indices if index.is_file())
+    return sum(int(load_json(index, "tokens")["tokens"]) for index in indices if index.is_file())
 
 
 @dataclass

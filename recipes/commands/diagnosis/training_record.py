@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-import json
 from dataclasses import dataclass, field, fields
 from pathlib import Path
 from typing import Any
 
 from ....checkpoints.artifact.artifact import MANIFEST_FILE, Manifest, load_manifest
+from ....checkpoints.storage.safe_read import load_json
 from ....data.blocks.packing import IGNORED, PADDING
 from ....data.blocks.prepared import PreparedData
 from ....data.conversations import Conversation, Turn
@@ -51,8 +51,8 @@ class TrainingRecord:
         cache = Path(str((self.manifest.recipe.get("data") or {}).get("cache")))
         for found in sorted(cache.glob("*/heldout/data.json")):
             try:
-                same = json.loads(found.read_text(encoding="utf-8")).get("source") == wanted
-            except json.JSONDecodeError:
+                same = load_json(found).get("source") == wanted
+            except ValueError:
                 continue
             if same:
                 data = PreparedData.load(found.parent)

@@ -3,16 +3,16 @@ resume."""
 
 from __future__ import annotations
 
-import fcntl
 import json
 import os
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager, suppress
 from pathlib import Path
 from typing import Any, BinaryIO, Self, TypeVar
 
 from pydantic import TypeAdapter, ValidationError
 
+from ....checkpoints.storage.locks import sole_writer
 from ....train.parallel.interrupts import Interrupted, StopSignals
 from ...session.terminal import Advance, bar, log
 
@@ -34,18 +34,13 @@ class Journal:
 
     def __init__(self, out: Path, name: str, identity: dict[str, Any]) -> None:
         self.path = out.with_name(out.name + ".state") / f"{name}.jsonl"
-        self.path.parent.mkdir(parents=True, exist_ok=True)
         self.lines: list[Any] = []
-        self._file: BinaryIO = self.path.open("a+b", buffering=0)
-        try:
-            fcntl.flock(self._file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        with ExitStack() as stack:
+            stack.callback(_remove_if_empty, self.path.parent)
+            stack.enter_context(sole_writer(self.path))
+            self._file: BinaryIO = stack.enter_context(self.path.open("a+b", buffering=0))
             self._read(json.loads(json.dumps({"schema": 1, "identity": identity})))
-        except BlockingIOError as error:
-            self._file.close()
-            raise ValueError(f"another process writes {out}; wait for it, or choose another `out`") from error
-        except ValueError:
-            self._file.close()
-            raise
+            self._stack = stack.pop_all()
         if self.lines:
             log(f"resuming; {len(self.lines)} {name} of an earlier process are kept")
 
@@ -77,14 +72,12 @@ class Journal:
     def remove(self) -> None:
         """Delete the journal: the results stand."""
         self.path.unlink()
-        if not any(self.path.parent.iterdir()):
-            self.path.parent.rmdir()
 
     def __enter__(self) -> Self:
         return self
 
     def __exit__(self, *_: object) -> None:
-        self._file.close()
+        self._stack.close()
 
     def _read(self, head: dict[str, Any]) -> None:
         self._file.seek(0)
@@ -109,6 +102,11 @@ class Journal:
             log(f"{self.path} belongs to other settings ({changed} differ): restarting")
         self._file.truncate(0)
         self.add(head)
+
+
+def _remove_if_empty(folder: Path) -> None:
+    with suppress(OSError):
+        folder.rmdir()
 
 
 @contextmanager

@@ -17,6 +17,7 @@ import numpy as np
 from .... import __version__
 from ....checkpoints.artifact.fingerprints import source_state
 from ....checkpoints.storage.atomic import atomic_text
+from ....checkpoints.storage.safe_read import load_json
 from ....decode.evaluation.measure import BASELINE
 from ....decode.methods import method_options
 from ...assemble.evaluation import device_of
@@ -90,10 +91,10 @@ def identity_of(settings: Any, sources: Sequence[str], evaluation: PaperEvaluati
 def read_finished(path: Path, identity: str) -> dict[str, Any] | None:
     """What an earlier run has left with the same identity; None: nothing, or it is damaged."""
     try:
-        found = json.loads(path.read_text(encoding="utf-8"))
+        found = load_json(path)
     except (OSError, ValueError):
         return None
-    return found if isinstance(found, dict) and found.get("identity") == identity else None
+    return found if found.get("identity") == identity else None
 
 
 def _results(evaluation: PaperEvaluation, out: Path) -> dict[str, Any]:

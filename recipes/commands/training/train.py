@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+from contextlib import ExitStack
 from pathlib import Path
 from typing import Any
 
+from ....checkpoints.storage.locks import sole_writer
+from ....checkpoints.storage.names import MANIFEST_FILE
 from ....train.parallel.accelerate import make_accelerator
 from ....train.parallel.processes import on_main
 from ...assemble.artifact import check_out, state_folder
@@ -15,15 +18,29 @@ from ...session.terminal import log
 
 def run_train(recipe: TrainingRecipe) -> Path:
     """Run a training recipe to its artifact, or find that it is there already; the artifact's folder. Raises
-    ValueError: an artifact of another recipe stands there; whatever data, models and training raise. Of several
-    processes the main one raises it, and the others leave with its exit code."""
+    ValueError: another process trains into the same folder, or an artifact of another recipe stands there; whatever
+    data, models and training raise. Of several processes the main one raises it, and the others leave with its exit
+    code."""
     out = Path(recipe.out)
     accelerator = run_on_all(lambda: accelerator_for(recipe))
-    on_main(accelerator, lambda: check_out(out, recipe))
-    if (out / "artifact.json").is_file():
-        if accelerator.is_main_process:
-            log(f"{recipe.kind}: {out} is finished, reusing it")
-        return out
+    with ExitStack() as stack:
+
+        def claim() -> None:
+            if not (out / MANIFEST_FILE).is_file():
+                stack.enter_context(sole_writer(out))
+            check_out(out, recipe)
+
+        on_main(accelerator, claim)
+        if (out / MANIFEST_FILE).is_file():
+            if accelerator.is_main_process:
+                log(f"{recipe.kind}: {out} is finished, reusing it")
+            return out
+        _run(recipe, out, accelerator)
+        accelerator.wait_for_everyone()
+    return out
+
+
+def _run(recipe: TrainingRecipe, out: Path, accelerator: Any) -> None:
     if isinstance(recipe, DrafterRecipe):
         from ...assemble.drafter import run_drafter
 
@@ -36,8 +53,6 @@ def run_train(recipe: TrainingRecipe) -> Path:
         from ...assemble.table.count import run_table
 
         run_table(recipe, out, accelerator)
-    accelerator.wait_for_everyone()
-    return out
 
 
 def accelerator_for(recipe: TrainingRecipe) -> Any:

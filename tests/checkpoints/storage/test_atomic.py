@@ -6,6 +6,7 @@ import contextlib
 import errno
 import os
 import signal
+import socket
 import threading
 import time
 import traceback
@@ -19,7 +20,8 @@ import torch
 from draftsmith.checkpoints.artifact.artifact import load_manifest, open_artifact, save_artifact
 from draftsmith.checkpoints.heads.files import PredictionHeads, load_heads, save_heads
 from draftsmith.checkpoints.storage import atomic
-from draftsmith.checkpoints.storage.atomic import atomic_dir, atomic_text, read_consistent
+from draftsmith.checkpoints.storage.atomic import atomic_dir, atomic_file, atomic_text, read_consistent
+from draftsmith.checkpoints.storage.locks import locked, sole_writer
 from draftsmith.checkpoints.storage.places import here
 from draftsmith.checkpoints.table.table import BigramTable
 from draftsmith.decode.models.loading import load_model
@@ -52,8 +54,8 @@ def test_what_fails_leaves_what_stood_there_and_nothing_else(tmp_path: Path) -> 
 
 @pytest.mark.skipif(not Path("/dev/full").exists(), reason="only Linux has a disk that is always full")
 def test_a_full_disk_is_reported_with_the_files_name(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("os.getpid", lambda: 7)
-    (tmp_path / ".a.json.7").symlink_to("/dev/full")
+    monkeypatch.setattr("secrets.token_hex", lambda _: "01234567")
+    (tmp_path / f".a.json.{os.getpid()}-01234567.saving").symlink_to("/dev/full")
     with pytest.raises(OSError, match=r"a\.json") as failed:
         atomic_text(tmp_path / "a.json", "text")
     assert failed.value.errno == errno.ENOSPC
@@ -100,6 +102,13 @@ def forked(work: Callable[[], object]) -> Iterator[int]:
 
 def ended(child: int) -> int:
     return os.waitstatus_to_exitcode(os.waitpid(child, 0)[1])
+
+
+def wait_for(ready: Callable[[], object]) -> None:
+    end = time.monotonic() + 60
+    while not ready():
+        assert time.monotonic() < end
+        time.sleep(0.005)
 
 
 def replace_for_ever(save: Callable[[Path, str], None], out: Path, contents: Sequence[str] = CONTENTS) -> None:
@@ -285,15 +294,93 @@ def test_a_folder_is_here_while_a_writer_is_between_its_two_renames(
     writer.join()
 
 
-def test_leftovers_of_other_names_stay(tmp_path: Path) -> None:
+def test_what_killed_writers_left_goes_whatever_its_name_and_nothing_else(tmp_path: Path) -> None:
     with forked(lambda: None) as child:
         ended(child)  # a process that is gone
-    stay = [f".t.x.{child}-abcd1234.saving", f".t.{child}-abcd1234.saving.mine", ".t.saving"]
-    for name in (*stay, f".t.{child}-abcd1234.saving", f".t.{child}-abcd1235.old"):
+    mine = os.getpid()  # in containers, the number of one that is gone too
+    stay = [f".t.{child}-abcd1234.saving.mine", ".t.saving", f".of-0.1.{mine}-abcd1234.saving"]
+    gone = [f".t.{child}-abcd1234.saving", f".t.{child}-abcd1235.old", f".other.x.{child}-abcd1234.saving"]
+    reused, back = f".other.{mine}-abcd1234.saving", f".back.{child}-abcd1234.old"
+    for name in (*stay, *gone, reused, back):
         (tmp_path / name).mkdir()
         (tmp_path / name / "file").write_text("")
+    (tmp_path / f".file.{child}-abcd1234.saving").write_text("half")
+    (tmp_path / f"{reused}.lock").write_text("of nobody")
     write(tmp_path / "t", "a")
-    assert sorted(os.listdir(tmp_path)) == sorted([*stay, "t"])
+    assert sorted(os.listdir(tmp_path)) == sorted([*stay, "back", "t"])
+
+
+@pytest.mark.parametrize("writer", [atomic_dir, atomic_file])
+def test_what_another_process_is_writing_stays_until_it_is_killed(tmp_path: Path, writer: Callable[..., Any]) -> None:
+    def write_for_ever() -> None:
+        with writer(tmp_path / "theirs"):
+            (tmp_path / "begun").touch()
+            time.sleep(600)
+
+    with forked(write_for_ever) as child:
+        wait_for((tmp_path / "begun").exists)
+        write(tmp_path / "mine", "a")
+        (unfinished,) = tmp_path.glob(f".theirs.{child}-*.saving")
+        assert unfinished.with_name(f"{unfinished.name}.lock").exists()
+        os.kill(child, signal.SIGKILL)
+        ended(child)
+        write(tmp_path / "mine", "b")
+    assert sorted(os.listdir(tmp_path)) == ["begun", "mine"]
+
+
+def hold(path: Path) -> None:
+    with sole_writer(path):
+        time.sleep(600)
+
+
+def test_a_lock_names_its_holder_and_ends_with_it(tmp_path: Path) -> None:
+    out, file = tmp_path / "out", tmp_path / "out.lock"
+    with forked(lambda: hold(out)) as child:
+        wait_for(lambda: file.exists() and file.read_text())
+        with pytest.raises(ValueError, match=rf"^process {child} on {socket.gethostname()} .*{out}:"):
+            hold(out)
+        assert file.exists()
+        os.kill(child, signal.SIGKILL)
+        ended(child)
+    with sole_writer(out):
+        assert file.exists()
+        with pytest.raises(ValueError, match=rf"^process {os.getpid()} "):
+            hold(out)
+    assert not file.exists()
+
+
+def test_a_lock_has_one_holder_at_a_time(tmp_path: Path) -> None:
+    """Four processes count one file up, each under the lock, which whoever lets go deletes."""
+    number = tmp_path / "number"
+    number.write_text("0")
+
+    def count_up() -> None:
+        for _ in range(200):
+            with locked(number, wait=True):
+                number.write_text(str(int(number.read_text()) + 1))
+
+    with contextlib.ExitStack() as stack:
+        children = [stack.enter_context(forked(count_up)) for _ in range(4)]
+        assert [ended(child) for child in children] == [0] * 4
+    assert number.read_text() == "800"
+    assert os.listdir(tmp_path) == ["number"]
+
+
+def test_where_there_are_no_locks_it_is_said_and_nothing_is_removed(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def refuse(*_: Any) -> None:
+        raise OSError(errno.ENOLCK, "No locks available")
+
+    with forked(lambda: None) as child:
+        ended(child)
+    left = tmp_path / f".t.{child}-abcd1234.saving"
+    left.mkdir()
+    monkeypatch.setattr("fcntl.flock", refuse)
+    with pytest.warns(UserWarning, match=r"out\.lock"), sole_writer(tmp_path / "out"):
+        pass
+    write(tmp_path / "t", "a")
+    assert left.is_dir()
 
 
 def test_a_folder_that_is_replaced_while_it_is_read_is_read_again(

@@ -219,7 +219,8 @@ def test_the_real_server_gives_what_the_engine_gives(values: dict[str, Any]) -> 
 
 
 class Server:
-    """An HTTP server whose behaviour a test writes: `reply(body)` gives a status and a JSON value."""
+    """An HTTP server whose behaviour a test writes: `reply(body)` gives a status, 0 to hang up, and bytes or a JSON
+    value."""
 
     def __init__(self, reply: Callable[[dict[str, Any]], tuple[int, Any]]) -> None:
         self.bodies: list[dict[str, Any]] = []
@@ -234,7 +235,9 @@ class Server:
                 server.bodies.append(body)
                 server.keys.append(self.headers["authorization"])
                 status, value = reply(body)
-                content = json.dumps(value).encode()
+                content = value if isinstance(value, bytes) else json.dumps(value).encode()
+                if not status:
+                    return  # and close
                 self.send_response(status)
                 self.send_header("content-type", "application/json")
                 self.send_header("content-length", str(len(content)))
@@ -329,6 +332,58 @@ def test_what_a_server_fails_at_is_written_down_without_the_key_and_tried_again(
     monkeypatch.setenv("OPENAI_API_KEY", "meant for somebody else")
     run(recipe, out=values["out"].replace("out.", "other."))
     assert server.keys[-1] == "Bearer none"
+
+
+def chosen(**message: Any) -> tuple[int, Any]:
+    return 200, {"choices": [{"message": message, "finish_reason": "stop"}]}
+
+
+ODD: list[tuple[int, Any]] = [
+    (200, json.dumps(said("caf\u00e9")[1], ensure_ascii=False).encode("latin-1")),
+    (200, b"[" * 100_000),
+    (200, b'{"choices": [{"mess'),
+    (200, {"choices": {"0": {}}}),
+    (200, [said("yes")[1]]),
+    (200, {"choices": [7]}),
+    (200, {"error": "busy"}),
+    chosen(content={"text": "yes"}),
+    chosen(content=[{"type": "text", "text": "yes"}]),
+    chosen(),
+    (200, said("yes")[1] | {"usage": {"completion_tokens": 26}}),  # 24 are allowed, and the one that ends it
+    said("x" * 26 * 256),
+    said("yes", {"reason": "stop"}),  # type: ignore[arg-type]
+    (403, {"error": {"message": "this one is not allowed"}}),
+    (404, {"error": {"message": "no such thing"}}),
+    (0, None),
+]
+
+
+def test_an_odd_reply_is_one_conversations_failure(
+    values: dict[str, Any], serve: Callable[..., Server], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(regenerate, "_RETRIES", 0)
+    asked: list[str] = []
+    healed = False
+
+    def odd(body: dict[str, Any]) -> tuple[int, Any]:
+        if len(body["messages"]) == 1:
+            asked.append(body["messages"][0]["content"])
+        number = len(asked) - 2  # the first is answered
+        if healed or len(body["messages"]) > 1 or not 0 <= number < len(ODD):
+            return 200, echo(body)[1] | {"usage": {"completion_tokens": 25}}
+        return ODD[number]
+
+    server = serve(odd)
+    report = run(served(values, server.url, concurrency=1))
+    assert (report.written, report.failed) == (30 - len(ODD), len(ODD))
+    said_of = [row["error"] for row in errors(values)]
+    assert len(said_of) == len(ODD)
+    assert all(0 < len(error) <= 600 for error in said_of)
+    for number, words in ((0, "UTF-8|utf-8"), (1, "100 levels"), (7, "text"), (10, "26.* 24"), (11, "26.* 24")):
+        assert re.search(words, said_of[number]), said_of[number]
+    healed = True
+    assert run(served(values, server.url)).written == len(ODD)
+    assert len(rows(values["out"])) == 30
 
 
 def test_a_server_that_refuses_is_one_message(

@@ -5,6 +5,8 @@ from __future__ import annotations
 import os
 import signal
 import socket
+import subprocess
+import sys
 import time
 from collections.abc import Callable
 from pathlib import Path
@@ -15,6 +17,8 @@ import typer
 import yaml
 from draftsmith.checkpoints.artifact.artifact import verify_artifact
 from draftsmith.recipes.commands.cli import app
+from draftsmith.recipes.commands.training.train import run_train
+from draftsmith.recipes.schema.loading import load_training
 
 DISTIL = ("measure.prompts=2", "measure.new_tokens=8", "measure.blocks=4", "objective={forward-kl: 1.0}")
 
@@ -150,6 +154,33 @@ def test_killed_process_ends_the_others(launcher: Any, drafter_recipe: Path, tmp
     assert ended == "process 0 ended, because another one of this launch has, or does not answer"
     assert "gloo/transport" in reason
     assert "Traceback" not in said[0]
+
+
+LAUNCHER = "import subprocess, sys; subprocess.Popen(sys.argv[1:], start_new_session=True).wait()"
+
+
+def test_worker_of_a_killed_launcher_saves_and_ends_and_until_then_nobody_else_trains_there(
+    drafter_recipe: Path, tmp_path: Path
+) -> None:
+    out, changes = tmp_path / "drafter", ["train.steps=100000", "train.save_every=0"]
+    worker = [sys.executable, "-m", "draftsmith", "train", str(drafter_recipe), *changes]
+    environment = os.environ | {"ACCELERATE_USE_CPU": "true", "OMP_NUM_THREADS": "1", "TORCHELASTIC_RUN_ID": "1"}
+    lock, log = tmp_path / "drafter.lock", tmp_path / "drafter.state" / "log.jsonl"
+
+    def wait(ready: Callable[[], object]) -> None:
+        deadline = time.monotonic() + 120
+        while not ready():
+            assert time.monotonic() < deadline
+            time.sleep(0.01)
+
+    with subprocess.Popen([sys.executable, "-c", LAUNCHER, *worker], env=environment) as launcher:
+        wait(lambda: log.is_file() and log.read_text().count("loss") > 2)
+        with pytest.raises(ValueError, match=rf"{lock.read_text()} .*{out}:"):
+            run_train(load_training(str(drafter_recipe), changes))
+        launcher.kill()
+    wait(lambda: not lock.exists())
+    (saved,) = (tmp_path / "drafter.state" / "checkpoints").iterdir()
+    assert int(saved.name.removeprefix("step-")) == log.read_text().count("loss") > 2
 
 
 def commands() -> list[list[str]]:
