@@ -67,15 +67,22 @@ def load_json(path: Path, *keys: str) -> dict[str, Any]:
 
 def sealed(values: Mapping[str, Any]) -> dict[str, Any]:
     """JSON values with a seal, by which it is noticed that one of them was changed: 16 digits of a SHA-256."""
-    return {**values, _SEAL: _seal_of(values)}
+    values = {name: value for name, value in values.items() if name != _SEAL}
+    return values | {_SEAL: _seal_of(values)}
 
 
 def unsealed(values: dict[str, Any]) -> dict[str, Any]:
     """The same without their seal, if they had one. Raises ValueError where it is not theirs."""
-    seal = values.pop(_SEAL, None)
-    if seal is not None and seal != (expected := _seal_of(values)):
-        raise ValueError(f"a value was changed: its seal is {brief(seal)}, expected {expected!r}")
+    if fault := _take_seal(values):
+        raise ValueError(fault)
     return values
+
+
+def _take_seal(values: dict[str, Any]) -> str | None:
+    seal = values.pop(_SEAL, None)
+    if seal is None or seal == (expected := _seal_of(values)):
+        return None
+    return f"a value was changed: its seal is {brief(seal)}, expected {expected!r}"
 
 
 def _seal_of(values: Mapping[str, Any]) -> str:
@@ -97,15 +104,16 @@ def read_document(path: Path, what: str, command: str, schema: int, fits: Callab
     """
     try:
         found = json.loads(path.read_text(encoding="utf-8"))
-        known = fits(unsealed(found))
+        fault = _take_seal(found)
+        known = fits(found)
     except json.JSONDecodeError as error:
         raise ValueError(f"{path}:{error.lineno} is damaged: {error.msg}") from error
     except (UnicodeDecodeError, AttributeError, KeyError, TypeError) as error:
         raise ValueError(f"{path} is no {what} of `{command}`: {error!r}") from error
-    except ValueError as error:
-        raise ValueError(f"{path} is damaged: {error}") from error
     if not known:
         raise OtherSchemaError(f"{path} is no {what} of schema {schema}: `{command}` writes a new one")
+    if fault is not None:
+        raise ValueError(f"{path} is damaged: {fault}")
     return dict(found)
 
 

@@ -47,7 +47,7 @@ def results(evaluated: Callable[..., Path]) -> Path:
 @pytest.fixture
 def rich(results: Path, tmp_path: Path) -> Path:
     """A copy of real results, with what only some evaluations have: categories, predictions, errors, odd names."""
-    found = json.loads(results.read_text())
+    found = load_results(results)
     for row in found["methods"]:
         (part,) = row["by_category"].values()
         row["by_category"] = {"math <b>": part | {"speedup": 1.25}, "chat": part}
@@ -190,7 +190,7 @@ def test_a_certificate_beside_the_results_is_taken_in(rich: Path) -> None:
 
 
 def test_a_certificate_of_artifacts_that_have_changed_is_stale(tmp_path: Path, results: Path, rich: Path) -> None:
-    found = json.loads(rich.read_text())
+    found = load_results(rich)
     for name in ("target", "drafter"):
         shutil.copytree(found["recipe"][name], tmp_path / name)
         found["recipe"][name] = str(tmp_path / name)

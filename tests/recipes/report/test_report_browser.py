@@ -10,6 +10,7 @@ from typing import Any
 
 import pytest
 from draftsmith.recipes.report.page import run_report
+from draftsmith.recipes.schema.results import load_results
 
 webdriver = pytest.importorskip(
     "selenium.webdriver", reason="selenium is not installed: pip install 'draftsmith[test]'"
@@ -35,7 +36,7 @@ ROWS: list[dict[str, Any]] = [
 def page(evaluated: Callable[..., Path]) -> Path:
     """A report of a real evaluation of random models, with predictions and categories."""
     out = evaluated("browser", limit=4, methods=ROWS)
-    found = json.loads(out.read_text())
+    found = load_results(out)
     for row in found["methods"]:
         (part,) = row["by_category"].values()
         row["by_category"] = dict.fromkeys(("writing", "a-very-long-category-name-that-does-not-break"), part)

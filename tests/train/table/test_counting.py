@@ -13,6 +13,7 @@ from typing import Any
 
 import numpy as np
 import pytest
+from draftsmith.checkpoints.storage.safe_read import load_json
 from draftsmith.checkpoints.table.file import write_table
 from draftsmith.checkpoints.table.runs import key_dtype
 from draftsmith.train.table.counting import PairCounter
@@ -148,8 +149,7 @@ def folder_of_runs(folder: Path) -> dict[str, Any]:
         for seed in range(3):
             counter.add(*packed(zipf_documents(5, 500, seed)), seed)
         counter.spill()
-    found: dict[str, Any] = json.loads((folder / INDEX).read_text())
-    return found
+    return load_json(folder / INDEX)
 
 
 @pytest.mark.parametrize("damage", ["cut", "missing"])
