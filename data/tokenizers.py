@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, Any
 
 from ..checkpoints.storage.messages import first_line, install_hint
 from ..checkpoints.storage.places import check_place, out_of_reach
+from ..checkpoints.storage.safe_read import MAX_JSON_DEPTH
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerFast
@@ -83,6 +84,8 @@ def load_tokenizer(source: str) -> Any:
         return _with_its_own_merges(tokenizer, name, revision or None)
     except ImportError as error:
         raise ValueError(f"{where}: the tokenizer needs a missing package: {error}; {install_hint('train')}") from error
+    except RecursionError as error:
+        raise ValueError(f"{where}: the tokenizer's JSON nests deeper than {MAX_JSON_DEPTH} levels") from error
     except (OSError, ValueError, KeyError, TypeError) as error:
         why = first_line(error) if path.is_dir() else out_of_reach() or first_line(error)
         raise ValueError(f"no tokenizer could be loaded from {where}: {why}") from error

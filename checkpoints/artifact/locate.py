@@ -14,8 +14,8 @@ from pathlib import Path
 from ..storage.messages import shown
 from ..storage.names import CONFIG_FILE, HEADS_FILE, MANIFEST_FILE, TABLE_FILE
 from ..storage.places import here, hub_place, is_path, nearest, out_of_reach, split_revision
+from ..storage.redaction import REDACTED, redacted
 from .artifact import load_manifest, verify_artifact
-from .manifest import REDACTED, to_json_safe
 
 _MODEL_FILES = ("*.safetensors", "*.json", "*.model", "*.txt", "*.jinja")
 _SETTINGS = ("*.json", "*.model", "*.txt", "*.jinja")
@@ -133,7 +133,7 @@ def hub_errors(what: str, repo: str) -> Iterator[None]:
         cause = error.__cause__  # the hub's answer, which the client may wrap
         answer = cause if isinstance(cause, HfHubHTTPError) and not isinstance(error, OSError) else error
         text, token = f"{what} {_reason(answer, repo)}", get_token()
-        raise ValueError(to_json_safe(text if token is None else text.replace(token, REDACTED))) from error
+        raise ValueError(redacted(text if token is None else text.replace(token, REDACTED))) from error
 
 
 def _reason(error: BaseException, repo: str) -> str:

@@ -14,11 +14,11 @@ from typing import Any
 
 from ..storage.messages import brief
 from ..storage.names import MANIFEST_FILE
+from ..storage.redaction import REDACTED, is_secret, redacted
 from ..storage.safe_read import name_fault, parse_json
 
 SCHEMA_VERSION = 2
 KINDS = ("drafter", "heads", "table", "target")
-REDACTED = "<redacted>"
 _NO_DIGEST = "0" * 64
 
 _LIBRARIES = (
@@ -31,20 +31,6 @@ _LIBRARIES = (
     "peft",
     "datasets",
     "deepspeed",
-)
-_SECRET_KEY = re.compile(
-    r"(?:^|[_\-.])(?:secrets?|passwords?|passwd|passphrase|credentials?|api[_\-]?keys?|(?:access|private|secret)[_\-]?keys?"
-    r"|(?:access|auth|api|hf|hub|bearer)[_\-]?tokens?)(?:$|[_\-.])|^token$",
-    re.IGNORECASE,
-)
-SECRET_VALUE = re.compile(
-    r"\b(?:hf_[A-Za-z0-9]{16,}|sk-[A-Za-z0-9_\-]{20,}|gh[a-z]_[A-Za-z0-9]{20,}|github_pat_\w{20,}|AKIA[A-Z0-9]{16})"
-)
-"""Tokens that can be told by how they begin: of Hugging Face, OpenAI, GitHub, Amazon."""
-_URL_PASSWORD = re.compile(r"(?<=://)[^/\s@]+@")
-_URL_SECRET = re.compile(
-    r"([?&](?:[^=&#\s]*[\-_.])?(?:token|signature|secret|password|credential|key|sig|AWSAccessKeyId)=)[^&#\s]+",
-    re.IGNORECASE,
 )
 _DIGEST = re.compile(r"[0-9a-f]{64}")
 
@@ -166,8 +152,8 @@ def to_json_safe(value: Any) -> Any:
     """A value as JSON can hold it, without secrets.
 
     Paths become text, tuples and sets lists, array scalars numbers; numbers that are not finite become null. Text under
-    a key that names a secret (password, api_key, hf_token, …), tokens of known forms, and passwords, signatures and
-    keys in URLs are redacted. Raises ValueError: a value that has no plain form.
+    a key that names a secret, and secrets in texts, are struck out; see `redacted`. Raises ValueError: a value that has
+    no plain form.
     """
     return _plain(value, secret=False)
 
@@ -183,7 +169,7 @@ def _plain(value: Any, secret: bool) -> Any:
         return value
     if isinstance(value, (str, Path)):
         text = str(value)
-        return REDACTED if secret and text else _without_secrets(text)
+        return REDACTED if secret and text else redacted(text)
     if hasattr(value, "item"):
         value = value.item()
     if isinstance(value, int):
@@ -191,16 +177,6 @@ def _plain(value: Any, secret: bool) -> Any:
     if isinstance(value, float):
         return value if math.isfinite(value) else None
     raise ValueError(f"a {type(value).__name__} cannot be kept in {MANIFEST_FILE}: {value!r}")
-
-
-def _without_secrets(text: str) -> str:
-    text = _URL_PASSWORD.sub(REDACTED + "@", SECRET_VALUE.sub(REDACTED, text))
-    return _URL_SECRET.sub(rf"\1{REDACTED}", text) if "://" in text else text
-
-
-def is_secret(key: str) -> bool:
-    """Whether what stands under this key, such as `hub.token`, is nobody's business."""
-    return any(_SECRET_KEY.search(part) for part in (key, *key.split(".")))
 
 
 def library_versions() -> dict[str, str | None]:

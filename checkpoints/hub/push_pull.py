@@ -20,10 +20,11 @@ from huggingface_hub.utils.sha import git_hash
 
 from ..artifact.artifact import CARD_FILE, check_replaceable, file_faults, load_manifest, verify_artifact
 from ..artifact.locate import fetch, fetch_artifact, hub_errors
-from ..artifact.manifest import SECRET_VALUE, Manifest
+from ..artifact.manifest import Manifest
 from ..storage.atomic import atomic_dir
 from ..storage.names import MANIFEST_FILE
 from ..storage.places import check_repository_name, check_revision
+from ..storage.redaction import SECRET_VALUE
 from ..verify.tensors import check_tensors
 
 MAIN = "main"

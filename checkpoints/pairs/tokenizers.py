@@ -10,6 +10,7 @@ from collections.abc import Iterator
 from operator import attrgetter
 from typing import Any
 
+from ..storage.chat_templates import render_chat
 from ..storage.messages import shown
 from .sides import BUT, CONSUMERS, REFUSED, Effect, Finding, Side, both
 
@@ -29,9 +30,6 @@ _CHAT = (
     {"role": "assistant", "content": "A guess."},
     {"role": "user", "content": "And then?"},
 )
-_ONE_DAY = "26 Jul 2024"  # for templates that write today's date
-_OF_TEMPLATES = (ValueError, TypeError, ArithmeticError, MemoryError, LookupError, AttributeError)
-"""What a template ends in, beside jinja2's own errors: it is a program that somebody wrote."""
 _LEARNED = Effect(
     BUT, "prompts come from the target's tokenizer: if the drafter was trained with its own, it knows other ids"
 )
@@ -150,13 +148,10 @@ def _chat_template(target: Any, drafter: Any) -> Iterator[Finding]:
 
 def _rendered(tokenizer: Any) -> str:
     """A conversation as the template writes it, without its system text where that is refused."""
-    from jinja2 import TemplateError
-
-    settings: dict[str, Any] = {"tokenize": False, "add_generation_prompt": True, "date_string": _ONE_DAY}
     problem = ""
     for messages in (_CHAT, _CHAT[1:]):
         try:
-            return str(tokenizer.apply_chat_template(list(messages), **settings))
-        except (TemplateError, *_OF_TEMPLATES) as error:
-            problem = f"(cannot be rendered: {str(error) or type(error).__name__})"
+            return render_chat(tokenizer, messages, prompt=True)
+        except ValueError as error:
+            problem = f"({error})"
     return problem

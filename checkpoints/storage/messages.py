@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import difflib
+import unicodedata
 from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
 
 _LONGEST = 200
+_HARMLESS = "\n\t\N{SOFT HYPHEN}\N{ZERO WIDTH NON-JOINER}\N{ZERO WIDTH JOINER}"
 
 
 def nearest_name(name: str, known: Iterable[str], cutoff: float = 0.5) -> str | None:
@@ -51,3 +53,21 @@ def brief(value: Any) -> str:
     """A value as Python writes it, cut where it is long."""
     text = ascii(value)
     return text if len(text) <= _LONGEST else text[:_LONGEST] + "…"
+
+
+class _Pictures(dict[int, int]):
+    """Characters that steer a terminal, turn text around or hide in it, by what is shown in their place: "␛", or "�"
+    where a character has no picture."""
+
+    def __missing__(self, code: int) -> int:
+        steers = unicodedata.category(chr(code)) in ("Cc", "Cf", "Cs", "Zl", "Zp") and chr(code) not in _HARMLESS
+        picture = 0x2400 + code if code < 32 else 0x2421 if code == 127 else 0xFFFD
+        return self.setdefault(code, picture if steers else code)
+
+
+_PICTURES = _Pictures()
+
+
+def pictured(text: str) -> str:
+    """A text that stands on a terminal as it is written, whoever wrote it: as many characters, but none that steers."""
+    return text if text.isprintable() else text.translate(_PICTURES)

@@ -103,27 +103,29 @@ def read_document(path: Path, what: str, command: str, schema: int, fits: Callab
         fits: may raise what a value of another form raises.
     """
     try:
-        found = json.loads(path.read_text(encoding="utf-8"))
+        found = read_json(path)
+    except ValueError as error:
+        line = f":{error.__cause__.lineno}" if isinstance(error.__cause__, json.JSONDecodeError) else ""
+        raise ValueError(f"{path}{line} is damaged: {error}") from error
+    try:
         fault = _take_seal(found)
         known = fits(found)
-    except json.JSONDecodeError as error:
-        raise ValueError(f"{path}:{error.lineno} is damaged: {error.msg}") from error
-    except (UnicodeDecodeError, AttributeError, KeyError, TypeError) as error:
+    except (AttributeError, KeyError, TypeError) as error:
         raise ValueError(f"{path} is no {what} of `{command}`: {error!r}") from error
     if not known:
         raise OtherSchemaError(f"{path} is no {what} of schema {schema}: `{command}` writes a new one")
     if fault is not None:
         raise ValueError(f"{path} is damaged: {fault}")
-    return dict(found)
+    return found
 
 
-def read_text(path: Path) -> str:
-    """A text file of at most `MAX_JSON_BYTES`; a larger one is not read. Raises what `read_json` raises."""
+def read_text(path: Path, most: int = MAX_JSON_BYTES) -> str:
+    """A text file of at most `most` bytes; a larger one is not read. Raises what `read_json` raises."""
     with os.fdopen(open_file(path), "rb") as opened:
         size = os.fstat(opened.fileno()).st_size
-        if size > MAX_JSON_BYTES:
-            raise ValueError(f"it has {size:,} bytes, expected at most {MAX_JSON_BYTES:,}")
-        content = opened.read(MAX_JSON_BYTES)
+        if size > most:
+            raise ValueError(f"it has {size:,} bytes, expected at most {most:,}")
+        content = opened.read(most)
     try:
         return content.decode()
     except UnicodeDecodeError as error:

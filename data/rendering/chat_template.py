@@ -5,12 +5,12 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Any
 
+from ...checkpoints.storage.chat_templates import render_chat
 from .encoding import special_strings
 
 OWN = "tokenizer"
 """The name under which a tokenizer's own chat template is asked for."""
 
-_ONE_DAY = "26 Jul 2024"  # what Llama 3 says where it is not told the date; today's would be another text tomorrow
 _SYSTEM, _QUESTIONS, _ANSWERS = "xSYSTEMx", ("xASKx1", "xASKx2", "xASKx3"), ("xTELLx1", "xTELLx2", "xTELLx3")
 
 
@@ -41,8 +41,8 @@ def own_template(tokenizer: Any) -> Template:
     """The chat template that `tokenizer` brings, for any number of exchanges.
 
     Raises:
-        ValueError: it has none, or one that rewrites earlier turns, writes something before an answer that the prompt
-            lacks, or ends an answer without a special token.
+        ValueError: it has none, or one that cannot be rendered, rewrites earlier turns, writes something before an
+            answer that the prompt lacks, or ends an answer without a special token.
     """
     if not getattr(tokenizer, "chat_template", None):
         raise ValueError("template 'tokenizer' is the tokenizer's own chat template, and this one has none")
@@ -96,7 +96,7 @@ def _render(tokenizer: Any, exchanges: int, *, prompt: bool, system: str | None 
         messages.append({"role": "assistant", "content": pad + _ANSWERS[number] + pad})
     if prompt:
         messages.pop()
-    return tokenizer.apply_chat_template(messages, tokenize=False, add_generation_prompt=prompt, date_string=_ONE_DAY)
+    return render_chat(tokenizer, messages, prompt=prompt)
 
 
 def _around(text: str, mark: str) -> tuple[str, str]:
@@ -116,11 +116,9 @@ def _split_end(tail: str, tokenizer: Any) -> tuple[str, str]:
 
 
 def _system(tokenizer: Any) -> tuple[str, str] | None:
-    from jinja2 import TemplateError
-
     try:
         text = _render(tokenizer, 1, prompt=True, system=_SYSTEM)
-    except TemplateError:
+    except ValueError:
         return None  # such as Gemma's: "system role not supported"
     if _SYSTEM not in text:
         return None

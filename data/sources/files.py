@@ -5,6 +5,7 @@ from __future__ import annotations
 import codecs
 import gzip
 import io
+import itertools
 import json
 import re
 import zlib
@@ -17,7 +18,7 @@ from pathlib import Path
 from typing import Any
 
 from ...checkpoints.storage.messages import first_line, install_hint
-from .json_stream import JsonValues
+from .json_stream import MAX_VALUE, JsonValues, TooLargeError
 
 SUFFIXES = (".json", ".jsonl", ".ndjson", ".parquet", ".arrow", ".txt")
 PACKED = (".gz", ".zst")
@@ -25,6 +26,9 @@ EXPECTED = f"{', '.join(SUFFIXES)} (those of JSON and text also with {' or '.joi
 # what `datasets` writes beside its rows
 _DESCRIPTIONS = ("dataset_info.json", "dataset_infos.json", "dataset_dict.json", "state.json")
 _BATCH_ROWS = 256
+_BATCH_BYTES = 1 << 28
+_MOST_UNPACKED = 200
+"""Bytes of a parquet file's column to one of the file, where they are more than `MAX_VALUE`; texts have some ten."""
 _DAMAGED = "file cut short or damaged"
 
 Columns = Callable[[Sequence[str]], Sequence[str]]
@@ -208,14 +212,24 @@ def _broken(location: str, error: ValueError | RecursionError, expected: str) ->
     return _BrokenError(reason, f"{location}: {reason}{what}; expected {expected}")
 
 
+def _too_large(location: str) -> _BrokenError:
+    return _BrokenError("too large", f"{location}: a row of more than {MAX_VALUE:,} bytes, the most that is read")
+
+
 def _jsonl_rows(path: Path, cursor: _Cursor) -> Iterator[Found]:
     with _open(path) as stream:
-        for row, line in enumerate(stream, start=1):
+        for row in itertools.count(1):
+            line = stream.readline(MAX_VALUE + 1)
+            if not line:
+                return
+            is_whole = len(line) <= MAX_VALUE
+            while not is_whole and line and not line.endswith(b"\n"):
+                line = stream.readline(MAX_VALUE)
             number = cursor.next
-            if line.isspace() or not cursor.claim():
+            if (is_whole and line.isspace()) or not cursor.claim():
                 continue
             try:
-                value = json.loads(line.decode("utf-8"))
+                value = json.loads(line.decode("utf-8")) if is_whole else _too_large(f"{path}, row {row}")
             except (ValueError, RecursionError) as error:
                 value = _broken(f"{path}, row {row}", error, "one JSON object a line")
             yield row, number, value
@@ -227,8 +241,9 @@ def _text_rows(path: Path, cursor: _Cursor) -> Iterator[Found]:
     if not cursor.claim():
         return
     with _open(path) as stream:
+        text = stream.read(MAX_VALUE + 1)
         try:
-            yield 1, number, {"text": stream.read().decode("utf-8")}
+            yield 1, number, {"text": text.decode("utf-8")} if len(text) <= MAX_VALUE else _too_large(str(path))
         except UnicodeDecodeError as error:
             yield 1, number, _broken(f"{path}, row 1", error, "UTF-8")
 
@@ -243,6 +258,8 @@ def _json_rows(path: Path, cursor: _Cursor) -> Iterator[Found]:
                 if cursor.claim():
                     broken = _BrokenError("not UTF-8 text", f"{path}, row {row}: not UTF-8 text")
                     yield row, number, value if is_utf8 else broken
+        except TooLargeError as error:
+            raise _too_large(f"{path}, after row {row}, line {values.line}") from error
         except (ValueError, RecursionError) as error:
             raise _broken(f"{path}, after row {row}, line {values.line}", error, "one list of rows") from error
 
@@ -277,12 +294,26 @@ def _parquet_rows(path: Path, cursor: _Cursor, columns: Columns) -> Iterator[Fou
         for group in range(file.num_row_groups):
             rows = file.metadata.row_group(group).num_rows
             if cursor.shard.rows(cursor.next, cursor.next + rows):
-                for batch in file.iter_batches(_BATCH_ROWS, row_groups=[group], columns=names):
+                size = _BATCH_BYTES // max(1, _unpacked(path, file.metadata.row_group(group), names))
+                size = max(1, min(size, _BATCH_ROWS))  # what stands there once may be the value of each row
+                for batch in file.iter_batches(size, row_groups=[group], columns=names):
                     yield from _batch_rows(arrow, row, batch, cursor)
                     row += batch.num_rows
             else:
                 cursor.claim(rows)
                 row += rows
+
+
+def _unpacked(path: Path, group: Any, names: Sequence[str]) -> int:
+    """Bytes of columns of a row group. Raises _BrokenError for one that could have been made to fill the memory."""
+    columns = [group.column(index) for index in range(group.num_columns)]
+    columns = [column for column in columns if column.path_in_schema.partition(".")[0] in names]
+    for column in columns:
+        size, packed = column.total_uncompressed_size, column.total_compressed_size
+        if size > max(MAX_VALUE, _MOST_UNPACKED * packed):
+            what = f"{path}: {packed:,} bytes of its column {column.path_in_schema} unpack to {size:,}"
+            raise _BrokenError("too large", f"{what}, expected at most {_MOST_UNPACKED} times as many")
+    return sum(column.total_uncompressed_size for column in columns)
 
 
 def _arrow_rows(path: Path, cursor: _Cursor, columns: Columns) -> Iterator[Found]:

@@ -11,10 +11,14 @@ from typing import Any, BinaryIO
 from ..conversations import encodable
 
 CHUNK = 1 << 16  # of a packed file that is cut short, at most about this much before the cut is lost
-MAX_VALUE = 64 << 20  # characters after which a value that does not end is no JSON
+MAX_VALUE = 64 << 20  # bytes of a row, characters of a value
 _SPACE = re.compile(r"[ \t\r\n]*")
 _LONE = re.compile("[\udc80-\udcff]")
 _DECODER = json.JSONDecoder()
+
+
+class TooLargeError(ValueError):
+    """A value does not end within `MAX_VALUE`."""
 
 
 class JsonValues:
@@ -77,8 +81,10 @@ class JsonValues:
                 at_end = error.pos >= len(self._text.rstrip()) or error.msg.startswith("Unterminated")
                 if self._ended and at_end:
                     raise EOFError(f"{error.msg} at line {self.line}") from error
-                if self._ended or len(self._text) - self._at > MAX_VALUE:
+                if self._ended:
                     raise
+                if len(self._text) - self._at > MAX_VALUE:
+                    raise TooLargeError from error
             self._read()
 
     def _read(self) -> None:

@@ -22,6 +22,8 @@ from .hub import downloaded, hub_rows
 from .registry import CORPORA, Corpus, find_corpus
 
 _GROUPS_SHOWN = 20
+MOST_CHARACTERS = 16 << 20
+"""Of a row: tokenizers take some fifty times its size in memory."""
 _HUB_ID = re.compile(r"[\w.-]+/[\w.-]+")
 
 
@@ -70,6 +72,12 @@ def open_dialogues(source: str, **opening: Unpack[Opening]) -> Iterator[Dialogue
             if not skip_broken:
                 raise
             skipped["no known form"] += 1
+            continue
+        size = sum(len(content) for _, content in dialogue.messages if isinstance(content, str))
+        if size > MOST_CHARACTERS:
+            if not skip_broken:
+                raise ValueError(f"{row.location}: {size:,} characters, expected at most {MOST_CHARACTERS:,} in a row")
+            skipped["too large"] += 1
             continue
         if on_form is not None and dialogue.form not in forms:
             forms.add(dialogue.form)

@@ -18,6 +18,7 @@ from rich.text import Text
 
 from ...checkpoints.artifact.artifact import tokenizer_fingerprint
 from ...checkpoints.storage.atomic import atomic_dir, atomic_text, check_writable
+from ...checkpoints.storage.redaction import without_secrets
 from ...checkpoints.storage.safe_read import file_hash, load_json, sealed
 from ...data.blocks.prepared import SCHEMA, PreparedData, padding_id, prepare
 from ...data.blocks.stream import StreamedData
@@ -122,7 +123,7 @@ def lint_data(section: DataSection, tokenizer: Any) -> list[str]:
         console().rule(f"{document.conversation.id}", align="left")
         console().print(colour(document, tokenizer))
     console().rule()
-    console().print(f"lint: {linter.report.summary()}", markup=False)
+    console().print(f"lint: {linter.report.summary()}")
     return linter.report.failures(section.min_clean_share, section.min_trained_share)
 
 
@@ -199,7 +200,7 @@ def all_reports(parts: Sequence[SourceSection], reports: Sequence[CorpusReport])
         total.merge(corpus)
     corpora = zip(parts, reports, strict=True)
     each = [{"source": part.source, "weight": part.weight} | corpus.as_dict() for part, corpus in corpora]
-    return total.as_dict() | {"sources": each}
+    return total.as_dict() | {"sources": without_secrets(each)}
 
 
 def training_conversations(
@@ -280,7 +281,7 @@ def _identity(section: DataSection, tokenizer: Any, ignored: set[str]) -> dict[s
     }
     if known != before:
         atomic_text(file, json.dumps(sealed(known)))
-    return json.loads(json.dumps(identity))
+    return dict(without_secrets(json.loads(json.dumps(identity))))
 
 
 def encoder_hash(tokenizer: Any) -> str:

@@ -159,7 +159,7 @@ def other_target(artifact: Path, target: str) -> str | None:
 
 def identity_of(recipe: EvaluateRecipe, prompts: Sequence[Sequence[int]], device: str) -> dict[str, Any]:
     """What finished runs belong to: they may only be used again where all of it is the same."""
-    settings = recipe.model_dump(mode="json", exclude={"out", "show_categories", "energy", "predict"})
+    settings = recipe.recorded(exclude={"out", "show_categories", "energy", "predict"})
     drafters = [recipe.drafter, *recipe.more_drafters]
     parts = [*((source, "drafter") for source in drafters), (recipe.heads, "heads"), (recipe.table, "table")]
     artifacts = {source: source_state(place_of(source, kind)) for source, kind in parts if source is not None}

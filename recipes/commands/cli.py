@@ -13,7 +13,6 @@ from pathlib import Path
 from typing import Annotated
 
 import typer
-from rich.markup import escape
 from rich.table import Table
 
 from ... import __version__
@@ -123,7 +122,7 @@ def corpora() -> None:
         table.add_column(heading, no_wrap=heading == "name")
     for corpus in CORPORA.values():
         note = "; ".join(filter(None, ["gated" if corpus.gated else "", corpus.note]))
-        table.add_row(corpus.name, corpus.hub or "–", corpus.use, corpus.licence, escape(note))
+        table.add_row(corpus.name, corpus.hub or "–", corpus.use, corpus.licence, note)
     console().print(table)
 
 
@@ -207,7 +206,7 @@ def recipes_list() -> None:
 
     table = Table(show_header=False, box=None)
     for name, path in shipped_recipes().items():
-        table.add_row(name, escape(first_sentence(path)))
+        table.add_row(name, first_sentence(path))
     console().print(table)
 
 
@@ -265,6 +264,6 @@ def _say_how_to_go_on() -> None:
 
 def _fail(message: str, code: int) -> None:
     if os.environ.get("DRAFTSMITH_TRACEBACK"):
-        traceback.print_exc()
+        log(traceback.format_exc())
     log(_ERROR_NUMBER.sub("", message))  # in the words of libraries
     sys.exit(code)

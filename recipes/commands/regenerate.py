@@ -15,6 +15,7 @@ from ...checkpoints.artifact.artifact import model_fingerprint
 from ...checkpoints.artifact.locate import at_revision
 from ...checkpoints.storage.atomic import check_writable
 from ...checkpoints.storage.messages import install_hint
+from ...checkpoints.storage.redaction import redacted
 from ...checkpoints.storage.safe_read import parse_json
 from ...data.cleaning.options import Cleaning
 from ...data.conversations import Conversation, CorpusReport, encodable
@@ -314,4 +315,4 @@ class _Server:
     def _in_one_line(self, what: object) -> str:
         """Of bearable length, and never with the key, which some servers repeat."""
         text = str(what).replace(self._key, "…") if self._key else str(what)
-        return " ".join(text.split())[:500]
+        return redacted(" ".join(text.split()))[:500]

@@ -26,13 +26,13 @@ def show_part(found: Mapping[str, Any], console: Console) -> None:
     console.print(Text(f"\n{found['part']} {found['source']}, decoded with {found['method']} at {at}", "bold"))
     console.print(_stages_table(found["stages"], found["gaps"]).rich())
     for line in found["skipped"]:
-        console.print(f"not measured: {line}", markup=False, style="dim")
+        console.print(f"not measured: {line}", style="dim")
     if any(stage["by_depth"] for stage in found["stages"]):
         console.print(_heads_table(found["stages"]).rich())
     console.print(_cells_table(found["cells"]).rich())
     console.print(Text("verdict", "bold"))
     for line in _finding_lines(found["findings"]):
-        console.print(f"- {line}", markup=False)
+        console.print(f"- {line}")
 
 
 def _stages_table(stages: Sequence[Mapping[str, Any]], gaps: Sequence[Mapping[str, Any]]) -> Table:

@@ -58,10 +58,10 @@ def run_report(paths: Sequence[Path], out: Path | None = None) -> Path:
         for table in comparison.tables:
             console().print(table.rich())
         for note in comparison.notes:
-            console().print(f"- {note}", markup=False)
+            console().print(f"- {note}")
     if (missing := missing_matplotlib()) is not None:
         log(missing)
-    console().print(f"report: {written}", markup=False, soft_wrap=True)
+    console().print(f"report: {written}", soft_wrap=True)
     return written
 
 

@@ -35,7 +35,7 @@ def show_report(folder: Path, manifest: Manifest, report: Mapping[str, Any], hin
         if pairs:
             console().print(Table(title, columns, [[*map(Cell, texts)] for texts in cells]).rich())
     if hint is not None and any(extremes.values()):
-        console().print(hint, markup=False)
+        console().print(hint)
 
 
 def _facts(manifest: Manifest, report: Mapping[str, Any]) -> list[tuple[str, str]]:

@@ -10,8 +10,8 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 from rich import box
-from rich.markup import escape
 from rich.table import Table as RichTable
+from rich.text import Text
 
 from ..schema.claims import metric_of
 
@@ -76,15 +76,15 @@ class Table:
         """The table for a terminal."""
         look: dict[str, Any] = {"title_justify": "left", "box": box.SIMPLE_HEAD, "show_edge": False, "pad_edge": False}
         look |= {"padding": (0, 0 if len(self.columns) > 7 else 1), "show_header": any(c.heading for c in self.columns)}
-        table = RichTable(title=escape(self.caption), **look)
+        table = RichTable(title=self.caption, **look)
         for column in self.columns:
-            heading = escape(f"{column.heading} {column.unit}".strip()).replace(" %", "\N{NO-BREAK SPACE}%")
+            heading = f"{column.heading} {column.unit}".strip().replace(" %", "\N{NO-BREAK SPACE}%")
             if column.numeric:  # is as narrow as it can be without breaking a number or a word
                 table.add_column(heading.replace(" ", "\n"), justify="right", no_wrap=True)
             else:
                 table.add_column(heading, overflow="fold")
         for row in self.rows:
-            table.add_row(*(f"[{c.style}]{escape(c.text)}[/]" if c.style else escape(c.text) for c in row))
+            table.add_row(*(Text(c.text, c.style) if c.style else c.text for c in row))
         return table
 
 

@@ -145,7 +145,7 @@ def show_trace(traced: Mapping[str, Any], console: Console) -> None:
             for number, step in enumerate(run["steps"], 1):
                 console.print(step_line(number, before, step, marks))
                 before += kept_text([step])
-            console.print(_summary(run["steps"]), markup=False)
+            console.print(_summary(run["steps"]))
 
 
 def _summary(steps: Sequence[Mapping[str, Any]]) -> str:

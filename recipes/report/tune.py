@@ -64,12 +64,12 @@ def show(results: Mapping[str, Any], folder: Path) -> None:
     console().print(_predicted(results).rich())
     console().print(confirmed.rich())
     for each in left_out:
-        console().print(f"not tuned: {each['method']}: {each['why']}", markup=False, soft_wrap=True)
+        console().print(f"not tuned: {each['method']}: {each['why']}", soft_wrap=True)
     chosen = next((row for row in results["confirmed"] if row["label"] == results["best"]), None)
     if chosen is None:
         console().print("no lossless method was tuned")
     else:
-        console().print(f"best: {chosen['method']}, {_settings(chosen)}", markup=False)
+        console().print(f"best: {chosen['method']}, {_settings(chosen)}")
         if chosen["stepping_speedup"] <= 1:
             console().print("no setting is faster here than plain decoding")
     files = f"results: {folder / 'tune.json'}, and {folder / 'tune.html'} to look at"

@@ -6,6 +6,7 @@ from typing import Any, Literal
 
 from pydantic import BaseModel, ConfigDict, Field, ValidationError, model_validator
 
+from ...checkpoints.storage.redaction import without_secrets
 from ...data.cleaning.options import Cleaning
 from .errors import describe
 
@@ -14,6 +15,10 @@ class Section(BaseModel):
     """Strict: an unknown key or a value of another type is refused."""
 
     model_config = ConfigDict(extra="forbid", strict=True, frozen=True, use_attribute_docstrings=True)
+
+    def recorded(self, **parts: Any) -> dict[str, Any]:
+        """Its values as files may hold them: plain, without secrets. `parts`: pydantic's `include` and `exclude`."""
+        return dict(without_secrets(self.model_dump(mode="json", **parts)))
 
 
 def check_cleaning(options: dict[str, Any]) -> None:

@@ -2,27 +2,54 @@
 
 from __future__ import annotations
 
+import json
 import sys
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
-from typing import Protocol
+from typing import Any, Protocol
 
-from rich.console import Console
-from rich.markup import escape
+from rich.console import Console, ConsoleOptions, RenderableType
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn, TimeRemainingColumn
+from rich.segment import Segment
+from rich.text import Text
+
+from ...checkpoints.storage.messages import pictured
+from ...checkpoints.storage.redaction import redacted
 
 _SECONDS_BETWEEN_LINES = 15.0
 
 
-def console() -> Console:
+class Terminal(Console):
+    """A console on which all text is text: no markup, no codes of others, and in plain strings no secrets. Styles come
+    as `Text`."""
+
+    def __init__(self, **settings: Any) -> None:
+        super().__init__(markup=False, emoji=False, highlight=False, **settings)
+
+    def render_str(self, text: str, **settings: Any) -> Text:
+        return super().render_str(pictured(redacted(text)), **settings)
+
+    def render(self, renderable: RenderableType, options: ConsoleOptions | None = None) -> Iterable[Segment]:
+        if isinstance(renderable, Text):
+            renderable = renderable.copy()
+            renderable.plain = pictured(renderable.plain)
+        return super().render(renderable, options)
+
+
+def console() -> Terminal:
     """Standard output, as it is now, so that redirection is noticed; a file is 120 columns wide."""
-    return Console(highlight=False, width=None if sys.stdout.isatty() else 120)
+    return Terminal(width=None if sys.stdout.isatty() else 120)
+
+
+def write_json(text: str) -> None:
+    """A JSON text on standard output, to be read by programs: in it, too, what steers a terminal is escaped."""
+    sys.stdout.write("".join(c if pictured(c) == c else json.dumps(c)[1:-1] for c in text))
 
 
 def log(text: str) -> None:
     """One line about what is going on, on standard error."""
-    Console(stderr=True, highlight=False, soft_wrap=True).print(text, markup=False)
+    Terminal(stderr=True, soft_wrap=True).print(text)
 
 
 @contextmanager
@@ -47,15 +74,16 @@ def bar(title: str, unit: str) -> Iterator[Advance]:
     if not sys.stderr.isatty():
         yield _lines(title, unit)
         return
-    columns = (TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TextColumn(unit))
-    times = (TimeElapsedColumn(), TextColumn("left"), TimeRemainingColumn(), TextColumn("{task.fields[note]}"))
-    with Progress(*columns, *times, console=Console(stderr=True), transient=True) as progress:
+    note_column = TextColumn("{task.fields[note]}", markup=False)
+    columns = (TextColumn("{task.description}", markup=False), BarColumn(), MofNCompleteColumn(), TextColumn(unit))
+    times = (TimeElapsedColumn(), TextColumn("left"), TimeRemainingColumn(), note_column)
+    with Progress(*columns, *times, console=Terminal(stderr=True), transient=True) as progress:
         task = progress.add_task(title, total=None, note="")
 
         def advance_bar(done: int, total: int, note: str = "") -> None:
             if progress.tasks[0].total is None:
                 progress.reset(task, completed=done, total=total)
-            progress.update(task, completed=done, total=total, note=escape(note))
+            progress.update(task, completed=done, total=total, note=note)
 
         yield advance_bar
 

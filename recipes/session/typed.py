@@ -2,16 +2,13 @@
 
 from __future__ import annotations
 
-import json
 import os
 import shlex
 import sys
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 
-import yaml
-
-from ...checkpoints.artifact.manifest import REDACTED, is_secret, to_json_safe
+from ...checkpoints.storage.redaction import redacted_words
 
 _PROGRAM = "draftsmith"
 
@@ -27,30 +24,4 @@ def typed_command(arguments: Sequence[str] | None = None, environment: Mapping[s
         return None
     processes = environment.get("WORLD_SIZE", "1")
     launch = [] if processes == "1" else ["accelerate", "launch", "--num_processes", processes, "-m"]
-    return shlex.join([*launch, _PROGRAM, *_redacted(words)])
-
-
-def _redacted(words: Sequence[str]) -> list[str]:
-    """`key=value`, `--key=value` and `--key value` with secrets left out, in values that are YAML mappings as well."""
-    cleaned, hide_next = list[str](), False
-    for word in words:
-        key, equals, value = word.partition("=")
-        secret = is_secret(key.lstrip("-").replace("-", "_"))
-        if hide_next and not word.startswith("-"):
-            cleaned.append(REDACTED)
-        elif equals:
-            cleaned.append(f"{key}={REDACTED if secret and value else _value(value)}")
-        else:
-            cleaned.append(str(to_json_safe(word)))
-        hide_next = word.startswith("-") and not equals and secret
-    return cleaned
-
-
-def _value(text: str) -> str:
-    """A value as it was typed, but for secrets in it."""
-    try:
-        parsed = yaml.safe_load(text)
-    except (yaml.YAMLError, ValueError):  # words that are no YAML
-        parsed = None
-    cleaned = json.dumps(to_json_safe(parsed), ensure_ascii=False) if isinstance(parsed, dict | list) else ""
-    return cleaned if REDACTED in cleaned else str(to_json_safe(text))
+    return shlex.join([*launch, _PROGRAM, *redacted_words(words)])

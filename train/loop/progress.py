@@ -8,6 +8,9 @@ import time
 
 import torch
 
+from ...checkpoints.storage.messages import pictured
+from ...checkpoints.storage.redaction import redacted
+
 _SIZE = {"cpu": 1024, "cuda": 8192}
 _SECONDS = 0.3  # of trying: a busy machine needs some to show its best
 _SECONDS_BETWEEN_LINES = 15.0
@@ -17,16 +20,13 @@ class Report:
     """Shows steps, loss, tokens per second and time left; silent in all processes but the main one."""
 
     def __init__(self, name: str, steps: int, first_step: int, active: bool) -> None:
-        from rich.console import Console
-
-        self._console = Console(stderr=True)
         self._name, self._steps, self._first_step, self._active = name, steps, first_step, active
         self._last_line, self._seconds = -_SECONDS_BETWEEN_LINES, 0.0
 
     def line(self, text: str) -> None:
         """Print one line."""
         if self._active:
-            self._console.print(text, markup=False, highlight=False, soft_wrap=True)
+            print(pictured(redacted(text)), file=sys.stderr)
 
     def step(self, step: int, loss: float, tokens_per_second: float, seconds: float) -> None:
         """`step` steps are done; the last had this loss and took so long."""

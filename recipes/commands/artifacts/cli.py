@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import sys
 from collections.abc import Iterator
 from typing import TYPE_CHECKING, Annotated
 
@@ -24,21 +23,20 @@ def show(
 ) -> None:
     """What an artifact is, what it was made for and from, and what it holds."""
     from rich.table import Table
-    from rich.text import Text
 
     from ....checkpoints.artifact.artifact import load_manifest
     from ....checkpoints.artifact.locate import resolve
-    from ...session.terminal import console
+    from ...session.terminal import console, write_json
 
     manifest = load_manifest(resolve(place))
     if as_json:
-        sys.stdout.write(manifest.to_json())
+        write_json(manifest.to_json())
         return
     table = Table(show_header=False, box=None)
     table.add_column(no_wrap=True, style="bold")
     table.add_column(overflow="fold")
     for name, value in _facts(place, manifest):
-        table.add_row(Text(name), Text(value))
+        table.add_row(name, value)
     console().print(table)
 
 
@@ -69,7 +67,7 @@ def verify(places: Annotated[list[str], typer.Argument(help="Artifacts' folders,
 def _print(line: str) -> None:
     from ...session.terminal import console
 
-    console().print(line, markup=False, highlight=False, soft_wrap=True)
+    console().print(line, soft_wrap=True)
 
 
 def _facts(place: str, manifest: Manifest) -> Iterator[tuple[str, str]]:

@@ -11,8 +11,8 @@ from dataclasses import replace
 from pathlib import Path
 
 from rich.console import Console
-from rich.markup import escape
 from rich.table import Table
+from rich.text import Text
 
 from ....checkpoints.artifact.artifact import MANIFEST_FILE, load_manifest
 from ....checkpoints.pairs.checks import examine
@@ -30,7 +30,7 @@ from ....checkpoints.pairs.sides import (
 from ....checkpoints.storage.safe_read import pickles_allowed
 from ....checkpoints.verify.model_files import is_adapter
 from ....data.tokenizers import load_tokenizer
-from ...session.terminal import console, log
+from ...session.terminal import console, log, write_json
 from .import_drafter import PICKLED, whole_model
 
 _COLOURS = {"fault": "red", "weakness": "yellow", "works": "green", "works but": "yellow"}
@@ -64,7 +64,7 @@ def examine_pair(target: str, drafter: str, fix: Path | None = None, as_json: bo
                 log(f"doctor: wrote {fix}; the same checks of it follow")
                 show(diagnosis)
     if as_json:
-        sys.stdout.write(json.dumps(shown, indent=2, ensure_ascii=False) + "\n")
+        write_json(json.dumps(shown, indent=2, ensure_ascii=False) + "\n")
     verdicts = diagnosis.verdicts
     return all(verdicts[name].outcome == WORKS for name in _MUST_WORK)
 
@@ -89,7 +89,7 @@ def show(diagnosis: Diagnosis) -> None:
     out = console()
     facts = Table(box=None, title="compared", title_justify="left")
     for heading in ("", f"target {diagnosis.target}", f"drafter {diagnosis.drafter}"):
-        facts.add_column(escape(heading), overflow="fold")
+        facts.add_column(heading, overflow="fold")
     for name, mine, theirs in diagnosis.facts:
         facts.add_row(name, mine, theirs, style=None if mine == theirs else "bold")
     out.print(facts)
@@ -98,9 +98,9 @@ def show(diagnosis: Diagnosis) -> None:
     for heading in ("", "verdict", "why, and what that was read of"):
         verdicts.add_column(heading, no_wrap=len(heading) < 10)
     for name, verdict in diagnosis.verdicts.items():
-        why = "".join(f"{escape(reason)}; " for reason in verdict.reasons)
+        why = Text("".join(f"{reason}; " for reason in verdict.reasons))
         colour = _COLOURS[verdict.outcome]
-        verdicts.add_row(name, f"[{colour}]{verdict.outcome}[/]", f"{why}[dim]{escape(CONSUMERS[name])}[/]")
+        verdicts.add_row(name, Text(verdict.outcome, colour), why.append(CONSUMERS[name], "dim"))
     out.print(verdicts)
 
 
@@ -112,6 +112,6 @@ def _show_findings(diagnosis: Diagnosis, out: Console) -> None:
     for heading in ("", "check", "what", "target", "drafter"):
         table.add_column(heading, no_wrap=heading == "", overflow="fold")
     for finding in sorted(diagnosis.findings, key=lambda one: one.severity):
-        state = f"[{_COLOURS[finding.severity]}]{finding.severity}[/]"
-        table.add_row(state, finding.check, *map(escape, (finding.what, finding.target, finding.drafter)))
+        state = Text(finding.severity, _COLOURS[finding.severity])
+        table.add_row(state, finding.check, finding.what, finding.target, finding.drafter)
     out.print(table)

@@ -7,7 +7,6 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-from rich.markup import escape
 from rich.table import Table
 
 from ....checkpoints.artifact.card import Evidence, Measured, base_model, data_sources
@@ -115,29 +114,29 @@ def show_plan(plan: Plan) -> None:
     state = "to be made" if plan.parent is None else f"at {plan.parent[:12]}"
     branch = f"branch {plan.branch}" + (", to be begun" if plan.new_branch else "")
     out = console()
-    out.print(f"{where} ({kind}, {state}, {branch})", markup=False, soft_wrap=True)
+    out.print(f"{where} ({kind}, {state}, {branch})", soft_wrap=True)
     files = Table(box=None)
     files.add_column("file", overflow="fold")
     files.add_column("bytes", justify="right", no_wrap=True)
     files.add_column("", no_wrap=True)
     for name, file in sorted(plan.files.items()):
         state = "is sent" if name in plan.sent else "is there already"
-        files.add_row(escape(name), f"{file.upload_info.size:,}", state)
+        files.add_row(name, f"{file.upload_info.size:,}", state)
     for name in plan.deleted:
-        files.add_row(escape(ascii(name)[1:-1]), "", "is deleted there")
+        files.add_row(name, "", "is deleted there")
     out.print(files)
     total = sum(plan.files[name].upload_info.size for name in plan.sent)
     sent = f"{len(plan.sent)} files, {total:,} bytes to send, in one commit: {plan.message}"
-    out.print(sent, markup=False, soft_wrap=True)
+    out.print(sent, soft_wrap=True)
     account = "nobody: no token is stored (`hf auth login`)" if plan.account is None else plan.account
-    out.print(f"as {account}", markup=False)
+    out.print(f"as {account}")
     for name, folders in sorted(_local_paths(plan).items()):
         more = ", …" if len(folders) > _NAMED_FOLDERS else ""
         named = ", ".join(folders[:_NAMED_FOLDERS]) + more
         note = f"note: {name}, which others will read, names folders of this machine: {named}"
-        out.print(note, markup=False, soft_wrap=True)
+        out.print(note, soft_wrap=True)
     out.rule(_CARD, align="left")
-    out.print(plan.card, markup=False, soft_wrap=True)
+    out.print(plan.card, soft_wrap=True)
     out.rule()
 
 

@@ -6,7 +6,6 @@ from pathlib import Path
 from typing import Annotated, Any
 
 import typer
-from rich.markup import escape
 from rich.table import Table
 
 from ...session.terminal import console, log
@@ -35,7 +34,7 @@ def doctor(
 
     table = Table(show_header=False, box=None)
     for finding in findings():
-        table.add_row(finding.name, finding.state, escape(finding.advice))
+        table.add_row(finding.name, finding.state, finding.advice)
     console().print(table)
 
 
@@ -59,7 +58,7 @@ def export(
             table.add_column(heading, no_wrap=heading in ("format", "for"))
         for form in FORMS.values():
             typed = " ".join(map(option_name, form.options))
-            table.add_row(form.name, form.kind, *map(escape, (form.summary, form.readers, typed)))
+            table.add_row(form.name, form.kind, form.summary, form.readers, typed)
         console().print(table)
         return
     if to is None:

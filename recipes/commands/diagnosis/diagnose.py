@@ -132,7 +132,7 @@ def run_diagnose(recipe: EvaluateRecipe, parts: Sequence[str] = (), out: Path | 
     with StopSignals() as signals:
         case = Case(narrowed, open_recipe(narrowed), signals)
         found = _diagnosed(case, chosen, path)
-    console().print(f"diagnosis: {path}", markup=False, soft_wrap=True)
+    console().print(f"diagnosis: {path}", soft_wrap=True)
     return found
 
 
@@ -159,7 +159,7 @@ def _diagnosed(case: Case, chosen: Sequence[str], path: Path) -> dict[str, Any]:
     recipe = case.recipe
     log(f"diagnose: {', '.join(chosen)}, {len(case.prompts)} prompts of {recipe.prompts}, on {case.opened.device}")
     found: dict[str, Any] = {"schema": SCHEMA, "kind": KIND, "complete": False, "target": recipe.target}
-    found |= {"prompts": len(case.prompts), "recipe": recipe.model_dump(mode="json"), "parts": []}
+    found |= {"prompts": len(case.prompts), "recipe": recipe.recorded(), "parts": []}
     for part, entry in zip(chosen, entries_of(recipe), strict=True):
         try:
             stop_if_asked(case.signals, STOPPED)

@@ -61,7 +61,7 @@ def run_certify(
         "kind": KIND,
         "machine": machine(opened.device),
         "artifacts": artifact_hashes(recipe) | {"target": mine},
-        "recipe": recipe.model_dump(mode="json"),
+        "recipe": recipe.recorded(),
         "plan": planned,
     }
     out = out or certificate_beside(Path(recipe.out))
@@ -81,7 +81,7 @@ def run_certify(
     title = f"{recipe.target}, {len(prompts)} prompts of {recipe.prompts}"
     console().print(certificates_table(title, [one.as_dict() for one in certificates]).rich())
     for line in explanations(certificates):
-        console().print(line, markup=False)
+        console().print(line)
     console().print(f"certificate: {out}")
     return certificates
 

@@ -156,7 +156,7 @@ def _show(results: dict[str, Any]) -> None:
         joules = (row[f"joules_per_{name}"] for name in ("run", "input", "run_above_idle"))
         times = (1e3 * row[f"seconds_per_{name}"] for name in ("run", "input"))
         table.add_row(str(row["batch"]), *("–" if value is None else show(value) for value in (*joules, *times)))
-    console().print(title, markup=False, soft_wrap=True)
+    console().print(title, soft_wrap=True)
     console().print(table)
     counted = f"joules of {results['covers']}, by {results['source']}"
-    console().print(counted if results["source"] else f"no joules: {results['covers']}", markup=False, soft_wrap=True)
+    console().print(counted if results["source"] else f"no joules: {results['covers']}", soft_wrap=True)

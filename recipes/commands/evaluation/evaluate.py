@@ -220,7 +220,7 @@ def _results(case: _Case, skipped: SkippedPrompts, resumed: int, summary: Summar
         "created": datetime.now(UTC).isoformat(timespec="seconds"),
         "machine": machine(case.opened.device),
         "artifacts": artifact_hashes(case.recipe),
-        "recipe": case.recipe.model_dump(mode="json"),
+        "recipe": case.recipe.recorded(),
         "prompts": len(case.prompts),
         "prompts_sha256": prompts_digest(case.ids),
         "passed_over": skipped.as_dict(),
@@ -238,7 +238,7 @@ def _show(recipe: EvaluateRecipe, results: dict[str, Any]) -> None:
     if recipe.show_categories:
         console().print(category_table(results["methods"]).rich())
     for error in results["errors"]:
-        console().print(f"error: {error}", markup=False)
+        console().print(f"error: {error}")
     same = results["greedy_equals_transformers"]
     if same is not None:
         console().print(f"autoregressive decoding equals transformers.generate on {same[0]} of {same[1]} prompts")

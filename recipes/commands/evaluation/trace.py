@@ -53,7 +53,7 @@ def run_trace(
     traced = {"schema": 1, "kind": "trace", "target": recipe.target, "prompts": prompts}
     show_trace(traced, console())
     atomic_text(path, json.dumps(traced, ensure_ascii=False, indent=1) + "\n")
-    console().print(f"trace: {path}", markup=False, soft_wrap=True)
+    console().print(f"trace: {path}", soft_wrap=True)
     return traced
 
 

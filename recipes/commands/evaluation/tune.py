@@ -131,7 +131,7 @@ def show_plan(recipe: EvaluateRecipe) -> None:
     time = planned_time(recipe, _runs(fixed, recipe.limit, recipe, Space()))
     lines = [f"{', '.join(fixed)}, on {recipe.limit} prompts of {recipe.prompts}", time]
     lines += [f"left out: {name}: {why}" for name, why in left_out.items()]
-    console().print("\n".join(lines), markup=False, soft_wrap=True)
+    console().print("\n".join(lines), soft_wrap=True)
 
 
 def _runs(fixed: Fixed, prompts: int, recipe: EvaluateRecipe, space: Space) -> int:
@@ -158,7 +158,7 @@ def _tuned(case: _Case, left_out: LeftOut, machine: dict[str, Any], folder: Path
         "schema": 2,
         "kind": "tuning",
         "machine": machine,
-        "recipe": recipe.model_dump(mode="json"),
+        "recipe": recipe.recorded(),
         "prompts": len(case.prompts),
         "positions": recording.positions,
         "costs": asdict(costs),

@@ -55,7 +55,7 @@ def run_paper(recipe: PaperRecipe, name: str, pair: str | None = None, folder: P
     used = recipe.on_pair(pair) if pair is not None else recipe
     folder = folder or folder_of(recipe, pair)
     check_writable(folder)
-    settings = used.model_dump(mode="json", include={"experiment", "settings", "evaluate"})
+    settings = used.recorded(include={"experiment", "settings", "evaluate"})
     identity = identity_of(settings, used.sources(), used.evaluate)
     log(f"papers: {name}, {recipe.where}")
     # an evaluation knows by itself which of its runs have finished
@@ -68,14 +68,14 @@ def run_paper(recipe: PaperRecipe, name: str, pair: str | None = None, folder: P
         log(f"papers: {name} had finished already")
         rows = earlier["rows"]
     result: dict[str, Any] = {"schema": SCHEMA, "kind": "paper", "identity": identity, "pair": pair, "name": name}
-    result |= recipe.model_dump(mode="json", include={"paper", "where", "experiment", "not_rerun", "theirs"})
+    result |= recipe.recorded(include={"paper", "where", "experiment", "not_rerun", "theirs"})
     result |= {"machine": machine(device_of(used.evaluate)), "rows": rows, "claims": []}
     _write(folder / "paper.json", result)  # what was measured stands, whatever becomes of the claims
     result["claims"] = judged(recipe, rows)
     _write(folder / "paper.json", result)
     _report(folder, result, used)
     on_pair = " on the embedded pair" if pair is not None else ""
-    console().print(f"{name}: {title_of(result)}{on_pair}", markup=False)
+    console().print(f"{name}: {title_of(result)}{on_pair}")
     console().print(numbers_table(result, result["rows"]).rich())
     if result["claims"]:
         console().print(claims_table([result]).rich())

@@ -24,7 +24,7 @@ def show_plan(recipe: EvaluateRecipe | PaperRecipe, pair: str | None = None) -> 
     lines += [f"not run again: {recipe.not_rerun}"] if recipe.not_rerun else []
     if used.experiment != "evaluate":
         lines += [f"{key}: {value}" for key, value in used.settings.items()]
-    console().print("\n".join(lines), markup=False)
+    console().print("\n".join(lines))
     for name, evaluation in (used.evaluations() if used.experiment == "evaluate" else {"": used.evaluate}).items():
         _show_evaluation(name, evaluation)
 
@@ -33,7 +33,7 @@ def _show_evaluation(name: str, recipe: EvaluateRecipe) -> None:
     prompts = f"{name}: {recipe.limit} prompts" if name else f"{recipe.limit} prompts"
     sizes = f"{recipe.max_new_tokens} new tokens each at most, {recipe.repeats} run(s)"
     about = f"{prompts} of {recipe.prompts}, template {recipe.template}, {sizes}"
-    console().print(about, markup=False, soft_wrap=True)
+    console().print(about, soft_wrap=True)
     columns = [Column(heading, numeric=False) for heading in ("row", "method", "options")]
     rows = []
     for label, row in zip(recipe.labels(), recipe.methods, strict=True):
@@ -46,5 +46,5 @@ def _show_evaluation(name: str, recipe: EvaluateRecipe) -> None:
     named = [f"{part} {source}" for part, source in parts.items() if source is not None]
     named += [f"drafter {source}" for source in recipe.more_drafters]
     tokens = recipe.limit * recipe.repeats * recipe.max_new_tokens * len(recipe.methods)
-    console().print(f"{', '.join(named)}; at most {tokens:,} tokens in all rows", markup=False, soft_wrap=True)
-    console().print(planned_time(recipe, evaluation_runs(recipe, recipe.limit)), markup=False, soft_wrap=True)
+    console().print(f"{', '.join(named)}; at most {tokens:,} tokens in all rows", soft_wrap=True)
+    console().print(planned_time(recipe, evaluation_runs(recipe, recipe.limit)), soft_wrap=True)

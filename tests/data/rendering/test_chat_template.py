@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import sys
 from typing import Any
 
 import pytest
@@ -98,6 +99,26 @@ def test_white_space_is_stripped_where_the_template_strips_it(tokenizer: Any) ->
     text = tokenizer.decode(render(Conversation("c", turns), template, tokenizer).ids)
     messages = [{"role": turn.role, "content": turn.text} for turn in turns]
     assert text == tokenizer.apply_chat_template(messages, tokenize=False)
+
+
+@pytest.mark.parametrize(
+    ("template", "named"),
+    [
+        (
+            "{% for i in range(99999) %}{% for j in range(99999) %}{% set x = j %}{% endfor %}{% endfor %}",
+            "1,000,000",
+        ),
+        ("{% for i in range(10**9) %}{% endfor %}", "100000"),
+        ("{{ 'x' * 2000000 }}", "2,000,000.* 1,048,576"),
+        ("{% macro again() %}{{ again() }}{% endmacro %}{{ again() }}", "recursion"),
+        ("{% for %}", "Expected an expression"),
+        ("{{ messages[0].content.no.such }}", "no"),
+    ],
+)
+def test_a_template_is_a_program_and_has_limits(template: str, named: str) -> None:
+    with pytest.raises(ValueError, match=named):
+        get_template("tokenizer", _tokenizer(template))
+    assert sys.gettrace() is None or "test_a_template" not in str(sys.gettrace())
 
 
 def test_the_quickstarts_chat_template_is_chatml(chats: list[Conversation]) -> None:

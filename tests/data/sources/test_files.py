@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from draftsmith.data.sources import files, json_stream
 from draftsmith.data.sources.files import Row, Shard, local_rows
 from draftsmith.data.sources.json_stream import CHUNK
 
@@ -156,6 +157,48 @@ def test_what_is_broken_is_named_or_counted(
         assert [prompt for _, prompt in found] == ["a"] * kept + ["next"]
         assert found[-1][0] == kept + 1
         assert shards[0][1].get(reason, 0) + shards[1][1].get(reason, 0) == 1
+
+
+@pytest.mark.parametrize("name", ["a.jsonl", "a.jsonl.gz", "a.json"])
+def test_a_row_that_is_too_large_is_named_or_counted(
+    name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    for module in (files, json_stream):
+        monkeypatch.setattr(module, "MAX_VALUE", 4 * CHUNK)
+    rows = [{"prompt": "a"}, {"prompt": "b" * 9 * CHUNK}, {"prompt": "c"}]
+    path = write(tmp_path / name, rows)
+    with pytest.raises(ValueError, match=rf"a\.json.*row [12].* {4 * CHUNK:,}"):
+        values(path)
+    kept, skipped = skipping(tmp_path)
+    assert skipped == {"too large": 1}
+    wanted = [(0, "a"), (2, "c")] if "jsonl" in name else [(0, "a")]  # what lies behind it in a list is not found
+    assert [(row.number, row.value["prompt"]) for row in kept] == wanted
+
+
+def test_a_column_that_unpacks_to_very_much_is_refused(tmp_path: Path) -> None:
+    """Some kilobytes of one letter."""
+    arrow, parquet = pytest.importorskip("pyarrow"), pytest.importorskip("pyarrow.parquet")
+    table = arrow.table({"text": ["x" * (65 << 20)], "id": ["a"]})
+    parquet.write_table(table, tmp_path / "a.parquet", compression="zstd", use_dictionary=False)
+    assert (tmp_path / "a.parquet").stat().st_size < 30_000
+    with pytest.raises(ValueError, match=r"a\.parquet.* text .*68,\d+,\d+.* 200 "):
+        values(tmp_path / "a.parquet")
+    assert skipping(tmp_path) == ([], {"too large": 1})
+    assert values(tmp_path / "a.parquet", columns=lambda _: ["id"]) == [{"id": "a"}]
+
+
+def test_a_value_that_stands_once_for_all_rows_is_not_unpacked_at_once(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    arrow, parquet = pytest.importorskip("pyarrow"), pytest.importorskip("pyarrow.parquet")
+    monkeypatch.setattr(files, "_BATCH_BYTES", 1 << 22)
+    parquet.write_table(arrow.table({"text": ["x" * (1 << 20)] * 200}), tmp_path / "a.parquet", compression="zstd")
+    tracemalloc.start()
+    try:
+        assert sum(len(row.value["text"]) for row in local_rows(tmp_path / "a.parquet")) == 200 << 20
+        assert tracemalloc.get_traced_memory()[1] < 20 << 20
+    finally:
+        tracemalloc.stop()
 
 
 def test_a_folder_is_its_data_files(tmp_path: Path) -> None:

@@ -25,7 +25,7 @@ from draftsmith.recipes.report.page import best_lossless, run_report
 from draftsmith.recipes.report.tables import method_table, number
 from draftsmith.recipes.schema.evaluation import EvaluateRecipe
 from draftsmith.recipes.schema.results import load_results
-from rich.console import Console
+from draftsmith.recipes.session.terminal import Terminal
 from transformers import LlamaForCausalLM
 
 NASTY = "spec <script>alert('x')</script> & \"more\""
@@ -293,7 +293,7 @@ def test_what_cannot_be_compared_is_said(results: Path) -> None:
 def test_names_and_numbers_are_not_broken_on_a_terminal(results: Path, width: int) -> None:
     rows = load_results(results)["methods"]
     rows[1] |= {"label": "multi-candidate", "tokens_per_second": 123456.0, "speedup_interval": [1.23, 2.34]}
-    with (console := Console(width=width, file=None)).capture() as shown:
+    with (console := Terminal(width=width)).capture() as shown:
         console.print(method_table("a title", rows).rich())
     assert {"multi-candidate", "123,456", "1.23–2.34"} <= set(shown.get().split())
     assert max(map(len, shown.get().splitlines())) <= width
@@ -309,7 +309,7 @@ def test_changes_for_people(results: Path) -> None:
     found = load_results(results)
     other = changed(found, 1.2)
     found["methods"][1]["label"] = other["methods"][1]["label"] = "[red]x[/red]"
-    console = Console(width=140, record=True, file=None)
+    console = Terminal(width=140, record=True)
     with console.capture() as shown:
         console.print(compare(["a", "b"], [found, other]).tables[2].rich())
     assert re.search(r"\[red\]x\[/red\] .* -\d+\.\d % \(-\d+\.\d to -\d+\.\d\)", shown.get())

@@ -118,6 +118,7 @@ def test_two_rows_of_one_label_are_refused(results: dict[str, Any], tmp_path: Pa
         (b'{"schema": 2, "methods": [], "kind": "diagnosis"}', "'kind'.*'diagnosis'"),
         (b'{"schema": 2, "methods": 3}', "results.json"),
         (b"\xff\xfe\x00", "results.json"),
+        (b'{"schema": 2, "methods": ' + b"[" * 100_000, "results.json.* 100 "),
         (None, "results.json"),
     ],
 )

@@ -1,0 +1,112 @@
+"""Text of others on a terminal: as it was written, steering nothing, whoever prints it."""
+
+from __future__ import annotations
+
+import ast
+import json
+import unicodedata
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+from draftsmith.recipes.commands.cli import app
+from draftsmith.recipes.report.tables import Cell, Column, Table
+from draftsmith.recipes.session.terminal import console, log, write_json
+from rich.table import Table as RichTable
+from rich.text import Text
+from typer.testing import CliRunner, Result
+
+ROOT = Path(__file__).resolve().parents[3]
+PRINT = (ROOT / "recipes/session/terminal.py", ROOT / "train/loop/progress.py")
+MARKED = "[/x] [red]p[/red] :smile: \\[a]"
+STEERING = "\x1b[31m\x1b]0;t\x07\x9b2J\u202eabc\u2066\u200f\u200b\r\x08\x7f\udcff\U000e0041\u2028"
+
+
+def steering(shown: str) -> set[str]:
+    return {c for c in shown if unicodedata.category(c) in ("Cc", "Cf", "Cs", "Zl", "Zp")} - {"\n"}
+
+
+def test_whatever_is_printed_stands_there_as_it_is(capsys: pytest.CaptureFixture[str]) -> None:
+    hostile = MARKED + STEERING
+    plain = RichTable(title=hostile)
+    plain.add_column(hostile)
+    plain.add_row(Text(hostile, "bold"))
+    out = console()
+    out.width = 300
+    table = Table(hostile, [Column(hostile, numeric=False)], [[Cell(hostile)]])
+    for what in (hostile, Text(hostile), plain, table.rich()):
+        out.print(what)
+    out.rule(hostile)
+    log(hostile)
+    write_json(json.dumps([hostile], ensure_ascii=False))
+    shown, said = capsys.readouterr()
+    shown, written = shown[: shown.rindex("[")], shown[shown.rindex('["') :]
+    assert not steering(shown + said + written)
+    assert shown.count(MARKED) == 9
+    assert said.count(MARKED) == 1
+    assert "�" in said
+    assert "␛[31m␛]0;t" in said
+    assert json.loads(written) == [hostile]
+
+
+def test_what_people_write_is_not_changed(capsys: pytest.CaptureFixture[str]) -> None:
+    text = "na\u00efve 中文 👨\u200d👩 می\u200cخواهم 5\u00a0% \u00ad\ue0a0 x\ty"
+    console().print(text, soft_wrap=True)
+    assert capsys.readouterr().out == text.expandtabs() + "\n"
+
+
+@pytest.fixture
+def run() -> Callable[..., Result]:
+    return lambda *arguments: CliRunner().invoke(app, arguments, catch_exceptions=False)
+
+
+def test_rows_of_others_are_linted_as_they_are(
+    run: Callable[..., Result], drafter_recipe: Path, tmp_path: Path
+) -> None:
+    messages = [{"role": role, "content": MARKED + STEERING[:-2]} for role in ("user", "assistant")]
+    rows = [{"id": f"{MARKED}{STEERING}{number}", "messages": messages} for number in range(40)]
+    (tmp_path / "rows.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    done = run(
+        "prepare", str(drafter_recipe), "--lint", f"data.source={tmp_path / 'rows.jsonl'}", "data.block_tokens=512"
+    )
+    assert done.exit_code in (0, 1)
+    assert not steering(done.output)
+    assert done.stdout.count(MARKED) >= 3 * 3
+
+
+def test_paths_are_shown_as_they_are(
+    run: Callable[..., Result], drafter_recipe: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    done = run("prepare", str(drafter_recipe), "data.cache='[x]cache/p[/red]'")
+    folder = Path(done.stdout.strip())
+    assert folder.parent == Path("[x]cache/p[/red]")
+    assert folder.is_dir()
+
+
+def test_errors_are_shown_as_they_are(launcher: Any) -> None:
+    code, said = launcher.run("train", f"{MARKED}\x1b]0;t\x07\x9b\u202e.yaml")
+    assert code == 2
+    assert not steering(said)
+    code, said = launcher.run("report", f"/tmp/{MARKED}\x1b]0;t\x07\u202e.json")
+    assert code == 2
+    assert MARKED in said
+    assert not steering(said)
+
+
+def test_nothing_else_prints() -> None:
+    """By another console, by markup, or past the console: all of it would be a way for text of others to steer."""
+    found = []
+    for path in sorted(ROOT.glob("[a-z]*/**/*.py")):
+        if path.is_relative_to(ROOT / "tests") or path in PRINT:
+            continue
+        for node in ast.walk(ast.parse(path.read_text(encoding="utf-8"))):
+            called = ast.unparse(node.func) if isinstance(node, ast.Call) else ""
+            prints = called in ("print", "Console", "typer.echo", "typer.secho", "sys.stdout.write", "sys.stderr.write")
+            marks = called.endswith("from_markup") or (
+                isinstance(node, ast.keyword) and node.arg in ("markup", "emoji")
+            )
+            if prints or marks or (isinstance(node, ast.ImportFrom) and node.module == "rich.markup"):
+                found.append(f"{path}:{getattr(node, 'lineno', 0)}")
+    assert found == []
